@@ -3,7 +3,7 @@
 The rates of GEMMs, attention, memory-bound kernels and optimizer are fitted to the kinds of work in
 the profiled steps of bench/results/train_step-nvidia-h200.json; latency and rate of NVLink to
 collectives-nvidia-h200.json; the share of FSDP's collectives that a step waits for to the two ways
-of sharing in train_multi-nvidia-h200.json. tigon/train/plan/constants.json has them all and is
+of sharing in train_multi-nvidia-h200.json. tigon/plan/constants.json has them all and is
 written here alone, with --fit. To parallel-nvidia-h100-80gb-hbm3.json only the time of shared
 experts is fitted; its other sides tell how well the rates carry over to other layouts and to
 another GPU. --write-docs puts the tables into docs/scale.md. No GPU is needed.
@@ -396,7 +396,7 @@ def rates(k: Constants) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("--fit", action="store_true", help="write tigon/train/plan/constants.json")
+    parser.add_argument("--fit", action="store_true", help="write tigon/plan/constants.json")
     parser.add_argument("--write-docs", action="store_true", help="of docs/scale.md")
     parser.add_argument("--only", nargs="*", default=list(SCENARIOS), choices=SCENARIOS)
     options = parser.parse_args()

@@ -37,7 +37,7 @@ ARROWS: dict[str, set[str]] = {
     "parallel": {"models"},
     "tokenizer": {"hub"},
     "data": {"splitmix", "tokenizer"},
-    "report": {"terminal", "yaml_file"},
+    "report": {"headers", "terminal", "yaml_file"},
     "train": {"data", "parallel", "report", "version"},
     "plan": {"train"},
     "auto_layout": {"plan"},

@@ -60,9 +60,7 @@ class Work:
 
     products: dict[GEMM, float] = field(default_factory=lambda: defaultdict(float))  # times each
     grouped: float = 0.0  # operations of experts
-    attention: dict[int, float] = field(
-        default_factory=lambda: defaultdict(float)
-    )  # operations, by head_dim
+    attention: dict[int, float] = field(default_factory=lambda: defaultdict(float))  # by head_dim
     recomputed: float = 0.0  # share of attention's forwards
     moved: dict[str, float] = field(default_factory=dict)  # bytes of memory-bound kernels, by kind
 
@@ -452,14 +450,16 @@ def fsdp_collectives(
     once = layout.sharding == "gradients"
     param_dtype = getattr(torch, job.config.param_dtype)
 
-    def dtype_of(group: ShardedParameters) -> torch.dtype:
+    def dtype_of(size: int) -> torch.dtype:
         if once:
             return sum_dtype(job.config)
-        size, one = group.ranks.size, count == 1
+        one = count == 1
         return sums or reduction_dtype(torch.bfloat16, {param_dtype}, size, one_backward=one)
 
     gather = sum((group.gather(gpu, k) for group in groups), CommTime())
-    reduced = sum((group.reduce(dtype_of(group), gpu, k) for group in groups), CommTime())
+    reduced = sum(
+        (group.reduce(dtype_of(group.ranks.size), gpu, k) for group in groups), CommTime()
+    )
     forward = max(0.0, gather.network - compute / 3)
     if once:  # the gather overlaps with the first forward, the reduction with the last backward
         return gather + reduced, forward + max(0.0, reduced.network - 2 / 3 * compute)

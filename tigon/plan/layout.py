@@ -31,15 +31,11 @@ class Layout(MeshSizes):
 
     def config(self, config: Config) -> Config:
         """Returns the run's settings in this layout; raises ValueError if they exclude it."""
+        batch = self.rows * self.micro_batches * self.data
         return replace(
-            config,
-            micro_batch_size=self.rows,
-            batch_size=self.rows * self.micro_batches * self.data,
-            parallel=self.parallel,
-            sharding=self.sharding,
-            activation_checkpointing=self.checkpointing,
-            memory_budget=None,
-        )
+            config, micro_batch_size=self.rows, batch_size=batch, parallel=self.parallel,
+            sharding=self.sharding, activation_checkpointing=self.checkpointing, memory_budget=None,
+        )  # fmt: skip
 
     @property
     def recomputed(self) -> float:

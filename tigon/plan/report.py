@@ -39,11 +39,10 @@ REFUSED = {  # settings that are arguments of the command, or that a plan tries
     "seq_len": "give --seq-len T instead",
     "batch_size": "give --batch-tokens N instead, which is batch_size x seq_len",
     "parallel": "a plan tries every layout itself; leave it out",
-    **dict.fromkeys(
-        ("sharding", "micro_batch_size", "activation_checkpointing"),
-        "a plan tries its values itself; leave it out",
-    ),
-}
+} | dict.fromkeys(
+    ("sharding", "micro_batch_size", "activation_checkpointing"),
+    "a plan tries its values itself; leave it out",
+)
 
 
 def read_job(
@@ -160,17 +159,12 @@ def table_rows(plan: LayoutPlan) -> list[list[str]]:
         zero = " ZeRO-2" if layout.sharding == "gradients" else ""
         return [
             *(f"{getattr(layout, name)}{zero if name == 'fsdp' else ''}" for name in mesh),
-            str(layout.rows),
-            str(layout.micro_batches),
+            str(layout.rows), str(layout.micro_batches),
             {False: "none", 2: "every 2nd", True: "all"}[layout.checkpointing],
-            f"{choice.memory.total / GIB:.1f}",
-            f"{step.traffic.nvlink_bytes / 1e9:,.1f}",
-            f"{step.traffic.network_bytes / 1e9:,.1f}",
-            f"{step.traffic.network:.3g}",
-            f"{step.seconds:.3g}",
-            f"{step.rate:,.0f}",
-            f"{step.mfu(plan.job.gpu):.1%}",
-        ]
+            f"{choice.memory.total / GIB:.1f}", f"{step.traffic.nvlink_bytes / 1e9:,.1f}",
+            f"{step.traffic.network_bytes / 1e9:,.1f}", f"{step.traffic.network:.3g}",
+            f"{step.seconds:.3g}", f"{step.rate:,.0f}", f"{step.mfu(plan.job.gpu):.1%}",
+        ]  # fmt: skip
 
     return [[*mesh, *COLUMNS], *map(cells, plan.choices)]
 

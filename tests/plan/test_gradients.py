@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
+from tests.plan.test_plan import SIZE
 from tests.small import EXPERTS, LLAMA
-from tests.train.test_plan import SIZE
 from tigon.plan import Job, Layout, estimate_memory, estimate_step, format_plan, make_plan, read_job
 from tigon.plan.cost import fsdp_collectives, sharded_parameters
 from tigon.plan.layout import enumerate_meshes
@@ -58,7 +58,7 @@ def configured(one: Job, given: str, **changes: Any) -> Config:
 
 @pytest.mark.parametrize("layout", [TENSOR, CONTEXT, MANY], ids=["tensor", "context", "many"])
 @pytest.mark.parametrize("settings", [BF16, FP32, BF16 + EXACT], ids=["bf16", "fp32", "exact"])
-def test_memory_is_that_of_a_dry_run(job, layout: Layout, settings: list[str]) -> None:
+def test_memory_equals_dry_run(job, layout: Layout, settings: list[str]) -> None:
     one = job(4, settings, layout.rows * layout.micro_batches * layout.data)
     found = estimate_memory(one, layout).kinds
     config = configured(one, " ".join([layout.settings, *settings]))
@@ -106,7 +106,7 @@ def test_messages_by_hand(job, settings: list[str], item: int) -> None:
     assert full - whole == pytest.approx((8 * 2 + 4 - 2 - item) * one.shapes.counts(8).total / 2)
 
 
-def test_it_is_chosen_where_weights_are_moved_often(job) -> None:
+def test_chosen_where_weights_move_often(job) -> None:
     """Of several micro-batches, by ranks that divide layers, tokens, or both."""
     one = job(8, BF16, 64, tokens=4096)
 
@@ -135,7 +135,7 @@ def test_it_is_chosen_where_weights_are_moved_often(job) -> None:
     ],
     ids=["adamw", "8bit", "muon", "graphs", "in_backward"],
 )  # fmt: skip
-def test_what_the_trainer_refuses_is_not_proposed(job, settings: list[str]) -> None:
+def test_proposals_are_what_the_trainer_accepts(job, settings: list[str]) -> None:
     """And what it accepts is."""
     one = job(8, settings, 8, **MOE)
 
@@ -165,7 +165,7 @@ def test_what_the_trainer_refuses_is_not_proposed(job, settings: list[str]) -> N
     assert ((1, 2, 2, 2, 1) in proposed) == never.isdisjoint(settings)
 
 
-def test_reasons_and_settings(job) -> None:
+def test_reasons_and_configured_layouts(job) -> None:
     """Of updates in backward with more rows than a micro-batch may have; of a graph of float32."""
     in_backward = job(2, ["optimizer_in_backward=true", "max_grad_norm=0"], 2**8)
     assert "no micro-batch that the other settings allow" in format_plan(make_plan(in_backward))
@@ -179,7 +179,7 @@ def test_reasons_and_settings(job) -> None:
     }
 
 
-def test_what_was_not_tried_is_not_impossible(job) -> None:
+def test_untried_layouts_are_not_impossible(job) -> None:
     """One mesh is asked for, and the others' faster ways are too large."""
     one = job(2, BF16, 2)
 
@@ -194,7 +194,7 @@ def test_what_was_not_tried_is_not_impossible(job) -> None:
 
 @pytest.mark.parametrize("sharding", ["full", "gradients"])
 @pytest.mark.parametrize("settings", [BF16, FP32], ids=["bf16", "fp32"])
-def test_memory_of_more_ranks_is_at_least(job, sharding: Any, settings: list[str]) -> None:
+def test_lower_bound_of_memory(job, sharding: Any, settings: list[str]) -> None:
     """Which spares a plan to weigh them."""
     for count in (1, 2):
         found = {}

@@ -51,7 +51,7 @@ def limit(monkeypatch: pytest.MonkeyPatch, fits: Callable[[Layout], bool]) -> No
     )
 
 
-def test_the_first_of_the_plan_that_fits(configured, monkeypatch) -> None:
+def test_first_fitting_layout_of_the_plan(configured, monkeypatch) -> None:
     """Of those that the settings allow."""
     parallel, why = auto_layout.choose_layout(configured(), CUDA, 8, ROOM)
     gpu, constants = find_gpu("h200")
@@ -75,7 +75,7 @@ def test_the_first_of_the_plan_that_fits(configured, monkeypatch) -> None:
             assert getattr(parallel, name) >= size, (parallel, sizes)
 
 
-def test_what_the_settings_exclude_is_never_chosen(configured, monkeypatch) -> None:
+def test_excluded_layouts_are_never_chosen(configured, monkeypatch) -> None:
     """Even where nothing else fits."""
     limit(monkeypatch, lambda x: x.tensor > 1)
     auto_layout.choose_layout(configured(), CUDA, 8, ROOM)
@@ -112,7 +112,7 @@ def test_what_the_settings_exclude_is_never_chosen(configured, monkeypatch) -> N
         auto_layout.choose_layout(configured(**one), CUDA, 8, ROOM)
 
 
-def test_the_settings_of_a_step_stay(configured) -> None:
+def test_step_settings_stay(configured) -> None:
     config = configured(micro_batch_size=2, activation_checkpointing=3)
     gpu, constants = find_gpu("h200")
     job = Job(auto_layout.model_shapes(config, None), config, 8, gpu, constants, 4096, 8)
@@ -122,7 +122,7 @@ def test_the_settings_of_a_step_stay(configured) -> None:
     assert {x.data for x in found} == {1, 2, 4} and found[0].recomputed == 1 / 3
 
 
-def test_where_nothing_can_be_planned(configured, monkeypatch) -> None:
+def test_errors_where_nothing_can_be_planned(configured, monkeypatch) -> None:
     with pytest.raises(ValueError, match=r"chooses a layout for GPUs, .* set the dim") as no:
         auto_layout.choose_layout(configured(), torch.device("cpu"), 8, ROOM)
     assert "--gpus 8 --gpu NAME --seq-len 4096` plans for GPUs elsewhere" in str(no.value)
@@ -133,7 +133,7 @@ def test_where_nothing_can_be_planned(configured, monkeypatch) -> None:
         auto_layout.choose_layout(configured(), CUDA, 8, ROOM)
 
 
-def test_a_run_on_one_rank_has_no_choice(workspace, capsys) -> None:
+def test_auto_on_one_rank(workspace, capsys) -> None:
     main(workspace.settings("one", steps=1, parallel="auto"))
     assert "fsdp: 1" in (workspace.root / "one/config.yaml").read_text()
     with pytest.raises(SystemExit, match="parallel=auto chooses a layout for GPUs"):
@@ -160,7 +160,7 @@ def run_chosen(settings: list[str], chosen: dict[str, int]) -> None:
     main(settings)
 
 
-def test_every_rank_has_the_layout_that_the_first_chooses(workspace) -> None:
+def test_ranks_agree_on_the_layout(workspace) -> None:
     """It is in the run's config and in its checkpoints, from which runs go on."""
     run = {"parallel": "auto", "save_every": 1, "steps": 1, "schedule": "constant"}
     further = run | {"steps": 2, "resume": "auto"}
@@ -184,7 +184,7 @@ def test_every_rank_has_the_layout_that_the_first_chooses(workspace) -> None:
     main(workspace.settings("auto", **further | {"steps": 3}))  # on one rank
 
 
-def test_a_run_that_goes_on_keeps_its_layout_while_it_can(configured, monkeypatch, tmp_path):
+def test_resumed_run_keeps_its_layout(configured, monkeypatch, tmp_path):
     """Though another is faster; not where it does not fit any more."""
     was = tmp_path / "run/checkpoints/step-00000001"
     was.mkdir(parents=True)

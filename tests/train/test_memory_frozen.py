@@ -81,7 +81,7 @@ def gathered(*modules: nn.Module, ranks: int) -> int:
 HIDDEN = B * T * LARGE["hidden_size"] * 2
 
 
-def test_a_teacher_on_one_gpu(folder: Folder) -> None:
+def test_teacher_on_one_gpu(folder: Folder) -> None:
     """Its weights and, as long as the loss is computed, its hidden states."""
     config = settings(task="distill", teacher=folder(LARGE))
     alone = planned(settings(task="sft")).kinds
@@ -103,13 +103,13 @@ def divided(teacher: CausalLM, alone: Sequence[nn.Module] = ()) -> int:
 
 
 @pytest.mark.parametrize("sharding", ["weights", "gradients"])
-def test_a_teacher_whose_weights_ranks_divide(folder: Folder, sharding: str) -> None:
+def test_teacher_under_fsdp(folder: Folder, sharding: str) -> None:
     """Whatever the model is divided by."""
     config = settings(task="distill", teacher=folder(LARGE), sharding=sharding)
     assert planned(config, 2).kinds["teacher"] == divided(of(LARGE)) + HIDDEN
 
 
-def test_a_teacher_whose_layers_ranks_divide(folder: Folder) -> None:
+def test_teacher_under_tensor_parallel(folder: Folder) -> None:
     shared: Any = {"task": "distill", "teacher": folder(LARGE), "parallel": Parallel(tensor=2)}
     teacher = of(LARGE)
     take_part(teacher, MeshSizes(tensor=2))
@@ -117,7 +117,7 @@ def test_a_teacher_whose_layers_ranks_divide(folder: Folder) -> None:
     assert planned(settings(**shared), 2).kinds["teacher"] == held(teacher) + HIDDEN
 
 
-def test_a_teacher_whose_experts_ranks_divide(folder: Folder) -> None:
+def test_teacher_under_expert_parallel(folder: Folder) -> None:
     """A dense one is divided as without them."""
     shared: Any = {"task": "distill", "parallel": Parallel(expert=2)}
     found = planned(settings(**shared, teacher=folder(LARGE)), 2, SMALL_MIXED)
@@ -130,7 +130,7 @@ def test_a_teacher_whose_experts_ranks_divide(folder: Folder) -> None:
     assert found.kinds["teacher"] == held(*experts) + divided(teacher, experts) + HIDDEN
 
 
-def test_a_reference_that_runs_at_each_step(folder: Folder) -> None:
+def test_live_reference(folder: Folder) -> None:
     """That of a stream; in bfloat16 if it is another model, and else as the model is."""
     pairs: Any = {"task": "dpo", "packing": False, "model": folder(LLAMA), "reference": ""}
     stream: Any = pairs | {"streaming": True, "steps": 1}
@@ -147,7 +147,7 @@ def test_a_reference_that_runs_at_each_step(folder: Folder) -> None:
     assert "reference" not in planned(settings(**stream, **lora), lora=True).kinds
 
 
-def test_rows_of_a_teacher_that_are_left_out_are_not_counted(folder: Folder) -> None:
+def test_padded_teacher_vocabulary_is_not_counted(folder: Folder) -> None:
     same, more = (
         planned(settings(task="distill", teacher=folder(LARGE | {"vocab_size": size})))
         for size in (321, 322)
@@ -155,7 +155,7 @@ def test_rows_of_a_teacher_that_are_left_out_are_not_counted(folder: Folder) -> 
     assert more.kinds == same.kinds
 
 
-def test_recomputation_makes_room_for_the_teacher(folder: Folder) -> None:
+def test_auto_checkpointing_makes_room_for_teacher(folder: Folder) -> None:
     """activation_checkpointing=auto: what fits alone does not beside it."""
     model = folder(LLAMA)
     alone = settings(task="sft", model=model)
@@ -172,7 +172,7 @@ def test_recomputation_makes_room_for_the_teacher(folder: Folder) -> None:
     assert found.blocks > 0
 
 
-def test_a_dry_run_shows_the_teacher(workspace: Any, folder: Folder, capsys: Any) -> None:
+def test_dry_run_shows_the_teacher(workspace: Any, folder: Folder, capsys: Any) -> None:
     teacher = write_model(workspace.root / "teacher", hidden_size=128)
     for file in teacher.glob("*.safetensors"):
         file.unlink()  # only the config is read

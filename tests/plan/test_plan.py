@@ -27,7 +27,7 @@ from tigon.plan import (
     make_plan,
     read_job,
 )
-from tigon.plan.cost import Step, CommGroup, Shapes, compute_seconds, micro_batch_work
+from tigon.plan.cost import CommGroup, Shapes, Step, compute_seconds, micro_batch_work
 from tigon.plan.gpu import CONSTANTS, GPU, known_gpus
 from tigon.plan.layout import divisors, enumerate_meshes
 from tigon.plan.report import USED
@@ -62,7 +62,7 @@ def as_documented(name: str, block: str) -> None:
     assert text == between(text, block, page, f"plan-{name}"), "run bench/plan.py --write-docs"
 
 
-def test_what_was_measured_is_predicted() -> None:
+def test_predictions_match_measurements() -> None:
     constants, cases = Constants.read(), bench.measured()
     found = [bench.compare(case, constants) for case in cases]
     as_documented("errors", bench.comparison(found))
@@ -78,7 +78,7 @@ def test_what_was_measured_is_predicted() -> None:
         assert abs(one.memory_error) < within, one.case.name
 
 
-def test_the_constants_are_those_of_the_fit() -> None:
+def test_constants_are_those_of_the_fit() -> None:
     """Which must not depend on what they were before."""
     kept = json.loads(CONSTANTS.read_text())["constants"]
     fitted = bench.fit()
@@ -89,7 +89,7 @@ def test_the_constants_are_those_of_the_fit() -> None:
     assert found.keys() == kept.keys()
 
 
-def test_a_documented_plan_is_that_of_today(tmp_path: Path) -> None:
+def test_documented_plan_is_current(tmp_path: Path) -> None:
     """The one that is found fastest; the others have the same table."""
     as_documented("8b-8", bench.scenario(bench.planned("8b-8", tmp_path)))
     text = (ROOT / "docs/scale.md").read_text(encoding="utf-8")
@@ -97,7 +97,7 @@ def test_a_documented_plan_is_that_of_today(tmp_path: Path) -> None:
     assert len(heads) == len(bench.SCENARIOS) and len(set(heads)) == 1
 
 
-def test_gpus_that_were_not_measured_have_the_shares_of_the_one_that_was() -> None:
+def test_unmeasured_gpus_scale_by_data_sheet() -> None:
     (h200, measured), (h100, other) = (find_gpu(name) for name in ("h200", "H100"))
     assert other.products == measured.products and other.attention == measured.attention
     for name in ("passes", "optimizer", "product_bytes"):
@@ -124,7 +124,7 @@ def test_work_of_a_block_by_hand(job: Callable[..., Job]) -> None:
     assert again.moved["norms"] > work.moved["norms"]
 
 
-def test_operations_are_those_of_the_trainer(job: Callable[..., Job]) -> None:
+def test_operations_equal_model_flops(job: Callable[..., Job]) -> None:
     shapes = job(1).shapes
     work = shapes.work(1, 1024)
     found = sum(2 * n * m * k * count for (m, n, k), count in work.products.items())
@@ -161,7 +161,7 @@ def test_memory_of_parts(job: Callable[..., Job]) -> None:
     assert short["activations"] < shared["activations"] < 1.2 * short["activations"]
 
 
-def test_heads_that_ranks_cannot_share_are_one_reason(job: Callable[..., Job]) -> None:
+def test_indivisible_heads_are_one_reason(job: Callable[..., Job]) -> None:
     nine = job(8, num_attention_heads=9, num_key_value_heads=3)
     lines = [
         line for line in format_plan(make_plan(nine)).splitlines() if "ranks cannot share" in line
@@ -169,7 +169,7 @@ def test_heads_that_ranks_cannot_share_are_one_reason(job: Callable[..., Job]) -
     assert len(lines) == 1 and "2, 4, 8 ranks cannot share 9 heads with 3 kv heads: " in lines[0]
 
 
-def test_experts_that_ranks_share(job: Callable[..., Job]) -> None:
+def test_expert_parallel_by_hand(job: Callable[..., Job]) -> None:
     """Their weights are in the hands of fewer ranks; all others' tokens come to them."""
     sizes: Any = EXPERTS | {"num_experts": 8, "hidden_size": 256, "num_hidden_layers": 2}
     sizes |= {"moe_intermediate_size": 512, "mlp_only_layers": []}
@@ -202,13 +202,13 @@ def test_divisors(number: int) -> None:
     assert divisors(number) == tuple(n for n in range(1, number + 1) if number % n == 0)
 
 
-def test_meshes_of_many_gpus_are_found_at_once() -> None:
+def test_meshes_of_a_prime_are_fast() -> None:
     assert (
         sum(1 for _ in enumerate_meshes(2**18 - 5)) == 3
     )  # a prime: tried one by one, 10**11 numbers
 
 
-def test_every_mesh_but_undivided_copies() -> None:
+def test_meshes_without_undivided_replicas() -> None:
     """Also groups of ranks that divide a row, and have all weights between them."""
     found = {mesh.mesh[:4] for mesh in enumerate_meshes(16)}
     sizes = product(divisors(16), repeat=4)
@@ -234,7 +234,7 @@ def test_parameters_are_counted_once(job: Callable[..., Job]) -> None:
     assert hidden == experts + 2 * 64 * (64 + 2 * 32 + 64) + 3 * 64 * 96
 
 
-def test_experts_that_ranks_share_besides_layers(job: Callable[..., Job]) -> None:
+def test_expert_and_tensor_parallel_by_hand(job: Callable[..., Job]) -> None:
     """No tokens are gathered for them, and fewer are sent; each is whole, on fewer ranks."""
     sizes: Any = EXPERTS | {"num_experts": 8, "hidden_size": 256, "num_hidden_layers": 2}
     sizes |= {"moe_intermediate_size": 512, "mlp_only_layers": []}
@@ -290,7 +290,7 @@ def test_collectives_by_hand() -> None:
     assert (swapped.nvlink_bytes, swapped.network_bytes) == (700, 800)
 
 
-def test_what_the_network_cannot_hide_is_waited_for(job: Callable[..., Job]) -> None:
+def test_step_waits_for_slow_network(job: Callable[..., Job]) -> None:
     fast, slow = job(16, rows=16), job(16, rows=16)
     slow = replace(slow, gpu=replace(slow.gpu, network=1e7))
     layout = Layout(1, 16, 1, 1)
@@ -299,7 +299,7 @@ def test_what_the_network_cannot_hide_is_waited_for(job: Callable[..., Job]) -> 
     assert waited.kinds["FSDP over the network"] < waited.traffic.network
 
 
-def test_rows_that_ranks_do_not_divide_are_padded(job: Callable[..., Job]) -> None:
+def test_indivisible_rows_are_padded(job: Callable[..., Job]) -> None:
     """As `tigon train` does: their shares are those of rows that are a few tokens longer."""
     for layout in (Layout(1, 1, 2, 1), Layout(1, 1, 1, 4), Layout(1, 1, 2, 2)):
         exact, short = (job(layout.context * layout.tensor, tokens) for tokens in (1024, 1021))
@@ -320,7 +320,7 @@ def test_rows_that_ranks_do_not_divide_are_padded(job: Callable[..., Job]) -> No
     assert {(c.layout.context, c.layout.tensor) for c in plan.choices} == {(2, 1), (1, 2)}
 
 
-def test_why_a_layout_is_impossible(job: Callable[..., Job]) -> None:
+def test_mesh_errors(job: Callable[..., Job]) -> None:
     one = job(64, rows=16)
     for layout, why in (
         (Layout(1, 4, 1, 16), "tensor is above 8, the number of GPUs"),
@@ -335,7 +335,7 @@ def test_why_a_layout_is_impossible(job: Callable[..., Job]) -> None:
     assert mesh_error(one, Layout(1, 4, 16, 1)) is None  # more than there are heads
 
 
-def test_the_fastest_that_fits_comes_first(job: Callable[..., Job]) -> None:
+def test_fastest_fitting_layout_is_first(job: Callable[..., Job]) -> None:
     """Memory as a function of the layout: what is weighed, and what is not."""
     one, asked = job(8, rows=8), []
 
@@ -368,7 +368,7 @@ def test_ties_are_ranked_by_memory() -> None:
     assert [choice.memory.total for choice in rank_ties(choices)] == [3, 4, 5, 2, 9, 1]
 
 
-def test_the_first_does_not_depend_on_how_many_are_asked_for(job: Callable[..., Job]) -> None:
+def test_first_choice_does_not_depend_on_limit(job: Callable[..., Job]) -> None:
     """It has least memory of its tie, however many are faster."""
     one = job(8, tokens=8192, rows=8)
     free = {"latency": 0.0, "nvlink": 1e18, "nvlink_many": 1e18}  # so that many take as long
@@ -386,7 +386,7 @@ def test_the_first_does_not_depend_on_how_many_are_asked_for(job: Callable[..., 
         assert found[0].layout.mesh == last.mesh and len(found) == min(most, len(light))
 
 
-def test_sharing_experts_costs_time_in_each_layer_and_micro_batch(job: Callable[..., Job]) -> None:
+def test_expert_parallel_costs_time_per_layer(job: Callable[..., Job]) -> None:
     sizes: Any = EXPERTS | {"num_experts": 8, "hidden_size": 256, "num_hidden_layers": 4}
     moe = job(8, **sizes)
     free = replace(moe, constants=replace(moe.constants, shared_experts=0.0))
@@ -401,7 +401,7 @@ def test_sharing_experts_costs_time_in_each_layer_and_micro_batch(job: Callable[
         assert more == pytest.approx(times * moe.constants.shared_experts)
 
 
-def test_two_ranks_reduce_half_of_the_bytes(job: Callable[..., Job]) -> None:
+def test_two_ranks_reduce_in_bfloat16(job: Callable[..., Job]) -> None:
     """In bfloat16, where a step has one backward pass."""
     one = job(2)
     held = sum(p.numel() for p in one.shapes.part(1).parameters())
@@ -415,7 +415,7 @@ def test_two_ranks_reduce_half_of_the_bytes(job: Callable[..., Job]) -> None:
     assert received(twice) == received(twice, torch.float32) > received(twice, torch.bfloat16)
 
 
-def test_whole_gradients_of_several_micro_batches_are_always_there(job: Callable[..., Job]) -> None:
+def test_accumulated_gradients_are_persistent(job: Callable[..., Job]) -> None:
     one = job(8, rows=16)
     once, twice = (
         persistent_bytes(one, Layout(1, 8, rows=2 // n, micro_batches=n)) for n in (1, 2)
@@ -424,7 +424,7 @@ def test_whole_gradients_of_several_micro_batches_are_always_there(job: Callable
     assert twice - once == 4 * numbers
 
 
-def test_a_matrix_that_not_every_rank_has_a_part_of(job: Callable[..., Job]) -> None:
+def test_matrix_narrower_than_the_ranks(job: Callable[..., Job]) -> None:
     one = job(8, intermediate_size=1)
     found = estimate_memory(one, Layout(1, 1, tensor=8))
     assert (
@@ -432,7 +432,7 @@ def test_a_matrix_that_not_every_rank_has_a_part_of(job: Callable[..., Job]) -> 
     )
 
 
-def test_a_step_of_many_rows_takes_no_longer_to_plan(job: Callable[..., Job]) -> None:
+def test_many_micro_batches_are_multiplied_out(job: Callable[..., Job]) -> None:
     many = job(1, rows=2**30)
     once = estimate_step(many, Layout(1, 1))
     steps = estimate_step(many, Layout(1, 1, micro_batches=2**30))
@@ -485,7 +485,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         assert said.startswith(f"tigon plan: {why}") and said.count("\n") == 1
 
 
-def test_settings_of_a_plan_matter_to_it(job: Callable[..., Job]) -> None:
+def test_used_settings_change_the_plan(job: Callable[..., Job]) -> None:
     """Each setting that is accepted changes memory or time, or what others are allowed to be."""
     base = job(2).config
     layouts = [Layout(1, 2, rows=2), Layout(1, 2, rows=2, sharding="gradients")]
@@ -515,7 +515,7 @@ def test_settings_of_a_plan_matter_to_it(job: Callable[..., Job]) -> None:
     assert values.keys() | rest | {"momentum", "optimizer_in_backward", "max_grad_norm"} == {*USED}
 
 
-def test_what_to_do_if_no_layout_fits(job: Callable[..., Job]) -> None:
+def test_suggestions_if_nothing_fits(job: Callable[..., Job]) -> None:
     """What is set already is not proposed."""
 
     def said(**settings: Any) -> str:

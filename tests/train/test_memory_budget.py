@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.train.test_estimate import B, tiny
+from tests.train.test_memory import B, tiny
 from tigon.layers import offload as offloading
 from tigon.train import main, memory
 from tigon.train.config_file import load
@@ -55,7 +55,7 @@ def decided(
     return found
 
 
-def test_the_least_that_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fewest_blocks_that_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = [weigh(spaced_blocks(n, LAYERS)) for n in range(LAYERS + 1)]
     assert all(more > less for more, less in pairwise(sizes))
     for n in (0, 3):
@@ -66,7 +66,7 @@ def test_the_least_that_fits(monkeypatch: pytest.MonkeyPatch) -> None:
             assert decided(monkeypatch, sizes[n - 1] - 64).blocks == n
 
 
-def test_host_memory_comes_last_and_then_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_offload_comes_last(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(offloading, "LEAST", 0)
     every, away = weigh(range(LAYERS)), weigh(range(LAYERS), True)
     assert away < every
@@ -79,7 +79,7 @@ def test_host_memory_comes_last_and_then_an_error(monkeypatch: pytest.MonkeyPatc
     assert all(word in str(caught.value) for word in words)
 
 
-def test_spread_blocks_need_less_than_others() -> None:
+def test_spaced_blocks_need_least() -> None:
     assert [sorted(spaced_blocks(n, 5)) for n in range(6)] == [
         [], [0], [0, 2], [0, 1, 3], [0, 1, 2, 3], [0, 1, 2, 3, 4],
     ]  # fmt: skip
@@ -89,7 +89,7 @@ def test_spread_blocks_need_less_than_others() -> None:
 
 
 @pytest.mark.parametrize("least", range(7))
-def test_few_are_tried(least: int) -> None:
+def test_search_tries_few(least: int) -> None:
     tried = []
 
     def weigh(n: int, offload: bool) -> int:
@@ -100,7 +100,7 @@ def test_few_are_tried(least: int) -> None:
     assert (found.blocks, found.total) == (least, 100 - 10 * least) and len(tried) <= 5
 
 
-def test_every_rank_takes_what_the_first_finds(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_agree_on_checkpointing(monkeypatch: pytest.MonkeyPatch) -> None:
     """For the GPU with the least memory."""
     rooms, answers = {0: 20 * GIB, 1: 10 * GIB}, iter(())
     monkeypatch.setattr(memory, "gpu_memory", lambda device: rooms[device.index])
@@ -141,7 +141,7 @@ def test_bad_budgets(monkeypatch: pytest.MonkeyPatch) -> None:
         decided(monkeypatch, None)
 
 
-def test_runs_and_dry_runs_say_what_was_chosen(workspace, capsys) -> None:
+def test_run_and_dry_run_print_the_choice(workspace, capsys) -> None:
     """And a run that goes on with another budget gives the same bits."""
     same = {"schedule": "constant", "seq_len": 128}
     main(workspace.settings("plain", steps=2, **same))
@@ -170,7 +170,7 @@ def test_runs_and_dry_runs_say_what_was_chosen(workspace, capsys) -> None:
     assert workspace.metrics("auto", "loss") == losses
 
 
-def test_any_blocks_may_be_computed_again() -> None:
+def test_any_blocks_may_be_recomputed() -> None:
     ids = torch.randint(0, 64, (1, 12), generator=torch.Generator().manual_seed(0))
     model = type(outlined()).from_config(outlined(vocab_size=64).config).train()
     calls: list[int] = []

@@ -36,6 +36,7 @@ PLOTS = {
 }
 UNDRAWN = ("epoch", "tokens", "supervised_tokens", "eval_tokens", "seconds", "step_seconds")
 UNDRAWN += ("data_seconds", "memory_reserved_gib")
+METADATA = dict.fromkeys(("Creator", "Date", "Format", "Type"))
 Line = tuple[str, Column, bool]  # label, values, whether they are of evaluations
 
 
@@ -68,6 +69,37 @@ def chart(
     marks: RunFiles | None = None,
 ) -> Iterator[dict[str, Any]]:  # fmt: skip
     """Yields the chart of the lines with finite values, if any, with the marks of a run."""
+    lines = [line for line in lines if line[1].finite()]
+    if lines:
+        limit = max(40, POINTS * LINES // max(LINES, len(lines)))
+        svg = draw(lines, limit, share, from_zero, wide, marks)
+        notes = [*describe(lines, limit, share, marks)]
+        yield {"title": title, "unit": unit, "svg": svg, "notes": notes, "wide": wide}
+
+
+def describe(
+    lines: Sequence[Line], limit: int, share: bool, marks: RunFiles | None
+) -> Iterator[str]:
+    """Yields what is below a chart."""
+    for label, column, _ in lines:
+        size, values, missing = -(-len(column.steps) // limit), column.finite(), column.missing()
+        first, last = (f"{100 * v:.4g} %" if share else f"{v:.4g}" for v in (values[0], values[-1]))
+        mean = f"; a point is the mean of {size:,} steps" if size > 1 else ""
+        yield f"{label}: {first} at first, {last} at last{mean}"
+        if missing:
+            yield f"{label} is not finite in {len(missing):,} rows: {shorten(missing)}"
+    if marks is not None and marks.skipped:
+        reasons = ", ".join(dict.fromkeys(why for _, why in marks.skipped))
+        yield f"skipped: {shorten([step for step, _ in marks.skipped])} ({reasons[:200]})"
+    if marks is not None and marks.rollbacks:
+        yield f"rollbacks before {shorten(marks.rollbacks)}"
+
+
+def draw(
+    lines: Sequence[Line], limit: int, share: bool, from_zero: bool, wide: bool,
+    marks: RunFiles | None,
+) -> str:  # fmt: skip
+    """Returns the SVG element of a chart."""
     try:
         from matplotlib import rc_context, ticker
         from matplotlib.backends.backend_svg import FigureCanvasSVG
@@ -75,45 +107,28 @@ def chart(
     except ImportError as error:
         message = "the report's curves need matplotlib: pip install 'tigon[report]'"
         raise ImportError(message) from error
-    lines = [line for line in lines if line[1].finite()]
-    if not lines:
-        return
-    notes, out, extremes = [], StringIO(), list[float]()
-    limit = max(40, POINTS * LINES // max(LINES, len(lines)))
-    width, top = 10.4 if wide else 5.2, 0.15 + 0.2 * -(-(len(lines) + 2) // 3)
+    out, extremes, top = StringIO(), list[float](), 0.15 + 0.2 * -(-(len(lines) + 2) // 3)
+    width, height = 10.4 if wide else 5.2, 2.8 + top
     with rc_context(STYLE), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of glyphs that no font has, and of buckets without values
-        figure = Figure((width, 2.8 + top))
-        figure.subplots_adjust(0.65 / width, 0.45 / (2.8 + top), 0.99, 1 - top / (2.8 + top))
+        figure = Figure((width, height))
+        figure.subplots_adjust(0.65 / width, 0.45 / height, 0.99, 1 - top / height)
         axes = figure.add_subplot()
-        x_only = axes.get_xaxis_transform()
+        by_step = axes.get_xaxis_transform()
         for label, column, evaluated in lines:
-            size = -(-len(column.steps) // limit)
-            values, missing, finite = (
-                buckets(column.values, size),
-                column.missing(),
-                column.finite(),
-            )
-            x, mean = np.nanmean(buckets(column.steps, size), 1), np.nanmean(values, 1)
-            low, high = np.nanmin(values, 1), np.nanmax(values, 1)
+            size, missing = -(-len(column.steps) // limit), column.missing()
+            x, values = np.nanmean(buckets(column.steps, size), 1), buckets(column.values, size)
+            mean, low, high = (f(values, 1) for f in (np.nanmean, np.nanmin, np.nanmax))
             marker = 5 if evaluated and len(x) <= 60 else 1
             (line,) = axes.plot(x, mean, markersize=marker, label=f" {label[:30]}")
             axes.fill_between(x, low, high, color=line.get_color(), alpha=0.2, linewidth=0)
-            axes.plot(missing, [0.02] * len(missing), "kx", transform=x_only)
+            axes.plot(missing, [0.02] * len(missing), "kx", transform=by_step)
             extremes += [np.nanmin(low), np.nanmax(high), np.nanmedian(mean)]
-            mean_of = f"; a point is the mean of {size:,} steps" if size > 1 else ""
-            ends = [f"{100 * x:.4g} %" if share else f"{x:.4g}" for x in (finite[0], finite[-1])]
-            notes.append(f"{label}: {ends[0]} at first, {ends[1]} at last{mean_of}")
-            if missing:
-                notes.append(f"{label} is not finite in {len(missing):,} rows: {shorten(missing)}")
         if marks is not None and marks.skipped:
             steps = [step for step, _ in marks.skipped]
-            axes.plot(steps, [0.98] * len(steps), "kv", label="skipped step", transform=x_only)
-            reasons = ", ".join(dict.fromkeys(why for _, why in marks.skipped))
-            notes.append(f"skipped: {shorten(steps)} ({reasons[:200]})")
+            axes.plot(steps, [0.98] * len(steps), "kv", label="skipped step", transform=by_step)
         if marks is not None and marks.rollbacks:
-            axes.vlines(marks.rollbacks, 0, 1, "k", ":", label="rollback", transform=x_only)
-            notes.append(f"rollbacks before {shorten(marks.rollbacks)}")
+            axes.vlines(marks.rollbacks, 0, 1, "k", ":", label="rollback", transform=by_step)
         if from_zero and min(extremes) >= 0:
             axes.set_ylim(0, 1.08 * max(extremes) or 1)
         elif min(extremes) > 0 and max(extremes) > LOG_SPREAD * np.median(extremes[2::3]):
@@ -122,12 +137,8 @@ def chart(
             axes.yaxis.set_major_formatter(ticker.PercentFormatter(1))
         axes.xaxis.set_major_locator(ticker.MaxNLocator(integer=True))
         axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=3)
-        FigureCanvasSVG(figure).print_svg(
-            out, metadata=dict.fromkeys(("Creator", "Date", "Format", "Type"))
-        )
-    svg = out.getvalue()
-    svg = svg[svg.index("<svg") :]
-    yield {"title": title, "unit": unit, "svg": svg, "notes": notes, "wide": wide}
+        FigureCanvasSVG(figure).print_svg(out, metadata=METADATA)
+    return out.getvalue()[out.getvalue().index("<svg") :]
 
 
 def buckets(values: Sequence[float], size: int) -> "np.ndarray[Any, Any]":

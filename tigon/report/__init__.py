@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from tigon.report.page import format_duration, page
+from tigon.report.page import format_duration, render_page
 from tigon.report.read import read
 
 __all__ = ["attempt", "format_duration", "is_due", "write"]
@@ -36,7 +36,7 @@ def write(
         raise FileNotFoundError(f"no directory {path.parent} for {path.name}")
     if path.is_dir():
         raise IsADirectoryError(f"{path} is a directory: name a file, such as {path / name}")
-    text = page(found).encode(errors="replace")
+    text = render_page(found).encode(errors="replace")
     descriptor, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
     try:
         with open(descriptor, "wb") as file:

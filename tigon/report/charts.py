@@ -11,7 +11,7 @@ from tigon.report.read import Column, RunFiles
 
 POINTS, LINES = 240, 3  # points of a line, at most; with more lines each has fewer
 LOG_SPREAD = 20  # a maximum of so many medians makes the scale logarithmic
-STYLE = {
+STYLE: dict[Any, Any] = {
     "svg.fonttype": "none", "svg.hashsalt": "tigon", "text.parse_math": False, "font.size": 9,
     "axes.grid": True, "grid.alpha": 0.3, "axes.formatter.limits": (-4, 6),
     "legend.frameon": False, "axes.prop_cycle": "cycler('color', ['#0a58ad', '#c2410c', '#15803d', "
@@ -19,7 +19,7 @@ STYLE = {
     "cycler('marker', ['o', 's', '^', 'D', 'v', 'P'])",
 }  # fmt: skip
 # Key of metrics.jsonl -> title, unit, whether the value is a share, whether the axis begins at 0
-PLOTS = {
+PLOTS: dict[str, tuple[str, str, bool, bool]] = {
     "loss": ("Loss", "nats per token", False, False),
     "accuracy": ("Accuracy", "of the next token", True, False),
     "lr": ("Learning rate", "", False, True),
@@ -34,8 +34,10 @@ PLOTS = {
     "aux_loss": ("Balance loss of experts", "", False, False),
     "expert_imbalance": ("Busiest expert, in means", "", False, False),
 }
-UNDRAWN = ("epoch", "tokens", "supervised_tokens", "eval_tokens", "seconds", "step_seconds")
-UNDRAWN += ("data_seconds", "memory_reserved_gib")
+UNDRAWN = {
+    "epoch", "tokens", "supervised_tokens", "eval_tokens", "seconds", "step_seconds",
+    "data_seconds", "memory_reserved_gib",
+}  # fmt: skip
 METADATA = dict.fromkeys(("Creator", "Date", "Format", "Type"))
 Line = tuple[str, Column, bool]  # label, values, whether they are of evaluations
 
@@ -53,22 +55,23 @@ def charts(runs: Sequence[RunFiles]) -> Iterator[dict[str, Any]]:
             run, pair = runs[0], (("training", key), ("evaluation", f"eval_{key}"))
             lines = [(label, run.column(name), name != key) for label, name in pair]
             marks = run if key in ("loss", "grad_norm") else None
-            yield from chart(title, *style, lines, key == "loss", marks)
+            yield from chart(title, style, lines, key == "loss", marks)
             lines = [(s, run.column(name), True) for s, name in zip(sets, names, strict=True)]
-            yield from chart(f"{title} by data set", *style, lines)
+            yield from chart(f"{title} by data set", style, lines)
             continue
         titles = [title, f"{title}, evaluation", *(f"{title}, {name}" for name in sets)]
         for name, text in zip((key, f"eval_{key}", *names), titles, strict=True):
             lines = [(f"{i}: {run.name}", run.column(name), name != key)
                      for i, run in enumerate(runs, 1)]  # fmt: skip
-            yield from chart(text, *style, lines, name in ("loss", "eval_loss"))
+            yield from chart(text, style, lines, name in ("loss", "eval_loss"))
 
 
 def chart(
-    title: str, unit: str, share: bool, from_zero: bool, lines: Sequence[Line], wide: bool = False,
+    title: str, style: Sequence[Any], lines: Sequence[Line], wide: bool = False,
     marks: RunFiles | None = None,
 ) -> Iterator[dict[str, Any]]:  # fmt: skip
     """Yields the chart of the lines with finite values, if any, with the marks of a run."""
+    unit, share, from_zero = style
     lines = [line for line in lines if line[1].finite()]
     if lines:
         limit = max(40, POINTS * LINES // max(LINES, len(lines)))

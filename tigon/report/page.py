@@ -20,7 +20,7 @@ TRAIN = Path(__file__).parents[1] / "train"
 SOURCES = (TRAIN / "settings.py", TRAIN / "objective_settings.py")
 
 
-def page(runs: Sequence[RunFiles]) -> str:
+def render_page(runs: Sequence[RunFiles]) -> str:
     """Returns the whole document; all text of a run is escaped, control characters too."""
     folder = FileSystemLoader(Path(__file__).parent)
     environment = Environment(loader=folder, autoescape=True, trim_blocks=True)

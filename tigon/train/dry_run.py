@@ -106,8 +106,8 @@ def time_steps(run: Run, steps: int = STEPS) -> StepTiming:
             )  # tensor ranks divide the model
     peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
     half = slice(steps // 2, None)
-    time_of_one = fmean(seconds[half])
-    highest = run.world.top(torch.tensor([float(peak), time_of_one], dtype=torch.double))
+    mean_seconds = fmean(seconds[half])
+    highest = run.world.top(torch.tensor([float(peak), mean_seconds], dtype=torch.double))
     return StepTiming(
         seconds=float(highest[1]),
         tokens=fmean(tokens[half]),
@@ -144,9 +144,11 @@ def dry_run(config: Config, world: World, gpus: int) -> None:
         idle = without_effect(config, inputs.steps(config), device)
         for notice in [*idle, *without_fp8(config, model)]:
             world.say(f"note: {notice}")
-        chosen = resolve_checkpointing(config, world, inputs.objective, inputs.source, gpus, device)
-        if chosen is not None:
-            world.say(str(chosen))
+        checkpointing = resolve_checkpointing(
+            config, world, inputs.objective, inputs.source, gpus, device
+        )
+        if checkpointing is not None:
+            world.say(str(checkpointing))
         advised = False
         if not targets_gpu(config):
             world.say(
@@ -154,17 +156,17 @@ def dry_run(config: Config, world: World, gpus: int) -> None:
                 "elsewhere"
             )
         elif world.main:
-            found = estimate_run(config, inputs, gpus, chosen)
+            found = estimate_run(config, inputs, gpus, checkpointing)
             world.say(*memory_table(found, gpus, world.device))
             for what in uncounted_memory(config):
                 world.say(f"not in the sum: {what}")
-            room = gpu_memory(world.device)
-            if advised := room is not None and found.total > room:
+            capacity = gpu_memory(world.device)
+            if advised := capacity is not None and found.total > capacity:
                 world.say(*memory_advice(config, inputs, gpus))
         if why := timing_obstacle(config, world, gpus):
             world.say(f"time of a step: cannot be measured here: {why}")
             return
-        world.say(*time_run(config, inputs, world, advised, chosen))
+        world.say(*time_run(config, inputs, world, advised, checkpointing))
     finally:
         inputs.data.close()
 
@@ -173,13 +175,14 @@ def describe_run(config: Config, inputs: Inputs, model: CausalLM, gpus: int) -> 
     """Returns lines with the parameters, operations, tokens and steps of a run."""
     data, steps = inputs.data, inputs.steps(config)
     first = inputs.start + inputs.state.offset  # step of the data
-    every = count_parameters(model)
-    trained = every - count_parameters(model, frozen=True)
-    active = every - sum(
+    total_parameters = count_parameters(model)
+    trained = total_parameters - count_parameters(model, frozen=True)
+    active = total_parameters - sum(
         inactive_parameters(m) for m in model.modules() if isinstance(m, SparseMoE)
     )
-    size = f"{every:,} parameters, {'all' if trained == every else f'{trained:,}'} of them trained"
-    if active < every:
+    share = "all" if trained == total_parameters else f"{trained:,}"
+    size = f"{total_parameters:,} parameters, {share} of them trained"
+    if active < total_parameters:
         size += f", {active:,} active for a token"
     lengths = [
         int(length)
@@ -197,11 +200,11 @@ def describe_run(config: Config, inputs: Inputs, model: CausalLM, gpus: int) -> 
     sizes = sizes_of(config, gpus)
     per_rank = config.batch_size // (sizes.data * config.micro_batch_size)
     parts = f"{per_rank} micro-batch{'es' if per_rank > 1 else ''} of {config.micro_batch_size}"
-    together = sizes.ranks // sizes.data
+    group_size = sizes.ranks // sizes.data
     ranks = f" on each of {sizes.data} ranks" if gpus > 1 else ""
-    if together > 1:
-        each_of = "each of " if sizes.data > 1 else ""
-        ranks = f" on {each_of}{counted(sizes.data, 'group')} of {together} ranks"
+    if group_size > 1:
+        groups = "each of " if sizes.data > 1 else ""
+        ranks = f" on {groups}{counted(sizes.data, 'group')} of {group_size} ranks"
     lines = [
         f"model: {model.config.transformers_class}, {size}",
         f"a token: {flops / 1e9:,.3g} GFLOP, forward and backward",
@@ -215,12 +218,12 @@ def describe_run(config: Config, inputs: Inputs, model: CausalLM, gpus: int) -> 
 def describe_communication(config: Config, model: CausalLM, sizes: MeshSizes) -> list[str]:
     """Returns what ranks that divide rows, layers or experts send each other, a line each."""
     lines, context, tensor, expert = [], sizes.context, sizes.tensor, sizes.expert
-    tokens, own = -(-config.seq_len // context), "each of {} ranks has "
-    numbers = config.micro_batch_size * tokens * compute_dtype(config, GPU).itemsize
+    tokens, subject = -(-config.seq_len // context), "each of {} ranks has "
+    element_bytes = config.micro_batch_size * tokens * compute_dtype(config, GPU).itemsize
 
     def sends(size: float, what: str, backward: float = 1.0) -> str:
         """`backward`: bytes of the backward pass, in those of the forward pass."""
-        forward = numbers * size / 2**20
+        forward = element_bytes * size / 2**20
         recomputed = f", or up to {2 * forward:,.1f} where the block is computed again"
         return (
             f"in the forward pass of a layer it sends {forward:,.1f} MiB of {what} to the others, "
@@ -232,22 +235,22 @@ def describe_communication(config: Config, model: CausalLM, sizes: MeshSizes) ->
         layers = [m for m in model.modules() if isinstance(m, Attention)]
         heads = [(m.heads // tensor, max(1, m.kv_heads // tensor), m.head_dim) for m in layers]
         size = max(heads_sent(h, kv, context) * d for h, kv, d in heads)
-        has = f"{own.format(context)}{tokens:,} tokens of a row"
+        has = f"{subject.format(context)}{tokens:,} tokens of a row"
         lines.append(f"context: {has}; {sends(size, 'heads')}")
     if tensor > 1:
-        has = f"{own.format(tensor)}a part of each matrix"
+        has = f"{subject.format(tensor)}a part of each matrix"
         dim = model.config.hidden_size
         # All tokens of the stream to attention and to an MLP, and what they add to it; to whole
         # experts none
         dense = expert == 1 or any(isinstance(b.mlp, GatedMLP) for b in model.model.layers)
         # Their gradients, and the tokens once more, unless they are so few that they stay
-        backward = 1.5 if notes(numbers * dim) else 1.0
+        backward = 1.5 if notes(element_bytes * dim) else 1.0
         size = 2 * (1 + dense) * dim * (tensor - 1) / tensor
         lines.append(f"tensor: {has}; {sends(size, 'the stream', backward)}")
     if expert > 1:
         layer = next(m for m in model.modules() if isinstance(m, SparseMoE))
         experts = len(layer.experts.down_proj)
-        has = f"{own.format(expert)}{experts // expert} experts of a layer"
+        has = f"{subject.format(expert)}{experts // expert} experts of a layer"
         shard = ExpertShard(Ranks("", 0, expert), experts)
         rows = shard.rows(-(-tokens // tensor), layer.per_token)
         # A token once to each rank that has any of its experts, and back
@@ -265,13 +268,13 @@ def inactive_parameters(layer: SparseMoE) -> int:
 
 
 def estimate_run(
-    config: Config, inputs: Inputs, gpus: int, chosen: CheckpointingChoice | None = None
+    config: Config, inputs: Inputs, gpus: int, checkpointing: CheckpointingChoice | None = None
 ) -> Estimate:
     """Returns the memory of a run with these settings on GPUs."""
     compute = compute_dtype(config, GPU)
     model = outline(config, held_dtype(config, GPU), inputs.source)
-    if chosen is not None:
-        chosen.apply(model)
+    if checkpointing is not None:
+        checkpointing.apply(model)
     return estimate(model, inputs.objective, config, gpus, compute)
 
 
@@ -355,30 +358,34 @@ def timing_obstacle(config: Config, world: World, gpus: int) -> str | None:
 
 
 def time_run(
-    config: Config, inputs: Inputs, world: World, advised: bool, chosen: CheckpointingChoice | None
+    config: Config,
+    inputs: Inputs,
+    world: World,
+    advised: bool,
+    checkpointing: CheckpointingChoice | None,
 ) -> list[str]:
     """Returns lines with the time of a step on random weights; `advised` if advice is printed."""
     try:
         model = random_model(config, world, inputs.source)
-        if chosen is not None:
-            chosen.apply(model)
+        if checkpointing is not None:
+            checkpointing.apply(model)
         optimizer = build_optimizer(model, config)
         run = make_run(config, world, inputs, model, optimizer, build_ema(model, config))
-        found = time_steps(run)
+        timing = time_steps(run)
     except torch.OutOfMemoryError as error:
         lines = memory_advice(config, inputs, world.size) if world.main and not advised else []
         first = str(error).split(". ")[0]
         raise InputError("\n  ".join([f"a step does not fit: {first}", *lines])) from None
-    return describe_timing(config, inputs, world, found)
+    return describe_timing(config, inputs, world, timing)
 
 
-def describe_timing(config: Config, inputs: Inputs, world: World, found: StepTiming) -> list[str]:
-    speed = found.tokens / found.seconds
-    line = f"a step, measured: {found.seconds:.3g} s, {speed:,.0f} tokens/s"
+def describe_timing(config: Config, inputs: Inputs, world: World, timing: StepTiming) -> list[str]:
+    speed = timing.tokens / timing.seconds
+    line = f"a step, measured: {timing.seconds:.3g} s, {speed:,.0f} tokens/s"
     peak = peak_flops(world.device, compute_dtype(config, world.device))
     if peak is not None:
-        line += f", {found.flops / found.seconds / (peak * world.size):.1%} MFU"
-    if found.peak:
-        line += f", {found.peak / GIB:.2f} GiB at its peak"
-    left = max(0, inputs.steps(config) - inputs.start) * found.seconds
+        line += f", {timing.flops / timing.seconds / (peak * world.size):.1%} MFU"
+    if timing.peak:
+        line += f", {timing.peak / GIB:.2f} GiB at its peak"
+    left = max(0, inputs.steps(config) - inputs.start) * timing.seconds
     return [line, f"all steps: about {format_duration(left)}, without evaluations and checkpoints"]

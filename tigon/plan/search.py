@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -88,8 +89,8 @@ def configured_layouts(job: Job, mesh: Layout) -> Iterator[Layout]:
     c, rows = job.config, job.batch_rows // mesh.data
     if rows % c.micro_batch_size:
         return
-    auto = c.activation_checkpointing == "auto"
-    for checkpointing in CHECKPOINTING if auto else (c.activation_checkpointing,):
+    setting: Any = c.activation_checkpointing
+    for checkpointing in CHECKPOINTING if setting == "auto" else (setting,):
         layout = replace(mesh, rows=c.micro_batch_size, micro_batches=rows // c.micro_batch_size)
         layout = replace(layout, checkpointing=checkpointing, sharding=c.sharding)
         if settings_error(job, layout) is None:

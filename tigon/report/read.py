@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from tigon.headers import read_tensors
-from tigon.json_file import parse_object, read_bytes, read_json
+from tigon.json_file import parse_object, read_bytes
 from tigon.yaml_file import parse_yaml
 
 try:
@@ -106,15 +106,21 @@ def read(path: Path) -> RunFiles:
         prompt = prompt if isinstance(prompt, str) else json.dumps(prompt, ensure_ascii=False)
         run.samples.setdefault(prompt, {})[row["step"]] = str(row.get("text", ""))
     with suppress(OSError, ValueError):
-        run.exported = int(read_bytes(path / ".exported", 100))
+        run.exported = int(_content(path / ".exported", 100))
     run.running = _is_locked(path / ".lock")
     _read_model(run)
     return run
 
 
+def _content(path: Path, limit: int = BYTES) -> bytes:
+    if path.is_symlink():
+        raise ValueError("it is a link, which may leave the run")
+    return read_bytes(path, limit)
+
+
 def _read_config(run: RunFiles) -> None:
     try:
-        text = read_bytes(run.path / "config.yaml", BYTES).decode(errors="replace")
+        text = _content(run.path / "config.yaml", BYTES).decode(errors="replace")
         config = parse_yaml(text, "config.yaml")
         if not isinstance(config, dict):
             raise ValueError("it holds no settings")
@@ -159,7 +165,7 @@ def _rows(run: RunFiles, name: str) -> Iterator[dict[str, Any]]:
     """Yields the readable rows, and counts those that a crash left damaged."""
     lines, lost = list[bytes](), 0
     try:
-        lines = read_bytes(run.path / name, LOG_BYTES).splitlines()
+        lines = _content(run.path / name, LOG_BYTES).splitlines()
     except FileNotFoundError:
         pass
     except (OSError, ValueError) as error:
@@ -194,7 +200,7 @@ def _read_model(run: RunFiles) -> None:
     newest = max(steps, default=None, key=lambda path: (len(path.name), path.name))
     for folder in filter(None, (run.path / "hf", newest)):
         with suppress(*DAMAGED):
-            config = read_json(folder / "config.json", nan=True)
+            config = parse_object(_content(folder / "config.json"), "config", nan=True)
             run.architecture = str((config.get("architectures") or [config["model_type"]])[0])
             names = (*folder.glob("model*.safetensors"), *folder.glob("weights-*.safetensors"))
             files = [name for name in names if name.is_file() and not name.is_symlink()]

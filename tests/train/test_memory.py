@@ -15,8 +15,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from tests.models.tiny import CASES, FIRST, SIZES
 from tests.small import EXPERTS, LLAMA, write_model
 from tigon.data.fill import COPIES
-from tigon.kernels import _triton, use
-from tigon.layers import offload
+from tigon.kernels import runtime, use
+from tigon.layers import activation_offload
 from tigon.models import MODELS, CausalLM
 from tigon.parallel import IN_FLIGHT, MeshSizes
 from tigon.train import dry_run, main, memory
@@ -72,7 +72,7 @@ def saved_by(model: CausalLM, device: str) -> int:
     return sum(storage.nbytes() for storage in kept.values())
 
 
-@pytest.mark.skipif(not _triton.INTERPRETED, reason="the interpreter is not on")
+@pytest.mark.skipif(not runtime.INTERPRETED, reason="the interpreter is not on")
 @pytest.mark.parametrize(
     ("model_type", "case"), [f for f in FIRST if f[0] in ("llama", "gemma3_text", "qwen3_moe")]
 )
@@ -177,7 +177,7 @@ LONG = {"seq_len": 2048, "max_position_embeddings": 4096}
 
 
 def activations(monkeypatch: pytest.MonkeyPatch, **changes: Any) -> Estimate:
-    monkeypatch.setattr(offload, "LEAST", 0)
+    monkeypatch.setattr(activation_offload, "LEAST", 0)
     shape = {k: v for k, v in LONG.items() if k != "seq_len"}
     return planned(tiny("llama", "plain", **BIG, **shape), seq_len=2048, **changes)
 
@@ -392,7 +392,7 @@ def test_dry_run_notes_apply_to_target_gpus(workspace, capsys, monkeypatch) -> N
 
 
 def test_dry_run_times_steps(workspace, capsys, monkeypatch) -> None:
-    monkeypatch.setattr("tigon.models._load.load_weights", pytest.fail)  # none are read
+    monkeypatch.setattr("tigon.models.pretrained.load.load_weights", pytest.fail)  # none are read
     monkeypatch.setattr("tigon.train.dry_run.peak_flops", lambda *_: 1e9)
     main(["--dry-run", *workspace.settings("dry")])
     said = capsys.readouterr().out

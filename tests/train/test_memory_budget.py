@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.train.test_memory import B, tiny
-from tigon.layers import offload as offloading
+from tigon.layers import activation_offload as offloading
 from tigon.train import main, memory
 from tigon.train.config_file import load
 from tigon.train.memory import GIB, CheckpointingChoice, choose_checkpointing, spaced_blocks

@@ -24,9 +24,9 @@ import numpy as np
 import torch
 from torch import nn
 
+from tigon.distributed.context_attention import heads_sent
 from tigon.layers import Attention, Experts, RMSNorm, SparseMoE
 from tigon.layers.linear import GatedLinear
-from tigon.layers.shared_attention import heads_sent
 from tigon.models import MODELS, CausalLM
 from tigon.parallel import MeshSizes, reduction_dtype, take_part
 from tigon.plan.gpu import GPU, Constants

@@ -12,6 +12,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from tigon.train.distributed import World, local
+
 if not __package__:
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
@@ -29,8 +31,7 @@ from tigon.kernels.attention import backends as backends
 from tigon.train import load, start
 from tigon.train.build import make_run, read_inputs
 from tigon.train.config import Config
-from tigon.train.distributed import World, local
-from tigon.train.estimate.steps import random_model
+from tigon.train.dry_run import random_model
 from tigon.train.loop import update
 from tigon.train.optim import build_ema, build_optimizer
 from tigon.train.step import backward

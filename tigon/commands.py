@@ -14,6 +14,7 @@ from tigon.generation.settings import file_prefix
 from tigon.info import dtype_name
 from tigon.model_arguments import check_no_base, device_of, dtype_of, load, tokenizer_of
 from tigon.models import MODELS, CausalLM, convert, from_pretrained, split_gguf
+from tigon.plan import format_plan, make_plan, read_job
 from tigon.shared_chat import talk_on_ranks
 from tigon.shared_commands import run_shared, together
 from tigon.terminal import one_line
@@ -27,7 +28,6 @@ from tigon.train.export import (
     find_checkpoint,
     is_adapter,
 )
-from tigon.train.plan import make_plan, read_job, show
 from tigon.train.publish import push as push_folder
 from tigon.weights import Repository, check_free
 
@@ -131,7 +131,7 @@ def plan(args: Namespace) -> int:
     if args.most < 1:
         raise ValueError(f"--most {args.most} must be at least 1")
     job = read_job(args.model, args.gpus, args.gpu, args.seq_len, args.batch_tokens, args.settings)
-    print(show(make_plan(job, args.most)))
+    print(format_plan(make_plan(job, args.most)))
     return 0
 
 

@@ -39,6 +39,14 @@ class Workspace:
         return [row[key] for row in read_metrics(self.root / run / "metrics.jsonl") if key in row]
 
 
+@pytest.fixture(scope="module", autouse=True)
+def no_curves() -> Iterator[None]:
+    """Reports without curves, whose drawing takes most of a second; tests/report has them."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("tigon.report.page.charts", lambda _: iter(()))
+        yield
+
+
 @pytest.fixture(scope="module")
 def workspace(tmp_path_factory: pytest.TempPathFactory) -> Workspace:
     """Each file's own. pytest may build it again for a file's later tests, so it has a new folder

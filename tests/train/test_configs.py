@@ -14,9 +14,9 @@ from tests.train import preferences
 from tigon.models import count_parameters
 from tigon.train import load, main
 from tigon.train.distributed import World
-from tigon.train.estimate.memory import estimate
 from tigon.train.frozen import outline_of
 from tigon.train.logging import read_metrics
+from tigon.train.memory import estimate
 from tigon.train.model import held_dtype, outline
 from tigon.train.objectives import find_objective
 

@@ -205,7 +205,7 @@ def test_a_rollback_goes_on_with_the_rows_behind(workspace, poisoned, monkeypatc
     assert workspace.metrics("back", "step") == [1, 2, 3, 4, 5, 6, 7]
     assert workspace.metrics("back", "rollbacks") == [1, 1, 1]  # in the rows after it
     report = (workspace.root / "back/report.html").read_text()
-    assert "rollback before step 5" in report and "finished · 7 steps" in report
+    assert "<td>Rollbacks</td><td>1</td>" in report and "finished · 7 steps" in report
     taken = []
 
     def jump(run, step, **options):

@@ -15,7 +15,7 @@ import tigon.kernels
 from tests.small import EXPERTS, LLAMA
 from tests.train.checkpoints import assert_equal
 from tests.train.ranks import Ranks, train_on
-from tests.train.test_estimate import planned, tiny
+from tests.train.test_memory import planned, tiny
 from tests.train.test_precision import states
 from tests.train.test_precision_runs import step, tensors
 from tigon.models import MODELS

@@ -17,7 +17,7 @@ from tigon.data import cache_root
 from tigon.train import load, main, pack
 from tigon.train.data import may_not_fit
 from tigon.train.distributed import World
-from tigon.train.estimate.memory import estimate
+from tigon.train.memory import estimate
 from tigon.train.model import outline
 from tigon.train.objectives import find_objective
 from tigon.train.objectives.pairs import Pairs

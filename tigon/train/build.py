@@ -22,11 +22,11 @@ from tigon.train.claim import check_shared, claim
 from tigon.train.config import Config
 from tigon.train.data import build_loader
 from tigon.train.distributed import World
-from tigon.train.estimate.budget import budget_of, decide, memory_of
 from tigon.train.feed import Feed
 from tigon.train.graphs import Graphs, check_run
 from tigon.train.logging import check_sinks
 from tigon.train.matching import check_context, check_sizes, stop_at
+from tigon.train.memory import gpu_memory, memory_budget, resolve_checkpointing
 from tigon.train.model import (
     base_digest,
     build_model,
@@ -47,7 +47,6 @@ from tigon.train.optim import (
     check_ranks,
 )
 from tigon.train.optim.schedule import count
-from tigon.train.plan.auto import settle
 from tigon.train.publish import lacks_token
 from tigon.train.rank_checks import (
     check_data,
@@ -135,7 +134,7 @@ def read_inputs(
         if here:
             check_machine(config, world)
         if config.activation_checkpointing == "auto":
-            budget_of(config, memory_of(world.device))  # an error before the data are read
+            memory_budget(config, gpu_memory(world.device))  # an error before the data are read
         check_sinks(config.log_to)
         objective = find_objective(config.task)(config, world)
         if world.main:
@@ -177,13 +176,22 @@ def read_inputs(
     return inputs
 
 
+def resolve_parallel(config: Config, world: World, gpus: int) -> tuple[Config, World]:
+    """Returns both with the layout that is chosen for `gpus` GPUs in place of parallel=auto."""
+    if config.parallel != "auto":
+        return config, world
+    from tigon.train.auto_layout import resolve_layout  # the planner imports the trainer
+
+    return resolve_layout(config, world, gpus)
+
+
 def prepare(config: Config, world: World) -> Run:
     """Check every input, on all ranks together; every rank calls this.
 
     Until it returns nothing is written but the lock of the run directory. With parallel=auto the
     run's config and world are of the layout that is chosen.
     """
-    config, world = settle(config, world)
+    config, world = resolve_parallel(config, world, world.size)
     with world.raise_on_all_ranks():
         check_ranks(config, world.data.size)
     inputs = read_inputs(config, world)
@@ -197,7 +205,9 @@ def prepare(config: Config, world: World) -> Run:
         check_models(config, digest, world)
     if world.size > 1:
         check_reference_and_teacher(config, world)
-    chosen = decide(config, world, inputs.objective, source, world.size, world.device)
+    chosen = resolve_checkpointing(
+        config, world, inputs.objective, source, world.size, world.device
+    )
     with world.raise_on_all_ranks():
         seed_everything(config, world)
         model = build_model(config, world, source)

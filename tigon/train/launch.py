@@ -36,7 +36,7 @@ from tigon.train.distributed import (
     record_error,
     start,
 )
-from tigon.train.estimate.report import dry_run
+from tigon.train.dry_run import dry_run
 from tigon.train.loop import train
 from tigon.train.objectives import tasks
 from tigon.train.signals import NUMBERS, Signals, handled_signals

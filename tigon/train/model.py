@@ -204,7 +204,7 @@ def finish(model: CausalLM, config: Config) -> CausalLM:
         )
     if config.router_aux_loss_coef is not None:
         set_balance(model, config.router_aux_loss_coef)
-    if config.activation_checkpointing != "auto":  # or else estimate.budget chooses
+    if config.activation_checkpointing != "auto":  # else memory.resolve_checkpointing chooses
         model.activation_checkpointing = config.activation_checkpointing
     model.activation_offload = config.activation_offload
     set_fp8(model, config)

@@ -10,19 +10,25 @@ from typing import Any
 import pytest
 import torch
 
+from tests.plan.test_plan import SIZE
 from tests.small import EXPERTS, LLAMA
-from tests.train.test_plan import SIZE
-from tigon.train import load
+from tigon.plan import Job, Layout, estimate_memory, estimate_step, format_plan, make_plan, read_job
+from tigon.plan.cost import fsdp_collectives, sharded_parameters
+from tigon.plan.layout import enumerate_meshes
+from tigon.plan.search import (
+    all_layouts,
+    configured_layouts,
+    lower_bound,
+    mesh_error,
+    persistent_bytes,
+)
+from tigon.train import dry_run, load
 from tigon.train.config import Config, sizes_of
 from tigon.train.distributed import World
-from tigon.train.estimate import Estimate, report
 from tigon.train.graphs import check_run
+from tigon.train.memory import Estimate
 from tigon.train.objectives import find_objective
 from tigon.train.optim import check_ranks
-from tigon.train.plan import Job, Layout, make_plan, read_job, show, step_of, weigh
-from tigon.train.plan.layout import as_set, meshes, misfit, variants
-from tigon.train.plan.search import always, at_least
-from tigon.train.plan.step import gathered, outer
 
 MOE: dict[str, Any] = EXPERTS | {"num_experts": 8, "num_attention_heads": 8, "head_dim": 16}
 MOE |= {"num_key_value_heads": 8}
@@ -50,57 +56,60 @@ def configured(one: Job, given: str, **changes: Any) -> Config:
     return load(None, [*(f"{name}={value}" for name, value in values.items()), *given.split()])
 
 
-@pytest.mark.parametrize("layout", [TENSOR, CONTEXT, MANY], ids=["tensor", "context", "many"])
-@pytest.mark.parametrize("settings", [BF16, FP32, BF16 + EXACT], ids=["bf16", "fp32", "exact"])
-def test_memory_is_that_of_a_dry_run(job, layout: Layout, settings: list[str]) -> None:
+@pytest.mark.parametrize(
+    ("layout", "settings"),
+    [(TENSOR, BF16), (TENSOR, FP32), (CONTEXT, FP32), (MANY, BF16), (MANY, BF16 + EXACT)],
+    ids=["tensor", "tensor fp32", "context", "many", "many exact"],
+)
+def test_memory_equals_dry_run(job, layout: Layout, settings: list[str]) -> None:
     one = job(4, settings, layout.rows * layout.micro_batches * layout.data)
-    found = weigh(one, layout).kinds
+    found = estimate_memory(one, layout).kinds
     config = configured(one, " ".join([layout.settings, *settings]))
     objective = find_objective("pretrain")(config, World(0, 1, torch.device("cpu")))
     inputs: Any = SimpleNamespace(source=None, objective=objective)
-    assert report.plan(config, inputs, 4).kinds == found
+    assert dry_run.estimate_run(config, inputs, 4).kinds == found
     # By hand: half of the layers, whole in bfloat16, and states of half of that
-    numbers, item = one.shapes.numbers(2).total, 4 if settings == FP32 else 2
+    numbers, item = one.shapes.counts(2).total, 4 if settings == FP32 else 2
     masters = item * numbers / 2 if item == 4 else 0
     assert found["parameters"] == pytest.approx(2 * numbers + masters, rel=1e-3)
     assert found["optimizer"] == pytest.approx(8 * numbers / 2, rel=1e-3)
     if layout is MANY:
         assert found["gradients"] >= (2 if settings == BF16 else 4) * numbers
-    assert always(one, layout) <= sum(found.values())
+    assert persistent_bytes(one, layout) <= sum(found.values())
 
 
 @pytest.mark.parametrize(("settings", "item"), [(BF16, 2), (FP32, 4), (BF16 + EXACT, 4)])
 def test_messages_by_hand(job, settings: list[str], item: int) -> None:
     """Weights once in bfloat16 and gradients once, of a part; over the network where the ranks that
     have the same part are on several hosts."""
-    one, numbers = job(16, settings, 16), job(16, settings, 16).shapes.numbers(8)
+    one, numbers = job(16, settings, 16), job(16, settings, 16).shapes.counts(8)
     # On a host all ranks of a part, or one of each of two parts' ranks
     inside, across = Layout(1, 4, 1, 2), Layout(1, 2, 1, 8)
     for layout in (inside, across):
         other = replace(layout, fsdp=1, context=layout.fsdp)
         for way, count in ((layout, 1), (layout, 4), (other, 1)):
             way = replace(way, sharding="gradients", micro_batches=count)
-            numbers = one.shapes.numbers(way.tensor)
-            parts = gathered(way, one.shapes.part(way.tensor), numbers)
-            time, _ = outer(one, parts, way, 0.0)
+            numbers = one.shapes.counts(way.tensor)
+            parts = sharded_parameters(way, one.shapes.part(way.tensor), numbers)
+            time, _ = fsdp_collectives(one, parts, way, 0.0)
             received = (2 + item) * numbers.total * (way.shards - 1) / way.shards
             bytes_of = (received, 0) if layout is inside else (0, received)
             assert (time.nvlink_bytes, time.network_bytes) == pytest.approx(bytes_of)
     # Hidden beside a third of the computation, and beside the rest
     way = replace(across, sharding="gradients")
-    parts = gathered(way, one.shapes.part(8), one.shapes.numbers(8))
-    gather = sum(part.weights(one.gpu, one.constants).network for part in parts)
+    parts = sharded_parameters(way, one.shapes.part(8), one.shapes.counts(8))
+    gather = sum(part.gather(one.gpu, one.constants).network for part in parts)
     sums = torch.bfloat16 if item == 2 else torch.float32
-    reduced = sum(part.gradients(sums, one.gpu, one.constants).network for part in parts)
+    reduced = sum(part.reduce(sums, one.gpu, one.constants).network for part in parts)
     for compute in (0.0, gather, 3 * gather, 2 * reduced):
         expected = max(0.0, gather - compute / 3) + max(0.0, reduced - 2 / 3 * compute)
-        assert outer(one, parts, way, compute)[1] == pytest.approx(expected)
-    full = step_of(one, replace(across, micro_batches=4)).traffic.network_bytes
-    whole = step_of(one, replace(way, micro_batches=4)).traffic.network_bytes
-    assert full - whole == pytest.approx((8 * 2 + 4 - 2 - item) * one.shapes.numbers(8).total / 2)
+        assert fsdp_collectives(one, parts, way, compute)[1] == pytest.approx(expected)
+    full = estimate_step(one, replace(across, micro_batches=4)).traffic.network_bytes
+    whole = estimate_step(one, replace(way, micro_batches=4)).traffic.network_bytes
+    assert full - whole == pytest.approx((8 * 2 + 4 - 2 - item) * one.shapes.counts(8).total / 2)
 
 
-def test_it_is_chosen_where_weights_are_moved_often(job) -> None:
+def test_chosen_where_weights_move_often(job) -> None:
     """Of several micro-batches, by ranks that divide layers, tokens, or both."""
     one = job(8, BF16, 64, tokens=4096)
 
@@ -110,10 +119,10 @@ def test_it_is_chosen_where_weights_are_moved_often(job) -> None:
     def heavy(_: Job, layout: Layout) -> Estimate:
         return Estimate({"sum": 10**9 if fits(layout) else 10**15}, 0)
 
-    plan = make_plan(one, most=100, weigh=heavy)
+    plan = make_plan(one, limit=100, estimate=heavy)
     best = plan.choices[0].layout
     assert best.sharding == "gradients" and best.tensor > 1 and best.shards > 1
-    assert "sharding=gradients" in best.settings and "ZeRO-2" in show(plan)
+    assert "sharding=gradients" in best.settings and "ZeRO-2" in format_plan(plan)
     found = {(c.layout.fsdp, c.layout.context, c.layout.tensor, c.layout.sharding)
              for c in plan.choices}  # fmt: skip
     whole = {mesh[:3] for mesh in found if mesh[3] == "gradients"}
@@ -129,7 +138,7 @@ def test_it_is_chosen_where_weights_are_moved_often(job) -> None:
     ],
     ids=["adamw", "8bit", "muon", "graphs", "in_backward"],
 )  # fmt: skip
-def test_what_the_trainer_refuses_is_not_proposed(job, settings: list[str]) -> None:
+def test_proposals_are_what_the_trainer_accepts(job, settings: list[str]) -> None:
     """And what it accepts is."""
     one = job(8, settings, 8, **MOE)
 
@@ -143,13 +152,13 @@ def test_what_the_trainer_refuses_is_not_proposed(job, settings: list[str]) -> N
         return True
 
     proposed, refused = set(), 0
-    for mesh in meshes(8, 8):
-        layouts = [] if misfit(one, mesh) else [*variants(one, mesh)]
+    for mesh in enumerate_meshes(8, 8):
+        layouts = [] if mesh_error(one, mesh) else [*all_layouts(one, mesh)]
         assert all(accepted(layout) for layout in layouts)
         whole = any(layout.sharding == "gradients" for layout in layouts)
         alone = replace(mesh, rows=8 // mesh.data, sharding="gradients")
         if mesh.shards > 1:
-            assert whole == (accepted(alone) and misfit(one, mesh) is None), mesh
+            assert whole == (accepted(alone) and mesh_error(one, mesh) is None), mesh
             refused += not whole
         proposed |= {mesh.mesh[:-1]} if whole else set()
     assert refused > 0
@@ -159,46 +168,45 @@ def test_what_the_trainer_refuses_is_not_proposed(job, settings: list[str]) -> N
     assert ((1, 2, 2, 2, 1) in proposed) == never.isdisjoint(settings)
 
 
-def test_reasons_and_settings(job) -> None:
+def test_reasons_and_configured_layouts(job) -> None:
     """Of updates in backward with more rows than a micro-batch may have; of a graph of float32."""
     in_backward = job(2, ["optimizer_in_backward=true", "max_grad_norm=0"], 2**8)
-    assert "no micro-batch that the other settings allow" in show(make_plan(in_backward))
+    assert "no micro-batch that the other settings allow" in format_plan(make_plan(in_backward))
     graphs = job(1, ["cuda_graphs=true"], 1)
-    assert "give sharding=gradients" in (misfit(graphs, Layout()) or "")
+    assert "give sharding=gradients" in (mesh_error(graphs, Layout()) or "")
     one = job(4, [], 4)  # what a run's own config may say, and `tigon plan` may not
     set_to = replace(one, config=replace(one.config, sharding="gradients"))
-    found = {way.mesh for mesh in meshes(4) for way in as_set(set_to, mesh)}
+    found = {way.mesh for mesh in enumerate_meshes(4) for way in configured_layouts(set_to, mesh)}
     assert {mesh[:4] for mesh in found} == {
         (1, f, c, 4 // f // c) for f in (1, 2, 4) for c in (1, 2, 4) if f * c <= 4
     }
 
 
-def test_what_was_not_tried_is_not_impossible(job) -> None:
-    """One mesh is asked for, and the others' faster ways are too large."""
+def test_untried_layouts_are_not_impossible(job) -> None:
+    """With limit=1, other meshes' faster layouts are too large and slower ones untried."""
     one = job(2, BF16, 2)
 
     def heavy(_: Job, layout: Layout) -> Estimate:
-        return Estimate({"sum": 10**9 if layout.again == 1.0 else 10**15}, 0)
+        return Estimate({"sum": 10**9 if layout.recomputed == 1.0 else 10**15}, 0)
 
-    first, all_of = (make_plan(one, most=most, weigh=heavy) for most in (1, 100))
+    first, all_of = (make_plan(one, limit=limit, estimate=heavy) for limit in (1, 100))
     assert len(all_of.choices) > 3 and not all_of.reasons and all_of.lacking is None
     assert len(first.choices) == 1 and not first.reasons and first.lacking is None
-    assert not make_plan(one, most=0, weigh=heavy).choices
+    assert not make_plan(one, limit=0, estimate=heavy).choices
 
 
-@pytest.mark.parametrize("sharding", ["full", "gradients"])
-@pytest.mark.parametrize("settings", [BF16, FP32], ids=["bf16", "fp32"])
-def test_memory_of_more_ranks_is_at_least(job, sharding: Any, settings: list[str]) -> None:
-    """Which spares a plan to weigh them."""
+@pytest.mark.parametrize(("sharding", "settings"), [("full", FP32), ("gradients", BF16)])
+def test_lower_bound_of_memory(job, sharding: Any, settings: list[str]) -> None:
+    """The bound lets a plan skip estimates."""
     for count in (1, 2):
         found = {}
-        for shards in (1, 2, 4, 8):
+        for shards in (1, 2, 8):
             one = job(shards * 2, settings, shards * count)
             layout = Layout(1, shards, 1, 2, sharding=sharding, micro_batches=count)
-            found[shards] = weigh(one, layout)
+            found[shards] = estimate_memory(one, layout)
         for few, memory in found.items():
             for more, exact in found.items():
                 if more >= few:
-                    bound = at_least(memory, few / more)
+                    bound = lower_bound(memory, few / more)
                     assert 0.5 * exact.total < bound <= exact.total, (few, more, count)
-            assert at_least(memory, 2.0) == memory.total
+            assert lower_bound(memory, 2.0) == memory.total

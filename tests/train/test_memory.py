@@ -19,14 +19,12 @@ from tigon.kernels import runtime, use
 from tigon.layers import activation_offload
 from tigon.models import MODELS, CausalLM
 from tigon.parallel import IN_FLIGHT, MeshSizes
-from tigon.train import main
+from tigon.train import dry_run, main, memory
 from tigon.train.config import Config, sizes_of
 from tigon.train.distributed import World
-from tigon.train.estimate import memory, report
-from tigon.train.estimate.gathering import Gathering, Group
-from tigon.train.estimate.memory import Estimate, estimate, stand_in
-from tigon.train.estimate.meter import Ledger, Meter, tensors_of
-from tigon.train.estimate.steps import measure
+from tigon.train.dry_run import time_steps
+from tigon.train.memory import Estimate, estimate
+from tigon.train.memory_tracker import FSDPGroup, FSDPTracker, Ledger, MemoryTracker, model_tensors
 from tigon.train.model import finish, projections
 from tigon.train.objectives import find_objective
 from tigon.train.parallel_settings import Parallel
@@ -59,7 +57,7 @@ def planned(model: CausalLM, gpus: int = 1, compute: Any = torch.bfloat16, **cha
 
 def saved_by(model: CausalLM, device: str) -> int:
     """Bytes of all tensors that autograd keeps after a forward, without those of the model."""
-    own = {t.untyped_storage()._cdata for t in tensors_of(model)}
+    own = {t.untyped_storage()._cdata for t in model_tensors(model)}
     kept: dict[int, Any] = {}
 
     def pack(x: Tensor) -> Tensor:
@@ -78,7 +76,7 @@ def saved_by(model: CausalLM, device: str) -> int:
 @pytest.mark.parametrize(
     ("model_type", "case"), [f for f in FIRST if f[0] in ("llama", "gemma3_text", "qwen3_moe")]
 )
-def test_meta_tensors_are_saved_like_those_of_the_kernels(model_type: str, case: str) -> None:
+def test_meta_tensors_are_saved_as_by_kernels(model_type: str, case: str) -> None:
     """Attention apart, which no fused kernel computes on a CPU."""
     model = tiny(model_type, case, num_hidden_layers=2, layer_types=None)
     found = saved_by(model, "meta")
@@ -100,7 +98,7 @@ def test_meta_tensors_are_saved_like_those_of_the_kernels(model_type: str, case:
 
 
 @pytest.mark.parametrize(("model_type", "case"), FIRST)
-def test_every_family_is_weighed(model_type: str, case: str) -> None:
+def test_memory_of_every_family(model_type: str, case: str) -> None:
     """Nothing remains when a step is over but its gradients, and more tokens need more."""
     model = tiny(model_type, case)
     found = planned(model)
@@ -111,11 +109,11 @@ def test_every_family_is_weighed(model_type: str, case: str) -> None:
     assert larger.total > found.total
 
 
-def test_the_ledger_is_empty_but_for_gradients() -> None:
+def test_only_gradients_remain_after_a_step() -> None:
     model = tiny("llama", "plain")
     config = settings()
     objective = find_objective("pretrain")(config, WORLD)
-    ledger = memory._weigh(
+    ledger = memory.simulate_step(
         model.to(torch.bfloat16), objective, config, MeshSizes(), None, torch.bfloat16
     )
     gc.collect()
@@ -126,10 +124,10 @@ def test_the_ledger_is_empty_but_for_gradients() -> None:
     assert ledger.peak > gradients
 
 
-def test_the_meter_knows_what_is_alive() -> None:
+def test_tracker_counts_live_tensors() -> None:
     ledger = Ledger()
     weight = torch.ones(64, 64, device="meta", requires_grad=True)
-    with Meter(ledger, [weight]):
+    with MemoryTracker(ledger, [weight]):
         x = torch.ones(1024, 64, device="meta")
         y = x @ weight  # 256 KiB each
         del x  # autograd keeps it for the gradient of the weight
@@ -140,20 +138,20 @@ def test_the_meter_knows_what_is_alive() -> None:
     assert ledger.peak >= 2 * 2**18 and weight.T.shape == (64, 64)
 
 
-def test_gathered_weights_and_reduced_gradients_by_hand() -> None:
+def test_fsdp_group_sizes_by_hand() -> None:
     for sums, item in ((torch.float32, 4), (torch.bfloat16, 2)):
         weights = [nn.Parameter(torch.empty(5, 3, device="meta"))]
-        group = Group(weights, 2, torch.bfloat16, sums)
+        group = FSDPGroup(weights, 2, torch.bfloat16, sums)
         sizes = group.gathered, group.reduced, group.shard
         assert sizes == (6 * 3 * 2, 6 * 3 * item, 6 * 3 * item // 2)
 
 
-def test_two_ranks_of_one_micro_batch_reduce_in_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_micro_batch_reduces_in_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
     """As FSDP2 is told to: half of the bytes."""
-    made: list[Gathering] = []
-    begin = Gathering.begin
+    made: list[FSDPTracker] = []
+    begin = FSDPTracker.begin
     monkeypatch.setattr(
-        Gathering, "begin", lambda self, **given: (made.append(self), begin(self, **given))
+        FSDPTracker, "begin", lambda self, **given: (made.append(self), begin(self, **given))
     )
 
     def sums(gpus: int, rows: int, **changes: Any) -> set[torch.dtype]:
@@ -165,7 +163,7 @@ def test_two_ranks_of_one_micro_batch_reduce_in_bfloat16(monkeypatch: pytest.Mon
     assert sums(2, 2 * B, param_dtype="float32") == {torch.float32}
 
 
-def test_sharding_divides_what_is_always_there() -> None:
+def test_sharding_divides_weights_and_states() -> None:
     alone, pair = (planned(tiny("llama", "plain"), n, param_dtype="float32") for n in (1, 2))
     for kind in ("parameters", "optimizer"):
         assert pair.kinds[kind] == pytest.approx(alone.kinds[kind] / 2, rel=0.1)
@@ -184,7 +182,7 @@ def activations(monkeypatch: pytest.MonkeyPatch, **changes: Any) -> Estimate:
     return planned(tiny("llama", "plain", **BIG, **shape), seq_len=2048, **changes)
 
 
-def test_less_is_held_the_more_is_recomputed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_recomputation_saves_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     ways: tuple[dict[str, Any], ...] = (
         {},
         {"activation_checkpointing": 2},
@@ -199,7 +197,7 @@ def test_less_is_held_the_more_is_recomputed(monkeypatch: pytest.MonkeyPatch) ->
     assert activations(monkeypatch, activation_offload=True).total < half
 
 
-def test_states_and_an_average_are_where_the_settings_say() -> None:
+def test_offloaded_states_are_in_host_memory() -> None:
     plain, few, host = (
         planned(tiny("llama", "plain"), ema_decay=0.9, **changes)
         for changes in ({}, {"optimizer": "adamw_bf16"}, {"optimizer_offload": True})
@@ -212,7 +210,7 @@ def test_states_and_an_average_are_where_the_settings_say() -> None:
     assert host.host == plain.host + states
 
 
-def test_what_is_frozen_has_no_gradient() -> None:
+def test_frozen_parameters_have_no_gradients() -> None:
     """Nor a state, and what only its gradient needs is not kept."""
     model = tiny("llama", "plain")
     config = settings(parameter_groups=(ParameterGroup(("*.layers.*",), freeze=True),))
@@ -223,7 +221,7 @@ def test_what_is_frozen_has_no_gradient() -> None:
     assert found.total < planned(tiny("llama", "plain")).total
 
 
-def test_gradients_of_several_micro_batches_are_whole() -> None:
+def test_micro_batches_accumulate_whole_gradients() -> None:
     """Every rank holds all of them in float32 until the last one is reduced."""
     models = [tiny("llama", "plain", num_hidden_layers=8) for _ in range(2)]
     size = sum(p.numel() for p in models[0].parameters())
@@ -234,7 +232,7 @@ def test_gradients_of_several_micro_batches_are_whole() -> None:
     assert twice["gradients"] - once.get("gradients", 0) > 0.5 * 4 * size
 
 
-def test_whole_weights_and_what_is_reduced() -> None:
+def test_sharded_gradients_by_hand() -> None:
     """With sharding=gradients, of a model of few bytes besides weights."""
     wide: dict[str, Any] = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 8}
     changes: dict[str, Any] = {"sharding": "gradients", "param_dtype": "bfloat16"}
@@ -258,12 +256,7 @@ def test_whole_weights_and_what_is_reduced() -> None:
     assert 0.9 * 4 * size < alone["gradients"] <= 4 * size
 
 
-def test_batches_stand_in_for_full_rows() -> None:
-    batch = stand_in(3, 8)
-    assert batch.input_ids.is_meta and batch.input_ids.shape == (3, 8)
-
-
-def test_a_dry_run_says_what_the_run_would_be(workspace, capsys) -> None:
+def test_dry_run_describes_the_run(workspace, capsys) -> None:
     before = sorted(p for p in workspace.root.rglob("*"))
     given = workspace.settings("dry", device="auto", batch_size=8, optimizer="muon")
     main(["--dry-run", "--nproc", "2", *given])
@@ -293,7 +286,7 @@ LLAMA_8B = LLAMA | {
 @pytest.mark.parametrize(
     ("task", "context", "copies"), [("simpo", 1, 1), ("simpo", 4, 1), ("grpo", 1, COPIES)]
 )
-def test_copies_of_keys_of_shared_prompts(task: str, context: int, copies: int) -> None:
+def test_shared_prompts_copy_keys(task: str, context: int, copies: int) -> None:
     """In each layer, of prompts that fill rows; also where two ranks compute a part of each query
     of a head."""
     tokens, heads = 256, {"num_attention_heads": 2, "num_key_value_heads": 2}
@@ -311,7 +304,7 @@ def test_copies_of_keys_of_shared_prompts(task: str, context: int, copies: int) 
     assert copied <= found[True] - found[False] < (1.1 if context == 1 else 1.5) * copied
 
 
-def test_a_million_tokens_on_eight_gpus(workspace, tmp_path: Path, capsys) -> None:
+def test_million_tokens_on_eight_gpus(workspace, tmp_path: Path, capsys) -> None:
     """Of Llama-3.1-8B's shape, with every block computed again."""
     config = tmp_path / "config.json"
     config.write_text(json.dumps(LLAMA_8B))
@@ -340,7 +333,7 @@ def test_a_million_tokens_on_eight_gpus(workspace, tmp_path: Path, capsys) -> No
     assert "sends 756.0 MiB of heads to the others" in said
 
 
-def test_ranks_that_share_layers_or_experts(workspace, capsys) -> None:
+def test_dry_run_of_tensor_and_expert_parallel(workspace, capsys) -> None:
     """What they hold and send; and that as few blocks are computed again as fit."""
     sizes = {"num_experts": 8, "max_position_embeddings": 2**17}
     experts = write_model(workspace.root / "eight", **EXPERTS | sizes)
@@ -377,7 +370,7 @@ def test_ranks_that_share_layers_or_experts(workspace, capsys) -> None:
             main(["--dry-run", "--nproc", "8", *auto, "memory_budget=1e-5"])
 
 
-def test_parts_that_8_bits_do_not_fit_are_weighed_in_bfloat16() -> None:
+def test_indivisible_fp8_layers_stay_bfloat16() -> None:
     """Of 4 heads of 8 each of 4 ranks has one, and o_proj has 8 columns there."""
     model = MODELS["llama"].from_config(LLAMA | {"head_dim": 8}, device="meta")
     shares: dict[str, Any] = {"fp8": True, "parallel": Parallel(tensor=4)}
@@ -388,7 +381,7 @@ def test_parts_that_8_bits_do_not_fit_are_weighed_in_bfloat16() -> None:
     assert [name for name, layer in of.items() if layer.fp8] == ["gate_up_proj", "down_proj"]
 
 
-def test_a_dry_run_for_gpus_notes_what_the_run_would(workspace, capsys, monkeypatch) -> None:
+def test_dry_run_notes_apply_to_target_gpus(workspace, capsys, monkeypatch) -> None:
     """Of the GPUs that it is planned for, not of the CPU that it is planned on."""
     monkeypatch.setattr("tigon.train.model.fits", lambda _: False)
     settings = {"device": "cuda", "batch_size": 4, "activation_offload": "true", "fp8": "true"}
@@ -398,9 +391,9 @@ def test_a_dry_run_for_gpus_notes_what_the_run_would(workspace, capsys, monkeypa
     assert "on a CPU" not in said
 
 
-def test_a_dry_run_makes_steps_where_it_can(workspace, capsys, monkeypatch) -> None:
+def test_dry_run_times_steps(workspace, capsys, monkeypatch) -> None:
     monkeypatch.setattr("tigon.models.pretrained.load.load_weights", pytest.fail)  # none are read
-    monkeypatch.setattr("tigon.train.estimate.report.peak_flops", lambda *_: 1e9)
+    monkeypatch.setattr("tigon.train.dry_run.peak_flops", lambda *_: 1e9)
     main(["--dry-run", *workspace.settings("dry")])
     said = capsys.readouterr().out
     assert "a step, measured: " in said and "all steps: about" in said
@@ -411,18 +404,18 @@ def test_a_dry_run_makes_steps_where_it_can(workspace, capsys, monkeypatch) -> N
     assert not (workspace.root / "dry").exists()
 
 
-def test_a_dry_run_of_a_stream_that_goes_on(workspace, capsys, monkeypatch) -> None:
+def test_dry_run_of_resumed_stream(workspace, capsys, monkeypatch) -> None:
     """Its steps are made of rows that the stream still has, and counted as what they are."""
     found, expected = [], []
 
     def noted(run: Any) -> Any:
         model = run.model
-        found.append(measure(run))
+        found.append(time_steps(run))
         both = [run.data.lengths(step)[0] for step in (4, 5)]
         expected.append(sum(model_flops(model, lengths) for lengths in both) / 2)
         return found[0]
 
-    monkeypatch.setattr("tigon.train.estimate.report.measure", noted)
+    monkeypatch.setattr("tigon.train.dry_run.time_steps", noted)
     settings = {"streaming": "true", "shuffle_window": 8, "resume": "auto", "workers": 0}
     main(workspace.settings("stream", steps=2, **settings))
     main(["--dry-run", *workspace.settings("stream", steps=8, **settings)])
@@ -431,7 +424,7 @@ def test_a_dry_run_of_a_stream_that_goes_on(workspace, capsys, monkeypatch) -> N
     assert found[0].flops == pytest.approx(expected[0], rel=1e-12)
 
 
-def test_a_dry_run_checks_what_a_run_checks(workspace, tmp_path: Path) -> None:
+def test_dry_run_checks_like_a_run(workspace, tmp_path: Path) -> None:
     for changes, message in (
         ({"data": tmp_path / "none.jsonl"}, "none.jsonl"),
         ({"seq_len": 4096}, "max_position_embeddings"),
@@ -447,26 +440,28 @@ def test_a_dry_run_checks_what_a_run_checks(workspace, tmp_path: Path) -> None:
     assert [p.name for p in (tmp_path / "used").iterdir()] == ["file"]
 
 
-def test_what_the_estimate_leaves_out_is_said() -> None:
-    assert report.not_counted(settings()) == []
-    found = report.not_counted(
+def test_uncounted_memory() -> None:
+    assert dry_run.uncounted_memory(settings()) == []
+    found = dry_run.uncounted_memory(
         settings(param_dtype="float32", dtype="float32", activation_offload=True)
     )
     assert [notice.split()[0] for notice in found] == ["attention", "host"]
 
 
-def test_advice_names_only_what_saves_memory() -> None:
+def test_advice_saves_memory() -> None:
     config = settings(activation_checkpointing=True)
     total = {2: 30, True: 20}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
-            report, "plan", lambda c, *_: Estimate({"sum": total[c.activation_checkpointing]}, 0)
+            dry_run,
+            "estimate_run",
+            lambda c, *_: Estimate({"sum": total[c.activation_checkpointing]}, 0),
         )
-        lines = report.advice(config, None, 1)  # type: ignore[arg-type]
+        lines = dry_run.memory_advice(config, None, 1)  # type: ignore[arg-type]
     assert lines[0] == "less memory:" and not any("=2" in line for line in lines)
 
 
-def test_advice_to_share_rows() -> None:
+def test_advice_for_context_parallel() -> None:
     """With twice the ranks for each, where there are so many."""
     config = settings(batch_size=8, parallel=Parallel(context=2))
     with pytest.MonkeyPatch.context() as patch:
@@ -477,18 +472,18 @@ def test_advice_to_share_rows() -> None:
                 raise ValueError("ranks")
             return Estimate({"sum": 2**30 * 10 // sizes.context}, 0)
 
-        patch.setattr(report, "plan", total)
-        assert "      2.50 GiB with parallel.context=4" in report.advice(config, None, 8)
+        patch.setattr(dry_run, "estimate_run", total)
+        assert "      2.50 GiB with parallel.context=4" in dry_run.memory_advice(config, None, 8)
         for ranks, gpus in ((2, 2), (4, 8)):
             config = settings(batch_size=8, parallel=Parallel(context=ranks))
-            assert not any("context" in line for line in report.advice(config, None, gpus))
+            assert not any("context" in line for line in dry_run.memory_advice(config, None, gpus))
 
 
-def test_a_step_that_does_not_fit_is_an_answer(workspace, monkeypatch, capsys) -> None:
+def test_step_out_of_memory_gives_advice(workspace, monkeypatch, capsys) -> None:
     def full(*_: Any) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. More")
 
-    monkeypatch.setattr("tigon.train.estimate.report.measure", full)
+    monkeypatch.setattr("tigon.train.dry_run.time_steps", full)
     with pytest.raises(SystemExit) as caught:
         main(["--dry-run", *workspace.settings("dry", batch_size=4, micro_batch_size=2)])
     text = str(caught.value)

@@ -16,12 +16,11 @@ from tests.small import EXPERTS, LLAMA, write_model
 from tigon.layers import Experts
 from tigon.models import MODELS, CausalLM
 from tigon.parallel import MeshSizes, take_part
-from tigon.train import main
+from tigon.train import main, start
 from tigon.train.config import Config
-from tigon.train.distributed import World, start
-from tigon.train.estimate.budget import Choice, decide
-from tigon.train.estimate.memory import Estimate, estimate
+from tigon.train.distributed import World
 from tigon.train.lora import add_lora
+from tigon.train.memory import CheckpointingChoice, Estimate, estimate, resolve_checkpointing
 from tigon.train.objectives import find_objective
 from tigon.train.parallel_settings import Parallel
 from tigon.train.settings import Lora
@@ -82,7 +81,7 @@ def gathered(*modules: nn.Module, ranks: int) -> int:
 HIDDEN = B * T * LARGE["hidden_size"] * 2
 
 
-def test_a_teacher_on_one_gpu(folder: Folder) -> None:
+def test_teacher_on_one_gpu(folder: Folder) -> None:
     """Its weights and, as long as the loss is computed, its hidden states."""
     config = settings(task="distill", teacher=folder(LARGE))
     alone = planned(settings(task="sft")).kinds
@@ -104,13 +103,13 @@ def divided(teacher: CausalLM, alone: Sequence[nn.Module] = ()) -> int:
 
 
 @pytest.mark.parametrize("sharding", ["weights", "gradients"])
-def test_a_teacher_whose_weights_ranks_divide(folder: Folder, sharding: str) -> None:
+def test_teacher_under_fsdp(folder: Folder, sharding: str) -> None:
     """Whatever the model is divided by."""
     config = settings(task="distill", teacher=folder(LARGE), sharding=sharding)
     assert planned(config, 2).kinds["teacher"] == divided(of(LARGE)) + HIDDEN
 
 
-def test_a_teacher_whose_layers_ranks_divide(folder: Folder) -> None:
+def test_teacher_under_tensor_parallel(folder: Folder) -> None:
     shared: Any = {"task": "distill", "teacher": folder(LARGE), "parallel": Parallel(tensor=2)}
     teacher = of(LARGE)
     take_part(teacher, MeshSizes(tensor=2))
@@ -118,7 +117,7 @@ def test_a_teacher_whose_layers_ranks_divide(folder: Folder) -> None:
     assert planned(settings(**shared), 2).kinds["teacher"] == held(teacher) + HIDDEN
 
 
-def test_a_teacher_whose_experts_ranks_divide(folder: Folder) -> None:
+def test_teacher_under_expert_parallel(folder: Folder) -> None:
     """A dense one is divided as without them."""
     shared: Any = {"task": "distill", "parallel": Parallel(expert=2)}
     found = planned(settings(**shared, teacher=folder(LARGE)), 2, SMALL_MIXED)
@@ -131,7 +130,7 @@ def test_a_teacher_whose_experts_ranks_divide(folder: Folder) -> None:
     assert found.kinds["teacher"] == held(*experts) + divided(teacher, experts) + HIDDEN
 
 
-def test_a_reference_that_runs_at_each_step(folder: Folder) -> None:
+def test_live_reference(folder: Folder) -> None:
     """That of a stream; in bfloat16 if it is another model, and else as the model is."""
     pairs: Any = {"task": "dpo", "packing": False, "model": folder(LLAMA), "reference": ""}
     stream: Any = pairs | {"streaming": True, "steps": 1}
@@ -148,7 +147,7 @@ def test_a_reference_that_runs_at_each_step(folder: Folder) -> None:
     assert "reference" not in planned(settings(**stream, **lora), lora=True).kinds
 
 
-def test_rows_of_a_teacher_that_are_left_out_are_not_counted(folder: Folder) -> None:
+def test_padded_teacher_vocabulary_is_not_counted(folder: Folder) -> None:
     same, more = (
         planned(settings(task="distill", teacher=folder(LARGE | {"vocab_size": size})))
         for size in (321, 322)
@@ -156,16 +155,16 @@ def test_rows_of_a_teacher_that_are_left_out_are_not_counted(folder: Folder) -> 
     assert more.kinds == same.kinds
 
 
-def test_recomputation_makes_room_for_the_teacher(folder: Folder) -> None:
+def test_auto_checkpointing_makes_room_for_teacher(folder: Folder) -> None:
     """activation_checkpointing=auto: what fits alone does not beside it."""
     model = folder(LLAMA)
     alone = settings(task="sft", model=model)
     tight = (planned(alone).total + 2**16) / 2**30
     given: Any = {"model": model, "activation_checkpointing": "auto", "memory_budget": tight}
 
-    def chosen(config: Config) -> Choice | None:
+    def chosen(config: Config) -> CheckpointingChoice | None:
         objective = find_objective(config.task)(config, WORLD)
-        return decide(config, WORLD, objective, None, 1, torch.device("cuda"))
+        return resolve_checkpointing(config, WORLD, objective, None, 1, torch.device("cuda"))
 
     with start("cpu"):
         assert chosen(settings(task="sft", **given)).blocks == 0
@@ -173,7 +172,7 @@ def test_recomputation_makes_room_for_the_teacher(folder: Folder) -> None:
     assert found.blocks > 0
 
 
-def test_a_dry_run_shows_the_teacher(workspace: Any, folder: Folder, capsys: Any) -> None:
+def test_dry_run_shows_the_teacher(workspace: Any, folder: Folder, capsys: Any) -> None:
     teacher = write_model(workspace.root / "teacher", hidden_size=128)
     for file in teacher.glob("*.safetensors"):
         file.unlink()  # only the config is read

@@ -8,13 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from tests.train.test_estimate import B, tiny
+from tests.train.test_memory import B, tiny
 from tigon.layers import activation_offload as offloading
-from tigon.train import main
+from tigon.train import main, memory
 from tigon.train.config_file import load
 from tigon.train.distributed import World
-from tigon.train.estimate import budget
-from tigon.train.estimate.budget import GIB, Choice, choose, spread
+from tigon.train.memory import GIB, CheckpointingChoice, choose_checkpointing, spaced_blocks
 from tigon.train.objectives import find_objective
 
 WORLD = World(0, 1, torch.device("cpu"))
@@ -32,7 +31,7 @@ def weigh(recomputed: Iterable[int], away: bool = False, **changes: Any) -> int:
     config = load(None, given(**changes))
     model.activation_checkpointing, model.activation_offload = recomputed, away
     objective = find_objective("pretrain")(config, WORLD)
-    return budget.estimate(model, objective, config, 1, torch.bfloat16).total
+    return memory.estimate(model, objective, config, 1, torch.bfloat16).total
 
 
 def given(**changes: Any) -> list[str]:
@@ -43,34 +42,31 @@ def given(**changes: Any) -> list[str]:
     return [f"{key}={value}" for key, value in (values | changes).items()]
 
 
-def decided(monkeypatch: pytest.MonkeyPatch, size: float | None, **changes: Any) -> Choice:
-    monkeypatch.setattr(budget, "outline", lambda *_: outlined())
+def decided(
+    monkeypatch: pytest.MonkeyPatch, size: float | None, **changes: Any
+) -> CheckpointingChoice:
+    monkeypatch.setattr(memory, "outline", lambda *_: outlined())
     more = {} if size is None else {"memory_budget": size / GIB}
     config = load(None, given(activation_checkpointing="auto", **more, **changes))
     objective = find_objective("pretrain")(config, WORLD)
-    here: Any = SimpleNamespace(
-        main=True,
-        device=WORLD.device,
-        all_reduce_max_int=int,
-        raise_on_all_ranks=WORLD.raise_on_all_ranks,
-    )
-    found = budget.decide(config, here, objective, None, 1, torch.device("cpu"))
+    here: Any = SimpleNamespace(main=True, device=WORLD.device, most=int, together=WORLD.together)
+    found = memory.resolve_checkpointing(config, here, objective, None, 1, torch.device("cpu"))
     assert found is not None
     return found
 
 
-def test_the_least_that_fits(monkeypatch: pytest.MonkeyPatch) -> None:
-    sizes = [weigh(spread(n, LAYERS)) for n in range(LAYERS + 1)]
+def test_fewest_blocks_that_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = [weigh(spaced_blocks(n, LAYERS)) for n in range(LAYERS + 1)]
     assert all(more > less for more, less in pairwise(sizes))
     for n in (0, 3):
         found = decided(monkeypatch, sizes[n])
-        assert (found.blocks, found.of, found.offload) == (n, LAYERS, False)
+        assert (found.blocks, found.layers, found.offload) == (n, LAYERS, False)
         assert found.total == sizes[n]
         if n:  # a byte less, and one block more has to be computed again
             assert decided(monkeypatch, sizes[n - 1] - 64).blocks == n
 
 
-def test_host_memory_comes_last_and_then_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_offload_comes_last(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(offloading, "LEAST", 0)
     every, away = weigh(range(LAYERS)), weigh(range(LAYERS), True)
     assert away < every
@@ -83,32 +79,32 @@ def test_host_memory_comes_last_and_then_an_error(monkeypatch: pytest.MonkeyPatc
     assert all(word in str(caught.value) for word in words)
 
 
-def test_spread_blocks_need_less_than_others() -> None:
-    assert [sorted(spread(n, 5)) for n in range(6)] == [
+def test_spaced_blocks_need_least() -> None:
+    assert [sorted(spaced_blocks(n, 5)) for n in range(6)] == [
         [], [0], [0, 2], [0, 1, 3], [0, 1, 2, 3], [0, 1, 2, 3, 4],
     ]  # fmt: skip
-    assert spread(3, LAYERS) == set(range(0, LAYERS, 2))
-    spread_out = weigh(spread(3, LAYERS))
+    assert spaced_blocks(3, LAYERS) == set(range(0, LAYERS, 2))
+    spread_out = weigh(spaced_blocks(3, LAYERS))
     assert spread_out <= weigh(range(3)) and spread_out < weigh(range(3, LAYERS))
 
 
 @pytest.mark.parametrize("least", range(7))
-def test_few_are_tried(least: int) -> None:
+def test_search_tries_few(least: int) -> None:
     tried = []
 
     def weigh(n: int, offload: bool) -> int:
         tried.append(n)
         return 100 - 10 * n
 
-    found = choose(weigh, 6, 100 - 10 * least, offload=False)
+    found = choose_checkpointing(weigh, 6, 100 - 10 * least, offload=False)
     assert (found.blocks, found.total) == (least, 100 - 10 * least) and len(tried) <= 5
 
 
-def test_every_rank_takes_what_the_first_finds(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_agree_on_checkpointing(monkeypatch: pytest.MonkeyPatch) -> None:
     """For the GPU with the least memory."""
     rooms, answers = {0: 20 * GIB, 1: 10 * GIB}, iter(())
-    monkeypatch.setattr(budget, "memory_of", lambda device: rooms[device.index])
-    monkeypatch.setattr(budget, "outline", lambda *_: outlined())
+    monkeypatch.setattr(memory, "gpu_memory", lambda device: rooms[device.index])
+    monkeypatch.setattr(memory, "outline", lambda *_: outlined())
     config = load(None, given(activation_checkpointing="auto"))
     objective = find_objective("pretrain")(config, WORLD)
 
@@ -122,13 +118,8 @@ def test_every_rank_takes_what_the_first_finds(monkeypatch: pytest.MonkeyPatch) 
             return max(number, next(others))
 
         device = torch.device("cuda", index)
-        here = SimpleNamespace(
-            main=index == 0,
-            device=device,
-            all_reduce_max_int=most,
-            raise_on_all_ranks=WORLD.raise_on_all_ranks,
-        )
-        return budget.decide(config, here, objective, None, 2, torch.device("cuda"))  # type: ignore[arg-type]
+        here = SimpleNamespace(main=index == 0, device=device, most=most, together=WORLD.together)
+        return memory.resolve_checkpointing(config, here, objective, None, 2, torch.device("cuda"))  # type: ignore[arg-type]
 
     told: list[int] = []
     of_first = rank(0, [-rooms[1], -1, -1, -1])
@@ -150,7 +141,7 @@ def test_bad_budgets(monkeypatch: pytest.MonkeyPatch) -> None:
         decided(monkeypatch, None)
 
 
-def test_runs_and_dry_runs_say_what_was_chosen(workspace, capsys) -> None:
+def test_run_and_dry_run_print_the_choice(workspace, capsys) -> None:
     """And a run that goes on with another budget gives the same bits."""
     same = {"schedule": "constant", "seq_len": 128}
     main(workspace.settings("plain", steps=2, **same))
@@ -167,9 +158,9 @@ def test_runs_and_dry_runs_say_what_was_chosen(workspace, capsys) -> None:
     config = load(None, workspace.settings("auto", memory_budget=1, **auto))
     objective = find_objective(config.task)(config, WORLD)
     for n in (0, 1):
-        model = budget.outline(config, torch.float32)
-        model.activation_checkpointing = spread(n, 2)
-        sizes[n] = budget.estimate(model, objective, config, 1, torch.float32).total
+        model = memory.outline(config, torch.float32)
+        model.activation_checkpointing = spaced_blocks(n, 2)
+        sizes[n] = memory.estimate(model, objective, config, 1, torch.float32).total
     few, none = sizes[1] / GIB, sizes[0] / GIB
     main(workspace.settings("auto", steps=1, memory_budget=few, **auto))
     said = capsys.readouterr().out
@@ -179,7 +170,7 @@ def test_runs_and_dry_runs_say_what_was_chosen(workspace, capsys) -> None:
     assert workspace.metrics("auto", "loss") == losses
 
 
-def test_any_blocks_may_be_computed_again() -> None:
+def test_any_blocks_may_be_recomputed() -> None:
     ids = torch.randint(0, 64, (1, 12), generator=torch.Generator().manual_seed(0))
     model = type(outlined()).from_config(outlined(vocab_size=64).config).train()
     calls: list[int] = []

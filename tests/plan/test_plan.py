@@ -16,24 +16,23 @@ from tests.models.tiny import CASES, FIRST, SIZES
 from tests.small import EXPERTS, LLAMA
 from tigon.cli import main
 from tigon.models import MODELS
-from tigon.train.estimate import Estimate
-from tigon.train.plan import (
+from tigon.plan import (
     Constants,
     Job,
     Layout,
+    estimate_memory,
+    estimate_step,
     find_gpu,
+    format_plan,
     make_plan,
     read_job,
-    show,
-    step_of,
-    weigh,
 )
-from tigon.train.plan.gpu import CONSTANTS, GPU, gpus
-from tigon.train.plan.layout import divisors, excluded, meshes, misfit
-from tigon.train.plan.report import USED
-from tigon.train.plan.search import Choice, always, by_memory
-from tigon.train.plan.step import Group, computed
-from tigon.train.plan.work import Shapes, work_of
+from tigon.plan.cost import CommGroup, Shapes, Step, compute_seconds, micro_batch_work
+from tigon.plan.gpu import CONSTANTS, GPU, known_gpus
+from tigon.plan.layout import divisors, enumerate_meshes
+from tigon.plan.report import USED
+from tigon.plan.search import LayoutChoice, mesh_error, persistent_bytes, rank_ties, settings_error
+from tigon.train.memory import Estimate
 from tigon.train.settings import ParameterGroup
 from tigon.train.throughput import model_flops
 
@@ -63,7 +62,7 @@ def as_documented(name: str, block: str) -> None:
     assert text == between(text, block, page, f"plan-{name}"), "run bench/plan.py --write-docs"
 
 
-def test_what_was_measured_is_predicted() -> None:
+def test_predictions_match_measurements() -> None:
     constants, cases = Constants.read(), bench.measured()
     found = [bench.compare(case, constants) for case in cases]
     as_documented("errors", bench.comparison(found))
@@ -79,7 +78,7 @@ def test_what_was_measured_is_predicted() -> None:
         assert abs(one.memory_error) < within, one.case.name
 
 
-def test_the_constants_are_those_of_the_fit() -> None:
+def test_constants_are_those_of_the_fit() -> None:
     """Which must not depend on what they were before."""
     kept = json.loads(CONSTANTS.read_text())["constants"]
     fitted = bench.fit()
@@ -90,7 +89,7 @@ def test_the_constants_are_those_of_the_fit() -> None:
     assert found.keys() == kept.keys()
 
 
-def test_a_documented_plan_is_that_of_today(tmp_path: Path) -> None:
+def test_documented_plan_is_current(tmp_path: Path) -> None:
     """The one that is found fastest; the others have the same table."""
     as_documented("8b-8", bench.scenario(bench.planned("8b-8", tmp_path)))
     text = (ROOT / "docs/scale.md").read_text(encoding="utf-8")
@@ -98,7 +97,7 @@ def test_a_documented_plan_is_that_of_today(tmp_path: Path) -> None:
     assert len(heads) == len(bench.SCENARIOS) and len(set(heads)) == 1
 
 
-def test_gpus_that_were_not_measured_have_the_shares_of_the_one_that_was() -> None:
+def test_unmeasured_gpus_scale_by_data_sheet() -> None:
     (h200, measured), (h100, other) = (find_gpu(name) for name in ("h200", "H100"))
     assert other.products == measured.products and other.attention == measured.attention
     for name in ("passes", "optimizer", "product_bytes"):
@@ -108,7 +107,7 @@ def test_gpus_that_were_not_measured_have_the_shares_of_the_one_that_was() -> No
         find_gpu("h2000")
     with pytest.raises(ValueError, match=r"--gpu a100 must be one of h100, h200$"):
         find_gpu("a100")
-    assert all(gpu.source for gpu in gpus().values())
+    assert all(gpu.source for gpu in known_gpus().values())
 
 
 def test_work_of_a_block_by_hand(job: Callable[..., Job]) -> None:
@@ -119,13 +118,13 @@ def test_work_of_a_block_by_hand(job: Callable[..., Job]) -> None:
     assert work.products == expected
     assert work.attention == {64: 4 * 12 * 8 * 64 * 2 * (t * (t + 1) // 2)}
     assert work.moved["activation"] == 4 * 2 * (3 + 5) * 2 * t * 4096
-    again = job(1).shapes.work(2, 1024, again=1.0)
+    again = job(1).shapes.work(2, 1024, recomputed=1.0)
     assert again.products[2 * t, 8192, c] == 4 * 4
     assert again.products[2 * t, c, 4096] == 3 * 4  # its output is nothing's input in the block
     assert again.moved["norms"] > work.moved["norms"]
 
 
-def test_operations_are_those_of_the_trainer(job: Callable[..., Job]) -> None:
+def test_operations_equal_model_flops(job: Callable[..., Job]) -> None:
     shapes = job(1).shapes
     work = shapes.work(1, 1024)
     found = sum(2 * n * m * k * count for (m, n, k), count in work.products.items())
@@ -135,10 +134,10 @@ def test_operations_are_those_of_the_trainer(job: Callable[..., Job]) -> None:
 
 def test_ranks_divide_the_work(job: Callable[..., Job]) -> None:
     one = job(4, rows=4)
-    whole = computed(one.shapes.work(1, 1024), one.constants)
+    whole = compute_seconds(one.shapes.work(1, 1024), one.constants)
     for context, tensor in ((4, 1), (1, 4), (2, 2)):
-        part = one.shapes.work(1, 1024, context, tensor)
-        times = computed(part, one.constants)
+        part = one.shapes.work(1, 1024, context=context, tensor=tensor)
+        times = compute_seconds(part, one.constants)
         assert times["attention"] == pytest.approx(whole["attention"] / 4)
         # Small products are slower, and a pass over the embedding's gradient is not divided
         assert whole["GEMMs"] / 4 < times["GEMMs"] < whole["GEMMs"] / 2
@@ -148,66 +147,68 @@ def test_ranks_divide_the_work(job: Callable[..., Job]) -> None:
 
 def test_memory_of_parts(job: Callable[..., Job]) -> None:
     """Weights, states and activations by half; and one gathered input of a product is there."""
-    whole = weigh(job(1, tokens=4096, rows=1), Layout(1, 1, 1, 1)).kinds
+    whole = estimate_memory(job(1, tokens=4096, rows=1), Layout(1, 1, 1, 1)).kinds
     one = job(2, tokens=4096, rows=2)
-    half = weigh(one, Layout(1, 1, 1, 2)).kinds
+    half = estimate_memory(one, Layout(1, 1, 1, 2)).kinds
     for kind in ("parameters", "optimizer"):
         assert half[kind] == pytest.approx(whole[kind] / 2, rel=0.06), kind
     stream = 4096 * 640 * 2
     assert 0 < half["activations"] - whole["activations"] / 2 < 6 * stream
-    short = weigh(job(2, tokens=2048, rows=2), Layout(1, 2, 1, 1)).kinds
-    shared = weigh(one, Layout(1, 1, 2, 1)).kinds
+    short = estimate_memory(job(2, tokens=2048, rows=2), Layout(1, 2, 1, 1)).kinds
+    shared = estimate_memory(one, Layout(1, 1, 2, 1)).kinds
     assert shared["parameters"] == short["parameters"]
     # As rows of half the length, and what is sent: heads in copies
     assert short["activations"] < shared["activations"] < 1.2 * short["activations"]
 
 
-def test_heads_that_ranks_cannot_share_are_one_reason(job: Callable[..., Job]) -> None:
+def test_indivisible_heads_are_one_reason(job: Callable[..., Job]) -> None:
     nine = job(8, num_attention_heads=9, num_key_value_heads=3)
-    lines = [line for line in show(make_plan(nine)).splitlines() if "ranks cannot share" in line]
+    lines = [
+        line for line in format_plan(make_plan(nine)).splitlines() if "ranks cannot share" in line
+    ]
     assert len(lines) == 1 and "2, 4, 8 ranks cannot share 9 heads with 3 kv heads: " in lines[0]
 
 
-def test_experts_that_ranks_share(job: Callable[..., Job]) -> None:
+def test_expert_parallel_by_hand(job: Callable[..., Job]) -> None:
     """Their weights are in the hands of fewer ranks; all others' tokens come to them."""
     sizes: Any = EXPERTS | {"num_experts": 8, "hidden_size": 256, "num_hidden_layers": 2}
     sizes |= {"moe_intermediate_size": 512, "mlp_only_layers": []}
     one = job(4, tokens=1024, rows=4, **sizes)
     without, layout = Layout(1, 4, 1, 1), Layout(1, 4, 1, 1, expert=4)
-    fsdp, shared = weigh(one, without).kinds, weigh(one, layout).kinds
+    fsdp, shared = estimate_memory(one, without).kinds, estimate_memory(one, layout).kinds
     experts = 2 * 8 * 3 * 256 * 512
     assert shared["parameters"] == pytest.approx(fsdp["parameters"], rel=0.01)
     # Of a block, in bfloat16: all of its experts in forward, or those of one rank
     assert fsdp["gathered weights"] - shared["gathered weights"] > 0.7 * experts * 2 / 2
-    times = [step_of(one, x).kinds for x in (without, layout)]
+    times = [estimate_step(one, x).kinds for x in (without, layout)]
     assert times[0]["GEMMs"] == times[1]["GEMMs"]
     assert times[0]["optimizer"] == times[1]["optimizer"]
     assert times[1]["memory-bound kernels"] > times[0]["memory-bound kernels"]
-    traffic = [step_of(one, x).traffic.nvlink_bytes for x in (without, layout)]
+    traffic = [estimate_step(one, x).traffic.nvlink_bytes for x in (without, layout)]
     weights = experts * (2 * 2 + 4) * 3 / 4  # gathered twice, and gradients in float32
     # Four times in two layers, once to each rank that has one of a token's two experts: 13 / 28
     tokens = 4 * 2 * round(1024 * 13 / 28) * 4 * 256 * 2 * 3 / 4
     assert traffic[1] - traffic[0] == pytest.approx(tokens - weights)
-    found = [mesh.expert for mesh in meshes(4, 8) if mesh.shards == 4]
+    found = [mesh.expert for mesh in enumerate_meshes(4, 8) if mesh.shards == 4]
     assert found == [1, 2, 4] * 3
-    found = [mesh.expert for mesh in meshes(4, 8) if mesh.tensor == 4]
+    found = [mesh.expert for mesh in enumerate_meshes(4, 8) if mesh.tensor == 4]
     assert found == [1, 2, 4]
-    assert {mesh.expert for mesh in meshes(16, 6)} == {1, 2}
-    assert {mesh.expert for mesh in meshes(16, 0)} == {1}
+    assert {mesh.expert for mesh in enumerate_meshes(16, 6)} == {1, 2}
+    assert {mesh.expert for mesh in enumerate_meshes(16, 0)} == {1}
 
 
-@pytest.mark.parametrize("number", [1, 2, 12, 36, 97, 720])
-def test_divisors(number: int) -> None:
-    assert divisors(number) == tuple(n for n in range(1, number + 1) if number % n == 0)
+def test_divisors() -> None:
+    for number in (1, 2, 12, 36, 97, 720):
+        assert divisors(number) == tuple(n for n in range(1, number + 1) if number % n == 0)
 
 
-def test_meshes_of_many_gpus_are_found_at_once() -> None:
-    assert sum(1 for _ in meshes(2**18 - 5)) == 3  # a prime: tried one by one, 10**11 numbers
+def test_meshes_of_a_prime_are_fast() -> None:
+    assert len([*enumerate_meshes(2**18 - 5)]) == 3
 
 
-def test_every_mesh_but_undivided_copies() -> None:
+def test_meshes_without_undivided_replicas() -> None:
     """Also groups of ranks that divide a row, and have all weights between them."""
-    found = {mesh.mesh[:4] for mesh in meshes(16)}
+    found = {mesh.mesh[:4] for mesh in enumerate_meshes(16)}
     sizes = product(divisors(16), repeat=4)
     assert found == {
         (replicate, fsdp, context, tensor)
@@ -220,24 +221,24 @@ def test_every_mesh_but_undivided_copies() -> None:
 def test_parameters_are_counted_once(job: Callable[..., Job]) -> None:
     """By hand: those of a block that a rank has whole, a part of the experts, and the rest."""
     shapes = job(4, **(EXPERTS | {"num_experts": 8, "head_dim": 16})).shapes
-    whole, shared = shapes.numbers(), shapes.numbers(expert=2)
+    whole, shared = shapes.counts(), shapes.counts(expert=2)
     assert whole.shared == 0 and len(shared.mixtures) == 1
     assert whole.total == sum(p.numel() for p in shapes.part().parameters())
     experts = 8 * 3 * 64 * 40
     assert shared.shared == experts // 2 and shared.total == whole.total - experts // 2
-    owned = sum(count for _, count in shared.owned(4))
+    owned = sum(count for _, count in shared.per_shard(4))
     assert owned == pytest.approx(whole.total / 4)
-    hidden = sum(count for is_hidden, count in whole.owned(1) if is_hidden)
+    hidden = sum(count for is_hidden, count in whole.per_shard(1) if is_hidden)
     assert hidden == experts + 2 * 64 * (64 + 2 * 32 + 64) + 3 * 64 * 96
 
 
-def test_experts_that_ranks_share_besides_layers(job: Callable[..., Job]) -> None:
+def test_expert_and_tensor_parallel_by_hand(job: Callable[..., Job]) -> None:
     """No tokens are gathered for them, and fewer are sent; each is whole, on fewer ranks."""
     sizes: Any = EXPERTS | {"num_experts": 8, "hidden_size": 256, "num_hidden_layers": 2}
     sizes |= {"moe_intermediate_size": 512, "mlp_only_layers": []}
     one = job(4, tokens=1024, rows=2, **sizes)
     without, layout = Layout(1, 2, 1, 2), Layout(1, 2, 1, 2, expert=4)
-    tensor, shared = weigh(one, without).kinds, weigh(one, layout).kinds
+    tensor, shared = estimate_memory(one, without).kinds, estimate_memory(one, layout).kinds
     experts = 2 * 8 * 3 * 256 * 512
     for kind in ("parameters", "optimizer"):
         assert shared[kind] == pytest.approx(tensor[kind], rel=0.01), kind
@@ -247,16 +248,16 @@ def test_experts_that_ranks_share_besides_layers(job: Callable[..., Job]) -> Non
     assert works[0].grouped == works[1].grouped
     gates = [{p[0]: n for p, n in w.products.items() if p[1:] == (8, 256)} for w in works]
     assert gates == [{1024: 6}, {512: 6}]  # of its own tokens
-    traffic = [step_of(one, x).traffic.nvlink_bytes for x in (without, layout)]
+    traffic = [estimate_step(one, x).traffic.nvlink_bytes for x in (without, layout)]
     # Of half of the experts' weights half: gathered twice, and gradients of two ranks in bfloat16
     weights = experts / 2 * (2 * 2 + 2) / 2
     stream = 2 * 5 * 1024 * 256 * 2 / 2  # the stream's halves, five times in either block
     tokens = 4 * 2 * round(512 * 13 / 28) * 4 * 256 * 2 * 3 / 4
     assert traffic[1] - traffic[0] == pytest.approx(tokens - weights - stream)
     # Without FSDP of anything but experts, of which two ranks have the same
-    alone, pair = (weigh(one, Layout(1, 1, 1, 4, expert=e)).kinds for e in (1, 2))
+    alone, pair = (estimate_memory(one, Layout(1, 1, 1, 4, expert=e)).kinds for e in (1, 2))
     assert pair["parameters"] == pytest.approx(alone["parameters"], rel=0.02)
-    assert step_of(one, Layout(1, 1, 1, 4, expert=2)).kinds["FSDP over NVLink"] > 0
+    assert estimate_step(one, Layout(1, 1, 1, 4, expert=2)).kinds["FSDP over NVLink"] > 0
 
 
 @pytest.mark.parametrize(("model_type", "case"), FIRST)
@@ -266,70 +267,73 @@ def test_every_family_can_be_planned(model_type: str, case: str) -> None:
     part = Shapes(config, torch.bfloat16).part(2)
     heads = {m.heads for m in part.modules() if hasattr(m, "kv_heads")}
     assert heads == {config.num_attention_heads // 2}
-    assert work_of(part, 1, 16, tensor=2, again=1.0).moved["norms"] > 0
+    assert micro_batch_work(part, 1, 16, tensor=2, recomputed=1.0).moved["norms"] > 0
 
 
 def test_collectives_by_hand() -> None:
     gpu = GPU("x", 0, 0, 0, 400.0, 50.0, 8, "")
     k = replace(Constants.read(), nvlink=200.0, nvlink_many=100.0, latency=1.0, hop=0.5)
     k = replace(k, network_share=1.0)
-    assert Group(1, 1).gather(800.0, gpu, k).nvlink == 0
-    inside = Group(8, 1).gather(800.0, gpu, k)
+    assert CommGroup(1, 1).gather(800.0, gpu, k).nvlink == 0
+    inside = CommGroup(8, 1).gather(800.0, gpu, k)
     assert (inside.nvlink, inside.network) == (1 + 700 / 100, 0.0)
-    assert Group(2, 4).gather(800.0, gpu, k).nvlink == 1 + 400 / 200  # from one other
+    assert CommGroup(2, 4).gather(800.0, gpu, k).nvlink == 1 + 400 / 200  # from one other
     # Four hosts: three quarters come from elsewhere, through eight adapters
-    wide = Group(32, 1).gather(3200.0, gpu, k)
+    wide = CommGroup(32, 1).gather(3200.0, gpu, k)
     assert wide.network_bytes == 300 and wide.network == 300 / 50 + 3 * 0.5
     # One rank on each of four hosts
-    apart = Group(4, 8).gather(3200.0, gpu, k)
+    apart = CommGroup(4, 8).gather(3200.0, gpu, k)
     assert apart.nvlink_bytes == 0 and apart.network_bytes == 2400
-    swapped = Group(16, 1).exchange(1600.0, gpu, k)
+    swapped = CommGroup(16, 1).exchange(1600.0, gpu, k)
     assert (swapped.nvlink_bytes, swapped.network_bytes) == (700, 800)
 
 
-def test_what_the_network_cannot_hide_is_waited_for(job: Callable[..., Job]) -> None:
+def test_step_waits_for_slow_network(job: Callable[..., Job]) -> None:
     fast, slow = job(16, rows=16), job(16, rows=16)
     slow = replace(slow, gpu=replace(slow.gpu, network=1e7))
     layout = Layout(1, 16, 1, 1)
-    hidden, waited = step_of(fast, layout), step_of(slow, layout)
+    hidden, waited = estimate_step(fast, layout), estimate_step(slow, layout)
     assert hidden.kinds["FSDP over the network"] < 1e-3 < waited.kinds["FSDP over the network"]
     assert waited.kinds["FSDP over the network"] < waited.traffic.network
 
 
-def test_rows_that_ranks_do_not_divide_are_padded(job: Callable[..., Job]) -> None:
+def test_indivisible_rows_are_padded(job: Callable[..., Job]) -> None:
     """As `tigon train` does: their shares are those of rows that are a few tokens longer."""
     for layout in (Layout(1, 1, 2, 1), Layout(1, 1, 1, 4), Layout(1, 1, 2, 2)):
         exact, short = (job(layout.context * layout.tensor, tokens) for tokens in (1024, 1021))
-        assert misfit(short, layout) is None
-        works = [x.shapes.work(1, x.seq_len, layout.context, layout.tensor) for x in (exact, short)]
+        assert mesh_error(short, layout) is None
+        works = [
+            x.shapes.work(1, x.seq_len, context=layout.context, tensor=layout.tensor)
+            for x in (exact, short)
+        ]
         if layout.context > 1:  # 512 and 511 tokens of a row
             assert {p[0] for p in works[1].products} == {511}
         assert works[1].moved["norms"] <= works[0].moved["norms"]
-        steps = [step_of(x, layout) for x in (exact, short)]
+        steps = [estimate_step(x, layout) for x in (exact, short)]
         assert steps[1].seconds == pytest.approx(steps[0].seconds, rel=3e-3)
         assert steps[1].tokens == steps[0].tokens * 1021 / 1024
-        sizes = [weigh(x, layout).total for x in (exact, short)]
+        sizes = [estimate_memory(x, layout).total for x in (exact, short)]
         assert sizes[1] == pytest.approx(sizes[0], rel=3e-3)
-    plan = make_plan(job(2, tokens=1023, rows=1), weigh=lambda *_: Estimate({"sum": 9}, 0))
+    plan = make_plan(job(2, tokens=1023, rows=1), estimate=lambda *_: Estimate({"sum": 9}, 0))
     assert {(c.layout.context, c.layout.tensor) for c in plan.choices} == {(2, 1), (1, 2)}
 
 
-def test_why_a_layout_is_impossible(job: Callable[..., Job]) -> None:
+def test_mesh_errors(job: Callable[..., Job]) -> None:
     one = job(64, rows=16)
     for layout, why in (
         (Layout(1, 4, 1, 16), "tensor is above 8, the number of GPUs"),
         (Layout(1, 32, 2, 1), "fsdp=32 is more than the 16 rows of a step (16,384 tokens): each"),
     ):
-        assert why in (misfit(one, layout) or "")
+        assert why in (mesh_error(one, layout) or "")
     assert "4 ranks cannot share 6 heads" in (
-        misfit(job(4, num_attention_heads=6, num_key_value_heads=2), Layout(1, 1, 1, 4)) or ""
+        mesh_error(job(4, num_attention_heads=6, num_key_value_heads=2), Layout(1, 1, 1, 4)) or ""
     )
-    assert "3 does not divide the 16 rows of a step" in (misfit(one, Layout(1, 3, 1, 1)) or "")
-    assert misfit(one, Layout(1, 8, 1, 8)) is None  # two ranks share each kv head
-    assert misfit(one, Layout(1, 4, 16, 1)) is None  # more than there are heads
+    assert "3 does not divide the 16 rows of a step" in (mesh_error(one, Layout(1, 3, 1, 1)) or "")
+    assert mesh_error(one, Layout(1, 8, 1, 8)) is None  # two ranks share each kv head
+    assert mesh_error(one, Layout(1, 4, 16, 1)) is None  # more than there are heads
 
 
-def test_the_fastest_that_fits_comes_first(job: Callable[..., Job]) -> None:
+def test_fastest_fitting_layout_is_first(job: Callable[..., Job]) -> None:
     """Memory as a function of the layout: what is weighed, and what is not."""
     one, asked = job(8, rows=8), []
 
@@ -337,40 +341,37 @@ def test_the_fastest_that_fits_comes_first(job: Callable[..., Job]) -> None:
         asked.append(layout)
         return Estimate({"sum": 10**15 if layout.tensor < 2 else 10**9}, 0)
 
-    plan = make_plan(one, most=3, weigh=heavy)
+    plan = make_plan(one, limit=3, estimate=heavy)
     assert len(plan.choices) == 3 and all(c.layout.tensor >= 2 for c in plan.choices)
     times = [choice.step.seconds for choice in plan.choices]
     assert all(a <= b * 1.01 for a, b in pairwise(times)) and times[2] > times[0] * 1.01
     assert plan.reasons["memory"] > 0 and plan.lacking == 10**15
     assert len(asked) == len(set(asked))
-    text = show(plan)
+    text = format_plan(plan)
     assert "too little memory: 931,323 GiB per GPU at least" in text
     rows = f"batch_size={one.batch_rows} seq_len={one.seq_len}"
     assert f"the first: {rows} {plan.choices[0].layout.settings}" in text
-    nothing = make_plan(one, weigh=lambda *_: Estimate({"sum": 10**15}, 0))
-    assert "no layout fits" in show(nothing)
+    nothing = make_plan(one, estimate=lambda *_: Estimate({"sum": 10**15}, 0))
+    assert "no layout fits" in format_plan(nothing)
 
 
-def test_layouts_that_are_as_fast_are_ranked_by_memory(job: Callable[..., Job]) -> None:
-    one = job(8, rows=8)
+def test_ties_are_ranked_by_memory() -> None:
     seconds = [1.0, 1.004, 1.009, 1.011, 1.02, 1.0212]
     sizes = [5, 3, 4, 2, 9, 1]
-    step, layouts = step_of(one, Layout()), [Layout(fsdp=n + 1) for n in range(6)]
     choices = [
-        Choice(layout, step, Estimate({"sum": size}, 0), one.gpu)
-        for layout, size in zip(layouts, sizes, strict=True)
+        LayoutChoice(Layout(), Step({"GEMMs": time}), Estimate({"sum": size}, 0))
+        for time, size in zip(seconds, sizes, strict=True)
     ]
     # A tie reaches 1 % beyond its fastest, not beyond the one before
-    found = by_memory(choices, seconds)
-    assert [choice.memory.total for choice in found] == [3, 4, 5, 2, 9, 1]
+    assert [choice.memory.total for choice in rank_ties(choices)] == [3, 4, 5, 2, 9, 1]
 
 
-def test_the_first_does_not_depend_on_how_many_are_asked_for(job: Callable[..., Job]) -> None:
+def test_first_choice_does_not_depend_on_limit(job: Callable[..., Job]) -> None:
     """It has least memory of its tie, however many are faster."""
     one = job(8, tokens=8192, rows=8)
     free = {"latency": 0.0, "nvlink": 1e18, "nvlink_many": 1e18}  # so that many take as long
     one = replace(one, constants=replace(one.constants, **free))
-    light = make_plan(one, most=1000, weigh=lambda *_: Estimate({"sum": 9}, 0)).choices
+    light = make_plan(one, limit=1000, estimate=lambda *_: Estimate({"sum": 9}, 0)).choices
     tie = [c for c in light if c.step.seconds < light[0].step.seconds * 1.01]
     last = max(tie, key=lambda choice: choice.step.seconds).layout
     assert len(tie) > 1
@@ -383,28 +384,28 @@ def test_the_first_does_not_depend_on_how_many_are_asked_for(job: Callable[..., 
         assert found[0].layout.mesh == last.mesh and len(found) == min(most, len(light))
 
 
-def test_sharing_experts_costs_time_in_each_layer_and_micro_batch(job: Callable[..., Job]) -> None:
+def test_expert_parallel_costs_time_per_layer(job: Callable[..., Job]) -> None:
     sizes: Any = EXPERTS | {"num_experts": 8, "hidden_size": 256, "num_hidden_layers": 4}
     moe = job(8, **sizes)
     free = replace(moe, constants=replace(moe.constants, shared_experts=0.0))
-    layers = len(moe.shapes.numbers().mixtures)
+    layers = len(moe.shapes.counts().mixtures)
     assert 0 < layers < 4  # and dense ones
     for layout, times in (
         (Layout(fsdp=8), 0),
         (Layout(fsdp=8, expert=2), layers),
         (Layout(fsdp=8, expert=2, micro_batches=3), 3 * layers),
     ):
-        more = step_of(moe, layout).seconds - step_of(free, layout).seconds
+        more = estimate_step(moe, layout).seconds - estimate_step(free, layout).seconds
         assert more == pytest.approx(times * moe.constants.shared_experts)
 
 
-def test_two_ranks_reduce_half_of_the_bytes(job: Callable[..., Job]) -> None:
+def test_two_ranks_reduce_in_bfloat16(job: Callable[..., Job]) -> None:
     """In bfloat16, where a step has one backward pass."""
     one = job(2)
     held = sum(p.numel() for p in one.shapes.part(1).parameters())
 
     def received(layout: Layout, sums: Any = None) -> float:
-        return step_of(one, layout, sums=sums).traffic.nvlink_bytes
+        return estimate_step(one, layout, sums=sums).traffic.nvlink_bytes
 
     once, twice = Layout(fsdp=2), Layout(fsdp=2, micro_batches=2)
     more = received(once, torch.float32) - received(once)
@@ -412,23 +413,27 @@ def test_two_ranks_reduce_half_of_the_bytes(job: Callable[..., Job]) -> None:
     assert received(twice) == received(twice, torch.float32) > received(twice, torch.bfloat16)
 
 
-def test_whole_gradients_of_several_micro_batches_are_always_there(job: Callable[..., Job]) -> None:
+def test_accumulated_gradients_are_persistent(job: Callable[..., Job]) -> None:
     one = job(8, rows=16)
-    once, twice = (always(one, Layout(1, 8, rows=2 // n, micro_batches=n)) for n in (1, 2))
+    once, twice = (
+        persistent_bytes(one, Layout(1, 8, rows=2 // n, micro_batches=n)) for n in (1, 2)
+    )
     numbers = sum(p.numel() for p in one.shapes.part(1).parameters())
     assert twice - once == 4 * numbers
 
 
-def test_a_matrix_that_not_every_rank_has_a_part_of(job: Callable[..., Job]) -> None:
+def test_matrix_narrower_than_the_ranks(job: Callable[..., Job]) -> None:
     one = job(8, intermediate_size=1)
-    found = weigh(one, Layout(1, 1, tensor=8))
-    assert 0 < found.total < weigh(job(8, intermediate_size=8), Layout(1, 1, tensor=8)).total
+    found = estimate_memory(one, Layout(1, 1, tensor=8))
+    assert (
+        0 < found.total < estimate_memory(job(8, intermediate_size=8), Layout(1, 1, tensor=8)).total
+    )
 
 
-def test_a_step_of_many_rows_takes_no_longer_to_plan(job: Callable[..., Job]) -> None:
+def test_many_micro_batches_are_multiplied_out(job: Callable[..., Job]) -> None:
     many = job(1, rows=2**30)
-    once = step_of(many, Layout(1, 1))
-    steps = step_of(many, Layout(1, 1, micro_batches=2**30))
+    once = estimate_step(many, Layout(1, 1))
+    steps = estimate_step(many, Layout(1, 1, micro_batches=2**30))
     assert steps.tokens == 2**40 and steps.flops == 2**30 * once.flops
 
 
@@ -478,7 +483,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         assert said.startswith(f"tigon plan: {why}") and said.count("\n") == 1
 
 
-def test_settings_of_a_plan_matter_to_it(job: Callable[..., Job]) -> None:
+def test_used_settings_change_the_plan(job: Callable[..., Job]) -> None:
     """Each setting that is accepted changes memory or time, or what others are allowed to be."""
     base = job(2).config
     layouts = [Layout(1, 2, rows=2), Layout(1, 2, rows=2, sharding="gradients")]
@@ -486,7 +491,10 @@ def test_settings_of_a_plan_matter_to_it(job: Callable[..., Job]) -> None:
 
     def found(**settings: Any) -> list[Any]:
         one = replace(job(2, rows=4, num_hidden_layers=1), config=replace(base, **settings))
-        return [(weigh(one, layout).kinds, step_of(one, layout).seconds) for layout in layouts]
+        return [
+            (estimate_memory(one, layout).kinds, estimate_step(one, layout).seconds)
+            for layout in layouts
+        ]
 
     values: dict[str, Any] = {
         "param_dtype": "float32", "cuda_graphs": True, "optimizer": "adamw_8bit",
@@ -498,20 +506,20 @@ def test_settings_of_a_plan_matter_to_it(job: Callable[..., Job]) -> None:
         assert found(**{name: value}) != plain, name
     in_backward = replace(base, optimizer_in_backward=True, max_grad_norm=0.0)
     several = replace(job(2, rows=4), config=in_backward)
-    assert "micro" in (excluded(several, layouts[2]) or "")
+    assert "micro" in (settings_error(several, layouts[2]) or "")
     assert found(optimizer="sgd", momentum=0.9) != found(optimizer="sgd")
     # Of models with experts; of hub repositories; of what others need
     rest = {"router_aux_loss_coef", "revision", "dtype", "nesterov", "stochastic_rounding"}
     assert values.keys() | rest | {"momentum", "optimizer_in_backward", "max_grad_norm"} == {*USED}
 
 
-def test_what_to_do_if_no_layout_fits(job: Callable[..., Job]) -> None:
+def test_suggestions_if_nothing_fits(job: Callable[..., Job]) -> None:
     """What is set already is not proposed."""
 
     def said(**settings: Any) -> str:
         one = job(2, rows=4)
         one = replace(one, config=replace(one.config, **settings))
-        return show(make_plan(one, budget=1))
+        return format_plan(make_plan(one, budget=1))
 
     plain = said(param_dtype="float32")
     assert "  --settings param_dtype=bfloat16 optimizer=adamw_8bit\n" in plain

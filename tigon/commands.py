@@ -16,13 +16,13 @@ from tigon.model_arguments import check_no_base, device_of, dtype_of, load, toke
 from tigon.models import MODELS, CausalLM, convert, from_pretrained, split_gguf
 from tigon.shared_chat import talk_on_ranks
 from tigon.shared_commands import run_shared, together
-from tigon.terminal import one_line
 from tigon.tokenizer import Tokenizer
 from tigon.train.export import as_directory, convert_checkpoint, find_checkpoint
 from tigon.train.merge import as_merged_directory, export_merged, is_adapter
 from tigon.train.parallel import World
 from tigon.train.plan import make_plan, read_job, show
 from tigon.train.push import push as push_folder
+from tigon.utils.terminal import one_line
 from tigon.weights import Repository, check_free
 
 SAMPLING = ("temperature", "top_k", "top_p", "min_p")

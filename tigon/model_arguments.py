@@ -6,13 +6,13 @@ from typing import Any, Literal
 
 import torch
 
-from tigon.json_file import parse_object
 from tigon.models import CausalLM, split_gguf
 from tigon.parallel import from_pretrained
 from tigon.tokenizer import Tokenizer
 from tigon.train.export import find_checkpoint, load_checkpoint
 from tigon.train.merge import is_adapter, load_with_adapter
 from tigon.train.parallel import World
+from tigon.utils.json import parse_object
 from tigon.weights import Repository
 
 

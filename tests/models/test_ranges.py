@@ -16,7 +16,7 @@ from tests.models.tiny import FULL, LLAMA3, LONG, SLIDING, YARN
 from tigon.models import MODELS, _fit, build
 from tigon.models._ranges import RANGES, ROPE_RANGES
 from tigon.models._rope import ROPE_HINTS
-from tigon.strict import ConfigError, hints
+from tigon.utils.config import ConfigError, field_types
 from tigon.weights import Repository
 
 NAN, INF = float("nan"), float("inf")
@@ -31,7 +31,7 @@ def has_numbers(kind: Any) -> bool:
 @pytest.mark.parametrize("model_type", MODELS)
 def test_every_number_has_a_range(model_type: str) -> None:
     cls = MODELS[model_type].config_class
-    numbers = {name for name, kind in hints(cls).items() if has_numbers(kind)}
+    numbers = {name for name, kind in field_types(cls).items() if has_numbers(kind)}
     assert len(numbers) > 10 and numbers <= RANGES.keys()
     rope = ROPE_HINTS | dict(cls.rope_extras)
     assert {name for name, kind in rope.items() if has_numbers(kind)} <= ROPE_RANGES.keys()

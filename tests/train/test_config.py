@@ -4,7 +4,6 @@ from typing import get_args
 import pytest
 import yaml
 
-from tigon import strict
 from tigon.data.formats import REQUIRED
 from tigon.train.config import Config
 from tigon.train.config_file import dump, load
@@ -14,6 +13,7 @@ from tigon.train.objectives import OBJECTIVES
 from tigon.train.parallel_settings import Parallel
 from tigon.train.usage import help_text
 from tigon.train.values import VALUES
+from tigon.utils.config import ConfigError, field_types
 
 NEEDED = ["run_dir=runs/a", "model=m", "data=a.jsonl"]
 
@@ -48,7 +48,7 @@ def test_entries_of_a_dictionary(tmp_path):
         "enable_thinking": False
     }
     assert load(path, ["columns.text=a: b: c"]).columns == {"text": "a: b: c"}
-    with pytest.raises(strict.ConfigError, match=r"columns=3 and columns\.text contradict"):
+    with pytest.raises(ConfigError, match=r"columns=3 and columns\.text contradict"):
         load(path, ["columns=3", "columns.text=a"])
 
 
@@ -274,7 +274,7 @@ def test_values_of_other_trainers_are_answered(given, message, tmp_path):
 
 def test_no_value_is_another_trainers_and_ours():
     """And an answer begins with a value of ours, if it names any."""
-    kinds = strict.hints(Config)
+    kinds = field_types(Config)
     for name, others in VALUES.items():
         kind = kinds[name]
         ours = {v for part in get_args(kind) for v in get_args(part) or (part,)}
@@ -310,7 +310,7 @@ def test_settings_of_parallel_runs_elsewhere_are_answered_with_what_they_are_her
         ("ddp_backend=nccl", "here: nothing to set: NCCL on GPUs"),
         ("comm.trace_buf_size=2000", "here: TORCH_FR_BUFFER_SIZE"),
     ):
-        with pytest.raises(strict.ConfigError, match=message):
+        with pytest.raises(ConfigError, match=message):
             load(None, [*NEEDED, given])
 
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from tigon.generation.protocols import Decodes
-from tigon.json_file import shown
 from tigon.kernels.likeliest import NOT_FINITE
+from tigon.utils.json import quote
 
 ABSENT = -1  # stands where a step has no token for a row
 
@@ -41,7 +41,7 @@ def find_stops(
         return None
     if tokenizer is None:
         raise ValueError(
-            f"{file}stop_strings {shown(list(strings))} need the model's tokenizer: tokenizer="
+            f"{file}stop_strings {quote(list(strings))} need the model's tokenizer: tokenizer="
         )
     return StopStrings(strings, tokenizer)
 

@@ -1,6 +1,6 @@
 """Stochastic rounding to bfloat16 inside of kernels: SplitMix64's bits, by position and step.
 
-The definitions are in tigon/train/optim/rounding.py and tigon/splitmix.py; the bits are the same.
+The definitions, tigon/train/optim/rounding.py and tigon/utils/random.py, give the same bits.
 """
 
 from tigon.kernels._triton import tl, triton

@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 from tigon.hub import Source
-from tigon.json_file import escaped, shown
 from tigon.models._adapters import (
     adapter_parameters,
     check_name,
@@ -29,7 +28,8 @@ from tigon.models._model import LanguageModel
 from tigon.models._peft import PREFIX, WEIGHTS, Stored, read_adapter, read_vocabulary_size
 from tigon.models._peft_config import CONFIG, peft_config, peft_name
 from tigon.models._save import SavesItself, check_target, write_json, write_model
-from tigon.paths import expanded
+from tigon.utils.json import escape, quote
+from tigon.utils.paths import expand_user
 from tigon.weights import (
     Entry,
     Layout,
@@ -79,7 +79,7 @@ def load_adapter(
                 "supported: load the adapter without trainable=True, or merge it and begin another"
             )
     except ValueError as error:
-        raise ValueError(f"{escaped(os.fspath(path_or_repo))}: {error}") from None
+        raise ValueError(f"{escape(os.fspath(path_or_repo))}: {error}") from None
     _check_base(model, stored)
     half = model.dtype in (torch.bfloat16, torch.float16)
     dtype = dtype or (torch.float32 if half and trainable else model.dtype)
@@ -99,8 +99,8 @@ def load_adapter(
     said, own = stored.config.base, model.config.source.name
     if said and own and not _same(said, own):
         warnings.warn(
-            f"{escaped(os.fspath(path_or_repo))} is an adapter of {shown(said, 300)}, and the "
-            f"model is of {shown(own, 300)}: it fits, but what it adds was learned over other "
+            f"{escape(os.fspath(path_or_repo))} is an adapter of {quote(said, 300)}, and the "
+            f"model is of {quote(own, 300)}: it fits, but what it adds was learned over other "
             "weights, unless the one is the other under a new name",
             stacklevel=2,
         )
@@ -126,7 +126,7 @@ def _check_base(model: LanguageModel, stored: Stored) -> None:
     them into the base."""
     for module, own in stored.base.items():
         weight = model.get_submodule(module).get_parameter("weight")
-        name = escaped(f"{stored.checkpoint.name}: {own}")
+        name = escape(f"{stored.checkpoint.name}: {own}")
         if stored.of_base.tensors[own].shape != weight.shape:
             shape = list(stored.of_base.tensors[own].shape)
             raise ValueError(
@@ -158,7 +158,7 @@ def _fill(model: LanguageModel, name: str, stored: Stored) -> None:
         if p.numel() and not all_finite([p.detach()], torch.device("cpu")):
             names = ", ".join(source_of[part.name] for part in parts_of[n])
             raise ValueError(
-                f"{escaped(stored.checkpoint.name)} has values that are NaN or infinite in {names}"
+                f"{escape(stored.checkpoint.name)} has values that are NaN or infinite in {names}"
             )
 
 
@@ -186,7 +186,7 @@ def save_adapter(
     ranks = Writers()
     with ranks.together():
         if ranks.first:
-            check_target(expanded(directory), replace, CONFIG)
+            check_target(expand_user(directory), replace, CONFIG)
     tensors, describe = prepare_adapter(model, name, ranks=ranks, dtype=dtype, tokenizer=tokenizer)
     write_adapter(directory, tensors, describe, ranks=ranks, replace=replace)
 

@@ -4,15 +4,15 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
-from tigon import strict
 from tigon.hub import config_file
-from tigon.json_file import escaped, read_json, shown
 from tigon.models._config import Config, ConfigError
 from tigon.models._gguf import GGUFModel
 from tigon.models._layout import MULTIMODAL
 from tigon.models._model import LanguageModel
 from tigon.models._quantised import KEY as QUANTISATION
 from tigon.models._quantised import read_quantisation
+from tigon.utils.config import check_type
+from tigon.utils.json import escape, quote, read_json
 from tigon.weights import GGUF, Checkpoint, Repository
 
 M = TypeVar("M", bound=LanguageModel)
@@ -30,7 +30,7 @@ def describe(
 ) -> tuple[str, type[M], Config, Callable[[], Checkpoint]]:
     """What describes the model, for messages; what it is; and what opens its checkpoint."""
     if gguf_file is not None:
-        file = escaped(f"{repository.name}/{gguf_file}")
+        file = escape(f"{repository.name}/{gguf_file}")
         gguf = GGUF.open(repository.file(gguf_file))
         with named(file):
             model = GGUFModel(gguf)
@@ -52,7 +52,7 @@ def describe(
 def _class_of(source: Mapping[str, Any], models: Mapping[str, type[M]]) -> type[M]:
     kind = source.get("model_type")
     if not isinstance(kind, str) or kind not in models:
-        raise ConfigError(f"model_type {shown(kind)} is not {' or '.join(map(repr, models))}")
+        raise ConfigError(f"model_type {quote(kind)} is not {' or '.join(map(repr, models))}")
     return models[kind]
 
 
@@ -61,7 +61,7 @@ def _text_config(source: dict[str, Any]) -> dict[str, Any]:
     kind = source.get("model_type")
     if not isinstance(kind, str) or kind not in MULTIMODAL:
         return source
-    text = dict(strict.check("text_config", source.get("text_config") or {}, dict))
+    text = dict(check_type("text_config", source.get("text_config") or {}, dict))
     text.setdefault("model_type", MULTIMODAL[kind])
     text.setdefault("tie_word_embeddings", source.get("tie_word_embeddings", True))
     dtype = source.get("dtype") or source.get("torch_dtype")

@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tigon.json_file import shown
-from tigon.strict import ConfigError
+from tigon.utils.config import ConfigError
+from tigon.utils.json import quote
 from tigon.weights import GGUF, GGMLTensor
 from tigon.weights.ggml import PLAIN
 from tigon.weights.reading import Reader
@@ -27,7 +27,7 @@ def read_gguf_rope(file: GGUF, keys: dict[str, Any], config: dict[str, Any]) -> 
     """rope_theta and rope_scaling of config.json; takes their keys from `keys`."""
     theta = keys.pop("rope.freq_base", 10000.0)
     if not isinstance(theta, int | float) or not 0 < theta < math.inf:
-        raise ConfigError(f"rope.freq_base={shown(theta)} is not a positive number")
+        raise ConfigError(f"rope.freq_base={quote(theta)} is not a positive number")
     scaling = _scaling(keys)
     if FREQS in file.tensors:
         if scaling is not None:
@@ -45,7 +45,7 @@ def _scaling(keys: dict[str, Any]) -> dict[str, Any] | None:
     if kind == "none" or (kind == "linear" and factor in (None, 0, 1)):  # 0: not given
         return None
     if kind not in ("linear", "yarn"):
-        raise ConfigError(f"rope.scaling.type={shown(kind)} is not none, linear or yarn")
+        raise ConfigError(f"rope.scaling.type={quote(kind)} is not none, linear or yarn")
     found = {"rope_type": kind, "factor": factor}
     if kind == "yarn":
         for key, name in (

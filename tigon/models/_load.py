@@ -12,13 +12,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
-from tigon import memory
 from tigon.generation import check_generation_config
 from tigon.hub import Source
-from tigon.json_file import escaped, read_json
 from tigon.kernels.attention import Backend
 from tigon.layers import QuantisedWeight
-from tigon.memory import gib
 from tigon.models._arguments import check_keywords
 from tigon.models._config import Config, ConfigError, torch_dtype
 from tigon.models._description import describe, named
@@ -27,6 +24,9 @@ from tigon.models._fit import check_counts, check_fit, check_sizes, sources
 from tigon.models._init import init_weights
 from tigon.models._layout import SCORE, base_parameters, embedding_and_head
 from tigon.models._model import LanguageModel
+from tigon.utils import memory
+from tigon.utils.json import escape, read_json
+from tigon.utils.memory import format_gib
 from tigon.weights import (
     STAGING_BYTES,
     Checkpoint,
@@ -153,7 +153,7 @@ def build(
     generation = repository.optional_file("generation_config.json")
     if generation is not None:
         model.generation_config = read_json(generation)
-        with named(escaped(generation)):
+        with named(escape(generation)):
             check_generation_config(model.generation_config)
     return model, checkpoint
 
@@ -234,8 +234,10 @@ def materialize(model: nn.Module, device: torch.device) -> None:
     Raises ConfigError, before anything is allocated, for more than the device's memory.
     """
     needed = sum(_local(p).nbytes for p in model.parameters() if p.is_meta)
-    if needed > (there := memory.total(device)):
-        raise ConfigError(f"the weights take {gib(needed)}, and {device} has {gib(there)}")
+    if needed > (there := memory.total_memory(device)):
+        raise ConfigError(
+            f"the weights take {format_gib(needed)}, and {device} has {format_gib(there)}"
+        )
     for p in model.parameters():
         if p.is_meta:
             # In place: a tied one stays one, and FSDP2 and optimizers keep their parameters

@@ -12,12 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from tigon import memory
 from tigon.kernels._triton import autocast_dtype
 from tigon.kernels.attention import Backend, check_backend
 from tigon.layers import LMHead, QuantisedWeight, RotaryEmbedding, StaticCache
 from tigon.layers.collectives import Ranks
-from tigon.memory import gib
 from tigon.models._arguments import (
     BATCH,
     PASS,
@@ -39,6 +37,8 @@ from tigon.models._moe import ROUTING_METRICS, aux_loss_coef, balance_of
 from tigon.models._output import CausalLMOutput
 from tigon.models._split import Whole, split
 from tigon.models._targets import Targets, positions_at
+from tigon.utils import memory
+from tigon.utils.memory import format_gib
 from tigon.weights import Cut
 
 
@@ -186,10 +186,10 @@ class LanguageModel(nn.Module):
             needed = cache(device=torch.device("meta")).nbytes
         except RuntimeError:  # sizes that no tensor can have
             needed = memory.UNKNOWN
-        if needed > (there := memory.total(device)):
+        if needed > (there := memory.total_memory(device)):
             raise ValueError(
-                f"a cache of {capacity} tokens in each of {rows} rows takes {gib(needed)}, and "
-                f"{device} has {gib(there)}"
+                f"a cache of {capacity} tokens in each of {rows} rows takes {format_gib(needed)}, "
+                f"and {device} has {format_gib(there)}"
             )
         return cache(device=device)
 

@@ -9,13 +9,13 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from tigon.json_file import escaped, read_json, shown
 from tigon.models._layout import EMBEDDING, HEAD, PREFIXES, stem_of_experts
 from tigon.models._lora import LoraConfig, Place, changes_ends, places, saved_ends
 from tigon.models._model import LanguageModel
 from tigon.models._peft_config import BASE, CONFIG, base_of, meant_by, short
 from tigon.models._peft_experts import APART, Tensors, stack, with_stacked
 from tigon.models._peft_patterns import Patterns, checked, ends_of, quick
+from tigon.utils.json import escape, quote, read_json
 from tigon.weights import Checkpoint, Decoded, Repository, TensorInfo, read_header
 
 WEIGHTS, PICKLE = "adapter_model.safetensors", "adapter_model.bin"
@@ -56,7 +56,7 @@ def read_adapter(repository: Repository, model: LanguageModel) -> Stored:
         path = repository.file(CONFIG)
     except FileNotFoundError as error:
         raise FileNotFoundError(f"{error}: it holds no adapter") from error
-    values, where = read_json(path), escaped(path)
+    values, where = read_json(path), escape(path)
     try:
         _check_features(values)
     except ValueError as error:
@@ -76,7 +76,7 @@ def read_adapter(repository: Repository, model: LanguageModel) -> Stored:
             values = _stack(values, stems, names, tensors, model)
         config = _config(values, stems, {n: tensors[own] for n, own in names.items()}, model)
     except ValueError as error:
-        raise ValueError(f"{escaped(repository.name)}: {error}") from None
+        raise ValueError(f"{escape(repository.name)}: {error}") from None
     whole = {p.name for p in places(model) if p.path == p.name}  # others have parts of a weight
     base = {}
     for inner, own in names.items():
@@ -130,22 +130,22 @@ def _check_features(values: Mapping[str, Any]) -> None:
     """Raises ValueError for what would be computed in another way."""
     kind = values.get("peft_type")
     if kind != "LORA":
-        raise ValueError(f"peft_type {shown(kind)} is not LORA")
+        raise ValueError(f"peft_type {quote(kind)} is not LORA")
     beginning = values.get("init_lora_weights", True)
     if not any(beginning is known or beginning == known for known in BEGINNINGS):
         raise ValueError(
-            f"init_lora_weights={shown(beginning)} takes from the base what the adapter begins "
+            f"init_lora_weights={quote(beginning)} takes from the base what the adapter begins "
             "with, so that it does not fit the base as it is: convert it with PEFT "
             "(save_pretrained with path_initial_model_for_weight_conversion)"
         )
     if values.get("bias", "none") != "none":
-        raise ValueError(f"bias={shown(values['bias'])}: adapters have no biases here")
+        raise ValueError(f"bias={quote(values['bias'])}: adapters have no biases here")
     for key in ("use_rslora", "use_dora"):
         if (value := values.get(key)) not in (None, False, True):
-            raise ValueError(f"{key}={shown(value)} is neither true nor false")
+            raise ValueError(f"{key}={quote(value)} is neither true nor false")
     for key, value in values.items():
         if key not in KNOWN and value not in (None, False, [], {}, ""):
-            raise ValueError(f"{escaped(key, 100)}={shown(value)} is not supported")
+            raise ValueError(f"{escape(key, 100)}={quote(value)} is not supported")
 
 
 def _names(tensors: Collection[str], where: str) -> dict[str, str]:
@@ -160,7 +160,7 @@ def _names(tensors: Collection[str], where: str) -> dict[str, str]:
         if inner.startswith(OF_DECODER):  # saved over AutoModel, which is the decoder alone
             inner = f"model.{inner}"
         if inner in found:
-            raise ValueError(f"{escaped(where)}: {shown(name)} and {shown(found[inner])} are one")
+            raise ValueError(f"{escape(where)}: {quote(name)} and {quote(found[inner])} are one")
         found[inner] = name
     return found
 
@@ -186,7 +186,7 @@ def _config(
         kinds = ", ".join(dict.fromkeys(place.own for place in known.values()))
         more = f" and {len(unknown) - 3} more" if len(unknown) > 3 else ""
         raise ValueError(
-            f"the adapter is for {', '.join(shown(n) for n in unknown[:3])}{more}, which this "
+            f"the adapter is for {', '.join(quote(n) for n in unknown[:3])}{more}, which this "
             f"{type(model).__name__} does not have: its {model.config.num_hidden_layers} layers "
             f"have {kinds}"
         )
@@ -213,7 +213,7 @@ def _config(
             alphas[name] = other
     saved = values.get("modules_to_save") or []
     if not isinstance(saved, list) or not all(isinstance(name, str) for name in saved):
-        raise ValueError(f"modules_to_save={shown(saved)} is no list of names")
+        raise ValueError(f"modules_to_save={quote(saved)} is no list of names")
     both = saved_ends(model)
     # PEFT names both heads that models of scores may have
     last = dict.fromkeys(name.rpartition(".")[2] for name in saved)
@@ -257,13 +257,13 @@ def _stems(values: Mapping[str, Any], model: LanguageModel) -> dict[str, Place]:
     """What the tensors' names of every projection begin with."""
     parameters = values.get("target_parameters") or []
     if not isinstance(parameters, list) or not all(isinstance(t, str) for t in parameters):
-        raise ValueError(f"target_parameters={shown(parameters)} is no list of names")
+        raise ValueError(f"target_parameters={quote(parameters)} is no list of names")
     every = places(model)
     stacked = {end for place in every if place.experts for end in ends_of(place.name)}
     for target in parameters:
         if target not in stacked:
             raise ValueError(
-                f"target_parameters={shown(target)} matches no experts of this "
+                f"target_parameters={quote(target)} matches no experts of this "
                 f"{type(model).__name__}"
             )
     found, chosen = {}, [p for p in every if p.experts and meant_by(p, {*parameters})]
@@ -297,6 +297,6 @@ def _check_whole(values: Mapping[str, Any], own: set[str], known: Mapping[str, P
             meant = pattern.fullmatch(place.name) is not None
         if name not in own and meant:
             raise ValueError(
-                f"target_modules={shown(targets)}, and {WEIGHTS} has none for {shown(place.name)}: "
+                f"target_modules={quote(targets)}, and {WEIGHTS} has none for {quote(place.name)}: "
                 "it is of another model, or lacks tensors"
             )

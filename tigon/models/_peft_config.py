@@ -3,10 +3,10 @@
 from collections.abc import Collection, Mapping, Set
 from typing import Any, NamedTuple
 
-from tigon.json_file import read_json
 from tigon.models._lora import LoraConfig, Place, first_match, matches, places
 from tigon.models._model import LanguageModel
 from tigon.models._peft_patterns import ends_of
+from tigon.utils.json import read_json
 from tigon.weights import Repository
 
 CONFIG, BASE = "adapter_config.json", "base_model_name_or_path"

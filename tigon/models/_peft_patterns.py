@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from tigon.json_file import shown
+from tigon.utils.json import quote
 
 REPEAT = re.compile(r"[*+?{]")
 PLAIN = re.compile(r"(?:[\w.-]|\\[.-])+")
@@ -36,7 +36,7 @@ class Patterns:
     def __init__(self, values: Mapping[str, Any], key: str, kind: Any, names: Iterable[str]):
         patterns = values.get(key) or {}
         if not isinstance(patterns, dict):
-            raise ValueError(f"{key}={shown(patterns)} is no dictionary")
+            raise ValueError(f"{key}={quote(patterns)} is no dictionary")
         known = {end for name in names for end in ends_of(name)}
         self._ends: dict[str, tuple[int, Any]] = {}  # of each its place among all, and its number
         self._tried: list[tuple[int, re.Pattern[str], Any]] = []
@@ -46,7 +46,7 @@ class Patterns:
                 "names"
             )
         for i, (pattern, value) in enumerate(patterns.items()):
-            number = checked(f"{key}[{shown(pattern)}]", value, kind)
+            number = checked(f"{key}[{quote(pattern)}]", value, kind)
             plain = re.sub(r"\\(.)", r"\1", pattern) if PLAIN.fullmatch(pattern) else None
             if plain in known:
                 self._ends.setdefault(plain, (i, number))
@@ -54,7 +54,7 @@ class Patterns:
             if len(self._tried) == MOST_TRIED:
                 raise ValueError(
                     f"{key} has {len(patterns):,} patterns, and more than {MOST_TRIED} of them, "
-                    f"such as {shown(pattern)}, are no names of this model's projections: leave "
+                    f"such as {quote(pattern)}, are no names of this model's projections: leave "
                     "those out"
                 )
             self._tried.append((i, compiled(key, pattern), number))
@@ -74,7 +74,7 @@ class Patterns:
 def checked(name: str, value: Any, kind: Any) -> Any:
     """The number; ValueError for one of another kind."""
     if isinstance(value, bool) or not isinstance(value, kind):
-        raise ValueError(f"{name}={shown(value)} is no number that it can be")
+        raise ValueError(f"{name}={quote(value)} is no number that it can be")
     return value
 
 
@@ -90,14 +90,14 @@ def quick(key: str, pattern: str) -> re.Pattern[str] | None:
 def compiled(key: str, pattern: str) -> re.Pattern[str]:
     """A pattern, if no name can take it long."""
     if len(pattern) > LONGEST_PATTERN or len(REPEAT.findall(pattern)) > MOST_REPEATS:
-        raise ValueError(f"{key}[{shown(pattern)}] is too complicated: write whole names")
+        raise ValueError(f"{key}[{quote(pattern)}] is too complicated: write whole names")
     if re.search(r"\(\?(?!:)", pattern):  # with (?x:...) repeats of groups look otherwise
         raise ValueError(
-            f"{key}[{shown(pattern)}] has a group of a special kind: write whole names"
+            f"{key}[{quote(pattern)}] has a group of a special kind: write whole names"
         )
     if re.search(r"\)[*+?{]", pattern):
-        raise ValueError(f"{key}[{shown(pattern)}] repeats a group: write whole names")
+        raise ValueError(f"{key}[{quote(pattern)}] repeats a group: write whole names")
     try:
         return re.compile(rf"(.*\.)?({pattern})")
     except (re.error, RecursionError, OverflowError) as error:
-        raise ValueError(f"{key}[{shown(pattern)}] is no regular expression: {error}") from None
+        raise ValueError(f"{key}[{quote(pattern)}] is no regular expression: {error}") from None

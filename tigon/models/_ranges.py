@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
-from tigon.strict import ConfigError, check_range
+from tigon.utils.config import ConfigError, check_range
 
 Range = tuple[float, float]
 LARGEST = 2**31 - 1  # of any whole number

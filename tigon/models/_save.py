@@ -17,7 +17,7 @@ from tigon.models._config import DTYPES, Config
 from tigon.models._few_bits import dequantised_entries
 from tigon.models._layout import base_parameters, layout
 from tigon.models._model import LanguageModel
-from tigon.paths import expanded
+from tigon.utils.paths import expand_user
 from tigon.weights import (
     Entry,
     Writers,
@@ -61,7 +61,7 @@ def save_pretrained(
     ranks = Writers()
     with ranks.together():
         if ranks.first:
-            check_target(expanded(directory), replace)
+            check_target(expand_user(directory), replace)
     files = ranks.gather(model.files)
     if others := [rank for rank, of in enumerate(files) if of != files[0]]:
         raise ValueError(

@@ -12,7 +12,7 @@ from tigon.layers import LoRAPart, LowRank, LowRankEmbedding, LowRankExperts
 from tigon.layers.collectives import Ranks
 from tigon.layers.lora import MAGNITUDE, B
 from tigon.models import CausalLM
-from tigon.splitmix import GOLDEN, WORD, signed
+from tigon.utils.random import GOLDEN, WORD, as_int64
 from tigon.weights import Copy, Cut, Rows
 
 Pieces = tuple[tuple[Rows, Copy], ...]
@@ -61,7 +61,7 @@ def share_adapters(model: CausalLM, cuts: Mapping[str, Cut], ranks: Ranks) -> No
         if low.dropout:
             # Column c of the rank has the draws of column first + c
             place = low.place + weight.pieces[0][0].source // DRAWN * GOLDEN
-            low.place = signed(place & WORD)
+            low.place = as_int64(place & WORD)
 
 
 def _adapters(

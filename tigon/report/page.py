@@ -16,7 +16,7 @@ from tigon.report.chart import Chart, figure
 from tigon.report.figures import bucket_note, charts, compared, key_figures, letter
 from tigon.report.read import RunFiles, Sample
 from tigon.report.settings import UNKNOWN, Section, plain, sections
-from tigon.terminal import escape_controls
+from tigon.utils.terminal import escape_controls
 
 HERE = Path(__file__).parent
 PROMPTS, TEXTS, CHARACTERS = 8, 12, 4000  # of the samples that are shown, at most

@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from tigon.json_file import parse_object
 from tigon.report.series import Column
-from tigon.yaml_file import parse_yaml
+from tigon.utils.json import parse_object
+from tigon.utils.yaml import parse_yaml
 
 try:
     import fcntl

@@ -11,10 +11,10 @@ from typing import Any
 
 import tokenizers
 
-from tigon.json_file import escaped, read_bytes, shown
 from tigon.tokenizer.failures import check_runs, is_panic
 from tigon.tokenizer.growth import LONGEST_AFFIX, MOST_GROWTH_TOGETHER, check_growth
 from tigon.tokenizer.unread import check_unread, plain
+from tigon.utils.json import escape, quote, read_bytes
 
 MOST_BYTES = 2**26  # of a tokenizer.json; the largest that are known have 35 MB
 LONGEST_PATTERN = 4000  # characters
@@ -47,7 +47,7 @@ def read_backend(path: Path) -> tokenizers.Tokenizer:
     try:
         text = plain(read_bytes(path, MOST_BYTES).decode(), path)
     except UnicodeDecodeError as error:
-        raise ValueError(f"{escaped(path)} is not UTF-8 text: {error.reason}") from None
+        raise ValueError(f"{escape(path)} is not UTF-8 text: {error.reason}") from None
     # The assistant mask needs offsets that cover every character; ids do not depend on this
     text = re.sub(r'("trim_offsets"\s*:\s*)true', r"\1false", text)
     check_unread(text, path)
@@ -60,7 +60,7 @@ def read_backend(path: Path) -> tokenizers.Tokenizer:
     except BaseException as error:  # the library raises nothing narrower
         if not isinstance(error, Exception) and not is_panic(type(error)):
             raise
-        raise ValueError(f"{escaped(path)} is not a tokenizer: {escaped(error)}") from error
+        raise ValueError(f"{escape(path)} is not a tokenizer: {escape(error)}") from error
     return backend
 
 
@@ -110,17 +110,17 @@ def check_pattern(pattern: str) -> None:
     for theirs, ours in _AS_PYTHON:
         python = re.sub(theirs, ours, python)
     if "}+" in python:  # Oniguruma repeats the repeat, which in Python is a possessive one
-        raise ValueError(f"the pattern {shown(pattern)} repeats what repeats")
+        raise ValueError(f"the pattern {quote(pattern)} repeats what repeats")
     try:
         with warnings.catch_warnings(action="ignore"):
             parsed = sre_parser.parse(python)
     except (re.error, OverflowError, RecursionError) as error:
-        raise ValueError(f"cannot read the pattern {shown(pattern)}: {error}") from None
+        raise ValueError(f"cannot read the pattern {quote(pattern)}: {error}") from None
     fault = _fault(parsed, 1)
     if not fault and _ways(parsed) > MOST_WAYS:
         fault = "has too many repeats or options one behind another"
     if fault:
-        raise ValueError(f"the pattern {shown(pattern)} {fault}, which could search for ever")
+        raise ValueError(f"the pattern {quote(pattern)} {fault}, which could search for ever")
 
 
 def _fault(parsed: Any, times: int) -> str:
@@ -217,6 +217,6 @@ def _added(step: dict[str, Any]) -> int:
     names = [piece["SpecialToken"]["id"] for piece in pieces if "SpecialToken" in piece]
     if missing := [name for name in names if name not in special]:
         raise ValueError(
-            f"its post_processor.single adds {shown(missing[0])}, which special_tokens lacks"
+            f"its post_processor.single adds {quote(missing[0])}, which special_tokens lacks"
         )
     return sum(len(special[name]["ids"]) for name in names)

@@ -13,10 +13,10 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.nodes import CallBlock, Node
 from jinja2.parser import Parser
 
-from tigon.json_file import escaped
 from tigon.tokenizer.budget import ALLOWANCE
 from tigon.tokenizer.sandbox import Sandbox
 from tigon.tokenizer.schema import function_schema
+from tigon.utils.json import escape
 
 Message = Mapping[str, Any]
 
@@ -103,7 +103,7 @@ class _Thread(threading.local):
         what = str(error)
         if not isinstance(error, jinja2.TemplateError | TypeError):
             what = f"{type(error).__name__}: {what}"
-        return ValueError(f"the chat template failed{where}: {escaped(what)}")
+        return ValueError(f"the chat template failed{where}: {escape(what)}")
 
 
 _thread = _Thread()

@@ -6,7 +6,7 @@ from types import TracebackType
 
 import tokenizers
 
-from tigon.json_file import escaped
+from tigon.utils.json import escape
 
 PROBE = "A probe: 1, 2\n"
 
@@ -19,7 +19,7 @@ class Failures:
     """
 
     def __init__(self, path: Path | None = None) -> None:
-        self.where = "" if path is None else f"{escaped(path)}: "
+        self.where = "" if path is None else f"{escape(path)}: "
 
     def __enter__(self) -> None:
         pass
@@ -28,7 +28,7 @@ class Failures:
         self, kind: type[BaseException] | None, error: object, trace: TracebackType | None
     ) -> None:
         if kind is Exception or is_panic(kind):
-            raise ValueError(f"{self.where}the tokenizer failed: {escaped(error)}") from None
+            raise ValueError(f"{self.where}the tokenizer failed: {escape(error)}") from None
 
 
 def check_runs(backend: tokenizers.Tokenizer) -> None:
@@ -57,7 +57,7 @@ def _panic(backend: tokenizers.Tokenizer) -> str:
     except BaseException as error:
         if not is_panic(type(error)):
             raise
-        return escaped(error) or "panic"
+        return escape(error) or "panic"
     return ""
 
 

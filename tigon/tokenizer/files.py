@@ -8,7 +8,7 @@ from io import BytesIO
 from pathlib import Path
 from typing import IO, Any
 
-from tigon.json_file import parse_object
+from tigon.utils.json import parse_object
 
 
 class Files:

@@ -8,8 +8,8 @@ import tokenizers
 from tokenizers import AddedToken
 
 from tigon.hub import Repository, adapter_hint
-from tigon.json_file import escaped, read_bytes, read_json, shown
 from tigon.tokenizer.failures import Failures
+from tigon.utils.json import escape, quote, read_bytes, read_json
 
 _FILES = (
     "tokenizer.json",
@@ -78,7 +78,7 @@ def read_config(path: Path | None) -> dict[str, Any]:
             raise _wrong(path, key, tokens)
     for number, token in (config.get("added_tokens_decoder") or {}).items():
         if not _ID.fullmatch(number) or not isinstance(token, dict):
-            raise _wrong(path, f"added_tokens_decoder.{escaped(number, 100)}", token)
+            raise _wrong(path, f"added_tokens_decoder.{escape(number, 100)}", token)
         _check_token(path, f"added_tokens_decoder.{number}", token)
     templates = config.get("chat_template")
     for template in templates if isinstance(templates, list) else []:
@@ -97,9 +97,7 @@ def read_length(config: dict[str, Any], files: dict[str, Path]) -> int | None:
 
 
 def _wrong(path: Path, key: str, value: Any) -> ValueError:
-    return ValueError(
-        f"{escaped(path)}: {key} is {shown(value)}, which no tokenizer can have there"
-    )
+    return ValueError(f"{escape(path)}: {key} is {quote(value)}, which no tokenizer can have there")
 
 
 def _check_token(path: Path, key: str, token: Any) -> None:
@@ -154,7 +152,7 @@ def _read_ids(path: Path | None) -> dict[str, int]:
     ids = {} if path is None else read_json(path)
     for token, number in ids.items():
         if type(number) is not int:
-            raise _wrong(path or Path(), escaped(token, 100), number)
+            raise _wrong(path or Path(), escape(token, 100), number)
     return ids
 
 
@@ -178,9 +176,9 @@ def read_template(path: Path) -> str:
     try:
         return read_bytes(path, MOST_TEMPLATE).decode().replace("\r\n", "\n").replace("\r", "\n")
     except FileNotFoundError:
-        raise FileNotFoundError(f"no chat template {escaped(path)}") from None
+        raise FileNotFoundError(f"no chat template {escape(path)}") from None
     except UnicodeDecodeError as error:
-        raise ValueError(f"{escaped(path)} is not UTF-8 text: {error.reason}") from None
+        raise ValueError(f"{escape(path)} is not UTF-8 text: {error.reason}") from None
 
 
 def _added_token(value: str | dict[str, Any]) -> AddedToken:

@@ -6,7 +6,7 @@ import re
 from contextlib import suppress
 from pathlib import Path
 
-from tigon.json_file import escaped, parse_object, shown
+from tigon.utils.json import escape, parse_object, quote
 
 _CHARSMAP = re.compile(r'"precompiled_charsmap"\s*:\s*("[^"]*")')
 _PREFIX = re.compile(r'"continuing_subword_prefix"\s*:\s*"[^"]')
@@ -31,7 +31,7 @@ def plain(text: str, path: Path) -> str:
 def check_unread(text: str, path: Path) -> None:
     """ValueError that names the file for what takes the library too much memory, or ends it."""
     if (values := text.count(",")) > MOST_VALUES:
-        raise ValueError(f"{escaped(path)} has about {values} values, and may have {MOST_VALUES}")
+        raise ValueError(f"{escape(path)} has about {values} values, and may have {MOST_VALUES}")
     if _UNIGRAM.search(text):
         _check_tree(text, path)
     for found in _CHARSMAP.finditer(text):
@@ -41,7 +41,7 @@ def check_unread(text: str, path: Path) -> None:
         trie = int.from_bytes(blob[:4], "little")
         if trie > len(blob):  # it allocates twice as much at once
             raise ValueError(
-                f"{escaped(path)} is not a tokenizer: its precompiled_charsmap has "
+                f"{escape(path)} is not a tokenizer: its precompiled_charsmap has "
                 f"{len(blob)} bytes, of which the first four say that {trie} follow"
             )
     if _PREFIX.search(text):
@@ -53,7 +53,7 @@ def _check_tree(text: str, path: Path) -> None:
     tokens = [_unescaped(match[1]) for match in _SCORED.finditer(text)]
     if (long := sum(len(token) for token in tokens if len(token) > LONG)) > MOST_LONG:
         raise ValueError(
-            f"{escaped(path)} is not a tokenizer: its model.vocab has tokens of more than {LONG} "
+            f"{escape(path)} is not a tokenizer: its model.vocab has tokens of more than {LONG} "
             f"characters, {long} in all"
         )
     left = [token.encode(errors="replace") for token in tokens]
@@ -65,7 +65,7 @@ def _check_tree(text: str, path: Path) -> None:
         nodes += len({token[:length] for token in left})
         if nodes > MOST_NODES:
             raise ValueError(
-                f"{escaped(path)} is not a tokenizer: the tokens of its model.vocab have more than "
+                f"{escape(path)} is not a tokenizer: the tokens of its model.vocab have more than "
                 f"{MOST_NODES} beginnings, which would all be kept in memory"
             )
         left = [token for token in left if len(token) > length]
@@ -89,6 +89,6 @@ def _check_merges(text: str, path: Path) -> None:
         last = parts[-1] if isinstance(parts, list) and parts else None
         if not isinstance(last, str) or not last.startswith(prefix):
             raise ValueError(
-                f"{escaped(path)} is not a tokenizer: its model.merges has {shown(merge)}, which "
-                f"does not go on with its continuing_subword_prefix {shown(prefix)}"
+                f"{escape(path)} is not a tokenizer: its model.merges has {quote(merge)}, which "
+                f"does not go on with its continuing_subword_prefix {quote(prefix)}"
             )

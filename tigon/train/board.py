@@ -14,7 +14,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from tigon.terminal import one_line
+from tigon.utils.terminal import one_line
 
 LAUNCHED = "TIGON_LAUNCHED"  # in the environment of ranks, the PID of the parent that reports
 POLL = 1.0  # seconds between two signs of life, and two looks for a failure of another rank

@@ -4,12 +4,9 @@ import math
 from dataclasses import dataclass
 from operator import attrgetter
 
-from tigon import strict
 from tigon.data import Entry
 from tigon.hub import check_repository
-from tigon.json_file import shown
 from tigon.parallel import MeshSizes
-from tigon.paths import check_file_name, expanded
 from tigon.tokenizer.chat import check_variables
 from tigon.train.objective_settings import ObjectiveSettings
 from tigon.train.parallel_settings import Parallel
@@ -21,6 +18,9 @@ from tigon.train.settings import (
     OptimizerSettings,
     RunSettings,
 )
+from tigon.utils.config import check_ranges
+from tigon.utils.json import quote
+from tigon.utils.paths import check_file_name, expand_user
 
 # Settings that only some optimizers have
 OF_OPTIMIZERS = {
@@ -53,14 +53,14 @@ class Config(
         return self.data if self.eval_fraction else self.eval_data
 
     def __post_init__(self) -> None:
-        strict.check_bounds(self)
+        check_ranges(self)
         for name in ("run_dir", "model", "init", "tokenizer", "chat_template"):
             check_file_name(getattr(self, name))
         if self.eval_fraction:
             check_eval_fraction(self)
         for name in ("run_dir", "init", "resume", "chat_template"):
             if str(value := getattr(self, name)).startswith("~"):
-                object.__setattr__(self, name, str(expanded(value)))
+                object.__setattr__(self, name, str(expand_user(value)))
         for name in ("run_dir", "data"):
             if not getattr(self, name):
                 raise ValueError(f"{name} is required: {_help(name)}")
@@ -106,7 +106,7 @@ class Config(
         ):
             value = getattr(self, name) or 0.0
             if isinstance(value, int) and value >= 2**63:
-                raise ValueError(f"{name}={shown(value)} must be below 2**63")
+                raise ValueError(f"{name}={quote(value)} must be below 2**63")
             if not math.isfinite(value):
                 raise ValueError(f"{name}={value} must be finite")
         if self.patience and not (self.eval_every and self.held_out):
@@ -206,8 +206,8 @@ def check_in_backward(config: Config) -> None:
     for name, (wrong, hint) in why.items():
         if wrong:
             value = getattr(config, name)
-            shown = str(value).lower() if isinstance(value, bool) else value
-            raise ValueError(f"optimizer_in_backward=true with {name}={shown}: {hint}")
+            text = str(value).lower() if isinstance(value, bool) else value
+            raise ValueError(f"optimizer_in_backward=true with {name}={text}: {hint}")
 
 
 def check_lora(config: Config) -> None:

@@ -8,12 +8,14 @@ from typing import Any
 
 import yaml
 
-from tigon import strict
-from tigon.json_file import shown
 from tigon.train.config import Config
 from tigon.train.names import OTHERS, answer
 from tigon.train.values import VALUES
-from tigon.yaml_file import parse_yaml
+from tigon.utils.config import ConfigError, Parse, group_fields
+from tigon.utils.config import build_settings as build_settings
+from tigon.utils.config import read_settings as read_settings
+from tigon.utils.json import quote
+from tigon.utils.yaml import parse_yaml
 
 DATA = (
     ".jsonl",
@@ -53,7 +55,7 @@ def load(path: str | Path | None, overrides: Sequence[str] = ()) -> Config:
     over = {name.partition(".")[0] for name in given if "." in name}
     over |= {other for name, other in INSTEAD.items() if given.get(name) is not None}
     kept = {n: v for n, v in values.items() if n.partition(".")[0] not in given and n not in over}
-    return strict.make(Config, kept | given)
+    return build_settings(Config, kept | given)
 
 
 def _with_entries(given: dict[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
@@ -63,9 +65,7 @@ def _with_entries(given: dict[str, Any], values: Mapping[str, Any]) -> dict[str,
         if entries:
             whole = (_value(given[name]) if name in given else values.get(name)) or {}
             if not isinstance(whole, dict):
-                raise strict.ConfigError(
-                    f"{name}={whole} and {next(iter(entries))} contradict each other"
-                )
+                raise ConfigError(f"{name}={whole} and {next(iter(entries))} contradict each other")
             of_name = {key.removeprefix(f"{name}."): _value(entries[key]) for key in entries}
             given[name] = whole | of_name
     return given
@@ -74,32 +74,30 @@ def _with_entries(given: dict[str, Any], values: Mapping[str, Any]) -> dict[str,
 def _value(text: str) -> Any:
     try:
         return _parse(text)
-    except strict.ConfigError:
+    except ConfigError:
         raise
     except ValueError:  # no YAML, so it is text
         return text
 
 
-def _read(values: dict[str, Any], parse: strict.Parse) -> dict[str, Any]:
-    known, groups = Config.__dataclass_fields__, strict.groups(Config)
+def _read(values: dict[str, Any], parse: Parse) -> dict[str, Any]:
+    known, groups = Config.__dataclass_fields__, group_fields(Config)
     wrong = [
         f"{name!r}; {answer(name, known)}"
         for name in map(str, _names(values, groups, parse))
         if name not in known and (name.partition(".")[0] not in groups or name in OTHERS)
     ]
     if len(wrong) > 1:
-        raise strict.ConfigError("\n  ".join([f"{len(wrong)} unknown settings:", *wrong]))
+        raise ConfigError("\n  ".join([f"{len(wrong)} unknown settings:", *wrong]))
     if wrong:
-        raise strict.ConfigError(f"unknown setting {wrong[0]}")
+        raise ConfigError(f"unknown setting {wrong[0]}")
     for name, others in VALUES.items():
         if isinstance(value := values.get(name), str) and value in others:
-            raise strict.ConfigError(
-                f"{name}={value!r} is another trainer's; here: {others[value]}"
-            )
-    return strict.read(Config, values | _named(values, parse), parse=parse)
+            raise ConfigError(f"{name}={value!r} is another trainer's; here: {others[value]}")
+    return read_settings(Config, values | _named(values, parse), parse=parse)
 
 
-def _names(values: dict[str, Any], groups: Container[str], parse: strict.Parse) -> Iterator[str]:
+def _names(values: dict[str, Any], groups: Container[str], parse: Parse) -> Iterator[str]:
     """The settings that are given, those inside a group with its name before them."""
     for name, value in values.items():
         yield name
@@ -111,7 +109,7 @@ def _names(values: dict[str, Any], groups: Container[str], parse: strict.Parse) 
             yield from (f"{name}.{key}" for key in inside)
 
 
-def _named(values: dict[str, Any], parse: strict.Parse) -> dict[str, Any]:
+def _named(values: dict[str, Any], parse: Parse) -> dict[str, Any]:
     """eval_data as {NAME: what, ...}, as a list of entries with a name."""
     given = values.get("eval_data")
     if isinstance(given, str) and given.lstrip().startswith("{"):
@@ -153,10 +151,10 @@ def _number(text: str) -> float | str:
 
 def _parse(text: str) -> Any:
     try:
-        value = parse_yaml(text, shown(text))
+        value = parse_yaml(text, quote(text))
     except ValueError as error:
         if text.startswith(("[", "{")):
             fix = "quote a text in it that has one of ? : , [ ] { }"
-            raise strict.ConfigError(f"{error}; {fix}") from None
+            raise ConfigError(f"{error}; {fix}") from None
         raise
     return _number(value) if isinstance(value, str) else value

@@ -9,8 +9,8 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from tigon.terminal import escape_controls
 from tigon.train.config import Config
+from tigon.utils.terminal import escape_controls
 
 WARM_UP = 2  # steps that compile and allocate, and say nothing of those after them
 MEAN_OF = 50  # steps

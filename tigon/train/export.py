@@ -14,7 +14,6 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from tigon.hub import is_own_file
-from tigon.json_file import escaped, shown
 from tigon.models import CausalLM, adapter_parameters, materialize, torch_dtype, write_converted
 from tigon.parallel import cut_layers
 from tigon.tokenizer import Tokenizer
@@ -25,6 +24,7 @@ from tigon.train.lora import add_lora, settings_of
 from tigon.train.merge import merge_adapter
 from tigon.train.model import adapted, base_digest, build_model, described, export_dtype
 from tigon.train.parallel import start
+from tigon.utils.json import escape, quote
 
 SMALL = (".json", ".txt", ".jinja", ".model")  # what a checkpoint has besides tensors
 
@@ -93,11 +93,11 @@ def _with_base(source: Path, config: Config, base: str | None) -> Config:
     """
     where = "--base"
     if base is None:
-        base, where = config.init or config.model, escaped(source / "run.json")
+        base, where = config.init or config.model, escape(source / "run.json")
         local = os.path.exists(os.path.expanduser(base))
         if local and "base" not in checkpoint.facts(source):
             raise ValueError(
-                f"{where} names the base {shown(base)}, which is on this machine, without a digest "
+                f"{where} names the base {quote(base)}, which is on this machine, without a digest "
                 "of its weights: if it is the right one, name it with --base"
             )
     elif config.init:
@@ -109,7 +109,7 @@ def _with_base(source: Path, config: Config, base: str | None) -> Config:
     except (OSError, ValueError) as error:
         kind = next(k for k in (ConnectionError, OSError, ValueError) if isinstance(error, k))
         raise kind(f"{error}; if the base is elsewhere, name it with --base") from error
-    print(f"base: {escaped(base)}, named by {where}", file=sys.stderr)
+    print(f"base: {escape(base)}, named by {where}", file=sys.stderr)
     return config
 
 
@@ -264,8 +264,8 @@ def _load_legacy(
 ) -> tuple[CausalLM, Tokenizer]:
     """An earlier version's checkpoint has no config.json: its settings say what it began with."""
     config = Config(**checkpoint.facts(source)["config"])
-    named = escaped(config.tokenizer or config.model)
-    print(f"tokenizer: {named}, named by {escaped(source / 'run.json')}", file=sys.stderr)
+    named = escape(config.tokenizer or config.model)
+    print(f"tokenizer: {named}, named by {escape(source / 'run.json')}", file=sys.stderr)
     tokenizer = load_tokenizer(replace(config, chat_template=_own_template(config, source)))
     with start("cpu") as world:
         model = build_model(replace(config, dtype=config.param_dtype), world, source)

@@ -8,7 +8,6 @@ from dataclasses import asdict
 
 import torch
 
-from tigon.terminal import escaping_output, one_line
 from tigon.train.board import LAUNCHED, Failure, end_soon, report
 from tigon.train.build import prepare
 from tigon.train.config import Config, parallel_of, sizes_of
@@ -20,6 +19,7 @@ from tigon.train.parallel import InputError, World, check_interfaces, launched, 
 from tigon.train.processes import check_count, run_ranks
 from tigon.train.signals import Signals
 from tigon.train.usage import USAGE, help_text
+from tigon.utils.terminal import escaping_output, one_line
 
 EXPECTED = (InputError, OSError, FloatingPointError)  # a person can mend these: no traceback
 

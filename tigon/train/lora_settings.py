@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from tigon.models import LoraConfig, Quantize
-from tigon.strict import setting
+from tigon.utils.config import setting
 
 
 @dataclass(frozen=True)

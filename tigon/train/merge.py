@@ -11,9 +11,9 @@ from typing import Any
 import torch
 
 from tigon.hub import Repository
-from tigon.json_file import escaped, shown
 from tigon.models import CausalLM, from_pretrained, read_base, read_vocabulary_size, split_gguf
 from tigon.tokenizer import Tokenizer
+from tigon.utils.json import escape, quote
 from tigon.weights import all_finite
 
 LONGEST = 1000  # characters of a path or a name
@@ -51,7 +51,7 @@ def load_with_adapter(
     known = read_base(repository)
     if known is None:
         raise ValueError(f"{adapter} is neither a run with an adapter nor has adapter_config.json")
-    where = escaped(f"{repository.name}/adapter_config.json")
+    where = escape(f"{repository.name}/adapter_config.json")
     what_to_do = (
         "write the base's folder or its name on the hub into base_model_name_or_path there, or "
         "name it with --base"
@@ -61,7 +61,7 @@ def load_with_adapter(
         raise ValueError(f"{where}: base_model_name_or_path names no base: {what_to_do}")
     if not name.isprintable() or len(name) > LONGEST:
         raise ValueError(
-            f"{where}: base_model_name_or_path={shown(name)} is no base's: {what_to_do}"
+            f"{where}: base_model_name_or_path={quote(name)} is no base's: {what_to_do}"
         )
     tokenizer = None
     if repository.optional_file("tokenizer.json") is not None:
@@ -77,7 +77,7 @@ def load_with_adapter(
         ) from error
     if known.scores and not model.config.labels:
         raise ValueError(
-            f"{where} is of a model that scores sequences, and its base {shown(name)} "
+            f"{where} is of a model that scores sequences, and its base {quote(name)} "
             "predicts tokens: `tigon export RUN DIRECTORY --merge` of the run, or PEFT, merges them"
         )
     size = read_vocabulary_size(repository, model)  # of a base that was resized for new tokens
@@ -115,9 +115,9 @@ def merge_adapter(model: CausalLM, adapter: str) -> None:
     bad = [name for name, p in model.named_parameters() if not all_finite([p], p.device)]
     if bad:
         more = f" and {len(bad) - 1} more" if len(bad) > 1 else ""
-        base = shown(model.config.source.name)
+        base = quote(model.config.source.name)
         raise ValueError(
-            f"{escaped(adapter)} added to {base} gives NaN or infinite values in {model.dtype}, in "
+            f"{escape(adapter)} added to {base} gives NaN or infinite values in {model.dtype}, in "
             f"{bad[0]}{more}: --dtype says another dtype, and a base or an adapter with such "
             "values cannot be used"
         )

@@ -2,9 +2,9 @@
 
 from collections.abc import Iterable
 
-from tigon.strict import find_misspelled
 from tigon.train.names_aligned import ADAPTERS, ALIGNED, FOUR_BITS
 from tigon.train.names_parallel import PARALLEL, SHARDING
+from tigon.utils.config import find_misspelled
 
 EPOCHS_OR_STEPS = "steps, or epochs"
 ROWS = "batch_size: rows of a step over all ranks, of which each takes micro_batch_size at a time"

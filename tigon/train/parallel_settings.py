@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass
 
 from tigon.parallel import MeshSizes
-from tigon.strict import setting
+from tigon.utils.config import setting
 
 
 @dataclass(frozen=True)

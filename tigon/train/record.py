@@ -11,12 +11,12 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from tigon.json_file import parse_object
 from tigon.train.config import Config
 from tigon.train.config_file import dump
 from tigon.train.console import Console
 from tigon.train.parallel import World
 from tigon.train.sinks import Sinks
+from tigon.utils.json import parse_object
 
 PACKAGES = ("torch", "tokenizers", "safetensors", "numpy")
 SAMPLES = "samples.jsonl"

@@ -3,12 +3,12 @@
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
-from tigon import strict
 from tigon.data import Entry
 from tigon.data.formats import REQUIRED
 from tigon.kernels.attention import Backend
 from tigon.train.lora_settings import Lora
 from tigon.train.parallel_settings import Parallel
+from tigon.utils.config import setting
 
 MOST = 2**31 - 1  # of numbers of rows, whose products are to fit 64 bits
 LONGEST = 2**28  # tokens of a row, of which pairs are to fit, too: estimates have masks
@@ -25,7 +25,7 @@ def option(
 ) -> Any:
     """A setting. `stream`: it decides which rows a step gets, so a run cannot be resumed with
     another value."""
-    return strict.setting(default, help, least=least, most=most, stream=stream)
+    return setting(default, help, least=least, most=most, stream=stream)
 
 
 @dataclass(frozen=True)

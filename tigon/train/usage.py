@@ -5,9 +5,9 @@ from typing import Any
 
 import yaml
 
-from tigon import strict
 from tigon.train.config import SECTIONS, Config
 from tigon.train.objectives import tasks
+from tigon.utils.config import describe_type, field_types
 
 USAGE = """\
 tigon train config.yaml [key=value | --key value ...]
@@ -23,11 +23,11 @@ torchrun --nproc-per-node 8 -m tigon.train config.yaml [key=value | --key value 
 
 def help_text() -> str:
     """All settings with their types and defaults, by section."""
-    lines, kinds = [USAGE], strict.hints(Config)
+    lines, kinds = [USAGE], field_types(Config)
     for section in SECTIONS:
         lines.append(f"{section.__doc__}")
         for f in fields(section):
-            lines.append(f"  {f.name}: {strict.describe(kinds[f.name])} = {_plain(f.default)}")
+            lines.append(f"  {f.name}: {describe_type(kinds[f.name])} = {_plain(f.default)}")
             lines.append(f"      {f.metadata['help']}".replace("{tasks}", tasks()))
         lines.append("")
     return "\n".join(lines)

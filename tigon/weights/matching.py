@@ -4,7 +4,7 @@ from collections.abc import Collection, Mapping
 
 from torch import Tensor
 
-from tigon.json_file import escaped
+from tigon.utils.json import escape
 from tigon.weights.checkpoint import Checkpoint
 from tigon.weights.decoded import Decoded
 from tigon.weights.header import TensorInfo
@@ -33,7 +33,7 @@ def match(
     if misfits:
         listed = (f"\n  {listing(fault, names, NAMED)}" for fault, names in misfits.items())
         raise ValueError(
-            f"the checkpoint {escaped(checkpoint.name)} does not fit {into}:{''.join(listed)}"
+            f"the checkpoint {escape(checkpoint.name)} does not fit {into}:{''.join(listed)}"
         )
     return matched
 
@@ -80,4 +80,4 @@ def compare(
 def listing(fault: str, names: list[str], most: int) -> str:
     """A line of a message about one kind of misfits."""
     more = ", ..." if len(names) > most else ""
-    return f"{len(names)} {fault}: {', '.join(escaped(name, 300) for name in names[:most])}{more}"
+    return f"{len(names)} {fault}: {', '.join(escape(name, 300) for name in names[:most])}{more}"

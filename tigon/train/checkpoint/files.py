@@ -16,7 +16,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from tigon.json_file import read_json
+from tigon.utils.json import read_json
 
 NAME = re.compile(r"step-(\d+)")
 LEFTOVER = re.compile(r"\.step-\d+\.(partial|removed)")

@@ -8,8 +8,8 @@ from pathlib import Path
 import torch.distributed as dist
 
 from tigon.hub import check_folder
-from tigon.json_file import read_bytes, shown
 from tigon.train.checkpoint import files, legacy
+from tigon.utils.json import quote, read_bytes
 
 SUMS = "SHA256SUMS"
 BLOCK = 16 << 20
@@ -138,7 +138,7 @@ def _read_sums(path: Path) -> dict[str, str]:
     for line in read_bytes(path, MOST_SUMS).decode(errors="replace").splitlines(keepends=True):
         digest, _, name = line.partition("  ")
         if len(digest) != 64 or not name.endswith("\n") or _is_outside(name):
-            raise ValueError(f"{path} is damaged: it has the line {shown(line)}")
+            raise ValueError(f"{path} is damaged: it has the line {quote(line)}")
         sums[name.removesuffix("\n")] = digest
     if files.RUN not in sums:
         raise ValueError(f"{path} is damaged: it does not name {files.RUN}")

@@ -3,8 +3,8 @@
 import os
 from pathlib import Path
 
-from tigon.memory import CGROUP
 from tigon.train.parallel import World
+from tigon.utils.memory import CGROUP
 
 
 def available(meminfo: Path = Path("/proc/meminfo"), cgroup: Path = CGROUP) -> int:

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 
-from tigon import strict
 from tigon.parallel import Meshes
 from tigon.train import checkpoint
 from tigon.train.config import Config, sizes_of
@@ -24,6 +23,7 @@ from tigon.train.plan.layout import MESH, Job, Layout, as_set, meshes
 from tigon.train.plan.report import check, why_not
 from tigon.train.plan.search import Plan, make_plan
 from tigon.train.plan.work import Shapes
+from tigon.utils.config import build_settings, read_settings
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ def recorded(config: Config, gpus: int) -> tuple[Path | None, list[Layout] | Non
             source = Path(str(config.resume))
         if source is not None:
             was = checkpoint.facts(source)["config"]["parallel"]
-            sizes = strict.make(Parallel, strict.read(Parallel, was or {})).sizes(gpus)
+            sizes = build_settings(Parallel, read_settings(Parallel, was or {})).sizes(gpus)
             if was is not None:
                 return source, [Layout(**asdict(sizes))]
     return source, None

@@ -9,8 +9,8 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Self
 
-from tigon import strict
-from tigon.json_file import read_json
+from tigon.utils.config import suggest
+from tigon.utils.json import read_json
 
 FOLDER = Path(__file__).parent
 GPUS, CONSTANTS = FOLDER / "gpus.json", FOLDER / "constants.json"
@@ -88,7 +88,7 @@ def find_gpu(name: str) -> tuple[GPU, Constants]:
     known = gpus()
     gpu = known.get(name.lower())
     if gpu is None:
-        hint = strict.suggest(name, known, cutoff=0.8)  # a100 is another GPU than h100, no slip
+        hint = suggest(name, known, cutoff=0.8)  # a100 is another GPU than h100, no slip
         more = f"; {hint}" if hint else ""
         raise ValueError(f"--gpu {name} must be one of {', '.join(known)}{more}")
     measured = known[read_json(CONSTANTS)["gpu"]]

@@ -30,7 +30,7 @@ def parse_object(data: bytes, where: Path, *, nan: bool = False) -> dict[str, An
     """As `parse_json`, for what must be an object."""
     content = parse_json(data, where, nan=nan)
     if not isinstance(content, dict):
-        raise ValueError(f"{escaped(where)} is not a JSON object but {_KINDS[type(content)]}")
+        raise ValueError(f"{escape(where)} is not a JSON object but {_KINDS[type(content)]}")
     return content
 
 
@@ -41,24 +41,24 @@ def parse_json(data: bytes, where: Path, *, nan: bool = False) -> Any:
     twice, has a number of too many digits, or text that UTF-8 cannot hold (half a surrogate pair);
     unless `nan` is true, for NaN and infinity too.
     """
-    name = escaped(where)
+    name = escape(where)
     _check_memory(data, name)
     refused: list[_Refused] = []
     parse_float, parse_constant = (float, float) if nan else (_finite(refused), _constant(refused))
     try:
         content = json.loads(
             data.decode(),
-            object_pairs_hook=unique,
+            object_pairs_hook=object_from_pairs,
             parse_int=_whole(refused),
             parse_float=parse_float,
             parse_constant=parse_constant,
         )
     except RecursionError:
         raise ValueError(f"{name} is nested deeper than {MOST_DEPTH} levels") from None
-    except Twice as error:
+    except DuplicateKeyError as error:
         raise ValueError(f"{name}: {error}") from None
     except ValueError as error:  # of JSON and of UTF-8
-        raise ValueError(f"{name} is not valid JSON: {escaped(error)}") from None
+        raise ValueError(f"{name} is not valid JSON: {escape(error)}") from None
     _check_depth(content, name)
     if refused or _SURROGATE.search(data):
         _check_leaves(content, name)
@@ -70,36 +70,36 @@ def read_bytes(path: Path, most_bytes: int) -> bytes:
     with open(path, "rb", opener=_open) as file:
         found = os.fstat(file.fileno())
         if not stat.S_ISREG(found.st_mode):
-            raise ValueError(f"{escaped(path)} is not a regular file")
+            raise ValueError(f"{escape(path)} is not a regular file")
         data = file.read(most_bytes + 1)
     if len(data) > most_bytes:
         raise ValueError(
-            f"{escaped(path)} has {found.st_size} bytes, and such a file {most_bytes} at most"
+            f"{escape(path)} has {found.st_size} bytes, and such a file {most_bytes} at most"
         )
     return data
 
 
-class Twice(ValueError):
+class DuplicateKeyError(ValueError):
     """A key that an object names twice."""
 
     def __init__(self, key: str) -> None:
-        super().__init__(f"it names {shown(key)} twice")
+        super().__init__(f"it names {quote(key)} twice")
         self.key = key
 
 
-def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def object_from_pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """An object, as `json.loads` calls its object_pairs_hook; raises Twice."""
     result = dict(pairs)
     if len(result) < len(pairs):
         seen: set[str] = set()
         for key, _ in pairs:
             if key in seen:
-                raise Twice(key)
+                raise DuplicateKeyError(key)
             seen.add(key)
     return result
 
 
-def shown(value: Any, most: int = 100) -> str:
+def quote(value: Any, most: int = 100) -> str:
     """A value of a file, for a message: as Python writes it (text in quotes, control characters
     and terminal escapes escaped), cut behind `most` characters."""
     text = ""
@@ -110,7 +110,7 @@ def shown(value: Any, most: int = 100) -> str:
     return text
 
 
-def escaped(text: object, most: int = 1000) -> str:
+def escape(text: object, most: int = 1000) -> str:
     """As `shown`, without quotes: for paths and other libraries' messages."""
     text = str(text)
     plain = "".join(
@@ -168,7 +168,7 @@ def _finite(refused: list[_Refused]) -> Callable[[str], float | _Refused]:
         value = float(text)
         if math.isfinite(value):
             return value
-        refused.append(_Refused(f"is {escaped(text, 20)}, which no number can hold"))
+        refused.append(_Refused(f"is {escape(text, 20)}, which no number can hold"))
         return refused[-1]
 
     return parse
@@ -206,7 +206,7 @@ def _check_leaves(content: Any, name: str) -> None:
         if isinstance(value, _Refused):
             raise ValueError(f"{where} {value.fault}")
         if isinstance(value, str) and not _is_utf8(value):
-            raise ValueError(f"{where} is {shown(value)}, which has half a surrogate pair")
+            raise ValueError(f"{where} is {quote(value)}, which has half a surrogate pair")
 
 
 def _leaves(content: Any) -> Iterator[tuple[str, Any]]:
@@ -219,7 +219,7 @@ def _leaves(content: Any) -> Iterator[tuple[str, Any]]:
                 if not _is_utf8(key):
                     yield path, key
             dot = f"{path}." if path else ""
-            stack += [(f"{dot}{escaped(k, 100)}"[-300:], v) for k, v in reversed(value.items())]
+            stack += [(f"{dot}{escape(k, 100)}"[-300:], v) for k, v in reversed(value.items())]
         elif isinstance(value, list):
             stack += [(f"{path}[{i}]", value[i]) for i in reversed(range(len(value)))]
         else:
@@ -254,4 +254,4 @@ def _pieces(value: Any, most: int) -> Iterator[str]:
     elif isinstance(value, int) and value.bit_length() > 4 * most:
         yield f"a number of {value.bit_length()} bits"
     else:
-        yield escaped(repr(value), most + 3)
+        yield escape(repr(value), most + 3)

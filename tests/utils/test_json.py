@@ -4,14 +4,14 @@ from pathlib import Path
 
 import pytest
 
-from tigon.json_file import (
+from tigon.utils.json import (
     MOST_DEPTH,
     MOST_DIGITS,
-    escaped,
+    escape,
     parse_json,
     parse_object,
+    quote,
     read_json,
-    shown,
 )
 
 REFUSED: dict[str, tuple[bytes, str]] = {
@@ -92,15 +92,15 @@ def test_distinct_keys_are_within_the_estimate() -> None:
 
 def test_shown() -> None:
     plain = {"a": [1, 2.5, None, (True,)], "b's": {"c": "é"}}
-    assert shown(plain) == repr(plain)
-    assert shown("\x1b[31m\u202e\ud800\n") == r"'\x1b[31m\u202e\ud800\n'"
-    assert shown("x" * 100) == repr("x" * 100)
-    assert shown("x" * 101) == "'" + "x" * 99 + "..."
-    assert shown(list(range(10**6)), 10) == "[0, 1, 2, ..."
-    assert shown([10**5000]) == "[a number of 16610 bits]"
+    assert quote(plain) == repr(plain)
+    assert quote("\x1b[31m\u202e\ud800\n") == r"'\x1b[31m\u202e\ud800\n'"
+    assert quote("x" * 100) == repr("x" * 100)
+    assert quote("x" * 101) == "'" + "x" * 99 + "..."
+    assert quote(list(range(10**6)), 10) == "[0, 1, 2, ..."
+    assert quote([10**5000]) == "[a number of 16610 bits]"
     nested: list = []
     for _ in range(10**5):
         nested = [nested]
-    assert shown(nested) == "[" * 100 + "..."
-    assert escaped(Path("a\x1b]0;b\x07")) == r"a\x1b]0;b\x07"
-    assert escaped("y" * 1001) == "y" * 1000 + "..."
+    assert quote(nested) == "[" * 100 + "..."
+    assert escape(Path("a\x1b]0;b\x07")) == r"a\x1b]0;b\x07"
+    assert escape("y" * 1001) == "y" * 1000 + "..."

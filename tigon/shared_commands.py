@@ -16,10 +16,10 @@ from tigon.model_arguments import dtype_of, refused_on_ranks, tokenizer_of
 from tigon.models import MODELS, build, split_gguf
 from tigon.parallel import MeshSizes, take_part
 from tigon.train.board import LAUNCHED, Failure, end_soon, report
+from tigon.train.config import Parallel
 from tigon.train.export import check_shareable, described_checkpoint, find_checkpoint
 from tigon.train.merge import is_adapter
 from tigon.train.parallel import World, launched, start
-from tigon.train.parallel_settings import Parallel
 from tigon.train.processes import GRACE, run_ranks
 from tigon.utils.terminal import one_line
 from tigon.weights import Repository

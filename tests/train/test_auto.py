@@ -11,9 +11,8 @@ import torch
 from tests.small import EXPERTS, LLAMA
 from tests.train.ranks import Ranks
 from tigon.train import load, main
-from tigon.train.config import Config
+from tigon.train.config import Config, Parallel
 from tigon.train.estimate import Estimate
-from tigon.train.parallel_settings import Parallel
 from tigon.train.plan import auto, find_gpu, search
 from tigon.train.plan.layout import Job, Layout, as_set, meshes
 

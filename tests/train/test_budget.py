@@ -129,9 +129,15 @@ def test_every_rank_takes_what_the_first_finds(monkeypatch: pytest.MonkeyPatch) 
 
 def test_bad_budgets(monkeypatch: pytest.MonkeyPatch) -> None:
     for changes, message in (
-        ({"memory_budget": 40}, "memory_budget=40 is for activation_checkpointing=auto, not false"),
-        ({"memory_budget": 0, "activation_checkpointing": "auto"}, "no number of GiB above 0"),
-        ({"memory_budget": ".inf", "activation_checkpointing": "auto"}, "no number of GiB above 0"),
+        ({"memory_budget": 40}, "memory_budget=40 needs activation_checkpointing=auto, not false"),
+        (
+            {"memory_budget": 0, "activation_checkpointing": "auto"},
+            "memory_budget=0 must be above 0",
+        ),
+        (
+            {"memory_budget": ".inf", "activation_checkpointing": "auto"},
+            "memory_budget=inf must be finite",
+        ),
         ({"activation_checkpointing": "best"}, "='best' is not .* whole number or auto$"),
     ):
         with pytest.raises(ValueError, match=message):

@@ -13,7 +13,7 @@ from tests.small import EXPERTS, WORDS, write_model
 from tests.train import preferences
 from tests.train.ranks import Ranks
 from tigon.train import load, prepare, start, train
-from tigon.train.parallel_settings import Parallel
+from tigon.train.config import Parallel
 from tigon.train.record import read_metrics
 
 TOLERANCE = 1e-5

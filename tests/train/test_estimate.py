@@ -20,7 +20,7 @@ from tigon.layers import offload
 from tigon.models import MODELS, CausalLM
 from tigon.parallel import IN_FLIGHT, MeshSizes
 from tigon.train import main
-from tigon.train.config import Config, sizes_of
+from tigon.train.config import Config, Parallel, ParameterGroup, mesh_sizes
 from tigon.train.estimate import memory, report
 from tigon.train.estimate.gathering import Gathering, Group
 from tigon.train.estimate.memory import Estimate, estimate, stand_in
@@ -30,8 +30,6 @@ from tigon.train.flops import model_flops
 from tigon.train.model import finish, projections
 from tigon.train.objectives import find_objective
 from tigon.train.parallel import World
-from tigon.train.parallel_settings import Parallel
-from tigon.train.settings import ParameterGroup
 
 WORLD = World(0, 1, torch.device("cpu"))
 B, T = 2, 24
@@ -472,7 +470,7 @@ def test_advice_to_share_rows() -> None:
     with pytest.MonkeyPatch.context() as patch:
 
         def total(c: Config, _: Any, gpus: int) -> Estimate:
-            sizes = sizes_of(c, gpus)
+            sizes = mesh_sizes(c, gpus)
             if sizes.context > 4:
                 raise ValueError("ranks")
             return Estimate({"sum": 2**30 * 10 // sizes.context}, 0)

@@ -17,14 +17,12 @@ from tigon.layers import Experts
 from tigon.models import MODELS, CausalLM
 from tigon.parallel import MeshSizes, take_part
 from tigon.train import main
-from tigon.train.config import Config
+from tigon.train.config import Config, Lora, Parallel
 from tigon.train.estimate.budget import Choice, decide
 from tigon.train.estimate.memory import Estimate, estimate
 from tigon.train.lora import add_lora
 from tigon.train.objectives import find_objective
 from tigon.train.parallel import World, start
-from tigon.train.parallel_settings import Parallel
-from tigon.train.settings import Lora
 
 WORLD = World(0, 1, torch.device("cpu"))
 B, T = 4, 256

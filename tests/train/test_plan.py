@@ -16,6 +16,7 @@ from tests.models.tiny import CASES, FIRST, SIZES
 from tests.small import EXPERTS, LLAMA
 from tigon.cli import main
 from tigon.models import MODELS
+from tigon.train.config import ParameterGroup
 from tigon.train.estimate import Estimate
 from tigon.train.flops import model_flops
 from tigon.train.plan import (
@@ -35,7 +36,6 @@ from tigon.train.plan.report import USED
 from tigon.train.plan.search import Choice, always, by_memory
 from tigon.train.plan.step import Group, computed
 from tigon.train.plan.work import Shapes, work_of
-from tigon.train.settings import ParameterGroup
 
 MEMORY_WITHIN = 0.03
 TIME_WITHIN = {True: 0.05, False: 0.08}  # where something was fitted to it, and where nothing was

@@ -13,7 +13,7 @@ import torch
 from tests.small import EXPERTS, LLAMA
 from tests.train.test_plan import SIZE
 from tigon.train import load
-from tigon.train.config import Config, sizes_of
+from tigon.train.config import Config, mesh_sizes
 from tigon.train.estimate import Estimate, report
 from tigon.train.graphs import check_run
 from tigon.train.objectives import find_objective
@@ -137,7 +137,7 @@ def test_what_the_trainer_refuses_is_not_proposed(job, settings: list[str]) -> N
         try:
             config = configured(one, " ".join([layout.settings, *settings]))
             check_run(config, World(0, 8, torch.device("cuda")))
-            check_ranks(config, sizes_of(config, 8).data)
+            check_ranks(config, mesh_sizes(config, 8).data)
         except ValueError:
             return False
         return True

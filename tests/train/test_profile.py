@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from tigon.train import load, main
+from tigon.train.config import Profile
 from tigon.train.profile import KINDS, STEP, Interval, Profiler, by_kind, kind_of, table
 from tigon.train.record import read_metrics
-from tigon.train.settings import Profile
 
 
 @pytest.mark.parametrize(

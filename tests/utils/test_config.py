@@ -19,7 +19,7 @@ from tigon.utils.config import (
 
 @dataclass(frozen=True)
 class Adapter:
-    rank: int = setting(8, least=1)
+    rank: int = setting(8, ge=1)
     alpha: float = 1.0
 
 
@@ -27,7 +27,7 @@ class Adapter:
 class Run:
     name: str = ""
     steps: int | None = None
-    lr: float = setting(1e-3, least=0, most=1)
+    lr: float = setting(1e-3, ge=0, le=1)
     mode: Literal["fast", "exact"] | None = None
     files: tuple[str, ...] = ()
     ids: int | list[int] | None = None

@@ -36,24 +36,24 @@ class Settings:
     What only sampling goes by is checked where it is used.
     """
 
-    max_new_tokens: int | None = setting(None, least=0, most=LARGEST)
-    max_length: int | None = setting(None, least=1, most=LARGEST)
-    min_new_tokens: int = setting(0, least=0, most=LARGEST)
-    num_return_sequences: int = setting(1, least=1, most=MOST_SEQUENCES)
+    max_new_tokens: int | None = setting(None, ge=0, le=LARGEST)
+    max_length: int | None = setting(None, ge=1, le=LARGEST)
+    min_new_tokens: int = setting(0, ge=0, le=LARGEST)
+    num_return_sequences: int = setting(1, ge=1, le=MOST_SEQUENCES)
     do_sample: bool = False
     temperature: float = 1.0
     top_k: int = 50
     top_p: float = 1.0
     min_p: float = 0.0
     repetition_penalty: float = 1.0
-    eos_token_id: tuple[int, ...] = setting((), most=LARGEST)
-    pad_token_id: int | None = setting(None, most=LARGEST)
+    eos_token_id: tuple[int, ...] = setting((), le=LARGEST)
+    pad_token_id: int | None = setting(None, le=LARGEST)
     stop_strings: tuple[str, ...] = ()
-    seed: int | None = setting(None, least=-(2**63), most=2**64 - 1)
+    seed: int | None = setting(None, ge=-(2**63), le=2**64 - 1)
     use_cache: bool = True
     cache_implementation: Caches | None = None
-    prefill_chunk_size: int = setting(8192, least=1, most=LARGEST)
-    num_assistant_tokens: int = setting(5, least=1, most=MOST_PROPOSALS)
+    prefill_chunk_size: int = setting(8192, ge=1, le=LARGEST)
+    num_assistant_tokens: int = setting(5, ge=1, le=MOST_PROPOSALS)
 
 
 DEFAULTS: dict[str, Any] = {field.name: field.default for field in fields(Settings)}

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 TRAIN = Path(__file__).resolve().parents[1] / "train"
-SOURCES = (TRAIN / "settings.py", TRAIN / "objective_settings.py")
+SOURCES = (TRAIN / "config.py",)
 UNKNOWN = object()  # a default that is no literal
 
 

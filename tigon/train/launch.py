@@ -10,7 +10,7 @@ import torch
 
 from tigon.train.board import LAUNCHED, Failure, end_soon, report
 from tigon.train.build import prepare
-from tigon.train.config import Config, parallel_of, sizes_of
+from tigon.train.config import Config, mesh_sizes, parallel_settings
 from tigon.train.config_file import dump, load
 from tigon.train.estimate.report import dry_run
 from tigon.train.flight import flight_recorder, prepare_flight_recorder
@@ -53,7 +53,7 @@ def _main(rest: list[str]) -> None:
         if count is not None and not (show or alone):
             check_count(count, config.device)
             if config.parallel != "auto":
-                sizes_of(config, count)
+                mesh_sizes(config, count)
     except (ValueError, OSError) as error:
         sys.exit(refusal(error))
     if show:
@@ -110,12 +110,12 @@ def launch(config: Config, plan: int | None = None) -> str | int:
         check_interfaces()
         pick_device(device)
         if config.parallel != "auto":
-            sizes_of(config, ranks if plan is None else max(plan, ranks))
+            mesh_sizes(config, ranks if plan is None else max(plan, ranks))
     except ValueError as error:
         return refusal(error)
     signals = Signals(silent=os.environ.get("RANK", "0") != "0")
     known = config.parallel != "auto" and (plan is None or plan <= ranks)
-    parallel = parallel_of(config) if known else None
+    parallel = parallel_settings(config) if known else None
     prepare_flight_recorder(config)
     settings = asdict(config) | {"--dry-run": plan is not None}
     try:

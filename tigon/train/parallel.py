@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from tigon.models import CausalLM
 from tigon.parallel import Meshes, MeshSizes, Place, find_zero, shard_blocks
 from tigon.train.board import LATE, Board, ended_with_parent, told
-from tigon.train.parallel_settings import Parallel
+from tigon.train.config import Parallel
 from tigon.train.signals import Signals
 from tigon.utils.terminal import one_line
 from tigon.version import __version__

@@ -10,8 +10,8 @@ import torch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity
 
+from tigon.train.config import Profile
 from tigon.train.parallel import World
-from tigon.train.settings import Profile
 
 STEP = "tigon step"  # of the trace
 TABLE = "table.json"

@@ -9,9 +9,8 @@ from typing import Any
 from tigon.data import Loader
 from tigon.tokenizer import chat
 from tigon.train import checkpoint
-from tigon.train.config import Config
+from tigon.train.config import Config, Parallel
 from tigon.train.parallel import World
-from tigon.train.parallel_settings import Parallel
 from tigon.train.state import State
 
 AFRESH = "give the same again, or begin another run_dir, with model= an export of this one"
@@ -146,7 +145,7 @@ def check(source: Path, config: Config, data: Loader) -> list[str]:
         raise ValueError(f"{source / 'run.json'} lacks data: it is no run's checkpoint")
     if checkpoint.is_legacy(source):
         return [*changed.values(), "the order of the data, which an earlier version of Tigon chose"]
-    orders = [field.name for field in fields(Config) if field.metadata["stream"]]
+    orders = [field.name for field in fields(Config) if field.metadata.get("stream")]
     wrong = [changed[name] for name in orders if name in changed]
     if wrong:
         raise ValueError(

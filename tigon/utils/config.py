@@ -6,10 +6,11 @@ refuse, and its messages would have to be rewritten from the type hints all the 
 """
 
 import difflib
+import math
 import re
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from dataclasses import MISSING, field, fields, is_dataclass
+from dataclasses import MISSING, Field, field, fields, is_dataclass
 from numbers import Integral, Real
 from types import NoneType, UnionType
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -42,12 +43,16 @@ def setting(
     default: Any,
     help: str = "",
     *,
-    least: float | None = None,
-    most: float | None = None,
-    **more: Any,
+    ge: float | None = None,
+    gt: float | None = None,
+    le: float | None = None,
+    lt: float | None = None,
+    finite: bool = False,
+    **metadata: Any,
 ) -> Any:
-    """A dataclass field. `least`, `most`: the smallest and the largest value that it may have."""
-    return field(default=default, metadata={"help": help, "least": least, "most": most, **more})
+    """A dataclass field with the range of its numbers: >= ge, > gt, <= le, < lt, not infinite."""
+    range = {"ge": ge, "gt": gt, "le": le, "lt": lt, "finite": finite}
+    return field(default=default, metadata={"help": help, **range, **metadata})
 
 
 def field_types(cls: type) -> dict[str, Any]:
@@ -96,14 +101,14 @@ def read_settings(
             except ConfigTypeError as error:
                 if inner is None:
                     facts = settings[key].metadata
-                    if facts.get("least") is None or value not in (None, "null"):
+                    if facts.get("ge") is None or value not in (None, "null"):
                         raise
                     raise ConfigTypeError(f"{error}: {facts['help']}") from None  # 0: never
                 example = f"{name}.{fields(inner)[0].name}={quote(fields(inner)[0].default)}"
                 raise ConfigTypeError(
                     f"{error}; its settings have its name, as {example}"
                 ) from None
-            _check_setting(name, found[name], settings[key].metadata)
+            _check_field_range(name, found[name], settings[key])
     return found
 
 
@@ -146,9 +151,9 @@ def check_type(name: str, value: Any, kind: Any, parse: Parse | None = None) -> 
 
 
 def check_ranges(settings: Any) -> None:
-    """For __post_init__: raises ConfigError for a value beyond its field's `least` or `most`."""
+    """For __post_init__: raises ConfigError for a value beyond its field's range."""
     for f in fields(settings):
-        _check_setting(f.name, getattr(settings, f.name), f.metadata)
+        _check_field_range(f.name, getattr(settings, f.name), f)
 
 
 def suggest(name: str, known: Iterable[str], cutoff: float = 0.5) -> str:
@@ -218,22 +223,38 @@ def _group(cls: type, values: Mapping[str, Any], parse: Parse | None, name: str)
     return build_settings(cls, own)
 
 
-def check_range(name: str, value: Any, least: float | None, most: float | None) -> None:
-    """Raises ConfigError unless the value is None or in this range."""
-    if value is None or isinstance(value, str):  # of a setting that is a number or a word
-        return
-    if isinstance(value, tuple):
-        for item in value:
-            check_range(name, item, least, most)
-        return
-    if least is not None and not value >= least:  # NaN too
-        raise ConfigError(f"{name}={quote(value)} must be at least {least}")
-    if most is not None and not value <= most:
-        raise ConfigError(f"{name}={quote(value)} must be at most {most}")
+def check_range(
+    name: str,
+    value: Any,
+    ge: float | None = None,
+    le: float | None = None,
+    *,
+    gt: float | None = None,
+    lt: float | None = None,
+    finite: bool = False,
+) -> None:
+    """Raises ConfigError for a number, or one of a tuple, that is beyond this range."""
+    for item in value if isinstance(value, tuple) else (value,):
+        if not isinstance(item, Real) or isinstance(item, bool):
+            continue
+        text = f"{name}={quote(item)} must be"
+        if ge is not None and not item >= ge:  # NaN too
+            raise ConfigError(f"{text} at least {ge}")
+        if gt is not None and not item > gt:
+            raise ConfigError(f"{text} above {gt}")
+        if le is not None and not item <= le:
+            raise ConfigError(f"{text} at most {le}")
+        if lt is not None and not item < lt:
+            raise ConfigError(f"{text} below {lt}")
+        if finite and isinstance(item, Integral) and item >= 2**63:
+            raise ConfigError(f"{text} below 2**63")
+        if finite and item in (math.inf, -math.inf):
+            raise ConfigError(f"{text} finite")
 
 
-def _check_setting(name: str, value: Any, metadata: Mapping[str, Any]) -> None:
-    check_range(name, value, metadata.get("least"), metadata.get("most"))
+def _check_field_range(name: str, value: Any, field: Field[Any]) -> None:
+    limits = {key: field.metadata.get(key) for key in ("ge", "gt", "le", "lt")}
+    check_range(name, value, **limits, finite=field.metadata.get("finite", False))
 
 
 def _dataclass(kind: Any) -> Any:

@@ -19,7 +19,7 @@ from tigon.data.fill import COPIES
 from tigon.kernels import use
 from tigon.models import CausalLM, quantised_bytes
 from tigon.parallel import MeshSizes, take_part
-from tigon.train.config import Config, sizes_of
+from tigon.train.config import Config, mesh_sizes
 from tigon.train.estimate.beside import count_in
 from tigon.train.estimate.gathering import GRADIENTS, Gathering, held, padded, ranks_of, whole
 from tigon.train.estimate.meter import Ledger, Meter, tensors_of, watch_head
@@ -70,7 +70,7 @@ def estimate(
     share as the settings say.
     """
     param_dtype = getattr(torch, config.param_dtype)
-    sizes = sizes_of(config, world)
+    sizes = mesh_sizes(config, world)
     sharded = is_sharded(config, sizes.dividing, compute)
     take_part(model, sizes)
     set_fp8(model, config)

@@ -15,7 +15,7 @@ from tigon.models import CausalLM, count_parameters
 from tigon.parallel import MeshSizes
 from tigon.report.figures import duration
 from tigon.train.build import Inputs, make_run, read_inputs, without_effect, without_fp8
-from tigon.train.config import Config, parallel_of, sizes_of
+from tigon.train.config import Config, mesh_sizes, parallel_settings
 from tigon.train.estimate.budget import GIB, Choice, decide, memory_of
 from tigon.train.estimate.memory import Estimate, estimate
 from tigon.train.estimate.steps import Measured, measure, random_model
@@ -43,7 +43,7 @@ def dry_run(config: Config, world: World, gpus: int) -> None:
     Raises InputError where a step does not fit into memory.
     """
     config, world = settle(config, world, gpus)
-    sizes = sizes_of(config, gpus)
+    sizes = mesh_sizes(config, gpus)
     ranks = sizes.data
     if config.batch_size % (config.micro_batch_size * ranks):
         raise InputError(
@@ -113,7 +113,7 @@ def described(config: Config, inputs: Inputs, model: CausalLM, gpus: int) -> lis
     else:
         learned = f", of which {targets:,} are learned"
     each = f", {data.steps_per_epoch:,} an epoch" if data.steps_per_epoch else ""
-    sizes = sizes_of(config, gpus)
+    sizes = mesh_sizes(config, gpus)
     per_rank = config.batch_size // (sizes.data * config.micro_batch_size)
     parts = f"{per_rank} micro-batch{'es' if per_rank > 1 else ''} of {config.micro_batch_size}"
     together = sizes.ranks // sizes.data
@@ -247,7 +247,7 @@ def advice(config: Config, inputs: Inputs, gpus: int) -> list[str]:
                 continue
             names = " ".join(f"{key}={str(value).lower()}" for key, value in change.items())
             lines.append(f"  {total / GIB:8.2f} GiB with {names}")
-    parallel = parallel_of(config)
+    parallel = parallel_settings(config)
     shared = replace(parallel, context=2 * parallel.context)
     with suppress(ValueError):  # of ranks that cannot be divided so
         shared.sizes(gpus)
@@ -255,7 +255,7 @@ def advice(config: Config, inputs: Inputs, gpus: int) -> list[str]:
         if total < present:
             lines.append(f"  {total / GIB:8.2f} GiB with parallel.context={shared.context}")
     fixed = parallel.fsdp is not None
-    rows = 2 * sizes_of(config, gpus).data * config.micro_batch_size
+    rows = 2 * mesh_sizes(config, gpus).data * config.micro_batch_size
     if not fixed and config.batch_size % rows == 0:
         total = plan(config, inputs, 2 * gpus).total
         lines.append(f"  {total / GIB:8.2f} GiB on {2 * gpus} GPUs")

@@ -13,11 +13,10 @@ import torch
 
 from tigon.parallel import Meshes
 from tigon.train import checkpoint
-from tigon.train.config import Config, sizes_of
+from tigon.train.config import Config, Parallel, mesh_sizes
 from tigon.train.estimate.budget import budget_of, gib, memory_of
 from tigon.train.model import outline
 from tigon.train.parallel import World
-from tigon.train.parallel_settings import Parallel
 from tigon.train.plan.gpu import gpu_called
 from tigon.train.plan.layout import MESH, Job, Layout, as_set, meshes
 from tigon.train.plan.report import check, why_not
@@ -54,7 +53,7 @@ def settle(config: Config, world: World, gpus: int | None = None) -> tuple[Confi
     parallel = Parallel(**{name: world.most(getattr(parallel, name) or 1) for name in MESH})
     config = replace(config, parallel=parallel)
     if gpus == world.size:
-        world = replace(world, meshes=Meshes.of(world.device.type, sizes_of(config, gpus)))
+        world = replace(world, meshes=Meshes.of(world.device.type, mesh_sizes(config, gpus)))
     return config, world
 
 

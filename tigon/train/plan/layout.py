@@ -13,11 +13,10 @@ import torch
 
 from tigon.data.examples import counted
 from tigon.parallel import MeshSizes, check_context
-from tigon.train.config import Config
+from tigon.train.config import Config, Parallel
 from tigon.train.graphs import check_run
 from tigon.train.optim import check_part, check_ranks
 from tigon.train.parallel import World
-from tigon.train.parallel_settings import Parallel
 from tigon.train.plan.gpu import GPU, Constants
 from tigon.train.plan.work import Shapes, tokens_of
 

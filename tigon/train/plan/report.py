@@ -9,15 +9,14 @@ from pathlib import Path
 import torch
 
 from tigon.data.examples import counted
-from tigon.train.config import Config
-from tigon.train.config_file import load, pairs
+from tigon.train.config import MAX_TOKENS, Config
+from tigon.train.config_file import load, parse_arguments
 from tigon.train.estimate.budget import GIB
 from tigon.train.model import outline
 from tigon.train.plan.gpu import find_gpu
 from tigon.train.plan.layout import MESH, Job
 from tigon.train.plan.search import LACKS, TIE, Choice, Plan
 from tigon.train.plan.work import Shapes
-from tigon.train.settings import LONGEST
 
 HEAD = (
     *("micro-batch size", "micro-batches", "recomputed", "GiB", "NVLink GB", "network GB"),
@@ -63,8 +62,8 @@ def read_job(
     for name, count, least in (("--seq-len", seq_len, 2), ("--batch-tokens", tokens, 1)):
         if count < least:
             raise ValueError(f"{name} {count} must be at least {least}")
-    if seq_len > LONGEST:
-        raise ValueError(f"--seq-len {seq_len} must be at most {LONGEST:,}")
+    if seq_len > MAX_TOKENS:
+        raise ValueError(f"--seq-len {seq_len} must be at most {MAX_TOKENS:,}")
     if tokens % seq_len:
         below = tokens // seq_len * seq_len
         near = " or ".join(str(n) for n in (below, below + seq_len) if n)
@@ -93,7 +92,7 @@ def read_job(
 
 def check_used(settings: Sequence[str]) -> None:
     """Raises ValueError for settings that a plan would ignore."""
-    for name, value in pairs(settings):
+    for name, value in parse_arguments(settings):
         first, given = name.partition(".")[0], f"--settings {name}={value}"
         if name in ARGUMENTS:
             raise ValueError(f"{given}: {ARGUMENTS[name]}")

@@ -211,7 +211,7 @@ def _no_weights(repository: Repository) -> str:
 
 def _read_index(path: Path) -> dict[str, str]:
     """Tensor name -> shard file, checked to stay in the index's directory."""
-    weight_map = read_json(path, most_bytes=MAX_HEADER).get("weight_map")
+    weight_map = read_json(path, max_bytes=MAX_HEADER).get("weight_map")
     where = escape(path)
     if not isinstance(weight_map, dict) or not weight_map:
         raise ValueError(f"{where} has no weight_map from tensor names to shard files")

@@ -356,31 +356,14 @@ def test_the_command_line_wins_over_the_file_with_either_of_two(tmp_path):
 
 # A value for each condition of the tables that says none, true aside
 SAMPLES = {
-    **{
-        "epochs": "2",
-        "steps": "3",
-        "eval_fraction": "0.1",
-        "eval_data": "e.jsonl",
-        "init": "c.json",
-    },
+    **{"epochs": "2", "steps": "3", "eval_fraction": "0.1", "eval_data": "e.jsonl"},
+    **{"init": "c.json", "tokenizer": "t", "lora": "{}", "lora.quantize": "nf4"},
     **{"parallel.replicate>1": "2", "parallel.tensor>1": "2", "parallel.expert>1": "2"},
-    **{
-        "lora": "{}",
-        "lora.quantize": "nf4",
-        "ema_decay": "0.9",
-        "spike_sigma>0": "3",
-        "tokenizer": "t",
-    },
+    **{"ema_decay": "0.9", "spike_sigma>0": "3", "memory_budget": "8", "fp8_except": "o_proj"},
     **{"keep_best": "1", "sample_prompts": "hello", "patience": "2", "eval_every": "5"},
     **{"push_to_hub": "a/b", "momentum": "0.9", "momentum>0": "0.9", "nesterov": "false"},
-    **{
-        "ns_steps": "6",
-        "adjust_lr_fn": "original",
-        "adamw_lr": "1",
-        "adamw_lr>0": "1",
-        "lr>0": "1",
-    },
-    **{"decay_steps": "9", "decay_type": "sqrt", "fp8_except": "o_proj", "memory_budget": "8"},
+    **{"ns_steps": "6", "adjust_lr_fn": "original", "adamw_lr": "1", "adamw_lr>0": "1"},
+    **{"lr>0": "1", "decay_steps": "9", "decay_type": "sqrt"},
 }
 UNFULFILLED = {
     "export=true": "export=false",

@@ -1,12 +1,11 @@
 import os
-import tracemalloc
 from pathlib import Path
 
 import pytest
 
 from tigon.utils.json import (
-    MOST_DEPTH,
-    MOST_DIGITS,
+    MAX_DEPTH,
+    MAX_DIGITS,
     escape,
     parse_json,
     parse_object,
@@ -20,18 +19,21 @@ REFUSED: dict[str, tuple[bytes, str]] = {
     "a byte order mark": (b"\xef\xbb\xbf{}", "f.json is not valid JSON: .*BOM"),
     "a list": (b"[]", "f.json is not a JSON object but a list"),
     "null": (b"null", "f.json is not a JSON object but null"),
-    "NaN alone": (b"NaN", "f.json is NaN"),
+    "NaN alone": (b"NaN", "f.json is not valid JSON: NaN"),
     "a key twice": (b'{"a": {"b": 1, "b": 1}}', "f.json: it names 'b' twice"),
-    "NaN": (b'{"a": [1, {"b": NaN}]}', r"f.json: a\[1\].b is NaN, which JSON does not have"),
-    "infinity": (b'{"a": -Infinity}', "f.json: a is -Infinity"),
-    "a large exponent": (b'{"a": 1e999}', "f.json: a is 1e999, which no number can hold"),
-    "many digits": (b'{"a": %s}' % (b"1" * 5000), "f.json: a is a number of 5000 digits"),
+    "NaN": (b'{"a": [1, {"b": NaN}]}', "f.json is not valid JSON: NaN is not"),
+    "infinity": (b'{"a": -Infinity}', "f.json is not valid JSON: -Infinity is not"),
+    "a large exponent": (b'{"a": 1e999}', "f.json is not valid JSON: 1e999 is not"),
+    "many digits": (
+        b'{"a": %s}' % (b"1" * 5000),
+        "f.json is not valid JSON: a number of 5000 digits",
+    ),
     "a deep list": (b'{"a":' + b"[" * 200 + b"]" * 200 + b"}", "f.json is nested deeper than 100"),
     "no end of lists": (b"[" * 100_000, "f.json is nested deeper than 100"),
     "no end of objects": (b'{"a":' * 100_000, "f.json is nested deeper than 100"),
-    "half a pair": (rb'{"a": "\ud83d"}', r"f.json: a is '\\ud83d', which has half a surrogate"),
-    "half a pair as a key": (rb'{"a": {"\uDC00": 1}}', r"f.json: a is '\\udc00', which has half"),
-    "many lists": (b'{"a":[' + b"[]," * 5_000_000 + b"1]}", "f.json has 15000009 bytes .* values"),
+    "half a pair": (rb'{"a": "\ud83d"}', r"f.json has '\\ud83d', which is half a surrogate"),
+    "half a pair as a key": (rb'{"a": {"\uDC00": 1}}', r"f.json has '\\udc00', which is half"),
+    "many lists": (b'{"a":[' + b"[]," * 5_000_000 + b"1]}", "f.json has about 10000002 values"),
     "more bytes": (b'{"a":"%s"}' % (b"1" * 2**24), "f.json has 16777224 bytes, and such a file"),
 }
 
@@ -51,9 +53,9 @@ def test_read(tmp_path: Path) -> None:
     path = tmp_path / "f.json"
     path.write_text(r'{"a": [1, 2.5, null, true, "\ud83d\ude00é"], "b": {"c": {}}, "": -0.0}')
     assert read_json(path) == {"a": [1, 2.5, None, True, "😀é"], "b": {"c": {}}, "": 0.0}
-    deepest = b"[" * (MOST_DEPTH) + b"]" * (MOST_DEPTH)
+    deepest = b"[" * (MAX_DEPTH) + b"]" * (MAX_DEPTH)
     assert str(parse_json(deepest, "x")).encode() == deepest
-    assert parse_json(b"1" * MOST_DIGITS, "x") == int("1" * MOST_DIGITS)
+    assert parse_json(b"1" * MAX_DIGITS, "x") == int("1" * MAX_DIGITS)
     infinite = parse_object(b'{"a": NaN, "b": 1e999}', "x", nan=True)
     assert infinite["a"] != infinite["a"] and infinite["b"] == float("inf")
 
@@ -66,31 +68,7 @@ def test_no_pipe_is_waited_for(tmp_path: Path) -> None:
         read_json("/dev/zero")
 
 
-@pytest.mark.parametrize("item", [b"[],", b"{},", b'{"a":{}},', b'{"a":1},', b"9999.5,", b'"ab",'])
-def test_the_estimate_of_memory_holds(item: bytes) -> None:
-    """A fiftieth of the most that is read takes a fiftieth of the memory at most."""
-    count = 768 * 2**20 // 50 // (250 * sum(map(item.count, (b",", b"[", b"{"))) + 2 * len(item))
-    data = b"[" + item * (count - 1) + item[:-1] + b"]"
-    tracemalloc.start()
-    try:
-        parse_json(data, "x")
-        assert tracemalloc.get_traced_memory()[1] < 768 * 2**20 / 50
-    finally:
-        tracemalloc.stop()
-
-
-def test_distinct_keys_are_within_the_estimate() -> None:
-    count = 768 * 2**20 // 50 // (250 + 2 * 10)
-    data = b"{" + b",".join(b'"%x":%d' % (i, i) for i in range(count)) + b"}"
-    tracemalloc.start()
-    try:
-        parse_json(data, "x")
-        assert tracemalloc.get_traced_memory()[1] < 768 * 2**20 / 50
-    finally:
-        tracemalloc.stop()
-
-
-def test_shown() -> None:
+def test_quote() -> None:
     plain = {"a": [1, 2.5, None, (True,)], "b's": {"c": "é"}}
     assert quote(plain) == repr(plain)
     assert quote("\x1b[31m\u202e\ud800\n") == r"'\x1b[31m\u202e\ud800\n'"

@@ -190,7 +190,7 @@ def exported_files(folder: Path) -> dict[str, Path]:
             "`tigon export` makes one"
         )
     if index := found.get("model.safetensors.index.json"):
-        shards = read_json(index, most_bytes=LARGEST_INDEX).get("weight_map")
+        shards = read_json(index, max_bytes=LARGEST_INDEX).get("weight_map")
         named = set(map(str, shards.values())) if isinstance(shards, dict) else set()
         if absent := sorted(named - found.keys()):
             raise FileNotFoundError(

@@ -69,7 +69,7 @@ def group_fields(cls: type) -> set[str]:
 def read_settings(
     cls: type, values: Mapping[str, Any], *, parse: Parse | None = None, group: str = ""
 ) -> dict[str, Any]:
-    """The values as the fields of the dataclass need them, for `make`.
+    """The values as the fields of the dataclass need them, for `build_settings`.
 
     A field that is a dataclass takes a mapping; its settings are named with a dot, `group.name`,
     which `values` may do too. `parse` reads text where a field needs something else, as on a
@@ -82,7 +82,7 @@ def read_settings(
         first, dot, rest = str(key).partition(".")
         inner = _dataclass(kinds.get(first))
         if inner is not None and not dot and parse is not None and isinstance(value, str):
-            with suppress(ValueError):  # which `check` says
+            with suppress(ValueError):  # `check_type` raises it with the name
                 value = parse(value)
         if inner is not None and (dot or isinstance(value, Mapping)):
             inside = {rest: value} if dot else value
@@ -113,28 +113,27 @@ def read_settings(
 
 
 def build_settings(cls: type[T], values: Mapping[str, Any]) -> T:
-    """The dataclass of values that `read` gave."""
-    own: dict[str, Any] = {}
-    group_fields: dict[str, dict[str, Any]] = {}
+    """The dataclass of values that `read_settings` returned."""
+    plain: dict[str, Any] = {}
+    groups: dict[str, dict[str, Any]] = {}
     for key, value in values.items():
         first, dot, rest = key.partition(".")
         if dot:
-            group_fields.setdefault(first, {})[rest] = value
+            groups.setdefault(first, {})[rest] = value
         else:
-            own[key] = value
-    for name, inside in group_fields.items():
-        if own.get(name) is not None and not is_dataclass(own[name]):
+            plain[key] = value
+    for name, inside in groups.items():
+        if plain.get(name) is not None and not is_dataclass(plain[name]):
             more = next(iter(inside))
             raise ConfigError(
-                f"{name}={quote(own[name])} and {name}.{more}={quote(inside[more])} contradict "
+                f"{name}={quote(plain[name])} and {name}.{more}={quote(inside[more])} contradict "
                 "each other: give one of them"
             )
     kinds = field_types(cls)
     inner = {
-        name: build_settings(_dataclass(kinds[name]), inside)
-        for name, inside in group_fields.items()
+        name: build_settings(_dataclass(kinds[name]), inside) for name, inside in groups.items()
     }
-    return cls(**own | inner)
+    return cls(**plain | inner)
 
 
 def check_type(name: str, value: Any, kind: Any, parse: Parse | None = None) -> Any:
@@ -215,12 +214,12 @@ def _plural(kind: Any) -> str:
 
 def _group(cls: type, values: Mapping[str, Any], parse: Parse | None, name: str) -> Any:
     """A dataclass in a list."""
-    found = read_settings(cls, values, parse=parse, group=f"{name}.")
-    own = {key.removeprefix(f"{name}."): value for key, value in found.items()}
+    read = read_settings(cls, values, parse=parse, group=f"{name}.")
+    settings = {key.removeprefix(f"{name}."): value for key, value in read.items()}
     for f in fields(cls):
-        if f.default is f.default_factory is MISSING and f.name not in own:
-            raise ConfigError(f"{name} needs {f.name!r}; it has {', '.join(own) or 'nothing'}")
-    return build_settings(cls, own)
+        if f.default is f.default_factory is MISSING and f.name not in settings:
+            raise ConfigError(f"{name} needs {f.name!r}; it has {', '.join(settings) or 'nothing'}")
+    return build_settings(cls, settings)
 
 
 def check_range(
@@ -234,21 +233,20 @@ def check_range(
     finite: bool = False,
 ) -> None:
     """Raises ConfigError for a number, or one of a tuple, that is beyond this range."""
-    for item in value if isinstance(value, tuple) else (value,):
-        if not isinstance(item, Real) or isinstance(item, bool):
-            continue
-        text = f"{name}={quote(item)} must be"
-        if ge is not None and not item >= ge:  # NaN too
+    numbers = value if isinstance(value, tuple) else (value,)
+    for number in (n for n in numbers if type(n) in (int, float)):
+        text = f"{name}={quote(number)} must be"
+        if ge is not None and not number >= ge:  # NaN too
             raise ConfigError(f"{text} at least {ge}")
-        if gt is not None and not item > gt:
+        if gt is not None and not number > gt:
             raise ConfigError(f"{text} above {gt}")
-        if le is not None and not item <= le:
+        if le is not None and not number <= le:
             raise ConfigError(f"{text} at most {le}")
-        if lt is not None and not item < lt:
+        if lt is not None and not number < lt:
             raise ConfigError(f"{text} below {lt}")
-        if finite and isinstance(item, Integral) and item >= 2**63:
+        if finite and type(number) is int and number >= 2**63:
             raise ConfigError(f"{text} below 2**63")
-        if finite and item in (math.inf, -math.inf):
+        if finite and math.isinf(number):
             raise ConfigError(f"{text} finite")
 
 

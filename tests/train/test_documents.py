@@ -1,4 +1,4 @@
-"""docs/training.md: its recipes run, and its table of other trainers' names is that of names.py."""
+"""docs/training.md: its recipes run, and its table of other trainers' names is that of aliases.yaml."""
 
 import re
 import shlex

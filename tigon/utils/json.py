@@ -71,8 +71,9 @@ def parse_object(data: bytes, where: Path, *, nan: bool = False) -> dict[str, An
 def parse_json(data: bytes, where: Path, *, nan: bool = False) -> Any:
     """The content of JSON in UTF-8. The name `where` begins every message.
 
-    Raises ValueError for what is no JSON, has too many values, is nested too deeply, has a key twice, a number of too
-    many digits, or half a surrogate pair; unless `nan` is true, for NaN and infinity too.
+    Raises ValueError for what is no JSON, has too many values, is nested too deeply, has a key
+    twice, a number of too many digits, or half a surrogate pair; and unless `nan` is true, for NaN
+    and infinity.
     """
     name = escape(where)
     if (values := sum(map(data.count, (b",", b"[", b"{")))) > MAX_VALUES:

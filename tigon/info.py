@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from tigon.hub import Repository, config_file
-from tigon.kernels.attention import survey
+from tigon.kernels.attention.api import survey
 from tigon.models import MODELS, CausalLM, build, misfits, split_gguf
 from tigon.summary import (
     Facts,

@@ -1,4 +1,4 @@
-"""docs/training.md: its recipes run, and its table of other trainers' names is that of aliases.yaml."""
+"""docs/training.md: its recipes run, and its table of other trainers' names is in aliases.yaml."""
 
 import re
 import shlex

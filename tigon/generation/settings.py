@@ -7,8 +7,7 @@ from numbers import Integral
 from pathlib import Path
 from typing import Any, Literal
 
-from tigon.generation.prompt import Prompt
-from tigon.generation.protocols import Model
+from tigon.generation.prompt import Model, Prompt
 from tigon.utils.config import read_settings, setting, suggest
 from tigon.utils.json import escape, quote
 

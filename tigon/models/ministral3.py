@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from tigon.layers import Attention
-from tigon.models._blocks import PreNormBlock
-from tigon.models._config import Config, ConfigError
 from tigon.models.causal_lm import CausalLM
+from tigon.models.config import Config, ConfigError
+from tigon.models.decoder import PreNormBlock
 from tigon.utils.json import quote
 
 # Where the config says nothing of RoPE

@@ -12,10 +12,10 @@ from typing import Any, Literal
 from tigon.data import Entry
 from tigon.data.formats import REQUIRED
 from tigon.hub import check_repository
-from tigon.kernels.attention import Backend
+from tigon.kernels.attention.api import Backend
 from tigon.models import LoraConfig, Quantize
 from tigon.parallel import MeshSizes
-from tigon.tokenizer.chat import check_variables
+from tigon.tokenizer.chat_template import check_variables
 from tigon.utils.config import check_ranges, setting
 from tigon.utils.json import quote
 from tigon.utils.paths import check_file_name, expand_user

@@ -10,7 +10,7 @@ import torch
 
 from tigon.data.blocks import hash_files
 from tigon.hub import check_folder
-from tigon.kernels.fp8_linear import OLDEST, fits
+from tigon.kernels.linear.fp8 import OLDEST, fits
 from tigon.layers import Attention, GatedMLP, Linear, SparseMoE
 from tigon.models import (
     MODELS,

@@ -209,7 +209,7 @@ def test_experts_are_counted_before_they_are_named(
     ("content", "message"),
     [
         ('{"top_k": "5"}', "generation_config.json: top_k='5' is not a whole number"),
-        ('{"temperature": NaN}', "generation_config.json: temperature is NaN"),
+        ('{"temperature": NaN}', "generation_config.json is not valid JSON: NaN is"),
         ('{"max_new_tokens": -1}', "generation_config.json: max_new_tokens=-1 must be at least 0"),
         ('{"eos_token_id": {"a": 1}}', "generation_config.json: eos_token_id={'a': 1} is not a"),
         ('{"top_k": 1, "top_k": 2}', "generation_config.json: it names 'top_k' twice"),

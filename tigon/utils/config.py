@@ -115,14 +115,14 @@ def read_settings(
 def build_settings(cls: type[T], values: Mapping[str, Any]) -> T:
     """The dataclass of values that `read_settings` returned."""
     plain: dict[str, Any] = {}
-    groups: dict[str, dict[str, Any]] = {}
+    by_group: dict[str, dict[str, Any]] = {}
     for key, value in values.items():
         first, dot, rest = key.partition(".")
         if dot:
-            groups.setdefault(first, {})[rest] = value
+            by_group.setdefault(first, {})[rest] = value
         else:
             plain[key] = value
-    for name, inside in groups.items():
+    for name, inside in by_group.items():
         if plain.get(name) is not None and not is_dataclass(plain[name]):
             more = next(iter(inside))
             raise ConfigError(
@@ -131,7 +131,7 @@ def build_settings(cls: type[T], values: Mapping[str, Any]) -> T:
             )
     kinds = field_types(cls)
     inner = {
-        name: build_settings(_dataclass(kinds[name]), inside) for name, inside in groups.items()
+        name: build_settings(_dataclass(kinds[name]), inside) for name, inside in by_group.items()
     }
     return cls(**plain | inner)
 
@@ -214,8 +214,8 @@ def _plural(kind: Any) -> str:
 
 def _group(cls: type, values: Mapping[str, Any], parse: Parse | None, name: str) -> Any:
     """A dataclass in a list."""
-    read = read_settings(cls, values, parse=parse, group=f"{name}.")
-    settings = {key.removeprefix(f"{name}."): value for key, value in read.items()}
+    checked = read_settings(cls, values, parse=parse, group=f"{name}.")
+    settings = {key.removeprefix(f"{name}."): value for key, value in checked.items()}
     for f in fields(cls):
         if f.default is f.default_factory is MISSING and f.name not in settings:
             raise ConfigError(f"{name} needs {f.name!r}; it has {', '.join(settings) or 'nothing'}")

@@ -23,8 +23,8 @@ from tigon.data.examples import Encoder, Examples
 from tigon.data.store import Store, Stored
 from tigon.data.usage import ENTRY, Cleaned, clean, lock, looking, note
 from tigon.data.workers import Pool
-from tigon.json_file import escaped
-from tigon.paths import expanded
+from tigon.utils.json import escape
+from tigon.utils.paths import expand_user
 
 PARTIAL = ".partial"
 TEMPORARY = re.compile(r"\.[0-9a-f]{32}\.(digest|failed|npy|json)\.[0-9a-f]{16}")
@@ -34,7 +34,7 @@ EVERY = 10.0  # seconds between two lines of progress
 
 def cache_root() -> Path:
     chosen = os.environ.get("TIGON_CACHE")
-    return expanded(chosen) if chosen else Path.home() / ".cache/tigon"
+    return expand_user(chosen) if chosen else Path.home() / ".cache/tigon"
 
 
 def tokenised(
@@ -274,7 +274,7 @@ class Progress:
 
     def add(self, rows: int, tokens: int, name: str, done: int) -> None:
         self.rows, self.tokens = self.rows + rows, self.tokens + tokens
-        name = escaped(name)
+        name = escape(name)
         where = f"{name}, {done} of {self.files} done" if self.files > 1 else name
         self.bar.set_postfix_str(f"{self.tokens / 1e6:.1f} M tokens, {where}", refresh=False)
         self.bar.update(rows)

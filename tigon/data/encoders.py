@@ -15,8 +15,8 @@ from tigon.data.blocks import Source
 from tigon.data.content_check import ContentCheck, EmptyAnswer
 from tigon.data.examples import WEIGHTED, Encoder, Example, Report
 from tigon.data.formats import CHATS, TEXTS, Chat, Format, Row, Text, as_chat, as_text
-from tigon.json_file import escaped
 from tigon.tokenizer import REASONING, Span, Tokenizer, TrainOn, learned_turns
+from tigon.utils.json import escape
 
 VERSION = 2  # of what these make of a row; another one makes caches anew
 TRIED = 100  # rows that may be bad before a source is refused, where bad rows are skipped
@@ -46,7 +46,7 @@ class FormatEncoder(Encoder):
                 return source.as_format(self.begin(row, form))
             except (ValueError, RecursionError) as error:
                 deep = isinstance(error, RecursionError)
-                what = "is nested too deeply" if deep else escaped(error)
+                what = "is nested too deeply" if deep else escape(error)
                 first = first or ValueError(f"{source.name}:{line}: {what}")
                 if not self.skip_bad_rows or tried == TRIED:
                     raise first from error

@@ -17,7 +17,7 @@ from tigon.data.blocks import LARGEST_ROW, Block, Source
 from tigon.data.content_check import EmptyAnswer
 from tigon.data.formats import Format, Row
 from tigon.data.widths import PADS, alike, widened, widest
-from tigon.json_file import escaped
+from tigon.utils.json import escape
 
 SUPERVISED = {"supervised": np.bool_}  # the column of the tokens that are to be learned
 # A column that only some examples have, and what it is for the others. Examples in which it would
@@ -229,7 +229,7 @@ class Encoder:
                 ignored |= self.ignored(row, block.format)
                 examples = next(encoded)
             if isinstance(examples, ValueError):
-                message = f"{block.name}:{line}: {escaped(examples)}"
+                message = f"{block.name}:{line}: {escape(examples)}"
                 if not self.skip_bad_rows:
                     raise ValueError(message) from examples
                 empty = isinstance(examples, EmptyAnswer)
@@ -238,7 +238,7 @@ class Encoder:
                 groups += [(line, own) for own in self.together(examples)]
             else:
                 report += Report(unlearned=1)
-        report += Report(ignored_keys=tuple(escaped(key, 100) for key in ignored)) + self.noted
+        report += Report(ignored_keys=tuple(escape(key, 100) for key in ignored)) + self.noted
         return collect(block.name, groups, report, self.per_token, self.per_example)
 
 

@@ -15,7 +15,7 @@ from typing import IO, Any
 
 from tigon.data.blocks import LARGEST_ROW, SIZE, Block, Rows, RowsBlock, Source, hash_files
 from tigon.data.formats import VALUES, Row
-from tigon.json_file import Twice, shown, unique
+from tigon.utils.json import DuplicateKeyError, object_from_pairs, quote
 
 LONGEST_LINE = 8 * LARGEST_ROW  # bytes that are read of a row which is too large
 SPACIOUS, MOST_CONTAINERS = 2**24, 2**22  # bytes of a row, and lists and objects in a larger one
@@ -118,7 +118,7 @@ class CsvFile(Source):
                     )
                 if twice := [name for name in header if header.count(name) > 1]:
                     raise ValueError(
-                        f"{self.name} has the column {shown(twice[0])} twice: remove one"
+                        f"{self.name} has the column {quote(twice[0])} twice: remove one"
                     )
                 line = reader.line_num + 1
                 for cells in reader:
@@ -271,8 +271,8 @@ def _parse(raw: bytes) -> Row | ValueError:
     if len(raw) > SPACIOUS and raw.count(b"[") + raw.count(b"{") > MOST_CONTAINERS:
         return ValueError(f"has more than {MOST_CONTAINERS:,} lists and objects")
     try:
-        row = json.loads(raw, object_pairs_hook=unique)
-    except Twice as error:
+        row = json.loads(raw, object_pairs_hook=object_from_pairs)
+    except DuplicateKeyError as error:
         return _named_twice(error)
     except ValueError as error:  # bad JSON and bad UTF-8 alike
         split = "; each line must be a whole object" if raw.strip() in (b"{", b"[") else ""
@@ -284,8 +284,8 @@ def _parse(raw: bytes) -> Row | ValueError:
     return _checked(row)
 
 
-def _named_twice(error: Twice) -> ValueError:
-    return ValueError(f"has the key {shown(error.key)} twice in one object: remove one")
+def _named_twice(error: DuplicateKeyError) -> ValueError:
+    return ValueError(f"has the key {quote(error.key)} twice in one object: remove one")
 
 
 def _checked(row: Any) -> Row | ValueError:
@@ -301,7 +301,7 @@ def _list_items(raw: bytes, name: str) -> Iterator[tuple[int, int, Row | ValueEr
     except UnicodeDecodeError as error:
         raise ValueError(f"{name} is not UTF-8 text: {error}") from None
     decode, blank = json.JSONDecoder().raw_decode, re.compile(r"[ \t\r\n]*")
-    decode_unique = json.JSONDecoder(object_pairs_hook=unique).raw_decode
+    decode_unique = json.JSONDecoder(object_pairs_hook=object_from_pairs).raw_decode
 
     def skip(at: int) -> int:
         return blank.match(text, at).end()  # type: ignore[union-attr]
@@ -314,7 +314,7 @@ def _list_items(raw: bytes, name: str) -> Iterator[tuple[int, int, Row | ValueEr
         try:
             try:
                 row, end = decode_unique(text, at)
-            except Twice as error:
+            except DuplicateKeyError as error:
                 row, end = _named_twice(error), decode(text, at)[1]
         except (ValueError, RecursionError) as error:
             raise ValueError(f"{name}:{line}: not valid JSON: {error}") from None

@@ -18,7 +18,7 @@ from tigon.data.tables import (
     is_saved,
     saved_split,
 )
-from tigon.paths import check_file_name, expanded
+from tigon.utils.paths import check_file_name, expand_user
 
 __all__ = ["Block", "Entry", "Rows", "Source", "find_sources"]
 
@@ -92,7 +92,7 @@ def _selected(entry: Entry, form: Format, separator: str, streaming: bool) -> li
 
 
 def _find(pattern: str) -> list[Path]:
-    path = expanded(pattern)
+    path = expand_user(pattern)
     found = [path] if path.exists() else [Path(p) for p in glob.glob(str(path), recursive=True)]
     if not found:
         hint = ""

@@ -21,7 +21,7 @@ import numpy as np
 from tigon.data.disk import sync
 from tigon.data.examples import FILLS, Examples, Report
 from tigon.data.widths import widened, widest
-from tigon.json_file import read_json
+from tigon.utils.json import read_json
 
 VERSION = 1  # of the files; others are made anew
 MANIFEST = "manifest.json"

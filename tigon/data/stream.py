@@ -29,7 +29,7 @@ from tigon.data.mixture import Corpus, Pattern, Window, check_vocabulary
 from tigon.data.reader import Reader
 from tigon.data.store import Store, Stored
 from tigon.data.workers import Pool, cpus
-from tigon.json_file import read_json
+from tigon.utils.json import read_json
 
 AHEAD = 2  # windows that are made before they are needed
 WAIT = 0.02  # seconds between two looks

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from tigon.data.blocks import SIZE, Block, Rows, Source, hash_files
-from tigon.json_file import read_json, shown
+from tigon.utils.json import quote, read_json
 
 LARGEST_BATCH = 10_000  # rows; as many small ones are read together at most
 
@@ -47,7 +47,7 @@ class Tables(Source):
         for batch in self.batches():
             columns = Counter(batch.schema.names)
             if twice := [column for column, count in columns.items() if count > 1]:
-                raise ValueError(f"{self.name} has the column {shown(twice[0])} twice: remove one")
+                raise ValueError(f"{self.name} has the column {quote(twice[0])} twice: remove one")
             step = max(1, int(batch.num_rows * SIZE / max(batch.nbytes, 1)))
             for start in range(0, batch.num_rows, step):
                 part = batch.slice(start, step)

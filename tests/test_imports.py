@@ -28,9 +28,9 @@ ARROWS: dict[str, set[str]] = {
     "paths": set(),
     "strict": {"json_file"},
     "terminal": set(),
-    "hub": {"json_file", "paths"},
-    "headers": {"hub"},
-    "weights": {"headers"},
+    "utils": {"json_file"},
+    "hub": {"json_file", "paths", "utils"},
+    "weights": {"hub"},
     "layers": {"kernels"},
     "generation": {"layers", "memory", "strict"},
     "models": {"generation", "weights"},
@@ -40,21 +40,12 @@ ARROWS: dict[str, set[str]] = {
     "report": {"terminal", "yaml_file"},
     "train": {"data", "parallel", "report", "version"},
     "eval": {"data", "models"},
-    "chat": {"models", "terminal", "tokenizer"},
-    "families": set(),
-    "summary": {"families", "headers"},
-    "info": {"summary", "terminal", "train"},
-    "model_arguments": {"train"},
-    "shared_chat": {"chat", "train"},
-    "shared_commands": {"chat", "model_arguments"},
-    "commands": {"eval", "info", "shared_chat", "shared_commands"},
-    "data_commands": {"train"},
-    "cli": {"commands", "data_commands", "report", "summary", "train"},
+    "cli": {"eval", "train"},
     "__main__": {"cli"},
 }
 # These load at run time what is below them: torch takes seconds, which neither --help needs nor the
 # processes that tokenise
-LAZY = {"tigon", "tigon.cli", "tigon.data", "tigon.tokenizer._tokenizer"}
+LAZY = {"tigon", "tigon.cli.main", "tigon.data", "tigon.tokenizer._tokenizer"}
 # Imports what a user names
 BY_NAME = {"tigon.train.hooks"}
 # Takes a second and 25 MB, which models of one process do without

@@ -18,11 +18,10 @@ from tests.models.fp8_checkpoints import DYNAMIC, STATIC, to_fp8
 from tests.models.tiny import CASES, FIRST, ROPES, reference
 from tests.small import EXPERTS, LLAMA, write_chats, write_model
 from tigon.cli import main
-from tigon.families import FAMILIES
-from tigon.info import describe
+from tigon.cli.info import describe
+from tigon.cli.summary import FAMILIES, summarize
 from tigon.models import MODELS, from_pretrained
 from tigon.models._layout import MULTIMODAL
-from tigon.summary import summarize
 from tigon.train import main as train
 
 __all__ = ["hub"]

@@ -9,7 +9,7 @@ from torch import Tensor
 from tigon.json_file import shown
 from tigon.strict import ConfigError
 from tigon.weights import GGUF, GGMLTensor
-from tigon.weights.ggml import PLAIN
+from tigon.weights.gguf import TORCH_DTYPES
 from tigon.weights.reading import Reader
 
 FREQS = "rope_freqs.weight"
@@ -62,11 +62,11 @@ def _scaling(keys: dict[str, Any]) -> dict[str, Any] | None:
 def _divisors(file: GGUF, head_dim: int) -> Tensor:
     """What the frequencies are divided by, [head_dim / 2]."""
     stored = file.tensors[FREQS]
-    if stored.kind not in PLAIN or stored.shape != (head_dim // 2,):
+    if stored.kind not in TORCH_DTYPES or stored.shape != (head_dim // 2,):
         raise ConfigError(
             f"tensor {FREQS!r} is {list(stored.shape)}, not a plain one of {head_dim // 2} numbers"
         )
-    size = PLAIN[stored.kind].itemsize
+    size = TORCH_DTYPES[stored.kind].itemsize
     tensor = GGMLTensor(FREQS, stored.shape, file.path, stored.offset, stored.kind, size)
     with Reader() as reader:
         divisors = tensor.rows(reader, 0, head_dim // 2)

@@ -9,8 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from tigon.hub import Metadata, write_card
-from tigon.hub.card import is_hub_name, plain, table, usage
+from tigon.hub import escape_markdown, is_hub_name, markdown_table, usage_section, write_card
 from tigon.report.read import RunFiles, read
 
 SETTINGS = (
@@ -52,23 +51,24 @@ def run_card(
     named = {name for name in map(_hub_name, [*entries[0], *entries[1]]) if name}
     public = {name for name in sorted(named) if is_public(name, "dataset")}
     trained = sorted(public & set(map(_hub_name, entries[0])))
-    metadata = Metadata(base, trained, [word for word in (task,) if word])
     count = f" with {files.parameters:,} parameters" if files.parameters else ""
     begun = "trained from random weights"
     if not files.config.get("init"):
         begun = f"fine-tuned from {f'[{base}]({HUB}/{base})' if base else local}"
-    architecture = plain(files.architecture) or "A language model"
+    architecture = escape_markdown(files.architecture) or "A language model"
     return write_card(
-        metadata,
         [
-            f"# {plain(repository.split('/')[-1])}",
+            f"# {escape_markdown(repository.split('/')[-1])}",
             f"{architecture}{count}, {begun}, with Tigon.",
-            usage(repository),
+            usage_section(repository),
             _training(files, task, public),
             _results(files, _step(files, export), export.name == "hf-ema"),
             _settings(files),
             _versions(files, version),
         ],
+        base_model=base,
+        datasets=trained,
+        tags=[task] if task else [],
     )
 
 
@@ -77,7 +77,7 @@ def _training(files: RunFiles, task: str, public: set[str]) -> str:
     if fraction := files.config.get("eval_fraction"):
         held_out = f"a fraction of {fraction} of its rows"
     lines = [
-        f"- Task: {plain(task) or 'unknown'}",
+        f"- Task: {escape_markdown(task) or 'unknown'}",
         f"- Data: {_sources(files.config.get('data'), public)}",
         f"- Held-out data: {held_out or 'none'}",
     ]
@@ -109,7 +109,7 @@ def _results(files: RunFiles, step: int | None, average: bool) -> str:
     for at, when in measured.items():
         rows += [row for row in _measured(files, at, when) if at is not None]
     if rows:
-        lines.append(table(["weights", "step", "data", "loss", "accuracy"], rows))
+        lines.append(markdown_table(["weights", "step", "data", "loss", "accuracy"], rows))
     else:
         lines.append("There was no evaluation.")
     return "\n\n".join(lines)
@@ -124,7 +124,7 @@ def _measured(files: RunFiles, step: int | None, when: str) -> Iterator[list[obj
         accuracy = _at(files, key.replace("eval_loss", "eval_accuracy", 1), step)
         if loss is not None:
             shown = "" if accuracy is None else f"{100 * accuracy:.2f}%"
-            yield [when, step, plain(name) or "all held-out", f"{loss:.4f}", shown]
+            yield [when, step, escape_markdown(name) or "all held-out", f"{loss:.4f}", shown]
 
 
 def _at(files: RunFiles, key: str, step: int | None) -> float | None:
@@ -138,8 +138,10 @@ def _settings(files: RunFiles) -> str:
     for name in SETTINGS:
         value = files.config.get(name)
         if isinstance(value, bool | int | float) or (isinstance(value, str) and _word(value)):
-            rows.append([f"`{name}`", plain(str(value).lower() if value is not None else "")])
-    return "## Settings\n\n" + table(["setting", "value"], rows)
+            rows.append(
+                [f"`{name}`", escape_markdown(str(value).lower() if value is not None else "")]
+            )
+    return "## Settings\n\n" + markdown_table(["setting", "value"], rows)
 
 
 def _versions(files: RunFiles, version: str) -> str:
@@ -187,7 +189,7 @@ def _sources(data: Any, public: set[str]) -> str:
         elif path.startswith("hf://"):
             found.append("a data set that is not public")
         else:
-            found.append(plain(Path(path).name))
+            found.append(escape_markdown(Path(path).name))
     return ", ".join(dict.fromkeys(found))
 
 

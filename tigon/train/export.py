@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from tigon.hub import is_own_file
+from tigon.hub import contains_file
 from tigon.json_file import escaped, shown
 from tigon.models import CausalLM, adapter_parameters, materialize, torch_dtype, write_converted
 from tigon.parallel import cut_layers
@@ -251,7 +251,7 @@ def _own_template(config: Config, source: Path) -> str:
     if not config.chat_template:
         return ""
     name = Path(config.chat_template).name
-    if not is_own_file(source, name):
+    if not contains_file(source, name):
         raise FileNotFoundError(
             f"{source} was trained with the chat template {config.chat_template!r}, which it does "
             f"not have: put a copy of that file there, as {name}"

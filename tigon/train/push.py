@@ -6,15 +6,21 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from tigon.hub import Destination, Metadata, has_token, is_own_file, write_card
-from tigon.hub.card import CARD, plain, usage
-from tigon.hub.upload import exported_files
+from tigon.hub import (
+    CARD,
+    MAX_CARD,
+    UploadTarget,
+    contains_file,
+    escape_markdown,
+    has_token,
+    list_export,
+    usage_section,
+    write_card,
+)
 from tigon.json_file import read_bytes, read_json
 from tigon.train.card import is_run, run_card, run_of
 from tigon.train.config import Config
 from tigon.weights import read_header
-
-MOST_CARD = 1 << 20  # bytes
 
 
 def push(
@@ -30,8 +36,8 @@ def push(
     `destination`: private, revision, token and create_pr of `Destination`.
     """
     folder = _export_of(source)
-    exported_files(folder)  # an error before the repository is made
-    to = Destination(repository, **destination)
+    list_export(folder)  # an error before the repository is made
+    to = UploadTarget(repository, **destination)
     card = _card(folder, to)
     return to.upload(folder, card=card, message=message, overwrite_card=overwrite_card)
 
@@ -69,19 +75,21 @@ def _export_of(source: Path) -> Path:
     return source / "hf"
 
 
-def _card(folder: Path, to: Destination) -> str:
-    if is_own_file(folder, CARD):
-        return read_bytes(folder / CARD, MOST_CARD).decode(errors="replace")
+def _card(folder: Path, to: UploadTarget) -> str:
+    if contains_file(folder, CARD):
+        return read_bytes(folder / CARD, MAX_CARD).decode(errors="replace")
     if run := run_of(folder):
-        return run_card(run, folder, to.name, _version(), to.has)
+        return run_card(run, folder, to.name, _version(), to.is_public)
     config = read_json(folder / "config.json")
     headers = [read_header(path) for path in folder.glob("*.safetensors")]
     count = sum(math.prod(info.shape) for header in headers for info in header.values())
     kind = config.get("model_type")
-    about = f"A {plain(kind)} model with {count:,} parameters in its files, saved by Tigon."
+    about = (
+        f"A {escape_markdown(kind)} model with {count:,} parameters in its files, saved by Tigon."
+    )
     return write_card(
-        Metadata(tags=[kind] if isinstance(kind, str) else []),
-        [f"# {plain(to.name.split('/')[-1])}", about, usage(to.name)],
+        [f"# {escape_markdown(to.name.split('/')[-1])}", about, usage_section(to.name)],
+        tags=[kind] if isinstance(kind, str) else [],
     )
 
 

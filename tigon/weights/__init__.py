@@ -9,8 +9,7 @@ from tigon.weights.disk import DiskFull, named_if_full, require_space
 from tigon.weights.entries import entries
 from tigon.weights.finite import all_finite
 from tigon.weights.fp8 import BlockScales, Fp8Tensor
-from tigon.weights.ggml import GGMLTensor
-from tigon.weights.gguf_file import GGUF
+from tigon.weights.gguf import GGUF, GGMLTensor
 from tigon.weights.header import TensorInfo, read_header, write_header
 from tigon.weights.layout import Copy, Cut, Layout, Part, Rows, cut_parts
 from tigon.weights.loading import STAGING_BYTES, load_into, pinned_ahead

@@ -8,8 +8,8 @@ from typing import IO
 import torch
 from torch import Tensor
 
-from tigon.headers import find_tensors
 from tigon.hub import Repository
+from tigon.utils.safetensors_header import find_tensors
 from tigon.weights.decoded import Decoded
 from tigon.weights.fp8 import BlockScales, decode_fp8
 from tigon.weights.header import TensorInfo

@@ -79,6 +79,7 @@ class Repository:
         self.local_files_only = local_files_only
         self.directory: Path | None = None
         self._commit: str | None = None
+        self._unreachable: str | None = None  # why the hub did not answer
         self._lock = threading.Lock()
 
         path = Path(os.path.expanduser(path_or_repo))  # that of an unknown user stays
@@ -133,12 +134,14 @@ class Repository:
         if self._commit is not None:
             return self._download(path, self._commit)
         with self._lock:
+            if self._commit is None and not self._is_offline():
+                self._unreachable = self._connection_fault(path)
             return self._download(path, self._commit or self.revision)
 
     def read_prefix(self, name: str, count: int) -> tuple[bytes, int]:
         """The first `count` bytes of a file and its size; the rest is not downloaded."""
         path, revision = self._join(_check_relative(name)), self._commit or self.revision
-        if self.directory is None and not self._is_offline():
+        if self.directory is None and not self._is_offline() and self._unreachable is None:
             cached = try_to_load_from_cache(self.name, path, self.cache_dir, revision)
             if not isinstance(cached, str):
                 return self._download_prefix(path, revision, count)
@@ -174,6 +177,17 @@ class Repository:
     def _join(self, name: str) -> str:
         return f"{self.subfolder}/{name}" if self.subfolder else name
 
+    def _connection_fault(self, path: str) -> str | None:
+        """Why the hub does not answer within TIMEOUT; its library would try for minutes."""
+        url = hf_hub_url(self.name, path, revision=self.revision)
+        try:
+            HfApi(token=self.token).get_hf_file_metadata(url=url, timeout=_timeout())
+        except (OSError, ValueError):  # an answer, which the download raises too
+            return None
+        except Exception as error:  # of the HTTP client, whichever the library has
+            return str(error) or type(error).__name__
+        return None
+
     def _is_offline(self) -> bool:
         return self.local_files_only or constants.is_offline_mode()
 
@@ -202,7 +216,7 @@ class Repository:
                     revision=revision,
                     token=self.token,
                     cache_dir=self.cache_dir,
-                    local_files_only=self.local_files_only,
+                    local_files_only=self.local_files_only or self._unreachable is not None,
                     etag_timeout=_timeout(),
                 )
         except RemoteEntryNotFoundError as error:
@@ -213,8 +227,9 @@ class Repository:
                 return None
             raise ConnectionError(
                 f"cannot reach {constants.ENDPOINT} for {path} of {self.name}, which is neither a "
-                f"directory here nor in the cache {self.cache_dir}: {error.__cause__}; check the "
-                "name and the network, or pass local_files_only=True"
+                f"directory here nor in the cache {self.cache_dir}: "
+                f"{self._unreachable or error.__cause__}; check the name and the network, or pass "
+                "local_files_only=True"
             ) from error
         self._commit = Path(file).parents[path.count("/")].name  # .../snapshots/COMMIT/path
         return Path(file)

@@ -22,7 +22,7 @@ from tigon.cli import main
 from tigon.cli.info import describe
 from tigon.cli.summary import FAMILIES, summarize
 from tigon.models import MODELS, from_pretrained
-from tigon.models._layout import MULTIMODAL
+from tigon.models.pretrained.names import MULTIMODAL
 from tigon.train import main as train
 
 __all__ = ["hub"]

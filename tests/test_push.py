@@ -302,7 +302,7 @@ def test_a_run_pushes_its_export(
     b = tmp_path / "b"
     train([f"run_dir={b}", f"push_to_hub={NAME}", "push_private=true", *base])
     out = capsys.readouterr().out
-    assert "not pushed: " in out and "403" in out
+    assert "not pushed: " in out and "401" in out
     assert f"to push it: tigon push {b} me/words --private" in out
     assert (b / "hf/model.safetensors").is_file()
     for setting, message in (

@@ -35,11 +35,11 @@ from tests.train.ranks import Ranks
 from tigon.cli.info import describe
 from tigon.models import MODELS as ZOO
 from tigon.models import build, load_weights, materialize, read_config
-from tigon.models._gguf import FAMILIES, GGUFModel
+from tigon.models.pretrained.gguf import FAMILIES, GGUFModel
 from tigon.train import start
 from tigon.weights import GGUF, Repository
 from tigon.weights.gguf import import_reader
-from tigon.weights.reading import Reader
+from tigon.weights.read import Reader
 
 __all__ = ["hub"]
 IDS = torch.arange(40).view(2, 20)

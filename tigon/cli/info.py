@@ -22,7 +22,7 @@ from tigon.cli.summary import (
 )
 from tigon.hub import Repository, config_file
 from tigon.json_file import read_json, shown
-from tigon.kernels.attention import survey
+from tigon.kernels.attention.api import survey
 from tigon.models import MODELS, CausalLM, build, misfits, split_gguf
 from tigon.train.export import described_checkpoint, find_checkpoint
 from tigon.version import __version__

@@ -50,7 +50,8 @@ def attempt(config: Config) -> str:
     except Exception as error:  # no push is worth a run
         private = " --private" * bool(config.push_private)
         return (
-            f"not pushed: {' '.join(str(error).split())}\n  {config.run_dir}/hf is whole; to push it: "
+            f"not pushed: {' '.join(str(error).split())}\n"
+            f"  {config.run_dir}/hf is whole; to push it: "
             f"tigon push {config.run_dir} {config.push_to_hub}{private}"
         )
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from tigon.json_file import escaped, shown
 from tigon.weights.decoded import Decoded
-from tigon.weights.reading import Reader
+from tigon.weights.read import Reader
 
 TORCH_DTYPES = {0: torch.float32, 1: torch.float16, 28: torch.float64, 30: torch.bfloat16}
 MAX_ARRAY = 1 << 14  # numbers of a metadata array; longer ones belong to the tokenizer

@@ -87,7 +87,7 @@ def _sections(doc: str) -> dict[str, list[str]]:
 
 def _arguments(lines: list[str]) -> dict[str, str]:
     """Descriptions by name; lines indented deeper than the first one continue a description."""
-    found: dict[str, str] = {}
+    descriptions: dict[str, str] = {}
     lines = [line for line in lines if line.strip()]
     indent = len(lines[0]) - len(lines[0].lstrip()) if lines else 0
     name = None
@@ -95,38 +95,38 @@ def _arguments(lines: list[str]) -> dict[str, str]:
         start = re.match(r"[ \t]*(\w+):\s*(.*)", line)
         if start and len(line) - len(line.lstrip()) <= indent:
             name = start[1]
-            found[name] = start[2].strip()
+            descriptions[name] = start[2].strip()
         elif name is not None:
-            found[name] = f"{found[name]} {line.strip()}".strip()
-    return found
+            descriptions[name] = f"{descriptions[name]} {line.strip()}".strip()
+    return descriptions
 
 
-def _type_schema(hint: Any, where: str) -> dict[str, Any]:
+def _type_schema(hint: Any, subject: str) -> dict[str, Any]:
     kind, arguments = get_origin(hint) or hint, get_args(hint)
     if kind is Any:
         return {}
     if kind in (Union, UnionType):
-        return _union_schema(arguments, where)
+        return _union_schema(arguments, subject)
     if kind is Literal:
-        return _enum_schema(list(arguments), where)
+        return _enum_schema(list(arguments), subject)
     if isinstance(kind, type) and issubclass(kind, Enum):
-        return _enum_schema([member.value for member in kind], where)
+        return _enum_schema([member.value for member in kind], subject)
     if kind not in _TYPES:
-        raise ValueError(f"{where} has type {hint!r}, which is no JSON: pass the tool as a dict")
+        raise ValueError(f"{subject} has type {hint!r}, which is no JSON: pass the tool as a dict")
     schema: dict[str, Any] = {"type": _TYPES[kind]}
     if kind is list and arguments:
-        schema["items"] = _type_schema(arguments[0], where)
+        schema["items"] = _type_schema(arguments[0], subject)
     elif kind is tuple and arguments:
         if ... in arguments or len(arguments) == 1:
-            raise ValueError(f"{where} has type {hint!r}: use list[...] for any number of items")
-        schema["prefixItems"] = [_type_schema(item, where) for item in arguments]
+            raise ValueError(f"{subject} has type {hint!r}: use list[...] for any number of items")
+        schema["prefixItems"] = [_type_schema(item, subject) for item in arguments]
     elif kind is dict and arguments:
-        schema["additionalProperties"] = _type_schema(arguments[1], where)
+        schema["additionalProperties"] = _type_schema(arguments[1], subject)
     return schema
 
 
-def _union_schema(members: tuple[Any, ...], where: str) -> dict[str, Any]:
-    options = [_type_schema(member, where) for member in members if member is not NoneType]
+def _union_schema(members: tuple[Any, ...], subject: str) -> dict[str, Any]:
+    options = [_type_schema(member, subject) for member in members if member is not NoneType]
     if len(options) == 1:
         schema = options[0]
     elif all(set(o) == {"type"} and isinstance(o["type"], str) for o in options):
@@ -137,8 +137,8 @@ def _union_schema(members: tuple[Any, ...], where: str) -> dict[str, Any]:
     return schema | {"nullable": True} if NoneType in members else schema
 
 
-def _enum_schema(values: list[Any], where: str) -> dict[str, Any]:
+def _enum_schema(values: list[Any], subject: str) -> dict[str, Any]:
     types = dict.fromkeys(_TYPES.get(type(value)) for value in values)
     if not values or not types.keys() <= {"integer", "number", "string", "boolean", "null"}:
-        raise ValueError(f"{where} must be one of {values}, which are no JSON scalars")
+        raise ValueError(f"{subject} must be one of {values}, which are no JSON scalars")
     return {"type": next(iter(types)) if len(types) == 1 else list(types), "enum": values}

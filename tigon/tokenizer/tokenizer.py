@@ -13,38 +13,94 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Unpack
 import tokenizers
 
 from tigon.hub import Repository, Source
-from tigon.tokenizer import chat, source
-from tigon.tokenizer.backend import read_backend
-from tigon.tokenizer.failures import Failures
-from tigon.tokenizer.files import Files
-from tigon.tokenizer.mask import UNMARKED, Span, TrainOn, never_ends, token_weights, weighted_rows
-from tigon.tokenizer.probe import probe
-from tigon.tokenizer.stream import DecodeStream
-from tigon.tokenizer.times import time_formats
+from tigon.json_file import escaped
+from tigon.tokenizer.assistant_mask import UNMARKED, Span, TrainOn, token_weights, weighted_rows
+from tigon.tokenizer.chat_template import (
+    RESERVED,
+    Message,
+    check_messages,
+    check_unicode,
+    check_variables,
+    render,
+    template_times,
+)
+from tigon.tokenizer.files import (
+    TokenizerFiles,
+    add_tokens,
+    find_files,
+    library_errors,
+    read_backend,
+    read_config,
+    read_template,
+    read_templates,
+)
+from tigon.tokenizer.message_format import detect_format
 
-if TYPE_CHECKING:  # worker processes that tokenise need none of it, and it takes seconds
+if TYPE_CHECKING:  # importing it takes seconds, and worker processes that tokenize need none of it
     import torch
 
 NO_LIMIT = int(1e30)  # what transformers writes where a model sets no length
-# Arguments of transformers' method that would be taken for template variables here
-_NOT_VARIABLES = {
-    "return_tensors",
-    "return_dict",
-    "return_assistant_tokens_mask",
-    "padding",
-    "truncation",
-    "add_generation_prompt",
-    "continue_final_message",
-    "strftime_now",
-}
+_BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
+
+
+class DecodeStream:
+    """The joined results of `step` and `finish` equal `decode` of all the tokens.
+
+    A piece never ends inside a character: text comes late rather than wrong.
+    """
+
+    def __init__(
+        self, backend: tokenizers.Tokenizer, ignored_ids: frozenset[int], error_message: str
+    ) -> None:
+        self._backend = backend
+        self._ignored_ids = ignored_ids
+        self._error_message = error_message
+        # Only the end of a run of byte tokens shows whether it is text or one U+FFFD a byte
+        decoder = backend.decoder
+        self._byte_fallback = decoder is not None and b"ByteFallback" in decoder.__getstate__()
+        # With the tokens of the last piece, as decoders treat the start of a text specially
+        self._ids: list[int] = []
+        self._num_context = 0  # tokens of the last piece
+        self._num_returned = 0  # characters of the text that were returned
+
+    def step(self, token_id: int) -> str | None:
+        """The text that the token completes, if any."""
+        token = self._backend.id_to_token(token_id)
+        if token is None or token_id in self._ignored_ids:
+            return None
+        self._ids.append(token_id)
+        if self._byte_fallback and _BYTE_TOKEN.fullmatch(token):
+            return None
+        text = self._text()
+        # An unfinished character decodes to one U+FFFD
+        certain = len(text) - text.endswith("\ufffd")
+        if certain <= self._num_returned:
+            return None
+        piece = text[self._num_returned : certain]
+        self._num_returned = certain
+        if certain == len(text):
+            del self._ids[: self._num_context]
+            self._num_context = len(self._ids)
+            self._num_returned = len(self._text())
+        return piece
+
+    def finish(self) -> str:
+        """The rest of the text; one U+FFFD or more where the tokens end inside a character."""
+        rest = self._text()[self._num_returned :]
+        self._ids, self._num_context, self._num_returned = [], 0, 0
+        return rest
+
+    def _text(self) -> str:
+        with library_errors(self._error_message):
+            return self._backend.decode(self._ids, skip_special_tokens=False)
 
 
 class EncodedChat(NamedTuple):
-    """What is learned of a conversation: rows of token ids, each with the tokens' weights."""
+    """A conversation as rows of token ids, each with the tokens' loss weights."""
 
     rows: list[tuple[list[int], list[float]]]
     rewritten: int  # turns in no row: the chat template writes them differently when others follow
-    missing_opener: str  # in which inference's prompts end, and which conversations do not have
+    missing_opener: str  # of reasoning: ends the prompts of inference, but is not in the rows
 
 
 class Tokenizer:
@@ -62,45 +118,46 @@ class Tokenizer:
         self.backend = backend
         self.special_tokens = dict(special_tokens or {})  # {"bos_token": "<s>", ...}
         self.chat_template = chat_template  # or several, by name
-        self.chat_template_kwargs: dict[str, Any] = {}  # of all chats that do not say otherwise
+        self.chat_template_kwargs: dict[str, Any] = {}  # defaults for all chats
         self.strftime_now: datetime | None = None  # the time that templates write; None: now
         self.model_max_length = model_max_length
-        self._files = Files(files or {})
-        self._failures = Failures((files or {}).get("tokenizer.json"))
-        self._changed: dict[str, str] = {}  # of tokenizer_config.json
-        self._added = False  # whether add_tokens has added any
+        self._files = TokenizerFiles(files or {})
+        path = (files or {}).get("tokenizer.json")
+        self._error_message = f"{f'{escaped(path)}: ' if path else ''}the tokenizer failed"
+        self._changed_special_tokens: dict[str, str] = {}
+        self._has_new_tokens = False
         self._special_ids = _special_ids(backend)
         self.bos_token = self.special_tokens.get("bos_token")
         self.eos_token = self.special_tokens.get("eos_token")
         self.pad_token = self.special_tokens.get("pad_token")
         self.unk_token = self.special_tokens.get("unk_token")
-        self.bos_token_id = self._id(self.bos_token)
-        self.eos_token_id = self._id(self.eos_token)
-        self.pad_token_id = self._id(self.pad_token)
-        self.unk_token_id = self._id(self.unk_token)
+        self.bos_token_id = self._token_id(self.bos_token)
+        self.eos_token_id = self._token_id(self.eos_token)
+        self.pad_token_id = self._token_id(self.pad_token)
+        self.unk_token_id = self._token_id(self.unk_token)
 
     @classmethod
     def from_pretrained(
-        cls, path_or_repo: str | os.PathLike[str], **where: Unpack[Source]
+        cls, path_or_repo: str | os.PathLike[str], **options: Unpack[Source]
     ) -> "Tokenizer":
         """The tokenizer of a local directory or hub repository that has a tokenizer.json."""
-        repository = Repository(path_or_repo, **where)
-        # All of them now: an export at the end of a long run must not depend on the hub
-        files = source.find_files(repository)
-        config = source.read_config(files.get("tokenizer_config.json"))
+        repository = Repository(path_or_repo, **options)
+        # All files now: an export at the end of a long run must not depend on the hub
+        files = find_files(repository)
+        config = read_config(files.get("tokenizer_config.json"))
         backend = read_backend(files["tokenizer.json"])
         backend.encode_special_tokens = bool(config.get("split_special_tokens"))
         return cls(
             backend,
-            special_tokens=source.add_tokens(backend, config, files),
-            chat_template=source.read_templates(config, files),
-            model_max_length=source.read_length(config, files) or NO_LIMIT,
+            special_tokens=add_tokens(backend, config, files),
+            chat_template=read_templates(config, files),
+            model_max_length=int(config.get("model_max_length") or NO_LIMIT),
             files=files,
         )
 
     def use_chat_template(self, path: str | os.PathLike[str]) -> None:
-        """Chats by the template in this Jinja file, which `save_pretrained` then copies too."""
-        self.chat_template = source.read_template(Path(path))
+        """Use the template in this Jinja file, which `save_pretrained` then copies too."""
+        self.chat_template = read_template(Path(path))
         self._files.use_template(path)
 
     def add_tokens(
@@ -116,26 +173,26 @@ class Tokenizer:
         if isinstance(new_tokens, str | tokenizers.AddedToken):
             new_tokens = [new_tokens]
         present = self.backend.get_added_tokens_decoder().values()
-        special = {token.content for token in present if token.special}  # they stay so
+        special = {token.content for token in present if token.special}  # these stay special
         tokens = [_added_token(token, special_tokens) for token in new_tokens]
         tokens = [token for token in tokens if token.content not in special]
         before = len(self)
         add = self.backend.add_special_tokens if special_tokens else self.backend.add_tokens
         add(tokens)
-        self._added = self._added or bool(tokens)
+        self._has_new_tokens = self._has_new_tokens or bool(tokens)
         self._special_ids = _special_ids(self.backend)
         return len(self) - before
 
     def keep_files(self) -> None:
-        """Read them into memory, for a `save_pretrained` when they are gone."""
-        self._files.keep()
+        """Read the files into memory, for a `save_pretrained` when they are gone."""
+        self._files.read_all()
 
     def use_chat_template_kwargs(self, variables: Mapping[str, Any]) -> None:
-        """Variables of the chat template for all chats; ValueError for one that it does not read.
+        """Set template variables for all chats; ValueError for one that the template does not read.
 
         A chat's own variables win, name by name.
         """
-        chat.check_variables(variables, "chat_template_kwargs")
+        check_variables(variables, "chat_template_kwargs")
         if unread := [name for name in variables if not self.template_reads(name)]:
             raise ValueError(
                 f"chat_template_kwargs has {unread[0]!r}, which the chat template does not read"
@@ -145,22 +202,23 @@ class Tokenizer:
         self.chat_template_kwargs = dict(variables)
 
     def template_reads(self, name: str) -> bool:
-        """Whether a chat template speaks of a variable."""
+        """Whether the name of a variable occurs in a chat template."""
         return any(re.search(rf"\b{re.escape(name)}\b", text) for text in self._templates())
 
     def use_eos(self, token_id: int) -> None:
-        """Another token as eos, which `save_pretrained` then writes too."""
-        self.eos_token, self.eos_token_id = self._use("eos_token", token_id), token_id
+        """Use this token as eos; `save_pretrained` then writes it too."""
+        self.eos_token, self.eos_token_id = self._set_special("eos_token", token_id), token_id
 
-    def use_pad(self, token_id: int) -> None:  # likewise
-        self.pad_token, self.pad_token_id = self._use("pad_token", token_id), token_id
+    def use_pad(self, token_id: int) -> None:
+        """Use this token as pad; `save_pretrained` then writes it too."""
+        self.pad_token, self.pad_token_id = self._set_special("pad_token", token_id), token_id
 
-    def _use(self, name: str, token_id: int) -> str:
+    def _set_special(self, name: str, token_id: int) -> str:
         token = self.backend.id_to_token(token_id)
         if token is None:
             raise ValueError(f"the tokenizer has no token {token_id}")
         self.special_tokens = self.special_tokens | {name: token}
-        self._changed = self._changed | {name: token}
+        self._changed_special_tokens = self._changed_special_tokens | {name: token}
         return token
 
     @property
@@ -177,19 +235,19 @@ class Tokenizer:
         return list(self._files.paths.values())
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        return self._encoding(text, add_special_tokens).ids
+        return self._encode(text, add_special_tokens).ids
 
     def encode_batch(
         self, texts: Sequence[str], *, add_special_tokens: bool = True
     ) -> list[list[int]]:
         """`encode` of many texts, in parallel."""
         try:
-            with self._failures:
+            with library_errors(self._error_message):
                 encode = self.backend.encode_batch_fast
                 encodings = encode(list(texts), add_special_tokens=add_special_tokens)
         except TypeError:
             for text in texts:
-                chat.check_unicode(text)
+                check_unicode(text)
             raise
         return [encoding.ids for encoding in encodings]
 
@@ -197,13 +255,13 @@ class Tokenizer:
         self, ids: "Sequence[int] | torch.Tensor", *, skip_special_tokens: bool = False
     ) -> str:
         ids = ids.tolist() if hasattr(ids, "tolist") else list(ids)
-        with self._failures:
+        with library_errors(self._error_message):
             return self.backend.decode(ids, skip_special_tokens=skip_special_tokens)
 
     def decode_stream(self, *, skip_special_tokens: bool = False) -> DecodeStream:
         """A decoder for tokens that come one at a time."""
-        ignored = self._special_ids if skip_special_tokens else frozenset()
-        return DecodeStream(self.backend, ignored, self._failures)
+        ignored_ids = self._special_ids if skip_special_tokens else frozenset()
+        return DecodeStream(self.backend, ignored_ids, self._error_message)
 
     def pad(
         self, list_of_ids: Sequence[Sequence[int]], *, side: str = "left"
@@ -227,7 +285,7 @@ class Tokenizer:
 
     def apply_chat_template(
         self,
-        messages: Sequence[chat.Message],
+        messages: Sequence[Message],
         *,
         tools: Sequence[Any] | None = None,
         documents: Sequence[Mapping[str, Any]] | None = None,
@@ -240,44 +298,44 @@ class Tokenizer:
         """The conversation as the model expects it: token ids, or the text with tokenize=False.
 
         Tools are functions or JSON schemas; chat_template is a template or the name of one;
-        `variables` are the template's own (enable_thinking, date_string, ...).
+        `variables` are those that the template reads (enable_thinking, date_string, ...).
         """
-        chat.check_messages(messages)
-        text = chat.render(
-            self._template(chat_template, tools),
+        check_messages(messages)
+        text = render(
+            self._choose_template(chat_template, tools),
             messages,
             tools=tools,
             documents=documents,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
-            **self._variables(variables),
+            **self._template_variables(variables),
         ).text
         return self.encode(text, add_special_tokens=False) if tokenize else text
 
     def convert_messages(
-        self, messages: Sequence[chat.Message], tools: Sequence[Any] | None = None
+        self, messages: Sequence[Message], tools: Sequence[Any] | None = None
     ) -> list[Any]:
         """Messages with content as text and tool arguments as objects, as the template reads them.
 
         `apply_chat_template` passes messages on as they are, as transformers does.
         """
-        template = self._template(None, tools)
-        return probe(template, tuple(self.special_tokens.items())).convert(messages)
+        template = self._choose_template(None, tools)
+        return detect_format(template, tuple(self.special_tokens.items())).convert(messages)
 
     def encode_chat(
         self,
-        messages: Sequence[chat.Message],
+        messages: Sequence[Message],
         *,
         tools: Sequence[Any] | None = None,
         chat_template: str | None = None,
         **variables: Any,
     ) -> tuple[list[int], list[bool]]:
-        """Token ids of the conversation, and which of them the assistant says.
+        """Token ids of the conversation, and its assistant mask.
 
-        Those are the template's {% generation %} blocks. Without any, they are what each turn adds
-        to the prompt before it, end-of-turn token included; ValueError where that is ambiguous. A
-        turn that the template writes differently when others follow is left out, and so is an empty
-        block of reasoning: `encode_chat_rows` has them.
+        The mask covers the template's {% generation %} blocks. Without any, it covers what each
+        turn adds to the prompt before it, end-of-turn token included; ValueError where that is
+        ambiguous. It leaves out turns that the template writes differently when others follow, and
+        empty blocks of reasoning: `encode_chat_rows` can include them.
         """
         ids, weights = self.encode_weighted_chat(
             messages, tools=tools, chat_template=chat_template, **variables
@@ -285,9 +343,9 @@ class Tokenizer:
         return ids, [weight > 0 for weight in weights]
 
     def encode_weighted_chat(
-        self, messages: Sequence[chat.Message], **options: Any
+        self, messages: Sequence[Message], **options: Any
     ) -> tuple[list[int], list[float]]:
-        """The only row of `encode_chat_rows`, which has the same arguments."""
+        """The only row of `encode_chat_rows`; takes the same arguments."""
         rows = self.encode_chat_rows(messages, **options).rows
         if len(rows) > 1:
             raise ValueError("the conversation has several rows: encode_chat_rows returns them")
@@ -295,7 +353,7 @@ class Tokenizer:
 
     def encode_chat_rows(
         self,
-        messages: Sequence[chat.Message],
+        messages: Sequence[Message],
         *,
         tools: Sequence[Any] | None = None,
         train_on: TrainOn = "assistant",
@@ -304,50 +362,47 @@ class Tokenizer:
         chat_template: str | None = None,
         **variables: Any,
     ) -> EncodedChat:
-        """Token ids of the conversation, and how much each counts when it is learned.
+        """Token ids of the conversation, with the loss weight of each token.
 
-        `train_on`: what the assistant says (as in `encode_chat`), its last turn, or all; or
-        all_turns, with more rows for the turns that the template writes differently when others
-        follow: each the conversation up to such a turn. `weights` has one for each message, in
-        place of what `train_on` says of it; None: as that says. `train_on_empty_thinking`: an empty
-        block of reasoning in front of an answer counts like the answer.
+        `train_on`: "assistant" (as in `encode_chat`), its "last" turn, or "all" of the text; or
+        "all_turns", which adds a row for each turn that the template writes differently when others
+        follow: the conversation up to that turn. `weights` has the weight of each message; None
+        stands for what `train_on` gives it. With `train_on_empty_thinking`, an empty block of
+        reasoning in front of an answer is learned like the answer.
         """
-        chat.check_messages(messages)
+        check_messages(messages)
         rows, rewritten, missing_opener = weighted_rows(
-            self._template(chat_template, tools),
+            self._choose_template(chat_template, tools),
             messages,
             self._special_texts(),
             tools=tools,
             train_on=train_on,
             weights=weights,
             train_on_empty_thinking=train_on_empty_thinking,
-            **self._variables(variables),
+            **self._template_variables(variables),
         )
         encoded = []
         for text, spans in rows:
-            encoding = self._encoding(text)
-            counted = token_weights(encoding.offsets, spans)
-            if not any(counted) and any(span.weight for span in spans):
+            encoding = self._encode(text)
+            row_weights = token_weights(encoding.offsets, spans)
+            if not any(row_weights) and any(span.weight for span in spans):
                 raise ValueError(UNMARKED)
-            encoded.append((encoding.ids, counted))
+            encoded.append((encoding.ids, row_weights))
         return EncodedChat(encoded, rewritten, missing_opener)
 
     def encode_weighted(self, text: str, spans: Sequence[Span]) -> tuple[list[int], list[float]]:
-        """Token ids of the text, with special tokens, and how much each counts: as its span."""
-        encoding = self._encoding(text, add_special_tokens=True)
-        special, last = encoding.special_tokens_mask, len(text)
-        inside = [i for i, added in enumerate(special) if not added]
-        # Tokens added at the end have no place, and those at the start the first one
-        after = inside[-1] if inside else -1
-        offsets = [
-            (last, last) if i > after and inside else at for i, at in enumerate(encoding.offsets)
-        ]
+        """Token ids of the text, with special tokens, and the weight of each token's span."""
+        encoding = self._encode(text, add_special_tokens=True)
+        text_tokens = [i for i, added in enumerate(encoding.special_tokens_mask) if not added]
+        # The offsets of special tokens at the end are (0, 0), as of those at the start
+        stop = text_tokens[-1] + 1 if text_tokens else len(encoding.ids)
+        offsets = encoding.offsets[:stop] + [(len(text), len(text))] * (len(encoding.ids) - stop)
         return encoding.ids, token_weights(offsets, spans)
 
     def digest(self, *, chats: bool = True) -> str:
-        """Changes with whatever changes the tokens of a text or, with `chats`, of a conversation.
+        """A hash of all that the tokens of a text or, with `chats`, of a conversation depend on.
 
-        The time counts as the chat template writes it: by the day, if it writes a date.
+        The time is hashed as the chat template writes it: a date, by the day.
         """
         parts: tuple[Any, ...] = (self.backend.encode_special_tokens,)
         if chats:
@@ -359,38 +414,47 @@ class Tokenizer:
 
     def template_times(self) -> dict[str, str]:
         """What strftime_now gives the chat template, by format; empty if variables pin the time."""
-        time, variables = self.strftime_now or chat.now(), self.chat_template_kwargs
-        return {
-            format: time.strftime(format)
+        times = (
+            template_times(
+                template, self.special_tokens, self.chat_template_kwargs, self.strftime_now
+            )
             for template in self._templates()
-            for format in time_formats(template, self.special_tokens, variables)
-        }
+        )
+        return {format: text for texts in times for format, text in texts.items()}
 
     def end_of_turn(
-        self, messages: Sequence[chat.Message], *, tools: Sequence[Any] | None = None, **given: Any
+        self, messages: Sequence[Message], *, tools: Sequence[Any] | None = None, **variables: Any
     ) -> int:
-        """The token with which the assistant ends its last turn, and generation should stop.
+        """The token that ends the assistant's last turn, at which generation should stop.
 
-        ValueError if it is not learned, or not a token of its own.
+        ValueError if it is not learned, or not a special token.
         """
-        chat.check_messages(messages)
+        check_messages(messages)
         turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
         messages = messages[: turns[-1] + 1] if turns else messages
-        ids, weights = self.encode_weighted_chat(messages, tools=tools, train_on="last", **given)
-        said = [i for i, weight in zip(ids, weights, strict=True) if weight]
-        while len(said) > 1 and not self.decode(said[-1:]).strip():
-            said.pop()
-        added = self.backend.get_added_tokens_decoder()
-        if said[-1] not in added and said[-1] != self.eos_token_id:
-            after = self.decode(ids[max(i for i, w in enumerate(weights) if w) + 1 :])
-            raise never_ends(self.decode(said[-24:]), after)
-        return said[-1]
+        ids, weights = self.encode_weighted_chat(
+            messages, tools=tools, train_on="last", **variables
+        )
+        learned = [i for i, weight in enumerate(weights) if weight]
+        turn = [ids[i] for i in learned]
+        while len(turn) > 1 and not self.decode(turn[-1:]).strip():
+            turn.pop()
+        if turn[-1] in self.backend.get_added_tokens_decoder() or turn[-1] == self.eos_token_id:
+            return turn[-1]
+        rest = self.decode(ids[learned[-1] + 1 :])
+        note = f", and what follows, {rest!r:.40}, is not learned" if rest.strip() else ""
+        raise ValueError(
+            f"the chat template ends what the assistant says in ...{self.decode(turn[-24:])!r}, "
+            f"which is not a special token{note}: the model would never learn to stop. End these "
+            "turns in one token, such as {{ eos_token }}, inside {% generation %} if there is one "
+            "(chat_template= takes the new template, in training its file)"
+        )
 
     def save_pretrained(self, directory: str | os.PathLike[str]) -> None:
-        """Copies the files that the tokenizer came from, byte for byte but for other special tokens
-        and added ones."""
-        added = json.loads(self.backend.to_str())["added_tokens"] if self._added else []
-        self._files.save(directory, self._changed, added)
+        """Copy the files that the tokenizer came from, with changed and new tokens."""
+        content = json.loads(self.backend.to_str()) if self._has_new_tokens else {}
+        added_tokens = content.get("added_tokens", [])
+        self._files.save(directory, self._changed_special_tokens, added_tokens)
 
     def __getstate__(self) -> dict[str, Any]:
         # The library's pickle leaves this out
@@ -401,53 +465,54 @@ class Tokenizer:
         self.__dict__ |= state
         self.backend.encode_special_tokens = split
 
-    def _encoding(self, text: str, add_special_tokens: bool = False) -> tokenizers.Encoding:
+    def _encode(self, text: str, add_special_tokens: bool = False) -> tokenizers.Encoding:
         try:
-            with self._failures:
+            with library_errors(self._error_message):
                 return self.backend.encode(text, add_special_tokens=add_special_tokens)
         except TypeError:
-            chat.check_unicode(text)
+            check_unicode(text)
             raise
 
     def _special_texts(self) -> frozenset[str]:
         tokens = [self.backend.id_to_token(i) for i in self._special_ids]
         return frozenset(token for token in (*tokens, self.eos_token) if token)
 
-    def _id(self, token: str | None) -> int | None:
+    def _token_id(self, token: str | None) -> int | None:
         return None if token is None else self.backend.token_to_id(token)
 
-    def _variables(self, variables: dict[str, Any]) -> dict[str, Any]:
-        if wrong := _NOT_VARIABLES & variables.keys():
-            raise TypeError(f"not supported with a chat template: {', '.join(sorted(wrong))}")
-        given = self.special_tokens | self.chat_template_kwargs | variables
-        return given | {"strftime_now": self.strftime_now}
+    def _template_variables(self, variables: dict[str, Any]) -> dict[str, Any]:
+        if reserved := (RESERVED - {"documents"}) & variables.keys():
+            raise TypeError(f"not supported with a chat template: {', '.join(sorted(reserved))}")
+        variables = self.special_tokens | self.chat_template_kwargs | variables
+        return variables | {"strftime_now": self.strftime_now}
 
     def _templates(self) -> list[str]:
         templates = self.chat_template or {}
         return [*templates.values()] if isinstance(templates, dict) else [templates]
 
-    def _template(self, chosen: str | None, tools: Sequence[Any] | None) -> str:
-        named = self.chat_template if isinstance(self.chat_template, dict) else {}
-        if chosen is None and isinstance(self.chat_template, str):
+    def _choose_template(self, choice: str | None, tools: Sequence[Any] | None) -> str:
+        """The template of a name, or `choice` itself if it is a template."""
+        if choice is None and isinstance(self.chat_template, str):
             return self.chat_template
-        if chosen is None:
-            chosen = "tool_use" if tools is not None and "tool_use" in named else "default"
-            if chosen not in named:
+        named = self.chat_template if isinstance(self.chat_template, dict) else {}
+        if choice is None:
+            choice = "tool_use" if tools is not None and "tool_use" in named else "default"
+            if choice not in named:
                 raise ValueError(
                     f"choose one of the templates {sorted(named)} with chat_template=NAME"
                     if named
                     else "the tokenizer has no chat template: pass one as chat_template= (to "
                     "train, its file), or put it into chat_template.jinja beside tokenizer.json"
                 )
-        if chosen not in named and "{" not in chosen:
-            raise ValueError(f"no chat template is called {chosen!r}: there are {sorted(named)}")
-        return named.get(chosen, chosen)
+        if choice not in named and "{" not in choice:
+            raise ValueError(f"no chat template is called {choice!r}: there are {sorted(named)}")
+        return named.get(choice, choice)
 
 
 def _added_token(token: str | tokenizers.AddedToken, special: bool) -> tokenizers.AddedToken:
     """TypeError or ValueError for what is no token, or has no text."""
     if isinstance(token, str):
-        chat.check_unicode(token)
+        check_unicode(token)
         token = tokenizers.AddedToken(token, special=special)
     if not isinstance(token, tokenizers.AddedToken):
         raise TypeError(f"a new token is a text or an AddedToken, not {token!r}")

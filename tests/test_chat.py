@@ -18,8 +18,8 @@ import torch
 
 import tigon
 from tests.small import CHATML, write_model
-from tigon.chat import Chat, put, talk
 from tigon.cli import main
+from tigon.cli.chat import Chat, print_text, talk
 
 
 @pytest.fixture(scope="module")
@@ -118,10 +118,10 @@ def test_a_terminal_does_not_follow_what_a_model_says(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     text = "\tred \x1b[31m, the clipboard \x1b]52;c;eA==\x07, \x9b2J, gone\b\x7f\rover\r\né\n"
-    put(text)
+    print_text(text)
     assert capsys.readouterr().out == text
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-    put(text)
+    print_text(text)
     shown = "\tred \\x1b[31m, the clipboard \\x1b]52;c;eA==\\x07, \\x9b2J, gone\\x08\\x7fover\né\n"
     assert capsys.readouterr().out == shown
 
@@ -161,7 +161,7 @@ def test_no_template_names_generate(
 
 ENDLESS = """
 import sys, time
-import tigon.chat as chat
+import tigon.cli.chat as chat
 from tigon.cli import main
 answer = chat.Chat.answer
 def endless(self, text, write):
@@ -229,7 +229,7 @@ def test_in_a_terminal(directory: Path) -> None:
 def test_a_signal_at_the_prompt_gives_the_terminal_its_echo_back(number):
     signal.signal(number, signal.SIG_DFL)  # which nohup has ignored
     ours, theirs = pty.openpty()
-    program = "from tigon.chat import lines; next(lines(True))"
+    program = "from tigon.cli.chat import lines; next(lines(True))"
     process = subprocess.Popen([sys.executable, "-c", program], stdin=theirs, stdout=theirs)
     try:
         seen, end = b"", time.monotonic() + 120
@@ -257,5 +257,5 @@ def test_a_signal_at_the_prompt_gives_the_terminal_its_echo_back(number):
 def test_closed_input_and_output_are_empty(monkeypatch):
     monkeypatch.setattr(sys, "stdin", None)
     monkeypatch.setattr(sys, "stdout", None)
-    monkeypatch.setattr("tigon.info.info", lambda args: len(sys.stdin.read()))
+    monkeypatch.setattr("tigon.cli.info.info", lambda args: len(sys.stdin.read()))
     assert main(["info"]) == 0

@@ -23,8 +23,7 @@ ARROWS: dict[str, set[str]] = {
     "version": set(),
     "kernels": {"utils"},
     "hub": {"utils"},
-    "headers": {"hub"},
-    "weights": {"headers"},
+    "weights": {"hub"},
     "distributed": {"kernels"},
     "layers": {"distributed"},
     "generation": {"layers"},
@@ -32,26 +31,17 @@ ARROWS: dict[str, set[str]] = {
     "parallel": {"models"},
     "tokenizer": {"hub"},
     "data": {"tokenizer"},
-    "report": {"headers"},
+    "report": {"utils"},
     "train": {"data", "parallel", "report", "version"},
     "plan": {"train"},
     "auto_layout": {"plan"},
     "eval": {"data", "models"},
-    "chat": {"models", "tokenizer"},
-    "families": set(),
-    "summary": {"families", "headers"},
-    "info": {"summary", "train"},
-    "model_arguments": {"train"},
-    "shared_chat": {"chat", "train"},
-    "shared_commands": {"chat", "model_arguments"},
-    "commands": {"eval", "info", "plan", "shared_chat", "shared_commands"},
-    "data_commands": {"train"},
-    "cli": {"commands", "data_commands", "report", "summary", "train"},
+    "cli": {"eval", "plan", "train"},
     "__main__": {"cli"},
 }
 # These load at run time what is below them: torch takes seconds, which neither --help needs nor the
 # processes that tokenise
-LAZY = {"tigon", "tigon.cli", "tigon.data", "tigon.tokenizer.tokenizer"}
+LAZY = {"tigon", "tigon.cli.main", "tigon.data", "tigon.tokenizer.tokenizer"}
 # Imports what a user names
 BY_NAME = {"tigon.train.hooks"}
 # Takes a second and 25 MB, which models of one process do without

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from huggingface_hub.errors import GatedRepoError
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForSequenceClassification
 
@@ -18,11 +19,10 @@ from tests.models.fp8_checkpoints import DYNAMIC, STATIC, to_fp8
 from tests.models.tiny import CASES, FIRST, ROPES, reference
 from tests.small import EXPERTS, LLAMA, write_chats, write_model
 from tigon.cli import main
-from tigon.families import FAMILIES
-from tigon.info import describe
+from tigon.cli.info import describe
+from tigon.cli.summary import FAMILIES, summarize
 from tigon.models import MODELS, from_pretrained
 from tigon.models.pretrained.names import MULTIMODAL
-from tigon.summary import summarize
 from tigon.train import main as train
 
 __all__ = ["hub"]
@@ -200,7 +200,7 @@ def test_headers_on_the_hub_are_checked(hub: HubServer, folder: Path, tmp_path: 
 def test_private_and_gated(hub: HubServer, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     hub.push(NAME, folder)
     hub.gated[NAME] = "hf_right"
-    with pytest.raises(PermissionError, match="is gated: accept its terms at"):
+    with pytest.raises(GatedRepoError, match=NAME):
         describe(NAME)
     monkeypatch.setenv("HF_TOKEN", "hf_right")
     assert describe(NAME)["loads"].startswith("as tigon.Llama")

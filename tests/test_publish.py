@@ -8,13 +8,14 @@ from typing import Any
 import pytest
 import torch
 from huggingface_hub import ModelCard
+from huggingface_hub.errors import HfHubHTTPError
 from safetensors.torch import load_file
 
 import tigon
 from tests.hub_server import HubServer, hub
 from tests.small import write_chats, write_model
 from tigon.cli import main
-from tigon.hub.card import is_untouched
+from tigon.hub import is_generated_card
 from tigon.train import main as train
 from tigon.train import publish
 
@@ -71,7 +72,7 @@ def test_a_model_and_its_tokenizer(online: HubServer, folder: Path, tmp_path: Pa
     data = ModelCard(text).data
     assert (data.library_name, data.pipeline_tag) == ("transformers", "text-generation")
     assert data.tags == ["tigon", "llama"]
-    assert is_untouched(text) and "LlamaForCausalLM` with 82,304 parameters" in text
+    assert is_generated_card(text) and "LlamaForCausalLM` with 82,304 parameters" in text
     again = tigon.from_pretrained(NAME)
     for name, parameter in model.named_parameters():
         assert torch.equal(again.get_parameter(name), parameter)
@@ -100,7 +101,7 @@ def test_a_broken_upload_changes_nothing_and_the_next_goes_on(
         model.model.embed_tokens.weight += 1
     known = set(online.large)
     online.cuts["puts"] = 1000
-    with pytest.raises(ConnectionError, match=r"me/words on .* broke: .*; the same again goes on"):
+    with pytest.raises(ConnectionError, match=r"the upload to me/words broke: .*goes on"):
         model.push_to_hub(NAME, max_shard_size="100KB")
     assert files(online) == before
     online.cuts["puts"] = 0
@@ -139,20 +140,16 @@ def test_a_card_that_was_edited_stays(online: HubServer, folder: Path) -> None:
     assert files(online)["README.md"].endswith(b"Mine\n")
     assert tigon.from_pretrained(NAME).dtype == torch.bfloat16
     model.push_to_hub(NAME, overwrite_card=True)
-    assert is_untouched(files(online)["README.md"].decode())
+    assert is_generated_card(files(online)["README.md"].decode())
 
 
-def test_who_may_not_write_is_told_what_to_do(
+def test_upload_without_permission(
     hub: HubServer, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = tigon.from_pretrained(folder)
     hub.readers.add("hf_reads")
-    for token, message in (
-        (None, "asks who you are: pass token= or run `hf auth login`"),
-        ("hf_wrong", "asks who you are: pass token= or run `hf auth login`"),
-        ("hf_reads", "your token may not write to me/words on .*: it needs write permission"),
-    ):
-        with pytest.raises(PermissionError, match=message):
+    for token, status in ((None, "401"), ("hf_wrong", "401"), ("hf_reads", "403")):
+        with pytest.raises(HfHubHTTPError, match=status):
             model.push_to_hub(NAME, token=token)
     for name in ("a/b/c", "../up", "a b", "/abs"):
         with pytest.raises(ValueError, match=r"is no name of a hub repository \(owner/name\)"):
@@ -288,7 +285,7 @@ def test_a_link_in_place_of_an_export(run: Path, folder: Path, tmp_path: Path) -
 def test_offline(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["push", str(folder), NAME]) == 1
     error = capsys.readouterr().err
-    assert "HF_HUB_OFFLINE is set" in error and "set HF_HUB_OFFLINE" not in error
+    assert "offline mode is enabled" in error and "set HF_HUB_OFFLINE" not in error
 
 
 def test_a_run_pushes_its_export(
@@ -307,7 +304,7 @@ def test_a_run_pushes_its_export(
     b = tmp_path / "b"
     train([f"run_dir={b}", f"push_to_hub={NAME}", "push_private=true", *base])
     out = capsys.readouterr().out
-    assert "not pushed: me/words on" in out
+    assert "not pushed: " in out and "401" in out
     assert f"to push it: tigon push {b} me/words --private" in out
     assert (b / "hf/model.safetensors").is_file()
     for setting, message in (

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import atheris
 
-with atheris.instrument_imports(include=["tigon.utils.json", "tigon.headers"]):
+with atheris.instrument_imports(include=["tigon.utils.json", "tigon.utils.safetensors_header"]):
     from tigon.weights.header import read_header
 
 from tests.fuzz.harness import unfit

@@ -19,13 +19,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from tigon.train.board import LAUNCHED
 
 import tigon
 from tests.small import write_model
 from tests.train.ranks import Ranks
-from tigon.chat import Chat
 from tigon.cli import main
-from tigon.train.launch import LAUNCHED
+from tigon.cli.chat import Chat
 from tigon.utils.terminal import escape_controls
 
 NEW = 12
@@ -56,7 +56,7 @@ def converse(typed: str, settings: list[str], seconds: float = 0) -> None:
     torch.set_num_threads(1)
     if os.environ["RANK"] == "0":
         sys.stdin = os.fdopen(os.open(typed, os.O_RDONLY))
-    shared: Any = importlib.import_module("tigon.shared_chat")
+    shared: Any = importlib.import_module("tigon.cli.chat")
     generate = shared.Calls.generate
 
     def slow(self: Any, ids: Any, *, streamer: Callable[..., object], **more: Any) -> None:
@@ -72,7 +72,7 @@ def converse(typed: str, settings: list[str], seconds: float = 0) -> None:
 
 def converse_slowly(typed: str, settings: list[str]) -> None:
     """The collectives of all groups that there are before the chat may last a short time alone."""
-    shared: Any = importlib.import_module("tigon.shared_chat")
+    shared: Any = importlib.import_module("tigon.cli.chat")
 
     class Calls(shared.Calls):
         def __init__(self, *arguments: Any) -> None:
@@ -192,7 +192,7 @@ def test_the_starter_is_not_stopped_alone(directory, monkeypatch):
         found.append(signal.getsignal(signal.SIGTSTP))
         return 0, None
 
-    monkeypatch.setattr(importlib.import_module("tigon.shared_commands"), "run_ranks", run_ranks)
+    monkeypatch.setattr(importlib.import_module("tigon.cli.load"), "run_ranks", run_ranks)
     assert main(["chat", str(directory), "--tp", "2", "--device", "cpu"]) == 0
     assert found == [signal.SIG_IGN] and signal.getsignal(signal.SIGTSTP) == before
 

@@ -189,7 +189,9 @@ def test_resumed_run_keeps_its_layout(configured, monkeypatch, tmp_path):
     was.mkdir(parents=True)
     monkeypatch.setattr(auto_layout.checkpoint, "latest", lambda _: was)
     layout = {"replicate": 1, "fsdp": 4, "context": 2, "tensor": 1, "expert": 1}
-    monkeypatch.setattr(auto_layout.checkpoint, "read_metadata", lambda _: {"config": {"parallel": layout}})
+    monkeypatch.setattr(
+        auto_layout.checkpoint, "read_metadata", lambda _: {"config": {"parallel": layout}}
+    )
     known = auto_layout.model_shapes
     monkeypatch.setattr(auto_layout, "model_shapes", lambda c, _: known(c, None))
     config = configured(resume="auto")

@@ -157,7 +157,7 @@ def test_ranks_do_not_share_it(
     """Said once, before any process starts."""
     adapter = write_adapter(tmp_path / "adapter", bases(hub, tmp_path)[0], 0, None)
     hub.push(ADAPTER, adapter)
-    monkeypatch.setattr("tigon.shared_commands.run_ranks", lambda *_, **__: 1 / 0)
+    monkeypatch.setattr("tigon.cli.load.run_ranks", lambda *_, **__: 1 / 0)
     for place in (ADAPTER, str(adapter)):
         assert command(["generate", place, "a", "--tp", "2", "--device", "cpu"]) == 1
         assert capsys.readouterr().err == (

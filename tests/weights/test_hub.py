@@ -1,19 +1,15 @@
 import json
-import os
 import socket
-import subprocess
-import sys
-import threading
 import time
 from pathlib import Path
 
 import pytest
 import torch
-from huggingface_hub import HfApi, constants
+from huggingface_hub import constants
+from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
 from safetensors.torch import load_file, save_file
 
 from tests.hub_server import HubServer
-from tigon.hub import reach
 from tigon.weights import Checkpoint, Repository
 
 NAME = "lab/tiny"
@@ -60,7 +56,7 @@ def test_only_files_asked_for_are_requested(hub: HubServer) -> None:
     checkpoint.read_into("w", out)
     assert torch.equal(out, tensors["w"])
     names = ["config.json", "generation_config.json", "model.safetensors"]
-    assert hub.heads.keys() - {f"{NAME}/{name}" for name in names} == set()
+    assert hub.heads.keys() == {f"{NAME}/{name}" for name in names}
     assert hub.gets == {f"{NAME}/config.json": 1, f"{NAME}/model.safetensors": 1}
 
     again = Repository(NAME)
@@ -106,8 +102,7 @@ def test_revision(hub: HubServer, tmp_path: Path) -> None:
     assert Repository(NAME, revision="refs/pr/1").file("config.json").read_text() == "pr"
     offline = Repository(NAME, revision="refs/pr/1", local_files_only=True)
     assert offline.file("config.json").read_text() == "pr"
-    message = r"config.json of lab/tiny \(revision v9\): no such branch, tag or commit"
-    with pytest.raises(FileNotFoundError, match=message):
+    with pytest.raises(RevisionNotFoundError, match="v9"):
         Repository(NAME, revision="v9").file("config.json")
 
 
@@ -141,10 +136,9 @@ def test_tokens(hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
         fill(hub.root / name, config__json="secret")
     hub.private["lab/private"] = hub.gated["lab/gated"] = "hf_right"
     for token in (None, "hf_wrong"):
-        with pytest.raises(FileNotFoundError, match=r"of lab/private .* if it is private"):
+        with pytest.raises(RepositoryNotFoundError, match="lab/private"):
             Repository("lab/private", token=token).file("config.json")
-        message = f"config.json of lab/gated .* is gated: accept its terms at {hub.endpoint}/lab"
-        with pytest.raises(PermissionError, match=message):
+        with pytest.raises(GatedRepoError, match="lab/gated"):
             Repository("lab/gated", token=token).optional_file("config.json")
     assert Repository("lab/gated", token="hf_right").file("config.json").read_text() == "secret"
     monkeypatch.setenv("HF_TOKEN", "hf_right")
@@ -160,22 +154,22 @@ def test_cache_dir_and_local_files_only(hub: HubServer, tmp_path: Path) -> None:
     offline = Repository(NAME, cache_dir=cache, local_files_only=True)
     assert offline.optional_file("extra.json") is None
     assert offline.file("config.json") == path
-    message = r"extra.json of lab/tiny \(revision main\) is not in the cache .*elsewhere"
+    message = r"lab/tiny \(revision main\) has no file extra.json in the cache .*elsewhere"
     with pytest.raises(FileNotFoundError, match=message):
         offline.file("extra.json")
-    for ask in (Repository.file, Repository.optional_file):
-        with pytest.raises(FileNotFoundError, match=r"is not in the cache .* load it once online"):
-            ask(Repository(NAME, local_files_only=True), "config.json")
+    with pytest.raises(FileNotFoundError, match=r"config.json in the cache .* load it once online"):
+        Repository(NAME, local_files_only=True).file("config.json")
     assert hub.heads.total() + hub.gets.total() == requests
 
 
 def test_missing_repository_and_bad_names(hub: HubServer) -> None:
-    message = "config.json of lab/none .*: no such directory here and no such repository on http"
-    for ask in (Repository.file, Repository.optional_file):
-        with pytest.raises(FileNotFoundError, match=message):
-            ask(Repository("lab/none"), "config.json")
+    for request in (Repository.file, Repository.optional_file):
+        with pytest.raises(RepositoryNotFoundError, match="lab/none"):
+            request(Repository("lab/none"), "config.json")
     with pytest.raises(FileNotFoundError, match="'a/b/c' is neither an existing directory nor"):
         Repository("a/b/c").file("config.json")
+    with pytest.raises(ValueError, match="a b"):
+        Repository("lab/a b").file("config.json")
 
 
 def test_hub_out_of_reach(hub: HubServer) -> None:
@@ -187,11 +181,25 @@ def test_hub_out_of_reach(hub: HubServer) -> None:
     again = Repository(NAME)
     assert again.file("config.json").read_text() == "{}"
     assert again.optional_file("absent.json") is None
-    message = (
-        f"cannot reach {hub.endpoint} for extra.json of lab/tiny .* check the name and the network"
-    )
-    with pytest.raises(ConnectionError, match=message):
+    with pytest.raises(ConnectionError, match=f"cannot reach {hub.endpoint} for extra.json"):
         again.optional_file("extra.json")
+    with pytest.raises(ConnectionError, match=r"config\.json of lab/other"):
+        Repository("lab/other").optional_file("config.json")
+
+
+def test_offline_mode(hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    fill(hub.root / NAME, config__json="{}", extra__json="{}")
+    Repository(NAME).file("config.json")
+    requests = hub.heads.total() + hub.gets.total()
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    repository = Repository(NAME)
+    assert repository.file("config.json").read_text() == "{}"
+    assert repository.optional_file("absent.json") is None
+    with pytest.raises(FileNotFoundError, match=r"no file extra.json in the cache"):
+        repository.file("extra.json")
+    with pytest.raises(FileNotFoundError, match=r"lab/other .* downloads are off"):
+        Repository("lab/other").file("config.json")
+    assert hub.heads.total() + hub.gets.total() == requests
 
 
 def test_pickles_are_never_downloaded(hub: HubServer) -> None:
@@ -201,35 +209,6 @@ def test_pickles_are_never_downloaded(hub: HubServer) -> None:
         Checkpoint.open(Repository(NAME))
     assert hub.gets.total() == 0
     assert not any("pytorch_model" in name for name in hub.heads)
-
-
-SCRIPT = """
-from tigon.weights import Repository
-repository = Repository("lab/tiny")
-print(repository.file("config.json").read_text(), repository.optional_file("absent.json"))
-try:
-    repository.file("extra.json")
-except FileNotFoundError as error:
-    print(error)
-"""
-
-
-def test_offline_mode_in_a_fresh_process(hub: HubServer, tmp_path: Path) -> None:
-    fill(hub.root / NAME, config__json="{}", extra__json="{}")
-    home = tmp_path / "home"
-    Repository(NAME, cache_dir=home / "hub").file("config.json")
-    requests = hub.heads.total() + hub.gets.total()
-    output = subprocess.run(
-        [sys.executable, "-c", SCRIPT],
-        cwd=Path(__file__).resolve().parents[2],
-        env=os.environ | hub.environment(home) | {"HF_HUB_OFFLINE": "1"},
-        capture_output=True,
-        text=True,
-        check=True,
-    ).stdout.splitlines()
-    assert output[0] == "{} None"
-    assert output[1].startswith("extra.json of lab/tiny (revision main) is not in the cache")
-    assert hub.heads.total() + hub.gets.total() == requests
 
 
 def test_a_path_is_never_taken_for_a_repository(tmp_path: Path, monkeypatch) -> None:
@@ -289,14 +268,14 @@ def test_a_download_that_breaks_for_good_leaves_no_half_file(
     names = sharded(hub)
     monkeypatch.setattr("time.sleep", lambda seconds: None)  # between the client's tries
     hub.cuts[names[1]] = 1000
-    message = r"model-00002-of-00003.safetensors of lab/tiny .* did not come whole: .*goes on from"
+    message = r"cannot download model-00002-of-00003.safetensors of lab/tiny"
     with pytest.raises(ConnectionError, match=message):
         Checkpoint.open(Repository(NAME))
     left = {path.name for path in (tmp_path / "cache").rglob("*") if path.is_file()}
     assert "model-00002-of-00003.safetensors" not in left
     assert not [name for name in left if name.endswith(".incomplete")]
     offline = Repository(NAME, local_files_only=True)
-    with pytest.raises(FileNotFoundError, match=r"00003.safetensors of .* is not in the cache"):
+    with pytest.raises(FileNotFoundError, match=r"00003.safetensors in the cache"):
         offline.file("model-00002-of-00003.safetensors")
     hub.cuts.clear()
     before = hub.gets.copy()
@@ -308,24 +287,12 @@ def test_a_hub_that_does_not_answer_is_given_up_soon(
     hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)  # a folder "runs" here would be another error
-    monkeypatch.setattr(reach, "REACH_SECONDS", 0.2)
+    monkeypatch.setattr("tigon.hub.TIMEOUT", 0.2)
     with socket.create_server(("127.0.0.1", 0)) as silent:  # takes connections, says nothing
         where = f"http://127.0.0.1:{silent.getsockname()[1]}"
         template = where + "/{repo_id}/resolve/{revision}/{filename}"
         monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
         began = time.monotonic()
-        message = r"cannot reach .* for config.json of runs/sftt .*neither a directory here nor"
-        with pytest.raises(ConnectionError, match=message):
+        with pytest.raises(ConnectionError, match=r"cannot reach .* of runs/sftt"):
             Repository("runs/sftt").file("config.json")
-        assert time.monotonic() - began < 60  # the client would try for more than two minutes
-
-
-def test_an_address_that_is_looked_up_for_ever(
-    hub: HubServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(reach, "REACH_SECONDS", 0.2)
-    done = threading.Event()
-    monkeypatch.setattr(HfApi, "get_hf_file_metadata", lambda *_, **__: done.wait(60))
-    with pytest.raises(ConnectionError, match=r"no answer in 1\.2 s"):
-        Repository(NAME).file("config.json")
-    done.set()
+        assert time.monotonic() - began < 30  # the client would try for more than two minutes

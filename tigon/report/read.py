@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tigon.headers import read_tensors
 from tigon.utils.json import parse_object, read_bytes
+from tigon.utils.safetensors_header import read_tensors
 from tigon.utils.yaml import parse_yaml
 
 try:

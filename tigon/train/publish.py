@@ -8,15 +8,23 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from tigon.hub import Destination, Metadata, has_token, is_own_file, write_card
-from tigon.hub.card import CARD, is_hub_name, plain, table, usage
-from tigon.hub.upload import exported_files
+from tigon.hub import (
+    CARD,
+    MAX_CARD,
+    UploadTarget,
+    contains_file,
+    escape_markdown,
+    has_token,
+    is_hub_name,
+    list_export,
+    markdown_table,
+    usage_section,
+    write_card,
+)
 from tigon.report.read import RunFiles, read
 from tigon.train.config import Config
 from tigon.utils.json import read_bytes, read_json
 from tigon.weights import read_header
-
-MOST_CARD = 1 << 20  # bytes
 
 
 def push(
@@ -29,11 +37,11 @@ def push(
 ) -> str:
     """Upload an exported model, or a run's last export; returns where it is on the hub.
 
-    `destination`: private, revision, token and create_pr of `Destination`.
+    `destination`: private, revision, token and create_pr of `UploadTarget`.
     """
     folder = _export_of(source)
-    exported_files(folder)  # an error before the repository is made
-    to = Destination(repository, **destination)
+    list_export(folder)  # an error before the repository is made
+    to = UploadTarget(repository, **destination)
     card = _card(folder, to)
     return to.upload(folder, card=card, message=message, overwrite_card=overwrite_card)
 
@@ -46,7 +54,8 @@ def push_or_explain(config: Config) -> str:
     except Exception as error:  # no push is worth a run
         private = " --private" * bool(config.push_private)
         return (
-            f"not pushed: {error}\n  {config.run_dir}/hf is whole; to push it: "
+            f"not pushed: {' '.join(str(error).split())}\n"
+            f"  {config.run_dir}/hf is whole; to push it: "
             f"tigon push {config.run_dir} {config.push_to_hub}{private}"
         )
 
@@ -71,19 +80,21 @@ def _export_of(source: Path) -> Path:
     return source / "hf"
 
 
-def _card(folder: Path, to: Destination) -> str:
-    if is_own_file(folder, CARD):
-        return read_bytes(folder / CARD, MOST_CARD).decode(errors="replace")
+def _card(folder: Path, to: UploadTarget) -> str:
+    if contains_file(folder, CARD):
+        return read_bytes(folder / CARD, MAX_CARD).decode(errors="replace")
     if run := find_run(folder):
-        return run_card(run, folder, to.name, _version(), to.has)
+        return run_card(run, folder, to.name, _version(), to.is_public)
     config = read_json(folder / "config.json")
     headers = [read_header(path) for path in folder.glob("*.safetensors")]
     count = sum(math.prod(info.shape) for header in headers for info in header.values())
     kind = config.get("model_type")
-    about = f"A {plain(kind)} model with {count:,} parameters in its files, saved by Tigon."
+    about = (
+        f"A {escape_markdown(kind)} model with {count:,} parameters in its files, saved by Tigon."
+    )
     return write_card(
-        Metadata(tags=[kind] if isinstance(kind, str) else []),
-        [f"# {plain(to.name.split('/')[-1])}", about, usage(to.name)],
+        [f"# {escape_markdown(to.name.split('/')[-1])}", about, usage_section(to.name)],
+        tags=[kind] if isinstance(kind, str) else [],
     )
 
 
@@ -135,23 +146,24 @@ def run_card(
     named = {name for name in map(_hub_name, [*entries[0], *entries[1]]) if name}
     public = {name for name in sorted(named) if is_public(name, "dataset")}
     trained = sorted(public & set(map(_hub_name, entries[0])))
-    metadata = Metadata(base, trained, [word for word in (task,) if word])
     count = f" with {files.parameters:,} parameters" if files.parameters else ""
     begun = "trained from random weights"
     if not files.config.get("init"):
         begun = f"fine-tuned from {f'[{base}]({HUB}/{base})' if base else local}"
-    architecture = plain(files.architecture) or "A language model"
+    architecture = escape_markdown(files.architecture) or "A language model"
     return write_card(
-        metadata,
         [
-            f"# {plain(repository.split('/')[-1])}",
+            f"# {escape_markdown(repository.split('/')[-1])}",
             f"{architecture}{count}, {begun}, with Tigon.",
-            usage(repository),
+            usage_section(repository),
             _training(files, task, public),
             _results(files, _step(files, export), export.name == "hf-ema"),
             _settings(files),
             _versions(files, version),
         ],
+        base_model=base,
+        datasets=trained,
+        tags=[task] if task else [],
     )
 
 
@@ -160,7 +172,7 @@ def _training(files: RunFiles, task: str, public: set[str]) -> str:
     if fraction := files.config.get("eval_fraction"):
         held_out = f"a fraction of {fraction} of its rows"
     lines = [
-        f"- Task: {plain(task) or 'unknown'}",
+        f"- Task: {escape_markdown(task) or 'unknown'}",
         f"- Data: {_sources(files.config.get('data'), public)}",
         f"- Held-out data: {held_out or 'none'}",
     ]
@@ -192,7 +204,7 @@ def _results(files: RunFiles, step: int | None, average: bool) -> str:
     for at, when in measured.items():
         rows += [row for row in _measured(files, at, when) if at is not None]
     if rows:
-        lines.append(table(["weights", "step", "data", "loss", "accuracy"], rows))
+        lines.append(markdown_table(["weights", "step", "data", "loss", "accuracy"], rows))
     else:
         lines.append("There was no evaluation.")
     return "\n\n".join(lines)
@@ -207,7 +219,7 @@ def _measured(files: RunFiles, step: int | None, when: str) -> Iterator[list[obj
         accuracy = _at(files, key.replace("eval_loss", "eval_accuracy", 1), step)
         if loss is not None:
             shown = "" if accuracy is None else f"{100 * accuracy:.2f}%"
-            yield [when, step, plain(name) or "all held-out", f"{loss:.4f}", shown]
+            yield [when, step, escape_markdown(name) or "all held-out", f"{loss:.4f}", shown]
 
 
 def _at(files: RunFiles, key: str, step: int | None) -> float | None:
@@ -221,8 +233,10 @@ def _settings(files: RunFiles) -> str:
     for name in SETTINGS:
         value = files.config.get(name)
         if isinstance(value, bool | int | float) or (isinstance(value, str) and _word(value)):
-            rows.append([f"`{name}`", plain(str(value).lower() if value is not None else "")])
-    return "## Settings\n\n" + table(["setting", "value"], rows)
+            rows.append(
+                [f"`{name}`", escape_markdown(str(value).lower() if value is not None else "")]
+            )
+    return "## Settings\n\n" + markdown_table(["setting", "value"], rows)
 
 
 def _versions(files: RunFiles, version: str) -> str:
@@ -270,7 +284,7 @@ def _sources(data: Any, public: set[str]) -> str:
         elif path.startswith("hf://"):
             found.append("a data set that is not public")
         else:
-            found.append(plain(Path(path).name))
+            found.append(escape_markdown(Path(path).name))
     return ", ".join(dict.fromkeys(found))
 
 

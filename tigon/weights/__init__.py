@@ -16,8 +16,7 @@ from tigon.weights.files import (
     recover,
     require_space,
 )
-from tigon.weights.ggml import GGMLTensor
-from tigon.weights.gguf_file import GGUF
+from tigon.weights.gguf import GGUF, GGMLTensor
 from tigon.weights.header import TensorInfo, read_header, write_header
 from tigon.weights.layout import (
     Copy,

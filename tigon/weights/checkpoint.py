@@ -16,9 +16,9 @@ from typing import IO
 import torch
 from torch import Tensor
 
-from tigon.headers import find_tensors
 from tigon.hub import Repository
 from tigon.utils.json import escape, quote
+from tigon.utils.safetensors_header import find_tensors
 from tigon.weights.decoded import Decoded
 from tigon.weights.header import TensorInfo
 from tigon.weights.read import Reader

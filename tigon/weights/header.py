@@ -10,8 +10,8 @@ from typing import Any, Self
 
 import torch
 
-from tigon.headers import DTYPES as NAMES
-from tigon.headers import StoredTensor, read_tensors
+from tigon.utils.safetensors_header import DTYPES as NAMES
+from tigon.utils.safetensors_header import StoredTensor, read_tensors
 
 DTYPES: dict[str, torch.dtype] = {tag: getattr(torch, name) for tag, (name, _) in NAMES.items()}
 TAGS = {dtype: tag for tag, dtype in DTYPES.items()}

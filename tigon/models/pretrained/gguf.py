@@ -13,8 +13,7 @@ from tigon.models.rope_config import FULL, SLIDING
 from tigon.utils.config import ConfigError
 from tigon.utils.json import escape, quote
 from tigon.weights import GGUF, Checkpoint, Decoded, GGMLTensor, TensorInfo
-from tigon.weights.ggml import PLAIN
-from tigon.weights.gguf_file import Stored
+from tigon.weights.gguf import TORCH_DTYPES, GGUFTensorInfo
 from tigon.weights.read import Reader
 
 FREQS = "rope_freqs.weight"
@@ -67,11 +66,11 @@ def _scaling(keys: dict[str, Any]) -> dict[str, Any] | None:
 def _divisors(file: GGUF, head_dim: int) -> Tensor:
     """What the frequencies are divided by, [head_dim / 2]."""
     stored = file.tensors[FREQS]
-    if stored.kind not in PLAIN or stored.shape != (head_dim // 2,):
+    if stored.kind not in TORCH_DTYPES or stored.shape != (head_dim // 2,):
         raise ConfigError(
             f"tensor {FREQS!r} is {list(stored.shape)}, not a plain one of {head_dim // 2} numbers"
         )
-    size = PLAIN[stored.kind].itemsize
+    size = TORCH_DTYPES[stored.kind].itemsize
     tensor = GGMLTensor(FREQS, stored.shape, file.path, stored.offset, stored.kind, size)
     with Reader() as reader:
         divisors = tensor.rows(reader, 0, head_dim // 2)
@@ -338,11 +337,11 @@ class GGUFModel:
         """Of the matrices; bf16 where they are quantised. Norms are fp32 in any file."""
         kinds = {t.kind for t in self.file.tensors.values() if len(t.shape) > 1}
         for dtype in torch.bfloat16, torch.float16:
-            if dtype in {PLAIN.get(kind, torch.bfloat16) for kind in kinds}:
+            if dtype in {TORCH_DTYPES.get(kind, torch.bfloat16) for kind in kinds}:
                 return dtype
         return torch.float32
 
-    def _tensors(self, own: str, stored: Stored) -> dict[str, TensorInfo | Decoded]:
+    def _tensors(self, own: str, stored: GGUFTensorInfo) -> dict[str, TensorInfo | Decoded]:
         """The tensor under its name, or a stack of experts as a tensor for each."""
         top, _, kind = own.partition(".")
         block = IN_BLOCK.fullmatch(own)
@@ -365,12 +364,12 @@ class GGUFModel:
             name.format(i): self._tensor(
                 own,
                 name.format(i),
-                Stored(stored.kind, stored.shape[1:], stored.offset + i * size, size),
+                GGUFTensorInfo(stored.kind, stored.shape[1:], stored.offset + i * size, size),
             )
             for i in range(experts)
         }
 
-    def _tensor(self, own: str, name: str, stored: Stored) -> TensorInfo | Decoded:
+    def _tensor(self, own: str, name: str, stored: GGUFTensorInfo) -> TensorInfo | Decoded:
         kind, shape, path = stored.kind, stored.shape, self.file.path
         head = self.config["head_dim"] if self.family.turned else 0
         head = head if ".attn_q." in own or ".attn_k." in own else 0
@@ -378,7 +377,7 @@ class GGUFModel:
             raise ValueError(
                 f"{escape(path)}: tensor {quote(own)} is {list(shape)}, no heads of {head} rows"
             )
-        if len(shape) == 1 and kind not in PLAIN:
+        if len(shape) == 1 and kind not in TORCH_DTYPES:
             raise ValueError(
                 f"{escape(path)}: tensor {quote(own)} is {list(shape)} in blocks, as only "
                 "matrices are"
@@ -386,7 +385,7 @@ class GGUFModel:
         plus = self.family.plus if own.endswith("norm.weight") else 0.0
         if ".ffn_gate_inp_shexp." in own and len(shape) == 1:
             shape = (1, *shape)
-        if kind in PLAIN and not head and not plus:
-            return TensorInfo(PLAIN[kind], shape, path, stored.offset)
+        if kind in TORCH_DTYPES and not head and not plus:
+            return TensorInfo(TORCH_DTYPES[kind], shape, path, stored.offset)
         row_bytes = stored.nbytes // max(1, shape[0])
         return GGMLTensor(name, shape, path, stored.offset, kind, row_bytes, head, plus)

@@ -15,8 +15,7 @@ from typing import Any, Literal, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from tigon.hub import Destination, Metadata, write_card
-from tigon.hub.card import plain, usage
+from tigon.hub import UploadTarget, escape_markdown, usage_section, write_card
 from tigon.models.base import LanguageModel
 from tigon.models.config import DTYPES, Config
 from tigon.models.pretrained.load import build
@@ -271,7 +270,7 @@ def push_to_hub(
         place = ""
         with ranks.together():
             if ranks.first:
-                destination = Destination(
+                destination = UploadTarget(
                     repo_id, private=private, revision=revision, token=token, create_pr=create_pr
                 )
                 place = stack.enter_context(tempfile.TemporaryDirectory())
@@ -297,8 +296,12 @@ def push_to_hub(
 def _short_card(model: LanguageModel, repository: str) -> str:
     count = count_parameters(model)
     about = f"`{model.config.transformers_class}` with {count:,} parameters, saved by Tigon."
-    paragraphs = [f"# {plain(repository.split('/')[-1])}", about, usage(repository)]
-    return write_card(Metadata(tags=[model.config.model_type]), paragraphs)
+    paragraphs = [
+        f"# {escape_markdown(repository.split('/')[-1])}",
+        about,
+        usage_section(repository),
+    ]
+    return write_card(paragraphs, tags=[model.config.model_type])
 
 
 # Checkpoints to checkpoints of another dtype or form, without a model in memory.

@@ -1,7 +1,7 @@
-"""What a model is, from its config.json and the headers of its files: `tigon info`.
+"""Describes a model by its config.json and the headers of its files: `tigon info`.
 
-Of a hub repository only these are fetched: a few kilobytes of each file of weights. This imports no
-torch, which takes seconds; `tigon.info` builds the model, and says whether it would load.
+From a hub repository only these are fetched, a few kilobytes of each file of weights. This imports
+no torch, which takes seconds; `tigon.cli.info` builds the model and says whether it would load.
 """
 
 import tempfile
@@ -12,17 +12,40 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from tigon.families import FAMILIES
-from tigon.headers import DTYPES, StoredTensor, find_tensors, read_tensors
 from tigon.hub import Repository, config_file
 from tigon.utils.json import escape, quote, read_json
+from tigon.utils.safetensors_header import DTYPES, StoredTensor, find_tensors, read_tensors
 
-FIRST = 1 << 16  # bytes of a file of weights that are asked for at first; most headers fit
-Facts = dict[str, str]  # what it is -> its value, as people read it
+FIRST_BYTES = 1 << 16  # of a file of weights, requested first; most headers fit
+Facts = dict[str, str]  # label -> value, as printed
 # Tensors that are no parameters of the text model
-OTHERS = ("rotary_emb.inv_freq", "vision_tower.", "multi_modal_projector.")
+NOT_PARAMETERS = ("rotary_emb.inv_freq", "vision_tower.", "multi_modal_projector.")
 SCALES = ("_scale_inv", "activation_scale")  # of fp8 weights
 EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"
+# model_type of config.json -> class, as in tigon.models.MODELS, whose import takes seconds
+FAMILIES = {
+    "gemma": "Gemma",
+    "gemma2": "Gemma2",
+    "gemma3": "Gemma3",
+    "gemma3_text": "Gemma3",
+    "glm4": "Glm4",
+    "granite": "Granite",
+    "llama": "Llama",
+    "ministral": "Ministral",
+    "ministral3": "Ministral3",
+    "mistral": "Mistral",
+    "mistral3": "Mistral",
+    "mixtral": "Mixtral",
+    "olmo2": "Olmo2",
+    "olmo3": "Olmo3",
+    "phi3": "Phi3",
+    "qwen2": "Qwen2",
+    "qwen2_moe": "Qwen2Moe",
+    "qwen3": "Qwen3",
+    "qwen3_moe": "Qwen3Moe",
+    "seed_oss": "SeedOss",
+    "smollm3": "SmolLM3",
+}
 
 
 def info(args: Namespace) -> int:
@@ -37,34 +60,43 @@ def print_facts(name: str, facts: Facts) -> None:
 
 
 def summarize(path: str, revision: str | None = None) -> Facts:
-    """Of a directory or a hub repository. Raises OSError or ValueError only where there is no
-    config.json that can be read; what is wrong with the weights is the value of "loads"."""
+    """Facts about a directory or a hub repository; "loads" says what is wrong with the weights.
+
+    Raises OSError or ValueError only if there is no config.json that can be read.
+    """
     with open_headers(path, revision) as repository:
         source = read_json(config_file(repository), nan=True)
         stored: Mapping[str, StoredTensor] = {}
         try:
             stored = find_tensors(repository)
-            loads = _loading(source, stored)
+            loads = _format_loads(source, stored)
         except ConnectionError:
             raise
         except (OSError, ValueError) as error:
             loads = f"no: {repository.rename_in(error)}"
-        return config_facts(source, stored) | file_facts(repository.tensors()) | {"loads": loads}
+        return (
+            describe_config(source, stored)
+            | describe_files(repository.tensors())
+            | {"loads": loads}
+        )
 
 
 class HeadersOnly(Repository):
-    """A repository whose files of weights are, in `holes`, a header before a hole."""
+    """A repository whose files of weights are copied to `holes`: a header, and a hole for data."""
 
     holes: Path
 
-    def file(self, name: str) -> Path:
+    def optional_file(self, name: str) -> Path | None:
         if not name.endswith(".safetensors"):
-            return super().file(name)
-        start, size = self.beginning(name, FIRST)
+            return super().optional_file(name)
+        try:
+            start, size = self.read_prefix(name, FIRST_BYTES)
+        except FileNotFoundError:
+            return None
         needed = 8 + int.from_bytes(start[:8], "little")
         if len(start) < min(needed, size):
             # What announces more than there may be is refused by what reads the header
-            start, size = self.beginning(name, min(needed, size, 1 << 27))
+            start, size = self.read_prefix(name, min(needed, size, 1 << 27))
         path = self.holes / name
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("wb") as file:
@@ -73,15 +105,15 @@ class HeadersOnly(Repository):
         return path
 
     def tensors(self) -> list[StoredTensor]:
-        """Of all files that were asked for, as they are stored."""
-        found: list[StoredTensor] = []
+        """The tensors of all files that were requested."""
+        tensors: list[StoredTensor] = []
         for path in sorted(self.holes.rglob("*.safetensors")):
-            with suppress(ValueError):  # which whoever asked for it has been told
-                found += read_tensors(path).values()
-        return found
+            with suppress(ValueError):  # was raised when the file was requested
+                tensors += read_tensors(path).values()
+        return tensors
 
     def rename_in(self, error: Exception) -> str:
-        """Its text, with the name of the repository."""
+        """The error's text, with the repository's name for the temporary directory."""
         return str(error).replace(str(self.holes), self.name)
 
 
@@ -93,8 +125,8 @@ def open_headers(path: str, revision: str | None) -> Iterator[HeadersOnly]:
         yield repository
 
 
-def config_facts(source: Mapping[str, Any], stored: Mapping[str, StoredTensor]) -> Facts:
-    """What config.json says, which may be anything, and how many parameters are stored."""
+def describe_config(source: Mapping[str, Any], stored: Mapping[str, StoredTensor]) -> Facts:
+    """Facts from config.json, whose values may be anything, and the number of parameters."""
     names, inner = source.get("architectures"), source.get("text_config")
     name = names[0] if isinstance(names, list) and names else "unknown"
     values = {**source, **inner} if isinstance(inner, dict) else dict(source)
@@ -103,21 +135,21 @@ def config_facts(source: Mapping[str, Any], stored: Mapping[str, StoredTensor]) 
         "architecture": f"{_plain(name)} ({_plain(kind)})",
         **_parameter_facts(values, stored),
         **_size_facts(values),
-        **({"RoPE": rope} if (rope := rope_text(_rope_parameters(values))) else {}),
-        **quantization_facts(values),
+        **({"RoPE": rope} if (rope := format_rope(_rope_parameters(values))) else {}),
+        **describe_quantization(values),
     }
 
 
 def _parameter_facts(values: Mapping[str, Any], stored: Mapping[str, StoredTensor]) -> Facts:
-    ours = _parameters(values, stored)
-    if not stored or ours is None:
+    parameters = _parameters(values, stored)
+    if not stored or parameters is None:
         count = f"{sum(t.count for t in stored.values()):,} stored" if stored else "unknown"
         return {"parameters": count}
-    facts = {"parameters": f"{sum(t.count for t in ours.values()):,}"}
-    embedding = next((t for n, t in ours.items() if n.endswith(EMBEDDING)), None)
+    facts = {"parameters": f"{sum(t.count for t in parameters.values()):,}"}
+    embedding = next((t for n, t in parameters.items() if n.endswith(EMBEDDING)), None)
     if embedding is not None:
-        score = next((t for n, t in ours.items() if n == "score.weight"), None)
-        untied = any(n.endswith(HEAD) for n in ours)
+        score = next((t for n, t in parameters.items() if n == "score.weight"), None)
+        untied = any(n.endswith(HEAD) for n in parameters)
         tied = "and as many in the head" if untied else "tied to the head"
         if score is not None:
             tied = f"and a head of {score.shape[0] if score.shape else 0} scores"
@@ -128,36 +160,36 @@ def _parameter_facts(values: Mapping[str, Any], stored: Mapping[str, StoredTenso
 def _parameters(
     values: Mapping[str, Any], stored: Mapping[str, StoredTensor]
 ) -> dict[str, StoredTensor] | None:
-    """The tensors that are parameters of the text model; None where a value packs several."""
+    """The tensors that are parameters of the text model; None if their values are packed."""
     plain = values.get("quantization_config") is None
-    if not plain and quantization_facts(values) != {"quantised": "fp8"}:
+    if not plain and describe_quantization(values) != {"quantised": "fp8"}:
         return None
     tied = values.get("tie_word_embeddings") is True
-    left = (*OTHERS, *SCALES, *(HEAD,) * tied)
+    left = (*NOT_PARAMETERS, *SCALES, *(HEAD,) * tied)
     return {n: t for n, t in stored.items() if not any(part in n for part in left)}
 
 
-def _loading(source: Mapping[str, Any], stored: Mapping[str, StoredTensor]) -> str:
-    """What the model is loaded as, if all of its tensors fit."""
+def _format_loads(source: Mapping[str, Any], stored: Mapping[str, StoredTensor]) -> str:
+    """The class, dtype and size of the model in memory, if all of its tensors fit."""
     inner, kind = source.get("text_config"), source.get("model_type")
     values = {**source, **inner} if isinstance(inner, dict) else source
     kinds = [k for k in (values.get("model_type"), kind) if isinstance(k, str) and k in FAMILIES]
     if not kinds:
         return f"no: model_type {quote(kind)} is not supported; README.md lists what is"
-    ours = _parameters(values, stored)
+    parameters = _parameters(values, stored)
     dtype = values.get("dtype") or values.get("torch_dtype")
-    if dtype is None and ours:
-        dtype = next(iter(ours.values())).dtype
+    if dtype is None and parameters:
+        dtype = next(iter(parameters.values())).dtype
     size = dict(DTYPES.values()).get(dtype) if isinstance(dtype, str) else None
-    if ours is None or size is None:
+    if parameters is None or size is None:
         return "not checked: --check builds the model"
-    count = sum(t.count for t in ours.values())
-    name = f"tigon.{FAMILIES[kinds[0]]} in {dtype}, {mebibytes(count * size)}"
+    count = sum(t.count for t in parameters.values())
+    name = f"tigon.{FAMILIES[kinds[0]]} in {dtype}, {format_mib(count * size)}"
     return f"as {name}; --check tries it"
 
 
 def _size_facts(values: Mapping[str, Any]) -> Facts:
-    """Those that config.json has; what it leaves out is as in its class of transformers."""
+    """The sizes in config.json; one that it leaves out has no line."""
 
     def of(*keys: str) -> Any:
         return next((values[key] for key in keys if values.get(key) is not None), None)
@@ -186,7 +218,7 @@ def _size_facts(values: Mapping[str, Any]) -> Facts:
 
 
 def _rope_parameters(values: Mapping[str, Any]) -> Mapping[str, Any]:
-    """By the keys of transformers 5, or of earlier versions."""
+    """RoPE's parameters, in the keys of transformers 5 or of earlier versions."""
     if isinstance(rope := values.get("rope_parameters"), dict):
         return rope
     scaling = values.get("rope_scaling")
@@ -196,30 +228,30 @@ def _rope_parameters(values: Mapping[str, Any]) -> Mapping[str, Any]:
     return rope
 
 
-def rope_text(rope: Mapping[str, Any]) -> str:
-    """RoPE's parameters, or those of each kind of layer, for a person."""
+def format_rope(rope: Mapping[str, Any]) -> str:
+    """RoPE's parameters, or those of each kind of layer, as text."""
     if rope and all(isinstance(inner, dict) for inner in rope.values()):
-        return "; ".join(f"{_plain(name)}: {rope_text(inner)}" for name, inner in rope.items())
+        return "; ".join(f"{_plain(name)}: {format_rope(inner)}" for name, inner in rope.items())
     kind = rope.get("rope_type", rope.get("type", "default"))
     keys = sorted(rope.keys() - {"rope_type", "type"}, key=lambda k: (k != "rope_theta", k))
     texts = (_plain(kind), *(f"{_plain(key)} {_plain(rope[key])}" for key in keys))
     return ", ".join(texts) if rope else ""
 
 
-def quantization_facts(source: Mapping[str, Any]) -> Facts:
+def describe_quantization(source: Mapping[str, Any]) -> Facts:
     quantised = source.get("quantization_config")
     if not isinstance(quantised, dict):
         return {}
     return {"quantised": _plain(quantised.get("quant_method"))}
 
 
-def file_facts(tensors: Sequence[StoredTensor]) -> Facts:
+def describe_files(tensors: Sequence[StoredTensor]) -> Facts:
     count: Counter[str] = Counter()
     size: Counter[str] = Counter()
     for tensor in tensors:
         count[tensor.dtype] += 1
         size[tensor.dtype] += tensor.nbytes
-    kinds = [f"{n} {dtype}, {mebibytes(size[dtype])}" for dtype, n in count.most_common()]
+    kinds = [f"{n} {dtype}, {format_mib(size[dtype])}" for dtype, n in count.most_common()]
     files = len({tensor.path for tensor in tensors})
     return {
         "files": f"{files} of weights, {sum(size.values()):,} bytes",
@@ -227,7 +259,7 @@ def file_facts(tensors: Sequence[StoredTensor]) -> Facts:
     }
 
 
-def mebibytes(count: int) -> str:
+def format_mib(count: int) -> str:
     return f"{count / 2**20:,.1f} MiB"
 
 

@@ -1,4 +1,4 @@
-"""The tensors of a safetensors checkpoint, told from its files' headers: no tensor is read.
+"""Reads the headers of a safetensors checkpoint, and no tensor.
 
 A file is the header's length in 8 bytes, a JSON header, and the tensors' bytes. This imports no
 torch, which takes seconds.
@@ -11,13 +11,12 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import Any, TypeGuard
+from typing import Any, Protocol, TypeGuard
 
-from tigon.hub import Repository
 from tigon.utils.json import escape, parse_object, quote, read_json
 
-# What torch calls them, and bytes of a value. The reference implementation stores the last of these
-# first; equal ones follow by name.
+# Tag of the format -> torch's name and the bytes of a value. The reference implementation stores
+# tensors in the reverse of this order, and those of one dtype by name.
 DTYPES = {
     "BOOL": ("bool", 1),
     "U8": ("uint8", 1),
@@ -55,7 +54,7 @@ class StoredTensor:
 
     @property
     def dtype(self) -> str:
-        """As torch calls it."""
+        """Torch's name of the dtype, such as bfloat16."""
         return DTYPES[self.tag][0]
 
     @property
@@ -67,15 +66,26 @@ class StoredTensor:
         return self.count * DTYPES[self.tag][1]
 
 
-def find_tensors(repository: Repository) -> dict[str, StoredTensor]:
-    """Those of the repository's model.safetensors, or of its index and all shards, which are
-    fetched."""
+class Files(Protocol):
+    """A folder or repository with files, such as `tigon.hub.Repository`."""
+
+    name: str
+
+    def file(self, name: str) -> Path: ...
+
+    def optional_file(self, name: str) -> Path | None: ...
+
+    def listing(self) -> list[str]: ...
+
+
+def find_tensors(repository: Files) -> dict[str, StoredTensor]:
+    """The tensors of model.safetensors, or of all shards of its index, which are fetched."""
     single = repository.optional_file(SINGLE)
     if single is not None:
         return read_tensors(single)
     index = repository.optional_file(INDEX)
     if index is None:
-        raise FileNotFoundError(_no_weights(repository))
+        raise FileNotFoundError(_no_weights_message(repository))
     weight_map = _read_index(index)
     shards = sorted(set(weight_map.values()))
 
@@ -87,11 +97,11 @@ def find_tensors(repository: Repository) -> dict[str, StoredTensor]:
 
     with ThreadPoolExecutor(8) as pool:
         paths = dict(zip(shards, pool.map(fetch, shards), strict=True))
-    return _merge(index, weight_map, paths)
+    return _merge_shards(index, weight_map, paths)
 
 
 def read_tensors(path: Path) -> dict[str, StoredTensor]:
-    """The tensors of a file, every length, dtype, shape and offset of its header checked."""
+    """The tensors of a file. Raises ValueError unless its header describes all of its bytes."""
     size = os.path.getsize(path)
     with open(path, "rb") as file:
         prefix = file.read(8)
@@ -108,7 +118,7 @@ def read_tensors(path: Path) -> dict[str, StoredTensor]:
 
     tensors, spans = {}, []
     for name, entry in header.items():
-        tag, shape, begin, end = _entry(path, name, entry)
+        tag, shape, begin, end = _parse_entry(path, name, entry)
         tensors[name] = StoredTensor(tag, shape, path, 8 + length + begin)
         spans.append((begin, end, name))
     _check_spans(path, sorted(spans), size - 8 - length)
@@ -125,20 +135,20 @@ def _check_metadata(path: Path, metadata: Any) -> None:
             )
 
 
-def _entry(path: Path, name: str, entry: Any) -> tuple[str, tuple[int, ...], int, int]:
+def _parse_entry(path: Path, name: str, entry: Any) -> tuple[str, tuple[int, ...], int, int]:
     try:
-        return _checked(entry)
+        return _parse_fields(entry)
     except ValueError as error:
         raise ValueError(f"{escape(path)}: tensor {quote(name)} {error}") from None
 
 
-def _checked(entry: Any) -> tuple[str, tuple[int, ...], int, int]:
+def _parse_fields(entry: Any) -> tuple[str, tuple[int, ...], int, int]:
     if not isinstance(entry, dict):
         raise ValueError(f"is described by {quote(entry)}, not by dtype, shape and data_offsets")
     tag, shape, span = entry.get("dtype"), entry.get("shape"), entry.get("data_offsets")
-    if not _counts(shape):
+    if not _are_sizes(shape):
         raise ValueError(f"has shape {quote(shape)}, not a list of sizes")
-    if not _counts(span) or len(span) != 2 or span[0] > span[1]:
+    if not _are_sizes(span) or len(span) != 2 or span[0] > span[1]:
         raise ValueError(f"has data_offsets {quote(span)}, not [begin, end]")
     if not isinstance(tag, str) or tag not in DTYPES:
         if isinstance(tag, str) and tag.startswith(("F4", "F6", "F8")):
@@ -147,7 +157,7 @@ def _checked(entry: Any) -> tuple[str, tuple[int, ...], int, int]:
                 "supported; use the model's bf16, fp16 or fp32 checkpoint"
             )
         raise ValueError(f"has the unknown dtype {quote(tag)}; known: {', '.join(DTYPES)}")
-    expected = _count(shape)
+    expected = _count_values(shape)
     if expected is None:
         raise ValueError(f"has shape {quote(shape)}: no tensor is so large")
     expected *= DTYPES[tag][1]
@@ -159,15 +169,17 @@ def _checked(entry: Any) -> tuple[str, tuple[int, ...], int, int]:
     return tag, tuple(shape), span[0], span[1]
 
 
-def _counts(value: Any) -> TypeGuard[list[int]]:
+def _are_sizes(value: Any) -> TypeGuard[list[int]]:
     return isinstance(value, list) and all(
         type(item) is int and 0 <= item <= LARGEST for item in value
     )
 
 
-def _count(shape: Sequence[int]) -> int | None:
-    """The values of a tensor; None if torch has no tensor of so many dimensions or values, sizes of
-    zero aside. Stops at the limit: the product of a million sizes would take a minute."""
+def _count_values(shape: Sequence[int]) -> int | None:
+    """The number of values; None if torch has no tensor of so many dimensions or values.
+
+    Stops at the limit: the product of a million sizes would take a minute.
+    """
     if len(shape) > MOST_DIMENSIONS:
         return None
     product = 1
@@ -179,7 +191,7 @@ def _count(shape: Sequence[int]) -> int | None:
 
 
 def _check_spans(path: Path, spans: list[tuple[int, int, str]], data_bytes: int) -> None:
-    """The format allows neither overlaps nor holes nor a tail."""
+    """Raises ValueError for overlaps, holes and a tail, which the format does not allow."""
     end, last = 0, None
     for begin, next_end, name in spans:
         if begin != end:
@@ -196,7 +208,7 @@ def _check_spans(path: Path, spans: list[tuple[int, int, str]], data_bytes: int)
         raise ValueError(f"{escape(path)} has {data_bytes - end} bytes after its last tensor")
 
 
-def _no_weights(repository: Repository) -> str:
+def _no_weights_message(repository: Files) -> str:
     names = repository.listing()
     message = f"{repository.name} has neither {SINGLE} nor {INDEX}"
     if pickles := [name for name in names if name.endswith(PICKLES)]:
@@ -210,7 +222,7 @@ def _no_weights(repository: Repository) -> str:
 
 
 def _read_index(path: Path) -> dict[str, str]:
-    """Tensor name -> shard file, checked to stay in the index's directory."""
+    """Tensor name -> shard file. Raises ValueError for a file outside the index's directory."""
     weight_map = read_json(path, max_bytes=MAX_HEADER).get("weight_map")
     where = escape(path)
     if not isinstance(weight_map, dict) or not weight_map:
@@ -230,10 +242,10 @@ def _read_index(path: Path) -> dict[str, str]:
     return weight_map
 
 
-def _merge(
+def _merge_shards(
     index: Path, weight_map: dict[str, str], paths: dict[str, Path]
 ) -> dict[str, StoredTensor]:
-    """All tensors of all shards; where two hold one of the same name, the one the index means."""
+    """The tensors of all shards; of two with the same name, the one in the shard of the index."""
     tensors: dict[str, StoredTensor] = {}
     for shard, path in paths.items():
         for name, info in read_tensors(path).items():

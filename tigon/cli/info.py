@@ -1,6 +1,6 @@
-"""What a model is and what loading it would do: it is built without its weights.
+"""Describes a model by building it without its weights: `tigon info --check`.
 
-`tigon.summary` tells what config.json and the headers of files say, without torch.
+`tigon.cli.summary` describes it by config.json and the headers of its files, without torch.
 """
 
 import platform
@@ -10,19 +10,19 @@ from pathlib import Path
 
 import torch
 
+from tigon.cli.summary import (
+    Facts,
+    describe_config,
+    describe_files,
+    describe_quantization,
+    format_mib,
+    format_rope,
+    open_headers,
+    print_facts,
+)
 from tigon.hub import Repository, config_file
 from tigon.kernels.attention.api import survey
 from tigon.models import MODELS, CausalLM, build, misfits, split_gguf
-from tigon.summary import (
-    Facts,
-    config_facts,
-    file_facts,
-    mebibytes,
-    open_headers,
-    print_facts,
-    quantization_facts,
-    rope_text,
-)
 from tigon.train.export import described_checkpoint, find_checkpoint
 from tigon.utils.json import quote, read_json
 from tigon.version import __version__
@@ -52,16 +52,17 @@ def print_machine() -> None:
 
 
 def describe(path: str, revision: str | None = None) -> Facts:
-    """Of a directory, a run (its newest checkpoint), a checkpoint, a .gguf file, a hub repository.
+    """Facts about a directory, a run (its newest checkpoint), a checkpoint, a .gguf file or a hub
+    repository.
 
-    A model that would not load is described all the same, and why is the value of "loads".
-    Raises OSError or ValueError only where there is no config.json that can be read.
+    "loads" says why a model would not load. Raises OSError or ValueError only if there is no
+    config.json that can be read.
     """
     if checkpoint := find_checkpoint(path):
-        return _of_run(checkpoint)
+        return _describe_run(checkpoint)
     directory, gguf_file = split_gguf(path)
     if gguf_file is not None:
-        return _of_gguf(Repository(directory, revision=revision), gguf_file)
+        return _describe_gguf(Repository(directory, revision=revision), gguf_file)
     with open_headers(path, revision) as repository:
         source = read_json(config_file(repository), nan=True)
         kind = source.get("model_type")
@@ -83,17 +84,17 @@ def describe(path: str, revision: str | None = None) -> Facts:
                 problems += [] if known else [repository.rename_in(error)]
         tensors = repository.tensors()
         if model is None:
-            facts = config_facts(source, {})
+            facts = describe_config(source, {})
             if tensors:
                 facts["parameters"] = f"{sum(tensor.count for tensor in tensors):,} stored"
         else:
-            facts = _of_model(model) | quantization_facts(source)
+            facts = _describe_model(model) | describe_quantization(source)
         if model is not None and stored is not None:
-            problems += _unfit(model, stored)
-        return facts | file_facts(tensors) | {"loads": _loading(model, stored, problems)}
+            problems += _list_misfits(model, stored)
+        return facts | describe_files(tensors) | {"loads": _format_loads(model, stored, problems)}
 
 
-def _of_model(model: CausalLM) -> Facts:
+def _describe_model(model: CausalLM) -> Facts:
     c = model.config
     embeddings = model.model.embed_tokens.weight.numel()
     tied = "tied to the head" if c.tie_word_embeddings else "and as many in the head"
@@ -101,7 +102,7 @@ def _of_model(model: CausalLM) -> Facts:
         tied = f"and a head of {c.labels} scores"
     return {
         "architecture": f"{c.transformers_class} ({c.model_type})",
-        "parameters": f"{_count(model):,}",
+        "parameters": f"{_count_parameters(model):,}",
         "embeddings": f"{embeddings:,}, {tied}",
         "layers": f"{c.num_hidden_layers}",
         "model dim": f"{c.hidden_size}",
@@ -110,21 +111,21 @@ def _of_model(model: CausalLM) -> Facts:
         "MLP dim": f"{c.intermediate_size}, {c.hidden_act}",
         "vocabulary": f"{c.vocab_size}",
         "context": f"{c.max_position_embeddings} tokens",
-        "RoPE": rope_text(c.rope_parameters),
+        "RoPE": format_rope(c.rope_parameters),
     }
 
 
-def _of_gguf(repository: Repository, name: str) -> Facts:
-    """Raises ValueError for one that would not load."""
+def _describe_gguf(repository: Repository, name: str) -> Facts:
+    """Raises ValueError for a file that would not load."""
     model, stored = build(repository, MODELS, gguf_file=name, fit=False)
-    problems = _unfit(model, stored)
+    problems = _list_misfits(model, stored)
     size = f"1 of weights, {repository.file(name).stat().st_size:,} bytes"
-    return _of_model(model) | {"files": size, "loads": _loading(model, stored, problems)}
+    return _describe_model(model) | {"files": size, "loads": _format_loads(model, stored, problems)}
 
 
-def _of_run(checkpoint: Path) -> Facts:
+def _describe_run(checkpoint: Path) -> Facts:
     model = described_checkpoint(checkpoint)
-    facts = _of_model(model)
+    facts = _describe_model(model)
     sizes: Counter[str] = Counter()
     for path in sorted(checkpoint.glob("*.safetensors")):
         for info in read_header(path).values():
@@ -132,20 +133,20 @@ def _of_run(checkpoint: Path) -> Facts:
     files = sum(path.is_file() for path in checkpoint.iterdir())
     return facts | {
         "files": f"checkpoint {checkpoint.name}, {files} files, {sum(sizes.values()):,} bytes",
-        "tensors": ", ".join(f"{what} {mebibytes(n)}" for what, n in sizes.items()),
-        "loads": _loading(model, None, []),
+        "tensors": ", ".join(f"{what} {format_mib(n)}" for what, n in sizes.items()),
+        "loads": _format_loads(model, None, []),
     }
 
 
-def _unfit(model: CausalLM, stored: Checkpoint) -> list[str]:
+def _list_misfits(model: CausalLM, stored: Checkpoint) -> list[str]:
     return [listing(fault, names, NAMED) for fault, names in misfits(model, stored).items()]
 
 
-def _loading(model: CausalLM | None, stored: Checkpoint | None, problems: list[str]) -> str:
+def _format_loads(model: CausalLM | None, stored: Checkpoint | None, problems: list[str]) -> str:
     if problems or model is None:
         return f"no: {'; '.join(problems)}"
-    size = _count(model) * model.dtype.itemsize
-    parts = [f"as tigon.{type(model).__name__} in {dtype_name(model.dtype)}, {mebibytes(size)}"]
+    size = _count_parameters(model) * model.dtype.itemsize
+    parts = [f"as tigon.{type(model).__name__} in {dtype_name(model.dtype)}, {format_mib(size)}"]
     if stored is not None:
         names = model.checkpoint_names
         if any(name.endswith(tuple(names.experts)) for name, _ in model.named_parameters()):
@@ -157,7 +158,7 @@ def _loading(model: CausalLM | None, stored: Checkpoint | None, problems: list[s
     return "; ".join(parts)
 
 
-def _count(model: CausalLM) -> int:
+def _count_parameters(model: CausalLM) -> int:
     return sum(p.numel() for p in model.parameters())
 
 

@@ -20,7 +20,7 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; errors that a user can fix are one line on stderr, without a traceback."""
+    """Runs one command; errors that a user can fix are one line on stderr, without a traceback."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     # Closed by whoever started this, as some schedulers do
     sys.stdin = sys.stdin or os.fdopen(os.open(os.devnull, os.O_RDONLY))
@@ -38,12 +38,12 @@ def _main(arguments: list[str]) -> int:
             warnings.showwarning = _show_warning
             # Imported now: torch takes seconds, and --help must not
             if training:
-                status = _imported("tigon.train").main(arguments[1:]) or 0
+                status = _import_interruptibly("tigon.train").main(arguments[1:]) or 0
             elif args.command == "report":  # needs no torch
                 print(one_line(import_module("tigon.report").write(args.runs, args.out)))
                 status = 0
             else:
-                status = getattr(_imported(args.module), args.run)(args)
+                status = getattr(_import_interruptibly(args.module), args.run)(args)
         sys.stdout.flush()  # a closed pipe raises here
         return status
     except BrokenPipeError:  # as in `tigon generate ... | head`
@@ -60,7 +60,7 @@ def _main(arguments: list[str]) -> int:
 
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
-    """argparse takes no more `key=value`s once an option has followed the first ones."""
+    """Parses the arguments, `key=value`s behind an option too, which argparse does not take."""
     parser = _parser()
     args, rest = parser.parse_known_args(arguments)
     if rest and ("arguments" not in args or any(text.startswith("-") for text in rest)):
@@ -68,20 +68,20 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     if rest:
         args.arguments += rest
     if args.command == "info" and _needs_headers_alone(args):
-        args.module = "tigon.summary"
+        args.module = "tigon.cli.summary"
     return args
 
 
 def _needs_headers_alone(args: argparse.Namespace) -> bool:
-    """Whether what `tigon info` is asked is in config.json and headers, and so needs no torch."""
+    """Whether `tigon info` needs only config.json and headers, and so no torch."""
     if args.check or args.model is None or args.model.endswith(".gguf"):
         return False
     return not any(Path(args.model, name).exists() for name in ("run.json", "checkpoints"))
 
 
-def _imported(name: str) -> Any:
-    """A module that imports torch. Ctrl-C meanwhile ends the process at once: a KeyboardInterrupt
-    inside compiled modules may be lost, or come out as another error with a traceback."""
+def _import_interruptibly(name: str) -> Any:
+    """Imports a module that needs torch. Ctrl-C ends the process at once: a KeyboardInterrupt
+    inside compiled modules may be lost, or become another error with a traceback."""
     before = signal.getsignal(signal.SIGINT)
     main_thread = threading.current_thread() is threading.main_thread()
     # Whoever ignores SIGINT, as nohup's scripts do, goes on
@@ -135,7 +135,7 @@ def _ranks_argument(parser: argparse.ArgumentParser) -> None:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="tigon", description=__doc__)
     parser.add_argument("--version", action="version", version=f"tigon {__version__}")
-    parser.set_defaults(module="tigon.commands")  # has the function `run`
+    parser.set_defaults(module="tigon.cli.commands")  # has the function `run`
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _add_text(commands)
     _add_runs(commands)
@@ -144,7 +144,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add_text(commands: Any) -> None:
-    """What writes text."""
+    """Adds the commands that write text."""
     p = commands.add_parser("generate", help="answer a prompt, or continue a text")
     _model_arguments(p)
     p.add_argument("prompt", help="what the user says; - reads it from standard input")
@@ -195,7 +195,7 @@ def _add_text(commands: Any) -> None:
 
 
 def _add_runs(commands: Any) -> None:
-    """Training, its data and its results."""
+    """Adds the commands for training, its data and its results."""
     commands.add_parser("train", help="train: tigon train config.yaml key=value ...")
 
     p = commands.add_parser("plan", help="which layout a run on many GPUs should have, on paper")
@@ -265,7 +265,7 @@ def _add_runs(commands: Any) -> None:
     p.add_argument(
         "--days", type=float, default=0.0, metavar="N", help="only what was not used for N days"
     )
-    p.set_defaults(module="tigon.data_commands", run="data_clean")
+    p.set_defaults(module="tigon.cli.data", run="data_clean")
 
 
 def _data_arguments(parser: argparse.ArgumentParser, *, run: str) -> None:
@@ -275,11 +275,11 @@ def _data_arguments(parser: argparse.ArgumentParser, *, run: str) -> None:
         metavar="CONFIG | FILE | key=value",
         help="a run's config.yaml, or data files and settings such as model=DIRECTORY seq_len=4096",
     )
-    parser.set_defaults(module="tigon.data_commands", run=run)
+    parser.set_defaults(module="tigon.cli.data", run=run)
 
 
 def _add_models(commands: Any) -> None:
-    """What measures, copies or describes a model."""
+    """Adds the commands that measure, copy or describe a model."""
     p = commands.add_parser("eval", help="perplexity, or parity with transformers")
     kinds = p.add_subparsers(dest="kind", required=True, metavar="MEASURE")
     p = kinds.add_parser("perplexity", help="of texts, or of the answers in chats")
@@ -343,7 +343,7 @@ def _add_models(commands: Any) -> None:
         help="compare every tensor with the model's: would it load? takes seconds; of runs and "
         ".gguf files always",
     )
-    p.set_defaults(module="tigon.info", run="info")
+    p.set_defaults(module="tigon.cli.info", run="info")
 
 
 def _template_argument(parser: argparse.ArgumentParser) -> None:
@@ -378,7 +378,3 @@ def _model_arguments(
         parser.add_argument(
             "--dtype", choices=DTYPES, default="auto", help="default: auto, the model's own"
         )
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

@@ -1,4 +1,4 @@
-"""What the commands of `tigon` do; cli.py has their arguments."""
+"""Runs the commands of `tigon`; main.py parses their arguments."""
 
 import sys
 from argparse import Namespace
@@ -8,15 +8,21 @@ from typing import Any
 
 import torch
 
-from tigon.chat import Chat, put, talk
+from tigon.cli.chat import Chat, print_text, talk, talk_on_ranks
+from tigon.cli.info import dtype_name
+from tigon.cli.load import (
+    load_model_and_tokenizer,
+    load_tokenizer,
+    parse_device,
+    parse_dtype,
+    raise_on_all_ranks,
+    refuse_base,
+    run_command,
+)
 from tigon.eval import find_windows, parity, report, score
 from tigon.generation.settings import file_prefix
-from tigon.info import dtype_name
-from tigon.model_arguments import check_no_base, device_of, dtype_of, load, tokenizer_of
 from tigon.models import MODELS, CausalLM, convert, from_pretrained, split_gguf
 from tigon.plan import format_plan, make_plan, read_job
-from tigon.shared_chat import talk_on_ranks
-from tigon.shared_commands import run_shared, together
 from tigon.tokenizer import Tokenizer
 from tigon.train.distributed import World
 from tigon.train.export import (
@@ -35,19 +41,19 @@ SAMPLING = ("temperature", "top_k", "top_p", "min_p")
 
 
 def generate(args: Namespace) -> int:
-    return run_shared(args, _generate)
+    return run_command(args, _generate)
 
 
 def _generate(args: Namespace, world: World | None) -> int:
-    """On this process, or as one of the ranks that share the model; the first one writes."""
+    """Generates on this process or on one of the ranks that share the model; rank 0 writes."""
     main = world is None or world.main
-    with together(world):
-        text = _read(args) if main else ""
+    with raise_on_all_ranks(world):
+        text = _read_prompt(args) if main else ""
     if world is not None:
-        (text,) = [found for found in world.gather(text) if found] or [""]
-    with together(world):
-        model, tokenizer = load(args, world)
-        ids = _prompt(args, text, tokenizer)
+        text = next(filter(None, world.gather(text)), "")
+    with raise_on_all_ranks(world):
+        model, tokenizer = load_model_and_tokenizer(args, world)
+        ids = _encode_prompt(args, text, tokenizer)
         if not ids:
             raise ValueError("the prompt is empty")
         check_sequences(model)
@@ -56,43 +62,43 @@ def _generate(args: Namespace, world: World | None) -> int:
             raise ValueError(
                 f"the prompt has {len(ids)} tokens, but the model's context is {context}"
             )
-    given = _sampling(args)
+    settings = _sampling_settings(args)
     if args.stop:
-        given["stop_strings"] = args.stop
+        settings["stop_strings"] = args.stop
     assistant = None
     if args.assistant is not None:
-        assistant = from_pretrained(args.assistant, dtype=dtype_of(args), device=model.device)
+        assistant = from_pretrained(args.assistant, dtype=parse_dtype(args), device=model.device)
     stream = tokenizer.decode_stream(skip_special_tokens=True)
 
     def show(new: torch.Tensor) -> None:
         if world is not None:
             world.progress.step += 1
         if main:
-            put(stream.step(int(new)) or "")
+            print_text(stream.step(int(new)) or "")
 
     model.generate(
         torch.tensor([ids]),
         max_new_tokens=min(args.max_new_tokens, context - len(ids)),
-        eos_token_id=_ends(model, tokenizer),
+        eos_token_id=_end_tokens(model, tokenizer),
         tokenizer=tokenizer,
         streamer=show,
         assistant_model=assistant,
         cache_implementation=args.cache,
-        **given,
+        **settings,
     )
     if main:
-        put(f"{stream.finish()}\n")
+        print_text(f"{stream.finish()}\n")
     return 0
 
 
 def chat(args: Namespace) -> int:
-    return run_shared(args, _chat)
+    return run_command(args, _chat)
 
 
 def _chat(args: Namespace, world: World | None) -> int:
-    """On this process, or as one of the ranks that share the model; the first one talks."""
-    with together(world):
-        model, tokenizer = load(args, world)
+    """Chats on this process or on one of the ranks that share the model; rank 0 talks."""
+    with raise_on_all_ranks(world):
+        model, tokenizer = load_model_and_tokenizer(args, world)
         check_sequences(model)
         try:
             conversation = Chat(
@@ -100,7 +106,7 @@ def _chat(args: Namespace, world: World | None) -> int:
                 tokenizer,
                 system=args.system,
                 max_new_tokens=args.max_new_tokens,
-                settings=_sampling(args) | {"eos_token_id": _ends(model, tokenizer)},
+                settings=_sampling_settings(args) | {"eos_token_id": _end_tokens(model, tokenizer)},
             )
         except ValueError as error:
             raise ValueError(f"{args.model}: {error}") from None
@@ -111,20 +117,20 @@ def _chat(args: Namespace, world: World | None) -> int:
     return 0
 
 
-def _sampling(args: Namespace) -> dict[str, Any]:
-    """Arguments of model.generate, of the options that were given."""
-    given = {
+def _sampling_settings(args: Namespace) -> dict[str, Any]:
+    """The sampling options that are set, as arguments of model.generate."""
+    settings = {
         name: getattr(args, name)
         for name in (*SAMPLING, "repetition_penalty", "seed")
         if getattr(args, name) is not None
     }
     if args.temperature == 0:
-        given |= {"do_sample": False, "temperature": None}
-    elif any(name in given for name in SAMPLING):
-        given["do_sample"] = True
+        settings |= {"do_sample": False, "temperature": None}
+    elif any(name in settings for name in SAMPLING):
+        settings["do_sample"] = True
     if args.seed is None:
         torch.seed()  # otherwise every process draws the same tokens
-    return given
+    return settings
 
 
 def plan(args: Namespace) -> int:
@@ -135,7 +141,7 @@ def plan(args: Namespace) -> int:
     return 0
 
 
-def _read(args: Namespace) -> str:
+def _read_prompt(args: Namespace) -> str:
     """The prompt; `-` reads it from standard input."""
     try:
         text = sys.stdin.read().removesuffix("\n") if args.prompt == "-" else args.prompt
@@ -146,7 +152,7 @@ def _read(args: Namespace) -> str:
     return text
 
 
-def _prompt(args: Namespace, text: str, tokenizer: Tokenizer) -> list[int]:
+def _encode_prompt(args: Namespace, text: str, tokenizer: Tokenizer) -> list[int]:
     if args.raw and args.system is not None:
         raise ValueError("--raw and --system: a raw text has no system message; give one of them")
     if args.raw or tokenizer.chat_template is None:
@@ -161,7 +167,7 @@ def _prompt(args: Namespace, text: str, tokenizer: Tokenizer) -> list[int]:
 
 
 def check_sequences(model: CausalLM) -> None:
-    """ValueError if the model's file asks for several texts of a prompt: a command writes one."""
+    """Raises ValueError if generation_config asks for several texts: a command writes one."""
     several = model.generation_config.get("num_return_sequences")
     if several not in (None, 1):
         raise ValueError(
@@ -170,23 +176,22 @@ def check_sequences(model: CausalLM) -> None:
         )
 
 
-def _ends(model: CausalLM, tokenizer: Tokenizer) -> list[int]:
-    """Every token that ends a text: the model's own, and the tokenizer's, which ends a turn."""
+def _end_tokens(model: CausalLM, tokenizer: Tokenizer) -> list[int]:
+    """The tokens that end a text: the model's, and the tokenizer's, which ends a turn."""
     ends = model.generation_config.get("eos_token_id", model.config.eos_token_id)
-    ends = [ends] if isinstance(ends, int) else [end for end in ends or () if end is not None]
-    own = tokenizer.eos_token_id
-    ends = ends if own is None or own in ends else [*ends, own]
-    return [end for end in ends if 0 <= end < model.config.vocab_size]
+    ends = [ends] if isinstance(ends, int) else list(ends or ())
+    ends = dict.fromkeys([*ends, tokenizer.eos_token_id])
+    return [end for end in ends if end is not None and 0 <= end < model.config.vocab_size]
 
 
 def eval_perplexity(args: Namespace) -> int:
-    return run_shared(args, _perplexity)
+    return run_command(args, _eval_perplexity)
 
 
-def _perplexity(args: Namespace, world: World | None) -> int:
-    """On this process, or as one of the ranks that share the model; the first one prints."""
-    with together(world):
-        model, tokenizer = load(args, world)
+def _eval_perplexity(args: Namespace, world: World | None) -> int:
+    """Scores on this process or on one of the ranks that share the model; rank 0 prints."""
+    with raise_on_all_ranks(world):
+        model, tokenizer = load_model_and_tokenizer(args, world)
         if model.config.labels:
             raise ValueError(
                 f"{args.model} is a reward model: it scores sequences and predicts no token, so it "
@@ -207,14 +212,14 @@ def _perplexity(args: Namespace, world: World | None) -> int:
 
 
 def eval_parity(args: Namespace) -> int:
-    device, revision = device_of(args.device), args.revision
+    device, revision = parse_device(args.device), args.revision
     place: AbstractContextManager[str] = nullcontext(args.model)
     if checkpoint := find_checkpoint(args.model):
         place = as_directory(checkpoint, args.base)
     elif is_adapter(args.model, revision):
         place, revision = as_merged_directory(args.model, revision, args.base), None
     else:
-        check_no_base(args)
+        refuse_base(args)
     with place as model:
         result = parity(model, revision=revision, new_tokens=args.new_tokens, device=device)
     print(report(result))
@@ -222,20 +227,20 @@ def eval_parity(args: Namespace) -> int:
 
 
 def export(args: Namespace) -> int:
-    dtype = dtype_of(args)
+    dtype = parse_dtype(args)
     check_free(args.directory)  # before anything is fetched
     options = {"max_shard_size": args.max_shard_size, "stacked_experts": args.stack_experts}
     if source := find_checkpoint(args.model):
-        own = None if dtype == "auto" else dtype
         options |= {"merge": args.merge, "base": args.base}
-        dtype = convert_checkpoint(source, args.directory, dtype=own, **options)
+        requested = None if dtype == "auto" else dtype
+        dtype = convert_checkpoint(source, args.directory, dtype=requested, **options)
     elif args.merge:
         options["base"] = args.base
         dtype = export_merged(args.model, args.directory, args.revision, dtype, **options)
     else:
-        check_no_base(args)
+        refuse_base(args)
         place, options["gguf_file"] = split_gguf(args.model)
-        repository, tokenizer = Repository(place, revision=args.revision), tokenizer_of(args)
+        repository, tokenizer = Repository(place, revision=args.revision), load_tokenizer(args)
         dtype = convert(
             repository, args.directory, MODELS, tokenizer=tokenizer, dtype=dtype, **options
         ).dtype

@@ -1,0 +1,3 @@
+from tigon.cli import main
+
+raise SystemExit(main())

@@ -1,0 +1,357 @@
+"""A conversation with a model in the terminal: streamed answers, history, a few commands."""
+
+import os
+import signal
+import sys
+import termios
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from types import FrameType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tigon.models import CausalLM
+from tigon.tokenizer import Tokenizer
+from tigon.train.distributed import NO_TIMEOUT, World
+from tigon.train.launch import LAUNCHED
+from tigon.utils.terminal import escape_controls, one_line, raw_stream
+
+with suppress(ImportError):  # not on Windows; input() then has editing and history
+    import readline  # noqa: F401
+
+COMMANDS = {
+    "/reset": "forget the conversation",
+    "/system TEXT": "another system message; without TEXT, none",
+    "/help": "this list",
+    "/exit": "end, as Ctrl-D does",
+}
+Message = dict[str, str]
+
+
+class Chat:
+    """A conversation: its messages, and the settings of the next answer.
+
+    Every turn encodes the whole conversation again, as the chat template may render earlier turns
+    in another way. The oldest turns are dropped once they no longer fit the context.
+    """
+
+    def __init__(
+        self,
+        model: CausalLM,
+        tokenizer: Tokenizer,
+        *,
+        system: str | None = None,
+        max_new_tokens: int = 512,
+        settings: dict[str, Any] | None = None,  # of model.generate
+    ) -> None:
+        """ValueError if the tokenizer has no chat template, or one that takes no system message."""
+        if tokenizer.chat_template is None:
+            raise ValueError(
+                "the tokenizer has no chat template, so it knows no turns: "
+                "`tigon generate` continues a text"
+            )
+        if max_new_tokens < 1:
+            raise ValueError(f"max_new_tokens={max_new_tokens} must be at least 1")
+        self.model, self.tokenizer = model, tokenizer
+        self.generate: Callable[..., Any] = model.generate
+        self.context: int = model.config.max_position_embeddings
+        self.max_new_tokens, self.settings = max_new_tokens, settings or {}
+        self.system, self.messages = system, list[Message]()
+        self._ids([{"role": "user", "content": "?"}])
+
+    def answer(self, text: str, write: Callable[[str], None]) -> int:
+        """Streams the answer to `text` into `write`, and adds both to the messages.
+
+        Returns the number of messages that were dropped to make room. A KeyboardInterrupt stops the
+        answer, keeps what was written of it, and is raised again. Raises ValueError, changing
+        nothing, for a text that does not fit.
+        """
+        messages, ids = self._fit_context([*self.messages, {"role": "user", "content": text}])
+        dropped = len(self.messages) + 1 - len(messages)
+        pieces: list[str] = []
+        stream = self.tokenizer.decode_stream(skip_special_tokens=True)
+
+        def show(piece: str | None) -> None:
+            if piece:
+                pieces.append(piece)
+                write(piece)
+
+        try:
+            self.generate(
+                torch.tensor([ids]),
+                max_new_tokens=min(self.max_new_tokens, self.context - len(ids)),
+                streamer=lambda new: show(stream.step(int(new))),
+                **self.settings,
+            )
+            show(stream.finish())
+        finally:
+            if pieces:  # an empty answer would be a turn that says nothing
+                self.messages = [*messages, {"role": "assistant", "content": "".join(pieces)}]
+        return dropped
+
+    def reset(self) -> None:
+        self.messages = []
+
+    def use_system(self, text: str | None) -> None:
+        """Replaces the system message. Raises ValueError, changing nothing, if the chat template
+        takes none."""
+        before, self.system = self.system, text
+        try:
+            self._ids([{"role": "user", "content": "?"}])
+        except ValueError:
+            self.system = before
+            raise
+
+    def _ids(self, messages: list[Message]) -> list[int]:
+        system = [] if self.system is None else [{"role": "system", "content": self.system}]
+        ids = self.tokenizer.apply_chat_template([*system, *messages], add_generation_prompt=True)
+        assert isinstance(ids, list)
+        return ids
+
+    def _fit_context(self, messages: list[Message]) -> tuple[list[Message], list[int]]:
+        """The newest turns that leave room for an answer, and their tokens."""
+        room = self.context - min(self.max_new_tokens, self.context // 2)
+        while len(ids := self._ids(messages)) > room and len(messages) > 1:
+            # After a turn of the user begins the next one
+            messages = messages[2:]
+        if len(ids) >= self.context:
+            raise ValueError(
+                f"that is too long: {len(ids)} tokens, and the model's context is {self.context}"
+            )
+        return messages, ids
+
+
+def talk(chat: Chat, name: str) -> None:
+    """Answers the lines of standard input on standard output until its end or /exit. Notes go to
+    standard error."""
+    terminal = sys.stdin.isatty()
+    if terminal:
+        print_note(f"{name}: /help lists the commands, Ctrl-C stops an answer, Ctrl-D ends")
+    for line in read_lines(terminal):
+        if line.startswith("/"):
+            if not run_chat_command(chat, line):
+                return
+        elif line.strip():
+            answer_turn(chat, line.strip(), name)
+
+
+def answer_turn(chat: Chat, text: str, name: str) -> None:
+    try:
+        text.encode()  # some locales accept any byte
+        forgotten = chat.answer(text, print_text)
+    except KeyboardInterrupt:
+        print(flush=True)
+        print_note("stopped")
+        return
+    except UnicodeError:
+        print_note("that is not UTF-8 text")
+        return
+    except ValueError as error:
+        print_note(str(error))
+        return
+    print(flush=True)
+    if forgotten:
+        print_note(
+            f"the oldest {forgotten} messages are forgotten: {name} reads {chat.context} tokens "
+            "at most"
+        )
+
+
+def print_text(piece: str) -> None:
+    """Prints a model's text unchanged; on a terminal, with control characters escaped."""
+    if sys.stdout.isatty():
+        piece = escape_controls(piece.replace("\r", ""))
+    print(piece, end="", flush=True, file=raw_stream(sys.stdout))
+
+
+def run_chat_command(chat: Chat, line: str) -> bool:
+    """Runs a line that begins with a slash; False ends the conversation."""
+    word, _, text = line.strip().partition(" ")
+    match word:
+        case "/exit" | "/quit":
+            return False
+        case "/reset":
+            chat.reset()
+            print_note("a new conversation")
+        case "/system":
+            try:
+                chat.use_system(text.strip() or None)
+                print_note(f"system message: {chat.system or 'none'}")
+            except ValueError as error:
+                print_note(str(error))
+        case "/help":
+            for name, what in COMMANDS.items():
+                print_note(f"{name:<14}{what}")
+        case _:
+            names = ", ".join(COMMANDS)
+            print_note(
+                f"no command {word}; there are {names}. A blank before it says it to the model"
+            )
+    return True
+
+
+def read_lines(terminal: bool) -> Iterator[str]:
+    if not terminal:
+        for line in sys.stdin:
+            yield line.rstrip("\r\n")
+        return
+    while True:
+        try:
+            with terminal_restored_on_signal():
+                line = input("> ")
+        except EOFError:
+            print()
+            return
+        except KeyboardInterrupt:  # an empty line again
+            print()
+        else:
+            yield line
+
+
+def save_terminal() -> Callable[[], None]:
+    """Returns a function that restores the present modes of the terminal."""
+    modes = termios.tcgetattr(sys.stdin)
+
+    def restore() -> None:
+        with suppress(termios.error):  # the terminal is gone
+            termios.tcsetattr(sys.stdin, termios.TCSANOW, modes)
+
+    return restore
+
+
+@contextmanager
+def terminal_restored_on_signal() -> Iterator[None]:
+    """Restores the echo, which is off while a line is edited, if a signal ends the process."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    restore = save_terminal()
+
+    def restore_and_end(number: int, frame: FrameType | None) -> None:
+        restore()
+        signal.signal(number, signal.SIG_DFL)
+        signal.raise_signal(number)
+
+    numbers = [signal.SIGTERM, signal.SIGHUP]
+    numbers = [number for number in numbers if signal.getsignal(number) == signal.SIG_DFL]
+    for number in numbers:
+        signal.signal(number, restore_and_end)
+    try:
+        yield
+    finally:
+        for number in numbers:
+            signal.signal(number, signal.SIG_DFL)
+
+
+def print_note(text: str) -> None:
+    print(f"({one_line(text)})", file=sys.stderr, flush=True)
+
+
+INTERRUPTED = 130  # exit code, as in main.py
+
+
+def talk_on_ranks(chat: Chat, name: str, world: World) -> None:
+    """Runs `talk` on the first rank and its calls of the model on all; every rank calls this.
+
+    Ctrl-C stops an answer after the same token on all
+    ranks; under torchrun, which ends with its ranks at Ctrl-C, it ends the chat.
+    """
+    calls = GenerateCalls(chat.model, world)
+    if world.main:
+        chat.generate = calls.generate
+        calls.lead(lambda: talk(chat, name))
+    else:
+        calls.follow()
+
+
+class StopGeneration(Exception):
+    """Ends an answer after the same token on all ranks."""
+
+
+class GenerateCalls:
+    """Repeats the first rank's calls of model.generate on all ranks."""
+
+    def __init__(self, model: CausalLM, world: World) -> None:
+        """A collective: every rank calls it."""
+        self.model, self.progress = model, world.progress
+        # A collective of the default group may last some minutes; a person may take longer to type
+        self.group = dist.new_group(backend="gloo", timeout=NO_TIMEOUT)
+        self.interrupted = False
+
+    def lead(self, talk: Callable[[], None]) -> None:
+        """Runs `talk` on the first rank; the other ranks follow its calls until it ends."""
+        if LAUNCHED not in os.environ:
+            signal.signal(signal.SIGINT, exit_interrupted)
+        try:
+            talk()
+        except (KeyboardInterrupt, BrokenPipeError, SystemExit):  # never amid a step
+            self._broadcast_call(None)
+            raise
+        self._broadcast_call(None)
+
+    def follow(self) -> None:
+        """Repeats the calls of the first rank until it ends."""
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the first one says what it stops
+        while (call := self._broadcast_call(None)) is not None:
+            ids, settings = call
+            self.progress.step += 1
+            with suppress(StopGeneration, ValueError):  # on all ranks: the first one says it
+                self.model.generate(ids, streamer=self._follow_step, **settings)
+
+    def generate(
+        self, ids: Tensor, *, streamer: Callable[[Tensor], object], **settings: Any
+    ) -> None:
+        """model.generate, on all ranks. A KeyboardInterrupt, and an error of `streamer`, is raised
+        after a step of all ranks."""
+        self.interrupted = False
+        before = signal.signal(signal.SIGINT, self._interrupt)
+        try:
+            self._broadcast_call((ids, settings))
+            self.progress.step += 1
+            with suppress(StopGeneration):
+                self.model.generate(
+                    ids, streamer=lambda new: self._lead_step(new, streamer), **settings
+                )
+        finally:
+            signal.signal(signal.SIGINT, before)
+        if self.interrupted:
+            signal.raise_signal(signal.SIGINT)
+
+    def _interrupt(self, number: int, frame: FrameType | None) -> None:
+        self.interrupted = True
+
+    def _lead_step(self, new: Tensor, streamer: Callable[[Tensor], object]) -> None:
+        self.progress.step += 1
+        stop = True
+        try:
+            streamer(new)
+            stop = self.interrupted
+        finally:
+            self._broadcast_stop(stop)
+        if stop:
+            raise StopGeneration
+
+    def _follow_step(self, new: Tensor) -> None:
+        self.progress.step += 1
+        if self._broadcast_stop():
+            raise StopGeneration
+
+    def _broadcast_stop(self, stop: bool = False) -> bool:
+        """The first rank's `stop`."""
+        flag = torch.tensor([int(stop)])
+        dist.broadcast(flag, 0, group=self.group)
+        return bool(flag)
+
+    def _broadcast_call(self, call: tuple[Tensor, dict[str, Any]] | None) -> Any:
+        """The first rank's `call`; None ends the chat."""
+        calls = [call]
+        dist.broadcast_object_list(calls, 0, group=self.group)
+        return calls[0]
+
+
+def exit_interrupted(number: int, frame: FrameType | None) -> None:
+    sys.exit(INTERRUPTED)

@@ -1,0 +1,231 @@
+"""The model of a command: on one process, or with --tp N on ranks that share it."""
+
+import os
+import shlex
+import signal
+import sys
+import warnings
+from argparse import Namespace
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+
+from tigon.cli.chat import save_terminal
+from tigon.models import MODELS, CausalLM, build, split_gguf
+from tigon.parallel import MeshSizes, from_pretrained, take_part
+from tigon.tokenizer import Tokenizer
+from tigon.train.config import Parallel
+from tigon.train.distributed import World, end_soon, launched, record_error, start
+from tigon.train.export import (
+    check_shareable,
+    described_checkpoint,
+    find_checkpoint,
+    is_adapter,
+    load_checkpoint,
+    load_with_adapter,
+)
+from tigon.train.launch import LAUNCHED, run_ranks
+from tigon.utils.json import parse_object
+from tigon.utils.terminal import one_line
+from tigon.weights import Repository
+
+CLOSED, INTERRUPTED = 141, 130  # exit codes, as in main.py: of `| head`, and of Ctrl-C
+
+Command = Callable[[Namespace, World | None], int]
+
+
+def load_model_and_tokenizer(
+    args: Namespace, world: World | None = None
+) -> tuple[CausalLM, Tokenizer]:
+    """Loads what --model names, with its adapter; over `world`, each rank has its shard."""
+    dtype = parse_dtype(args)
+    ranks: dict[str, Any] = {}
+    device: str | torch.device = parse_device(args.device) if world is None else world.device
+    if world is not None and world.meshes is not None:
+        ranks = {"mesh": world.meshes.tensor, "expert_parallel": args.expert_parallel}
+    if checkpoint := find_checkpoint(args.model):
+        model, tokenizer = load_checkpoint(
+            checkpoint,
+            dtype=None if dtype == "auto" else dtype,
+            device=device,
+            base=args.base,
+            **ranks,
+        )
+    elif is_adapter(args.model, args.revision):
+        if ranks:
+            raise adapter_on_ranks_error(args.model)
+        model, tokenizer = load_with_adapter(
+            args.model, args.revision, dtype, device, base=args.base
+        )
+    else:
+        refuse_base(args)
+        tokenizer = load_tokenizer(args)
+        model = from_pretrained(
+            args.model, revision=args.revision, dtype=dtype, device=device, **ranks
+        )
+    if args.chat_template_kwargs is not None:
+        kwargs = parse_object(args.chat_template_kwargs.encode(), "--chat-template-kwargs")
+        tokenizer.use_chat_template_kwargs(tokenizer.chat_template_kwargs | kwargs)
+    return model, tokenizer
+
+
+def refuse_base(args: Namespace) -> None:
+    """Raises ValueError if --base is set, for a model that is no adapter."""
+    if args.base is not None:
+        raise ValueError(f"--base {args.base}: {args.model} is no adapter, and needs no base")
+
+
+def adapter_on_ranks_error(adapter: str) -> ValueError:
+    return ValueError(
+        f"{adapter} is an adapter, which ranks cannot share: `tigon export {shlex.quote(adapter)} "
+        "DIRECTORY --merge` writes it and its base as a model, which they can"
+    )
+
+
+def load_tokenizer(args: Namespace) -> Tokenizer:
+    """The model's tokenizer; for a GGUF file, that of its directory."""
+    directory, gguf_file = split_gguf(args.model)
+    if gguf_file is not None:
+        files = Repository(directory, revision=args.revision)
+        files.file(gguf_file)  # raises if there is none
+        if files.optional_file("tokenizer.json") is None:
+            raise FileNotFoundError(
+                f"{args.model}: the tokenizer in a GGUF file is not read, and {directory} has no "
+                "tokenizer.json: put that of the original model there, as `hf download OWNER/NAME "
+                f"tokenizer.json tokenizer_config.json --local-dir {directory}` does"
+            )
+    return Tokenizer.from_pretrained(directory, revision=args.revision)
+
+
+def parse_dtype(args: Namespace) -> torch.dtype | Literal["auto"]:
+    return "auto" if args.dtype == "auto" else getattr(torch, args.dtype)
+
+
+def parse_device(name: str | None) -> str:
+    """The device of --device, which exists; by default a GPU, if there is one."""
+    if name is None:
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        torch.empty(0, device=name)
+    except (RuntimeError, AssertionError) as error:
+        raise ValueError(f"--device {name}: {str(error).splitlines()[0]}") from None
+    return name
+
+
+def run_command(args: Namespace, command: Command) -> int:
+    """Runs the command on this process or, with --tp, on ranks that share the model: those of
+    torchrun, or new processes of this host."""
+    try:
+        _check_ranks(args)
+    except ValueError as error:
+        record_error(str(error))
+        if os.environ.get("LOCAL_RANK", "0") != "0":
+            return 1  # every rank raises it: the first of a host prints it
+        raise
+    if args.tp == 1:
+        return command(args, None)
+    if not launched():
+        return _start_ranks(args)
+    with start(args.device or "auto", parallel=Parallel(tensor=args.tp)) as world:
+        return _run_rank(args, command, world)
+
+
+def raise_on_all_ranks(world: World | None) -> AbstractContextManager[None]:
+    """Raises an error of one rank on all of them; on one process, does nothing."""
+    return nullcontext() if world is None else world.raise_on_all_ranks()
+
+
+def _check_ranks(args: Namespace) -> None:
+    if args.tp < 1:
+        raise ValueError(f"--tp {args.tp} must be at least 1")
+    if args.tp == 1 and args.expert_parallel:
+        raise ValueError("--expert-parallel needs --tp N, with 2 processes or more")
+    # Without --tp each process of torchrun would load the whole model, all on one GPU
+    ranks = args.tp
+    if (args.tp > 1 or dist.is_torchelastic_launched()) and launched():
+        ranks = int(os.environ["WORLD_SIZE"])
+    if ranks != args.tp:
+        option = f"--tp {args.tp}" if args.tp > 1 else "no --tp"
+        raise ValueError(
+            f"{option}, but torchrun has started {ranks} processes: give --tp {ranks}, "
+            f"or --nproc-per-node {args.tp} to torchrun"
+        )
+    if args.tp == 1:
+        return
+    if getattr(args, "assistant", None) is not None:
+        raise ValueError(f"--assistant does not work with --tp {args.tp}: leave one out")
+    if checkpoint := find_checkpoint(args.model):
+        check_shareable(checkpoint)
+
+
+def _start_ranks(args: Namespace) -> int:
+    """Runs the command on --tp processes of this host; returns its exit code."""
+    gpus = torch.cuda.device_count()
+    if args.tp > gpus and args.device != "cpu" and (gpus or args.device):
+        raise ValueError(f"--tp {args.tp}, but torch sees {gpus} CUDA devices")
+    # What is wrong with the model and its tokenizer is said before any process starts
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the first rank says them
+        if checkpoint := find_checkpoint(args.model):
+            model = described_checkpoint(checkpoint)
+        elif is_adapter(args.model, args.revision):
+            raise adapter_on_ranks_error(args.model)
+        else:
+            directory, gguf_file = split_gguf(args.model)
+            files = Repository(directory, revision=args.revision)
+            model, _ = build(files, MODELS, dtype=parse_dtype(args), gguf_file=gguf_file)
+            load_tokenizer(args)
+        take_part(model, MeshSizes(tensor=args.tp, expert=args.tp if args.expert_parallel else 1))
+    with _restore_terminal():
+        code, problem = run_ranks(
+            args.tp, args.arguments_given, "tigon", shutdown_timeout=15, forward_interrupt=True
+        )
+    # A closed pipe is no fault, and rank 0 has said why it ended
+    if problem and code != CLOSED and not problem.startswith("rank 0 ended"):
+        print(f"tigon {args.command}: {one_line(problem)}", file=sys.stderr)
+    return code
+
+
+@contextmanager
+def _restore_terminal() -> Iterator[None]:
+    """Restores the terminal that a rank reads: a rank that is killed leaves it without echo.
+
+    Ctrl-Z is ignored: it would stop this process alone, and the rank would read what is meant for
+    the shell.
+    """
+    before = signal.signal(signal.SIGTSTP, signal.SIG_IGN)
+    foreground = (
+        sys.stdin is not None
+        and sys.stdin.isatty()
+        and os.tcgetpgrp(sys.stdin.fileno()) == os.getpgrp()
+    )
+    restore = save_terminal() if foreground else None
+    try:
+        yield
+    finally:
+        if restore is not None:
+            restore()
+        signal.signal(signal.SIGTSTP, before)
+
+
+def _run_rank(args: Namespace, command: Command, world: World) -> int:
+    """Runs the command on one of several ranks; when it fails, torch's agent ends the others."""
+    if not world.main:
+        warnings.simplefilter("ignore")  # all ranks have the same
+    try:
+        return command(args, world)
+    except (BrokenPipeError, KeyboardInterrupt) as error:
+        end_soon(CLOSED if isinstance(error, OSError) else INTERRUPTED)
+        raise
+    except Exception as error:
+        same = isinstance(error, ValueError)  # on all ranks: the first of them says it
+        step = f" in step {world.progress.step}" if world.progress.step else ""
+        text = f"rank {world.rank} failed{step}: {type(error).__name__}: {error}"
+        record_error(str(error) if same else text)
+        end_soon(1)
+        if same and (LAUNCHED in os.environ or not world.main):
+            return 1
+        raise

@@ -169,7 +169,7 @@ def tiny_moe(patch: Patch, root: Path) -> list[str]:
     more = {"moe_intermediate_size": 16, "num_experts": 4, "num_experts_per_tok": 2}
     patch.setattr(moe, "SHAPES", {name: (24, 16, 8, 4, 2)})
     ticks = itertools.count(1)  # forward takes 1 ms, both 2, and so on
-    patch.setattr(timing, "milliseconds", lambda run, *_, **__: (run() and None) or [next(ticks)])
+    patch.setattr(timing, "milliseconds", lambda run, *_, **__: (run(), [next(ticks)])[1])
     patch.setattr(moe, "STACK_TOKENS", (1, 12))
     patch.setattr(moe, "QWEN3_MOE", QWEN3_MOE | TINY | more)
     for part in ("layer", "stack"):
@@ -265,8 +265,9 @@ def check_adapters(record: Record) -> None:
 def check_moe(record: Record) -> None:
     (layer,) = record["layers"].values()
     assert layer["flops_forward"] == 6 * 24 * 2 * 16 * 8
-    for name in ("tigon", "transformers"):
+    for name in ("tigon", "transformers eager"):
         assert 0 < max(layer["providers"][name]["errors"].values()) < 0.02
+    for name in ("tigon", "transformers"):
         row = record["stack"]["providers"][name]
         assert row["tokens_per_second"] == 12e3 / row["ms"][1] and 3.0 < row["loss"] < 6.0
 
@@ -407,7 +408,7 @@ def test_generation_is_timed_without_its_start(monkeypatch: Patch, tmp_path: Pat
     monkeypatch.setattr(generate_cases, "attentions", lambda *_: [("y", int)])
     monkeypatch.setattr(generate.time, "perf_counter", lambda: now[0])
     out = tmp_path / "generate.json"
-    monkeypatch.setattr(timing, "peak_mib", lambda run: (run() and None) or 3.0)
+    monkeypatch.setattr(timing, "peak_mib", lambda run: (run(), 3.0)[1])
     bench = replace(generate.BENCH, needs_gpu=False)
     harness.main(bench, ["--commit", "abc1234", "--out", str(out)])
     record = json.loads(out.read_text())

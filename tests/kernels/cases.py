@@ -5,13 +5,13 @@
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from tests.kernels import definitions as exact
 from tests.kernels.conftest import CUDA
@@ -26,6 +26,8 @@ from tigon.kernels import (
     grouped_mlp_ref,
     linear_cross_entropy,
     linear_kl,
+    lora_linear,
+    lora_linear_ref,
     qk_norm_rope,
     qk_norm_rope_ref,
     rms_norm,
@@ -37,6 +39,8 @@ from tigon.kernels import (
     selected_logprobs,
 )
 from tigon.kernels.cross_entropy import Options
+from tigon.kernels.lora_grouped_mlp import Low, lora_grouped_mlp
+from tigon.kernels.lora_linear import Addition
 
 Inputs = dict[str, Any]
 Call = Callable[..., Any]
@@ -54,18 +58,22 @@ class OpCase:
     real: Sequence[Any] = ()  # more of them, on a GPU in half precision
     empty: Sequence[Any] = ()
     constant: Sequence[str] = ()  # floats without gradients
+    parameters: Sequence[str] = ()  # which are such, as those of a layer
     whole: Sequence[str] = ()  # floats that stay float32 beside half precision
     halves: Sequence[torch.dtype] = HALF
     result: torch.dtype | None = None  # whatever the inputs' dtype
+    autocast: Sequence[str] = ()  # what is cast
     second: str = ""  # what an error about second derivatives names
     rtol: float = 1e-4  # of gradients
+    factor: float = 2.0  # of plain torch's error, which real sizes may have
 
     def make(self, size: Any = None, dtype: torch.dtype = torch.float32) -> Inputs:
         """Leaves, those that learn with gradients."""
         made = self.inputs(*(self.sizes[0] if size is None else size))
         for name, x in made.items():
             if isinstance(x, Tensor) and x.is_floating_point():
-                made[name] = x.to(torch.float32 if name in self.whole else dtype)
+                x = x.to(torch.float32 if name in self.whole else dtype)
+                made[name] = nn.Parameter(x) if name in self.parameters else x
                 made[name].requires_grad_(name not in self.constant)
         return made
 
@@ -165,7 +173,7 @@ def packed(*sizes: int, weights: bool = False) -> Inputs:
 def rope_case(**options: Any) -> OpCase:
     return OpCase(
         rope, exact.rope, heads, rope_ref, options, HEADS, REAL_HEADS, NO_HEADS, ("cos", "sin"),
-        second="rope",
+        second="rope", factor=1.01,
     )  # fmt: skip
 
 
@@ -174,7 +182,7 @@ def packed_case(weights: bool, **options: Any) -> OpCase:
     options = {"eps": EPS, **options}
     return OpCase(
         qk_norm_rope, exact.qk_norm_rope, make, qk_norm_rope_ref, options, HEADS, REAL_HEADS,
-        NO_HEADS, ("cos", "sin"), second="qk_norm_rope",
+        NO_HEADS, ("cos", "sin"), second="qk_norm_rope", factor=1.1,
     )  # fmt: skip
 
 
@@ -192,6 +200,7 @@ def act_case(act: str, **options: Any) -> OpCase:
         [(n, 2 * i) for n in (63, 2047) for i in (96, 1152, 6912, 18944)],
         [(0, 6), (3, 0), (2, 0, 4)],
         second="gated_act",
+        factor=1.1,
     )
 
 
@@ -212,7 +221,11 @@ def experts(n: int, c: int, i: int, e: int, k: int) -> Inputs:
 
 # C and I are multiples of 8, which the kernel needs in 16 bits; 7 and 5 start rows at no multiple
 # of 16 bytes
-EXPERTS = [(13, 24, 40, 7, 3), (1, 24, 40, 7, 1), (5, 24, 40, 1, 1), (13, 7, 5, 3, 3)]
+EXPERTS = [
+    *((13, 24, 40, 7, 3), (1, 24, 40, 7, 3), (1, 24, 40, 7, 1), (13, 24, 40, 7, 1)),
+    *((13, 24, 40, 1, 1), (13, 24, 40, 3, 3), (13, 24, 40, 90, 3)),
+    *((13, 7, 5, 7, 3), (13, 8, 5, 7, 3), (13, 1, 1, 7, 3)),
+]
 
 
 def experts_case(act: str, sizes: Sequence[Any] = EXPERTS[:1]) -> OpCase:
@@ -220,7 +233,75 @@ def experts_case(act: str, sizes: Sequence[Any] = EXPERTS[:1]) -> OpCase:
         grouped_mlp, exact.grouped_mlp, experts, grouped_mlp_ref, {"act": act}, sizes,
         [(700, 328, 200, 7, 3)], [(0, 24, 40, 7, 3)],
         halves=HALF if CUDA else HALF[:1],  # the interpreter has no products of bf16
-        second="grouped_mlp",
+        autocast=("x", "gate_up", "down"), second="grouped_mlp",
+    )  # fmt: skip
+
+
+# Low-rank additions
+
+PARTS = ((0, 30, 3, 0.5), (50, 20, 5, -1.5))  # first column of y, columns, rank and scale
+FACTORS = {"both": (5, 8), "gate_up": (3, 0), "down": (0, 4)}
+
+
+def additions(n: int, c: int, k: int) -> Inputs:
+    made = {
+        "x": torch.randn(2, n, c),
+        "weight": torch.randn(k, c) / c**0.5,
+        "bias": torch.randn(k),
+        "a": torch.randn(sum(rank for *_, rank, _ in PARTS), c) / c**0.5,
+    }
+    return made | {f"b{i}": torch.randn(p[1], p[2]) for i, p in enumerate(PARTS)}
+
+
+def with_parts(function: Call) -> Call:
+    def call(x: Tensor, weight: Tensor, bias: Tensor, a: Tensor, b0: Tensor, b1: Tensor) -> Tensor:
+        added = [Addition(p[0], b, p[3]) for p, b in zip(PARTS, (b0, b1), strict=True)]
+        return function(x, weight, bias, a, added)
+
+    return call
+
+
+def double_lora(**inputs: Tensor) -> Tensor:
+    return with_parts(lora_linear_ref)(**{name: x.double() for name, x in inputs.items()})
+
+
+def lora_case(*constant: str) -> OpCase:
+    return OpCase(
+        with_parts(lora_linear), double_lora, additions, with_parts(lora_linear_ref),
+        sizes=[(3, 48, 70), (1, 48, 70)], empty=[(0, 48, 70)], constant=constant,
+        parameters=("weight", "bias", "a", "b0", "b1"),
+        second="low-rank additions",
+    )  # fmt: skip
+
+
+def low_rank_experts(r: int, q: int) -> Inputs:
+    n, c, i, e, k = EXPERTS[0]
+    shapes = {"a_up": (e, r, c), "b_up": (e, 2 * i, r), "a_down": (e, q, i), "b_down": (e, c, q)}
+    return experts(n, c, i, e, k) | {name: 0.3 * torch.randn(s) for name, s in shapes.items()}
+
+
+def with_factors(function: Call) -> Call:
+    def call(
+        x: Tensor, gate_up: Tensor, down: Tensor, experts: Tensor, weights: Tensor, **low: Any
+    ) -> Any:
+        return function(x, gate_up, down, Low(**low), experts, weights, "silu")
+
+    return call
+
+
+def merged(
+    x: Tensor, gate_up: Tensor, down: Tensor, low: Low, experts: Tensor, weights: Tensor, act: str
+) -> Tensor:
+    """By sums of matrices."""
+    low = Low(*(t.double() for t in low))
+    whole = gate_up.double() + low.b_up @ low.a_up, down.double() + low.b_down @ low.a_down
+    return exact.grouped_mlp(x, *whole, experts, weights, act)
+
+
+def lora_experts_case(*constant: str) -> OpCase:
+    return OpCase(
+        with_factors(lora_grouped_mlp), with_factors(merged), low_rank_experts, None, {},
+        list(FACTORS.values()), constant=constant, second="lora_grouped_mlp",
     )  # fmt: skip
 
 
@@ -244,6 +325,7 @@ def targets(n: int, v: int) -> Tensor:
 
 
 def head(n: int, c: int, v: int) -> Inputs:
+    """A head, and rows of which some do not count."""
     return {
         "hidden": torch.randn(n, c),
         "weight": c**-0.5 * torch.randn(v, c),
@@ -251,6 +333,10 @@ def head(n: int, c: int, v: int) -> Inputs:
         "targets": targets(n, v),
         "token_weights": torch.rand(n) + 0.1,
     }
+
+
+def every_row(n: int, c: int, v: int) -> Inputs:
+    return head(n, c, v) | {"targets": torch.randint(0, v, (n,))}
 
 
 def logits(n: int, v: int) -> Inputs:
@@ -293,12 +379,12 @@ def eager_logits_loss(logits: Tensor, targets: Tensor, token_weights: Tensor, **
 
 def loss_case(name: str, reduction: str, **more: Any) -> OpCase:
     how = {"reduction": reduction, "options": LOSSES[name]}
-    how |= {"denominator": 7.0} if reduction == "sum" else {}
+    how |= {"denominator": 7.0, "metrics": ("accuracy",)} if reduction == "sum" else {}
     return OpCase(
         linear_cross_entropy, head_loss, head, eager_head_loss, how | more, [(37, 19, 211)],
         [(63, 96, 151), (1000, 2880, 151), (2047, 1152, 32003), (63, 96, 262144)],
         [(0, 19, 211)], whole=("token_weights",), result=torch.float32,
-        second="linear_cross_entropy",
+        autocast=("hidden", "weight", "bias"), second="linear_cross_entropy",
     )  # fmt: skip
 
 
@@ -356,6 +442,7 @@ def kl_case(beta: float, reduction: str = "sum", **more: Any) -> OpCase:
         linear_kl, kl, teacher_and_student, None if more else eager_kl, how | more,
         [(21, 19, 13, 211)], [(1000, 1152, 512, 32003)], [(0, 19, 13, 211)],
         ("teacher_hidden", "teacher_weight", "teacher_bias"), ("token_weights",),
+        autocast=[n for n in teacher_and_student(1, 1, 1, 1) if n != "token_weights"],
         result=torch.float32, second="linear_kl", rtol=1e-3,
     )  # fmt: skip
 
@@ -421,10 +508,15 @@ CASES: dict[str, OpCase] = {
     "gated_act, overwrite": act_case("silu", overwrite=True),  # nothing is written over a leaf
     "grouped_mlp, silu": experts_case("silu", EXPERTS),
     **{f"grouped_mlp, {act}": experts_case(act) for act in ("gelu", "gelu_tanh")},
+    "lora_linear": lora_case("weight", "bias"),
+    "lora_linear, base learns": lora_case("bias"),
+    "lora_grouped_mlp": lora_experts_case(),
+    "lora_grouped_mlp, frozen base": lora_experts_case("gate_up", "down"),
     **{f"cross_entropy, {name}": logits_case(name, "none") for name in LOSSES},
     "cross_entropy, sum": logits_case("all", "sum"),
     **{f"linear_cross_entropy, {name}": loss_case(name, "none") for name in LOSSES},
     **{f"linear_cross_entropy, {name}, sum": loss_case(name, "sum") for name in LOSSES},
+    "linear_cross_entropy, every row": replace(loss_case("all", "sum"), inputs=every_row),
     "linear_cross_entropy, chunks": loss_case("all", "none", logits_bytes=SMALL),
     "linear_cross_entropy, sum, chunks": loss_case("all", "sum", logits_bytes=SMALL),
     **{f"linear_kl, {beta}, {r}": kl_case(beta, r) for beta in BETAS for r in BOTH},
@@ -441,7 +533,8 @@ CASES: dict[str, OpCase] = {
 KINDS = (
     "rms_norm", "rms_norm, residual", "rms_norm, gate, residual", "sandwich_norm", "rope",
     "qk_norm_rope", "qk_norm_rope, no norm", "gated_act, silu", "grouped_mlp, silu",
-    "cross_entropy, all", "cross_entropy, sum", "linear_cross_entropy, all",
-    "linear_cross_entropy, all, sum", "linear_kl, 0.3, sum", "linear_kl, 0.0, none",
+    "lora_linear", "lora_grouped_mlp", "lora_grouped_mlp, frozen base", "cross_entropy, all",
+    "cross_entropy, sum", "linear_cross_entropy, all", "linear_cross_entropy, all, sum",
+    "linear_cross_entropy, every row", "linear_kl, 0.3, sum", "linear_kl, 0.0, none",
     "selected_logprobs", "divergence, 0.3, sum",
 )  # fmt: skip

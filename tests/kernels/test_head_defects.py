@@ -13,7 +13,7 @@ from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
 from tests.kernels.conftest import CUDA
-from tests.kernels.test_cross_entropy import exact
+from tests.kernels.definitions import losses as exact
 from tests.kernels.test_linear_cross_entropy import C, N, V, inputs
 from tests.kernels.test_linear_kl import inputs as kl_inputs
 from tigon.kernels import (

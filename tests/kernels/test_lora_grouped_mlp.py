@@ -5,7 +5,8 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from tests.kernels.test_grouped_mlp import C, E, I, N, exact, inputs
+from tests.kernels.definitions import grouped_mlp as exact
+from tests.kernels.test_grouped_mlp import C, E, I, N, inputs
 from tigon.kernels.lora_grouped_mlp import (
     Low,
     _backward,

@@ -2,6 +2,7 @@
 
 import contextlib
 import importlib
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -105,8 +106,10 @@ def test_strided_inputs_and_upstreams(case: OpCase, layout: str) -> None:
     assert_exact(case, inputs, ups)
 
 
-def assert_as_good_as_eager(case: OpCase, size: Any, dtype: torch.dtype) -> None:
-    """At most twice as far from the definition as plain torch in the same dtype is."""
+def assert_as_good_as_eager(
+    case: OpCase, size: Any, dtype: torch.dtype, factor: float = 2.0
+) -> None:
+    """Hardly farther from the definition than plain torch in the same dtype."""
     assert case.eager is not None
     inputs = case.make(size, dtype)
     exact = {
@@ -126,7 +129,7 @@ def assert_as_good_as_eager(case: OpCase, size: Any, dtype: torch.dtype) -> None
         assert grad.dtype == x.dtype
     for a, b, right in zip(ours, theirs, best, strict=True):
         error, bound = ((y.double() - right.double()).norm() for y in (a, b))
-        assert error <= 2 * bound + 2e-6 * right.norm(), f"{error:.3g}, eager {bound:.3g}"
+        assert error <= factor * bound + 2e-6 * right.norm(), f"{error:.3g}, eager {bound:.3g}"
 
 
 JUDGED = {name: case for name, case in CASES.items() if case.eager is not None}
@@ -148,7 +151,7 @@ REAL = {f"{name}, {size}": (JUDGED[name], size) for name in JUDGED for size in J
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(("case", "size"), REAL.values(), ids=REAL)
 def test_real_sizes_are_as_good_as_eager(case: OpCase, size: Any, dtype: torch.dtype) -> None:
-    assert_as_good_as_eager(case, size, dtype)
+    assert_as_good_as_eager(case, size, dtype, case.factor)
 
 
 @kinds
@@ -166,12 +169,35 @@ def test_second_backward_has_the_same_bits(case: OpCase, path: str) -> None:
 
 
 @kinds
-def test_second_derivative_is_refused(case: OpCase, path: str) -> None:
-    triton_only(path)
+def test_second_derivative_is_right_or_refused(case: OpCase, path: str) -> None:
     inputs = case.make()
-    total = sum(y.sum() for y in case.run(inputs))
-    with pytest.raises(RuntimeError, match=f"{case.second}.* second derivative"):
-        torch.autograd.grad(total, learned(inputs), create_graph=True)
+    total = sum(y.square().sum() for y in case.run(inputs))
+    try:
+        first = torch.autograd.grad(total, learned(inputs), create_graph=True)
+    except RuntimeError as error:
+        assert re.search(f"{case.second}.* second derivative", str(error))
+        return
+    assert path == "reference"  # where it is plain torch
+    assert all(grad.requires_grad for grad in first)
+
+
+AUTOCAST = {name: CASES[name] for name in KINDS if CASES[name].autocast}
+
+
+@pytest.mark.parametrize("case", AUTOCAST.values(), ids=AUTOCAST)
+def test_autocast_multiplies_in_its_dtype(case: OpCase) -> None:
+    inputs = case.make()
+    narrow = inputs | {name: inputs[name].bfloat16() for name in case.autocast}
+    device = learned(inputs)[0].device.type
+    with torch.autocast(device, torch.bfloat16):
+        found = case.run(inputs)
+    expected = case.run(narrow)
+    torch.testing.assert_close(found, expected)
+    ups = random_like(found)
+    ours, theirs = (gradients(y, inputs, ups) for y in (found, expected))
+    for grad, wanted in zip(ours, theirs, strict=True):
+        assert grad.dtype == torch.float32
+        torch.testing.assert_close(grad, wanted)
 
 
 @kinds
@@ -235,6 +261,8 @@ def test_registered_operators_keep_torchs_rules(case: OpCase, path: str) -> None
         gradients(found, inputs, random_like(found))
         with torch.no_grad():
             case.run(inputs)
+    if "a" in inputs and not CUDA:
+        pytest.skip("low-rank additions are torch's own on a CPU")
     assert seen.calls
     for func, args, kwargs in seen.calls.values():
         torch.library.opcheck(func, args, kwargs, test_utils=("test_schema", "test_faketensor"))
@@ -294,6 +322,15 @@ def test_shapes_without_numbers(case: OpCase, where: str) -> None:
     inputs = tree_map_only(Tensor, emptied, inputs)
     with mode if where == "fake" else contextlib.nullcontext():
         assert described(case, inputs) == expected
+
+
+@pytest.mark.skipif(CUDA, reason="a machine without a GPU")
+@kinds
+def test_fake_gpu_tensors_without_a_gpu(case: OpCase) -> None:
+    if case.result is not None or {"experts", "a"} & case.make().keys():
+        pytest.skip("with indices torch itself asks for a GPU")
+    with FakeTensorMode(), torch.no_grad(), torch.device("cuda"):
+        assert all(y.device.type == "cuda" for y in case.run(case.make()))
 
 
 @pytest.mark.gpu

@@ -5,7 +5,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 from tests.kernels.cases import experts as experts_and_tokens
 from tests.kernels.definitions import grouped_mlp as exact
@@ -299,18 +298,3 @@ def test_bad_input(case: str) -> None:
 def test_an_unknown_activation() -> None:
     with pytest.raises(ValueError, match="act='relu' is not one of"):
         grouped_mlp(*inputs(), "relu")  # type: ignore[arg-type]
-
-
-def test_the_backward_pass_of_a_checkpoint_reads_what_is_saved_once():
-    """Non-reentrant activation checkpointing raises on a second reading."""
-    x, gate_up, down, experts, weights = inputs(n=4, c=8, i=8, e=3, k=2)
-    leaves = [t.requires_grad_() for t in (x, gate_up, down, weights)]
-
-    def run(*tensors: Tensor) -> Tensor:
-        return unchecked_grouped_mlp(*tensors[:3], experts, tensors[3], "silu")
-
-    expected = torch.autograd.grad(run(*leaves).sum(), leaves)
-    recomputed = checkpoint(run, *leaves, use_reentrant=False)
-    found = torch.autograd.grad(recomputed.sum(), leaves)
-    for gradient, other in zip(found, expected, strict=True):
-        assert torch.equal(gradient, other)

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from tests.gpu.support import no_waiting
 from tests.small import EXPERTS, write_model
 from tests.train.conftest import workspace
 from tests.train.ranks import train_on_gpus
@@ -96,11 +97,8 @@ def test_padding_behind_packed_rows_costs_no_wait_and_no_dense_mask(
                 patch.setattr(_grouped_gemm, "must_not_wait", lambda *_: True)
                 patch.setattr(AttentionMask, "_build", None)
                 patch.setattr(AttentionMask, "_build_blocks", None)
-                torch.cuda.set_sync_debug_mode("error")
-                try:
+                with no_waiting():
                     loss()
-                finally:
-                    torch.cuda.set_sync_debug_mode("default")
     assert balance[0] == pytest.approx(balance[1], rel=2e-2)
 
 

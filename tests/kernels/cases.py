@@ -481,6 +481,11 @@ def divergence_case(beta: float, reduction: str) -> OpCase:
     )  # fmt: skip
 
 
+def in_chunks(case: OpCase) -> OpCase:
+    real = [(1000, 256, 5003)] if case.operator is linear_cross_entropy else []
+    return replace(case, options=case.options | {"logits_bytes": SMALL}, real=real)
+
+
 CAPPED = {
     "options": Options(softcap=2.0, logit_scale=0.7),
     "teacher_options": Options(softcap=3.0, logit_scale=1.3),
@@ -517,10 +522,9 @@ CASES: dict[str, OpCase] = {
     **{f"linear_cross_entropy, {name}": loss_case(name, "none") for name in LOSSES},
     **{f"linear_cross_entropy, {name}, sum": loss_case(name, "sum") for name in LOSSES},
     "linear_cross_entropy, every row": replace(loss_case("all", "sum"), inputs=every_row),
-    "linear_cross_entropy, chunks": loss_case("all", "none", logits_bytes=SMALL),
-    "linear_cross_entropy, sum, chunks": loss_case("all", "sum", logits_bytes=SMALL),
+    **{f"linear_cross_entropy, {r}, chunks": in_chunks(loss_case("all", r)) for r in BOTH},
     **{f"linear_kl, {beta}, {r}": kl_case(beta, r) for beta in BETAS for r in BOTH},
-    "linear_kl, chunks": kl_case(0.3, logits_bytes=SMALL),
+    "linear_kl, chunks": in_chunks(kl_case(0.3)),
     "linear_kl, temperature": kl_case(0.3, "none", temperature=2.5),
     "linear_kl, capped": kl_case(0.0, **CAPPED),
     "linear_kl, capped, reverse, chunks": kl_case(1.0, **CAPPED, logits_bytes=SMALL),

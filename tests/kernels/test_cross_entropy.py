@@ -198,6 +198,19 @@ def test_the_operators_are_what_they_say(path: str) -> None:
     torch.library.opcheck(_rescale.op, (logits, w[0], torch.bfloat16), test_utils=tests)
 
 
+@pytest.mark.gpu
+def test_more_than_2_to_the_31_elements() -> None:
+    logits = torch.empty(9000, 262144, dtype=torch.bfloat16).normal_().requires_grad_()
+    targets = torch.randint(0, 262144, (9000,))
+    last = logits.detach()[-60:].clone().requires_grad_()
+    loss, expected = per_row(logits, targets), per_row(last, targets[-60:])
+    assert torch.equal(loss[-60:], expected)
+    (grad,), (wanted,) = (
+        torch.autograd.grad(y.sum(), x) for y, x in ((loss, logits), (expected, last))
+    )
+    assert torch.equal(grad[-60:], wanted)
+
+
 @pytest.mark.parametrize("bad", [V, -1, -99, 2**40])
 def test_a_target_outside_the_vocabulary(bad: int) -> None:
     logits, targets = inputs()

@@ -10,6 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tigon.kernels import KL, LogProbs, kl_ref
+from tigon.kernels.cross_entropy import scale_and_cap
+
 EPS = 1e-2  # large, so that it counts
 
 
@@ -143,3 +146,42 @@ def divergences(student: Tensor, teacher: Tensor, beta: float) -> Tensor:
         return kl(student, teacher) if beta else kl(teacher, student)
     mixture = beta * teacher + (1 - beta) * student
     return beta * kl(teacher, mixture) + (1 - beta) * kl(student, mixture)
+
+
+def criterion(c: Any, z: Tensor) -> Tensor:
+    """The value of a criterion, of a head's logits after scale and softcap."""
+    if isinstance(c, KL):
+        losses = kl_rows(c, z)
+        losses = losses if c.targets is None else losses * (c.targets != -100)
+    else:
+        valid, index = c.targets != -100, c.targets.clamp(min=0)
+        logp = z.log_softmax(-1)
+        of_target = logp.gather(1, index[:, None])[:, 0]
+        if isinstance(c, LogProbs):
+            return of_target * valid
+        s = c.label_smoothing
+        losses = -(1 - s) * of_target - s * logp.mean(-1) + c.z_loss * z.logsumexp(-1).square()
+        losses = losses * valid
+        if c.class_weights is not None:
+            losses = losses * c.class_weights[index].double()
+    losses = losses * c.coefficient * (1.0 if c.weights is None else c.weights.double())
+    return losses if c.reduction == "none" else losses.sum() / (c.denominator or 1.0)
+
+
+def kl_rows(c: KL, z: Tensor) -> Tensor:
+    """Of the whole vocabulary, or of stored tokens and all others as one."""
+    student = (z / c.temperature).log_softmax(-1)
+    if c.teacher_tokens is None:
+        weight, bias, options = c.teacher
+        teacher = scale_and_cap(linear(c.teacher_hidden, weight, bias), options)
+        return kl_ref(student, (teacher / c.temperature).log_softmax(-1), c.beta)
+    losses = []
+    for row, tokens, logprobs in zip(
+        student, c.teacher_tokens, c.teacher_logprobs.double(), strict=True
+    ):
+        tokens, logprobs = tokens[tokens >= 0], logprobs[tokens >= 0]
+        others = torch.ones_like(row, dtype=torch.bool).index_fill(0, tokens, False)
+        p = torch.cat((row[tokens], row[others].logsumexp(0)[None]))
+        q = torch.cat((logprobs, torch.log1p(-logprobs.exp().sum())[None]))
+        losses.append(kl_ref(p, q, c.beta))
+    return torch.stack(losses)

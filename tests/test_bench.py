@@ -781,6 +781,36 @@ def test_preferences_that_disagree_are_said() -> None:
         assert all(part in found for part in said) and bool(found) == bool(said)
 
 
+def test_trl_is_measured_with_its_fastest_settings(monkeypatch: Patch) -> None:
+    """Smaller micro-batches are tried with the attention that was faster."""
+    times = {("flash_attention_4", 4): 90.0, ("flash_attention_4", 2): 70.0}
+    way, ours, peer = preference_side.Way, preference_side.OURS, preference_side.PEER
+
+    def alone(request: Any, device: str, way: Any) -> Record:
+        if way == preference_side.Way("flash_attention_4", 1):
+            raise RuntimeError("no")
+        return {"ms": times.get((way.attention, way.pairs), 100.0) if way else 50.0}
+
+    monkeypatch.setattr(preference_side, "alone", alone)
+    monkeypatch.setattr(preference_side, "imported", lambda _: gc)
+    monkeypatch.setattr(gc, "set_verbosity_error", int, raising=False)
+    record: Record = {"tried": {}, "sides": {}}
+    spawn = in_process(monkeypatch, preference_side)
+    for side in (ours, peer):
+        for line in spawn(preference_side.Request(side)):
+            preference.add(record, side, line)
+    fast = "flash_attention_4"
+    tried = [(fast, 4), ("sdpa", 4), (fast, 2), (fast, 1)]
+    assert list(record["tried"]) == [way(*settings).name for settings in tried]
+    assert record["sides"][ours] == {"ms": 50.0} and record["sides"][peer]["ms"] == 70.0
+
+
+def test_peer_has_its_kernels_on_a_gpu(monkeypatch: Patch) -> None:
+    monkeypatch.setattr(train_step, "installed", lambda _: None)
+    with pytest.raises(SystemExit, match="pip install transformers liger-kernel"):
+        train_step.libraries(tiny=False)
+
+
 def test_distillation_is_judged_by_the_fastest_peer() -> None:
     def rows(ms: float, **more: Any) -> Record:
         row = {"ms": ms, "loss": 1.0, "gradient_norm": 2.0} | more

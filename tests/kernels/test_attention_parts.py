@@ -69,7 +69,7 @@ def test_what_gpu_backends_are_told(backend: str, case: str, kv_heads: int) -> N
 
 @pytest.mark.usefixtures("played")
 @pytest.mark.parametrize("backend", ["fa4", "flash", "sdpa"])
-def test_prefixes_of_a_part_that_ends_before_its_rows(backend: str) -> None:
+def test_prefixes_of_a_part_that_ends_early(backend: str) -> None:
     """Their tokens are elsewhere in its keys than in whole rows."""
     for spans in ((0, 8, 9), (0, 3, 7, 9)):
         assert_right(attention, "prefixes with a window", 2, backend, spans)
@@ -118,7 +118,7 @@ def test_flex(case: str) -> None:
 
 
 @pytest.mark.traced
-def test_flex_compiles_parts_of_rows_of_any_length_alike(
+def test_flex_compiles_few_graphs_for_all_parts(
     monkeypatch: pytest.MonkeyPatch, graphs: list[Any]
 ) -> None:
     monkeypatch.setitem(attention.__globals__, "FLEX_STEP", 16)

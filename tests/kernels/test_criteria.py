@@ -134,9 +134,7 @@ def test_no_gradient_from_above(reduction: Any) -> None:
 
 
 @pytest.mark.parametrize("mixed", [False, True])
-def test_logits_are_computed_once_and_once_more_at_most(
-    monkeypatch: pytest.MonkeyPatch, mixed: bool
-) -> None:
+def test_logits_are_computed_twice_at_most(monkeypatch: pytest.MonkeyPatch, mixed: bool) -> None:
     b = Batch()
     widths: list[int] = []
     product = head_pass._product

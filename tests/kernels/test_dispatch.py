@@ -30,7 +30,7 @@ def auto(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "Old GPU")
 
 
-def test_an_old_gpu_gets_one_warning_and_plain_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_old_gpu_gets_a_warning_and_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (7, 5))
     with pytest.warns(
         UserWarning, match=r"Old GPU \(sm_75\) is older than sm_80: plain torch runs"
@@ -41,9 +41,7 @@ def test_an_old_gpu_gets_one_warning_and_plain_torch(monkeypatch: pytest.MonkeyP
         assert not _triton.runs_triton(OnDevice("cuda:0"))
 
 
-def test_a_triton_that_fails_gets_one_warning_and_plain_torch(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_failing_triton_gets_a_warning_and_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     class Broken:
         def __getitem__(self, grid: tuple[int, ...]) -> None:
             raise RuntimeError("no C compiler")

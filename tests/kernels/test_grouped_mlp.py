@@ -69,7 +69,7 @@ def test_rows_that_grouped_mm_pads(sizes: dict[str, int]) -> None:
 @pytest.mark.parametrize(
     "sizes", [{}, {"n": 1, "c": 7}, {"n": 1, "e": 90, "c": 7, "i": 5}, {"n": 0}], ids=str
 )
-def test_the_host_asks_nothing_where_it_must_not_wait(
+def test_host_asks_nothing_where_it_must_not_wait(
     sizes: dict[str, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As with few rows on a GPU; copies of matrices where rows are few beside the experts."""

@@ -106,9 +106,7 @@ def errors(
 
 
 @pytest.mark.parametrize("rows", [3, 10_000])
-def test_bf16_is_at_most_twice_as_wrong_as_eager(
-    monkeypatch: pytest.MonkeyPatch, rows: int
-) -> None:
+def test_bf16_is_as_good_as_eager(monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
     *tensors, targets = inputs(n=640, c=48, vocab=300)
     chunk(monkeypatch, rows, 300)  # up to 171 chunks: a sum in bf16 would be 7 times as wrong
     for name, ours, eager in errors(torch.bfloat16, tensors, targets, torch.rand(640)):

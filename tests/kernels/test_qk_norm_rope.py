@@ -39,7 +39,7 @@ def weights(d: int = D) -> tuple[Tensor, Tensor]:
     return torch.randn(d), torch.randn(d)
 
 
-def test_v_is_a_view_and_each_output_has_its_gradient() -> None:
+def test_v_is_a_view_with_its_own_gradient() -> None:
     for w in ((), weights()):
         qkv = torch.randn(B, T, ROW, requires_grad=True)
         out = call(qkv * 1.0, angles(), w)

@@ -58,7 +58,7 @@ def test_where_it_is_rounded(dtype: torch.dtype, offset: float, cast: str) -> No
     assert (normed != norm(total, weight)).float().mean() < 2e-3
 
 
-def test_fp32_weights_and_dtypes_that_the_kernels_leave_to_torch() -> None:
+def test_dtypes_that_are_left_to_torch() -> None:
     x, residual, *weights = (t.detach() for t in inputs((6, 40)))
     for dtype in (torch.float16, torch.float64):
         normed, total = sandwich_norm(x.to(dtype), residual.to(dtype), *weights, EPS)

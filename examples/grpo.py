@@ -21,7 +21,7 @@ from torch import Tensor
 
 import tigon
 from tigon.data.answers import advantages_of
-from tigon.kernels.criteria import LogProbs
+from tigon.kernels.loss.terms import LogProbs
 from tigon.models import CausalLM
 from tigon.train.objectives.losses import Clip, divergence, policy_gradient
 

@@ -69,7 +69,7 @@ from bench.harness import RESULTS, ROOT, Record
 from bench.train_cases import PEER, Batch
 from tests.small import LLAMA, write_chats, write_model
 from tests.train import preferences
-from tigon.generation import graph
+from tigon.generation import steps
 from tigon.kernels import AttentionMask, attention_ref
 
 BENCHES = (kernels, moe, attention, padding, generate, cpu, compare, train_step, train_multi)
@@ -678,10 +678,10 @@ def test_wrong_token_is_noticed() -> None:
     with pytest.raises(RuntimeError, match=r"9 tokens asked of \(2, 5\), not \(2, 12\)"):
         generate_cases.generating(model, OURS, ids)(9)
     seen: list[int] = []
-    model.generate = lambda ids, **_: seen.append(graph.WARM_UP) or torch.cat((ids, ids[:, :2]), 1)
+    model.generate = lambda ids, **_: seen.append(steps.WARM_UP) or torch.cat((ids, ids[:, :2]), 1)
     for provider in (generate_cases.EAGER, OURS):
         generate_cases.generating(model, provider, ids)(2)
-    assert seen[0] == sys.maxsize and seen[1] == graph.WARM_UP < 9
+    assert seen[0] == sys.maxsize and seen[1] == steps.WARM_UP < 9
 
 
 def test_errors_and_quantiles() -> None:

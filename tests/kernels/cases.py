@@ -38,9 +38,9 @@ from tigon.kernels import (
     sandwich_norm_ref,
     selected_logprobs,
 )
-from tigon.kernels.cross_entropy import Options
-from tigon.kernels.lora_grouped_mlp import Low, lora_grouped_mlp
-from tigon.kernels.lora_linear import Addition
+from tigon.kernels.linear.lora import Addition
+from tigon.kernels.loss.api import Options
+from tigon.kernels.mlp.lora_grouped_mlp import Low, lora_grouped_mlp
 
 Inputs = dict[str, Any]
 Call = Callable[..., Any]

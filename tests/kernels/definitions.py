@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tigon.kernels import KL, LogProbs, kl_ref
-from tigon.kernels.cross_entropy import scale_and_cap
+from tigon.kernels.loss.api import scale_and_cap
 
 EPS = 1e-2  # large, so that it counts
 

@@ -13,7 +13,7 @@ from tests.flash import played
 from tests.kernels.test_attention import CASES, PADDING, SEGMENTS, B, flex_heads, graphs, tensors
 from tests.kernels.test_attention import assert_right as assert_whole_right
 from tigon.kernels import AttentionMask, attention, attention_ref
-from tigon.kernels._attention_mask import BLOCK
+from tigon.kernels.attention.mask import BLOCK
 
 __all__ = ["graphs", "played"]
 SPLIT = (0, 4), (4, 9)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import tigon.kernels
-from tigon.kernels import _triton
+from tigon.kernels import runtime
 
 
 class OnDevice:
@@ -24,8 +24,8 @@ def path() -> None:
 
 @pytest.fixture(autouse=True)
 def auto(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_triton, "_mode", "auto")
-    monkeypatch.setattr(_triton, "_served", {})
+    monkeypatch.setattr(runtime, "_mode", "auto")
+    monkeypatch.setattr(runtime, "_served", {})
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "Old GPU")
 
@@ -35,10 +35,10 @@ def test_old_gpu_gets_a_warning_and_torch(monkeypatch: pytest.MonkeyPatch) -> No
     with pytest.warns(
         UserWarning, match=r"Old GPU \(sm_75\) is older than sm_80: plain torch runs"
     ):
-        assert not _triton.runs_triton(OnDevice("cuda:0"))
+        assert not runtime.runs_triton(OnDevice("cuda:0"))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert not _triton.runs_triton(OnDevice("cuda:0"))
+        assert not runtime.runs_triton(OnDevice("cuda:0"))
 
 
 def test_failing_triton_gets_a_warning_and_torch(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -49,37 +49,37 @@ def test_failing_triton_gets_a_warning_and_torch(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
     monkeypatch.setattr(torch, "zeros", lambda *_, **__: None)
     monkeypatch.setattr(torch.cuda, "device", lambda _: warnings.catch_warnings())
-    monkeypatch.setattr(_triton, "_increment", Broken())
+    monkeypatch.setattr(runtime, "_increment", Broken())
     with pytest.warns(UserWarning, match=r"Triton fails on Old GPU \(RuntimeError: no C compiler"):
-        assert not _triton.runs_triton(OnDevice("cuda:0"))
+        assert not runtime.runs_triton(OnDevice("cuda:0"))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert not _triton.runs_triton(OnDevice("cuda:0"))
+        assert not runtime.runs_triton(OnDevice("cuda:0"))
 
 
 def test_what_the_modes_choose() -> None:
-    _triton._served[0] = True
+    runtime._served[0] = True
     chosen = {}
     for mode in ("auto", "reference", "triton"):
         with tigon.kernels.use(mode):
-            chosen[mode] = _triton.runs_triton(OnDevice("cuda:0"))
-            assert not _triton.runs_triton(OnDevice("cuda:0", torch.float64))
-            assert _triton.runs_triton(OnDevice("meta")) == (mode == "triton")  # as on a GPU
+            chosen[mode] = runtime.runs_triton(OnDevice("cuda:0"))
+            assert not runtime.runs_triton(OnDevice("cuda:0", torch.float64))
+            assert runtime.runs_triton(OnDevice("meta")) == (mode == "triton")  # as on a GPU
     assert chosen == {"auto": True, "reference": False, "triton": True}
-    assert not _triton.runs_triton(OnDevice("cpu"))
+    assert not runtime.runs_triton(OnDevice("cpu"))
 
 
 def test_the_switch_ends_with_its_block() -> None:
     with pytest.raises(ZeroDivisionError), tigon.kernels.use("reference"):
-        assert _triton._mode == "reference"
+        assert runtime._mode == "reference"
         raise ZeroDivisionError
-    assert _triton._mode == "auto"
+    assert runtime._mode == "auto"
     with pytest.raises(ValueError, match="mode='fast' is not one of auto, reference, triton"):
         tigon.kernels.use("fast").__enter__()
 
 
 def test_kernels_on_a_cpu_need_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_triton, "INTERPRETED", False)
+    monkeypatch.setattr(runtime, "INTERPRETED", False)
     with tigon.kernels.use("triton"), pytest.raises(ValueError, match="TRITON_INTERPRET=1"):
         tigon.kernels.rms_norm(torch.ones(2, 3, device="cpu"), torch.ones(3, device="cpu"), 1e-6)
 
@@ -90,10 +90,10 @@ def test_the_environment_variable(monkeypatch: pytest.MonkeyPatch) -> None:
             monkeypatch.delenv("TIGON_KERNELS")
         else:
             monkeypatch.setenv("TIGON_KERNELS", value)
-        assert runpy.run_path(_triton.__file__)["_mode"] == mode
+        assert runpy.run_path(runtime.__file__)["_mode"] == mode
     monkeypatch.setenv("TIGON_KERNELS", "none")
     with pytest.raises(ValueError, match="TIGON_KERNELS='none' is not one of"):
-        runpy.run_path(_triton.__file__)
+        runpy.run_path(runtime.__file__)
 
 
 def test_tensors_on_several_devices() -> None:

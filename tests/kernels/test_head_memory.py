@@ -11,11 +11,11 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from tests.kernels.conftest import CUDA
 from tigon.kernels import linear_cross_entropy, linear_kl, use
-from tigon.kernels._logits import rescale, rescale_and_join, rescale_and_join_
+from tigon.kernels.loss.logits import rescale, rescale_and_join, rescale_and_join_
 from tigon.train.estimate.meter import Ledger, Meter
 
-MODULES = ("_head_pass", "_head_sizes", "_logits")
-PASS, SIZES, LOGITS = (sys.modules[f"tigon.kernels.{name}"] for name in MODULES)
+PASS = SIZES = sys.modules["tigon.kernels.loss.fused_linear_pass"]
+LOGITS = sys.modules["tigon.kernels.loss.logits"]
 N, C, V = 8, 2, 300
 
 

@@ -8,10 +8,10 @@ from torch import Tensor
 
 from tests.kernels.conftest import CUDA
 from tigon.kernels import linear_cross_entropy, linear_cross_entropy_ref
-from tigon.kernels._head_pass import Plan
-from tigon.kernels.cross_entropy import METRICS, Options
+from tigon.kernels.loss.api import METRICS, Options
+from tigon.kernels.loss.fused_linear_pass import Plan
 
-MODULE, SIZES = (sys.modules[f"tigon.kernels.{name}"] for name in ("_head_pass", "_head_sizes"))
+MODULE = SIZES = sys.modules["tigon.kernels.loss.fused_linear_pass"]
 N, C, V = 37, 19, 211
 rows = pytest.mark.parametrize("rows", [4, 10_000])
 

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from tests.kernels.cases import kl, teacher_and_student
 from tigon.kernels import linear_kl, linear_kl_ref
-from tigon.kernels.cross_entropy import Options
+from tigon.kernels.loss.api import Options
 
 N, C, D, V = 21, 19, 13, 211
 BETAS = [0.0, 0.3, 1.0]

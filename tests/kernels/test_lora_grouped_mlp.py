@@ -6,7 +6,7 @@ from torch import Tensor
 
 from tests.kernels.definitions import grouped_mlp as exact
 from tests.kernels.test_grouped_mlp import C, E, I, inputs
-from tigon.kernels.lora_grouped_mlp import Low, aligned, lora_grouped_mlp, lora_grouped_mlp_ref
+from tigon.kernels.mlp.lora_grouped_mlp import Low, aligned, lora_grouped_mlp, lora_grouped_mlp_ref
 
 
 def factors(ranks: tuple[int, int]) -> Low:

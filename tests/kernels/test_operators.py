@@ -26,7 +26,7 @@ EMPTY = {f"{name}, {size}": (case, size) for name, case in CASES.items() for siz
 def small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """Under the interpreter so few programs that each has several tokens, and sums in steps."""
     if not CUDA:
-        module = importlib.import_module("tigon.kernels.qk_norm_rope")
+        module = importlib.import_module("tigon.kernels.rope.qk_norm_rope")
         monkeypatch.setattr(module, "RESIDENT", 2)
         monkeypatch.setattr(module, "SUM", (1, 8))
 

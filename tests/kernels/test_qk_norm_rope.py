@@ -7,7 +7,7 @@ from torch import Tensor
 from tests.kernels import definitions
 from tests.kernels.definitions import EPS
 from tigon.kernels import rms_norm_ref, rope_ref
-from tigon.kernels.qk_norm_rope import qk_norm_rope, qk_norm_rope_ref
+from tigon.kernels.rope.qk_norm_rope import qk_norm_rope, qk_norm_rope_ref
 
 HALF = [torch.float16, torch.bfloat16]
 B, T, H, K, D = 2, 3, 6, 3, 14

@@ -8,9 +8,10 @@ from torch import Tensor
 
 from tests.kernels import definitions
 from tests.kernels.definitions import EPS
-from tigon.kernels import _norm, rms_norm
+from tigon.kernels import rms_norm
+from tigon.kernels.norm import common
 
-OWN = sys.modules["tigon.kernels.rms_norm"]
+OWN = sys.modules["tigon.kernels.norm.rms_norm"]
 DTYPES = [torch.float16, torch.bfloat16]
 
 
@@ -168,7 +169,7 @@ def test_offsets_past_32_bits(path: str) -> None:
 def test_another_number_of_rows_compiles_nothing(path: str) -> None:
     kernels_only(path)
     weight = torch.randn(96, requires_grad=True)
-    kernels = OWN._forward_kernel, OWN._backward_kernel, _norm._sum_kernel
+    kernels = OWN._forward_kernel, OWN._backward_kernel, common._sum_kernel
     counts = []
     for rows in (18001, 18003, 36005):  # more than are resident, or launched with PDL
         rms_norm(torch.randn(rows, 96, requires_grad=True), weight, EPS).sum().backward()

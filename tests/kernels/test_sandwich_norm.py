@@ -6,9 +6,9 @@ from torch import Tensor
 
 from tests.kernels.definitions import EPS
 from tests.kernels.definitions import sandwich_norm as exact
-from tigon.kernels.sandwich_norm import sandwich_norm
+from tigon.kernels.norm.sandwich_norm import sandwich_norm
 
-OWN = sys.modules["tigon.kernels.sandwich_norm"]
+OWN = sys.modules["tigon.kernels.norm.sandwich_norm"]
 ORDERS = pytest.mark.parametrize(
     ("offset", "cast"), [(0.0, "before_weight"), (1.0, "after_weight")]
 )

@@ -2,7 +2,7 @@ import pytest
 
 from tests.kernels.test_linear_cross_entropy import inputs
 from tigon.kernels import selected_logprobs
-from tigon.kernels.cross_entropy import Options
+from tigon.kernels.loss.api import Options
 
 
 @pytest.mark.parametrize("options", [Options(label_smoothing=0.1), Options(z_loss=0.1)], ids=str)

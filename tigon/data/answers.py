@@ -12,18 +12,9 @@ from tigon.data.content_check import ContentCheck
 from tigon.data.encoders import FormatEncoder, unread_by_template, words_of_template
 from tigon.data.examples import SUPERVISED, Example
 from tigon.data.formats import LABELLED, PAIRS, REWARDED, Format, Row
-from tigon.data.preferences import (
-    LARGEST,
-    Prompted,
-    as_labelled,
-    as_pair,
-    as_rewarded,
-    message_name,
-    number,
-)
-from tigon.tokenizer import Tokenizer, behind_empty_thinking, common_length
+from tigon.data.preferences import LARGEST, Prompted, as_labelled, as_pair, as_rewarded, number
+from tigon.tokenizer import Tokenizer, common_prefix_length, skip_empty_thinking
 
-Name = Callable[[int], str]
 KEYS = ("prompt", "chosen", "rejected", "completion")  # of rows, that may be lists of messages
 
 
@@ -50,16 +41,16 @@ class AnswerEncoder(FormatEncoder):
         self.read_in_messages = {"role", "content"} | words_of_template(tokenizer)
 
     def tokens(
-        self, said: Prompted, names: Sequence[Name], *, train_on_empty_thinking: bool = False
+        self, said: Prompted, *, train_on_empty_thinking: bool = False
     ) -> tuple[int, list[list[int]]]:
         """How many tokens the prompt has, and the ids of it with each answer.
 
-        `names` has for each answer what its row calls the messages of the conversation. An empty
-        block of reasoning that all answers begin with belongs to the prompt, unless it is learned.
+        An empty block of reasoning that all answers begin with belongs to the prompt, unless it is
+        learned.
         """
         tokenizer = self.tokenizer
         if said.is_chat:
-            prompt_text, texts = self._render(said, names)
+            prompt_text, texts = self._render(said)
             if not (train_on_empty_thinking or self.train_on_empty_thinking):
                 prompt_text = with_empty_thinking(prompt_text, texts)
             prompt = tokenizer.encode(prompt_text, add_special_tokens=False)
@@ -69,13 +60,13 @@ class AnswerEncoder(FormatEncoder):
             prompt = [] if said.whole else tokenizer.encode(said.prompt)
             texts = [said.prompt + a for a in said.answers if isinstance(a, str)]
             whole = [self.ended(tokenizer.encode(text)) for text in texts]
-        shared = min(common_length(prompt, ids) for ids in whole)
+        shared = min(common_prefix_length(prompt, ids) for ids in whole)
         for ids in whole:
             if len(ids) == shared:
                 raise ValueError("an answer has no tokens of its own behind the prompt")
         return shared, whole
 
-    def _render(self, said: Prompted, names: Sequence[Name]) -> tuple[str, list[str]]:
+    def _render(self, said: Prompted) -> tuple[str, list[str]]:
         """The text of a prompt of messages, as generation would have it, and that of each answer
         behind it."""
         options: dict[str, Any] = {"tools": said.tools, **said.variables}
@@ -90,12 +81,12 @@ class AnswerEncoder(FormatEncoder):
         )
         prompt = "" if said.whole else render(convert(said.prompt), add_generation_prompt=True)
         texts = []
-        for answer, name in zip(said.answers, names, strict=True):
+        for answer, names in zip(said.answers, said.names, strict=True):
             messages = convert([*said.prompt, *answer])
             texts.append(render(messages))
             turns = range(len(said.prompt), len(messages))
             learned = [i for i in turns if messages[i]["role"] == "assistant"]
-            self.content.check(messages, learned, name, **options)
+            self.content.check(messages, learned, names, **options)
         return prompt, texts
 
     def options(self) -> dict[str, Any]:
@@ -148,8 +139,7 @@ class PairEncoder(AnswerEncoder):
 
     def row(self, row: Row, form: Format) -> Sequence[Example]:
         said = as_pair(row, form, of_one_prompt=self.of_one_prompt)
-        names = [partial(message_name, row, form, said, key) for key in ("chosen", "rejected")]
-        prompt, both = self.tokens(said, names)
+        prompt, both = self.tokens(said)
         if both[0] == both[1]:
             raise ValueError("chosen and rejected are the same tokens")
         values: Mapping[str, float] = {}
@@ -209,13 +199,13 @@ class LabelledEncoder(AnswerEncoder):
         found = []
         try:
             if form.kind in PAIRS:
-                said, labels = as_pair(row, form), {"chosen": True, "rejected": False}
+                said, labels = as_pair(row, form), [True, False]
             else:
                 said, label = as_labelled(row, form)
-                labels = {"completion": label}
-            for answer, (key, label) in zip(said.answers, labels.items(), strict=True):
-                name = partial(message_name, row, form, said, key)
-                prompt, (ids,) = self.tokens(replace(said, answers=(answer,)), [name])
+                labels = [label]
+            for i, (answer, label) in enumerate(zip(said.answers, labels, strict=True)):
+                one = replace(said, answers=(answer,), names=said.names[i : i + 1])
+                prompt, (ids,) = self.tokens(one)
                 found.append((prompt, ids, label))
         except ValueError as error:
             return error
@@ -249,11 +239,9 @@ class RewardedEncoder(AnswerEncoder):
         if given.said is None:
             prompt, whole = len(given.prompt), [given.prompt + answer for answer in given.answers]
         else:
-            name = partial(message_name, row, form, given.said, "completions")
-            names = [partial(name, number=number) for number in range(len(given.said.answers))]
             # The policy has said an empty block itself if it has log-probabilities for it
             sampled = given.old_logprobs is not None
-            prompt, whole = self.tokens(given.said, names, train_on_empty_thinking=sampled)
+            prompt, whole = self.tokens(given.said, train_on_empty_thinking=sampled)
         values = np.array(given.values)
         advantages, rewards = values, np.full(len(values), np.nan)
         if not given.are_advantages:
@@ -293,7 +281,7 @@ def with_empty_thinking(prompt: str, texts: Sequence[str]) -> str:
     """The prompt, with the empty block of reasoning that all these texts have at its end."""
     begins = set()
     for text in texts:
-        parted = common_length(prompt, text)
-        end = behind_empty_thinking(text, parted)
+        parted = common_prefix_length(prompt, text)
+        end = skip_empty_thinking(text, parted)
         begins.add(text[:end] if end > parted else prompt)
     return begins.pop() if len(begins) == 1 else prompt

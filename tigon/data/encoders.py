@@ -5,7 +5,6 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -16,7 +15,6 @@ from tigon.data.blocks import Source
 from tigon.data.content_check import ContentCheck, EmptyAnswer
 from tigon.data.examples import WEIGHTED, Encoder, Example, Report
 from tigon.data.formats import CHATS, TEXTS, Chat, Format, Row, Text, as_chat, as_text
-from tigon.data.messages import read_json
 from tigon.json_file import escaped
 from tigon.tokenizer import REASONING, Span, Tokenizer, TrainOn, learned_turns
 
@@ -196,8 +194,7 @@ class ChatEncoder(FormatEncoder):
             weights[: chat.prompt] = [0.0 if w is None else w for w in weights[: chat.prompt]]
         options: dict[str, Any] = {"tools": chat.tools, **chat.variables}
         learned = learned_turns(chat.messages, self.train_on, weights) if chat.weight else []
-        name = partial(message_name, row, form, chat.prompt)
-        self.content.check(chat.messages, learned, name, **options)
+        self.content.check(chat.messages, learned, chat.names, **options)
         options |= {"train_on_empty_thinking": self.train_on_empty_thinking}
         encoded = self.tokenizer.encode_chat_rows(
             chat.messages, train_on=self.train_on, weights=weights, **options
@@ -224,24 +221,6 @@ class ChatEncoder(FormatEncoder):
         ids = self.ended(ids)
         counted = [*counted[: len(ids) - 1], 1.0]
         return weighted(ids, np.array(counted) * text.weight)
-
-
-def message_name(row: Row, form: Format, prompt: int, i: int) -> str:
-    """What a row calls messages[i] of its conversation, of which the first `prompt` are asked."""
-    if form.get(row, "system"):
-        if not i:
-            return form.key("system")
-        i, prompt = i - 1, prompt - 1
-    if form.kind == "instruction":
-        history = read_json(form.get(row, "history"), "history") or []
-        if i // 2 < len(history):
-            return f"{form.key('history')}[{i // 2}]"
-        return form.key("output" if i % 2 else "instruction")
-    if form.kind in ("messages", "sharegpt"):
-        return f"{form.key('messages')}[{i}]"
-    if i < prompt:
-        return f"{form.key('prompt')}[{i}]"
-    return f"{form.key('completion')}[{i - prompt}]"
 
 
 def words_of_template(tokenizer: Tokenizer) -> set[str]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from tigon.data.messages import normalize_messages, normalize_tools, read_json, read_messages
-from tigon.tokenizer.chat import check_variables
+from tigon.tokenizer.chat_template import check_variables
 
 Row = dict[str, Any]
 Messages = list[dict[str, Any]]
@@ -180,6 +180,7 @@ class Chat:
 
     messages: Messages  # without "weight" and "train"
     weights: list[float | None]  # of each message; None: as train_on says
+    names: list[str]  # of each message in its row, for errors
     prompt: int = 0  # messages at the start that are a prompt, and not learned
     weight: float = 1.0  # of all of it
     tools: list[Any] | None = None
@@ -204,24 +205,32 @@ def as_chat(row: Row, form: Format) -> Chat | Text:
     """A row of one of the formats CHATS; a Text if prompt and completion are texts."""
     assert form.kind is not None
     weight = _row_weight(row, form)
-    asked: Messages = []
+    num_prompt = 0
     if form.kind == "prompt_completion":
         prompt, completion = form.get(row, "prompt"), form.get(row, "completion")
         if not isinstance(prompt, list) and not isinstance(completion, list):
             prompt = with_system(_text(row, form, "prompt"), row, form)
             return Text(_text(row, form, "completion"), prompt, weight)
-        asked = with_system(_list(row, form, "prompt"), row, form)
-        said = _list(row, form, "completion")
-        if not said:
+        prompt, completion = _list(row, form, "prompt"), _list(row, form, "completion")
+        if not completion:
             raise ValueError(f"{form.key('completion')!r} has no message")
-        messages = [*asked, *said]
+        names = indexed_names(form.key("prompt"), len(prompt))
+        names += indexed_names(form.key("completion"), len(completion))
+        prompt = with_system(prompt, row, form)
+        messages, num_prompt = [*prompt, *completion], len(prompt)
     elif form.kind == "instruction":
-        messages = with_system(_instruction(row, form), row, form)
+        messages = _instruction(row, form)
+        names = [f"{form.key('history')}[{i // 2}]" for i in range(len(messages) - 2)]
+        names += [form.key("instruction"), form.key("output")]
+        messages = with_system(messages, row, form)
     else:
         messages = _list(row, form, "messages")
         if form.kind == "sharegpt":
             messages = [_from_sharegpt(i, message) for i, message in enumerate(messages)]
+        names = indexed_names(form.key("messages"), len(messages))
         messages = with_system(messages, row, form)
+    if len(messages) > len(names):
+        names = [form.key("system"), *names]
     messages = normalize_messages(messages, "messages")
     # An opening message of the assistant answers nothing, so it is not learned
     greeting = form.kind != "prompt_completion" and _speaks(messages[:1]) and _speaks(messages[1:])
@@ -235,11 +244,17 @@ def as_chat(row: Row, form: Format) -> Chat | Text:
     return Chat(
         messages,
         weights,
-        1 if greeting else len(asked),
+        names,
+        1 if greeting else num_prompt,
         weight,
         tools_of(row, form),
         template_variables(row, form),
     )
+
+
+def indexed_names(name: str, count: int, start: int = 0) -> list[str]:
+    """The names of a list's messages, such as messages[0]."""
+    return [f"{name}[{i}]" for i in range(start, start + count)]
 
 
 def _speaks(messages: Messages) -> bool:

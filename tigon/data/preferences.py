@@ -5,7 +5,7 @@ single answers with a label; each as texts or as lists of messages.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -15,13 +15,14 @@ from tigon.data.formats import (
     Format,
     Messages,
     Row,
+    indexed_names,
     kind_of,
     template_variables,
     tools_of,
     with_system,
 )
 from tigon.data.messages import normalize_messages, read_json, read_messages
-from tigon.tokenizer import common_length
+from tigon.tokenizer import common_prefix_length
 
 Said = str | Messages  # a text, or messages
 LARGEST = float(np.finfo(np.float32).max)  # number that a column can hold
@@ -37,28 +38,11 @@ class Prompted:
     tools: list[Any] | None = None
     variables: dict[str, Any] = field(default_factory=dict)  # of the chat template
     whole: bool = False  # all of the answers is learned: there is no prompt
+    names: tuple[list[str], ...] = ()  # of the messages of prompt and answer in the row, for errors
 
     @property
     def is_chat(self) -> bool:
         return isinstance(self.prompt, list)
-
-
-def message_name(
-    row: Row, form: Format, said: Prompted, key: str, i: int, number: int | None = None
-) -> str:
-    """What a row calls message i of a prompt with the answer under this key, or number of it."""
-    system = 1 if form.get(row, "system") else 0
-    if i < system:
-        return form.key("system")
-    i -= system
-    answer, name, asked = form.get(row, key), form.key(key), len(said.prompt) - system
-    if number is not None:
-        answer, name = answer[number], f"{name}[{number}]"
-    prompt = form.get(row, "prompt")
-    if isinstance(prompt, list) and i < len(prompt):
-        return f"{form.key('prompt')}[{i}]"
-    begins_with_prompt = not isinstance(prompt, list) or answer[: len(prompt)] == prompt
-    return f"{name}[{i if begins_with_prompt else i - asked}]"
 
 
 def as_pair(row: Row, form: Format, *, of_one_prompt: bool = True) -> Prompted:
@@ -75,6 +59,8 @@ def as_pair(row: Row, form: Format, *, of_one_prompt: bool = True) -> Prompted:
             f"{form.key('chosen')!r} is {kind_of(chosen)} and {form.key('rejected')!r} is "
             f"{kind_of(rejected)}: both must be texts, or both lists of messages"
         )
+    names = (form.key("chosen"), form.key("rejected"))
+    start = 0  # the index of an answer's first message in the row
     given = form.get(row, "prompt")
     prompt = None if given is None else _said(row, form, "prompt")
     whole = prompt is None or (isinstance(prompt, str) and isinstance(chosen, list))
@@ -90,23 +76,24 @@ def as_pair(row: Row, form: Format, *, of_one_prompt: bool = True) -> Prompted:
         if prompt is None and not of_one_prompt and not _answer(shared, rest):
             for name, said in (("chosen", chosen), ("rejected", rejected)):
                 _check_content(form.key(name), said)
+            read = _prompted(row, form, type(shared)(), (chosen, rejected), names)
             both = (with_system(chosen, row, form), with_system(rejected, row, form))
-            tools, variables = tools_of(row, form), template_variables(row, form)
-            return Prompted(type(shared)(), both, tools, variables, whole=True)
+            return replace(read, prompt=type(shared)(), answers=both, whole=True)
         _check_shared(prompt, shared, rest)
-        prompt, (chosen, rejected) = shared, rest
+        prompt, (chosen, rejected), start = shared, rest, len(shared)
     elif _repeat(prompt, (chosen, rejected)):
         assert prompt is not None
-        chosen, rejected = chosen[len(prompt) :], rejected[len(prompt) :]
+        start = len(prompt)
+        chosen, rejected = chosen[start:], rejected[start:]
     assert prompt is not None
     for name, answer in (("chosen", chosen), ("rejected", rejected)):
         _check_answer(form.key(name), answer)
-    return _prompted(row, form, prompt, (chosen, rejected))
+    return _prompted(row, form, prompt, (chosen, rejected), names, start)
 
 
 def split_prompt(chosen: Said, rejected: Said) -> tuple[Said, Said, Said]:
     """What both begin with, and what is left of each; a space in between goes to the answers."""
-    end = common_length(chosen, rejected)
+    end = common_prefix_length(chosen, rejected)
     if end and chosen[end - 1] == " ":
         end -= 1
     return chosen[:end], chosen[end:], rejected[end:]
@@ -122,7 +109,7 @@ def as_labelled(row: Row, form: Format) -> tuple[Prompted, bool]:
     prompt, answer = _said(row, form, "prompt"), _said(row, form, "completion")
     _check_alike(form, "completion", prompt, answer)
     _check_answer(form.key("completion"), answer)
-    return _prompted(row, form, prompt, (answer,)), bool(label)
+    return _prompted(row, form, prompt, (answer,), (form.key("completion"),)), bool(label)
 
 
 @dataclass(frozen=True)
@@ -183,7 +170,8 @@ def as_rewarded(row: Row, form: Format) -> Rewarded:
                     f"{key!r} has {kind_of(answer)} in it: give texts, or lists of messages"
                 )
         answers = [_normalized(a, f"{key}[{i}]") for i, a in enumerate(answers)]
-        said = _prompted(row, form, _said(row, form, "prompt"), tuple(answers))
+        names = indexed_names(key, len(answers))
+        said = _prompted(row, form, _said(row, form, "prompt"), tuple(answers), names)
         for answer in said.answers:
             _check_alike(form, "completions", said.prompt, answer)
             _check_answer(key, answer)
@@ -229,9 +217,28 @@ def number(row: Row, form: Format, name: str, missing: float) -> float:
     return float(value)
 
 
-def _prompted(row: Row, form: Format, prompt: Said, answers: tuple[Said, ...]) -> Prompted:
-    asked = with_system(prompt, row, form)
-    return Prompted(asked, answers, tools_of(row, form), template_variables(row, form))
+def _prompted(
+    row: Row,
+    form: Format,
+    prompt: Said,
+    answers: tuple[Said, ...],
+    names: Sequence[str],
+    start: int = 0,
+) -> Prompted:
+    """`names` are those of the answers; `start` is the index of their first message in the row."""
+    full_prompt = with_system(prompt, row, form)
+    message_names: tuple[list[str], ...] = ()
+    if isinstance(prompt, list):
+        system = [form.key("system")] * (len(full_prompt) - len(prompt))
+        has_prompt = isinstance(form.get(row, "prompt"), list)
+        message_names = tuple(
+            system
+            + indexed_names(form.key("prompt") if has_prompt else name, len(prompt))
+            + indexed_names(name, len(answer), start)
+            for name, answer in zip(names, answers, strict=True)
+        )
+    variables = template_variables(row, form)
+    return Prompted(full_prompt, answers, tools_of(row, form), variables, names=message_names)
 
 
 def _said(row: Row, form: Format, name: str) -> Said:

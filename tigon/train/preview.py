@@ -16,7 +16,7 @@ from tigon.data.formats import Row
 from tigon.data.mixture import Corpus
 from tigon.data.packing import Lost
 from tigon.data.store import Memory
-from tigon.tokenizer import Tokenizer, common_length
+from tigon.tokenizer import Tokenizer, common_prefix_length
 from tigon.train import sharing
 from tigon.train.build import load_tokenizer
 from tigon.train.config import Config
@@ -165,7 +165,7 @@ def _pieces(ids: list[int], weights: list[float], tokenizer: Tokenizer) -> Itera
         if text.startswith(added, stop):
             whole = [whole[1], (end, stop := stop + len(added))]
         else:  # the end is inside a character
-            stop = common_length(tokenizer.decode(ids[:end]), text)
+            stop = common_prefix_length(tokenizer.decode(ids[:end]), text)
         stop = len(text) if end == len(ids) else stop
         if stop > at:
             yield Piece(text[at:stop], weight)

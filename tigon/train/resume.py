@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from tigon.data import Loader
-from tigon.tokenizer import chat
+from tigon.tokenizer import chat_template
 from tigon.train import checkpoint
 from tigon.train.config import Config
 from tigon.train.parallel import World
@@ -49,7 +49,7 @@ def start_time(source: Path | None, world: World) -> datetime:
     """When the run began, which is what chat templates write as the present time: as the checkpoint
     `source` has it, or rank 0. Every rank calls this."""
     known = None if source is None else checkpoint.facts(source).get("strftime_now")
-    first = world.board.gather(str(known or chat.now().isoformat()))[0]
+    first = world.board.gather(str(known or chat_template.now().isoformat()))[0]
     try:
         return datetime.fromisoformat(str(first))
     except ValueError:

@@ -12,7 +12,7 @@ from torch import Tensor
 from tigon.data import Encoder, Entry, Loader, MicroBatch, Rows, Window, whole
 from tigon.data.mixture import Mixture
 from tigon.data.packing import LEAST_SHARED
-from tigon.kernels.cross_entropy import IGNORE_INDEX
+from tigon.kernels.loss.api import IGNORE_INDEX
 from tigon.models import Batch, CausalLM, Targets
 from tigon.tokenizer import Tokenizer
 from tigon.train.config import Config

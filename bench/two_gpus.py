@@ -28,7 +28,7 @@ from bench import harness, parallel
 from bench.harness import RESULTS, ROOT, Record, progress
 
 SUMS, TESTS = "tests/parallel/test_one_shot_sum.py", "tests/gpu/test_tensor_cuda.py"
-FIRST = "bfloat16 or test_tokens or test_optimizers"
+FIRST = "bfloat16 or test_tokens or backward or zero or muon"
 LEAST = 20.0  # seconds that a step is begun with
 
 

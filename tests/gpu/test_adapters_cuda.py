@@ -103,7 +103,7 @@ def test_recomputed_blocks_draw_the_same(case: str) -> None:
         assert (found[1][name].float() - value.float()).norm() <= 0.02 * value.float().norm(), name
 
 
-def test_four_bits_of_the_gpu_are_those_of_the_cpu() -> None:
+def test_four_bits_on_gpu_as_on_cpu() -> None:
     """But where the mean of the scales, summed in another order, is rounded otherwise."""
     weight = torch.randn(1000, 256, generator=torch.Generator().manual_seed(0)).bfloat16()
     here, there = nf4_quantise(weight), nf4_quantise(weight.to(DEVICE))

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.gpu.support import captured, no_waiting
 from tigon.kernels import use
 from tigon.kernels.attention.decode import append_attention, append_attention_ref
 from tigon.kernels.attention.kv_cache import KVBuffers, append_tokens
@@ -157,15 +158,9 @@ def test_a_graph_follows_the_lengths(window: int | None, slots: int, int8: bool)
         return out
 
     start, before = lengths.clone(), copy(buffers)
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_waiting():
         step()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = step()
+    graph, out = captured(step, warm_ups=0)
     lengths.copy_(start)
     for x, y in zip(buffers, before, strict=True):
         if x is not None:

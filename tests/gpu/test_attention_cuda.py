@@ -6,6 +6,7 @@ A backend that compiles its kernels takes a few of the combinations here and all
 
 import itertools
 import time
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import pytest
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 
 import tigon
+from tests.gpu.support import captured, no_waiting
 from tigon.kernels import AttentionMask, attention, attention_ref
 from tigon.kernels.attention.api import PACKED
 from tigon.kernels.attention.backends import OBSTACLES, Request, capability, choose, missing
@@ -449,14 +451,10 @@ def test_bounds_that_are_given_save_every_wait(model: Any, name: str) -> None:
     ids = torch.randint(0, 1000, (1, 600), device="cuda")
     packed = {"cu_seq_lens": CU.cuda(), "max_length_q": 300, "labels": ids, "input_ids": ids}
     rows = {"labels": ids.view(2, 300), "input_ids": ids.view(2, 300)}
-    for mode in ("default", "error"):  # the first time compiles
-        torch.cuda.synchronize()
-        torch.cuda.set_sync_debug_mode(mode)
-        try:
+    for allowed in (nullcontext(), no_waiting()):  # the first time compiles
+        with allowed:
             for batch in (packed, rows):
                 model(**batch).loss.backward()
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.parametrize("name", ["fa4", "flash"])
@@ -465,21 +463,19 @@ def test_a_graph_replays_packed_batches(model: Any, name: str) -> None:
     model.use_attention(name)
     ids, cu = torch.randint(0, 1000, (1, 600), device="cuda"), CU.cuda()
     batch = {"cu_seq_lens": cu, "max_length_q": 400}
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(2):
-            losses(model, ids, **batch)
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+
+    def step() -> Tensor:
+        model.zero_grad(set_to_none=True)
         loss = model(ids, labels=ids, **batch).loss
         loss.backward()
-    captured = {n: p.grad for n, p in model.named_parameters()}
+        return loss
+
+    graph, loss = captured(step, warm_ups=2)
+    gradients = {n: p.grad for n, p in model.named_parameters()}
     ids.copy_(torch.randint(0, 1000, ids.shape, device="cuda"))
     cu.copy_(torch.tensor([0, 20, 160, 400, 600], dtype=torch.int32))
     graph.replay()
-    replayed = {n: g.clone() for n, g in captured.items()}
+    replayed = {n: g.clone() for n, g in gradients.items()}
     model.zero_grad(set_to_none=True)
     expected = model(ids, labels=ids, **batch).loss
     expected.backward()

@@ -343,7 +343,7 @@ def test_a_graph_of_the_caller_draws_too(model: tigon.CausalLM, ragged: dict[str
     assert not torch.equal(first, numbers)
 
 
-def test_a_caller_in_inference_mode_or_on_another_stream(
+def test_caller_in_inference_mode_or_other_stream(
     model: tigon.CausalLM, ragged: dict[str, Any]
 ) -> None:
     ragged |= {"max_new_tokens": NEW, "eos_token_id": []}

@@ -60,7 +60,7 @@ print(k.linear_cross_entropy(h, w, t)[0].isfinite().item())
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-def test_rows_are_counted_on_the_stream_that_copies_them() -> None:
+def test_rows_are_counted_on_the_copying_stream() -> None:
     """The tensors' device is not the current one, and its stream is busy."""
     targets = torch.zeros(4096, dtype=torch.long, device="cuda:1")
     for n in (1, 100, 4096):

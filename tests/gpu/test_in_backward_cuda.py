@@ -38,7 +38,7 @@ LARGE = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_run_has_the_bits_of_updates_after_backward(workspace, tmp_path, case):
+def test_run_has_the_bits_of_later_updates(workspace, tmp_path, case):
     changes = CASES[case]
     shape = {"model_type": "llama", **changes.get("model", LLAMA), **HEADS}
     same = {"steps": 5, "batch_size": 2, "micro_batch_size": 2, "max_grad_norm": 0}
@@ -64,7 +64,7 @@ def large(**its: Any) -> tuple[Any, Any]:
 
 
 @pytest.mark.parametrize("recomputed", [False, True])
-def test_inputs_that_backward_computes_again_see_the_weights_of_forward(recomputed):
+def test_recomputed_inputs_see_the_weights_of_forward(recomputed):
     """Rows of 8192 tokens, which are large enough not to be kept: gradients after an update are
     those of a model that is updated afterwards, and so are all bits, given the same gradients."""
     (model, optimizer), (its, after) = (large(**HALF) for _ in range(2))
@@ -123,7 +123,7 @@ def test_a_step_needs_no_memory_for_all_gradients():
     assert after - found > 0.9 * (every - largest)
 
 
-def test_backward_does_not_wait_for_the_device_and_leaves_out_a_loss_of_nan():
+def test_backward_waits_for_nothing_and_skips_nan():
     model, optimizer = learner(LLAMA | HEADS, device="cuda", **HALF)
     updates = InBackward(model, optimizer)
     for number in range(2):

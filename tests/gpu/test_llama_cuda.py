@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import tigon
+from tests.gpu.support import captured, no_waiting
 
 pytestmark = pytest.mark.gpu
 
@@ -60,36 +61,29 @@ def test_forward_and_backward_never_wait_for_the_device(model, batch) -> None:
     extra = {"loss_weights": torch.rand(2, 96, device="cuda"), "metrics": ("accuracy", "entropy")}
     items = torch.tensor(57, device="cuda")
     model(**batch).loss.backward()  # warm up: handles and lazy loading may wait
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_waiting():
         model(**batch, **extra, num_items_in_batch=items, logits_to_keep=50).loss.backward()
         model(**batch, loss_reduction="sequence").loss.backward()
         model(**batch, loss_reduction="none").loss.sum().backward()
         model(batch["input_ids"], logits_to_keep=1)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def test_a_graph_replays_the_same_numbers(model, batch) -> None:
     static = {k: v.clone() for k, v in batch.items()}
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(2):
-            model(**static).loss.backward()
-            model.zero_grad(set_to_none=True)
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+
+    def step() -> torch.Tensor:
+        model.zero_grad(set_to_none=True)
         loss = model(**static).loss
         loss.backward()
-    captured = {n: p.grad for n, p in model.named_parameters()}
+        return loss
+
+    graph, loss = captured(step, warm_ups=2)
+    memory = {n: p.grad for n, p in model.named_parameters()}
     new = torch.randint(0, CONFIG["vocab_size"], (2, 96), device="cuda")
     static["input_ids"].copy_(new)
     static["labels"].copy_(torch.where(torch.rand(new.shape, device="cuda") < 0.5, new, -100))
     graph.replay()
-    replayed = {n: g.clone() for n, g in captured.items()}
+    replayed = {n: g.clone() for n, g in memory.items()}
     model.zero_grad(set_to_none=True)
     expected = model(**static).loss
     expected.backward()
@@ -108,25 +102,6 @@ def test_fullgraph_compile_gives_the_same_numbers(model, batch) -> None:
     for name, grad in gradients(model).items():
         error = (expected[name] - grad).abs().max()
         assert error <= 1e-4 * grad.abs().max(), name
-
-
-def test_chunked_bf16_head_is_at_most_twice_as_wrong_as_eager() -> None:
-    from tigon.kernels import linear_cross_entropy
-    from tigon.kernels import linear_cross_entropy_ref as reference
-
-    torch.manual_seed(0)
-    x = torch.randn(1000, 256, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-    w = (0.1 * torch.randn(5003, 256, device="cuda")).bfloat16().requires_grad_()
-    t = torch.randint(0, 5003, (1000,), device="cuda")
-
-    def grads(loss: torch.Tensor) -> list[torch.Tensor]:
-        return [g.float() for g in torch.autograd.grad(loss, (x, w))]
-
-    exact = grads(reference(x, w, t, denominator=1000.0))
-    ours = grads(linear_cross_entropy(x, w, t, denominator=1000.0, logits_bytes=2 * 5003 * 140)[0])
-    eager = grads(torch.nn.functional.cross_entropy((x @ w.T).float(), t))
-    for a, b, c in zip(ours, eager, exact, strict=True):
-        assert (a - c).norm() <= 2 * (b - c).norm()
 
 
 def test_checkpoint_loads_through_pinned_memory_bit_for_bit(model, tmp_path) -> None:

@@ -26,7 +26,7 @@ pytestmark = pytest.mark.gpu
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("which", FROZEN_SETS)
 @pytest.mark.parametrize("kind", [*OTHERS])
-def test_the_others_gradients_are_the_same_whatever_is_frozen(kind, which, recompute):
+def test_frozen_sets_leave_other_gradients_alone(kind, which, recompute):
     """Sums of atomics may differ in their last bits."""
     assert_same_gradients(kind, recompute, frozen_set(kind, which), "cuda", 1e-5)
 
@@ -61,7 +61,7 @@ def test_muon_is_that_of_torch_on_matrices_apart(adjust):
         assert (p.detach() - expected).norm() < 0.02 * step, name
 
 
-def test_muon_and_frozen_groups_on_two_gpus_as_on_one(workspace, tmp_path):
+def test_muon_on_two_gpus_as_on_one(workspace, tmp_path):
     model = write_model(tmp_path / "experts", **EXPERTS)
     same = {**RUN, "model": model, "device": "cuda", "dtype": "float32", "steps": 8}
     main(workspace.settings("muon-one", **same))

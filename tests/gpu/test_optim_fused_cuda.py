@@ -41,7 +41,7 @@ def units(found: Tensor, expected: Tensor) -> Tensor:
     return (found.double() - expected.double()).abs() / spacing.double()
 
 
-def test_float32_is_torchs_fused_adamw_but_for_the_last_places():
+def test_float32_is_torchs_fused_adamw_within_rounding():
     """Its order of operations; some versions compute in float64 what others do in float32. A
     weight near 0 is a difference of larger numbers, of whose last places these are units."""
     config = settings()
@@ -75,9 +75,7 @@ def test_float32_is_torchs_fused_adamw_but_for_the_last_places():
     ],
 )
 @pytest.mark.parametrize("own", [None, 1 << 16])
-def test_an_update_of_large_tensors_is_the_definition_s(
-    param, states, stochastic, own, monkeypatch
-):
+def test_update_of_large_tensors_is_the_definition(param, states, stochastic, own, monkeypatch):
     monkeypatch.setattr(adamw, "OWN_LAUNCH", own)
     changes = {"param_dtype": param, "optimizer": states}
     if param == "bfloat16":
@@ -109,7 +107,7 @@ def test_a_step_does_not_wait_for_the_device():
     torch.cuda.synchronize()
 
 
-def test_the_norm_is_that_in_float64_and_the_same_each_time():
+def test_norm_is_exact_and_repeatable():
     for dtype in ("float32", "bfloat16"):
         model, optimizer = stepped("triton", 1, param_dtype=dtype)
         model.learn(1)
@@ -121,7 +119,7 @@ def test_the_norm_is_that_in_float64_and_the_same_each_time():
 
 
 @pytest.mark.parametrize("states", STATES)
-def test_a_run_that_goes_on_has_the_bits_of_one_that_did_not_end(workspace, states):
+def test_resumed_run_has_the_same_bits(workspace, states):
     same = {"steps": 4, "save_every": 2, "keep_last": 0, "device": "cuda", "export": "false"}
     same |= {"optimizer": states, "deterministic": "true", "param_dtype": "bfloat16"}
     main(workspace.settings(f"{states}-whole", **same))

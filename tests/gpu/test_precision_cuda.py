@@ -87,7 +87,7 @@ def test_states_in_host_memory_change_no_bit(optimizer, param_dtype, definition,
     assert all(s.is_pinned() for name, s in found.items() if not name.startswith("step."))
 
 
-def test_an_average_in_host_memory_has_the_same_bits():
+def test_average_in_host_memory_changes_no_bit():
     model = Model(torch.bfloat16, SHAPES).cuda()
     averages = [Ema(model, 0.9, offload=offload) for offload in (False, True)]
     for number in range(10):
@@ -179,7 +179,7 @@ def test_bfloat16_weights_learn_as_float32_ones_do(workspace):
     assert means["nearest"] - means["exact"] > 0.3 * (start - means["exact"])
 
 
-def test_an_update_equals_that_of_states_in_host_memory_on_two_gpus(workspace):
+def test_states_in_host_memory_on_two_gpus(workspace):
     same = {"steps": 3, "save_every": 3, "device": "cuda", "deterministic": "true", **BF16}
     for run, offload in (("two-here", "false"), ("two-there", "true")):
         settings = workspace.settings(run, optimizer_offload=offload, **same)

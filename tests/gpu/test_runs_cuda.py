@@ -70,7 +70,7 @@ CASES["experts"] = {"attention": "auto", "model": EXPERTS}
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_deterministic_runs_have_the_same_bits_or_are_refused(workspace, tmp_path, case):
+def test_deterministic_runs_repeat_or_are_refused(workspace, tmp_path, case):
     """Both runs share the GPU, so that their kernels are scheduled differently."""
     backend = case["attention"]
     model = write_model(tmp_path / "model", **(WIDE | case.get("model", {})))
@@ -104,7 +104,7 @@ loop.update = then
 
 
 @pytest.mark.parametrize("command", ["one", "nproc"])
-def test_a_signal_during_a_step_saves_after_it_and_the_run_goes_on(workspace, tmp_path, command):
+def test_signal_saves_after_its_step(workspace, tmp_path, command):
     settings = workspace.settings("x", **SAME, steps=7)
     whole, stopped = tmp_path / "whole", tmp_path / "stopped"
     for run, code in ((whole, ""), (stopped, SIGNAL), (stopped, "")):
@@ -141,7 +141,7 @@ logging.RunLog.log = die
         ("torchrun", 60, 1, "Signal 9 (SIGKILL) received by PID"),
     ],
 )
-def test_a_killed_rank_ends_one_that_waits_in_nccl(
+def test_killed_rank_ends_one_waiting_in_nccl(
     workspace, tmp_path, command, seconds, code, message, monkeypatch
 ):
     monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "10")

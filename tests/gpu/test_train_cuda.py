@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from tests.gpu.support import no_waiting
 from tests.small import EXPERTS, write_model
 from tests.train.conftest import workspace
 from tests.train.ranks import train_on_gpus
@@ -31,7 +32,7 @@ def test_float32_curve_equals_that_of_the_cpu(workspace):
     assert_same_curve(workspace, "gpu-cuda", "gpu-cpu", 1e-4)
 
 
-def test_bfloat16_over_float32_weights_on_one_gpu_and_two(workspace):
+def test_bfloat16_over_float32_weights(workspace):
     """The default on a GPU: FSDP2 on one rank, then on two, with accumulation and a resume."""
     same = {**STEPS, "device": "cuda", "eval_data": workspace.held_out, "save_every": 4}
     main(workspace.settings("gpu-one", export="true", **same))
@@ -69,9 +70,7 @@ def test_whole_weights_have_the_curve_of_fsdp2(workspace, dtype):
         assert found == pytest.approx(expected, rel=tolerance)
 
 
-def test_padding_behind_packed_rows_costs_no_wait_and_no_dense_mask(
-    workspace, tmp_path, monkeypatch
-):
+def test_padding_behind_packed_rows_costs_no_wait(workspace, tmp_path, monkeypatch):
     """A mask tells the routers what is padding; attention goes by the bounds of sequences."""
     model = write_model(tmp_path / "experts", **EXPERTS)
     changes = {"model": model, "batch_size": 64, "micro_batch_size": 64, "dtype": "bfloat16"}
@@ -96,15 +95,12 @@ def test_padding_behind_packed_rows_costs_no_wait_and_no_dense_mask(
                 patch.setattr(grouped_mlp, "must_not_wait", lambda *_: True)
                 patch.setattr(AttentionMask, "_build", None)
                 patch.setattr(AttentionMask, "_build_blocks", None)
-                torch.cuda.set_sync_debug_mode("error")
-                try:
+                with no_waiting():
                     loss()
-                finally:
-                    torch.cuda.set_sync_debug_mode("default")
     assert balance[0] == pytest.approx(balance[1], rel=2e-2)
 
 
-def test_a_copy_in_host_memory_has_the_bits_of_its_moment(workspace, tmp_path):
+def test_host_copy_has_the_bits_of_its_moment(workspace, tmp_path):
     """Saved in the background while training changes weights and states, then read again."""
     with start("cuda") as world:
         settings = workspace.settings("gpu-copy", steps=4, device="cuda", dtype="bfloat16")

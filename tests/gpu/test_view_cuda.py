@@ -22,7 +22,7 @@ STEPS = {"steps": 6, "eval_every": 3, "batch_size": 8, "device": "cuda", "log_ev
 BITS = ("loss", "grad_norm", "eval_loss", "eval_accuracy")
 
 
-def test_samples_named_sets_and_the_profile_change_no_bit(workspace, capsys):
+def test_samples_sets_and_profiles_change_no_bit(workspace, capsys):
     """On the default of a GPU: bfloat16 through FSDP2; and without FSDP, in one dtype."""
     other = write_chats(workspace.root / "other.jsonl", 5, seed=7)
     for name, changes in (("fsdp", {}), ("plain", {"dtype": "float32"})):

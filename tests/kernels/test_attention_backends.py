@@ -143,7 +143,7 @@ def test_a_demand_for_what_is_missing() -> None:
 
 
 @pytest.mark.parametrize("name", ["fa4", "cudnn", "flash", "flex", "sdpa", "reference"])
-def test_a_demand_that_can_be_met_beats_every_hesitation(name: str) -> None:
+def test_demanded_backend_is_taken(name: str) -> None:
     assert choose(Request(longest=100), name) == (name, f"attention='{name}'")
 
 

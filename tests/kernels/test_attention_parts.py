@@ -10,16 +10,8 @@ import torch
 from torch import Tensor
 
 from tests.flash import played
-from tests.kernels.test_attention import (
-    CASES,
-    PADDING,
-    SEGMENTS,
-    B,
-    flex_heads,
-    graphs,
-    loop,
-    tensors,
-)
+from tests.kernels.test_attention import CASES, PADDING, SEGMENTS, B, flex_heads, graphs, tensors
+from tests.kernels.test_attention import assert_right as assert_whole_right
 from tigon.kernels import AttentionMask, attention, attention_ref
 from tigon.kernels.attention.mask import BLOCK
 
@@ -49,20 +41,10 @@ def in_parts(
 def assert_right(
     function: Any, case: str, kv_heads: int, backend: str = "auto", spans: Any = SPANS
 ) -> None:
-    given, options, sees = CASES[case]
-    q, k, v = tensors(9, kv_heads=kv_heads)
-    real = torch.ones(B, 9, dtype=torch.bool)
-    if backend != "auto" and "key_mask" in given:
-        real = given["key_mask"]
-    mask = AttentionMask(9, **given, backend=backend)
-    out = in_parts(function, q, k, v, mask, spans, **options)
-    expected = loop(q, k, v, sees, **{n: x for n, x in options.items() if n != "window"})
-    torch.testing.assert_close(out[real].double(), expected[real], rtol=1e-5, atol=1e-6)
-    upstream = torch.randn_like(out) * real[:, :, None, None]
-    actual = torch.autograd.grad((out * upstream).sum(), (q, k, v))
-    reference = torch.autograd.grad((expected * upstream).sum(), (q, k, v))
-    for a, b in zip(actual, reference, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+    def divided(q: Tensor, k: Tensor, v: Tensor, *, mask: AttentionMask, **how: Any) -> Tensor:
+        return in_parts(function, q, k, v, mask, spans, **how)
+
+    assert_whole_right(divided, case, kv_heads, backend)
 
 
 @pytest.mark.parametrize("function", [attention, attention_ref])
@@ -87,7 +69,7 @@ def test_what_gpu_backends_are_told(backend: str, case: str, kv_heads: int) -> N
 
 @pytest.mark.usefixtures("played")
 @pytest.mark.parametrize("backend", ["fa4", "flash", "sdpa"])
-def test_prefixes_of_a_part_that_ends_before_its_rows(backend: str) -> None:
+def test_prefixes_of_a_part_that_ends_early(backend: str) -> None:
     """Their tokens are elsewhere in its keys than in whole rows."""
     for spans in ((0, 8, 9), (0, 3, 7, 9)):
         assert_right(attention, "prefixes with a window", 2, backend, spans)
@@ -136,7 +118,7 @@ def test_flex(case: str) -> None:
 
 
 @pytest.mark.traced
-def test_flex_compiles_parts_of_rows_of_any_length_alike(
+def test_flex_compiles_few_graphs_for_all_parts(
     monkeypatch: pytest.MonkeyPatch, graphs: list[Any]
 ) -> None:
     monkeypatch.setitem(attention.__globals__, "FLEX_STEP", 16)

@@ -73,7 +73,7 @@ def test_casts_have_the_bits_of_torch(path: str, shape: tuple[int, int]) -> None
     assert_same(cast_rows(part, fused=fused), rows)
 
 
-def test_every_mantissa_of_bf16_is_rounded_to_nearest_even(path: str) -> None:
+def test_every_bf16_mantissa_rounds_to_nearest_even(path: str) -> None:
     """At all exponents down to those where nothing but zero is left, with both signs."""
     mantissas = 1 + torch.arange(128) / 128
     x = (mantissas * 2.0 ** torch.arange(-12, 8)[:, None]).view(1, -1)
@@ -98,7 +98,7 @@ def test_rows_too_wide_to_be_held(path: str, monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
-def test_a_number_that_is_not_finite_makes_its_row_nan(path: str, bad: float) -> None:
+def test_number_not_finite_makes_its_row_nan(path: str, bad: float) -> None:
     x = spread(20, 48)
     x[4, 5] = bad
     rows, columns = cast_both(x, fused=path == "triton")
@@ -144,7 +144,7 @@ def test_casts_with_maxima_that_are_known(
         assert_same(found, wanted)
 
 
-def test_rows_too_wide_to_be_held_have_no_maxima(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wide_rows_have_no_maxima(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(casts, "WIDEST", 64)
     monkeypatch.setattr(casts, "STEP", 32)
     x = spread(5, 80)
@@ -206,7 +206,7 @@ def test_the_path_is_the_definition(path: str) -> None:
     assert torch.equal(found[0], fp8_linear(x, weight) + bias)
 
 
-def test_the_error_is_that_of_three_bits_of_mantissa(path: str) -> None:
+def test_error_is_that_of_three_mantissa_bits(path: str) -> None:
     """An element is off by at most 2^-4 of itself, and by 2^-4 / sqrt(3) / E[m] at random in the
     mean, m in [1, 2): about 2.6%. A product has that of two factors, sqrt(2) times as much, since
     the errors of its terms are independent."""
@@ -287,7 +287,7 @@ def without_maxima(x: Tensor, *, fused: bool) -> tuple[Scaled, None]:
 
 
 @pytest.mark.parametrize("what", ["input", "weight"])
-def test_a_factor_that_is_changed_before_backward_is_an_error(what: str) -> None:
+def test_factor_changed_before_backward_is_refused(what: str) -> None:
     x, weight, dy = operands(3, K=32, N=16)
     y = fp8_linear(x * 1, weight) if what == "weight" else fp8_linear(h := x * 1, weight)
     with torch.no_grad():
@@ -342,7 +342,7 @@ def test_an_input_of_any_shape_is_computed_again(shape: tuple[int, ...]) -> None
 
 
 @pytest.mark.parametrize("what", ["normed", "gated"])
-def test_an_input_that_is_computed_again_has_the_same_bits(path: str, what: str) -> None:
+def test_recomputed_input_has_the_same_bits(path: str, what: str) -> None:
     if path == "reference":
         pytest.skip("plain torch notes nothing")
     x = torch.randn(2, 3, 64).bfloat16().requires_grad_()

@@ -1,14 +1,13 @@
-import math
-import sys
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
-from tigon.kernels import grouped_mlp, grouped_mlp_ref
+from tests.kernels.cases import experts as experts_and_tokens
+from tests.kernels.definitions import grouped_mlp as exact
+from tigon.kernels import grouped_mlp
 from tigon.kernels.mlp import grouped_mlp as implementation
 from tigon.kernels.mlp.gated_act import Activation
 from tigon.kernels.mlp.grouped_mlp import UNKNOWN, _backward, _forward, unchecked_grouped_mlp
@@ -18,31 +17,6 @@ N, C, I, E, K = 13, 24, 40, 7, 3  # noqa: E741
 CUDA = torch.cuda.is_available()
 # The interpreter has no bf16 products; fp16 is right everywhere
 HALF = [torch.float16, torch.bfloat16] if CUDA else [torch.float16]
-acts = pytest.mark.parametrize("act", ["silu", "gelu", "gelu_tanh"])
-
-
-def exact(
-    x: Tensor, gate_up: Tensor, down: Tensor, experts: Tensor, weights: Tensor, act: str
-) -> Tensor:
-    """Token by token, in float64; an expert past the last is absent."""
-    x, gate_up, down, weights = (t.double() for t in (x, gate_up, down, weights))
-    rows = []
-    for n in range(x.shape[0]):
-        row = torch.zeros_like(x[n])
-        for j, e in enumerate(experts[n].tolist()):
-            if e == len(gate_up):
-                continue
-            gate, up = (gate_up[e] @ x[n]).chunk(2)
-            if act == "silu":
-                gate = gate / (1 + (-gate).exp())
-            elif act == "gelu":
-                gate = gate * (1 + torch.erf(gate / math.sqrt(2))) / 2
-            else:
-                inner = math.sqrt(2 / math.pi) * (gate + 0.044715 * gate**3)
-                gate = gate / 2 * (1 + torch.tanh(inner))
-            row = row + weights[n, j] * (down[e] @ (gate * up))
-        rows.append(row)
-    return torch.stack(rows)
 
 
 def inputs(
@@ -55,18 +29,9 @@ def inputs(
     weights_dtype: torch.dtype | None = None,
 ) -> list[Tensor]:
     """x, gate_up, down, experts, weights; no token chooses the last expert but one."""
-    chances = torch.rand(n, e)
-    if e > k:
-        chances[:, -2] = -1
-    weights, experts = chances.topk(k)
-    x, gate_up, down = torch.randn(n, c), torch.randn(e, 2 * i, c), torch.randn(e, c, i)
-    return [
-        x.to(dtype),
-        (gate_up / c**0.5).to(dtype),
-        (down / i**0.5).to(dtype),
-        experts,
-        weights.to(weights_dtype or dtype),
-    ]
+    made = experts_and_tokens(n, c, i, e, k)
+    weights = made.pop("weights").to(weights_dtype or dtype)
+    return [x.to(dtype) if x.is_floating_point() else x for x in made.values()] + [weights]
 
 
 def leaves(tensors: list[Tensor]) -> list[Tensor]:
@@ -90,32 +55,6 @@ def assert_exact(tensors: list[Tensor], act: Activation = "silu") -> list[Tensor
     return found
 
 
-@acts
-def test_forward_and_gradients(act: Activation) -> None:
-    _, gate_up, down, _ = assert_exact(inputs(), act)
-    assert not gate_up[-2].any() and not down[-2].any()  # zero, and not what `empty` held
-    assert all(gate_up[e].any() and down[e].any() for e in range(E) if e != E - 2)
-
-
-@pytest.mark.parametrize(
-    "sizes",
-    [
-        {"n": 1},
-        {"n": 1, "k": 1},
-        {"k": 1},
-        {"e": 1, "k": 1},
-        {"e": 3, "k": 3},
-        {"e": 90},
-        {"c": 7, "i": 5},  # rows that start at no multiple of 16 bytes
-        {"c": 8, "i": 5},
-        {"c": 1, "i": 1},
-    ],
-    ids=str,
-)
-def test_sizes(sizes: dict[str, int]) -> None:
-    assert_exact(inputs(**sizes))
-
-
 @pytest.mark.parametrize("sizes", [{"c": 8, "i": 6}, {"c": 7, "i": 8}], ids=str)
 def test_rows_that_grouped_mm_pads(sizes: dict[str, int]) -> None:
     """bf16 products of which the interpreter computes none: rows of 24 and of 14 bytes."""
@@ -130,7 +69,7 @@ def test_rows_that_grouped_mm_pads(sizes: dict[str, int]) -> None:
 @pytest.mark.parametrize(
     "sizes", [{}, {"n": 1, "c": 7}, {"n": 1, "e": 90, "c": 7, "i": 5}, {"n": 0}], ids=str
 )
-def test_the_host_asks_nothing_where_it_must_not_wait(
+def test_host_asks_nothing_where_it_must_not_wait(
     sizes: dict[str, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As with few rows on a GPU; copies of matrices where rows are few beside the experts."""
@@ -143,9 +82,7 @@ def test_the_host_asks_nothing_where_it_must_not_wait(
     with monkeypatch.context() as patch, torch.no_grad():
         patch.setattr(Tensor, "tolist", asked)
         patch.setattr(Tensor, "item", asked)
-        for name in ("_grouped_gemm", "grouped_mlp"):
-            module = sys.modules[f"tigon.kernels.{name}"]
-            patch.setattr(module, "must_not_wait", lambda *_: True)
+        patch.setattr(implementation, "must_not_wait", lambda *_: True)
         y = unchecked_grouped_mlp(*tensors, "silu")
     torch.testing.assert_close(y.double(), expected, rtol=1e-5, atol=1e-5)
 
@@ -243,47 +180,6 @@ def test_absent_experts_that_nobody_counts(
     torch.testing.assert_close(y.double(), expected, rtol=1e-5, atol=1e-5)
 
 
-def test_no_tokens() -> None:
-    tensors = leaves(inputs(n=0))
-    y = grouped_mlp(*tensors, "silu")
-    assert y.shape == (0, C)
-    for grad, t in zip(gradients(y, tensors, y.detach()), [*tensors[:3], tensors[4]], strict=True):
-        assert grad.shape == t.shape and not grad.any()
-
-
-def test_strided_input_and_upstream() -> None:
-    x, gate_up, down, experts, weights = inputs()
-    strided = [
-        x.t().contiguous().t(),
-        gate_up.transpose(0, 2).contiguous().transpose(0, 2),
-        torch.stack((down, down), -1)[..., 0],
-        experts.t().contiguous().t(),
-        weights.t().contiguous().t(),
-    ]
-    assert not any(t.is_contiguous() for t in strided)
-    assert_exact(strided)
-    tensors = leaves(inputs())
-    for upstream in (
-        torch.ones(()).expand(N, C),
-        torch.randn(C, N).t(),
-        torch.randn(N, 2 * C)[:, ::2],
-    ):
-        found = gradients(grouped_mlp(*tensors, "silu"), tensors, upstream)
-        wanted = gradients(exact(*tensors, "silu"), tensors, upstream)
-        for a, b in zip(found, wanted, strict=True):
-            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5 * b.abs().max().item())
-
-
-def test_some_inputs_without_gradient() -> None:
-    tensors = inputs()
-    whole = leaves(tensors)
-    expected = gradients(grouped_mlp(*whole, "silu"), whole, torch.ones(N, C))
-    for i, grad in zip((0, 1, 2, 4), expected, strict=True):
-        alone = [t.detach().requires_grad_(i == j) for j, t in enumerate(tensors)]
-        found = gradients(grouped_mlp(*alone, "silu"), alone, torch.ones(N, C))
-        torch.testing.assert_close(found, [grad])
-
-
 def test_gradcheck() -> None:
     x, gate_up, down, experts, weights = leaves(
         inputs(n=3, c=4, i=3, e=3, k=2, dtype=torch.float64)
@@ -332,41 +228,6 @@ def test_autocast_multiplies_in_its_dtype() -> None:
     assert [g.dtype for g in found] == [torch.float32] * 4
 
 
-@pytest.mark.traced
-@pytest.mark.parametrize(
-    ("dtype", "c", "tolerance"), [(torch.float32, 7, 1e-6), (torch.bfloat16, C, 2e-2)], ids=str
-)
-def test_one_graph(dtype: torch.dtype, c: int, tolerance: float) -> None:
-    torch._dynamo.reset()
-    compiled = torch.compile(grouped_mlp, backend="aot_eager", fullgraph=True)
-    for n in (N, 11):
-        tensors = leaves(inputs(n=n, c=c, dtype=dtype))
-        y, expected = compiled(*tensors, "silu"), grouped_mlp_ref(*tensors, "silu")
-        upstream = torch.randn(n, c)
-        found = [y, *gradients(y, tensors, upstream)]
-        wanted = [expected, *gradients(expected, tensors, upstream)]
-        for a, b in zip(found, wanted, strict=True):
-            assert (a - b).norm() <= tolerance * b.norm()
-    torch._dynamo.reset()
-
-
-@pytest.mark.traced
-def test_the_ops_are_what_they_claim_to_be() -> None:
-    for c, i, dtype, wanted, slots in (
-        (8, 8, torch.float32, [True] * 4, None),
-        (7, 8, torch.float32, [False, True, False, True], 5),
-        (8, 5, torch.bfloat16, [True] * 4, None),  # grouped_mm pads its rows
-    ):
-        x, gate_up, down, experts, weights = inputs(n=3, c=c, i=i, e=3, k=2, dtype=dtype)
-        if slots is not None:
-            experts[1, 0] = 3  # absent
-        arguments = (x, gate_up, down, experts, weights, "silu", slots)
-        torch.library.opcheck(_forward.op, arguments)
-        y, *saved = _forward(*arguments)
-        assert all(t.is_contiguous() for t in saved)
-        torch.library.opcheck(_backward.op, (x, gate_up, down, weights, wanted, *saved, y, "silu"))
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_tiles_of_the_kernel(dtype: torch.dtype, path: str) -> None:
@@ -385,19 +246,22 @@ def test_tiles_of_the_kernel(dtype: torch.dtype, path: str) -> None:
     assert not found[2][-2].any() and not found[3][-2].any()
 
 
-def test_a_second_derivative_is_right_or_an_error(path: str) -> None:
-    tensors = leaves(inputs())
-    y = grouped_mlp(*tensors, "silu")
-    if path == "triton":
-        with pytest.raises(RuntimeError, match="grouped_mlp has no second derivative"):
-            torch.autograd.grad(y.sum(), tensors[0], create_graph=True)
-        return
-    x, gate_up, down, experts, weights = leaves(
-        inputs(n=2, c=3, i=2, e=3, k=2, dtype=torch.float64)
-    )
-    assert torch.autograd.gradgradcheck(
-        lambda x, w: grouped_mlp(x, gate_up, down, experts, w, "silu"), (x, weights)
-    )
+@pytest.mark.traced
+def test_operators_of_absent_experts_and_padded_rows() -> None:
+    for c, i, dtype, wanted, slots in (
+        (7, 8, torch.float32, [False, True, False, True], 5),
+        (8, 5, torch.bfloat16, [True] * 4, None),  # grouped_mm pads its rows
+    ):
+        x, gate_up, down, experts, weights = inputs(n=3, c=c, i=i, e=3, k=2, dtype=dtype)
+        if slots is not None:
+            experts[1, 0] = 3  # absent
+        arguments = (x, gate_up, down, experts, weights, "silu", slots)
+        tests = ("test_schema", "test_faketensor")
+        torch.library.opcheck(_forward.op, arguments, test_utils=tests)
+        y, *saved = _forward(*arguments)
+        assert all(t.is_contiguous() for t in saved)
+        given = (x, gate_up, down, weights, wanted, *saved, y, "silu")
+        torch.library.opcheck(_backward.op, given, test_utils=tests)
 
 
 BAD: dict[str, tuple[dict[int, Any], str]] = {
@@ -432,18 +296,3 @@ def test_bad_input(case: str) -> None:
 def test_an_unknown_activation() -> None:
     with pytest.raises(ValueError, match="act='relu' is not one of"):
         grouped_mlp(*inputs(), "relu")  # type: ignore[arg-type]
-
-
-def test_the_backward_pass_of_a_checkpoint_reads_what_is_saved_once():
-    """Non-reentrant activation checkpointing raises on a second reading."""
-    x, gate_up, down, experts, weights = inputs(n=4, c=8, i=8, e=3, k=2)
-    leaves = [t.requires_grad_() for t in (x, gate_up, down, weights)]
-
-    def run(*tensors: Tensor) -> Tensor:
-        return unchecked_grouped_mlp(*tensors[:3], experts, tensors[3], "silu")
-
-    expected = torch.autograd.grad(run(*leaves).sum(), leaves)
-    recomputed = checkpoint(run, *leaves, use_reentrant=False)
-    found = torch.autograd.grad(recomputed.sum(), leaves)
-    for gradient, other in zip(found, expected, strict=True):
-        assert torch.equal(gradient, other)

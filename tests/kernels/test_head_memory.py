@@ -14,8 +14,8 @@ from tigon.kernels import linear_cross_entropy, linear_kl, use
 from tigon.kernels.loss.logits import rescale, rescale_and_join, rescale_and_join_
 from tigon.train.memory_tracker import Ledger, MemoryTracker
 
-MODULES = ("_head_pass", "_head_sizes", "_logits")
-PASS, SIZES, LOGITS = (sys.modules[f"tigon.kernels.{name}"] for name in MODULES)
+PASS = SIZES = sys.modules["tigon.kernels.loss.fused_linear_pass"]
+LOGITS = sys.modules["tigon.kernels.loss.logits"]
 N, C, V = 8, 2, 300
 
 

@@ -7,13 +7,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tests.kernels.conftest import CUDA
-from tests.kernels.test_cross_entropy import OPTIONS
-from tests.kernels.test_cross_entropy import exact as exact_losses
 from tigon.kernels import linear_cross_entropy, linear_cross_entropy_ref
 from tigon.kernels.loss.api import METRICS, Options
 from tigon.kernels.loss.fused_linear_pass import Plan
 
-MODULE, SIZES = (sys.modules[f"tigon.kernels.{name}"] for name in ("_head_pass", "_head_sizes"))
+MODULE = SIZES = sys.modules["tigon.kernels.loss.fused_linear_pass"]
 N, C, V = 37, 19, 211
 rows = pytest.mark.parametrize("rows", [4, 10_000])
 
@@ -29,38 +27,6 @@ def inputs(n: int = N, c: int = C, vocab: int = V) -> tuple[Tensor, Tensor, Tens
     return hidden.requires_grad_(), weight.requires_grad_(), bias.requires_grad_(), targets
 
 
-@rows
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-@pytest.mark.parametrize("reduction", ["sum", "none"])
-def test_forward_and_gradients(
-    monkeypatch: pytest.MonkeyPatch, rows: int, options: Options, reduction: str
-) -> None:
-    chunk(monkeypatch, rows)
-    *tensors, targets = inputs()
-    hidden, weight, bias = tensors
-    w = torch.randn(N, requires_grad=True)
-    upstream = torch.randn(N) if reduction == "none" else torch.tensor(3.0)
-    loss, _ = linear_cross_entropy(
-        hidden,
-        weight,
-        targets,
-        bias=bias,
-        token_weights=w,
-        denominator=7.0 if reduction == "sum" else 1.0,
-        reduction=reduction,
-        options=options,
-    )
-    logits = F.linear(hidden.double(), weight.double(), bias.double())
-    expected = exact_losses(logits, targets, options) * w
-    expected = expected.sum() / 7 if reduction == "sum" else expected
-    assert loss.dtype == torch.float32
-    torch.testing.assert_close(loss.double(), expected, rtol=1e-5, atol=1e-5)
-    actual = torch.autograd.grad(loss, (*tensors, w), upstream)
-    reference = torch.autograd.grad(expected, (*tensors, w), upstream.double())
-    for a, b in zip(actual, reference, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
-
-
 def test_the_reference_is_the_definition() -> None:
     hidden, weight, bias, targets = inputs()
     logits = F.linear(hidden.double(), weight.double(), bias.double())
@@ -69,23 +35,6 @@ def test_the_reference_is_the_definition() -> None:
         hidden, weight, targets, bias=bias, denominator=(targets != -100).sum()
     )
     torch.testing.assert_close(loss.double(), expected, rtol=1e-6, atol=1e-6)
-
-
-@rows
-def test_strided_tensors(monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
-    chunk(monkeypatch, rows)
-    hidden, weight, _, targets = inputs()
-    plain, _ = linear_cross_entropy(hidden, weight, targets)
-    loss, _ = linear_cross_entropy(
-        hidden.T.contiguous().T, weight.T.contiguous().T, torch.stack((targets, targets), 1)[:, 0]
-    )
-    torch.testing.assert_close(loss, plain)
-    for a, b in zip(
-        torch.autograd.grad(loss, (hidden, weight)),
-        torch.autograd.grad(plain, (hidden, weight)),
-        strict=True,
-    ):
-        torch.testing.assert_close(a, b)
 
 
 @pytest.mark.parametrize("denominator", [8, 8.0, torch.tensor(8), torch.tensor(8.0)])
@@ -157,9 +106,7 @@ def errors(
 
 
 @pytest.mark.parametrize("rows", [3, 10_000])
-def test_bf16_is_at_most_twice_as_wrong_as_eager(
-    monkeypatch: pytest.MonkeyPatch, rows: int
-) -> None:
+def test_bf16_is_as_good_as_eager(monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
     *tensors, targets = inputs(n=640, c=48, vocab=300)
     chunk(monkeypatch, rows, 300)  # up to 171 chunks: a sum in bf16 would be 7 times as wrong
     for name, ours, eager in errors(torch.bfloat16, tensors, targets, torch.rand(640)):
@@ -186,26 +133,6 @@ def test_fp16_sums_do_not_overflow() -> None:
     expected = torch.full((8, 4), 300 / 8)
     expected[0] -= 300  # 320 times that is more than fp16 can hold
     torch.testing.assert_close(grad.float(), expected)
-
-
-def test_nothing_is_written_to() -> None:
-    *tensors, targets = inputs()
-    watched = [*tensors, targets, torch.rand(N), torch.tensor(5)]
-    before = [(x.detach().clone(), x._version) for x in watched]
-    for reduction in ("sum", "none"):
-        loss, _ = linear_cross_entropy(
-            tensors[0],
-            tensors[1],
-            targets,
-            bias=tensors[2],
-            token_weights=watched[4],
-            denominator=watched[5],
-            reduction=reduction,
-            metrics=METRICS,
-        )
-        loss.sum().backward()
-    for x, (value, version) in zip(watched, before, strict=True):
-        assert torch.equal(x, value) and x._version == version
 
 
 @pytest.mark.parametrize(
@@ -291,24 +218,6 @@ def test_rows_that_do_not_count_are_not_computed(
         assert (found[name][counts] != 0).all()
 
 
-@pytest.mark.parametrize("reduction", ["sum", "none"])
-def test_every_row_counts_and_nothing_is_contiguous(reduction: str) -> None:
-    hidden, weight, _, _ = inputs()
-    targets = torch.randint(0, V, (N, 3))[:, 1]
-    w = torch.rand(N, 2)[:, 0]
-    arguments = {"token_weights": w, "reduction": reduction}
-    for given in (arguments, {"reduction": reduction}):
-        loss, _ = linear_cross_entropy(hidden, weight, targets, **given)
-        expected = linear_cross_entropy_ref(hidden, weight, targets, **given)
-        torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-5)
-        for a, b in zip(  # the sum's gradient is one number, expanded
-            torch.autograd.grad(loss.sum(), (hidden, weight)),
-            torch.autograd.grad(expected.sum(), (hidden, weight)),
-            strict=True,
-        ):
-            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
-
-
 def test_a_weight_of_zero_that_learns_counts() -> None:
     hidden, weight, _, targets = inputs()
     w = torch.zeros(N, requires_grad=True)
@@ -317,38 +226,6 @@ def test_a_weight_of_zero_that_learns_counts() -> None:
     torch.testing.assert_close(
         torch.autograd.grad(loss, w), torch.autograd.grad(expected, w), rtol=1e-5, atol=1e-5
     )
-
-
-@pytest.mark.parametrize("frozen", ["hidden", "weight", "bias"])
-@pytest.mark.parametrize("reduction", ["sum", "none"])
-def test_what_is_frozen_costs_nothing_and_stops_nothing(frozen: str, reduction: str) -> None:
-    """Liger loses the head's gradient when the body is frozen."""
-    hidden, weight, bias, targets = inputs()
-    tensors = {"hidden": hidden, "weight": weight, "bias": bias}
-    tensors[frozen].requires_grad_(False)
-    loss, _ = linear_cross_entropy(**tensors, targets=targets, reduction=reduction)
-    expected = linear_cross_entropy_ref(**tensors, targets=targets, reduction=reduction)
-    learned = [t for t in tensors.values() if t.requires_grad]
-    for a, b in zip(
-        torch.autograd.grad(loss.sum(), learned),
-        torch.autograd.grad(expected.sum(), learned),
-        strict=True,
-    ):
-        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize("reduction", ["sum", "none"])
-def test_a_second_backward_gives_the_same(reduction: str) -> None:
-    """Liger scales the gradient that it kept once more."""
-    hidden, weight, _, targets = inputs()
-    loss = linear_cross_entropy(hidden, weight, targets, reduction=reduction)[0].sum() * 3
-    first = torch.autograd.grad(loss, (hidden, weight), retain_graph=True)
-    first = [g.clone() for g in first]
-    for a, b in zip(torch.autograd.grad(loss, (hidden, weight)), first, strict=True):
-        assert torch.equal(a, b)
-    loss = linear_cross_entropy(hidden, weight, targets, reduction=reduction)[0].sum()
-    with pytest.raises(RuntimeError, match="no second derivative"):
-        torch.autograd.grad(loss, hidden, create_graph=True)
 
 
 def test_the_budget_bounds_the_chunk() -> None:
@@ -376,70 +253,3 @@ def test_the_operator_is_what_it_says(path: str) -> None:
             torch.library.opcheck(
                 MODULE._head_pass.op, arguments, test_utils=("test_schema", "test_faketensor")
             )
-
-
-@pytest.mark.traced
-@pytest.mark.parametrize("reduction", ["sum", "none"])
-def test_compiled(reduction: str) -> None:
-    torch.compiler.reset()
-    """Compiled Liger is wrong when a target is ignored."""
-    hidden, weight, _, targets = inputs()
-
-    def run(h: Tensor, w: Tensor, t: Tensor, d: Tensor) -> tuple[Tensor, Tensor]:
-        loss, metrics = linear_cross_entropy(
-            h, w, t, denominator=d, reduction=reduction, metrics=("accuracy",)
-        )
-        return loss, metrics["accuracy"]
-
-    compiled = torch.compile(run, fullgraph=True, backend="inductor" if CUDA else "aot_eager")
-    arguments = hidden, weight, targets, torch.tensor(5.0)
-    found, expected = compiled(*arguments), run(*arguments)
-    torch.testing.assert_close(found, expected)
-    for a, b in zip(
-        torch.autograd.grad(found[0].square().sum(), (hidden, weight)),
-        torch.autograd.grad(expected[0].square().sum(), (hidden, weight)),
-        strict=True,
-    ):
-        torch.testing.assert_close(a, b)
-
-
-BIG = [(63, 96, 151), (100, 1152, 32003), (1000, 2880, 151), (2047, 1152, 32003), (63, 96, 262144)]
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("shape", BIG, ids=str)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-@pytest.mark.parametrize("rows", [500, 10_000])
-def test_real_sizes(
-    monkeypatch: pytest.MonkeyPatch, shape: tuple[int, int, int], dtype: torch.dtype, rows: int
-) -> None:
-    n, c, vocab = shape
-    chunk(monkeypatch, rows)
-    *tensors, targets = inputs(n, c, vocab)
-    tensors[1].detach().mul_(c**-0.5)
-    for name, ours, eager in errors(dtype, tensors, targets, torch.rand(n)):
-        assert ours <= 2 * eager + 2e-6, name
-
-
-@pytest.mark.gpu
-def test_a_graph_replays_what_eager_computes() -> None:
-    hidden, weight, bias, targets = inputs(640, 96, 5003)
-
-    def step() -> list[Tensor]:
-        loss, _ = linear_cross_entropy(hidden, weight, targets, bias=bias)
-        return [loss.detach(), *torch.autograd.grad(loss, (hidden, weight, bias))]
-
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        step()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = step()
-    hidden.detach().normal_()
-    targets.copy_(torch.randint(0, 5003, (640,)))
-    targets[::3] = -100
-    graph.replay()
-    for a, b in zip(out, step(), strict=True):
-        torch.testing.assert_close(a, b)

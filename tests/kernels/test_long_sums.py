@@ -22,7 +22,7 @@ from tigon.layers.lm_head import _merged
 from tigon.layers.lora import LowRank
 
 
-def test_what_was_wrong_on_a_gpu_is_in_danger() -> None:
+def test_lengths_that_gpus_drop_are_in_danger() -> None:
     for summands, k, c in [(2561, 16, 4096), (16513, 16, 4096), (2561, 32, 576)]:
         assert drops(summands, k, c) and drops(summands, c, k)
     for summands in (6337, 6338):
@@ -172,7 +172,7 @@ def of_tokens(seed: int = 0) -> Tensor:
     return torch.cat([numbers(VOCABULARY - 1, 16, seed=seed), 64 * numbers(1, 16, seed=9)])
 
 
-def test_lengths_of_an_embedding_s_columns_are_over_all_tokens(gpu: None) -> None:
+def test_column_lengths_are_over_all_tokens(gpu: None) -> None:
     low = filled(LowRankEmbedding(16, PLACE, dora=True, dtype=torch.bfloat16, device="cpu"))
     low.lora_embedding_A.data[:, -1] = 64
     weight = of_tokens()
@@ -182,7 +182,7 @@ def test_lengths_of_an_embedding_s_columns_are_over_all_tokens(gpu: None) -> Non
     torch.testing.assert_close(low.gains(weight), expected, rtol=5e-3, atol=0)
 
 
-def test_an_adapter_with_lengths_learns_from_the_whole_head(gpu: None) -> None:
+def test_dora_learns_from_the_whole_head(gpu: None) -> None:
     low = filled(LowRank(16, [PLACE], dora=True, dtype=torch.bfloat16, device="cpu"))
     low.dora = False  # what it is multiplied by afterwards is no sum
     dy = of_tokens(seed=8)

@@ -122,9 +122,9 @@ def test_dropout(dtype: torch.dtype, plain: bool) -> None:
 def test_dropout_keeps_the_mean(p: float) -> None:
     """Of what is added by ones, also where p is nearer to 1 than what can be drawn."""
     generator = torch.Generator("cpu").manual_seed(3)
-    keys = torch.randint(-(2**63), 2**63 - 1, (4096,), generator=generator, device="cpu")
+    keys = torch.randint(-(2**63), 2**63 - 1, (512,), generator=generator, device="cpu")
     keys = keys.to(torch.get_default_device())
-    x, a = torch.ones(4096, 64), torch.full((1, 64), 1 / 64)
+    x, a = torch.ones(512, 64), torch.full((1, 64), 1 / 64)
     additions = [Addition(0, torch.ones(1, 1), 1.0)]
     dropout = Dropout(keys, 7, p)
     y = lora_linear(x, torch.zeros(1, 64), None, a, additions, dropout=dropout)
@@ -145,19 +145,6 @@ def test_parameters_in_fp32_beside_a_base_in_bf16() -> None:
     )
     rounded = case.at(torch.bfloat16).run(lora_linear)
     assert all(torch.equal(t, rounded[name].to(t.dtype)) for name, t in found.items())
-
-
-def test_a_base_that_learns_has_its_gradient() -> None:
-    case = Case("ends", torch.float32)
-    case.weight.requires_grad_()
-    y = lora_linear(case.x, case.weight, case.bias, case.a, case.additions)
-    expected = lora_linear_ref(case.x, case.weight, case.bias, case.a, case.additions)
-    for ours, theirs in zip(
-        torch.autograd.grad(y, [case.weight, case.a, case.x], case.upstream),
-        torch.autograd.grad(expected, [case.weight, case.a, case.x], case.upstream),
-        strict=True,
-    ):
-        torch.testing.assert_close(ours, theirs)
 
 
 def dropped(p: float = 0.4) -> Dropout:
@@ -286,13 +273,6 @@ def test_autocast(drops: bool) -> None:
         )
     for name, t in found.items():
         torch.testing.assert_close(t, expected[name])
-
-
-def test_a_second_derivative_is_refused() -> None:
-    case = Case("one", torch.float32)
-    y = lora_linear(case.x, case.weight, case.bias, case.a, case.additions)
-    with pytest.raises(RuntimeError, match="low-rank additions has no second derivative"):
-        torch.autograd.grad(y.sum(), case.x, create_graph=True)
 
 
 def test_gradients_of_b_are_rounded_once() -> None:

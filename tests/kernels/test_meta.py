@@ -1,4 +1,4 @@
-"""Operators on tensors without numbers, on meta or fake, compute shapes and dtypes."""
+"""Operators that are not in `cases.py`, on tensors without numbers, on meta or fake."""
 
 import contextlib
 from collections.abc import Callable
@@ -15,19 +15,13 @@ from tigon.kernels import (
     append_attention,
     attention,
     fp8_linear,
-    gated_act,
-    grouped_mlp,
-    qk_norm_rope,
-    rms_norm,
-    rope,
     row_linear,
-    sandwich_norm,
 )
 
 Case = tuple[Callable[..., Any], tuple[Any, ...]]
 
 
-def experts(*shape: int) -> Tensor:
+def integers(*shape: int) -> Tensor:
     return torch.zeros(shape, dtype=torch.int64)
 
 
@@ -38,32 +32,16 @@ def append(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, length
 
 r = torch.randn
 CASES: dict[str, Callable[[], Case]] = {
-    "rms_norm": lambda: (lambda x, w: rms_norm(x, w, 1e-6), (r(3, 8), r(8))),
-    "residual": lambda: (
-        lambda x, w, z: rms_norm(x, w, 1e-6, residual=z),
-        (r(3, 8), r(8), r(3, 8)),
-    ),
-    "sandwich_norm": lambda: (
-        lambda x, z, a, b: sandwich_norm(x, z, a, b, 1e-6),
-        (r(3, 8), r(3, 8), r(8), r(8)),
-    ),
-    "rope": lambda: (rope, (r(2, 3, 4, 8), r(2, 3, 2, 8), r(1, 3, 4), r(1, 3, 4))),
-    "qk_norm_rope": lambda: (
-        lambda x, cos, sin, q, k: qk_norm_rope(
-            x, cos, sin, heads=4, kv_heads=2, q_weight=q, k_weight=k
-        ),
-        (r(2, 3, 64), r(1, 3, 4), r(1, 3, 4), r(8), r(8)),
-    ),
-    "gated_act": lambda: (lambda x: gated_act(x, "gelu"), (r(3, 8),)),
     "fp8_linear": lambda: (fp8_linear, (r(3, 32).bfloat16(), r(16, 32).bfloat16())),
     "row_linear": lambda: (lambda x, w: row_linear(x, w).detach(), (r(1, 8), r(4, 8))),
-    "grouped_mlp": lambda: (
-        lambda x, up, down, e, w: grouped_mlp(x, up, down, e, w, "silu"),
-        (r(5, 8), r(4, 16, 8), r(4, 8, 8), experts(5, 2), r(5, 2)),
-    ),
     "append_attention": lambda: (
         append,
-        (r(2, 1, 4, 8), *(r(2, 1, 2, 8) for _ in "kv"), *(r(2, 2, 9, 8) for _ in "kv"), experts(2)),
+        (
+            r(2, 1, 4, 8),
+            *(r(2, 1, 2, 8) for _ in "kv"),
+            *(r(2, 2, 9, 8) for _ in "kv"),
+            integers(2),
+        ),
     ),
     "attention": lambda: (
         lambda q, k, v: attention(q, k, v, mask=AttentionMask(3)),
@@ -105,7 +83,7 @@ def test_shapes_without_numbers(case: str, where: str, path: str) -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a machine without a GPU")
-@pytest.mark.parametrize("case", [c for c in CASES if not c.endswith(("attention", "_mlp"))])
+@pytest.mark.parametrize("case", ["fp8_linear", "row_linear"])
 def test_fake_gpu_tensors_without_a_gpu(case: str) -> None:
     # With gradients, views or indices torch itself asks for a GPU
     with FakeTensorMode(), torch.no_grad(), torch.device("cuda"):

@@ -81,7 +81,7 @@ def test_half_precision_is_as_exact_as_torch(
 
 @pytest.mark.gpu
 @torch.no_grad()
-def test_a_chain_in_a_graph_waits_for_each_result() -> None:
+def test_chain_in_graph_waits_for_each_result() -> None:
     """Kernels start before the one before has ended; they must not read what is not there yet."""
     gc.collect()  # models of other tests, whose weights were gathered
     weights = [nn.Parameter(torch.randn(2048, 2048) * 2048**-0.5) for _ in range(24)]

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tests import interpreter
+from tests.kernels.definitions import criterion
 from tests.numbers import assert_as_near, relative_error
 from tests.train.ranks import Ranks
 from tigon.kernels import (
@@ -25,7 +26,6 @@ from tigon.kernels import (
     HeadValue,
     LogProbs,
     VocabularyShard,
-    kl_ref,
     run_criteria,
     use,
 )
@@ -266,7 +266,7 @@ def truth(name: str) -> dict[str, Tensor]:
     hidden, weight, bias, low, up = learned.values()
     raw = F.linear(hidden, weight, bias) + low @ up.T
     z = scale_and_cap(raw, settings.get("options", Options()))
-    values = [defined(c, z, b) for c in criteria]
+    values = [criterion(c, z) for c in criteria]
     grads = torch.autograd.grad(objective(values, b), [*learned.values()])
     out = dict(zip(learned, grads, strict=True))
     out |= {f"value {i}": v.detach() for i, v in enumerate(values)}
@@ -278,42 +278,6 @@ def truth(name: str) -> dict[str, Tensor]:
         names = getattr(c, "metrics", ())
         out |= {f"{m} {i}": rows[m] * valid for m in names if m in rows}
     return out
-
-
-def defined(c: Any, z: Tensor, b: Batch) -> Tensor:
-    if isinstance(c, KL):
-        losses = divergence(c, z, b) * b.weights.double()
-        losses = losses if c.targets is None else losses * (c.targets != -100)
-        return losses.sum() if c.reduction == "sum" else losses
-    valid, index = c.targets != -100, c.targets.clamp(min=0)
-    logp = z.log_softmax(-1)
-    of_target = logp.gather(1, index[:, None])[:, 0]
-    if isinstance(c, LogProbs):
-        return of_target * valid
-    s = c.label_smoothing
-    losses = -(1 - s) * of_target - s * logp.mean(-1) + c.z_loss * z.logsumexp(-1).square()
-    losses = losses * valid
-    for w in (c.weights, None if c.class_weights is None else c.class_weights[index]):
-        losses = losses if w is None else losses * w.double()
-    if c.reduction == "none":
-        return losses
-    return losses.sum() * c.coefficient / (c.denominator or 1.0)
-
-
-def divergence(c: KL, z: Tensor, b: Batch) -> Tensor:
-    student = (z / c.temperature).log_softmax(-1)
-    if c.teacher_tokens is None:
-        weight, bias, options = (x.double() if isinstance(x, Tensor) else x for x in b.teacher)
-        teacher = scale_and_cap(F.linear(b.teacher_hidden.double(), weight, bias), options)
-        return kl_ref(student, (teacher / c.temperature).log_softmax(-1), c.beta)
-    losses = []
-    for row, tokens, logprobs in zip(student, b.tokens, b.logprobs.double(), strict=True):
-        tokens, logprobs = tokens[tokens >= 0], logprobs[tokens >= 0]
-        others = torch.ones(V, dtype=torch.bool, device="cpu").index_fill(0, tokens, False)
-        p = torch.cat((row[tokens], row[others].logsumexp(0)[None]))
-        q = torch.cat((logprobs, torch.log1p(-logprobs.exp().sum())[None]))
-        losses.append(kl_ref(p, q, c.beta))
-    return torch.stack(losses)
 
 
 @pytest.mark.parametrize("name", CASES)

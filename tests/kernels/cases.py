@@ -1,0 +1,544 @@
+"""Operators with their definitions, and what their inputs are: `test_operators.py` checks each.
+
+# B batch, T tokens, H query heads, K kv heads, D head dim, C model dim, I inner dim, E experts,
+# N rows, V vocab
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tests.kernels import definitions as exact
+from tests.kernels.conftest import CUDA
+from tests.kernels.definitions import EPS
+from tigon.kernels import (
+    cross_entropy,
+    cross_entropy_ref,
+    divergence,
+    gated_act,
+    gated_act_ref,
+    grouped_mlp,
+    grouped_mlp_ref,
+    linear_cross_entropy,
+    linear_kl,
+    lora_linear,
+    lora_linear_ref,
+    qk_norm_rope,
+    qk_norm_rope_ref,
+    rms_norm,
+    rms_norm_ref,
+    rope,
+    rope_ref,
+    sandwich_norm,
+    sandwich_norm_ref,
+    selected_logprobs,
+)
+from tigon.kernels.linear.lora import Addition
+from tigon.kernels.loss.api import Options
+from tigon.kernels.mlp.lora_grouped_mlp import Low, lora_grouped_mlp
+
+Inputs = dict[str, Any]
+Call = Callable[..., Any]
+HALF = (torch.float16, torch.bfloat16)
+
+
+@dataclass(frozen=True)
+class OpCase:
+    operator: Call
+    definition: Call  # in float64, of the same arguments
+    inputs: Callable[..., Inputs]  # of a size, in float32, by their names
+    eager: Call | None = None  # plain torch, beside which half precision is judged
+    options: Inputs = field(default_factory=dict)
+    sizes: Sequence[Any] = ()  # the first is small
+    real: Sequence[Any] = ()  # more of them, on a GPU in half precision
+    empty: Sequence[Any] = ()
+    constant: Sequence[str] = ()  # floats without gradients
+    parameters: Sequence[str] = ()  # which are such, as those of a layer
+    whole: Sequence[str] = ()  # floats that stay float32 beside half precision
+    halves: Sequence[torch.dtype] = HALF
+    result: torch.dtype | None = None  # whatever the inputs' dtype
+    autocast: Sequence[str] = ()  # what is cast
+    second: str = ""  # what an error about second derivatives names
+    rtol: float = 1e-4  # of gradients
+    factor: float = 2.0  # of plain torch's error, which real sizes may have
+
+    def make(self, size: Any = None, dtype: torch.dtype = torch.float32) -> Inputs:
+        """Leaves, those that learn with gradients."""
+        made = self.inputs(*(self.sizes[0] if size is None else size))
+        for name, x in made.items():
+            if isinstance(x, Tensor) and x.is_floating_point():
+                x = x.to(torch.float32 if name in self.whole else dtype)
+                made[name] = nn.Parameter(x) if name in self.parameters else x
+                made[name].requires_grad_(name not in self.constant)
+        return made
+
+    def run(self, inputs: Inputs, function: Call | None = None) -> list[Tensor]:
+        found = (function or self.operator)(**inputs, **self.options)
+        if hasattr(found, "metrics"):  # a value and its metrics
+            return [found.value]
+        return [found] if isinstance(found, Tensor) else list(found)
+
+
+def learned(inputs: Inputs) -> list[Tensor]:
+    return [x for x in inputs.values() if isinstance(x, Tensor) and x.requires_grad]
+
+
+# Norms. 41 and 101 rows make a program take several steps, of which the last is not full
+
+ROWS = [((2, 5, 33),), ((1, 1),), ((3, 7),), ((41, 200),), ((101, 30),), ((3, 1152),)]
+REAL_ROWS = [((63, 96),), ((2047, 2880),), ((63, 4096),), ((5, 9000),), ((5, 20000),)]
+NO_ROWS = [((0, 8),), ((2, 0, 8),), ((3, 0),)]
+GEMMA = {"offset": 1.0, "cast": "after_weight"}
+
+
+def rows(*names: str, weights: Sequence[str] = ("weight",)) -> Callable[..., Inputs]:
+    def make(shape: tuple[int, ...]) -> Inputs:
+        made = {name: 0.3 * torch.randn(shape) for name in names}  # small, so that eps counts
+        return made | {name: torch.randn(shape[-1]) for name in weights}
+
+    return make
+
+
+def eager_norm(x: Tensor, weight: Tensor | None = None, residual: Any = None, **how: Any) -> Any:
+    total = x if residual is None else x + residual
+    y = rms_norm_ref(total, weight, **how)
+    return y if residual is None else (y, total)
+
+
+def norm_case(*names: str, **more: Any) -> OpCase:
+    options = {"eps": EPS, **more.pop("options", {})}
+    if "weight" not in names:
+        options["weight"] = None
+    return OpCase(
+        rms_norm,
+        exact.rms_norm,
+        rows(*(n for n in names if n != "weight"), weights=[n for n in names if n == "weight"]),
+        eager_norm,
+        options,
+        **{"sizes": ROWS, "real": REAL_ROWS, "empty": NO_ROWS, "second": "rms_norm"} | more,
+    )
+
+
+def sandwich_case(**options: Any) -> OpCase:
+    return OpCase(
+        sandwich_norm,
+        exact.sandwich_norm,
+        rows("x", "residual", weights=("post_weight", "weight")),
+        sandwich_norm_ref,
+        {"eps": EPS, **options},
+        ROWS,
+        [((2047, 2304),), ((63, 5376),)],
+        NO_ROWS,
+        second="sandwich_norm",
+    )
+
+
+# Rotations
+
+B, T, H, K, D = 2, 3, 6, 3, 14
+HEADS = [  # batch, tokens, heads, kv heads, head dim, rotated dims, batch of angles
+    (B, T, H, K, D, D, B),
+    (B, T, H, K, D, 6, 1),
+    (1, 1, 1, 1, 2, 2, 1),
+    (1, 2, 9, 1, 128, 128, 1),
+    (2, 1, 3, 3, 96, 96, 2),
+    (1, 2, 2, 5, 80, 32, 1),
+]
+REAL_HEADS = [(2, t, 28, 4, d, d, 1) for t in (63, 100, 2047) for d in (64, 96, 128, 256)]
+NO_HEADS = [(0, T, H, K, D, D, 1), (B, 0, H, K, D, D, 1)]
+
+
+def angles(tokens: int = T, rotated: int = D, batch: int = 1) -> dict[str, Tensor]:
+    theta = 6 * torch.rand(batch, tokens, rotated // 2)
+    return {"cos": theta.cos(), "sin": theta.sin()}
+
+
+def heads(b: int, t: int, h: int, k: int, d: int, rotated: int, batch: int) -> Inputs:
+    q_and_k = {"q": torch.randn(b, t, h, d), "k": torch.randn(b, t, k, d)}
+    return q_and_k | angles(t, rotated, batch if b else 1)
+
+
+def packed(*sizes: int, weights: bool = False) -> Inputs:
+    b, t, h, k, d, rotated, batch = sizes
+    made = {"qkv": 0.3 * torch.randn(b, t, (h + 2 * k) * d)} | angles(t, rotated, batch if b else 1)
+    made |= {"heads": h, "kv_heads": k}
+    return made | ({n: torch.randn(d) for n in ("q_weight", "k_weight")} if weights else {})
+
+
+def rope_case(**options: Any) -> OpCase:
+    return OpCase(
+        rope, exact.rope, heads, rope_ref, options, HEADS, REAL_HEADS, NO_HEADS, ("cos", "sin"),
+        second="rope", factor=1.01,
+    )  # fmt: skip
+
+
+def packed_case(weights: bool, **options: Any) -> OpCase:
+    make = partial(packed, weights=weights)
+    options = {"eps": EPS, **options}
+    return OpCase(
+        qk_norm_rope, exact.qk_norm_rope, make, qk_norm_rope_ref, options, HEADS, REAL_HEADS,
+        NO_HEADS, ("cos", "sin"), second="qk_norm_rope", factor=1.1,
+    )  # fmt: skip
+
+
+# Activations and experts
+
+
+def act_case(act: str, **options: Any) -> OpCase:
+    return OpCase(
+        gated_act,
+        exact.gated_act,
+        lambda *shape: {"gate_up": 3 * torch.randn(shape)},
+        lambda gate_up, act, **_: gated_act_ref(gate_up, act),
+        {"act": act, **options},
+        [(2, 5, 202), (1, 2), (3, 14), (2, 2200)],
+        [(n, 2 * i) for n in (63, 2047) for i in (96, 1152, 6912, 18944)],
+        [(0, 6), (3, 0), (2, 0, 4)],
+        second="gated_act",
+        factor=1.1,
+    )
+
+
+def experts(n: int, c: int, i: int, e: int, k: int) -> Inputs:
+    """No token chooses the last expert but one."""
+    chances = torch.rand(n, e)
+    if e > k:
+        chances[:, -2] = -1
+    weights, chosen = chances.topk(k)
+    return {
+        "x": torch.randn(n, c),
+        "gate_up": torch.randn(e, 2 * i, c) / c**0.5,
+        "down": torch.randn(e, c, i) / i**0.5,
+        "experts": chosen,
+        "weights": weights,
+    }
+
+
+# C and I are multiples of 8, which the kernel needs in 16 bits; 7 and 5 start rows at no multiple
+# of 16 bytes
+EXPERTS = [
+    *((13, 24, 40, 7, 3), (1, 24, 40, 7, 3), (1, 24, 40, 7, 1), (13, 24, 40, 7, 1)),
+    *((13, 24, 40, 1, 1), (13, 24, 40, 3, 3), (13, 24, 40, 90, 3)),
+    *((13, 7, 5, 7, 3), (13, 8, 5, 7, 3), (13, 1, 1, 7, 3)),
+]
+
+
+def experts_case(act: str, sizes: Sequence[Any] = EXPERTS[:1]) -> OpCase:
+    return OpCase(
+        grouped_mlp, exact.grouped_mlp, experts, grouped_mlp_ref, {"act": act}, sizes,
+        [(700, 328, 200, 7, 3)], [(0, 24, 40, 7, 3)],
+        halves=HALF if CUDA else HALF[:1],  # the interpreter has no products of bf16
+        autocast=("x", "gate_up", "down"), second="grouped_mlp",
+    )  # fmt: skip
+
+
+# Low-rank additions
+
+PARTS = ((0, 30, 3, 0.5), (50, 20, 5, -1.5))  # first column of y, columns, rank and scale
+FACTORS = {"both": (5, 8), "gate_up": (3, 0), "down": (0, 4)}
+
+
+def additions(n: int, c: int, k: int) -> Inputs:
+    made = {
+        "x": torch.randn(2, n, c),
+        "weight": torch.randn(k, c) / c**0.5,
+        "bias": torch.randn(k),
+        "a": torch.randn(sum(rank for *_, rank, _ in PARTS), c) / c**0.5,
+    }
+    return made | {f"b{i}": torch.randn(p[1], p[2]) for i, p in enumerate(PARTS)}
+
+
+def with_parts(function: Call) -> Call:
+    def call(x: Tensor, weight: Tensor, bias: Tensor, a: Tensor, b0: Tensor, b1: Tensor) -> Tensor:
+        added = [Addition(p[0], b, p[3]) for p, b in zip(PARTS, (b0, b1), strict=True)]
+        return function(x, weight, bias, a, added)
+
+    return call
+
+
+def double_lora(**inputs: Tensor) -> Tensor:
+    return with_parts(lora_linear_ref)(**{name: x.double() for name, x in inputs.items()})
+
+
+def lora_case(*constant: str) -> OpCase:
+    return OpCase(
+        with_parts(lora_linear), double_lora, additions, with_parts(lora_linear_ref),
+        sizes=[(3, 48, 70), (1, 48, 70)], empty=[(0, 48, 70)], constant=constant,
+        parameters=("weight", "bias", "a", "b0", "b1"),
+        second="low-rank additions",
+    )  # fmt: skip
+
+
+def low_rank_experts(r: int, q: int) -> Inputs:
+    n, c, i, e, k = EXPERTS[0]
+    shapes = {"a_up": (e, r, c), "b_up": (e, 2 * i, r), "a_down": (e, q, i), "b_down": (e, c, q)}
+    return experts(n, c, i, e, k) | {name: 0.3 * torch.randn(s) for name, s in shapes.items()}
+
+
+def with_factors(function: Call) -> Call:
+    def call(
+        x: Tensor, gate_up: Tensor, down: Tensor, experts: Tensor, weights: Tensor, **low: Any
+    ) -> Any:
+        return function(x, gate_up, down, Low(**low), experts, weights, "silu")
+
+    return call
+
+
+def merged(
+    x: Tensor, gate_up: Tensor, down: Tensor, low: Low, experts: Tensor, weights: Tensor, act: str
+) -> Tensor:
+    """By sums of matrices."""
+    low = Low(*(t.double() for t in low))
+    whole = gate_up.double() + low.b_up @ low.a_up, down.double() + low.b_down @ low.a_down
+    return exact.grouped_mlp(x, *whole, experts, weights, act)
+
+
+def lora_experts_case(*constant: str) -> OpCase:
+    return OpCase(
+        with_factors(lora_grouped_mlp), with_factors(merged), low_rank_experts, None, {},
+        list(FACTORS.values()), constant=constant, second="lora_grouped_mlp",
+    )  # fmt: skip
+
+
+# Losses of a head
+
+SMALL = 2**14  # bytes of logits: several chunks of rows
+LOSSES = {
+    "plain": Options(),
+    "softcap": Options(softcap=1.5),
+    "logit scale": Options(logit_scale=0.3),
+    "smoothing": Options(label_smoothing=0.2),
+    "z-loss": Options(z_loss=1e-2),
+    "all": Options(softcap=2.0, logit_scale=0.7, label_smoothing=0.1, z_loss=3e-3),
+}
+
+
+def targets(n: int, v: int) -> Tensor:
+    drawn = torch.randint(0, v, (n,))
+    drawn[::5] = -100
+    return drawn
+
+
+def head(n: int, c: int, v: int) -> Inputs:
+    """A head, and rows of which some do not count."""
+    return {
+        "hidden": torch.randn(n, c),
+        "weight": c**-0.5 * torch.randn(v, c),
+        "bias": torch.randn(v),
+        "targets": targets(n, v),
+        "token_weights": torch.rand(n) + 0.1,
+    }
+
+
+def every_row(n: int, c: int, v: int) -> Inputs:
+    return head(n, c, v) | {"targets": torch.randint(0, v, (n,))}
+
+
+def logits(n: int, v: int) -> Inputs:
+    return {
+        "logits": 2 * torch.randn(n, v),
+        "targets": targets(n, v),
+        "token_weights": torch.rand(n) + 0.1,
+    }
+
+
+def head_loss(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    bias: Tensor | None = None,
+    token_weights: Tensor | None = None,
+    **how: Any,
+) -> Tensor:
+    z = exact.linear(hidden, weight, bias)
+    return logits_loss(z, targets, token_weights, **how)
+
+
+def logits_loss(logits: Tensor, targets: Tensor, token_weights: Any, **how: Any) -> Tensor:
+    losses = exact.losses(logits, targets, how["options"])
+    return exact.reduced(losses if token_weights is None else losses * token_weights, **how)
+
+
+def eager_head_loss(
+    hidden: Tensor, weight: Tensor, bias: Tensor, targets: Tensor, token_weights: Tensor, **how: Any
+) -> Tensor:
+    """Logits in the dtype of their factors."""
+    z = F.linear(hidden, weight, bias)
+    return eager_logits_loss(z, targets, token_weights, **how)
+
+
+def eager_logits_loss(logits: Tensor, targets: Tensor, token_weights: Tensor, **how: Any) -> Any:
+    losses = cross_entropy_ref(logits.float(), targets, options=how["options"]) * token_weights
+    return exact.reduced(losses, **how)
+
+
+def loss_case(name: str, reduction: str, **more: Any) -> OpCase:
+    how = {"reduction": reduction, "options": LOSSES[name]}
+    how |= {"denominator": 7.0, "metrics": ("accuracy",)} if reduction == "sum" else {}
+    return OpCase(
+        linear_cross_entropy, head_loss, head, eager_head_loss, how | more, [(37, 19, 211)],
+        [(63, 96, 151), (1000, 2880, 151), (2047, 1152, 32003), (63, 96, 262144)],
+        [(0, 19, 211)], whole=("token_weights",), result=torch.float32,
+        autocast=("hidden", "weight", "bias"), second="linear_cross_entropy",
+    )  # fmt: skip
+
+
+def logits_case(name: str, reduction: str) -> OpCase:
+    how = {"reduction": reduction, "options": LOSSES[name]}
+    return OpCase(
+        cross_entropy, logits_loss, logits, eager_logits_loss, how, [(37, 211), (1, 1)],
+        [(63, 151), (100, 32003), (100, 262144)], [(0, 7)], whole=("token_weights",),
+        halves=HALF if CUDA else HALF[1:],  # the interpreter rounds a target's twice to fp16
+        result=torch.float32, second="cross_entropy",
+    )  # fmt: skip
+
+
+def teacher_and_student(n: int, c: int, d: int, v: int) -> Inputs:
+    return {
+        "hidden": torch.randn(n, c),
+        "weight": c**-0.5 * torch.randn(v, c),
+        "bias": torch.randn(v),
+        "teacher_hidden": torch.randn(n, d),
+        "teacher_weight": d**-0.5 * torch.randn(v, d),
+        "teacher_bias": torch.randn(v),
+        "token_weights": torch.rand(n) + 0.1,
+    }
+
+
+def kl(
+    hidden: Tensor, weight: Tensor, bias: Tensor, teacher_hidden: Tensor, teacher_weight: Tensor,
+    teacher_bias: Tensor, token_weights: Tensor, *, beta: float, temperature: float = 1.0,
+    options: Options = LOSSES["plain"], teacher_options: Options = LOSSES["plain"],
+    dtype: torch.dtype = torch.float64, **how: Any,
+) -> Tensor:  # fmt: skip
+    def probabilities(z: Tensor, o: Options) -> Tensor:
+        z = z * o.logit_scale
+        z = z if o.softcap is None else o.softcap * torch.tanh(z / o.softcap)
+        return (z / temperature).softmax(-1)
+
+    p = probabilities(exact.linear(hidden, weight, bias), options)
+    q = probabilities(exact.linear(teacher_hidden, teacher_weight, teacher_bias), teacher_options)
+    return exact.reduced(exact.divergences(p, q, beta) * token_weights, **how)
+
+
+def eager_kl(
+    hidden: Tensor, weight: Tensor, bias: Tensor, teacher_hidden: Tensor, teacher_weight: Tensor,
+    teacher_bias: Tensor, token_weights: Tensor, *, beta: float, **how: Any,
+) -> Tensor:  # fmt: skip
+    p = F.linear(hidden, weight, bias).float().softmax(-1)
+    q = F.linear(teacher_hidden, teacher_weight, teacher_bias).float().softmax(-1)
+    return exact.reduced(exact.divergences(p, q, beta) * token_weights, **how)
+
+
+def kl_case(beta: float, reduction: str = "sum", **more: Any) -> OpCase:
+    how = {"beta": beta, "reduction": reduction}
+    how |= {"denominator": 7.0} if reduction == "sum" else {}
+    return OpCase(
+        linear_kl, kl, teacher_and_student, None if more else eager_kl, how | more,
+        [(21, 19, 13, 211)], [(1000, 1152, 512, 32003)], [(0, 19, 13, 211)],
+        ("teacher_hidden", "teacher_weight", "teacher_bias"), ("token_weights",),
+        autocast=[n for n in teacher_and_student(1, 1, 1, 1) if n != "token_weights"],
+        result=torch.float32, second="linear_kl", rtol=1e-3,
+    )  # fmt: skip
+
+
+def logprobs_case(options: Options, **more: Any) -> OpCase:
+    def definition(hidden: Tensor, weight: Tensor, bias: Tensor, targets: Tensor, **_: Any) -> Any:
+        return -exact.losses(exact.linear(hidden, weight, bias), targets, options)
+
+    def make(*size: int) -> Inputs:
+        made = head(*size)
+        del made["token_weights"]
+        return made
+
+    return OpCase(
+        selected_logprobs, definition, make, None, {"options": options, **more}, [(37, 19, 211)],
+        [], [(0, 19, 211)], result=torch.float32, second="linear_cross_entropy",
+    )  # fmt: skip
+
+
+def divergence_case(beta: float, reduction: str) -> OpCase:
+    def make(n: int, v: int) -> Inputs:
+        logprobs = torch.randn(n, v).log_softmax(-1), (2 * torch.randn(n, v)).log_softmax(-1)
+        names = ("logprobs", "teacher_logprobs")
+        return dict(zip(names, logprobs, strict=True)) | {"token_weights": torch.rand(n) + 0.1}
+
+    def definition(
+        logprobs: Tensor, teacher_logprobs: Tensor, token_weights: Tensor, **how: Any
+    ) -> Tensor:
+        p, q = logprobs.double().exp(), teacher_logprobs.double().exp()
+        return exact.reduced(exact.divergences(p, q, beta) * token_weights, reduction)
+
+    return OpCase(
+        divergence, definition, make, None, {"beta": beta, "reduction": reduction}, [(21, 211)], [],
+        [(0, 7)], ("teacher_logprobs", "token_weights"), result=torch.float32, second="kl",
+        rtol=1e-3,
+    )  # fmt: skip
+
+
+def in_chunks(case: OpCase) -> OpCase:
+    real = [(1000, 256, 5003)] if case.operator is linear_cross_entropy else []
+    return replace(case, options=case.options | {"logits_bytes": SMALL}, real=real)
+
+
+CAPPED = {
+    "options": Options(softcap=2.0, logit_scale=0.7),
+    "teacher_options": Options(softcap=3.0, logit_scale=1.3),
+}
+FEW = {"sizes": ROWS[:1]}
+BETAS, BOTH = (0.0, 0.3, 1.0), ("sum", "none")
+CASES: dict[str, OpCase] = {
+    "rms_norm": norm_case("x", "weight"),
+    "rms_norm, Gemma": norm_case("x", "weight", options=GEMMA),
+    "rms_norm, no weight": norm_case("x", **FEW),
+    "rms_norm, residual": norm_case("x", "weight", "residual"),
+    "rms_norm, gate": norm_case("x", "weight", "gate", **FEW),
+    "rms_norm, gate, no weight": norm_case("x", "gate", **FEW),
+    "rms_norm, gate, residual": norm_case("x", "weight", "residual", "gate", **FEW),
+    "sandwich_norm": sandwich_case(),
+    "sandwich_norm, before": sandwich_case(offset=0.0, cast="before_weight"),
+    "rope": rope_case(),
+    "rope, interleaved": rope_case(interleaved=True),
+    "qk_norm_rope": packed_case(True),
+    "qk_norm_rope, Gemma": packed_case(True, **GEMMA),
+    "qk_norm_rope, interleaved": packed_case(True, interleaved=True, offset=0.5),
+    "qk_norm_rope, no norm": packed_case(False),
+    "qk_norm_rope, no norm, interleaved": packed_case(False, interleaved=True),
+    **{f"gated_act, {act}": act_case(act) for act in ("silu", "gelu", "gelu_tanh")},
+    "gated_act, overwrite": act_case("silu", overwrite=True),  # nothing is written over a leaf
+    "grouped_mlp, silu": experts_case("silu", EXPERTS),
+    **{f"grouped_mlp, {act}": experts_case(act) for act in ("gelu", "gelu_tanh")},
+    "lora_linear": lora_case("weight", "bias"),
+    "lora_linear, base learns": lora_case("bias"),
+    "lora_grouped_mlp": lora_experts_case(),
+    "lora_grouped_mlp, frozen base": lora_experts_case("gate_up", "down"),
+    **{f"cross_entropy, {name}": logits_case(name, "none") for name in LOSSES},
+    "cross_entropy, sum": logits_case("all", "sum"),
+    **{f"linear_cross_entropy, {name}": loss_case(name, "none") for name in LOSSES},
+    **{f"linear_cross_entropy, {name}, sum": loss_case(name, "sum") for name in LOSSES},
+    "linear_cross_entropy, every row": replace(loss_case("all", "sum"), inputs=every_row),
+    **{f"linear_cross_entropy, {r}, chunks": in_chunks(loss_case("all", r)) for r in BOTH},
+    **{f"linear_kl, {beta}, {r}": kl_case(beta, r) for beta in BETAS for r in BOTH},
+    "linear_kl, chunks": in_chunks(kl_case(0.3)),
+    "linear_kl, temperature": kl_case(0.3, "none", temperature=2.5),
+    "linear_kl, capped": kl_case(0.0, **CAPPED),
+    "linear_kl, capped, reverse, chunks": kl_case(1.0, **CAPPED, logits_bytes=SMALL),
+    "selected_logprobs": logprobs_case(Options()),
+    "selected_logprobs, chunks": logprobs_case(Options(logit_scale=2.0), logits_bytes=3000),
+    "selected_logprobs, capped": logprobs_case(Options(softcap=3.0)),
+    **{f"divergence, {beta}, {r}": divergence_case(beta, r) for beta in BETAS for r in BOTH},
+}
+# One of each operator, and those whose kernels have other branches
+KINDS = (
+    "rms_norm", "rms_norm, residual", "rms_norm, gate, residual", "sandwich_norm", "rope",
+    "qk_norm_rope", "qk_norm_rope, no norm", "gated_act, silu", "grouped_mlp, silu",
+    "lora_linear", "lora_grouped_mlp", "lora_grouped_mlp, frozen base", "cross_entropy, all",
+    "cross_entropy, sum", "linear_cross_entropy, all", "linear_cross_entropy, all, sum",
+    "linear_cross_entropy, every row", "linear_kl, 0.3, sum", "linear_kl, 0.0, none",
+    "selected_logprobs", "divergence, 0.3, sum",
+)  # fmt: skip

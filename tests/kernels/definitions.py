@@ -1,0 +1,187 @@
+"""What operators compute, from formulas, in float64: the truth of tests.
+
+# B batch, T tokens, H query heads, K kv heads, D head dim, C model dim, I inner dim, E experts
+"""
+
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tigon.kernels import KL, LogProbs, kl_ref
+from tigon.kernels.loss.api import scale_and_cap
+
+EPS = 1e-2  # large, so that it counts
+
+
+def norm(x: Tensor, weight: Tensor | None, offset: float = 0.0) -> Tensor:
+    x = x.double()
+    y = x / ((x * x).sum(-1, keepdim=True) / x.shape[-1] + EPS) ** 0.5
+    return y if weight is None else y * (weight.double() + offset)
+
+
+def rms_norm(
+    x: Tensor,
+    weight: Tensor | None = None,
+    residual: Tensor | None = None,
+    gate: Tensor | None = None,
+    offset: float = 0.0,
+    **_: Any,
+) -> tuple[Tensor, ...]:
+    total = x.double() if residual is None else x.double() + residual.double()
+    y = norm(total, weight, offset)
+    if gate is not None:
+        y = y * activation(gate, "silu")
+    return (y,) if residual is None else (y, total)
+
+
+def sandwich_norm(
+    x: Tensor, residual: Tensor, post_weight: Tensor, weight: Tensor, offset: float = 1.0, **_: Any
+) -> tuple[Tensor, Tensor]:
+    total = residual.double() + norm(x, post_weight, offset)
+    return norm(total, weight, offset), total
+
+
+def activation(x: Tensor, act: str) -> Tensor:
+    x = x.double()
+    if act == "silu":
+        return x / (1 + (-x).exp())
+    if act == "gelu":
+        return x * (1 + torch.erf(x / math.sqrt(2))) / 2
+    return x / 2 * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
+
+
+def gated_act(gate_up: Tensor, act: str, **_: Any) -> Tensor:
+    gate, up = gate_up.chunk(2, -1)
+    return activation(gate, act) * up.double()
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
+    """[B, T, H, D] with its first 2 R dims as complex numbers, times cos + i sin."""
+    half = cos.shape[-1]
+    head, rest = x[..., : 2 * half].double(), x[..., 2 * half :].double()
+    parts = (head[..., 0::2], head[..., 1::2]) if interleaved else head.split(half, -1)
+    turned = torch.complex(*parts) * torch.complex(cos.double(), sin.double())[:, :, None]
+    pair = turned.real, turned.imag
+    out = torch.stack(pair, -1).flatten(-2) if interleaved else torch.cat(pair, -1)
+    return torch.cat((out, rest), -1)
+
+
+def rope(
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False
+) -> tuple[Tensor, Tensor]:
+    return rotate(q, cos, sin, interleaved), rotate(k, cos, sin, interleaved)
+
+
+def qk_norm_rope(
+    qkv: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    q_weight: Tensor | None = None,
+    k_weight: Tensor | None = None,
+    *,
+    heads: int,
+    kv_heads: int,
+    offset: float = 0.0,
+    interleaved: bool = False,
+    **_: Any,
+) -> tuple[Tensor, ...]:
+    packed = qkv.double().unflatten(-1, (heads + 2 * kv_heads, -1))
+    *qk, v = packed.split((heads, kv_heads, kv_heads), 2)
+    if q_weight is not None:
+        qk = [norm(x, w, offset) for x, w in zip(qk, (q_weight, k_weight), strict=True)]
+    return *(rotate(x, cos, sin, interleaved) for x in qk), v
+
+
+def grouped_mlp(
+    x: Tensor, gate_up: Tensor, down: Tensor, experts: Tensor, weights: Tensor, act: str, **_: Any
+) -> Tensor:
+    """Token by token; an expert past the last is absent."""
+    x, gate_up, down, weights = (t.double() for t in (x, gate_up, down, weights))
+    rows = []
+    for n in range(x.shape[0]):
+        row = torch.zeros_like(x[n]) + 0 * x[n]
+        for j, e in enumerate(experts[n].tolist()):
+            if e < len(gate_up):
+                gate, up = (gate_up[e] @ x[n]).chunk(2)
+                row = row + weights[n, j] * (down[e] @ (activation(gate, act) * up))
+        rows.append(row)
+    return torch.stack(rows) if rows else x * 1
+
+
+def losses(logits: Tensor, targets: Tensor, options: Any) -> Tensor:
+    """Cross-entropy of each row; 0 where the target is -100."""
+    rows = []
+    for x, target in zip(logits.double(), targets.tolist(), strict=True):
+        z = x * options.logit_scale
+        if options.softcap is not None:
+            z = options.softcap * torch.tanh(z / options.softcap)
+        if target == -100:
+            rows.append(x.sum() * 0)
+            continue
+        total = z.exp().sum().log()
+        wanted = torch.full_like(z, options.label_smoothing / len(z))
+        wanted[target] += 1 - options.label_smoothing
+        rows.append((wanted * (total - z)).sum() + options.z_loss * total**2)
+    return torch.stack(rows) if rows else logits.double().sum(-1)
+
+
+def reduced(rows: Tensor, reduction: str, denominator: Any = 1.0, **_: Any) -> Tensor:
+    return rows if reduction == "none" else rows.sum() / denominator
+
+
+def linear(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return F.linear(hidden.double(), weight.double(), None if bias is None else bias.double())
+
+
+def divergences(student: Tensor, teacher: Tensor, beta: float) -> Tensor:
+    """Generalized Jensen-Shannon of probabilities, row by row."""
+
+    def kl(p: Tensor, q: Tensor) -> Tensor:
+        return (p * (p / q).log()).sum(-1)
+
+    if beta in (0, 1):
+        return kl(student, teacher) if beta else kl(teacher, student)
+    mixture = beta * teacher + (1 - beta) * student
+    return beta * kl(teacher, mixture) + (1 - beta) * kl(student, mixture)
+
+
+def criterion(c: Any, z: Tensor) -> Tensor:
+    """The value of a criterion, of a head's logits after scale and softcap."""
+    if isinstance(c, KL):
+        losses = kl_rows(c, z)
+        losses = losses if c.targets is None else losses * (c.targets != -100)
+    else:
+        valid, index = c.targets != -100, c.targets.clamp(min=0)
+        logp = z.log_softmax(-1)
+        of_target = logp.gather(1, index[:, None])[:, 0]
+        if isinstance(c, LogProbs):
+            return of_target * valid
+        s = c.label_smoothing
+        losses = -(1 - s) * of_target - s * logp.mean(-1) + c.z_loss * z.logsumexp(-1).square()
+        losses = losses * valid
+        if c.class_weights is not None:
+            losses = losses * c.class_weights[index].double()
+    losses = losses * c.coefficient * (1.0 if c.weights is None else c.weights.double())
+    return losses if c.reduction == "none" else losses.sum() / (c.denominator or 1.0)
+
+
+def kl_rows(c: KL, z: Tensor) -> Tensor:
+    """Of the whole vocabulary, or of stored tokens and all others as one."""
+    student = (z / c.temperature).log_softmax(-1)
+    if c.teacher_tokens is None:
+        weight, bias, options = c.teacher
+        teacher = scale_and_cap(linear(c.teacher_hidden, weight, bias), options)
+        return kl_ref(student, (teacher / c.temperature).log_softmax(-1), c.beta)
+    losses = []
+    for row, tokens, logprobs in zip(
+        student, c.teacher_tokens, c.teacher_logprobs.double(), strict=True
+    ):
+        tokens, logprobs = tokens[tokens >= 0], logprobs[tokens >= 0]
+        others = torch.ones_like(row, dtype=torch.bool).index_fill(0, tokens, False)
+        p = torch.cat((row[tokens], row[others].logsumexp(0)[None]))
+        q = torch.cat((logprobs, torch.log1p(-logprobs.exp().sum())[None]))
+        losses.append(kl_ref(p, q, c.beta))
+    return torch.stack(losses)

@@ -1,0 +1,368 @@
+"""What holds of every operator in `cases.CASES`, on both paths."""
+
+import contextlib
+import importlib
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
+from torch.utils.checkpoint import checkpoint
+
+from tests.kernels.cases import CASES, KINDS, B, D, H, Inputs, K, OpCase, learned
+from tests.kernels.conftest import CUDA
+
+kinds = pytest.mark.parametrize("case", [CASES[name] for name in KINDS], ids=KINDS)
+SIZES = {f"{name}, {size}": (case, size) for name, case in CASES.items() for size in case.sizes}
+EMPTY = {f"{name}, {size}": (case, size) for name, case in CASES.items() for size in case.empty}
+
+
+@pytest.fixture(autouse=True)
+def small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under the interpreter so few programs that each has several tokens, and sums in steps."""
+    if not CUDA:
+        module = importlib.import_module("tigon.kernels.rope.qk_norm_rope")
+        monkeypatch.setattr(module, "RESIDENT", 2)
+        monkeypatch.setattr(module, "SUM", (1, 8))
+
+
+def triton_only(path: str) -> None:
+    if path != "triton":
+        pytest.skip("about the kernels")
+
+
+def random_like(found: list[Tensor]) -> list[Tensor]:
+    return [torch.randn(y.shape) for y in found]
+
+
+def gradients(found: list[Tensor], inputs: Inputs, ups: list[Tensor], **how: Any) -> list[Tensor]:
+    ups = [up.to(y.dtype) for y, up in zip(found, ups, strict=True) if y.requires_grad]
+    found = [y for y in found if y.requires_grad]
+    return list(torch.autograd.grad(found, learned(inputs), ups, **how))
+
+
+def assert_exact(case: OpCase, inputs: Inputs, ups: list[Tensor] | None = None) -> None:
+    """Outputs and gradients in float32 are those of the definition; nothing is written to."""
+    tensors = [x for x in inputs.values() if isinstance(x, Tensor)]
+    before = [(x.detach().clone(), x._version) for x in tensors]
+    found, expected = case.run(inputs), case.run(inputs, case.definition)
+    for y, wanted in zip(found, expected, strict=True):
+        assert y.dtype == torch.float32
+        torch.testing.assert_close(y.double(), wanted.double(), rtol=1e-5, atol=1e-5)
+    ups = random_like(found) if ups is None else ups
+    kept = [up.clone() for up in ups]
+    pairs = zip(gradients(found, inputs, ups), gradients(expected, inputs, ups), strict=True)
+    for grad, wanted in pairs:
+        atol = 2e-5 * max(1.0, wanted.abs().max().item() if wanted.numel() else 0.0)
+        torch.testing.assert_close(grad, wanted, rtol=case.rtol, atol=atol)
+    assert all(torch.equal(up, k) and up._version == 0 for up, k in zip(ups, kept, strict=True))
+    for x, (value, version) in zip(tensors, before, strict=True):
+        assert torch.equal(x, value) and x._version == version
+
+
+@pytest.mark.parametrize(("case", "size"), SIZES.values(), ids=SIZES)
+def test_forward_and_gradients(case: OpCase, size: Any) -> None:
+    assert_exact(case, case.make(size))
+
+
+@pytest.mark.parametrize(("case", "size"), EMPTY.values(), ids=EMPTY)
+def test_empty_inputs_have_empty_gradients(case: OpCase, size: Any) -> None:
+    inputs = case.make(size)
+    found = case.run(inputs)
+    assert [y.shape for y in found] == [y.shape for y in case.run(inputs, case.definition)]
+    grads = torch.autograd.grad([y.sum() for y in found], learned(inputs))
+    for grad, x in zip(grads, learned(inputs), strict=True):
+        assert grad.shape == x.shape and not grad.any()
+
+
+def transposed(x: Tensor) -> Tensor:
+    """The same values, the last dimension outermost."""
+    return x.movedim(-1, 0).contiguous().movedim(0, -1)
+
+
+LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "transposed": transposed,
+    "every other": lambda x: torch.stack((x, x), -1)[..., 0],
+    "part": lambda x: torch.cat((x[..., :1], x, x[..., :1]), -1)[..., 1 : 1 + x.shape[-1]],
+    "expanded": lambda x: x[:1].expand(x.shape),
+}
+
+
+@kinds
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_strided_inputs_and_upstreams(case: OpCase, layout: str) -> None:
+    inputs, change = case.make(), LAYOUTS[layout]
+    for name, x in inputs.items():
+        # One number for all of a weight, or one row for all, is another input
+        if isinstance(x, Tensor) and (layout != "expanded" or x.dim() > 2):
+            inputs[name] = change(x.detach()).requires_grad_(x.requires_grad)
+    ups = [torch.ones(()).expand(y.shape) for y in case.run(inputs)]
+    if layout != "expanded":
+        ups = [change(torch.randn(y.shape)) if y.dim() else y.detach() for y in ups]
+    assert_exact(case, inputs, ups)
+
+
+def assert_as_good_as_eager(
+    case: OpCase, size: Any, dtype: torch.dtype, factor: float = 2.0
+) -> None:
+    """Hardly farther from the definition than plain torch in the same dtype."""
+    assert case.eager is not None
+    inputs = case.make(size, dtype)
+    exact = {
+        name: x.detach().double().requires_grad_(x.requires_grad)
+        if isinstance(x, Tensor) and x.is_floating_point()
+        else x
+        for name, x in inputs.items()
+    }
+    truth = case.run(exact, case.definition)
+    ups = random_like(truth)
+    ups = [up.to(case.result or dtype) for up in ups]
+    best = [*truth, *gradients(truth, exact, ups)]
+    found, plain = case.run(inputs), case.run(inputs, case.eager)
+    assert all(y.dtype == (case.result or dtype) for y in found)
+    ours, theirs = (y + gradients(y, inputs, ups) for y in (found, plain))
+    for x, grad in zip(learned(inputs), ours[len(found) :], strict=True):
+        assert grad.dtype == x.dtype
+    for a, b, right in zip(ours, theirs, best, strict=True):
+        error, bound = ((y.double() - right.double()).norm() for y in (a, b))
+        assert error <= factor * bound + 2e-6 * right.norm(), f"{error:.3g}, eager {bound:.3g}"
+
+
+JUDGED = {name: case for name, case in CASES.items() if case.eager is not None}
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("case", JUDGED.values(), ids=JUDGED)
+def test_half_precision_is_as_good_as_eager(case: OpCase, dtype: torch.dtype, path: str) -> None:
+    triton_only(path)
+    if dtype not in case.halves:
+        pytest.skip("the interpreter is no GPU there")
+    assert_as_good_as_eager(case, None, dtype)
+
+
+REAL = {f"{name}, {size}": (JUDGED[name], size) for name in JUDGED for size in JUDGED[name].real}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("case", "size"), REAL.values(), ids=REAL)
+def test_real_sizes_are_as_good_as_eager(case: OpCase, size: Any, dtype: torch.dtype) -> None:
+    assert_as_good_as_eager(case, size, dtype, case.factor)
+
+
+@kinds
+def test_second_backward_has_the_same_bits(case: OpCase, path: str) -> None:
+    """Also where the first gradients were written to."""
+    triton_only(path)
+    inputs = case.make()
+    found = case.run(inputs)
+    ups = random_like(found)
+    first = gradients(found, inputs, ups, retain_graph=True)
+    kept = [grad.clone() for grad in first]
+    for grad in first:
+        grad.zero_()
+    assert all(map(torch.equal, kept, gradients(found, inputs, ups)))
+
+
+@kinds
+def test_second_derivative_is_right_or_refused(case: OpCase, path: str) -> None:
+    inputs = case.make()
+    total = sum(y.square().sum() for y in case.run(inputs))
+    try:
+        first = torch.autograd.grad(total, learned(inputs), create_graph=True)
+    except RuntimeError as error:
+        assert re.search(f"{case.second}.* second derivative", str(error))
+        return
+    assert path == "reference"  # where it is plain torch
+    assert all(grad.requires_grad for grad in first)
+
+
+AUTOCAST = {name: CASES[name] for name in KINDS if CASES[name].autocast}
+
+
+@pytest.mark.parametrize("case", AUTOCAST.values(), ids=AUTOCAST)
+def test_autocast_multiplies_in_its_dtype(case: OpCase) -> None:
+    inputs = case.make()
+    narrow = inputs | {name: inputs[name].bfloat16() for name in case.autocast}
+    device = learned(inputs)[0].device.type
+    with torch.autocast(device, torch.bfloat16):
+        found = case.run(inputs)
+    expected = case.run(narrow)
+    torch.testing.assert_close(found, expected)
+    ups = random_like(found)
+    ours, theirs = (gradients(y, inputs, ups) for y in (found, expected))
+    for grad, wanted in zip(ours, theirs, strict=True):
+        assert grad.dtype == torch.float32
+        torch.testing.assert_close(grad, wanted)
+
+
+@kinds
+def test_each_input_may_be_frozen(case: OpCase) -> None:
+    """What learns has the same gradient, alone and beside others; without any there is no graph."""
+    inputs = case.make()
+    found = case.run(inputs)
+    ups = random_like(found)
+    names = [name for name, x in inputs.items() if isinstance(x, Tensor) and x.requires_grad]
+    expected = dict(zip(names, gradients(found, inputs, ups), strict=True))
+    for wanted in [*([name] for name in names), names[1:]]:
+        if wanted:
+            some = inputs | {n: inputs[n].detach() for n in names if n not in wanted}
+            for name, grad in zip(wanted, gradients(case.run(some), some, ups), strict=True):
+                torch.testing.assert_close(grad, expected[name], rtol=1e-5, atol=1e-5)
+    frozen = inputs | {name: inputs[name].detach() for name in names}
+    assert not any(y.requires_grad for y in case.run(frozen))
+    with torch.no_grad():
+        assert all(y.grad_fn is None for y in case.run(inputs))
+
+
+@kinds
+def test_recomputed_operator_has_the_same_bits(case: OpCase) -> None:
+    """Non-reentrant checkpointing raises where backward reads what is saved twice."""
+    inputs = case.make()
+    found = checkpoint(lambda: case.run(inputs), use_reentrant=False)
+    expected = case.run(inputs)
+    ups = random_like(found)
+    ours, theirs = (gradients(y, inputs, ups) for y in (found, expected))
+    assert all(map(torch.equal, ours, theirs))
+
+
+@kinds
+def test_one_of_several_outputs_is_used(case: OpCase) -> None:
+    inputs = case.make()
+    if len(found := case.run(inputs)) == 1:
+        pytest.skip("there is one")
+    for y, wanted in zip(found, case.run(inputs, case.definition), strict=True):
+        up = torch.randn(y.shape)
+        ours, theirs = (
+            torch.autograd.grad(
+                out, learned(inputs), up.to(out.dtype), retain_graph=True, allow_unused=True
+            )
+            for out in (y, wanted)
+        )
+        for a, b, x in zip(ours, theirs, learned(inputs), strict=True):
+            a, b = (torch.zeros_like(x) if g is None else g for g in (a, b))
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=2e-5)
+
+
+class Registered(TorchDispatchMode):
+    """Calls of our own operators in torch.library."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: dict[str, tuple[Any, Any, Any]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "tigon":
+            copied = tree_map_only(Tensor, lambda x: x.detach().clone(), (args, kwargs or {}))
+            self.calls[f"{func}{[a is None for a in args]}"] = (func, *copied)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.traced
+@kinds
+def test_registered_operators_keep_torchs_rules(case: OpCase, path: str) -> None:
+    triton_only(path)
+    inputs = case.make()
+    with Registered() as seen:
+        found = case.run(inputs)
+        gradients(found, inputs, random_like(found))
+        with torch.no_grad():
+            case.run(inputs)
+    if "a" in inputs and not CUDA:
+        pytest.skip("low-rank additions are torch's own on a CPU")
+    assert seen.calls
+    for func, args, kwargs in seen.calls.values():
+        torch.library.opcheck(func, args, kwargs, test_utils=("test_schema", "test_faketensor"))
+
+
+DYNAMIC: dict[str, Any] = {  # of another number of rows
+    "rms_norm, residual": ((4, 5, 33),),
+    "sandwich_norm": ((4, 5, 33),),
+    "qk_norm_rope": (B, 4, H, K, D, D, B),
+    "gated_act, silu": (4, 5, 202),
+    "grouped_mlp, silu": (11, 24, 40, 7, 3),
+}
+
+
+@pytest.mark.traced
+@pytest.mark.parametrize("name", KINDS)
+def test_compiled_is_eager(name: str, path: str) -> None:
+    triton_only(path)
+    case, dynamic = CASES[name], name in DYNAMIC
+    torch._dynamo.reset()
+    compiled = torch.compile(
+        case.operator, fullgraph=True, dynamic=dynamic, backend="inductor" if CUDA else "aot_eager"
+    )
+    for size in (None, DYNAMIC[name]) if dynamic else (None,):
+        inputs = case.make(size)
+        expected, found = case.run(inputs), case.run(inputs, compiled)
+        ups = random_like(found)
+        results = [[*y, *gradients(y, inputs, ups)] for y in (found, expected)]
+        torch.testing.assert_close(*results, rtol=1e-4, atol=2e-5)
+    torch._dynamo.reset()
+
+
+def described(case: OpCase, inputs: Inputs) -> list[Any]:
+    """Shape and dtype of each output and gradient."""
+    leaves = {
+        name: x.detach().requires_grad_(x.requires_grad) if isinstance(x, Tensor) else x
+        for name, x in inputs.items()
+    }
+    found = case.run(leaves)
+    grads = torch.autograd.grad([y.sum() for y in found], learned(leaves))
+    return [(tuple(t.shape), t.dtype) for t in (*found, *grads)]
+
+
+@pytest.mark.traced
+@pytest.mark.parametrize("where", ["meta", "fake", "fake, outside of its mode"])
+@kinds
+def test_shapes_without_numbers(case: OpCase, where: str) -> None:
+    if where == "fake, outside of its mode" and case.result is not None:
+        pytest.skip("what a loss compares with is real there")
+    inputs = case.make()
+    expected = described(case, inputs)
+    mode = FakeTensorMode()
+
+    def emptied(x: Tensor) -> Tensor:
+        return x.to("meta") if where == "meta" else mode.from_tensor(x)
+
+    inputs = tree_map_only(Tensor, emptied, inputs)
+    with mode if where == "fake" else contextlib.nullcontext():
+        assert described(case, inputs) == expected
+
+
+@pytest.mark.skipif(CUDA, reason="a machine without a GPU")
+@kinds
+def test_fake_gpu_tensors_without_a_gpu(case: OpCase) -> None:
+    if case.result is not None or {"experts", "a"} & case.make().keys():
+        pytest.skip("with indices torch itself asks for a GPU")
+    with FakeTensorMode(), torch.no_grad(), torch.device("cuda"):
+        assert all(y.device.type == "cuda" for y in case.run(case.make()))
+
+
+@pytest.mark.gpu
+@kinds
+def test_graph_replay_is_eager(case: OpCase) -> None:
+    inputs = case.make(None, torch.bfloat16)
+    ups = random_like(case.run(inputs))
+
+    def step() -> list[Tensor]:
+        found = case.run(inputs)
+        return found + gradients(found, inputs, ups)
+
+    with torch.cuda.stream(torch.cuda.Stream()):
+        step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    with torch.no_grad():
+        for x in learned(inputs):
+            x.copy_(torch.randn_like(x))
+    graph.replay()
+    assert all(map(torch.equal, captured, step()))

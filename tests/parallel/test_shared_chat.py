@@ -19,13 +19,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from tigon.train.board import LAUNCHED
 
 import tigon
 from tests.small import write_model
 from tests.train.ranks import Ranks
 from tigon.cli import main
 from tigon.cli.chat import Chat
+from tigon.train.launch import LAUNCHED
 from tigon.utils.terminal import escape_controls
 
 NEW = 12

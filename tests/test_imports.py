@@ -54,7 +54,7 @@ ARROWS: dict[str, set[str]] = {
 }
 # These load at run time what is below them: torch takes seconds, which neither --help needs nor the
 # processes that tokenise
-LAZY = {"tigon", "tigon.cli", "tigon.data", "tigon.tokenizer._tokenizer"}
+LAZY = {"tigon", "tigon.cli", "tigon.tokenizer._tokenizer"}
 # Imports what a user names
 BY_NAME = {"tigon.train.hooks"}
 # Takes a second and 25 MB, which models of one process do without
@@ -62,9 +62,11 @@ SLOW = {("tigon.parallel.fsdp", "torch.distributed.fsdp")}
 # Extras; imported where they are used, with an error that says what to install
 OPTIONAL = {
     "datasets",
+    "filelock",
     "flash_attn",
     "gguf",
     "lm_eval",
+    "multiprocess",
     "pyarrow",
     "tensorboard",
     "transformers",

@@ -8,7 +8,7 @@ import pytest
 from tigon.data import Format
 from tigon.data.examples import Report, counted
 from tigon.data.formats import CHATS, TEXTS, Chat, Text, as_chat, as_text
-from tigon.data.lines import _Frames
+from tigon.data.sources import _Frames
 
 HI = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]
 SYSTEM = {"role": "system", "content": "be"}

@@ -7,7 +7,6 @@ from tigon.data import Examples, Mixture, Window, split, whole
 from tigon.data.collate import collate_rows
 from tigon.data.fill import COPIES
 from tigon.data.packing import Lost, best_fit
-from tigon.data.store import Memory
 
 
 def window(examples: Examples) -> Window:
@@ -290,7 +289,7 @@ def test_answers_that_a_row_has_no_place_for_are_in_several():
 @pytest.mark.parametrize("entries", [[[0, 1], [2]], [[0], [1], [2]]])
 def test_answers_of_a_mixture_are_brought_together(entries):
     draw = np.random.default_rng(4).integers
-    parts = [Memory.of(answers_to([20] * 6, draw, 10)) for _ in range(3)]
+    parts = [answers_to([20] * 6, draw, 10) for _ in range(3)]
     mixture = Mixture(
         [[parts[i] for i in e] for e in entries], size=500, weights=[1] * len(entries)
     )

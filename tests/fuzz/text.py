@@ -11,7 +11,7 @@ from tests.fuzz.pipelines import backends
 from tests.fuzz.target import Case, Files, Target
 from tigon.data.encoders import ChatEncoder
 from tigon.data.formats import Format
-from tigon.data.lines import JsonFile
+from tigon.data.sources import JsonFile
 from tigon.tokenizer import Tokenizer as OurTokenizer
 
 TOKENIZER, CONFIG, MAP = "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"

@@ -83,14 +83,13 @@ def test_a_run_logs_how_long_it_waits(workspace):
 def test_a_run_ends_though_the_next_window_of_a_stream_does_not_come(tmp_path, monkeypatch):
     """The thread waits for it, reading ahead."""
     monkeypatch.setenv("TIGON_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr("tigon.data.stream.PATIENCE", 0.2)
     monkeypatch.setattr("tigon.train.feed.AHEAD", 100)
     go_on, stalled = threading.Event(), threading.Event()
     path = write_rows(tmp_path / "a.jsonl", 60)
 
     class Stalled(File):
-        def blocks(self):
-            for number, block in enumerate(super().blocks()):
+        def blocks(self, *bounds):
+            for number, block in enumerate(super().blocks(*bounds)):
                 if number == 5:
                     stalled.set()
                     go_on.wait()
@@ -104,4 +103,3 @@ def test_a_run_ends_though_the_next_window_of_a_stream_does_not_come(tmp_path, m
         time.sleep(0.3)  # what there is is read
     assert not threads()
     go_on.set()
-    stream._producer.join()

@@ -12,11 +12,11 @@ import numpy as np
 import tokenizers
 from numpy.typing import DTypeLike
 
-from tigon.data.blocks import Source
 from tigon.data.content_check import ContentCheck, EmptyAnswer
 from tigon.data.examples import WEIGHTED, Encoder, Example, Report
 from tigon.data.formats import CHATS, TEXTS, Chat, Format, Row, Text, as_chat, as_text
 from tigon.data.messages import read_json
+from tigon.data.sources import Source
 from tigon.json_file import escaped
 from tigon.tokenizer import REASONING, Span, Tokenizer, TrainOn, learned_turns
 

@@ -7,15 +7,16 @@ import zlib
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import DTypeLike
 
-from tigon.data.blocks import LARGEST_ROW, Block, Source
 from tigon.data.content_check import EmptyAnswer
 from tigon.data.formats import Format, Row
+from tigon.data.sources import LARGEST_ROW, Block, Source
 from tigon.data.widths import PADS, alike, widened, widest
 from tigon.json_file import escaped
 
@@ -25,6 +26,7 @@ SUPERVISED = {"supervised": np.bool_}  # the column of the tokens that are to be
 FILLS = {"loss_weights": 1.0, "reward": np.nan}
 WEIGHTED = {**SUPERVISED, "loss_weights": np.float32}
 NONE: Mapping[str, Any] = MappingProxyType({})
+TOKENS = ("teacher_tokens",)  # columns of tokens, besides those of the sequences
 NAMED = 5  # bad rows that a report shows
 NAMED_KEYS = 100
 
@@ -132,9 +134,49 @@ class Examples:
     per_example: Mapping[str, np.ndarray] = field(default_factory=dict)  # [E, ...] each
     groups: np.ndarray | None = None  # int64 [G + 1], offsets into the examples; None: no groups
     report: Report = Report()
+    key: str = ""  # of what is in the cache, in place of a checksum
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
+
+    @property
+    def group_count(self) -> int:
+        """The number of groups; an example without a group is one of its own."""
+        return len(self) if self.groups is None else len(self.groups) - 1
+
+    @cached_property
+    def targets(self) -> np.ndarray:
+        """int32 [E], the supervised tokens of each example but for its first."""
+        before = np.concatenate([[0], np.cumsum(self.supervised)])
+        starts, stops = self.offsets[:-1], self.offsets[1:]
+        return (before[stops] - before[np.minimum(starts + 1, stops)]).astype(np.int32)
+
+    @cached_property
+    def highest(self) -> int:
+        """The highest token, of a teacher's too; -1 without any."""
+        columns = [self.tokens, *(self.per_token[n] for n in TOKENS if n in self.per_token)]
+        return max(int(column.max(initial=-1)) for column in columns)
+
+    def identity(self) -> str:
+        """A name that changes with the content."""
+        return self.key or f"{self.fingerprint():08x}"
+
+    def slice_groups(self, start: int, stop: int) -> "Examples":
+        """The groups from `start` to `stop`, with the report if they begin with the first."""
+        first, last = start, stop
+        if self.groups is not None:
+            first, last = int(self.groups[start]), int(self.groups[stop])
+        a, b = int(self.offsets[first]), int(self.offsets[last])
+        return Examples(
+            self.tokens[a:b],
+            self.offsets[first : last + 1] - a,
+            self.origin[first:last],
+            self.files,
+            {name: values[a:b] for name, values in self.per_token.items()},
+            {name: values[first:last] for name, values in self.per_example.items()},
+            None if self.groups is None else self.groups[start : stop + 1] - first,
+            Report() if start else self.report,
+        )
 
     @property
     def supervised(self) -> np.ndarray:

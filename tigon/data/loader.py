@@ -155,8 +155,6 @@ class Loader:
             self._counts[step] = self._count(pieces)
             if len(self._counts) > RECENT:
                 del self._counts[next(iter(self._counts))]
-            for corpus in {id(p.window.corpus): p.window.corpus for p, _ in pieces}.values():
-                corpus.release()
             return batches
 
     def counts(self, step: int) -> tuple[int, int]:
@@ -308,7 +306,6 @@ class Loader:
             first, costs = rows.offsets[:-1], sizes * (sizes + 2 * rows.shared + QUADRATIC)
             tokens, cost = (np.add.reduceat(v, first) if len(v) else v for v in (sizes, costs))
             packed = Packed(window, rows, tokens, cost, self._order(window, len(rows)))
-            window.corpus.release()
         self._packed[number] = packed
         self._forget()
         return packed

@@ -1,18 +1,15 @@
 """The data of a run: from its settings to a loader, through the cache or as a stream."""
 
-import hashlib
-import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from itertools import islice
 from typing import Any
 
-from tigon.data import Entry, Loader, Mixture, Report, Source, Stream, find_sources, tokenised
+from tigon.data import Entry, Loader, Mixture, Report, Source, Stream, find_sources, tokenize
 from tigon.data.examples import counted
 from tigon.data.mixture import Order
 from tigon.data.packing import Lost
-from tigon.data.selection import select_fraction
+from tigon.data.sources import select_fraction
 from tigon.tokenizer import Tokenizer
 from tigon.train.config import Config
 from tigon.train.objectives import Objective
@@ -58,16 +55,11 @@ def build_loader(
             size=config.shuffle_window,
             weights=weights,
             workers=config.workers,
-            name=stream_name(config),
-            local_rank=int(os.environ.get("LOCAL_RANK", 0)),
-            local_ranks=int(os.environ.get("LOCAL_WORLD_SIZE", 1)),
             cursor=cursor or None,
         )
     else:
-        flat = [source for some in sources for source in some]
-        parts = iter(tokenised(flat, encoder, workers=config.workers))
-        grouped = [list(islice(parts, len(some))) for some in sources]
-        windows = Mixture(grouped, size=config.shuffle_window, weights=weights)
+        parts = [tokenize(some, encoder, workers=config.workers) for some in sources]
+        windows = Mixture(parts, size=config.shuffle_window, weights=weights)
     drops = config.lora is not None and config.lora.dropout > 0
     loader = Loader(
         windows,
@@ -219,11 +211,3 @@ def shares(order: Order, entries: Sequence[Entry], unit: str) -> list[str]:
 
 def count(sources: Sequence[Sequence[Source]]) -> str:
     return counted(sum(map(len, sources)), "source")
-
-
-def stream_name(config: Config) -> str:
-    """The same on the ranks of a host, without asking them; no other process has it."""
-    parent = os.getpid() if "LOCAL_RANK" not in os.environ else os.getppid()
-    shared = [os.environ.get(n) for n in ("MASTER_PORT", "TORCHELASTIC_RESTART_COUNT")]
-    run = hashlib.sha256(repr((config.run_dir, shared)).encode()).hexdigest()[:12]
-    return f"{parent}-{run}"

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from tigon.data.blocks import hash_files
+from tigon.data.sources import hash_files
 from tigon.hub import check_folder
 from tigon.json_file import escaped, read_json, shown
 from tigon.kernels.fp8_linear import OLDEST, fits

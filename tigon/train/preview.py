@@ -10,12 +10,11 @@ import numpy as np
 import torch
 
 from tigon.data import Encoder, Examples, PairEncoder, Source, Window
-from tigon.data.blocks import RowsBlock
 from tigon.data.examples import Report
 from tigon.data.formats import Row
 from tigon.data.mixture import Corpus
 from tigon.data.packing import Lost
-from tigon.data.store import Memory
+from tigon.data.sources import Block
 from tigon.tokenizer import Tokenizer, common_length
 from tigon.train import sharing
 from tigon.train.build import load_tokenizer
@@ -88,7 +87,7 @@ def preview(config: Config, count: int = 5) -> Preview:
         found = find_entry_sources(config, entries, streaming=config.streaming)
     for sources in found:
         for source, line, row in islice(_rows(sources, encoder), count):
-            examples = encoder(RowsBlock(source.name, source.format, ((line, row),)))
+            examples = encoder(Block(source.name, source.format, ((line, row),)))
             report += examples.report
             shown, of_row = _examples(examples, objective, encoder, tokenizer)
             lost += of_row
@@ -118,8 +117,7 @@ def _examples(
     """Those of one row, and what the limits of the run take away from them."""
     if not len(examples):
         return (), Lost()
-    part = Memory.of(examples)
-    rows = objective.rows(Window.of(Corpus([part]), np.arange(part.groups)))
+    rows = objective.rows(Window.of(Corpus([examples]), np.arange(examples.group_count)))
     names = ("chosen", "rejected") if isinstance(encoder, PairEncoder) else ()
     shown = []
     for i, (start, stop) in enumerate(zip(examples.offsets, examples.offsets[1:], strict=False)):

@@ -18,12 +18,11 @@ import torch
 from torch import Tensor
 
 from tigon.data import Loader, MicroBatch, Rows, cache_root
-from tigon.data.blocks import hash_files
-from tigon.data.cache import make_directory, temporary, write
+from tigon.data.cache import disk_errors, make_directory, temporary, write
 from tigon.data.collate import collate_rows
-from tigon.data.disk import disk_errors
 from tigon.data.examples import counted
 from tigon.data.mixture import Corpus, Mixture, Window
+from tigon.data.sources import hash_files
 from tigon.json_file import read_json
 from tigon.models import MODELS, build
 from tigon.train.config import Config
@@ -131,7 +130,6 @@ def computed(
             places = (span for row in chosen for span in rows[row].tolist())
             for (start, stop), (a, b) in zip(places, batch.spans.tolist(), strict=True):
                 values[start:stop] = found[a:b]
-        corpus.release()
     for some in values.split(EXCHANGED):
         world.sum(some)
     return values.numpy(), tokens

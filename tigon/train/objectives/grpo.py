@@ -74,7 +74,7 @@ class GRPO(Answers):
         corpus = data.corpus
         rows = idle = without = 0
         for part in range(len(corpus.parts)):
-            examples, _ = corpus.open(part)
+            examples = corpus.open(part)
             if not len(examples):
                 continue
             lines = np.asarray(examples.origin)

@@ -17,7 +17,7 @@ from typing import Any
 if not __package__:  # a script: runs where nothing is installed
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from tigon.data import Loader, Mixture, TextEncoder, find_sources, split, tokenize
+from tigon.data import Loader, Mixture, TextEncoder, find_sources, pack_documents, tokenize
 from tigon.tokenizer import Tokenizer
 
 
@@ -65,7 +65,7 @@ def rank(corpus: str, tokenizer: str, workers: int, number: int, most: int) -> d
     parts = tokenize(find_sources(corpus), encoder, workers=workers)
     made, made_seconds = peak(), time.perf_counter() - began
     worker = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 2**20
-    rows = partial(split, seq_len=2048)
+    rows = partial(pack_documents, seq_len=2048)
     shape = {"batch_size": 64, "micro_batch_size": 4, "seed": 0, "rank": number, "world": 2}
     data = Loader(Mixture([parts], size=65536), rows, **shape)
     began = time.perf_counter()

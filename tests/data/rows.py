@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from tigon.data.examples import Encoder, Examples, Report
+from tigon.data.examples import Encoder, EncodingReport, Examples
 from tigon.data.formats import Format
 from tigon.data.sources import Block, Source
 
@@ -68,7 +68,9 @@ class Count(Encoder):
             columns,
             {},
             None if len(groups) == len(offsets) else np.array(groups),
-            Report(len(groups) - 1 + skipped, skipped, errors=("nothing",) * min(skipped, 5)),
+            EncodingReport(
+                len(groups) - 1 + skipped, skipped, errors=("nothing",) * min(skipped, 5)
+            ),
         )
 
 

@@ -10,11 +10,21 @@ import pytest
 import torch
 
 from tests.data.rows import Count, File, write_rows
-from tigon.data import Examples, Loader, MicroBatch, Mixture, Stream, join, split, tokenize, whole
+from tigon.data import (
+    Examples,
+    Loader,
+    MicroBatch,
+    Mixture,
+    Stream,
+    join,
+    pack_documents,
+    pack_examples,
+    tokenize,
+)
 from tigon.data.mixture import Order, Pattern
 
 SHAPE = {"batch_size": 8, "micro_batch_size": 2, "seed": 1}
-ROWS = partial(whole, seq_len=40)
+ROWS = partial(pack_examples, seq_len=40)
 SIZE = 12  # groups in a window
 
 
@@ -77,7 +87,7 @@ def common(data: Loader, weights) -> int:
     return sum(rows) // 8
 
 
-@pytest.mark.parametrize("rows", [ROWS, partial(whole, seq_len=40, packing=False)])
+@pytest.mark.parametrize("rows", [ROWS, partial(pack_examples, seq_len=40, packing=False)])
 @pytest.mark.parametrize("weights", [None, [0.7, 0.3]])
 def test_memory_cache_and_stream_are_the_same(entries, weights, rows):
     memory = Loader(in_memory(entries, weights), rows, **SHAPE)
@@ -107,7 +117,7 @@ def test_an_entry_without_a_place_in_some_windows(entries, monkeypatch):
 @pytest.mark.parametrize("weights", [None, [0.7, 0.3]])
 def test_a_stream_without_anything_to_learn_ends(entries, weights, monkeypatch):
     monkeypatch.setattr("tigon.data.loader.EMPTY", 100)
-    data = Loader(streamed(entries, weights), partial(whole, seq_len=1), **SHAPE)
+    data = Loader(streamed(entries, weights), partial(pack_examples, seq_len=1), **SHAPE)
     with pytest.raises(ValueError, match="has anything to learn within seq_len 1"):
         data.micro_batches(0)
     data.close()
@@ -161,10 +171,12 @@ def test_a_stream_goes_on_where_a_checkpoint_says(entries, weights, root):
             rank.close()
 
 
-def test_identity_of_a_stream_is_of_names_and_sizes(entries):
+def test_identity_of_a_stream_is_of_its_content(entries):
     first, path = streamed(entries).identity(), Path(entries[0][0].name)
     text = path.read_text()
     path.write_text(text.replace("1", "2"))
+    assert streamed(entries).identity() != first
+    path.write_text(text)
     assert streamed(entries).identity() == first
     path.write_text(text + text)
     assert streamed(entries).identity() != first
@@ -193,7 +205,7 @@ def test_bad_row_of_a_stream_is_named(entries, workers):
 
 
 def test_split_text_is_the_same_in_windows(entries):
-    rows = partial(split, seq_len=50)
+    rows = partial(pack_documents, seq_len=50)
     plain = [entries[0]]
     memory, cache = (Loader(f(plain), rows, **SHAPE) for f in (in_memory, from_cache))
     stream = Loader(streamed(plain), rows, **SHAPE)

@@ -19,10 +19,10 @@ from tigon.data import (
     TopEncoder,
     find_sources,
     join,
+    pack_examples,
     read,
     sources,
     tokenize,
-    whole,
 )
 from tigon.tokenizer import Tokenizer
 
@@ -115,7 +115,9 @@ def test_rows_of_several_files(tmp_path, monkeypatch, encoder, way, sizes):
         windows = Mixture([tokenize(files, encoder, workers=0)], size=2)
     else:
         windows = Mixture([[read([s], encoder) for s in files]], size=2)
-    loader = Loader(windows, lambda w: whole(w, seq_len=4), batch_size=4, micro_batch_size=4)
+    loader = Loader(
+        windows, lambda w: pack_examples(w, seq_len=4), batch_size=4, micro_batch_size=4
+    )
     (batch,) = loader.micro_batches(0)
     windows.close()
     order = (batch.input_ids[:, 0] // 10).tolist()

@@ -4,13 +4,13 @@ import json
 from pathlib import Path
 
 from hypothesis import strategies as st
+from tigon.data.encode import ChatEncoder
+from tigon.data.formats import Format
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from tests.fuzz.junk import altered, damaged, dump, raw, values
 from tests.fuzz.pipelines import backends
 from tests.fuzz.target import Case, Files, Target
-from tigon.data.encoders import ChatEncoder
-from tigon.data.formats import Format
 from tigon.data.sources import JsonFile
 from tigon.tokenizer import Tokenizer as OurTokenizer
 

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+from tigon.data.packing import MAX_KEY_COPIES
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from tests.models.tiny import CASES, FIRST, SIZES
 from tests.small import EXPERTS, LLAMA, write_model
-from tigon.data.fill import COPIES
 from tigon.kernels import _triton, use
 from tigon.layers import offload
 from tigon.models import MODELS, CausalLM
@@ -291,7 +291,7 @@ LLAMA_8B = LLAMA | {
 
 
 @pytest.mark.parametrize(
-    ("task", "context", "copies"), [("simpo", 1, 1), ("simpo", 4, 1), ("grpo", 1, COPIES)]
+    ("task", "context", "copies"), [("simpo", 1, 1), ("simpo", 4, 1), ("grpo", 1, MAX_KEY_COPIES)]
 )
 def test_copies_of_keys_of_shared_prompts(task: str, context: int, copies: int) -> None:
     """In each layer, of prompts that fill rows; also where two ranks compute a part of each query

@@ -9,7 +9,7 @@ import torch
 
 from tests.data.rows import Count, File, write_rows
 from tests.data.test_loader import assert_equal, loader
-from tigon.data import Loader, Stream, whole
+from tigon.data import Loader, Stream, pack_examples
 from tigon.train import main
 from tigon.train.feed import Feed
 from tigon.train.record import read_metrics
@@ -96,7 +96,7 @@ def test_a_run_ends_though_the_next_window_of_a_stream_does_not_come(tmp_path, m
                 yield block
 
     stream = Stream([[Stalled(path.name, path.format)]], Count(), size=8, workers=0)
-    data = Loader(stream, partial(whole, seq_len=40), batch_size=2, micro_batch_size=2)
+    data = Loader(stream, partial(pack_examples, seq_len=40), batch_size=2, micro_batch_size=2)
     with Feed(data, CPU) as feed:
         feed(0)
         assert stalled.wait(60)

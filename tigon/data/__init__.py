@@ -1,15 +1,21 @@
 """Files to batches: sources -> examples -> windows -> rows -> micro-batches."""
 
-from tigon.data.answers import LabelledEncoder, PairEncoder, RewardedEncoder
 from tigon.data.cache import cache_root, clean_cache
 from tigon.data.collate import MicroBatch
-from tigon.data.distributions import TopEncoder
-from tigon.data.encoders import ChatEncoder, TextEncoder, read_texts
-from tigon.data.examples import Encoder, Example, Examples, Report, collect, join, read
+from tigon.data.encode import (
+    ChatEncoder,
+    LabelledEncoder,
+    PairEncoder,
+    RewardedEncoder,
+    TextEncoder,
+    TopEncoder,
+    read_texts,
+)
+from tigon.data.examples import Encoder, EncodingReport, Example, Examples, collect, join, read
 from tigon.data.formats import Format
 from tigon.data.loader import Loader
 from tigon.data.mixture import Mixture, Window
-from tigon.data.packing import Rows, split, whole
+from tigon.data.packing import PackedRows, pack_documents, pack_examples
 from tigon.data.sources import Block, Entry, Source, find_sources
 from tigon.data.stream import Stream
 from tigon.data.tokenized import tokenize
@@ -18,6 +24,7 @@ __all__ = [
     "Block",
     "ChatEncoder",
     "Encoder",
+    "EncodingReport",
     "Entry",
     "Example",
     "Examples",
@@ -26,10 +33,9 @@ __all__ = [
     "Loader",
     "MicroBatch",
     "Mixture",
+    "PackedRows",
     "PairEncoder",
-    "Report",
     "RewardedEncoder",
-    "Rows",
     "Source",
     "Stream",
     "TextEncoder",
@@ -40,9 +46,9 @@ __all__ = [
     "collect",
     "find_sources",
     "join",
+    "pack_documents",
+    "pack_examples",
     "read",
     "read_texts",
-    "split",
     "tokenize",
-    "whole",
 ]

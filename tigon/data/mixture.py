@@ -13,10 +13,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import DTypeLike
 
-from tigon.data.examples import FILLS, Examples
-from tigon.data.widths import alike
+from tigon.data.examples import FILL_VALUES, Examples, pad_columns
 
-PARTS = 10**6  # into which the weights of a mixture are resolved
+WEIGHT_RESOLUTION = 10**6  # into which the weights of a mixture are resolved
 
 
 class Corpus:
@@ -33,16 +32,18 @@ class Corpus:
         for kind, known in self.columns.items():
             for part in parts:
                 for name, column in getattr(part, kind).items():
-                    own, before = alike(name, [column[:0], known.get(name, column)[:0]])
+                    own, before = pad_columns(name, [column[:0], known.get(name, column)[:0]])
                     if len(part):
-                        _check_alike(name, own, before, part.files)
+                        _check_shape(name, own, before, part.files)
                     known[name] = own
             for name in known:
                 # A part of a stream's window may be empty
-                if name not in FILLS and any(name not in getattr(p, kind) for p in parts if len(p)):
+                if name not in FILL_VALUES and any(
+                    name not in getattr(p, kind) for p in parts if len(p)
+                ):
                     raise ValueError(f"only some of the data has the column {name}")
         for name, dtype in (always or {}).items():
-            if name in FILLS:
+            if name in FILL_VALUES:
                 self.columns["per_token"].setdefault(name, np.empty(0, dtype))
         self.files = tuple(dict.fromkeys(file for part in parts for file in part.files))
         self._added: dict[str, np.ndarray] = {}  # columns per token, of all parts
@@ -187,7 +188,7 @@ class Pattern:
     """
 
     def __init__(self, weights: Sequence[float]):
-        shares = [max(1, round(PARTS * weight / sum(weights))) for weight in weights]
+        shares = [max(1, round(WEIGHT_RESOLUTION * weight / sum(weights))) for weight in weights]
         self.shares = [share // gcd(*shares) for share in shares]
         entries = np.repeat(np.arange(len(self.shares)), self.shares)
         index = ranges(np.zeros(len(self.shares), dtype=np.int64), np.array(self.shares))
@@ -270,7 +271,7 @@ class Mixture:
         return ""  # `identity` is of all the content
 
 
-def _check_alike(name: str, column: np.ndarray, before: np.ndarray, files: Sequence[str]) -> None:
+def _check_shape(name: str, column: np.ndarray, before: np.ndarray, files: Sequence[str]) -> None:
     """ValueError for a column whose values have another shape than in the parts before."""
     if column.shape[1:] != before.shape[1:]:
         raise ValueError(

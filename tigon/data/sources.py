@@ -21,7 +21,7 @@ from itertools import islice
 from pathlib import Path
 from typing import IO, Any, Self
 
-from tigon.data.formats import VALUES, Format, Row
+from tigon.data.formats import VALUE_KEYS, Format, Row
 from tigon.data.selection import Split, is_held_out, parse_split
 from tigon.json_file import Twice, read_json, shown, unique
 from tigon.paths import check_file_name, expanded
@@ -250,7 +250,7 @@ class CsvFile(Source):
     def _row(self, cells: dict[str, str]) -> Row:
         """Cells that are read as numbers or truth values become these, if they are written so."""
         row: Row = dict(cells)
-        for key in map(self.format.key, VALUES):
+        for key in map(self.format.key, VALUE_KEYS):
             if key in row:
                 with suppress(ValueError):
                     row[key] = json.loads(cells[key].lower()) if cells[key].strip() else None

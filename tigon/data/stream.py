@@ -5,8 +5,11 @@ any number of ranks.
 """
 
 import hashlib
+import threading
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import replace
+from queue import Empty, Full, Queue
 from typing import Any
 
 import numpy as np
@@ -18,6 +21,7 @@ from tigon.data.sources import SIZE, Source
 from tigon.data.tokenized import one_thread
 
 AHEAD = 2  # windows that are made before they are needed
+WAIT = 0.1  # seconds between two looks at whether the stream is closed
 PIECES = 1024  # about so many of all sources are hashed to compare them between hosts
 
 State = dict[str, Any]
@@ -59,6 +63,7 @@ class Stream:
         start |= {name: cursor[name] for name in start} if cursor else {}
         self._states: dict[int, State] = {0: start}
         self._windows: dict[int, Window] = {}
+        self._closed = threading.Event()
         self._next, self._made = 0, self._begin(0)
 
     def window(self, number: int) -> Window:
@@ -66,12 +71,18 @@ class Stream:
         if number < self._next and number not in self._windows:  # training has gone back
             self._next, self._made = number, self._begin(number)
         while self._next <= number:
-            made = next(self._made)
+            made = self._wait()
             if isinstance(made, Exception):
                 raise made
             self._windows[self._next] = self._window(self._next, made)
             self._next += 1
         return self._windows[number]
+
+    def _wait(self) -> "Made | Exception":
+        while not self._closed.is_set():  # by another thread
+            with suppress(Empty):
+                return self._made.get(timeout=WAIT)
+        raise RuntimeError("the stream is closed")
 
     def keep(self, number: int) -> None:
         """Drop the windows before this one. Training may go back to them, as they can be remade."""
@@ -87,9 +98,9 @@ class Stream:
         self.vocabulary = size
 
     def identity(self) -> str:
-        """A digest of the names and sizes of the sources, and of what is made of them."""
+        """A digest of the names, sizes and a few bytes of the sources, and of the encoder."""
         sources = [(source, source.size()) for source in self.sources]
-        facts = sources, self.weights, self.encoder.digest(), SIZE
+        facts = sources, self.weights, self.encoder.digest(), SIZE, self.sample()
         return hashlib.blake2b(repr(facts).encode(), digest_size=16).hexdigest()
 
     def sample(self) -> str:
@@ -99,20 +110,31 @@ class Stream:
         return hashlib.blake2b(b"".join(samples), digest_size=16).hexdigest()
 
     def close(self) -> None:
-        """End the tokenizing."""
-        self._made = iter(())
+        """End the tokenizing; who waits for a window gets an error."""
+        self._closed.set()
 
-    def _begin(self, number: int) -> Iterator[Made | Exception]:
+    def _begin(self, number: int) -> Queue[Any]:
+        """The windows from this one on, which a thread makes: a source may be a pipe or a network
+        that gives nothing, and must not keep a run from ending."""
         windows = _Windows(
             self.entries, self.encoder, self.size, self.pattern, self._states[number]
         )
-        if not self.workers:
-            return iter(windows)
-        loader = DataLoader(
-            windows, batch_size=None, num_workers=1, prefetch_factor=AHEAD, collate_fn=_as_they_are
-        )
-        with one_thread():
-            return iter(loader)
+        made: Queue[Any] = Queue(AHEAD)
+
+        def fill() -> None:
+            with one_thread() if self.workers else nullcontext():
+                found = iter(_in_process(windows) if self.workers else windows)
+            for window in found:
+                while not self._closed.is_set() and made is self._made:
+                    with suppress(Full):
+                        made.put(window, timeout=WAIT)
+                        break
+                else:
+                    return
+
+        self._made = made
+        threading.Thread(target=fill, name="tigon stream", daemon=True).start()
+        return made
 
     def _window(self, number: int, made: Made) -> Window:
         state, last, entries = made
@@ -130,6 +152,12 @@ class Stream:
             groups = first[entry] + index - self.pattern.drawn(start)[entry]
         window = Window.of(corpus, groups, epoch=state["epoch"], index=state["window"])
         return replace(window, last=last)
+
+
+def _in_process(windows: "_Windows") -> DataLoader[Any]:
+    return DataLoader(
+        windows, batch_size=None, num_workers=1, prefetch_factor=AHEAD, collate_fn=_as_they_are
+    )
 
 
 def _as_they_are(window: Any) -> Any:

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from tigon.data.cache import cache_root, disk_errors, extra, make_directory, write
-from tigon.data.examples import Encoder, Examples, Report
+from tigon.data.examples import Encoder, EncodingReport, Examples
 from tigon.data.sources import Block, Source
 
 VERSION = 2  # of the columns; others are made anew
@@ -80,7 +80,7 @@ def tokenize(
 def _check(sources: Sequence[Source], parts: Sequence[Examples], encoder: Encoder) -> None:
     for source in sources:
         own = [part for part in parts if part.files == (source.name,)]
-        report = sum((part.report for part in own), Report())
+        report = sum((part.report for part in own), EncodingReport())
         if report.errors and not encoder.skip_bad_rows:
             raise ValueError(report.errors[0])
         if not any(map(len, own)):
@@ -187,7 +187,7 @@ def _encode(
 def _failed(block: Block, encoder: Encoder, error: str) -> Examples:
     columns = ({n: np.zeros(0, t) for n, t in getattr(encoder, kind).items()} for kind in KINDS)
     nothing = np.zeros(0, np.int32)
-    report = Report(len(block.records), skipped=1, errors=(error,))
+    report = EncodingReport(len(block.records), skipped=1, errors=(error,))
     return Examples(
         nothing,
         np.zeros(1, np.int64),
@@ -278,7 +278,7 @@ def _examples(
         columns["per_token"],
         columns["per_example"],
         arrays["groups"] if len(arrays["groups"]) else None,
-        Report(**report),
+        EncodingReport(**report),
         key,
     )
     vars(examples).update(targets=arrays["targets"], highest=facts["highest"])

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from tigon import report
-from tigon.data.examples import counted
+from tigon.data.examples import format_count
 from tigon.train import checkpoint, guard, push, resume
 from tigon.train.build import Run
 from tigon.train.evaluate import Interrupted, evaluate, sample
@@ -223,7 +223,7 @@ def finish(run: Run, step: int, record: Record) -> None:
     config, world, state = run.config, run.world, run.state
     guard.check_skipped(run, step)
     if state.is_out_of(config.patience):
-        count = counted(state.evaluations_since, "evaluation")
+        count = format_count(state.evaluations_since, "evaluation")
         world.say(
             f"ended after step {step}: no eval loss in {count} was "
             f"below {state.best_loss:.4f}, of step {state.best_step}"

@@ -10,10 +10,10 @@ import numpy as np
 import torch
 
 from tigon.data import Encoder, Examples, PairEncoder, Source, Window
-from tigon.data.examples import Report
+from tigon.data.examples import EncodingReport
 from tigon.data.formats import Row
 from tigon.data.mixture import Corpus
-from tigon.data.packing import Lost
+from tigon.data.packing import TruncationStats
 from tigon.data.sources import Block
 from tigon.tokenizer import Tokenizer, common_length
 from tigon.train import sharing
@@ -79,7 +79,7 @@ def preview(config: Config, count: int = 5) -> Preview:
         sharing.decide(objective, None)
     encoder = objective.encoder(tokenizer)
     encoder.skip_bad_rows = True  # to show the others
-    rows, report, lost = [], Report(), Lost()
+    rows, report, lost = [], EncodingReport(), TruncationStats()
     entries = as_entries(config, config.data)
     try:  # of the hub too, only the first rows are fetched
         found = find_entry_sources(config, entries, streaming=True)
@@ -113,10 +113,10 @@ def _rows(
 
 def _examples(
     examples: Examples, objective: Objective, encoder: Encoder, tokenizer: Tokenizer
-) -> tuple[tuple[PreviewExample, ...], Lost]:
+) -> tuple[tuple[PreviewExample, ...], TruncationStats]:
     """Those of one row, and what the limits of the run take away from them."""
     if not len(examples):
-        return (), Lost()
+        return (), TruncationStats()
     rows = objective.rows(Window.of(Corpus([examples]), np.arange(examples.group_count)))
     names = ("chosen", "rejected") if isinstance(encoder, PairEncoder) else ()
     shown = []

@@ -17,10 +17,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tigon.data import Loader, MicroBatch, Rows, cache_root
+from tigon.data import Loader, MicroBatch, PackedRows, cache_root
 from tigon.data.cache import disk_errors, make_directory, temporary, write
 from tigon.data.collate import collate_rows
-from tigon.data.examples import counted
+from tigon.data.examples import format_count
 from tigon.data.mixture import Corpus, Mixture, Window
 from tigon.data.sources import hash_files
 from tigon.json_file import read_json
@@ -44,7 +44,7 @@ def attach(
     config: Config,
     world: World,
     make: Callable[[], Pass],
-    pack: Callable[[Window], Rows],
+    pack: Callable[[Window], PackedRows],
     *,
     weights: str,
     shared: bool,
@@ -73,7 +73,9 @@ def attach(
         found = read(path, len(values))
         found = values if found is None else found
         seconds = time.monotonic() - began
-        world.say(f"reference: {counted(tokens, 'token')} of {name}, computed in {seconds:.0f} s")
+        world.say(
+            f"reference: {format_count(tokens, 'token')} of {name}, computed in {seconds:.0f} s"
+        )
     else:
         assert found is not None
         world.say(f"reference: log-probabilities of {name}, from {path}")
@@ -108,7 +110,11 @@ def store(path: Path, values: np.ndarray) -> None:
 
 
 def computed(
-    loader: Loader, pack: Callable[[Window], Rows], micro_batch_size: int, world: World, run: Pass
+    loader: Loader,
+    pack: Callable[[Window], PackedRows],
+    micro_batch_size: int,
+    world: World,
+    run: Pass,
 ) -> tuple[np.ndarray, int]:
     """fp32, for each token of the loader's data; 0 where none is learned, and of what is left out.
     And how many tokens were in rows.

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import torch
 
-from tigon.data.examples import counted
+from tigon.data.examples import format_count
 from tigon.kernels._rebuilt import notes
 from tigon.layers import Attention, GatedMLP, SparseMoE
 from tigon.layers.collectives import Ranks
@@ -109,7 +109,7 @@ def described(config: Config, inputs: Inputs, model: CausalLM, gpus: int) -> lis
     sequences, _, targets = data.lengths(first)
     if inputs.objective.scores:
         pairs = len(sequences) // inputs.objective.group
-        learned = f" in {counted(pairs, inputs.objective.unit)}, whose scores are learned"
+        learned = f" in {format_count(pairs, inputs.objective.unit)}, whose scores are learned"
     else:
         learned = f", of which {targets:,} are learned"
     each = f", {data.steps_per_epoch:,} an epoch" if data.steps_per_epoch else ""
@@ -120,7 +120,7 @@ def described(config: Config, inputs: Inputs, model: CausalLM, gpus: int) -> lis
     ranks = f" on each of {sizes.data} ranks" if gpus > 1 else ""
     if together > 1:
         each_of = "each of " if sizes.data > 1 else ""
-        ranks = f" on {each_of}{counted(sizes.data, 'group')} of {together} ranks"
+        ranks = f" on {each_of}{format_count(sizes.data, 'group')} of {together} ranks"
     lines = [
         f"model: {model.config.transformers_class}, {size}",
         f"a token: {flops / 1e9:,.3g} GFLOP, forward and backward",

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from tigon.data.examples import counted
+from tigon.data.examples import format_count
 from tigon.parallel import MeshSizes, check_context
 from tigon.train.config import Config
 from tigon.train.graphs import check_run
@@ -128,7 +128,7 @@ def misfit(job: Job, layout: Layout) -> str | None:
     except ValueError as error:
         return str(error)
     if job.batch_rows % layout.data:
-        rows, tokens = counted(job.batch_rows, "row"), job.batch_rows * job.seq_len
+        rows, tokens = format_count(job.batch_rows, "row"), job.batch_rows * job.seq_len
         why = "is more than" if job.batch_rows < layout.data else "does not divide"
         return (
             f"replicate x fsdp={layout.data:,} {why} the {rows} of a step ({tokens:,} tokens): "

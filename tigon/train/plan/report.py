@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from tigon.data.examples import counted
+from tigon.data.examples import format_count
 from tigon.train.config import Config
 from tigon.train.config_file import load, pairs
 from tigon.train.estimate.budget import GIB
@@ -132,8 +132,8 @@ def show(plan: Plan) -> str:
     tokens = job.batch_rows * job.seq_len
     lines = [
         f"{model.config.transformers_class}, {count:,} parameters, on {job.gpus:,} x "
-        f"{job.gpu.name}; a step has {counted(job.batch_rows, 'row')} of {job.seq_len:,} tokens, "
-        f"{tokens:,} in all",
+        f"{job.gpu.name}; a step has {format_count(job.batch_rows, 'row')} of "
+        f"{job.seq_len:,} tokens, {tokens:,} in all",
         f"{job.config.param_dtype} weights, {job.config.optimizer}; "
         f"{plan.budget / GIB:.1f} GiB of a GPU for tensors",
         *["experts are assumed to be balanced"] * (job.shapes.experts > 0),
@@ -205,10 +205,10 @@ def why_not(plan: Plan) -> list[str]:
             text = (
                 f"too little memory: {least:,.0f} GiB per GPU at least, and {there:.0f} are usable"
             )
-        lines.append(f"  {counted(count, 'layout')}: {text}")
+        lines.append(f"  {format_count(count, 'layout')}: {text}")
     if len(reasons) > REASONS:
         rest = sum(count for _, count in reasons.most_common()[REASONS:])
-        lines.append(f"  {counted(rest, 'layout')}: other reasons")
+        lines.append(f"  {format_count(rest, 'layout')}: other reasons")
     return lines
 
 

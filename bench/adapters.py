@@ -58,9 +58,10 @@ from bench.measure import (
 from bench.peers import imported
 from bench.train_cases import ADAM, LLAMA_8B
 from tigon import LoraConfig
-from tigon.kernels import lora_linear, nf4
-from tigon.kernels.dropout import Dropout, drop_ref
-from tigon.kernels.lora_linear import Addition
+from tigon.kernels import lora_linear
+from tigon.kernels.linear import quantized
+from tigon.kernels.linear.dropout import Dropout, drop_ref
+from tigon.kernels.linear.lora import Addition
 from tigon.models import quantise
 
 OURS, FORMULA, BITSANDBYTES = "tigon", "formula of PEFT", "bitsandbytes"
@@ -178,13 +179,18 @@ class Dequantise(Attempt):
 def dequantising(shape: tuple[int, int], rate: float, effort: Effort) -> Record:
     """One matrix; its floor is the time of its bytes at `rate`."""
     matrix = randn(*shape, scale=0.02)
-    tables = torch.cat([nf4.NUMBERS, nf4.DYNAMIC]).to(matrix.device)
+    tables = torch.cat([quantized.NUMBERS, quantized.DYNAMIC]).to(matrix.device)
     sizes = [matrix.numel()]
-    weight = nf4.Nf4(*nf4.nf4_quantise(matrix), nf4.places_of(sizes).to(matrix.device), tables)
-    expected = nf4.nf4_dequantise_ref(weight, sizes, shape, torch.bfloat16)
+    weight = quantized.Nf4(
+        *quantized.nf4_quantise(matrix), quantized.places_of(sizes).to(matrix.device), tables
+    )
+    expected = quantized.nf4_dequantise_ref(weight, sizes, shape, torch.bfloat16)
     attempts = [
         Dequantise(
-            OURS, lambda: nf4.nf4_dequantise(weight, sizes, shape, torch.bfloat16), expected, effort
+            OURS,
+            lambda: quantized.nf4_dequantise(weight, sizes, shape, torch.bfloat16),
+            expected,
+            effort,
         )
     ]
     if installed("bitsandbytes") and matrix.is_cuda:

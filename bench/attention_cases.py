@@ -17,8 +17,8 @@ from torch import Tensor
 
 from bench.measure import Problem, Provider, Run, Tensors, leaf, randn
 from tigon.kernels import AttentionMask, attention, attention_ref
-from tigon.kernels import _attention_backends as backends
-from tigon.kernels._attention_backends import Choice
+from tigon.kernels.attention import backends as backends
+from tigon.kernels.attention.backends import Choice
 
 FA4, OURS, TORCH_ONLY = "flash-attn-4", "tigon", "tigon without flash-attn-4"
 VARLEN = "transformers, varlen FA2"  # its flash integration; torch's varlen_attn is the kernel

@@ -38,7 +38,7 @@ from bench.cpu import processor
 from bench.harness import ROOT, Bench, Job, Record, figure, heading, installed, markdown, verdict
 from bench.saving import AIM
 from tigon.models import MODELS
-from tigon.models._layout import layout
+from tigon.models.pretrained.names import layout
 from tigon.weights import write_header
 
 SIDE = Path(__file__).with_name("checkpoint_side.py")

@@ -129,7 +129,7 @@ def theirs(config: dict[str, Any], device: str = "cuda") -> Any:
 @contextmanager
 def eager() -> Iterator[None]:
     """No step of a generation is captured in a CUDA graph."""
-    graph = importlib.import_module("tigon.generation.graph")
+    graph = importlib.import_module("tigon.generation.steps")
     kept = graph.WARM_UP
     graph.WARM_UP = sys.maxsize
     try:

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from bench import harness
 from bench.harness import Bench, Job, Record, heading, markdown
-from tigon.kernels._long_sums import long_sum
+from tigon.kernels.linear.linear import long_sum
 
 Side = Callable[[Tensor, Tensor], Tensor]
 TORCH, OURS = "torch", "tigon"

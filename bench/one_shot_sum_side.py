@@ -20,8 +20,8 @@ import torch.distributed._symmetric_memory as symmetric
 from torch import Tensor
 
 from bench.harness import Record
-from tigon.layers.collectives import Ranks
-from tigon.layers.symmetric import sum_few
+from tigon.distributed.all_reduce import sum_few
+from tigon.distributed.collectives import Ranks
 
 Way = Callable[[Tensor], Tensor]
 NCCL, IN_PLACE = "NCCL, functional", "NCCL, in place"

@@ -38,7 +38,7 @@ from bench.peers import imported
 from bench.train_cases import PEER, Options, fill, parts_of, peer_model
 from bench.train_step import libraries
 from examples.assets import conversations
-from tigon.kernels.fp8_linear import fits
+from tigon.kernels.linear.fp8 import fits
 from tigon.train import load
 from tigon.train.model import projections
 from tigon.train.optim import build_optimizer

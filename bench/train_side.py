@@ -39,7 +39,7 @@ from bench.train_cases import (
     shape_of,
     updates_of,
 )
-from tigon.kernels import _attention_backends as backends
+from tigon.kernels.attention import backends as backends
 from tigon.train.optim import InBackward
 from tigon.train.profile import STEP, by_kind, intervals, windows
 

@@ -25,7 +25,7 @@ from bench.attention_cases import lognormal
 from bench.compare_side import LLAMA_1B
 from bench.harness import Bench, Job, Record, figure, heading, markdown, progress, verdict
 from tests.small import LLAMA, WORDS, write_tokenizer
-from tigon.kernels.cross_entropy import IGNORE_INDEX
+from tigon.kernels.loss.api import IGNORE_INDEX
 from tigon.tokenizer import Tokenizer
 from tigon.train import load, prepare, start, train
 

@@ -17,11 +17,11 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-from tigon.data.encode import compute_advantages
 from torch import Tensor
 
 import tigon
-from tigon.kernels.criteria import LogProbs
+from tigon.data.encode import compute_advantages
+from tigon.kernels.loss.terms import LogProbs
 from tigon.models import CausalLM
 from tigon.train.objectives.losses import Clip, divergence, policy_gradient
 

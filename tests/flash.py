@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from tigon.kernels import _attention_backends as backends
-from tigon.kernels._attention_backends import Choice, Request, choose
+from tigon.kernels.attention import backends as backends
+from tigon.kernels.attention.backends import Choice, Request, choose
 
-implementation = importlib.import_module("tigon.kernels.attention")
+implementation = importlib.import_module("tigon.kernels.attention.api")
 
 
 def scores(q: Tensor, k: Tensor, causal: bool, scale: Any, *reach: Any) -> Tensor:

@@ -25,7 +25,7 @@ from bench.generate_cases import (
     Size,
 )
 from bench.measure import Effort
-from tigon.generation import graph
+from tigon.generation import steps
 
 TINY = LLAMA_8B | {
     "vocab_size": 1201,
@@ -80,18 +80,18 @@ def test_a_wrong_token_is_noticed() -> None:
 
 
 def test_without_graphs_every_step_is_a_first_one() -> None:
-    kept = graph.WARM_UP
+    kept = steps.WARM_UP
     model = cases.ours(TINY, "cpu")
     seen: list[int] = []
 
     def generate(ids: Any, max_new_tokens: int, **_: Any) -> Any:
-        seen.append(graph.WARM_UP)
+        seen.append(steps.WARM_UP)
         return torch.cat((ids, ids[:, :max_new_tokens]), 1)
 
     model.generate = generate
     for provider in (EAGER, OURS):
         cases.generating(model, provider, torch.ones(1, 3, dtype=torch.long))(2)
-    assert seen == [sys.maxsize, kept] and graph.WARM_UP == kept < 9
+    assert seen == [sys.maxsize, kept] and steps.WARM_UP == kept < 9
 
 
 def test_a_run_writes_what_the_table_reads(

@@ -21,7 +21,7 @@ from tigon.cli import main
 from tigon.families import FAMILIES
 from tigon.info import describe
 from tigon.models import MODELS, from_pretrained
-from tigon.models._layout import MULTIMODAL
+from tigon.models.pretrained.names import MULTIMODAL
 from tigon.summary import summarize
 from tigon.train import main as train
 

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 from tigon.models import MODELS
-from tigon.models._layout import MULTIMODAL
+from tigon.models.pretrained.names import MULTIMODAL
 
 README = Path(__file__).parents[1] / "README.md"
 TABLE = re.compile(r"\| model_type \| class \|.*?\n\n", re.S)

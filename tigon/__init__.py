@@ -27,6 +27,7 @@ EXPORTS = {
 }
 PACKAGES = (
     "data",
+    "distributed",
     "eval",
     "generation",
     "hub",

@@ -12,7 +12,7 @@ import torch
 
 from tigon.hub import Repository, config_file
 from tigon.json_file import read_json, shown
-from tigon.kernels.attention import survey
+from tigon.kernels.attention.api import survey
 from tigon.models import MODELS, CausalLM, build, misfits, split_gguf
 from tigon.summary import (
     Facts,

@@ -1,7 +1,7 @@
 """SplitMix64 in plain torch: random bits that are a function of a stream and a place in it.
 
 Source: Steele, Lea and Flood (2014). The n-th output can be had without those before. In kernels it
-is `draw` of tigon/kernels/_rounding.py; the bits are the same.
+is `draw` of tigon/kernels/optim/low_bits.py; the bits are the same.
 """
 
 from torch import Tensor

@@ -11,7 +11,7 @@ from tests.fuzz.junk import altered, damaged, dump, values
 from tests.fuzz.target import Case, Files, Target
 from tests.fuzz.weights import header
 from tigon.models import MODELS, CausalLM, LoraConfig
-from tigon.models._peft import CONFIG, KNOWN, WEIGHTS
+from tigon.models.adapters.peft_files import CONFIG, KNOWN, WEIGHTS
 
 SIZES = {
     "vocab_size": 11,

@@ -14,8 +14,8 @@ import tigon
 from tests.fuzz.junk import altered, damaged, dump
 from tests.fuzz.target import Case, Files, Link, Target
 from tigon.generation.settings import DEFAULTS, OURS, UNSUPPORTED
-from tigon.models._config import NEUTRAL
-from tigon.models._ranges import RANGES, ROPE_RANGES
+from tigon.models.config import NEUTRAL
+from tigon.models.rope_config import RANGES, ROPE_RANGES
 from tigon.strict import hints
 
 CONFIG, GENERATION = "config.json", "generation_config.json"

@@ -2,7 +2,7 @@
 
 import torch
 
-from tigon.generation.alike import check_alike
+from tigon.distributed.agreement import check_alike
 
 
 class Alone:

@@ -10,9 +10,8 @@ from torch import Tensor
 
 import tigon
 from tests.generation.common import Counted, blurred, padded, some_ends
-from tigon.generation.loop import LAG, HostCopies, run_steps
+from tigon.generation.loop import ABSENT, LAG, Continuations, HostCopies, run_steps
 from tigon.generation.sampling import Draws, draw
-from tigon.generation.stopping import ABSENT, Continuations
 
 
 class Letters:

@@ -17,7 +17,7 @@ import tigon
 from tests.generation.common import Counted, blurred, padded
 from tests.models.tiny import load_reference, reference
 from tigon import memory
-from tigon.generation import dynamic, speculative, static
+from tigon.generation import speculative, steps
 from tigon.generation.settings import DEFAULTS, UNSUPPORTED
 from tigon.models import MODELS
 
@@ -156,11 +156,11 @@ def test_sequences_of_a_prompt_are_transformers(pair: tuple[tigon.CausalLM, Any]
     assert len({tuple(row) for row in tokens}) > 5
     torch.manual_seed(3)
     streamed: list[Tensor] = []
-    static = pair[0].generate(
+    steps = pair[0].generate(
         **prompt(), num_return_sequences=3, cache_implementation="static", streamer=streamed.append
     )
-    assert static.tolist() == tokens
-    assert torch.stack(streamed, 1).tolist() == static[:, 6:].tolist()
+    assert steps.tolist() == tokens
+    assert torch.stack(streamed, 1).tolist() == steps[:, 6:].tolist()
 
 
 @pytest.mark.parametrize("assisted", [False, True])
@@ -429,7 +429,7 @@ def test_memory_that_grows_changes_no_token(
     given |= {"eos_token_id": None, "pad_token_id": 3}
     with warnings.catch_warnings(action="ignore"):
         expected = longer.generate(ids, **given)
-        for module in (dynamic, speculative, static):
+        for module in (steps, speculative, steps):
             monkeypatch.setattr(module, "ROOM", 20)
         assert longer.generate(ids, **given).tolist() == expected.tolist()
 

@@ -10,7 +10,7 @@ from torch import Tensor
 import tigon
 from tests.generation.common import Counted, blurred, padded, some_ends
 from tests.models.contract import tiny_llama
-from tigon.generation import Sampling, caches, loop, static
+from tigon.generation import Sampling, loop, steps
 from tigon.generation.sampling import Draws
 from tigon.generation.speculative import accept_proposals, count_leading
 
@@ -99,7 +99,7 @@ SAMPLERS: list[dict[str, Any]] = [
 def test_samples_are_distributed_as_those_of_the_model(
     settings: dict[str, Any], draft: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(caches, "FILL", 1)
+    monkeypatch.setattr(steps, "FILL", 1)
     rows, vocab, tokens = 6_000, 7, 4
     model = tiny_llama(vocab_size=vocab).eval()
     if isinstance(draft, str):
@@ -158,7 +158,7 @@ def test_accepting_proposals_is_rejection_sampling() -> None:
 @pytest.mark.parametrize("drafted", [64, 128])
 def test_a_draft_with_another_number_of_rows(drafted: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows that fill up an embedding are no tokens; greedily nothing depends on them."""
-    monkeypatch.setattr(caches, "FILL", 1)
+    monkeypatch.setattr(steps, "FILL", 1)
     model, draft = tiny_llama().eval(), tiny_llama(vocab_size=drafted).eval()
     ids, mask = padded(LENGTHS, 97)
     assert (ids.max() >= drafted) == (drafted < 97)
@@ -178,7 +178,7 @@ def test_count_leading() -> None:
 def test_the_caches_are_large_enough(
     model: tigon.Llama, monkeypatch: pytest.MonkeyPatch, noise: float
 ) -> None:
-    monkeypatch.setattr(static, "ROUND", 1)
+    monkeypatch.setattr(steps, "ROUND", 1)
     ids, mask = padded(LENGTHS, 97)
     common: dict[str, Any] = {"attention_mask": mask, "max_new_tokens": 12, "eos_token_id": []}
     expected = model.generate(ids, **common)

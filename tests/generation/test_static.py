@@ -12,8 +12,8 @@ import tigon
 from tests.generation.common import Counted, blurred, padded, some_ends
 from tests.models.contract import V, tiny_llama
 from tests.models.tiny import CASES, EVERY, FIRST, reference
-from tigon.generation import static
-from tigon.generation.prefill import packs
+from tigon.generation import steps
+from tigon.generation.steps import packs
 from tigon.models import from_pretrained
 
 NEW = 24  # past the windows of 7
@@ -58,10 +58,10 @@ def test_every_family(model_type: str, case: str, tmp_path: Path) -> None:
         {"eos_token_id": ends},
     ):
         expected = model.generate(ids, **given, **common)
-        static = model.generate(
+        steps = model.generate(
             ids, cache_implementation="static", prefill_chunk_size=10, **given, **common
         )
-        assert static.tolist() == expected.tolist(), given
+        assert steps.tolist() == expected.tolist(), given
     drafted = model.generate(ids, **given, assistant_model=blurred(model, 0.1), **common)
     assert drafted.tolist() == expected.tolist()
 
@@ -78,8 +78,8 @@ def test_ropes_that_turn_take_a_dynamic_cache(model_type: str, case: str, tmp_pa
         model.generate(ids, max_new_tokens=NEW, assistant_model=model)
     short = {"max_new_tokens": 5, "eos_token_id": []}  # within all their lengths
     expected = model.generate(ids, **short)
-    static = model.generate(ids, cache_implementation="static", **short)
-    assert static.tolist() == expected.tolist()
+    steps = model.generate(ids, cache_implementation="static", **short)
+    assert steps.tolist() == expected.tolist()
 
 
 def test_proposals_stay_before_the_turn(tmp_path: Path) -> None:
@@ -177,9 +177,9 @@ def test_a_quantised_cache_is_close(model: tigon.Llama, ragged: dict[str, Tensor
 
 def test_quantized_means_int8(model: tigon.Llama, monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[Any] = []
-    cache = static.make_cache
+    cache = steps.make_cache
     monkeypatch.setattr(
-        static, "make_cache", lambda *a, **k: made.append(cache(*a, **k)) or made[-1]
+        steps, "make_cache", lambda *a, **k: made.append(cache(*a, **k)) or made[-1]
     )
     ids = torch.randint(0, V, (2, 9))
     for asked, dtype in (("quantized", torch.int8), ("static", torch.float32)):

@@ -11,7 +11,7 @@ import tigon
 from bench.compare_side import LLAMA_1B, QWEN3_MOE
 from tigon import LoraConfig
 from tigon.kernels import use
-from tigon.kernels.nf4 import nf4_quantise
+from tigon.kernels.linear.quantized import nf4_quantise
 from tigon.models import quantise
 
 pytestmark = pytest.mark.gpu

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from tigon.kernels import use
-from tigon.kernels.append_attention import append_attention, append_attention_ref
-from tigon.kernels.kv_buffers import KVBuffers, append_tokens
-from tigon.kernels.rope import rope
+from tigon.kernels.attention.decode import append_attention, append_attention_ref
+from tigon.kernels.attention.kv_cache import KVBuffers, append_tokens
+from tigon.kernels.rope.rope import rope
 
 pytestmark = pytest.mark.gpu
-OWN = sys.modules["tigon.kernels.append_attention"]
+OWN = sys.modules["tigon.kernels.attention.decode"]
 NAN = float("nan")
 DTYPES = pytest.mark.parametrize(
     "dtype", [torch.bfloat16, torch.float16, torch.float32], ids=["bf16", "fp16", "fp32"]

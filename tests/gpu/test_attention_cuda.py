@@ -14,8 +14,8 @@ from torch import Tensor
 
 import tigon
 from tigon.kernels import AttentionMask, attention, attention_ref
-from tigon.kernels._attention_backends import OBSTACLES, Request, capability, choose, missing
-from tigon.kernels.attention import PACKED
+from tigon.kernels.attention.api import PACKED
+from tigon.kernels.attention.backends import OBSTACLES, Request, capability, choose, missing
 
 pytestmark = pytest.mark.gpu
 

@@ -8,8 +8,7 @@ import torch
 from tests.numbers import relative_error
 from tests.train.conftest import workspace
 from tigon.kernels import fp8_linear, fp8_linear_ref, use
-from tigon.kernels._fp8_casts import cast_both, cast_columns, cast_rows
-from tigon.kernels.fp8_linear import OLDEST
+from tigon.kernels.linear.fp8 import OLDEST, cast_both, cast_columns, cast_rows
 from tigon.train import main
 
 __all__ = ["workspace"]

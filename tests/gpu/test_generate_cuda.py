@@ -10,7 +10,7 @@ from torch import Tensor
 
 import tigon
 from tests.generation.common import blurred, padded, some_ends
-from tigon.generation import graph, loop
+from tigon.generation import loop, steps
 
 pytestmark = pytest.mark.gpu
 
@@ -65,19 +65,19 @@ def ragged() -> dict[str, Any]:
 def captures(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many steps were left at each capture."""
     made: list[int] = []
-    capture = graph.Replay._capture
+    capture = steps.Replay._capture
 
-    def count(self: graph.Replay, step: Any) -> None:
+    def count(self: steps.Replay, step: Any) -> None:
         made.append(1)
         capture(self, step)
 
-    monkeypatch.setattr(graph.Replay, "_capture", count)
+    monkeypatch.setattr(steps.Replay, "_capture", count)
     return made
 
 
 def eagerly(monkeypatch: pytest.MonkeyPatch, model: tigon.CausalLM, **given: Any) -> Tensor:
     with monkeypatch.context() as patch:
-        patch.setattr(graph, "FEW", 10**9)
+        patch.setattr(steps, "FEW", 10**9)
         return model.generate(**given)
 
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from tigon.kernels import KL, CrossEntropy, Head, LogProbs, linear_cross_entropy, run_criteria
-from tigon.kernels._cross_entropy_rows import _rows_kernel
-from tigon.kernels.criteria import active_rows
-from tigon.kernels.cross_entropy import Options
+from tigon.kernels.loss.api import Options
+from tigon.kernels.loss.cross_entropy_rows import _rows_kernel
+from tigon.kernels.loss.terms import active_rows
 from tigon.layers import LMHead
 
 pytestmark = pytest.mark.gpu

@@ -5,9 +5,9 @@ import torch
 from torch import nn
 
 from bench.long_sums import FEW, OURS, lengths, long_lengths, wrong
-from tigon.kernels._long_sums import long_sum
-from tigon.kernels.lora_linear import Addition, lora_linear
-from tigon.kernels.row_linear import linear
+from tigon.kernels.linear.gemv import linear
+from tigon.kernels.linear.linear import long_sum
+from tigon.kernels.linear.lora import Addition, lora_linear
 
 pytestmark = pytest.mark.gpu
 

@@ -11,7 +11,7 @@ from bench.compare_side import LLAMA_1B
 from tests.numbers import assert_as_near
 from tigon import LoraConfig
 from tigon.kernels import lora_linear, lora_linear_ref
-from tigon.kernels.lora_linear import Addition
+from tigon.kernels.linear.lora import Addition
 from tigon.train.graphs import Graphs
 
 pytestmark = pytest.mark.gpu

@@ -13,7 +13,7 @@ from tests.train.ranks import train_on_gpus
 from tests.train.test_optim_fused import assert_near
 from tests.train.test_precision import Model, settings
 from tests.train.test_precision_runs import step, tensors
-from tigon.kernels import adamw
+from tigon.kernels.optim import adamw
 from tigon.train import main
 from tigon.train.optim import build_optimizer, clip, clip_gradients, parameter_groups
 

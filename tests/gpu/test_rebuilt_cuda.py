@@ -10,8 +10,8 @@ from torch import Tensor
 import tigon
 from bench.compare_side import LLAMA_1B
 from tigon.kernels import gated_act, rms_norm, sandwich_norm
-from tigon.kernels._rebuilt import LEAST, rebuilding, recipe_of
-from tigon.kernels.gated_act import gradient_and_product
+from tigon.kernels.mlp.gated_act import gradient_and_product
+from tigon.kernels.recompute import LEAST, rebuilding, recipe_of
 
 pytestmark = pytest.mark.gpu
 T = 4096

@@ -12,7 +12,7 @@ import torch
 
 from tests.small import EXPERTS, write_model
 from tests.train.conftest import workspace
-from tigon.kernels.attention import Backend
+from tigon.kernels.attention.api import Backend
 from tigon.train.record import read_metrics
 
 __all__ = ["workspace"]

@@ -12,7 +12,7 @@ from bench.train_cases import LLAMA_8B
 from tests.gpu.test_attention_cuda import need
 from tigon import LoraConfig
 from tigon.kernels import use
-from tigon.kernels.criteria import LogProbs
+from tigon.kernels.loss.terms import LogProbs
 
 pytestmark = pytest.mark.gpu
 VOCAB, DEVICE = 8192, "cuda"

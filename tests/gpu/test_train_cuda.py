@@ -6,8 +6,8 @@ import torch
 from tests.small import EXPERTS, write_model
 from tests.train.conftest import workspace
 from tests.train.ranks import train_on_gpus
-from tigon.kernels import _grouped_gemm
-from tigon.kernels.attention import AttentionMask
+from tigon.kernels.attention.api import AttentionMask
+from tigon.kernels.mlp import grouped_mlp
 from tigon.train import checkpoint, load, main, prepare, start
 from tigon.train.checkpoint.tensors import optimizer_states, weights
 
@@ -93,7 +93,7 @@ def test_padding_behind_packed_rows_costs_no_wait_and_no_dense_mask(
             balance.append(loss().item())  # compiles, and looks for backends
             with monkeypatch.context() as patch:
                 # Experts themselves may ask the device how many tokens each has
-                patch.setattr(_grouped_gemm, "must_not_wait", lambda *_: True)
+                patch.setattr(grouped_mlp, "must_not_wait", lambda *_: True)
                 patch.setattr(AttentionMask, "_build", None)
                 patch.setattr(AttentionMask, "_build_blocks", None)
                 torch.cuda.set_sync_debug_mode("error")

@@ -10,7 +10,7 @@ import torch
 
 from tests.hopper.compiling import Forms
 from tests.hopper.tensors import BF16, FP16, FP32, zeros
-from tigon.kernels.append_attention import _forward
+from tigon.kernels.attention.decode import _forward
 
 
 def forms() -> Forms:

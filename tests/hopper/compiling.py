@@ -13,7 +13,8 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from tests.hopper.branches import taken, watch
-from tigon.kernels import _grouped_gemm, _triton, use
+from tigon.kernels import runtime, use
+from tigon.kernels.mlp import grouped_mlp
 
 Forms = Iterable[tuple[str, Callable[[], object]]]  # by their names: what launches kernels
 ACCESS = re.compile(r"\b(?:ld|st)\.global\b[\w.:]*?(?:\.v(\d))?\.b(\d+)\s")
@@ -53,8 +54,8 @@ class Hopper:
 def pretend() -> None:
     """From now on launchers take tensors on the CPU for tensors on an H100."""
     driver.set_active(Hopper())
-    _triton.INTERPRETED = True  # launch on the CPU
-    _grouped_gemm._triton_serves = lambda x, weight: _grouped_gemm._aligned(x, weight)
+    runtime.INTERPRETED = True  # launch on the CPU
+    grouped_mlp._triton_serves = lambda x, weight: grouped_mlp._aligned(x, weight)
     torch.set_num_threads(1)
     JITFunction.__getitem__ = _compiling
     CUDABackend.add_stages = _with_an_exit

@@ -7,12 +7,11 @@ import torch
 
 from tests.hopper.compiling import Forms
 from tests.hopper.tensors import BF16, FP16, FP32, INT64, zeros
-from tigon.kernels._cross_entropy_rows import loss_rows
-from tigon.kernels._divergence_rows import divergence_rows, logit_masses
-from tigon.kernels._logits import PLAIN, Gradient, Options, rescale, rescale_, rescale_and_join
-from tigon.kernels._vocabulary import VocabularyShard
-from tigon.kernels.embedding_rows import embedding_rows
-from tigon.kernels.likeliest import likeliest
+from tigon.kernels.loss.argmax import likeliest
+from tigon.kernels.loss.cross_entropy_rows import loss_rows
+from tigon.kernels.loss.divergence_rows import divergence_rows, logit_masses
+from tigon.kernels.loss.logits import PLAIN, Gradient, Options, rescale, rescale_, rescale_and_join
+from tigon.kernels.loss.vocab_parallel import VocabularyShard, embedding_rows
 
 
 def forms() -> Forms:

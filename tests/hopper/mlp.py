@@ -8,20 +8,22 @@ import torch
 
 from tests.hopper.compiling import Forms
 from tests.hopper.tensors import BF16, FP16, FP32, INT32, backward, zeros
-from tigon.kernels import gated_act, grouped_mlp, one_shot_sum, row_linear
-from tigon.kernels._fp8_casts import (
+from tigon.kernels import gated_act, grouped_mlp, row_linear
+from tigon.kernels.comm import one_shot_all_reduce
+from tigon.kernels.linear.dropout import Dropout, drop
+from tigon.kernels.linear.fp8 import (
     Maxima,
     cast_both,
     cast_columns,
+    cast_gated_rows,
     cast_rows,
     cast_rows_and_maxima,
+    gradients_and_maxima,
 )
-from tigon.kernels._fp8_gated import cast_gated_rows, gradients_and_maxima
-from tigon.kernels._low_rank import low_rank_gradients, low_rank_product
-from tigon.kernels.block_fp8 import E4M3, E5M2
-from tigon.kernels.dropout import Dropout, drop
-from tigon.kernels.expert_rows import combine_rows, spread_rows
-from tigon.kernels.gated_act import ACTIVATIONS, Activation, gradient_and_product
+from tigon.kernels.linear.lora import low_rank_gradients, low_rank_product
+from tigon.kernels.linear.quantized import E4M3, E5M2
+from tigon.kernels.mlp.gated_act import ACTIVATIONS, Activation, gradient_and_product
+from tigon.kernels.mlp.permute import combine_rows, spread_rows
 from tigon.layers import Fp8Weight, Nf4Weight
 
 
@@ -57,7 +59,7 @@ def forms() -> Forms:
     for name, options in EXPERTS.items():
         yield f"grouped_mlp {name}", partial(_grouped_mlp, **options)
     yield "expert_rows", _expert_rows
-    for dtype in one_shot_sum.BITS:
+    for dtype in one_shot_all_reduce.BITS:
         yield f"one_shot_sum {dtype}", partial(_one_shot_sum, dtype)
         yield f"one_shot_join {dtype}", partial(_one_shot_sum, dtype, 128)
         for C in (4096, 5120):
@@ -170,12 +172,12 @@ def _expert_rows() -> None:
         combine_rows(rows, places, None, 3)
 
 
-def _buffers(dtype: torch.dtype) -> one_shot_sum.Buffers:
+def _buffers(dtype: torch.dtype) -> one_shot_all_reduce.Buffers:
     """Of two ranks."""
-    shape = one_shot_sum.TURNS, 2, one_shot_sum.P * one_shot_sum.S
-    own = zeros(*shape, dtype=one_shot_sum.BITS[dtype])
-    addresses, turns = zeros(2, dtype=torch.int64), zeros(one_shot_sum.P, dtype=INT32)
-    return one_shot_sum.Buffers(own, addresses, turns, 0, dtype)
+    shape = one_shot_all_reduce.TURNS, 2, one_shot_all_reduce.P * one_shot_all_reduce.S
+    own = zeros(*shape, dtype=one_shot_all_reduce.BITS[dtype])
+    addresses, turns = zeros(2, dtype=torch.int64), zeros(one_shot_all_reduce.P, dtype=INT32)
+    return one_shot_all_reduce.Buffers(own, addresses, turns, 0, dtype)
 
 
 def _one_shot_norm(
@@ -183,16 +185,18 @@ def _one_shot_norm(
 ) -> None:
     x, stream, weight = zeros(N, C, dtype=dtype), zeros(N, C, dtype=dtype), zeros(C, dtype=dtype)
     buffers = _buffers(dtype)
-    one_shot_sum.one_shot_norm(x, stream, weight, 1e-5, buffers, offset=offset, before=before)
+    one_shot_all_reduce.one_shot_norm(
+        x, stream, weight, 1e-5, buffers, offset=offset, before=before
+    )
 
 
 def _one_shot_sum(dtype: torch.dtype, size: int | None = None) -> None:
     """A token's 4,096 elements."""
     buffers = _buffers(dtype)
     if size is None:
-        one_shot_sum.one_shot_sum(zeros(4096, dtype=dtype), buffers)
+        one_shot_all_reduce.one_shot_sum(zeros(4096, dtype=dtype), buffers)
     else:
-        one_shot_sum.one_shot_join(zeros(2, 64, dtype=dtype), 64, size, buffers)
+        one_shot_all_reduce.one_shot_join(zeros(2, 64, dtype=dtype), 64, size, buffers)
 
 
 EXPERTS: dict[str, dict[str, Any]] = {

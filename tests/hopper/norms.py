@@ -10,7 +10,7 @@ from torch import Tensor
 from tests.hopper.compiling import Forms
 from tests.hopper.tensors import BF16, FP16, FP32, backward, zeros
 from tigon.kernels import rms_norm, sandwich_norm
-from tigon.kernels.rms_norm import normed_again
+from tigon.kernels.norm.rms_norm import normed_again
 
 
 def forms() -> Forms:

@@ -6,10 +6,11 @@ import torch
 
 from tests.hopper.compiling import Forms
 from tests.hopper.tensors import BF16, FP32, zeros
-from tigon.kernels import _triton, adamw
-from tigon.kernels._codes import Codes
-from tigon.kernels.adamw import FusedAdamW, Settings, Slot
-from tigon.kernels.squared_norm import SquaredNorm
+from tigon.kernels import runtime
+from tigon.kernels.norm.grad_norm import SquaredNorm
+from tigon.kernels.optim import adamw
+from tigon.kernels.optim.adamw import FusedAdamW, Settings, Slot
+from tigon.kernels.optim.low_bits import Codes
 from tigon.train.optim import eight_bit
 
 CODES = torch.uint8
@@ -26,7 +27,7 @@ KINDS = {
 
 
 def forms() -> Forms:
-    yield "increment", lambda: _triton._increment[(1,)](zeros(1, dtype=FP32))
+    yield "increment", lambda: runtime._increment[(1,)](zeros(1, dtype=FP32))
     for name, kinds in KINDS.items():
         yield f"adamw {name}", partial(_adamw, *kinds)
     nearest = partial(_adamw, BF16, BF16, BF16, False)

@@ -9,7 +9,7 @@ from torch import Tensor
 from tests.hopper.compiling import Forms
 from tests.hopper.tensors import BF16, FP32, backward, zeros
 from tigon.kernels import qk_norm_rope, rope
-from tigon.kernels.qk_norm_rope import _packed_rope
+from tigon.kernels.rope.qk_norm_rope import _packed_rope
 
 
 def forms() -> Forms:

@@ -6,12 +6,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from tigon.kernels import kv_buffers
-from tigon.kernels.append_attention import MOST_TOKENS, append_attention, append_attention_ref
-from tigon.kernels.kv_buffers import KVBuffers, append_tokens
-from tigon.kernels.rope import rope
+from tigon.kernels.attention import kv_cache
+from tigon.kernels.attention.decode import MOST_TOKENS, append_attention, append_attention_ref
+from tigon.kernels.attention.kv_cache import KVBuffers, append_tokens
+from tigon.kernels.rope.rope import rope
 
-OWN = sys.modules["tigon.kernels.append_attention"]
+OWN = sys.modules["tigon.kernels.attention.decode"]
 CUDA = torch.cuda.is_available()
 # The interpreter has no bf16 products; fp16 is right everywhere
 HALF = [torch.float16, torch.bfloat16] if CUDA else [torch.float16]
@@ -352,7 +352,7 @@ def test_nothing_to_do() -> None:
 @int8
 def test_append(int8: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Packed prompts, longer ones than a ring holds, behind what rows hold already."""
-    write = kv_buffers.write  # whose order a GPU does not promise
+    write = kv_cache.write  # whose order a GPU does not promise
 
     def backwards(k: Tensor, v: Tensor, buffers: KVBuffers, *where: Tensor) -> None:
         write(k.flip(0), v.flip(0), buffers, *(x.flip(0) for x in where))
@@ -365,7 +365,7 @@ def test_append(int8: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     rows.lengths += more
     k, v = rows.k[ids, at], rows.v[ids, at]
     with monkeypatch.context() as patch:
-        patch.setattr(kv_buffers, "write", backwards)
+        patch.setattr(kv_cache, "write", backwards)
         append_tokens(k.requires_grad_(), v, rows.buffers, ids, at, rows.lengths[ids])
     assert not rows.buffers.keys.requires_grad
     rows.check_buffers()

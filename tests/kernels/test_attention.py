@@ -17,10 +17,10 @@ from torch import Tensor
 
 from tests.flash import on_hopper, played
 from tigon.kernels import AttentionMask, attention, attention_ref
-from tigon.kernels._attention_backends import Choice
+from tigon.kernels.attention.backends import Choice
 
 __all__ = ["on_hopper", "played"]
-implementation = importlib.import_module("tigon.kernels.attention")
+implementation = importlib.import_module("tigon.kernels.attention.api")
 B, H, K, D = 2, 6, 2, 10
 
 

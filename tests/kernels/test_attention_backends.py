@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from tigon.kernels import AttentionMask
-from tigon.kernels import _attention_backends as backends
-from tigon.kernels._attention_backends import Request, check_backend, choose, settle
-from tigon.kernels._attention_mask import Sequences
+from tigon.kernels.attention import backends as backends
+from tigon.kernels.attention.backends import Request, check_backend, choose, settle
+from tigon.kernels.attention.mask import Sequences
 
 NO_FA4 = {"fa4": "flash-attn-4 is not installed: pip install tigon[fa4]"}
 TRAINED = {"longest": 4096, "grad": True}

@@ -9,9 +9,10 @@ from torch import Tensor
 
 from tests.flash import Interface, implementation, on_hopper
 from tests.models.contract import assert_same_gradients, gradients, tiny_llama
-from tigon.kernels import AttentionMask, _flash_attn_4, attention, attention_ref
-from tigon.kernels import _attention_backends as backends
-from tigon.kernels._attention_backends import Request, settle
+from tigon.kernels import AttentionMask, attention, attention_ref
+from tigon.kernels.attention import backends as backends
+from tigon.kernels.attention import fa4
+from tigon.kernels.attention.backends import Request, settle
 
 __all__ = ["on_hopper"]
 pytestmark = pytest.mark.traced
@@ -111,11 +112,11 @@ def test_operators(cu: Tensor | None) -> None:
     longest = None if cu is None else 9
     options = (cu, cu, longest, longest, 0.3, True, 4, 0, 0.0, False)
     q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
-    torch.library.opcheck(_flash_attn_4._forward.op, (q, k, v, *options))
+    torch.library.opcheck(fa4._forward.op, (q, k, v, *options))
     with torch.no_grad():
-        out, lse = _flash_attn_4._forward(q, k, v, *options)
+        out, lse = fa4._forward(q, k, v, *options)
         given = [x.detach() for x in (q, k, v, out, torch.randn_like(out), lse)]
-        torch.library.opcheck(_flash_attn_4._backward.op, (*given, *options))
+        torch.library.opcheck(fa4._backward.op, (*given, *options))
 
 
 @pytest.mark.parametrize("lacks", [False, True])

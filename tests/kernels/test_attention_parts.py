@@ -21,7 +21,7 @@ from tests.kernels.test_attention import (
     tensors,
 )
 from tigon.kernels import AttentionMask, attention, attention_ref
-from tigon.kernels._attention_mask import BLOCK
+from tigon.kernels.attention.mask import BLOCK
 
 __all__ = ["graphs", "played"]
 SPLIT = (0, 4), (4, 9)

@@ -7,11 +7,11 @@ import torch
 
 from tests.flash import on_hopper, played
 from tigon.kernels import AttentionMask, attention
-from tigon.kernels._attention_backends import FEW, SHORT, Request, choose
-from tigon.kernels._attention_room import LEAST, room, rounded, with_room
+from tigon.kernels.attention.backends import FEW, SHORT, Request, choose
+from tigon.kernels.attention.mask import LEAST, room, rounded, with_room
 
 __all__ = ["on_hopper", "played"]
-implementation = importlib.import_module("tigon.kernels.attention")
+implementation = importlib.import_module("tigon.kernels.attention.api")
 T, D = 24, 16
 
 

@@ -10,9 +10,15 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from tests.kernels.conftest import CUDA
-from tigon.kernels.block_fp8 import E4M3, E5M2, BlockFp8, block_fp8_dequantise, block_fp8_rows
-from tigon.kernels.lora_linear import FP8, PLAIN, Base
-from tigon.kernels.quantised_linear import quantised_linear
+from tigon.kernels.linear.lora import FP8, PLAIN, Base
+from tigon.kernels.linear.quantized import (
+    E4M3,
+    E5M2,
+    BlockFp8,
+    block_fp8_dequantise,
+    block_fp8_rows,
+    quantised_linear,
+)
 
 
 @pytest.mark.parametrize("stored", [E4M3, E5M2])

@@ -22,9 +22,9 @@ from tigon.kernels import (
     linear_cross_entropy_ref,
     run_criteria,
 )
-from tigon.kernels import _head_pass as head_pass
-from tigon.kernels._head_sizes import Sizes
-from tigon.kernels.cross_entropy import Options, scale_and_cap
+from tigon.kernels.loss import fused_linear_pass as head_pass
+from tigon.kernels.loss.api import Options, scale_and_cap
+from tigon.kernels.loss.fused_linear_pass import Sizes
 
 N, C, D, V, K = 21, 19, 13, 211, 5
 BETAS = [0.0, 0.3, 1.0]

@@ -6,9 +6,9 @@ from torch import Tensor
 
 from tests.kernels.conftest import CUDA
 from tigon.kernels import cross_entropy
-from tigon.kernels._head_pass import Plan, _head_pass
-from tigon.kernels._logits import _rescale
-from tigon.kernels.cross_entropy import METRICS, Options
+from tigon.kernels.loss.api import METRICS, Options
+from tigon.kernels.loss.fused_linear_pass import Plan, _head_pass
+from tigon.kernels.loss.logits import _rescale
 
 N, V = 37, 211
 OPTIONS = {

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import tigon.kernels
-from tigon.kernels import _triton
+from tigon.kernels import runtime
 
 
 class OnDevice:
@@ -25,8 +25,8 @@ def path() -> None:
 
 @pytest.fixture(autouse=True)
 def auto(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_triton, "_mode", "auto")
-    monkeypatch.setattr(_triton, "_served", {})
+    monkeypatch.setattr(runtime, "_mode", "auto")
+    monkeypatch.setattr(runtime, "_served", {})
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "Old GPU")
 
@@ -36,10 +36,10 @@ def test_an_old_gpu_gets_one_warning_and_plain_torch(monkeypatch: pytest.MonkeyP
     with pytest.warns(
         UserWarning, match=r"Old GPU \(sm_75\) is older than sm_80: plain torch runs"
     ):
-        assert not _triton.runs_triton(OnDevice("cuda:0"))
+        assert not runtime.runs_triton(OnDevice("cuda:0"))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert not _triton.runs_triton(OnDevice("cuda:0"))
+        assert not runtime.runs_triton(OnDevice("cuda:0"))
 
 
 def test_a_triton_that_fails_gets_one_warning_and_plain_torch(
@@ -52,39 +52,41 @@ def test_a_triton_that_fails_gets_one_warning_and_plain_torch(
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
     monkeypatch.setattr(torch, "zeros", lambda *_, **__: None)
     monkeypatch.setattr(torch.cuda, "device", lambda _: warnings.catch_warnings())
-    monkeypatch.setattr(_triton, "_increment", Broken())
+    monkeypatch.setattr(runtime, "_increment", Broken())
     with pytest.warns(UserWarning, match=r"Triton fails on Old GPU \(RuntimeError: no C compiler"):
-        assert not _triton.runs_triton(OnDevice("cuda:0"))
+        assert not runtime.runs_triton(OnDevice("cuda:0"))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert not _triton.runs_triton(OnDevice("cuda:0"))
+        assert not runtime.runs_triton(OnDevice("cuda:0"))
 
 
 def test_what_the_modes_choose() -> None:
-    _triton._served[0] = True
+    runtime._served[0] = True
     chosen = {}
     for mode in ("auto", "reference", "triton"):
         with tigon.kernels.use(mode):
-            chosen[mode] = _triton.runs_triton(OnDevice("cuda:0"))
-            assert not _triton.runs_triton(OnDevice("cuda:0", torch.float64))
-            assert _triton.runs_triton(OnDevice("meta")) == (mode == "triton")  # as on a GPU
+            chosen[mode] = runtime.runs_triton(OnDevice("cuda:0"))
+            assert not runtime.runs_triton(OnDevice("cuda:0", torch.float64))
+            assert runtime.runs_triton(OnDevice("meta")) == (mode == "triton")  # as on a GPU
     assert chosen == {"auto": True, "reference": False, "triton": True}
-    assert not _triton.runs_triton(OnDevice("cpu"))
+    assert not runtime.runs_triton(OnDevice("cpu"))
 
 
 def test_the_switch_ends_with_its_block() -> None:
     with pytest.raises(ZeroDivisionError), tigon.kernels.use("reference"):
-        assert _triton._mode == "reference"
+        assert runtime._mode == "reference"
         raise ZeroDivisionError
-    assert _triton._mode == "auto"
+    assert runtime._mode == "auto"
     with pytest.raises(ValueError, match="mode='fast' is not one of auto, reference, triton"):
         tigon.kernels.use("fast").__enter__()
 
 
 def test_kernels_on_a_cpu_need_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_triton, "INTERPRETED", False)
+    monkeypatch.setattr(runtime, "INTERPRETED", False)
     with tigon.kernels.use("triton"), pytest.raises(ValueError, match="TRITON_INTERPRET=1"):
-        tigon.kernels.rms_norm(torch.ones(2, 3, device="cpu"), torch.ones(3, device="cpu"), 1e-6)
+        tigon.kernels.norm.rms_norm(
+            torch.ones(2, 3, device="cpu"), torch.ones(3, device="cpu"), 1e-6
+        )
 
 
 def test_the_environment_variable() -> None:
@@ -96,7 +98,7 @@ for value in ("reference", "", "none"):
     if not value:
         del os.environ["TIGON_KERNELS"]
     try:
-        print(runpy.run_module("tigon.kernels._triton")["_mode"])
+        print(runpy.run_module("tigon.kernels.runtime")["_mode"])
     except ValueError as error:
         print(error)
 """
@@ -108,4 +110,6 @@ for value in ("reference", "", "none"):
 
 def test_tensors_on_several_devices() -> None:
     with pytest.raises(ValueError, match=r"x is on cpu; weight is on meta"):
-        tigon.kernels.rms_norm(torch.ones(2, 3, device="cpu"), torch.ones(3, device="meta"), 1e-6)
+        tigon.kernels.norm.rms_norm(
+            torch.ones(2, 3, device="cpu"), torch.ones(3, device="meta"), 1e-6
+        )

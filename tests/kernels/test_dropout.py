@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from tests.train.test_rounding import WORD, splitmix64
-from tigon.kernels._low_rank import low_rank_product
-from tigon.kernels.dropout import Dropout, drop, drop_ref, kept_ref
+from tigon.kernels.linear.dropout import Dropout, drop, drop_ref, kept_ref
+from tigon.kernels.linear.lora import low_rank_product
 
 N, C = 256, 512
 

@@ -7,8 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tigon.kernels._vocabulary import VocabularyShard
-from tigon.kernels.embedding_rows import embedding_rows, embedding_rows_ref
+from tigon.kernels.loss.vocab_parallel import VocabularyShard, embedding_rows, embedding_rows_ref
 
 pytestmark = pytest.mark.kernel
 SIZE, SHARES = 101, [(0, 34), (34, 34), (68, 33), (101, 0)]
@@ -37,8 +36,8 @@ def test_parts_add_up_to_the_whole(columns: int, dtype: torch.dtype) -> None:
 
 OUTSIDE = """
 import torch
-from tigon.kernels._vocabulary import VocabularyShard
-from tigon.kernels.embedding_rows import embedding_rows
+from tigon.kernels.loss.vocab_parallel import VocabularyShard
+from tigon.kernels.loss.vocab_parallel import embedding_rows
 shard = VocabularyShard.of("none", 1, 0, 101, 101)
 with torch.no_grad():
     embedding_rows(torch.tensor([TOKEN], device="cuda"), torch.ones(101, 8, device="cuda"), shard)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tigon.kernels.expert_rows import combine_rows, spread_rows
+from tigon.kernels.mlp.permute import combine_rows, spread_rows
 
 N, K, C = 5, 3, 7
 

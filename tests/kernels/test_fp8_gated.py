@@ -11,13 +11,19 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from tigon.kernels import _fp8_casts as casts
-from tigon.kernels import _fp8_gated as gated
 from tigon.kernels import fp8_linear, gated_act
-from tigon.kernels._fp8_casts import UNKNOWN, cast_rows, maxima_of, note_maxima
-from tigon.kernels._fp8_gated import cast_gated_rows, gradients_and_maxima
-from tigon.kernels.fp8_linear import fp8_gated_linear
-from tigon.kernels.gated_act import ACTIVATIONS, Activation, gradient_and_product
+from tigon.kernels.linear import fp8 as casts
+from tigon.kernels.linear import fp8 as gated
+from tigon.kernels.linear.fp8 import (
+    UNKNOWN,
+    cast_gated_rows,
+    cast_rows,
+    fp8_gated_linear,
+    gradients_and_maxima,
+    maxima_of,
+    note_maxima,
+)
+from tigon.kernels.mlp.gated_act import ACTIVATIONS, Activation, gradient_and_product
 from tigon.layers import GatedMLP
 
 SHAPES = [(1, 16), (9, 80)]
@@ -76,7 +82,9 @@ def test_gradients_and_their_maxima(
     dy = numbers(R, size, bad=bad)
     expected = gradient_and_product(dy.clone(), x.clone(), act, overwrite=False)
     strided = torch.cat((x, x), 1)[:, : 2 * size] if R > 1 else x.clone()
-    monkeypatch.setattr(importlib.import_module("tigon.kernels.gated_act"), "retains_graph", bool)
+    monkeypatch.setattr(
+        importlib.import_module("tigon.kernels.mlp.gated_act"), "retains_graph", bool
+    )
     for gate_up, overwrite in ((x.clone(), False), (x.clone(), True), (strided, True)):
         d = dy.clone()
         found = gradients_and_maxima(d, gate_up, act, overwrite)
@@ -261,7 +269,7 @@ def test_an_mlp_whose_activation_nobody_sees(
     seen: list[Tensor] = []
     if hook:
         mlp.down_proj.register_forward_pre_hook(lambda _, given: seen.append(given[0]))
-    module = importlib.import_module("tigon.kernels.gated_act")
+    module = importlib.import_module("tigon.kernels.mlp.gated_act")
     made, forward = [], module._forward
     monkeypatch.setattr(module, "_forward", lambda *given: made.append(1) or forward(*given))
     wanted = x, *mlp.parameters()

@@ -8,9 +8,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from tests.numbers import relative_error
-from tigon.kernels import _fp8_casts as casts
 from tigon.kernels import fp8_linear, fp8_linear_ref, gated_act, rms_norm
-from tigon.kernels._fp8_casts import (
+from tigon.kernels.linear import fp8 as casts
+from tigon.kernels.linear.fp8 import (
     Maxima,
     Scaled,
     cast_both,
@@ -18,9 +18,9 @@ from tigon.kernels._fp8_casts import (
     cast_rows,
     cast_rows_and_maxima,
 )
-from tigon.kernels._rebuilt import rebuilding
+from tigon.kernels.recompute import rebuilding
 
-fp8_linear_module = importlib.import_module("tigon.kernels.fp8_linear")
+fp8_linear_module = importlib.import_module("tigon.kernels.linear.fp8")
 SHAPES = [(1, 16), (5, 80), (20, 144)]  # columns that end inside a tile
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tigon.kernels import gated_act, gated_act_ref
-from tigon.kernels.gated_act import _backward, _forward
+from tigon.kernels.mlp.gated_act import _backward, _forward
 
 CUDA = torch.cuda.is_available()
 HALF = [torch.float16, torch.bfloat16]

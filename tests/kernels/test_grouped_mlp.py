@@ -8,9 +8,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from tigon.kernels import _grouped_gemm, grouped_mlp, grouped_mlp_ref
-from tigon.kernels.gated_act import Activation
-from tigon.kernels.grouped_mlp import UNKNOWN, _backward, _forward, unchecked_grouped_mlp
+from tigon.kernels import grouped_mlp, grouped_mlp_ref
+from tigon.kernels.mlp import grouped_mlp as implementation
+from tigon.kernels.mlp.gated_act import Activation
+from tigon.kernels.mlp.grouped_mlp import UNKNOWN, _backward, _forward, unchecked_grouped_mlp
 
 # C and I are multiples of 8, which the kernel needs in 16 bits
 N, C, I, E, K = 13, 24, 40, 7, 3  # noqa: E741
@@ -237,7 +238,7 @@ def test_absent_experts_that_nobody_counts(
         if few and path == "triton":
             for name in ("tolist", "item", "__int__", "__bool__"):
                 patch.setattr(Tensor, name, asked)
-            patch.setattr(_grouped_gemm, "must_not_wait", lambda *_: True)
+            patch.setattr(implementation, "must_not_wait", lambda *_: True)
         y = unchecked_grouped_mlp(*tensors, "silu", UNKNOWN)
     torch.testing.assert_close(y.double(), expected, rtol=1e-5, atol=1e-5)
 
@@ -373,7 +374,7 @@ def test_tiles_of_the_kernel(dtype: torch.dtype, path: str) -> None:
     if path == "reference" or torch.cuda.get_device_capability() < (9, 0):
         pytest.skip("the kernel does not run")
     tensors = leaves(inputs(n=700, c=328, i=200, e=7, k=3, dtype=dtype))
-    assert all(_grouped_gemm._triton_serves(tensors[0], w) for w in tensors[1:3])
+    assert all(implementation._triton_serves(tensors[0], w) for w in tensors[1:3])
     rows = tensors[3].flatten().bincount(minlength=7)
     assert rows.max() > 256 and rows[-2] == 0
     y, expected = grouped_mlp(*tensors, "silu"), exact(*tensors, "silu")

@@ -18,16 +18,16 @@ from tests.kernels.test_linear_cross_entropy import C, N, V, inputs
 from tests.kernels.test_linear_kl import inputs as kl_inputs
 from tigon.kernels import (
     CrossEntropy,
-    _check,
     cross_entropy,
     linear_cross_entropy,
     linear_kl,
     run_criteria,
+    runtime,
     selected_logprobs,
 )
-from tigon.kernels._check import check, checks
-from tigon.kernels.criteria import active_rows
-from tigon.kernels.cross_entropy import METRICS, Options
+from tigon.kernels.loss.api import METRICS, Options
+from tigon.kernels.loss.terms import active_rows
+from tigon.kernels.runtime import check, checks
 
 reductions = pytest.mark.parametrize("reduction", ["sum", "none"])
 
@@ -279,19 +279,19 @@ def test_checks() -> None:
 @pytest.mark.parametrize("letter", ["a", "\N{EURO SIGN}"])
 def test_a_device_asserts_with_as_much_of_a_message_as_torch_takes(monkeypatch, letter):
     said: list[str] = []
-    monkeypatch.setattr(_check, "may_wait", lambda ok: False)
+    monkeypatch.setattr(runtime, "may_wait", lambda ok: False)
     monkeypatch.setattr(torch, "_assert_async", lambda ok, message: said.append(message))
     for length in (5, 500):
         check(torch.tensor(True), length * letter)
-    short, cut = (message.removesuffix(_check.AND_THEN) for message in said)
-    assert short == 5 * letter and cut.startswith(50 * letter) and cut.endswith(_check.CUT)
-    assert all(message.endswith(_check.AND_THEN) for message in said)
+    short, cut = (message.removesuffix(runtime.AND_THEN) for message in said)
+    assert short == 5 * letter and cut.startswith(50 * letter) and cut.endswith(runtime.CUT)
+    assert all(message.endswith(runtime.AND_THEN) for message in said)
     # Each letter whole, and none left out that had fitted
     assert 254 - len(letter.encode()) < len(said[1].encode()) <= 254
 
 
 def test_annealing_does_not_change_what_is_compiled() -> None:
-    from tigon.kernels._logits import scale_and_cap_of
+    from tigon.kernels.loss.logits import scale_and_cap_of
 
     def constants(**options: Any) -> list[bool]:
         return [x is None for x in scale_and_cap_of(Options(**options))]

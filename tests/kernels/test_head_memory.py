@@ -11,7 +11,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from tests.kernels.conftest import CUDA
 from tigon.kernels import linear_cross_entropy, linear_kl, use
-from tigon.kernels._logits import rescale, rescale_and_join, rescale_and_join_
+from tigon.kernels.loss.logits import rescale, rescale_and_join, rescale_and_join_
 from tigon.train.estimate.meter import Ledger, Meter
 
 MODULES = ("_head_pass", "_head_sizes", "_logits")

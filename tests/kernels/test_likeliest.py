@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tigon.kernels.likeliest import BLOCK, NOT_FINITE, likeliest, likeliest_ref
+from tigon.kernels.loss.argmax import BLOCK, NOT_FINITE, likeliest, likeliest_ref
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 pytestmark = pytest.mark.kernel

@@ -10,8 +10,8 @@ from tests.kernels.conftest import CUDA
 from tests.kernels.test_cross_entropy import OPTIONS
 from tests.kernels.test_cross_entropy import exact as exact_losses
 from tigon.kernels import linear_cross_entropy, linear_cross_entropy_ref
-from tigon.kernels._head_pass import Plan
-from tigon.kernels.cross_entropy import METRICS, Options
+from tigon.kernels.loss.api import METRICS, Options
+from tigon.kernels.loss.fused_linear_pass import Plan
 
 MODULE, SIZES = (sys.modules[f"tigon.kernels.{name}"] for name in ("_head_pass", "_head_sizes"))
 N, C, V = 37, 19, 211

@@ -7,8 +7,8 @@ from torch import Tensor
 
 from tests.kernels.conftest import CUDA
 from tigon.kernels import kl_ref, linear_kl, linear_kl_ref
-from tigon.kernels._head_pass import Plan, _head_pass
-from tigon.kernels.cross_entropy import Options
+from tigon.kernels.loss.api import Options
+from tigon.kernels.loss.fused_linear_pass import Plan, _head_pass
 
 N, C, D, V = 21, 19, 13, 211
 BETAS = [0.0, 0.3, 1.0]

@@ -9,14 +9,16 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from bench import long_sums
-from tigon.kernels import _grouped_gemm, _head_pass, _linear_autograd, _long_sums
-from tigon.kernels._grouped_gemm import grouped_weight_gradient
-from tigon.kernels._long_sums import drops, long_sum, runs_of, write_sum
-from tigon.kernels.lora_linear import Addition, lora_linear
-from tigon.kernels.row_linear import linear
+from tigon.kernels.linear import linear as implementation
+from tigon.kernels.linear.gemv import linear
+from tigon.kernels.linear.linear import drops, long_sum, runs_of, write_sum
+from tigon.kernels.linear.lora import Addition, lora_linear
+from tigon.kernels.loss import fused_linear_pass
+from tigon.kernels.mlp import grouped_mlp
+from tigon.kernels.mlp.grouped_mlp import grouped_weight_gradient
 from tigon.layers import LoRAPart
 from tigon.layers.embedding import LowRankEmbedding
-from tigon.layers.head import _merged
+from tigon.layers.lm_head import _merged
 from tigon.layers.lora import LowRank
 
 
@@ -60,8 +62,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     def at_risk(x: Tensor, summands: int, k: int, c: int) -> bool:
         return x.dtype == torch.bfloat16 and drops(summands, k, c)
 
-    for module in (_long_sums, _linear_autograd):
-        monkeypatch.setattr(module, "at_risk", at_risk)
+    monkeypatch.setattr(implementation, "at_risk", at_risk)
     with Faulty():
         yield
 
@@ -148,7 +149,7 @@ def test_a_gradient_of_rows_has_the_whole_vocabulary(gpu: None) -> None:
 
 def test_experts_learn_from_all_their_rows(gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the host multiplies one by one."""
-    monkeypatch.setattr(_grouped_gemm, "_torch_serves", lambda *_: False)
+    monkeypatch.setattr(grouped_mlp, "_torch_serves", lambda *_: False)
     dy, x = numbers(2700, 8), numbers(2700, 16, seed=1)
     found = grouped_weight_gradient(dy, x, torch.tensor([2561, 2561, 2700]))
     ends = ((0, 2561), (2561, 2561), (2561, 2700))
@@ -197,7 +198,7 @@ def test_a_head_s_gradients_have_all_summands(gpu: None) -> None:
     out = torch.empty(5, 16, dtype=torch.bfloat16)
     write_sum(d_logits, weight, out)
     assert torch.equal(out, (d_logits.float() @ weight.float()).bfloat16())
-    found = _head_pass.add_product(None, d_logits, weight, only=True)
+    found = fused_linear_pass.add_product(None, d_logits, weight, only=True)
     assert torch.equal(found, out)
 
 

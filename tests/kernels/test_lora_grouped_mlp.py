@@ -6,7 +6,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from tests.kernels.test_grouped_mlp import C, E, I, N, exact, inputs
-from tigon.kernels.lora_grouped_mlp import (
+from tigon.kernels.mlp.lora_grouped_mlp import (
     Low,
     _backward,
     _forward,

@@ -14,9 +14,9 @@ from torch.utils.checkpoint import checkpoint
 from tests.kernels.test_rebuilt import kept
 from tests.numbers import assert_as_near
 from tigon.kernels import fp8_linear, gated_act, lora_linear, lora_linear_ref, rms_norm
-from tigon.kernels._rebuilt import rebuilding, recipe_of
-from tigon.kernels.dropout import Dropout, kept_ref
-from tigon.kernels.lora_linear import FP8, PLAIN, Addition
+from tigon.kernels.linear.dropout import Dropout, kept_ref
+from tigon.kernels.linear.lora import FP8, PLAIN, Addition
+from tigon.kernels.recompute import rebuilding, recipe_of
 
 C, K = 48, 70  # columns of x and of y
 # By the first column, how many, rank and scale of each part

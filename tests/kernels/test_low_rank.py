@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tests.kernels.conftest import CUDA
 from tests.numbers import relative_error
-from tigon.kernels._low_rank import (
+from tigon.kernels.linear.lora import (
     low_rank_gradients,
     low_rank_product,
     serves_gradients,
@@ -84,8 +84,8 @@ def test_definition(case: str, dtype: torch.dtype) -> None:
 
 
 def test_several_runs_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tigon.kernels._low_rank.PROGRAMS", 8)
-    monkeypatch.setattr("tigon.kernels._low_rank.LEAST", 32)
+    monkeypatch.setattr("tigon.kernels.linear.lora.PROGRAMS", 8)
+    monkeypatch.setattr("tigon.kernels.linear.lora.LEAST", 32)
     Given(100, *CASES["gaps"], torch.float32).check()
 
 
@@ -130,7 +130,7 @@ def test_gradients_of_parameters_in_another_dtype() -> None:
 
 
 def test_for_what_the_kernels_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tigon.kernels._low_rank.runs_triton", lambda x: True)
+    monkeypatch.setattr("tigon.kernels.linear.lora.runs_triton", lambda x: True)
     x = torch.empty(1, dtype=torch.bfloat16, device="meta")
     on_cpu = torch.empty(1, dtype=torch.bfloat16, device="cpu")
     assert [r for r in (1, 16, 17, 32, 33, 128, 129) if serves_product(x, r)][-1] == 128

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from tests.kernels.test_rope import rotate
 from tigon.kernels import rms_norm_ref, rope_ref
-from tigon.kernels.qk_norm_rope import _backward, _forward, qk_norm_rope, qk_norm_rope_ref
+from tigon.kernels.rope.qk_norm_rope import _backward, _forward, qk_norm_rope, qk_norm_rope_ref
 
 CUDA = torch.cuda.is_available()
 HALF = [torch.float16, torch.bfloat16]
@@ -20,7 +20,7 @@ EPS = 1e-2
 def small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """Under the interpreter, so few programs that each has several tokens, and sums in steps."""
     if not CUDA:
-        module = sys.modules["tigon.kernels.qk_norm_rope"]
+        module = sys.modules["tigon.kernels.rope.qk_norm_rope"]
         monkeypatch.setattr(module, "RESIDENT", 2)
         monkeypatch.setattr(module, "SUM", (1, 8))
 

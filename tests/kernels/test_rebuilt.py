@@ -16,10 +16,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 from tigon.kernels import gated_act, grouped_mlp, rms_norm, sandwich_norm
-from tigon.kernels._rebuilt import rebuilding, recipe_of
-from tigon.kernels.gated_act import _backward_product, _forward
-from tigon.kernels.rms_norm import normed_again
-from tigon.kernels.row_linear import linear
+from tigon.kernels.linear.gemv import linear
+from tigon.kernels.mlp.gated_act import _backward_product, _forward
+from tigon.kernels.norm.rms_norm import normed_again
+from tigon.kernels.recompute import rebuilding, recipe_of
 from tigon.layers import GatedMLP, Linear
 
 # What opcheck asks of ops without gradients of their own
@@ -309,7 +309,7 @@ def test_a_recomputed_block_has_no_last_product(
     mlp = GatedMLP(32, 48, "silu", bias=bias).to(dtype)
     mlp.gate_up_proj.fp8 = mlp.down_proj.fp8 = fp8
     x, w = leaf(2, 3, 32, dtype=dtype), leaf(32, dtype=dtype)
-    fp8_linear = importlib.import_module("tigon.kernels.fp8_linear")
+    fp8_linear = importlib.import_module("tigon.kernels.linear.fp8")
     module: Any = fp8_linear if fp8 else F
     made: list[Tensor] = []
     for name in ("_forward", "_gated_forward") if fp8 else ("linear",):

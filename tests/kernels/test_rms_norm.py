@@ -6,10 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from tigon.kernels import _norm, rms_norm
-from tigon.kernels.rms_norm import rms_norm_ref
+from tigon.kernels import rms_norm
+from tigon.kernels.norm import common
+from tigon.kernels.norm.rms_norm import rms_norm_ref
 
-OWN = sys.modules["tigon.kernels.rms_norm"]
+OWN = sys.modules["tigon.kernels.norm.rms_norm"]
 CUDA = torch.cuda.is_available()
 # 41 and 101 rows make a program take several steps, of which the last is not full
 SHAPES = [(1, 1), (3, 7), (2, 5, 123), (41, 1000), (101, 300), (3, 1152)]
@@ -391,7 +392,7 @@ def test_offsets_past_32_bits(path: str) -> None:
 def test_another_number_of_rows_compiles_nothing(path: str) -> None:
     kernels_only(path)
     weight = torch.randn(96, requires_grad=True)
-    kernels = OWN._forward_kernel, OWN._backward_kernel, _norm._sum_kernel
+    kernels = OWN._forward_kernel, OWN._backward_kernel, common._sum_kernel
     counts = []
     for rows in (18001, 18003, 36005):  # more than are resident, or launched with PDL
         rms_norm(torch.randn(rows, 96, requires_grad=True), weight, EPS).sum().backward()

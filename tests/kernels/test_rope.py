@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from tigon.kernels import rope, rope_ref
-from tigon.kernels.rope import _rope
+from tigon.kernels.rope.rope import _rope
 
 CUDA = torch.cuda.is_available()
 HALF = [torch.float16, torch.bfloat16]
@@ -285,7 +285,7 @@ def test_more_than_2_to_the_31_elements(path: str) -> None:
 def test_a_new_batch_size_compiles_nothing(path: str) -> None:
     if path == "reference":
         return  # nothing is compiled
-    kernel = sys.modules["tigon.kernels.rope"]._rope_kernel
+    kernel = sys.modules["tigon.kernels.rope.rope"]._rope_kernel
 
     def run(batch: int, tokens: int) -> int:
         theta = angles(64, 1, tokens)

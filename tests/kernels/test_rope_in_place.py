@@ -11,7 +11,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tigon.kernels import qk_norm_rope
-from tigon.kernels.qk_norm_rope import _packed_rope
+from tigon.kernels.rope.qk_norm_rope import _packed_rope
 
 CUDA = torch.cuda.is_available()
 B, T, H, K, D = 2, 3, 5, 2, 14

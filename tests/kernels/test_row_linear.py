@@ -7,9 +7,9 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from tigon.kernels._triton import hopper, pdl_options
-from tigon.kernels.gated_act import Activation, gated_act_ref
-from tigon.kernels.row_linear import PART, TILE, launch_for, linear, row_linear, takes_row
+from tigon.kernels.linear.gemv import PART, TILE, launch_for, linear, row_linear, takes_row
+from tigon.kernels.mlp.gated_act import Activation, gated_act_ref
+from tigon.kernels.runtime import hopper, pdl_options
 
 # N, C: less than a tile, several of them, one row, columns that fill no block, several steps
 SHAPES = [

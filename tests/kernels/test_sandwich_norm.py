@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from tigon.kernels.sandwich_norm import sandwich_norm, sandwich_norm_ref
+from tigon.kernels.norm.sandwich_norm import sandwich_norm, sandwich_norm_ref
 
-OWN = sys.modules["tigon.kernels.sandwich_norm"]
+OWN = sys.modules["tigon.kernels.norm.sandwich_norm"]
 CUDA = torch.cuda.is_available()
 # 41 and 101 rows make a program take several steps, of which the last is not full
 SHAPES = [(1, 1), (2, 5, 123), (41, 1000), (101, 300), (3, 1152)]

@@ -3,7 +3,7 @@ import torch
 
 from tests.kernels.test_linear_cross_entropy import inputs
 from tigon.kernels import selected_logprobs, selected_logprobs_ref
-from tigon.kernels.cross_entropy import Options
+from tigon.kernels.loss.api import Options
 
 OPTIONS = {"plain": Options(), "temperature": Options(logit_scale=2.0), "cap": Options(softcap=3.0)}
 

@@ -29,9 +29,9 @@ from tigon.kernels import (
     run_criteria,
     use,
 )
-from tigon.kernels._vocabulary import join_logits
-from tigon.kernels.criteria import active_rows
-from tigon.kernels.cross_entropy import METRICS, Options, scale_and_cap
+from tigon.kernels.loss.api import METRICS, Options, scale_and_cap
+from tigon.kernels.loss.terms import active_rows
+from tigon.kernels.loss.vocab_parallel import join_logits
 from tigon.layers import LMHead
 
 N, C, D, V, K = 23, 8, 5, 131, 6

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tigon.kernels.attention import AttentionMask, attention
+from tigon.kernels.attention.api import AttentionMask, attention
 from tigon.layers import Attention, Context, StaticCache
 
 B, H, K, D, W, CHUNK = 3, 4, 2, 16, 5, 4

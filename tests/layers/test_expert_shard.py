@@ -7,8 +7,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tests.train.ranks import Ranks
-from tigon.layers import collectives
-from tigon.layers.expert_shard import ExpertShard
+from tigon.distributed import collectives
+from tigon.distributed.expert_dispatch import ExpertShard
 from tigon.layers.moe import Experts
 
 C, I, E, K = 12, 20, 8, 3  # noqa: E741

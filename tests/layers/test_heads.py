@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tigon.layers import heads
-from tigon.layers.heads import divide_heads, join_heads
+from tigon.distributed import context_attention
+from tigon.distributed.context_attention import divide_heads, join_heads
 
 # B batch, S tokens, n ranks, H heads, D head dim
 
@@ -52,5 +52,5 @@ def test_sixteen_bytes_at_a_time(monkeypatch):
     q, kv = torch.randn(1, 3, 4 * 16), torch.randn(1, 3, 2 * 16)
     packed = torch.cat((q, kv), 2).bfloat16()
     q, kv = (x.unflatten(2, (-1, 16)) for x in packed.split([64, 32], 2))
-    join_heads(heads.divide_heads((q, kv), 2))
+    join_heads(context_attention.divide_heads((q, kv), 2))
     assert found == [torch.complex128] * 3

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from tests.train.ranks import Ranks as Processes
-from tigon.layers import symmetric
-from tigon.layers.collectives import Ranks
+from tigon.distributed import all_reduce
+from tigon.distributed.collectives import Ranks
 
 
 def without_memory(fails: str) -> None:
@@ -25,15 +25,15 @@ def without_memory(fails: str) -> None:
         return run
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(symmetric, "runs_triton", lambda x: True)
-        patch.setattr(symmetric, "_reaches", lambda *_: True)
+        patch.setattr(all_reduce, "runs_triton", lambda x: True)
+        patch.setattr(all_reduce, "_reaches", lambda *_: True)
         for name in ("empty", "rendezvous"):
-            patch.setattr(symmetric.symmetric, name, step(name))
+            patch.setattr(all_reduce.symmetric, name, step(name))
         if ranks.rank == 1:
             with pytest.warns(UserWarning, match="NCCL sums: out of memory"):
-                assert symmetric._open(ranks, x) is None
+                assert all_reduce._open(ranks, x) is None
         else:
-            assert symmetric._open(ranks, x) is None
+            assert all_reduce._open(ranks, x) is None
     assert met == ["rendezvous"] * (fails == "rendezvous")
     torch.distributed.destroy_process_group()
 

@@ -19,10 +19,11 @@ from tests.models.test_adapters_peft import near, randomise, trained
 from tests.models.test_parity import tokens
 from tests.models.tiny import CASES, reference
 from tigon import LoraConfig, from_pretrained
-from tigon.kernels._rebuilt import rebuilding
+from tigon.kernels.recompute import rebuilding
 from tigon.layers import Linear
-from tigon.models import CausalLM, _peft_patterns
-from tigon.models._lora import places
+from tigon.models import CausalLM
+from tigon.models.adapters import peft_files
+from tigon.models.adapters.lora import places
 
 
 @pytest.fixture(scope="module")
@@ -399,8 +400,8 @@ def test_patterns_of_every_projection_are_read_once(
     model: CausalLM, adapter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read: list[str] = []
-    real = _peft_patterns.compiled
-    monkeypatch.setattr(_peft_patterns, "compiled", lambda k, p: read.append(p) or real(k, p))
+    real = peft_files.compiled
+    monkeypatch.setattr(peft_files, "compiled", lambda k, p: read.append(p) or real(k, p))
     target = edit(adapter, tmp_path / "it", alpha_pattern={f"x{i}": 1 for i in range(50)})
     model.load_adapter(target)
     assert len(read) == 50
@@ -420,7 +421,7 @@ def test_patterns_mean_what_they_mean_to_peft() -> None:
         [r"1\.q_proj", "1.q_proj", "model.layers.1.mlp.up", ".*up", "(?:11|1).q_proj"],
     ):
         values = {pattern: i for i, pattern in enumerate(patterns)}
-        found = _peft_patterns.Patterns({"a": values}, "a", int, names)
+        found = peft_files.Patterns({"a": values}, "a", int, names)
         for name in names:
             fits = (i for p, i in values.items() if re.fullmatch(rf"(.*\.)?({p})", name))
             assert found.of(name, -1) == next(fits, -1), (name, patterns)

@@ -19,8 +19,8 @@ from tests.models.test_adapters_peft import (
 from tests.models.test_parity import tokens
 from tests.models.tiny import CASES, reference
 from tigon import LoraConfig, from_pretrained
-from tigon.kernels._rebuilt import rebuilding
-from tigon.kernels.dropout import Dropout, kept_ref
+from tigon.kernels.linear.dropout import Dropout, kept_ref
+from tigon.kernels.recompute import rebuilding
 from tigon.layers import LowRank
 from tigon.layers.lora import place_of
 from tigon.models import CausalLM

@@ -11,8 +11,8 @@ from torch.nn import functional as F
 from tests.models.contract import TINY, assert_same_gradients, gradients
 from tigon.layers import SparseMoE
 from tigon.models import CausalLM
-from tigon.models._blocks import PostNormBlock, PreNormBlock, SandwichBlock
-from tigon.models._moe import MoEConfig, sparse_moe
+from tigon.models.decoder import PostNormBlock, PreNormBlock, SandwichBlock
+from tigon.models.moe import MoEConfig, sparse_moe
 
 E, K, LAYERS, COEF, SCALE = 5, 2, 2, 0.7, 0.3
 

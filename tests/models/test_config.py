@@ -15,7 +15,7 @@ import tigon
 from tests.models.tiny import LLAMA3, LONG, ROPES, SIZES, YARN, on_meta, reference, windows
 from tigon.layers import RotaryEmbedding
 from tigon.models import MODELS, Llama, from_pretrained
-from tigon.models._config import Config, ConfigError
+from tigon.models.config import Config, ConfigError
 
 OURS = Llama.config_class
 SCALING = {k: v for k, v in LLAMA3.items() if k != "rope_theta"}

@@ -12,7 +12,7 @@ from transformers.models.gemma.modeling_gemma import GemmaMLP
 
 from tests.models.tiny import FULL, SLIDING, on_meta, windows
 from tigon.models import MODELS
-from tigon.models._config import Config, ConfigError
+from tigon.models.config import Config, ConfigError
 
 YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 8192}
 YARN |= {"attention_factor": 1.2079441541679836, "beta_fast": 32.0, "beta_slow": 1.0}

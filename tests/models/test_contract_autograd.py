@@ -18,8 +18,8 @@ from tests.models.contract import (
     tokens,
 )
 from tigon.kernels import use
-from tigon.kernels._triton import Mode
-from tigon.kernels.cross_entropy import METRICS
+from tigon.kernels.loss.api import METRICS
+from tigon.kernels.runtime import Mode
 from tigon.models import CausalLM
 
 T = 13

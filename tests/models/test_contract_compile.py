@@ -14,7 +14,7 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounter
 
 from tests.models.contract import TINY, V, assert_same_gradients, gradients, tiny_llama, tokens
-from tigon.kernels.cross_entropy import METRICS
+from tigon.kernels.loss.api import METRICS
 from tigon.models import CausalLM, Gemma3
 
 IDS = torch.arange(26).view(2, 13) * 3

@@ -9,7 +9,7 @@ import torch
 from tests.models.contract import assert_same_gradients, gradients, tokens
 from tigon.layers import KVCache
 from tigon.models import CausalLM
-from tigon.models._sequences import check_prefixes
+from tigon.models.inputs import check_prefixes
 
 IDS, LABELS = torch.arange(26).view(2, 13), torch.arange(26).view(2, 13) + 40
 

@@ -17,7 +17,7 @@ import pytest
 import tigon
 from tests.models.contract import tiny_llama
 from tests.train.ranks import CONTEXT
-from tigon.weights import directory, new_directory
+from tigon.weights import files, new_directory
 
 KILLS = int(os.environ.get("TIGON_KILLS", "3"))
 STEPS = ("open", "mkdir", "truncate", "write", "pwrite", "fsync", "rename", "unlink", "rmdir")
@@ -48,8 +48,8 @@ def watched(source: Path, target: Path, exchanges: bool, kill: int | None, count
 
     for name in STEPS:
         setattr(os, name, step(getattr(os, name)))
-    exchange = directory._exchange if exchanges else lambda first, second: False
-    directory._exchange = step(exchange)
+    exchange = files._exchange if exchanges else lambda first, second: False
+    files._exchange = step(exchange)
     model.save_pretrained(target, max_shard_size=SIZE, replace=True)
     if kill is None:
         count.write_text(str(seen))
@@ -62,7 +62,7 @@ def run(*arguments: Any) -> int | None:
     return process.exitcode
 
 
-def files(path: Path) -> Mapping[str, bytes]:
+def read_files(path: Path) -> Mapping[str, bytes]:
     return {file.name: file.read_bytes() for file in path.iterdir()} if path.exists() else {}
 
 
@@ -102,7 +102,7 @@ def test_killed_at_any_moment(
     target, expected = tmp_path / "out", [{}, {}]
     for i, source in enumerate(sources):
         export(source, tmp_path / "alone")
-        expected[i] = dict(files(tmp_path / "alone"))
+        expected[i] = dict(read_files(tmp_path / "alone"))
     if there:
         export(sources[0], target)
     old = expected[0] if there else {}
@@ -110,10 +110,10 @@ def test_killed_at_any_moment(
     attempt = partial(run, sources[1], target, exchanges, event, tmp_path / "steps")
     assert attempt() == -signal.SIGKILL
     if exchanges:
-        assert files(target) in (old, expected[1]), f"killed before operation {event}"
+        assert read_files(target) in (old, expected[1]), f"killed before operation {event}"
     with pytest.raises(KeyError), new_directory(target, replace=True):  # the next one begins
         raise KeyError
-    assert files(target) in (old, expected[1]), f"killed before operation {event}"
+    assert read_files(target) in (old, expected[1]), f"killed before operation {event}"
     export(sources[1], target)
-    assert files(target) == expected[1]
+    assert read_files(target) == expected[1]
     assert sorted(os.listdir(tmp_path)) == ["alone", "out"]

@@ -8,9 +8,9 @@ import torch
 
 import tigon.kernels
 from tests.models.tiny import CASES, EVERY, FIRST, reference
-from tigon.kernels.cross_entropy import Options
+from tigon.kernels.loss.api import Options
 from tigon.models import from_pretrained
-from tigon.models._moe import aux_loss_coef
+from tigon.models.moe import aux_loss_coef
 
 PROMPT, NEW = 11, 24  # past the window of 7, and past max_position_embeddings of 24
 

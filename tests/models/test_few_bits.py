@@ -18,7 +18,8 @@ from tests.models.test_quantised import EVEN, EXPERTS
 from tests.models.tiny import CASES, reference
 from tigon import LoraConfig, from_pretrained
 from tigon.layers import Linear
-from tigon.models import CausalLM, _few_bits, count_parameters, quantise, quantised_bytes
+from tigon.models import CausalLM, count_parameters, quantise, quantised_bytes
+from tigon.models.pretrained import quantization
 
 FAMILIES = {
     "llama": CASES["llama"]["grouped"],
@@ -72,7 +73,7 @@ def test_each_matrix_of_the_checkpoint_is_quantised_for_itself(
             assert torch.equal(found[name], tensor), name
             continue
         layer = Linear(tensor.shape[1], tensor.shape[0], bias=False)
-        made = _few_bits.Nf4Weight([tensor.shape[0]], tensor.shape[1], torch.float32)
+        made = quantization.Nf4Weight([tensor.shape[0]], tensor.shape[1], torch.float32)
         made.allocate(torch.device("cpu"))
         made.store(tensor)
         layer.quantise(made)
@@ -84,7 +85,7 @@ def test_each_matrix_of_the_checkpoint_is_quantised_for_itself(
     assert count_parameters(again) == count_parameters(model)
     quantise(again, "nf4")  # a model that has values
     assert torch.equal(model(tokens()).logits, again(tokens()).logits)
-    monkeypatch.setattr(_few_bits, "WHOLE", 1)  # matrix by matrix
+    monkeypatch.setattr(quantization, "WHOLE", 1)  # matrix by matrix
     one = from_pretrained(bases[family], quantize="nf4")
     assert torch.equal(model(tokens()).logits, one(tokens()).logits)
 

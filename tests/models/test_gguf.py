@@ -36,12 +36,12 @@ from tests.train.ranks import Ranks
 from tigon.info import describe
 from tigon.models import MODELS as ZOO
 from tigon.models import build, load_weights, materialize, read_config
-from tigon.models._gguf import FAMILIES, GGUFModel
+from tigon.models.pretrained.gguf import FAMILIES, GGUFModel
 from tigon.train import start
 from tigon.weights import GGUF, Repository
 from tigon.weights.ggml import block_of
 from tigon.weights.gguf_file import MOST_ITEMS
-from tigon.weights.reading import Reader
+from tigon.weights.read import Reader
 
 __all__ = ["hub"]
 IDS = torch.arange(40).view(2, 20)

@@ -21,8 +21,8 @@ from tests.numbers import assert_as_near, float64
 from tigon.kernels import use
 from tigon.layers import SparseMoE
 from tigon.models import MODELS, CausalLM, from_pretrained
-from tigon.models._config import ConfigError
-from tigon.models._moe import MoEConfig
+from tigon.models.config import ConfigError
+from tigon.models.moe import MoEConfig
 
 FAMILIES = [name for name, family in MODELS.items() if issubclass(family.config_class, MoEConfig)]
 BALANCED = {"output_router_logits": True, "router_aux_loss_coef": 0.7}
@@ -294,7 +294,7 @@ def test_a_single_row_takes_its_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
         model, ids = model.cuda(), ids.cuda()
     with torch.no_grad(), use("triton"):
         expected = model.model.layers[0].mlp(model.model.embed_tokens(ids)).x
-        own = importlib.import_module("tigon.kernels.row_linear")  # the package names the function
+        own = importlib.import_module("tigon.kernels.linear.gemv")  # the package names the function
         row_linear = own.row_linear
 
         def count(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

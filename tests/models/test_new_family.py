@@ -18,8 +18,8 @@ from tests.models.contract import TINY, assert_same_gradients, gradients, tiny_l
 from tigon.eval import log_likelihoods
 from tigon.layers import Context, KVCache, Linear, State
 from tigon.models import MODELS, CausalLM, from_pretrained
-from tigon.models._blocks import PreNormBlock
-from tigon.models._config import Config
+from tigon.models.config import Config
+from tigon.models.decoder import PreNormBlock
 from tigon.parallel import check_context
 
 # The family's file

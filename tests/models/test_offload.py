@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tests.models.contract import gradients, tokens
 from tests.models.tiny import CASES, FIRST, SIZES
-from tigon.layers import offload
+from tigon.layers import activation_offload
 from tigon.models import MODELS, CausalLM
 
 WAYS = [(0, True), (2, False), (True, True)]
@@ -19,7 +19,7 @@ WAYS = [(0, True), (2, False), (True, True)]
 @pytest.fixture(autouse=True)
 def everything(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """However small it is."""
-    monkeypatch.setattr(offload, "LEAST", 0)
+    monkeypatch.setattr(activation_offload, "LEAST", 0)
     yield
 
 
@@ -51,14 +51,14 @@ def test_loss_and_gradients_are_the_same_bits(model_type: str, case: str) -> Non
 def test_what_was_copied_out_is_freed(model: CausalLM) -> None:
     """Only two blocks' tensors are on the device at a time."""
     alive: list[Any] = []
-    init = offload._Stored.take
+    init = activation_offload._Stored.take
 
     def noted(stored: Any, x: Tensor) -> None:
         alive.append(weakref.ref(x.untyped_storage()))
         init(stored, x)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(offload._Stored, "take", noted)
+        patch.setattr(activation_offload._Stored, "take", noted)
         torch.manual_seed(0)
         ids, labels = tokens()
         model.activation_offload = True
@@ -73,7 +73,7 @@ class Copies:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.taken: list[int] = []
         self.fetched = 0
-        take, fetch = offload._Stored.take, offload._Stored.fetch
+        take, fetch = activation_offload._Stored.take, activation_offload._Stored.fetch
 
         def counted(stored: Any, x: Tensor) -> None:
             self.taken.append(stored.size)
@@ -83,8 +83,8 @@ class Copies:
             self.fetched += stored.size
             fetch(stored)
 
-        monkeypatch.setattr(offload._Stored, "take", counted)
-        monkeypatch.setattr(offload._Stored, "fetch", again)
+        monkeypatch.setattr(activation_offload._Stored, "take", counted)
+        monkeypatch.setattr(activation_offload._Stored, "fetch", again)
 
 
 def test_all_is_fetched_once(model: CausalLM, monkeypatch: pytest.MonkeyPatch) -> None:

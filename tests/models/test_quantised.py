@@ -15,8 +15,8 @@ from tests.models.fp8_checkpoints import DYNAMIC, STATIC, Block, to_fp8
 from tests.models.test_io import same, tensors
 from tests.models.tiny import reference
 from tigon.info import describe
-from tigon.models._config import ConfigError
-from tigon.models._quantised import REFUSED, read_quantisation
+from tigon.models.config import ConfigError
+from tigon.models.quantization_config import REFUSED, read_quantisation
 from tigon.weights import BlockScales
 
 # Sizes that blocks of 32 x 16 divide, as transformers asks for

@@ -13,9 +13,9 @@ from safetensors.torch import load_file, save_file
 
 import tigon
 from tests.models.tiny import FULL, LLAMA3, LONG, SLIDING, YARN
-from tigon.models import MODELS, _fit, build
-from tigon.models._ranges import RANGES, ROPE_RANGES
-from tigon.models._rope import ROPE_HINTS
+from tigon.models import MODELS, build
+from tigon.models.pretrained import match
+from tigon.models.rope_config import RANGES, ROPE_HINTS, ROPE_RANGES
 from tigon.strict import ConfigError, hints
 from tigon.weights import Repository
 
@@ -200,7 +200,7 @@ def test_experts_are_counted_before_they_are_named(
             | dict.fromkeys(("num_experts", "num_local_experts"), 5000)
         )
     )
-    monkeypatch.setattr(_fit, "layout", None)
+    monkeypatch.setattr(match, "layout", None)
     with pytest.raises(ConfigError, match="a model of 10000 matrices of experts does not fit"):
         tigon.from_pretrained(tmp_path)
 

@@ -12,9 +12,9 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from tests.models.contract import gradients
 from tests.models.tiny import CASES, FIRST, SIZES
-from tigon.kernels import _triton, qk_norm_rope, rms_norm, use
-from tigon.kernels._rebuilt import LEAST, rebuilding
-from tigon.layers import Attention, GatedMLP, offload
+from tigon.kernels import qk_norm_rope, rms_norm, runtime, use
+from tigon.kernels.recompute import LEAST, rebuilding
+from tigon.layers import Attention, GatedMLP, activation_offload
 from tigon.models import MODELS, CausalLM
 from tigon.parallel import MeshSizes
 from tigon.train.config import Config
@@ -25,7 +25,7 @@ from tigon.train.parallel import World
 
 CHOSEN = ("llama", "qwen2", "gemma3_text", "qwen3_moe")
 FAMILIES = [f for f in FIRST if f[0] in CHOSEN]
-interpreted = pytest.mark.skipif(not _triton.INTERPRETED, reason="the interpreter is not on")
+interpreted = pytest.mark.skipif(not runtime.INTERPRETED, reason="the interpreter is not on")
 
 
 def make(model_type: str, case: str, device: str = "cpu", **changes: Any) -> CausalLM:
@@ -53,7 +53,7 @@ def assert_same(found: Any, expected: Any) -> None:
 @pytest.mark.kernel
 @pytest.mark.parametrize(("model_type", "case"), FAMILIES)
 def test_no_bit_changes(model_type: str, case: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(offload, "LEAST", 0)
+    monkeypatch.setattr(activation_offload, "LEAST", 0)
     model = make(model_type, case, num_hidden_layers=2 if model_type == "llama" else 1)
     expected = step(model, math.inf)
     assert expected[1] and float(expected[0]) > 0

@@ -10,7 +10,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from tests.models.tiny import ROPES
 from tigon.layers import RotaryEmbedding
-from tigon.models._rope import read_rope
+from tigon.models.rope_config import read_rope
 
 D = 128
 LLAMA31 = {

@@ -6,10 +6,10 @@ from torch import Tensor, nn
 
 import tigon
 from tests.small import LLAMA
+from tigon.distributed.collectives import Ranks
+from tigon.distributed.sequence_parallel import Stream, Summands
 from tigon.layers import AddRMSNorm, Attention
-from tigon.layers.collectives import Ranks
-from tigon.layers.stream import Stream, Summands
-from tigon.models._blocks import (
+from tigon.models.decoder import (
     PostNormBlock,
     PreNormBlock,
     SandwichBlock,

@@ -8,7 +8,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.numbers import float64
 from tigon.models import MODELS, CausalLM
-from tigon.models._config import Config
+from tigon.models.config import Config
 
 Overrides = dict[str, Any]
 SLIDING, FULL = "sliding_attention", "full_attention"

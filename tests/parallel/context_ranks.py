@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tigon.kernels.criteria import KL, CrossEntropy, LogProbs
+from tigon.kernels.loss.terms import KL, CrossEntropy, LogProbs
 from tigon.models import MODELS, CausalLM, CausalLMOutput, LoraConfig, adapter_parameters
 from tigon.parallel import share_context
 from tigon.train import start

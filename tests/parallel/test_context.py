@@ -11,8 +11,8 @@ from tests.models.contract import TINY
 from tests.models.tiny import CASES, FIRST, SIZES
 from tests.parallel.context_ranks import CALLS, rank_main
 from tests.train.ranks import Ranks
-from tigon.layers import collectives
-from tigon.layers.shared_attention import Division, sizes_of
+from tigon.distributed import collectives
+from tigon.distributed.context_attention import Division, sizes_of
 
 # Beside the first of each family: windows, both sides, and RoPEs that turn with the longest row
 MORE = [

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import tigon
 from tests.small import LLAMA
 from tests.train.ranks import Ranks
-from tigon.kernels import _triton
+from tigon.kernels import runtime
 from tigon.parallel import shard_blocks
 
 ROW: Any = SimpleNamespace(numel=lambda: 4096, device=SimpleNamespace(type="cuda", index=0))
@@ -19,14 +19,14 @@ ROW: Any = SimpleNamespace(numel=lambda: 4096, device=SimpleNamespace(type="cuda
 
 def gathered() -> None:
     dist.init_process_group("gloo")
-    _triton.hopper = lambda _: True
-    assert _triton.pdl_options(ROW) == {"PDL": True, "launch_pdl": True}
+    runtime.hopper = lambda _: True
+    assert runtime.pdl_options(ROW) == {"PDL": True, "launch_pdl": True}
     model = tigon.Llama.from_config(LLAMA)
     shard_blocks(model, init_device_mesh("cpu", (2,)), compute=torch.float32, keeps_ends=False)
-    assert _triton.pdl_options(ROW) == {"PDL": False}
+    assert runtime.pdl_options(ROW) == {"PDL": False}
     del model
     gc.collect()
-    assert _triton.pdl_options(ROW) == {"PDL": True, "launch_pdl": True}  # of other models
+    assert runtime.pdl_options(ROW) == {"PDL": True, "launch_pdl": True}  # of other models
     dist.destroy_process_group()
 
 

@@ -16,10 +16,11 @@ from tests.models.contract import gradients
 from tests.models.test_rebuilt import BIG, B, T, make, saved
 from tests.parallel.test_tensor import TWO, random_model
 from tests.train.ranks import Ranks
+from tigon.distributed import collectives
+from tigon.distributed.sequence_parallel import Stream
 from tigon.kernels import use
-from tigon.kernels._rebuilt import rebuilding
-from tigon.layers import Linear, collectives
-from tigon.layers.stream import Stream
+from tigon.kernels.recompute import rebuilding
+from tigon.layers import Linear
 from tigon.models import CausalLM
 from tigon.parallel import MeshSizes, cut_model, take_part
 

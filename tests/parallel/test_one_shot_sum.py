@@ -13,8 +13,9 @@ from torch import Tensor
 
 from tests import interpreter
 from tests.train.ranks import Ranks as Processes
-from tigon.kernels._triton import use
-from tigon.kernels.one_shot_sum import (
+from tigon.distributed import all_reduce
+from tigon.distributed.collectives import Ranks
+from tigon.kernels.comm.one_shot_all_reduce import (
     BITS,
     TURNS,
     Buffers,
@@ -25,8 +26,7 @@ from tigon.kernels.one_shot_sum import (
     one_shot_norm,
     one_shot_sum,
 )
-from tigon.layers import symmetric
-from tigon.layers.collectives import Ranks
+from tigon.kernels.runtime import use
 
 # Of the last four, the 5 empty what 2 S - 1 elements have filled, and the last S use that again
 SIZES = (1, 7, S, S + 3, 3 * S, 2 * S - 1, 5, S, S)
@@ -246,13 +246,13 @@ def recorded_first(ranks: Ranks) -> None:
     """Ranks cannot agree on shared memory while a graph is recorded: NCCL sums, also later."""
     x = torch.ones(1, device="cuda")
     ranks.sum(x)
-    graph, (y,) = graph_of(lambda: [symmetric.sum_few(x, ranks)], first=True)
-    assert not any(symmetric._of_groups.values())
+    graph, (y,) = graph_of(lambda: [all_reduce.sum_few(x, ranks)], first=True)
+    assert not any(all_reduce._of_groups.values())
     graph.replay()
     assert y.tolist() == [ranks.size]
     with use("reference"):
-        assert symmetric.sum_few(x, ranks).tolist() == [ranks.size]
-    (opened,) = symmetric._of_groups.values()
+        assert all_reduce.sum_few(x, ranks).tolist() == [ranks.size]
+    (opened,) = all_reduce._of_groups.values()
     assert list(opened) == [torch.float32]  # agreed on, and used once Triton is
 
 
@@ -262,10 +262,10 @@ def joined(ranks: Ranks, dtype: torch.dtype) -> None:
     share = -(-1001 // ranks.size)
     first = ranks.rank * share
     own = whole[..., first : first + share].cuda()
-    found = symmetric.join_few(own, first, 1001, ranks)
+    found = all_reduce.join_few(own, first, 1001, ranks)
     shared = torch.cuda.device_count() >= ranks.size
     assert torch.equal(found.cpu(), whole) if shared else found is None
-    assert symmetric.join_few(own, first, P * S, ranks) is None  # too long: three times as much
+    assert all_reduce.join_few(own, first, P * S, ranks) is None  # too long: three times as much
 
 
 def same_on_gpu(found: Tensor, x: Tensor) -> bool:
@@ -282,7 +282,7 @@ def norms_on_gpus(ranks: Ranks, dtype: torch.dtype) -> None:
     for how in ({"offset": 0.0, "cast": "before_weight"}, {"offset": 1.0, "cast": "after_weight"}):
 
         def every(how: dict[str, Any] = how) -> list[Tensor]:
-            pairs = [symmetric.sum_few_and_norm(*case[3:], EPS, ranks, **how) for case in cases]
+            pairs = [all_reduce.sum_few_and_norm(*case[3:], EPS, ranks, **how) for case in cases]
             return [t for pair in pairs for t in pair]
 
         graph, found = graph_of(every)
@@ -306,9 +306,9 @@ def on_gpus() -> None:
             for x in cases(seed, count, sizes, dtype):
                 if (seed + rank) % 3 == 0:
                     torch.cuda._sleep(100_000)
-                assert same_on_gpu(symmetric.sum_few(x[rank].cuda(), ranks), x), (dtype, x.shape)
+                assert same_on_gpu(all_reduce.sum_few(x[rank].cuda(), ranks), x), (dtype, x.shape)
         given = [x[rank].cuda() for x in cases(0, count, sizes, dtype)]
-        graph, found = graph_of(lambda given=given: [symmetric.sum_few(x, ranks) for x in given])
+        graph, found = graph_of(lambda given=given: [all_reduce.sum_few(x, ranks) for x in given])
         for seed in range(20):
             fresh = list(cases(seed, count, sizes, dtype))
             for x, new in zip(given, fresh, strict=True):
@@ -319,7 +319,7 @@ def on_gpus() -> None:
         joined(ranks, dtype)
         norms_on_gpus(ranks, dtype)
         del graph, found  # NCCL's communicators wait for the graphs that hold their kernels
-    (opened,) = symmetric._of_groups.values()
+    (opened,) = all_reduce._of_groups.values()
     shared = {dtype: buffers is not None for dtype, buffers in opened.items()}
     assert shared == dict.fromkeys(BITS, torch.cuda.device_count() >= count)
     dist.destroy_process_group()

@@ -19,8 +19,8 @@ from tests.small import EXPERTS, LLAMA, write_model
 from tests.train.ranks import TORCHRUN, Ranks
 from tests.train.test_expert import FAMILIES
 from tigon.cli import main
+from tigon.distributed.expert_dispatch import ExpertShard
 from tigon.kernels import LogProbs
-from tigon.layers.expert_shard import ExpertShard
 from tigon.train.parallel import local
 
 WHOLE = {"expert_parallel": True}

@@ -17,11 +17,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from tests.train.ranks import Ranks
-from tigon.kernels._rebuilt import rebuilding
-from tigon.layers import collectives
+from tigon.distributed import collectives
+from tigon.kernels.recompute import rebuilding
 from tigon.models import MODELS, CausalLM, LoraConfig
 from tigon.parallel import TensorParallel, cut_model, find_tensor
-from tigon.parallel.plan import check
+from tigon.parallel.tensor_parallel import check
 from tigon.train.optim.clip import clip_gradients
 from tigon.weights import Copy
 

@@ -17,7 +17,7 @@ from tests.parallel import test_tensor
 from tests.parallel.test_tensor import BALANCED, MOE, differences, random_model
 from tests.parallel.test_tensor_adapters import Case, adapted, keyed, save_all
 from tests.train.ranks import Ranks
-from tigon.layers.expert_shard import ExpertShard
+from tigon.distributed.expert_dispatch import ExpertShard
 from tigon.models import CausalLM
 from tigon.parallel import cut_model, share_experts
 

@@ -14,8 +14,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from tests.numbers import assert_as_near
 from tests.parallel.test_tensor import batches, random_model
 from tests.train.ranks import Ranks
-from tigon.kernels._rebuilt import rebuilding
-from tigon.kernels.fp8_linear import fp8_gated_linear
+from tigon.kernels.linear.fp8 import fp8_gated_linear
+from tigon.kernels.recompute import rebuilding
 from tigon.layers import mlp
 from tigon.models import CausalLM
 from tigon.parallel import cut_model, find_tensor

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.train.test_estimate import B, tiny
-from tigon.layers import offload as offloading
+from tigon.layers import activation_offload as offloading
 from tigon.train import main
 from tigon.train.config_file import load
 from tigon.train.estimate import budget

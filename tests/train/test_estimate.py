@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-from tigon.data.packing import MAX_KEY_COPIES
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from tests.models.tiny import CASES, FIRST, SIZES
 from tests.small import EXPERTS, LLAMA, write_model
-from tigon.kernels import _triton, use
-from tigon.layers import offload
+from tigon.data.packing import MAX_KEY_COPIES
+from tigon.kernels import runtime, use
+from tigon.layers import activation_offload
 from tigon.models import MODELS, CausalLM
 from tigon.parallel import IN_FLIGHT, MeshSizes
 from tigon.train import main
@@ -74,7 +74,7 @@ def saved_by(model: CausalLM, device: str) -> int:
     return sum(storage.nbytes() for storage in kept.values())
 
 
-@pytest.mark.skipif(not _triton.INTERPRETED, reason="the interpreter is not on")
+@pytest.mark.skipif(not runtime.INTERPRETED, reason="the interpreter is not on")
 @pytest.mark.parametrize(
     ("model_type", "case"), [f for f in FIRST if f[0] in ("llama", "gemma3_text", "qwen3_moe")]
 )
@@ -179,7 +179,7 @@ LONG = {"seq_len": 2048, "max_position_embeddings": 4096}
 
 
 def activations(monkeypatch: pytest.MonkeyPatch, **changes: Any) -> Estimate:
-    monkeypatch.setattr(offload, "LEAST", 0)
+    monkeypatch.setattr(activation_offload, "LEAST", 0)
     shape = {k: v for k, v in LONG.items() if k != "seq_len"}
     return planned(tiny("llama", "plain", **BIG, **shape), seq_len=2048, **changes)
 
@@ -399,7 +399,7 @@ def test_a_dry_run_for_gpus_notes_what_the_run_would(workspace, capsys, monkeypa
 
 
 def test_a_dry_run_makes_steps_where_it_can(workspace, capsys, monkeypatch) -> None:
-    monkeypatch.setattr("tigon.models._load.load_weights", pytest.fail)  # none are read
+    monkeypatch.setattr("tigon.models.pretrained.load.load_weights", pytest.fail)  # none are read
     monkeypatch.setattr("tigon.train.estimate.report.peak_flops", lambda *_: 1e9)
     main(["--dry-run", *workspace.settings("dry")])
     said = capsys.readouterr().out

@@ -15,7 +15,7 @@ import torch
 import tigon
 from tests.small import EXPERTS, LLAMA, write_model
 from tests.train import watching
-from tigon.kernels._grouped_gemm import waits
+from tigon.kernels.mlp.grouped_mlp import waits
 from tigon.layers import KVCache
 from tigon.train import load, prepare, train
 from tigon.train.graphs import Graphs, check_run
@@ -394,7 +394,7 @@ def test_models_that_do_not_fit(model, monkeypatch):
     experts = tigon.Qwen3Moe.from_config(EXPERTS)
     with pytest.raises(ValueError, match=r"model\.layers\.1\.mlp\.experts asks the GPU"):
         Graphs(experts)
-    gemm = importlib.import_module("tigon.kernels._grouped_gemm")
+    gemm = importlib.import_module("tigon.kernels.mlp.grouped_mlp")
     monkeypatch.setattr(gemm, "hopper", lambda _: True)
     shape, gpu = torch.Size((5, 80, 64)), torch.device("cuda", 0)
     assert not waits(shape, torch.bfloat16, gpu)

@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 import tigon
 from tests.train.ranks import Ranks
 from tigon.cli import main as command
-from tigon.kernels._attention_backends import Request, choose
+from tigon.kernels.attention.backends import Request, choose
 from tigon.layers import GatedMLP
 from tigon.parallel import Place
 from tigon.train import checkpoint, guard, load, loop, main, prepare

@@ -11,10 +11,10 @@ import tigon.kernels
 from tests.numbers import neighbours
 from tests.train.test_precision import Model, settings
 from tigon import splitmix
-from tigon.kernels import _tables, adamw, squared_norm
-from tigon.kernels._codes import Codes, quantize
-from tigon.kernels._rounding import draw, sixteen
-from tigon.kernels._triton import tl, triton
+from tigon.kernels.norm import grad_norm
+from tigon.kernels.optim import adamw
+from tigon.kernels.optim.low_bits import Codes, draw, quantize, sixteen
+from tigon.kernels.runtime import tl, triton
 from tigon.train.optim import (
     build_optimizer,
     clip,
@@ -334,8 +334,8 @@ def test_stochastic_rounding_of_the_kernel_is_unbiased(monkeypatch):
 
 def test_tables_are_made_again_only_when_an_address_changes(monkeypatch):
     made = []
-    sent = _tables._sent
-    monkeypatch.setattr(_tables, "_sent", lambda *a: made.append(1) or sent(*a))
+    sent = adamw._sent
+    monkeypatch.setattr(adamw, "_sent", lambda *a: made.append(1) or sent(*a))
     model, optimizer = learner({"a": (3, 64), "b": (5, 64)})
     model.learn(0)
     optimizer.step()
@@ -353,12 +353,12 @@ def test_tables_are_made_again_only_when_an_address_changes(monkeypatch):
 
 
 def test_the_norm_is_exact_and_the_factor_is_left_to_the_update(monkeypatch):
-    monkeypatch.setattr(squared_norm, "CHUNK", 4096)
+    monkeypatch.setattr(grad_norm, "CHUNK", 4096)
     for dtype in ("float32", "bfloat16"):
         model, optimizer = learner({"a": (90, 64), "b": (137,), "c": (0, 8)}, param_dtype=dtype)
         model.learn(0)
         gradients = [p.grad.clone() for p in model.parameters()]
-        exact = squared_norm.squared_norm_ref(gradients).sqrt().item()
+        exact = grad_norm.squared_norm_ref(gradients).sqrt().item()
         for limit, factor in ((0.0, None), (2 * exact, 1.0), (exact / 4, 0.25)):
             found = clip(model, optimizer, limit)
             assert found.item() == pytest.approx(exact, rel=2e-7)

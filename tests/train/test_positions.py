@@ -16,12 +16,12 @@ import tigon.kernels
 from tests.small import EXPERTS, LLAMA
 from tests.train.ranks import Ranks as Processes
 from tests.train.test_precision import Model, settings
-from tigon.kernels import adamw
-from tigon.layers.collectives import Ranks
+from tigon.distributed.collectives import Ranks
+from tigon.kernels.optim import adamw
 from tigon.models import MODELS, CausalLM, LoraConfig
 from tigon.parallel import Meshes
-from tigon.parallel.expert import divide_experts
-from tigon.parallel.plan import cut_parts
+from tigon.parallel.expert_parallel import divide_experts
+from tigon.parallel.tensor_parallel import cut_parts
 from tigon.train import start
 from tigon.train.model import divide
 from tigon.train.optim import build_optimizer

@@ -15,7 +15,7 @@ from tests.train.test_lora import SETTINGS, step, tensors
 from tigon.cli import main as command
 from tigon.layers import QuantisedWeight
 from tigon.models import quantise
-from tigon.models._few_bits import quantised_layers
+from tigon.models.pretrained.quantization import quantised_layers
 from tigon.train import load, main
 from tigon.train.build import read_inputs
 from tigon.train.estimate.report import plan

@@ -10,8 +10,9 @@ import tigon
 from tests import interpreter
 from tests.small import LLAMA
 from tests.train.ranks import Ranks
-from tigon.kernels import _linear_autograd, _triton, use
-from tigon.kernels._rebuilt import rebuilding
+from tigon.kernels import runtime, use
+from tigon.kernels.linear import linear
+from tigon.kernels.recompute import rebuilding
 from tigon.train.parallel import local, shard, start
 
 
@@ -19,13 +20,13 @@ def step_on_a_rank() -> None:
     """The gradients of its shards: without rebuilding, with it, of recomputed blocks."""
     interpreter.install()
     rebuilt = []
-    compute_again = _linear_autograd.compute_again
+    compute_again = linear.compute_again
 
     def counted(*given: Any) -> Any:
         rebuilt.append(given)
         return compute_again(*given)
 
-    _linear_autograd.compute_again = counted
+    linear.compute_again = counted
     with start("cpu") as world:
         torch.manual_seed(0)
         model = tigon.Llama.from_config(LLAMA | {"intermediate_size": 40}).train()
@@ -49,6 +50,6 @@ def step_on_a_rank() -> None:
 
 
 @pytest.mark.kernel
-@pytest.mark.skipif(not _triton.INTERPRETED, reason="the interpreter is not on")
+@pytest.mark.skipif(not runtime.INTERPRETED, reason="the interpreter is not on")
 def test_two_ranks() -> None:
     assert Ranks(2, step_on_a_rank).finish().split() == ["same", "same"]

@@ -18,7 +18,7 @@ from tests.train.ranks import Ranks
 from tigon.train import checkpoint, loop, main
 from tigon.train.checkpoint import Keep, files, memory, newest_whole, saver, storage
 from tigon.train.parallel import start
-from tigon.weights.disk import require_space
+from tigon.weights.files import require_space
 
 Usage = namedtuple("Usage", "total used free")
 

@@ -16,7 +16,7 @@ from tigon.train import checkpoint, loop, main
 from tigon.train.checkpoint import integrity, storage
 from tigon.train.checkpoint.errors import first_cause
 from tigon.train.export import convert_checkpoint
-from tigon.weights import writer
+from tigon.weights import write
 
 STEPS, SAVE_EVERY = 16, 4
 
@@ -41,7 +41,7 @@ def fail_on_a_rank(failing: int, what: str, settings: list[str]) -> None:
     loop.update = wait
     if int(os.environ["RANK"]) == failing:
         if what == "hf":
-            writer._pwrite = full
+            write._pwrite = full
         else:
             storage._write = full
     main(settings)

@@ -131,7 +131,7 @@ def test_losses_metrics_and_gradients_are_the_same(
     if "attention" in changes:
         request.getfixturevalue("played")
         monkeypatch.setattr("tigon.train.build.check_machine", lambda *_: None)
-        monkeypatch.setattr("tigon.models._model.check_backend", lambda _: None)
+        monkeypatch.setattr("tigon.models.base.check_backend", lambda _: None)
     found = []
     for name in ("once", "twice"):
         twice(name == "twice")

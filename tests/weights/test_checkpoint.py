@@ -6,8 +6,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tigon.weights import Checkpoint, Repository, reading
-from tigon.weights.fp8 import FP8
+from tigon.weights import Checkpoint, Repository, read
+from tigon.weights.checkpoint import FP8
 from tigon.weights.header import DTYPES
 
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
@@ -56,7 +56,7 @@ def test_reads_what_the_library_reads(tmp_path: Path, dtype: torch.dtype) -> Non
 def test_conversion_is_that_of_to(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: torch.dtype, target: torch.dtype
 ) -> None:
-    monkeypatch.setattr(reading, "STAGING", 1000)  # many pieces, the last one short
+    monkeypatch.setattr(read, "STAGING", 1000)  # many pieces, the last one short
     tensor = random_bits(source, 61, 33)
     save_file({"w": tensor}, tmp_path / "model.safetensors")
     out = torch.empty(40, 33, dtype=target)

@@ -12,13 +12,13 @@ from tigon.weights import (
     Entry,
     Part,
     Repository,
+    load,
     load_into,
-    loading,
     pinned_ahead,
-    reading,
+    read,
     write_checkpoint,
 )
-from tigon.weights.transfer import Run, transfers
+from tigon.weights.read import Run, transfers
 
 pytestmark = [
     pytest.mark.gpu,
@@ -28,7 +28,7 @@ pytestmark = [
 
 @pytest.mark.parametrize("target", [torch.bfloat16, torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize("source", [torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize("pinned", [4096, reading.PINNED])
+@pytest.mark.parametrize("pinned", [4096, read.PINNED])
 def test_loads_what_the_library_loads(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -36,7 +36,7 @@ def test_loads_what_the_library_loads(
     target: torch.dtype,
     pinned: int,
 ) -> None:
-    monkeypatch.setattr(reading, "PINNED", pinned)
+    monkeypatch.setattr(read, "PINNED", pinned)
     shapes = [(999, 1001), (5000, 2048), (7,), ()]
     tensors = {f"w{i}": torch.randn(shape).to(source) for i, shape in enumerate(shapes)}
     save_file(tensors, tmp_path / "model.safetensors")
@@ -64,7 +64,7 @@ def test_a_load_uses_what_was_pinned_ahead(tmp_path: Path, monkeypatch: pytest.M
     def blocks() -> int:
         return torch.cuda.host_memory_stats()["num_host_alloc"]
 
-    monkeypatch.setattr(loading, "_threads", lambda: 2)
+    monkeypatch.setattr(load, "_threads", lambda: 2)
     torch.cuda.synchronize()
     torch._C._host_emptyCache()
     begun, until = blocks(), time.monotonic() + 60
@@ -93,7 +93,7 @@ def test_columns_and_neighbours_on_the_device(tmp_path: Path, target: torch.dtyp
         Run(info.path, half, info.dtype, 64, 40, right),
         Run(info.path, half, info.dtype, 64, 0, whole),
     ]
-    with reading.Reader() as reader:
+    with read.Reader() as reader:
         for transfer in transfers(runs, reader.most):
             reader.fill(transfer)
     assert torch.equal(left.cpu(), stored[:150, :24].to(target))

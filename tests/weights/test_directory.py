@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tigon.weights import DiskFull, new_directory
-from tigon.weights import directory as module
+from tigon.weights import files as module
 
 
 def test_new_directory_appears_at_the_end_only(tmp_path: Path) -> None:

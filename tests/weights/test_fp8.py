@@ -14,8 +14,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tests.models.fp8_checkpoints import E4M3, Block, dequantised, quantise
 from tigon.weights import BlockScales, Checkpoint, Decoded, Part, Repository, load_into
-from tigon.weights.plan import Decoding
-from tigon.weights.reading import Reader
+from tigon.weights.layout import Decoding
+from tigon.weights.read import Reader
 
 W, S = "x.weight", "x.weight_scale_inv"
 

@@ -18,9 +18,9 @@ from tigon.weights import (
     Rows,
     cut_parts,
     entries,
+    load,
     load_into,
-    loading,
-    reading,
+    read,
     write_checkpoint,
 )
 
@@ -50,7 +50,7 @@ def test_fused_parameters(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, chunk: int
 ) -> None:
     for way in ("DIRECT", "STAGING"):
-        monkeypatch.setattr(reading, way, chunk)
+        monkeypatch.setattr(read, way, chunk)
     tensors, layout = fused_qkv()
     parameters = {
         "qkv": torch.nn.Parameter(torch.full((14, 4), torch.nan, dtype=dtype)),
@@ -93,7 +93,7 @@ def test_a_part_of_several_slices(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, chunk: int
 ) -> None:
     for way in ("DIRECT", "STAGING"):
-        monkeypatch.setattr(reading, way, chunk)
+        monkeypatch.setattr(read, way, chunk)
     stored = torch.randn(12, 4)
     checkpoint = save(tmp_path, {"gate_up": stored})
     (tmp_path / "out").mkdir()
@@ -259,13 +259,13 @@ def test_the_progress_bar(
     """On a terminal, of the first rank, if it takes long; it counts what is read."""
     counted: list[tuple[float, float]] = []
 
-    class Bar(loading.tqdm):  # type: ignore[name-defined, misc]
+    class Bar(load.tqdm):  # type: ignore[name-defined, misc]
         def close(self) -> None:
             counted.append((self.n, self.total))
             super().close()
 
-    monkeypatch.setattr(loading, "tqdm", Bar)
-    monkeypatch.setattr(loading, "SLOW", slow)
+    monkeypatch.setattr(load, "tqdm", Bar)
+    monkeypatch.setattr(load, "SLOW", slow)
     monkeypatch.setattr("sys.stderr", screen)
     monkeypatch.setenv("RANK", rank)
     tensors, layout = fused_qkv()

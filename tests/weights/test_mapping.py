@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 import tigon
 from tests.models.tiny import CASES, FIRST, reference
 from tigon.models import MODELS, build
-from tigon.models._load import map_weights
+from tigon.models.pretrained.load import map_weights
 from tigon.weights import Checkpoint, Layout, Part, Repository, Rows, map_parameters
 
 

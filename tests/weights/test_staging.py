@@ -14,8 +14,9 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from tigon.models import _load, from_pretrained
-from tigon.weights import Checkpoint, Part, Repository, load_into, loading, pinned_ahead, reading
+from tigon.models import from_pretrained
+from tigon.models.pretrained import load as load_module
+from tigon.weights import Checkpoint, Part, Repository, load, load_into, pinned_ahead, read
 
 here = threading.local()
 
@@ -79,7 +80,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         "synchronize": lambda device: None,
     }.items():
         monkeypatch.setattr(torch.cuda, name, fake)
-    monkeypatch.setattr(reading, "pinned_buffer", lambda size: torch.empty(size, dtype=torch.uint8))
+    monkeypatch.setattr(read, "pinned_buffer", lambda size: torch.empty(size, dtype=torch.uint8))
 
 
 def on_gpu(*shape: int, dtype: torch.dtype) -> Tensor:
@@ -91,7 +92,7 @@ def on_gpu(*shape: int, dtype: torch.dtype) -> Tensor:
 def test_no_buffer_is_filled_before_it_was_copied(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gpu: None, dtype: torch.dtype, size: int
 ) -> None:
-    monkeypatch.setattr(reading, "PINNED", size)
+    monkeypatch.setattr(read, "PINNED", size)
     shapes = {"a": (300, 50), "b": (7,), "c": (), "d": (3,), "e": (40, 33)}
     tensors = {n: torch.randn(shape).to(torch.bfloat16) for n, shape in shapes.items()}
     save_file(tensors, tmp_path / "model.safetensors")
@@ -109,7 +110,7 @@ def test_no_buffer_is_filled_before_it_was_copied(
 def test_a_failing_read_waits_for_what_is_on_its_way(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gpu: None
 ) -> None:
-    monkeypatch.setattr(reading, "PINNED", 4096)
+    monkeypatch.setattr(read, "PINNED", 4096)
     save_file({"w": torch.randn(300, 50)}, tmp_path / "model.safetensors")
     checkpoint = Checkpoint.open(Repository(tmp_path))
     os.truncate(tmp_path / "model.safetensors", 30_000)
@@ -138,8 +139,8 @@ def pinned(monkeypatch: pytest.MonkeyPatch, gpu: None) -> Iterator[list[Any]]:
         found.append((size, threading.current_thread(), weakref.ref(buffer)))
         return buffer
 
-    monkeypatch.setattr(loading, "pinned_buffer", one)
-    monkeypatch.setattr(loading, "_threads", lambda: 3)
+    monkeypatch.setattr(load, "pinned_buffer", one)
+    monkeypatch.setattr(load, "_threads", lambda: 3)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     yield found
     assert all(not thread.is_alive() and ref() is None for _, thread, ref in found)
@@ -163,7 +164,7 @@ def test_what_a_load_will_use_is_pinned_ahead(pinned: list[Any], staging: int, e
 
 
 def test_pinning_ends_with_the_block(monkeypatch: pytest.MonkeyPatch, pinned: list[Any]) -> None:
-    leaving, one = threading.Event(), loading.pinned_buffer
+    leaving, one = threading.Event(), load.pinned_buffer
 
     class Thread(threading.Thread):
         def join(self, timeout: float | None = None) -> None:
@@ -176,7 +177,7 @@ def test_pinning_ends_with_the_block(monkeypatch: pytest.MonkeyPatch, pinned: li
         return buffer
 
     monkeypatch.setattr(threading, "Thread", Thread)
-    monkeypatch.setattr(loading, "pinned_buffer", slow)
+    monkeypatch.setattr(load, "pinned_buffer", slow)
     with pytest.raises(OSError, match="gone"), pinned_ahead(torch.device("cuda:0")):
         wait_for(pinned, 2)
         raise OSError("gone")
@@ -186,13 +187,13 @@ def test_pinning_ends_with_the_block(monkeypatch: pytest.MonkeyPatch, pinned: li
 def test_memory_that_cannot_be_pinned_is_left_to_the_load(
     monkeypatch: pytest.MonkeyPatch, pinned: list[Any]
 ) -> None:
-    one = loading.pinned_buffer
+    one = load.pinned_buffer
 
     def lacking(size: int) -> Tensor:
         one(size)
         raise RuntimeError("CUDA error: out of memory")
 
-    monkeypatch.setattr(loading, "pinned_buffer", lacking)
+    monkeypatch.setattr(load, "pinned_buffer", lacking)
     with pinned_ahead(torch.device("cuda:0")):
         wait_for(pinned, 1)
     assert len(pinned) == 1
@@ -209,7 +210,7 @@ def test_pinned_while_the_model_is_built_and_only_for_a_gpu(
         with pinned_ahead(device, staging_bytes):
             yield
 
-    monkeypatch.setattr(_load, "pinned_ahead", ahead)
+    monkeypatch.setattr(load_module, "pinned_ahead", ahead)
     with pytest.raises(FileNotFoundError):
         from_pretrained(tmp_path, staging_bytes=5 << 20)
     assert asked == [(torch.device("cpu"), 5 << 20)] and not pinned

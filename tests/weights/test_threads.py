@@ -5,7 +5,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from tigon.weights.threads import spread
+from tigon.weights.read import spread
 
 
 def test_each_job_once_with_the_threads_own_tool() -> None:

@@ -10,10 +10,9 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from tigon.weights import Checkpoint, Decoded, Layout, Part, Repository, Rows, load_into, reading
-from tigon.weights.plan import Lines, Local
-from tigon.weights.reading import Reader
-from tigon.weights.transfer import Run, transfers
+from tigon.weights import Checkpoint, Decoded, Layout, Part, Repository, Rows, load_into, read
+from tigon.weights.layout import Lines, Local
+from tigon.weights.read import Reader, Run, transfers
 
 
 def test_neighbours_are_read_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -35,7 +34,7 @@ def test_neighbours_are_read_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyP
         assert reads == [20 * 48]
         assert all(torch.equal(p, tensors[name].to(dtype)) for name, p in parameters.items())
         reads.clear()
-    monkeypatch.setattr(reading, "IOV_MAX", 3)
+    monkeypatch.setattr(read, "IOV_MAX", 3)
     parameters = {name: torch.full((3, 4), torch.nan) for name in tensors}
     load_into(parameters, layout, checkpoint)
     assert reads == [3 * 48] * 6 + [2 * 48]
@@ -139,7 +138,7 @@ def test_staging_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         return empty(*size, **options)
 
     out, layout = empty(3000, 1000, dtype=torch.bfloat16), {"w": (Part.whole("w", (3000, 1000)),)}
-    monkeypatch.setattr(reading.torch, "empty", counted)
+    monkeypatch.setattr(read.torch, "empty", counted)
     load_into({"w": out}, layout, checkpoint, workers=8, staging_bytes=2 << 20)
     monkeypatch.undo()
     assert torch.equal(out, stored.bfloat16())

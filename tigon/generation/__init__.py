@@ -1,10 +1,10 @@
 """From a prompt to its continuation: settings, sampling, caches, CUDA graphs, speculation."""
 
-from tigon.generation.api import generate
-from tigon.generation.protocols import Decodes, Model, Streamer
+from tigon.generation.generate import generate
+from tigon.generation.loop import StopStrings
+from tigon.generation.prompt import Decodes, Model, Streamer
 from tigon.generation.sampling import Sampling
 from tigon.generation.settings import check_generation_config
-from tigon.generation.stopping import StopStrings
 
 __all__ = [
     "Decodes",

@@ -1,16 +1,130 @@
-"""The loop over steps. The device runs ahead: the host reads the tokens of a step some steps later.
+"""When a row has ended: stop strings, and what the host knows of every row.
 
-# B rows at first, b rows now, n tokens of a step
+# B rows, n tokens of a step
 """
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
 
-from tigon.generation.protocols import Steps
-from tigon.generation.stopping import Continuations
+from tigon.generation.prompt import Decodes, Steps
+from tigon.json_file import shown
+from tigon.kernels.loss.argmax import NOT_FINITE
+
+ABSENT = -1  # stands where a step has no token for a row
+
+
+class StopStrings:
+    """Whether the last token of a row completed one of the strings, wherever that began."""
+
+    def __init__(self, strings: Sequence[str], tokenizer: Decodes):
+        self.strings, self.tokenizer = strings, tokenizer
+        # A token is at least a byte. One more, since decoders treat the first of a text apart
+        self.window = max(len(s.encode()) for s in strings) + 1
+
+    def completed(self, ids: list[int]) -> bool:
+        """For the last `window` tokens of one row, or all that it has."""
+        before = self.tokenizer.decode(ids[:-1], skip_special_tokens=False)
+        text = self.tokenizer.decode(ids, skip_special_tokens=False)
+        # An unfinished character is U+FFFD until its last byte
+        old = len(before.rstrip("\ufffd"))
+        return any(text.find(s, max(0, old - len(s) + 1)) >= 0 for s in self.strings)
+
+
+def find_stops(
+    strings: Sequence[str],
+    tokenizer: Decodes | None,
+    file: str,  # begins a message
+) -> StopStrings | None:
+    if not strings:
+        return None
+    if tokenizer is None:
+        raise ValueError(
+            f"{file}stop_strings {shown(list(strings))} need the model's tokenizer: tokenizer="
+        )
+    return StopStrings(strings, tokenizer)
+
+
+class Continuations:
+    """The generated tokens of each row that have reached the host, and which rows are unfinished.
+
+    Tokens after the end of a row are dropped. `emit` gets a column [B] as soon as all unfinished
+    rows are past it.
+    """
+
+    def __init__(
+        self,
+        prompt: Tensor,  # [B, T]
+        max_tokens: int,  # of a row
+        eos: Sequence[int],
+        pad: int | None,  # fills short rows; None: eos, or else 0
+        stop: StopStrings | None,
+        emit: Callable[[Tensor], object] | None,
+    ):
+        if stop is not None and pad is None and not eos and len(prompt) > 1:
+            raise ValueError("stop_strings for several rows need pad_token_id to fill short ones")
+        self.max_tokens, self.pad = max_tokens, next(iter(eos), 0) if pad is None else pad
+        self.tokens: list[list[int]] = [[] for _ in range(prompt.shape[0])]
+        self.unfinished = set(range(prompt.shape[0])) if max_tokens else set()
+        self._eos, self._stop, self._emit, self._emitted = frozenset(eos), stop, emit, 0
+        self._prompt = [] if stop is None else prompt[:, -stop.window :].tolist()
+
+    @property
+    def length(self) -> int:
+        """Tokens of the longest row."""
+        return max(len(tokens) for tokens in self.tokens)
+
+    @property
+    def remaining(self) -> int:
+        """Tokens that the shortest unfinished row may still get."""
+        shortest = min((len(self.tokens[row]) for row in self.unfinished), default=self.max_tokens)
+        return self.max_tokens - shortest
+
+    def append(self, rows: Sequence[int], tokens: list[list[int]]) -> None:
+        """The tokens [b, n] of one step, which belong to `rows` [b]."""
+        for row, new in zip(rows, tokens, strict=True):
+            for token in new:
+                if row in self.unfinished and token != ABSENT:
+                    self._append_token(row, token)
+        if self._emit is not None:
+            complete = min((len(self.tokens[row]) for row in self.unfinished), default=self.length)
+            for column in range(self._emitted, complete):
+                self._emit(torch.tensor([self._at(row, column) for row in range(len(self.tokens))]))
+            self._emitted = complete
+
+    def _append_token(self, row: int, token: int) -> None:
+        if token == NOT_FINITE:
+            raise ValueError(
+                f"row {row}: the scores of token {len(self.tokens[row])} after the prompt are not "
+                "finite, so none can be chosen; look for nan, inf or huge values in the weights of "
+                "the model and its adapter"
+            )
+        tokens = self.tokens[row]
+        tokens.append(token)
+        ended = len(tokens) == self.max_tokens or token in self._eos
+        if self._stop is not None and not ended:
+            window = self._stop.window
+            ended = self._stop.completed((self._prompt[row] + tokens[-window:])[-window:])
+        if ended:
+            self.unfinished.remove(row)
+
+    def _at(self, row: int, column: int) -> int:
+        tokens = self.tokens[row]
+        return tokens[column] if column < len(tokens) else self.pad
+
+    def tensor(self) -> Tensor:
+        """[B, length] on the CPU: rows that ended early are filled with the pad token."""
+        length = self.length
+        filled = [tokens + [self.pad] * (length - len(tokens)) for tokens in self.tokens]
+        return torch.tensor(filled, dtype=torch.long).view(len(filled), length)
+
+
+# The loop over steps. The device runs ahead: the host reads the tokens of a step some steps
+# later.
+#
+# B rows at first, b rows now, n tokens of a step
 
 LAG = 8  # steps that the host may be behind the device
 FEW = 8  # with so few steps left, removing rows or capturing a graph costs more than it saves

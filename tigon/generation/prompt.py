@@ -1,15 +1,73 @@
-"""The prompt of a call, checked and brought to the model's device.
+"""What generation needs of a model, a tokenizer and a streamer; and how its parts meet.
 
-# B rows, T prompt tokens, V vocab
+# B rows at first, b rows now, n tokens of a step
 """
 
-from collections.abc import Collection, Mapping
-from typing import Any, NamedTuple, Self
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any, Literal, NamedTuple, Protocol, Self, runtime_checkable
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from tigon.generation.protocols import Model
+from tigon.distributed.collectives import Ranks
+from tigon.layers import RotaryEmbedding, StaticCache
+
+
+class Model(Protocol):
+    config: Any
+    generation_config: Any  # a dict, or an object with to_dict()
+
+    @property
+    def device(self) -> torch.device: ...
+
+    @property
+    def turning_rope(self) -> RotaryEmbedding | None: ...
+
+    @property
+    def together(self) -> tuple[Ranks, ...]: ...
+
+    @property
+    def cache_restart(self) -> int | None: ...
+
+    def parameters(self) -> Iterator[nn.Parameter]: ...
+
+    def static_cache(
+        self, rows: int, capacity: int, *, chunk: int = 16, quantize: Literal["int8"] | None = None
+    ) -> StaticCache: ...
+
+    def __call__(self, input_ids: Tensor, **kwargs: Any) -> Any: ...
+
+
+class Decodes(Protocol):
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = False) -> str: ...
+
+
+@runtime_checkable
+class Streamer(Protocol):
+    """transformers' streamers: the prompt, then the new tokens of each step, then the end."""
+
+    def put(self, value: Tensor) -> None: ...
+
+    def end(self) -> None: ...
+
+
+class Steps(Protocol):
+    """The work on the device, a step at a time; it never waits for the values of tokens."""
+
+    can_remove_rows: bool
+
+    def __call__(self, remaining: int) -> Tensor:
+        """The next tokens [b, n], ABSENT where a row has fewer; `remaining` calls at most."""
+        ...
+
+    def select(self, index: Tensor) -> None:
+        """Keep these of the b rows."""
+        ...
+
+
+# The prompt of a call, checked and brought to the model's device.
+#
+# B rows, T prompt tokens, V vocab
 
 
 class Prompt(NamedTuple):

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tigon.generation.settings import Settings
-from tigon.kernels.likeliest import NOT_FINITE, likeliest
+from tigon.kernels.loss.argmax import NOT_FINITE, likeliest
 
 
 def penalize_repetition(scores: Tensor, seen: Tensor, penalty: float) -> Tensor:

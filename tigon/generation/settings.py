@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import tigon.strict as strict
-from tigon.generation.prompt import Prompt
-from tigon.generation.protocols import Model
+from tigon.generation.prompt import Model, Prompt
 from tigon.json_file import escaped, shown
 from tigon.strict import setting
 

@@ -10,15 +10,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from tigon.generation.graph import Replay
-from tigon.generation.prefill import prefill
-from tigon.generation.prompt import Prompt
-from tigon.generation.protocols import Model
+from tigon.generation.loop import ABSENT
+from tigon.generation.prompt import Model, Prompt
 from tigon.generation.sampling import Draws, Sampling, draw
-from tigon.generation.static import ROOM, make_cache
-from tigon.generation.stopping import ABSENT
-from tigon.kernels.likeliest import likeliest
-from tigon.layers.state import Quantize
+from tigon.generation.steps import INITIAL_CAPACITY, Replay, make_cache, prefill
+from tigon.kernels.loss.argmax import likeliest
+from tigon.layers.kv_cache import Quantize
 
 
 def accept_proposals(p: Tensor, q: Tensor, proposed: Tensor, draws: Draws) -> tuple[Tensor, Tensor]:
@@ -71,7 +68,7 @@ class SpeculativeSteps:
         self._sampling, self._draws = sampling, draws
         # A row that has all its tokens keeps proposing more until the other rows have theirs
         self._final, chunk = max_tokens + proposals + 1, proposals + 1
-        self._room = room = min(self._final, ROOM)  # tokens after the prompts
+        self._room = room = min(self._final, INITIAL_CAPACITY)  # tokens after the prompts
         self._reach = 1  # tokens after its prompt that a row can have before the next step
         self._cache = make_cache(model, prompt, room, chunk=chunk, quantize=quantize)
         self._draft_cache = make_cache(draft, prompt, room, chunk=chunk)

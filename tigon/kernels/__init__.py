@@ -1,20 +1,16 @@
 """Operators, one file each: the plain-torch definition (`*_ref`), then the public function."""
 
-from tigon.kernels._check import checks
-from tigon.kernels._run_criteria import HeadValue, run_criteria
-from tigon.kernels._triton import use
-from tigon.kernels._vocabulary import VocabularyShard
-from tigon.kernels.append_attention import append_attention, append_attention_ref
-from tigon.kernels.attention import AttentionMask, attention, attention_ref
-from tigon.kernels.criteria import KL, CrossEntropy, Head, LogProbs
-from tigon.kernels.cross_entropy import cross_entropy, cross_entropy_ref, divergence, kl_ref
-from tigon.kernels.embedding_rows import embedding_rows, embedding_rows_ref
-from tigon.kernels.fp8_linear import fp8_linear, fp8_linear_ref
-from tigon.kernels.gated_act import gated_act, gated_act_ref
-from tigon.kernels.grouped_mlp import grouped_mlp, grouped_mlp_ref
-from tigon.kernels.kv_buffers import KVBuffers
-from tigon.kernels.likeliest import likeliest, likeliest_ref
-from tigon.kernels.linear_criteria import (
+from tigon.kernels.attention.api import AttentionMask, attention, attention_ref
+from tigon.kernels.attention.decode import append_attention, append_attention_ref
+from tigon.kernels.attention.kv_cache import KVBuffers
+from tigon.kernels.linear.fp8 import fp8_linear, fp8_linear_ref
+from tigon.kernels.linear.gemv import row_linear, row_linear_ref
+from tigon.kernels.linear.lora import lora_linear, lora_linear_ref
+from tigon.kernels.loss.api import (
+    cross_entropy,
+    cross_entropy_ref,
+    divergence,
+    kl_ref,
     linear_cross_entropy,
     linear_cross_entropy_ref,
     linear_kl,
@@ -22,12 +18,17 @@ from tigon.kernels.linear_criteria import (
     selected_logprobs,
     selected_logprobs_ref,
 )
-from tigon.kernels.lora_linear import lora_linear, lora_linear_ref
-from tigon.kernels.qk_norm_rope import qk_norm_rope, qk_norm_rope_ref
-from tigon.kernels.rms_norm import rms_norm, rms_norm_ref
-from tigon.kernels.rope import rope, rope_ref
-from tigon.kernels.row_linear import row_linear, row_linear_ref
-from tigon.kernels.sandwich_norm import sandwich_norm, sandwich_norm_ref
+from tigon.kernels.loss.argmax import likeliest, likeliest_ref
+from tigon.kernels.loss.fused_linear import HeadValue, run_criteria
+from tigon.kernels.loss.terms import KL, CrossEntropy, Head, LogProbs
+from tigon.kernels.loss.vocab_parallel import VocabularyShard, embedding_rows, embedding_rows_ref
+from tigon.kernels.mlp.gated_act import gated_act, gated_act_ref
+from tigon.kernels.mlp.grouped_mlp import grouped_mlp, grouped_mlp_ref
+from tigon.kernels.norm.rms_norm import rms_norm, rms_norm_ref
+from tigon.kernels.norm.sandwich_norm import sandwich_norm, sandwich_norm_ref
+from tigon.kernels.rope.qk_norm_rope import qk_norm_rope, qk_norm_rope_ref
+from tigon.kernels.rope.rope import rope, rope_ref
+from tigon.kernels.runtime import checks, use
 
 __all__ = [
     "KL",

@@ -1,21 +1,18 @@
 """nn.Modules over plain numbers; only model files see a config."""
 
+from tigon.distributed.context_attention import Shard
 from tigon.layers.attention import Attention
-from tigon.layers.cache import Cache, KVCache
 from tigon.layers.context import Context
 from tigon.layers.embedding import Embedding, LowRankEmbedding
-from tigon.layers.head import LMHead
+from tigon.layers.kv_cache import Cache, KVCache, MakeStates, Quantize, State, StaticCache
 from tigon.layers.linear import FusedLinear, GatedLinear, Linear
-from tigon.layers.lora import Adapters, Copies, LayerAdapter, LoRAPart, LowRank
-from tigon.layers.lora_experts import LowRankExperts
+from tigon.layers.lm_head import LMHead
+from tigon.layers.lora import Adapters, Copies, LayerAdapter, LoRAPart, LowRank, LowRankExperts
 from tigon.layers.mlp import GatedMLP
 from tigon.layers.moe import Balance, Experts, Routed, SparseMoE, balance, tally
 from tigon.layers.norm import AddRMSNorm, RMSNorm
-from tigon.layers.quantised import Fp8Weight, Nf4Weight, QuantisedWeight
+from tigon.layers.quantized import Fp8Weight, Nf4Weight, QuantisedWeight
 from tigon.layers.rope import NoRotary, RotaryEmbedding, Rotation
-from tigon.layers.shard import Shard
-from tigon.layers.state import MakeStates, Quantize, State
-from tigon.layers.static_cache import StaticCache
 
 __all__ = [
     "Adapters",

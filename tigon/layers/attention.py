@@ -8,16 +8,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tigon.kernels._norm import Cast
-from tigon.kernels.attention import attention
-from tigon.kernels.qk_norm_rope import qk_norm_rope
-from tigon.kernels.rope import rope
+from tigon.distributed.sequence_parallel import Summands
+from tigon.kernels.attention.api import attention
+from tigon.kernels.norm.common import Cast
+from tigon.kernels.rope.qk_norm_rope import qk_norm_rope
+from tigon.kernels.rope.rope import rope
 from tigon.layers.context import Context
+from tigon.layers.kv_cache import GrowingKV, KVState, Quantize, StaticKV
 from tigon.layers.linear import FusedLinear, Linear, calls_only
 from tigon.layers.norm import RMSNorm
 from tigon.layers.rope import Rotation
-from tigon.layers.state import GrowingKV, KVState, Quantize, StaticKV
-from tigon.layers.stream import Summands
 
 
 class Attention(nn.Module):

@@ -9,9 +9,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tigon.kernels.attention import AttentionMask
-from tigon.layers.shard import Shard
-from tigon.layers.stream import Stream, Summands
+from tigon.distributed.context_attention import Shard
+from tigon.distributed.sequence_parallel import Stream, Summands
+from tigon.kernels.attention.api import AttentionMask
 
 
 class Places(NamedTuple):

@@ -11,11 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from tigon.kernels._long_sums import long_sum
-from tigon.kernels._vocabulary import VocabularyShard
-from tigon.kernels.embedding_rows import embedding_rows
-from tigon.kernels.row_linear import linear
-from tigon.layers.collectives import Ranks, sum_over
+from tigon.distributed.collectives import Ranks, sum_over
+from tigon.kernels.linear.gemv import linear
+from tigon.kernels.linear.linear import long_sum
+from tigon.kernels.loss.vocab_parallel import VocabularyShard, embedding_rows
 from tigon.layers.lora import Adapters, Copies, LayerAdapter, LoRAPart, Shapes
 
 

@@ -7,12 +7,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 
-from tigon.kernels.dropout import Dropout
-from tigon.kernels.gated_act import Activation, gated_act
-from tigon.kernels.lora_linear import FP8, PLAIN, lora_linear
-from tigon.kernels.row_linear import row_linear, takes_row
+from tigon.kernels.linear.dropout import Dropout
+from tigon.kernels.linear.gemv import row_linear, takes_row
+from tigon.kernels.linear.lora import FP8, PLAIN, lora_linear
+from tigon.kernels.mlp.gated_act import Activation, gated_act
 from tigon.layers.lora import Adapters
-from tigon.layers.quantised import QuantisedWeight
+from tigon.layers.quantized import QuantisedWeight
 
 
 class Linear(nn.Linear):

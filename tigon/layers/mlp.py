@@ -3,9 +3,9 @@
 import torch
 from torch import Tensor, nn
 
-from tigon.kernels._rebuilt import recipe_of
-from tigon.kernels.fp8_linear import fp8_gated_linear
-from tigon.kernels.gated_act import Activation
+from tigon.kernels.linear.fp8 import fp8_gated_linear
+from tigon.kernels.mlp.gated_act import Activation
+from tigon.kernels.recompute import recipe_of
 from tigon.layers.linear import GatedLinear, Linear, calls_only
 
 

@@ -11,10 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tigon.kernels.gated_act import Activation
-from tigon.kernels.grouped_mlp import unchecked_grouped_mlp
-from tigon.kernels.lora_grouped_mlp import lora_grouped_mlp
-from tigon.layers.expert_shard import ExpertShard, Route
+from tigon.distributed.expert_dispatch import ExpertShard, Route
+from tigon.kernels.mlp.gated_act import Activation
+from tigon.kernels.mlp.grouped_mlp import unchecked_grouped_mlp
+from tigon.kernels.mlp.lora_grouped_mlp import lora_grouped_mlp
 from tigon.layers.linear import Linear
 from tigon.layers.lora import Adapters
 from tigon.layers.mlp import GatedMLP

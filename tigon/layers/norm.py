@@ -5,12 +5,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tigon.kernels._norm import Cast
-from tigon.kernels.rms_norm import norm_of_stream, rms_norm
-from tigon.kernels.sandwich_norm import sandwich_norm
-from tigon.layers.collectives import Ranks, sum_for_parts
-from tigon.layers.stream import Summands
-from tigon.layers.symmetric import sum_few_and_norm
+from tigon.distributed.all_reduce import sum_few_and_norm
+from tigon.distributed.collectives import Ranks, sum_for_parts
+from tigon.distributed.sequence_parallel import Summands
+from tigon.kernels.norm.common import Cast
+from tigon.kernels.norm.rms_norm import norm_of_stream, rms_norm
+from tigon.kernels.norm.sandwich_norm import sandwich_norm
 
 
 class RMSNorm(nn.Module):

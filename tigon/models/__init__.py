@@ -3,30 +3,52 @@
 import os
 from typing import TYPE_CHECKING, Unpack
 
-from tigon.models import _load, families
-from tigon.models._adapter_files import prepare_adapter, write_adapter
-from tigon.models._adapters import adapter_parameters, begin_adapter, low_ranks
-from tigon.models._arguments import check_keywords
-from tigon.models._batch import Batch
-from tigon.models._config import torch_dtype
-from tigon.models._convert import convert, write_converted
-from tigon.models._decoder import recomputed_blocks
-from tigon.models._description import describe, read_config
-from tigon.models._few_bits import Quantize, count_parameters, quantise, quantised_bytes
-from tigon.models._fit import misfits
-from tigon.models._init import init_parts
-from tigon.models._load import LoadOptions, build, load_weights, materialize, scored, split_gguf
-from tigon.models._lora import LoraConfig, saved_ends
-from tigon.models._moe import MoEConfig, aux_loss_coef
-from tigon.models._output import CausalLMOutput
-from tigon.models._peft import read_vocabulary_size
-from tigon.models._peft_config import read_base
-from tigon.models._quantised import read_quantisation
-from tigon.models._save import prepare_save, write_description, write_model
-from tigon.models._targets import Targets
-from tigon.models._watched import hooks_of_fsdp
+from tigon.models import families
+from tigon.models.adapters.adapters import adapter_parameters, begin_adapter, low_ranks
+from tigon.models.adapters.lora import LoraConfig, saved_ends
+from tigon.models.adapters.peft_files import (
+    prepare_adapter,
+    read_base,
+    read_vocabulary_size,
+    write_adapter,
+)
+from tigon.models.arguments import check_keywords
 from tigon.models.causal_lm import CausalLM
+from tigon.models.config import torch_dtype
+from tigon.models.decoder import recomputed_blocks
 from tigon.models.families import *  # noqa: F403
+from tigon.models.init import init_parts
+from tigon.models.inputs import Batch
+from tigon.models.loss import Targets
+from tigon.models.moe import MoEConfig, aux_loss_coef
+from tigon.models.outputs import CausalLMOutput
+from tigon.models.pretrained import load
+from tigon.models.pretrained.load import (
+    LoadOptions,
+    build,
+    describe,
+    load_weights,
+    materialize,
+    read_config,
+    scored,
+    split_gguf,
+)
+from tigon.models.pretrained.match import misfits
+from tigon.models.pretrained.quantization import (
+    Quantize,
+    count_parameters,
+    quantise,
+    quantised_bytes,
+)
+from tigon.models.pretrained.save import (
+    convert,
+    prepare_save,
+    write_converted,
+    write_description,
+    write_model,
+)
+from tigon.models.quantization_config import read_quantisation
+from tigon.models.watched import hooks_of_fsdp
 
 MODELS: dict[str, type[CausalLM]] = {
     family.config_class.model_type: family
@@ -48,7 +70,7 @@ def from_pretrained(
     subfolder, token, cache_dir, local_files_only. Raises when a tensor is missing, unexpected or of
     another shape, and on any config that it would not follow exactly.
     """
-    return _load.from_pretrained(path_or_repo, MODELS, **options)
+    return load.from_pretrained(path_or_repo, MODELS, **options)
 
 
 __all__ = [

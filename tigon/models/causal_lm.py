@@ -6,11 +6,13 @@ from typing import Any, Self, Unpack
 import torch
 
 from tigon.generation import generate
-from tigon.kernels.attention import Backend
-from tigon.models import _adapter_files, _adapters, _load, _push, _resize, _save
-from tigon.models._config import Config
-from tigon.models._layout import layout
-from tigon.models._model import LanguageModel
+from tigon.kernels.attention.api import Backend
+from tigon.models import resize
+from tigon.models.adapters import adapters, peft_files
+from tigon.models.base import LanguageModel
+from tigon.models.config import Config
+from tigon.models.pretrained import load, save
+from tigon.models.pretrained.names import layout
 from tigon.weights import Layout
 
 
@@ -18,16 +20,16 @@ class CausalLM(LanguageModel):
     """A decoder with a language-model head. Families give their config and block classes."""
 
     generate = generate
-    save_pretrained = _save.save_pretrained
-    push_to_hub = _push.push_to_hub
-    resize_token_embeddings = _resize.resize_token_embeddings
-    add_adapter = _adapters.add_adapter
-    load_adapter = _adapter_files.load_adapter
-    save_adapter = _adapter_files.save_adapter
-    set_adapter = _adapters.set_adapter
-    adapters_disabled = _adapters.adapters_disabled
-    merge_adapter = _adapters.merge_adapter
-    delete_adapter = _adapters.delete_adapter
+    save_pretrained = save.save_pretrained
+    push_to_hub = save.push_to_hub
+    resize_token_embeddings = resize.resize_token_embeddings
+    add_adapter = adapters.add_adapter
+    load_adapter = peft_files.load_adapter
+    save_adapter = peft_files.save_adapter
+    set_adapter = adapters.set_adapter
+    adapters_disabled = adapters.adapters_disabled
+    merge_adapter = adapters.merge_adapter
+    delete_adapter = adapters.delete_adapter
 
     @property
     def adapter_names(self) -> list[str]:
@@ -40,10 +42,10 @@ class CausalLM(LanguageModel):
 
     @classmethod
     def from_pretrained(
-        cls, path_or_repo: str | os.PathLike[str], **options: Unpack[_load.LoadOptions]
+        cls, path_or_repo: str | os.PathLike[str], **options: Unpack[load.LoadOptions]
     ) -> Self:
         """Load a Hugging Face checkpoint of this class; see `tigon.from_pretrained`."""
-        return _load.from_pretrained(path_or_repo, {cls.config_class.model_type: cls}, **options)
+        return load.from_pretrained(path_or_repo, {cls.config_class.model_type: cls}, **options)
 
     @classmethod
     def from_config(
@@ -55,5 +57,5 @@ class CausalLM(LanguageModel):
         attention: Backend = "auto",
     ) -> Self:
         """Random weights as transformers initialises them; on "meta", no weights at all."""
-        model = _load.from_config(cls, config, dtype=dtype, device=torch.device(device))
+        model = load.from_config(cls, config, dtype=dtype, device=torch.device(device))
         return model.use_attention(attention)

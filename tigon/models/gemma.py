@@ -7,10 +7,9 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from tigon.layers import Attention, GatedMLP
-from tigon.models._blocks import Block, PreNormBlock, gated_mlp
-from tigon.models._config import Config
-from tigon.models._decoder import Decoder
 from tigon.models.causal_lm import CausalLM
+from tigon.models.config import Config
+from tigon.models.decoder import Block, Decoder, PreNormBlock, gated_mlp
 
 
 @dataclass(frozen=True, kw_only=True)

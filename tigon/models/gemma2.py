@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from tigon.layers import Attention, GatedMLP, LMHead
-from tigon.models._blocks import SandwichBlock, gated_mlp, window_of
-from tigon.models._config import WindowedConfig, activation
+from tigon.models.config import WindowedConfig, activation
+from tigon.models.decoder import SandwichBlock, gated_mlp, window_of
 from tigon.models.gemma import Gemma, GemmaConfig
 
 

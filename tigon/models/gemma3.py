@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from tigon.layers import Attention
-from tigon.models._blocks import window_of
-from tigon.models._config import SLIDING, TwoRopesConfig
+from tigon.models.config import SLIDING, TwoRopesConfig
+from tigon.models.decoder import window_of
 from tigon.models.gemma import GemmaConfig
 from tigon.models.gemma2 import Gemma2, Gemma2Block
 from tigon.strict import check

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from tigon.layers import Attention
-from tigon.models._blocks import SandwichBlock
-from tigon.models._config import Config
-from tigon.models._layout import QKV, Names
 from tigon.models.causal_lm import CausalLM
+from tigon.models.config import Config
+from tigon.models.decoder import SandwichBlock
+from tigon.models.pretrained.names import QKV, Names
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from tigon.layers import Attention, LMHead
-from tigon.models._decoder import Decoder
 from tigon.models.causal_lm import CausalLM
+from tigon.models.decoder import Decoder
 from tigon.models.llama import LlamaBlock, LlamaConfig
 
 

@@ -7,9 +7,9 @@ against transformers' modeling_llama.
 from dataclasses import dataclass
 
 from tigon.layers import Attention, GatedMLP
-from tigon.models._blocks import PreNormBlock, gated_mlp
-from tigon.models._config import Config
 from tigon.models.causal_lm import CausalLM
+from tigon.models.config import Config
+from tigon.models.decoder import PreNormBlock, gated_mlp
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,9 +10,9 @@ from typing import Any
 
 from tigon.json_file import shown
 from tigon.layers import Attention
-from tigon.models._blocks import PreNormBlock
-from tigon.models._config import Config, ConfigError
 from tigon.models.causal_lm import CausalLM
+from tigon.models.config import Config, ConfigError
+from tigon.models.decoder import PreNormBlock
 
 # Where the config says nothing of RoPE
 YARN = {

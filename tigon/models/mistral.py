@@ -7,9 +7,9 @@ modeling_mistral and modeling_ministral.
 from dataclasses import dataclass
 
 from tigon.layers import Attention
-from tigon.models._blocks import PreNormBlock, window_of
-from tigon.models._config import WindowedConfig
 from tigon.models.causal_lm import CausalLM
+from tigon.models.config import WindowedConfig
+from tigon.models.decoder import PreNormBlock, window_of
 
 
 @dataclass(frozen=True, kw_only=True)

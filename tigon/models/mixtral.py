@@ -6,10 +6,10 @@ Paper: arXiv 2401.04088; checked against transformers' modeling_mixtral.
 from dataclasses import dataclass
 
 from tigon.layers import Attention, SparseMoE
-from tigon.models._blocks import PreNormBlock
-from tigon.models._layout import Names
-from tigon.models._moe import MoEConfig, sparse_moe
 from tigon.models.causal_lm import CausalLM
+from tigon.models.decoder import PreNormBlock
+from tigon.models.moe import MoEConfig, sparse_moe
+from tigon.models.pretrained.names import Names
 
 
 @dataclass(frozen=True, kw_only=True)

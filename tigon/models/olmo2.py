@@ -7,10 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from tigon.layers import Attention
-from tigon.models._blocks import PostNormBlock
-from tigon.models._config import Config
-from tigon.models._decoder import Decoder
 from tigon.models.causal_lm import CausalLM
+from tigon.models.config import Config
+from tigon.models.decoder import Decoder, PostNormBlock
 
 
 @dataclass(frozen=True, kw_only=True)

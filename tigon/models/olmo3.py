@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from tigon.layers import Attention
-from tigon.models._blocks import window_of
-from tigon.models._config import TwoRopesConfig
+from tigon.models.config import TwoRopesConfig
+from tigon.models.decoder import window_of
 from tigon.models.olmo2 import Olmo2, Olmo2Block, Olmo2Config
 
 

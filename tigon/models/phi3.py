@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from tigon.models._config import WindowedConfig
-from tigon.models._layout import Names
 from tigon.models.causal_lm import CausalLM
+from tigon.models.config import WindowedConfig
 from tigon.models.mistral import MistralBlock
+from tigon.models.pretrained.names import Names
 
 RENAMED = {"su": "longrope", "yarn": "longrope"}  # of configs older than the name
 

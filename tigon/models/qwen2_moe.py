@@ -6,10 +6,10 @@ Paper: arXiv 2407.10671; checked against transformers' modeling_qwen2_moe.
 from dataclasses import dataclass, field
 
 from tigon.layers import Attention, GatedMLP, SparseMoE
-from tigon.models._blocks import PreNormBlock, gated_mlp, window_of
-from tigon.models._config import ConfigError, WindowedConfig
-from tigon.models._moe import MoEConfig, sparse_moe
 from tigon.models.causal_lm import CausalLM
+from tigon.models.config import ConfigError, WindowedConfig
+from tigon.models.decoder import PreNormBlock, gated_mlp, window_of
+from tigon.models.moe import MoEConfig, sparse_moe
 
 
 @dataclass(frozen=True, kw_only=True)

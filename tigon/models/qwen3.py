@@ -6,8 +6,8 @@ Paper: arXiv 2505.09388; checked against transformers' modeling_qwen3.
 from dataclasses import dataclass
 
 from tigon.layers import Attention
-from tigon.models._blocks import PreNormBlock, window_of
 from tigon.models.causal_lm import CausalLM
+from tigon.models.decoder import PreNormBlock, window_of
 from tigon.models.qwen2 import Qwen2Config
 
 

@@ -6,8 +6,8 @@ Paper: arXiv 2505.09388; checked against transformers' modeling_qwen3_moe.
 from dataclasses import dataclass
 
 from tigon.layers import Attention, GatedMLP, SparseMoE
-from tigon.models._blocks import PreNormBlock
 from tigon.models.causal_lm import CausalLM
+from tigon.models.decoder import PreNormBlock
 from tigon.models.qwen2_moe import QwenMoEConfig, experts_or_mlp
 
 

@@ -8,9 +8,9 @@ from typing import Any
 
 from tigon.json_file import shown
 from tigon.layers import Attention
-from tigon.models._blocks import window_of
-from tigon.models._config import ConfigError, WindowedConfig
 from tigon.models.causal_lm import CausalLM
+from tigon.models.config import ConfigError, WindowedConfig
+from tigon.models.decoder import window_of
 from tigon.models.llama import LlamaBlock, LlamaConfig
 
 

@@ -1,14 +1,12 @@
 """Models split and sharded over the dimensions of a device mesh."""
 
-from tigon.parallel.context import check_context, share_context
-from tigon.parallel.expert import check_experts, share_experts
+from tigon.parallel.context_parallel import check_context, share_context
+from tigon.parallel.expert_parallel import check_experts, share_experts
 from tigon.parallel.fsdp import reduction_dtype, shard_blocks
-from tigon.parallel.gradients import TensorParallel, find_tensor
 from tigon.parallel.load import cut_layers, from_pretrained
 from tigon.parallel.mesh import Meshes, MeshSizes, Place
-from tigon.parallel.outline import take_part
-from tigon.parallel.plan import cut_model
-from tigon.parallel.zero import IN_FLIGHT, find_zero, in_order, shard_gradients
+from tigon.parallel.tensor_parallel import TensorParallel, cut_model, find_tensor, take_part
+from tigon.parallel.zero2 import IN_FLIGHT, find_zero, in_order, shard_gradients
 
 __all__ = [
     "IN_FLIGHT",

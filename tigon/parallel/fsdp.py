@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from tigon.kernels._triton import no_early_start
+from tigon.kernels.runtime import no_early_start
 from tigon.layers import Experts
 from tigon.models import CausalLM, hooks_of_fsdp
 

@@ -1,4 +1,9 @@
-"""Loads a checkpoint into a model that is split or sharded over ranks."""
+"""The first call of a model that ranks share: whether they have read the same files, and are given
+the same rows.
+
+Hosts may have other files of one name, and a DistributedSampler gives each rank other rows; the
+results would be meaningless.
+"""
 
 import os
 from dataclasses import replace
@@ -8,7 +13,9 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from tigon import models
-from tigon.layers.collectives import Ranks
+from tigon.distributed.agreement import check_alike
+from tigon.distributed.collectives import Ranks
+from tigon.layers import Experts
 from tigon.models import (
     MODELS,
     CausalLM,
@@ -19,11 +26,37 @@ from tigon.models import (
     materialize,
     split_gguf,
 )
-from tigon.parallel.expert import share_experts
-from tigon.parallel.first_call import check_first_call
+from tigon.parallel.expert_parallel import share_experts
 from tigon.parallel.fsdp import shard_blocks
-from tigon.parallel.plan import cut_model
+from tigon.parallel.tensor_parallel import cut_model
 from tigon.weights import STAGING_BYTES, Copy, Repository
+
+CALL = "the first call of the model"
+ROWS = ("input_ids", "attention_mask", "position_ids", "cu_seq_lens", "labels")
+
+
+def check_first_call(model: CausalLM) -> None:
+    """Compare `model.files` and the rows in its first call, by two small messages. Calls raise
+    ValueError, on all ranks alike, until both are the same."""
+    # Before FSDP's, which gathers
+    model.unchecked = model.register_forward_pre_hook(_check, with_kwargs=True, prepend=True)
+
+
+# No closure, so that a model can be copied and pickled before its first call
+def _check(model: CausalLM, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
+    known = {"files of the model": model.files, "dtype": model.dtype}
+    known["expert_parallel"] = any(isinstance(m, Experts) and m.shard for m in model.modules())
+    check_alike(model.together, CALL, known, model.device)
+    given = named | dict(zip(("input_ids",), arguments, strict=False))
+    rows = {name: given.get(name) for name in ROWS}
+    ranks = [] if model.tensor_ranks is None else [model.tensor_ranks]
+    check_alike(ranks, CALL, rows, model.device)
+    assert model.unchecked is not None
+    model.unchecked.remove()
+    model.unchecked = None
+
+
+# Loads a checkpoint into a model that is split or sharded over ranks.
 
 NAMES = ("replicate", "fsdp", "tensor")  # of a mesh of several dimensions
 ALONE = ("fsdp", "tensor", "tp")  # of one dimension; others call tensor ranks "tp"

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from tigon.data import Loader
-from tigon.kernels.attention import check_training
+from tigon.kernels.attention.api import check_training
 from tigon.models import CausalLM, count_parameters
 from tigon.parallel import MeshSizes
 from tigon.tokenizer import Tokenizer

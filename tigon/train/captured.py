@@ -10,10 +10,10 @@ from typing import Any, NamedTuple, Self
 import torch
 from torch import Tensor, nn
 
-from tigon.generation.graph import side_stream
-from tigon.kernels.attention import AttentionMask
+from tigon.generation.steps import side_stream
+from tigon.kernels.attention.api import AttentionMask
 from tigon.models import CausalLM
-from tigon.models._decoder import Decoder
+from tigon.models.decoder import Decoder
 from tigon.parallel import find_zero
 
 Recompute = int | Collection[int]

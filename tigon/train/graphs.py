@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from tigon.kernels._attention_room import with_room
-from tigon.kernels._grouped_gemm import waits
-from tigon.kernels._triton import autocast_dtype
-from tigon.kernels.attention import AttentionMask
+from tigon.kernels.attention.api import AttentionMask
+from tigon.kernels.attention.mask import with_room
+from tigon.kernels.mlp.grouped_mlp import waits
+from tigon.kernels.runtime import autocast_dtype
 from tigon.layers import Attention
 from tigon.layers.moe import Experts
 from tigon.models import CausalLM

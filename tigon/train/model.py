@@ -11,7 +11,7 @@ import torch
 from tigon.data.sources import hash_files
 from tigon.hub import check_folder
 from tigon.json_file import escaped, read_json, shown
-from tigon.kernels.fp8_linear import OLDEST, fits
+from tigon.kernels.linear.fp8 import OLDEST, fits
 from tigon.layers import Attention, GatedMLP, Linear, SparseMoE
 from tigon.models import (
     MODELS,

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tigon.data import Entry, MicroBatch, Mixture
-from tigon.kernels.cross_entropy import IGNORE_INDEX
+from tigon.kernels.loss.api import IGNORE_INDEX
 from tigon.train.build import Run
 from tigon.train.hooks import View
 from tigon.train.parallel import World

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from tigon.data import MicroBatch
-from tigon.kernels.cross_entropy import IGNORE_INDEX
+from tigon.kernels.loss.api import IGNORE_INDEX
 from tigon.tokenizer import Tokenizer
 from tigon.train.hooks import View
 from tigon.train.parallel import World

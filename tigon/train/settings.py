@@ -6,7 +6,7 @@ from typing import Any, Literal
 from tigon import strict
 from tigon.data import Entry
 from tigon.data.formats import REQUIRED
-from tigon.kernels.attention import Backend
+from tigon.kernels.attention.api import Backend
 from tigon.train.lora_settings import Lora
 from tigon.train.parallel_settings import Parallel
 

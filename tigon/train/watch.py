@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from tigon.kernels.cross_entropy import IGNORE_INDEX
+from tigon.kernels.loss.api import IGNORE_INDEX
 from tigon.train.build import Run
 from tigon.train.hooks import Wanted
 from tigon.train.named_sets import NamedSets

@@ -1,29 +1,61 @@
 """Files and tensors: finds checkpoints, reads safetensors into parameters, writes them back."""
 
 from tigon.hub import Repository
-from tigon.weights.checkpoint import Checkpoint
-from tigon.weights.converted import Stored, converted
+from tigon.weights.checkpoint import BlockScales, Checkpoint, Fp8Tensor
+from tigon.weights.convert import Stored, converted
 from tigon.weights.decoded import Decoded, Drawn
-from tigon.weights.directory import check_free, fsync, keep_files, new_directory, recover
-from tigon.weights.disk import DiskFull, named_if_full, require_space
-from tigon.weights.entries import entries
-from tigon.weights.finite import all_finite
-from tigon.weights.fp8 import BlockScales, Fp8Tensor
+from tigon.weights.files import (
+    DiskFull,
+    Locked,
+    check_free,
+    fsync,
+    keep_files,
+    locked,
+    named_if_full,
+    new_directory,
+    recover,
+    require_space,
+)
 from tigon.weights.ggml import GGMLTensor
 from tigon.weights.gguf_file import GGUF
 from tigon.weights.header import TensorInfo, read_header, write_header
-from tigon.weights.layout import Copy, Cut, Layout, Part, Rows, cut_parts
-from tigon.weights.loading import STAGING_BYTES, load_into, pinned_ahead
-from tigon.weights.lock import Locked, locked
-from tigon.weights.mapping import map_parameters
-from tigon.weights.matching import Misfits, compare, listing, match
-from tigon.weights.pieces import Entry, Piece, cut, height
-from tigon.weights.plan import local_part, own_rows, own_slices, row_group
-from tigon.weights.reading import Reader
+from tigon.weights.layout import (
+    Copy,
+    Cut,
+    Layout,
+    Part,
+    Rows,
+    cut_parts,
+    local_part,
+    own_rows,
+    own_slices,
+    row_group,
+)
+from tigon.weights.load import (
+    STAGING_BYTES,
+    Misfits,
+    compare,
+    listing,
+    load_into,
+    map_parameters,
+    match,
+    pinned_ahead,
+)
+from tigon.weights.read import Reader
 from tigon.weights.resized import ResizedTensor
-from tigon.weights.staging import as_bytes
-from tigon.weights.writer import copied, write_checkpoint
-from tigon.weights.writers import RankError, Writers
+from tigon.weights.write import (
+    Entry,
+    Piece,
+    RankError,
+    Writers,
+    all_finite,
+    as_bytes,
+    copied,
+    cut,
+    entries,
+    height,
+    write_checkpoint,
+)
 
 __all__ = [
     "GGUF",

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tigon.weights.header import TensorInfo
-from tigon.weights.reading import Reader
+from tigon.weights.read import Reader
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from tigon.weights.decoded import Decoded
-from tigon.weights.reading import Reader
+from tigon.weights.read import Reader
 
 PLAIN = {0: torch.float32, 1: torch.float16, 28: torch.float64, 30: torch.bfloat16}
 

@@ -1,12 +1,22 @@
 """Which rows of which tensors of a checkpoint every parameter is made of."""
 
+import itertools
 import math
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.distributed.tensor.placement_types import _StridedShard
+
+from tigon.weights.decoded import Decoded
+from tigon.weights.header import TensorInfo
+from tigon.weights.read import Reader, Run
 
 
 class Rows(NamedTuple):
@@ -156,3 +166,166 @@ def tiles(spans: Sequence[tuple[int, int]], height: int) -> bool:
             return False
         end += count
     return end == height
+
+
+# What a rank has of every parameter, and which lines of a checkpoint's tensors belong there.
+
+
+@dataclass(frozen=True, slots=True)
+class Decoding:
+    """Lines of a tensor that is decoded, from line `first` on, and the memory they go to."""
+
+    source: Decoded
+    first: int
+    column: int
+    out: Tensor
+
+    @property
+    def nbytes(self) -> int:
+        return self.out.numel() * self.out.itemsize
+
+    def pieces(self, most: int) -> Iterator["Decoding"]:
+        """In pieces that begin where units do, of at most that many bytes, or of one unit."""
+        lines, width = self._row
+        unit = self.source.unit * lines
+        step = max(1, most // max(1, unit * width * self.source.dtype.itemsize)) * unit
+        begin, end = self.first, self.first + len(self.out)
+        while begin < end:
+            stop = min(end, (begin // step + 1) * step)
+            out = self.out[begin - self.first : stop - self.first]
+            yield Decoding(self.source, begin, self.column, out)
+            begin = stop
+
+    def read(self, reader: Reader) -> Tensor:
+        """What goes to `out`."""
+        lines, width = self._row
+        first, end = self.first // lines, -(-(self.first + len(self.out)) // lines)
+        values = self.source.rows(reader, first, end - first).reshape(-1, width)
+        some = values.narrow(0, self.first - first * lines, len(self.out))
+        return some.narrow(1, self.column, self.out.shape[1])
+
+    @property
+    def _row(self) -> tuple[int, int]:
+        """The lines of a row, and their width."""
+        shape = self.source.shape
+        return math.prod(shape[1:-1]), shape[-1] if len(shape) > 1 else 1
+
+
+class Local(NamedTuple):
+    """This rank's memory of a parameter, and which index of the whole its first one is."""
+
+    memory: Tensor
+    shape: tuple[int, ...]  # of the whole
+    first: tuple[int, ...]
+
+
+def local_part(name: str, parameter: Tensor) -> Local:
+    """What this rank has of a parameter, rows or columns or both."""
+    parameter, shape = parameter.detach(), tuple(parameter.shape)
+    if not isinstance(parameter, DTensor):
+        return Local(parameter, shape, (0,) * len(shape))
+    for placement in parameter.placements:
+        contiguous = isinstance(placement, Shard) and not isinstance(placement, _StridedShard)
+        if not contiguous and not placement.is_replicate():
+            raise ValueError(f"{name} is placed {placement}; only Shard and Replicate() load")
+    _, first = compute_local_shape_and_global_offset(
+        parameter.shape, parameter.device_mesh, parameter.placements
+    )
+    return Local(parameter.to_local(), shape, tuple(first))
+
+
+def own_rows(name: str, parameter: Tensor) -> tuple[Tensor, int]:
+    """The parameter's memory on this rank, and which row of the whole its first one is.
+
+    For what can only work with whole rows: columns are refused.
+    """
+    if parameter.is_meta:
+        raise ValueError(f"{name} is on the meta device: allocate it first (to_empty)")
+    if isinstance(parameter, DTensor):
+        for placement in parameter.placements:
+            if not placement.is_replicate() and placement != Shard(0):
+                raise ValueError(f"{name} is placed {placement}, which is not Shard(0)")
+    memory, _, first = local_part(name, parameter)
+    return memory, first[0] if first else 0
+
+
+def row_group(parameter: DTensor) -> dist.ProcessGroup:
+    """The ranks that divide its rows: those of the mesh's last dimension, as fully_shard has it."""
+    mesh = parameter.device_mesh
+    return mesh.get_group(mesh.ndim - 1)
+
+
+def own_slices(
+    part: Part, shape: Sequence[int], local: Tensor, first: int
+) -> Iterator[tuple[tuple[int, ...], Tensor]]:
+    """What this rank has of a part: blocks of `local`, and where in the part's tensor each begins.
+
+    `shape` is the whole parameter's; `local` and `first` are what `own_rows` gives for it.
+    """
+    if not local.numel():
+        return
+    dims = len(part.shape[1:])
+    rows = local.view(-1, *local.shape[local.dim() - dims :])
+    first *= math.prod(shape[1 : len(shape) - dims])
+    for dim, span in enumerate(part.spans, 1):
+        rows = rows.narrow(dim, span.target, span.length)
+    inner = tuple(span.source for span in part.row_spans)
+    for source, target, count in part.slices:
+        begin, end = max(target, first), min(target + count, first + len(rows))
+        if begin < end:
+            yield (source + begin - target, *inner), rows[begin - first : end - first]
+
+
+class Lines:
+    """A rank's part of a parameter as lines of the whole: where each stretch of them is."""
+
+    def __init__(self, local: Local, *, single: bool) -> None:
+        """`single`: the tensors of the file have one dimension, so that lines are elements."""
+        memory, shape, first = local
+        self.shape, self.column = shape, 0
+        self.starts: list[int] = []  # of the stretches, in lines of the whole
+        if not memory.numel():  # of a rank outside the mesh it has not even the dimensions
+            return
+        dims = shape if single else shape[:-1]
+        sizes = tuple(memory.shape)[: len(dims)]
+        self.column = 0 if single else first[-1]
+        self.memory = memory.view(-1, 1 if single else memory.shape[-1])
+        cut = max((i for i, n in enumerate(dims) if sizes[i] != n), default=0)
+        below = math.prod(dims[cut + 1 :])
+        self.count = (sizes[cut] if dims else 1) * below  # lines of a stretch
+        for index in itertools.product(*map(range, sizes[:cut])):
+            start = 0
+            for i, n in enumerate(dims[: cut + 1]):
+                start = start * n + first[i] + (index[i] if i < cut else 0)
+            self.starts.append(start * below)
+
+    def within(self, begin: int, end: int) -> Iterator[tuple[int, Tensor]]:
+        """The lines of [begin, end) that this rank has: the first of each stretch, its memory."""
+        for i in range(max(0, bisect_right(self.starts, begin) - 1), len(self.starts)):
+            start = self.starts[i]
+            if start >= end:
+                return
+            low, high = max(begin, start), min(end, start + self.count)
+            if low < high:
+                at = i * self.count - start
+                yield low, self.memory[at + low : at + high]
+
+
+def own_columns(part: Part, lines: Tensor) -> Tensor:
+    """Of lines of a parameter, the columns that are the part's; others are those of other parts."""
+    if not part.spans or part.spans[-1].length == lines.shape[-1]:
+        return lines
+    return lines.narrow(-1, part.spans[-1].target, part.spans[-1].length)
+
+
+def runs_of(part: Part, info: TensorInfo | Decoded, lines: Lines) -> Iterator[Run | Decoding]:
+    """What has to be read of a part for the lines that this rank has."""
+    width, column = part.shape[-1] if len(part.shape) > 1 else 1, part.column + lines.column
+    for source, target, length in part.lines(lines.shape):
+        for line, memory in lines.within(target, target + length):
+            at, out = source + line - target, own_columns(part, memory)
+            if isinstance(info, TensorInfo):
+                offset = info.offset + at * width * info.dtype.itemsize
+                yield Run(info.path, offset, info.dtype, width, column, out)
+            else:
+                yield Decoding(info, at, column, out)

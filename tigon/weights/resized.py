@@ -9,7 +9,7 @@ from torch import Tensor
 from tigon.weights.checkpoint import read_rows
 from tigon.weights.decoded import Decoded
 from tigon.weights.header import TensorInfo
-from tigon.weights.reading import Reader
+from tigon.weights.read import Reader
 
 ROWS = 4096  # that are read at a time for the mean
 

@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from tigon.kernels._head_pass import workspace as head_workspace
-from tigon.kernels.grouped_mlp import backward_workspace, forward_workspace
-from tigon.kernels.lora_grouped_mlp import backward_workspace as lora_backward_workspace
-from tigon.kernels.lora_grouped_mlp import forward_workspace as lora_forward_workspace
+from tigon.kernels.loss.fused_linear_pass import workspace as head_workspace
+from tigon.kernels.mlp.grouped_mlp import backward_workspace, forward_workspace
+from tigon.kernels.mlp.lora_grouped_mlp import backward_workspace as lora_backward_workspace
+from tigon.kernels.mlp.lora_grouped_mlp import forward_workspace as lora_forward_workspace
 
 BLOCK = 512  # bytes; the CUDA allocator rounds up to multiples
 

@@ -1,4 +1,4 @@
-"""What sharding=gradients holds besides whole weights, in the order of tigon/parallel/zero.py.
+"""What sharding=gradients holds besides whole weights, in the order of tigon/parallel/zero2.py.
 
 The tensors that it would hold are made here, on the meta device, so that the meter sees them come
 and go.

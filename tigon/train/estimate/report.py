@@ -6,11 +6,11 @@ from dataclasses import replace
 import torch
 
 from tigon.data.examples import format_count
-from tigon.kernels._rebuilt import notes
+from tigon.distributed.collectives import Ranks
+from tigon.distributed.context_attention import heads_sent
+from tigon.distributed.expert_dispatch import ExpertShard
+from tigon.kernels.recompute import notes
 from tigon.layers import Attention, GatedMLP, SparseMoE
-from tigon.layers.collectives import Ranks
-from tigon.layers.expert_shard import ExpertShard
-from tigon.layers.shared_attention import heads_sent
 from tigon.models import CausalLM, count_parameters
 from tigon.parallel import MeshSizes
 from tigon.report.figures import duration

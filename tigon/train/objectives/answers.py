@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tigon.data import Loader, MicroBatch, Mixture
-from tigon.kernels.criteria import LogProbs
-from tigon.kernels.cross_entropy import IGNORE_INDEX
+from tigon.kernels.loss.api import IGNORE_INDEX
+from tigon.kernels.loss.terms import LogProbs
 from tigon.models import CausalLM, CausalLMOutput, aux_loss_coef
 from tigon.tokenizer import Tokenizer
 from tigon.train import reference

@@ -9,10 +9,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from tigon.data import Encoder, Entry, Loader, MicroBatch, PackedRows, Window, pack_examples
+from tigon.data import Encoder, Entry, Loader, MicroBatch, Rows, Window, whole
 from tigon.data.mixture import Mixture
 from tigon.data.packing import MIN_SHARED_FRACTION
-from tigon.kernels.cross_entropy import IGNORE_INDEX
+from tigon.kernels.loss.api import IGNORE_INDEX
 from tigon.models import Batch, CausalLM, Targets
 from tigon.tokenizer import Tokenizer
 from tigon.train.config import Config
@@ -102,10 +102,10 @@ class Objective:
         """What makes examples of the data's rows, with all columns that the loss reads."""
         raise NotImplementedError
 
-    def rows(self, window: Window, *, least_shared: float = MIN_SHARED_FRACTION) -> PackedRows:
+    def rows(self, window: Window, *, least_shared: float = MIN_SHARED_FRACTION) -> Rows:
         """Which examples of a window share a row: whole ones, unless overridden."""
         config = self.config
-        return pack_examples(
+        return whole(
             window,
             config.seq_len,
             packing=config.packing,

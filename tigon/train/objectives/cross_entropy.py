@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from tigon.data import ChatEncoder, MicroBatch
-from tigon.kernels.criteria import Criterion, CrossEntropy
-from tigon.kernels.cross_entropy import IGNORE_INDEX, METRICS
+from tigon.kernels.loss.api import IGNORE_INDEX, METRICS
+from tigon.kernels.loss.terms import Criterion, CrossEntropy
 from tigon.models import CausalLM, Targets
 from tigon.models import CausalLMOutput as Output
 from tigon.tokenizer import Tokenizer

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tigon.data import Encoder, Loader, TopEncoder
-from tigon.kernels.criteria import KL, Criterion, CrossEntropy
+from tigon.kernels.loss.terms import KL, Criterion, CrossEntropy
 from tigon.models import MODELS, Batch, CausalLM, read_config
 from tigon.models import CausalLMOutput as Output
 from tigon.tokenizer import Tokenizer

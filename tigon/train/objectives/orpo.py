@@ -6,7 +6,7 @@ from typing import Any
 from torch import Tensor
 
 from tigon.data import MicroBatch
-from tigon.kernels.cross_entropy import IGNORE_INDEX
+from tigon.kernels.loss.api import IGNORE_INDEX
 from tigon.models import CausalLM
 from tigon.train.objectives.answers import SHARED, is_padding, sequence_of
 from tigon.train.objectives.base import Inputs

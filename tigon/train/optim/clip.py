@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from tigon.kernels.squared_norm import SquaredNorm
+from tigon.kernels.norm.grad_norm import SquaredNorm
 from tigon.parallel import find_tensor
 from tigon.train.optim.fused import runs_fused
 from tigon.train.optim.low_precision import Stored

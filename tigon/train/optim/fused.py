@@ -6,10 +6,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tigon.kernels._codes import Codes
-from tigon.kernels._triton import runs_triton
-from tigon.kernels.adamw import FusedAdamW, Settings, Slot
-from tigon.kernels.squared_norm import SquaredNorm
+from tigon.kernels.norm.grad_norm import SquaredNorm
+from tigon.kernels.optim.adamw import FusedAdamW, Settings, Slot
+from tigon.kernels.optim.low_bits import Codes
+from tigon.kernels.runtime import runs_triton
 from tigon.train.optim import eight_bit
 from tigon.train.optim.positions import Run
 from tigon.train.optim.rounding import stream

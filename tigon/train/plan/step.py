@@ -17,8 +17,8 @@ from dataclasses import dataclass, field
 
 import torch
 
+from tigon.distributed.context_attention import heads_sent
 from tigon.layers import Attention
-from tigon.layers.shared_attention import heads_sent
 from tigon.models import CausalLM
 from tigon.parallel import reduction_dtype
 from tigon.train.config import Config

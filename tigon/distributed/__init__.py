@@ -1,0 +1,1 @@
+"""Communication between ranks that layers call: collectives, sequence and context parallelism."""

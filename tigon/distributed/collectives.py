@@ -1,0 +1,196 @@
+"""Differentiable collectives among ranks that split a model or its rows.
+
+All ranks compute the same loss. The gradient of a replicated tensor is the sum over ranks of their
+partial gradients; that of a sharded tensor is local.
+
+# R ranks, n rows of a rank
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Self
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from tigon.kernels.loss.vocab_parallel import VocabularyShard
+from tigon.kernels.runtime import refuse_second_derivative
+
+_ops = torch.ops._c10d_functional
+
+
+class RowCounts(NamedTuple):
+    """Rows that a rank receives from each rank, and sends to it."""
+
+    received: Sequence[int]
+    sent: Sequence[int]
+
+
+class Ranks(NamedTuple):
+    """This rank and its process group, which tensors on the meta device do not need."""
+
+    group: str  # its name: a process group cannot be deep-copied with the model
+    rank: int
+    size: int
+
+    @classmethod
+    def of(cls, group: ProcessGroup) -> Self:
+        return cls(group.group_name, group.rank(), group.size())
+
+    @classmethod
+    def sharing(cls, vocabulary: VocabularyShard) -> Self:
+        return cls(vocabulary.group, vocabulary.first // vocabulary.share, vocabulary.ranks)
+
+    def gather(self, x: Tensor) -> Tensor:
+        """All-gather: [n, ...] of each rank -> [R n, ...]."""
+        return waited(self.begin_gather(x))
+
+    def begin_gather(self, x: Tensor) -> Tensor:
+        """`gather`, asynchronous: pass the result to `waited` before reading it."""
+        return _ops.all_gather_into_tensor(x.contiguous(), self.size, self.group)
+
+    def scatter_sum(self, x: Tensor) -> Tensor:
+        """Reduce-scatter: partial sums [R n, ...] -> this rank's [n, ...] of the sum."""
+        return waited(self.begin_scatter_sum(x))
+
+    def begin_scatter_sum(self, x: Tensor) -> Tensor:
+        """`scatter_sum`, asynchronous: pass the result to `waited` before reading it."""
+        return _ops.reduce_scatter_tensor(x.contiguous(), "sum", self.size, self.group)
+
+    def sum(self, x: Tensor) -> Tensor:
+        return waited(_ops.all_reduce(x.contiguous(), "sum", self.group))
+
+    def own(self, x: Tensor) -> Tensor:
+        """[R n, ...] -> this rank's [n, ...]."""
+        return x.tensor_split(self.size)[self.rank]
+
+    def exchange(self, x: Tensor, received: Sequence[int], sent: Sequence[int]) -> Tensor:
+        """All-to-all: the first `sent[0]` rows of x go to rank 0, from which `received[0]` rows
+        come; and so on."""
+        return self.exchange_all((x,), [RowCounts(received, sent)])[0]
+
+    def exchange_all(self, xs: Sequence[Tensor], sizes: Sequence[RowCounts]) -> list[Tensor]:
+        """`exchange` of several tensors; all are sent before the first is waited for."""
+        send = _ops.all_to_all_single
+        pairs = zip(xs, sizes, strict=True)
+        out = [send(x.contiguous(), list(s.received), list(s.sent), self.group) for x, s in pairs]
+        return [waited(x) for x in out]
+
+
+def waited(x: Tensor) -> Tensor:
+    """The result of a collective: the current stream waits for it, the host does not."""
+    return x if x.is_meta else _ops.wait_tensor(x)
+
+
+def ranks_of(ctx: Any) -> Ranks:
+    """The ranks of a backward pass, which has no second derivative."""
+    refuse_second_derivative("an exchange between ranks")
+    return ctx.ranks
+
+
+class _All(torch.autograd.Function):
+    """All-gather to a replicated tensor, whose gradient is the same on every rank: backward takes
+    the local part."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, ranks: Ranks) -> Tensor:
+        ctx.ranks = ranks
+        return ranks.gather(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return ranks_of(ctx).own(grad), None
+
+
+class _Sum(torch.autograd.Function):
+    """All-reduce of partial sums to a replicated tensor, whose gradient is the same on every rank:
+    backward is the identity."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, ranks: Ranks) -> Tensor:
+        return ranks.sum(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
+
+
+class _SumForParts(torch.autograd.Function):
+    """All-reduce of partial sums, where each rank uses the sum for its own part of the loss:
+    gradients are partial, and backward is an all-reduce too."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, ranks: Ranks) -> Tensor:
+        ctx.ranks = ranks
+        return ranks.sum(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return ranks_of(ctx).sum(grad), None
+
+
+class _PartOfGradient(torch.autograd.Function):
+    """Identity of a tensor that is computed on every rank from replicated inputs: backward divides
+    by the ranks, so that the sum of their gradients counts it once."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, ranks: Ranks) -> Tensor:
+        ctx.ranks = ranks
+        # Not a view: FSDP2 warns of views in the outputs of the head
+        return torch.ops.aten._unsafe_view(x, x.shape)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad / ctx.ranks.size, None
+
+
+class _Exchange(torch.autograd.Function):
+    """All-to-all of rows; backward sends their gradients back, those of all tensors even if a rank
+    uses only one."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, ranks: Ranks, sizes: Sequence[RowCounts], *xs: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.ranks, ctx.sizes = ranks, [RowCounts(size.sent, size.received) for size in sizes]
+        return tuple(ranks.exchange_all(xs, sizes))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return None, None, *ranks_of(ctx).exchange_all(grads, ctx.sizes)
+
+
+def gather_all(x: Tensor, ranks: Ranks) -> Tensor:
+    """[n, ...] of each rank -> [R n, ...], used identically on every rank."""
+    return _All.apply(x, ranks)
+
+
+def exchange(
+    x: Tensor, ranks: Ranks, received: Sequence[int] = (), sent: Sequence[int] = ()
+) -> Tensor:
+    """As `Ranks.exchange`, differentiable; without sizes [R, ...] -> [R, ...], a row each."""
+    ones = [1] * ranks.size
+    return exchange_all((x,), ranks, [RowCounts(received or ones, sent or ones)])[0]
+
+
+def exchange_all(
+    xs: Sequence[Tensor], ranks: Ranks, sizes: Sequence[RowCounts]
+) -> tuple[Tensor, ...]:
+    """As `Ranks.exchange_all`, differentiable. A backward pass that reaches one result exchanges
+    the gradients of all, so that no rank waits for a rank that does not use that result."""
+    return _Exchange.apply(ranks, sizes, *xs)
+
+
+def alike(x: Tensor, ranks: Ranks) -> Tensor:
+    """A tensor computed identically on every rank, whose gradient is to be counted once."""
+    return _PartOfGradient.apply(x, ranks)
+
+
+def sum_over(x: Tensor, ranks: Ranks) -> Tensor:
+    """The sum over ranks, used identically on every rank."""
+    return _Sum.apply(x, ranks)
+
+
+def sum_for_parts(x: Tensor, ranks: Ranks) -> Tensor:
+    """The sum over ranks, which each rank uses for its own part of the loss."""
+    return _SumForParts.apply(x, ranks)

@@ -1,0 +1,368 @@
+"""Prompts into a static cache: flat, without padding, so many tokens at a time.
+
+# B rows, T prompt tokens, N tokens of a pack, V vocab
+"""
+
+import functools
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from tigon.generation.loop import FEW
+from tigon.generation.prompt import Model, Prompt
+from tigon.generation.sampling import Draws, Sampling
+from tigon.generation.settings import Caches, Settings
+from tigon.kernels.runtime import runs_triton
+from tigon.layers import KVCache, StaticCache
+from tigon.layers.kv_cache import Quantize
+
+
+def packs(lengths: Sequence[int], max_tokens: int) -> Iterator[tuple[int, int]]:
+    """Ranges of rows with `max_tokens` tokens together, or of one row that has more."""
+    start = tokens = 0
+    for row, length in enumerate(lengths):
+        if row > start and tokens + length > max_tokens:
+            yield start, row
+            start, tokens = row, 0
+        tokens += length
+    yield start, len(lengths)
+
+
+def prefill(
+    model: Model,
+    cache: StaticCache,  # empty, of B rows
+    prompt: Prompt,
+    max_tokens: int,  # tokens of a forward pass
+    copies: int = 1,
+) -> Tensor:
+    """The logits [B * copies, V] after each prompt, of which the cache then holds as many rows.
+
+    Nothing but a prompt's last token touches the vocabulary.
+    """
+    lengths = prompt.lengths()
+    flat = prompt.ids.flatten() if prompt.mask is None else prompt.ids[prompt.mask]
+    bounds = list(itertools.accumulate(lengths, initial=0))
+    logits = []
+    for start, stop in packs(lengths, max_tokens):
+        ids, rows = flat[bounds[start] : bounds[stop]], cache.rows(start, stop)
+        even = len(set(lengths[start:stop])) == 1
+        if even:
+            for chunk in ids.view(stop - start, -1).split(max(max_tokens, 1), 1):
+                out = model(chunk, past_key_values=rows, logits_to_keep=1)
+            logits.append(out.logits[:, -1])
+            continue
+        ends = torch.tensor(bounds[start : stop + 1]) - bounds[start]
+        out = model(
+            ids[None],
+            past_key_values=rows,
+            cu_seq_lens=ends,
+            max_length_q=max(lengths[start:stop]),
+            logits_to_keep=ends[1:] - 1,
+        )
+        logits.append(out.logits[0])
+    if copies > 1:
+        cache.expand(copies)
+    return torch.cat(logits).repeat_interleave(copies, 0)
+
+
+# Which cache can hold a text, and whether one model can propose to another.
+
+# Vocabularies of one tokenizer differ where they were filled up, to a multiple of FILL, and by
+# at most FILLED rows: 151,936 and 152,064 in Qwen2.5
+FILL, FILLED = 64, 512
+
+
+def is_sharded(model: Model) -> bool:
+    """Whether FSDP gathers the parameters."""
+    return any(isinstance(p, DTensor) for p in model.parameters())
+
+
+def choose_cache(model: Model, assistant: Model | None, settings: Settings, total: int) -> Caches:
+    """The cache for up to `total` tokens: a static one on a GPU wherever it is exact."""
+    asked, use_cache = settings.cache_implementation, settings.use_cache
+    if assistant is not None:
+        # Rows that have all their tokens keep proposing until the others have theirs
+        total += settings.num_assistant_tokens
+        _check_assistant(model, assistant, asked, total, use_cache)
+        asked = asked or "static"
+    if not use_cache and asked is not None:
+        raise ValueError(f"use_cache=False and cache_implementation={asked!r}: give one of them")
+    if not use_cache or asked == "dynamic":
+        return "dynamic"
+    obstacle = _obstacle(model, total)
+    if obstacle is None:
+        return asked or ("static" if model.device.type == "cuda" else "dynamic")
+    if asked is not None:
+        raise ValueError(f"cache_implementation={asked!r}: {obstacle}; take 'dynamic'")
+    return "dynamic"
+
+
+def _check_assistant(
+    model: Model, assistant: Model, asked: Caches | None, total: int, use_cache: bool
+) -> None:
+    """Whether one can propose to the other, for texts of up to `total` tokens with proposals."""
+    if model.together:
+        raise ValueError(
+            "assistant_model does not work with a model loaded with mesh=: leave it out"
+        )
+    if not callable(getattr(assistant, "static_cache", None)):
+        raise TypeError(
+            f"assistant_model is a {type(assistant).__name__}, not a model that "
+            "tigon.from_pretrained loads"
+        )
+    if not use_cache or asked == "dynamic":
+        raise ValueError(
+            "assistant_model needs a cache that can go back: cache_implementation='static' or "
+            "'quantized'"
+        )
+    theirs, ours = assistant.config.vocab_size, model.config.vocab_size
+    larger = max(theirs, ours)
+    if theirs != ours and (larger % FILL or larger - min(theirs, ours) > FILLED):
+        raise ValueError(
+            f"assistant_model has a vocabulary of {theirs} tokens, but the model one of {ours}: "
+            "only a model with the same tokenizer can propose tokens"
+        )
+    if assistant.device != model.device:
+        raise ValueError(
+            f"assistant_model is on {assistant.device}, but the model on {model.device}"
+        )
+    for who, one in (("assistant_model", assistant), ("the model beside assistant_model", model)):
+        obstacle = _obstacle(one, total)
+        if obstacle is not None:
+            raise ValueError(
+                f"{who}: {obstacle}; proposals, of which a text may get num_assistant_tokens more "
+                "than it keeps, need a static cache: ask for fewer tokens, or do without them"
+            )
+
+
+def _obstacle(model: Model, total: int) -> str | None:
+    """Why a static cache would not hold a text of up to `total` tokens exactly, if so."""
+    if is_sharded(model):
+        return "FSDP gathers parameters step by step"
+    rope = model.turning_rope
+    if rope is None or total <= rope.turn:
+        return None
+    kind = rope.rope_type
+    return f"{kind} RoPE rotates all keys anew when a text of up to {total} passes {rope.turn}"
+
+
+# A CUDA graph of a step: what it costs to launch is one launch.
+
+WARM_UP = 2  # steps that compile kernels and make handles before one is captured
+
+
+class Replay:
+    """Runs a step eagerly at first, then from a CUDA graph of it, with the same result.
+
+    The step changes tensors in place and returns one, and neither it nor its launches depend on
+    what is in them. Every run is a real one: nothing is computed twice. Without Triton, and on
+    the CPU, all steps are eager, since definitions in plain torch may ask the device something.
+    """
+
+    def __init__(self, weight: Tensor, generator: torch.Generator | None):
+        self._device, self._generator = weight.device, generator
+        self._possible = self._device.type == "cuda" and runs_triton(weight)
+        self._warm = 0
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self._result: Tensor | None = None
+
+    def __call__(self, step: Callable[[], Tensor], remaining: int) -> Tensor:
+        """The next of at most `remaining` steps; its result is overwritten by the one after it."""
+        if self._graph is None:
+            if not self._possible or remaining <= FEW:
+                return step()
+            if self._warm < WARM_UP:
+                return self._warm_up(step)
+            self._capture(step)
+        assert self._graph is not None and self._result is not None
+        self._graph.replay()
+        return self._result
+
+    def _warm_up(self, step: Callable[[], Tensor]) -> Tensor:
+        """On the stream of the capture, whose workspaces must not come from the graph's memory."""
+        self._warm += 1
+        here, side = torch.cuda.current_stream(self._device), side_stream(self._device)
+        side.wait_stream(here)
+        with torch.cuda.stream(side):
+            result = step()
+        here.wait_stream(side)
+        return result
+
+    def _capture(self, step: Callable[[], Tensor]) -> None:
+        graph = torch.cuda.CUDAGraph()
+        inference = torch.is_inference_mode_enabled()
+        # Generators keep their state for graphs in tensors that are made now, and others' graphs,
+        # outside of inference mode, may come to use them
+        with torch.inference_mode(False):
+            if self._generator is not None:
+                graph.register_generator_state(self._generator)
+            stream = side_stream(self._device)
+            # What other threads allocate and wait for is none of the graph's business
+            capture = torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local")
+            with capture, torch.inference_mode(inference):
+                self._result = step()
+        self._graph = graph
+
+
+@functools.cache
+def side_stream(device: torch.device) -> torch.cuda.Stream:
+    """One for all captures on a device, since each stream has workspaces of its own."""
+    return torch.cuda.Stream(device=device)
+
+
+# Steps with a cache that grows, or with none: for CPUs, sharded models and turning RoPEs.
+#
+# B rows, T prompt tokens, V vocab
+
+DYNAMIC_CAPACITY = 1024  # tokens after the prompt that there is memory for at first
+
+
+class DynamicSteps:
+    """Prompts keep their padding, and finished rows stay in the batch."""
+
+    can_remove_rows = False
+
+    def __init__(
+        self,
+        model: Model,
+        prompt: Prompt,
+        max_tokens: int,
+        sampling: Sampling,
+        draws: Draws,
+        use_cache: bool,
+    ):
+        ids, mask = prompt
+        self._model, self._sampling, self._draws = model, sampling, draws
+        self._cache = KVCache() if use_cache else None
+        self._length = ids.shape[1]
+        self._tokens, self._visible = ids, mask
+        self._positions: Tensor | None = None
+        self._extend(min(max_tokens, DYNAMIC_CAPACITY))
+        self._seen = sampling.seen(ids, mask, model.config.vocab_size)
+        self._generated = ids.new_zeros(1)  # tokens after the prompt, of every row
+
+    def __call__(self, remaining: int) -> Tensor:
+        n = self._length
+        if n == self._tokens.shape[1]:
+            self._extend(min(remaining, n))
+        visible, positions = self._visible, self._positions
+        if self._cache is not None and n == self._model.cache_restart:
+            self._cache = KVCache()
+        start = 0 if self._cache is None or self._cache.length == 0 else n - 1
+        logits = self._model(
+            self._tokens[:, start:n],
+            attention_mask=None if visible is None else visible[:, :n],
+            position_ids=None if positions is None else positions[:, start:n],
+            past_key_values=self._cache,
+            use_cache=self._cache is not None,
+            logits_to_keep=1,
+        ).logits[:, -1]
+        new = self._sampling(logits, self._seen, self._generated, self._draws)[:, None]
+        token = new.clamp(min=0)
+        self._tokens[:, n : n + 1] = token
+        if self._seen is not None:
+            self._seen.scatter_(1, token, True)
+        self._generated += 1
+        self._length += 1
+        return new
+
+    def _extend(self, count: int) -> None:
+        """Memory for so many tokens more, which are visible."""
+        ids, visible = self._tokens, self._visible
+        self._tokens = torch.cat((ids, ids.new_zeros(len(ids), count)), 1)
+        if visible is not None:
+            self._visible = torch.cat((visible, visible.new_ones(len(ids), count)), 1)
+            self._positions = (self._visible.cumsum(-1) - 1).clamp_(min=0)
+
+    def select(self, index: Tensor) -> None:
+        raise NotImplementedError("rows of a KVCache stay to the end")
+
+
+# Steps with a cache of fixed size, which a CUDA graph can repeat.
+#
+# B rows at first, b rows now, V vocab
+
+ROUND = 256  # capacities are multiples of
+INITIAL_CAPACITY = (
+    8192  # tokens after the prompts that there is memory for at first; then it doubles
+)
+
+
+def make_cache(
+    model: Model, prompt: Prompt, new: int, *, chunk: int = 1, quantize: Quantize = None
+) -> StaticCache:
+    """Room for every prompt and `new` tokens behind it, of which a step appends `chunk`."""
+    capacity = -(-(max(prompt.lengths()) + new) // ROUND) * ROUND
+    try:
+        rows = len(prompt.ids)
+        return model.static_cache(rows, capacity, chunk=max(16, chunk), quantize=quantize)
+    except ValueError as error:
+        raise ValueError(f"{error}: ask for fewer than {new} new tokens") from None
+
+
+class StaticSteps:
+    """The first step reads the prompts, each further one a token of every row."""
+
+    can_remove_rows = True
+
+    def __init__(
+        self,
+        model: Model,
+        prompt: Prompt,
+        max_tokens: int,
+        sampling: Sampling,
+        draws: Draws,
+        *,
+        copies: int,  # rows of each prompt, which is read once
+        prefill_chunk_size: int,
+        quantize: Quantize = None,
+    ):
+        self._model, self._sampling, self._draws = model, sampling, draws
+        self._cache = make_cache(
+            model, prompt, min(max_tokens, INITIAL_CAPACITY), quantize=quantize
+        )
+        self._logits: Tensor | None = prefill(
+            model, self._cache, prompt, prefill_chunk_size, copies
+        )
+        prompt = prompt.repeat(copies)
+        self._seen = sampling.seen(*prompt, model.config.vocab_size)
+        self._last = prompt.ids[:, -1:].clone()  # [b, 1]
+        self._generated = self._last.new_zeros(1)  # tokens after the prompt, of every row
+        self._held = max(prompt.lengths())  # tokens of the longest row in the cache
+        self._replay = self._new_replay()
+
+    def __call__(self, remaining: int) -> Tensor:
+        if self._logits is None:
+            if self._held == self._cache.capacity:
+                self._cache.grow(self._held + min(remaining, self._held))
+                self._replay = self._new_replay()
+            self._held += 1
+            return self._replay(self._step, remaining)
+        logits, self._logits = self._logits, None
+        return self._choose(logits)
+
+    def select(self, index: Tensor) -> None:
+        index = index.to(self._last.device)
+        self._cache.select(index)
+        self._draws.select(index)
+        self._last = self._last[index]
+        self._seen = None if self._seen is None else self._seen[index]
+        self._replay = self._new_replay()
+
+    def _step(self) -> Tensor:
+        out = self._model(self._last, past_key_values=self._cache, logits_to_keep=1)
+        return self._choose(out.logits[:, -1])
+
+    def _choose(self, logits: Tensor) -> Tensor:
+        new = self._sampling(logits, self._seen, self._generated, self._draws)[:, None]
+        self._last.copy_(new.clamp(min=0))
+        self._generated.add_(1)
+        if self._seen is not None:
+            self._seen.scatter_(1, self._last, True)
+        return new
+
+    def _new_replay(self) -> Replay:
+        return Replay(next(self._model.parameters()), self._draws.generator)

@@ -1,0 +1,348 @@
+"""Causal attention with grouped heads, packed sequences, padding, windows and softcap.
+
+Backends, by the names that `attention=` takes: "fa4" flash-attn-4 (Hopper, Blackwell; an extra),
+"cudnn" and "flash" (FlashAttention-2, also packed) as torch has them, "flex" FlexAttention,
+"sdpa" torch's own choice with a dense mask where one is needed, "reference".
+
+# B batch, T query tokens, S key tokens, H query heads, K kv heads, D head dim
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention.flex_attention import flex_attention
+
+from tigon.kernels import runtime
+from tigon.kernels.attention import fa4
+from tigon.kernels.attention.backends import (
+    Backend,
+    Choice,
+    Request,
+    capability,
+    check_backend,
+    check_training,
+    flash_attn_4,
+    fused_shapes,
+    settle,
+    survey,
+)
+from tigon.kernels.attention.mask import AttentionMask, Sequences
+
+__all__ = [
+    "AttentionMask",
+    "Backend",
+    "attention",
+    "attention_ref",
+    "check_backend",
+    "check_training",
+    "survey",
+]
+
+FA4_LEAST = 512  # below it as the longest sequence, flash-attn-4 would compile once more
+FLEX_STEP = 256  # FlexAttention compiles for every length: rows are padded to a multiple
+
+
+def attention_ref(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    mask: AttentionMask,
+    window: int | None = None,
+    softcap: float | None = None,
+    scale: float | None = None,
+) -> Tensor:
+    """`softmax(cap(q k^T * scale)) v`, fp32 inside, over the keys that `mask` allows."""
+    q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    groups = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
+    scores = q.float() @ k.float().transpose(-1, -2) * scale  # [B, H, T, S]
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    scores = scores.masked_fill(~mask.dense(window, q.device), float("-inf"))
+    return (scores.softmax(-1) @ v.float()).to(q.dtype).transpose(1, 2)
+
+
+class Plan(NamedTuple):
+    """How one kind of layer computes its attention in this forward pass."""
+
+    choice: Choice
+    window: int | None  # None also where no sequence is longer
+    softcap: float | None
+    scale: float | None
+    sequences: Sequences | None = None  # of packed rows; None: the mask says all
+    even: AttentionMask | None = None  # in place of `sequences`, if all have one length
+
+    def reach(self, causal: bool) -> tuple[int | None, int | None]:
+        """How many tokens a query in a window sees before and after itself; None is all."""
+        if self.window is None:
+            return None, None
+        return self.window - 1, 0 if causal else self.window - 1
+
+
+def _fa4(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, plan: Plan) -> Tensor:
+    package = fa4 if torch.compiler.is_compiling() else flash_attn_4()
+    sequences = plan.sequences
+    options: dict[str, Any] = {
+        "softmax_scale": plan.scale,
+        "causal": mask.causal,
+        "window_size": plan.reach(mask.causal),
+        "softcap": plan.softcap or 0.0,
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+    }
+    if sequences is None:
+        return package.flash_attn_func(q, k, v, **options)[0]
+    flat, (cu, cu_k), (longest, longest_k) = _packed(q, k, v, sequences)
+    out = package.flash_attn_varlen_func(
+        *flat,
+        cu_seqlens_q=cu,
+        cu_seqlens_k=cu_k,
+        max_seqlen_q=max(longest, FA4_LEAST),
+        max_seqlen_k=max(longest_k, FA4_LEAST),
+        **options,
+    )[0]
+    return out.view(q.shape)
+
+
+def _packed(
+    q: Tensor, k: Tensor, v: Tensor, sequences: Sequences
+) -> tuple[tuple[Tensor, ...], tuple[Tensor, Tensor], tuple[int, int]]:
+    """Flat q, k and v, and the bounds and the greatest length of queries and of keys.
+
+    Where they differ, a kernel has the last query of a sequence see all its keys.
+    """
+    q, k, v = (x.flatten(0, 1) for x in (q, k, v))
+    cu, longest, keys = sequences
+    if keys is None:
+        return (q, k, v), (cu, cu), (longest, longest)
+    return (q, keys.take(k), keys.take(v)), (cu, keys.cu), (longest, keys.longest)
+
+
+def _cudnn(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, plan: Plan) -> Tensor:
+    heads = (x.transpose(1, 2) for x in (q, k, v))
+    run, grad = torch.ops.aten._scaled_dot_product_cudnn_attention, _wants_grad(q, k, v)
+    out = run(*heads, None, grad, 0.0, mask.causal, False, scale=plan.scale)[0]
+    return out.transpose(1, 2)
+
+
+def _flash(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, plan: Plan) -> Tensor:
+    # The operator that varlen_attn and SDPA call: cheaper on the host, and with windows for rows
+    run = torch.ops.aten._flash_attention_forward
+    causal, (left, right) = mask.causal and plan.window is None, plan.reach(mask.causal)
+    options = {"scale": plan.scale, "window_size_left": left, "window_size_right": right}
+    if plan.sequences is None:
+        sizes = q.shape[1], k.shape[1]
+        return run(q, k, v, None, None, *sizes, 0.0, causal, False, **options)[0]
+    flat, bounds, longest = _packed(q, k, v, plan.sequences)
+    return run(*flat, *bounds, *longest, 0.0, causal, False, **options)[0].view(q.shape)
+
+
+def _flex(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, plan: Plan) -> Tensor:
+    run: Callable[..., Any] = flex_attention
+    b, t = q.shape[:2]
+    if not torch.compiler.is_compiling():
+        tokens = t + -t % FLEX_STEP
+        keys = max(mask.keys, mask.past + tokens)
+        keys += -keys % FLEX_STEP
+        if (tokens, keys) != (t, mask.keys):
+            sizes = (tokens, q), (keys, k), (keys, v)
+            q, k, v = (F.pad(x, (0, 0, 0, 0, 0, size - x.shape[1])) for size, x in sizes)
+            mask = mask.padded(tokens, keys, b, q.device)
+        form = mask.causal, mask.segment_ids is None, mask.key_mask is None, mask.past > 0
+        kind = q.shape, k.shape, q.dtype, q.device, _wants_grad(q, k, v), form
+        run = _compiled_flex(*kind, plan.window, plan.softcap, plan.scale)
+    out = run(
+        *(x.transpose(1, 2) for x in (q, k, v)),
+        score_mod=None if plan.softcap is None else _cap(plan.softcap),
+        block_mask=mask.blocks(plan.window, q.device),
+        scale=plan.scale,
+        enable_gqa=q.shape[2] != k.shape[2],
+    ).transpose(1, 2)
+    return out[:, :t]
+
+
+def _cap(softcap: float) -> Callable[..., Tensor]:
+    return lambda score, *_: softcap * torch.tanh(score / softcap)
+
+
+@functools.cache
+def _compiled_flex(*kind: Any) -> Callable[..., Any]:
+    """FlexAttention for one kind of call: torch 2.11 failed to compile it for dynamic lengths."""
+
+    def run(*tensors: Any, **options: Any) -> Any:
+        return flex_attention(*tensors, **options)
+
+    # Dynamo compiles a code object at most eight times. Then it runs eagerly, which materialises
+    # all scores, and only warns. So each kind of call has a code object of its own
+    run.__code__ = run.__code__.replace()
+    return torch.compile(run, dynamic=False, fullgraph=True)
+
+
+def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, plan: Plan) -> Tensor:
+    window, scale = plan.window, plan.scale
+    bias = mask.bias(window, q.dtype, q.device) if mask.needs_dense(window) else None
+    b, t, h, d = q.shape
+    kv_heads = k.shape[2]
+    causal = bias is None and mask.causal
+    if t == 1:  # `and` would be symbolic for dynamic lengths, which SDPA refuses
+        causal = False
+    k, v = k.transpose(1, 2), v.transpose(1, 2)
+    if t == 1 and h != kv_heads:
+        # One token per row: the heads of a group become the queries of their kv head
+        grouped = q.reshape(b, kv_heads, h // kv_heads, d)
+        out = F.scaled_dot_product_attention(grouped, k, v, attn_mask=bias, scale=scale)
+        return out.reshape(b, t, h, d)
+    if bias is not None and q.is_cuda and h != kv_heads:
+        # With a mask, SDPA's only kernel for grouped heads materialises all scores
+        k, v = (x.repeat_interleave(h // kv_heads, 1) for x in (k, v))
+    return F.scaled_dot_product_attention(
+        q.transpose(1, 2),
+        k,
+        v,
+        attn_mask=bias,
+        is_causal=causal,
+        scale=scale,
+        enable_gqa=k.shape[1] != h,
+    ).transpose(1, 2)
+
+
+def _reference(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, plan: Plan) -> Tensor:
+    options = {"softcap": plan.softcap, "scale": plan.scale}
+    return attention_ref(q, k, v, mask=mask, window=plan.window, **options)
+
+
+RUN: dict[str, Callable[..., Tensor]] = {
+    "fa4": _fa4,
+    "cudnn": _cudnn,
+    "flash": _flash,
+    "flex": _flex,
+    "sdpa": _sdpa,
+    "reference": _reference,
+}
+PACKED = ("fa4", "cudnn", "flash")  # take the bounds of sequences, not a mask
+
+
+def attention(
+    q: Tensor,  # [B, T, H, D]
+    k: Tensor,  # [B, S, K, D]
+    v: Tensor,  # [B, S, K, D]
+    *,
+    mask: AttentionMask,
+    window: int | None = None,
+    softcap: float | None = None,
+    scale: float | None = None,
+) -> Tensor:
+    """Attention output [B, T, H, D]; head h reads kv head `h // (H / K)`.
+
+    A window of W covers W tokens, the query's own included. `scale` defaults to D ** -0.5.
+    `mask.backend` names the backend; docs/attention.md says what "auto" takes. Raises ValueError
+    if the named backend cannot serve the call, with the reason, and for shapes that do not match.
+    """
+    _check(q, k, v, mask, window, softcap)
+    if q.is_meta and runtime.runs_triton(q):
+        return _shapes(q, k, v, mask)
+    grad = _wants_grad(q, k, v)
+    if torch.compiler.is_compiling():
+        plan = _plan(q, mask, window, softcap, scale, grad)
+    else:
+        kind = (q.dtype, q.shape[-1], window, softcap, scale, grad)
+        if kind not in mask.plans:
+            mask.plans[kind] = _plan(q, mask, window, softcap, scale, grad)
+        plan = mask.plans[kind]
+    run = RUN[plan.choice.name]
+    if plan.even is None:
+        return run(q, k, v, mask, plan)
+    rows = (x.reshape(-1, plan.even.tokens, *x.shape[2:]) for x in (q, k, v))
+    return run(*rows, plan.even, plan).reshape(q.shape)
+
+
+def _shapes(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> Tensor:
+    """On meta, as a backend that takes the bounds of sequences."""
+    sequences = None
+    if mask.prefixes is not None and mask.backend in ("auto", *PACKED):
+        sequences = mask.sequences()
+    if not isinstance(sequences, Sequences):
+        return fused_shapes(q, k, v)
+    flat, *_ = _packed(q, k, v, sequences)
+    return fused_shapes(*(x[None] for x in flat)).view(q.shape)
+
+
+def _check(
+    q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, window: int | None, softcap: float | None
+) -> None:
+    b, t, h, d = q.shape if q.dim() == 4 else (0, 0, 0, 0)
+    s = mask.keys
+    if t != mask.tokens:
+        raise ValueError(
+            f"q {tuple(q.shape)} is not [B, T, H, D] with the mask's {mask.tokens} tokens"
+        )
+    if k.dim() != 4 or (k.shape[0], k.shape[1], k.shape[3]) != (b, s, d) or k.shape != v.shape:
+        raise ValueError(
+            f"k {tuple(k.shape)} and v {tuple(v.shape)} are not [{b}, {s}, K, {d}]: q is "
+            f"{tuple(q.shape)}, and the mask has {mask.past} tokens before its {mask.tokens}"
+        )
+    if h % k.shape[2]:
+        raise ValueError(f"{h} query heads cannot share {k.shape[2]} key/value heads")
+    for name, value in (("window", window), ("softcap", softcap)):
+        if value is not None and value <= 0:
+            raise ValueError(f"{name}={value} is not above 0; None is none")
+
+
+def _wants_grad(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    return torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+
+
+def _plan(
+    q: Tensor,
+    mask: AttentionMask,
+    window: int | None,
+    softcap: float | None,
+    scale: float | None,
+    grad: bool,
+) -> Plan:
+    """Backend and layout; may wait for the device to learn the lengths of the sequences."""
+    compiling, gpu = torch.compiler.is_compiling(), q.device.type == "cuda"
+    longest, part = mask.keys, mask.whole is not None
+    if window is not None and window >= longest:
+        window = None
+    request = Request(
+        q.device.type,
+        capability(q.device.index) if gpu else 0,
+        q.dtype,
+        q.shape[-1],
+        longest=None if compiling else longest,
+        layout="a window ends before the keys do" if window is not None and mask.after else "rows",
+        cached=mask.past > 0 and not part,
+        part=part,
+        single=mask.tokens == 1,
+        window=window is not None,
+        softcap=softcap is not None,
+        grad=grad,
+        deterministic=torch.are_deterministic_algorithms_enabled(),
+        compiling=compiling,
+    )
+    where = mask.backend, q.device.index if gpu else 0, runtime._mode == "reference"
+    choice = settle(request, *where)
+    plan = Plan(choice, window, softcap, scale)
+    if mask.rows or choice.name not in PACKED:
+        return plan
+    told = mask.sequences()
+    if isinstance(told, str):
+        return plan._replace(choice=settle(request._replace(layout=told), *where))
+    if window is not None and window >= told.furthest:
+        window = None
+    even = not part and told.even(mask.tokens * q.shape[0])
+    request = request._replace(
+        layout="rows" if even else "sequences",
+        longest=None if compiling else told.furthest,
+        window=window is not None,
+    )
+    choice = settle(request, *where)
+    if even:
+        return Plan(choice, window, softcap, scale, even=mask.even(told.longest))
+    return Plan(choice, window, softcap, scale, sequences=told)

@@ -1,0 +1,309 @@
+"""Which backend computes attention, and why: a pure function of the call and of the machine."""
+
+import functools
+import logging
+from collections.abc import Callable, Mapping
+from importlib.util import find_spec
+from types import MappingProxyType
+from typing import Any, Literal, NamedTuple, get_args
+
+import torch
+from torch import Tensor
+
+Backend = Literal["auto", "fa4", "cudnn", "flash", "flex", "sdpa", "reference"]
+HALF = (torch.bfloat16, torch.float16)
+SHORT = 256  # fewer tokens are not worth compiling a kernel for
+FEW = 512  # tokens up to which cuDNN is the fastest on Hopper
+log = logging.getLogger("tigon.attention")
+_said: set[tuple[str, ...]] = set()  # what was logged
+
+
+class Request(NamedTuple):
+    """The properties of an attention call that decide which backend serves it."""
+
+    device: str = "cuda"
+    sm: int = 90  # compute capability of a GPU, times ten
+    dtype: torch.dtype = torch.bfloat16
+    head_dim: int = 128
+    longest: int | None = None  # tokens of the longest sequence, where the host knows it
+    # "rows": each row is a sequence; "sequences": packed, with known bounds; anything else is the
+    # reason why only a dense mask describes the batch
+    layout: str = "rows"
+    cached: bool = False  # the tokens continue a cache
+    part: bool = False  # the queries are a part of their rows
+    single: bool = False  # each row has one
+    window: bool = False
+    softcap: bool = False
+    grad: bool = False
+    deterministic: bool = False
+    compiling: bool = False
+
+
+class Choice(NamedTuple):
+    name: str
+    why: str
+
+
+def _first(*rules: tuple[bool, str]) -> str | None:
+    return next((reason for holds, reason in rules if holds), None)
+
+
+def _kernel(r: Request) -> str | None:
+    """The requirement of every fused kernel that the request does not meet."""
+    return _first(
+        (r.device != "cuda", f"it runs on CUDA GPUs, not on {r.device}"),
+        (r.sm < 80, f"it needs sm_80 or newer, and this GPU is sm_{r.sm}"),
+        (r.dtype not in HALF, f"it takes bfloat16 and float16, not {str(r.dtype)[6:]}"),
+        (r.head_dim % 8 > 0, f"head_dim {r.head_dim} is not a multiple of 8"),
+        (r.head_dim > 256, f"head_dim {r.head_dim} is above 256"),
+        (r.layout not in ("rows", "sequences"), f"it takes no dense mask, and {r.layout}"),
+    )
+
+
+def _fa4(r: Request) -> str | None:
+    hopper, blackwell = r.sm // 10 == 9, r.sm // 10 == 10
+    # On Hopper 4.0.0b36 writes dQ for head_dim in multiples of 16, and reads it in multiples of 32.
+    # Head dims that both round to the same number have not been tested
+    torn = hopper and r.grad and r.head_dim % 32 > 0
+    wrong = f"its backward pass is wrong for head_dim {r.head_dim}, which is no multiple of 32"
+    uncapped = blackwell and r.grad and r.head_dim == 256 and r.softcap
+    return _kernel(r) or _first(
+        (not (hopper or blackwell), f"it is for Hopper and Blackwell, not for sm_{r.sm}"),
+        (blackwell and 128 < r.head_dim < 256, f"head_dim {r.head_dim} on Blackwell"),
+        (torn, wrong),
+        (uncapped, "its backward pass on Blackwell has no softcap for head_dim 256"),
+    )
+
+
+def _cudnn(r: Request) -> str | None:
+    return _kernel(r) or _first(
+        (r.sm != 90 and r.head_dim > 128, f"head_dim {r.head_dim} needs sm_90, not sm_{r.sm}"),
+        (r.longest == 1, "it takes no sequence of one token"),
+        (r.deterministic and r.grad, "its backward pass is not deterministic"),
+        (r.window, "it has no sliding window"),
+        (r.softcap, "it has no softcap"),
+        (r.layout == "sequences", "it has no packed sequences"),
+        (r.cached, "it does not continue a cache"),
+        (r.part, "it has no queries of parts of rows"),
+        (r.compiling, "torch.compile calls it by way of sdpa"),
+    )
+
+
+def _flash(r: Request) -> str | None:
+    small = (86 <= r.sm <= 89 or r.sm in (120, 121)) and r.grad and 192 < r.head_dim <= 224
+    return _kernel(r) or _first(
+        (r.softcap, "it has no softcap"),
+        (small, f"head_dim {r.head_dim} has no backward pass on sm_{r.sm}"),
+    )
+
+
+def _flex(r: Request) -> str | None:
+    return _first(
+        (r.device != "cuda", f"it runs on CUDA GPUs, not on {r.device}"),
+        (r.cached, "it does not continue a cache"),
+        (r.head_dim < 16, f"head_dim {r.head_dim} is below 16"),
+    )
+
+
+def _sdpa(r: Request) -> str | None:
+    return "it has no softcap" if r.softcap else None
+
+
+# Each says why it cannot serve a request, or None
+OBSTACLES: dict[str, Callable[[Request], str | None]] = {
+    "fa4": _fa4,
+    "cudnn": _cudnn,
+    "flash": _flash,
+    "flex": _flex,
+    "sdpa": _sdpa,
+    "reference": lambda r: None,
+}
+PLAIN = ("sdpa", "reference")  # on any device
+
+
+def _order(r: Request) -> tuple[str, ...]:
+    """Backends, the fastest first."""
+    few = r.longest is not None and r.longest <= FEW
+    # As measured on an H200; packed sequences are refused by cuDNN's own rules
+    if r.sm == 90 and (few or (r.head_dim == 256 and r.grad)):
+        return tuple(sorted(OBSTACLES, key=lambda name: name != "cudnn"))
+    return tuple(OBSTACLES)
+
+
+def _hesitation(name: str, r: Request) -> str | None:
+    """Why a backend that could serve a request is taken only if it is named."""
+    longest = 0 if r.longest is None else r.longest
+    if name in ("fa4", "flex") and 0 < longest < SHORT:
+        return f"{longest} tokens are too few to compile for"
+    step = 64 if longest <= FEW else 256
+    if name == "cudnn" and longest % step:
+        return f"it prepares for every new length, and {longest} is no multiple of {step}"
+    if name == "flex" and r.dtype not in HALF:
+        return "float32 is no faster with it"
+    return None
+
+
+def check_backend(name: str) -> None:
+    """Raise unless `name` is "auto" or a backend's that can be loaded."""
+    _check_name(name)
+    if name == "fa4" and isinstance(flash_attn_4(), str):
+        raise ImportError(f"attention='fa4': {flash_attn_4()}")
+
+
+def check_training(
+    name: str, device: torch.device, dtype: torch.dtype, *, deterministic: bool = False
+) -> None:
+    """Raise if the named backend cannot train in this dtype on this device, whatever the model."""
+    check_backend(name)
+    gpu, index = device.type == "cuda", device.index or 0
+    sm = capability(index) if gpu else 0
+    request = Request(device.type, sm, dtype, grad=True, deterministic=deterministic)
+    choose(request, name, missing(index) if gpu else {})
+
+
+def _check_name(name: str) -> None:
+    if name not in get_args(Backend):
+        raise ValueError(f"attention={name!r} is not one of {', '.join(get_args(Backend))}")
+
+
+def choose(
+    r: Request,
+    backend: str = "auto",
+    missing: Mapping[str, str | None] = MappingProxyType({}),
+    *,
+    plain: bool = False,
+) -> Choice:
+    """The backend for a request: the one named, or the first of the order that can serve it.
+
+    `missing` holds the backends that this machine lacks, with the reason; `plain` leaves only
+    `sdpa` and `reference`. Raises if the named backend cannot serve the request, unless the tokens
+    continue a cache: the name applies to whole sequences.
+    """
+    if backend != "auto":
+        _check_name(backend)
+        reason = missing.get(backend) or OBSTACLES[backend](r)
+        if reason is None:
+            return Choice(backend, f"attention={backend!r}")
+        if not r.cached:
+            raise ValueError(f"attention={backend!r} cannot do this: {reason}")
+    # Decoding: SDPA splits the keys among thread blocks, the others do not
+    plain = plain or r.device != "cuda" or (r.cached and r.single)
+    passed: list[str] = []
+    for name in _order(r):
+        if plain and name not in PLAIN:
+            continue
+        reason = missing.get(name) or OBSTACLES[name](r) or _hesitation(name, r)
+        if reason is None:
+            return Choice(name, "; ".join(passed) or f"the first choice on {r.device}")
+        passed.append(f"not {name}: {reason}")
+    raise AssertionError("the reference serves every request")
+
+
+@functools.cache
+def flash_attn_4() -> Any:
+    """The package, or the reason why there is none. Imported when a GPU first asks for it."""
+    hint = "pip install tigon[fa4]"
+    try:
+        import flash_attn.cute as package
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] == "flash_attn":
+            return f"flash-attn-4 is not installed: {hint}"
+        return f"flash-attn-4 misses {error.name}: {hint}"
+    except Exception as error:  # of the driver, the compiler, another version ...
+        return f"flash-attn-4 does not load ({type(error).__name__}: {error}): {hint}"
+    return package
+
+
+@functools.cache
+def capability(device: int) -> int:
+    """Of a GPU, times ten; 0 for one that is not NVIDIA's."""
+    major, minor = torch.cuda.get_device_capability(device)
+    return 0 if torch.version.hip else 10 * major + minor
+
+
+# As torch.compiler.assume_constant_result does, which takes a second to import Dynamo
+capability._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+@functools.cache
+def missing(device: int) -> dict[str, str]:
+    """What a machine with this GPU lacks, and why."""
+    lacks = {}
+    if capability(device) // 10 in (9, 10) and isinstance(flash_attn_4(), str):
+        lacks["fa4"] = flash_attn_4()
+    if not torch.backends.cudnn.is_available():
+        lacks["cudnn"] = "this torch has no cuDNN"
+    if find_spec("triton") is None:
+        lacks["flex"] = "Triton is not installed"
+    return lacks
+
+
+def _lack(name: str, device: int) -> str | None:
+    return missing(device).get(name)
+
+
+_lack._dynamo_marked_constant = True  # type: ignore[attr-defined]  # a dict cannot be a constant
+
+
+def survey(device: torch.device, head_dim: int = 128) -> dict[str, Choice]:
+    """What "auto" takes on this machine to train on sequences of 4,096 tokens, and to decode."""
+    gpu, index = device.type == "cuda", device.index or 0
+    r = Request(device.type, capability(index) if gpu else 0, head_dim=head_dim, longest=4096)
+    kinds = {
+        "one sequence a row": r._replace(grad=True),
+        "packed": r._replace(layout="sequences", grad=True),
+        "window": r._replace(window=True, grad=True),
+        "softcap": r._replace(softcap=True, grad=True),
+        "decoding": r._replace(cached=True, single=True),
+    }
+    return {kind: choose(r, missing=missing(index) if gpu else {}) for kind, r in kinds.items()}
+
+
+def settle(r: Request, backend: str, device: int, plain: bool) -> Choice:
+    """`choose` on this machine; logs what is chosen for the first time."""
+    if torch.compiler.is_compiling():
+        names = OBSTACLES if r.device == "cuda" else ()
+        return choose(r, backend, {name: _lack(name, device) for name in names}, plain=plain)
+    return _settle(r, backend, device, plain)
+
+
+@functools.lru_cache(maxsize=4096)
+def _settle(r: Request, backend: str, device: int, plain: bool) -> Choice:
+    choice = choose(r, backend, missing(device) if r.device == "cuda" else {}, plain=plain)
+    facts = [str(r.dtype)[6:], f"head_dim {r.head_dim}", r.layout]
+    facts += [name for name in ("cached", "part", "window", "softcap", "grad") if getattr(r, name)]
+    line = (choice.name, ", ".join(facts), choice.why)
+    if line not in _said:
+        _said.add(line)
+        log.debug("%s for %s (%s)", *line)
+    return choice
+
+
+# Fused attention without numbers: it allocates what FlashAttention-2 does on a GPU.
+#
+# B batch, T query tokens, S key tokens, H query heads, K kv heads, D head dim
+
+
+class _FusedShapes(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        b, t, heads, _ = q.shape
+        out = q.new_empty(q.shape)
+        ctx.save_for_backward(q, k, v, out, q.new_empty(b, heads, t, dtype=torch.float32))
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v, _, lse = ctx.saved_tensors
+        gradients = q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+        # The sum of dq, and the row sums of dout * out, in fp32
+        temporary = [q.new_empty(q.shape, dtype=torch.float32), torch.empty_like(lse)]
+        if k.shape[2] != q.shape[2]:  # gradients of each query head's keys and values
+            b, s, _, d = k.shape
+            temporary += [q.new_empty(b, s, q.shape[2], d) for _ in "kv"]
+        return gradients
+
+
+def fused_shapes(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """q [B, T, H, D], k and v [B, S, K, D], all on meta -> [B, T, H, D]."""
+    return _FusedShapes.apply(q, k, v)

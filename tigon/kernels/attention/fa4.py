@@ -1,0 +1,120 @@
+"""The functions of flash-attn-4 as custom operators, since torch.compile cannot trace them.
+
+Names and shapes are those of flash_attn.cute 4.0.0b36.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tigon.kernels.attention import backends as backends
+from tigon.kernels.runtime import operator
+
+
+def flash_attn_varlen_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    softmax_scale: float | None,
+    causal: bool,
+    window_size: tuple[int | None, int | None],
+    softcap: float,
+    deterministic: bool,
+) -> tuple[Tensor, Tensor]:
+    """The output, and the log-sum-exp of the scores, which has no gradient."""
+    bounds = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
+    return _forward(q, k, v, *bounds, softmax_scale, causal, *window_size, softcap, deterministic)
+
+
+flash_attn_func = flash_attn_varlen_func  # without bounds a row is a sequence
+ALIKE = (  # arguments that the forward and the backward pass share
+    "cu_seqlens_q",
+    "cu_seqlens_k",
+    "max_seqlen_q",
+    "max_seqlen_k",
+    "softmax_scale",
+    "causal",
+    "window_size_left",
+    "window_size_right",
+    "softcap",
+)
+
+
+def _outputs(q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    lse = q.new_empty(*q.shape[:-3], q.shape[-2], q.shape[-3], dtype=torch.float32)
+    return q.new_empty(q.shape), lse
+
+
+@operator("flash_attn_4", _outputs)
+def _forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_q: Tensor | None,
+    cu_k: Tensor | None,
+    longest_q: int | None,
+    longest_k: int | None,
+    scale: float | None,
+    causal: bool,
+    left: int | None,
+    right: int | None,
+    softcap: float,
+    deterministic: bool,  # in the backward pass
+) -> tuple[Tensor, Tensor]:
+    run = backends.flash_attn_4().interface._flash_attn_fwd
+    alike = cu_q, cu_k, longest_q, longest_k, scale, causal, left, right, softcap
+    options: dict[str, Any] = dict(zip(ALIKE, alike, strict=True))
+    out, lse, *_ = run(q, k, v, **options, return_lse=True)
+    return out, lse
+
+
+def _empty_like(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+
+
+@operator("flash_attn_4_backward", _empty_like)
+def _backward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    dout: Tensor,
+    lse: Tensor,
+    cu_q: Tensor | None,
+    cu_k: Tensor | None,
+    longest_q: int | None,
+    longest_k: int | None,
+    scale: float | None,
+    causal: bool,
+    left: int | None,
+    right: int | None,
+    softcap: float,
+    deterministic: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    run = backends.flash_attn_4().interface._flash_attn_bwd
+    alike = cu_q, cu_k, longest_q, longest_k, scale, causal, left, right, softcap
+    options: dict[str, Any] = dict(zip(ALIKE, alike, strict=True))
+    # Allocated here, since it would choose other strides than the compiler expects
+    options |= zip(("dq", "dk", "dv"), _empty_like(q, k, v), strict=True)
+    return run(q, k, v, out, dout, lse, **options, deterministic=deterministic)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    ctx.save_for_backward(*inputs[:5], *output)
+    ctx.rest = inputs[5:]
+
+
+def _gradients(ctx: Any, dout: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    q, k, v, cu_q, cu_k, out, lse = ctx.saved_tensors
+    # Not `_backward`, which autograd would treat as a constant in second derivatives
+    found = _backward.op(q, k, v, out, dout, lse, cu_q, cu_k, *ctx.rest)
+    return *found, *[None] * 10
+
+
+_forward.op.register_autograd(_gradients, setup_context=_save)

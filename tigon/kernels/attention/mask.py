@@ -1,0 +1,407 @@
+"""Which tokens attend to which in a batch, in the forms that attention backends take.
+
+# B batch, T query tokens, S key tokens, n sequences, or blocks of tokens
+"""
+
+from collections.abc import Callable, Hashable, Iterable
+from typing import Any, NamedTuple, Self
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
+
+from tigon.kernels.attention.backends import FEW, SHORT
+from tigon.kernels.attention.shared_prefix import Before, Keys
+from tigon.kernels.runtime import power_of_2
+
+MOST_REAL = 7 / 8  # share of real tokens in a batch up to which padding is dropped
+BLOCK = 128  # tokens in a block of FlexAttention's masks: its own default
+
+
+class Sequences(NamedTuple):
+    """The sequences that a flattened batch is made of."""
+
+    cu: Tensor  # int32 [n + 1]: where each begins, and the end of the last
+    longest: int  # tokens of the longest, or more; the host must know it to launch a kernel
+    keys: Keys | None = None  # where they are not those of the same tokens
+
+    def even(self, tokens: int) -> bool:
+        """Whether all of them are of one length: then the batch is a batch of these rows."""
+        return self.keys is None and (self.cu.shape[0] - 1) * self.longest == tokens
+
+    @property
+    def furthest(self) -> int:
+        """Keys that a query may see, at most."""
+        return self.longest if self.keys is None else self.keys.longest
+
+
+class AttentionMask:
+    """Which keys a query may see: causal, inside its own sequence, and never padding.
+
+    `tokens` T queries follow `past` cached ones. `segment_ids` [B, S] number the packed
+    sequences in order; `key_mask` bool [B, S] is False on padding. Without `causal`
+    attention is bidirectional. `cu_seq_lens` int32 [n + 1] are the bounds of the same sequences in
+    the flattened batch, given beside segment_ids; `longest` is the number of tokens of the longest
+    sequence, or more. `prefixes` int64 [n, 2], on the host, are tokens of the flattened batch that
+    each of these sequences goes on from: it sees them, in its row and before it, as if they were
+    its own first ones; equal numbers are none. `backend` is "auto" or the name of one. One mask
+    serves a whole forward pass: whatever layers derive from it is computed once.
+    """
+
+    def __init__(
+        self,
+        tokens: int,
+        *,
+        past: int = 0,
+        segment_ids: Tensor | None = None,
+        key_mask: Tensor | None = None,
+        causal: bool = True,
+        cu_seq_lens: Tensor | None = None,
+        longest: int | None = None,
+        prefixes: Tensor | None = None,
+        backend: str = "auto",
+    ):
+        if cu_seq_lens is not None and segment_ids is None:
+            raise ValueError("cu_seq_lens without segment_ids: give both, or neither for rows")
+        if prefixes is not None and (cu_seq_lens is None or past or not causal):
+            raise ValueError("prefixes are of causal sequences with cu_seq_lens, without a cache")
+        self.tokens = tokens
+        self.past = past
+        self.segment_ids = segment_ids
+        self.key_mask = key_mask
+        self.causal = causal
+        self.after = 0  # keys behind those of the queries
+        self.whole: Self | None = None  # where the queries are a part of rows: the mask of all
+        self.cu_seq_lens = cu_seq_lens
+        self.longest = longest
+        self.prefixes = prefixes
+        self.backend = backend
+        self.plans: dict[Any, Any] = {}  # of attention(), per kind of layer
+        self._derived: dict[Hashable, Any] = {}
+        self._looked: tuple[Tensor, Tensor] | None = None  # on the host: cu, and which are real
+        self._before: Before | None = None  # of padded rows
+
+    def _once(self, key: Hashable, derive: Callable[[], Any]) -> Any:
+        """The result of `derive`, kept under `key`."""
+        # Under torch.compile, a layer that is recomputed must not write to anything outside itself.
+        # The compiler merges equal operations, though only in training graphs
+        if torch.compiler.is_compiling() and torch.is_grad_enabled():
+            return derive()
+        if key not in self._derived:
+            self._derived[key] = derive()
+        return self._derived[key]
+
+    @property
+    def keys(self) -> int:
+        """S."""
+        return self.past + self.tokens + self.after
+
+    @property
+    def rows(self) -> bool:
+        """Whether each row is one sequence, without padding."""
+        return self.segment_ids is None and self.key_mask is None
+
+    def part(self, first: int, end: int) -> Self:
+        """The mask of the queries [first, end) of each row, and of its first S keys: all that one
+        of them may see. There is no cache."""
+        part = self._cut(first, end)
+        # Kept is what is derived from a part, and no part: that would be a cycle with `whole`
+        part.plans, part._derived = self._once(("part", first, end), lambda: ({}, {}))
+        return part
+
+    def _cut(self, first: int, end: int) -> Self:
+        keys = end if self.causal else self.tokens
+        segments, real = (
+            None if x is None else x[:, :keys] for x in (self.segment_ids, self.key_mask)
+        )
+        options: dict[str, Any] = {"causal": self.causal, "backend": self.backend}
+        options |= {"segment_ids": segments, "key_mask": real}
+        mask = type(self)(end - first, past=first, **options)
+        mask.after, mask.whole, mask.prefixes = keys - end, self, self.prefixes
+        return mask
+
+    def sequences(self) -> Sequences | str:
+        """The sequences of the flattened batch, or why they are not known.
+
+        Padding at either end of a sequence counts as a sequence of its own, to which real tokens do
+        not attend. If the caller gave no bounds, the host waits for the device, once; while a CUDA
+        graph is captured it cannot, and ValueError is raised.
+        """
+        return self._once("sequences", self._find_sequences)
+
+    def _find_sequences(self) -> Sequences | str:
+        if self.whole is not None:
+            return self._sequences_of_part(self.whole)
+        if self.past:
+            return "the cache holds padding"
+        if self.cu_seq_lens is not None and self.longest is not None:
+            return self._given(self.cu_seq_lens, self.longest)
+        if torch.compiler.is_compiling():
+            return "torch.compile cannot look at their lengths: give cu_seq_lens and max_length_q"
+        device = (self.segment_ids if self.key_mask is None else self.key_mask).device  # type: ignore[union-attr]
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            # The backend that needs no lengths would compile now, which a capture forbids
+            raise ValueError(
+                "a CUDA graph is being captured, and the host does not know how long the "
+                "sequences are: give cu_seq_lens and max_length_q"
+            )
+        if self.cu_seq_lens is not None:
+            return self._given(self.cu_seq_lens, int(self.cu_seq_lens.diff().max()))
+        return self._look(device)
+
+    def _sequences_of_part(self, whole: Self) -> Sequences | str:
+        """Queries and keys of each sequence of the rows. Some have no queries here, and the keys of
+        one end with its last query: so kernels align them."""
+        told = whole.sequences()
+        if isinstance(told, str):
+            return told
+        row, token = told.cu // whole.tokens, told.cu % whole.tokens
+        queries = row * self.tokens + (token - self.past).clamp(0, self.tokens)
+        keys, longest = self._kept(told.cu, whole.tokens), min(told.longest, self.keys)
+        of_keys = Keys(keys, longest)
+        if self.prefixes is not None and self.segment_ids is not None:
+            prefixes = self._kept(self.prefixes, whole.tokens)
+            of_keys = Keys.of(prefixes, keys, longest, self.segment_ids.numel())
+        return Sequences(queries, min(told.longest, self.tokens), of_keys)
+
+    def _kept(self, bounds: Tensor, tokens: int) -> Tensor:
+        """Bounds of runs in the flattened rows of so many tokens, in their first S."""
+        return bounds // tokens * self.keys + (bounds % tokens).clamp(max=self.keys)
+
+    def _given(self, cu: Tensor, longest: int) -> Sequences:
+        if self.prefixes is None or self.segment_ids is None:
+            return Sequences(cu, longest)
+        return Sequences(cu, longest, Keys.of(self.prefixes, cu, longest, self.segment_ids.numel()))
+
+    @property
+    def before(self) -> Before | None:
+        """What tokens see by `prefixes`."""
+        if self.whole is not None:
+            of = self.whole.before
+            return None if of is None else of.part(self.past, self.past + self.tokens)
+        if self.prefixes is None or self.cu_seq_lens is None or self.segment_ids is None:
+            return self._before
+        prefixes, cu, shape = self.prefixes, self.cu_seq_lens, self.segment_ids.shape
+        return self._once("before", lambda: Before.of(prefixes, cu, *shape))
+
+    def _look(self, device: torch.device) -> Sequences | str:
+        code = torch.zeros((), dtype=torch.uint8, device=device)
+        if self.segment_ids is not None:
+            first = torch.ones_like(self.segment_ids, dtype=torch.bool)
+            first[:, 1:] = self.segment_ids[:, 1:] != self.segment_ids[:, :-1]
+            code = code + first
+        if self.key_mask is not None:
+            code = code + 2 * self.key_mask.to(torch.uint8)
+        code = code.cpu()  # [B, T]; one copy to the host for both
+        real, begins = code >= 2, (code % 2).bool()
+        begins[:, 0] = True
+        sequence = begins.flatten().cumsum(0)
+        if self.key_mask is not None:
+            begins[:, 1:] |= real[:, 1:] != real[:, :-1]
+            runs = sequence[(begins & real).flatten()]
+            if len(runs) != len(runs.unique()):
+                return "there is padding inside a sequence"
+        cu = torch.cat([begins.flatten().nonzero()[:, 0], torch.tensor([begins.numel()])]).int()
+        self._looked = cu, real.flatten()[cu[:-1].long()]
+        longest = int(cu.diff().max())
+        return Sequences(cu.to(device, non_blocking=True), longest)
+
+    def unpadded(self) -> tuple[Tensor, Self] | None:
+        """Indices [N] of the real tokens in the flattened batch, and their mask as one row.
+
+        None if there is too little padding, if some is inside a sequence, or if the caller gave
+        bounds, which make sequences of padding.
+        """
+        if self.key_mask is None or self.past or self.cu_seq_lens is not None:
+            return None
+        self.sequences()
+        if self._looked is None or not self._looked[1].any():
+            return None
+        cu, real = self._looked
+        lengths, device = cu.diff(), self.key_mask.device
+        kept = lengths[real]
+        if kept.sum() > MOST_REAL * cu[-1]:
+            return None
+        index = real.repeat_interleave(lengths).nonzero()[:, 0]
+        mask = type(self)(
+            len(index),
+            segment_ids=torch.arange(len(kept)).repeat_interleave(kept)[None].to(device),
+            causal=self.causal,
+            cu_seq_lens=F.pad(kept.cumsum(0), (1, 0)).int().to(device),
+            longest=int(kept.max()),
+            backend=self.backend,
+        )
+        return index.to(device), mask
+
+    def even(self, longest: int) -> Self:
+        """The mask of the same batch as rows of `longest` tokens, each a sequence."""
+        options: dict[str, Any] = {"causal": self.causal, "backend": self.backend}
+        return self._once("even", lambda: type(self)(longest, **options))
+
+    def padded(self, tokens: int, keys: int, batch: int, device: torch.device) -> Self:
+        """The mask of the same batch with rows of queries and of keys padded on the right.
+
+        What padded queries see means nothing: those of a part may be where the keys of others are.
+        """
+        return self._once("padded", lambda: self._pad(tokens, keys, batch, device))
+
+    def _pad(self, tokens: int, keys: int, batch: int, device: torch.device) -> Self:
+        segments, real, more = self.segment_ids, self.key_mask, keys - self.keys
+        if segments is not None:  # one more sequence, in each row the last
+            segments = torch.cat([segments, (segments[:, -1:] + 1).expand(-1, more)], 1)
+        elif real is None and not self.causal:  # causal attention never sees it
+            real = torch.ones(batch, self.keys, dtype=torch.bool, device=device)
+        if real is not None:
+            real = F.pad(real, (0, more))
+        options: dict[str, Any] = {"causal": self.causal, "backend": self.backend}
+        options |= {"segment_ids": segments, "key_mask": real}
+        mask = type(self)(tokens, past=self.past, **options)
+        mask.after = keys - self.past - tokens
+        mask._before = None if self.before is None else self.before.padded(tokens - self.tokens)
+        return mask
+
+    def needs_dense(self, window: int | None) -> bool:
+        """Whether `is_causal` alone does not describe the mask."""
+        windowed = window is not None and window < self.keys
+        return windowed or not self.rows or (self.past > 0 and self.tokens > 1)
+
+    def dense(self, window: int | None, device: torch.device) -> Tensor:
+        """Bool [B or 1, 1, T, S], True where a query attends to a key."""
+        return self._once(("dense", window), lambda: self._build(window, device))
+
+    def bias(self, window: int | None, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """`dense` as an additive mask: 0 or -inf, [B or 1, 1, T, S]."""
+
+        # Given a bool mask, SDPA makes this in every layer and saves each for the backward pass
+        def spell() -> Tensor:
+            seen = self._build(window, device)  # not kept: it would be half as much again
+            return torch.zeros_like(seen, dtype=dtype).masked_fill_(~seen, float("-inf"))
+
+        return self._once(("bias", window, dtype), spell)
+
+    def _build(self, window: int | None, device: torch.device) -> Tensor:
+        query = torch.arange(self.past, self.past + self.tokens, device=device)[:, None]
+        key = torch.arange(self.keys, device=device)[None, :]
+        seen = key <= query if self.causal else torch.ones_like(key <= query)  # [T, S]
+        if window is not None:
+            seen = seen & ((query - key).abs() < window)
+        seen = seen[None]
+        if self.segment_ids is not None:
+            own = self.segment_ids[:, self.past : self.past + self.tokens]
+            seen = seen & (own[:, :, None] == self.segment_ids[:, None, :])
+        if self.before is not None:
+            seen = seen | self.before.seen((..., None), query, key, window)
+        if self.key_mask is not None:
+            # A padded query sees itself: a row without any key would be NaN
+            seen = seen & self.key_mask[:, None, :] | (key == query)[None]
+        return seen[:, None]
+
+    def blocks(self, window: int | None, device: torch.device) -> BlockMask:
+        """The same for FlexAttention, without a cache: [T / 128, S / 128] blocks and a mask_mod."""
+        return self._once(("blocks", window), lambda: self._build_blocks(window, device))
+
+    def _build_blocks(self, window: int | None, device: torch.device) -> BlockMask:
+        # create_block_mask would go through a dense [T, S]. Segments are numbered in order, so a
+        # block's first and last tokens tell what is in it.
+        past, causal, segments, real = self.past, self.causal, self.segment_ids, self.key_mask
+        # A number would be compiled into the kernel
+        offset = torch.full((), past, device=device) if past else None
+        (q0, q1, q_full), (k0, k1, k_full) = (
+            _ends_of_blocks(*span, device) for span in ((past, past + self.tokens), (0, self.keys))
+        )
+        q0, q1 = q0[:, None], q1[:, None]
+        some = (k0 <= q1) if causal else torch.ones_like(k0 <= q1)  # any pair may be visible
+        every = (k1 <= q0) if causal else some  # all pairs are
+        every = every & q_full[:, None] & k_full
+        if window is not None:
+            some = some & (q0 - k1 < window) & (k0 - q1 < window)
+            every = every & (q1 - k0 < window) & (k1 - q0 < window)
+        some, every = some[None], every[None]  # [B or 1, n, n]
+        if segments is not None:
+            s0, s1, r0, r1 = (segments[:, at] for at in (q0, q1, k0, k1))  # [B, n, 1] and [B, n]
+            some = some & (s0 <= r1[:, None]) & (r0[:, None] <= s1)
+            every = every & (s0 == r1[:, None]) & (r0[:, None] == s1)
+        before = self.before
+        if before is not None:
+            some = some | before.blocks(q0, k0, BLOCK, window)
+        if real is not None:
+            padded = F.pad(real, (0, -self.keys % BLOCK)).unflatten(1, (-1, BLOCK))
+            some = some & padded.any(-1)[:, None] | (k0 <= q1) & (q0 <= k1)
+            every = every & padded.all(-1)[:, None]
+
+        def visible(b: Tensor, h: Tensor, own: Tensor, key: Tensor) -> Tensor:
+            query = own if offset is None else own + offset
+            seen = key <= query if causal else key == key
+            if window is not None:
+                seen = seen & (query - key < window) & (key - query < window)
+            if segments is not None:
+                seen = seen & (segments[b, query] == segments[b, key])
+            if before is not None:
+                seen = seen | before.seen((b, own), query, key, window)
+            if real is not None:
+                seen = seen & real[b, key] | (key == query)
+            return seen
+
+        def listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
+            """How many blocks of keys each block of queries reads, and which come first."""
+            order = blocks.int().argsort(dim=-1, descending=True, stable=True)
+            return blocks.sum(-1).int()[:, None], order.int()[:, None]
+
+        return BlockMask.from_kv_blocks(
+            *listed(some & ~every),
+            *listed(every),
+            BLOCK_SIZE=BLOCK,
+            mask_mod=visible,
+            seq_lengths=(self.tokens, self.keys),
+        )
+
+
+def _ends_of_blocks(first: int, end: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """Of the blocks of tokens [first, end): the first token, the last, and whether it is full."""
+    begins = torch.arange(first, end, BLOCK, device=device)
+    return begins, (begins + BLOCK - 1).clamp(max=end - 1), begins + BLOCK <= end
+
+
+# Bounds of packed sequences in few sizes, for CUDA graphs, in which sizes cannot change.
+#
+# n sequences
+
+LEAST = 8  # sequences that there is room for
+
+
+def with_room(mask: AttentionMask, total: int, windows: Iterable[int]) -> AttentionMask:
+    """The mask of the same sequences, with room for more and longer ones; `total` tokens in all.
+
+    Empty sequences at the end fill the bounds up, and `longest` is rounded up, never past what
+    decides on a backend or on a window of `windows`: attention has the same bits. Sequences of one
+    length, which are computed as rows, stay as they are.
+    """
+    cu, longest = mask.cu_seq_lens, mask.longest
+    if cu is None or longest is None or (len(cu) - 1) * longest == total:
+        return mask
+    missing = room(len(cu) - 1) + 1 - len(cu)
+    return AttentionMask(
+        mask.tokens,
+        segment_ids=mask.segment_ids,
+        key_mask=mask.key_mask,
+        causal=mask.causal,
+        cu_seq_lens=torch.cat([cu, cu.new_full((missing,), total)]) if missing else cu,
+        longest=rounded(longest, mask.tokens, windows),
+        backend=mask.backend,
+    )
+
+
+def room(sequences: int) -> int:
+    """For how many there is room."""
+    # FlashAttention-2 divides the sum of dQ by their number where it is to be deterministic
+    if torch.are_deterministic_algorithms_enabled():
+        return sequences
+    return power_of_2(max(sequences, LEAST))
+
+
+def rounded(longest: int, tokens: int, windows: Iterable[int]) -> int:
+    """The next power of two; or what comes before it of the lengths up to which another backend or
+    another window is taken, and of the `tokens` of a row."""
+    edges = (SHORT - 1, FEW, tokens, *windows)
+    return min(power_of_2(max(longest, SHORT)), *(edge for edge in edges if edge >= longest))

@@ -1,0 +1,1 @@
+"""Communication kernels over symmetric memory."""

@@ -1,0 +1,138 @@
+"""Dropout whose draws are a function of where, so that backward draws them again.
+
+# ... any leading dimensions, N rows of them, C columns
+
+The sum of the row's key and the layer's place is a stream of SplitMix64 (`tigon.splitmix`). Column
+c has the (c mod 4)-th 16 bits of the 64 at c // 4, and is dropped if these are less than p in units
+of 2**-16. What is kept stays as it is: 1 / (1 - p) is a factor of the product behind it.
+"""
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tigon.kernels.optim.low_bits import draw, sixteen
+from tigon.kernels.runtime import (
+    INTERPRETED,
+    as_rows,
+    operator,
+    refuse_second_derivative,
+    runs_triton,
+    tl,
+    triton,
+)
+from tigon.splitmix import outputs
+from tigon.splitmix import sixteen as sixteen_of
+
+# Rows, columns and warps of a tile; not tuned. The interpreter tests with several tiles
+TILE = (4, 32, 1) if INTERPRETED else (8, 512, 4)
+
+
+class Dropout(NamedTuple):
+    """What is dropped of a product's input x [..., C]."""
+
+    keys: Tensor  # int64 [...], with random bits of each row
+    place: int  # of the layer, an int64 with random bits
+    p: float  # how much, in [0, 1)
+
+    @property
+    def threshold(self) -> int:
+        """p in units of 2**-16."""
+        return min(round(self.p * 65536), 65535)
+
+    @property
+    def share(self) -> float:
+        """p as it is drawn."""
+        return self.threshold / 65536
+
+    def check(self, x: Tensor) -> None:
+        """ValueError unless there is a key for each row of x."""
+        if self.keys.dtype != torch.int64 or self.keys.numel() != math.prod(x.shape[:-1]):
+            raise ValueError(
+                f"dropout keys {self.keys.dtype} {tuple(self.keys.shape)} are not one int64 for "
+                f"each row of {tuple(x.shape)}"
+            )
+
+
+def kept_ref(dropout: Dropout, columns: int) -> Tensor:
+    """Bool [..., C]: which elements are kept. The definition."""
+    keys = dropout.keys
+    words = torch.arange(-(-columns // 4), device=keys.device)
+    bits = outputs((keys + dropout.place)[..., None], words)
+    parts = torch.stack([sixteen_of(bits, i) for i in range(4)], -1).flatten(-2)
+    return parts[..., :columns] >= dropout.threshold
+
+
+def drop_ref(x: Tensor, dropout: Dropout) -> Tensor:
+    """x where it is kept, and 0 elsewhere."""
+    return torch.where(kept_ref(dropout, x.shape[-1]).view(x.shape), x, 0)
+
+
+@triton.jit
+def kept(streams, first, threshold, COLUMNS: tl.constexpr):
+    """Bool [ROWS, COLUMNS] from column `first`, which 4 divides, on; streams int64 [ROWS]."""
+    bits = draw(first // 4, tl.arange(0, COLUMNS // 4)[None, :], streams[:, None])
+    even = tl.interleave(sixteen(bits, 0), sixteen(bits, 2))
+    odd = tl.interleave(sixteen(bits, 1), sixteen(bits, 3))
+    return tl.interleave(even, odd) >= threshold
+
+
+@triton.jit(do_not_specialize=["place", "threshold"])
+def _drop_kernel(
+    y, x, keys, place, threshold, N, C, x_row, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+):
+    blocks = tl.cdiv(C, COLUMNS)
+    i = tl.program_id(0) // blocks
+    start = (tl.program_id(0) - i * blocks) * COLUMNS
+    rows, columns = i * ROWS + tl.arange(0, ROWS), start + tl.arange(0, COLUMNS)
+    streams = tl.load(keys + rows, mask=rows < N, other=0) + place
+    inside = (rows < N)[:, None] & (columns < C)[None, :]
+    at = rows.to(tl.int64)[:, None]
+    own = tl.load(x + at * x_row + columns[None, :], mask=inside, other=0.0)
+    own = tl.where(kept(streams, start, threshold, COLUMNS), own, 0.0)
+    tl.store(y + at * C + columns[None, :], own.to(y.dtype.element_ty), mask=inside)
+
+
+def _dropped(x: Tensor, *_: object) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+@operator("drop", _dropped)
+def _drop(x: Tensor, keys: Tensor, place: int, threshold: int) -> Tensor:
+    y = _dropped(x)
+    if y.numel():
+        rows, (height, width, warps) = as_rows(x), TILE
+        N, C = rows.shape
+        grid = (triton.cdiv(N, height) * triton.cdiv(C, width),)
+        _drop_kernel[grid](
+            y, rows, keys.contiguous(), place, threshold, N, C, rows.stride(0),
+            ROWS=height, COLUMNS=width, num_warps=warps,
+        )  # fmt: skip
+    return y
+
+
+class _Drop(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dropout: Dropout) -> Tensor:
+        ctx.dropout = dropout
+        return drop(x, dropout)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
+        refuse_second_derivative("dropout")
+        return drop(dy, ctx.dropout), None
+
+
+def drop(x: Tensor, dropout: Dropout) -> Tensor:
+    """`drop_ref`, of which backward keeps no mask."""
+    if torch.compiler.is_compiling():
+        return drop_ref(x, dropout)
+    if x.requires_grad and torch.is_grad_enabled():
+        y: Tensor = _Drop.apply(x, dropout)
+        return y
+    if not runs_triton(x):
+        return drop_ref(x, dropout)
+    y = _drop(x, dropout.keys, dropout.place, dropout.threshold)
+    return y

@@ -1,0 +1,244 @@
+"""Products that sum over a dimension of any length: tokens, or the vocabulary.
+
+# K and C rows and columns of the result, L summands
+
+cuBLAS 13.1 on an H200 leaves summands out of some products in 16 bits, without an error: with
+[L, K]^T [L, C] of K = 16 and C = 4,096 the last of L = 2,561, 2,689 and most other 128 j + 1, the
+last two of 6,338 with K = 64 and C = 2,048, and more of long rows. All products that were wrong
+had results of at most 2^21 numbers, and few summands behind a multiple of 64, at most one in 1,500;
+bench/long_sums.py looks for more. Weight gradients of routers, of low-rank factors and of small
+models are such products.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tigon.kernels.mlp.gated_act import gradient_and_product
+from tigon.kernels.recompute import compute_again, fetch_again, recipe_of, sees_products
+from tigon.kernels.runtime import autocast_dtype, refuse_second_derivative
+
+SMALL = 2**22  # numbers of a result; all that were wrong had at most half as many
+RARE = 1024  # one in so many summands and fewer may be lost; all that were lost were rarer
+
+
+def drops(summands: int, k: int, c: int) -> bool:
+    """Whether cuBLAS may leave summands out of a [k, c] product in 16 bits."""
+    behind = summands % 32 or summands % 64 or summands % 128  # a multiple of the products' blocks
+    return k * c <= SMALL and 0 < behind <= summands // RARE
+
+
+def at_risk(x: Tensor, summands: int, k: int, c: int) -> bool:
+    """As `drops`, of factors like x."""
+    return x.is_cuda and x.dtype in (torch.bfloat16, torch.float16) and drops(summands, k, c)
+
+
+def runs_of(a: Tensor, b: Tensor) -> list[slice]:
+    """Of the summands of a [K, L] @ b [L, C]: those to multiply at once, without a loss."""
+    length = len(b)
+    if not at_risk(a, length, len(a), b.shape[1]):
+        return [slice(0, length)]
+    end = length // 128 * 128
+    return [slice(0, end), slice(end, length)]
+
+
+def add_sum(total: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
+    """`total` + a [K, L] @ b [L, C] in fp32, of factors in 16 bits on a GPU; adds to the memory of
+    `total`."""
+    for run in runs_of(a, b):
+        own = a[:, run], b[run]
+        if total is None:
+            total = torch.mm(*own, out_dtype=torch.float32)
+        else:
+            total = torch.addmm(total, *own, out_dtype=torch.float32, out=total)
+    assert total is not None
+    return total
+
+
+def long_sum(a: Tensor, b: Tensor, scale: float = 1.0) -> Tensor:
+    """`scale` a [K, L] @ b [L, C], rounded once."""
+    if at_risk(a, len(b), len(a), b.shape[1]):
+        return add_sum(None, a, b).mul_(scale).to(a.dtype)
+    if scale == 1:
+        return a @ b
+    return a.new_empty(len(a), b.shape[1]).addmm_(a, b, beta=0, alpha=scale)
+
+
+def write_sum(a: Tensor, b: Tensor, out: Tensor) -> None:
+    """a [K, L] @ b [L, C] into `out`."""
+    if a.is_cuda and not at_risk(a, len(b), len(a), b.shape[1]):
+        torch.mm(a, b, out=out)
+    else:
+        out.copy_(long_sum(a, b))
+
+
+# A linear layer in training that computes its input again instead of keeping it.
+#
+# ... any leading dimensions, N rows of them, C columns of x, K of the output, I intermediate size
+#
+# Bytes in bf16 that a pre-norm block of a Llama keeps less: 2 N C for each of two normed inputs
+# and 2 N I for what goes into down_proj. Bytes that it moves more: 4 N C for each of the two (the
+# stream is read, the normed rows are written), and 2 N I, which the gated activation's backward
+# writes.
+#
+# A checkpointed block is computed again in backward until it has kept all that it kept the first
+# time (torch.utils.checkpoint's early stop), and nobody reads what it returns. But a Function
+# keeps its tensors after its forward, so that its last product, a tenth of a block's operations
+# or more, would be made once more in vain. There a product is two nodes: one that keeps, and
+# returns no numbers, and one behind it that computes (`computes_later`, `later`).
+
+
+def _parameter_gradients(dy: Tensor, x: Tensor, bias: bool) -> tuple[Tensor, Tensor | None]:
+    """Of weight and bias, from the rows dy [N, K] and x [..., C], as F.linear computes them."""
+    return long_sum(dy.t(), x.view(-1, x.shape[-1])), dy.sum(0) if bias else None
+
+
+def computes_later() -> bool:
+    """Whether this forward pass runs inside a backward pass, as that of a checkpointed block."""
+    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
+
+
+def without_numbers(x: Tensor, columns: int) -> Tensor:
+    """[..., columns] for x [..., C], of no memory: what a node returns that only keeps."""
+    return x.new_empty(()).expand(*x.shape[:-1], columns)
+
+
+class _Later(torch.autograd.Function):
+    """`compute()`, whose gradient is that of `place`."""
+
+    @staticmethod
+    def forward(ctx: Any, place: Tensor, compute: Callable[[], Tensor]) -> Tensor:
+        return compute()
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
+        return dy, None
+
+
+def later(place: Tensor, compute: Callable[[], Tensor]) -> Tensor:
+    """The product that the node of `place` did not compute."""
+    y: Tensor = _Later.apply(place, compute)
+    return y
+
+
+class _Rebuilt(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, *given: Any) -> Tensor:
+        weight, bias, recipe, apart = given
+        ctx.how, ctx.shape = recipe.how, x.shape
+        ctx.save_for_backward(weight, *recipe.kept)
+        return without_numbers(x, weight.shape[0]) if apart else F.linear(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        refuse_second_derivative("a product that computes its input again")
+        weight, *kept = ctx.saved_tensors
+        needs_x, _, needs_bias, *_ = ctx.needs_input_grad
+        rows = dy.reshape(-1, dy.shape[-1])
+        dx = None
+        if (remote := fetch_again(ctx.how, kept)) is not None and needs_x:
+            dx = rows.mm(weight).view(ctx.shape)  # beside the fetch; what follows, beside a sum
+            remote.reduce(dx)
+        # Else the weight's gradient first: x is gone when its gradient comes
+        x = compute_again(ctx.how, kept).view(ctx.shape)
+        dweight, dbias = _parameter_gradients(rows, x, needs_bias)
+        del x
+        if needs_x and dx is None:
+            dx = rows.mm(weight).view(ctx.shape)
+        return dx, dweight, dbias, None, None
+
+
+class _GatedLinear(torch.autograd.Function):
+    """`F.linear(product, weight, bias)`, differentiated to the gate_up that the product is of."""
+
+    @staticmethod
+    def forward(ctx: Any, gate_up: Tensor, product: Tensor, *given: Any) -> Tensor:
+        weight, bias, ctx.act, ctx.overwrite, apart = given
+        ctx.shape = product.shape
+        ctx.save_for_backward(gate_up, weight)
+        return (
+            without_numbers(product, weight.shape[0]) if apart else F.linear(product, weight, bias)
+        )
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        refuse_second_derivative("a product with a gated activation")
+        gate_up, weight = ctx.saved_tensors
+        rows = dy.reshape(-1, dy.shape[-1])
+        d = rows.mm(weight).view(ctx.shape)
+        gradient, product = gradient_and_product(d, gate_up, ctx.act, ctx.overwrite)
+        del d
+        dweight, dbias = _parameter_gradients(rows, product, ctx.needs_input_grad[3])
+        return gradient, None, dweight, dbias, None, None, None
+
+
+class _Summed(torch.autograd.Function):
+    """`F.linear` whose gradients have all summands: see `_long_sums`."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return F.linear(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        refuse_second_derivative("a product with a small weight")
+        x, weight = ctx.saved_tensors
+        needs_x, _, needs_bias = ctx.needs_input_grad
+        rows = dy.reshape(-1, dy.shape[-1])
+        dweight, dbias = _parameter_gradients(rows, x.reshape(-1, x.shape[-1]), needs_bias)
+        return long_sum(rows, weight).view(x.shape) if needs_x else None, dweight, dbias
+
+
+def _is_risky(x: Tensor, weight: Tensor) -> bool:
+    """Whether a gradient of `F.linear(x, weight)` is a sum that `_long_sums` is about."""
+    rows, columns = x.numel() // max(1, x.shape[-1]), x.shape[-1]
+    return at_risk(x, rows, *weight.shape) or at_risk(x, len(weight), rows, columns)
+
+
+def summed_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """`F.linear`; if the weight learns, with all summands in its gradient and in that of x."""
+    if (
+        weight.requires_grad
+        and not torch.compiler.is_compiling()
+        and _is_risky(x, weight)
+        and type(x) is Tensor
+        and type(weight) in (Tensor, torch.nn.Parameter)
+        and x.dtype == weight.dtype
+        and autocast_dtype(x.device) is None
+        and not sees_products()
+    ):
+        y: Tensor = _Summed.apply(x, weight, bias)
+        return y
+    return F.linear(x, weight, bias)
+
+
+def trained_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """`F.linear` with the same bits in forward and backward.
+
+    Where `x` says how it is computed again (`recipe_of`), that is kept instead of `x`. Only for
+    plain parameters that learn: without a weight's gradient nothing is kept, and parametrised or
+    quantised weights have products of their own.
+    """
+    if not weight.requires_grad or (recipe := recipe_of(x)) is None:
+        return summed_linear(x, weight, bias)
+    if (
+        type(weight) is not torch.nn.Parameter
+        or x.dtype != weight.dtype
+        or not weight.is_contiguous()  # the weight's gradient would be another product
+        or autocast_dtype(x.device) is not None
+        or sees_products()
+    ):
+        return summed_linear(x, weight, bias)
+    apart = computes_later()
+    if recipe.gated is not None and recipe.alone:
+        gate_up, act, node = recipe.gated
+        own = act, node.overwrite, apart
+        y: Tensor = _GatedLinear.apply(gate_up, x.detach(), weight, bias, *own)
+    else:
+        recipe.keep_gate_up()
+        y = _Rebuilt.apply(x, weight, bias, recipe, apart)
+    return later(y, lambda: F.linear(x, weight, bias)) if apart else y

@@ -1,0 +1,600 @@
+"""Products of low-rank additions, with factors of few columns: a wide matrix moves once.
+
+# N rows, K columns of the wide matrix, K_p those of a part, r rank of a part, R ranks of all parts,
+# P rank of a tile (r, padded to a power of two), S strips of columns, L runs of rows
+
+Part p has the columns `firsts[p]`... of the wide matrix, as many as its B_p [K_p, r] has rows, and
+the columns of u [N, R] behind those of the parts before it. Columns of no part are allowed.
+
+`low_rank_product` writes 2 N K bytes in bf16, of s_p u_p B_p^T. cuBLAS, asked to add a product to
+it, reads it while it computes: less time than an addition to a finished product takes.
+
+`low_rank_gradients` reads dY, 2 N K bytes, once for dU_p = s_p dY_p B_p and dB_p = s_p dY_p^T u_p.
+A program has a strip of columns and a run of rows; its share of dU, of this strip alone, and of dB,
+of this run alone, are in fp32, and a second kernel adds the shares in fixed order: 4 N S P and
+4 L K P bytes, written and read.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tigon.kernels.linear.dropout import Dropout, drop, drop_ref, kept
+from tigon.kernels.linear.fp8 import fp8_gradient, fp8_linear, fp8_product
+from tigon.kernels.linear.gemv import linear, takes_row
+from tigon.kernels.linear.linear import (
+    computes_later,
+    later,
+    long_sum,
+    summed_linear,
+    without_numbers,
+)
+from tigon.kernels.mlp.gated_act import Activation, gradient_and_product
+from tigon.kernels.recompute import How, compute_again, fetch_again, recipe_of, sees_products
+from tigon.kernels.runtime import (
+    INTERPRETED,
+    as_rows,
+    autocast_dtype,
+    operator,
+    power_of_2,
+    refuse_second_derivative,
+    runs_triton,
+    tl,
+    triton,
+)
+
+# Rows, columns and warps of a tile of `low_rank_product`, the best of some tried on an H200. The
+# interpreter, which takes as long for a tile of any size, tests with more of them
+TILE = (16, 32, 1) if INTERPRETED else (64, 128, 4)
+# Rows of a step, columns of a strip, warps, and steps in flight of `low_rank_gradients`; and how
+# many programs there are to be at least, as far as runs of LEAST rows allow
+STRIP = (16, 32, 1, 1) if INTERPRETED else (32, 256, 4, 3)
+PROGRAMS, LEAST = 512, 32 if INTERPRETED else 128
+ROWS, SHARES = 16, 8  # of the sums of shares: rows of a program, and shares that are read at once
+# Up to which rank the kernels are used, in bytes of a row of a tile: the tiles fit in registers
+# and shared memory. Shares of dU with a larger rank are no less than dY
+WIDEST_PRODUCT, WIDEST_GRADIENTS = 256, 64
+
+
+def _padded(rank: int) -> int:
+    return max(16, power_of_2(rank))  # the least that tl.dot takes
+
+
+def _serves(x: Tensor, rank: int, widest: int) -> bool:
+    # The interpreter has no bf16 products
+    known = x.device.type != "cpu" or x.dtype in (torch.float16, torch.float32)
+    return known and runs_triton(x) and _padded(rank) * x.element_size() <= widest
+
+
+def serves_product(x: Tensor, rank: int) -> bool:
+    """Whether `low_rank_product` is for parts of up to `rank` ranks."""
+    return _serves(x, rank, WIDEST_PRODUCT)
+
+
+def serves_gradients(x: Tensor, rank: int) -> bool:
+    """Whether `low_rank_gradients` is for parts of up to `rank` ranks."""
+    return _serves(x, rank, WIDEST_GRADIENTS)
+
+
+@triton.jit(do_not_specialize=["place", "threshold"])
+def _low_rank_product_kernel(
+    y, u, bs, bias, firsts, sizes, ranks, scales, keys, place, threshold, N, K, u_row,
+    PARTS: tl.constexpr, TRANSPOSED: tl.constexpr, P: tl.constexpr, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Neighbours walk along the rows of y."""
+    blocks = tl.cdiv(K, COLUMNS)
+    i = tl.program_id(0) // blocks
+    start = (tl.program_id(0) - i * blocks) * COLUMNS
+    rows = (i * ROWS + tl.arange(0, ROWS))[:, None]
+    columns = (start + tl.arange(0, COLUMNS))[None, :]
+    each = tl.arange(0, P)
+    sums = tl.zeros([ROWS, COLUMNS], tl.float32)
+    rank = 0
+    for p in tl.static_range(PARTS):
+        if (firsts[p] < start + COLUMNS) & (start < firsts[p] + sizes[p]):
+            known = each < ranks[p]
+            at = u + rows.to(tl.int64) * u_row + rank + each[None, :]
+            own = tl.load(at, mask=(rows < N) & known[None, :], other=0.0)
+            of_part = columns - firsts[p]
+            if TRANSPOSED:
+                at = bs[p] + each[:, None] * sizes[p] + of_part
+            else:
+                at = bs[p] + of_part * ranks[p] + each[:, None]
+            inside = (of_part >= 0) & (of_part < sizes[p]) & known[:, None]
+            b = tl.load(at, mask=inside, other=0.0).to(own.dtype)
+            sums += tl.dot(own, b, input_precision="ieee") * scales[p]
+        rank += ranks[p]
+    if bias is not None:
+        sums += tl.load(bias + columns, mask=columns < K, other=0.0).to(tl.float32)
+    if keys is not None:
+        each_row = i * ROWS + tl.arange(0, ROWS)
+        streams = tl.load(keys + each_row, mask=each_row < N, other=0) + place
+        sums = tl.where(kept(streams, start, threshold, COLUMNS), sums, 0.0)
+    at = y + rows.to(tl.int64) * K + columns
+    tl.store(at, sums.to(y.dtype.element_ty), mask=(rows < N) & (columns < K))
+
+
+def _product(u: Tensor, *given: object) -> Tensor:
+    columns = given[3]
+    assert isinstance(columns, int)
+    return u.new_empty(u.shape[0], columns)
+
+
+@operator("low_rank_product", _product)
+def low_rank_product(
+    u: Tensor,
+    bs: Sequence[Tensor],
+    firsts: Sequence[int],
+    scales: Sequence[float],
+    columns: int,
+    bias: Tensor | None,
+    transposed: bool,
+    keys: Tensor | None = None,
+    place: int = 0,
+    threshold: int = 0,
+) -> Tensor:
+    """[N, K], K `columns`: s_p u_p B_p^T in those of part p, and in all the bias [K].
+
+    u [N, R], B_p [K_p, r] or, transposed, [r, K_p]. Sums in fp32, rounded once to the dtype of u.
+    With keys [N], what dropout of these, `place` and `threshold` drops is 0.
+    """
+    y = _product(u, bs, firsts, scales, columns)
+    if y.numel():
+        bs, u = [b.contiguous() for b in bs], as_rows(u)
+        sizes, ranks = ([b.shape[side] for b in bs] for side in (transposed, not transposed))
+        rows, block, warps = TILE
+        grid = (triton.cdiv(u.shape[0], rows) * triton.cdiv(columns, block),)
+        _low_rank_product_kernel[grid](
+            y, u, tuple(bs), None if bias is None else bias.contiguous(),
+            tuple(firsts), tuple(sizes), tuple(ranks), tuple(scales),
+            None if keys is None else keys.contiguous(), place, threshold, *y.shape, u.stride(0),
+            PARTS=len(bs), TRANSPOSED=transposed, P=_padded(max(ranks)),
+            ROWS=rows, COLUMNS=block, num_warps=warps,
+        )  # fmt: skip
+    return y
+
+
+@triton.jit
+def _of_strip(
+    bs, firsts, sizes, ranks, strip, dtype: tl.constexpr, PARTS: tl.constexpr, P: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Of a strip, which is of one part: its rows of B [COLUMNS, P], its first column in dY, how
+    many columns its part has from there on, and the part's first rank and how many it has."""
+    local, each = tl.arange(0, COLUMNS)[:, None], tl.arange(0, P)[None, :]
+    b = tl.zeros([COLUMNS, P], dtype)
+    column, left, rank, r = 0, 0, 0, 0
+    start, before = 0, 0  # strips and ranks of the parts before
+    for p in tl.static_range(PARTS):
+        count = tl.cdiv(sizes[p], COLUMNS)
+        of_part = (strip - start) * COLUMNS + local
+        known = (of_part >= 0) & (of_part < sizes[p]) & (each < ranks[p])
+        b += tl.load(bs[p] + of_part * ranks[p] + each, mask=known, other=0.0).to(dtype)
+        own = (strip >= start) & (strip < start + count)
+        column = tl.where(own, firsts[p] + (strip - start) * COLUMNS, column)
+        left = tl.where(own, sizes[p] - (strip - start) * COLUMNS, left)
+        rank = tl.where(own, before, rank)
+        r = tl.where(own, ranks[p], r)
+        start += count
+        before += ranks[p]
+    return b, column, left, rank, r
+
+
+@triton.jit(do_not_specialize=["N", "strips"])  # 1 would be a number without methods
+def _low_rank_shares_kernel(
+    dy, u, bs, of_u, of_bs, firsts, sizes, ranks, N, strips, length, dy_row, u_row,
+    PARTS: tl.constexpr, P: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    STAGES: tl.constexpr,
+):  # fmt: skip
+    """of_u [S, N, P]: dY B of a strip. of_bs [L, S COLUMNS, P]: dY^T u of a run of `length` rows.
+
+    Neighbours walk along the rows of dY.
+    """
+    run = tl.program_id(0) // strips
+    strip = tl.program_id(0) - run * strips
+    dtype: tl.constexpr = dy.dtype.element_ty
+    b, column, left, rank, r = _of_strip(
+        bs, firsts, sizes, ranks, strip, dtype, PARTS, P, COLUMNS
+    )  # fmt: skip
+    local, each = tl.arange(0, COLUMNS), tl.arange(0, P)
+    total = tl.zeros([COLUMNS, P], tl.float32)
+    end = tl.minimum(run * length + length, N)
+    for i in tl.range(run * length, end, ROWS, num_stages=STAGES):
+        rows = (i + tl.arange(0, ROWS))[:, None].to(tl.int64)
+        inside = (rows < end) & (local < left)[None, :]
+        d = tl.load(dy + rows * dy_row + column + local[None, :], mask=inside, other=0.0)
+        share = tl.dot(d, b, input_precision="ieee")
+        tl.store(of_u + (strip * N.to(tl.int64) + rows) * P + each[None, :], share, mask=rows < end)
+        if of_bs is not None:
+            known = (rows < end) & (each < r)[None, :]
+            own = tl.load(u + rows * u_row + rank + each[None, :], mask=known, other=0.0)
+            total = tl.dot(tl.trans(d), own, total, input_precision="ieee")
+    if of_bs is not None:
+        first = (run * strips + strip).to(tl.int64) * COLUMNS
+        tl.store(of_bs + (first + local)[:, None] * P + each[None, :], total)
+
+
+@triton.jit
+def _sum_partials(shares, first, last, stride, at, inside, SHARES: tl.constexpr):
+    """Of the shares from `first` on, `stride` elements apart, at the elements `at`."""
+    total = tl.zeros(at.shape, tl.float32)
+    for i in range(first, last, SHARES):
+        k = i + tl.arange(0, SHARES)[:, None, None]
+        known = (k < last) & inside[None]
+        total += tl.sum(tl.load(shares + k * stride + at[None], mask=known, other=0.0), 0)
+    return total
+
+
+@triton.jit(do_not_specialize=["N", "strips"])
+def _low_rank_sums_kernel(
+    of_u, of_bs, du, dbs, sizes, ranks, scales, N, strips, runs,
+    PARTS: tl.constexpr, R: tl.constexpr, P: tl.constexpr, COLUMNS: tl.constexpr,
+    ROWS: tl.constexpr, SHARES: tl.constexpr,
+):  # fmt: skip
+    """The first programs have rows of dU, part by part; the others rows of dB."""
+    blocks = tl.cdiv(N, ROWS)
+    i = tl.program_id(0)
+    each = tl.arange(0, P)[None, :]
+    dtype: tl.constexpr = du.dtype.element_ty
+    start, rank = 0, 0  # strips and ranks of the parts before
+    if i < PARTS * blocks:
+        rows = ((i % blocks) * ROWS + tl.arange(0, ROWS))[:, None].to(tl.int64)
+        for p in tl.static_range(PARTS):
+            count = tl.cdiv(sizes[p], COLUMNS)
+            if i // blocks == p:
+                inside = (rows < N) & (each < ranks[p])
+                stride = N.to(tl.int64) * P
+                total = _sum_partials(
+                    of_u, start, start + count, stride, rows * P + each, inside, SHARES
+                )
+                tl.store(du + rows * R + rank + each, (total * scales[p]).to(dtype), mask=inside)
+            start += count
+            rank += ranks[p]
+    elif of_bs is not None:
+        rows = ((i - PARTS * blocks) * ROWS + tl.arange(0, ROWS))[:, None].to(tl.int64)
+        stride = strips.to(tl.int64) * COLUMNS * P
+        total = _sum_partials(of_bs, 0, runs, stride, rows * P + each, rows >= 0, SHARES)
+        for p in tl.static_range(PARTS):
+            of_part = rows - start * COLUMNS
+            inside = (of_part >= 0) & (of_part < sizes[p]) & (each < ranks[p])
+            # Rounded to the dtype of dU first, whatever that of B is
+            own = (total * scales[p]).to(dtype)
+            tl.store(dbs[p] + of_part * ranks[p] + each, own, mask=inside)
+            start += tl.cdiv(sizes[p], COLUMNS)
+
+
+def _gradients(dy: Tensor, u: Tensor, bs: Sequence[Tensor], *given: object) -> list[Tensor]:
+    of_bs = given[-1]
+    return [dy.new_empty(u.shape), *(b.new_empty(b.shape) for b in (bs if of_bs else ()))]
+
+
+@operator("low_rank_gradients", _gradients)
+def low_rank_gradients(
+    dy: Tensor,
+    u: Tensor,
+    bs: Sequence[Tensor],
+    firsts: Sequence[int],
+    scales: Sequence[float],
+    of_bs: bool,
+) -> list[Tensor]:
+    """dU [N, R] and, with `of_bs`, dB_p [K_p, r] of all parts, from dY [N, K].
+
+    Sums in fp32, rounded once to the dtype of dY; dB is then cast to the dtype of B. The same bits
+    at every call.
+    """
+    du, *dbs = _gradients(dy, u, bs, of_bs)
+    sizes, ranks = ([b.shape[side] for b in bs] for side in (0, 1))
+    rows, block, warps, stages = STRIP
+    N, strips = dy.shape[0], sum(triton.cdiv(size, block) for size in sizes)
+    if not N or not strips:
+        du.zero_()
+        for db in dbs:
+            db.zero_()
+        return [du, *dbs]
+    bs, dy, u, P = [b.contiguous() for b in bs], as_rows(dy), as_rows(u), _padded(max(ranks))
+    length = max(LEAST, power_of_2(N * strips // PROGRAMS + 1) // 2)
+    runs = triton.cdiv(N, length)
+    shares = dy.new_empty(strips, N, P, dtype=torch.float32)
+    more = dy.new_empty(runs, strips * block, P, dtype=torch.float32) if of_bs else None
+    _low_rank_shares_kernel[(runs * strips,)](
+        dy, u, tuple(bs), shares, more, tuple(firsts), tuple(sizes), tuple(ranks),
+        N, strips, length, dy.stride(0), u.stride(0), PARTS=len(bs), P=P,
+        ROWS=rows, COLUMNS=block, STAGES=stages, num_warps=warps,
+    )  # fmt: skip
+    programs = len(bs) * triton.cdiv(N, ROWS) + (strips * block // ROWS if of_bs else 0)
+    _low_rank_sums_kernel[(programs,)](
+        shares, more, du, tuple(dbs or bs), tuple(sizes), tuple(ranks), tuple(scales),
+        N, strips, runs, PARTS=len(bs), R=du.shape[1], P=P, COLUMNS=block,
+        ROWS=ROWS, SHARES=SHARES, num_warps=2,
+    )  # fmt: skip
+    return [du, *dbs]
+
+
+# A linear layer with low-rank additions (LoRA), one for each part of a packed projection.
+#
+# ... any leading dimensions, N rows of them, C columns of x, K of y, K_p those of a part,
+# r rank of a part, R ranks of all parts together
+#
+# y = x W^T + bias, and to the columns of each part s (x A^T) B^T is added. Source: Hu et al.
+# (arXiv 2106.09685); the numbers are those of PEFT's separate projections. x is read once for all
+# parts' A [R, C], and the additions go into the memory of y. Where the base is frozen there is
+# one node for all of it: it keeps u = x A^T [N, R] and x, or how x is computed again
+# (`_rebuilt`), which only dA needs; dX = dY W + dU A, and nothing is computed for the base. On a
+# GPU what is added is written first, and torch's product adds itself to it (`_low_rank`); another
+# base's product, such as that of 8-bit floats, comes first.
+#
+# With dropout (`tigon.kernels.linear.dropout`) A reads x with some elements 0, and what is added is
+# multiplied by 1 / (1 - p); the base's product has all of x. Nothing is kept for it: backward
+# drops the same of x, for dA, and of dU A. Parts share what is dropped.
+#
+# Rounding, below fp32: A and B are cast to the dtype of x; u, dU, every addition to y and to dX,
+# and dA and dB are sums in fp32 that are rounded once. y and dX are rounded a second time by the
+# additions, as PEFT's are. dA and dB are then cast to the parameters' dtype.
+
+
+class Addition(NamedTuple):
+    """What is added to the columns of a part."""
+
+    first: int  # of the part's columns in y
+    b: Tensor  # [K_p, r]
+    scale: float
+
+
+class Base(NamedTuple):
+    """The product that is added to: y of x, weight and bias, and dX [N, C] of dY [N, K]."""
+
+    product: Callable[[Tensor, Tensor, Tensor | None], Tensor]  # without a graph
+    gradient: Callable[[Tensor, Tensor], Tensor]
+    linear: Callable[[Tensor, Tensor, Tensor | None], Tensor]  # with one, where there is to be one
+    plain: bool = False  # they are torch's own, which can add themselves to what there is
+
+
+PLAIN = Base(F.linear, torch.mm, linear, plain=True)
+FP8 = Base(fp8_product, fp8_gradient, fp8_linear)
+
+
+def lora_linear_ref(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    a: Tensor,
+    additions: Sequence[Addition],
+    dropout: Dropout | None = None,
+) -> Tensor:
+    """The definition."""
+    y = F.linear(x, weight, bias)
+    if dropout is not None:
+        x, additions = drop_ref(x, dropout), _scaled(additions, dropout)
+    return _added(y, x, a, additions)
+
+
+def _scaled(additions: Sequence[Addition], dropout: Dropout) -> list[Addition]:
+    """By 1 / (1 - p), so that their mean is that without dropout."""
+    return [add._replace(scale=add.scale / (1 - dropout.share)) for add in additions]
+
+
+def _added(y: Tensor, x: Tensor, a: Tensor, additions: Sequence[Addition]) -> Tensor:
+    """By operators that autograd, torch.compile and autocast know."""
+    u = summed_linear(x, a.to(x.dtype))
+    pieces, column, rank = [], 0, 0
+    for first, b, scale in additions:
+        pieces.append(y[..., column:first])
+        column, r = first + b.shape[0], b.shape[1]
+        own = summed_linear(u[..., rank : rank + r], b.to(u.dtype)) * scale
+        pieces.append(y[..., first:column] + own)
+        rank += r
+    pieces.append(y[..., column:])
+    filled = [piece for piece in pieces if piece.shape[-1]]
+    return filled[0] if len(filled) == 1 else torch.cat(filled, -1)
+
+
+def _add_into(y: Tensor, u: Tensor, additions: Sequence[Addition]) -> Tensor:
+    """Adds to the memory of y [..., K], of u [N, R]."""
+    rows, rank = y.view(-1, y.shape[-1]), 0
+    for first, b, scale in additions:
+        size, r = b.shape
+        own = u.narrow(1, rank, r)
+        rows.narrow(1, first, size).addmm_(own, b.to(u.dtype).t(), alpha=scale)
+        rank += r
+    return y
+
+
+def _ranks(additions: Sequence[Addition]) -> int:
+    """The largest."""
+    return max(add.b.shape[1] for add in additions)
+
+
+def _base_plus_low_rank(
+    base: Base,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    u: Tensor,
+    additions: Sequence[Addition],
+) -> Tensor:
+    """The base's product and what is added to it, of u [N, R]."""
+    if not (base.plain and serves_product(u, _ranks(additions))):
+        return _add_into(base.product(x, weight, bias), u, additions)
+    firsts, bs, scales = zip(*additions, strict=True)
+    y = low_rank_product(u, bs, firsts, scales, weight.shape[0], bias, False)
+    y.addmm_(x.reshape(-1, x.shape[-1]), weight.t())
+    # No view: FSDP2 warns of views among what a module returns
+    return torch.ops.aten._unsafe_view(y, (*x.shape[:-1], y.shape[-1]))
+
+
+def _of_x(x: Tensor, a: Tensor, dropout: Dropout | None) -> Tensor:
+    """u [N, R], of x [..., C]."""
+    x = x if dropout is None else drop(x, dropout)
+    return F.linear(x.reshape(-1, x.shape[-1]), a.to(x.dtype))
+
+
+def _gradient(
+    base: Base, dy: Tensor, weight: Tensor, du: Tensor, a: Tensor, dropout: Dropout | None
+) -> Tensor:
+    """dX [N, C], of dY [N, K] and dU [N, R]."""
+    if not (base.plain and serves_product(du, a.shape[0])):
+        dx = base.gradient(dy, weight)
+        if dropout is None:
+            return dx.addmm_(du, a.to(du.dtype))
+        return dx.add_(drop(du.mm(a.to(du.dtype)), dropout))
+    how = () if dropout is None else (dropout.keys, dropout.place, dropout.threshold)
+    dx = low_rank_product(du, [a], [0], [1.0], a.shape[1], None, True, *how)
+    return dx.addmm_(dy, weight)
+
+
+def _low_rank_gradients(
+    dy: Tensor, u: Tensor, additions: Sequence[Addition], needed: Sequence[bool]
+) -> tuple[Tensor, list[Tensor | None]]:
+    """dU [N, R], and dB of those parts that need it."""
+    if serves_gradients(dy, _ranks(additions)):
+        firsts, bs, scales = zip(*additions, strict=True)
+        du, *found = low_rank_gradients(dy, u, bs, firsts, scales, any(needed))
+        found = found or bs
+        return du, [db if need else None for db, need in zip(found, needed, strict=True)]
+    du, dbs, rank = dy.new_empty(u.shape), [], 0
+    for (first, b, scale), need in zip(additions, needed, strict=True):
+        size, r = b.shape
+        d = dy.narrow(1, first, size)
+        du.narrow(1, rank, r).addmm_(d, b.to(d.dtype), beta=0, alpha=scale)
+        db = None
+        if need:
+            db = long_sum(d.t(), u.narrow(1, rank, r), scale).to(b.dtype)
+        dbs.append(db)
+        rank += r
+    return du, dbs
+
+
+def _of_a(du: Tensor, x: Tensor, dropout: Dropout | None) -> Tensor:
+    """dA [R, C], of dU [N, R] and x [..., C]."""
+    x = x if dropout is None else drop(x, dropout)
+    # Attention of more ranks than share its heads returns rows that are not next to each other
+    return long_sum(du.t(), x.reshape(-1, x.shape[-1]))
+
+
+class _Call(NamedTuple):
+    """What is no tensor of the graph."""
+
+    base: Base
+    places: Sequence[tuple[int, float]]  # first column and scale of each addition
+    how: How | None  # x is computed again
+    gated: tuple[Activation, bool] | None  # and whether its gradient may overwrite gate_up
+    apart: bool
+    dropout: Dropout | None
+
+    def additions(self, bs: Sequence[Tensor]) -> list[Addition]:
+        return [Addition(f, b, s) for (f, s), b in zip(self.places, bs, strict=True)]
+
+
+class _LoRALinear(torch.autograd.Function):
+    """`gate_up` is given in place of x's graph, where x is its gated activation and nobody else's.
+
+    `apart`: y is not computed; see `later`.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, gate_up: Tensor | None, *given: Any) -> Tensor:
+        weight, bias, a, u, call, kept, *bs = given
+        ctx.call, ctx.shape, ctx.columns = call, x.shape, weight.shape[0]
+        ctx.save_for_backward(weight, a, u, *bs, *kept)
+        if call.apart:
+            return without_numbers(x, ctx.columns)
+        return _base_plus_low_rank(call.base, x, weight, bias, u, call.additions(bs))
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        refuse_second_derivative("a product with low-rank additions")
+        call: _Call = ctx.call
+        weight, a, u, *rest = ctx.saved_tensors
+        bs, kept = rest[: len(call.places)], rest[len(call.places) :]
+        of_x, of_gate_up, _, _, of_a, *_ = ctx.needs_input_grad
+        rows = dy.reshape(-1, ctx.columns)
+        remote = None
+        if of_a and call.how is not None:  # not of a gated activation
+            remote = fetch_again(call.how, kept)
+        du, dbs = _low_rank_gradients(
+            rows, u, call.additions(bs), ctx.needs_input_grad[8:][: len(bs)]
+        )
+        da = dx = dgate_up = None
+        if remote is not None and of_x:
+            dx = _gradient(call.base, rows, weight, du, a, call.dropout).view(ctx.shape)
+            remote.reduce(dx)
+        if of_a and not of_gate_up:  # else first: what is computed again is gone when dX comes
+            x = kept[0] if call.how is None else compute_again(call.how, kept)
+            da = _of_a(du, x, call.dropout)
+            del x
+        if (of_x or of_gate_up) and dx is None:
+            dx = _gradient(call.base, rows, weight, du, a, call.dropout).view(ctx.shape)
+        if of_gate_up:
+            assert dx is not None and call.gated is not None
+            dgate_up, x = gradient_and_product(dx, kept[0], *call.gated)
+            da, dx = _of_a(du, x, call.dropout), None
+        da = None if da is None else da.to(a.dtype)
+        return dx, dgate_up, None, None, da, None, None, None, *dbs
+
+
+def _as_one(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+    """Whether one node may stand for the product of a frozen weight and what is added to it."""
+    return (
+        not torch.compiler.is_compiling()
+        and type(x) is Tensor
+        and type(weight) is torch.nn.Parameter
+        and not weight.requires_grad
+        and (bias is None or not bias.requires_grad)
+        and x.dtype == weight.dtype
+        and autocast_dtype(x.device) is None
+        and not sees_products()
+    )
+
+
+def lora_linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    a: Tensor,
+    additions: Sequence[Addition],
+    *,
+    base: Base = PLAIN,
+    dropout: Dropout | None = None,
+) -> Tensor:
+    """`linear(x, weight, bias)` of x [..., C] and weight [K, C], plus what the parts add to it.
+
+    `a` [R, C] has the rows of all parts in the order of `additions`, whose columns do not overlap
+    and ascend. `base` computes the product with the weight. `dropout` is of what A reads; its keys
+    have the rows of x.
+    """
+    if dropout is not None:
+        dropout.check(x)
+        additions = _scaled(additions, dropout)
+    if not (x.numel() and _as_one(x, weight, bias)):
+        if (recipe := recipe_of(x)) is not None:
+            recipe.alone = False  # A reads x, too
+        y = base.linear(x, weight, bias)
+        return _added(y, x if dropout is None else drop(x, dropout), a, additions)
+    if not torch.is_grad_enabled():
+        plain = base.plain and not takes_row(x, weight)
+        rows = base._replace(product=base.linear, plain=plain)
+        u = _of_x(x, a, dropout)
+        return _base_plus_low_rank(rows, x, weight, bias, u, additions)
+    apart = computes_later()
+    own, gate_up, how, gated = x, None, None, None
+    kept: tuple[Tensor | None, ...] = (x,) if a.requires_grad else ()
+    recipe = recipe_of(x) if a.requires_grad else None
+    if recipe is not None and recipe.gated is not None and recipe.alone:
+        gate_up, act, node = recipe.gated
+        own, kept, gated = x.detach(), (gate_up,), (act, node.overwrite)
+    elif recipe is not None:
+        recipe.keep_gate_up()
+        how, kept = recipe.how, recipe.kept
+    with torch.no_grad():
+        u = _of_x(x, a, dropout)
+    places = [(first, scale) for first, _, scale in additions]
+    call = _Call(base, places, how, gated, apart, dropout)
+    bs = [b for _, b, _ in additions]
+    place: Tensor = _LoRALinear.apply(own, gate_up, weight, bias, a, u, call, kept, *bs)
+    if not apart:
+        return place
+    return later(place, lambda: _base_plus_low_rank(base, x, weight, bias, u, additions))

@@ -1,0 +1,363 @@
+"""Weights in 4 bits: NF4 with doubly quantised scales, as QLoRA has them.
+
+# n numbers of a matrix, b blocks of 64 of them, g groups of 256 blocks; all of a packed weight have
+# the matrices that it is made of one behind the other, each with blocks and groups of its own
+
+A number is the nearest of 16 quantiles of the normal distribution times the largest of its block.
+That largest number is 8 bits: the nearest of 256 of dynamic precision times the largest of its
+group, from which the matrix's mean of them was taken before. 4.13 bits a number in all. Source:
+Dettmers et al. (arXiv 2305.14314) and, for the 8 bits, Dettmers (arXiv 1511.04561); packing, code
+books, the order of operations and with them all bits are those of bitsandbytes.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tigon.kernels.linear.lora import Base
+from tigon.kernels.runtime import operator, refuse_second_derivative, runs_triton, tl, triton
+
+BLOCK, GROUP = 64, 256  # numbers of a block, blocks of a group
+SLAB = 1 << 22  # numbers that are quantised at a time
+TILE = 64  # blocks of a program
+# The book of bitsandbytes, whose last bits no formula gives
+NUMBERS = torch.tensor(
+    [
+        *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453),
+        *(-0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0),
+        *(0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224),
+        *(0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
+    ],
+    dtype=torch.float32,
+    device="cpu",
+)
+
+
+def _dynamic() -> Tensor:
+    """256 signed numbers up to 1; each power of ten further down they have a bit less."""
+    found = [0.0, 1.0]
+    for i in range(7):
+        bounds = torch.linspace(0.1, 1, 2**i + 1, dtype=torch.float32, device="cpu")
+        means = (bounds[:-1] + bounds[1:]) / 2.0
+        found += (10 ** (i - 6) * means).tolist() + (-(10 ** (i - 6)) * means).tolist()
+    return torch.tensor(sorted(found), dtype=torch.float32, device="cpu")
+
+
+DYNAMIC = _dynamic()
+
+
+class Nf4(NamedTuple):
+    """A weight of one or several matrices."""
+
+    codes: Tensor  # uint8 [n / 2]: of two neighbours the first is in the high bits
+    scales: Tensor  # uint8 [b], of each block
+    steps: Tensor  # fp32 [g], of each group of scales
+    offsets: Tensor  # fp32 [g], the mean that was taken from its matrix's scales
+    places: Tensor  # int64 [g + 1, 3]: the first number, byte of codes and block of each group
+    tables: Tensor  # fp32 [16 + 256], what codes and scales mean
+
+
+def sizes_of(numbers: int) -> tuple[int, int, int]:
+    """Bytes of codes, blocks and groups of a matrix of so many numbers; its last block, byte and
+    group may be filled in part, as bitsandbytes pads them."""
+    blocks = -(-numbers // BLOCK)
+    return -(-numbers // 2), blocks, -(-blocks // GROUP)
+
+
+def places_of(matrices: Sequence[int]) -> Tensor:
+    """`places` for matrices of so many numbers."""
+    rows, number, byte, block = [], 0, 0, 0
+    for numbers in matrices:
+        of_codes, blocks, groups = sizes_of(numbers)
+        for i in range(groups):
+            at = i * GROUP
+            rows.append((number + at * BLOCK, byte + at * BLOCK // 2, block + at))
+        number, byte, block = number + numbers, byte + of_codes, block + blocks
+    return torch.tensor([*rows, (number, byte, block)], dtype=torch.int64, device="cpu")
+
+
+def _nearest(x: Tensor, book: Tensor) -> Tensor:
+    """The index of the nearest number of the book, uint8; of two that are as near the lower one."""
+    return torch.bucketize(x, (book[1:] + book[:-1]) / 2, out_int32=True).to(torch.uint8)
+
+
+def _quantised(x: Tensor, size: int, book: Tensor) -> tuple[Tensor, Tensor]:
+    """Codes [m] of fp32 numbers [m], and the largest of each `size` of them."""
+    missing = -len(x) % size
+    rows = torch.cat([x, x.new_zeros(missing)]).view(-1, size) if missing else x.view(-1, size)
+    most = rows.abs().amax(1)
+    shares = rows * (1.0 / most.clamp(min=1e-38)).unsqueeze(1)
+    return _nearest(shares.clamp_(-1, 1), book).view(-1)[: len(x)], most
+
+
+@torch.no_grad()
+def nf4_quantise(matrix: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """`codes`, `scales`, `steps` and `offsets` of one matrix of 16 or 32 bits.
+
+    NaN and infinity have no code: callers check for them. Two or three times SLAB of fp32 numbers
+    are held meanwhile.
+    """
+    flat, book = matrix.reshape(-1), NUMBERS.to(matrix.device)
+    codes = torch.empty(len(flat) + len(flat) % 2, dtype=torch.uint8, device=flat.device)
+    codes[len(flat) :] = 7  # that of 0, which bitsandbytes pads with
+    largest = []
+    for first in range(0, len(flat), SLAB):
+        x = flat[first : first + SLAB].float()
+        codes[first : first + len(x)], most = _quantised(x, BLOCK, book)
+        largest.append(most)
+    most = torch.cat(largest)
+    offset = most.mean()
+    scales, steps = _quantised(most - offset, GROUP, DYNAMIC.to(most.device))
+    return codes[::2] << 4 | codes[1::2], scales, steps, offset.repeat(len(steps))
+
+
+def nf4_numbers(
+    weight: Nf4, matrices: Sequence[int], which: int, first: int, count: int, dtype: torch.dtype
+) -> Tensor:
+    """Numbers [first, first + count) of one of the matrices, in plain torch: the definition.
+
+    `matrices`: the numbers that each of them has.
+    """
+    before = [sizes_of(numbers) for numbers in matrices[:which]]
+    byte, block, group = (sum(size[i] for size in before) for i in range(3))
+    out = torch.empty(count, dtype=dtype, device=weight.codes.device)
+    numbers, dynamic = weight.tables.split([len(NUMBERS), len(DYNAMIC)])
+    end = first + count
+    for begin in range(first // BLOCK * BLOCK, end, SLAB):
+        stop = min(end, begin + SLAB)
+        blocks = torch.arange(begin // BLOCK, -(-stop // BLOCK), device=out.device)
+        scales = dynamic[weight.scales[block + blocks].int()]
+        scales = scales * weight.steps[group + blocks // GROUP]
+        scales = scales + weight.offsets[group + blocks // GROUP]
+        codes = weight.codes[byte + begin // 2 : byte + (stop + 1) // 2].int()
+        values = numbers[torch.stack((codes >> 4, codes & 15), -1).view(-1)]
+        missing = len(blocks) * BLOCK - len(values)
+        values = torch.cat([values, values.new_zeros(missing)]) if missing else values
+        values = values.view(-1, BLOCK).mul_(scales.unsqueeze(1)).view(-1)
+        low = max(begin, first)
+        out[low - first : stop - first] = values[low - begin : stop - begin]
+    return out
+
+
+def nf4_dequantise_ref(
+    weight: Nf4, matrices: Sequence[int], shape: Sequence[int], dtype: torch.dtype
+) -> Tensor:
+    """What `nf4_dequantise` returns, in plain torch."""
+    parts = [nf4_numbers(weight, matrices, i, 0, n, dtype) for i, n in enumerate(matrices)]
+    return (parts[0] if len(parts) == 1 else torch.cat(parts)).view(*shape)
+
+
+@triton.jit
+def _nf4_kernel(
+    codes, scales, steps, offsets, places, numbers, y,
+    PARTS: tl.constexpr,  # programs of a group
+    TILE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    EVEN: tl.constexpr,  # all blocks are full
+):  # fmt: skip
+    group = tl.program_id(0) // PARTS
+    blocks = (tl.program_id(0) % PARTS) * TILE + tl.arange(0, TILE)
+    place = places + group * 3
+    first, byte, block = tl.load(place), tl.load(place + 1), tl.load(place + 2)
+    count = (tl.load(place + 3) - first).to(tl.int32)
+    if EVEN:
+        first, byte = tl.multiple_of(first, BLOCK), tl.multiple_of(byte, BLOCK // 2)
+    there = blocks * BLOCK < count
+    scale = tl.load(scales + block + blocks, mask=there, other=0).to(tl.int32)
+    scale = tl.load(numbers + 16 + scale) * tl.load(steps + group) + tl.load(offsets + group)
+    at = blocks[:, None] * (BLOCK // 2) + tl.arange(0, BLOCK // 2)[None, :]
+    here = there[:, None] if EVEN else at * 2 < count
+    code = tl.load(codes + byte + at, mask=here, other=0).to(tl.int32)
+    pairs = tl.interleave(tl.load(numbers + (code >> 4)), tl.load(numbers + (code & 15)))
+    own = blocks[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+    here = there[:, None] if EVEN else own < count
+    tl.store(y + first + own, (pairs * scale[:, None]).to(y.dtype.element_ty), mask=here)
+
+
+def _nf4_output(
+    codes: Tensor, scales: Tensor, steps: Tensor, offsets: Tensor, places: Tensor, tables: Tensor,
+    matrices: Sequence[int], shape: Sequence[int], dtype: torch.dtype,
+) -> Tensor:  # fmt: skip
+    return codes.new_empty(shape, dtype=dtype)
+
+
+@operator("nf4_dequantise", _nf4_output)
+def _dequantize_nf4(
+    codes: Tensor, scales: Tensor, steps: Tensor, offsets: Tensor, places: Tensor, tables: Tensor,
+    matrices: Sequence[int], shape: Sequence[int], dtype: torch.dtype,
+) -> Tensor:  # fmt: skip
+    weight = Nf4(codes, scales, steps, offsets, places, tables)
+    y = _nf4_output(*weight, matrices, shape, dtype)
+    parts = GROUP // TILE
+    _nf4_kernel[(len(steps) * parts,)](
+        *weight, y, PARTS=parts, TILE=TILE, BLOCK=BLOCK,
+        EVEN=all(numbers % BLOCK == 0 for numbers in matrices),
+        enable_fp_fusion=False,  # scales are rounded between their product and their sum
+    )  # fmt: skip
+    return y
+
+
+def nf4_dequantise(
+    weight: Nf4, matrices: Sequence[int], shape: Sequence[int], dtype: torch.dtype
+) -> Tensor:
+    """The weight [...shape] in `dtype`, in new memory; `matrices`: the numbers of each of its
+    matrices. Numbers are fp32 and rounded once."""
+    if not runs_triton(weight.steps):
+        return nf4_dequantise_ref(weight, matrices, shape, dtype)
+    return _dequantize_nf4(*weight, matrices, shape, dtype)
+
+
+# Weights in fp8 with a scale for every block of them, as checkpoints have them.
+#
+# N, K of a weight; R rows of scales, S of them in a row
+#
+# A number is its fp8 number times the scale of its block, in fp32, rounded once. Source:
+# DeepSeek-V3 (arXiv 2412.19437, section 3.3). A packed weight has matrices of several tensors one
+# below the other, whose blocks begin anew with each, so that every row of it says which row of
+# scales it has.
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+ROWS, COLUMNS = 16, 256  # of a program's tile
+SLAB = 1 << 22  # numbers that the definition makes at a time
+
+
+class BlockFp8(NamedTuple):
+    """A weight of one or several matrices."""
+
+    codes: Tensor  # uint8 [N, K]
+    scales: Tensor  # fp32 [R, S]
+    owners: Tensor  # int32 [N], the row of scales of each row
+
+
+def block_fp8_rows(
+    weight: BlockFp8, first: int, count: int, *, width: int, stored: torch.dtype, dtype: torch.dtype
+) -> Tensor:
+    """Rows [first, first + count), in plain torch: the definition. `width`: columns of a block."""
+    columns = weight.codes.shape[1]
+    out = torch.empty(count, columns, dtype=dtype, device=weight.codes.device)
+    of_column = torch.arange(columns, device=out.device) // width
+    step = max(1, SLAB // max(1, columns))
+    for begin in range(0, count, step):
+        rows = slice(first + begin, first + min(begin + step, count))
+        values = weight.codes[rows].view(stored).float()
+        out[begin : begin + step] = values.mul_(weight.scales[weight.owners[rows]][:, of_column])
+    return out
+
+
+@triton.jit
+def number_of(code, E4M3: tl.constexpr):
+    """fp32 of fp8 codes, int32. GPUs before sm_89 have no conversion.
+
+    Both forms are fp16's but for their number of bits: e5m2 without the last eight of the mantissa,
+    e4m3 with a bias of 7 in place of 15.
+    """
+    if E4M3:
+        bits = ((code & 0x80) << 8) | ((code & 0x7F) << 7)
+        x = bits.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32) * 256.0
+        return tl.where((code & 0x7F) == 0x7F, float("nan"), x)
+    return (code << 8).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def _block_fp8_kernel(
+    codes, scales, owners, y, N, K, S, width,
+    E4M3: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):  # fmt: skip
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    there = (rows < N)[:, None] & (columns < K)[None, :]
+    owner = tl.load(owners + rows, mask=rows < N, other=0)
+    of_block = owner[:, None] * S + (columns // width)[None, :]
+    scale = tl.load(scales + of_block, mask=there, other=0.0)
+    at = rows.to(tl.int64)[:, None] * K + columns[None, :]
+    code = tl.load(codes + at, mask=there, other=0).to(tl.int32)
+    tl.store(y + at, (number_of(code, E4M3) * scale).to(y.dtype.element_ty), mask=there)
+
+
+def _block_fp8_output(
+    codes: Tensor, scales: Tensor, owners: Tensor, width: int, e4m3: bool, dtype: torch.dtype
+) -> Tensor:
+    return codes.new_empty(codes.shape, dtype=dtype)
+
+
+@operator("block_fp8_dequantise", _block_fp8_output)
+def _dequantize_block_fp8(
+    codes: Tensor, scales: Tensor, owners: Tensor, width: int, e4m3: bool, dtype: torch.dtype
+) -> Tensor:
+    y = _block_fp8_output(codes, scales, owners, width, e4m3, dtype)
+    N, K = y.shape
+    grid = triton.cdiv(N, ROWS), triton.cdiv(K, COLUMNS)
+    _block_fp8_kernel[grid](
+        codes, scales, owners, y, N, K, scales.shape[1], width,
+        E4M3=e4m3, ROWS=ROWS, COLUMNS=COLUMNS,
+    )  # fmt: skip
+    return y
+
+
+def block_fp8_dequantise(
+    weight: BlockFp8, *, width: int, stored: torch.dtype, dtype: torch.dtype
+) -> Tensor:
+    """The weight [N, K] in `dtype`, in new memory.
+
+    `width`: columns of a block; `stored`: which of the two forms of fp8 the codes are of.
+    """
+    if not runs_triton(weight.scales):
+        return block_fp8_rows(weight, 0, len(weight.codes), width=width, stored=stored, dtype=dtype)
+    return _dequantize_block_fp8(*weight, width, stored == E4M3, dtype)
+
+
+# A linear layer whose frozen weight is kept in few bits and made of them where it is used.
+#
+# ... any leading dimensions, C columns of x and of the weight, K rows of the weight
+#
+# y = x W^T + bias and dX = dY W each dequantise W anew, into memory that is free again behind the
+# product: nothing of 16 bits is kept from forward to backward, nor is x.
+
+Dequantise = Callable[[], Tensor]  # the weight [K, C]
+
+
+class _QuantisedLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, bias: Tensor | None, *given: Any) -> Tensor:
+        ctx.dequantise, ctx.inner = given
+        y: Tensor = ctx.inner.product(x, ctx.dequantise(), bias)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        refuse_second_derivative("a product with a quantised weight")
+        of_x, of_bias, *_ = ctx.needs_input_grad
+        rows = dy.reshape(-1, dy.shape[-1])
+        dx = None
+        if of_x:
+            weight = ctx.dequantise().to(dy.dtype)  # another one under autocast
+            dx = ctx.inner.gradient(rows, weight).view(*dy.shape[:-1], -1)
+        return dx, rows.sum(0) if of_bias else None, None, None
+
+
+def quantised_linear(x: Tensor, bias: Tensor | None, dequantise: Dequantise, inner: Base) -> Tensor:
+    """`F.linear(x, dequantise(), bias)` of x [..., C], whose weight has no gradient.
+
+    `inner` computes the products. Under torch.compile autograd may keep the dequantised weight.
+    """
+    learns = x.requires_grad or (bias is not None and bias.requires_grad)
+    if torch.compiler.is_compiling() or not x.numel():
+        return F.linear(x, dequantise(), bias)
+    if not (learns and torch.is_grad_enabled()):
+        return inner.linear(x, dequantise(), bias)
+    y: Tensor = _QuantisedLinear.apply(x, bias, dequantise, inner)
+    return y
+
+
+def quantised_base(dequantise: Dequantise, inner: Base) -> Base:
+    """The same as the base of `lora_linear`, whose weight then only says shape and dtype."""
+    return Base(
+        lambda x, _, bias: inner.product(x, dequantise(), bias),
+        lambda dy, _: inner.gradient(dy, dequantise()),
+        lambda x, _, bias: quantised_linear(x, bias, dequantise, inner),
+    )

@@ -1,0 +1,277 @@
+"""Cross-entropy and divergences of logits that exist; a head's own never need to.
+
+# N rows, V vocab
+"""
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from tigon.kernels.loss.cross_entropy_rows import cross_entropy_ref
+from tigon.kernels.loss.divergence_rows import kl_ref
+from tigon.kernels.loss.fused_linear import HeadValue, run_one
+from tigon.kernels.loss.logits import (
+    IGNORE_INDEX,
+    METRICS,
+    PLAIN,
+    Options,
+    Reduction,
+    logits_ref,
+    scale_and_cap,
+)
+from tigon.kernels.loss.terms import KL, ActiveRows, CrossEntropy, Divergence, Head, LogProbs
+
+__all__ = [
+    "IGNORE_INDEX",
+    "METRICS",
+    "PLAIN",
+    "Options",
+    "Reduction",
+    "cross_entropy",
+    "cross_entropy_ref",
+    "divergence",
+    "kl_ref",
+    "scale_and_cap",
+]
+
+
+def cross_entropy(
+    logits: Tensor,  # [N, V], before scale and softcap
+    targets: Tensor,  # [N], -100 is ignored
+    *,
+    token_weights: Tensor | None = None,  # [N]
+    class_weights: Tensor | None = None,  # [V]
+    denominator: Tensor | float = 1.0,
+    reduction: Reduction = "sum",
+    options: Options = PLAIN,
+    metrics: Sequence[str] = (),
+    overwrite: bool = False,
+) -> HeadValue:
+    """`sum(w_t * ce_t) / denominator` in fp32, or every `w_t * ce_t` [N]; and the metrics.
+
+    As `linear_cross_entropy`, for logits that exist. They are never written to, unless
+    `overwrite` says that they belong to the operator: then their gradient takes their place, and
+    nothing else of their size is allocated, if no two logits share memory and those of a row are
+    adjacent. With reduction "sum" the gradient is made in the forward pass, and copied only for a
+    backward pass that retains the graph.
+    """
+    criterion = CrossEntropy(
+        targets=targets,
+        weights=token_weights,
+        denominator=denominator,
+        reduction=reduction,
+        label_smoothing=options.label_smoothing,
+        z_loss=options.z_loss,
+        class_weights=class_weights,
+        metrics=metrics,
+    )
+    options = options.of_logits()
+    return run_one(logits, None, None, criterion, options=options, overwrite=overwrite)
+
+
+def divergence(
+    logprobs: Tensor,  # [N, V]
+    teacher_logprobs: Tensor,  # [N, V]
+    *,
+    token_weights: Tensor | None = None,  # [N]
+    denominator: Tensor | float = 1.0,
+    reduction: Reduction = "sum",
+    beta: float = 0.0,
+) -> Tensor:
+    """`sum(w_t * D_t) / denominator` in fp32, or every `w_t * D_t` [N], D as in `linear_kl`.
+
+    For log-probabilities that exist, defined by `kl_ref`: they are not normalised again. The
+    teacher's get no gradient.
+    """
+    if logprobs.shape != teacher_logprobs.shape:
+        raise ValueError(
+            f"logprobs {tuple(logprobs.shape)} and teacher_logprobs "
+            f"{tuple(teacher_logprobs.shape)} are not [N, V] both"
+        )
+    if not 0 <= beta <= 1:
+        raise ValueError(f"beta={beta} is not in [0, 1]")
+    criterion = Divergence(
+        teacher_logprobs=teacher_logprobs,
+        weights=token_weights,
+        denominator=denominator,
+        reduction=reduction,
+        beta=beta,
+    )
+    return run_one(logprobs, None, None, criterion).value
+
+
+# Operators of a head and one criterion; no [N, V] tensor outlives a chunk.
+#
+# N rows (tokens), C model dim, D that of a teacher, V vocab
+
+
+def linear_cross_entropy_ref(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    bias: Tensor | None = None,
+    token_weights: Tensor | None = None,
+    class_weights: Tensor | None = None,
+    denominator: Tensor | float = 1.0,
+    reduction: Reduction = "sum",
+    options: Options = PLAIN,
+) -> Tensor:
+    """The definition, fp32 throughout, with all logits at once and plain autograd."""
+    losses = cross_entropy_ref(logits_ref(hidden, weight, bias), targets, options=options)
+    if class_weights is not None:
+        losses = losses * class_weights[targets.clamp(min=0)]
+    if token_weights is not None:
+        losses = losses * token_weights.where(targets != IGNORE_INDEX, 0)
+    return losses if reduction == "none" else losses.sum() / denominator
+
+
+def linear_cross_entropy(
+    hidden: Tensor,  # [N, C]
+    weight: Tensor,  # [V, C]
+    targets: Tensor,  # [N], -100 is ignored
+    *,
+    bias: Tensor | None = None,  # [V]
+    token_weights: Tensor | None = None,  # [N]
+    class_weights: Tensor | None = None,  # [V]
+    denominator: Tensor | float = 1.0,
+    reduction: Reduction = "sum",
+    options: Options = PLAIN,
+    metrics: Sequence[str] = (),
+    active: ActiveRows | None = None,
+    logits_bytes: int | None = None,
+) -> HeadValue:
+    """`sum(w_t * ce_t) / denominator` in fp32, or every `w_t * ce_t` [N]; and the metrics.
+
+    w_t is the token's weight times the class weight of its target. With reduction "sum" the
+    gradients are made while a chunk's logits exist: three matrix products, nothing recomputed.
+    With "none" the upstream gradient is unknown, so the logits are computed again in the backward
+    pass: four. At most `logits_bytes` of logits exist at a time.
+
+    Rows whose target is ignored or whose weight is 0 cost nothing and give nothing, not even NaN.
+    On a GPU the host must know how many remain: `active` made ahead of time saves waiting for the
+    device. Under torch.compile and in CUDA graphs no row is left out.
+
+    Metrics are those of `CrossEntropy`; with metrics only rows whose target is ignored are left
+    out. Sources: the chunked gradient-in-forward form of Liger-Kernel (arXiv 2410.10989), defined
+    by `linear_cross_entropy_ref`.
+    """
+    criterion = CrossEntropy(
+        targets=targets,
+        weights=token_weights,
+        denominator=denominator,
+        reduction=reduction,
+        label_smoothing=options.label_smoothing,
+        z_loss=options.z_loss,
+        class_weights=class_weights,
+        metrics=metrics,
+    )
+    options = options.of_logits()
+    return run_one(
+        hidden, weight, bias, criterion, options=options, active=active, logits_bytes=logits_bytes
+    )
+
+
+def selected_logprobs_ref(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    bias: Tensor | None = None,
+    options: Options = PLAIN,
+) -> Tensor:
+    """The definition, fp32 throughout, with all logits at once and plain autograd."""
+    return -linear_cross_entropy_ref(
+        hidden, weight, targets, bias=bias, reduction="none", options=options
+    )
+
+
+def selected_logprobs(
+    hidden: Tensor,  # [N, C]
+    weight: Tensor,  # [V, C]
+    targets: Tensor,  # [N], -100 is ignored
+    *,
+    bias: Tensor | None = None,  # [V]
+    options: Options = PLAIN,
+    metrics: Sequence[str] = (),
+    active: ActiveRows | None = None,
+    logits_bytes: int | None = None,
+) -> HeadValue:
+    """`log p(target)` of every row [N] in fp32, 0 where ignored, and metrics without gradient.
+
+    Differentiable with any upstream gradient: one matrix product forward, three backward (the
+    logits are computed again), and never more than `logits_bytes` of logits. A sampling
+    temperature is `Options(logit_scale=1 / temperature)`. Metrics, `active` and errors are those
+    of `linear_cross_entropy`.
+    """
+    criterion = LogProbs(targets=targets, metrics=metrics)
+    return run_one(
+        hidden, weight, bias, criterion, options=options, active=active, logits_bytes=logits_bytes
+    )
+
+
+def linear_kl_ref(
+    hidden: Tensor,
+    weight: Tensor,
+    teacher_hidden: Tensor,
+    teacher_weight: Tensor,
+    *,
+    bias: Tensor | None = None,
+    teacher_bias: Tensor | None = None,
+    token_weights: Tensor | None = None,
+    denominator: Tensor | float = 1.0,
+    reduction: Reduction = "sum",
+    beta: float = 0.0,
+    temperature: float = 1.0,
+    options: Options = PLAIN,
+    teacher_options: Options = PLAIN,
+) -> Tensor:
+    """The definition, fp32 throughout, with all logits at once and plain autograd."""
+    teacher = logits_ref(teacher_hidden, teacher_weight, teacher_bias).detach()
+    student = logits_ref(hidden, weight, bias)
+    losses = kl_ref(
+        (scale_and_cap(student, options) / temperature).log_softmax(-1),
+        (scale_and_cap(teacher, teacher_options) / temperature).log_softmax(-1),
+        beta,
+    )
+    if token_weights is not None:
+        losses = losses * token_weights
+    return losses if reduction == "none" else losses.sum() / denominator
+
+
+def linear_kl(
+    hidden: Tensor,  # [N, C]
+    weight: Tensor,  # [V, C]
+    teacher_hidden: Tensor,  # [N, D]
+    teacher_weight: Tensor,  # [V, D]
+    *,
+    bias: Tensor | None = None,  # [V]
+    teacher_bias: Tensor | None = None,  # [V]
+    token_weights: Tensor | None = None,  # [N]
+    denominator: Tensor | float = 1.0,
+    reduction: Reduction = "sum",
+    beta: float = 0.0,
+    temperature: float = 1.0,
+    options: Options = PLAIN,
+    teacher_options: Options = PLAIN,
+    active: ActiveRows | None = None,
+    logits_bytes: int | None = None,
+) -> Tensor:
+    """`sum(w_t * D_t) / denominator` in fp32, or every `w_t * D_t` [N].
+
+    D is that of the criterion `KL`. Logits, scaled and capped by the options, are divided by
+    `temperature`. At most `logits_bytes` of both models' logits exist at a time, and the sum's
+    gradients are made in the forward pass. Rows of weight 0 are left out.
+    """
+    criterion = KL(
+        teacher_hidden=teacher_hidden,
+        teacher=Head(teacher_weight, teacher_bias, teacher_options),
+        weights=token_weights,
+        denominator=denominator,
+        reduction=reduction,
+        beta=beta,
+        temperature=temperature,
+    )
+    return run_one(
+        hidden, weight, bias, criterion, options=options, active=active, logits_bytes=logits_bytes
+    ).value

@@ -1,0 +1,372 @@
+"""Cross-entropy of the rows of a chunk of logits: losses, statistics, metrics, gradient.
+
+# N rows, V vocab
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tigon.kernels.loss.logits import (
+    IGNORE_INDEX,
+    LOG2E,
+    PLAIN,
+    Gradient,
+    Options,
+    scale_and_cap,
+    scale_and_cap_of,
+    transform,
+    uncap,
+)
+from tigon.kernels.runtime import runs_triton, tl, triton
+
+ELSEWHERE = -1  # a target whose logit another rank has
+FOUND = ("entropy", "nll", "target", "total")  # by the kernel, in fp32
+
+
+def cross_entropy_ref(logits: Tensor, targets: Tensor, *, options: Options = PLAIN) -> Tensor:
+    """Per-row cross-entropy of raw logits, fp32 inside; 0 where the target is ignored."""
+    z = scale_and_cap(logits.float(), options)
+    loss = F.cross_entropy(
+        z,
+        targets,
+        ignore_index=IGNORE_INDEX,
+        reduction="none",
+        label_smoothing=options.label_smoothing,
+    )
+    if options.z_loss:
+        loss = loss + options.z_loss * z.logsumexp(-1).square() * (targets != IGNORE_INDEX)
+    return loss
+
+
+@dataclass
+class Rows:
+    """What a pass over logits leaves behind; everything is 0 where the target is ignored.
+
+    The logsumexp is `peak + log_mass`: in two numbers it keeps its precision far from 0.
+    """
+
+    loss: Tensor  # [N] fp32
+    peak: Tensor  # [N] fp32: the largest logit
+    log_mass: Tensor  # [N] fp32: log of the sum of exp(logit - peak)
+    metrics: dict[str, Tensor] = field(default_factory=dict)  # predicted_tokens is -100 there
+
+
+def whole_loss(nll: Tensor, lse: Tensor, mean: Tensor | None, options: Options) -> Tensor:
+    """Cross-entropy of a row from the logsumexp and, with smoothing, the mean of its logits."""
+    loss = nll if mean is None else torch.lerp(nll, lse - mean, options.label_smoothing)
+    return loss + options.z_loss * lse.square() if options.z_loss else loss
+
+
+def _reference_rows(
+    logits: Tensor,
+    targets: Tensor,
+    options: Options,
+    metrics: Sequence[str],
+    grad: Gradient | None,
+    known: tuple[Tensor, Tensor] | None,
+    holes: bool,
+    size: int | None,
+) -> Rows:
+    z = scale_and_cap(logits.to(torch.float32, copy=True), options)
+    smoothing, softcap = options.label_smoothing, options.softcap
+    chain = 1 - (z / softcap).square() if softcap is not None and grad is not None else None
+    if holes:
+        z.masked_fill_(logits == -torch.inf, -torch.inf)
+    valid = targets != IGNORE_INDEX
+    index = targets.clamp(min=0)[:, None]
+    total = z.sum(-1) if smoothing else None
+    predicted = z.argmax(-1) if "predicted_tokens" in metrics else None
+    peak = z.amax(-1)
+    if holes or size is not None:  # perhaps nothing but -inf: -inf - -inf is NaN
+        peak = peak.clamp(min=-1e38) if known is None else known[0]
+    here = None if size is None else targets != ELSEWHERE
+    of_target = None if here is None else z.gather(1, index).squeeze(1).where(here, 0)
+    z.sub_(peak[:, None])
+    target = z.gather(1, index).squeeze(1)
+    shifted = z.clone() if "entropy" in metrics else None
+    mass = z.exp_().sum(-1)
+    if size is not None and known is not None:
+        mass = known[1].exp()
+    log_mass = mass.log()
+    nll, lse = log_mass - target, peak + log_mass
+    values = {"nll": nll, "z": lse, "max_logit": peak}
+    values |= {k: x for k, x in (("target", of_target), ("total", total)) if x is not None}
+    if shifted is not None:
+        # Where p is 0, the logit may be -inf
+        values["entropy"] = log_mass - shifted.mul_(z).where(z > 0, 0).sum(-1) / mass
+    kept = {name: values[name].where(valid, 0) for name in metrics if name != "predicted_tokens"}
+    if predicted is not None:
+        kept["predicted_tokens"] = torch.where(valid, predicted, IGNORE_INDEX)
+
+    whole = logits.shape[1] if size is None else size
+    loss = whole_loss(nll, lse, None if total is None else total / whole, options)
+    if grad is not None:
+        slope = grad.row_scale * valid * options.logit_scale
+        z.mul_((slope * (1 + 2 * options.z_loss * lse) / mass)[:, None])
+        if smoothing:
+            z.sub_((slope * smoothing / whole)[:, None])
+        of_index = slope if here is None else slope * here
+        z.scatter_add_(1, index, (of_index * (smoothing - 1))[:, None])
+        d = (z if chain is None else z.mul_(chain)).masked_fill_((slope == 0)[:, None], 0)
+        grad.out.copy_(d if grad.before is None else d.add_(grad.before))
+    return Rows(loss.where(valid, 0), peak.where(valid, 0), log_mass.where(valid, 0), kept)
+
+
+@triton.jit
+def _value(x, head, HOLES):
+    z = transform(x, head)
+    if HOLES and head[1] is not None:
+        z = tl.where(x == -float("inf"), -float("inf"), z)
+    return z
+
+
+@triton.jit
+def _probability(z, highest, log_mass, logits):
+    """exp(z - highest - log_mass); in one operation where the logits are coarse."""
+    if logits.dtype.element_ty == tl.float32:
+        p = tl.exp2((z - highest) * LOG2E - log_mass * LOG2E)
+    else:
+        p = tl.exp2(z * LOG2E - (highest * LOG2E + log_mass * LOG2E))
+    return p
+
+
+@triton.jit
+def _rows_kernel(
+    logits,
+    targets,
+    loss,
+    peaks,
+    log_masses,
+    entropy,  # these five may be None
+    nll,
+    predicted,
+    of_target,
+    totals,
+    row_scale,  # these two are None without a gradient
+    out,
+    before,  # may be None, or out
+    V,
+    size,  # None for V
+    stride,
+    out_stride,
+    before_stride,
+    head,  # scale and softcap; None for none
+    smoothing,  # None for 0, as z_loss
+    z_loss,
+    MASS_KNOWN: tl.constexpr,
+    HOLES: tl.constexpr,
+    BLOCK: tl.constexpr,
+    K: tl.constexpr,
+):
+    """One row per program: a pass for the logsumexp, a second, out of L2, for the gradient."""
+    row = tl.program_id(0).to(tl.int64)
+    logits += row * stride
+    target = tl.load(targets + row)
+    # Groups of K neighbours share a running maximum: 1 + 1/K exponentials per logit, not 2
+    groups = tl.arange(0, BLOCK // K)[:, None]
+    columns = groups * K + tl.arange(0, K)[None, :]
+    own, whole = None, V
+    if size is not None:  # another rank may have the target
+        own, whole = target >= 0, size
+    slope = 0.0
+    if row_scale is not None:
+        out += row * out_stride
+        if before is not None:
+            before += row * before_stride
+        slope = tl.load(row_scale + row).to(tl.float32)
+        slope = tl.where(target == -100, 0.0, slope)
+        if head[0] is not None:
+            slope = slope * head[0]
+
+    highest = tl.full([], 0.0, tl.float32)
+    log_mass = tl.full([], 0.0, tl.float32)
+    z_target = tl.full([], 0.0, tl.float32)
+    if target == -100:
+        tl.store(loss + row, 0.0)
+        if not MASS_KNOWN:
+            tl.store(peaks + row, 0.0)
+            tl.store(log_masses + row, 0.0)
+        if entropy is not None:
+            tl.store(entropy + row, 0.0)
+        if nll is not None:
+            tl.store(nll + row, 0.0)
+        if predicted is not None:
+            tl.store(predicted + row, -100)
+    else:
+        z_target = _value(tl.load(logits + target, mask=own), head, HOLES)
+        if size is not None:
+            z_target = tl.where(own, z_target, 0.0)
+        if MASS_KNOWN:
+            highest = tl.load(peaks + row)
+            log_mass = tl.load(log_masses + row)
+        else:
+            peak = tl.full((BLOCK // K,), -1.0e38, tl.float32)  # finite: -inf - -inf is NaN
+            mass = tl.zeros((BLOCK // K,), tl.float32)
+            moment = tl.zeros((BLOCK // K,), tl.float32)  # sum of p (z - peak), for the entropy
+            total = tl.zeros((BLOCK // K,), tl.float32)
+            best = tl.zeros((BLOCK // K,), tl.int32)
+            for start in range(0, V, BLOCK):
+                at = start + columns
+                x = tl.load(logits + at, mask=at < V, other=-float("inf"))
+                z = _value(x, head, HOLES)
+                if head[1] is not None:
+                    z = tl.where(at < V, z, -float("inf"))
+                top = tl.max(z, axis=1)
+                if predicted is not None:
+                    first = tl.min(tl.where(z == top[:, None], at, 2147483647), axis=1)
+                    best = tl.where(top > peak, first.to(tl.int32), best)
+                higher = tl.maximum(peak, top)
+                shrink = tl.exp2((peak - higher) * LOG2E)
+                if logits.dtype.element_ty == tl.float32:
+                    p = tl.exp2((z - higher[:, None]) * LOG2E)  # exact near the maximum
+                else:
+                    p = tl.exp2(z * LOG2E - (higher * LOG2E)[:, None])  # one operation
+                if entropy is not None:
+                    moment = (moment + mass * (peak - higher)) * shrink
+                    moment += tl.sum(p * tl.where(p > 0, z - higher[:, None], 0.0), axis=1)
+                mass = mass * shrink + tl.sum(p, axis=1)
+                if smoothing is not None:
+                    total += tl.sum(tl.where(at < V, z, 0.0), axis=1)
+                peak = higher
+            highest = tl.max(peak, axis=0)
+            shrink = tl.exp2((peak - highest) * LOG2E)
+            if entropy is not None:
+                moment += mass * (peak - highest)
+            row_mass = tl.sum(mass * shrink, axis=0)
+            log_mass = tl.log(row_mass)
+            tl.store(peaks + row, highest)
+            tl.store(log_masses + row, log_mass)
+            row_nll = log_mass + (highest - z_target)
+            row_loss = row_nll
+            if smoothing is not None:
+                row_loss += smoothing * (z_target - tl.sum(total, axis=0) / whole)
+            if z_loss is not None:
+                row_loss += z_loss * (highest + log_mass) * (highest + log_mass)
+            tl.store(loss + row, row_loss)
+            if nll is not None:
+                tl.store(nll + row, row_nll)
+            if of_target is not None:
+                tl.store(of_target + row, z_target)
+            if totals is not None:
+                tl.store(totals + row, tl.sum(total, axis=0))
+            if entropy is not None:
+                tl.store(entropy + row, log_mass - tl.sum(moment * shrink, axis=0) / row_mass)
+            if predicted is not None:
+                first = tl.min(tl.where(peak == highest, best, 2147483647), axis=0)
+                tl.store(predicted + row, first.to(tl.int64))
+
+    if row_scale is not None:
+        if slope == 0.0:  # not 0 * NaN
+            for start in range(0, V, BLOCK):
+                at = start + columns
+                d = tl.zeros_like(at).to(out.dtype.element_ty)
+                if before is not None:
+                    d = tl.load(before + at, mask=at < V, other=0.0)
+                tl.store(out + at, d, mask=at < V)
+        else:
+            steep, flat = slope, 0.0
+            if z_loss is not None:
+                steep = slope * (1 + 2 * z_loss * (highest + log_mass))
+            d_target = _probability(z_target, highest, log_mass, logits) * steep
+            if smoothing is not None:
+                flat = slope * smoothing / whole
+                d_target -= flat + slope * (1 - smoothing)
+            else:
+                d_target -= slope
+            d_target = uncap(d_target, z_target, head)
+            if before is not None:
+                d_target += tl.load(before + target, mask=own).to(tl.float32)
+            # Everybody has read what belongs to the target before anybody writes there
+            tl.debug_barrier()
+            # Backwards: what was read last is still in L2, even if the rows in flight are not
+            blocks = tl.cdiv(V, BLOCK)
+            for i in range(blocks):
+                at = (blocks - 1 - i) * BLOCK + columns
+                x = tl.load(logits + at, mask=at < V, other=0.0, eviction_policy="evict_first")
+                z = _value(x, head, HOLES)
+                d = _probability(z, highest, log_mass, logits) * steep
+                if smoothing is not None:
+                    d -= flat
+                d = uncap(d, z, head)
+                if before is not None:
+                    d += tl.load(before + at, mask=at < V, other=0.0).to(tl.float32)
+                tl.store(
+                    out + at, d.to(out.dtype.element_ty), mask=at < V, eviction_policy="evict_first"
+                )
+            # One column differs: cheaper to store it again than to compare every column
+            tl.debug_barrier()
+            tl.store(out + target, d_target.to(out.dtype.element_ty), mask=own)
+
+
+def loss_rows(
+    logits: Tensor,  # [N, V] raw
+    targets: Tensor,  # [N]
+    options: Options,
+    metrics: Sequence[str] = (),
+    grad: Gradient | None = None,
+    known: tuple[Tensor, Tensor] | None = None,  # peak and log_mass, if an earlier pass found them
+    *,
+    holes: bool = False,  # raw logits of -inf have probability 0, also with a softcap
+    size: int | None = None,
+) -> Rows:
+    """One pass over the logits: losses, metrics and, if asked for, the gradient.
+
+    With `size` the logits are some of that many: peak, log_mass and metrics are of these alone,
+    the loss says nothing, a target may be `ELSEWHERE`, and the gradient needs what is `known` of
+    all. Metrics are then "target" too, the target's logit or 0, and with smoothing "total", the sum
+    of the logits.
+    """
+    if not runs_triton(logits):
+        return _reference_rows(logits, targets, options, metrics, grad, known, holes, size)
+    n, vocab = logits.shape
+    if logits.stride(1) != 1:
+        logits = logits.contiguous()
+
+    def rows(dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.empty(n, dtype=dtype, device=logits.device)
+
+    loss = rows()
+    peak, log_mass = known or (rows(), rows())
+    found = {name: rows() for name in FOUND if name in metrics}
+    before = None if grad is None else grad.before
+    if "predicted_tokens" in metrics:
+        found["predicted_tokens"] = rows(torch.int64)
+    if n:
+        # 64 KiB of a row at a time keep an SM's loads in flight; 32 warps hold them
+        block = min(65536 // logits.element_size(), max(128, triton.next_power_of_2(vocab)))
+        _rows_kernel[(n,)](
+            logits,
+            targets.contiguous(),
+            loss,
+            peak.contiguous(),
+            log_mass.contiguous(),
+            *(
+                found.get(name)
+                for name in ("entropy", "nll", "predicted_tokens", "target", "total")
+            ),
+            # An upstream gradient may be one number, expanded
+            None if grad is None else grad.row_scale.contiguous(),
+            None if grad is None else grad.out,
+            before,
+            vocab,
+            size,
+            logits.stride(0),
+            0 if grad is None else grad.out.stride(0),
+            0 if before is None else before.stride(0),
+            scale_and_cap_of(options),
+            float(options.label_smoothing) or None,
+            float(options.z_loss) or None,
+            MASS_KNOWN=known is not None,
+            HOLES=holes,
+            BLOCK=block,
+            K=4,
+            num_warps=min(32, max(1, block // 1024)),
+        )
+    for name in metrics:
+        if name in ("z", "max_logit"):
+            found[name] = peak + log_mass if name == "z" else peak.clone()
+    return Rows(loss, peak, log_mass, {name: found[name] for name in metrics})

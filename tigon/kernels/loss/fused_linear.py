@@ -1,0 +1,705 @@
+"""Autograd of criteria over a head's logits: one node for all criteria of a pass.
+
+# N rows (tokens), C model dim, V vocab, k criteria
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor
+
+from tigon.kernels.loss.cross_entropy_rows import cross_entropy_ref, loss_rows
+from tigon.kernels.loss.fused_linear_pass import (
+    GRADIENTS,
+    SLOTS,
+    Inputs,
+    Pass,
+    Plan,
+    Slots,
+    run_pass,
+)
+from tigon.kernels.loss.logits import (
+    IGNORE_INDEX,
+    METRICS,
+    PLAIN,
+    Options,
+    check_head,
+    check_of_logits,
+    check_reduction,
+    check_rows,
+    check_targets,
+    rescale,
+    rescale_,
+    rescale_and_join,
+    rescale_and_join_,
+)
+from tigon.kernels.loss.terms import (
+    KL,
+    ActiveRows,
+    Criterion,
+    CrossEntropy,
+    Divergence,
+    Head,
+    LogProbs,
+    Weighted,
+    host_may_count,
+)
+from tigon.kernels.loss.vocab_parallel import VocabularyShard
+from tigon.kernels.runtime import (
+    autocast_dtype,
+    check,
+    check_devices,
+    has_values,
+    integer_labels,
+    is_transformed,
+    refuse_second_derivative,
+    retains_graph,
+    runs_triton,
+)
+
+SHARED = len(Inputs._fields)
+LEARNED = 5  # of them that may have gradients: hidden, weight, bias, low and up
+INPUTS = 6  # of a criterion: four tensors of its pass, weights of the rows, scale of the sum
+Grads = tuple[Tensor | None, ...]
+
+
+def _run(
+    p: Pass,
+    inputs: Inputs,
+    flat: Sequence[Tensor | None],
+    row_scales: list[Tensor],
+    needs: tuple[bool, ...],
+    known: Slots,
+) -> tuple[list[Tensor], list[dict[str, Tensor]], Tensor | None]:
+    """The pass, inside the forward of the heads of all teachers that are modules.
+
+    The last result, if not None, is still to multiply the gradients: in fp16 those of the logits
+    could under- or overflow with the rows' own scales.
+    """
+    slots: Slots = []
+    for i in range(len(p.plans)):
+        slots += [*flat[INPUTS * i : INPUTS * i + 4], *known[2 * i : 2 * i + 2]]
+    top = None
+    if p.late and any(needs):
+        top = torch.cat(row_scales).abs().amax()
+        top = torch.where(top > 0, top, 1)
+        row_scales = [r / top for r in row_scales]
+
+    run = partial(run_pass, p, inputs, slots, row_scales, needs)
+    vocab = inputs.hidden.shape[1] if inputs.weight is None else len(inputs.weight)
+    return *_with_teachers(p, 0, slots, vocab, run), top
+
+
+def _with_teachers(
+    p: Pass, first: int, slots: Slots, vocab: int, run: Callable[[], Any]
+) -> tuple[list[Tensor], list[dict[str, Tensor]]]:
+    """What `run` returns, called while the teachers from criterion `first` on lend their heads."""
+    if first == len(p.plans):
+        return run()
+    teacher = p.teachers[first]
+    if teacher is None:
+        return _with_teachers(p, first + 1, slots, vocab, run)
+
+    def use(head: Tensor, bias: Tensor | None) -> Any:
+        at = SLOTS * first
+        states = slots[at]
+        assert states is not None
+        if len(head) != vocab:
+            raise ValueError(f"the student has {vocab} tokens, the teacher {len(head)}")
+        slots[at + 2] = head.detach().to(states.dtype)
+        slots[at + 3] = None if bias is None else bias.detach().to(states.dtype)
+        return _with_teachers(p, first + 1, slots, vocab, run)
+
+    return teacher(None, lend=use)
+
+
+class Criteria(torch.autograd.Function):
+    """Values of k criteria, then metrics, then what the backward pass needs."""
+
+    @staticmethod
+    def forward(p: Pass, *tensors: Any) -> tuple[Tensor, ...]:
+        given, flat = Inputs(*tensors[:SHARED]), tensors[SHARED:]
+        row_scales: list[Tensor] = []
+        for w, scale in zip(flat[4::INPUTS], flat[5::INPUTS], strict=True):
+            if p.ahead and scale is not None:
+                n = given.hidden.shape[0]
+                row_scales.append(scale.expand(n).contiguous() if w is None else w * scale)
+        needs = p.needs if p.ahead else (False,) * len(p.needs)
+        nothing: Slots = [None, None] * len(p.plans)
+        grads, rows_of, top = _run(p, given, flat, row_scales, needs, nothing)
+        values, metrics, losses = [], [], []
+        for i, (plan, rows) in enumerate(zip(p.plans, rows_of, strict=True)):
+            w, scale = flat[INPUTS * i + 4], flat[INPUTS * i + 5]
+            loss = rows["loss"]
+            weighted = loss if w is None else torch.where(w == 0, 0, loss * w)
+            values.append(weighted if scale is None else weighted.sum() * scale)
+            metrics += [rows[name] for name in plan.metrics]
+            if p.learned[i]:
+                losses.append(loss if scale is None else loss * scale)
+        if not p.ahead:
+            of = [rows for plan, rows in zip(p.plans, rows_of, strict=True) if plan.statistics]
+            grads = [rows[name] for rows in of for name in ("peak", "log_mass")]
+        return *values, *metrics, *losses, *(() if top is None else (top,)), *grads
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        p, *given = inputs
+        hidden, weight, bias, low, up = given[:LEARNED]
+        k = len(p.plans)
+        kept: list[Tensor | None] = [*output[k + sum(len(plan.metrics) for plan in p.plans) :]]
+        ctx.mark_non_differentiable(*output[k:])
+        ctx.set_materialize_grads(False)
+        ctx.p, ctx.kept, ctx.grad = p, len(kept), None
+        ctx.dtypes = [None if x is None else x.dtype for x in given[:LEARNED]]
+        ctx.transformed = is_transformed(hidden, weight, bias, low, up)
+        if p.ahead and weight is None and not ctx.transformed:
+            # Returned last, the gradient is scaled in place: saved_tensors would keep it alive
+            first = -GRADIENTS
+            ctx.grad, kept[first] = hidden.detach() if p.overwrite else kept[first], None
+        if p.ahead and len(p.plans) == 1 and not ctx.transformed:
+            given = [None] * len(given)
+        # Gradients that autograd alone keeps may be overwritten by those that it is to get
+        ctx.ours = not (ctx.transformed or torch.compiler.is_compiling()) and (
+            torch._C._autograd._top_saved_tensors_default_hooks(False) is None
+        )
+        ctx.save_for_backward(*given, *kept)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> Grads:
+        p, saved = ctx.p, ctx.saved_tensors
+        ups = grads[: len(p.plans)]
+        if all(up is None for up in ups):
+            return (None,) * (1 + SHARED + INPUTS * len(ups))
+        if ctx.transformed:
+            found = Backward.apply(p, False, ctx.kept, *ctx.dtypes, *ups, *saved)
+        else:
+            refuse_second_derivative(p.name, p.instead)
+            if ctx.grad is not None and _same(ups):
+                losses, factor, _ = _unpack(p, saved[len(saved) - ctx.kept :], ups)
+                assert factor is not None
+                if retains_graph():
+                    d_logits = rescale(ctx.grad, factor, ctx.grad.dtype)
+                else:
+                    d_logits, ctx.grad = rescale_(ctx.grad, factor), None
+                found = (d_logits, *(None,) * (LEARNED - 1), *losses)
+            else:
+                ours = ctx.ours and not retains_graph()
+                found = _differentiate(p, ours, ctx.kept, *ctx.dtypes, *ups, *saved)
+        of_flat: list[Tensor | None] = []
+        rest = iter(found[LEARNED:])
+        for learns in p.learned:
+            of_flat += [None] * 4 + [next(rest) if learns else None, None]
+        return (None, *found[:LEARNED], None, None, *of_flat)
+
+
+class Backward(torch.autograd.Function):
+    """`Criteria.backward` where torch.func would differentiate it again, which is an error."""
+
+    @staticmethod
+    def forward(p: Pass, *flat: Any) -> Grads:
+        return _differentiate(p, *flat)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Grads) -> None:
+        ctx.p = inputs[0]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> None:
+        raise RuntimeError(f"{ctx.p.name} has no second derivative; {ctx.p.instead}")
+
+
+def _same(ups: Sequence[Tensor | None]) -> bool:
+    """Whether all values have the same upstream gradient, as the terms of a sum have."""
+    if len(ups) == 1:
+        return True
+    if torch.compiler.is_compiling() or any(up is None for up in ups) or is_transformed(*ups):
+        return False
+    return len({(up.data_ptr(), up.dtype) for up in ups if up is not None}) == 1
+
+
+def _unpack(
+    p: Pass, kept: Sequence[Tensor], ups: Sequence[Tensor | None]
+) -> tuple[Grads, Tensor | None, Sequence[Tensor]]:
+    """Gradients of the rows' weights, the factor of gradients made ahead, and what else is kept."""
+    learned = [up for up, learns in zip(ups, p.learned, strict=True) if learns]
+    of_weights = [None if up is None else x * up for up, x in zip(learned, kept, strict=False)]
+    kept, factor = kept[len(learned) :], ups[0]
+    if p.late and p.ahead:
+        factor, kept = None if factor is None else factor * kept[0], kept[1:]
+    return tuple(of_weights), factor, kept
+
+
+def _scaled(
+    made: Sequence[Tensor],
+    needs: Sequence[bool],
+    dtypes: Sequence[Any],
+    factor: Tensor | None,  # None: 1
+    ours: bool,
+) -> Grads:
+    """Gradients of the inputs that learn, from the six of a pass; `ours`: in their memory.
+
+    Each is a tensor that nobody else refers to, which autograd keeps without a copy.
+    """
+
+    def one(x: Tensor, dtype: torch.dtype) -> Tensor:
+        if factor is None:
+            return x.to(dtype)
+        if ours and x.dtype == dtype:
+            return rescale_(x, factor).detach()
+        return rescale(x, factor, dtype)
+
+    hidden, first, rest, bias, low, up = made
+    of_weight = None
+    if needs[1] and not len(rest):
+        of_weight = one(first, dtypes[1])
+    elif needs[1]:
+        join = rescale_and_join_ if ours else rescale_and_join
+        of_weight = join(first, rest, first.new_ones(()) if factor is None else factor, dtypes[1])
+    return (
+        one(hidden, dtypes[0]) if needs[0] else None,
+        of_weight,
+        one(bias, dtypes[2]) if needs[2] else None,
+        one(low, dtypes[3]) if needs[3] else None,
+        one(up, dtypes[4]) if needs[4] else None,
+    )
+
+
+def _differentiate(p: Pass, ours: bool, count: int, *given: Any) -> Grads:
+    """Gradients of hidden, weight, bias, low and up, then of the weights of rows that learn.
+
+    `ours`: nobody else has the gradients made ahead, nor needs them again.
+    """
+    k = len(p.plans)
+    dtypes, given = given[:LEARNED], given[LEARNED:]
+    ups, saved = given[:k], given[k:]
+    split = len(saved) - count
+    of_weights, factor, kept = _unpack(p, saved[split:], ups)
+    if p.ahead and factor is not None and _same(ups):
+        return *_scaled(kept, p.needs, dtypes, factor, ours), *of_weights
+    inputs, flat = Inputs(*saved[:SHARED]), saved[SHARED:split]
+    row_scales = []
+    for i, up in enumerate(ups):
+        w, scale = flat[INPUTS * i + 4], flat[INPUTS * i + 5]
+        rows = inputs.hidden.new_zeros((), dtype=torch.float32) if up is None else up.float()
+        rows = rows if p.per_token[i] else rows * scale
+        rows = rows if w is None else rows * w
+        row_scales.append(rows.expand(inputs.hidden.shape[0]))
+    statistics = iter(kept)
+    known: Slots = []
+    for plan in p.plans:
+        known += [next(statistics), next(statistics)] if plan.statistics else [None, None]
+    of_loss = tuple(plan._replace(metrics=(), statistics=False) for plan in p.plans)
+    made, _, top = _run(p._replace(plans=of_loss), inputs, flat, row_scales, p.needs, known)
+    return *_scaled(made, p.needs, dtypes, top, ours=True), *of_weights
+
+
+# Runs criteria: checks and flattens their tensors, makes one pass over the logits.
+#
+# B batch, n positions, N = B n rows, C and D model dims of student and teacher, V vocab
+
+
+class HeadValue(NamedTuple):
+    """A criterion's value, summed or for each row, and its metrics."""
+
+    value: Tensor
+    metrics: dict[str, Tensor]
+
+
+class Prepared(NamedTuple):
+    """A criterion with its tensors as rows."""
+
+    given: Criterion
+    plan: Plan
+    tensors: tuple[Tensor | None, ...]  # the four of its pass
+    targets: Tensor | None  # [N]
+    weights: Tensor | None  # [N] fp32; 0 where a row does not count
+    scale: Tensor | None  # of a sum
+    teacher: Callable[..., Any] | None = None
+
+    @property
+    def weighs(self) -> bool:
+        """Whether rows of weight 0 are left out: not if the weights require a gradient."""
+        return self.weights is not None and not self.weights.requires_grad
+
+    def counted(self) -> Tensor | None:
+        """The rows [N] that have a gradient; None: all."""
+        valid = None if self.targets is None else self.targets != IGNORE_INDEX
+        if not self.weighs or self.weights is None:
+            return valid
+        return self.weights != 0 if valid is None else valid & (self.weights != 0)
+
+    def needed(self) -> Tensor | None:
+        """The rows [N] that have a gradient or metrics; None: all."""
+        if self.plan.metrics and self.targets is not None:
+            return self.targets != IGNORE_INDEX
+        return self.counted()
+
+
+def run_criteria(
+    hidden: Tensor,  # [..., C]; or raw logits [..., V], where there is no weight
+    weight: Tensor | None,  # [V, C]
+    bias: Tensor | None,  # [V]
+    criteria: Sequence[Criterion],
+    *,
+    added: tuple[Tensor, Tensor] | None = None,  # [..., r], [V, r]: their product joins the logits
+    options: Options = PLAIN,  # softcap and scale of the logits
+    active: ActiveRows | None = None,  # made ahead of time, it saves waiting for the device
+    logits_bytes: int | None = None,
+    overwrite: bool = False,
+    vocabulary: VocabularyShard | None = None,
+) -> list[HeadValue]:
+    """The value of each criterion, in one pass. At most `logits_bytes` of logits exist at a time.
+
+    None: at most 1 GiB, and less where it costs little time, or all where it costs no more memory.
+    Rows whose target is ignored or whose weight is 0 cost nothing and give nothing, not even NaN.
+    On a GPU the host must know how many remain. Under torch.compile and in CUDA graphs no row is
+    left out.
+
+    With a `vocabulary`, this rank's weight and bias (and a teacher's) are some rows of V, and all
+    ranks of the group make the same call with the same other tensors. The values and metrics are
+    those of the whole head, on every rank. The gradients of hidden and of the first of `added` are
+    this rank's terms of their sums over the group.
+    """
+    if not criteria:
+        return []
+    check_of_logits(options)
+    lead = hidden.shape[:-1]
+    width = vocab = hidden.shape[-1] if weight is None else weight.shape[0]
+    if vocabulary is not None:
+        vocab = vocabulary.check(weight, criteria)
+    if weight is not None:
+        check_head(hidden, weight, bias)
+        check_devices(hidden=hidden, weight=weight, bias=bias)
+        hidden, weight, bias = narrow(hidden, weight, bias)
+    low, up = (None, None) if added is None else (t.to(hidden.dtype) for t in added)
+    low = low if low is None else low.flatten(0, -2)
+    prepared = [prepare(hidden, c, options, vocab, width) for c in criteria]
+    rows = hidden if hidden.dim() == 2 else hidden.flatten(0, -2)
+    if (
+        weight is None
+        and not runs_triton(rows)
+        and all(a.plan.kind == "cross_entropy" for a in prepared)
+    ):
+        return [_plain(rows, a, lead) for a in prepared]
+    index, live = (None, None) if weight is None else select(rows, prepared, active)
+    shared: tuple[Tensor | None, ...] = (rows, weight, bias, low, up)
+    p = _pass(shared, prepared, logits_bytes, overwrite)
+    if vocabulary is not None:
+        p = p._replace(shard=vocabulary.word())
+    if not torch.is_grad_enabled():
+        shared = tuple(None if x is None else x.detach() for x in shared)
+    flat: list[Tensor | None] = []
+    for a in prepared:
+        flat += [*a.tensors, a.weights, a.scale]
+    differentiable = any(p.needs) or any(p.learned) or is_transformed(rows)
+    # Without a gradient to trace, Dynamo would take p for the context of `apply`
+    run = Criteria.apply if differentiable else Criteria.forward
+    out = iter(run(p, *shared, index, live, *flat))
+    if p.overwrite:
+        torch.autograd.graph.increment_version(hidden)
+    values = [next(out) for _ in prepared]
+    metrics = [{name: next(out) for name in a.plan.metrics} for a in prepared]
+    return [_finish(v, m, a, lead) for v, m, a in zip(values, metrics, prepared, strict=True)]
+
+
+def run_one(
+    rows: Tensor, weight: Tensor | None, bias: Tensor | None, criterion: Criterion, **more: Any
+) -> HeadValue:
+    """`run_criteria` of one criterion, over rows [N, C] or raw logits [N, V]."""
+    if rows.dim() != 2:
+        name, shape = ("logits", "[N, V]") if weight is None else ("hidden", "[N, C]")
+        raise ValueError(f"{name} {tuple(rows.shape)} is not {shape}")
+    return run_criteria(rows, weight, bias, [criterion], **more)[0]
+
+
+def _pass(
+    shared: tuple[Tensor | None, ...],  # those of Inputs that may have gradients
+    prepared: Sequence[Prepared],
+    logits_bytes: int | None,
+    overwrite: bool,
+) -> Pass:
+    grad = torch.is_grad_enabled()
+    rows, weight, *_ = shared
+    assert rows is not None
+    needs = tuple(grad and x is not None and x.requires_grad for x in shared)
+    per_token = tuple(a.scale is None for a in prepared)
+    # Upstream gradients of several sums can be compared only where tensors have values
+    comparable = len(prepared) == 1 or not (torch.compiler.is_compiling() or is_transformed(rows))
+    ahead = any(needs) and comparable and not any(per_token)
+    overlap = rows.stride(1) != 1 or (rows.stride(0) < rows.shape[1] and len(rows) > 1)
+    ours = overwrite and ahead and not overlap and has_values(rows) and not is_transformed(rows)
+    kinds = ["kl" if a.plan.kind != "cross_entropy" else a.plan.kind for a in prepared]
+    if weight is not None:
+        kinds = [f"linear_{kind}" for kind in kinds]
+    return Pass(
+        name=" and ".join(dict.fromkeys(kinds)),
+        plans=tuple(
+            a.plan._replace(statistics=any(needs) and not ahead and a.plan.kind == "cross_entropy")
+            for a in prepared
+        ),
+        per_token=per_token,
+        learned=tuple(grad and a.weights is not None and a.weights.requires_grad for a in prepared),
+        teachers=tuple(a.teacher for a in prepared),
+        needs=needs,
+        late=rows.dtype == torch.float16 and len(rows) > 0 and any(needs),
+        ahead=ahead,
+        overwrite=ours and runs_triton(rows),
+        logits_bytes=logits_bytes or 0,
+    )
+
+
+def _finish(value: Tensor, found: dict[str, Tensor], a: Prepared, lead: torch.Size) -> HeadValue:
+    """The value as the criterion has it, and the metrics asked for, [...] where per row."""
+    c = a.given
+    if isinstance(c, LogProbs):
+        value = -value
+    elif a.scale is None and isinstance(c, Weighted) and not _is_one(c.coefficient):
+        value = value * c.coefficient
+    metrics = {}
+    for name in rows_of(c):
+        if name == "accuracy":
+            assert a.targets is not None
+            valid = a.targets != IGNORE_INDEX
+            right = (found["predicted_tokens"] == a.targets) & valid
+            metrics[name] = right.sum() / valid.sum().clamp(min=1)
+        else:
+            metrics[name] = unview(found[name], lead)
+    return HeadValue(unview(value, lead) if a.scale is None else value, metrics)
+
+
+def unview(x: Tensor, shape: torch.Size) -> Tensor:
+    """x.view(shape), no view to autograd: FSDP2 warns of views among what a module returns."""
+    return torch.ops.aten._unsafe_view(x, shape)
+
+
+def rows_of(c: Criterion) -> Sequence[str]:
+    """The metrics that a criterion asks for."""
+    metrics = c.metrics if isinstance(c, CrossEntropy | LogProbs) else ()
+    return (metrics,) if isinstance(metrics, str) else metrics
+
+
+def prepare(hidden: Tensor, c: Criterion, options: Options, vocab: int, width: int) -> Prepared:
+    """The criterion's tensors, checked against the hidden states [..., C] and flattened.
+
+    `width` of the head's `vocab` rows are on this rank, with padding.
+    """
+    weights = scale = targets = None
+    if isinstance(c, Weighted):
+        check_reduction(c.reduction)
+        weights = c.weights
+        scale = _scale(c, hidden.device) if c.reduction == "sum" else None
+    if c.targets is not None:
+        targets = integer_labels(c.targets, "targets")
+    check_rows(hidden, targets=targets, token_weights=weights)
+    if targets is not None:
+        check_targets(targets, vocab)
+        targets = targets.flatten()
+    if weights is not None:
+        weights = weights.flatten().float()
+    if isinstance(c, KL | Divergence):
+        if targets is not None and weights is None:
+            weights = (targets != IGNORE_INDEX).float()
+        elif targets is not None and weights is not None:
+            weights = torch.where(targets != IGNORE_INDEX, weights, 0)
+        if isinstance(c, Divergence):
+            plan = Plan("divergence", PLAIN, float(c.beta), normalized=True)
+            given = c.teacher_logprobs.detach().flatten(0, -2)
+            return Prepared(c, plan, (given, None, None, None), targets, weights, scale)
+        plan, tensors, teacher = _teacher(hidden, c, options, vocab, width, targets)
+        return Prepared(c, plan, tensors, targets, weights, scale, teacher)
+    if targets is None:
+        raise ValueError(f"{type(c).__name__} has no targets: give them, or labels to the model")
+    smoothing = z_loss = 0.0
+    if isinstance(c, CrossEntropy):
+        smoothing, z_loss = c.label_smoothing, c.z_loss
+        if c.class_weights is not None:
+            if c.class_weights.shape != (vocab,):
+                shape = tuple(c.class_weights.shape)
+                raise ValueError(f"class_weights {shape} is not [V] = [{vocab}]")
+            check_devices(hidden=hidden, class_weights=c.class_weights)
+            of_class = c.class_weights.float()[targets.clamp(min=0)]
+            weights = of_class if weights is None else weights * of_class
+    if weights is not None:
+        weights = torch.where(targets != IGNORE_INDEX, weights, 0)
+    options = Options(options.softcap, options.logit_scale, smoothing, z_loss)
+    plan = Plan("cross_entropy", options, metrics=_rows_behind(rows_of(c)))
+    return Prepared(c, plan, (targets, None, None, None), targets, weights, scale)
+
+
+def _scale(c: Weighted, device: torch.device) -> Tensor:
+    """What the sum is multiplied by."""
+    denominator, coefficient = c.denominator, c.coefficient
+    for name, x in (("denominator", denominator), ("coefficient", coefficient)):
+        if isinstance(x, Tensor) and x.requires_grad:
+            raise ValueError(
+                f"{name} requires a gradient, and criteria give it none: detach it, or multiply "
+                "what the criterion returns"
+            )
+    if not isinstance(denominator, Tensor):
+        # A fill, where as_tensor would copy from the host and wait
+        value = 1.0 if denominator is None else denominator
+        denominator = torch.full((), value, dtype=torch.float32, device=device)
+    scale = denominator.to(device, torch.float32, non_blocking=True).reciprocal()
+    return scale if _is_one(coefficient) else scale * coefficient
+
+
+def _is_one(x: Tensor | float) -> bool:
+    return not isinstance(x, Tensor) and x == 1
+
+
+def _teacher(
+    hidden: Tensor, c: KL, options: Options, vocab: int, width: int, targets: Tensor | None
+) -> tuple[Plan, tuple[Tensor | None, ...], Callable[..., Any] | None]:
+    if not 0 <= c.beta <= 1:
+        raise ValueError(f"beta={c.beta} is not in [0, 1]")
+    if not c.temperature > 0:
+        raise ValueError(f"temperature={c.temperature} is not positive")
+    options = options.at_temperature(c.temperature)
+    n = hidden.shape[:-1].numel()
+    stored, head = c.teacher_tokens is not None, c.teacher_hidden is not None
+    if (
+        stored == head
+        or stored != (c.teacher_logprobs is not None)
+        or head != (c.teacher is not None)
+    ):
+        raise ValueError(
+            "KL wants teacher_hidden and teacher, or teacher_tokens and teacher_logprobs"
+        )
+    if head and not hasattr(c.teacher, "options"):
+        kind = type(c.teacher).__name__
+        raise TypeError(f"KL's teacher is a {kind}: give the teacher's lm_head, or a Head")
+    if c.teacher_tokens is not None and c.teacher_logprobs is not None:
+        tokens, logprobs = _stored(c.teacher_tokens, c.teacher_logprobs, n, vocab, targets)
+        check_devices(hidden=hidden, teacher_tokens=tokens, teacher_logprobs=logprobs)
+        return Plan("topk", options, float(c.beta)), (tokens, logprobs, None, None), None
+    states = cast(Tensor, c.teacher_hidden).detach().flatten(0, -2)
+    of_teacher, module = c.teacher.options, None
+    weight = bias = None
+    if isinstance(c.teacher, Head) or not has_values(hidden):
+        weight, bias = c.teacher.weight.detach(), c.teacher.bias
+        bias = None if bias is None else bias.detach()
+        if hasattr(weight, "to_local"):
+            raise ValueError(
+                "the teacher's head is sharded, which torch.compile cannot gather: "
+                "call the head outside of what is compiled"
+            )
+        check_head(states, weight, bias, "teacher_")
+        check_devices(hidden=hidden, teacher_hidden=states, teacher_weight=weight)
+        if weight.shape[0] != width or len(states) != n:
+            raise ValueError(
+                f"the student has {n} rows and {width} tokens, the teacher {len(states)} and "
+                f"{len(weight)}: both must be the same"
+            )
+        states, weight, bias = narrow(states, weight, bias)
+    else:
+        module = c.teacher
+        states = states.to(autocast_dtype(states.device) or states.dtype)
+        if len(states) != n:
+            raise ValueError(f"the student has {n} rows, the teacher {len(states)}")
+    check_of_logits(of_teacher)
+    teacher_options = of_teacher.at_temperature(c.temperature)
+    plan = Plan("divergence", options, float(c.beta), teacher_options)
+    return plan, (states, None, weight, bias), module
+
+
+def _stored(
+    tokens: Tensor, logprobs: Tensor, n: int, vocab: int, targets: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Tokens and log-probabilities [N, K]; rows that do not count may hold anything."""
+    if tokens.shape != logprobs.shape or tokens.dim() < 2 or tokens.shape[:-1].numel() != n:
+        raise ValueError(
+            f"teacher_tokens {tuple(tokens.shape)} and teacher_logprobs {tuple(logprobs.shape)} "
+            f"are not [..., K] for {n} rows"
+        )
+    tokens = integer_labels(tokens, "teacher_tokens").flatten(0, -2)
+    if targets is not None:
+        first = torch.arange(tokens.shape[1], device=tokens.device) == 0
+        tokens = torch.where((targets != IGNORE_INDEX)[:, None], tokens, first.long() - 1)
+    ok = (tokens < vocab).all() & (tokens[:, :1] >= 0).all()
+    check(ok, f"teacher_tokens are not in [0, {vocab}), or a row's first is negative")
+    return tokens, logprobs.detach().flatten(0, -2)
+
+
+def narrow(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """In autocast's dtype; without autocast, dtypes that differ are an error."""
+    dtype = autocast_dtype(hidden.device)
+    if dtype is not None:
+        bias = None if bias is None else bias.to(dtype)
+        return hidden.to(dtype), weight.to(dtype), bias
+    if hidden.dtype != weight.dtype:
+        raise ValueError(f"hidden is {hidden.dtype}, weight {weight.dtype}: cast one of them")
+    return hidden, weight, bias
+
+
+def select(
+    rows: Tensor, prepared: Sequence[Prepared], active: ActiveRows | None
+) -> tuple[Tensor | None, Tensor | None]:
+    """The rows to compute and, if not all of these have a gradient, which do; None: all."""
+    if not host_may_count(rows):
+        return None, _union([a.counted() for a in prepared])
+    metrics = any(a.plan.metrics for a in prepared)
+    if active is None or (metrics and active.weights is not None):
+        keep = _union([a.needed() for a in prepared])
+        index = None if keep is None else ActiveRows(keep).index()
+        extra = metrics and any(a.weighs for a in prepared)
+    else:
+        for a in prepared:
+            _check_active(active, a, len(rows))
+        index = active.index()
+        extra = any(a.weights is not None and active.weights is not _given(a) for a in prepared)
+    return index, _union([a.counted() for a in prepared]) if extra else None
+
+
+def _union(keeps: Sequence[Tensor | None]) -> Tensor | None:
+    found = keeps[0]
+    for keep in keeps[1:]:
+        found = None if found is None or keep is None else found | keep
+    return found
+
+
+def _given(a: Prepared) -> Tensor | None:
+    """The weights, if they alone decide which rows are left out."""
+    if isinstance(a.given, CrossEntropy) and a.given.class_weights is not None:
+        return None
+    return a.given.weights if isinstance(a.given, Weighted) else None
+
+
+def _check_active(active: ActiveRows, a: Prepared, rows: int) -> None:
+    """Raises unless `active` has every row that the criterion needs."""
+    if len(active.keep) != rows:
+        raise ValueError(
+            f"active has {len(active.keep)} rows, the criterion {rows}: make it from its targets"
+        )
+    weights = a.given.weights if isinstance(a.given, Weighted) else None
+    same_weights = active.weights is None or active.weights is weights
+    if active.targets is not None and active.targets is a.given.targets and same_weights:
+        return
+    needed = a.needed()
+    missing = ~active.keep if needed is None else needed & ~active.keep
+    check(~missing.any(), "active leaves out rows that count: make it from the same targets")
+
+
+def _plain(logits: Tensor, a: Prepared, lead: torch.Size) -> HeadValue:
+    """Cross-entropy by autograd, of logits that exist."""
+    assert a.targets is not None
+    loss = cross_entropy_ref(logits, a.targets, options=a.plan.options)
+    loss = loss if a.weights is None else torch.where(a.weights == 0, 0, loss * a.weights)
+    if a.scale is not None and isinstance(a.given, Weighted):
+        loss = loss.sum() / (1.0 if a.given.denominator is None else a.given.denominator)
+        loss = loss * a.given.coefficient
+    found = {}
+    if a.plan.metrics:
+        found = loss_rows(logits.detach(), a.targets, a.plan.options, a.plan.metrics).metrics
+    return _finish(loss, found, a, lead)
+
+
+def _rows_behind(metrics: Sequence[str]) -> tuple[str, ...]:
+    """The per-row values that the metrics asked for are made of."""
+    unknown = [m for m in metrics if m not in METRICS]
+    if unknown:
+        raise ValueError(f"unknown metrics {unknown}; there are {', '.join(METRICS)}")
+    return tuple(dict.fromkeys("predicted_tokens" if m == "accuracy" else m for m in metrics))

@@ -1,0 +1,1 @@
+"""Gated activations and the grouped matrix products of experts."""

@@ -1,0 +1,249 @@
+"""Gated activation of an MLP: SwiGLU and GeGLU, on the packed output of one projection.
+
+# ... any leading dimensions, I intermediate size
+"""
+
+from typing import Any, Literal, get_args
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tigon.kernels.recompute import Gated, note
+from tigon.kernels.runtime import (
+    as_rows,
+    operator,
+    pdl_options,
+    pdl_wait,
+    refuse_second_derivative,
+    retains_graph,
+    runs_triton,
+    tl,
+    triton,
+)
+
+Activation = Literal["silu", "gelu", "gelu_tanh"]
+ACTIVATIONS = get_args(Activation)
+
+# Columns and warps of one program: at most 8 elements of each factor per thread, 16 bytes of bf16
+FORWARD = (1024, 4)
+BACKWARD = (1024, 8)
+
+
+def gated_act_ref(gate_up: Tensor, act: Activation) -> Tensor:
+    """`act(gate) * up`; each factor is rounded to the input's dtype, as transformers does."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    if act == "silu":
+        return F.silu(gate) * up
+    return F.gelu(gate, approximate="tanh" if act == "gelu_tanh" else "none") * up
+
+
+@triton.jit
+def act_and_slope(x, ACT: tl.constexpr):
+    """The activation of fp32 numbers, and its derivative."""
+    if ACT == "silu":
+        s = tl.sigmoid(x)
+        y = x * s
+        slope = s + y * (1 - s)
+    elif ACT == "gelu":
+        s = 0.5 * (1 + tl.erf(0.7071067811865476 * x))
+        y = x * s
+        slope = s + x * 0.3989422804014327 * tl.exp(-0.5 * x * x)
+    else:  # (1 + tanh(z)) / 2 is sigmoid(2z)
+        s = tl.sigmoid(1.5957691216057308 * x * (1 + 0.044715 * x * x))
+        y = x * s
+        slope = s + y * (1 - s) * 1.5957691216057308 * (1 + 0.134145 * x * x)
+    return y, slope
+
+
+@triton.jit
+def gated_gradients(d, gate, up, dtype: tl.constexpr, ACT: tl.constexpr):
+    """The gradients of gate and up from that of the product, and the product: fp32 numbers, of
+    which the activation alone is rounded yet."""
+    a, slope = act_and_slope(gate, ACT)
+    a = a.to(dtype).to(tl.float32)
+    return d * up * slope, d * a, a * up
+
+
+@triton.jit
+def _place(size, BLOCK: tl.constexpr):
+    """Row and columns of a program; neighbours walk along a row, as memory likes it."""
+    blocks = tl.cdiv(size, BLOCK)
+    row = tl.program_id(0) // blocks
+    columns = (tl.program_id(0) - row * blocks) * BLOCK + tl.arange(0, BLOCK)
+    return row.to(tl.int64), columns
+
+
+@triton.jit
+def _gated_act_kernel(x, y, x_row, size, ACT: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    pdl_wait(PDL)
+    row, cols = _place(size, BLOCK)
+    keep = cols < size
+    gate = tl.load(x + row * x_row + cols, mask=keep, other=0.0).to(tl.float32)
+    up = tl.load(x + row * x_row + size + cols, mask=keep, other=0.0).to(tl.float32)
+    a, _ = act_and_slope(gate, ACT)
+    a = a.to(y.dtype.element_ty).to(tl.float32)
+    tl.store(y + row * size + cols, a * up, mask=keep)
+
+
+@triton.jit
+def _gated_act_backward_kernel(
+    dy, x, dx, y, dy_row, x_row, dx_row, size, ACT: tl.constexpr, BLOCK: tl.constexpr
+):
+    # dx may be x, and y dy: every element is read and written by one thread, as both have the
+    # same layout
+    row, cols = _place(size, BLOCK)
+    keep = cols < size
+    d = tl.load(dy + row * dy_row + cols, mask=keep, other=0.0).to(tl.float32)
+    gate = tl.load(x + row * x_row + cols, mask=keep, other=0.0).to(tl.float32)
+    up = tl.load(x + row * x_row + size + cols, mask=keep, other=0.0).to(tl.float32)
+    of_gate, of_up, product = gated_gradients(d, gate, up, dx.dtype.element_ty, ACT)
+    tl.store(dx + row * dx_row + cols, of_gate, mask=keep)
+    tl.store(dx + row * dx_row + size + cols, of_up, mask=keep)
+    if y is not None:
+        tl.store(y + row * size + cols, product, mask=keep)
+
+
+def launch_columns(size: int, choice: tuple[int, int]) -> dict[str, int]:
+    """Block and warps for `size` columns: narrow rows take a smaller program."""
+    block, warps = choice
+    fit = min(block, triton.next_power_of_2(size))
+    return {"BLOCK": fit, "num_warps": max(1, warps * fit // block)}
+
+
+def _output(gate_up: Tensor, *_: Any) -> Tensor:
+    return gate_up.new_empty(*gate_up.shape[:-1], gate_up.shape[-1] // 2)
+
+
+@operator("gated_act", _output)
+def _forward(gate_up: Tensor, act: str) -> Tensor:
+    y = _output(gate_up)
+    if y.numel():
+        x, size = as_rows(gate_up), y.shape[-1]
+        launch = launch_columns(size, FORWARD)
+        grid = (x.shape[0] * triton.cdiv(size, launch["BLOCK"]),)
+        _gated_act_kernel[grid](x, y, x.stride(0), size, ACT=act, **launch, **pdl_options(x))
+    return y
+
+
+def _gradient(dy: Tensor, gate_up: Tensor, *_: Any) -> Tensor:
+    return gate_up.new_empty(gate_up.shape)
+
+
+@operator("gated_act_backward", _gradient)
+def _backward(dy: Tensor, gate_up: Tensor, act: str) -> Tensor:
+    out = _gradient(dy, gate_up)
+    _backward_into(out, None, dy, gate_up, act)
+    return out
+
+
+def _gradient_and_product(dy: Tensor, gate_up: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    return _gradient(dy, gate_up), dy.new_empty(dy.shape)
+
+
+@operator("gated_act_backward_product", _gradient_and_product)
+def _backward_product(dy: Tensor, gate_up: Tensor, act: str) -> tuple[Tensor, Tensor]:
+    out, product = _gradient_and_product(dy, gate_up)
+    _backward_into(out, product, dy, gate_up, act)
+    return out, product
+
+
+def _backward_into(
+    out: Tensor, product: Tensor | None, dy: Tensor, gate_up: Tensor, act: str
+) -> None:
+    """Writes the gradient of `gate_up` to `out`, which is contiguous and may be `gate_up`, and what
+    the forward pass gave to `product`, which may be a contiguous `dy`."""
+    if dy.numel():
+        d, x, size = as_rows(dy), as_rows(gate_up), dy.shape[-1]
+        launch = launch_columns(size, BACKWARD)
+        grid = (x.shape[0] * triton.cdiv(size, launch["BLOCK"]),)
+        strides = d.stride(0), x.stride(0), 2 * size
+        _gated_act_backward_kernel[grid](d, x, out, product, *strides, size, ACT=act, **launch)
+
+
+def _overwrites(gate_up: Tensor, overwrite: bool) -> bool:
+    """Whether this backward pass may write over `gate_up`, as far as the caller allows it."""
+    return (
+        overwrite
+        and not retains_graph()  # another backward pass may need gate_up
+        and gate_up.is_contiguous()
+    )
+
+
+def place_of_gradient(gate_up: Tensor, overwrite: bool) -> Tensor:
+    """Where the gradient of `gate_up` goes: over it, if that may be."""
+    if not _overwrites(gate_up, overwrite):
+        return _gradient(gate_up, gate_up)
+    torch.autograd.graph.increment_version(gate_up)
+    return gate_up.detach()
+
+
+def gradient_and_product(
+    dy: Tensor, gate_up: Tensor, act: Activation, overwrite: bool
+) -> tuple[Tensor, Tensor]:
+    """In one pass the gradient of `gate_up` and, over `dy`, what the forward pass gave.
+
+    `dy` is contiguous and belongs to the caller.
+    """
+    if torch._C._len_torch_dispatch_stack():  # modes see ops, and ops alias no input
+        return _backward_product(dy, gate_up, act)
+    gradient = place_of_gradient(gate_up, overwrite)
+    with torch.cuda.device_of(gradient):
+        _backward_into(gradient, dy, dy, gate_up, act)
+    return gradient, dy
+
+
+class _GatedAct(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gate_up: Tensor, act: Activation, overwrite: bool) -> Tensor:
+        ctx.save_for_backward(gate_up)
+        ctx.act, ctx.overwrite = act, overwrite
+        return _forward(gate_up, act)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
+        refuse_second_derivative("gated_act")
+        (gate_up,) = ctx.saved_tensors
+        # Modes see ops, which alias no input. Dynamo overwrites nothing, so it is asked first
+        if not _overwrites(gate_up, ctx.overwrite) or torch._C._len_torch_dispatch_stack():
+            return _backward(dy, gate_up, ctx.act), None, None
+        torch.autograd.graph.increment_version(gate_up)
+        gradient = gate_up.detach()
+        with torch.cuda.device_of(gradient):
+            _backward_into(gradient, None, dy, gradient, ctx.act)
+        return gradient, None, None
+
+
+def check_act(act: str) -> None:
+    if act not in ACTIVATIONS:
+        raise ValueError(f"act={act!r} is not one of {ACTIVATIONS}")
+
+
+def may_overwrite(x: Tensor) -> bool:
+    """Whether nobody else can be seen to need the memory of `x`."""
+    owner = x if x._base is None else x._base
+    return not owner.is_leaf and x.untyped_storage().nbytes() == x.numel() * x.element_size()
+
+
+def gated_act(
+    gate_up: Tensor,  # [..., 2I]: gate first, then up
+    act: Activation,
+    *,
+    overwrite: bool = False,
+) -> Tensor:
+    """`act(gate) * up` [..., I]. Source: Shazeer 2020 (arXiv 2002.05202).
+
+    With `overwrite` the caller promises that nothing else reads `gate_up`: a backward pass that
+    does not retain the graph may write the gradient over it.
+    """
+    check_act(act)
+    if gate_up.shape[-1] % 2:
+        raise ValueError(f"gate_up {tuple(gate_up.shape)} has no two halves: make its end even")
+    if not runs_triton(gate_up):
+        return gated_act_ref(gate_up, act)
+    compiling = torch.compiler.is_compiling()
+    overwrite = overwrite and not compiling and may_overwrite(gate_up)
+    y = _GatedAct.apply(gate_up, act, overwrite)
+    if not compiling and y.requires_grad:
+        note(y, _forward, (gate_up,), act, gated=Gated(gate_up, act, y.grad_fn))
+    return y

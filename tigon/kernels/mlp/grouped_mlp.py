@@ -1,0 +1,550 @@
+"""Matrix products of rows sorted by expert, each with its own expert's matrix.
+
+# S rows (slots), E experts, K the dimension summed over, O outputs
+"""
+
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tigon.kernels.linear.linear import write_sum
+from tigon.kernels.mlp.gated_act import (
+    Activation,
+    act_and_slope,
+    check_act,
+    gated_act,
+    gated_act_ref,
+)
+from tigon.kernels.mlp.permute import combine_rows, spread_rows
+from tigon.kernels.recompute import compute_again, recipe_of
+from tigon.kernels.runtime import (
+    INTERPRETED,
+    autocast_dtype,
+    check_devices,
+    has_values,
+    hopper,
+    num_sms,
+    operator,
+    refuse_second_derivative,
+    runs_triton,
+    tl,
+    triton,
+)
+
+try:
+    from triton.tools.tensor_descriptor import TensorDescriptor
+except ImportError:  # no Triton
+    TensorDescriptor = None
+
+# Rows, outputs and summed elements of a step, warps, and steps in flight: the best of some tried
+# on an H200. The interpreter, which takes as long for a step of any size, tests with more tiles
+TILE = (32, 32, 16, 4, 1) if INTERPRETED else (128, 256, 64, 8, 3)
+FEW = 64  # rows, as in a step of decoding, which should not wait for the device
+
+
+@triton.jit
+def _grouped_product_kernel(
+    x,  # descriptor of [S, K]
+    weight,  # descriptor of [E, O, K], TRANSPOSED [E, K, O]
+    ends,
+    y,
+    O,  # noqa: E741
+    K,
+    E: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
+    ROWS: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+    STEP: tl.constexpr,
+):
+    """Each program walks over tiles; those of an expert follow each other, down its rows first,
+    so that programs at work together read the same rows and few columns of few matrices."""
+    i = tl.arange(0, EXPERTS)
+    end = tl.load(ends + i, mask=i < E, other=0)
+    start = tl.load(ends + i - 1, mask=(i > 0) & (i < E), other=0)
+    tiles = tl.where(i < E, (end - start + ROWS - 1) // ROWS, 0)  # of rows, per expert
+    upto = tl.cumsum(tiles)
+    across = (O + OUTPUTS - 1) // OUTPUTS
+    # Flattened, the first steps of a tile are loaded while the last tile is stored
+    for tile in tl.range(
+        tl.program_id(0), tl.sum(tiles) * across, tl.num_programs(0), flatten=True
+    ):
+        e = tl.sum((upto * across <= tile).to(tl.int32))
+        down = tl.sum(tl.where(i == e, tiles, 0))
+        place = tile - (tl.sum(tl.where(i < e, tiles, 0))) * across
+        last = tl.load(ends + e)
+        row = tl.load(ends + e - 1, mask=e > 0, other=0) + (place % down) * ROWS
+        column = place // down * OUTPUTS
+        total = tl.zeros((ROWS, OUTPUTS), tl.float32)
+        for k in range(0, K, STEP):
+            a = x.load([row, k])
+            if TRANSPOSED:
+                b = weight.load([e, k, column]).reshape(STEP, OUTPUTS)
+            else:
+                b = weight.load([e, column, k]).reshape(OUTPUTS, STEP).T
+            total = tl.dot(a, b, total)
+        rows = row + tl.arange(0, ROWS)[:, None]
+        columns = column + tl.arange(0, OUTPUTS)[None, :]
+        at = y + rows.to(tl.int64) * O + columns
+        # Rows past the last one are another expert's
+        tl.store(at, total.to(y.dtype.element_ty), mask=(rows < last) & (columns < O))
+
+
+def _aligned(*tensors: Tensor) -> bool:
+    """Whether each row of contiguous tensors begins at a multiple of 16 bytes."""
+    return all(t.shape[-1] * t.element_size() % 16 == 0 and t.data_ptr() % 16 == 0 for t in tensors)
+
+
+def _triton_serves(x: Tensor, weight: Tensor) -> bool:
+    """Whether the kernel does: 16-bit numbers, and rows that the copy engine can address."""
+    if x.device.type == "cuda":
+        fits = x.dtype in (torch.bfloat16, torch.float16) and hopper(x.device.index)
+    else:  # the interpreter has no bf16 products
+        fits = INTERPRETED and x.dtype in (torch.float16, torch.float32)
+    return fits and _aligned(x, weight)
+
+
+def _torch_serves(x: Tensor, weight: Tensor) -> bool:
+    """Whether torch's grouped_mm does: bf16 (fp32 on the CPU), rows aligned to 16 bytes."""
+    on_cpu = x.device.type == "cpu" and x.dtype == torch.float32
+    return (x.dtype == torch.bfloat16 or on_cpu) and _aligned(x, weight)
+
+
+def must_not_wait(x: Tensor, rows: int) -> bool:
+    """Whether the host may not ask the device how many of the rows each expert has."""
+    return x.device.type == "cuda" and (rows <= FEW or torch.cuda.is_current_stream_capturing())
+
+
+def waits(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether training with experts' matrices [E, O, K] may ask the device how many of the rows
+    each has; in a capture that fails, or computes every row with every expert."""
+    fits = device.type == "cuda" and dtype == torch.bfloat16 and hopper(device.index)
+    return not fits or any(size * dtype.itemsize % 16 for size in shape[1:])
+
+
+def product_by_row(x: Tensor, matrices: Tensor, experts: Tensor) -> Tensor:
+    """Rows x [S, K] times matrices [E, K, O], each with that of its expert [S] -> [S, O].
+
+    The rows are in any order; nothing waits for the device.
+    """
+    # A row's own copy of a matrix moves it three times; in a product with all, each moves once
+    if 3 * len(x) < len(matrices):
+        return torch.bmm(x[:, None], matrices[experts])[:, 0]
+    return torch.matmul(x, matrices)[experts, torch.arange(len(x), device=x.device)]
+
+
+def grouped_product(x: Tensor, weight: Tensor, ends: Tensor, *, transposed: bool = False) -> Tensor:
+    """Rows x [S, K], those of expert e up to ends[e], times weight [E, O, K] -> [S, O].
+
+    Transposed, the weight is [E, K, O]. Both are contiguous, as is the result. Sums in fp32.
+    With few rows, and where the kernel serves (16 bits, from sm_90 on, K and O of whole 16 bytes),
+    nothing waits for the device; all else may ask it where the experts end. Rows behind the last
+    end are of no expert: what the result has there is not defined.
+    """
+    experts, width = len(weight), weight.shape[2 if transposed else 1]
+    if not len(x):
+        return x.new_empty(0, width)
+    if _triton_serves(x, weight):
+        y = x.new_empty(len(x), width)
+        rows, outputs, step, warps, stages = TILE
+        box = [1, step, outputs] if transposed else [1, outputs, step]
+        _grouped_product_kernel[(num_sms(x),)](
+            TensorDescriptor.from_tensor(x, [rows, step]),
+            TensorDescriptor.from_tensor(weight, box),
+            ends,
+            y,
+            width,
+            x.shape[1],
+            E=experts,
+            EXPERTS=triton.next_power_of_2(experts),
+            TRANSPOSED=transposed,
+            ROWS=rows,
+            OUTPUTS=outputs,
+            STEP=step,
+            num_warps=warps,
+            num_stages=stages,
+        )
+        return y
+    matrices = weight if transposed else weight.transpose(1, 2)
+    if must_not_wait(x, len(x)):
+        row = torch.arange(len(x), device=x.device, dtype=ends.dtype)
+        expert = torch.searchsorted(ends, row, right=True).clamp_(max=experts - 1)
+        return product_by_row(x, matrices, expert)
+    if _torch_serves(x, weight):
+        return F.grouped_mm(x, matrices, offs=ends).contiguous()  # it pads rows to 16 bytes
+    y, start = x.new_empty(len(x), width), 0
+    for w, end in zip(matrices, ends.tolist(), strict=True):
+        torch.mm(x[start:end], w, out=y[start:end])
+        start = end
+    return y
+
+
+def grouped_weight_gradient(dy: Tensor, x: Tensor, ends: Tensor) -> Tensor:
+    """dy [S, O] and x [S, K] -> [E, O, K], 0 where an expert has no rows.
+
+    torch's own product: with few rows to sum over it was faster than any of ours. In fp16, which
+    it lacks, and in fp32 on GPUs the host asks where each expert ends, and multiplies one by one.
+    """
+    if len(x) and _torch_serves(dy, x):
+        return F.grouped_mm(dy.t(), x, offs=ends)
+    dw, start = x.new_zeros(len(ends), dy.shape[1], x.shape[1]), 0
+    for w, end in zip(dw, ends.tolist(), strict=True):
+        if end > start:
+            write_sum(dy[start:end].t(), x[start:end], w)
+        start = end
+    return dw
+
+
+# The MLPs of a mixture of experts: each token through the few that its router chose for it.
+#
+# N tokens, k experts per token, S slots sorted by expert: N k, less those that are absent,
+# E experts, C model dim, I intermediate size
+
+UNKNOWN = -1  # slots of which some may be absent, the host does not know how many
+ACT = (1024, 4)  # columns and warps of one program: the best of some tried on an H200
+
+
+def grouped_mlp_ref(
+    x: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    experts: Tensor,
+    weights: Tensor,
+    act: Activation,
+    slots: int | None = None,
+) -> Tensor:
+    """`sum_j weights[n, j] * down[e] @ gated_act(gate_up[e] @ x[n])` with e = experts[n, j].
+
+    Each product is in the input's dtype, the sum over j in fp32 and rounded once. With `slots`,
+    so many of the experts are in [0, E), or UNKNOWN, and the others are E: absent.
+    """
+    n, k = experts.shape
+    flat = experts.flatten()
+    if slots == UNKNOWN:
+        slots = int((flat < len(gate_up)).sum())
+    if slots is None and must_not_wait(x, n * k) and not torch.is_grad_enabled():
+        # A step of decoding
+        hidden = product_by_row(x.repeat_interleave(k, 0), gate_up.mT, flat)
+        y = product_by_row(gated_act_ref(hidden, act), down.mT, flat)
+    else:
+        order = flat.argsort(stable=True)[:slots]
+        each = flat.bincount(minlength=len(gate_up))[: len(gate_up)]
+        rows = x.index_select(0, order // k).split(each.tolist())
+        # unbind: the gradient of all experts is stacked once; indexing would add one for each
+        parts = [
+            F.linear(gated_act_ref(F.linear(r, g), act), d)
+            for r, g, d in zip(rows, gate_up.unbind(), down.unbind(), strict=True)
+            if len(r) or not len(order)
+        ]
+        y = torch.cat(parts)
+        y = y.new_zeros(n * k, x.shape[1]).index_copy(0, order, y)
+    scale = _at_least_fp32(weights)[..., None]
+    return (y.view(n, k, x.shape[1]) * scale).sum(1).to(y.dtype)
+
+
+def _at_least_fp32(x: Tensor) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+@triton.jit
+def _act_backward_kernel(
+    gate_up,
+    dh,
+    order,
+    weights,
+    dgate_up,
+    weighted,
+    dweights,
+    I,  # noqa: E741
+    ACT: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Back through one slot's weight and activation.
+
+    dh is the gradient of h = act(gate) * up as if the weight were 1: the weight's own is their
+    product, so that the output of `down` need not be kept.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    slot = tl.load(order + row)
+    weight = tl.load(weights + slot).to(tl.float32)
+    product = tl.zeros((BLOCK,), tl.float32)
+    for start in range(0, I, BLOCK):
+        cols = start + tl.arange(0, BLOCK)
+        keep = cols < I
+        gate = tl.load(gate_up + row * 2 * I + cols, mask=keep, other=0.0).to(tl.float32)
+        up = tl.load(gate_up + row * 2 * I + I + cols, mask=keep, other=0.0).to(tl.float32)
+        d = tl.load(dh + row * I + cols, mask=keep, other=0.0).to(tl.float32)
+        a, slope = act_and_slope(gate, ACT)
+        a = a.to(dh.dtype.element_ty).to(tl.float32)
+        h = (a * up).to(dh.dtype.element_ty).to(tl.float32)
+        product += d * h
+        d *= weight
+        tl.store(weighted + row * I + cols, h * weight, mask=keep)
+        tl.store(dgate_up + row * 2 * I + cols, d * up * slope, mask=keep)
+        tl.store(dgate_up + row * 2 * I + I + cols, d * a, mask=keep)
+    tl.store(dweights + slot, tl.sum(product))
+
+
+def _act_backward(
+    hidden: Tensor, dh: Tensor, order: Tensor, weights: Tensor, act: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradient of hidden [S, 2I], h times its weight [S, I], and the weights' gradient."""
+    dhidden, weighted = torch.empty_like(hidden), torch.empty_like(dh)
+    absent = len(order) < weights.numel()
+    dweights = torch.zeros_like(weights) if absent else torch.empty_like(weights)
+    if not runs_triton(hidden):
+        gate, up = hidden.chunk(2, dim=-1)
+        h, scale = gated_act_ref(hidden, cast(Activation, act)), weights.flatten()[order][:, None]
+        dweights.view(-1)[order] = (_at_least_fp32(dh) * h).sum(-1).to(weights.dtype)
+        weighted.copy_(h * scale)
+        d = (dh * scale).to(dh.dtype)
+        if act == "silu":
+            a, dgate = F.silu(gate), torch.ops.aten.silu_backward(d * up, gate)
+        else:
+            how = "tanh" if act == "gelu_tanh" else "none"
+            a = F.gelu(gate, approximate=how)
+            dgate = torch.ops.aten.gelu_backward(d * up, gate, approximate=how)
+        dhidden.copy_(torch.cat((dgate, d * a), -1))
+    elif dh.numel():
+        block, warps = ACT
+        block = min(block, triton.next_power_of_2(dh.shape[1]))
+        slots = (hidden, dh, order, weights, dhidden, weighted, dweights)
+        _act_backward_kernel[(len(dh),)](*slots, dh.shape[1], ACT=act, BLOCK=block, num_warps=warps)
+    return dhidden, weighted, dweights
+
+
+def sorted_slots(
+    experts: Tensor, number: int, slots: int | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The order of the slots by expert [S], its inverse [N k], and where in it each expert ends.
+
+    Experts that are `number` are absent, all but `slots`; their inverse is S or more. With UNKNOWN
+    S is N k, and the last of the order, behind all ends, are absent.
+    """
+    small = torch.uint8 if number < 256 else torch.int16 if number < 2**15 else torch.int64
+    ordered, order = experts.flatten().to(small).sort(stable=True)  # fewer bits, fewer passes
+    numbers = torch.arange(number, device=experts.device, dtype=small)
+    ends = torch.searchsorted(ordered, numbers, right=True, out_int32=True)
+    inverse = torch.empty_like(order).scatter_(
+        0, order, torch.arange(len(order), device=order.device, dtype=order.dtype)
+    )
+    if slots == UNKNOWN:
+        return order, inverse.masked_fill_(experts.flatten() == number, len(order)), ends
+    return (order if slots is None else order[:slots].clone()), inverse, ends
+
+
+def _outputs(
+    x: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    experts: Tensor,
+    weights: Tensor,
+    act: str,
+    slots: int | None,
+) -> list[Tensor]:
+    size = count_slots(experts, slots)
+    numbers = [experts.new_empty(size), experts.new_empty(experts.numel())]
+    ends = experts.new_empty(len(gate_up), dtype=torch.int32)
+    return [torch.empty_like(x), x.new_empty(size, gate_up.shape[1]), *numbers, ends]
+
+
+def count_slots(experts: Tensor, slots: int | None) -> int:
+    """S."""
+    return experts.numel() if slots in (None, UNKNOWN) else slots
+
+
+@operator("grouped_mlp", _outputs)
+def _forward(
+    x: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    experts: Tensor,
+    weights: Tensor,
+    act: str,
+    slots: int | None,
+) -> list[Tensor]:
+    """The output; and for the backward pass gate_up of every slot, the slots' order and its
+    inverse, and where in it each expert ends."""
+    k = experts.shape[1]
+    order, inverse, ends = sorted_slots(experts, len(gate_up), slots)
+    hidden = grouped_product(spread_rows(x, inverse, k, len(order)), gate_up, ends)
+    y = grouped_product(gated_act(hidden, cast(Activation, act)), down, ends)
+    return [combine_rows(y, inverse, weights, k), hidden, order, inverse, ends]
+
+
+def _gradients(
+    x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, wanted: list[bool], *_: Any
+) -> list[Tensor]:
+    likes = zip((x, gate_up, down, weights), wanted, strict=True)
+    return [torch.empty_like(t) if want else t.new_empty(0) for t, want in likes]
+
+
+@operator("grouped_mlp_backward", _gradients)
+def _backward(
+    x: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    weights: Tensor,
+    wanted: list[bool],
+    hidden: Tensor,
+    order: Tensor,
+    inverse: Tensor,
+    ends: Tensor,
+    dy: Tensor,  # [N, C]
+    act: str,
+) -> list[Tensor]:
+    """The gradients of x, gate_up, down and weights; those not wanted are empty."""
+    k, size = weights.shape[1], len(order)
+    dx, dgate_up, ddown = (x.new_empty(0) for _ in range(3))
+    rows = spread_rows(dy, inverse, k, size)
+    dh = grouped_product(rows, down, ends, transposed=True)
+    dhidden, weighted, dweights = _act_backward(hidden, dh, order, weights, act)
+    del dh
+    if wanted[2]:
+        ddown = grouped_weight_gradient(rows, weighted, ends)
+    del rows, weighted
+    if wanted[0]:
+        dx = grouped_product(dhidden, gate_up, ends, transposed=True)
+        dx = combine_rows(dx, inverse, None, k)
+    if wanted[1]:
+        dgate_up = grouped_weight_gradient(dhidden, spread_rows(x, inverse, k, size), ends)
+    return [dx, dgate_up, ddown, dweights if wanted[3] else weights.new_empty(0)]
+
+
+def forward_workspace(
+    x: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    experts: Tensor,
+    weights: Tensor,
+    act: str,
+    slots: int | None = None,
+) -> int:
+    """Bytes that `_forward` holds at most besides its outputs: of each slot, h and its product."""
+    return count_slots(experts, slots) * sum(down.shape[1:]) * x.element_size()
+
+
+def backward_workspace(
+    x: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    weights: Tensor,
+    wanted: list[bool],
+    hidden: Tensor,
+    *_: Any,
+) -> int:
+    """The same for `_backward`, whose outputs are made one after the other."""
+    c, inner = down.shape[1:]
+    slots, size = len(hidden), x.element_size()
+    tensors = zip((x, gate_up, down), wanted, strict=False)
+    outputs = sum(t.numel() * size for t, want in tensors if want)
+    first = slots * (c + 4 * inner) * size - outputs  # in _act_backward
+    last = slots * (c + 2 * inner) * size
+    return max(first, last)
+
+
+class _GroupedMLP(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *given: Any) -> Tensor:  # what `_forward` takes
+        y, *saved = _forward(*given)
+        x, gate_up, down, _, weights, ctx.act, _ = given
+        if (recipe := recipe_of(x)) is not None:
+            recipe.keep_gate_up()
+        ctx.again = None if recipe is None else recipe.how
+        kept = (x,) if recipe is None else recipe.kept
+        ctx.save_for_backward(gate_up, down, weights, *saved, *kept)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        refuse_second_derivative("grouped_mlp")
+        needs = ctx.needs_input_grad
+        wanted = [*needs[:3], needs[4]]
+        # Read once: with activation checkpointing they are there only once
+        gate_up, down, weights, hidden, order, inverse, ends, *kept = ctx.saved_tensors
+        dy = dy.contiguous()
+        if ctx.again is None:
+            x = kept[0]
+        else:  # without the gradient of gate_up its shape and dtype alone are asked
+            x = compute_again(ctx.again, kept).view_as(dy) if wanted[1] else dy
+        saved = hidden, order, inverse, ends
+        grads = _backward(x, gate_up, down, weights, wanted, *saved, dy, ctx.act)
+        dx, dgate_up, ddown, dweights = (
+            g if want else None for g, want in zip(grads, wanted, strict=True)
+        )
+        return dx, dgate_up, ddown, None, dweights, None, None
+
+
+def grouped_mlp(
+    x: Tensor,  # [N, C]
+    gate_up: Tensor,  # [E, 2I, C]: of each expert gate first, then up
+    down: Tensor,  # [E, C, I]
+    experts: Tensor,  # [N, k] int64, in [0, E)
+    weights: Tensor,  # [N, k], of any floating dtype
+    act: Activation,
+) -> Tensor:
+    """The weighted sum of k gated MLPs for each token: [N, C]. No token is dropped.
+
+    An expert that no token chose has gradients of 0. Raises ValueError on shapes, dtypes and
+    expert numbers that do not fit. Source: the dropless mixture of experts of MegaBlocks
+    (arXiv 2211.15841), defined by `grouped_mlp_ref`.
+    """
+    _check(x, gate_up, down, experts, weights, act)
+    return unchecked_grouped_mlp(x, gate_up, down, experts, weights, act)
+
+
+def unchecked_grouped_mlp(
+    x: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    experts: Tensor,
+    weights: Tensor,
+    act: Activation,
+    slots: int | None = None,
+) -> Tensor:
+    """`grouped_mlp` of experts that are known to fit, as those of topk are: the check of their
+    numbers is six launches. With `slots`, so many are in [0, E), and the others are E: absent; with
+    UNKNOWN nobody waits to learn how many, and there is no backward pass."""
+    if (dtype := autocast_dtype(x.device)) is not None:
+        x, gate_up, down = x.to(dtype), gate_up.to(dtype), down.to(dtype)
+    if not x.dtype == gate_up.dtype == down.dtype:
+        raise ValueError(
+            f"x is {x.dtype}, gate_up {gate_up.dtype} and down {down.dtype}: cast them to one"
+        )
+    # Plain torch has to know how many rows each expert has
+    if runs_triton(x) or not has_values(x):
+        tensors = (x, gate_up, down, experts, weights)
+        return _GroupedMLP.apply(*(t.contiguous() for t in tensors), act, slots)
+    return grouped_mlp_ref(x, gate_up, down, experts, weights, act, slots)
+
+
+def _check(
+    x: Tensor, gate_up: Tensor, down: Tensor, experts: Tensor, weights: Tensor, act: Activation
+) -> None:
+    check_act(act)
+    dims = (x.dim(), gate_up.dim(), down.dim(), experts.dim(), weights.dim())
+    fits = dims == (2, 3, 3, 2, 2) and experts.shape == weights.shape and experts.shape[1] > 0
+    if fits:
+        (n, c), (e, _, inner) = x.shape, down.shape
+        fits = experts.shape[0] == n and gate_up.shape == (e, 2 * inner, c) and down.shape[1] == c
+    if not fits:
+        shapes = {"x": x, "gate_up": gate_up, "down": down, "experts": experts, "weights": weights}
+        raise ValueError(
+            ", ".join(f"{name} {tuple(t.shape)}" for name, t in shapes.items())
+            + " are not [N, C], [E, 2I, C], [E, C, I], [N, k] and [N, k]"
+        )
+    check_devices(x=x, gate_up=gate_up, down=down, experts=experts, weights=weights)
+    if experts.dtype != torch.int64 or not weights.is_floating_point():
+        raise ValueError(
+            f"experts is {experts.dtype}, weights {weights.dtype}: they must be int64 and floating"
+        )
+    bad = (experts < 0) | (experts >= len(gate_up))
+    if x.device.type != "cpu" or not has_values(experts):
+        torch._assert_async(~bad.any(), f"an expert is not in [0, {len(gate_up)})")
+    elif bad.any():
+        token, j = bad.nonzero()[0].tolist()
+        raise ValueError(
+            f"expert {experts[token, j].item()} at {[token, j]} is not in [0, {len(gate_up)})"
+        )

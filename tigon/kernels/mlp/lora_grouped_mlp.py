@@ -1,0 +1,275 @@
+"""The MLPs of a mixture of experts with low-rank additions (LoRA), one for each expert's matrix.
+
+# N tokens, k experts per token, S slots sorted by expert: N k, less those that are absent,
+# E experts, C model dim, I intermediate size, r rank of what is added to gate_up, q of what is
+# added to down
+
+W_e becomes W_e + B_e A_e, which is never made: the rows that went to an expert are multiplied with
+its A_e, and that with its B_e. Source: Hu et al. (arXiv 2106.09685), for stacked matrices as PEFT
+has them (`target_parameters`). Backward keeps what `grouped_mlp` does and the S rows of both
+products with A; where a gradient needs the sorted rows or the activation, they are computed again.
+
+Rounding, below fp32: A, B, and each of the products are in the dtype of x, sums are in fp32; what
+is added is rounded before it is added.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tigon.kernels.mlp.gated_act import Activation, gated_act
+from tigon.kernels.mlp.grouped_mlp import (
+    _act_backward,
+    count_slots,
+    grouped_mlp_ref,
+    grouped_product,
+    grouped_weight_gradient,
+    sorted_slots,
+)
+from tigon.kernels.mlp.permute import combine_rows, spread_rows
+from tigon.kernels.recompute import compute_again, recipe_of
+from tigon.kernels.runtime import (
+    autocast_dtype,
+    has_values,
+    operator,
+    refuse_second_derivative,
+    runs_triton,
+)
+
+
+class Low(NamedTuple):
+    """What is added to the experts' matrices; ranks may be 0."""
+
+    a_up: Tensor  # [E, r, C]
+    b_up: Tensor  # [E, 2I, r], with its scale
+    a_down: Tensor  # [E, q, I]
+    b_down: Tensor  # [E, C, q], with its scale
+
+
+def lora_grouped_mlp_ref(
+    x: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    low: Low,
+    experts: Tensor,
+    weights: Tensor,
+    act: Activation,
+    slots: int | None = None,
+) -> Tensor:
+    """The definition: `grouped_mlp_ref` of the sums of matrices."""
+    gate_up = torch.baddbmm(gate_up, low.b_up, low.a_up)
+    down = torch.baddbmm(down, low.b_down, low.a_down)
+    return grouped_mlp_ref(x, gate_up, down, experts, weights, act, slots)
+
+
+def _sum_product(x: Tensor, w: Tensor, a: Tensor, b: Tensor, ends: Tensor) -> tuple[Tensor, Tensor]:
+    """x (W_e + B_e A_e)^T of sorted rows, and x A_e^T."""
+    y = grouped_product(x, w, ends)
+    if not a.shape[1]:
+        return y, x.new_empty(len(x), 0)
+    u = grouped_product(x, a, ends)
+    return y.add_(grouped_product(u, b, ends)), u
+
+
+def _sum_back(
+    dy: Tensor, w: Tensor, a: Tensor, b: Tensor, ends: Tensor
+) -> tuple[Tensor, Tensor | None]:
+    """dy (W_e + B_e A_e) of sorted rows, and dy B_e."""
+    dx = grouped_product(dy, w, ends, transposed=True)
+    if not a.shape[1]:
+        return dx, None
+    du = grouped_product(dy, b, ends, transposed=True)
+    return dx.add_(grouped_product(du, a, ends, transposed=True)), du
+
+
+def _outputs(
+    x: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    low: list[Tensor],
+    experts: Tensor,
+    weights: Tensor,
+    act: str,
+    slots: int | None,
+) -> list[Tensor]:
+    size = count_slots(experts, slots)
+    wide = [x.new_empty(size, n) for n in (gate_up.shape[1], low[0].shape[1], low[2].shape[1])]
+    numbers = [experts.new_empty(size), experts.new_empty(experts.numel())]
+    return [torch.empty_like(x), *wide, *numbers, experts.new_empty(len(down), dtype=torch.int32)]
+
+
+@operator("lora_grouped_mlp", _outputs)
+def _forward(
+    x: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    low: list[Tensor],
+    experts: Tensor,
+    weights: Tensor,
+    act: str,
+    slots: int | None,
+) -> list[Tensor]:
+    """The output; and for the backward pass gate_up and both products with A of every slot, the
+    slots' order and its inverse, and where in it each expert ends."""
+    k, (a_up, b_up, a_down, b_down) = experts.shape[1], low
+    order, inverse, ends = sorted_slots(experts, len(gate_up), slots)
+    hidden, u = _sum_product(spread_rows(x, inverse, k, len(order)), gate_up, a_up, b_up, ends)
+    y, v = _sum_product(gated_act(hidden, cast(Activation, act)), down, a_down, b_down, ends)
+    return [combine_rows(y, inverse, weights, k), hidden, u, v, order, inverse, ends]
+
+
+def _gradients(
+    x: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    low: list[Tensor],
+    weights: Tensor,
+    wanted: list[bool],
+    *_: Any,
+) -> list[Tensor]:
+    likes = (x, gate_up, down, weights, *low)
+    return [
+        torch.empty_like(t) if want else t.new_empty(0)
+        for t, want in zip(likes, wanted, strict=True)
+    ]
+
+
+@operator("lora_grouped_mlp_backward", _gradients)
+def _backward(
+    x: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    low: list[Tensor],
+    weights: Tensor,
+    wanted: list[bool],  # of x, gate_up, down, weights and the four of low
+    hidden: Tensor,
+    u: Tensor,
+    v: Tensor,
+    order: Tensor,
+    inverse: Tensor,
+    ends: Tensor,
+    dy: Tensor,  # [N, C]
+    act: str,
+) -> list[Tensor]:
+    """The gradients of all that is wanted; the others are empty."""
+    k, (a_up, b_up, a_down, b_down) = weights.shape[1], low
+    found: list[Tensor | None] = [None] * len(wanted)
+    rows = spread_rows(dy, inverse, k, len(order))
+    dh, dv = _sum_back(rows, down, a_down, b_down, ends)
+    dhidden, weighted, dweights = _act_backward(hidden, dh, order, weights, act)
+    del dh
+    if wanted[2]:
+        found[2] = grouped_weight_gradient(rows, weighted, ends)
+    if dv is not None:
+        if wanted[6]:
+            found[6] = grouped_weight_gradient(dv, weighted, ends)
+        if wanted[7]:
+            v = (v * weights.flatten()[order, None]).to(v.dtype)
+            found[7] = grouped_weight_gradient(rows, v, ends)
+    del rows, weighted
+    dx, du = _sum_back(dhidden, gate_up, a_up, b_up, ends)
+    if wanted[0]:
+        found[0] = combine_rows(dx, inverse, None, k)
+    del dx
+    if du is not None and wanted[5]:
+        found[5] = grouped_weight_gradient(dhidden, u, ends)
+    if wanted[1] or (du is not None and wanted[4]):
+        rows = spread_rows(x, inverse, k, len(order))
+        found[1] = grouped_weight_gradient(dhidden, rows, ends) if wanted[1] else None
+        found[4] = grouped_weight_gradient(du, rows, ends) if du is not None else None
+    found[3] = dweights if wanted[3] else None
+    likes = (x, gate_up, down, weights, *low)
+    return [
+        t.new_zeros(t.shape if want else 0) if d is None else d
+        for t, d, want in zip(likes, found, wanted, strict=True)
+    ]
+
+
+def forward_workspace(
+    x: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    low: list[Tensor],
+    experts: Tensor,
+    weights: Tensor,
+    act: str,
+    slots: int | None = None,
+) -> int:
+    """Bytes that `_forward` holds at most besides its outputs: the sorted rows and what is added to
+    gate_up, or the activation, its product and what is added to that."""
+    c, inner = down.shape[1:]
+    return count_slots(experts, slots) * max(c + 2 * inner, 2 * c + inner) * x.element_size()
+
+
+def backward_workspace(x: Tensor, gate_up: Tensor, down: Tensor, *rest: Any) -> int:
+    """The same for `_backward`."""
+    _, _, _, hidden, *_ = rest
+    c, inner = down.shape[1:]
+    return len(hidden) * max(c + 4 * inner, 2 * c + 2 * inner) * x.element_size()
+
+
+class _LoRAGroupedMLP(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, act: str, slots: int | None, *given: Tensor) -> Tensor:
+        x, gate_up, down, experts, weights, *low = given
+        y, *saved = _forward(x, gate_up, down, low, experts, weights, act, slots)
+        if (recipe := recipe_of(x)) is not None:
+            recipe.keep_gate_up()
+        ctx.act, ctx.again = act, None if recipe is None else recipe.how
+        kept = (x,) if recipe is None else recipe.kept
+        ctx.save_for_backward(gate_up, down, weights, *low, *saved, *kept)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        refuse_second_derivative("lora_grouped_mlp")
+        _, _, *needs = ctx.needs_input_grad
+        wanted = [*needs[:3], *needs[4:]]
+        # Read once: with activation checkpointing they are there only once
+        gate_up, down, weights, *rest = ctx.saved_tensors
+        low, saved, kept = rest[:4], rest[4:10], rest[10:]
+        dy = dy.contiguous()
+        if ctx.again is None:
+            x = kept[0]
+        else:  # without the gradients of gate_up and A its shape and dtype alone are asked
+            x = compute_again(ctx.again, kept).view_as(dy) if wanted[1] or wanted[4] else dy
+        grads = _backward(x, gate_up, down, low, weights, wanted, *saved, dy, ctx.act)
+        found = [g if want else None for g, want in zip(grads, wanted, strict=True)]
+        return None, None, *found[:3], None, *found[3:]
+
+
+def lora_grouped_mlp(
+    x: Tensor,  # [N, C]
+    gate_up: Tensor,  # [E, 2I, C]: of each expert gate first, then up
+    down: Tensor,  # [E, C, I]
+    low: Low,
+    experts: Tensor,  # [N, k] int64, in [0, E), not checked
+    weights: Tensor,  # [N, k], of any floating dtype
+    act: Activation,
+    slots: int | None = None,
+) -> Tensor:
+    """`grouped_mlp` with low-rank matrices added to those of the experts: [N, C].
+
+    With `slots`, so many experts are in [0, E), and the others are E: absent. Defined by
+    `lora_grouped_mlp_ref`; where plain torch runs, that runs.
+    """
+    dtype = autocast_dtype(x.device) or x.dtype
+    x, gate_up, down = x.to(dtype), gate_up.to(dtype), down.to(dtype)
+    low = Low(*(t.to(dtype) for t in low))
+    if not (runs_triton(x) or not has_values(x)):
+        return lora_grouped_mlp_ref(x, gate_up, down, low, experts, weights, act, slots)
+    low = Low(*aligned(low[:2]), *aligned(low[2:]))
+    tensors = (x, gate_up, down, experts, weights, *low)
+    y: Tensor = _LoRAGroupedMLP.apply(act, slots, *(t.contiguous() for t in tensors))
+    return y
+
+
+def aligned(factors: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """A [E, r, K] and B [E, O, r] with zeros up to a rank whose rows are whole 16 bytes, which the
+    grouped products need."""
+    a, b = factors
+    missing = -a.shape[1] % (16 // a.element_size())
+    return (F.pad(a, (0, 0, 0, missing)), F.pad(b, (0, missing))) if missing else (a, b)

@@ -1,0 +1,90 @@
+"""Rows of tokens, copied to the several places that take them, and added up from there.
+
+A mixture of experts has a place for each expert of a token, and sends tokens to several ranks.
+
+# N tokens, k places of a token, some of which may be absent, S rows at the places that are there,
+# C numbers of a row
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tigon.kernels.runtime import runs_triton, tl, triton
+
+# Columns and warps of one program: the best of some tried on an H200
+SPREAD = (4096, 4)
+COMBINE = (1024, 4)
+
+
+@triton.jit(do_not_specialize=["S"])
+def _spread_kernel(x, places, rows, S, C, K: tl.constexpr, BLOCK: tl.constexpr):
+    """A token's row to each of its places: read once, written k times."""
+    token = tl.program_id(0).to(tl.int64)
+    for start in range(0, C, BLOCK):
+        cols = start + tl.arange(0, BLOCK)
+        keep = cols < C
+        row = tl.load(x + token * C + cols, mask=keep)
+        for j in tl.static_range(K):
+            place = tl.load(places + token * K + j)
+            tl.store(rows + place * C + cols, row, mask=cols < tl.where(place < S, C, 0))
+
+
+@triton.jit(do_not_specialize=["S"])
+def _combine_kernel(rows, places, weights, x, S, C, K: tl.constexpr, BLOCK: tl.constexpr):
+    """The sum of a token's rows, weighted if there are weights, in fp32 and rounded once."""
+    token = tl.program_id(0).to(tl.int64)
+    cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    keep = cols < C
+    total = tl.zeros((BLOCK,), tl.float32)
+    for j in tl.static_range(K):
+        place = tl.load(places + token * K + j)
+        there = cols < tl.where(place < S, C, 0)
+        row = tl.load(rows + place * C + cols, mask=there, other=0.0).to(tl.float32)
+        if weights is not None:
+            row *= tl.load(weights + token * K + j).to(tl.float32)
+        total += row
+    tl.store(x + token * C + cols, total, mask=keep)
+
+
+def spread_rows(x: Tensor, places: Tensor, k: int, size: int) -> Tensor:
+    """x [N, C] -> [size, C]: a copy of each token's row at its k places [N k], int64.
+
+    Places from `size` on are absent. What has no place is not written.
+    """
+    if not runs_triton(x):
+        rows = x.new_empty(size + 1, x.shape[1])  # the last is for what is absent
+        return rows.index_copy_(0, places.clamp(max=size), x.repeat_interleave(k, 0))[:size]
+    rows = x.new_empty(size, x.shape[1])
+    if x.numel() and not x.is_meta:
+        block, warps = SPREAD
+        block = min(block, triton.next_power_of_2(x.shape[1]))
+        sizes = size, x.shape[1]
+        _spread_kernel[(len(x),)](x, places, rows, *sizes, K=k, BLOCK=block, num_warps=warps)
+    return rows
+
+
+def combine_rows(rows: Tensor, places: Tensor, weights: Tensor | None, k: int) -> Tensor:
+    """rows [S, C] -> [N, C]: the sum of each token's rows, in fp32 and rounded once.
+
+    Of its k places [N k], int64, those from S on are absent; weights [N, k] multiply the rows.
+    """
+    n, c = len(places) // k, rows.shape[1]
+    if not runs_triton(rows):
+        return _combine_ref(rows, places, weights, k)
+    x = rows.new_empty(n, c)
+    if x.numel() and not x.is_meta:
+        block, warps = COMBINE
+        block = min(block, triton.next_power_of_2(c))
+        grid = (n, triton.cdiv(c, block))
+        given = rows, places, weights, x, len(rows), c
+        _combine_kernel[grid](*given, K=k, BLOCK=block, num_warps=warps)
+    return x
+
+
+def _combine_ref(rows: Tensor, places: Tensor, weights: Tensor | None, k: int) -> Tensor:
+    dtype = rows.dtype
+    rows = F.pad(rows, (0, 0, 0, 1))  # zeros for what is absent
+    slots = rows.index_select(0, places.clamp(max=len(rows) - 1)).unflatten(0, (-1, k))
+    slots = slots.to(torch.promote_types(dtype, torch.float32))
+    return (slots if weights is None else slots * weights[..., None]).sum(1).to(dtype)

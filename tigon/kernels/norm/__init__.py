@@ -1,0 +1,1 @@
+"""Normalization operators: RMSNorm, the sandwich norms of Gemma and GLM, and the gradient norm."""

@@ -1,0 +1,68 @@
+"""The sum of squares of many tensors, as a gradient's norm needs it: each number is read once.
+
+P programs.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from tigon.kernels.optim.adamw import Table, is_aligned, number, own_row, pointer
+from tigon.kernels.runtime import tl, triton
+
+# Elements of one program, elements at a time, and warps
+CHUNK, BLOCK, WARPS = 16384, 2048, 8
+TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16}
+WIDTH = tl.constexpr(3)  # of a row: first program, elements, address
+
+
+def squared_norm_ref(tensors: Sequence[Tensor]) -> Tensor:
+    return torch.stack([t.double().square().sum() for t in tensors]).sum()
+
+
+@triton.jit
+def _squares_kernel(
+    rows, owners, partials, G: tl.constexpr, WIDE: tl.constexpr, CHUNK: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    row, chunk = own_row(rows, owners, WIDTH)
+    count, x = number(row, 0, WIDE), pointer(row, 1, G, WIDE)
+    first = chunk.to(tl.int64) * CHUNK
+    x += first
+    left = count - first
+    total = tl.zeros([BLOCK], tl.float32)
+    for begin in tl.static_range(0, CHUNK, BLOCK):
+        at = begin + tl.arange(0, BLOCK)
+        own = tl.load(x + at, mask=at < left, other=0.0).to(tl.float32)
+        total += own * own
+    tl.store(partials + tl.program_id(0), tl.sum(total, 0))
+
+
+class SquaredNorm:
+    """Of sets of float32 and bfloat16 tensors; the tables are kept for the next."""
+
+    def __init__(self) -> None:
+        self.tables: dict[tuple[torch.dtype, bool], Table] = {}
+
+    def __call__(self, tensors: Sequence[Tensor]) -> Tensor:
+        """float64, on the device: sums of CHUNK squares in float32, and theirs in float64, in an
+        order that depends on shapes alone. `tensors`: at least one; contiguous, none empty."""
+        kinds: dict[tuple[torch.dtype, bool], list[tuple[int, ...]]] = {}
+        for t in tensors:
+            address = t.data_ptr()
+            key = t.dtype, is_aligned(t.numel(), (address,))
+            kinds.setdefault(key, []).append((t.numel(), address))
+        device = tensors[0].device
+        sums = []
+        with torch.cuda.device_of(tensors[0]):
+            for (dtype, wide), rows in kinds.items():
+                table = self.tables.setdefault((dtype, wide), Table(CHUNK))
+                placed, owners = table.place(rows, device)
+                partials = torch.empty(len(owners), dtype=torch.float32, device=device)
+                _squares_kernel[(len(owners),)](
+                    placed, owners, partials, G=TYPES[dtype], WIDE=wide, CHUNK=CHUNK, BLOCK=BLOCK,
+                    num_warps=WARPS,
+                )  # fmt: skip
+                sums.append(partials.sum(dtype=torch.float64))
+        return torch.stack(sums).sum()

@@ -1,0 +1,1 @@
+"""The fused AdamW step and its low-precision states."""

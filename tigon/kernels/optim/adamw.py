@@ -1,0 +1,399 @@
+"""Tables by which one kernel works on many tensors: where each is, and which programs it has.
+
+T tensors, P programs.
+"""
+
+import math
+from collections.abc import Sequence
+from ctypes import c_float
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from tigon.kernels.optim.low_bits import (
+    Codes,
+    dequantize,
+    draw,
+    draw_in_lines,
+    quantize,
+    round_stochastically,
+    round_to_nearest,
+    sixteen,
+)
+from tigon.kernels.runtime import tl, triton
+
+ALIGNED = 16  # bytes of an access; a number of elements that is a multiple fits any dtype
+
+
+def is_aligned(count: int, addresses: Sequence[int]) -> bool:
+    """Whether a kernel may read tensors of `count` elements 16 bytes at a time."""
+    bits = count
+    for address in addresses:
+        bits |= address
+    return bits % ALIGNED == 0
+
+
+class Table:
+    """A row of integers for each tensor, and for each program the row of its tensor.
+
+    Both stay on the device, and are made anew only when a number changes: there, without waiting
+    for it. Gradients are at new addresses in most steps, unless they are kept.
+    """
+
+    def __init__(self, chunk: int) -> None:
+        """`chunk`: elements for each program."""
+        self.chunk = chunk
+        self._known: list[tuple[int, ...]] = []
+        self._counts: list[int] = []
+        self._firsts: list[int] = []
+        self._rows, self._owners = torch.empty(0), torch.empty(0)
+
+    def place(self, rows: Sequence[tuple[int, ...]], device: torch.device) -> tuple[Tensor, Tensor]:
+        """Rows begin with the number of elements. Returns int64 [T, 1 + a row's], where each row
+        begins with the first of its programs, and int32 [P]."""
+        if self._known != rows or self._rows.device != device:
+            counts = [row[0] for row in rows]
+            if self._counts != counts or self._owners.device != device:
+                self._number(counts, device)
+            table = [(first, *row) for first, row in zip(self._firsts, rows, strict=True)]
+            self._rows = _sent(torch.tensor(table, dtype=torch.int64), device)
+            self._known = list(rows)
+        return self._rows, self._owners
+
+    def _number(self, counts: list[int], device: torch.device) -> None:
+        """Programs in the order of their tensors."""
+        programs = torch.tensor([-(-count // self.chunk) for count in counts])
+        ends = programs.cumsum(0)
+        total = int(ends[-1])
+        if total >= 1 << 31:
+            raise ValueError(f"{total} programs of {self.chunk} elements are more than a GPU takes")
+        owners = torch.arange(len(counts), dtype=torch.int32)
+        self._owners = torch.repeat_interleave(
+            _sent(owners, device), _sent(programs, device), output_size=total
+        )
+        self._firsts, self._counts = (ends - programs).tolist(), counts
+
+
+def _sent(host: Tensor, device: torch.device) -> Tensor:
+    """A copy on the device; from pinned memory, as nobody waits for that."""
+    if device.type != "cuda":
+        return host.to(device)
+    return host.pin_memory().to(device, non_blocking=True)
+
+
+@triton.jit
+def own_row(rows, owners, WIDTH: tl.constexpr):
+    """The program's row, and the chunk of its tensor that it has."""
+    program = tl.program_id(0)
+    row = rows + tl.load(owners + program).to(tl.int64) * WIDTH
+    return row + 1, program - tl.load(row)
+
+
+@triton.jit
+def pointer(row, COLUMN: tl.constexpr, DTYPE: tl.constexpr, WIDE: tl.constexpr):
+    """The tensor whose address is in a column; WIDE: it begins at a multiple of 16 bytes."""
+    p = tl.load(row + COLUMN).to(tl.pointer_type(DTYPE))
+    # Nothing is known of an address that is read: elements would be loaded one by one
+    return tl.multiple_of(p, 16) if WIDE else p
+
+
+@triton.jit
+def number(row, COLUMN: tl.constexpr, WIDE: tl.constexpr):
+    """WIDE: a multiple of 16, by which a mask is known to be the same for all of an access."""
+    n = tl.load(row + COLUMN)
+    return tl.multiple_of(n, 16) if WIDE else n
+
+
+# AdamW over many parameters at once, in place: each number is read once and written once.
+#
+# Weights float32 or bfloat16, gradients alike, states float32, bfloat16 or 8 bits: everything is
+# float32 between being read and being written, and nothing is kept. The definition, and what runs
+# elsewhere, is `Stored` in tigon/train/optim/low_precision.py. Source: Loshchilov and Hutter,
+# 2019 (arXiv 1711.05101), in the order of operations of torch's fused kernel.
+#
+# K blocks of B elements with one scale.
+
+# Elements and warps of one program: 8 elements a thread are 16 bytes of bfloat16
+BLOCK, WARPS = 1024, 4
+# Elements from which on a tensor has a launch of its own; with None all go by the table. Known
+# addresses take 4 % off the time on the device, and a launch takes the host 40 us, in which the
+# device updates 1e7 elements. On an H200 with a tensor each, 8B: 0.93 of copy's rate, and 0.89 by
+# the table; 1B, whose tensors are smaller: 0.86 and 0.89
+OWN_LAUNCH: int | None = 48 * 2**20
+# Weights whose update has division and square root rounded as in torch's kernel. Of an update that
+# bfloat16 keeps 8 bits of nothing is seen, and it takes more instructions than memory leaves time
+PRECISE = (torch.float32,)
+TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.uint8: tl.uint8}
+WIDTH = tl.constexpr(9)  # of a row: first program, elements, position, 6 addresses; and 2 of lines
+
+
+class Slot(NamedTuple):
+    """One parameter's tensors, contiguous and not empty, on one device."""
+
+    weight: Tensor
+    gradient: Tensor
+    exp_avg: Tensor  # or its codes, uint8, and the same below
+    exp_avg_sq: Tensor
+    exp_avg_scale: Tensor | None = None
+    exp_avg_sq_scale: Tensor | None = None
+    position: int = 0  # of its first element, by which random bits are drawn
+    # Width (less than 2**30) and pitch of lines with gaps between their positions: element i has
+    # position + i // width * pitch + i % width
+    lines: tuple[int, int] | None = None
+
+
+class Settings(NamedTuple):
+    lr: float
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
+    step: int  # from 1
+    stream: int  # of random bits, int64
+
+
+@triton.jit
+def _read(values, scale, table, at, inside, blocks, B: tl.constexpr):
+    """A state as float32; `blocks`: how many there are."""
+    if B == 0:
+        return tl.load(values + at, mask=inside, other=0.0).to(tl.float32)
+    else:
+        codes = tl.load(values + at, mask=inside, other=0)
+        each = tl.arange(0, at.shape[0])[:, None]
+        return dequantize(codes, tl.load(scale + each, mask=each < blocks, other=0.0), table)
+
+
+@triton.jit
+def _write(x, values, scale, bounds, cells, bits, at, inside, blocks, SIGNED: tl.constexpr, B):
+    if B > 0:
+        codes, largest = quantize(x, bounds, cells, SIGNED)
+        tl.store(values + at, codes, mask=inside)
+        each = tl.arange(0, at.shape[0])[:, None]
+        tl.store(scale + each, largest, mask=each < blocks)
+    elif values.dtype.element_ty == tl.bfloat16:
+        tl.store(values + at, round_stochastically(x, bits), mask=inside)
+    else:
+        tl.store(values + at, x, mask=inside)
+
+
+@triton.jit
+def _update(
+    tensors, chunk, count, position, lines, factor, numbers, stream, codes,
+    STOCHASTIC: tl.constexpr, BLOCK: tl.constexpr, B: tl.constexpr, PRECISE: tl.constexpr,
+):  # fmt: skip
+    """BLOCK elements of one parameter, from those of its chunks before."""
+    weight, gradient, exp_avg, exp_avg_sq, exp_avg_scale, exp_avg_sq_scale = tensors
+    decay, beta1, beta2, eps, step_size, correction = numbers
+    shares, bounds, cells, positive_shares, positive_bounds, positive_cells = codes
+    first = chunk.to(tl.int64) * BLOCK
+    weight, gradient, exp_avg, exp_avg_sq = (
+        weight + first, gradient + first, exp_avg + first, exp_avg_sq + first
+    )  # fmt: skip
+    left, blocks = count - first, 0
+    if B > 0:
+        at = tl.arange(0, BLOCK // B)[:, None] * B + tl.arange(0, B)[None, :]
+        blocks = left // B
+        exp_avg_scale, exp_avg_sq_scale = exp_avg_scale + first // B, exp_avg_sq_scale + first // B
+    else:
+        at = tl.arange(0, BLOCK)
+    inside = at < left
+    w = tl.load(weight + at, mask=inside, other=0.0).to(tl.float32)
+    g = tl.load(gradient + at, mask=inside, other=0.0).to(tl.float32)
+    m = _read(exp_avg, exp_avg_scale, shares, at, inside, blocks, B)
+    v = _read(exp_avg_sq, exp_avg_sq_scale, positive_shares, at, inside, blocks, B)
+    if factor is not None:
+        g *= factor
+    w = tl.fma(w, -decay, w)
+    m = tl.fma(m, beta1, tl.fma(g, -beta1, g))
+    v = tl.fma(v, beta2, tl.fma(g * g, -beta2, g * g))
+    if PRECISE:
+        root = tl.div_rn(tl.sqrt_rn(v), correction)
+        w -= tl.div_rn(m * step_size, root + eps)
+    else:
+        w -= m * step_size / tl.fma(tl.sqrt(v), 1 / correction, eps)
+    ROUNDS: tl.constexpr = STOCHASTIC and weight.dtype.element_ty == tl.bfloat16
+    of_w, of_m, of_v = 0, 0, 0
+    if ROUNDS or exp_avg.dtype.element_ty == tl.bfloat16:
+        if lines is None:
+            bits = draw(position + first, at, stream)
+        else:
+            bits = draw_in_lines(position, first, at, lines[0], lines[1], stream)
+        of_w, of_m, of_v = sixteen(bits, 0), sixteen(bits, 1), sixteen(bits, 2)
+    if ROUNDS:
+        tl.store(weight + at, round_stochastically(w, of_w), mask=inside)
+    elif weight.dtype.element_ty == tl.bfloat16:
+        tl.store(weight + at, round_to_nearest(w), mask=inside)
+    else:
+        tl.store(weight + at, w, mask=inside)
+    _write(m, exp_avg, exp_avg_scale, bounds, cells, of_m, at, inside, blocks, True, B)
+    bounds, cells = positive_bounds, positive_cells
+    _write(v, exp_avg_sq, exp_avg_sq_scale, bounds, cells, of_v, at, inside, blocks, False, B)
+
+
+@triton.jit(do_not_specialize=["stream"])
+def _adamw_table_kernel(
+    rows, owners, scale, numbers, stream, codes,
+    W: tl.constexpr, G: tl.constexpr, S: tl.constexpr, WIDE: tl.constexpr, LINES: tl.constexpr,
+    STOCHASTIC: tl.constexpr, BLOCK: tl.constexpr, B: tl.constexpr, PRECISE: tl.constexpr,
+):  # fmt: skip
+    """A program updates BLOCK elements of any parameter; W, G, S: dtypes of the tensors."""
+    factor = None
+    if scale is not None:
+        factor = tl.load(scale)
+        if factor != factor:
+            return
+    row, chunk = own_row(rows, owners, WIDTH + 2 if LINES else WIDTH)
+    tensors = (
+        pointer(row, 2, W, WIDE),
+        pointer(row, 3, G, WIDE),
+        pointer(row, 4, S, WIDE),
+        pointer(row, 5, S, WIDE),
+        pointer(row, 6, tl.float32, False),
+        pointer(row, 7, tl.float32, False),
+    )
+    count, position, lines = number(row, 0, WIDE), tl.load(row + 1), None
+    if LINES:
+        lines = tl.load(row + 8), tl.load(row + 9)
+    _update(
+        tensors, chunk, count, position, lines, factor, numbers, stream, codes,
+        STOCHASTIC, BLOCK, B, PRECISE,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["position", "width", "pitch", "stream"])
+def _adamw_tensor_kernel(
+    tensors, count, position, width, pitch, scale, numbers, stream, codes,
+    STOCHASTIC: tl.constexpr, BLOCK: tl.constexpr, B: tl.constexpr, PRECISE: tl.constexpr,
+):  # fmt: skip
+    """A program updates BLOCK elements of one parameter."""
+    factor = None
+    if scale is not None:
+        factor = tl.load(scale)
+        if factor != factor:
+            return
+    lines = None
+    if width is not None:
+        lines = width, pitch
+    _update(
+        tensors, tl.program_id(0), count, position, lines, factor, numbers, stream, codes,
+        STOCHASTIC, BLOCK, B, PRECISE,
+    )  # fmt: skip
+
+
+class Kind(NamedTuple):
+    """Slots that one launch may have."""
+
+    weight: torch.dtype
+    gradient: torch.dtype
+    states: torch.dtype
+    block: int  # of states of 8 bits; 0: others
+    wide: bool  # aligned for accesses of 16 bytes
+    lines: bool
+
+
+class FusedAdamW:
+    """Updates sets of parameters, and keeps the tables of each for the next update."""
+
+    def __init__(self, stochastic: bool, codes: Codes | None = None) -> None:
+        """`stochastic`: rounding of bfloat16 weights, else to nearest; states of bfloat16 always
+        are. `codes`: for states of 8 bits."""
+        self.stochastic, self.codes = stochastic, codes
+        self.tables: dict[tuple[object, Kind], Table] = {}
+
+    def __call__(
+        self, name: object, slots: Sequence[Slot], settings: Settings, scale: Tensor | None = None
+    ) -> None:
+        """Every slot's weight and states, in place; without waiting for the device.
+
+        `name`: of the set. `scale`: one float32 on the device, by which gradients are multiplied;
+        where it is NaN, nothing changes.
+        """
+        torch.autograd.graph.increment_version([slot.weight for slot in slots])
+        kinds: dict[Kind, list[tuple[Slot, tuple[int, ...]]]] = {}
+        for slot in slots:
+            addresses = _addresses(slot)
+            kinds.setdefault(_kind(slot, addresses), []).append((slot, addresses))
+        for kind, same in kinds.items():
+            by_table = []
+            for slot, addresses in same:
+                if OWN_LAUNCH is not None and slot.weight.numel() >= OWN_LAUNCH:
+                    self._launch_tensor(slot, kind, settings, scale)
+                else:
+                    row = slot.weight.numel(), slot.position, *addresses, *(slot.lines or ())
+                    by_table.append(row)
+            if by_table:
+                table = self.tables.setdefault((name, kind), Table(BLOCK))
+                self._launch_table(table, by_table, kind, settings, scale, same[0][0].weight)
+
+    def _launch_tensor(
+        self, slot: Slot, kind: Kind, settings: Settings, scale: Tensor | None
+    ) -> None:
+        count = slot.weight.numel()
+        with torch.cuda.device_of(slot.weight):
+            _adamw_tensor_kernel[(triton.cdiv(count, BLOCK),)](
+                _tensors(slot), count, slot.position, *(slot.lines or (None, None)), scale,
+                _numbers(settings), settings.stream, self._codes(kind, slot.weight),
+                **self._options(kind),
+            )  # fmt: skip
+
+    def _launch_table(
+        self,
+        table: Table,
+        rows: Sequence[tuple[int, ...]],
+        kind: Kind,
+        settings: Settings,
+        scale: Tensor | None,
+        like: Tensor,
+    ) -> None:
+        with torch.cuda.device_of(like):
+            placed, owners = table.place(rows, like.device)
+            _adamw_table_kernel[(len(owners),)](
+                placed, owners, scale, _numbers(settings), settings.stream,
+                self._codes(kind, placed), W=TYPES[kind.weight], G=TYPES[kind.gradient],
+                S=TYPES[kind.states], WIDE=kind.wide, LINES=kind.lines, **self._options(kind),
+            )  # fmt: skip
+
+    def _options(self, kind: Kind) -> dict[str, object]:
+        options = {"STOCHASTIC": self.stochastic, "BLOCK": BLOCK, "B": kind.block}
+        return {**options, "PRECISE": kind.weight in PRECISE, "num_warps": WARPS}
+
+    def _codes(self, kind: Kind, unused: Tensor) -> tuple[Tensor, ...]:
+        if not kind.block:
+            return (unused,) * 6
+        if self.codes is None:
+            raise ValueError("states of 8 bits need the values of their codes: pass `codes`")
+        return tuple(self.codes)
+
+
+def _tensors(slot: Slot) -> tuple[Tensor, ...]:
+    """In the kernels' order; states without scales are in the place of these, and not read."""
+    m, v = slot.exp_avg, slot.exp_avg_sq
+    m_scale = m if slot.exp_avg_scale is None else slot.exp_avg_scale
+    v_scale = v if slot.exp_avg_sq_scale is None else slot.exp_avg_sq_scale
+    return slot.weight, slot.gradient, m, v, m_scale, v_scale
+
+
+def _addresses(slot: Slot) -> tuple[int, ...]:
+    return tuple([t.data_ptr() for t in _tensors(slot)])
+
+
+def _kind(slot: Slot, addresses: Sequence[int]) -> Kind:
+    scale = slot.exp_avg_scale
+    block = 0 if scale is None else slot.exp_avg.numel() // scale.numel()
+    wide = is_aligned(slot.weight.numel(), addresses)
+    dtypes = slot.weight.dtype, slot.gradient.dtype, slot.exp_avg.dtype
+    return Kind(*dtypes, block, wide, slot.lines is not None)
+
+
+def _numbers(settings: Settings) -> tuple[float, ...]:
+    """What a kernel computes with, rounded to float32 where torch's fused kernel does that."""
+    lr, beta1, beta2 = (_float32(x) for x in (settings.lr, settings.beta1, settings.beta2))
+    decay = _float32(lr * _float32(settings.weight_decay))
+    step_size = _float32(lr / _float32(1 - _float32(beta1**settings.step)))
+    correction = _float32(math.sqrt(_float32(1 - _float32(beta2**settings.step))))
+    return decay, beta1, beta2, _float32(settings.eps), step_size, correction
+
+
+def _float32(x: float) -> float:
+    return c_float(x).value

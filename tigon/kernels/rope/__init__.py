@@ -1,0 +1,1 @@
+"""Rotary position embeddings, alone and fused with the norms of queries and keys."""

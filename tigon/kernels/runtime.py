@@ -1,0 +1,336 @@
+"""Where an operator runs, and how its launchers look to torch.
+
+Every operator file imports `triton` and `tl` from here, so that it also loads where Triton is
+not installed; there, and on any device that Triton cannot serve, the plain-torch definition runs.
+"""
+
+import contextlib
+import functools
+import os
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any, Literal, cast, get_args
+from weakref import WeakSet
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:  # not on Linux
+
+    class _Absent:
+        """Lets `@triton.jit` and `tl.constexpr` stand in files whose kernels never run."""
+
+        def __getattr__(self, name: str) -> "_Absent":
+            return self
+
+        def __call__(self, function: Any = None, **_: Any) -> Any:
+            return function or self
+
+    triton = tl = cast(Any, _Absent())
+
+Mode = Literal["auto", "reference", "triton"]
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+PDL_ELEMENTS = 1 << 20  # `pdl_options` applies to inputs of at most as many
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def _known(mode: str, source: str) -> Mode:
+    if mode not in get_args(Mode):
+        raise ValueError(f"{source}={mode!r} is not one of {', '.join(get_args(Mode))}")
+    return cast(Mode, mode)
+
+
+_mode: Mode = _known(os.environ.get("TIGON_KERNELS", "auto"), "TIGON_KERNELS")
+
+
+@contextlib.contextmanager
+def use(mode: Mode) -> Iterator[None]:
+    """Choose the path of every operator called inside: a switch for debugging and tests.
+
+    "auto" takes Triton on GPUs from sm_80 on, "reference" plain torch everywhere, "triton" its
+    kernels or an error. The environment variable TIGON_KERNELS sets what holds outside.
+    """
+    global _mode
+    before, _mode = _mode, _known(mode, "mode")
+    try:
+        yield
+    finally:
+        _mode = before
+
+
+def runs_triton(x: Tensor) -> bool:
+    """Whether an operator on `x` launches its Triton kernels."""
+    if _mode == "reference" or x.dtype not in DTYPES:
+        return False
+    if x.device.type == "cuda":
+        return _serves(x.device.index)
+    if _mode == "triton" and x.device.type == "cpu" and not INTERPRETED:
+        raise ValueError("Triton kernels run on the CPU only with TRITON_INTERPRET=1")
+    # A meta tensor inside `use("triton")` stands for one on a GPU: the ops' outputs are allocated
+    return _mode == "triton" and x.device.type in ("cpu", "meta")
+
+
+_served: dict[int, bool] = {}
+
+
+def _serves(device: int) -> bool:
+    if device not in _served:
+        problem = _problem(device)
+        _served[device] = problem is None
+        if problem is not None:
+            warnings.warn(f"{problem}: plain torch runs instead of Triton kernels", stacklevel=2)
+    return _served[device]
+
+
+# What torch.compiler.assume_constant_result does, after a second spent importing Dynamo
+_serves._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def _problem(device: int) -> str | None:
+    """Why Triton cannot serve this GPU; None if a kernel compiles and runs."""
+    if not torch.cuda.is_available():  # a fake tensor's
+        return f"No GPU {device}"
+    name = torch.cuda.get_device_name(device)
+    major, minor = torch.cuda.get_device_capability(device)
+    if major < 8:
+        return f"{name} (sm_{major}{minor}) is older than sm_80"
+    try:
+        with _disable_current_modes(), torch.cuda.device(device):  # no fake tensors here
+            _increment[(1,)](torch.zeros(1, device="cuda"))
+    except Exception as error:  # no compiler, no driver, no Triton: whatever it is, torch remains
+        return f"Triton fails on {name} ({type(error).__name__}: {error})"
+    return None
+
+
+@triton.jit
+def _increment(x):
+    tl.store(x, tl.load(x) + 1)
+
+
+@triton.jit
+def pdl_wait(PDL: tl.constexpr, LATE: tl.constexpr = False):
+    """Lets the next kernel start, and waits until the previous kernel's results are visible.
+
+    A kernel launched with `pdl_options` calls it before it reads what another kernel wrote, even if
+    that was not the previous one. LATE: the next kernel starts after the wait, so that weights
+    which it prefetches do not delay what this one loads.
+    """
+    if PDL:
+        if not LATE:
+            tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+        if LATE:
+            tl.extra.cuda.gdc_launch_dependents()
+
+
+_gathered: WeakSet[object] = WeakSet()
+
+
+def no_early_start(model: object) -> None:
+    """As long as `model` is there, whose weights are gathered before they are used: kernels that
+    read weights before they wait would not be certain to see what the copies just before have
+    written."""
+    _gathered.add(model)
+
+
+@functools.cache
+def hopper(device: int) -> bool:
+    return torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+def pdl_options(x: Tensor) -> dict[str, bool]:
+    """Launch options of a kernel that calls `pdl_wait`: programmatic dependent launch, by which the
+    kernel may start before the previous one has ended, for small `x` on sm_90 and newer.
+
+    It hides the microseconds between two kernels, which are much of the time of a decoding step and
+    nothing beside large kernels. None while a model is there whose weights are gathered.
+    """
+    if _gathered:
+        return {"PDL": False}
+    if x.numel() > PDL_ELEMENTS or x.device.type != "cuda" or not hopper(x.device.index):
+        return {"PDL": False}
+    return {"PDL": True, "launch_pdl": True}
+
+
+@functools.cache
+def _num_sms(device: int) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def num_sms(x: Tensor) -> int:
+    """Multiprocessors of the device of `x`; under the interpreter 3."""
+    return _num_sms(x.device.index) if x.device.type == "cuda" else 3
+
+
+def operator(
+    name: str, outputs: Callable[..., Any], mutates: tuple[str, ...] = ()
+) -> Callable[[Callable[..., Any]], Any]:
+    """Registers a launcher, whose first argument is a tensor, as the op `tigon::name`.
+
+    `outputs` allocates what the launcher returns; it gets the same arguments, and names only those
+    that it needs. The launcher calls it and fills the result. For meta and fake tensors and under
+    torch.compile, only `outputs` runs. `mutates` names the arguments that the launcher writes to.
+
+    torch.compile and dispatch modes see one opaque op; eager code calls the launcher itself,
+    which saves the dispatcher's 10 microseconds. `.op` is what `torch.library.opcheck` wants.
+    """
+
+    def register(launch: Callable[..., Any]) -> Any:
+        @functools.wraps(launch)
+        def run(x: Tensor, *rest: Any) -> Any:
+            device = x.get_device()  # -1 on a CPU
+            if device < 0 or device == torch._C._cuda_getDevice():
+                return launch(x, *rest)
+            with torch.cuda.device(device):  # Triton launches on the current one
+                return launch(x, *rest)
+
+        op = torch.library.custom_op(f"tigon::{name}", run, mutates_args=mutates)
+        op.register_fake(outputs)
+
+        @functools.wraps(launch)
+        def call(x: Tensor, *rest: Any) -> Any:
+            if not has_values(x) or torch._C._len_torch_dispatch_stack():
+                return op(x, *rest)
+            return run(x, *rest)
+
+        call.op = op  # type: ignore[attr-defined]
+        return call
+
+    return register
+
+
+def autocast_dtype(device: torch.device) -> torch.dtype | None:
+    """The dtype of matrix products under autocast; None where it is off."""
+    kind = device.type
+    if kind == "meta" or not torch.is_autocast_enabled(kind):
+        return None
+    return torch.get_autocast_dtype(kind)
+
+
+def check_devices(**tensors: Tensor | None) -> None:
+    """All tensors are on one device, or an error names where each is."""
+    given = {name: t.device for name, t in tensors.items() if t is not None}
+    if len(set(given.values())) > 1:
+        raise ValueError("; ".join(f"{name} is on {d}" for name, d in given.items()))
+
+
+def refuse_second_derivative(
+    name: str, instead: str = 'compute it inside `with tigon.kernels.use("reference")`'
+) -> None:
+    """Called first in a backward pass that is not differentiable itself.
+
+    `once_differentiable` is no substitute: for a constant upstream gradient it does not raise.
+    """
+    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        raise RuntimeError(f"create_graph=True: {name} has no second derivative; {instead}")
+
+
+def retains_graph() -> bool:
+    """Whether the backward pass that runs keeps its graph for another one (retain_graph=True)."""
+    if torch.compiler.is_compiling():
+        return False
+    return torch._C._autograd._get_current_graph_task_keep_graph()
+
+
+def power_of_2(n: int) -> int:
+    return 1 << (n - 1).bit_length()  # triton's own takes microseconds
+
+
+def as_rows(x: Tensor) -> Tensor:
+    """[..., C] as [N, C] with adjacent columns: a view wherever one exists."""
+    rows = x.reshape(-1, x.shape[-1])
+    return rows if rows.stride(1) == 1 or rows.shape[1] == 1 else rows.contiguous()
+
+
+# Checks of values that may be on a device, which the host does not wait for unless asked to.
+
+# What a device's assertion may say: torch takes a longer one for an error of its own
+MOST_BYTES = 254
+AND_THEN = "; TIGON_CHECKS=1 raises where it happens, and says which"
+CUT = " ..."
+_SETTINGS = {"": False, "0": False, "1": True}
+
+
+def _from_environment() -> bool:
+    setting = os.environ.get("TIGON_CHECKS", "")
+    if setting not in _SETTINGS:
+        raise ValueError(f"TIGON_CHECKS={setting!r} is not 0 or 1")
+    return _SETTINGS[setting]
+
+
+_wait = _from_environment()
+
+
+@contextlib.contextmanager
+def checks(*, wait: bool) -> Iterator[None]:
+    """With `wait`, a check of values on a GPU waits for the device and raises ValueError.
+
+    Without, the device asserts: nobody waits, but a failed assertion ends the process's use of the
+    GPU. The environment variable TIGON_CHECKS=1 turns waiting on everywhere; graphs, traced or
+    captured, never wait.
+    """
+    global _wait
+    before, _wait = _wait, wait
+    try:
+        yield
+    finally:
+        _wait = before
+
+
+def has_values(x: Tensor) -> bool:
+    """Whether `x` holds numbers now: it is not traced, not on meta, and no fake tensor."""
+    if torch.compiler.is_compiling() or x.is_meta:
+        return False
+    return type(x) in (Tensor, torch.nn.Parameter)
+
+
+def is_transformed(*tensors: Tensor | None) -> bool:
+    """Whether a transform of torch.func is at work on one of them."""
+    if torch.compiler.is_compiling():
+        return False
+    return any(torch._C._functorch.is_functorch_wrapped_tensor(x) for x in tensors if x is not None)
+
+
+def on_host(x: Tensor) -> bool:
+    """Whether looking at a value costs nothing: no device sync, no graph break."""
+    return x.device.type == "cpu" and has_values(x)
+
+
+def may_wait(x: Tensor) -> bool:
+    """Whether the host may look at a value: it is on the host, or checks wait for the device."""
+    if not has_values(x):
+        return False
+    if x.device.type != "cuda":
+        return True
+    return _wait and not torch.cuda.is_current_stream_capturing()
+
+
+def check(ok: Tensor, message: str) -> None:
+    """Raise unless `ok`; on a GPU the device asserts, unless checks wait for it."""
+    if may_wait(ok):
+        if not ok:
+            raise ValueError(message)
+    elif not ok.is_meta:
+        end = "" if torch.compiler.is_compiling() else AND_THEN
+        torch._assert_async(ok, shorten(message, MOST_BYTES - len(end)) + end)
+
+
+def shorten(message: str, most: int) -> str:
+    """The message, or its beginning, of at most so many bytes."""
+    encoded = message.encode()
+    if len(encoded) <= most:
+        return message
+    return encoded[: most - len(CUT)].decode(errors="ignore") + CUT
+
+
+def integer_labels(labels: Tensor, name: str = "labels") -> Tensor:
+    """Labels of any integer dtype as int64; TypeError for bool, float and what is no tensor."""
+    if not isinstance(labels, Tensor):
+        raise TypeError(f"{name} is a {type(labels).__name__}, not a tensor of integers")
+    if labels.dtype == torch.bool or labels.is_floating_point() or labels.is_complex():
+        raise TypeError(f"{name} is {labels.dtype}: labels are integers, -100 is ignored")
+    return labels.long()

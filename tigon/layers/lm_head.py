@@ -1,0 +1,147 @@
+"""The head: hidden states to logits, or to criteria over them without logits.
+
+# B batch, T kept tokens, C model dim, V vocab, r rank of an adapter
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tigon.distributed.all_reduce import join_few
+from tigon.distributed.collectives import Ranks, alike
+from tigon.kernels.linear.gemv import linear
+from tigon.kernels.linear.linear import runs_of
+from tigon.kernels.linear.lora import lora_linear
+from tigon.kernels.loss.api import Options, scale_and_cap
+from tigon.kernels.loss.fused_linear import HeadValue, run_criteria
+from tigon.kernels.loss.terms import ActiveRows, Criterion
+from tigon.kernels.loss.vocab_parallel import VocabularyShard, join_logits
+from tigon.layers.lora import Adapters, Copies, LowRank
+
+
+class HeadOutput(NamedTuple):  # a tuple, so that FSDP finds the tensors in it
+    values: list[HeadValue]  # of each criterion, per-row ones [B, T]
+    logits: Tensor | None = None  # [B, T, V]
+    logits_at: Tensor | None = None  # [n, V]
+
+
+class LMHead(nn.Module):
+    """Everything that touches the vocabulary happens inside this forward.
+
+    So FSDP's hooks see it, and the weight may be tied, sharded, frozen or parametrised (LoRA).
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        vocab: int,
+        *,
+        bias: bool = False,
+        softcap: float | None = None,
+        logit_scale: float = 1.0,
+    ):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(vocab, dim))
+        self.bias = nn.Parameter(torch.empty(vocab)) if bias else None
+        self.options = Options(softcap=softcap, logit_scale=logit_scale)
+        # That criteria may hold of logits at a time; None: as the shape suggests
+        self.logits_bytes: int | None = None
+        # Where ranks share the head: which rows weight and bias are; they join logits
+        self.vocabulary: VocabularyShard | None = None
+        self.scorers: Ranks | None = None  # which all have the same head of few rows, and scores
+        self.copies: Copies | None = None  # weights of adapters, one of which may replace its own
+        self.lora: Adapters | None = None  # low-rank adapters, one of which may be added
+
+    def forward(
+        self,
+        hidden: Tensor | None,  # [B, T, C]
+        criteria: Sequence[Criterion] = (),
+        *,
+        active: ActiveRows | None = None,
+        return_logits: bool = False,
+        at: Tensor | None = None,  # [n, C]
+        logits_bytes: int | None = None,
+        lend: Callable[[Tensor, Tensor | None], Any] | None = None,
+    ) -> Any:
+        """A HeadOutput: logits without criteria or where asked for, else criteria in chunks.
+
+        With `return_logits` the criteria are of those logits, which nobody overwrites, unless ranks
+        share the vocabulary. Of the hidden states `at` the logits come too, without a gradient.
+        `logits_bytes` replaces the head's own. As a teacher's head it is called by the student's
+        pass: `lend` then gets weight and bias while they are gathered, and its result is returned.
+        """
+        copy = None if self.copies is None else self.copies.active()
+        # Once: a parametrised weight is computed at each access
+        weight = self.weight if copy is None else copy.to(self.weight.dtype)
+        low: LowRank | None = None if self.lora is None else self.lora.active()
+        if low is not None and low.dora:  # lengths of rows: a gradient of them needs the weight's
+            weight, low = _merged(weight, low), None
+        if lend is not None:
+            return lend(weight.detach() if low is None else _merged(weight, low), self.bias)
+        if hidden is None:
+            raise ValueError("the head has no hidden states")
+        logits_bytes = self.logits_bytes if logits_bytes is None else logits_bytes
+        if logits_bytes is not None and logits_bytes < 1:
+            raise ValueError(f"logits_bytes={logits_bytes} must be at least 1")
+        logits_at = None
+        if at is not None:
+            with torch.no_grad():
+                logits_at = scale_and_cap(self._logits(at, weight, low), self.options)
+        more: dict[str, Any] = {"options": self.options, "logits_bytes": logits_bytes}
+        of_logits = return_logits and self.vocabulary is None
+        values: list[HeadValue] = []
+        if criteria and not of_logits:
+            of_head: dict[str, Any] = {"active": active, "vocabulary": self.vocabulary}
+            of_head["added"] = None if low is None else _factors(hidden, low)
+            values = run_criteria(hidden, weight, self.bias, criteria, **more, **of_head)
+            if not return_logits:
+                return HeadOutput(values, None, logits_at)
+        raw = self._logits(hidden, weight, low)
+        if of_logits:
+            values = run_criteria(raw, None, None, criteria, **more)
+        return HeadOutput(values, scale_and_cap(raw, self.options), logits_at)
+
+    def _logits(self, x: Tensor, weight: Tensor, low: LowRank | None) -> Tensor:
+        """Raw logits [..., V] of hidden states [..., C]."""
+        if low is None:
+            raw = linear(x, weight, self.bias)
+        else:
+            raw = lora_linear(x, weight, self.bias, low.lora_A, low.additions())
+        if self.scorers is not None:
+            return alike(raw, self.scorers)
+        if self.vocabulary is None:
+            return raw
+        return self._joined(raw, self.vocabulary)
+
+    def _joined(self, raw: Tensor, shard: VocabularyShard) -> Tensor:
+        """[..., W] of this rank -> [..., V]."""
+        if not torch.is_grad_enabled():
+            own = raw[..., : shard.rows]
+            joined = join_few(own, shard.first, shard.size, Ranks.sharing(shard))
+            if joined is not None:
+                return joined
+        missing = shard.share - raw.shape[-1]  # of the last rank
+        return join_logits(F.pad(raw, (0, missing)) if missing > 0 else raw, shard)
+
+
+def _factors(x: Tensor, low: LowRank) -> tuple[Tensor, Tensor]:
+    """[..., r] and [V, r], whose product is what the adapter adds to the logits of x [..., C]."""
+    (addition,) = low.additions()
+    return linear(x, low.lora_A.to(x.dtype)) * addition.scale, addition.b
+
+
+def _merged(weight: Tensor, low: LowRank) -> Tensor:
+    """The weight [V, C] with the adapter, for a pass that knows of none."""
+    (addition,) = low.additions()
+    b, a = (t.to(weight.dtype) for t in (addition.b, low.lora_A))
+    # By runs of rows, over which the gradient of A sums
+    runs = [(weight[run], b[run]) for run in runs_of(b.t(), weight)]
+    pieces = [torch.addmm(own, up, a, alpha=addition.scale) for own, up in runs]
+    whole = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+    if not low.dora:
+        return whole
+    more = (low.gains(weight) - 1).to(weight.dtype)[:, None]  # as linear layers have it
+    return torch.addcmul(whole, whole, more)

@@ -1,0 +1,1 @@
+"""LoRA and other adapters, and their files in the format of PEFT."""

@@ -1,0 +1,363 @@
+"""config.json to a dataclass and back, for both generations of its keys."""
+
+import itertools
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, ClassVar, Self
+
+import torch
+
+from tigon import strict
+from tigon.json_file import shown
+from tigon.kernels.mlp.gated_act import Activation
+from tigon.models.quantization_config import refusal
+from tigon.models.rope_config import (
+    FULL,
+    SLIDING,
+    check_config,
+    read_rope,
+    read_two_ropes,
+    write_rope,
+    write_two_ropes,
+)
+from tigon.strict import ConfigError
+
+# Keys of config.json that change no number here; anything else unknown is reported once.
+SILENT = {
+    "_name_or_path",
+    "_attn_implementation",
+    "_attn_implementation_autoset",
+    "architectures",
+    "attn_implementation",
+    "auto_map",
+    "chunk_size_feed_forward",
+    "cls_token_id",
+    "decoder_start_token_id",
+    "finetuning_task",
+    "gradient_checkpointing",
+    "id2label",
+    "is_decoder",
+    "is_encoder_decoder",
+    "label2id",
+    "mask_token_id",
+    "num_labels",
+    "output_attentions",
+    "output_hidden_states",
+    "prefix",
+    "pretraining_tp",
+    "problem_type",
+    "return_dict",
+    "sep_token_id",
+    "task_specific_params",
+    "tf_legacy_loss",
+    "tokenizer_class",
+    "torchscript",
+    "transformers.js_config",
+    "transformers_version",
+    "unk_token_id",
+    "unsloth_fixed",
+    "unsloth_version",
+    "use_bfloat16",
+    "use_cache",
+    # read together as rope_parameters, or as dtype
+    "rope_scaling",
+    "rope_theta",
+    "original_max_position_embeddings",
+    "torch_dtype",
+}
+
+DTYPES = ("float32", "bfloat16", "float16", "float64")
+DROPOUT = ("attention_dropout", "residual_dropout", "resid_pdrop", "embd_pdrop")
+
+# Keys that change numbers in some architecture, and the values that mean "not here".
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "add_cross_attention": (None, False),
+    "attention_bias": (None, False),
+    "attention_multiplier": (None,),
+    "attention_out_bias": (None, False),
+    "attn_logit_softcapping": (None,),
+    "clip_qkv": (None,),
+    "cross_attention_hidden_size": (None,),
+    "embedding_multiplier": (None, 1, 1.0),
+    "final_logit_softcapping": (None,),
+    "is_causal": (None, True),
+    "layer_types": (None,),
+    "logit_scale": (None, 1, 1.0),
+    "logits_scaling": (None, 1, 1.0),
+    "mlp_bias": (None, False),
+    "no_rope_layers": (None, []),
+    "num_experts": (None, 0),
+    "num_local_experts": (None, 0),
+    "partial_rotary_factor": (None, 1, 1.0),
+    "pruned_heads": (None, {}),
+    "qk_layernorm": (None, False),
+    "query_pre_attn_scalar": (None,),
+    "residual_multiplier": (None, 1, 1.0),
+    "rope_interleaved": (None, False),
+    "router_jitter_noise": (None, 0, 0.0),
+    "sliding_window": (None,),
+    "tie_encoder_decoder": (None, False),
+    "use_bidirectional_attention": (None, False),
+    "use_mrope": (None, False),
+    "use_qk_norm": (None, False),
+    "use_sliding_window": (None, False),
+}
+
+
+@dataclass(frozen=True)
+class Source:
+    """What a model was read from, so that an export gives back what it does not know."""
+
+    config: Mapping[str, Any] = field(default_factory=dict)  # config.json's content
+    stacked_experts: bool = False  # whether one tensor has all experts of a layer
+    name: str = ""  # the directory or the hub repository
+    revision: str = ""  # of the hub repository, as it was asked for; "" is main
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """The part of config.json that every family shares; defaults are transformers' own.
+
+    A family's config subclasses this with its defaults and its own keys.
+    """
+
+    model_type: ClassVar[str]
+    architecture: ClassVar[str]
+    default_theta: ClassVar[float] = 10000.0
+    partial_rotary: ClassVar[bool] = False  # may rotate a part of each head
+    overflows_float16: ClassVar[bool] = False  # published models have activations above 65504
+    rope_extras: ClassVar[Mapping[str, Any]] = {}  # this family's own keys of rope_parameters
+    # Keys that may have any value here: they change nothing, or a family reads them itself
+    ignored: ClassVar[frozenset[str]] = frozenset()
+    # This family's own additions to NEUTRAL
+    neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int = 0  # 0 is transformers' null: as many as query heads
+    head_dim: int = 0  # 0 is transformers' null: hidden_size / num_attention_heads
+    hidden_act: str = "silu"
+    max_position_embeddings: int = 2048
+    initializer_range: float = 0.02
+    rms_norm_eps: float = 1e-6
+    tie_word_embeddings: bool = False
+    pad_token_id: int | None = None
+    bos_token_id: int | None = None
+    eos_token_id: int | list[int] | None = None
+    rope_parameters: dict[str, Any] = field(default_factory=dict)
+    dtype: str | None = None
+    # Scores that the head gives in place of logits of the vocabulary; 0: a language model
+    labels: int = 0
+    source: Source = field(default_factory=Source, repr=False, compare=False)
+
+    @classmethod
+    def from_dict(cls, source: Mapping[str, Any]) -> Self:
+        """Read config.json's content; raises on a key that may change a number and is not known."""
+        cls._check_keys(source)
+        names = strict.hints(cls).keys() - {"source", "labels"}
+        values = {k: v for k, v in source.items() if k in names}
+        for key in ("num_key_value_heads", "head_dim"):
+            if key in values and values[key] is None:
+                values[key] = 0
+        if values.get("rope_parameters") is None:
+            values.pop("rope_parameters", None)
+        values["dtype"] = source.get("dtype") or source.get("torch_dtype")
+        values = strict.read(cls, values)
+        required = [
+            f.name
+            for f in fields(cls)
+            if f.default is f.default_factory and f.name not in values  # both MISSING
+        ]
+        if required:
+            raise ConfigError(f"the config lacks {', '.join(required)}")
+        dropout = ", ".join(f"{key}={shown(source[key])}" for key in DROPOUT if source.get(key))
+        if dropout:
+            warnings.warn(f"{dropout} is not applied: Tigon trains without dropout", stacklevel=3)
+        longest = values.get("max_position_embeddings", cls.max_position_embeddings)
+        values["rope_parameters"] = cls._read_rope(source, longest)
+        return cls(**values, labels=_labels(source), source=Source(dict(source)))
+
+    @classmethod
+    def classifier(cls) -> str | None:
+        """transformers' class of this family with scores for whole sequences; None: it has none."""
+        return cls.architecture.replace("ForCausalLM", "ForSequenceClassification")
+
+    @classmethod
+    def _check_keys(cls, source: Mapping[str, Any]) -> None:
+        """Raises for another model type and for keys that this family would not follow."""
+        if source.get("quantization_config") is not None:
+            raise refusal(source["quantization_config"])
+        kind = source.get("model_type", cls.model_type)
+        if kind != cls.model_type:
+            raise ConfigError(f"model_type {shown(kind)} is not {cls.model_type!r}")
+        names = strict.hints(cls).keys() - {"labels"}
+        silent = {*SILENT, *DROPOUT, *cls.ignored, "model_type", "quantization_config"}
+        unknown, neutral = {}, NEUTRAL | dict(cls.neutral)
+        for key, value in source.items():
+            if key in names or key in silent:
+                continue
+            if key not in neutral:
+                unknown[key] = value
+            elif value not in neutral[key]:
+                raise ConfigError(
+                    f"{key}={shown(value)} changes what the model computes, and {cls.__name__} "
+                    f"(model_type {kind!r}) does not know it"
+                )
+        if unknown:
+            # Not for all of a million keys, nor for long ones
+            few = [key[:100] for key in itertools.islice(unknown, 20)]
+            hints = (strict.suggest(key, names, 0.8) for key in few)
+            message = f"config keys not understood and ignored: {shown(unknown, 1000)}"
+            warnings.warn("; ".join([message, *filter(None, hints)]), stacklevel=4)
+
+    @classmethod
+    def _read_rope(cls, source: Mapping[str, Any], longest: int) -> dict[str, Any]:
+        return read_rope(
+            source, cls.default_theta, longest, partial=cls.partial_rotary, extras=cls.rope_extras
+        )
+
+    def __post_init__(self) -> None:
+        check_config(self)
+        heads, kv_heads = self.num_attention_heads, self.num_key_value_heads
+        if not kv_heads:
+            object.__setattr__(self, "num_key_value_heads", heads)
+        elif heads % kv_heads:
+            raise ConfigError(
+                f"num_attention_heads={heads} is not a multiple of num_key_value_heads={kv_heads}"
+            )
+        if not self.head_dim:
+            if self.hidden_size % heads:
+                raise ConfigError(
+                    f"hidden_size={self.hidden_size} is not a multiple of "
+                    f"num_attention_heads={heads}, and head_dim is not given"
+                )
+            object.__setattr__(self, "head_dim", self.hidden_size // heads)
+            check_config(self)
+        if self.head_dim % 2:
+            raise ConfigError(f"head_dim={self.head_dim} is odd: values are rotated in pairs")
+        if self.pad_token_id is not None and self.pad_token_id >= self.vocab_size:
+            raise ConfigError(
+                f"pad_token_id={self.pad_token_id} is outside the vocabulary: "
+                f"vocab_size={self.vocab_size}"
+            )
+        if not self.rope_parameters:
+            rope = self._read_rope({}, self.max_position_embeddings)
+            object.__setattr__(self, "rope_parameters", rope)
+
+    @property
+    def transformers_class(self) -> str:
+        """What config.json calls the model."""
+        return (self.classifier() if self.labels else None) or self.architecture
+
+    def to_dict(self) -> dict[str, Any]:
+        """config.json for transformers 4 and 5: RoPE and dtype under both names."""
+        # auto_map names code that is not exported
+        given = self.source.config
+        out = {k: v for k, v in given.items() if not k.startswith("_") and k != "auto_map"}
+        own = [f.name for f in fields(self) if f.name not in ("source", "labels")]
+        out |= {name: getattr(self, name) for name in own}
+        if out.get("layer_types", ()) is None:  # to some readers the key alone says something
+            del out["layer_types"]
+        if self.labels:
+            names = {str(i): f"LABEL_{i}" for i in range(self.labels)}
+            if _labels(given) != self.labels or "id2label" not in given:
+                out["id2label"], out["label2id"] = names, {v: int(k) for k, v in names.items()}
+            out["num_labels"] = self.labels
+        return out | {
+            "model_type": self.model_type,
+            "architectures": [self.transformers_class],
+            "torch_dtype": self.dtype,
+            **self._rope_keys(),
+        }
+
+    def _rope_keys(self) -> dict[str, Any]:
+        return write_rope(dict(self.rope_parameters))
+
+
+@dataclass(frozen=True, kw_only=True)
+class WindowedConfig(Config):
+    """A family some of whose layers see `sliding_window` tokens only.
+
+    `layer_types` says which; without it, the family's rule does.
+    """
+
+    sliding_window: int | None = 4096
+    layer_types: list[str] | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        types, layers = self.layer_types, self.num_hidden_layers
+        if types is not None and (len(types) != layers or not set(types) <= {SLIDING, FULL}):
+            raise ConfigError(
+                f"layer_types={shown(types)} is not {SLIDING!r} or {FULL!r} for each of {layers} "
+                "layers"
+            )
+
+    def slides(self, layer: int) -> bool:
+        """The family's rule."""
+        return True
+
+    def layer_type(self, layer: int) -> str:
+        if self.layer_types is not None:
+            return self.layer_types[layer]
+        return SLIDING if self.slides(layer) else FULL
+
+
+@dataclass(frozen=True, kw_only=True)
+class TwoRopesConfig(WindowedConfig):
+    """A family whose sliding layers have a RoPE of their own.
+
+    `rope_parameters` holds both; `rope_theta` and `rope_scaling` are of the full layers alone.
+    """
+
+    @classmethod
+    def _local_theta(cls, source: Mapping[str, Any]) -> float:
+        """Of the sliding layers, where `rope_parameters` does not say it."""
+        return cls.default_theta
+
+    @classmethod
+    def _read_rope(cls, source: Mapping[str, Any], longest: int) -> dict[str, Any]:
+        return read_two_ropes(source, cls.default_theta, cls._local_theta(source), longest)
+
+    def _rope_keys(self) -> dict[str, Any]:
+        return write_two_ropes(self.rope_parameters)
+
+
+def _labels(source: Mapping[str, Any]) -> int:
+    """How many scores a sequence has by this config.json; 0 of a language model."""
+    names = source.get("architectures")
+    named = [name for name in names if isinstance(name, str)] if isinstance(names, list) else []
+    if not any(name.endswith("ForSequenceClassification") for name in named):
+        return 0
+    labels = source.get("id2label")
+    count = len(labels) if isinstance(labels, Mapping) else source.get("num_labels", 2)
+    if type(count) is not int or count < 1:
+        raise ConfigError(f"num_labels={shown(count)} is no number of labels")
+    return count
+
+
+def torch_dtype(name: Any) -> torch.dtype:
+    """What config.json calls a dtype; ConfigError for what no model is computed in."""
+    plain = name.removeprefix("torch.") if isinstance(name, str) else name
+    if plain not in DTYPES:
+        raise ConfigError(f"dtype={shown(name)} is none that a model can have")
+    return getattr(torch, plain)
+
+
+ACTIVATIONS: dict[str, Activation] = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_pytorch_tanh": "gelu_tanh",
+}
+
+
+def activation(hidden_act: str) -> Activation:
+    """The kernel's name of config.json's `hidden_act`."""
+    if hidden_act not in ACTIVATIONS:
+        raise ConfigError(f"hidden_act={shown(hidden_act)} is not one of {', '.join(ACTIVATIONS)}")
+    return ACTIVATIONS[hidden_act]

@@ -1,0 +1,1 @@
+"""Loads, saves and converts checkpoints in Hugging Face format."""

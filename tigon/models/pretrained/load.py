@@ -1,0 +1,441 @@
+"""What describes a checkpoint's model: config.json, or a GGUF file's metadata."""
+
+import os
+import warnings
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.overrides import TorchFunctionMode
+
+from tigon import memory, strict
+from tigon.generation import check_generation_config
+from tigon.hub import Source, config_file
+from tigon.json_file import escaped, read_json, shown
+from tigon.kernels.attention.api import Backend
+from tigon.layers import QuantisedWeight
+from tigon.memory import gib
+from tigon.models.arguments import check_keywords
+from tigon.models.base import LanguageModel
+from tigon.models.config import Config, ConfigError, torch_dtype
+from tigon.models.init import init_weights
+from tigon.models.pretrained.gguf import GGUFModel
+from tigon.models.pretrained.match import check_counts, check_fit, check_sizes, sources
+from tigon.models.pretrained.names import MULTIMODAL, SCORE, base_parameters, embedding_and_head
+from tigon.models.pretrained.quantization import Quantize, check_quantize, load_quantised, quantise
+from tigon.models.quantization_config import KEY as QUANTISATION
+from tigon.models.quantization_config import read_quantisation
+from tigon.weights import (
+    GGUF,
+    STAGING_BYTES,
+    Checkpoint,
+    Decoded,
+    Drawn,
+    Repository,
+    ResizedTensor,
+    load_into,
+    map_parameters,
+    pinned_ahead,
+)
+
+M = TypeVar("M", bound=LanguageModel)
+
+
+def read_config(
+    repository: Repository, models: Mapping[str, type[M]], gguf_file: str | None = None
+) -> tuple[type[M], Config]:
+    """The class of the repository's model and its config.json; no weights are looked at."""
+    return describe(repository, models, gguf_file)[1:3]
+
+
+def describe(
+    repository: Repository, models: Mapping[str, type[M]], gguf_file: str | None
+) -> tuple[str, type[M], Config, Callable[[], Checkpoint]]:
+    """What describes the model, for messages; what it is; and what opens its checkpoint."""
+    if gguf_file is not None:
+        file = escaped(f"{repository.name}/{gguf_file}")
+        gguf = GGUF.open(repository.file(gguf_file))
+        with named(file):
+            model = GGUFModel(gguf)
+            cls = _class_of(model.config, models)
+            config = cls.config_class.from_dict(model.config)
+            return file, cls, config, lambda: model.checkpoint(file)
+    file = f"{repository.name}/config.json"
+    # Models of other families have infinities; what is read here is checked key by key
+    whole = read_json(config_file(repository), nan=True)
+    with named(file):
+        source = _text_config(whole)
+        cls = _class_of(source, models)
+        scales = read_quantisation(whole)
+        source = {key: value for key, value in source.items() if key != QUANTISATION}
+        config = cls.config_class.from_dict(source)
+        return file, cls, config, lambda: Checkpoint.open(repository, scales)
+
+
+def _class_of(source: Mapping[str, Any], models: Mapping[str, type[M]]) -> type[M]:
+    kind = source.get("model_type")
+    if not isinstance(kind, str) or kind not in models:
+        raise ConfigError(f"model_type {shown(kind)} is not {' or '.join(map(repr, models))}")
+    return models[kind]
+
+
+def _text_config(source: dict[str, Any]) -> dict[str, Any]:
+    """The text model's part of a multimodal config; any other config as it is."""
+    kind = source.get("model_type")
+    if not isinstance(kind, str) or kind not in MULTIMODAL:
+        return source
+    text = dict(strict.check("text_config", source.get("text_config") or {}, dict))
+    text.setdefault("model_type", MULTIMODAL[kind])
+    text.setdefault("tie_word_embeddings", source.get("tie_word_embeddings", True))
+    dtype = source.get("dtype") or source.get("torch_dtype")
+    if dtype is not None and not (text.get("dtype") or text.get("torch_dtype")):
+        text["dtype"] = dtype
+    return text
+
+
+@contextmanager
+def named(file: str) -> Iterator[None]:
+    """Let a ConfigError say whose config it is."""
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError(f"{file}: {error}") from error
+
+
+# Checkpoints and configs to models.
+
+BLOCK = 16 << 20  # bytes of a matrix that are compared at a time
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+C = TypeVar("C", bound=Config)
+
+
+class LoadOptions(Source, total=False):
+    """Keywords of every `from_pretrained`."""
+
+    dtype: torch.dtype | str  # such as "bfloat16"; "auto": the checkpoint's
+    device: torch.device | str
+    attention: Backend  # docs/attention.md
+    gguf_file: str | None  # of the directory or repository, in place of its config and weights
+    quantize: Quantize | None  # of frozen weights; docs/adapters.md, docs/weights.md
+    mmap: bool  # leave weights in the file until they are used; docs/weights.md
+    staging_bytes: int  # of the host's memory for buffers while weights are read
+
+
+def from_pretrained(
+    path_or_repo: str | os.PathLike[str],
+    models: Mapping[str, type[M]],
+    *,
+    dtype: torch.dtype | str = "auto",
+    device: torch.device | str = "cpu",
+    attention: Backend = "auto",
+    gguf_file: str | None = None,
+    quantize: Quantize | None = None,
+    mmap: bool = False,
+    staging_bytes: int = STAGING_BYTES,
+    **source: Any,
+) -> M:
+    """The model of `models` that config.json's model_type names, in evaluation mode.
+
+    With `mmap`, on the CPU, a weight that needs no conversion stays in the file until it is used.
+    With `quantize` the projections' weights are in few bits, and nothing of the model trains but
+    adapters that are added to it.
+    """
+    check_keywords("from_pretrained", source, frozenset(LoadOptions.__annotations__))
+    if gguf_file is None:
+        path_or_repo, gguf_file = split_gguf(path_or_repo)
+    if not isinstance(staging_bytes, int):
+        raise TypeError(f"staging_bytes must be a whole number of bytes, not {staging_bytes!r}")
+    if mmap and torch.device(device).type != "cpu":
+        raise ValueError(f"mmap=True maps files into the CPU's memory: it cannot be on {device}")
+    _check_device(device)
+    repository = Repository(path_or_repo, **source)
+    how: dict[str, Any] = {"dtype": dtype, "gguf_file": gguf_file, "quantize": quantize}
+    with pinned_ahead(torch.device(device), staging_bytes):
+        model, checkpoint = build(repository, models, **how)
+    model.use_attention(attention)
+    mapped = map_weights(model, checkpoint) if mmap else set()
+    materialize(model, torch.device(device))
+    load_weights(model, checkpoint, mapped=mapped, staging_bytes=staging_bytes)
+    return model.eval()
+
+
+def split_gguf(path_or_repo: str | os.PathLike[str]) -> tuple[str | os.PathLike[str], str | None]:
+    """The directory and the name of a GGUF file that is named by its path; else as it is given."""
+    path = Path(os.path.expanduser(path_or_repo))
+    if path.suffix == ".gguf" and path.parent.is_dir() and not path.is_dir():
+        return path.parent, path.name
+    return path_or_repo, None
+
+
+def build(
+    repository: Repository,
+    models: Mapping[str, type[M]],
+    *,
+    dtype: torch.dtype | str = "auto",
+    gguf_file: str | None = None,
+    fit: bool = True,
+    labels: int = 0,
+    seed: int = 0,
+    quantize: Quantize | None = None,
+    vocab_size: int | None = None,
+    mean_rows: Collection[int] = (),
+) -> tuple[M, Checkpoint]:
+    """The repository's model on the meta device, and the checkpoint that fills it.
+
+    For whoever shards in between: `build`, fully_shard, `materialize`, `load_weights`. Raises
+    unless the checkpoint fits exactly, before anything is allocated; `fit` False: `misfits` will
+    say what does not. `labels`: the model is to give so many scores in place of logits; their head
+    is drawn by the seed if the checkpoint has none. `vocab_size`: the model is to have that many
+    tokens, the first of the checkpoint's; rows that it lacks, and those in `mean_rows`, are
+    the mean of its rows.
+    """
+    chosen = _named_dtype(dtype)
+    check_quantize(quantize)
+    file, cls, config, open_checkpoint = describe(repository, models, gguf_file)
+    with named(file):
+        checkpoint = open_checkpoint()  # may download: after all that needs no weights
+        check_sizes(config, checkpoint)
+        config = _settle_tie(config, checkpoint)
+        chosen = chosen or _dtype_of(config, checkpoint)
+        stacked = cls.checkpoint_names.stacked_in(checkpoint.tensors)
+        origin = replace(config.source, stacked_experts=stacked, name=repository.name)
+        if repository.directory is None and repository.revision != "main":
+            origin = replace(origin, revision=repository.revision)
+        config = replace(config, source=origin)
+        if labels:
+            config, checkpoint = with_scores(config, checkpoint, labels, seed)
+        if vocab_size is not None:
+            config, checkpoint = with_tokens(config, checkpoint, vocab_size, mean_rows)
+        model = on_meta(cls, config, chosen)
+        check_counts(model, checkpoint)
+    if fit:
+        check_fit(model, checkpoint)
+    if quantize is not None:
+        quantise(model, quantize, checkpoint)
+    generation = repository.optional_file("generation_config.json")
+    if generation is not None:
+        model.generation_config = read_json(generation)
+        with named(escaped(generation)):
+            check_generation_config(model.generation_config)
+    return model, checkpoint
+
+
+def with_scores(config: C, checkpoint: Checkpoint, labels: int, seed: int) -> tuple[C, Checkpoint]:
+    """A model with so many scores, and the checkpoint with their head; ConfigError if its family
+    has no class for them in transformers, or it has another number."""
+    config = scored(config, labels)
+    if SCORE in checkpoint.tensors:
+        return config, checkpoint
+    shape = (labels, config.hidden_size)
+    head = Drawn(SCORE, shape, Path(), 0, std=config.initializer_range, seed=seed)
+    return config, Checkpoint(checkpoint.name, {**checkpoint.tensors, SCORE: head})
+
+
+def with_tokens(
+    config: C, checkpoint: Checkpoint, size: int, mean_rows: Collection[int] = ()
+) -> tuple[C, Checkpoint]:
+    """The config and the checkpoint with `size` rows of embedding and head, the first of the
+    checkpoint's; rows that it lacks, and those in `mean_rows`, are the mean of all."""
+    tensors = dict(checkpoint.tensors)
+    for name in embedding_and_head(tensors):
+        if (info := tensors.get(name)) is None:
+            continue
+        shape = (size, *info.shape[1:])
+        if size > info.shape[0] or mean_rows:
+            rows = frozenset(mean_rows)
+            tensors[name] = ResizedTensor(name, shape, info.path, info.offset, info, rows)
+        else:
+            tensors[name] = replace(info, shape=shape)
+    return replace(config, vocab_size=size), Checkpoint(checkpoint.name, tensors)
+
+
+def scored(config: C, labels: int) -> C:
+    """The config of a model with so many scores in place of logits."""
+    if config.labels not in (0, labels):
+        raise ConfigError(f"the model has {config.labels} scores of a sequence, not {labels}")
+    if config.classifier() is None:
+        raise ConfigError(
+            f"transformers has no class for scores of {config.model_type!r}: nothing could load "
+            "such a model"
+        )
+    return replace(config, labels=labels)
+
+
+def on_meta(cls: type[M], config: Config, dtype: torch.dtype) -> M:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with torch.device("meta"), _NoInit():
+            model = cls(config)
+    except ConfigError:
+        raise
+    except ValueError as error:  # a layer does not take what only its own sizes show
+        raise ConfigError(str(error)) from None
+    except (RuntimeError, OverflowError) as error:  # meta tensors take no memory
+        raise ConfigError(f"no model can have these sizes: {str(error).splitlines()[0]}") from None
+    finally:
+        torch.set_default_dtype(before)
+    model.warn_of_overflow()
+    return model
+
+
+class _NoInit(TorchFunctionMode):
+    """Let torch.nn's own initialisation do nothing: on meta it would import torch's compiler."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if getattr(func, "__module__", None) == "torch.nn.init":
+            return None
+        return func(*args, **(kwargs or {}))
+
+
+def materialize(model: nn.Module, device: torch.device) -> None:
+    """Allocate every meta parameter once, unfilled; before or after FSDP2's fully_shard.
+
+    Raises ConfigError, before anything is allocated, for more than the device's memory.
+    """
+    needed = sum(_local(p).nbytes for p in model.parameters() if p.is_meta)
+    if needed > (there := memory.total(device)):
+        raise ConfigError(f"the weights take {gib(needed)}, and {device} has {gib(there)}")
+    for p in model.parameters():
+        if p.is_meta:
+            # In place: a tied one stays one, and FSDP2 and optimizers keep their parameters
+            empty = nn.Parameter(_empty(p, device), p.requires_grad)
+            torch.utils.swap_tensors(p, empty)
+    for module in model.modules():
+        if isinstance(module, QuantisedWeight) and any(b.is_meta for b in module.buffers()):
+            module.allocate(device)
+    model.to(device)  # buffers; and FSDP2 takes note of its new shards
+
+
+def _local(p: Tensor) -> Tensor:
+    """What this rank has of it."""
+    return p.to_local() if isinstance(p, DTensor) else p
+
+
+def _empty(p: nn.Parameter, device: torch.device) -> Tensor:
+    if type(p) is nn.Parameter:  # six times as fast: empty_like of a meta tensor runs in Python
+        return torch.empty(p.shape, dtype=p.dtype, device=device)
+    return torch.empty_like(p, device=device)
+
+
+def map_weights(model: LanguageModel, checkpoint: Checkpoint) -> set[str]:
+    """Map files into the memory of those meta parameters that they hold as they are.
+
+    Returns the names of these; `load_weights` fills the others.
+    """
+    parameters = dict(model.named_parameters())
+    mapped = map_parameters(parameters, **sources(model, checkpoint))
+    for name, tensor in mapped.items():
+        p = parameters[name]
+        torch.utils.swap_tensors(p, nn.Parameter(tensor, p.requires_grad))
+    return set(mapped)
+
+
+def load_weights(
+    model: LanguageModel,
+    checkpoint: Checkpoint,
+    *,
+    mapped: Collection[str] = (),
+    staging_bytes: int = STAGING_BYTES,
+) -> None:
+    """Fill the model's parameters but those `mapped` and those of adapters; raises unless the
+    checkpoint fits exactly.
+
+    Buffers take at most `staging_bytes` of the host's memory.
+    """
+    parameters = {n: p for n, p in base_parameters(model).items() if n not in mapped}
+    load_into(
+        parameters,
+        **sources(model, checkpoint),
+        into=type(model).__name__,
+        staging_bytes=staging_bytes,
+    )
+    load_quantised(model, checkpoint, staging_bytes)
+
+
+def _settle_tie(config: Config, checkpoint: Checkpoint) -> Config:
+    """A tied config with two different matrices in the file means two matrices."""
+    tensors = checkpoint.tensors
+    embedding, head = embedding_and_head(tensors)
+    if not config.tie_word_embeddings or not {head, embedding} <= tensors.keys():
+        return config
+    info = tensors[head]
+    rows = info.shape[0] if info.shape == tensors[embedding].shape else 0
+    step = max(1, BLOCK * rows // max(1, info.nbytes))
+    a, b = (torch.empty(min(rows, step), *info.shape[1:], dtype=info.dtype) for _ in "ab")
+    for row in range(0, rows, step):
+        n = min(step, rows - row)
+        checkpoint.read_into(head, a[:n], row=row)
+        checkpoint.read_into(embedding, b[:n], row=row)
+        if not torch.equal(a[:n], b[:n]):
+            break
+    else:
+        if rows:
+            return config
+    warnings.warn(
+        f"{checkpoint.name}: tie_word_embeddings is true, but lm_head and embed_tokens differ; "
+        "they stay apart",
+        stacklevel=4,
+    )
+    return replace(config, tie_word_embeddings=False)
+
+
+def _check_device(device: torch.device | str) -> None:
+    """ValueError, naming it, for a device that is none or that this machine does not have."""
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        why = str(error).splitlines()[0]
+        raise ValueError(f"device {str(device)!r} cannot be used here: {why}") from None
+
+
+def _named_dtype(dtype: Any) -> torch.dtype | None:
+    """A dtype that may be named by a text, as config.json does; None for "auto"."""
+    if isinstance(dtype, str) and dtype == "auto":
+        return None
+    found = getattr(torch, dtype.removeprefix("torch."), None) if isinstance(dtype, str) else dtype
+    if not isinstance(found, torch.dtype) or found not in DTYPES:
+        known = ", ".join(str(one).removeprefix("torch.") for one in DTYPES)
+        raise TypeError(
+            f'dtype must be "auto" or a floating torch.dtype ({known}, also as a text), not '
+            f"{dtype!r}"
+        )
+    return found
+
+
+def _dtype_of(config: Config, checkpoint: Checkpoint) -> torch.dtype:
+    if config.dtype is not None:
+        try:
+            return torch_dtype(config.dtype)
+        except ConfigError as error:
+            raise ConfigError(f"{error}; pass dtype=") from None
+    plain = (i for i in checkpoint.tensors.values() if not isinstance(i, Decoded))
+    floating = (i.dtype for i in plain if i.dtype.is_floating_point)
+    return next(floating, torch.float32)
+
+
+def from_config(
+    cls: type[M],
+    config: Mapping[str, Any] | Config,
+    *,
+    dtype: torch.dtype | None,
+    device: torch.device,
+) -> M:
+    """Normal(0, initializer_range) matrices, zero biases, unit norms, a zero padding row."""
+    if not isinstance(config, Config):
+        config = cls.config_class.from_dict(config)
+    if not isinstance(config, cls.config_class):
+        raise ConfigError(f"{cls.__name__} is not for model_type {config.model_type!r}")
+    model = on_meta(cls, config, dtype or torch.get_default_dtype())
+    if device.type != "meta":
+        materialize(model, device)
+        init_weights(model)
+    return model

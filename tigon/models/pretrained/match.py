@@ -1,0 +1,80 @@
+"""Whether a checkpoint fits a model, told from its headers before anything is allocated."""
+
+import math
+from typing import Any
+
+from tigon.json_file import shown
+from tigon.models.base import LanguageModel
+from tigon.models.config import Config, ConfigError
+from tigon.models.pretrained.names import embedding_and_head, layout, locate
+from tigon.weights import Checkpoint, Misfits, compare, match
+
+
+def check_sizes(config: Config, checkpoint: Checkpoint) -> None:
+    """Raises ConfigError for sizes that no tensor of the checkpoint can have, before a model is
+    built: large ones would take time and memory."""
+    shapes = {name: info.shape for name, info in checkpoint.tensors.items()}
+    widest = max((size for shape in shapes.values() for size in shape), default=0)
+    # Experts are apart, tensors of their own, or together, rows of one
+    most = {"num_hidden_layers": len(shapes)}
+    most |= dict.fromkeys(("num_experts", "num_local_experts"), max(len(shapes), widest))
+    for key, bound in most.items():
+        if (value := getattr(config, key, 0)) > bound:
+            raise ConfigError(
+                f"{key}={value} does not fit the checkpoint, which has {len(shapes)} tensors and "
+                f"no size beyond {widest}"
+            )
+    embedding, _ = embedding_and_head(shapes)
+    expected = (config.vocab_size, config.hidden_size)
+    if shapes.get(embedding, expected) != expected:
+        raise ConfigError(
+            f"vocab_size={expected[0]} and hidden_size={expected[1]} do not fit the checkpoint, "
+            f"whose {shown(embedding)} is {shown(list(shapes[embedding]))}"
+        )
+
+
+def check_counts(model: LanguageModel, checkpoint: Checkpoint) -> None:
+    """Raises ConfigError for a model, on the meta device, of far more values or experts than the
+    checkpoint has: `check_fit` would name each of them."""
+    needed = sum(p.numel() for p in model.parameters())
+    held = sum(math.prod(info.shape) for info in checkpoint.tensors.values())
+    if needed > 2 * held:
+        raise ConfigError(
+            f"a model of {needed} values does not fit the checkpoint, which has {held}"
+        )
+    names, tensors = model.checkpoint_names, checkpoint.tensors
+    if names.stacked_in(tensors):
+        return
+    experts = sum(
+        p.shape[0]
+        for name, p in model.named_parameters()
+        if name.endswith(tuple(names.experts)) and p.dim() == 3
+    )
+    if experts > 2 * len(tensors):
+        raise ConfigError(
+            f"a model of {experts} matrices of experts does not fit the checkpoint, which has "
+            f"{len(tensors)} tensors"
+        )
+
+
+def check_fit(model: LanguageModel, checkpoint: Checkpoint) -> None:
+    """Raises ValueError unless the checkpoint has just the tensors that the model is made of."""
+    match(dict(model.named_parameters()), **sources(model, checkpoint), into=type(model).__name__)
+
+
+def misfits(model: LanguageModel, checkpoint: Checkpoint) -> Misfits:
+    """Tensors that `check_fit` would raise for, by what is wrong."""
+    return compare(dict(model.named_parameters()), **sources(model, checkpoint))[1]
+
+
+def sources(model: LanguageModel, checkpoint: Checkpoint) -> dict[str, Any]:
+    """What fills its parameters, as `load_into` and `match` take it."""
+    present = checkpoint.tensors.keys()
+    parts_of = layout(model, model.checkpoint_names, model.checkpoint_names.stacked_in(present))
+    source_of, ignored = locate({p.name for parts in parts_of.values() for p in parts}, present)
+    return {
+        "layout": parts_of,
+        "checkpoint": checkpoint,
+        "source_of": source_of,
+        "ignored": ignored,
+    }

@@ -1,0 +1,370 @@
+"""Models to Hugging Face checkpoints."""
+
+import json
+import os
+import re
+import tempfile
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from dataclasses import replace as replaced
+from pathlib import Path
+from typing import Any, Literal, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from tigon.hub import Destination, Metadata, write_card
+from tigon.hub.card import plain, usage
+from tigon.models.base import LanguageModel
+from tigon.models.config import DTYPES, Config
+from tigon.models.pretrained.load import build
+from tigon.models.pretrained.match import sources
+from tigon.models.pretrained.names import base_parameters, layout
+from tigon.models.pretrained.quantization import count_parameters, dequantised_entries
+from tigon.paths import expanded
+from tigon.weights import (
+    Entry,
+    Layout,
+    Repository,
+    Stored,
+    Writers,
+    all_finite,
+    check_free,
+    converted,
+    entries,
+    height,
+    local_part,
+    new_directory,
+    write_checkpoint,
+)
+
+
+class SavesItself(Protocol):
+    """A tokenizer, as far as an export needs one."""
+
+    def save_pretrained(self, directory: str | os.PathLike[str]) -> object: ...
+
+
+def save_pretrained(
+    model: LanguageModel,
+    directory: str | os.PathLike[str],
+    *,
+    tokenizer: SavesItself | None = None,
+    dtype: torch.dtype | str | None = None,
+    max_shard_size: int | str = "5GB",
+    stacked_experts: bool | None = None,
+    replace: bool = False,
+    values: Mapping[str, Tensor] | None = None,
+) -> None:
+    """Write a Hugging Face checkpoint that transformers loads at once.
+
+    In the model's dtype, or in another (a torch.dtype or its name) without touching the model. The
+    directory must be new or empty, and appears whole or not at all; with `replace`, an earlier
+    export may be there, which stays until the new one is whole; other files there, such as notes,
+    are kept. Under a process group every rank calls this and writes its own rows, so that all need
+    one file system; what stops one rank stops all of them. `stacked_experts`: one tensor for all
+    experts of a layer, or each expert apart; None is what the checkpoint had that the model is
+    from, else apart. `values`: in place of parameters, by their names, such as an average of them;
+    of a sharded parameter this rank's part. Quantised weights are written dequantised.
+    """
+    ranks = Writers()
+    with ranks.together():
+        if ranks.first:
+            check_target(expanded(directory), replace)
+    files = ranks.gather(model.files)
+    if others := [rank for rank, of in enumerate(files) if of != files[0]]:
+        raise ValueError(
+            f"rank {others[0]} has read other files of the model than rank 0, and would write a "
+            "part of another model: give all hosts the same files"
+        )
+    dtype = _named_dtype(model, dtype)
+    if model.adapters:
+        raise ValueError(
+            f"the model has adapters ({', '.join(model.adapters)}): save_adapter writes one, and "
+            "after merge_adapter the model can be saved"
+        )
+    tensors, describe = prepare_save(
+        model,
+        tokenizer=tokenizer,
+        dtype=dtype,
+        stacked_experts=stacked_experts,
+        values=values,
+        ranks=ranks,
+    )
+    _warn_unless_finite(model, dtype, values or {})
+    options: dict[str, Any] = {"max_shard_size": max_shard_size, "replace": replace}
+    write_model(directory, tensors, describe, ranks=ranks, **options)
+
+
+def prepare_save(
+    model: LanguageModel,
+    *,
+    tokenizer: SavesItself | None,
+    ranks: Writers,
+    dtype: torch.dtype | None = None,
+    stacked_experts: bool | None = None,
+    values: Mapping[str, Tensor] | None = None,
+) -> tuple[list[Entry], Callable[[Path], None]]:
+    """What save_pretrained writes: tensors, and what adds the other files to a directory."""
+    dtype = _named_dtype(model, dtype)
+    if stacked_experts is None:
+        stacked_experts = model.config.source.stacked_experts
+    if tokenizer is not None and not hasattr(tokenizer, "save_pretrained"):
+        raise TypeError(f"tokenizer must be a tokenizer, or None, not {tokenizer!r}")
+    parts_of = layout(model, model.checkpoint_names, stacked_experts)
+    with ranks.together():
+        tensors = entries(base_parameters(model), parts_of, dtype, values=values, ranks=ranks)
+        tensors += dequantised_entries(model, parts_of, dtype, ranks)
+    config = replaced(model.config, dtype=str(dtype).removeprefix("torch."))
+    generation = model.generation_config
+    return tensors, lambda root: write_description(root, config, generation, tokenizer)
+
+
+def _named_dtype(model: LanguageModel, dtype: torch.dtype | str | None) -> torch.dtype:
+    """A dtype that may be named by a text; None is the model's."""
+    dtype = model.dtype if dtype is None else dtype
+    name = str(dtype).removeprefix("torch.")
+    if name not in DTYPES:
+        raise TypeError(
+            f"dtype must be a floating torch.dtype ({', '.join(DTYPES)}, also as a text), not "
+            f"{dtype!r}"
+        )
+    return getattr(torch, name)
+
+
+def _warn_unless_finite(
+    model: LanguageModel, dtype: torch.dtype, values: Mapping[str, Tensor]
+) -> None:
+    """Of this rank's weights: NaN, infinity, and what becomes infinite in the export's dtype."""
+    own = {
+        name: local_part(name, values.get(name, p)).memory for name, p in model.named_parameters()
+    }
+    own = {name: memory for name, memory in own.items() if memory.numel()}
+    most = torch.finfo(dtype).max
+    if all_finite(own.values(), torch.device("cpu"), most=most):
+        return
+    bad = [n for n, m in own.items() if not all_finite([m], torch.device("cpu"), most=most)]
+    more = f" and {len(bad) - 3} more" if len(bad) > 3 else ""
+    warnings.warn(
+        f"weights that are NaN or infinite in {dtype} are saved: {', '.join(bad[:3])}{more}",
+        stacklevel=3,
+    )
+
+
+def check_target(directory: Path, replace: bool, mark: str = "config.json") -> None:
+    """Raises FileExistsError, before any work, if the directory is taken. `mark`: a file that an
+    earlier export has."""
+    if replace:
+        check_free(directory, replace=True)
+        if directory.is_dir() and any(directory.iterdir()) and not (directory / mark).is_file():
+            raise FileExistsError(
+                f"{directory} holds files and no {mark}: replace=True takes earlier exports alone; "
+                "choose another path"
+            )
+        return
+    try:
+        check_free(directory)
+    except FileExistsError as error:
+        hint = "; replace=True replaces an earlier export" if directory.is_dir() else ""
+        raise FileExistsError(f"{error}{hint}") from None
+
+
+# Files that change what a tokenizer.json beside them means
+TOKENIZER = re.compile(
+    r"chat_template\.jinja|additional_chat_templates/.*|(special_tokens_map|added_tokens)\.json"
+)
+
+
+def write_model(
+    directory: str | os.PathLike[str],
+    tensors: Sequence[Entry],
+    describe: Callable[[Path], None],
+    *,
+    ranks: Writers,
+    max_shard_size: int | str = "5GB",
+    stem: str = "model",
+    replace: bool = False,
+) -> None:
+    """A directory with the tensors and what the first rank's `describe` writes into it. With
+    `replace`, files of other names are kept, but for an earlier one's weights."""
+    needed = sum(entry.nbytes for entry in tensors)
+    weights = re.compile(rf"{re.escape(stem)}(-\d+-of-\d+)?\.safetensors(\.index\.json)?")
+
+    def stale(name: str) -> bool:
+        has_tokenizer = root is not None and (root / "tokenizer.json").exists()
+        return bool(weights.fullmatch(name) or (has_tokenizer and TOKENIZER.fullmatch(name)))
+
+    with ExitStack() as opened:
+        root = None
+        with ranks.together():
+            if ranks.first:
+                root = opened.enter_context(
+                    new_directory(directory, replace=replace, needed=needed, stale=stale)
+                )
+        how: dict[str, Any] = {"max_shard_size": max_shard_size, "stem": stem}
+        write_checkpoint(root, tensors, **how, ranks=ranks)
+        with ranks.together():
+            if root is not None:
+                describe(root)
+            opened.close()  # gives the directory its name
+
+
+def write_description(
+    root: Path, config: Config, generation: Any, tokenizer: SavesItself | None
+) -> None:
+    """All files of a checkpoint but its weights."""
+    write_json(root / "config.json", config.to_dict())
+    generation = generation or _tokens(config)
+    if hasattr(generation, "to_diff_dict"):  # transformers' object
+        generation = generation.to_diff_dict()
+    write_json(root / "generation_config.json", generation)
+    if tokenizer is not None:
+        tokenizer.save_pretrained(root)
+
+
+def _tokens(config: Config) -> dict[str, Any]:
+    ids = {k: getattr(config, k) for k in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    return {"_from_model_config": True, **{k: v for k, v in ids.items() if v is not None}}
+
+
+def write_json(path: Path, content: dict[str, Any]) -> None:
+    text = json.dumps(content, indent=2, ensure_ascii=False) + "\n"
+    with open(path, "w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+# Models to the hub.
+
+
+def push_to_hub(
+    model: LanguageModel,
+    repo_id: str,
+    *,
+    tokenizer: SavesItself | None = None,
+    private: bool | None = None,
+    revision: str | None = None,
+    commit_message: str | None = None,
+    token: str | bool | None = None,
+    create_pr: bool = False,
+    card: str | None = None,
+    overwrite_card: bool = False,
+    dtype: torch.dtype | None = None,
+    max_shard_size: int | str = "5GB",
+    stacked_experts: bool | None = None,
+) -> str:
+    """Upload what `save_pretrained` writes; returns the address of the repository, or of the pull
+    request with `create_pr`.
+
+    The repository is made if there is none: `private`, or as the account's default is (None). A
+    `revision` is a branch. All files come in one commit, and what the hub has already is not sent
+    again. `card` is the text of README.md; None is a short one. A card there that somebody has
+    changed stays, with a warning, unless `overwrite_card`. Under a process group every rank calls
+    this, and all must see rank 0's temporary directory. Raises OSError, saying what to do, if the
+    hub cannot be reached or refuses: before anything is written, where that can be known.
+    """
+    ranks = Writers()
+    with ExitStack() as stack:
+        place = ""
+        with ranks.together():
+            if ranks.first:
+                destination = Destination(
+                    repo_id, private=private, revision=revision, token=token, create_pr=create_pr
+                )
+                place = stack.enter_context(tempfile.TemporaryDirectory())
+        folder = Path(ranks.gather(place)[0], "model")
+        save_pretrained(
+            model,
+            folder,
+            tokenizer=tokenizer,
+            dtype=dtype,
+            max_shard_size=max_shard_size,
+            stacked_experts=stacked_experts,
+        )
+        where = ""
+        with ranks.together():
+            if ranks.first:
+                text = _short_card(model, destination.name) if card is None else card
+                where = destination.upload(
+                    folder, card=text, message=commit_message, overwrite_card=overwrite_card
+                )
+        return ranks.gather(where)[0]
+
+
+def _short_card(model: LanguageModel, repository: str) -> str:
+    count = count_parameters(model)
+    about = f"`{model.config.transformers_class}` with {count:,} parameters, saved by Tigon."
+    paragraphs = [f"# {plain(repository.split('/')[-1])}", about, usage(repository)]
+    return write_card(Metadata(tags=[model.config.model_type]), paragraphs)
+
+
+# Checkpoints to checkpoints of another dtype or form, without a model in memory.
+
+M = TypeVar("M", bound=LanguageModel)
+
+
+def convert(
+    source: Repository,
+    directory: str | os.PathLike[str],
+    models: Mapping[str, type[M]],
+    *,
+    gguf_file: str | None = None,
+    tokenizer: SavesItself | None = None,
+    dtype: torch.dtype | Literal["auto"] = "auto",
+    max_shard_size: int | str = "5GB",
+    stacked_experts: bool | None = None,
+) -> LanguageModel:
+    """What `from_pretrained` and then `save_pretrained` write, in a few buffers of memory.
+
+    Returns the model that was written, on the meta device.
+    """
+    model, checkpoint = build(source, models, dtype=dtype, gguf_file=gguf_file)
+    found = sources(model, checkpoint)
+    stored_layout, source_of = found["layout"], found["source_of"]
+    shapes = {part.name: part.shape for parts in stored_layout.values() for part in parts}
+    stored = {
+        name: [Stored(0, 0, height(shape), 0, source_of.get(name, name), checkpoint)]
+        for name, shape in shapes.items()
+    }
+    write_converted(
+        model,
+        directory,
+        stored,
+        stored_layout,
+        tokenizer=tokenizer,
+        max_shard_size=max_shard_size,
+        stacked_experts=stacked_experts,
+    )
+    return model
+
+
+def write_converted(
+    model: LanguageModel,
+    directory: str | os.PathLike[str],
+    stored: Mapping[str, Sequence[Stored]],
+    stored_layout: Layout,
+    *,
+    tokenizer: SavesItself | None,
+    max_shard_size: int | str,
+    stacked_experts: bool | None,
+) -> None:
+    """What save_pretrained writes of a model on the meta device, whose weights are `stored`."""
+    if stacked_experts is None:
+        stacked_experts = model.config.source.stacked_experts
+    wanted = layout(model, model.checkpoint_names, stacked_experts)
+    changes: dict[str, Any] = {"dtype": str(model.dtype).removeprefix("torch.")}
+    config = replace(model.config, **changes)
+
+    def describe(root: Path) -> None:
+        write_description(root, config, model.generation_config, tokenizer)
+
+    write_model(
+        directory,
+        converted(wanted, model.dtype, stored, stored_layout),
+        describe,
+        ranks=Writers(),
+        max_shard_size=max_shard_size,
+    )

@@ -1,0 +1,65 @@
+"""Embeddings and heads of another number of tokens."""
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from tigon.json_file import shown
+from tigon.layers import Embedding
+from tigon.models.base import LanguageModel
+
+
+@torch.no_grad()
+def resize_token_embeddings(
+    model: LanguageModel,
+    new_num_tokens: int | None = None,
+    pad_to_multiple_of: int | None = None,
+    mean_resizing: bool = True,
+) -> Embedding:
+    """Give the embedding and the head `new_num_tokens` rows, as transformers does; returns the
+    embedding.
+
+    New rows are the mean of the old ones, of a bias too. transformers draws them around that mean,
+    with a covariance so small that hardly a digit differs; here they are the same in every process.
+    Without `mean_resizing` they are drawn as in a new model.
+    `pad_to_multiple_of` rounds the number up; None in place of a number is the present one. Config
+    and tied weights follow. Call it before adapters, sharding and optimizers: these hold the
+    earlier parameters. Raises ValueError, with the model as it was, for a model that has adapters
+    or that ranks share.
+    """
+    size = model.config.vocab_size if new_num_tokens is None else new_num_tokens
+    multiple = 1 if pad_to_multiple_of is None else pad_to_multiple_of
+    for name, value in (("new_num_tokens", size), ("pad_to_multiple_of", multiple)):
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ValueError(f"{name}={shown(value)} is no number of tokens")
+    size = -(-size // multiple) * multiple
+    embedding, head = model.model.embed_tokens, model.lm_head
+    if size == len(embedding.weight):
+        return embedding
+    if model.adapters:
+        raise ValueError("the model has adapters: resize its embeddings before they are added")
+    if model.cuts or isinstance(embedding.weight, DTensor):
+        raise ValueError("ranks share the model: resize its embeddings before they do")
+    config = replace(model.config, vocab_size=size)  # raises before anything changes
+    std = None if mean_resizing else config.initializer_range
+    embedding.weight = _resize_rows(embedding.weight, size, std)
+    embedding.num_embeddings = size
+    if model.ties_head:
+        head.weight = embedding.weight
+    elif not config.labels:
+        head.weight = _resize_rows(head.weight, size, std)
+    if head.bias is not None and not config.labels:
+        head.bias = _resize_rows(head.bias, size, None if mean_resizing else 0.0)
+    model.config = config
+    return embedding
+
+
+def _resize_rows(old: Tensor, size: int, std: float | None) -> nn.Parameter:
+    """`std`: of new rows that are drawn; None: they are the mean."""
+    mean = old.mean(0, dtype=torch.float32).to(old.dtype)
+    new = mean.expand(max(0, size - len(old)), *old.shape[1:])
+    if std is not None:
+        new = torch.empty_like(new, memory_format=torch.contiguous_format).normal_(std=std)
+    return nn.Parameter(torch.cat([old[:size], new]), old.requires_grad)

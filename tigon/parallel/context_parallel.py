@@ -1,0 +1,32 @@
+"""Context parallelism: the ranks of a group have the same rows, each with a shard of the tokens."""
+
+from torch.distributed.device_mesh import DeviceMesh
+
+from tigon.distributed.collectives import Ranks
+from tigon.layers import Attention
+from tigon.models import CausalLM
+
+
+def share_context(model: CausalLM, mesh: DeviceMesh) -> None:
+    """From now on every pass without a cache shards the tokens of its rows over the mesh.
+
+    All its ranks make the same passes over the same rows, and get losses, log-probabilities and
+    logits of all tokens; gradients are partial, to be summed over the ranks. `mesh` has one
+    dimension. ValueError for a model that does not support it.
+    """
+    check_context(model, mesh.size())
+    model.context = Ranks.of(mesh.get_group())
+
+
+def check_context(model: CausalLM, ranks: int) -> None:
+    """Raises ValueError if the model does not support so many context ranks."""
+    if ranks == 1:
+        return
+    for i, block in enumerate(model.model.layers):
+        mixer = block.mixer
+        if not isinstance(mixer, Attention):
+            raise ValueError(
+                f"parallel.context={ranks}: layer {i} of {type(model).__name__} is a "
+                f"{type(mixer).__name__}, which needs the tokens before on the same rank; only "
+                "attention exchanges them: give parallel.context=1"
+            )

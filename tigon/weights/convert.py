@@ -1,0 +1,131 @@
+"""A checkpoint's tensors as those of another layout and dtype, without a model in memory.
+
+Both layouts say which rows of the same parameters their tensors have, so that each row is read from
+where one has it and written to where the other has it.
+"""
+
+import math
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from tigon.weights.checkpoint import Checkpoint
+from tigon.weights.header import TensorInfo
+from tigon.weights.layout import Layout, Part
+from tigon.weights.write import Entry, Piece, all_finite, height
+
+
+class Stored(NamedTuple):
+    """Rows of a tensor that a checkpoint has under some name: all of them, or those of a rank."""
+
+    row: int  # of the whole tensor, where they begin; counted as pieces do
+    first: int  # of those that the checkpoint has
+    rows: int
+    column: int  # of the whole tensor
+    name: str
+    checkpoint: Checkpoint
+
+
+class _Span(NamedTuple):
+    """Rows of a parameter, counted as pieces do, and where they are."""
+
+    first: int  # of the parameter
+    length: int
+    row: int  # of the tensor that has them
+    name: str
+
+
+def converted(
+    layout: Layout,
+    dtype: torch.dtype,
+    stored: Mapping[str, Sequence[Stored]],
+    stored_layout: Layout,
+) -> list[Entry]:
+    """The tensors of `layout` in `dtype`; `stored`: those of `stored_layout`, by name.
+
+    Both layouts are of the same parameters. The writer raises for rows that are stored nowhere.
+    """
+    shapes: dict[str, tuple[int, ...]] = {}
+    pieces: dict[str, list[Piece]] = {}
+    for parameter, parts in layout.items():
+        sources = _spans(stored_layout[parameter])
+        starts = [span.first for span in sources]
+        for part in parts:
+            shapes[part.name] = part.shape
+            pieces.setdefault(part.name, [])
+        for target in _spans(parts):
+            end = target.first + target.length
+            at = max(0, bisect_right(starts, target.first) - 1)
+            for source in sources[at:]:
+                if source.first >= end:
+                    break
+                first = max(target.first, source.first)
+                count = min(end, source.first + source.length) - first
+                if count > 0:
+                    pieces[target.name] += _pieces(
+                        target.row + first - target.first,
+                        source.row + first - source.first,
+                        count,
+                        stored.get(source.name, ()),
+                        shapes[target.name],
+                        dtype,
+                    )
+    return [Entry(name, shape, dtype, pieces[name]) for name, shape in shapes.items()]
+
+
+def _spans(parts: Sequence[Part]) -> list[_Span]:
+    """By their place in the parameter."""
+    found = []
+    for part in parts:
+        size = math.prod(part.shape[1:-1])
+        found += [
+            _Span(size * s.target, size * s.length, size * s.source, part.name) for s in part.slices
+        ]
+    return sorted(found)
+
+
+def _pieces(
+    row: int,
+    source_row: int,
+    count: int,
+    stored: Sequence[Stored],
+    shape: Sequence[int],
+    dtype: torch.dtype,
+) -> list[Piece]:
+    """Rows [source_row, source_row + count) of what is stored, to be rows from `row` on of a tensor
+    of that shape."""
+    found = []
+    for block in stored:
+        info = block.checkpoint.tensors[block.name]
+        first = max(source_row, block.row)
+        number = min(source_row + count, block.row + block.rows) - first
+        if number > 0:
+            start = block.first + first - block.row
+            read = partial(_read, block.checkpoint, block.name, dtype, start)
+            columns = None if info.shape[1:][-1:] == shape[1:][-1:] else info.shape[-1]
+            found.append(Piece(row + first - source_row, number, read, block.column, columns))
+    return found
+
+
+def _read(
+    checkpoint: Checkpoint, name: str, dtype: torch.dtype, start: int, first: int, count: int
+) -> Tensor:
+    info, first = checkpoint.tensors[name], start + first
+    shape, unit = info.shape, math.prod(info.shape[1:-1])
+    if isinstance(info, TensorInfo) and len(shape) > 2:  # a matrix: any of its rows can be read
+        shape, unit = (height(shape), shape[-1]), 1
+        checkpoint = Checkpoint(checkpoint.name, {name: replace(info, shape=shape)})
+    begin, end = first // unit, -(-(first + count) // unit)
+    rows = torch.empty((end - begin, *shape[1:]) if shape else (), dtype=dtype)
+    checkpoint.read_into(name, rows, row=begin)
+    if dtype == torch.float16 != info.dtype and not all_finite([rows], rows.device):
+        raise ValueError(
+            f"{name} has values that are infinite in float16, or NaN: choose another dtype, such "
+            "as bfloat16"
+        )
+    return rows.reshape(-1, *shape[1:][-1:]).narrow(0, first - begin * unit, count)

@@ -1,0 +1,300 @@
+"""Full disks: noticed before anything is written, and said with sizes."""
+
+import ctypes
+import errno
+import fcntl
+import os
+import re
+import secrets
+import shutil
+import socket
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from tigon.paths import expanded
+
+FULL = (errno.ENOSPC, errno.EDQUOT)
+
+
+class DiskFull(OSError):
+    """The disk has no room for what is to be written."""
+
+
+def require_space(directory: Path, needed: int) -> None:
+    """Raises DiskFull unless `needed` bytes fit there."""
+    free = shutil.disk_usage(directory).free
+    if free < needed:
+        raise DiskFull(f"the disk of {directory} is too full: {_sizes(needed, free)}")
+
+
+@contextmanager
+def named_if_full(path: Path, needed: int) -> Iterator[None]:
+    """Let an error of a full disk, of a quota, or that names no file say what was to be written."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in FULL:
+            if error.errno is None or error.filename is not None:
+                raise
+            raise OSError(error.errno, error.strerror, str(path)) from error
+        free = shutil.disk_usage(path.parent).free
+        quota = " (a quota)" if error.errno == errno.EDQUOT else ""
+        raise DiskFull(
+            f"the disk{quota} became full while {path} was written: {_sizes(needed, free)}"
+        ) from error
+
+
+def _sizes(needed: int, free: int) -> str:
+    """In bytes where rounding would hide that they differ."""
+    found = [_size(count) for count in (needed, free)]
+    if found[0] == found[1]:
+        found = [f"{count:,} bytes" for count in (needed, free)]
+    return f"{found[0]} needed, {found[1]} free"
+
+
+def _size(count: int) -> str:
+    return f"{count / 2**30:.2f} GiB" if count >= 2**30 else f"{count / 2**20:.1f} MiB"
+
+
+# A file that one process holds at a time, however that process ends.
+
+UNSUPPORTED = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
+_held: set[tuple[int, int]] = set()  # device and inode of the locks of this process
+
+
+class Locked(FileExistsError):
+    """Somebody holds the lock; `here`: this process does."""
+
+    here = False
+
+
+@contextmanager
+def locked(path: Path, target: Path, doing: str, instead: str) -> Iterator[bool]:
+    """Hold the lock file of a target, which is made and stays; False where the file system has no
+    locks.
+
+    The system gives the lock back when the process ends, even by SIGKILL. If another process has
+    it, Locked says that the target is `doing`, such as "in use", by that one, and to wait for its
+    end or `instead`.
+    """
+    descriptor = _lock(path, target, doing, instead)
+    if descriptor is None:
+        yield False
+        return
+    identity = _identity(descriptor)
+    _held.add(identity)
+    try:
+        with suppress(OSError):  # on a full disk this process stays unnamed
+            os.truncate(descriptor, 0)
+            os.write(descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode())
+        yield True
+    finally:
+        _held.discard(identity)
+        fcntl.flock(descriptor, fcntl.LOCK_UN)  # forked processes may have the descriptor too
+        os.close(descriptor)
+
+
+def _lock(path: Path, target: Path, doing: str, instead: str) -> int | None:
+    while True:
+        try:
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
+        except OSError as error:
+            text = f"{target} cannot be written: {error.strerror}"
+            raise OSError(error.errno, text, str(path)) from error
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise _refused(descriptor, f"{target} is {doing}", instead) from None
+        except OSError as error:
+            os.close(descriptor)
+            if error.errno not in UNSUPPORTED:
+                raise
+            warnings.warn(f"{path.parent}: its file system has no locks ({error})", stacklevel=5)
+            return None
+        with suppress(FileNotFoundError):
+            if os.fstat(descriptor).st_ino == path.stat().st_ino:
+                break
+        os.close(descriptor)  # of a file that its holder has just removed
+    if not os.path.isfile(descriptor) or not re.match(rb"process \d|$", os.pread(descriptor, 9, 0)):
+        os.close(descriptor)
+        raise FileExistsError(f"{path} is somebody's file, not a lock: rename it or the target")
+    return descriptor
+
+
+def _refused(descriptor: int, busy: str, instead: str) -> Locked:
+    holder = os.read(descriptor, 1000).decode(errors="replace") or "another process"
+    error = Locked(f"{busy} by {holder}: wait until it ends, or {instead}")
+    error.here = _identity(descriptor) in _held
+    os.close(descriptor)
+    return error
+
+
+def _identity(descriptor: int) -> tuple[int, int]:
+    status = os.fstat(descriptor)
+    return status.st_dev, status.st_ino
+
+
+# Directories that appear whole or not at all, each written by one process at a time.
+
+AT_FDCWD, RENAME_EXCHANGE = -100, 2  # of Linux's renameat2
+
+
+@contextmanager
+def new_directory(
+    path: str | os.PathLike[str],
+    *,
+    replace: bool = False,
+    needed: int = 0,
+    stale: Callable[[str], bool] = lambda name: False,
+) -> Iterator[Path]:
+    """A temporary sibling to write into, renamed to `path` at the end or removed on an error.
+
+    What is at `path` must be an empty directory; with `replace` it may be any directory but no
+    link, which stays until the new one is whole, also if this process is killed. Its files that
+    have other names than the new ones stay, but for those that are `stale` by their names. What
+    killed writers of `path` have left beside it is removed. Raises FileExistsError if another
+    process writes `path` now, and DiskFull unless `needed` bytes are free.
+    """
+    target = check_free(path, replace=replace)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with _locked(target) as locked:
+        if locked:
+            _recover(target)
+            check_free(target, replace=replace)
+        require_space(target.parent, needed)
+        temporary = _hidden(target, "tmp")
+        temporary.mkdir()
+        try:
+            with named_if_full(target, needed):
+                yield temporary
+                for item in [*temporary.rglob("*"), temporary]:
+                    fsync(item)
+                check_free(target, replace=replace)
+                if replace and target.is_dir():
+                    keep_files(target, temporary, stale)
+            _publish(temporary, target, replace)
+        except BaseException:
+            shutil.rmtree(temporary, ignore_errors=True)
+            raise
+
+
+def check_free(path: str | os.PathLike[str], *, replace: bool = False) -> Path:
+    """The absolute path; FileExistsError if `new_directory` would not take it."""
+    named = expanded(path)
+    if replace and named.is_symlink():
+        raise FileExistsError(
+            f"{named} is a link to {os.readlink(named)}, which is not replaced: remove the link, "
+            "or choose another path"
+        )
+    target = named.resolve()
+    if target.is_dir() and (replace or not any(target.iterdir())):
+        if target.is_mount():
+            raise FileExistsError(f"{target} is a mount point: name a directory inside it")
+    elif target.exists():
+        what = "a directory with files in it" if target.is_dir() else "a file"
+        raise FileExistsError(f"{target} exists and is {what}: remove it or choose another path")
+    return target
+
+
+@contextmanager
+def _locked(target: Path) -> Iterator[bool]:
+    """Hold the lock of a target; False where the file system has no locks."""
+    path = target.with_name(f".{target.name}.lock")
+    with locked(path, target, "being written", "choose another path") as held:
+        try:
+            yield held
+        finally:
+            if held:
+                with suppress(OSError):
+                    path.unlink()
+
+
+def recover(target: Path) -> None:
+    """Remove what killed writers of a directory have left beside it, unless it is being written."""
+    with suppress(OSError), _locked(target) as locked:
+        if locked:
+            _recover(target)
+
+
+def _recover(target: Path) -> None:
+    """Remove what killed writers have left; if one had just moved the old directory, put it back.
+
+    The lock is held, so none of them is alive.
+    """
+    ours = re.compile(rf"\.{re.escape(target.name)}\.(tmp|old)-[0-9a-f]{{16}}")
+    for path in sorted(target.parent.iterdir()):
+        if not (name := ours.fullmatch(path.name)) or path.is_symlink():
+            continue
+        if name[1] == "old" and not target.exists():
+            path.rename(target)
+        else:
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def keep_files(old: Path, new: Path, stale: Callable[[str], bool], folder: str = "") -> None:
+    """Give a directory that replaces another the files that only the old one has, such as notes.
+
+    `stale`: whether a file goes with the old one, by its path inside it. Files are linked, not
+    moved, so that each has a name in one of the two at any time.
+    """
+    for path in sorted(old.iterdir()):
+        name, kept = folder + path.name, new / path.name
+        if path.is_dir() and not path.is_symlink():
+            kept.mkdir(exist_ok=True)
+            keep_files(path, kept, stale, f"{name}/")
+        elif not os.path.lexists(kept) and not stale(name):
+            try:
+                os.link(path, kept, follow_symlinks=False)
+            except (OSError, NotImplementedError):  # a file system without hard links
+                shutil.copy2(path, kept, follow_symlinks=False)
+    fsync(new)
+
+
+def _publish(temporary: Path, target: Path, replace: bool) -> None:
+    """Give a whole directory its name; with `replace`, what had it before is removed."""
+    if not replace or not (target.is_dir() and any(target.iterdir())):
+        os.rename(temporary, target)
+        fsync(target.parent)
+        return
+    old = temporary
+    if not _exchange(temporary, target):
+        old = _hidden(target, "old")
+        os.rename(target, old)
+        try:
+            os.rename(temporary, target)
+        except BaseException:
+            os.rename(old, target)
+            raise
+    fsync(target.parent)  # before the old one goes
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _hidden(target: Path, kind: str) -> Path:
+    """A name beside the target that nobody else has, nor another container's process."""
+    return target.with_name(f".{target.name}.{kind}-{secrets.token_hex(8)}")
+
+
+def _exchange(first: Path, second: Path) -> bool:
+    """Swap two names in one step; False where the system cannot."""
+    try:
+        renameat2 = ctypes.CDLL(None, use_errno=True).renameat2
+    except AttributeError:  # not Linux
+        return False
+    names = (os.fsencode(first), os.fsencode(second))
+    if renameat2(AT_FDCWD, names[0], AT_FDCWD, names[1], RENAME_EXCHANGE) == 0:
+        return True
+    code = ctypes.get_errno()
+    if code in (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP):
+        return False
+    raise OSError(code, os.strerror(code), str(second))
+
+
+def fsync(path: Path) -> None:
+    """Wait until a file, or the names in a directory, are on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

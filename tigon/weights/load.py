@@ -1,0 +1,371 @@
+"""Which tensors of a checkpoint each parameter is made of; told from shapes and headers alone."""
+
+import itertools
+import math
+import mmap
+import os
+import threading
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from huggingface_hub.utils import tqdm
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from tigon.json_file import escaped
+from tigon.weights.checkpoint import Checkpoint
+from tigon.weights.decoded import Decoded
+from tigon.weights.header import TensorInfo
+from tigon.weights.layout import Decoding, Layout, Lines, Part, fills, local_part, runs_of
+from tigon.weights.read import (
+    BUFFERS,
+    SHARE,
+    Reader,
+    Run,
+    Transfer,
+    pinned_buffer,
+    pinned_bytes,
+    spread,
+    transfers,
+)
+
+NAMED = 10  # tensors, at most, of each kind that do not fit
+
+Matched = dict[str, list[tuple[Part, TensorInfo | Decoded]]]  # by the parameter's name
+Misfits = dict[str, list[str]]  # what is wrong -> the tensors of which it is
+
+
+def match(
+    parameters: Mapping[str, Tensor],
+    layout: Layout,
+    checkpoint: Checkpoint,
+    *,
+    source_of: Mapping[str, str] | None = None,
+    ignored: Collection[str] = (),
+    into: str = "the model",
+) -> Matched:
+    """The tensors that every parameter is made of, as `load_into` needs them.
+
+    The parameters may be on the meta device. ValueError unless all fit.
+    """
+    matched, misfits = compare(parameters, layout, checkpoint, source_of=source_of, ignored=ignored)
+    if misfits:
+        listed = (f"\n  {listing(fault, names, NAMED)}" for fault, names in misfits.items())
+        raise ValueError(
+            f"the checkpoint {escaped(checkpoint.name)} does not fit {into}:{''.join(listed)}"
+        )
+    return matched
+
+
+def compare(
+    parameters: Mapping[str, Tensor],
+    layout: Layout,
+    checkpoint: Checkpoint,
+    *,
+    source_of: Mapping[str, str] | None = None,
+    ignored: Collection[str] = (),
+) -> tuple[Matched, Misfits]:
+    """As `match`, but says what does not fit in place of raising it."""
+    source_of = source_of or {}
+    missing: list[str] = []
+    wrong: list[str] = []
+    matched: Matched = {}
+    for parameter_name, parameter in parameters.items():
+        parts = layout[parameter_name]
+        if not fills(parts, parameter):
+            wrong.append(f"{parameter_name} is {list(parameter.shape)}, not filled by {parts}")
+            continue
+        matched[parameter_name] = []
+        for part in parts:
+            source = source_of.get(part.name, part.name)
+            info = checkpoint.tensors.get(source)
+            if info is None:
+                missing.append(source)
+            elif info.shape != part.shape:
+                wrong.append(f"{source} is {list(info.shape)}, not {list(part.shape)}")
+            elif info.dtype.is_floating_point != parameter.dtype.is_floating_point:
+                wrong.append(f"{source} is {info.dtype}, not {parameter.dtype}")
+            else:
+                matched[parameter_name].append((part, info))
+    used = {source_of.get(part.name, part.name) for parts in layout.values() for part in parts}
+    found = {
+        "missing": missing,
+        "unexpected": sorted(checkpoint.tensors.keys() - used - set(ignored)),
+        "of another shape or kind": wrong,
+    }
+    return matched, {fault: names for fault, names in found.items() if names}
+
+
+def listing(fault: str, names: list[str], most: int) -> str:
+    """A line of a message about one kind of misfits."""
+    more = ", ..." if len(names) > most else ""
+    return f"{len(names)} {fault}: {', '.join(escaped(name, 300) for name in names[:most])}{more}"
+
+
+# Parameters that are parts of files, mapped into memory in place of copies.
+
+
+def map_parameters(
+    parameters: Mapping[str, Tensor], layout: Layout, checkpoint: Checkpoint, **names: Any
+) -> dict[str, Tensor]:
+    """Of the parameters, those whose bytes a file holds as they are: that part of it, mapped.
+
+    Raises where `load_into` does, whose keywords `names` are. Nothing is read before it is used,
+    and what is written to the tensors stays in this process: the file never changes. A parameter of
+    several tensors is among them if these follow each other in one file. The file must be neither
+    shortened nor written to for as long as one of the tensors lives.
+    """
+    matched = match(parameters, layout, checkpoint, **names)
+    files: dict[Path, mmap.mmap] = {}
+    found: dict[str, Tensor] = {}
+    for name, parameter in parameters.items():
+        place = _place(parameter, matched[name])
+        if place is None:
+            continue
+        path, offset = place
+        if path not in files:
+            with open(path, "rb") as file:
+                files[path] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+        end = offset + parameter.numel() * parameter.itemsize
+        if end > len(files[path]):
+            raise ValueError(f"{path} ended at byte {len(files[path])}: it was shortened")
+        flat = torch.frombuffer(
+            files[path], dtype=parameter.dtype, count=parameter.numel(), offset=offset
+        )
+        found[name] = flat.view(parameter.shape)
+    return found
+
+
+def _place(
+    parameter: Tensor, parts: Sequence[tuple[Part, TensorInfo | Decoded]]
+) -> tuple[Path, int] | None:
+    """Where a file has the parameter's bytes as they are, all in a row."""
+    if not parameter.numel():
+        return None
+    spans: list[tuple[int, Path, int, int]] = []
+    for part, info in parts:
+        if not isinstance(info, TensorInfo) or info.dtype != parameter.dtype:
+            return None
+        row = info.nbytes // max(1, info.shape[0] if info.shape else 1)
+        for source, target, length in part.slices:
+            begin = info.offset + source * row
+            spans.append((target, info.path, begin, begin + length * row))
+    spans.sort()
+    _, path, offset, _ = spans[0]
+    follow = all(a[1] == b[1] and a[3] == b[2] for a, b in pairwise(spans))
+    return (path, offset) if follow and offset % parameter.itemsize == 0 else None
+
+
+# Parameters that several ranks have alike: one of them reads each, and sends it to the others.
+
+
+class Replicas:
+    """Who reads which parameter, on all ranks alike; `own` are those that this rank reads."""
+
+    def __init__(self, parameters: Mapping[str, Tensor]) -> None:
+        self.own: list[str] = []
+        self._readers: dict[str, tuple[DeviceMesh, dict[int, int]]] = {}
+        loads: dict[tuple[DeviceMesh, tuple[int, ...]], list[int]] = {}
+        for name, p in parameters.items():
+            dims = _replicated(p)
+            if not dims:
+                self.own.append(name)
+                continue
+            assert isinstance(p, DTensor)
+            mesh = p.device_mesh
+            sizes = [mesh.size(dim) for dim in dims]
+            # The one that has the least to read so far
+            load = loads.setdefault((mesh, dims), [0] * math.prod(sizes))
+            reader = load.index(min(load))
+            load[reader] += p.numel() * p.dtype.itemsize
+            at = list(itertools.product(*map(range, sizes)))[reader]
+            self._readers[name] = mesh, dict(zip(dims, at, strict=True))
+            if all(mesh.get_local_rank(dim) == i for dim, i in self._readers[name][1].items()):
+                self.own.append(name)
+
+    @contextmanager
+    def agreed(self) -> Iterator[None]:
+        """Raise on every rank where it was raised on one: nobody waits for what is never sent."""
+        failure: BaseException | None = None
+        try:
+            yield
+        except BaseException as error:
+            failure = error
+        groups = {(mesh, dim) for mesh, reader in self._readers.values() for dim in reader}
+        failed = failure is not None
+        for mesh, dim in sorted(groups, key=lambda group: (str(group[0].mesh.tolist()), group[1])):
+            flag = torch.tensor(float(failed), device=mesh.device_type)
+            dist.all_reduce(flag, dist.ReduceOp.MAX, group=mesh.get_group(dim))
+            failed = bool(flag.item())
+        if failure is not None:
+            raise failure
+        if failed:
+            raise RuntimeError("another rank could not read the checkpoint: it says why")
+
+    def send(self, memory: Mapping[str, Tensor]) -> None:
+        """Fill every parameter's memory on this rank from the rank that has read it."""
+        for name, (mesh, reader) in self._readers.items():
+            if not memory[name].numel():
+                continue
+            flat = memory[name].contiguous().view(-1).view(torch.uint8)
+            dims = list(reader)
+            for i, dim in enumerate(dims):
+                # Along the first dimension first, then all ranks that have it along the next
+                if all(mesh.get_local_rank(d) == reader[d] for d in dims[i + 1 :]):
+                    dist.broadcast(flat, group=mesh.get_group(dim), group_src=reader[dim])
+            if not memory[name].is_contiguous():
+                memory[name].copy_(flat.view(memory[name].dtype).view(memory[name].shape))
+
+
+def _replicated(p: Tensor) -> tuple[int, ...]:
+    """The dimensions of its mesh along which all ranks have the same."""
+    if not isinstance(p, DTensor) or p.device_mesh.get_coordinate() is None:
+        return ()
+    mesh = p.device_mesh
+    return tuple(
+        dim
+        for dim, placement in enumerate(p.placements)
+        if placement.is_replicate() and mesh.size(dim) > 1
+    )
+
+
+# Fills a model's parameters from a checkpoint, strictly, each rank with its own slices only.
+
+STAGING_BYTES = 256 << 20  # of the host's memory, by default
+LEAST_SHARE = 1 << 20  # bytes of a thread's buffers: with less, fewer threads read
+THREADS = 12  # at most: on a GPU 16 were no faster, and their buffers take longer to pin
+SLOW = 0.5  # seconds, after which a progress bar appears
+
+
+def load_into(
+    parameters: Mapping[str, Tensor],
+    layout: Layout,
+    checkpoint: Checkpoint,
+    *,
+    source_of: Mapping[str, str] | None = None,
+    ignored: Collection[str] = (),
+    into: str = "the model",
+    workers: int | None = None,
+    staging_bytes: int = STAGING_BYTES,
+) -> None:
+    """Fills every parameter from the parts that its layout names, or raises before one is touched.
+
+    `source_of` maps a part's name to the file's where they differ. A tensor of the file that no
+    part uses is an error unless it is in `ignored`. Of a DTensor a rank reads its own rows or
+    columns; what several ranks have alike one of them reads and sends to the others, so that all
+    ranks of its mesh have to call this together. `workers` threads read, by default up to 12;
+    their buffers take at most `staging_bytes` of the host's memory.
+    """
+    if staging_bytes < LEAST_SHARE:
+        raise ValueError(f"staging_bytes={staging_bytes}: at least {LEAST_SHARE} are needed")
+    for name, parameter in parameters.items():
+        if parameter.is_meta:
+            raise ValueError(f"{name} is on the meta device: allocate it first (to_empty)")
+    local = {name: local_part(name, parameter) for name, parameter in parameters.items()}
+    matched = match(parameters, layout, checkpoint, source_of=source_of, ignored=ignored, into=into)
+    replicas = Replicas(parameters)
+    runs: list[Run] = []
+    decodings: list[Decoding] = []
+    for name in replicas.own:
+        lines = Lines(local[name], single=len(layout[name][0].shape) < 2)
+        for part, info in matched[name]:
+            for found in runs_of(part, info, lines):
+                if isinstance(found, Run):
+                    runs.append(found)
+                else:
+                    decodings.append(found)
+    workers, share = _shares(workers, staging_bytes)
+    with replicas.agreed():
+        _read_all(runs, decodings, workers, share)
+    replicas.send({name: part.memory for name, part in local.items()})
+
+
+@contextmanager
+def pinned_ahead(device: torch.device, staging_bytes: int = STAGING_BYTES) -> Iterator[None]:
+    """Within, a thread pins the host memory of the buffers of a load to this GPU, one by one.
+
+    To be left before memory is allocated on the device: the driver does one of the two at a time.
+    Torch keeps pinned memory for whoever asks next, and so it is found by `load_into`, which pins
+    what is still lacking. On other devices nothing is done.
+    """
+    if device.type != "cuda":
+        yield
+        return
+    workers, share = _shares(None, staging_bytes)
+    # Each thread has a current device of its own
+    index = torch.cuda.current_device() if device.index is None else device.index
+    left = threading.Event()
+
+    def pin() -> None:
+        buffers: list[Tensor] = []
+        # Memory that cannot be had is an error of the load, if it comes so far
+        with torch.cuda.device(index), suppress(RuntimeError):
+            while len(buffers) < BUFFERS * workers and not left.is_set():
+                buffers.append(pinned_buffer(pinned_bytes(share)))
+
+    thread = threading.Thread(target=pin, name="pinned_ahead")
+    thread.start()
+    try:
+        yield
+    finally:
+        left.set()
+        thread.join()
+
+
+def _shares(workers: int | None, staging_bytes: int) -> tuple[int, int]:
+    """How many threads read, and the bytes of each one's buffers."""
+    workers = min(workers or _threads(), max(1, staging_bytes // LEAST_SHARE))
+    return workers, min(SHARE, staging_bytes // workers)
+
+
+def _threads() -> int:
+    """As many as read at once: the processors of this process, shared with its host's ranks."""
+    usable = getattr(os, "sched_getaffinity", None)
+    processors = len(usable(0)) if usable else os.cpu_count() or 1
+    return max(1, min(THREADS, processors // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
+
+
+def _read_all(
+    runs: Sequence[Run], decodings: Sequence[Decoding], workers: int, staging: int
+) -> None:
+    # All threads take from one queue in file order, so that a disk sees few sequential streams
+    work: list[Transfer | Decoding] = [*transfers(runs, Reader(staging).most)]
+    # As fp32 values a piece is a quarter: what it is decoded from and with takes memory too
+    work += [piece for decoding in decodings for piece in decoding.pieces(staging // 4)]
+    total = sum(item.nbytes for item in work)
+    first_rank = os.environ.get("RANK", "0") == "0"
+    bar = tqdm(
+        desc="Loading weights",
+        total=total,
+        unit="B",
+        unit_scale=True,
+        delay=SLOW,
+        leave=False,
+        disable=None if first_rank else True,  # None: unless it writes to a terminal
+    )
+
+    @contextmanager
+    def reader() -> Iterator[Reader]:
+        torch.set_num_threads(1)  # these are the threads: more of torch's only get in their way
+        with Reader(staging) as reader, torch.no_grad():
+            yield reader
+
+    def read(item: Transfer | Decoding, reader: Reader) -> None:
+        if isinstance(item, Transfer):
+            reader.fill(item)
+        else:
+            item.out.copy_(item.read(reader))
+        bar.update(item.nbytes)
+
+    threads = torch.get_num_threads()
+    try:
+        with bar:
+            spread(work, read, reader, workers)
+    finally:
+        torch.set_num_threads(threads)  # of threads that are started from now on

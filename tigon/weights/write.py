@@ -1,0 +1,588 @@
+"""Whether numbers are numbers."""
+
+import json
+import math
+import os
+import re
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dataclasses import dataclass
+from functools import partial
+from itertools import zip_longest
+from pathlib import Path
+from types import MappingProxyType
+from typing import NamedTuple, TypeVar
+
+import torch
+import torch.distributed as dist
+from huggingface_hub import split_state_dict_into_shards_factory
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from tigon.weights.files import fsync
+from tigon.weights.header import TAGS, write_header
+from tigon.weights.layout import Layout, Lines, Local, Part, fills, local_part, own_columns, tiles
+from tigon.weights.read import spread
+
+
+@torch.no_grad()
+def all_finite(
+    tensors: Iterable[Tensor], device: torch.device, *, most: float = math.inf
+) -> Tensor:
+    """A boolean on `device`, without a copy of any floating tensor: none has NaN, infinity, or what
+    is larger than `most`."""
+    groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    for tensor in tensors:
+        groups.setdefault((tensor.device, tensor.dtype), []).append(tensor)
+    good = [torch.ones((), dtype=torch.bool, device=device)]
+    for group in groups.values():
+        largest = torch.stack(_largest(group))
+        fits = torch.isfinite(largest) & (largest <= most)
+        good.append(fits.all().to(device))
+    return torch.stack(good).all()
+
+
+def _largest(group: list[Tensor]) -> list[Tensor] | tuple[Tensor, ...]:
+    """The largest magnitude of each; NaN where there is one."""
+    if group[0].device.type == "cpu":  # where the norm takes six times as long
+        return [torch.maximum(-low, high) for low, high in map(torch.aminmax, group)]
+    return torch._foreach_norm(group, math.inf)
+
+
+# What a process writes of the tensors of a checkpoint.
+
+CHUNK = 16 << 20  # bytes that a thread converts, stages and writes at a time
+
+
+class Piece(NamedTuple):
+    """Rows of a tensor of the checkpoint that this process writes.
+
+    A row is the last dimension of a tensor that has several, [E, N, D] has E * N; else an element.
+    """
+
+    row: int  # of the tensor, where they begin
+    rows: int
+    # (first of these rows, how many) -> those, on any device, of any dtype; called by any thread
+    read: Callable[[int, int], Tensor]
+    column: int = 0  # where what it has of each row begins
+    columns: int | None = None  # None: all
+
+
+class Entry(NamedTuple):
+    """A tensor of the checkpoint, and what this process writes of it."""
+
+    name: str
+    shape: Sequence[int]
+    dtype: torch.dtype
+    pieces: Sequence[Piece]
+
+    @classmethod
+    def of(cls, name: str, tensor: Tensor) -> "Entry":
+        """A whole tensor as it is."""
+        whole = tensor.detach()
+        shape = tuple(whole.shape)
+        rows = whole.reshape(height(shape), *shape[1:][-1:])
+        piece = Piece(0, len(rows), lambda first, count: rows.narrow(0, first, count))
+        return cls(name, shape, whole.dtype, [piece])
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    @property
+    def row_bytes(self) -> int:
+        return math.prod(self.shape[1:][-1:]) * self.dtype.itemsize
+
+
+def height(shape: Sequence[int]) -> int:
+    """Rows of a tensor, as pieces count them."""
+    return math.prod(shape[:-1] if len(shape) > 1 else shape)
+
+
+def cut(rows: int, row_bytes: int) -> Iterator[tuple[int, int]]:
+    """(first, number) of groups of rows of at most CHUNK bytes."""
+    step = max(1, CHUNK // max(1, row_bytes))
+    return ((first, min(step, rows - first)) for first in range(0, rows, step))
+
+
+# The processes that write one checkpoint together.
+
+T = TypeVar("T")
+
+
+class RankError(RuntimeError):
+    """What stopped another rank stops this one."""
+
+
+class Writers:
+    """Those of a process group, the default one if none is given; or this process alone."""
+
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+        self._group = group
+        grouped = dist.is_initialized()
+        self.rank = dist.get_rank(group) if grouped else 0
+        self.size = dist.get_world_size(group) if grouped else 1
+
+    @property
+    def first(self) -> bool:
+        return self.rank == 0
+
+    def gather(self, value: T) -> list[T]:
+        """Every rank's value, on every rank."""
+        if self.size == 1:
+            return [value]
+        values: list[T | None] = [None] * self.size
+        dist.all_gather_object(values, value, group=self._group)
+        return values  # type: ignore[return-value]
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """Leave together; what one rank raises inside stops all of them.
+
+        Inside, no rank may wait for another.
+        """
+        fault: str | None = None
+        try:
+            yield
+        except BaseException as error:
+            fault = f"{type(error).__name__}: {error}"
+            raise
+        finally:
+            faults = self.gather(fault)
+        for rank, found in enumerate(faults):
+            if found is not None:
+                raise RankError(f"rank {rank} stopped with {found}")
+
+
+# Parameters as the tensors of a checkpoint: what `loading` reads, the other way round.
+
+
+def entries(
+    parameters: Mapping[str, Tensor],
+    layout: Layout,
+    dtype: torch.dtype,
+    *,
+    values: Mapping[str, Tensor] | None = None,
+    ranks: Writers | None = None,
+) -> list[Entry]:
+    """Every tensor of the layout in `dtype`, with what this rank writes of it: its own rows and
+    columns; of what other ranks have too, its share.
+
+    `values`: by name, in place of a parameter's memory on this rank, and as large. Raises
+    ValueError where a parameter is not made of the tensors that the layout names.
+    """
+    ranks, values = ranks or Writers(), values or {}
+    shapes: dict[str, tuple[int, ...]] = {}
+    pieces: dict[str, list[Piece]] = {}
+    for name, p in parameters.items():
+        if not fills(layout[name], p):
+            raise ValueError(f"{name} is {list(p.shape)}, not filled by {layout[name]}")
+        if p.is_meta:
+            raise ValueError(f"{name} is on the meta device: allocate it first (to_empty)")
+        local = local_part(name, p)
+        if name in values:
+            value = values[name].detach()
+            value = value.to_local() if isinstance(value, DTensor) else value
+            if value.shape != local.memory.shape:
+                raise ValueError(
+                    f"{name} is {list(local.memory.shape)}, its value {list(value.shape)}"
+                )
+            local = local._replace(memory=value)
+        for part in layout[name]:
+            shapes[part.name] = part.shape
+            blocks = _blocks(part, local)
+            replica, replicas = _replica(p, part, ranks)
+            if replicas > 1:  # shares begin at another one for each tensor: most are one group
+                groups = [block for whole in blocks for block in _cut(whole, dtype)]
+                blocks = groups[(replica - len(shapes)) % replicas :: replicas]
+            pieces.setdefault(part.name, []).extend(blocks)
+    return [Entry(name, shape, dtype, pieces[name]) for name, shape in shapes.items()]
+
+
+def _replica(parameter: Tensor, part: Part, ranks: Writers) -> tuple[int, int]:
+    """Which of how many ranks that have the same rows this one is."""
+    if not isinstance(parameter, DTensor):
+        return (ranks.rank, ranks.size) if part.copy is None else part.copy
+    mesh, (number, count) = parameter.device_mesh, part.copy or (0, 1)
+    coordinate = mesh.get_coordinate()
+    if coordinate is None:
+        return 0, 0
+    for dim, placement in enumerate(parameter.placements):
+        if placement.is_replicate():
+            number, count = number * mesh.size(dim) + coordinate[dim], count * mesh.size(dim)
+    return number, count
+
+
+def _blocks(part: Part, local: Local) -> list[Piece]:
+    """What this rank has of a part."""
+    single = len(part.shape) < 2
+    lines, found = Lines(local, single=single), []
+    for source, target, length in part.lines(local.shape):
+        for line, block in lines.within(target, target + length):
+            rows = block.view(-1) if single else own_columns(part, block)
+            columns = None if rows.shape[1:] == part.shape[1:][-1:] else rows.shape[1]
+            column, read = part.column + lines.column, partial(rows.narrow, 0)
+            found.append(Piece(source + line - target, len(rows), read, column, columns))
+    return found
+
+
+def _cut(piece: Piece, dtype: torch.dtype) -> Iterator[Piece]:
+    row_bytes = piece.read(0, 1).numel() * dtype.itemsize
+    for first, count in cut(piece.rows, row_bytes):
+        read = partial(piece.read(first, count).narrow, 0)
+        yield piece._replace(row=piece.row + first, rows=count, read=read)
+
+
+# Rows of tensors of any dtype on any device as bytes in host memory, through one small buffer.
+
+
+class Stage:
+    """The buffers of one thread."""
+
+    def __init__(self) -> None:
+        self._buffer = torch.empty(0, dtype=torch.uint8)
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+
+    def __call__(self, rows: Tensor, dtype: torch.dtype) -> memoryview:
+        """Row-major, little-endian, in `dtype`; what was given before is overwritten."""
+        if rows.is_cuda:
+            return self._from_gpu(rows, dtype)
+        if rows.dtype == dtype and rows.is_contiguous():
+            return _bytes_of(rows.view(-1).view(torch.uint8))
+        staged = self._room(rows.numel() * dtype.itemsize, pinned=False)
+        staged.view(dtype).view(rows.shape).copy_(rows)
+        return _bytes_of(staged)
+
+    def _from_gpu(self, rows: Tensor, dtype: torch.dtype) -> memoryview:
+        if rows.device not in self._streams:
+            torch.cuda.synchronize(rows.device)  # what was queued may still change the rows
+            self._streams[rows.device] = torch.cuda.Stream(rows.device)
+        stream = self._streams[rows.device]
+        # The device too, or leaving the stream would make a context on this thread's, the first GPU
+        with torch.cuda.device(rows.device), torch.cuda.stream(stream):
+            # Converted there: copy_ to the host would do it here, unpinned
+            converted = rows.to(dtype).contiguous().view(-1).view(torch.uint8)
+            staged = self._room(converted.numel(), pinned=True)
+            staged.copy_(converted, non_blocking=True)
+        stream.synchronize()
+        return _bytes_of(staged)
+
+    def _room(self, nbytes: int, *, pinned: bool) -> Tensor:
+        if len(self._buffer) < nbytes or (pinned and not self._buffer.is_pinned()):
+            self._buffer = torch.empty(nbytes, dtype=torch.uint8, pin_memory=pinned)
+        return self._buffer[:nbytes]
+
+
+def as_bytes(tensor: Tensor) -> memoryview:
+    """Row-major, little-endian, on the host."""
+    flat = tensor.detach().cpu().contiguous().view(-1)
+    return _bytes_of(flat.view(torch.uint8))
+
+
+def _bytes_of(flat: Tensor) -> memoryview:
+    return flat.numpy().data
+
+
+# Writes safetensors checkpoints: every process its own rows, several threads at once.
+#
+# The files get their headers and their sizes first; then all rows are written at their places, in
+# any order, through buffers of at most CHUNK bytes a thread.
+
+WORKERS = min(8, os.cpu_count() or 1)
+PT = MappingProxyType({"format": "pt"})
+SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT])B", re.IGNORECASE)
+
+
+def write_checkpoint(
+    directory: str | os.PathLike[str] | None,
+    tensors: Iterable[Entry],
+    *,
+    max_shard_size: int | str = "5GB",
+    stem: str = "model",
+    metadata: Mapping[str, str] = PT,
+    ranks: Writers | None = None,
+    workers: int | None = None,
+) -> None:
+    """Writes STEM.safetensors, or shards and their index, split and named as transformers does.
+
+    In a process group all ranks call it with entries of the same names, shapes and dtypes, each
+    with its own pieces, and the first one with the directory, which all must be able to see. What
+    stops one rank stops all of them, and leaves none of the files. Raises ValueError unless the
+    pieces of all ranks are every row once.
+    """
+    ranks = ranks or Writers()
+    with ranks.together():
+        shards = _shards(tensors, max_shard_size, stem)
+        files = [_File(name, entries, metadata) for name, entries in shards.items()]
+    _check_pieces(shards, ranks)
+    created: list[Path] = []
+    try:
+        with ranks.together():
+            if ranks.first:
+                assert directory is not None, "the first rank needs the directory"
+                for file in files:
+                    file.create(Path(directory), created)
+                if len(files) > 1:
+                    _write_index(Path(directory, f"{stem}.safetensors.index.json"), shards, created)
+        root = _seen_by_all(directory, ranks)
+        # Not all ranks begin with the same file: writes into one wait for each other
+        start = ranks.rank * len(files) // ranks.size
+        with ranks.together():
+            _write(root, files[start:] + files[:start], workers or WORKERS)
+    except BaseException:
+        for path in created:
+            with suppress(OSError):
+                path.unlink()
+        raise
+
+
+def _most_bytes(size: int | str) -> int:
+    found = SIZE.fullmatch(size.strip()) if isinstance(size, str) else None
+    count = int(float(found[1]) * 1000 ** (1 + "KMGT".index(found[2].upper()))) if found else size
+    if not isinstance(count, int) or isinstance(count, bool) or count < 1:
+        raise ValueError(
+            f"max_shard_size={size!r} is no size: give a text such as '5GB' or '500MB', or a whole "
+            "number of bytes"
+        )
+    return count
+
+
+def _shards(
+    tensors: Iterable[Entry], max_shard_size: int | str, stem: str
+) -> dict[str, list[Entry]]:
+    """File name -> its entries in the order the safetensors library gives them in a file."""
+    entries: dict[str, Entry] = {}
+    for entry in tensors:
+        if entry.name in entries:
+            raise ValueError(f"tensor {entry.name!r} is given twice")
+        if entry.dtype not in TAGS:
+            raise ValueError(
+                f"tensor {entry.name!r} is {entry.dtype}, which safetensors files cannot hold"
+            )
+        entries[entry.name] = entry
+    split = split_state_dict_into_shards_factory(
+        entries,
+        get_storage_size=lambda entry: entry.nbytes,
+        filename_pattern=stem + "{suffix}.safetensors",
+        max_shard_size=_most_bytes(max_shard_size),
+    )
+    return {
+        file: sorted((entries[name] for name in names), key=_place)
+        for file, names in split.filename_to_tensors.items()
+    }
+
+
+def _place(entry: Entry) -> tuple[int, str]:
+    return -list(TAGS).index(entry.dtype), entry.name
+
+
+def _check_pieces(shards: Mapping[str, list[Entry]], ranks: Writers) -> None:
+    """Raises ValueError, on every rank, unless all rows of all tensors are there once."""
+    entries = [entry for shard in shards.values() for entry in shard]
+    described = [(file, [tuple(e[:3]) for e in shard]) for file, shard in shards.items()]
+    spans = [[(p.column, p.columns, p.row, p.rows) for p in e.pieces if p.rows] for e in entries]
+    everywhere = ranks.gather((repr(described), spans))
+    with ranks.together():
+        for rank, (other, _) in enumerate(everywhere):
+            if other != everywhere[0][0]:
+                raise ValueError(f"rank {rank} and rank 0 do not write the same tensors")
+        for i, entry in enumerate(entries):
+            found = [span for _, of_rank in everywhere for span in of_rank[i]]
+            if entry.nbytes and not _whole(entry, found):
+                raise ValueError(
+                    f"{entry.name} {list(entry.shape)} cannot be written: there are "
+                    f"{sorted({span[2:] for span in found})} of its rows (first, number), "
+                    "not each row once"
+                )
+
+
+def _whole(entry: Entry, found: Sequence[tuple[int, int | None, int, int]]) -> bool:
+    """Whether blocks (column, columns, row, rows) are each element once."""
+    width = math.prod(entry.shape[1:][-1:])
+    stripes: dict[tuple[int, int], list[tuple[int, int]]] = {}
+    for column, columns, row, rows in found:
+        stripes.setdefault((column, columns or width), []).append((row, rows))
+    high = height(entry.shape)
+    return tiles(list(stripes), width) and all(tiles(rows, high) for rows in stripes.values())
+
+
+def _seen_by_all(directory: str | os.PathLike[str] | None, ranks: Writers) -> Path:
+    """The first rank's directory, if every rank sees it."""
+    if ranks.size == 1:
+        assert directory is not None
+        return Path(directory)
+    token = os.urandom(16).hex() if ranks.first else ""
+    mark = Path(directory).resolve() / f".{token}" if ranks.first else None  # type: ignore[arg-type]
+    with ranks.together():
+        if mark is not None:
+            mark.write_text(token)
+    path, token = ranks.gather((mark, token))[0]
+    assert path is not None
+    try:
+        with ranks.together():
+            if not path.is_file() or path.read_text() != token:
+                raise OSError(
+                    f"rank {ranks.rank} does not see {path.parent}, which rank 0 has made: every "
+                    "rank writes its own rows, so all need one file system; choose a directory on "
+                    "a shared one"
+                )
+    finally:
+        if mark is not None:
+            mark.unlink()
+    return path.parent
+
+
+@dataclass(frozen=True)
+class _Job:
+    """Consecutive rows, of at most CHUNK bytes unless it is one row."""
+
+    file: "_File"
+    entry: Entry
+    piece: Piece
+    first: int  # of the piece
+    count: int
+
+    @property
+    def offset(self) -> int:
+        row = self.piece.row + self.first
+        column = self.piece.column * self.entry.dtype.itemsize
+        return self.file.offsets[self.entry.name] + row * self.entry.row_bytes + column
+
+    def write(self, descriptor: int, content: memoryview) -> None:
+        """Columns alone lie apart in the file."""
+        if self.piece.columns is None:
+            _pwrite(descriptor, content, self.offset)
+            return
+        size = self.piece.columns * self.entry.dtype.itemsize
+        for i in range(self.count):
+            row = content[i * size : (i + 1) * size]
+            _pwrite(descriptor, row, self.offset + i * self.entry.row_bytes)
+
+
+class _File:
+    """A file of the checkpoint: where its tensors are, and what this process writes."""
+
+    def __init__(self, name: str, entries: list[Entry], metadata: Mapping[str, str]) -> None:
+        self.name = name
+        self.header = write_header([entry[:3] for entry in entries], metadata)
+        self.offsets: dict[str, int] = {}
+        end = len(self.header)
+        for entry in entries:
+            self.offsets[entry.name] = end
+            end += entry.nbytes
+        self.size = end
+        self.jobs = [
+            _Job(self, entry, piece, first, count)
+            for entry in entries
+            if entry.nbytes
+            for piece in entry.pieces
+            for first, count in cut(piece.rows, entry.row_bytes)
+        ]
+        self._lock, self._left, self._descriptor = threading.Lock(), len(self.jobs), -1
+
+    def create(self, root: Path, created: list[Path]) -> None:
+        """With its header and its size."""
+        path = root / self.name
+        with open(path, "xb") as file:
+            created.append(path)
+            file.write(self.header)
+            file.truncate(self.size)
+        if not self.jobs:
+            fsync(path)
+
+    def open(self, root: Path) -> int:
+        """A descriptor that all threads of this process share."""
+        with self._lock:
+            if self._descriptor < 0:
+                self._descriptor = os.open(root / self.name, os.O_WRONLY)
+            return self._descriptor
+
+    def done(self) -> None:
+        """One job more is; after the last one all is on the disk."""
+        with self._lock:
+            self._left -= 1
+            last = not self._left
+        if last:
+            os.fsync(self._descriptor)
+            self.close()
+
+    def close(self) -> None:
+        descriptor, self._descriptor = self._descriptor, -1
+        if descriptor >= 0:
+            os.close(descriptor)
+
+
+def _write(root: Path, files: list[_File], workers: int) -> None:
+    """What this process writes of all files; as many files at a time as there are threads."""
+    jobs: list[_Job] = []
+    for i in range(0, len(files), workers):
+        turns = zip_longest(*(file.jobs for file in files[i : i + workers]))
+        jobs += [job for turn in turns for job in turn if job is not None]
+
+    def write(job: _Job, stage: Stage) -> None:
+        job.write(job.file.open(root), stage(_rows(job), job.entry.dtype))
+        job.file.done()
+
+    try:
+        spread(jobs, write, _stage, workers)
+    finally:
+        for file in files:
+            file.close()
+
+
+def copied(tensors: Iterable[Entry], workers: int | None = None) -> list[Entry]:
+    """The same with all that this process writes of them in host memory, in their dtypes."""
+    entries, jobs = [], []
+    for entry in tensors:
+        pieces = []
+        for piece in entry.pieces:
+            columns = entry.shape[1:][-1:] if piece.columns is None else [piece.columns]
+            copy = torch.empty(piece.rows, *columns, dtype=entry.dtype)
+            pieces.append(piece._replace(read=partial(copy.narrow, 0)))
+            jobs += [(piece, copy, *job) for job in cut(piece.rows, entry.row_bytes)]
+        entries.append(entry._replace(pieces=pieces))
+
+    def fill(job: tuple[Piece, Tensor, int, int], stage: Stage) -> None:
+        piece, copy, first, count = job
+        content = stage(piece.read(first, count).detach(), copy.dtype)
+        copy[first : first + count].view(-1).view(torch.uint8).numpy().data[:] = content
+
+    spread(jobs, fill, _stage, workers or WORKERS)
+    return entries
+
+
+def _stage() -> AbstractContextManager[Stage]:
+    return nullcontext(Stage())
+
+
+def _rows(job: _Job) -> Tensor:
+    entry, rows = job.entry, job.piece.read(job.first, job.count)
+    columns = entry.shape[1:][-1:] if job.piece.columns is None else [job.piece.columns]
+    if rows.shape != (job.count, *columns):
+        raise ValueError(
+            f"tensor {entry.name!r} was announced as {list(entry.shape)}, and {job.count} rows of "
+            f"it came as {list(rows.shape)}"
+        )
+    return rows.detach()
+
+
+def _pwrite(descriptor: int, content: memoryview, offset: int) -> None:
+    while content:
+        count = os.pwrite(descriptor, content, offset)
+        content, offset = content[count:], offset + count
+
+
+def _write_index(path: Path, shards: dict[str, list[Entry]], created: list[Path]) -> None:
+    entries = [entry for shard in shards.values() for entry in shard]
+    index = {
+        "metadata": {
+            "total_parameters": sum(math.prod(entry.shape) for entry in entries),
+            "total_size": sum(entry.nbytes for entry in entries),
+        },
+        "weight_map": {entry.name: file for file, shard in shards.items() for entry in shard},
+    }
+    with open(path, "x") as file:
+        created.append(path)
+        file.write(json.dumps(index, indent=2, sort_keys=True) + "\n")
+    fsync(path)

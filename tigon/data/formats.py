@@ -17,7 +17,7 @@ from tigon.tokenizer.chat import check_variables
 
 Row = dict[str, Any]
 Messages = list[dict[str, Any]]
-MessagesOrText = TypeVar("Asked", str, Messages, str | Messages)
+MessagesOrText = TypeVar("MessagesOrText", str, Messages, str | Messages)
 
 CHATS = ("messages", "sharegpt", "prompt_completion", "instruction")
 TEXTS = ("text",)

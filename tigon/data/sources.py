@@ -76,8 +76,8 @@ class Block:
             if self.fraction is not None:
                 # A bad row is one of the training rows, so that it is counted once
                 fraction, held_out = self.fraction
-                bad = isinstance(row, ValueError)
-                if held_out != (not bad and is_held_out(row, self.format, fraction)):
+                chosen = isinstance(row, dict) and is_held_out(row, self.format, fraction)
+                if held_out != chosen:
                     continue
             yield line, row
 

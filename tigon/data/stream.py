@@ -206,8 +206,11 @@ class _Windows(IterableDataset[Any]):
             if last:
                 readers[0].restart()
             window = 0 if last else state["window"] + 1
-            places = [reader.place for reader in readers]
-            state = {"epoch": state["epoch"] + last, "window": window, "places": places}
+            state = {
+                "epoch": state["epoch"] + last,
+                "window": window,
+                "places": [reader.place for reader in readers],
+            }
 
 
 class _Reader:

@@ -143,7 +143,7 @@ Shard = tuple[int, int, int | None, int]  # source, first record, last or None: 
 def _shards(sources: Sequence[Source], workers: int) -> list[Shard]:
     """The block boundaries of the sources, which a shard keeps: a block has the same rows in any
     number of processes."""
-    shards = []
+    shards: list[Shard] = []
     for i, source in enumerate(sources):
         first = 0
         for block in source.blocks():
@@ -269,7 +269,9 @@ def _examples(
     for name, shape in facts["shapes"].items():
         kind, _, column = name.partition(".")
         columns[kind][column] = arrays[name].view(facts["dtypes"][name]).reshape(shape)
-    report = {k: tuple(v) if isinstance(v, list) else v for k, v in facts["report"].items()}
+    report: dict[str, Any] = {
+        k: tuple(v) if isinstance(v, list) else v for k, v in facts["report"].items()
+    }
     examples = Examples(
         arrays["tokens"],
         arrays["offsets"],
@@ -300,7 +302,7 @@ def one_thread() -> Iterator[None]:
 
 def _end_with_parent() -> None:
     """End a worker process whose parent is killed, which the parent cannot say."""
-    import multiprocess
+    import multiprocess  # type: ignore[import-untyped]
 
     if (parent := multiprocess.parent_process()) is not None:
 

@@ -67,7 +67,7 @@ class FormatEncoder(Encoder):
         self.skip_bad_rows = skip_bad_rows
 
     def open(self, source: Source) -> Source:
-        """The source with the format of its rows, told from the first one."""
+        """The source with the format of its rows, detected from the first one."""
         first = None
         for tried, (line, row) in enumerate(source.rows()):
             try:
@@ -201,7 +201,7 @@ class ChatEncoder(FormatEncoder):
         return {"train_on": self.train_on, "train_on_empty_thinking": self.train_on_empty_thinking}
 
     def ignored(self, row: Row, form: Format) -> set[str]:
-        """Those of messages, as "messages.KEY", that neither formats.py nor the template reads."""
+        """The keys of the row and, as "messages.KEY", of its messages that nothing reads."""
         found = super().ignored(row, form) | ignored_template_keys(row, form, self.read_in_messages)
         known = self.read_in_messages
         if form.kind == "sharegpt":
@@ -392,7 +392,7 @@ class AnswerEncoder(FormatEncoder):
         return Example(ids, {"supervised": np.arange(len(ids)) >= prompt}, values)
 
     def ignored(self, row: Row, form: Format) -> set[str]:
-        """Those of messages too, as "chosen.KEY"."""
+        """The keys of the row and, as "chosen.KEY", of its messages that nothing reads."""
         found = super().ignored(row, form) | ignored_template_keys(row, form, self.read_in_messages)
         known = self.read_in_messages
         for name in ANSWER_KEYS:
@@ -493,7 +493,7 @@ class LabelledEncoder(AnswerEncoder):
         return [examples[i:end] for i, end in zip(starts, ends, strict=True)]
 
     def _attempt(self, row: Row, form: Format) -> list[tuple[int, list[int], bool]] | ValueError:
-        """Of each answer of the row how many tokens its prompt has, both, and its label."""
+        """The length of the prompt, prompt and answer, and the label, for each answer of the row."""
         found = []
         try:
             if form.kind in PAIRS:
@@ -570,7 +570,7 @@ class RewardedEncoder(AnswerEncoder):
 
 
 def compute_advantages(rewards: np.ndarray, *, scale: bool = True) -> np.ndarray:
-    """Of the answers to one prompt; exactly 0 where all rewards are equal."""
+    """The advantages of the answers to one prompt; exactly 0 where all rewards are equal."""
     if np.ptp(rewards) == 0:
         return np.zeros_like(rewards)
     centred = rewards - rewards.mean()
@@ -672,7 +672,7 @@ def _check_distribution(place: int, tokens: Any, logprobs: Any) -> None:
     if any(type(t) is not int or not 0 <= t < 2**31 for t in tokens) or len({*tokens}) < len(
         tokens
     ):
-        raise ValueError(f"{where} has a token twice, or one that is none: {tokens!r:.100}")
+        raise ValueError(f"{where} has a duplicate or negative id: {tokens!r:.100}")
     real = all(
         type(p) in (int, float) and LOWEST_LOGPROB <= p <= PROBABILITY_TOLERANCE for p in logprobs
     )

@@ -249,7 +249,7 @@ class Encoder:
                 yield ValueError("is nested too deeply")
 
     def group_examples(self, examples: Sequence[Example]) -> Iterable[Sequence[Example]]:
-        """Those of a row, parted into groups."""
+        """The groups that the examples of a row form."""
         return [examples] if self.grouped else [[example] for example in examples]
 
     def ignored(self, row: Row, form: Format) -> set[str]:

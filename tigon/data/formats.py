@@ -1,6 +1,6 @@
 """Rows of data sets in the forms that people have them, as conversations and as texts.
 
-A source's format is told once, from the keys of its first row; then every row must have it.
+A source's format is detected once, from the keys of its first row; then every row must have it.
 """
 
 import math
@@ -35,7 +35,7 @@ REQUIRED = {
     "completions": ("prompt", "completions"),
     "distributions": ("input_ids", "teacher_tokens", "teacher_logprobs"),
 }
-# Earlier versions left system out of these: rows that have it are others than in their caches
+# Earlier versions ignored `system` here, so rows with it need a new cache key
 LATE_SYSTEM = ("prompt_completion", *PAIRS, *LABELLED, *REWARDED)
 TEMPLATE_KEYS = ("tools", "system", "chat_template_kwargs")  # to the chat template
 OPTIONAL = {
@@ -85,7 +85,7 @@ ROLES = {
 class Format:
     """How the rows of one source are read."""
 
-    kind: str | None = None  # one of REQUIRED; None: not told yet
+    kind: str | None = None  # one of REQUIRED; None: not detected yet
     columns: Mapping[str, str] = field(default_factory=dict)  # our name of a key -> theirs
     eos: int | None = None  # the token that ends prompts and completions which are texts
     # Whether the columns are of one entry, and not of all: then each has to be read
@@ -590,7 +590,7 @@ def _numbers(values: Any, name: str, count: int | None = None) -> list[float]:
 
 
 def _is_number(value: Any) -> bool:
-    """Whether it is finite, in float32 too."""
+    """Whether the value is a finite number, in float32 too."""
     return type(value) in (int, float) and -LARGEST_FLOAT <= value <= LARGEST_FLOAT
 
 

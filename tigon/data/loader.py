@@ -106,14 +106,14 @@ class Loader:
         self._places: list[WindowRows] = []
         self._packed: dict[int, PackedWindow] = {}
         self._recent: deque[set[int]] = deque(maxlen=RECENT)
-        # Of recent steps: asked for in training, while a thread may be waiting for a window
+        # Counts of recent steps, kept so that training does not wait for the prefetch thread
         self._counts: dict[int, tuple[np.ndarray, np.ndarray, int]] = {}  # as `lengths` has them
         self._lock = RLock()  # a thread reads ahead
         self._report = PackingReport()
 
     @cached_property
     def steps_per_epoch(self) -> int | None:
-        """Of the first epoch; None for a stream."""
+        """The steps of the first epoch; None for a stream."""
         if self.windows.per_epoch is None:
             return None
         with self._lock:

@@ -230,7 +230,7 @@ class Mixture:
 
     @classmethod
     def of(cls, examples: Examples, size: int = 2**16) -> "Mixture":
-        """Of examples in memory."""
+        """The windows of examples in memory."""
         return cls([[examples]], size=size)
 
     def window(self, number: int) -> Window:

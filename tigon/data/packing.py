@@ -19,8 +19,8 @@ MIN_SHARED_FRACTION = (
 
 @dataclass(frozen=True)
 class TruncationStats:
-    """What rows lack of their groups. A group counts once: as left out or as cut, and where both
-    limits apply as beyond its row."""
+    """Counts of truncated and dropped groups. A group over both limits counts as too long for its
+    row."""
 
     cut_to_most: int = 0  # groups of which an example is longer than `most` of `whole`
     left_by_most: int = 0
@@ -57,8 +57,7 @@ class PackedRows:
     seq_len: int
     packing: bool
     lost: TruncationStats = TruncationStats()
-    # int64 [S]: so many tokens before a span are left out, in whose place are those with which the
-    # last span before it begins that leaves out none
+    # int64 [S]: length of the shared prompt; it is stored with the last span whose value is 0
     shared: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
 
     def __post_init__(self) -> None:

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tigon.data.formats import split_prompt
 
 from tests.small import CHATML, write_tokenizer
 from tigon.data import (
@@ -21,6 +20,7 @@ from tigon.data import (
     find_sources,
     read,
 )
+from tigon.data.formats import split_prompt
 from tigon.tokenizer import Tokenizer
 
 ASK, HO = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}

@@ -493,7 +493,7 @@ class LabelledEncoder(AnswerEncoder):
         return [examples[i:end] for i, end in zip(starts, ends, strict=True)]
 
     def _attempt(self, row: Row, form: Format) -> list[tuple[int, list[int], bool]] | ValueError:
-        """The length of the prompt, prompt and answer, and the label, for each answer of the row."""
+        """Each answer of the row: the length of its prompt, prompt and answer, and the label."""
         found = []
         try:
             if form.kind in PAIRS:

@@ -19,8 +19,11 @@ help:  ## list the targets
 quickstart: .venv/.installed-quickstart  ## load, fine-tune, evaluate, export and ask a real model
 	$(BIN)/python examples/quickstart.py $(if $(MODEL),--model $(MODEL))
 
-test: .venv/.installed-test  ## the whole suite (add ARGS="-k rope" to choose)
+test: .venv/.installed-test  ## the fast tests: ten minutes on two cores (add ARGS="-k rope" to choose)
 	$(BIN)/python -m pytest -n auto --maxprocesses 8 --dist worksteal $(ARGS)
+
+test-all: .venv/.installed-test  ## every test that runs on a CPU
+	$(BIN)/python -m pytest -n auto --maxprocesses 8 --dist worksteal --slow $(ARGS)
 
 check: .venv/.installed-test  ## formatting, lint and types
 	$(BIN)/ruff format --check .

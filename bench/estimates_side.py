@@ -12,8 +12,8 @@ import torch
 
 from tigon.train import load, start
 from tigon.train.build import make_run, read_inputs
-from tigon.train.estimate.memory import estimate
-from tigon.train.estimate.steps import measure, random_model
+from tigon.train.dry_run import random_model, time_steps
+from tigon.train.memory import estimate
 from tigon.train.model import outline
 from tigon.train.optim import build_ema, build_optimizer
 
@@ -25,7 +25,7 @@ def main(out: str, *arguments: str) -> None:
         model = random_model(config, world)
         optimizer = build_optimizer(model, config)
         run = make_run(config, world, inputs, model, optimizer, build_ema(model, config))
-        found = measure(run, run.steps)
+        found = time_steps(run, run.steps)
         if world.main:
             began = time.perf_counter()
             meta = outline(config, getattr(torch, config.param_dtype))

@@ -21,7 +21,7 @@ from bench.harness import Bench, Job, Record, installed, progress
 from bench.measure import ONCE, Effort, Problem, host_time, measure
 from bench.peers import PACKAGES
 from bench.timing import MIB
-from tigon.train.plan.work import STREAMED
+from tigon.plan.cost import STREAMED
 
 BF16 = 2
 LOGITS_BYTES = 2**30  # what linear_cross_entropy may hold of logits, by its contract
@@ -48,7 +48,7 @@ class Case:
         return " ".join(part for part in (self.operator, self.variant, self.shape) if part)
 
 
-# At most so many times the bound, which is what STREAMED of tigon.train.plan.work has to move:
+# At most so many times the bound, which is what STREAMED of tigon.plan.cost has to move:
 # forward, and forward and backward
 STREAMED_AIMS = {
     "rms_norm": (1.08, 1.15),

@@ -26,7 +26,7 @@ from bench.train_multi import Side as Ranks
 from bench.train_multi_side import TIGON
 from tests.small import EXPERTS as SMALL_EXPERTS
 from tests.small import LLAMA
-from tigon.train.plan import Layout
+from tigon.plan import Layout
 
 LLAMA_8B, EXPERTS = "Llama-3.1-8B", "Qwen3-30B-A3B"
 GPUS, TOKENS = 4, 8192

@@ -31,8 +31,8 @@ from bench.harness import Bench, Job, Record, figure, heading, markdown, progres
 from tests.small import LLAMA
 from tigon.kernels import use
 from tigon.train import load, start
+from tigon.train.distributed import shard
 from tigon.train.optim import OPTIMIZERS, build_optimizer, hidden_matrices
-from tigon.train.parallel import shard
 
 MOST = {"adamw": 1.05, "adamw_bf16 of bfloat16": 0.75, "sgd": 1.05, "muon": 1.0}  # of torch's time
 OF_BFLOAT16, DEFINITION = " of bfloat16", " definition"

@@ -3,7 +3,7 @@
 The rates of GEMMs, attention, memory-bound kernels and optimizer are fitted to the kinds of work in
 the profiled steps of bench/results/train_step-nvidia-h200.json; latency and rate of NVLink to
 collectives-nvidia-h200.json; the share of FSDP's collectives that a step waits for to the two ways
-of sharing in train_multi-nvidia-h200.json. tigon/train/plan/constants.json has them all and is
+of sharing in train_multi-nvidia-h200.json. tigon/plan/constants.json has them all and is
 written here alone, with --fit. To parallel-nvidia-h100-80gb-hbm3.json only the time of shared
 experts is fitted; its other sides tell how well the rates carry over to other layouts and to
 another GPU. --write-docs puts the tables into docs/scale.md. No GPU is needed.
@@ -31,21 +31,21 @@ from bench.harness import RESULTS, Record, figure, markdown, save, write_docs
 from bench.train_cases import CASES, MODELS
 from tigon.data.examples import format_count
 from tigon.models import MODELS as FAMILIES
-from tigon.train import load
-from tigon.train.plan import (
+from tigon.plan import (
     Constants,
     Job,
     Layout,
-    Plan,
+    LayoutPlan,
     Shapes,
+    estimate_memory,
     find_gpu,
     make_plan,
     read_job,
-    weigh,
 )
-from tigon.train.plan.gpu import CONSTANTS
-from tigon.train.plan.report import rows_of, why_not
-from tigon.train.plan.step import BF16, Step, step_of
+from tigon.plan.cost import BF16, Step, estimate_step
+from tigon.plan.gpu import CONSTANTS
+from tigon.plan.report import format_reasons, table_rows
+from tigon.train import load
 
 GPU, OTHER = "h200", "h100"  # fitted to; by its data sheet
 MACHINES = {GPU: "nvidia-h200", OTHER: "nvidia-h100-80gb-hbm3"}
@@ -78,16 +78,16 @@ class Measured:
     settings: tuple[str, ...] = ()  # of tigon.train
     gpu: str = GPU
     fitted: bool = True  # to it, too
-    sums: torch.dtype | None = None  # as in `step_of`
+    sums: torch.dtype | None = None  # as in `estimate_step`
 
     def step(self, constants: Constants) -> Step:
         """As planned."""
-        return step_of(self.job(constants), self.layout, sums=self.sums)
+        return estimate_step(self.job(constants), self.layout, sums=self.sums)
 
     def job(self, constants: Constants) -> Job:
         family, _, values = MODELS[self.model]
         gpu, _ = find_gpu(self.gpu)
-        constants = constants.on(gpu, find_gpu(GPU)[0])
+        constants = constants.scale(gpu, find_gpu(GPU)[0])
         read = next(f for f in FAMILIES.values() if f.__name__ == family).config_class
         shapes = Shapes(read.from_dict(values), torch.bfloat16)
         config = load(None, [*SETTINGS, "max_grad_norm=0", *self.settings])
@@ -172,7 +172,7 @@ def fit() -> Constants:
     forward = forwards(results("train_step"))
     for case, job in works.values():
         layout, profile = case.layout, case.profile
-        work = job.shapes.work(layout.rows, case.tokens, again=layout.again)
+        work = job.shapes.work(layout.rows, case.tokens, recomputed=layout.recomputed)
         shape = [
             (n * 2 * a * b * c, n * BF16 * (a * b + b * c + a * c))
             for (a, b, c), n in work.products.items()
@@ -184,7 +184,7 @@ def fit() -> Constants:
             rows.append([sum(f for f, _ in shape) / ms, sum(b for _, b in shape) / ms])
             times.append(1e-3)
         ((dim, operations),) = work.attention.items()
-        each = operations * (1 + layout.again * forward), profile["attention"] / 1e3
+        each = operations * (1 + layout.recomputed * forward), profile["attention"] / 1e3
         heads.setdefault(str(dim), []).append(each)
         moved += sum(work.moved.values())
         moved_ms += profile["fused kernels"]
@@ -276,7 +276,7 @@ class Compared:
 
 def compare(case: Measured, constants: Constants) -> Compared:
     job = case.job(constants)
-    gib = weigh(job, case.layout).total / 2**30
+    gib = estimate_memory(job, case.layout).total / 2**30
     return Compared(case, case.step(constants).seconds, gib)
 
 
@@ -321,17 +321,17 @@ SCENARIOS = {
 }
 
 
-def planned(name: str, folder: Path) -> Plan:
+def planned(name: str, folder: Path) -> LayoutPlan:
     """With the defaults of `tigon train`: float32 weights and states."""
     model, gpus, tokens, batch = SCENARIOS[name]
     path = folder / f"{model}.json"
     path.write_text(json.dumps(LLAMAS[model] | {"max_position_embeddings": 2 * MI}))
-    return make_plan(read_job(str(path), gpus, GPU, tokens, batch), most=5)
+    return make_plan(read_job(str(path), gpus, GPU, tokens, batch), limit=5)
 
 
-def scenario(plan: Plan) -> str:
+def scenario(plan: LayoutPlan) -> str:
     """As Markdown, in a document between other text."""
-    best, (head, *rows) = plan.choices[0], rows_of(plan)
+    best, (head, *rows) = plan.choices[0], table_rows(plan)
     whole = sum(p.numel() for p in plan.job.shapes.part(1).parameters())
     days = 1e12 / (best.step.rate * plan.job.gpus) / 86400
     held = best.memory.kinds.items()
@@ -346,7 +346,7 @@ def scenario(plan: Plan) -> str:
             markdown(head, rows),
             f"Memory of the first layout in GiB: {kinds}. Its step in seconds: {took}. "
             f"10<sup>12</sup> tokens take {days:,.1f} days.",
-            "\n".join(f"- {line.strip()}" for line in why_not(plan)[1:]),
+            "\n".join(f"- {line.strip()}" for line in format_reasons(plan)[1:]),
         ]
     ).rstrip()
 
@@ -396,7 +396,7 @@ def rates(k: Constants) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("--fit", action="store_true", help="write tigon/train/plan/constants.json")
+    parser.add_argument("--fit", action="store_true", help="write tigon/plan/constants.json")
     parser.add_argument("--write-docs", action="store_true", help="of docs/scale.md")
     parser.add_argument("--only", nargs="*", default=list(SCENARIOS), choices=SCENARIOS)
     options = parser.parse_args()

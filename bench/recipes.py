@@ -34,7 +34,7 @@ if not __package__:  # a script: runs where nothing is installed
 from bench import harness
 from bench.harness import ROOT, Bench, Job, Record, figure, heading, markdown, progress, verdict
 from tigon.train import load, main
-from tigon.train.record import read_metrics
+from tigon.train.logging import read_metrics
 
 DPO, LORA = "dpo", "lora"
 CONFIGS = {name: f"configs/recipe_{name}.yaml" for name in (DPO, LORA)}

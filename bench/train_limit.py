@@ -23,7 +23,7 @@ from bench.kernels import BF16
 from bench.train_cases import MODELS, Batch, Case, shape_of
 from tigon.kernels import AttentionMask, attention
 from tigon.layers import Attention, LMHead, SparseMoE
-from tigon.train.plan.work import streamed
+from tigon.plan.cost import kernel_bytes
 
 COPY = 2**32  # bytes read and written by the copy that stands for the bandwidth
 # Of a parameter and its step, all in bf16: reads weight, gradient and two states, writes all but
@@ -70,7 +70,7 @@ def composed(case: Case, batch: Batch, tiny: bool) -> Record:
     for row in layers:
         row["ms"] = row["count"] * (row["both"] + again * row["forward"])
     tokens = batch.ids.numel()
-    moved = streamed(model, tokens, again=again, learned=batch.supervised / tokens)
+    moved = kernel_bytes(model, tokens, recomputed=again, learned=batch.supervised / tokens)
     parameters = sum(p.numel() for p in model.parameters())
     milliseconds = {
         PRODUCTS: sum(row["ms"] for row in products),

@@ -12,6 +12,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from tigon.train.distributed import World, local
+
 if not __package__:
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
@@ -29,10 +31,9 @@ from tigon.kernels.attention import backends as backends
 from tigon.train import load, start
 from tigon.train.build import make_run, read_inputs
 from tigon.train.config import Config
-from tigon.train.estimate.steps import random_model
+from tigon.train.dry_run import random_model
 from tigon.train.loop import update
 from tigon.train.optim import build_ema, build_optimizer
-from tigon.train.parallel import World, local
 from tigon.train.step import backward
 from tigon.weights import own_rows
 
@@ -201,7 +202,7 @@ def timed(step: Callable[[], None], world: World, count: int) -> Record:
     times = laps(lambda: step() or torch.empty(0), count)
     own = [median(times)]
     own += [torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()] if gpu else [0, 0]
-    ms, allocated, reserved = world.top(torch.tensor(own, dtype=torch.double)).tolist()
+    ms, allocated, reserved = world.all_reduce_max(torch.tensor(own, dtype=torch.double)).tolist()
     sizes = {"allocated_gib": allocated / 2**30, "reserved_gib": reserved / 2**30} if gpu else {}
     return {"ms": ms, "steps": count, **sizes}
 

@@ -26,6 +26,7 @@ from torch import Tensor
 from bench import train_limit
 from bench.compare_side import laps
 from bench.harness import Record, progress
+from bench.kinds_of_work import STEP, by_kind, intervals, windows
 from bench.peers import imported
 from bench.train_cases import (
     PEER,
@@ -41,7 +42,6 @@ from bench.train_cases import (
 )
 from tigon.kernels.attention import backends as backends
 from tigon.train.optim import InBackward
-from tigon.train.profile import STEP, by_kind, intervals, windows
 
 GIB = 2**30
 FIRST = 3  # steps that are not timed, whose losses are compared

@@ -6,6 +6,7 @@ TIGON_TEST_THREADS=4 runs the suite with four threads: no result may depend on t
 import gc
 import os
 import tempfile
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -60,8 +61,29 @@ def left_out(config: pytest.Config) -> dict[str, str]:
     return marks
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--slow", action="store_true", help="run the tests marked slow too")
+
+
 def pytest_report_header(config: pytest.Config) -> list[str]:
-    return [f"without tests marked {mark}: {why}" for mark, why in left_out(config).items()]
+    marks = left_out(config) | ({} if config.option.slow else {"slow": "make test-all or --slow"})
+    return [f"without tests marked {mark}: {why}" for mark, why in marks.items()]
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leaves out tests marked slow, but for the first cases that the mark's `first` keeps."""
+    if config.option.slow:
+        return
+    counts: Counter[str] = Counter()
+    fast, slow = [], []
+    for item in items:
+        mark = item.get_closest_marker("slow")
+        name = item.nodeid.partition("[")[0]
+        counts[name] += 1
+        leave_out = mark is not None and counts[name] > mark.kwargs.get("first", 0)
+        (slow if leave_out else fast).append(item)
+    config.hook.pytest_deselected(items=slow)
+    items[:] = fast
 
 
 def pytest_pycollect_makeitem(

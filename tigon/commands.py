@@ -14,15 +14,21 @@ from tigon.generation.settings import file_prefix
 from tigon.info import dtype_name
 from tigon.model_arguments import check_no_base, device_of, dtype_of, load, tokenizer_of
 from tigon.models import MODELS, CausalLM, convert, from_pretrained, split_gguf
+from tigon.plan import format_plan, make_plan, read_job
 from tigon.shared_chat import talk_on_ranks
 from tigon.shared_commands import run_shared, together
 from tigon.terminal import one_line
 from tigon.tokenizer import Tokenizer
-from tigon.train.export import as_directory, convert_checkpoint, find_checkpoint
-from tigon.train.merge import as_merged_directory, export_merged, is_adapter
-from tigon.train.parallel import World
-from tigon.train.plan import make_plan, read_job, show
-from tigon.train.push import push as push_folder
+from tigon.train.distributed import World
+from tigon.train.export import (
+    as_directory,
+    as_merged_directory,
+    convert_checkpoint,
+    export_merged,
+    find_checkpoint,
+    is_adapter,
+)
+from tigon.train.publish import push as push_folder
 from tigon.weights import Repository, check_free
 
 SAMPLING = ("temperature", "top_k", "top_p", "min_p")
@@ -38,7 +44,7 @@ def _generate(args: Namespace, world: World | None) -> int:
     with together(world):
         text = _read(args) if main else ""
     if world is not None:
-        (text,) = [found for found in world.board.gather(text) if found] or [""]
+        (text,) = [found for found in world.gather(text) if found] or [""]
     with together(world):
         model, tokenizer = load(args, world)
         ids = _prompt(args, text, tokenizer)
@@ -60,7 +66,7 @@ def _generate(args: Namespace, world: World | None) -> int:
 
     def show(new: torch.Tensor) -> None:
         if world is not None:
-            world.board.step += 1  # the others say it, if this rank is killed
+            world.progress.step += 1
         if main:
             put(stream.step(int(new)) or "")
 
@@ -125,7 +131,7 @@ def plan(args: Namespace) -> int:
     if args.most < 1:
         raise ValueError(f"--most {args.most} must be at least 1")
     job = read_job(args.model, args.gpus, args.gpu, args.seq_len, args.batch_tokens, args.settings)
-    print(show(make_plan(job, args.most)))
+    print(format_plan(make_plan(job, args.most)))
     return 0
 
 
@@ -190,7 +196,7 @@ def _perplexity(args: Namespace, world: World | None) -> int:
         sizes = {"context": args.context, "stride": args.stride}
         windows = find_windows(model, tokenizer, args.files, **sizes)
     if world is not None:
-        world.board.begin_step(1)  # the others say it, if this rank is killed
+        world.progress.step = 1
     result = score(model, windows)
     if world is None or world.main:
         print(

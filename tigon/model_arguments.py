@@ -10,9 +10,8 @@ from tigon.json_file import parse_object
 from tigon.models import CausalLM, split_gguf
 from tigon.parallel import from_pretrained
 from tigon.tokenizer import Tokenizer
-from tigon.train.export import find_checkpoint, load_checkpoint
-from tigon.train.merge import is_adapter, load_with_adapter
-from tigon.train.parallel import World
+from tigon.train.distributed import World
+from tigon.train.export import find_checkpoint, is_adapter, load_checkpoint, load_with_adapter
 from tigon.weights import Repository
 
 

@@ -12,10 +12,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tigon.chat import Chat, talk, terminal_modes
+from tigon.chat import Chat, talk
 from tigon.models import CausalLM
-from tigon.train.board import FOREVER, LAUNCHED
-from tigon.train.parallel import World
+from tigon.train.distributed import NO_TIMEOUT, World
+from tigon.train.launch import LAUNCHED
 
 INTERRUPTED = 130  # exit code, as in cli.py
 
@@ -29,8 +29,6 @@ def talk_on_ranks(chat: Chat, name: str, world: World) -> None:
     calls = Calls(chat.model, world)
     if world.main:
         chat.generate = calls.generate
-        if sys.stdin.isatty():  # which may have no echo when another rank ends this one
-            world.board.before_end = terminal_modes()
         calls.lead(lambda: talk(chat, name))
     else:
         calls.follow()
@@ -45,9 +43,9 @@ class Calls:
 
     def __init__(self, model: CausalLM, world: World) -> None:
         """All ranks call this, at the same time."""
-        self.model, self.board = model, world.board
+        self.model, self.progress = model, world.progress
         # A collective of the default group may last some minutes; a person may take longer to type
-        self.group = dist.new_group(backend="gloo", timeout=FOREVER)
+        self.group = dist.new_group(backend="gloo", timeout=NO_TIMEOUT)
         self.interrupted = False
 
     def lead(self, talk: Callable[[], None]) -> None:
@@ -66,7 +64,7 @@ class Calls:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # the first one says what it stops
         while (call := self._tell(None)) is not None:
             ids, settings = call
-            self._begin()
+            self.progress.step += 1
             with suppress(Stopped, ValueError):  # on all ranks: the first one says it
                 self.model.generate(ids, streamer=self._follow_step, **settings)
 
@@ -79,7 +77,7 @@ class Calls:
         before = signal.signal(signal.SIGINT, self._interrupt)
         try:
             self._tell((ids, settings))
-            self._begin()
+            self.progress.step += 1
             with suppress(Stopped):
                 self.model.generate(
                     ids, streamer=lambda new: self._lead_step(new, streamer), **settings
@@ -93,7 +91,7 @@ class Calls:
         self.interrupted = True
 
     def _lead_step(self, new: Tensor, streamer: Callable[[Tensor], object]) -> None:
-        self.board.step += 1
+        self.progress.step += 1
         stop = True
         try:
             streamer(new)
@@ -104,13 +102,9 @@ class Calls:
             raise Stopped
 
     def _follow_step(self, new: Tensor) -> None:
-        self.board.step += 1
+        self.progress.step += 1
         if self._stops():
             raise Stopped
-
-    def _begin(self) -> None:
-        """So that the others know, if this rank is killed."""
-        self.board.begin_step(self.board.step + 1)
 
     def _stops(self, own: bool = False) -> bool:
         """What the first rank says."""

@@ -16,12 +16,10 @@ from tigon.model_arguments import dtype_of, refused_on_ranks, tokenizer_of
 from tigon.models import MODELS, build, split_gguf
 from tigon.parallel import MeshSizes, take_part
 from tigon.terminal import one_line
-from tigon.train.board import LAUNCHED, Failure, end_soon, report
-from tigon.train.export import check_shareable, described_checkpoint, find_checkpoint
-from tigon.train.merge import is_adapter
-from tigon.train.parallel import World, launched, start
+from tigon.train.distributed import World, end_soon, launched, record_error, start
+from tigon.train.export import check_shareable, described_checkpoint, find_checkpoint, is_adapter
+from tigon.train.launch import LAUNCHED, run_ranks
 from tigon.train.parallel_settings import Parallel
-from tigon.train.processes import GRACE, run_ranks
 from tigon.weights import Repository
 
 CLOSED, INTERRUPTED = 141, 130  # exit codes, as in cli.py: of `| head`, and of Ctrl-C
@@ -35,7 +33,7 @@ def run_shared(args: Namespace, command: Command) -> int:
     try:
         _check(args)
     except ValueError as error:
-        report(Failure(str(error)))
+        record_error(str(error))
         if os.environ.get("LOCAL_RANK", "0") != "0":
             return 1  # every rank knows it: one of a host says it
         raise
@@ -48,8 +46,8 @@ def run_shared(args: Namespace, command: Command) -> int:
 
 
 def together(world: World | None) -> AbstractContextManager[None]:
-    """As `World.together`, also on one process."""
-    return nullcontext() if world is None else world.together()
+    """Raises input errors on all ranks, if there are several."""
+    return nullcontext() if world is None else world.raise_on_all_ranks()
 
 
 def _check(args: Namespace) -> None:
@@ -95,7 +93,7 @@ def _start_ranks(args: Namespace) -> int:
         take_part(model, MeshSizes(tensor=args.tp, expert=args.tp if args.expert_parallel else 1))
     with _terminal():
         code, problem = run_ranks(
-            args.tp, args.arguments_given, module="tigon.cli", stop_within=GRACE
+            args.tp, args.arguments_given, "tigon.cli", shutdown_timeout=15, forward_interrupt=True
         )
     # A pipe that is closed is no fault, and rank 0 has said why it ended
     if problem and code != CLOSED and not problem.startswith("rank 0 ended"):
@@ -120,24 +118,20 @@ def _terminal() -> Iterator[None]:
 
 
 def _run_rank(args: Namespace, command: Command, world: World) -> int:
-    """One of several ranks; one that fails tells the others, which end with it."""
-    world.board.who = f"tigon {args.command}"
+    """Run one of several ranks; when it fails, torch's agent ends the others."""
     if not world.main:
         warnings.simplefilter("ignore")  # all ranks have the same
     try:
         return command(args, world)
     except (BrokenPipeError, KeyboardInterrupt) as error:
-        world.board.fail("stopped", CLOSED if isinstance(error, OSError) else INTERRUPTED)
+        end_soon(CLOSED if isinstance(error, OSError) else INTERRUPTED)
         raise
     except Exception as error:
         same = isinstance(error, ValueError)  # on all ranks: the first of them says it
-        if not same and (other := world.board.failure()):  # what its end looks like from here
-            world.board.say(other)
-            end_soon(other.code)
-            return other.code
-        text = str(error) if same else f"rank {world.rank}: {type(error).__name__}: {error}"
-        report(Failure(text))
+        step = f" in step {world.progress.step}" if world.progress.step else ""
+        text = f"rank {world.rank} failed{step}: {type(error).__name__}: {error}"
+        record_error(str(error) if same else text)
         end_soon(1)
-        if world.board.fail(text) and not (same and LAUNCHED in os.environ):
-            raise
-        return 1
+        if same and (LAUNCHED in os.environ or not world.main):
+            return 1
+        raise

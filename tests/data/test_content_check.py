@@ -185,7 +185,7 @@ def test_one_shape_is_rendered_once(directory: Path, monkeypatch: pytest.MonkeyP
     encoder = ChatEncoder(tokenizer)
     for n in range(50):
         messages = [HI | {"content": f"hi {n}"}, HO | {"content": f"ho {n}"}]
-        encoder.content.check(messages, [1], str, tools=None)
+        encoder.content.check(messages, [1], ["0", "1"], tools=None)
     assert len(calls) == 1
 
 

@@ -12,7 +12,7 @@ from tests.fuzz.junk import altered, damaged, dump, values
 from tests.fuzz.target import Case, Files, Link, Target
 from tests.fuzz.weights import header
 from tests.small import write_chats, write_model
-from tigon.report.page import page
+from tigon.report.page import facts, figures, settings, state
 from tigon.report.read import read
 from tigon.train import main
 from tigon.train.export import load_checkpoint
@@ -79,7 +79,9 @@ def write(folder: Path) -> None:
 
 
 def load(folder: Path) -> None:
-    page([read(folder)])
+    run = read(folder)
+    for show in (state, facts, figures, settings):  # drawing takes most of a second
+        show(run)
     load_checkpoint(folder / STEP)
 
 

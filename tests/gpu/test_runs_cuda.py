@@ -13,7 +13,7 @@ import torch
 from tests.small import EXPERTS, write_model
 from tests.train.conftest import workspace
 from tigon.kernels.attention.api import Backend
-from tigon.train.record import read_metrics
+from tigon.train.logging import read_metrics
 
 __all__ = ["workspace"]
 pytestmark = pytest.mark.gpu
@@ -120,16 +120,16 @@ def test_a_signal_during_a_step_saves_after_it_and_the_run_goes_on(workspace, tm
 # The other rank is in the next step by then, and waits in one of its collectives
 KILL = """
 import signal, time
-import tigon.train.record as record
-step = record.Record.step
-def die(self, row):
+import tigon.train.logging as logging
+log = logging.RunLog.log
+def die(self, row, samples=()):
     if row["step"] == 3:
         time.sleep(3)
         with open({when!r}, "w") as file:
             file.write(str(time.time()))
         os.kill(os.getpid(), signal.SIGKILL)
-    step(self, row)
-record.Record.step = die
+    log(self, row, samples)
+logging.RunLog.log = die
 """
 
 
@@ -142,8 +142,9 @@ record.Record.step = die
     ],
 )
 def test_a_killed_rank_ends_one_that_waits_in_nccl(
-    workspace, tmp_path, command, seconds, code, message
+    workspace, tmp_path, command, seconds, code, message, monkeypatch
 ):
+    monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "10")
     settings = workspace.settings("x", device="cuda", steps=50, run_dir=tmp_path / "run")
     when = tmp_path / "when"
     process = begin(command, settings, tmp_path, 1, KILL.format(when=str(when)))

@@ -9,7 +9,7 @@ from tests.train.ranks import train_on_gpus
 from tigon.kernels.attention.api import AttentionMask
 from tigon.kernels.mlp import grouped_mlp
 from tigon.train import checkpoint, load, main, prepare, start
-from tigon.train.checkpoint.tensors import optimizer_states, weights
+from tigon.train.checkpoint.format import optimizer_states, weights
 
 __all__ = ["workspace"]
 pytestmark = pytest.mark.gpu

@@ -1,7 +1,9 @@
 """What a run on a GPU says: MFU, memory, where the time goes; and that looking changes no bit."""
 
+import gzip
 import json
 import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,8 +12,8 @@ from tests.small import write_chats
 from tests.train.conftest import workspace
 from tests.train.ranks import train_on_gpus
 from tigon.train import main
-from tigon.train.flops import peak_flops
-from tigon.train.record import read_metrics
+from tigon.train.logging import read_metrics
+from tigon.train.throughput import peak_flops
 
 __all__ = ["workspace"]
 pytestmark = pytest.mark.gpu
@@ -37,8 +39,9 @@ def test_samples_named_sets_and_the_profile_change_no_bit(workspace, capsys):
             values = workspace.metrics(f"gpu-{name}-seen", key)
             assert values == workspace.metrics(f"gpu-{name}-silent", key), (name, key)
         assert "  first: loss" in said and '  "the model" -> "' in said
-        times = profiled(workspace.root / f"gpu-{name}-seen/profile")
-        assert name == "plain" or times["attention"] > 0
+        names = kernels(workspace.root / f"gpu-{name}-seen")
+        assert re.search("gemm|nvjet", names)
+        assert name == "plain" or re.search("flash|fmha|attention|sdpa", names)
         rows = read_metrics(workspace.root / f"gpu-{name}-seen/metrics.jsonl")
         assert all(0 < r["memory_gib"] <= r["memory_reserved_gib"] for r in rows if "loss" in r)
         dtype = torch.bfloat16 if name == "fsdp" else torch.float32
@@ -50,15 +53,11 @@ def test_samples_named_sets_and_the_profile_change_no_bit(workspace, capsys):
             assert all(r["mfu"] is None for r in rows if "loss" in r)
 
 
-def profiled(directory):
-    """Milliseconds of each kind."""
-    facts = json.loads((directory / "table.json").read_text())
-    times = {kind: row["alone"] for kind, row in facts["milliseconds"].items()}
-    for kind in ("matrix products", "fused kernels", "optimizer", "waiting"):
-        assert times[kind] > 0, (kind, times)
-    assert "on the GPU of rank 0" in (directory / "table.txt").read_text()
-    assert (directory / "trace.json.gz").stat().st_size > 1000
-    return times
+def kernels(run_dir: Path) -> str:
+    """Returns the names of the kernels in a run's trace, one a line."""
+    with gzip.open(run_dir / "profile/trace.json.gz", "rt") as file:
+        events = json.load(file)["traceEvents"]
+    return "\n".join(event["name"] for event in events if event.get("cat") == "kernel")
 
 
 def test_two_gpus_sample_in_step(workspace):
@@ -72,5 +71,4 @@ def test_two_gpus_sample_in_step(workspace):
         assert values == pytest.approx(workspace.metrics("gpu-two-silent", key), rel=1e-6), key
     rows = read_metrics(workspace.root / "gpu-two-seen/samples.jsonl")
     assert [row["step"] for row in rows] == [0, 0, 3, 3, 6, 6]
-    facts = json.loads((workspace.root / "gpu-two-seen/profile/table.json").read_text())
-    assert facts["milliseconds"]["collectives"]["in_all"] > 0
+    assert "nccl" in kernels(workspace.root / "gpu-two-seen")

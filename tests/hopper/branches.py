@@ -58,7 +58,7 @@ def missing(taken: set[Way], launched: set[str]) -> dict[str, str]:
 
 
 def _jit_functions() -> Iterator[tuple[Path, ast.FunctionDef]]:
-    for path in sorted(Path(tigon.kernels.__file__).parent.glob("*.py")):
+    for path in sorted(Path(tigon.kernels.__file__).parent.rglob("*.py")):
         for node in ast.parse(path.read_text()).body:
             if isinstance(node, ast.FunctionDef) and any(
                 "triton.jit" in ast.unparse(decorator) for decorator in node.decorator_list

@@ -12,7 +12,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from tests.kernels.conftest import CUDA
 from tigon.kernels import linear_cross_entropy, linear_kl, use
 from tigon.kernels.loss.logits import rescale, rescale_and_join, rescale_and_join_
-from tigon.train.estimate.meter import Ledger, Meter
+from tigon.train.memory_tracker import Ledger, MemoryTracker
 
 MODULES = ("_head_pass", "_head_sizes", "_logits")
 PASS, SIZES, LOGITS = (sys.modules[f"tigon.kernels.{name}"] for name in MODULES)
@@ -121,7 +121,7 @@ def test_memory_at_the_sizes_of_a_large_model() -> None:
     hidden, weight = torch.empty(n, c, **options), torch.empty(v, c, **options)
     targets = torch.zeros(n, dtype=torch.int64, device="meta")
     ledger = Ledger()
-    with use("triton"), Meter(ledger, [hidden, weight, targets]):
+    with use("triton"), MemoryTracker(ledger, [hidden, weight, targets]):
         loss = linear_cross_entropy(hidden, weight, targets)[0]
         assert ledger.total == pytest.approx(4 * v * c + 2 * n * c, rel=1e-3)
         forward = ledger.peak
@@ -175,7 +175,7 @@ def test_memory_beside_a_teacher() -> None:
     weight, teacher = (torch.empty(v, c, **options) for _ in range(2))
     learned = hidden.requires_grad_(), weight.requires_grad_()
     ledger = Ledger()
-    with use("triton"), Meter(ledger, [*learned, states, teacher]):
+    with use("triton"), MemoryTracker(ledger, [*learned, states, teacher]):
         linear_kl(hidden, weight, states, teacher).backward()
     left = 2 * v * c + 2 * n * c
     assert ledger.total == pytest.approx(left, rel=1e-3)

@@ -17,11 +17,11 @@ from tigon.kernels.recompute import LEAST, rebuilding
 from tigon.layers import Attention, GatedMLP, activation_offload
 from tigon.models import MODELS, CausalLM
 from tigon.parallel import MeshSizes
+from tigon.train import memory
 from tigon.train.config import Config
-from tigon.train.estimate import memory
-from tigon.train.estimate.meter import Ledger, Meter
+from tigon.train.distributed import World
+from tigon.train.memory_tracker import Ledger, MemoryTracker
 from tigon.train.objectives import find_objective
-from tigon.train.parallel import World
 
 CHOSEN = ("llama", "qwen2", "gemma3_text", "qwen3_moe")
 FAMILIES = [f for f in FIRST if f[0] in CHOSEN]
@@ -166,7 +166,7 @@ def peak(model: CausalLM, least: float) -> int:
     config = Config(run_dir="run", data=("data",), model="model", task="pretrain", **settings)
     objective = find_objective("pretrain")(config, World(0, 1, torch.device("cpu")))
     with rebuilding(least):
-        return memory._weigh(model, objective, config, MeshSizes(), None, torch.float32).peak
+        return memory.simulate_step(model, objective, config, MeshSizes(), None, torch.float32).peak
 
 
 @pytest.mark.parametrize(("model_type", "case"), FAMILIES)
@@ -194,7 +194,7 @@ def test_rotated_heads_are_kept_once(
 
 def test_what_is_rotated_is_never_there_twice() -> None:
     ledger = Ledger()
-    with Meter(ledger, []), use("triton"):
+    with MemoryTracker(ledger, []), use("triton"):
         x = torch.ones(1, 256, 6 * 32, device="meta", requires_grad=True)
         cos = torch.ones(1, 256, 16, device="meta")
         qk_norm_rope(x * 2, cos, cos, heads=4, kv_heads=1, overwrite=True)

@@ -14,8 +14,8 @@ from tests.small import EXPERTS, write_model
 from tests.train.conftest import workspace
 from tests.train.ranks import Ranks, train_on
 from tigon.train import load, main, start
+from tigon.train.distributed import local
 from tigon.train.model import build_model
-from tigon.train.parallel import local
 from tigon.train.parallel_settings import Parallel
 
 __all__ = ["workspace"]

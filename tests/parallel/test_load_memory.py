@@ -37,7 +37,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 import tigon
-from tigon.train.parallel import local
+from tigon.train.distributed import local
 
 torch.set_num_threads(1)
 

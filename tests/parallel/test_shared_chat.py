@@ -26,7 +26,7 @@ from tests.train.ranks import Ranks
 from tigon.chat import Chat
 from tigon.cli import main
 from tigon.terminal import escape_controls
-from tigon.train.board import LAUNCHED
+from tigon.train.launch import LAUNCHED
 
 NEW = 12
 SHORT = 3.0  # seconds that a collective may last
@@ -172,22 +172,6 @@ def test_a_closed_pipe_ends_all_ranks_quietly(directory, tmp_path):
         with pytest.raises(AssertionError, match="exit codes"):
             ranks.finish()
     assert ranks.codes == [141, 0] and ranks.errors == ""
-
-
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_rank_that_is_killed_is_named_by_the_other(directory, tmp_path, rank):
-    typed = Typed(tmp_path)
-    settings = [str(directory), "--max-new-tokens", "4000"]
-    ranks = Ranks(2, converse, typed.path, settings, 0.02)
-    with typed as keys:
-        keys.write("hello\n")
-        until(lambda: len(ranks.printed) > 3, ranks)
-        os.kill(ranks.processes[rank].pid, signal.SIGKILL)
-        with pytest.raises(AssertionError, match="exit codes"):
-            ranks.finish()
-    assert ranks.codes[rank] == -signal.SIGKILL and ranks.codes[1 - rank] == 1
-    (line,) = ranks.errors.splitlines()
-    assert line.startswith(f"tigon chat: rank {rank} on ") and "its last step was" in line
 
 
 def test_a_tokenizer_without_turns_is_said_once(directory, tmp_path):

@@ -21,7 +21,7 @@ from tests.train.test_expert import FAMILIES
 from tigon.cli import main
 from tigon.distributed.expert_dispatch import ExpertShard
 from tigon.kernels import LogProbs
-from tigon.train.parallel import local
+from tigon.train.distributed import local
 
 WHOLE = {"expert_parallel": True}
 # Of each, the mesh, how models are loaded and which

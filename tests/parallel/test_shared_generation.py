@@ -1,10 +1,8 @@
 """Models that two ranks load and generate with, against one process."""
 
 import faulthandler
-import importlib
 import json
 import os
-import signal
 import sys
 from pathlib import Path
 
@@ -172,31 +170,6 @@ def test_a_closed_pipe_ends_all_ranks_quietly(saved):
     with pytest.raises(AssertionError, match="exit codes"):
         ranks.finish()
     assert ranks.codes == [141, 141] and ranks.errors == ""
-
-
-def generate_killed(settings: list[str], rank: int) -> None:
-    """One rank is killed after its third token."""
-    board = importlib.import_module("tigon.train.board")
-
-    class Dying(board.Board):
-        def __setattr__(self, name: str, value: object) -> None:
-            super().__setattr__(name, value)
-            if name == "step" and value == 3 and self.rank == rank:
-                os.kill(os.getpid(), signal.SIGKILL)
-
-    importlib.import_module("tigon.train.parallel").Board = Dying
-    generate_away(settings, "")
-
-
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_rank_that_is_killed_is_named_by_the_other(saved, rank):
-    settings = [str(saved / "llama"), "the model", "--tp", "2", "--max-new-tokens", "200"]
-    ranks = Ranks(2, generate_killed, settings, rank)
-    with pytest.raises(AssertionError, match="exit codes"):
-        ranks.finish()
-    assert ranks.codes[rank] == -signal.SIGKILL and ranks.codes[1 - rank] == 1
-    (line,) = ranks.errors.splitlines()
-    assert line.startswith(f"tigon generate: rank {rank} on ") and "ended without a word" in line
 
 
 def assert_said(ranks: Ranks, said: str) -> None:

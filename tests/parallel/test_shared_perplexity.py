@@ -1,9 +1,7 @@
 """`tigon eval perplexity --tp 2` on two ranks, against one process."""
 
-import importlib
 import json
 import os
-import signal
 import sys
 from pathlib import Path
 
@@ -99,26 +97,3 @@ def test_what_is_wrong_is_said_once(saved, monkeypatch, tmp_path, more, nowhere,
     assert ranks.codes == [1, 1] and ranks.printed == ""
     (line,) = ranks.errors.splitlines()
     assert line.startswith("tigon eval: ") and said in line
-
-
-def measure_killed(settings: list[str]) -> None:
-    """The second rank is killed as it begins to score."""
-    board = importlib.import_module("tigon.train.board")
-
-    class Dying(board.Board):
-        def begin_step(self, step: int) -> None:
-            super().begin_step(step)
-            if self.rank == 1:
-                os.kill(os.getpid(), signal.SIGKILL)
-
-    importlib.import_module("tigon.train.parallel").Board = Dying
-    measure(settings)
-
-
-def test_a_rank_that_is_killed_ends_the_other(saved):
-    ranks = Ranks(2, measure_killed, [str(saved / "llama"), str(saved / "text.txt")])
-    with pytest.raises(AssertionError, match="exit codes"):
-        ranks.finish()
-    assert ranks.codes == [1, -signal.SIGKILL] and ranks.printed == ""
-    (line,) = ranks.errors.splitlines()
-    assert line.startswith("tigon eval: rank 1 on ") and "ended without a word" in line

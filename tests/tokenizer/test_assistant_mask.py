@@ -37,7 +37,7 @@ TOOL = [
 ]
 
 
-def said(tokenizer: Tokenizer, ids: list[int], mask: list[bool]) -> list[str]:
+def learned_texts(tokenizer: Tokenizer, ids: list[int], mask: list[bool]) -> list[str]:
     """The text of each run of tokens in the mask."""
     runs = groupby(zip(ids, mask, strict=True), key=lambda pair: pair[1])
     return [tokenizer.decode([i for i, _ in run]) for learned, run in runs if learned]
@@ -59,13 +59,13 @@ def test_generation_blocks_equal_transformers(directory: Path, extra: str) -> No
 
 
 @pytest.mark.parametrize("content", ["  Hello 😀", "the  ", "\n"])
-def test_a_generation_block_takes_all_tokens_at_its_edges(byte_level: Path, content: str) -> None:
+def test_generation_block_edges_are_learned(byte_level: Path, content: str) -> None:
     # transformers drops three of an emoji's four tokens, and blanks where offsets are trimmed
     tokenizer = Tokenizer.from_pretrained(byte_level)
     template = "</s>{% generation %}{{ messages[0].content }}{% endgeneration %}</s>"
     chat = [{"role": "assistant", "content": content}]
     ids, mask = tokenizer.encode_chat(chat, chat_template=template)
-    assert said(tokenizer, ids, mask) == [content]
+    assert learned_texts(tokenizer, ids, mask) == [content]
 
 
 @pytest.mark.parametrize(
@@ -100,7 +100,7 @@ def test_text_that_is_learned(
 ) -> None:
     tokenizer = Tokenizer.from_pretrained(byte_level)
     ids, mask = tokenizer.encode_chat(chat, chat_template=template)
-    assert said(tokenizer, ids, mask) == expected
+    assert learned_texts(tokenizer, ids, mask) == expected
     assert ids == tokenizer.apply_chat_template(chat, chat_template=template)
 
 
@@ -108,8 +108,18 @@ def test_variables_reach_every_prefix(byte_level: Path) -> None:
     tokenizer = Tokenizer.from_pretrained(byte_level)
     options: dict[str, Any] = {"chat_template": QWEN3, "tools": [{"name": "f"}]}
     ids, mask = tokenizer.encode_chat(CHAT[:2], enable_thinking=False, **options)
-    assert said(tokenizer, ids, mask) == [" Hello you 😀<|im_end|>\n"]
+    assert learned_texts(tokenizer, ids, mask) == [" Hello you 😀<|im_end|>\n"]
     assert ids == tokenizer.apply_chat_template(CHAT[:2], **options)
+
+
+def test_documents_reach_every_prefix(byte_level: Path) -> None:
+    tokenizer = Tokenizer.from_pretrained(byte_level)
+    template = "{% for d in documents or [] %}{{ d.title }}{% endfor %}" + CHATML
+    ids, mask = tokenizer.encode_chat(
+        CHAT[:2], chat_template=template, documents=[{"title": "the fox"}]
+    )
+    assert tokenizer.decode(ids).startswith("the fox<|im_start|>")
+    assert learned_texts(tokenizer, ids, mask) == [" Hello you 😀<|im_end|>\n"]
 
 
 def test_token_across_the_edge_is_learned(byte_level: Path) -> None:
@@ -120,7 +130,7 @@ def test_token_across_the_edge_is_learned(byte_level: Path) -> None:
     )
     assert tokenizer.backend.encode("Hi the", add_special_tokens=False).tokens[-1] == "Ġthe"
     ids, mask = tokenizer.encode_chat(chat, chat_template=template)
-    assert said(tokenizer, ids, mask) == [" the"]
+    assert learned_texts(tokenizer, ids, mask) == [" the"]
 
 
 UNASKED = CHATML.replace("{% if add_generation_prompt %}", "{% if true %}")

@@ -11,7 +11,7 @@ from transformers.utils import get_json_schema
 
 from tests.tokenizer.chat_templates import TEMPLATES
 from tigon.tokenizer import Tokenizer
-from tigon.tokenizer.schema import function_schema
+from tigon.tokenizer.tool_schema import function_schema
 
 CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 2, "b": "<é> & 'b'"}}}
 CHATS: dict[str, list[dict[str, Any]]] = {
@@ -121,9 +121,9 @@ def test_text_equals_transformers(
     texts = {}
     for name, chat in CHATS.items():
         for tokenize in (False, True):
-            given = {**arguments, "tokenize": tokenize}
-            got = outcome(ours.apply_chat_template, chat, **given)
-            expected = outcome(theirs.apply_chat_template, chat, return_dict=False, **given)
+            kwargs = {**arguments, "tokenize": tokenize}
+            got = outcome(ours.apply_chat_template, chat, **kwargs)
+            expected = outcome(theirs.apply_chat_template, chat, return_dict=False, **kwargs)
             assert got == expected, name
             texts[name] = got
     # A chat that neither renders shows nothing, so some must

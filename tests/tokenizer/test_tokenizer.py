@@ -192,7 +192,7 @@ def test_save_copies_the_files_byte_for_byte(byte_level: Path, tmp_path: Path) -
     assert {path.relative_to(source) for path in tokenizer.files} == expected.keys()
 
 
-def test_files_that_are_kept_are_saved_when_they_are_gone(byte_level: Path, tmp_path: Path) -> None:
+def test_files_in_memory_are_saved(byte_level: Path, tmp_path: Path) -> None:
     source = edited(byte_level, tmp_path / "source")
     before = {path.name: path.read_bytes() for path in source.iterdir()}
     tokenizer = Tokenizer.from_pretrained(source)
@@ -202,9 +202,9 @@ def test_files_that_are_kept_are_saved_when_they_are_gone(byte_level: Path, tmp_
     assert {path.name: path.read_bytes() for path in (tmp_path / "same").iterdir()} == before
     tokenizer.use_pad(3)
     tokenizer.save_pretrained(tmp_path / "other")
-    said = json.loads((tmp_path / "other/tokenizer_config.json").read_text())
+    config = json.loads((tmp_path / "other/tokenizer_config.json").read_text())
     pad = tokenizer.backend.id_to_token(3)
-    assert said == json.loads(before["tokenizer_config.json"]) | {"pad_token": pad}
+    assert config == json.loads(before["tokenizer_config.json"]) | {"pad_token": pad}
     pickled = pickle.dumps(tokenizer)  # for worker processes, which save nothing
     assert pickle.loads(pickled).encode("Hi <s>") == tokenizer.encode("Hi <s>")
     assert before["tokenizer_config.json"] not in pickled

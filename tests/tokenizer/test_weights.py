@@ -9,7 +9,7 @@ import pytest
 
 from tests.tokenizer.chat_templates import CHATML, GENERATION, LLAMA3, QWEN3
 from tigon.tokenizer import Span, Tokenizer
-from tigon.tokenizer.mask import token_weights
+from tigon.tokenizer.assistant_mask import token_weights
 
 CHAT = [
     {"role": "user", "content": "Hi"},
@@ -158,11 +158,11 @@ def test_all_turns_are_learned_once(
     tokenizer = Tokenizer.from_pretrained(byte_level)
     options = {"chat_template": template, "train_on": "all_turns"} | options
     encoded = tokenizer.encode_chat_rows(chat, **options)
-    found = []
+    actual = []
     for ids, weights in encoded.rows:
         runs = groupby(zip(ids, weights, strict=True), key=lambda pair: pair[1])
-        found.append([tokenizer.decode([i for i, _ in run]) for weight, run in runs if weight])
-    assert found == expected and not encoded.rewritten
+        actual.append([tokenizer.decode([i for i, _ in run]) for weight, run in runs if weight])
+    assert actual == expected and not encoded.rewritten
     fewer = tokenizer.encode_chat_rows(chat, **options | {"train_on": "assistant"})
     if len(expected) == 1:
         assert fewer == encoded
@@ -177,11 +177,11 @@ def test_all_but_one_message(byte_level: Path) -> None:
     assert learned(tokenizer, CHAT, **options) == [(whole, 1)]
     assert learned(tokenizer, CHAT[:1], **options)[0][1] == 1  # no assistant is needed
     before, after = whole.split("the fox<|im_end|>\n")
-    found = learned(tokenizer, CHAT, weights=[None, 0, None, None], **options)
-    assert found == [(before, 1), (after, 1)]
+    actual = learned(tokenizer, CHAT, weights=[None, 0, None, None], **options)
+    assert actual == [(before, 1), (after, 1)]
 
 
-def test_weights_of_zero_are_no_error_but_an_unclear_place_is(byte_level: Path) -> None:
+def test_zero_weights_and_ambiguous_places(byte_level: Path) -> None:
     tokenizer = Tokenizer.from_pretrained(byte_level)
     assert learned(tokenizer, CHAT, weights=[0] * 4, chat_template=CHATML) == []
     with pytest.raises(ValueError, match=r"messages\[2\] has a weight of its own, but where"):
@@ -198,7 +198,7 @@ def test_weights_of_zero_are_no_error_but_an_unclear_place_is(byte_level: Path) 
         learned(tokenizer, CHAT, train_on="last", chat_template=refusing + once + "{% endfor %}")
 
 
-def test_blocks_of_a_template_that_writes_turns_differently_later(byte_level: Path) -> None:
+def test_turns_rewritten_later_are_refused(byte_level: Path) -> None:
     tokenizer = Tokenizer.from_pretrained(byte_level)
     assert learned(tokenizer, CHAT, chat_template=LAST_ALONE) == [("Bye</s>", 1)]
     for options in ({"train_on": "last"}, {"weights": [None, 2, None, 3]}):
@@ -241,19 +241,17 @@ def test_a_lone_surrogate_is_named(byte_level: Path, text: str) -> None:
             call()
 
 
-def test_a_token_of_two_spans_has_the_larger_weight() -> None:
+def test_overlapped_tokens_have_the_larger_weight() -> None:
     offsets = [(0, 2), (2, 5), (5, 5), (5, 6)]
     for spans in ([Span(0, 3, 0.5), Span(3, 6, 0)], [Span(3, 6, 0.5), Span(0, 3, 0)]):
-        found = token_weights(offsets, spans)
-        assert found[1] == 0.5 and found[0] == spans[0].weight * (spans[0].start == 0)
+        actual = token_weights(offsets, spans)
+        assert actual[1] == 0.5 and actual[0] == spans[0].weight * (spans[0].start == 0)
     assert token_weights(offsets, [Span(0, 3, 1), Span(3, 6, 2)]) == [1, 2, 2, 2]
     assert token_weights(offsets, [Span(1, 1, 1)]) == [0, 0, 0, 0]
 
 
 @pytest.mark.parametrize("train_on", ["assistant", "last"])
-def test_a_template_that_marks_nothing_of_a_chat_is_refused(
-    byte_level: Path, train_on: str
-) -> None:
+def test_template_that_marks_nothing_is_refused(byte_level: Path, train_on: str) -> None:
     tokenizer = Tokenizer.from_pretrained(byte_level)
     silent = [CHAT[0], {"role": "assistant", "content": ""}]
     template = TWO_BLOCKS.replace("{% if m.role == 'assistant' %}", "{% if m.content == 'Bye' %}")

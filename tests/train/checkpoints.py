@@ -6,7 +6,7 @@ import torch
 
 import tigon
 from tigon.train.checkpoint import saver
-from tigon.train.checkpoint.tensors import optimizer_states, weights
+from tigon.train.checkpoint.format import optimizer_states, weights
 
 
 class State:

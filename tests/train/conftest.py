@@ -8,8 +8,8 @@ import pytest
 from tests.small import write_chats, write_model
 from tests.train.checkpoints import State
 from tigon.train import loop, main
-from tigon.train.parallel import World, start
-from tigon.train.record import read_metrics
+from tigon.train.distributed import World, start
+from tigon.train.logging import read_metrics
 from tigon.train.step import backward
 
 
@@ -37,6 +37,14 @@ class Workspace:
 
     def metrics(self, run: str, key: str) -> list[float]:
         return [row[key] for row in read_metrics(self.root / run / "metrics.jsonl") if key in row]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_curves() -> Iterator[None]:
+    """Reports without curves, whose drawing takes most of a second; tests/report has them."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("tigon.report.page.charts", lambda _: iter(()))
+        yield
 
 
 @pytest.fixture(scope="module")

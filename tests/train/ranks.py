@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from multiprocessing.connection import wait
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch._dynamo  # a second, and every run imports it late
@@ -22,7 +22,6 @@ import torch.distributed as dist
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from tigon.train import main
-from tigon.train.board import LAUNCHED
 
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload([__name__])
@@ -159,34 +158,6 @@ def _agents_rank(threads: int, directory: str, settings: list[str]) -> None:
     _rank(dict(os.environ), threads, directory, main, (settings,))
 
 
-class Child:
-    """In place of subprocess.Popen, of `python -m tigon.train SETTINGS`: forked, as `Ranks` are."""
-
-    before: ClassVar[str] = ""  # code that it runs first
-    directory: ClassVar[str]  # of what all print
-
-    def __init__(self, command: list[str], env: dict[str, str], start_new_session: bool):
-        assert command[1:3] == ["-m", "tigon.train"] and start_new_session
-        given = (env, torch.get_num_threads(), self.directory)
-        self.process = CONTEXT.Process(
-            target=_rank, args=(*given, main_after, (self.before, command[3:]))
-        )
-        self.process.start()
-
-    def poll(self) -> int | None:
-        return self.process.exitcode
-
-    def wait(self) -> int | None:
-        self.process.join()
-        return self.process.exitcode
-
-    def send_signal(self, number: int) -> None:
-        os.kill(self.process.pid, number)
-
-    def kill(self) -> None:
-        self.process.kill()
-
-
 def main_after(before: str, settings: list[str]) -> None:
     exec(before, {})
     main(settings)
@@ -205,8 +176,6 @@ def _rank(
     signal.signal(signal.SIGHUP, signal.SIG_DFL)  # have these ignored
     os.environ.clear()
     os.environ.update(environment)
-    if LAUNCHED in environment:
-        os.environ[LAUNCHED] = str(os.getppid())  # the server of forks
     for number, name in ((1, OUT), (2, ERR)):
         os.dup2(os.open(f"{directory}/{name}", os.O_WRONLY | os.O_APPEND), number)
     for stream in (sys.stdout, sys.stderr):  # lines are whole, also under PYTHONUNBUFFERED

@@ -15,7 +15,7 @@ def decide() -> None:
     with start("cpu", parallel=Parallel(tensor=2)) as world:
 
         def agreed(*losses: float) -> float:
-            return float(world.agreed(torch.tensor(losses[rank], dtype=torch.double)))
+            return float(world.same_loss(torch.tensor(losses[rank], dtype=torch.double)))
 
         assert agreed(1.0, 1.0) == 1.0
         assert agreed(1.0, 1e6) == 1e6  # a spike on one

@@ -16,9 +16,9 @@ import tigon
 from tests.small import EXPERTS, write_model
 from tests.train.checkpoints import State, assert_equal
 from tigon.train import checkpoint, main
-from tigon.train.checkpoint import files, integrity, retention, saver, storage
-from tigon.train.checkpoint.retention import Keep, Saved
-from tigon.train.checkpoint.tensors import LocalRows
+from tigon.train.checkpoint import files, format, saver
+from tigon.train.checkpoint.files import Keep, Saved
+from tigon.train.checkpoint.format import LocalRows
 from tigon.train.optim import Ema
 from tigon.train.resume import LONG
 
@@ -66,11 +66,11 @@ def test_several_slices_of_a_tensor_are_all_written(world, tmp_path):
     written: dict[str, str] = {}
     dcp.save(
         {"x": LocalRows((8, 3), torch.float32, pieces)},
-        storage_writer=storage.Writer(tmp_path / "to", written.update),
+        storage_writer=format.Writer(tmp_path / "to", written.update),
     )
     assert sorted(written) == [f"weights-00000{n}.safetensors" for n in ("-1", "-2", "")]
     for name, digest in written.items():
-        assert integrity.checksum(tmp_path / "to" / name) == digest
+        assert files.checksum(tmp_path / "to" / name) == digest
     found = torch.zeros(8, 3)  # read on another layout
     halves = [saver.Chunk((0, 0), found[:4]), saver.Chunk((4, 0), found[4:])]
     reader = dcp.HuggingFaceStorageReader(str(tmp_path / "to"))
@@ -172,7 +172,7 @@ def test_rows_passed_over_that_no_run_passes_over(workspace, finished, tmp_path)
         known["state"] |= state
         (source / "run.json").write_text(json.dumps(known))
         (source / "SHA256SUMS").unlink()
-        integrity.write_sums(source, {})
+        files.write_sums(source, {})
         message = f"run.json has offset={state['offset']} in its state, .* {most} steps at most"
         with pytest.raises(SystemExit, match=message):
             main(workspace.settings("over", steps=4, resume=source))
@@ -276,9 +276,9 @@ def test_retention_spares_the_best_those_in_use_and_the_last_good_one(workspace,
     for step in (1, 2, 3, 9):
         (tmp_path / f"step-{step:08d}").mkdir()
     with files.in_use(tmp_path / "step-00000001"):
-        retention.prune(tmp_path, 3, Keep(last=1), {})
+        files.prune(tmp_path, 3, Keep(last=1), {})
         assert sorted(p.name[-1] for p in tmp_path.iterdir()) == ["1", "3", "9"]  # 9 is no news
-    retention.prune(tmp_path, 3, Keep(last=1), {})
+    files.prune(tmp_path, 3, Keep(last=1), {})
     assert sorted(p.name[-1] for p in tmp_path.iterdir()) == ["3", "9"]
 
 

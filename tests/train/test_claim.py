@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.train.ranks import Ranks
-from tigon.train import load, main, prepare, record, start
+from tigon.train import load, logging, main, prepare, start
 from tigon.train.claim import claim
 
 ROOT = Path(__file__).parents[2]
@@ -26,7 +26,7 @@ def killed_before_its_first_row(settings: list[str]) -> None:
     def killed(self, step):
         os.kill(os.getpid(), signal.SIGKILL)
 
-    record.Record._cut = killed
+    logging.RunLog._cut = killed
     main(settings)
 
 

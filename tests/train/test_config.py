@@ -8,11 +8,11 @@ from tigon import strict
 from tigon.data.formats import REQUIRED
 from tigon.train.config import Config
 from tigon.train.config_file import dump, load
+from tigon.train.launch import help_text
 from tigon.train.lora_settings import Lora
 from tigon.train.names import OTHERS, answer
 from tigon.train.objectives import OBJECTIVES
 from tigon.train.parallel_settings import Parallel
-from tigon.train.usage import help_text
 from tigon.train.values import VALUES
 
 NEEDED = ["run_dir=runs/a", "model=m", "data=a.jsonl"]

@@ -9,9 +9,17 @@ from contextlib import suppress
 
 import pytest
 
-from tigon.train import console as module
 from tigon.train import load, main
-from tigon.train.console import Console, by_set, duration, line, measures, number, shorten
+from tigon.train import logging as module
+from tigon.train.logging import (
+    Console,
+    fit_columns,
+    format_duration,
+    format_measures,
+    format_number,
+    shorten,
+    split_by_set,
+)
 
 ROW = {
     "step": 1,
@@ -93,25 +101,30 @@ def test_what_is_left_counts_evaluations(console):
 def test_numbers_and_durations():
     values = (1.23456, 12.3456, 123.456, 1234.56, 1e7, -0.5, float("nan"))
     texts = ["1.2346", "12.346", "123.46", "1235", "1.0e+07", "-0.5000", "nan"]
-    assert [number(value).strip() for value in values] == texts
-    assert {len(number(value)) for value in values} == {7}
-    assert [duration(s) for s in (0, 65, 3725, 90000)] == ["0:00", "1:05", "1:02:05", "1 d 01:00"]
+    assert [format_number(value).strip() for value in values] == texts
+    assert {len(format_number(value)) for value in values} == {7}
+    assert [format_duration(s) for s in (0, 65, 3725, 90000)] == [
+        "0:00",
+        "1:05",
+        "1:02:05",
+        "1 d 01:00",
+    ]
 
 
 def test_a_mean_of_nothing_is_no_divergence():
     nan = float("nan")
-    said = measures({"loss": nan, "rewards/chosen": nan, "rewards/rejected": -0.25})
+    said = format_measures({"loss": nan, "rewards/chosen": nan, "rewards/rejected": -0.25})
     assert said == "loss     nan  rewards/chosen       -  rewards/rejected -0.2500"
-    assert measures({"accuracy": nan}) == "acc       -"
+    assert format_measures({"accuracy": nan}) == "acc       -"
 
 
 def test_columns_go_where_there_is_no_room():
     columns = [(0, "step 1/9"), (2, "acc"), (9, "memory"), (1, "left")]
-    assert line(columns, None) == line(columns, 27) == "step 1/9  acc  memory  left"
-    assert line(columns, 26) == "step 1/9  acc  left"
-    assert line(columns, 18) == "step 1/9  left"
-    assert line(columns, 8) == "step 1/9"
-    assert line(columns, 5) == "step "
+    assert fit_columns(columns, None) == fit_columns(columns, 27) == "step 1/9  acc  memory  left"
+    assert fit_columns(columns, 26) == "step 1/9  acc  left"
+    assert fit_columns(columns, 18) == "step 1/9  left"
+    assert fit_columns(columns, 8) == "step 1/9"
+    assert fit_columns(columns, 5) == "step "
 
 
 def test_a_terminal_has_a_line_a_step_that_fits(workspace, monkeypatch):
@@ -152,6 +165,6 @@ def test_no_control_character_of_a_sample_reaches_a_terminal():
 
 def test_a_metric_may_have_a_stroke_in_its_name():
     row = {"eval_loss": 1.0, "eval_rewards/chosen": 2.0, "eval_tokens": 3}
-    assert by_set(row) == ({"loss": 1.0, "rewards/chosen": 2.0}, {})
+    assert split_by_set(row) == ({"loss": 1.0, "rewards/chosen": 2.0}, {})
     row |= {"eval_loss/a": 4.0, "eval_accuracy/a": 0.5}
-    assert by_set(row)[1] == {"a": {"loss": 4.0, "accuracy": 0.5}}
+    assert split_by_set(row)[1] == {"a": {"loss": 4.0, "accuracy": 0.5}}

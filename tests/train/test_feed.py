@@ -12,7 +12,7 @@ from tests.data.test_loader import assert_equal, loader
 from tigon.data import Loader, Stream, pack_examples
 from tigon.train import main
 from tigon.train.feed import Feed
-from tigon.train.record import read_metrics
+from tigon.train.logging import read_metrics
 
 CPU = torch.device("cpu")
 

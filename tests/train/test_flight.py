@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tigon.train.flight import FOLDER, flight_recorder, prepare_flight_recorder
+from tigon.train.distributed import FOLDER, flight_recorder, prepare_flight_recorder
 
 VARIABLES = {
     "TORCH_FR_BUFFER_SIZE": "2000",

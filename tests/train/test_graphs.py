@@ -18,8 +18,8 @@ from tests.train import watching
 from tigon.kernels.mlp.grouped_mlp import waits
 from tigon.layers import KVCache
 from tigon.train import load, prepare, train
+from tigon.train.distributed import local
 from tigon.train.graphs import Graphs, check_run
-from tigon.train.parallel import local
 
 captured = importlib.import_module("tigon.train.captured")
 graphs = importlib.import_module("tigon.train.graphs")

@@ -24,9 +24,9 @@ from tigon.parallel import Place
 from tigon.train import checkpoint, guard, load, loop, main, prepare
 from tigon.train import start as world_of
 from tigon.train.evaluate import evaluate
+from tigon.train.logging import read_metrics
 from tigon.train.objectives import Part
 from tigon.train.objectives.cross_entropy import CrossEntropyObjective
-from tigon.train.record import read_metrics
 from tigon.train.state import State
 from tigon.train.step import backward
 
@@ -124,7 +124,7 @@ def test_half_of_the_steps_may_be_skipped_over_several_processes(workspace, pois
         poisoned(*bad)
         main(workspace.settings("half", **settings, steps=steps))
     newest = checkpoint.latest(workspace.root / "half/checkpoints")
-    assert checkpoint.facts(newest)["state"]["skipped"] == 4
+    assert checkpoint.read_metadata(newest)["state"]["skipped"] == 4
     poisoned(8)
     with pytest.raises(SystemExit, match="With it 5 of 9 steps are skipped"):
         main(workspace.settings("half", **settings, steps=9))
@@ -205,7 +205,7 @@ def test_a_rollback_goes_on_with_the_rows_behind(workspace, poisoned, monkeypatc
     assert workspace.metrics("back", "step") == [1, 2, 3, 4, 5, 6, 7]
     assert workspace.metrics("back", "rollbacks") == [1, 1, 1]  # in the rows after it
     report = (workspace.root / "back/report.html").read_text()
-    assert "rollback before step 5" in report and "finished · 7 steps" in report
+    assert "<td>Rollbacks</td><td>1</td>" in report and "finished · 7 steps" in report
     taken = []
 
     def jump(run, step, **options):
@@ -225,7 +225,7 @@ def test_rollbacks_end_and_a_resumed_run_remembers_them(workspace, poisoned):
     poisoned(2)
     main(workspace.settings("once", **settings))
     newest = workspace.root / "once/checkpoints/step-00000003"
-    state = State.of(checkpoint.facts(newest))
+    state = State.of(checkpoint.read_metadata(newest))
     assert (state.offset, state.rollbacks) == (1, 1)
     whole = workspace.metrics("once", "loss")
     main(workspace.settings("once-more", **settings, resume=newest))
@@ -274,11 +274,9 @@ def test_a_spike(workspace, poisoned, monkeypatch, policy):
 
 
 def test_a_spike_on_several_ranks_names_the_rank():
-    board = SimpleNamespace(gather=lambda own: [own, "3.25", "0.5"])
-    world = SimpleNamespace(size=3, data=Place(0, 3), board=board)
+    world = SimpleNamespace(size=3, data=Place(0, 3), gather=lambda own: [own, "3.25", "0.5"])
     assert guard.largest_part(world, 1.5).endswith("of the loss, 3.25, is on rank 1)")
-    board = SimpleNamespace(gather=lambda own: [own, own, "3.25", "3.25"])
-    world = SimpleNamespace(size=4, data=Place(0, 2), board=board)
+    world = SimpleNamespace(size=4, data=Place(0, 2), gather=lambda own: [own, own, "3.25", "3.25"])
     said = "of the loss, 3.25, is on ranks 2-3, which share rows)"
     assert guard.largest_part(world, 1.5).endswith(said)
     assert guard.largest_part(SimpleNamespace(size=1), 1.5) == ""
@@ -365,8 +363,9 @@ def test_of_ranks_that_share_rows_all_are_named(workspace, dimension):
 
 def test_what_all_ranks_have_is_said_of_all() -> None:
     def world(*answers: str, data: int = 2) -> Any:
-        board = SimpleNamespace(gather=lambda _: list(answers))
-        return SimpleNamespace(size=len(answers), data=Place(0, data), board=board)
+        return SimpleNamespace(
+            size=len(answers), data=Place(0, data), gather=lambda _: list(answers)
+        )
 
     nan = "nan"
     assert guard.ranks_of(world("", nan), math.nan) == " (rank 1: its part is nan)"
@@ -397,7 +396,7 @@ def test_a_run_that_no_longer_improves_ends(workspace, monkeypatch, capsys):
     )
     run = workspace.root / "patient"
     assert (run / "hf/model.safetensors").exists()
-    facts = checkpoint.facts(run / "checkpoints/step-00000006")["state"]
+    facts = checkpoint.read_metadata(run / "checkpoints/step-00000006")["state"]
     assert (facts["best_step"], facts["best_loss"]) == (2, 4.0)
     (run / "report.html").unlink()  # as if it had been killed before that
     (run / ".exported").unlink()
@@ -450,7 +449,7 @@ def test_a_longer_run_remembers_the_last_evaluation_of_the_shorter_one(workspace
     main(workspace.settings("longer-patience", steps=3, **changes))  # evaluates 0, 2 and 3
     main(workspace.settings("longer-patience", steps=4, **changes))
     newest = checkpoint.latest(workspace.root / "longer-patience/checkpoints")
-    state = checkpoint.facts(newest)["state"]
+    state = checkpoint.read_metadata(newest)["state"]
     assert (state["evaluated"], state["best_step"], state["evaluations_since"]) == (3, 0, 2)
 
 
@@ -459,7 +458,7 @@ def test_a_run_that_goes_on_elsewhere_counts_no_evaluation_twice(workspace):
     main(workspace.settings("here", steps=4, **changes))
     source = workspace.root / "here/checkpoints/step-00000002"
     main(workspace.settings("there", steps=3, **changes, resume=source))  # evaluates 2 again, and 3
-    state = checkpoint.facts(workspace.root / "there/checkpoints/step-00000003")["state"]
+    state = checkpoint.read_metadata(workspace.root / "there/checkpoints/step-00000003")["state"]
     assert workspace.metrics("there", "eval_loss")
     assert (state["evaluated"], state["evaluations_since"]) == (2, 1)
 

@@ -1,7 +1,6 @@
 """`optimizer_in_backward`: the bits of updates after backward, without their gradients."""
 
 import gc
-import json
 import math
 import os
 import re
@@ -16,7 +15,7 @@ import tigon.kernels
 from tests.small import EXPERTS, LLAMA
 from tests.train.checkpoints import assert_equal
 from tests.train.ranks import Ranks, train_on
-from tests.train.test_estimate import planned, tiny
+from tests.train.test_memory import planned, tiny
 from tests.train.test_precision import states
 from tests.train.test_precision_runs import step, tensors
 from tigon.models import MODELS
@@ -223,8 +222,7 @@ def test_a_run_and_one_that_goes_on_have_the_bits_of_updates_after_backward(
     its = RUN | ON | changes | {"eval_data": workspace.held_out}
     main(workspace.settings(run, **its, profile="{start: 2, steps: 1}"))
     same(workspace, run, run.replace("in", "after"))
-    table = json.loads((workspace.root / run / "profile/table.json").read_text())
-    assert table["milliseconds"]["optimizer"]["alone"] > 0
+    assert (workspace.root / run / "profile/trace.json.gz").exists()
     source = step(workspace.root / run, 2)
     main(workspace.settings(f"{run}-again", **its, resume=source))
     same(workspace, f"{run}-again", run)

@@ -21,7 +21,7 @@ from safetensors.torch import load_file
 from tests.numbers import relative_error
 from tests.train.ranks import Ranks, train_on
 from tigon.train import checkpoint, main
-from tigon.train.record import read_metrics
+from tigon.train.logging import read_metrics
 
 KILLS = int(os.environ.get("TIGON_KILLS", "1"))
 STEPS = 5

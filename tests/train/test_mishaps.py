@@ -4,7 +4,6 @@ import gzip
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -14,13 +13,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.train.ranks import Ranks, train_on
-from tigon.train import checkpoint, loop, main, predictions, processes, record
-from tigon.train.checkpoint import files, retention
-from tigon.train.checkpoint.retention import Keep, Saved
+from tigon.train import checkpoint, logging, loop, main, predictions
+from tigon.train.checkpoint import files
+from tigon.train.checkpoint.files import Keep, Saved
 from tigon.train.claim import claim
 from tigon.train.config_file import load
-from tigon.train.parallel import World
-from tigon.train.record import read_metrics
+from tigon.train.distributed import World
+from tigon.train.logging import read_metrics
 
 
 def test_a_rollback_takes_no_checkpoint_that_the_run_has_not_made(workspace, finished, poisoned):
@@ -33,7 +32,7 @@ def test_a_rollback_takes_no_checkpoint_that_the_run_has_not_made(workspace, fin
     poisoned(2)
     settings = {"steps": 4, "save_every": 10, "nonfinite": "rollback", "keep_last": 0}
     main(workspace.settings("later", **settings, resume="auto"))
-    state = checkpoint.facts(run / "checkpoints/step-00000004")["state"]
+    state = checkpoint.read_metadata(run / "checkpoints/step-00000004")["state"]
     assert (state["rollbacks"], state["offset"]) == (1, 1)
     assert workspace.metrics("later", "step") == [1, 2, 3, 4]
 
@@ -182,7 +181,7 @@ def test_a_checkpoint_that_was_moved_elsewhere_and_linked(tmp_path):
         (directory / f"step-{step:08d}").mkdir(parents=True)
     (directory / "step-00000001").symlink_to(tmp_path / "disk/step-00000001")
     (directory / "step-00000009").write_text("no directory")
-    retention.prune(directory, 3, Keep(last=1), {})
+    files.prune(directory, 3, Keep(last=1), {})
     assert sorted(path.name for path in directory.iterdir()) == ["step-00000003", "step-00000009"]
     assert (tmp_path / "disk/step-00000001/run.json").exists()
     assert checkpoint.latest(directory) == directory / "step-00000003"
@@ -210,8 +209,8 @@ def test_facts_of_the_wrong_kind(change, message, workspace, finished, tmp_path)
     facts = json.loads((source / "run.json").read_text()) | change
     (source / "run.json").write_text(json.dumps(facts))
     (source / "SHA256SUMS").unlink()
-    known = {"run.json": checkpoint.integrity.checksum(source / "run.json")}
-    checkpoint.integrity.write_sums(source, known)
+    known = {"run.json": files.checksum(source / "run.json")}
+    files.write_sums(source, known)
     with pytest.raises(SystemExit, match=message):
         main(workspace.settings("x", run_dir=tmp_path / "run", resume=source))
 
@@ -235,19 +234,7 @@ def test_a_log_that_cannot_be_written_costs_no_step(workspace, how):
 
 def test_a_run_needs_no_git(workspace, world, monkeypatch):
     monkeypatch.setenv("PATH", "/nowhere")
-    assert "no git" in record._versions(world)
-
-
-def test_a_signal_before_there_are_ranks_reaches_them(monkeypatch):
-    popen = subprocess.Popen
-
-    def start(command, **options):
-        os.kill(os.getpid(), signal.SIGTERM)  # between the handler and the rank
-        return popen([sys.executable, "-c", "import time; time.sleep(60)"], **options)
-
-    monkeypatch.setattr(processes.subprocess, "Popen", start)
-    code, _ = processes.run_ranks(1, [])
-    assert code == 128 + signal.SIGTERM
+    assert "no git" in logging._versions(world)
 
 
 def test_an_export_on_a_full_disk_leaves_nothing(workspace, monkeypatch):

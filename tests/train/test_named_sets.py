@@ -7,7 +7,7 @@ import pytest
 from tests.small import write_chats
 from tests.train.ranks import train_on
 from tigon.train import load, main
-from tigon.train.record import read_metrics
+from tigon.train.logging import read_metrics
 
 
 @pytest.fixture(scope="module")

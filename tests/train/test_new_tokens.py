@@ -16,8 +16,7 @@ from tests.train.conftest import Workspace
 from tests.train.ranks import train_on
 from tigon.cli import main as command
 from tigon.train import main
-from tigon.train.export import load_checkpoint
-from tigon.train.merge import load_with_adapter
+from tigon.train.export import load_checkpoint, load_with_adapter
 
 FEW = ["<tool>", "</tool>"]  # the model has 321 rows, the tokenizer 300 tokens
 MANY = [*FEW, *(f"<extra_{i}>" for i in range(23))]

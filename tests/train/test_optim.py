@@ -11,8 +11,9 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from tests.small import LLAMA
 from tests.train.ranks import Ranks
 from tigon.models import MODELS
-from tigon.train.checkpoint.tensors import optimizer_states
+from tigon.train.checkpoint.format import optimizer_states
 from tigon.train.config_file import load
+from tigon.train.distributed import shard, start
 from tigon.train.optim import (
     build_optimizer,
     clip_gradients,
@@ -21,7 +22,6 @@ from tigon.train.optim import (
     state_bytes,
 )
 from tigon.train.optim.clip import NormInParts
-from tigon.train.parallel import shard, start
 
 
 def config(*overrides: str):

@@ -13,11 +13,11 @@ from tests.small import EXPERTS, write_model
 from tests.train.checkpoints import assert_equal
 from tests.train.ranks import Ranks
 from tigon.train import checkpoint, load, main, prepare, start
-from tigon.train.checkpoint.tensors import everything
+from tigon.train.checkpoint.format import full_state
+from tigon.train.distributed import World, sync_gradients
+from tigon.train.logging import read_metrics
 from tigon.train.loop import train
 from tigon.train.optim import Ema
-from tigon.train.parallel import World, sync_gradients
-from tigon.train.record import read_metrics
 
 BF16 = {"param_dtype": "bfloat16", "dtype": "bfloat16"}
 STEPS = {"steps": 4, "save_every": 2, "keep_last": 0, "ema_decay": 0.75, "schedule": "constant"}
@@ -94,7 +94,7 @@ def on_ranks(moved: list[tuple[list[str], Path]], runs: list[list[str]], sums: l
             train(prepare(load(None, settings), world))
         for name, settings in sums:
             for line in gradients(world, settings):
-                world.say(f"{name} {line}")
+                world.log_rank0(f"{name} {line}")
 
 
 @pytest.fixture(scope="module")
@@ -201,7 +201,7 @@ def test_an_average_that_begins_later_begins_with_the_weights(workspace, finishe
         for name, p in run.model.named_parameters():
             assert torch.equal(run.ema.values[name], p)
             run.ema.values[name].zero_()
-        state = everything(run.model, run.optimizer, run.ema)
+        state = full_state(run.model, run.optimizer, run.ema)
         assert {name.split(".")[0] for name in state} == {"model", "optimizer", "ema"}
         checkpoint.load(source, run.model, run.optimizer)  # nor does one that is not wanted hinder
 
@@ -257,7 +257,7 @@ def gradients(world: World, settings: list[str], batches: int = 8) -> list[str]:
         (run.model(ids, labels=ids).loss / 7).backward()
     found = []
     for name, p in run.model.named_parameters():
-        total = world.sum(exact[name])
+        total = world.all_reduce_sum(exact[name])
         whole = p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad
         found.append(f"{name} {((whole.double() - total).norm() / total.norm()).item()}")
     return found

@@ -16,11 +16,11 @@ from tests.train.ranks import train_on
 from tigon.data import cache_root
 from tigon.train import load, main, pack
 from tigon.train.data import may_not_fit
-from tigon.train.estimate.memory import estimate
+from tigon.train.distributed import World
+from tigon.train.memory import estimate
 from tigon.train.model import outline
 from tigon.train.objectives import find_objective
 from tigon.train.objectives.pairs import Pairs
-from tigon.train.parallel import World
 
 PAIRED = ("dpo", "cpo", "orpo")  # ipo, apo and simpo are these with other losses
 KEYS = (

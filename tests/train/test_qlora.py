@@ -18,10 +18,10 @@ from tigon.models import quantise
 from tigon.models.pretrained.quantization import quantised_layers
 from tigon.train import load, main
 from tigon.train.build import read_inputs
-from tigon.train.estimate.report import plan
+from tigon.train.distributed import start
+from tigon.train.dry_run import estimate_run
 from tigon.train.export import load_checkpoint
 from tigon.train.model import build_model
-from tigon.train.parallel import start
 
 
 @pytest.fixture(scope="module")
@@ -115,7 +115,7 @@ def test_the_estimate_knows(workspace, settings):
         with start("cpu") as world:
             inputs = read_inputs(config, world, here=False)
             for gpus in (1, 2):
-                found[quantize, gpus] = plan(config, inputs, gpus).kinds["parameters"]
+                found[quantize, gpus] = estimate_run(config, inputs, gpus).kinds["parameters"]
             inputs.data.close()
     sizes = json.loads((workspace.model / "config.json").read_text())
     assert sizes["num_hidden_layers"] == 2

@@ -13,7 +13,7 @@ from tests.train.ranks import Ranks
 from tigon.kernels import runtime, use
 from tigon.kernels.linear import linear
 from tigon.kernels.recompute import rebuilding
-from tigon.train.parallel import local, shard, start
+from tigon.train.distributed import local, shard, start
 
 
 def step_on_a_rank() -> None:

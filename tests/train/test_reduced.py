@@ -14,7 +14,7 @@ from tests.train.ranks import Ranks
 from tigon import models
 from tigon.parallel import fsdp
 from tigon.train import main
-from tigon.train.parallel import shard, start
+from tigon.train.distributed import shard, start
 
 
 def run(settings: list[str], in_float32: bool) -> None:
@@ -30,7 +30,7 @@ def run(settings: list[str], in_float32: bool) -> None:
         if in_float32:
             shard = fsdp.shard_blocks
             patch.setattr(
-                "tigon.train.parallel.shard_blocks",
+                "tigon.train.distributed.shard_blocks",
                 lambda *a, **k: shard(*a, **(k | {"one_backward": False})),
             )
         main(settings)

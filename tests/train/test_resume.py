@@ -12,7 +12,7 @@ from tests.small import write_chats
 from tests.train.ranks import Ranks, main_after
 from tigon.train import checkpoint, load, main
 from tigon.train.build import load_tokenizer
-from tigon.train.record import Record
+from tigon.train.logging import RunLog
 
 STEPS = {"steps": 7, "save_every": 2, "warmup_steps": 2}
 KEYS = ("step", "loss", "grad_norm", "lr", "tokens", "supervised_tokens", "eval_loss")
@@ -36,14 +36,14 @@ def assert_same_curve(workspace, run: str) -> None:
 
 def test_stopped_by_a_signal_and_resumed_is_the_same_curve(workspace, whole, monkeypatch):
     settings = workspace.settings("stopped", eval_data=workspace.held_out, eval_every=3, **STEPS)
-    step = Record.step
+    log = RunLog.log
 
-    def interrupt(self, row):
-        step(self, row)
-        if row["step"] == 3:
+    def interrupt(self, row, samples=()):
+        log(self, row, samples)
+        if row["step"] == 3 and "loss" in row:
             signal.raise_signal(signal.SIGTERM)
 
-    monkeypatch.setattr(Record, "step", interrupt)
+    monkeypatch.setattr(RunLog, "log", interrupt)
     with pytest.raises(SystemExit, match=str(128 + signal.SIGTERM)):
         main(settings)
     monkeypatch.undo()
@@ -62,14 +62,14 @@ def test_stopped_by_a_signal_and_resumed_is_the_same_curve(workspace, whole, mon
 
 KILLED = """
 import os, signal
-from tigon.train.checkpoint import integrity
-write_sums = integrity.write_sums
+from tigon.train.checkpoint import saver
+write_sums = saver.write_sums
 def killed(directory, known):
     write_sums(directory, known)
     if "00000004" in directory.name:
         os.truncate(directory / "weights-00000.safetensors", 1000)
         os.kill(os.getpid(), signal.SIGKILL)
-integrity.write_sums = killed
+saver.write_sums = killed
 """
 
 

@@ -10,7 +10,7 @@ import torch
 import tigon
 from tests.train.ranks import train_on
 from tigon.train import loop, main
-from tigon.train.record import Record, read_metrics
+from tigon.train.logging import RunLog, read_metrics
 from tigon.train.samples import until
 
 PROMPTS = ["the model", "who asked it back"]
@@ -61,19 +61,19 @@ def test_they_are_what_the_model_says(workspace, with_and_without):
 
 def test_once_each_over_a_kill(workspace, with_and_without, monkeypatch, capsys):
     """Between the samples and the row of the evaluation that they belong to."""
-    append = Record._append
+    append = RunLog._append
 
     def killed(self, row):
         if row["step"] == 2 and "eval_loss" in row:
             raise KeyboardInterrupt
         append(self, row)
 
-    monkeypatch.setattr(Record, "_append", killed)
+    monkeypatch.setattr(RunLog, "_append", killed)
     settings = workspace.settings("resampled", **with_and_without)
     with pytest.raises(KeyboardInterrupt):
         main(settings)
     assert [row["step"] for row in samples(workspace, "resampled")] == [0, 0, 2, 2]
-    monkeypatch.setattr(Record, "_append", append)
+    monkeypatch.setattr(RunLog, "_append", append)
     main([*settings, "resume=auto"])  # there is no checkpoint yet: from the beginning
     assert samples(workspace, "resampled") == samples(workspace, "sampled")
     shutil.rmtree(workspace.root / "resampled/checkpoints/step-00000004")

@@ -16,15 +16,15 @@ from safetensors.torch import load_file
 from tests.train.checkpoints import State, assert_equal
 from tests.train.ranks import Ranks
 from tigon.train import checkpoint, loop, main
-from tigon.train.checkpoint import Keep, files, memory, newest_whole, saver, storage
-from tigon.train.parallel import start
+from tigon.train.checkpoint import Keep, files, format, newest_whole, saver
+from tigon.train.distributed import start
 from tigon.weights.files import require_space
 
 Usage = namedtuple("Usage", "total used free")
 
 
 def test_a_save_in_the_background_has_the_values_of_its_moment(state, tmp_path, monkeypatch):
-    expected, written = state.tensors(), storage._write
+    expected, written = state.tensors(), format._write
     slow, order = threading.Event(), []
 
     def wait(*arguments):
@@ -32,7 +32,7 @@ def test_a_save_in_the_background_has_the_values_of_its_moment(state, tmp_path, 
         order.append("written")
         return written(*arguments)
 
-    monkeypatch.setattr(storage, "_write", wait)
+    monkeypatch.setattr(format, "_write", wait)
     with saver.Saver(tmp_path, state.world) as to:
         first = state.save(to, 1)
         state.step(seed=2)  # training goes on
@@ -124,17 +124,17 @@ def test_values_that_are_not_finite_are_not_saved(where, value, state, tmp_path)
 def test_memory_for_the_copy(tmp_path, state, capsys):
     meminfo = tmp_path / "meminfo"
     meminfo.write_text("MemTotal:  900 kB\nMemAvailable:    800 kB\n")
-    assert memory.available(meminfo, tmp_path) == 800 * 1024
+    assert saver.available(meminfo, tmp_path) == 800 * 1024
     (tmp_path / "memory.max").write_text("1000\n")
     (tmp_path / "memory.current").write_text("700\n")
     (tmp_path / "memory.stat").write_text("anon 500\ninactive_file 100\n")
-    assert memory.available(meminfo, tmp_path) == 400
+    assert saver.available(meminfo, tmp_path) == 400
     (tmp_path / "memory.max").write_text("max\n")
-    assert memory.available(meminfo, tmp_path) == 800 * 1024
+    assert saver.available(meminfo, tmp_path) == 800 * 1024
 
 
 def test_without_memory_for_a_copy_training_waits(state, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(memory, "available", lambda: 1000)
+    monkeypatch.setattr(saver, "available", lambda: 1000)
     to = saver.Saver(tmp_path, state.world)
     assert state.save(to, 1).exists()
     assert state.save(to, 2).exists()
@@ -287,7 +287,7 @@ def test_a_run_needs_no_base_model_to_go_on(workspace, tmp_path):
     main([*workspace.settings("stayed2", steps=4), "resume=auto", "schedule=constant"])
     assert workspace.metrics("moved", "loss") == workspace.metrics("stayed2", "loss")
     newest = checkpoint.latest(workspace.root / "moved/checkpoints")
-    assert checkpoint.facts(newest)["saved_at"] >= before
+    assert checkpoint.read_metadata(newest)["saved_at"] >= before
     for name in ("tokenizer.json", "tokenizer_config.json", "config.json"):
         original = (workspace.model / name).read_bytes()
         assert (newest / name).read_bytes() == original

@@ -13,8 +13,8 @@ from torch.distributed.checkpoint import CheckpointException
 
 from tests.train.ranks import Ranks, train_on
 from tigon.train import checkpoint, loop, main
-from tigon.train.checkpoint import integrity, storage
-from tigon.train.checkpoint.errors import first_cause
+from tigon.train.checkpoint import files, format
+from tigon.train.checkpoint.files import first_cause
 from tigon.train.export import convert_checkpoint
 from tigon.weights import write
 
@@ -43,7 +43,7 @@ def fail_on_a_rank(failing: int, what: str, settings: list[str]) -> None:
         if what == "hf":
             write._pwrite = full
         else:
-            storage._write = full
+            format._write = full
     main(settings)
 
 
@@ -126,8 +126,8 @@ def give_dtype(source: Path, file: str, dtype: str) -> str:
     header[name]["dtype"] = dtype
     new = json.dumps(header).encode()
     path.write_bytes(len(new).to_bytes(8, "little") + new + before[8 + length :])
-    (source / integrity.SUMS).unlink()
-    integrity.write_sums(source, {})
+    (source / files.SUMS).unlink()
+    files.write_sums(source, {})
     return name
 
 

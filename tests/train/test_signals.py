@@ -11,7 +11,7 @@ import pytest
 from tests.train.ranks import Ranks
 from tests.train.test_resume import KEYS
 from tigon.train import checkpoint, loop, main
-from tigon.train.record import Record, read_metrics
+from tigon.train.logging import RunLog, read_metrics
 from tigon.train.signals import AGAIN, Signals
 
 ROOT = Path(__file__).parents[2]
@@ -51,7 +51,7 @@ def test_after_an_error_in_training_no_signal_says_that_nothing_was_trained(work
     """torchrun sends SIGTERM to the ranks that are left over, whose collectives fail."""
     signals = []
 
-    def fail(run: Any, _: Record) -> int:
+    def fail(run: Any, _: RunLog) -> int:
         signals.append(run.world.signals)
         raise OSError("a collective")
 
@@ -153,7 +153,7 @@ def test_the_main_thread_may_be_busy_when_a_signal_is_announced(capfd):
 
 
 def test_rows_are_json_though_numbers_are_not(workspace, tmp_path):
-    record = Record.__new__(Record)
+    record = RunLog.__new__(RunLog)
     record.main, record.metrics = True, tmp_path / "metrics.jsonl"
     record._append({"step": 1, "loss": float("nan"), "grad_norm": float("inf"), "lr": 1e-3})
     text = (tmp_path / "metrics.jsonl").read_text()

@@ -1,17 +1,15 @@
-"""TensorBoard and W&B have what metrics.jsonl has, each step once."""
+"""TensorBoard and W&B have what metrics.jsonl has."""
 
 import os
 import shutil
 import sys
-import threading
 from types import SimpleNamespace
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from tigon.train import load, main, sinks
-from tigon.train.record import read_metrics
-from tigon.train.sinks import Sinks, scalars
+from tigon.train import load, logging, main
+from tigon.train.logging import Sinks, read_metrics, scalar_tags
 
 AGAIN = {"steps": 6, "save_every": 2, "keep_last": 0, "eval_every": 2, "nonfinite": "rollback"}
 
@@ -34,8 +32,7 @@ class Offline:
 
     def init(self, **options):
         self.runs.append(options)
-        step = max(self.rows) + 1 if options["id"] == self.runs[0]["id"] and self.rows else 0
-        return SimpleNamespace(offline=False, step=step, log=self.log, finish=lambda: None)
+        return SimpleNamespace(step=max(self.rows, default=0), log=self.log, finish=lambda: None)
 
     def log(self, row, step):
         if step >= max(self.rows, default=0):  # W&B drops others
@@ -50,7 +47,7 @@ def from_tensorboard(directory):
     return {tag: [(e.step, e.value) for e in read.Scalars(tag)] for tag in tags}
 
 
-def test_each_step_once_after_a_rollback_and_a_kill(workspace, poisoned, monkeypatch):
+def test_sinks_after_rollback_and_kill(workspace, poisoned, monkeypatch):
     fake = Offline()
     monkeypatch.setitem(sys.modules, "wandb", fake)
     run = workspace.root / "sunk"
@@ -65,7 +62,7 @@ def test_each_step_once_after_a_rollback_and_a_kill(workspace, poisoned, monkeyp
     rows = read_metrics(run / "metrics.jsonl")
     expected = {}
     for row in rows:
-        for tag, value in scalars(row).items():
+        for tag, value in scalar_tags(row).items():
             expected.setdefault(tag, []).append((row["step"], value))
     found = from_tensorboard(run / "tensorboard")
     assert found.keys() == expected.keys()
@@ -105,8 +102,8 @@ def test_a_sink_that_fails_ends_no_run(workspace, monkeypatch, capsys):
     def absent(*_):
         raise RuntimeError("api_key not configured")
 
-    monkeypatch.setitem(sinks.SINKS, "tensorboard", Failing)
-    monkeypatch.setitem(sinks.SINKS, "wandb", absent)
+    monkeypatch.setitem(logging.SINKS, "tensorboard", Failing)
+    monkeypatch.setitem(logging.SINKS, "wandb", absent)
     main(workspace.settings("unsunk", steps=4, log_to="[tensorboard, wandb]"))
     said = capsys.readouterr().out
     for name, problem in (
@@ -118,30 +115,17 @@ def test_a_sink_that_fails_ends_no_run(workspace, monkeypatch, capsys):
     assert workspace.metrics("unsunk", "step") == [1, 2, 3, 4]
 
 
-def test_a_disk_that_does_not_answer_ends_no_run(monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr(sinks, "DISK", 0.1)
-    config = load(None, ["model=m", "data=d", f"run_dir={tmp_path}", "log_to=tensorboard"])
-    made = Sinks(config, [], 0, print)
-    stalled = threading.Event()
-    monkeypatch.setattr(made.open["tensorboard"].writer, "flush", stalled.wait)
-    made.log({"step": 1, "loss": 1.0})
-    made.flush()
-    stalled.set()
-    assert not made.open
-    assert "TimeoutError: its disk has not answered in 0.1 s" in capsys.readouterr().out
-
-
 def test_an_id_that_is_none_is_made_again(monkeypatch, tmp_path):
     fake = Offline()
     monkeypatch.setitem(sys.modules, "wandb", fake)
     config = load(None, ["model=m", "data=d", f"run_dir={tmp_path}", "seq_len=8", "lr=1"])
     file, other = tmp_path / ".wandb-id", tmp_path / "other"
     file.write_text("")  # as a crash of the machine leaves it
-    sinks.WandB(config, [], 0)
+    logging.WandB(config)
     assert len(file.read_text()) == 8
     file.unlink()
     file.symlink_to(other)
-    sinks.WandB(config, [], 0)
+    logging.WandB(config)
     assert not other.exists() and not file.is_symlink()
     assert [run["id"] for run in fake.runs][1] == file.read_text()
 
@@ -149,7 +133,7 @@ def test_an_id_that_is_none_is_made_again(monkeypatch, tmp_path):
 def test_names_and_packages_are_checked(workspace, monkeypatch):
     with pytest.raises(SystemExit, match="log_to=comet is not one of tensorboard, wandb"):
         main(workspace.settings("x", log_to="comet"))
-    monkeypatch.setattr(sinks, "find_spec", lambda name: None)
+    monkeypatch.setattr(logging, "find_spec", lambda name: None)
     with pytest.raises(SystemExit, match=r"log_to=wandb needs .*pip install 'tigon\[wandb\]'"):
         main(workspace.settings("x", log_to="wandb"))
 
@@ -157,10 +141,8 @@ def test_names_and_packages_are_checked(workspace, monkeypatch):
 def test_wandb_without_a_key_asks_nothing(workspace, monkeypatch, tmp_path, capsys):
     fake = Offline(key=False)
     monkeypatch.setitem(sys.modules, "wandb", fake)
-    sinks = Sinks(
-        load(None, workspace.settings("x", run_dir=tmp_path, log_to="wandb")), [], 0, print
-    )
-    assert not sinks.open and not fake.runs
+    made = Sinks(load(None, workspace.settings("x", run_dir=tmp_path, log_to="wandb")), [], print)
+    assert not made.sinks and not fake.runs
     assert "without it: ValueError: no API key: run wandb login" in capsys.readouterr().out
 
 
@@ -170,12 +152,12 @@ def test_wandb_itself_offline(workspace, monkeypatch, tmp_path, capsys):
     config = load(None, workspace.settings("x", run_dir=tmp_path, log_to="wandb"))
     rows = [{"step": step, "loss": 1.0 / step, "tokens": 7} for step in (1, 2)]
     (tmp_path / ".wandb-id").write_text("12345678")  # of a process before this one
-    sinks = Sinks(config, rows, 1, print)
-    run = sinks.open["wandb"].run
+    made = Sinks(config, rows, print)
+    run = made.sinks["wandb"].run
     assert (run.id, run.project, run.name) == ("12345678", "tigon", tmp_path.name)
-    sinks.log({"step": 3, "loss": 0.5})
+    made.log({"step": 3, "loss": 0.5})
     assert run.summary["train/loss"] == 0.5
-    sinks.close()
+    made.close()
     assert "failed" not in capsys.readouterr().out
     (written,) = (n for n in os.listdir(tmp_path / "wandb") if n.startswith("offline-run"))
     assert written.endswith("12345678")

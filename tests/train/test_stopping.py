@@ -9,7 +9,7 @@ import pytest
 
 from tigon.train import checkpoint, main, step
 from tigon.train.checkpoint import saver
-from tigon.train.record import read_metrics
+from tigon.train.logging import read_metrics
 from tigon.train.signals import Signals
 
 
@@ -53,13 +53,13 @@ def test_a_checkpoint_that_would_not_be_whole_in_time_is_not_begun(
     workspace, signalled, monkeypatch, capsys, background
 ):
     """The last one has taken half a second; less is granted."""
-    write_sums = saver.integrity.write_sums
+    write_sums = saver.write_sums
 
     def slow(directory, sums):
         time.sleep(0.5)
         write_sums(directory, sums)
 
-    monkeypatch.setattr(saver.integrity, "write_sums", slow)
+    monkeypatch.setattr(saver, "write_sums", slow)
     signalled(7)
     run = f"late-{background}"
     same = {"save_every": 3, "stop_seconds": 0.4, "async_save": background}

@@ -11,7 +11,7 @@ from tests.small import CHATML
 from tests.train.conftest import Workspace
 from tests.train.ranks import train_on
 from tigon.data import ChatEncoder
-from tigon.tokenizer import chat
+from tigon.tokenizer import chat_template
 from tigon.train import build, main, pack
 from tigon.train.export import load_checkpoint
 
@@ -27,7 +27,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> type[Clock]:
     """The present time of this process, but not of workers; and an empty cache."""
-    monkeypatch.setattr(chat, "now", lambda: Clock.time)
+    monkeypatch.setattr(chat_template, "now", lambda: Clock.time)
     monkeypatch.setenv("TIGON_CACHE", str(tmp_path / "cache"))
     Clock.time = DAY
     return Clock

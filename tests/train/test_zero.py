@@ -16,7 +16,7 @@ from tests.train.ranks import Ranks
 from tests.train.test_equality import run_all
 from tigon.parallel import shard_gradients
 from tigon.train import load, prepare, start, train
-from tigon.train.parallel import local, sync_gradients
+from tigon.train.distributed import local, sync_gradients
 
 FROZEN = "[{match: '*.layers.0.*', freeze: true}, {match: '*norm*', lr: 1e-3}]"
 # Two micro-batches a rank; two ranks share the vocabulary of 321 unevenly, and the five experts

@@ -50,7 +50,7 @@ def broken(seen: Seen) -> None:
 def report(seen: Seen) -> None:
     """A line for each call, in a file for each rank."""
     right = ((seen.predictions == seen.labels) & (seen.labels != -100)).sum()
-    every = seen.world.sum(right.clone())
+    every = seen.world.all_reduce_sum(right.clone())
     row = {"step": seen.step, "training": seen.training, "index": seen.index}
     row |= {"right": int(right), "all": int(every), "origins": list(seen.micro_batch.origins)}
     with Path(f"{os.environ['REPORT']}-{seen.world.rank}").open("a") as file:

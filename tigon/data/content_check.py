@@ -51,20 +51,20 @@ class ContentCheck:
         self,
         messages: Sequence[Message],
         learned: Collection[int],
-        name: Callable[[int], str],
+        names: Sequence[str],
         /,
         **options: Any,
     ) -> None:
         """ValueError for an empty answer among `learned`, or for content that is not written.
 
         Reasoning has to be written of the turns in `learned` alone, and at the end of the
-        conversation up to each: of earlier turns, templates drop it. `name` gives a message's name
-        in its row; `options` are those of `apply_chat_template`.
+        conversation up to each: of earlier turns, templates drop it. `names` are those of the
+        messages in their row; `options` are those of `apply_chat_template`.
         """
         for i in learned:
             if not says_something(messages[i]):
                 raise EmptyAnswer(
-                    f"{name(i)} is an empty answer, without content, reasoning or tool calls: "
+                    f"{names[i]} is an empty answer, without content, reasoning or tool calls: "
                     "leave the row out (bad_rows=skip skips such rows)"
                 )
         variables = sorted((k, repr(v)) for k, v in options.items() if k != "tools")
@@ -76,10 +76,10 @@ class ContentCheck:
             try:
                 self._known[key] = self._unwritten(messages, learned, options)
             except ValueError:  # with marks, the template refuses it
-                self._check_words(messages, learned, name, options)
+                self._check_words(messages, learned, names, options)
                 return
         if problem := self._known[key]:
-            raise ValueError(f"{name(problem[0])}{problem[1]}")
+            raise ValueError(f"{names[problem[0]]}{problem[1]}")
 
     def _unwritten(
         self, messages: Sequence[Message], learned: Collection[int], options: dict[str, Any]
@@ -95,7 +95,7 @@ class ContentCheck:
         self,
         messages: Sequence[Message],
         learned: Collection[int],
-        name: Callable[[int], str],
+        names: Sequence[str],
         options: dict[str, Any],
     ) -> None:
         """The same from the words of the texts, each of which may also be another's."""
@@ -106,7 +106,7 @@ class ContentCheck:
             return
         for text in _marked(messages)[1]:
             if not _is_written(text, learned, render, lambda t: t.text.split()):
-                raise ValueError(f"{name(text.message)}{_explain(text, messages)}")
+                raise ValueError(f"{names[text.message]}{_explain(text, messages)}")
 
 
 def says_something(message: Message) -> bool:

@@ -27,7 +27,6 @@ from tigon.data.formats import (
     Prompted,
     Row,
     Text,
-    answer_message_name,
     as_chat,
     as_labelled,
     as_pair,
@@ -36,7 +35,6 @@ from tigon.data.formats import (
     check_tokens,
     read_number,
 )
-from tigon.data.messages import read_json
 from tigon.data.sources import Source
 from tigon.json_file import escaped
 from tigon.tokenizer import (
@@ -44,9 +42,9 @@ from tigon.tokenizer import (
     Span,
     Tokenizer,
     TrainOn,
-    behind_empty_thinking,
-    common_length,
+    common_prefix_length,
     learned_turns,
+    skip_empty_thinking,
 )
 
 ENCODER_VERSION = 2  # of what these make of a row; another one makes caches anew
@@ -201,7 +199,7 @@ class ChatEncoder(FormatEncoder):
         return {"train_on": self.train_on, "train_on_empty_thinking": self.train_on_empty_thinking}
 
     def ignored(self, row: Row, form: Format) -> set[str]:
-        """The keys of the row and, as "messages.KEY", of its messages that nothing reads."""
+        """Those of messages, as "messages.KEY", that neither formats.py nor the template reads."""
         found = super().ignored(row, form) | ignored_template_keys(row, form, self.read_in_messages)
         known = self.read_in_messages
         if form.kind == "sharegpt":
@@ -225,8 +223,7 @@ class ChatEncoder(FormatEncoder):
             weights[: chat.prompt] = [0.0 if w is None else w for w in weights[: chat.prompt]]
         options: dict[str, Any] = {"tools": chat.tools, **chat.variables}
         learned = learned_turns(chat.messages, self.train_on, weights) if chat.weight else []
-        name = partial(conversation_message_name, row, form, chat.prompt)
-        self.content.check(chat.messages, learned, name, **options)
+        self.content.check(chat.messages, learned, chat.names, **options)
         options |= {"train_on_empty_thinking": self.train_on_empty_thinking}
         encoded = self.tokenizer.encode_chat_rows(
             chat.messages, train_on=self.train_on, weights=weights, **options
@@ -253,24 +250,6 @@ class ChatEncoder(FormatEncoder):
         ids = self.ended(ids)
         counted = [*counted[: len(ids) - 1], 1.0]
         return weighted_example(ids, np.array(counted) * text.weight)
-
-
-def conversation_message_name(row: Row, form: Format, prompt: int, i: int) -> str:
-    """What a row calls messages[i] of its conversation, of which the first `prompt` are asked."""
-    if form.get(row, "system"):
-        if not i:
-            return form.key("system")
-        i, prompt = i - 1, prompt - 1
-    if form.kind == "instruction":
-        history = read_json(form.get(row, "history"), "history") or []
-        if i // 2 < len(history):
-            return f"{form.key('history')}[{i // 2}]"
-        return form.key("output" if i % 2 else "instruction")
-    if form.kind in ("messages", "sharegpt"):
-        return f"{form.key('messages')}[{i}]"
-    if i < prompt:
-        return f"{form.key('prompt')}[{i}]"
-    return f"{form.key('completion')}[{i - prompt}]"
 
 
 def template_words(tokenizer: Tokenizer) -> set[str]:
@@ -304,7 +283,6 @@ def weighted_example(ids: list[int], weights: np.ndarray) -> Sequence[Example]:
 
 # Prompts with answers to examples: sequences of which the answers alone are learned.
 
-Name = Callable[[int], str]
 ANSWER_KEYS = (
     "prompt",
     "chosen",
@@ -336,16 +314,16 @@ class AnswerEncoder(FormatEncoder):
         self.read_in_messages = {"role", "content"} | template_words(tokenizer)
 
     def tokens(
-        self, said: Prompted, names: Sequence[Name], *, train_on_empty_thinking: bool = False
+        self, said: Prompted, *, train_on_empty_thinking: bool = False
     ) -> tuple[int, list[list[int]]]:
         """How many tokens the prompt has, and the ids of it with each answer.
 
-        `names` has for each answer what its row calls the messages of the conversation. An empty
-        block of reasoning that all answers begin with belongs to the prompt, unless it is learned.
+        An empty block of reasoning that all answers begin with belongs to the prompt, unless it is
+        learned.
         """
         tokenizer = self.tokenizer
         if said.is_chat:
-            prompt_text, texts = self._render(said, names)
+            prompt_text, texts = self._render(said)
             if not (train_on_empty_thinking or self.train_on_empty_thinking):
                 prompt_text = append_empty_thinking(prompt_text, texts)
             prompt = tokenizer.encode(prompt_text, add_special_tokens=False)
@@ -355,13 +333,13 @@ class AnswerEncoder(FormatEncoder):
             prompt = [] if said.whole else tokenizer.encode(said.prompt)
             texts = [said.prompt + a for a in said.answers if isinstance(a, str)]
             whole = [self.ended(tokenizer.encode(text)) for text in texts]
-        shared = min(common_length(prompt, ids) for ids in whole)
+        shared = min(common_prefix_length(prompt, ids) for ids in whole)
         for ids in whole:
             if len(ids) == shared:
                 raise ValueError("an answer has no tokens of its own behind the prompt")
         return shared, whole
 
-    def _render(self, said: Prompted, names: Sequence[Name]) -> tuple[str, list[str]]:
+    def _render(self, said: Prompted) -> tuple[str, list[str]]:
         """The text of a prompt of messages, as generation would have it, and that of each answer
         behind it."""
         options: dict[str, Any] = {"tools": said.tools, **said.variables}
@@ -376,12 +354,12 @@ class AnswerEncoder(FormatEncoder):
         )
         prompt = "" if said.whole else render(convert(said.prompt), add_generation_prompt=True)
         texts = []
-        for answer, name in zip(said.answers, names, strict=True):
+        for answer, names in zip(said.answers, said.names, strict=True):
             messages = convert([*said.prompt, *answer])
             texts.append(render(messages))
             turns = range(len(said.prompt), len(messages))
             learned = [i for i in turns if messages[i]["role"] == "assistant"]
-            self.content.check(messages, learned, name, **options)
+            self.content.check(messages, learned, names, **options)
         return prompt, texts
 
     def options(self) -> dict[str, Any]:
@@ -392,7 +370,7 @@ class AnswerEncoder(FormatEncoder):
         return Example(ids, {"supervised": np.arange(len(ids)) >= prompt}, values)
 
     def ignored(self, row: Row, form: Format) -> set[str]:
-        """The keys of the row and, as "chosen.KEY", of its messages that nothing reads."""
+        """Those of messages too, as "chosen.KEY"."""
         found = super().ignored(row, form) | ignored_template_keys(row, form, self.read_in_messages)
         known = self.read_in_messages
         for name in ANSWER_KEYS:
@@ -434,10 +412,7 @@ class PairEncoder(AnswerEncoder):
 
     def row(self, row: Row, form: Format) -> Sequence[Example]:
         said = as_pair(row, form, of_one_prompt=self.of_one_prompt)
-        names = [
-            partial(answer_message_name, row, form, said, key) for key in ("chosen", "rejected")
-        ]
-        prompt, both = self.tokens(said, names)
+        prompt, both = self.tokens(said)
         if both[0] == both[1]:
             raise ValueError("chosen and rejected are the same tokens")
         values: Mapping[str, float] = {}
@@ -493,17 +468,17 @@ class LabelledEncoder(AnswerEncoder):
         return [examples[i:end] for i, end in zip(starts, ends, strict=True)]
 
     def _attempt(self, row: Row, form: Format) -> list[tuple[int, list[int], bool]] | ValueError:
-        """Each answer of the row: the length of its prompt, prompt and answer, and the label."""
+        """Of each answer of the row how many tokens its prompt has, both, and its label."""
         found = []
         try:
             if form.kind in PAIRS:
-                said, labels = as_pair(row, form), {"chosen": True, "rejected": False}
+                said, labels = as_pair(row, form), [True, False]
             else:
                 said, label = as_labelled(row, form)
-                labels = {"completion": label}
-            for answer, (key, label) in zip(said.answers, labels.items(), strict=True):
-                name = partial(answer_message_name, row, form, said, key)
-                prompt, (ids,) = self.tokens(replace(said, answers=(answer,)), [name])
+                labels = [label]
+            for i, (answer, label) in enumerate(zip(said.answers, labels, strict=True)):
+                one = replace(said, answers=(answer,), names=said.names[i : i + 1])
+                prompt, (ids,) = self.tokens(one)
                 found.append((prompt, ids, label))
         except ValueError as error:
             return error
@@ -537,11 +512,9 @@ class RewardedEncoder(AnswerEncoder):
         if given.said is None:
             prompt, whole = len(given.prompt), [given.prompt + answer for answer in given.answers]
         else:
-            name = partial(answer_message_name, row, form, given.said, "completions")
-            names = [partial(name, number=number) for number in range(len(given.said.answers))]
             # The policy has said an empty block itself if it has log-probabilities for it
             sampled = given.old_logprobs is not None
-            prompt, whole = self.tokens(given.said, names, train_on_empty_thinking=sampled)
+            prompt, whole = self.tokens(given.said, train_on_empty_thinking=sampled)
         values = np.array(given.values)
         advantages, rewards = values, np.full(len(values), np.nan)
         if not given.are_advantages:
@@ -570,7 +543,7 @@ class RewardedEncoder(AnswerEncoder):
 
 
 def compute_advantages(rewards: np.ndarray, *, scale: bool = True) -> np.ndarray:
-    """The advantages of the answers to one prompt; exactly 0 where all rewards are equal."""
+    """Of the answers to one prompt; exactly 0 where all rewards are equal."""
     if np.ptp(rewards) == 0:
         return np.zeros_like(rewards)
     centred = rewards - rewards.mean()
@@ -581,8 +554,8 @@ def append_empty_thinking(prompt: str, texts: Sequence[str]) -> str:
     """The prompt, with the empty block of reasoning that all these texts have at its end."""
     begins = set()
     for text in texts:
-        parted = common_length(prompt, text)
-        end = behind_empty_thinking(text, parted)
+        parted = common_prefix_length(prompt, text)
+        end = skip_empty_thinking(text, parted)
         begins.add(text[:end] if end > parted else prompt)
     return begins.pop() if len(begins) == 1 else prompt
 

@@ -12,8 +12,8 @@ import numpy as np
 
 from tigon.data.content_check import EmptyAnswer
 from tigon.data.messages import normalize_messages, normalize_tools, read_json, read_messages
-from tigon.tokenizer import common_length
-from tigon.tokenizer.chat import check_variables
+from tigon.tokenizer import common_prefix_length
+from tigon.tokenizer.chat_template import check_variables
 
 Row = dict[str, Any]
 Messages = list[dict[str, Any]]
@@ -85,7 +85,7 @@ ROLES = {
 class Format:
     """How the rows of one source are read."""
 
-    kind: str | None = None  # one of REQUIRED; None: not detected yet
+    kind: str | None = None  # one of REQUIRED; None: not told yet
     columns: Mapping[str, str] = field(default_factory=dict)  # our name of a key -> theirs
     eos: int | None = None  # the token that ends prompts and completions which are texts
     # Whether the columns are of one entry, and not of all: then each has to be read
@@ -184,6 +184,7 @@ class Conversation:
 
     messages: Messages  # without "weight" and "train"
     weights: list[float | None]  # of each message; None: as train_on says
+    names: list[str]  # of each message in its row, for errors
     prompt: int = 0  # messages at the start that are a prompt, and not learned
     weight: float = 1.0  # of all of it
     tools: list[Any] | None = None
@@ -208,24 +209,32 @@ def as_chat(row: Row, form: Format) -> Conversation | Text:
     """A row of one of the formats CHATS; a Text if prompt and completion are texts."""
     assert form.kind is not None
     weight = _row_weight(row, form)
-    asked: Messages = []
+    num_prompt = 0
     if form.kind == "prompt_completion":
         prompt, completion = form.get(row, "prompt"), form.get(row, "completion")
         if not isinstance(prompt, list) and not isinstance(completion, list):
             prompt = with_system(_text(row, form, "prompt"), row, form)
             return Text(_text(row, form, "completion"), prompt, weight)
-        asked = with_system(_list(row, form, "prompt"), row, form)
-        said = _list(row, form, "completion")
-        if not said:
+        prompt, completion = _list(row, form, "prompt"), _list(row, form, "completion")
+        if not completion:
             raise ValueError(f"{form.key('completion')!r} has no message")
-        messages = [*asked, *said]
+        names = indexed_names(form.key("prompt"), len(prompt))
+        names += indexed_names(form.key("completion"), len(completion))
+        prompt = with_system(prompt, row, form)
+        messages, num_prompt = [*prompt, *completion], len(prompt)
     elif form.kind == "instruction":
-        messages = with_system(_instruction(row, form), row, form)
+        messages = _instruction(row, form)
+        names = [f"{form.key('history')}[{i // 2}]" for i in range(len(messages) - 2)]
+        names += [form.key("instruction"), form.key("output")]
+        messages = with_system(messages, row, form)
     else:
         messages = _list(row, form, "messages")
         if form.kind == "sharegpt":
             messages = [_from_sharegpt(i, message) for i, message in enumerate(messages)]
+        names = indexed_names(form.key("messages"), len(messages))
         messages = with_system(messages, row, form)
+    if len(messages) > len(names):
+        names = [form.key("system"), *names]
     messages = normalize_messages(messages, "messages")
     # An opening message of the assistant answers nothing, so it is not learned
     greeting = (
@@ -243,11 +252,17 @@ def as_chat(row: Row, form: Format) -> Conversation | Text:
     return Conversation(
         messages,
         weights,
-        1 if greeting else len(asked),
+        names,
+        1 if greeting else num_prompt,
         weight,
         read_tools(row, form),
         template_variables(row, form),
     )
+
+
+def indexed_names(name: str, count: int, start: int = 0) -> list[str]:
+    """The names of a list's messages, such as messages[0]."""
+    return [f"{name}[{i}]" for i in range(start, start + count)]
 
 
 def _has_assistant(messages: Messages) -> bool:
@@ -407,28 +422,11 @@ class Prompted:
     tools: list[Any] | None = None
     variables: dict[str, Any] = field(default_factory=dict)  # of the chat template
     whole: bool = False  # all of the answers is learned: there is no prompt
+    names: tuple[list[str], ...] = ()  # of the messages of prompt and answer in the row, for errors
 
     @property
     def is_chat(self) -> bool:
         return isinstance(self.prompt, list)
-
-
-def answer_message_name(
-    row: Row, form: Format, said: Prompted, key: str, i: int, number: int | None = None
-) -> str:
-    """What a row calls message i of a prompt with the answer under this key, or number of it."""
-    system = 1 if form.get(row, "system") else 0
-    if i < system:
-        return form.key("system")
-    i -= system
-    answer, name, asked = form.get(row, key), form.key(key), len(said.prompt) - system
-    if number is not None:
-        answer, name = answer[number], f"{name}[{number}]"
-    prompt = form.get(row, "prompt")
-    if isinstance(prompt, list) and i < len(prompt):
-        return f"{form.key('prompt')}[{i}]"
-    begins_with_prompt = not isinstance(prompt, list) or answer[: len(prompt)] == prompt
-    return f"{name}[{i if begins_with_prompt else i - asked}]"
 
 
 def as_pair(row: Row, form: Format, *, of_one_prompt: bool = True) -> Prompted:
@@ -445,6 +443,8 @@ def as_pair(row: Row, form: Format, *, of_one_prompt: bool = True) -> Prompted:
             f"{form.key('chosen')!r} is {describe_kind(chosen)} and {form.key('rejected')!r} is "
             f"{describe_kind(rejected)}: both must be texts, or both lists of messages"
         )
+    names = (form.key("chosen"), form.key("rejected"))
+    start = 0  # the index of an answer's first message in the row
     given = form.get(row, "prompt")
     prompt = None if given is None else _text_or_messages(row, form, "prompt")
     whole = prompt is None or (isinstance(prompt, str) and isinstance(chosen, list))
@@ -460,25 +460,26 @@ def as_pair(row: Row, form: Format, *, of_one_prompt: bool = True) -> Prompted:
         if prompt is None and not of_one_prompt and not _answers_prompt(shared, rest):
             for name, said in (("chosen", chosen), ("rejected", rejected)):
                 _check_content(form.key(name), said)
+            read = _prompted(row, form, type(shared)(), (chosen, rejected), names)
             both = (with_system(chosen, row, form), with_system(rejected, row, form))
-            tools, variables = read_tools(row, form), template_variables(row, form)
-            return Prompted(type(shared)(), both, tools, variables, whole=True)
+            return replace(read, prompt=type(shared)(), answers=both, whole=True)
         _check_shared(prompt, shared, rest)
-        prompt, (chosen, rejected) = shared, rest
+        prompt, (chosen, rejected), start = shared, rest, len(shared)
     elif _repeat_prompt(prompt, (chosen, rejected)):
         assert prompt is not None
-        chosen, rejected = chosen[len(prompt) :], rejected[len(prompt) :]
+        start = len(prompt)
+        chosen, rejected = chosen[start:], rejected[start:]
     assert prompt is not None
     for name, answer in (("chosen", chosen), ("rejected", rejected)):
         _check_answer(form.key(name), answer)
-    return _prompted(row, form, prompt, (chosen, rejected))
+    return _prompted(row, form, prompt, (chosen, rejected), names, start)
 
 
 def split_prompt(
     chosen: TextOrMessages, rejected: TextOrMessages
 ) -> tuple[TextOrMessages, TextOrMessages, TextOrMessages]:
     """What both begin with, and what is left of each; a space in between goes to the answers."""
-    end = common_length(chosen, rejected)
+    end = common_prefix_length(chosen, rejected)
     if end and chosen[end - 1] == " ":
         end -= 1
     return chosen[:end], chosen[end:], rejected[end:]
@@ -497,7 +498,7 @@ def as_labelled(row: Row, form: Format) -> tuple[Prompted, bool]:
     )
     _check_same_kind(form, "completion", prompt, answer)
     _check_answer(form.key("completion"), answer)
-    return _prompted(row, form, prompt, (answer,)), bool(label)
+    return _prompted(row, form, prompt, (answer,), (form.key("completion"),)), bool(label)
 
 
 @dataclass(frozen=True)
@@ -558,7 +559,8 @@ def as_rewarded(row: Row, form: Format) -> Rewarded:
                     f"{key!r} has {describe_kind(answer)} in it: give texts, or lists of messages"
                 )
         answers = [_normalized(a, f"{key}[{i}]") for i, a in enumerate(answers)]
-        said = _prompted(row, form, _text_or_messages(row, form, "prompt"), tuple(answers))
+        names = indexed_names(key, len(answers))
+        said = _prompted(row, form, _text_or_messages(row, form, "prompt"), tuple(answers), names)
         for answer in said.answers:
             _check_same_kind(form, "completions", said.prompt, answer)
             _check_answer(key, answer)
@@ -590,7 +592,7 @@ def _numbers(values: Any, name: str, count: int | None = None) -> list[float]:
 
 
 def _is_number(value: Any) -> bool:
-    """Whether the value is a finite number, in float32 too."""
+    """Whether it is finite, in float32 too."""
     return type(value) in (int, float) and -LARGEST_FLOAT <= value <= LARGEST_FLOAT
 
 
@@ -605,10 +607,27 @@ def read_number(row: Row, form: Format, name: str, missing: float) -> float:
 
 
 def _prompted(
-    row: Row, form: Format, prompt: TextOrMessages, answers: tuple[TextOrMessages, ...]
+    row: Row,
+    form: Format,
+    prompt: TextOrMessages,
+    answers: tuple[TextOrMessages, ...],
+    names: Sequence[str],
+    start: int = 0,
 ) -> Prompted:
-    asked = with_system(prompt, row, form)
-    return Prompted(asked, answers, read_tools(row, form), template_variables(row, form))
+    """`names` are those of the answers; `start` is the index of their first message in the row."""
+    full_prompt = with_system(prompt, row, form)
+    message_names: tuple[list[str], ...] = ()
+    if isinstance(prompt, list):
+        system = [form.key("system")] * (len(full_prompt) - len(prompt))
+        has_prompt = isinstance(form.get(row, "prompt"), list)
+        message_names = tuple(
+            system
+            + indexed_names(form.key("prompt") if has_prompt else name, len(prompt))
+            + indexed_names(name, len(answer), start)
+            for name, answer in zip(names, answers, strict=True)
+        )
+    variables = template_variables(row, form)
+    return Prompted(full_prompt, answers, read_tools(row, form), variables, names=message_names)
 
 
 def _text_or_messages(row: Row, form: Format, name: str) -> TextOrMessages:

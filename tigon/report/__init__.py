@@ -1,4 +1,4 @@
-"""A run's page for people: report.html, of the files in a run directory. Imports no torch."""
+"""The page of a run, report.html, made from the files in its directory without torch."""
 
 import os
 import tempfile
@@ -6,25 +6,25 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from tigon.report.page import page
-from tigon.report.read import RunFiles, read
+from tigon.report.page import format_duration, render_page
+from tigon.report.read import read
 
-__all__ = ["attempt", "is_due", "write"]
+__all__ = ["attempt", "format_duration", "is_due", "write"]
 
 
-def write(runs: Sequence[str | Path], out: str | Path | None = None) -> Path:
-    """Write the page of one run, or of several side by side, and return its path.
+def write(
+    runs: Sequence[str | Path], out: str | Path | None = None, *, ended: bool = False
+) -> Path:
+    """Writes the page of one run, or of several compared, and returns its path.
 
-    By default it is report.html in the run's directory; of several, comparison.html in the first
-    one's. It is there whole or not at all, and loads nothing from anywhere. Raises ValueError for a
-    directory without a run, and FileNotFoundError where there is no directory.
+    By default it is report.html in the run's directory, or comparison.html in the first one's. It
+    is written whole or not at all. `ended`: the run, whose directory is still locked, has ended.
+    Raises ValueError for a directory without a run, FileNotFoundError for a missing directory.
     """
-    return _write([read(Path(run)) for run in runs], out)
-
-
-def _write(found: Sequence[RunFiles], out: str | Path | None = None) -> Path:
-    if not found:
+    if not runs:
         raise ValueError("give at least one run directory")
+    found = [read(Path(run)) for run in runs]
+    found[0].running &= not ended
     name = "report.html" if len(found) == 1 else "comparison.html"
     path = found[0].path / name if out is None else Path(os.path.realpath(out))
     if path.is_symlink():
@@ -36,33 +36,10 @@ def _write(found: Sequence[RunFiles], out: str | Path | None = None) -> Path:
         raise FileNotFoundError(f"no directory {path.parent} for {path.name}")
     if path.is_dir():
         raise IsADirectoryError(f"{path} is a directory: name a file, such as {path / name}")
-    _replace(path, page(found))
-    return path
-
-
-def attempt(run: Path) -> str:
-    """The page of a run that ends: a line that says where it is, or why there is none."""
-    try:
-        found = read(run)
-        found.running = False  # though it still holds its directory
-        return f"report: {_write([found])}"
-    except Exception as error:  # no page is worth a run
-        return f"no report: {type(error).__name__}: {error}"
-
-
-def is_due(run: Path) -> bool:
-    """Whether a run that has ended lacks its page: it was killed before that, or while writing."""
-    page, rows = run / "report.html", run / "metrics.jsonl"
-    try:
-        return not page.exists() or page.stat().st_mtime_ns < rows.stat().st_mtime_ns
-    except OSError:
-        return False
-
-
-def _replace(path: Path, text: str) -> None:
+    text = render_page(found).encode(errors="replace")
     descriptor, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
     try:
-        with open(descriptor, "w", encoding="utf-8", errors="replace") as file:
+        with open(descriptor, "wb") as file:
             file.write(text)
         os.chmod(temporary, 0o644)
         os.replace(temporary, path)
@@ -70,3 +47,21 @@ def _replace(path: Path, text: str) -> None:
         with suppress(OSError):
             os.unlink(temporary)
         raise
+    return path
+
+
+def attempt(run: Path) -> str:
+    """Writes the page of a run that ends; returns a line with its path, or why there is none."""
+    try:
+        return f"report: {write([run], ended=True)}"
+    except Exception as error:  # no page is worth a run
+        return f"no report: {type(error).__name__}: {error}"
+
+
+def is_due(run: Path) -> bool:
+    """Whether a run that has ended lacks its page: it was killed before that."""
+    page, rows = run / "report.html", run / "metrics.jsonl"
+    try:
+        return not page.exists() or page.stat().st_mtime_ns < rows.stat().st_mtime_ns
+    except OSError:
+        return False

@@ -1,276 +1,143 @@
-"""The page: plain HTML with its style and script inside. All text of a run is escaped, control
-characters too."""
+"""Renders the page of one run, or of several: one HTML file that loads nothing."""
 
-import base64
-import hashlib
-import itertools
-from collections.abc import Iterator, Sequence
-from datetime import UTC, datetime
-from html import escape
+import ast
+import math
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import yaml
+from jinja2 import Environment, FileSystemLoader
 
-from tigon.report.chart import Chart, figure
-from tigon.report.figures import bucket_note, charts, compared, key_figures, letter
-from tigon.report.read import RunFiles, Sample
-from tigon.report.settings import UNKNOWN, Section, plain, sections
+from tigon.report.charts import charts
+from tigon.report.read import Column, RunFiles
 from tigon.terminal import escape_controls
 
-HERE = Path(__file__).parent
-PROMPTS, TEXTS, CHARACTERS = 8, 12, 4000  # of the samples that are shown, at most
-VALUE = 2000  # characters of a setting
-PLACES = ("run_dir", "resume")  # settings that differ between any two runs
+CHARACTERS = 2000  # of a setting
+TRAIN = Path(__file__).parents[1] / "train"
+SOURCES = (TRAIN / "settings.py", TRAIN / "objective_settings.py")
 
 
-def page(runs: Sequence[RunFiles]) -> str:
-    """The whole document of one run, or of several side by side."""
-    style = (HERE / "page.css").read_text(encoding="utf-8")
-    script = (HERE / "page.js").read_text(encoding="utf-8")
-    names = _names(runs)
-    title = names[0] if len(runs) == 1 else " and ".join((", ".join(names[:-1]), names[-1]))
-    body = _one(runs[0]) if len(runs) == 1 else _several(runs, names)
-    # Nothing may be loaded from anywhere, and only these two texts may act
-    policy = (
-        f"default-src 'none'; style-src '{_digest(style)}'; script-src '{_digest(script)}'; "
-        "base-uri 'none'; form-action 'none'"
-    )
-    now = f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC"
-    return escape_controls(
-        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-        f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        '<meta name="referrer" content="no-referrer">\n'
-        f"<title>{escape(title)} · Tigon</title>\n<style>{style}</style>\n</head>\n<body>\n"
-        f"<main>\n{body}</main>\n<footer>Written by Tigon on {now}. "
-        "This page is one file and loads nothing.</footer>\n"
-        f'<div id="tip" hidden></div>\n<script>{script}</script>\n</body>\n</html>\n'
-    )
+def render_page(runs: Sequence[RunFiles]) -> str:
+    """Returns the whole document; all text of a run is escaped, control characters too."""
+    folder = FileSystemLoader(Path(__file__).parent)
+    environment = Environment(loader=folder, autoescape=True, trim_blocks=True)
+    functions = (state, facts, figures, settings, differences, spread, show)
+    environment.globals.update({function.__name__: function for function in functions})
+    html = environment.get_template("page.html").render(runs=runs, charts=[*charts(runs)])
+    return escape_controls(html)
 
 
-def _digest(text: str) -> str:
-    return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
-
-
-def _names(runs: Sequence[RunFiles]) -> list[str]:
-    """The directories' names, or their paths where two have the same."""
-    names = [run.name for run in runs]
-    return names if len(set(names)) == len(names) else [str(run.path) for run in runs]
-
-
-def _one(run: RunFiles) -> str:
-    parts = [
-        f"<header><h1>{escape(run.name)} {_state(run)}</h1>\n{_about(run)}</header>\n",
-        _problems([run], [run.name]),
-        _cards(run),
-        _drawings(charts(run)),
-        _samples(run.samples),
-        _settings(run),
-    ]
-    return "".join(parts)
-
-
-def _several(runs: Sequence[RunFiles], names: Sequence[str]) -> str:
-    items = "".join(
-        f'<li><strong class="letter">{letter(i)}</strong> '
-        f"<div><h2>{escape(name)} {_state(run)}</h2>{_about(run)}</div></li>"
-        for i, (run, name) in enumerate(zip(runs, names, strict=True))
-    )
-    lettered = [f"{letter(i)}  {name}" for i, name in enumerate(names)]
-    figures = [key_figures(run) for run in runs]
-    keys = dict.fromkeys(key for each in figures for key in each)
-    rows = ([key, *(each.get(key, "–") for each in figures)] for key in keys)
-    heads = ["", *(f"{letter(i)} {name}" for i, name in enumerate(names))]
-    return (
-        f'<header><h1>{len(runs)} runs compared</h1><ol class="runs">{items}</ol></header>\n'
-        f"{_problems(runs, names)}"
-        f"<section><h2>Final figures</h2>{_table(heads, rows, 'figures')}</section>\n"
-        f"{_differences(runs, heads)}"
-        f"{_drawings(compared(runs, lettered))}"
-    )
-
-
-def _state(run: RunFiles) -> str:
-    last, planned = run.last_step, run.config.get("steps")
-    of = f" of {planned:,}" if isinstance(planned, int) else ""
+def state(run: RunFiles) -> str:
+    last, steps = run.last_step or 0, run.config.get("steps")
     if run.is_finished:
-        kind, text = "finished", f"finished · {last:,} steps"
-    elif run.ended_early and not run.running:
-        kind, text = "finished", f"ended early · step {last:,}{of}"
-    elif run.running:
-        kind, text = "running", f"running · step {last or 0:,}{of}"
-    elif last is None:
-        kind, text = "stopped", "no steps"
-    else:
-        kind, text = "stopped", f"stopped · step {last:,}{of}"
-    return f'<span class="state {kind}">{text}</span>'
+        return f"finished · {last:,} steps"
+    name = "running" if run.running else "ended early" if run.ended_early else "stopped"
+    return f"{name} · step {last:,}" + (f" of {steps:,}" if isinstance(steps, int) else "")
 
 
-def _about(run: RunFiles) -> str:
-    """What was trained on what, and where."""
-    config, facts = run.config, {}
-    model = config.get("model") or config.get("init")
-    if model:
-        origin = "" if config.get("model") else ", from random weights"
-        size = f"{run.parameters:,} parameters" if run.parameters else ""
-        more = ", ".join(filter(None, (run.architecture, size)))
-        facts["Model"] = f"{model}{origin}" + (f" ({more})" if more else "")
-    for key, name in (("data", "Data"), ("eval_data", "Held out")):
-        if config.get(key):
-            facts[name] = _sources(config[key])
-    if "task" in config:
-        facts["Task"] = str(config["task"])
-    if run.machine:
-        facts["Machine"] = run.machine
-    items = "".join(f"<dt>{k}</dt><dd>{escape(v)}</dd>" for k, v in facts.items())
-    return f'<dl class="about">{items}</dl>' if items else ""
+def facts(run: RunFiles) -> dict[str, str]:
+    """Returns what was trained on what, and where."""
+    config, init = run.config, run.config.get("init")
+    count = f"{run.parameters:,} parameters" if run.parameters else ""
+    size = ", ".join(filter(None, (run.architecture, count)))
+    found = {
+        "Model": str(config.get("model") or (f"{init}, from random weights" if init else "")),
+        "Size": size, "Task": str(config.get("task", "")), "Machine": run.machine,
+        "Data": show(config["data"]) if config.get("data") else "",
+        "Held out": show(config["eval_data"]) if config.get("eval_data") else "",
+    }  # fmt: skip
+    return {name: text for name, text in found.items() if text}
 
 
-def _sources(entries: Any) -> str:
-    def one(entry: Any) -> str:
-        if not isinstance(entry, dict):
-            return str(entry)
-        name = f"{entry['name']}: " if entry.get("name") else ""
-        weight = f" (weight {entry['weight']})" if entry.get("weight") is not None else ""
-        return f"{name}{entry.get('path', '')}{weight}"
-
-    if isinstance(entries, dict):  # {math: a.jsonl, chat: b.jsonl}
-        return ", ".join(f"{name}: {one(entry)}" for name, entry in entries.items())
-    return ", ".join(map(one, entries)) if isinstance(entries, list) else one(entries)
+def number(value: float) -> str:
+    if math.isnan(value):
+        return "not finite"
+    return f"{value:,.0f}" if 1000 <= abs(value) < 1e15 else f"{value:.4g}"
 
 
-def _problems(runs: Sequence[RunFiles], names: Sequence[str]) -> str:
-    several = len(runs) > 1
-    items = "".join(
-        f"<li>{escape(f'{name}: ' * several + problem)}</li>"
-        for run, name in zip(runs, names, strict=True)
-        for problem in run.problems
-    )
-    return f'<ul class="problems">{items}</ul>\n' if items else ""
+def percent(value: float) -> str:
+    return f"{100 * value:.4g} %"
 
 
-def _cards(run: RunFiles) -> str:
-    items = "".join(
-        f"<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd></div>"
-        for name, value in key_figures(run).items()
-    )
-    return f'<section><h2>Key figures</h2><dl class="cards">{items}</dl></section>\n' * bool(items)
+def format_duration(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    long = f"{hours:,} h {minutes:02d} min" if hours else f"{minutes} min {rest:02d} s"
+    return f"{seconds:.1f} s" if seconds < 60 else long
 
 
-def _drawings(found: Sequence[Chart]) -> str:
-    if not found:
-        return ""
-    figures = "".join(figure(chart) for chart in found)
-    note = f"<p class='note'>{note}</p>" if (note := bucket_note(found)) else ""
-    return f'<section><h2>Charts</h2>{note}<div class="charts">\n{figures}</div></section>\n'
+# Name -> metric, which number of its column, and its text
+FIGURES: dict[str, tuple[str, Callable[[Column], float], Callable[[float], str]]] = {
+    "Training loss, last step": ("loss", Column.last, number),
+    "Eval loss, first": ("eval_loss", lambda c: c.values[0], number),
+    "Eval loss, last": ("eval_loss", lambda c: c.values[-1], number),
+    "Eval loss, best": ("eval_loss", lambda c: min(c.finite()), number),
+    "Eval perplexity, last": ("eval_loss", lambda c: math.exp(min(c.last(), 700)), number),
+    "Eval accuracy, last": ("eval_accuracy", Column.last, percent),
+    "Tokens seen": ("tokens", lambda c: sum(c.finite()), "{:,.0f}".format),
+    "Epochs": ("epoch", Column.last, number),
+    "Time of training steps": ("step_seconds", lambda c: sum(c.finite()), format_duration),
+    "Time waiting for data": ("data_seconds", lambda c: sum(c.finite()), format_duration),
+    "Throughput, median, tokens/s": ("tokens_per_second", lambda c: median(c.finite()), number),
+    "MFU, median": ("mfu", lambda c: median(c.finite()), percent),
+    "Peak memory": ("memory_gib", lambda c: max(c.finite()), "{:.2f} GiB".format),
+}
 
 
-def _samples(samples: Sequence[Sample]) -> str:
-    """For each prompt what the model said, evaluation by evaluation; the newest is open."""
-    if not samples:
-        return ""
-    prompts: dict[str, dict[int, str]] = {}
-    for sample in samples:  # a step that came again replaces what it was
-        prompts.setdefault(sample.prompt, {})[sample.step] = sample.text
-    notes = []
-    if len(prompts) > PROMPTS:
-        notes.append(f"The first {PROMPTS} of {len(prompts):,} prompts are shown.")
-    parts = []
-    for prompt, texts in itertools.islice(prompts.items(), PROMPTS):
-        steps = sorted(texts)
-        if len(steps) > TEXTS:
-            notes.append(f"{TEXTS} of {len(steps):,} evaluations are shown, evenly spread.")
-            steps = [steps[round(i * (len(steps) - 1) / (TEXTS - 1))] for i in range(TEXTS)]
-        rows = "".join(_sample(step, texts[step], step in (steps[0], steps[-1])) for step in steps)
-        parts.append(f'<article><p class="prompt">{_quoted(prompt)}</p>{rows}</article>')
-    notes = [f"<p class='note'>{escape(note)}</p>" for note in dict.fromkeys(notes)]
-    return f"<section><h2>Samples</h2>{''.join(notes)}{''.join(parts)}</section>\n"
+def figures(run: RunFiles) -> dict[str, str]:
+    """Returns the key figures by name."""
+    columns = {name: run.column(key) for name, (key, *_) in FIGURES.items()}
+    found = {name: text(pick(columns[name])) for name, (_, pick, text) in FIGURES.items()
+             if columns[name].finite()}  # fmt: skip
+    counts = {"Skipped steps": len(run.skipped), "Rollbacks": len(run.rollbacks)}
+    return found | {name: f"{count:,}" for name, count in counts.items() if count}
 
 
-def _sample(step: int, text: str, is_open: bool) -> str:
-    when = "before training" if step == 0 else f"step {step:,}"
-    opened = " open" * is_open
-    return f"<details{opened}><summary>{when}</summary><pre>{_quoted(text)}</pre></details>"
+def show(value: Any) -> str:
+    """Returns a setting as YAML on one line, without what is empty in entries of data."""
+    if isinstance(value, list | tuple):
+        value = [{k: v for k, v in item.items() if v not in (None, {}, [])}
+                 if isinstance(item, dict) else item for item in value]  # fmt: skip
+    how: dict[str, Any] = {"default_flow_style": True, "width": 10**9, "sort_keys": False}
+    text = yaml.safe_dump(value, allow_unicode=True, **how)
+    text = text.removesuffix("\n").removesuffix("\n...")
+    return text if len(text) <= CHARACTERS else f"{text[:CHARACTERS]}…"
 
 
-def _quoted(text: str) -> str:
-    if not text:
-        return "<em>(empty)</em>"
-    more = len(text) - CHARACTERS
-    rest = f" <em>({more:,} more characters)</em>" if more > 0 else ""
-    return escape(text[:CHARACTERS]) + rest
+@cache
+def default_settings() -> dict[str, Any]:
+    """Returns the trainer's defaults, from its sources: importing them would import torch."""
+    nodes = [node for source in SOURCES for node in ast.parse(source.read_text()).body]
+    classes = [n for n in nodes if isinstance(n, ast.ClassDef) and n.name.endswith("Settings")]
+    lines = [line for node in classes for line in node.body]
+    options = [line for line in lines if isinstance(line, ast.AnnAssign)]
+    calls = {ast.unparse(o.target): o.value for o in options if isinstance(o.value, ast.Call)}
+    return {name: ast.literal_eval(call.args[0]) for name, call in calls.items() if call.args}
 
 
-def _settings(run: RunFiles) -> str:
-    """By section: what differs from the defaults, and the rest folded."""
-    if not run.config:
-        return ""
-    known = [name for section in sections() for name in section.defaults]
-    others = {name: UNKNOWN for name in run.config if name not in known}
-    parts = []
-    for section in (*sections(), Section("Other settings", others)):
-        there = {name: d for name, d in section.defaults.items() if name in run.config}
-        changed = [name for name, default in there.items() if plain(run.config[name]) != default]
-        if not there:
-            continue
-        rows = (
-            [name, text(run.config[name]), "" if there[name] is UNKNOWN else text(there[name])]
-            for name in changed
-        )
-        same = [[name, text(run.config[name])] for name in there if name not in changed]
-        parts.append(f"<h3>{escape(section.title)}</h3>")
-        parts.append(
-            _table(["Setting", "Value", "Default"], rows, "settings changed") if changed else ""
-        )
-        if same:
-            count = f"{len(same)} at {'its default' if len(same) == 1 else 'their defaults'}"
-            rest = _table(["Setting", "Value"], same, "settings")
-            parts.append(f"<details><summary>{count}</summary>{rest}</details>")
-    return (
-        "<section><h2>Settings</h2><p class='note'>What differs from the defaults is shown; "
-        f"the rest is folded.</p>{''.join(parts)}</section>\n"
-    )
+def settings(run: RunFiles) -> tuple[list[list[str]], list[list[str]]]:
+    """Returns rows of the settings that differ from their defaults, and of the others."""
+    rows: tuple[list[list[str]], list[list[str]]] = [], []
+    for name, value in run.config.items():
+        texts = [show(value), show(default_settings().get(name, ""))]
+        rows[texts[0] == texts[1]].append([name, *texts])
+    return rows
 
 
-def _differences(runs: Sequence[RunFiles], heads: Sequence[str]) -> str:
-    names = [name for section in sections() for name in section.defaults]
-    names += [name for run in runs for name in run.config if name not in names]
-    rows = []
-    for name in dict.fromkeys(names):
-        values = [text(run.config[name]) if name in run.config else "–" for run in runs]
-        if len(set(values)) > 1 and name not in PLACES:
-            rows.append([name, *values])
-    if machines := {run.machine for run in runs} - {""}:
-        rows += [["machine", *(run.machine for run in runs)]] * (len(machines) > 1)
-    inner = _table(["Setting", *heads[1:]], rows, "settings") if rows else "<p>None differ.</p>"
-    return f"<section><h2>Settings that differ</h2>{inner}</section>\n"
+def differences(runs: Sequence[RunFiles]) -> Iterator[list[str]]:
+    """Yields the settings that differ, with the value of each run."""
+    for name in dict.fromkeys(name for run in runs for name in run.config):
+        values = [show(run.config[name]) if name in run.config else "–" for run in runs]
+        if len(set(values)) > 1 and name not in ("run_dir", "resume"):
+            yield [name, *values]
 
 
-def text(value: Any) -> str:
-    """A setting as YAML writes it on one line; of an entry of data, what it says."""
-    if isinstance(value, list):
-        value = [_said(item) if isinstance(item, dict) else item for item in value]
-    written = yaml.safe_dump(
-        value, default_flow_style=True, width=10**9, allow_unicode=True, sort_keys=False
-    )
-    written = written.removesuffix("\n").removesuffix("\n...")
-    return written if len(written) <= VALUE else f"{written[:VALUE]}…"
-
-
-def _said(entry: dict[Any, Any]) -> dict[Any, Any]:
-    return {key: value for key, value in entry.items() if value not in (None, {}, [])}
-
-
-def _table(heads: Sequence[str], rows: Iterator[list[str]] | list[list[str]], kind: str) -> str:
-    head = "".join(f'<th scope="col">{escape(name)}</th>' for name in heads)
-    body = "".join(
-        f'<tr><th scope="row">{escape(first)}</th>'
-        + "".join(f"<td>{escape(cell)}</td>" for cell in cells)
-        + "</tr>"
-        for first, *cells in rows
-    )
-    return (
-        f'<div class="scroll" tabindex="0"><table class="{kind}"><thead><tr>{head}</tr></thead>'
-        f"<tbody>{body}</tbody></table></div>"
-    )
+def spread(texts: dict[int, str], limit: int = 12) -> list[tuple[int, str]]:
+    """Returns the samples of at most `limit` steps, evenly spaced."""
+    steps, last = sorted(texts), len(texts) - 1
+    if last >= limit:
+        steps = [steps[round(i * last / (limit - 1))] for i in range(limit)]
+    return [(step, texts[step]) for step in steps]

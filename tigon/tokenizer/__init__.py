@@ -1,10 +1,9 @@
 """Text to token ids and back, and conversations to the text a model was trained on."""
 
-from tigon.tokenizer._tokenizer import EncodedChat, Tokenizer
-from tigon.tokenizer.chat import REASONING
-from tigon.tokenizer.mask import Span, TrainOn, learned_turns
-from tigon.tokenizer.stream import DecodeStream
-from tigon.tokenizer.turns import THINKING, behind_empty_thinking, common_length
+from tigon.tokenizer.assistant_mask import Span, TrainOn, learned_turns
+from tigon.tokenizer.chat_template import REASONING
+from tigon.tokenizer.tokenizer import DecodeStream, EncodedChat, Tokenizer
+from tigon.tokenizer.turns import THINKING, common_prefix_length, skip_empty_thinking
 
 __all__ = [
     "REASONING",
@@ -14,7 +13,7 @@ __all__ = [
     "Span",
     "Tokenizer",
     "TrainOn",
-    "behind_empty_thinking",
-    "common_length",
+    "common_prefix_length",
     "learned_turns",
+    "skip_empty_thinking",
 ]

@@ -1,10 +1,10 @@
-"""Where the assistant's turns are in the text of a conversation, each as inference shows it."""
+"""Locates the assistant's turns in the text of a conversation, each as inference shows it."""
 
 import re
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from tigon.tokenizer.chat import Message, Rendered, render
+from tigon.tokenizer.chat_template import Message, Rendered, render
 
 # What chat templates write around reasoning
 THINKING = (
@@ -16,10 +16,11 @@ THINKING = (
 )
 _OPENERS = "|".join(re.escape(opener) for opener, _ in THINKING)
 _EMPTY = "|".join(rf"{re.escape(opener)}\s*{re.escape(closer)}" for opener, closer in THINKING)
-_OPENS = re.compile(rf"\s*(?:{_OPENERS})")
+_STARTS_OPEN = re.compile(rf"\s*(?:{_OPENERS})")
 _ENDS_OPEN = re.compile(rf"(?:{_OPENERS})\s*\Z")
 _ENDS_IN_THINKING = re.compile(rf"(?:{_EMPTY}|{_OPENERS})\s*\Z")
 _EMPTY_BLOCK = re.compile(rf"\s*(?:{_EMPTY})[\r\n]*")
+_GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 
 ADVICE = (
     "mark what the assistant says in the template with {% generation %}...{% endgeneration %} "
@@ -27,15 +28,15 @@ ADVICE = (
 )
 
 
-def behind_empty_thinking(text: str, start: int) -> int:
-    """`start`, or the end of the empty block of reasoning that it is in or in front of."""
+def skip_empty_thinking(text: str, start: int) -> int:
+    """`start`, or the end of an empty block of reasoning that begins or is open there."""
     opened = _ENDS_OPEN.search(text, max(0, start - 64), start)
     block = _EMPTY_BLOCK.match(text, opened.start() if opened else start)
     return max(start, block.end()) if block else start
 
 
 class Conversation:
-    """A conversation as a chat template writes it, whole and up to each turn of the assistant.
+    """Renders a conversation whole and up to each turn of the assistant.
 
     `special_tokens` are the texts of the tokens that may end a turn.
     """
@@ -50,34 +51,38 @@ class Conversation:
         self.template, self.messages, self.variables = template, messages, variables
         self.special_tokens = tuple(special_tokens)
         self.turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
-        self.marked = re.search(r"\{%[-+]?\s*generation\s*[-+]?%\}", template) is not None
-        self.whole = render(template, messages, **variables)
-        self.missing_opener = ""  # in which prompts end, and which conversations do not have
-        self._written = {len(messages) - 1: self.whole}
-        self._found: dict[int, tuple[Rendered, int]] = {}
+        self.has_generation = _GENERATION.search(template) is not None
+        self.whole = self.render(messages)
+        self.missing_opener = ""  # of reasoning: ends prompts, but is not in conversations
+        self._prefixes = {len(messages) - 1: self.whole}
+        self._turns: dict[int, tuple[Rendered, int]] = {}
+
+    def render(self, messages: Sequence[Message], **options: Any) -> Rendered:
+        """Other messages by the same template with the same variables."""
+        return render(self.template, messages, **options, **self.variables)
 
     def until(self, i: int) -> Rendered:
         """The conversation up to the turn messages[i], as inference shows it."""
-        return self._find(i)[0]
+        return self._locate(i)[0]
 
     def start(self, i: int) -> int:
-        """Where inference's prompt for the turn ends there."""
-        return self._find(i)[1]
+        """Where the turn begins in `until(i)`: the length of the prompt for it."""
+        return self._locate(i)[1]
 
     def stop(self, i: int, text: str) -> int | None:
-        """Where the turn ends in `text`, which goes on behind it; None if it is rewritten there.
+        """Where the turn ends in `text`, which may be longer; None if it is rewritten there.
 
         A special token that ends the whole conversation may be missing in the longer text, if in
         front of it is one that ends messages.
         """
-        if i in self._found and text.startswith(self.until(i).text):
+        if i in self._turns and text.startswith(self.until(i).text):
             return len(self.until(i).text)
-        turn = self._write(i)
+        turn = self._prefix(i)
         end = len(turn.text) if text.startswith(turn.text) else self._stop_before_end(i, text)
         return end if end is not None and self.until(i) is turn else None
 
     def _stop_before_end(self, i: int, text: str) -> int | None:
-        turn = self._write(i).text
+        turn = self._prefix(i).text
         end = turn.rstrip()
         while token := self._last_token(end):
             end = end.removesuffix(token)
@@ -87,22 +92,21 @@ class Conversation:
             if text.startswith(shorter):
                 start = self.start(i)
                 ends_messages = token in turn[:start] and start < len(shorter)
-                return common_length(text[: len(end)], end) if ends_messages else None
+                return common_prefix_length(text[: len(end)], end) if ends_messages else None
             end = shorter
         return None
 
     def check_end(self) -> None:
-        """ValueError for a template that ends in the prompt for another turn, asked for or not."""
-        if self.marked or "add_generation_prompt" in self.template or not self.turns:
+        """ValueError for a template that always ends in the prompt for another turn."""
+        if self.has_generation or "add_generation_prompt" in self.template or not self.turns:
             return
         messages = self.messages[: self.turns[0] + 1]
-        text = render(self.template, messages, **self.variables).text
+        text = self.render(messages).text
         try:
-            more = [*messages, {"role": "user", "content": "?"}]
-            longer = render(self.template, more, **self.variables).text
+            longer = self.render([*messages, {"role": "user", "content": "?"}]).text
         except ValueError:
             return
-        end = text[common_length(text, longer) :]
+        end = text[common_prefix_length(text, longer) :]
         if end and longer.endswith(end):
             raise ValueError(
                 f"the chat template ends in a prompt for another turn, ...{end!r}, which would "
@@ -110,35 +114,36 @@ class Conversation:
                 "{% endif %}"
             )
 
-    def _write(self, i: int) -> Rendered:
-        """The conversation up to messages[i], as the template writes it."""
-        if i not in self._written:
-            self._written[i] = self._render(i, self.messages[: i + 1])
-        return self._written[i]
+    def _prefix(self, i: int) -> Rendered:
+        """The conversation up to messages[i]."""
+        if i not in self._prefixes:
+            self._prefixes[i] = self._render_for(i, self.messages[: i + 1])
+        return self._prefixes[i]
 
-    def _find(self, i: int) -> tuple[Rendered, int]:
-        if i not in self._found:
-            prompt = self._render(i, self.messages[:i], add_generation_prompt=True).text
-            turn = self._write(i)
-            same = turn.text.startswith(prompt)
-            self._found[i] = (turn, len(prompt)) if same else self._part(i, prompt, turn)
-        return self._found[i]
+    def _locate(self, i: int) -> tuple[Rendered, int]:
+        """The conversation up to the turn messages[i], and where the turn begins in it."""
+        if i not in self._turns:
+            prompt = self._render_for(i, self.messages[:i], add_generation_prompt=True).text
+            turn = self._prefix(i)
+            follows = turn.text.startswith(prompt)
+            self._turns[i] = (turn, len(prompt)) if follows else self._align(i, prompt, turn)
+        return self._turns[i]
 
-    def _part(self, i: int, prompt: str, turn: Rendered) -> tuple[Rendered, int]:
-        """The same where the template's conversation does not begin with its prompt."""
-        common = common_length(turn.text, prompt)
+    def _align(self, i: int, prompt: str, turn: Rendered) -> tuple[Rendered, int]:
+        """As `_locate`, where the conversation does not begin with the turn's prompt."""
+        common = common_prefix_length(turn.text, prompt)
         thinking = _ENDS_IN_THINKING.search(prompt)
-        at = thinking.start() if thinking else len(prompt)
-        if thinking and turn.text.startswith(prompt[:at]):
-            if _EMPTY_BLOCK.match(turn.text, at):
+        start = thinking.start() if thinking else len(prompt)
+        if thinking and turn.text.startswith(prompt[:start]):
+            if _EMPTY_BLOCK.match(turn.text, start):
                 return turn, common
-            if not _OPENS.match(turn.text, at):
-                self.missing_opener = prompt[at:]
-                return turn, at
-            if self.marked:  # the marks say what is learned of the turn
+            if not _STARTS_OPEN.match(turn.text, start):
+                self.missing_opener = prompt[start:]
+                return turn, start
+            if self.has_generation:  # whose blocks are learned of the turn
                 return turn, common
-        if behind := self._behind(i, prompt, turn):
-            return behind, len(prompt)
+        if moved := self._move_behind_prompt(i, prompt, turn):
+            return moved, len(prompt)
         if thinking and not _ENDS_OPEN.search(prompt):
             advice = (
                 "the prompt turns reasoning off, and the message has some: turn it on with "
@@ -153,27 +158,27 @@ class Conversation:
             f"{advice}"
         )
 
-    def _behind(self, i: int, prompt: str, turn: Rendered) -> Rendered | None:
-        """The turn behind its prompt, where it makes the template write earlier messages
-        differently, but the last one in front of it the same."""
+    def _move_behind_prompt(self, i: int, prompt: str, turn: Rendered) -> Rendered | None:
+        """The turn behind its prompt, if the turn makes the template rewrite earlier messages, but
+        not the one before it."""
         if i == 0:
             return None
-        before = self._render(i, self.messages[: i - 1]).text if i > 1 else ""
-        last = prompt.removeprefix(before)
-        at = turn.text.rfind(last)
-        if not prompt.startswith(before) or not last.strip() or at < 0:
+        before = self._render_for(i, self.messages[: i - 1]).text if i > 1 else ""
+        last_message = prompt.removeprefix(before)
+        position = turn.text.rfind(last_message)
+        if not prompt.startswith(before) or not last_message.strip() or position < 0:
             return None
-        start = at + len(last)
+        start = position + len(last_message)
         blocks = [
-            (max(place, start) - start + len(prompt), text[max(0, start - place) :])
-            for place, text in turn.generations
-            if place + len(text) > start
+            (max(at, start) - start + len(prompt), text[max(0, start - at) :])
+            for at, text in turn.generations
+            if at + len(text) > start
         ]
         return Rendered(prompt + turn.text[start:], blocks)
 
-    def _render(self, i: int, messages: Sequence[Message], **more: Any) -> Rendered:
+    def _render_for(self, i: int, messages: Sequence[Message], **options: Any) -> Rendered:
         try:
-            return render(self.template, messages, **more, **self.variables)
+            return self.render(messages, **options)
         except ValueError as error:
             raise ValueError(
                 f"cannot tell what the assistant says in messages[{i}], because the conversation "
@@ -182,12 +187,11 @@ class Conversation:
 
     def _last_token(self, text: str) -> str:
         """The special token that the text ends in, or nothing."""
-        if not text.endswith(self.special_tokens):
-            return ""
-        return max((t for t in self.special_tokens if text.endswith(t)), key=len)
+        tokens = [token for token in self.special_tokens if text.endswith(token)]
+        return max(tokens, key=len, default="")
 
 
-def common_length(a: Sequence[Any], b: Sequence[Any]) -> int:
-    """How many characters, tokens or messages both begin with."""
+def common_prefix_length(a: Sequence[Any], b: Sequence[Any]) -> int:
+    """The number of characters, tokens or messages that both begin with."""
     pairs = enumerate(zip(a, b, strict=False))
     return next((n for n, (x, y) in pairs if x != y), min(len(a), len(b)))

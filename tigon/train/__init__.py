@@ -3,10 +3,10 @@
 from tigon.train.build import prepare
 from tigon.train.config import Config
 from tigon.train.config_file import load
+from tigon.train.distributed import start
 from tigon.train.launch import launch, main
 from tigon.train.loop import train
 from tigon.train.pack import pack
-from tigon.train.parallel import start
 from tigon.train.preview import preview
 
 __all__ = ["Config", "launch", "load", "main", "pack", "prepare", "preview", "start", "train"]

@@ -1,3 +1,5 @@
+from torch.distributed.elastic.multiprocessing.errors import record
+
 from tigon.train.launch import main
 
-main()
+record(main)()

@@ -17,16 +17,16 @@ from tigon.models import CausalLM, count_parameters
 from tigon.parallel import MeshSizes
 from tigon.tokenizer import Tokenizer
 from tigon.train import checkpoint, resume, sharing
-from tigon.train.alike import check_beside, check_data, check_models, check_prompts
+from tigon.train.background_export import Exporter
 from tigon.train.claim import check_shared, claim
 from tigon.train.config import Config
 from tigon.train.data import build_loader
-from tigon.train.estimate.budget import budget_of, decide, memory_of
-from tigon.train.exporter import Exporter
+from tigon.train.distributed import World
 from tigon.train.feed import Feed
 from tigon.train.graphs import Graphs, check_run
+from tigon.train.logging import check_sinks
 from tigon.train.matching import check_context, check_sizes, stop_at
-from tigon.train.measure import Meter
+from tigon.train.memory import gpu_memory, memory_budget, resolve_checkpointing
 from tigon.train.model import (
     base_digest,
     build_model,
@@ -47,12 +47,16 @@ from tigon.train.optim import (
     check_ranks,
 )
 from tigon.train.optim.schedule import count
-from tigon.train.parallel import World
-from tigon.train.plan.auto import settle
-from tigon.train.push import without_token
+from tigon.train.publish import lacks_token
+from tigon.train.rank_checks import (
+    check_data,
+    check_models,
+    check_prompts,
+    check_reference_and_teacher,
+)
 from tigon.train.samples import Prompt, read_prompts
-from tigon.train.sinks import check_sinks
 from tigon.train.state import State
+from tigon.train.throughput import Meter
 from tigon.train.vocabulary import read_tokenizer, with_added_tokens
 
 OF_GPUS = {"activation_offload": "memory", "optimizer_offload": "memory", "fp8": "time"}
@@ -126,26 +130,26 @@ def read_inputs(
     Nothing is written but the lock of the run directory, while the world lasts. `here`: the run is
     to be on this machine; `sizes`: on how many ranks, if not the world's.
     """
-    with world.together():
+    with world.raise_on_all_ranks():
         if here:
             check_machine(config, world)
         if config.activation_checkpointing == "auto":
-            budget_of(config, memory_of(world.device))  # an error before the data are read
+            memory_budget(config, gpu_memory(world.device))  # an error before the data are read
         check_sinks(config.log_to)
         objective = find_objective(config.task)(config, world)
         if world.main:
             world.closing.enter_context(claim(config))
     check_shared(config, world)
     held, cursor = world.closing.enter_context(ExitStack()), None
-    with world.together():
+    with world.raise_on_all_ranks():
         source = resume.find(config, world)
         if source is not None:
             held.enter_context(checkpoint.in_use(source))  # no other run removes it meanwhile
-            cursor = checkpoint.facts(source).get("cursor")
+            cursor = checkpoint.read_metadata(source).get("cursor")
             resume.check_adapter(source, config)
             config = resume.with_new_tokens(source, config)
     time = resume.start_time(source, world)
-    with world.together():
+    with world.raise_on_all_ranks():
         check_sizes(config, sizes or world.sizes, source)
         tokenizer = load_tokenizer(config, source)
         tokenizer.strftime_now = time
@@ -157,19 +161,28 @@ def read_inputs(
         if config.held_out:
             eval_data = build_loader(objective, config.held_out, tokenizer, held_out=True)
         if reason is not None:
-            world.say(f"prompts are computed for each answer: {reason}")
+            world.log_rank0(f"prompts are computed for each answer: {reason}")
         if source is None:  # later the run knows them, and its base may be gone
             loaders = filter(None, (data, eval_data))
             config = with_added_tokens(config, tokenizer, stored_rows(config), loaders)
     check_data(config, data, eval_data, world)
     inputs = Inputs(config, objective, source, held, tokenizer, data, eval_data, 0, State())
-    with world.together():
+    with world.raise_on_all_ranks():
         if source is not None:
             for change in resume.check(source, config, data):
-                world.say(f"changed since {source}: {change}")
+                world.log_rank0(f"changed since {source}: {change}")
             inputs.start = checkpoint.step_of(source)
             inputs.state = resume.state_of(source, inputs.steps(config))
     return inputs
+
+
+def resolve_parallel(config: Config, world: World, gpus: int) -> tuple[Config, World]:
+    """Returns both with the layout that is chosen for `gpus` GPUs in place of parallel=auto."""
+    if config.parallel != "auto":
+        return config, world
+    from tigon.train.auto_layout import resolve_layout  # the planner imports the trainer
+
+    return resolve_layout(config, world, gpus)
 
 
 def prepare(config: Config, world: World) -> Run:
@@ -178,22 +191,24 @@ def prepare(config: Config, world: World) -> Run:
     Until it returns nothing is written but the lock of the run directory. With parallel=auto the
     run's config and world are of the layout that is chosen.
     """
-    config, world = settle(config, world)
-    with world.together():
+    config, world = resolve_parallel(config, world, world.size)
+    with world.raise_on_all_ranks():
         check_ranks(config, world.data.size)
     inputs = read_inputs(config, world)
     config, data, source = inputs.config, inputs.data, inputs.source
     adapted, fresh = config.lora is not None, source is None and world.size > 1
-    with world.together():
+    with world.raise_on_all_ranks():
         digest = base_digest(config) if adapted or fresh else ""
         if adapted and source is not None:
             resume.check_base(source, config, digest)
     if fresh:
         check_models(config, digest, world)
     if world.size > 1:
-        check_beside(config, world)
-    chosen = decide(config, world, inputs.objective, source, world.size, world.device)
-    with world.together():
+        check_reference_and_teacher(config, world)
+    chosen = resolve_checkpointing(
+        config, world, inputs.objective, source, world.size, world.device
+    )
+    with world.raise_on_all_ranks():
         seed_everything(config, world)
         model = build_model(config, world, source)
         if chosen is not None:
@@ -203,31 +218,31 @@ def prepare(config: Config, world: World) -> Run:
         optimizer = build_optimizer(model, config)
         ema = build_ema(model, config)
     check_prompts(prompts, world)
-    with world.together():
+    with world.raise_on_all_ranks():
         # A stream begins here: its files may have changed
         inputs.data.state(inputs.start + inputs.state.offset)
     if source is not None:
         checkpoint.load(source, model, optimizer, ema)
         inputs.held.close()
-        world.say(f"resumed from {source}")
+        world.log_rank0(f"resumed from {source}")
     steps = inputs.steps(config)
     size = count_parameters(model)
     frozen = count_parameters(model, frozen=True)
     still = f", {frozen:,} of them frozen" if frozen else ""
     each = f", {data.steps_per_epoch} an epoch" if data.steps_per_epoch else ""
     layout = f": {world.sizes.shown}" if world.size > 1 else ""
-    world.say(
+    world.log_rank0(
         f"model: {model.config.transformers_class}, {size:,} parameters{still}, "
         f"on {world.size} x {world.device.type}{layout}",
         f"steps: {inputs.start} to {steps}{each}",
     )
     if source is None:
         for line in describe_tokens(config):
-            world.say(line)
+            world.log_rank0(line)
     if chosen is not None:
-        world.say(str(chosen))
+        world.log_rank0(str(chosen))
     for notice in [*without_effect(config, steps, world.device), *without_fp8(config, model)]:
-        world.say(f"note: {notice}")
+        world.log_rank0(f"note: {notice}")
     base = digest if adapted else ""
     return make_run(config, world, inputs, model, optimizer, ema, prompts, base)
 
@@ -243,7 +258,7 @@ def make_run(
     base: str = "",
 ) -> Run:
     if config.cuda_graphs:
-        Graphs(model, world.say)
+        Graphs(model, world.log_rank0)
     saver = checkpoint.Saver(
         Path(config.run_dir),
         world,
@@ -293,7 +308,7 @@ def without_effect(config: Config, steps: int, device: torch.device) -> list[str
         found.append("accumulate_fp32=true changes nothing: float32 weights have float32 sums")
     if config.spike != Config.spike and not config.spike_sigma:
         found.append(f"spike={config.spike} needs spike_sigma, without which nothing is a spike")
-    if without_token(config):
+    if lacks_token(config):
         found.append(
             f"push_to_hub={config.push_to_hub} needs a token: run `hf auth login`, or set HF_TOKEN"
         )
@@ -335,8 +350,8 @@ def seed_everything(config: Config, world: World) -> None:
 
 def load_tokenizer(config: Config, source: Path | None = None) -> Tokenizer:
     """The settings', or the one in the checkpoint `source` while the settings are the same."""
-    if source is not None and not checkpoint.is_legacy(source):
-        was = checkpoint.facts(source).get("config", {})
+    if source is not None:
+        was = checkpoint.read_metadata(source).get("config", {})
         named = ("model", "revision", "tokenizer", "chat_template")
         same = all(name in was and was[name] == getattr(config, name) for name in named)
         if same and [*was.get("new_tokens", ())] == [*config.new_tokens]:

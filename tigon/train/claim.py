@@ -9,7 +9,7 @@ from pathlib import Path
 
 from tigon.train import checkpoint
 from tigon.train.config import Config
-from tigon.train.parallel import World
+from tigon.train.distributed import World
 from tigon.weights import Locked, locked, recover
 
 LOCK, PROBE = ".lock", ".rank-{}-{}"
@@ -117,10 +117,10 @@ def check_shared(config: Config, world: World) -> None:
     path = Path(config.run_dir)
     probe = path / PROBE.format(world.rank, secrets.token_hex(4))
     try:
-        with world.together():
+        with world.raise_on_all_ranks():
             _make(probe)
-        first = world.board.gather(probe.name)[0]
-        with world.together():
+        first = world.gather(probe.name)[0]
+        with world.raise_on_all_ranks():
             if not (path / str(first)).exists():
                 raise ValueError(
                     f"run_dir={path} is another directory than that of rank 0: all hosts need the "

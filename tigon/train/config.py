@@ -10,7 +10,7 @@ from tigon.hub import check_repository
 from tigon.json_file import shown
 from tigon.parallel import MeshSizes
 from tigon.paths import check_file_name, expanded
-from tigon.tokenizer.chat import check_variables
+from tigon.tokenizer.chat_template import check_variables
 from tigon.train.objective_settings import ObjectiveSettings
 from tigon.train.parallel_settings import Parallel
 from tigon.train.settings import (

@@ -49,7 +49,7 @@ def build_loader(
         raise ValueError("eval_data has weights, but all of it counts the same: leave them out")
     encoder = objective.encoder(tokenizer)
     if not held_out and encoder.uses_chat_template and (times := tokenizer.template_times()):
-        world.say(
+        world.log_rank0(
             f"{name}: the chat template writes the time, {', '.join(times.values())}, which a "
             "resumed run keeps. Another run, or data packed earlier, has other data unless "
             "chat_template_kwargs gives a variable for it, such as date_string"
@@ -83,14 +83,14 @@ def build_loader(
     )
     if isinstance(windows, Mixture):
         for line in describe(objective, loader, windows, entries, held_out=held_out):
-            world.say(f"{name}: {line}")
+            world.log_rank0(f"{name}: {line}")
     else:
-        world.say(
+        world.log_rank0(
             f"{name}: streamed from {count(sources)} "
             f"in windows of {format_count(windows.size, objective.unit)}"
         )
         if (unfit := may_not_fit(objective)) is not None:
-            world.say(f"{name}: {unfit}")
+            world.log_rank0(f"{name}: {unfit}")
     return loader
 
 

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from tigon.train.build import Run
+from tigon.train.distributed import reshard
 from tigon.train.named_sets import NamedSets
 from tigon.train.objectives import Inputs, Part
-from tigon.train.parallel import reshard
 from tigon.train.predictions import Predictions
 from tigon.train.samples import generate
 from tigon.train.step import numbers, summed, total
@@ -46,7 +46,7 @@ def evaluate(run: Run, step: int) -> dict[str, Any] | None:
     def batches() -> Iterator[Inputs]:
         for i in range(data.steps_per_epoch or 0):
             for rows in data.micro_batches(i):
-                if world.most(world.signals.received):
+                if world.all_reduce_max_int(world.signals.received):
                     raise Interrupted
                 yield objective.resolve(model, rows.to(world.device), training=False)
 

@@ -13,18 +13,27 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from tigon.hub import is_own_file
+from tigon.hub import Repository
 from tigon.json_file import escaped, shown
-from tigon.models import CausalLM, adapter_parameters, materialize, torch_dtype, write_converted
+from tigon.models import (
+    CausalLM,
+    adapter_parameters,
+    from_pretrained,
+    materialize,
+    read_base,
+    read_vocabulary_size,
+    split_gguf,
+    torch_dtype,
+    write_converted,
+)
 from tigon.parallel import cut_layers
 from tigon.tokenizer import Tokenizer
 from tigon.train import checkpoint, resume
-from tigon.train.build import Run, load_tokenizer
+from tigon.train.build import Run
 from tigon.train.config import Config
 from tigon.train.lora import add_lora, settings_of
-from tigon.train.merge import merge_adapter
-from tigon.train.model import adapted, base_digest, build_model, described, export_dtype
-from tigon.train.parallel import start
+from tigon.train.model import adapted, base_digest, described, export_dtype
+from tigon.weights import all_finite
 
 SMALL = (".json", ".txt", ".jinja", ".model")  # what a checkpoint has besides tensors
 
@@ -58,8 +67,6 @@ def load_checkpoint(
         raise ValueError(f"--base {base}: {source} is no checkpoint of an adapter")
     if mesh is not None:
         check_shareable(source)
-    if checkpoint.is_legacy(source):
-        return _load_legacy(source, dtype, device)
     with checkpoint.in_use(source):
         checkpoint.verify(source, wanted=_of_export)
         if (config := settings_of(source)) is not None:
@@ -80,7 +87,7 @@ def load_checkpoint(
 def tokenizer_of(source: Path) -> Tokenizer:
     """The checkpoint's, which chats with the variables that the run gave the chat template."""
     tokenizer = Tokenizer.from_pretrained(source)
-    given = checkpoint.facts(source).get("config", {}).get("chat_template_kwargs")
+    given = checkpoint.read_metadata(source).get("config", {}).get("chat_template_kwargs")
     tokenizer.use_chat_template_kwargs(given or {})
     return tokenizer
 
@@ -95,7 +102,7 @@ def _with_base(source: Path, config: Config, base: str | None) -> Config:
     if base is None:
         base, where = config.init or config.model, escaped(source / "run.json")
         local = os.path.exists(os.path.expanduser(base))
-        if local and "base" not in checkpoint.facts(source):
+        if local and "base" not in checkpoint.read_metadata(source):
             raise ValueError(
                 f"{where} names the base {shown(base)}, which is on this machine, without a digest "
                 "of its weights: if it is the right one, name it with --base"
@@ -107,20 +114,18 @@ def _with_base(source: Path, config: Config, base: str | None) -> Config:
     try:
         resume.check_base(source, config, base_digest(config))
     except (OSError, ValueError) as error:
-        kind = next(k for k in (ConnectionError, OSError, ValueError) if isinstance(error, k))
-        raise kind(f"{error}; if the base is elsewhere, name it with --base") from error
+        error_type = next(k for k in (ConnectionError, OSError, ValueError) if isinstance(error, k))
+        raise error_type(f"{error}; if the base is elsewhere, name it with --base") from error
     print(f"base: {escaped(base)}, named by {where}", file=sys.stderr)
     return config
 
 
 def check_shareable(source: Path) -> None:
     """ValueError for a checkpoint that must be exported before ranks can share its model."""
-    adapter = settings_of(source) is not None
-    if adapter or checkpoint.is_legacy(source):
-        what, merge = ("of an adapter", " --merge") if adapter else ("of an earlier version", "")
+    if settings_of(source) is not None:
         raise ValueError(
-            f"{source} is a checkpoint {what}, which ranks cannot share: `tigon export{merge}` it "
-            "first"
+            f"{source} is a checkpoint of an adapter, which ranks cannot share: "
+            "`tigon export --merge` it first"
         )
 
 
@@ -148,10 +153,9 @@ def convert_checkpoint(
         raise ValueError(f"--base {base}: only --merge needs the base")
     if lora is not None and not merge:
         return _convert_adapter(source, directory, lora, dtype)
-    if checkpoint.is_legacy(source) or merge:
+    if merge:
         model, tokenizer = load_checkpoint(source, dtype=dtype, base=base)
-        if merge:
-            merge_adapter(model, str(source))
+        merge_adapter(model, str(source))
         model.save_pretrained(directory, tokenizer=tokenizer, **options)
         return model.dtype
     with checkpoint.in_use(source):
@@ -184,9 +188,6 @@ def _convert_adapter(
 
 def described_checkpoint(source: Path) -> CausalLM:
     """The model on the meta device, in its config's dtype: nothing of its weights is read."""
-    if checkpoint.is_legacy(source):
-        model, _ = _load_legacy(source, None, "cpu")
-        return model
     model = described(source, torch.float32)
     return model.to(torch_dtype(model.config.dtype or "float32"))
 
@@ -203,14 +204,14 @@ def as_directory(source: Path, base: str | None = None) -> Iterator[str]:
         yield str(Path(parent, "hf"))
 
 
-def kind(config: Config) -> str:
-    """What a run exports, and the directory's name: hf, or with lora the adapter."""
+def export_name(config: Config) -> str:
+    """Returns the name of a run's export directory: hf, or adapter for a run with lora."""
     return "hf" if config.lora is None else "adapter"
 
 
-def exported_step(config: Config, step: int) -> Path:
-    """Where the export after `step`, a multiple of hf_every, belongs."""
-    return Path(config.run_dir, f"{kind(config)}-step-{step:08d}")
+def step_export_path(config: Config, step: int) -> Path:
+    """Returns the directory of the export after `step`, a multiple of hf_every."""
+    return Path(config.run_dir, f"{export_name(config)}-step-{step:08d}")
 
 
 def export(run: Run, target: Path, values: Mapping[str, Tensor] | None = None) -> None:
@@ -221,13 +222,13 @@ def export(run: Run, target: Path, values: Mapping[str, Tensor] | None = None) -
 
 def export_step(run: Run, step: int) -> None:
     """While training goes on."""
-    _begin(run, exported_step(run.config, step), None)
+    _begin(run, step_export_path(run.config, step), None)
 
 
 def export_best(run: Run, step: int) -> None:
     """run_dir/hf-best, if hf_best is set and the evaluation after `step` is the best so far."""
     if run.config.hf_best and run.state.best_step == step > 0:
-        export(run, Path(run.config.run_dir, f"{kind(run.config)}-best"))
+        export(run, Path(run.config.run_dir, f"{export_name(run.config)}-best"))
 
 
 def _begin(run: Run, target: Path, values: Mapping[str, Tensor] | None) -> None:
@@ -245,30 +246,118 @@ def _of_export(name: str) -> bool:
     return name.startswith("weights-") or name.endswith(SMALL)
 
 
-def _own_template(config: Config, source: Path) -> str:
-    """The chat template of the settings, beside them: run.json may be anybody's, and what it names
-    anywhere on this machine would be exported."""
-    if not config.chat_template:
-        return ""
-    name = Path(config.chat_template).name
-    if not is_own_file(source, name):
-        raise FileNotFoundError(
-            f"{source} was trained with the chat template {config.chat_template!r}, which it does "
-            f"not have: put a copy of that file there, as {name}"
-        )
-    return str(source / name)
+LONGEST = 1000  # characters of a path or a name
 
 
-def _load_legacy(
-    source: Path, dtype: torch.dtype | None, device: str | torch.device
+def is_adapter(place: str, revision: str | None = None) -> bool:
+    """Whether a directory or hub repository has PEFT's adapter_config.json and no model of its own.
+
+    Raises OSError or ValueError as `Repository` does.
+    """
+    if split_gguf(place)[1] is not None:
+        return False
+    repository = Repository(place, revision=revision)
+    if repository.optional_file("config.json") is not None:
+        return False
+    return repository.optional_file("adapter_config.json") is not None
+
+
+def load_with_adapter(
+    adapter: str,
+    revision: str | None = None,
+    dtype: torch.dtype | str = "auto",
+    device: str | torch.device = "cpu",
+    adapter_dtype: torch.dtype | None = None,
+    base: str | None = None,
 ) -> tuple[CausalLM, Tokenizer]:
-    """An earlier version's checkpoint has no config.json: its settings say what it began with."""
-    config = Config(**checkpoint.facts(source)["config"])
-    named = escaped(config.tokenizer or config.model)
-    print(f"tokenizer: {named}, named by {escaped(source / 'run.json')}", file=sys.stderr)
-    tokenizer = load_tokenizer(replace(config, chat_template=_own_template(config, source)))
-    with start("cpu") as world:
-        model = build_model(replace(config, dtype=config.param_dtype), world, source)
-        checkpoint.load(source, model)
-    own = torch_dtype(model.config.dtype or "float32")
-    return model.to(device, dtype or own).eval(), tokenizer
+    """The base that the adapter names, at the revision that it names, with the adapter chosen.
+
+    Which base that is, stderr is told; `base` names another one. `revision` is the adapter's;
+    `dtype` "auto" is the base's, `adapter_dtype` None the model's. The tokenizer is the adapter's,
+    or the base's if it has none. Raises ValueError or OSError (ConnectionError where the hub cannot
+    be reached), naming the file and what to do, for a base that cannot be had.
+    """
+    repository = Repository(adapter, revision=revision)
+    known = read_base(repository)
+    if known is None:
+        raise ValueError(f"{adapter} is neither a run with an adapter nor has adapter_config.json")
+    where = escaped(f"{repository.name}/adapter_config.json")
+    what_to_do = (
+        "write the base's folder or its name on the hub into base_model_name_or_path there, or "
+        "name it with --base"
+    )
+    name, at = (known.name, known.revision) if base is None else (base, None)
+    if not name:
+        raise ValueError(f"{where}: base_model_name_or_path names no base: {what_to_do}")
+    if not name.isprintable() or len(name) > LONGEST:
+        raise ValueError(
+            f"{where}: base_model_name_or_path={shown(name)} is no base's: {what_to_do}"
+        )
+    tokenizer = None
+    if repository.optional_file("tokenizer.json") is not None:
+        tokenizer = Tokenizer.from_pretrained(adapter, revision=revision)
+    at = None if os.path.isdir(os.path.expanduser(name)) else at
+    try:
+        tokenizer = tokenizer or Tokenizer.from_pretrained(name, revision=at)
+        model = from_pretrained(name, revision=at, dtype=dtype, device=device)
+    except (OSError, ValueError) as error:
+        error_type = next(k for k in (ConnectionError, OSError, ValueError) if isinstance(error, k))
+        raise error_type(
+            f"{where}: the base cannot be loaded: {error}; if it is elsewhere, {what_to_do}"
+        ) from error
+    if known.scores and not model.config.labels:
+        raise ValueError(
+            f"{where} is of a model that scores sequences, and its base {shown(name)} "
+            "predicts tokens: `tigon export RUN DIRECTORY --merge` of the run, or PEFT, merges them"
+        )
+    size = read_vocabulary_size(repository, model)  # of a base that was resized for new tokens
+    if size is not None and size > model.config.vocab_size:
+        model.resize_token_embeddings(size)
+    model.load_adapter(adapter, revision=revision, dtype=adapter_dtype)
+    print(f"base: {name}, named by {where if base is None else '--base'}", file=sys.stderr)
+    return model, tokenizer
+
+
+def export_merged(
+    adapter: str,
+    directory: str | os.PathLike[str],
+    revision: str | None = None,
+    dtype: torch.dtype | str = "auto",
+    base: str | None = None,
+    **options: Any,
+) -> torch.dtype:
+    """The adapter added to its base, as save_pretrained writes it, with its options.
+
+    Returns the dtype; "auto" is the base's. Raises as `load_with_adapter` does.
+    """
+    # In float32, so that the adapter is not rounded before it is added
+    model, tokenizer = load_with_adapter(
+        adapter, revision, dtype, adapter_dtype=torch.float32, base=base
+    )
+    merge_adapter(model, adapter)
+    model.save_pretrained(directory, tokenizer=tokenizer, **options)
+    return model.dtype
+
+
+def merge_adapter(model: CausalLM, adapter: str) -> None:
+    """Merge the adapter of that name; ValueError if the dtype does not hold what it gives."""
+    model.merge_adapter()
+    bad = [name for name, p in model.named_parameters() if not all_finite([p], p.device)]
+    if bad:
+        more = f" and {len(bad) - 1} more" if len(bad) > 1 else ""
+        base = shown(model.config.source.name)
+        raise ValueError(
+            f"{escaped(adapter)} added to {base} gives NaN or infinite values in {model.dtype}, in "
+            f"{bad[0]}{more}: --dtype says another dtype, and a base or an adapter with such "
+            "values cannot be used"
+        )
+
+
+@contextmanager
+def as_merged_directory(
+    adapter: str, revision: str | None = None, base: str | None = None
+) -> Iterator[str]:
+    """What `export_merged` writes, for the time being."""
+    with tempfile.TemporaryDirectory() as parent:
+        export_merged(adapter, Path(parent, "hf"), revision, base=base)
+        yield str(Path(parent, "hf"))

@@ -8,9 +8,9 @@ from tigon.models import MODELS, CausalLM, build, load_weights, materialize, rea
 from tigon.parallel import cut_model, share_context, share_experts
 from tigon.tokenizer import Tokenizer
 from tigon.train.config import Config
+from tigon.train.distributed import World, local, meshes_of, shard
 from tigon.train.matching import check_longest
 from tigon.train.model import compute_dtype, has_experts
-from tigon.train.parallel import World, local, meshes_of, shard
 from tigon.weights import Repository, all_finite
 
 

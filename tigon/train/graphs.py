@@ -28,9 +28,9 @@ from tigon.models import CausalLM
 from tigon.parallel import find_zero
 from tigon.train.captured import Captured, Gradients, Kind, Recompute, beside, inputs_of
 from tigon.train.config import Config
+from tigon.train.distributed import World
 from tigon.train.graph_parts import Parts
 from tigon.train.model import compute_dtype, is_sharded
-from tigon.train.parallel import World
 
 MOST = 8  # kinds of micro-batches that have graphs
 

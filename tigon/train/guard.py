@@ -11,9 +11,8 @@ from torch import nn
 
 from tigon.layers import Linear
 from tigon.train import checkpoint
-from tigon.train.board import told
 from tigon.train.build import Run
-from tigon.train.parallel import World, local
+from tigon.train.distributed import World, format_rank_errors, local
 from tigon.train.state import WINDOW, State
 
 # The square of a larger weight is infinite in float32: no model computes with it
@@ -58,7 +57,7 @@ def judge(run: Run, step: int, values: dict[str, float]) -> Trouble | None:
     if 2 * state.skipped > run.steps:
         why = f"With it {state.skipped} of {run.steps} steps are skipped, most of the run: {ADVICE}"
         raise stop(run, step, trouble, why)
-    run.world.say(f"{trouble.text}. Skipped")
+    run.world.log_rank0(f"{trouble.text}. Skipped")
     return trouble
 
 
@@ -149,8 +148,8 @@ def largest_weight(model: nn.Module, world: World, *, quantised: bool = False) -
     sizes = [norm.double() for norm in norms] or [torch.zeros((), dtype=torch.double)]
     largest = torch.stack(sizes).max().to(world.device)
     # Said apart: NCCL's maximum may lose a NaN
-    bad = world.top(largest.isnan().double())
-    size = world.top(largest.nan_to_num(nan=0.0, posinf=math.inf))
+    bad = world.all_reduce_max(largest.isnan().double())
+    size = world.all_reduce_max(largest.nan_to_num(nan=0.0, posinf=math.inf))
     return math.nan if bad > 0 else float(size)
 
 
@@ -158,7 +157,7 @@ def ranks_of(world: World, own_loss: float) -> str:
     """On which ranks the loss is not finite, if it is one of several."""
     if world.size == 1:
         return ""
-    answers = world.board.gather("" if math.isfinite(own_loss) else str(own_loss))
+    answers = world.gather("" if math.isfinite(own_loss) else str(own_loss))
     if not any(answers):
         return ""
     if all(answers):
@@ -166,7 +165,7 @@ def ranks_of(world: World, own_loss: float) -> str:
     count = world.size // world.data.size
     groups = [answers[first : first + count] for first in range(0, world.size, count)]
     if count == 1 or any(len(set(group)) > 1 for group in groups):
-        return f" ({told([own and f'its part is {own}' for own in answers])})"
+        return f" ({format_rank_errors([own and f'its part is {own}' for own in answers])})"
     # The loss of one is that of all who share its rows, whichever of them it began on
     bad = [(i * count, group[0]) for i, group in enumerate(groups) if group[0]]
     return f" ({'; '.join(f'{sharing(world, i)}: their part is {own}' for i, own in bad)})"
@@ -183,7 +182,7 @@ def largest_part(world: World, own_loss: float) -> str:
     """Which rank has the largest part of the loss, if there are several."""
     if world.size == 1:
         return ""
-    parts = [float(part or "nan") for part in world.board.gather(str(own_loss))]
+    parts = [float(part) for part in world.gather(str(own_loss))]
     rank = max(range(world.size), key=parts.__getitem__)
     return f" (the largest part of the loss, {parts[rank]:.6g}, is on {sharing(world, rank)})"
 
@@ -218,7 +217,7 @@ def rollback(run: Run, step: int, trouble: Trouble) -> int:
     run.saver.wait()
     try:
         directory = Path(config.run_dir, "checkpoints")
-        source = checkpoint.newest_whole(directory, run.world.say, until=step)
+        source = checkpoint.newest_whole(directory, run.world.log_rank0, until=step)
     except ValueError as error:
         raise stop(run, step, trouble, f"No rollback: {error}") from None
     if source is None:
@@ -226,8 +225,8 @@ def rollback(run: Run, step: int, trouble: Trouble) -> int:
     checkpoint.load(source, run.model, run.optimizer, run.ema)
     back = checkpoint.step_of(source)
     offset = step + state.offset + 1 - back
-    state.return_to(State.of(checkpoint.facts(source)), offset)
-    run.world.say(
+    state.return_to(State.of(checkpoint.read_metadata(source)), offset)
+    run.world.log_rank0(
         f"{trouble.text}. Back to {source}: step {back + 1} takes the rows after these "
         f"(rollback {state.rollbacks} of {config.max_rollbacks})"
     )

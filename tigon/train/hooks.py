@@ -19,7 +19,7 @@ from torch import Tensor
 from tigon.data import MicroBatch
 from tigon.strict import suggest
 from tigon.tokenizer import Tokenizer
-from tigon.train.parallel import World
+from tigon.train.distributed import World
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Seen(View):
     index: int  # of the micro-batch, among those of this rank
     micro_batch: MicroBatch  # tokens, columns; `spans` and `origins` of its sequences
     tokenizer: Tokenizer
-    world: World  # rank, size, device; `world.sum` adds over those with other rows
+    world: World  # rank, size, device; `world.all_reduce_sum` adds over those with other rows
 
 
 class Hook:

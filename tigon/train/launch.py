@@ -1,27 +1,60 @@
 """The entry point: a config file and `key=value`s to a finished run."""
 
+import logging
 import os
+import signal
 import sys
+import tempfile
 import traceback
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, fields
+from pathlib import Path
+from types import FrameType
+from typing import Any
 
 import torch
+import yaml
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torch.distributed.launcher import LaunchConfig, elastic_launch
 
+from tigon import strict
 from tigon.terminal import escaping_output, one_line
-from tigon.train.board import LAUNCHED, Failure, end_soon, report
 from tigon.train.build import prepare
-from tigon.train.config import Config, parallel_of, sizes_of
+from tigon.train.config import SECTIONS, Config, parallel_of, sizes_of
 from tigon.train.config_file import dump, load
-from tigon.train.estimate.report import dry_run
-from tigon.train.flight import flight_recorder, prepare_flight_recorder
+from tigon.train.distributed import (
+    InputError,
+    World,
+    check_interfaces,
+    end_soon,
+    flight_recorder,
+    launched,
+    pick_device,
+    prepare_flight_recorder,
+    record_error,
+    start,
+)
+from tigon.train.dry_run import dry_run
 from tigon.train.loop import train
-from tigon.train.parallel import InputError, World, check_interfaces, launched, pick_device, start
-from tigon.train.processes import check_count, run_ranks
-from tigon.train.signals import Signals
-from tigon.train.usage import USAGE, help_text
+from tigon.train.objectives import tasks
+from tigon.train.signals import NUMBERS, Signals, handled_signals
 
+LAUNCHED = "TIGON_LAUNCHED"  # in the environment of ranks whose launcher repeats their errors
+STOPPED = tuple(128 + number for number in NUMBERS)  # exit codes
 EXPECTED = (InputError, OSError, FloatingPointError)  # a person can mend these: no traceback
+
+USAGE = """\
+tigon train config.yaml [key=value | --key value ...]
+tigon train config.yaml --nproc 8 [key=value | --key value ...]
+torchrun --nproc-per-node 8 -m tigon.train config.yaml [key=value | --key value ...]
+
+  --nproc N        processes on this host, one for each GPU
+  --help           this text
+  --print-config   the settings as they would be used, as YAML
+  --dry-run        check everything, say what the run takes, time a few steps, and stop
+"""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -69,11 +102,11 @@ def _main(rest: list[str]) -> None:
 
 
 def refusal(error: Exception) -> str | int:
-    """For sys.exit, of settings that are wrong. A launcher gives all ranks the same ones, so that
-    one of a host says it; ranks that were started one by one all do."""
-    report(Failure(str(error)))
-    launched = LAUNCHED in os.environ or "TORCHELASTIC_RUN_ID" in os.environ
-    if launched and os.environ.get("LOCAL_RANK", "0") != "0":
+    """What sys.exit is given for settings that are wrong. A launcher gives all ranks the same
+    settings, so that one rank of a host says it; ranks that were started by hand all do."""
+    record_error(str(error))
+    launched = "TORCHELASTIC_RUN_ID" in os.environ
+    if LAUNCHED in os.environ or (launched and os.environ.get("LOCAL_RANK", "0") != "0"):
         return 1
     rank = "" if launched else prefix(os.environ.get("RANK", "0"))
     return f"tigon.train: {rank}{error}"
@@ -145,41 +178,121 @@ def _run(config: Config, world: World, plan: int | None) -> int:
 
 
 def _run_rank(config: Config, world: World, plan: int | None) -> int:
-    """One of several ranks; a rank that fails tells the others, which end with it."""
-    details = ""
+    """Run one of several ranks; when it fails, torch's agent ends the others."""
     try:
         return _run(config, world, plan)
     except (InputError, FloatingPointError) as error:  # the same on all ranks
-        text = str(error)
-    except SystemExit as stop:  # by a signal
-        world.board.fail("stopped by a signal", int(str(stop.code)))
-        raise
+        text, says = str(error), os.environ.get("LOCAL_RANK", "0") == "0"
     except Exception as error:
-        if is_doubtful(error) and (other := world.board.failure()):
-            world.board.say(other)
-            end_soon(other.code)
-            return other.code
-        if isinstance(error, EXPECTED):
-            text = f"rank {world.rank}: {error}"
-        else:
-            details, step = traceback.format_exc(), world.board.step
-            where = f", whose last step was {step}" if step else ""
-            text = f"rank {world.rank}{where}: {type(error).__name__}: {error}"
-    failure = Failure(text)
-    report(failure)
-    if world.board.fail(text):
-        sys.stderr.write(details)
-        if LAUNCHED not in os.environ:  # whoever started this rank has the last word
-            print(f"tigon.train: {one_line(text)}", file=sys.stderr, flush=True)
-    end_soon(failure.code)
-    return failure.code
+        text, says = f"rank {world.rank}: {error}", True
+        if not isinstance(error, EXPECTED):
+            traceback.print_exc()
+            where = f"failed in step {world.progress.step}" if world.progress.step else "failed"
+            text = f"rank {world.rank} {where}: {type(error).__name__}: {error}"
+    record_error(text)
+    if says and LAUNCHED not in os.environ:
+        print(f"tigon.train: {one_line(text)}", file=sys.stderr, flush=True)
+    end_soon(1)
+    return 1
 
 
-def is_doubtful(error: BaseException) -> bool:
-    """Whether it may be what the end of another rank looks like from here: a collective that fails
-    raises any exception, and may be behind a file that was not written."""
-    if isinstance(error, Exception) and not isinstance(error, EXPECTED):
-        return True
-    failures = getattr(error, "failures", {})  # of a checkpoint, by rank
-    behind = [error.__cause__, *(cause for cause, _ in failures.values())]
-    return any(is_doubtful(cause) for cause in behind if cause is not None)
+def check_count(count: int, device: str) -> None:
+    if count < 1:
+        raise ValueError(f"--nproc {count} must be at least 1")
+    if "WORLD_SIZE" in os.environ:
+        raise ValueError(f"--nproc {count} inside torchrun, which starts the ranks: leave it out")
+    gpus = torch.cuda.device_count()
+    if count > gpus and (device == "cuda" or (device == "auto" and gpus)):
+        raise ValueError(f"--nproc {count}, but torch sees {gpus} CUDA devices")
+
+
+def run_ranks(
+    count: int,
+    arguments: Sequence[str],
+    module: str = "tigon.train",
+    *,
+    shutdown_timeout: int = 300,
+    forward_interrupt: bool = False,
+) -> tuple[int, str | None]:
+    """Run `python -m module arguments` on `count` ranks of this host, by torch's elastic agent.
+
+    Returns the exit code, and which rank failed and why. After a signal, or a failure of one, the
+    ranks have `shutdown_timeout` seconds to end (30 before torch 2.12). With `forward_interrupt`
+    they get Ctrl-C and go on.
+    """
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // count)))
+    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(shutdown_timeout))
+    os.environ[LAUNCHED] = "1"
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    numbers = [n for n in handled_signals() if not (forward_interrupt and n == signal.SIGINT)]
+    if forward_interrupt:
+        signal.signal(signal.SIGINT, _interrupt_ranks)
+    with tempfile.TemporaryDirectory(prefix="tigon-") as directory:
+        config = LaunchConfig(
+            min_nodes=1,
+            max_nodes=1,
+            nproc_per_node=count,
+            run_id="tigon",
+            rdzv_backend="c10d",
+            rdzv_endpoint="localhost:0",
+            local_addr="localhost",
+            max_restarts=0,
+            logs_specs=DefaultLogsSpecs(log_dir=directory),
+            signals_to_handle=",".join(signal.Signals(n).name for n in numbers),
+        )
+        try:
+            elastic_launch(config, sys.executable)("-m", module, *arguments)
+        except ChildFailedError as error:
+            return summarize(error.failures)
+        except SignalException as stop:  # the ranks have said what they did
+            return 128 + stop.sigval, None
+    return 0, None
+
+
+def summarize(failures: Mapping[int, ProcessFailure]) -> tuple[int, str | None]:
+    """Returns the exit code of the rank that failed first, and what it has recorded."""
+    first = min(failure.timestamp for failure in failures.values())
+
+    def order(item: tuple[int, ProcessFailure]) -> tuple[bool, bool, int]:
+        code, time = item[1].exitcode, item[1].timestamp
+        ended_by_agent = code in (-signal.SIGTERM, *STOPPED)
+        # A rank that was killed records nothing, and others may fail of it within the second
+        return ended_by_agent, not (code < 0 and time <= first + 2), time
+
+    rank, failure = min(failures.items(), key=order)
+    code, text = failure.exitcode, failure.error_file_data["message"]
+    if isinstance(text, dict):  # recorded by torch
+        text = f"rank {rank}: {text['message']}"
+    elif code in STOPPED:
+        return code, None
+    elif code < 0:
+        name = signal.Signals(-code).name
+        memory = ", perhaps because memory ran out" if name == "SIGKILL" else ""
+        text = f"rank {rank} was killed by {name}{memory}"
+    elif text == "<NONE>":
+        text = f"rank {rank} ended with exit code {code}"
+    return (code if code > 0 else 128 - code), text
+
+
+def _interrupt_ranks(number: int, frame: FrameType | None) -> None:
+    process = os.getpid()
+    with suppress(OSError):
+        for child in Path(f"/proc/{process}/task/{process}/children").read_text().split():
+            os.kill(int(child), signal.SIGINT)
+
+
+def help_text() -> str:
+    """All settings with their types and defaults, by section."""
+    lines, kinds = [USAGE], strict.hints(Config)
+    for section in SECTIONS:
+        lines.append(f"{section.__doc__}")
+        for f in fields(section):
+            kind, default = strict.describe(kinds[f.name]), _inline_yaml(f.default)
+            lines.append(f"  {f.name}: {kind} = {default}")
+            lines.append(f"      {f.metadata['help']}".replace("{tasks}", tasks()))
+        lines.append("")
+    return "\n".join(lines)
+
+
+def _inline_yaml(value: Any) -> str:
+    return yaml.safe_dump(value, default_flow_style=True).removesuffix("\n...\n").strip()

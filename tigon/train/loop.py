@@ -9,14 +9,20 @@ import torch
 
 from tigon import report
 from tigon.data.examples import format_count
-from tigon.train import checkpoint, guard, push, resume
+from tigon.train import checkpoint, guard, publish, resume
 from tigon.train.build import Run
+from tigon.train.distributed import InputError, reshard
 from tigon.train.evaluate import Interrupted, evaluate, sample
-from tigon.train.export import export, export_best, export_step, exported_step, kind
+from tigon.train.export import export, export_best, export_name, export_step, step_export_path
+from tigon.train.logging import (
+    RunLog,
+    is_unfinished,
+    read_eval_loss,
+    read_exported_step,
+    write_exported_step,
+)
 from tigon.train.optim import learning_rate
-from tigon.train.parallel import InputError, reshard
 from tigon.train.profile import Profiler
-from tigon.train.record import Record, eval_loss, exported, note_export, unfinished
 from tigon.train.step import backward, set_rates
 from tigon.train.stopping import Deadline
 
@@ -41,16 +47,20 @@ def train(run: Run) -> int:
     if over:
         guard.check_skipped(run, run.start)
     owed = owes_export(run)
-    if over and not owed and not world.most(world.main and unfinished(config, run.start)):
-        world.say(f"{config.run_dir} is finished: nothing left to do")
+    if (
+        over
+        and not owed
+        and not world.all_reduce_max_int(world.main and is_unfinished(config, run.start))
+    ):
+        world.log_rank0(f"{config.run_dir} is finished: nothing left to do")
         if world.main and report.is_due(Path(config.run_dir)):
-            world.say(report.attempt(Path(config.run_dir)))
+            world.log_rank0(report.attempt(Path(config.run_dir)))
         return 0
     open_objective(run)
     run.objective.begin(run.model)
-    record = Record(config, world, run.start, run.steps)
+    record = RunLog(config, world, run.start, run.steps)
     if run.meter.convention:
-        world.say(run.meter.convention)
+        world.log_rank0(run.meter.convention)
     with world.signals, run.saver, run.exporter, run.feed:
         if owed:
             export_step(run, run.start)
@@ -63,20 +73,20 @@ def train(run: Run) -> int:
         with world.signals.deferred():
             step = run.start if over else steps(run, record)
             run.saver.wait()
-        if signal := world.most(world.signals.received):
+        if signal := world.all_reduce_max_int(world.signals.received):
             record.close()
             saved = checkpoint.latest(run.saver.directory)
             where = (
                 f"goes on from {saved.name}" if saved else "begins again: there is no checkpoint"
             )
-            world.say(f"stopped by a signal after step {step}: resume=auto {where}")
+            world.log_rank0(f"stopped by a signal after step {step}: resume=auto {where}")
             return 128 + signal
         world.signals.phase = "in the last evaluation or the export: resume=auto goes on with it"
         finish(run, step, record)
     return 0
 
 
-def steps(run: Run, record: Record) -> int:
+def steps(run: Run, record: RunLog) -> int:
     """Optimizer steps, evaluations and checkpoints. Returns the number of steps that are done."""
     config, world, state = run.config, run.world, run.state
     facts, deadline = resume.facts(config, run.data), Deadline(run)
@@ -89,8 +99,7 @@ def steps(run: Run, record: Record) -> int:
     step = run.start
     while step < run.steps:
         began, done = time.perf_counter(), step + 1
-        world.board.begin_step(done)
-        profiler.begin(done)
+        world.progress.step = done
         values = backward(run, step + state.offset)
         evaluates = config.eval_every > 0 and done % config.eval_every == 0 and done < run.steps
         exports = config.hf_every > 0 and done % config.hf_every == 0
@@ -109,9 +118,9 @@ def steps(run: Run, record: Record) -> int:
             record.rewind(step)
             continue
         seconds = time.perf_counter() - began
-        record.step(row(run, step, values, seconds, trouble))
+        record.log(row(run, step, values, seconds, trouble))
         deadline.note(seconds)
-        profiler.end(done)
+        profiler.step(done)
         step = done
         if evaluates and not stop:
             evaluate_once(run, step, record)
@@ -131,7 +140,7 @@ def asked_to_stop(run: Run) -> bool:
     export that is written meanwhile has failed on any: one question for all, as it is asked in
     every step."""
     failed = run.saver.failed or run.exporter.failed
-    asked = run.world.most(SAVE_FAILED if failed else run.world.signals.received)
+    asked = run.world.all_reduce_max_int(SAVE_FAILED if failed else run.world.signals.received)
     if asked == SAVE_FAILED:
         run.saver.wait()
         run.exporter.wait()
@@ -165,7 +174,7 @@ def row(
     }
 
 
-def evaluate_once(run: Run, step: int, record: Record) -> None:
+def evaluate_once(run: Run, step: int, record: RunLog) -> None:
     """Unless its row is there. A signal that is kept for the loop ends it: it is made later."""
     known = evaluated_loss(run, step)
     if known is not None:  # perhaps made after the step's checkpoint, by a run that had ended
@@ -180,26 +189,26 @@ def evaluate_once(run: Run, step: int, record: Record) -> None:
     if row is not None:
         texts = sample(run)
         # Whether the run ends here must not depend on a fault of one rank
-        loss = run.world.agreed(torch.tensor(row["eval_loss"], dtype=torch.double))
+        loss = run.world.same_loss(torch.tensor(row["eval_loss"], dtype=torch.double))
         run.state.note_evaluation(step, float(loss))
         export_best(run, step)
-        record.evaluation(row, texts)  # last: a run that is killed in the export evaluates again
+        record.log(row, texts)  # last: a run that is killed in the export evaluates again
 
 
 def evaluated_loss(run: Run, step: int) -> float | None:
     """Of the evaluation that metrics.jsonl has of this step, on all ranks; None: it has none."""
     known = None
     if run.world.main:
-        known = eval_loss(Path(run.config.run_dir, "metrics.jsonl"), step)
+        known = read_eval_loss(Path(run.config.run_dir, "metrics.jsonl"), step)
     found = torch.tensor(-math.inf if known is None else known, dtype=torch.double)
-    loss = float(run.world.top(found))
+    loss = float(run.world.all_reduce_max(found))
     return None if loss == -math.inf else loss
 
 
-def save(run: Run, step: int, record: Record, facts: dict[str, Any]) -> None:
+def save(run: Run, step: int, record: RunLog, facts: dict[str, Any]) -> None:
     if run.in_backward is not None:
         run.in_backward.check()  # one that went on after an error must not save what it left
-    if not run.world.most(run.world.signals.received):  # a signal leaves little time
+    if not run.world.all_reduce_max_int(run.world.signals.received):  # a signal leaves little time
         run.exporter.wait()  # what goes on from this checkpoint does not look for earlier exports
     record.sync()
     began = time.perf_counter()
@@ -214,26 +223,26 @@ def owes_export(run: Run) -> bool:
     own = checkpoint.latest(Path(config.run_dir, "checkpoints"))
     due = config.hf_every > 0 and step > 0 and step % config.hf_every == 0
     due = due and own is not None and checkpoint.step_of(own) == step
-    # All ranks do what the first one sees
-    return run.world.most(due and not exported_step(config, step).exists() and run.world.main) > 0
+    due = due and not step_export_path(config, step).exists()
+    return run.world.all_reduce_max_int(due and run.world.main) > 0  # as the first rank sees it
 
 
-def finish(run: Run, step: int, record: Record) -> None:
+def finish(run: Run, step: int, record: RunLog) -> None:
     """What a run does after its last step, where it is not done yet."""
     config, world, state = run.config, run.world, run.state
     guard.check_skipped(run, step)
     if state.is_out_of(config.patience):
         count = format_count(state.evaluations_since, "evaluation")
-        world.say(
+        world.log_rank0(
             f"ended after step {step}: no eval loss in {count} was "
             f"below {state.best_loss:.4f}, of step {state.best_step}"
         )
     evaluate_once(run, step, record)
     record.close()
     directory = Path(config.run_dir)
-    new = config.export and world.most(exported(config) != step) > 0
+    new = config.export and world.all_reduce_max_int(read_exported_step(config) != step) > 0
     if new:
-        export(run, directory / kind(config))
+        export(run, directory / export_name(config))
         if config.lora is not None and config.lora.merge:
             run.model.graphs = None  # nothing is trained any more, and the adapter goes
             run.model.merge_adapter()
@@ -241,9 +250,9 @@ def finish(run: Run, step: int, record: Record) -> None:
         if run.ema is not None:
             export(run, directory / "hf-ema", run.ema.values)
         if world.main:
-            note_export(directory, step)
+            write_exported_step(directory, step)
     if world.main:
-        world.say(report.attempt(directory))
+        world.log_rank0(report.attempt(directory))
         if config.push_to_hub and new:
             world.signals.phase = f"in the push: `tigon push {directory} NAME` uploads the export"
-            world.say(push.attempt(config))
+            world.log_rank0(publish.push_or_explain(config))

@@ -34,7 +34,7 @@ def begin_lora(model: CausalLM, config: Config) -> None:
 
 def settings_of(source: Path) -> Config | None:
     """The settings of the run that made a checkpoint of an adapter; None: it is one of a model."""
-    values: dict[str, Any] = checkpoint.facts(source).get("config", {})
+    values: dict[str, Any] = checkpoint.read_metadata(source).get("config", {})
     if not values.get("lora"):
         return None
     try:

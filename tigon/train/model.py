@@ -29,8 +29,8 @@ from tigon.parallel import cut_model, find_zero, shard_gradients, share_context,
 from tigon.strict import ConfigError
 from tigon.train import checkpoint
 from tigon.train.config import Config
+from tigon.train.distributed import World, meshes_of, shard
 from tigon.train.lora import add_lora, begin_lora, settings_of
-from tigon.train.parallel import World, meshes_of, shard
 from tigon.train.vocabulary import read_vocabulary
 from tigon.weights import Checkpoint, Repository
 
@@ -50,7 +50,7 @@ def build_model(config: Config, world: World, source: Path | None = None) -> Cau
         _allocate(model, config, world)
         _fill(model, config, weights, dtype)
         begin_lora(model, config)
-    elif source is not None and not checkpoint.is_legacy(source):
+    elif source is not None:
         model = described(source, dtype)
         divide(model, config, world)
         materialize(model, world.device)
@@ -204,7 +204,7 @@ def finish(model: CausalLM, config: Config) -> CausalLM:
         )
     if config.router_aux_loss_coef is not None:
         set_balance(model, config.router_aux_loss_coef)
-    if config.activation_checkpointing != "auto":  # or else estimate.budget chooses
+    if config.activation_checkpointing != "auto":  # else memory.resolve_checkpointing chooses
         model.activation_checkpointing = config.activation_checkpointing
     model.activation_offload = config.activation_offload
     set_fp8(model, config)
@@ -226,7 +226,7 @@ def set_fp8(model: CausalLM, config: Config) -> None:
 
 def outline(config: Config, dtype: torch.dtype, source: Path | None = None) -> CausalLM:
     """The model of a run on the meta device, from its config.json alone. `dtype`: `held_dtype`."""
-    if config.lora is None and source is not None and not checkpoint.is_legacy(source):
+    if config.lora is None and source is not None:
         model = described(source, dtype)
     elif config.init:
         model = _from_init(config, dtype)
@@ -266,7 +266,7 @@ def described(source: Path, dtype: torch.dtype) -> CausalLM:
             f"takes {needed} bytes at least, and the weights are {held}"
         )
     generation = read_json(source / "generation_config.json")
-    stacked = bool(checkpoint.facts(source).get("stacked_experts"))
+    stacked = bool(checkpoint.read_metadata(source).get("stacked_experts"))
     origin = replace(model.config.source, stacked_experts=stacked)
     model.config = replace(model.config, source=origin)
     model.generation_config = generation
@@ -275,7 +275,7 @@ def described(source: Path, dtype: torch.dtype) -> CausalLM:
 
 def context_of(config: Config, source: Path | None = None) -> int:
     """The tokens that the model can read at once, from its config.json alone."""
-    if source is not None and not checkpoint.is_legacy(source):
+    if source is not None:
         read = _config_of(source / "config.json")
     elif config.init:
         read = _config_of(_init(config))

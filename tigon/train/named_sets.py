@@ -12,8 +12,8 @@ from torch import Tensor
 from tigon.data import Entry, MicroBatch, Mixture
 from tigon.kernels.loss.api import IGNORE_INDEX
 from tigon.train.build import Run
+from tigon.train.distributed import World
 from tigon.train.hooks import View
-from tigon.train.parallel import World
 
 
 class NamedSets:
@@ -71,7 +71,7 @@ class NamedSets:
 
     def logged(self, world: World) -> dict[str, Tensor]:
         """loss/NAME and accuracy/NAME of the micro-batches of all ranks."""
-        loss, items, right, targets = world.sum(self.sums).unbind(1)
+        loss, items, right, targets = world.all_reduce_sum(self.sums).unbind(1)
         found = {"loss": loss / items, "accuracy": right / targets}
         return {
             f"{key}/{name}": values[i]

@@ -13,8 +13,8 @@ from typing import Any, Self
 from tigon.data import MicroBatch
 from tigon.kernels.loss.api import IGNORE_INDEX
 from tigon.tokenizer import Tokenizer
+from tigon.train.distributed import World
 from tigon.train.hooks import View
-from tigon.train.parallel import World
 from tigon.weights import named_if_full
 
 
@@ -35,7 +35,7 @@ class Predictions:
         ]
 
     def __enter__(self) -> Self:
-        if self.world.tells:
+        if self.world.is_data_leader:
             self._part.unlink(missing_ok=True)  # never written through, should it be a link
         self.file = open(self._part, "w", encoding="utf-8")
         return self
@@ -62,7 +62,7 @@ class Predictions:
     @property
     def _part(self) -> Path:
         """Ranks with the same rows predict the same: one writes it, the others nowhere."""
-        return self.parts[self.world.data.rank] if self.world.tells else Path(os.devnull)
+        return self.parts[self.world.data.rank] if self.world.is_data_leader else Path(os.devnull)
 
     def _remove(self) -> None:
         """The files of all ranks, which end with this one if it fails, and of more ranks before."""

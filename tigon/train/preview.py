@@ -15,13 +15,13 @@ from tigon.data.formats import Row
 from tigon.data.mixture import Corpus
 from tigon.data.packing import TruncationStats
 from tigon.data.sources import Block
-from tigon.tokenizer import Tokenizer, common_length
+from tigon.tokenizer import Tokenizer, common_prefix_length
 from tigon.train import sharing
 from tigon.train.build import load_tokenizer
 from tigon.train.config import Config
 from tigon.train.data import as_entries, find_entry_sources, limits
+from tigon.train.distributed import World
 from tigon.train.objectives import Objective, find_objective
-from tigon.train.parallel import World
 
 
 @dataclass(frozen=True)
@@ -163,7 +163,7 @@ def _pieces(ids: list[int], weights: list[float], tokenizer: Tokenizer) -> Itera
         if text.startswith(added, stop):
             whole = [whole[1], (end, stop := stop + len(added))]
         else:  # the end is inside a character
-            stop = common_length(tokenizer.decode(ids[:end]), text)
+            stop = common_prefix_length(tokenizer.decode(ids[:end]), text)
         stop = len(text) if end == len(ids) else stop
         if stop > at:
             yield Piece(text[at:stop], weight)

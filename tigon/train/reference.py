@@ -26,8 +26,8 @@ from tigon.data.sources import hash_files
 from tigon.json_file import read_json
 from tigon.models import MODELS, build
 from tigon.train.config import Config
+from tigon.train.distributed import World
 from tigon.train.model import compute_dtype
-from tigon.train.parallel import World
 from tigon.weights import Repository
 
 COLUMN = "reference"  # of micro-batches: at each token, what the reference gives the next one
@@ -63,22 +63,22 @@ def attach(
     key = _key(corpus, config, world.device, weights, (shared, distinct))
     path = cache_root() / "reference" / f"{key}.npy"
     found = read(path, _tokens(corpus))
-    if world.most(found is None):
+    if world.all_reduce_max_int(found is None):
         began = time.monotonic()
         values, tokens = computed(loader, pack, config.micro_batch_size, world, make())
-        with world.together():
+        with world.raise_on_all_ranks():
             if not int(os.environ.get("LOCAL_RANK", 0)):
                 store(path, values)
         world.barrier()
         found = read(path, len(values))
         found = values if found is None else found
         seconds = time.monotonic() - began
-        world.say(
+        world.log_rank0(
             f"reference: {format_count(tokens, 'token')} of {name}, computed in {seconds:.0f} s"
         )
     else:
         assert found is not None
-        world.say(f"reference: log-probabilities of {name}, from {path}")
+        world.log_rank0(f"reference: log-probabilities of {name}, from {path}")
     corpus.add(COLUMN, found)
 
 
@@ -137,7 +137,7 @@ def computed(
             for (start, stop), (a, b) in zip(places, batch.spans.tolist(), strict=True):
                 values[start:stop] = found[a:b]
     for some in values.split(EXCHANGED):
-        world.sum(some)
+        world.all_reduce_sum(some)
     return values.numpy(), tokens
 
 
@@ -180,10 +180,10 @@ def shared_digest(
     adapters is no other than its files give.
     """
     own = ""
-    with world.together():
+    with world.raise_on_all_ranks():
         if world.main:
             own = _digest(config, find, trained, what, base)
-    first = world.board.gather(own)[0]
+    first = world.gather(own)[0]
     assert first is not None
     return first
 

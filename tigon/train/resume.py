@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from tigon.data import Loader
-from tigon.tokenizer import chat
+from tigon.tokenizer import chat_template
 from tigon.train import checkpoint
 from tigon.train.config import Config
-from tigon.train.parallel import World
+from tigon.train.distributed import World
 from tigon.train.parallel_settings import Parallel
 from tigon.train.state import State
 
@@ -29,7 +29,7 @@ def find(config: Config, world: World) -> Path | None:
     if not config.resume:
         return None
     if config.resume in (True, "auto"):
-        return checkpoint.newest_whole(run / "checkpoints", world.say)
+        return checkpoint.newest_whole(run / "checkpoints", world.log_rank0)
     chosen = Path(str(config.resume))
     checkpoint.step_of(chosen)
     if newest is not None and newest.resolve() != chosen.resolve():
@@ -48,8 +48,8 @@ def facts(config: Config, data: Loader) -> dict[str, Any]:
 def start_time(source: Path | None, world: World) -> datetime:
     """When the run began, which is what chat templates write as the present time: as the checkpoint
     `source` has it, or rank 0. Every rank calls this."""
-    known = None if source is None else checkpoint.facts(source).get("strftime_now")
-    first = world.board.gather(str(known or chat.now().isoformat()))[0]
+    known = None if source is None else checkpoint.read_metadata(source).get("strftime_now")
+    first = world.gather(str(known or chat_template.now().isoformat()))[0]
     try:
         return datetime.fromisoformat(str(first))
     except ValueError:
@@ -59,7 +59,7 @@ def start_time(source: Path | None, world: World) -> datetime:
 def with_new_tokens(source: Path, config: Config) -> Config:
     """The settings, with the new_tokens of the run if they name none: it may have found them in its
     data."""
-    known = checkpoint.facts(source).get("config", {}).get("new_tokens") or ()
+    known = checkpoint.read_metadata(source).get("config", {}).get("new_tokens") or ()
     return config if config.new_tokens else replace(config, new_tokens=tuple(known))
 
 
@@ -68,8 +68,6 @@ def check_adapter(source: Path, config: Config) -> None:
 
     First of all checks: what others refuse may follow from such a change.
     """
-    if checkpoint.is_legacy(source):
-        return
     before, now, changed = _changes(source, config)
     was, own = ({"quantize": None, **(c["lora"] or {}), "merge": False} for c in (before, now))
     names = ("model", "revision", "init") if before["lora"] and now["lora"] else ()
@@ -82,7 +80,7 @@ def check_adapter(source: Path, config: Config) -> None:
 def _changes(source: Path, config: Config) -> tuple[dict[str, Any], dict[str, Any], dict[str, str]]:
     """The checkpoint's settings and the run's, as JSON has them, and what a person is told of each
     that differs. A setting that the checkpoint does not know had today's default."""
-    known = checkpoint.facts(source)
+    known = checkpoint.read_metadata(source)
     if "config" not in known:
         raise ValueError(f"{source / 'run.json'} lacks config: it is no run's checkpoint")
     plain = {field.name: field.default for field in fields(Config)} | known["config"]
@@ -110,7 +108,7 @@ def _told(name: str, was: Any, now: Any) -> str:
 def check_base(source: Path, config: Config, found: str) -> None:
     """Raises ValueError if an adapter was trained on other weights than the base has now. `found`:
     their digest. Checkpoints of earlier versions do not say."""
-    if checkpoint.facts(source).get("base", found) != found:
+    if checkpoint.read_metadata(source).get("base", found) != found:
         raise ValueError(
             f"{source} is an adapter of other weights than {config.model or config.init} has now: "
             "put the files back that it had, or name the revision"
@@ -120,7 +118,7 @@ def check_base(source: Path, config: Config, found: str) -> None:
 def state_of(source: Path, steps: int) -> State:
     """What the checkpoint remembers. ValueError for rows passed over that no run of so many steps
     passes over, as finding the next ones could take for ever."""
-    state = State.of(checkpoint.facts(source))
+    state = State.of(checkpoint.read_metadata(source))
     # A rollback passes over no more steps than a run has
     most = state.rollbacks * max(steps, LONG)
     if state.offset > most:
@@ -135,17 +133,14 @@ def state_of(source: Path, steps: int) -> State:
 def check(source: Path, config: Config, data: Loader) -> list[str]:
     """The settings that differ from the checkpoint's; an error if the data stream does.
 
-    `check_adapter` has seen to adapters. Earlier versions read the data in another order, so that
-    the steps of their checkpoints cannot be compared.
+    `check_adapter` checks adapters before.
     """
-    was, now = checkpoint.facts(source), facts(config, data)
+    was, now = checkpoint.read_metadata(source), facts(config, data)
     if was.get("step", step := checkpoint.step_of(source)) != step:
         raise ValueError(f"{source} is of step {was['step']}: give it its own name back")
     _, _, changed = _changes(source, config)
     if "data" not in was:
         raise ValueError(f"{source / 'run.json'} lacks data: it is no run's checkpoint")
-    if checkpoint.is_legacy(source):
-        return [*changed.values(), "the order of the data, which an earlier version of Tigon chose"]
     orders = [field.name for field in fields(Config) if field.metadata["stream"]]
     wrong = [changed[name] for name in orders if name in changed]
     if wrong:

@@ -12,7 +12,7 @@ from tigon.json_file import parse_json
 from tigon.models import CausalLM
 from tigon.tokenizer import Tokenizer
 from tigon.train.config import Config
-from tigon.train.parallel import World, reshard
+from tigon.train.distributed import World, reshard
 
 MOST = 64  # prompts, which are one batch
 

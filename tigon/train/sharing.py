@@ -27,8 +27,8 @@ def decide(objective: Objective, source: Path | None) -> str | None:
     if not objective.one_prompt:
         return None
     reason = _obstacle(objective.config, source)
-    if source is not None and not checkpoint.is_legacy(source):
-        began = checkpoint.facts(source)
+    if source is not None:
+        began = checkpoint.read_metadata(source)
         objective.distinct = began.get("distinct", False)  # earlier versions kept equal answers
         if not began.get("share_prompts", False):
             reason = reason or f"{source} is of a run that did not"

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from types import FrameType
 from typing import Any, Self
 
@@ -42,7 +43,9 @@ class Signals:
         read, write = os.pipe()
         os.set_blocking(write, False)
         self._fds = read, write
-        self._before: dict[int, Any] = {n: signal.signal(n, self._handle) for n in heeded()}
+        self._before: dict[int, Any] = {
+            n: signal.signal(n, self._handle) for n in handled_signals()
+        }
         self._wakeup = signal.set_wakeup_fd(write, warn_on_full_buffer=False)
         self._thread = threading.Thread(target=self._announce, args=(read,), daemon=True)
         self._thread.start()
@@ -77,7 +80,7 @@ class Signals:
         return self._first + seconds - time.monotonic()
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        again = number == signal.SIGINT and self._is_again()
+        again = self.received == signal.SIGINT and number in repeats() and self._is_again()
         if not self.received:
             self.received, self._first = number, self._first or time.monotonic()
         if again or not self._deferred:
@@ -87,10 +90,12 @@ class Signals:
         return bool(self.received) and time.monotonic() - self._first > AGAIN
 
     def _announce(self, descriptor: int) -> None:
-        first = 0.0
+        first, interrupted = 0.0, False
         while number := os.read(descriptor, 1)[0]:
             if number not in NUMBERS:
                 continue
+            if number == signal.SIGTERM and peer_failed():
+                os._exit(1)  # the main thread may be waiting for that rank
             name, now = signal.Signals(number).name, time.monotonic()
             if not (self._deferred or first):
                 self._say(f"stopped by {name} {self.phase}")
@@ -98,8 +103,9 @@ class Signals:
                 more = "; again to stop now" if number == signal.SIGINT else ""
                 self._say(f"{name}: stopping after this step, with a checkpoint{more}")
                 self._first = first = now  # the main thread may hear of it much later
+                interrupted = number == signal.SIGINT
                 continue
-            elif number == signal.SIGINT and now - first > AGAIN:
+            elif interrupted and number in repeats() and now - first > AGAIN:
                 self._say("stopped now; what was saved last is in run_dir/checkpoints")
             else:
                 continue
@@ -111,7 +117,22 @@ class Signals:
                 os.write(2, f"\ntigon.train: {text}\n".encode())
 
 
-def heeded() -> list[int]:
+def peer_failed() -> bool:
+    """Whether another rank of this host has written its error file."""
+    own = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if own is None:
+        return False
+    return any(path != Path(own) for path in Path(own).parents[1].glob("*/error.json"))
+
+
+def repeats() -> tuple[int, ...]:
+    """The signals that stop an interrupted run at once: torch's agent sends SIGTERM to its ranks at
+    a second Ctrl-C."""
+    agent = "TORCHELASTIC_RUN_ID" in os.environ
+    return (signal.SIGINT, signal.SIGTERM) if agent else (signal.SIGINT,)
+
+
+def handled_signals() -> list[int]:
     """The signals that end a run: all but a SIGHUP that was ignored already."""
     ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
     return [number for number in NUMBERS if number != signal.SIGHUP or not ignored]

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from tigon.parallel import find_tensor
 from tigon.train.build import Run
+from tigon.train.distributed import World, sync_gradients
 from tigon.train.objectives import Part
 from tigon.train.optim import clip, learning_rate
-from tigon.train.parallel import World, sync_gradients
 from tigon.train.watch import Watch
 
 
@@ -33,8 +33,8 @@ def backward(run: Run, step: int) -> dict[str, float]:
             part.loss.backward()
         else:
             set_rates(run, step - run.state.offset)
-            whole = world.sum(part.loss.detach().to(torch.double, copy=True))
-            norm = run.in_backward.backward(part.loss, world.agreed(whole))
+            whole = world.all_reduce_sum(part.loss.detach().to(torch.double, copy=True))
+            norm = run.in_backward.backward(part.loss, world.same_loss(whole))
         # What autograd knew of it goes: nodes of an eager pass must not be there in a capture
         part = replace(part, loss=part.loss.detach())
         parts.append(watch.show(part, i, batch))
@@ -57,9 +57,11 @@ def set_rates(run: Run, step: int) -> None:
 
 def summed(run: Run, parts: Sequence[Part]) -> dict[str, Tensor]:
     """The loss and what else is logged."""
-    loss = run.world.sum(torch.stack([part.loss.detach().double() for part in parts]).sum())
+    loss = run.world.all_reduce_sum(
+        torch.stack([part.loss.detach().double() for part in parts]).sum()
+    )
     metrics = total(run.world, [part.metrics for part in parts])
-    return {"loss": run.world.agreed(loss)} | run.objective.logged(metrics)
+    return {"loss": run.world.same_loss(loss)} | run.objective.logged(metrics)
 
 
 def total(world: World, parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
@@ -67,7 +69,7 @@ def total(world: World, parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tens
     sums = {name: torch.stack([part[name] for part in parts]).sum(0) for name in parts[0]}
     for dtype in dict.fromkeys(value.dtype for value in sums.values()):
         same = {name: value for name, value in sums.items() if value.dtype == dtype}
-        flat = world.sum(torch.cat([value.flatten() for value in same.values()]))
+        flat = world.all_reduce_sum(torch.cat([value.flatten() for value in same.values()]))
         each = flat.split([value.numel() for value in same.values()])
         sums |= {name: x.view_as(same[name]) for name, x in zip(same, each, strict=True)}
     return sums

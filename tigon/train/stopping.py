@@ -18,7 +18,7 @@ class Deadline:
         if self._told or not self.run.saver.seconds or not 0 < self.seconds < needed:
             return
         self._told = True
-        self.run.world.say(
+        self.run.world.log_rank0(
             f"note: a step and a checkpoint take {needed:.0f} s, longer than stop_seconds="
             f"{self.seconds:g}: SIGTERM would end the run without a checkpoint. Let the scheduler "
             "grant more, and say so in stop_seconds"
@@ -28,10 +28,10 @@ class Deadline:
         """Whether a checkpoint that is begun now would be whole in time; if not, says so."""
         world = self.run.world
         own = [self.run.saver.expected(), -world.signals.left(self.seconds)]
-        needed, over = world.top(torch.tensor(own, dtype=torch.double)).tolist()
+        needed, over = world.all_reduce_max(torch.tensor(own, dtype=torch.double)).tolist()
         if needed + over <= 0:
             return True
-        world.say(
+        world.log_rank0(
             f"no checkpoint of step {step}: it would take about {needed:.0f} s, and "
             f"{max(0.0, -over):.0f} s are left of stop_seconds={self.seconds:g}"
         )

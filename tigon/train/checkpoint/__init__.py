@@ -4,15 +4,25 @@ No file of a checkpoint is unpickled or run. torch.distributed.checkpoint plans 
 writes and reads; docs/training.md has the format.
 """
 
-from tigon.train.checkpoint.background import InBackground, SaveError, has_failed
-from tigon.train.checkpoint.files import clean, facts, in_use, latest, step_of
-from tigon.train.checkpoint.finite import check_finite
-from tigon.train.checkpoint.integrity import newest_whole, verify
-from tigon.train.checkpoint.legacy import is_legacy
-from tigon.train.checkpoint.memory import fits
+from tigon.train.checkpoint.files import (
+    Keep,
+    clean,
+    in_use,
+    latest,
+    newest_whole,
+    read_metadata,
+    step_of,
+    verify,
+)
 from tigon.train.checkpoint.reading import load, stored_weights
-from tigon.train.checkpoint.retention import Keep
-from tigon.train.checkpoint.saver import Saver
+from tigon.train.checkpoint.saver import (
+    InBackground,
+    SaveError,
+    Saver,
+    check_finite,
+    fits,
+    has_failed,
+)
 
 __all__ = [
     "InBackground",
@@ -21,14 +31,13 @@ __all__ = [
     "Saver",
     "check_finite",
     "clean",
-    "facts",
     "fits",
     "has_failed",
     "in_use",
-    "is_legacy",
     "latest",
     "load",
     "newest_whole",
+    "read_metadata",
     "step_of",
     "stored_weights",
     "verify",

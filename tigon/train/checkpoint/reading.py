@@ -1,4 +1,4 @@
-"""Reads checkpoints into models and optimizers, on any number of ranks."""
+"""Reads checkpoints into models and optimizers on any number of ranks, and checks their values."""
 
 import math
 import warnings
@@ -6,21 +6,81 @@ from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch import Tensor
 from torch.distributed.checkpoint import CheckpointException, HuggingFaceStorageReader
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.optim import Optimizer
 
 from tigon.hub import check_folder
 from tigon.models import CausalLM
-from tigon.train.checkpoint import files, legacy
-from tigon.train.checkpoint.errors import first_cause
-from tigon.train.checkpoint.possible import check_values
-from tigon.train.checkpoint.tensors import EMA, OPTIMIZER, State, everything, run_layout
+from tigon.train.checkpoint.files import first_cause, in_use
+from tigon.train.checkpoint.format import EMA, OPTIMIZER, State, full_state, run_layout
 from tigon.train.optim import Ema
 from tigon.weights import Checkpoint, Layout, Stored, read_header
+
+# States that are sums of squares, scales of them, and counts
+NEVER_NEGATIVE = ("exp_avg_sq", "exp_avg_sq_scale", "exp_avg_scale", "step")
+
+
+def check_values(checkpoint: Path, state: State, stored: Metadata) -> None:
+    """Raises ValueError, naming file, tensor and value, where what was read is NaN, infinite, or
+    negative where nothing can be.
+
+    In a process group every rank calls this and all raise alike. One reduction of each tensor on
+    its device, and one wait for it.
+    """
+    faults = _faults(checkpoint, state, stored)
+    everywhere: list[list[str] | None] = [faults]
+    if dist.is_initialized():
+        everywhere = [None] * dist.get_world_size()
+        dist.all_gather_object(everywhere, faults)
+    found = sorted({fault for some in everywhere for fault in some or ()})
+    if found:
+        more = f", and so {len(found) - 1} more" if len(found) > 1 else ""
+        raise ValueError(
+            f"{found[0]}, which no run has{more}: resume from another checkpoint, or begin another "
+            "run_dir, with model= an export of this run"
+        )
+
+
+@torch.no_grad()
+def _faults(checkpoint: Path, state: State, stored: Metadata) -> list[str]:
+    groups: dict[tuple[torch.device, torch.dtype], dict[str, list[Tensor]]] = {}
+    for name, tensor in state.items():
+        if tensor.dtype.is_floating_point or _kind(name) in NEVER_NEGATIVE:
+            for rows in (chunk.rows for chunk in tensor.chunks if chunk.rows.numel()):
+                own = groups.setdefault((rows.device, rows.dtype), {})
+                own.setdefault(name, []).append(rows)
+    wrong: dict[str, float] = {}
+    for group in groups.values():
+        names = [name for name, rows in group.items() for _ in rows]
+        ranges = [torch.stack(torch.aminmax(x)) for rows in group.values() for x in rows]
+        for name, pair in zip(names, torch.stack(ranges).double().tolist(), strict=True):
+            least = 0.0 if _kind(name) in NEVER_NEGATIVE else -torch.inf
+            bad = [x for x in pair if not (least <= x < torch.inf and x > -torch.inf)]
+            if bad:
+                wrong.setdefault(name, bad[0])
+    files = _files(stored, wrong) if wrong else {}
+    return [f"{checkpoint} has {x} in {name} ({files[name]})" for name, x in wrong.items()]
+
+
+def _kind(name: str) -> str:
+    """Of an optimizer's state, which it is."""
+    return name.split(".")[1] if name.startswith(OPTIMIZER) else ""
+
+
+def _files(stored: Metadata, names: Mapping[str, float]) -> dict[str, str]:
+    """Which have some of each: the first of them, and how many more."""
+    found: dict[str, set[str]] = {name: set() for name in names}
+    for index, info in stored.storage_data.items():
+        if index.fqn in names:
+            found[index.fqn].add(Path(info.relative_path).name)
+    more = {name: f" or {len(some) - 1} more" * (len(some) > 1) for name, some in found.items()}
+    return {name: min(some) + more[name] for name, some in found.items()}
+
 
 ANOTHER = "take another checkpoint"
 OTHERS_TRAINED = (
@@ -38,15 +98,11 @@ def load(
     Each rank reads its own rows only. In a process group every rank calls this. Raises ValueError
     if the checkpoint does not fit the model, cannot be read, or has values that no run has.
     """
-    with files.in_use(checkpoint), warnings.catch_warnings():
+    with in_use(checkpoint), warnings.catch_warnings():
         check_folder(checkpoint)
         warnings.filterwarnings("ignore", "torch.distributed is disabled")
         try:
-            if legacy.is_legacy(checkpoint):
-                _load_legacy(checkpoint, model, optimizer)
-                has_average = False
-            else:
-                has_average = _load(checkpoint, model, optimizer, ema)
+            has_average = _load(checkpoint, model, optimizer, ema)
         except CheckpointException as error:
             raise ValueError(f"{checkpoint} cannot be read: {first_cause(error)}") from error
     if ema is not None and not has_average:
@@ -59,7 +115,7 @@ def _load(checkpoint: Path, model: CausalLM, optimizer: Optimizer | None, ema: E
     metadata = _metadata(checkpoint)
     stored: dict[str, Any] = metadata.state_dict_metadata
     has_average = any(name.startswith(EMA) for name in stored)
-    state = everything(model, optimizer, ema if has_average else None)
+    state = full_state(model, optimizer, ema if has_average else None)
     if ema is None:
         stored = {name: info for name, info in stored.items() if not name.startswith(EMA)}
     if optimizer is None:
@@ -211,10 +267,3 @@ def _covers(spans: Iterable[tuple[int, int]], size: int) -> bool:
             return False
         end = max(end, first + count)
     return end == size
-
-
-def _load_legacy(checkpoint: Path, model: CausalLM, optimizer: Optimizer | None) -> None:
-    state: dict[str, Any] = {"model": {n: p.detach() for n, p in model.named_parameters()}}
-    if optimizer is not None:  # the optimizer's own tensors
-        state["optimizer"] = dict(get_optimizer_state_dict(model, optimizer))["state"]
-    legacy.load(checkpoint, state)

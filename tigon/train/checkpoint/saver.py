@@ -1,37 +1,148 @@
-"""Saves checkpoints: whole or absent, and while training goes on."""
+"""Saves checkpoints, whole or absent, while training goes on."""
 
 import json
+import math
 import os
 import shutil
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from concurrent.futures import Future
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, NamedTuple
+from types import TracebackType
+from typing import Any, NamedTuple, Self
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint.staging import AsyncStager
 from torch.optim import Optimizer
 
+from tigon.memory import CGROUP
 from tigon.models import CausalLM, write_description
 from tigon.tokenizer import Tokenizer
-from tigon.train.checkpoint import files, integrity
-from tigon.train.checkpoint.background import InBackground, SaveError, has_failed
-from tigon.train.checkpoint.errors import first_cause
-from tigon.train.checkpoint.finite import check_finite
-from tigon.train.checkpoint.memory import fits
-from tigon.train.checkpoint.retention import Keep, prune
-from tigon.train.checkpoint.storage import Writer
-from tigon.train.checkpoint.tensors import Chunk, LocalRows, State, everything
+from tigon.train.checkpoint.files import (
+    RUN,
+    Keep,
+    clean,
+    first_cause,
+    in_use,
+    is_listed,
+    prune,
+    remove,
+    write_sums,
+)
+from tigon.train.checkpoint.format import Chunk, LocalRows, State, Writer, full_state
+from tigon.train.distributed import World, local
+from tigon.train.logging import read_metrics
 from tigon.train.optim import Ema
-from tigon.train.parallel import World
-from tigon.train.record import read_metrics
-from tigon.weights import fsync, keep_files, named_if_full
+from tigon.weights import all_finite, fsync, keep_files, named_if_full
+
+
+class SaveError(OSError):
+    """A checkpoint or an export could not be written; those before it are untouched."""
+
+
+def has_failed(writing: Future[Any]) -> bool:
+    return writing.done() and writing.exception() is not None
+
+
+class InBackground(ABC):
+    """Leaving its `with` block waits for what is being written, and raises what stopped it."""
+
+    @abstractmethod
+    def wait(self) -> None:
+        """Until it is on the disk; raises SaveError, on all ranks, if it failed."""
+
+    @property
+    @abstractmethod
+    def failed(self) -> bool:
+        """Whether this rank knows already that what is being written cannot be: `wait` raises it,
+        and soon on the other ranks too, which are told what one of them met."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
+    ) -> None:
+        try:
+            self.wait()
+        except SaveError as second:
+            if error is None:
+                raise
+            error.add_note(str(second))
+
+
+def check_finite(
+    model: nn.Module,
+    optimizer: Optimizer | None = None,
+    ema: Ema | None = None,
+    *,
+    dtype: torch.dtype | None = None,
+) -> None:
+    """Raises FloatingPointError, naming the first, where a weight, a state or an average is NaN or
+    infinite, or would be in `dtype`.
+
+    In a process group every rank calls this and all raise alike; one collective, and one wait for
+    the device.
+    """
+    found = [(name, p.detach()) for name, p in model.named_parameters()]
+    if optimizer is not None:
+        for name, p in model.named_parameters():
+            states = optimizer.state.get(p, {}).items()
+            found += [(f"{kind} of {name}", s) for kind, s in states if isinstance(s, Tensor)]
+    if ema is not None:
+        found += [(f"average of {name}", value) for name, value in ema.values.items()]
+    own = [(name, local(t)) for name, t in found]
+    floating = [(name, t) for name, t in own if t.is_floating_point() and t.numel()]
+    most = math.inf if dtype is None else torch.finfo(dtype).max
+    device = next(model.parameters()).device
+    good = all_finite([t for _, t in floating], device, most=most).float()
+    if dist.is_initialized():
+        dist.all_reduce(good, dist.ReduceOp.MIN)
+    if good.item():
+        return
+    bad = [name for name, t in floating if not all_finite([t], t.device, most=most)]
+    everywhere: list[list[str] | None] = [bad]
+    if dist.is_initialized():
+        everywhere = [None] * dist.get_world_size()
+        dist.all_gather_object(everywhere, bad)
+    names = sorted({name for names in everywhere for name in names or ()})
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    where = "" if dtype is None else f" in {dtype}"
+    raise FloatingPointError(f"not finite{where}: {', '.join(names[:3])}{more}")
+
+
+def available(meminfo: Path = Path("/proc/meminfo"), cgroup: Path = CGROUP) -> int:
+    """Bytes that this process may still take; where nobody says, more than any machine has."""
+    found = [1 << 60]
+    if meminfo.is_file():
+        lines = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
+        if "MemAvailable" in lines:
+            found.append(int(lines["MemAvailable"].split()[0]) * 1024)
+    try:
+        limit = (cgroup / "memory.max").read_text().strip()
+        if limit != "max":
+            stat = dict(line.split() for line in (cgroup / "memory.stat").read_text().splitlines())
+            used = int((cgroup / "memory.current").read_text()) - int(stat["inactive_file"])
+            found.append(int(limit) - used)
+    except (OSError, ValueError, KeyError):
+        pass  # no limit that can be read
+    return min(found)
+
+
+def fits(needed: int, world: World) -> bool:
+    """Whether the host of every rank has `needed` bytes for each of its ranks, and a tenth more.
+
+    Every rank calls this, each with its own number.
+    """
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", world.size))
+    return not world.all_reduce_max_int(1.1 * needed * local >= available())
+
 
 KEEP = Keep()
 
@@ -84,15 +195,15 @@ class Saver(InBackground):
             check_finite(model, optimizer, ema)
         except FloatingPointError as error:
             raise FloatingPointError(f"{target} was not written: {error}") from None
-        state = everything(model, optimizer, ema)
+        state = full_state(model, optimizer, ema)
         needed = sum(rows.numel() * rows.dtype.itemsize for rows in state.values())
         partial = self.directory / f".{target.name}.partial"
         lock = ExitStack()
         if self.world.main:
-            files.clean(self.directory)
+            clean(self.directory)
             with named_if_full(partial, needed):
                 partial.mkdir(parents=True)
-            lock.enter_context(files.in_use(partial))
+            lock.enter_context(in_use(partial))
         self.world.barrier()
         content = {
             "step": step,
@@ -106,8 +217,8 @@ class Saver(InBackground):
             """On rank 0, when every rank has written: nothing has the final name before."""
             with named_if_full(partial, needed):
                 write_description(partial, model.config, model.generation_config, tokenizer)
-                (partial / files.RUN).write_text(json.dumps(content, indent=2) + "\n")
-                integrity.write_sums(partial, sums)
+                (partial / RUN).write_text(json.dumps(content, indent=2) + "\n")
+                write_sums(partial, sums)
                 for path in [*partial.rglob("*"), partial]:
                     fsync(path)
             self._publish(partial, target, step)
@@ -160,8 +271,8 @@ class Saver(InBackground):
         """Give a whole checkpoint its name, and remove those that need not stay."""
         # An older one is damaged, or of a run that was resumed from before it
         if target.is_dir() and not target.is_symlink():
-            keep_files(target, partial, integrity.is_listed(target))
-        if not files.remove(target):
+            keep_files(target, partial, is_listed(target))
+        if not remove(target):
             raise OSError("one of that name is being read by another process")
         os.rename(partial, target)
         fsync(self.directory)
@@ -173,7 +284,7 @@ class Saver(InBackground):
             }
             prune(self.directory, step, self.keep, losses)
         except OSError as error:  # the new one is whole
-            self.world.say(f"an older checkpoint could not be removed: {error}")
+            self.world.log_rank0(f"an older checkpoint could not be removed: {error}")
 
     def wait(self) -> None:
         if self._saving is None:
@@ -203,7 +314,7 @@ class _Stager(AsyncStager):
             needed = sum(c.rows.nbytes for rows in state.values() for c in rows.chunks)
             self._fits = fits(needed, world)
             if not self._fits:
-                world.say(
+                world.log_rank0(
                     f"async_save: no host memory for a copy of {needed / 2**30:.1f} GiB a rank; "
                     "training waits while checkpoints are written"
                 )

@@ -21,10 +21,10 @@ from tigon.models import CausalLM, CausalLMOutput, aux_loss_coef
 from tigon.tokenizer import Tokenizer
 from tigon.train import reference
 from tigon.train.config import Config
+from tigon.train.distributed import World, reshard
 from tigon.train.frozen import check_frozen, load_frozen, outline_of
 from tigon.train.model import base_digest, build_model, outline, sampled_digest
 from tigon.train.objectives.base import Inputs, Objective
-from tigon.train.parallel import World, reshard
 
 SHARED = frozenset(("max_length", "logits_bytes", "eval_logits_bytes"))
 
@@ -137,7 +137,7 @@ class Answers(Objective):
     def _reference_model(self) -> CausalLM:
         """One besides the model that is trained."""
         config, world = self.config, self.world
-        with world.together():
+        with world.raise_on_all_ranks():
             if config.reference:
                 other = load_frozen(config, world, config.reference)
             else:

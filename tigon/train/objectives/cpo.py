@@ -10,12 +10,12 @@ from torch import Tensor
 
 from tigon.models import CausalLM
 from tigon.train.config import Config
+from tigon.train.distributed import World
 from tigon.train.objectives.answers import SHARED
 from tigon.train.objectives.base import Inputs
 from tigon.train.objectives.losses import CPO as LOSSES
 from tigon.train.objectives.losses import Scores, simpo
 from tigon.train.objectives.pairs import Metrics, Pairs, of_chosen
-from tigon.train.parallel import World
 
 
 class CPO(Pairs):

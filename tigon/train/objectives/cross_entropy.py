@@ -14,10 +14,10 @@ from tigon.models import CausalLM, Targets
 from tigon.models import CausalLMOutput as Output
 from tigon.tokenizer import Tokenizer
 from tigon.train.config import Config
+from tigon.train.distributed import World
 from tigon.train.hooks import View
 from tigon.train.model import has_experts
 from tigon.train.objectives.base import Inputs, Objective, Part
-from tigon.train.parallel import World
 
 ROUTING = ("aux_loss", "expert_load")
 MEANS = tuple(name for name in METRICS if name != "predicted_tokens")

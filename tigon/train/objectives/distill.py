@@ -19,11 +19,11 @@ from tigon.models import MODELS, Batch, CausalLM, read_config
 from tigon.models import CausalLMOutput as Output
 from tigon.tokenizer import Tokenizer
 from tigon.train.config import Config
+from tigon.train.distributed import World
 from tigon.train.frozen import check_frozen, load_frozen, outline_of
 from tigon.train.model import outline, sampled_digest
 from tigon.train.objectives.base import Inputs, Part
 from tigon.train.objectives.cross_entropy import CrossEntropyObjective
-from tigon.train.parallel import World
 from tigon.train.reference import shared_digest
 from tigon.weights import Repository
 
@@ -84,7 +84,7 @@ class Distill(CrossEntropyObjective):
         path, world = self.config.teacher, self.world
         if not path:
             return
-        with world.together():
+        with world.raise_on_all_ranks():
             size = model.config.vocab_size
             self.teacher = load_frozen(self.config, world, path, vocab_size=size)
 

@@ -17,10 +17,10 @@ from tigon.models import CausalLM
 from tigon.tokenizer import Tokenizer
 from tigon.train import reference
 from tigon.train.config import Config
+from tigon.train.distributed import World
 from tigon.train.objectives.answers import SHARED, Answers, learned, of_sequences, sequence_of
 from tigon.train.objectives.base import Inputs, Part
 from tigon.train.objectives.losses import Clip, cispo, divergence, policy_gradient
-from tigon.train.parallel import World
 
 CLIP = ("epsilon", "epsilon_high", "delta")
 ROUNDING = 1e-13  # of sums in float64, relative

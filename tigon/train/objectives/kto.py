@@ -16,10 +16,10 @@ from tigon.models import CausalLM, CausalLMOutput
 from tigon.tokenizer import Tokenizer
 from tigon.train import reference
 from tigon.train.config import Config
+from tigon.train.distributed import World
 from tigon.train.objectives.answers import SHARED, Answers, answered, of_sequences
 from tigon.train.objectives.base import Inputs, Part
 from tigon.train.objectives.losses import kto
-from tigon.train.parallel import World
 
 
 @dataclass(frozen=True)

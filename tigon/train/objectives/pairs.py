@@ -12,10 +12,10 @@ from tigon.data import Encoder, PairEncoder
 from tigon.models import CausalLM
 from tigon.tokenizer import Tokenizer
 from tigon.train.config import Config
+from tigon.train.distributed import World
 from tigon.train.objectives.answers import Answers, answered, learned, of_sequences, sequence_of
 from tigon.train.objectives.base import Inputs, Part
 from tigon.train.objectives.losses import SMOOTHED, Scores
-from tigon.train.parallel import World
 
 Metrics = dict[str, Tensor]
 

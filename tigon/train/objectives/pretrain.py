@@ -5,8 +5,8 @@ from typing import Any
 from tigon.data import Encoder, PackedRows, TextEncoder, Window, pack_documents
 from tigon.tokenizer import Tokenizer
 from tigon.train.config import Config
+from tigon.train.distributed import World
 from tigon.train.objectives.cross_entropy import CrossEntropyObjective
-from tigon.train.parallel import World
 
 
 class Pretrain(CrossEntropyObjective):

@@ -16,9 +16,9 @@ from tigon.data.mixture import Corpus
 from tigon.models import Batch, CausalLM, Targets
 from tigon.tokenizer import Tokenizer
 from tigon.train.config import Config
+from tigon.train.distributed import World
 from tigon.train.objectives.base import Inputs, Objective, Part
 from tigon.train.objectives.losses import bradley_terry
-from tigon.train.parallel import World
 
 
 class Reward(Objective):

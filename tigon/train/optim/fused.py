@@ -10,10 +10,10 @@ from tigon.kernels.norm.grad_norm import SquaredNorm
 from tigon.kernels.optim.adamw import FusedAdamW, Settings, Slot
 from tigon.kernels.optim.low_bits import Codes
 from tigon.kernels.runtime import runs_triton
+from tigon.train.distributed import local
 from tigon.train.optim import eight_bit
 from tigon.train.optim.positions import Run
 from tigon.train.optim.rounding import stream
-from tigon.train.parallel import local
 
 DTYPES = (torch.float32, torch.bfloat16)  # of weights and gradients
 

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from tigon.models import CausalLM
 from tigon.splitmix import sixteen
 from tigon.train.config import Config
+from tigon.train.distributed import local
 from tigon.train.optim import eight_bit, formats
 from tigon.train.optim.formats import BFloat16, EightBit, Float32, Format, States, as_matrix
 from tigon.train.optim.fused import Fused, runs_fused
@@ -22,7 +23,6 @@ from tigon.train.optim.offload import Memory
 from tigon.train.optim.positions import Run, positions, runs_of
 from tigon.train.optim.rounding import draws, round_stochastically
 from tigon.train.optim.rules import SGD, AdamW, Rule
-from tigon.train.parallel import local
 from tigon.weights import Cut, own_rows
 
 SIZE = 1 << 22  # elements updated at a time, which bounds the memory of their float32 copies

@@ -15,8 +15,8 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from tigon.parallel import TensorParallel
+from tigon.train.distributed import local
 from tigon.train.optim.exchange import Block, Copy, Matrix, Move, Round, blocks_of, plan
-from tigon.train.parallel import local
 from tigon.weights import Cut, row_group
 
 T = TypeVar("T")

@@ -1,0 +1,105 @@
+"""Times of a step by kind of work, from the events of a torch profile."""
+
+import re
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+from torch.autograd import DeviceType
+
+STEP = "tigon step"  # names the steps in a trace
+# By the name of a kernel on a GPU, or of an operation on a CPU; the first that fits. Where several
+# run at a time, the time is that of the first in this order too.
+KINDS = {
+    "attention": r"flash|fmha|attention|sdpa|fa[34]_",
+    "collectives": r"nccl|all_?gather|reduce_?scatter|all_?reduce|c10d|gloo",
+    "optimizer": r"adam|multi_tensor_apply|lpnorm|_squares_kernel|foreach|sgd|muon|newton",
+    "matrix products": r"gemm|gemv|cutlass|nvjet|cublas|splitk|wgmma|mkldnn|linear|matmul"
+    r"|_grouped_(product|weight_gradient)|::(add)?(b?mm|mv)$",
+    "fused kernels": r"^tigon::|^_?[a-z_]+_kernel(_\w+)?$|^_(weight_gradient|rope|sum)_",
+    "copies": r"memcpy|memset|copy|[:_]cat|::_to|fill_|zero_|fillfunctor|clone",
+}
+PASSING = ("collectives", "copies")  # may run beside other work, which then has the time
+OTHER, WAITING = "other", "waiting"
+
+
+class Interval(NamedTuple):
+    kind: str
+    start: float  # microseconds
+    stop: float
+
+
+def kind_of(name: str) -> str:
+    """What a kernel or an operation does, by its name."""
+    fits = (kind for kind, words in KINDS.items() if re.search(words, name, re.IGNORECASE))
+    return next(fits, OTHER)
+
+
+def intervals(events: Iterable[Any], on_gpu: bool) -> list[Interval]:
+    """When which kind of work was done: by kernels on the GPU, or by the innermost operations of
+    the CPU, whose time is theirs alone."""
+    if on_gpu:
+        return [
+            Interval(kind_of(e.name), e.time_range.start, e.time_range.end)
+            for e in events
+            if e.device_type == DeviceType.CUDA and not is_annotation(e)
+        ]
+    found = []
+    for e in events:
+        if e.device_type != DeviceType.CPU or e.name == STEP:
+            continue
+        at, inner = e.time_range.start, sorted(e.cpu_children, key=lambda c: c.time_range.start)
+        edges = [(c.time_range.start, c.time_range.end) for c in inner]
+        for start, stop in [*edges, (e.time_range.end, e.time_range.end)]:
+            if start > at:
+                found.append(Interval(kind_of(outer_name(e)), at, start))
+            at = max(at, stop)
+    return found
+
+
+def outer_name(event: Any) -> str:
+    """Of the operation that this one is a part of, if that has a kind and this one has none."""
+    while event is not None and kind_of(event.name) == OTHER and event.cpu_parent is not None:
+        if event.cpu_parent.name == STEP:
+            break
+        event = event.cpu_parent
+    return event.name
+
+
+def is_annotation(event: Any) -> bool:
+    """Whether an event of the GPU only says what range of the program its kernels are from."""
+    return bool(getattr(event, "is_user_annotation", False)) or event.name == STEP
+
+
+def windows(events: Iterable[Any]) -> list[tuple[float, float]]:
+    """Begin and end of each step, in microseconds."""
+    steps = [e for e in events if e.name == STEP and e.device_type == DeviceType.CPU]
+    return [(e.time_range.start, e.time_range.end) for e in steps]
+
+
+def by_kind(
+    found: Sequence[Interval], steps: Sequence[tuple[float, float]]
+) -> dict[str, dict[str, float]]:
+    """Milliseconds a step: "alone", in which each moment of a step counts once, for the first kind
+    that was at work, and "in_all", which counts what other work has hidden too."""
+    order = [kind for kind in (*KINDS, OTHER) if kind not in PASSING] + [*PASSING]
+    in_all, alone = dict.fromkeys(order, 0.0), dict.fromkeys([*order, WAITING], 0.0)
+    for begin, end in steps:
+        changes: list[tuple[float, int, int]] = []  # time, kind, one more or one less
+        for kind, start, stop in found:
+            start, stop = max(start, begin), min(stop, end)
+            if start < stop:
+                in_all[kind] += stop - start
+                changes += [(start, order.index(kind), 1), (stop, order.index(kind), -1)]
+        running, at = [0] * len(order), begin
+        for time, number, change in sorted(changes):
+            first = next((i for i, count in enumerate(running) if count), None)
+            alone[WAITING if first is None else order[first]] += time - at
+            running[number] += change
+            at = time
+        alone[WAITING] += end - at
+    in_all[WAITING] = alone[WAITING]
+    scale = 1e-3 / len(steps)
+    return {
+        kind: {"alone": alone[kind] * scale, "in_all": in_all[kind] * scale}
+        for kind in sorted(alone, key=lambda kind: -alone[kind])
+    }

@@ -1,0 +1,530 @@
+"""`tigon plan`: beside what was measured, its arithmetic by hand, and what it says."""
+
+import json
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from itertools import pairwise, product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from bench import plan as bench
+from bench.harness import ROOT, between
+from tests.models.tiny import CASES, FIRST, SIZES
+from tests.small import EXPERTS, LLAMA
+from tigon.cli import main
+from tigon.models import MODELS
+from tigon.plan import (
+    Constants,
+    Job,
+    Layout,
+    estimate_memory,
+    estimate_step,
+    find_gpu,
+    format_plan,
+    make_plan,
+    read_job,
+)
+from tigon.plan.cost import CommGroup, Shapes, Step, compute_seconds, micro_batch_work
+from tigon.plan.gpu import CONSTANTS, GPU, known_gpus
+from tigon.plan.layout import divisors, enumerate_meshes
+from tigon.plan.report import USED
+from tigon.plan.search import LayoutChoice, mesh_error, persistent_bytes, rank_ties, settings_error
+from tigon.train.memory import Estimate
+from tigon.train.settings import ParameterGroup
+from tigon.train.throughput import model_flops
+
+MEMORY_WITHIN = 0.03
+TIME_WITHIN = {True: 0.05, False: 0.08}  # where something was fitted to it, and where nothing was
+# What CUDA graphs share is known to the allocator alone: the estimate counts too much
+GRAPHS_WITHIN = 0.2
+SIZE = {"hidden_size": 640, "intermediate_size": 4096, "num_hidden_layers": 4, "vocab_size": 4096}
+SIZE |= {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64}
+SIZE |= {"max_position_embeddings": 2**20}
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Callable[..., Job]:
+    def make(gpus: int, tokens: int = 1024, rows: int | None = None, **sizes: Any) -> Job:
+        path = tmp_path / "config.json"
+        path.write_text(json.dumps(LLAMA | SIZE | sizes))
+        batch = None if rows is None else rows * tokens
+        return read_job(str(path), gpus, "h200", tokens, batch, ["param_dtype=bfloat16"])
+
+    return make
+
+
+def as_documented(name: str, block: str) -> None:
+    page = "docs/scale.md"
+    text = (ROOT / page).read_text(encoding="utf-8")
+    assert text == between(text, block, page, f"plan-{name}"), "run bench/plan.py --write-docs"
+
+
+def test_predictions_match_measurements() -> None:
+    constants, cases = Constants.read(), bench.measured()
+    found = [bench.compare(case, constants) for case in cases]
+    as_documented("errors", bench.comparison(found))
+    assert len({case.model for case in cases}) == 5
+    assert {case.layout.sharding for case in cases if case.layout.fsdp == 2} == {
+        "full",
+        "gradients",
+    }
+    for one in found:
+        assert abs(one.time_error) < TIME_WITHIN[one.case.fitted], one.case.name
+        graphs = "cuda_graphs=true" in one.case.settings
+        within = GRAPHS_WITHIN if graphs else MEMORY_WITHIN
+        assert abs(one.memory_error) < within, one.case.name
+
+
+def test_constants_are_those_of_the_fit() -> None:
+    """Which must not depend on what they were before."""
+    kept = json.loads(CONSTANTS.read_text())["constants"]
+    fitted = bench.fit()
+    as_documented("rates", bench.rates(fitted))
+    found = asdict(fitted)
+    for name, value in kept.items():
+        assert found[name] == pytest.approx(value, rel=1e-6), name
+    assert found.keys() == kept.keys()
+
+
+def test_documented_plan_is_current(tmp_path: Path) -> None:
+    """The one that is found fastest; the others have the same table."""
+    as_documented("8b-8", bench.scenario(bench.planned("8b-8", tmp_path)))
+    text = (ROOT / "docs/scale.md").read_text(encoding="utf-8")
+    heads = [line for line in text.splitlines() if line.startswith("| replicate |")]
+    assert len(heads) == len(bench.SCENARIOS) and len(set(heads)) == 1
+
+
+def test_unmeasured_gpus_scale_by_data_sheet() -> None:
+    (h200, measured), (h100, other) = (find_gpu(name) for name in ("h200", "H100"))
+    assert other.products == measured.products and other.attention == measured.attention
+    for name in ("passes", "optimizer", "product_bytes"):
+        share = getattr(measured, name) / h200.bandwidth
+        assert getattr(other, name) == pytest.approx(share * h100.bandwidth)
+    with pytest.raises(ValueError, match="--gpu h2000 must be one of h100, h200; did you mean"):
+        find_gpu("h2000")
+    with pytest.raises(ValueError, match=r"--gpu a100 must be one of h100, h200$"):
+        find_gpu("a100")
+    assert all(gpu.source for gpu in known_gpus().values())
+
+
+def test_work_of_a_block_by_hand(job: Callable[..., Job]) -> None:
+    """T tokens, C wide: qkv, o, gate and up, down, and the head."""
+    t, c, work = 1024, 640, job(1).shapes.work(2, 1024)
+    shapes = {(1024, c): 4, (c, 512): 4, (8192, c): 4, (c, 4096): 4, (4096, c): 1}
+    expected = {(2 * t, n, k): 3.0 * count for (n, k), count in shapes.items()}
+    assert work.products == expected
+    assert work.attention == {64: 4 * 12 * 8 * 64 * 2 * (t * (t + 1) // 2)}
+    assert work.moved["activation"] == 4 * 2 * (3 + 5) * 2 * t * 4096
+    again = job(1).shapes.work(2, 1024, recomputed=1.0)
+    assert again.products[2 * t, 8192, c] == 4 * 4
+    assert again.products[2 * t, c, 4096] == 3 * 4  # its output is nothing's input in the block
+    assert again.moved["norms"] > work.moved["norms"]
+
+
+def test_operations_equal_model_flops(job: Callable[..., Job]) -> None:
+    shapes = job(1).shapes
+    work = shapes.work(1, 1024)
+    found = sum(2 * n * m * k * count for (m, n, k), count in work.products.items())
+    found += sum(work.attention.values())
+    assert found == pytest.approx(model_flops(shapes.part(1), [1024]), rel=1e-9)
+
+
+def test_ranks_divide_the_work(job: Callable[..., Job]) -> None:
+    one = job(4, rows=4)
+    whole = compute_seconds(one.shapes.work(1, 1024), one.constants)
+    for context, tensor in ((4, 1), (1, 4), (2, 2)):
+        part = one.shapes.work(1, 1024, context=context, tensor=tensor)
+        times = compute_seconds(part, one.constants)
+        assert times["attention"] == pytest.approx(whole["attention"] / 4)
+        # Small products are slower, and a pass over the embedding's gradient is not divided
+        assert whole["GEMMs"] / 4 < times["GEMMs"] < whole["GEMMs"] / 2
+        kind = "memory-bound kernels"
+        assert times[kind] == pytest.approx(whole[kind] / 4, rel=0.25)
+
+
+def test_memory_of_parts(job: Callable[..., Job]) -> None:
+    """Weights, states and activations by half; and one gathered input of a product is there."""
+    whole = estimate_memory(job(1, tokens=4096, rows=1), Layout(1, 1, 1, 1)).kinds
+    one = job(2, tokens=4096, rows=2)
+    half = estimate_memory(one, Layout(1, 1, 1, 2)).kinds
+    for kind in ("parameters", "optimizer"):
+        assert half[kind] == pytest.approx(whole[kind] / 2, rel=0.06), kind
+    stream = 4096 * 640 * 2
+    assert 0 < half["activations"] - whole["activations"] / 2 < 6 * stream
+    short = estimate_memory(job(2, tokens=2048, rows=2), Layout(1, 2, 1, 1)).kinds
+    shared = estimate_memory(one, Layout(1, 1, 2, 1)).kinds
+    assert shared["parameters"] == short["parameters"]
+    # As rows of half the length, and what is sent: heads in copies
+    assert short["activations"] < shared["activations"] < 1.2 * short["activations"]
+
+
+def test_indivisible_heads_are_one_reason(job: Callable[..., Job]) -> None:
+    nine = job(8, num_attention_heads=9, num_key_value_heads=3)
+    lines = [
+        line for line in format_plan(make_plan(nine)).splitlines() if "ranks cannot share" in line
+    ]
+    assert len(lines) == 1 and "2, 4, 8 ranks cannot share 9 heads with 3 kv heads: " in lines[0]
+
+
+def test_expert_parallel_by_hand(job: Callable[..., Job]) -> None:
+    """Their weights are in the hands of fewer ranks; all others' tokens come to them."""
+    sizes: Any = EXPERTS | {"num_experts": 8, "hidden_size": 256, "num_hidden_layers": 2}
+    sizes |= {"moe_intermediate_size": 512, "mlp_only_layers": []}
+    one = job(4, tokens=1024, rows=4, **sizes)
+    without, layout = Layout(1, 4, 1, 1), Layout(1, 4, 1, 1, expert=4)
+    fsdp, shared = estimate_memory(one, without).kinds, estimate_memory(one, layout).kinds
+    experts = 2 * 8 * 3 * 256 * 512
+    assert shared["parameters"] == pytest.approx(fsdp["parameters"], rel=0.01)
+    # Of a block, in bfloat16: all of its experts in forward, or those of one rank
+    assert fsdp["gathered weights"] - shared["gathered weights"] > 0.7 * experts * 2 / 2
+    times = [estimate_step(one, x).kinds for x in (without, layout)]
+    assert times[0]["GEMMs"] == times[1]["GEMMs"]
+    assert times[0]["optimizer"] == times[1]["optimizer"]
+    assert times[1]["memory-bound kernels"] > times[0]["memory-bound kernels"]
+    traffic = [estimate_step(one, x).traffic.nvlink_bytes for x in (without, layout)]
+    weights = experts * (2 * 2 + 4) * 3 / 4  # gathered twice, and gradients in float32
+    # Four times in two layers, once to each rank that has one of a token's two experts: 13 / 28
+    tokens = 4 * 2 * round(1024 * 13 / 28) * 4 * 256 * 2 * 3 / 4
+    assert traffic[1] - traffic[0] == pytest.approx(tokens - weights)
+    found = [mesh.expert for mesh in enumerate_meshes(4, 8) if mesh.shards == 4]
+    assert found == [1, 2, 4] * 3
+    found = [mesh.expert for mesh in enumerate_meshes(4, 8) if mesh.tensor == 4]
+    assert found == [1, 2, 4]
+    assert {mesh.expert for mesh in enumerate_meshes(16, 6)} == {1, 2}
+    assert {mesh.expert for mesh in enumerate_meshes(16, 0)} == {1}
+
+
+def test_divisors() -> None:
+    for number in (1, 2, 12, 36, 97, 720):
+        assert divisors(number) == tuple(n for n in range(1, number + 1) if number % n == 0)
+
+
+def test_meshes_of_a_prime_are_fast() -> None:
+    assert len([*enumerate_meshes(2**18 - 5)]) == 3
+
+
+def test_meshes_without_undivided_replicas() -> None:
+    """Also groups of ranks that divide a row, and have all weights between them."""
+    found = {mesh.mesh[:4] for mesh in enumerate_meshes(16)}
+    sizes = product(divisors(16), repeat=4)
+    assert found == {
+        (replicate, fsdp, context, tensor)
+        for replicate, fsdp, context, tensor in sizes
+        if replicate * fsdp * context * tensor == 16 and (replicate == 1 or fsdp * context > 1)
+    }
+    assert (2, 1, 8, 1) in found
+
+
+def test_parameters_are_counted_once(job: Callable[..., Job]) -> None:
+    """By hand: those of a block that a rank has whole, a part of the experts, and the rest."""
+    shapes = job(4, **(EXPERTS | {"num_experts": 8, "head_dim": 16})).shapes
+    whole, shared = shapes.counts(), shapes.counts(expert=2)
+    assert whole.shared == 0 and len(shared.mixtures) == 1
+    assert whole.total == sum(p.numel() for p in shapes.part().parameters())
+    experts = 8 * 3 * 64 * 40
+    assert shared.shared == experts // 2 and shared.total == whole.total - experts // 2
+    owned = sum(count for _, count in shared.per_shard(4))
+    assert owned == pytest.approx(whole.total / 4)
+    hidden = sum(count for is_hidden, count in whole.per_shard(1) if is_hidden)
+    assert hidden == experts + 2 * 64 * (64 + 2 * 32 + 64) + 3 * 64 * 96
+
+
+def test_expert_and_tensor_parallel_by_hand(job: Callable[..., Job]) -> None:
+    """No tokens are gathered for them, and fewer are sent; each is whole, on fewer ranks."""
+    sizes: Any = EXPERTS | {"num_experts": 8, "hidden_size": 256, "num_hidden_layers": 2}
+    sizes |= {"moe_intermediate_size": 512, "mlp_only_layers": []}
+    one = job(4, tokens=1024, rows=2, **sizes)
+    without, layout = Layout(1, 2, 1, 2), Layout(1, 2, 1, 2, expert=4)
+    tensor, shared = estimate_memory(one, without).kinds, estimate_memory(one, layout).kinds
+    experts = 2 * 8 * 3 * 256 * 512
+    for kind in ("parameters", "optimizer"):
+        assert shared[kind] == pytest.approx(tensor[kind], rel=0.01), kind
+    # Half of a block's in bfloat16 where two ranks gather what tensor parallelism leaves of them
+    assert tensor["gathered weights"] - shared["gathered weights"] > 0.7 * experts * 2 / 2 / 4
+    works = [one.shapes.work(1, 1024, tensor=2, expert=x.expert) for x in (without, layout)]
+    assert works[0].grouped == works[1].grouped
+    gates = [{p[0]: n for p, n in w.products.items() if p[1:] == (8, 256)} for w in works]
+    assert gates == [{1024: 6}, {512: 6}]  # of its own tokens
+    traffic = [estimate_step(one, x).traffic.nvlink_bytes for x in (without, layout)]
+    # Of half of the experts' weights half: gathered twice, and gradients of two ranks in bfloat16
+    weights = experts / 2 * (2 * 2 + 2) / 2
+    stream = 2 * 5 * 1024 * 256 * 2 / 2  # the stream's halves, five times in either block
+    tokens = 4 * 2 * round(512 * 13 / 28) * 4 * 256 * 2 * 3 / 4
+    assert traffic[1] - traffic[0] == pytest.approx(tokens - weights - stream)
+    # Without FSDP of anything but experts, of which two ranks have the same
+    alone, pair = (estimate_memory(one, Layout(1, 1, 1, 4, expert=e)).kinds for e in (1, 2))
+    assert pair["parameters"] == pytest.approx(alone["parameters"], rel=0.02)
+    assert estimate_step(one, Layout(1, 1, 1, 4, expert=2)).kinds["FSDP over NVLink"] > 0
+
+
+@pytest.mark.parametrize(("model_type", "case"), FIRST)
+def test_every_family_can_be_planned(model_type: str, case: str) -> None:
+    values = {"model_type": model_type} | SIZES | CASES[model_type][case]
+    config = MODELS[model_type].from_config(values, device="meta").config
+    part = Shapes(config, torch.bfloat16).part(2)
+    heads = {m.heads for m in part.modules() if hasattr(m, "kv_heads")}
+    assert heads == {config.num_attention_heads // 2}
+    assert micro_batch_work(part, 1, 16, tensor=2, recomputed=1.0).moved["norms"] > 0
+
+
+def test_collectives_by_hand() -> None:
+    gpu = GPU("x", 0, 0, 0, 400.0, 50.0, 8, "")
+    k = replace(Constants.read(), nvlink=200.0, nvlink_many=100.0, latency=1.0, hop=0.5)
+    k = replace(k, network_share=1.0)
+    assert CommGroup(1, 1).gather(800.0, gpu, k).nvlink == 0
+    inside = CommGroup(8, 1).gather(800.0, gpu, k)
+    assert (inside.nvlink, inside.network) == (1 + 700 / 100, 0.0)
+    assert CommGroup(2, 4).gather(800.0, gpu, k).nvlink == 1 + 400 / 200  # from one other
+    # Four hosts: three quarters come from elsewhere, through eight adapters
+    wide = CommGroup(32, 1).gather(3200.0, gpu, k)
+    assert wide.network_bytes == 300 and wide.network == 300 / 50 + 3 * 0.5
+    # One rank on each of four hosts
+    apart = CommGroup(4, 8).gather(3200.0, gpu, k)
+    assert apart.nvlink_bytes == 0 and apart.network_bytes == 2400
+    swapped = CommGroup(16, 1).exchange(1600.0, gpu, k)
+    assert (swapped.nvlink_bytes, swapped.network_bytes) == (700, 800)
+
+
+def test_step_waits_for_slow_network(job: Callable[..., Job]) -> None:
+    fast, slow = job(16, rows=16), job(16, rows=16)
+    slow = replace(slow, gpu=replace(slow.gpu, network=1e7))
+    layout = Layout(1, 16, 1, 1)
+    hidden, waited = estimate_step(fast, layout), estimate_step(slow, layout)
+    assert hidden.kinds["FSDP over the network"] < 1e-3 < waited.kinds["FSDP over the network"]
+    assert waited.kinds["FSDP over the network"] < waited.traffic.network
+
+
+def test_indivisible_rows_are_padded(job: Callable[..., Job]) -> None:
+    """As `tigon train` does: their shares are those of rows that are a few tokens longer."""
+    for layout in (Layout(1, 1, 2, 1), Layout(1, 1, 1, 4), Layout(1, 1, 2, 2)):
+        exact, short = (job(layout.context * layout.tensor, tokens) for tokens in (1024, 1021))
+        assert mesh_error(short, layout) is None
+        works = [
+            x.shapes.work(1, x.seq_len, context=layout.context, tensor=layout.tensor)
+            for x in (exact, short)
+        ]
+        if layout.context > 1:  # 512 and 511 tokens of a row
+            assert {p[0] for p in works[1].products} == {511}
+        assert works[1].moved["norms"] <= works[0].moved["norms"]
+        steps = [estimate_step(x, layout) for x in (exact, short)]
+        assert steps[1].seconds == pytest.approx(steps[0].seconds, rel=3e-3)
+        assert steps[1].tokens == steps[0].tokens * 1021 / 1024
+        sizes = [estimate_memory(x, layout).total for x in (exact, short)]
+        assert sizes[1] == pytest.approx(sizes[0], rel=3e-3)
+    plan = make_plan(job(2, tokens=1023, rows=1), estimate=lambda *_: Estimate({"sum": 9}, 0))
+    assert {(c.layout.context, c.layout.tensor) for c in plan.choices} == {(2, 1), (1, 2)}
+
+
+def test_mesh_errors(job: Callable[..., Job]) -> None:
+    one = job(64, rows=16)
+    for layout, why in (
+        (Layout(1, 4, 1, 16), "tensor is above 8, the number of GPUs"),
+        (Layout(1, 32, 2, 1), "fsdp=32 is more than the 16 rows of a step (16,384 tokens): each"),
+    ):
+        assert why in (mesh_error(one, layout) or "")
+    assert "4 ranks cannot share 6 heads" in (
+        mesh_error(job(4, num_attention_heads=6, num_key_value_heads=2), Layout(1, 1, 1, 4)) or ""
+    )
+    assert "3 does not divide the 16 rows of a step" in (mesh_error(one, Layout(1, 3, 1, 1)) or "")
+    assert mesh_error(one, Layout(1, 8, 1, 8)) is None  # two ranks share each kv head
+    assert mesh_error(one, Layout(1, 4, 16, 1)) is None  # more than there are heads
+
+
+def test_fastest_fitting_layout_is_first(job: Callable[..., Job]) -> None:
+    """Memory as a function of the layout: what is weighed, and what is not."""
+    one, asked = job(8, rows=8), []
+
+    def heavy(_: Job, layout: Layout) -> Estimate:
+        asked.append(layout)
+        return Estimate({"sum": 10**15 if layout.tensor < 2 else 10**9}, 0)
+
+    plan = make_plan(one, limit=3, estimate=heavy)
+    assert len(plan.choices) == 3 and all(c.layout.tensor >= 2 for c in plan.choices)
+    times = [choice.step.seconds for choice in plan.choices]
+    assert all(a <= b * 1.01 for a, b in pairwise(times)) and times[2] > times[0] * 1.01
+    assert plan.reasons["memory"] > 0 and plan.lacking == 10**15
+    assert len(asked) == len(set(asked))
+    text = format_plan(plan)
+    assert "too little memory: 931,323 GiB per GPU at least" in text
+    rows = f"batch_size={one.batch_rows} seq_len={one.seq_len}"
+    assert f"the first: {rows} {plan.choices[0].layout.settings}" in text
+    nothing = make_plan(one, estimate=lambda *_: Estimate({"sum": 10**15}, 0))
+    assert "no layout fits" in format_plan(nothing)
+
+
+def test_ties_are_ranked_by_memory() -> None:
+    seconds = [1.0, 1.004, 1.009, 1.011, 1.02, 1.0212]
+    sizes = [5, 3, 4, 2, 9, 1]
+    choices = [
+        LayoutChoice(Layout(), Step({"GEMMs": time}), Estimate({"sum": size}, 0))
+        for time, size in zip(seconds, sizes, strict=True)
+    ]
+    # A tie reaches 1 % beyond its fastest, not beyond the one before
+    assert [choice.memory.total for choice in rank_ties(choices)] == [3, 4, 5, 2, 9, 1]
+
+
+def test_first_choice_does_not_depend_on_limit(job: Callable[..., Job]) -> None:
+    """It has least memory of its tie, however many are faster."""
+    one = job(8, tokens=8192, rows=8)
+    free = {"latency": 0.0, "nvlink": 1e18, "nvlink_many": 1e18}  # so that many take as long
+    one = replace(one, constants=replace(one.constants, **free))
+    light = make_plan(one, limit=1000, estimate=lambda *_: Estimate({"sum": 9}, 0)).choices
+    tie = [c for c in light if c.step.seconds < light[0].step.seconds * 1.01]
+    last = max(tie, key=lambda choice: choice.step.seconds).layout
+    assert len(tie) > 1
+
+    def weigh(_: Job, layout: Layout) -> Estimate:
+        return Estimate({"sum": 8 if layout.mesh == last.mesh else 9}, 0)
+
+    for most in (1, 2, 1000):
+        found = make_plan(one, most, weigh).choices
+        assert found[0].layout.mesh == last.mesh and len(found) == min(most, len(light))
+
+
+def test_expert_parallel_costs_time_per_layer(job: Callable[..., Job]) -> None:
+    sizes: Any = EXPERTS | {"num_experts": 8, "hidden_size": 256, "num_hidden_layers": 4}
+    moe = job(8, **sizes)
+    free = replace(moe, constants=replace(moe.constants, shared_experts=0.0))
+    layers = len(moe.shapes.counts().mixtures)
+    assert 0 < layers < 4  # and dense ones
+    for layout, times in (
+        (Layout(fsdp=8), 0),
+        (Layout(fsdp=8, expert=2), layers),
+        (Layout(fsdp=8, expert=2, micro_batches=3), 3 * layers),
+    ):
+        more = estimate_step(moe, layout).seconds - estimate_step(free, layout).seconds
+        assert more == pytest.approx(times * moe.constants.shared_experts)
+
+
+def test_two_ranks_reduce_in_bfloat16(job: Callable[..., Job]) -> None:
+    """In bfloat16, where a step has one backward pass."""
+    one = job(2)
+    held = sum(p.numel() for p in one.shapes.part(1).parameters())
+
+    def received(layout: Layout, sums: Any = None) -> float:
+        return estimate_step(one, layout, sums=sums).traffic.nvlink_bytes
+
+    once, twice = Layout(fsdp=2), Layout(fsdp=2, micro_batches=2)
+    more = received(once, torch.float32) - received(once)
+    assert more == pytest.approx(2 * held / 2)
+    assert received(twice) == received(twice, torch.float32) > received(twice, torch.bfloat16)
+
+
+def test_accumulated_gradients_are_persistent(job: Callable[..., Job]) -> None:
+    one = job(8, rows=16)
+    once, twice = (
+        persistent_bytes(one, Layout(1, 8, rows=2 // n, micro_batches=n)) for n in (1, 2)
+    )
+    numbers = sum(p.numel() for p in one.shapes.part(1).parameters())
+    assert twice - once == 4 * numbers
+
+
+def test_matrix_narrower_than_the_ranks(job: Callable[..., Job]) -> None:
+    one = job(8, intermediate_size=1)
+    found = estimate_memory(one, Layout(1, 1, tensor=8))
+    assert (
+        0 < found.total < estimate_memory(job(8, intermediate_size=8), Layout(1, 1, tensor=8)).total
+    )
+
+
+def test_many_micro_batches_are_multiplied_out(job: Callable[..., Job]) -> None:
+    many = job(1, rows=2**30)
+    once = estimate_step(many, Layout(1, 1))
+    steps = estimate_step(many, Layout(1, 1, micro_batches=2**30))
+    assert steps.tokens == 2**40 and steps.flops == 2**30 * once.flops
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(EXPERTS))
+    few = ["--gpus", "2", "--seq-len", "64"]
+    assert main(["plan", str(path), *few, "--settings", "optimizer=adamw_bf16", "--most", "2"]) == 0
+    said = capsys.readouterr().out
+    assert "float32 weights, adamw_bf16" in said and "experts are assumed to be balanced" in said
+    assert "step times within 1 % of each other are ties" in said
+    assert "note: " not in said and "tok/s/GPU" in said and "micro_batch_size=" in said
+    assert sorted(tmp_path.iterdir()) == [path]
+    for wrong, why in (
+        (["--gpus", "0", "--seq-len", "64"], "--gpus 0 must be 1 to 262,144"),
+        (["--gpus", str(10**9), "--seq-len", "64"], f"--gpus {10**9} must be 1 to 262,144"),
+        (["--gpus", "8", "--seq-len", str(10**34)], "must be at most 268,435,456"),
+        (["--gpus", "1", "--seq-len", str(2**30)], "--seq-len 1073741824 must be at most 268,435"),
+        (["--gpus", "16384", "--seq-len", str(2**28)], "tokens in a step, by --batch-tokens"),
+        ([*few, "--batch-tokens", str(64 * 10**20)], "be 1,099,511,627,776 at most"),
+        (["--gpus", "2", "--seq-len", "1"], "--seq-len 1 must be at least 2"),
+        ([*few, "--batch-tokens", "-64"], "--batch-tokens -64 must be at least 1"),
+        ([*few, "--most", "0"], "--most 0 must be at least 1"),
+        ([*few, "--batch-tokens", "100"], "no multiple of --seq-len 64: give 64 or 128"),
+        ([*few, "--settings", "sharding=full"], "sharding=full: a plan tries its values itself"),
+        ([*few, "--settings", "batch_size=64"], "batch_size=64: give --batch-tokens N instead"),
+        ([*few, "--settings", "seq_len=64"], "seq_len=64: give --seq-len T instead"),
+        ([*few, "--settings", "model=x"], "model=x: give it as the argument MODEL"),
+        ([*few, "--settings", "task=sft"], "task=sft: a plan does not use it; leave it out"),
+        ([*few, "--settings", "run-dir=x"], "run_dir=x: a plan does not use it; leave it out"),
+        ([*few, "--settings", "tensor=2"], "(for `tigon train` it is parallel.tensor=2)"),
+        ([*few, "--settings", "parallel.tensor=2"], "a plan tries every layout itself; leave it"),
+        ([*few, "--settings", "fp8=true"], "fp8: its time is not modelled"),
+        ([*few, "--gpu", "a"], "--gpu a must be one of h100, h200"),
+        ([*few, "--settings", "optimiser=adamw"], "optimizer"),
+    ):
+        assert main(["plan", str(path), *wrong]) == 1
+        assert why in capsys.readouterr().err
+    for model, why in (
+        ("nonsense/", "no directory nonsense/ (absolute: "),
+        (str(tmp_path / "none.json"), f"no file {tmp_path / 'none.json'}"),
+        (str(tmp_path / "empty"), f"{tmp_path / 'empty'} has no file config.json"),
+    ):
+        (tmp_path / "empty").mkdir(exist_ok=True)
+        assert main(["plan", model, *few]) == 1
+        said = capsys.readouterr().err
+        assert said.startswith(f"tigon plan: {why}") and said.count("\n") == 1
+
+
+def test_used_settings_change_the_plan(job: Callable[..., Job]) -> None:
+    """Each setting that is accepted changes memory or time, or what others are allowed to be."""
+    base = job(2).config
+    layouts = [Layout(1, 2, rows=2), Layout(1, 2, rows=2, sharding="gradients")]
+    layouts += [replace(layout, rows=1, micro_batches=2) for layout in layouts]
+
+    def found(**settings: Any) -> list[Any]:
+        one = replace(job(2, rows=4, num_hidden_layers=1), config=replace(base, **settings))
+        return [
+            (estimate_memory(one, layout).kinds, estimate_step(one, layout).seconds)
+            for layout in layouts
+        ]
+
+    values: dict[str, Any] = {
+        "param_dtype": "float32", "cuda_graphs": True, "optimizer": "adamw_8bit",
+        "accumulate_fp32": True, "loss_reduction": "sequence", "logits_bytes": 1000,
+        "parameter_groups": (ParameterGroup(("*.mlp.*",), freeze=True),),
+    }  # fmt: skip
+    plain = found()
+    for name, value in values.items():
+        assert found(**{name: value}) != plain, name
+    in_backward = replace(base, optimizer_in_backward=True, max_grad_norm=0.0)
+    several = replace(job(2, rows=4), config=in_backward)
+    assert "micro" in (settings_error(several, layouts[2]) or "")
+    assert found(optimizer="sgd", momentum=0.9) != found(optimizer="sgd")
+    # Of models with experts; of hub repositories; of what others need
+    rest = {"router_aux_loss_coef", "revision", "dtype", "nesterov", "stochastic_rounding"}
+    assert values.keys() | rest | {"momentum", "optimizer_in_backward", "max_grad_norm"} == {*USED}
+
+
+def test_suggestions_if_nothing_fits(job: Callable[..., Job]) -> None:
+    """What is set already is not proposed."""
+
+    def said(**settings: Any) -> str:
+        one = job(2, rows=4)
+        one = replace(one, config=replace(one.config, **settings))
+        return format_plan(make_plan(one, budget=1))
+
+    plain = said(param_dtype="float32")
+    assert "  --settings param_dtype=bfloat16 optimizer=adamw_8bit\n" in plain
+    assert "--gpus above 2" in plain and "fewer rows in a step" in plain
+    assert "activation_offload=true and optimizer_offload=true" in plain
+    assert "  --settings optimizer=adamw_8bit\n" in said(optimizer="adamw_bf16")
+    assert "  --settings" not in said(optimizer="adamw_8bit")
+    assert "are ties" not in plain

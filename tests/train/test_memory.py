@@ -1,0 +1,492 @@
+"""The memory estimate against what autograd saves and what is held, and `--dry-run`."""
+
+import gc
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from tests.models.tiny import CASES, FIRST, SIZES
+from tests.small import EXPERTS, LLAMA, write_model
+from tigon.data.packing import MAX_KEY_COPIES
+from tigon.kernels import runtime, use
+from tigon.layers import activation_offload
+from tigon.models import MODELS, CausalLM
+from tigon.parallel import IN_FLIGHT, MeshSizes
+from tigon.train import dry_run, main, memory
+from tigon.train.config import Config, sizes_of
+from tigon.train.distributed import World
+from tigon.train.dry_run import time_steps
+from tigon.train.memory import Estimate, estimate
+from tigon.train.memory_tracker import FSDPGroup, FSDPTracker, Ledger, MemoryTracker, model_tensors
+from tigon.train.model import finish, projections
+from tigon.train.objectives import find_objective
+from tigon.train.parallel_settings import Parallel
+from tigon.train.settings import ParameterGroup
+from tigon.train.throughput import model_flops
+
+WORLD = World(0, 1, torch.device("cpu"))
+B, T = 2, 24
+SHORT = 4  # tokens that the interpreter of kernels computes
+
+
+def settings(**changes: Any) -> Config:
+    values = {"seq_len": T, "micro_batch_size": B, "batch_size": B, "param_dtype": "bfloat16"}
+    given: Any = values | changes
+    return Config(run_dir="run", data=("data",), model="model", task="pretrain", **given)
+
+
+def tiny(model_type: str, case: str, **changes: Any) -> CausalLM:
+    values = {"model_type": model_type} | SIZES | CASES[model_type][case] | changes
+    return MODELS[model_type].from_config(values, device="meta").to("meta").train()
+
+
+def planned(model: CausalLM, gpus: int = 1, compute: Any = torch.bfloat16, **changes: Any) -> Any:
+    config = settings(**changes)
+    model.activation_checkpointing = config.activation_checkpointing
+    model.activation_offload = config.activation_offload
+    objective = find_objective("pretrain")(config, WORLD)
+    return estimate(model, objective, config, gpus, compute)
+
+
+def saved_by(model: CausalLM, device: str) -> int:
+    """Bytes of all tensors that autograd keeps after a forward, without those of the model."""
+    own = {t.untyped_storage()._cdata for t in model_tensors(model)}
+    kept: dict[int, Any] = {}
+
+    def pack(x: Tensor) -> Tensor:
+        storage = x.untyped_storage()
+        if storage._cdata not in own:
+            kept[storage._cdata] = storage  # kept, so that no other has its place
+        return x.detach()
+
+    ids = torch.zeros(1, SHORT, dtype=torch.int64, device=device)
+    with use("triton"), saved_tensors_hooks(pack, lambda x: x):
+        model(ids, labels=ids)
+    return sum(storage.nbytes() for storage in kept.values())
+
+
+@pytest.mark.skipif(not runtime.INTERPRETED, reason="the interpreter is not on")
+@pytest.mark.parametrize(
+    ("model_type", "case"), [f for f in FIRST if f[0] in ("llama", "gemma3_text", "qwen3_moe")]
+)
+def test_meta_tensors_are_saved_as_by_kernels(model_type: str, case: str) -> None:
+    """Attention apart, which no fused kernel computes on a CPU."""
+    model = tiny(model_type, case, num_hidden_layers=2, layer_types=None)
+    found = saved_by(model, "meta")
+    real = MODELS[model_type].from_config(model.config).train()
+    layers = len(real.model.layers)
+    for layer in (*real.model.layers, *model.model.layers):
+        layer.self_attn.forward = lambda x, *_: x  # type: ignore[method-assign]
+    without = saved_by(model, "meta")
+    assert saved_by(real, "cpu") == without
+    c = model.config
+    # out, and qkv, of which q, k and v are parts; q and k besides where they are normed; and lse
+    heads, kv, d = c.num_attention_heads, c.num_key_value_heads, c.head_dim
+    numbers = heads * d + (heads + 2 * kv) * d + heads
+    if model_type != "llama":
+        numbers += (heads + kv) * d
+    kept = (found - without) / (layers * SHORT * 4)
+    # And the angles, and the input of o_proj, which is out
+    assert numbers <= kept <= numbers + 2 * d + 3 * c.hidden_size
+
+
+@pytest.mark.parametrize(("model_type", "case"), FIRST)
+def test_memory_of_every_family(model_type: str, case: str) -> None:
+    """Nothing remains when a step is over but its gradients, and more tokens need more."""
+    model = tiny(model_type, case)
+    found = planned(model)
+    size = sum(p.numel() for p in model.parameters())
+    assert found.kinds["parameters"] == pytest.approx(2 * size, rel=0.5)  # blocks of 512 bytes
+    assert found.kinds["optimizer"] == 8 * size
+    larger = planned(tiny(model_type, case), micro_batch_size=4 * B, batch_size=4 * B)
+    assert larger.total > found.total
+
+
+def test_only_gradients_remain_after_a_step() -> None:
+    model = tiny("llama", "plain")
+    config = settings()
+    objective = find_objective("pretrain")(config, WORLD)
+    ledger = memory.simulate_step(
+        model.to(torch.bfloat16), objective, config, MeshSizes(), None, torch.bfloat16
+    )
+    gc.collect()
+    gradients = sum(
+        -(-p.grad.nbytes // 512) * 512 for p in model.parameters() if p.grad is not None
+    )
+    assert {k: v for k, v in ledger.alive.items() if v} == {"gradients": gradients}
+    assert ledger.peak > gradients
+
+
+def test_tracker_counts_live_tensors() -> None:
+    ledger = Ledger()
+    weight = torch.ones(64, 64, device="meta", requires_grad=True)
+    with MemoryTracker(ledger, [weight]):
+        x = torch.ones(1024, 64, device="meta")
+        y = x @ weight  # 256 KiB each
+        del x  # autograd keeps it for the gradient of the weight
+        assert ledger.total == 2 * 2**18
+        y.sum().backward()
+        del y
+        assert ledger.total == weight.grad.nbytes
+    assert ledger.peak >= 2 * 2**18 and weight.T.shape == (64, 64)
+
+
+def test_fsdp_group_sizes_by_hand() -> None:
+    for sums, item in ((torch.float32, 4), (torch.bfloat16, 2)):
+        weights = [nn.Parameter(torch.empty(5, 3, device="meta"))]
+        group = FSDPGroup(weights, 2, torch.bfloat16, sums)
+        sizes = group.gathered, group.reduced, group.shard
+        assert sizes == (6 * 3 * 2, 6 * 3 * item, 6 * 3 * item // 2)
+
+
+def test_one_micro_batch_reduces_in_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As FSDP2 is told to: half of the bytes."""
+    made: list[FSDPTracker] = []
+    begin = FSDPTracker.begin
+    monkeypatch.setattr(
+        FSDPTracker, "begin", lambda self, **given: (made.append(self), begin(self, **given))
+    )
+
+    def sums(gpus: int, rows: int, **changes: Any) -> set[torch.dtype]:
+        planned(tiny("llama", "plain"), gpus, batch_size=rows, **changes)
+        return {group.sums for group in made[-1].groups}
+
+    assert sums(2, 2 * B) == {torch.bfloat16}
+    assert sums(2, 4 * B) == sums(3, 3 * B) == {torch.float32}
+    assert sums(2, 2 * B, param_dtype="float32") == {torch.float32}
+
+
+def test_sharding_divides_weights_and_states() -> None:
+    alone, pair = (planned(tiny("llama", "plain"), n, param_dtype="float32") for n in (1, 2))
+    for kind in ("parameters", "optimizer"):
+        assert pair.kinds[kind] == pytest.approx(alone.kinds[kind] / 2, rel=0.1)
+    assert "gathered weights" in alone.kinds  # bfloat16 of float32 weights
+    assert planned(tiny("llama", "plain")).kinds.get("gathered weights") is None
+    assert pair.host < alone.host
+
+
+BIG = {"hidden_size": 128, "intermediate_size": 512, "num_hidden_layers": 8}
+LONG = {"seq_len": 2048, "max_position_embeddings": 4096}
+
+
+def activations(monkeypatch: pytest.MonkeyPatch, **changes: Any) -> Estimate:
+    monkeypatch.setattr(activation_offload, "LEAST", 0)
+    shape = {k: v for k, v in LONG.items() if k != "seq_len"}
+    return planned(tiny("llama", "plain", **BIG, **shape), seq_len=2048, **changes)
+
+
+def test_recomputation_saves_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    ways: tuple[dict[str, Any], ...] = (
+        {},
+        {"activation_checkpointing": 2},
+        {"activation_checkpointing": True},
+        {"activation_checkpointing": True, "activation_offload": True},
+    )
+    found = [activations(monkeypatch, **way) for way in ways]
+    plain, half, every, away = (one.total for one in found)
+    assert away < every < half < plain
+    kept = [one.kinds["activations"] for one in found[:2]]
+    assert 0.5 * kept[0] < kept[1] < 0.6 * kept[0]  # half of the blocks, and inputs of the others
+    assert activations(monkeypatch, activation_offload=True).total < half
+
+
+def test_offloaded_states_are_in_host_memory() -> None:
+    plain, few, host = (
+        planned(tiny("llama", "plain"), ema_decay=0.9, **changes)
+        for changes in ({}, {"optimizer": "adamw_bf16"}, {"optimizer_offload": True})
+    )
+    assert (
+        few.kinds["optimizer"] == plain.kinds["optimizer"] // 2 == plain.kinds["average of weights"]
+    )
+    assert "optimizer" not in host.kinds and "average of weights" not in host.kinds
+    states = plain.kinds["optimizer"] + plain.kinds["average of weights"]
+    assert host.host == plain.host + states
+
+
+def test_frozen_parameters_have_no_gradients() -> None:
+    """Nor a state, and what only its gradient needs is not kept."""
+    model = tiny("llama", "plain")
+    config = settings(parameter_groups=(ParameterGroup(("*.layers.*",), freeze=True),))
+    objective = find_objective("pretrain")(config, WORLD)
+    found = estimate(model, objective, config, 1, torch.bfloat16)
+    left = sum(p.numel() for n, p in model.named_parameters() if ".layers." not in n)
+    assert found.kinds["optimizer"] == 8 * left
+    assert found.total < planned(tiny("llama", "plain")).total
+
+
+def test_micro_batches_accumulate_whole_gradients() -> None:
+    """Every rank holds all of them in float32 until the last one is reduced."""
+    models = [tiny("llama", "plain", num_hidden_layers=8) for _ in range(2)]
+    size = sum(p.numel() for p in models[0].parameters())
+    once, twice = (
+        planned(model, 2, param_dtype="float32", batch_size=n * B * 2).kinds
+        for n, model in enumerate(models, start=1)
+    )
+    assert twice["gradients"] - once.get("gradients", 0) > 0.5 * 4 * size
+
+
+def test_sharded_gradients_by_hand() -> None:
+    """With sharding=gradients, of a model of few bytes besides weights."""
+    wide: dict[str, Any] = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 8}
+    changes: dict[str, Any] = {"sharding": "gradients", "param_dtype": "bfloat16"}
+    found = planned(tiny("llama", "plain", **wide), 2, **changes).kinds
+    model = tiny("llama", "plain", **wide)
+    size = sum(p.numel() for p in model.parameters())
+    block = sum(p.numel() for p in model.model.layers[0].parameters())
+    assert found["parameters"] == pytest.approx(2 * size, rel=0.01)
+    assert found["optimizer"] == pytest.approx(8 * size / 2, rel=0.01)
+    assert "gathered weights" not in found
+    # Half of all at the end, and three blocks' whole ones on their way
+    assert found["gradients"] <= 2 * (size / 2 + (IN_FLIGHT + 1) * block) * 1.01
+    model = tiny("llama", "plain", **wide)
+    exact = planned(model, 2, **changes, accumulate_fp32=True, batch_size=4 * B).kinds
+    assert exact["gradients"] >= 4 * size  # of the first micro-batch
+    model = tiny("llama", "plain", **wide)
+    masters = planned(model, 2, sharding="gradients", param_dtype="float32").kinds
+    assert masters["parameters"] == pytest.approx((2 + 4 / 2) * size, rel=0.01)
+    model = tiny("llama", "plain", **wide)  # one rank's gradients are not copied to be reduced
+    alone = planned(model, 1, sharding="gradients", param_dtype="float32").kinds
+    assert 0.9 * 4 * size < alone["gradients"] <= 4 * size
+
+
+def test_dry_run_describes_the_run(workspace, capsys) -> None:
+    before = sorted(p for p in workspace.root.rglob("*"))
+    given = workspace.settings("dry", device="auto", batch_size=8, optimizer="muon")
+    main(["--dry-run", "--nproc", "2", *given])
+    said = capsys.readouterr().out
+    assert "not in the sum: what muon's update holds" in said
+    assert "82,304 parameters, all of them trained" in said
+    assert "8 rows of 128 tokens, 4 micro-batches of 1 on each of 2 ranks" in said
+    assert "steps: 0 to 3, 3 an epoch" in said
+    assert "sum" in said and "for weights and states" in said
+    if not torch.cuda.is_available():
+        assert said.endswith("time of a step: cannot be measured here: there is no GPU\n")
+    assert sorted(p for p in workspace.root.rglob("*")) == before
+
+
+LLAMA_8B = LLAMA | {
+    "vocab_size": 128256,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 2**20,
+    "tie_word_embeddings": False,
+}
+
+
+@pytest.mark.parametrize(
+    ("task", "context", "copies"), [("simpo", 1, 1), ("simpo", 4, 1), ("grpo", 1, MAX_KEY_COPIES)]
+)
+def test_shared_prompts_copy_keys(task: str, context: int, copies: int) -> None:
+    """In each layer, of prompts that fill rows; also where two ranks compute a part of each query
+    of a head."""
+    tokens, heads = 256, {"num_attention_heads": 2, "num_key_value_heads": 2}
+    found = {}
+    for share in (False, True):
+        given: Any = {"task": task, "seq_len": tokens, "parallel": Parallel(context=context)}
+        config = replace(settings(), **given)
+        objective = find_objective(task)(config, WORLD)
+        objective.share_prompts = share
+        model = MODELS["llama"].from_config(LLAMA | heads, device="meta")
+        found[share] = estimate(model, objective, config, context, torch.bfloat16).total
+    keys = tokens + copies * (tokens - copies)
+    copied = 4 * B * keys * 64 // min(context, 2) * 2  # of two layers, in bfloat16
+    # Beside them, where they are from; on four ranks, each of two parts of rows has its copies
+    assert copied <= found[True] - found[False] < (1.1 if context == 1 else 1.5) * copied
+
+
+def test_million_tokens_on_eight_gpus(workspace, tmp_path: Path, capsys) -> None:
+    """Of Llama-3.1-8B's shape, with every block computed again."""
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(LLAMA_8B))
+    more = {"init": config, "model": "", "tokenizer": workspace.model, "device": "auto"}
+    more |= {"seq_len": 2**20, "batch_size": 1, "activation_checkpointing": "true"}
+    given = workspace.settings("million", **more)
+    main(["--dry-run", "--nproc", "8", *given, "parallel.context=8"])
+    said = capsys.readouterr().out
+    assert "1 rows of 1,048,576 tokens, 1 micro-batch of 1 on 1 group of 8 ranks" in said
+    assert "each of 8 ranks has 131,072 tokens of a row; in the forward pass of a layer it" in said
+    # 2^17 (2 x 32 + 2 x 8) 128 x 2 x 7 / 8 bytes
+    sent = "sends 2,240.0 MiB of heads to the others, and 2,240.0 in the backward pass, or up to "
+    assert f"{sent}4,480.0 where the block is computed again" in said
+    found = {
+        name: float(size) for name, size in re.findall(r"^  ([a-z ]+?) +([\d.]+)$", said, re.M)
+    }
+    weights = 8_030_261_248 * 4 / 8 / 2**30
+    assert found["parameters"] == pytest.approx(weights, abs=0.01)
+    assert found["optimizer"] == pytest.approx(2 * weights, abs=0.01)
+    inputs = 32 * 2**17 * 4096 * 2 / 2**30  # of blocks, in bfloat16
+    assert inputs <= found["activations"] < 1.02 * inputs
+    assert found["sum"] < 70
+    main(["--dry-run", "--nproc", "64", *given, "parallel.context=64"])
+    said = capsys.readouterr().out
+    # 2^14 (2 x 32 x 63 / 64 + 2 x 63) 128 x 2: the heads on 32 ranks, and half of the queries sent
+    assert "sends 756.0 MiB of heads to the others" in said
+
+
+def test_dry_run_of_tensor_and_expert_parallel(workspace, capsys) -> None:
+    """What they hold and send; and that as few blocks are computed again as fit."""
+    sizes = {"num_experts": 8, "max_position_embeddings": 2**17}
+    experts = write_model(workspace.root / "eight", **EXPERTS | sizes)
+    more = {"device": "auto", "model": experts, "batch_size": 8, "seq_len": 512}
+    found = {}
+    for name, size in (("fsdp", 8), ("tensor", 2), ("expert", 4)):
+        given = workspace.settings("dry", **more, **{f"parallel.{name}": size})
+        main(["--dry-run", "--nproc", "8", *given])
+        said = capsys.readouterr().out
+        found[name] = said
+    # 512 tokens of 64 numbers in bfloat16: to two products and back, half of each
+    assert "of 2 ranks has a part of each matrix" in found["tensor"]
+    assert "sends 0.1 MiB of the stream to the others, and 0.1 in the back" in found["tensor"]
+    assert "computed again" not in found["tensor"]
+    # 2^17 tokens, of which the products' weights need all once more: 6 messages, not 4
+    given = workspace.settings("dry", **more | {"seq_len": 2**17}, **{"parallel.tensor": 2})
+    main(["--dry-run", "--nproc", "8", *given])
+    assert "sends 32.0 MiB of the stream to the others, and 48.0 in" in capsys.readouterr().out
+    # To two experts and back, three quarters of each
+    assert "each of 4 ranks has 2 experts of a layer; in the forward pass" in found["expert"]
+    assert "sends 0.2 MiB of tokens" in found["expert"]
+    both = {"parallel.tensor": 2, "parallel.expert": 4}
+    main(["--dry-run", "--nproc", "8", *workspace.settings("dry", **more, **both)])
+    said = capsys.readouterr().out
+    # The dense layer gathers the stream; of half of the tokens each rank sends its own
+    assert "sends 0.1 MiB of the stream" in said and "sends 0.1 MiB of tokens" in said
+    assert "sends" not in found["fsdp"] and all("  sum" in said for said in found.values())
+    for name, size in (("tensor", 2), ("expert", 4)):
+        given = workspace.settings("dry", **more, **{f"parallel.{name}": size})
+        auto = [*given, "activation_checkpointing=auto"]
+        main(["--dry-run", "--nproc", "8", *auto, "memory_budget=1"])
+        assert "auto: no block computed again; " in capsys.readouterr().out
+        with pytest.raises(SystemExit, match="with every block computed again"):
+            main(["--dry-run", "--nproc", "8", *auto, "memory_budget=1e-5"])
+
+
+def test_indivisible_fp8_layers_stay_bfloat16() -> None:
+    """Of 4 heads of 8 each of 4 ranks has one, and o_proj has 8 columns there."""
+    model = MODELS["llama"].from_config(LLAMA | {"head_dim": 8}, device="meta")
+    shares: dict[str, Any] = {"fp8": True, "parallel": Parallel(tensor=4)}
+    finish(model, settings(**shares))
+    of = {name.rpartition(".")[2]: layer for name, layer in projections(model)}
+    assert all(layer.fp8 for layer in of.values())
+    assert planned(model, 4, **shares).total > 0
+    assert [name for name, layer in of.items() if layer.fp8] == ["gate_up_proj", "down_proj"]
+
+
+def test_dry_run_notes_apply_to_target_gpus(workspace, capsys, monkeypatch) -> None:
+    """Of the GPUs that it is planned for, not of the CPU that it is planned on."""
+    monkeypatch.setattr("tigon.train.model.fits", lambda _: False)
+    settings = {"device": "cuda", "batch_size": 4, "activation_offload": "true", "fp8": "true"}
+    main(["--dry-run", "--nproc", "2", *workspace.settings("dry", **settings)])
+    said = capsys.readouterr().out
+    assert "note: fp8=true leaves in bfloat16 what has sizes that 16 does not divide" in said
+    assert "on a CPU" not in said
+
+
+def test_dry_run_times_steps(workspace, capsys, monkeypatch) -> None:
+    monkeypatch.setattr("tigon.models.pretrained.load.load_weights", pytest.fail)  # none are read
+    monkeypatch.setattr("tigon.train.dry_run.peak_flops", lambda *_: 1e9)
+    main(["--dry-run", *workspace.settings("dry")])
+    said = capsys.readouterr().out
+    assert "a step, measured: " in said and "all steps: about" in said
+    # Of the sequences that there are, which are shorter than a row
+    each = float(re.search(r"a token: ([\d.e-]+) GFLOP", said)[1])
+    speed, mfu = re.search(r"([\d,]+) tokens/s, ([\d.]+)% MFU", said).groups()
+    assert float(mfu) / 100 == pytest.approx(each * float(speed.replace(",", "")), rel=0.05)
+    assert not (workspace.root / "dry").exists()
+
+
+def test_dry_run_of_resumed_stream(workspace, capsys, monkeypatch) -> None:
+    """Its steps are made of rows that the stream still has, and counted as what they are."""
+    found, expected = [], []
+
+    def noted(run: Any) -> Any:
+        model = run.model
+        found.append(time_steps(run))
+        both = [run.data.lengths(step)[0] for step in (4, 5)]
+        expected.append(sum(model_flops(model, lengths) for lengths in both) / 2)
+        return found[0]
+
+    monkeypatch.setattr("tigon.train.dry_run.time_steps", noted)
+    settings = {"streaming": "true", "shuffle_window": 8, "resume": "auto", "workers": 0}
+    main(workspace.settings("stream", steps=2, **settings))
+    main(["--dry-run", *workspace.settings("stream", steps=8, **settings)])
+    said = capsys.readouterr().out
+    assert "steps: 2 to 8" in said and "a step, measured: " in said
+    assert found[0].flops == pytest.approx(expected[0], rel=1e-12)
+
+
+def test_dry_run_checks_like_a_run(workspace, tmp_path: Path) -> None:
+    for changes, message in (
+        ({"data": tmp_path / "none.jsonl"}, "none.jsonl"),
+        ({"seq_len": 4096}, "max_position_embeddings"),
+    ):
+        with pytest.raises(SystemExit, match=message):
+            main(["--dry-run", *workspace.settings("dry", **changes)])
+    with pytest.raises(SystemExit, match="must be a multiple of micro_batch_size 1 x 100 ranks"):
+        main(["--dry-run", "--nproc", "100", *workspace.settings("dry", device="auto")])
+    (tmp_path / "used").mkdir()
+    (tmp_path / "used/file").touch()
+    with pytest.raises(SystemExit, match="is not empty"):
+        main(["--dry-run", *workspace.settings("dry", run_dir=tmp_path / "used")])
+    assert [p.name for p in (tmp_path / "used").iterdir()] == ["file"]
+
+
+def test_uncounted_memory() -> None:
+    assert dry_run.uncounted_memory(settings()) == []
+    found = dry_run.uncounted_memory(
+        settings(param_dtype="float32", dtype="float32", activation_offload=True)
+    )
+    assert [notice.split()[0] for notice in found] == ["attention", "host"]
+
+
+def test_advice_saves_memory() -> None:
+    config = settings(activation_checkpointing=True)
+    total = {2: 30, True: 20}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            dry_run,
+            "estimate_run",
+            lambda c, *_: Estimate({"sum": total[c.activation_checkpointing]}, 0),
+        )
+        lines = dry_run.memory_advice(config, None, 1)  # type: ignore[arg-type]
+    assert lines[0] == "less memory:" and not any("=2" in line for line in lines)
+
+
+def test_advice_for_context_parallel() -> None:
+    """With twice the ranks for each, where there are so many."""
+    config = settings(batch_size=8, parallel=Parallel(context=2))
+    with pytest.MonkeyPatch.context() as patch:
+
+        def total(c: Config, _: Any, gpus: int) -> Estimate:
+            sizes = sizes_of(c, gpus)
+            if sizes.context > 4:
+                raise ValueError("ranks")
+            return Estimate({"sum": 2**30 * 10 // sizes.context}, 0)
+
+        patch.setattr(dry_run, "estimate_run", total)
+        assert "      2.50 GiB with parallel.context=4" in dry_run.memory_advice(config, None, 8)
+        for ranks, gpus in ((2, 2), (4, 8)):
+            config = settings(batch_size=8, parallel=Parallel(context=ranks))
+            assert not any("context" in line for line in dry_run.memory_advice(config, None, gpus))
+
+
+def test_step_out_of_memory_gives_advice(workspace, monkeypatch, capsys) -> None:
+    def full(*_: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. More")
+
+    monkeypatch.setattr("tigon.train.dry_run.time_steps", full)
+    with pytest.raises(SystemExit) as caught:
+        main(["--dry-run", *workspace.settings("dry", batch_size=4, micro_batch_size=2)])
+    text = str(caught.value)
+    assert "a step does not fit: CUDA out of memory" in text
+    assert "GiB with micro_batch_size=1" in text
+    assert "GiB with activation_checkpointing=true" in text

@@ -1,0 +1,189 @@
+"""`activation_checkpointing: auto`: what is computed again is the least that fits a budget."""
+
+from collections.abc import Iterable
+from itertools import pairwise
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from tests.train.test_memory import B, tiny
+from tigon.layers import activation_offload as offloading
+from tigon.train import main, memory
+from tigon.train.config_file import load
+from tigon.train.distributed import World
+from tigon.train.memory import GIB, CheckpointingChoice, choose_checkpointing, spaced_blocks
+from tigon.train.objectives import find_objective
+
+WORLD = World(0, 1, torch.device("cpu"))
+LAYERS = 6
+SHAPE = {"hidden_size": 128, "intermediate_size": 512, "num_hidden_layers": LAYERS}
+
+
+def outlined(**changes: Any) -> Any:
+    return tiny("llama", "plain", **SHAPE, max_position_embeddings=4096, **changes)
+
+
+def weigh(recomputed: Iterable[int], away: bool = False, **changes: Any) -> int:
+    """Bytes of a step on a GPU."""
+    model = outlined()
+    config = load(None, given(**changes))
+    model.activation_checkpointing, model.activation_offload = recomputed, away
+    objective = find_objective("pretrain")(config, WORLD)
+    return memory.estimate(model, objective, config, 1, torch.bfloat16).total
+
+
+def given(**changes: Any) -> list[str]:
+    values = {
+        "run_dir": "run", "data": "data", "model": "model", "task": "pretrain", "seq_len": 1024,
+        "batch_size": B, "micro_batch_size": B, "param_dtype": "bfloat16", "device": "cpu",
+    }  # fmt: skip
+    return [f"{key}={value}" for key, value in (values | changes).items()]
+
+
+def decided(
+    monkeypatch: pytest.MonkeyPatch, size: float | None, **changes: Any
+) -> CheckpointingChoice:
+    monkeypatch.setattr(memory, "outline", lambda *_: outlined())
+    more = {} if size is None else {"memory_budget": size / GIB}
+    config = load(None, given(activation_checkpointing="auto", **more, **changes))
+    objective = find_objective("pretrain")(config, WORLD)
+    here: Any = SimpleNamespace(main=True, device=WORLD.device, most=int, together=WORLD.together)
+    found = memory.resolve_checkpointing(config, here, objective, None, 1, torch.device("cpu"))
+    assert found is not None
+    return found
+
+
+def test_fewest_blocks_that_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = [weigh(spaced_blocks(n, LAYERS)) for n in range(LAYERS + 1)]
+    assert all(more > less for more, less in pairwise(sizes))
+    for n in (0, 3):
+        found = decided(monkeypatch, sizes[n])
+        assert (found.blocks, found.layers, found.offload) == (n, LAYERS, False)
+        assert found.total == sizes[n]
+        if n:  # a byte less, and one block more has to be computed again
+            assert decided(monkeypatch, sizes[n - 1] - 64).blocks == n
+
+
+def test_offload_comes_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(offloading, "LEAST", 0)
+    every, away = weigh(range(LAYERS)), weigh(range(LAYERS), True)
+    assert away < every
+    found = decided(monkeypatch, away)
+    assert (found.blocks, found.offload, found.total) == (LAYERS, True, away)
+    assert decided(monkeypatch, every, activation_offload="true").offload
+    with pytest.raises(ValueError) as caught:
+        decided(monkeypatch, 2**20)
+    words = ("a step takes", "with every block computed again", "0.000977 GiB are")
+    assert all(word in str(caught.value) for word in words)
+
+
+def test_spaced_blocks_need_least() -> None:
+    assert [sorted(spaced_blocks(n, 5)) for n in range(6)] == [
+        [], [0], [0, 2], [0, 1, 3], [0, 1, 2, 3], [0, 1, 2, 3, 4],
+    ]  # fmt: skip
+    assert spaced_blocks(3, LAYERS) == set(range(0, LAYERS, 2))
+    spread_out = weigh(spaced_blocks(3, LAYERS))
+    assert spread_out <= weigh(range(3)) and spread_out < weigh(range(3, LAYERS))
+
+
+@pytest.mark.parametrize("least", range(7))
+def test_search_tries_few(least: int) -> None:
+    tried = []
+
+    def weigh(n: int, offload: bool) -> int:
+        tried.append(n)
+        return 100 - 10 * n
+
+    found = choose_checkpointing(weigh, 6, 100 - 10 * least, offload=False)
+    assert (found.blocks, found.total) == (least, 100 - 10 * least) and len(tried) <= 5
+
+
+def test_ranks_agree_on_checkpointing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For the GPU with the least memory."""
+    rooms, answers = {0: 20 * GIB, 1: 10 * GIB}, iter(())
+    monkeypatch.setattr(memory, "gpu_memory", lambda device: rooms[device.index])
+    monkeypatch.setattr(memory, "outline", lambda *_: outlined())
+    config = load(None, given(activation_checkpointing="auto"))
+    objective = find_objective("pretrain")(config, WORLD)
+
+    def rank(index: int, heard: list[int]) -> Any:
+        """Its World hears of the other rank what this list says, in order."""
+        others = iter(heard)
+        told.clear()
+
+        def most(number: int) -> int:
+            told.append(number)
+            return max(number, next(others))
+
+        device = torch.device("cuda", index)
+        here = SimpleNamespace(main=index == 0, device=device, most=most, together=WORLD.together)
+        return memory.resolve_checkpointing(config, here, objective, None, 2, torch.device("cuda"))  # type: ignore[arg-type]
+
+    told: list[int] = []
+    of_first = rank(0, [-rooms[1], -1, -1, -1])
+    answers = list(told)
+    assert of_first == rank(1, answers) and of_first.blocks == 0
+    assert of_first.budget == int(10 * GIB * 0.96) - 2 * GIB
+
+
+def test_bad_budgets(monkeypatch: pytest.MonkeyPatch) -> None:
+    for changes, message in (
+        ({"memory_budget": 40}, "memory_budget=40 is for activation_checkpointing=auto, not false"),
+        ({"memory_budget": 0, "activation_checkpointing": "auto"}, "no number of GiB above 0"),
+        ({"memory_budget": ".inf", "activation_checkpointing": "auto"}, "no number of GiB above 0"),
+        ({"activation_checkpointing": "best"}, "='best' is not .* whole number or auto$"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            load(None, given(**changes))
+    with pytest.raises(ValueError, match="give memory_budget="):
+        decided(monkeypatch, None)
+
+
+def test_run_and_dry_run_print_the_choice(workspace, capsys) -> None:
+    """And a run that goes on with another budget gives the same bits."""
+    same = {"schedule": "constant", "seq_len": 128}
+    main(workspace.settings("plain", steps=2, **same))
+    losses = workspace.metrics("plain", "loss")
+    sizes = {}
+    auto = same | {"activation_checkpointing": "auto", "resume": "auto"}
+    with pytest.raises(SystemExit, match="there is no GPU here: give memory_budget="):
+        main(workspace.settings("auto", steps=2, data="nowhere.jsonl", **auto))  # before the data
+    with pytest.raises(SystemExit, match="and 1e-05 GiB are there: give a smaller micro_batch"):
+        main(workspace.settings("auto", steps=2, memory_budget=1e-5, **auto))
+    capsys.readouterr()
+    main(["--dry-run", *workspace.settings("auto", steps=2, memory_budget=1, **auto)])
+    assert "auto: no block computed again; " in capsys.readouterr().out
+    config = load(None, workspace.settings("auto", memory_budget=1, **auto))
+    objective = find_objective(config.task)(config, WORLD)
+    for n in (0, 1):
+        model = memory.outline(config, torch.float32)
+        model.activation_checkpointing = spaced_blocks(n, 2)
+        sizes[n] = memory.estimate(model, objective, config, 1, torch.float32).total
+    few, none = sizes[1] / GIB, sizes[0] / GIB
+    main(workspace.settings("auto", steps=1, memory_budget=few, **auto))
+    said = capsys.readouterr().out
+    assert "auto: 1 of 2 blocks computed again; " in said, (sizes, said)
+    main(workspace.settings("auto", steps=2, memory_budget=none, **auto))
+    assert "auto: no block computed again; " in capsys.readouterr().out
+    assert workspace.metrics("auto", "loss") == losses
+
+
+def test_any_blocks_may_be_recomputed() -> None:
+    ids = torch.randint(0, 64, (1, 12), generator=torch.Generator().manual_seed(0))
+    model = type(outlined()).from_config(outlined(vocab_size=64).config).train()
+    calls: list[int] = []
+    for i, layer in enumerate(model.model.layers):
+        layer.register_forward_pre_hook(lambda *_, i=i: calls.append(i))
+    expected: list[torch.Tensor] | None = None
+    for which, again in (
+        (False, []), (True, range(LAYERS)), (3, [0, 3]), (range(3), range(3)), ({5, 2}, [2, 5]),
+    ):  # fmt: skip
+        model.activation_checkpointing = which
+        calls.clear()
+        loss = model(ids, labels=ids).loss
+        found = [loss, *torch.autograd.grad(loss, [*model.parameters()])]
+        assert calls == [*range(LAYERS), *sorted(again, reverse=True)]
+        expected = expected or found
+        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))

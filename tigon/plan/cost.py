@@ -1,0 +1,468 @@
+"""The cost model: what one GPU computes and receives in a step, and how long that takes.
+
+Computation takes its operations and bytes at the rates measured in whole steps; a collective takes
+a latency and its bytes at the link's rate. A step waits for the collectives of context and expert
+parallelism and for most of tensor parallelism's. FSDP's and the other tensor collectives overlap
+with computation: over NVLink a measured share of their time is lost, over the network whatever
+outlasts the computation. sharding=gradients gathers weights and reduces gradients once per step.
+
+The model is one rank's part (`tigon.parallel.take_part`): matrices have a share of their rows or
+columns; the residual stream keeps its width, and a rank keeps a share of its tokens. Every rank of
+an expert-parallel group receives equally many tokens.
+
+# B rows of a micro-batch, T tokens of a row, C model dim, V vocab
+"""
+
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache, cached_property
+from typing import Any, Self
+
+import numpy as np
+import torch
+from torch import nn
+
+from tigon.distributed.context_attention import heads_sent
+from tigon.layers import Attention, Experts, RMSNorm, SparseMoE
+from tigon.layers.linear import GatedLinear
+from tigon.models import MODELS, CausalLM
+from tigon.parallel import MeshSizes, reduction_dtype, take_part
+from tigon.plan.gpu import GPU, Constants
+from tigon.plan.layout import Layout
+from tigon.train.config import Config
+from tigon.train.memory_tracker import sharded_experts
+from tigon.train.model import sum_dtype
+from tigon.train.optim import hidden_matrices, state_bytes
+from tigon.train.throughput import Cost, positions_seen
+
+BF16, FP32 = 2, 4
+WAITED = "tensor/context/expert communication"
+# Elements that a memory-bound kernel moves per element of its input, forward and backward;
+# bench/kernels.py measures the kernels against them
+STREAMED = {
+    "rms_norm": (2, 3),  # x in, y out; x and dy in, dx out
+    # x and residual in, normed and total out; total and both gradients in, one dx out for both
+    "rms_norm_residual": (4, 4),
+    # the same, but the branch was normed too: x is needed again, and dx is not dresidual
+    "sandwich_norm": (4, 6),
+    "gated_act": (3, 5),  # gate and up in, y out; gate, up and dy in, dgate and dup out
+    "rope": (2, 2),
+    "qk_norm_rope": (2, 3),
+}
+GEMM = tuple[int, int, int]  # m, n, k of x [m, k] @ w [n, k].T
+
+
+@dataclass
+class Work:
+    """What a GPU computes in the forward and backward of a micro-batch."""
+
+    products: dict[GEMM, float] = field(default_factory=lambda: defaultdict(float))  # times each
+    grouped: float = 0.0  # operations of experts
+    attention: dict[int, float] = field(default_factory=lambda: defaultdict(float))  # by head_dim
+    recomputed: float = 0.0  # share of attention's forwards
+    moved: dict[str, float] = field(default_factory=dict)  # bytes of memory-bound kernels, by kind
+
+
+@dataclass(frozen=True)
+class ParameterCounts:
+    """Numbers of parameters in a rank's part of a model."""
+
+    counts: Mapping[tuple[bool, bool], int]  # by: hidden matrix, of experts that ranks divide
+    tensor: int  # ranks that divide the layers
+    expert: int  # and the experts
+    mixtures: tuple[SparseMoE, ...]
+
+    @classmethod
+    def of(cls, model: CausalLM, tensor: int, expert: int) -> Self:
+        hidden, counts = hidden_matrices(model), defaultdict[tuple[bool, bool], int](int)
+        sharded = {p for experts in sharded_experts(model) for p in experts.parameters()}
+        for name, parameter in model.named_parameters():
+            counts[name in hidden, parameter in sharded] += parameter.numel()
+        mixtures = tuple(m for m in model.modules() if isinstance(m, SparseMoE))
+        return cls(counts, tensor, expert, mixtures)
+
+    @property
+    def shared(self) -> int:
+        """Parameters of experts that ranks divide."""
+        return sum(count for (_, sharded), count in self.counts.items() if sharded)
+
+    @property
+    def total(self) -> int:
+        return sum(self.counts.values())
+
+    def per_shard(self, shards: int) -> Iterator[tuple[bool, float]]:
+        """Yields whether they are hidden matrices and how many, for one of `shards` FSDP ranks."""
+        for (hidden, sharded), count in self.counts.items():
+            yield hidden, count / (shards * self.tensor // self.expert if sharded else shards)
+
+
+class Shapes:
+    """A model and the parts of it that ranks hold, on the meta device; results are cached."""
+
+    def __init__(self, config: Any, dtype: torch.dtype) -> None:
+        self.config, self.dtype = config, dtype
+        self.part = cache(self._part)
+        self.counts = cache(self._counts)
+        self.work = cache(self._work)
+
+    def build(self) -> CausalLM:
+        """Returns a new whole model."""
+        family = MODELS[self.config.model_type]
+        return family.from_config(self.config, dtype=self.dtype, device="meta").train()
+
+    def _part(self, tensor: int = 1, expert: int = 1) -> CausalLM:
+        """Returns the first rank's part, to be left unchanged; ValueError if it is indivisible."""
+        model = self.build()
+        take_part(model, MeshSizes(tensor=tensor, expert=expert))
+        return model
+
+    def _counts(self, tensor: int = 1, expert: int = 1) -> ParameterCounts:
+        return ParameterCounts.of(self.part(tensor, expert), tensor, expert)
+
+    def _work(self, rows: int, tokens: int, tensor: int = 1, expert: int = 1, **how: Any) -> Work:
+        """Returns `micro_batch_work` of a part."""
+        return micro_batch_work(self.part(tensor, expert), rows, tokens, tensor=tensor, **how)
+
+    @property
+    def experts(self) -> int:
+        """How many experts per layer ranks may divide; 0 without experts."""
+        counts = [len(m.down_proj) for m in self.part().modules() if isinstance(m, Experts)]
+        return math.gcd(*counts)
+
+    @cached_property
+    def cost(self) -> Cost:
+        """The operations of the whole model's mathematics."""
+        return Cost.from_model(self.part(1))
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is trained on what."""
+
+    shapes: Shapes
+    config: Config  # settings of the run; those of a layout are ignored
+    gpus: int
+    gpu: GPU
+    constants: Constants
+    seq_len: int  # T
+    batch_rows: int  # per step, on all GPUs
+
+
+def micro_batch_work(
+    model: CausalLM, rows: int, tokens: int, *, context: int = 1, tensor: int = 1,
+    recomputed: float = 0.0, learned: float = 1.0,
+) -> Work:  # fmt: skip
+    """Returns what one rank computes of B rows of T tokens, which `context` ranks divide.
+
+    `model` is the part of one of `tensor` ranks; `recomputed` the share of blocks that backward
+    recomputes; `learned` the share of tokens with a target.
+    """
+    work, local = Work(recomputed=recomputed), rows * -(-tokens // context)
+    for block in model.model.layers:
+        # Nothing after the last product is saved, so it is not recomputed
+        last = None if has_post_norms(block) else getattr(block.mlp, "down_proj", None)
+        routed = expert_tokens(block, local, tensor)
+        for module in block.modules():
+            m = routed.get(module, local)
+            if isinstance(module, nn.Linear):
+                n, k = module.weight.shape
+                work.products[m, n, k] += 3 + (0.0 if module is last else recomputed)
+            elif isinstance(module, SparseMoE):
+                # A rank receives as many rows as it sends
+                size = sum(p.numel() for p in module.experts.parameters())
+                share = module.per_token / len(module.experts.down_proj)
+                work.grouped += (6 + 2 * recomputed) * m * size * share
+            elif isinstance(module, Attention):
+                seen = int(positions_seen(np.array([tokens]), module.window).sum())
+                operations = 12 * module.heads * module.head_dim * rows * seen / context
+                work.attention[module.head_dim] += operations
+    work.products[round(learned * local), *model.lm_head.weight.shape] += 3
+    work.moved = kernel_bytes(model, local, tensor, recomputed, learned)
+    return work
+
+
+def expert_tokens(block: nn.Module, local: int, tensor: int) -> dict[nn.Module, int]:
+    """Returns the tokens that modules of a mixture compute where tensor ranks hold whole experts:
+    a rank's share of the stream."""
+    moes = [m for m in block.modules() if isinstance(m, SparseMoE) and m.divided]
+    return {module: -(-local // tensor) for moe in moes for module in moe.modules()}
+
+
+def kernel_bytes(
+    model: CausalLM, local: int, tensor: int = 1, recomputed: float = 0.0, learned: float = 1.0
+) -> dict[str, float]:
+    """Returns the bytes that memory-bound kernels move for a rank's `local` tokens, by kind; each
+    kernel reads its inputs once and writes its outputs once."""
+    c, moved = model.config.hidden_size, defaultdict[str, float](float)
+    vocab, stream = model.lm_head.weight.shape[0], -(-local // tensor)
+
+    def add(kind: str, operator: str, elements: float, extra: float = 0) -> None:
+        forward, backward = STREAMED[operator]
+        moved[kind] += BF16 * (elements * ((1 + recomputed) * forward + backward) + extra)
+
+    for block in model.model.layers:
+        for _ in range(2):
+            normed = "sandwich_norm" if has_post_norms(block) else "rms_norm_residual"
+            add("norms", normed, stream * c)
+        routed = expert_tokens(block, local, tensor)
+        for module in block.modules():
+            m = routed.get(module, local)
+            if isinstance(module, Attention):
+                heads, kv = module.heads + module.kv_heads, local * module.kv_heads
+                with_norm = module.q_norm is not None
+                operator = "qk_norm_rope" if with_norm else "rope"
+                extra = 2 * kv * module.head_dim if with_norm else 0
+                add("RoPE", operator, local * heads * module.head_dim, extra)
+            elif isinstance(module, GatedLinear):
+                add("activation", "gated_act", m * len(module.weight) / 2)
+            elif isinstance(module, SparseMoE):
+                copies = m * module.per_token
+                add("activation", "gated_act", copies * module.experts.down_proj.shape[-1])
+                # The experts' outputs are summed for each token, and the gradient is spread
+                shard, received, moves = module.experts.shard, float(m), 0.0
+                if shard is not None:  # rows of other ranks arrive and return
+                    received = shard.ranks.size * shard.rows(m, module.per_token)
+                    moves = (4 + 2 * recomputed) * (received + m)
+                moves += (2 + recomputed) * (copies + received)
+                moved["experts' rows"] += BF16 * moves * c
+    tied = model.config.tie_word_embeddings
+    # Rows in and out, their gradients in; and a gradient of zeros to add them to
+    moved["embedding"] += BF16 * (4 * stream * c + (0 if tied else vocab * c))
+    # Each logit in once, its gradient out once
+    moved["head"] += BF16 * 2 * learned * local * vocab
+    return moved
+
+
+def has_post_norms(block: nn.Module) -> bool:
+    """Whether a block also norms its branches before it adds them to the residual stream."""
+    return sum(isinstance(module, RMSNorm) for module in block.children()) == 4
+
+
+@dataclass(frozen=True)
+class CommTime:
+    """Seconds of collectives, and the bytes that a GPU receives, over either link."""
+
+    nvlink: float = 0.0
+    network: float = 0.0
+    nvlink_bytes: float = 0.0
+    network_bytes: float = 0.0
+
+    def __add__(self, other: "CommTime") -> "CommTime":
+        pairs = zip(vars(self).values(), vars(other).values(), strict=True)
+        return CommTime(*(a + b for a, b in pairs))
+
+    def __mul__(self, count: float) -> "CommTime":
+        return CommTime(*(count * value for value in vars(self).values()))
+
+
+@dataclass(frozen=True)
+class CommGroup:
+    """A process group of `size` ranks that are `stride` apart."""
+
+    size: int
+    stride: int
+
+    def per_host(self, gpu: GPU) -> int:
+        return max(1, min(self.size, gpu.host // self.stride))
+
+    def gather(self, size: float, gpu: GPU, k: Constants) -> CommTime:
+        """All-gather or reduce-scatter of all ranks' `size` bytes as a ring; the ranks on a host
+        share that many network adapters."""
+        local = self.per_host(gpu)
+        hosts = self.size / local
+        inside = size * (self.size - 1) / self.size if local > 1 else 0.0
+        return self._time(inside, size * (hosts - 1) / hosts / local, gpu, k)
+
+    def exchange(self, size: float, gpu: GPU, k: Constants) -> CommTime:
+        """All-to-all of `size` bytes per rank, which keeps its share."""
+        local = self.per_host(gpu)
+        inside, across = (size * n / self.size for n in (local - 1, self.size - local))
+        return self._time(inside, across, gpu, k)
+
+    def _time(self, inside: float, across: float, gpu: GPU, k: Constants) -> CommTime:
+        if self.size == 1:
+            return CommTime()
+        local = self.per_host(gpu)
+        link = k.nvlink if local == 2 else k.nvlink_many
+        network = across / (gpu.network * k.network_share) + k.hop * (self.size / local - 1)
+        return CommTime(k.latency + inside / link, network if across else 0.0, inside, across)
+
+
+@dataclass
+class Step:
+    """The step of one GPU: seconds by kind, which add up to `seconds`."""
+
+    kinds: dict[str, float] = field(default_factory=dict)
+    traffic: CommTime = field(default_factory=CommTime)
+    tokens: float = 0.0  # per GPU
+    flops: float = 0.0  # of the model's mathematics, per GPU
+
+    @property
+    def seconds(self) -> float:
+        return sum(self.kinds.values())
+
+    @property
+    def largest(self) -> list[tuple[str, float]]:
+        """Kinds and their seconds, the largest first, without those below 0.2 %."""
+        kinds = [(kind, s) for kind, s in self.kinds.items() if s > 0.002 * self.seconds]
+        return sorted(kinds, key=lambda entry: -entry[1])
+
+    @property
+    def rate(self) -> float:
+        """Tokens per second of a GPU."""
+        return self.tokens / self.seconds
+
+    def mfu(self, gpu: GPU) -> float:
+        return self.flops / self.seconds / gpu.flops
+
+
+def estimate_step(
+    job: Job, layout: Layout, learned: float = 1.0, sums: torch.dtype | None = None
+) -> Step:
+    """Returns the time of a step. `learned` is the share of tokens with a target, `sums` the dtype
+    in which FSDP reduces gradients, by default that of `reduction_dtype`."""
+    k, batches, shapes = job.constants, layout.micro_batches, job.shapes
+    model = shapes.part(layout.tensor, layout.expert)
+    counts = shapes.counts(layout.tensor, layout.expert)
+    ranks = {n: getattr(layout, n) for n in ("context", "tensor", "expert")}
+    shares = {"recomputed": layout.recomputed, "learned": learned}
+    work = shapes.work(layout.rows, job.seq_len, **ranks, **shares)
+    compute = compute_seconds(work, k)
+    step = Step({kind: batches * seconds for kind, seconds in compute.items()})
+    item = getattr(torch, job.config.param_dtype).itemsize
+    update = sum(  # weights and states in and out, gradients in
+        (3 * item + 2 * state_bytes(job.config, hidden=hidden)) * count
+        for hidden, count in counts.per_shard(layout.shards)
+    )
+    step.kinds["optimizer"] = update / k.optimizer
+    step.kinds["other"] = k.rest * step.seconds
+    waited, hidden = (time * batches for time in block_collectives(job, layout, model, counts))
+    step.kinds[WAITED] = waited.nvlink + waited.network + k.exposed * hidden.nvlink
+    if layout.expert > 1:
+        step.kinds[WAITED] += batches * len(counts.mixtures) * k.shared_experts
+    groups = sharded_parameters(layout, model, counts)
+    fsdp, outlasting = fsdp_collectives(job, groups, layout, sum(compute.values()), sums)
+    exposed = k.exposed_once if layout.sharding == "gradients" else k.exposed
+    step.kinds["FSDP over NVLink"] = exposed * fsdp.nvlink
+    step.kinds["FSDP over the network"] = outlasting
+    step.traffic = waited + hidden + fsdp
+    rows = layout.rows * batches / (layout.tensor * layout.context)
+    step.tokens = rows * job.seq_len
+    step.flops = rows * shapes.cost([job.seq_len])
+    return step
+
+
+def compute_seconds(work: Work, k: Constants) -> dict[str, float]:
+    """Returns the seconds of a micro-batch on a GPU, by kind."""
+    products = sum(
+        count * (2 * m * n * d / k.products + BF16 * (m * n + n * d + m * d) / k.product_bytes)
+        for (m, n, d), count in work.products.items()
+    )
+    attention = sum(flops / k.attention_rate(dim) for dim, flops in work.attention.items())
+    return {
+        "GEMMs": products + work.grouped / k.grouped,
+        "attention": attention * (1 + work.recomputed * k.attention_forward),
+        "memory-bound kernels": sum(work.moved.values()) / k.passes,
+    }
+
+
+def block_collectives(
+    job: Job, layout: Layout, model: CausalLM, counts: ParameterCounts
+) -> tuple[CommTime, CommTime]:
+    """Returns a micro-batch's collectives inside blocks: those waited for, and those beside GEMMs.
+
+    Each branch gathers its tokens and reduces its output over the tensor ranks, forward and
+    backward; attention exchanges tokens for heads over the context ranks; expert-parallel ranks
+    send each other rows, and back.
+    """
+    gpu, k, recomputed = job.gpu, job.constants, layout.recomputed
+    tensor, context = CommGroup(layout.tensor, 1), CommGroup(layout.context, layout.tensor)
+    tokens = layout.tokens(job.seq_len)
+    stream = -(-tokens // layout.tensor)  # a rank's, between layers
+    hidden = BF16 * stream * layout.tensor * model.config.hidden_size
+    layers, moes = len(model.model.layers), counts.mixtures
+    # Two branches per block, except experts that ranks hold whole; embedding and head
+    branches = 2 * layers - (len(moes) if layout.expert > 1 else 0)
+    gather = tensor.gather(hidden, gpu, k)
+    waited = gather * (branches * (3 + 2 * recomputed) + 4)
+    # Backward gathers inputs unless a recomputation just did, and reduces their gradients
+    overlapped = gather * (branches * (2 - recomputed))
+    if layout.context > 1 and isinstance(mixer := model.model.layers[0].mixer, Attention):
+        sent = heads_sent(mixer.heads, mixer.kv_heads, layout.context) * mixer.head_dim
+        # Two messages, to attention and back; a rank's share is not sent
+        size = BF16 * tokens * sent / 2 * layout.context / (layout.context - 1)
+        waited += context.exchange(size, gpu, k) * (layers * 2 * (2 + recomputed))
+    expert = CommGroup(layout.expert, 1)
+    for layer in moes if layout.expert > 1 else ():
+        shard = layer.experts.shard
+        assert shard is not None
+        sent = layout.expert * shard.rows(stream, layer.per_token)
+        rows = expert.exchange(BF16 * sent * model.config.hidden_size, gpu, k)
+        # Counts of rows and their experts are separate messages of few bytes
+        sizes = expert.exchange(0, gpu, k)
+        waited += rows * (4 + 2 * recomputed) + sizes * (3 + 2 * recomputed)
+    return waited, overlapped
+
+
+@dataclass(frozen=True)
+class ShardedParameters:
+    """FSDP parameter groups of the same size over the same ranks."""
+
+    ranks: CommGroup
+    replicas: CommGroup
+    count: int
+    numel: float  # of each
+
+    def gather(self, gpu: GPU, k: Constants) -> CommTime:
+        """All-gather of the weights in bfloat16."""
+        return self.ranks.gather(BF16 * self.numel, gpu, k) * self.count
+
+    def reduce(self, sums: torch.dtype, gpu: GPU, k: Constants) -> CommTime:
+        """Reduce-scatter of the gradients, and all-reduce of the result over the replicas."""
+        size = sums.itemsize * self.numel
+        scattered = self.ranks.gather(size, gpu, k) * self.count
+        return scattered + self.replicas.gather(size / self.ranks.size, gpu, k) * (2 * self.count)
+
+
+def sharded_parameters(
+    layout: Layout, model: CausalLM, counts: ParameterCounts
+) -> list[ShardedParameters]:
+    """Returns the groups of a rank's part: blocks and ends, and experts that ranks divide."""
+    replicas = CommGroup(layout.replicate, layout.tensor * layout.shards)
+    sharded, count = counts.shared, len(model.model.layers) + 1
+    rest = (counts.total - sharded) / count
+    groups = [ShardedParameters(CommGroup(layout.shards, layout.tensor), replicas, count, rest)]
+    if sharded:
+        ranks, count = CommGroup(layout.same, layout.expert), len(counts.mixtures)
+        groups.append(ShardedParameters(ranks, replicas, count, sharded / count))
+    return groups
+
+
+def fsdp_collectives(
+    job: Job, groups: Sequence[ShardedParameters], layout: Layout, compute: float,
+    sums: torch.dtype | None = None,
+) -> tuple[CommTime, float]:  # fmt: skip
+    """Returns a step's collectives of weights and gradients, and by how much those over the network
+    outlast `compute`, the seconds of a micro-batch; `sums` is that of `estimate_step`."""
+    gpu, k, count = job.gpu, job.constants, layout.micro_batches
+    once = layout.sharding == "gradients"
+    param_dtype = getattr(torch, job.config.param_dtype)
+
+    def dtype_of(size: int) -> torch.dtype:
+        if once:
+            return sum_dtype(job.config)
+        one = count == 1
+        return sums or reduction_dtype(torch.bfloat16, {param_dtype}, size, one_backward=one)
+
+    gather = sum((group.gather(gpu, k) for group in groups), CommTime())
+    reduced = sum(
+        (group.reduce(dtype_of(group.ranks.size), gpu, k) for group in groups), CommTime()
+    )
+    forward = max(0.0, gather.network - compute / 3)
+    if once:  # the gather overlaps with the first forward, the reduction with the last backward
+        return gather + reduced, forward + max(0.0, reduced.network - 2 / 3 * compute)
+    backward = max(0.0, gather.network - 2 / 3 * compute)
+    last = max(0.0, gather.network + reduced.network - 2 / 3 * compute)
+    return gather * (2 * count) + reduced, forward * count + backward * (count - 1) + last

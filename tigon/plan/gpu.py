@@ -1,0 +1,99 @@
+"""GPUs and the rates measured on them, as data.
+
+gpus.json has the data sheets. constants.json has what bench/plan.py, its only writer, fits to
+measured steps. A GPU without measurements reaches the shares of its data sheet of the measured one.
+"""
+
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any, Self
+
+from tigon import strict
+from tigon.json_file import read_json
+
+FOLDER = Path(__file__).parent
+GPUS, CONSTANTS = FOLDER / "gpus.json", FOLDER / "constants.json"
+
+
+@dataclass(frozen=True)
+class GPU:
+    """A data sheet, in bytes, 16-bit floating-point operations and bytes per second."""
+
+    name: str
+    memory: float  # bytes, as torch reports them
+    flops: float
+    bandwidth: float  # of memory
+    nvlink: float  # one direction
+    network: float  # this GPU's share of the host's network, one direction
+    host: int  # GPUs connected by NVLink
+    source: str
+    torch_name: str = ""  # torch.cuda.get_device_name
+
+
+@dataclass(frozen=True)
+class Constants:
+    """Rates of one GPU, in seconds, bytes and operations; bench/plan.py documents the fit."""
+
+    products: float  # operations per second of GEMMs
+    product_bytes: float  # bytes per second that GEMMs read and write
+    grouped: float  # operations per second of the experts' grouped GEMMs
+    attention: dict[str, float]  # operations per second, forward and backward, by head_dim
+    attention_forward: float  # share of the forward in that time
+    passes: float  # bytes per second of memory-bound kernels
+    optimizer: float  # bytes per second
+    rest: float  # share of a step that no other kind explains
+    nvlink: float  # bytes per second received from one GPU
+    nvlink_many: float  # and from several
+    latency: float  # of a collective within a host
+    exposed: float  # share of FSDP's NVLink time that a step waits for
+    exposed_once: float  # the same with sharding=gradients: one gather and one reduction per step
+    shared_experts: float  # extra seconds per expert-parallel layer and micro-batch
+    # Assumed, not measured
+    network_share: float  # of the network's rate
+    hop: float  # extra latency per further host of a collective
+
+    @classmethod
+    def read(cls, path: Path = CONSTANTS) -> Self:
+        values = read_json(path)["constants"]
+        return cls(**{f.name: values[f.name] for f in fields(cls)})
+
+    def attention_rate(self, head_dim: int) -> float:
+        """Returns the attention rate of the nearest head_dim that was measured."""
+        rates = {int(dim): rate for dim, rate in self.attention.items()}
+        return rates[min(rates, key=lambda dim: abs(dim - head_dim))]
+
+    def scale(self, gpu: GPU, measured: GPU) -> Self:
+        """Returns the constants of `gpu`: the same shares of its data sheet as on `measured`."""
+        if gpu.name == measured.name:
+            return self
+        compute = gpu.flops / measured.flops
+        memory = gpu.bandwidth / measured.bandwidth
+        link = gpu.nvlink / measured.nvlink
+        changes: dict[str, Any] = {n: getattr(self, n) * compute for n in ("products", "grouped")}
+        changes |= {n: getattr(self, n) * memory for n in ("product_bytes", "passes", "optimizer")}
+        changes |= {n: getattr(self, n) * link for n in ("nvlink", "nvlink_many")}
+        changes["attention"] = {d: rate * compute for d, rate in self.attention.items()}
+        return replace(self, **changes)
+
+
+def known_gpus() -> dict[str, GPU]:
+    return {name: GPU(name=name, **values) for name, values in read_json(GPUS).items()}
+
+
+def find_gpu(name: str = "", *, torch_name: str = "") -> tuple[GPU, Constants]:
+    """Returns the GPU with this name, or with torch's name for it, and its constants.
+
+    Raises ValueError for an unknown GPU.
+    """
+    known = known_gpus()
+    if torch_name:
+        gpu = next((gpu for gpu in known.values() if gpu.torch_name == torch_name), None)
+        names = ", ".join(gpu.torch_name for gpu in known.values())
+        error = f"nothing is known of {torch_name}, but of {names}"
+    else:
+        gpu = known.get(name.lower())
+        hint = strict.suggest(name, known, cutoff=0.8)  # a100 is not a misspelt h100
+        error = f"--gpu {name} must be one of {', '.join(known)}{f'; {hint}' if hint else ''}"
+    if gpu is None:
+        raise ValueError(error)
+    return gpu, Constants.read().scale(gpu, known[read_json(CONSTANTS)["gpu"]])

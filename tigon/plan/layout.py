@@ -1,0 +1,88 @@
+"""Layouts: the ways in which GPUs can divide a run.
+
+# B rows of a micro-batch, T tokens of a row
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
+
+from tigon.parallel import MeshSizes
+from tigon.train.config import Config
+from tigon.train.parallel_settings import Parallel
+
+MESH = ("replicate", "fsdp", "context", "tensor", "expert")
+
+
+@dataclass(frozen=True)
+class Layout(MeshSizes):
+    """Ranks per dimension of the mesh, and the micro-batches of each rank."""
+
+    rows: int = 1  # B
+    micro_batches: int = 1  # per step and rank
+    checkpointing: bool | int = False
+    sharding: Any = "full"
+
+    @property
+    def parallel(self) -> Parallel:
+        return Parallel(self.replicate, self.fsdp, self.context, self.tensor, self.expert)
+
+    def config(self, config: Config) -> Config:
+        """Returns the run's settings in this layout; raises ValueError if they exclude it."""
+        batch = self.rows * self.micro_batches * self.data
+        return replace(
+            config, micro_batch_size=self.rows, batch_size=batch, parallel=self.parallel,
+            sharding=self.sharding, activation_checkpointing=self.checkpointing, memory_budget=None,
+        )  # fmt: skip
+
+    @property
+    def recomputed(self) -> float:
+        """The share of blocks that backward recomputes."""
+        return 1 / self.checkpointing if self.checkpointing else 0.0
+
+    def tokens(self, seq_len: int) -> int:
+        """Tokens of a micro-batch on each rank, with the padding of the last one."""
+        return self.rows * -(-seq_len // self.context)
+
+    @property
+    def settings(self) -> str:
+        """The settings for `tigon train`."""
+        sizes = {n: getattr(self, n) for n in MESH}
+        words = [f"parallel.{name}={size}" for name, size in sizes.items() if size > 1]
+        words.append(f"micro_batch_size={self.rows}")
+        if self.checkpointing:
+            words.append(f"activation_checkpointing={str(self.checkpointing).lower()}")
+        if self.sharding != "full":
+            words.append(f"sharding={self.sharding}")
+        return " ".join(words)
+
+    @property
+    def mesh(self) -> tuple[object, ...]:
+        """What identifies a line of a plan."""
+        return *(getattr(self, name) for name in MESH), self.sharding
+
+
+@cache
+def divisors(number: int) -> tuple[int, ...]:
+    """Returns all divisors in order, in the time of the square root."""
+    small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
+    return *small, *(number // n for n in reversed(small) if n * n != number)
+
+
+def enumerate_meshes(gpus: int, experts: int = 0) -> Iterator[Layout]:
+    """Yields every mesh of that many GPUs, for a model with that many experts per layer.
+
+    Replicas of undivided weights are left out: sharding=gradients sends as little in less memory.
+    """
+    for tensor in divisors(gpus):
+        for context in divisors(gpus // tensor):
+            data = gpus // tensor // context
+            for fsdp in divisors(data):
+                if fsdp * context > 1 or fsdp == data:
+                    mesh = Layout(data // fsdp, fsdp, context, tensor)
+                    yield mesh
+                    for expert in divisors(mesh.shards * tensor)[1:] if experts else ():
+                        if experts % expert == 0:
+                            yield replace(mesh, expert=expert)

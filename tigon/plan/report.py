@@ -1,0 +1,226 @@
+"""`tigon plan`: from the command line to a table."""
+
+import re
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from tigon.data.examples import format_count
+from tigon.plan.cost import Job, Shapes
+from tigon.plan.gpu import find_gpu
+from tigon.plan.layout import MESH
+from tigon.plan.search import LACKS, TIE, LayoutChoice, LayoutPlan
+from tigon.train.config import Config
+from tigon.train.config_file import load, pairs
+from tigon.train.memory import GIB
+from tigon.train.model import outline
+from tigon.train.settings import LONGEST
+
+COLUMNS = (
+    *("micro-batch size", "micro-batches", "recomputed", "GiB", "NVLink GB", "network GB"),
+    *("network s", "step s", "tok/s/GPU", "MFU"),
+)
+MAX_GPUS, MAX_TOKENS = 2**18, 2**40  # beyond any cluster, and slow to search
+MAX_REASONS = 6  # listed one by one
+UNMODELED = ("lora", "fp8", "activation_offload", "optimizer_offload", "ema_decay", "teacher")
+# Settings that memory, time or the possible layouts depend on; all others are refused
+USED = (
+    *("revision", "param_dtype", "dtype", "cuda_graphs", "router_aux_loss_coef"),
+    *("optimizer", "momentum", "nesterov", "parameter_groups", "stochastic_rounding"),
+    *("accumulate_fp32", "optimizer_in_backward", "max_grad_norm"),
+    *("loss_reduction", "logits_bytes"),
+)
+REFUSED = {  # settings that are arguments of the command, or that a plan tries
+    **dict.fromkeys(("model", "init"), "give it as the argument MODEL"),
+    "seq_len": "give --seq-len T instead",
+    "batch_size": "give --batch-tokens N instead, which is batch_size x seq_len",
+    "parallel": "a plan tries every layout itself; leave it out",
+} | dict.fromkeys(
+    ("sharding", "micro_batch_size", "activation_checkpointing"),
+    "a plan tries its values itself; leave it out",
+)
+
+
+def read_job(
+    model: str, gpus: int, gpu: str, seq_len: int, batch_tokens: int | None = None,
+    settings: Sequence[str] = (),
+) -> Job:  # fmt: skip
+    """Returns the job of a directory, a hub repository or a config.json, reading only the config.
+
+    `settings` are `tigon train`'s. A step has a row for each GPU unless `batch_tokens` says more.
+    Raises ValueError and OSError for what cannot be planned.
+    """
+    tokens = gpus * seq_len if batch_tokens is None else batch_tokens
+    if not 1 <= gpus <= MAX_GPUS:
+        raise ValueError(f"--gpus {gpus} must be 1 to {MAX_GPUS:,}")
+    data_sheet, constants = find_gpu(gpu)
+    for name, count, least in (("--seq-len", seq_len, 2), ("--batch-tokens", tokens, 1)):
+        if count < least:
+            raise ValueError(f"{name} {count} must be at least {least}")
+    if seq_len > LONGEST:
+        raise ValueError(f"--seq-len {seq_len} must be at most {LONGEST:,}")
+    if tokens % seq_len:
+        below = tokens // seq_len * seq_len
+        near = " or ".join(str(n) for n in (below, below + seq_len) if n)
+        raise ValueError(
+            f"--batch-tokens {tokens} is no multiple of --seq-len {seq_len}: give {near}"
+        )
+    if tokens > MAX_TOKENS:
+        raise ValueError(
+            f"{tokens:,} tokens in a step, by --batch-tokens or as --gpus x --seq-len: there may "
+            f"be {MAX_TOKENS:,} at most"
+        )
+    if model.endswith(".json") and not Path(model).is_file():
+        raise FileNotFoundError(f"no file {model}")
+    check_settings(settings)
+    source = f"init={model}" if Path(model).is_file() else f"model={model}"
+    fixed = [source, "run_dir=run", "data=data", "task=pretrain", "tokenizer=tokenizer"]
+    config = load(None, [*settings, *fixed])
+    check_modeled(config)
+    dtype = getattr(torch, config.param_dtype)
+    found = outline(replace(config, activation_checkpointing=False, memory_budget=None), dtype)
+    if seq_len > (context := found.config.max_position_embeddings):
+        print(f"note: rows of {seq_len:,} tokens, and the model's context is {context:,}")
+    shapes, rows = Shapes(found.config, dtype), tokens // seq_len
+    return Job(shapes, config, gpus, data_sheet, constants, seq_len, rows)
+
+
+def check_settings(settings: Sequence[str]) -> None:
+    """Raises ValueError for settings that a plan would ignore."""
+    for name, value in pairs(settings):
+        first = name.partition(".")[0]
+        why = REFUSED.get(first)
+        if first in MESH:
+            why = f"{REFUSED['parallel']} (for `tigon train` it is parallel.{name}={value})"
+        # `load` reports unknown settings
+        elif first in Config.__dataclass_fields__ and first not in (*USED, *UNMODELED, *REFUSED):
+            why = f"a plan does not use it; leave it out. It uses {', '.join(USED)}"
+        if why is not None:
+            raise ValueError(f"--settings {name}={value}: {why}")
+
+
+def check_modeled(config: Config) -> None:
+    """Raises ValueError for settings whose time is not modeled."""
+    if config.parallel not in (None, "auto"):
+        raise ValueError("parallel: a plan finds the layout itself; leave it out")
+    for name in UNMODELED:
+        if getattr(config, name):
+            raise ValueError(f"{name}: its time is not modelled; leave it out")
+    if config.dtype == "float32":
+        raise ValueError("dtype=float32: only GEMMs in bfloat16 are modelled; leave it out")
+
+
+def format_plan(plan: LayoutPlan) -> str:
+    """Returns the output of `tigon plan`."""
+    job = plan.job
+    model = job.shapes.part(1)
+    rows = format_count(job.batch_rows, "row")
+    lines = [
+        f"{model.config.transformers_class}, {job.shapes.counts().total:,} parameters, on "
+        f"{job.gpus:,} x {job.gpu.name}; a step has {rows} of {job.seq_len:,} tokens, "
+        f"{job.batch_rows * job.seq_len:,} in all",
+        f"{job.config.param_dtype} weights, {job.config.optimizer}; "
+        f"{plan.budget / GIB:.1f} GiB of a GPU for tensors",
+    ]
+    if job.shapes.experts:
+        lines.append("experts are assumed to be balanced")
+    if len(plan.choices) > 1:
+        lines.append(
+            f"step times within {100 * TIE:g} % of each other are ties, ranked by memory "
+            "(errors of the model: docs/scale.md)"
+        )
+    table = table_rows(plan)
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    lines += ["", *("  ".join(map(str.rjust, row, widths)) for row in table)]
+    if not plan.choices:
+        lines += ["no layout fits", *suggestions(plan)]
+    else:
+        best = plan.choices[0]
+        largest = best.memory.kinds.items()
+        memory = ", ".join(f"{kind} {size / GIB:.1f}" for kind, size in largest if size > GIB / 20)
+        times = ", ".join(f"{kind} {seconds:.3g}" for kind, seconds in best.step.largest)
+        settings = f"batch_size={job.batch_rows} seq_len={job.seq_len} {best.layout.settings}"
+        days = 1e12 / (best.step.rate * job.gpus) / 86400
+        lines += ["", f"the first: {settings}", f"  memory, GiB: {memory}", f"  seconds: {times}"]
+        lines.append(f"  10^12 tokens: {days:,.1f} days")
+    return "\n".join([*lines, "", *format_reasons(plan)])
+
+
+def table_rows(plan: LayoutPlan) -> list[list[str]]:
+    """Returns the head of the table and a row per choice; `expert` only for models with experts."""
+    mesh = MESH if plan.job.shapes.experts else MESH[:-1]
+
+    def cells(choice: LayoutChoice) -> list[str]:
+        layout, step = choice.layout, choice.step
+        zero = " ZeRO-2" if layout.sharding == "gradients" else ""
+        return [
+            *(f"{getattr(layout, name)}{zero if name == 'fsdp' else ''}" for name in mesh),
+            str(layout.rows), str(layout.micro_batches),
+            {False: "none", 2: "every 2nd", True: "all"}[layout.checkpointing],
+            f"{choice.memory.total / GIB:.1f}", f"{step.traffic.nvlink_bytes / 1e9:,.1f}",
+            f"{step.traffic.network_bytes / 1e9:,.1f}", f"{step.traffic.network:.3g}",
+            f"{step.seconds:.3g}", f"{step.rate:,.0f}", f"{step.mfu(plan.job.gpu):.1%}",
+        ]  # fmt: skip
+
+    return [[*mesh, *COLUMNS], *map(cells, plan.choices)]
+
+
+def format_reasons(plan: LayoutPlan) -> list[str]:
+    """Returns why other layouts are impossible, the most frequent reasons first."""
+    if not plan.reasons:
+        return []
+    reasons = merge_rank_counts(plan.reasons)
+    lines = ["layouts that are not possible:"]
+    for reason, count in reasons.most_common(MAX_REASONS):
+        if reason == LACKS:
+            least, budget = (plan.lacking or 0) / GIB, plan.budget / GIB
+            reason = f"too little memory: {least:,.0f} GiB per GPU at least, and {budget:.0f} are "
+            reason += "usable"
+        lines.append(f"  {format_count(count, 'layout')}: {reason}")
+    if len(reasons) > MAX_REASONS:
+        rest = sum(count for _, count in reasons.most_common()[MAX_REASONS:])
+        lines.append(f"  {format_count(rest, 'layout')}: other reasons")
+    return lines
+
+
+def suggestions(plan: LayoutPlan) -> list[str]:
+    """Returns what may make a layout fit."""
+    job, config = plan.job, plan.job.config
+    if LACKS not in plan.reasons:
+        return ["the reasons are below: change --gpus or --batch-tokens"]
+    smaller = {"param_dtype": "bfloat16"} if config.param_dtype == "float32" else {}
+    if config.optimizer in ("adamw", "adamw_bf16"):
+        smaller["optimizer"] = "adamw_8bit"
+    lines = ["what needs less memory per GPU:"]
+    with suppress(ValueError):  # of settings that do not go with these
+        replace(config, **smaller)  # type: ignore[arg-type]
+        lines += ["  --settings " + " ".join(f"{k}={v}" for k, v in smaller.items())] * bool(
+            smaller
+        )
+    lines.append(
+        f"  more GPUs, --gpus above {job.gpus:,}, or shorter rows, --seq-len below {job.seq_len:,}"
+    )
+    if job.batch_rows > job.gpus:
+        lines.append("  fewer rows in a step, --batch-tokens, so that no gradients accumulate")
+    lines.append(
+        "  for `tigon train`: activation_offload=true and optimizer_offload=true, which a "
+        "plan does not model; --dry-run estimates them"
+    )
+    return lines
+
+
+def merge_rank_counts(reasons: Counter[str]) -> Counter[str]:
+    """Merges reasons that differ in the number of ranks: "2, 4 ranks cannot ..."."""
+    merged, ranks = Counter[str](), dict[str, list[int]]()
+    for reason, count in reasons.items():
+        match = re.fullmatch(r"(\d+)( ranks .*)", reason, re.S)
+        rest = match[2] if match else reason
+        merged[rest] += count
+        ranks.setdefault(rest, []).extend([int(match[1])] if match else [])
+    return Counter(
+        {", ".join(map(str, sorted(ranks[rest]))) + rest: merged[rest] for rest in merged}
+    )

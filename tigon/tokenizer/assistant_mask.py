@@ -1,0 +1,260 @@
+"""Weighs the tokens of a conversation: which of them fine-tuning learns, and with what weight."""
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Collection, Mapping, Sequence
+from operator import itemgetter
+from typing import Any, Literal, NamedTuple
+
+from tigon.tokenizer.chat_template import Message, Rendered, check_messages
+from tigon.tokenizer.turns import Conversation, skip_empty_thinking
+
+TrainOn = Literal["assistant", "all_turns", "last", "all"]
+UNMARKED = "the chat template marks no token as the assistant's in this chat"
+
+
+class Span(NamedTuple):
+    """A range of characters of a text, with one loss weight."""
+
+    start: int
+    stop: int
+    weight: float
+
+
+class WeightedRows(NamedTuple):
+    """Texts of one conversation, each with its learned spans."""
+
+    rows: list[tuple[str, list[Span]]]
+    rewritten: int  # turns in no row: the chat template writes them differently when others follow
+    missing_opener: str  # of reasoning: ends the prompts of inference, but is not in the texts
+
+
+def message_weights(
+    messages: Sequence[Message], train_on: TrainOn, weights: Sequence[float | None] | None = None
+) -> dict[int, float]:
+    """The weights of learned messages, by index; with train_on=all, those in `weights` alone."""
+    turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+    if not turns and train_on != "all":
+        raise ValueError("messages have no turn of the role 'assistant': nothing to learn")
+    chosen = dict.fromkeys({"last": turns[-1:], "all": []}.get(train_on, turns), 1.0)
+    chosen |= {i: weight for i, weight in enumerate(weights or ()) if weight is not None}
+    if train_on == "all":
+        return chosen
+    return {i: weight for i, weight in chosen.items() if weight}
+
+
+def learned_turns(
+    messages: Sequence[Message], train_on: TrainOn, weights: Sequence[float | None]
+) -> list[int]:
+    """Indices of the assistant's turns that are learned; ValueError if it is no conversation."""
+    check_messages(messages)
+    learned = message_weights(messages, train_on, weights)
+    if train_on == "all":
+        learned = {i: 1.0 for i, weight in enumerate(weights) if weight != 0}
+    return [i for i in learned if messages[i]["role"] == "assistant"]
+
+
+def weighted_rows(
+    template: str,
+    messages: Sequence[Message],
+    special_tokens: Collection[str] = (),
+    /,
+    *,
+    train_on: TrainOn = "assistant",
+    weights: Sequence[float | None] | None = None,
+    train_on_empty_thinking: bool = False,
+    **variables: Any,
+) -> WeightedRows:
+    """Render the conversation, and locate the characters that are learned.
+
+    Arguments are those of `Tokenizer.encode_chat_rows`. ValueError where a place is ambiguous.
+    """
+    chosen = message_weights(messages, train_on, weights)
+    conversation = Conversation(template, messages, variables, special_tokens)
+    if train_on == "all":
+        return _weigh_all(conversation, chosen)
+    result = _weigh_turns(conversation, chosen, train_on)
+    if train_on_empty_thinking:
+        return result
+    rows = [
+        (text, [s._replace(start=skip_empty_thinking(text, s.start)) for s in spans])
+        for text, spans in result.rows
+    ]
+    return result._replace(rows=rows)
+
+
+def token_weights(offsets: list[tuple[int, int]], spans: Sequence[Span]) -> list[float]:
+    """The weight of each token: the largest among the spans that overlap it."""
+    weights = [0.0] * len(offsets)
+    for start, stop, weight in sorted(spans, key=lambda span: span.weight):
+        if start < stop:
+            first = bisect_right(offsets, start, key=itemgetter(1))
+            last = bisect_left(offsets, stop, key=itemgetter(0))
+            weights[first:last] = [weight] * (last - first)
+    return weights
+
+
+def _weigh_all(conversation: Conversation, chosen: Mapping[int, float]) -> WeightedRows:
+    """All of the text counts 1, but for the chosen messages."""
+    text = conversation.whole.text
+    turns = [i for i in conversation.turns if i in chosen]
+    spans = _other_spans(conversation, chosen, text)
+    if turns and conversation.has_generation:
+        spans += _generation_spans(conversation, turns, chosen)
+    elif turns:
+        conversation.check_end()
+        for i in turns:
+            stop = conversation.stop(i, text)
+            if stop is None:
+                raise ValueError(
+                    f"messages[{i}] has a weight of its own, but the chat template rewrites it "
+                    "when turns follow (for instance, it drops the reasoning of earlier turns): "
+                    "weigh it like the others, or train on turns alone (train_on=all_turns)"
+                )
+            spans.append(Span(conversation.start(i), stop, chosen[i]))
+    gaps, end = [], 0
+    for start, stop, _ in sorted(spans):
+        gaps.append(Span(end, start, 1.0))
+        end = max(end, stop)
+    gaps.append(Span(end, len(text), 1.0))
+    return WeightedRows([(text, spans + gaps)], 0, conversation.missing_opener)
+
+
+def _weigh_turns(
+    conversation: Conversation, chosen: Mapping[int, float], train_on: TrainOn
+) -> WeightedRows:
+    """Rows in which the chosen turns are learned; other chosen messages are in the first."""
+    turns = [i for i in conversation.turns if i in chosen]
+    row = _first_row(conversation, chosen, train_on)
+    spans = _other_spans(conversation, chosen, row.text)
+    if not turns:
+        return WeightedRows([(row.text, spans)], 0, "")
+    is_whole = row is conversation.whole
+    if conversation.has_generation and train_on != "all_turns" and is_whole:
+        spans += _generation_spans(conversation, turns, chosen)
+        return WeightedRows([(row.text, spans)], 0, "")
+    conversation.check_end()
+    rows, remaining = [], turns[::-1]
+    while True:
+        pending, remaining, end = remaining, [], len(row.text)
+        for i in pending:
+            stop = conversation.stop(i, row.text)
+            if stop is None or stop > end:
+                remaining.append(i)
+                continue
+            end = conversation.start(i)
+            ranges = _blocks(row, end, stop) if conversation.has_generation else [(end, stop)]
+            spans += [Span(*bounds, chosen[i]) for bounds in ranges]
+        rows.append((row.text, spans))
+        if not remaining or train_on != "all_turns":
+            break
+        row, spans = conversation.until(remaining[0]), []
+    if not any(spans for _, spans in rows):
+        raise ValueError(UNMARKED)
+    return WeightedRows(rows, len(remaining), conversation.missing_opener)
+
+
+def _first_row(
+    conversation: Conversation, chosen: Mapping[int, float], train_on: TrainOn
+) -> Rendered:
+    """The conversation, or up to its last learned turn if the rest would rewrite that."""
+    turns = [i for i in conversation.turns if i in chosen]
+    whole = conversation.whole
+    if not turns or (conversation.has_generation and train_on == "assistant"):
+        return whole
+    is_end = turns[-1] == len(conversation.messages) - 1
+    if conversation.has_generation and train_on == "last" and is_end:
+        return whole
+    if conversation.stop(turns[-1], whole.text) is not None:
+        return whole
+    if max(chosen) > turns[-1]:
+        raise _ambiguous(max(chosen))
+    return conversation.until(turns[-1])
+
+
+def _generation_spans(
+    conversation: Conversation, turns: Sequence[int], chosen: Mapping[int, float]
+) -> list[Span]:
+    """The {% generation %} blocks of these turns in the whole conversation."""
+    blocks = _blocks(conversation.whole)
+    if turns == conversation.turns and len({chosen[i] for i in turns}) == 1:
+        by_turn = {turns[-1]: blocks}  # which is whose does not matter
+    else:
+        by_turn = {i: _blocks_of_turn(blocks, conversation, i) for i in turns}
+    if not any(by_turn.values()):
+        raise ValueError(UNMARKED)
+    return [Span(*bounds, chosen[i]) for i in by_turn for bounds in by_turn[i]]
+
+
+def _blocks(rendered: Rendered, start: int = 0, stop: int | None = None) -> list[tuple[int, int]]:
+    """Bounds of the {% generation %} blocks that overlap a range."""
+    for at, text in rendered.generations:
+        if not rendered.text.startswith(text, at):
+            raise ValueError(
+                "the chat template's {% generation %} block is inside a macro, a filter or a "
+                "{% set %} block, where its place in the text is unknown: move it out"
+            )
+    blocks = [(at, at + len(text)) for at, text in rendered.generations]
+    if stop is None:
+        return blocks
+    return [(first, min(last, stop)) for first, last in blocks if start < last and first < stop]
+
+
+def _blocks_of_turn(
+    blocks: list[tuple[int, int]], conversation: Conversation, i: int
+) -> list[tuple[int, int]]:
+    """The blocks of messages[i]: a turn may have several, or none."""
+    turns = conversation.turns
+    position = turns.index(i)
+    first, last = 0, len(blocks)
+    try:
+        if position:
+            first = _count_blocks(conversation, turns[position - 1])
+        if i != turns[-1]:
+            last = _count_blocks(conversation, i)
+    except ValueError as error:
+        raise ValueError(
+            f"the chat template has {len(blocks)} {{% generation %}} blocks for {len(turns)} turns "
+            f"of the assistant, and which are whose is unclear: {error}"
+        ) from error
+    return blocks[first:last]
+
+
+def _count_blocks(conversation: Conversation, i: int) -> int:
+    """The number of blocks that the whole text has up to messages[i]."""
+    whole, prefix = conversation.whole, conversation.render(conversation.messages[: i + 1])
+    if whole.text.startswith(prefix.text):
+        return sum(start < len(prefix.text) for start, _ in whole.generations)
+    # Earlier turns may be rewritten, such as without their reasoning, if they end the same
+    pairs = list(zip(prefix.generations, whole.generations, strict=False))
+    if len(pairs) < len(prefix.generations) or not all(a.endswith(b) for (_, a), (_, b) in pairs):
+        raise ValueError(
+            f"it writes messages[{i}] differently when turns follow. Weigh all turns alike "
+            "(train_on=assistant), or learn each in its own context (train_on=all_turns)"
+        )
+    return len(pairs)
+
+
+def _other_spans(conversation: Conversation, chosen: Mapping[int, float], whole: str) -> list[Span]:
+    """What each chosen message that is not the assistant's adds to the messages before it."""
+    spans = []
+    for i in sorted(chosen.keys() - set(conversation.turns)):
+        messages = conversation.messages
+        try:
+            before = conversation.render(messages[:i]).text if i else ""
+            text = conversation.render(messages[: i + 1]).text
+        except ValueError as error:
+            raise ValueError(
+                f"messages[{i}] has a weight of its own, but where it is in the text is unclear, "
+                f"because the conversation up to there does not render: {error}"
+            ) from error
+        if not (text.startswith(before) and whole.startswith(text)):
+            raise _ambiguous(i)
+        spans.append(Span(len(before), len(text), chosen[i]))
+    return spans
+
+
+def _ambiguous(i: int) -> ValueError:
+    return ValueError(
+        f"messages[{i}] has a weight of its own, but where it is in the text is unclear: the "
+        "chat template writes what is before differently in the whole conversation"
+    )

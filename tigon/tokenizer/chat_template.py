@@ -1,0 +1,381 @@
+"""Renders chat templates as transformers does, and lists the times that a template writes."""
+
+import ast
+import json
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
+from datetime import datetime
+from functools import lru_cache
+from itertools import product
+from typing import Any, NamedTuple
+
+import jinja2
+from jinja2.exceptions import SecurityError
+from jinja2.ext import Extension, loopcontrols
+from jinja2.nodes import CallBlock, Node
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.utils import Namespace
+
+from tigon.json_file import escaped
+from tigon.tokenizer.tool_schema import function_schema
+
+Message = Mapping[str, Any]
+
+MAX_TEMPLATE = 2**16  # characters; the longest that are known have half of it
+MAX_TEXT = 2**26  # characters of a rendered conversation
+# Keys of a turn's reasoning in data sets; templates read the first, gpt-oss the second
+REASONING = ("reasoning_content", "thinking", "reasoning")
+# Arguments of the functions that take template variables beside them
+RESERVED = {
+    *("self", "template", "return_tensors", "return_dict", "return_assistant_tokens_mask"),
+    *("padding", "truncation", "messages", "tools", "documents", "train_on", "weights"),
+    *("chat_template", "add_generation_prompt", "continue_final_message", "tokenize"),
+    *("strftime_now", "train_on_empty_thinking"),
+}
+# Marks the end of the message to continue; the space shows whether the template strips messages
+_END_MARK = "<|CUT HERE|> "
+_generation_callback: ContextVar[Callable[[str], None]] = ContextVar("generation_callback")
+
+
+class Null(str):
+    """Empty text that stands for `content: null`. None itself is removed from messages."""
+
+
+class Rendered(NamedTuple):
+    """A conversation's text."""
+
+    text: str
+    generations: list[tuple[int, str]]  # start and text of each {% generation %} block
+
+
+def render(
+    template: str,
+    messages: Sequence[Message],
+    *,
+    tools: Sequence[Any] | None = None,
+    documents: Sequence[Mapping[str, Any]] | None = None,
+    add_generation_prompt: bool = False,
+    continue_final_message: bool = False,
+    strftime_now: datetime | None = None,
+    **variables: Any,
+) -> Rendered:
+    """Render the conversation; ValueError with the template's own message where it refuses.
+
+    `strftime_now`: the time that the template's function of this name formats; None: now.
+    """
+    try:
+        chat = [_template_message(message) for message in messages]
+        if continue_final_message:
+            if add_generation_prompt:
+                raise ValueError(
+                    "continue_final_message and add_generation_prompt exclude each other"
+                )
+            final_text = _mark_end(chat[-1], len(chat) - 1)
+        variables = _plain(variables) | {
+            "messages": chat,
+            "add_generation_prompt": add_generation_prompt,
+            "tools": None if tools is None else [_plain(_tool(tool)) for tool in tools],
+            "documents": None if documents is None else _plain(list(documents)),
+            "strftime_now": lambda format: (strftime_now or now()).strftime(format),
+        }
+    except RecursionError:
+        raise ValueError("what the chat template takes is nested too deeply") from None
+    rendered = _generate(_compile(template), variables)
+    if continue_final_message:
+        return rendered._replace(text=_cut_at_mark(rendered.text, final_text))
+    return rendered
+
+
+def now() -> datetime:
+    """The time that templates write by default."""
+    return datetime.now()
+
+
+class _Generation(Extension):
+    """Reports the text of each `{% generation %}...{% endgeneration %}`: the assistant's words."""
+
+    tags = {"generation"}
+
+    def parse(self, parser: Parser) -> Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return CallBlock(self.call_method("_report"), [], [], body).set_lineno(line)
+
+    @staticmethod
+    def _report(caller: Callable[[], str]) -> str:
+        text = caller()
+        _generation_callback.get()(text)
+        return text
+
+
+class _TemplateDict:
+    """The `dict` of templates, without the attributes of Python's type."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
+        return dict(*args, **kwargs)
+
+    def fromkeys(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
+        return dict.fromkeys(*args, **kwargs)
+
+
+class _TemplateNamespace(Namespace):
+    """Refuses private attributes, which lead to Python's internals."""
+
+    def __init__(*args: Any, **kwargs: Any) -> None:
+        self, *values = args  # so that namespace(self=...) works, as in jinja's
+        attributes = dict(*values, **kwargs)
+        for name in attributes:
+            _check_public(name)
+        Namespace.__init__(self, attributes)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        _check_public(name)
+        super().__setitem__(name, value)
+
+
+def _check_public(name: Any) -> None:
+    if isinstance(name, str) and name.startswith("_"):
+        raise SecurityError(f"a namespace has no private attributes such as {name!r}")
+
+
+def _raise_exception(message: str) -> None:
+    raise jinja2.TemplateError(str(message))
+
+
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: Any = None,
+    separators: Any = None,
+    sort_keys: bool = False,
+) -> str:
+    """JSON without jinja's escapes for HTML."""
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
+
+
+@lru_cache(maxsize=1)
+def _environment() -> ImmutableSandboxedEnvironment:
+    """The same environment as in transformers' `_compile_jinja_template`."""
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
+    )
+    environment.filters["tojson"] = _tojson
+    environment.globals |= {
+        "raise_exception": _raise_exception,
+        "dict": _TemplateDict(),
+        "namespace": _TemplateNamespace,
+    }
+    return environment
+
+
+@lru_cache
+def _compile(template: str) -> jinja2.Template:
+    if len(template) > MAX_TEMPLATE:
+        raise ValueError(
+            f"the chat template has {len(template)} characters, and may have {MAX_TEMPLATE}"
+        )
+    try:
+        return _environment().from_string(template)
+    except Exception as error:  # jinja raises many kinds for what it cannot compile
+        raise _template_error(error) from error
+
+
+def _generate(template: jinja2.Template, variables: dict[str, Any]) -> Rendered:
+    pieces: list[str] = []
+    generations: list[tuple[int, str]] = []
+    length = 0
+    token = _generation_callback.set(lambda text: generations.append((length, text)))
+    try:
+        for piece in template.generate(variables):
+            pieces.append(piece)
+            length += len(piece)
+            if length > MAX_TEXT:
+                raise jinja2.TemplateError(f"it writes more than {MAX_TEXT} characters")
+    except Exception as error:  # a template can raise most kinds that there are
+        raise _template_error(error) from error
+    finally:
+        _generation_callback.reset(token)
+    text = "".join(pieces)
+    check_unicode(text)
+    return Rendered(text, generations)
+
+
+def _template_error(error: Exception) -> ValueError:
+    """The one error for whatever a template does wrong, with the template's line."""
+    if isinstance(error, jinja2.TemplateSyntaxError):
+        line: int | None = error.lineno
+    else:
+        frames = traceback.extract_tb(error.__traceback__)
+        lines = [frame.lineno for frame in frames if frame.filename == "<template>"]
+        line = lines[-1] if lines else None
+    location = "" if line is None else f" in line {line}"
+    reason = str(error)
+    if not isinstance(error, jinja2.TemplateError | TypeError):
+        reason = f"{type(error).__name__}: {reason}"
+    return ValueError(f"the chat template failed{location}: {escaped(reason)}")
+
+
+def check_messages(messages: Sequence[Message]) -> None:
+    """ValueError that names the message and the key that make this no conversation."""
+    if not isinstance(messages, (list, tuple)) or not messages:
+        raise ValueError(f"messages must be a list of at least one message, got {messages!r:.100}")
+    for i, message in enumerate(messages):
+        if not isinstance(message, Mapping):
+            raise ValueError(f"messages[{i}] must be a dict, got {message!r:.100}")
+        role, content = message.get("role"), message.get("content")
+        if not isinstance(role, str) or not role:
+            raise ValueError(f"messages[{i}]['role'] must be a name such as 'user', got {role!r}")
+        if content is None and not message.get("tool_calls"):
+            raise ValueError(f"messages[{i}]['content'] is missing (role {role!r})")
+        if not isinstance(content, (str, list, tuple, Mapping, type(None))):
+            raise ValueError(f"messages[{i}]['content'] must be text, got {content!r:.100}")
+
+
+def check_variables(variables: Any, name: str) -> None:
+    """ValueError unless these are variables that a chat template can have."""
+    keys = variables.keys() if isinstance(variables, dict) else RESERVED
+    if RESERVED & keys or not all(isinstance(key, str) for key in keys):
+        raise ValueError(
+            f"{name} must be an object of the chat template's own variables, not {variables!r:.100}"
+        )
+    try:
+        _plain(variables)
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from None
+
+
+def check_unicode(text: Any) -> None:
+    """ValueError for half of a surrogate pair, which JSON can write but no text can have."""
+    try:
+        if isinstance(text, str):
+            text.encode()
+    except UnicodeEncodeError as error:
+        before = text[max(0, error.start - 20) : error.start]
+        raise ValueError(
+            f"has the lone surrogate {text[error.start]!a} behind {before!r}, which is not Unicode"
+        ) from None
+
+
+def _template_message(message: Message) -> dict[str, Any]:
+    """A copy without None, which most templates print, and with reasoning under all its keys."""
+    plain: dict[str, Any] = _plain({k: v for k, v in message.items() if v is not None})
+    reasoning = next((plain[key] for key in REASONING if key in plain), None)
+    if reasoning is None:
+        return plain
+    return {"thinking": reasoning, **plain, "reasoning_content": reasoning}
+
+
+def _plain(value: Any) -> Any:
+    """A copy of plain JSON types, so that a template cannot call the methods of others."""
+    if value is None or type(value) in (str, bool, int, float):
+        return value
+    if isinstance(value, Null):
+        return None
+    if isinstance(value, str):
+        return str.__str__(value)
+    if isinstance(value, int):
+        return int.__int__(value)
+    if isinstance(value, float):
+        return float.__float__(value)
+    if isinstance(value, Mapping):
+        return {_plain(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_plain(item) for item in value]
+    if isinstance(value, tuple):
+        return tuple(_plain(item) for item in value)
+    raise ValueError(
+        f"a chat template takes JSON values, not {type(value).__name__}: {value!r:.100}"
+    )
+
+
+def _tool(tool: Any) -> Any:
+    if isinstance(tool, Mapping):
+        return tool
+    if callable(tool):
+        return function_schema(tool)
+    raise ValueError(f"a tool must be a function or the dict of its JSON schema, got {tool!r:.100}")
+
+
+def _mark_end(message: dict[str, Any], i: int) -> str:
+    """Put the mark after the message's (last) text, which is returned."""
+    content = message.get("content")
+    if isinstance(content, str):
+        message["content"] = content + _END_MARK
+        return content
+    for part in reversed(content or []):
+        if isinstance(part, dict) and isinstance(part.get("text"), str):
+            text: str = part["text"]
+            part["text"] = text + _END_MARK
+            return text
+    raise ValueError(f"continue_final_message: messages[{i}] has no text to continue")
+
+
+def _cut_at_mark(text: str, final_text: str) -> str:
+    end = text.rfind(_END_MARK.strip())
+    if end < 0 or final_text.strip() not in text:
+        raise ValueError(
+            "continue_final_message: the chat template does not write the final message as it is: "
+            f"{final_text!r:.200}"
+        )
+    return text[:end] if text.startswith(_END_MARK, end) else text[:end].rstrip()
+
+
+EXACT = "%Y-%m-%dT%H:%M:%S.%f"  # the format of a template that computes its format
+_PROBE_TIMES = datetime(2001, 2, 3, 4, 5, 6, 7), datetime(2012, 11, 10, 9, 8, 7, 6)
+_USER = {"role": "user", "content": "?"}
+_PROBE_CHATS = [_USER], [{"role": "system", "content": "?"}, _USER]
+_PROBE_TOOLS = None, [{"type": "function", "function": {"name": "f", "description": "?"}}]
+
+
+def template_times(
+    template: str,
+    special_tokens: Mapping[str, str],
+    variables: Mapping[str, Any],
+    time: datetime | None,
+) -> dict[str, str]:
+    """The texts of the time that a template writes, by their formats; None is the present time.
+
+    Empty if `variables` pin the time: short chats depend on it without them, and not with them.
+    """
+    formats = list(_strftime_formats(template))
+    if formats and variables and _depends_on_time(template, special_tokens):
+        is_pinned = not _depends_on_time(template, {**special_tokens, **variables})
+        formats = [] if is_pinned else formats
+    time = time or now()
+    return {format: time.strftime(format) for format in formats}
+
+
+def _strftime_formats(template: str) -> Iterator[str]:
+    """The format of each call of strftime_now, but not `strftime_now is defined`."""
+    try:
+        tokens = [t[1:] for t in _environment().lex(template) if t[1] != "whitespace"]
+    except jinja2.TemplateSyntaxError:  # it cannot be rendered
+        return
+    for i, token in enumerate(tokens):
+        if token == ("name", "strftime_now"):
+            match tokens[i + 1 : i + 4]:
+                case [("name", "is"), *_]:
+                    continue
+                case [("operator", "("), ("string", text), ("operator", ")")]:
+                    yield ast.literal_eval(text)
+                case _:
+                    yield EXACT
+
+
+def _depends_on_time(template: str, variables: Mapping[str, Any]) -> bool:
+    """Whether the text of any short chat depends on the time."""
+    for messages, tools in product(_PROBE_CHATS, _PROBE_TOOLS):
+        try:
+            texts = {
+                render(template, messages, tools=tools, strftime_now=time, **variables).text
+                for time in _PROBE_TIMES
+            }
+        except ValueError:
+            continue
+        if len(texts) > 1:
+            return True
+    return False

@@ -1,0 +1,102 @@
+"""Detects how a chat template expects messages: content as parts, tool arguments as JSON text.
+
+Templates do not say so. With the other form they fail, write Python's text of it, or write nothing:
+so a short conversation is rendered in each form, once for each template.
+"""
+
+import json
+import re
+from collections.abc import Sequence
+from functools import lru_cache
+from itertools import product
+from typing import Any, NamedTuple
+
+from tigon.tokenizer.chat_template import REASONING, Message, Null, render
+
+_TAGGED = re.compile(r"\s*<think>\n*(.*?)\n*</think>\n*(.*)", re.DOTALL)
+_NAME, _KEY, _VALUE = "probe_function", "probe_key", "probe_value"
+_CALL = {"name": _NAME, "arguments": {_KEY: _VALUE}}
+_USER = {"role": "user", "content": _VALUE}
+# Some Mistral templates need an id of nine characters
+_TOOL_CALLS = {
+    "role": "assistant",
+    "tool_calls": [{"id": "abcdefghi", "type": "function", "function": _CALL}],
+}
+_TOOL = {
+    "type": "function",
+    "function": {
+        "name": "other",
+        "description": "?",
+        "parameters": {"type": "object", "properties": {}},
+    },
+}
+
+
+class MessageFormat(NamedTuple):
+    """The form in which a chat template expects messages."""
+
+    content_parts: bool = False  # content as [{"type": "text", "text": ...}], not as text
+    arguments_text: bool = False  # the arguments of tool calls as JSON text, not as an object
+    no_content: str = ""  # the content of a message of tool calls alone
+    reasoning_key: bool = False  # reasoning as reasoning_content alone, not in tags in the content
+
+    def convert(self, messages: Sequence[Message]) -> list[Any]:
+        """Convert messages with content as text and tool arguments as objects."""
+        return [self._convert(m) if isinstance(m, dict) else m for m in messages]
+
+    def _convert(self, message: Message) -> Message:
+        message = dict(message)
+        if self.reasoning_key:
+            message |= _untagged(message)
+        if message.get("tool_calls"):
+            if not message.get("content"):
+                message["content"] = self.no_content
+            if self.arguments_text:
+                message["tool_calls"] = [*map(_with_arguments_text, message["tool_calls"])]
+        if self.content_parts and isinstance(message.get("content"), str):
+            message["content"] = [{"type": "text", "text": message["content"]}]
+        return message
+
+
+def _untagged(message: Message) -> Message:
+    """The content and the reasoning of an answer that begins with reasoning in tags."""
+    content = message.get("content")
+    if message.get("role") != "assistant" or not isinstance(content, str):
+        return {}
+    match = _TAGGED.match(content)
+    if match is None or any(message.get(key) for key in REASONING):
+        return {}
+    return {"reasoning_content": match[1], "content": match[2]}
+
+
+def _with_arguments_text(call: Any) -> Any:
+    function = call["function"]
+    text = json.dumps(function["arguments"], ensure_ascii=False)  # as the filter tojson writes it
+    return {**call, "function": {**function, "arguments": text}}
+
+
+@lru_cache(maxsize=32)
+def detect_format(template: str, variables: tuple[tuple[str, str], ...]) -> MessageFormat:
+    """The first format in which the template writes everything; the default if none."""
+
+    options: dict[str, Any] = dict(variables)
+
+    def text(form: MessageFormat, messages: Sequence[Message], tools: Any = None) -> str:
+        try:
+            return render(template, form.convert(messages), tools=tools, **options).text
+        except ValueError:  # the template refuses them
+            return ""
+
+    parts = next((p for p in (False, True) if _VALUE in text(MessageFormat(p), [_USER])), False)
+    tagged = {"role": "assistant", "content": f"<think>\n{_KEY}\n</think>\n\n{_VALUE}"}
+    as_tags, as_key = (
+        text(MessageFormat(parts, reasoning_key=key), [_USER, tagged]) for key in (False, True)
+    )
+    # With tags, a template that reads the key writes a second block of reasoning
+    reasoning_key = _KEY in as_key and as_tags.count("<think>") > 1
+    for arguments_text, no_content in product((False, True), ("", Null())):
+        form = MessageFormat(parts, arguments_text, no_content, reasoning_key)
+        written = text(form, [_USER, _TOOL_CALLS], [_TOOL])
+        if _NAME in written and _KEY in written and f"'{_KEY}':" not in written:
+            return form
+    return MessageFormat(parts, reasoning_key=reasoning_key)

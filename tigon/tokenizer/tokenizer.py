@@ -1,0 +1,526 @@
+"""The tokenizer of a model repository."""
+
+import hashlib
+import json
+import os
+import re
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, Unpack
+
+import tokenizers
+
+from tigon.hub import Repository, Source
+from tigon.json_file import escaped
+from tigon.tokenizer.assistant_mask import UNMARKED, Span, TrainOn, token_weights, weighted_rows
+from tigon.tokenizer.chat_template import (
+    RESERVED,
+    Message,
+    check_messages,
+    check_unicode,
+    check_variables,
+    render,
+    template_times,
+)
+from tigon.tokenizer.files import (
+    TokenizerFiles,
+    add_tokens,
+    find_files,
+    library_errors,
+    read_backend,
+    read_config,
+    read_template,
+    read_templates,
+)
+from tigon.tokenizer.message_format import detect_format
+
+if TYPE_CHECKING:  # importing it takes seconds, and worker processes that tokenize need none of it
+    import torch
+
+NO_LIMIT = int(1e30)  # what transformers writes where a model sets no length
+_BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
+
+
+class DecodeStream:
+    """The joined results of `step` and `finish` equal `decode` of all the tokens.
+
+    A piece never ends inside a character: text comes late rather than wrong.
+    """
+
+    def __init__(
+        self, backend: tokenizers.Tokenizer, ignored_ids: frozenset[int], error_message: str
+    ) -> None:
+        self._backend = backend
+        self._ignored_ids = ignored_ids
+        self._error_message = error_message
+        # Only the end of a run of byte tokens shows whether it is text or one U+FFFD a byte
+        decoder = backend.decoder
+        self._byte_fallback = decoder is not None and b"ByteFallback" in decoder.__getstate__()
+        # With the tokens of the last piece, as decoders treat the start of a text specially
+        self._ids: list[int] = []
+        self._num_context = 0  # tokens of the last piece
+        self._num_returned = 0  # characters of the text that were returned
+
+    def step(self, token_id: int) -> str | None:
+        """The text that the token completes, if any."""
+        token = self._backend.id_to_token(token_id)
+        if token is None or token_id in self._ignored_ids:
+            return None
+        self._ids.append(token_id)
+        if self._byte_fallback and _BYTE_TOKEN.fullmatch(token):
+            return None
+        text = self._text()
+        # An unfinished character decodes to one U+FFFD
+        certain = len(text) - text.endswith("\ufffd")
+        if certain <= self._num_returned:
+            return None
+        piece = text[self._num_returned : certain]
+        self._num_returned = certain
+        if certain == len(text):
+            del self._ids[: self._num_context]
+            self._num_context = len(self._ids)
+            self._num_returned = len(self._text())
+        return piece
+
+    def finish(self) -> str:
+        """The rest of the text; one U+FFFD or more where the tokens end inside a character."""
+        rest = self._text()[self._num_returned :]
+        self._ids, self._num_context, self._num_returned = [], 0, 0
+        return rest
+
+    def _text(self) -> str:
+        with library_errors(self._error_message):
+            return self._backend.decode(self._ids, skip_special_tokens=False)
+
+
+class EncodedChat(NamedTuple):
+    """A conversation as rows of token ids, each with the tokens' loss weights."""
+
+    rows: list[tuple[list[int], list[float]]]
+    rewritten: int  # turns in no row: the chat template writes them differently when others follow
+    missing_opener: str  # of reasoning: ends the prompts of inference, but is not in the rows
+
+
+class Tokenizer:
+    """Text to token ids and back, as the repository's tokenizer.json says."""
+
+    def __init__(
+        self,
+        backend: tokenizers.Tokenizer,
+        *,
+        special_tokens: Mapping[str, str] | None = None,
+        chat_template: str | dict[str, str] | None = None,
+        model_max_length: int = NO_LIMIT,
+        files: Mapping[str, Path] | None = None,
+    ) -> None:
+        self.backend = backend
+        self.special_tokens = dict(special_tokens or {})  # {"bos_token": "<s>", ...}
+        self.chat_template = chat_template  # or several, by name
+        self.chat_template_kwargs: dict[str, Any] = {}  # defaults for all chats
+        self.strftime_now: datetime | None = None  # the time that templates write; None: now
+        self.model_max_length = model_max_length
+        self._files = TokenizerFiles(files or {})
+        path = (files or {}).get("tokenizer.json")
+        self._error_message = f"{f'{escaped(path)}: ' if path else ''}the tokenizer failed"
+        self._changed_special_tokens: dict[str, str] = {}
+        self._has_new_tokens = False
+        self._special_ids = _special_ids(backend)
+        self.bos_token = self.special_tokens.get("bos_token")
+        self.eos_token = self.special_tokens.get("eos_token")
+        self.pad_token = self.special_tokens.get("pad_token")
+        self.unk_token = self.special_tokens.get("unk_token")
+        self.bos_token_id = self._token_id(self.bos_token)
+        self.eos_token_id = self._token_id(self.eos_token)
+        self.pad_token_id = self._token_id(self.pad_token)
+        self.unk_token_id = self._token_id(self.unk_token)
+
+    @classmethod
+    def from_pretrained(
+        cls, path_or_repo: str | os.PathLike[str], **options: Unpack[Source]
+    ) -> "Tokenizer":
+        """The tokenizer of a local directory or hub repository that has a tokenizer.json."""
+        repository = Repository(path_or_repo, **options)
+        # All files now: an export at the end of a long run must not depend on the hub
+        files = find_files(repository)
+        config = read_config(files.get("tokenizer_config.json"))
+        backend = read_backend(files["tokenizer.json"])
+        backend.encode_special_tokens = bool(config.get("split_special_tokens"))
+        return cls(
+            backend,
+            special_tokens=add_tokens(backend, config, files),
+            chat_template=read_templates(config, files),
+            model_max_length=int(config.get("model_max_length") or NO_LIMIT),
+            files=files,
+        )
+
+    def use_chat_template(self, path: str | os.PathLike[str]) -> None:
+        """Use the template in this Jinja file, which `save_pretrained` then copies too."""
+        self.chat_template = read_template(Path(path))
+        self._files.use_template(path)
+
+    def add_tokens(
+        self,
+        new_tokens: str | tokenizers.AddedToken | Sequence[str | tokenizers.AddedToken],
+        special_tokens: bool = False,
+    ) -> int:
+        """Add tokens to the vocabulary, as in transformers; returns how many it lacked.
+
+        `save_pretrained` then writes them too. A model needs a row for each:
+        `model.resize_token_embeddings(len(tokenizer))`. ValueError for a token without text.
+        """
+        if isinstance(new_tokens, str | tokenizers.AddedToken):
+            new_tokens = [new_tokens]
+        present = self.backend.get_added_tokens_decoder().values()
+        special = {token.content for token in present if token.special}  # these stay special
+        tokens = [_added_token(token, special_tokens) for token in new_tokens]
+        tokens = [token for token in tokens if token.content not in special]
+        before = len(self)
+        add = self.backend.add_special_tokens if special_tokens else self.backend.add_tokens
+        add(tokens)
+        self._has_new_tokens = self._has_new_tokens or bool(tokens)
+        self._special_ids = _special_ids(self.backend)
+        return len(self) - before
+
+    def keep_files(self) -> None:
+        """Read the files into memory, for a `save_pretrained` when they are gone."""
+        self._files.read_all()
+
+    def use_chat_template_kwargs(self, variables: Mapping[str, Any]) -> None:
+        """Set template variables for all chats; ValueError for one that the template does not read.
+
+        A chat's own variables win, name by name.
+        """
+        check_variables(variables, "chat_template_kwargs")
+        if unread := [name for name in variables if not self.template_reads(name)]:
+            raise ValueError(
+                f"chat_template_kwargs has {unread[0]!r}, which the chat template does not read"
+                if self.chat_template
+                else "chat_template_kwargs: the tokenizer has no chat template"
+            )
+        self.chat_template_kwargs = dict(variables)
+
+    def template_reads(self, name: str) -> bool:
+        """Whether the name of a variable occurs in a chat template."""
+        return any(re.search(rf"\b{re.escape(name)}\b", text) for text in self._templates())
+
+    def use_eos(self, token_id: int) -> None:
+        """Use this token as eos; `save_pretrained` then writes it too."""
+        self.eos_token, self.eos_token_id = self._set_special("eos_token", token_id), token_id
+
+    def use_pad(self, token_id: int) -> None:
+        """Use this token as pad; `save_pretrained` then writes it too."""
+        self.pad_token, self.pad_token_id = self._set_special("pad_token", token_id), token_id
+
+    def _set_special(self, name: str, token_id: int) -> str:
+        token = self.backend.id_to_token(token_id)
+        if token is None:
+            raise ValueError(f"the tokenizer has no token {token_id}")
+        self.special_tokens = self.special_tokens | {name: token}
+        self._changed_special_tokens = self._changed_special_tokens | {name: token}
+        return token
+
+    @property
+    def vocab_size(self) -> int:
+        """Tokens without the added ones, as in transformers; `len` counts all."""
+        return self.backend.get_vocab_size(with_added_tokens=False)
+
+    def __len__(self) -> int:
+        return self.backend.get_vocab_size(with_added_tokens=True)
+
+    @property
+    def files(self) -> list[Path]:
+        """The files that the tokenizer came from."""
+        return list(self._files.paths.values())
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        return self._encode(text, add_special_tokens).ids
+
+    def encode_batch(
+        self, texts: Sequence[str], *, add_special_tokens: bool = True
+    ) -> list[list[int]]:
+        """`encode` of many texts, in parallel."""
+        try:
+            with library_errors(self._error_message):
+                encode = self.backend.encode_batch_fast
+                encodings = encode(list(texts), add_special_tokens=add_special_tokens)
+        except TypeError:
+            for text in texts:
+                check_unicode(text)
+            raise
+        return [encoding.ids for encoding in encodings]
+
+    def decode(
+        self, ids: "Sequence[int] | torch.Tensor", *, skip_special_tokens: bool = False
+    ) -> str:
+        ids = ids.tolist() if hasattr(ids, "tolist") else list(ids)
+        with library_errors(self._error_message):
+            return self.backend.decode(ids, skip_special_tokens=skip_special_tokens)
+
+    def decode_stream(self, *, skip_special_tokens: bool = False) -> DecodeStream:
+        """A decoder for tokens that come one at a time."""
+        ignored_ids = self._special_ids if skip_special_tokens else frozenset()
+        return DecodeStream(self.backend, ignored_ids, self._error_message)
+
+    def pad(
+        self, list_of_ids: Sequence[Sequence[int]], *, side: str = "left"
+    ) -> "tuple[torch.Tensor, torch.Tensor]":
+        """input_ids [B, T] and attention_mask [B, T], both int64; 1 in the mask is a token."""
+        if side not in ("left", "right"):
+            raise ValueError(f"side must be 'left' or 'right', got {side!r}")
+        if not list_of_ids:
+            raise ValueError("nothing to pad: list_of_ids is empty")
+        torch = import_module("torch")
+        # The mask hides padding, so without a pad token any id will do
+        fill = next((i for i in (self.pad_token_id, self.eos_token_id) if i is not None), 0)
+        longest = max(map(len, list_of_ids))
+        input_ids = torch.full((len(list_of_ids), longest), fill, dtype=torch.int64)
+        attention_mask = torch.zeros_like(input_ids)
+        for row, ids in enumerate(list_of_ids):
+            columns = slice(0, len(ids)) if side == "right" else slice(longest - len(ids), longest)
+            input_ids[row, columns] = torch.as_tensor(ids, dtype=torch.int64)
+            attention_mask[row, columns] = 1
+        return input_ids, attention_mask
+
+    def apply_chat_template(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Any] | None = None,
+        documents: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = False,
+        continue_final_message: bool = False,
+        tokenize: bool = True,
+        chat_template: str | None = None,
+        **variables: Any,
+    ) -> list[int] | str:
+        """The conversation as the model expects it: token ids, or the text with tokenize=False.
+
+        Tools are functions or JSON schemas; chat_template is a template or the name of one;
+        `variables` are those that the template reads (enable_thinking, date_string, ...).
+        """
+        check_messages(messages)
+        text = render(
+            self._choose_template(chat_template, tools),
+            messages,
+            tools=tools,
+            documents=documents,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            **self._template_variables(variables),
+        ).text
+        return self.encode(text, add_special_tokens=False) if tokenize else text
+
+    def convert_messages(
+        self, messages: Sequence[Message], tools: Sequence[Any] | None = None
+    ) -> list[Any]:
+        """Messages with content as text and tool arguments as objects, as the template reads them.
+
+        `apply_chat_template` passes messages on as they are, as transformers does.
+        """
+        template = self._choose_template(None, tools)
+        return detect_format(template, tuple(self.special_tokens.items())).convert(messages)
+
+    def encode_chat(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Any] | None = None,
+        chat_template: str | None = None,
+        **variables: Any,
+    ) -> tuple[list[int], list[bool]]:
+        """Token ids of the conversation, and its assistant mask.
+
+        The mask covers the template's {% generation %} blocks. Without any, it covers what each
+        turn adds to the prompt before it, end-of-turn token included; ValueError where that is
+        ambiguous. It leaves out turns that the template writes differently when others follow, and
+        empty blocks of reasoning: `encode_chat_rows` can include them.
+        """
+        ids, weights = self.encode_weighted_chat(
+            messages, tools=tools, chat_template=chat_template, **variables
+        )
+        return ids, [weight > 0 for weight in weights]
+
+    def encode_weighted_chat(
+        self, messages: Sequence[Message], **options: Any
+    ) -> tuple[list[int], list[float]]:
+        """The only row of `encode_chat_rows`; takes the same arguments."""
+        rows = self.encode_chat_rows(messages, **options).rows
+        if len(rows) > 1:
+            raise ValueError("the conversation has several rows: encode_chat_rows returns them")
+        return rows[0]
+
+    def encode_chat_rows(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Any] | None = None,
+        train_on: TrainOn = "assistant",
+        weights: Sequence[float | None] | None = None,
+        train_on_empty_thinking: bool = False,
+        chat_template: str | None = None,
+        **variables: Any,
+    ) -> EncodedChat:
+        """Token ids of the conversation, with the loss weight of each token.
+
+        `train_on`: "assistant" (as in `encode_chat`), its "last" turn, or "all" of the text; or
+        "all_turns", which adds a row for each turn that the template writes differently when others
+        follow: the conversation up to that turn. `weights` has the weight of each message; None
+        stands for what `train_on` gives it. With `train_on_empty_thinking`, an empty block of
+        reasoning in front of an answer is learned like the answer.
+        """
+        check_messages(messages)
+        rows, rewritten, missing_opener = weighted_rows(
+            self._choose_template(chat_template, tools),
+            messages,
+            self._special_texts(),
+            tools=tools,
+            train_on=train_on,
+            weights=weights,
+            train_on_empty_thinking=train_on_empty_thinking,
+            **self._template_variables(variables),
+        )
+        encoded = []
+        for text, spans in rows:
+            encoding = self._encode(text)
+            row_weights = token_weights(encoding.offsets, spans)
+            if not any(row_weights) and any(span.weight for span in spans):
+                raise ValueError(UNMARKED)
+            encoded.append((encoding.ids, row_weights))
+        return EncodedChat(encoded, rewritten, missing_opener)
+
+    def encode_weighted(self, text: str, spans: Sequence[Span]) -> tuple[list[int], list[float]]:
+        """Token ids of the text, with special tokens, and the weight of each token's span."""
+        encoding = self._encode(text, add_special_tokens=True)
+        text_tokens = [i for i, added in enumerate(encoding.special_tokens_mask) if not added]
+        # The offsets of special tokens at the end are (0, 0), as of those at the start
+        stop = text_tokens[-1] + 1 if text_tokens else len(encoding.ids)
+        offsets = encoding.offsets[:stop] + [(len(text), len(text))] * (len(encoding.ids) - stop)
+        return encoding.ids, token_weights(offsets, spans)
+
+    def digest(self, *, chats: bool = True) -> str:
+        """A hash of all that the tokens of a text or, with `chats`, of a conversation depend on.
+
+        The time is hashed as the chat template writes it: a date, by the day.
+        """
+        parts: tuple[Any, ...] = (self.backend.encode_special_tokens,)
+        if chats:
+            tokens = self.special_tokens.items()
+            read = sorted(item for item in tokens if self.template_reads(item[0]))
+            kwargs = json.dumps(self.chat_template_kwargs, sort_keys=True)
+            parts = read, self.chat_template, *parts, kwargs, self.template_times()
+        return hashlib.sha256(f"{self.backend.to_str()} {parts}".encode()).hexdigest()
+
+    def template_times(self) -> dict[str, str]:
+        """What strftime_now gives the chat template, by format; empty if variables pin the time."""
+        times = (
+            template_times(
+                template, self.special_tokens, self.chat_template_kwargs, self.strftime_now
+            )
+            for template in self._templates()
+        )
+        return {format: text for texts in times for format, text in texts.items()}
+
+    def end_of_turn(
+        self, messages: Sequence[Message], *, tools: Sequence[Any] | None = None, **variables: Any
+    ) -> int:
+        """The token that ends the assistant's last turn, at which generation should stop.
+
+        ValueError if it is not learned, or not a special token.
+        """
+        check_messages(messages)
+        turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+        messages = messages[: turns[-1] + 1] if turns else messages
+        ids, weights = self.encode_weighted_chat(
+            messages, tools=tools, train_on="last", **variables
+        )
+        learned = [i for i, weight in enumerate(weights) if weight]
+        turn = [ids[i] for i in learned]
+        while len(turn) > 1 and not self.decode(turn[-1:]).strip():
+            turn.pop()
+        if turn[-1] in self.backend.get_added_tokens_decoder() or turn[-1] == self.eos_token_id:
+            return turn[-1]
+        rest = self.decode(ids[learned[-1] + 1 :])
+        note = f", and what follows, {rest!r:.40}, is not learned" if rest.strip() else ""
+        raise ValueError(
+            f"the chat template ends what the assistant says in ...{self.decode(turn[-24:])!r}, "
+            f"which is not a special token{note}: the model would never learn to stop. End these "
+            "turns in one token, such as {{ eos_token }}, inside {% generation %} if there is one "
+            "(chat_template= takes the new template, in training its file)"
+        )
+
+    def save_pretrained(self, directory: str | os.PathLike[str]) -> None:
+        """Copy the files that the tokenizer came from, with changed and new tokens."""
+        content = json.loads(self.backend.to_str()) if self._has_new_tokens else {}
+        added_tokens = content.get("added_tokens", [])
+        self._files.save(directory, self._changed_special_tokens, added_tokens)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # The library's pickle leaves this out
+        return self.__dict__ | {"_split_special": self.backend.encode_special_tokens}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        split = state.pop("_split_special")
+        self.__dict__ |= state
+        self.backend.encode_special_tokens = split
+
+    def _encode(self, text: str, add_special_tokens: bool = False) -> tokenizers.Encoding:
+        try:
+            with library_errors(self._error_message):
+                return self.backend.encode(text, add_special_tokens=add_special_tokens)
+        except TypeError:
+            check_unicode(text)
+            raise
+
+    def _special_texts(self) -> frozenset[str]:
+        tokens = [self.backend.id_to_token(i) for i in self._special_ids]
+        return frozenset(token for token in (*tokens, self.eos_token) if token)
+
+    def _token_id(self, token: str | None) -> int | None:
+        return None if token is None else self.backend.token_to_id(token)
+
+    def _template_variables(self, variables: dict[str, Any]) -> dict[str, Any]:
+        if reserved := (RESERVED - {"documents"}) & variables.keys():
+            raise TypeError(f"not supported with a chat template: {', '.join(sorted(reserved))}")
+        variables = self.special_tokens | self.chat_template_kwargs | variables
+        return variables | {"strftime_now": self.strftime_now}
+
+    def _templates(self) -> list[str]:
+        templates = self.chat_template or {}
+        return [*templates.values()] if isinstance(templates, dict) else [templates]
+
+    def _choose_template(self, choice: str | None, tools: Sequence[Any] | None) -> str:
+        """The template of a name, or `choice` itself if it is a template."""
+        if choice is None and isinstance(self.chat_template, str):
+            return self.chat_template
+        named = self.chat_template if isinstance(self.chat_template, dict) else {}
+        if choice is None:
+            choice = "tool_use" if tools is not None and "tool_use" in named else "default"
+            if choice not in named:
+                raise ValueError(
+                    f"choose one of the templates {sorted(named)} with chat_template=NAME"
+                    if named
+                    else "the tokenizer has no chat template: pass one as chat_template= (to "
+                    "train, its file), or put it into chat_template.jinja beside tokenizer.json"
+                )
+        if choice not in named and "{" not in choice:
+            raise ValueError(f"no chat template is called {choice!r}: there are {sorted(named)}")
+        return named.get(choice, choice)
+
+
+def _added_token(token: str | tokenizers.AddedToken, special: bool) -> tokenizers.AddedToken:
+    """TypeError or ValueError for what is no token, or has no text."""
+    if isinstance(token, str):
+        check_unicode(token)
+        token = tokenizers.AddedToken(token, special=special)
+    if not isinstance(token, tokenizers.AddedToken):
+        raise TypeError(f"a new token is a text or an AddedToken, not {token!r}")
+    if not token.content:
+        raise ValueError("a new token is empty: give its text")
+    return token
+
+
+def _special_ids(backend: tokenizers.Tokenizer) -> frozenset[int]:
+    added = backend.get_added_tokens_decoder()
+    return frozenset(number for number, token in added.items() if token.special)

@@ -1,0 +1,132 @@
+"""`parallel=auto`: the run takes the layout that the plan ranks first.
+
+Micro-batches, checkpointing and sharding stay those of the settings.
+"""
+
+import os
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import torch
+
+from tigon import strict
+from tigon.parallel import Meshes
+from tigon.plan.cost import Job, Shapes
+from tigon.plan.gpu import find_gpu
+from tigon.plan.layout import MESH, Layout, enumerate_meshes
+from tigon.plan.report import check_modeled, format_reasons
+from tigon.plan.search import LayoutPlan, configured_layouts, make_plan
+from tigon.train import checkpoint
+from tigon.train.config import Config, sizes_of
+from tigon.train.distributed import World
+from tigon.train.memory import format_gib, gpu_memory, memory_budget
+from tigon.train.model import outline
+from tigon.train.parallel_settings import Parallel
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """The least that any GPU of a run has."""
+
+    memory: int  # bytes
+    host: int  # ranks on a host
+
+
+def resolve_layout(config: Config, world: World, gpus: int) -> tuple[Config, World]:
+    """Returns the config and the world with the layout in place of parallel=auto.
+
+    Every rank calls this and gets the choice of the first one. `gpus` is the number that the run is
+    planned for. Raises ValueError if nothing can be planned or nothing fits.
+    """
+    memory = gpu_memory(world.device) or 0
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", gpus)) if gpus == world.size else gpus
+    hardware = Hardware(-world.all_reduce_max_int(-memory), -world.all_reduce_max_int(-local))
+    parallel = Parallel(fsdp=1)
+    with world.raise_on_all_ranks():
+        if gpus > 1 and world.main:
+            parallel, why = choose_layout(config, world.device, gpus, hardware)
+            world.log_rank0(f"parallel=auto: {why}")
+    parallel = Parallel(
+        **{name: world.all_reduce_max_int(getattr(parallel, name) or 1) for name in MESH}
+    )
+    config = replace(config, parallel=parallel)
+    if gpus == world.size:
+        world = replace(world, meshes=Meshes.of(world.device.type, sizes_of(config, gpus)))
+    return config, world
+
+
+def choose_layout(
+    config: Config, device: torch.device, gpus: int, hardware: Hardware
+) -> tuple[Parallel, str]:
+    """Returns the layout for that many GPUs like `device`, and the reason.
+
+    A resumed run on as many GPUs keeps its layout if that still fits.
+    """
+    instead = "set the dimensions (docs/parallel.md), or leave parallel out, which is fsdp alone"
+    if device.type != "cuda":
+        raise ValueError(
+            f"parallel=auto chooses a layout for GPUs, and there is none here: {instead}; "
+            f"`tigon plan {config.model or config.init} --gpus {gpus} --gpu NAME --seq-len "
+            f"{config.seq_len}` plans for GPUs elsewhere"
+        )
+    try:
+        check_modeled(config)
+        gpu, constants = find_gpu(torch_name=torch.cuda.get_device_name(device))
+    except ValueError as error:
+        raise ValueError(f"parallel=auto: {error}: {instead}") from None
+    gpu = replace(gpu, memory=hardware.memory, host=min(gpu.host, hardware.host))
+    source, layouts = checkpoint_layout(config, gpus)
+    shapes = model_shapes(config, source)
+    job = Job(shapes, config, gpus, gpu, constants, config.seq_len, config.batch_size)
+
+    def plan(meshes: list[Layout]) -> LayoutPlan:
+        budget = memory_budget(config, hardware.memory)
+        return make_plan(job, 2, variants=configured_layouts, meshes=meshes, budget=budget)
+
+    if layouts and (kept := plan(layouts)).choices:
+        return kept.choices[0].layout.parallel, f"{describe_best(kept)}, as in {source}"
+    # With the sharding of the settings, so that errors name what it excludes
+    meshes = enumerate_meshes(gpus, shapes.experts)
+    found = plan([replace(mesh, sharding=config.sharding) for mesh in meshes])
+    if not found.choices:
+        lines = [
+            f"parallel=auto: no layout of {gpus} GPUs can have batch_size={config.batch_size}, "
+            f"micro_batch_size={config.micro_batch_size}, seq_len={config.seq_len} and the other "
+            "settings:"
+        ]
+        raise ValueError("\n  ".join(lines + [line.strip() for line in format_reasons(found)[1:]]))
+    others = [f"{c.layout.shown}, {c.step.seconds:.3g} s" for c in found.choices[1:]]
+    return found.choices[0].layout.parallel, "; next ".join([describe_best(found), *others])
+
+
+def checkpoint_layout(config: Config, gpus: int) -> tuple[Path | None, list[Layout]]:
+    """Returns the checkpoint to resume from, and its layout if that has as many GPUs."""
+    source = None
+    with suppress(ValueError, OSError, LookupError):  # resuming reports what is wrong with it
+        if config.resume in (True, "auto"):
+            source = checkpoint.latest(Path(config.run_dir) / "checkpoints")
+        elif config.resume:
+            source = Path(str(config.resume))
+        values = None if source is None else checkpoint.read_metadata(source)["config"]["parallel"]
+        if values is not None:
+            sizes = strict.make(Parallel, strict.read(Parallel, values)).sizes(gpus)
+            return source, [Layout(**asdict(sizes))]
+    return source, []
+
+
+def model_shapes(config: Config, source: Path | None) -> Shapes:
+    """Returns the shapes of the model that the run starts with, or resumes."""
+    config = replace(config, activation_checkpointing=False, memory_budget=None, parallel=None)
+    dtype = getattr(torch, config.param_dtype)
+    with suppress(ValueError, OSError):  # likewise
+        return Shapes(outline(config, dtype, source).config, dtype)
+    return Shapes(outline(config, dtype).config, dtype)
+
+
+def describe_best(plan: LayoutPlan) -> str:
+    best = plan.choices[0]
+    return (
+        f"{best.layout.shown}: {best.step.seconds:.3g} s a step and "
+        f"{format_gib(best.memory.total)} of {format_gib(plan.budget)} GiB, on paper"
+    )

@@ -1,0 +1,378 @@
+"""The ranks of a run: process group, devices, collectives, sharding, signals, errors."""
+
+import gc
+import json
+import math
+import multiprocessing
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, TextIO
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from tigon.models import CausalLM
+from tigon.parallel import Meshes, MeshSizes, Place, find_zero, shard_blocks
+from tigon.terminal import one_line
+from tigon.train.config import Config
+from tigon.train.parallel_settings import Parallel
+from tigon.train.signals import Signals
+from tigon.version import __version__
+
+pass
+
+
+NO_TIMEOUT = timedelta(days=365)
+LINGER = 10.0  # seconds for a failed rank to leave the process group
+
+
+class InputError(ValueError):
+    """What is wrong with the inputs of some ranks; all ranks raise the same."""
+
+
+@dataclass
+class Progress:
+    step: int = 0  # the last that this rank has begun, for error messages
+
+
+@dataclass(frozen=True)
+class World:
+    """This rank among all ranks of the run."""
+
+    rank: int
+    size: int
+    device: torch.device
+    progress: Progress = field(default_factory=Progress)
+    signals: Signals = field(default_factory=Signals)
+    closing: ExitStack = field(default_factory=ExitStack)  # closed when the process group is
+    meshes: Meshes | None = None  # None: each rank has other rows, and a share of the weights
+    group: dist.ProcessGroup | None = None  # gloo, whose collectives may take any time
+
+    @property
+    def main(self) -> bool:
+        return self.rank == 0
+
+    @property
+    def data(self) -> Place:
+        """This rank's among those with different rows of the data."""
+        return Place(self.rank, self.size) if self.meshes is None else self.meshes.data
+
+    @property
+    def is_data_leader(self) -> bool:
+        """Whether this is the first of the ranks with the same rows."""
+        return self.rank == self.data.rank * (self.size // self.data.size)
+
+    @property
+    def sizes(self) -> MeshSizes:
+        return MeshSizes(fsdp=self.size) if self.meshes is None else self.meshes.sizes
+
+    def log_rank0(self, *texts: str) -> None:
+        """Prints each text as a line, on the first rank."""
+        if self.main:
+            with ignore_closed_output(sys.stdout):
+                print(*map(one_line, texts), sep="\n", flush=True)
+
+    def all_reduce_sum(self, tensor: Tensor) -> Tensor:
+        """All-reduces (sum) in place over the data-parallel ranks; ranks that share rows hold the
+        same values already."""
+        dist.all_reduce(tensor, group=None if self.meshes is None else self.meshes.loss)
+        return tensor
+
+    def same_loss(self, loss: Tensor) -> Tensor:
+        """Returns one loss on all ranks: the largest, or NaN if one is not finite, so that ranks
+        with the same rows decide alike after a fault of one."""
+        if self.size == self.data.size:  # what `all_reduce_sum` returns is the same on all
+            return loss
+        finite = loss.isfinite()
+        known = loss.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
+        bad, largest = self.all_reduce_max(torch.stack([(~finite).to(loss.dtype), known])).unbind()
+        return torch.where(bad > 0, torch.where(finite, math.nan, loss), largest)
+
+    def all_reduce_max(self, tensor: Tensor) -> Tensor:
+        """All-reduces (max) in place over all ranks."""
+        dist.all_reduce(tensor, dist.ReduceOp.MAX)
+        return tensor
+
+    def barrier(self) -> None:
+        dist.barrier()
+
+    def gather(self, text: str) -> list[str]:
+        """Returns the text of every rank, in their order, on all ranks."""
+        return gather_texts(text, self.group) if self.size > 1 else [text]
+
+    def all_reduce_max_int(self, number: int) -> int:
+        """Returns the largest of all ranks' numbers, on the host: it waits for no GPU."""
+        return int(self.all_reduce_max(torch.tensor(number)))
+
+    @contextmanager
+    def raise_on_all_ranks(self) -> Iterator[None]:
+        """Raises the same InputError on all ranks if one raises in the `with` block."""
+        problem = None
+        try:
+            yield
+        except (ValueError, OSError, ImportError) as error:
+            problem = error
+        if self.size == 1:
+            if problem is not None:
+                raise problem
+            return
+        text = "" if problem is None else str(problem) or type(problem).__name__
+        if problems := format_rank_errors(self.gather(text)):
+            raise InputError(problems) from None
+
+
+@contextmanager
+def ignore_closed_output(output: TextIO) -> Iterator[None]:
+    """Keeps training when stdout is closed, as by `tee` after Ctrl-C, or its disk is full."""
+    try:
+        yield
+    except OSError:
+        with suppress(OSError, ValueError):  # later writes, and the last flush, go nowhere
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, output.fileno())
+            os.close(nowhere)
+
+
+def pick_device(name: str) -> torch.device:
+    """This rank's device: auto, cuda or cpu."""
+    if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise ValueError(f"device={name}, but torch sees no CUDA device here")
+    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+
+
+def launched() -> bool:
+    """Whether --nproc or torchrun has started this process. ValueError for half of what they set,
+    as where another program has left WORLD_SIZE behind."""
+    if "WORLD_SIZE" not in os.environ:
+        return False
+    missing = [n for n in ("RANK", "MASTER_ADDR", "MASTER_PORT") if n not in os.environ]
+    if missing:
+        raise ValueError(
+            f"WORLD_SIZE={os.environ['WORLD_SIZE']} is in the environment without "
+            f"{', '.join(missing)}: unset it to run on one process, or start with torchrun"
+        )
+    for name in ("WORLD_SIZE", "RANK", "MASTER_PORT"):
+        if not os.environ[name].isdecimal():
+            raise ValueError(
+                f"{name}={os.environ[name]} in the environment is no number: unset it to run on "
+                "one process, or start with torchrun"
+            )
+    return True
+
+
+def check_interfaces() -> None:
+    """ValueError for a name in GLOO_SOCKET_IFNAME that is no network interface of this host."""
+    names = os.environ.get("GLOO_SOCKET_IFNAME", "")
+    here = [name for _, name in socket.if_nameindex()]
+    if missing := [name for name in names.split(",") if name and name not in here]:
+        raise ValueError(
+            f"GLOO_SOCKET_IFNAME={names}: this host has no network interface {missing[0]}, and has "
+            f"{', '.join(here)}: give one of these, or unset it"
+        )
+
+
+@contextmanager
+def start(
+    name: str = "auto",
+    signals: Signals | None = None,
+    parallel: Parallel | None = None,
+    settings: Mapping[str, Any] | None = None,
+) -> Iterator[World]:
+    """The process group of --nproc or torchrun, or one of this process alone; nothing of the run
+    may outlive it. ValueError for a number of ranks that `parallel` does not divide, and InputError
+    if ranks have different `settings`."""
+    started = launched()
+    check_interfaces()
+    sizes = (parallel or Parallel()).sizes(int(os.environ["WORLD_SIZE"]) if started else 1)
+    device = pick_device(name)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
+    if started:
+        join_ranks(backend)
+    else:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    rank, size = dist.get_rank(), dist.get_world_size()
+    try:
+        group = dist.new_group(backend="gloo", timeout=NO_TIMEOUT) if size > 1 else None
+        check_settings(group, settings or {})
+        meshes = Meshes.of(device.type, sizes)
+        with ExitStack() as closing:
+            yield World(
+                rank,
+                size,
+                device,
+                signals=signals or Signals(),
+                closing=closing,
+                meshes=meshes,
+                group=group,
+            )
+    finally:
+        gc.collect()  # gloo's threads abort the process if they still hold tensors when it exits
+        dist.destroy_process_group()
+
+
+def join_ranks(backend: str) -> None:
+    """The process group of the environment. OSError for a port that another program listens on."""
+    try:
+        dist.init_process_group(backend)
+    except dist.DistNetworkError as error:
+        if "EADDRINUSE" not in str(error):
+            raise
+        raise OSError(
+            f"MASTER_PORT={os.environ['MASTER_PORT']}: another program listens on this port, "
+            "perhaps another run: give all ranks another MASTER_PORT"
+        ) from None
+
+
+def check_settings(group: dist.ProcessGroup | None, settings: Mapping[str, Any]) -> None:
+    """Raises InputError if ranks have other settings than the first one, before a collective that
+    some of them would wait for without end."""
+    if group is None:
+        return
+    own = {name: json.dumps(value, default=str) for name, value in settings.items()}
+    own |= {"tigon": __version__}
+    first, *others = map(json.loads, gather_texts(json.dumps(own), group))
+    for rank, other in enumerate(others, start=1):
+        if names := [n for n in first | other if first.get(n) != other.get(n)]:
+            raise InputError(
+                f"rank {rank} has other settings ({', '.join(names)}) than rank 0: start all ranks "
+                "with the same settings and the same version of Tigon"
+            )
+
+
+def shard(
+    model: CausalLM, world: World, compute_dtype: torch.dtype, *, one_backward: bool = False
+) -> None:
+    """FSDP2 over the ranks that divide the weights, and of experts that ranks share over those that
+    have the same. Gradients are summed, not averaged: the loss is already divided by the
+    denominator of the whole step. `one_backward`: a step has one micro-batch.
+    """
+    meshes = meshes_of(world)
+    # Inputs are not cast: RoPE's tables and loss weights keep their precision
+    shard_blocks(
+        model,
+        meshes.weights,
+        compute=compute_dtype,
+        experts=meshes.experts,
+        keeps_ends=True,
+        one_backward=one_backward,
+    )
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            # Otherwise by PREMUL_SUM with 1.0, which gloo does not have, and which in bfloat16 is
+            # all zeros over NCCL: torch passes the factor as a float32 (pytorch issue 190745)
+            module.set_force_sum_reduction_for_comms(True)
+
+
+def meshes_of(world: World) -> Meshes:
+    """Those of a world in which models are divided."""
+    if world.meshes is None:
+        raise ValueError("a World without meshes divides no model: `start` makes one with them")
+    return world.meshes
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This rank's part of a parameter, a gradient or a state, sharded or not."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def sync_gradients(model: CausalLM, on: bool) -> None:
+    """Whether the next backward reduces gradients over ranks, or only adds them up here."""
+    if (zero := find_zero(model)) is not None:
+        zero.reduces = on
+    if isinstance(model, FSDPModule):
+        model.set_requires_gradient_sync(on)
+
+
+def reshard(model: CausalLM) -> None:
+    """After forwards without a backward: give up the gathered weights, so that all are shards."""
+    if (zero := find_zero(model)) is not None:
+        zero.release()
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+def gather_texts(text: str, group: dist.ProcessGroup | None) -> list[str]:
+    texts = [""] * dist.get_world_size()
+    dist.all_gather_object(texts, text, group=group)
+    return texts
+
+
+def format_rank_errors(errors: Sequence[str]) -> str:
+    """Returns the errors of ranks as lines, "" if none has one; one that all ranks have is said
+    once."""
+    by_text: dict[str, list[int]] = {}
+    for rank, text in enumerate(errors):
+        if text:
+            by_text.setdefault(text, []).append(rank)
+    if len(by_text) == 1 and len(next(iter(by_text.values()))) == len(errors):
+        return next(iter(by_text))
+    return "\n  ".join(
+        f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}: {text}"
+        for text, ranks in by_text.items()
+    )
+
+
+def record_error(text: str) -> None:
+    """Write the error file of this rank, whose text the agent's summary repeats."""
+    if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        message = {"message": text, "timestamp": int(time.time())}
+        with suppress(OSError), open(path, "w") as file:
+            json.dump(message, file)
+
+
+def end_soon(code: int) -> None:
+    """End this process after LINGER: leaving a group of which a rank is dead may never end."""
+
+    def end() -> None:
+        for child in multiprocessing.active_children():
+            child.kill()
+        os._exit(code)
+
+    timer = threading.Timer(LINGER, end)
+    timer.daemon = True
+    timer.start()
+
+
+# After torch's time limit of a collective, ten minutes, NCCL's flight recorder writes the last
+# collectives of every rank into run_dir/flight-recorder/rank-N, which `torchfrtrace` reads.
+FOLDER = "flight-recorder"
+
+
+def prepare_flight_recorder(config: Config) -> None:
+    """Before the process group is made. What the environment says already stays."""
+    folder = Path(config.run_dir).absolute() / FOLDER
+    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # collectives
+    os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", f"{folder}/rank-")
+    os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
+
+
+@contextmanager
+def flight_recorder(config: Config, world: World) -> Iterator[None]:
+    """The folder that dumps go to, which is there no longer than it has to be."""
+    if world.size == 1 or world.device.type == "cpu":
+        yield
+        return
+    folder = Path(config.run_dir) / FOLDER
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        yield
+    finally:
+        with suppress(OSError):  # not empty, or another rank was faster
+            folder.rmdir()

@@ -1,0 +1,393 @@
+"""`tigon train CONFIG --dry-run`: describes a run, estimates its memory and times a few steps."""
+
+import gc
+import time
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import fmean
+
+import torch
+
+from tigon.data.examples import format_count
+from tigon.distributed.collectives import Ranks
+from tigon.distributed.context_attention import heads_sent
+from tigon.distributed.expert_dispatch import ExpertShard
+from tigon.kernels.recompute import notes
+from tigon.layers import Attention, GatedMLP, QuantisedWeight, SparseMoE
+from tigon.models import CausalLM, count_parameters, materialize
+from tigon.parallel import MeshSizes
+from tigon.report import format_duration
+from tigon.train.build import (
+    Inputs,
+    Run,
+    make_run,
+    read_inputs,
+    resolve_parallel,
+    without_effect,
+    without_fp8,
+)
+from tigon.train.config import Config, parallel_of, sizes_of
+from tigon.train.distributed import InputError, World, local
+from tigon.train.loop import update
+from tigon.train.memory import (
+    GIB,
+    CheckpointingChoice,
+    Estimate,
+    estimate,
+    gpu_memory,
+    resolve_checkpointing,
+)
+from tigon.train.model import compute_dtype, divide, held_dtype, outline
+from tigon.train.optim import build_ema, build_optimizer, check_ranks, freeze
+from tigon.train.step import backward
+from tigon.train.throughput import Cost, model_flops, peak_flops
+
+GPU = torch.device("cuda")
+# Settings that save memory, the cheapest first
+SAVING: tuple[dict[str, object], ...] = (
+    {"micro_batch_size": 1},
+    {"activation_checkpointing": 2},
+    {"activation_checkpointing": True},
+    {"activation_checkpointing": True, "micro_batch_size": 1},
+    {"activation_checkpointing": True, "micro_batch_size": 1, "activation_offload": True},
+    {"param_dtype": "bfloat16"},
+)
+STEPS = 4  # the first half warms up: kernels, the allocator, optimizer states
+
+
+@dataclass(frozen=True)
+class StepTiming:
+    """The measurements of a step, equal on every rank."""
+
+    seconds: float
+    tokens: float  # of all ranks
+    flops: float  # of all ranks
+    peak: int  # bytes, the highest of all GPUs; 0 on CPUs
+
+
+def random_model(config: Config, world: World, source: Path | None = None) -> CausalLM:
+    """Returns the model of a run, divided as by `build_model`, with random weights."""
+    model = outline(config, held_dtype(config, world.device), source)
+    divide(model, config, world)
+    materialize(model, world.device)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            local(parameter).normal_(std=0.02)
+        for module in model.modules():
+            if isinstance(module, QuantisedWeight):
+                module.fill()
+    return model
+
+
+def time_steps(run: Run, steps: int = STEPS) -> StepTiming:
+    """Times `steps` steps and averages the second half; raises torch.OutOfMemoryError."""
+    device, first = run.world.device, run.start + run.state.offset  # a stream has no rows before
+    run.objective.rehearse(run.model)
+    run.objective.begin(run.model)
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    cost = Cost.from_model(run.model)
+    seconds, tokens, flops = [], [], []
+    with run.feed:
+        for step in range(first, first + steps):
+            began = time.perf_counter()
+            backward(run, step)
+            update(run, step)
+            run.optimizer.zero_grad()
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            seconds.append(time.perf_counter() - began)
+            lengths, before, _ = run.data.lengths(step)
+            tokens.append(int(lengths.sum()))
+            flops.append(
+                cost(lengths, before) * run.world.sizes.tensor
+            )  # tensor ranks divide the model
+    peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
+    half = slice(steps // 2, None)
+    mean_seconds = fmean(seconds[half])
+    highest = run.world.all_reduce_max(
+        torch.tensor([float(peak), mean_seconds], dtype=torch.double)
+    )
+    return StepTiming(
+        seconds=float(highest[1]),
+        tokens=fmean(tokens[half]),
+        flops=fmean(flops[half]),
+        peak=int(highest[0]),
+    )
+
+
+def dry_run(config: Config, world: World, gpus: int) -> None:
+    """Prints the dry run of a run on `gpus` GPUs, at least those of the world.
+
+    Raises InputError if a step does not fit into memory.
+    """
+    config, world = resolve_parallel(config, world, gpus)
+    sizes = sizes_of(config, gpus)
+    ranks = sizes.data
+    if config.batch_size % (config.micro_batch_size * ranks):
+        raise InputError(
+            f"batch_size {config.batch_size} must be a multiple of micro_batch_size "
+            f"{config.micro_batch_size} x {ranks} ranks with different rows"
+        )
+    with world.raise_on_all_ranks():
+        check_ranks(config, ranks)
+    here = world.device.type == "cuda" or not targets_gpu(config)
+    inputs = read_inputs(config, world, here=here, sizes=sizes)
+    config = inputs.config
+    try:
+        with world.raise_on_all_ranks():
+            device = GPU if targets_gpu(config) else world.device
+            model = outline(config, held_dtype(config, device), inputs.source)
+            inputs.check_model(model)
+            freeze(model, config)
+        world.log_rank0(*describe_run(config, inputs, model, gpus))
+        idle = without_effect(config, inputs.steps(config), device)
+        for notice in [*idle, *without_fp8(config, model)]:
+            world.log_rank0(f"note: {notice}")
+        checkpointing = resolve_checkpointing(
+            config, world, inputs.objective, inputs.source, gpus, device
+        )
+        if checkpointing is not None:
+            world.log_rank0(str(checkpointing))
+        advised = False
+        if not targets_gpu(config):
+            world.log_rank0(
+                "memory is estimated for GPUs, and this run is on a CPU: `tigon plan` is for GPUs "
+                "elsewhere"
+            )
+        elif world.main:
+            found = estimate_run(config, inputs, gpus, checkpointing)
+            world.log_rank0(*memory_table(found, gpus, world.device))
+            for what in uncounted_memory(config):
+                world.log_rank0(f"not in the sum: {what}")
+            capacity = gpu_memory(world.device)
+            if advised := capacity is not None and found.total > capacity:
+                world.log_rank0(*memory_advice(config, inputs, gpus))
+        if why := timing_obstacle(config, world, gpus):
+            world.log_rank0(f"time of a step: cannot be measured here: {why}")
+            return
+        world.log_rank0(*time_run(config, inputs, world, advised, checkpointing))
+    finally:
+        inputs.data.close()
+
+
+def describe_run(config: Config, inputs: Inputs, model: CausalLM, gpus: int) -> list[str]:
+    """Returns lines with the parameters, operations, tokens and steps of a run."""
+    data, steps = inputs.data, inputs.steps(config)
+    first = inputs.start + inputs.state.offset  # step of the data
+    total_parameters = count_parameters(model)
+    trained = total_parameters - count_parameters(model, frozen=True)
+    active = total_parameters - sum(
+        inactive_parameters(m) for m in model.modules() if isinstance(m, SparseMoE)
+    )
+    share = "all" if trained == total_parameters else f"{trained:,}"
+    size = f"{total_parameters:,} parameters, {share} of them trained"
+    if active < total_parameters:
+        size += f", {active:,} active for a token"
+    lengths = [
+        int(length)
+        for batch in data.micro_batches(first)
+        for length in batch.spans.diff(dim=1).flatten()
+    ]
+    flops = model_flops(model, lengths) / max(1, sum(lengths))
+    sequences, _, targets = data.lengths(first)
+    if inputs.objective.scores:
+        pairs = len(sequences) // inputs.objective.group
+        learned = f" in {format_count(pairs, inputs.objective.unit)}, whose scores are learned"
+    else:
+        learned = f", of which {targets:,} are learned"
+    each = f", {data.steps_per_epoch:,} an epoch" if data.steps_per_epoch else ""
+    sizes = sizes_of(config, gpus)
+    per_rank = config.batch_size // (sizes.data * config.micro_batch_size)
+    parts = f"{per_rank} micro-batch{'es' if per_rank > 1 else ''} of {config.micro_batch_size}"
+    group_size = sizes.ranks // sizes.data
+    ranks = f" on each of {sizes.data} ranks" if gpus > 1 else ""
+    if group_size > 1:
+        groups = "each of " if sizes.data > 1 else ""
+        ranks = f" on {groups}{format_count(sizes.data, 'group')} of {group_size} ranks"
+    lines = [
+        f"model: {model.config.transformers_class}, {size}",
+        f"a token: {flops / 1e9:,.3g} GFLOP, forward and backward",
+        f"a step: {config.batch_size:,} rows of {config.seq_len:,} tokens, {parts}{ranks}; "
+        f"the first has {sequences.sum():,} tokens{learned}",
+        f"steps: {inputs.start:,} to {steps:,}{each}",
+    ]
+    return [*lines, *describe_communication(config, model, sizes)]
+
+
+def describe_communication(config: Config, model: CausalLM, sizes: MeshSizes) -> list[str]:
+    """Returns what ranks that divide rows, layers or experts send each other, a line each."""
+    lines, context, tensor, expert = [], sizes.context, sizes.tensor, sizes.expert
+    tokens, subject = -(-config.seq_len // context), "each of {} ranks has "
+    element_bytes = config.micro_batch_size * tokens * compute_dtype(config, GPU).itemsize
+
+    def sends(size: float, what: str, backward: float = 1.0) -> str:
+        """`backward`: bytes of the backward pass, in those of the forward pass."""
+        forward = element_bytes * size / 2**20
+        recomputed = f", or up to {2 * forward:,.1f} where the block is computed again"
+        return (
+            f"in the forward pass of a layer it sends {forward:,.1f} MiB of {what} to the others, "
+            f"and {backward * forward:,.1f} in the backward pass"
+            f"{recomputed if config.activation_checkpointing else ''}"
+        )
+
+    if context > 1:
+        layers = [m for m in model.modules() if isinstance(m, Attention)]
+        heads = [(m.heads // tensor, max(1, m.kv_heads // tensor), m.head_dim) for m in layers]
+        size = max(heads_sent(h, kv, context) * d for h, kv, d in heads)
+        has = f"{subject.format(context)}{tokens:,} tokens of a row"
+        lines.append(f"context: {has}; {sends(size, 'heads')}")
+    if tensor > 1:
+        has = f"{subject.format(tensor)}a part of each matrix"
+        dim = model.config.hidden_size
+        # All tokens of the stream to attention and to an MLP, and what they add to it; to whole
+        # experts none
+        dense = expert == 1 or any(isinstance(b.mlp, GatedMLP) for b in model.model.layers)
+        # Their gradients, and the tokens once more, unless they are so few that they stay
+        backward = 1.5 if notes(element_bytes * dim) else 1.0
+        size = 2 * (1 + dense) * dim * (tensor - 1) / tensor
+        lines.append(f"tensor: {has}; {sends(size, 'the stream', backward)}")
+    if expert > 1:
+        layer = next(m for m in model.modules() if isinstance(m, SparseMoE))
+        experts = len(layer.experts.down_proj)
+        has = f"{subject.format(expert)}{experts // expert} experts of a layer"
+        shard = ExpertShard(Ranks("", 0, expert), experts)
+        rows = shard.rows(-(-tokens // tensor), layer.per_token)
+        # A token once to each rank that has any of its experts, and back
+        size = 2 * (expert - 1) * rows * model.config.hidden_size / tokens
+        evenly = "if all experts are chosen as often, which the memory below counts on, too"
+        lines.append(f"experts: {has}; {sends(size, 'tokens')}, {evenly}")
+    return lines
+
+
+def inactive_parameters(layer: SparseMoE) -> int:
+    """Returns the parameters of the experts that a token is not routed to."""
+    experts = len(layer.experts.down_proj)
+    size = sum(p.numel() for p in layer.experts.parameters())
+    return size - size * layer.per_token // experts
+
+
+def estimate_run(
+    config: Config, inputs: Inputs, gpus: int, checkpointing: CheckpointingChoice | None = None
+) -> Estimate:
+    """Returns the memory of a run with these settings on GPUs."""
+    compute = compute_dtype(config, GPU)
+    model = outline(config, held_dtype(config, GPU), inputs.source)
+    if checkpointing is not None:
+        checkpointing.apply(model)
+    return estimate(model, inputs.objective, config, gpus, compute)
+
+
+def memory_table(found: Estimate, gpus: int, device: torch.device) -> list[str]:
+    """Returns the estimate as a table in GiB."""
+    owner = "a GPU" if gpus == 1 else f"each of {gpus} GPUs"
+    lines = [f"memory of {owner} at its peak, estimated, GiB:"]
+    lines += [f"  {kind:18}{size / GIB:8.2f}" for kind, size in found.kinds.items()]
+    memory = gpu_memory(device)
+    gpu = f" of {memory / GIB:.1f}: {torch.cuda.get_device_name(device)}" if memory else ""
+    lines.append(f"  {'sum':18}{found.total / GIB:8.2f}{gpu}")
+    lines.append(f"host memory of each rank, for weights and states: {found.host / GIB:.2f} GiB")
+    return lines
+
+
+def uncounted_memory(config: Config) -> list[str]:
+    """Returns what the run takes besides the estimate."""
+    full_precision = compute_dtype(config, GPU) == torch.float32
+    cases: dict[str, object] = {
+        "attention in float32, which is not fused and may hold scores": full_precision,
+        "the scores that attention=reference holds": config.attention == "reference"
+        and not full_precision,
+        "what muon's update holds, about 1 GiB, where that is more than a backward does": (
+            config.optimizer == "muon"
+        ),
+        "keys and values of samples, where they are more than a step's activations": (
+            config.sample_prompts
+        ),
+        "what an evaluation keeps of its logits": config.predictions or config.eval_return_logits,
+        "what hooks are given and keep": config.hooks,
+        "the activations of the first micro-batch of each further kind, which has no graph yet": (
+            config.cuda_graphs
+        ),
+        f"reference={config.reference}, which is there before the first step alone": (
+            config.reference and not config.streaming
+        ),
+        "host memory for the activations of activation_offload": config.activation_offload,
+    }
+    return [what for what, applies in cases.items() if applies]
+
+
+def memory_advice(config: Config, inputs: Inputs, gpus: int) -> list[str]:
+    """Returns the memory with each change of settings that saves some."""
+    lines, present = ["less memory:"], estimate_run(config, inputs, gpus).total
+    for change in SAVING:
+        changes = change | ({"memory_budget": None} if "activation_checkpointing" in change else {})
+        try:
+            other = replace(config, **changes)  # type: ignore[arg-type]
+        except ValueError:
+            continue
+        if other != config and (total := estimate_run(other, inputs, gpus).total) < present:
+            names = " ".join(f"{key}={str(value).lower()}" for key, value in change.items())
+            lines.append(f"  {total / GIB:8.2f} GiB with {names}")
+    parallel = parallel_of(config)
+    shared = replace(parallel, context=2 * parallel.context)
+    with suppress(ValueError):  # the ranks may be indivisible
+        shared.sizes(gpus)
+        total = estimate_run(replace(config, parallel=shared), inputs, gpus).total
+        if total < present:
+            lines.append(f"  {total / GIB:8.2f} GiB with parallel.context={shared.context}")
+    fixed = parallel.fsdp is not None
+    rows = 2 * sizes_of(config, gpus).data * config.micro_batch_size
+    if not fixed and config.batch_size % rows == 0:
+        total = estimate_run(config, inputs, 2 * gpus).total
+        lines.append(f"  {total / GIB:8.2f} GiB on {2 * gpus} GPUs")
+    return lines
+
+
+def targets_gpu(config: Config) -> bool:
+    """Whether the run is for GPUs, even if this machine has none."""
+    return config.device != "cpu"
+
+
+def timing_obstacle(config: Config, world: World, gpus: int) -> str | None:
+    """Returns why no step can run on this machine, or None."""
+    if targets_gpu(config) and world.device.type == "cpu":
+        return "there is no GPU"
+    if gpus != world.size:
+        return f"it has {torch.cuda.device_count()} of {gpus} GPUs"
+    return None
+
+
+def time_run(
+    config: Config,
+    inputs: Inputs,
+    world: World,
+    advised: bool,
+    checkpointing: CheckpointingChoice | None,
+) -> list[str]:
+    """Returns lines with the time of a step on random weights; `advised` if advice is printed."""
+    try:
+        model = random_model(config, world, inputs.source)
+        if checkpointing is not None:
+            checkpointing.apply(model)
+        optimizer = build_optimizer(model, config)
+        run = make_run(config, world, inputs, model, optimizer, build_ema(model, config))
+        timing = time_steps(run)
+    except torch.OutOfMemoryError as error:
+        lines = memory_advice(config, inputs, world.size) if world.main and not advised else []
+        first = str(error).split(". ")[0]
+        raise InputError("\n  ".join([f"a step does not fit: {first}", *lines])) from None
+    return describe_timing(config, inputs, world, timing)
+
+
+def describe_timing(config: Config, inputs: Inputs, world: World, timing: StepTiming) -> list[str]:
+    speed = timing.tokens / timing.seconds
+    line = f"a step, measured: {timing.seconds:.3g} s, {speed:,.0f} tokens/s"
+    peak = peak_flops(world.device, compute_dtype(config, world.device))
+    if peak is not None:
+        line += f", {timing.flops / timing.seconds / (peak * world.size):.1%} MFU"
+    if timing.peak:
+        line += f", {timing.peak / GIB:.2f} GiB at its peak"
+    left = max(0, inputs.steps(config) - inputs.start) * timing.seconds
+    return [line, f"all steps: about {format_duration(left)}, without evaluations and checkpoints"]

@@ -1,0 +1,408 @@
+"""Estimates the memory of a run on each GPU, by kind, and chooses checkpointing by it.
+
+Weights and optimizer states are multiplied out. The rest is tracked in a step of the real model on
+the meta device, with the buffers of FSDP2 or of sharding=gradients. No GPU is needed.
+
+# B rows of a micro-batch, T tokens of a row
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from tigon.data import MicroBatch
+from tigon.data.packing import MAX_KEY_COPIES
+from tigon.kernels import use
+from tigon.models import CausalLM, quantised_bytes
+from tigon.parallel import MeshSizes, take_part
+from tigon.train.config import Config, sizes_of
+from tigon.train.distributed import World
+from tigon.train.memory_tracker import (
+    GRADIENTS,
+    FSDPTracker,
+    Ledger,
+    MemoryTracker,
+    ZeRO2Tracker,
+    model_tensors,
+    padded_numel,
+    shard_bytes,
+    shard_counts,
+    unsharded_bytes,
+)
+from tigon.train.model import (
+    compute_dtype,
+    has_experts,
+    held_dtype,
+    is_sharded,
+    outline,
+    set_fp8,
+    sum_dtype,
+)
+from tigon.train.objectives import Objective
+from tigon.train.optim import ema_bytes, freeze, hidden_matrices, parts_of, state_bytes
+
+# The workspaces of cuBLAS for the threads of forward and backward, from sm_90 on
+CUBLAS = 2 * 32 * 2**20
+
+KINDS = (
+    "parameters",
+    "gradients",
+    "optimizer",
+    "average of weights",
+    "gathered weights",
+    "activations",
+    "logits and loss",
+    "communication",
+    "teacher",
+    "reference",
+    "other",
+)
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """The peak of a GPU in bytes, as torch.cuda.max_memory_allocated counts it."""
+
+    kinds: dict[str, int]
+    host: int  # bytes of host memory per rank: the copy of async_save, offloaded states
+
+    @property
+    def total(self) -> int:
+        return sum(self.kinds.values())
+
+
+def estimate(
+    model: CausalLM, objective: Objective, config: Config, world: int, compute: torch.dtype
+) -> Estimate:
+    """Returns the memory of the first rank, for a whole model on the meta device.
+
+    The model cannot be used afterwards: hooks stay on it. `world` is the number of GPUs, `compute`
+    the dtype of the computation. Experts are assumed to be balanced. Raises ValueError if the ranks
+    cannot divide the model as configured.
+    """
+    param_dtype = getattr(torch, config.param_dtype)
+    sizes = sizes_of(config, world)
+    sharded = is_sharded(config, sizes.dividing, compute)
+    take_part(model, sizes)
+    set_fp8(model, config)
+    freeze(model, config)
+    shares = shard_counts(model, sizes.shards)
+    hidden = hidden_matrices(model)
+    states = average = 0.0
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            numbers = padded_numel(parameter, shares[parameter]) / shares[parameter]
+            states += numbers * state_bytes(config, hidden=name in hidden)
+            average += numbers * ema_bytes(config)
+    lora = config.lora is not None  # the base in the computation's dtype, unlike the adapter
+    shards = {p: shard_bytes(p, n, p.dtype if lora else param_dtype) for p, n in shares.items()}
+    parameters = sum(shards.values())
+    saved = sum(size for p, size in shards.items() if p.requires_grad) if lora else parameters
+    copied = saved + states + average  # by async_save
+    offloaded = states + average if config.optimizer_offload else 0.0
+    cast = model.to("meta") if lora and not sharded else model.to("meta", compute)
+    stored = param_dtype if sharded else None
+    ledger = simulate_step(cast, objective, config, sizes, stored, compute)
+    if sharded and config.sharding == "gradients":  # whole weights, and shards of another dtype
+        masters = parameters if compute != param_dtype else 0
+        parameters = unsharded_bytes(model, sizes.shards, compute) + masters
+    persistent = {"parameters": parameters + quantised_bytes(model)}  # these are not sharded
+    if not config.optimizer_offload:
+        persistent |= {"optimizer": int(states), "average of weights": int(average)}
+    kinds = dict.fromkeys(KINDS, 0) | ledger.at_peak | persistent
+    kinds["other"] += CUBLAS
+    host = int(offloaded + copied * config.async_save)
+    return Estimate({kind: size for kind, size in kinds.items() if size}, host)
+
+
+def simulate_step(
+    model: CausalLM,
+    objective: Objective,
+    config: Config,
+    sizes: MeshSizes,
+    sharded: torch.dtype | None,
+    compute: torch.dtype,
+) -> Ledger:
+    """Returns the ledger of a step on the meta device, with at most two micro-batches: the second
+    one runs while gradients of the first are alive. `sharded` is the dtype of sharded weights."""
+    ledger, world = Ledger(), sizes.shards
+    tracker = MemoryTracker(ledger, model_tensors(model))
+    tracker.label_forward(model.lm_head, "logits and loss")
+    sharding_tracker: FSDPTracker | ZeRO2Tracker | None = None
+    if sharded is not None and config.sharding == "gradients":
+        sharding_tracker = ZeRO2Tracker(model, tracker, world, sum_dtype(config), sharded)
+    elif sharded is not None:
+        one = config.batch_size == config.micro_batch_size * sizes.data
+        shares = shard_counts(model, world)
+        sharding_tracker = FSDPTracker(
+            model, tracker, shares, model.dtype, sharded, one_backward=one
+        )
+        sharding_tracker.keep_shards = not config.optimizer_in_backward
+    elif config.optimizer_in_backward:
+        for part in parts_of(model):
+            free_gradients_in_backward(part, tracker)
+    else:
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(
+                    lambda p: tracker.relabel(p.grad, GRADIENTS)
+                )
+    count = max(1, -(-config.batch_size // (sizes.data * config.micro_batch_size)))
+    # CUDA graphs keep the gradients that they write, as if there had been a micro-batch before
+    last = 1 if config.cuda_graphs else min(count, 2) - 1
+    frozen = objective.outline_beside(model, compute)
+    if frozen is not None:
+        track_frozen_model(frozen, tracker, config, sizes, compute)
+    objective.begin(model)
+    model.train()
+    with use("triton"), tracker:
+        for index in range(last + 1):
+            rows = min(config.micro_batch_size, -(-config.batch_size // sizes.data))
+            inputs = objective.resolve(model, dummy_batch(rows, config.seq_len, objective))
+            sums = objective.sums(model, inputs)
+            if sharding_tracker is not None:
+                sharding_tracker.begin(reduce=index == last)
+            loss = objective.loss(model, inputs, sums).loss
+            tracker.phase = "other"
+            loss.backward()
+            del loss, inputs, sums
+            tracker.phase = "activations"
+            if sharding_tracker is not None:
+                sharding_tracker.end()
+    return ledger
+
+
+def free_gradients_in_backward(part: list[nn.Parameter], tracker: MemoryTracker) -> None:
+    """Frees the gradients of a part when its last one is there, as optimizer_in_backward does."""
+    missing = set(part)
+
+    def arrived(parameter: Any) -> None:
+        tracker.relabel(parameter.grad, GRADIENTS)
+        missing.discard(parameter)
+        if not missing:
+            for p in part:
+                p.grad = None
+
+    for parameter in part:
+        parameter.register_post_accumulate_grad_hook(arrived)
+
+
+def dummy_batch(rows: int, tokens: int, of: Objective | type[Objective] = Objective) -> MicroBatch:
+    """Returns a micro-batch of full rows on the meta device, with an objective's columns.
+
+    A shared prompt fills its row but for one token of each further answer: the case in which
+    attention copies most keys and values.
+    """
+    options: dict[str, Any] = {"device": "meta"}
+    ids = torch.zeros(rows, tokens, dtype=torch.int64, **options)
+    sequences, longest, prefixes = rows * of.group, -(-tokens // of.group), None
+    if of.share_prompts:
+        copies = (
+            of.group - 1 or MAX_KEY_COPIES
+        )  # of a group of one, with as many others as rows have
+        sequences, longest = rows * (1 + copies), tokens - copies
+        prefixes = np.array([[0, 0], *[[0, longest]] * copies])
+        prefixes = (prefixes + tokens * np.arange(rows)[:, None, None]).reshape(-1, 2)
+    per_token = {"supervised": torch.bool, **of.per_token}
+    return MicroBatch(
+        input_ids=ids,
+        position_ids=torch.zeros_like(ids),
+        attention_mask=None,
+        cu_seq_lens=torch.zeros(sequences + 1, dtype=torch.int32, **options),
+        longest=longest,
+        spans=torch.zeros(sequences, 2, dtype=torch.int64, **options),
+        parts=torch.zeros(sequences, dtype=torch.int64, **options),
+        per_token={n: torch.ones(rows, tokens, dtype=d, **options) for n, d in per_token.items()},
+        per_example={
+            n: torch.ones(sequences, dtype=d, **options) for n, d in of.per_example.items()
+        },
+        sources=(),
+        prefixes=prefixes,
+    )
+
+
+# What a frozen model takes that runs beside the trained one: a teacher, or a live reference.
+
+
+class SingleKindLedger(Ledger):
+    """Adds everything to another ledger as one kind."""
+
+    def __init__(self, ledger: Ledger, kind: str) -> None:
+        super().__init__()
+        self.ledger, self.kind = ledger, kind
+
+    def add(self, kind: str, size: int) -> None:
+        self.ledger.add(self.kind, size)
+
+    def remove(self, kind: str, size: int) -> None:
+        self.ledger.remove(self.kind, size)
+
+
+def track_frozen_model(
+    other: CausalLM, tracker: MemoryTracker, config: Config, sizes: MeshSizes, compute: torch.dtype
+) -> None:
+    """Counts a frozen model that runs beside the trained one: a teacher, or a live reference.
+
+    A model that the settings name is divided as by `load_frozen`, else as the trained one.
+    """
+    kind = "teacher" if config.teacher else "reference"
+    ledger = SingleKindLedger(tracker.ledger, kind)
+    take_part(other, sizes if has_experts(other) else replace(sizes, expert=1))
+    other.use_attention(config.attention)
+    other.requires_grad_(False).eval()
+    shares, dtype = shard_counts(other, sizes.shards), other.dtype
+    named = bool(config.teacher or config.reference)
+    sharded = sizes.dividing > 1 if named else is_sharded(config, sizes.dividing, compute)
+    if zero := sharded and not named and config.sharding == "gradients":
+        ledger.add(kind, unsharded_bytes(other, sizes.shards, compute))
+    if not zero or compute != dtype:
+        ledger.add(kind, sum(shard_bytes(p, n, dtype) for p, n in shares.items()))
+    other.to("meta", compute)
+    tracker.ignore(model_tensors(other))
+    tracker.label_forward(other, kind)
+    if sharded and not zero:
+        FSDPTracker(other, tracker, shares, compute, dtype).ledger = ledger
+
+
+# activation_checkpointing=auto recomputes as few blocks as the memory allows. All blocks cost the
+# same time, so only their number is chosen. Evenly spaced ones save most: a recomputed block keeps
+# its input and the residual stream, and the block before it keeps the latter anyway unless it is
+# recomputed too. The last block comes last: its recomputation runs beside all other activations.
+
+GIB = 2**30
+# Memory that is not for tensors: CUDA's context and NCCL's buffers; and a share for fragmentation
+# and the error of the estimate
+CONTEXT, SHARE = 2 * GIB, 0.04
+
+
+@dataclass(frozen=True)
+class CheckpointingChoice:
+    """How many blocks are recomputed, and the memory that this takes."""
+
+    blocks: int  # those of `spaced_blocks`
+    layers: int  # all blocks
+    offload: bool
+    total: int  # bytes of a GPU, estimated
+    budget: int
+
+    def apply(self, model: CausalLM) -> None:
+        model.activation_checkpointing = spaced_blocks(self.blocks, self.layers)
+        model.activation_offload = self.offload
+
+    def __str__(self) -> str:
+        which = f"{self.blocks} of {self.layers} blocks"
+        which = {0: "no block", self.layers: f"all {self.layers} blocks"}.get(self.blocks, which)
+        away = ", with activation_offload" if self.offload else ""
+        return (
+            f"activation_checkpointing=auto: {which} computed again{away}; "
+            f"{format_gib(self.total)} of {format_gib(self.budget)} GiB, estimated"
+        )
+
+
+def format_gib(size: int) -> str:
+    """Returns bytes in GiB, with enough digits for tiny models."""
+    return f"{size / GIB:.2f}" if size >= GIB else f"{size / GIB:.3g}"
+
+
+def spaced_blocks(count: int, layers: int) -> frozenset[int]:
+    """Returns `count` of the indices below `layers`, evenly spaced, the last only if all are."""
+    return frozenset(i * layers // count for i in range(count))
+
+
+def memory_budget(config: Config, memory: int | None) -> int:
+    """Returns the bytes for the tensors of a GPU with that much memory (None if unknown)."""
+    if config.memory_budget is not None:
+        return int(config.memory_budget * GIB)
+    if memory is None:
+        raise ValueError(
+            "activation_checkpointing=auto needs the memory of a GPU, and there is no GPU here: "
+            "give memory_budget=, in GiB"
+        )
+    return int(memory * (1 - SHARE)) - CONTEXT
+
+
+def choose_checkpointing(
+    total: Callable[[int, bool], int], layers: int, budget: int, *, offload: bool
+) -> CheckpointingChoice:
+    """Returns the fewest recomputed blocks that fit; else all, with activations in host memory.
+
+    `total(n, offload)` is the memory of a GPU that recomputes n blocks. Raises ValueError if even
+    that does not fit.
+    """
+    none = total(0, offload)
+    if none <= budget:
+        return CheckpointingChoice(0, layers, offload, none, budget)
+    enough, size = layers, total(layers, offload)
+    if size > budget and layers > 1:  # recomputing the last block may take more than saving it
+        fewer = total(layers - 1, offload)
+        if fewer < size:
+            enough, size = layers - 1, fewer
+    if size > budget:
+        offloaded = size if offload else total(layers, True)
+        if offloaded <= budget:
+            return CheckpointingChoice(layers, layers, True, offloaded, budget)
+        raise ValueError(
+            f"activation_checkpointing=auto: a step takes {format_gib(none)} GiB of a GPU, "
+            f"{format_gib(size)} with every block computed again and {format_gib(offloaded)} with "
+            f"activation_offload too, and {format_gib(budget)} GiB are there: give a smaller "
+            "micro_batch_size or seq_len, param_dtype=bfloat16, another optimizer, "
+            "optimizer_offload=true, parallel.context, or more GPUs"
+        )
+    too_few = 0
+    while enough - too_few > 1:
+        middle = (too_few + enough) // 2
+        if (tried := total(middle, offload)) <= budget:
+            enough, size = middle, tried
+        else:
+            too_few = middle
+    return CheckpointingChoice(enough, layers, offload, size, budget)
+
+
+def resolve_checkpointing(
+    config: Config,
+    world: World,
+    objective: Objective,
+    source: Path | None,
+    gpus: int,
+    device: torch.device,
+) -> CheckpointingChoice | None:
+    """Returns the choice for a run on that many GPUs like `device`, or None without `auto`.
+
+    Every rank calls this and gets the choice of the first one, for the GPU with the least memory.
+    """
+    if config.activation_checkpointing != "auto":
+        return None
+    compute = compute_dtype(config, device)
+
+    def build() -> CausalLM:
+        return outline(config, held_dtype(config, device), source)
+
+    def total(blocks: int, offload: bool) -> int:
+        model = build()
+        model.activation_checkpointing = spaced_blocks(blocks, len(model.model.layers))
+        model.activation_offload = offload
+        return estimate(model, objective, config, gpus, compute).total
+
+    memory = gpu_memory(world.device)
+    least = None if memory is None else -world.all_reduce_max_int(-memory)
+    answer = [-1, -1, -1]
+    with world.raise_on_all_ranks():
+        budget = memory_budget(config, least)
+        layers = len(build().model.layers)
+        if world.main:
+            choice = choose_checkpointing(total, layers, budget, offload=config.activation_offload)
+            answer = [choice.blocks, int(choice.offload), choice.total]
+    blocks, offload, size = (world.all_reduce_max_int(number) for number in answer)
+    return CheckpointingChoice(blocks, layers, bool(offload), size, budget)
+
+
+def gpu_memory(device: torch.device) -> int | None:
+    """Returns the bytes of a GPU, None for a CPU."""
+    if device.type != "cuda":
+        return None
+    return torch.cuda.get_device_properties(device).total_memory

@@ -1,0 +1,460 @@
+"""Tracks the memory of a pass on the meta device, by kind and at its peak.
+
+Meta tensors have no values, but autograd saves and frees them exactly as on a GPU, so the peak is
+that of the real code. The temporaries inside fused operators are invisible: WORKSPACES adds them.
+`FSDPTracker` adds the buffers of FSDP2, `ZeRO2Tracker` those of sharding=gradients.
+"""
+
+import weakref
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from tigon.kernels.loss.fused_linear_pass import workspace as head_workspace
+from tigon.kernels.mlp.grouped_mlp import backward_workspace, forward_workspace
+from tigon.kernels.mlp.lora_grouped_mlp import backward_workspace as lora_backward_workspace
+from tigon.kernels.mlp.lora_grouped_mlp import forward_workspace as lora_forward_workspace
+from tigon.layers import Experts
+from tigon.models import CausalLM
+from tigon.parallel import IN_FLIGHT, in_order, reduction_dtype
+
+BLOCK = 512  # bytes to which the CUDA allocator rounds up
+
+# Bytes of an operator's temporaries, computed from its arguments
+WORKSPACES: dict[str, Callable[..., int]] = {
+    "tigon::head_pass": head_workspace,
+    "tigon::grouped_mlp": forward_workspace,
+    "tigon::grouped_mlp_backward": backward_workspace,
+    "tigon::lora_grouped_mlp": lora_forward_workspace,
+    "tigon::lora_grouped_mlp_backward": lora_backward_workspace,
+}
+# Arguments that an operator overwrites with outputs, except under a dispatch mode
+OVERWRITES = {
+    "tigon::gated_act_backward": (1,),
+    "tigon::gated_act_backward_product": (0, 1),
+    "tigon::packed_rope": (0,),
+}
+
+
+class Ledger:
+    """Counts live bytes by kind, and remembers them at the peak of their sum."""
+
+    def __init__(self) -> None:
+        self.alive: Counter[str] = Counter()
+        self.total = 0
+        self.peak = 0
+        self.at_peak: dict[str, int] = {}
+
+    def add(self, kind: str, size: int) -> None:
+        self.alive[kind] += size
+        self.total += size
+        if self.total > self.peak:
+            self.peak, self.at_peak = self.total, dict(self.alive)
+
+    def remove(self, kind: str, size: int) -> None:
+        self.alive[kind] -= size
+        self.total -= size
+
+
+class MemoryTracker(TorchDispatchMode):
+    """Counts every meta tensor that is created under it as kind `phase` while it is alive.
+
+    `existing` tensors, such as the model's parameters and buffers, are not counted.
+    """
+
+    def __init__(self, ledger: Ledger, existing: Iterable[Tensor]) -> None:
+        super().__init__()
+        self.ledger, self.phase = ledger, "activations"
+        self._storages: dict[int, tuple[str, int]] = {}  # kind and bytes, by storage
+        self.ignore(existing)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        name = func._schema.name
+        size = WORKSPACES[name](*args) if name in WORKSPACES else 0
+        out = func(*args, **(kwargs or {}))
+        for index in OVERWRITES.get(name, ()):
+            self._drop(args[index])
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, Tensor) and tensor.is_meta:
+                self._track(tensor)
+        self.ledger.add(self.phase, size)
+        self.ledger.remove(self.phase, size)
+        return out
+
+    def ignore(self, existing: Iterable[Tensor]) -> None:
+        """Excludes tensors that are counted elsewhere."""
+        for tensor in existing:
+            self._storages[tensor.untyped_storage()._cdata] = ("", 0)
+
+    def label_forward(self, module: nn.Module, kind: str) -> None:
+        """Counts what the module's forward creates as `kind`."""
+
+        def enter(*_: Any) -> None:
+            self.phase = kind
+
+        def leave(*_: Any) -> None:
+            self.phase = "activations"
+
+        module.register_forward_pre_hook(enter)
+        module.register_forward_hook(leave)
+
+    def relabel(self, tensor: Tensor, kind: str) -> None:
+        """Counts a tensor as another kind."""
+        key = tensor.untyped_storage()._cdata
+        was, size = self._storages[key]
+        self._storages[key] = kind, size
+        self.ledger.remove(was, size)
+        self.ledger.add(kind, size)
+
+    def _track(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self._storages:
+            return
+        size = -(-storage.nbytes() // BLOCK) * BLOCK
+        self._storages[key] = self.phase, size
+        self.ledger.add(self.phase, size)
+        weakref.finalize(storage, self._free, key).atexit = False
+
+    def _drop(self, tensor: Tensor) -> None:
+        key = tensor.untyped_storage()._cdata
+        kind, size = self._storages[key]
+        self._storages[key] = kind, 0
+        self.ledger.remove(kind, size)
+
+    def _free(self, key: int) -> None:
+        kind, size = self._storages.pop(key)
+        self.ledger.remove(kind, size)
+
+
+def model_tensors(model: nn.Module) -> list[Tensor]:
+    """Returns the parameters and buffers."""
+    return [*model.parameters(), *model.buffers()]
+
+
+def allocated_bytes(tensor: Tensor, dtype: torch.dtype | None = None) -> int:
+    """Returns the bytes that the allocator takes for a tensor, in another dtype if given."""
+    size = tensor.numel() * (dtype or tensor.dtype).itemsize
+    return -(-size // BLOCK) * BLOCK
+
+
+GATHERED, GRADIENTS, COMMUNICATION = "gathered weights", "gradients", "communication"
+
+
+def padded_numel(parameter: Tensor, world: int) -> int:
+    """Returns the number of elements with the padding that makes all ranks' shards equally long."""
+    rows = parameter.shape[0]  # 0 where a tensor rank has no part of a narrow one
+    return -(-rows // world) * world * (parameter.numel() // rows) if rows else 0
+
+
+def shard_bytes(parameter: Tensor, world: int, dtype: torch.dtype) -> int:
+    """Returns the bytes of a rank's shard."""
+    if world == 1:
+        return allocated_bytes(parameter, dtype)
+    return padded_numel(parameter, world) * dtype.itemsize // world
+
+
+def unsharded_bytes(model: CausalLM, world: int, dtype: torch.dtype) -> int:
+    """Returns the bytes of all weights, padded for `world` ranks."""
+    return sum(padded_numel(p, world) for p in model.parameters()) * dtype.itemsize
+
+
+def sharded_experts(module: nn.Module) -> Iterator[Experts]:
+    """Yields the experts that ranks divide; FSDP2 makes each a group of its own."""
+    for inner in module.modules():
+        if isinstance(inner, Experts) and inner.shard is not None:
+            yield inner
+
+
+def shard_counts(model: CausalLM, world: int) -> dict[nn.Parameter, int]:
+    """Returns over how many ranks FSDP2 shards each parameter: fewer than `world` for experts."""
+    found = dict.fromkeys(model.parameters(), world)
+    every = world if model.tensor_ranks is None else world * model.tensor_ranks.size
+    for experts in sharded_experts(model):
+        assert experts.shard is not None
+        found |= dict.fromkeys(experts.parameters(), every // experts.shard.ranks.size)
+    return found
+
+
+class FSDPGroup:
+    """The parameters of an FSDP2 group over `world` ranks, and its state in a step."""
+
+    def __init__(
+        self, parameters: Sequence[nn.Parameter], world: int, dtype: torch.dtype, sums: torch.dtype
+    ) -> None:
+        self.parameters, self.world, self.sums = list(parameters), world, sums
+        self.trained = [p for p in parameters if p.requires_grad]
+        self.gathered = sum(padded_numel(p, world) for p in self.parameters) * dtype.itemsize
+        numbers = sum(padded_numel(p, world) for p in self.trained)
+        self.reduced = numbers * sums.itemsize
+        self.shard = self.reduced // world
+        self.is_gathered = False
+        self.is_prefetched = False
+        self.in_backward = False  # of this group
+        self.accumulated = 0  # bytes of unsharded gradients
+        self.pending = 0  # gradients that this backward has yet to compute
+
+
+class FSDPTracker:
+    """Adds FSDP2's buffers to the ledger, in the order in which it allocates them.
+
+    A group has G bytes of weights in the dtype of the computation, and R bytes of gradients in the
+    dtype of the reduction (parallel.reduction_dtype), over all ranks:
+
+    - before forward, weights are gathered into a buffer (G, with several ranks), copied out (G) and
+      freed afterwards; the buffer lives until the next group's is there
+    - before backward they are gathered again, while those of the previous group are prefetched
+    - after backward, gradients are copied into a buffer (R) and reduced into a shard; the buffer
+      lives until the next group's gradients are there
+    - in all micro-batches but the last, unsharded gradients accumulate in float32
+
+    The model's parameters stand for the gathered weights; the shards are counted elsewhere. Source:
+    torch.distributed.fsdp, _fully_shard/_fsdp_param_group.py and _fsdp_collectives.py.
+    """
+
+    def __init__(
+        self,
+        model: CausalLM,
+        tracker: MemoryTracker,
+        ranks: Mapping[nn.Parameter, int],
+        dtype: torch.dtype,
+        param_dtype: torch.dtype,
+        *,
+        one_backward: bool = False,
+    ) -> None:
+        def group_of(parameters: Sequence[nn.Parameter]) -> FSDPGroup:
+            shared = ranks[parameters[0]]
+            sums = reduction_dtype(dtype, {param_dtype}, shared, one_backward=one_backward)
+            return FSDPGroup(parameters, shared, dtype, sums)
+
+        self.ledger: Ledger = tracker.ledger
+        self.param_dtype, self.tracker = param_dtype, tracker
+        self.reduce = True  # gradients of this micro-batch
+        self.keep_shards = True  # of gradients, until backward ends
+        self.buffer = 0  # bytes of the last group gathered in forward
+        self.reducing = 0  # bytes of the last group whose gradients are reduced
+        self.groups: list[FSDPGroup] = []  # in the order in which their forwards end
+        self.in_backward = False
+        for block in model.model.layers:
+            parts = [(experts, list(experts.parameters())) for experts in sharded_experts(block)]
+            inner = {p for _, parameters in parts for p in parameters}
+            rest = [p for p in block.parameters() if p not in inner]
+            for module, parameters in (*parts, (block, rest)):
+                group = group_of(parameters)
+                self.groups.append(group)
+                module.register_forward_pre_hook(lambda *_, g=group: self._before_forward(g))
+                module.register_forward_hook(
+                    lambda _m, _i, out, g=group: self._after_forward(g, out)
+                )
+        ends = [model.model.embed_tokens, model.model.norm, model.lm_head]
+        unique = list(dict.fromkeys(p for module in ends for p in module.parameters()))
+        self.groups.append(last := group_of(unique))
+        model.model.embed_tokens.register_forward_pre_hook(lambda *_: self._before_forward(last))
+        model.lm_head.register_forward_hook(lambda _m, _i, out: self._hook_outputs(last, out))
+        for group in self.groups:
+            for parameter in group.trained:
+                hook = self._gradient_hook(group)
+                parameter.register_post_accumulate_grad_hook(hook)
+
+    def begin(self, *, reduce: bool) -> None:
+        """Call before each micro-batch; `reduce` its gradients if it is the last."""
+        self.reduce, self.in_backward = reduce, False
+        for group in self.groups:
+            group.pending, group.in_backward = len(group.trained), False
+
+    def end(self) -> None:
+        """Call after its backward."""
+        for group in self.groups:
+            self._release(group)
+        self._replace("reducing", 0)
+
+    def _before_forward(self, group: FSDPGroup) -> None:
+        """Gathers a group before its forward, unless backward recomputes it and has it already."""
+        if group.is_gathered:
+            return
+        if group.world > 1 and not group.is_prefetched:
+            self._replace("buffer", group.gathered)
+        self._gather(group)
+
+    def _after_forward(self, group: FSDPGroup, out: Any) -> None:
+        """Frees a group after its forward, unless backward recomputed that."""
+        if group.in_backward:
+            return
+        self._release(group)
+        if not self.in_backward:
+            self._hook_outputs(group, out)
+
+    def _hook_outputs(self, group: FSDPGroup, out: Any) -> None:
+        """Starts a group's backward with the first gradient of an output of its forward."""
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, Tensor) and tensor.requires_grad:
+                tensor.register_hook(lambda _grad: self._before_backward(group))
+
+    def _before_backward(self, group: FSDPGroup) -> None:
+        """Gathers a group before its backward, and prefetches the previous one."""
+        if not self.in_backward:
+            self.in_backward = True
+            self._replace("buffer", 0)
+        group.in_backward = True
+        if not group.is_gathered:
+            self._gather(group)
+        at = self.groups.index(group)
+        before = self.groups[at - 1] if at else None
+        if before is None or before.world == 1:
+            return
+        if not (before.is_prefetched or before.is_gathered or before.in_backward):
+            before.is_prefetched = True
+            self.ledger.add(COMMUNICATION, before.gathered)
+
+    def _gradient_hook(self, group: FSDPGroup) -> Any:
+        def accumulated(parameter: Tensor) -> None:
+            assert parameter.grad is not None
+            self.tracker.relabel(parameter.grad, GRADIENTS)
+            group.pending -= 1
+            if not group.pending:
+                self._after_backward(group)
+
+        return accumulated
+
+    def _after_backward(self, group: FSDPGroup) -> None:
+        """Reduces or accumulates a group's gradients after its backward."""
+        self._release(group)
+        if not self.reduce:
+            if not group.accumulated:
+                group.accumulated = group.reduced
+                self.ledger.add(GRADIENTS, group.reduced)
+            self._drop_gradients(group)
+            return
+        self._replace("reducing", group.reduced)
+        self._drop_gradients(group)
+        self.ledger.remove(GRADIENTS, group.accumulated)
+        group.accumulated = 0
+        self.ledger.add(GRADIENTS, group.shard)
+        if group.world == 1:  # the buffer is divided by 1 before it is copied
+            self._add_temporary(group.reduced)
+        shard = group.shard * self.param_dtype.itemsize // group.sums.itemsize
+        if self.param_dtype != group.sums:  # shards are cast to the weights' dtype
+            self._add_temporary(
+                sum(allocated_bytes(p, self.param_dtype) for p in group.trained) // group.world
+            )
+            self.ledger.remove(GRADIENTS, group.shard - shard)
+        if not self.keep_shards:
+            self.ledger.remove(GRADIENTS, shard)
+
+    def _drop_gradients(self, group: FSDPGroup) -> None:
+        for parameter in group.trained:
+            parameter.grad = None
+
+    def _gather(self, group: FSDPGroup) -> None:
+        group.is_gathered = True
+        self.ledger.add(GATHERED, group.gathered)
+        if group.is_prefetched:
+            self.ledger.remove(COMMUNICATION, group.gathered)
+            group.is_prefetched = False
+
+    def _release(self, group: FSDPGroup) -> None:
+        if group.is_gathered:
+            group.is_gathered = False
+            self.ledger.remove(GATHERED, group.gathered)
+
+    def _replace(self, name: str, size: int) -> None:
+        """Replaces a buffer by the next; while gathering, both exist for a moment."""
+        old = getattr(self, name)
+        if name == "reducing":
+            self.ledger.remove(COMMUNICATION, old)
+            self.ledger.add(COMMUNICATION, size)
+        else:
+            self.ledger.add(COMMUNICATION, size)
+            self.ledger.remove(COMMUNICATION, old)
+        setattr(self, name, size)
+
+    def _add_temporary(self, size: int) -> None:
+        self.ledger.add(COMMUNICATION, size)
+        self.ledger.remove(COMMUNICATION, size)
+
+
+class ZeRO2Tracker:
+    """Creates on the meta device what sharding=gradients holds besides whole weights, in the order
+    of tigon/parallel/zero2.py, for the tracker to count."""
+
+    def __init__(
+        self,
+        model: Any,
+        tracker: MemoryTracker,
+        world: int,
+        sums: torch.dtype,
+        param_dtype: torch.dtype,
+    ) -> None:
+        self.tracker, self.world, self.sums, self.param_dtype = tracker, world, sums, param_dtype
+        self.reduce = True  # the gradients of this micro-batch
+        self.added: dict[nn.Parameter, Tensor] = {}  # gradients in `sums`, if that is another dtype
+        self.in_flight: deque[tuple[list[Tensor], list[Tensor]]] = deque()
+        self.shards: list[Tensor] = []
+        seen: set[nn.Parameter] = set()
+        self.groups: list[list[nn.Parameter]] = []
+        for modules in in_order(model):
+            found = dict.fromkeys(p for m in modules for p in m.parameters() if p.requires_grad)
+            self.groups.append([p for p in found if p not in seen])
+            seen |= found.keys()
+        for parameter in seen:
+            parameter.register_post_accumulate_grad_hook(self._on_gradient)
+
+    def begin(self, *, reduce: bool) -> None:
+        """Call before each micro-batch; `reduce` its gradients if it is the last."""
+        self.reduce = reduce
+        self.waiting = [group for group in self.groups if group]
+        self.pending = {p for group in self.waiting for p in group}
+
+    def end(self) -> None:
+        """Call after its backward."""
+        while self.reduce and self.waiting:
+            self._begin_reduction(self.waiting.pop())
+        while self.in_flight:
+            self._end_reduction()
+
+    def _on_gradient(self, parameter: Any) -> None:
+        gradient = parameter.grad
+        self.tracker.relabel(gradient, GRADIENTS)
+        if gradient.dtype != self.sums:
+            if parameter not in self.added:
+                self.added[parameter] = self._relabeled(gradient.to(self.sums), GRADIENTS)
+            parameter.grad = None
+        self.pending.discard(parameter)
+        del gradient
+        while self.reduce and self.waiting and not self.pending.intersection(self.waiting[-1]):
+            self._begin_reduction(self.waiting.pop())
+
+    def _begin_reduction(self, group: list[nn.Parameter]) -> None:
+        gradients, parts = [], []
+        for p in group:
+            found = self.added.pop(p, None)
+            found = p.grad if found is None else found
+            p.grad = None
+            each = -(-p.shape[0] // self.world)
+            if found is None or each * self.world != len(p):  # padded with zeros
+                shape = (each * self.world, *p.shape[1:])
+                found = self._relabeled(p.new_empty(shape, dtype=self.sums), COMMUNICATION)
+            gradients.append(found)
+            if self.world > 1:
+                part = p.new_empty((each, *p.shape[1:]), dtype=self.sums)
+                parts.append(self._relabeled(part, GRADIENTS))
+            else:  # nothing is sent
+                parts.append(found)
+        self.in_flight.append((gradients, parts))
+        if len(self.in_flight) > IN_FLIGHT:
+            self._end_reduction()
+
+    def _end_reduction(self) -> None:
+        _, parts = self.in_flight.popleft()
+        self.shards += [self._relabeled(part.to(self.param_dtype), GRADIENTS) for part in parts]
+
+    def _relabeled(self, tensor: Tensor, kind: str) -> Tensor:
+        self.tracker.relabel(tensor, kind)
+        return tensor

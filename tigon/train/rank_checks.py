@@ -1,0 +1,71 @@
+"""Whether ranks, which may be on several hosts, begin the same run."""
+
+import json
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any
+
+from tigon.data import Loader
+from tigon.models import MODELS, read_config
+from tigon.train import resume
+from tigon.train.config import Config
+from tigon.train.distributed import InputError, World
+from tigon.train.model import sampled_digest
+from tigon.train.samples import Prompt
+from tigon.weights import Repository
+
+ANOTHER, OTHER = "reads another model than rank 0 from {}", "has other {} than rank 0"
+
+
+def check_data(config: Config, data: Loader, eval_data: Loader | None, world: World) -> None:
+    """Raises InputError if ranks have other data than the first one: they would train on a mixture,
+    or wait for each other without end."""
+    with world.raise_on_all_ranks():
+        sample = data.sample() if world.size > 1 else ""
+        own = {"data": [resume.facts(config, data), sample]}
+        if eval_data is not None:
+            own["eval_data"] = [eval_data.identity()]
+    _compare(own, world, OTHER)
+
+
+def check_prompts(prompts: Sequence[Prompt], world: World) -> None:
+    """Likewise of what the model is asked at evaluations."""
+    _compare({"sample_prompts": [prompt.ids for prompt in prompts]}, world, OTHER)
+
+
+def check_models(config: Config, digest: str, world: World) -> None:
+    """Raises InputError if ranks begin with other models than the first one, as from other files of
+    one name on several hosts: they would train a mixture of them. `digest`: of the weights."""
+    with world.raise_on_all_ranks():
+        own = digest
+        if config.model:  # `init` is a config.json, of which the digest is
+            own += _described(config.model, config.revision)
+    _compare({config.init or config.model: own}, world, ANOTHER)
+
+
+def check_reference_and_teacher(config: Config, world: World) -> None:
+    """Likewise of a reference and a teacher."""
+    for path in filter(None, (config.reference, config.teacher)):
+        own = ""
+        with (
+            world.raise_on_all_ranks(),
+            suppress(FileNotFoundError),
+        ):  # what they gave may be in the cache
+            own = sampled_digest(path) + _described(path)
+        _compare({path: own}, world, ANOTHER)
+
+
+def _described(path: str, revision: str | None = None) -> str:
+    repository = Repository(path, revision=revision)
+    file = repository.optional_file("generation_config.json")  # which samples go by
+    generation = b"" if file is None else file.read_bytes()
+    return repr((read_config(repository, MODELS)[1], generation))
+
+
+def _compare(own: dict[str, Any], world: World, what: str) -> None:
+    """`own`: by name, what all ranks should have; `what` is said of the first name that differs."""
+    first, *others = map(json.loads, world.gather(json.dumps(own)))
+    for rank, other in enumerate(others, start=1):
+        for name in own:
+            if other.get(name) != first.get(name):
+                raise InputError(f"rank {rank} {what.format(name)}: give all hosts the same files")

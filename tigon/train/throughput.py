@@ -1,0 +1,194 @@
+"""How many floating-point operations training on a sequence takes, and how many a GPU can make.
+
+The count is of what the mathematics needs, so that a model's utilisation (MFU) is comparable
+between implementations. Of a matrix product with n parameters each token needs 2n operations
+forward, 2n for the gradient of its input and 2n for that of its weights: 6n. These are all
+projections, the experts that a token is routed to, routers, and the head, for every token whether
+it is a target or not; looking up an embedding is none. Attention needs 12 D for each head and each
+position that a token sees, which are those before it and itself, within the window of the layer:
+what is masked does not count, as in NVIDIA's figures since 2025 and unlike in the appendix of PaLM
+(arXiv 2204.02311), which counts twice as many. Nor do recomputed activations, norms, activation
+functions, the loss or the optimizer. What is frozen has no gradient of its weights, and what
+nothing trained comes before has none of its input.
+"""
+
+import resource
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from tigon.layers import Attention, Linear, LMHead, LowRank, LowRankEmbedding, SparseMoE
+from tigon.models import CausalLM
+from tigon.train.distributed import World
+
+# Products of 16-bit floats with sums in float32, without sparsity, in 10^12 a second, by words of a
+# GPU's name; the first that fits. Source: NVIDIA's data sheets.
+PEAKS = {
+    "GB300": 2500.0,
+    "GB200": 2500.0,
+    "B300": 2250.0,
+    "B200": 2250.0,
+    "GH200": 989.4,
+    "H200 NVL": 835.5,
+    "H200": 989.4,
+    "H100 NVL": 835.5,
+    "H100 PCIe": 756.5,
+    "H100": 989.4,
+    "H800": 989.4,
+    "H20": 148.0,
+    "A100": 312.0,
+    "A800": 312.0,
+    "A40": 149.7,
+    "A10": 125.0,
+    "A10G": 70.0,
+    "L40S": 362.1,
+    "L40": 181.1,
+    "L4": 121.0,
+    "RTX 6000 Ada": 364.2,
+    "RTX A6000": 154.8,
+    "RTX 5090": 209.5,
+    "RTX 4090": 165.2,
+    "RTX 3090": 71.0,
+}
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What training on sequences takes: `Cost.from_model(model)(lengths)` operations."""
+
+    per_token: float = 0.0  # of the matrix products with parameters
+    # Of attention, for each position that a token sees: by window, None where it sees all before
+    per_position: dict[int | None, float] = field(default_factory=dict)
+
+    @classmethod
+    def from_model(cls, model: nn.Module) -> Self:
+        """Modules are in the order in which they compute."""
+        per_token, per_position = 0.0, dict[int | None, float]()
+        trained = False  # anything so far, so that gradients go on to it
+        for module in model.modules():
+            trained_before = trained
+            own = list(module.parameters(recurse=False))
+            trained = trained or any(p.requires_grad for p in own)
+            if isinstance(module, Attention):
+                inside = trained or any(p.requires_grad for p in module.parameters())
+                each = (12.0 if inside else 4.0) * module.heads * module.head_dim
+                per_position[module.window] = per_position.get(module.window, 0.0) + each
+            elif isinstance(module, SparseMoE):
+                share = module.per_token / len(module.experts.down_proj)
+                experts = list(module.experts.parameters())
+                per_token += share * sum(_product(p, trained) for p in experts)
+            elif isinstance(module, Linear):
+                per_token += _product(module.outline, trained_before)
+            elif isinstance(module, LMHead):
+                per_token += _product(module.weight, trained_before)
+            elif isinstance(module, LowRank):  # A's input gradient where its layer's is needed
+                per_token += sum(_product(p, trained_before or p is not module.lora_A) for p in own)
+            elif isinstance(module, LowRankEmbedding):
+                per_token += _product(module.lora_embedding_B, True)  # looking up A is none
+        return cls(per_token, per_position)
+
+    def __call__(self, sequences: Iterable[int], before: np.ndarray | int = 0) -> float:
+        """Operations of forward and backward for sequences of these lengths; `before`: tokens of
+        another one that each goes on from."""
+        lengths = np.fromiter(sequences, np.int64)
+        total = self.per_token * int(lengths.sum())
+        for window, each in self.per_position.items():
+            seen = positions_seen(before + lengths, window) - positions_seen(before, window)
+            total += each * int(seen.sum())
+        return total
+
+
+def model_flops(model: nn.Module, sequences: Iterable[int]) -> float:
+    """Operations that forward and backward of the model need for sequences of these lengths."""
+    return Cost.from_model(model)(sequences)
+
+
+def positions_seen(lengths: np.ndarray | int, window: int | None) -> Any:
+    """By all tokens of each causal sequence together: token i sees i + 1, at most `window`."""
+    full = lengths if window is None else np.minimum(lengths, window)
+    return full * (full + 1) // 2 + (lengths - full) * full
+
+
+def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
+    """Operations a second that a GPU can make at most with matrices of this dtype.
+
+    None where it is not known: on a CPU, on GPUs that are not listed or only in part there (MIG),
+    and in float32, where it depends on whether TF32 is allowed.
+    """
+    if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16):
+        return None
+    return named_peak(torch.cuda.get_device_name(device))
+
+
+def named_peak(name: str) -> float | None:
+    """Of the GPU with this name, as its driver says it."""
+    words = name.replace("-", " ").split()
+    if "MIG" in words:
+        return None
+    fits = (peak for gpu, peak in PEAKS.items() if set(gpu.split()) <= set(words))
+    peak = next(fits, None)
+    return None if peak is None else peak * 1e12
+
+
+def _product(weight: Tensor, input_gradient: bool) -> float:
+    """For each token; the parameter may be a DTensor, which has its whole size."""
+    return (2.0 + 2.0 * weight.requires_grad + 2.0 * input_gradient) * weight.numel()
+
+
+class Meter:
+    """What metrics.jsonl has of the speed of steps, for a model that `dtype` computes."""
+
+    def __init__(self, model: CausalLM, world: World, dtype: torch.dtype):
+        # Ranks of tensor parallelism have a share of each product
+        self.cost, self.ranks = Cost.from_model(model), world.size // world.sizes.tensor
+        self.world = world
+        self.peak = peak_flops(world.device, dtype)  # of one GPU, in FLOPs a second
+        self.dtype = str(dtype).removeprefix("torch.")
+
+    @property
+    def convention(self) -> str | None:
+        """What MFU is a share of; None on a CPU, where nobody asks."""
+        if self.world.device.type != "cuda":
+            return None
+        gpu = torch.cuda.get_device_name(self.world.device)
+        if self.peak is None:
+            return f"MFU: not known, for there is no figure of what {gpu} can do in {self.dtype}"
+        return (
+            f"MFU: of {self.peak / 1e12:g} TFLOP/s ({gpu}, {self.dtype}, dense); 6 FLOPs for each "
+            "parameter of a product and token, attention only where a token sees, nothing twice"
+        )
+
+    def __call__(
+        self, lengths: np.ndarray, before: np.ndarray, targets: int, seconds: float, waited: float
+    ) -> dict[str, Any]:
+        """Of a step over sequences of these lengths, which go on from so many tokens of others, on
+        all ranks together; `waited` for data."""
+        tokens, mfu = int(lengths.sum()), None
+        if self.peak is not None:
+            mfu = self.cost(lengths, before) / seconds / (self.peak * self.ranks)
+        return {
+            "tokens": tokens,
+            "supervised_tokens": targets,
+            "step_seconds": seconds,
+            "data_seconds": waited,
+            "data_share": waited / seconds,
+            "tokens_per_second": tokens / seconds,
+            "mfu": mfu,
+            **peak_memory(self.world.device),
+        }
+
+
+def peak_memory(device: torch.device) -> dict[str, float | None]:
+    """The most so far, in GiB: that tensors had and that the allocator took of the GPU; on a CPU
+    what this process had."""
+    if device.type == "cuda":
+        had, taken = torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)
+        return {"memory_gib": had / 2**30, "memory_reserved_gib": taken / 2**30}
+    unit = 1 if sys.platform == "darwin" else 1024
+    had = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    return {"memory_gib": had / 2**30, "memory_reserved_gib": None}

@@ -38,7 +38,7 @@ from bench.train_multi_side import CONTEXT_PEER, EXPERT_PEER, FIRST, TENSOR_PEER
 from bench.train_step import libraries
 from tests.small import EXPERTS as SMALL_EXPERTS
 from tests.small import LLAMA
-from tigon.train.parallel_settings import Parallel
+from tigon.train.config import Parallel
 
 GPUS, TOKENS = 2, 8192
 EXPERTS = MODELS["Qwen3-30B-A3B"][2]

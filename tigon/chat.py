@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from tigon.models import CausalLM
-from tigon.terminal import escape_controls, exact, one_line
 from tigon.tokenizer import Tokenizer
+from tigon.utils.terminal import escape_controls, one_line, raw_stream
 
 with suppress(ImportError):  # not on Windows; input() then has editing and history
     import readline  # noqa: F401
@@ -159,7 +159,7 @@ def put(piece: str) -> None:
     """Print what a model says: exactly, but on a terminal with control characters escaped."""
     if sys.stdout.isatty():
         piece = escape_controls(piece.replace("\r", ""))
-    print(piece, end="", flush=True, file=exact(sys.stdout))
+    print(piece, end="", flush=True, file=raw_stream(sys.stdout))
 
 
 def command(chat: Chat, line: str) -> bool:

@@ -11,7 +11,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from tigon.terminal import escaping_output, one_line
+from tigon.utils.terminal import escaping_output, one_line
 from tigon.version import __version__
 
 CACHES = ("dynamic", "static", "quantized")

@@ -17,7 +17,6 @@ from tigon.models import MODELS, CausalLM, convert, from_pretrained, split_gguf
 from tigon.plan import format_plan, make_plan, read_job
 from tigon.shared_chat import talk_on_ranks
 from tigon.shared_commands import run_shared, together
-from tigon.terminal import one_line
 from tigon.tokenizer import Tokenizer
 from tigon.train.distributed import World
 from tigon.train.export import (
@@ -29,6 +28,7 @@ from tigon.train.export import (
     is_adapter,
 )
 from tigon.train.publish import push as push_folder
+from tigon.utils.terminal import one_line
 from tigon.weights import Repository, check_free
 
 SAMPLING = ("temperature", "top_k", "top_p", "min_p")

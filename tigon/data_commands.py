@@ -4,17 +4,17 @@ import sys
 from argparse import Namespace
 
 from tigon.data import clean_cache
-from tigon.terminal import exact
 from tigon.train import pack, preview
 from tigon.train.pack import read_arguments
 from tigon.train.preview_text import format_preview, has_color
+from tigon.utils.terminal import raw_stream
 
 
 def data_show(args: Namespace) -> int:
     """1 if a run would end at one of the rows."""
     config = read_arguments(args.arguments)
     shown = preview(config, args.rows)
-    output = exact(sys.stdout)  # the colors are control characters; the text has none
+    output = raw_stream(sys.stdout)  # the colors are control characters; the text has none
     for line in format_preview(shown, config, color=has_color(output)):
         print(line, file=output)
     return int(config.bad_rows == "error" and any(row.error for row in shown.rows))

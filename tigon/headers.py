@@ -14,7 +14,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, TypeGuard
 
 from tigon.hub import Repository
-from tigon.json_file import escaped, parse_object, read_json, shown
+from tigon.utils.json import escape, parse_object, quote, read_json
 
 # What torch calls them, and bytes of a value. The reference implementation stores the last of these
 # first; equal ones follow by name.
@@ -98,7 +98,7 @@ def read_tensors(path: Path) -> dict[str, StoredTensor]:
         length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else 0
         if not 2 <= length <= min(MAX_HEADER, size - 8):
             raise ValueError(
-                f"{escaped(path)} is no safetensors file: its first 8 bytes announce a header of "
+                f"{escape(path)} is no safetensors file: its first 8 bytes announce a header of "
                 f"{length} bytes and the file has {size}; if a download was cut off, delete it "
                 "and repeat"
             )
@@ -117,11 +117,11 @@ def read_tensors(path: Path) -> dict[str, StoredTensor]:
 
 def _check_metadata(path: Path, metadata: Any) -> None:
     if not isinstance(metadata, dict):
-        raise ValueError(f"{escaped(path)}: __metadata__ is {shown(metadata)}, not an object")
+        raise ValueError(f"{escape(path)}: __metadata__ is {quote(metadata)}, not an object")
     for key, value in metadata.items():
         if not isinstance(value, str):
             raise ValueError(
-                f"{escaped(path)}: __metadata__ has {shown(value)} as {shown(key)}, not a text"
+                f"{escape(path)}: __metadata__ has {quote(value)} as {quote(key)}, not a text"
             )
 
 
@@ -129,31 +129,31 @@ def _entry(path: Path, name: str, entry: Any) -> tuple[str, tuple[int, ...], int
     try:
         return _checked(entry)
     except ValueError as error:
-        raise ValueError(f"{escaped(path)}: tensor {shown(name)} {error}") from None
+        raise ValueError(f"{escape(path)}: tensor {quote(name)} {error}") from None
 
 
 def _checked(entry: Any) -> tuple[str, tuple[int, ...], int, int]:
     if not isinstance(entry, dict):
-        raise ValueError(f"is described by {shown(entry)}, not by dtype, shape and data_offsets")
+        raise ValueError(f"is described by {quote(entry)}, not by dtype, shape and data_offsets")
     tag, shape, span = entry.get("dtype"), entry.get("shape"), entry.get("data_offsets")
     if not _counts(shape):
-        raise ValueError(f"has shape {shown(shape)}, not a list of sizes")
+        raise ValueError(f"has shape {quote(shape)}, not a list of sizes")
     if not _counts(span) or len(span) != 2 or span[0] > span[1]:
-        raise ValueError(f"has data_offsets {shown(span)}, not [begin, end]")
+        raise ValueError(f"has data_offsets {quote(span)}, not [begin, end]")
     if not isinstance(tag, str) or tag not in DTYPES:
         if isinstance(tag, str) and tag.startswith(("F4", "F6", "F8")):
             raise ValueError(
-                f"is stored as {shown(tag)}: this is a quantised checkpoint, which is not "
+                f"is stored as {quote(tag)}: this is a quantised checkpoint, which is not "
                 "supported; use the model's bf16, fp16 or fp32 checkpoint"
             )
-        raise ValueError(f"has the unknown dtype {shown(tag)}; known: {', '.join(DTYPES)}")
+        raise ValueError(f"has the unknown dtype {quote(tag)}; known: {', '.join(DTYPES)}")
     expected = _count(shape)
     if expected is None:
-        raise ValueError(f"has shape {shown(shape)}: no tensor is so large")
+        raise ValueError(f"has shape {quote(shape)}: no tensor is so large")
     expected *= DTYPES[tag][1]
     if span[1] - span[0] != expected:
         raise ValueError(
-            f"is {tag} {shown(shape)}, {expected} bytes, but its data_offsets {span} "
+            f"is {tag} {quote(shape)}, {expected} bytes, but its data_offsets {span} "
             f"hold {span[1] - span[0]}"
         )
     return tag, tuple(shape), span[0], span[1]
@@ -184,16 +184,16 @@ def _check_spans(path: Path, spans: list[tuple[int, int, str]], data_bytes: int)
     for begin, next_end, name in spans:
         if begin != end:
             fault = "overlaps" if begin < end else f"leaves a hole of {begin - end} bytes after"
-            before = "the header" if last is None else shown(last)
-            raise ValueError(f"{escaped(path)}: tensor {shown(name)} {fault} {before}")
+            before = "the header" if last is None else quote(last)
+            raise ValueError(f"{escape(path)}: tensor {quote(name)} {fault} {before}")
         end, last = next_end, name
     if end > data_bytes:
         raise ValueError(
-            f"{escaped(path)} is truncated: its tensors take {end} bytes and {data_bytes} are "
+            f"{escape(path)} is truncated: its tensors take {end} bytes and {data_bytes} are "
             "there; delete it and download or copy it again"
         )
     if end < data_bytes:
-        raise ValueError(f"{escaped(path)} has {data_bytes - end} bytes after its last tensor")
+        raise ValueError(f"{escape(path)} has {data_bytes - end} bytes after its last tensor")
 
 
 def _no_weights(repository: Repository) -> str:
@@ -211,22 +211,22 @@ def _no_weights(repository: Repository) -> str:
 
 def _read_index(path: Path) -> dict[str, str]:
     """Tensor name -> shard file, checked to stay in the index's directory."""
-    weight_map = read_json(path, most_bytes=MAX_HEADER).get("weight_map")
-    where = escaped(path)
+    weight_map = read_json(path, max_bytes=MAX_HEADER).get("weight_map")
+    where = escape(path)
     if not isinstance(weight_map, dict) or not weight_map:
         raise ValueError(f"{where} has no weight_map from tensor names to shard files")
     for name, shard in weight_map.items():
         if not isinstance(shard, str) or not shard.endswith(".safetensors"):
             raise ValueError(
-                f"{where}: tensor {shown(name)} is in {shown(shard)}, no .safetensors file"
+                f"{where}: tensor {quote(name)} is in {quote(shard)}, no .safetensors file"
             )
         parts = PurePosixPath(shard)
         if parts.is_absolute() or ".." in parts.parts or "\\" in shard:
             raise ValueError(
-                f"{where}: the shard {shown(shard)} is outside the checkpoint's directory"
+                f"{where}: the shard {quote(shard)} is outside the checkpoint's directory"
             )
         if str(parts) != shard or not shard.isprintable():  # one file, one name
-            raise ValueError(f"{where}: the shard {shown(shard)} is no plain file name")
+            raise ValueError(f"{where}: the shard {quote(shard)} is no plain file name")
     return weight_map
 
 
@@ -241,14 +241,14 @@ def _merge(
                 continue
             if name in tensors:
                 raise ValueError(
-                    f"{escaped(index)} does not list tensor {shown(name)}, which is in two "
+                    f"{escape(index)} does not list tensor {quote(name)}, which is in two "
                     f"shards: {tensors[name].path.name} and {shard}"
                 )
             tensors[name] = info
     if absent := sorted(weight_map.keys() - tensors.keys()):
         raise ValueError(
-            f"{escaped(index)} names {len(absent)} tensors that their shards do not hold, the "
-            f"first {shown(absent[0])} in {weight_map[absent[0]]}: the files are not of one "
+            f"{escape(index)} names {len(absent)} tensors that their shards do not hold, the "
+            f"first {quote(absent[0])} in {weight_map[absent[0]]}: the files are not of one "
             "checkpoint"
         )
     return tensors

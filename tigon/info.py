@@ -11,7 +11,6 @@ from pathlib import Path
 import torch
 
 from tigon.hub import Repository, config_file
-from tigon.json_file import read_json, shown
 from tigon.kernels.attention.api import survey
 from tigon.models import MODELS, CausalLM, build, misfits, split_gguf
 from tigon.summary import (
@@ -25,6 +24,7 @@ from tigon.summary import (
     rope_text,
 )
 from tigon.train.export import described_checkpoint, find_checkpoint
+from tigon.utils.json import quote, read_json
 from tigon.version import __version__
 from tigon.weights import Checkpoint, listing, read_header
 
@@ -76,7 +76,7 @@ def describe(path: str, revision: str | None = None) -> Facts:
             problems = [repository.rename_in(error)]
             known = isinstance(kind, str) and (kind in MODELS or "text_config" in source)
             if not known:
-                problems = [f"model_type {shown(kind)} is not supported; README.md lists what is"]
+                problems = [f"model_type {quote(kind)} is not supported; README.md lists what is"]
             try:
                 Checkpoint.open(repository)  # for what is in its files all the same
             except (OSError, ValueError) as error:

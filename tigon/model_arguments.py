@@ -6,12 +6,12 @@ from typing import Any, Literal
 
 import torch
 
-from tigon.json_file import parse_object
 from tigon.models import CausalLM, split_gguf
 from tigon.parallel import from_pretrained
 from tigon.tokenizer import Tokenizer
 from tigon.train.distributed import World
 from tigon.train.export import find_checkpoint, is_adapter, load_checkpoint, load_with_adapter
+from tigon.utils.json import parse_object
 from tigon.weights import Repository
 
 

@@ -15,11 +15,11 @@ from tigon.chat import terminal_modes
 from tigon.model_arguments import dtype_of, refused_on_ranks, tokenizer_of
 from tigon.models import MODELS, build, split_gguf
 from tigon.parallel import MeshSizes, take_part
-from tigon.terminal import one_line
+from tigon.train.config import Parallel
 from tigon.train.distributed import World, end_soon, launched, record_error, start
 from tigon.train.export import check_shareable, described_checkpoint, find_checkpoint, is_adapter
 from tigon.train.launch import LAUNCHED, run_ranks
-from tigon.train.parallel_settings import Parallel
+from tigon.utils.terminal import one_line
 from tigon.weights import Repository
 
 CLOSED, INTERRUPTED = 141, 130  # exit codes, as in cli.py: of `| head`, and of Ctrl-C

@@ -15,7 +15,7 @@ from typing import Any
 from tigon.families import FAMILIES
 from tigon.headers import DTYPES, StoredTensor, find_tensors, read_tensors
 from tigon.hub import Repository, config_file
-from tigon.json_file import escaped, read_json, shown
+from tigon.utils.json import escape, quote, read_json
 
 FIRST = 1 << 16  # bytes of a file of weights that are asked for at first; most headers fit
 Facts = dict[str, str]  # what it is -> its value, as people read it
@@ -31,9 +31,9 @@ def info(args: Namespace) -> int:
 
 
 def print_facts(name: str, facts: Facts) -> None:
-    print(escaped(name))
+    print(escape(name))
     for what, value in facts.items():
-        print(f"  {what:<14}{escaped(value, 4000)}")
+        print(f"  {what:<14}{escape(value, 4000)}")
 
 
 def summarize(path: str, revision: str | None = None) -> Facts:
@@ -143,7 +143,7 @@ def _loading(source: Mapping[str, Any], stored: Mapping[str, StoredTensor]) -> s
     values = {**source, **inner} if isinstance(inner, dict) else source
     kinds = [k for k in (values.get("model_type"), kind) if isinstance(k, str) and k in FAMILIES]
     if not kinds:
-        return f"no: model_type {shown(kind)} is not supported; README.md lists what is"
+        return f"no: model_type {quote(kind)} is not supported; README.md lists what is"
     ours = _parameters(values, stored)
     dtype = values.get("dtype") or values.get("torch_dtype")
     if dtype is None and ours:
@@ -232,4 +232,4 @@ def mebibytes(count: int) -> str:
 
 
 def _plain(value: Any) -> str:
-    return escaped(value, 80) if isinstance(value, str) else shown(value, 80)
+    return escape(value, 80) if isinstance(value, str) else quote(value, 80)

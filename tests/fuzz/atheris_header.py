@@ -9,7 +9,7 @@ from pathlib import Path
 
 import atheris
 
-with atheris.instrument_imports(include=["tigon.json_file", "tigon.headers"]):
+with atheris.instrument_imports(include=["tigon.utils.json", "tigon.headers"]):
     from tigon.weights.header import read_header
 
 from tests.fuzz.harness import unfit

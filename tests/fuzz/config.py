@@ -16,7 +16,7 @@ from tests.fuzz.target import Case, Files, Link, Target
 from tigon.generation.settings import DEFAULTS, OURS, UNSUPPORTED
 from tigon.models.config import NEUTRAL
 from tigon.models.rope_config import RANGES, ROPE_RANGES
-from tigon.strict import hints
+from tigon.utils.config import field_types
 
 CONFIG, GENERATION = "config.json", "generation_config.json"
 NUMBERS = sorted(DEFAULTS.keys() - {*OURS, "do_sample", "stop_strings"})
@@ -61,7 +61,7 @@ def write(model_type: str, folder: Path) -> None:
 
 
 def keys_of(config: dict[str, Any], model_type: str) -> list[str]:
-    own = hints(tigon.models.MODELS[model_type].config_class).keys() - {"source"}
+    own = field_types(tigon.models.MODELS[model_type].config_class).keys() - {"source"}
     inside = [*ROPE_RANGES, "rope_type", "type", "truncate", "partial_rotary_factor"]
     ropes = [f"{rope}.{key}" for rope in ROPES for key in inside]
     # What a family reads comes as often as all that others do

@@ -16,10 +16,10 @@ from transformers import BatchEncoding, GenerationConfig
 import tigon
 from tests.generation.common import Counted, blurred, padded
 from tests.models.tiny import load_reference, reference
-from tigon import memory
 from tigon.generation import speculative, steps
 from tigon.generation.settings import DEFAULTS, UNSUPPORTED
 from tigon.models import MODELS
+from tigon.utils import memory
 
 FILE: dict[str, Any] = {
     "do_sample": True,
@@ -377,7 +377,7 @@ def test_ids_of_a_file_that_no_token_has(model: tigon.Llama, tmp_path: Path) -> 
 def test_rows_that_no_memory_has_scores_for(
     model: tigon.Llama, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(memory, "total", lambda device: 4 * 2 * 9 * 97)
+    monkeypatch.setattr(memory, "total_memory", lambda device: 4 * 2 * 9 * 97)
     given = {"do_sample": True, "max_new_tokens": 1, "cache_implementation": "dynamic"}
     assert len(model.generate(IDS, num_return_sequences=9, **given)) == 18
     with pytest.raises(ValueError, match="=10 of 2 prompts: their scores"):

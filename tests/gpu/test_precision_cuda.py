@@ -10,9 +10,9 @@ from tests.train.conftest import workspace
 from tests.train.ranks import Ranks, train_on_gpus
 from tests.train.test_precision import SHAPES, Model, settings, states
 from tests.train.test_precision_runs import BF16, step, tensors
-from tigon import splitmix
 from tigon.train import main
 from tigon.train.optim import Ema, build_optimizer, eight_bit, low_precision, rounding
+from tigon.utils import random
 
 __all__ = ["workspace"]
 pytestmark = pytest.mark.gpu
@@ -56,7 +56,7 @@ def test_rounding_has_the_cpus_bits():
         bits = rounding.draws(3, 7, at.to(CUDA))
         assert torch.equal(bits.cpu(), rounding.draws(3, 7, at))
         for index in range(4):
-            own = splitmix.sixteen(bits.view_as(x), index)
+            own = random.take_16_bits(bits.view_as(x), index)
             found = rounding.round_stochastically(x.cuda(), own).cpu()
             assert torch.equal(found, rounding.round_stochastically(x, own.cpu()))
     for signed in (True, False):

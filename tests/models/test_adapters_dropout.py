@@ -24,7 +24,7 @@ from tigon.kernels.recompute import rebuilding
 from tigon.layers import LowRank
 from tigon.layers.lora import place_of
 from tigon.models import CausalLM
-from tigon.splitmix import mixed, signed
+from tigon.utils.random import as_int64, mix
 
 P = 0.3
 
@@ -53,9 +53,9 @@ def drop_alike(ours: CausalLM, model: Any, drawn: Tensor) -> None:
         layer = path.removesuffix(".lora.default")
         parent = layer.rpartition(".")[0]
         block = int(layer.split(".")[2])
-        of_block = drawn + signed(mixed(block))
+        of_block = drawn + as_int64(mix(block))
         mask = kept_ref(Dropout(of_block, place_of(layer), P), low.lora_A.shape[1])
-        seen.append((signed(mixed(block)) + place_of(layer)) % 2**64)
+        seen.append((as_int64(mix(block)) + place_of(layer)) % 2**64)
         for part in low.parts:
             theirs = modules[f"base_model.model.{parent}.{part.name}"]
             theirs.lora_dropout["default"] = Given(mask)

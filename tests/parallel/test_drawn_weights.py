@@ -14,9 +14,9 @@ from tests.small import EXPERTS, write_model
 from tests.train.conftest import workspace
 from tests.train.ranks import Ranks, train_on
 from tigon.train import load, main, start
+from tigon.train.config import Parallel
 from tigon.train.distributed import local
 from tigon.train.model import build_model
-from tigon.train.parallel_settings import Parallel
 
 __all__ = ["workspace"]
 LAYOUTS: dict[str, dict[str, Any]] = {

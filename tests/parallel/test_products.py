@@ -16,7 +16,7 @@ from tests.small import write_model
 from tests.train.conftest import workspace
 from tests.train.ranks import Ranks
 from tigon.train import load, prepare, start, train
-from tigon.train.parallel_settings import Parallel
+from tigon.train.config import Parallel
 
 __all__ = ["workspace"]
 LAYOUTS = {"tensor and context": {"tensor": 2, "context": 2}, "fsdp and tensor": {"tensor": 2}}

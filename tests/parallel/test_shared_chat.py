@@ -25,8 +25,8 @@ from tests.small import write_model
 from tests.train.ranks import Ranks
 from tigon.chat import Chat
 from tigon.cli import main
-from tigon.terminal import escape_controls
 from tigon.train.launch import LAUNCHED
+from tigon.utils.terminal import escape_controls
 
 NEW = 12
 SHORT = 3.0  # seconds that a collective may last

@@ -23,7 +23,7 @@ from tigon.plan.search import (
     persistent_bytes,
 )
 from tigon.train import dry_run, load
-from tigon.train.config import Config, sizes_of
+from tigon.train.config import Config, mesh_sizes
 from tigon.train.distributed import World
 from tigon.train.graphs import check_run
 from tigon.train.memory import Estimate
@@ -146,7 +146,7 @@ def test_proposals_are_what_the_trainer_accepts(job, settings: list[str]) -> Non
         try:
             config = configured(one, " ".join([layout.settings, *settings]))
             check_run(config, World(0, 8, torch.device("cuda")))
-            check_ranks(config, sizes_of(config, 8).data)
+            check_ranks(config, mesh_sizes(config, 8).data)
         except ValueError:
             return False
         return True

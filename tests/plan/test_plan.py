@@ -32,8 +32,8 @@ from tigon.plan.gpu import CONSTANTS, GPU, known_gpus
 from tigon.plan.layout import divisors, enumerate_meshes
 from tigon.plan.report import USED
 from tigon.plan.search import LayoutChoice, mesh_error, persistent_bytes, rank_ties, settings_error
+from tigon.train.config import ParameterGroup
 from tigon.train.memory import Estimate
-from tigon.train.settings import ParameterGroup
 from tigon.train.throughput import model_flops
 
 MEMORY_WITHIN = 0.03

@@ -7,7 +7,7 @@ import torch
 
 from tests.train.ranks import Ranks
 from tigon.train import start
-from tigon.train.parallel_settings import Parallel
+from tigon.train.config import Parallel
 
 
 def decide() -> None:

@@ -15,9 +15,8 @@ from tigon.plan.cost import Job
 from tigon.plan.layout import Layout, enumerate_meshes
 from tigon.plan.search import configured_layouts
 from tigon.train import auto_layout, load, main
-from tigon.train.config import Config
+from tigon.train.config import Config, Parallel
 from tigon.train.memory import Estimate
-from tigon.train.parallel_settings import Parallel
 
 CUDA = torch.device("cuda")
 ROOM = auto_layout.Hardware(int(140e9), 8)
@@ -190,7 +189,7 @@ def test_resumed_run_keeps_its_layout(configured, monkeypatch, tmp_path):
     was.mkdir(parents=True)
     monkeypatch.setattr(auto_layout.checkpoint, "latest", lambda _: was)
     layout = {"replicate": 1, "fsdp": 4, "context": 2, "tensor": 1, "expert": 1}
-    monkeypatch.setattr(auto_layout.checkpoint, "facts", lambda _: {"config": {"parallel": layout}})
+    monkeypatch.setattr(auto_layout.checkpoint, "read_metadata", lambda _: {"config": {"parallel": layout}})
     known = auto_layout.model_shapes
     monkeypatch.setattr(auto_layout, "model_shapes", lambda c, _: known(c, None))
     config = configured(resume="auto")

@@ -13,8 +13,8 @@ from tests.small import EXPERTS, WORDS, write_model
 from tests.train import preferences
 from tests.train.ranks import Ranks
 from tigon.train import load, prepare, start, train
+from tigon.train.config import Parallel
 from tigon.train.logging import read_metrics
-from tigon.train.parallel_settings import Parallel
 
 TOLERANCE = 1e-5
 SAME = {"steps": 3, "seq_len": 67, "batch_size": 2, "max_grad_norm": 0.1}  # odd

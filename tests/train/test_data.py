@@ -128,7 +128,6 @@ def test_eval_fraction_holds_out_rows_of_data(workspace, tmp_path, capsys):
     ("settings", "message"),
     [
         ({"eval_fraction": 1}, "eval_fraction=1 must be below 1"),
-        ({"eval_fraction": 0.1, "eval_data": "FILE"}, "eval_fraction=0.1 and eval_data: give one"),
         ({"data": "[{path: FILE, columns: {text: x}}]"}, "columns: 'text' is no key of the format"),
         ({"eval_fraction": 1e-9}, "eval_fraction=1e-09 holds out no row of data"),
         ({"eval_fraction": 0.999999999}, "leaves no row for training"),

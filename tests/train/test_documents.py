@@ -1,4 +1,4 @@
-"""docs/training.md: its recipes run, and its table of other trainers' names is that of names.py."""
+"""docs/training.md: its recipes run, and its table of other trainers' names is in aliases.yaml."""
 
 import re
 import shlex
@@ -8,7 +8,7 @@ import pytest
 
 from tests.small import WORDS, write_chats, write_model, write_tokenizer
 from tigon.train import Config, main
-from tigon.train.names import answer
+from tigon.train.aliases import suggest_setting
 
 ROOT = Path(__file__).resolve().parents[2]
 TEXT = (ROOT / "docs/training.md").read_text()
@@ -86,5 +86,5 @@ def test_names_of_other_trainers(row: list[str]) -> None:
         if name in known:
             assert name in ours
             continue
-        said = set(re.findall(r"\w+", answer(name, known)))
-        assert said & set(ours), f"{name}: {answer(name, known)}"
+        said = set(re.findall(r"\w+", suggest_setting(name, known)))
+        assert said & set(ours), f"{name}: {suggest_setting(name, known)}"

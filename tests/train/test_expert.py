@@ -15,8 +15,8 @@ from tests.train.test_context import near, rows_of
 from tigon.models import MODELS
 from tigon.parallel import check_experts
 from tigon.train import load, main, prepare, start, train
+from tigon.train.config import Parallel
 from tigon.train.export import convert_checkpoint
-from tigon.train.parallel_settings import Parallel
 
 SAME = {"steps": 3, "seq_len": 67, "batch_size": 4, "max_grad_norm": 0.1, "export": "true"}
 SAME |= {"router_aux_loss_coef": 0.5, "ema_decay": 0.5, "save_every": 2, "keep_last": 0}

@@ -362,13 +362,6 @@ def test_settings_that_do_not_fit(workspace):
     def settings(**changes: Any) -> list[str]:
         return workspace.settings("x", cuda_graphs="true", **{"device": "auto", **changes})
 
-    for changes, why in (
-        ({"device": "cpu"}, "cuda_graphs=true with device=cpu: only a GPU"),
-        ({"packing": "false"}, "cuda_graphs=true with packing=false: .*; give packing=true"),
-        ({"activation_offload": "true"}, "with activation_offload=true: .*; leave one out"),
-    ):
-        with pytest.raises(ValueError, match=why):
-            load(None, settings(**changes))
     one = SimpleNamespace(device=torch.device("cuda"), size=1)
     for world, changes, why in (
         (SimpleNamespace(device=torch.device("cpu"), size=1), {}, "needs a GPU, and device=auto"),

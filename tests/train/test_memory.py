@@ -20,15 +20,13 @@ from tigon.layers import activation_offload
 from tigon.models import MODELS, CausalLM
 from tigon.parallel import IN_FLIGHT, MeshSizes
 from tigon.train import dry_run, main, memory
-from tigon.train.config import Config, sizes_of
+from tigon.train.config import Config, Parallel, ParameterGroup, mesh_sizes
 from tigon.train.distributed import World
 from tigon.train.dry_run import time_steps
 from tigon.train.memory import Estimate, estimate
 from tigon.train.memory_tracker import FSDPGroup, FSDPTracker, Ledger, MemoryTracker, model_tensors
 from tigon.train.model import finish, projections
 from tigon.train.objectives import find_objective
-from tigon.train.parallel_settings import Parallel
-from tigon.train.settings import ParameterGroup
 from tigon.train.throughput import model_flops
 
 WORLD = World(0, 1, torch.device("cpu"))
@@ -467,7 +465,7 @@ def test_advice_for_context_parallel() -> None:
     with pytest.MonkeyPatch.context() as patch:
 
         def total(c: Config, _: Any, gpus: int) -> Estimate:
-            sizes = sizes_of(c, gpus)
+            sizes = mesh_sizes(c, gpus)
             if sizes.context > 4:
                 raise ValueError("ranks")
             return Estimate({"sum": 2**30 * 10 // sizes.context}, 0)

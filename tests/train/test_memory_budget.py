@@ -49,7 +49,12 @@ def decided(
     more = {} if size is None else {"memory_budget": size / GIB}
     config = load(None, given(activation_checkpointing="auto", **more, **changes))
     objective = find_objective("pretrain")(config, WORLD)
-    here: Any = SimpleNamespace(main=True, device=WORLD.device, most=int, together=WORLD.together)
+    here: Any = SimpleNamespace(
+        main=True,
+        device=WORLD.device,
+        all_reduce_max_int=int,
+        raise_on_all_ranks=WORLD.raise_on_all_ranks,
+    )
     found = memory.resolve_checkpointing(config, here, objective, None, 1, torch.device("cpu"))
     assert found is not None
     return found
@@ -118,7 +123,12 @@ def test_ranks_agree_on_checkpointing(monkeypatch: pytest.MonkeyPatch) -> None:
             return max(number, next(others))
 
         device = torch.device("cuda", index)
-        here = SimpleNamespace(main=index == 0, device=device, most=most, together=WORLD.together)
+        here = SimpleNamespace(
+            main=index == 0,
+            device=device,
+            all_reduce_max_int=most,
+            raise_on_all_ranks=WORLD.raise_on_all_ranks,
+        )
         return memory.resolve_checkpointing(config, here, objective, None, 2, torch.device("cuda"))  # type: ignore[arg-type]
 
     told: list[int] = []
@@ -130,9 +140,15 @@ def test_ranks_agree_on_checkpointing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_bad_budgets(monkeypatch: pytest.MonkeyPatch) -> None:
     for changes, message in (
-        ({"memory_budget": 40}, "memory_budget=40 is for activation_checkpointing=auto, not false"),
-        ({"memory_budget": 0, "activation_checkpointing": "auto"}, "no number of GiB above 0"),
-        ({"memory_budget": ".inf", "activation_checkpointing": "auto"}, "no number of GiB above 0"),
+        ({"memory_budget": 40}, "memory_budget=40 needs activation_checkpointing=auto, not false"),
+        (
+            {"memory_budget": 0, "activation_checkpointing": "auto"},
+            "memory_budget=0 must be above 0",
+        ),
+        (
+            {"memory_budget": ".inf", "activation_checkpointing": "auto"},
+            "memory_budget=inf must be finite",
+        ),
         ({"activation_checkpointing": "best"}, "='best' is not .* whole number or auto$"),
     ):
         with pytest.raises(ValueError, match=message):

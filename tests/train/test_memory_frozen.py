@@ -17,13 +17,11 @@ from tigon.layers import Experts
 from tigon.models import MODELS, CausalLM
 from tigon.parallel import MeshSizes, take_part
 from tigon.train import main, start
-from tigon.train.config import Config
+from tigon.train.config import Config, Lora, Parallel
 from tigon.train.distributed import World
 from tigon.train.lora import add_lora
 from tigon.train.memory import CheckpointingChoice, Estimate, estimate, resolve_checkpointing
 from tigon.train.objectives import find_objective
-from tigon.train.parallel_settings import Parallel
-from tigon.train.settings import Lora
 
 WORLD = World(0, 1, torch.device("cpu"))
 B, T = 4, 256

@@ -10,7 +10,6 @@ from torch import Tensor, nn
 import tigon.kernels
 from tests.numbers import neighbours
 from tests.train.test_precision import Model, settings
-from tigon import splitmix
 from tigon.kernels.norm import grad_norm
 from tigon.kernels.optim import adamw
 from tigon.kernels.optim.low_bits import Codes, draw, quantize, sixteen
@@ -24,6 +23,7 @@ from tigon.train.optim import (
     positions,
     rounding,
 )
+from tigon.utils import random
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 # Matrices with blocks of 64, 32 and none; vectors; more than a program's elements, and fewer
@@ -89,7 +89,7 @@ def test_draws_are_those_of_the_definition(first):
         _draw_kernel[(1,)](out, first, rounding.stream(seed, step), 256)
         bits = rounding.draws(seed, step, torch.arange(first, first + 256, device=DEVICE))
         assert torch.equal(out[0], bits)
-        assert all(torch.equal(out[i + 1], splitmix.sixteen(bits, i)) for i in range(3))
+        assert all(torch.equal(out[i + 1], random.take_16_bits(bits, i)) for i in range(3))
 
 
 @pytest.mark.parametrize(("param", "states", "stochastic"), CASES)

@@ -10,10 +10,9 @@ from tests.small import EXPERTS, write_model
 from tests.train.ranks import TORCHRUN, Ranks, train_on
 from tigon.parallel import MeshSizes
 from tigon.train import load, main, prepare, start, train
-from tigon.train.config import sizes_of
+from tigon.train.config import Parallel, mesh_sizes
 from tigon.train.export import convert_checkpoint
 from tigon.train.matching import check_sizes
-from tigon.train.parallel_settings import Parallel
 
 # Adam divides a gradient by its size: where that is near eps, as of a few weights in each run, its
 # rounding errors are as large as the step. They are not with a larger eps.
@@ -226,7 +225,7 @@ def test_what_ranks_cannot_share_is_told_before_data_are_read(workspace, changes
         main(["--dry-run", "--nproc", "8", *given])
     config = load(None, given)
     with pytest.raises(ValueError, match=said):
-        check_sizes(config, sizes_of(config, 8))
+        check_sizes(config, mesh_sizes(config, 8))
 
 
 def test_columns_without_draws_are_told_before_data_are_read(workspace):

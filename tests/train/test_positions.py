@@ -23,11 +23,11 @@ from tigon.parallel import Meshes
 from tigon.parallel.expert_parallel import divide_experts
 from tigon.parallel.tensor_parallel import cut_parts
 from tigon.train import start
+from tigon.train.config import Parallel
 from tigon.train.distributed import World, local
 from tigon.train.model import divide
 from tigon.train.optim import build_optimizer
 from tigon.train.optim.positions import LONGEST, Run, positions, runs_of
-from tigon.train.parallel_settings import Parallel
 from tigon.weights import Copy, Cut, Rows, own_rows
 
 CPU = torch.device("cpu")

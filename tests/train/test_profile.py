@@ -6,8 +6,8 @@ import json
 import pytest
 
 from tigon.train import load, main
+from tigon.train.config import Profile
 from tigon.train.profile import Profiler
-from tigon.train.settings import Profile
 
 
 def test_profiled_run_has_the_same_bits(workspace):

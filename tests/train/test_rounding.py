@@ -5,8 +5,8 @@ import math
 import torch
 
 from tests.numbers import neighbours
-from tigon.splitmix import GOLDEN, sixteen
 from tigon.train.optim import rounding
+from tigon.utils.random import GOLDEN, take_16_bits
 
 WORD = (1 << 64) - 1
 
@@ -36,7 +36,7 @@ def test_draws_are_splitmix64s_by_position():
     assert [x & WORD for x in far.tolist()] == splitmix64(jump, 4)
     for other in ((seed + 1, step), (seed, step + 1)):
         assert not set(rounding.draws(*other, torch.arange(1000)).tolist()) & set(found.tolist())
-    halves = [sixteen(found, i) for i in range(4)]
+    halves = [take_16_bits(found, i) for i in range(4)]
     assert all(h.min() >= 0 and h.max() < 1 << 16 for h in halves)
     joined = sum(h.long() << (16 * i) for i, h in enumerate(halves[:3])) + (halves[3].long() << 48)
     assert torch.equal(joined, found)
@@ -59,7 +59,7 @@ def test_rounding_is_unbiased_between_the_two_neighbours():
     bits = rounding.draws(3, 5, torch.arange(count * len(x)).view(count, -1))
     share = ((x.double() - low) / (high - low)).clamp(0, 1)
     for index in range(3):
-        drawn = rounding.round_stochastically(x.expand(count, -1), sixteen(bits, index))
+        drawn = rounding.round_stochastically(x.expand(count, -1), take_16_bits(bits, index))
         above = (drawn.double() == high).double().mean(0)
         error = (share * (1 - share) / count).sqrt()
         assert ((above - share).abs() <= 4 * error).all(), (index, above, share)
@@ -69,7 +69,7 @@ def test_draws_of_steps_and_positions_are_independent():
     """Correlation of neighbouring positions, steps and 16-bit parts: within 4 standard errors."""
     count = 1 << 16
     a, b = (rounding.draws(0, step, torch.arange(count)) for step in (1, 2))
-    parts = [sixteen(x, i).double() for x in (a, b) for i in range(3)]
+    parts = [take_16_bits(x, i).double() for x in (a, b) for i in range(3)]
     parts.append(parts[0].roll(1))
     found = torch.corrcoef(torch.stack(parts))
     assert (found - torch.eye(len(parts))).abs().max() < 4 / math.sqrt(count)

@@ -14,7 +14,7 @@ from tests.small import EXPERTS, write_model
 from tests.train.ranks import Ranks
 from tests.train.test_context import SAME, TOLERANCE, kinds, near, rows_of
 from tigon.train import load, prepare, start, train
-from tigon.train.parallel_settings import Parallel
+from tigon.train.config import Parallel
 
 __all__ = ["kinds"]  # a fixture
 KINDS = ["seen", "lines", "experts", "dpo", "kto", "distill", "reward", "reward-lora"]

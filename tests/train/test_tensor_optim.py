@@ -13,7 +13,7 @@ from tests.small import EXPERTS, write_model
 from tests.train.checkpoints import assert_equal
 from tests.train.ranks import Ranks
 from tigon.train import load, prepare, start, train
-from tigon.train.parallel_settings import Parallel
+from tigon.train.config import Parallel
 
 STEPS = 5
 SAME: dict[str, Any] = {

@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from tigon.paths import expanded
+from tigon.utils.paths import expand_user
 
 TEMPORARY = re.compile(r"\.[0-9a-f]{32}\.(digest|npy|json)\.[0-9a-f]{16}")
 DAY = 86400.0  # seconds
@@ -55,7 +55,7 @@ def cache_error(path: Path, error: OSError, size: int | None) -> OSError:
 
 def cache_root() -> Path:
     chosen = os.environ.get("TIGON_CACHE")
-    return expanded(chosen) if chosen else Path.home() / ".cache/tigon"
+    return expand_user(chosen) if chosen else Path.home() / ".cache/tigon"
 
 
 def make_directory(path: Path) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 from tigon.data.examples import FILL_VALUES, Examples, pad_columns
 from tigon.data.mixture import Corpus, ranges
 from tigon.data.packing import PackedRows
-from tigon.splitmix import mixed, outputs, signed
+from tigon.utils.random import as_int64, mix, random_bits
 
 DROPOUT = int.from_bytes(b"dropout", "little")  # apart from what else is drawn of a seed
 
@@ -106,9 +106,9 @@ class MicroBatch:
         number = np.zeros(self.input_ids.numel(), dtype=np.int64)
         lengths = np.diff(self.places)[:, 0]
         number[ranges(self.places[:, 0], lengths)] = np.repeat(numbers, lengths)
-        of_step = mixed(mixed(seed ^ DROPOUT) + step)
-        sequences = outputs(signed(of_step), torch.from_numpy(number).view_as(self.input_ids))
-        return replace(self, dropout_keys=outputs(sequences, self.position_ids))
+        of_step = mix(mix(seed ^ DROPOUT) + step)
+        sequences = random_bits(as_int64(of_step), torch.from_numpy(number).view_as(self.input_ids))
+        return replace(self, dropout_keys=random_bits(sequences, self.position_ids))
 
     def to(self, device: torch.device) -> Self:
         return self._mapped(lambda tensor: tensor.to(device, non_blocking=True))

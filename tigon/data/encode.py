@@ -36,7 +36,6 @@ from tigon.data.formats import (
     read_number,
 )
 from tigon.data.sources import Source
-from tigon.json_file import escaped
 from tigon.tokenizer import (
     REASONING,
     Span,
@@ -46,6 +45,7 @@ from tigon.tokenizer import (
     learned_turns,
     skip_empty_thinking,
 )
+from tigon.utils.json import escape
 
 ENCODER_VERSION = 2  # of what these make of a row; another one makes caches anew
 MAX_BAD_ROWS = 100  # rows that may be bad before a source is refused, where bad rows are skipped
@@ -75,7 +75,7 @@ class FormatEncoder(Encoder):
                 return source.as_format(self.begin(row, form))
             except (ValueError, RecursionError) as error:
                 deep = isinstance(error, RecursionError)
-                what = "is nested too deeply" if deep else escaped(error)
+                what = "is nested too deeply" if deep else escape(error)
                 first = first or ValueError(f"{source.name}:{line}: {what}")
                 if not self.skip_bad_rows or tried == MAX_BAD_ROWS:
                     raise first from error

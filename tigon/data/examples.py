@@ -17,7 +17,7 @@ from numpy.typing import DTypeLike
 from tigon.data.content_check import EmptyAnswer
 from tigon.data.formats import Format, Row
 from tigon.data.sources import LARGEST_ROW, Block, Source
-from tigon.json_file import escaped
+from tigon.utils.json import escape
 
 SUPERVISED = {"supervised": np.bool_}  # the column of the tokens that are to be learned
 # A column that only some examples have, and what it is for the others. Examples in which it would
@@ -272,7 +272,7 @@ class Encoder:
                 ignored |= self.ignored(row, block.format)
                 examples = next(encoded)
             if isinstance(examples, ValueError):
-                message = f"{block.name}:{line}: {escaped(examples)}"
+                message = f"{block.name}:{line}: {escape(examples)}"
                 if not self.skip_bad_rows:
                     raise ValueError(message) from examples
                 empty = isinstance(examples, EmptyAnswer)
@@ -282,7 +282,7 @@ class Encoder:
             else:
                 report += EncodingReport(unlearned=1)
         report += (
-            EncodingReport(ignored_keys=tuple(escaped(key, 100) for key in ignored))
+            EncodingReport(ignored_keys=tuple(escape(key, 100) for key in ignored))
             + self.pass_report
         )
         return collect(block.name, groups, report, self.per_token, self.per_example)

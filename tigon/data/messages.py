@@ -8,7 +8,7 @@ import json
 import re
 from typing import Any
 
-from tigon.json_file import unique
+from tigon.utils.json import object_from_pairs
 
 ROLES = {"function": "tool", "human": "user", "gpt": "assistant"}  # and what templates call them
 TEXT_PARTS = ("text", "input_text", "output_text")  # types of content parts in OpenAI's APIs
@@ -42,7 +42,7 @@ def read_messages(text: str) -> Any:
     if not re.match(r"\s*\[\s*\{", text):
         return text
     try:
-        messages = json.loads(text, object_pairs_hook=unique)
+        messages = json.loads(text, object_pairs_hook=object_from_pairs)
     except (ValueError, RecursionError):
         return text
     if all(isinstance(message, dict) and message.keys() & {"role", "from"} for message in messages):
@@ -57,7 +57,7 @@ def read_json(value: Any, name: str) -> Any:
     if not value.strip():
         return None
     try:
-        return json.loads(value, object_pairs_hook=unique)
+        return json.loads(value, object_pairs_hook=object_from_pairs)
     except ValueError as error:
         raise ValueError(f"{name} is text, but not valid JSON: {error}") from None
 

@@ -23,8 +23,8 @@ from typing import IO, Any, Self
 
 from tigon.data.formats import VALUE_KEYS, Format, Row
 from tigon.data.selection import Split, is_held_out, parse_split
-from tigon.json_file import Twice, read_json, shown, unique
-from tigon.paths import check_file_name, expanded
+from tigon.utils.json import DuplicateKeyError, object_from_pairs, quote, read_json
+from tigon.utils.paths import check_file_name, expand_user
 
 HUB = "hf://"
 COMPRESSED = (".gz", ".zst")
@@ -434,7 +434,7 @@ def _find_entry(entry: Entry, form: Format, separator: str, streaming: bool) -> 
 
 
 def _find(pattern: str) -> list[Path]:
-    path = expanded(pattern)
+    path = expand_user(pattern)
     found = [path] if path.exists() else [Path(p) for p in glob.glob(str(path), recursive=True)]
     if not found:
         hint = ""
@@ -634,8 +634,8 @@ def parse_json(raw: bytes) -> Row | ValueError:
     if len(raw) > SPACIOUS and raw.count(b"[") + raw.count(b"{") > MOST_CONTAINERS:
         return ValueError(f"has more than {MOST_CONTAINERS:,} lists and objects")
     try:
-        row = json.loads(raw, object_pairs_hook=unique)
-    except Twice as error:
+        row = json.loads(raw, object_pairs_hook=object_from_pairs)
+    except DuplicateKeyError as error:
         return _duplicate_key(error)
     except ValueError as error:  # bad JSON and bad UTF-8 alike
         split = "; each line must be a whole object" if raw.strip() in (b"{", b"[") else ""
@@ -647,8 +647,8 @@ def parse_json(raw: bytes) -> Row | ValueError:
     return _check_object(row)
 
 
-def _duplicate_key(error: Twice) -> ValueError:
-    return ValueError(f"has the key {shown(error.key)} twice in one object: remove one")
+def _duplicate_key(error: DuplicateKeyError) -> ValueError:
+    return ValueError(f"has the key {quote(error.key)} twice in one object: remove one")
 
 
 def _check_object(row: Any) -> Row | ValueError:
@@ -664,7 +664,7 @@ def _list_items(raw: bytes, name: str) -> Iterator[tuple[int, Row | ValueError]]
     except UnicodeDecodeError as error:
         raise ValueError(f"{name} is not UTF-8 text: {error}") from None
     decode, blank = json.JSONDecoder().raw_decode, re.compile(r"[ \t\r\n]*")
-    decode_unique = json.JSONDecoder(object_pairs_hook=unique).raw_decode
+    decode_unique = json.JSONDecoder(object_pairs_hook=object_from_pairs).raw_decode
 
     def skip(at: int) -> int:
         return blank.match(text, at).end()  # type: ignore[union-attr]
@@ -677,7 +677,7 @@ def _list_items(raw: bytes, name: str) -> Iterator[tuple[int, Row | ValueError]]
         try:
             try:
                 row, end = decode_unique(text, at)
-            except Twice as error:
+            except DuplicateKeyError as error:
                 row, end = _duplicate_key(error), decode(text, at)[1]
         except (ValueError, RecursionError) as error:
             raise ValueError(f"{name}:{line}: not valid JSON: {error}") from None
@@ -720,7 +720,7 @@ def saved_split(folder: Path) -> str:
 def check_columns(name: str, columns: Sequence[str]) -> None:
     """ValueError for two columns of one name."""
     if twice := [column for column, count in Counter(columns).items() if count > 1]:
-        raise ValueError(f"{name} has the column {shown(twice[0])} twice: remove one")
+        raise ValueError(f"{name} has the column {quote(twice[0])} twice: remove one")
 
 
 def _table_row(table: Any, i: int) -> dict[str, Any] | ValueError:

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tigon import memory
 from tigon.distributed.agreement import check_alike
 from tigon.generation.loop import LAG, Continuations, find_stops, run_steps
 from tigon.generation.prompt import Decodes, Model, Prompt, Steps, Streamer, check_prompt
@@ -27,7 +26,8 @@ from tigon.generation.settings import (
 )
 from tigon.generation.speculative import SpeculativeSteps
 from tigon.generation.steps import DynamicSteps, StaticSteps, choose_cache, is_sharded
-from tigon.memory import gib
+from tigon.utils import memory
+from tigon.utils.memory import format_gib
 
 
 def generate(
@@ -118,11 +118,12 @@ def generate(
 def _check_rows(model: Model, prompts: int, settings: Settings) -> None:
     """ValueError for more rows than there is memory for the scores of one token each."""
     rows, vocab = prompts * settings.num_return_sequences, model.config.vocab_size
-    needed, there = 4 * rows * vocab, memory.total(model.device)
+    needed, there = 4 * rows * vocab, memory.total_memory(model.device)
     if needed > there:
         raise ValueError(
             f"num_return_sequences={settings.num_return_sequences} of {prompts} prompts: their "
-            f"scores over {vocab} tokens take {gib(needed)}, and {model.device} has {gib(there)}"
+            f"scores over {vocab} tokens take {format_gib(needed)}, and {model.device} has "
+            f"{format_gib(there)}"
         )
 
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from tigon.generation.prompt import Decodes, Steps
-from tigon.json_file import shown
 from tigon.kernels.loss.argmax import NOT_FINITE
+from tigon.utils.json import quote
 
 ABSENT = -1  # stands where a step has no token for a row
 
@@ -42,7 +42,7 @@ def find_stops(
         return None
     if tokenizer is None:
         raise ValueError(
-            f"{file}stop_strings {shown(list(strings))} need the model's tokenizer: tokenizer="
+            f"{file}stop_strings {quote(list(strings))} need the model's tokenizer: tokenizer="
         )
     return StopStrings(strings, tokenizer)
 

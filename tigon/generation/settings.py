@@ -7,10 +7,9 @@ from numbers import Integral
 from pathlib import Path
 from typing import Any, Literal
 
-import tigon.strict as strict
 from tigon.generation.prompt import Model, Prompt
-from tigon.json_file import escaped, shown
-from tigon.strict import setting
+from tigon.utils.config import read_settings, setting, suggest
+from tigon.utils.json import escape, quote
 
 LARGEST = 2**31 - 1  # of lengths and token ids, as in config.json
 MOST_SEQUENCES = 2**16
@@ -36,24 +35,24 @@ class Settings:
     What only sampling goes by is checked where it is used.
     """
 
-    max_new_tokens: int | None = setting(None, least=0, most=LARGEST)
-    max_length: int | None = setting(None, least=1, most=LARGEST)
-    min_new_tokens: int = setting(0, least=0, most=LARGEST)
-    num_return_sequences: int = setting(1, least=1, most=MOST_SEQUENCES)
+    max_new_tokens: int | None = setting(None, ge=0, le=LARGEST)
+    max_length: int | None = setting(None, ge=1, le=LARGEST)
+    min_new_tokens: int = setting(0, ge=0, le=LARGEST)
+    num_return_sequences: int = setting(1, ge=1, le=MOST_SEQUENCES)
     do_sample: bool = False
     temperature: float = 1.0
     top_k: int = 50
     top_p: float = 1.0
     min_p: float = 0.0
     repetition_penalty: float = 1.0
-    eos_token_id: tuple[int, ...] = setting((), most=LARGEST)
-    pad_token_id: int | None = setting(None, most=LARGEST)
+    eos_token_id: tuple[int, ...] = setting((), le=LARGEST)
+    pad_token_id: int | None = setting(None, le=LARGEST)
     stop_strings: tuple[str, ...] = ()
-    seed: int | None = setting(None, least=-(2**63), most=2**64 - 1)
+    seed: int | None = setting(None, ge=-(2**63), le=2**64 - 1)
     use_cache: bool = True
     cache_implementation: Caches | None = None
-    prefill_chunk_size: int = setting(8192, least=1, most=LARGEST)
-    num_assistant_tokens: int = setting(5, least=1, most=MOST_PROPOSALS)
+    prefill_chunk_size: int = setting(8192, ge=1, le=LARGEST)
+    num_assistant_tokens: int = setting(5, ge=1, le=MOST_PROPOSALS)
 
 
 DEFAULTS: dict[str, Any] = {field.name: field.default for field in fields(Settings)}
@@ -135,9 +134,9 @@ def settle(
         settings |= {k: v for k, v in layer.items() if k in settings}
     settings["eos_token_id"] = _tokens(settings["eos_token_id"], ())
     settings["pad_token_id"] = _tokens(settings["pad_token_id"], None)
-    read = strict.read(Settings, settings)
+    read = read_settings(Settings, settings)
     if "" in read["stop_strings"]:
-        strings = shown(list(read["stop_strings"]))
+        strings = quote(list(read["stop_strings"]))
         file = files.get("stop_strings", "")
         raise ValueError(f"{file}stop_strings has an empty string: {strings}")
     vocab = model.config.vocab_size
@@ -170,7 +169,7 @@ def _check_values(values: Mapping[str, Any], files: Mapping[str, str]) -> None:
     checks = {"repetition_penalty": (_is_factor, factor)}
     for name, (fits, fault) in (checks | (sampled if values["do_sample"] else greedy)).items():
         if not fits(values[name]):
-            raise ValueError(f"{files.get(name, '')}{name}={shown(values[name])} {fault}")
+            raise ValueError(f"{files.get(name, '')}{name}={quote(values[name])} {fault}")
 
 
 def _is_factor(value: float) -> bool:
@@ -180,7 +179,7 @@ def _is_factor(value: float) -> bool:
 def file_prefix(model: Model) -> str:
     """The model's generation_config.json, to begin a message with."""
     source = getattr(model.config, "source", None)
-    return f"{escaped(Path(getattr(source, 'name', ''), 'generation_config.json'))}: "
+    return f"{escape(Path(getattr(source, 'name', ''), 'generation_config.json'))}: "
 
 
 def check_generation_config(values: Mapping[str, Any]) -> None:
@@ -188,7 +187,7 @@ def check_generation_config(values: Mapping[str, Any]) -> None:
     setting, wherever it is not used too."""
     known = {k: v for k, v in _set(values).items() if k in DEFAULTS and k not in OURS}
     tokens = {k: _tokens(known[k], None) for k in TOKENS if k in known}
-    strict.read(Settings, _set(known | tokens))
+    read_settings(Settings, _set(known | tokens))
 
 
 def _set(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -209,7 +208,7 @@ def _check_others(
     """What is not followed must not be asked for."""
     unknown = [name for name in others if name not in UNSUPPORTED]
     if unknown:
-        hints = (strict.suggest(name, DEFAULTS) for name in unknown)
+        hints = (suggest(name, DEFAULTS) for name in unknown)
         message = f"generate has no argument {', '.join(map(repr, unknown))}"
         raise TypeError("; ".join([message, *filter(None, hints)]))
     asked = {**configured, **others}
@@ -218,7 +217,7 @@ def _check_others(
         if value is not None and value not in harmless:
             where = "" if key in others else f"{files.get(key, '')}generation_config has "
             raise ValueError(
-                f"{where}{key}={shown(value)}, which generate does not follow; give {key}=None "
+                f"{where}{key}={quote(value)}, which generate does not follow; give {key}=None "
                 "to do without"
             )
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from tigon.hub.folders import adapter_hint
 from tigon.hub.repository import Repository
-from tigon.json_file import shown
+from tigon.utils.json import quote
 
 
 def config_file(repository: Repository) -> Path:
@@ -25,7 +25,7 @@ def config_file(repository: Repository) -> Path:
         if not ggufs:
             raise
         raise FileNotFoundError(
-            f"{error}; for a GGUF file there pass its name, gguf_file={shown(ggufs[0])}, or in the "
+            f"{error}; for a GGUF file there pass its name, gguf_file={quote(ggufs[0])}, or in the "
             "shell the path of a file that was downloaded"
         ) from error
 

@@ -29,7 +29,7 @@ from huggingface_hub.utils import build_hf_headers, get_session, hf_raise_for_st
 
 from tigon.hub.folders import check_name, is_own_file
 from tigon.hub.reach import reach_seconds, why_unreachable
-from tigon.paths import expanded
+from tigon.utils.paths import expand_user
 
 
 class Source(TypedDict, total=False):
@@ -66,7 +66,7 @@ class Repository:
         self.revision = check_name(revision or "main", "revision")
         self.subfolder = check_name(subfolder, "subfolder").strip("/")
         self.token = token
-        self.cache_dir = expanded(cache_dir or constants.HF_HUB_CACHE)
+        self.cache_dir = expand_user(cache_dir or constants.HF_HUB_CACHE)
         self.local_files_only = local_files_only
         self.directory: Path | None = None
         self._commit: str | None = None

@@ -15,7 +15,7 @@ from tigon.hub.card import CARD, is_hub_name, is_untouched
 from tigon.hub.folders import is_own_file
 from tigon.hub.reach import why_unreachable
 from tigon.hub.repository import Repository
-from tigon.json_file import read_json, shown
+from tigon.utils.json import quote, read_json
 
 ENDINGS = (".json", ".safetensors", ".jinja", ".txt", ".model")  # of what an export consists of
 TEMPLATES = "additional_chat_templates"
@@ -190,10 +190,10 @@ def exported_files(folder: Path) -> dict[str, Path]:
             "`tigon export` makes one"
         )
     if index := found.get("model.safetensors.index.json"):
-        shards = read_json(index, most_bytes=LARGEST_INDEX).get("weight_map")
+        shards = read_json(index, max_bytes=LARGEST_INDEX).get("weight_map")
         named = set(map(str, shards.values())) if isinstance(shards, dict) else set()
         if absent := sorted(named - found.keys()):
             raise FileNotFoundError(
-                f"{folder} has no file {shown(absent[0])}, but its index names it"
+                f"{folder} has no file {quote(absent[0])}, but its index names it"
             )
     return found

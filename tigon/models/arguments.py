@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tigon.kernels.loss.terms import Criterion
 from tigon.layers import Cache
-from tigon.strict import suggest
+from tigon.utils.config import suggest
 
 Reduction = Literal["token", "sequence", "sum", "none"]
 Keep = int | Tensor  # what logits_to_keep may be

@@ -12,12 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from tigon import memory
 from tigon.distributed.collectives import Ranks
 from tigon.kernels.attention.api import Backend, check_backend
 from tigon.kernels.runtime import autocast_dtype
 from tigon.layers import LMHead, QuantisedWeight, RotaryEmbedding, StaticCache
-from tigon.memory import gib
 from tigon.models.arguments import (
     BATCH,
     PASS,
@@ -38,6 +36,8 @@ from tigon.models.loss import Targets, positions_at
 from tigon.models.moe import ROUTING_METRICS, aux_loss_coef, balance_of
 from tigon.models.outputs import CausalLMOutput
 from tigon.models.pretrained.names import SCORE, Names
+from tigon.utils import memory
+from tigon.utils.memory import format_gib
 from tigon.weights import Cut
 
 
@@ -185,10 +185,10 @@ class LanguageModel(nn.Module):
             needed = cache(device=torch.device("meta")).nbytes
         except RuntimeError:  # sizes that no tensor can have
             needed = memory.UNKNOWN
-        if needed > (there := memory.total(device)):
+        if needed > (there := memory.total_memory(device)):
             raise ValueError(
-                f"a cache of {capacity} tokens in each of {rows} rows takes {gib(needed)}, and "
-                f"{device} has {gib(there)}"
+                f"a cache of {capacity} tokens in each of {rows} rows takes {format_gib(needed)}, "
+                f"and {device} has {format_gib(there)}"
             )
         return cache(device=device)
 

@@ -8,8 +8,6 @@ from typing import Any, ClassVar, Self
 
 import torch
 
-from tigon import strict
-from tigon.json_file import shown
 from tigon.kernels.mlp.gated_act import Activation
 from tigon.models.quantization_config import refusal
 from tigon.models.rope_config import (
@@ -21,7 +19,9 @@ from tigon.models.rope_config import (
     write_rope,
     write_two_ropes,
 )
-from tigon.strict import ConfigError
+from tigon.utils.config import ConfigError, field_types, suggest
+from tigon.utils.config import read_settings as read_settings
+from tigon.utils.json import quote
 
 # Keys of config.json that change no number here; anything else unknown is reported once.
 SILENT = {
@@ -158,7 +158,7 @@ class Config:
     def from_dict(cls, source: Mapping[str, Any]) -> Self:
         """Read config.json's content; raises on a key that may change a number and is not known."""
         cls._check_keys(source)
-        names = strict.hints(cls).keys() - {"source", "labels"}
+        names = field_types(cls).keys() - {"source", "labels"}
         values = {k: v for k, v in source.items() if k in names}
         for key in ("num_key_value_heads", "head_dim"):
             if key in values and values[key] is None:
@@ -166,7 +166,7 @@ class Config:
         if values.get("rope_parameters") is None:
             values.pop("rope_parameters", None)
         values["dtype"] = source.get("dtype") or source.get("torch_dtype")
-        values = strict.read(cls, values)
+        values = read_settings(cls, values)
         required = [
             f.name
             for f in fields(cls)
@@ -174,7 +174,7 @@ class Config:
         ]
         if required:
             raise ConfigError(f"the config lacks {', '.join(required)}")
-        dropout = ", ".join(f"{key}={shown(source[key])}" for key in DROPOUT if source.get(key))
+        dropout = ", ".join(f"{key}={quote(source[key])}" for key in DROPOUT if source.get(key))
         if dropout:
             warnings.warn(f"{dropout} is not applied: Tigon trains without dropout", stacklevel=3)
         longest = values.get("max_position_embeddings", cls.max_position_embeddings)
@@ -193,8 +193,8 @@ class Config:
             raise refusal(source["quantization_config"])
         kind = source.get("model_type", cls.model_type)
         if kind != cls.model_type:
-            raise ConfigError(f"model_type {shown(kind)} is not {cls.model_type!r}")
-        names = strict.hints(cls).keys() - {"labels"}
+            raise ConfigError(f"model_type {quote(kind)} is not {cls.model_type!r}")
+        names = field_types(cls).keys() - {"labels"}
         silent = {*SILENT, *DROPOUT, *cls.ignored, "model_type", "quantization_config"}
         unknown, neutral = {}, NEUTRAL | dict(cls.neutral)
         for key, value in source.items():
@@ -204,14 +204,14 @@ class Config:
                 unknown[key] = value
             elif value not in neutral[key]:
                 raise ConfigError(
-                    f"{key}={shown(value)} changes what the model computes, and {cls.__name__} "
+                    f"{key}={quote(value)} changes what the model computes, and {cls.__name__} "
                     f"(model_type {kind!r}) does not know it"
                 )
         if unknown:
             # Not for all of a million keys, nor for long ones
             few = [key[:100] for key in itertools.islice(unknown, 20)]
-            hints = (strict.suggest(key, names, 0.8) for key in few)
-            message = f"config keys not understood and ignored: {shown(unknown, 1000)}"
+            hints = (suggest(key, names, 0.8) for key in few)
+            message = f"config keys not understood and ignored: {quote(unknown, 1000)}"
             warnings.warn("; ".join([message, *filter(None, hints)]), stacklevel=4)
 
     @classmethod
@@ -293,7 +293,7 @@ class WindowedConfig(Config):
         types, layers = self.layer_types, self.num_hidden_layers
         if types is not None and (len(types) != layers or not set(types) <= {SLIDING, FULL}):
             raise ConfigError(
-                f"layer_types={shown(types)} is not {SLIDING!r} or {FULL!r} for each of {layers} "
+                f"layer_types={quote(types)} is not {SLIDING!r} or {FULL!r} for each of {layers} "
                 "layers"
             )
 
@@ -336,7 +336,7 @@ def _labels(source: Mapping[str, Any]) -> int:
     labels = source.get("id2label")
     count = len(labels) if isinstance(labels, Mapping) else source.get("num_labels", 2)
     if type(count) is not int or count < 1:
-        raise ConfigError(f"num_labels={shown(count)} is no number of labels")
+        raise ConfigError(f"num_labels={quote(count)} is no number of labels")
     return count
 
 
@@ -344,7 +344,7 @@ def torch_dtype(name: Any) -> torch.dtype:
     """What config.json calls a dtype; ConfigError for what no model is computed in."""
     plain = name.removeprefix("torch.") if isinstance(name, str) else name
     if plain not in DTYPES:
-        raise ConfigError(f"dtype={shown(name)} is none that a model can have")
+        raise ConfigError(f"dtype={quote(name)} is none that a model can have")
     return getattr(torch, plain)
 
 
@@ -359,5 +359,5 @@ ACTIVATIONS: dict[str, Activation] = {
 def activation(hidden_act: str) -> Activation:
     """The kernel's name of config.json's `hidden_act`."""
     if hidden_act not in ACTIVATIONS:
-        raise ConfigError(f"hidden_act={shown(hidden_act)} is not one of {', '.join(ACTIVATIONS)}")
+        raise ConfigError(f"hidden_act={quote(hidden_act)} is not one of {', '.join(ACTIVATIONS)}")
     return ACTIVATIONS[hidden_act]

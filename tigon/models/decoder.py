@@ -41,7 +41,7 @@ from tigon.layers.kv_cache import KVState
 from tigon.layers.linear import observed
 from tigon.models.config import SLIDING, Config, WindowedConfig, activation
 from tigon.models.watched import has_hooks, summing, warn_of_parts
-from tigon.splitmix import mixed, signed
+from tigon.utils.random import as_int64, mix
 
 # The branch that is yet to be added to the stream, the stream, and the routing statistics
 Branch = Tensor | Summands
@@ -395,7 +395,7 @@ class Decoder(nn.Module):
             offloading = Offload(x.device, [t for r in ropes for t in r if t is not None])
         contexts = [ctx] * len(layers)
         if dropout_keys is not None:  # each block has its own: a number in it would compile it anew
-            keys = [dropout_keys + signed(mixed(i)) for i in range(len(layers))]
+            keys = [dropout_keys + as_int64(mix(i)) for i in range(len(layers))]
             contexts = [replace(ctx, dropout_keys=of_block) for of_block in keys]
         # Of a recomputed block what is gathered is there when its backward begins, as of the head
         keeps = None if stream is None else replace(stream, keeps=True)

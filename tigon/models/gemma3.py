@@ -13,7 +13,7 @@ from tigon.models.config import SLIDING, TwoRopesConfig
 from tigon.models.decoder import window_of
 from tigon.models.gemma import GemmaConfig
 from tigon.models.gemma2 import Gemma2, Gemma2Block
-from tigon.strict import check
+from tigon.utils.config import check_type
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +45,7 @@ class Gemma3Config(GemmaConfig, TwoRopesConfig):
     @classmethod
     def _local_theta(cls, source: Mapping[str, Any]) -> float:
         key = "rope_local_base_freq"
-        return check(key, source.get(key, 1e4), float)
+        return check_type(key, source.get(key, 1e4), float)
 
     def _rope_keys(self) -> dict[str, Any]:
         local = self.rope_parameters[SLIDING]["rope_theta"]

@@ -8,11 +8,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from tigon.json_file import shown
 from tigon.layers import Attention
 from tigon.models.causal_lm import CausalLM
 from tigon.models.config import Config, ConfigError
 from tigon.models.decoder import PreNormBlock
+from tigon.utils.json import quote
 
 # Where the config says nothing of RoPE
 YARN = {
@@ -56,7 +56,7 @@ class Ministral3Config(Config):
         for key in ("llama_4_scaling_beta", "original_max_position_embeddings"):
             if rope.get(key) is None:
                 raise ConfigError(
-                    f"{cls.model_type} needs {key} in rope_parameters={shown(rope, 500)}"
+                    f"{cls.model_type} needs {key} in rope_parameters={quote(rope, 500)}"
                 )
         return rope
 

@@ -6,9 +6,9 @@ from typing import Any, ClassVar, Self
 
 from torch import Tensor
 
-from tigon.json_file import shown
 from tigon.layers import Balance, SparseMoE, balance
 from tigon.models.config import Config, ConfigError, activation
+from tigon.utils.json import quote
 
 ROUTING_METRICS = ("aux_loss", "expert_load")  # of a forward; the head's are made of logits
 
@@ -37,7 +37,7 @@ class MoEConfig(Config):
             return super().from_dict(source)
         number, *others = given.values()
         if any(other != number for other in others):
-            listed = " and ".join(f"{key}={shown(value)}" for key, value in given.items())
+            listed = " and ".join(f"{key}={quote(value)}" for key, value in given.items())
             raise ConfigError(f"{listed} are names of the same number; give one of them")
         rest = {key: value for key, value in source.items() if key not in cls.experts_keys}
         return super().from_dict(rest | {cls.experts_keys[0]: number})

@@ -4,8 +4,8 @@ import warnings
 from collections.abc import Mapping
 from typing import Any
 
-from tigon.json_file import shown
-from tigon.strict import ConfigError, check
+from tigon.utils.config import ConfigError, check_type
+from tigon.utils.json import quote
 from tigon.weights import BlockScales
 
 KEY = "quantization_config"
@@ -81,7 +81,7 @@ def read_quantisation(config: Mapping[str, Any]) -> BlockScales | None:
 def method_of(given: Any) -> Any:
     """The format that a quantization_config names."""
     if not isinstance(given, Mapping):
-        raise ConfigError(f"{KEY}={shown(given)} is not an object with a quant_method")
+        raise ConfigError(f"{KEY}={quote(given)} is not an object with a quant_method")
     method = given.get("quant_method")
     if method is None and (given.get("load_in_4bit") or given.get("load_in_8bit")):
         return "bitsandbytes"  # its first versions say no more
@@ -98,7 +98,7 @@ def refusal(given: Any) -> ConfigError:
     known = REFUSED.get(method) if isinstance(method, str) else None
     if known is None:
         return ConfigError(
-            f"{KEY}: the quant_method {shown(method)} is not known; Tigon reads plain checkpoints "
+            f"{KEY}: the quant_method {quote(method)} is not known; Tigon reads plain checkpoints "
             f"and block-scaled fp8 ones: {ORIGINAL}"
         )
     name, how = known
@@ -120,18 +120,18 @@ def _fp8(given: Mapping[str, Any]) -> BlockScales:
     for key, values in wanted.items():
         if given.get(key) not in values:
             raise ConfigError(
-                f"{KEY}: {key}={shown(given[key])} is not read; what is: "
+                f"{KEY}: {key}={quote(given[key])} is not read; what is: "
                 f"{', '.join(str(value) for value in values[:-1])}; {ORIGINAL}"
             )
     if unknown := given.keys() - wanted.keys() - OTHER_KEYS - {"weight_block_size"}:
         warnings.warn(
-            f"{KEY} keys not understood and ignored: {shown(sorted(unknown))}", stacklevel=5
+            f"{KEY} keys not understood and ignored: {quote(sorted(unknown))}", stacklevel=5
         )
     block = given.get("weight_block_size", [128, 128])
     if block is None:
         return BlockScales(None)
     name = f"{KEY}.weight_block_size"
-    sizes = check(name, list(block) if isinstance(block, tuple) else block, list[int])
+    sizes = check_type(name, list(block) if isinstance(block, tuple) else block, list[int])
     if len(sizes) != 2 or min(sizes) < 1:
-        raise ConfigError(f"{name}={shown(block)} is not two sizes, of rows and columns, or null")
+        raise ConfigError(f"{name}={quote(block)} is not two sizes, of rows and columns, or null")
     return BlockScales((sizes[0], sizes[1]))

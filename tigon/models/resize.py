@@ -6,9 +6,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from tigon.json_file import shown
 from tigon.layers import Embedding
 from tigon.models.base import LanguageModel
+from tigon.utils.json import quote
 
 
 @torch.no_grad()
@@ -33,7 +33,7 @@ def resize_token_embeddings(
     multiple = 1 if pad_to_multiple_of is None else pad_to_multiple_of
     for name, value in (("new_num_tokens", size), ("pad_to_multiple_of", multiple)):
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ValueError(f"{name}={shown(value)} is no number of tokens")
+            raise ValueError(f"{name}={quote(value)} is no number of tokens")
     size = -(-size // multiple) * multiple
     embedding, head = model.model.embed_tokens, model.lm_head
     if size == len(embedding.weight):

@@ -4,9 +4,9 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
-from tigon.json_file import shown
 from tigon.layers.rope import ROPE_TYPES
-from tigon.strict import ConfigError, check, check_range
+from tigon.utils.config import ConfigError, check_range, check_type
+from tigon.utils.json import quote
 
 Range = tuple[float, float]
 LARGEST = 2**31 - 1  # of any whole number
@@ -137,39 +137,39 @@ def read_rope(
     # transformers lets a non-null rope_scaling replace rope_parameters
     key = "rope_scaling" if source.get("rope_scaling") else "rope_parameters"
     given = source.get(key) or {}
-    check(key, given, dict)
+    check_type(key, given, dict)
     rope = {"rope_theta": source.get("rope_theta", default_theta), **given}
     kind = rope["rope_type"] = rope.get("rope_type") or rope.pop("type", None) or "default"
     if kind not in ROPE_TYPES:
-        raise ConfigError(f"unknown rope_type {shown(kind)}; there are {', '.join(ROPE_TYPES)}")
+        raise ConfigError(f"unknown rope_type {quote(kind)}; there are {', '.join(ROPE_TYPES)}")
     if kind in ("llama3", "yarn", "longrope"):
         key = "original_max_position_embeddings"
         rope[key] = source.get(key) or rope.get(key) or longest
     hints = ROPE_HINTS | dict(extras or {})
     for name, value in rope.items():
         if name in hints:
-            check(name, value, hints[name])
+            check_type(name, value, hints[name])
     check_values({name: value for name, value in rope.items() if name in hints}, ROPE_RANGES)
     if kind in ("yarn", "longrope") and rope.get("factor") is None:
         rope["factor"] = longest / rope["original_max_position_embeddings"]
     missing = [k for k in ROPE_KEYS[kind] if rope.get(k) is None]
     if missing:
         raise ConfigError(
-            f"rope_type {kind!r} needs {', '.join(missing)}; the config has {shown(rope, 500)}"
+            f"rope_type {kind!r} needs {', '.join(missing)}; the config has {quote(rope, 500)}"
         )
     _check_together(kind, rope)
     factor = rope.pop("partial_rotary_factor", None)
     unknown = {k: v for k, v in rope.items() if k not in hints}
     if unknown:
-        raise ConfigError(f"rope_type {kind!r} does not know {shown(unknown)}")
+        raise ConfigError(f"rope_type {kind!r} does not know {quote(unknown)}")
     if factor is None and partial:
         factor = source.get("partial_rotary_factor")
     if factor is None or (factor == 1 and not partial):
         return rope
     if not partial:
-        raise ConfigError(f"partial_rotary_factor={shown(factor)} is not known to this model type")
-    if not 0 < check("partial_rotary_factor", factor, float) <= 1:
-        raise ConfigError(f"partial_rotary_factor={shown(factor)} is not in (0, 1]")
+        raise ConfigError(f"partial_rotary_factor={quote(factor)} is not known to this model type")
+    if not 0 < check_type("partial_rotary_factor", factor, float) <= 1:
+        raise ConfigError(f"partial_rotary_factor={quote(factor)} is not in (0, 1]")
     return rope | {"partial_rotary_factor": factor}
 
 
@@ -209,14 +209,15 @@ def read_two_ropes(
 
     `theta` and `local_theta` are defaults.
     """
-    given = check("rope_parameters", source.get("rope_parameters") or {}, dict)
-    scaling = check("rope_scaling", source.get("rope_scaling") or {}, dict)
+    given = check_type("rope_parameters", source.get("rope_parameters") or {}, dict)
+    scaling = check_type("rope_scaling", source.get("rope_scaling") or {}, dict)
     if not given.keys() <= {FULL, SLIDING}:
         raise ConfigError(
-            f"rope_parameters={shown(given)} is not given per {FULL!r} and {SLIDING!r}"
+            f"rope_parameters={quote(given)} is not given per {FULL!r} and {SLIDING!r}"
         )
     full, sliding = (
-        check(f"rope_parameters.{name}", given.get(name) or {}, dict) for name in (FULL, SLIDING)
+        check_type(f"rope_parameters.{name}", given.get(name) or {}, dict)
+        for name in (FULL, SLIDING)
     )
     theta = source.get("rope_theta", theta)
     return {

@@ -6,12 +6,12 @@ Checked against transformers' modeling_smollm3.
 from dataclasses import dataclass
 from typing import Any
 
-from tigon.json_file import shown
 from tigon.layers import Attention
 from tigon.models.causal_lm import CausalLM
 from tigon.models.config import ConfigError, WindowedConfig
 from tigon.models.decoder import window_of
 from tigon.models.llama import LlamaBlock, LlamaConfig
+from tigon.utils.json import quote
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +40,7 @@ class SmolLM3Config(LlamaConfig, WindowedConfig):
         given = self.no_rope_layers
         if given is not None and len(given) != self.num_hidden_layers:
             raise ConfigError(
-                f"no_rope_layers={shown(given)} does not say 0 or 1 for each of "
+                f"no_rope_layers={quote(given)} does not say 0 or 1 for each of "
                 f"{self.num_hidden_layers} layers"
             )
 

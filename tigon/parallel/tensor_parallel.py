@@ -29,7 +29,7 @@ from tigon.models import CausalLM
 from tigon.parallel.context_parallel import check_context
 from tigon.parallel.expert_parallel import divide_experts
 from tigon.parallel.mesh import MeshSizes
-from tigon.splitmix import GOLDEN, WORD, signed
+from tigon.utils.random import GOLDEN, WORD, as_int64
 from tigon.weights import Copy, Cut, Rows, own_rows, own_slices
 
 
@@ -193,7 +193,7 @@ def share_adapters(model: CausalLM, cuts: Mapping[str, Cut], ranks: Ranks) -> No
         if low.dropout:
             # Column c of the rank has the draws of column first + c
             place = low.place + weight.pieces[0][0].source // DRAWN * GOLDEN
-            low.place = signed(place & WORD)
+            low.place = as_int64(place & WORD)
 
 
 def _adapters(

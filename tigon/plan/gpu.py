@@ -8,8 +8,8 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Self
 
-from tigon import strict
-from tigon.json_file import read_json
+from tigon.utils.config import suggest
+from tigon.utils.json import read_json
 
 FOLDER = Path(__file__).parent
 GPUS, CONSTANTS = FOLDER / "gpus.json", FOLDER / "constants.json"
@@ -92,7 +92,7 @@ def find_gpu(name: str = "", *, torch_name: str = "") -> tuple[GPU, Constants]:
         error = f"nothing is known of {torch_name}, but of {names}"
     else:
         gpu = known.get(name.lower())
-        hint = strict.suggest(name, known, cutoff=0.8)  # a100 is not a misspelt h100
+        hint = suggest(name, known, cutoff=0.8)  # a100 is not a misspelt h100
         error = f"--gpu {name} must be one of {', '.join(known)}{f'; {hint}' if hint else ''}"
     if gpu is None:
         raise ValueError(error)

@@ -10,8 +10,7 @@ from functools import cache
 from typing import Any
 
 from tigon.parallel import MeshSizes
-from tigon.train.config import Config
-from tigon.train.parallel_settings import Parallel
+from tigon.train.config import Config, Parallel
 
 MESH = ("replicate", "fsdp", "context", "tensor", "expert")
 

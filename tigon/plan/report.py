@@ -14,17 +14,16 @@ from tigon.plan.cost import Job, Shapes
 from tigon.plan.gpu import find_gpu
 from tigon.plan.layout import MESH
 from tigon.plan.search import LACKS, TIE, LayoutChoice, LayoutPlan
-from tigon.train.config import Config
-from tigon.train.config_file import load, pairs
+from tigon.train.config import MAX_TOKENS, Config
+from tigon.train.config_file import load, parse_arguments
 from tigon.train.memory import GIB
 from tigon.train.model import outline
-from tigon.train.settings import LONGEST
 
 COLUMNS = (
     *("micro-batch size", "micro-batches", "recomputed", "GiB", "NVLink GB", "network GB"),
     *("network s", "step s", "tok/s/GPU", "MFU"),
 )
-MAX_GPUS, MAX_TOKENS = 2**18, 2**40  # beyond any cluster, and slow to search
+MAX_GPUS, MAX_STEP_TOKENS = 2**18, 2**40  # beyond any cluster, and slow to search
 MAX_REASONS = 6  # listed one by one
 UNMODELED = ("lora", "fp8", "activation_offload", "optimizer_offload", "ema_decay", "teacher")
 # Settings that memory, time or the possible layouts depend on; all others are refused
@@ -61,18 +60,18 @@ def read_job(
     for name, count, least in (("--seq-len", seq_len, 2), ("--batch-tokens", tokens, 1)):
         if count < least:
             raise ValueError(f"{name} {count} must be at least {least}")
-    if seq_len > LONGEST:
-        raise ValueError(f"--seq-len {seq_len} must be at most {LONGEST:,}")
+    if seq_len > MAX_TOKENS:
+        raise ValueError(f"--seq-len {seq_len} must be at most {MAX_TOKENS:,}")
     if tokens % seq_len:
         below = tokens // seq_len * seq_len
         near = " or ".join(str(n) for n in (below, below + seq_len) if n)
         raise ValueError(
             f"--batch-tokens {tokens} is no multiple of --seq-len {seq_len}: give {near}"
         )
-    if tokens > MAX_TOKENS:
+    if tokens > MAX_STEP_TOKENS:
         raise ValueError(
             f"{tokens:,} tokens in a step, by --batch-tokens or as --gpus x --seq-len: there may "
-            f"be {MAX_TOKENS:,} at most"
+            f"be {MAX_STEP_TOKENS:,} at most"
         )
     if model.endswith(".json") and not Path(model).is_file():
         raise FileNotFoundError(f"no file {model}")
@@ -91,7 +90,7 @@ def read_job(
 
 def check_settings(settings: Sequence[str]) -> None:
     """Raises ValueError for settings that a plan would ignore."""
-    for name, value in pairs(settings):
+    for name, value in parse_arguments(settings):
         first = name.partition(".")[0]
         why = REFUSED.get(first)
         if first in MESH:

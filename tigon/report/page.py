@@ -13,11 +13,11 @@ from jinja2 import Environment, FileSystemLoader
 
 from tigon.report.charts import charts
 from tigon.report.read import Column, RunFiles
-from tigon.terminal import escape_controls
+from tigon.utils.terminal import escape_controls
 
 CHARACTERS = 2000  # of a setting
 TRAIN = Path(__file__).parents[1] / "train"
-SOURCES = (TRAIN / "settings.py", TRAIN / "objective_settings.py")
+SOURCES = (TRAIN / "config.py",)
 
 
 def render_page(runs: Sequence[RunFiles]) -> str:

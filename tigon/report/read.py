@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from tigon.headers import read_tensors
-from tigon.json_file import parse_object, read_bytes
-from tigon.yaml_file import parse_yaml
+from tigon.utils.json import parse_object, read_bytes
+from tigon.utils.yaml import parse_yaml
 
 try:
     import fcntl

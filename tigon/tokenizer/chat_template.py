@@ -18,8 +18,8 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
-from tigon.json_file import escaped
 from tigon.tokenizer.tool_schema import function_schema
+from tigon.utils.json import escape
 
 Message = Mapping[str, Any]
 
@@ -216,7 +216,7 @@ def _template_error(error: Exception) -> ValueError:
     reason = str(error)
     if not isinstance(error, jinja2.TemplateError | TypeError):
         reason = f"{type(error).__name__}: {reason}"
-    return ValueError(f"the chat template failed{location}: {escaped(reason)}")
+    return ValueError(f"the chat template failed{location}: {escape(reason)}")
 
 
 def check_messages(messages: Sequence[Message]) -> None:

@@ -14,7 +14,7 @@ import tokenizers
 from tokenizers import AddedToken
 
 from tigon.hub import Repository, adapter_hint
-from tigon.json_file import escaped, parse_object, read_bytes, read_json, shown
+from tigon.utils.json import escape, parse_object, quote, read_bytes, read_json
 
 MAX_TOKENIZER_BYTES = 2**26  # of a tokenizer.json; the largest that are known have 35 MB
 MAX_TEMPLATE_BYTES = 2**20
@@ -68,10 +68,10 @@ def read_backend(path: Path) -> tokenizers.Tokenizer:
     try:
         text = read_bytes(path, MAX_TOKENIZER_BYTES).decode()
     except UnicodeDecodeError as error:
-        raise ValueError(f"{escaped(path)} is not UTF-8 text: {error.reason}") from None
+        raise ValueError(f"{escape(path)} is not UTF-8 text: {error.reason}") from None
     # The assistant mask needs offsets that cover every character; ids do not depend on this
     text = re.sub(r'("trim_offsets"\s*:\s*)true', r"\1false", text)
-    with library_errors(f"{escaped(path)} is not a tokenizer"):
+    with library_errors(f"{escape(path)} is not a tokenizer"):
         backend = tokenizers.Tokenizer.from_str(text)
         backend.no_truncation()
         backend.no_padding()
@@ -89,7 +89,7 @@ def library_errors(message: str) -> Iterator[None]:
     except BaseException as error:
         if type(error) is not Exception and type(error).__name__ != "PanicException":
             raise
-        raise ValueError(f"{message}: {escaped(error)}") from None
+        raise ValueError(f"{message}: {escape(error)}") from None
 
 
 def read_config(path: Path | None) -> dict[str, Any]:
@@ -111,7 +111,7 @@ def read_config(path: Path | None) -> dict[str, Any]:
             raise _wrong_value(path, key, tokens)
     for number, token in (config.get("added_tokens_decoder") or {}).items():
         if not _ID.fullmatch(number) or not isinstance(token, dict):
-            raise _wrong_value(path, f"added_tokens_decoder.{escaped(number, 100)}", token)
+            raise _wrong_value(path, f"added_tokens_decoder.{escape(number, 100)}", token)
         _check_token(path, f"added_tokens_decoder.{number}", token)
     templates = config.get("chat_template")
     for template in templates if isinstance(templates, list) else []:
@@ -125,9 +125,7 @@ def read_config(path: Path | None) -> dict[str, Any]:
 
 
 def _wrong_value(path: Path, key: str, value: Any) -> ValueError:
-    return ValueError(
-        f"{escaped(path)}: {key} is {shown(value)}, which no tokenizer can have there"
-    )
+    return ValueError(f"{escape(path)}: {key} is {quote(value)}, which no tokenizer can have there")
 
 
 def _check_token(path: Path, key: str, token: Any) -> None:
@@ -173,7 +171,7 @@ def add_tokens(
     new += [token for token in (*named.values(), *extra_tokens) if token.content not in known]
     for token in new:
         token.special = token.special or token.content in special
-    with library_errors(f"{escaped(files['tokenizer.json'])}: the tokenizer failed"):
+    with library_errors(f"{escape(files['tokenizer.json'])}: the tokenizer failed"):
         backend.add_tokens(new)
     return {key: token.content for key, token in named.items()}
 
@@ -182,7 +180,7 @@ def _read_ids(path: Path | None) -> dict[str, int]:
     ids = {} if path is None else read_json(path)
     for token, number in ids.items():
         if type(number) is not int:
-            raise _wrong_value(path or Path(), escaped(token, 100), number)
+            raise _wrong_value(path or Path(), escape(token, 100), number)
     return ids
 
 
@@ -213,9 +211,9 @@ def read_template(path: Path) -> str:
     try:
         text = read_bytes(path, MAX_TEMPLATE_BYTES).decode()
     except FileNotFoundError:
-        raise FileNotFoundError(f"no chat template {escaped(path)}") from None
+        raise FileNotFoundError(f"no chat template {escape(path)}") from None
     except UnicodeDecodeError as error:
-        raise ValueError(f"{escaped(path)} is not UTF-8 text: {error.reason}") from None
+        raise ValueError(f"{escape(path)} is not UTF-8 text: {error.reason}") from None
     return text.replace("\r\n", "\n").replace("\r", "\n")
 
 

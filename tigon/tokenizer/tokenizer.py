@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Unpack
 import tokenizers
 
 from tigon.hub import Repository, Source
-from tigon.json_file import escaped
 from tigon.tokenizer.assistant_mask import UNMARKED, Span, TrainOn, token_weights, weighted_rows
 from tigon.tokenizer.chat_template import (
     RESERVED,
@@ -35,6 +34,7 @@ from tigon.tokenizer.files import (
     read_templates,
 )
 from tigon.tokenizer.message_format import detect_format
+from tigon.utils.json import escape
 
 if TYPE_CHECKING:  # importing it takes seconds, and worker processes that tokenize need none of it
     import torch
@@ -123,7 +123,7 @@ class Tokenizer:
         self.model_max_length = model_max_length
         self._files = TokenizerFiles(files or {})
         path = (files or {}).get("tokenizer.json")
-        self._error_message = f"{f'{escaped(path)}: ' if path else ''}the tokenizer failed"
+        self._error_message = f"{f'{escape(path)}: ' if path else ''}the tokenizer failed"
         self._changed_special_tokens: dict[str, str] = {}
         self._has_new_tokens = False
         self._special_ids = _special_ids(backend)

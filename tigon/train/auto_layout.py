@@ -10,7 +10,6 @@ from pathlib import Path
 
 import torch
 
-from tigon import strict
 from tigon.parallel import Meshes
 from tigon.plan.cost import Job, Shapes
 from tigon.plan.gpu import find_gpu
@@ -18,11 +17,11 @@ from tigon.plan.layout import MESH, Layout, enumerate_meshes
 from tigon.plan.report import check_modeled, format_reasons
 from tigon.plan.search import LayoutPlan, configured_layouts, make_plan
 from tigon.train import checkpoint
-from tigon.train.config import Config, sizes_of
+from tigon.train.config import Config, Parallel, mesh_sizes
 from tigon.train.distributed import World
 from tigon.train.memory import format_gib, gpu_memory, memory_budget
 from tigon.train.model import outline
-from tigon.train.parallel_settings import Parallel
+from tigon.utils.config import build_settings, read_settings
 
 
 @dataclass(frozen=True)
@@ -52,7 +51,7 @@ def resolve_layout(config: Config, world: World, gpus: int) -> tuple[Config, Wor
     )
     config = replace(config, parallel=parallel)
     if gpus == world.size:
-        world = replace(world, meshes=Meshes.of(world.device.type, sizes_of(config, gpus)))
+        world = replace(world, meshes=Meshes.of(world.device.type, mesh_sizes(config, gpus)))
     return config, world
 
 
@@ -110,7 +109,7 @@ def checkpoint_layout(config: Config, gpus: int) -> tuple[Path | None, list[Layo
             source = Path(str(config.resume))
         values = None if source is None else checkpoint.read_metadata(source)["config"]["parallel"]
         if values is not None:
-            sizes = strict.make(Parallel, strict.read(Parallel, values)).sizes(gpus)
+            sizes = build_settings(Parallel, read_settings(Parallel, values)).sizes(gpus)
             return source, [Layout(**asdict(sizes))]
     return source, []
 

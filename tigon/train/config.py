@@ -1,39 +1,615 @@
-"""The settings of a training run: one flat dataclass, checked."""
+"""The settings of a training run, each with its default, range and help.
+
+Sections are dataclasses, which `Config` joins to one flat one. Two settings that exclude each other
+are a row of CONFLICTS, a setting that needs another is a row of REQUIRES.
+"""
 
 import math
-from dataclasses import dataclass
-from operator import attrgetter
+import re
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Any, Literal
 
-from tigon import strict
 from tigon.data import Entry
+from tigon.data.formats import REQUIRED
 from tigon.hub import check_repository
-from tigon.json_file import shown
+from tigon.kernels.attention.api import Backend
+from tigon.models import LoraConfig, Quantize
 from tigon.parallel import MeshSizes
-from tigon.paths import check_file_name, expanded
 from tigon.tokenizer.chat_template import check_variables
-from tigon.train.objective_settings import ObjectiveSettings
-from tigon.train.parallel_settings import Parallel
-from tigon.train.settings import (
-    LONGEST,
-    DataSettings,
-    LossSettings,
-    ModelSettings,
-    OptimizerSettings,
-    RunSettings,
-)
+from tigon.utils.config import check_ranges, setting
+from tigon.utils.json import quote
+from tigon.utils.paths import check_file_name, expand_user
 
-# Settings that only some optimizers have
-OF_OPTIMIZERS = {
-    "momentum": ("muon", "sgd"),
-    "nesterov": ("muon", "sgd"),
-    "ns_steps": ("muon",),
-    "adjust_lr_fn": ("muon",),
-    "adamw_lr": ("muon",),
-}
+MAX_ROWS = 2**31 - 1  # products of numbers of rows are to fit 64 bits
+MAX_TOKENS = 2**28  # of a row; an estimate has masks of pairs of them, which are to fit too
+MAX_FLOAT = 3.4e38  # of float32, in which losses are computed
+
+LossType = Literal[
+    "sigmoid",
+    "hinge",
+    "ipo",
+    "robust",
+    "sigmoid_norm",
+    "apo_zero",
+    "apo_down",
+    "dapo",
+    "grpo",
+    "dr_grpo",
+    "cispo",
+]
+
+
+@dataclass(frozen=True)
+class Lora:
+    """A low-rank adapter, which is trained in place of the model."""
+
+    rank: int = setting(16, "columns of its matrices", ge=1)
+    alpha: float = setting(32.0, "what it adds is multiplied by alpha / rank", ge=0)
+    targets: tuple[str, ...] = setting(
+        ("all-linear",), "projections, such as q_proj, or shell patterns of their whole names"
+    )
+    dropout: float = setting(
+        0.0, "share of the projections' inputs that it does not read in training", ge=0
+    )
+    rslora: bool = setting(False, "multiplied by alpha / sqrt(rank) instead")
+    dora: bool = setting(False, "learn the lengths of weights' rows, too (DoRA)")
+    rank_pattern: dict[str, int] | None = setting(  # noqa: RUF009
+        None, "ranks of some projections, by name or pattern"
+    )
+    alpha_pattern: dict[str, float] | None = setting(None, "likewise alpha")  # noqa: RUF009
+    modules_to_save: tuple[str, ...] = setting(
+        (), "embed_tokens and lm_head, where they are to be trained whole"
+    )
+    quantize: Quantize | None = setting(  # noqa: RUF009
+        None, "nf4: the frozen base in 4 bits (QLoRA); keep: an fp8 checkpoint's as it is"
+    )
+    merge: bool = setting(False, "write run_dir/hf too at the end, the model with what was added")
+
+    def adapter(self, base: str = "", revision: str = "") -> LoraConfig:
+        """The adapter's config; raises ValueError for values that no adapter can have."""
+        options = {n: value for n, value in vars(self).items() if n not in ("merge", "quantize")}
+        patterns = {name: options[name] or {} for name in ("rank_pattern", "alpha_pattern")}
+        return LoraConfig(**options | patterns, base=base, revision=revision)
+
+
+@dataclass(frozen=True)
+class Parallel:
+    """How many ranks each dimension has; their product, without `expert`, is the number of all."""
+
+    replicate: int = setting(1, "groups of ranks that have all weights, each", ge=1)
+    fsdp: int | None = setting(
+        None, "ranks that divide weights, gradients and states; null: all that are left", ge=1
+    )
+    context: int = setting(1, "ranks that divide the tokens of a row", ge=1)
+    tensor: int = setting(1, "ranks that divide each matrix and the tokens between them", ge=1)
+    expert: int = setting(
+        1, "of fsdp x context x tensor ranks, those that divide the experts of each layer", ge=1
+    )
+
+    def sizes(self, ranks: int) -> MeshSizes:
+        """The mesh of so many ranks; raises ValueError if the dimensions do not fit them."""
+        others = self.replicate * self.context * self.tensor
+        fsdp = max(1, ranks // others) if self.fsdp is None else self.fsdp
+        sizes = MeshSizes(self.replicate, fsdp, self.context, self.tensor, self.expert)
+        if sizes.ranks == ranks:
+            if sizes.shards * self.tensor % self.expert:
+                raise ValueError(
+                    f"parallel.expert={self.expert} must divide the ranks that share the weights, "
+                    f"{sizes.shards * self.tensor} (fsdp {fsdp} x context {self.context} x tensor "
+                    f"{self.tensor}): start more processes (--nproc), or change parallel.expert"
+                )
+            return sizes
+        numbers = {"replicate": self.replicate, "fsdp": self.fsdp, "context": self.context}
+        numbers["tensor"] = self.tensor
+        named = [f"{name} {size}" for name, size in numbers.items() if size not in (None, 1)]
+        product = math.prod(size for size in numbers.values() if size is not None)
+        exact = self.fsdp is not None
+        equals = f" = {product}" if len(named) > 1 else ""
+        raise ValueError(
+            f"parallel: {' x '.join(named) or 'fsdp 1'}{equals} "
+            f"{'is not' if exact else 'does not divide'} the number of ranks, {ranks}: start "
+            f"{'' if exact else 'a multiple of '}{product} processes (--nproc), or change parallel"
+        )
+
+
+MESH = ", ".join(f"{f.name}: {f.default or 'null'}" for f in fields(Parallel))
+
+
+@dataclass(frozen=True)
+class ParameterGroup:
+    """Parameters with settings of their own."""
+
+    match: tuple[str, ...]  # patterns of checkpoint tensor names, as in a shell
+    lr: float | None = setting(
+        None, "peak learning rate; null: that of the others", ge=0, finite=True
+    )
+    weight_decay: float | None = setting(None, "null: that of the others", ge=0, finite=True)
+    freeze: bool = False  # not trained
+
+
+@dataclass(frozen=True)
+class Profile:
+    """Steps to look into."""
+
+    start: int = setting(10, "the first step, as metrics.jsonl counts", ge=1)
+    steps: int = setting(3, "how many", ge=1)
+
+
+@dataclass(frozen=True)
+class ModelSettings:
+    """The model."""
+
+    model: str = setting("", "checkpoint to start from: a directory or a hub repository")
+    revision: str | None = setting(None, "commit, branch or tag of a hub repository")
+    init: str = setting("", "instead of model: a config.json to start from with random weights")
+    tokenizer: str = setting("", "directory or hub repository; default: that of model")
+    chat_template: str = setting(
+        "", "a Jinja file for chats, in place of the tokenizer's; run_dir/hf gets it"
+    )
+    new_tokens: tuple[str, ...] = setting(
+        (),
+        "special tokens to add to the tokenizer, and rows for them to embedding and head, which "
+        "begin as the mean of the others; lora trains both whole",
+        stream=True,
+    )
+    router_aux_loss_coef: float | None = setting(
+        None, "weight of the loss that balances experts, 0: none; null: as config.json says", ge=0
+    )
+    attention: Backend = setting("auto", "its backend: docs/attention.md")  # noqa: RUF009
+    activation_checkpointing: bool | int | Literal["auto"] = setting(
+        False,
+        "recompute blocks in backward to save memory: true each, N every n-th, false none, auto as "
+        "few as fit memory_budget",
+        ge=0,
+    )
+    device: Literal["auto", "cuda", "cpu"] = setting("auto", "auto: cuda where there is one")
+    dtype: Literal["auto", "float32", "bfloat16"] = setting(
+        "auto", "of the computation; auto: bfloat16 on cuda, param_dtype on cpu"
+    )
+    param_dtype: Literal["float32", "bfloat16"] = setting("float32", "of the weights being trained")
+    fp8: bool = setting(
+        False,
+        "products of attention and MLPs, forward and backward, of 8-bit floats: docs/training.md",
+    )
+    fp8_except: tuple[str, ...] = setting(
+        (), "shell patterns of projections that fp8 leaves, such as model.layers.0.* or down_proj"
+    )
+    lora: Lora | None = setting(  # noqa: RUF009
+        None, "{rank: 16, alpha: 32}: train a low-rank adapter alone; docs/adapters.md"
+    )
+    sharding: Literal["full", "gradients"] = setting(
+        "full",
+        "what ranks divide; full: weights, gradients and optimizer states (FSDP2); gradients: all "
+        "but the weights (ZeRO-2), which moves fewer bytes where they fit",
+    )
+    parallel: Parallel | Literal["auto"] | None = setting(  # noqa: RUF009
+        None,
+        f"{{{MESH}}}: how ranks share the run; auto: as `tigon plan` would have it; "
+        "docs/parallel.md",
+    )
+    activation_offload: bool = setting(
+        False, "keep what backward needs in host memory between forward and backward"
+    )
+    cuda_graphs: bool = setting(
+        False,
+        "launch the blocks of a pass as one: for short rows and small models, whose steps wait for "
+        "Python; one GPU, packed rows: docs/training.md",
+    )
+    memory_budget: float | None = setting(
+        None,
+        "GiB of tensors that a GPU may hold, for activation_checkpointing=auto; null: what it has, "
+        "less a margin",
+        gt=0,
+        finite=True,
+    )
+
+
+@dataclass(frozen=True)
+class DataSettings:
+    """The data."""
+
+    data: tuple[str | Entry, ...] = setting(
+        (),
+        "training files, globs, hub data sets as hf://owner/name, or groups of settings: path, "
+        "weight, format, columns, split, skip, take, config, revision",
+    )
+    eval_data: tuple[str | Entry, ...] = setting(
+        (), "held-out ones; {NAME: ..., NAME: ...} or entries with name= are also measured apart"
+    )
+    eval_fraction: float = setting(
+        0.0,
+        "in place of eval_data: this fraction of the rows of data is held out, chosen by a digest "
+        "of each row, so the same in every order and on every machine",
+        ge=0,
+        lt=1,
+        stream=True,
+    )
+    separator: str = setting(
+        "", "divides a .txt file into documents, such as '\\n\\n'; empty: a file is one"
+    )
+    seq_len: int = setting(2048, "tokens in a row", ge=2, le=MAX_TOKENS, stream=True)
+    packing: bool = setting(True, "several sequences to a row; false pads instead", stream=True)
+    truncate: bool = setting(
+        True, "cut chats longer than seq_len; false leaves them out", stream=True
+    )
+    batch_size: int = setting(8, "rows in a step, over all ranks", ge=1, le=MAX_ROWS, stream=True)
+    micro_batch_size: int = setting(1, "rows in one forward of one rank", ge=1, le=MAX_ROWS)
+    seed: int = setting(
+        0, "of the data order and of random weights", ge=0, le=2**63 - 1, stream=True
+    )
+    format: str | None = setting(
+        None, f"of the rows: {', '.join(REQUIRED)}; null: told from their keys", stream=True
+    )
+    columns: dict[str, str] | None = setting(  # noqa: RUF009
+        None, "keys of other names, as in {messages: dialog}", stream=True
+    )
+    train_on: Literal["assistant", "all_turns", "last", "all"] = setting(
+        "assistant",
+        "what is learned of a chat: the assistant's turns, also those that the chat template "
+        "rewrites when others follow (all_turns), its last one, or all of it",
+        stream=True,
+    )
+    chat_template_kwargs: dict[str, Any] | None = setting(  # noqa: RUF009
+        None,
+        "variables of the chat template, as in {enable_thinking: false}; those of a row win",
+        stream=True,
+    )
+    train_on_empty_thinking: bool = setting(
+        False, "learn the empty block of reasoning that a template writes too", stream=True
+    )
+    bad_rows: Literal["error", "skip"] = setting(
+        "error",
+        "what a row that cannot be read or encoded does; skipped ones are counted",
+        stream=True,
+    )
+    workers: int | None = setting(
+        None, "processes that tokenise; 0: none but this one; null: as many as CPUs", ge=0
+    )
+    streaming: bool = setting(
+        False, "tokenise shortly before training instead of first; needs steps", stream=True
+    )
+    shuffle_window: int = setting(
+        65536, "examples that are packed and shuffled together", ge=1, stream=True
+    )
+
+
+@dataclass(frozen=True)
+class LossSettings:
+    """The loss, and what is measured with it."""
+
+    task: str = setting(
+        "sft",
+        "the objective, and what it learns from: {tasks}",  # as usage.py knows them
+    )
+    loss_reduction: Literal["token", "sequence"] = setting(
+        "token", "what weighs the same in a step's loss: every token, or every sequence"
+    )
+    eval_every: int = setting(0, "steps between evaluations; 0: only at the end", ge=0)
+    metrics: tuple[str, ...] = setting(
+        (), "means over the targets to log beside accuracy: nll, entropy, max_logit, z"
+    )
+    return_logits: bool = setting(False, "give hooks all logits of a pass [B, T, V]")
+    logits_to_keep: int = setting(
+        0, "only the last so many positions of each sequence count; 0: all", ge=0
+    )
+    logits_bytes: int | None = setting(
+        None, "memory for logits that the loss takes at a time; null: at most 1 GiB", ge=1
+    )
+    label_smoothing: float = setting(0.0, "share of a target spread over all tokens", ge=0)
+    z_loss: float = setting(0.0, "factor of the squared log-normaliser, as in PaLM", ge=0)
+    eval_metrics: tuple[str, ...] | None = setting(None, "metrics in evaluation; null: the same")
+    eval_return_logits: bool | None = setting(None, "in evaluation; null: the same")
+    eval_logits_to_keep: int | None = setting(None, "in evaluation; null: the same", ge=0)
+    eval_logits_bytes: int | None = setting(None, "in evaluation; null: the same", ge=1)
+    eval_label_smoothing: float | None = setting(None, "in evaluation; null: the same", ge=0)
+    eval_z_loss: float | None = setting(None, "in evaluation; null: the same", ge=0)
+    hooks: tuple[str, ...] = setting(
+        (), "module:function or file.py:function, which watch passes; docs/training.md"
+    )
+    hook_every: int = setting(
+        1, "steps between calls of hooks in training; 0: only in evaluation", ge=0
+    )
+    predictions: bool = setting(
+        False, "write what each evaluation predicts to run_dir/predictions-step-N.jsonl"
+    )
+    sample_prompts: tuple[str, ...] = setting(
+        (), "texts, or .jsonl files of prompts or messages, which each evaluation has answered"
+    )
+    sample_tokens: int = setting(64, "the most tokens of an answer", ge=1)
+
+
+@dataclass(frozen=True)
+class OptimizerSettings:
+    """The optimizer and its schedule."""
+
+    epochs: float | None = setting(None, "passes over the data; 1 unless steps is given", ge=0)
+    steps: int | None = setting(None, "optimizer steps, instead of epochs", ge=1)
+    lr: float = setting(1e-5, "peak learning rate", ge=0, finite=True)
+    schedule: Literal["cosine", "linear", "constant", "wsd"] = setting(
+        "cosine", "of the learning rate after warm-up; wsd: constant, then as decay_type says"
+    )
+    warmup_steps: float = setting(
+        0, "steps of linear warm-up; below 1: their share of all steps", ge=0
+    )
+    min_lr_ratio: float = setting(0.1, "learning rate at the end, as a share of lr", ge=0)
+    weight_decay: float = setting(
+        0.0, "on matrices only, not on norms and biases", ge=0, finite=True
+    )
+    beta1: float = setting(0.9, "AdamW's", ge=0)
+    beta2: float = setting(0.95, "AdamW's", ge=0)
+    eps: float = setting(1e-8, "AdamW's", ge=0, finite=True)
+    max_grad_norm: float = setting(
+        1.0, "clip gradients to this global norm; 0: never", ge=0, finite=True
+    )
+    optimizer: Literal["adamw", "adamw_bf16", "adamw_8bit", "muon", "sgd"] = setting(
+        "adamw", "docs/training.md describes each"
+    )
+    momentum: float | None = setting(
+        None, "of muon and sgd; null: 0.95 with muon, 0 with sgd", ge=0, lt=1
+    )
+    nesterov: bool | None = setting(
+        None, "Nesterov's momentum in muon and sgd; null: true with muon, false with sgd"
+    )
+    ns_steps: int = setting(5, "Newton-Schulz iterations of muon", ge=1)
+    adjust_lr_fn: Literal["match_rms_adamw", "original"] = setting(
+        "match_rms_adamw",
+        "how muon's learning rate depends on a matrix's shape; match_rms_adamw: its steps are as "
+        "large as AdamW's with the same lr",
+    )
+    adamw_lr: float | None = setting(
+        None, "with muon, lr of what it leaves to AdamW; null: lr", ge=0, finite=True
+    )
+    decay_steps: float = setting(
+        0.2, "last steps of wsd, in which lr falls; below 1: their share of all steps", ge=0
+    )
+    decay_type: Literal["linear", "cosine", "sqrt"] = setting(
+        "linear", "how lr falls in the last steps of wsd; sqrt: 1 - sqrt(share of them done)"
+    )
+    parameter_groups: tuple[ParameterGroup, ...] = setting(
+        (), "settings of some parameters: match, lr, weight_decay, freeze; docs/training.md"
+    )
+    stochastic_rounding: bool = setting(
+        True, "of bfloat16 weights (param_dtype=bfloat16) after each update; false: to nearest"
+    )
+    optimizer_offload: bool = setting(
+        False, "keep optimizer states, and the average of ema_decay, in host memory; not with muon"
+    )
+    optimizer_in_backward: bool = setting(
+        False,
+        "update each block's weights in backward and free its gradients at once, which saves their "
+        "memory; needs max_grad_norm=0 and one micro-batch a step: docs/training.md",
+    )
+    ema_decay: float = setting(
+        0.0, "of an average of the weights, exported to run_dir/hf-ema, such as 0.999; 0: none",
+        ge=0, lt=1,
+    )  # fmt: skip
+    accumulate_fp32: bool = setting(
+        False,
+        "add up the gradients of bfloat16 weights in float32: over micro-batches and, with "
+        "sharding=gradients, ranks",
+    )
+
+
+@dataclass(frozen=True)
+class RunSettings:
+    """The run: what it writes, and how it goes on."""
+
+    run_dir: str = setting("", "where everything that the run writes goes")
+    resume: str | bool = setting(
+        False, "auto: from the run's latest checkpoint, if any; or a checkpoint's path"
+    )
+    log_every: int = setting(10, "steps between log lines", ge=1)
+    save_every: int = setting(0, "steps between checkpoints; 0: only at the end", ge=0)
+    keep_last: int = setting(2, "checkpoints to keep; 0: all", ge=0)
+    export: bool = setting(True, "write run_dir/hf, in Hugging Face format, at the end")
+    export_dtype: Literal["auto", "float32", "bfloat16"] = setting(
+        "auto", "of the weights in run_dir/hf; auto: what the model's config.json says"
+    )
+    push_to_hub: str = setting(
+        "", "a hub repository (owner/name) that gets run_dir/hf at the end, with a model card"
+    )
+    push_private: bool | None = setting(
+        None, "whether the repository that the push makes is private; null: the account's default"
+    )
+    nonfinite: Literal["stop", "skip", "rollback"] = setting(
+        "stop",
+        "where the loss, the gradient's norm or a weight is not finite; skip: leave the step's "
+        "update out; rollback: go on from the last checkpoint, with the rows after these",
+    )
+    spike: Literal["stop", "skip", "rollback"] = setting(
+        "skip", "the same for a loss or a gradient's norm beyond spike_sigma"
+    )
+    spike_sigma: float = setting(
+        0.0,
+        "what a spike is: this many standard deviations above the mean of the last 128 steps; "
+        "0: nothing is",
+        ge=0,
+        finite=True,
+    )
+    max_rollbacks: int = setting(3, "rollbacks in a run, before it stops after all", ge=0)
+    patience: int = setting(
+        0, "evaluations without a lower loss than the best, before the run ends; 0: any", ge=0
+    )
+    deterministic: bool = setting(
+        False, "operations that give the same bits in every run on the same machine, or an error"
+    )
+    keep_best: int = setting(
+        0, "checkpoints with the lowest eval loss to keep besides keep_last", ge=0
+    )
+    keep_hours: float = setting(
+        0.0, "keep one checkpoint every so many hours for ever; 0: none", ge=0
+    )
+    async_save: bool = setting(
+        True,
+        "write checkpoints, and the exports of hf_every, while training goes on, from a copy in "
+        "host memory",
+    )
+    hf_every: int = setting(
+        0, "steps between exports to run_dir/hf-step-N, which all stay; 0: none", ge=0
+    )
+    hf_best: bool = setting(
+        False, "export to run_dir/hf-best whenever an evaluation is the best so far"
+    )
+    stop_seconds: float = setting(
+        30.0,
+        "time from SIGTERM to the end that the scheduler grants; a checkpoint that would not be "
+        "whole by then is not begun; 0: any time",
+        ge=0,
+    )
+    log_to: tuple[str, ...] = setting(
+        (), "where the rows of metrics.jsonl go besides: tensorboard, wandb"
+    )
+    profile: Profile | None = setting(  # noqa: RUF009
+        None, "{start: 10, steps: 3}: write to run_dir/profile where the time of these steps goes"
+    )
+
+
+@dataclass(frozen=True)
+class ObjectiveSettings:
+    """Preferences, rewards and distillation."""
+
+    loss_type: LossType | None = setting(  # noqa: RUF009
+        None,
+        "of dpo: sigmoid, hinge, ipo, robust, sigmoid_norm, apo_zero, apo_down; of apo: apo_zero, "
+        "apo_down; of cpo: sigmoid, hinge, ipo; of grpo: dapo, grpo, dr_grpo, cispo; null: the "
+        "first",
+    )
+    beta: float | None = setting(
+        None,
+        "how much a model keeps to its reference, or its log-probabilities count; null: 0.1, 2 of "
+        "simpo, 0 of grpo; of distill 0: forward KL, 1: reverse KL, between: Jensen-Shannon; "
+        "null: 0",
+        ge=0,
+        le=MAX_FLOAT,
+    )
+    max_length: int | None = setting(
+        None,
+        "the most tokens of a prompt with one answer; null: seq_len. Packed pairs also have to fit "
+        "into a row: docs/preference.md",
+        ge=2,
+        stream=True,
+    )
+    reference: str = setting(
+        "",
+        "the model to keep to, a directory or a hub repository; empty: the one that is trained, as "
+        "it was at the beginning, or without its adapters",
+    )
+    simpo_gamma: float = setting(
+        0.5, "the margin of rewards that simpo asks for", ge=0, le=MAX_FLOAT
+    )
+    cpo_alpha: float | None = setting(
+        None,
+        "weight of the chosen answers' cross-entropy; null: 1 of cpo, 0 of simpo",
+        ge=0,
+        le=MAX_FLOAT,
+    )
+    desirable_weight: float = setting(1.0, "of the desired answers of kto", ge=0, le=MAX_FLOAT)
+    undesirable_weight: float = setting(1.0, "of the others", ge=0, le=MAX_FLOAT)
+    center_rewards_coefficient: float = setting(
+        0.0, "weight of what keeps the rewards of a pair about 0", ge=0, le=MAX_FLOAT
+    )
+    epsilon: float = setting(0.2, "how far grpo's ratio of policies counts, below 1", ge=0)
+    epsilon_high: float | None = setting(None, "and above 1; null: the same", ge=0)
+    delta: float | None = setting(None, "the most of grpo's unclipped ratio; null: any", ge=0)
+    importance_sampling_level: Literal["token", "sequence"] = setting(
+        "token", "what grpo's ratio of policies is of; sequence: GSPO"
+    )
+    scale_rewards: Literal["group", "none"] = setting(
+        "group", "whether advantages are divided by the deviation of their prompt", stream=True
+    )
+    max_completion_length: int | None = setting(
+        None, "tokens of an answer that dr_grpo divides by", ge=1
+    )
+    teacher: str = setting(
+        "",
+        "the model that distill learns from: a directory or a repository; empty: the rows have "
+        "its distributions",
+    )
+    temperature: float = setting(  # its square is a factor of the loss
+        1.0, "by which distill divides the logits of both", ge=0, le=MAX_FLOAT**0.5
+    )
+    cross_entropy_weight: float = setting(
+        0.0, "share of the labels' cross-entropy in distill, from 0 to 1", ge=0
+    )
+
+
 SECTIONS = (
     *(ModelSettings, DataSettings, LossSettings),
     *(OptimizerSettings, RunSettings, ObjectiveSettings),
 )
+
+# A condition is `name` (differs from its default), name=value, name=a|b or name>number; several are
+# joined by ` & `, and alternatives of what is required by ` or `
+CONFLICTS = (
+    # condition, condition, why or what to do
+    ("epochs", "steps", "give one of them"),
+    ("eval_fraction", "eval_data", "give one of them"),
+    (
+        "lora.quantize=keep",
+        "init",
+        "its weights are drawn, and keep leaves a checkpoint's fp8 as it is: give "
+        "lora.quantize=nf4 for 4 bits",
+    ),
+    ("parallel.replicate>1", "sharding=gradients", "each rank has all weights then: drop one"),
+    ("cuda_graphs", "parallel.tensor>1", "a graph captures no communication between ranks"),
+    ("lora.quantize", "parallel.tensor>1", "quantised weights are not split over ranks"),
+    ("sharding=gradients", "parallel.expert>1", "experts are on fewer ranks than other weights"),
+    ("cuda_graphs", "parallel.expert>1", "a graph captures no communication between ranks"),
+    ("optimizer_offload", "optimizer=muon", "its updates take whole matrices: drop one"),
+    (
+        "optimizer=muon",
+        "param_dtype=bfloat16 & stochastic_rounding=true",
+        "it rounds to nearest, which loses small updates: give param_dtype=float32, or "
+        "stochastic_rounding=false to have it so",
+    ),
+    ("cuda_graphs", "device=cpu", "only a GPU has graphs"),
+    ("cuda_graphs", "packing=false", "a graph has one length: give packing=true"),
+    ("cuda_graphs", "activation_offload", "copies to host memory take longer: drop one"),
+    ("optimizer_in_backward", "optimizer=muon", "ranks exchange whole matrices: give another"),
+    (
+        "optimizer_in_backward",
+        "sharding=gradients",
+        "gradients are summed after backward: give sharding=full",
+    ),
+    ("optimizer_in_backward", "cuda_graphs", "graphs keep all gradients in memory: drop one"),
+    (
+        "optimizer_in_backward",
+        "spike=skip & spike_sigma>0",
+        "a spike is known after the update, which cannot be skipped: give spike=rollback or stop, "
+        "or spike_sigma=0",
+    ),
+    ("ema_decay", "lora", "leave one out"),
+    ("optimizer=muon", "lora", "leave one out"),
+    ("sharding=gradients", "lora", "leave one out"),
+)
+REQUIRES = (
+    # condition, what it needs, why
+    ("init", "tokenizer", "a directory or hub repository"),
+    ("keep_best", "eval_data or eval_fraction", "the best has the lowest eval loss"),
+    ("hf_best", "eval_data or eval_fraction", "the best has the lowest eval loss"),
+    ("sample_prompts", "eval_data or eval_fraction", "samples are part of an evaluation"),
+    ("patience", "eval_every", "it counts evaluations"),
+    ("patience", "eval_data or eval_fraction", "it counts evaluations"),
+    ("streaming", "steps", "a stream has no known end"),
+    ("push_to_hub", "export=true", "it pushes run_dir/hf"),
+    ("momentum", "optimizer=muon|sgd", ""),
+    ("nesterov", "optimizer=muon|sgd", ""),
+    ("ns_steps", "optimizer=muon", ""),
+    ("adjust_lr_fn", "optimizer=muon", ""),
+    ("adamw_lr", "optimizer=muon", ""),
+    ("decay_steps", "schedule=wsd", ""),
+    ("decay_type", "schedule=wsd", ""),
+    ("nesterov=true & optimizer=sgd", "momentum>0", "such as momentum=0.9"),
+    ("adamw_lr>0", "lr>0", "it follows the schedule of lr; freeze the others instead"),
+    ("fp8", "dtype=auto|bfloat16", ""),
+    ("fp8_except", "fp8=true", ""),
+    ("memory_budget", "activation_checkpointing=auto", ""),
+    ("optimizer_in_backward", "max_grad_norm=0", "clipping needs the norm of all gradients"),
+    ("push_to_hub & lora", "lora.merge=true", "it pushes run_dir/hf"),
+    ("lora.merge", "export=true", "it is about run_dir/hf"),
+    ("param_dtype=bfloat16", "dtype=auto|bfloat16", ""),
+)
+TERM = re.compile(r"([\w.]+)(?:(=|>)(.+))?")
 
 
 @dataclass(frozen=True)
@@ -49,300 +625,155 @@ class Config(
 
     @property
     def held_out(self) -> tuple[str | Entry, ...]:
-        """The data that is evaluated; with eval_fraction some of the rows of `data`."""
+        """The data that is evaluated; with eval_fraction, a part of the rows of `data`."""
         return self.data if self.eval_fraction else self.eval_data
 
     def __post_init__(self) -> None:
-        strict.check_bounds(self)
+        check_ranges(self)
         for name in ("run_dir", "model", "init", "tokenizer", "chat_template"):
             check_file_name(getattr(self, name))
-        if self.eval_fraction:
-            check_eval_fraction(self)
         for name in ("run_dir", "init", "resume", "chat_template"):
             if str(value := getattr(self, name)).startswith("~"):
-                object.__setattr__(self, name, str(expanded(value)))
-        for name in ("run_dir", "data"):
-            if not getattr(self, name):
-                raise ValueError(f"{name} is required: {_help(name)}")
-        if bool(self.model) == bool(self.init):
-            both = f"; there are model={self.model} and init={self.init}" if self.model else ""
-            raise ValueError(
-                f"exactly one of model (to fine-tune) and init (from scratch) is needed{both}"
-            )
-        if not (self.tokenizer or self.model):
-            raise ValueError("tokenizer is required with init: a directory or hub repository")
-        if self.init and self.lora is not None and self.lora.quantize == "keep":
-            raise ValueError(
-                f"lora.quantize=keep keeps a checkpoint's fp8, and the weights of init={self.init} "
-                "are drawn: lora.quantize=nf4 makes 4 bits of them"
-            )
+                object.__setattr__(self, name, str(expand_user(value)))
+        check_required(self)
         check_variables(self.chat_template_kwargs or {}, "chat_template_kwargs")
-        for name in ("keep_best", "hf_best"):
-            if getattr(self, name) and not self.held_out:
-                raise ValueError(
-                    f"{name} needs eval_data or eval_fraction: the best has the lowest eval loss"
-                )
-        if self.sample_prompts and not self.held_out:
-            raise ValueError(
-                "sample_prompts needs eval_data or eval_fraction: samples are part of an evaluation"
-            )
-        if self.epochs is not None and self.steps is not None:
-            raise ValueError(f"epochs={self.epochs} and steps={self.steps}: give one of them")
-        if self.streaming and self.steps is None:
-            raise ValueError("streaming=true needs steps: a stream has no known end")
-        if (tokens := self.micro_batch_size * self.seq_len) > LONGEST:
-            raise ValueError(
-                f"micro_batch_size={self.micro_batch_size} rows of seq_len={self.seq_len} are "
-                f"{tokens:,} tokens in one forward: {LONGEST:,} at most"
-            )
-        if self.batch_size % self.micro_batch_size:
-            raise ValueError(
-                f"batch_size={self.batch_size} must be a multiple of "
-                f"micro_batch_size={self.micro_batch_size}"
-            )
-        for name in (
-            *("lr", "weight_decay", "max_grad_norm", "spike_sigma", "eps"),
-            *("momentum", "adamw_lr"),
-        ):
-            value = getattr(self, name) or 0.0
-            if isinstance(value, int) and value >= 2**63:
-                raise ValueError(f"{name}={shown(value)} must be below 2**63")
-            if not math.isfinite(value):
-                raise ValueError(f"{name}={value} must be finite")
-        if self.patience and not (self.eval_every and self.held_out):
-            raise ValueError(
-                f"patience={self.patience} needs eval_every, and eval_data or eval_fraction"
-            )
-        if self.push_to_hub.lower() in ("true", "false"):  # as in TRL; it could be a name
-            raise ValueError(
-                f"push_to_hub={self.push_to_hub} is no repository: give its name (owner/name), or "
-                "leave it out to push nothing"
-            )
-        if self.push_to_hub:
-            check_repository(self.push_to_hub)
-            if not self.export:
-                raise ValueError(f"push_to_hub={self.push_to_hub} needs export=true")
-        check_parallel(self)
-        check_optimizer(self)
-        check_precision(self)
-        check_budget(self)
-        check_graphs(self)
-        check_in_backward(self)
-        check_lora(self)
-        if self.param_dtype == "bfloat16" and self.dtype == "float32":
-            raise ValueError("param_dtype=bfloat16 needs dtype=bfloat16 (or auto), not float32")
+        check_steps(self)
+        check_parameter_groups(self)
+        check_push(self)
+        for first, second, advice in CONFLICTS:
+            if holds(self, first) and holds(self, second):
+                terms = f"{show_condition(self, first)} does not work with "
+                raise ValueError(f"{terms}{show_condition(self, second)}: {advice}")
+        for condition, needed, reason in REQUIRES:
+            if holds(self, condition) and not any(holds(self, n) for n in needed.split(" or ")):
+                raise ValueError(show_requirement(self, condition, needed, reason))
+        if self.lora is not None:
+            self.lora.adapter()
 
 
-def check_eval_fraction(config: Config) -> None:
-    """Raises ValueError for a fraction that is none, or of data that is not read whole."""
-    fraction = config.eval_fraction
-    if not fraction < 1:
-        raise ValueError(f"eval_fraction={fraction} must be below 1: it is a fraction of the rows")
-    if config.eval_data:
-        raise ValueError(f"eval_fraction={fraction} and eval_data: give one of them")
+def setting_value(config: Any, name: str) -> tuple[Any, Any]:
+    """The value and the default of a setting; that of a group without settings is the default."""
+    first, _, rest = name.partition(".")
+    value, default = getattr(config, first), type(config).__dataclass_fields__[first].default
+    if not rest:
+        return value, default
+    if not is_dataclass(value):  # null or auto
+        return None, None
+    return setting_value(value, rest)
 
 
-def check_budget(config: Config) -> None:
-    """Raises ValueError for a budget that is none, or of which nothing would come."""
-    budget = config.memory_budget
-    if budget is None:
-        return
-    if not 0 < budget < math.inf:
-        raise ValueError(f"memory_budget={budget} is no number of GiB above 0")
-    if config.activation_checkpointing != "auto":
+def holds(config: Config, condition: str) -> bool:
+    """Whether the config fulfils a condition of CONFLICTS or REQUIRES."""
+    return all(_term_holds(config, term) for term in condition.split(" & "))
+
+
+def _term_holds(config: Config, term: str) -> bool:
+    match = TERM.fullmatch(term)
+    assert match is not None, term
+    name, operator, expected = match.groups()
+    value, default = setting_value(config, name)
+    if operator is None:
+        return value != default
+    if operator == ">":
+        return (value or 0) > float(expected)
+    return show_value(value) in expected.split("|")
+
+
+def show_condition(config: Config, condition: str) -> str:
+    """The settings of a condition with the values that they have, for messages."""
+    names = [re.split("[=>]", term)[0] for term in condition.split(" & ")]
+    return " and ".join(_show_setting(name, setting_value(config, name)[0]) for name in names)
+
+
+def _show_setting(name: str, value: Any) -> str:
+    return name if is_dataclass(value) else f"{name}={show_value(value)}"
+
+
+def show_value(value: Any) -> str:
+    """A value as it is written on a command line."""
+    if isinstance(value, tuple):
+        return quote([*value])
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return f"{value:g}"
+    return str(value).lower() if value is None or isinstance(value, bool) else value
+
+
+def show_requirement(config: Config, condition: str, needed: str, reason: str) -> str:
+    """Says which setting needs which other one."""
+    text = f"{show_condition(config, condition)} needs {needed.replace('|', ' or ')}"
+    match = TERM.fullmatch(needed)
+    if match is not None and match[2] == "=":
+        text += f", not {show_value(setting_value(config, match[1])[0])}"
+    return f"{text}: {reason}" if reason else text
+
+
+def check_required(config: Config) -> None:
+    """Raises ValueError where run_dir or data is missing, or not one of model and init is given."""
+    for name in ("run_dir", "data"):
+        if not getattr(config, name):
+            help = Config.__dataclass_fields__[name].metadata["help"]
+            raise ValueError(f"{name} is required: {help}")
+    if bool(config.model) == bool(config.init):
+        both = f"; there are model={config.model} and init={config.init}" if config.model else ""
         raise ValueError(
-            f"memory_budget={budget} is for activation_checkpointing=auto, not "
-            f"{str(config.activation_checkpointing).lower()}"
+            f"exactly one of model (to fine-tune) and init (from scratch) is needed{both}"
         )
 
 
-def check_graphs(config: Config) -> None:
-    """Raises ValueError for what a CUDA graph of a pass cannot have."""
-    if not config.cuda_graphs:
-        return
-    if config.device == "cpu":
-        raise ValueError("cuda_graphs=true with device=cpu: only a GPU has them")
-    if not config.packing:
+def check_steps(config: Config) -> None:
+    """Raises ValueError for numbers of rows or steps that do not fit each other."""
+    if (tokens := config.micro_batch_size * config.seq_len) > MAX_TOKENS:
         raise ValueError(
-            "cuda_graphs=true with packing=false: padded micro-batches have lengths without end, "
-            "and a graph has one; give packing=true"
+            f"micro_batch_size={config.micro_batch_size} rows of seq_len={config.seq_len} are "
+            f"{tokens:,} tokens in one forward: {MAX_TOKENS:,} at most"
         )
-    if config.activation_offload:
+    if config.batch_size % config.micro_batch_size:
         raise ValueError(
-            "cuda_graphs=true with activation_offload=true: copies to host memory take longer than "
-            "Python does; leave one out"
+            f"batch_size={config.batch_size} must be a multiple of "
+            f"micro_batch_size={config.micro_batch_size}"
         )
-
-
-def check_in_backward(config: Config) -> None:
-    """Raises ValueError for what needs all gradients at a time, or those of several backwards."""
-    if not config.optimizer_in_backward:
-        return
-    why = {
-        "max_grad_norm": (
-            config.max_grad_norm > 0,
-            "clipping needs the norm of all gradients before the first update: give "
-            "max_grad_norm=0",
-        ),
-        "optimizer": (
-            config.optimizer == "muon",
-            "its matrices are dealt to the ranks all together: give adamw, adamw_bf16, adamw_8bit "
-            "or sgd",
-        ),
-        "sharding": (
-            config.sharding == "gradients",
-            "its gradients are a rank's only when backward is over: give sharding=full",
-        ),
-        "cuda_graphs": (
-            config.cuda_graphs,
-            "graphs write gradients to memory that stays, so none would be saved: leave one out",
-        ),
-        "spike": (
-            config.spike_sigma > 0 and config.spike == "skip",
-            "a spike of the gradient's norm is known after the update, which cannot be skipped: "
-            "give spike=rollback or stop, or spike_sigma=0",
-        ),
-    }
-    for name, (wrong, hint) in why.items():
-        if wrong:
-            value = getattr(config, name)
-            shown = str(value).lower() if isinstance(value, bool) else value
-            raise ValueError(f"optimizer_in_backward=true with {name}={shown}: {hint}")
-
-
-def check_lora(config: Config) -> None:
-    """Raises ValueError for what an adapter cannot be trained with."""
-    if config.lora is None:
-        return
-    config.lora.adapter()
-    wrong = {
-        "ema_decay": config.ema_decay > 0,
-        "optimizer": config.optimizer == "muon",
-        "sharding": config.sharding == "gradients",
-    }
-    for name in filter(wrong.get, wrong):
-        raise ValueError(f"{name}={getattr(config, name)} does not work with lora: leave it out")
-    if config.push_to_hub and not config.lora.merge:
-        raise ValueError(f"push_to_hub={config.push_to_hub} needs lora.merge=true: it pushes hf")
-    if config.lora.merge and not config.export:
-        raise ValueError("lora.merge=true needs export=true")
-
-
-def sizes_of(config: Config, ranks: int) -> MeshSizes:
-    """What each dimension of the mesh has of so many ranks; ValueError if they do not fit."""
-    return parallel_of(config).sizes(ranks)
-
-
-def parallel_of(config: Config) -> Parallel:
-    if config.parallel == "auto":
-        raise ValueError("parallel=auto: no layout has been chosen yet")
-    return config.parallel or Parallel()
-
-
-def check_parallel(config: Config) -> None:
-    """Raises ValueError for what ranks cannot share as `parallel` says."""
-    if config.parallel is None or config.parallel == "auto":
-        return
-    if config.sharding == "gradients" and config.parallel.replicate > 1:
-        raise ValueError(
-            f"parallel.replicate={config.parallel.replicate} does not work with "
-            "sharding=gradients, which has all weights on each rank: give sharding=full"
-        )
-    tensor, expert = config.parallel.tensor, config.parallel.expert
-    lora = config.lora
-    graphs = config.cuda_graphs, "a graph captures no communication with other ranks"
-    wrong: dict[str, dict[str, tuple[bool, str]]] = {
-        f"parallel.tensor={tensor}": {
-            "cuda_graphs": graphs,
-            "lora.quantize": (
-                lora is not None and lora.quantize is not None,
-                "quantised weights are not split over ranks",
-            ),
-        },
-        f"parallel.expert={expert}": {
-            "sharding": (
-                config.sharding != "full",
-                "it shards all weights over the same ranks, and those of experts are fewer",
-            ),
-            "cuda_graphs": graphs,
-        },
-    }
-    for dimension, found in wrong.items():
-        if dimension.endswith("=1"):
-            continue
-        for name, (there, why) in found.items():
-            if there:
-                value = attrgetter(name)(config)
-                value = [*value] if isinstance(value, tuple) else str(value).lower()
-                raise ValueError(
-                    f"{name}={value} does not work with {dimension}: {why}; leave one of them out"
-                )
-
-
-def check_precision(config: Config) -> None:
-    """Raises ValueError for what does not work with an optimizer or a dtype."""
-    if config.fp8 and config.dtype == "float32":
-        raise ValueError("fp8=true needs dtype=bfloat16 (or auto), not float32")
-    if config.fp8_except and not config.fp8:
-        raise ValueError(f"fp8_except={[*config.fp8_except]} needs fp8=true")
-    if not config.ema_decay < 1:
-        raise ValueError(f"ema_decay={config.ema_decay} must be below 1")
-    if config.optimizer != "muon":
-        return
-    if config.optimizer_offload:
-        raise ValueError(
-            "optimizer_offload=true does not work with optimizer=muon, whose updates take whole "
-            "matrices: the other optimizers have it"
-        )
-    if config.param_dtype == "bfloat16" and config.stochastic_rounding:
-        raise ValueError(
-            "optimizer=muon rounds bfloat16 weights to nearest, which loses small updates: give "
-            "param_dtype=float32, or stochastic_rounding=false to have it so"
-        )
-
-
-def check_optimizer(config: Config) -> None:
-    """Raises ValueError for settings of the optimizer that do not fit together."""
     for name in ("warmup_steps", "decay_steps"):
         if (value := getattr(config, name)) >= 1 and value != int(value):
             raise ValueError(f"{name}={value} is neither a number of steps nor a share below 1")
-    for name, optimizers in OF_OPTIMIZERS.items():
-        given = getattr(config, name)
-        if given != getattr(Config, name) and config.optimizer not in optimizers:
-            raise ValueError(
-                f"{name}={given} is a setting of {' and '.join(optimizers)}, not of "
-                f"optimizer={config.optimizer}"
-            )
-    if config.schedule != "wsd" and (config.decay_steps, config.decay_type) != (
-        Config.decay_steps,
-        Config.decay_type,
-    ):
-        raise ValueError(
-            f"decay_steps and decay_type are settings of schedule=wsd, not {config.schedule}"
-        )
     if config.decay_steps in (0, 1):
         raise ValueError(
             f"decay_steps={config.decay_steps} leaves schedule=wsd no step to fall in, as the "
             "first of them still has lr: give 2 or more, or schedule=constant"
         )
-    if (config.momentum or 0.0) >= 1:
-        raise ValueError(f"momentum={config.momentum} must be below 1")
-    if config.nesterov and config.optimizer == "sgd" and not config.momentum:
-        raise ValueError("nesterov=true needs a momentum, such as momentum=0.9")
-    own = [(f"parameter_groups[{i}].lr", g.lr) for i, g in enumerate(config.parameter_groups)]
-    for name, lr in (*own, ("adamw_lr", config.adamw_lr)):
-        if lr and not config.lr:
-            raise ValueError(
-                f"lr=0 leaves {name}={lr} without a schedule: freeze the others instead"
-            )
+
+
+def check_parameter_groups(config: Config) -> None:
+    """Raises ValueError for a group whose lr or weight_decay has no effect."""
     for i, group in enumerate(config.parameter_groups):
+        if group.lr and not config.lr:
+            raise ValueError(
+                f"lr=0 leaves parameter_groups[{i}].lr={group.lr} without a schedule: freeze the "
+                "others instead"
+            )
         if group.freeze and (group.lr, group.weight_decay) != (None, None):
             raise ValueError(
                 f"parameter_groups[{i}]: with freeze, lr and weight_decay mean nothing"
             )
-        if not math.isfinite((group.lr or 0.0) + (group.weight_decay or 0.0)):
-            raise ValueError(f"parameter_groups[{i}]: lr and weight_decay must be finite")
 
 
-def _help(name: str) -> str:
-    return Config.__dataclass_fields__[name].metadata["help"]
+def check_push(config: Config) -> None:
+    """Raises ValueError if push_to_hub is not the name of a repository."""
+    if config.push_to_hub.lower() in ("true", "false"):  # as in TRL; it could be a name
+        raise ValueError(
+            f"push_to_hub={config.push_to_hub} is no repository: give its name (owner/name), or "
+            "leave it out to push nothing"
+        )
+    if config.push_to_hub:
+        check_repository(config.push_to_hub)
+
+
+def parallel_settings(config: Config) -> Parallel:
+    """How ranks share the run; raises ValueError where parallel=auto has not been resolved."""
+    if config.parallel == "auto":
+        raise ValueError("parallel=auto: no layout has been chosen yet")
+    return config.parallel or Parallel()
+
+
+def mesh_sizes(config: Config, ranks: int) -> MeshSizes:
+    """The size of each dimension of the mesh; raises ValueError if the ranks do not fit."""
+    return parallel_settings(config).sizes(ranks)

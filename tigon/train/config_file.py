@@ -8,121 +8,32 @@ from typing import Any
 
 import yaml
 
-from tigon import strict
-from tigon.json_file import shown
+from tigon.train.aliases import load_aliases, suggest_setting
 from tigon.train.config import Config
-from tigon.train.names import OTHERS, answer
-from tigon.train.values import VALUES
-from tigon.yaml_file import parse_yaml
+from tigon.utils.config import ConfigError, Parse, build_settings, group_fields, read_settings
+from tigon.utils.json import quote
+from tigon.utils.yaml import parse_yaml
 
-DATA = (
-    ".jsonl",
-    ".csv",
-    ".tsv",
-    ".parquet",
-    ".arrow",
-    ".txt",
-    ".gz",
-    ".zst",
-)  # endings of no config
-
+DATA_ENDINGS = (".jsonl", ".csv", ".tsv", ".parquet", ".arrow", ".txt", ".gz", ".zst")
 DICTIONARIES = ("columns", "chat_template_kwargs")  # settings with entries of any name
-
-# Settings of which a config has one: that of the command line is in place of the file's other
-INSTEAD = {"epochs": "steps", "steps": "epochs", "model": "init", "init": "model"}
+# One of these on the command line replaces the other one in the file
+ALTERNATIVES = {"epochs": "steps", "steps": "epochs", "model": "init", "init": "model"}
 
 
 def load(path: str | Path | None, overrides: Sequence[str] = ()) -> Config:
     """A Config from a YAML file and `key=value` or `--key value` texts, which win over it."""
-    values: dict[str, Any] = {}
-    if path is not None:
-        if not Path(path).is_file():
-            raise FileNotFoundError(f"no config file {path}")
-        if Path(path).suffix in DATA:
-            raise ValueError(f"{path} is no YAML file of settings: give data as data={path}")
-        read = parse_yaml(Path(path).read_bytes(), path) or {}
-        if not isinstance(read, dict):
-            raise ValueError(f"{path}: needs `key: value` lines, not a {type(read).__name__}")
-        try:
-            values = _read(read, _number)
-        except ValueError as error:
-            raise ValueError(f"{path}: {error}") from None
-    given = _read(_with_entries(dict(pairs(overrides)), values), _parse)
+    file = {} if path is None else _read_file(path)
+    line = _read(_with_entries(dict(parse_arguments(overrides)), file), _parse)
     # A group that is null on the command line has no settings of the file either, and one that has
     # settings there is not null, or auto, as the file may say
-    over = {name.partition(".")[0] for name in given if "." in name}
-    over |= {other for name, other in INSTEAD.items() if given.get(name) is not None}
-    kept = {n: v for n, v in values.items() if n.partition(".")[0] not in given and n not in over}
-    return strict.make(Config, kept | given)
-
-
-def _with_entries(given: dict[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
-    """`columns.NAME=value` sets an entry of a dictionary and keeps the file's other ones."""
-    for name in DICTIONARIES:
-        entries = {key: given.pop(key) for key in [*given] if key.startswith(f"{name}.")}
-        if entries:
-            whole = (_value(given[name]) if name in given else values.get(name)) or {}
-            if not isinstance(whole, dict):
-                raise strict.ConfigError(
-                    f"{name}={whole} and {next(iter(entries))} contradict each other"
-                )
-            of_name = {key.removeprefix(f"{name}."): _value(entries[key]) for key in entries}
-            given[name] = whole | of_name
-    return given
-
-
-def _value(text: str) -> Any:
-    try:
-        return _parse(text)
-    except strict.ConfigError:
-        raise
-    except ValueError:  # no YAML, so it is text
-        return text
-
-
-def _read(values: dict[str, Any], parse: strict.Parse) -> dict[str, Any]:
-    known, groups = Config.__dataclass_fields__, strict.groups(Config)
-    wrong = [
-        f"{name!r}; {answer(name, known)}"
-        for name in map(str, _names(values, groups, parse))
-        if name not in known and (name.partition(".")[0] not in groups or name in OTHERS)
-    ]
-    if len(wrong) > 1:
-        raise strict.ConfigError("\n  ".join([f"{len(wrong)} unknown settings:", *wrong]))
-    if wrong:
-        raise strict.ConfigError(f"unknown setting {wrong[0]}")
-    for name, others in VALUES.items():
-        if isinstance(value := values.get(name), str) and value in others:
-            raise strict.ConfigError(
-                f"{name}={value!r} is another trainer's; here: {others[value]}"
-            )
-    return strict.read(Config, values | _named(values, parse), parse=parse)
-
-
-def _names(values: dict[str, Any], groups: Container[str], parse: strict.Parse) -> Iterator[str]:
-    """The settings that are given, those inside a group with its name before them."""
-    for name, value in values.items():
-        yield name
-        inside = value
-        if name in groups and isinstance(value, str):
-            with suppress(ValueError):  # which is said when it is read
-                inside = parse(value)
-        if name in groups and isinstance(inside, Mapping):
-            yield from (f"{name}.{key}" for key in inside)
-
-
-def _named(values: dict[str, Any], parse: strict.Parse) -> dict[str, Any]:
-    """eval_data as {NAME: what, ...}, as a list of entries with a name."""
-    given = values.get("eval_data")
-    if isinstance(given, str) and given.lstrip().startswith("{"):
-        given = parse(given)
-    if not isinstance(given, dict) or "path" in given:
-        return {}
-    entries = [
-        {"name": str(name), **(what if isinstance(what, dict) else {"path": what})}
-        for name, what in given.items()
-    ]
-    return {"eval_data": entries}
+    replaced = {name.partition(".")[0] for name in line if "." in name}
+    replaced |= {other for name, other in ALTERNATIVES.items() if line.get(name) is not None}
+    file = {
+        name: value
+        for name, value in file.items()
+        if name.partition(".")[0] not in line and name not in replaced
+    }
+    return build_settings(Config, file | line)
 
 
 def dump(config: Config) -> str:
@@ -130,8 +41,9 @@ def dump(config: Config) -> str:
     return yaml.safe_dump(asdict(config), sort_keys=False, width=100)
 
 
-def pairs(arguments: Sequence[str]) -> list[tuple[str, str]]:
-    pairs, rest = [], list(arguments)
+def parse_arguments(arguments: Sequence[str]) -> list[tuple[str, str]]:
+    """Names and values of `key=value` and `--key value` texts."""
+    parse_arguments, rest = [], list(arguments)
     while rest:
         argument = rest.pop(0)
         key, equals, value = argument.partition("=")
@@ -139,8 +51,101 @@ def pairs(arguments: Sequence[str]) -> list[tuple[str, str]]:
             if not argument.startswith("--") or not rest:
                 raise ValueError(f"{argument!r}: settings are given as key=value or --key value")
             value = rest.pop(0)
-        pairs.append((key.removeprefix("--").replace("-", "_"), value))
-    return pairs
+        parse_arguments.append((key.removeprefix("--").replace("-", "_"), value))
+    return parse_arguments
+
+
+def _read_file(path: str | Path) -> dict[str, Any]:
+    if not Path(path).is_file():
+        raise FileNotFoundError(f"no config file {path}")
+    if Path(path).suffix in DATA_ENDINGS:
+        raise ValueError(f"{path} is no YAML file of settings: give data as data={path}")
+    content = parse_yaml(Path(path).read_bytes(), path) or {}
+    if not isinstance(content, dict):
+        raise ValueError(f"{path}: needs `key: value` lines, not a {type(content).__name__}")
+    try:
+        return _read(content, _number)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
+
+
+def _with_entries(line: dict[str, Any], file: Mapping[str, Any]) -> dict[str, Any]:
+    """`columns.NAME=value` sets an entry of a dictionary and keeps the file's other ones."""
+    for name in DICTIONARIES:
+        entries = {key: line.pop(key) for key in [*line] if key.startswith(f"{name}.")}
+        if entries:
+            dictionary = (_parse_entry(line[name]) if name in line else file.get(name)) or {}
+            if not isinstance(dictionary, dict):
+                raise ConfigError(
+                    f"{name}={dictionary} and {next(iter(entries))} contradict each other"
+                )
+            parsed = {k.removeprefix(f"{name}."): _parse_entry(v) for k, v in entries.items()}
+            line[name] = dictionary | parsed
+    return line
+
+
+def _read(values: dict[str, Any], parse: Parse) -> dict[str, Any]:
+    """The values as `build_settings` takes them; raises ConfigError for all unknown names."""
+    known, groups = Config.__dataclass_fields__, group_fields(Config)
+    aliases = load_aliases()
+    unknown = [
+        f"{name!r}; {suggest_setting(name, known)}"
+        for name in map(str, _setting_names(values, groups, parse))
+        if name not in known and (name.partition(".")[0] not in groups or name in aliases.names)
+    ]
+    if len(unknown) > 1:
+        raise ConfigError("\n  ".join([f"{len(unknown)} unknown settings:", *unknown]))
+    if unknown:
+        raise ConfigError(f"unknown setting {unknown[0]}")
+    for name, answers in aliases.values.items():
+        if isinstance(value := values.get(name), str) and value in answers:
+            raise ConfigError(f"{name}={value!r} is another trainer's; here: {answers[value]}")
+    return read_settings(Config, values | _named_eval_data(values, parse), parse=parse)
+
+
+def _setting_names(values: dict[str, Any], groups: Container[str], parse: Parse) -> Iterator[str]:
+    """The names of the settings, those inside a group with its name before them."""
+    for name, value in values.items():
+        yield name
+        if name in groups and isinstance(value, str):
+            with suppress(ValueError):  # `read_settings` raises it with the name
+                value = parse(value)
+        if name in groups and isinstance(value, Mapping):
+            yield from (f"{name}.{key}" for key in value)
+
+
+def _named_eval_data(values: dict[str, Any], parse: Parse) -> dict[str, Any]:
+    """eval_data={NAME: path or entry, ...} as a list of entries with a name."""
+    value = values.get("eval_data")
+    if isinstance(value, str) and value.lstrip().startswith("{"):
+        value = parse(value)
+    if not isinstance(value, dict) or "path" in value:
+        return {}
+    entries = [
+        {"name": str(name), **(entry if isinstance(entry, dict) else {"path": entry})}
+        for name, entry in value.items()
+    ]
+    return {"eval_data": entries}
+
+
+def _parse(text: str) -> Any:
+    try:
+        value = parse_yaml(text, quote(text))
+    except ValueError as error:
+        if text.startswith(("[", "{")):
+            advice = "quote a text in it that has one of ? : , [ ] { }"
+            raise ConfigError(f"{error}; {advice}") from None
+        raise
+    return _number(value) if isinstance(value, str) else value
+
+
+def _parse_entry(text: str) -> Any:
+    try:
+        return _parse(text)
+    except ConfigError:
+        raise
+    except ValueError:  # no YAML, so it is text
+        return text
 
 
 def _number(text: str) -> float | str:
@@ -149,14 +154,3 @@ def _number(text: str) -> float | str:
         return float(text)
     except ValueError:
         return text
-
-
-def _parse(text: str) -> Any:
-    try:
-        value = parse_yaml(text, shown(text))
-    except ValueError as error:
-        if text.startswith(("[", "{")):
-            fix = "quote a text in it that has one of ? : , [ ] { }"
-            raise strict.ConfigError(f"{error}; {fix}") from None
-        raise
-    return _number(value) if isinstance(value, str) else value

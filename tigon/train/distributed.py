@@ -24,10 +24,9 @@ from torch.distributed.tensor import DTensor
 
 from tigon.models import CausalLM
 from tigon.parallel import Meshes, MeshSizes, Place, find_zero, shard_blocks
-from tigon.terminal import one_line
-from tigon.train.config import Config
-from tigon.train.parallel_settings import Parallel
+from tigon.train.config import Config, Parallel
 from tigon.train.signals import Signals
+from tigon.utils.terminal import one_line
 from tigon.version import __version__
 
 pass

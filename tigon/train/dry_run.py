@@ -27,7 +27,7 @@ from tigon.train.build import (
     without_effect,
     without_fp8,
 )
-from tigon.train.config import Config, parallel_of, sizes_of
+from tigon.train.config import Config, mesh_sizes, parallel_settings
 from tigon.train.distributed import InputError, World, local
 from tigon.train.loop import update
 from tigon.train.memory import (
@@ -124,7 +124,7 @@ def dry_run(config: Config, world: World, gpus: int) -> None:
     Raises InputError if a step does not fit into memory.
     """
     config, world = resolve_parallel(config, world, gpus)
-    sizes = sizes_of(config, gpus)
+    sizes = mesh_sizes(config, gpus)
     ranks = sizes.data
     if config.batch_size % (config.micro_batch_size * ranks):
         raise InputError(
@@ -199,7 +199,7 @@ def describe_run(config: Config, inputs: Inputs, model: CausalLM, gpus: int) -> 
     else:
         learned = f", of which {targets:,} are learned"
     each = f", {data.steps_per_epoch:,} an epoch" if data.steps_per_epoch else ""
-    sizes = sizes_of(config, gpus)
+    sizes = mesh_sizes(config, gpus)
     per_rank = config.batch_size // (sizes.data * config.micro_batch_size)
     parts = f"{per_rank} micro-batch{'es' if per_rank > 1 else ''} of {config.micro_batch_size}"
     group_size = sizes.ranks // sizes.data
@@ -330,7 +330,7 @@ def memory_advice(config: Config, inputs: Inputs, gpus: int) -> list[str]:
         if other != config and (total := estimate_run(other, inputs, gpus).total) < present:
             names = " ".join(f"{key}={str(value).lower()}" for key, value in change.items())
             lines.append(f"  {total / GIB:8.2f} GiB with {names}")
-    parallel = parallel_of(config)
+    parallel = parallel_settings(config)
     shared = replace(parallel, context=2 * parallel.context)
     with suppress(ValueError):  # the ranks may be indivisible
         shared.sizes(gpus)
@@ -338,7 +338,7 @@ def memory_advice(config: Config, inputs: Inputs, gpus: int) -> list[str]:
         if total < present:
             lines.append(f"  {total / GIB:8.2f} GiB with parallel.context={shared.context}")
     fixed = parallel.fsdp is not None
-    rows = 2 * sizes_of(config, gpus).data * config.micro_batch_size
+    rows = 2 * mesh_sizes(config, gpus).data * config.micro_batch_size
     if not fixed and config.batch_size % rows == 0:
         total = estimate_run(config, inputs, 2 * gpus).total
         lines.append(f"  {total / GIB:8.2f} GiB on {2 * gpus} GPUs")

@@ -14,7 +14,6 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from tigon.hub import Repository
-from tigon.json_file import escaped, shown
 from tigon.models import (
     CausalLM,
     adapter_parameters,
@@ -33,6 +32,7 @@ from tigon.train.build import Run
 from tigon.train.config import Config
 from tigon.train.lora import add_lora, settings_of
 from tigon.train.model import adapted, base_digest, described, export_dtype
+from tigon.utils.json import escape, quote
 from tigon.weights import all_finite
 
 SMALL = (".json", ".txt", ".jinja", ".model")  # what a checkpoint has besides tensors
@@ -100,11 +100,11 @@ def _with_base(source: Path, config: Config, base: str | None) -> Config:
     """
     where = "--base"
     if base is None:
-        base, where = config.init or config.model, escaped(source / "run.json")
+        base, where = config.init or config.model, escape(source / "run.json")
         local = os.path.exists(os.path.expanduser(base))
         if local and "base" not in checkpoint.read_metadata(source):
             raise ValueError(
-                f"{where} names the base {shown(base)}, which is on this machine, without a digest "
+                f"{where} names the base {quote(base)}, which is on this machine, without a digest "
                 "of its weights: if it is the right one, name it with --base"
             )
     elif config.init:
@@ -116,7 +116,7 @@ def _with_base(source: Path, config: Config, base: str | None) -> Config:
     except (OSError, ValueError) as error:
         error_type = next(k for k in (ConnectionError, OSError, ValueError) if isinstance(error, k))
         raise error_type(f"{error}; if the base is elsewhere, name it with --base") from error
-    print(f"base: {escaped(base)}, named by {where}", file=sys.stderr)
+    print(f"base: {escape(base)}, named by {where}", file=sys.stderr)
     return config
 
 
@@ -281,7 +281,7 @@ def load_with_adapter(
     known = read_base(repository)
     if known is None:
         raise ValueError(f"{adapter} is neither a run with an adapter nor has adapter_config.json")
-    where = escaped(f"{repository.name}/adapter_config.json")
+    where = escape(f"{repository.name}/adapter_config.json")
     what_to_do = (
         "write the base's folder or its name on the hub into base_model_name_or_path there, or "
         "name it with --base"
@@ -291,7 +291,7 @@ def load_with_adapter(
         raise ValueError(f"{where}: base_model_name_or_path names no base: {what_to_do}")
     if not name.isprintable() or len(name) > LONGEST:
         raise ValueError(
-            f"{where}: base_model_name_or_path={shown(name)} is no base's: {what_to_do}"
+            f"{where}: base_model_name_or_path={quote(name)} is no base's: {what_to_do}"
         )
     tokenizer = None
     if repository.optional_file("tokenizer.json") is not None:
@@ -307,7 +307,7 @@ def load_with_adapter(
         ) from error
     if known.scores and not model.config.labels:
         raise ValueError(
-            f"{where} is of a model that scores sequences, and its base {shown(name)} "
+            f"{where} is of a model that scores sequences, and its base {quote(name)} "
             "predicts tokens: `tigon export RUN DIRECTORY --merge` of the run, or PEFT, merges them"
         )
     size = read_vocabulary_size(repository, model)  # of a base that was resized for new tokens
@@ -345,9 +345,9 @@ def merge_adapter(model: CausalLM, adapter: str) -> None:
     bad = [name for name, p in model.named_parameters() if not all_finite([p], p.device)]
     if bad:
         more = f" and {len(bad) - 1} more" if len(bad) > 1 else ""
-        base = shown(model.config.source.name)
+        base = quote(model.config.source.name)
         raise ValueError(
-            f"{escaped(adapter)} added to {base} gives NaN or infinite values in {model.dtype}, in "
+            f"{escape(adapter)} added to {base} gives NaN or infinite values in {model.dtype}, in "
             f"{bad[0]}{more}: --dtype says another dtype, and a base or an adapter with such "
             "values cannot be used"
         )

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from tigon.data import MicroBatch
-from tigon.strict import suggest
 from tigon.tokenizer import Tokenizer
 from tigon.train.distributed import World
+from tigon.utils.config import suggest
 
 
 @dataclass(frozen=True)

@@ -19,10 +19,8 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalEx
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.launcher import LaunchConfig, elastic_launch
 
-from tigon import strict
-from tigon.terminal import escaping_output, one_line
 from tigon.train.build import prepare
-from tigon.train.config import SECTIONS, Config, parallel_of, sizes_of
+from tigon.train.config import SECTIONS, Config, mesh_sizes, parallel_settings
 from tigon.train.config_file import dump, load
 from tigon.train.distributed import (
     InputError,
@@ -40,6 +38,9 @@ from tigon.train.dry_run import dry_run
 from tigon.train.loop import train
 from tigon.train.objectives import tasks
 from tigon.train.signals import NUMBERS, Signals, handled_signals
+from tigon.utils.config import describe_type as describe_type
+from tigon.utils.config import field_types as field_types
+from tigon.utils.terminal import escaping_output, one_line
 
 LAUNCHED = "TIGON_LAUNCHED"  # in the environment of ranks whose launcher repeats their errors
 STOPPED = tuple(128 + number for number in NUMBERS)  # exit codes
@@ -86,7 +87,7 @@ def _main(rest: list[str]) -> None:
         if count is not None and not (show or alone):
             check_count(count, config.device)
             if config.parallel != "auto":
-                sizes_of(config, count)
+                mesh_sizes(config, count)
     except (ValueError, OSError) as error:
         sys.exit(refusal(error))
     if show:
@@ -143,12 +144,12 @@ def launch(config: Config, plan: int | None = None) -> str | int:
         check_interfaces()
         pick_device(device)
         if config.parallel != "auto":
-            sizes_of(config, ranks if plan is None else max(plan, ranks))
+            mesh_sizes(config, ranks if plan is None else max(plan, ranks))
     except ValueError as error:
         return refusal(error)
     signals = Signals(silent=os.environ.get("RANK", "0") != "0")
     known = config.parallel != "auto" and (plan is None or plan <= ranks)
-    parallel = parallel_of(config) if known else None
+    parallel = parallel_settings(config) if known else None
     prepare_flight_recorder(config)
     settings = asdict(config) | {"--dry-run": plan is not None}
     try:
@@ -283,11 +284,11 @@ def _interrupt_ranks(number: int, frame: FrameType | None) -> None:
 
 def help_text() -> str:
     """All settings with their types and defaults, by section."""
-    lines, kinds = [USAGE], strict.hints(Config)
+    lines, kinds = [USAGE], field_types(Config)
     for section in SECTIONS:
         lines.append(f"{section.__doc__}")
         for f in fields(section):
-            kind, default = strict.describe(kinds[f.name]), _inline_yaml(f.default)
+            kind, default = describe_type(kinds[f.name]), _inline_yaml(f.default)
             lines.append(f"  {f.name}: {kind} = {default}")
             lines.append(f"      {f.metadata['help']}".replace("{tasks}", tasks()))
         lines.append("")

@@ -19,11 +19,11 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
 
-from tigon.json_file import parse_object
-from tigon.terminal import escape_controls
 from tigon.train.config import Config
 from tigon.train.config_file import dump
 from tigon.train.distributed import World
+from tigon.utils.json import parse_object
+from tigon.utils.terminal import escape_controls
 
 FINISH = 60.0  # seconds that the end of a run waits for W&B's uploads
 SPEED = {"step_seconds", "data_seconds", "data_share", "tokens_per_second", "mfu"} | {

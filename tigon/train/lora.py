@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 
-from tigon import strict
 from tigon.models import CausalLM, begin_adapter, quantise, quantised_bytes, saved_ends
 from tigon.train import checkpoint
 from tigon.train.config import Config
+from tigon.utils.config import build_settings, read_settings
 
 
 def add_lora(model: CausalLM, config: Config) -> None:
@@ -38,6 +38,6 @@ def settings_of(source: Path) -> Config | None:
     if not values.get("lora"):
         return None
     try:
-        return strict.make(Config, strict.read(Config, values))
+        return build_settings(Config, read_settings(Config, values))
     except ValueError as error:
         raise ValueError(f"{source / 'run.json'}: {error}") from None

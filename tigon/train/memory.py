@@ -20,7 +20,7 @@ from tigon.data.packing import MAX_KEY_COPIES
 from tigon.kernels import use
 from tigon.models import CausalLM, quantised_bytes
 from tigon.parallel import MeshSizes, take_part
-from tigon.train.config import Config, sizes_of
+from tigon.train.config import Config, mesh_sizes
 from tigon.train.distributed import World
 from tigon.train.memory_tracker import (
     GRADIENTS,
@@ -86,7 +86,7 @@ def estimate(
     cannot divide the model as configured.
     """
     param_dtype = getattr(torch, config.param_dtype)
-    sizes = sizes_of(config, world)
+    sizes = mesh_sizes(config, world)
     sharded = is_sharded(config, sizes.dividing, compute)
     take_part(model, sizes)
     set_fp8(model, config)

@@ -10,7 +10,6 @@ import torch
 
 from tigon.data.sources import hash_files
 from tigon.hub import check_folder
-from tigon.json_file import escaped, read_json, shown
 from tigon.kernels.linear.fp8 import OLDEST, fits
 from tigon.layers import Attention, GatedMLP, Linear, SparseMoE
 from tigon.models import (
@@ -26,12 +25,13 @@ from tigon.models import (
     torch_dtype,
 )
 from tigon.parallel import cut_model, find_zero, shard_gradients, share_context, share_experts
-from tigon.strict import ConfigError
 from tigon.train import checkpoint
 from tigon.train.config import Config
 from tigon.train.distributed import World, meshes_of, shard
 from tigon.train.lora import add_lora, begin_lora, settings_of
 from tigon.train.vocabulary import read_vocabulary
+from tigon.utils.config import ConfigError
+from tigon.utils.json import escape, quote, read_json
 from tigon.weights import Checkpoint, Repository
 
 
@@ -76,7 +76,7 @@ def _allocate(model: CausalLM, config: Config, world: World) -> None:
     try:
         materialize(model, world.device)
     except ConfigError as error:
-        raise ConfigError(f"{escaped(config.init or config.model)}: {error}") from None
+        raise ConfigError(f"{escape(config.init or config.model)}: {error}") from None
 
 
 def _base(config: Config, dtype: torch.dtype) -> tuple[CausalLM, Checkpoint | None]:
@@ -262,7 +262,7 @@ def described(source: Path, dtype: torch.dtype) -> CausalLM:
     held = sum(path.stat().st_size for path in source.glob("weights-*.safetensors"))
     if needed > held:  # known before it is allocated
         raise ValueError(
-            f"{escaped(source / 'config.json')} does not fit the checkpoint: a model of its sizes "
+            f"{escape(source / 'config.json')} does not fit the checkpoint: a model of its sizes "
             f"takes {needed} bytes at least, and the weights are {held}"
         )
     generation = read_json(source / "generation_config.json")
@@ -317,7 +317,7 @@ def in_bfloat16(config: Config, model: CausalLM) -> set[str]:
         if not some:
             kinds = ", ".join(dict.fromkeys(name.rpartition(".")[2] for name in names))
             raise ValueError(
-                f"fp8_except={shown(pattern)} matches no projection; they are {kinds}, such as "
+                f"fp8_except={quote(pattern)} matches no projection; they are {kinds}, such as "
                 f"{names[0]}"
             )
         found |= some
@@ -358,12 +358,12 @@ def _config_of(path: Path) -> Any:
     kind = values.get("model_type")
     if not isinstance(kind, str) or kind not in MODELS:
         raise ValueError(
-            f"{escaped(path)}: model_type {shown(kind)} is not one of {', '.join(MODELS)}"
+            f"{escape(path)}: model_type {quote(kind)} is not one of {', '.join(MODELS)}"
         )
     try:
         return MODELS[kind].config_class.from_dict(values)
     except ConfigError as error:
-        raise ConfigError(f"{escaped(path)}: {error}") from error
+        raise ConfigError(f"{escape(path)}: {error}") from error
 
 
 def _apply_settings(values: Any, config: Config) -> Any:
@@ -388,4 +388,4 @@ def _from_config(
         config = config if settings is None else _apply_settings(config, settings)
         return MODELS[config.model_type].from_config(config, dtype=dtype, device=device)
     except ConfigError as error:
-        raise ConfigError(f"{escaped(path)}: {error}") from error
+        raise ConfigError(f"{escape(path)}: {error}") from error

@@ -5,10 +5,10 @@ from collections.abc import Iterator
 from typing import TextIO
 
 from tigon.data.examples import format_count
-from tigon.json_file import escaped
-from tigon.terminal import escape_controls
 from tigon.train.config import Config
 from tigon.train.preview import Piece, Preview, PreviewExample, PreviewRow
+from tigon.utils.json import escape
+from tigon.utils.terminal import escape_controls
 
 DIM, GREEN, YELLOW, BOLD, RESET = "\x1b[2m", "\x1b[32m", "\x1b[33m", "\x1b[1m", "\x1b[0m"
 
@@ -38,7 +38,7 @@ def format_preview(shown: Preview, config: Config, *, color: bool) -> Iterator[s
 
 
 def _row(row: PreviewRow, config: Config, color: bool) -> Iterator[str]:
-    where = escaped(row.where)
+    where = escape(row.where)
     if row.error:
         yield _paint(f"--- {where}: bad row", BOLD, color)
         yield escape_controls(row.error)

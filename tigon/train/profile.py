@@ -4,8 +4,8 @@ from pathlib import Path
 
 import torch
 
+from tigon.train.config import Profile
 from tigon.train.distributed import World
-from tigon.train.settings import Profile
 
 TRACE = "trace.json.gz"
 

@@ -11,9 +11,9 @@ from typing import Any
 from tigon.hub import Destination, Metadata, has_token, is_own_file, write_card
 from tigon.hub.card import CARD, is_hub_name, plain, table, usage
 from tigon.hub.upload import exported_files
-from tigon.json_file import read_bytes, read_json
 from tigon.report.read import RunFiles, read
 from tigon.train.config import Config
+from tigon.utils.json import read_bytes, read_json
 from tigon.weights import read_header
 
 MOST_CARD = 1 << 20  # bytes

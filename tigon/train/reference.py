@@ -23,11 +23,11 @@ from tigon.data.collate import collate_rows
 from tigon.data.examples import format_count
 from tigon.data.mixture import Corpus, Mixture, Window
 from tigon.data.sources import hash_files
-from tigon.json_file import read_json
 from tigon.models import MODELS, build
 from tigon.train.config import Config
 from tigon.train.distributed import World
 from tigon.train.model import compute_dtype
+from tigon.utils.json import read_json
 from tigon.weights import Repository
 
 COLUMN = "reference"  # of micro-batches: at each token, what the reference gives the next one

@@ -9,9 +9,8 @@ from typing import Any
 from tigon.data import Loader
 from tigon.tokenizer import chat_template
 from tigon.train import checkpoint
-from tigon.train.config import Config
+from tigon.train.config import Config, Parallel
 from tigon.train.distributed import World
-from tigon.train.parallel_settings import Parallel
 from tigon.train.state import State
 
 AFRESH = "give the same again, or begin another run_dir, with model= an export of this one"
@@ -141,7 +140,7 @@ def check(source: Path, config: Config, data: Loader) -> list[str]:
     _, _, changed = _changes(source, config)
     if "data" not in was:
         raise ValueError(f"{source / 'run.json'} lacks data: it is no run's checkpoint")
-    orders = [field.name for field in fields(Config) if field.metadata["stream"]]
+    orders = [field.name for field in fields(Config) if field.metadata.get("stream")]
     wrong = [changed[name] for name in orders if name in changed]
     if wrong:
         raise ValueError(

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 
 from tigon.data.messages import normalize_messages
-from tigon.json_file import parse_json
 from tigon.models import CausalLM
 from tigon.tokenizer import Tokenizer
 from tigon.train.config import Config
 from tigon.train.distributed import World, reshard
+from tigon.utils.json import parse_json
 
 MOST = 64  # prompts, which are one batch
 

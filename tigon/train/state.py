@@ -4,7 +4,7 @@ import math
 from dataclasses import asdict, dataclass, field
 from typing import Any, Self
 
-from tigon.json_file import shown
+from tigon.utils.json import quote
 
 WINDOW = 128  # steps that a spike is measured against
 MOST = 2**40  # steps, which no run has
@@ -36,7 +36,7 @@ class State:
             raise ValueError(f"the state of another version of Tigon: {error}") from None
         for name, value in asdict(found).items():
             if not _possible(value):
-                raise ValueError(f"the state has {name}={shown(value)}, which no run has")
+                raise ValueError(f"the state has {name}={quote(value)}, which no run has")
         return found
 
     def facts(self) -> dict[str, Any]:

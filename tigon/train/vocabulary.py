@@ -5,9 +5,9 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from tigon.data import Loader, Mixture
-from tigon.json_file import shown
 from tigon.tokenizer import Tokenizer
 from tigon.train.config import Config
+from tigon.utils.json import quote
 
 
 class Vocabulary(NamedTuple):
@@ -24,11 +24,11 @@ class Vocabulary(NamedTuple):
     def describe(self, stored: int) -> list[str]:
         """What the run's user is told."""
         lines = [
-            f"new_tokens: {shown(token)} is in the tokenizer already, as {number}"
+            f"new_tokens: {quote(token)} is in the tokenizer already, as {number}"
             for token, number in self.present_ids.items()
         ]
         if self.new_ids:
-            each = ", ".join(f"{shown(token)} {number}" for token, number in self.new_ids.items())
+            each = ", ".join(f"{quote(token)} {number}" for token, number in self.new_ids.items())
             lines.append(f"new_tokens: {each}")
         if self.size > stored:
             lines.append(

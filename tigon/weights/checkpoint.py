@@ -18,7 +18,7 @@ from torch import Tensor
 
 from tigon.headers import find_tensors
 from tigon.hub import Repository
-from tigon.json_file import escaped, shown
+from tigon.utils.json import escape, quote
 from tigon.weights.decoded import Decoded
 from tigon.weights.header import TensorInfo
 from tigon.weights.read import Reader
@@ -90,7 +90,7 @@ class Fp8Tensor(Decoded):
         if len(bad):
             at = bad[0].tolist()
             raise ValueError(
-                f"{escaped(self.scale.path)}: {escaped(self.name)}{SCALE} is "
+                f"{escape(self.scale.path)}: {escape(self.name)}{SCALE} is "
                 f"{scales[tuple(at)].item()} for block {[first + at[0], *at[1:]]}, and a "
                 "scale is a finite number of at least 0: the file is damaged; download it again"
             )
@@ -115,7 +115,7 @@ def decode_fp8(
     for name, info in tensors.items():
         if info.dtype not in FP8 or name.endswith(SCALE):
             continue
-        where = f"{escaped(info.path)}: tensor {shown(name)} is stored as {info.dtype}"
+        where = f"{escape(info.path)}: tensor {quote(name)} is stored as {info.dtype}"
         if scales is None:
             raise ValueError(
                 f"{where}, a quantised checkpoint, and config.json has no quantization_config that "
@@ -127,9 +127,9 @@ def decode_fp8(
         if scale is None:
             other = f"{name}_scale"
             hint = (
-                f"; it has {shown(other)}, of a form that is not read" if other in tensors else ""
+                f"; it has {quote(other)}, of a form that is not read" if other in tensors else ""
             )
-            raise ValueError(f"{where}, but the checkpoint has no {shown(name + SCALE)}{hint}")
+            raise ValueError(f"{where}, but the checkpoint has no {quote(name + SCALE)}{hint}")
         found[name] = _together(name, info, scale, scales)
         del found[name + SCALE]
         # What inputs were multiplied by before they were rounded to fp8: here they are not
@@ -139,7 +139,7 @@ def decode_fp8(
 
 
 def _together(name: str, info: TensorInfo, scale: TensorInfo, scales: BlockScales) -> Fp8Tensor:
-    where = f"{escaped(scale.path)}: tensor {shown(name + SCALE)}"
+    where = f"{escape(scale.path)}: tensor {quote(name + SCALE)}"
     if scale.dtype not in SCALES:
         raise ValueError(f"{where} is {scale.dtype}; scales are read in fp32, bf16 or fp16")
     *stack, rows, columns = info.shape

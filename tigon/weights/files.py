@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from tigon.paths import expanded
+from tigon.utils.paths import expand_user
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
 
@@ -182,7 +182,7 @@ def new_directory(
 
 def check_free(path: str | os.PathLike[str], *, replace: bool = False) -> Path:
     """The absolute path; FileExistsError if `new_directory` would not take it."""
-    named = expanded(path)
+    named = expand_user(path)
     if replace and named.is_symlink():
         raise FileExistsError(
             f"{named} is a link to {os.readlink(named)}, which is not replaced: remove the link, "

@@ -14,7 +14,7 @@ from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
-from tigon.json_file import escaped, shown
+from tigon.utils.json import escape, quote
 from tigon.weights.ggml import block_of
 
 MAGIC, VERSIONS = b"GGUF", (2, 3)
@@ -59,7 +59,7 @@ class GGUF:
             try:
                 return _read(path, _Cursor(file, os.path.getsize(path)))
             except ValueError as error:
-                raise ValueError(f"{escaped(path)}: {error}") from error
+                raise ValueError(f"{escape(path)}: {error}") from error
 
 
 def _read(path: Path, at: "_Cursor") -> GGUF:
@@ -75,16 +75,16 @@ def _read(path: Path, at: "_Cursor") -> GGUF:
     for _ in range(values):
         key = at.string("the name of a metadata value", MOST_NAME)
         if key in metadata:
-            raise ValueError(f"its metadata has {shown(key)} twice")
+            raise ValueError(f"its metadata has {quote(key)} twice")
         metadata[key] = at.value(key)
     described = {}
     for _ in range(tensors):
         name = at.string("the name of a tensor", MOST_NAME)
         if name in described:
-            raise ValueError(f"it has tensor {shown(name)} twice")
+            raise ValueError(f"it has tensor {quote(name)} twice")
         dimensions = at.number("I")
         if not 1 <= dimensions <= MOST_DIMENSIONS:
-            raise ValueError(f"tensor {shown(name)} has {dimensions} dimensions")
+            raise ValueError(f"tensor {quote(name)} has {dimensions} dimensions")
         *sizes, kind, offset = at.numbers(f"{dimensions}QIQ")
         described[name] = tuple(sizes[::-1]), kind, offset
     return GGUF(path, metadata, _place(described, metadata, at))
@@ -96,32 +96,32 @@ def _place(
     """Where every tensor is in the file, which holds them all, and none in another's place."""
     alignment = metadata.get("general.alignment", ALIGNMENT)
     if type(alignment) is not int or not 1 <= alignment <= 1 << 20 or alignment & alignment - 1:
-        raise ValueError(f"general.alignment={shown(alignment)} is not a power of two, 1 to 2^20")
+        raise ValueError(f"general.alignment={quote(alignment)} is not a power of two, 1 to 2^20")
     start = -(-at.position // alignment) * alignment
     found = {}
     for name, (shape, kind, offset) in described.items():
         try:
             length, size, what = block_of(kind)
         except ValueError as error:
-            raise ValueError(f"tensor {shown(name)}: {error}") from None
+            raise ValueError(f"tensor {quote(name)}: {error}") from None
         if shape[-1] % length:
             raise ValueError(
-                f"tensor {shown(name)} is {what} {list(shape)}, whose rows are no blocks of "
+                f"tensor {quote(name)} is {what} {list(shape)}, whose rows are no blocks of "
                 f"{length} values"
             )
         if offset % alignment:
-            raise ValueError(f"tensor {shown(name)} begins at {offset}, no multiple of {alignment}")
+            raise ValueError(f"tensor {quote(name)} begins at {offset}, no multiple of {alignment}")
         nbytes = math.prod(shape) // length * size
         if start + offset + nbytes > at.size:
             raise ValueError(
-                f"it is truncated: tensor {shown(name)}, {what} {list(shape)}, ends at byte "
+                f"it is truncated: tensor {quote(name)}, {what} {list(shape)}, ends at byte "
                 f"{start + offset + nbytes} and the file has {at.size}; download it again"
             )
         found[name] = Stored(kind, shape, start + offset, nbytes)
     end, last = 0, ""
     for name, tensor in sorted(found.items(), key=lambda item: item[1].offset):
         if tensor.nbytes and tensor.offset < end:
-            raise ValueError(f"tensor {shown(name)} overlaps {shown(last)}")
+            raise ValueError(f"tensor {quote(name)} overlaps {quote(last)}")
         end, last = max(end, tensor.offset + tensor.nbytes), name
     return found
 
@@ -180,21 +180,21 @@ class _Cursor:
         try:
             return data.decode()
         except UnicodeDecodeError:
-            raise ValueError(f"{what} is no UTF-8: {shown(data)}") from None
+            raise ValueError(f"{what} is no UTF-8: {quote(data)}") from None
 
     def value(self, key: str) -> Any:
         kind = self.number("I")
         if kind == STRING:
-            return self.string(escaped(key, 100), MOST_TEXT)
+            return self.string(escape(key, 100), MOST_TEXT)
         if kind == ARRAY:
             return self._array(key)
         if kind not in SCALARS:
-            raise ValueError(f"{escaped(key)} has the unknown value type {kind}")
+            raise ValueError(f"{escape(key)} has the unknown value type {kind}")
         return _plain(kind, self.number(SCALARS[kind]))
 
     def _array(self, key: str) -> list[Any] | Items:
         kind = self.number("I")
-        count = self.count(f"items of {escaped(key)}", MOST_ITEMS)
+        count = self.count(f"items of {escape(key)}", MOST_ITEMS)
         self.items += count
         if self.items > MOST_ITEMS:
             raise ValueError(f"its arrays have more than {MOST_ITEMS} items")
@@ -202,7 +202,7 @@ class _Cursor:
             self.skip_strings(count)
             return Items(count)
         if kind not in SCALARS:
-            raise ValueError(f"{escaped(key)} is an array of the unknown value type {kind}")
+            raise ValueError(f"{escape(key)} is an array of the unknown value type {kind}")
         form = f"{count}{SCALARS[kind]}"
         if count > MOST_KEPT:
             self.skip(struct.calcsize(f"<{form}"))

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from tigon.json_file import escaped
+from tigon.utils.json import escape
 from tigon.weights.checkpoint import Checkpoint
 from tigon.weights.decoded import Decoded
 from tigon.weights.header import TensorInfo
@@ -58,7 +58,7 @@ def match(
     if misfits:
         listed = (f"\n  {listing(fault, names, NAMED)}" for fault, names in misfits.items())
         raise ValueError(
-            f"the checkpoint {escaped(checkpoint.name)} does not fit {into}:{''.join(listed)}"
+            f"the checkpoint {escape(checkpoint.name)} does not fit {into}:{''.join(listed)}"
         )
     return matched
 
@@ -105,7 +105,7 @@ def compare(
 def listing(fault: str, names: list[str], most: int) -> str:
     """A line of a message about one kind of misfits."""
     more = ", ..." if len(names) > most else ""
-    return f"{len(names)} {fault}: {', '.join(escaped(name, 300) for name in names[:most])}{more}"
+    return f"{len(names)} {fault}: {', '.join(escape(name, 300) for name in names[:most])}{more}"
 
 
 # Parameters that are parts of files, mapped into memory in place of copies.

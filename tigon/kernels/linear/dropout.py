@@ -2,9 +2,9 @@
 
 # ... any leading dimensions, N rows of them, C columns
 
-The sum of the row's key and the layer's place is a stream of SplitMix64 (`tigon.splitmix`). Column
-c has the (c mod 4)-th 16 bits of the 64 at c // 4, and is dropped if these are less than p in units
-of 2**-16. What is kept stays as it is: 1 / (1 - p) is a factor of the product behind it.
+The sum of the row's key and the layer's place is a stream of SplitMix64 (`tigon.utils.random`):
+column c has the (c mod 4)-th 16 bits of the 64 at c // 4, and is dropped if these are less than p
+in units of 2**-16. What is kept stays as it is: 1 / (1 - p) is a factor of the product behind it.
 """
 
 import math
@@ -23,8 +23,8 @@ from tigon.kernels.runtime import (
     tl,
     triton,
 )
-from tigon.splitmix import outputs
-from tigon.splitmix import sixteen as sixteen_of
+from tigon.utils.random import random_bits
+from tigon.utils.random import take_16_bits as sixteen_of
 
 # Rows, columns and warps of a tile; not tuned. The interpreter tests with several tiles
 TILE = (4, 32, 1) if INTERPRETED else (8, 512, 4)
@@ -60,7 +60,7 @@ def kept_ref(dropout: Dropout, columns: int) -> Tensor:
     """Bool [..., C]: which elements are kept. The definition."""
     keys = dropout.keys
     words = torch.arange(-(-columns // 4), device=keys.device)
-    bits = outputs((keys + dropout.place)[..., None], words)
+    bits = random_bits((keys + dropout.place)[..., None], words)
     parts = torch.stack([sixteen_of(bits, i) for i in range(4)], -1).flatten(-2)
     return parts[..., :columns] >= dropout.threshold
 

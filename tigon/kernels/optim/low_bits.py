@@ -73,7 +73,7 @@ def quantize(x, bounds, cells, SIGNED: tl.constexpr):
 
 # Stochastic rounding to bfloat16 inside of kernels: SplitMix64's bits, by position and step.
 #
-# The definitions are in tigon/train/optim/rounding.py and tigon/splitmix.py; the bits are the
+# The definitions are in tigon/train/optim/rounding.py and tigon/utils/random.py; the bits are the
 # same.
 
 GOLDEN = tl.constexpr(0x9E3779B97F4A7C15)

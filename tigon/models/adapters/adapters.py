@@ -12,7 +12,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from tigon.json_file import shown
 from tigon.layers import (
     Adapters,
     Copies,
@@ -30,6 +29,7 @@ from tigon.layers.lora import MAGNITUDE, A, B, place_of
 from tigon.models.adapters.lora import LoraConfig, Plan, changes_ends, check_dropout, plan
 from tigon.models.base import LanguageModel
 from tigon.models.pretrained.names import EMBEDDING, HEAD
+from tigon.utils.json import quote
 from tigon.weights import local_part, own_rows, row_group
 
 
@@ -128,7 +128,7 @@ def add_adapter(
 def check_new(model: LanguageModel, name: str) -> None:
     """Raises ValueError where no adapter of that name can be added."""
     if not isinstance(name, str) or not NAME.fullmatch(name) or hasattr(Adapters(), name):
-        raise ValueError(f"an adapter's name has letters, digits, _ and - only, not {shown(name)}")
+        raise ValueError(f"an adapter's name has letters, digits, _ and - only, not {quote(name)}")
     if name in model.adapters:
         raise ValueError(f"there is an adapter {name!r}: delete_adapter({name!r}) removes it")
     _check_free(model)
@@ -339,7 +339,7 @@ def check_name(model: LanguageModel, name: str | None) -> str:
     """The name of an adapter that is there; None: the active one's."""
     if name is not None and not isinstance(name, str):
         raise ValueError(
-            f"{shown(name)} is no name of an adapter: one is added at a time; there are "
+            f"{quote(name)} is no name of an adapter: one is added at a time; there are "
             f"{', '.join(model.adapters) or 'none'}"
         )
     if name is None and model.active_adapter is None:
@@ -347,7 +347,7 @@ def check_name(model: LanguageModel, name: str | None) -> str:
     name = model.active_adapter if name is None else name
     if name not in model.adapters:
         raise ValueError(
-            f"there is no adapter {shown(name)}; there are {', '.join(model.adapters) or 'none'}"
+            f"there is no adapter {quote(name)}; there are {', '.join(model.adapters) or 'none'}"
         )
     return name
 

@@ -10,10 +10,10 @@ from typing import NamedTuple
 
 import torch
 
-from tigon.json_file import shown
 from tigon.layers import Embedding, Experts, FusedLinear, Linear, LMHead, LoRAPart, SparseMoE
 from tigon.layers.lora import MATRICES
 from tigon.models.base import LanguageModel
+from tigon.utils.json import quote
 
 ALL_LINEAR = "all-linear"
 LARGEST = torch.finfo(torch.float32).max
@@ -68,23 +68,23 @@ class LoraConfig:
                     f"alpha is a number above 0 that float32 holds: {_of(name, alpha, 'alpha')}"
                 )
         if not isinstance(self.dropout, int | float) or not 0 <= self.dropout < 1:
-            raise ValueError(f"dropout={shown(self.dropout)} is not in [0, 1)")
+            raise ValueError(f"dropout={quote(self.dropout)} is not in [0, 1)")
         for name in ("rslora", "dora"):
             if not isinstance(getattr(self, name), bool):
-                raise ValueError(f"{name}={shown(getattr(self, name))} is neither True nor False")
+                raise ValueError(f"{name}={quote(getattr(self, name))} is neither True nor False")
         if not self.targets:
             raise ValueError('targets is empty: name projections, such as "q_proj"')
         for name in targets:
             if isinstance(name, str) and "," in IN_BRACKETS.sub("", name):
                 apart = tuple(part.strip() for part in name.split(",") if part.strip())
                 raise ValueError(
-                    f"targets={shown(name)} is one name: give a tuple of names, {shown(apart)}, "
+                    f"targets={quote(name)} is one name: give a tuple of names, {quote(apart)}, "
                     f"or in a shell lora.targets=[{','.join(apart)}]"
                 )
         for name in self.modules_to_save:
             if name not in ENDS:
                 raise ValueError(
-                    f"modules_to_save={shown(name)}: only {', '.join(ENDS)} can be saved whole"
+                    f"modules_to_save={quote(name)}: only {', '.join(ENDS)} can be saved whole"
                 )
 
     def scale(self, rank: int, alpha: float) -> float:
@@ -92,8 +92,8 @@ class LoraConfig:
 
 
 def _of(name: str, value: object, setting: str) -> str:
-    where = setting if name == setting else f"{setting}_pattern[{shown(name)}]"
-    return f"{where}={shown(value)}"
+    where = setting if name == setting else f"{setting}_pattern[{quote(name)}]"
+    return f"{where}={quote(value)}"
 
 
 class Place(NamedTuple):
@@ -158,14 +158,14 @@ def plan(model: LanguageModel, config: LoraConfig) -> Plan:
     targets = (config.targets,) if isinstance(config.targets, str) else config.targets
     for target in targets:
         if not any(_means(target, place) for place in every):
-            raise ValueError(f"targets={shown(target)} {_why_not(model, target, every)}")
+            raise ValueError(f"targets={quote(target)} {_why_not(model, target, every)}")
     chosen = [place for place in every if any(_means(target, place) for target in targets)]
     _check_ends(model, config, chosen)
     for setting in ("rank_pattern", "alpha_pattern"):
         for pattern in getattr(config, setting):
             if not any(matches(pattern, place.name) for place in chosen):
                 raise ValueError(
-                    f"{setting}={shown(pattern)} matches none of the projections that the adapter "
+                    f"{setting}={quote(pattern)} matches none of the projections that the adapter "
                     f"has: {_kinds(chosen)}"
                 )
     found: dict[str, list[LoRAPart]] = {}
@@ -183,7 +183,7 @@ def _check_ends(model: LanguageModel, config: LoraConfig, chosen: Iterable[Place
     for name in config.modules_to_save:
         if name not in ends:
             raise ValueError(
-                f"modules_to_save={shown(name)}: this {type(model).__name__} has "
+                f"modules_to_save={quote(name)}: this {type(model).__name__} has "
                 f"{' and '.join(ends)}"
             )
     for place in chosen:
@@ -194,7 +194,7 @@ def _check_ends(model: LanguageModel, config: LoraConfig, chosen: Iterable[Place
             )
         if config.dora and place.experts:  # as in PEFT
             raise ValueError(
-                f"dora with targets={shown(place.own)}: no lengths are learned of experts; leave "
+                f"dora with targets={quote(place.own)}: no lengths are learned of experts; leave "
                 "one out"
             )
 
@@ -204,7 +204,7 @@ def check_dropout(model: LanguageModel, config: LoraConfig) -> None:
     for path, parts in plan(model, config).items() if config.dropout else ():
         if isinstance(model.get_submodule(path), Experts | LMHead):
             raise ValueError(
-                f"dropout={config.dropout} with targets={shown(parts[0].name)}: experts and head "
+                f"dropout={config.dropout} with targets={quote(parts[0].name)}: experts and head "
                 "are adapted without dropout; give 0, or leave them out"
             )
 

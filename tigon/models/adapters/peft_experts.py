@@ -19,10 +19,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tigon.json_file import shown
 from tigon.models.adapters.lora import Place, places
 from tigon.models.base import LanguageModel
 from tigon.models.pretrained.names import stem_of_experts
+from tigon.utils.json import quote
 from tigon.weights import Decoded, Reader, TensorInfo
 
 APART = re.compile(r".+\.experts\.\d+\.\w+\.lora_[AB]\.weight")
@@ -95,7 +95,7 @@ def stack(
         if missing := [name for name in names if name not in tensors]:
             raise ValueError(
                 "of experts all have an adapter or none, and gate and up both: "
-                f"{shown(missing[0])} is missing"
+                f"{quote(missing[0])} is missing"
             )
         a, b = ([[tensors[f"{n}.lora_{x}.weight"] for n in part] for part in of] for x in "AB")
         shapes = {

@@ -18,7 +18,6 @@ import torch
 from torch import nn
 
 from tigon.hub import Source
-from tigon.json_file import escaped, read_json, shown
 from tigon.models.adapters.adapters import (
     adapter_parameters,
     check_name,
@@ -45,7 +44,8 @@ from tigon.models.arguments import check_keywords
 from tigon.models.base import LanguageModel
 from tigon.models.pretrained.names import EMBEDDING, HEAD, PREFIXES, layout, stem_of_experts
 from tigon.models.pretrained.save import SavesItself, check_target, write_json, write_model
-from tigon.paths import expanded
+from tigon.utils.json import escape, quote, read_json
+from tigon.utils.paths import expand_user
 from tigon.weights import (
     Checkpoint,
     Decoded,
@@ -86,7 +86,7 @@ class Patterns:
     def __init__(self, values: Mapping[str, Any], key: str, kind: Any, names: Iterable[str]):
         patterns = values.get(key) or {}
         if not isinstance(patterns, dict):
-            raise ValueError(f"{key}={shown(patterns)} is no dictionary")
+            raise ValueError(f"{key}={quote(patterns)} is no dictionary")
         known = {end for name in names for end in ends_of(name)}
         self._ends: dict[str, tuple[int, Any]] = {}  # of each its place among all, and its number
         self._tried: list[tuple[int, re.Pattern[str], Any]] = []
@@ -96,7 +96,7 @@ class Patterns:
                 "names"
             )
         for i, (pattern, value) in enumerate(patterns.items()):
-            number = checked(f"{key}[{shown(pattern)}]", value, kind)
+            number = checked(f"{key}[{quote(pattern)}]", value, kind)
             plain = re.sub(r"\\(.)", r"\1", pattern) if PLAIN.fullmatch(pattern) else None
             if plain in known:
                 self._ends.setdefault(plain, (i, number))
@@ -104,7 +104,7 @@ class Patterns:
             if len(self._tried) == MOST_TRIED:
                 raise ValueError(
                     f"{key} has {len(patterns):,} patterns, and more than {MOST_TRIED} of them, "
-                    f"such as {shown(pattern)}, are no names of this model's projections: leave "
+                    f"such as {quote(pattern)}, are no names of this model's projections: leave "
                     "those out"
                 )
             self._tried.append((i, compiled(key, pattern), number))
@@ -124,7 +124,7 @@ class Patterns:
 def checked(name: str, value: Any, kind: Any) -> Any:
     """The number; ValueError for one of another kind."""
     if isinstance(value, bool) or not isinstance(value, kind):
-        raise ValueError(f"{name}={shown(value)} is no number that it can be")
+        raise ValueError(f"{name}={quote(value)} is no number that it can be")
     return value
 
 
@@ -140,17 +140,17 @@ def quick(key: str, pattern: str) -> re.Pattern[str] | None:
 def compiled(key: str, pattern: str) -> re.Pattern[str]:
     """A pattern, if no name can take it long."""
     if len(pattern) > LONGEST_PATTERN or len(REPEAT.findall(pattern)) > MOST_REPEATS:
-        raise ValueError(f"{key}[{shown(pattern)}] is too complicated: write whole names")
+        raise ValueError(f"{key}[{quote(pattern)}] is too complicated: write whole names")
     if re.search(r"\(\?(?!:)", pattern):  # with (?x:...) repeats of groups look otherwise
         raise ValueError(
-            f"{key}[{shown(pattern)}] has a group of a special kind: write whole names"
+            f"{key}[{quote(pattern)}] has a group of a special kind: write whole names"
         )
     if re.search(r"\)[*+?{]", pattern):
-        raise ValueError(f"{key}[{shown(pattern)}] repeats a group: write whole names")
+        raise ValueError(f"{key}[{quote(pattern)}] repeats a group: write whole names")
     try:
         return re.compile(rf"(.*\.)?({pattern})")
     except (re.error, RecursionError, OverflowError) as error:
-        raise ValueError(f"{key}[{shown(pattern)}] is no regular expression: {error}") from None
+        raise ValueError(f"{key}[{quote(pattern)}] is no regular expression: {error}") from None
 
 
 # What PEFT's adapter_config.json says of an adapter, and PEFT's names of its tensors.
@@ -291,7 +291,7 @@ def read_adapter(repository: Repository, model: LanguageModel) -> Stored:
         path = repository.file(CONFIG)
     except FileNotFoundError as error:
         raise FileNotFoundError(f"{error}: it holds no adapter") from error
-    values, where = read_json(path), escaped(path)
+    values, where = read_json(path), escape(path)
     try:
         _check_features(values)
     except ValueError as error:
@@ -311,7 +311,7 @@ def read_adapter(repository: Repository, model: LanguageModel) -> Stored:
             values = _stack(values, stems, names, tensors, model)
         config = _config(values, stems, {n: tensors[own] for n, own in names.items()}, model)
     except ValueError as error:
-        raise ValueError(f"{escaped(repository.name)}: {error}") from None
+        raise ValueError(f"{escape(repository.name)}: {error}") from None
     whole = {p.name for p in places(model) if p.path == p.name}  # others have parts of a weight
     base = {}
     for inner, own in names.items():
@@ -365,22 +365,22 @@ def _check_features(values: Mapping[str, Any]) -> None:
     """Raises ValueError for what would be computed in another way."""
     kind = values.get("peft_type")
     if kind != "LORA":
-        raise ValueError(f"peft_type {shown(kind)} is not LORA")
+        raise ValueError(f"peft_type {quote(kind)} is not LORA")
     beginning = values.get("init_lora_weights", True)
     if not any(beginning is known or beginning == known for known in BEGINNINGS):
         raise ValueError(
-            f"init_lora_weights={shown(beginning)} takes from the base what the adapter begins "
+            f"init_lora_weights={quote(beginning)} takes from the base what the adapter begins "
             "with, so that it does not fit the base as it is: convert it with PEFT "
             "(save_pretrained with path_initial_model_for_weight_conversion)"
         )
     if values.get("bias", "none") != "none":
-        raise ValueError(f"bias={shown(values['bias'])}: adapters have no biases here")
+        raise ValueError(f"bias={quote(values['bias'])}: adapters have no biases here")
     for key in ("use_rslora", "use_dora"):
         if (value := values.get(key)) not in (None, False, True):
-            raise ValueError(f"{key}={shown(value)} is neither true nor false")
+            raise ValueError(f"{key}={quote(value)} is neither true nor false")
     for key, value in values.items():
         if key not in KNOWN and value not in (None, False, [], {}, ""):
-            raise ValueError(f"{escaped(key, 100)}={shown(value)} is not supported")
+            raise ValueError(f"{escape(key, 100)}={quote(value)} is not supported")
 
 
 def _names(tensors: Collection[str], where: str) -> dict[str, str]:
@@ -395,7 +395,7 @@ def _names(tensors: Collection[str], where: str) -> dict[str, str]:
         if inner.startswith(OF_DECODER):  # saved over AutoModel, which is the decoder alone
             inner = f"model.{inner}"
         if inner in found:
-            raise ValueError(f"{escaped(where)}: {shown(name)} and {shown(found[inner])} are one")
+            raise ValueError(f"{escape(where)}: {quote(name)} and {quote(found[inner])} are one")
         found[inner] = name
     return found
 
@@ -421,7 +421,7 @@ def _config(
         kinds = ", ".join(dict.fromkeys(place.own for place in known.values()))
         more = f" and {len(unknown) - 3} more" if len(unknown) > 3 else ""
         raise ValueError(
-            f"the adapter is for {', '.join(shown(n) for n in unknown[:3])}{more}, which this "
+            f"the adapter is for {', '.join(quote(n) for n in unknown[:3])}{more}, which this "
             f"{type(model).__name__} does not have: its {model.config.num_hidden_layers} layers "
             f"have {kinds}"
         )
@@ -448,7 +448,7 @@ def _config(
             alphas[name] = other
     saved = values.get("modules_to_save") or []
     if not isinstance(saved, list) or not all(isinstance(name, str) for name in saved):
-        raise ValueError(f"modules_to_save={shown(saved)} is no list of names")
+        raise ValueError(f"modules_to_save={quote(saved)} is no list of names")
     both = saved_ends(model)
     # PEFT names both heads that models of scores may have
     last = dict.fromkeys(name.rpartition(".")[2] for name in saved)
@@ -492,13 +492,13 @@ def _stems(values: Mapping[str, Any], model: LanguageModel) -> dict[str, Place]:
     """What the tensors' names of every projection begin with."""
     parameters = values.get("target_parameters") or []
     if not isinstance(parameters, list) or not all(isinstance(t, str) for t in parameters):
-        raise ValueError(f"target_parameters={shown(parameters)} is no list of names")
+        raise ValueError(f"target_parameters={quote(parameters)} is no list of names")
     every = places(model)
     stacked = {end for place in every if place.experts for end in ends_of(place.name)}
     for target in parameters:
         if target not in stacked:
             raise ValueError(
-                f"target_parameters={shown(target)} matches no experts of this "
+                f"target_parameters={quote(target)} matches no experts of this "
                 f"{type(model).__name__}"
             )
     found, chosen = {}, [p for p in every if p.experts and meant_by(p, {*parameters})]
@@ -532,7 +532,7 @@ def _check_whole(values: Mapping[str, Any], own: set[str], known: Mapping[str, P
             meant = pattern.fullmatch(place.name) is not None
         if name not in own and meant:
             raise ValueError(
-                f"target_modules={shown(targets)}, and {WEIGHTS} has none for {shown(place.name)}: "
+                f"target_modules={quote(targets)}, and {WEIGHTS} has none for {quote(place.name)}: "
                 "it is of another model, or lacks tensors"
             )
 
@@ -576,7 +576,7 @@ def load_adapter(
                 "supported: load the adapter without trainable=True, or merge it and begin another"
             )
     except ValueError as error:
-        raise ValueError(f"{escaped(os.fspath(path_or_repo))}: {error}") from None
+        raise ValueError(f"{escape(os.fspath(path_or_repo))}: {error}") from None
     _check_base(model, stored)
     half = model.dtype in (torch.bfloat16, torch.float16)
     dtype = dtype or (torch.float32 if half and trainable else model.dtype)
@@ -596,8 +596,8 @@ def load_adapter(
     said, own = stored.config.base, model.config.source.name
     if said and own and not _same(said, own):
         warnings.warn(
-            f"{escaped(os.fspath(path_or_repo))} is an adapter of {shown(said, 300)}, and the "
-            f"model is of {shown(own, 300)}: it fits, but what it adds was learned over other "
+            f"{escape(os.fspath(path_or_repo))} is an adapter of {quote(said, 300)}, and the "
+            f"model is of {quote(own, 300)}: it fits, but what it adds was learned over other "
             "weights, unless the one is the other under a new name",
             stacklevel=2,
         )
@@ -623,7 +623,7 @@ def _check_base(model: LanguageModel, stored: Stored) -> None:
     them into the base."""
     for module, own in stored.base.items():
         weight = model.get_submodule(module).get_parameter("weight")
-        name = escaped(f"{stored.checkpoint.name}: {own}")
+        name = escape(f"{stored.checkpoint.name}: {own}")
         if stored.of_base.tensors[own].shape != weight.shape:
             shape = list(stored.of_base.tensors[own].shape)
             raise ValueError(
@@ -655,7 +655,7 @@ def _fill(model: LanguageModel, name: str, stored: Stored) -> None:
         if p.numel() and not all_finite([p.detach()], torch.device("cpu")):
             names = ", ".join(source_of[part.name] for part in parts_of[n])
             raise ValueError(
-                f"{escaped(stored.checkpoint.name)} has values that are NaN or infinite in {names}"
+                f"{escape(stored.checkpoint.name)} has values that are NaN or infinite in {names}"
             )
 
 
@@ -683,7 +683,7 @@ def save_adapter(
     ranks = Writers()
     with ranks.together():
         if ranks.first:
-            check_target(expanded(directory), replace, CONFIG)
+            check_target(expand_user(directory), replace, CONFIG)
     tensors, describe = prepare_adapter(model, name, ranks=ranks, dtype=dtype, tokenizer=tokenizer)
     write_adapter(directory, tensors, describe, ranks=ranks, replace=replace)
 

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tigon.json_file import escaped, shown
 from tigon.models.rope_config import FULL, SLIDING
-from tigon.strict import ConfigError
+from tigon.utils.config import ConfigError
+from tigon.utils.json import escape, quote
 from tigon.weights import GGUF, Checkpoint, Decoded, GGMLTensor, TensorInfo
 from tigon.weights.ggml import PLAIN
 from tigon.weights.gguf_file import Stored
@@ -32,7 +32,7 @@ def read_gguf_rope(file: GGUF, keys: dict[str, Any], config: dict[str, Any]) -> 
     """rope_theta and rope_scaling of config.json; takes their keys from `keys`."""
     theta = keys.pop("rope.freq_base", 10000.0)
     if not isinstance(theta, int | float) or not 0 < theta < math.inf:
-        raise ConfigError(f"rope.freq_base={shown(theta)} is not a positive number")
+        raise ConfigError(f"rope.freq_base={quote(theta)} is not a positive number")
     scaling = _scaling(keys)
     if FREQS in file.tensors:
         if scaling is not None:
@@ -50,7 +50,7 @@ def _scaling(keys: dict[str, Any]) -> dict[str, Any] | None:
     if kind == "none" or (kind == "linear" and factor in (None, 0, 1)):  # 0: not given
         return None
     if kind not in ("linear", "yarn"):
-        raise ConfigError(f"rope.scaling.type={shown(kind)} is not none, linear or yarn")
+        raise ConfigError(f"rope.scaling.type={quote(kind)} is not none, linear or yarn")
     found = {"rope_type": kind, "factor": factor}
     if kind == "yarn":
         for key, name in (
@@ -226,16 +226,16 @@ class GGUFModel:
         metadata = file.metadata
         if metadata.get("split.count", 1) not in (0, 1):
             raise ConfigError(
-                f"split.count={shown(metadata['split.count'])}: a file in parts is not read; join "
+                f"split.count={quote(metadata['split.count'])}: a file in parts is not read; join "
                 "them with llama.cpp's llama-gguf-split --merge"
             )
         if metadata.get("general.type", "model") != "model":
-            raise ConfigError(f"general.type={shown(metadata['general.type'])} is not a model")
+            raise ConfigError(f"general.type={quote(metadata['general.type'])} is not a model")
         self.architecture = metadata.get("general.architecture")
         family = FAMILIES.get(self.architecture) if isinstance(self.architecture, str) else None
         if family is None:
             raise ConfigError(
-                f"general.architecture={shown(self.architecture)} is not read; what is: "
+                f"general.architecture={quote(self.architecture)} is not read; what is: "
                 f"{', '.join(FAMILIES)}; use the model's safetensors repository"
             )
         # All keys of the model; those that are understood are taken out
@@ -287,7 +287,7 @@ class GGUFModel:
             keys.pop("expert_count"), keys.pop("expert_used_count", None)
         if unknown := sorted(keys.keys() - IGNORED):
             named = ", ".join(
-                f"{self.architecture}.{escaped(key, 100)}={shown(keys[key])}" for key in unknown[:5]
+                f"{self.architecture}.{escape(key, 100)}={quote(keys[key])}" for key in unknown[:5]
             )
             raise ConfigError(f"metadata that may change what the model computes: {named}")
 
@@ -317,7 +317,7 @@ class GGUFModel:
             raise ConfigError(f"the metadata lack {self.architecture}.{key}")
         if type(value) is not int or value < 1:
             raise ConfigError(
-                f"{self.architecture}.{key}={shown(value)} is not a size of at least 1, the "
+                f"{self.architecture}.{key}={quote(value)} is not a size of at least 1, the "
                 "same in all layers"
             )
         return value
@@ -357,7 +357,7 @@ class GGUFModel:
         experts = self.config.get("num_local_experts") or self.config.get("num_experts")
         if len(stored.shape) != 3 or stored.shape[0] != experts:
             raise ValueError(
-                f"{escaped(self.file.path)}: tensor {shown(own)} is {list(stored.shape)}, no stack "
+                f"{escape(self.file.path)}: tensor {quote(own)} is {list(stored.shape)}, no stack "
                 f"of matrices of {experts} experts"
             )
         size = stored.nbytes // experts
@@ -376,11 +376,11 @@ class GGUFModel:
         head = head if ".attn_q." in own or ".attn_k." in own else 0
         if head and (head % 2 or shape[0] % head):
             raise ValueError(
-                f"{escaped(path)}: tensor {shown(own)} is {list(shape)}, no heads of {head} rows"
+                f"{escape(path)}: tensor {quote(own)} is {list(shape)}, no heads of {head} rows"
             )
         if len(shape) == 1 and kind not in PLAIN:
             raise ValueError(
-                f"{escaped(path)}: tensor {shown(own)} is {list(shape)} in blocks, as only "
+                f"{escape(path)}: tensor {quote(own)} is {list(shape)} in blocks, as only "
                 "matrices are"
             )
         plus = self.family.plus if own.endswith("norm.weight") else 0.0

@@ -13,13 +13,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
-from tigon import memory, strict
 from tigon.generation import check_generation_config
 from tigon.hub import Source, config_file
-from tigon.json_file import escaped, read_json, shown
 from tigon.kernels.attention.api import Backend
 from tigon.layers import QuantisedWeight
-from tigon.memory import gib
 from tigon.models.arguments import check_keywords
 from tigon.models.base import LanguageModel
 from tigon.models.config import Config, ConfigError, torch_dtype
@@ -30,6 +27,9 @@ from tigon.models.pretrained.names import MULTIMODAL, SCORE, base_parameters, em
 from tigon.models.pretrained.quantization import Quantize, check_quantize, load_quantised, quantise
 from tigon.models.quantization_config import KEY as QUANTISATION
 from tigon.models.quantization_config import read_quantisation
+from tigon.utils import config, memory
+from tigon.utils.json import escape, quote, read_json
+from tigon.utils.memory import format_gib
 from tigon.weights import (
     GGUF,
     STAGING_BYTES,
@@ -58,7 +58,7 @@ def describe(
 ) -> tuple[str, type[M], Config, Callable[[], Checkpoint]]:
     """What describes the model, for messages; what it is; and what opens its checkpoint."""
     if gguf_file is not None:
-        file = escaped(f"{repository.name}/{gguf_file}")
+        file = escape(f"{repository.name}/{gguf_file}")
         gguf = GGUF.open(repository.file(gguf_file))
         with named(file):
             model = GGUFModel(gguf)
@@ -80,7 +80,7 @@ def describe(
 def _class_of(source: Mapping[str, Any], models: Mapping[str, type[M]]) -> type[M]:
     kind = source.get("model_type")
     if not isinstance(kind, str) or kind not in models:
-        raise ConfigError(f"model_type {shown(kind)} is not {' or '.join(map(repr, models))}")
+        raise ConfigError(f"model_type {quote(kind)} is not {' or '.join(map(repr, models))}")
     return models[kind]
 
 
@@ -89,7 +89,7 @@ def _text_config(source: dict[str, Any]) -> dict[str, Any]:
     kind = source.get("model_type")
     if not isinstance(kind, str) or kind not in MULTIMODAL:
         return source
-    text = dict(strict.check("text_config", source.get("text_config") or {}, dict))
+    text = dict(config.check_type("text_config", source.get("text_config") or {}, dict))
     text.setdefault("model_type", MULTIMODAL[kind])
     text.setdefault("tie_word_embeddings", source.get("tie_word_embeddings", True))
     dtype = source.get("dtype") or source.get("torch_dtype")
@@ -221,7 +221,7 @@ def build(
     generation = repository.optional_file("generation_config.json")
     if generation is not None:
         model.generation_config = read_json(generation)
-        with named(escaped(generation)):
+        with named(escape(generation)):
             check_generation_config(model.generation_config)
     return model, checkpoint
 
@@ -302,8 +302,10 @@ def materialize(model: nn.Module, device: torch.device) -> None:
     Raises ConfigError, before anything is allocated, for more than the device's memory.
     """
     needed = sum(_local(p).nbytes for p in model.parameters() if p.is_meta)
-    if needed > (there := memory.total(device)):
-        raise ConfigError(f"the weights take {gib(needed)}, and {device} has {gib(there)}")
+    if needed > (there := memory.total_memory(device)):
+        raise ConfigError(
+            f"the weights take {format_gib(needed)}, and {device} has {format_gib(there)}"
+        )
     for p in model.parameters():
         if p.is_meta:
             # In place: a tied one stays one, and FSDP2 and optimizers keep their parameters

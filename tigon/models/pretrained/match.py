@@ -3,10 +3,10 @@
 import math
 from typing import Any
 
-from tigon.json_file import shown
 from tigon.models.base import LanguageModel
 from tigon.models.config import Config, ConfigError
 from tigon.models.pretrained.names import embedding_and_head, layout, locate
+from tigon.utils.json import quote
 from tigon.weights import Checkpoint, Misfits, compare, match
 
 
@@ -29,7 +29,7 @@ def check_sizes(config: Config, checkpoint: Checkpoint) -> None:
     if shapes.get(embedding, expected) != expected:
         raise ConfigError(
             f"vocab_size={expected[0]} and hidden_size={expected[1]} do not fit the checkpoint, "
-            f"whose {shown(embedding)} is {shown(list(shapes[embedding]))}"
+            f"whose {quote(embedding)} is {quote(list(shapes[embedding]))}"
         )
 
 

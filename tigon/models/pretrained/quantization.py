@@ -13,12 +13,12 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
-from tigon.json_file import escaped
 from tigon.layers import Fp8Weight, Linear, Nf4Weight, QuantisedWeight
 from tigon.models.adapters.lora import places
 from tigon.models.base import LanguageModel
 from tigon.models.pretrained.match import sources
 from tigon.models.pretrained.names import layout
+from tigon.utils.json import escape
 from tigon.weights import (
     BlockScales,
     Checkpoint,
@@ -133,7 +133,7 @@ def _keep(model: LanguageModel, paths: Sequence[str], checkpoint: Checkpoint) ->
         any_kept = True
     if not any_kept:
         raise ValueError(
-            f'quantize="keep": {escaped(checkpoint.name)} has no projections in fp8 to keep; '
+            f'quantize="keep": {escape(checkpoint.name)} has no projections in fp8 to keep; '
             'quantize="nf4" makes 4 bits of them'
         )
 
@@ -186,7 +186,7 @@ def _load_batch(
         try:
             store(own, name, whole.pop(name))
         except ValueError as error:
-            raise ValueError(f"{escaped(how['checkpoint'].name)}: {error}") from None
+            raise ValueError(f"{escape(how['checkpoint'].name)}: {error}") from None
 
 
 def dequantised_entries(

@@ -23,7 +23,7 @@ from tigon.models.pretrained.load import build
 from tigon.models.pretrained.match import sources
 from tigon.models.pretrained.names import base_parameters, layout
 from tigon.models.pretrained.quantization import count_parameters, dequantised_entries
-from tigon.paths import expanded
+from tigon.utils.paths import expand_user
 from tigon.weights import (
     Entry,
     Layout,
@@ -72,7 +72,7 @@ def save_pretrained(
     ranks = Writers()
     with ranks.together():
         if ranks.first:
-            check_target(expanded(directory), replace)
+            check_target(expand_user(directory), replace)
     files = ranks.gather(model.files)
     if others := [rank for rank, of in enumerate(files) if of != files[0]]:
         raise ValueError(

@@ -23,7 +23,7 @@ from typing import Any
 import torch.distributed as dist
 
 from tigon.hub import check_folder
-from tigon.json_file import read_bytes, read_json, shown
+from tigon.utils.json import quote, read_bytes, read_json
 
 NAME = re.compile(r"step-(\d+)")
 LEFTOVER = re.compile(r"\.step-\d+\.(partial|removed)")
@@ -250,7 +250,7 @@ def _read_sums(path: Path) -> dict[str, str]:
     for line in read_bytes(path, MOST_SUMS).decode(errors="replace").splitlines(keepends=True):
         digest, _, name = line.partition("  ")
         if len(digest) != 64 or not name.endswith("\n") or _is_outside(name):
-            raise ValueError(f"{path} is damaged: it has the line {shown(line)}")
+            raise ValueError(f"{path} is damaged: it has the line {quote(line)}")
         sums[name.removesuffix("\n")] = digest
     if RUN not in sums:
         raise ValueError(f"{path} is damaged: it does not name {RUN}")

@@ -21,7 +21,6 @@ from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint.staging import AsyncStager
 from torch.optim import Optimizer
 
-from tigon.memory import CGROUP
 from tigon.models import CausalLM, write_description
 from tigon.tokenizer import Tokenizer
 from tigon.train.checkpoint.files import (
@@ -39,6 +38,7 @@ from tigon.train.checkpoint.format import Chunk, LocalRows, State, Writer, full_
 from tigon.train.distributed import World, local
 from tigon.train.logging import read_metrics
 from tigon.train.optim import Ema
+from tigon.utils.memory import CGROUP
 from tigon.weights import all_finite, fsync, keep_files, named_if_full
 
 

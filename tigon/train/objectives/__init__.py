@@ -1,6 +1,5 @@
 """What a run learns from, and how: one file each, under the name that `task` takes."""
 
-from tigon.strict import find_misspelled
 from tigon.train.objectives.base import Inputs, Objective, Part
 from tigon.train.objectives.cpo import CPO, SimPO
 from tigon.train.objectives.cross_entropy import CrossEntropyObjective
@@ -12,6 +11,7 @@ from tigon.train.objectives.orpo import ORPO
 from tigon.train.objectives.pretrain import Pretrain
 from tigon.train.objectives.reward import Reward
 from tigon.train.objectives.sft import SFT
+from tigon.utils.config import find_misspelled
 
 OBJECTIVES: dict[str, type[Objective]] = {
     **{"pretrain": Pretrain, "sft": SFT},

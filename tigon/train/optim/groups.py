@@ -10,8 +10,7 @@ from typing import Any
 from tigon.layers import FusedLinear, Linear, SparseMoE
 from tigon.layers.moe import Experts
 from tigon.models import CausalLM, adapter_parameters
-from tigon.train.config import Config
-from tigon.train.settings import ParameterGroup
+from tigon.train.config import Config, ParameterGroup
 from tigon.weights import Cut
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"

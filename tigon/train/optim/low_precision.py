@@ -12,7 +12,6 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from tigon.models import CausalLM
-from tigon.splitmix import sixteen
 from tigon.train.config import Config
 from tigon.train.distributed import local
 from tigon.train.optim import eight_bit, formats
@@ -23,6 +22,7 @@ from tigon.train.optim.offload import Memory
 from tigon.train.optim.positions import Run, positions, runs_of
 from tigon.train.optim.rounding import draws, round_stochastically
 from tigon.train.optim.rules import SGD, AdamW, Rule
+from tigon.utils.random import take_16_bits
 from tigon.weights import Cut, own_rows
 
 SIZE = 1 << 22  # elements updated at a time, which bounds the memory of their float32 copies
@@ -212,7 +212,7 @@ class Stored(Optimizer):
             end = piece.first + weight.numel()
             at = positions(piece.runs, piece.first, end, weight.device)
             drawn = draws(self.seed, piece.step, at.view_as(weight))
-            bits = [sixteen(drawn, i) for i in range(len(bits))]
+            bits = [take_16_bits(drawn, i) for i in range(len(bits))]
         of_weight, *of_states = bits
         if rounds:
             assert of_weight is not None

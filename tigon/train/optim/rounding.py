@@ -8,7 +8,7 @@ bfloat16 are lost when rounding to nearest, and count here.
 import torch
 from torch import Tensor
 
-from tigon.splitmix import GOLDEN, WORD, mix_, mixed, signed
+from tigon.utils.random import GOLDEN, WORD, as_int64, mix, mix_
 
 
 def draws(seed: int, step: int, positions: Tensor) -> Tensor:
@@ -18,13 +18,13 @@ def draws(seed: int, step: int, positions: Tensor) -> Tensor:
     each step of each seed has its own stream, each element its place there. So the bits depend
     neither on how ranks divide the model (positions.py) nor on where a run was interrupted.
     """
-    bits = positions * signed(GOLDEN)
-    return mix_(bits.add_(signed((stream(seed, step) + GOLDEN) & WORD)))
+    bits = positions * as_int64(GOLDEN)
+    return mix_(bits.add_(as_int64((stream(seed, step) + GOLDEN) & WORD)))
 
 
 def stream(seed: int, step: int) -> int:
     """What a step's positions are counted from, as an int64."""
-    return signed(mixed(mixed(seed & WORD) + step))
+    return as_int64(mix(mix(seed & WORD) + step))
 
 
 def round_stochastically(value: Tensor, bits: Tensor) -> Tensor:

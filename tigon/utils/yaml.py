@@ -6,7 +6,7 @@ from typing import Any
 import yaml
 from yaml.constructor import ConstructorError
 
-from tigon.json_file import escaped, shown
+from tigon.utils.json import escape, quote
 
 LONGEST_NUMBER = 100  # characters, as in JSON
 MOST_ITEMS, MOST_DEPTH = 100_000, 50  # of all values; an alias counts as what it stands for
@@ -25,14 +25,14 @@ def parse_yaml(text: str | bytes, where: object) -> Any:
         _check_size(content)
     except yaml.MarkedYAMLError as error:
         line = "" if error.problem_mark is None else f"line {error.problem_mark.line + 1}: "
-        fault = f"is not valid YAML: {line}{escaped(error.problem or error.context)}"
-        raise ValueError(f"{escaped(where)} {fault}") from None
+        fault = f"is not valid YAML: {line}{escape(error.problem or error.context)}"
+        raise ValueError(f"{escape(where)} {fault}") from None
     except (yaml.YAMLError, RecursionError) as error:
         why = " ".join(str(error).split())
-        why = "it is nested too deeply" if isinstance(error, RecursionError) else escaped(why)
-        raise ValueError(f"{escaped(where)} is not valid YAML: {why}") from None
+        why = "it is nested too deeply" if isinstance(error, RecursionError) else escape(why)
+        raise ValueError(f"{escape(where)} is not valid YAML: {why}") from None
     except _Refused as error:
-        raise ValueError(f"{escaped(where)}: {error}") from None
+        raise ValueError(f"{escape(where)}: {error}") from None
     return content
 
 
@@ -50,7 +50,7 @@ class _Loader(yaml.SafeLoader):
         except (yaml.YAMLError, RecursionError, _Refused):
             raise
         except Exception as error:  # whatever the conversion of a text raises
-            fault = f"{shown(node.value)} is no {node.tag.removeprefix(TAG)}"
+            fault = f"{quote(node.value)} is no {node.tag.removeprefix(TAG)}"
             raise ConstructorError(None, None, fault, node.start_mark) from error
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
@@ -63,7 +63,7 @@ class _Loader(yaml.SafeLoader):
             if not isinstance(name, Hashable):  # which is an error below
                 continue
             if name in lines:
-                raise _Refused(f"line {line}: {escaped(name)} is also set in line {lines[name]}")
+                raise _Refused(f"line {line}: {escape(name)} is also set in line {lines[name]}")
             lines[name] = line
         return super().construct_mapping(node, deep=deep)
 

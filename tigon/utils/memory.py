@@ -10,7 +10,7 @@ CGROUP = Path("/sys/fs/cgroup")  # version 2; containers and batch systems limit
 UNKNOWN = 1 << 60  # more than any machine has
 
 
-def total(device: torch.device, cgroup: Path = CGROUP) -> int:
+def total_memory(device: torch.device, cgroup: Path = CGROUP) -> int:
     """Bytes that a GPU has, or this process may have of the host's memory, whatever is used now."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
@@ -23,5 +23,5 @@ def total(device: torch.device, cgroup: Path = CGROUP) -> int:
     return min(found)
 
 
-def gib(size: int) -> str:
+def format_gib(size: int) -> str:
     return f"{size / 2**30:,.1f} GiB"

@@ -12,21 +12,21 @@ SHIFTS = (30, 27, 31)
 WORD = (1 << 64) - 1
 
 
-def outputs(streams: Tensor | int, at: Tensor) -> Tensor:
+def random_bits(streams: Tensor | int, at: Tensor) -> Tensor:
     """64 random bits, int64, of the streams at the places `at` (int64, from 0 on), broadcast."""
-    return mix_((at + 1) * signed(GOLDEN) + streams)
+    return mix_((at + 1) * as_int64(GOLDEN) + streams)
 
 
 def mix_(bits: Tensor) -> Tensor:
     """The states of streams, int64, to outputs, in place."""
     for shift, factor in zip(SHIFTS, FACTORS, strict=False):
         bits ^= _shifted(bits, shift)
-        bits *= signed(factor)
+        bits *= as_int64(factor)
     bits ^= _shifted(bits, SHIFTS[-1])
     return bits
 
 
-def mixed(value: int) -> int:
+def mix(value: int) -> int:
     """The first output of the stream `value`, from 0 to 2**64 - 1."""
     value = (value + GOLDEN) & WORD
     for shift, factor in zip(SHIFTS, FACTORS, strict=False):
@@ -34,12 +34,12 @@ def mixed(value: int) -> int:
     return value ^ (value >> SHIFTS[-1])
 
 
-def signed(value: int) -> int:
+def as_int64(value: int) -> int:
     """The int64 of the same bits."""
     return value - (1 << 64) if value >> 63 else value
 
 
-def sixteen(bits: Tensor, index: int) -> Tensor:
+def take_16_bits(bits: Tensor, index: int) -> Tensor:
     """The index-th 16 of 64 bits, as int32 from 0 to 65535; index from 0 to 3."""
     return (bits >> (16 * index)).bitwise_and_(0xFFFF).int()
 

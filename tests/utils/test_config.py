@@ -7,12 +7,19 @@ import numpy as np
 import pytest
 import yaml
 
-from tigon.strict import ConfigError, ConfigTypeError, check_bounds, make, read, setting
+from tigon.utils.config import (
+    ConfigError,
+    ConfigTypeError,
+    build_settings,
+    check_ranges,
+    read_settings,
+    setting,
+)
 
 
 @dataclass(frozen=True)
 class Adapter:
-    rank: int = setting(8, least=1)
+    rank: int = setting(8, ge=1)
     alpha: float = 1.0
 
 
@@ -20,7 +27,7 @@ class Adapter:
 class Run:
     name: str = ""
     steps: int | None = None
-    lr: float = setting(1e-3, least=0, most=1)
+    lr: float = setting(1e-3, ge=0, le=1)
     mode: Literal["fast", "exact"] | None = None
     files: tuple[str, ...] = ()
     ids: int | list[int] | None = None
@@ -29,28 +36,28 @@ class Run:
     other: Adapter | None = None
 
     def __post_init__(self) -> None:
-        check_bounds(self)
+        check_ranges(self)
 
 
 def test_values_of_every_type() -> None:
     values = {"name": "a", "steps": np.int64(3), "lr": np.float32(0.5), "mode": "fast"}
     values |= {"files": "x", "ids": [1, 2], "note": {"a": 1}}
-    run = make(Run, read(Run, values))
+    run = build_settings(Run, read_settings(Run, values))
     assert run == Run("a", 3, 0.5, "fast", ("x",), [1, 2], {"a": 1})
     assert (type(run.steps), type(run.lr)) == (int, float)
-    lr = make(Run, read(Run, {"lr": 1, "files": ["x", "y"]})).lr
+    lr = build_settings(Run, read_settings(Run, {"lr": 1, "files": ["x", "y"]})).lr
     assert type(lr) is int  # a file's 1 is written back as 1
 
 
 def test_groups() -> None:
     expected = Run(adapter=Adapter(4, 2.0), other=Adapter(1))
     nested = {"adapter": {"rank": 4, "alpha": 2.0}, "other": {"rank": 1}}
-    assert make(Run, read(Run, nested)) == expected
-    file = read(Run, {"adapter": {"rank": 16, "alpha": 2.0}, "other": {"rank": 1}})
-    line = read(Run, {"adapter.rank": "4"}, parse=int)
-    assert make(Run, file | line) == expected
-    assert make(Run, read(Run, asdict(expected))) == expected
-    assert make(Run, read(Run, {"other": None})).other is None
+    assert build_settings(Run, read_settings(Run, nested)) == expected
+    file = read_settings(Run, {"adapter": {"rank": 16, "alpha": 2.0}, "other": {"rank": 1}})
+    line = read_settings(Run, {"adapter.rank": "4"}, parse=int)
+    assert build_settings(Run, file | line) == expected
+    assert build_settings(Run, read_settings(Run, asdict(expected))) == expected
+    assert build_settings(Run, read_settings(Run, {"other": None})).other is None
 
 
 @pytest.mark.parametrize(
@@ -76,7 +83,7 @@ def test_groups() -> None:
 )
 def test_what_does_not_fit(values: dict[str, Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
-        read(Run, values)
+        read_settings(Run, values)
 
 
 def test_bounds_without_reading() -> None:
@@ -90,8 +97,8 @@ class Several:
 
 
 def test_a_mapping_is_a_list_of_one_group():
-    values = read(Several, {"adapters": "{rank: 3}"}, parse=yaml.safe_load)
-    assert make(Several, values) == Several((Adapter(3),))
+    values = read_settings(Several, {"adapters": "{rank: 3}"}, parse=yaml.safe_load)
+    assert build_settings(Several, values) == Several((Adapter(3),))
 
 
 def test_text_that_is_no_yaml_is_one_of_a_list_unless_it_begins_as_one():
@@ -101,6 +108,6 @@ def test_text_that_is_no_yaml_is_one_of_a_list_unless_it_begins_as_one():
         except yaml.YAMLError as error:
             raise ValueError from error
 
-    assert read(Run, {"files": "*.jsonl"}, parse=parse) == {"files": ("*.jsonl",)}
+    assert read_settings(Run, {"files": "*.jsonl"}, parse=parse) == {"files": ("*.jsonl",)}
     with pytest.raises(ConfigTypeError, match="is not text or a list of texts"):
-        read(Run, {"files": "[What is 2 + 2?]"}, parse=parse)
+        read_settings(Run, {"files": "[What is 2 + 2?]"}, parse=parse)

@@ -10,7 +10,7 @@ from tqdm import tqdm
 
 from tests.small import write_chats, write_model
 from tigon.cli import main
-from tigon.terminal import CONTROL, escape_controls, escaping_output, exact, one_line
+from tigon.utils.terminal import CONTROL, escape_controls, escaping_output, one_line, raw_stream
 
 EVIL = "a\x1b[31mb\nc\u202e\x9b2J"
 SHOWN = r"a\x1b[31mb\nc\u202e\x9b2J"
@@ -50,7 +50,7 @@ def test_what_is_printed_and_counted(capsys: pytest.CaptureFixture[str]) -> None
         print("said \x9b", file=sys.stderr)
         for _ in tqdm(["x"], desc="bar \x07", ascii=True, mininterval=0):
             pass
-        print("exactly \x1b", file=exact(sys.stdout))
+        print("exactly \x1b", file=raw_stream(sys.stdout))
         with escaping_output():  # of a command inside a command
             print("\x07")
     assert (sys.stdout, sys.stderr) == before

@@ -71,7 +71,7 @@ def escaping_output() -> Iterator[None]:
         sys.stdout, sys.stderr = before
 
 
-def exact(stream: TextIO) -> TextIO:
+def raw_stream(stream: TextIO) -> TextIO:
     """The stream as it is without `escaping_output`, for a text that a file or a pipe is to get
     character by character."""
     return stream.stream if isinstance(stream, _Escaping) else stream

@@ -7,7 +7,7 @@ import pytest
 import yaml
 
 from tigon.train.config_file import load
-from tigon.yaml_file import parse_yaml
+from tigon.utils.yaml import parse_yaml
 
 ALIASES = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
     f"{b}: &{b} [{', '.join([f'*{a}'] * 9)}]\n" for a, b in zip("abcdefg", "bcdefgh", strict=True)

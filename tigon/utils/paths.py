@@ -4,7 +4,7 @@ import os
 from pathlib import Path
 
 
-def expanded(path: str | os.PathLike[str]) -> Path:
+def expand_user(path: str | os.PathLike[str]) -> Path:
     """With `~` and `~name` replaced by home directories; ValueError where there is none."""
     try:
         return Path(path).expanduser()

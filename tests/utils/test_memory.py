@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from tests.small import LLAMA, write_chats, write_model
-from tigon import memory
 from tigon.models import MODELS
 from tigon.train import main
+from tigon.utils import memory
 
 CPU = torch.device("cpu")
 SIZES: list[dict[str, Any]] = [
@@ -23,12 +23,12 @@ SIZES: list[dict[str, Any]] = [
 
 
 def test_the_memory_of_the_host(tmp_path: Path) -> None:
-    machine = memory.total(CPU, tmp_path)
+    machine = memory.total_memory(CPU, tmp_path)
     assert machine == os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     (tmp_path / "memory.max").write_text("max\n")
-    assert memory.total(CPU, tmp_path) == machine
+    assert memory.total_memory(CPU, tmp_path) == machine
     (tmp_path / "memory.max").write_text("1000\n")
-    assert memory.total(CPU, tmp_path) == 1000
+    assert memory.total_memory(CPU, tmp_path) == 1000
 
 
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
@@ -45,8 +45,8 @@ def test_a_model_of_random_weights(sizes: dict[str, Any], tmp_path: Path) -> Non
 
 def test_what_the_weights_need(monkeypatch: pytest.MonkeyPatch) -> None:
     needed = sum(p.nbytes for p in MODELS["llama"].from_config(LLAMA, device="meta").parameters())
-    monkeypatch.setattr(memory, "total", lambda device: needed)
+    monkeypatch.setattr(memory, "total_memory", lambda device: needed)
     MODELS["llama"].from_config(LLAMA)
-    monkeypatch.setattr(memory, "total", lambda device: needed - 1)
+    monkeypatch.setattr(memory, "total_memory", lambda device: needed - 1)
     with pytest.raises(ValueError, match=r"the weights take 0\.0 GiB, and cpu has 0\.0 GiB"):
         MODELS["llama"].from_config(LLAMA)

@@ -6,15 +6,16 @@ refuse, and its messages would have to be rewritten from the type hints all the 
 """
 
 import difflib
+import math
 import re
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from dataclasses import MISSING, field, fields, is_dataclass
+from dataclasses import MISSING, Field, field, fields, is_dataclass
 from numbers import Integral, Real
 from types import NoneType, UnionType
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from tigon.json_file import shown
+from tigon.utils.json import quote
 
 T = TypeVar("T")
 Parse = Callable[[str], Any]
@@ -42,48 +43,52 @@ def setting(
     default: Any,
     help: str = "",
     *,
-    least: float | None = None,
-    most: float | None = None,
-    **more: Any,
+    ge: float | None = None,
+    gt: float | None = None,
+    le: float | None = None,
+    lt: float | None = None,
+    finite: bool = False,
+    **metadata: Any,
 ) -> Any:
-    """A dataclass field. `least`, `most`: the smallest and the largest value that it may have."""
-    return field(default=default, metadata={"help": help, "least": least, "most": most, **more})
+    """A dataclass field with the range of its numbers: >= ge, > gt, <= le, < lt, not infinite."""
+    range = {"ge": ge, "gt": gt, "le": le, "lt": lt, "finite": finite}
+    return field(default=default, metadata={"help": help, **range, **metadata})
 
 
-def hints(cls: type) -> dict[str, Any]:
+def field_types(cls: type) -> dict[str, Any]:
     """The types of a dataclass' fields."""
     types = get_type_hints(cls)
     return {f.name: types[f.name] for f in fields(cls)}
 
 
-def groups(cls: type) -> set[str]:
+def group_fields(cls: type) -> set[str]:
     """The fields of a dataclass that are dataclasses themselves."""
-    return {name for name, kind in hints(cls).items() if _dataclass(kind) is not None}
+    return {name for name, kind in field_types(cls).items() if _dataclass(kind) is not None}
 
 
-def read(
+def read_settings(
     cls: type, values: Mapping[str, Any], *, parse: Parse | None = None, group: str = ""
 ) -> dict[str, Any]:
-    """The values as the fields of the dataclass need them, for `make`.
+    """The values as the fields of the dataclass need them, for `build_settings`.
 
     A field that is a dataclass takes a mapping; its settings are named with a dot, `group.name`,
     which `values` may do too. `parse` reads text where a field needs something else, as on a
     command line. Raises ConfigError for names that are no field's and values that do not fit.
     """
-    kinds, settings = hints(cls), {f.name: f for f in fields(cls)}
+    kinds, settings = field_types(cls), {f.name: f for f in fields(cls)}
     found: dict[str, Any] = {}
     for key, value in values.items():
         name = f"{group}{key}"
         first, dot, rest = str(key).partition(".")
         inner = _dataclass(kinds.get(first))
         if inner is not None and not dot and parse is not None and isinstance(value, str):
-            with suppress(ValueError):  # which `check` says
+            with suppress(ValueError):  # `check_type` raises it with the name
                 value = parse(value)
         if inner is not None and (dot or isinstance(value, Mapping)):
             inside = {rest: value} if dot else value
-            found |= read(inner, inside, parse=parse, group=f"{group}{first}.")
+            found |= read_settings(inner, inside, parse=parse, group=f"{group}{first}.")
             if not inside and not group:  # all of its settings have their defaults
-                found[first] = make(inner, {})
+                found[first] = build_settings(inner, {})
         elif key not in kinds:
             meant = find_misspelled(str(key), kinds)
             known = f"did you mean {meant!r}?" if meant else f"known: {', '.join(kinds)}"
@@ -92,44 +97,46 @@ def read(
             raise ConfigError(f"unknown setting {name!r}; {known}")
         else:
             try:
-                found[name] = check(name, value, kinds[key], parse)
+                found[name] = check_type(name, value, kinds[key], parse)
             except ConfigTypeError as error:
                 if inner is None:
                     facts = settings[key].metadata
-                    if facts.get("least") is None or value not in (None, "null"):
+                    if facts.get("ge") is None or value not in (None, "null"):
                         raise
                     raise ConfigTypeError(f"{error}: {facts['help']}") from None  # 0: never
-                example = f"{name}.{fields(inner)[0].name}={shown(fields(inner)[0].default)}"
+                example = f"{name}.{fields(inner)[0].name}={quote(fields(inner)[0].default)}"
                 raise ConfigTypeError(
                     f"{error}; its settings have its name, as {example}"
                 ) from None
-            _check_setting(name, found[name], settings[key].metadata)
+            _check_field_range(name, found[name], settings[key])
     return found
 
 
-def make(cls: type[T], values: Mapping[str, Any]) -> T:
-    """The dataclass of values that `read` gave."""
-    own: dict[str, Any] = {}
-    groups: dict[str, dict[str, Any]] = {}
+def build_settings(cls: type[T], values: Mapping[str, Any]) -> T:
+    """The dataclass of values that `read_settings` returned."""
+    plain: dict[str, Any] = {}
+    by_group: dict[str, dict[str, Any]] = {}
     for key, value in values.items():
         first, dot, rest = key.partition(".")
         if dot:
-            groups.setdefault(first, {})[rest] = value
+            by_group.setdefault(first, {})[rest] = value
         else:
-            own[key] = value
-    for name, inside in groups.items():
-        if own.get(name) is not None and not is_dataclass(own[name]):
+            plain[key] = value
+    for name, inside in by_group.items():
+        if plain.get(name) is not None and not is_dataclass(plain[name]):
             more = next(iter(inside))
             raise ConfigError(
-                f"{name}={shown(own[name])} and {name}.{more}={shown(inside[more])} contradict "
+                f"{name}={quote(plain[name])} and {name}.{more}={quote(inside[more])} contradict "
                 "each other: give one of them"
             )
-    kinds = hints(cls)
-    inner = {name: make(_dataclass(kinds[name]), inside) for name, inside in groups.items()}
-    return cls(**own | inner)
+    kinds = field_types(cls)
+    inner = {
+        name: build_settings(_dataclass(kinds[name]), inside) for name, inside in by_group.items()
+    }
+    return cls(**plain | inner)
 
 
-def check(name: str, value: Any, kind: Any, parse: Parse | None = None) -> Any:
+def check_type(name: str, value: Any, kind: Any, parse: Parse | None = None) -> Any:
     """The value as a field of this type needs it; raises ConfigTypeError if it is of another."""
     if kind is str and parse and (value is None or (value == "null" and parse(value) is None)):
         # Elsewhere on a command line null is none: here it would name a file or a repository
@@ -139,13 +146,13 @@ def check(name: str, value: Any, kind: Any, parse: Parse | None = None) -> Any:
     except ConfigError:
         raise
     except (TypeError, ValueError):
-        raise ConfigTypeError(f"{name}={shown(value)} is not {describe(kind)}") from None
+        raise ConfigTypeError(f"{name}={quote(value)} is not {describe_type(kind)}") from None
 
 
-def check_bounds(settings: Any) -> None:
-    """For __post_init__: raises ConfigError for a value beyond its field's `least` or `most`."""
+def check_ranges(settings: Any) -> None:
+    """For __post_init__: raises ConfigError for a value beyond its field's range."""
     for f in fields(settings):
-        _check_setting(f.name, getattr(settings, f.name), f.metadata)
+        _check_field_range(f.name, getattr(settings, f.name), f)
 
 
 def suggest(name: str, known: Iterable[str], cutoff: float = 0.5) -> str:
@@ -186,16 +193,16 @@ def _count_edits(a: str, b: str) -> int | None:
     return row[-1] if row[-1] <= most else None
 
 
-def describe(kind: Any) -> str:
+def describe_type(kind: Any) -> str:
     """A type in words."""
     origin, args = get_origin(kind), get_args(kind)
     if origin in (UnionType, Union):
-        return " or ".join(map(describe, args))
+        return " or ".join(map(describe_type, args))
     if origin is Literal:
         return f"one of {', '.join(map(str, args))}" if len(args) > 1 else str(args[0])
     if origin in (list, tuple):
         several = f"a list of {_plural(args[0])}"
-        return several if origin is list else f"{describe(args[0])} or {several}"
+        return several if origin is list else f"{describe_type(args[0])} or {several}"
     return NAMES[origin or kind][0] if _dataclass(kind) is None else "a group of settings"
 
 
@@ -207,30 +214,45 @@ def _plural(kind: Any) -> str:
 
 def _group(cls: type, values: Mapping[str, Any], parse: Parse | None, name: str) -> Any:
     """A dataclass in a list."""
-    found = read(cls, values, parse=parse, group=f"{name}.")
-    own = {key.removeprefix(f"{name}."): value for key, value in found.items()}
+    checked = read_settings(cls, values, parse=parse, group=f"{name}.")
+    settings = {key.removeprefix(f"{name}."): value for key, value in checked.items()}
     for f in fields(cls):
-        if f.default is f.default_factory is MISSING and f.name not in own:
-            raise ConfigError(f"{name} needs {f.name!r}; it has {', '.join(own) or 'nothing'}")
-    return make(cls, own)
+        if f.default is f.default_factory is MISSING and f.name not in settings:
+            raise ConfigError(f"{name} needs {f.name!r}; it has {', '.join(settings) or 'nothing'}")
+    return build_settings(cls, settings)
 
 
-def check_range(name: str, value: Any, least: float | None, most: float | None) -> None:
-    """Raises ConfigError unless the value is None or in this range."""
-    if value is None or isinstance(value, str):  # of a setting that is a number or a word
-        return
-    if isinstance(value, tuple):
-        for item in value:
-            check_range(name, item, least, most)
-        return
-    if least is not None and not value >= least:  # NaN too
-        raise ConfigError(f"{name}={shown(value)} must be at least {least}")
-    if most is not None and not value <= most:
-        raise ConfigError(f"{name}={shown(value)} must be at most {most}")
+def check_range(
+    name: str,
+    value: Any,
+    ge: float | None = None,
+    le: float | None = None,
+    *,
+    gt: float | None = None,
+    lt: float | None = None,
+    finite: bool = False,
+) -> None:
+    """Raises ConfigError for a number, or one of a tuple, that is beyond this range."""
+    numbers = value if isinstance(value, tuple) else (value,)
+    for number in (n for n in numbers if type(n) in (int, float)):
+        text = f"{name}={quote(number)} must be"
+        if ge is not None and not number >= ge:  # NaN too
+            raise ConfigError(f"{text} at least {ge}")
+        if gt is not None and not number > gt:
+            raise ConfigError(f"{text} above {gt}")
+        if le is not None and not number <= le:
+            raise ConfigError(f"{text} at most {le}")
+        if lt is not None and not number < lt:
+            raise ConfigError(f"{text} below {lt}")
+        if finite and type(number) is int and number >= 2**63:
+            raise ConfigError(f"{text} below 2**63")
+        if finite and math.isinf(number):
+            raise ConfigError(f"{text} finite")
 
 
-def _check_setting(name: str, value: Any, metadata: Mapping[str, Any]) -> None:
-    check_range(name, value, metadata.get("least"), metadata.get("most"))
+def _check_field_range(name: str, value: Any, field: Field[Any]) -> None:
+    limits = {key: field.metadata.get(key) for key in ("ge", "gt", "le", "lt")}
+    check_range(name, value, **limits, finite=field.metadata.get("finite", False))
 
 
 def _dataclass(kind: Any) -> Any:

@@ -1,0 +1,1 @@
+"""Helpers for every package: settings, JSON and YAML files, paths, terminals, random bits."""

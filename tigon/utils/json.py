@@ -1,0 +1,176 @@
+"""JSON files of unknown origin, read within limits, and values of them in messages."""
+
+import json
+import math
+import os
+import re
+import stat
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+MAX_BYTES = 16 * 2**20  # of a file, unless the caller knows better
+MAX_VALUES = 3_200_000  # `[],` a million times over is small as a file only
+MAX_DEPTH = 100
+MAX_DIGITS = 100  # of a number; tokenizer_config.json's model_max_length has 31
+KINDS = {
+    dict: "an object",
+    list: "a list",
+    str: "a text",
+    bool: "a truth value",
+    type(None): "null",
+}
+SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
+
+Path = str | os.PathLike[str]
+
+
+class DuplicateKeyError(ValueError):
+    """A key that an object has twice."""
+
+    def __init__(self, key: str) -> None:
+        super().__init__(f"it names {quote(key)} twice")
+        self.key = key
+
+
+def read_json(path: Path, *, max_bytes: int = MAX_BYTES, nan: bool = False) -> dict[str, Any]:
+    """The object in a JSON file; raises ValueError with the file's name as `parse_json` does.
+
+    A file that is larger than `max_bytes` or no regular file is refused before it is read.
+    """
+    return parse_object(read_bytes(path, max_bytes), path, nan=nan)
+
+
+def read_bytes(path: Path, max_bytes: int) -> bytes:
+    """The bytes of a regular file; raises ValueError if it is another or has more."""
+    with open(path, "rb", opener=_open) as file:
+        status = os.fstat(file.fileno())
+        if not stat.S_ISREG(status.st_mode):
+            raise ValueError(f"{escape(path)} is not a regular file")
+        data = file.read(max_bytes + 1)
+    if len(data) > max_bytes:
+        raise ValueError(
+            f"{escape(path)} has {status.st_size} bytes, and such a file {max_bytes} at most"
+        )
+    return data
+
+
+def _open(path: str, flags: int) -> int:
+    return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))  # a pipe would wait for its writer
+
+
+def parse_object(data: bytes, where: Path, *, nan: bool = False) -> dict[str, Any]:
+    """As `parse_json`, for what must be an object."""
+    content = parse_json(data, where, nan=nan)
+    if not isinstance(content, dict):
+        kind = KINDS.get(type(content), "a number")
+        raise ValueError(f"{escape(where)} is not a JSON object but {kind}")
+    return content
+
+
+def parse_json(data: bytes, where: Path, *, nan: bool = False) -> Any:
+    """The content of JSON in UTF-8. The name `where` begins every message.
+
+    Raises ValueError for what is no JSON, has too many values, is nested too deeply, has a key
+    twice, a number of too many digits, or half a surrogate pair; and unless `nan` is true, for NaN
+    and infinity.
+    """
+    name = escape(where)
+    if (values := sum(map(data.count, (b",", b"[", b"{")))) > MAX_VALUES:
+        raise ValueError(f"{name} has about {values} values, and such a file {MAX_VALUES} at most")
+    try:
+        content = json.loads(
+            data.decode(),
+            object_pairs_hook=object_from_pairs,
+            parse_int=_parse_int,
+            parse_float=float if nan else _parse_float,
+            parse_constant=float if nan else _parse_float,
+        )
+        _check_depth(content)
+        if SURROGATE.search(data):
+            json.dumps(content, ensure_ascii=False).encode()
+    except RecursionError:
+        raise ValueError(f"{name} is nested deeper than {MAX_DEPTH} levels") from None
+    except DuplicateKeyError as error:
+        raise ValueError(f"{name}: {error}") from None
+    except UnicodeEncodeError as error:
+        text = quote(error.object[error.start : error.end])
+        raise ValueError(f"{name} has {text}, which is half a surrogate pair") from None
+    except ValueError as error:  # of JSON and of UTF-8
+        raise ValueError(f"{name} is not valid JSON: {escape(error)}") from None
+    return content
+
+
+def object_from_pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object, as `json.loads` calls its object_pairs_hook; raises DuplicateKeyError."""
+    result = dict(pairs)
+    if len(result) < len(pairs):
+        counts = Counter(key for key, _ in pairs)
+        raise DuplicateKeyError(next(key for key, count in counts.items() if count > 1))
+    return result
+
+
+def _parse_int(text: str) -> int:
+    if len(text) > MAX_DIGITS:
+        raise ValueError(f"a number of {len(text)} digits")
+    return int(text)
+
+
+def _parse_float(text: str) -> float:
+    if not math.isfinite(value := float(text)):
+        raise ValueError(f"{escape(text, 20)} is not a finite number")
+    return value
+
+
+def _check_depth(content: Any) -> None:
+    level = [content]
+    for _ in range(MAX_DEPTH):
+        containers = [value for value in level if isinstance(value, dict | list)]
+        if not containers:
+            return
+        level = [v for c in containers for v in (c.values() if isinstance(c, dict) else c)]
+    if any(isinstance(value, dict | list) for value in level):
+        raise RecursionError
+
+
+def quote(value: Any, most: int = 100) -> str:
+    """A value of a file, for a message: as Python writes it (text in quotes, control characters
+    and terminal escapes escaped), cut behind `most` characters."""
+    text = ""
+    for piece in _pieces(value, most):
+        text += piece
+        if len(text) > most + 2:  # the quotes
+            return f"{text[:most]}..."
+    return text
+
+
+def escape(text: object, most: int = 1000) -> str:
+    """As `shown`, without quotes: for paths and other libraries' messages."""
+    text = str(text)
+    plain = "".join(
+        c if c.isprintable() else c.encode("unicode_escape").decode() for c in text[:most]
+    )
+    return f"{plain}..." if len(text) > most else plain
+
+
+def _pieces(value: Any, most: int) -> Iterator[str]:
+    if isinstance(value, str | bytes):
+        yield repr(value[: most + 3])  # so that `shown` sees that it is cut
+    elif isinstance(value, dict):
+        yield "{"
+        for i, (key, item) in enumerate(value.items()):
+            yield ", " if i else ""
+            yield from _pieces(key, most)
+            yield ": "
+            yield from _pieces(item, most)
+        yield "}"
+    elif isinstance(value, list | tuple):
+        yield "[" if isinstance(value, list) else "("
+        for i, item in enumerate(value):
+            yield ", " if i else ""
+            yield from _pieces(item, most)
+        yield "]" if isinstance(value, list) else ",)" if len(value) == 1 else ")"
+    elif isinstance(value, int) and value.bit_length() > 4 * most:
+        yield f"a number of {value.bit_length()} bits"
+    else:
+        yield escape(repr(value), most + 3)

@@ -101,7 +101,7 @@ def speed(job: Job, corpus: Path, root: Path) -> None:
         for what in ("tigon", "datasets")
     }
     if not sides["datasets"]:
-        job.add("datasets is not installed, so nothing to compare with: pip install 'tigon[data]'")
+        job.add("datasets is not installed, so nothing to compare with: pip install 'tigon[train]'")
         return
     pairs = list(zip(sides["tigon"], sides["datasets"], strict=True))
     assert all(a["tokens"] == b["tokens"] for a, b in pairs)

@@ -17,7 +17,7 @@ from typing import Any
 if not __package__:  # a script: runs where nothing is installed
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from tigon.data import Loader, Mixture, TextEncoder, find_sources, split, tokenised
+from tigon.data import Loader, Mixture, TextEncoder, find_sources, pack_documents, tokenize
 from tigon.tokenizer import Tokenizer
 
 
@@ -32,8 +32,9 @@ def peak() -> float:
 def tigon(corpus: str, tokenizer: str, workers: int) -> dict[str, Any]:
     encoder = TextEncoder(Tokenizer.from_pretrained(tokenizer))
     began = time.perf_counter()
-    (part,) = tokenised(find_sources(corpus), encoder, workers=workers)
-    return {"seconds": time.perf_counter() - began, "tokens": part.tokens, "peak_gib": peak()}
+    parts = tokenize(find_sources(corpus), encoder, workers=workers)
+    tokens = sum(len(part.tokens) for part in parts)
+    return {"seconds": time.perf_counter() - began, "tokens": tokens, "peak_gib": peak()}
 
 
 def mapped(tokenizer: Tokenizer, rows: dict[str, list[str]]) -> dict[str, list[list[int]]]:
@@ -61,10 +62,10 @@ def rank(corpus: str, tokenizer: str, workers: int, number: int, most: int) -> d
     """As a rank of two that trains on the corpus, without a model; `most` steps of an epoch."""
     encoder = TextEncoder(Tokenizer.from_pretrained(tokenizer))
     start, began = peak(), time.perf_counter()
-    parts = tokenised(find_sources(corpus), encoder, workers=workers)
+    parts = tokenize(find_sources(corpus), encoder, workers=workers)
     made, made_seconds = peak(), time.perf_counter() - began
     worker = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 2**20
-    rows = partial(split, seq_len=2048)
+    rows = partial(pack_documents, seq_len=2048)
     shape = {"batch_size": 64, "micro_batch_size": 4, "seed": 0, "rank": number, "world": 2}
     data = Loader(Mixture([parts], size=65536), rows, **shape)
     began = time.perf_counter()

@@ -29,7 +29,7 @@ import torch
 
 from bench.harness import RESULTS, Record, figure, markdown, save, write_docs
 from bench.train_cases import CASES, MODELS
-from tigon.data.examples import counted
+from tigon.data.examples import format_count
 from tigon.models import MODELS as FAMILIES
 from tigon.plan import (
     Constants,
@@ -341,7 +341,7 @@ def scenario(plan: LayoutPlan) -> str:
     return "\n\n".join(
         [
             f"{whole / 1e9:,.1f} billion parameters on {plan.job.gpus:,} GPUs; "
-            f"{counted(plan.job.batch_rows, 'row')} of {plan.job.seq_len:,} tokens per step, "
+            f"{format_count(plan.job.batch_rows, 'row')} of {plan.job.seq_len:,} tokens per step, "
             f"{tokens:,} in all.",
             markdown(head, rows),
             f"Memory of the first layout in GiB: {kinds}. Its step in seconds: {took}. "

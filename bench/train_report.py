@@ -9,7 +9,7 @@ from bench.harness import Record, figure, heading, judge, markdown, verdict
 from bench.kernels_report import STYLE
 from bench.train_cases import CASES, OURS, PEER, Case
 from bench.train_limit import ADAMW, ATTENTION, OPTIMIZER, PASSES, PRODUCTS
-from tigon.data.examples import counted
+from tigon.data.examples import format_count
 
 PICTURE, DOCUMENT = "docs/train_step.svg", "docs/performance.md"
 # Of the first loss, on the same weights: both are means of thousands of tokens' losses in fp32, of
@@ -256,7 +256,7 @@ def details(record: Record) -> str:
             continue
         used = "; ".join(f"{side}: {attention(case, side)}" for side in sides_of(case))
         rounds = len(good(case, sides_of(case)[1]))
-        stamp = f"Commit {case['commit']}, {case['date'][:10]}, {counted(rounds, 'round')}. "
+        stamp = f"Commit {case['commit']}, {case['date'][:10]}, {format_count(rounds, 'round')}. "
         stamp += f"Attention: {used}."
         tried = "; ".join(f"{name} {found(t)}" for name, t in case["tried"].items())
         stamp += f" Settings tried for the peer: {tried}." if tried else ""

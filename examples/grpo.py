@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 import tigon
-from tigon.data.answers import advantages_of
+from tigon.data.encode import compute_advantages
 from tigon.kernels.loss.terms import LogProbs
 from tigon.models import CausalLM
 from tigon.train.objectives.losses import Clip, divergence, policy_gradient
@@ -88,7 +88,7 @@ def learn(
         asked = [prompt for prompt in chosen for _ in range(settings.group)]
         rewards = torch.tensor([reward(*one) for one in zip(asked, answers.texts, strict=True)])
         grouped = rewards.view(-1, settings.group).double().numpy()
-        advantages = torch.cat([torch.from_numpy(advantages_of(row)) for row in grouped])
+        advantages = torch.cat([torch.from_numpy(compute_advantages(row)) for row in grouped])
         advantages = advantages.float().to(model.device)[:, None]
         with torch.no_grad():
             old = logprobs(model, answers)

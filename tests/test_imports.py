@@ -41,7 +41,7 @@ ARROWS: dict[str, set[str]] = {
 }
 # These load at run time what is below them: torch takes seconds, which neither --help needs nor the
 # processes that tokenise
-LAZY = {"tigon", "tigon.cli.main", "tigon.data", "tigon.tokenizer.tokenizer"}
+LAZY = {"tigon", "tigon.cli.main", "tigon.tokenizer.tokenizer"}
 # Imports what a user names
 BY_NAME = {"tigon.train.hooks"}
 # Takes a second and 25 MB, which models of one process do without
@@ -52,10 +52,12 @@ LATE = {("tigon.train.build", "tigon.train.auto_layout")}
 # Extras; imported where they are used, with an error that says what to install
 OPTIONAL = {
     "datasets",
+    "filelock",
     "flash_attn",
     "gguf",
     "lm_eval",
     "matplotlib",
+    "multiprocess",
     "pyarrow",
     "tensorboard",
     "torch.utils.tensorboard",

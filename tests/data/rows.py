@@ -1,39 +1,30 @@
 """Sources of numbered rows, and what encodes them: small enough to compare every value."""
 
-import hashlib
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from tigon.data.blocks import Block, Source
-from tigon.data.examples import Encoder, Examples, Report
+from tigon.data.examples import Encoder, EncodingReport, Examples
 from tigon.data.formats import Format
+from tigon.data.sources import Block, Source
 
 PER_BLOCK = 7
 
 
-@dataclass(frozen=True)
-class Lines(Block):
-    first: int
-    lines: tuple[str, ...]
-
-    def rows(self):
-        for line, text in enumerate(self.lines, self.first):
-            yield line, json.loads(text)
-
-
-@dataclass(frozen=True)
 class File(Source):
-    def blocks(self) -> Iterator[Block]:
-        lines = Path(self.name).read_text().splitlines()
-        for i in range(0, len(lines), PER_BLOCK):
-            yield Lines(self.name, self.format, i + 1, tuple(lines[i : i + PER_BLOCK]))
+    """Blocks of PER_BLOCK rows."""
 
-    def digest(self) -> str:
-        return hashlib.sha256(Path(self.name).read_bytes()).hexdigest()
+    def read(self, start: int = 0) -> Iterator[tuple[int, Any]]:
+        lines = Path(self.name).read_text().splitlines()
+        yield from ((i, json.loads(text)) for i, text in enumerate(lines[start:], start + 1))
+
+    def blocks(self, first: int = 0, last: int | None = None) -> Iterator[Block]:
+        records = list(self.records(first, last))
+        for i in range(0, len(records), PER_BLOCK):
+            yield Block(self.name, self.format, records[i : i + PER_BLOCK])
 
 
 class Count(Encoder):
@@ -77,7 +68,9 @@ class Count(Encoder):
             columns,
             {},
             None if len(groups) == len(offsets) else np.array(groups),
-            Report(len(groups) - 1 + skipped, skipped, errors=("nothing",) * min(skipped, 5)),
+            EncodingReport(
+                len(groups) - 1 + skipped, skipped, errors=("nothing",) * min(skipped, 5)
+            ),
         )
 
 

@@ -20,7 +20,7 @@ from tigon.data import (
     find_sources,
     read,
 )
-from tigon.data.preferences import split_prompt
+from tigon.data.formats import split_prompt
 from tigon.tokenizer import Tokenizer
 
 ASK, HO = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}
@@ -422,7 +422,7 @@ NUMBERS: dict[str, tuple[type, dict[str, Any], str]] = {
     "teacher's token for no int32": (
         TopEncoder,
         {"teacher_tokens": [None, None, [6, 2**32 + 7], [8]]},
-        "token 2 has a token twice, or one that is none",
+        "token 2 has a duplicate or negative id",
     ),
     "teacher's texts": (
         TopEncoder,

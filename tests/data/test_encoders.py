@@ -23,10 +23,10 @@ from tigon.data import (
     examples,
     find_sources,
     join,
-    lines,
     read,
+    sources,
 )
-from tigon.data.lines import JsonFile
+from tigon.data.sources import JsonFile
 from tigon.tokenizer import Tokenizer
 
 HI, HO = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}
@@ -157,7 +157,7 @@ def test_columns_that_some_blocks_lack_are_filled(
     rows = [{"messages": CHAT, **more} for more in ({}, {"weight": 0.5}, {}, {"weight": 1})]
     whole = encode(ChatEncoder(tokenizer), *rows)
     assert [weight for _, weight in said(tokenizer, whole)] == [1, 1, 0.5, 0.5, 1, 1, 1, 1]
-    monkeypatch.setattr(lines, "SIZE", 1)  # a block for each row
+    monkeypatch.setattr(sources, "SIZE", 1)  # a block for each row
     blocks = encode(ChatEncoder(tokenizer), *rows)
     assert whole.fingerprint() == blocks.fingerprint() and whole.report == blocks.report
     np.testing.assert_array_equal(whole.origin, blocks.origin)
@@ -212,7 +212,7 @@ def test_turns_that_the_template_rewrites_are_examples_of_their_own(
     assert (every.report.rewritten, every.report.extra, len(every)) == (0, 1, 3)
     assert every.report.lines()[0].startswith("1 extra example, for turns")
     assert every.groups is None and every.origin[:, 1].tolist() == [1, 1, 2]
-    monkeypatch.setattr(lines, "SIZE", 1)  # a block for each row
+    monkeypatch.setattr(sources, "SIZE", 1)  # a block for each row
     blocks = encode(ChatEncoder(rewriting, train_on="all_turns"), *rows)
     assert blocks.fingerprint() == every.fingerprint() and blocks.report == every.report
     stable = [ChatEncoder(tokenizer, train_on=t) for t in ("assistant", "all_turns")]
@@ -444,8 +444,8 @@ def test_keys_that_would_write_to_a_terminal(tokenizer: Tokenizer, encode: Any) 
 def test_lists_that_are_small_as_bytes_only(
     tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tigon.data.lines.SPACIOUS", 1000)
-    monkeypatch.setattr("tigon.data.lines.MOST_CONTAINERS", 100)
+    monkeypatch.setattr("tigon.data.sources.SPACIOUS", 1000)
+    monkeypatch.setattr("tigon.data.sources.MOST_CONTAINERS", 100)
     (tmp_path / "a.jsonl").write_text('{"text": "a", "x": [' + "[]," * 500 + "[]]}\n")
     with pytest.raises(ValueError, match=r"a\.jsonl:1: has more than 100 lists and objects"):
         TextEncoder(tokenizer).open(JsonFile(str(tmp_path / "a.jsonl"), Format()))

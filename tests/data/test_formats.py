@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 
 from tigon.data import Format
-from tigon.data.examples import Report, counted
-from tigon.data.formats import CHATS, TEXTS, Chat, Text, as_chat, as_text
-from tigon.data.lines import _Frames
+from tigon.data.examples import EncodingReport, format_count
+from tigon.data.formats import CHATS, TEXTS, Conversation, Text, as_chat, as_text
+from tigon.data.sources import _Frames
 
 HI = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]
 SYSTEM = {"role": "system", "content": "be"}
@@ -16,8 +16,8 @@ TOOL = {"type": "function", "function": {"name": "f", "parameters": {}}}
 CALL = {"type": "function", "function": {"name": "f", "arguments": {"a": 1}}}
 
 
-def chat(row: dict[str, Any], **columns: str) -> Chat | Text:
-    return as_chat(row, Format(None, columns).told(row, CHATS))
+def chat(row: dict[str, Any], **columns: str) -> Conversation | Text:
+    return as_chat(row, Format(None, columns).detect(row, CHATS))
 
 
 @pytest.mark.parametrize(
@@ -76,21 +76,21 @@ def chat(row: dict[str, Any], **columns: str) -> Chat | Text:
 def test_the_format_is_told_from_the_keys(
     row: dict[str, Any], kind: str, messages: list[Any]
 ) -> None:
-    form = Format().told(row, CHATS)
+    form = Format().detect(row, CHATS)
     assert form.kind == kind
     found = as_chat(row, form)
-    assert isinstance(found, Chat) and found.messages == messages
+    assert isinstance(found, Conversation) and found.messages == messages
     assert found.weights == [None] * len(messages) and found.weight == 1 and found.tools is None
     assert found.prompt == (1 if kind == "prompt_completion" else 0)
-    assert Format(kind, {}).told(row, CHATS) == form
+    assert Format(kind, {}).detect(row, CHATS) == form
 
 
 def test_other_names_for_keys() -> None:
     row = {"dialog": HI, "fns": [TOOL], "w": 0.5, "messages": 3}
     found = chat(row, messages="dialog", tools="fns", weight="w")
-    assert isinstance(found, Chat)
+    assert isinstance(found, Conversation)
     assert (found.messages, found.tools, found.weight) == (HI, [TOOL], 0.5)
-    form = Format(None, {"messages": "dialog"}).told(row, CHATS)
+    form = Format(None, {"messages": "dialog"}).detect(row, CHATS)
     assert form.read_keys() >= {"dialog", "tools"} and "messages" not in form.read_keys()
     # Names that are given decide, where keys would fit several formats
     row = {"messages": HI, "prompt": "a", "completion": "b", "q": "c"}
@@ -101,21 +101,21 @@ def test_other_names_for_keys() -> None:
 def test_prompts_and_texts() -> None:
     assert chat({"prompt": "a", "completion": "b", "weight": 2}) == Text("b", "a", 2.0)
     said = chat({"prompt": HI[:1], "completion": HI[1:], "system": "be"})
-    assert isinstance(said, Chat) and (said.messages, said.prompt) == ([SYSTEM, *HI], 2)
+    assert isinstance(said, Conversation) and (said.messages, said.prompt) == ([SYSTEM, *HI], 2)
     with pytest.raises(ValueError, match="'system' needs a prompt of messages, not a text"):
         chat({"prompt": "a", "completion": "b", "system": "be"})
     pair = {"prompt": "a", "chosen": "b", "rejected": "c"}
-    forms = [str(Format().told(row, ("preference",))) for row in (pair, pair | {"system": None})]
+    forms = [str(Format().detect(row, ("preference",))) for row in (pair, pair | {"system": None})]
     assert forms[0] == "preference [] None" and forms[0] != forms[1]  # caches have their names
     row = {"text": "a", "messages": HI}
-    assert as_text(row, Format().told(row, TEXTS)) == Text("a")
+    assert as_text(row, Format().detect(row, TEXTS)) == Text("a")
 
 
 @pytest.mark.parametrize("tools", [[TOOL], '[{"type": "function", "function": {"name": "f", '])
 def test_tools_as_a_list_or_its_json(tools: Any) -> None:
     tools = tools if isinstance(tools, list) else tools + '"parameters": {}}}]'
     found = chat({"messages": HI, "tools": tools, "chat_template_kwargs": {"think": False}})
-    assert isinstance(found, Chat) and found.tools == [TOOL]
+    assert isinstance(found, Conversation) and found.tools == [TOOL]
     assert found.variables == {"think": False}
 
 
@@ -128,7 +128,7 @@ def test_weights_of_messages_and_rows() -> None:
         {**HI[1], "weight": 0.5},
     ]
     found = chat({"messages": messages, "weight": 3})
-    assert isinstance(found, Chat)
+    assert isinstance(found, Conversation)
     assert found.weights == [1, 0, None, 0, 0.5] and found.weight == 3
     assert found.messages == [HI[0], HI[1], {**HI[0]}, HI[1], HI[1]]
 
@@ -179,10 +179,10 @@ def test_rows_that_fit_no_format(row: dict[str, Any], message: str) -> None:
 
 
 def test_later_rows_must_have_the_format_of_the_first() -> None:
-    form = Format().told({"messages": HI}, CHATS)
+    form = Format().detect({"messages": HI}, CHATS)
     with pytest.raises(ValueError, match=r"needs a list of messages 'messages', as .* first row"):
         as_chat({"prompt": "a", "completion": "b"}, form)
-    form = Format().told({"conversations": [{"from": "human", "value": "x"}]}, CHATS)
+    form = Format().detect({"conversations": [{"from": "human", "value": "x"}]}, CHATS)
     with pytest.raises(ValueError, match="needs the keys 'from' and 'value'"):
         as_chat({"conversations": HI}, form)
 
@@ -195,8 +195,8 @@ def test_settings_that_name_nothing() -> None:
 
 
 def test_numbers_of_things_in_words():
-    assert [counted(n, "row") for n in (0, 1, 2000)] == ["0 rows", "1 row", "2,000 rows"]
-    lines = Report(1, skipped=1, errors=("a:1: bad",)).lines()
+    assert [format_count(n, "row") for n in (0, 1, 2000)] == ["0 rows", "1 row", "2,000 rows"]
+    lines = EncodingReport(1, skipped=1, errors=("a:1: bad",)).lines()
     assert lines == ["1 of 1 row skipped as bad:\n  a:1: bad"]
 
 

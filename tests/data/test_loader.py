@@ -5,8 +5,8 @@ import pytest
 import torch
 
 from tests.data.test_packing import make, window
-from tigon.data import Loader, MicroBatch, Mixture, split, whole
-from tigon.data.collate import Line, collate
+from tigon.data import Loader, MicroBatch, Mixture, pack_documents, pack_examples
+from tigon.data.collate import BatchLine, collate
 
 LENGTHS = np.random.default_rng(0).integers(2, 30, size=103)
 EXAMPLES = make(LENGTHS, np.random.default_rng(1).random(LENGTHS.sum()) < 0.7)
@@ -17,7 +17,7 @@ def loader(
     rank: int = 0, world: int = 1, packing: bool = True, size: int = 1000, **kwargs
 ) -> Loader:
     """Of windows of `size` examples."""
-    rows = partial(whole, seq_len=32, packing=packing)
+    rows = partial(pack_examples, seq_len=32, packing=packing)
     windows = Mixture.of(EXAMPLES, size)
     return Loader(windows, rows, rank=rank, world=world, **{**SHAPE, "seed": 3, **kwargs})
 
@@ -118,7 +118,7 @@ def test_the_stream_depends_on_seed_and_step_alone():
 
 
 def test_the_order_is_the_same_with_every_numpy():
-    windows, rows = Mixture.of(EXAMPLES), partial(split, seq_len=100)
+    windows, rows = Mixture.of(EXAMPLES), partial(pack_documents, seq_len=100)
     data = Loader(windows, rows, batch_size=20, micro_batch_size=1, seed=0)
     first, second = ([rows[0][0] // 100 for rows in taken(data, epoch)] for epoch in range(2))
     assert first == [11, 3, 13, 2, 15, 1, 8, 6, 0, 7, 14, 4, 10, 12, 16, 5, 9]
@@ -224,7 +224,7 @@ def test_columns_of_any_kind_follow_their_tokens_and_examples(packing):
     rewards = np.arange(99, dtype=np.float32)
     columns = {"weights": weights, "teacher": teacher}
     examples = make(lengths, groups=groups, per_example={"reward": rewards}, **columns)
-    rows = partial(whole, seq_len=96, packing=packing)
+    rows = partial(pack_examples, seq_len=96, packing=packing)
     data = Loader(Mixture.of(examples), rows, batch_size=4, micro_batch_size=2, seed=5)
     seen = []
     for batch in [b for step in range(data.steps_per_epoch) for b in data.micro_batches(step)]:
@@ -257,7 +257,7 @@ def test_where_names_the_examples_of_a_step():
 
 def test_an_epoch_without_anything_to_learn():
     examples = make([4, 6, 3], [0] * 13)
-    windows, rows = Mixture.of(examples), partial(whole, seq_len=4)
+    windows, rows = Mixture.of(examples), partial(pack_examples, seq_len=4)
     data = Loader(windows, rows, batch_size=1, micro_batch_size=1)
     with pytest.raises(ValueError, match="no example of f has anything to learn within seq_len 4"):
         _ = data.steps_per_epoch
@@ -270,7 +270,7 @@ def test_an_epoch_without_anything_to_learn():
 def test_limits_within_which_nothing_is_to_be_learned(most, seq_len, limits):
     """The last token of each example is all that it teaches."""
     examples = make([4, 6, 3], [0, 0, 0, 1, 0, 0, 0, 0, 0, 1, 0, 0, 1])
-    rows = partial(whole, seq_len=seq_len, most=most)
+    rows = partial(pack_examples, seq_len=seq_len, most=most)
     data = Loader(Mixture.of(examples), rows, batch_size=1, micro_batch_size=1)
     with pytest.raises(ValueError, match=f"anything to learn within {limits}$"):
         _ = data.steps_per_epoch
@@ -279,7 +279,7 @@ def test_limits_within_which_nothing_is_to_be_learned(most, seq_len, limits):
 def test_a_window_without_rows_in_the_middle_of_a_batch():
     examples = make([4] * 4, [0, 0, 1, 1, 0, 0, 0, 0, 0, 1, 0, 0, 0, 0, 1, 0])
     data = Loader(
-        Mixture.of(examples, 1), partial(whole, seq_len=4), batch_size=4, micro_batch_size=1
+        Mixture.of(examples, 1), partial(pack_examples, seq_len=4), batch_size=4, micro_batch_size=1
     )
     for step in range(2):
         assert taken(data, step) == [[[0, 4]], [[8, 12]], [[12, 16]]]
@@ -300,14 +300,14 @@ def test_some_sequences_of_a_batch_in_one_line():
     examples = make(lengths, per_example=per_example, noise=rng.random(sum(lengths)))
     corpus = Mixture.of(examples).corpus
     spans = np.stack([examples.offsets[:-1], examples.offsets[1:]], axis=1)
-    packed = collate(corpus, [Line(corpus, spans[:3]), Line(corpus, spans[3:])], 16)
-    padded = collate(corpus, [Line(corpus, span[None]) for span in spans])
+    packed = collate(corpus, [BatchLine(corpus, spans[:3]), BatchLine(corpus, spans[3:])], 16)
+    padded = collate(corpus, [BatchLine(corpus, span[None]) for span in spans])
     for batch in (packed, padded):
         assert batch.known("kind").tolist() == [1, 0, 1, 1, 0]
         for keep in ([1, 0, 1, 1, 0], [0, 1, 0, 0, 1], [1, 1, 1, 1, 1]):
             chosen = np.array(keep, dtype=bool)
             found = batch.select(chosen)
-            expected = collate(corpus, [Line(corpus, spans[chosen])])
+            expected = collate(corpus, [BatchLine(corpus, spans[chosen])])
             for name in ("input_ids", "position_ids", "cu_seq_lens", "spans", "parts"):
                 assert torch.equal(getattr(found, name), getattr(expected, name)), name
             assert found.attention_mask is None and found.longest == expected.longest

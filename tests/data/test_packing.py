@@ -3,11 +3,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from tigon.data import Examples, Mixture, Window, split, whole
+from tigon.data import Examples, Mixture, Window, pack_documents, pack_examples
 from tigon.data.collate import collate_rows
-from tigon.data.fill import COPIES
-from tigon.data.packing import Lost, best_fit
-from tigon.data.store import Memory
+from tigon.data.packing import MAX_KEY_COPIES, TruncationStats, pack_best_fit
 
 
 def window(examples: Examples) -> Window:
@@ -41,7 +39,7 @@ def test_best_fit_is_the_textbook_algorithm():
             bins[space.index(min(fitting))].append(i)
         else:
             bins.append([i])
-    ours = best_fit(lengths, 64)
+    ours = pack_best_fit(lengths, 64)
     # Bins that are equally full may change places; how full they are may not
     assert sorted(sum(lengths[b]) for b in ours) == sorted(sum(lengths[b]) for b in bins)
 
@@ -49,12 +47,12 @@ def test_best_fit_is_the_textbook_algorithm():
 def test_packing_splits_no_example_and_loses_none():
     lengths = np.random.default_rng(1).integers(2, 100, size=500)
     examples = make(lengths)
-    rows = whole(window(examples), 100)
+    rows = pack_examples(window(examples), 100)
     assert sorted(rows.spans[:, 0].tolist()) == examples.offsets[:-1].tolist()
     assert sorted(rows.spans[:, 1].tolist()) == examples.offsets[1:].tolist()
     assert max(int((r[:, 1] - r[:, 0]).sum()) for r in (rows[i] for i in range(len(rows)))) <= 100
     assert (rows.lost.cut, rows.lost.left_out) == (0, 0)
-    one_each = whole(window(examples), 100, packing=False)
+    one_each = pack_examples(window(examples), 100, packing=False)
     assert one_each.spans.tolist() == list(
         map(list, zip(examples.offsets[:-1], examples.offsets[1:], strict=True))
     )
@@ -63,11 +61,11 @@ def test_packing_splits_no_example_and_loses_none():
 
 def test_long_examples_are_cut_or_left_out_and_counted():
     examples = make([4, 9, 3])
-    cut = whole(window(examples), 6, packing=False)
-    assert cut.lost == Lost(cut_to_row=1, longest=9, needed=9)
+    cut = pack_examples(window(examples), 6, packing=False)
+    assert cut.lost == TruncationStats(cut_to_row=1, longest=9, needed=9)
     assert cut.spans.tolist() == [[0, 4], [4, 10], [13, 16]]
-    left_out = whole(window(examples), 6, packing=False, truncate=False)
-    assert left_out.lost == Lost(left_by_row=1, longest=9, needed=9)
+    left_out = pack_examples(window(examples), 6, packing=False, truncate=False)
+    assert left_out.lost == TruncationStats(left_by_row=1, longest=9, needed=9)
     assert left_out.spans.tolist() == [[0, 4], [13, 16]]
 
 
@@ -75,19 +73,21 @@ def test_examples_with_nothing_left_to_learn_are_left_out():
     within, beyond, only_its_first = [0, 0, 1, 1], [0, 0, 0, 0, 1, 1], [1, 0, 0]
     mask = np.array([*within, *beyond, *only_its_first], dtype=bool)
     examples = make([4, 6, 3], mask)
-    rows = whole(window(examples), 4)
+    rows = pack_examples(window(examples), 4)
     assert rows.spans.tolist() == [[0, 4]]
-    assert rows.lost == Lost(left_by_row=1, unlearned=1, longest=6, needed=6)
-    none = whole(window(examples), 2)
-    assert len(none) == 0 and none.lost == Lost(left_by_row=2, unlearned=1, longest=6, needed=6)
-    most = whole(window(examples), 6, most=4)
-    assert most.lost == Lost(left_by_most=1, unlearned=1, longest=6, needed=4)
+    assert rows.lost == TruncationStats(left_by_row=1, unlearned=1, longest=6, needed=6)
+    none = pack_examples(window(examples), 2)
+    assert len(none) == 0 and none.lost == TruncationStats(
+        left_by_row=2, unlearned=1, longest=6, needed=6
+    )
+    most = pack_examples(window(examples), 6, most=4)
+    assert most.lost == TruncationStats(left_by_most=1, unlearned=1, longest=6, needed=4)
     assert most.spans.tolist() == [[0, 4]]
 
 
 def test_text_is_joined_and_cut_without_loss():
     examples = make([5, 3, 9, 1])
-    rows = split(window(examples), 4)
+    rows = pack_documents(window(examples), 4)
     assert [rows[i].tolist() for i in range(len(rows))] == [
         [[0, 4]],
         [[4, 5], [5, 8]],
@@ -95,7 +95,7 @@ def test_text_is_joined_and_cut_without_loss():
         [[12, 16]],
         [[16, 17], [17, 18]],
     ]
-    apart = split(window(examples), 4, packing=False)
+    apart = pack_documents(window(examples), 4, packing=False)
     assert [apart[i].tolist() for i in range(len(apart))] == [
         [[0, 4]],
         [[4, 5]],
@@ -110,7 +110,7 @@ def test_text_is_joined_and_cut_without_loss():
 def test_groups_share_a_row_and_keep_their_order():
     lengths = np.random.default_rng(2).integers(2, 40, size=200)
     examples = make(lengths, groups=np.arange(0, 201, 2))
-    rows = whole(window(examples), 100)
+    rows = pack_examples(window(examples), 100)
     assert len(rows) < 100 and (rows.lost.cut, rows.lost.left_out) == (0, 0)
     seen = []
     for i in range(len(rows)):
@@ -119,30 +119,30 @@ def test_groups_share_a_row_and_keep_their_order():
         assert np.diff(rows[i]).sum() <= 100
         seen += starts.tolist()
     assert sorted(seen) == list(range(200))
-    apart = whole(window(examples), 100, packing=False)
+    apart = pack_examples(window(examples), 100, packing=False)
     assert len(apart) == 100 and apart[3].tolist() == apart.spans[6:8].tolist()
 
 
 def test_groups_are_cut_to_one_length_or_left_out_together():
     lengths, groups = [3, 9, 2, 4, 1, 9, 8, 7], np.array([0, 2, 4, 6, 8])
     examples = make(lengths, groups=groups)
-    cut = whole(window(examples), 8)
+    cut = pack_examples(window(examples), 8)
     by_start = sorted(cut.spans.tolist())  # one of one token has no target
     assert by_start == [[0, 3], [3, 8], [12, 14], [14, 18], [28, 32], [36, 40]]
-    assert cut.lost == Lost(cut_to_row=2, unlearned=1, longest=9, needed=15)
-    left_out = whole(window(examples), 8, truncate=False)
+    assert cut.lost == TruncationStats(cut_to_row=2, unlearned=1, longest=9, needed=15)
+    left_out = pack_examples(window(examples), 8, truncate=False)
     assert left_out.spans.tolist() == [[12, 14], [14, 18]]
-    assert left_out.lost == Lost(left_by_row=2, unlearned=1, longest=9, needed=15)
-    most = whole(window(examples), 8, most=6)
+    assert left_out.lost == TruncationStats(left_by_row=2, unlearned=1, longest=9, needed=15)
+    most = pack_examples(window(examples), 8, most=6)
     assert sorted(most.spans.tolist()) == by_start
-    assert most.lost == Lost(cut_to_row=2, unlearned=1, longest=9, needed=12)
-    assert whole(window(examples), 12, most=6).lost == Lost(
+    assert most.lost == TruncationStats(cut_to_row=2, unlearned=1, longest=9, needed=12)
+    assert pack_examples(window(examples), 12, most=6).lost == TruncationStats(
         cut_to_most=2, unlearned=1, longest=9, needed=12
     )
-    apart = whole(window(examples), 8, packing=False)  # each has a line of its own
+    apart = pack_examples(window(examples), 8, packing=False)  # each has a line of its own
     assert apart.spans.tolist() == [[0, 3], [3, 11], [12, 14], [14, 18], [28, 36], [36, 43]]
     with pytest.raises(ValueError, match="groups of examples cannot be split"):
-        split(window(examples), 8)
+        pack_documents(window(examples), 8)
 
 
 def of_prompts(groups) -> Examples:
@@ -166,10 +166,10 @@ def test_prompts_of_a_group_are_there_once():
         [([5], [7]), ([5], [8])],  # the token that predicts the answer is there twice
     ]
     examples = of_prompts(groups)
-    rows = whole(window(examples), 40, share=True)
+    rows = pack_examples(window(examples), 40, share=True)
     assert len(rows) == 1 and rows.lost.cut == 0
     assert rows.shared.tolist() == [0, 1, 0, 2, 0, 3, 0, 0]
-    twice = whole(window(examples), 40)
+    twice = pack_examples(window(examples), 40)
     assert rows.spans.shape == twice.spans.shape
     assert (rows.spans[:, 0] - rows.shared).tolist() == twice.spans[:, 0].tolist()
     assert rows.spans[:, 1].tolist() == twice.spans[:, 1].tolist() and not twice.shared.any()
@@ -189,24 +189,28 @@ def test_prompts_of_a_group_are_there_once():
 
 def test_short_prompts_and_lines_of_one_sequence_are_not_shared():
     examples = of_prompts([[([1, 2], [3] * 90), ([1, 2], [4] * 90)]])
-    assert not whole(window(examples), 200, share=True).shared.any()
+    assert not pack_examples(window(examples), 200, share=True).shared.any()
     examples = of_prompts([[([1, 2, 3, 4], [3]), ([1, 2, 3, 4], [4])]])
-    assert not whole(window(examples), 200, packing=False, share=True).shared.any()
-    assert whole(window(examples), 200, share=True).shared.tolist() == [0, 3]
+    assert not pack_examples(window(examples), 200, packing=False, share=True).shared.any()
+    assert pack_examples(window(examples), 200, share=True).shared.tolist() == [0, 3]
 
 
 def test_a_pair_that_shares_its_prompt_has_to_fit_with_one_of_it():
     prompt = list(range(1, 301))
     examples = of_prompts([[(prompt, [7] * 20), (prompt, [8] * 20)]])
-    shared = whole(window(examples), 512, share=True)
+    shared = pack_examples(window(examples), 512, share=True)
     assert np.diff(shared.spans)[:, 0].tolist() == [320, 21]
-    assert shared.lost == Lost(longest=320, needed=341)
-    assert whole(window(examples), 341, share=True).lost == Lost(longest=320, needed=341)
-    cut = whole(window(examples), 340, share=True)
+    assert shared.lost == TruncationStats(longest=320, needed=341)
+    assert pack_examples(window(examples), 341, share=True).lost == TruncationStats(
+        longest=320, needed=341
+    )
+    cut = pack_examples(window(examples), 340, share=True)
     assert np.diff(cut.spans)[:, 0].tolist() == [319, 20]
-    assert cut.lost == Lost(cut_to_row=1, longest=320, needed=341)
-    assert whole(window(examples), 512).lost == Lost(left_by_row=1, longest=320, needed=640)
-    assert whole(window(examples), 640).lost == Lost(longest=320, needed=640)
+    assert cut.lost == TruncationStats(cut_to_row=1, longest=320, needed=341)
+    assert pack_examples(window(examples), 512).lost == TruncationStats(
+        left_by_row=1, longest=320, needed=640
+    )
+    assert pack_examples(window(examples), 640).lost == TruncationStats(longest=320, needed=640)
 
 
 def test_groups_that_are_equal_once_cut_are_left_out():
@@ -216,20 +220,20 @@ def test_groups_that_are_equal_once_cut_are_left_out():
     early = [(prompt, [3, 4, 5, 6, 7]), (prompt, [9, 4, 5, 6, 7])]
     examples = of_prompts([late, shorter, early])
 
-    def kept(seq_len: int, **options) -> tuple[list[int], Lost]:
-        rows = whole(window(examples), seq_len, share=True, **options)
+    def kept(seq_len: int, **options) -> tuple[list[int], TruncationStats]:
+        rows = pack_examples(window(examples), seq_len, share=True, **options)
         starts = rows.spans[:, 0] - rows.shared
         return sorted({int(i) // 2 for i in examples.index(starts)}), rows.lost
 
-    assert kept(13, distinct=True) == ([0, 1, 2], Lost(longest=7, needed=13))
-    few = Lost(cut_to_most=2, left_by_most=1, alike=1, longest=7, needed=11)
+    assert kept(13, distinct=True) == ([0, 1, 2], TruncationStats(longest=7, needed=13))
+    few = TruncationStats(cut_to_most=2, left_by_most=1, alike=1, longest=7, needed=11)
     assert kept(13, most=6, distinct=True) == ([1, 2], few)
-    few = Lost(cut_to_most=1, left_by_most=2, alike=2, longest=7, needed=7)
+    few = TruncationStats(cut_to_most=1, left_by_most=2, alike=2, longest=7, needed=7)
     assert kept(13, most=4, distinct=True) == ([2], few)
-    few = Lost(cut_to_row=1, left_by_row=1, alike=1, longest=7, needed=13)
+    few = TruncationStats(cut_to_row=1, left_by_row=1, alike=1, longest=7, needed=13)
     assert kept(12, distinct=True) == ([1, 2], few)
-    assert kept(12) == ([0, 1, 2], Lost(cut_to_row=2, longest=7, needed=13))
-    few = Lost(left_by_most=3, longest=7)
+    assert kept(12) == ([0, 1, 2], TruncationStats(cut_to_row=2, longest=7, needed=13))
+    few = TruncationStats(left_by_most=3, longest=7)
     assert kept(13, most=4, distinct=True, truncate=False) == ([], few)
 
 
@@ -243,7 +247,7 @@ def test_where_both_answers_fit_their_row_packing_and_sharing_cut_the_same():
     for truncate in (True, False):
         found = []
         for options in ({"share": True}, {}, {"packing": False}):
-            rows = whole(window(examples), 56, most=28, truncate=truncate, **options)
+            rows = pack_examples(window(examples), 56, most=28, truncate=truncate, **options)
             whole_spans = rows.spans - np.stack([rows.shared, 0 * rows.shared], axis=1)
             found.append(sorted(whole_spans.tolist()))
             assert rows.lost.left_by_row == rows.lost.cut_to_row == 0
@@ -265,7 +269,7 @@ def answers_to(prompts, draw, most: int) -> Examples:
 def test_answers_share_the_prompt_of_those_in_their_row(options):
     draw = np.random.default_rng(3).integers
     examples = answers_to(draw(20, 23, size=80), draw, 30)
-    rows, alone = (whole(window(examples), 90, share=s, **options) for s in (True, False))
+    rows, alone = (pack_examples(window(examples), 90, share=s, **options) for s in (True, False))
     assert rows.lost == alone.lost
     own = rows.spans - np.stack([rows.shared, np.zeros_like(rows.shared)], axis=1)
     assert sorted(own.tolist()) == sorted(alone.spans.tolist())
@@ -283,26 +287,26 @@ def test_answers_share_the_prompt_of_those_in_their_row(options):
 def test_answers_that_a_row_has_no_place_for_are_in_several():
     """Those to one prompt are two thirds of a row, and would leave the rest of it empty."""
     each = [[([i] * 10, [7] * 10)] for i in range(8) for _ in range(5)]  # 9 + 5 x 11 tokens
-    assert len(whole(window(of_prompts(each)), 100, share=True)) == 6
-    assert len(whole(window(of_prompts(each)), 100)) == 8
+    assert len(pack_examples(window(of_prompts(each)), 100, share=True)) == 6
+    assert len(pack_examples(window(of_prompts(each)), 100)) == 8
 
 
 @pytest.mark.parametrize("entries", [[[0, 1], [2]], [[0], [1], [2]]])
 def test_answers_of_a_mixture_are_brought_together(entries):
     draw = np.random.default_rng(4).integers
-    parts = [Memory.of(answers_to([20] * 6, draw, 10)) for _ in range(3)]
+    parts = [answers_to([20] * 6, draw, 10) for _ in range(3)]
     mixture = Mixture(
         [[parts[i] for i in e] for e in entries], size=500, weights=[1] * len(entries)
     )
     examples = mixture.window(0)
-    before = np.diff(whole(examples, 200).spans).sum()
-    assert np.diff(whole(examples, 200, share=True).spans).sum() < 0.5 * before
+    before = np.diff(pack_examples(examples, 200).spans).sum()
+    assert np.diff(pack_examples(examples, 200, share=True).spans).sum() < 0.5 * before
 
 
 def test_keys_that_are_copied_are_a_few_for_each_token():
     """Of a long prompt, of which a row would take any number of short answers."""
     examples = of_prompts([[(list(range(500)), [7])] for _ in range(60)])
-    rows = whole(window(examples), 1000, share=True)
+    rows = pack_examples(window(examples), 1000, share=True)
     for row in range(len(rows)):
         spans, shared = rows.line(row)
-        assert 3.5 < shared.sum() / np.diff(spans).sum() <= COPIES
+        assert 3.5 < shared.sum() / np.diff(spans).sum() <= MAX_KEY_COPIES

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from tigon.data import Entry, Format, find_sources
-from tigon.data.blocks import Source
-from tigon.data.selection import is_held_out, parse_split, select_fraction
+from tigon.data.selection import is_held_out, parse_split
+from tigon.data.sources import Source, select_fraction
 
-datasets = pytest.importorskip("datasets", reason="needs tigon[data]")
+datasets = pytest.importorskip("datasets", reason="needs tigon[train]")
 
 COUNT = 27
 ROWS = [{"text": f"row {i}"} for i in range(COUNT)]

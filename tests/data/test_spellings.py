@@ -20,8 +20,7 @@ from tigon.data import (
     find_sources,
     read,
 )
-from tigon.data.formats import Chat, Text, as_chat
-from tigon.data.preferences import as_pair
+from tigon.data.formats import Conversation, Text, as_chat, as_pair
 from tigon.tokenizer import Tokenizer
 
 Messages = list[dict[str, Any]]
@@ -275,7 +274,7 @@ def test_one_spelled_in_two_ways_is_one_prompt_and_one_answer(tokenizer: Tokeniz
     encoder = PairEncoder(tokenizer)
     row = {"chosen": spelled(TRIP), "rejected": [ASK, *OTHER]}
     same = {"prompt": [ASK], "chosen": TRIP[1:], "rejected": OTHER}
-    first, second = (encoder.row(r, encoder.told(r, Format())) for r in (row, same))
+    first, second = (encoder.row(r, encoder.detect(r, Format())) for r in (row, same))
     assert [e.ids for e in first] == [e.ids for e in second]
     with pytest.raises(ValueError, match="'chosen' and 'rejected' are equal"):
         row = {"prompt": [ASK], "chosen": spelled(TRIP[1:]), "rejected": TRIP[1:]}
@@ -324,8 +323,8 @@ def test_nulls_in_arguments_are_kept_where_they_are_written(tmp_path: Path) -> N
 
 
 def as_arguments(row: Any) -> Any:
-    chat = as_chat(row, Format().told(row, ("messages",)))
-    assert isinstance(chat, Chat)
+    chat = as_chat(row, Format().detect(row, ("messages",)))
+    assert isinstance(chat, Conversation)
     return chat.messages[1]["tool_calls"][0]["function"]["arguments"]
 
 
@@ -350,7 +349,7 @@ def as_arguments(row: Any) -> Any:
 def test_what_has_no_meaning_is_a_bad_row(message: dict[str, Any], error: str) -> None:
     row: dict[str, Any] = {"messages": [ASK, {"role": "assistant", **message}]}
     with pytest.raises(ValueError, match=error):
-        as_chat(row, Format().told(row, ("messages",)))
+        as_chat(row, Format().detect(row, ("messages",)))
     with pytest.raises(ValueError, match=error.replace(r"messages\[1\]", r"chosen\[0\]")):
         row = {"prompt": [ASK], "chosen": [{"role": "assistant", **message}], "rejected": OTHER}
         as_pair(row, Format("preference"))
@@ -359,7 +358,7 @@ def test_what_has_no_meaning_is_a_bad_row(message: dict[str, Any], error: str) -
 def test_texts_that_are_no_messages_stay_texts() -> None:
     for text in ('[{"a": 1}]', "[]", "[{", '{"role": "user"}', "[1, 2]", "[{" * 100_000):
         row = {"prompt": "Write JSON: ", "completion": text}
-        assert as_chat(row, Format().told(row, ("prompt_completion",))) == Text(
+        assert as_chat(row, Format().detect(row, ("prompt_completion",))) == Text(
             text, "Write JSON: "
         )
 
@@ -375,12 +374,14 @@ def test_openai_and_legacy_function_call(tokenizer: Tokenizer, encode: Any) -> N
 
 def test_a_greeting_is_a_prompt() -> None:
     row = {"conversations": [{"from": "gpt", "value": "hello"}, *SHAREGPT]}
-    chat = as_chat(row, Format().told(row, ("sharegpt",)))
-    assert isinstance(chat, Chat) and chat.messages[:2] == [*HELLO, ASK] and chat.prompt == 1
+    chat = as_chat(row, Format().detect(row, ("sharegpt",)))
+    assert (
+        isinstance(chat, Conversation) and chat.messages[:2] == [*HELLO, ASK] and chat.prompt == 1
+    )
     row = {"messages": HELLO}  # and nothing that could be learned in its place
-    assert as_chat(row, Format().told(row, ("messages",))).prompt == 0  # type: ignore[union-attr]
+    assert as_chat(row, Format().detect(row, ("messages",))).prompt == 0  # type: ignore[union-attr]
     row = {"messages": [{"role": "system", "content": "be"}, *HELLO, ASK, DONE]}
-    assert as_chat(row, Format().told(row, ("messages",))).prompt == 0  # type: ignore[union-attr]
+    assert as_chat(row, Format().detect(row, ("messages",))).prompt == 0  # type: ignore[union-attr]
 
 
 def test_older_names_of_roles_and_tools(tokenizer: Tokenizer, encode: Any) -> None:

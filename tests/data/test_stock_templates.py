@@ -21,7 +21,7 @@ from tests.data.stock_templates import (
     write_tokenizer,
 )
 from tigon.data import ChatEncoder, Example, Format
-from tigon.data.examples import Report
+from tigon.data.examples import EncodingReport
 from tigon.tokenizer import Tokenizer
 
 STOCK = [stem for stem in STEMS if not stem.endswith("_training")]
@@ -61,8 +61,8 @@ def row_of(name: str, *, parts: bool = False) -> dict[str, Any]:
 
 
 def encode(encoder: ChatEncoder, row: dict[str, Any]) -> list[Example]:
-    encoder.noted = Report()
-    form = encoder.told(row, Format())
+    encoder.pass_report = EncodingReport()
+    form = encoder.detect(row, Format())
     return list(encoder.row(row, encoder.begin(row, form)))
 
 
@@ -105,13 +105,13 @@ def test_what_is_learned(stem: str, encoder: Any, theirs: Any) -> None:
         kept = style.kept.get(name, turns)
         if not style.marks:
             assert learned(whole, encode(whole, row)) == [texts(style, name, kept)], name
-            assert whole.noted.rewritten == len(turns) - len(kept)
+            assert whole.pass_report.rewritten == len(turns) - len(kept)
         assert learned(last, encode(last, row)) == [texts(style, name, turns[-1:])], name
         rows = [kept, *([turn] for turn in reversed(turns) if turn not in kept)]
         examples = encode(each, row)
         assert learned(each, examples) == [texts(style, name, turns) for turns in rows], name
-        assert (each.noted.rewritten, each.noted.extra) == (0, len(rows) - 1)
-        assert set(each.noted.missing_openers) == ({style.opener} if style.opener else set())
+        assert (each.pass_report.rewritten, each.pass_report.extra) == (0, len(rows) - 1)
+        assert set(each.pass_report.missing_openers) == ({style.opener} if style.opener else set())
         check_contexts(each, examples, row, rows, style, theirs)
         tried += 1
     assert tried >= 5 or stem == "glm4moe"

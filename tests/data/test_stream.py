@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import threading
 from functools import partial
 from pathlib import Path
 
@@ -11,13 +10,21 @@ import pytest
 import torch
 
 from tests.data.rows import Count, File, write_rows
-from tigon.data import Examples, Loader, MicroBatch, Mixture, Stream, join, split, tokenised, whole
+from tigon.data import (
+    Examples,
+    Loader,
+    MicroBatch,
+    Mixture,
+    Stream,
+    join,
+    pack_documents,
+    pack_examples,
+    tokenize,
+)
 from tigon.data.mixture import Order, Pattern
-from tigon.data.store import Memory
-from tigon.data.stream import stream_directory
 
 SHAPE = {"batch_size": 8, "micro_batch_size": 2, "seed": 1}
-ROWS = partial(whole, seq_len=40)
+ROWS = partial(pack_examples, seq_len=40)
 SIZE = 12  # groups in a window
 
 
@@ -39,13 +46,12 @@ def encoded(source: File) -> Examples:
 
 
 def in_memory(entries, weights=None) -> Mixture:
-    parts = [[Memory.of(encoded(source)) for source in sources] for sources in entries]
+    parts = [[encoded(source) for source in sources] for sources in entries]
     return Mixture(parts, size=SIZE, weights=weights)
 
 
 def from_cache(entries, weights=None, workers: int = 0) -> Mixture:
-    flat = iter(tokenised([s for sources in entries for s in sources], Count(), workers=workers))
-    parts = [[next(flat) for _ in sources] for sources in entries]
+    parts = [tokenize(sources, Count(), workers=workers) for sources in entries]
     return Mixture(parts, size=SIZE, weights=weights)
 
 
@@ -81,7 +87,7 @@ def common(data: Loader, weights) -> int:
     return sum(rows) // 8
 
 
-@pytest.mark.parametrize("rows", [ROWS, partial(whole, seq_len=40, packing=False)])
+@pytest.mark.parametrize("rows", [ROWS, partial(pack_examples, seq_len=40, packing=False)])
 @pytest.mark.parametrize("weights", [None, [0.7, 0.3]])
 def test_memory_cache_and_stream_are_the_same(entries, weights, rows):
     memory = Loader(in_memory(entries, weights), rows, **SHAPE)
@@ -111,7 +117,7 @@ def test_an_entry_without_a_place_in_some_windows(entries, monkeypatch):
 @pytest.mark.parametrize("weights", [None, [0.7, 0.3]])
 def test_a_stream_without_anything_to_learn_ends(entries, weights, monkeypatch):
     monkeypatch.setattr("tigon.data.loader.EMPTY", 100)
-    data = Loader(streamed(entries, weights), partial(whole, seq_len=1), **SHAPE)
+    data = Loader(streamed(entries, weights), partial(pack_examples, seq_len=1), **SHAPE)
     with pytest.raises(ValueError, match="has anything to learn within seq_len 1"):
         data.micro_batches(0)
     data.close()
@@ -144,10 +150,9 @@ def test_a_stream_goes_on_where_a_checkpoint_says(entries, weights, root):
     first.close()
     for step in range(1, last, 3):
         cursor = cursors[step]
-        shared = {"name": "shared", "local_ranks": 2, "cursor": cursor}
         ranks = [
             Loader(
-                streamed(entries, weights, local_rank=rank, **shared),
+                streamed(entries, weights, cursor=cursor),
                 ROWS,
                 rank=rank,
                 world=2,
@@ -164,110 +169,43 @@ def test_a_stream_goes_on_where_a_checkpoint_says(entries, weights, root):
                 assert_equal(a, b)
         for rank in ranks:
             rank.close()
-        assert not [*root.glob("streams/*/shared")]
 
 
-def test_a_source_that_was_edited_under_its_name_is_noticed(entries):
-    """As far as it was read: what is behind that may still be written."""
-    first = Loader(streamed(entries), ROWS, **SHAPE)
-    first.micro_batches(0)
-    cursor = first.state(1)  # in the first file
-    first.close()
-    identity = first.identity()
-    (place,) = cursor["places"]
-    assert place[:2] == [0, 0] and place[2] > 0
-    path = Path(entries[0][0].name)
-    lines = path.read_text().splitlines(keepends=True)
-
-    def goes_on() -> None:
-        data = Loader(streamed(entries, cursor=cursor), ROWS, cursor=cursor, **SHAPE)
-        try:
-            data.micro_batches(1)
-        finally:
-            data.close()
-
-    goes_on()
-    later = Path(entries[0][1].name)
-    later.write_text(later.read_text().replace('"first": ', '"first":1'))
-    goes_on()
-    assert first.identity() == identity  # no byte more or less
-    for edited in ([lines[1], lines[0], *lines[2:]], lines[:5]):
-        path.write_text("".join(edited))
-        with pytest.raises(ValueError, match=r"a0\.jsonl was changed: what the run has read of it"):
-            goes_on()
-    assert first.identity() != identity
+def test_identity_of_a_stream_is_of_its_content(entries):
+    first, path = streamed(entries).identity(), Path(entries[0][0].name)
+    text = path.read_text()
+    path.write_text(text.replace("1", "2"))
+    assert streamed(entries).identity() != first
+    path.write_text(text)
+    assert streamed(entries).identity() == first
+    path.write_text(text + text)
+    assert streamed(entries).identity() != first
 
 
-@pytest.mark.timeout(200)
-def test_a_source_that_gives_nothing_does_not_keep_the_run_from_ending(entries, monkeypatch):
-    """As a pipe that nobody writes to, or a network."""
-    go_on = threading.Event()
-
-    class Pipe(File):
-        def blocks(self):
-            go_on.wait()
-            yield from super().blocks()
-
-    monkeypatch.setattr("tigon.data.stream.PATIENCE", 0.2)
-    stream = streamed([[Pipe(entries[0][0].name, entries[0][0].format)]])
-    stream.close()
-    assert not stream.directory.exists()
-    go_on.set()
-    stream._producer.join()
-    assert not stream.directory.exists()
-
-
-def test_a_stream_keeps_few_windows_and_can_go_back(entries):
-    stream = streamed(entries)
+@pytest.mark.parametrize("workers", [0, 1])
+def test_stream_can_go_back(entries, workers):
+    stream = streamed(entries, workers=workers)
     data = Loader(stream, ROWS, **{**SHAPE, "batch_size": 4})
     memory = Loader(in_memory(entries), ROWS, **{**SHAPE, "batch_size": 4})
-    most = 0
     for step in range(80):
         data.micro_batches(step)
-        most = max(most, len([p for p in stream.directory.iterdir() if p.is_dir()]))
-    assert most <= 12 and not (stream.directory / "00000000").exists()
     assert_same_steps(memory, data, range(1, 4))
     data.close()
-    assert not stream.directory.exists()
 
 
-def test_errors_of_a_stream_reach_every_rank(entries, tmp_path):
+@pytest.mark.parametrize("workers", [0, 1])
+def test_bad_row_of_a_stream_is_named(entries, workers):
     bad = Path(entries[1][0].name)
     bad.write_text(bad.read_text() + '{"bad": "no sense"}\n')
-    shared = {"name": "shared", "local_ranks": 2}
-    ranks = [Loader(streamed(entries, local_rank=r, **shared), ROWS, **SHAPE) for r in range(2)]
-    for rank in ranks:
-        with pytest.raises(ValueError, match=r"b\.jsonl:31: no sense"):
-            for step in range(40):
-                rank.micro_batches(step)
-    for rank in ranks:
-        rank.close()
-    assert not [t for t in threading.enumerate() if t.name == "tigon stream"]
-
-
-def test_streams_of_killed_processes_are_deleted(root):
-    mine = stream_directory()
-    left = mine.with_name("left")
-    left.mkdir()
-    (left / "lock").touch()
-    other = stream_directory()
-    assert not left.exists()
-    assert mine.exists() and other != mine
-
-
-def test_hosts_that_share_a_cache_have_streams_of_their_own(root, monkeypatch):
-    """As containers, whose processes have the same numbers; locks may not reach other hosts."""
-    monkeypatch.setattr("socket.gethostname", lambda: "one")
-    one = stream_directory("1-run")
-    left = one.with_name("of-one")
-    left.mkdir()
-    monkeypatch.setattr("socket.gethostname", lambda: "two")
-    assert stream_directory("1-run") != one
-    assert one.exists() and left.exists()
+    data = Loader(streamed(entries, workers=workers), ROWS, **SHAPE)
+    with pytest.raises(ValueError, match=r"^[^\n]*b\.jsonl:31: no sense$"):
+        for step in range(40):
+            data.micro_batches(step)
+    data.close()
 
 
 def test_split_text_is_the_same_in_windows(entries):
-    rows = partial(split, seq_len=50)
+    rows = partial(pack_documents, seq_len=50)
     plain = [entries[0]]
     memory, cache = (Loader(f(plain), rows, **SHAPE) for f in (in_memory, from_cache))
     stream = Loader(streamed(plain), rows, **SHAPE)

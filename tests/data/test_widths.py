@@ -18,14 +18,12 @@ from tigon.data import (
     Stream,
     TopEncoder,
     find_sources,
-    lines,
+    join,
+    pack_examples,
     read,
-    store,
-    tokenised,
-    whole,
+    sources,
+    tokenize,
 )
-from tigon.data.store import Memory, Stored
-from tigon.data.widths import widened
 from tigon.tokenizer import Tokenizer
 
 SIZES = (3, 2, 4, 2)  # of the longest list of each row
@@ -96,34 +94,30 @@ def assert_padded(columns: Any, sizes: Sequence[int], width: int) -> None:
 @pytest.mark.parametrize("block", [1, 2**20])  # characters: a block for each row, and for all
 @pytest.mark.parametrize("sizes", [SIZES, *permutations((2, 3, 4))])
 def test_rows_of_a_file(tmp_path, monkeypatch, encoder, block, sizes):
-    monkeypatch.setattr(lines, "SIZE", block)
-    monkeypatch.setattr(store, "CHUNK", 9)  # values: a wider column is written in several steps
-    sources = write_files(tmp_path, sizes)
-    assert_padded(read(sources, encoder).per_token, sizes, 4)
-    (part,) = tokenised(sources, encoder, workers=0)
-    examples, _ = part.open()
-    assert_padded(examples.per_token, sizes, 4)
-    assert isinstance(examples.per_token["teacher_tokens"], np.memmap)
-    made = sorted(p.name for p in part.directory.iterdir())
-    assert "narrow.npy" not in made and Stored.at(part.directory) is not None
-    assert part.columns["per_token"]["teacher_logprobs"].shape == (0, 4)
-    (alone,) = tokenised(write_files(tmp_path, (2, 2)), encoder, workers=0)
-    assert_padded(alone.open()[0].per_token, (2, 2), 2)
+    monkeypatch.setattr(sources, "SIZE", block)
+    files = write_files(tmp_path, sizes)
+    assert_padded(read(files, encoder).per_token, sizes, 4)
+    parts = tokenize(files, encoder, workers=0)
+    assert_padded(join(parts).per_token, sizes, 4)
+    alone = tokenize(write_files(tmp_path, (2, 2)), encoder, workers=0)
+    assert_padded(join(alone).per_token, (2, 2), 2)
 
 
 @pytest.mark.parametrize("sizes", [SIZES, (4, 3, 2, 3), (2, 3, 4, 4)])
 @pytest.mark.parametrize("way", ["memory", "cache", "stream"])
 def test_rows_of_several_files(tmp_path, monkeypatch, encoder, way, sizes):
     """A stream's window of two rows is narrower than the next; one step takes both."""
-    sources = write_files(tmp_path, sizes[:1], sizes[1:])
+    files = write_files(tmp_path, sizes[:1], sizes[1:])
     windows: Any
     if way == "stream":
-        windows = Stream([sources], encoder, size=2, workers=0)
+        windows = Stream([files], encoder, size=2, workers=0)
     elif way == "cache":
-        windows = Mixture([tokenised(sources, encoder, workers=0)], size=2)
+        windows = Mixture([tokenize(files, encoder, workers=0)], size=2)
     else:
-        windows = Mixture([[Memory.of(read([s], encoder)) for s in sources]], size=2)
-    loader = Loader(windows, lambda w: whole(w, seq_len=4), batch_size=4, micro_batch_size=4)
+        windows = Mixture([[read([s], encoder) for s in files]], size=2)
+    loader = Loader(
+        windows, lambda w: pack_examples(w, seq_len=4), batch_size=4, micro_batch_size=4
+    )
     (batch,) = loader.micro_batches(0)
     windows.close()
     order = (batch.input_ids[:, 0] // 10).tolist()
@@ -133,32 +127,12 @@ def test_rows_of_several_files(tmp_path, monkeypatch, encoder, way, sizes):
     assert_padded(columns, sizes, 4)
 
 
-def test_a_disk_that_is_full_while_a_column_gets_wider_leaves_nothing(
-    tmp_path, monkeypatch, root, encoder
-):
-    monkeypatch.setattr(lines, "SIZE", 1)
-    sources = write_files(tmp_path, SIZES)
-
-    def full(name: str, values: Any, shape: Any) -> Any:
-        if isinstance(values, np.memmap):  # what is there already
-            raise OSError(28, "No space left on device")
-        return widened(name, values, shape)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(store, "widened", full)
-        with pytest.raises(OSError, match="disk full"):
-            tokenised(sources, encoder, workers=0)
-    assert not [p for p in (root / "data").iterdir() if p.is_dir()]
-    (part,) = tokenised(sources, encoder, workers=0)
-    assert_padded(part.open()[0].per_token, SIZES, 4)
-
-
 def test_other_columns_have_one_shape(tmp_path, encoder):
     """ValueError that names the file, instead of numpy's within training."""
     parts = []
     for source in write_files(tmp_path, (2,), (2,)):
         examples = read([source], encoder)
         other = np.zeros((len(examples.tokens), len(parts) + 1))
-        parts.append(Memory.of(replace(examples, per_token={"x": other})))
+        parts.append(replace(examples, per_token={"x": other}))
     with pytest.raises(ValueError, match=r"1.jsonl: values of x have shape \(2,\), .* \(1,\)"):
         Mixture([parts], size=2)

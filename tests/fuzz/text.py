@@ -8,9 +8,9 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 
 from tests.fuzz.junk import altered, damaged, dump, raw, values
 from tests.fuzz.target import Case, Files, Target
-from tigon.data.encoders import ChatEncoder
+from tigon.data.encode import ChatEncoder
 from tigon.data.formats import Format
-from tigon.data.lines import JsonFile
+from tigon.data.sources import JsonFile
 from tigon.tokenizer import Tokenizer as OurTokenizer
 
 TOKENIZER, CONFIG, MAP = "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"

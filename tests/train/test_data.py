@@ -60,7 +60,7 @@ def test_files_of_a_stream_may_not_change_before_it_is_resumed(workspace, tmp_pa
     for changed, message in (
         (
             text.replace("model", "medal", 1),
-            r"tigon\.train: .*data\.jsonl was changed: what the run",
+            r"tigon\.train: .*step-00000002 was made with other data than",
         ),
         (text + text, r"tigon\.train: .*step-00000002 was made with other data than"),
     ):

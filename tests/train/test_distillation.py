@@ -226,7 +226,10 @@ ROW = {"input_ids": [5, 6], "teacher_tokens": [[], [1]], "teacher_logprobs": [[]
         ({"teacher_tokens": [[], []], "teacher_logprobs": [[], []]}, "token 1 is empty"),
         ({"teacher_logprobs": [[], [-0.1, -2]]}, "token 1 has 1 tokens and 2 log-probabilities"),
         ({"teacher_logprobs": [[], [0.1]]}, "token 1 is none"),
-        ({"teacher_tokens": [[], [1, 1]], "teacher_logprobs": [[], [-1, -2]]}, "a token twice"),
+        (
+            {"teacher_tokens": [[], [1, 1]], "teacher_logprobs": [[], [-1, -2]]},
+            "duplicate or negative id",
+        ),
         ({"input_ids": "text"}, "'input_ids' must be a list of whole numbers"),
         ({"completion_mask": [1, 0]}, "has no token to learn"),
         ({"completion_mask": [1]}, "'completion_mask' has 1 values for 2 tokens"),

@@ -15,7 +15,6 @@ from tests.numbers import relative_error
 from tests.train.ranks import Ranks
 from tests.train.weights import write_weighted
 from tigon.data import join
-from tigon.data.store import Memory
 from tigon.train import data, load, prepare, start, train
 
 STEPS = 10
@@ -119,11 +118,11 @@ def test_cache_memory_and_stream(workspace, one, sources, monkeypatch):
 
     def in_memory(sources, encoder, workers):
         opened = [encoder.open(source) for source in sources]
-        parts = [Memory.of(join(list(map(encoder, source.blocks())))) for source in opened]
+        parts = [join(list(map(encoder, source.blocks()))) for source in opened]
         made.extend(parts)
         return parts
 
-    monkeypatch.setattr(data, "tokenised", in_memory)
+    monkeypatch.setattr(data, "tokenize", in_memory)
     run_all([one("memory", kind, **sources)])
     assert len(made) == 5  # four files, and one that is held out
     for way in ("memory", "stream"):

@@ -9,7 +9,7 @@ import torch
 
 from tests.data.rows import Count, File, write_rows
 from tests.data.test_loader import assert_equal, loader
-from tigon.data import Loader, Stream, whole
+from tigon.data import Loader, Stream, pack_examples
 from tigon.train import main
 from tigon.train.feed import Feed
 from tigon.train.logging import read_metrics
@@ -83,25 +83,23 @@ def test_a_run_logs_how_long_it_waits(workspace):
 def test_a_run_ends_though_the_next_window_of_a_stream_does_not_come(tmp_path, monkeypatch):
     """The thread waits for it, reading ahead."""
     monkeypatch.setenv("TIGON_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr("tigon.data.stream.PATIENCE", 0.2)
     monkeypatch.setattr("tigon.train.feed.AHEAD", 100)
     go_on, stalled = threading.Event(), threading.Event()
     path = write_rows(tmp_path / "a.jsonl", 60)
 
     class Stalled(File):
-        def blocks(self):
-            for number, block in enumerate(super().blocks()):
+        def blocks(self, *bounds):
+            for number, block in enumerate(super().blocks(*bounds)):
                 if number == 5:
                     stalled.set()
                     go_on.wait()
                 yield block
 
     stream = Stream([[Stalled(path.name, path.format)]], Count(), size=8, workers=0)
-    data = Loader(stream, partial(whole, seq_len=40), batch_size=2, micro_batch_size=2)
+    data = Loader(stream, partial(pack_examples, seq_len=40), batch_size=2, micro_batch_size=2)
     with Feed(data, CPU) as feed:
         feed(0)
         assert stalled.wait(60)
         time.sleep(0.3)  # what there is is read
     assert not threads()
     go_on.set()
-    stream._producer.join()

@@ -14,7 +14,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from tests.models.tiny import CASES, FIRST, SIZES
 from tests.small import EXPERTS, LLAMA, write_model
-from tigon.data.fill import COPIES
+from tigon.data.packing import MAX_KEY_COPIES
 from tigon.kernels import runtime, use
 from tigon.layers import activation_offload
 from tigon.models import MODELS, CausalLM
@@ -282,7 +282,7 @@ LLAMA_8B = LLAMA | {
 
 
 @pytest.mark.parametrize(
-    ("task", "context", "copies"), [("simpo", 1, 1), ("simpo", 4, 1), ("grpo", 1, COPIES)]
+    ("task", "context", "copies"), [("simpo", 1, 1), ("simpo", 4, 1), ("grpo", 1, MAX_KEY_COPIES)]
 )
 def test_shared_prompts_copy_keys(task: str, context: int, copies: int) -> None:
     """In each layer, of prompts that fill rows; also where two ranks compute a part of each query

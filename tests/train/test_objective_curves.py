@@ -14,7 +14,7 @@ import tigon
 from tests.small import write_chats, write_model
 from tests.train import preferences
 from tests.train.test_preference_curves import ROWS, assert_same, ours, theirs
-from tigon.data.answers import advantages_of
+from tigon.data.encode import compute_advantages
 
 transformers = pytest.importorskip("transformers")
 trl = pytest.importorskip("trl")
@@ -55,7 +55,7 @@ def given_answers(rows: list[dict[str, Any]]) -> Any:
     prompts = [row["prompt"] for row in rows for _ in row["completions"]]
     answers = [answer for row in rows for answer in row["completions"]]
     old = [logprobs for row in rows for logprobs in row["old_logprobs"]]
-    advantages = np.concatenate([advantages_of(np.array(row["rewards"])) for row in rows])
+    advantages = np.concatenate([compute_advantages(np.array(row["rewards"])) for row in rows])
 
     class Trainer(trl.GRPOTrainer):
         def _generate_and_score_completions(self, _: Any) -> dict[str, Any]:

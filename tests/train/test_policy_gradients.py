@@ -13,8 +13,8 @@ import tigon
 from tests.small import write_model
 from tests.train import preferences
 from tests.train.ranks import train_on
-from tigon.data import answers
-from tigon.data.answers import RewardedEncoder, advantages_of
+from tigon.data import encode
+from tigon.data.encode import RewardedEncoder, compute_advantages
 from tigon.data.examples import Example
 from tigon.train import load, main
 from tigon.train.objectives import find_objective
@@ -49,7 +49,7 @@ def definition(
     models = [tigon.from_pretrained(path) for path in (workspace.model, other)]
     low = 0.2
     high = settings.get("epsilon_high", low)
-    total, tokens, answers = 0.0, 0, 0
+    total, tokens, encode = 0.0, 0, 0
     for row in preferences.rewarded(14):
         rewards = np.array(row["rewards"])
         advantages = (rewards - rewards.mean()) / (rewards.std(ddof=1) + 1e-4)
@@ -78,8 +78,8 @@ def definition(
                 each = -torch.minimum(free * advantage, bounded * advantage)
             each = each + beta * ((reference - own).exp() - (reference - own) - 1)
             total += (each.mean() if kind == "grpo" else each.sum()).item()
-            tokens, answers = tokens + len(ids), answers + 1
-    counts = {"grpo": answers, "dr_grpo": answers * settings.get("max_completion_length", 0)}
+            tokens, encode = tokens + len(ids), encode + 1
+    counts = {"grpo": encode, "dr_grpo": encode * settings.get("max_completion_length", 0)}
     return total / counts.get(kind, tokens)
 
 
@@ -128,7 +128,7 @@ def test_without_old_logprobs_the_first_ratios_are_one(workspace, tmp_path):
     data = preferences.write(tmp_path / "plain.jsonl", rows)
     main(workspace.settings("plain", task="grpo", data=data, steps=1, batch_size=64))
     weights = [len(a) for row in rows for a in row["completions"]]
-    advantages = np.concatenate([advantages_of(np.array(row["rewards"])) for row in rows])
+    advantages = np.concatenate([compute_advantages(np.array(row["rewards"])) for row in rows])
     expected = -(advantages * weights).sum() / sum(weights)
     assert workspace.metrics("plain", "loss")[0] == pytest.approx(expected, rel=1e-5)
     assert workspace.metrics("plain", "grad_norm")[0] > 1e-3
@@ -168,7 +168,7 @@ def test_data_without_a_column_of_rewards_still_train(workspace, monkeypatch, tm
     with monkeypatch.context() as patch:
         patch.setattr(RewardedEncoder, "per_example", {"advantage": np.float32})
         patch.setattr(
-            answers, "Example", lambda i, t, e: Example(i, t, {"advantage": e["advantage"]})
+            encode, "Example", lambda i, t, e: Example(i, t, {"advantage": e["advantage"]})
         )
         main(workspace.settings("earlier", **run))
     capsys.readouterr()
@@ -182,8 +182,8 @@ def test_advantages_are_those_of_trl():
     utils = pytest.importorskip("trl.trainer.utils")
     rewards = torch.tensor([0.1, 0.7, 0.2, 1.5])
     expected = (rewards - rewards.mean()) / (utils.nanstd(rewards) + 1e-4)
-    assert advantages_of(rewards.numpy()) == pytest.approx(expected.numpy(), rel=1e-5)
-    assert advantages_of(np.full(3, 0.1)).tolist() == [0.0] * 3  # whose mean is not quite 0.1
+    assert compute_advantages(rewards.numpy()) == pytest.approx(expected.numpy(), rel=1e-5)
+    assert compute_advantages(np.full(3, 0.1)).tolist() == [0.0] * 3  # whose mean is not quite 0.1
 
 
 TEXT = {"prompt": "the model", "completions": [" reads", " says"], "rewards": [1, 0]}

@@ -10,7 +10,7 @@ import pytest
 from tests.small import CHATML
 from tests.train.conftest import Workspace
 from tests.train.ranks import train_on
-from tigon.data.workers import Pool
+from tigon.data import ChatEncoder
 from tigon.tokenizer import chat_template
 from tigon.train import build, main, pack
 from tigon.train.export import load_checkpoint
@@ -71,14 +71,14 @@ def test_what_was_packed_on_another_day(
     workspace: Workspace, clock: type[Clock], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made: list[int] = []
-    encode = Pool.encode
+    encode = ChatEncoder.__call__
 
-    def counting(self: Pool, blocks: Any) -> Any:
-        for examples in encode(self, blocks):
-            made.append(len(examples))
-            yield examples
+    def counting(self: ChatEncoder, block: Any) -> Any:
+        examples = encode(self, block)
+        made.append(len(examples))
+        return examples
 
-    monkeypatch.setattr(Pool, "encode", counting)
+    monkeypatch.setattr(ChatEncoder, "__call__", counting)
     dated = f"chat_template={write(tmp_path / 'dated.jinja', DATED)}"
     common = [str(workspace.data), f"model={workspace.model}", "seq_len=128"]
     for days, again, *settings in (

@@ -261,7 +261,7 @@ def _add_runs(commands: Any) -> None:
     )
     p = kinds.add_parser("pack", help="tokenise, and report examples, tokens, rows and padding")
     _data_arguments(p, run="data_pack")
-    p = kinds.add_parser("clean", help="remove what no running process uses")
+    p = kinds.add_parser("clean", help="remove what was tokenized")
     p.add_argument(
         "--days", type=float, default=0.0, metavar="N", help="only what was not used for N days"
     )

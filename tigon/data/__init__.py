@@ -1,28 +1,30 @@
 """Files to batches: sources -> examples -> windows -> rows -> micro-batches."""
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
-
-from tigon.data.answers import LabelledEncoder, PairEncoder, RewardedEncoder
-from tigon.data.blocks import Block, Source
-from tigon.data.cache import cache_root, clean_cache, tokenised
-from tigon.data.distributions import TopEncoder
-from tigon.data.encoders import ChatEncoder, TextEncoder, read_texts
-from tigon.data.examples import Encoder, Example, Examples, Report, collect, join, read
+from tigon.data.cache import cache_root, clean_cache
+from tigon.data.collate import MicroBatch
+from tigon.data.encode import (
+    ChatEncoder,
+    LabelledEncoder,
+    PairEncoder,
+    RewardedEncoder,
+    TextEncoder,
+    TopEncoder,
+    read_texts,
+)
+from tigon.data.examples import Encoder, EncodingReport, Example, Examples, collect, join, read
 from tigon.data.formats import Format
+from tigon.data.loader import Loader
 from tigon.data.mixture import Mixture, Window
-from tigon.data.packing import Rows, split, whole
-from tigon.data.sources import Entry, find_sources
+from tigon.data.packing import PackedRows, pack_documents, pack_examples
+from tigon.data.sources import Block, Entry, Source, find_sources
 from tigon.data.stream import Stream
-
-if TYPE_CHECKING:
-    from tigon.data.collate import MicroBatch
-    from tigon.data.loader import Loader
+from tigon.data.tokenized import tokenize
 
 __all__ = [
     "Block",
     "ChatEncoder",
     "Encoder",
+    "EncodingReport",
     "Entry",
     "Example",
     "Examples",
@@ -31,10 +33,9 @@ __all__ = [
     "Loader",
     "MicroBatch",
     "Mixture",
+    "PackedRows",
     "PairEncoder",
-    "Report",
     "RewardedEncoder",
-    "Rows",
     "Source",
     "Stream",
     "TextEncoder",
@@ -45,19 +46,9 @@ __all__ = [
     "collect",
     "find_sources",
     "join",
+    "pack_documents",
+    "pack_examples",
     "read",
     "read_texts",
-    "split",
-    "tokenised",
-    "whole",
+    "tokenize",
 ]
-
-TENSORS = {"Loader": "loader", "MicroBatch": "collate"}
-
-
-def __getattr__(name: str) -> Any:
-    """Imports what needs torch when it is first asked for: worker processes that tokenise do not,
-    and it takes seconds."""
-    if name in TENSORS:
-        return getattr(import_module(f"tigon.data.{TENSORS[name]}"), name)
-    raise AttributeError(f"module 'tigon.data' has no attribute {name!r}")

@@ -11,16 +11,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tigon.data.examples import FILLS, Examples
+from tigon.data.examples import FILL_VALUES, Examples, pad_columns
 from tigon.data.mixture import Corpus, ranges
-from tigon.data.packing import Rows
-from tigon.data.widths import alike
+from tigon.data.packing import PackedRows
 from tigon.utils.random import as_int64, mix, random_bits
 
 DROPOUT = int.from_bytes(b"dropout", "little")  # apart from what else is drawn of a seed
 
 
-class Line(NamedTuple):
+class BatchLine(NamedTuple):
     """What shares a line of a batch."""
 
     corpus: Corpus
@@ -139,20 +138,20 @@ class MicroBatch:
         }
 
 
-def collate_rows(corpus: Corpus, rows: Rows, chosen: Sequence[int]) -> MicroBatch:
+def collate_rows(corpus: Corpus, rows: PackedRows, chosen: Sequence[int]) -> MicroBatch:
     """Some of the rows, packed or each sequence on a line of its own."""
     if rows.packing:
-        return collate(corpus, [Line(corpus, *rows.line(row)) for row in chosen], rows.seq_len)
-    return collate(corpus, [Line(corpus, span[None]) for row in chosen for span in rows[row]])
+        return collate(corpus, [BatchLine(corpus, *rows.line(row)) for row in chosen], rows.seq_len)
+    return collate(corpus, [BatchLine(corpus, span[None]) for row in chosen for span in rows[row]])
 
 
-def collate(columns: Corpus, lines: Sequence[Line], length: int | None = None) -> MicroBatch:
+def collate(columns: Corpus, lines: Sequence[BatchLine], length: int | None = None) -> MicroBatch:
     """One line of tensors for the spans of each; without lines, a line of padding.
 
     They are `length` tokens long, or as long as the longest needs, and have the columns of a
     corpus.
     """
-    lines = lines or [Line(columns, np.zeros((0, 2), dtype=np.int64))]
+    lines = lines or [BatchLine(columns, np.zeros((0, 2), dtype=np.int64))]
     sizes = np.concatenate([np.diff(line.spans)[:, 0] for line in lines])
     line = np.repeat(np.arange(len(lines)), [len(line.spans) for line in lines])
     used = np.bincount(line, weights=sizes, minlength=len(lines)).astype(np.int64)
@@ -179,15 +178,17 @@ def collate(columns: Corpus, lines: Sequence[Line], length: int | None = None) -
         pieces = [
             e.per_token[name][a:b]
             if name in e.per_token
-            else np.full((b - a, *like.shape[1:]), FILLS[name])
+            else np.full((b - a, *like.shape[1:]), FILL_VALUES[name])
             for e, a, b in slices
         ]
-        *pieces, like = alike(name, [*pieces, like])  # a stream's next window may be wider
+        *pieces, like = pad_columns(name, [*pieces, like])  # a stream's next window may be wider
         per_token[name] = place(pieces, like)
     per_example = {}
     for name, like in columns.columns["per_example"].items():
         values = [
-            e.per_example[name][e.index(np.asarray(a))] if name in e.per_example else FILLS[name]
+            e.per_example[name][e.index(np.asarray(a))]
+            if name in e.per_example
+            else FILL_VALUES[name]
             for e, a, _ in slices
         ]
         per_example[name] = np.array(values, like.dtype).reshape(-1, *like.shape[1:])
@@ -209,7 +210,7 @@ def collate(columns: Corpus, lines: Sequence[Line], length: int | None = None) -
     )
 
 
-def prefixes_of(lines: Sequence[Line], at: np.ndarray, cu: np.ndarray) -> np.ndarray | None:
+def prefixes_of(lines: Sequence[BatchLine], at: np.ndarray, cu: np.ndarray) -> np.ndarray | None:
     """As MicroBatch has them; `at` [n]: which sequence of `cu` each span is."""
     none = np.zeros(max(len(line.spans) for line in lines), dtype=np.int64)
     each = [none[: len(x.spans)] if x.shared is None else x.shared for x in lines]

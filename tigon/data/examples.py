@@ -7,26 +7,27 @@ import zlib
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import DTypeLike
 
-from tigon.data.blocks import LARGEST_ROW, Block, Source
 from tigon.data.content_check import EmptyAnswer
 from tigon.data.formats import Format, Row
-from tigon.data.widths import PADS, alike, widened, widest
+from tigon.data.sources import LARGEST_ROW, Block, Source
 from tigon.utils.json import escape
 
 SUPERVISED = {"supervised": np.bool_}  # the column of the tokens that are to be learned
 # A column that only some examples have, and what it is for the others. Examples in which it would
 # say nothing else have no such column.
-FILLS = {"loss_weights": 1.0, "reward": np.nan}
+FILL_VALUES = {"loss_weights": 1.0, "reward": np.nan}
 WEIGHTED = {**SUPERVISED, "loss_weights": np.float32}
 NONE: Mapping[str, Any] = MappingProxyType({})
-NAMED = 5  # bad rows that a report shows
-NAMED_KEYS = 100
+TOKENS = ("teacher_tokens",)  # columns of tokens, besides those of the sequences
+MAX_ERRORS = 5  # bad rows that a report shows
+MAX_IGNORED_KEYS = 100
 
 
 class Example(NamedTuple):
@@ -41,7 +42,7 @@ Group = tuple[int, Sequence[Example]]  # a line, and the examples of its row
 
 
 @dataclass(frozen=True)
-class Report:
+class EncodingReport:
     """What became of rows; those of several blocks add up."""
 
     rows: int = 0
@@ -54,17 +55,17 @@ class Report:
     extra: int = 0  # examples besides one for each row, for turns that would be rewritten
     missing_openers: tuple[str, ...] = ()  # in which prompts end, and which conversations lack
 
-    def __add__(self, other: "Report") -> "Report":
-        return Report(
+    def __add__(self, other: "EncodingReport") -> "EncodingReport":
+        return EncodingReport(
             self.rows + other.rows,
             self.skipped + other.skipped,
             self.unlearned + other.unlearned,
-            (self.errors + other.errors)[:NAMED],
-            tuple(sorted({*self.ignored_keys, *other.ignored_keys}))[:NAMED_KEYS],
+            (self.errors + other.errors)[:MAX_ERRORS],
+            tuple(sorted({*self.ignored_keys, *other.ignored_keys}))[:MAX_IGNORED_KEYS],
             self.empty + other.empty,
             self.rewritten + other.rewritten,
             self.extra + other.extra,
-            tuple(sorted({*self.missing_openers, *other.missing_openers}))[:NAMED],
+            tuple(sorted({*self.missing_openers, *other.missing_openers}))[:MAX_ERRORS],
         )
 
     def lines(self) -> list[str]:
@@ -73,21 +74,23 @@ class Report:
         if self.skipped:
             named = "\n  ".join(self.errors)
             lines.append(
-                f"{self.skipped:,} of {counted(self.rows, 'row')} skipped as bad:\n  {named}"
+                f"{self.skipped:,} of {format_count(self.rows, 'row')} skipped as bad:\n  {named}"
             )
         if self.empty:
-            lines.append(f"{counted(self.empty, 'row')} with an empty answer, of those skipped")
+            lines.append(
+                f"{format_count(self.empty, 'row')} with an empty answer, of those skipped"
+            )
         if self.unlearned:
-            lines.append(f"{counted(self.unlearned, 'row')} left out, whose weights are all 0")
+            lines.append(f"{format_count(self.unlearned, 'row')} left out, whose weights are all 0")
         if self.rewritten:
             lines.append(
-                f"{counted(self.rewritten, 'turn')} of the assistant not learned, as the chat "
+                f"{format_count(self.rewritten, 'turn')} of the assistant not learned, as the chat "
                 f"template writes {'it' if self.rewritten == 1 else 'them'} differently when "
                 "others follow: train_on=all_turns learns each in an example of its own"
             )
         if self.extra:
             lines.append(
-                f"{counted(self.extra, 'extra example')}, for turns that the chat "
+                f"{format_count(self.extra, 'extra example')}, for turns that the chat "
                 "template writes differently when others follow"
             )
         for opener in self.missing_openers:
@@ -106,7 +109,7 @@ class Report:
         if self.unlearned:
             return (
                 f"has nothing to learn: the weights are 0 in {self.unlearned:,} of "
-                f"{counted(self.rows, 'row')}"
+                f"{format_count(self.rows, 'row')}"
             )
         return f"has no good row of {self.rows}: {self.errors[0]}"
 
@@ -131,10 +134,50 @@ class Examples:
     per_token: Mapping[str, np.ndarray]  # [N, ...] each
     per_example: Mapping[str, np.ndarray] = field(default_factory=dict)  # [E, ...] each
     groups: np.ndarray | None = None  # int64 [G + 1], offsets into the examples; None: no groups
-    report: Report = Report()
+    report: EncodingReport = EncodingReport()
+    key: str = ""  # of what is in the cache, in place of a checksum
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
+
+    @property
+    def group_count(self) -> int:
+        """The number of groups; an example without a group is one of its own."""
+        return len(self) if self.groups is None else len(self.groups) - 1
+
+    @cached_property
+    def targets(self) -> np.ndarray:
+        """int32 [E], the supervised tokens of each example but for its first."""
+        before = np.concatenate([[0], np.cumsum(self.supervised)])
+        starts, stops = self.offsets[:-1], self.offsets[1:]
+        return (before[stops] - before[np.minimum(starts + 1, stops)]).astype(np.int32)
+
+    @cached_property
+    def highest(self) -> int:
+        """The highest token, of a teacher's too; -1 without any."""
+        columns = [self.tokens, *(self.per_token[n] for n in TOKENS if n in self.per_token)]
+        return max(int(column.max(initial=-1)) for column in columns)
+
+    def identity(self) -> str:
+        """A name that changes with the content."""
+        return self.key or f"{self.fingerprint():08x}"
+
+    def slice_groups(self, start: int, stop: int) -> "Examples":
+        """The groups from `start` to `stop`, with the report if they begin with the first."""
+        first, last = start, stop
+        if self.groups is not None:
+            first, last = int(self.groups[start]), int(self.groups[stop])
+        a, b = int(self.offsets[first]), int(self.offsets[last])
+        return Examples(
+            self.tokens[a:b],
+            self.offsets[first : last + 1] - a,
+            self.origin[first:last],
+            self.files,
+            {name: values[a:b] for name, values in self.per_token.items()},
+            {name: values[first:last] for name, values in self.per_example.items()},
+            None if self.groups is None else self.groups[start : stop + 1] - first,
+            EncodingReport() if start else self.report,
+        )
 
     @property
     def supervised(self) -> np.ndarray:
@@ -161,7 +204,7 @@ class Examples:
         return value if self.groups is None else zlib.crc32(self.groups.tobytes(), value)
 
 
-def counted(number: int, what: str) -> str:
+def format_count(number: int, what: str) -> str:
     """ "1 row", "2,000 rows"."""
     return f"{number:,} {what}{'s' * (number != 1)}"
 
@@ -177,7 +220,7 @@ class Encoder:
     per_example: Mapping[str, DTypeLike] = NONE
     skip_bad_rows = False
     uses_chat_template = False  # whether a chat template makes text of rows
-    noted = Report()  # of a block's rows, besides what `row` returns
+    pass_report = EncodingReport()  # of a block's rows, besides what `row` returns
     grouped = True  # whether the examples of a row have to share a micro-batch
 
     def open(self, source: Source) -> Source:
@@ -205,8 +248,8 @@ class Encoder:
             except RecursionError:
                 yield ValueError("is nested too deeply")
 
-    def together(self, examples: Sequence[Example]) -> Iterable[Sequence[Example]]:
-        """Those of a row, parted into groups."""
+    def group_examples(self, examples: Sequence[Example]) -> Iterable[Sequence[Example]]:
+        """The groups that the examples of a row form."""
         return [examples] if self.grouped else [[example] for example in examples]
 
     def ignored(self, row: Row, form: Format) -> set[str]:
@@ -216,11 +259,11 @@ class Encoder:
     def __call__(self, block: Block) -> Examples:
         """The examples of a block; `block.name` is their only file."""
         lines = [(line, _check_size(row)) for line, row in block.rows()]
-        self.noted = Report()
+        self.pass_report = EncodingReport()
         encoded = self.batch([row for _, row in lines if isinstance(row, dict)], block.format)
         groups: list[Group] = []
         ignored: set[str] = set()
-        report = Report(len(lines))
+        report = EncodingReport(len(lines))
         for line, row in lines:
             examples: Sequence[Example] | ValueError
             if isinstance(row, ValueError):
@@ -233,12 +276,15 @@ class Encoder:
                 if not self.skip_bad_rows:
                     raise ValueError(message) from examples
                 empty = isinstance(examples, EmptyAnswer)
-                report += Report(skipped=1, errors=(message,), empty=int(empty))
+                report += EncodingReport(skipped=1, errors=(message,), empty=int(empty))
             elif examples:
-                groups += [(line, own) for own in self.together(examples)]
+                groups += [(line, own) for own in self.group_examples(examples)]
             else:
-                report += Report(unlearned=1)
-        report += Report(ignored_keys=tuple(escape(key, 100) for key in ignored)) + self.noted
+                report += EncodingReport(unlearned=1)
+        report += (
+            EncodingReport(ignored_keys=tuple(escape(key, 100) for key in ignored))
+            + self.pass_report
+        )
         return collect(block.name, groups, report, self.per_token, self.per_example)
 
 
@@ -267,7 +313,9 @@ def read(sources: Iterable[Source], encoder: Encoder) -> Examples:
         opened = encoder.open(source)
         own = [encoder(block) for block in opened.blocks()]
         if not any(map(len, own)):
-            raise ValueError(f"{source.name} {sum((p.report for p in own), Report()).why_empty()}")
+            raise ValueError(
+                f"{source.name} {sum((p.report for p in own), EncodingReport()).why_empty()}"
+            )
         pieces += own
     return join(pieces)
 
@@ -287,13 +335,13 @@ def join(pieces: Sequence[Examples]) -> Examples:
     def columns(kind: str) -> dict[str, np.ndarray]:
         names = dict.fromkeys(name for piece in pieces for name in getattr(piece, kind))
         each = {name: [column(p, kind, name) for p in pieces] for name in names}
-        return {name: np.concatenate(alike(name, arrays)) for name, arrays in each.items()}
+        return {name: np.concatenate(pad_columns(name, arrays)) for name, arrays in each.items()}
 
     def column(piece: Examples, kind: str, name: str) -> np.ndarray:
-        if name in getattr(piece, kind) or name not in FILLS:
+        if name in getattr(piece, kind) or name not in FILL_VALUES:
             return getattr(piece, kind)[name]
         count = len(piece.tokens) if kind == "per_token" else len(piece)
-        return np.full(count, FILLS[name], dtype=np.float32)
+        return np.full(count, FILL_VALUES[name], dtype=np.float32)
 
     grouped = any(piece.groups is not None for piece in pieces)
     return Examples(
@@ -306,14 +354,14 @@ def join(pieces: Sequence[Examples]) -> Examples:
         ends(np.arange(len(p) + 1) if p.groups is None else p.groups for p in pieces)
         if grouped
         else None,
-        sum((piece.report for piece in pieces), Report()),
+        sum((piece.report for piece in pieces), EncodingReport()),
     )
 
 
 def collect(
     file: str,
     groups: Iterable[Group],
-    report: Report = Report(),
+    report: EncodingReport = EncodingReport(),
     per_token: Mapping[str, DTypeLike] = SUPERVISED,
     per_example: Mapping[str, DTypeLike] = NONE,
 ) -> Examples:
@@ -352,12 +400,12 @@ class _Columns:
 
     def __init__(self, dtypes: Mapping[str, DTypeLike]):
         self.dtypes = {name: np.dtype(dtype) for name, dtype in dtypes.items()}
-        self.buffers = {name: bytearray() for name in dtypes if name not in FILLS}
+        self.buffers = {name: bytearray() for name in dtypes if name not in FILL_VALUES}
         self.shapes: dict[str, tuple[int, ...]] = {}  # of one value
         self.count = 0
 
     def extend(self, values: Mapping[str, Any], count: int, where: str) -> None:
-        needed = self.dtypes.keys() - FILLS.keys()
+        needed = self.dtypes.keys() - FILL_VALUES.keys()
         if not needed <= values.keys() <= self.dtypes.keys():
             given, declared = (", ".join(names) or "none" for names in (values, self.dtypes))
             raise ValueError(f"{where}: has the columns {given}, and not {declared}")
@@ -371,11 +419,11 @@ class _Columns:
             if not count:
                 continue
             before = self.shapes.setdefault(name, new.shape[1:])
-            shape = self.shapes[name] = widest(name, before, new.shape[1:])
+            shape = self.shapes[name] = widest_shape(name, before, new.shape[1:])
             if shape != before:
                 held = np.frombuffer(buffer, new.dtype).reshape(self.count, *before)
-                self.buffers[name] = bytearray(widened(name, held, shape).tobytes())
-            new = widened(name, new, shape)
+                self.buffers[name] = bytearray(pad_column(name, held, shape).tobytes())
+            new = pad_column(name, new, shape)
             if new.shape[1:] != shape:
                 raise ValueError(
                     f"{where}: a value of {name} has shape {new.shape[1:]}, not {shape} as before"
@@ -384,11 +432,38 @@ class _Columns:
         self.count += count
 
     def _filled(self, name: str, count: int) -> np.ndarray:
-        return np.full(count, FILLS[name], dtype=self.dtypes[name])
+        return np.full(count, FILL_VALUES[name], dtype=self.dtypes[name])
 
     def arrays(self) -> dict[str, np.ndarray]:
-        shapes = {name: (0,) if name in PADS else () for name in self.buffers} | self.shapes
+        shapes = {name: (0,) if name in PAD_VALUES else () for name in self.buffers} | self.shapes
         return {
             name: np.frombuffer(bytes(buffer), self.dtypes[name]).reshape(self.count, *shapes[name])
             for name, buffer in self.buffers.items()
         }
+
+
+# Columns whose values are lists of different lengths; what is stored or taken together has the
+# width of the longest.
+#
+# N values, K in the longest
+
+PAD_VALUES = {"teacher_tokens": -1, "teacher_logprobs": 0.0}  # what a shorter list has at its end
+
+
+def widest_shape(name: str, *shapes: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape (K,) that values of all these get; the first one for a column not in PADS."""
+    return max(shapes) if name in PAD_VALUES else shapes[0]
+
+
+def pad_column(name: str, values: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+    """Values [N, k] of a column as [N, K], of `shape`; those not in PADS as they are."""
+    if name not in PAD_VALUES or values.shape[1:] == shape:
+        return values
+    missing = shape[0] - values.shape[1]
+    return np.pad(values, ((0, 0), (0, missing)), constant_values=PAD_VALUES[name])
+
+
+def pad_columns(name: str, arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
+    """A column's arrays [N, k], all as wide as the widest."""
+    shape = widest_shape(name, *(array.shape[1:] for array in arrays))
+    return [pad_column(name, array, shape) for array in arrays]

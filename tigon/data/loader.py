@@ -13,16 +13,16 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from tigon.data.collate import Line, MicroBatch, collate
+from tigon.data.collate import BatchLine, MicroBatch, collate
 from tigon.data.mixture import Corpus, Window, ranges
-from tigon.data.packing import Report, Rows
+from tigon.data.packing import PackedRows, PackingReport
 
 RECENT = 8  # windows, and calls for a step, that stay at hand: a thread reads ahead of training
 EMPTY = 2**16  # examples without a row, after which a stream, which may not end, is given up
 QUADRATIC = 2**15  # tokens of a sequence whose attention costs as much as all else, about
 
 
-class Windows(Protocol):
+class WindowSource(Protocol):
     """Where windows come from: a Mixture or a Stream."""
 
     @property
@@ -38,20 +38,20 @@ class Windows(Protocol):
     def close(self) -> None: ...
 
 
-class Packed(NamedTuple):
+class PackedWindow(NamedTuple):
     """A window as rows."""
 
     window: Window
-    rows: Rows
+    rows: PackedRows
     tokens: np.ndarray  # int64 [R]
     cost: np.ndarray  # int64 [R], of training on a row
     order: np.ndarray  # int64 [R], shuffled
 
 
-Pieces = list[tuple[Packed, np.ndarray]]  # windows, and rows of each, in order
+WindowSlices = list[tuple[PackedWindow, np.ndarray]]  # windows, and rows of each, in order
 
 
-class Place(NamedTuple):
+class WindowRows(NamedTuple):
     """Where the rows of a window are in their epoch."""
 
     number: int
@@ -73,8 +73,8 @@ class Loader:
 
     def __init__(
         self,
-        windows: Windows,
-        rows: Callable[[Window], Rows],
+        windows: WindowSource,
+        rows: Callable[[Window], PackedRows],
         *,
         batch_size: int,
         micro_batch_size: int,
@@ -103,17 +103,17 @@ class Loader:
         self._first_steps: list[int] = [start["first_step"]]  # of each epoch that has begun
         self._epochs: list[int] = [0]  # their first places
         self._rows_before: int = start["rows"]  # rows of the first epoch before its first place
-        self._places: list[Place] = []
-        self._packed: dict[int, Packed] = {}
+        self._places: list[WindowRows] = []
+        self._packed: dict[int, PackedWindow] = {}
         self._recent: deque[set[int]] = deque(maxlen=RECENT)
-        # Of recent steps: asked for in training, while a thread may be waiting for a window
+        # Counts of recent steps, kept so that training does not wait for the prefetch thread
         self._counts: dict[int, tuple[np.ndarray, np.ndarray, int]] = {}  # as `lengths` has them
         self._lock = RLock()  # a thread reads ahead
-        self._report = Report()
+        self._report = PackingReport()
 
     @cached_property
     def steps_per_epoch(self) -> int | None:
-        """Of the first epoch; None for a stream."""
+        """The steps of the first epoch; None for a stream."""
         if self.windows.per_epoch is None:
             return None
         with self._lock:
@@ -121,7 +121,7 @@ class Loader:
                 self._extend()
             return self._steps(0)
 
-    def report(self) -> Report:
+    def report(self) -> PackingReport:
         """What the first epoch holds."""
         assert self.steps_per_epoch is not None
         return self._report
@@ -155,8 +155,6 @@ class Loader:
             self._counts[step] = self._count(pieces)
             if len(self._counts) > RECENT:
                 del self._counts[next(iter(self._counts))]
-            for corpus in {id(p.window.corpus): p.window.corpus for p, _ in pieces}.values():
-                corpus.release()
             return batches
 
     def counts(self, step: int) -> tuple[int, int]:
@@ -211,12 +209,12 @@ class Loader:
         """No more batches are needed."""
         self.windows.close()
 
-    def batch(self, step: int) -> list[tuple[Window, Rows, np.ndarray]]:
+    def batch(self, step: int) -> list[tuple[Window, PackedRows, np.ndarray]]:
         """The windows of the global batch, and which of their rows it takes, in order."""
         with self._lock:
             return [(packed.window, packed.rows, rows) for packed, rows in self._pieces(step)]
 
-    def _count(self, pieces: Pieces) -> tuple[np.ndarray, np.ndarray, int]:
+    def _count(self, pieces: WindowSlices) -> tuple[np.ndarray, np.ndarray, int]:
         lengths, before, targets = [], [], 0
         for packed, rows in pieces:
             lines = [packed.rows.line(row) for row in rows]
@@ -226,7 +224,7 @@ class Loader:
             targets += int(packed.window.corpus.targets(spans).sum())
         return np.concatenate(lengths), np.concatenate(before), targets
 
-    def _pieces(self, step: int) -> Pieces:
+    def _pieces(self, step: int) -> WindowSlices:
         epoch, first, stop = self._find(step)
         found, numbers = [], set()
         for place in self._of(epoch):
@@ -259,7 +257,7 @@ class Loader:
                 self._first_steps.append(self._first_steps[epoch] + self._steps(epoch))
                 self._epochs.append(len(self._places))
 
-    def _of(self, epoch: int) -> list[Place]:
+    def _of(self, epoch: int) -> list[WindowRows]:
         last = epoch == len(self._epochs) - 1
         end = len(self._places) if last else self._epochs[epoch + 1]
         return self._places[self._epochs[epoch] : end]
@@ -292,9 +290,9 @@ class Loader:
                 f"no example of {', '.join(window.corpus.files)} has anything to learn within "
                 f"{' and '.join(limits)}"
             )
-        self._places.append(Place(number, window.epoch, begin, end, window.last))
+        self._places.append(WindowRows(number, window.epoch, begin, end, window.last))
 
-    def _window(self, number: int) -> Packed:
+    def _window(self, number: int) -> PackedWindow:
         if number in self._packed:
             return self._packed[number]
         before = self._packed.get(number - (self.windows.per_epoch or 0))
@@ -307,8 +305,7 @@ class Loader:
             sizes = np.diff(rows.spans)[:, 0]
             first, costs = rows.offsets[:-1], sizes * (sizes + 2 * rows.shared + QUADRATIC)
             tokens, cost = (np.add.reduceat(v, first) if len(v) else v for v in (sizes, costs))
-            packed = Packed(window, rows, tokens, cost, self._order(window, len(rows)))
-            window.corpus.release()
+            packed = PackedWindow(window, rows, tokens, cost, self._order(window, len(rows)))
         self._packed[number] = packed
         self._forget()
         return packed
@@ -328,8 +325,10 @@ class Loader:
         bits = np.random.PCG64([self.seed, window.epoch, window.index]).random_raw(rows)
         return np.argsort(bits, kind="stable")
 
-    def _collate(self, rows: Sequence[tuple[Packed, int]], columns: Corpus) -> MicroBatch:
-        lines = [Line(packed.window.corpus, *packed.rows.line(row)) for packed, row in rows]
+    def _collate(self, rows: Sequence[tuple[PackedWindow, int]], columns: Corpus) -> MicroBatch:
+        lines = [BatchLine(packed.window.corpus, *packed.rows.line(row)) for packed, row in rows]
         if rows and rows[0][0].rows.packing:
             return collate(columns, lines, rows[0][0].rows.seq_len)
-        return collate(columns, [Line(x.corpus, span[None]) for x in lines for span in x.spans])
+        return collate(
+            columns, [BatchLine(x.corpus, span[None]) for x in lines for span in x.spans]
+        )

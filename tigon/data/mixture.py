@@ -13,77 +13,57 @@ from typing import Any
 import numpy as np
 from numpy.typing import DTypeLike
 
-from tigon.data.examples import FILLS, Examples
-from tigon.data.store import Memory, Part, release
-from tigon.data.widths import alike
+from tigon.data.examples import FILL_VALUES, Examples, pad_columns
 
-OPEN = 64  # parts whose files are open
-PARTS = 10**6  # into which the weights of a mixture are resolved
+WEIGHT_RESOLUTION = 10**6  # into which the weights of a mixture are resolved
 
 
 class Corpus:
     """Parts end to end: tokens, examples and groups are numbered through all of them."""
 
-    def __init__(
-        self,
-        parts: Sequence[Part],
-        *,
-        always: Mapping[str, DTypeLike] | None = None,
-        most: int = OPEN,
-    ):
+    def __init__(self, parts: Sequence[Examples], *, always: Mapping[str, DTypeLike] | None = None):
         """A column that only some parts have is the value in FILLS elsewhere. Those columns that
-        are in `always` are there even if no part has them. `most`: parts that are open at a time.
+        are in `always` are there even if no part has them.
         """
-        self.parts, self.most = tuple(parts), most
-        self.first_token = _starts([part.tokens for part in parts])
-        self.first_group = _starts([part.groups for part in parts])
+        self.parts = tuple(parts)
+        self.first_token = _starts([len(part.tokens) for part in parts])
+        self.first_group = _starts([part.group_count for part in parts])
         self.columns: dict[str, dict[str, np.ndarray]] = {"per_token": {}, "per_example": {}}
         for kind, known in self.columns.items():
             for part in parts:
-                for name, column in part.columns[kind].items():
-                    # Of shapes alone: the columns stay in their files
-                    own, before = alike(name, [column[:0], known.get(name, column)[:0]])
-                    if part.count:
-                        _check_alike(name, own, before, part.files)
+                for name, column in getattr(part, kind).items():
+                    own, before = pad_columns(name, [column[:0], known.get(name, column)[:0]])
+                    if len(part):
+                        _check_shape(name, own, before, part.files)
                     known[name] = own
             for name in known:
                 # A part of a stream's window may be empty
-                if name not in FILLS and any(name not in p.columns[kind] for p in parts if p.count):
+                if name not in FILL_VALUES and any(
+                    name not in getattr(p, kind) for p in parts if len(p)
+                ):
                     raise ValueError(f"only some of the data has the column {name}")
         for name, dtype in (always or {}).items():
-            if name in FILLS:
+            if name in FILL_VALUES:
                 self.columns["per_token"].setdefault(name, np.empty(0, dtype))
         self.files = tuple(dict.fromkeys(file for part in parts for file in part.files))
         self._added: dict[str, np.ndarray] = {}  # columns per token, of all parts
-        self._opened: dict[int, tuple[Examples, np.ndarray]] = {}
         self._lock = Lock()  # a thread reads ahead
 
-    def open(self, part: int) -> tuple[Examples, np.ndarray]:
-        """The examples of a part, and how many targets each has."""
+    def open(self, part: int) -> Examples:
+        """The examples of a part, with the columns that were added."""
+        examples = self.parts[part]
         with self._lock:
-            if part not in self._opened:
-                if len(self._opened) >= self.most:
-                    self._opened.pop(next(iter(self._opened)))
-                examples, targets = self.parts[part].open()
-                if self._added:
-                    own = slice(*self.first_token[part : part + 2].tolist())
-                    added = {name: values[own] for name, values in self._added.items()}
-                    examples = replace(examples, per_token={**examples.per_token, **added})
-                self._opened[part] = examples, targets
-            return self._opened[part]
+            if not self._added:
+                return examples
+            own = slice(*self.first_token[part : part + 2].tolist())
+            added = {name: values[own] for name, values in self._added.items()}
+        return replace(examples, per_token={**examples.per_token, **added})
 
     def add(self, name: str, values: np.ndarray) -> None:
-        """A column per token, of all tokens of the corpus; one of that name is replaced."""
+        """Add a column per token, of all tokens of the corpus; one of that name is replaced."""
         with self._lock:
             self._added[name] = values
             self.columns["per_token"][name] = values[:0]
-            self._opened.clear()
-
-    def release(self) -> None:
-        """Give back the memory that holds what was read of files."""
-        with self._lock:
-            for opened in self._opened.values():
-                release(*opened)
 
     def where(self, position: int) -> str:
         """The "file:line" of the example that holds a token."""
@@ -95,7 +75,7 @@ class Corpus:
         parts = self.parts_of(spans)
         local = spans - self.first_token[parts][:, None]
         for part, (start, stop) in zip(parts.tolist(), local.tolist(), strict=True):
-            yield self.open(part)[0], start, stop
+            yield self.open(part), start, stop
 
     def parts_of(self, spans: np.ndarray) -> np.ndarray:
         """int64 [S], the part of each span."""
@@ -141,7 +121,7 @@ class Window:
         sizes = np.zeros(len(groups), dtype=np.int64)
         taken = []
         for part in np.unique(parts):
-            examples, targets = corpus.open(int(part))
+            examples = corpus.parts[int(part)]
             places = np.flatnonzero(parts == part)
             local = groups[places] - corpus.first_group[part]
             first, sizes[places] = local, 1
@@ -151,7 +131,7 @@ class Window:
             chosen = ranges(first, sizes[places])
             bounds = examples.offsets[chosen], examples.offsets[chosen + 1]
             base = corpus.first_token[part]
-            values = np.stack([bounds[0] + base, bounds[1] + base, targets[chosen]])
+            values = np.stack([bounds[0] + base, bounds[1] + base, examples.targets[chosen]])
             taken.append((places, values.astype(np.int64)))
         offsets = _starts(sizes)
         whole = np.zeros((3, int(offsets[-1])), dtype=np.int64)
@@ -208,7 +188,7 @@ class Pattern:
     """
 
     def __init__(self, weights: Sequence[float]):
-        shares = [max(1, round(PARTS * weight / sum(weights))) for weight in weights]
+        shares = [max(1, round(WEIGHT_RESOLUTION * weight / sum(weights))) for weight in weights]
         self.shares = [share // gcd(*shares) for share in shares]
         entries = np.repeat(np.arange(len(self.shares)), self.shares)
         index = ranges(np.zeros(len(self.shares), dtype=np.int64), np.array(self.shares))
@@ -235,7 +215,7 @@ class Mixture:
 
     def __init__(
         self,
-        entries: Sequence[Sequence[Part]],
+        entries: Sequence[Sequence[Examples]],
         *,
         size: int,
         weights: Sequence[float] | None = None,
@@ -243,15 +223,15 @@ class Mixture:
         """`entries`: the parts of each entry, which has one weight; `size`: groups in a window."""
         self.corpus = Corpus([part for parts in entries for part in parts])
         self.entry_of_part = [i for i, parts in enumerate(entries) for _ in parts]
-        sizes = tuple(sum(part.groups for part in parts) for parts in entries)
+        sizes = tuple(sum(part.group_count for part in parts) for parts in entries)
         self.order = Order(sizes, None if weights is None else tuple(weights))
         self.size = size
         self.per_epoch = -(-self.order.epoch // size)
 
     @classmethod
     def of(cls, examples: Examples, size: int = 2**16) -> "Mixture":
-        """Of examples in memory."""
-        return cls([[Memory.of(examples)]], size=size)
+        """The windows of examples in memory."""
+        return cls([[examples]], size=size)
 
     def window(self, number: int) -> Window:
         """Window `number`, counted through all epochs."""
@@ -291,7 +271,7 @@ class Mixture:
         return ""  # `identity` is of all the content
 
 
-def _check_alike(name: str, column: np.ndarray, before: np.ndarray, files: Sequence[str]) -> None:
+def _check_shape(name: str, column: np.ndarray, before: np.ndarray, files: Sequence[str]) -> None:
     """ValueError for a column whose values have another shape than in the parts before."""
     if column.shape[1:] != before.shape[1:]:
         raise ValueError(
@@ -300,7 +280,7 @@ def _check_alike(name: str, column: np.ndarray, before: np.ndarray, files: Seque
         )
 
 
-def check_vocabulary(parts: Sequence[Part], size: int) -> None:
+def check_vocabulary(parts: Sequence[Examples], size: int) -> None:
     highest = max(part.highest for part in parts)
     if highest >= size:
         raise ValueError(

@@ -10,16 +10,17 @@ from dataclasses import dataclass, field, fields
 import numpy as np
 
 from tigon.data.examples import Examples
-from tigon.data.fill import fill
 from tigon.data.mixture import Corpus, Window
 
-LEAST_SHARED = 1 / 64  # of all tokens: to copy keys and values of the rest takes as long, about
+MIN_SHARED_FRACTION = (
+    1 / 64
+)  # of all tokens: to copy keys and values of the rest takes as long, about
 
 
 @dataclass(frozen=True)
-class Lost:
-    """What rows lack of their groups. A group counts once: as left out or as cut, and where both
-    limits apply as beyond its row."""
+class TruncationStats:
+    """Counts of truncated and dropped groups. A group over both limits counts as too long for its
+    row."""
 
     cut_to_most: int = 0  # groups of which an example is longer than `most` of `whole`
     left_by_most: int = 0
@@ -30,10 +31,10 @@ class Lost:
     longest: int = 0  # tokens of the longest example
     needed: int = 0  # tokens of a row into which every group fits
 
-    def __add__(self, other: "Lost") -> "Lost":
+    def __add__(self, other: "TruncationStats") -> "TruncationStats":
         sums = {f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)}
         most = {n: max(getattr(self, n), getattr(other, n)) for n in ("longest", "needed")}
-        return Lost(**sums | most)
+        return TruncationStats(**sums | most)
 
     @property
     def cut(self) -> int:
@@ -45,7 +46,7 @@ class Lost:
 
 
 @dataclass(frozen=True)
-class Rows:
+class PackedRows:
     """Row r holds the token ranges spans[offsets[r] : offsets[r + 1]].
 
     Packed, they follow each other in one line of a batch; otherwise each has a line of its own.
@@ -55,9 +56,8 @@ class Rows:
     offsets: np.ndarray  # int64 [R + 1]
     seq_len: int
     packing: bool
-    lost: Lost = Lost()
-    # int64 [S]: so many tokens before a span are left out, in whose place are those with which the
-    # last span before it begins that leaves out none
+    lost: TruncationStats = TruncationStats()
+    # int64 [S]: length of the shared prompt; it is stored with the last span whose value is 0
     shared: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
 
     def __post_init__(self) -> None:
@@ -76,7 +76,7 @@ class Rows:
 
 
 @dataclass
-class Report:
+class PackingReport:
     """What the windows of an epoch hold."""
 
     groups: int = 0  # those left out too
@@ -84,9 +84,9 @@ class Report:
     row_tokens: int = 0
     shared: int = 0  # tokens left out of rows, in whose place others of their group are computed
     space: int = 0  # tokens that the rows have room for, when packing
-    lost: Lost = Lost()
+    lost: TruncationStats = TruncationStats()
 
-    def add(self, window: Window, rows: Rows) -> None:
+    def add(self, window: Window, rows: PackedRows) -> None:
         self.groups += len(window.groups) - 1
         self.rows += len(rows)
         self.row_tokens += int(np.diff(rows.spans).sum())
@@ -100,7 +100,7 @@ class Report:
         return 1 - self.row_tokens / self.space if self.space else 0.0
 
 
-def whole(
+def pack_examples(
     window: Window,
     seq_len: int,
     *,
@@ -108,9 +108,9 @@ def whole(
     truncate: bool = True,
     most: int | None = None,
     share: bool = False,
-    least: float = LEAST_SHARED,
+    least: float = MIN_SHARED_FRACTION,
     distinct: bool = False,
-) -> Rows:
+) -> PackedRows:
     """Rows of unsplit groups of examples: best-fit decreasing when packing, otherwise one a row.
 
     An example is cut to `most` tokens. A group has to fit into a row: packed, all of it; otherwise
@@ -131,7 +131,7 @@ def whole(
     spans, shared = np.stack([starts, starts + bounded], axis=1), np.zeros_like(lengths)
     alone = len(sizes) == len(window)
     if share and packing and not alone:
-        shared = shared_tokens(window.corpus, spans, sizes, least)
+        shared = shared_prompt_lengths(window.corpus, spans, sizes, least)
     together = np.add if packing else np.maximum
     needed = together.reduceat(bounded - shared, first)
     long, over = np.maximum.reduceat(lengths - bounded, first) > 0, needed > seq_len
@@ -143,17 +143,17 @@ def whole(
 
     known = np.minimum.reduceat(window.targets, first) > 0
     reached = learns(lengths > bounded) & (truncate | ~long)
-    alike = _alike(window.corpus, spans, sizes, reached & long & distinct)
+    alike = _duplicate_groups(window.corpus, spans, sizes, reached & long & distinct)
     reached &= ~alike
     ends = bounded.copy()
     if over.any():
         some = np.repeat(over, sizes)
-        ends[some] = _shortened(bounded[some], shared[some], sizes[over], seq_len, together)
+        ends[some] = _truncate_to_row(bounded[some], shared[some], sizes[over], seq_len, together)
         spans[:, 1] = starts + ends
     keep = reached & learns(ends < bounded) & (truncate | ~(long | over))
-    by_row = _alike(window.corpus, spans, sizes, keep & over & distinct)
+    by_row = _duplicate_groups(window.corpus, spans, sizes, keep & over & distinct)
     keep &= ~by_row
-    lost = Lost(
+    lost = TruncationStats(
         cut_to_most=int((keep & long & ~over).sum()),
         left_by_most=int((known & ~reached).sum()),
         cut_to_row=int((keep & over).sum()),
@@ -167,14 +167,14 @@ def whole(
     spans, shared, counts = spans[kept], shared[kept], sizes[keep]
     if packing and keep.any():
         if share and alone:
-            return _together(window.corpus, spans, seq_len, least, lost)
+            return _pack_shared_prompts(window.corpus, spans, seq_len, least, lost)
         spans[:, 0] += shared
-        spans, shared, counts = _packed(spans, shared, counts, seq_len)
+        spans, shared, counts = _reorder_by_row(spans, shared, counts, seq_len)
     offsets = np.concatenate([[0], np.cumsum(counts)])
-    return Rows(spans, offsets, seq_len, packing, lost, shared)
+    return PackedRows(spans, offsets, seq_len, packing, lost, shared)
 
 
-def _shortened(
+def _truncate_to_row(
     lengths: np.ndarray, shared: np.ndarray, sizes: np.ndarray, seq_len: int, together: np.ufunc
 ) -> np.ndarray:
     """int64 [E], lengths with which each group fits: its examples are cut to one length, the most
@@ -189,7 +189,9 @@ def _shortened(
     return np.minimum(lengths, np.repeat(low, sizes))
 
 
-def _alike(corpus: Corpus, spans: np.ndarray, sizes: np.ndarray, asked: np.ndarray) -> np.ndarray:
+def _duplicate_groups(
+    corpus: Corpus, spans: np.ndarray, sizes: np.ndarray, asked: np.ndarray
+) -> np.ndarray:
     """bool [G], which of the groups that are `asked` about, bool [G], have equal examples."""
     alike, first = np.zeros_like(asked), np.cumsum(sizes) - sizes
     for group in np.flatnonzero(asked).tolist():
@@ -200,11 +202,11 @@ def _alike(corpus: Corpus, spans: np.ndarray, sizes: np.ndarray, asked: np.ndarr
     return alike
 
 
-def _packed(
+def _reorder_by_row(
     spans: np.ndarray, shared: np.ndarray, sizes: np.ndarray, seq_len: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Spans and what they share in the order of their rows, and how many spans each row has."""
-    rows = best_fit(np.add.reduceat(np.diff(spans)[:, 0], np.cumsum(sizes) - sizes), seq_len)
+    rows = pack_best_fit(np.add.reduceat(np.diff(spans)[:, 0], np.cumsum(sizes) - sizes), seq_len)
     taken = np.concatenate(rows)
     place = np.argsort(taken)  # of each group, in the order of the rows
     order = np.argsort(np.repeat(place, sizes), kind="stable")
@@ -213,21 +215,25 @@ def _packed(
     return spans[order], shared[order], counts
 
 
-def _together(corpus: Corpus, spans: np.ndarray, seq_len: int, least: float, lost: Lost) -> Rows:
+def _pack_shared_prompts(
+    corpus: Corpus, spans: np.ndarray, seq_len: int, least: float, lost: TruncationStats
+) -> PackedRows:
     """Rows of single examples, of which those that follow each other in the data with the same
     prompt share it."""
     spans = spans[np.argsort(spans[:, 0], kind="stable")]
-    common = shared_tokens(corpus, spans, np.array([len(spans)]), least)
-    rows = fill(np.diff(spans)[:, 0], common, seq_len)
+    common = shared_prompt_lengths(corpus, spans, np.array([len(spans)]), least)
+    rows = pack_prompts(np.diff(spans)[:, 0], common, seq_len)
     order = np.array([s for row in rows for some in row for s in some])
     first = np.array([s == some[0] for row in rows for some in row for s in some])
     shared = np.where(first, 0, common[order])
     offsets = np.cumsum([0, *(sum(map(len, row)) for row in rows)])
     spans = spans[order] + np.stack([shared, np.zeros_like(shared)], axis=1)
-    return Rows(spans, offsets, seq_len, True, lost, shared)
+    return PackedRows(spans, offsets, seq_len, True, lost, shared)
 
 
-def shared_tokens(corpus: Corpus, spans: np.ndarray, sizes: np.ndarray, least: float) -> np.ndarray:
+def shared_prompt_lengths(
+    corpus: Corpus, spans: np.ndarray, sizes: np.ndarray, least: float
+) -> np.ndarray:
     """int64 [S], for `Rows.shared`: how many tokens of its prompt each span has in common with the
     one before it in its group, if that has the same prompt: all but the last, which predicts one
     that is learned. 0 of all where that is less than the share `least` of the spans.
@@ -235,7 +241,7 @@ def shared_tokens(corpus: Corpus, spans: np.ndarray, sizes: np.ndarray, least: f
     shared, starts = np.zeros(len(spans), dtype=np.int64), {0, *np.cumsum(sizes).tolist()}
     before = np.zeros(0, dtype=np.int32)
     for i, some in enumerate(corpus.slices(spans)):
-        prompt = _prompt(*some)
+        prompt = _prompt_tokens(*some)
         if i not in starts and len(prompt) and np.array_equal(prompt, before):
             shared[i] = len(prompt) - 1
         before = prompt
@@ -243,12 +249,12 @@ def shared_tokens(corpus: Corpus, spans: np.ndarray, sizes: np.ndarray, least: f
     return shared if pays else np.zeros_like(shared)
 
 
-def _prompt(examples: Examples, start: int, stop: int) -> np.ndarray:
+def _prompt_tokens(examples: Examples, start: int, stop: int) -> np.ndarray:
     """The tokens of an example that come before the first that is learned."""
     return examples.tokens[start : start + int(examples.supervised[start:stop].argmax())]
 
 
-def split(window: Window, seq_len: int, *, packing: bool = True) -> Rows:
+def pack_documents(window: Window, seq_len: int, *, packing: bool = True) -> PackedRows:
     """Rows of text, none left out: documents joined and cut every seq_len tokens when packing,
     otherwise each document cut every seq_len tokens, one piece to a row."""
     if len(window.groups) != len(window) + 1:
@@ -265,10 +271,10 @@ def split(window: Window, seq_len: int, *, packing: bool = True) -> Rows:
     shift = (window.starts - ends[:-1])[document]  # from places among these documents to tokens
     spans = np.stack([cuts[:-1] + shift, cuts[1:] + shift], axis=1)
     offsets = np.append(np.searchsorted(cuts[:-1], every), len(spans))
-    return Rows(spans, offsets, seq_len, packing)
+    return PackedRows(spans, offsets, seq_len, packing)
 
 
-def best_fit(lengths: np.ndarray, seq_len: int) -> list[list[int]]:
+def pack_best_fit(lengths: np.ndarray, seq_len: int) -> list[list[int]]:
     """Bins of indices, longest first, each into the fullest bin that still takes it."""
     bins: list[list[int]] = []
     by_space: dict[int, list[list[int]]] = {}
@@ -291,3 +297,57 @@ def best_fit(lengths: np.ndarray, seq_len: int) -> list[list[int]]:
             insort(spaces, left)
         by_space[left].append(chosen)
     return bins
+
+
+# Rows in which answers share their prompts.
+#
+# S sequences
+
+MAX_KEY_COPIES = 4  # keys that attention copies, for each token of a row, at most: they take memory
+
+
+def pack_prompts(lengths: np.ndarray, shared: np.ndarray, seq_len: int) -> list[list[list[int]]]:
+    """Rows of sequences, of which those to one prompt share it: lists of them in each row, of which
+    the first one has the prompt. `lengths` int64 [S], with the prompt; `shared` int64 [S]: how many
+    tokens each has in common with the one before it, 0 for the first one to a prompt.
+
+    Prompts come by the tokens of all their sequences, the most first. These go into the fullest row
+    that takes all. If there is none, the emptiest row takes as many as fit, and so on with the
+    rest: kept together, those that take two thirds of a row would leave a third of it empty.
+    """
+    first = np.flatnonzero(shared == 0)
+    totals, prompts = np.add.reduceat(lengths - shared, first), np.maximum.reduceat(shared, first)
+    stops, sizes = np.append(first[1:], len(shared)), lengths.tolist()
+    rows: list[list[list[int]]] = []
+    spaces: list[tuple[int, int]] = []  # sorted: how many tokens a row still takes, and which it is
+    for i in np.argsort(-totals, kind="stable").tolist():
+        left = sorted((sizes[s], s) for s in range(first[i], stops[i]))
+        prompt, total = int(prompts[i]), int(totals[i])
+        while left:
+            at = min(bisect_left(spaces, (total, 0)), len(spaces) - 1)
+            if at < 0 or spaces[at][0] < left[0][0]:  # not even one
+                at = len(spaces)
+                spaces.append((seq_len, len(rows)))
+                rows.append([])
+            space, row = spaces.pop(at)
+            taken, used = _take(left, prompt, space)
+            rows[row].append(taken)
+            insort(spaces, (space - used, row))
+            total += prompt - used
+    return rows
+
+
+def _take(left: list[tuple[int, int]], prompt: int, space: int) -> tuple[list[int], int]:
+    """Out of `left`, sorted lengths and whose they are, those that go into a space, the longest
+    that fits first; and how many tokens they are."""
+    taken: list[int] = []
+    used = 0
+    while left:
+        again = prompt if taken else 0
+        at = bisect_left(left, (space - used + again + 1, 0)) - 1
+        if at < 0 or len(taken) * prompt > MAX_KEY_COPIES * (used + left[at][0] - again):
+            break
+        size, s = left.pop(at)
+        used += size - again
+        taken.append(s)
+    return sorted(taken), used

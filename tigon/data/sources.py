@@ -1,32 +1,47 @@
-"""What `data` names: files, globs and data sets, as sources of rows."""
+"""Files, globs and data sets that `data` names, as numbered rows.
 
+A row has a place, file:line. In tables and data sets, lines count rows.
+"""
+
+import csv
 import glob
+import gzip
+import hashlib
+import io
+import json
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+import zlib
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import islice
 from pathlib import Path
+from typing import IO, Any, Self
 
-from tigon.data.blocks import Block, Rows, Source
-from tigon.data.formats import Format
-from tigon.data.lines import COMPRESSED, CsvFile, JsonFile, TextFile
-from tigon.data.selection import parse_split, select_rows, select_split
-from tigon.data.tables import (
-    ArrowFile,
-    HubDataset,
-    ParquetFile,
-    SavedDataset,
-    is_saved,
-    saved_split,
-)
+from tigon.data.formats import VALUE_KEYS, Format, Row
+from tigon.data.selection import Split, is_held_out, parse_split
+from tigon.utils.json import DuplicateKeyError, object_from_pairs, quote, read_json
 from tigon.utils.paths import check_file_name, expand_user
 
-__all__ = ["Block", "Entry", "Rows", "Source", "find_sources"]
-
 HUB = "hf://"
+COMPRESSED = (".gz", ".zst")
 ACCEPTED = (
     ".jsonl, .json, .csv, .tsv and .txt files (each also .gz or .zst), .parquet and .arrow files, "
     f"directories written by datasets' save_to_disk, and data sets of the hub as {HUB}owner/name"
 )
+SIZE = 2**20  # bytes of a block, about
+HASHED = 2**25  # bytes that a thread hashes at a time
+SAMPLED = 4096  # bytes of each piece that `sample` hashes
+LARGEST_ROW = 2**24  # characters; tokenizing them takes 2.4 GB
+LONGEST_LINE = 8 * LARGEST_ROW  # bytes that are read of a row which is too large
+SPACIOUS, MOST_CONTAINERS = 2**24, 2**22  # bytes of a row, and lists and objects in a larger one
+_ESCAPES = {r"\n": "\n", r"\r": "\r", r"\t": "\t"}
+
+Record = bytes | Row | ValueError  # JSON, a row, or what is wrong with it
+Rows = Iterator[tuple[int, Row | ValueError]]  # line, and its row
 
 
 @dataclass(frozen=True)
@@ -35,7 +50,7 @@ class Entry:
 
     path: str
     weight: float | None = None  # its share of the examples drawn from all entries
-    format: str | None = None  # of its rows, one of formats.KINDS; None: told from their keys
+    format: str | None = None  # one of formats.REQUIRED; None: detected from the keys
     columns: Mapping[str, str] = field(default_factory=dict)  # our name of a key -> theirs
     split: str | None = None  # or slices of splits, as in `datasets`; None: train. A file is train
     skip: int = 0  # rows at the start
@@ -43,6 +58,335 @@ class Entry:
     config: str | None = None  # of a data set of the hub
     revision: str | None = None  # of a data set of the hub
     name: str | None = None  # of held-out data that is also measured on its own
+
+
+@dataclass(frozen=True)
+class Block:
+    """Consecutive rows of a source, about a megabyte, which are tokenized in one call."""
+
+    name: str  # the source's
+    format: Format
+    records: Sequence[tuple[int, Record]]
+    fraction: tuple[float, bool] | None = None  # as Source has it
+
+    def rows(self) -> Rows:
+        """The parsed rows with their lines."""
+        for line, record in self.records:
+            row = parse_json(record) if isinstance(record, bytes) else record
+            if self.fraction is not None:
+                # A bad row is one of the training rows, so that it is counted once
+                fraction, held_out = self.fraction
+                chosen = isinstance(row, dict) and is_held_out(row, self.format, fraction)
+                if held_out != chosen:
+                    continue
+            yield line, row
+
+
+@dataclass(frozen=True)
+class Source:
+    """The rows of one file or data set, or a range of them."""
+
+    name: str  # for messages; a file's path
+    format: Format
+    start: int = field(default=0, kw_only=True)  # the first row
+    stop: int | None = field(default=None, kw_only=True)  # the row after the last; None: the end
+    # eval_fraction, and whether the rows are those that it holds out; None: all rows
+    fraction: tuple[float, bool] | None = field(default=None, kw_only=True)
+
+    def read(self, start: int = 0) -> Iterator[tuple[int, Record]]:
+        """All records of the file from number `start` on; ValueError if it cannot be read."""
+        raise NotImplementedError
+
+    def options(self) -> tuple[Any, ...]:
+        """What changes the rows besides the files' bytes."""
+        return ()
+
+    def files(self) -> list[Path]:
+        """The files on this host."""
+        path = Path(self.name)
+        files = path.rglob("*") if path.is_dir() else [path]
+        return sorted(file for file in files if file.is_file())
+
+    def total(self) -> int | None:
+        """The number of rows of the file; None if only reading all of a stream would tell."""
+        return sum(1 for _ in self.read())
+
+    def records(self, first: int = 0, last: int | None = None) -> Iterator[tuple[int, Record]]:
+        """The records of the range, from its number `first` up to `last`."""
+        begin = self.start + first
+        ends = [self.stop, None if last is None else self.start + last]
+        end = min((end for end in ends if end is not None), default=None)
+        records = self.read(begin)
+        return records if end is None else islice(records, max(0, end - begin))
+
+    def blocks(self, first: int = 0, last: int | None = None) -> Iterator[Block]:
+        """The records of the range in blocks. A block ends with the record that exceeds SIZE."""
+        records: list[tuple[int, Record]] = []
+        size, found = 0, first > 0
+        for line, record in self.records(first, last):
+            records.append((line, record))
+            size += _size(record)
+            if size > SIZE:
+                yield Block(self.name, self.format, tuple(records), self.fraction)
+                records, size = [], 0
+            found = True
+        if records:
+            yield Block(self.name, self.format, tuple(records), self.fraction)
+        if not found and self.start:
+            raise ValueError(
+                f"{self.name} has no rows left by split, skip and take: it has {self.total():,}, "
+                f"and {self.start:,} are skipped"
+            )
+
+    def rows(self) -> Rows:
+        """The parsed rows of the range with their lines."""
+        for block in self.blocks():
+            yield from block.rows()
+
+    def count(self) -> int | None:
+        """The number of rows in the range before `fraction`; None if a stream would have to end."""
+        total = self.total()
+        if total is None:
+            return None
+        return max(0, min(total, total if self.stop is None else self.stop) - self.start)
+
+    def digest(self) -> str:
+        """A digest of the content and of how rows are made of it."""
+        selection = self.start, self.stop, self.fraction
+        options = type(self).__name__, *self.options(), selection, str(self.format)
+        return hash_files(self.files(), *options)
+
+    def size(self) -> int:
+        """The bytes on this host; 0 if they come from elsewhere."""
+        return sum(file.stat().st_size for file in self.files())
+
+    def sample(self, count: int) -> bytes:
+        """Digests of about `count` pieces at equal distances, at least both ends of each file on
+        this host: they distinguish most contents, and little is read."""
+        files = self.files()
+        each = max(2, count // max(1, len(files)))
+        return b"".join(_hash_sample(file, each) for file in files)
+
+    def as_format(self, format: Format) -> Self:
+        """The same rows, read in another format."""
+        return replace(self, format=format)
+
+
+class JsonFile(Source):
+    """One JSON object a line; a .json file may also be one list of objects."""
+
+    def read(self, start: int = 0) -> Iterator[tuple[int, Record]]:
+        return islice(self._lines(), start, None)
+
+    def _lines(self) -> Iterator[tuple[int, Record]]:
+        with open_file(self.name) as file:
+            if file.peek(3)[:3] == b"\xef\xbb\xbf":
+                file.read(3)
+            if suffix(self.name) == ".json":
+                blank = b""
+                while (piece := file.peek(1)[:1]) and piece.isspace():
+                    blank += file.read(1)
+                if piece == b"[":
+                    yield from _list_items(blank + file.read(), self.name)
+                    return
+                first = 1 + blank.count(b"\n")
+            else:
+                first = 1
+            line = first
+            while raw := file.readline(LONGEST_LINE):
+                if len(raw) == LONGEST_LINE and not raw.endswith(b"\n"):
+                    while raw and not raw.endswith(b"\n"):
+                        raw = file.readline(SIZE)
+                    yield (
+                        line,
+                        ValueError(
+                            f"has more than {LONGEST_LINE:,} bytes: divide it, or leave it out"
+                        ),
+                    )
+                elif raw.strip():
+                    yield line, raw
+                line += 1
+
+
+class CsvFile(Source):
+    """Rows of texts under a header, divided by commas, or in a .tsv file by tabs.
+
+    Every cell is the text that is in the file, "007" no number and "NA" not missing, but for those
+    in VALUES.
+    """
+
+    def read(self, start: int = 0) -> Iterator[tuple[int, Record]]:
+        return islice(self._lines(), start, None)
+
+    def _lines(self) -> Iterator[tuple[int, Record]]:
+        csv.field_size_limit(2**31 - 1)  # too large cells are bad rows
+        delimiter = "\t" if suffix(self.name) == ".tsv" else ","
+        with open_text(self.name) as text:
+            reader = csv.reader(text, delimiter=delimiter, strict=True)
+            try:
+                header = next(filter(None, reader), [])
+                self._check_header(header, delimiter)
+                line = reader.line_num + 1
+                for cells in reader:
+                    if len(cells) == len(header):
+                        yield line, self._row(dict(zip(header, cells, strict=True)))
+                    elif cells:
+                        cell = "cell" if len(cells) == 1 else "cells"
+                        problem = f"has {len(cells)} {cell}, and the header has {len(header)}"
+                        yield line, ValueError(problem)
+                    line = reader.line_num + 1
+            except csv.Error as error:
+                raise ValueError(f"{self.name}:{reader.line_num}: not valid CSV: {error}") from None
+
+    def _check_header(self, header: list[str], delimiter: str) -> None:
+        is_named = header[:1] and header[0] in self.format.columns.values()
+        if len(header) == 1 and not is_named and (other := re.search(r"[;\t,]", header[0])):
+            raise ValueError(
+                f"{self.name} is divided by {other[0]!r}, not by {delimiter!r}: "
+                "write a .csv file with commas or a .tsv file with tabs"
+            )
+        check_columns(self.name, header)
+
+    def _row(self, cells: dict[str, str]) -> Row:
+        """Cells that are read as numbers or truth values become these, if they are written so."""
+        row: Row = dict(cells)
+        for key in map(self.format.key, VALUE_KEYS):
+            if key in row:
+                with suppress(ValueError):
+                    row[key] = json.loads(cells[key].lower()) if cells[key].strip() else None
+        return row
+
+
+@dataclass(frozen=True)
+class TextFile(Source):
+    r"""Documents as rows {"text": ...}: the whole file, or what `separator` divides it into.
+
+    Blank ends of divided documents are trimmed, and empty ones are left out. \r\n counts as \n,
+    and a byte order mark is no text. In the separator \n, \r and \t are escapes, since neither a
+    shell nor single quotes in YAML make line ends of them.
+    """
+
+    separator: str = ""
+
+    def read(self, start: int = 0) -> Iterator[tuple[int, Record]]:
+        return islice(self._documents(), start, None)
+
+    def options(self) -> tuple[Any, ...]:
+        return (_unescaped(self.separator),)
+
+    def _documents(self) -> Iterator[tuple[int, Record]]:
+        separator = _unescaped(self.separator)
+        line, rest = 1, ""
+        for piece in self._pieces():
+            *documents, rest = (rest + piece).split(separator) if separator else [rest + piece]
+            for document in documents:
+                yield from _document(line, document, trim=True)
+                line += (document + separator).count("\n")
+            if len(rest) > LARGEST_ROW:
+                raise ValueError(
+                    f"{self.name}:{line}: a document of more than {LARGEST_ROW:,} characters; "
+                    "separator= says what divides the file into documents, such as '\\n\\n'"
+                )
+        yield from _document(line, rest, trim=bool(separator))
+
+    def _pieces(self) -> Iterator[str]:
+        with open_text(self.name) as text:
+            while piece := text.read(SIZE):
+                if piece.endswith("\r"):
+                    piece += text.read(1)
+                yield piece.replace("\r\n", "\n")
+
+
+@dataclass(frozen=True)
+class Table(Source):
+    """A data set that the library `datasets` reads: .parquet, .arrow, saved, or of the hub."""
+
+    kind: str = "parquet"  # or arrow, saved, hub
+    split: str = "train"
+    config: str | None = None
+    revision: str | None = None
+    streaming: bool = False
+
+    def read(self, start: int = 0) -> Iterator[tuple[int, Record]]:
+        line = start + 1
+        with _reading(self.name):
+            data = self.load()
+            if start >= getattr(data, "num_rows", start + 1):
+                return
+            data = data.skip(start) if start else data
+            for batch in data.with_format("arrow").iter(batch_size=256):
+                check_columns(self.name, batch.schema.names)
+                try:
+                    rows = batch.to_pylist()
+                except UnicodeDecodeError:
+                    rows = [_table_row(batch, i) for i in range(batch.num_rows)]
+                for row in rows:
+                    yield line, without_nulls(row)
+                    line += 1
+
+    def load(self) -> Any:
+        """A datasets.Dataset, or if it is read as it comes, a datasets.IterableDataset."""
+        from datasets import load_dataset, load_from_disk
+
+        if self.kind == "parquet":
+            from pyarrow.parquet import read_schema
+
+            check_columns(self.name, read_schema(self.name).names)
+        if self.kind == "saved":
+            return load_from_disk(str(self.folder()))
+        if self.kind == "hub":
+            repository = self.name.partition("[")[0].removeprefix(HUB)
+            options = {"split": self.split, "revision": self.revision}
+            return load_dataset(repository, self.config, streaming=self.streaming, **options)
+        # As it comes: a copy in the library's cache would be kept for its name and time alone
+        return load_dataset(
+            self.kind, data_files=glob.escape(self.name), split="train", streaming=True
+        )
+
+    def total(self) -> int | None:
+        with _reading(self.name):
+            if self.kind == "parquet":
+                from pyarrow.parquet import read_metadata
+
+                return read_metadata(self.name).num_rows
+            if self.kind == "arrow":
+                return sum(batch.num_rows for batch in self.load().with_format("arrow").iter(1000))
+            return None if self.streaming else len(self.load())
+
+    def options(self) -> tuple[Any, ...]:
+        return self.split, self.config, self.revision
+
+    def files(self) -> list[Path]:
+        if self.kind == "saved":
+            return [f for f in sorted(self.folder().rglob("*")) if f.suffix in (".arrow", ".json")]
+        if self.kind != "hub":
+            return super().files()
+        if self.streaming:  # the content is not here to be read
+            return []
+        with _reading(self.name):
+            return [Path(file["filename"]) for file in self.load().cache_files]
+
+    def digest(self) -> str:
+        where = self.name if self.kind == "hub" else ""
+        return hashlib.sha256(f"{where} {super().digest()}".encode()).hexdigest()
+
+    def size(self) -> int:
+        return 0 if self.kind == "hub" else super().size()
+
+    def folder(self) -> Path:
+        """The split's folder of a saved data set; ValueError if there is none."""
+        folder = Path(self.name)
+        if not (folder / "dataset_dict.json").is_file():
+            if self.split != (saved := saved_split(folder)):
+                raise ValueError(
+                    f"{self.name} has no split {self.split!r}: it was saved as the one split "
+                    f"{saved!r}"
+                )
+            return folder
+        splits = sorted(path.name for path in folder.iterdir() if path.is_dir())
+        if self.split not in splits:
+            raise ValueError(f"{self.name} has no split {self.split!r}: there are {splits}")
+        return folder / self.split
 
 
 def find_sources(
@@ -62,11 +406,11 @@ def find_sources(
     for entry in [entries] if isinstance(entries, Entry | str) else entries:
         entry = Entry(entry) if isinstance(entry, str) else entry
         form = Format(entry.format, entry.columns or columns or {}, strict=bool(entry.columns))
-        sources += _selected(entry, form, separator, streaming)
+        sources += _find_entry(entry, form, separator, streaming)
     return sources
 
 
-def _selected(entry: Entry, form: Format, separator: str, streaming: bool) -> list[Source]:
+def _find_entry(entry: Entry, form: Format, separator: str, streaming: bool) -> list[Source]:
     if entry.skip < 0 or (entry.take is not None and entry.take < 1):
         raise ValueError(
             f"{entry.path}: skip={entry.skip} and take={entry.take} must be numbers of rows, skip "
@@ -77,18 +421,16 @@ def _selected(entry: Entry, form: Format, separator: str, streaming: bool) -> li
     for split in splits:
         name = None if split is None else split.name
         if entry.path.startswith(HUB):
-            sources = [_hub(entry, name, form, streaming)]
+            sources = [_hub_source(entry, name, form, streaming)]
         else:
             sources = [_source(path, entry, name, form, separator) for path in _find(entry.path)]
         chosen += sources if split is None else select_split(sources, split)
-    chosen = select_rows(
-        chosen, entry.skip, None if entry.take is None else entry.skip + entry.take
-    )
-    if not chosen:
-        options = {name: getattr(entry, name) for name in ("split", "skip", "take")}
-        given = ", ".join(f"{k}={v!r}" for k, v in options.items() if v)
-        raise ValueError(f"{entry.path} has no rows left by {given}")
-    return chosen
+    end = None if entry.take is None else entry.skip + entry.take
+    if chosen := select_rows(chosen, entry.skip, end):
+        return chosen
+    options = {name: getattr(entry, name) for name in ("split", "skip", "take")}
+    selection = ", ".join(f"{k}={v!r}" for k, v in options.items() if v)
+    raise ValueError(f"{entry.path} has no rows left by {selection}")
 
 
 def _find(pattern: str) -> list[Path]:
@@ -112,11 +454,11 @@ def _source(path: Path, entry: Entry, split: str | None, form: Format, separator
                 f"{path} has no {option}: it is not on the hub, so leave out {option}={value!r}"
             )
     if path.is_dir():
-        if not is_saved(path):
+        if not any((path / state).is_file() for state in ("state.json", "dataset_dict.json")):
             raise IsADirectoryError(
                 f"{path} is a directory; name its files, as in '{path}/*.jsonl'"
             )
-        source = SavedDataset(name, form, split or saved_split(path))
+        source = Table(name, form, "saved", split or saved_split(path))
         source.folder()
         return source
     if split not in (None, "train"):
@@ -125,24 +467,288 @@ def _source(path: Path, entry: Entry, split: str | None, form: Format, separator
         )
     if path.stat().st_size == 0:
         raise ValueError(f"{path} is empty")
-    suffix = path.with_suffix("").suffix if path.suffix in COMPRESSED else path.suffix
-    if suffix in (".jsonl", ".json"):
-        return JsonFile(name, form)
-    if suffix in (".csv", ".tsv"):
-        return CsvFile(name, form)
-    if suffix == ".txt":
+    if path.suffix in (".parquet", ".arrow"):
+        return Table(name, form, path.suffix[1:])
+    if suffix(name) == ".txt":
         return TextFile(name, form, separator)
-    if path.suffix == ".parquet":
-        return ParquetFile(name, form)
-    if path.suffix == ".arrow":
-        return ArrowFile(name, form)
+    readers = {".jsonl": JsonFile, ".json": JsonFile, ".csv": CsvFile, ".tsv": CsvFile}
+    if suffix(name) in readers:
+        return readers[suffix(name)](name, form)
     raise ValueError(f"{path}: data is read from {ACCEPTED}")
 
 
-def _hub(entry: Entry, split: str | None, form: Format, streaming: bool) -> Source:
+def _hub_source(entry: Entry, split: str | None, form: Format, streaming: bool) -> Source:
     repository = entry.path.removeprefix(HUB)
     if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", repository):
         raise ValueError(f"{entry.path!r} is not {HUB}owner/name")
     split = split or "train"
     name = f"{entry.path}[{','.join(filter(None, (entry.config, split)))}]"
-    return HubDataset(name, form, repository, split, entry.config, entry.revision, streaming)
+    return Table(name, form, "hub", split, entry.config, entry.revision, streaming)
+
+
+def select_split(sources: Sequence[Source], split: Split) -> list[Source]:
+    """The rows of the slice, out of those of all sources end to end, rounded as in `datasets`."""
+    start, stop = split.start, split.stop
+    if split.percent or (start or 0) < 0 or (stop or 0) < 0:
+        total = sum(map(_count, sources))
+        if split.percent:
+            start, stop = (b if b is None else round(b * total / 100) for b in (start, stop))
+        start, stop = (max(total + b, 0) if b is not None and b < 0 else b for b in (start, stop))
+    return select_rows(sources, start or 0, stop)
+
+
+def select_rows(sources: Sequence[Source], start: int, stop: int | None) -> list[Source]:
+    """The rows from `start` to `stop`, out of those of all sources end to end."""
+    if start == 0 and stop is None:
+        return list(sources)
+    chosen: list[Source] = []
+    for i, source in enumerate(sources):
+        if stop is not None and stop <= start:
+            break
+        count = _count(source) if i + 1 < len(sources) else None
+        if count is None or count > start:
+            ends = [source.stop, None if stop is None else source.start + stop]
+            end = min((end for end in ends if end is not None), default=None)
+            chosen.append(replace(source, start=source.start + start, stop=end))
+        if count is not None:
+            start, stop = max(0, start - count), None if stop is None else max(0, stop - count)
+    return chosen
+
+
+def select_fraction(sources: Sequence[Source], fraction: float, held_out: bool) -> list[Source]:
+    """The held-out rows of the sources, or the others; without sources that have none of them."""
+    parts = [replace(source, fraction=(fraction, held_out)) for source in sources]
+    return [part for part in parts if next(part.rows(), None) is not None]
+
+
+def _count(source: Source) -> int:
+    count = source.count()
+    if count is None:
+        raise ValueError(
+            f"{source.name} is streamed, and its number of rows is not known: give a slice from "
+            "its start, in rows, such as train[:1000], or streaming=false"
+        )
+    return count
+
+
+def hash_files(paths: Sequence[Path], *options: object) -> str:
+    """A digest of the files' bytes and of the options."""
+    total = hashlib.sha256(repr(options).encode())
+    with ThreadPoolExecutor() as threads:
+        for path in paths:
+            starts = range(0, max(path.stat().st_size, 1), HASHED)
+            for digest in threads.map(partial(_hash_piece, path), starts):
+                total.update(digest)
+    return total.hexdigest()
+
+
+def _hash_piece(path: Path, start: int) -> bytes:
+    with path.open("rb") as file:
+        file.seek(start)
+        piece = hashlib.sha256()
+        for _ in range(0, HASHED, 2**20):
+            piece.update(file.read(2**20))
+        return piece.digest()
+
+
+def _hash_sample(path: Path, count: int) -> bytes:
+    last = max(0, path.stat().st_size - SAMPLED)
+    found = hashlib.sha256()
+    with path.open("rb") as file:
+        for start in sorted({last * i // max(1, count - 1) for i in range(count)}):
+            file.seek(start)
+            found.update(file.read(SAMPLED))
+    return found.digest()
+
+
+@contextmanager
+def open_file(name: str) -> Iterator[io.BufferedReader]:
+    """The bytes of a file, decompressed; ValueError if they cannot be."""
+    broken: tuple[type[Exception], ...] = (gzip.BadGzipFile, EOFError, zlib.error)
+    with open(name, "rb") as file:
+        raw: Any = file
+        if name.endswith(".gz"):
+            raw = gzip.GzipFile(fileobj=file)
+        elif name.endswith(".zst"):
+            try:
+                import zstandard
+            except ImportError:
+                raise ImportError(f"{name}: .zst needs pip install 'tigon[train]'") from None
+            broken += (zstandard.ZstdError,)
+            raw = _Frames(file, zstandard.ZstdDecompressor().decompressobj)
+        try:
+            with io.BufferedReader(raw, 2**20) as reader:
+                yield reader
+        except broken as error:
+            raise ValueError(f"{name} cannot be decompressed: {error}") from None
+
+
+@contextmanager
+def open_text(name: str) -> Iterator[io.TextIOWrapper]:
+    """The text of a file without a byte order mark; ValueError if it is not UTF-8."""
+    with open_file(name) as file:
+        try:
+            yield io.TextIOWrapper(file, encoding="utf-8-sig", newline="")
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{name} is not UTF-8 text: {error}") from None
+
+
+class _Frames(io.RawIOBase):
+    """All frames of a .zst file. zstandard's own reader ends without a word where a frame does, or
+    where the file is cut off."""
+
+    def __init__(self, file: IO[bytes], begin: Callable[[], Any]):
+        self.file, self.begin = file, begin
+        self.frame: Any = None  # the one that has begun
+        self.compressed, self.text = b"", memoryview(b"")
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        while not self.text:
+            # Four bytes may become 128 KiB, all at once
+            self.compressed = self.compressed or self.file.read(2**12)
+            if not self.compressed:
+                if self.frame is not None:
+                    raise EOFError("its end is missing")
+                return 0
+            self.frame = self.frame or self.begin()
+            self.text, self.compressed = memoryview(self.frame.decompress(self.compressed)), b""
+            if self.frame.eof:
+                self.compressed, self.frame = self.frame.unused_data, None
+        count = min(len(buffer), len(self.text))
+        buffer[:count], self.text = self.text[:count], self.text[count:]
+        return count
+
+
+def suffix(name: str) -> str:
+    """The suffix of a file before that of its compression."""
+    path = Path(name)
+    return path.with_suffix("").suffix if path.suffix in COMPRESSED else path.suffix
+
+
+def parse_json(raw: bytes) -> Row | ValueError:
+    """The JSON object of a line, or what is wrong with it."""
+    # `[],` over and over is small as bytes only
+    if len(raw) > SPACIOUS and raw.count(b"[") + raw.count(b"{") > MOST_CONTAINERS:
+        return ValueError(f"has more than {MOST_CONTAINERS:,} lists and objects")
+    try:
+        row = json.loads(raw, object_pairs_hook=object_from_pairs)
+    except DuplicateKeyError as error:
+        return _duplicate_key(error)
+    except ValueError as error:  # bad JSON and bad UTF-8 alike
+        split = "; each line must be a whole object" if raw.strip() in (b"{", b"[") else ""
+        return ValueError(f"not valid JSON: {error}{split}")
+    except RecursionError:
+        return ValueError("not valid JSON: nested too deeply")
+    if isinstance(row, list):
+        return ValueError("needs a JSON object, not a list; one list of all rows is a .json file")
+    return _check_object(row)
+
+
+def _duplicate_key(error: DuplicateKeyError) -> ValueError:
+    return ValueError(f"has the key {quote(error.key)} twice in one object: remove one")
+
+
+def _check_object(row: Any) -> Row | ValueError:
+    if isinstance(row, dict | ValueError):
+        return row
+    return ValueError(f"needs a JSON object, not {type(row).__name__}")
+
+
+def _list_items(raw: bytes, name: str) -> Iterator[tuple[int, Row | ValueError]]:
+    """The line and row of each item of a JSON list."""
+    try:
+        text = raw.decode()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{name} is not UTF-8 text: {error}") from None
+    decode, blank = json.JSONDecoder().raw_decode, re.compile(r"[ \t\r\n]*")
+    decode_unique = json.JSONDecoder(object_pairs_hook=object_from_pairs).raw_decode
+
+    def skip(at: int) -> int:
+        return blank.match(text, at).end()  # type: ignore[union-attr]
+
+    at = skip(skip(0) + 1)
+    counted, line = 0, 1
+    while not text.startswith("]", at):
+        line += text.count("\n", counted, at)
+        counted = at
+        try:
+            try:
+                row, end = decode_unique(text, at)
+            except DuplicateKeyError as error:
+                row, end = _duplicate_key(error), decode(text, at)[1]
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"{name}:{line}: not valid JSON: {error}") from None
+        yield line, _check_object(row)
+        at = skip(end)
+        if text.startswith(",", at):
+            at = skip(at + 1)
+        elif not text.startswith("]", at):
+            raise ValueError(f"{name}:{line}: not valid JSON: no ',' or ']' behind this item")
+
+
+def _document(line: int, text: str, *, trim: bool) -> Iterator[tuple[int, Row]]:
+    body = text.strip() if trim else text
+    if body.strip():
+        yield line + text[: text.index(body)].count("\n"), {"text": body}
+
+
+def _unescaped(separator: str) -> str:
+    for written, meaning in _ESCAPES.items():
+        separator = separator.replace(written, meaning)
+    return separator.replace("\r\n", "\n")
+
+
+def _size(value: Any) -> int:
+    """The bytes of a record, about."""
+    if isinstance(value, str | bytes):
+        return len(value)
+    if isinstance(value, dict):
+        return sum(map(_size, value.values()))
+    return sum(map(_size, value)) if isinstance(value, list) else 8
+
+
+def saved_split(folder: Path) -> str:
+    """The name of the one split in a directory; "train" if there are several or it has none."""
+    state = folder / "state.json"
+    name = read_json(state).get("_split") if state.is_file() else None
+    return str(name).partition("[")[0] if name else "train"
+
+
+def check_columns(name: str, columns: Sequence[str]) -> None:
+    """ValueError for two columns of one name."""
+    if twice := [column for column, count in Counter(columns).items() if count > 1]:
+        raise ValueError(f"{name} has the column {quote(twice[0])} twice: remove one")
+
+
+def _table_row(table: Any, i: int) -> dict[str, Any] | ValueError:
+    try:
+        row: dict[str, Any] = table.slice(i, 1).to_pylist()[0]
+    except UnicodeDecodeError as error:
+        return ValueError(f"is not UTF-8 text: {error}")
+    return row
+
+
+def without_nulls(value: Any) -> Any:
+    """The value without the nulls that Arrow gives a struct for the keys that it does not have."""
+    if isinstance(value, dict):
+        return {key: without_nulls(item) for key, item in value.items() if item is not None}
+    if isinstance(value, list):
+        return [without_nulls(item) for item in value]
+    return value
+
+
+@contextmanager
+def _reading(name: str) -> Iterator[None]:
+    """ImportError that says what to install, ValueError that names what cannot be read."""
+    try:
+        yield
+    except ImportError as error:
+        raise ImportError(f"{name} needs pip install 'tigon[train]': {error}") from None
+    except Exception as error:
+        # pyarrow, datasets and huggingface_hub raise many kinds
+        if isinstance(error, ValueError) and str(error).startswith(name):
+            raise
+        raise ValueError(f"{name} cannot be read: {error}") from error

@@ -1,45 +1,31 @@
-"""Windows of a corpus that is never there as a whole, tokenised shortly before they are needed.
+"""Windows of a corpus that is never there as a whole, tokenized shortly before they are needed.
 
-On every host, one process tokenises ahead, into a directory a window; each rank says which windows
-it still needs, and what no rank needs is deleted.
+Each rank tokenizes all of it, in a process of its own, so that a batch is a function of the step on
+any number of ranks.
 """
 
-import atexit
-import fcntl
 import hashlib
-import json
-import shutil
-import socket
-import tempfile
 import threading
-import time
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import replace
-from pathlib import Path
-from typing import IO, Any
+from queue import Empty, Full, Queue
+from typing import Any
 
 import numpy as np
+from torch.utils.data import DataLoader, IterableDataset
 
-from tigon.data.blocks import SIZE, Source
-from tigon.data.cache import cache_root, lock, make_directory, write
-from tigon.data.disk import disk_errors
-from tigon.data.examples import Encoder
+from tigon.data.examples import Encoder, Examples
 from tigon.data.mixture import Corpus, Pattern, Window, check_vocabulary
-from tigon.data.reader import Reader
-from tigon.data.store import Store, Stored
-from tigon.data.workers import Pool, cpus
-from tigon.utils.json import read_json
+from tigon.data.sources import SIZE, Source
+from tigon.data.tokenized import one_thread
 
 AHEAD = 2  # windows that are made before they are needed
-WAIT = 0.02  # seconds between two looks
-PATIENCE = 10.0  # seconds for a block that is being read or tokenised, at the end
+WAIT = 0.1  # seconds between two looks at whether the stream is closed
 PIECES = 1024  # about so many of all sources are hashed to compare them between hosts
-START = 120.0  # seconds in which all ranks of a host begin
-
-WINDOW, FAILED, LOCK = "window.json", "failed", "lock"
 
 State = dict[str, Any]
+Made = tuple[State, bool, list[list[Examples]]]  # where a window begins, is last, its entries
 
 
 class Stream:
@@ -60,85 +46,48 @@ class Stream:
         size: int,
         weights: Sequence[float] | None = None,
         workers: int | None = None,
-        name: str = "",
-        local_rank: int = 0,
-        local_ranks: int = 1,
         cursor: Mapping[str, Any] | None = None,
     ):
-        """`entries`: the sources of each; `size`: groups of examples in a window. The ranks of
-        a host know each other by `name`; the first of them tokenises. `cursor`: `state` of the
-        first window, to go on from there.
+        """`entries`: the sources of each; `size`: groups of examples in a window; `workers` 0
+        tokenizes in this process. `cursor`: `state` of the first window, to go on from there.
         """
         self.encoder, self.size, self.weights = encoder, size, weights
         self.pattern = None if weights is None else Pattern(weights)
-        self.directory = root() / name if local_rank else stream_directory(name)
-        self.local_rank = local_rank
-        self.vocabulary: int | None = None  # tokens that the model knows
-        self._closed = threading.Event()
+        self.workers = 1 if workers is None else min(workers, 1)
         self.sources = [source for sources in entries for source in sources]
         if weights is None:  # they follow each other
-            entries = [[source for sources in entries for source in sources]]
-        start = {"epoch": 0, "window": 0, "places": [[0, 0, 0, 0, ""]] * len(entries)}
+            entries = [self.sources]
+        self.entries = [[encoder.open(source) for source in sources] for sources in entries]
+        self.vocabulary: int | None = None  # tokens that the model knows
+        start = {"epoch": 0, "window": 0, "places": [[0, 0, 0, 0]] * len(entries)}
         start |= {name: cursor[name] for name in start} if cursor else {}
-        self._states: dict[int, State] = {}
-        self._needed, self._wanted, self._begun = 0, 0, local_rank == 0
-        self._producer: _Producer | None = None
-        if local_rank == 0:
-            workers = max(1, cpus() // (4 * local_ranks)) if workers is None else workers
-            self._producer = _Producer(self, entries, start, workers, local_ranks)
-            self._producer.start()
+        self._states: dict[int, State] = {0: start}
+        self._windows: dict[int, Window] = {}
+        self._closed = threading.Event()
+        self._next, self._made = 0, self._begin(0)
 
     def window(self, number: int) -> Window:
         """Window `number`, counted from the first; waits until it is made."""
-        self._begin()
-        self._say(min(number, self._needed), number)
-        path = self.directory / f"{number:08d}"
-        while (read := self._read(path)) is None:
-            if self._closed.is_set():  # by another thread
-                raise RuntimeError("the stream is closed")
-            if (self.directory / FAILED).exists():
-                raise ValueError((self.directory / FAILED).read_text())
-            if self._producer is not None:
-                if not self._producer.is_alive():
-                    raise RuntimeError("the stream has ended") from self._producer.error
-            else:
-                with lock(self.directory / LOCK, wait=False) as free:
-                    if free:
-                        raise RuntimeError("the process that tokenises the stream has ended")
-            time.sleep(WAIT)
-        facts, corpus = read
-        if self.vocabulary is not None:
-            check_vocabulary(corpus.parts, self.vocabulary)
-        groups = np.arange(corpus.first_group[-1])
-        state = self._states[number] = facts["state"]
-        if self.pattern is not None:
-            start = state["window"] * self.size
-            entry, index = self.pattern(np.arange(start, start + self.size))
-            groups = corpus.first_group[entry] + index - self.pattern.drawn(start)[entry]
-        window = Window.of(corpus, groups, epoch=state["epoch"], index=state["window"])
-        return replace(window, last=facts["last"])
+        if number < self._next and number not in self._windows:  # training has gone back
+            self._next, self._made = number, self._begin(number)
+        while self._next <= number:
+            made = self._wait()
+            if isinstance(made, Exception):
+                raise made
+            self._windows[self._next] = self._window(self._next, made)
+            self._next += 1
+        return self._windows[number]
+
+    def _wait(self) -> "Made | Exception":
+        while not self._closed.is_set():  # by another thread
+            with suppress(Empty):
+                return self._made.get(timeout=WAIT)
+        raise RuntimeError("the stream is closed")
 
     def keep(self, number: int) -> None:
-        """Windows before this one are not needed on this rank. Earlier ones may be, later."""
-        if number != self._needed and self._begun:
-            self._say(number, self._wanted)
-
-    def _begin(self) -> None:
-        """Wait until the first rank of the host has begun."""
-        until = time.monotonic() + START
-        while not self._begun:
-            if (self.directory / LOCK).exists():
-                with lock(self.directory / LOCK, wait=False) as free:
-                    # One that has failed already holds it no more
-                    self._begun = not free or (self.directory / FAILED).exists()
-            if not self._begun and time.monotonic() > until:
-                raise RuntimeError(f"no process of this host tokenises: {self.directory} is absent")
-            time.sleep(WAIT)
-
-    def _say(self, needed: int, wanted: int) -> None:
-        """Tell the producer which windows this rank needs, and which one it reads last."""
-        self._needed, self._wanted = needed, wanted
-        write(self.directory / f"rank-{self.local_rank}", f"{needed} {wanted}")
+        """Drop the windows before this one. Training may go back to them, as they can be remade."""
+        for old in [n for n in self._windows if n < number]:
+            del self._windows[old]
 
     def state(self, number: int) -> State:
         """What a stream that begins with this window needs."""
@@ -149,165 +98,173 @@ class Stream:
         self.vocabulary = size
 
     def identity(self) -> str:
-        """Changes with the names and sizes of the sources, and with what is made of them."""
+        """A digest of the names, sizes and a few bytes of the sources, and of the encoder."""
         sources = [(source, source.size()) for source in self.sources]
-        facts = sources, self.weights, self.encoder.digest(), SIZE  # places count blocks
+        facts = sources, self.weights, self.encoder.digest(), SIZE, self.sample()
         return hashlib.blake2b(repr(facts).encode(), digest_size=16).hexdigest()
 
     def sample(self) -> str:
-        """Changes with a few bytes of each source."""
+        """A digest of a few bytes of each source."""
         count = PIECES // max(1, len(self.sources))
         samples = (source.sample(count) for source in self.sources)
         return hashlib.blake2b(b"".join(samples), digest_size=16).hexdigest()
 
     def close(self) -> None:
-        """End the tokenising and delete what it has left; who waits for a window gets an error."""
+        """End the tokenizing; who waits for a window gets an error."""
         self._closed.set()
-        if self._producer is not None:
-            self._producer.stop()
 
-    def _read(self, path: Path) -> tuple[dict[str, Any], Corpus] | None:
-        """None if it is not made yet, or is being deleted. Its files are opened here: they may be
-        deleted before they are read."""
-        try:
-            facts = read_json(path / WINDOW)
-            parts = [Stored.at(path / str(i)) for i in range(facts["parts"])]
-            found = [part for part in parts if part is not None]
-            if len(found) < len(parts):
-                return None
-            corpus = Corpus(found, always=self.encoder.per_token, most=len(found))
-            for i, part in enumerate(found):
-                if part.count:
-                    corpus.open(i)
-        except FileNotFoundError:
-            return None
-        return facts, corpus
+    def _begin(self, number: int) -> Queue[Any]:
+        """The windows from this one on, which a thread makes: a source may be a pipe or a network
+        that gives nothing, and must not keep a run from ending."""
+        windows = _Windows(
+            self.entries, self.encoder, self.size, self.pattern, self._states[number]
+        )
+        made: Queue[Any] = Queue(AHEAD)
+
+        def fill() -> None:
+            with one_thread() if self.workers else nullcontext():
+                found = iter(_in_process(windows) if self.workers else windows)
+            for window in found:
+                while not self._closed.is_set() and made is self._made:
+                    with suppress(Full):
+                        made.put(window, timeout=WAIT)
+                        break
+                else:
+                    return
+
+        self._made = made
+        threading.Thread(target=fill, name="tigon stream", daemon=True).start()
+        return made
+
+    def _window(self, number: int, made: Made) -> Window:
+        state, last, entries = made
+        parts = [part for own in entries for part in own]
+        corpus = Corpus(parts, always=self.encoder.per_token)
+        if self.vocabulary is not None:
+            check_vocabulary(corpus.parts, self.vocabulary)
+        groups = np.arange(corpus.first_group[-1])
+        self._states[number] = state
+        if self.pattern is not None:
+            start = state["window"] * self.size
+            entry, index = self.pattern(np.arange(start, start + self.size))
+            sizes = [sum(part.group_count for part in own) for own in entries]
+            first = np.cumsum([0, *sizes])
+            groups = first[entry] + index - self.pattern.drawn(start)[entry]
+        window = Window.of(corpus, groups, epoch=state["epoch"], index=state["window"])
+        return replace(window, last=last)
 
 
-class _Producer(threading.Thread):
-    """Makes the windows that the ranks of this host need soon."""
+def _in_process(windows: "_Windows") -> DataLoader[Any]:
+    return DataLoader(
+        windows, batch_size=None, num_workers=1, prefetch_factor=AHEAD, collate_fn=_as_they_are
+    )
+
+
+def _as_they_are(window: Any) -> Any:
+    return window
+
+
+class _Windows(IterableDataset[Any]):
+    """All windows from a state on, or the error that ends them."""
 
     def __init__(
         self,
-        stream: Stream,
         entries: Sequence[Sequence[Source]],
-        start: State,
-        workers: int,
-        ranks: int,
+        encoder: Encoder,
+        size: int,
+        pattern: Pattern | None,
+        state: State,
     ) -> None:
-        super().__init__(daemon=True, name="tigon stream")
-        self.directory, self.encoder, self.size = stream.directory, stream.encoder, stream.size
-        self.pattern = stream.pattern
-        self.entries = [[self.encoder.open(s) for s in sources] for sources in entries]
-        self.workers, self.ranks = workers, ranks
-        self.states = {0: start}
-        self.stopped = threading.Event()
-        self.error: BaseException | None = None
-        atexit.register(self.stop)
+        self.entries, self.encoder, self.size = entries, encoder, size
+        self.pattern, self.state = pattern, state
 
-    def stop(self) -> None:
-        atexit.unregister(self.stop)
-        self.stopped.set()
-        if self.is_alive():
-            self.join(PATIENCE)  # it may be reading from a pipe or a network that gives nothing
-        shutil.rmtree(self.directory, ignore_errors=True)
-        self._unlock()
-
-    def _unlock(self) -> None:
-        if (held := _held.pop(self.directory, None)) is not None:
-            held.close()
-
-    def run(self) -> None:
+    def __iter__(self) -> Iterator[Made | Exception]:
         try:
-            with Pool(self.encoder, self.workers) as pool, disk_errors(self.directory):
-                self._produce(pool)
-        except BaseException as error:  # of any kind: the ranks are waiting
-            self.error = error
-            if not self.stopped.is_set():
-                with suppress(OSError):
-                    write(self.directory / FAILED, str(error) or repr(error))
-                self._unlock()
+            yield from self._windows()
+        except Exception as error:  # as it is: the loader would add its own words
+            yield error
 
-    def _produce(self, pool: Pool) -> None:
-        made: set[int] = set()
-        number, readers = -1, self._readers(pool, self.states[0])
-        while not self.stopped.is_set():
-            need, wanted = self._needs()
-            for old in [n for n in made if n < need]:
-                made.remove(old)
-                (self.directory / f"{old:08d}" / WINDOW).unlink()
-                shutil.rmtree(self.directory / f"{old:08d}")
-            missing = (n for n in range(need, wanted + AHEAD + 1) if n not in made)
-            if (after := next(missing, None)) is None:
-                self.stopped.wait(WAIT)
-                continue
-            if after != number + 1:  # training has gone back
-                readers = self._readers(pool, self.states[after])
-            number = after
-            self.states[number + 1] = self._make(number, readers)
-            made.add(number)
-
-    def _readers(self, pool: Pool, state: State) -> list[Reader]:
+    def _windows(self) -> Iterator[Made]:
+        state = self.state
         places = zip(self.entries, state["places"], strict=True)
-        return [Reader(sources, pool, place) for sources, place in places]
-
-    def _needs(self) -> tuple[int, int]:
-        """The first window that any rank needs, and the last that any reads."""
-        said = [(0, 0)] * self.ranks
-        for rank in range(self.ranks):
-            path = self.directory / f"rank-{rank}"
-            if path.exists():
-                needed, wanted = map(int, path.read_text().split())
-                said[rank] = needed, wanted
-        return min(needed for needed, _ in said), max(wanted for _, wanted in said)
-
-    def _make(self, number: int, readers: Sequence[Reader]) -> State:
-        """Write a window; the state of the next one."""
-        state, path = self.states[number], self.directory / f"{number:08d}"
-        start, counts = state["window"] * self.size, [self.size]
-        if self.pattern is not None:
-            drawn = self.pattern.drawn(start + self.size) - self.pattern.drawn(start)
-            counts = drawn.tolist()
-        last = False
-        for i, (reader, count) in enumerate(zip(readers, counts, strict=True)):
-            store = Store(path / str(i))
-            while (count := count - reader.take(count, store)) or self.pattern is None:
-                if self.pattern is None:
-                    last = reader.ended()
-                    break
-                reader.restart()
-            store.finish(str(number), durable=False)
-        after = {"epoch": state["epoch"] + last, "window": 0 if last else state["window"] + 1}
-        if last:
-            readers[0].restart()
-        after["places"] = [reader.place for reader in readers]
-        facts = {"state": state, "last": last, "parts": len(readers)}
-        write(path / WINDOW, json.dumps(facts))
-        return after
+        readers = [_Reader(sources, self.encoder, place) for sources, place in places]
+        while True:
+            start, counts = state["window"] * self.size, [self.size]
+            if self.pattern is not None:
+                drawn = self.pattern.drawn(start + self.size) - self.pattern.drawn(start)
+                counts = drawn.tolist()
+            last, entries = False, []
+            for reader, count in zip(readers, counts, strict=True):
+                taken: list[Examples] = []
+                while (count := count - reader.take(count, taken)) or self.pattern is None:
+                    if self.pattern is None:
+                        last = reader.ended()
+                        break
+                    reader.restart()
+                entries.append(taken)
+            yield state, last, entries
+            if last:
+                readers[0].restart()
+            window = 0 if last else state["window"] + 1
+            state = {
+                "epoch": state["epoch"] + last,
+                "window": window,
+                "places": [reader.place for reader in readers],
+            }
 
 
-_held: dict[Path, IO[str]] = {}  # locks of this process' streams
+class _Reader:
+    """The groups of an entry's sources, from a place on.
 
+    A place is how often all have been read, a source, the first record of a block of it, and a
+    group of that.
+    """
 
-def root() -> Path:
-    """Of this host alone, also where others share the cache: whether a process that has a directory
-    is alive is known on its host only, and names have the number of a process."""
-    return cache_root() / "streams" / socket.gethostname()
+    def __init__(self, sources: Sequence[Source], encoder: Encoder, place: Sequence[int]):
+        self.sources, self.encoder = sources, encoder
+        self.times, self.source, self.record, self.group = place
+        self.is_new = not any(place[1:4])  # whether this pass has seen all groups so far
+        self.examples: Examples | None = None
+        self.blocks = self._blocks(self.source, self.record)
 
+    @property
+    def place(self) -> list[int]:
+        return [self.times, self.source, self.record, self.group]
 
-def stream_directory(name: str = "") -> Path:
-    """A new directory for the windows of a stream; those of killed processes are deleted."""
-    with disk_errors(root()):
-        make_directory(root())
-        with lock(root() / ".lock"):
-            for other in root().iterdir():
-                if other.is_symlink() or not (other / LOCK).is_file():
-                    continue  # no stream has made it
-                with lock(other / LOCK, wait=False) as free:
-                    if free:
-                        shutil.rmtree(other, ignore_errors=True)
-            path = root() / name if name else Path(tempfile.mkdtemp(dir=root()))
-            path.mkdir(exist_ok=not name)
-            file = _held[path] = (path / LOCK).open("a")
-            fcntl.flock(file, fcntl.LOCK_EX)
-    return path
+    def take(self, count: int, parts: list[Examples]) -> int:
+        """Append up to so many groups, as many as this pass still has."""
+        taken = 0
+        while taken < count and not self.ended():
+            assert self.examples is not None
+            stop = min(self.group + count - taken, self.examples.group_count)
+            parts.append(self.examples.slice_groups(self.group, stop))
+            taken, self.group = taken + stop - self.group, stop
+        return taken
+
+    def ended(self) -> bool:
+        """Whether the pass is over; otherwise, there is another group."""
+        while self.examples is None or self.group >= self.examples.group_count:
+            at_place = self.examples is None
+            found = next(self.blocks, None)
+            if found is None:
+                if self.is_new:
+                    raise ValueError(f"{', '.join(s.name for s in self.sources)}: no rows")
+                return True
+            self.source, self.record, self.examples = found
+            self.group = self.group if at_place else 0
+            self.is_new = self.is_new and not len(self.examples)
+        return False
+
+    def restart(self) -> None:
+        """Begin another pass."""
+        self.times, self.source, self.record, self.group = self.times + 1, 0, 0, 0
+        self.is_new, self.examples = True, None
+        self.blocks = self._blocks(0, 0)
+
+    def _blocks(self, first: int, record: int) -> Iterator[tuple[int, int, Examples]]:
+        """The source, the first record and the examples of each block."""
+        for i in range(first, len(self.sources)):
+            for block in self.sources[i].blocks(record):
+                yield i, record, self.encoder(block)
+                record += len(block.records)
+            record = 0

@@ -141,7 +141,7 @@ def read_documents(patterns: str | Sequence[str], tokenizer: Tokenizer) -> list[
 def _is_chat(source: Source) -> bool:
     first = next((row for _, row in source.rows()), None)
     try:
-        return isinstance(first, dict) and source.format.told(first, CHATS).kind in CHATS
+        return isinstance(first, dict) and source.format.detect(first, CHATS).kind in CHATS
     except ValueError:
         return False  # reading the rows reports the line
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from tigon.data.examples import counted
+from tigon.data.examples import format_count
 from tigon.plan.cost import Job, Shapes
 from tigon.plan.gpu import find_gpu
 from tigon.plan.layout import MESH
@@ -117,7 +117,7 @@ def format_plan(plan: LayoutPlan) -> str:
     """Returns the output of `tigon plan`."""
     job = plan.job
     model = job.shapes.part(1)
-    rows = counted(job.batch_rows, "row")
+    rows = format_count(job.batch_rows, "row")
     lines = [
         f"{model.config.transformers_class}, {job.shapes.counts().total:,} parameters, on "
         f"{job.gpus:,} x {job.gpu.name}; a step has {rows} of {job.seq_len:,} tokens, "
@@ -179,10 +179,10 @@ def format_reasons(plan: LayoutPlan) -> list[str]:
             least, budget = (plan.lacking or 0) / GIB, plan.budget / GIB
             reason = f"too little memory: {least:,.0f} GiB per GPU at least, and {budget:.0f} are "
             reason += "usable"
-        lines.append(f"  {counted(count, 'layout')}: {reason}")
+        lines.append(f"  {format_count(count, 'layout')}: {reason}")
     if len(reasons) > MAX_REASONS:
         rest = sum(count for _, count in reasons.most_common()[MAX_REASONS:])
-        lines.append(f"  {counted(rest, 'layout')}: other reasons")
+        lines.append(f"  {format_count(rest, 'layout')}: other reasons")
     return lines
 
 

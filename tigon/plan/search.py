@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from tigon.data.examples import counted
+from tigon.data.examples import format_count
 from tigon.parallel import check_context
 from tigon.plan.cost import BF16, FP32, Job, Step, estimate_step
 from tigon.plan.layout import Layout, divisors, enumerate_meshes
@@ -64,7 +64,7 @@ def mesh_error(job: Job, mesh: Layout) -> str | None:
     except ValueError as error:
         return str(error)
     if job.batch_rows % mesh.data:
-        rows, tokens = counted(job.batch_rows, "row"), job.batch_rows * job.seq_len
+        rows, tokens = format_count(job.batch_rows, "row"), job.batch_rows * job.seq_len
         why = "is more than" if job.batch_rows < mesh.data else "does not divide"
         return (
             f"replicate x fsdp={mesh.data:,} {why} the {rows} of a step ({tokens:,} tokens): "

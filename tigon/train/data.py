@@ -1,18 +1,24 @@
 """The data of a run: from its settings to a loader, through the cache or as a stream."""
 
-import hashlib
-import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from itertools import islice
 from typing import Any
 
-from tigon.data import Entry, Loader, Mixture, Report, Source, Stream, find_sources, tokenised
-from tigon.data.examples import counted
+from tigon.data import (
+    EncodingReport,
+    Entry,
+    Loader,
+    Mixture,
+    Source,
+    Stream,
+    find_sources,
+    tokenize,
+)
+from tigon.data.examples import format_count
 from tigon.data.mixture import Order
-from tigon.data.packing import Lost
-from tigon.data.selection import select_fraction
+from tigon.data.packing import TruncationStats
+from tigon.data.sources import select_fraction
 from tigon.tokenizer import Tokenizer
 from tigon.train.config import Config
 from tigon.train.objectives import Objective
@@ -58,16 +64,11 @@ def build_loader(
             size=config.shuffle_window,
             weights=weights,
             workers=config.workers,
-            name=stream_name(config),
-            local_rank=int(os.environ.get("LOCAL_RANK", 0)),
-            local_ranks=int(os.environ.get("LOCAL_WORLD_SIZE", 1)),
             cursor=cursor or None,
         )
     else:
-        flat = [source for some in sources for source in some]
-        parts = iter(tokenised(flat, encoder, workers=config.workers))
-        grouped = [list(islice(parts, len(some))) for some in sources]
-        windows = Mixture(grouped, size=config.shuffle_window, weights=weights)
+        parts = [tokenize(some, encoder, workers=config.workers) for some in sources]
+        windows = Mixture(parts, size=config.shuffle_window, weights=weights)
     drops = config.lora is not None and config.lora.dropout > 0
     loader = Loader(
         windows,
@@ -86,7 +87,7 @@ def build_loader(
     else:
         world.log_rank0(
             f"{name}: streamed from {count(sources)} "
-            f"in windows of {counted(windows.size, objective.unit)}"
+            f"in windows of {format_count(windows.size, objective.unit)}"
         )
         if (unfit := may_not_fit(objective)) is not None:
             world.log_rank0(f"{name}: {unfit}")
@@ -154,8 +155,8 @@ def describe(
     lost = report.lost
     taken = f"{report.groups - lost.left_out:,} of " if lost.left_out else ""
     lines = [
-        f"{taken}{counted(report.groups, unit)}, {counted(report.row_tokens, 'token')}, "
-        f"{counted(report.rows, 'row')}{waste}; {lost.cut:,} cut, {lost.left_out:,} left out",
+        f"{taken}{format_count(report.groups, unit)}, {format_count(report.row_tokens, 'token')}, "
+        f"{format_count(report.rows, 'row')}{waste}; {lost.cut:,} cut, {lost.left_out:,} left out",
         *limits(objective.config, lost, unit),
     ]
     if report.shared:
@@ -166,32 +167,33 @@ def describe(
         )
     if order.weights is not None:
         lines += shares(order, entries, unit)
-    rows = sum((part.report for part in windows.corpus.parts), Report())
+    rows = sum((part.report for part in windows.corpus.parts), EncodingReport())
     return lines + rows.lines() + objective.notes(windows, held_out=held_out)
 
 
-def limits(config: Config, lost: Lost, unit: str) -> list[str]:
+def limits(config: Config, lost: TruncationStats, unit: str) -> list[str]:
     """Which limit has cut data or left it out, and what to set for all of it."""
     lines = []
     if both := lost.cut_to_most + lost.left_by_most:
         lines.append(
-            f"{counted(both, unit)} longer than max_length {config.max_length} (a prompt with one "
-            f"answer): {lost.cut_to_most:,} cut, {lost.left_by_most:,} left out; the longest has "
-            f"{counted(lost.longest, 'token')}"
+            f"{format_count(both, unit)} longer than max_length {config.max_length} (a prompt with "
+            f"one answer): {lost.cut_to_most:,} cut, {lost.left_by_most:,} left out; the longest "
+            f"has {format_count(lost.longest, 'token')}"
         )
     if both := lost.cut_to_row + lost.left_by_row:
         lines.append(
-            f"{counted(both, unit)} longer than a row of seq_len {config.seq_len}: "
+            f"{format_count(both, unit)} longer than a row of seq_len {config.seq_len}: "
             f"{lost.cut_to_row:,} cut, {lost.left_by_row:,} left out; "
             f"seq_len={lost.needed} takes all"
         )
     if lost.alike:
         have = "has" if lost.alike == 1 else "have"
         lines.append(
-            f"{counted(lost.alike, unit)} of those left out {have} equal answers once they are cut"
+            f"{format_count(lost.alike, unit)} of those left out {have} equal answers once they "
+            "are cut"
         )
     if lost.unlearned:
-        lines.append(f"{counted(lost.unlearned, unit)} left out, with nothing to learn")
+        lines.append(f"{format_count(lost.unlearned, unit)} left out, with nothing to learn")
     return lines
 
 
@@ -211,19 +213,11 @@ def shares(order: Order, entries: Sequence[Entry], unit: str) -> list[str]:
     total = sum(order.weights)
     each = zip(entries, order.weights, order.sizes, order.passes(), strict=True)
     return [
-        f"{weight / total:.1%} of {entry.path}: an epoch takes its {counted(size, unit)} "
+        f"{weight / total:.1%} of {entry.path}: an epoch takes its {format_count(size, unit)} "
         f"{passes:.2f} times"
         for entry, weight, size, passes in each
     ]
 
 
 def count(sources: Sequence[Sequence[Source]]) -> str:
-    return counted(sum(map(len, sources)), "source")
-
-
-def stream_name(config: Config) -> str:
-    """The same on the ranks of a host, without asking them; no other process has it."""
-    parent = os.getpid() if "LOCAL_RANK" not in os.environ else os.getppid()
-    shared = [os.environ.get(n) for n in ("MASTER_PORT", "TORCHELASTIC_RESTART_COUNT")]
-    run = hashlib.sha256(repr((config.run_dir, shared)).encode()).hexdigest()[:12]
-    return f"{parent}-{run}"
+    return format_count(sum(map(len, sources)), "source")

@@ -9,7 +9,7 @@ from statistics import fmean
 
 import torch
 
-from tigon.data.examples import counted
+from tigon.data.examples import format_count
 from tigon.distributed.collectives import Ranks
 from tigon.distributed.context_attention import heads_sent
 from tigon.distributed.expert_dispatch import ExpertShard
@@ -195,7 +195,7 @@ def describe_run(config: Config, inputs: Inputs, model: CausalLM, gpus: int) -> 
     sequences, _, targets = data.lengths(first)
     if inputs.objective.scores:
         pairs = len(sequences) // inputs.objective.group
-        learned = f" in {counted(pairs, inputs.objective.unit)}, whose scores are learned"
+        learned = f" in {format_count(pairs, inputs.objective.unit)}, whose scores are learned"
     else:
         learned = f", of which {targets:,} are learned"
     each = f", {data.steps_per_epoch:,} an epoch" if data.steps_per_epoch else ""
@@ -206,7 +206,7 @@ def describe_run(config: Config, inputs: Inputs, model: CausalLM, gpus: int) -> 
     ranks = f" on each of {sizes.data} ranks" if gpus > 1 else ""
     if group_size > 1:
         groups = "each of " if sizes.data > 1 else ""
-        ranks = f" on {groups}{counted(sizes.data, 'group')} of {group_size} ranks"
+        ranks = f" on {groups}{format_count(sizes.data, 'group')} of {group_size} ranks"
     lines = [
         f"model: {model.config.transformers_class}, {size}",
         f"a token: {flops / 1e9:,.3g} GFLOP, forward and backward",

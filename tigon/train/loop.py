@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from tigon import report
-from tigon.data.examples import counted
+from tigon.data.examples import format_count
 from tigon.train import checkpoint, guard, publish, resume
 from tigon.train.build import Run
 from tigon.train.distributed import InputError, reshard
@@ -232,7 +232,7 @@ def finish(run: Run, step: int, record: RunLog) -> None:
     config, world, state = run.config, run.world, run.state
     guard.check_skipped(run, step)
     if state.is_out_of(config.patience):
-        count = counted(state.evaluations_since, "evaluation")
+        count = format_count(state.evaluations_since, "evaluation")
         world.log_rank0(
             f"ended after step {step}: no eval loss in {count} was "
             f"below {state.best_loss:.4f}, of step {state.best_step}"

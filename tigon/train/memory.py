@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from tigon.data import MicroBatch
-from tigon.data.fill import COPIES
+from tigon.data.packing import MAX_KEY_COPIES
 from tigon.kernels import use
 from tigon.models import CausalLM, quantised_bytes
 from tigon.parallel import MeshSizes, take_part
@@ -202,7 +202,9 @@ def dummy_batch(rows: int, tokens: int, of: Objective | type[Objective] = Object
     ids = torch.zeros(rows, tokens, dtype=torch.int64, **options)
     sequences, longest, prefixes = rows * of.group, -(-tokens // of.group), None
     if of.share_prompts:
-        copies = of.group - 1 or COPIES  # of a group of one, with as many others as rows have
+        copies = (
+            of.group - 1 or MAX_KEY_COPIES
+        )  # of a group of one, with as many others as rows have
         sequences, longest = rows * (1 + copies), tokens - copies
         prefixes = np.array([[0, 0], *[[0, longest]] * copies])
         prefixes = (prefixes + tokens * np.arange(rows)[:, None, None]).reshape(-1, 2)

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from tigon.data.blocks import hash_files
+from tigon.data.sources import hash_files
 from tigon.hub import check_folder
 from tigon.kernels.linear.fp8 import OLDEST, fits
 from tigon.layers import Attention, GatedMLP, Linear, SparseMoE

@@ -10,12 +10,11 @@ import numpy as np
 import torch
 
 from tigon.data import Encoder, Examples, PairEncoder, Source, Window
-from tigon.data.blocks import RowsBlock
-from tigon.data.examples import Report
+from tigon.data.examples import EncodingReport
 from tigon.data.formats import Row
 from tigon.data.mixture import Corpus
-from tigon.data.packing import Lost
-from tigon.data.store import Memory
+from tigon.data.packing import TruncationStats
+from tigon.data.sources import Block
 from tigon.tokenizer import Tokenizer, common_prefix_length
 from tigon.train import sharing
 from tigon.train.build import load_tokenizer
@@ -80,7 +79,7 @@ def preview(config: Config, count: int = 5) -> Preview:
         sharing.decide(objective, None)
     encoder = objective.encoder(tokenizer)
     encoder.skip_bad_rows = True  # to show the others
-    rows, report, lost = [], Report(), Lost()
+    rows, report, lost = [], EncodingReport(), TruncationStats()
     entries = as_entries(config, config.data)
     try:  # of the hub too, only the first rows are fetched
         found = find_entry_sources(config, entries, streaming=True)
@@ -88,7 +87,7 @@ def preview(config: Config, count: int = 5) -> Preview:
         found = find_entry_sources(config, entries, streaming=config.streaming)
     for sources in found:
         for source, line, row in islice(_rows(sources, encoder), count):
-            examples = encoder(RowsBlock(source.name, source.format, ((line, row),)))
+            examples = encoder(Block(source.name, source.format, ((line, row),)))
             report += examples.report
             shown, of_row = _examples(examples, objective, encoder, tokenizer)
             lost += of_row
@@ -114,12 +113,11 @@ def _rows(
 
 def _examples(
     examples: Examples, objective: Objective, encoder: Encoder, tokenizer: Tokenizer
-) -> tuple[tuple[PreviewExample, ...], Lost]:
+) -> tuple[tuple[PreviewExample, ...], TruncationStats]:
     """Those of one row, and what the limits of the run take away from them."""
     if not len(examples):
-        return (), Lost()
-    part = Memory.of(examples)
-    rows = objective.rows(Window.of(Corpus([part]), np.arange(part.groups)))
+        return (), TruncationStats()
+    rows = objective.rows(Window.of(Corpus([examples]), np.arange(examples.group_count)))
     names = ("chosen", "rejected") if isinstance(encoder, PairEncoder) else ()
     shown = []
     for i, (start, stop) in enumerate(zip(examples.offsets, examples.offsets[1:], strict=False)):

@@ -4,7 +4,7 @@ import os
 from collections.abc import Iterator
 from typing import TextIO
 
-from tigon.data.examples import counted
+from tigon.data.examples import format_count
 from tigon.train.config import Config
 from tigon.train.preview import Piece, Preview, PreviewExample, PreviewRow
 from tigon.utils.json import escape
@@ -60,7 +60,7 @@ def _describe(example: PreviewExample, config: Config) -> str:
     if config.labels:
         learned = f"{example.learned:,} of them in the answer, whose score is learned"
     values = [f"{name} {_value(value)}" for name, value in example.values.items()]
-    return ", ".join([counted(example.tokens, "token"), learned, *values])
+    return ", ".join([format_count(example.tokens, "token"), learned, *values])
 
 
 def _value(value: float) -> str:
@@ -74,9 +74,9 @@ def _end(example: PreviewExample) -> str:
         return "--- left out of the run"
     if lost:
         learned = example.learned - example.kept_learned
-        return f"--- cut here: {counted(lost, 'token')} lost, {learned:,} of them learned"
+        return f"--- cut here: {format_count(lost, 'token')} lost, {learned:,} of them learned"
     if example.rows > 1:
-        return f"--- goes on in {counted(example.rows - 1, 'more row')} of seq_len tokens"
+        return f"--- goes on in {format_count(example.rows - 1, 'more row')} of seq_len tokens"
     return ""
 
 

@@ -17,13 +17,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tigon.data import Loader, MicroBatch, Rows, cache_root
-from tigon.data.blocks import hash_files
-from tigon.data.cache import make_directory, temporary, write
+from tigon.data import Loader, MicroBatch, PackedRows, cache_root
+from tigon.data.cache import disk_errors, make_directory, temporary, write
 from tigon.data.collate import collate_rows
-from tigon.data.disk import disk_errors
-from tigon.data.examples import counted
+from tigon.data.examples import format_count
 from tigon.data.mixture import Corpus, Mixture, Window
+from tigon.data.sources import hash_files
 from tigon.models import MODELS, build
 from tigon.train.config import Config
 from tigon.train.distributed import World
@@ -45,7 +44,7 @@ def attach(
     config: Config,
     world: World,
     make: Callable[[], Pass],
-    pack: Callable[[Window], Rows],
+    pack: Callable[[Window], PackedRows],
     *,
     weights: str,
     shared: bool,
@@ -75,7 +74,7 @@ def attach(
         found = values if found is None else found
         seconds = time.monotonic() - began
         world.log_rank0(
-            f"reference: {counted(tokens, 'token')} of {name}, computed in {seconds:.0f} s"
+            f"reference: {format_count(tokens, 'token')} of {name}, computed in {seconds:.0f} s"
         )
     else:
         assert found is not None
@@ -111,7 +110,11 @@ def store(path: Path, values: np.ndarray) -> None:
 
 
 def computed(
-    loader: Loader, pack: Callable[[Window], Rows], micro_batch_size: int, world: World, run: Pass
+    loader: Loader,
+    pack: Callable[[Window], PackedRows],
+    micro_batch_size: int,
+    world: World,
+    run: Pass,
 ) -> tuple[np.ndarray, int]:
     """fp32, for each token of the loader's data; 0 where none is learned, and of what is left out.
     And how many tokens were in rows.
@@ -133,7 +136,6 @@ def computed(
             places = (span for row in chosen for span in rows[row].tolist())
             for (start, stop), (a, b) in zip(places, batch.spans.tolist(), strict=True):
                 values[start:stop] = found[a:b]
-        corpus.release()
     for some in values.split(EXCHANGED):
         world.all_reduce_sum(some)
     return values.numpy(), tokens

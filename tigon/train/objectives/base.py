@@ -9,9 +9,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from tigon.data import Encoder, Entry, Loader, MicroBatch, Rows, Window, whole
+from tigon.data import Encoder, Entry, Loader, MicroBatch, PackedRows, Window, pack_examples
 from tigon.data.mixture import Mixture
-from tigon.data.packing import LEAST_SHARED
+from tigon.data.packing import MIN_SHARED_FRACTION
 from tigon.kernels.loss.api import IGNORE_INDEX
 from tigon.models import Batch, CausalLM, Targets
 from tigon.tokenizer import Tokenizer
@@ -100,10 +100,10 @@ class Objective:
         """What makes examples of the data's rows, with all columns that the loss reads."""
         raise NotImplementedError
 
-    def rows(self, window: Window, *, least_shared: float = LEAST_SHARED) -> Rows:
+    def rows(self, window: Window, *, least_shared: float = MIN_SHARED_FRACTION) -> PackedRows:
         """Which examples of a window share a row: whole ones, unless overridden."""
         config = self.config
-        return whole(
+        return pack_examples(
             window,
             config.seq_len,
             packing=config.packing,

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tigon.data import Encoder, MicroBatch, Mixture, RewardedEncoder
-from tigon.data.examples import counted
+from tigon.data.examples import format_count
 from tigon.models import CausalLM
 from tigon.tokenizer import Tokenizer
 from tigon.train import reference
@@ -74,7 +74,7 @@ class GRPO(Answers):
         corpus = data.corpus
         rows = idle = without = 0
         for part in range(len(corpus.parts)):
-            examples, _ = corpus.open(part)
+            examples = corpus.open(part)
             if not len(examples):
                 continue
             lines = np.asarray(examples.origin)
@@ -86,7 +86,7 @@ class GRPO(Answers):
         if idle:
             have = "has" if idle == 1 else "have"
             found.append(
-                f"{idle:,} of {counted(rows, 'row')} {have} equal rewards or advantages of 0, "
+                f"{idle:,} of {format_count(rows, 'row')} {have} equal rewards or advantages of 0, "
                 "which teach nothing"
             )
         if without:

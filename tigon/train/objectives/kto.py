@@ -71,7 +71,7 @@ class KTO(Answers):
             return []
         passes, desired, answers = data.order.passes(), 0.0, 0.0
         for part, entry in enumerate(data.entry_of_part):
-            columns = data.corpus.open(part)[0].per_example
+            columns = data.corpus.open(part).per_example
             if "matched" in columns:  # it has rows
                 matched = np.asarray(columns["matched"])
                 answers += passes[entry] * matched.sum()

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from tigon.data import Encoder, Rows, TextEncoder, Window, split
+from tigon.data import Encoder, PackedRows, TextEncoder, Window, pack_documents
 from tigon.tokenizer import Tokenizer
 from tigon.train.config import Config
 from tigon.train.distributed import World
@@ -25,5 +25,5 @@ class Pretrain(CrossEntropyObjective):
     def encoder(self, tokenizer: Tokenizer) -> Encoder:
         return TextEncoder(tokenizer, skip_bad_rows=self.config.bad_rows == "skip")
 
-    def rows(self, window: Window, **_: Any) -> Rows:
-        return split(window, self.config.seq_len, packing=self.config.packing)
+    def rows(self, window: Window, **_: Any) -> PackedRows:
+        return pack_documents(window, self.config.seq_len, packing=self.config.packing)

@@ -101,7 +101,7 @@ def choose_pad(given: int | None, tokenizer: Tokenizer, corpora: Sequence[Corpus
     ends, seen = {tokenizer.eos_token_id}, set[int]()
     for corpus in corpora:
         for part in range(len(corpus.parts)):
-            examples, _ = corpus.open(part)
+            examples = corpus.open(part)
             ends |= set(np.unique(examples.tokens[examples.offsets[1:] - 1]).tolist())
             seen |= set(np.unique(examples.tokens).tolist())
     added: dict[int, Any] = tokenizer.backend.get_added_tokens_decoder()

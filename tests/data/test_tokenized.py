@@ -1,0 +1,328 @@
+"""Tokenized sources in the cache: complete or absent, made once, and the same as in memory."""
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.data.rows import Count, File, write_rows
+from tigon.cli import main as tigon
+from tigon.data import Block, Examples, Format, cache, clean_cache, join, tokenize, tokenized
+
+ROOT = Path(__file__).parents[2]
+pytest.importorskip("datasets", reason="needs tigon[train]")
+
+
+@pytest.fixture(autouse=True)
+def root(tmp_path, monkeypatch) -> Path:
+    monkeypatch.setenv("TIGON_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache/data"
+
+
+class Counting(Count):
+    """Notes every block that it encodes."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = 0
+
+    def __call__(self, block):
+        self.calls += 1
+        return super().__call__(block)
+
+
+def directories(root: Path) -> list[Path]:
+    return sorted(path for path in root.iterdir() if path.is_dir())
+
+
+def assert_same(parts: list[Examples], b: Examples) -> None:
+    a = join(parts)
+    for name in ("tokens", "offsets", "origin"):
+        np.testing.assert_array_equal(getattr(a, name), getattr(b, name), strict=True)
+    assert a.per_token.keys() == b.per_token.keys() and a.files == b.files
+    for name in a.per_token:
+        np.testing.assert_array_equal(a.per_token[name], b.per_token[name], strict=True)
+    assert (a.groups is None) == (b.groups is None)
+    if a.groups is not None:
+        np.testing.assert_array_equal(a.groups, b.groups, strict=True)
+    assert a.report == b.report
+
+
+def in_memory(*sources: File) -> Examples:
+    """All rows of each source as one block."""
+    return join([Count()(Block(s.name, s.format, list(s.read()))) for s in sources])
+
+
+@pytest.mark.parametrize(("groups", "workers"), [(False, 0), (True, 0), (True, 2), (False, None)])
+def test_cache_holds_what_encoding_gives(tmp_path, workers, groups):
+    """Also where groups and weights only come in a later block, and for a file within a file."""
+    sources = [write_rows(tmp_path / f"{i}.jsonl", 40 * i, i, groups=groups) for i in (1, 2)]
+    late = tmp_path / "late.jsonl"
+    plain = [f'{{"first": {i}, "sizes": [4]}}' for i in range(1, 30)]
+    late.write_text("\n".join([*plain, '{"first": 9, "sizes": [3, 4], "weight": 0.25}', plain[0]]))
+    sources.append(File(str(late), Format()))
+    parts = tokenize(sources, Count(), workers=workers)
+    expected = in_memory(*sources)
+    assert_same(parts, expected)
+    counts = [
+        int(expected.supervised[a + 1 : b].sum())
+        for a, b in zip(expected.offsets, expected.offsets[1:], strict=False)
+    ]
+    assert np.concatenate([part.targets for part in parts]).tolist() == counts
+    assert max(part.highest for part in parts) == expected.tokens.max()
+    assert len({part.identity() for part in parts}) == len(parts) == 6 + 12 + 5
+    assert not parts[0].tokens.flags.owndata  # mapped
+
+
+def test_data_is_tokenized_once_for_its_content(tmp_path, root):
+    source = write_rows(tmp_path / "a.jsonl", 20)
+    encoder = Counting()
+    first = tokenize([source], encoder)
+    made = encoder.calls
+    assert made == 3
+    os.utime(source.name, ns=(1, 1))  # touched, and equal
+    moved = tmp_path / "b.jsonl"
+    moved.write_bytes(Path(source.name).read_bytes())
+    again = tokenize([source], encoder)
+    other = tokenize([File(str(moved), Format())], encoder)
+    assert encoder.calls == made
+    assert [p.identity() for p in first] == [p.identity() for p in (*again[:1], *other[1:])]
+    assert other[0].where(0).startswith(f"{moved}:")
+    tokenize([source], Count(option=1))
+    assert len(directories(root)) == 2
+    Path(source.name).write_text('{"first": 5, "sizes": [2]}\n')
+    (changed,) = tokenize([source], encoder)
+    assert encoder.calls == made + 1 and len(changed) == 1
+
+
+@pytest.mark.parametrize("damage", ["truncate", "delete", "empty"])
+def test_damaged_data_is_made_anew(tmp_path, root, damage):
+    source = write_rows(tmp_path / "a.jsonl", 20)
+    tokenize([source], Count())
+    (directory,) = directories(root)
+    (file,) = directory.rglob("*.arrow")
+    if damage == "delete":
+        file.unlink()
+    else:
+        os.truncate(file, 0 if damage == "empty" else file.stat().st_size // 2)
+    assert_same(tokenize([source], Count()), in_memory(source))
+    assert directories(root) == [directory]
+
+
+SLOW = """
+    import os, sys, time
+    from tests.data.rows import Count, File
+    from tigon.data import Format, tokenize
+
+    class Slow(Count):
+        def __call__(self, block):
+            print("block", os.getpid(), flush=True)
+            time.sleep(float(sys.argv[2]))
+            return super().__call__(block)
+
+    if __name__ == "__main__":
+        parts = tokenize([File(sys.argv[1], Format())], Slow(), workers=int(sys.argv[3]))
+        print("made", sum(map(len, parts)), flush=True)
+"""
+
+
+def slow(tmp_path: Path, source: File, seconds: float, workers: int = 0) -> subprocess.Popen:
+    script = tmp_path / "slow.py"
+    script.write_text(textwrap.dedent(SLOW))
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, str(script), source.name, str(seconds), str(workers)]
+    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
+
+
+def test_second_process_waits_for_the_first(tmp_path):
+    source = write_rows(tmp_path / "a.jsonl", 40)
+    outputs = [p.communicate(timeout=200)[0] for p in [slow(tmp_path, source, 0.2) for _ in "ab"]]
+    blocks = [output.count("block") for output in outputs]
+    assert sorted(blocks) == [0, 6]
+    assert len({output.splitlines()[-1] for output in outputs}) == 1
+
+
+def test_killed_process_leaves_nothing_in_the_way(tmp_path):
+    source = write_rows(tmp_path / "a.jsonl", 60)
+    process = slow(tmp_path, source, 0.3, workers=2)
+    assert process.stdout is not None
+    lines = [process.stdout.readline() for _ in range(3)]
+    children = {int(line.split()[1]) for line in lines if line.startswith("block")}
+    assert children and process.pid not in children
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    for child in children:  # its workers end with it
+        deadline = time.monotonic() + 60
+        while Path(f"/proc/{child}").exists() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert not Path(f"/proc/{child}").exists()
+    assert_same(tokenize([source], Count()), in_memory(source))
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_bad_row_is_an_error_and_leaves_nothing(tmp_path, root, workers):
+    source = write_rows(tmp_path / "a.jsonl", 20)
+    good = Path(source.name).read_text()
+    Path(source.name).write_text(good + '{"bad": "no sense"}\n')
+    encoder = Count()
+    encoder.skip_bad_rows = False
+    for bad, message in ((good + '{"bad": "no sense"}\n', r"a\.jsonl:21: no sense"),):
+        Path(source.name).write_text(bad.replace('"sizes": []', '"sizes": [3]'))
+        for _ in range(2):
+            with pytest.raises(ValueError, match=message):
+                tokenize([source], encoder, workers=workers)
+            assert directories(root) == []
+
+
+def test_skipped_rows_serve_only_those_who_skip(tmp_path):
+    source = write_rows(tmp_path / "a.jsonl", 40)
+    parts = tokenize([source], Count(), workers=0)
+    assert any(part.report.skipped for part in parts)
+    strict = Count()
+    strict.skip_bad_rows = False
+    with pytest.raises(ValueError, match="nothing"):
+        tokenize([source], strict, workers=0)
+    assert len(tokenize([source], Count(), workers=0)) == len(parts)
+
+
+def test_full_disk_is_one_line_and_leaves_nothing(tmp_path, root, monkeypatch):
+    source = write_rows(tmp_path / "a.jsonl", 20)
+
+    class Full(Count):
+        def __call__(self, block):
+            raise OSError(28, "No space left on device")
+
+    with pytest.raises(OSError, match=r"^disk full: .*cache/data") as raised:
+        tokenize([source], Full())
+    assert "\n" not in str(raised.value) and "TIGON_CACHE" in str(raised.value)
+    assert directories(root) == []
+
+
+def test_source_without_examples_is_named(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"first": 1, "sizes": []}\n')
+    with pytest.raises(ValueError, match=r"a\.jsonl has no good row of 1: nothing"):
+        tokenize([File(str(path), Format())], Count())
+
+
+def test_same_size_and_time_is_other_content(tmp_path):
+    """As `cp --preserve` and rsync leave it."""
+    source = write_rows(tmp_path / "a.jsonl", 20)
+    path = Path(source.name)
+    tokenize([source], Count(), workers=0)
+    status, content = path.stat(), bytearray(path.read_bytes())
+    digit = content.index(b'"first": ') + len(b'"first": ')
+    content[digit : digit + 1] = b"8" if content[digit : digit + 1] != b"8" else b"7"
+    path.write_bytes(content)
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+    assert_same(tokenize([source], Count(), workers=0), in_memory(source))
+
+
+def test_what_is_in_the_way_is_named(tmp_path, monkeypatch):
+    source = write_rows(tmp_path / "a.jsonl", 20)
+    for place, why in ((source.name, "File exists"), (f"{source.name}/cache", "Not a directory")):
+        monkeypatch.setenv("TIGON_CACHE", place)
+        with pytest.raises(OSError, match=rf"{source.name} is in the way \({why}\).*TIGON_CACHE"):
+            tokenize([source], Count(), workers=0)
+
+
+def test_clean_removes_what_was_not_used_lately(tmp_path, root, capsys):
+    assert tigon(["data", "clean"]) == 0  # nothing is there yet
+    sources = [write_rows(tmp_path / f"{i}.jsonl", 20, i) for i in range(3)]
+    for source in sources:
+        last = tokenize([source], Count(), workers=0)
+    others = [root / "notes.txt", root / "0123", tmp_path / "cache/mine"]
+    for path in others:
+        path.mkdir() if path.name == "0123" else path.write_text("mine")
+    old = [path for path in directories(root) if path.name != "0123"]
+    for path in old[:2]:
+        os.utime(path, (0, 0))
+    assert str(clean_cache(days=1)) == "removed: 2, of 0.00 GiB; 1 used lately"
+    assert {path.name for path in directories(root)} == {old[2].name, "0123"}
+    capsys.readouterr()
+    assert tigon(["data", "clean"]) == 0
+    assert capsys.readouterr().out == "removed: 1, of 0.00 GiB\n"
+    assert all(path.exists() for path in others)
+    assert_same(last, in_memory(sources[2]))  # a process that has it open
+    with pytest.raises(ValueError, match="days=nan"):
+        clean_cache(float("nan"))
+    assert_same(tokenize(sources[2:], Count(), workers=0), in_memory(sources[2]))
+
+
+def test_clean_leaves_data_that_is_being_made(tmp_path):
+    source = write_rows(tmp_path / "a.jsonl", 20)
+
+    class Cleaning(Count):
+        def __call__(self, block):
+            assert clean_cache().removed == 0
+            return super().__call__(block)
+
+    assert tokenize([source], Cleaning(), workers=0) and clean_cache().removed == 1
+
+
+def test_cache_that_is_only_read(tmp_path, monkeypatch):
+    """As one that `tigon data pack` has made on a file system that runs cannot write."""
+    source = write_rows(tmp_path / "a.jsonl", 20)
+    made = tokenize([source], Count(), workers=0)
+    file_open = os.open
+
+    def os_open(path, flags, *mode, **options):
+        if flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT):
+            raise OSError(30, "Read-only file system", str(path))
+        return file_open(path, flags, *mode, **options)
+
+    monkeypatch.setattr(os, "open", os_open)
+    monkeypatch.setattr(tokenized, "write", lambda *_: os_open("", os.O_WRONLY))
+    assert len(tokenize([source], Count())) == len(made)
+
+
+def test_leftovers_of_killed_processes_go_after_a_day(tmp_path, root):
+    """But nothing that others have made, nor what another process may still write."""
+    reference, key, end = root.parent / "reference", "ab" * 16, "cd" * 8
+    old = [root / f".{key}.digest.{end}", reference / f".{key}.npy.{end}"]
+    mine = [root / ".notes.digest", reference / f".{key}.npy.mine", reference / f"{key}.npy"]
+    new = [root / f".{key}.json.{end}"]
+    for path in (*old, *mine, *new):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("")
+    (reference / f".{key}.json.{end}").symlink_to(tmp_path)
+    for path in (*old, *mine):
+        os.utime(path, (0, 0))
+    cache.make_directory(reference)
+    cache.make_directory(root)
+    assert not any(path.exists() for path in old)
+    assert all(path.exists() for path in (*mine, *new))
+    assert (reference / f".{key}.json.{end}").is_symlink()
+
+
+def test_nothing_is_written_through_a_planted_link(tmp_path, root, monkeypatch):
+    """The cache may be where others can write."""
+    victim = tmp_path / "victim"
+    victim.write_text("mine")
+    root.mkdir(parents=True)
+    for name in (".memo.0000000000000000", "memo"):
+        (root / name).symlink_to(victim)
+    monkeypatch.setattr(cache.secrets, "token_hex", lambda n: "0" * 2 * n)
+    with pytest.raises(FileExistsError):
+        cache.write(root / "memo", "theirs")
+    monkeypatch.undo()
+    cache.write(root / "memo", "theirs")
+    assert victim.read_text() == "mine" and not (root / "memo").is_symlink()
+
+
+def test_cache_is_the_users_alone_unless_it_was_there(tmp_path, root, monkeypatch):
+    source = write_rows(tmp_path / "a.jsonl", 5)
+    tokenize([source], Count())
+    assert root.parent.stat().st_mode & 0o777 == 0o700
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    shared.chmod(0o775)
+    monkeypatch.setenv("TIGON_CACHE", str(shared))
+    tokenize([source], Count())
+    assert shared.stat().st_mode & 0o777 == 0o775

@@ -1,0 +1,314 @@
+"""Sources, tokenized once per host into memory-mapped data sets of the library `datasets`.
+
+They are in `$TIGON_CACHE`/data, or ~/.cache/tigon/data, one for the sources of an entry. A name is
+the digest of the content and of whatever makes examples of it: tokenizer, template, options. A row
+of such a data set is a block of source rows, its columns the arrays of Examples.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext, suppress
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tigon.data.cache import cache_root, disk_errors, extra, make_directory, write
+from tigon.data.examples import Encoder, EncodingReport, Examples
+from tigon.data.sources import Block, Source
+
+VERSION = 2  # of the columns; others are made anew
+MOST_WORKERS = 32  # unless a setting says more
+FEW = 4  # blocks that are tokenized sooner than processes start
+ARRAYS = ("tokens", "offsets", "origin", "groups", "targets")
+KINDS = ("per_token", "per_example")
+
+
+def cpus() -> int:
+    """The CPUs that this process may use."""
+    count = getattr(os, "sched_getaffinity", None)
+    return len(count(0)) if count else os.cpu_count() or 1
+
+
+def tokenize(
+    sources: Sequence[Source], encoder: Encoder, *, workers: int | None = None
+) -> list[Examples]:
+    """The examples of the sources, a block each, from the cache, or made now.
+
+    The first process of a host that comes makes them; others that want the same wait for it.
+    ValueError for a source without rows, and for a bad row unless the encoder skips these.
+    """
+    root = cache_root() / "data"
+    with disk_errors(root):
+        make_directory(root)
+    with extra():
+        from filelock import FileLock
+    sources = [encoder.open(source) for source in sources]
+    with disk_errors(root):
+        digests = [_digest(root, source) for source in sources]
+    text = f"{VERSION} {digests} {encoder.digest()} {encoder.skip_bad_rows}"
+    key = hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+    names = [source.name for source in sources]
+    if (found := _read(root / key, key, names)) is not None:
+        with suppress(OSError):  # a cache that is only read
+            os.utime(root / key)  # when it was last used
+        _check(sources, found, encoder)
+        return found
+    with disk_errors(root), FileLock(root / f"{key}.lock"):
+        found = _read(root / key, key, names)
+        if found is None:
+            shutil.rmtree(root / key, ignore_errors=True)
+            _make(root / key, sources, encoder, workers)
+            found = _read(root / key, key, names)
+        if found is None:
+            raise RuntimeError(f"something damages files below {root} while they are made")
+        try:
+            _check(sources, found, encoder)
+        except ValueError:
+            shutil.rmtree(root / key, ignore_errors=True)
+            raise
+    return found
+
+
+def _check(sources: Sequence[Source], parts: Sequence[Examples], encoder: Encoder) -> None:
+    for source in sources:
+        own = [part for part in parts if part.files == (source.name,)]
+        report = sum((part.report for part in own), EncodingReport())
+        if report.errors and not encoder.skip_bad_rows:
+            raise ValueError(report.errors[0])
+        if not any(map(len, own)):
+            raise ValueError(f"{source.name} {report.why_empty()}")
+
+
+def _digest(root: Path, source: Source) -> str:
+    """`source.digest()`, which reads the file, remembered while size and times are the same."""
+    path = Path(source.name)
+    if not path.is_file():
+        return source.digest()
+    status = path.stat()
+    times = status.st_mtime_ns, status.st_ctime_ns  # the second one cannot be set by hand
+    stamp = [str(path.resolve()), status.st_size, *times, status.st_ino]
+    name = hashlib.blake2b(repr((source, stamp)).encode(), digest_size=16).hexdigest()
+    memo = root / f"{name}.digest"
+    if not memo.is_file():
+        write(memo, source.digest())
+    return memo.read_text()
+
+
+def _make(path: Path, sources: Sequence[Source], encoder: Encoder, workers: int | None) -> None:
+    """Tokenize into a data set, in worker processes if there is enough to do."""
+    most = min(cpus(), MOST_WORKERS) if workers is None else workers
+    shards = _shards(sources, most) if most > 1 or workers else []
+    if not shards or (workers is None and sum(count for *_, count in shards) < FEW):
+        shards = [(i, 0, None, 0) for i in range(len(sources))]
+        runs = [shards]
+    else:
+        runs = _divide(shards, most)
+    with extra():
+        import datasets
+    if not sys.stderr.isatty():
+        datasets.disable_progress_bars()
+    options = {"encoder": encoder, "sources": tuple(sources)}
+    with one_thread() if len(runs) > 1 else nullcontext():
+        try:
+            datasets.Dataset.from_generator(
+                _encode,
+                cache_dir=str(path),
+                gen_kwargs={"runs": runs, **options},
+                num_proc=len(runs) if len(runs) > 1 or workers else None,
+                fingerprint=path.name,
+                writer_batch_size=16,
+            )
+        except datasets.exceptions.DatasetGenerationError as error:
+            shutil.rmtree(path, ignore_errors=True)
+            cause: BaseException | None = error
+            while cause is not None and not isinstance(cause, OSError):
+                cause = cause.__cause__
+            raise cause or error.__cause__ or error from None
+        except BaseException:
+            shutil.rmtree(path, ignore_errors=True)
+            raise
+
+
+Shard = tuple[int, int, int | None, int]  # source, first record, last or None: all, its blocks
+
+
+def _shards(sources: Sequence[Source], workers: int) -> list[Shard]:
+    """The block boundaries of the sources, which a shard keeps: a block has the same rows in any
+    number of processes."""
+    shards: list[Shard] = []
+    for i, source in enumerate(sources):
+        first = 0
+        for block in source.blocks():
+            last = first + len(block.records)
+            shards.append((i, first, last, 1))
+            first = last
+    return shards
+
+
+def _divide(shards: Sequence[Shard], workers: int) -> list[list[Shard]]:
+    """Consecutive shards for each worker, those of one source joined."""
+    runs: list[list[Shard]] = []
+    for own in np.array_split(np.arange(len(shards)), min(workers, len(shards))):
+        run: list[Shard] = []
+        for number in own.tolist():
+            i, first, last, count = shards[number]
+            if run and run[-1][0] == i:
+                run[-1] = i, run[-1][1], last, run[-1][3] + count
+            else:
+                run.append((i, first, last, count))
+        runs.append(run)
+    return runs
+
+
+def _encode(
+    runs: Sequence[Sequence[Shard]], encoder: Encoder, sources: Sequence[Source]
+) -> Iterator[dict[str, Any]]:
+    _end_with_parent()
+    for run in runs:
+        for i, first, last, _ in run:
+            for block in sources[i].blocks(first, last):
+                try:
+                    examples = encoder(block)
+                except ValueError as error:  # the library would not tell it
+                    examples = _failed(block, encoder, str(error))
+                yield _columns(examples, i, encoder)
+                if examples.report.errors and not encoder.skip_bad_rows:
+                    return
+
+
+def _failed(block: Block, encoder: Encoder, error: str) -> Examples:
+    columns = ({n: np.zeros(0, t) for n, t in getattr(encoder, kind).items()} for kind in KINDS)
+    nothing = np.zeros(0, np.int32)
+    report = EncodingReport(len(block.records), skipped=1, errors=(error,))
+    return Examples(
+        nothing,
+        np.zeros(1, np.int64),
+        nothing.reshape(0, 2),
+        (block.name,),
+        next(columns),
+        next(columns),
+        report=report,
+    )
+
+
+def _columns(examples: Examples, source: int, encoder: Encoder) -> dict[str, Any]:
+    """The row of the data set; an array that the examples do not have is empty."""
+    shapes: dict[str, Any] = {}
+    row: dict[str, np.ndarray] = {
+        "tokens": examples.tokens,
+        "offsets": examples.offsets.astype(np.int64),
+        "origin": examples.origin.astype(np.int32),
+        "groups": np.zeros(0, np.int64) if examples.groups is None else examples.groups,
+        "targets": examples.targets,
+    }
+    for kind in KINDS:
+        for name, dtype in getattr(encoder, kind).items():
+            values = getattr(examples, kind).get(name)
+            if values is not None:
+                shapes[f"{kind}.{name}"] = values.shape
+            values = np.zeros(0, dtype) if values is None else np.asarray(values, dtype)
+            row[f"{kind}.{name}"] = values.view(np.uint8) if values.dtype == bool else values
+    facts = {
+        "source": source,
+        "highest": examples.highest,
+        "report": examples.report.to_dict(),
+        "shapes": shapes,
+        "dtypes": {
+            f"{kind}.{name}": np.dtype(dtype).str
+            for kind in KINDS
+            for name, dtype in getattr(encoder, kind).items()
+        },
+    }
+    return {name: np.ravel(array) for name, array in row.items()} | {"facts": json.dumps(facts)}
+
+
+def _read(path: Path, key: str, names: Sequence[str]) -> list[Examples] | None:
+    """The blocks of a data set; None if it is absent or damaged."""
+    files = sorted(path.glob("generator/*/*/*.arrow"))
+    if not files or any("incomplete" in str(file) for file in files):
+        return None
+    with extra():
+        import datasets
+    found: list[Examples] = []
+    try:
+        expected = datasets.DatasetInfo.from_directory(str(files[0].parent))
+        for file in files:
+            table = datasets.Dataset.from_file(str(file)).with_format("arrow")[:]
+            columns = {name: _arrays(table[name]) for name in table.column_names if name != "facts"}
+            for i, text in enumerate(table["facts"].to_pylist()):
+                arrays = {name: column[i] for name, column in columns.items()}
+                found.append(_examples(arrays, json.loads(text), names, f"{key}-{len(found)}"))
+    except Exception:  # of many kinds, for a file that is cut off
+        return None
+    if len(found) != sum(split.num_examples for split in (expected.splits or {}).values()):
+        return None
+    return found
+
+
+def _arrays(column: Any) -> list[np.ndarray]:
+    """The lists of a column, as views of the mapped file."""
+    arrays = []
+    for chunk in column.chunks:
+        values, ends = chunk.values.to_numpy(zero_copy_only=True), chunk.offsets.to_pylist()
+        arrays += [values[start:stop] for start, stop in pairwise(ends)]
+    return arrays
+
+
+def _examples(
+    arrays: Mapping[str, np.ndarray], facts: Mapping[str, Any], names: Sequence[str], key: str
+) -> Examples:
+    columns: dict[str, dict[str, np.ndarray]] = {kind: {} for kind in KINDS}
+    for name, shape in facts["shapes"].items():
+        kind, _, column = name.partition(".")
+        columns[kind][column] = arrays[name].view(facts["dtypes"][name]).reshape(shape)
+    report: dict[str, Any] = {
+        k: tuple(v) if isinstance(v, list) else v for k, v in facts["report"].items()
+    }
+    examples = Examples(
+        arrays["tokens"],
+        arrays["offsets"],
+        arrays["origin"].reshape(-1, 2),
+        (names[facts["source"]],),
+        columns["per_token"],
+        columns["per_example"],
+        arrays["groups"] if len(arrays["groups"]) else None,
+        EncodingReport(**report),
+        key,
+    )
+    vars(examples).update(targets=arrays["targets"], highest=facts["highest"])
+    return examples
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Tokenizers of processes that start meanwhile have one thread: a process is one worker."""
+    before = os.environ.get("TOKENIZERS_PARALLELISM")
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    try:
+        yield
+    finally:
+        del os.environ["TOKENIZERS_PARALLELISM"]
+        if before is not None:
+            os.environ["TOKENIZERS_PARALLELISM"] = before
+
+
+def _end_with_parent() -> None:
+    """End a worker process whose parent is killed, which the parent cannot say."""
+    import multiprocess  # type: ignore[import-untyped]
+
+    if (parent := multiprocess.parent_process()) is not None:
+
+        def watch() -> None:
+            while os.getppid() == parent.pid:
+                time.sleep(0.5)
+            os._exit(1)
+
+        threading.Thread(target=watch, daemon=True).start()

@@ -29,7 +29,6 @@ from tigon.train.signals import Signals
 from tigon.utils.terminal import one_line
 from tigon.version import __version__
 
-pass
 
 
 NO_TIMEOUT = timedelta(days=365)

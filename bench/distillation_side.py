@@ -32,10 +32,9 @@ from bench.train_side import GIB, allocated, free, guarded, say
 from tigon.kernels import linear_kl
 from tigon.train import load, start
 from tigon.train.build import make_run, read_inputs
-from tigon.train.loop import update
 from tigon.train.model import finish
 from tigon.train.optim import build_optimizer
-from tigon.train.step import backward
+from tigon.train.trainer import backward, update
 
 OURS, FORMULA = "tigon", "transformers + Liger, formula on logits"
 FUSED, CHUNKED = "transformers + Liger, LigerFusedLinearJSD", "LigerFusedLinearJSDLoss"

@@ -35,12 +35,10 @@ from bench.train_side import GIB, allocated, free, guarded, say
 from tigon.train import load, start
 from tigon.train.build import make_run, read_inputs
 from tigon.train.config import Config
-from tigon.train.loop import open_objective, update
-from tigon.train.lora import add_lora
-from tigon.train.model import finish
-from tigon.train.objectives.pairs import Pairs
+from tigon.train.model import add_lora, finish
 from tigon.train.optim import build_optimizer
-from tigon.train.step import backward
+from tigon.train.tasks.preference import Pairs
+from tigon.train.trainer import backward, open_objective, update
 
 OURS, TWICE, PEER = "tigon", "tigon, prompts twice", "TRL + PEFT + Liger"
 HALF = "tigon, micro-batches of 2"  # pairs, in two rows

@@ -25,9 +25,8 @@ from bench.moe import tune_briefly
 from bench.peers import imported
 from tigon.train import load
 from tigon.train.config import Config
-from tigon.train.graphs import Graphs
-from tigon.train.lora import add_lora
-from tigon.train.model import finish
+from tigon.train.cuda_graphs import Graphs
+from tigon.train.model import add_lora, finish
 from tigon.train.optim import InBackward, build_in_backward, build_optimizer
 
 LLAMA_8B = config("llama", 128256, 4096, 14336, 32, 32, 8, 128, tie_word_embeddings=False)

@@ -32,9 +32,8 @@ from tigon.train import load, start
 from tigon.train.build import make_run, read_inputs
 from tigon.train.config import Config
 from tigon.train.dry_run import random_model
-from tigon.train.loop import update
 from tigon.train.optim import build_ema, build_optimizer
-from tigon.train.step import backward
+from tigon.train.trainer import backward, update
 from tigon.weights import own_rows
 
 TIGON, PEER = "tigon", "peer"

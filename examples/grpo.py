@@ -23,7 +23,7 @@ import tigon
 from tigon.data.encode import compute_advantages
 from tigon.kernels.loss.terms import LogProbs
 from tigon.models import CausalLM
-from tigon.train.objectives.losses import Clip, divergence, policy_gradient
+from tigon.train.tasks.losses import Clip, divergence, policy_gradient
 
 CLIP = Clip(0.2, 0.28)
 Reward = Callable[[str, str], float]  # of a prompt and an answer

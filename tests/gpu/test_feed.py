@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.data.test_loader import loader, tensors
-from tigon.train.feed import Feed
+from tigon.train.prefetch import Feed
 
 pytestmark = pytest.mark.gpu
 

@@ -16,9 +16,8 @@ from tests.train import watching
 from tests.train.conftest import workspace
 from tests.train.test_graphs import GEMMA3
 from tigon.train import load, main, prepare, start
-from tigon.train.graphs import Graphs
-from tigon.train.loop import update
-from tigon.train.step import backward
+from tigon.train.cuda_graphs import Graphs
+from tigon.train.trainer import backward, update
 
 __all__ = ["workspace"]
 pytestmark = pytest.mark.gpu
@@ -176,7 +175,7 @@ NOT_CAPTURED = """
 import torch, tigon
 from tests.gpu.test_graphs_cuda import HEADS
 from tests.small import LLAMA
-from tigon.train.graphs import Graphs
+from tigon.train.cuda_graphs import Graphs
 
 model = tigon.Llama.from_config(LLAMA | HEADS, dtype=torch.bfloat16, device="cuda").train()
 Graphs(model)

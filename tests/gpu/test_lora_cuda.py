@@ -12,7 +12,7 @@ from tests.numbers import assert_as_near
 from tigon import LoraConfig
 from tigon.kernels import lora_linear, lora_linear_ref
 from tigon.kernels.linear.lora import Addition
-from tigon.train.graphs import Graphs
+from tigon.train.cuda_graphs import Graphs
 
 pytestmark = pytest.mark.gpu
 T, C = 4096, 2048

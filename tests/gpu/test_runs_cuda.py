@@ -92,7 +92,7 @@ def test_deterministic_runs_repeat_or_are_refused(workspace, tmp_path, case):
 # The signal comes while the main thread waits for the GPU, which has a second to spend
 SIGNAL = """
 import signal, threading, torch
-import tigon.train.loop as loop
+import tigon.train.trainer as loop
 update = loop.update
 def then(run, step):
     if step == 2:

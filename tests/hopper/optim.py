@@ -11,7 +11,7 @@ from tigon.kernels.norm.grad_norm import SquaredNorm
 from tigon.kernels.optim import adamw
 from tigon.kernels.optim.adamw import FusedAdamW, Settings, Slot
 from tigon.kernels.optim.low_bits import Codes
-from tigon.train.optim import eight_bit
+from tigon.train.optim import adamw as optimizer_states
 
 CODES = torch.uint8
 SETTINGS = Settings(1e-3, 0.9, 0.95, 1e-8, 0.1, step=3, stream=-(2**62))
@@ -63,7 +63,7 @@ def _adamw(
     codes = None
     if states == CODES:
         cpu = torch.device("cpu")
-        codes = Codes.of(*(eight_bit.tables(signed, cpu) for signed in (True, False)))
+        codes = Codes.of(*(optimizer_states.tables(signed, cpu) for signed in (True, False)))
     scales = [zeros(count // 256, 1, dtype=FP32) if codes else None for _ in range(2)]
     tensors = (zeros(count, dtype=dtype) for dtype in (weight, gradient, states, states))
     adamw.OWN_LAUNCH = 1 if alone else None

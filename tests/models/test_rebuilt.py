@@ -21,7 +21,7 @@ from tigon.train import memory
 from tigon.train.config import Config
 from tigon.train.distributed import World
 from tigon.train.memory_tracker import Ledger, MemoryTracker
-from tigon.train.objectives import find_objective
+from tigon.train.tasks import find_objective
 
 CHOSEN = ("llama", "qwen2", "gemma3_text", "qwen3_moe")
 FAMILIES = [f for f in FIRST if f[0] in CHOSEN]

@@ -24,11 +24,11 @@ from tigon.plan.search import (
 )
 from tigon.train import dry_run, load
 from tigon.train.config import Config, mesh_sizes
+from tigon.train.cuda_graphs import check_run
 from tigon.train.distributed import World
-from tigon.train.graphs import check_run
 from tigon.train.memory import Estimate
-from tigon.train.objectives import find_objective
 from tigon.train.optim import check_ranks
+from tigon.train.tasks import find_objective
 
 MOE: dict[str, Any] = EXPERTS | {"num_experts": 8, "num_attention_heads": 8, "head_dim": 16}
 MOE |= {"num_key_value_heads": 8}

@@ -7,10 +7,10 @@ import pytest
 
 from tests.small import write_chats, write_model
 from tests.train.checkpoints import State
-from tigon.train import loop, main
+from tigon.train import main, trainer
 from tigon.train.distributed import World, start
 from tigon.train.logging import read_metrics
-from tigon.train.step import backward
+from tigon.train.trainer import backward
 
 
 class Workspace:
@@ -86,6 +86,6 @@ def poisoned(monkeypatch):
                     p.grad *= factor
             return values
 
-        monkeypatch.setattr(loop, "backward", then)
+        monkeypatch.setattr(trainer, "backward", then)
 
     return poison

@@ -11,7 +11,7 @@ import pytest
 
 from tests.train.ranks import Ranks
 from tigon.train import load, logging, main, prepare, start
-from tigon.train.claim import claim
+from tigon.train.resume import claim
 
 ROOT = Path(__file__).parents[2]
 

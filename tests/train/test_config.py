@@ -9,7 +9,7 @@ from tigon.train.aliases import load_aliases, suggest_setting
 from tigon.train.config import CONFLICTS, REQUIRES, Config, Lora, Parallel
 from tigon.train.config_file import dump, load
 from tigon.train.launch import help_text
-from tigon.train.objectives import OBJECTIVES
+from tigon.train.tasks import OBJECTIVES
 from tigon.utils.config import ConfigError, field_types
 
 OTHERS, VALUES = load_aliases().names, load_aliases().values

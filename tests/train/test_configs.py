@@ -14,11 +14,10 @@ from tests.train import preferences
 from tigon.models import count_parameters
 from tigon.train import load, main
 from tigon.train.distributed import World
-from tigon.train.frozen import outline_of
 from tigon.train.logging import read_metrics
 from tigon.train.memory import estimate
-from tigon.train.model import held_dtype, outline
-from tigon.train.objectives import find_objective
+from tigon.train.model import held_dtype, outline, outline_of
+from tigon.train.tasks import find_objective
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
 # `make quickstart` runs the first, bench/recipes.py the others

@@ -19,7 +19,7 @@ from tests.small import write_chats, write_model
 from tests.train.ranks import train_on
 from tigon.data import TopEncoder
 from tigon.train import load, main
-from tigon.train.objectives import find_objective
+from tigon.train.tasks import find_objective
 
 TOPS = 3, 5, 2, 4  # tokens whose log-probabilities were stored, in the rows in turn
 
@@ -274,7 +274,7 @@ def test_lists_of_other_sizes_are_as_if_padded_by_hand(workspace, tmp_path, monk
         path.write_text("\n".join(map(json.dumps, rows)))
     own = {"data": f"[{paths[0]}, {paths[1]}]", "steps": 2, "batch_size": 5, "micro_batch_size": 5}
     main(workspace.settings("sizes", **ALL | own))
-    monkeypatch.setattr("tigon.train.objectives.distill.TopEncoder", Padded)
+    monkeypatch.setattr("tigon.train.tasks.distill.TopEncoder", Padded)
     main(workspace.settings("by-hand", **ALL | own))
     for key in ("loss", "kl", "grad_norm"):
         found, expected = (workspace.metrics(name, key) for name in ("sizes", "by-hand"))

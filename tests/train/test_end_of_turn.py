@@ -12,7 +12,7 @@ from tests.small import CHATML
 from tigon.models import MODELS
 from tigon.tokenizer import Tokenizer
 from tigon.train import main, pack
-from tigon.train.matching import stop_at
+from tigon.train.model import stop_at
 
 PLAIN = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
 EOS = PLAIN.replace("\n{%", "{{ eos_token if m.role == 'assistant' }}\n{%")

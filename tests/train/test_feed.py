@@ -11,8 +11,8 @@ from tests.data.rows import Count, File, write_rows
 from tests.data.test_loader import assert_equal, loader
 from tigon.data import Loader, Stream, pack_examples
 from tigon.train import main
-from tigon.train.feed import Feed
 from tigon.train.logging import read_metrics
+from tigon.train.prefetch import Feed
 
 CPU = torch.device("cpu")
 
@@ -83,7 +83,7 @@ def test_a_run_logs_how_long_it_waits(workspace):
 def test_a_run_ends_though_the_next_window_of_a_stream_does_not_come(tmp_path, monkeypatch):
     """The thread waits for it, reading ahead."""
     monkeypatch.setenv("TIGON_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr("tigon.train.feed.AHEAD", 100)
+    monkeypatch.setattr("tigon.train.prefetch.AHEAD", 100)
     go_on, stalled = threading.Event(), threading.Event()
     path = write_rows(tmp_path / "a.jsonl", 60)
 

@@ -18,11 +18,11 @@ from tests.train import watching
 from tigon.kernels.mlp.grouped_mlp import waits
 from tigon.layers import KVCache
 from tigon.train import load, prepare, train
+from tigon.train.cuda_graphs import Graphs, check_run
 from tigon.train.distributed import local
-from tigon.train.graphs import Graphs, check_run
 
-captured = importlib.import_module("tigon.train.captured")
-graphs = importlib.import_module("tigon.train.graphs")
+captured = importlib.import_module("tigon.train.cuda_graphs")
+graphs = importlib.import_module("tigon.train.cuda_graphs")
 
 GEMMA3 = LLAMA | {
     "model_type": "gemma3_text",

@@ -21,14 +21,13 @@ from tigon.cli import main as command
 from tigon.kernels.attention.backends import Request, choose
 from tigon.layers import GatedMLP
 from tigon.parallel import Place
-from tigon.train import checkpoint, guard, load, loop, main, prepare
+from tigon.train import checkpoint, guard, load, main, prepare, trainer
 from tigon.train import start as world_of
-from tigon.train.evaluate import evaluate
 from tigon.train.logging import read_metrics
-from tigon.train.objectives import Part
-from tigon.train.objectives.cross_entropy import CrossEntropyObjective
 from tigon.train.state import State
-from tigon.train.step import backward
+from tigon.train.tasks import Part
+from tigon.train.tasks.language_modeling import CrossEntropyObjective
+from tigon.train.trainer import backward, evaluate
 
 
 def weights(run: Path) -> dict[str, torch.Tensor]:
@@ -80,10 +79,10 @@ def test_a_step_that_is_skipped_leaves_weights_and_moments(
     rows = read_metrics(skipping / "metrics.jsonl")
     assert [row.get("skipped") for row in rows] == [None, "nonfinite", None, "nonfinite", None]
     assert [row["loss"] is None for row in rows] == [False, True, False, True, False]
-    update = loop.update
-    monkeypatch.setattr(loop, "backward", backward)
+    update = trainer.update
+    monkeypatch.setattr(trainer, "backward", backward)
     monkeypatch.setattr(
-        loop, "update", lambda run, step: None if step in (1, 3) else update(run, step)
+        trainer, "update", lambda run, step: None if step in (1, 3) else update(run, step)
     )
     left_out = workspace.root / f"left-out-{optimizer}"
     main([*settings, f"run_dir={left_out}"])
@@ -212,7 +211,7 @@ def test_a_rollback_goes_on_with_the_rows_behind(workspace, poisoned, monkeypatc
         taken.append(step if step < 4 else step + 1)
         return backward(run, taken[-1], **options)
 
-    monkeypatch.setattr(loop, "backward", jump)
+    monkeypatch.setattr(trainer, "backward", jump)
     main(workspace.settings("jumped", schedule="constant", **settings))
     assert taken == [0, 1, 2, 3, 5, 6, 7]
     assert workspace.metrics("back", "loss") == workspace.metrics("jumped", "loss")
@@ -385,7 +384,7 @@ def test_a_run_that_no_longer_improves_ends(workspace, monkeypatch, capsys):
     def scripted(run, step):
         return evaluate(run, step) | {"eval_loss": next(losses)}
 
-    monkeypatch.setattr(loop, "evaluate", scripted)
+    monkeypatch.setattr(trainer, "evaluate", scripted)
     changes = {"eval_data": workspace.held_out, "eval_every": 2, "patience": 2, "steps": 20}
     settings = workspace.settings("patient", **changes, export="true", resume="auto")
     main(settings)
@@ -420,7 +419,7 @@ def test_an_interrupted_evaluation_ends_the_run_that_makes_it(workspace, monkeyp
         return evaluate(run, step)
 
     with monkeypatch.context() as patch:
-        patch.setattr(loop, "evaluate", interrupted)
+        patch.setattr(trainer, "evaluate", interrupted)
         with pytest.raises(SystemExit, match="143"):
             main(settings)
     main(settings)  # with lr=0, no loss is below that of step 0
@@ -428,13 +427,13 @@ def test_an_interrupted_evaluation_ends_the_run_that_makes_it(workspace, monkeyp
 
 
 def test_deterministic_operations_are_demanded_for_the_run_alone(workspace, monkeypatch):
-    update, seen = loop.update, []
+    update, seen = trainer.update, []
 
     def noted(run, step):
         seen.append(torch.are_deterministic_algorithms_enabled())
         update(run, step)
 
-    monkeypatch.setattr(loop, "update", noted)
+    monkeypatch.setattr(trainer, "update", noted)
     main(workspace.settings("fixed", steps=1, deterministic="true"))
     main(workspace.settings("free", steps=1))
     assert seen == [True, False]

@@ -11,8 +11,7 @@ import tigon
 from tests.train import watching
 from tests.train.ranks import train_on
 from tigon.train import load, main, prepare, start, train
-from tigon.train.hooks import Hooks
-from tigon.train.predictions import Predictions
+from tigon.train.callbacks import Hooks, Predictions
 
 HERE = "tests.train.watching"
 

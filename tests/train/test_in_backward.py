@@ -19,11 +19,11 @@ from tests.train.test_memory import planned, tiny
 from tests.train.test_precision import states
 from tests.train.test_precision_runs import step, tensors
 from tigon.models import MODELS
-from tigon.train import checkpoint, load, loop, main, prepare, train
-from tigon.train.objectives import Part
-from tigon.train.objectives.cross_entropy import CrossEntropyObjective
+from tigon.train import checkpoint, load, main, prepare, train, trainer
 from tigon.train.optim import InBackward, build_optimizer, check_ranks, clip, parts_of
-from tigon.train.optim.low_precision import Stored
+from tigon.train.optim.adamw import Stored
+from tigon.train.tasks import Part
+from tigon.train.tasks.language_modeling import CrossEntropyObjective
 
 ON = {"optimizer_in_backward": "true", "max_grad_norm": 0}
 BF16 = {"param_dtype": "bfloat16", "dtype": "bfloat16"}
@@ -346,9 +346,9 @@ def test_weights_that_are_updated_in_part_are_not_saved(workspace, ordinary, mon
         train(run)
     said = "weights of which some have its update and some have not: begin again, from a checkpoint"
     with pytest.raises(RuntimeError, match=said):
-        loop.save(run, 4, None, {})
+        trainer.save(run, 4, None, {})
     with run.feed, pytest.raises(RuntimeError, match=said):
-        loop.backward(run, 3)
+        trainer.backward(run, 3)
     assert checkpoint.latest(run.saver.directory).name == "step-00000002"
     world.closing.close()  # and with it the claim on the directory
     monkeypatch.undo()

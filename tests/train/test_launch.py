@@ -75,7 +75,7 @@ def launch_two(tmp_path, monkeypatch, capfd) -> Iterator[Launch]:
 
 
 FAIL_LATER = """
-import tigon.train.loop as loop
+import tigon.train.trainer as loop
 update = loop.update
 def fail(run, step):
     if step == 1:

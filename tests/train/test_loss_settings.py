@@ -10,7 +10,7 @@ from torch import Tensor
 import tigon
 from tests.train.weights import token_weights, write_weighted
 from tigon.train import load, main, prepare, start, train
-from tigon.train.objectives import OBJECTIVES
+from tigon.train.tasks import OBJECTIVES
 
 NEEDED = ["run_dir=a", "model=m", "data=a.jsonl"]
 

@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tigon.train.objectives import losses
-from tigon.train.objectives.losses import Clip, Scores
+from tigon.train.tasks import losses
+from tigon.train.tasks.losses import Clip, Scores
 
 trl = pytest.importorskip("trl")
 

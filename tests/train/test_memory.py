@@ -26,7 +26,7 @@ from tigon.train.dry_run import time_steps
 from tigon.train.memory import Estimate, estimate
 from tigon.train.memory_tracker import FSDPGroup, FSDPTracker, Ledger, MemoryTracker, model_tensors
 from tigon.train.model import finish, projections
-from tigon.train.objectives import find_objective
+from tigon.train.tasks import find_objective
 from tigon.train.throughput import model_flops
 
 WORLD = World(0, 1, torch.device("cpu"))

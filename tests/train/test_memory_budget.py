@@ -14,7 +14,7 @@ from tigon.train import main, memory
 from tigon.train.config_file import load
 from tigon.train.distributed import World
 from tigon.train.memory import GIB, CheckpointingChoice, choose_checkpointing, spaced_blocks
-from tigon.train.objectives import find_objective
+from tigon.train.tasks import find_objective
 
 WORLD = World(0, 1, torch.device("cpu"))
 LAYERS = 6

@@ -19,9 +19,9 @@ from tigon.parallel import MeshSizes, take_part
 from tigon.train import main, start
 from tigon.train.config import Config, Lora, Parallel
 from tigon.train.distributed import World
-from tigon.train.lora import add_lora
 from tigon.train.memory import CheckpointingChoice, Estimate, estimate, resolve_checkpointing
-from tigon.train.objectives import find_objective
+from tigon.train.model import add_lora
+from tigon.train.tasks import find_objective
 
 WORLD = World(0, 1, torch.device("cpu"))
 B, T = 4, 256

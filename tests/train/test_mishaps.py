@@ -13,13 +13,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.train.ranks import Ranks, train_on
-from tigon.train import checkpoint, logging, loop, main, predictions
+from tigon.train import callbacks, checkpoint, logging, main, trainer
 from tigon.train.checkpoint import files
 from tigon.train.checkpoint.files import Keep, Saved
-from tigon.train.claim import claim
 from tigon.train.config_file import load
 from tigon.train.distributed import World
 from tigon.train.logging import read_metrics
+from tigon.train.resume import claim
 
 
 def test_a_rollback_takes_no_checkpoint_that_the_run_has_not_made(workspace, finished, poisoned):
@@ -52,12 +52,12 @@ def test_predictions_on_a_full_disk_leave_no_part_of_any_rank(tmp_path, monkeypa
     def full(parts, target):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(predictions, "merge", full)
+    monkeypatch.setattr(callbacks, "merge", full)
     world = World(0, 2, torch.device("cpu"))
     monkeypatch.setattr(World, "barrier", lambda world: None)
     with (
         pytest.raises(OSError, match=r"became full while .*predictions-step-00000003.jsonl was"),
-        predictions.Predictions(tmp_path, 3, None, world) as file,
+        callbacks.Predictions(tmp_path, 3, None, world) as file,
     ):
         assert len(file.parts) == 2
         file.parts[1].write_text("of the other rank")
@@ -66,7 +66,7 @@ def test_predictions_on_a_full_disk_leave_no_part_of_any_rank(tmp_path, monkeypa
 
 def test_a_rollback_does_not_read_a_damaged_checkpoint(workspace, poisoned, monkeypatch, capsys):
     poisoned(3)
-    judge = loop.guard.judge
+    judge = trainer.guard.judge
 
     def damage(run, step, values):
         if step == 3:
@@ -77,7 +77,7 @@ def test_a_rollback_does_not_read_a_damaged_checkpoint(workspace, poisoned, monk
             weights.write_bytes(content)
         return judge(run, step, values)
 
-    monkeypatch.setattr(loop.guard, "judge", damage)
+    monkeypatch.setattr(trainer.guard, "judge", damage)
     settings = {"steps": 4, "save_every": 1, "nonfinite": "rollback", "keep_last": 0}
     main(workspace.settings("rot", **settings))
     printed = capsys.readouterr().out
@@ -138,11 +138,11 @@ def test_killed_in_the_export_of_the_best_it_is_exported_again(workspace, monkey
     def killed(run, target):
         raise Killed
 
-    export = loop.export_best.__globals__["export"]
-    monkeypatch.setitem(loop.export_best.__globals__, "export", killed)
+    export = trainer.export_best.__globals__["export"]
+    monkeypatch.setitem(trainer.export_best.__globals__, "export", killed)
     with pytest.raises(Killed):
         main(settings)
-    monkeypatch.setitem(loop.export_best.__globals__, "export", export)
+    monkeypatch.setitem(trainer.export_best.__globals__, "export", export)
     main(settings)
     assert (workspace.root / "best/hf-best/model.safetensors").exists()
     assert len(workspace.metrics("best", "eval_loss")) == 1

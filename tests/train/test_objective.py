@@ -21,7 +21,7 @@ from tigon.data import Encoder, Example, Format
 from tigon.models import CausalLM, Targets
 from tigon.tokenizer import Tokenizer
 from tigon.train import main
-from tigon.train.objectives import OBJECTIVES, Inputs, Objective, Part
+from tigon.train.tasks import OBJECTIVES, Inputs, Objective, Part
 
 BETA = 0.5
 

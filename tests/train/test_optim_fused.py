@@ -14,15 +14,8 @@ from tigon.kernels.norm import grad_norm
 from tigon.kernels.optim import adamw
 from tigon.kernels.optim.low_bits import Codes, draw, quantize, sixteen
 from tigon.kernels.runtime import tl, triton
-from tigon.train.optim import (
-    build_optimizer,
-    clip,
-    clip_gradients,
-    eight_bit,
-    fused,
-    positions,
-    rounding,
-)
+from tigon.train.optim import adamw as optimizer_states
+from tigon.train.optim import build_optimizer, clip, clip_gradients
 from tigon.utils import random
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -86,8 +79,8 @@ def _draw_kernel(out, first, stream, N: tl.constexpr):
 def test_draws_are_those_of_the_definition(first):
     for seed, step in ((0, 1), (3, 7), (-1, 1 << 20)):
         out = torch.zeros(4, 256, dtype=torch.int64, device=DEVICE)
-        _draw_kernel[(1,)](out, first, rounding.stream(seed, step), 256)
-        bits = rounding.draws(seed, step, torch.arange(first, first + 256, device=DEVICE))
+        _draw_kernel[(1,)](out, first, optimizer_states.stream(seed, step), 256)
+        bits = optimizer_states.draws(seed, step, torch.arange(first, first + 256, device=DEVICE))
         assert torch.equal(out[0], bits)
         assert all(torch.equal(out[i + 1], random.take_16_bits(bits, i)) for i in range(3))
 
@@ -229,7 +222,7 @@ def test_neither_launches_nor_programs_nor_ranks_change_a_bit(states, monkeypatc
         assert all(map(torch.equal, model.parameters(), whole.parameters())), name
     part, optimizer = learner(shapes, **changes)
     row = nn.Parameter(part.a.detach()[7:].clone())
-    optimizer.runs[row] = positions.runs_of(None, 7 * 64, row.numel(), 0)
+    optimizer.runs[row] = optimizer_states.runs_of(None, 7 * 64, row.numel(), 0)
     group = next(group for group in optimizer.param_groups if group["weight_decay"])
     optimizer.param_groups.clear()
     optimizer.add_param_group({**group, "params": [row]})
@@ -280,7 +273,7 @@ def _codes_kernel(
 def test_codes_are_those_of_the_definition(signed, block):
     """Of numbers of all sizes, of bounds and ends of cells and the numbers next to them, zeros, NaN
     and infinity."""
-    tables = [eight_bit.tables(sign, DEVICE) for sign in (True, False)]
+    tables = [optimizer_states.tables(sign, DEVICE) for sign in (True, False)]
     _, bounds = tables[not signed]
     own = Codes.of(*tables)[1:3] if signed else Codes.of(*tables)[4:]
     ends = torch.arange(0x33F00000, 0x3F800001, 1 << 16, dtype=torch.int32, device=DEVICE)
@@ -299,8 +292,8 @@ def test_codes_are_those_of_the_definition(signed, block):
     for first in range(0, count, 64):  # a program's tile
         rows = slice(first, first + 64)
         _codes_kernel[(1,)](x[rows], codes[rows], scale[rows], *own, 64, block, signed)
-    expected_codes, expected_scale = eight_bit.quantize(x, signed)
-    assert eight_bit.block_size(block) == block
+    expected_codes, expected_scale = optimizer_states.quantize(x, signed)
+    assert optimizer_states.block_size(block) == block
     torch.testing.assert_close(scale, expected_scale, rtol=0, atol=0, equal_nan=True)
     assert torch.equal(codes, expected_codes)
 
@@ -443,7 +436,7 @@ def test_what_has_another_gradient_goes_by_the_definition():
     model.b.grad = None
     norm = model.a.grad.norm()
     with tigon.kernels.use("reference"):
-        assert not any(map(fused.runs_fused, model.parameters()))
+        assert not any(map(optimizer_states.runs_fused, model.parameters()))
         clip(model, optimizer, norm.item() / 2)
     assert optimizer.scale is None
     assert model.a.grad.norm().item() == pytest.approx(norm.item() / 2, rel=1e-4)

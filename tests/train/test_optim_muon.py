@@ -12,7 +12,7 @@ from tigon.models import MODELS
 from tigon.train.config_file import load
 from tigon.train.distributed import shard, start
 from tigon.train.optim import build_optimizer, hidden_matrices, muon
-from tigon.train.optim.exchange import Block, Matrix, deal, plan
+from tigon.train.optim.muon import Block, Matrix, deal, plan
 
 STEPS, LR, ADAMW_LR, DECAY, MOMENTUM = 3, 0.02, 0.003, 0.1, 0.9
 SETTINGS = [

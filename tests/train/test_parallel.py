@@ -12,7 +12,7 @@ from tigon.parallel import MeshSizes
 from tigon.train import load, main, prepare, start, train
 from tigon.train.config import Parallel, mesh_sizes
 from tigon.train.export import convert_checkpoint
-from tigon.train.matching import check_sizes
+from tigon.train.model import check_sizes
 
 # Adam divides a gradient by its size: where that is near eps, as of a few weights in each run, its
 # rounding errors are as large as the step. They are not with a larger eps.

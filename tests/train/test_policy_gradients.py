@@ -17,7 +17,7 @@ from tigon.data import encode
 from tigon.data.encode import RewardedEncoder, compute_advantages
 from tigon.data.examples import Example
 from tigon.train import load, main
-from tigon.train.objectives import find_objective
+from tigon.train.tasks import find_objective
 
 CASES: dict[str, dict[str, Any]] = {
     "dapo": {},

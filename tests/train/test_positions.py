@@ -27,7 +27,7 @@ from tigon.train.config import Parallel
 from tigon.train.distributed import World, local
 from tigon.train.model import divide
 from tigon.train.optim import build_optimizer
-from tigon.train.optim.positions import LONGEST, Run, positions, runs_of
+from tigon.train.optim.adamw import LONGEST, Run, positions, runs_of
 from tigon.weights import Copy, Cut, Rows, own_rows
 
 CPU = torch.device("cpu")

@@ -9,14 +9,7 @@ from torch import Tensor
 
 from tests.numbers import neighbours
 from tigon.train import load
-from tigon.train.optim import (
-    build_optimizer,
-    eight_bit,
-    low_precision,
-    parameter_groups,
-    positions,
-    state_bytes,
-)
+from tigon.train.optim import adamw, build_optimizer, parameter_groups, state_bytes
 from tigon.weights import Layout, Part
 
 CPU = torch.device("cpu")
@@ -76,7 +69,7 @@ def test_float32_is_torchs_adamw_bit_for_bit(size, monkeypatch):
     its = torch.optim.AdamW(parameter_groups(plain, config), **options, fused=True)
     own = build_optimizer(stored, config)
     if size is not None:
-        monkeypatch.setattr(low_precision, "SIZE", size)
+        monkeypatch.setattr(adamw, "SIZE", size)
         own.converted = set(stored.parameters())
     for step in range(5):
         for model, optimizer in ((plain, its), (stored, own)):
@@ -187,7 +180,7 @@ def test_draws_do_not_depend_on_how_a_model_is_divided():
     part = Model(torch.bfloat16, SHAPES)
     optimizer = build_optimizer(part, config)
     row = torch.nn.Parameter(part.a.detach()[25:].clone())
-    optimizer.runs[row] = positions.runs_of(None, 25 * 64, row.numel(), 0)
+    optimizer.runs[row] = adamw.runs_of(None, 25 * 64, row.numel(), 0)
     group = optimizer.param_groups.pop(0)
     optimizer.param_groups.clear()
     optimizer.add_param_group(group | {"params": [row]})
@@ -221,7 +214,7 @@ def test_eight_bits_are_torchaos(monkeypatch):
 
     for signed in (True, False):
         table = torch.tensor(quant_utils.create_dynamic_map(signed))
-        assert torch.equal(eight_bit._table(signed, CPU), table)
+        assert torch.equal(adamw._table(signed, CPU), table)
     shapes = {"w": (24, 512)}
     mine, own = trained(5, shapes, optimizer="adamw_8bit")
     theirs = Model(torch.float32, shapes)
@@ -249,10 +242,10 @@ def test_eight_bits_are_the_nearest_code(signed):
     x = torch.randn(6, 576) * torch.logspace(-16, 3, 6).view(-1, 1)
     x = x if signed else x * x
     x[2, :64] = 0
-    codes, scale = eight_bit.quantize(x, signed)
+    codes, scale = adamw.quantize(x, signed)
     assert codes.dtype == torch.uint8 and scale.shape == (6, 9)  # 576 is 9 blocks of 64
-    found = eight_bit.dequantize(codes, scale, signed)
-    table = eight_bit._table(signed, CPU).double()
+    found = adamw.dequantize(codes, scale, signed)
+    table = adamw._table(signed, CPU).double()
     share = (x.double().view(6, 9, 64) / scale.double().clamp(min=1e-300).unsqueeze(-1)).view(-1)
     nearest = (share.unsqueeze(-1) - table).abs().amin(-1).view(6, 576)
     off = (found.double() - x.double()).abs() / scale.double().repeat_interleave(64, 1).clamp(
@@ -262,7 +255,7 @@ def test_eight_bits_are_the_nearest_code(signed):
     # The widest spacing of the table is 0.9 / 64 (signed) and 0.9 / 128 of a block's largest
     assert off.max() <= 0.9 / (128 if signed else 256) * 1.01
     assert (found[2, :64] == 0).all()
-    again = eight_bit.quantize(found, signed)
+    again = adamw.quantize(found, signed)
     assert torch.equal(again[0].int().sign(), codes.int().sign())
 
 

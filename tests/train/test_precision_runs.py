@@ -16,8 +16,8 @@ from tigon.train import checkpoint, load, main, prepare, start
 from tigon.train.checkpoint.format import full_state
 from tigon.train.distributed import World, sync_gradients
 from tigon.train.logging import read_metrics
-from tigon.train.loop import train
 from tigon.train.optim import Ema
+from tigon.train.trainer import train
 
 BF16 = {"param_dtype": "bfloat16", "dtype": "bfloat16"}
 STEPS = {"steps": 4, "save_every": 2, "keep_last": 0, "ema_decay": 0.75, "schedule": "constant"}

@@ -10,7 +10,7 @@ import tigon
 from tests.train import preferences
 from tigon.models import begin_adapter
 from tigon.train import main
-from tigon.train.objectives import losses
+from tigon.train.tasks import losses
 
 datasets = pytest.importorskip("datasets")
 transformers = pytest.importorskip("transformers")

@@ -12,7 +12,7 @@ from tests.small import write_model
 from tigon.data import MicroBatch
 from tigon.kernels import LogProbs
 from tigon.train import load, reference
-from tigon.train.objectives import find_objective
+from tigon.train.tasks import find_objective
 
 LENGTHS = (11, 8, 14, 9)  # of two pairs, chosen and rejected
 PROMPTS = (4, 4, 3, 3)

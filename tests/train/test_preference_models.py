@@ -13,8 +13,7 @@ from tests.small import EXPERTS, LLAMA, write_model
 from tests.train import preferences
 from tests.train.ranks import train_on
 from tigon.train import load, main, prepare, start
-from tigon.train.loop import open_objective
-from tigon.train.step import backward
+from tigon.train.trainer import backward, open_objective
 
 V = LLAMA["vocab_size"]
 

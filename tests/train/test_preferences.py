@@ -19,8 +19,8 @@ from tigon.train.data import may_not_fit
 from tigon.train.distributed import World
 from tigon.train.memory import estimate
 from tigon.train.model import outline
-from tigon.train.objectives import find_objective
-from tigon.train.objectives.pairs import Pairs
+from tigon.train.tasks import find_objective
+from tigon.train.tasks.preference import Pairs
 
 PAIRED = ("dpo", "cpo", "orpo")  # ipo, apo and simpo are these with other losses
 KEYS = (

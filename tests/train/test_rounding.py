@@ -5,7 +5,7 @@ import math
 import torch
 
 from tests.numbers import neighbours
-from tigon.train.optim import rounding
+from tigon.train.optim import adamw
 from tigon.utils.random import GOLDEN, take_16_bits
 
 WORD = (1 << 64) - 1
@@ -28,14 +28,14 @@ def test_draws_are_splitmix64s_by_position():
     (inner,) = splitmix64(seed, 1)
     (start,) = splitmix64(inner + step, 1)
     expected = splitmix64(start, 1000)
-    found = rounding.draws(seed, step, torch.arange(1000))
+    found = adamw.draws(seed, step, torch.arange(1000))
     assert [x & WORD for x in found.tolist()] == expected
-    assert torch.equal(rounding.draws(seed, step, torch.arange(700, 750)), found[700:750])
-    far = rounding.draws(seed, step, torch.arange(4) + (1 << 40))  # positions beyond 32 bits
+    assert torch.equal(adamw.draws(seed, step, torch.arange(700, 750)), found[700:750])
+    far = adamw.draws(seed, step, torch.arange(4) + (1 << 40))  # positions beyond 32 bits
     jump = (start + (1 << 40) * GOLDEN) & WORD
     assert [x & WORD for x in far.tolist()] == splitmix64(jump, 4)
     for other in ((seed + 1, step), (seed, step + 1)):
-        assert not set(rounding.draws(*other, torch.arange(1000)).tolist()) & set(found.tolist())
+        assert not set(adamw.draws(*other, torch.arange(1000)).tolist()) & set(found.tolist())
     halves = [take_16_bits(found, i) for i in range(4)]
     assert all(h.min() >= 0 and h.max() < 1 << 16 for h in halves)
     joined = sum(h.long() << (16 * i) for i, h in enumerate(halves[:3])) + (halves[3].long() << 48)
@@ -51,15 +51,15 @@ def test_rounding_is_unbiased_between_the_two_neighbours():
     low, high = neighbours(x)
     assert torch.equal(low.bfloat16().double(), low)
     every = torch.arange(1 << 16, dtype=torch.int32).view(-1, 1).expand(-1, len(x))
-    rounded = rounding.round_stochastically(x.expand(1 << 16, -1), every).double()
+    rounded = adamw.round_stochastically(x.expand(1 << 16, -1), every).double()
     assert ((rounded == low) | (rounded == high)).all()
     assert torch.equal(rounded.mean(0), x.double())
 
     count = 1 << 16
-    bits = rounding.draws(3, 5, torch.arange(count * len(x)).view(count, -1))
+    bits = adamw.draws(3, 5, torch.arange(count * len(x)).view(count, -1))
     share = ((x.double() - low) / (high - low)).clamp(0, 1)
     for index in range(3):
-        drawn = rounding.round_stochastically(x.expand(count, -1), take_16_bits(bits, index))
+        drawn = adamw.round_stochastically(x.expand(count, -1), take_16_bits(bits, index))
         above = (drawn.double() == high).double().mean(0)
         error = (share * (1 - share) / count).sqrt()
         assert ((above - share).abs() <= 4 * error).all(), (index, above, share)
@@ -68,7 +68,7 @@ def test_rounding_is_unbiased_between_the_two_neighbours():
 def test_draws_of_steps_and_positions_are_independent():
     """Correlation of neighbouring positions, steps and 16-bit parts: within 4 standard errors."""
     count = 1 << 16
-    a, b = (rounding.draws(0, step, torch.arange(count)) for step in (1, 2))
+    a, b = (adamw.draws(0, step, torch.arange(count)) for step in (1, 2))
     parts = [take_16_bits(x, i).double() for x in (a, b) for i in range(3)]
     parts.append(parts[0].roll(1))
     found = torch.corrcoef(torch.stack(parts))
@@ -80,13 +80,13 @@ def test_what_bfloat16_has_stays():
     exact = torch.tensor([0.0, -0.0, 1.0, -1.5, 2.0**-133, inf, -inf, 3.3895e38])
     exact[-1] = torch.finfo(torch.bfloat16).max
     most = torch.full_like(exact, 0xFFFF, dtype=torch.int32)
-    found = rounding.round_stochastically(exact, most)
+    found = adamw.round_stochastically(exact, most)
     assert torch.equal(found.float(), exact)
     assert torch.equal(found.float().signbit(), exact.signbit())
     nans = torch.tensor([0x7FFFFFFF, 0x7F800001, -1], dtype=torch.int32).view(torch.float32)
     assert nans.isnan().all()
-    assert rounding.round_stochastically(nans, most[:3]).isnan().all()
+    assert adamw.round_stochastically(nans, most[:3]).isnan().all()
     tiny = torch.full((4,), 2.0**-149)  # the least denormal: most draws leave zero
     bits = torch.tensor([0, 0xFFFE, 0xFFFF, 1], dtype=torch.int32)
-    assert rounding.round_stochastically(tiny, bits).tolist() == [0, 0, 2.0**-133, 0]
-    assert rounding.round_stochastically(torch.tensor([nan]), bits[:1]).isnan().all()
+    assert adamw.round_stochastically(tiny, bits).tolist() == [0, 0, 2.0**-133, 0]
+    assert adamw.round_stochastically(torch.tensor([nan]), bits[:1]).isnan().all()

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 from tests.train.checkpoints import State, assert_equal
 from tests.train.ranks import Ranks
-from tigon.train import checkpoint, loop, main
+from tigon.train import checkpoint, main, trainer
 from tigon.train.checkpoint import Keep, files, format, newest_whole, saver
 from tigon.train.distributed import start
 from tigon.weights.files import require_space
@@ -263,13 +263,13 @@ def test_the_users_files_in_an_export_stay(workspace, kind):
     shutil.move(run / kind, workspace.root / f"moved-{kind}")
 
     with pytest.MonkeyPatch.context() as patch:
-        export = loop.export
+        export = trainer.export
 
         def linked(one, target, *more):
             target.symlink_to(workspace.root / f"moved-{kind}")
             export(one, target, *more)
 
-        patch.setattr(loop, "export", linked)
+        patch.setattr(trainer, "export", linked)
         with pytest.raises(SystemExit, match=f"{kind} was not written: .* is a link to .*moved"):
             main([*settings, "steps=3"])
     assert (workspace.root / f"moved-{kind}" / weights.name).read_bytes() == before

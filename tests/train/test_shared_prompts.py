@@ -11,11 +11,10 @@ from tests.small import EXPERTS, write_model
 from tests.train import preferences
 from tests.train.ranks import train_on
 from tigon.train import load, main, prepare, start
-from tigon.train.loop import open_objective
-from tigon.train.objectives.grpo import GRPO
-from tigon.train.objectives.pairs import Pairs
-from tigon.train.objectives.reward import Reward
-from tigon.train.step import backward
+from tigon.train.tasks.grpo import GRPO
+from tigon.train.tasks.preference import Pairs
+from tigon.train.tasks.reward import Reward
+from tigon.train.trainer import backward, open_objective
 
 __all__ = ["played"]
 BOTH_SIDES = {

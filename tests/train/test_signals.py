@@ -10,7 +10,7 @@ import pytest
 
 from tests.train.ranks import Ranks
 from tests.train.test_resume import KEYS
-from tigon.train import checkpoint, loop, main
+from tigon.train import checkpoint, main, trainer
 from tigon.train.logging import RunLog, read_metrics
 from tigon.train.signals import AGAIN, Signals
 
@@ -55,7 +55,7 @@ def test_after_an_error_in_training_no_signal_says_that_nothing_was_trained(work
         signals.append(run.world.signals)
         raise OSError("a collective")
 
-    monkeypatch.setattr(loop, "steps", fail)
+    monkeypatch.setattr(trainer, "steps", fail)
     with pytest.raises((SystemExit, OSError), match="a collective"):
         main(workspace.settings("left-over", steps=2))
     assert signals[0].phase == "in training: resume=auto goes on from the last checkpoint"

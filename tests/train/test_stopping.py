@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from tigon.train import checkpoint, main, step
+from tigon.train import checkpoint, main, trainer
 from tigon.train.checkpoint import saver
 from tigon.train.logging import read_metrics
 from tigon.train.signals import Signals
@@ -18,14 +18,14 @@ def signalled(monkeypatch):
     """Sends a signal in a step, while the main thread waits for the device."""
 
     def plan(at: int, number: int = signal.SIGTERM) -> None:
-        numbers, count = step.numbers, iter(range(1, 1000))
+        numbers, count = trainer.numbers, iter(range(1, 1000))
 
         def then(values):
             if next(count) == at:
                 os.kill(os.getpid(), number)
             return numbers(values)
 
-        monkeypatch.setattr(step, "numbers", then)
+        monkeypatch.setattr(trainer, "numbers", then)
 
     return plan
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from tigon.data import MicroBatch
-from tigon.train.hooks import Seen
+from tigon.train.callbacks import Seen
 
 SEEN: list[Seen] = []
 not_callable = 3

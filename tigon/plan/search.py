@@ -11,12 +11,12 @@ from tigon.data.examples import format_count
 from tigon.parallel import check_context
 from tigon.plan.cost import BF16, FP32, Job, Step, estimate_step
 from tigon.plan.layout import Layout, divisors, enumerate_meshes
+from tigon.train.cuda_graphs import check_run
 from tigon.train.distributed import World
-from tigon.train.graphs import check_run
 from tigon.train.memory import CONTEXT, SHARE, Estimate, estimate
 from tigon.train.model import sum_dtype
-from tigon.train.objectives import find_objective
 from tigon.train.optim import check_part, check_ranks, state_bytes
+from tigon.train.tasks import find_objective
 
 EstimateMemory = Callable[[Job, Layout], Estimate]
 Mesh = tuple[object, ...]

@@ -18,26 +18,25 @@ from tigon.parallel import MeshSizes
 from tigon.tokenizer import Tokenizer
 from tigon.train import checkpoint, resume, sharing
 from tigon.train.background_export import Exporter
-from tigon.train.claim import check_shared, claim
 from tigon.train.config import Config
+from tigon.train.cuda_graphs import Graphs, check_run
 from tigon.train.data import build_loader
 from tigon.train.distributed import World
-from tigon.train.feed import Feed
-from tigon.train.graphs import Graphs, check_run
 from tigon.train.logging import check_sinks
-from tigon.train.matching import check_context, check_sizes, stop_at
 from tigon.train.memory import gpu_memory, memory_budget, resolve_checkpointing
 from tigon.train.model import (
     base_digest,
     build_model,
+    check_context,
     check_fp8,
+    check_sizes,
     compute_dtype,
     describe_tokens,
     in_bfloat16,
     projections,
+    stop_at,
     stored_rows,
 )
-from tigon.train.objectives import Objective, find_objective
 from tigon.train.optim import (
     Ema,
     InBackward,
@@ -46,7 +45,8 @@ from tigon.train.optim import (
     build_optimizer,
     check_ranks,
 )
-from tigon.train.optim.schedule import count
+from tigon.train.optim.groups import count
+from tigon.train.prefetch import Feed
 from tigon.train.publish import lacks_token
 from tigon.train.rank_checks import (
     check_data,
@@ -54,8 +54,10 @@ from tigon.train.rank_checks import (
     check_prompts,
     check_reference_and_teacher,
 )
+from tigon.train.resume import check_shared, claim
 from tigon.train.samples import Prompt, read_prompts
 from tigon.train.state import State
+from tigon.train.tasks import Objective, find_objective
 from tigon.train.throughput import Meter
 from tigon.train.vocabulary import read_tokenizer, with_added_tokens
 

@@ -21,7 +21,7 @@ from tigon.data.packing import TruncationStats
 from tigon.data.sources import select_fraction
 from tigon.tokenizer import Tokenizer
 from tigon.train.config import Config
-from tigon.train.objectives import Objective
+from tigon.train.tasks import Objective
 
 Cursor = Mapping[str, Any]
 

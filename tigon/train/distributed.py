@@ -29,8 +29,6 @@ from tigon.train.signals import Signals
 from tigon.utils.terminal import one_line
 from tigon.version import __version__
 
-
-
 NO_TIMEOUT = timedelta(days=365)
 LINGER = 10.0  # seconds for a failed rank to leave the process group
 

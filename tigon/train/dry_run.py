@@ -29,7 +29,6 @@ from tigon.train.build import (
 )
 from tigon.train.config import Config, mesh_sizes, parallel_settings
 from tigon.train.distributed import InputError, World, local
-from tigon.train.loop import update
 from tigon.train.memory import (
     GIB,
     CheckpointingChoice,
@@ -40,8 +39,8 @@ from tigon.train.memory import (
 )
 from tigon.train.model import compute_dtype, divide, held_dtype, outline
 from tigon.train.optim import build_ema, build_optimizer, check_ranks, freeze
-from tigon.train.step import backward
 from tigon.train.throughput import Cost, model_flops, peak_flops
+from tigon.train.trainer import backward, update
 
 GPU = torch.device("cuda")
 # Settings that save memory, the cheapest first

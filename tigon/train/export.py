@@ -30,8 +30,7 @@ from tigon.tokenizer import Tokenizer
 from tigon.train import checkpoint, resume
 from tigon.train.build import Run
 from tigon.train.config import Config
-from tigon.train.lora import add_lora, settings_of
-from tigon.train.model import adapted, base_digest, described, export_dtype
+from tigon.train.model import adapted, add_lora, base_digest, described, export_dtype, settings_of
 from tigon.utils.json import escape, quote
 from tigon.weights import all_finite
 

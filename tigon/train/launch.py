@@ -35,9 +35,9 @@ from tigon.train.distributed import (
     start,
 )
 from tigon.train.dry_run import dry_run
-from tigon.train.loop import train
-from tigon.train.objectives import tasks
 from tigon.train.signals import NUMBERS, Signals, handled_signals
+from tigon.train.tasks import tasks
+from tigon.train.trainer import train
 from tigon.utils.config import describe_type as describe_type
 from tigon.utils.config import field_types as field_types
 from tigon.utils.terminal import escaping_output, one_line

@@ -43,8 +43,8 @@ from tigon.train.model import (
     set_fp8,
     sum_dtype,
 )
-from tigon.train.objectives import Objective
 from tigon.train.optim import ema_bytes, freeze, hidden_matrices, parts_of, state_bytes
+from tigon.train.tasks import Objective
 
 # The workspaces of cuBLAS for the threads of forward and backward, from sm_90 on
 CUBLAS = 2 * 32 * 2**20

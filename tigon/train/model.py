@@ -1,6 +1,6 @@
-"""The model of a run: built from a checkpoint or a config.json, sharded, on its device."""
+"""Models that a run reads and does not train: references and teachers."""
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -15,24 +15,193 @@ from tigon.layers import Attention, GatedMLP, Linear, SparseMoE
 from tigon.models import (
     MODELS,
     CausalLM,
+    begin_adapter,
     build,
     describe,
     init_parts,
     load_weights,
     materialize,
+    quantise,
+    quantised_bytes,
     read_config,
+    saved_ends,
     scored,
     torch_dtype,
 )
-from tigon.parallel import cut_model, find_zero, shard_gradients, share_context, share_experts
+from tigon.parallel import (
+    MeshSizes,
+    cut_model,
+    find_zero,
+    shard_gradients,
+    share_context,
+    share_experts,
+    take_part,
+)
+from tigon.tokenizer import Tokenizer
 from tigon.train import checkpoint
 from tigon.train.config import Config
-from tigon.train.distributed import World, meshes_of, shard
-from tigon.train.lora import add_lora, begin_lora, settings_of
+from tigon.train.distributed import World, local, meshes_of, shard
+from tigon.train.optim import check_part
 from tigon.train.vocabulary import read_vocabulary
-from tigon.utils.config import ConfigError
+from tigon.utils.config import ConfigError, build_settings, read_settings
 from tigon.utils.json import escape, quote, read_json
-from tigon.weights import Checkpoint, Repository
+from tigon.weights import Checkpoint, Repository, all_finite
+
+
+def load_frozen(
+    config: Config, world: World, path: str, *, vocab_size: int | None = None
+) -> CausalLM:
+    """Of a directory or a hub repository, in the dtype of the computation, on the run's device.
+
+    Divided over the ranks if there are several. Every rank calls this. `vocab_size`: with that many
+    tokens, the first that it has.
+    """
+    compute = compute_dtype(config, world.device)
+    model, weights = build(Repository(path), MODELS, dtype=compute, vocab_size=vocab_size)
+    if world.size > 1:
+        meshes = meshes_of(world)
+        if meshes.expert is not None and has_experts(model):
+            share_experts(model, meshes.expert)
+        if meshes.tensor is not None:
+            cut_model(model, meshes.tensor)
+        if meshes.context is not None:
+            share_context(model, meshes.context)
+        if meshes.sizes.dividing > 1:
+            shard(model, world, compute)
+    materialize(model, world.device)
+    load_weights(model, weights)
+    _check_finite(model, path)
+    model.use_attention(config.attention)
+    model.requires_grad_(False)
+    return model.eval()
+
+
+def _check_finite(model: CausalLM, path: str) -> None:
+    """ValueError for weights that would make every loss NaN, which would then name rows."""
+    own = {name: local(p.detach()) for name, p in model.named_parameters()}
+    own = {name: rows for name, rows in own.items() if rows.numel()}  # a rank may have none
+    if all_finite(own.values(), model.device):
+        return
+    name = next(name for name, rows in own.items() if not all_finite([rows], rows.device))
+    raise ValueError(f"{path} has values that are NaN or infinite in {name}, in {model.dtype}")
+
+
+def outline_of(
+    path: str, dtype: torch.dtype = torch.float32, *, vocab_size: int | None = None
+) -> CausalLM:
+    """Such a model on the meta device, from its config.json alone."""
+    config = read_config(Repository(path), MODELS)[1]
+    if vocab_size is not None:
+        config = replace(config, vocab_size=vocab_size)
+    return MODELS[config.model_type].from_config(config, dtype=dtype, device="meta")
+
+
+def check_frozen(config: Config, path: str, tokenizer: Tokenizer) -> None:
+    """ValueError if a model's tokens are not those of the tokenizer, or it cannot read the run's
+    longest sequences. From its files alone, without weights."""
+    context = read_config(Repository(path), MODELS)[1].max_position_embeddings
+    check_longest(config, context, path)
+    theirs = Tokenizer.from_pretrained(path).backend.get_vocab()
+    ours = tokenizer.backend.get_vocab()
+    if theirs == ours:
+        return
+    token = min(ours.items() ^ theirs.items(), key=lambda item: item[1])[0]
+    raise ValueError(
+        f"{path} has another vocabulary: token {token!r} is {theirs.get(token)} there and "
+        f"{ours.get(token)} here"
+    )
+
+
+# What a model, its tokenizer and its data have to agree on.
+
+
+def check_context(config: Config, source: Path | None = None) -> None:
+    """ValueError for sequences that are longer than what the model can read. Before they are made:
+    that may take long, and a cache for such a run would be of no use.
+    """
+    check_longest(config, context_of(config, source), "the model")
+
+
+def check_longest(config: Config, context: int, whose: str) -> None:
+    """ValueError for sequences of more than `context` tokens, which a model reads at most."""
+    name = "seq_len" if config.max_length is None else "max_length"
+    if (longest := min(config.seq_len, config.max_length or config.seq_len)) > context:
+        raise ValueError(
+            f"{name}={longest} is more than {whose}'s context of {context} tokens "
+            f"(max_position_embeddings): set {name}={context} or less"
+        )
+
+
+def check_sizes(config: Config, sizes: MeshSizes, source: Path | None = None) -> None:
+    """ValueError for a model that so many ranks cannot share; also before data are made."""
+    if sizes.tensor * sizes.context * sizes.expert > 1:
+        model = outline(config, getattr(torch, config.param_dtype), source)
+        take_part(model, sizes)
+        check_part(model, config)
+
+
+def stop_at(model: CausalLM, tokenizer: Tokenizer, ends: Collection[int]) -> None:
+    """Generation by the trained model stops at these tokens, with which it learns to end a turn.
+
+    They join what config.json and generation_config.json say. The one that a model did not stop at
+    before becomes the tokenizer's eos, which other programs read.
+    """
+    generation = dict(model.generation_config)
+    said = generation.get("eos_token_id", model.config.eos_token_id)
+    new = sorted(set(ends) - set(_stop_tokens(said)))
+    if not new:
+        return
+    model.config = replace(model.config, eos_token_id=_joined(model.config.eos_token_id, new))
+    if generation:
+        model.generation_config = generation | {"eos_token_id": _joined(said, new)}
+    if len(new) == len(ends) == 1 and not tokenizer.template_reads("eos_token"):
+        tokenizer.use_eos(new[0])
+
+
+def _stop_tokens(ids: int | list[int] | None) -> list[int]:
+    return [ids] if isinstance(ids, int) else list(ids or ())
+
+
+def _joined(ids: int | list[int] | None, new: list[int]) -> int | list[int]:
+    all_ids = list(dict.fromkeys([*_stop_tokens(ids), *new]))
+    return all_ids if len(all_ids) > 1 else all_ids[0]
+
+
+# The adapter of a run: from its settings into the model, and out of its checkpoints.
+
+
+def add_lora(model: CausalLM, config: Config) -> None:
+    """The settings' adapter, in param_dtype, with a reward model's head; on a model without memory
+    without values. Before it the base is quantised where the settings say so and it is not yet."""
+    assert config.lora is not None
+    if config.lora.quantize and not quantised_bytes(model):
+        quantise(model, config.lora.quantize)
+    own = config.lora.adapter(config.model, config.revision or "")
+    if config.labels and "score" not in own.modules_to_save:  # new, and so trained whole
+        own = replace(own, modules_to_save=(*own.modules_to_save, "score"))
+    if config.new_tokens:  # PEFT resizes its base alike, and finds the rows in the adapter
+        ends = (*own.modules_to_save, *saved_ends(model))
+        own = replace(own, modules_to_save=tuple(dict.fromkeys(ends)))
+    model.add_adapter(own, dtype=getattr(torch, config.param_dtype))
+
+
+def begin_lora(model: CausalLM, config: Config) -> None:
+    """Its first values: the same on any number of ranks."""
+    begin_adapter(model, generator=torch.Generator().manual_seed(config.seed))
+
+
+def settings_of(source: Path) -> Config | None:
+    """The settings of the run that made a checkpoint of an adapter; None: it is one of a model."""
+    values: dict[str, Any] = checkpoint.read_metadata(source).get("config", {})
+    if not values.get("lora"):
+        return None
+    try:
+        return build_settings(Config, read_settings(Config, values))
+    except ValueError as error:
+        raise ValueError(f"{source / 'run.json'}: {error}") from None
+
+
+# The model of a run: built from a checkpoint or a config.json, sharded, on its device.
 
 
 def build_model(config: Config, world: World, source: Path | None = None) -> CausalLM:

@@ -10,9 +10,9 @@ from tigon.train.config import Config
 from tigon.train.config_file import load
 from tigon.train.data import build_loader
 from tigon.train.distributed import start
-from tigon.train.matching import check_context
-from tigon.train.objectives import find_objective
+from tigon.train.model import check_context
 from tigon.train.resume import start_time
+from tigon.train.tasks import find_objective
 
 CONFIGS = (".yaml", ".yml")
 

@@ -21,7 +21,7 @@ from tigon.train.build import load_tokenizer
 from tigon.train.config import Config
 from tigon.train.data import as_entries, find_entry_sources, limits
 from tigon.train.distributed import World
-from tigon.train.objectives import Objective, find_objective
+from tigon.train.tasks import Objective, find_objective
 
 
 @dataclass(frozen=True)

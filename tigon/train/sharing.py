@@ -13,10 +13,9 @@ import torch
 from tigon.models import CausalLM, aux_loss_coef
 from tigon.train import checkpoint
 from tigon.train.config import Config
-from tigon.train.frozen import outline_of
-from tigon.train.model import outline
-from tigon.train.objectives import Objective
+from tigon.train.model import outline, outline_of
 from tigon.train.resume import AFRESH
+from tigon.train.tasks import Objective
 
 
 def decide(objective: Objective, source: Path | None) -> str | None:

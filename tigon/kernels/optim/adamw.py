@@ -109,7 +109,7 @@ def number(row, COLUMN: tl.constexpr, WIDE: tl.constexpr):
 #
 # Weights float32 or bfloat16, gradients alike, states float32, bfloat16 or 8 bits: everything is
 # float32 between being read and being written, and nothing is kept. The definition, and what runs
-# elsewhere, is `Stored` in tigon/train/optim/low_precision.py. Source: Loshchilov and Hutter,
+# elsewhere, is `Stored` in tigon/train/optim/adamw.py. Source: Loshchilov and Hutter,
 # 2019 (arXiv 1711.05101), in the order of operations of torch's fused kernel.
 #
 # K blocks of B elements with one scale.

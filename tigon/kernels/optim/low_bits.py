@@ -1,6 +1,6 @@
 """Numbers of 8 bits inside of kernels: a code for each, and a scale for each block.
 
-The definition is in tigon/train/optim/eight_bit.py; of the same values, codes are the same.
+The definition is in tigon/train/optim/adamw.py; of the same values, codes are the same.
 """
 
 from typing import NamedTuple
@@ -73,7 +73,7 @@ def quantize(x, bounds, cells, SIGNED: tl.constexpr):
 
 # Stochastic rounding to bfloat16 inside of kernels: SplitMix64's bits, by position and step.
 #
-# The definitions are in tigon/train/optim/rounding.py and tigon/utils/random.py; the bits are the
+# The definitions are in tigon/train/optim/adamw.py and tigon/utils/random.py; the bits are the
 # same.
 
 GOLDEN = tl.constexpr(0x9E3779B97F4A7C15)

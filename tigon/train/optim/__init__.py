@@ -3,9 +3,8 @@
 from tigon.train.optim.build import OPTIMIZERS, build_optimizer, check_part, state_bytes
 from tigon.train.optim.clip import clip, clip_gradients
 from tigon.train.optim.ema import Ema, build_ema, ema_bytes
-from tigon.train.optim.groups import freeze, hidden_matrices, parameter_groups
+from tigon.train.optim.groups import freeze, hidden_matrices, learning_rate, parameter_groups
 from tigon.train.optim.in_backward import InBackward, build_in_backward, check_ranks, parts_of
-from tigon.train.optim.schedule import learning_rate
 
 __all__ = [
     "OPTIMIZERS",

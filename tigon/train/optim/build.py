@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 from tigon.models import CausalLM
 from tigon.parallel import find_tensor
 from tigon.train.config import Config
-from tigon.train.optim import low_precision
+from tigon.train.optim import adamw
 from tigon.train.optim.groups import freeze, hidden_matrices, parameter_groups
 from tigon.train.optim.muon import Muon
 
@@ -29,7 +29,7 @@ def build_optimizer(model: CausalLM, config: Config) -> Optimizer:
 def check_part(model: CausalLM, config: Config) -> None:
     """Raises ValueError for a rank's part of a model that the optimizer has no states for."""
     if config.optimizer == "adamw_8bit":
-        low_precision.blocks_of(model)
+        adamw.blocks_of(model)
 
 
 def state_bytes(config: Config, *, hidden: bool = False) -> float:
@@ -71,17 +71,17 @@ def muon(model: CausalLM, config: Config) -> Optimizer:
 # By the name that `optimizer` has in the settings
 OPTIMIZERS: dict[str, Kind] = {
     "adamw": Kind(
-        lambda model, config: low_precision.adamw(model, config, "float32"),
-        lambda _: low_precision.state_bytes("float32"),
+        lambda model, config: adamw.adamw(model, config, "float32"),
+        lambda _: adamw.state_bytes("float32"),
     ),
     "adamw_bf16": Kind(
-        lambda model, config: low_precision.adamw(model, config, "bfloat16"),
-        lambda _: low_precision.state_bytes("bfloat16"),
+        lambda model, config: adamw.adamw(model, config, "bfloat16"),
+        lambda _: adamw.state_bytes("bfloat16"),
     ),
     "adamw_8bit": Kind(
-        lambda model, config: low_precision.adamw(model, config, "8bit"),
-        lambda _: low_precision.state_bytes("8bit"),
+        lambda model, config: adamw.adamw(model, config, "8bit"),
+        lambda _: adamw.state_bytes("8bit"),
     ),
     "muon": Kind(muon, lambda config: 2.0 * item_bytes(config), item_bytes),
-    "sgd": Kind(low_precision.sgd, lambda config: 4.0 if config.momentum else 0.0),
+    "sgd": Kind(adamw.sgd, lambda config: 4.0 if config.momentum else 0.0),
 }

@@ -11,8 +11,7 @@ from torch.optim import Optimizer
 from tigon.kernels.norm.grad_norm import SquaredNorm
 from tigon.parallel import find_tensor
 from tigon.train.distributed import local
-from tigon.train.optim.fused import runs_fused
-from tigon.train.optim.low_precision import Stored
+from tigon.train.optim.adamw import Stored, runs_fused
 from tigon.weights import row_group
 
 PIECE = 2**16  # numbers of which a CPU takes the norm in float32

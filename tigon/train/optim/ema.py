@@ -8,7 +8,7 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from tigon.train.config import Config
 from tigon.train.distributed import local
-from tigon.train.optim.low_precision import SIZE
+from tigon.train.optim.adamw import SIZE
 from tigon.train.optim.offload import Memory
 
 

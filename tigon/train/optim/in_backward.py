@@ -16,9 +16,8 @@ from torch import Tensor, nn
 from tigon.models import CausalLM
 from tigon.parallel import find_tensor, in_order
 from tigon.train.config import Config
+from tigon.train.optim.adamw import Stored, runs_fused
 from tigon.train.optim.clip import NormInParts
-from tigon.train.optim.fused import runs_fused
-from tigon.train.optim.low_precision import Stored
 
 
 @dataclass

@@ -17,9 +17,9 @@ from tigon.tokenizer import Tokenizer
 from tigon.train import reference
 from tigon.train.config import Config
 from tigon.train.distributed import World
-from tigon.train.objectives.answers import SHARED, Answers, answered, of_sequences
-from tigon.train.objectives.base import Inputs, Part
-from tigon.train.objectives.losses import kto
+from tigon.train.tasks.base import Inputs, Part
+from tigon.train.tasks.logprobs import SHARED, Answers, answered, of_sequences
+from tigon.train.tasks.losses import kto
 
 
 @dataclass(frozen=True)

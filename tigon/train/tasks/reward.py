@@ -17,8 +17,8 @@ from tigon.models import Batch, CausalLM, Targets
 from tigon.tokenizer import Tokenizer
 from tigon.train.config import Config
 from tigon.train.distributed import World
-from tigon.train.objectives.base import Inputs, Objective, Part
-from tigon.train.objectives.losses import bradley_terry
+from tigon.train.tasks.base import Inputs, Objective, Part
+from tigon.train.tasks.losses import bradley_terry
 
 
 class Reward(Objective):

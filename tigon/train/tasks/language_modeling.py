@@ -7,17 +7,25 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from tigon.data import ChatEncoder, MicroBatch
+from tigon.data import (
+    ChatEncoder,
+    Encoder,
+    MicroBatch,
+    PackedRows,
+    TextEncoder,
+    Window,
+    pack_documents,
+)
 from tigon.kernels.loss.api import IGNORE_INDEX, METRICS
 from tigon.kernels.loss.terms import Criterion, CrossEntropy
 from tigon.models import CausalLM, Targets
 from tigon.models import CausalLMOutput as Output
 from tigon.tokenizer import Tokenizer
+from tigon.train.callbacks import View
 from tigon.train.config import Config
 from tigon.train.distributed import World
-from tigon.train.hooks import View
 from tigon.train.model import has_experts
-from tigon.train.objectives.base import Inputs, Objective, Part
+from tigon.train.tasks.base import Inputs, Objective, Part
 
 ROUTING = ("aux_loss", "expert_load")
 MEANS = tuple(name for name in METRICS if name != "predicted_tokens")
@@ -215,3 +223,36 @@ def _valid(targets: Targets) -> Tensor:
     """Bool [B, n]: the positions where a token is predicted, whatever the reduction."""
     assert targets.labels is not None
     return targets.labels != IGNORE_INDEX
+
+
+# Supervised fine-tuning on chats: the model learns what the assistant says.
+
+
+class SFT(CrossEntropyObjective):
+    learns = "chats, learning what the assistant says"
+
+    def encoder(self, tokenizer: Tokenizer) -> Encoder:
+        return self.chat_encoder(tokenizer)
+
+
+# Pretraining on text: every token is learned, and documents are joined and cut to rows.
+
+
+class Pretrain(CrossEntropyObjective):
+    learns = "text"
+
+    def __init__(self, config: Config, world: World):
+        super().__init__(config, world)
+        for name in ("chat_template", "chat_template_kwargs"):
+            if value := getattr(config, name):
+                raise ValueError(f"{name}={value}: task=pretrain has no chats")
+        if config.train_on != "assistant":
+            raise ValueError(f"train_on={config.train_on}: task=pretrain learns every token")
+        if config.train_on_empty_thinking:
+            raise ValueError("train_on_empty_thinking=true: task=pretrain has no chats")
+
+    def encoder(self, tokenizer: Tokenizer) -> Encoder:
+        return TextEncoder(tokenizer, skip_bad_rows=self.config.bad_rows == "skip")
+
+    def rows(self, window: Window, **_: Any) -> PackedRows:
+        return pack_documents(window, self.config.seq_len, packing=self.config.packing)

@@ -20,11 +20,10 @@ from tigon.models import CausalLMOutput as Output
 from tigon.tokenizer import Tokenizer
 from tigon.train.config import Config
 from tigon.train.distributed import World
-from tigon.train.frozen import check_frozen, load_frozen, outline_of
-from tigon.train.model import outline, sampled_digest
-from tigon.train.objectives.base import Inputs, Part
-from tigon.train.objectives.cross_entropy import CrossEntropyObjective
+from tigon.train.model import check_frozen, load_frozen, outline, outline_of, sampled_digest
 from tigon.train.reference import shared_digest
+from tigon.train.tasks.base import Inputs, Part
+from tigon.train.tasks.language_modeling import CrossEntropyObjective
 from tigon.weights import Repository
 
 

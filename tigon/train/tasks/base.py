@@ -15,9 +15,9 @@ from tigon.data.packing import MIN_SHARED_FRACTION
 from tigon.kernels.loss.api import IGNORE_INDEX
 from tigon.models import Batch, CausalLM, Targets
 from tigon.tokenizer import Tokenizer
+from tigon.train.callbacks import Hooks, View, Wanted
 from tigon.train.config import Config, LossSettings, ObjectiveSettings
 from tigon.train.distributed import World
-from tigon.train.hooks import Hooks, View, Wanted
 
 # Settings that a value in evaluation may differ from, and all that need a prediction of tokens
 TWINS = ("metrics", "return_logits", "logits_to_keep", "logits_bytes", "label_smoothing", "z_loss")

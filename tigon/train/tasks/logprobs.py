@@ -22,9 +22,16 @@ from tigon.tokenizer import Tokenizer
 from tigon.train import reference
 from tigon.train.config import Config
 from tigon.train.distributed import World, reshard
-from tigon.train.frozen import check_frozen, load_frozen, outline_of
-from tigon.train.model import base_digest, build_model, outline, sampled_digest
-from tigon.train.objectives.base import Inputs, Objective
+from tigon.train.model import (
+    base_digest,
+    build_model,
+    check_frozen,
+    load_frozen,
+    outline,
+    outline_of,
+    sampled_digest,
+)
+from tigon.train.tasks.base import Inputs, Objective
 
 SHARED = frozenset(("max_length", "logits_bytes", "eval_logits_bytes"))
 

@@ -1,16 +1,12 @@
 """What a run learns from, and how: one file each, under the name that `task` takes."""
 
-from tigon.train.objectives.base import Inputs, Objective, Part
-from tigon.train.objectives.cpo import CPO, SimPO
-from tigon.train.objectives.cross_entropy import CrossEntropyObjective
-from tigon.train.objectives.distill import Distill
-from tigon.train.objectives.dpo import APO, DPO, IPO
-from tigon.train.objectives.grpo import GRPO
-from tigon.train.objectives.kto import KTO
-from tigon.train.objectives.orpo import ORPO
-from tigon.train.objectives.pretrain import Pretrain
-from tigon.train.objectives.reward import Reward
-from tigon.train.objectives.sft import SFT
+from tigon.train.tasks.base import Inputs, Objective, Part
+from tigon.train.tasks.distill import Distill
+from tigon.train.tasks.grpo import GRPO
+from tigon.train.tasks.kto import KTO
+from tigon.train.tasks.language_modeling import SFT, CrossEntropyObjective, Pretrain
+from tigon.train.tasks.preference import APO, CPO, DPO, IPO, ORPO, SimPO
+from tigon.train.tasks.reward import Reward
 from tigon.utils.config import find_misspelled
 
 OBJECTIVES: dict[str, type[Objective]] = {

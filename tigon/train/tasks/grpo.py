@@ -18,9 +18,9 @@ from tigon.tokenizer import Tokenizer
 from tigon.train import reference
 from tigon.train.config import Config
 from tigon.train.distributed import World
-from tigon.train.objectives.answers import SHARED, Answers, learned, of_sequences, sequence_of
-from tigon.train.objectives.base import Inputs, Part
-from tigon.train.objectives.losses import Clip, cispo, divergence, policy_gradient
+from tigon.train.tasks.base import Inputs, Part
+from tigon.train.tasks.logprobs import SHARED, Answers, learned, of_sequences, sequence_of
+from tigon.train.tasks.losses import Clip, cispo, divergence, policy_gradient
 
 CLIP = ("epsilon", "epsilon_high", "delta")
 ROUNDING = 1e-13  # of sums in float64, relative

@@ -1,0 +1,551 @@
+"""What a replay of blocks would pass over: hooks on them, parameters that are elsewhere now, and
+other adapters."""
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any, NamedTuple, Self
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn.modules.module import _has_any_global_hook
+
+from tigon.generation.steps import side_stream
+from tigon.kernels.attention.api import AttentionMask
+from tigon.kernels.attention.mask import with_room
+from tigon.kernels.mlp.grouped_mlp import waits
+from tigon.kernels.runtime import autocast_dtype
+from tigon.layers import Adapters, Attention
+from tigon.layers.moe import Experts
+from tigon.models import CausalLM
+from tigon.models.decoder import Decoder
+from tigon.parallel import find_zero
+from tigon.train.config import Config
+from tigon.train.distributed import World
+from tigon.train.model import compute_dtype, is_sharded
+
+
+class Parts:
+    """What a pass looks at in the blocks, the last norm and the decoder that has them.
+
+    Modules keep their dictionaries for as long as they live, so that a pass need not walk through
+    them: the looks of one with 16 blocks take 0.2 ms.
+    """
+
+    def __init__(self, model: CausalLM) -> None:
+        decoder, zero = model.model, find_zero(model) is not None
+        ends = *decoder.layers, decoder.norm
+        inner = dict.fromkeys(m for end in ends for m in end.modules())
+        every = decoder, *inner
+        own = ends if zero else ()  # where ZeRO has one hook of its own
+        self._one = [m._forward_pre_hooks for m in own]
+        self._none = [m._forward_pre_hooks for m in every if m not in own]
+        self._none += [m._forward_hooks for m in every]
+        self._none += [m._backward_hooks for m in every]
+        self._none += [m._backward_pre_hooks for m in every]
+        self._after = int(zero)  # hooks that ZeRO has on a parameter
+        self._parameters = [m._parameters for m in inner if m._parameters]
+        self._adapters = [m for m in inner if isinstance(m, Adapters)]
+        rest = [
+            m
+            for name, part in decoder.named_children()
+            if name != "embed_tokens"
+            for m in part.modules()
+        ]
+        self._tensors = [d for m in rest for d in (m._parameters, m._buffers) if d]
+
+    def have_hooks(self) -> bool:
+        """Beside those of ZeRO."""
+        if any(self._none) or any(len(some) > 1 for some in self._one) or _has_any_global_hook():
+            return True
+        for parameter in (p for some in self._parameters for p in some.values()):
+            if parameter is not None and parameter.requires_grad:
+                after = parameter._post_accumulate_grad_hooks
+                if parameter._backward_hooks or (after and len(after) > self._after):
+                    return True
+        return False
+
+    def places(self) -> list[object]:
+        """Where parameters and buffers are, which are trained, and the adapters that are added."""
+        tensors = (t for some in self._tensors for t in some.values())
+        found: list[object] = [(t.data_ptr(), t.requires_grad) for t in tensors if t is not None]
+        return found + [m.chosen for m in self._adapters]
+
+
+# One pass of blocks as two CUDA graphs, forward and backward, and the gradients that they write.
+#
+# B rows, T tokens of a row, C model dim
+
+Recompute = int | Collection[int]
+Replay = Callable[[], None]
+
+
+class Kind(NamedTuple):
+    """What a graph cannot change: shapes, and numbers that the host gives to launches."""
+
+    shape: torch.Size  # [B, T, C]
+    dtype: torch.dtype
+    learns: bool  # the embedding
+    positions: torch.Size
+    bounds: int | None  # of packed sequences
+    longest: int | None
+    segments: bool
+    padded: bool
+    causal: bool
+    backend: str
+    recompute: Any
+    routing: bool
+    drops: bool  # whether there are keys of dropout
+
+    @classmethod
+    def of(
+        cls,
+        x: Tensor,
+        positions: Tensor,
+        mask: AttentionMask,
+        recompute: Recompute,
+        routing: bool,
+        dropout_keys: Tensor | None = None,
+    ) -> Self:
+        cu = mask.cu_seq_lens
+        return cls(
+            x.shape,
+            x.dtype,
+            x.requires_grad,
+            positions.shape,
+            None if cu is None else len(cu),
+            mask.longest,
+            mask.segment_ids is not None,
+            mask.key_mask is not None,
+            mask.causal,
+            mask.backend,
+            recompute if isinstance(recompute, int) else tuple(sorted(recompute)),
+            routing,
+            dropout_keys is not None,
+        )
+
+
+class Gradients:
+    """Those of blocks between the micro-batches of a step: who holds each, and memory that stays.
+
+    A parameter holds its own; with sharding=gradients its sum may be held for it.
+    """
+
+    def __init__(self, model: CausalLM) -> None:
+        self.zero, self._modules = find_zero(model), [*model.model.layers, model.model.norm]
+        self._holders: list[tuple[nn.Parameter, Any, str]] = []
+        self.memory: list[Tensor | None] = []  # of each holder, once a capture has made it
+
+    @property
+    def holders(self) -> list[tuple[nn.Parameter, Any, str]]:
+        """Each trained parameter, with the object and the attribute that hold its gradient."""
+        if not self._holders:  # in a pass, when parameters are whole
+            for parameter in dict.fromkeys(p for m in self._modules for p in m.parameters()):
+                if parameter.requires_grad:
+                    place = parameter, "grad"
+                    if self.zero is not None:
+                        place = self.zero.holder(parameter)
+                    self._holders.append((parameter, *place))
+        return self._holders
+
+    def read(self) -> list[Tensor | None]:
+        return [getattr(owner, name) for _, owner, name in self.holders]
+
+    def write(self, values: Sequence[Tensor | None]) -> None:
+        for (_, owner, name), value in zip(self.holders, values, strict=True):
+            setattr(owner, name, value)
+
+    def there(self) -> bool:
+        return any(value is not None for value in self.read())
+
+    def adopt(self) -> None:
+        """What a pass without graphs has left moves to the memory that stays."""
+        with torch.no_grad():
+            for kept, found in zip(self.memory, self.read(), strict=True):
+                if kept is not None and found is None:
+                    kept.zero_()  # it has those of the step before
+                elif kept is not None and found is not None and found is not kept:
+                    kept.copy_(found)
+        self._give()
+
+    @contextmanager
+    def capturing(self, *, adds: bool) -> Iterator[None]:
+        """Inside, a backward pass writes gradients to the memory that stays, or adds to it.
+
+        The first one that writes decides where that is.
+        """
+        before, reduces, hooks = self.read(), self.zero is not None and self.zero.reduces, []
+        if self.zero is not None:
+            self.zero.reduces = False  # not in the graph, but behind it
+        self.write(self.memory if adds else [None] * len(before))
+        if self.memory and not adds:  # autograd makes a gradient elsewhere: it is copied at once
+            for i, (parameter, _, _) in enumerate(self.holders):
+                hooks.append(parameter.register_post_accumulate_grad_hook(self._copying(i)))
+        try:
+            yield
+            if not self.memory:
+                self.memory = self.read()
+        finally:
+            for hook in hooks:
+                hook.remove()
+            self.write(before)
+            if self.zero is not None:
+                self.zero.reduces = reduces
+
+    def _give(self) -> None:
+        """To the holders, but where no replay writes."""
+        for (_, owner, name), kept in zip(self.holders, self.memory, strict=True):
+            if kept is not None:
+                setattr(owner, name, kept)
+
+    def _copying(self, index: int) -> Callable[[Tensor], None]:
+        _, owner, name = self.holders[index]
+
+        def copy(_: Tensor) -> None:
+            kept = self.memory[index]
+            assert kept is not None
+            kept.copy_(getattr(owner, name))
+            setattr(owner, name, None)
+
+        return copy
+
+    def arrived(self) -> None:
+        """In a backward pass, when a replay has left them in the memory that stays."""
+        self._give()
+        if self.zero is not None:
+            self.zero.arrived()
+
+
+class Captured:
+    """A pass of one kind, forward and backward; the memory of what goes in and out stays."""
+
+    def __init__(
+        self, decoder: Decoder, gradients: Gradients, kind: Kind, learned: Collection[int]
+    ) -> None:
+        self.decoder, self.gradients = decoder, gradients
+        self.kind, self.learned = kind, learned  # which outputs get a gradient
+        self.outputs: list[Tensor] = []
+        self.upstream: list[Tensor | None] = []
+        self.dx: Tensor | None = None
+
+    def capture(
+        self,
+        x: Tensor,
+        positions: Tensor,
+        mask: AttentionMask,
+        dropout_keys: Tensor | None,
+        pool: Any,
+        *,
+        adds: bool,
+    ) -> Self:
+        """`adds`: to gradients that are there. All captures of one pool share its memory."""
+        self.adds = adds
+        self.x = x.detach().clone().requires_grad_(x.requires_grad)
+        self.positions = positions.clone()
+        self.bounds, self.segments, self.real, self.keys = (
+            None if t is None else t.clone() for t in (*inputs_of(mask), dropout_keys)
+        )
+        device = x.device
+        self._forward = capture(self._run_forward, device, pool)
+        self.upstream = [
+            torch.empty_like(out) if i in self.learned else None
+            for i, out in enumerate(self.outputs)
+        ]
+        with self.gradients.capturing(adds=adds):
+            self._backward = capture(self._run_backward, device, pool)
+        return self
+
+    def _run_forward(self) -> None:
+        kind = self.kind
+        mask = AttentionMask(
+            self.x.shape[1],
+            segment_ids=self.segments,
+            key_mask=self.real,
+            causal=kind.causal,
+            cu_seq_lens=self.bounds,
+            longest=kind.longest,
+            backend=kind.backend,
+        )
+        with torch.enable_grad():
+            hidden, tallies = self.decoder(
+                *(self.x, self.positions, mask, None, kind.recompute, kind.routing),
+                dropout_keys=self.keys,
+            )
+        self.outputs = [hidden, *tallies]
+
+    def _run_backward(self) -> None:
+        self.x.grad = None
+        given = [u for u in self.upstream if u is not None]
+        torch.autograd.backward([self.outputs[i] for i in sorted(self.learned)], given)
+        self.dx, self.x.grad = self.x.grad, None
+        self.outputs = [out.detach() for out in self.outputs]
+
+    def forward(
+        self, x: Tensor, positions: Tensor, mask: AttentionMask, dropout_keys: Tensor | None
+    ) -> list[Tensor]:
+        with torch.no_grad():
+            self.x.copy_(x)
+        self.positions.copy_(positions)
+        mine = self.bounds, self.segments, self.real, self.keys
+        for kept, given in zip(mine, (*inputs_of(mask), dropout_keys), strict=True):
+            if kept is not None and given is not None:
+                kept.copy_(given)
+        self._forward()
+        return [out.detach() for out in self.outputs]
+
+    def backward(self, gradients: Sequence[Tensor | None]) -> Tensor | None:
+        """Of x; those of parameters are where `Gradients` has them."""
+        for kept, given in zip(self.upstream, gradients, strict=True):
+            if kept is not None:
+                kept.zero_() if given is None else kept.copy_(given)
+            elif given is not None:
+                raise RuntimeError("cuda_graphs: a later pass learns more of the blocks")
+        own = self.gradients
+        if self.adds != own.there():
+            raise RuntimeError("cuda_graphs: gradients have come or gone since this pass's forward")
+        if self.adds:
+            own.adopt()
+        self._backward()
+        own.arrived()
+        return self.dx
+
+
+def inputs_of(mask: AttentionMask) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    return mask.cu_seq_lens, mask.segment_ids, mask.key_mask
+
+
+def capture(run: Callable[[], None], device: torch.device, pool: Any) -> Replay:
+    """What launches again all that `run` does. It raises RuntimeError for what cannot be."""
+    graph = torch.cuda.CUDAGraph()
+    try:
+        # Other threads allocate and copy the next micro-batches meanwhile
+        how = {"pool": pool, "capture_error_mode": "thread_local"}
+        with torch.cuda.graph(graph, stream=side_stream(device), **how):
+            run()
+    except Exception as error:
+        first: BaseException = error
+        while first.__context__ is not None:  # the end of a capture that failed fails too
+            first = first.__context__
+        if isinstance(first, torch.OutOfMemoryError):
+            raise first from None
+        raise RuntimeError(
+            f"cuda_graphs=true: the step cannot be captured ({type(first).__name__}: {first}); "
+            "cuda_graphs=false trains without"
+        ) from first
+    return graph.replay
+
+
+@contextmanager
+def beside(device: torch.device, *tensors: Tensor | None) -> Iterator[None]:
+    """On the stream of captures, whose workspaces must not come from a graph's memory; `tensors`
+    are from the current one."""
+    if device.type != "cuda":
+        yield
+        return
+    here, side = torch.cuda.current_stream(device), side_stream(device)
+    side.wait_stream(here)
+    for tensor in tensors:
+        if tensor is not None:
+            tensor.record_stream(side)
+    with torch.cuda.stream(side):
+        yield
+    here.wait_stream(side)
+
+
+# `cuda_graphs`: the blocks of a training pass from CUDA graphs, in place of launches by Python.
+#
+# Captured are the blocks and the last norm, forward and backward, for each kind of micro-batch.
+# The embedding before them and the head behind them are launched as ever: a few of a pass's
+# kernels. So the head computes the rows that are learned and no others, hooks see what they
+# always see, and every bit is that of the pass without graphs.
+#
+# Gradients of blocks are in memory that stays. One graph of a kind writes them, for the first
+# micro-batch of a step, another adds to them; nothing is set to zero. What backward needs is in
+# one pool of memory, which all graphs share: only one pass is under way at a time.
+
+MOST = 8  # kinds of micro-batches that have graphs
+
+
+class Graphs:
+    """Runs the blocks of a model: with gradients from graphs, and else as the model does.
+
+    The first micro-batch of a kind compiles and sets up what a capture cannot, on the stream of
+    captures; kinds beyond `MOST` have no graphs, which `say` tells once. From then on the model
+    calls it in place of its decoder. Parameters stay where they are, and trained or frozen: a pass
+    that finds them otherwise raises RuntimeError.
+    """
+
+    def __init__(self, model: CausalLM, say: Callable[[str], None] = print) -> None:
+        check_model(model)
+        self.decoder, self.device, self.say = model.model, model.device, say
+        self.gradients = Gradients(model)
+        blocks = self.decoder.modules()
+        self.windows = {m.window for m in blocks if isinstance(m, Attention) and m.window}
+        self.pool = torch.cuda.graph_pool_handle() if self.device.type == "cuda" else None
+        self.passes = 0  # that have begun
+        self.learned: dict[Kind, set[int]] = {}  # outputs that got a gradient in the first pass
+        self.captured: dict[tuple[Kind, bool], Captured] = {}
+        self._said: set[str] = set()
+        self._parts = Parts(model)
+        self._places: list[Any] | None = None  # of parameters and buffers, in the first pass
+        # The blocks learn, even where the embedding before them does not
+        self._anchor = torch.zeros((), device=self.device, requires_grad=True)
+        model.graphs = self
+
+    def __call__(
+        self,
+        x: Tensor,
+        position_ids: Tensor,
+        mask: AttentionMask,
+        cache: Any,
+        recompute: Recompute,
+        routing: bool = False,
+        offload: bool = False,
+        dropout_keys: Tensor | None = None,
+    ) -> tuple[Tensor, list[Tensor]]:
+        """As Decoder.forward."""
+        rest = cache, recompute, routing, offload, dropout_keys
+        learns = torch.is_grad_enabled() and self.decoder.training and cache is None
+        shares = mask.prefixes is not None
+        if not learns or offload or shares or self._must_not() or not self.gradients.holders:
+            return self.decoder(x, position_ids, mask, *rest)
+        self._check_places()
+        roomy = with_room(mask, x.shape[0] * x.shape[1], self.windows)
+        kind = Kind.of(x, position_ids, roomy, recompute, routing, dropout_keys)
+        if kind not in self.learned and not self._add(kind):
+            return self.decoder(x, position_ids, mask, *rest)
+        learned, adds = self.learned[kind], self.gradients.there()
+        # The pass that decides where gradients stay is one that writes them
+        if not learned or (adds and not self.gradients.memory):
+            return self._first(learned, x, position_ids, roomy, *rest)
+        key = kind, adds
+        if key not in self.captured:
+            made = Captured(self.decoder, self.gradients, kind, frozenset(learned))
+            own = x, position_ids, roomy, dropout_keys
+            self.captured[key] = made.capture(*own, self.pool, adds=adds)
+        given = self._anchor, x, position_ids, roomy, dropout_keys
+        hidden, *tallies = _Replayed.apply(self, self.captured[key], *given)
+        return hidden, tallies
+
+    def __reduce__(self) -> Any:
+        return type(None), ()  # a copy of the model has weights of its own, and runs without
+
+    def _must_not(self) -> bool:
+        """Whether a replay would pass over what this pass does."""
+        if torch.compiler.is_compiling():
+            return True
+        if autocast_dtype(self.device) is not None:  # casts of weights outlive the graph's memory
+            self._say_once("under torch.autocast passes run without graphs: cast the model instead")
+            return True
+        if self._parts.have_hooks():
+            self._say_once(
+                "there are hooks on the blocks or on their parameters, which a replay would not "
+                "call: passes run without graphs"
+            )
+            return True
+        return False
+
+    def _check_places(self) -> None:
+        found = self._parts.places()
+        if self._places is None:
+            self._places = found
+        elif found != self._places:
+            raise RuntimeError(
+                "cuda_graphs: parameters have been moved, replaced, frozen or unfrozen, or "
+                "adapters switched, since the first pass, and graphs read those of then: make "
+                "Graphs(model) anew"
+            )
+
+    def _say_once(self, text: str) -> None:
+        if text not in self._said:
+            self._said.add(text)
+            self.say(f"note: cuda_graphs: {text}")
+
+    def _add(self, kind: Kind) -> bool:
+        """Whether there is room for one more."""
+        if len(self.learned) < MOST:
+            self.learned[kind] = set()
+            return True
+        self._say_once(
+            f"there are graphs for {MOST} kinds of micro-batches; those of other shapes, or of "
+            "other numbers and lengths of sequences, run without"
+        )
+        return False
+
+    def _first(
+        self, learned: set[int], x: Tensor, positions: Tensor, mask: AttentionMask, *rest: Any
+    ) -> tuple[Tensor, list[Tensor]]:
+        """Without a graph, noting what of the result gets gradients."""
+        # With ZeRO, parts of it read gradients of blocks as soon as these are launched
+        tensors = x, positions, *inputs_of(mask), rest[-1]
+        aside = nullcontext() if self.gradients.zero else beside(self.device, *tensors)
+        with aside:
+            hidden, tallies = self.decoder(x, positions, mask, *rest)
+        for i, out in enumerate((hidden, *tallies)):
+            if out.requires_grad:
+                out.register_hook(lambda _, i=i: learned.add(i))
+        return hidden, tallies
+
+
+class _Replayed(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, graphs: Graphs, captured: Captured, _: Tensor, *given: Any
+    ) -> tuple[Tensor, ...]:
+        graphs.passes += 1
+        ctx.graphs, ctx.captured, ctx.number = graphs, captured, graphs.passes
+        ctx.done = False
+        ctx.set_materialize_grads(False)
+        return tuple(captured.forward(*given))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
+        if ctx.number != ctx.graphs.passes:
+            raise RuntimeError(
+                "cuda_graphs: another forward has taken the memory of this one: go back through "
+                "each before the next, or train without"
+            )
+        if ctx.done:  # also where retain_graph asked for more
+            raise RuntimeError(
+                "cuda_graphs: this pass has gone back once, over the memory of its forward: go "
+                "back through the sum of losses, or train without"
+            )
+        ctx.done = True
+        return None, None, None, ctx.captured.backward(gradients), None, None, None
+
+
+def check_run(config: Config, world: World) -> None:
+    """Raises ValueError where a run with cuda_graphs cannot have any."""
+    if not config.cuda_graphs:
+        return
+    if world.device.type != "cuda":
+        raise ValueError(f"cuda_graphs=true needs a GPU, and device={config.device} is a CPU here")
+    if world.size > 1:
+        raise ValueError(
+            f"cuda_graphs=true is for one GPU, and there are {world.size} ranks: messages between "
+            "them are not captured; leave it out"
+        )
+    if config.sharding == "full" and is_sharded(config, 1, compute_dtype(config, world.device)):
+        raise ValueError(
+            f"cuda_graphs=true with sharding=full: FSDP2, which computes in another dtype than "
+            f"param_dtype={config.param_dtype} or adds up in float32, gathers weights by Python; "
+            "give sharding=gradients, or param_dtype=bfloat16 without accumulate_fp32"
+        )
+
+
+def check_model(model: CausalLM) -> None:
+    """Raises ValueError for a model whose passes cannot be captured."""
+    if model.activation_offload:
+        raise ValueError(
+            "cuda_graphs with activation_offload, which copies beside the passes: leave one out"
+        )
+    zero = find_zero(model)
+    if zero is None and any(isinstance(p, DTensor) for p in model.parameters()):
+        raise ValueError("cuda_graphs: the model is sharded by FSDP2, which gathers by Python")
+    dtype = model.dtype if zero is None else zero.compute
+    for name, module in model.named_modules():
+        if isinstance(module, Experts) and waits(module.gate_up_proj.shape, dtype, model.device):
+            raise ValueError(
+                f"cuda_graphs: {name} asks the GPU how many tokens each expert has, except in "
+                "bfloat16 from sm_90 on with sizes that 8 divides: cuda_graphs=false trains without"
+            )

@@ -1,0 +1,806 @@
+"""Stochastic rounding to bfloat16, with draws that are a function of where and when.
+
+A value between two neighbours becomes the upper one with the probability of its distance from the
+lower one, so that the mean over many steps is the value: updates smaller than half the spacing of
+bfloat16 are lost when rounding to nearest, and count here.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.adamw import adamw as torch_adamw
+from torch.optim.sgd import sgd as torch_sgd
+
+from tigon.kernels.norm.grad_norm import SquaredNorm
+from tigon.kernels.optim.adamw import FusedAdamW, Settings, Slot
+from tigon.kernels.optim.low_bits import Codes
+from tigon.kernels.runtime import runs_triton
+from tigon.models import CausalLM
+from tigon.train.config import Config
+from tigon.train.distributed import local
+from tigon.train.optim.groups import parameter_groups
+from tigon.train.optim.offload import Memory
+from tigon.utils.random import GOLDEN, WORD, as_int64, mix, mix_, take_16_bits
+from tigon.weights import Cut, Rows, own_rows
+
+
+def draws(seed: int, step: int, positions: Tensor) -> Tensor:
+    """64 random bits, int64, for elements by their positions in the whole model, int64.
+
+    SplitMix64 (Steele, Lea and Flood, 2014), whose n-th output can be had without those before:
+    each step of each seed has its own stream, each element its place there. So the bits depend
+    neither on how ranks divide the model (positions.py) nor on where a run was interrupted.
+    """
+    bits = positions * as_int64(GOLDEN)
+    return mix_(bits.add_(as_int64((stream(seed, step) + GOLDEN) & WORD)))
+
+
+def stream(seed: int, step: int) -> int:
+    """What a step's positions are counted from, as an int64."""
+    return as_int64(mix(mix(seed & WORD) + step))
+
+
+def round_stochastically(value: Tensor, bits: Tensor) -> Tensor:
+    """bfloat16, from float32 and int32 in 0...65535 of the same shape.
+
+    Values that bfloat16 has stay, NaN and infinities too. Adding the bits below the mantissa's last
+    one carries into it as often as they say; the sign is apart, so that this is away from zero.
+    """
+    raised = (value.contiguous().view(torch.int32) + bits).bitwise_and_(-1 << 16)
+    rounded = raised.view(torch.float32)
+    # A NaN's bits may carry into the sign
+    return torch.where(value.isnan(), value, rounded).bfloat16()
+
+
+# Optimizer states of 8 bits: a code for each element, and a scale for each block.
+#
+# Block-wise dynamic quantisation (Dettmers et al., 8-bit Optimizers via Block-wise Quantization,
+# 2022), with the table of bitsandbytes and torchao. A block lies within a row, so that states are
+# the same however rows are divided among ranks. Unlike theirs, a positive second moment never
+# becomes 0: beside a momentum that is not 0, the next update without a gradient would be divided
+# by eps alone.
+#
+# R rows, C columns, K blocks in a row.
+
+BLOCK = 256  # elements at most
+LEAST = 32  # with shorter blocks, scales would take as much as they save
+
+
+def block_size(columns: int) -> int:
+    """The largest power of two, up to BLOCK, that divides a row."""
+    return min(BLOCK, columns & -columns)
+
+
+def quantize(value: Tensor, signed: bool) -> tuple[Tensor, Tensor]:
+    """float32 [R, C] to codes uint8 [R, C] and scales float32 [R, K]; without `signed`, of values
+    that are not negative. A block's scale is its largest absolute value."""
+    blocks = value.view(len(value), -1, block_size(value.shape[1]))
+    scale = blocks.abs().amax(-1)
+    share = blocks / scale.unsqueeze(-1)
+    share = torch.where(scale.unsqueeze(-1) > 0, share, 0.0)
+    codes = torch.bucketize(share, _bounds(signed, value.device), right=True, out_int32=True)
+    if not signed:
+        codes = torch.where(share > 0, codes.clamp(min=1), codes)
+    return codes.to(torch.uint8).view_as(value), scale
+
+
+def dequantize(codes: Tensor, scale: Tensor, signed: bool) -> Tensor:
+    """float32 [R, C]"""
+    share = _table(signed, codes.device)[codes.int()]
+    return (share.view(*scale.shape, -1) * scale.unsqueeze(-1)).view(codes.shape)
+
+
+def tables(signed: bool, device: torch.device) -> tuple[Tensor, Tensor]:
+    """float32: the value of each code [256], and the bounds between each two [255]."""
+    return _table(signed, device), _bounds(signed, device)
+
+
+@cache
+def _table(signed: bool, device: torch.device) -> Tensor:
+    """The value of each code, of a block whose largest is 1; ascending.
+
+    Seven decades, each of twice as many values as the one below it.
+    """
+    found = [0.0, 1.0]
+    for decade in range(7):
+        edges = torch.linspace(0.1, 1, 2 ** (decade if signed else decade + 1) + 1)
+        values = (10 ** (decade - 6) * (edges[:-1] + edges[1:]) / 2).tolist()
+        found += values + [-value for value in values if signed]
+    return torch.tensor(sorted(found), device=device)
+
+
+@cache
+def _bounds(signed: bool, device: torch.device) -> Tensor:
+    """Between each two codes."""
+    table = _table(signed, device)
+    return (table[:-1] + table[1:]) / 2
+
+
+# How optimizer states are kept.
+#
+# R rows, C columns: a rank's part of a parameter as a matrix.
+
+States = Mapping[str, Tensor]  # of one parameter, by name
+Shape = Sequence[int]
+
+
+class Format(Protocol):
+    """How a state of the name `kind` is kept: as tensors whose names begin with it."""
+
+    def tensors(self, kind: str, shape: Shape) -> dict[str, tuple[Shape, torch.dtype]]: ...
+
+    def read(self, kept: States, kind: str) -> Tensor:
+        """float32 [R, C]"""
+        ...
+
+    def write(self, kept: States, kind: str, value: Tensor, bits: Tensor | None) -> None: ...
+
+
+class Float32:
+    def tensors(self, kind: str, shape: Shape) -> dict[str, tuple[Shape, torch.dtype]]:
+        return {kind: (shape, torch.float32)}
+
+    def read(self, kept: States, kind: str) -> Tensor:
+        return kept[kind]
+
+    def write(self, kept: States, kind: str, value: Tensor, bits: Tensor | None) -> None:
+        """Nothing to do: what was read is what is kept."""
+
+
+class BFloat16:
+    """With stochastic rounding: exp_avg_sq changes by a share of 1 - beta2, which is less than
+    half the spacing of bfloat16 where beta2 is above 0.998."""
+
+    def tensors(self, kind: str, shape: Shape) -> dict[str, tuple[Shape, torch.dtype]]:
+        return {kind: (shape, torch.bfloat16)}
+
+    def read(self, kept: States, kind: str) -> Tensor:
+        return kept[kind].float()
+
+    def write(self, kept: States, kind: str, value: Tensor, bits: Tensor | None) -> None:
+        assert bits is not None
+        kept[kind].copy_(round_stochastically(value, bits))
+
+
+@dataclass(frozen=True)
+class EightBit:
+    signed: bool
+
+    def tensors(self, kind: str, shape: Shape) -> dict[str, tuple[Shape, torch.dtype]]:
+        blocks = (*shape[:-1], shape[-1] // block_size(shape[-1]))
+        return {f"{kind}_codes": (shape, torch.uint8), f"{kind}_scale": (blocks, torch.float32)}
+
+    def read(self, kept: States, kind: str) -> Tensor:
+        return dequantize(kept[f"{kind}_codes"], kept[f"{kind}_scale"], self.signed)
+
+    def write(self, kept: States, kind: str, value: Tensor, bits: Tensor | None) -> None:
+        codes, scale = quantize(value, self.signed)
+        kept[f"{kind}_codes"].copy_(codes)
+        kept[f"{kind}_scale"].copy_(scale)
+
+
+def zeros(
+    formats: Mapping[str, Format], shape: Shape, make: Callable[[Shape, torch.dtype], Tensor]
+) -> dict[str, Tensor]:
+    """The states of a parameter before its first step."""
+    states = {"step": torch.zeros(())}
+    for kind, form in formats.items():
+        states |= {name: make(*how) for name, how in form.tensors(kind, shape).items()}
+    return states
+
+
+def filled(states: dict[str, Tensor], given: States) -> dict[str, Tensor]:
+    """With the given numbers. ValueError unless they are of the same names, dtypes and shapes."""
+    found, expected = (
+        {name: (tuple(t.shape), t.dtype) for name, t in of.items()} for of in (given, states)
+    )
+    if found != expected:
+        raise ValueError(f"states {found} are not those of this optimizer: {expected}")
+    for name, state in states.items():
+        state.copy_(given[name])
+    return states
+
+
+def states_of(
+    groups: Sequence[dict[str, Any]], state_dict: Mapping[str, Any]
+) -> Iterator[tuple[Tensor, States]]:
+    """Each parameter of an optimizer's groups that has states in a `state_dict`, and these.
+
+    That there are as many of both is for the caller to check.
+    """
+    parameters = [p for group in groups for p in group["params"]]
+    numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
+    for parameter, number in zip(parameters, numbers, strict=False):
+        if number in state_dict["state"]:
+            yield parameter, state_dict["state"][number]
+
+
+def as_matrix(tensor: Tensor) -> Tensor:
+    """[..., C] as [R, C]; a vector has rows of one element."""
+    return tensor.view(-1, tensor.shape[-1]) if tensor.dim() > 1 else tensor.view(-1, 1)
+
+
+# The updates of AdamW and SGD, by torch's fused kernels.
+
+
+class Rule(Protocol):
+    """An update of tensors in place, all float32."""
+
+    states: Sequence[str]
+
+    def __call__(
+        self,
+        group: dict[str, Any],
+        weights: list[Tensor],
+        gradients: list[Tensor],
+        states: Mapping[str, list[Tensor]],
+        steps: list[Tensor],
+    ) -> None:
+        """`steps`: those that were done before."""
+        ...
+
+
+class AdamW:
+    states: Sequence[str] = ("exp_avg", "exp_avg_sq")
+
+    def __call__(
+        self,
+        group: dict[str, Any],
+        weights: list[Tensor],
+        gradients: list[Tensor],
+        states: Mapping[str, list[Tensor]],
+        steps: list[Tensor],
+    ) -> None:
+        beta1, beta2 = group["betas"]
+        torch_adamw(
+            weights,
+            gradients,
+            states["exp_avg"],
+            states["exp_avg_sq"],
+            [],
+            steps,
+            fused=True,
+            amsgrad=False,
+            beta1=beta1,
+            beta2=beta2,
+            lr=group["lr"],
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            maximize=False,
+        )
+
+
+class SGD:
+    def __init__(self, momentum: float) -> None:
+        self.states: Sequence[str] = ("momentum_buffer",) if momentum else ()
+
+    def __call__(
+        self,
+        group: dict[str, Any],
+        weights: list[Tensor],
+        gradients: list[Tensor],
+        states: Mapping[str, list[Tensor]],
+        steps: list[Tensor],
+    ) -> None:
+        # torch begins with the gradient, and so does a momentum of zeros
+        momenta: list[Tensor | None] = [None] * len(weights)
+        if self.states:
+            momenta = [*states["momentum_buffer"]]
+        torch_sgd(
+            weights,
+            gradients,
+            momenta,
+            fused=True,
+            weight_decay=group["weight_decay"],
+            momentum=group["momentum"],
+            lr=group["lr"],
+            dampening=0.0,
+            nesterov=group["nesterov"],
+            maximize=False,
+        )
+
+
+# Where in the whole model the elements are that a rank has: random bits are drawn by that.
+#
+# A rank of tensor or expert parallelism has pieces of a parameter, and FSDP divides these by
+# rows. What is left lies in runs: rows are one block of the whole, columns are lines of it that
+# are equally far apart, and a packed projection has such a run for each of its parts.
+
+LONGEST = 1 << 30  # elements of a line: kernels count within one by 32 bits
+
+
+class Run(NamedTuple):
+    """`length` elements of a rank's part of a parameter, from its element `first` on.
+
+    The i-th of them, from 0, has the position `position + i // width * pitch + i % width` in the
+    model: lines of `width` elements, each `pitch` behind the one before. A block is one line.
+    """
+
+    first: int
+    length: int
+    position: int
+    width: int
+    pitch: int
+
+    @property
+    def lines(self) -> tuple[int, int] | None:
+        """Width and pitch; None of one block."""
+        return (self.width, self.pitch) if self.width < self.length else None
+
+    def between(self, begin: int, end: int, device: torch.device) -> Tensor:
+        """int64: the positions of those among the part's elements `begin` to `end` that it has."""
+        begin, end = max(begin - self.first, 0), min(end - self.first, self.length)
+        if begin >= end:
+            return torch.empty(0, dtype=torch.int64, device=device)
+        if self.lines is None:
+            return torch.arange(self.position + begin, self.position + end, device=device)
+        at = torch.arange(begin, end, device=device)
+        return at.add_(at // self.width, alpha=self.pitch - self.width).add_(self.position)
+
+
+def runs_of(cut: Cut | None, begin: int, count: int, position: int) -> tuple[Run, ...]:
+    """The runs of a rank's part, in the order of its elements.
+
+    `cut` says what ranks of tensor or expert parallelism have of the parameter; None: all. Of
+    that the rank has `count` elements from `begin` on, which are whole rows. `position`: of the
+    whole parameter's first element.
+    """
+    every = _block_elements(0, begin + count, 0) if cut is None else _runs(cut)
+    found = (_within(run, begin, begin + count) for run in every)
+    return tuple(run._replace(position=position + run.position) for run in found if run.length)
+
+
+def positions(runs: Sequence[Run], begin: int, end: int, device: torch.device) -> Tensor:
+    """int64 [end - begin], of the elements `begin` to `end` of a rank's part."""
+    found = [run.between(begin, end, device) for run in runs]
+    found = [each for each in found if len(each)]
+    return found[0] if len(found) == 1 else torch.cat(found)
+
+
+def _block_elements(first: int, count: int, position: int) -> Iterator[Run]:
+    if count:
+        yield Run(first, count, position, count, count)
+
+
+def _runs(cut: Cut) -> Iterator[Run]:
+    """Of all that a rank of tensor or expert parallelism has."""
+    outer, inner = math.prod(cut.shape[: cut.dim]), math.prod(cut.shape[cut.dim + 1 :])
+    own, whole = cut.length * inner, cut.shape[cut.dim] * inner
+    if not own:
+        return
+    pieces = [Rows(*(inner * n for n in rows)) for rows, _ in cut.pieces]
+    source, _, width = pieces[0]
+    pitch = whole // len(pieces)
+    even = [Rows(source + i * pitch, i * width, width) for i in range(len(pieces))]
+    # With several pieces the next line after the last one's is the first one's of the next row
+    if outer > 1 and pieces == even and pitch * len(pieces) == whole and width < LONGEST:
+        yield Run(0, outer * own, source, width, pitch)
+        return
+    for i in range(outer):
+        for source, target, length in pieces:
+            yield from _block_elements(i * own + target, length, i * whole + source)
+
+
+def _within(run: Run, begin: int, end: int) -> Run:
+    """What is left of it, none perhaps, where only the elements `begin` to `end` are there."""
+    skipped = max(begin - run.first, 0)
+    count = max(min(end - run.first, run.length) - skipped, 0)
+    lines, rest = divmod(skipped, run.width)
+    assert run.lines is None or not rest  # rows are divided, and lines are within rows
+    return Run(
+        run.first + skipped - begin,
+        count,
+        run.position + lines * run.pitch + rest,
+        min(run.width, count),
+        run.pitch,
+    )
+
+
+# AdamW by one kernel over all parameters of a rank, where Triton's kernels run.
+
+DTYPES = (torch.float32, torch.bfloat16)  # of weights and gradients
+
+
+def runs_fused(parameter: Tensor) -> bool:
+    """Whether the kernel updates a parameter; tigon.kernels.use("reference") says that none is."""
+    own = local(parameter)
+    return (
+        runs_triton(own)
+        and own.dtype in DTYPES
+        and own.is_contiguous()
+        and not own.is_meta
+        and (parameter.grad is None or local(parameter.grad).dtype in DTYPES)
+    )
+
+
+class Fused:
+    """What `Stored` is for AdamW; its states are the same, and values are within the rounding of
+    float32."""
+
+    def __init__(self, seed: int, stochastic: bool) -> None:
+        self.seed, self.stochastic = seed, stochastic
+        self.squares = SquaredNorm()
+        self._kernel: FusedAdamW | None = None
+
+    def update(
+        self,
+        name: object,
+        group: dict[str, Any],
+        parameters: Sequence[Tensor],
+        states: Mapping[Tensor, Mapping[str, Tensor]],
+        runs: Mapping[Tensor, Sequence[Run]],
+        scale: Tensor | None,
+    ) -> None:
+        """Of parameters of a group, together known as `name`; each has its gradient, and has
+        counted this step."""
+        own = [p for p in parameters if local(p).numel()]
+        if not own:
+            return
+        counts = torch.stack([states[p]["step"] for p in own]).tolist()
+        by_step: dict[int, list[Slot]] = {}
+        for p, count in zip(own, counts, strict=True):
+            by_step.setdefault(int(count), []).extend(self._slots(p, states[p], runs[p]))
+        beta1, beta2 = group["betas"]
+        kernel = self._kernel_on(local(own[0]).device)
+        for number, (step, slots) in enumerate(by_step.items()):
+            settings = Settings(
+                *(float(group["lr"]), beta1, beta2, group["eps"], group["weight_decay"]),
+                *(step, stream(self.seed, step)),
+            )
+            kernel((name, number), slots, settings, scale)
+
+    def _slots(
+        self, parameter: Tensor, state: Mapping[str, Tensor], runs: Sequence[Run]
+    ) -> Iterator[Slot]:
+        """One for each run, as a launch knows no more of where elements are."""
+        slot = _slot(parameter, state)
+        kinds = slot.weight.dtype if self.stochastic else None, slot.exp_avg.dtype
+        if torch.bfloat16 not in kinds:
+            yield slot  # nothing is drawn
+        elif len(runs) == 1:
+            yield slot._replace(position=runs[0].position, lines=runs[0].lines)
+        else:
+            yield from (_of_run(slot, run) for run in runs)
+
+    def _kernel_on(self, device: torch.device) -> FusedAdamW:
+        if self._kernel is None:
+            codes = Codes.of(*(tables(signed, device) for signed in (True, False)))
+            self._kernel = FusedAdamW(self.stochastic, codes)
+        return self._kernel
+
+
+def _slot(parameter: Tensor, state: Mapping[str, Tensor]) -> Slot:
+    assert parameter.grad is not None
+    weight, gradient = local(parameter), local(parameter.grad).contiguous()
+    if "exp_avg" in state:
+        return Slot(weight, gradient, state["exp_avg"], state["exp_avg_sq"])
+    codes = state["exp_avg_codes"], state["exp_avg_sq_codes"]
+    scales = state["exp_avg_scale"], state["exp_avg_sq_scale"]
+    return Slot(weight, gradient, *codes, *scales)
+
+
+def _of_run(slot: Slot, run: Run) -> Slot:
+    size = slot.weight.numel()
+
+    def part(tensor: Tensor | None) -> Any:
+        if tensor is None:
+            return None
+        each = size // tensor.numel()  # elements that share a scale
+        return tensor.view(-1).narrow(0, run.first // each, run.length // each)
+
+    tensors = (part(tensor) for tensor in slot[:6])
+    return Slot(*tensors)._replace(position=run.position, lines=run.lines)
+
+
+# AdamW and SGD in float32, with weights and states that are kept in fewer bits or on the host.
+#
+# R rows, C columns: a rank's part of a parameter as a matrix.
+
+SIZE = 1 << 22  # elements updated at a time, which bounds the memory of their float32 copies
+ROWS = 64  # pieces have a multiple of these: a CPU's vectors then begin where they would in a whole
+
+
+class Piece(NamedTuple):
+    """Rows of a parameter that are updated at once."""
+
+    weight: Tensor  # [R, C]
+    gradient: Tensor  # [R, C]
+    formats: Mapping[str, Format]  # of each of the rule's states
+    states: States  # [R, ...]
+    runs: Sequence[Run]  # of the parameter
+    first: int  # of its elements, among those that this rank has of the parameter
+    step: int  # from 1
+
+
+class Stored(Optimizer):
+    """torch's fused AdamW or SGD, equal to it in every bit where weights and states are float32.
+
+    AdamW with states on a GPU is one kernel over all parameters (`fused.py`), whose values may
+    differ by the rounding of float32. What follows defines it, and runs elsewhere. What is float32
+    and on the device is updated in place, all of a group by one call. Of the rest an update takes
+    weights, gradients and states of SIZE elements, in float32, and gives back weights and states
+    as they are kept. All tensors are plain ones of a rank's own rows: of DTensors, each operation
+    would take Python longer than a GPU.
+    """
+
+    def __init__(
+        self,
+        groups: list[dict[str, Any]],
+        rule: Rule,
+        defaults: dict[str, Any],
+        *,
+        format_of: Callable[[Tensor, str], Format],
+        runs: Mapping[Tensor, Sequence[Run]],
+        seed: int,
+        stochastic: bool,
+        memory: Memory,
+    ) -> None:
+        """`defaults`: what the rule reads from groups that lack it; `format_of(parameter, state)`;
+        `runs`: where in the model the elements are that this rank has of each parameter;
+        `stochastic`: rounding of bfloat16 weights, else to nearest."""
+        self.rule, self.runs, self.seed = rule, runs, seed
+        self.format_of, self.stochastic, self.memory = format_of, stochastic, memory
+        self.formats: dict[Tensor, dict[str, Format]] = {}
+        self.converted: set[Tensor] = set()  # whose update needs copies of what is kept
+        # What the next step multiplies the gradients that are there by, on the device; used once
+        self.scale: Tensor | None = None
+        may = isinstance(rule, AdamW) and not memory.on_host
+        self.fused = Fused(seed, stochastic) if may else None
+        super().__init__(groups, defaults)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        super().add_param_group(param_group)
+        for p in param_group["params"]:
+            self.formats[p] = {kind: self.format_of(p, kind) for kind in self.rule.states}
+            whole = p.dtype == torch.float32 and not self.memory.on_host
+            if not (whole and all(isinstance(f, Float32) for f in self.formats[p].values())):
+                self.converted.add(p)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.scale = None
+        super().zero_grad(set_to_none)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        loss = closure() if closure is not None else None
+        scale, self.scale = self.scale, None
+        parts = [(i, group["params"]) for i, group in enumerate(self.param_groups)]
+        self.update(parts, scale=scale)
+        return loss
+
+    @torch.no_grad()
+    def update(
+        self,
+        parts: Iterable[tuple[int, Sequence[Tensor]]],
+        name: object = None,
+        scale: Tensor | None = None,
+    ) -> None:
+        """A step of those among some parameters that have a gradient, which stays.
+
+        `parts`: parameters by the index of their group. `name`: theirs together, by which the
+        kernel knows its tables again. `scale`: what gradients are multiplied by, on the device.
+        """
+        buckets = []
+        for i, parameters in parts:
+            group = self.param_groups[i]
+            given = [p for p in parameters if p.grad is not None]
+            self._count(given)
+            # Fused updates do not: a backward pass that needs the weights as they were raises
+            torch.autograd.graph.increment_version([local(p) for p in given])
+            if self.fused is not None:
+                by_kernel = [p for p in given if runs_fused(p)]
+                key = name, i
+                self.fused.update(key, group, by_kernel, self.state, self.runs, scale)
+                if len(by_kernel) == len(given):
+                    continue
+                given = [p for p in given if not runs_fused(p)]
+            if scale is not None and given:
+                torch._foreach_mul_([local(p.grad) for p in given if p.grad is not None], scale)
+            self._update_whole(group, [p for p in given if p not in self.converted])
+            pieces = self._pieces([p for p in given if p in self.converted])
+            buckets += [(group, bucket) for bucket in _buckets(pieces)]
+        self.memory.visit(
+            [[t for piece in bucket for t in piece.states.values()] for _, bucket in buckets],
+            lambda i, states: self._update(*buckets[i], iter(states)),
+        )
+
+    def take_back(self, parameters: Sequence[Tensor]) -> None:
+        """Their last updates, by a scale of NaN, changed nothing: they do not count as steps."""
+        if parameters:
+            torch._foreach_add_([self.state[p]["step"] for p in parameters], -1.0)
+
+    def _count(self, parameters: Sequence[Tensor]) -> None:
+        """One more step of each; before the first, states of zeros."""
+        for p in parameters:
+            state = self.state[p]
+            if not state:
+                state |= self._zeros(p)
+        if parameters:
+            torch._foreach_add_([self.state[p]["step"] for p in parameters], 1.0)
+
+    def _zeros(self, parameter: Tensor) -> dict[str, Tensor]:
+        return zeros(self.formats[parameter], local(parameter).shape, self.memory.zeros)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """torch's own gives states the dtypes and the device of their parameters."""
+        given = states_of(self.param_groups, state_dict)
+        states = {p: filled(self._zeros(p), own) for p, own in given}
+        super().load_state_dict(state_dict)
+        self.state.update(states)
+
+    def _update_whole(self, group: dict[str, Any], parameters: Sequence[Tensor]) -> None:
+        """In place and by one call, as nothing is converted."""
+        here = [(local(p), local(p.grad), self.state[p]) for p in parameters if p.grad is not None]
+        here = [one for one in here if one[0].numel()]
+        if not here:
+            return
+        weights = [weight for weight, _, _ in here]
+        gradients = [gradient.contiguous() for _, gradient, _ in here]
+        values = {kind: [state[kind] for _, _, state in here] for kind in self.rule.states}
+        done = (torch.stack([state["step"] for _, _, state in here]) - 1).tolist()
+        self.rule(group, weights, gradients, values, _counters(done, weights[0].device))
+
+    def _pieces(self, parameters: Sequence[Tensor]) -> Iterator[Piece]:
+        for p in parameters:
+            own, state = local(p), self.state[p]
+            if not own.numel():
+                continue
+            assert p.grad is not None
+            weight, gradient = as_matrix(own), as_matrix(local(p.grad).contiguous())
+            rows = {name: as_matrix(tensor) for name, tensor in state.items() if name != "step"}
+            columns = weight.shape[1]
+            count = max(1, SIZE // columns // ROWS) * ROWS
+            for row in range(0, len(weight), count):
+                here = slice(row, row + count)
+                yield Piece(
+                    weight[here],
+                    gradient[here],
+                    self.formats[p],
+                    {name: tensor[here] for name, tensor in rows.items()},
+                    self.runs[p],
+                    row * columns,
+                    int(state["step"]),
+                )
+
+    def _update(
+        self, group: dict[str, Any], pieces: Sequence[Piece], states: Iterator[Tensor]
+    ) -> None:
+        """`states`: those of the pieces in turn, on the device."""
+        pieces = [p._replace(states={name: next(states) for name in p.states}) for p in pieces]
+        weights = [piece.weight.float() for piece in pieces]
+        kinds = self.rule.states
+        values = {k: [p.formats[k].read(p.states, k) for p in pieces] for k in kinds}
+        gradients = [piece.gradient.float() for piece in pieces]
+        steps = _counters([piece.step - 1.0 for piece in pieces], pieces[0].weight.device)
+        self.rule(group, weights, gradients, values, steps)
+        for i, piece in enumerate(pieces):
+            self._write(piece, weights[i], {kind: values[kind][i] for kind in kinds})
+
+    def _write(self, piece: Piece, weight: Tensor, values: States) -> None:
+        bits: list[Tensor | None] = [None] * (1 + len(values))
+        rounds = self.stochastic and piece.weight.dtype == torch.bfloat16
+        if rounds or any(isinstance(form, BFloat16) for form in piece.formats.values()):
+            end = piece.first + weight.numel()
+            at = positions(piece.runs, piece.first, end, weight.device)
+            drawn = draws(self.seed, piece.step, at.view_as(weight))
+            bits = [take_16_bits(drawn, i) for i in range(len(bits))]
+        of_weight, *of_states = bits
+        if rounds:
+            assert of_weight is not None
+            weight = round_stochastically(weight, of_weight)
+        if weight is not piece.weight:
+            piece.weight.copy_(weight)
+        for (kind, value), own in zip(values.items(), of_states, strict=True):
+            piece.formats[kind].write(piece.states, kind, value, own)
+
+
+def adamw(model: CausalLM, config: Config, states: str) -> Optimizer:
+    """With states of float32, bfloat16 or 8bit. ValueError where ranks divide columns within a
+    block of the last."""
+    blocks = blocks_of(model) if states == "8bit" else {}
+
+    def format_of(parameter: Tensor, kind: str) -> Format:
+        if states == "bfloat16":
+            return BFloat16()
+        if states == "8bit" and blocks.get(parameter, _block(parameter)) >= LEAST:
+            return EightBit(signed=kind == "exp_avg")
+        return Float32()
+
+    betas = (config.beta1, config.beta2)
+    return _stored(model, config, AdamW(), format_of, betas=betas, eps=config.eps)
+
+
+def blocks_of(model: CausalLM) -> dict[Tensor, int]:
+    """Columns of a block of states of 8 bits in the whole row, by parameter that ranks of tensor
+    parallelism divide. ValueError where they divide a row within a block."""
+    found: dict[Tensor, int] = {}
+    cuts: Mapping[str, Cut] = getattr(model, "cuts", {})
+    for name, p in model.named_parameters():
+        cut = cuts.get(name)
+        if cut is None or p.dim() < 2:
+            continue
+        columns = cut.shape[-1]
+        found[p] = block = block_size(columns)
+        if cut.dim != p.dim() - 1 or block < LEAST:
+            continue
+        for rows, _ in cut.pieces if p.requires_grad else ():
+            if rows.source % block or block_size(rows.length) != block:
+                raise ValueError(
+                    f"optimizer=adamw_8bit keeps states of {name} in blocks of {block} columns, "
+                    f"and this rank has the {rows.length} of {columns} from {rows.source} on: give "
+                    "another parallel.tensor, or optimizer=adamw_bf16"
+                )
+    return found
+
+
+def _block(parameter: Tensor) -> int:
+    """Columns of a block of states of 8 bits; 0 of vectors, whose states are float32."""
+    return block_size(parameter.shape[-1]) if parameter.dim() > 1 else 0
+
+
+def sgd(model: CausalLM, config: Config) -> Optimizer:
+    """With a momentum of float32."""
+    momentum, nesterov = config.momentum or 0.0, bool(config.nesterov)
+    return _stored(
+        model, config, SGD(momentum), lambda *_: Float32(), momentum=momentum, nesterov=nesterov
+    )
+
+
+def state_bytes(states: str) -> float:
+    """Of AdamW, for each element of a matrix."""
+    return {"float32": 8.0, "bfloat16": 4.0, "8bit": 2 * (1 + 4 / BLOCK)}[states]
+
+
+def _stored(
+    model: CausalLM,
+    config: Config,
+    rule: Rule,
+    format_of: Callable[[Tensor, str], Format],
+    **defaults: Any,
+) -> Optimizer:
+    runs: dict[Tensor, tuple[Run, ...]] = {}
+    cuts: Mapping[str, Cut] = getattr(model, "cuts", {})
+    count = 0
+    for name, p in model.named_parameters():
+        own, row = own_rows(name, p)
+        cut = cuts.get(name)
+        # What several ranks of tensor parallelism have is rounded alike on all of them
+        runs[p] = runs_of(cut, row * math.prod(p.shape[1:]), own.numel(), count)
+        count += p.numel() if cut is None else math.prod(cut.shape)
+    return Stored(
+        parameter_groups(model, config),
+        rule,
+        {"lr": config.lr, "weight_decay": 0.0, **defaults},
+        format_of=format_of,
+        runs=runs,
+        seed=config.seed,
+        stochastic=config.stochastic_rounding,
+        memory=Memory(next(model.parameters()).device, config.optimizer_offload),
+    )
+
+
+def _counters(done: Sequence[float], device: torch.device) -> list[Tensor]:
+    """Each in memory of its own, as a fused kernel counts them up."""
+    if len(set(done)) == 1:  # one kernel makes all
+        return [*torch.full((len(done),), done[0], device=device).unbind()]
+    return [torch.full((), count, device=device) for count in done]
+
+
+def _buckets(pieces: Iterator[Piece]) -> Iterator[list[Piece]]:
+    """Of at most SIZE elements, unless one piece has more."""
+    bucket: list[Piece] = []
+    size = 0
+    for piece in pieces:
+        if bucket and size + piece.weight.numel() > SIZE:
+            yield bucket
+            bucket, size = [], 0
+        bucket.append(piece)
+        size += piece.weight.numel()
+    if bucket:
+        yield bucket

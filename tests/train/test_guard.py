@@ -405,7 +405,7 @@ def test_a_run_that_no_longer_improves_ends(workspace, monkeypatch, capsys):
     assert "ended early · step 6" in (run / "report.html").read_text()
     main([*settings, "export=false"])
     assert "report" not in capsys.readouterr().out
-    with pytest.raises(SystemExit, match="patience=1 needs eval_every, and eval_data or"):
+    with pytest.raises(SystemExit, match="patience=1 needs eval_every"):
         main(workspace.settings("x", patience=1))
 
 

@@ -15,12 +15,12 @@ from tigon.kernels import fp8_linear, gated_act
 from tigon.kernels.linear import fp8 as casts
 from tigon.kernels.linear import fp8 as gated
 from tigon.kernels.linear.fp8 import (
-    UNKNOWN,
+    NO_MAXIMA,
     cast_gated_rows,
     cast_rows,
+    find_maxima,
     fp8_gated_linear,
     gradients_and_maxima,
-    maxima_of,
     note_maxima,
 )
 from tigon.kernels.mlp.gated_act import ACTIVATIONS, Activation, gradient_and_product
@@ -197,11 +197,11 @@ def test_notes_are_of_the_tensor_and_its_shape() -> None:
     x = numbers(4, 32)
     maxima = casts.Maxima(bits(x, 1), bits(x, 0))
     note_maxima(x, maxima)
-    assert maxima_of(x) is maxima and maxima_of(x.view(1, 4, 32).view(4, 32)) is maxima
+    assert find_maxima(x) is maxima and find_maxima(x.view(1, 4, 32).view(4, 32)) is maxima
     for other in (x.view(8, 16), x[:2], x[:, :16], x.clone(), x.t()):
-        assert maxima_of(other) is UNKNOWN
+        assert find_maxima(other) is NO_MAXIMA
     x.add_(1)
-    assert maxima_of(x) is UNKNOWN
+    assert find_maxima(x) is NO_MAXIMA
 
 
 def test_a_graph_that_is_used_again(path: str) -> None:

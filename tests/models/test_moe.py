@@ -301,7 +301,7 @@ def test_a_single_row_takes_its_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
             outputs.append(len(weight))
             return row_linear(x, weight, bias)
 
-        monkeypatch.setattr(own, "row_linear", count)
+        monkeypatch.setattr(own, "gemv", count)
         found = model.model.layers[0].mlp(model.model.embed_tokens(ids)).x
     assert torch.equal(found, expected)
     assert outputs[:2] == [model.config.experts, 1]  # type: ignore[attr-defined]

@@ -10,7 +10,7 @@ from torch import Tensor
 from tigon.distributed.collectives import Ranks
 
 
-def check_alike(
+def check_same_on_all_ranks(
     groups: Sequence[Ranks], call: str, given: Mapping[str, Any], device: torch.device
 ) -> None:
     """ValueError on all ranks where a call was given different arguments: they would wait for each

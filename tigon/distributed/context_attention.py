@@ -20,17 +20,17 @@ from torch import Tensor
 from tigon.distributed.collectives import (
     Ranks,
     RowCounts,
-    exchange,
-    exchange_all,
-    gather_all,
-    sum_over,
+    all_to_all,
+    all_to_all_many,
+    gather_from_group,
+    reduce_from_group,
 )
 from tigon.kernels.attention.api import AttentionMask, attention
 from tigon.kernels.runtime import refuse_second_derivative
 
 
 @dataclass(frozen=True)
-class Shard:
+class ContextShard:
     """This rank's tokens in one pass."""
 
     to: Ranks  # those with the same rows
@@ -58,18 +58,20 @@ class Shard:
 
     def gather(self, x: Tensor) -> Tensor:
         """The inverse: [B, S, ...] -> [B, T, ...] on every rank, which all make the same of."""
-        return gather_all(x[None], self.to).transpose(0, 1).flatten(1, 2)[:, : self.tokens]
+        return gather_from_group(x[None], self.to).transpose(0, 1).flatten(1, 2)[:, : self.tokens]
 
     def sum(self, x: Tensor) -> Tensor:
         """Over the ranks, which all make the same of it."""
-        return sum_over(x, self.to)
+        return reduce_from_group(x, self.to)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, **how: Any) -> Tensor:
         """Attention of q [B, S, H, D] to keys and values [B, S, K, D] of all ranks: [B, S, H, D].
 
         `mask` is of whole rows.
         """
-        return Division(self.to, self.tokens, q.shape[2]).attend(q, k, v, mask, **how)
+        return ContextParallelAttention(self.to, self.tokens, q.shape[2]).attend(
+            q, k, v, mask, **how
+        )
 
 
 # Heads divided over ranks in one copy, as all-to-all sends them.
@@ -77,41 +79,41 @@ class Shard:
 # B batch, S tokens, n ranks, H heads of one tensor and h of them per rank, D head dim
 
 
-def divide_heads(xs: Sequence[Tensor], ranks: int) -> Tensor:
+def stack_heads_by_rank(xs: Sequence[Tensor], ranks: int) -> Tensor:
     """Several [B, S, H, D] -> [n, B, S, the sum of their h, D]: for each rank its heads of all."""
-    return _Divide.apply(ranks, *xs)
+    return _StackHeads.apply(ranks, *xs)
 
 
-def join_heads(x: Tensor) -> Tensor:
+def unstack_heads(x: Tensor) -> Tensor:
     """[n, B, S, h, D], the heads of each rank -> [B, S, n h, D]."""
-    return _Join.apply(x)
+    return _UnstackHeads.apply(x)
 
 
-class _Divide(torch.autograd.Function):
+class _StackHeads(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, ranks: int, *xs: Tensor) -> Tensor:
         ctx.heads = [x.shape[2] for x in xs]
-        return _divided(xs, ranks)
+        return _stack_heads(xs, ranks)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         refuse_second_derivative("heads of ranks")
-        return None, *_joined(grad, ctx.heads)
+        return None, *_unstack_heads(grad, ctx.heads)
 
 
-class _Join(torch.autograd.Function):
+class _UnstackHeads(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
         ctx.ranks = len(x)
-        return _joined(x, [len(x) * x.shape[3]])[0]
+        return _unstack_heads(x, [len(x) * x.shape[3]])[0]
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
         refuse_second_derivative("heads of ranks")
-        return _divided([grad], ctx.ranks)
+        return _stack_heads([grad], ctx.ranks)
 
 
-def _divided(xs: Sequence[Tensor], ranks: int) -> Tensor:
+def _stack_heads(xs: Sequence[Tensor], ranks: int) -> Tensor:
     batch, tokens, _, dim = xs[0].shape
     own = [x.shape[2] // ranks for x in xs]
     out = xs[0].new_empty(ranks, batch, tokens, sum(own), dim)
@@ -120,7 +122,7 @@ def _divided(xs: Sequence[Tensor], ranks: int) -> Tensor:
     return out
 
 
-def _joined(x: Tensor, heads: Sequence[int]) -> list[Tensor]:
+def _unstack_heads(x: Tensor, heads: Sequence[int]) -> list[Tensor]:
     """The inverse: of each tensor, all its heads."""
     ranks, batch, tokens, _, dim = x.shape
     out = [x.new_empty(batch, tokens, count, dim) for count in heads]
@@ -139,12 +141,12 @@ def _copy(out: Tensor, x: Tensor) -> None:
     """In numbers of 16 bytes, if both allow it: a strided copy on a GPU moves one at a time."""
     wide = torch.complex128
     count = wide.itemsize // x.itemsize
-    if all(_in_steps_of(count, t) for t in (out, x)):
+    if all(_is_aligned(count, t) for t in (out, x)):
         out, x = out.view(wide), x.view(wide)
     out.copy_(x)
 
 
-def _in_steps_of(count: int, x: Tensor) -> bool:
+def _is_aligned(count: int, x: Tensor) -> bool:
     """Whether every run of so many numbers is in one place, and begins at a multiple of them."""
     starts = (x.storage_offset(), x.shape[-1], *x.stride()[:-1])
     return x.stride(-1) == 1 and not any(start % count for start in starts)
@@ -165,7 +167,7 @@ def _in_steps_of(count: int, x: Tensor) -> bool:
 
 
 @dataclass(frozen=True)
-class Division:
+class ContextParallelAttention:
     """Of the attention of a layer over the ranks that have the same rows."""
 
     ranks: Ranks
@@ -201,7 +203,7 @@ class Division:
         pair = sorted((2 * group, count - 1 - 2 * group))
         return [range(*(j * self.tokens // count for j in (i, i + 1))) for i in pair]
 
-    def asked(self, rank: int, group: int) -> list[range]:
+    def local_query_ranges(self, rank: int, group: int) -> list[range]:
         """Of the tokens that a rank has, counted from its first, those whose queries a group
         computes: none, one run of them, or two."""
         first = rank * self.share
@@ -225,7 +227,7 @@ class Division:
                 part = mask.part(chunk.start, chunk.stop)
                 keys = k[:, : part.keys], v[:, : part.keys]
                 parts.append(attention(queries, *keys, mask=part, **how))
-        return self._from_groups(joined(parts, 1) if parts else q)
+        return self._from_groups(concat_parts(parts, 1) if parts else q)
 
     def _copied(self, x: Tensor) -> Tensor:
         """[B, S, K, D] -> a multiple of g heads: ranks of a group that share one get copies."""
@@ -235,7 +237,9 @@ class Division:
     def _to_heads(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """-> all T tokens of this rank's heads, where there is one group."""
         sizes = [x.shape[2] // self.size for x in (q, k, v)]
-        y = exchange(divide_heads((q, k, v), self.size), self.ranks)  # [n, B, S, h + 2 k, D]
+        y = all_to_all(
+            stack_heads_by_rank((q, k, v), self.size), self.ranks
+        )  # [n, B, S, h + 2 k, D]
         q, k, v = y.transpose(0, 1).flatten(1, 2)[:, : self.tokens].split(sizes, 2)
         return q, k, v
 
@@ -244,7 +248,7 @@ class Division:
         behind = self.share * self.size - self.tokens
         x = F.pad(x, (0, 0, 0, 0, 0, behind)) if behind else x
         x = x.unflatten(1, (self.size, -1)).transpose(0, 1).contiguous()
-        return join_heads(exchange(x, self.ranks))
+        return unstack_heads(all_to_all(x, self.ranks))
 
     def _to_groups(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """-> of this rank's heads the queries of its group [B, Q, h, D], and all keys and values.
@@ -252,49 +256,49 @@ class Division:
         Gradients of keys and values come from every group and are added up here, at once.
         """
         heads = q.unflatten(2, (self.size, -1)).permute(2, 1, 0, 3, 4)  # [g, S, B, h, D]
-        asked = [self.asked(self.ranks.rank, group) for group in range(self.groups)]
+        asked = [self.local_query_ranges(self.ranks.rank, group) for group in range(self.groups)]
         runs = [[heads[:, r.start : r.stop] for r in group] for group in asked if group]
-        rows = [joined(run, 1).flatten(0, 1) for run in runs]
-        queries = joined(rows, 0) if rows else heads[0, :0]
+        rows = [concat_parts(run, 1).flatten(0, 1) for run in runs]
+        queries = concat_parts(rows, 0) if rows else heads[0, :0]
         pair = [x.unflatten(2, (self.size, -1)).permute(2, 0, 1, 3, 4) for x in (k, v)]
         each = [x.expand(self.groups, *x.shape) for x in pair]
         ones = [1] * self.ranks.size
-        sizes = [sizes_of(self), RowCounts(ones, ones)]
-        q, kv = exchange_all((queries, torch.cat(each, 4).flatten(0, 1)), self.ranks, sizes)
+        sizes = [exchange_sizes(self), RowCounts(ones, ones)]
+        q, kv = all_to_all_many((queries, torch.cat(each, 4).flatten(0, 1)), self.ranks, sizes)
         k, v = kv.transpose(0, 1).flatten(1, 2)[:, : self.tokens].chunk(2, 2)
         return q.transpose(0, 1), k, v
 
     def _from_groups(self, x: Tensor) -> Tensor:
         """What became of the queries: [B, Q, h, D] -> [B, S, H, D]."""
-        received, sent = sizes_of(self)
-        rows = exchange(x.transpose(0, 1), self.ranks, sent, received)  # [g S, B, h, D]
+        received, sent = exchange_sizes(self)
+        rows = all_to_all(x.transpose(0, 1), self.ranks, sent, received)  # [g S, B, h, D]
         found = []
         for group, y in enumerate(rows.split([self.size * n for n in sent[:: self.size]])):
-            runs = self.asked(self.ranks.rank, group)
+            runs = self.local_query_ranges(self.ranks.rank, group)
             parts = y.unflatten(0, (self.size, -1)).split([*map(len, runs)], 1) if runs else ()
             found += [(run.start, part) for run, part in zip(runs, parts, strict=True)]
         parts = [part for _, part in sorted(found, key=lambda entry: entry[0])]
-        out = joined(parts, 1) if parts else rows.unflatten(0, (self.size, 0))
+        out = concat_parts(parts, 1) if parts else rows.unflatten(0, (self.size, 0))
         out = out.permute(2, 1, 0, 3, 4).flatten(2, 3)
         return F.pad(out, (0, 0, 0, 0, 0, self.share - out.shape[1]))
 
 
 @functools.lru_cache  # for all layers: in a large group it takes the host milliseconds
-def sizes_of(division: Division) -> RowCounts:
+def exchange_sizes(division: ContextParallelAttention) -> RowCounts:
     """Tokens whose queries of one rank's heads come from each rank, and go to each."""
     n, own = range(division.ranks.size), division.ranks.rank
     counts = (
-        [sum(map(len, division.asked(rank, division.group))) for rank in n],
-        [sum(map(len, division.asked(own, rank // division.size))) for rank in n],
+        [sum(map(len, division.local_query_ranges(rank, division.group))) for rank in n],
+        [sum(map(len, division.local_query_ranges(own, rank // division.size))) for rank in n],
     )
     return RowCounts(*counts)
 
 
-def joined(parts: list[Tensor], dim: int) -> Tensor:
+def concat_parts(parts: list[Tensor], dim: int) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
 
-def heads_sent(heads: int, kv_heads: int, ranks: int) -> float:
+def heads_sent_per_token(heads: int, kv_heads: int, ranks: int) -> float:
     """Heads that a rank sends in a layer for each of its tokens, on average: of queries, keys,
     values and output."""
     size = math.gcd(heads, ranks)

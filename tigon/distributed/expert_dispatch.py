@@ -15,14 +15,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tigon.distributed.all_reduce import sum_few
+from tigon.distributed.all_reduce import all_reduce_small
 from tigon.distributed.collectives import Ranks
-from tigon.kernels.mlp.grouped_mlp import UNKNOWN
+from tigon.kernels.mlp.grouped_mlp import UNKNOWN_SLOTS
 from tigon.kernels.mlp.permute import combine_rows, spread_rows
 from tigon.kernels.runtime import refuse_second_derivative
 
 
-class Dispatch(NamedTuple):
+class DispatchSizes(NamedTuple):
     """What the host has to know of a pass."""
 
     sent: list[int]  # [p], rows to each rank
@@ -31,20 +31,20 @@ class Dispatch(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Route:
+class TokenRoute:
     """Where the tokens of one pass go; how many come is on its way to the host."""
 
     places: Tensor  # [N p], of a token's row among those sent; M or more where the rank needs none
     counts: Tensor  # [2 p + 1] on the host
     known: torch.cuda.Event | None  # when the counts are there; None: they are
 
-    def sizes(self) -> Dispatch:
+    def sizes(self) -> DispatchSizes:
         """The host waits until they are known."""
         if self.known is not None:
             self.known.synchronize()
         *rows, slots = self.counts.tolist()
         ranks = len(rows) // 2
-        return Dispatch(rows[:ranks], rows[ranks:], slots)
+        return DispatchSizes(rows[:ranks], rows[ranks:], slots)
 
 
 class _ToExperts(torch.autograd.Function):
@@ -52,7 +52,7 @@ class _ToExperts(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, rows: Tensor, places: Tensor, ranks: Ranks, sizes: Dispatch
+        ctx: Any, x: Tensor, rows: Tensor, places: Tensor, ranks: Ranks, sizes: DispatchSizes
     ) -> Tensor:
         ctx.save_for_backward(places)
         ctx.ranks, ctx.sizes = ranks, sizes
@@ -70,7 +70,7 @@ class _FromExperts(torch.autograd.Function):
     """The way back: each token's sum of the rows that ranks have made of it."""
 
     @staticmethod
-    def forward(ctx: Any, y: Tensor, places: Tensor, ranks: Ranks, sizes: Dispatch) -> Tensor:
+    def forward(ctx: Any, y: Tensor, places: Tensor, ranks: Ranks, sizes: DispatchSizes) -> Tensor:
         ctx.save_for_backward(places)
         ctx.ranks, ctx.sizes = ranks, sizes
         rows = ranks.exchange(y, sizes.sent, sizes.received)
@@ -92,23 +92,25 @@ class ExpertShard:
     experts: int  # E
 
     @property
-    def own(self) -> int:
+    def experts_per_rank(self) -> int:
         """Experts of each rank."""
         return self.experts // self.ranks.size
 
     def rows(self, tokens: int, k: int) -> int:
         """About how many a rank sends to each, itself included, if experts are chosen evenly."""
-        without = math.comb(self.experts - self.own, k) / math.comb(self.experts, k)
+        without = math.comb(self.experts - self.experts_per_rank, k) / math.comb(self.experts, k)
         return round(tokens * (1 - without))
 
-    def route(self, experts: Tensor) -> Route:
+    def route(self, experts: Tensor) -> TokenRoute:
         """Of experts [N, k] int64, in [0, E). The host does not wait.
 
         Every rank of the group calls it as often; one may have no tokens.
         """
         ranks = self.ranks.size
         numbers = torch.arange(ranks, device=experts.device)
-        slots = ((experts // self.own)[..., None] == numbers).sum(1)  # [N, p], of each rank
+        slots = ((experts // self.experts_per_rank)[..., None] == numbers).sum(
+            1
+        )  # [N, p], of each rank
         needed = slots > 0
         first = needed.T.flatten()  # those of the first rank, then of the second ...
         places = torch.where(first, first.cumsum(0) - 1, len(first))
@@ -129,12 +131,12 @@ class ExpertShard:
             counts = counts.to("cpu", non_blocking=True)  # to pinned memory
             known = torch.cuda.Event()
             known.record()
-        return Route(places.view(ranks, -1).T.flatten(), counts, known)
+        return TokenRoute(places.view(ranks, -1).T.flatten(), counts, known)
 
     def run(
         self,
         own: Callable[[Tensor, Tensor, Tensor, int], Tensor],
-        route: Route,
+        route: TokenRoute,
         x: Tensor,  # [N, C]
         experts: Tensor,  # [N, k] int64, of which the route was made
         weights: Tensor,  # [N, k]
@@ -159,7 +161,7 @@ class ExpertShard:
         y = own(rows, self._numbers(numbers.to(torch.int64)), weights, sizes.slots)
         return _FromExperts.apply(y, *given)
 
-    def run_alike(
+    def run_replicated(
         self,
         own: Callable[[Tensor, Tensor, Tensor, int], Tensor],
         x: Tensor,  # [N, C]
@@ -172,10 +174,10 @@ class ExpertShard:
         known, so that the host waits for nothing and a CUDA graph can have it.
         """
         numbers = self._numbers(experts)
-        slots = UNKNOWN if x.is_cuda else int((numbers < self.own).sum())
-        return sum_few(own(x, numbers, weights, slots), self.ranks)
+        slots = UNKNOWN_SLOTS if x.is_cuda else int((numbers < self.experts_per_rank).sum())
+        return all_reduce_small(own(x, numbers, weights, slots), self.ranks)
 
     def _numbers(self, experts: Tensor) -> Tensor:
         """Among those of this rank; E / p: it has not got the expert."""
-        numbers = (experts - self.ranks.rank * self.own).remainder(self.experts)
-        return numbers.clamp_(max=self.own)  # those of other ranks come behind its own
+        numbers = (experts - self.ranks.rank * self.experts_per_rank).remainder(self.experts)
+        return numbers.clamp_(max=self.experts_per_rank)  # those of other ranks come behind its own

@@ -38,13 +38,13 @@ PDL_ELEMENTS = 1 << 20  # `pdl_options` applies to inputs of at most as many
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 
-def _known(mode: str, source: str) -> Mode:
+def _check_mode(mode: str, source: str) -> Mode:
     if mode not in get_args(Mode):
         raise ValueError(f"{source}={mode!r} is not one of {', '.join(get_args(Mode))}")
     return cast(Mode, mode)
 
 
-_mode: Mode = _known(os.environ.get("TIGON_KERNELS", "auto"), "TIGON_KERNELS")
+_mode: Mode = _check_mode(os.environ.get("TIGON_KERNELS", "auto"), "TIGON_KERNELS")
 
 
 @contextlib.contextmanager
@@ -55,7 +55,7 @@ def use(mode: Mode) -> Iterator[None]:
     kernels or an error. The environment variable TIGON_KERNELS sets what holds outside.
     """
     global _mode
-    before, _mode = _mode, _known(mode, "mode")
+    before, _mode = _mode, _check_mode(mode, "mode")
     try:
         yield
     finally:
@@ -67,7 +67,7 @@ def runs_triton(x: Tensor) -> bool:
     if _mode == "reference" or x.dtype not in DTYPES:
         return False
     if x.device.type == "cuda":
-        return _serves(x.device.index)
+        return _gpu_supported(x.device.index)
     if _mode == "triton" and x.device.type == "cpu" and not INTERPRETED:
         raise ValueError("Triton kernels run on the CPU only with TRITON_INTERPRET=1")
     # A meta tensor inside `use("triton")` stands for one on a GPU: the ops' outputs are allocated
@@ -77,9 +77,9 @@ def runs_triton(x: Tensor) -> bool:
 _served: dict[int, bool] = {}
 
 
-def _serves(device: int) -> bool:
+def _gpu_supported(device: int) -> bool:
     if device not in _served:
-        problem = _problem(device)
+        problem = _gpu_problem(device)
         _served[device] = problem is None
         if problem is not None:
             warnings.warn(f"{problem}: plain torch runs instead of Triton kernels", stacklevel=2)
@@ -87,10 +87,10 @@ def _serves(device: int) -> bool:
 
 
 # What torch.compiler.assume_constant_result does, after a second spent importing Dynamo
-_serves._dynamo_marked_constant = True  # type: ignore[attr-defined]
+_gpu_supported._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-def _problem(device: int) -> str | None:
+def _gpu_problem(device: int) -> str | None:
     """Why Triton cannot serve this GPU; None if a kernel compiles and runs."""
     if not torch.cuda.is_available():  # a fake tensor's
         return f"No GPU {device}"
@@ -130,7 +130,7 @@ def pdl_wait(PDL: tl.constexpr, LATE: tl.constexpr = False):
 _gathered: WeakSet[object] = WeakSet()
 
 
-def no_early_start(model: object) -> None:
+def disable_pdl(model: object) -> None:
     """As long as `model` is there, whose weights are gathered before they are used: kernels that
     read weights before they wait would not be certain to see what the copies just before have
     written."""
@@ -138,7 +138,7 @@ def no_early_start(model: object) -> None:
 
 
 @functools.cache
-def hopper(device: int) -> bool:
+def is_hopper(device: int) -> bool:
     return torch.cuda.get_device_capability(device) >= (9, 0)
 
 
@@ -151,7 +151,7 @@ def pdl_options(x: Tensor) -> dict[str, bool]:
     """
     if _gathered:
         return {"PDL": False}
-    if x.numel() > PDL_ELEMENTS or x.device.type != "cuda" or not hopper(x.device.index):
+    if x.numel() > PDL_ELEMENTS or x.device.type != "cuda" or not is_hopper(x.device.index):
         return {"PDL": False}
     return {"PDL": True, "launch_pdl": True}
 
@@ -236,7 +236,7 @@ def retains_graph() -> bool:
     return torch._C._autograd._get_current_graph_task_keep_graph()
 
 
-def power_of_2(n: int) -> int:
+def next_power_of_2(n: int) -> int:
     return 1 << (n - 1).bit_length()  # triton's own takes microseconds
 
 
@@ -249,9 +249,9 @@ def as_rows(x: Tensor) -> Tensor:
 # Checks of values that may be on a device, which the host does not wait for unless asked to.
 
 # What a device's assertion may say: torch takes a longer one for an error of its own
-MOST_BYTES = 254
-AND_THEN = "; TIGON_CHECKS=1 raises where it happens, and says which"
-CUT = " ..."
+MAX_MESSAGE_BYTES = 254
+CHECKS_HINT = "; TIGON_CHECKS=1 raises where it happens, and says which"
+ELLIPSIS = " ..."
 _SETTINGS = {"": False, "0": False, "1": True}
 
 
@@ -300,7 +300,7 @@ def on_host(x: Tensor) -> bool:
     return x.device.type == "cpu" and has_values(x)
 
 
-def may_wait(x: Tensor) -> bool:
+def may_sync(x: Tensor) -> bool:
     """Whether the host may look at a value: it is on the host, or checks wait for the device."""
     if not has_values(x):
         return False
@@ -309,22 +309,22 @@ def may_wait(x: Tensor) -> bool:
     return _wait and not torch.cuda.is_current_stream_capturing()
 
 
-def check(ok: Tensor, message: str) -> None:
+def check_values(ok: Tensor, message: str) -> None:
     """Raise unless `ok`; on a GPU the device asserts, unless checks wait for it."""
-    if may_wait(ok):
+    if may_sync(ok):
         if not ok:
             raise ValueError(message)
     elif not ok.is_meta:
-        end = "" if torch.compiler.is_compiling() else AND_THEN
-        torch._assert_async(ok, shorten(message, MOST_BYTES - len(end)) + end)
+        end = "" if torch.compiler.is_compiling() else CHECKS_HINT
+        torch._assert_async(ok, truncate(message, MAX_MESSAGE_BYTES - len(end)) + end)
 
 
-def shorten(message: str, most: int) -> str:
+def truncate(message: str, most: int) -> str:
     """The message, or its beginning, of at most so many bytes."""
     encoded = message.encode()
     if len(encoded) <= most:
         return message
-    return encoded[: most - len(CUT)].decode(errors="ignore") + CUT
+    return encoded[: most - len(ELLIPSIS)].decode(errors="ignore") + ELLIPSIS
 
 
 def integer_labels(labels: Tensor, name: str = "labels") -> Tensor:

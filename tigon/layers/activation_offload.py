@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-LEAST = 2**20  # bytes; what is smaller stays
+MIN_BYTES = 2**20  # bytes; what is smaller stays
 
 
 @functools.cache
@@ -22,7 +22,7 @@ def _stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
-class _Stored:
+class _OffloadedStorage:
     """The memory of one or more saved tensors, in host memory and perhaps again on the device."""
 
     def __init__(self, size: int, device: torch.device) -> None:
@@ -45,18 +45,18 @@ class _Stored:
             self.fetched.copy_(self.host, non_blocking=self.device.type == "cuda")
 
 
-class _Saved(NamedTuple):
+class _SavedTensor(NamedTuple):
     """One tensor that autograd has saved: a view of something stored."""
 
     block: int  # that saved it
-    stored: _Stored  # perhaps what the block before saved, too
+    stored: _OffloadedStorage  # perhaps what the block before saved, too
     dtype: torch.dtype
     shape: torch.Size
     stride: tuple[int, ...]
     offset: int
 
 
-class Offload:
+class ActivationOffload:
     """Of one forward pass: `with offload.of(block):` around each block, in order, then `end()`.
 
     `shared`: tensors that all blocks use, which stay where they are, as parameters do.
@@ -66,10 +66,12 @@ class Offload:
         self.device = device
         self.gpu = device.type == "cuda"
         self._shared = {_key(x) for x in shared}
-        self._blocks: list[list[_Stored]] = []
+        self._blocks: list[list[_OffloadedStorage]] = []
         self._current: int | None = None  # the block that backward differentiates
         # Being copied: the memory may be used anew only when the copy is done
-        self._copying: deque[tuple[torch.cuda.Event | None, dict[Any, tuple[Tensor, _Stored]]]]
+        self._copying: deque[
+            tuple[torch.cuda.Event | None, dict[Any, tuple[Tensor, _OffloadedStorage]]]
+        ]
         self._copying = deque()
 
     @contextmanager
@@ -79,27 +81,27 @@ class Offload:
             self._finish_copies()
         index = len(self._blocks)
         self._blocks.append([])
-        held: dict[Any, tuple[Tensor, _Stored]] = {}
+        held: dict[Any, tuple[Tensor, _OffloadedStorage]] = {}
         self._copying.append((None, held))
         own: set[int] = set()
 
-        def pack(x: Tensor) -> Tensor | _Saved:
+        def pack(x: Tensor) -> Tensor | _SavedTensor:
             if not own:  # now they are gathered, where they are sharded
                 own.update(_key(p) for p in block.parameters())
             storage = x.untyped_storage()
-            small = storage.nbytes() < LEAST
+            small = storage.nbytes() < MIN_BYTES
             if small or x.device != self.device or _key(x) in own or _key(x) in self._shared:
                 return x.detach()
             key = _key(x), x._version
             known = next((some[key] for _, some in self._copying if key in some), None)
             if known is None:
-                stored = _Stored(storage.nbytes(), x.device)
+                stored = _OffloadedStorage(storage.nbytes(), x.device)
                 with self._side_stream():
                     stored.take(x)
                 self._blocks[index].append(stored)
                 known = held[key] = x.detach(), stored
             offset = int(x.storage_offset())
-            return _Saved(index, known[1], x.dtype, x.shape, x.stride(), offset)
+            return _SavedTensor(index, known[1], x.dtype, x.shape, x.stride(), offset)
 
         with saved_tensors_hooks(pack, self._unpack):
             yield
@@ -127,7 +129,7 @@ class Offload:
         side.wait_stream(torch.cuda.current_stream(self.device))
         return torch.cuda.stream(side)
 
-    def _unpack(self, saved: Tensor | _Saved) -> Tensor:
+    def _unpack(self, saved: Tensor | _SavedTensor) -> Tensor:
         if isinstance(saved, Tensor):
             return saved
         if saved.block != self._current:
@@ -149,7 +151,7 @@ class Offload:
         for some in self._blocks[max(0, block - 1) : block + 1][::-1]:
             self._fetch([stored for stored in some if stored.fetched is None])
 
-    def _fetch(self, missing: list[_Stored]) -> None:
+    def _fetch(self, missing: list[_OffloadedStorage]) -> None:
         for stored in missing:
             stored.fetched = torch.empty(stored.size, dtype=torch.uint8, device=self.device)
         with self._side_stream():

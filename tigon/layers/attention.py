@@ -8,14 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tigon.distributed.sequence_parallel import Summands
+from tigon.distributed.sequence_parallel import PartialSum
 from tigon.kernels.attention.api import attention
 from tigon.kernels.norm.common import Cast
 from tigon.kernels.rope.qk_norm_rope import qk_norm_rope
 from tigon.kernels.rope.rope import rope
-from tigon.layers.context import Context
+from tigon.layers.context import BlockInputs
 from tigon.layers.kv_cache import GrowingKV, KVState, Quantize, StaticKV
-from tigon.layers.linear import FusedLinear, Linear, calls_only
+from tigon.layers.linear import FusedLinear, Linear, is_unpatched
 from tigon.layers.norm import RMSNorm
 from tigon.layers.rope import Rotation
 
@@ -79,16 +79,16 @@ class Attention(nn.Module):
         return StaticKV(rows, self.kv_heads, slots, self.head_dim, **kind)
 
     def forward(
-        self, x: Tensor, rotation: Rotation, state: KVState | None, ctx: Context
-    ) -> Tensor | Summands:
-        x = ctx.gathered(x, alone=True)
+        self, x: Tensor, rotation: Rotation, state: KVState | None, ctx: BlockInputs
+    ) -> Tensor | PartialSum:
+        x = ctx.gather_from_region(x, single_reader=True)
         b, t, _ = x.shape
         how: dict[str, Any] = {"window": self.window, "scale": self.scale, "softcap": self.softcap}
         if state is not None and self._rotates_last(rotation) and state.rotates(x, ctx):
-            q, k, v = self._heads(self.qkv_proj(x, *ctx.drawn))
+            q, k, v = self._heads(self.qkv_proj(x, *ctx.dropout_args))
             how["angles"] = rotation.cos, rotation.sin
         else:
-            q, k, v = self._project(x, rotation, *ctx.drawn)
+            q, k, v = self._project(x, rotation, *ctx.dropout_args)
         if rotation.query_scale is not None:
             q = q * rotation.query_scale.to(q.dtype)  # not wider under autocast
         if ctx.shard is not None:
@@ -97,7 +97,7 @@ class Attention(nn.Module):
             out = attention(q, k, v, mask=ctx.mask, **how)
         else:
             out = state.attend(q, k, v, ctx, **how)
-        return ctx.summed(self.o_proj(out.reshape(b, t, -1), *ctx.drawn))
+        return ctx.reduce_to_region(self.o_proj(out.reshape(b, t, -1), *ctx.dropout_args))
 
     def _project(
         self, x: Tensor, rotation: Rotation, *drawn: Tensor
@@ -134,4 +134,4 @@ class Attention(nn.Module):
         """Whether a graph would keep what qkv_proj returns and nobody else sees it."""
         if torch.compiler.is_compiling() or not torch.is_grad_enabled():
             return False
-        return calls_only(self.qkv_proj, FusedLinear)
+        return is_unpatched(self.qkv_proj, FusedLinear)

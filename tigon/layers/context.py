@@ -9,12 +9,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tigon.distributed.context_attention import Shard
-from tigon.distributed.sequence_parallel import Stream, Summands
+from tigon.distributed.context_attention import ContextShard
+from tigon.distributed.sequence_parallel import PartialSum, SequenceParallelRegion
 from tigon.kernels.attention.api import AttentionMask
 
 
-class Places(NamedTuple):
+class TokenSlots(NamedTuple):
     """Where the new tokens of all rows go."""
 
     rows: Tensor  # [N]
@@ -24,16 +24,16 @@ class Places(NamedTuple):
 
 
 @dataclass
-class Append:
+class CacheAppend:
     """What states do with the new tokens of this pass.
 
     Without places, every row of the batch is a row of the cache and takes T tokens behind those
     that it holds.
     """
 
-    held: int = 0  # tokens that every row holds before; 0 with `lengths`
+    cached_tokens: int = 0  # tokens that every row holds before; 0 with `lengths`
     lengths: Tensor | None = None  # [R] int32, the same where only the device may know it
-    places: Places | None = None
+    slots: TokenSlots | None = None
     masks: dict[int, AttentionMask] = field(default_factory=dict)  # by how many of them are seen
 
 
@@ -43,30 +43,38 @@ def real_tokens(mask: AttentionMask) -> Tensor | None:
 
 
 @dataclass
-class Context:
+class BlockInputs:
     """One forward pass, as its blocks see it; they change nothing in it."""
 
     position_ids: Tensor  # [B or 1, T]
     # Sequences, padding and cached tokens, of whole rows, and which backend is to be used
     mask: AttentionMask
     routing: bool = False  # whether blocks with experts return how they used them
-    append: Append | None = None  # None: there is no cache
+    append: CacheAppend | None = None  # None: there is no cache
     # Int64 [B, T], of which an adapter's dropout is drawn in this block; None: there is none
     dropout_keys: Tensor | None = None
-    shard: Shard | None = None  # T are the tokens of one of several ranks; None: of whole rows
-    stream: Stream | None = None  # how ranks that divide each layer share these tokens
+    shard: ContextShard | None = (
+        None  # T are the tokens of one of several ranks; None: of whole rows
+    )
+    stream: SequenceParallelRegion | None = (
+        None  # how ranks that divide each layer share these tokens
+    )
 
-    def gathered(self, x: Tensor, *, alone: bool) -> Tensor:
+    def gather_from_region(self, x: Tensor, *, single_reader: bool) -> Tensor:
         """All tokens [B, T, C] of a normed stream, of which a rank may have some; `alone`: one
         product is to read them."""
-        return x if self.stream is None else self.stream.gathered(x, alone=alone)
+        return (
+            x
+            if self.stream is None
+            else self.stream.gather_from_region(x, single_reader=single_reader)
+        )
 
-    def summed(self, x: Tensor) -> Tensor | Summands:
+    def reduce_to_region(self, x: Tensor) -> Tensor | PartialSum:
         """What a mixer or an MLP adds to the stream, of its [B, T, C] on each rank."""
-        return x if self.stream is None else self.stream.summed(x)
+        return x if self.stream is None else self.stream.reduce_to_region(x)
 
     @property
-    def drawn(self) -> tuple[Tensor, ...]:
+    def dropout_args(self) -> tuple[Tensor, ...]:
         """What products take besides their input: nothing in passes without dropout."""
         return () if self.dropout_keys is None else (self.dropout_keys,)
 
@@ -89,8 +97,8 @@ class Context:
 
         A row without new tokens has `before` [R, ...].
         """
-        if self.append is None or self.append.places is None:
+        if self.append is None or self.append.slots is None:
             return x[:, -1]
-        bounds = self.append.places.bounds
+        bounds = self.append.slots.bounds
         missing = (bounds.diff() == 0).view(-1, *[1] * (before.dim() - 1))
         return torch.where(missing, before, x.flatten(0, 1)[(bounds[1:] - 1).clamp(min=0)])

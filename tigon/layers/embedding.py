@@ -11,11 +11,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from tigon.distributed.collectives import Ranks, sum_over
+from tigon.distributed.collectives import Ranks, reduce_from_group
 from tigon.kernels.linear.gemv import linear
-from tigon.kernels.linear.linear import long_sum
+from tigon.kernels.linear.linear import chunked_matmul
 from tigon.kernels.loss.vocab_parallel import VocabularyShard, embedding_rows
-from tigon.layers.lora import Adapters, Copies, LayerAdapter, LoRAPart, Shapes
+from tigon.layers.lora import Adapters, LayerAdapter, LoRAPart, SavedModules, Shapes
 
 
 class LowRankEmbedding(LayerAdapter):
@@ -39,7 +39,9 @@ class LowRankEmbedding(LayerAdapter):
         if dora:
             self.lora_magnitude_vector = nn.Parameter(torch.empty(dim, **how))
 
-    def drawn(self, shapes: Shapes, generator: torch.Generator | None = None) -> dict[str, Tensor]:
+    def init_values(
+        self, shapes: Shapes, generator: torch.Generator | None = None
+    ) -> dict[str, Tensor]:
         b = torch.empty(shapes["lora_embedding_B"], dtype=torch.float32, device="cpu").normal_(
             generator=generator
         )
@@ -53,19 +55,19 @@ class LowRankEmbedding(LayerAdapter):
         (part,) = self.parts
         return linear(low, self.lora_embedding_B) * part.scale
 
-    def gains(self, weight: Tensor) -> Tensor:
+    def dora_scale(self, weight: Tensor) -> Tensor:
         """[C]: the learned length of each column of W + (scale B A)^T over what it is, in fp32."""
         (part,) = self.parts
         with torch.no_grad():
             a, b = self.lora_embedding_A, self.lora_embedding_B.float() * part.scale
             square = torch.linalg.vector_norm(weight, dim=0, dtype=torch.float32).square()
-            square += 2 * (long_sum(a.to(weight.dtype), weight).float().t() * b).sum(1)
+            square += 2 * (chunked_matmul(a.to(weight.dtype), weight).float().t() * b).sum(1)
             square += (b @ (a.float() @ a.float().t()) * b).sum(1)
             if self.token_ranks is not None:
                 square = self.token_ranks.sum(square)
         return self.lora_magnitude_vector.float() / square.sqrt()
 
-    def column_lengths(self, rows: Tensor, group: ProcessGroup | None) -> Tensor:
+    def column_norms(self, rows: Tensor, group: ProcessGroup | None) -> Tensor:
         """[C], of a table of which this rank has rows [n, C], and the ranks of `group` others of
         this part of the tokens; all ranks that divide it call this."""
         squares = rows.square().sum(0)
@@ -89,7 +91,7 @@ class Embedding(nn.Embedding):
         super().__init__(vocab, dim, padding_idx=padding_idx)
         self.scale = scale
         self.vocabulary: VocabularyShard | None = None  # where ranks share it: which rows are here
-        self.copies: Copies | None = None
+        self.copies: SavedModules | None = None
         self.lora: Adapters | None = None
 
     def forward(self, input: Tensor, *, summands: bool = False) -> Tensor:
@@ -97,9 +99,9 @@ class Embedding(nn.Embedding):
         x = self._rows(input, self.weight if copy is None else copy).to(self.weight.dtype)
         if self.lora is not None and (low := self.lora.active()) is not None:
             own = x + low(self._rows(input, low.lora_embedding_A.t()))
-            x = (own * low.gains(self.weight) if low.dora else own).to(x.dtype)
+            x = (own * low.dora_scale(self.weight) if low.dora else own).to(x.dtype)
         if self.vocabulary is not None and not summands:
-            x = sum_over(x, Ranks.sharing(self.vocabulary))
+            x = reduce_from_group(x, Ranks.sharing(self.vocabulary))
         if self.scale == 1.0:
             return x
         # A fill on the device: a Python number would not be rounded, torch.tensor would wait

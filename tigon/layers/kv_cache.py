@@ -13,15 +13,15 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from tigon.kernels.attention.api import AttentionMask, attention
-from tigon.kernels.attention.decode import append_attention, rotates
+from tigon.kernels.attention.decode import append_attention, fuses_rope
 from tigon.kernels.attention.kv_cache import KVBuffers, append_tokens
-from tigon.kernels.runtime import autocast_dtype, check, on_host
-from tigon.layers.context import Append, Context, Places
+from tigon.kernels.runtime import autocast_dtype, check_values, on_host
+from tigon.layers.context import BlockInputs, CacheAppend, TokenSlots
 
 Quantize = Literal["int8"] | None
 
 
-class State:
+class LayerState:
     """What one mixer remembers, in attributes; its tensors have the rows of a batch first.
 
     Those of a static cache are changed in place, and without waiting for the device, so that a
@@ -33,7 +33,7 @@ class State:
     history: int | None = None
 
     @property
-    def holds(self) -> str:
+    def layout(self) -> str:
         """What a row of it is, in messages: two states of one mixer hold the same."""
         shapes = " and ".join(str(tuple(x.shape[1:])) for x in self._tensors())
         return f"{type(self).__name__} of {shapes}"
@@ -79,21 +79,21 @@ class MakeStates(Protocol):
         dtype: torch.dtype,
         device: torch.device | str,
         quantize: Quantize = None,
-    ) -> list[State]:
+    ) -> list[LayerState]:
         """ValueError for what a mixer cannot do."""
 
 
-class KVState(State):
+class KVState(LayerState):
     """Keys and values of attention."""
 
     kv_heads: int
     head_dim: int
 
     @property
-    def holds(self) -> str:
+    def layout(self) -> str:
         return f"{self.kv_heads} kv heads with head dim {self.head_dim}"
 
-    def rotates(self, x: Tensor, ctx: Context) -> bool:
+    def rotates(self, x: Tensor, ctx: BlockInputs) -> bool:
         """Whether `attend` is to be given heads that are yet to be rotated, and `angles`: cos and
         sin [B or 1, T, R/2]. x [B, T, C] is what they are made of."""
         return False
@@ -103,7 +103,7 @@ class KVState(State):
         q: Tensor,  # [B, T, H, D], or [1, N, H, D] of packed prompts
         k: Tensor,  # [B, T, K, D]
         v: Tensor,  # [B, T, K, D]
-        ctx: Context,
+        ctx: BlockInputs,
         *,
         window: int | None = None,
         softcap: float | None = None,
@@ -121,8 +121,8 @@ class GrowingKV(KVState):
         self.keys: Tensor | None = None  # [B, K, capacity, D]
         self.values: Tensor | None = None
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, ctx: Context, **how: Any) -> Tensor:
-        past = 0 if ctx.append is None else ctx.append.held
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, ctx: BlockInputs, **how: Any) -> Tensor:
+        past = 0 if ctx.append is None else ctx.append.cached_tokens
         keys, values = self.update(k.transpose(1, 2), v.transpose(1, 2), past)
         k, v = keys.transpose(1, 2), values.transpose(1, 2)
         return attention(q, k, v, mask=ctx.mask, **how)
@@ -171,14 +171,20 @@ class StaticKV(KVState):
         kind = torch.int8 if quantize else dtype
         self.buffers = KVBuffers(*torch.empty(shape, dtype=kind, device=device), *scales)
 
-    def rotates(self, x: Tensor, ctx: Context) -> bool:
+    def rotates(self, x: Tensor, ctx: BlockInputs) -> bool:
         """A kernel less in a decoding step."""
         assert ctx.append is not None
-        few = ctx.append.places is None and autocast_dtype(x.device) is None
-        return few and rotates(x.shape[1], self.buffers)
+        few = ctx.append.slots is None and autocast_dtype(x.device) is None
+        return few and fuses_rope(x.shape[1], self.buffers)
 
     def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, ctx: Context, window: int | None = None, **how: Any
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        ctx: BlockInputs,
+        window: int | None = None,
+        **how: Any,
     ) -> Tensor:
         if q.requires_grad or k.requires_grad or v.requires_grad:
             raise ValueError(
@@ -192,19 +198,19 @@ class StaticKV(KVState):
             # A scale may have made q wider than that; a cache from outside of autocast stays so
             dtype = buffers.keys.dtype if buffers.key_scales is None else dtype
             q, k, v = (x.to(dtype) for x in (q, k, v))
-        if now.places is None:
+        if now.slots is None:
             assert now.lengths is not None
             return append_attention(q, k, v, buffers, now.lengths, window=window, **how)
         keys, values = k, v
-        seen = now.held if window is None else min(now.held, window - 1)
+        seen = now.cached_tokens if window is None else min(now.cached_tokens, window - 1)
         if seen:
-            earlier = _read(buffers, now.held - seen, now.held, k.dtype)
+            earlier = _read(buffers, now.cached_tokens - seen, now.cached_tokens, k.dtype)
             keys, values = (torch.cat(x, 1) for x in zip(earlier, (k, v), strict=True))
-        if seen < now.held:
+        if seen < now.cached_tokens:
             own = AttentionMask(mask.tokens, past=seen, backend=mask.backend)
             mask = now.masks.setdefault(seen, own)
         out = attention(q, keys, values, mask=mask, window=window, **how)
-        append_tokens(k.flatten(0, 1), v.flatten(0, 1), buffers, *now.places[:3])
+        append_tokens(k.flatten(0, 1), v.flatten(0, 1), buffers, *now.slots[:3])
         return out
 
 
@@ -229,12 +235,12 @@ def _read(buffers: KVBuffers, start: int, stop: int, dtype: torch.dtype) -> tupl
 class Cache:
     """What a forward pass asks of a cache: `begin`, `open`, and `end` after the last block."""
 
-    def __init__(self, states: Sequence[State] = ()):
+    def __init__(self, states: Sequence[LayerState] = ()):
         self._hold(states)
-        self.append: Append | None = None  # what the pass that has begun does
+        self.append: CacheAppend | None = None  # what the pass that has begun does
 
-    def _hold(self, states: Sequence[State]) -> None:
-        self.states, self.holds = list(states), tuple(state.holds for state in states)
+    def _hold(self, states: Sequence[LayerState]) -> None:
+        self.states, self.layout = list(states), tuple(state.layout for state in states)
 
     @property
     def length(self) -> int | None:
@@ -250,7 +256,7 @@ class Cache:
         """
         raise NotImplementedError
 
-    def open(self, make: MakeStates, x: Tensor, mask: AttentionMask) -> list[State]:
+    def open(self, make: MakeStates, x: Tensor, mask: AttentionMask) -> list[LayerState]:
         """The state of each layer, which `make` makes for a cache that has none yet."""
         return self.states
 
@@ -286,10 +292,10 @@ class KVCache(Cache):
             raise ValueError(f"cu_seq_lens with a cache that already holds {self.length} tokens")
         if self.length and batch != self._rows:
             raise ValueError(f"the cache holds {self._rows} rows, this batch has {batch}")
-        self._rows, self.append = batch, Append(self.length)
+        self._rows, self.append = batch, CacheAppend(self.length)
         return self.length
 
-    def open(self, make: MakeStates, x: Tensor, mask: AttentionMask) -> list[State]:
+    def open(self, make: MakeStates, x: Tensor, mask: AttentionMask) -> list[LayerState]:
         if not self.length:
             dtype = autocast_dtype(x.device) or x.dtype
             self._hold(make(self._rows, None, chunk=1, dtype=dtype, device=x.device))
@@ -350,7 +356,7 @@ class StaticCache(Cache):
         options["quantize"] = quantize
         with torch.inference_mode(False):  # what is made inside of it cannot be used outside
             super().__init__(make(rows, capacity, **options))
-            self._make: Callable[[int, int], list[State]] = functools.partial(
+            self._make: Callable[[int, int], list[LayerState]] = functools.partial(
                 make, **options | {"device": "meta"}
             )
             self.lengths = torch.zeros(rows, dtype=torch.int32, device=device)
@@ -415,7 +421,7 @@ class StaticCache(Cache):
         values = f" {lengths.tolist()}" if on_host(lengths) else ""
         new, least = lengths.to(self.lengths.device, non_blocking=True), self.check_crop()
         near = (new >= self.lengths - self.chunk) | (self.lengths <= least) | (new == 0)
-        check(
+        check_values(
             ((new >= 0) & near).all(),
             f"crop to lengths{values}: they are negative, or more than the chunk={self.chunk} "
             "tokens back that layers with a window still know",
@@ -431,7 +437,7 @@ class StaticCache(Cache):
         for layer, state in enumerate(self.states):
             if state.history is None:
                 raise ValueError(
-                    f"layer {layer} keeps one {state.holds} for all tokens of a row, from which "
+                    f"layer {layer} keeps one {state.layout} for all tokens of a row, from which "
                     "the last ones cannot be taken away"
                 )
         return min(state.history for state in self.states if state.history is not None)
@@ -457,7 +463,7 @@ class StaticCache(Cache):
                 self._check_batch(batch)
                 known = self.lengths if (self._known == UNKNOWN).any() else self._known
                 self._check_room(known + tokens)
-                self.append, self._growth = Append(lengths=self.lengths), (tokens, tokens)
+                self.append, self._growth = CacheAppend(lengths=self.lengths), (tokens, tokens)
                 return self.lengths
             if held is None:
                 raise ValueError(
@@ -467,7 +473,7 @@ class StaticCache(Cache):
         self._place(held, batch, tokens, cu_seq_lens)
         return held
 
-    def open(self, make: MakeStates, x: Tensor, mask: AttentionMask) -> list[State]:
+    def open(self, make: MakeStates, x: Tensor, mask: AttentionMask) -> list[LayerState]:
         if mask.segment_ids is not None and mask.cu_seq_lens is None:
             raise ValueError(
                 "position_ids restart: a StaticCache takes packed prompts with cu_seq_lens"
@@ -498,8 +504,8 @@ class StaticCache(Cache):
         cu = cu_seq_lens.to(self.lengths.device, torch.int64, non_blocking=True)
         grown, at = cu.diff(), torch.arange(batch * tokens, device=cu.device)
         row = torch.bucketize(at, cu[1:], right=True)
-        places = Places(row, held + at - cu[row], held + grown[row], cu)
-        self.append = Append(held, places=places)
+        slots = TokenSlots(row, held + at - cu[row], held + grown[row], cu)
+        self.append = CacheAppend(held, slots=slots)
         self._growth = grown, known if on_host(known) else None
 
     def _check_mask(self, mask: Tensor, batch: int, tokens: int) -> None:
@@ -519,7 +525,7 @@ class StaticCache(Cache):
 
     def _check_room(self, lengths: Tensor) -> None:
         what = f"{int(lengths.max())} tokens" if on_host(lengths) else "the tokens"
-        check(
+        check_values(
             (lengths <= self.capacity).all(),
             f"{what} of a row do not fit into the cache's capacity={self.capacity}; give it more",
         )

@@ -8,11 +8,11 @@ from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 
 from tigon.kernels.linear.dropout import Dropout
-from tigon.kernels.linear.gemv import row_linear, takes_row
-from tigon.kernels.linear.lora import FP8, PLAIN, lora_linear
+from tigon.kernels.linear.gemv import gemv, uses_gemv
+from tigon.kernels.linear.lora import FP8_BASE, PLAIN_BASE, lora_linear
 from tigon.kernels.mlp.gated_act import Activation, gated_act
 from tigon.layers.lora import Adapters
-from tigon.layers.quantized import QuantisedWeight
+from tigon.layers.quantized import QuantizedWeight
 
 
 class Linear(nn.Linear):
@@ -33,54 +33,54 @@ class Linear(nn.Linear):
     def __init__(self, in_features: int, out_features: int, *, bias: bool = True):
         super().__init__(in_features, out_features, bias=bias)
         self.lora: Adapters | None = None
-        self.quantised: QuantisedWeight | None = None
+        self.quantized: QuantizedWeight | None = None
 
     @property
-    def outline(self) -> Tensor:
+    def weight_meta(self) -> Tensor:
         """What says shape and dtype of the weight, and whether it learns; values it may have."""
-        return self.weight if self.quantised is None else self.quantised.outline
+        return self.weight if self.quantized is None else self.quantized.weight_meta
 
     def values(self) -> Tensor:
         """The weight; if it is quantised, in new memory."""
-        return self.weight if self.quantised is None else self.quantised.dequantised()
+        return self.weight if self.quantized is None else self.quantized.dequantize()
 
-    def quantise(self, weight: QuantisedWeight) -> None:
+    def quantize(self, weight: QuantizedWeight) -> None:
         """Keep the weight there in place of the parameter."""
         self.register_parameter("weight", None)
-        self.quantised = weight
+        self.quantized = weight
 
-    def dequantise(self) -> None:
+    def dequantize(self) -> None:
         """Make a frozen parameter of a weight that is quantised."""
-        if self.quantised is not None:
-            self.weight = nn.Parameter(self.quantised.dequantised(), requires_grad=False)
-            self.quantised = None
+        if self.quantized is not None:
+            self.weight = nn.Parameter(self.quantized.dequantize(), requires_grad=False)
+            self.quantized = None
 
     @property
-    def adapted(self) -> bool:
+    def has_adapter(self) -> bool:
         """Whether an adapter is added to the product."""
         return self.lora is not None and self.lora.active() is not None
 
     @property
-    def own_bias(self) -> Tensor | None:
+    def local_bias(self) -> Tensor | None:
         """What this rank adds of it."""
         bias: Tensor | None = self.bias
         return bias if bias is None or self.summands == 1 else bias / self.summands
 
     def product(self, x: Tensor, dropout_keys: Tensor | None = None) -> Tensor:
-        base = FP8 if self.fp8 and self.training else PLAIN
-        weight, own_bias = self.weight, self.own_bias
-        if self.quantised is not None:
-            weight, base = self.quantised.outline, self.quantised.base(base)
+        base = FP8_BASE if self.fp8 and self.training else PLAIN_BASE
+        weight, own_bias = self.weight, self.local_bias
+        if self.quantized is not None:
+            weight, base = self.quantized.weight_meta, self.quantized.base(base)
         if self.lora is not None and (low := self.lora.active()) is not None:
             bias = None if low.dora else own_bias
             drops = None
             if dropout_keys is not None and low.dropout and self.training:
-                drops = Dropout(dropout_keys, low.place, low.dropout)
+                drops = Dropout(dropout_keys, low.seed, low.dropout)
             how: dict[str, Any] = {"base": base, "dropout": drops}
             y = lora_linear(x, weight, bias, low.lora_A, low.additions(), **how)
             if low.dora:
                 # By what the gains are more than 1: below fp32 a product with them would lose that
-                y = torch.addcmul(y, y, (low.gains(self.values()) - 1).to(y.dtype))
+                y = torch.addcmul(y, y, (low.dora_scale(self.values()) - 1).to(y.dtype))
                 y = y if own_bias is None else y + own_bias
             return y
         return base.linear(x, weight, own_bias)
@@ -118,8 +118,8 @@ class GatedLinear(FusedLinear):
         self.act: Activation = act
 
     def forward(self, x: Tensor, dropout_keys: Tensor | None = None) -> Tensor:
-        if not self.adapted and self.quantised is None and takes_row(x, self.weight):
-            return row_linear(x, self.weight, self.bias, self.act)
+        if not self.has_adapter and self.quantized is None and uses_gemv(x, self.weight):
+            return gemv(x, self.weight, self.bias, self.act)
         return gated_act(self._product(x, dropout_keys), self.act, overwrite=True)
 
     def extra_repr(self) -> str:
@@ -132,7 +132,7 @@ _PRODUCT = Linear.product
 _PLAIN = (Tensor, nn.Parameter, NoneType)  # weights and biases without products of their own
 
 
-def calls_only(module: nn.Module, kind: type[Linear]) -> bool:
+def is_unpatched(module: nn.Module, kind: type[Linear]) -> bool:
     """Whether a call of the module is `kind.forward` alone: nobody sees what comes and goes.
 
     Hooks do, methods in place of ours, in the classes too, and weights that compute products.
@@ -143,10 +143,10 @@ def calls_only(module: nn.Module, kind: type[Linear]) -> bool:
     weights = module._parameters
     if "weight" not in weights or any(type(w) not in _PLAIN for w in weights.values()):
         return False
-    return "product" not in module.__dict__ and not observed(module)
+    return "product" not in module.__dict__ and not is_hooked(module)
 
 
-def observed(module: nn.Module) -> bool:
+def is_hooked(module: nn.Module) -> bool:
     """Whether somebody may see what the module is given or returns: hooks, or another call."""
     return bool(
         "forward" in module.__dict__

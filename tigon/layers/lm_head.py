@@ -10,16 +10,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tigon.distributed.all_reduce import join_few
-from tigon.distributed.collectives import Ranks, alike
+from tigon.distributed.all_reduce import all_gather_small
+from tigon.distributed.collectives import Ranks, scale_replicated_grad
 from tigon.kernels.linear.gemv import linear
-from tigon.kernels.linear.linear import runs_of
+from tigon.kernels.linear.linear import reduction_chunks
 from tigon.kernels.linear.lora import lora_linear
 from tigon.kernels.loss.api import Options, scale_and_cap
-from tigon.kernels.loss.fused_linear import HeadValue, run_criteria
-from tigon.kernels.loss.terms import ActiveRows, Criterion
-from tigon.kernels.loss.vocab_parallel import VocabularyShard, join_logits
-from tigon.layers.lora import Adapters, Copies, LowRank
+from tigon.kernels.loss.fused_linear import HeadValue, run_loss_terms
+from tigon.kernels.loss.terms import LossTerm, ValidRows
+from tigon.kernels.loss.vocab_parallel import VocabularyShard, gather_logits
+from tigon.layers.lora import Adapters, LowRank, SavedModules
 
 
 class HeadOutput(NamedTuple):  # a tuple, so that FSDP finds the tensors in it
@@ -52,15 +52,17 @@ class LMHead(nn.Module):
         # Where ranks share the head: which rows weight and bias are; they join logits
         self.vocabulary: VocabularyShard | None = None
         self.scorers: Ranks | None = None  # which all have the same head of few rows, and scores
-        self.copies: Copies | None = None  # weights of adapters, one of which may replace its own
+        self.copies: SavedModules | None = (
+            None  # weights of adapters, one of which may replace its own
+        )
         self.lora: Adapters | None = None  # low-rank adapters, one of which may be added
 
     def forward(
         self,
         hidden: Tensor | None,  # [B, T, C]
-        criteria: Sequence[Criterion] = (),
+        criteria: Sequence[LossTerm] = (),
         *,
-        active: ActiveRows | None = None,
+        active: ValidRows | None = None,
         return_logits: bool = False,
         at: Tensor | None = None,  # [n, C]
         logits_bytes: int | None = None,
@@ -78,9 +80,9 @@ class LMHead(nn.Module):
         weight = self.weight if copy is None else copy.to(self.weight.dtype)
         low: LowRank | None = None if self.lora is None else self.lora.active()
         if low is not None and low.dora:  # lengths of rows: a gradient of them needs the weight's
-            weight, low = _merged(weight, low), None
+            weight, low = _merge_adapter(weight, low), None
         if lend is not None:
-            return lend(weight.detach() if low is None else _merged(weight, low), self.bias)
+            return lend(weight.detach() if low is None else _merge_adapter(weight, low), self.bias)
         if hidden is None:
             raise ValueError("the head has no hidden states")
         logits_bytes = self.logits_bytes if logits_bytes is None else logits_bytes
@@ -95,13 +97,13 @@ class LMHead(nn.Module):
         values: list[HeadValue] = []
         if criteria and not of_logits:
             of_head: dict[str, Any] = {"active": active, "vocabulary": self.vocabulary}
-            of_head["added"] = None if low is None else _factors(hidden, low)
-            values = run_criteria(hidden, weight, self.bias, criteria, **more, **of_head)
+            of_head["added"] = None if low is None else _low_rank_factors(hidden, low)
+            values = run_loss_terms(hidden, weight, self.bias, criteria, **more, **of_head)
             if not return_logits:
                 return HeadOutput(values, None, logits_at)
         raw = self._logits(hidden, weight, low)
         if of_logits:
-            values = run_criteria(raw, None, None, criteria, **more)
+            values = run_loss_terms(raw, None, None, criteria, **more)
         return HeadOutput(values, scale_and_cap(raw, self.options), logits_at)
 
     def _logits(self, x: Tensor, weight: Tensor, low: LowRank | None) -> Tensor:
@@ -111,7 +113,7 @@ class LMHead(nn.Module):
         else:
             raw = lora_linear(x, weight, self.bias, low.lora_A, low.additions())
         if self.scorers is not None:
-            return alike(raw, self.scorers)
+            return scale_replicated_grad(raw, self.scorers)
         if self.vocabulary is None:
             return raw
         return self._joined(raw, self.vocabulary)
@@ -120,28 +122,28 @@ class LMHead(nn.Module):
         """[..., W] of this rank -> [..., V]."""
         if not torch.is_grad_enabled():
             own = raw[..., : shard.rows]
-            joined = join_few(own, shard.first, shard.size, Ranks.sharing(shard))
+            joined = all_gather_small(own, shard.first, shard.size, Ranks.sharing(shard))
             if joined is not None:
                 return joined
         missing = shard.share - raw.shape[-1]  # of the last rank
-        return join_logits(F.pad(raw, (0, missing)) if missing > 0 else raw, shard)
+        return gather_logits(F.pad(raw, (0, missing)) if missing > 0 else raw, shard)
 
 
-def _factors(x: Tensor, low: LowRank) -> tuple[Tensor, Tensor]:
+def _low_rank_factors(x: Tensor, low: LowRank) -> tuple[Tensor, Tensor]:
     """[..., r] and [V, r], whose product is what the adapter adds to the logits of x [..., C]."""
     (addition,) = low.additions()
     return linear(x, low.lora_A.to(x.dtype)) * addition.scale, addition.b
 
 
-def _merged(weight: Tensor, low: LowRank) -> Tensor:
+def _merge_adapter(weight: Tensor, low: LowRank) -> Tensor:
     """The weight [V, C] with the adapter, for a pass that knows of none."""
     (addition,) = low.additions()
     b, a = (t.to(weight.dtype) for t in (addition.b, low.lora_A))
     # By runs of rows, over which the gradient of A sums
-    runs = [(weight[run], b[run]) for run in runs_of(b.t(), weight)]
+    runs = [(weight[run], b[run]) for run in reduction_chunks(b.t(), weight)]
     pieces = [torch.addmm(own, up, a, alpha=addition.scale) for own, up in runs]
     whole = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
     if not low.dora:
         return whole
-    more = (low.gains(weight) - 1).to(weight.dtype)[:, None]  # as linear layers have it
+    more = (low.dora_scale(weight) - 1).to(weight.dtype)[:, None]  # as linear layers have it
     return torch.addcmul(whole, whole, more)

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from tigon.distributed.collectives import Ranks
-from tigon.kernels.linear.lora import Addition
-from tigon.kernels.mlp.lora_grouped_mlp import Low
+from tigon.kernels.linear.lora import LoRATerm
+from tigon.kernels.mlp.lora_grouped_mlp import LoRAFactors
 
 # Of a block's path, what is before the names inside it
 BLOCK = re.compile(r".*?\.\d+\.")
@@ -24,7 +24,7 @@ BLOCK = re.compile(r".*?\.\d+\.")
 B, MAGNITUDE = "lora_B_", "lora_magnitude_vector_"
 
 
-def place_of(path: str) -> int:
+def dropout_seed(path: str) -> int:
     """64 bits, as an int64, of a layer's path inside its block, by which its dropout differs from
     that of the block's others. The same in each block, which torch.compile need not see anew."""
     inside = BLOCK.sub("", path, count=1).encode()
@@ -51,7 +51,9 @@ class LayerAdapter(nn.Module):
     parts: tuple[LoRAPart, ...]
     dora = False
 
-    def drawn(self, shapes: Shapes, generator: torch.Generator | None = None) -> dict[str, Tensor]:
+    def init_values(
+        self, shapes: Shapes, generator: torch.Generator | None = None
+    ) -> dict[str, Tensor]:
         """Initial values of its parameters in fp32 on the CPU, as PEFT's; nothing is added yet.
 
         `shapes`: of each, whole, of which ranks may have parts.
@@ -65,7 +67,7 @@ class LowRank(LayerAdapter):
     A of all parts are one parameter [R, C]; B of each is one of its own [K_p, r]. With `dora`
     (arXiv 2402.09353) the rows of W + scale B A then get lengths that are learned, a vector [K_p]
     of each part; as in its section 4.3, the lengths that they had are constants in backward.
-    `dropout`: the share of x that A does not read in training; `place`: the layer's `place_of`.
+    `dropout`: the share of x that A does not read in training; `seed`: the layer's `place_of`.
     `column_ranks`: those that each have some columns of W and A, where ranks divide these.
     """
 
@@ -78,13 +80,13 @@ class LowRank(LayerAdapter):
         *,
         dora: bool = False,
         dropout: float = 0.0,
-        place: int = 0,
+        seed: int = 0,
         dtype: torch.dtype,
         device: torch.device | str,
     ):
         super().__init__()
         self.parts, self.dora = tuple(parts), dora
-        self.dropout, self.place = dropout, place
+        self.dropout, self.seed = dropout, seed
         how: dict[str, Any] = {"dtype": dtype, "device": device}
         total = sum(part.rank for part in parts)
         self.lora_A = nn.Parameter(torch.empty(total, in_features, **how))
@@ -99,7 +101,9 @@ class LowRank(LayerAdapter):
     def name_of_a(self, part: LoRAPart) -> str:
         return "lora_A"
 
-    def drawn(self, shapes: Shapes, generator: torch.Generator | None = None) -> dict[str, Tensor]:
+    def init_values(
+        self, shapes: Shapes, generator: torch.Generator | None = None
+    ) -> dict[str, Tensor]:
         """A is drawn part by part, B is 0."""
         a = torch.empty(shapes["lora_A"], dtype=torch.float32, device="cpu")
         for rows in a.split([part.rank for part in self.parts]):
@@ -107,11 +111,11 @@ class LowRank(LayerAdapter):
         names = [B + part.name for part in self.parts]
         return {"lora_A": a} | {name: torch.zeros(shapes[name], device="cpu") for name in names}
 
-    def additions(self) -> list[Addition]:
+    def additions(self) -> list[LoRATerm]:
         own: dict[str, Any] = self._parameters  # none is None
-        return [Addition(p.first, own[B + p.name], p.scale) for p in self.parts]
+        return [LoRATerm(p.first, own[B + p.name], p.scale) for p in self.parts]
 
-    def gains(self, weight: Tensor) -> Tensor:
+    def dora_scale(self, weight: Tensor) -> Tensor:
         """[K]: the learned length of each row of W + scale B A over what it is; 1 elsewhere.
 
         In fp32, from ||W||^2 + 2 scale W A^T B^T + scale^2 B A A^T B^T, so that there is no matrix
@@ -135,7 +139,7 @@ class LowRank(LayerAdapter):
         gains.append(gains[0].new_ones(weight.shape[0] - end))
         return torch.cat(gains)
 
-    def row_lengths(self, rows: Tensor) -> Tensor:
+    def row_norms(self, rows: Tensor) -> Tensor:
         """[n, C] -> [n] in fp32, over the columns of all ranks, each of which calls this."""
         own = torch.linalg.vector_norm(rows, dim=1, dtype=torch.float32)
         return own if self.column_ranks is None else self.column_ranks.sum(own.square()).sqrt()
@@ -157,7 +161,7 @@ class Adapters(nn.Module):
         return None if self.chosen is None else self._modules.get(self.chosen)
 
 
-class Copies(nn.Module):
+class SavedModules(nn.Module):
     """Weights that adapters have in place of a layer's own, by name (PEFT's modules_to_save)."""
 
     def __init__(self) -> None:
@@ -197,7 +201,9 @@ class LowRankExperts(LayerAdapter):
     def name_of_a(self, part: LoRAPart) -> str:
         return A + part.name
 
-    def drawn(self, shapes: Shapes, generator: torch.Generator | None = None) -> dict[str, Tensor]:
+    def init_values(
+        self, shapes: Shapes, generator: torch.Generator | None = None
+    ) -> dict[str, Tensor]:
         found = {}
         for name, _ in self.named_parameters():
             values = torch.zeros(shapes[name], dtype=torch.float32, device="cpu")
@@ -212,7 +218,7 @@ class LowRankExperts(LayerAdapter):
         b = self.get_parameter(B + part.name).view(part.size, part.rank, self.experts)
         return a, b.permute(2, 0, 1) * part.scale
 
-    def low(self, gate_up: Tensor, down: Tensor) -> Low:
+    def low(self, gate_up: Tensor, down: Tensor) -> LoRAFactors:
         """Those of both matrices, of rank 0 where there are none."""
         own = {part.name: part for part in self.parts}
         found: list[Tensor] = []
@@ -222,7 +228,7 @@ class LowRankExperts(LayerAdapter):
             else:
                 e, o, k = matrix.shape
                 found += [matrix.new_empty(e, 0, k), matrix.new_empty(e, o, 0)]
-        return Low(*found)
+        return LoRAFactors(*found)
 
     def extra_repr(self) -> str:
         return ", ".join(f"{p.name}: rank {p.rank}, scale {p.scale:.3g}" for p in self.parts)

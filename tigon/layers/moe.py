@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tigon.distributed.expert_dispatch import ExpertShard, Route
+from tigon.distributed.expert_dispatch import ExpertShard, TokenRoute
 from tigon.kernels.mlp.gated_act import Activation
 from tigon.kernels.mlp.grouped_mlp import unchecked_grouped_mlp
 from tigon.kernels.mlp.lora_grouped_mlp import lora_grouped_mlp
@@ -20,7 +20,7 @@ from tigon.layers.lora import Adapters
 from tigon.layers.mlp import GatedMLP
 
 
-class Routed(NamedTuple):  # a tuple, so that FSDP and checkpointing find the tensors in it
+class MoEOutput(NamedTuple):  # a tuple, so that FSDP and checkpointing find the tensors in it
     """What experts made of a batch, and how it came to them."""
 
     x: Tensor  # [B, T, C]
@@ -39,7 +39,7 @@ class Experts(nn.Module):
         self.lora: Adapters | None = None  # one of which may be added to the matrices
         self.shard: ExpertShard | None = None  # None: this rank has all experts
 
-    def route(self, experts: Tensor) -> Route | None:
+    def route(self, experts: Tensor) -> TokenRoute | None:
         """Begins to tell the ranks which tokens they get; None: this rank has all experts.
 
         Who calls it early has work for the device while the host waits in `forward`.
@@ -51,7 +51,7 @@ class Experts(nn.Module):
         x: Tensor,
         experts: Tensor,
         weights: Tensor,
-        route: Route | None = None,
+        route: TokenRoute | None = None,
         alike: bool = False,
     ) -> Tensor:
         """x [N, C], experts and weights [N, k] -> [N, C]; the experts are not checked.
@@ -59,7 +59,7 @@ class Experts(nn.Module):
         `alike`: all ranks that share the experts have these tokens.
         """
         if self.shard is not None and alike:
-            return self.shard.run_alike(self._own, x, experts, weights)
+            return self.shard.run_replicated(self._own, x, experts, weights)
         if self.shard is not None:
             route = self.shard.route(experts) if route is None else route
             return self.shard.run(self._own, route, x, experts, weights)
@@ -108,7 +108,7 @@ class SparseMoE(nn.Module):
         """Whether each of several ranks has some of the experts, whole, and all else."""
         return self.experts.shard is not None
 
-    def forward(self, x: Tensor, *drawn: Tensor, alike: bool = False) -> Routed:
+    def forward(self, x: Tensor, *drawn: Tensor, alike: bool = False) -> MoEOutput:
         rows = x.flatten(0, -2)
         logits = self.gate(rows)
         probs = logits.softmax(-1, dtype=torch.float32)
@@ -126,7 +126,7 @@ class SparseMoE(nn.Module):
         y = self.experts(rows, chosen, weights, route, alike)
         y = y if shared is None else y + shared
         # No view: FSDP2 warns of views among what a block returns
-        return Routed(torch.ops.aten._unsafe_view(y, x.shape), probs, chosen)
+        return MoEOutput(torch.ops.aten._unsafe_view(y, x.shape), probs, chosen)
 
 
 class Balance(NamedTuple):
@@ -136,7 +136,7 @@ class Balance(NamedTuple):
     aux_loss: Tensor  # differentiable scalar: k if even, up to E if k experts take everything
 
 
-def tally(routed: Routed, real: Tensor | None) -> Tensor:
+def count_routing(routed: MoEOutput, real: Tensor | None) -> Tensor:
     """[2, E]: how often each expert was chosen, and its probabilities' sum, over the real tokens.
 
     `real` [B, T] is 0 on padding; None: there is none. Small, so that a layer's probabilities need

@@ -5,11 +5,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tigon.distributed.all_reduce import sum_few_and_norm
-from tigon.distributed.collectives import Ranks, sum_for_parts
-from tigon.distributed.sequence_parallel import Summands
+from tigon.distributed.all_reduce import all_reduce_small_norm
+from tigon.distributed.collectives import Ranks, all_reduce
+from tigon.distributed.sequence_parallel import PartialSum
 from tigon.kernels.norm.common import Cast
-from tigon.kernels.norm.rms_norm import norm_of_stream, rms_norm
+from tigon.kernels.norm.rms_norm import rms_norm, rms_norm_with_input
 from tigon.kernels.norm.sandwich_norm import sandwich_norm
 
 
@@ -34,7 +34,7 @@ class RMSNorm(nn.Module):
     def _normed_together(self, x: Tensor, ranks: Ranks, elements: int) -> Tensor:
         """As rms_norm_ref has it, but for the mean of squares."""
         h = x.float()
-        squares = sum_for_parts(h.square().sum(-1, keepdim=True), ranks)
+        squares = all_reduce(h.square().sum(-1, keepdim=True), ranks)
         h = h * torch.rsqrt(squares / elements + self.eps)
         if self.cast == "before_weight":
             return (self.offset + self.weight if self.offset else self.weight) * h.to(x.dtype)
@@ -53,17 +53,17 @@ class AddRMSNorm(RMSNorm):
     """
 
     def forward(  # type: ignore[override]
-        self, x: Tensor | Summands, residual: Tensor | None, post: RMSNorm | None = None
+        self, x: Tensor | PartialSum, residual: Tensor | None, post: RMSNorm | None = None
     ) -> tuple[Tensor, Tensor]:
-        if isinstance(x, Summands):
+        if isinstance(x, PartialSum):
             if residual is not None and post is None:
                 how: dict[str, Any] = {"offset": self.offset, "cast": self.cast}
-                return sum_few_and_norm(x.x, residual, self.weight, self.eps, x.ranks, **how)
+                return all_reduce_small_norm(x.x, residual, self.weight, self.eps, x.ranks, **how)
             x = x.total
         if residual is None:
             if post is not None:
                 raise ValueError("post norms what is added to a residual, but residual is None")
-            return norm_of_stream(x, self.weight, self.eps, offset=self.offset, cast=self.cast)
+            return rms_norm_with_input(x, self.weight, self.eps, offset=self.offset, cast=self.cast)
         if post is None:
             return rms_norm(
                 x, self.weight, self.eps, offset=self.offset, cast=self.cast, residual=residual

@@ -14,16 +14,16 @@ import torch
 from torch import Tensor, nn
 
 from tigon.kernels.linear import quantized
-from tigon.kernels.linear.lora import Base
+from tigon.kernels.linear.lora import BaseLinear
 from tigon.kernels.linear.quantized import (
-    BlockFp8,
-    block_fp8_dequantise,
-    block_fp8_rows,
-    quantised_base,
+    BlockFP8Tensor,
+    dequantize_block_fp8,
+    dequantize_block_fp8_rows,
+    quantized_base,
 )
 
 
-class QuantisedWeight(nn.Module, ABC):
+class QuantizedWeight(nn.Module, ABC):
     """A weight [K, C] of matrices [K_p, C], one below the other, each quantised for itself.
 
     `dtype` is that of the weight where it is used.
@@ -38,15 +38,15 @@ class QuantisedWeight(nn.Module, ABC):
         # Its shape and dtype for those who ask a weight for them; in a list, or it would be one of
         # the model's parameters
         empty = torch.empty(self.shape, dtype=dtype, device="meta")
-        self._outline = [nn.Parameter(empty, requires_grad=False)]
+        self._weight_meta = [nn.Parameter(empty, requires_grad=False)]
 
     @property
-    def outline(self) -> nn.Parameter:
+    def weight_meta(self) -> nn.Parameter:
         """A frozen parameter on the meta device with its shape and dtype."""
-        return self._outline[0]
+        return self._weight_meta[0]
 
     @abstractmethod
-    def dequantised(self) -> Tensor:
+    def dequantize(self) -> Tensor:
         """The weight in new memory."""
 
     @abstractmethod
@@ -57,9 +57,9 @@ class QuantisedWeight(nn.Module, ABC):
     def fill(self) -> None:
         """With random numbers, of the size that weights have."""
 
-    def base(self, inner: Base) -> Base:
+    def base(self, inner: BaseLinear) -> BaseLinear:
         """Products with it, computed by `inner` on the dequantised weight."""
-        return quantised_base(self.dequantised, inner)
+        return quantized_base(self.dequantize, inner)
 
     @property
     def nbytes(self) -> int:
@@ -91,17 +91,17 @@ class QuantisedWeight(nn.Module, ABC):
         return f"{self.kind}, {tuple(self.shape)} in {self.dtype}, parts={self.parts}"
 
 
-class Nf4Weight(QuantisedWeight):
+class NF4Weight(QuantizedWeight):
     """In 4 bits; see `tigon.kernels.linear.quantized`."""
 
     kind = "nf4"
-    BUFFERS = quantized.Nf4._fields
+    BUFFERS = quantized.NF4Tensor._fields
 
     def __init__(self, parts: Sequence[int], columns: int, dtype: torch.dtype):
         super().__init__(parts, columns, dtype)
         self.matrices = [rows * columns for rows in parts]
         codes, blocks, groups = (
-            sum(sizes) for sizes in zip(*map(quantized.sizes_of, self.matrices), strict=True)
+            sum(sizes) for sizes in zip(*map(quantized.packed_sizes, self.matrices), strict=True)
         )
         on_meta: dict[str, Any] = {"device": "meta"}
         for name, shape, kind in (
@@ -110,26 +110,26 @@ class Nf4Weight(QuantisedWeight):
             ("steps", (groups,), torch.float32),
             ("offsets", (groups,), torch.float32),
             ("places", (groups + 1, 3), torch.int64),
-            ("tables", (len(quantized.NUMBERS) + len(quantized.DYNAMIC),), torch.float32),
+            ("tables", (len(quantized.NF4_VALUES) + len(quantized.SCALE_VALUES),), torch.float32),
         ):
             self.register_buffer(name, torch.empty(shape, dtype=kind, **on_meta))
 
-    def _stored(self) -> quantized.Nf4:
+    def _stored(self) -> quantized.NF4Tensor:
         own: dict[str, Any] = self._buffers
-        return quantized.Nf4(*(own[name] for name in self.BUFFERS))
+        return quantized.NF4Tensor(*(own[name] for name in self.BUFFERS))
 
     def allocate(self, device: torch.device) -> None:
         super().allocate(device)
         own = self._stored()
-        own.places.copy_(quantized.places_of(self.matrices))
-        own.tables.copy_(torch.cat([quantized.NUMBERS, quantized.DYNAMIC]))
+        own.places.copy_(quantized.group_offsets(self.matrices))
+        own.tables.copy_(torch.cat([quantized.NF4_VALUES, quantized.SCALE_VALUES]))
 
     def store(self, weight: Tensor) -> None:
         """Quantises the weight [K, C]."""
-        own, sizes = self._stored(), [quantized.sizes_of(n) for n in self.matrices]
+        own, sizes = self._stored(), [quantized.packed_sizes(n) for n in self.matrices]
         begins = [0, 0, 0]
         for rows, size in zip(weight.split(list(self.parts)), sizes, strict=True):
-            codes, scales, steps, offsets = quantized.nf4_quantise(rows)
+            codes, scales, steps, offsets = quantized.quantize_nf4(rows)
             for into, values, axis in (
                 (own.codes, codes, 0),
                 (own.scales, scales, 1),
@@ -146,17 +146,17 @@ class Nf4Weight(QuantisedWeight):
         own.steps.fill_(0.02)
         own.offsets.fill_(0.05)
 
-    def dequantised(self) -> Tensor:
-        return quantized.nf4_dequantise(self._stored(), self.matrices, self.shape, self.dtype)
+    def dequantize(self) -> Tensor:
+        return quantized.dequantize_nf4(self._stored(), self.matrices, self.shape, self.dtype)
 
     def rows(self, part: int, first: int, count: int) -> Tensor:
         columns = self.shape[1]
         at = part, first * columns, count * columns
-        numbers = quantized.nf4_numbers(self._stored(), self.matrices, *at, self.dtype)
+        numbers = quantized.dequantize_nf4_slice(self._stored(), self.matrices, *at, self.dtype)
         return numbers.view(count, columns)
 
 
-class Fp8Weight(QuantisedWeight):
+class FP8Weight(QuantizedWeight):
     """As a checkpoint has it, in blocks of fp8; see `tigon.kernels.linear.quantized`.
 
     `blocks`: rows and columns of the blocks of each matrix; columns are alike. `stored`: the form
@@ -184,9 +184,9 @@ class Fp8Weight(QuantisedWeight):
         self.register_buffer("scales", torch.empty(scales, dtype=torch.float32, **on_meta))
         self.register_buffer("owners", torch.empty(sum(parts), dtype=torch.int32, **on_meta))
 
-    def _stored(self) -> BlockFp8:
+    def _stored(self) -> BlockFP8Tensor:
         own: dict[str, Any] = self._buffers
-        return BlockFp8(own["codes"], own["scales"], own["owners"])
+        return BlockFP8Tensor(own["codes"], own["scales"], own["owners"])
 
     def allocate(self, device: torch.device) -> None:
         super().allocate(device)
@@ -210,10 +210,12 @@ class Fp8Weight(QuantisedWeight):
         """Those of each matrix."""
         self._stored().scales.copy_(torch.cat(list(grids)))
 
-    def dequantised(self) -> Tensor:
+    def dequantize(self) -> Tensor:
         how: dict[str, Any] = {"width": self.width, "stored": self.stored, "dtype": self.dtype}
-        return block_fp8_dequantise(self._stored(), **how)
+        return dequantize_block_fp8(self._stored(), **how)
 
     def rows(self, part: int, first: int, count: int) -> Tensor:
         how: dict[str, Any] = {"width": self.width, "stored": self.stored, "dtype": self.dtype}
-        return block_fp8_rows(self._stored(), sum(self.parts[:part]) + first, count, **how)
+        return dequantize_block_fp8_rows(
+            self._stored(), sum(self.parts[:part]) + first, count, **how
+        )

@@ -12,13 +12,13 @@ from torch import Tensor
 from tigon.kernels.attention.kv_cache import (
     KVBuffers,
     check_buffers,
-    floats,
+    dequantize_slots,
     load_packed,
-    unpack,
-    write,
+    unpack_int8,
+    write_tokens,
 )
-from tigon.kernels.rope.rope import adjacent, check_angles, load_rotated, rope
 from tigon.kernels.rope.rope import angles as strided_angles
+from tigon.kernels.rope.rope import check_angles, load_rotated, rope, with_contiguous_dim
 from tigon.kernels.runtime import (
     INTERPRETED,
     check_devices,
@@ -34,7 +34,7 @@ from tigon.kernels.runtime import (
 
 
 @triton.jit
-def fold(queries, tile, seen, state, scale, softcap, PACKED):
+def accumulate_tile(queries, tile, seen, state, scale, softcap, PACKED):
     """One tile of tokens into the running softmax, whose exponents are of two.
 
     `queries`, and `out` of the state, have their even dims and their odd ones, PACKED alone.
@@ -43,7 +43,7 @@ def fold(queries, tile, seen, state, scale, softcap, PACKED):
     k, v, k_scales, v_scales = tile
     best, total, out, out_high = state
     if PACKED:
-        low, high = unpack(k, q.dtype)
+        low, high = unpack_int8(k, q.dtype)
         scores = tl.dot(q, low.T, input_precision="ieee")
         scores = tl.dot(q_high, high.T, scores, input_precision="ieee") * scale
         scores *= k_scales[None, :]
@@ -60,7 +60,7 @@ def fold(queries, tile, seen, state, scale, softcap, PACKED):
     total = total * shrink + tl.sum(p, 1)
     if PACKED:
         p = (p * v_scales[None, :]).to(q.dtype)
-        low, high = unpack(v, q.dtype)
+        low, high = unpack_int8(v, q.dtype)
         out = tl.dot(p, low, out * shrink[:, None], input_precision="ieee")
         out_high = tl.dot(p, high, out_high * shrink[:, None], input_precision="ieee")
     else:
@@ -96,7 +96,7 @@ def combine_kernel(
 # D head dim
 
 # What the kernel takes at once; more go in parts
-MOST_TOKENS = 16
+MAX_QUERY_TOKENS = 16
 LOG2E = 1.4426950408889634
 
 
@@ -117,7 +117,7 @@ def append_attention_ref(
     scale = d**-0.5 if scale is None else scale
     positions = lengths[:, None] + torch.arange(t, device=q.device)  # [B, T]
     rows = torch.arange(b, device=q.device)[:, None]
-    write(k, v, buffers, rows, positions % slots)
+    write_tokens(k, v, buffers, rows, positions % slots)
     on_cpu = q.device.type == "cpu" and has_values(q)
     if on_cpu:  # where looking at the lengths costs nothing, slots never used cost nothing
         slots = min(slots, int(positions.max()) + 1)
@@ -127,8 +127,8 @@ def append_attention_ref(
     seen = (held >= 0)[:, None] & (held[:, None] <= positions[..., None])  # [B, T, S]
     if window is not None:
         seen &= held[:, None] > positions[..., None] - window
-    keys = floats(buffers.keys, buffers.key_scales, slots)
-    values = floats(buffers.values, buffers.value_scales, slots)
+    keys = dequantize_slots(buffers.keys, buffers.key_scales, slots)
+    values = dequantize_slots(buffers.values, buffers.value_scales, slots)
     empty = held < 0
     if not on_cpu or empty.any():  # what lies there may be NaN, and 0 * NaN is NaN
         values = values.masked_fill(empty[:, None, :, None], 0.0)
@@ -237,7 +237,9 @@ def _append_attention_kernel(
         if window is not None:
             seen = seen & (new[None, :] > t[:, None] - window)
         tile, state = (k_new, v_new, k_scale, v_scale), (best, total, out, out_high)
-        best, total, out, out_high = fold(pair, tile, seen, state, scale, softcap, PACKED)
+        best, total, out, out_high = accumulate_tile(
+            pair, tile, seen, state, scale, softcap, PACKED
+        )
         if tl.program_id(2) == 0:
             slots = ((length + new) % R).to(tl.int64)
             k_to = row_keys + slots[:, None] * keys[3] + dims[None, :]
@@ -273,7 +275,9 @@ def _append_attention_kernel(
         if window is not None and T > 1:
             seen = seen & ((first + i)[None, :] > (length + t - window)[:, None])
         tile, state = (k_tile, v_tile, k_scale, v_scale), (best, total, out, out_high)
-        best, total, out, out_high = fold(pair, tile, seen, state, scale, softcap, PACKED)
+        best, total, out, out_high = accumulate_tile(
+            pair, tile, seen, state, scale, softcap, PACKED
+        )
 
     at = (row * T + t) * H + h
     total = tl.maximum(total, 1.0)  # as it is, unless a query saw nothing: 0 of weight 2^-inf
@@ -286,7 +290,7 @@ def _append_attention_kernel(
         tl.store(y + 1, (out_high / total[:, None]).to(y.dtype.element_ty), mask=asked)
 
 
-class Launch(NamedTuple):
+class DecodeLaunch(NamedTuple):
     """Tokens of a tile, tiles in flight, programs per multiprocessor."""
 
     block: int
@@ -294,20 +298,20 @@ class Launch(NamedTuple):
     resident: int
 
 
-def _launch_for(dtype: torch.dtype, kept: torch.dtype, width: int) -> Launch:
+def _select_launch(dtype: torch.dtype, kept: torch.dtype, width: int) -> DecodeLaunch:
     """For queries and keys of these types. The numbers were the best of some tried on an H200."""
     if INTERPRETED:
-        return Launch(16, stages=1, resident=1)
+        return DecodeLaunch(16, stages=1, resident=1)
     if dtype == torch.float32:  # products without tensor cores
-        return Launch(max(16, min(64, 4096 // width)), stages=3, resident=2)
+        return DecodeLaunch(max(16, min(64, 4096 // width)), stages=3, resident=2)
     if kept == torch.int8:
-        return Launch(min(128, 16384 // width), stages=3, resident=2)
+        return DecodeLaunch(min(128, 16384 // width), stages=3, resident=2)
     if width <= 64:
-        return Launch(64, stages=3, resident=2)
-    return Launch(32, stages=4, resident=2 if width == 128 else 1)
+        return DecodeLaunch(64, stages=3, resident=2)
+    return DecodeLaunch(32, stages=4, resident=2 if width == 128 else 1)
 
 
-def _splits(groups: int, blocks: int, places: int) -> int:
+def _num_splits(groups: int, blocks: int, places: int) -> int:
     """Programs among which the tokens of each of `groups` are shared out; `places` run at once.
 
     Few groups fill the device exactly once; many, whose lengths may differ, take turns.
@@ -345,7 +349,7 @@ def _forward(
     half = 0 if cos is None else cos.shape[-1]
     y = _output(q)
     width = max(32, triton.next_power_of_2(d))
-    launch = _launch_for(q.dtype, keys.dtype, width)
+    launch = _select_launch(q.dtype, keys.dtype, width)
     if key_scales is not None:
         keys, values = keys.view(torch.int16), values.view(torch.int16)
     most_queries = 16 if q.dtype == torch.float32 else 64 if width <= 128 else 32  # by registers
@@ -354,12 +358,12 @@ def _forward(
     most = slots if window is None else min(slots, window)
     groups = b * kv_heads * query_blocks
     places = launch.resident * num_sms(q)
-    splits = _splits(groups, triton.cdiv(most, launch.block), places)
+    splits = _num_splits(groups, triton.cdiv(most, launch.block), places)
     whole = splits == 1
     parts = y if whole else q.new_empty(b, t, h, splits, d, dtype=torch.float32)
     logsums = None if whole else q.new_empty(b, t, h, splits, dtype=torch.float32)
     _append_attention_kernel[(b * kv_heads, splits, query_blocks)](
-        *(_with_strides(adjacent(x)) for x in (q, k, v)),
+        *(_with_strides(with_contiguous_dim(x)) for x in (q, k, v)),
         *(_with_strides(x) for x in (keys, values, key_scales, value_scales)),
         lengths.contiguous(),
         None if cos is None or sin is None else strided_angles(cos, sin),
@@ -375,7 +379,7 @@ def _forward(
         D=d,
         WIDTH=width,
         QUERIES=queries,
-        TOKENS=MOST_TOKENS,
+        TOKENS=MAX_QUERY_TOKENS,
         BLOCK=launch.block,
         STAGES=launch.stages,
         PACKED=key_scales is not None,
@@ -423,45 +427,47 @@ def append_attention(
     Raises ValueError for shapes or dtypes that do not fit together, RuntimeError if a gradient is
     wanted, which cannot be had of buffers that are overwritten.
     """
-    _check(q, k, v, buffers, lengths)
+    _check_inputs(q, k, v, buffers, lengths)
     if not q.numel():
         return torch.empty_like(q)
-    served = _triton_serves(q, buffers)
-    if angles is not None and not (served and rotates(q.shape[1], buffers)):
+    served = _triton_supports(q, buffers)
+    if angles is not None and not (served and fuses_rope(q.shape[1], buffers)):
         (q, k), angles = rope(q, k, *angles), None
     if not served:
         return append_attention_ref(
             q, k, v, buffers, lengths, window=window, softcap=softcap, scale=scale
         )
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    if q.shape[1] <= MOST_TOKENS:
+    if q.shape[1] <= MAX_QUERY_TOKENS:
         cos, sin = (None, None) if angles is None else angles
         if cos is not None and sin is not None:
             check_angles(cos, sin, q.shape[0], q.shape[1], q.shape[3])
         return _forward(q, k, v, *buffers, lengths, window, softcap, scale, cos, sin)
-    parts = zip(*(x.split(MOST_TOKENS, 1) for x in (q, k, v)), strict=True)
+    parts = zip(*(x.split(MAX_QUERY_TOKENS, 1) for x in (q, k, v)), strict=True)
     return torch.cat(
         [
-            _forward(*part, *buffers, lengths + i * MOST_TOKENS, window, softcap, scale, None, None)
+            _forward(
+                *part, *buffers, lengths + i * MAX_QUERY_TOKENS, window, softcap, scale, None, None
+            )
             for i, part in enumerate(parts)
         ],
         1,
     )
 
 
-def rotates(tokens: int, buffers: KVBuffers) -> bool:
+def fuses_rope(tokens: int, buffers: KVBuffers) -> bool:
     """Whether the kernel can rotate, too: not pairs of int8, nor more tokens than it takes at
     once."""
-    return buffers.key_scales is None and tokens <= MOST_TOKENS
+    return buffers.key_scales is None and tokens <= MAX_QUERY_TOKENS
 
 
-def _triton_serves(q: Tensor, buffers: KVBuffers) -> bool:
+def _triton_supports(q: Tensor, buffers: KVBuffers) -> bool:
     """Whether the kernel does; the interpreter has no bf16 products."""
     pairs = buffers.key_scales is None or q.shape[-1] % 2 == 0
     return runs_triton(q) and pairs and (q.dtype != torch.bfloat16 or q.device.type == "cuda")
 
 
-def _check(q: Tensor, k: Tensor, v: Tensor, buffers: KVBuffers, lengths: Tensor) -> None:
+def _check_inputs(q: Tensor, k: Tensor, v: Tensor, buffers: KVBuffers, lengths: Tensor) -> None:
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
         raise RuntimeError(
             "append_attention has no gradient: call it inside torch.no_grad(), or use a KVCache"

@@ -23,7 +23,7 @@ class KVBuffers(NamedTuple):
     value_scales: Tensor | None = None  # [B, K, R] fp32
 
 
-def _quantise(x: Tensor) -> tuple[Tensor, Tensor]:
+def _quantize(x: Tensor) -> tuple[Tensor, Tensor]:
     """x [..., D] as int8 and its scales [...]."""
     x = x.float()
     largest = x.abs().amax(-1)
@@ -31,18 +31,18 @@ def _quantise(x: Tensor) -> tuple[Tensor, Tensor]:
     return (x / scales.clamp_min(1e-30)[..., None]).round().to(torch.int8), scales
 
 
-def write(k: Tensor, v: Tensor, buffers: KVBuffers, rows: Tensor, slots: Tensor) -> None:
+def write_tokens(k: Tensor, v: Tensor, buffers: KVBuffers, rows: Tensor, slots: Tensor) -> None:
     """k and v [..., K, D] into the slots [...] of the rows [...]."""
     new = ((k, buffers.keys, buffers.key_scales), (v, buffers.values, buffers.value_scales))
     for x, kept, kept_scales in new:
         x = x.detach()
         if kept_scales is not None:
-            x, scales = _quantise(x)
+            x, scales = _quantize(x)
             kept_scales[rows, :, slots] = scales
         kept[rows, :, slots] = x.to(kept.dtype)
 
 
-def floats(x: Tensor, scales: Tensor | None, slots: int) -> Tensor:
+def dequantize_slots(x: Tensor, scales: Tensor | None, slots: int) -> Tensor:
     """The first slots in fp32."""
     x = x[:, :, :slots].float()
     return x if scales is None else x * scales[:, :, :slots, None]
@@ -90,11 +90,11 @@ def append_tokens(
     # Several writes to one slot would come in any order: all of them write the token that stays
     later = (ends - 1 - positions) // slots * slots
     last = torch.arange(len(k), device=k.device) + later
-    write(k[last], v[last], buffers, rows, positions % slots)
+    write_tokens(k[last], v[last], buffers, rows, positions % slots)
 
 
 @triton.jit
-def unpack(x, dtype: tl.constexpr):
+def unpack_int8(x, dtype: tl.constexpr):
     """Two int8 in each int16: the low ones and the high ones."""
     if dtype == tl.bfloat16:
         # Two at a time, exactly: the bits of 128 + a byte's lower seven, less 128 or, with its

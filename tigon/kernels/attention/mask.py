@@ -11,11 +11,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
-from tigon.kernels.attention.backends import FEW, SHORT
-from tigon.kernels.attention.shared_prefix import Before, Keys
-from tigon.kernels.runtime import power_of_2
+from tigon.kernels.attention.backends import CUDNN_MAX_TOKENS, MIN_KERNEL_TOKENS
+from tigon.kernels.attention.shared_prefix import PrefixedKeys, PrefixVisibility
+from tigon.kernels.runtime import next_power_of_2
 
-MOST_REAL = 7 / 8  # share of real tokens in a batch up to which padding is dropped
+MAX_REAL_SHARE = 7 / 8  # share of real tokens in a batch up to which padding is dropped
 BLOCK = 128  # tokens in a block of FlexAttention's masks: its own default
 
 
@@ -24,7 +24,7 @@ class Sequences(NamedTuple):
 
     cu: Tensor  # int32 [n + 1]: where each begins, and the end of the last
     longest: int  # tokens of the longest, or more; the host must know it to launch a kernel
-    keys: Keys | None = None  # where they are not those of the same tokens
+    keys: PrefixedKeys | None = None  # where they are not those of the same tokens
 
     def even(self, tokens: int) -> bool:
         """Whether all of them are of one length: then the batch is a batch of these rows."""
@@ -80,7 +80,7 @@ class AttentionMask:
         self.plans: dict[Any, Any] = {}  # of attention(), per kind of layer
         self._derived: dict[Hashable, Any] = {}
         self._looked: tuple[Tensor, Tensor] | None = None  # on the host: cu, and which are real
-        self._before: Before | None = None  # of padded rows
+        self._before: PrefixVisibility | None = None  # of padded rows
 
     def _once(self, key: Hashable, derive: Callable[[], Any]) -> Any:
         """The result of `derive`, kept under `key`."""
@@ -159,10 +159,10 @@ class AttentionMask:
         row, token = told.cu // whole.tokens, told.cu % whole.tokens
         queries = row * self.tokens + (token - self.past).clamp(0, self.tokens)
         keys, longest = self._kept(told.cu, whole.tokens), min(told.longest, self.keys)
-        of_keys = Keys(keys, longest)
+        of_keys = PrefixedKeys(keys, longest)
         if self.prefixes is not None and self.segment_ids is not None:
             prefixes = self._kept(self.prefixes, whole.tokens)
-            of_keys = Keys.of(prefixes, keys, longest, self.segment_ids.numel())
+            of_keys = PrefixedKeys.of(prefixes, keys, longest, self.segment_ids.numel())
         return Sequences(queries, min(told.longest, self.tokens), of_keys)
 
     def _kept(self, bounds: Tensor, tokens: int) -> Tensor:
@@ -172,10 +172,12 @@ class AttentionMask:
     def _given(self, cu: Tensor, longest: int) -> Sequences:
         if self.prefixes is None or self.segment_ids is None:
             return Sequences(cu, longest)
-        return Sequences(cu, longest, Keys.of(self.prefixes, cu, longest, self.segment_ids.numel()))
+        return Sequences(
+            cu, longest, PrefixedKeys.of(self.prefixes, cu, longest, self.segment_ids.numel())
+        )
 
     @property
-    def before(self) -> Before | None:
+    def before(self) -> PrefixVisibility | None:
         """What tokens see by `prefixes`."""
         if self.whole is not None:
             of = self.whole.before
@@ -183,7 +185,7 @@ class AttentionMask:
         if self.prefixes is None or self.cu_seq_lens is None or self.segment_ids is None:
             return self._before
         prefixes, cu, shape = self.prefixes, self.cu_seq_lens, self.segment_ids.shape
-        return self._once("before", lambda: Before.of(prefixes, cu, *shape))
+        return self._once("before", lambda: PrefixVisibility.of(prefixes, cu, *shape))
 
     def _look(self, device: torch.device) -> Sequences | str:
         code = torch.zeros((), dtype=torch.uint8, device=device)
@@ -221,7 +223,7 @@ class AttentionMask:
         cu, real = self._looked
         lengths, device = cu.diff(), self.key_mask.device
         kept = lengths[real]
-        if kept.sum() > MOST_REAL * cu[-1]:
+        if kept.sum() > MAX_REAL_SHARE * cu[-1]:
             return None
         index = real.repeat_interleave(lengths).nonzero()[:, 0]
         mask = type(self)(
@@ -308,7 +310,7 @@ class AttentionMask:
         # A number would be compiled into the kernel
         offset = torch.full((), past, device=device) if past else None
         (q0, q1, q_full), (k0, k1, k_full) = (
-            _ends_of_blocks(*span, device) for span in ((past, past + self.tokens), (0, self.keys))
+            _block_bounds(*span, device) for span in ((past, past + self.tokens), (0, self.keys))
         )
         q0, q1 = q0[:, None], q1[:, None]
         some = (k0 <= q1) if causal else torch.ones_like(k0 <= q1)  # any pair may be visible
@@ -357,7 +359,7 @@ class AttentionMask:
         )
 
 
-def _ends_of_blocks(first: int, end: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+def _block_bounds(first: int, end: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
     """Of the blocks of tokens [first, end): the first token, the last, and whether it is full."""
     begins = torch.arange(first, end, BLOCK, device=device)
     return begins, (begins + BLOCK - 1).clamp(max=end - 1), begins + BLOCK <= end
@@ -367,10 +369,10 @@ def _ends_of_blocks(first: int, end: int, device: torch.device) -> tuple[Tensor,
 #
 # n sequences
 
-LEAST = 8  # sequences that there is room for
+MIN_SEQUENCES = 8  # sequences that there is room for
 
 
-def with_room(mask: AttentionMask, total: int, windows: Iterable[int]) -> AttentionMask:
+def pad_cu_seqlens(mask: AttentionMask, total: int, windows: Iterable[int]) -> AttentionMask:
     """The mask of the same sequences, with room for more and longer ones; `total` tokens in all.
 
     Empty sequences at the end fill the bounds up, and `longest` is rounded up, never past what
@@ -380,28 +382,31 @@ def with_room(mask: AttentionMask, total: int, windows: Iterable[int]) -> Attent
     cu, longest = mask.cu_seq_lens, mask.longest
     if cu is None or longest is None or (len(cu) - 1) * longest == total:
         return mask
-    missing = room(len(cu) - 1) + 1 - len(cu)
+    missing = padded_count(len(cu) - 1) + 1 - len(cu)
     return AttentionMask(
         mask.tokens,
         segment_ids=mask.segment_ids,
         key_mask=mask.key_mask,
         causal=mask.causal,
         cu_seq_lens=torch.cat([cu, cu.new_full((missing,), total)]) if missing else cu,
-        longest=rounded(longest, mask.tokens, windows),
+        longest=round_max_seqlen(longest, mask.tokens, windows),
         backend=mask.backend,
     )
 
 
-def room(sequences: int) -> int:
+def padded_count(sequences: int) -> int:
     """For how many there is room."""
     # FlashAttention-2 divides the sum of dQ by their number where it is to be deterministic
     if torch.are_deterministic_algorithms_enabled():
         return sequences
-    return power_of_2(max(sequences, LEAST))
+    return next_power_of_2(max(sequences, MIN_SEQUENCES))
 
 
-def rounded(longest: int, tokens: int, windows: Iterable[int]) -> int:
+def round_max_seqlen(longest: int, tokens: int, windows: Iterable[int]) -> int:
     """The next power of two; or what comes before it of the lengths up to which another backend or
     another window is taken, and of the `tokens` of a row."""
-    edges = (SHORT - 1, FEW, tokens, *windows)
-    return min(power_of_2(max(longest, SHORT)), *(edge for edge in edges if edge >= longest))
+    edges = (MIN_KERNEL_TOKENS - 1, CUDNN_MAX_TOKENS, tokens, *windows)
+    return min(
+        next_power_of_2(max(longest, MIN_KERNEL_TOKENS)),
+        *(edge for edge in edges if edge >= longest),
+    )

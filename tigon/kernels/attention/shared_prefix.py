@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 
-class Copies(NamedTuple):
+class KeyCopies(NamedTuple):
     """Of which tokens of the flattened batch the keys are."""
 
     places: Tensor  # int64 [S]
@@ -18,12 +18,12 @@ class Copies(NamedTuple):
     bounds: Tensor  # int64 [N + 1], of each token in `order`
 
 
-class Keys(NamedTuple):
+class PrefixedKeys(NamedTuple):
     """The keys of every sequence, such as those of its prefix and its own behind them."""
 
     cu: Tensor  # int32 [n + 1]
     longest: int  # keys of the longest, or more
-    copies: Copies | None = None  # None: they stand one behind the other, each once
+    copies: KeyCopies | None = None  # None: they stand one behind the other, each once
 
     @classmethod
     def of(cls, prefixes: Tensor, cu: Tensor, longest: int, total: int) -> Self:
@@ -40,14 +40,14 @@ class Keys(NamedTuple):
         ordered, order = places.sort(stable=True)
         bounds = torch.searchsorted(ordered, torch.arange(total + 1, device=cu.device))
         cu = F.pad(ends[1::2], (1, 0)).int()
-        return cls(cu, longest, Copies(places, order, bounds))
+        return cls(cu, longest, KeyCopies(places, order, bounds))
 
     def take(self, x: Tensor) -> Tensor:
         """x [N, K, D] -> [S, K, D]."""
-        return x if self.copies is None else _Taken.apply(x, *self.copies)
+        return x if self.copies is None else _GatherKeys.apply(x, *self.copies)
 
 
-class _Taken(torch.autograd.Function):
+class _GatherKeys(torch.autograd.Function):
     """index_select, whose gradient adds the copies of a token up in fp32 and without atomics."""
 
     @staticmethod
@@ -63,7 +63,7 @@ class _Taken(torch.autograd.Function):
         return dx.view(-1, *upstream.shape[1:]), None, None, None
 
 
-class Before(NamedTuple):
+class PrefixVisibility(NamedTuple):
     """What each token of a row sees before its own sequence: keys `first` to `last`, excluded.
 
     The query at q is q - shift - k positions behind key k of them.

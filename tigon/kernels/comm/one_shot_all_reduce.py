@@ -20,17 +20,17 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tigon.kernels.runtime import pdl_options, pdl_wait, power_of_2, tl, triton
+from tigon.kernels.runtime import next_power_of_2, pdl_options, pdl_wait, tl, triton
 
 TURNS, S, P = 3, 1024, 256
-WIDEST = 16384  # elements of a row that a program norms
+MAX_COLUMNS = 16384  # elements of a row that a program norms
 BITS = {torch.bfloat16: torch.int16, torch.float16: torch.int16, torch.float32: torch.int32}
 
 
-class Buffers(NamedTuple):
+class SymmetricBuffers(NamedTuple):
     """What a rank has for the sums of a group in one dtype; the others write to `own`."""
 
-    own: Tensor  # bits [TURNS, R, P S], all `empty` at first
+    local: Tensor  # bits [TURNS, R, P S], all `empty` at first
     addresses: Tensor  # int64 [R], of every rank's `own`
     turns: Tensor  # int32 [P], zeros at first
     rank: int
@@ -38,13 +38,13 @@ class Buffers(NamedTuple):
     handle: object = None  # of the shared memory, which lives as long
 
 
-def empty(dtype: torch.dtype) -> int:
+def empty_bits(dtype: torch.dtype) -> int:
     """The bits of -0.0."""
     return torch.iinfo(BITS[dtype]).min
 
 
 @triton.jit
-def _summed(
+def _exchange_and_add(
     bits,  # this rank's elements
     at,  # where they are in a part of the buffers
     inside,  # those that exist
@@ -117,7 +117,7 @@ def _one_shot_kernel(
         bits = tl.load(x + at // SIZE * WIDTH + column, mask=has, other=0)
     dtype: tl.constexpr = y.dtype.element_ty
     whole = at >= 0
-    total = _summed(
+    total = _exchange_and_add(
         bits, at, inside, whole, own, addresses, turn, dtype, RANK, R, P * S, TURNS, EMPTY
     )  # fmt: skip
     tl.store(y + at, total, mask=inside)
@@ -160,7 +160,7 @@ def _one_shot_norm_kernel(
     turn = tl.load(count, mask=exists, other=0)
     bits = tl.load(x + at, mask=inside, other=0)
     h = tl.load(residual + at, mask=inside, other=0.0).to(tl.float32)
-    h += _summed(
+    h += _exchange_and_add(
         bits, at, inside, whole, own, addresses, turn, dtype, RANK, R, P * S, TURNS, EMPTY
     ).to(tl.float32)  # fmt: skip
     tl.store(count, (turn + 1) % TURNS, mask=exists)
@@ -176,7 +176,7 @@ def _one_shot_norm_kernel(
     tl.store(y + at, (h * scale).to(dtype), mask=inside)
 
 
-def one_shot_sum(x: Tensor, buffers: Buffers) -> Tensor:
+def one_shot_all_reduce(x: Tensor, buffers: SymmetricBuffers) -> Tensor:
     """The sum of every rank's `x` [...], added up in float32: the same bits on all of them.
 
     All ranks call it in the same order with as many elements, at most P S, each on one stream. It
@@ -186,7 +186,7 @@ def one_shot_sum(x: Tensor, buffers: Buffers) -> Tensor:
     return _launch(x, torch.empty_like(x), 0, None, buffers)
 
 
-def one_shot_join(x: Tensor, first: int, size: int, buffers: Buffers) -> Tensor:
+def one_shot_all_gather(x: Tensor, first: int, size: int, buffers: SymmetricBuffers) -> Tensor:
     """Each rank's columns `first` to `first + W`, `x` [..., W], to all [..., size] of them.
 
     The sum of what has zeros in the other columns; called as `one_shot_sum`.
@@ -195,13 +195,15 @@ def one_shot_join(x: Tensor, first: int, size: int, buffers: Buffers) -> Tensor:
     return _launch(x, x.new_empty(*x.shape[:-1], size), first, size, buffers)
 
 
-def _check(x: Tensor, n: int, buffers: Buffers) -> None:
-    most = buffers.own.shape[-1]
+def _check(x: Tensor, n: int, buffers: SymmetricBuffers) -> None:
+    most = buffers.local.shape[-1]
     if x.dtype != buffers.dtype or n > most:
         raise ValueError(f"{n} elements of {x.dtype}: buffers for {most}, {buffers.dtype}")
 
 
-def _launch(x: Tensor, y: Tensor, first: int, size: int | None, buffers: Buffers) -> Tensor:
+def _launch(
+    x: Tensor, y: Tensor, first: int, size: int | None, buffers: SymmetricBuffers
+) -> Tensor:
     own, addresses, turns, rank, dtype, _ = buffers
     _check(x, y.numel(), buffers)
     _one_shot_kernel[(triton.cdiv(y.numel(), S),)](
@@ -217,7 +219,7 @@ def _launch(x: Tensor, y: Tensor, first: int, size: int | None, buffers: Buffers
         S,
         own.shape[2] // S,
         TURNS,
-        empty(dtype),
+        empty_bits(dtype),
         None if size is None else x.shape[-1],
         size,
         num_warps=4,
@@ -226,21 +228,21 @@ def _launch(x: Tensor, y: Tensor, first: int, size: int | None, buffers: Buffers
     return y
 
 
-def fits_norm(x: Tensor, residual: Tensor, weight: Tensor) -> bool:
+def supports_norm(x: Tensor, residual: Tensor, weight: Tensor) -> bool:
     """Whether `one_shot_norm` is for x [..., C]: a row's elements have whole parts of their own."""
     C = x.shape[-1]
     same = residual.dtype == x.dtype and residual.shape == x.shape and weight.shape == (C,)
     # A copy of the weight would be written just before the kernel, which reads it before it waits
     same = same and weight.is_contiguous()
-    return same and C <= WIDEST and (C % S == 0 or x.numel() == C)
+    return same and C <= MAX_COLUMNS and (C % S == 0 or x.numel() == C)
 
 
-def one_shot_norm(
+def one_shot_all_reduce_norm(
     x: Tensor,
     residual: Tensor,
     weight: Tensor,
     eps: float,
-    buffers: Buffers,
+    buffers: SymmetricBuffers,
     *,
     offset: float = 0.0,
     before: bool = True,  # round before the weight
@@ -249,11 +251,11 @@ def one_shot_norm(
     `one_shot_sum`."""
     own, addresses, turns, rank, dtype, _ = buffers
     _check(x, x.numel(), buffers)
-    if not fits_norm(x, residual, weight):
+    if not supports_norm(x, residual, weight):
         raise ValueError(f"x {tuple(x.shape)} and residual {tuple(residual.shape)}: see fits_norm")
     x, C = x.contiguous(), x.shape[-1]
     y, stream = torch.empty_like(x), torch.empty_like(x)
-    parts = power_of_2(triton.cdiv(C, S))
+    parts = next_power_of_2(triton.cdiv(C, S))
     _one_shot_norm_kernel[(x.numel() // C,)](
         x.view(own.dtype),
         residual.contiguous(),
@@ -273,7 +275,7 @@ def one_shot_norm(
         own.shape[2] // S,
         parts,
         TURNS,
-        empty(dtype),
+        empty_bits(dtype),
         num_warps=min(2 * parts, 16),
         **pdl_options(y),
     )

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tigon.kernels.optim.low_bits import draw, sixteen
+from tigon.kernels.optim.low_bits import draw_bits, extract_16_bits
 from tigon.kernels.runtime import (
     INTERPRETED,
     as_rows,
@@ -34,7 +34,7 @@ class Dropout(NamedTuple):
     """What is dropped of a product's input x [..., C]."""
 
     keys: Tensor  # int64 [...], with random bits of each row
-    place: int  # of the layer, an int64 with random bits
+    seed: int  # of the layer, an int64 with random bits
     p: float  # how much, in [0, 1)
 
     @property
@@ -56,83 +56,83 @@ class Dropout(NamedTuple):
             )
 
 
-def kept_ref(dropout: Dropout, columns: int) -> Tensor:
+def keep_mask_ref(dropout: Dropout, columns: int) -> Tensor:
     """Bool [..., C]: which elements are kept. The definition."""
     keys = dropout.keys
     words = torch.arange(-(-columns // 4), device=keys.device)
-    bits = random_bits((keys + dropout.place)[..., None], words)
+    bits = random_bits((keys + dropout.seed)[..., None], words)
     parts = torch.stack([sixteen_of(bits, i) for i in range(4)], -1).flatten(-2)
     return parts[..., :columns] >= dropout.threshold
 
 
-def drop_ref(x: Tensor, dropout: Dropout) -> Tensor:
+def apply_dropout_ref(x: Tensor, dropout: Dropout) -> Tensor:
     """x where it is kept, and 0 elsewhere."""
-    return torch.where(kept_ref(dropout, x.shape[-1]).view(x.shape), x, 0)
+    return torch.where(keep_mask_ref(dropout, x.shape[-1]).view(x.shape), x, 0)
 
 
 @triton.jit
-def kept(streams, first, threshold, COLUMNS: tl.constexpr):
+def keep_mask(streams, first, threshold, COLUMNS: tl.constexpr):
     """Bool [ROWS, COLUMNS] from column `first`, which 4 divides, on; streams int64 [ROWS]."""
-    bits = draw(first // 4, tl.arange(0, COLUMNS // 4)[None, :], streams[:, None])
-    even = tl.interleave(sixteen(bits, 0), sixteen(bits, 2))
-    odd = tl.interleave(sixteen(bits, 1), sixteen(bits, 3))
+    bits = draw_bits(first // 4, tl.arange(0, COLUMNS // 4)[None, :], streams[:, None])
+    even = tl.interleave(extract_16_bits(bits, 0), extract_16_bits(bits, 2))
+    odd = tl.interleave(extract_16_bits(bits, 1), extract_16_bits(bits, 3))
     return tl.interleave(even, odd) >= threshold
 
 
 @triton.jit(do_not_specialize=["place", "threshold"])
 def _drop_kernel(
-    y, x, keys, place, threshold, N, C, x_row, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+    y, x, keys, seed, threshold, N, C, x_row, ROWS: tl.constexpr, COLUMNS: tl.constexpr
 ):
     blocks = tl.cdiv(C, COLUMNS)
     i = tl.program_id(0) // blocks
     start = (tl.program_id(0) - i * blocks) * COLUMNS
     rows, columns = i * ROWS + tl.arange(0, ROWS), start + tl.arange(0, COLUMNS)
-    streams = tl.load(keys + rows, mask=rows < N, other=0) + place
+    streams = tl.load(keys + rows, mask=rows < N, other=0) + seed
     inside = (rows < N)[:, None] & (columns < C)[None, :]
     at = rows.to(tl.int64)[:, None]
     own = tl.load(x + at * x_row + columns[None, :], mask=inside, other=0.0)
-    own = tl.where(kept(streams, start, threshold, COLUMNS), own, 0.0)
+    own = tl.where(keep_mask(streams, start, threshold, COLUMNS), own, 0.0)
     tl.store(y + at * C + columns[None, :], own.to(y.dtype.element_ty), mask=inside)
 
 
-def _dropped(x: Tensor, *_: object) -> Tensor:
+def _output(x: Tensor, *_: object) -> Tensor:
     return x.new_empty(x.shape)
 
 
-@operator("drop", _dropped)
-def _drop(x: Tensor, keys: Tensor, place: int, threshold: int) -> Tensor:
-    y = _dropped(x)
+@operator("drop", _output)
+def _dropout(x: Tensor, keys: Tensor, seed: int, threshold: int) -> Tensor:
+    y = _output(x)
     if y.numel():
         rows, (height, width, warps) = as_rows(x), TILE
         N, C = rows.shape
         grid = (triton.cdiv(N, height) * triton.cdiv(C, width),)
         _drop_kernel[grid](
-            y, rows, keys.contiguous(), place, threshold, N, C, rows.stride(0),
+            y, rows, keys.contiguous(), seed, threshold, N, C, rows.stride(0),
             ROWS=height, COLUMNS=width, num_warps=warps,
         )  # fmt: skip
     return y
 
 
-class _Drop(torch.autograd.Function):
+class _ApplyDropout(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, dropout: Dropout) -> Tensor:
         ctx.dropout = dropout
-        return drop(x, dropout)
+        return apply_dropout(x, dropout)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
         refuse_second_derivative("dropout")
-        return drop(dy, ctx.dropout), None
+        return apply_dropout(dy, ctx.dropout), None
 
 
-def drop(x: Tensor, dropout: Dropout) -> Tensor:
+def apply_dropout(x: Tensor, dropout: Dropout) -> Tensor:
     """`drop_ref`, of which backward keeps no mask."""
     if torch.compiler.is_compiling():
-        return drop_ref(x, dropout)
+        return apply_dropout_ref(x, dropout)
     if x.requires_grad and torch.is_grad_enabled():
-        y: Tensor = _Drop.apply(x, dropout)
+        y: Tensor = _ApplyDropout.apply(x, dropout)
         return y
     if not runs_triton(x):
-        return drop_ref(x, dropout)
-    y = _drop(x, dropout.keys, dropout.place, dropout.threshold)
+        return apply_dropout_ref(x, dropout)
+    y = _dropout(x, dropout.keys, dropout.seed, dropout.threshold)
     return y

@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tigon.kernels.linear.linear import computes_later, later, without_numbers
+from tigon.kernels.linear.linear import deferred_product, defers_product, placeholder
 from tigon.kernels.mlp.gated_act import (
     BACKWARD,
     Activation,
@@ -29,19 +29,19 @@ from tigon.kernels.mlp.gated_act import (
     gated_act,
     gated_gradients,
     gradient_and_product,
+    gradient_memory,
     launch_columns,
     may_overwrite,
-    place_of_gradient,
 )
-from tigon.kernels.norm.common import stages
-from tigon.kernels.recompute import Note, compute_again, fetch_again, note_of, recipe_of
+from tigon.kernels.norm.common import num_stages
+from tigon.kernels.recompute import Note, find_note, find_recompute, run_recompute, start_fetch
 from tigon.kernels.runtime import (
     as_rows,
     check_devices,
     has_values,
+    next_power_of_2,
     num_sms,
     operator,
-    power_of_2,
     refuse_second_derivative,
     runs_triton,
     tl,
@@ -57,13 +57,13 @@ TILE_R, TILE_C, WARPS = 128, 64, 8  # of `_tiles_kernel`
 STRIP = 512  # rows whose maxima one program of `_maxima_kernel` takes, for TILE_C columns
 
 
-class Scaled(NamedTuple):
+class ScaledMatrix(NamedTuple):
     """The matrix scale[:, None] * data."""
 
     data: Tensor  # e4m3 [R, C], contiguous
     scale: Tensor  # fp32 [R]
 
-    def dequantised(self) -> Tensor:  # fp32 [R, C]
+    def dequantize(self) -> Tensor:  # fp32 [R, C]
         return self.data.float() * self.scale.unsqueeze(1)
 
 
@@ -74,7 +74,7 @@ class Maxima(NamedTuple):
     columns: Tensor | None  # int32 [C]
 
 
-UNKNOWN = Maxima(None, None)
+NO_MAXIMA = Maxima(None, None)
 
 
 class _MaximaNote(Note):
@@ -87,24 +87,24 @@ class _MaximaNote(Note):
 
 def note_maxima(x: Tensor, maxima: Maxima) -> None:
     """An operator found them of `x` [..., C], which it wrote whole, for whoever casts it."""
-    if maxima is not UNKNOWN:
+    if maxima is not NO_MAXIMA:
         x._maxima = _MaximaNote(x, maxima)  # type: ignore[attr-defined]
 
 
-def maxima_of(x: Tensor) -> Maxima:
+def find_maxima(x: Tensor) -> Maxima:
     """Of the matrix `x`, if who wrote it has noted them."""
-    note: _MaximaNote | None = note_of(x, "_maxima")
+    note: _MaximaNote | None = find_note(x, "_maxima")
     if note is None:
-        return UNKNOWN
+        return NO_MAXIMA
     fits = all(b is None or b.numel() == n for b, n in zip(note.maxima, x.shape, strict=True))
-    return note.maxima if fits else UNKNOWN
+    return note.maxima if fits else NO_MAXIMA
 
 
-def padded(rows: int) -> int:
+def round_up(rows: int) -> int:
     return -(-rows // ALIGN) * ALIGN
 
 
-def scales_ref(largest: Tensor) -> Tensor:
+def compute_scales_ref(largest: Tensor) -> Tensor:
     """The smallest powers of two from 2^-126 on with `largest` <= 448 * scale, both fp32 [R]."""
     mantissa, exponent = torch.frexp(largest.clamp(min=448 * 2.0**-126) / 448)  # in [0.5, 1)
     exponent = torch.where(mantissa > 0.5, exponent, exponent - 1)
@@ -112,16 +112,16 @@ def scales_ref(largest: Tensor) -> Tensor:
     return scale.masked_fill(largest.isfinite().logical_not(), torch.nan)
 
 
-def cast_rows_ref(x: Tensor) -> Scaled:
-    scale = scales_ref(x.float().abs().amax(1))
-    return Scaled((x.float() / scale.unsqueeze(1)).to(E4M3), scale)
+def cast_rows_ref(x: Tensor) -> ScaledMatrix:
+    scale = compute_scales_ref(x.float().abs().amax(1))
+    return ScaledMatrix((x.float() / scale.unsqueeze(1)).to(E4M3), scale)
 
 
-def cast_columns_ref(x: Tensor) -> Scaled:
-    return cast_rows_ref(F.pad(x.t(), (0, padded(x.shape[0]) - x.shape[0])))
+def cast_columns_ref(x: Tensor) -> ScaledMatrix:
+    return cast_rows_ref(F.pad(x.t(), (0, round_up(x.shape[0]) - x.shape[0])))
 
 
-def cast_both_ref(x: Tensor) -> tuple[Scaled, Scaled]:
+def cast_both_ref(x: Tensor) -> tuple[ScaledMatrix, ScaledMatrix]:
     return cast_rows_ref(x), cast_columns_ref(x)
 
 
@@ -133,7 +133,7 @@ def magnitude(x):
 
 
 @triton.jit
-def raise_maxima(maxima, columns, top, mask):
+def atomic_max_columns(maxima, columns, top, mask):
     """maxima[columns] = max(maxima[columns], top), atomically, with neighbours in neighbouring
     threads, whose requests then are one. A thread would have four columns, as where it stores, and
     a request be of two, if the compiler knew that these follow each other: `^ 0` hides it."""
@@ -142,7 +142,7 @@ def raise_maxima(maxima, columns, top, mask):
 
 
 @triton.jit
-def scales_of(bits):
+def compute_scales(bits):
     """Scale and 1 / scale of rows whose largest magnitudes have these bits."""
     # 448 is 1.75 * 2^8: 0x1FFFFF carries into the exponent from the first mantissa above 1.75 on
     exponent = tl.maximum(((bits + 0x1FFFFF) >> 23) - 8, 1)
@@ -172,13 +172,13 @@ def _rows_kernel(
         row = tl.cast(at, tl.int64)
         v = tl.load(x + row * x_row + columns, mask=mask, other=0.0).to(tl.float32)
         bits = magnitude(v)
-        scale, inverse = scales_of(tl.max(bits, 0))
+        scale, inverse = compute_scales(tl.max(bits, 0))
         tl.store(data + row * C + columns, (v * inverse).to(tl.float8e4nv), mask=mask)
         tl.store(scales + row, scale)
         if column_bits is not None:
             top = tl.maximum(top, bits)
     if column_bits is not None:
-        raise_maxima(column_bits, columns, top, mask)
+        atomic_max_columns(column_bits, columns, top, mask)
 
 
 @triton.jit
@@ -190,7 +190,7 @@ def _wide_rows_kernel(x, data, scales, x_row, C: tl.constexpr, BLOCK: tl.constex
         at = start + columns
         v = tl.load(x + row * x_row + at, mask=at < C, other=0.0).to(tl.float32)
         top = tl.maximum(top, magnitude(v))
-    scale, inverse = scales_of(tl.max(top, 0))
+    scale, inverse = compute_scales(tl.max(top, 0))
     for start in range(0, C, BLOCK):
         at = start + columns
         v = tl.load(x + row * x_row + at, mask=at < C, other=0.0).to(tl.float32)
@@ -253,12 +253,12 @@ def _tiles_kernel(
     at = x + wide_rows * x_row + columns[None, :]
     v = tl.load(at, mask=mask, other=0.0).to(tl.float32)
     if data is not None:
-        scale, inverse = scales_of(tl.load(row_bits + rows, mask=rows < R, other=0))
+        scale, inverse = compute_scales(tl.load(row_bits + rows, mask=rows < R, other=0))
         out = (v * inverse[:, None]).to(tl.float8e4nv)
         tl.store(data + wide_rows * C + columns[None, :], out, mask=mask)
         if block == 0:
             tl.store(scales + rows, scale, mask=rows < R)
-    scale, inverse = scales_of(tl.load(column_bits + columns, mask=columns < C, other=0))
+    scale, inverse = compute_scales(tl.load(column_bits + columns, mask=columns < C, other=0))
     out = (v * inverse[None, :]).to(tl.float8e4nv)
     at = turned + columns.to(tl.int64)[None, :] * S + rows[:, None]
     tl.store(at, out, mask=(rows < S)[:, None] & (columns < C)[None, :])
@@ -273,7 +273,7 @@ def _rows_output(x: Tensor, *_: Any) -> list[Tensor]:
 
 def _columns_output(x: Tensor, *_: Any) -> list[Tensor]:
     (R, C), fp32 = x.shape, torch.float32
-    return [x.new_empty(C, padded(R), dtype=E4M3), x.new_empty(C, dtype=fp32)]
+    return [x.new_empty(C, round_up(R), dtype=E4M3), x.new_empty(C, dtype=fp32)]
 
 
 def _both_output(x: Tensor, *_: Any) -> list[Tensor]:
@@ -287,7 +287,7 @@ def _rows_and_maxima_output(x: Tensor) -> list[Tensor]:
 @operator("fp8_cast_rows", _rows_output)
 def _cast_rows(x: Tensor) -> list[Tensor]:
     data, scale = outputs = _rows_output(x)
-    (R, C), block = x.shape, power_of_2(x.shape[1])
+    (R, C), block = x.shape, next_power_of_2(x.shape[1])
     if block > WIDEST:
         _wide_rows_kernel[(R,)](x, data, scale, x.stride(0), C=C, BLOCK=STEP, num_warps=4)
         return outputs
@@ -303,7 +303,7 @@ def row_programs(
     per column that wait in shared memory, `held`: columns that a multiprocessor has room for."""
     programs = min(R, max(held // block, 1) * num_sms(x))
     warps = min(max(block // 512, 1), 16)
-    return programs, {"BLOCK": block, "STAGES": stages(block * width), "num_warps": warps}
+    return programs, {"BLOCK": block, "STAGES": num_stages(block * width), "num_warps": warps}
 
 
 @operator("fp8_cast_rows_and_maxima", _rows_and_maxima_output)
@@ -311,7 +311,7 @@ def _cast_rows_and_maxima(x: Tensor) -> list[Tensor]:
     """With few programs, each of which adds its own to the columns' maxima."""
     (data, scale), (R, C) = _rows_output(x), x.shape
     bits = x.new_zeros(C, dtype=torch.int32)
-    programs, launch = row_programs(x, R, power_of_2(C), x.element_size(), COLUMNS_PER_SM)
+    programs, launch = row_programs(x, R, next_power_of_2(C), x.element_size(), COLUMNS_PER_SM)
     _rows_kernel[(programs,)](x, data, scale, bits, R, x.stride(0), C=C, **launch)
     return [data, scale, bits]
 
@@ -357,33 +357,35 @@ def _maxima(x: Tensor, of_rows: bool, tile: dict[str, int]) -> Maxima:
     return maxima
 
 
-def cast_rows(x: Tensor, *, fused: bool) -> Scaled:
+def cast_rows(x: Tensor, *, fused: bool) -> ScaledMatrix:
     """x [R, C] -> data [R, C] with a scale per row; `fused`: by the kernels."""
-    return Scaled(*_cast_rows(as_rows(x))) if fused else cast_rows_ref(x)
+    return ScaledMatrix(*_cast_rows(as_rows(x))) if fused else cast_rows_ref(x)
 
 
-def cast_rows_and_maxima(x: Tensor, *, fused: bool) -> tuple[Scaled, Tensor | None]:
+def cast_rows_and_maxima(x: Tensor, *, fused: bool) -> tuple[ScaledMatrix, Tensor | None]:
     """`cast_rows`, and what `cast_columns` of the same numbers takes; None: nothing is known."""
-    if not fused or power_of_2(x.shape[1]) > WIDEST:
+    if not fused or next_power_of_2(x.shape[1]) > WIDEST:
         return cast_rows(x, fused=fused), None
     data, scale, bits = _cast_rows_and_maxima(as_rows(x))
-    return Scaled(data, scale), bits
+    return ScaledMatrix(data, scale), bits
 
 
-def cast_columns(x: Tensor, bits: Tensor | None = None, *, fused: bool) -> Scaled:
+def cast_columns(x: Tensor, bits: Tensor | None = None, *, fused: bool) -> ScaledMatrix:
     """x [R, C] -> data [C, S], whose rows end in zeros, with a scale per column of x.
 
     `bits`: `Maxima.columns` of x, if they are known, which saves a read of x.
     """
-    return Scaled(*_cast_columns(as_rows(x), bits)) if fused else cast_columns_ref(x)
+    return ScaledMatrix(*_cast_columns(as_rows(x), bits)) if fused else cast_columns_ref(x)
 
 
-def cast_both(x: Tensor, known: Maxima = UNKNOWN, *, fused: bool) -> tuple[Scaled, Scaled]:
+def cast_both(
+    x: Tensor, known: Maxima = NO_MAXIMA, *, fused: bool
+) -> tuple[ScaledMatrix, ScaledMatrix]:
     """`cast_rows` and `cast_columns`, in fewer reads."""
     if not fused:
         return cast_both_ref(x)
     data, scale, *turned = _cast_both(as_rows(x), *known)
-    return Scaled(data, scale), Scaled(*turned)
+    return ScaledMatrix(data, scale), ScaledMatrix(*turned)
 
 
 # A gated activation between two products of 8-bit floats: what its passes can do for the casts.
@@ -423,7 +425,7 @@ def _gated_rows_kernel(
         up = tl.load(here + size, mask=mask, other=0.0).to(tl.float32)
         a, _ = act_and_slope(gate, ACT)
         y = (a.to(dtype).to(tl.float32) * up).to(dtype).to(tl.float32)
-        scale, inverse = scales_of(tl.max(magnitude(y), 0))
+        scale, inverse = compute_scales(tl.max(magnitude(y), 0))
         tl.store(data + row * size + columns, (y * inverse).to(tl.float8e4nv), mask=mask)
         tl.store(scales + row, scale)
 
@@ -471,14 +473,14 @@ def _gated_gradients_kernel(
         gate_top = tl.maximum(gate_top, gate_bits)
         up_top = tl.maximum(up_top, up_bits)
         product_top = tl.maximum(product_top, magnitude(product.to(tl.float32)))
-    raise_maxima(column_bits, columns, gate_top, mask)
-    raise_maxima(column_bits + size, columns, up_top, mask)
-    raise_maxima(product_bits, columns, product_top, mask)
+    atomic_max_columns(column_bits, columns, gate_top, mask)
+    atomic_max_columns(column_bits + size, columns, up_top, mask)
+    atomic_max_columns(product_bits, columns, product_top, mask)
 
 
-def holds_rows(gate_up: Tensor) -> bool:
+def row_fits_program(gate_up: Tensor) -> bool:
     """Whether a program can hold a row of the product, as `cast_gated_rows` must."""
-    return power_of_2(gate_up.shape[-1] // 2) <= WIDEST
+    return next_power_of_2(gate_up.shape[-1] // 2) <= WIDEST
 
 
 def _gated_rows_output(gate_up: Tensor, *_: Any) -> list[Tensor]:
@@ -492,18 +494,18 @@ def _cast_gated_rows(gate_up: Tensor, act: str) -> list[Tensor]:
     data, scale = outputs = _gated_rows_output(gate_up)
     R, size = data.shape
     width = 2 * gate_up.element_size()
-    programs, launch = row_programs(gate_up, R, power_of_2(size), width, GATED_COLUMNS_PER_SM)
+    programs, launch = row_programs(gate_up, R, next_power_of_2(size), width, GATED_COLUMNS_PER_SM)
     strides = R, gate_up.stride(0)
     _gated_rows_kernel[(programs,)](gate_up, data, scale, *strides, size, ACT=act, **launch)
     return outputs
 
 
-def cast_gated_rows(gate_up: Tensor, act: Activation) -> Scaled:
+def cast_gated_rows(gate_up: Tensor, act: Activation) -> ScaledMatrix:
     """`cast_rows` of what `gated_act` returns for gate_up [R, 2 I]."""
-    return Scaled(*_cast_gated_rows(as_rows(gate_up), act))
+    return ScaledMatrix(*_cast_gated_rows(as_rows(gate_up), act))
 
 
-class Gradients(NamedTuple):
+class GatedGradients(NamedTuple):
     gate_up: Tensor  # the gradient of gate_up, in its shape
     maxima: Maxima  # its own, as a matrix
     product: Tensor  # what `gated_act` returned
@@ -512,12 +514,12 @@ class Gradients(NamedTuple):
 
 def gradients_and_maxima(
     dy: Tensor, gate_up: Tensor, act: Activation, overwrite: bool
-) -> Gradients:
+) -> GatedGradients:
     """As `gradient_and_product`: the product is written over `dy`, which is the caller's."""
     if torch._C._len_torch_dispatch_stack() or not has_values(dy):
         gradient, product = gradient_and_product(dy, gate_up, act, overwrite)
-        return Gradients(gradient, UNKNOWN, product, None)
-    gradient = place_of_gradient(gate_up, overwrite)
+        return GatedGradients(gradient, NO_MAXIMA, product, None)
+    gradient = gradient_memory(gate_up, overwrite)
     with torch.cuda.device_of(gradient):
         d, x = as_rows(dy), as_rows(gate_up)
         R, size = d.shape
@@ -529,7 +531,7 @@ def gradients_and_maxima(
         strides = R, x.stride(0), size
         bits = rows, columns, of_product
         _gated_gradients_kernel[grid](d, x, gradient, *bits, *strides, ACT=act, **launch)
-    return Gradients(gradient, Maxima(rows, columns), dy, of_product)
+    return GatedGradients(gradient, Maxima(rows, columns), dy, of_product)
 
 
 # A linear layer whose products, forward and backward, are of 8-bit floats (e4m3).
@@ -548,23 +550,23 @@ def gradients_and_maxima(
 #
 # On a GPU the products are those of torch._scaled_mm, on a CPU those of the definition.
 
-OLDEST = (8, 9)  # compute capability of GPUs with products of e4m3
+MIN_CAPABILITY = (8, 9)  # compute capability of GPUs with products of e4m3
 # Whether tensor cores may add up with fewer bits than fp32 has: torchao and Transformer Engine let
 # them in the forward product and not in gradients, whose sums have more terms that nearly cancel
 FAST_FORWARD, FAST_BACKWARD = True, False
 
 
-def fits(weight: Sequence[int]) -> bool:
+def supports_fp8(weight: Sequence[int]) -> bool:
     """Whether a layer with a weight of this shape, [N, K], can have products of 8-bit floats."""
     return len(weight) == 2 and not any(size % ALIGN for size in weight)
 
 
-def product_ref(a: Scaled, b: Scaled) -> Tensor:
+def product_ref(a: ScaledMatrix, b: ScaledMatrix) -> Tensor:
     """a [M, K] times b [N, K] transposed, summed in fp32 and rounded to bf16: [M, N]."""
-    return (a.dequantised() @ b.dequantised().t()).bfloat16()
+    return (a.dequantize() @ b.dequantize().t()).bfloat16()
 
 
-def _product(a: Scaled, b: Scaled, *, fast: bool, fused: bool) -> Tensor:
+def _product(a: ScaledMatrix, b: ScaledMatrix, *, fast: bool, fused: bool) -> Tensor:
     if not fused or a.data.device.type == "cpu":
         return product_ref(a, b)
     scales = {"scale_a": a.scale.unsqueeze(1), "scale_b": b.scale.unsqueeze(0)}
@@ -573,7 +575,7 @@ def _product(a: Scaled, b: Scaled, *, fast: bool, fused: bool) -> Tensor:
     )
 
 
-class Known:
+class ColumnMaxima:
     """Column maxima of x and of the weight, which casts of the forward product find for backward.
 
     Not among what autograd saves: a recomputed block, which has the same numbers, is asked for what
@@ -584,12 +586,12 @@ class Known:
     weight: Tensor | None = None
 
 
-def _cast(x: Tensor, maxima: bool, fused: bool) -> tuple[Scaled, Tensor | None]:
+def _cast(x: Tensor, maxima: bool, fused: bool) -> tuple[ScaledMatrix, Tensor | None]:
     return cast_rows_and_maxima(x, fused=fused) if maxima else (cast_rows(x, fused=fused), None)
 
 
 def _forward(
-    x: Tensor, weight: Tensor, of_x: bool, of_weight: bool, fused: bool, known: Known
+    x: Tensor, weight: Tensor, of_x: bool, of_weight: bool, fused: bool, known: ColumnMaxima
 ) -> Tensor:
     """`of_x`, `of_weight`: which gradients will be wanted. Each takes the columns of the other."""
     a, known.x = _cast(x, of_weight, fused)
@@ -598,7 +600,7 @@ def _forward(
 
 
 class _Fp8Linear(torch.autograd.Function):
-    """x [T, K] and weight [N, K] -> y [T, N]. With a recipe, x is computed again in backward.
+    """x [T, K] and weight [N, K] -> y [T, N]. With a recompute, x is computed again in backward.
 
     With `known`, y is not computed, and that is filled meanwhile; see `later`. `shape`: of what x
     is the rows of.
@@ -606,45 +608,45 @@ class _Fp8Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, *given: Any) -> Tensor:
-        recipe, fused, known, shape = given
+        recompute, fused, known, shape = given
         of_x, of_weight, *_ = ctx.needs_input_grad
-        kept = () if not of_weight else (x,) if recipe is None else recipe.kept
+        kept = () if not of_weight else (x,) if recompute is None else recompute.saved
         ctx.save_for_backward(weight if of_x else None, *kept)
-        ctx.how = None if recipe is None else recipe.how
+        ctx.recompute_fn = None if recompute is None else recompute.fn
         ctx.fused, ctx.shape = fused, shape
-        ctx.known = Known() if known is None else known
+        ctx.known = ColumnMaxima() if known is None else known
         if known is not None:
-            return without_numbers(x, weight.shape[0])
+            return placeholder(x, weight.shape[0])
         return _forward(x, weight, of_x, of_weight, fused, ctx.known)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         refuse_second_derivative("fp8_linear")
         weight, *kept = ctx.saved_tensors
-        known: Known = ctx.known
+        known: ColumnMaxima = ctx.known
         how: dict[str, Any] = {"fused": ctx.fused}
         of_weight, remote = ctx.needs_input_grad[1], None
-        if of_weight and ctx.how is not None:
-            remote = fetch_again(ctx.how, kept)  # beside the casts and the product of dX
+        if of_weight and ctx.recompute_fn is not None:
+            remote = start_fetch(ctx.recompute_fn, kept)  # beside the casts and the product of dX
         if not of_weight:
             rows, columns = cast_rows(dy, **how), None
         elif weight is None:
-            rows, columns = None, cast_columns(dy, maxima_of(dy).columns, **how)
+            rows, columns = None, cast_columns(dy, find_maxima(dy).columns, **how)
         else:
-            rows, columns = cast_both(dy, maxima_of(dy), **how)
+            rows, columns = cast_both(dy, find_maxima(dy), **how)
         dx = dw = None
         if rows is not None:
             dx = _dx(rows, weight, known.weight, ctx.fused)
             if remote is not None:
                 remote.reduce(dx.view(ctx.shape))  # beside what follows
         if columns is not None:
-            x = kept[0] if ctx.how is None else compute_again(ctx.how, kept)
+            x = kept[0] if ctx.recompute_fn is None else run_recompute(ctx.recompute_fn, kept)
             x = x.view(-1, ctx.shape[-1])
             dw = _product(columns, cast_columns(x, known.x, **how), fast=FAST_BACKWARD, **how)
         return dx, dw, None, None, None, None
 
 
-def _dx(rows: Scaled, weight: Tensor, maxima: Tensor | None, fused: bool) -> Tensor:
+def _dx(rows: ScaledMatrix, weight: Tensor, maxima: Tensor | None, fused: bool) -> Tensor:
     columns = cast_columns(weight, maxima, fused=fused)
     return _product(rows, columns, fast=FAST_BACKWARD, fused=fused)
 
@@ -653,7 +655,9 @@ def fp8_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """What `fp8_linear` returns, without a graph."""
     _check(x, weight)
     rows, fused = x.reshape(-1, x.shape[-1]), runs_triton(x)
-    return _finished(_forward(rows, weight, False, False, fused, Known()), x.shape[:-1], bias)
+    return _finish_output(
+        _forward(rows, weight, False, False, fused, ColumnMaxima()), x.shape[:-1], bias
+    )
 
 
 def fp8_gradient(dy: Tensor, weight: Tensor) -> Tensor:
@@ -662,7 +666,7 @@ def fp8_gradient(dy: Tensor, weight: Tensor) -> Tensor:
     return _dx(cast_rows(dy, fused=fused), weight, None, fused)
 
 
-def _gated_forward(gate_up: Tensor, weight: Tensor, act: Activation, known: Known) -> Tensor:
+def _gated_forward(gate_up: Tensor, weight: Tensor, act: Activation, known: ColumnMaxima) -> Tensor:
     """gate_up [T, 2 K], weight [N, K] -> [T, N]. Backward finds the product's maxima itself."""
     b, known.weight = _cast(weight, True, True)
     return _product(cast_gated_rows(gate_up, act), b, fast=FAST_FORWARD, fused=True)
@@ -675,9 +679,9 @@ class _Fp8Gated(torch.autograd.Function):
     def forward(ctx: Any, gate_up: Tensor, weight: Tensor, *given: Any) -> Tensor:
         ctx.act, ctx.overwrite, known = given
         ctx.save_for_backward(gate_up, weight)
-        ctx.known = Known() if known is None else known
+        ctx.known = ColumnMaxima() if known is None else known
         if known is not None:
-            return without_numbers(gate_up, weight.shape[0])
+            return placeholder(gate_up, weight.shape[0])
         return _gated_forward(gate_up, weight, ctx.act, ctx.known)
 
     @staticmethod
@@ -685,7 +689,7 @@ class _Fp8Gated(torch.autograd.Function):
         refuse_second_derivative("fp8_gated_linear")
         gate_up, weight = ctx.saved_tensors
         how: dict[str, Any] = {"fused": True}
-        rows, columns = cast_both(dy, maxima_of(dy), **how)
+        rows, columns = cast_both(dy, find_maxima(dy), **how)
         of_weight = cast_columns(weight, ctx.known.weight, **how)
         d = _product(rows, of_weight, fast=FAST_BACKWARD, **how)
         del rows, of_weight
@@ -706,28 +710,28 @@ def _check(x: Tensor, weight: Tensor, halves: int = 1) -> None:
         )
     if x.device.type != "meta" and torch.is_autocast_enabled(x.device.type):
         raise ValueError("fp8 products do not run under autocast: load the model in bfloat16")
-    if not fits(weight.shape):
+    if not supports_fp8(weight.shape):
         raise ValueError(f"the sizes of the weight {tuple(weight.shape)} are not multiples of 16")
     if x.shape[-1] != halves * weight.shape[1]:
         raise ValueError(f"x has {x.shape[-1]} columns, the weight {tuple(weight.shape)}")
 
 
-def _finished(y: Tensor, lead: torch.Size, bias: Tensor | None) -> Tensor:
+def _finish_output(y: Tensor, lead: torch.Size, bias: Tensor | None) -> Tensor:
     # As in F.linear: FSDP2 wants no view as a block's output
     y = torch.ops.aten._unsafe_view(y, (*lead, y.shape[-1]))
     return y if bias is None else y + bias
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, fused: bool) -> Tensor:
-    recipe = recipe_of(x) if weight.requires_grad else None
-    if recipe is not None:
-        recipe.keep_gate_up()
-    rows, known = x.reshape(-1, x.shape[-1]), Known() if computes_later() else None
-    y = _Fp8Linear.apply(rows, weight, recipe, fused, known, x.shape)
+    recompute = find_recompute(x) if weight.requires_grad else None
+    if recompute is not None:
+        recompute.keep_gate_up()
+    rows, known = x.reshape(-1, x.shape[-1]), ColumnMaxima() if defers_product() else None
+    y = _Fp8Linear.apply(rows, weight, recompute, fused, known, x.shape)
     if known is not None:
         learns = rows.requires_grad, weight.requires_grad
-        y = later(y, lambda: _forward(rows, weight, *learns, fused, known))
-    return _finished(y, x.shape[:-1], bias)
+        y = deferred_product(y, lambda: _forward(rows, weight, *learns, fused, known))
+    return _finish_output(y, x.shape[:-1], bias)
 
 
 def fp8_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -757,13 +761,13 @@ def fp8_gated_linear(
     """
     learns = torch.is_grad_enabled() and gate_up.requires_grad and weight.requires_grad
     fused = learns and not torch.compiler.is_compiling() and runs_triton(gate_up)
-    if not fused or not gate_up.numel() or not holds_rows(gate_up):
+    if not fused or not gate_up.numel() or not row_fits_program(gate_up):
         return fp8_linear(gated_act(gate_up, act, overwrite=True), weight, bias)
     _check(gate_up, weight, halves=2)
     check_act(act)
-    known, overwrite = Known() if computes_later() else None, may_overwrite(gate_up)
+    known, overwrite = ColumnMaxima() if defers_product() else None, may_overwrite(gate_up)
     rows = gate_up.reshape(-1, gate_up.shape[-1])
     y = _Fp8Gated.apply(rows, weight, act, overwrite, known)
     if known is not None:
-        y = later(y, lambda: _gated_forward(rows, weight, act, known))
-    return _finished(y, gate_up.shape[:-1], bias)
+        y = deferred_product(y, lambda: _gated_forward(rows, weight, act, known))
+    return _finish_output(y, gate_up.shape[:-1], bias)

@@ -18,37 +18,41 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tigon.kernels.mlp.gated_act import gradient_and_product
-from tigon.kernels.recompute import compute_again, fetch_again, recipe_of, sees_products
+from tigon.kernels.recompute import find_recompute, has_function_mode, run_recompute, start_fetch
 from tigon.kernels.runtime import autocast_dtype, refuse_second_derivative
 
 SMALL = 2**22  # numbers of a result; all that were wrong had at most half as many
 RARE = 1024  # one in so many summands and fewer may be lost; all that were lost were rarer
 
 
-def drops(summands: int, k: int, c: int) -> bool:
+def may_drop_summands(summands: int, k: int, c: int) -> bool:
     """Whether cuBLAS may leave summands out of a [k, c] product in 16 bits."""
     behind = summands % 32 or summands % 64 or summands % 128  # a multiple of the products' blocks
     return k * c <= SMALL and 0 < behind <= summands // RARE
 
 
-def at_risk(x: Tensor, summands: int, k: int, c: int) -> bool:
+def is_at_risk(x: Tensor, summands: int, k: int, c: int) -> bool:
     """As `drops`, of factors like x."""
-    return x.is_cuda and x.dtype in (torch.bfloat16, torch.float16) and drops(summands, k, c)
+    return (
+        x.is_cuda
+        and x.dtype in (torch.bfloat16, torch.float16)
+        and may_drop_summands(summands, k, c)
+    )
 
 
-def runs_of(a: Tensor, b: Tensor) -> list[slice]:
+def reduction_chunks(a: Tensor, b: Tensor) -> list[slice]:
     """Of the summands of a [K, L] @ b [L, C]: those to multiply at once, without a loss."""
     length = len(b)
-    if not at_risk(a, length, len(a), b.shape[1]):
+    if not is_at_risk(a, length, len(a), b.shape[1]):
         return [slice(0, length)]
     end = length // 128 * 128
     return [slice(0, end), slice(end, length)]
 
 
-def add_sum(total: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
+def add_matmul(total: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
     """`total` + a [K, L] @ b [L, C] in fp32, of factors in 16 bits on a GPU; adds to the memory of
     `total`."""
-    for run in runs_of(a, b):
+    for run in reduction_chunks(a, b):
         own = a[:, run], b[run]
         if total is None:
             total = torch.mm(*own, out_dtype=torch.float32)
@@ -58,21 +62,21 @@ def add_sum(total: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
     return total
 
 
-def long_sum(a: Tensor, b: Tensor, scale: float = 1.0) -> Tensor:
+def chunked_matmul(a: Tensor, b: Tensor, scale: float = 1.0) -> Tensor:
     """`scale` a [K, L] @ b [L, C], rounded once."""
-    if at_risk(a, len(b), len(a), b.shape[1]):
-        return add_sum(None, a, b).mul_(scale).to(a.dtype)
+    if is_at_risk(a, len(b), len(a), b.shape[1]):
+        return add_matmul(None, a, b).mul_(scale).to(a.dtype)
     if scale == 1:
         return a @ b
     return a.new_empty(len(a), b.shape[1]).addmm_(a, b, beta=0, alpha=scale)
 
 
-def write_sum(a: Tensor, b: Tensor, out: Tensor) -> None:
+def matmul_into(a: Tensor, b: Tensor, out: Tensor) -> None:
     """a [K, L] @ b [L, C] into `out`."""
-    if a.is_cuda and not at_risk(a, len(b), len(a), b.shape[1]):
+    if a.is_cuda and not is_at_risk(a, len(b), len(a), b.shape[1]):
         torch.mm(a, b, out=out)
     else:
-        out.copy_(long_sum(a, b))
+        out.copy_(chunked_matmul(a, b))
 
 
 # A linear layer in training that computes its input again instead of keeping it.
@@ -93,20 +97,20 @@ def write_sum(a: Tensor, b: Tensor, out: Tensor) -> None:
 
 def _parameter_gradients(dy: Tensor, x: Tensor, bias: bool) -> tuple[Tensor, Tensor | None]:
     """Of weight and bias, from the rows dy [N, K] and x [..., C], as F.linear computes them."""
-    return long_sum(dy.t(), x.view(-1, x.shape[-1])), dy.sum(0) if bias else None
+    return chunked_matmul(dy.t(), x.view(-1, x.shape[-1])), dy.sum(0) if bias else None
 
 
-def computes_later() -> bool:
+def defers_product() -> bool:
     """Whether this forward pass runs inside a backward pass, as that of a checkpointed block."""
     return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
 
 
-def without_numbers(x: Tensor, columns: int) -> Tensor:
+def placeholder(x: Tensor, columns: int) -> Tensor:
     """[..., columns] for x [..., C], of no memory: what a node returns that only keeps."""
     return x.new_empty(()).expand(*x.shape[:-1], columns)
 
 
-class _Later(torch.autograd.Function):
+class _DeferredProduct(torch.autograd.Function):
     """`compute()`, whose gradient is that of `place`."""
 
     @staticmethod
@@ -118,19 +122,19 @@ class _Later(torch.autograd.Function):
         return dy, None
 
 
-def later(place: Tensor, compute: Callable[[], Tensor]) -> Tensor:
+def deferred_product(place: Tensor, compute: Callable[[], Tensor]) -> Tensor:
     """The product that the node of `place` did not compute."""
-    y: Tensor = _Later.apply(place, compute)
+    y: Tensor = _DeferredProduct.apply(place, compute)
     return y
 
 
-class _Rebuilt(torch.autograd.Function):
+class _RecomputedLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, *given: Any) -> Tensor:
-        weight, bias, recipe, apart = given
-        ctx.how, ctx.shape = recipe.how, x.shape
-        ctx.save_for_backward(weight, *recipe.kept)
-        return without_numbers(x, weight.shape[0]) if apart else F.linear(x, weight, bias)
+        weight, bias, recompute, apart = given
+        ctx.recompute_fn, ctx.shape = recompute.fn, x.shape
+        ctx.save_for_backward(weight, *recompute.saved)
+        return placeholder(x, weight.shape[0]) if apart else F.linear(x, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
@@ -139,11 +143,11 @@ class _Rebuilt(torch.autograd.Function):
         needs_x, _, needs_bias, *_ = ctx.needs_input_grad
         rows = dy.reshape(-1, dy.shape[-1])
         dx = None
-        if (remote := fetch_again(ctx.how, kept)) is not None and needs_x:
+        if (remote := start_fetch(ctx.recompute_fn, kept)) is not None and needs_x:
             dx = rows.mm(weight).view(ctx.shape)  # beside the fetch; what follows, beside a sum
             remote.reduce(dx)
         # Else the weight's gradient first: x is gone when its gradient comes
-        x = compute_again(ctx.how, kept).view(ctx.shape)
+        x = run_recompute(ctx.recompute_fn, kept).view(ctx.shape)
         dweight, dbias = _parameter_gradients(rows, x, needs_bias)
         del x
         if needs_x and dx is None:
@@ -159,9 +163,7 @@ class _GatedLinear(torch.autograd.Function):
         weight, bias, ctx.act, ctx.overwrite, apart = given
         ctx.shape = product.shape
         ctx.save_for_backward(gate_up, weight)
-        return (
-            without_numbers(product, weight.shape[0]) if apart else F.linear(product, weight, bias)
-        )
+        return placeholder(product, weight.shape[0]) if apart else F.linear(product, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
@@ -175,7 +177,7 @@ class _GatedLinear(torch.autograd.Function):
         return gradient, None, dweight, dbias, None, None, None
 
 
-class _Summed(torch.autograd.Function):
+class _ChunkedLinear(torch.autograd.Function):
     """`F.linear` whose gradients have all summands: see `_long_sums`."""
 
     @staticmethod
@@ -190,16 +192,16 @@ class _Summed(torch.autograd.Function):
         needs_x, _, needs_bias = ctx.needs_input_grad
         rows = dy.reshape(-1, dy.shape[-1])
         dweight, dbias = _parameter_gradients(rows, x.reshape(-1, x.shape[-1]), needs_bias)
-        return long_sum(rows, weight).view(x.shape) if needs_x else None, dweight, dbias
+        return chunked_matmul(rows, weight).view(x.shape) if needs_x else None, dweight, dbias
 
 
 def _is_risky(x: Tensor, weight: Tensor) -> bool:
     """Whether a gradient of `F.linear(x, weight)` is a sum that `_long_sums` is about."""
     rows, columns = x.numel() // max(1, x.shape[-1]), x.shape[-1]
-    return at_risk(x, rows, *weight.shape) or at_risk(x, len(weight), rows, columns)
+    return is_at_risk(x, rows, *weight.shape) or is_at_risk(x, len(weight), rows, columns)
 
 
-def summed_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def chunked_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """`F.linear`; if the weight learns, with all summands in its gradient and in that of x."""
     if (
         weight.requires_grad
@@ -209,36 +211,36 @@ def summed_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tens
         and type(weight) in (Tensor, torch.nn.Parameter)
         and x.dtype == weight.dtype
         and autocast_dtype(x.device) is None
-        and not sees_products()
+        and not has_function_mode()
     ):
-        y: Tensor = _Summed.apply(x, weight, bias)
+        y: Tensor = _ChunkedLinear.apply(x, weight, bias)
         return y
     return F.linear(x, weight, bias)
 
 
-def trained_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def training_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """`F.linear` with the same bits in forward and backward.
 
     Where `x` says how it is computed again (`recipe_of`), that is kept instead of `x`. Only for
     plain parameters that learn: without a weight's gradient nothing is kept, and parametrised or
     quantised weights have products of their own.
     """
-    if not weight.requires_grad or (recipe := recipe_of(x)) is None:
-        return summed_linear(x, weight, bias)
+    if not weight.requires_grad or (recompute := find_recompute(x)) is None:
+        return chunked_linear(x, weight, bias)
     if (
         type(weight) is not torch.nn.Parameter
         or x.dtype != weight.dtype
         or not weight.is_contiguous()  # the weight's gradient would be another product
         or autocast_dtype(x.device) is not None
-        or sees_products()
+        or has_function_mode()
     ):
-        return summed_linear(x, weight, bias)
-    apart = computes_later()
-    if recipe.gated is not None and recipe.alone:
-        gate_up, act, node = recipe.gated
+        return chunked_linear(x, weight, bias)
+    apart = defers_product()
+    if recompute.gated is not None and recompute.single_reader:
+        gate_up, act, node = recompute.gated
         own = act, node.overwrite, apart
         y: Tensor = _GatedLinear.apply(gate_up, x.detach(), weight, bias, *own)
     else:
-        recipe.keep_gate_up()
-        y = _Rebuilt.apply(x, weight, bias, recipe, apart)
-    return later(y, lambda: F.linear(x, weight, bias)) if apart else y
+        recompute.keep_gate_up()
+        y = _RecomputedLinear.apply(x, weight, bias, recompute, apart)
+    return deferred_product(y, lambda: F.linear(x, weight, bias)) if apart else y

@@ -22,24 +22,30 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tigon.kernels.linear.dropout import Dropout, drop, drop_ref, kept
+from tigon.kernels.linear.dropout import Dropout, apply_dropout, apply_dropout_ref, keep_mask
 from tigon.kernels.linear.fp8 import fp8_gradient, fp8_linear, fp8_product
-from tigon.kernels.linear.gemv import linear, takes_row
+from tigon.kernels.linear.gemv import linear, uses_gemv
 from tigon.kernels.linear.linear import (
-    computes_later,
-    later,
-    long_sum,
-    summed_linear,
-    without_numbers,
+    chunked_linear,
+    chunked_matmul,
+    deferred_product,
+    defers_product,
+    placeholder,
 )
 from tigon.kernels.mlp.gated_act import Activation, gradient_and_product
-from tigon.kernels.recompute import How, compute_again, fetch_again, recipe_of, sees_products
+from tigon.kernels.recompute import (
+    RecomputeFn,
+    find_recompute,
+    has_function_mode,
+    run_recompute,
+    start_fetch,
+)
 from tigon.kernels.runtime import (
     INTERPRETED,
     as_rows,
     autocast_dtype,
+    next_power_of_2,
     operator,
-    power_of_2,
     refuse_second_derivative,
     runs_triton,
     tl,
@@ -59,24 +65,24 @@ ROWS, SHARES = 16, 8  # of the sums of shares: rows of a program, and shares tha
 WIDEST_PRODUCT, WIDEST_GRADIENTS = 256, 64
 
 
-def _padded(rank: int) -> int:
-    return max(16, power_of_2(rank))  # the least that tl.dot takes
+def _pad_rank(rank: int) -> int:
+    return max(16, next_power_of_2(rank))  # the least that tl.dot takes
 
 
-def _serves(x: Tensor, rank: int, widest: int) -> bool:
+def _supports(x: Tensor, rank: int, widest: int) -> bool:
     # The interpreter has no bf16 products
     known = x.device.type != "cpu" or x.dtype in (torch.float16, torch.float32)
-    return known and runs_triton(x) and _padded(rank) * x.element_size() <= widest
+    return known and runs_triton(x) and _pad_rank(rank) * x.element_size() <= widest
 
 
-def serves_product(x: Tensor, rank: int) -> bool:
+def supports_product(x: Tensor, rank: int) -> bool:
     """Whether `low_rank_product` is for parts of up to `rank` ranks."""
-    return _serves(x, rank, WIDEST_PRODUCT)
+    return _supports(x, rank, WIDEST_PRODUCT)
 
 
-def serves_gradients(x: Tensor, rank: int) -> bool:
+def supports_gradients(x: Tensor, rank: int) -> bool:
     """Whether `low_rank_gradients` is for parts of up to `rank` ranks."""
-    return _serves(x, rank, WIDEST_GRADIENTS)
+    return _supports(x, rank, WIDEST_GRADIENTS)
 
 
 @triton.jit(do_not_specialize=["place", "threshold"])
@@ -113,7 +119,7 @@ def _low_rank_product_kernel(
     if keys is not None:
         each_row = i * ROWS + tl.arange(0, ROWS)
         streams = tl.load(keys + each_row, mask=each_row < N, other=0) + place
-        sums = tl.where(kept(streams, start, threshold, COLUMNS), sums, 0.0)
+        sums = tl.where(keep_mask(streams, start, threshold, COLUMNS), sums, 0.0)
     at = y + rows.to(tl.int64) * K + columns
     tl.store(at, sums.to(y.dtype.element_ty), mask=(rows < N) & (columns < K))
 
@@ -152,14 +158,14 @@ def low_rank_product(
             y, u, tuple(bs), None if bias is None else bias.contiguous(),
             tuple(firsts), tuple(sizes), tuple(ranks), tuple(scales),
             None if keys is None else keys.contiguous(), place, threshold, *y.shape, u.stride(0),
-            PARTS=len(bs), TRANSPOSED=transposed, P=_padded(max(ranks)),
+            PARTS=len(bs), TRANSPOSED=transposed, P=_pad_rank(max(ranks)),
             ROWS=rows, COLUMNS=block, num_warps=warps,
         )  # fmt: skip
     return y
 
 
 @triton.jit
-def _of_strip(
+def _load_strip(
     bs, firsts, sizes, ranks, strip, dtype: tl.constexpr, PARTS: tl.constexpr, P: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):  # fmt: skip
@@ -197,7 +203,7 @@ def _low_rank_shares_kernel(
     run = tl.program_id(0) // strips
     strip = tl.program_id(0) - run * strips
     dtype: tl.constexpr = dy.dtype.element_ty
-    b, column, left, rank, r = _of_strip(
+    b, column, left, rank, r = _load_strip(
         bs, firsts, sizes, ranks, strip, dtype, PARTS, P, COLUMNS
     )  # fmt: skip
     local, each = tl.arange(0, COLUMNS), tl.arange(0, P)
@@ -295,8 +301,8 @@ def low_rank_gradients(
         for db in dbs:
             db.zero_()
         return [du, *dbs]
-    bs, dy, u, P = [b.contiguous() for b in bs], as_rows(dy), as_rows(u), _padded(max(ranks))
-    length = max(LEAST, power_of_2(N * strips // PROGRAMS + 1) // 2)
+    bs, dy, u, P = [b.contiguous() for b in bs], as_rows(dy), as_rows(u), _pad_rank(max(ranks))
+    length = max(LEAST, next_power_of_2(N * strips // PROGRAMS + 1) // 2)
     runs = triton.cdiv(N, length)
     shares = dy.new_empty(strips, N, P, dtype=torch.float32)
     more = dy.new_empty(runs, strips * block, P, dtype=torch.float32) if of_bs else None
@@ -336,7 +342,7 @@ def low_rank_gradients(
 # additions, as PEFT's are. dA and dB are then cast to the parameters' dtype.
 
 
-class Addition(NamedTuple):
+class LoRATerm(NamedTuple):
     """What is added to the columns of a part."""
 
     first: int  # of the part's columns in y
@@ -344,7 +350,7 @@ class Addition(NamedTuple):
     scale: float
 
 
-class Base(NamedTuple):
+class BaseLinear(NamedTuple):
     """The product that is added to: y of x, weight and bias, and dX [N, C] of dY [N, K]."""
 
     product: Callable[[Tensor, Tensor, Tensor | None], Tensor]  # without a graph
@@ -353,8 +359,8 @@ class Base(NamedTuple):
     plain: bool = False  # they are torch's own, which can add themselves to what there is
 
 
-PLAIN = Base(F.linear, torch.mm, linear, plain=True)
-FP8 = Base(fp8_product, fp8_gradient, fp8_linear)
+PLAIN_BASE = BaseLinear(F.linear, torch.mm, linear, plain=True)
+FP8_BASE = BaseLinear(fp8_product, fp8_gradient, fp8_linear)
 
 
 def lora_linear_ref(
@@ -362,29 +368,29 @@ def lora_linear_ref(
     weight: Tensor,
     bias: Tensor | None,
     a: Tensor,
-    additions: Sequence[Addition],
+    additions: Sequence[LoRATerm],
     dropout: Dropout | None = None,
 ) -> Tensor:
     """The definition."""
     y = F.linear(x, weight, bias)
     if dropout is not None:
-        x, additions = drop_ref(x, dropout), _scaled(additions, dropout)
-    return _added(y, x, a, additions)
+        x, additions = apply_dropout_ref(x, dropout), _scale_terms(additions, dropout)
+    return _add_terms(y, x, a, additions)
 
 
-def _scaled(additions: Sequence[Addition], dropout: Dropout) -> list[Addition]:
+def _scale_terms(additions: Sequence[LoRATerm], dropout: Dropout) -> list[LoRATerm]:
     """By 1 / (1 - p), so that their mean is that without dropout."""
     return [add._replace(scale=add.scale / (1 - dropout.share)) for add in additions]
 
 
-def _added(y: Tensor, x: Tensor, a: Tensor, additions: Sequence[Addition]) -> Tensor:
+def _add_terms(y: Tensor, x: Tensor, a: Tensor, additions: Sequence[LoRATerm]) -> Tensor:
     """By operators that autograd, torch.compile and autocast know."""
-    u = summed_linear(x, a.to(x.dtype))
+    u = chunked_linear(x, a.to(x.dtype))
     pieces, column, rank = [], 0, 0
     for first, b, scale in additions:
         pieces.append(y[..., column:first])
         column, r = first + b.shape[0], b.shape[1]
-        own = summed_linear(u[..., rank : rank + r], b.to(u.dtype)) * scale
+        own = chunked_linear(u[..., rank : rank + r], b.to(u.dtype)) * scale
         pieces.append(y[..., first:column] + own)
         rank += r
     pieces.append(y[..., column:])
@@ -392,7 +398,7 @@ def _added(y: Tensor, x: Tensor, a: Tensor, additions: Sequence[Addition]) -> Te
     return filled[0] if len(filled) == 1 else torch.cat(filled, -1)
 
 
-def _add_into(y: Tensor, u: Tensor, additions: Sequence[Addition]) -> Tensor:
+def _add_into(y: Tensor, u: Tensor, additions: Sequence[LoRATerm]) -> Tensor:
     """Adds to the memory of y [..., K], of u [N, R]."""
     rows, rank = y.view(-1, y.shape[-1]), 0
     for first, b, scale in additions:
@@ -403,21 +409,21 @@ def _add_into(y: Tensor, u: Tensor, additions: Sequence[Addition]) -> Tensor:
     return y
 
 
-def _ranks(additions: Sequence[Addition]) -> int:
+def _max_rank(additions: Sequence[LoRATerm]) -> int:
     """The largest."""
     return max(add.b.shape[1] for add in additions)
 
 
 def _base_plus_low_rank(
-    base: Base,
+    base: BaseLinear,
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
     u: Tensor,
-    additions: Sequence[Addition],
+    additions: Sequence[LoRATerm],
 ) -> Tensor:
     """The base's product and what is added to it, of u [N, R]."""
-    if not (base.plain and serves_product(u, _ranks(additions))):
+    if not (base.plain and supports_product(u, _max_rank(additions))):
         return _add_into(base.product(x, weight, bias), u, additions)
     firsts, bs, scales = zip(*additions, strict=True)
     y = low_rank_product(u, bs, firsts, scales, weight.shape[0], bias, False)
@@ -426,31 +432,31 @@ def _base_plus_low_rank(
     return torch.ops.aten._unsafe_view(y, (*x.shape[:-1], y.shape[-1]))
 
 
-def _of_x(x: Tensor, a: Tensor, dropout: Dropout | None) -> Tensor:
+def _project_down(x: Tensor, a: Tensor, dropout: Dropout | None) -> Tensor:
     """u [N, R], of x [..., C]."""
-    x = x if dropout is None else drop(x, dropout)
+    x = x if dropout is None else apply_dropout(x, dropout)
     return F.linear(x.reshape(-1, x.shape[-1]), a.to(x.dtype))
 
 
-def _gradient(
-    base: Base, dy: Tensor, weight: Tensor, du: Tensor, a: Tensor, dropout: Dropout | None
+def _x_gradient(
+    base: BaseLinear, dy: Tensor, weight: Tensor, du: Tensor, a: Tensor, dropout: Dropout | None
 ) -> Tensor:
     """dX [N, C], of dY [N, K] and dU [N, R]."""
-    if not (base.plain and serves_product(du, a.shape[0])):
+    if not (base.plain and supports_product(du, a.shape[0])):
         dx = base.gradient(dy, weight)
         if dropout is None:
             return dx.addmm_(du, a.to(du.dtype))
-        return dx.add_(drop(du.mm(a.to(du.dtype)), dropout))
-    how = () if dropout is None else (dropout.keys, dropout.place, dropout.threshold)
+        return dx.add_(apply_dropout(du.mm(a.to(du.dtype)), dropout))
+    how = () if dropout is None else (dropout.keys, dropout.seed, dropout.threshold)
     dx = low_rank_product(du, [a], [0], [1.0], a.shape[1], None, True, *how)
     return dx.addmm_(dy, weight)
 
 
 def _low_rank_gradients(
-    dy: Tensor, u: Tensor, additions: Sequence[Addition], needed: Sequence[bool]
+    dy: Tensor, u: Tensor, additions: Sequence[LoRATerm], needed: Sequence[bool]
 ) -> tuple[Tensor, list[Tensor | None]]:
     """dU [N, R], and dB of those parts that need it."""
-    if serves_gradients(dy, _ranks(additions)):
+    if supports_gradients(dy, _max_rank(additions)):
         firsts, bs, scales = zip(*additions, strict=True)
         du, *found = low_rank_gradients(dy, u, bs, firsts, scales, any(needed))
         found = found or bs
@@ -462,31 +468,31 @@ def _low_rank_gradients(
         du.narrow(1, rank, r).addmm_(d, b.to(d.dtype), beta=0, alpha=scale)
         db = None
         if need:
-            db = long_sum(d.t(), u.narrow(1, rank, r), scale).to(b.dtype)
+            db = chunked_matmul(d.t(), u.narrow(1, rank, r), scale).to(b.dtype)
         dbs.append(db)
         rank += r
     return du, dbs
 
 
-def _of_a(du: Tensor, x: Tensor, dropout: Dropout | None) -> Tensor:
+def _a_gradient(du: Tensor, x: Tensor, dropout: Dropout | None) -> Tensor:
     """dA [R, C], of dU [N, R] and x [..., C]."""
-    x = x if dropout is None else drop(x, dropout)
+    x = x if dropout is None else apply_dropout(x, dropout)
     # Attention of more ranks than share its heads returns rows that are not next to each other
-    return long_sum(du.t(), x.reshape(-1, x.shape[-1]))
+    return chunked_matmul(du.t(), x.reshape(-1, x.shape[-1]))
 
 
-class _Call(NamedTuple):
+class _LoRACall(NamedTuple):
     """What is no tensor of the graph."""
 
-    base: Base
+    base: BaseLinear
     places: Sequence[tuple[int, float]]  # first column and scale of each addition
-    how: How | None  # x is computed again
+    how: RecomputeFn | None  # x is computed again
     gated: tuple[Activation, bool] | None  # and whether its gradient may overwrite gate_up
     apart: bool
     dropout: Dropout | None
 
-    def additions(self, bs: Sequence[Tensor]) -> list[Addition]:
-        return [Addition(f, b, s) for (f, s), b in zip(self.places, bs, strict=True)]
+    def additions(self, bs: Sequence[Tensor]) -> list[LoRATerm]:
+        return [LoRATerm(f, b, s) for (f, s), b in zip(self.places, bs, strict=True)]
 
 
 class _LoRALinear(torch.autograd.Function):
@@ -501,42 +507,42 @@ class _LoRALinear(torch.autograd.Function):
         ctx.call, ctx.shape, ctx.columns = call, x.shape, weight.shape[0]
         ctx.save_for_backward(weight, a, u, *bs, *kept)
         if call.apart:
-            return without_numbers(x, ctx.columns)
+            return placeholder(x, ctx.columns)
         return _base_plus_low_rank(call.base, x, weight, bias, u, call.additions(bs))
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         refuse_second_derivative("a product with low-rank additions")
-        call: _Call = ctx.call
+        call: _LoRACall = ctx.call
         weight, a, u, *rest = ctx.saved_tensors
         bs, kept = rest[: len(call.places)], rest[len(call.places) :]
         of_x, of_gate_up, _, _, of_a, *_ = ctx.needs_input_grad
         rows = dy.reshape(-1, ctx.columns)
         remote = None
         if of_a and call.how is not None:  # not of a gated activation
-            remote = fetch_again(call.how, kept)
+            remote = start_fetch(call.how, kept)
         du, dbs = _low_rank_gradients(
             rows, u, call.additions(bs), ctx.needs_input_grad[8:][: len(bs)]
         )
         da = dx = dgate_up = None
         if remote is not None and of_x:
-            dx = _gradient(call.base, rows, weight, du, a, call.dropout).view(ctx.shape)
+            dx = _x_gradient(call.base, rows, weight, du, a, call.dropout).view(ctx.shape)
             remote.reduce(dx)
         if of_a and not of_gate_up:  # else first: what is computed again is gone when dX comes
-            x = kept[0] if call.how is None else compute_again(call.how, kept)
-            da = _of_a(du, x, call.dropout)
+            x = kept[0] if call.how is None else run_recompute(call.how, kept)
+            da = _a_gradient(du, x, call.dropout)
             del x
         if (of_x or of_gate_up) and dx is None:
-            dx = _gradient(call.base, rows, weight, du, a, call.dropout).view(ctx.shape)
+            dx = _x_gradient(call.base, rows, weight, du, a, call.dropout).view(ctx.shape)
         if of_gate_up:
             assert dx is not None and call.gated is not None
             dgate_up, x = gradient_and_product(dx, kept[0], *call.gated)
-            da, dx = _of_a(du, x, call.dropout), None
+            da, dx = _a_gradient(du, x, call.dropout), None
         da = None if da is None else da.to(a.dtype)
         return dx, dgate_up, None, None, da, None, None, None, *dbs
 
 
-def _as_one(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+def _fits_one_node(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     """Whether one node may stand for the product of a frozen weight and what is added to it."""
     return (
         not torch.compiler.is_compiling()
@@ -546,7 +552,7 @@ def _as_one(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
         and (bias is None or not bias.requires_grad)
         and x.dtype == weight.dtype
         and autocast_dtype(x.device) is None
-        and not sees_products()
+        and not has_function_mode()
     )
 
 
@@ -555,9 +561,9 @@ def lora_linear(
     weight: Tensor,
     bias: Tensor | None,
     a: Tensor,
-    additions: Sequence[Addition],
+    additions: Sequence[LoRATerm],
     *,
-    base: Base = PLAIN,
+    base: BaseLinear = PLAIN_BASE,
     dropout: Dropout | None = None,
 ) -> Tensor:
     """`linear(x, weight, bias)` of x [..., C] and weight [K, C], plus what the parts add to it.
@@ -568,33 +574,35 @@ def lora_linear(
     """
     if dropout is not None:
         dropout.check(x)
-        additions = _scaled(additions, dropout)
-    if not (x.numel() and _as_one(x, weight, bias)):
-        if (recipe := recipe_of(x)) is not None:
-            recipe.alone = False  # A reads x, too
+        additions = _scale_terms(additions, dropout)
+    if not (x.numel() and _fits_one_node(x, weight, bias)):
+        if (recompute := find_recompute(x)) is not None:
+            recompute.single_reader = False  # A reads x, too
         y = base.linear(x, weight, bias)
-        return _added(y, x if dropout is None else drop(x, dropout), a, additions)
+        return _add_terms(y, x if dropout is None else apply_dropout(x, dropout), a, additions)
     if not torch.is_grad_enabled():
-        plain = base.plain and not takes_row(x, weight)
+        plain = base.plain and not uses_gemv(x, weight)
         rows = base._replace(product=base.linear, plain=plain)
-        u = _of_x(x, a, dropout)
+        u = _project_down(x, a, dropout)
         return _base_plus_low_rank(rows, x, weight, bias, u, additions)
-    apart = computes_later()
+    apart = defers_product()
     own, gate_up, how, gated = x, None, None, None
     kept: tuple[Tensor | None, ...] = (x,) if a.requires_grad else ()
-    recipe = recipe_of(x) if a.requires_grad else None
-    if recipe is not None and recipe.gated is not None and recipe.alone:
-        gate_up, act, node = recipe.gated
+    recompute = find_recompute(x) if a.requires_grad else None
+    if recompute is not None and recompute.gated is not None and recompute.single_reader:
+        gate_up, act, node = recompute.gated
         own, kept, gated = x.detach(), (gate_up,), (act, node.overwrite)
-    elif recipe is not None:
-        recipe.keep_gate_up()
-        how, kept = recipe.how, recipe.kept
+    elif recompute is not None:
+        recompute.keep_gate_up()
+        how, kept = recompute.fn, recompute.saved
     with torch.no_grad():
-        u = _of_x(x, a, dropout)
+        u = _project_down(x, a, dropout)
     places = [(first, scale) for first, _, scale in additions]
-    call = _Call(base, places, how, gated, apart, dropout)
+    call = _LoRACall(base, places, how, gated, apart, dropout)
     bs = [b for _, b, _ in additions]
-    place: Tensor = _LoRALinear.apply(own, gate_up, weight, bias, a, u, call, kept, *bs)
+    product: Tensor = _LoRALinear.apply(own, gate_up, weight, bias, a, u, call, kept, *bs)
     if not apart:
-        return place
-    return later(place, lambda: _base_plus_low_rank(base, x, weight, bias, u, additions))
+        return product
+    return deferred_product(
+        product, lambda: _base_plus_low_rank(base, x, weight, bias, u, additions)
+    )

@@ -17,14 +17,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tigon.kernels.linear.lora import Base
+from tigon.kernels.linear.lora import BaseLinear
 from tigon.kernels.runtime import operator, refuse_second_derivative, runs_triton, tl, triton
 
 BLOCK, GROUP = 64, 256  # numbers of a block, blocks of a group
 SLAB = 1 << 22  # numbers that are quantised at a time
 TILE = 64  # blocks of a program
 # The book of bitsandbytes, whose last bits no formula gives
-NUMBERS = torch.tensor(
+NF4_VALUES = torch.tensor(
     [
         *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453),
         *(-0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0),
@@ -36,7 +36,7 @@ NUMBERS = torch.tensor(
 )
 
 
-def _dynamic() -> Tensor:
+def _scale_values() -> Tensor:
     """256 signed numbers up to 1; each power of ten further down they have a bit less."""
     found = [0.0, 1.0]
     for i in range(7):
@@ -46,10 +46,10 @@ def _dynamic() -> Tensor:
     return torch.tensor(sorted(found), dtype=torch.float32, device="cpu")
 
 
-DYNAMIC = _dynamic()
+SCALE_VALUES = _scale_values()
 
 
-class Nf4(NamedTuple):
+class NF4Tensor(NamedTuple):
     """A weight of one or several matrices."""
 
     codes: Tensor  # uint8 [n / 2]: of two neighbours the first is in the high bits
@@ -60,18 +60,18 @@ class Nf4(NamedTuple):
     tables: Tensor  # fp32 [16 + 256], what codes and scales mean
 
 
-def sizes_of(numbers: int) -> tuple[int, int, int]:
+def packed_sizes(numbers: int) -> tuple[int, int, int]:
     """Bytes of codes, blocks and groups of a matrix of so many numbers; its last block, byte and
     group may be filled in part, as bitsandbytes pads them."""
     blocks = -(-numbers // BLOCK)
     return -(-numbers // 2), blocks, -(-blocks // GROUP)
 
 
-def places_of(matrices: Sequence[int]) -> Tensor:
+def group_offsets(matrices: Sequence[int]) -> Tensor:
     """`places` for matrices of so many numbers."""
     rows, number, byte, block = [], 0, 0, 0
     for numbers in matrices:
-        of_codes, blocks, groups = sizes_of(numbers)
+        of_codes, blocks, groups = packed_sizes(numbers)
         for i in range(groups):
             at = i * GROUP
             rows.append((number + at * BLOCK, byte + at * BLOCK // 2, block + at))
@@ -79,52 +79,57 @@ def places_of(matrices: Sequence[int]) -> Tensor:
     return torch.tensor([*rows, (number, byte, block)], dtype=torch.int64, device="cpu")
 
 
-def _nearest(x: Tensor, book: Tensor) -> Tensor:
+def _nearest_code(x: Tensor, book: Tensor) -> Tensor:
     """The index of the nearest number of the book, uint8; of two that are as near the lower one."""
     return torch.bucketize(x, (book[1:] + book[:-1]) / 2, out_int32=True).to(torch.uint8)
 
 
-def _quantised(x: Tensor, size: int, book: Tensor) -> tuple[Tensor, Tensor]:
+def _quantize_blocks(x: Tensor, size: int, book: Tensor) -> tuple[Tensor, Tensor]:
     """Codes [m] of fp32 numbers [m], and the largest of each `size` of them."""
     missing = -len(x) % size
     rows = torch.cat([x, x.new_zeros(missing)]).view(-1, size) if missing else x.view(-1, size)
     most = rows.abs().amax(1)
     shares = rows * (1.0 / most.clamp(min=1e-38)).unsqueeze(1)
-    return _nearest(shares.clamp_(-1, 1), book).view(-1)[: len(x)], most
+    return _nearest_code(shares.clamp_(-1, 1), book).view(-1)[: len(x)], most
 
 
 @torch.no_grad()
-def nf4_quantise(matrix: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def quantize_nf4(matrix: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """`codes`, `scales`, `steps` and `offsets` of one matrix of 16 or 32 bits.
 
     NaN and infinity have no code: callers check for them. Two or three times SLAB of fp32 numbers
     are held meanwhile.
     """
-    flat, book = matrix.reshape(-1), NUMBERS.to(matrix.device)
+    flat, book = matrix.reshape(-1), NF4_VALUES.to(matrix.device)
     codes = torch.empty(len(flat) + len(flat) % 2, dtype=torch.uint8, device=flat.device)
     codes[len(flat) :] = 7  # that of 0, which bitsandbytes pads with
     largest = []
     for first in range(0, len(flat), SLAB):
         x = flat[first : first + SLAB].float()
-        codes[first : first + len(x)], most = _quantised(x, BLOCK, book)
+        codes[first : first + len(x)], most = _quantize_blocks(x, BLOCK, book)
         largest.append(most)
     most = torch.cat(largest)
     offset = most.mean()
-    scales, steps = _quantised(most - offset, GROUP, DYNAMIC.to(most.device))
+    scales, steps = _quantize_blocks(most - offset, GROUP, SCALE_VALUES.to(most.device))
     return codes[::2] << 4 | codes[1::2], scales, steps, offset.repeat(len(steps))
 
 
-def nf4_numbers(
-    weight: Nf4, matrices: Sequence[int], which: int, first: int, count: int, dtype: torch.dtype
+def dequantize_nf4_slice(
+    weight: NF4Tensor,
+    matrices: Sequence[int],
+    which: int,
+    first: int,
+    count: int,
+    dtype: torch.dtype,
 ) -> Tensor:
     """Numbers [first, first + count) of one of the matrices, in plain torch: the definition.
 
     `matrices`: the numbers that each of them has.
     """
-    before = [sizes_of(numbers) for numbers in matrices[:which]]
+    before = [packed_sizes(numbers) for numbers in matrices[:which]]
     byte, block, group = (sum(size[i] for size in before) for i in range(3))
     out = torch.empty(count, dtype=dtype, device=weight.codes.device)
-    numbers, dynamic = weight.tables.split([len(NUMBERS), len(DYNAMIC)])
+    numbers, dynamic = weight.tables.split([len(NF4_VALUES), len(SCALE_VALUES)])
     end = first + count
     for begin in range(first // BLOCK * BLOCK, end, SLAB):
         stop = min(end, begin + SLAB)
@@ -142,11 +147,11 @@ def nf4_numbers(
     return out
 
 
-def nf4_dequantise_ref(
-    weight: Nf4, matrices: Sequence[int], shape: Sequence[int], dtype: torch.dtype
+def dequantize_nf4_ref(
+    weight: NF4Tensor, matrices: Sequence[int], shape: Sequence[int], dtype: torch.dtype
 ) -> Tensor:
     """What `nf4_dequantise` returns, in plain torch."""
-    parts = [nf4_numbers(weight, matrices, i, 0, n, dtype) for i, n in enumerate(matrices)]
+    parts = [dequantize_nf4_slice(weight, matrices, i, 0, n, dtype) for i, n in enumerate(matrices)]
     return (parts[0] if len(parts) == 1 else torch.cat(parts)).view(*shape)
 
 
@@ -189,7 +194,7 @@ def _dequantize_nf4(
     codes: Tensor, scales: Tensor, steps: Tensor, offsets: Tensor, places: Tensor, tables: Tensor,
     matrices: Sequence[int], shape: Sequence[int], dtype: torch.dtype,
 ) -> Tensor:  # fmt: skip
-    weight = Nf4(codes, scales, steps, offsets, places, tables)
+    weight = NF4Tensor(codes, scales, steps, offsets, places, tables)
     y = _nf4_output(*weight, matrices, shape, dtype)
     parts = GROUP // TILE
     _nf4_kernel[(len(steps) * parts,)](
@@ -200,13 +205,13 @@ def _dequantize_nf4(
     return y
 
 
-def nf4_dequantise(
-    weight: Nf4, matrices: Sequence[int], shape: Sequence[int], dtype: torch.dtype
+def dequantize_nf4(
+    weight: NF4Tensor, matrices: Sequence[int], shape: Sequence[int], dtype: torch.dtype
 ) -> Tensor:
     """The weight [...shape] in `dtype`, in new memory; `matrices`: the numbers of each of its
     matrices. Numbers are fp32 and rounded once."""
     if not runs_triton(weight.steps):
-        return nf4_dequantise_ref(weight, matrices, shape, dtype)
+        return dequantize_nf4_ref(weight, matrices, shape, dtype)
     return _dequantize_nf4(*weight, matrices, shape, dtype)
 
 
@@ -224,7 +229,7 @@ ROWS, COLUMNS = 16, 256  # of a program's tile
 SLAB = 1 << 22  # numbers that the definition makes at a time
 
 
-class BlockFp8(NamedTuple):
+class BlockFP8Tensor(NamedTuple):
     """A weight of one or several matrices."""
 
     codes: Tensor  # uint8 [N, K]
@@ -232,8 +237,14 @@ class BlockFp8(NamedTuple):
     owners: Tensor  # int32 [N], the row of scales of each row
 
 
-def block_fp8_rows(
-    weight: BlockFp8, first: int, count: int, *, width: int, stored: torch.dtype, dtype: torch.dtype
+def dequantize_block_fp8_rows(
+    weight: BlockFP8Tensor,
+    first: int,
+    count: int,
+    *,
+    width: int,
+    stored: torch.dtype,
+    dtype: torch.dtype,
 ) -> Tensor:
     """Rows [first, first + count), in plain torch: the definition. `width`: columns of a block."""
     columns = weight.codes.shape[1]
@@ -248,7 +259,7 @@ def block_fp8_rows(
 
 
 @triton.jit
-def number_of(code, E4M3: tl.constexpr):
+def decode_fp8(code, E4M3: tl.constexpr):
     """fp32 of fp8 codes, int32. GPUs before sm_89 have no conversion.
 
     Both forms are fp16's but for their number of bits: e5m2 without the last eight of the mantissa,
@@ -276,7 +287,7 @@ def _block_fp8_kernel(
     scale = tl.load(scales + of_block, mask=there, other=0.0)
     at = rows.to(tl.int64)[:, None] * K + columns[None, :]
     code = tl.load(codes + at, mask=there, other=0).to(tl.int32)
-    tl.store(y + at, (number_of(code, E4M3) * scale).to(y.dtype.element_ty), mask=there)
+    tl.store(y + at, (decode_fp8(code, E4M3) * scale).to(y.dtype.element_ty), mask=there)
 
 
 def _block_fp8_output(
@@ -299,15 +310,17 @@ def _dequantize_block_fp8(
     return y
 
 
-def block_fp8_dequantise(
-    weight: BlockFp8, *, width: int, stored: torch.dtype, dtype: torch.dtype
+def dequantize_block_fp8(
+    weight: BlockFP8Tensor, *, width: int, stored: torch.dtype, dtype: torch.dtype
 ) -> Tensor:
     """The weight [N, K] in `dtype`, in new memory.
 
     `width`: columns of a block; `stored`: which of the two forms of fp8 the codes are of.
     """
     if not runs_triton(weight.scales):
-        return block_fp8_rows(weight, 0, len(weight.codes), width=width, stored=stored, dtype=dtype)
+        return dequantize_block_fp8_rows(
+            weight, 0, len(weight.codes), width=width, stored=stored, dtype=dtype
+        )
     return _dequantize_block_fp8(*weight, width, stored == E4M3, dtype)
 
 
@@ -318,14 +331,14 @@ def block_fp8_dequantise(
 # y = x W^T + bias and dX = dY W each dequantise W anew, into memory that is free again behind the
 # product: nothing of 16 bits is kept from forward to backward, nor is x.
 
-Dequantise = Callable[[], Tensor]  # the weight [K, C]
+Dequantize = Callable[[], Tensor]  # the weight [K, C]
 
 
-class _QuantisedLinear(torch.autograd.Function):
+class _QuantizedLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, bias: Tensor | None, *given: Any) -> Tensor:
-        ctx.dequantise, ctx.inner = given
-        y: Tensor = ctx.inner.product(x, ctx.dequantise(), bias)
+        ctx.dequantize, ctx.inner = given
+        y: Tensor = ctx.inner.product(x, ctx.dequantize(), bias)
         return y
 
     @staticmethod
@@ -335,29 +348,31 @@ class _QuantisedLinear(torch.autograd.Function):
         rows = dy.reshape(-1, dy.shape[-1])
         dx = None
         if of_x:
-            weight = ctx.dequantise().to(dy.dtype)  # another one under autocast
+            weight = ctx.dequantize().to(dy.dtype)  # another one under autocast
             dx = ctx.inner.gradient(rows, weight).view(*dy.shape[:-1], -1)
         return dx, rows.sum(0) if of_bias else None, None, None
 
 
-def quantised_linear(x: Tensor, bias: Tensor | None, dequantise: Dequantise, inner: Base) -> Tensor:
+def quantized_linear(
+    x: Tensor, bias: Tensor | None, dequantize: Dequantize, inner: BaseLinear
+) -> Tensor:
     """`F.linear(x, dequantise(), bias)` of x [..., C], whose weight has no gradient.
 
     `inner` computes the products. Under torch.compile autograd may keep the dequantised weight.
     """
     learns = x.requires_grad or (bias is not None and bias.requires_grad)
     if torch.compiler.is_compiling() or not x.numel():
-        return F.linear(x, dequantise(), bias)
+        return F.linear(x, dequantize(), bias)
     if not (learns and torch.is_grad_enabled()):
-        return inner.linear(x, dequantise(), bias)
-    y: Tensor = _QuantisedLinear.apply(x, bias, dequantise, inner)
+        return inner.linear(x, dequantize(), bias)
+    y: Tensor = _QuantizedLinear.apply(x, bias, dequantize, inner)
     return y
 
 
-def quantised_base(dequantise: Dequantise, inner: Base) -> Base:
+def quantized_base(dequantize: Dequantize, inner: BaseLinear) -> BaseLinear:
     """The same as the base of `lora_linear`, whose weight then only says shape and dtype."""
-    return Base(
-        lambda x, _, bias: inner.product(x, dequantise(), bias),
-        lambda dy, _: inner.gradient(dy, dequantise()),
-        lambda x, _, bias: quantised_linear(x, bias, dequantise, inner),
+    return BaseLinear(
+        lambda x, _, bias: inner.product(x, dequantize(), bias),
+        lambda dy, _: inner.gradient(dy, dequantize()),
+        lambda x, _, bias: quantized_linear(x, bias, dequantize, inner),
     )

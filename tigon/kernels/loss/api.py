@@ -9,22 +9,22 @@ from torch import Tensor
 
 from tigon.kernels.loss.cross_entropy_rows import cross_entropy_ref
 from tigon.kernels.loss.divergence_rows import kl_ref
-from tigon.kernels.loss.fused_linear import HeadValue, run_one
+from tigon.kernels.loss.fused_linear import HeadValue, run_loss_term
 from tigon.kernels.loss.logits import (
+    DEFAULT_OPTIONS,
     IGNORE_INDEX,
     METRICS,
-    PLAIN,
     Options,
     Reduction,
     logits_ref,
     scale_and_cap,
 )
-from tigon.kernels.loss.terms import KL, ActiveRows, CrossEntropy, Divergence, Head, LogProbs
+from tigon.kernels.loss.terms import KL, CrossEntropy, Divergence, Head, LogProbs, ValidRows
 
 __all__ = [
+    "DEFAULT_OPTIONS",
     "IGNORE_INDEX",
     "METRICS",
-    "PLAIN",
     "Options",
     "Reduction",
     "cross_entropy",
@@ -43,7 +43,7 @@ def cross_entropy(
     class_weights: Tensor | None = None,  # [V]
     denominator: Tensor | float = 1.0,
     reduction: Reduction = "sum",
-    options: Options = PLAIN,
+    options: Options = DEFAULT_OPTIONS,
     metrics: Sequence[str] = (),
     overwrite: bool = False,
 ) -> HeadValue:
@@ -66,7 +66,7 @@ def cross_entropy(
         metrics=metrics,
     )
     options = options.of_logits()
-    return run_one(logits, None, None, criterion, options=options, overwrite=overwrite)
+    return run_loss_term(logits, None, None, criterion, options=options, overwrite=overwrite)
 
 
 def divergence(
@@ -97,7 +97,7 @@ def divergence(
         reduction=reduction,
         beta=beta,
     )
-    return run_one(logprobs, None, None, criterion).value
+    return run_loss_term(logprobs, None, None, criterion).value
 
 
 # Operators of a head and one criterion; no [N, V] tensor outlives a chunk.
@@ -115,7 +115,7 @@ def linear_cross_entropy_ref(
     class_weights: Tensor | None = None,
     denominator: Tensor | float = 1.0,
     reduction: Reduction = "sum",
-    options: Options = PLAIN,
+    options: Options = DEFAULT_OPTIONS,
 ) -> Tensor:
     """The definition, fp32 throughout, with all logits at once and plain autograd."""
     losses = cross_entropy_ref(logits_ref(hidden, weight, bias), targets, options=options)
@@ -136,9 +136,9 @@ def linear_cross_entropy(
     class_weights: Tensor | None = None,  # [V]
     denominator: Tensor | float = 1.0,
     reduction: Reduction = "sum",
-    options: Options = PLAIN,
+    options: Options = DEFAULT_OPTIONS,
     metrics: Sequence[str] = (),
-    active: ActiveRows | None = None,
+    active: ValidRows | None = None,
     logits_bytes: int | None = None,
 ) -> HeadValue:
     """`sum(w_t * ce_t) / denominator` in fp32, or every `w_t * ce_t` [N]; and the metrics.
@@ -167,7 +167,7 @@ def linear_cross_entropy(
         metrics=metrics,
     )
     options = options.of_logits()
-    return run_one(
+    return run_loss_term(
         hidden, weight, bias, criterion, options=options, active=active, logits_bytes=logits_bytes
     )
 
@@ -178,7 +178,7 @@ def selected_logprobs_ref(
     targets: Tensor,
     *,
     bias: Tensor | None = None,
-    options: Options = PLAIN,
+    options: Options = DEFAULT_OPTIONS,
 ) -> Tensor:
     """The definition, fp32 throughout, with all logits at once and plain autograd."""
     return -linear_cross_entropy_ref(
@@ -192,9 +192,9 @@ def selected_logprobs(
     targets: Tensor,  # [N], -100 is ignored
     *,
     bias: Tensor | None = None,  # [V]
-    options: Options = PLAIN,
+    options: Options = DEFAULT_OPTIONS,
     metrics: Sequence[str] = (),
-    active: ActiveRows | None = None,
+    active: ValidRows | None = None,
     logits_bytes: int | None = None,
 ) -> HeadValue:
     """`log p(target)` of every row [N] in fp32, 0 where ignored, and metrics without gradient.
@@ -205,7 +205,7 @@ def selected_logprobs(
     of `linear_cross_entropy`.
     """
     criterion = LogProbs(targets=targets, metrics=metrics)
-    return run_one(
+    return run_loss_term(
         hidden, weight, bias, criterion, options=options, active=active, logits_bytes=logits_bytes
     )
 
@@ -223,8 +223,8 @@ def linear_kl_ref(
     reduction: Reduction = "sum",
     beta: float = 0.0,
     temperature: float = 1.0,
-    options: Options = PLAIN,
-    teacher_options: Options = PLAIN,
+    options: Options = DEFAULT_OPTIONS,
+    teacher_options: Options = DEFAULT_OPTIONS,
 ) -> Tensor:
     """The definition, fp32 throughout, with all logits at once and plain autograd."""
     teacher = logits_ref(teacher_hidden, teacher_weight, teacher_bias).detach()
@@ -252,9 +252,9 @@ def linear_kl(
     reduction: Reduction = "sum",
     beta: float = 0.0,
     temperature: float = 1.0,
-    options: Options = PLAIN,
-    teacher_options: Options = PLAIN,
-    active: ActiveRows | None = None,
+    options: Options = DEFAULT_OPTIONS,
+    teacher_options: Options = DEFAULT_OPTIONS,
+    active: ValidRows | None = None,
     logits_bytes: int | None = None,
 ) -> Tensor:
     """`sum(w_t * D_t) / denominator` in fp32, or every `w_t * D_t` [N].
@@ -272,6 +272,6 @@ def linear_kl(
         beta=beta,
         temperature=temperature,
     )
-    return run_one(
+    return run_loss_term(
         hidden, weight, bias, criterion, options=options, active=active, logits_bytes=logits_bytes
     ).value

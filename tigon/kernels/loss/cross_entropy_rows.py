@@ -11,23 +11,25 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tigon.kernels.loss.logits import (
+    DEFAULT_OPTIONS,
     IGNORE_INDEX,
     LOG2E,
-    PLAIN,
-    Gradient,
+    LogitGradient,
     Options,
+    head_constants,
     scale_and_cap,
-    scale_and_cap_of,
     transform,
     uncap,
 )
 from tigon.kernels.runtime import runs_triton, tl, triton
 
-ELSEWHERE = -1  # a target whose logit another rank has
-FOUND = ("entropy", "nll", "target", "total")  # by the kernel, in fp32
+OTHER_RANK = -1  # a target whose logit another rank has
+KERNEL_OUTPUTS = ("entropy", "nll", "target", "total")  # by the kernel, in fp32
 
 
-def cross_entropy_ref(logits: Tensor, targets: Tensor, *, options: Options = PLAIN) -> Tensor:
+def cross_entropy_ref(
+    logits: Tensor, targets: Tensor, *, options: Options = DEFAULT_OPTIONS
+) -> Tensor:
     """Per-row cross-entropy of raw logits, fp32 inside; 0 where the target is ignored."""
     z = scale_and_cap(logits.float(), options)
     loss = F.cross_entropy(
@@ -43,7 +45,7 @@ def cross_entropy_ref(logits: Tensor, targets: Tensor, *, options: Options = PLA
 
 
 @dataclass
-class Rows:
+class RowLosses:
     """What a pass over logits leaves behind; everything is 0 where the target is ignored.
 
     The logsumexp is `peak + log_mass`: in two numbers it keeps its precision far from 0.
@@ -55,7 +57,7 @@ class Rows:
     metrics: dict[str, Tensor] = field(default_factory=dict)  # predicted_tokens is -100 there
 
 
-def whole_loss(nll: Tensor, lse: Tensor, mean: Tensor | None, options: Options) -> Tensor:
+def combine_loss(nll: Tensor, lse: Tensor, mean: Tensor | None, options: Options) -> Tensor:
     """Cross-entropy of a row from the logsumexp and, with smoothing, the mean of its logits."""
     loss = nll if mean is None else torch.lerp(nll, lse - mean, options.label_smoothing)
     return loss + options.z_loss * lse.square() if options.z_loss else loss
@@ -66,11 +68,11 @@ def _reference_rows(
     targets: Tensor,
     options: Options,
     metrics: Sequence[str],
-    grad: Gradient | None,
+    grad: LogitGradient | None,
     known: tuple[Tensor, Tensor] | None,
     holes: bool,
     size: int | None,
-) -> Rows:
+) -> RowLosses:
     z = scale_and_cap(logits.to(torch.float32, copy=True), options)
     smoothing, softcap = options.label_smoothing, options.softcap
     chain = 1 - (z / softcap).square() if softcap is not None and grad is not None else None
@@ -83,7 +85,7 @@ def _reference_rows(
     peak = z.amax(-1)
     if holes or size is not None:  # perhaps nothing but -inf: -inf - -inf is NaN
         peak = peak.clamp(min=-1e38) if known is None else known[0]
-    here = None if size is None else targets != ELSEWHERE
+    here = None if size is None else targets != OTHER_RANK
     of_target = None if here is None else z.gather(1, index).squeeze(1).where(here, 0)
     z.sub_(peak[:, None])
     target = z.gather(1, index).squeeze(1)
@@ -103,7 +105,7 @@ def _reference_rows(
         kept["predicted_tokens"] = torch.where(valid, predicted, IGNORE_INDEX)
 
     whole = logits.shape[1] if size is None else size
-    loss = whole_loss(nll, lse, None if total is None else total / whole, options)
+    loss = combine_loss(nll, lse, None if total is None else total / whole, options)
     if grad is not None:
         slope = grad.row_scale * valid * options.logit_scale
         z.mul_((slope * (1 + 2 * options.z_loss * lse) / mass)[:, None])
@@ -113,7 +115,7 @@ def _reference_rows(
         z.scatter_add_(1, index, (of_index * (smoothing - 1))[:, None])
         d = (z if chain is None else z.mul_(chain)).masked_fill_((slope == 0)[:, None], 0)
         grad.out.copy_(d if grad.before is None else d.add_(grad.before))
-    return Rows(loss.where(valid, 0), peak.where(valid, 0), log_mass.where(valid, 0), kept)
+    return RowLosses(loss.where(valid, 0), peak.where(valid, 0), log_mass.where(valid, 0), kept)
 
 
 @triton.jit
@@ -307,12 +309,12 @@ def loss_rows(
     targets: Tensor,  # [N]
     options: Options,
     metrics: Sequence[str] = (),
-    grad: Gradient | None = None,
+    grad: LogitGradient | None = None,
     known: tuple[Tensor, Tensor] | None = None,  # peak and log_mass, if an earlier pass found them
     *,
     holes: bool = False,  # raw logits of -inf have probability 0, also with a softcap
     size: int | None = None,
-) -> Rows:
+) -> RowLosses:
     """One pass over the logits: losses, metrics and, if asked for, the gradient.
 
     With `size` the logits are some of that many: peak, log_mass and metrics are of these alone,
@@ -331,7 +333,7 @@ def loss_rows(
 
     loss = rows()
     peak, log_mass = known or (rows(), rows())
-    found = {name: rows() for name in FOUND if name in metrics}
+    found = {name: rows() for name in KERNEL_OUTPUTS if name in metrics}
     before = None if grad is None else grad.before
     if "predicted_tokens" in metrics:
         found["predicted_tokens"] = rows(torch.int64)
@@ -357,7 +359,7 @@ def loss_rows(
             logits.stride(0),
             0 if grad is None else grad.out.stride(0),
             0 if before is None else before.stride(0),
-            scale_and_cap_of(options),
+            head_constants(options),
             float(options.label_smoothing) or None,
             float(options.z_loss) or None,
             MASS_KNOWN=known is not None,
@@ -369,4 +371,4 @@ def loss_rows(
     for name in metrics:
         if name in ("z", "max_logit"):
             found[name] = peak + log_mass if name == "z" else peak.clone()
-    return Rows(loss, peak, log_mass, {name: found[name] for name in metrics})
+    return RowLosses(loss, peak, log_mass, {name: found[name] for name in metrics})

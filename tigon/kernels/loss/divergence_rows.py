@@ -9,10 +9,10 @@ from torch import Tensor
 from tigon.kernels.loss.cross_entropy_rows import loss_rows
 from tigon.kernels.loss.logits import (
     LOG2E,
-    Gradient,
+    LogitGradient,
     Options,
+    head_constants,
     scale_and_cap,
-    scale_and_cap_of,
     transform,
     uncap,
 )
@@ -40,7 +40,7 @@ def _log_mixture(p: Tensor, teacher: Tensor, beta: float) -> Tensor:
     return (beta * teacher.exp() + (1 - beta) * p).clamp(min=SMALLEST_MIXTURE).log()
 
 
-def _slope(a: Tensor, b: Tensor, beta: float) -> Tensor:
+def _kl_derivative(a: Tensor, b: Tensor, beta: float) -> Tensor:
     """The derivative of `kl_ref(a, b, beta)` by a, up to a multiple of exp(a) in each row."""
     if beta == 0:
         return -b.exp()
@@ -55,7 +55,7 @@ def _reference(
     options: Options,
     teacher_options: Options,
     beta: float,
-    grad: Gradient | None,
+    grad: LogitGradient | None,
     normalized: bool,
     masses: Tensor | None,
     mean: Tensor | None,
@@ -69,10 +69,10 @@ def _reference(
         a, b = a.log_softmax(-1), b.log_softmax(-1)
     losses = kl_ref(a, b, beta)
     if masses is not None and mean is None:
-        losses = torch.stack((losses, _slope(a, b, beta).sum(-1)), 1)
+        losses = torch.stack((losses, _kl_derivative(a, b, beta).sum(-1)), 1)
         mean = masses.new_full(masses.shape[:1], -1.0)  # of a forward divergence, the only one here
     if grad is not None:
-        d = _slope(a, b, beta)
+        d = _kl_derivative(a, b, beta)
         if not normalized:
             d -= a.exp() * (d.sum(-1, keepdim=True) if mean is None else mean[:, None])
         elif beta == 1:
@@ -134,7 +134,7 @@ def logit_masses(
     if n:
         block, num_warps = _blocks(vocab)
         strides, heads = (student.stride(0), teacher.stride(0)), (options, teacher_options)
-        of_heads = (scale_and_cap_of(o) for o in heads)
+        of_heads = (head_constants(o) for o in heads)
         _masses_kernel[(n,)](
             student, teacher, out, vocab, *strides, *of_heads, BLOCK=block, num_warps=num_warps
         )
@@ -261,7 +261,7 @@ def divergence_rows(
     options: Options,
     teacher_options: Options,
     beta: float,
-    grad: Gradient | None = None,
+    grad: LogitGradient | None = None,
     *,
     normalized: bool = False,  # both are log-probabilities, to be taken as they are
     masses: Tensor | None = None,  # [N, 4]
@@ -299,8 +299,8 @@ def divergence_rows(
             0 if grad is None else grad.out.stride(0),
             0 if before is None else before.stride(0),
             float(beta),
-            scale_and_cap_of(options),
-            scale_and_cap_of(teacher_options),
+            head_constants(options),
+            head_constants(teacher_options),
             MIX=0 < beta < 1,
             REVERSE=beta == 1,
             NORMALIZED=normalized,
@@ -324,7 +324,7 @@ def topk_rows(
     logprobs: Tensor,  # [N, k]
     options: Options,
     beta: float,
-    grad: Gradient | None = None,
+    grad: LogitGradient | None = None,
 ) -> Tensor:
     """Losses [N] against stored log-probabilities: all other tokens are one outcome.
 
@@ -339,7 +339,7 @@ def topk_rows(
     rest = loss_rows(others, target, options.of_logits(), holes=True)
     lse = torch.where(rest.log_mass == -torch.inf, -torch.inf, rest.peak + rest.log_mass)
     absent = tokens < 0
-    losses, d = against_stored(z, lse, logprobs, absent, beta, grad)
+    losses, d = stored_losses(z, lse, logprobs, absent, beta, grad)
     if grad is not None and d is not None:
         exact = stored_gradient(d, z, options)
         exact = exact.where(~absent, exact[:, :1])
@@ -351,13 +351,13 @@ def topk_rows(
     return losses
 
 
-def against_stored(
+def stored_losses(
     z: Tensor,  # [N, k] the student's logits of the stored tokens
     lse: Tensor,  # [N] the logsumexp of its others; -inf without any
     logprobs: Tensor,  # [N, k]
     absent: Tensor,  # [N, k]
     beta: float,
-    grad: Gradient | None,
+    grad: LogitGradient | None,
 ) -> tuple[Tensor, Tensor | None]:
     """Losses [N] and, for a gradient, their slopes by z and, last, lse: [N, k + 1]."""
     student = torch.cat((z.masked_fill(absent, -torch.inf), lse[:, None]), 1).log_softmax(-1)
@@ -369,7 +369,7 @@ def against_stored(
     losses = kl_ref(student, teacher, beta)
     if grad is None:
         return losses, None
-    d = _slope(student, teacher, beta)
+    d = _kl_derivative(student, teacher, beta)
     d -= student.exp() * d.sum(-1, keepdim=True)
     return losses, (d * grad.row_scale[:, None]).masked_fill_((grad.row_scale == 0)[:, None], 0)
 

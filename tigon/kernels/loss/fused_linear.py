@@ -14,19 +14,19 @@ from tigon.kernels.loss.cross_entropy_rows import cross_entropy_ref, loss_rows
 from tigon.kernels.loss.fused_linear_pass import (
     GRADIENTS,
     SLOTS,
-    Inputs,
-    Pass,
-    Plan,
+    LossArgs,
+    LossPass,
+    LossPlan,
     Slots,
     run_pass,
 )
 from tigon.kernels.loss.logits import (
+    DEFAULT_OPTIONS,
     IGNORE_INDEX,
     METRICS,
-    PLAIN,
     Options,
     check_head,
-    check_of_logits,
+    check_logit_options,
     check_reduction,
     check_rows,
     check_targets,
@@ -37,20 +37,20 @@ from tigon.kernels.loss.logits import (
 )
 from tigon.kernels.loss.terms import (
     KL,
-    ActiveRows,
-    Criterion,
     CrossEntropy,
     Divergence,
     Head,
     LogProbs,
-    Weighted,
-    host_may_count,
+    LossTerm,
+    ValidRows,
+    WeightedTerm,
+    host_can_count,
 )
 from tigon.kernels.loss.vocab_parallel import VocabularyShard
 from tigon.kernels.runtime import (
     autocast_dtype,
-    check,
     check_devices,
+    check_values,
     has_values,
     integer_labels,
     is_transformed,
@@ -59,15 +59,15 @@ from tigon.kernels.runtime import (
     runs_triton,
 )
 
-SHARED = len(Inputs._fields)
+SHARED = len(LossArgs._fields)
 LEARNED = 5  # of them that may have gradients: hidden, weight, bias, low and up
 INPUTS = 6  # of a criterion: four tensors of its pass, weights of the rows, scale of the sum
 Grads = tuple[Tensor | None, ...]
 
 
 def _run(
-    p: Pass,
-    inputs: Inputs,
+    p: LossPass,
+    inputs: LossArgs,
     flat: Sequence[Tensor | None],
     row_scales: list[Tensor],
     needs: tuple[bool, ...],
@@ -93,7 +93,7 @@ def _run(
 
 
 def _with_teachers(
-    p: Pass, first: int, slots: Slots, vocab: int, run: Callable[[], Any]
+    p: LossPass, first: int, slots: Slots, vocab: int, run: Callable[[], Any]
 ) -> tuple[list[Tensor], list[dict[str, Tensor]]]:
     """What `run` returns, called while the teachers from criterion `first` on lend their heads."""
     if first == len(p.plans):
@@ -115,12 +115,12 @@ def _with_teachers(
     return teacher(None, lend=use)
 
 
-class Criteria(torch.autograd.Function):
+class FusedLinearLoss(torch.autograd.Function):
     """Values of k criteria, then metrics, then what the backward pass needs."""
 
     @staticmethod
-    def forward(p: Pass, *tensors: Any) -> tuple[Tensor, ...]:
-        given, flat = Inputs(*tensors[:SHARED]), tensors[SHARED:]
+    def forward(p: LossPass, *tensors: Any) -> tuple[Tensor, ...]:
+        given, flat = LossArgs(*tensors[:SHARED]), tensors[SHARED:]
         row_scales: list[Tensor] = []
         for w, scale in zip(flat[4::INPUTS], flat[5::INPUTS], strict=True):
             if p.ahead and scale is not None:
@@ -128,9 +128,9 @@ class Criteria(torch.autograd.Function):
                 row_scales.append(scale.expand(n).contiguous() if w is None else w * scale)
         needs = p.needs if p.ahead else (False,) * len(p.needs)
         nothing: Slots = [None, None] * len(p.plans)
-        grads, rows_of, top = _run(p, given, flat, row_scales, needs, nothing)
+        grads, rows_by_term, top = _run(p, given, flat, row_scales, needs, nothing)
         values, metrics, losses = [], [], []
-        for i, (plan, rows) in enumerate(zip(p.plans, rows_of, strict=True)):
+        for i, (plan, rows) in enumerate(zip(p.plans, rows_by_term, strict=True)):
             w, scale = flat[INPUTS * i + 4], flat[INPUTS * i + 5]
             loss = rows["loss"]
             weighted = loss if w is None else torch.where(w == 0, 0, loss * w)
@@ -139,7 +139,7 @@ class Criteria(torch.autograd.Function):
             if p.learned[i]:
                 losses.append(loss if scale is None else loss * scale)
         if not p.ahead:
-            of = [rows for plan, rows in zip(p.plans, rows_of, strict=True) if plan.statistics]
+            of = [rows for plan, rows in zip(p.plans, rows_by_term, strict=True) if plan.statistics]
             grads = [rows[name] for rows in of for name in ("peak", "log_mass")]
         return *values, *metrics, *losses, *(() if top is None else (top,)), *grads
 
@@ -173,10 +173,10 @@ class Criteria(torch.autograd.Function):
         if all(up is None for up in ups):
             return (None,) * (1 + SHARED + INPUTS * len(ups))
         if ctx.transformed:
-            found = Backward.apply(p, False, ctx.kept, *ctx.dtypes, *ups, *saved)
+            found = FusedLinearLossBackward.apply(p, False, ctx.kept, *ctx.dtypes, *ups, *saved)
         else:
             refuse_second_derivative(p.name, p.instead)
-            if ctx.grad is not None and _same(ups):
+            if ctx.grad is not None and _share_gradient(ups):
                 losses, factor, _ = _unpack(p, saved[len(saved) - ctx.kept :], ups)
                 assert factor is not None
                 if retains_graph():
@@ -194,11 +194,11 @@ class Criteria(torch.autograd.Function):
         return (None, *found[:LEARNED], None, None, *of_flat)
 
 
-class Backward(torch.autograd.Function):
+class FusedLinearLossBackward(torch.autograd.Function):
     """`Criteria.backward` where torch.func would differentiate it again, which is an error."""
 
     @staticmethod
-    def forward(p: Pass, *flat: Any) -> Grads:
+    def forward(p: LossPass, *flat: Any) -> Grads:
         return _differentiate(p, *flat)
 
     @staticmethod
@@ -210,7 +210,7 @@ class Backward(torch.autograd.Function):
         raise RuntimeError(f"{ctx.p.name} has no second derivative; {ctx.p.instead}")
 
 
-def _same(ups: Sequence[Tensor | None]) -> bool:
+def _share_gradient(ups: Sequence[Tensor | None]) -> bool:
     """Whether all values have the same upstream gradient, as the terms of a sum have."""
     if len(ups) == 1:
         return True
@@ -220,7 +220,7 @@ def _same(ups: Sequence[Tensor | None]) -> bool:
 
 
 def _unpack(
-    p: Pass, kept: Sequence[Tensor], ups: Sequence[Tensor | None]
+    p: LossPass, kept: Sequence[Tensor], ups: Sequence[Tensor | None]
 ) -> tuple[Grads, Tensor | None, Sequence[Tensor]]:
     """Gradients of the rows' weights, the factor of gradients made ahead, and what else is kept."""
     learned = [up for up, learns in zip(ups, p.learned, strict=True) if learns]
@@ -231,7 +231,7 @@ def _unpack(
     return tuple(of_weights), factor, kept
 
 
-def _scaled(
+def _scale_gradients(
     made: Sequence[Tensor],
     needs: Sequence[bool],
     dtypes: Sequence[Any],
@@ -266,7 +266,7 @@ def _scaled(
     )
 
 
-def _differentiate(p: Pass, ours: bool, count: int, *given: Any) -> Grads:
+def _differentiate(p: LossPass, ours: bool, count: int, *given: Any) -> Grads:
     """Gradients of hidden, weight, bias, low and up, then of the weights of rows that learn.
 
     `ours`: nobody else has the gradients made ahead, nor needs them again.
@@ -276,9 +276,9 @@ def _differentiate(p: Pass, ours: bool, count: int, *given: Any) -> Grads:
     ups, saved = given[:k], given[k:]
     split = len(saved) - count
     of_weights, factor, kept = _unpack(p, saved[split:], ups)
-    if p.ahead and factor is not None and _same(ups):
-        return *_scaled(kept, p.needs, dtypes, factor, ours), *of_weights
-    inputs, flat = Inputs(*saved[:SHARED]), saved[SHARED:split]
+    if p.ahead and factor is not None and _share_gradient(ups):
+        return *_scale_gradients(kept, p.needs, dtypes, factor, ours), *of_weights
+    inputs, flat = LossArgs(*saved[:SHARED]), saved[SHARED:split]
     row_scales = []
     for i, up in enumerate(ups):
         w, scale = flat[INPUTS * i + 4], flat[INPUTS * i + 5]
@@ -292,7 +292,7 @@ def _differentiate(p: Pass, ours: bool, count: int, *given: Any) -> Grads:
         known += [next(statistics), next(statistics)] if plan.statistics else [None, None]
     of_loss = tuple(plan._replace(metrics=(), statistics=False) for plan in p.plans)
     made, _, top = _run(p._replace(plans=of_loss), inputs, flat, row_scales, p.needs, known)
-    return *_scaled(made, p.needs, dtypes, top, ours=True), *of_weights
+    return *_scale_gradients(made, p.needs, dtypes, top, ours=True), *of_weights
 
 
 # Runs criteria: checks and flattens their tensors, makes one pass over the logits.
@@ -307,11 +307,11 @@ class HeadValue(NamedTuple):
     metrics: dict[str, Tensor]
 
 
-class Prepared(NamedTuple):
+class PreparedTerm(NamedTuple):
     """A criterion with its tensors as rows."""
 
-    given: Criterion
-    plan: Plan
+    given: LossTerm
+    plan: LossPlan
     tensors: tuple[Tensor | None, ...]  # the four of its pass
     targets: Tensor | None  # [N]
     weights: Tensor | None  # [N] fp32; 0 where a row does not count
@@ -337,15 +337,15 @@ class Prepared(NamedTuple):
         return self.counted()
 
 
-def run_criteria(
+def run_loss_terms(
     hidden: Tensor,  # [..., C]; or raw logits [..., V], where there is no weight
     weight: Tensor | None,  # [V, C]
     bias: Tensor | None,  # [V]
-    criteria: Sequence[Criterion],
+    criteria: Sequence[LossTerm],
     *,
     added: tuple[Tensor, Tensor] | None = None,  # [..., r], [V, r]: their product joins the logits
-    options: Options = PLAIN,  # softcap and scale of the logits
-    active: ActiveRows | None = None,  # made ahead of time, it saves waiting for the device
+    options: Options = DEFAULT_OPTIONS,  # softcap and scale of the logits
+    active: ValidRows | None = None,  # made ahead of time, it saves waiting for the device
     logits_bytes: int | None = None,
     overwrite: bool = False,
     vocabulary: VocabularyShard | None = None,
@@ -364,7 +364,7 @@ def run_criteria(
     """
     if not criteria:
         return []
-    check_of_logits(options)
+    check_logit_options(options)
     lead = hidden.shape[:-1]
     width = vocab = hidden.shape[-1] if weight is None else weight.shape[0]
     if vocabulary is not None:
@@ -372,22 +372,22 @@ def run_criteria(
     if weight is not None:
         check_head(hidden, weight, bias)
         check_devices(hidden=hidden, weight=weight, bias=bias)
-        hidden, weight, bias = narrow(hidden, weight, bias)
+        hidden, weight, bias = apply_autocast(hidden, weight, bias)
     low, up = (None, None) if added is None else (t.to(hidden.dtype) for t in added)
     low = low if low is None else low.flatten(0, -2)
-    prepared = [prepare(hidden, c, options, vocab, width) for c in criteria]
+    prepared = [prepare_term(hidden, c, options, vocab, width) for c in criteria]
     rows = hidden if hidden.dim() == 2 else hidden.flatten(0, -2)
     if (
         weight is None
         and not runs_triton(rows)
         and all(a.plan.kind == "cross_entropy" for a in prepared)
     ):
-        return [_plain(rows, a, lead) for a in prepared]
-    index, live = (None, None) if weight is None else select(rows, prepared, active)
+        return [_eager_cross_entropy(rows, a, lead) for a in prepared]
+    index, live = (None, None) if weight is None else select_rows(rows, prepared, active)
     shared: tuple[Tensor | None, ...] = (rows, weight, bias, low, up)
     p = _pass(shared, prepared, logits_bytes, overwrite)
     if vocabulary is not None:
-        p = p._replace(shard=vocabulary.word())
+        p = p._replace(shard=vocabulary.encode())
     if not torch.is_grad_enabled():
         shared = tuple(None if x is None else x.detach() for x in shared)
     flat: list[Tensor | None] = []
@@ -395,7 +395,7 @@ def run_criteria(
         flat += [*a.tensors, a.weights, a.scale]
     differentiable = any(p.needs) or any(p.learned) or is_transformed(rows)
     # Without a gradient to trace, Dynamo would take p for the context of `apply`
-    run = Criteria.apply if differentiable else Criteria.forward
+    run = FusedLinearLoss.apply if differentiable else FusedLinearLoss.forward
     out = iter(run(p, *shared, index, live, *flat))
     if p.overwrite:
         torch.autograd.graph.increment_version(hidden)
@@ -404,22 +404,22 @@ def run_criteria(
     return [_finish(v, m, a, lead) for v, m, a in zip(values, metrics, prepared, strict=True)]
 
 
-def run_one(
-    rows: Tensor, weight: Tensor | None, bias: Tensor | None, criterion: Criterion, **more: Any
+def run_loss_term(
+    rows: Tensor, weight: Tensor | None, bias: Tensor | None, criterion: LossTerm, **more: Any
 ) -> HeadValue:
     """`run_criteria` of one criterion, over rows [N, C] or raw logits [N, V]."""
     if rows.dim() != 2:
         name, shape = ("logits", "[N, V]") if weight is None else ("hidden", "[N, C]")
         raise ValueError(f"{name} {tuple(rows.shape)} is not {shape}")
-    return run_criteria(rows, weight, bias, [criterion], **more)[0]
+    return run_loss_terms(rows, weight, bias, [criterion], **more)[0]
 
 
 def _pass(
     shared: tuple[Tensor | None, ...],  # those of Inputs that may have gradients
-    prepared: Sequence[Prepared],
+    prepared: Sequence[PreparedTerm],
     logits_bytes: int | None,
     overwrite: bool,
-) -> Pass:
+) -> LossPass:
     grad = torch.is_grad_enabled()
     rows, weight, *_ = shared
     assert rows is not None
@@ -433,7 +433,7 @@ def _pass(
     kinds = ["kl" if a.plan.kind != "cross_entropy" else a.plan.kind for a in prepared]
     if weight is not None:
         kinds = [f"linear_{kind}" for kind in kinds]
-    return Pass(
+    return LossPass(
         name=" and ".join(dict.fromkeys(kinds)),
         plans=tuple(
             a.plan._replace(statistics=any(needs) and not ahead and a.plan.kind == "cross_entropy")
@@ -450,43 +450,47 @@ def _pass(
     )
 
 
-def _finish(value: Tensor, found: dict[str, Tensor], a: Prepared, lead: torch.Size) -> HeadValue:
+def _finish(
+    value: Tensor, found: dict[str, Tensor], a: PreparedTerm, lead: torch.Size
+) -> HeadValue:
     """The value as the criterion has it, and the metrics asked for, [...] where per row."""
     c = a.given
     if isinstance(c, LogProbs):
         value = -value
-    elif a.scale is None and isinstance(c, Weighted) and not _is_one(c.coefficient):
+    elif a.scale is None and isinstance(c, WeightedTerm) and not _is_one(c.coefficient):
         value = value * c.coefficient
     metrics = {}
-    for name in rows_of(c):
+    for name in metrics_of_term(c):
         if name == "accuracy":
             assert a.targets is not None
             valid = a.targets != IGNORE_INDEX
             right = (found["predicted_tokens"] == a.targets) & valid
             metrics[name] = right.sum() / valid.sum().clamp(min=1)
         else:
-            metrics[name] = unview(found[name], lead)
-    return HeadValue(unview(value, lead) if a.scale is None else value, metrics)
+            metrics[name] = reshape_unaliased(found[name], lead)
+    return HeadValue(reshape_unaliased(value, lead) if a.scale is None else value, metrics)
 
 
-def unview(x: Tensor, shape: torch.Size) -> Tensor:
+def reshape_unaliased(x: Tensor, shape: torch.Size) -> Tensor:
     """x.view(shape), no view to autograd: FSDP2 warns of views among what a module returns."""
     return torch.ops.aten._unsafe_view(x, shape)
 
 
-def rows_of(c: Criterion) -> Sequence[str]:
+def metrics_of_term(c: LossTerm) -> Sequence[str]:
     """The metrics that a criterion asks for."""
     metrics = c.metrics if isinstance(c, CrossEntropy | LogProbs) else ()
     return (metrics,) if isinstance(metrics, str) else metrics
 
 
-def prepare(hidden: Tensor, c: Criterion, options: Options, vocab: int, width: int) -> Prepared:
+def prepare_term(
+    hidden: Tensor, c: LossTerm, options: Options, vocab: int, width: int
+) -> PreparedTerm:
     """The criterion's tensors, checked against the hidden states [..., C] and flattened.
 
     `width` of the head's `vocab` rows are on this rank, with padding.
     """
     weights = scale = targets = None
-    if isinstance(c, Weighted):
+    if isinstance(c, WeightedTerm):
         check_reduction(c.reduction)
         weights = c.weights
         scale = _scale(c, hidden.device) if c.reduction == "sum" else None
@@ -504,11 +508,11 @@ def prepare(hidden: Tensor, c: Criterion, options: Options, vocab: int, width: i
         elif targets is not None and weights is not None:
             weights = torch.where(targets != IGNORE_INDEX, weights, 0)
         if isinstance(c, Divergence):
-            plan = Plan("divergence", PLAIN, float(c.beta), normalized=True)
+            plan = LossPlan("divergence", DEFAULT_OPTIONS, float(c.beta), normalized=True)
             given = c.teacher_logprobs.detach().flatten(0, -2)
-            return Prepared(c, plan, (given, None, None, None), targets, weights, scale)
-        plan, tensors, teacher = _teacher(hidden, c, options, vocab, width, targets)
-        return Prepared(c, plan, tensors, targets, weights, scale, teacher)
+            return PreparedTerm(c, plan, (given, None, None, None), targets, weights, scale)
+        plan, tensors, teacher = _prepare_teacher(hidden, c, options, vocab, width, targets)
+        return PreparedTerm(c, plan, tensors, targets, weights, scale, teacher)
     if targets is None:
         raise ValueError(f"{type(c).__name__} has no targets: give them, or labels to the model")
     smoothing = z_loss = 0.0
@@ -524,11 +528,11 @@ def prepare(hidden: Tensor, c: Criterion, options: Options, vocab: int, width: i
     if weights is not None:
         weights = torch.where(targets != IGNORE_INDEX, weights, 0)
     options = Options(options.softcap, options.logit_scale, smoothing, z_loss)
-    plan = Plan("cross_entropy", options, metrics=_rows_behind(rows_of(c)))
-    return Prepared(c, plan, (targets, None, None, None), targets, weights, scale)
+    plan = LossPlan("cross_entropy", options, metrics=_metric_rows(metrics_of_term(c)))
+    return PreparedTerm(c, plan, (targets, None, None, None), targets, weights, scale)
 
 
-def _scale(c: Weighted, device: torch.device) -> Tensor:
+def _scale(c: WeightedTerm, device: torch.device) -> Tensor:
     """What the sum is multiplied by."""
     denominator, coefficient = c.denominator, c.coefficient
     for name, x in (("denominator", denominator), ("coefficient", coefficient)):
@@ -549,9 +553,9 @@ def _is_one(x: Tensor | float) -> bool:
     return not isinstance(x, Tensor) and x == 1
 
 
-def _teacher(
+def _prepare_teacher(
     hidden: Tensor, c: KL, options: Options, vocab: int, width: int, targets: Tensor | None
-) -> tuple[Plan, tuple[Tensor | None, ...], Callable[..., Any] | None]:
+) -> tuple[LossPlan, tuple[Tensor | None, ...], Callable[..., Any] | None]:
     if not 0 <= c.beta <= 1:
         raise ValueError(f"beta={c.beta} is not in [0, 1]")
     if not c.temperature > 0:
@@ -571,9 +575,9 @@ def _teacher(
         kind = type(c.teacher).__name__
         raise TypeError(f"KL's teacher is a {kind}: give the teacher's lm_head, or a Head")
     if c.teacher_tokens is not None and c.teacher_logprobs is not None:
-        tokens, logprobs = _stored(c.teacher_tokens, c.teacher_logprobs, n, vocab, targets)
+        tokens, logprobs = _prepare_stored(c.teacher_tokens, c.teacher_logprobs, n, vocab, targets)
         check_devices(hidden=hidden, teacher_tokens=tokens, teacher_logprobs=logprobs)
-        return Plan("topk", options, float(c.beta)), (tokens, logprobs, None, None), None
+        return LossPlan("topk", options, float(c.beta)), (tokens, logprobs, None, None), None
     states = cast(Tensor, c.teacher_hidden).detach().flatten(0, -2)
     of_teacher, module = c.teacher.options, None
     weight = bias = None
@@ -592,19 +596,19 @@ def _teacher(
                 f"the student has {n} rows and {width} tokens, the teacher {len(states)} and "
                 f"{len(weight)}: both must be the same"
             )
-        states, weight, bias = narrow(states, weight, bias)
+        states, weight, bias = apply_autocast(states, weight, bias)
     else:
         module = c.teacher
         states = states.to(autocast_dtype(states.device) or states.dtype)
         if len(states) != n:
             raise ValueError(f"the student has {n} rows, the teacher {len(states)}")
-    check_of_logits(of_teacher)
+    check_logit_options(of_teacher)
     teacher_options = of_teacher.at_temperature(c.temperature)
-    plan = Plan("divergence", options, float(c.beta), teacher_options)
+    plan = LossPlan("divergence", options, float(c.beta), teacher_options)
     return plan, (states, None, weight, bias), module
 
 
-def _stored(
+def _prepare_stored(
     tokens: Tensor, logprobs: Tensor, n: int, vocab: int, targets: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """Tokens and log-probabilities [N, K]; rows that do not count may hold anything."""
@@ -618,11 +622,11 @@ def _stored(
         first = torch.arange(tokens.shape[1], device=tokens.device) == 0
         tokens = torch.where((targets != IGNORE_INDEX)[:, None], tokens, first.long() - 1)
     ok = (tokens < vocab).all() & (tokens[:, :1] >= 0).all()
-    check(ok, f"teacher_tokens are not in [0, {vocab}), or a row's first is negative")
+    check_values(ok, f"teacher_tokens are not in [0, {vocab}), or a row's first is negative")
     return tokens, logprobs.detach().flatten(0, -2)
 
 
-def narrow(
+def apply_autocast(
     hidden: Tensor, weight: Tensor, bias: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """In autocast's dtype; without autocast, dtypes that differ are an error."""
@@ -635,60 +639,62 @@ def narrow(
     return hidden, weight, bias
 
 
-def select(
-    rows: Tensor, prepared: Sequence[Prepared], active: ActiveRows | None
+def select_rows(
+    rows: Tensor, prepared: Sequence[PreparedTerm], active: ValidRows | None
 ) -> tuple[Tensor | None, Tensor | None]:
     """The rows to compute and, if not all of these have a gradient, which do; None: all."""
-    if not host_may_count(rows):
-        return None, _union([a.counted() for a in prepared])
+    if not host_can_count(rows):
+        return None, _any_row([a.counted() for a in prepared])
     metrics = any(a.plan.metrics for a in prepared)
     if active is None or (metrics and active.weights is not None):
-        keep = _union([a.needed() for a in prepared])
-        index = None if keep is None else ActiveRows(keep).index()
+        keep = _any_row([a.needed() for a in prepared])
+        index = None if keep is None else ValidRows(keep).index()
         extra = metrics and any(a.weighs for a in prepared)
     else:
         for a in prepared:
-            _check_active(active, a, len(rows))
+            _check_valid_rows(active, a, len(rows))
         index = active.index()
-        extra = any(a.weights is not None and active.weights is not _given(a) for a in prepared)
-    return index, _union([a.counted() for a in prepared]) if extra else None
+        extra = any(
+            a.weights is not None and active.weights is not _deciding_weights(a) for a in prepared
+        )
+    return index, _any_row([a.counted() for a in prepared]) if extra else None
 
 
-def _union(keeps: Sequence[Tensor | None]) -> Tensor | None:
+def _any_row(keeps: Sequence[Tensor | None]) -> Tensor | None:
     found = keeps[0]
     for keep in keeps[1:]:
         found = None if found is None or keep is None else found | keep
     return found
 
 
-def _given(a: Prepared) -> Tensor | None:
+def _deciding_weights(a: PreparedTerm) -> Tensor | None:
     """The weights, if they alone decide which rows are left out."""
     if isinstance(a.given, CrossEntropy) and a.given.class_weights is not None:
         return None
-    return a.given.weights if isinstance(a.given, Weighted) else None
+    return a.given.weights if isinstance(a.given, WeightedTerm) else None
 
 
-def _check_active(active: ActiveRows, a: Prepared, rows: int) -> None:
+def _check_valid_rows(active: ValidRows, a: PreparedTerm, rows: int) -> None:
     """Raises unless `active` has every row that the criterion needs."""
     if len(active.keep) != rows:
         raise ValueError(
             f"active has {len(active.keep)} rows, the criterion {rows}: make it from its targets"
         )
-    weights = a.given.weights if isinstance(a.given, Weighted) else None
+    weights = a.given.weights if isinstance(a.given, WeightedTerm) else None
     same_weights = active.weights is None or active.weights is weights
     if active.targets is not None and active.targets is a.given.targets and same_weights:
         return
     needed = a.needed()
     missing = ~active.keep if needed is None else needed & ~active.keep
-    check(~missing.any(), "active leaves out rows that count: make it from the same targets")
+    check_values(~missing.any(), "active leaves out rows that count: make it from the same targets")
 
 
-def _plain(logits: Tensor, a: Prepared, lead: torch.Size) -> HeadValue:
+def _eager_cross_entropy(logits: Tensor, a: PreparedTerm, lead: torch.Size) -> HeadValue:
     """Cross-entropy by autograd, of logits that exist."""
     assert a.targets is not None
     loss = cross_entropy_ref(logits, a.targets, options=a.plan.options)
     loss = loss if a.weights is None else torch.where(a.weights == 0, 0, loss * a.weights)
-    if a.scale is not None and isinstance(a.given, Weighted):
+    if a.scale is not None and isinstance(a.given, WeightedTerm):
         loss = loss.sum() / (1.0 if a.given.denominator is None else a.given.denominator)
         loss = loss * a.given.coefficient
     found = {}
@@ -697,7 +703,7 @@ def _plain(logits: Tensor, a: Prepared, lead: torch.Size) -> HeadValue:
     return _finish(loss, found, a, lead)
 
 
-def _rows_behind(metrics: Sequence[str]) -> tuple[str, ...]:
+def _metric_rows(metrics: Sequence[str]) -> tuple[str, ...]:
     """The per-row values that the metrics asked for are made of."""
     unknown = [m for m in metrics if m not in METRICS]
     if unknown:

@@ -11,10 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tigon.kernels.linear.linear import add_sum, long_sum, write_sum
+from tigon.kernels.linear.linear import add_matmul, chunked_matmul, matmul_into
 from tigon.kernels.loss.cross_entropy_rows import loss_rows
 from tigon.kernels.loss.divergence_rows import divergence_rows, topk_rows
-from tigon.kernels.loss.logits import IGNORE_INDEX, PLAIN, Gradient, Options
+from tigon.kernels.loss.logits import DEFAULT_OPTIONS, IGNORE_INDEX, LogitGradient, Options
 from tigon.kernels.loss.vocab_parallel import (
     VocabularyShard,
     shard_divergence_rows,
@@ -35,7 +35,7 @@ CHUNK_ROWS, CHUNK_BYTES = 4096, 2**29
 PIECE_ROWS = 1024
 
 
-class Sizes(NamedTuple):
+class ChunkSizes(NamedTuple):
     """How much there is of a pass at one time."""
 
     rows: int  # of a chunk: logits
@@ -43,7 +43,7 @@ class Sizes(NamedTuple):
     beside: int  # tensors of a piece
 
 
-def sizes(
+def chunk_sizes(
     hidden: Tensor,
     weight: Tensor | None,
     vocab: int,  # V, of one rank if several share it
@@ -51,12 +51,12 @@ def sizes(
     logits_bytes: int,  # 0: as many as the shapes suggest
     needs: Sequence[bool],  # gradients of hidden, weight, bias, low and up
     count: int,  # m
-) -> Sizes:
+) -> ChunkSizes:
     """All that is held of a chunk shares the budget."""
     budget = logits_bytes or LOGITS_BYTES
     if weight is None:
         rows = chunk_rows(vocab, hidden, budget // beside) if beside else max(1, hidden.shape[0])
-        return Sizes(rows, rows, beside)
+        return ChunkSizes(rows, rows, beside)
     free = runs_triton(hidden) and not logits_bytes
     if beside:
         row = _row_bytes(vocab, hidden)
@@ -74,7 +74,7 @@ def sizes(
     if sums and count - rows <= hidden.shape[1]:
         rows = max(1, count)
         piece = piece if beside else rows
-    return Sizes(rows, piece, beside)
+    return ChunkSizes(rows, piece, beside)
 
 
 def chunk_rows(vocab: int, hidden: Tensor, logits_bytes: int) -> int:
@@ -90,10 +90,10 @@ def chunk_rows(vocab: int, hidden: Tensor, logits_bytes: int) -> int:
 
 
 def _row_bytes(vocab: int, hidden: Tensor) -> int:
-    return hidden.element_size() * padded(vocab) if runs_triton(hidden) else 16 * vocab
+    return hidden.element_size() * pad_vocab(vocab) if runs_triton(hidden) else 16 * vocab
 
 
-def padded(vocab: int) -> int:
+def pad_vocab(vocab: int) -> int:
     return -(-vocab // 64) * 64
 
 
@@ -110,7 +110,7 @@ Slots = list[Tensor | None]
 STATISTICS = ("peak", "log_mass")  # of cross-entropy; their sum is the logsumexp
 
 
-class Plan(NamedTuple):
+class LossPlan(NamedTuple):
     """The settings of a criterion in one pass; the operator takes them as a word and numbers."""
 
     kind: str  # cross_entropy: targets. divergence: teacher's states, head. topk: tokens, logprobs
@@ -121,11 +121,11 @@ class Plan(NamedTuple):
     metrics: tuple[str, ...] = ()
     statistics: bool = False  # return these too
 
-    def word(self) -> str:
+    def encode(self) -> str:
         return f"{self.kind}:{','.join(self.names)}"
 
     def numbers(self) -> list[float]:
-        o, t = self.options, self.teacher_options or PLAIN
+        o, t = self.options, self.teacher_options or DEFAULT_OPTIONS
         heads = [o.softcap or 0.0, o.logit_scale, t.softcap or 0.0, t.logit_scale]
         return [*heads, o.label_smoothing, o.z_loss, self.beta, float(self.normalized)]
 
@@ -135,7 +135,7 @@ class Plan(NamedTuple):
         return ("loss", *(STATISTICS if self.statistics else ()), *self.metrics)
 
 
-class Inputs(NamedTuple):
+class LossArgs(NamedTuple):
     """The tensors of a pass that its criteria share."""
 
     hidden: Tensor  # [N, C]; or raw logits [N, V], where there is no weight
@@ -147,11 +147,11 @@ class Inputs(NamedTuple):
     live: Tensor | None  # [N]: rows that have a gradient; None: all that are computed
 
 
-class Pass(NamedTuple):
+class LossPass(NamedTuple):
     """The settings of a pass."""
 
     name: str  # in messages
-    plans: tuple[Plan, ...]
+    plans: tuple[LossPlan, ...]
     per_token: tuple[bool, ...]  # whether a criterion's value is one for each row, not their sum
     learned: tuple[bool, ...]  # whether the weights of its rows get a gradient
     teachers: tuple[Callable[..., Any] | None, ...]  # modules that lend their heads' tensors
@@ -173,7 +173,7 @@ class Pass(NamedTuple):
         )
 
 
-def _plans(words: str, numbers: list[float]) -> list[Plan]:
+def _plans(words: str, numbers: list[float]) -> list[LossPlan]:
     plans = []
     for i, word in enumerate(words.split()):
         kind, names = word.split(":")
@@ -182,13 +182,13 @@ def _plans(words: str, numbers: list[float]) -> list[Plan]:
         teacher = Options(t_cap or None, t_scale)
         metrics = tuple(n for n in names.split(",") if n not in ("loss", *STATISTICS))
         statistics = STATISTICS[0] in names
-        plans.append(Plan(kind, options, beta, teacher, bool(normalized), metrics, statistics))
+        plans.append(LossPlan(kind, options, beta, teacher, bool(normalized), metrics, statistics))
     return plans
 
 
 def run_pass(
-    p: Pass,
-    inputs: Inputs,
+    p: LossPass,
+    inputs: LossArgs,
     slots: Slots,
     row_scales: list[Tensor],  # k of [N]: the gradient of row t's loss
     needs: tuple[bool, ...],  # gradients of hidden, weight, bias, low and up
@@ -201,7 +201,7 @@ def run_pass(
     """
     plain = inputs.hidden.device.type == "cpu" and not runs_triton(inputs.hidden)
     run = _head_pass.__wrapped__ if plain else _head_pass
-    words = " ".join(plan.word() for plan in p.plans)
+    words = " ".join(plan.encode() for plan in p.plans)
     numbers = [x for plan in p.plans for x in plan.numbers()]
     flags = words, numbers, list(needs), p.logits_bytes, p.overwrite, p.shard
     out = run(*inputs, slots, row_scales, *flags)
@@ -222,14 +222,14 @@ def _outputs(
     plans = _plans(words, numbers)
     n, m = hidden.shape[0], hidden.shape[0] if index is None else index.shape[0]
     late = hidden.dtype == torch.float16 and weight is not None
-    only = m <= _sizes(hidden, weight, plans, logits_bytes, needs, m, *shard).rows and not late
+    only = m <= _pass_sizes(hidden, weight, plans, logits_bytes, needs, m, *shard).rows and not late
     full = torch.float32
     found: list[tuple[Sequence[int], torch.dtype] | None] = [None] * GRADIENTS  # their shapes
     if needs[0] and not overwrite:
         found[0] = hidden.shape, full if late else hidden.dtype
     if needs[1] and weight is not None:
         vocab, dim = weight.shape
-        first = _rows_of_first(weight, only=only)
+        first = _first_rows(weight, only=only)
         found[1] = (first, dim), weight.dtype if only else full
         found[2] = ((vocab - first, dim), full) if first < vocab else None
     if needs[2] and bias is not None:
@@ -272,11 +272,11 @@ def _head_pass(
     """
     plans, n = _plans(words, numbers), hidden.shape[0]
     count = n if index is None else len(index)
-    rows, piece, _ = _sizes(hidden, weight, plans, logits_bytes, needs, count, shard)
-    cut = VocabularyShard.read(shard) if shard else None
+    rows, piece, _ = _pass_sizes(hidden, weight, plans, logits_bytes, needs, count, shard)
+    cut = VocabularyShard.decode(shard) if shard else None
     if index is not None:
         hidden, row_scales = hidden[index], [r[index] for r in row_scales]
-        slots = [x if x is None or _of_head(i) else x[index] for i, x in enumerate(slots)]
+        slots = [x if x is None or _teacher_head(i) else x[index] for i, x in enumerate(slots)]
         live, low = (None if x is None else x[index] for x in (live, low))
     chunks = range(0, max(1, len(hidden)), rows)  # one at least, so that all results exist
     found: list[list[Tensor]] = [[] for plan in plans for _ in plan.names]
@@ -286,7 +286,7 @@ def _head_pass(
     d_up: Tensor | None = None
     late = hidden.dtype == torch.float16 and weight is not None
     only = len(chunks) == 1 and not late
-    first = 0 if weight is None else _rows_of_first(weight, only=only)
+    first = 0 if weight is None else _first_rows(weight, only=only)
     d_weights: list[Tensor | None] = [None] * (1 + (weight is not None and first < len(weight)))
     for start in chunks:
         part = slice(start, start + rows)
@@ -298,38 +298,40 @@ def _head_pass(
             out = logits if overwrite else d_hidden[part]
         elif any(needs):
             out = logits
-        mine = [x if x is None or _of_head(i) else x[part] for i, x in enumerate(slots)]
+        mine = [x if x is None or _teacher_head(i) else x[part] for i, x in enumerate(slots)]
         scales = [r[part] for r in row_scales]
         for at in range(0, max(1, len(logits)), piece):
-            values = _piece(plans, logits, out, mine, scales, at, piece, cut)
+            values = _run_piece(plans, logits, out, mine, scales, at, piece, cut)
             for parts, value in zip(found, values, strict=True):
                 parts.append(value)
         if out is not None and weight is not None:
             if needs[0]:
-                write_sum(out, weight, d_hidden[part])
+                matmul_into(out, weight, d_hidden[part])
             if needs[1]:
-                d_weights = _add_products(d_weights, out, _where(live, part, h), first, only=only)
+                d_weights = _add_products(
+                    d_weights, out, _mask_rows(live, part, h), first, only=only
+                )
             if needs[2]:
                 total = out.sum(0, dtype=torch.float32)
                 d_bias = total if d_bias is None else d_bias + total
             if d_low is not None and up is not None:
-                write_sum(out, up, d_low[part])
+                matmul_into(out, up, d_low[part])
             if needs[4] and own is not None:
-                d_up = add_product(d_up, out.T, _where(live, part, own), only=only)
+                d_up = add_product(d_up, out.T, _mask_rows(live, part, own), only=only)
         del logits, out  # or the next chunk would be computed beside this one
     fills = (IGNORE_INDEX if n == "predicted_tokens" else 0 for plan in plans for n in plan.names)
     rows_of = (
-        None if d is None else _spread(d.float() if late else d, index, n)
+        None if d is None else _scatter_rows(d.float() if late else d, index, n)
         for d in (d_hidden if needs[0] and not overwrite else None, d_low)
     )
     gradients = next(rows_of), *(*d_weights, None)[:2], d_bias, next(rows_of), d_up
     return [
         *(hidden.new_empty(0) if d is None else d for d in gradients),
-        *(_spread(torch.cat(x), index, n, f) for x, f in zip(found, fills, strict=True)),
+        *(_scatter_rows(torch.cat(x), index, n, f) for x, f in zip(found, fills, strict=True)),
     ]
 
 
-def _where(live: Tensor | None, part: slice, x: Tensor) -> Tensor:
+def _mask_rows(live: Tensor | None, part: slice, x: Tensor) -> Tensor:
     """A chunk's rows, 0 where their gradient is: 0 * NaN would count."""
     return x if live is None else x.where(live[part, None], 0)
 
@@ -348,26 +350,26 @@ def workspace(
     if weight is None:
         return 0
     plans, count = _plans(words, numbers), hidden.shape[0] if index is None else index.shape[0]
-    of_chunk = _sizes(hidden, weight, plans, logits_bytes, needs, count, *shard)
+    of_chunk = _pass_sizes(hidden, weight, plans, logits_bytes, needs, count, *shard)
     rows = min(count, of_chunk.rows)
-    held = (rows + of_chunk.beside * min(rows, of_chunk.piece)) * padded(weight.shape[0])
+    held = (rows + of_chunk.beside * min(rows, of_chunk.piece)) * pad_vocab(weight.shape[0])
     held += 0 if live is None else rows * hidden.shape[1]
     return held * hidden.element_size()
 
 
-def _of_head(slot: int) -> bool:
+def _teacher_head(slot: int) -> bool:
     return slot % SLOTS in (2, 3)
 
 
-def _spread(rows: Tensor, index: Tensor | None, n: int, fill: int = 0) -> Tensor:
+def _scatter_rows(rows: Tensor, index: Tensor | None, n: int, fill: int = 0) -> Tensor:
     """The computed rows at their places among all N."""
     if index is None:
         return rows
     return rows.new_full((n, *rows.shape[1:]), fill).index_copy_(0, index, rows)
 
 
-def _piece(
-    plans: Sequence[Plan],
+def _run_piece(
+    plans: Sequence[LossPlan],
     logits: Tensor,  # [n, V] of a chunk
     out: Tensor | None,  # [n, V] for their gradient; may be the logits
     slots: Slots,
@@ -381,24 +383,26 @@ def _piece(
     z, own = logits[part], None if out is None else out[part]
     own = z if out is logits else own
     several = own is z and len(plans) > 1
-    room = _room(z, z.shape[1]) if several else own  # others may not overwrite what the last reads
+    room = (
+        _allocate_logits(z, z.shape[1]) if several else own
+    )  # others may not overwrite what the last reads
     values: list[Tensor] = []
     before = None
     for i, plan in enumerate(plans):
         mine = slots[SLOTS * i : SLOTS * (i + 1)]
-        mine = [x if x is None or _of_head(j) else x[part] for j, x in enumerate(mine)]
+        mine = [x if x is None or _teacher_head(j) else x[part] for j, x in enumerate(mine)]
         to = own if i == len(plans) - 1 else room
-        grad = None if to is None else Gradient(row_scales[i][part], to, before)
-        values += _rows(plan, z, mine, grad, cut)
+        grad = None if to is None else LogitGradient(row_scales[i][part], to, before)
+        values += _run_term(plan, z, mine, grad, cut)
         before = to
     return values
 
 
-def _rows(
-    plan: Plan,
+def _run_term(
+    plan: LossPlan,
     logits: Tensor,  # [n, V]
     slots: Slots,
-    grad: Gradient | None,
+    grad: LogitGradient | None,
     cut: VocabularyShard | None,
 ) -> list[Tensor]:
     """What a criterion says about a chunk."""
@@ -412,7 +416,7 @@ def _rows(
         return [stored(logits, first, second, plan.options, plan.beta, grad)]
     if plan.kind == "divergence":
         teacher = first if weight is None else _product(first, weight, bias)
-        numbers = plan.options, plan.teacher_options or PLAIN, plan.beta
+        numbers = plan.options, plan.teacher_options or DEFAULT_OPTIONS, plan.beta
         if cut is not None:
             teacher, _ = cut.without_padding(teacher, None)
             return [shard_divergence_rows(cut, logits, teacher, *numbers, grad)]
@@ -424,7 +428,7 @@ def _rows(
     return [found[name] for name in plan.names]
 
 
-def _rows_of_first(weight: Tensor, *, only: bool) -> int:
+def _first_rows(weight: Tensor, *, only: bool) -> int:
     """Rows of the weight's gradient in the first of its two tensors; all, or a few more than half.
 
     The fp32 sum of 16-bit gradients is halved: in backward the result takes the memory of the first
@@ -433,18 +437,18 @@ def _rows_of_first(weight: Tensor, *, only: bool) -> int:
     vocab = weight.shape[0]
     if only or weight.dtype == torch.float32 or not runs_triton(weight):
         return vocab
-    return min(vocab, padded(-(-vocab // 2)))
+    return min(vocab, pad_vocab(-(-vocab // 2)))
 
 
-def _sizes(
+def _pass_sizes(
     hidden: Tensor,
     weight: Tensor | None,
-    plans: Sequence[Plan],
+    plans: Sequence[LossPlan],
     logits_bytes: int,
     needs: Sequence[bool],
     count: int,  # of rows that are computed
     shard: str = "",
-) -> Sizes:
+) -> ChunkSizes:
     """Beside a chunk's logits there are a sum of gradients, a teacher's, a copy."""
     several = len(plans) > 1 and any(needs)
     beside = int(weight is not None and several)
@@ -452,13 +456,13 @@ def _sizes(
     beside += any(plan.kind == "topk" for plan in plans) and (several or weight is None)
     vocab = hidden.shape[1] if weight is None else weight.shape[0]
     if shard:
-        vocab = VocabularyShard.read(shard).share  # so that all ranks have the same chunks
-    return sizes(hidden, weight, vocab, beside, logits_bytes, needs, count)
+        vocab = VocabularyShard.decode(shard).share  # so that all ranks have the same chunks
+    return chunk_sizes(hidden, weight, vocab, beside, logits_bytes, needs, count)
 
 
-def _room(x: Tensor, vocab: int) -> Tensor:
+def _allocate_logits(x: Tensor, vocab: int) -> Tensor:
     """For logits of the rows of x; rows start at multiples of 128 bytes for the GPU."""
-    return x.new_empty(x.shape[0], padded(vocab))[:, :vocab]
+    return x.new_empty(x.shape[0], pad_vocab(vocab))[:, :vocab]
 
 
 def _product(
@@ -472,7 +476,7 @@ def _product(
     if not h.is_cuda:
         logits = F.linear(h, weight, bias)
     else:
-        logits = _room(h, weight.shape[0])
+        logits = _allocate_logits(h, weight.shape[0])
         if bias is None:
             torch.mm(h, weight.T, out=logits)
         else:
@@ -493,9 +497,9 @@ def _add_products(
 def add_product(total: Tensor | None, a: Tensor, b: Tensor, *, only: bool) -> Tensor:
     """`total + a @ b` in fp32, however narrow the factors; an only product needs no fp32 copy."""
     if only:
-        return long_sum(a, b)
+        return chunked_matmul(a, b)
     if a.device.type == "cuda" and a.dtype != torch.float32 and len(b):
-        return add_sum(total, a, b)
+        return add_matmul(total, a, b)
     if total is None:
         total = a.new_zeros(a.shape[0], b.shape[1], dtype=torch.float32)
     return total.addmm_(a.float(), b.float())  # in place, so autocast does not narrow it

@@ -12,10 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tigon.kernels.runtime import (
-    check,
     check_devices,
+    check_values,
     has_values,
-    may_wait,
+    may_sync,
     num_sms,
     operator,
     runs_triton,
@@ -58,15 +58,15 @@ class Options:
         return Options(cap, self.logit_scale / t)
 
 
-PLAIN = Options()
+DEFAULT_OPTIONS = Options()
 
 
-def check_of_logits(options: Options) -> None:
+def check_logit_options(options: Options) -> None:
     if options.label_smoothing or options.z_loss:
         raise ValueError(f"{options}: label_smoothing and z_loss are for cross-entropy alone")
 
 
-class Gradient(NamedTuple):
+class LogitGradient(NamedTuple):
     """The gradient of a chunk's logits that a criterion is to write.
 
     Where `row_scale` is 0, so is the gradient, whatever the logits are.
@@ -124,7 +124,7 @@ def uncap(d, z, head):
     return d
 
 
-def scale_and_cap_of(options: Options) -> tuple[float | None, float | None]:
+def head_constants(options: Options) -> tuple[float | None, float | None]:
     """`head` of `transform`; kernels are compiled anew for None, not for another number."""
     scale = None if options.logit_scale == 1 else float(options.logit_scale)
     return scale, None if options.softcap is None else float(options.softcap)
@@ -259,11 +259,11 @@ def check_reduction(reduction: str) -> None:
 def check_targets(targets: Tensor, vocab_size: int) -> None:
     """Every target is -100 or in [0, V); an error names it where the host may look."""
     bad = (targets != IGNORE_INDEX) & ((targets < 0) | (targets >= vocab_size))
-    if may_wait(bad) and bad.any():
+    if may_sync(bad) and bad.any():
         where = bad.nonzero()[0].tolist()
         raise ValueError(
             f"label {targets[tuple(where)].item()} at {where} is neither {IGNORE_INDEX} nor in "
             f"[0, {vocab_size}), the vocabulary of the head"
         )
-    if not may_wait(bad):
-        check(~bad.any(), f"a label is neither {IGNORE_INDEX} nor in [0, {vocab_size})")
+    if not may_sync(bad):
+        check_values(~bad.any(), f"a label is neither {IGNORE_INDEX} nor in [0, {vocab_size})")

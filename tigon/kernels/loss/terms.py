@@ -15,11 +15,11 @@ from typing import Any, NamedTuple, Self
 import torch
 from torch import Tensor
 
-from tigon.kernels.loss.logits import IGNORE_INDEX, PLAIN, Options, Reduction
+from tigon.kernels.loss.logits import DEFAULT_OPTIONS, IGNORE_INDEX, Options, Reduction
 from tigon.kernels.runtime import has_values
 
 
-class ActiveRows:
+class ValidRows:
     """The rows that count in a loss; their number is copied to the host asynchronously.
 
     Made before the model's blocks are launched, it is there when the head needs it, so that the
@@ -47,29 +47,29 @@ class ActiveRows:
         return torch.argsort(self.keep, descending=True, stable=True)[:count]
 
 
-def active_rows(targets: Tensor, token_weights: Tensor | None = None) -> ActiveRows | None:
+def find_valid_rows(targets: Tensor, token_weights: Tensor | None = None) -> ValidRows | None:
     """The rows with a target that is not ignored and, given weights, a weight that is not 0.
 
     Weights that require a gradient leave no row out. None where the host cannot read values of the
     device: in graphs, traced or captured, and for tensors without values.
     """
-    if not host_may_count(targets):
+    if not host_can_count(targets):
         return None
     keep = targets != IGNORE_INDEX
     if token_weights is not None and token_weights.requires_grad:
         token_weights = None
     if token_weights is not None:
         keep = keep & (token_weights != 0)
-    return ActiveRows(keep, targets, token_weights)
+    return ValidRows(keep, targets, token_weights)
 
 
-def host_may_count(x: Tensor) -> bool:
+def host_can_count(x: Tensor) -> bool:
     """Whether the host can read values of `x`, if it waits."""
     return has_values(x) and not (x.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class Criterion:
+class LossTerm:
     """What all criteria have. Per-row tensors are [B, n] or [N]."""
 
     targets: Tensor | None = None  # -100 is ignored
@@ -85,7 +85,7 @@ class Criterion:
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class Weighted(Criterion):
+class WeightedTerm(LossTerm):
     """`coefficient * sum(w_t * value_t) / denominator` in fp32, or every `w_t * value_t`.
 
     Give a loss's factor as the coefficient rather than multiplying the result: sums that are only
@@ -99,7 +99,7 @@ class Weighted(Criterion):
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class CrossEntropy(Weighted):
+class CrossEntropy(WeightedTerm):
     """Cross-entropy; class weights multiply the weight of the rows with that target.
 
     Metrics are per row without gradient: nll, z (logsumexp), max_logit, entropy (nats),
@@ -114,7 +114,7 @@ class CrossEntropy(Weighted):
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class LogProbs(Criterion):
+class LogProbs(LossTerm):
     """`log p(target)` of every row in fp32, 0 where ignored; any upstream gradient."""
 
     metrics: Sequence[str] = ()
@@ -125,11 +125,11 @@ class Head(NamedTuple):
 
     weight: Tensor  # [V, D]
     bias: Tensor | None = None  # [V]
-    options: Options = PLAIN
+    options: Options = DEFAULT_OPTIONS
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class KL(Weighted):
+class KL(WeightedTerm):
     """Divergence from a teacher: KL(teacher || student) for beta 0, KL(student || teacher) for 1.
 
     Between them the generalised Jensen-Shannon divergence `beta KL(teacher || M) + (1 - beta)
@@ -152,7 +152,7 @@ class KL(Weighted):
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class Divergence(Weighted):
+class Divergence(WeightedTerm):
     """As KL, for log-probabilities [N, V] in the place of logits, taken as they are."""
 
     teacher_logprobs: Tensor

@@ -11,15 +11,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tigon.kernels.loss.cross_entropy_rows import ELSEWHERE, Rows, loss_rows, whole_loss
+from tigon.kernels.loss.cross_entropy_rows import OTHER_RANK, RowLosses, combine_loss, loss_rows
 from tigon.kernels.loss.divergence_rows import (
-    against_stored,
     divergence_rows,
     logit_masses,
     stored_gradient,
+    stored_losses,
 )
-from tigon.kernels.loss.logits import IGNORE_INDEX, Gradient, Options, scale_and_cap
-from tigon.kernels.loss.terms import Criterion, Divergence
+from tigon.kernels.loss.logits import IGNORE_INDEX, LogitGradient, Options, scale_and_cap
+from tigon.kernels.loss.terms import Divergence, LossTerm
 from tigon.kernels.runtime import operator, pdl_options, pdl_wait, runs_triton, tl, triton
 
 
@@ -43,7 +43,7 @@ class VocabularyShard(NamedTuple):
             raise ValueError(f"rows {first} to {first + rows} are not all in [0, {size})")
         return cls(group, ranks, first, rows, size)
 
-    def check(self, weight: Tensor | None, criteria: Sequence[Criterion]) -> int:
+    def check(self, weight: Tensor | None, criteria: Sequence[LossTerm]) -> int:
         """The size of the vocabulary, for criteria of a head whose `weight` this rank has."""
         if weight is None or any(isinstance(c, Divergence) for c in criteria):
             raise ValueError("a vocabulary is for a head's weight: of logits, gather the columns")
@@ -51,12 +51,12 @@ class VocabularyShard(NamedTuple):
             raise ValueError(f"the weight has {len(weight)} rows, and its shard {self.rows}")
         return self.size
 
-    def word(self) -> str:
+    def encode(self) -> str:
         """As the operator takes it."""
         return ":".join(str(x) for x in (self.ranks, self.first, self.rows, self.size, self.group))
 
     @classmethod
-    def read(cls, word: str) -> Self:
+    def decode(cls, word: str) -> Self:
         *numbers, group = word.split(":", 4)
         return cls(group, *(int(x) for x in numbers))
 
@@ -64,7 +64,7 @@ class VocabularyShard(NamedTuple):
         """Targets as columns of this rank's logits; `ELSEWHERE` where another rank has them."""
         columns = targets - self.first
         here = (columns >= 0) & (columns < self.rows)
-        others = torch.where(targets == IGNORE_INDEX, IGNORE_INDEX, ELSEWHERE)
+        others = torch.where(targets == IGNORE_INDEX, IGNORE_INDEX, OTHER_RANK)
         return columns.where(here, others)
 
     @property
@@ -73,8 +73,8 @@ class VocabularyShard(NamedTuple):
         return -(-self.size // self.ranks)
 
     def without_padding(
-        self, logits: Tensor, grad: Gradient | None
-    ) -> tuple[Tensor, Gradient | None]:
+        self, logits: Tensor, grad: LogitGradient | None
+    ) -> tuple[Tensor, LogitGradient | None]:
         """What a criterion sees of a chunk's logits, and of their gradient, whose padding is 0."""
         if logits.shape[1] == self.rows:
             return logits, grad
@@ -95,13 +95,13 @@ class VocabularyShard(NamedTuple):
         return ops.wait_tensor(out).view(self.ranks, *x.shape)
 
 
-def join_masses(peaks: Tensor, log_masses: Tensor) -> tuple[Tensor, Tensor]:
+def combine_logsumexp(peaks: Tensor, log_masses: Tensor) -> tuple[Tensor, Tensor]:
     """The logsumexp of all ranks' logits in two numbers, from those of each [R, N]."""
     peak = peaks.amax(0)
     return peak, (log_masses + (peaks - peak)).logsumexp(0)
 
 
-class _Joined(torch.autograd.Function):
+class _GatherLogits(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, shard: VocabularyShard) -> Tensor:
         width = logits.shape[-1]
@@ -115,7 +115,7 @@ class _Joined(torch.autograd.Function):
         return F.pad(own, (0, ctx.padding)), None
 
 
-def join_logits(logits: Tensor, shard: VocabularyShard) -> Tensor:
+def gather_logits(logits: Tensor, shard: VocabularyShard) -> Tensor:
     """This rank's logits [..., W] to those of all [..., V].
 
     Their gradient has to be the same on all ranks, as it is where all compute the same of them:
@@ -127,7 +127,7 @@ def join_logits(logits: Tensor, shard: VocabularyShard) -> Tensor:
             f"rows {shard.first} to {end} of {shard.size} are no whole part of {width} rows: all "
             "ranks need weights of the same number of rows, with padding only after the last"
         )
-    return _Joined.apply(logits, shard)
+    return _GatherLogits.apply(logits, shard)
 
 
 # Criteria of the rows of a chunk of logits of which each rank has some columns.
@@ -145,43 +145,45 @@ def shard_loss_rows(
     targets: Tensor,  # [N] of all V
     options: Options,
     metrics: Sequence[str] = (),
-    grad: Gradient | None = None,
+    grad: LogitGradient | None = None,
     known: tuple[Tensor, Tensor] | None = None,
-) -> Rows:
+) -> RowLosses:
     """`loss_rows` of all ranks' logits; the gradient is of this rank's."""
     local = shard.local(targets)
     if known is None:
-        rows = _joined_rows(shard, logits, targets, local, options, metrics)
+        rows = _combine_rows(shard, logits, targets, local, options, metrics)
     else:  # by the pass that found the losses
-        rows = Rows(torch.zeros_like(known[0]), *known)
+        rows = RowLosses(torch.zeros_like(known[0]), *known)
     if grad is not None and logits.shape[1]:
         known = rows.peak, rows.log_mass
         loss_rows(logits, local, options, (), grad, known, size=shard.size)
     return rows
 
 
-def _joined_rows(
+def _combine_rows(
     shard: VocabularyShard,
     logits: Tensor,
     targets: Tensor,
     local: Tensor,
     options: Options,
     metrics: Sequence[str],
-) -> Rows:
+) -> RowLosses:
     names = ["target"] + ["total"] * bool(options.label_smoothing)
     names += [name for name in ("entropy", "predicted_tokens") if name in metrics]
     if logits.shape[1]:
         part = loss_rows(logits, local, options, names, size=shard.size)
     else:
         nothing = torch.zeros(len(logits), device=logits.device)
-        part = Rows(nothing, nothing + NO_PEAK, nothing - torch.inf, dict.fromkeys(names, nothing))
+        part = RowLosses(
+            nothing, nothing + NO_PEAK, nothing - torch.inf, dict.fromkeys(names, nothing)
+        )
     if "predicted_tokens" in names:  # their bits among the fp32 numbers
         tokens = part.metrics["predicted_tokens"] + shard.first
         part.metrics["predicted_tokens"] = tokens.int().view(torch.float32)
     columns = [part.peak, part.log_mass, *(part.metrics[name] for name in names)]
     peaks, log_masses, *found = shard.gather(torch.stack(columns, 1)).unbind(2)
     of = dict(zip(names, found, strict=True))
-    peak, log_mass = join_masses(peaks, log_masses)
+    peak, log_mass = combine_logsumexp(peaks, log_masses)
 
     lse, nll = peak + log_mass, log_mass + (peak - of["target"].sum(0))
     mean = of["total"].sum(0) / shard.size if "total" in of else None
@@ -198,8 +200,8 @@ def _joined_rows(
         first = peaks.argmax(0, keepdim=True)  # of equal ones
         best = tokens.gather(0, first).squeeze(0)
         kept["predicted_tokens"] = best.long().where(valid, IGNORE_INDEX)
-    loss = whole_loss(nll, lse, mean, options).where(valid, 0)
-    return Rows(loss, peak.where(valid, 0), log_mass.where(valid, 0), kept)
+    loss = combine_loss(nll, lse, mean, options).where(valid, 0)
+    return RowLosses(loss, peak.where(valid, 0), log_mass.where(valid, 0), kept)
 
 
 def shard_divergence_rows(
@@ -209,12 +211,14 @@ def shard_divergence_rows(
     options: Options,
     teacher_options: Options,
     beta: float,
-    grad: Gradient | None = None,
+    grad: LogitGradient | None = None,
 ) -> Tensor:
     """`divergence_rows` of all ranks' logits; the gradient is of this rank's."""
     heads = options, teacher_options
     s_peak, s_mass, t_peak, t_mass = shard.gather(logit_masses(student, teacher, *heads)).unbind(2)
-    masses = torch.stack((*join_masses(s_peak, s_mass), *join_masses(t_peak, t_mass)), 1)
+    masses = torch.stack(
+        (*combine_logsumexp(s_peak, s_mass), *combine_logsumexp(t_peak, t_mass)), 1
+    )
     run = partial(divergence_rows, student, teacher, *heads, beta, masses=masses)
     losses, mean = shard.gather(run(grad if beta == 0 else None)).sum(0).unbind(1)
     if grad is not None and beta != 0:
@@ -229,7 +233,7 @@ def shard_topk_rows(
     logprobs: Tensor,  # [N, k]
     options: Options,
     beta: float,
-    grad: Gradient | None = None,
+    grad: LogitGradient | None = None,
 ) -> Tensor:
     """`topk_rows` of all ranks' logits; the gradient is of this rank's."""
     absent, local = tokens < 0, shard.local(tokens)
@@ -237,7 +241,7 @@ def shard_topk_rows(
     # A token here stands for those that are not; where there is none, column 0 stays as it is
     first, some = here.int().argmax(1, keepdim=True), here.any(1, keepdim=True)
     index = local.where(here, local.gather(1, first)).clamp(min=0)
-    target = torch.full_like(tokens[:, 0], ELSEWHERE)
+    target = torch.full_like(tokens[:, 0], OTHER_RANK)
     plain = options.of_logits()
     if logits.shape[1]:
         raw = logits.gather(1, index)
@@ -251,10 +255,10 @@ def shard_topk_rows(
         own = torch.full((*tokens.shape[:1], tokens.shape[1] + 2), -torch.inf, device=logits.device)
         own[:, 0] = NO_PEAK
     found = shard.gather(own)
-    peak, log_mass = join_masses(found[..., 0], found[..., 1])
+    peak, log_mass = combine_logsumexp(found[..., 0], found[..., 1])
     z = found[..., 2:].amax(0)
     lse = torch.where(log_mass == -torch.inf, -torch.inf, peak + log_mass)
-    losses, d = against_stored(z, lse, logprobs, absent, beta, grad)
+    losses, d = stored_losses(z, lse, logprobs, absent, beta, grad)
     if grad is not None and d is not None and logits.shape[1]:
         exact = stored_gradient(d, z, options)
         exact = exact.where(here, exact.gather(1, first))

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tigon.kernels.recompute import Gated, note
+from tigon.kernels.recompute import GatedInputs, note_recompute
 from tigon.kernels.runtime import (
     as_rows,
     operator,
@@ -66,7 +66,7 @@ def gated_gradients(d, gate, up, dtype: tl.constexpr, ACT: tl.constexpr):
 
 
 @triton.jit
-def _place(size, BLOCK: tl.constexpr):
+def _program_columns(size, BLOCK: tl.constexpr):
     """Row and columns of a program; neighbours walk along a row, as memory likes it."""
     blocks = tl.cdiv(size, BLOCK)
     row = tl.program_id(0) // blocks
@@ -77,7 +77,7 @@ def _place(size, BLOCK: tl.constexpr):
 @triton.jit
 def _gated_act_kernel(x, y, x_row, size, ACT: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
     pdl_wait(PDL)
-    row, cols = _place(size, BLOCK)
+    row, cols = _program_columns(size, BLOCK)
     keep = cols < size
     gate = tl.load(x + row * x_row + cols, mask=keep, other=0.0).to(tl.float32)
     up = tl.load(x + row * x_row + size + cols, mask=keep, other=0.0).to(tl.float32)
@@ -92,7 +92,7 @@ def _gated_act_backward_kernel(
 ):
     # dx may be x, and y dy: every element is read and written by one thread, as both have the
     # same layout
-    row, cols = _place(size, BLOCK)
+    row, cols = _program_columns(size, BLOCK)
     keep = cols < size
     d = tl.load(dy + row * dy_row + cols, mask=keep, other=0.0).to(tl.float32)
     gate = tl.load(x + row * x_row + cols, mask=keep, other=0.0).to(tl.float32)
@@ -161,7 +161,7 @@ def _backward_into(
         _gated_act_backward_kernel[grid](d, x, out, product, *strides, size, ACT=act, **launch)
 
 
-def _overwrites(gate_up: Tensor, overwrite: bool) -> bool:
+def _can_overwrite(gate_up: Tensor, overwrite: bool) -> bool:
     """Whether this backward pass may write over `gate_up`, as far as the caller allows it."""
     return (
         overwrite
@@ -170,9 +170,9 @@ def _overwrites(gate_up: Tensor, overwrite: bool) -> bool:
     )
 
 
-def place_of_gradient(gate_up: Tensor, overwrite: bool) -> Tensor:
+def gradient_memory(gate_up: Tensor, overwrite: bool) -> Tensor:
     """Where the gradient of `gate_up` goes: over it, if that may be."""
-    if not _overwrites(gate_up, overwrite):
+    if not _can_overwrite(gate_up, overwrite):
         return _gradient(gate_up, gate_up)
     torch.autograd.graph.increment_version(gate_up)
     return gate_up.detach()
@@ -187,7 +187,7 @@ def gradient_and_product(
     """
     if torch._C._len_torch_dispatch_stack():  # modes see ops, and ops alias no input
         return _backward_product(dy, gate_up, act)
-    gradient = place_of_gradient(gate_up, overwrite)
+    gradient = gradient_memory(gate_up, overwrite)
     with torch.cuda.device_of(gradient):
         _backward_into(gradient, dy, dy, gate_up, act)
     return gradient, dy
@@ -205,7 +205,7 @@ class _GatedAct(torch.autograd.Function):
         refuse_second_derivative("gated_act")
         (gate_up,) = ctx.saved_tensors
         # Modes see ops, which alias no input. Dynamo overwrites nothing, so it is asked first
-        if not _overwrites(gate_up, ctx.overwrite) or torch._C._len_torch_dispatch_stack():
+        if not _can_overwrite(gate_up, ctx.overwrite) or torch._C._len_torch_dispatch_stack():
             return _backward(dy, gate_up, ctx.act), None, None
         torch.autograd.graph.increment_version(gate_up)
         gradient = gate_up.detach()
@@ -245,5 +245,5 @@ def gated_act(
     overwrite = overwrite and not compiling and may_overwrite(gate_up)
     y = _GatedAct.apply(gate_up, act, overwrite)
     if not compiling and y.requires_grad:
-        note(y, _forward, (gate_up,), act, gated=Gated(gate_up, act, y.grad_fn))
+        note_recompute(y, _forward, (gate_up,), act, gated=GatedInputs(gate_up, act, y.grad_fn))
     return y

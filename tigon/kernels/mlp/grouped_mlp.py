@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tigon.kernels.linear.linear import write_sum
+from tigon.kernels.linear.linear import matmul_into
 from tigon.kernels.mlp.gated_act import (
     Activation,
     act_and_slope,
@@ -18,13 +18,13 @@ from tigon.kernels.mlp.gated_act import (
     gated_act_ref,
 )
 from tigon.kernels.mlp.permute import combine_rows, spread_rows
-from tigon.kernels.recompute import compute_again, recipe_of
+from tigon.kernels.recompute import find_recompute, run_recompute
 from tigon.kernels.runtime import (
     INTERPRETED,
     autocast_dtype,
     check_devices,
     has_values,
-    hopper,
+    is_hopper,
     num_sms,
     operator,
     refuse_second_derivative,
@@ -41,7 +41,7 @@ except ImportError:  # no Triton
 # Rows, outputs and summed elements of a step, warps, and steps in flight: the best of some tried
 # on an H200. The interpreter, which takes as long for a step of any size, tests with more tiles
 TILE = (32, 32, 16, 4, 1) if INTERPRETED else (128, 256, 64, 8, 3)
-FEW = 64  # rows, as in a step of decoding, which should not wait for the device
+FEW_ROWS = 64  # rows, as in a step of decoding, which should not wait for the device
 
 
 @triton.jit
@@ -97,30 +97,32 @@ def _aligned(*tensors: Tensor) -> bool:
     return all(t.shape[-1] * t.element_size() % 16 == 0 and t.data_ptr() % 16 == 0 for t in tensors)
 
 
-def _triton_serves(x: Tensor, weight: Tensor) -> bool:
+def _triton_supports(x: Tensor, weight: Tensor) -> bool:
     """Whether the kernel does: 16-bit numbers, and rows that the copy engine can address."""
     if x.device.type == "cuda":
-        fits = x.dtype in (torch.bfloat16, torch.float16) and hopper(x.device.index)
+        fits = x.dtype in (torch.bfloat16, torch.float16) and is_hopper(x.device.index)
     else:  # the interpreter has no bf16 products
         fits = INTERPRETED and x.dtype in (torch.float16, torch.float32)
     return fits and _aligned(x, weight)
 
 
-def _torch_serves(x: Tensor, weight: Tensor) -> bool:
+def _torch_supports(x: Tensor, weight: Tensor) -> bool:
     """Whether torch's grouped_mm does: bf16 (fp32 on the CPU), rows aligned to 16 bytes."""
     on_cpu = x.device.type == "cpu" and x.dtype == torch.float32
     return (x.dtype == torch.bfloat16 or on_cpu) and _aligned(x, weight)
 
 
-def must_not_wait(x: Tensor, rows: int) -> bool:
+def must_not_sync(x: Tensor, rows: int) -> bool:
     """Whether the host may not ask the device how many of the rows each expert has."""
-    return x.device.type == "cuda" and (rows <= FEW or torch.cuda.is_current_stream_capturing())
+    return x.device.type == "cuda" and (
+        rows <= FEW_ROWS or torch.cuda.is_current_stream_capturing()
+    )
 
 
-def waits(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> bool:
+def training_syncs(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> bool:
     """Whether training with experts' matrices [E, O, K] may ask the device how many of the rows
     each has; in a capture that fails, or computes every row with every expert."""
-    fits = device.type == "cuda" and dtype == torch.bfloat16 and hopper(device.index)
+    fits = device.type == "cuda" and dtype == torch.bfloat16 and is_hopper(device.index)
     return not fits or any(size * dtype.itemsize % 16 for size in shape[1:])
 
 
@@ -146,7 +148,7 @@ def grouped_product(x: Tensor, weight: Tensor, ends: Tensor, *, transposed: bool
     experts, width = len(weight), weight.shape[2 if transposed else 1]
     if not len(x):
         return x.new_empty(0, width)
-    if _triton_serves(x, weight):
+    if _triton_supports(x, weight):
         y = x.new_empty(len(x), width)
         rows, outputs, step, warps, stages = TILE
         box = [1, step, outputs] if transposed else [1, outputs, step]
@@ -168,11 +170,11 @@ def grouped_product(x: Tensor, weight: Tensor, ends: Tensor, *, transposed: bool
         )
         return y
     matrices = weight if transposed else weight.transpose(1, 2)
-    if must_not_wait(x, len(x)):
+    if must_not_sync(x, len(x)):
         row = torch.arange(len(x), device=x.device, dtype=ends.dtype)
         expert = torch.searchsorted(ends, row, right=True).clamp_(max=experts - 1)
         return product_by_row(x, matrices, expert)
-    if _torch_serves(x, weight):
+    if _torch_supports(x, weight):
         return F.grouped_mm(x, matrices, offs=ends).contiguous()  # it pads rows to 16 bytes
     y, start = x.new_empty(len(x), width), 0
     for w, end in zip(matrices, ends.tolist(), strict=True):
@@ -187,12 +189,12 @@ def grouped_weight_gradient(dy: Tensor, x: Tensor, ends: Tensor) -> Tensor:
     torch's own product: with few rows to sum over it was faster than any of ours. In fp16, which
     it lacks, and in fp32 on GPUs the host asks where each expert ends, and multiplies one by one.
     """
-    if len(x) and _torch_serves(dy, x):
+    if len(x) and _torch_supports(dy, x):
         return F.grouped_mm(dy.t(), x, offs=ends)
     dw, start = x.new_zeros(len(ends), dy.shape[1], x.shape[1]), 0
     for w, end in zip(dw, ends.tolist(), strict=True):
         if end > start:
-            write_sum(dy[start:end].t(), x[start:end], w)
+            matmul_into(dy[start:end].t(), x[start:end], w)
         start = end
     return dw
 
@@ -202,7 +204,7 @@ def grouped_weight_gradient(dy: Tensor, x: Tensor, ends: Tensor) -> Tensor:
 # N tokens, k experts per token, S slots sorted by expert: N k, less those that are absent,
 # E experts, C model dim, I intermediate size
 
-UNKNOWN = -1  # slots of which some may be absent, the host does not know how many
+UNKNOWN_SLOTS = -1  # slots of which some may be absent, the host does not know how many
 ACT = (1024, 4)  # columns and warps of one program: the best of some tried on an H200
 
 
@@ -222,9 +224,9 @@ def grouped_mlp_ref(
     """
     n, k = experts.shape
     flat = experts.flatten()
-    if slots == UNKNOWN:
+    if slots == UNKNOWN_SLOTS:
         slots = int((flat < len(gate_up)).sum())
-    if slots is None and must_not_wait(x, n * k) and not torch.is_grad_enabled():
+    if slots is None and must_not_sync(x, n * k) and not torch.is_grad_enabled():
         # A step of decoding
         hidden = product_by_row(x.repeat_interleave(k, 0), gate_up.mT, flat)
         y = product_by_row(gated_act_ref(hidden, act), down.mT, flat)
@@ -330,7 +332,7 @@ def sorted_slots(
     inverse = torch.empty_like(order).scatter_(
         0, order, torch.arange(len(order), device=order.device, dtype=order.dtype)
     )
-    if slots == UNKNOWN:
+    if slots == UNKNOWN_SLOTS:
         return order, inverse.masked_fill_(experts.flatten() == number, len(order)), ends
     return (order if slots is None else order[:slots].clone()), inverse, ends
 
@@ -352,7 +354,7 @@ def _outputs(
 
 def count_slots(experts: Tensor, slots: int | None) -> int:
     """S."""
-    return experts.numel() if slots in (None, UNKNOWN) else slots
+    return experts.numel() if slots in (None, UNKNOWN_SLOTS) else slots
 
 
 @operator("grouped_mlp", _outputs)
@@ -450,10 +452,10 @@ class _GroupedMLP(torch.autograd.Function):
     def forward(ctx: Any, *given: Any) -> Tensor:  # what `_forward` takes
         y, *saved = _forward(*given)
         x, gate_up, down, _, weights, ctx.act, _ = given
-        if (recipe := recipe_of(x)) is not None:
-            recipe.keep_gate_up()
-        ctx.again = None if recipe is None else recipe.how
-        kept = (x,) if recipe is None else recipe.kept
+        if (recompute := find_recompute(x)) is not None:
+            recompute.keep_gate_up()
+        ctx.again = None if recompute is None else recompute.fn
+        kept = (x,) if recompute is None else recompute.saved
         ctx.save_for_backward(gate_up, down, weights, *saved, *kept)
         return y
 
@@ -468,7 +470,7 @@ class _GroupedMLP(torch.autograd.Function):
         if ctx.again is None:
             x = kept[0]
         else:  # without the gradient of gate_up its shape and dtype alone are asked
-            x = compute_again(ctx.again, kept).view_as(dy) if wanted[1] else dy
+            x = run_recompute(ctx.again, kept).view_as(dy) if wanted[1] else dy
         saved = hidden, order, inverse, ends
         grads = _backward(x, gate_up, down, weights, wanted, *saved, dy, ctx.act)
         dx, dgate_up, ddown, dweights = (

@@ -30,7 +30,7 @@ from tigon.kernels.mlp.grouped_mlp import (
     sorted_slots,
 )
 from tigon.kernels.mlp.permute import combine_rows, spread_rows
-from tigon.kernels.recompute import compute_again, recipe_of
+from tigon.kernels.recompute import find_recompute, run_recompute
 from tigon.kernels.runtime import (
     autocast_dtype,
     has_values,
@@ -40,7 +40,7 @@ from tigon.kernels.runtime import (
 )
 
 
-class Low(NamedTuple):
+class LoRAFactors(NamedTuple):
     """What is added to the experts' matrices; ranks may be 0."""
 
     a_up: Tensor  # [E, r, C]
@@ -53,7 +53,7 @@ def lora_grouped_mlp_ref(
     x: Tensor,
     gate_up: Tensor,
     down: Tensor,
-    low: Low,
+    low: LoRAFactors,
     experts: Tensor,
     weights: Tensor,
     act: Activation,
@@ -65,7 +65,7 @@ def lora_grouped_mlp_ref(
     return grouped_mlp_ref(x, gate_up, down, experts, weights, act, slots)
 
 
-def _sum_product(x: Tensor, w: Tensor, a: Tensor, b: Tensor, ends: Tensor) -> tuple[Tensor, Tensor]:
+def _product(x: Tensor, w: Tensor, a: Tensor, b: Tensor, ends: Tensor) -> tuple[Tensor, Tensor]:
     """x (W_e + B_e A_e)^T of sorted rows, and x A_e^T."""
     y = grouped_product(x, w, ends)
     if not a.shape[1]:
@@ -74,7 +74,7 @@ def _sum_product(x: Tensor, w: Tensor, a: Tensor, b: Tensor, ends: Tensor) -> tu
     return y.add_(grouped_product(u, b, ends)), u
 
 
-def _sum_back(
+def _product_backward(
     dy: Tensor, w: Tensor, a: Tensor, b: Tensor, ends: Tensor
 ) -> tuple[Tensor, Tensor | None]:
     """dy (W_e + B_e A_e) of sorted rows, and dy B_e."""
@@ -116,8 +116,8 @@ def _forward(
     slots' order and its inverse, and where in it each expert ends."""
     k, (a_up, b_up, a_down, b_down) = experts.shape[1], low
     order, inverse, ends = sorted_slots(experts, len(gate_up), slots)
-    hidden, u = _sum_product(spread_rows(x, inverse, k, len(order)), gate_up, a_up, b_up, ends)
-    y, v = _sum_product(gated_act(hidden, cast(Activation, act)), down, a_down, b_down, ends)
+    hidden, u = _product(spread_rows(x, inverse, k, len(order)), gate_up, a_up, b_up, ends)
+    y, v = _product(gated_act(hidden, cast(Activation, act)), down, a_down, b_down, ends)
     return [combine_rows(y, inverse, weights, k), hidden, u, v, order, inverse, ends]
 
 
@@ -158,7 +158,7 @@ def _backward(
     k, (a_up, b_up, a_down, b_down) = weights.shape[1], low
     found: list[Tensor | None] = [None] * len(wanted)
     rows = spread_rows(dy, inverse, k, len(order))
-    dh, dv = _sum_back(rows, down, a_down, b_down, ends)
+    dh, dv = _product_backward(rows, down, a_down, b_down, ends)
     dhidden, weighted, dweights = _act_backward(hidden, dh, order, weights, act)
     del dh
     if wanted[2]:
@@ -170,7 +170,7 @@ def _backward(
             v = (v * weights.flatten()[order, None]).to(v.dtype)
             found[7] = grouped_weight_gradient(rows, v, ends)
     del rows, weighted
-    dx, du = _sum_back(dhidden, gate_up, a_up, b_up, ends)
+    dx, du = _product_backward(dhidden, gate_up, a_up, b_up, ends)
     if wanted[0]:
         found[0] = combine_rows(dx, inverse, None, k)
     del dx
@@ -216,10 +216,10 @@ class _LoRAGroupedMLP(torch.autograd.Function):
     def forward(ctx: Any, act: str, slots: int | None, *given: Tensor) -> Tensor:
         x, gate_up, down, experts, weights, *low = given
         y, *saved = _forward(x, gate_up, down, low, experts, weights, act, slots)
-        if (recipe := recipe_of(x)) is not None:
-            recipe.keep_gate_up()
-        ctx.act, ctx.again = act, None if recipe is None else recipe.how
-        kept = (x,) if recipe is None else recipe.kept
+        if (recompute := find_recompute(x)) is not None:
+            recompute.keep_gate_up()
+        ctx.act, ctx.again = act, None if recompute is None else recompute.fn
+        kept = (x,) if recompute is None else recompute.saved
         ctx.save_for_backward(gate_up, down, weights, *low, *saved, *kept)
         return y
 
@@ -235,7 +235,7 @@ class _LoRAGroupedMLP(torch.autograd.Function):
         if ctx.again is None:
             x = kept[0]
         else:  # without the gradients of gate_up and A its shape and dtype alone are asked
-            x = compute_again(ctx.again, kept).view_as(dy) if wanted[1] or wanted[4] else dy
+            x = run_recompute(ctx.again, kept).view_as(dy) if wanted[1] or wanted[4] else dy
         grads = _backward(x, gate_up, down, low, weights, wanted, *saved, dy, ctx.act)
         found = [g if want else None for g, want in zip(grads, wanted, strict=True)]
         return None, None, *found[:3], None, *found[3:]
@@ -245,7 +245,7 @@ def lora_grouped_mlp(
     x: Tensor,  # [N, C]
     gate_up: Tensor,  # [E, 2I, C]: of each expert gate first, then up
     down: Tensor,  # [E, C, I]
-    low: Low,
+    low: LoRAFactors,
     experts: Tensor,  # [N, k] int64, in [0, E), not checked
     weights: Tensor,  # [N, k], of any floating dtype
     act: Activation,
@@ -258,16 +258,16 @@ def lora_grouped_mlp(
     """
     dtype = autocast_dtype(x.device) or x.dtype
     x, gate_up, down = x.to(dtype), gate_up.to(dtype), down.to(dtype)
-    low = Low(*(t.to(dtype) for t in low))
+    low = LoRAFactors(*(t.to(dtype) for t in low))
     if not (runs_triton(x) or not has_values(x)):
         return lora_grouped_mlp_ref(x, gate_up, down, low, experts, weights, act, slots)
-    low = Low(*aligned(low[:2]), *aligned(low[2:]))
+    low = LoRAFactors(*pad_rank(low[:2]), *pad_rank(low[2:]))
     tensors = (x, gate_up, down, experts, weights, *low)
     y: Tensor = _LoRAGroupedMLP.apply(act, slots, *(t.contiguous() for t in tensors))
     return y
 
 
-def aligned(factors: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+def pad_rank(factors: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     """A [E, r, K] and B [E, O, r] with zeros up to a rank whose rows are whole 16 bytes, which the
     grouped products need."""
     a, b = factors

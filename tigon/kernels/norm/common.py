@@ -9,7 +9,7 @@ from typing import Literal, NamedTuple, get_args
 import torch
 from torch import Tensor
 
-from tigon.kernels.runtime import as_rows, num_sms, power_of_2, tl, triton
+from tigon.kernels.runtime import as_rows, next_power_of_2, num_sms, tl, triton
 
 Cast = Literal["before_weight", "after_weight"]
 CASTS = get_args(Cast)
@@ -23,7 +23,7 @@ def check_norm(eps: float, offset: float, cast: str) -> None:
         raise ValueError(f"eps={eps} and offset={offset} must not be negative")
 
 
-class Launch(NamedTuple):
+class NormLaunch(NamedTuple):
     """Launch parameters; the numbers below were the best of some tried on an H200."""
 
     block: int  # columns, a power of two
@@ -42,19 +42,21 @@ class Launch(NamedTuple):
 
 
 @functools.cache
-def launch_forward(C: int) -> Launch:
-    block = power_of_2(C)
+def launch_forward(C: int) -> NormLaunch:
+    block = next_power_of_2(C)
     if block < 1024:
-        return Launch(block, rows=min(2048 // block, 16), warps=4)
+        return NormLaunch(block, rows=min(2048 // block, 16), warps=4)
     # Where a block is wider than the row, fewer warps leave fewer lanes idle
     if block <= 2048:
-        return Launch(block, rows=1, warps=2 if block > C else 4)
+        return NormLaunch(block, rows=1, warps=2 if block > C else 4)
     if block == 4096:
-        return Launch(block, rows=1, warps=4) if block > C else Launch(block, rows=2, warps=16)
-    return Launch(block, rows=1, warps=min(block // 512, 32))
+        return (
+            NormLaunch(block, rows=1, warps=4) if block > C else NormLaunch(block, rows=2, warps=16)
+        )
+    return NormLaunch(block, rows=1, warps=min(block // 512, 32))
 
 
-def stages(step: int, most: int = 3) -> int:
+def num_stages(step: int, most: int = 3) -> int:
     """Steps in flight, `most` where every GPU from sm_80 on has shared memory for those behind."""
     return 1 + min(most - 1, (96 << 10) // step)
 
@@ -74,7 +76,7 @@ def load_scale(weight, C, OFFSET, BEFORE, BLOCK, ROWS):
 
 
 @triton.jit
-def tile(first, columns, N, C, BLOCK, ROWS):
+def row_tile(first, columns, N, C, BLOCK, ROWS):
     """The rows from `first` on, which of them exist, and which elements."""
     rows = first + tl.arange(0, ROWS)[:, None]
     inside = rows < N
@@ -127,7 +129,7 @@ def _sum_kernel(partials, out, out2, P, C: tl.constexpr, ROWS: tl.constexpr, COL
 def sum_partials(partials: Tensor, P: int, C: int, out: Tensor, out2: Tensor | None = None) -> None:
     """[P, C] or [2, P, C] -> [C] each: all of P in one step, since the wait for memory is all."""
     grid = (-(-C // 16), 1 if out2 is None else 2)
-    rows = min(power_of_2(P), 512)
+    rows = min(next_power_of_2(P), 512)
     _sum_kernel[grid](partials, out, out2, P, C, rows, 16, num_warps=8)
 
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from tigon.kernels.optim.adamw import Table, is_aligned, number, own_row, pointer
+from tigon.kernels.optim.adamw import TensorTable, is_aligned, load_number, load_pointer, load_row
 from tigon.kernels.runtime import tl, triton
 
 # Elements of one program, elements at a time, and warps
@@ -26,8 +26,8 @@ def _squares_kernel(
     rows, owners, partials, G: tl.constexpr, WIDE: tl.constexpr, CHUNK: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    row, chunk = own_row(rows, owners, WIDTH)
-    count, x = number(row, 0, WIDE), pointer(row, 1, G, WIDE)
+    row, chunk = load_row(rows, owners, WIDTH)
+    count, x = load_number(row, 0, WIDE), load_pointer(row, 1, G, WIDE)
     first = chunk.to(tl.int64) * CHUNK
     x += first
     left = count - first
@@ -43,7 +43,7 @@ class SquaredNorm:
     """Of sets of float32 and bfloat16 tensors; the tables are kept for the next."""
 
     def __init__(self) -> None:
-        self.tables: dict[tuple[torch.dtype, bool], Table] = {}
+        self.tables: dict[tuple[torch.dtype, bool], TensorTable] = {}
 
     def __call__(self, tensors: Sequence[Tensor]) -> Tensor:
         """float64, on the device: sums of CHUNK squares in float32, and theirs in float64, in an
@@ -57,7 +57,7 @@ class SquaredNorm:
         sums = []
         with torch.cuda.device_of(tensors[0]):
             for (dtype, wide), rows in kinds.items():
-                table = self.tables.setdefault((dtype, wide), Table(CHUNK))
+                table = self.tables.setdefault((dtype, wide), TensorTable(CHUNK))
                 placed, owners = table.place(rows, device)
                 partials = torch.empty(len(owners), dtype=torch.float32, device=device)
                 _squares_kernel[(len(owners),)](

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from tigon.kernels.norm.common import (
     Cast,
-    Launch,
+    NormLaunch,
     add_weight_gradient,
     check_norm,
     empty_like,
@@ -23,26 +23,26 @@ from tigon.kernels.norm.common import (
     load_rows,
     load_scale,
     norm_gradient,
+    num_stages,
+    row_tile,
     rows_of,
-    stages,
     sum_partials,
-    tile,
 )
-from tigon.kernels.recompute import note
+from tigon.kernels.recompute import note_recompute
 from tigon.kernels.runtime import (
     DTYPES,
     check_devices,
+    next_power_of_2,
     operator,
     pdl_options,
     pdl_wait,
-    power_of_2,
     refuse_second_derivative,
     runs_triton,
     tl,
     triton,
 )
 
-WIDEST = 32768  # a kernel holds whole rows in registers; wider ones take the reference
+MAX_COLUMNS = 32768  # a kernel holds whole rows in registers; wider ones take the reference
 
 
 def rms_norm_ref(
@@ -67,17 +67,17 @@ def rms_norm_ref(
 
 
 @functools.cache
-def _launch_backward(C: int, width: int) -> Launch:
+def _launch_backward(C: int, width: int) -> NormLaunch:
     """`width`: bytes per element of all inputs, which wait in shared memory."""
-    block = power_of_2(C)
+    block = next_power_of_2(C)
     if block < 1024:
         rows, warps, per_sm = min(2048 // block, 16), 2, 4
     elif block <= 2048:
         rows, warps, per_sm = (2, 4, 3) if block > C else (1, 4, 4)
     else:
         rows, warps, per_sm = max(8192 // block, 1), min(max(block // 1024, 8), 32), 1
-    flight = stages(rows * block * width)
-    return Launch(block, rows, warps, per_sm, flight, late=block < 1024)
+    flight = num_stages(rows * block * width)
+    return NormLaunch(block, rows, warps, per_sm, flight, late=block < 1024)
 
 
 @triton.jit
@@ -113,7 +113,7 @@ def _forward_kernel(
     pdl_wait(PDL)
     dtype: tl.constexpr = x[0].dtype.element_ty
     columns = tl.arange(0, BLOCK)[None, :]
-    rows, inside, mask = tile(tl.program_id(0) * ROWS, columns, N, C, BLOCK, ROWS)
+    rows, inside, mask = row_tile(tl.program_id(0) * ROWS, columns, N, C, BLOCK, ROWS)
     h = load_rows(x, rows, columns, mask).to(tl.float32)
     if residual is not None:
         h += load_rows(residual, rows, columns, mask).to(tl.float32)
@@ -166,7 +166,7 @@ def _backward_kernel(
         dw = tl.zeros([ROWS if LATE else 1, BLOCK], tl.float32)
     step = tl.num_programs(0) * ROWS
     for first in tl.range(tl.program_id(0) * ROWS, N, step, num_stages=STAGES):
-        rows, inside, mask = tile(first, columns, N, C, BLOCK, ROWS)
+        rows, inside, mask = row_tile(first, columns, N, C, BLOCK, ROWS)
         n = load_rows(x, rows, columns, mask)
         d = load_rows(dy, rows, columns, mask)
         r = tl.load(rstd + rows, mask=inside, other=0.0)
@@ -267,7 +267,7 @@ def _normed(x: Tensor, *_: Any) -> Tensor:
 
 
 @operator("rms_norm_again", _normed)
-def normed_again(
+def recompute_norm(
     x: Tensor,  # [..., C]: what was normalised
     rstd: Tensor,  # [N]
     gate: Tensor | None,  # [..., C]
@@ -351,7 +351,7 @@ class _RMSNorm(torch.autograd.Function):
         stream = total[0] if total else x
         ctx.save_for_backward(stream, gate, weight, rstd)
         if not torch.compiler.is_compiling():
-            note(y, normed_again, (stream, rstd, gate, weight), *constants)
+            note_recompute(y, recompute_norm, (stream, rstd, gate, weight), *constants)
         if through:
             return y, x.detach()
         return (y, stream) if total else y
@@ -421,7 +421,7 @@ def rms_norm(
             served = served and t.dtype in DTYPES
             differentiable = differentiable or t.requires_grad
         wanted = x.shape
-    if not (runs_triton(x) and served and x.shape[-1] <= WIDEST):
+    if not (runs_triton(x) and served and x.shape[-1] <= MAX_COLUMNS):
         total = x if residual is None else x + residual
         y = rms_norm_ref(total, weight, eps, offset=offset, cast=cast, gate=gate)
         return y if residual is None else (y, total)
@@ -432,7 +432,7 @@ def rms_norm(
     return outputs[0] if residual is None else (outputs[0], outputs[1])
 
 
-def norm_of_stream(
+def rms_norm_with_input(
     x: Tensor, weight: Tensor, eps: float, *, offset: float = 0.0, cast: Cast = "before_weight"
 ) -> tuple[Tensor, Tensor]:
     """`(rms_norm(x), x)`: what `rms_norm` with a residual returns, where the sum has been made.
@@ -441,7 +441,7 @@ def norm_of_stream(
     that is given the sum has the gradients of one that makes it.
     """
     learns = x.requires_grad and torch.is_grad_enabled() and not torch.compiler.is_compiling()
-    fits = weight.shape == x.shape[-1:] and weight.device == x.device and x.shape[-1] <= WIDEST
+    fits = weight.shape == x.shape[-1:] and weight.device == x.device and x.shape[-1] <= MAX_COLUMNS
     if not (learns and fits and weight.dtype in DTYPES and runs_triton(x)):
         return rms_norm(x, weight, eps, offset=offset, cast=cast), x
     check_norm(eps, offset, cast)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tigon.kernels.norm.common import (
     Cast,
-    Launch,
+    NormLaunch,
     add_weight_gradient,
     check_norm,
     empty_like,
@@ -22,27 +22,29 @@ from tigon.kernels.norm.common import (
     load_rows,
     load_scale,
     norm_gradient,
+    num_stages,
+    row_tile,
     rows_of,
-    stages,
     sum_partials,
-    tile,
 )
-from tigon.kernels.norm.rms_norm import normed_again, rms_norm_ref
-from tigon.kernels.recompute import note
+from tigon.kernels.norm.rms_norm import recompute_norm, rms_norm_ref
+from tigon.kernels.recompute import note_recompute
 from tigon.kernels.runtime import (
     DTYPES,
     check_devices,
+    next_power_of_2,
     operator,
     pdl_options,
     pdl_wait,
-    power_of_2,
     refuse_second_derivative,
     runs_triton,
     tl,
     triton,
 )
 
-WIDEST = 8192  # a program holds a row and two weights' gradients; wider rows take the reference
+MAX_COLUMNS = (
+    8192  # a program holds a row and two weights' gradients; wider rows take the reference
+)
 
 
 def sandwich_norm_ref(
@@ -60,16 +62,16 @@ def sandwich_norm_ref(
 
 
 @functools.cache
-def _launch_forward(C: int) -> Launch:
+def _launch_forward(C: int) -> NormLaunch:
     launch = launch_forward(C)
     # One row of two inputs and two outputs is as much as two rows of a plain norm
     return launch._replace(rows=1, warps=4) if launch.block == 4096 else launch
 
 
 @functools.cache
-def _launch_backward(C: int, width: int) -> Launch:
+def _launch_backward(C: int, width: int) -> NormLaunch:
     """`width`: bytes per element of all inputs, which wait in shared memory."""
-    block = power_of_2(C)
+    block = next_power_of_2(C)
     if block < 1024:
         rows, warps, per_sm = min(2048 // block, 16), 2, 4
     elif block <= 2048:
@@ -78,7 +80,9 @@ def _launch_backward(C: int, width: int) -> Launch:
         rows, warps, per_sm = 1, 4, 2
     else:
         rows, warps, per_sm = 1, max(block // 512, 8), 1
-    return Launch(block, rows, warps, per_sm, stages(rows * block * width), late=block < 1024)
+    return NormLaunch(
+        block, rows, warps, per_sm, num_stages(rows * block * width), late=block < 1024
+    )
 
 
 @triton.jit
@@ -101,7 +105,7 @@ def _forward_kernel(
 ):
     pdl_wait(PDL)
     columns = tl.arange(0, BLOCK)[None, :]
-    rows, inside, mask = tile(tl.program_id(0) * ROWS, columns, N, C, BLOCK, ROWS)
+    rows, inside, mask = row_tile(tl.program_id(0) * ROWS, columns, N, C, BLOCK, ROWS)
     h = load_rows(x, rows, columns, mask)
     t = load_rows(residual, rows, columns, mask)
     post_scale = load_scale(post_weight, C, OFFSET, BEFORE, BLOCK, ROWS)
@@ -158,7 +162,7 @@ def _backward_kernel(
         dweight = tl.zeros([ROWS if LATE else 1, BLOCK], tl.float32)
     step = tl.num_programs(0) * ROWS
     for first in tl.range(tl.program_id(0) * ROWS, N, step, num_stages=STAGES):
-        rows, inside, mask = tile(first, columns, N, C, BLOCK, ROWS)
+        rows, inside, mask = row_tile(first, columns, N, C, BLOCK, ROWS)
         n = tl.load(total + rows * C + columns, mask=mask, other=0.0).to(tl.float32)
         d = load_rows(dy, rows, columns, mask).to(tl.float32)
         r = tl.load(rstd + N + rows, mask=inside, other=0.0)
@@ -302,7 +306,7 @@ class _SandwichNorm(torch.autograd.Function):
         ctx.save_for_backward(x, post_weight, weight, total, rstd)
         if not torch.compiler.is_compiling():
             of_total = rstd[len(rstd) // 2 :]
-            note(y, normed_again, (total, of_total, None, weight), *constants)
+            note_recompute(y, recompute_norm, (total, of_total, None, weight), *constants)
         return y, total
 
     @staticmethod
@@ -352,7 +356,7 @@ def sandwich_norm(
         served = served and t.dtype in DTYPES
         differentiable = differentiable or t.requires_grad
         wanted = x.shape[-1:]
-    if not (runs_triton(x) and served and x.shape[-1] <= WIDEST):
+    if not (runs_triton(x) and served and x.shape[-1] <= MAX_COLUMNS):
         return sandwich_norm_ref(x, residual, post_weight, weight, eps, offset=offset, cast=cast)
     before = cast == "before_weight"
     if differentiable and torch.is_grad_enabled():

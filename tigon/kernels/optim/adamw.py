@@ -12,14 +12,14 @@ import torch
 from torch import Tensor
 
 from tigon.kernels.optim.low_bits import (
-    Codes,
+    CodeTables,
     dequantize,
-    draw,
-    draw_in_lines,
+    draw_bits,
+    draw_bits_strided,
+    extract_16_bits,
     quantize,
     round_stochastically,
     round_to_nearest,
-    sixteen,
 )
 from tigon.kernels.runtime import tl, triton
 
@@ -34,7 +34,7 @@ def is_aligned(count: int, addresses: Sequence[int]) -> bool:
     return bits % ALIGNED == 0
 
 
-class Table:
+class TensorTable:
     """A row of integers for each tensor, and for each program the row of its tensor.
 
     Both stay on the device, and are made anew only when a number changes: there, without waiting
@@ -57,7 +57,7 @@ class Table:
             if self._counts != counts or self._owners.device != device:
                 self._number(counts, device)
             table = [(first, *row) for first, row in zip(self._firsts, rows, strict=True)]
-            self._rows = _sent(torch.tensor(table, dtype=torch.int64), device)
+            self._rows = _to_device(torch.tensor(table, dtype=torch.int64), device)
             self._known = list(rows)
         return self._rows, self._owners
 
@@ -70,12 +70,12 @@ class Table:
             raise ValueError(f"{total} programs of {self.chunk} elements are more than a GPU takes")
         owners = torch.arange(len(counts), dtype=torch.int32)
         self._owners = torch.repeat_interleave(
-            _sent(owners, device), _sent(programs, device), output_size=total
+            _to_device(owners, device), _to_device(programs, device), output_size=total
         )
         self._firsts, self._counts = (ends - programs).tolist(), counts
 
 
-def _sent(host: Tensor, device: torch.device) -> Tensor:
+def _to_device(host: Tensor, device: torch.device) -> Tensor:
     """A copy on the device; from pinned memory, as nobody waits for that."""
     if device.type != "cuda":
         return host.to(device)
@@ -83,7 +83,7 @@ def _sent(host: Tensor, device: torch.device) -> Tensor:
 
 
 @triton.jit
-def own_row(rows, owners, WIDTH: tl.constexpr):
+def load_row(rows, owners, WIDTH: tl.constexpr):
     """The program's row, and the chunk of its tensor that it has."""
     program = tl.program_id(0)
     row = rows + tl.load(owners + program).to(tl.int64) * WIDTH
@@ -91,7 +91,7 @@ def own_row(rows, owners, WIDTH: tl.constexpr):
 
 
 @triton.jit
-def pointer(row, COLUMN: tl.constexpr, DTYPE: tl.constexpr, WIDE: tl.constexpr):
+def load_pointer(row, COLUMN: tl.constexpr, DTYPE: tl.constexpr, WIDE: tl.constexpr):
     """The tensor whose address is in a column; WIDE: it begins at a multiple of 16 bytes."""
     p = tl.load(row + COLUMN).to(tl.pointer_type(DTYPE))
     # Nothing is known of an address that is read: elements would be loaded one by one
@@ -99,7 +99,7 @@ def pointer(row, COLUMN: tl.constexpr, DTYPE: tl.constexpr, WIDE: tl.constexpr):
 
 
 @triton.jit
-def number(row, COLUMN: tl.constexpr, WIDE: tl.constexpr):
+def load_number(row, COLUMN: tl.constexpr, WIDE: tl.constexpr):
     """WIDE: a multiple of 16, by which a mask is known to be the same for all of an access."""
     n = tl.load(row + COLUMN)
     return tl.multiple_of(n, 16) if WIDE else n
@@ -128,7 +128,7 @@ TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.uint8: tl
 WIDTH = tl.constexpr(9)  # of a row: first program, elements, position, 6 addresses; and 2 of lines
 
 
-class Slot(NamedTuple):
+class AdamWSlot(NamedTuple):
     """One parameter's tensors, contiguous and not empty, on one device."""
 
     weight: Tensor
@@ -143,7 +143,7 @@ class Slot(NamedTuple):
     lines: tuple[int, int] | None = None
 
 
-class Settings(NamedTuple):
+class AdamWSettings(NamedTuple):
     lr: float
     beta1: float
     beta2: float
@@ -216,10 +216,14 @@ def _update(
     of_w, of_m, of_v = 0, 0, 0
     if ROUNDS or exp_avg.dtype.element_ty == tl.bfloat16:
         if lines is None:
-            bits = draw(position + first, at, stream)
+            bits = draw_bits(position + first, at, stream)
         else:
-            bits = draw_in_lines(position, first, at, lines[0], lines[1], stream)
-        of_w, of_m, of_v = sixteen(bits, 0), sixteen(bits, 1), sixteen(bits, 2)
+            bits = draw_bits_strided(position, first, at, lines[0], lines[1], stream)
+        of_w, of_m, of_v = (
+            extract_16_bits(bits, 0),
+            extract_16_bits(bits, 1),
+            extract_16_bits(bits, 2),
+        )
     if ROUNDS:
         tl.store(weight + at, round_stochastically(w, of_w), mask=inside)
     elif weight.dtype.element_ty == tl.bfloat16:
@@ -243,16 +247,16 @@ def _adamw_table_kernel(
         factor = tl.load(scale)
         if factor != factor:
             return
-    row, chunk = own_row(rows, owners, WIDTH + 2 if LINES else WIDTH)
+    row, chunk = load_row(rows, owners, WIDTH + 2 if LINES else WIDTH)
     tensors = (
-        pointer(row, 2, W, WIDE),
-        pointer(row, 3, G, WIDE),
-        pointer(row, 4, S, WIDE),
-        pointer(row, 5, S, WIDE),
-        pointer(row, 6, tl.float32, False),
-        pointer(row, 7, tl.float32, False),
+        load_pointer(row, 2, W, WIDE),
+        load_pointer(row, 3, G, WIDE),
+        load_pointer(row, 4, S, WIDE),
+        load_pointer(row, 5, S, WIDE),
+        load_pointer(row, 6, tl.float32, False),
+        load_pointer(row, 7, tl.float32, False),
     )
-    count, position, lines = number(row, 0, WIDE), tl.load(row + 1), None
+    count, position, lines = load_number(row, 0, WIDE), tl.load(row + 1), None
     if LINES:
         lines = tl.load(row + 8), tl.load(row + 9)
     _update(
@@ -281,7 +285,7 @@ def _adamw_tensor_kernel(
     )  # fmt: skip
 
 
-class Kind(NamedTuple):
+class SlotKind(NamedTuple):
     """Slots that one launch may have."""
 
     weight: torch.dtype
@@ -295,14 +299,18 @@ class Kind(NamedTuple):
 class FusedAdamW:
     """Updates sets of parameters, and keeps the tables of each for the next update."""
 
-    def __init__(self, stochastic: bool, codes: Codes | None = None) -> None:
+    def __init__(self, stochastic: bool, codes: CodeTables | None = None) -> None:
         """`stochastic`: rounding of bfloat16 weights, else to nearest; states of bfloat16 always
         are. `codes`: for states of 8 bits."""
         self.stochastic, self.codes = stochastic, codes
-        self.tables: dict[tuple[object, Kind], Table] = {}
+        self.tables: dict[tuple[object, SlotKind], TensorTable] = {}
 
     def __call__(
-        self, name: object, slots: Sequence[Slot], settings: Settings, scale: Tensor | None = None
+        self,
+        name: object,
+        slots: Sequence[AdamWSlot],
+        settings: AdamWSettings,
+        scale: Tensor | None = None,
     ) -> None:
         """Every slot's weight and states, in place; without waiting for the device.
 
@@ -310,7 +318,7 @@ class FusedAdamW:
         where it is NaN, nothing changes.
         """
         torch.autograd.graph.increment_version([slot.weight for slot in slots])
-        kinds: dict[Kind, list[tuple[Slot, tuple[int, ...]]]] = {}
+        kinds: dict[SlotKind, list[tuple[AdamWSlot, tuple[int, ...]]]] = {}
         for slot in slots:
             addresses = _addresses(slot)
             kinds.setdefault(_kind(slot, addresses), []).append((slot, addresses))
@@ -323,11 +331,11 @@ class FusedAdamW:
                     row = slot.weight.numel(), slot.position, *addresses, *(slot.lines or ())
                     by_table.append(row)
             if by_table:
-                table = self.tables.setdefault((name, kind), Table(BLOCK))
+                table = self.tables.setdefault((name, kind), TensorTable(BLOCK))
                 self._launch_table(table, by_table, kind, settings, scale, same[0][0].weight)
 
     def _launch_tensor(
-        self, slot: Slot, kind: Kind, settings: Settings, scale: Tensor | None
+        self, slot: AdamWSlot, kind: SlotKind, settings: AdamWSettings, scale: Tensor | None
     ) -> None:
         count = slot.weight.numel()
         with torch.cuda.device_of(slot.weight):
@@ -339,10 +347,10 @@ class FusedAdamW:
 
     def _launch_table(
         self,
-        table: Table,
+        table: TensorTable,
         rows: Sequence[tuple[int, ...]],
-        kind: Kind,
-        settings: Settings,
+        kind: SlotKind,
+        settings: AdamWSettings,
         scale: Tensor | None,
         like: Tensor,
     ) -> None:
@@ -354,11 +362,11 @@ class FusedAdamW:
                 S=TYPES[kind.states], WIDE=kind.wide, LINES=kind.lines, **self._options(kind),
             )  # fmt: skip
 
-    def _options(self, kind: Kind) -> dict[str, object]:
+    def _options(self, kind: SlotKind) -> dict[str, object]:
         options = {"STOCHASTIC": self.stochastic, "BLOCK": BLOCK, "B": kind.block}
         return {**options, "PRECISE": kind.weight in PRECISE, "num_warps": WARPS}
 
-    def _codes(self, kind: Kind, unused: Tensor) -> tuple[Tensor, ...]:
+    def _codes(self, kind: SlotKind, unused: Tensor) -> tuple[Tensor, ...]:
         if not kind.block:
             return (unused,) * 6
         if self.codes is None:
@@ -366,7 +374,7 @@ class FusedAdamW:
         return tuple(self.codes)
 
 
-def _tensors(slot: Slot) -> tuple[Tensor, ...]:
+def _tensors(slot: AdamWSlot) -> tuple[Tensor, ...]:
     """In the kernels' order; states without scales are in the place of these, and not read."""
     m, v = slot.exp_avg, slot.exp_avg_sq
     m_scale = m if slot.exp_avg_scale is None else slot.exp_avg_scale
@@ -374,19 +382,19 @@ def _tensors(slot: Slot) -> tuple[Tensor, ...]:
     return slot.weight, slot.gradient, m, v, m_scale, v_scale
 
 
-def _addresses(slot: Slot) -> tuple[int, ...]:
+def _addresses(slot: AdamWSlot) -> tuple[int, ...]:
     return tuple([t.data_ptr() for t in _tensors(slot)])
 
 
-def _kind(slot: Slot, addresses: Sequence[int]) -> Kind:
+def _kind(slot: AdamWSlot, addresses: Sequence[int]) -> SlotKind:
     scale = slot.exp_avg_scale
     block = 0 if scale is None else slot.exp_avg.numel() // scale.numel()
     wide = is_aligned(slot.weight.numel(), addresses)
     dtypes = slot.weight.dtype, slot.gradient.dtype, slot.exp_avg.dtype
-    return Kind(*dtypes, block, wide, slot.lines is not None)
+    return SlotKind(*dtypes, block, wide, slot.lines is not None)
 
 
-def _numbers(settings: Settings) -> tuple[float, ...]:
+def _numbers(settings: AdamWSettings) -> tuple[float, ...]:
     """What a kernel computes with, rounded to float32 where torch's fused kernel does that."""
     lr, beta1, beta2 = (_float32(x) for x in (settings.lr, settings.beta1, settings.beta2))
     decay = _float32(lr * _float32(settings.weight_decay))

@@ -17,7 +17,7 @@ BEGIN, STEP, COUNT = tl.constexpr(_BEGIN), tl.constexpr(_STEP), tl.constexpr(_CO
 ONE = tl.constexpr(0x3F800000)
 
 
-class Codes(NamedTuple):
+class CodeTables(NamedTuple):
     """What kernels look up, on the device."""
 
     shares: Tensor  # float32 [256], the value of each code
@@ -28,7 +28,7 @@ class Codes(NamedTuple):
     positive_cells: Tensor
 
     @classmethod
-    def of(cls, signed: tuple[Tensor, Tensor], positive: tuple[Tensor, Tensor]) -> "Codes":
+    def of(cls, signed: tuple[Tensor, Tensor], positive: tuple[Tensor, Tensor]) -> "CodeTables":
         """From the values of codes [256], ascending, and the bounds between two [255]."""
         tables = []
         for (shares, bounds), below in ((signed, True), (positive, False)):
@@ -82,13 +82,13 @@ FACTOR2 = tl.constexpr(0x94D049BB133111EB)
 
 
 @triton.jit
-def draw(first, at, stream):
+def draw_bits(first, at, stream):
     """64 random bits, uint64, for each of the positions `first + at`; `at`: int32, not negative."""
-    return _mixed(_states(first, at, stream))
+    return _mix(_states(first, at, stream))
 
 
 @triton.jit
-def draw_in_lines(position, first, at, width, pitch, stream):
+def draw_bits_strided(position, first, at, width, pitch, stream):
     """As `draw`, for elements i = `first + at` whose positions are lines of the whole:
     `position + i // width * pitch + i % width`. `at` and `width`: less than 2**30."""
     line = first.to(tl.int64) // width  # one division of 64 bits for all elements
@@ -96,7 +96,7 @@ def draw_in_lines(position, first, at, width, pitch, stream):
     after = (begin.to(tl.int32) + at) // width.to(tl.int32)
     z = _states(position + line * pitch + begin, at, stream)
     gap = (pitch - width).to(tl.int64).to(tl.uint64, bitcast=True) * GOLDEN
-    return _mixed(z + after.to(tl.uint64) * gap)
+    return _mix(z + after.to(tl.uint64) * gap)
 
 
 @triton.jit
@@ -108,14 +108,14 @@ def _states(first, at, stream):
 
 
 @triton.jit
-def _mixed(z):
+def _mix(z):
     z = (z ^ (z >> 30)) * FACTOR
     z = (z ^ (z >> 27)) * FACTOR2
     return z ^ (z >> 31)
 
 
 @triton.jit
-def sixteen(bits, INDEX: tl.constexpr):
+def extract_16_bits(bits, INDEX: tl.constexpr):
     """The INDEX-th 16 of 64 bits, as int32."""
     return ((bits >> (16 * INDEX)) & 0xFFFF).to(tl.int32)
 

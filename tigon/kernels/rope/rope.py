@@ -47,7 +47,7 @@ def rope_ref(
 
 
 @triton.jit
-def locate(x, batch, token, heads, D):
+def token_pointers(x, batch, token, heads, D):
     """Pointer to a token of `x`, a tuple `Heads`, and the offsets of its heads."""
     rows = heads * D if x[4] is None else heads.to(tl.int64) * x[4]
     return x[0] + x[1] + batch * x[2] + token * x[3], rows
@@ -137,7 +137,7 @@ def load_rotated(heads, dims, mask, angles, at, HALF: tl.constexpr, EVEN: tl.con
 
 
 @triton.jit
-def effective(weight, offset, AFTER):
+def effective_weight(weight, offset, AFTER):
     """offset + weight in fp32, rounded where the definition of the norm rounds it."""
     total = weight.to(tl.float32) + offset
     if not AFTER:
@@ -151,11 +151,11 @@ def load_weight(weight, offset, HEADS: tl.constexpr, HALF, BLOCK, INTERLEAVED, A
     rows = tl.zeros((HEADS,), tl.int32)
     first, second = load_pairs(weight, rows, rows == 0, HALF, BLOCK, INTERLEAVED)
     first, second = first.to(weight.dtype.element_ty), second.to(weight.dtype.element_ty)
-    return effective(first, offset, AFTER), effective(second, offset, AFTER)
+    return effective_weight(first, offset, AFTER), effective_weight(second, offset, AFTER)
 
 
 @triton.jit
-def _weigh(h, w, dtype, AFTER):
+def _apply_weight(h, w, dtype, AFTER):
     """h * w rounded to dtype, in the cast order."""
     if not AFTER:
         h = h.to(dtype).to(tl.float32)
@@ -163,7 +163,7 @@ def _weigh(h, w, dtype, AFTER):
 
 
 @triton.jit
-def _turn_heads(
+def _rotate_heads(
     x, y, weight, angles, norm, batch, token, block, COUNT, HEADS, DIMS, AFTER, BACK,
     COPY: tl.constexpr,
 ):  # fmt: skip
@@ -179,9 +179,9 @@ def _turn_heads(
     INTERLEAVED: tl.constexpr = DIMS[4]
     heads = block * HEADS + tl.arange(0, HEADS)
     keep = heads < COUNT
-    x, rows = locate(x, batch, token, heads, D)
+    x, rows = token_pointers(x, batch, token, heads, D)
     if COPY:
-        y, to_rows = locate(y, batch, token, heads, D)
+        y, to_rows = token_pointers(y, batch, token, heads, D)
     else:
         y, to_rows = x, rows
     c, s = load_angles(angles, batch, token, HEADS, HALF, BLOCK)
@@ -202,10 +202,10 @@ def _turn_heads(
             rest = rest.to(tl.float32)
             squares += tl.sum(rest * rest, 1)
         rstd = tl.rsqrt(squares / D + norm[0])[:, None]
-        a, b = _weigh(a * rstd, wa, dtype, AFTER), _weigh(b * rstd, wb, dtype, AFTER)
+        a, b = _apply_weight(a * rstd, wa, dtype, AFTER), _apply_weight(b * rstd, wb, dtype, AFTER)
         if 2 * HALF < D:
             w = load_rest(weight, heads * 0, keep, 2 * HALF, D, REST)
-            rest = _weigh(rest * rstd, effective(w, norm[1], AFTER), dtype, AFTER)
+            rest = _apply_weight(rest * rstd, effective_weight(w, norm[1], AFTER), dtype, AFTER)
     store_pairs(y, to_rows, keep, a * c - b * s, b * c + a * s, HALF, BLOCK, INTERLEAVED)
     if COPY and 2 * HALF < D:
         store_rest(y, to_rows, keep, rest, 2 * HALF, D, REST)
@@ -244,18 +244,18 @@ def _rope_kernel(
     i = tl.program_id(0) % BLOCKS
     b, t = (at // T).to(tl.int64), (at % T).to(tl.int64)
     if i < Q_BLOCKS:
-        _turn_heads(
+        _rotate_heads(
             q, yq, weights[0], angles, norm, b, t, i, H, HEADS, DIMS, AFTER, BACK, COPY
         )  # fmt: skip
     elif i < Q_BLOCKS + K_BLOCKS:
         i -= Q_BLOCKS
-        _turn_heads(
+        _rotate_heads(
             k, yk, weights[1], angles, norm, b, t, i, K, KV_HEADS, DIMS, AFTER, BACK, COPY
         )  # fmt: skip
     elif VALUES:
         heads = (i - Q_BLOCKS - K_BLOCKS) * KV_HEADS + tl.arange(0, KV_HEADS)
-        x, rows = locate(v, b, t, heads, DIMS[0])
-        y, to_rows = locate(yv, b, t, heads, DIMS[0])
+        x, rows = token_pointers(v, b, t, heads, DIMS[0])
+        y, to_rows = token_pointers(yv, b, t, heads, DIMS[0])
         values = load_rest(x, rows, heads < K, 0, DIMS[0], WHOLE)
         store_rest(y, to_rows, heads < K, values, 0, DIMS[0], WHOLE)
 
@@ -265,18 +265,18 @@ def _rope_kernel(
 Heads = tuple[Tensor, int, int, int, int | None]
 
 
-def apart(x: Tensor) -> Heads:
+def separate_heads(x: Tensor) -> Heads:
     """The heads of x [B, T, heads, D]."""
-    x = adjacent(x)
+    x = with_contiguous_dim(x)
     return (x, 0, *x.stride()[:3])  # type: ignore[return-value]
 
 
-def packed(x: Tensor, start: int = 0) -> Heads:
+def packed_heads(x: Tensor, start: int = 0) -> Heads:
     """Adjacent heads of x [B, T, heads * D] or [B, T, heads, D], from element `start` on."""
     return (x, start, *x.stride()[:2], None)  # type: ignore[return-value]
 
 
-def adjacent(x: Tensor) -> Tensor:
+def with_contiguous_dim(x: Tensor) -> Tensor:
     """`x` with its last dimension's elements side by side: a copy only if they are not."""
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 
@@ -299,7 +299,7 @@ def heads_per_tile(heads: int, head_dim: int, tile: int) -> int:
     return min(triton.next_power_of_2(heads), max(1, tile // int(triton.next_power_of_2(head_dim))))
 
 
-def launch(
+def launch_rope(
     inputs: tuple[Heads, Heads, Heads | None],  # q, k and, to be copied, v
     outputs: tuple[Heads | None, Heads | None, Heads | None],  # None: in place, without weights
     cos: Tensor,
@@ -354,9 +354,12 @@ def _rope(
     q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, back: bool
 ) -> tuple[Tensor, Tensor]:
     yq, yk = _outputs(q, k)
-    inputs, outputs = (apart(q), apart(k), None), (packed(yq), packed(yk), None)
+    inputs, outputs = (
+        (separate_heads(q), separate_heads(k), None),
+        (packed_heads(yq), packed_heads(yk), None),
+    )
     sizes = q.shape[2], k.shape[2], q.shape[3]
-    launch(inputs, outputs, cos, sin, *sizes, interleaved, back=back)
+    launch_rope(inputs, outputs, cos, sin, *sizes, interleaved, back=back)
     return yq, yk
 
 

@@ -106,20 +106,20 @@ def _open_buffers(ranks: Ranks, x: Tensor) -> SymmetricBuffers | None:
     reaches = _can_access_peers(ranks, device)
     if not _all_ranks_agree(works and reaches, ranks, device):
         return None
-    own = handle = None
+    local = handle = None
     # RuntimeError: a driver or container without peer mappings, or no memory; NCCL may still run
     try:
-        own = symmetric.empty((TURNS, ranks.size, P * S), dtype=BITS[dtype], device=device)
+        local = symmetric.empty((TURNS, ranks.size, P * S), dtype=BITS[dtype], device=device)
     except RuntimeError as error:
         warnings.warn(NO_MEMORY.format(error), stacklevel=2)
     if not _all_ranks_agree(
-        own is not None, ranks, device
+        local is not None, ranks, device
     ):  # the others would wait in the rendezvous
         return None
-    assert own is not None
+    assert local is not None
     try:
-        handle = symmetric.rendezvous(own, cast(Any, ranks.group))
-        own.fill_(empty_bits(dtype))
+        handle = symmetric.rendezvous(local, cast(Any, ranks.group))
+        local.fill_(empty_bits(dtype))
     except RuntimeError as error:
         handle = None
         warnings.warn(NO_MEMORY.format(error), stacklevel=2)
@@ -129,25 +129,25 @@ def _open_buffers(ranks: Ranks, x: Tensor) -> SymmetricBuffers | None:
     assert handle is not None
     addresses = torch.tensor([*handle.buffer_ptrs], dtype=torch.int64, device=device)
     turns = torch.zeros(P, dtype=torch.int32, device=device)
-    return SymmetricBuffers(own, addresses, turns, handle.rank, dtype, handle)
+    return SymmetricBuffers(local, addresses, turns, handle.rank, dtype, handle)
 
 
-def _all_ranks_agree(said: bool, ranks: Ranks, device: torch.device) -> bool:
+def _all_ranks_agree(agrees: bool, ranks: Ranks, device: torch.device) -> bool:
     """Whether every rank says so; the host waits for the answer."""
-    return bool(ranks.gather(torch.tensor([said], device=device)).all())
+    return bool(ranks.gather(torch.tensor([agrees], device=device)).all())
 
 
 def _can_access_peers(ranks: Ranks, device: torch.device) -> bool:
     """Whether all ranks are on this host, each on a GPU of its own whose memory this one can
     write."""
-    here = {_hash63(_uuid(i)): i for i in range(torch.cuda.device_count())}
+    local_gpus = {_hash63(_uuid(i)): i for i in range(torch.cuda.device_count())}
     boot = BOOT.read_text() if BOOT.exists() else ""
-    mine = [_hash63(socket.gethostname() + boot), _hash63(_uuid(device.index))]
-    hosts, gpus = ranks.gather(torch.tensor([mine], device=device)).T.tolist()
-    if len({*hosts}) > 1 or len({*gpus}) < ranks.size or not {*gpus} <= {*here}:
+    identity = [_hash63(socket.gethostname() + boot), _hash63(_uuid(device.index))]
+    hosts, gpus = ranks.gather(torch.tensor([identity], device=device)).T.tolist()
+    if len({*hosts}) > 1 or len({*gpus}) < ranks.size or not {*gpus} <= {*local_gpus}:
         return False
-    others = [here[gpu] for gpu in gpus if gpu != mine[1]]
-    return all(torch.cuda.can_device_access_peer(device.index, other) for other in others)
+    peers = [local_gpus[gpu] for gpu in gpus if gpu != identity[1]]
+    return all(torch.cuda.can_device_access_peer(device.index, other) for other in peers)
 
 
 def _uuid(gpu: int) -> str:

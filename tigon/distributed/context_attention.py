@@ -51,10 +51,10 @@ class ContextShard:
     def part(self, x: Tensor, fill: float = 0) -> Tensor:
         """[B, T, ...] -> [B, S, ...], this rank's; `fill` in the padding behind."""
         first = self.to.rank * self.size
-        mine = x[:, first : first + self.size]
-        if (short := self.size - mine.shape[1]) == 0:
-            return mine.contiguous()
-        return F.pad(mine, (0, 0) * (x.dim() - 2) + (0, short), value=fill)
+        heads_of_rank = x[:, first : first + self.size]
+        if (short := self.size - heads_of_rank.shape[1]) == 0:
+            return heads_of_rank.contiguous()
+        return F.pad(heads_of_rank, (0, 0) * (x.dim() - 2) + (0, short), value=fill)
 
     def gather(self, x: Tensor) -> Tensor:
         """The inverse: [B, S, ...] -> [B, T, ...] on every rank, which all make the same of."""
@@ -64,13 +64,15 @@ class ContextShard:
         """Over the ranks, which all make the same of it."""
         return reduce_from_group(x, self.to)
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, **how: Any) -> Tensor:
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, **options: Any
+    ) -> Tensor:
         """Attention of q [B, S, H, D] to keys and values [B, S, K, D] of all ranks: [B, S, H, D].
 
         `mask` is of whole rows.
         """
         return ContextParallelAttention(self.to, self.tokens, q.shape[2]).attend(
-            q, k, v, mask, **how
+            q, k, v, mask, **options
         )
 
 
@@ -115,9 +117,9 @@ class _UnstackHeads(torch.autograd.Function):
 
 def _stack_heads(xs: Sequence[Tensor], ranks: int) -> Tensor:
     batch, tokens, _, dim = xs[0].shape
-    own = [x.shape[2] // ranks for x in xs]
-    out = xs[0].new_empty(ranks, batch, tokens, sum(own), dim)
-    for x, part in zip(xs, out.split(own, 3), strict=True):
+    local = [x.shape[2] // ranks for x in xs]
+    out = xs[0].new_empty(ranks, batch, tokens, sum(local), dim)
+    for x, part in zip(xs, out.split(local, 3), strict=True):
         _copy(part, _by_rank(x, ranks))
     return out
 
@@ -127,8 +129,8 @@ def _unstack_heads(x: Tensor, heads: Sequence[int]) -> list[Tensor]:
     ranks, batch, tokens, _, dim = x.shape
     out = [x.new_empty(batch, tokens, count, dim) for count in heads]
     parts = x.split([count // ranks for count in heads], 3)
-    for whole, part in zip(out, parts, strict=True):
-        _copy(_by_rank(whole, ranks), part)
+    for full, part in zip(out, parts, strict=True):
+        _copy(_by_rank(full, ranks), part)
     return out
 
 
@@ -212,21 +214,23 @@ class ContextParallelAttention:
         )
         return [range(start, stop) for start, stop in ends if start < stop]
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, **how: Any) -> Tensor:
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, **options: Any
+    ) -> Tensor:
         """q [B, S, H, D], k and v [B, S, K, D] of this rank's tokens -> their output [B, S, H, D].
 
         `mask` is of whole rows.
         """
         k, v = self._copied(k), self._copied(v)
         if self.groups == 1:
-            return self._to_tokens(attention(*self._to_heads(q, k, v), mask=mask, **how))
+            return self._to_tokens(attention(*self._to_heads(q, k, v), mask=mask, **options))
         q, k, v = self._to_groups(q, k, v)
         chunks, parts = self.chunks(self.group), []
         for queries, chunk in zip(q.split([*map(len, chunks)], 1), chunks, strict=True):
             if chunk:
                 part = mask.part(chunk.start, chunk.stop)
                 keys = k[:, : part.keys], v[:, : part.keys]
-                parts.append(attention(queries, *keys, mask=part, **how))
+                parts.append(attention(queries, *keys, mask=part, **options))
         return self._from_groups(concat_parts(parts, 1) if parts else q)
 
     def _copied(self, x: Tensor) -> Tensor:
@@ -256,8 +260,8 @@ class ContextParallelAttention:
         Gradients of keys and values come from every group and are added up here, at once.
         """
         heads = q.unflatten(2, (self.size, -1)).permute(2, 1, 0, 3, 4)  # [g, S, B, h, D]
-        asked = [self.local_query_ranges(self.ranks.rank, group) for group in range(self.groups)]
-        runs = [[heads[:, r.start : r.stop] for r in group] for group in asked if group]
+        ranges = [self.local_query_ranges(self.ranks.rank, group) for group in range(self.groups)]
+        runs = [[heads[:, r.start : r.stop] for r in group] for group in ranges if group]
         rows = [concat_parts(run, 1).flatten(0, 1) for run in runs]
         queries = concat_parts(rows, 0) if rows else heads[0, :0]
         pair = [x.unflatten(2, (self.size, -1)).permute(2, 0, 1, 3, 4) for x in (k, v)]
@@ -272,12 +276,12 @@ class ContextParallelAttention:
         """What became of the queries: [B, Q, h, D] -> [B, S, H, D]."""
         received, sent = exchange_sizes(self)
         rows = all_to_all(x.transpose(0, 1), self.ranks, sent, received)  # [g S, B, h, D]
-        found = []
+        parts_in_order = []
         for group, y in enumerate(rows.split([self.size * n for n in sent[:: self.size]])):
             runs = self.local_query_ranges(self.ranks.rank, group)
             parts = y.unflatten(0, (self.size, -1)).split([*map(len, runs)], 1) if runs else ()
-            found += [(run.start, part) for run, part in zip(runs, parts, strict=True)]
-        parts = [part for _, part in sorted(found, key=lambda entry: entry[0])]
+            parts_in_order += [(run.start, part) for run, part in zip(runs, parts, strict=True)]
+        parts = [part for _, part in sorted(parts_in_order, key=lambda entry: entry[0])]
         out = concat_parts(parts, 1) if parts else rows.unflatten(0, (self.size, 0))
         out = out.permute(2, 1, 0, 3, 4).flatten(2, 3)
         return F.pad(out, (0, 0, 0, 0, 0, self.share - out.shape[1]))
@@ -286,10 +290,10 @@ class ContextParallelAttention:
 @functools.lru_cache  # for all layers: in a large group it takes the host milliseconds
 def exchange_sizes(division: ContextParallelAttention) -> RowCounts:
     """Tokens whose queries of one rank's heads come from each rank, and go to each."""
-    n, own = range(division.ranks.size), division.ranks.rank
+    n, local = range(division.ranks.size), division.ranks.rank
     counts = (
         [sum(map(len, division.local_query_ranges(rank, division.group))) for rank in n],
-        [sum(map(len, division.local_query_ranges(own, rank // division.size))) for rank in n],
+        [sum(map(len, division.local_query_ranges(local, rank // division.size))) for rank in n],
     )
     return RowCounts(*counts)
 
@@ -302,5 +306,5 @@ def heads_sent_per_token(heads: int, kv_heads: int, ranks: int) -> float:
     """Heads that a rank sends in a layer for each of its tokens, on average: of queries, keys,
     values and output."""
     size = math.gcd(heads, ranks)
-    kept = 1 / size if size == ranks else 0.5 / size  # another group computes half of the queries
-    return 2 * heads * (1 - kept) + 2 * math.lcm(kv_heads, size) / size * (ranks - 1)
+    saved = 1 / size if size == ranks else 0.5 / size  # another group computes half of the queries
+    return 2 * heads * (1 - saved) + 2 * math.lcm(kv_heads, size) / size * (ranks - 1)

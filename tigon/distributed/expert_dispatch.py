@@ -34,7 +34,7 @@ class DispatchSizes(NamedTuple):
 class TokenRoute:
     """Where the tokens of one pass go; how many come is on its way to the host."""
 
-    places: Tensor  # [N p], of a token's row among those sent; M or more where the rank needs none
+    slots: Tensor  # [N p], of a token's row among those sent; M or more where the rank needs none
     counts: Tensor  # [2 p + 1] on the host
     known: torch.cuda.Event | None  # when the counts are there; None: they are
 
@@ -52,35 +52,35 @@ class _ToExperts(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, rows: Tensor, places: Tensor, ranks: Ranks, sizes: DispatchSizes
+        ctx: Any, x: Tensor, rows: Tensor, slots: Tensor, ranks: Ranks, sizes: DispatchSizes
     ) -> Tensor:
-        ctx.save_for_backward(places)
+        ctx.save_for_backward(slots)
         ctx.ranks, ctx.sizes = ranks, sizes
         return ranks.exchange(rows[: sum(sizes.sent)], sizes.received, sizes.sent)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         refuse_second_derivative("an exchange between ranks")
-        (places,), sizes = ctx.saved_tensors, ctx.sizes
+        (slots,), sizes = ctx.saved_tensors, ctx.sizes
         rows = ctx.ranks.exchange(grad, sizes.sent, sizes.received)
-        return combine_rows(rows, places, None, ctx.ranks.size), None, None, None, None
+        return combine_rows(rows, slots, None, ctx.ranks.size), None, None, None, None
 
 
 class _FromExperts(torch.autograd.Function):
     """The way back: each token's sum of the rows that ranks have made of it."""
 
     @staticmethod
-    def forward(ctx: Any, y: Tensor, places: Tensor, ranks: Ranks, sizes: DispatchSizes) -> Tensor:
-        ctx.save_for_backward(places)
+    def forward(ctx: Any, y: Tensor, slots: Tensor, ranks: Ranks, sizes: DispatchSizes) -> Tensor:
+        ctx.save_for_backward(slots)
         ctx.ranks, ctx.sizes = ranks, sizes
         rows = ranks.exchange(y, sizes.sent, sizes.received)
-        return combine_rows(rows, places, None, ranks.size)
+        return combine_rows(rows, slots, None, ranks.size)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         refuse_second_derivative("an exchange between ranks")
-        (places,), sizes = ctx.saved_tensors, ctx.sizes
-        rows = spread_rows(grad.contiguous(), places, ctx.ranks.size, sum(sizes.sent))
+        (slots,), sizes = ctx.saved_tensors, ctx.sizes
+        rows = spread_rows(grad.contiguous(), slots, ctx.ranks.size, sum(sizes.sent))
         return ctx.ranks.exchange(rows, sizes.received, sizes.sent), None, None, None
 
 
@@ -113,7 +113,7 @@ class ExpertShard:
         )  # [N, p], of each rank
         needed = slots > 0
         first = needed.T.flatten()  # those of the first rank, then of the second ...
-        places = torch.where(first, first.cumsum(0) - 1, len(first))
+        slots = torch.where(first, first.cumsum(0) - 1, len(first))
         sent = torch.stack((needed.sum(0), slots.sum(0)), 1)  # [p, 2]
         ones = [1] * ranks
         received = self.ranks.exchange(sent, ones, ones)
@@ -131,7 +131,7 @@ class ExpertShard:
             counts = counts.to("cpu", non_blocking=True)  # to pinned memory
             known = torch.cuda.Event()
             known.record()
-        return TokenRoute(places.view(ranks, -1).T.flatten(), counts, known)
+        return TokenRoute(slots.view(ranks, -1).T.flatten(), counts, known)
 
     def run(
         self,
@@ -152,14 +152,14 @@ class ExpertShard:
         chosen = torch.cat((weights.to(exact), experts.to(exact)), 1)
         # Copied before it is known how many are sent, to have work while the host waits
         most = min(k, ranks.size) * len(x)
-        copies = [spread_rows(t.detach(), route.places, ranks.size, most) for t in (chosen, x)]
+        copies = [spread_rows(t.detach(), route.slots, ranks.size, most) for t in (chosen, x)]
         sizes = route.sizes()
-        given = route.places, ranks, sizes
-        chosen = _ToExperts.apply(chosen, copies.pop(0), *given)
-        rows = _ToExperts.apply(x, copies.pop(), *given)
+        args = route.slots, ranks, sizes
+        chosen = _ToExperts.apply(chosen, copies.pop(0), *args)
+        rows = _ToExperts.apply(x, copies.pop(), *args)
         weights, numbers = chosen[:, :k].to(weights.dtype), chosen[:, k:].detach()
         y = own(rows, self._numbers(numbers.to(torch.int64)), weights, sizes.slots)
-        return _FromExperts.apply(y, *given)
+        return _FromExperts.apply(y, *args)
 
     def run_replicated(
         self,

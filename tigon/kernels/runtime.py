@@ -213,9 +213,9 @@ def autocast_dtype(device: torch.device) -> torch.dtype | None:
 
 def check_devices(**tensors: Tensor | None) -> None:
     """All tensors are on one device, or an error names where each is."""
-    given = {name: t.device for name, t in tensors.items() if t is not None}
-    if len(set(given.values())) > 1:
-        raise ValueError("; ".join(f"{name} is on {d}" for name, d in given.items()))
+    devices = {name: t.device for name, t in tensors.items() if t is not None}
+    if len(set(devices.values())) > 1:
+        raise ValueError("; ".join(f"{name} is on {d}" for name, d in devices.items()))
 
 
 def refuse_second_derivative(
@@ -319,12 +319,12 @@ def check_values(ok: Tensor, message: str) -> None:
         torch._assert_async(ok, truncate(message, MAX_MESSAGE_BYTES - len(end)) + end)
 
 
-def truncate(message: str, most: int) -> str:
+def truncate(message: str, limit: int) -> str:
     """The message, or its beginning, of at most so many bytes."""
     encoded = message.encode()
-    if len(encoded) <= most:
+    if len(encoded) <= limit:
         return message
-    return encoded[: most - len(ELLIPSIS)].decode(errors="ignore") + ELLIPSIS
+    return encoded[: limit - len(ELLIPSIS)].decode(errors="ignore") + ELLIPSIS
 
 
 def integer_labels(labels: Tensor, name: str = "labels") -> Tensor:

@@ -81,34 +81,41 @@ class ActivationOffload:
             self._finish_copies()
         index = len(self._blocks)
         self._blocks.append([])
-        held: dict[Any, tuple[Tensor, _OffloadedStorage]] = {}
-        self._copying.append((None, held))
-        own: set[int] = set()
+        live: dict[Any, tuple[Tensor, _OffloadedStorage]] = {}
+        self._copying.append((None, live))
+        parameter_keys: set[int] = set()
 
         def pack(x: Tensor) -> Tensor | _SavedTensor:
-            if not own:  # now they are gathered, where they are sharded
-                own.update(_key(p) for p in block.parameters())
+            if not parameter_keys:  # now they are gathered, where they are sharded
+                parameter_keys.update(_key(p) for p in block.parameters())
             storage = x.untyped_storage()
             small = storage.nbytes() < MIN_BYTES
-            if small or x.device != self.device or _key(x) in own or _key(x) in self._shared:
+            if (
+                small
+                or x.device != self.device
+                or _key(x) in parameter_keys
+                or _key(x) in self._shared
+            ):
                 return x.detach()
             key = _key(x), x._version
-            known = next((some[key] for _, some in self._copying if key in some), None)
-            if known is None:
+            by_key = next(
+                (candidates[key] for _, candidates in self._copying if key in candidates), None
+            )
+            if by_key is None:
                 stored = _OffloadedStorage(storage.nbytes(), x.device)
                 with self._side_stream():
                     stored.take(x)
                 self._blocks[index].append(stored)
-                known = held[key] = x.detach(), stored
+                by_key = live[key] = x.detach(), stored
             offset = int(x.storage_offset())
-            return _SavedTensor(index, known[1], x.dtype, x.shape, x.stride(), offset)
+            return _SavedTensor(index, by_key[1], x.dtype, x.shape, x.stride(), offset)
 
         with saved_tensors_hooks(pack, self._unpack):
             yield
         if self.gpu:
             copied = torch.cuda.Event()
             copied.record(_stream(self.device))
-            self._copying[-1] = copied, held
+            self._copying[-1] = copied, live
 
     def end(self) -> None:
         """After the last block: nothing is being copied any more."""
@@ -116,10 +123,10 @@ class ActivationOffload:
             self._finish_copies()
 
     def _finish_copies(self) -> None:
-        copied, held = self._copying.popleft()
+        copied, live = self._copying.popleft()
         if copied is not None:
             torch.cuda.current_stream(self.device).wait_event(copied)
-        held.clear()  # autograd keeps `pack`, which has it
+        live.clear()  # autograd keeps `pack`, which has it
 
     def _side_stream(self) -> Any:
         """The side stream, behind what is under way on the current one."""
@@ -148,8 +155,8 @@ class ActivationOffload:
         self._current = block
         for stored in (s for later in self._blocks[block + 1 :] for s in later):
             stored.fetched = None
-        for some in self._blocks[max(0, block - 1) : block + 1][::-1]:
-            self._fetch([stored for stored in some if stored.fetched is None])
+        for candidates in self._blocks[max(0, block - 1) : block + 1][::-1]:
+            self._fetch([stored for stored in candidates if stored.fetched is None])
 
     def _fetch(self, missing: list[_OffloadedStorage]) -> None:
         for stored in missing:

@@ -83,20 +83,24 @@ class Attention(nn.Module):
     ) -> Tensor | PartialSum:
         x = ctx.gather_from_region(x, single_reader=True)
         b, t, _ = x.shape
-        how: dict[str, Any] = {"window": self.window, "scale": self.scale, "softcap": self.softcap}
+        kwargs: dict[str, Any] = {
+            "window": self.window,
+            "scale": self.scale,
+            "softcap": self.softcap,
+        }
         if state is not None and self._rotates_last(rotation) and state.rotates(x, ctx):
             q, k, v = self._heads(self.qkv_proj(x, *ctx.dropout_args))
-            how["angles"] = rotation.cos, rotation.sin
+            kwargs["angles"] = rotation.cos, rotation.sin
         else:
             q, k, v = self._project(x, rotation, *ctx.dropout_args)
         if rotation.query_scale is not None:
             q = q * rotation.query_scale.to(q.dtype)  # not wider under autocast
         if ctx.shard is not None:
-            out = ctx.shard.attend(q, k, v, ctx.mask, **how)
+            out = ctx.shard.attend(q, k, v, ctx.mask, **kwargs)
         elif state is None:
-            out = attention(q, k, v, mask=ctx.mask, **how)
+            out = attention(q, k, v, mask=ctx.mask, **kwargs)
         else:
-            out = state.attend(q, k, v, ctx, **how)
+            out = state.attend(q, k, v, ctx, **kwargs)
         return ctx.reduce_to_region(self.o_proj(out.reshape(b, t, -1), *ctx.dropout_args))
 
     def _project(

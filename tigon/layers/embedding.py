@@ -33,11 +33,11 @@ class LowRankEmbedding(LayerAdapter):
     ):
         super().__init__()
         self.parts, self.dora = (part,), dora
-        how: dict[str, Any] = {"dtype": dtype, "device": device}
-        self.lora_embedding_A = nn.Parameter(torch.empty(part.rank, part.size, **how))
-        self.lora_embedding_B = nn.Parameter(torch.empty(dim, part.rank, **how))
+        options: dict[str, Any] = {"dtype": dtype, "device": device}
+        self.lora_embedding_A = nn.Parameter(torch.empty(part.rank, part.size, **options))
+        self.lora_embedding_B = nn.Parameter(torch.empty(dim, part.rank, **options))
         if dora:
-            self.lora_magnitude_vector = nn.Parameter(torch.empty(dim, **how))
+            self.lora_magnitude_vector = nn.Parameter(torch.empty(dim, **options))
 
     def init_values(
         self, shapes: Shapes, generator: torch.Generator | None = None
@@ -98,8 +98,8 @@ class Embedding(nn.Embedding):
         copy = None if self.copies is None else self.copies.active()
         x = self._rows(input, self.weight if copy is None else copy).to(self.weight.dtype)
         if self.lora is not None and (low := self.lora.active()) is not None:
-            own = x + low(self._rows(input, low.lora_embedding_A.t()))
-            x = (own * low.dora_scale(self.weight) if low.dora else own).to(x.dtype)
+            local_ids = x + low(self._rows(input, low.lora_embedding_A.t()))
+            x = (local_ids * low.dora_scale(self.weight) if low.dora else local_ids).to(x.dtype)
         if self.vocabulary is not None and not summands:
             x = reduce_from_group(x, Ranks.sharing(self.vocabulary))
         if self.scale == 1.0:

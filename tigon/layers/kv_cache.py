@@ -121,11 +121,11 @@ class GrowingKV(KVState):
         self.keys: Tensor | None = None  # [B, K, capacity, D]
         self.values: Tensor | None = None
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, ctx: BlockInputs, **how: Any) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, ctx: BlockInputs, **kwargs: Any) -> Tensor:
         past = 0 if ctx.append is None else ctx.append.cached_tokens
         keys, values = self.update(k.transpose(1, 2), v.transpose(1, 2), past)
         k, v = keys.transpose(1, 2), values.transpose(1, 2)
-        return attention(q, k, v, mask=ctx.mask, **how)
+        return attention(q, k, v, mask=ctx.mask, **kwargs)
 
     def update(self, k: Tensor, v: Tensor, past: int) -> tuple[Tensor, Tensor]:
         """Put k, v [B, K, T, D] behind `past` tokens; all keys and values [B, K, S, D]."""
@@ -174,8 +174,8 @@ class StaticKV(KVState):
     def rotates(self, x: Tensor, ctx: BlockInputs) -> bool:
         """A kernel less in a decoding step."""
         assert ctx.append is not None
-        few = ctx.append.slots is None and autocast_dtype(x.device) is None
-        return few and fuses_rope(x.shape[1], self.buffers)
+        fused = ctx.append.slots is None and autocast_dtype(x.device) is None
+        return fused and fuses_rope(x.shape[1], self.buffers)
 
     def attend(
         self,
@@ -184,33 +184,39 @@ class StaticKV(KVState):
         v: Tensor,
         ctx: BlockInputs,
         window: int | None = None,
-        **how: Any,
+        **kwargs: Any,
     ) -> Tensor:
         if q.requires_grad or k.requires_grad or v.requires_grad:
             raise ValueError(
                 "a StaticCache keeps no gradients: call the model inside torch.no_grad() or "
                 "torch.inference_mode(), or give it a KVCache"
             )
-        now, mask, buffers = ctx.append, ctx.mask, self.buffers
-        assert now is not None
+        cache_append, mask, buffers = ctx.append, ctx.mask, self.buffers
+        assert cache_append is not None
         dtype = autocast_dtype(q.device)
         if dtype is not None:
             # A scale may have made q wider than that; a cache from outside of autocast stays so
             dtype = buffers.keys.dtype if buffers.key_scales is None else dtype
             q, k, v = (x.to(dtype) for x in (q, k, v))
-        if now.slots is None:
-            assert now.lengths is not None
-            return append_attention(q, k, v, buffers, now.lengths, window=window, **how)
+        if cache_append.slots is None:
+            assert cache_append.lengths is not None
+            return append_attention(q, k, v, buffers, cache_append.lengths, window=window, **kwargs)
         keys, values = k, v
-        seen = now.cached_tokens if window is None else min(now.cached_tokens, window - 1)
+        seen = (
+            cache_append.cached_tokens
+            if window is None
+            else min(cache_append.cached_tokens, window - 1)
+        )
         if seen:
-            earlier = _read(buffers, now.cached_tokens - seen, now.cached_tokens, k.dtype)
+            earlier = _read(
+                buffers, cache_append.cached_tokens - seen, cache_append.cached_tokens, k.dtype
+            )
             keys, values = (torch.cat(x, 1) for x in zip(earlier, (k, v), strict=True))
-        if seen < now.cached_tokens:
-            own = AttentionMask(mask.tokens, past=seen, backend=mask.backend)
-            mask = now.masks.setdefault(seen, own)
-        out = attention(q, keys, values, mask=mask, window=window, **how)
-        append_tokens(k.flatten(0, 1), v.flatten(0, 1), buffers, *now.slots[:3])
+        if seen < cache_append.cached_tokens:
+            tensors = AttentionMask(mask.tokens, past=seen, backend=mask.backend)
+            mask = cache_append.masks.setdefault(seen, tensors)
+        out = attention(q, keys, values, mask=mask, window=window, **kwargs)
+        append_tokens(k.flatten(0, 1), v.flatten(0, 1), buffers, *cache_append.slots[:3])
         return out
 
 
@@ -452,8 +458,8 @@ class StaticCache(Cache):
         """Prepare for [batch, tokens] new tokens; how many the rows hold, int or [rows]."""
         if mask is not None:
             self._check_mask(mask, batch, tokens)
-        held = self.length
-        if held != 0:
+        cached = self.length
+        if cached != 0:
             if cu_seq_lens is not None:
                 raise ValueError(
                     f"cu_seq_lens with a cache that already holds {self._spell()} tokens: packed "
@@ -465,13 +471,13 @@ class StaticCache(Cache):
                 self._check_room(known + tokens)
                 self.append, self._growth = CacheAppend(lengths=self.lengths), (tokens, tokens)
                 return self.lengths
-            if held is None:
+            if cached is None:
                 raise ValueError(
                     f"{tokens} new tokens for rows that hold {self._spell()} tokens: more than "
                     f"chunk={self.chunk} go into rows of one known length, as rows(i, i + 1) has"
                 )
-        self._place(held, batch, tokens, cu_seq_lens)
-        return held
+        self._place(cached, batch, tokens, cu_seq_lens)
+        return cached
 
     def open(self, make: MakeStates, x: Tensor, mask: AttentionMask) -> list[LayerState]:
         if mask.segment_ids is not None and mask.cu_seq_lens is None:
@@ -489,8 +495,8 @@ class StaticCache(Cache):
         else:
             self._known.add_(known * (self._known != UNKNOWN))
 
-    def _place(self, held: int, batch: int, tokens: int, cu_seq_lens: Tensor | None) -> None:
-        """Any number of tokens behind the `held` ones of every row."""
+    def _place(self, cached: int, batch: int, tokens: int, cu_seq_lens: Tensor | None) -> None:
+        """Any number of tokens behind the `cached` ones of every row."""
         rows = len(self.lengths)
         if cu_seq_lens is None:
             self._check_batch(batch)
@@ -500,12 +506,12 @@ class StaticCache(Cache):
                 f"cu_seq_lens has {len(cu_seq_lens) - 1} sequences, but the cache {rows} rows"
             )
         known = cu_seq_lens.diff()
-        self._check_room(held + known)
+        self._check_room(cached + known)
         cu = cu_seq_lens.to(self.lengths.device, torch.int64, non_blocking=True)
         grown, at = cu.diff(), torch.arange(batch * tokens, device=cu.device)
         row = torch.bucketize(at, cu[1:], right=True)
-        slots = TokenSlots(row, held + at - cu[row], held + grown[row], cu)
-        self.append = CacheAppend(held, slots=slots)
+        slots = TokenSlots(row, cached + at - cu[row], cached + grown[row], cu)
+        self.append = CacheAppend(cached, slots=slots)
         self._growth = grown, known if on_host(known) else None
 
     def _check_mask(self, mask: Tensor, batch: int, tokens: int) -> None:

@@ -76,8 +76,8 @@ class Linear(nn.Linear):
             drops = None
             if dropout_keys is not None and low.dropout and self.training:
                 drops = Dropout(dropout_keys, low.seed, low.dropout)
-            how: dict[str, Any] = {"base": base, "dropout": drops}
-            y = lora_linear(x, weight, bias, low.lora_A, low.additions(), **how)
+            options: dict[str, Any] = {"base": base, "dropout": drops}
+            y = lora_linear(x, weight, bias, low.lora_A, low.additions(), **options)
             if low.dora:
                 # By what the gains are more than 1: below fp32 a product with them would lose that
                 y = torch.addcmul(y, y, (low.dora_scale(self.values()) - 1).to(y.dtype))
@@ -137,8 +137,11 @@ def is_unpatched(module: nn.Module, kind: type[Linear]) -> bool:
 
     Hooks do, methods in place of ours, in the classes too, and weights that compute products.
     """
-    own = type(module)
-    if own.forward is not _FORWARD[kind] or getattr(own, "product", None) is not _PRODUCT:
+    namespace = type(module)
+    if (
+        namespace.forward is not _FORWARD[kind]
+        or getattr(namespace, "product", None) is not _PRODUCT
+    ):
         return False
     weights = module._parameters
     if "weight" not in weights or any(type(w) not in _PLAIN for w in weights.values()):

@@ -93,16 +93,16 @@ class LMHead(nn.Module):
             with torch.no_grad():
                 logits_at = scale_and_cap(self._logits(at, weight, low), self.options)
         more: dict[str, Any] = {"options": self.options, "logits_bytes": logits_bytes}
-        of_logits = return_logits and self.vocabulary is None
+        logit_options = return_logits and self.vocabulary is None
         values: list[HeadValue] = []
-        if criteria and not of_logits:
-            of_head: dict[str, Any] = {"active": active, "vocabulary": self.vocabulary}
-            of_head["added"] = None if low is None else _low_rank_factors(hidden, low)
-            values = run_loss_terms(hidden, weight, self.bias, criteria, **more, **of_head)
+        if criteria and not logit_options:
+            head_options: dict[str, Any] = {"active": active, "vocabulary": self.vocabulary}
+            head_options["added"] = None if low is None else _low_rank_factors(hidden, low)
+            values = run_loss_terms(hidden, weight, self.bias, criteria, **more, **head_options)
             if not return_logits:
                 return HeadOutput(values, None, logits_at)
         raw = self._logits(hidden, weight, low)
-        if of_logits:
+        if logit_options:
             values = run_loss_terms(raw, None, None, criteria, **more)
         return HeadOutput(values, scale_and_cap(raw, self.options), logits_at)
 
@@ -121,8 +121,8 @@ class LMHead(nn.Module):
     def _joined(self, raw: Tensor, shard: VocabularyShard) -> Tensor:
         """[..., W] of this rank -> [..., V]."""
         if not torch.is_grad_enabled():
-            own = raw[..., : shard.rows]
-            joined = all_gather_small(own, shard.first, shard.size, Ranks.sharing(shard))
+            local_weight = raw[..., : shard.rows]
+            joined = all_gather_small(local_weight, shard.first, shard.size, Ranks.sharing(shard))
             if joined is not None:
                 return joined
         missing = shard.share - raw.shape[-1]  # of the last rank
@@ -141,7 +141,7 @@ def _merge_adapter(weight: Tensor, low: LowRank) -> Tensor:
     b, a = (t.to(weight.dtype) for t in (addition.b, low.lora_A))
     # By runs of rows, over which the gradient of A sums
     runs = [(weight[run], b[run]) for run in reduction_chunks(b.t(), weight)]
-    pieces = [torch.addmm(own, up, a, alpha=addition.scale) for own, up in runs]
+    pieces = [torch.addmm(local_weight, up, a, alpha=addition.scale) for local_weight, up in runs]
     whole = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
     if not low.dora:
         return whole

@@ -87,15 +87,15 @@ class LowRank(LayerAdapter):
         super().__init__()
         self.parts, self.dora = tuple(parts), dora
         self.dropout, self.seed = dropout, seed
-        how: dict[str, Any] = {"dtype": dtype, "device": device}
+        options: dict[str, Any] = {"dtype": dtype, "device": device}
         total = sum(part.rank for part in parts)
-        self.lora_A = nn.Parameter(torch.empty(total, in_features, **how))
+        self.lora_A = nn.Parameter(torch.empty(total, in_features, **options))
         for part in parts:
             self.register_parameter(
-                B + part.name, nn.Parameter(torch.empty(part.size, part.rank, **how))
+                B + part.name, nn.Parameter(torch.empty(part.size, part.rank, **options))
             )
         for part in parts if dora else ():
-            empty = torch.empty(part.size, **how)
+            empty = torch.empty(part.size, **options)
             self.register_parameter(MAGNITUDE + part.name, nn.Parameter(empty))
 
     def name_of_a(self, part: LoRAPart) -> str:
@@ -112,8 +112,8 @@ class LowRank(LayerAdapter):
         return {"lora_A": a} | {name: torch.zeros(shapes[name], device="cpu") for name in names}
 
     def additions(self) -> list[LoRATerm]:
-        own: dict[str, Any] = self._parameters  # none is None
-        return [LoRATerm(p.first, own[B + p.name], p.scale) for p in self.parts]
+        local: dict[str, Any] = self._parameters  # none is None
+        return [LoRATerm(p.first, local[B + p.name], p.scale) for p in self.parts]
 
     def dora_scale(self, weight: Tensor) -> Tensor:
         """[K]: the learned length of each row of W + scale B A over what it is; 1 elsewhere.
@@ -121,28 +121,28 @@ class LowRank(LayerAdapter):
         In fp32, from ||W||^2 + 2 scale W A^T B^T + scale^2 B A A^T B^T, so that there is no matrix
         of W's size.
         """
-        own: dict[str, Any] = self._parameters
+        local: dict[str, Any] = self._parameters
         gains, end, rank = [], 0, 0
         for part in self.parts:
             with torch.no_grad():
                 rows = weight[part.first : part.first + part.size]
                 a = self.lora_A[rank : rank + part.rank]
-                b = own[B + part.name].float() * part.scale
+                b = local[B + part.name].float() * part.scale
                 square = torch.linalg.vector_norm(rows, dim=1, dtype=torch.float32).square()
                 square += 2 * (nn.functional.linear(rows, a.to(rows.dtype)).float() * b).sum(1)
                 square += (b @ (a.float() @ a.float().t()) * b).sum(1)
                 if self.column_ranks is not None:
                     square = self.column_ranks.sum(square)
             gains.append(square.new_ones(part.first - end))
-            gains.append(own[MAGNITUDE + part.name].float() / square.sqrt())
+            gains.append(local[MAGNITUDE + part.name].float() / square.sqrt())
             end, rank = part.first + part.size, rank + part.rank
         gains.append(gains[0].new_ones(weight.shape[0] - end))
         return torch.cat(gains)
 
     def row_norms(self, rows: Tensor) -> Tensor:
         """[n, C] -> [n] in fp32, over the columns of all ranks, each of which calls this."""
-        own = torch.linalg.vector_norm(rows, dim=1, dtype=torch.float32)
-        return own if self.column_ranks is None else self.column_ranks.sum(own.square()).sqrt()
+        local = torch.linalg.vector_norm(rows, dim=1, dtype=torch.float32)
+        return local if self.column_ranks is None else self.column_ranks.sum(local.square()).sqrt()
 
     def extra_repr(self) -> str:
         parts = [f"{p.name}: rank {p.rank}, scale {p.scale:.3g}" for p in self.parts]
@@ -188,13 +188,13 @@ class LowRankExperts(LayerAdapter):
     """
 
     def __init__(
-        self, experts: int, columns: Sequence[int], parts: Sequence[LoRAPart], **how: Any
-    ):  # `columns`: K of each part; `how`: dtype and device
+        self, experts: int, columns: Sequence[int], parts: Sequence[LoRAPart], **options: Any
+    ):  # `columns`: K of each part; `options`: dtype and device
         super().__init__()
         self.parts, self.experts = tuple(parts), experts
         for part, width in zip(parts, columns, strict=True):
-            a = torch.empty(experts * part.rank, width, **how)
-            b = torch.empty(part.size, part.rank * experts, **how)
+            a = torch.empty(experts * part.rank, width, **options)
+            b = torch.empty(part.size, part.rank * experts, **options)
             self.register_parameter(A + part.name, nn.Parameter(a))
             self.register_parameter(B + part.name, nn.Parameter(b))
 
@@ -204,13 +204,13 @@ class LowRankExperts(LayerAdapter):
     def init_values(
         self, shapes: Shapes, generator: torch.Generator | None = None
     ) -> dict[str, Tensor]:
-        found = {}
+        initial = {}
         for name, _ in self.named_parameters():
             values = torch.zeros(shapes[name], dtype=torch.float32, device="cpu")
             if name.startswith(A):
                 nn.init.kaiming_uniform_(values, a=math.sqrt(5), generator=generator)
-            found[name] = values
-        return found
+            initial[name] = values
+        return initial
 
     def factors(self, part: LoRAPart) -> tuple[Tensor, Tensor]:
         """A [E, r, K], and B [E, O, r] with its scale."""
@@ -220,15 +220,15 @@ class LowRankExperts(LayerAdapter):
 
     def low(self, gate_up: Tensor, down: Tensor) -> LoRAFactors:
         """Those of both matrices, of rank 0 where there are none."""
-        own = {part.name: part for part in self.parts}
-        found: list[Tensor] = []
+        local = {part.name: part for part in self.parts}
+        initial: list[Tensor] = []
         for name, matrix in zip(MATRICES, (gate_up, down), strict=True):
-            if name in own:
-                found += self.factors(own[name])
+            if name in local:
+                initial += self.factors(local[name])
             else:
                 e, o, k = matrix.shape
-                found += [matrix.new_empty(e, 0, k), matrix.new_empty(e, o, 0)]
-        return LoRAFactors(*found)
+                initial += [matrix.new_empty(e, 0, k), matrix.new_empty(e, o, 0)]
+        return LoRAFactors(*initial)
 
     def extra_repr(self) -> str:
         return ", ".join(f"{p.name}: rank {p.rank}, scale {p.scale:.3g}" for p in self.parts)

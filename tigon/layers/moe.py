@@ -52,13 +52,13 @@ class Experts(nn.Module):
         experts: Tensor,
         weights: Tensor,
         route: TokenRoute | None = None,
-        alike: bool = False,
+        replicated: bool = False,
     ) -> Tensor:
         """x [N, C], experts and weights [N, k] -> [N, C]; the experts are not checked.
 
-        `alike`: all ranks that share the experts have these tokens.
+        `replicated`: all ranks that share the experts have these tokens.
         """
-        if self.shard is not None and alike:
+        if self.shard is not None and replicated:
             return self.shard.run_replicated(self._own, x, experts, weights)
         if self.shard is not None:
             route = self.shard.route(experts) if route is None else route
@@ -80,7 +80,7 @@ class SparseMoE(nn.Module):
     The weights are probabilities over all experts, made to sum to 1 with `normalize`, and
     rounded to the model's dtype unless `exact_weights`. With `shared`, its size, one more expert
     takes every token, and a gate of its own decides how much of it counts. `drawn`: keys [B, T] of
-    an adapter's dropout, if there is one. `alike`: all ranks that share the experts have these
+    an adapter's dropout, if there is one. `replicated`: all ranks that share the experts have these
     tokens, and get the same; there are no gradients.
     """
 
@@ -108,12 +108,12 @@ class SparseMoE(nn.Module):
         """Whether each of several ranks has some of the experts, whole, and all else."""
         return self.experts.shard is not None
 
-    def forward(self, x: Tensor, *drawn: Tensor, alike: bool = False) -> MoEOutput:
+    def forward(self, x: Tensor, *drawn: Tensor, replicated: bool = False) -> MoEOutput:
         rows = x.flatten(0, -2)
         logits = self.gate(rows)
         probs = logits.softmax(-1, dtype=torch.float32)
         weights, chosen = probs.topk(self.per_token)
-        route = None if alike else self.experts.route(chosen)
+        route = None if replicated else self.experts.route(chosen)
         if self.normalize:
             weights = weights / weights.sum(-1, keepdim=True)
         if not self.exact_weights:
@@ -123,7 +123,7 @@ class SparseMoE(nn.Module):
             keys = [t.flatten() for t in drawn]
             share = F.sigmoid(self.shared_expert_gate(rows, *keys))
             shared = share * self.shared_expert(rows, *keys)
-        y = self.experts(rows, chosen, weights, route, alike)
+        y = self.experts(rows, chosen, weights, route, replicated)
         y = y if shared is None else y + shared
         # No view: FSDP2 warns of views among what a block returns
         return MoEOutput(torch.ops.aten._unsafe_view(y, x.shape), probs, chosen)

@@ -57,8 +57,10 @@ class AddRMSNorm(RMSNorm):
     ) -> tuple[Tensor, Tensor]:
         if isinstance(x, PartialSum):
             if residual is not None and post is None:
-                how: dict[str, Any] = {"offset": self.offset, "cast": self.cast}
-                return all_reduce_small_norm(x.x, residual, self.weight, self.eps, x.ranks, **how)
+                kwargs: dict[str, Any] = {"offset": self.offset, "cast": self.cast}
+                return all_reduce_small_norm(
+                    x.x, residual, self.weight, self.eps, x.ranks, **kwargs
+                )
             x = x.total
         if residual is None:
             if post is not None:

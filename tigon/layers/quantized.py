@@ -73,11 +73,11 @@ class QuantizedWeight(nn.Module, ABC):
 
     def check(self, change: Callable[[Tensor], Tensor]) -> None:
         """Raises ValueError if what `.to` and its kin apply to tensors changes the dtype."""
-        wanted = change(torch.empty(0, dtype=self.dtype)).dtype
-        if wanted != self.dtype:
+        new_dtype = change(torch.empty(0, dtype=self.dtype)).dtype
+        if new_dtype != self.dtype:
             raise ValueError(
                 f"the model's weights are quantised ({self.kind}) and are used in {self.dtype}: "
-                f"they cannot be converted to {wanted}; load the model with dtype={wanted}"
+                f"they cannot be converted to {new_dtype}; load the model with dtype={new_dtype}"
             )
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
@@ -115,36 +115,36 @@ class NF4Weight(QuantizedWeight):
             self.register_buffer(name, torch.empty(shape, dtype=kind, **on_meta))
 
     def _stored(self) -> quantized.NF4Tensor:
-        own: dict[str, Any] = self._buffers
-        return quantized.NF4Tensor(*(own[name] for name in self.BUFFERS))
+        tensors: dict[str, Any] = self._buffers
+        return quantized.NF4Tensor(*(tensors[name] for name in self.BUFFERS))
 
     def allocate(self, device: torch.device) -> None:
         super().allocate(device)
-        own = self._stored()
-        own.places.copy_(quantized.group_offsets(self.matrices))
-        own.tables.copy_(torch.cat([quantized.NF4_VALUES, quantized.SCALE_VALUES]))
+        tensors = self._stored()
+        tensors.places.copy_(quantized.group_offsets(self.matrices))
+        tensors.tables.copy_(torch.cat([quantized.NF4_VALUES, quantized.SCALE_VALUES]))
 
     def store(self, weight: Tensor) -> None:
         """Quantises the weight [K, C]."""
-        own, sizes = self._stored(), [quantized.packed_sizes(n) for n in self.matrices]
+        tensors, sizes = self._stored(), [quantized.packed_sizes(n) for n in self.matrices]
         begins = [0, 0, 0]
         for rows, size in zip(weight.split(list(self.parts)), sizes, strict=True):
             codes, scales, steps, offsets = quantized.quantize_nf4(rows)
             for into, values, axis in (
-                (own.codes, codes, 0),
-                (own.scales, scales, 1),
-                (own.steps, steps, 2),
-                (own.offsets, offsets, 2),
+                (tensors.codes, codes, 0),
+                (tensors.scales, scales, 1),
+                (tensors.steps, steps, 2),
+                (tensors.offsets, offsets, 2),
             ):
                 into[begins[axis] : begins[axis] + size[axis]] = values
             begins = [begin + n for begin, n in zip(begins, size, strict=True)]
 
     def fill(self) -> None:
-        own = self._stored()
-        own.codes.random_()
-        own.scales.random_()
-        own.steps.fill_(0.02)
-        own.offsets.fill_(0.05)
+        tensors = self._stored()
+        tensors.codes.random_()
+        tensors.scales.random_()
+        tensors.steps.fill_(0.02)
+        tensors.offsets.fill_(0.05)
 
     def dequantize(self) -> Tensor:
         return quantized.dequantize_nf4(self._stored(), self.matrices, self.shape, self.dtype)
@@ -185,21 +185,21 @@ class FP8Weight(QuantizedWeight):
         self.register_buffer("owners", torch.empty(sum(parts), dtype=torch.int32, **on_meta))
 
     def _stored(self) -> BlockFP8Tensor:
-        own: dict[str, Any] = self._buffers
-        return BlockFP8Tensor(own["codes"], own["scales"], own["owners"])
+        tensors: dict[str, Any] = self._buffers
+        return BlockFP8Tensor(tensors["codes"], tensors["scales"], tensors["owners"])
 
     def allocate(self, device: torch.device) -> None:
         super().allocate(device)
-        found, first = [], 0
+        owner_rows, first = [], 0
         for rows, (block, _), height in zip(self.parts, self.blocks, self.heights, strict=True):
-            found.append(first + torch.arange(rows, dtype=torch.int32, device="cpu") // block)
+            owner_rows.append(first + torch.arange(rows, dtype=torch.int32, device="cpu") // block)
             first += height
-        self._stored().owners.copy_(torch.cat(found))
+        self._stored().owners.copy_(torch.cat(owner_rows))
 
     def fill(self) -> None:
-        own = self._stored()
-        own.codes.random_(0x38)  # below 1
-        own.scales.fill_(0.02)
+        tensors = self._stored()
+        tensors.codes.random_(0x38)  # below 1
+        tensors.scales.fill_(0.02)
 
     @property
     def memory(self) -> Tensor:
@@ -211,11 +211,11 @@ class FP8Weight(QuantizedWeight):
         self._stored().scales.copy_(torch.cat(list(grids)))
 
     def dequantize(self) -> Tensor:
-        how: dict[str, Any] = {"width": self.width, "stored": self.stored, "dtype": self.dtype}
-        return dequantize_block_fp8(self._stored(), **how)
+        options: dict[str, Any] = {"width": self.width, "stored": self.stored, "dtype": self.dtype}
+        return dequantize_block_fp8(self._stored(), **options)
 
     def rows(self, part: int, first: int, count: int) -> Tensor:
-        how: dict[str, Any] = {"width": self.width, "stored": self.stored, "dtype": self.dtype}
+        options: dict[str, Any] = {"width": self.width, "stored": self.stored, "dtype": self.dtype}
         return dequantize_block_fp8_rows(
-            self._stored(), sum(self.parts[:part]) + first, count, **how
+            self._stored(), sum(self.parts[:part]) + first, count, **options
         )

@@ -40,9 +40,9 @@ def _yarn(dim: int, p: Mapping[str, Any]) -> Tensor:
     ramp = (torch.arange(dim // 2, dtype=torch.float32, device="cpu") - low) / (
         high - low if high != low else 0.001
     )
-    kept = 1 - ramp.clamp(0, 1)
+    ramp_inverse = 1 - ramp.clamp(0, 1)
     powers = _powers(dim, theta)
-    return 1 / (p["factor"] * powers) * (1 - kept) + 1 / powers * kept
+    return 1 / (p["factor"] * powers) * (1 - ramp_inverse) + 1 / powers * ramp_inverse
 
 
 def _yarn_scaling(p: Mapping[str, Any]) -> float:
@@ -95,9 +95,11 @@ class RotaryEmbedding(nn.Module):
             self.turn = rope_parameters["original_max_position_embeddings"]
         self.scaling = 1.0
         if self.rope_type in SCALED:
-            given = rope_parameters.get("attention_factor")
+            attention_factor = rope_parameters.get("attention_factor")
             self.scaling = (
-                SCALED[self.rope_type](rope_parameters) if given is None else float(given)
+                SCALED[self.rope_type](rope_parameters)
+                if attention_factor is None
+                else float(attention_factor)
             )
         self.register_buffer("inv_freq", self._frequencies(), persistent=False)
 

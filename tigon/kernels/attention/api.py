@@ -307,7 +307,7 @@ def _plan(
 ) -> AttentionPlan:
     """Backend and layout; may wait for the device to learn the lengths of the sequences."""
     compiling, gpu = torch.compiler.is_compiling(), q.device.type == "cuda"
-    longest, part = mask.keys, mask.whole is not None
+    longest, part = mask.keys, mask.full_mask is not None
     if window is not None and window >= longest:
         window = None
     request = AttentionRequest(
@@ -331,18 +331,22 @@ def _plan(
     plan = AttentionPlan(choice, window, softcap, scale)
     if mask.rows or choice.name not in VARLEN_BACKENDS:
         return plan
-    told = mask.sequences()
-    if isinstance(told, str):
-        return plan._replace(choice=select_backend(request._replace(layout=told), *where))
-    if window is not None and window >= told.furthest:
+    known_sequences = mask.sequences()
+    if isinstance(known_sequences, str):
+        return plan._replace(
+            choice=select_backend(request._replace(layout=known_sequences), *where)
+        )
+    if window is not None and window >= known_sequences.furthest:
         window = None
-    even = not part and told.even(mask.tokens * q.shape[0])
+    even = not part and known_sequences.even(mask.tokens * q.shape[0])
     request = request._replace(
         layout="rows" if even else "sequences",
-        longest=None if compiling else told.furthest,
+        longest=None if compiling else known_sequences.furthest,
         window=window is not None,
     )
     choice = select_backend(request, *where)
     if even:
-        return AttentionPlan(choice, window, softcap, scale, even=mask.even(told.longest))
-    return AttentionPlan(choice, window, softcap, scale, sequences=told)
+        return AttentionPlan(
+            choice, window, softcap, scale, even=mask.even(known_sequences.longest)
+        )
+    return AttentionPlan(choice, window, softcap, scale, sequences=known_sequences)

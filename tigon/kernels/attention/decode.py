@@ -123,13 +123,13 @@ def append_attention_ref(
         slots = min(slots, int(positions.max()) + 1)
     # A slot holds the greatest position that ends up there, a negative one if none has yet
     last = positions[:, -1:]
-    held = last - (last - torch.arange(slots, device=q.device)) % slots  # [B, S]
-    seen = (held >= 0)[:, None] & (held[:, None] <= positions[..., None])  # [B, T, S]
+    cached = last - (last - torch.arange(slots, device=q.device)) % slots  # [B, S]
+    seen = (cached >= 0)[:, None] & (cached[:, None] <= positions[..., None])  # [B, T, S]
     if window is not None:
-        seen &= held[:, None] > positions[..., None] - window
+        seen &= cached[:, None] > positions[..., None] - window
     keys = dequantize_slots(buffers.keys, buffers.key_scales, slots)
     values = dequantize_slots(buffers.values, buffers.value_scales, slots)
-    empty = held < 0
+    empty = cached < 0
     if not on_cpu or empty.any():  # what lies there may be NaN, and 0 * NaN is NaN
         values = values.masked_fill(empty[:, None, :, None], 0.0)
     groups = h // kv_heads
@@ -194,16 +194,16 @@ def _append_attention_kernel(
     t, h = m // G, head * G + m % G
     EACH: tl.constexpr = 2 if PACKED else 1
     dims = tl.arange(0, WIDTH // EACH)
-    asked = (m < T * G)[:, None] & (dims < D // EACH)[None, :]
+    program_tokens = (m < T * G)[:, None] & (dims < D // EACH)[None, :]
     q_heads = q[0] + row * q[1] + t[:, None] * q[2] + h[:, None] * q[3]
     if angles is not None:
         turns = row * angles[2] + t[:, None] * angles[3]
-        queries = load_rotated(q_heads, dims, asked, angles, turns, HALF, EVEN)
+        queries = load_rotated(q_heads, dims, program_tokens, angles, turns, HALF, EVEN)
     else:
-        queries = tl.load(q_heads + EACH * dims[None, :], mask=asked, other=0.0)
+        queries = tl.load(q_heads + EACH * dims[None, :], mask=program_tokens, other=0.0)
     queries_high = queries
     if PACKED:
-        queries_high = tl.load(q_heads + EACH * dims[None, :] + 1, mask=asked, other=0.0)
+        queries_high = tl.load(q_heads + EACH * dims[None, :] + 1, mask=program_tokens, other=0.0)
 
     row_keys = keys[0] + row * keys[1] + head.to(tl.int64) * keys[2]
     row_values = values[0] + row * values[1] + head.to(tl.int64) * values[2]
@@ -219,19 +219,19 @@ def _append_attention_kernel(
 
     if split == 0:
         new = tl.arange(0, TOKENS)
-        there = (new < T)[:, None] & (dims < D // EACH)[None, :]
+        in_range = (new < T)[:, None] & (dims < D // EACH)[None, :]
         k_heads = k[0] + row * k[1] + head * k[3] + new[:, None] * k[2]
         v_at = v[0] + row * v[1] + head * v[3] + new[:, None] * v[2] + EACH * dims[None, :]
         if PACKED:
-            k_new, k_scale = load_packed(k_heads + EACH * dims[None, :], there)
-            v_new, v_scale = load_packed(v_at, there)
+            k_new, k_scale = load_packed(k_heads + EACH * dims[None, :], in_range)
+            v_new, v_scale = load_packed(v_at, in_range)
         else:
             if angles is not None:
                 k_turns = row * angles[2] + new[:, None] * angles[3]
-                k_new = load_rotated(k_heads, dims, there, angles, k_turns, HALF, EVEN)
+                k_new = load_rotated(k_heads, dims, in_range, angles, k_turns, HALF, EVEN)
             else:
-                k_new = tl.load(k_heads + dims[None, :], mask=there, other=0.0)
-            v_new = tl.load(v_at, mask=there, other=0.0)
+                k_new = tl.load(k_heads + dims[None, :], mask=in_range, other=0.0)
+            v_new = tl.load(v_at, mask=in_range, other=0.0)
             k_scale, v_scale = None, None
         seen = new[None, :] <= t[:, None]
         if window is not None:
@@ -244,8 +244,8 @@ def _append_attention_kernel(
             slots = ((length + new) % R).to(tl.int64)
             k_to = row_keys + slots[:, None] * keys[3] + dims[None, :]
             v_to = row_values + slots[:, None] * values[3] + dims[None, :]
-            tl.store(k_to, k_new, mask=there)
-            tl.store(v_to, v_new, mask=there)
+            tl.store(k_to, k_new, mask=in_range)
+            tl.store(v_to, v_new, mask=in_range)
             if PACKED:
                 tl.store(row_k_scales + slots * key_scales[3], k_scale, mask=new < T)
                 tl.store(row_v_scales + slots * value_scales[3], v_scale, mask=new < T)
@@ -262,10 +262,12 @@ def _append_attention_kernel(
         i = block + tl.arange(0, BLOCK)
         slots = first_slot + i
         slots = tl.where(slots < R, slots, slots - R).to(tl.int64)
-        there = (i < end)[:, None] & (dims < D // EACH)[None, :]
-        k_tile = tl.load(row_keys + slots[:, None] * keys[3] + dims[None, :], mask=there, other=0)
+        in_range = (i < end)[:, None] & (dims < D // EACH)[None, :]
+        k_tile = tl.load(
+            row_keys + slots[:, None] * keys[3] + dims[None, :], mask=in_range, other=0
+        )
         v_from = row_values + slots[:, None] * values[3] + dims[None, :]
-        v_tile = tl.load(v_from, mask=there, other=0)
+        v_tile = tl.load(v_from, mask=in_range, other=0)
         if PACKED:
             k_scale = tl.load(row_k_scales + slots * key_scales[3], mask=i < end, other=0.0)
             v_scale = tl.load(row_v_scales + slots * value_scales[3], mask=i < end, other=0.0)
@@ -285,9 +287,9 @@ def _append_attention_kernel(
         at = at * splits + split
         tl.store(logsums + at, tl.log2(total) + best, mask=m < T * G)
     y += at[:, None] * D + EACH * dims[None, :]
-    tl.store(y, (out / total[:, None]).to(y.dtype.element_ty), mask=asked)
+    tl.store(y, (out / total[:, None]).to(y.dtype.element_ty), mask=program_tokens)
     if PACKED:
-        tl.store(y + 1, (out_high / total[:, None]).to(y.dtype.element_ty), mask=asked)
+        tl.store(y + 1, (out_high / total[:, None]).to(y.dtype.element_ty), mask=program_tokens)
 
 
 class DecodeLaunch(NamedTuple):
@@ -298,26 +300,26 @@ class DecodeLaunch(NamedTuple):
     resident: int
 
 
-def _select_launch(dtype: torch.dtype, kept: torch.dtype, width: int) -> DecodeLaunch:
+def _select_launch(dtype: torch.dtype, stored: torch.dtype, width: int) -> DecodeLaunch:
     """For queries and keys of these types. The numbers were the best of some tried on an H200."""
     if INTERPRETED:
         return DecodeLaunch(16, stages=1, resident=1)
     if dtype == torch.float32:  # products without tensor cores
         return DecodeLaunch(max(16, min(64, 4096 // width)), stages=3, resident=2)
-    if kept == torch.int8:
+    if stored == torch.int8:
         return DecodeLaunch(min(128, 16384 // width), stages=3, resident=2)
     if width <= 64:
         return DecodeLaunch(64, stages=3, resident=2)
     return DecodeLaunch(32, stages=4, resident=2 if width == 128 else 1)
 
 
-def _num_splits(groups: int, blocks: int, places: int) -> int:
-    """Programs among which the tokens of each of `groups` are shared out; `places` run at once.
+def _num_splits(groups: int, blocks: int, resident_programs: int) -> int:
+    """Programs among which the tokens of each of `groups` are shared out; `resident_programs` run at once.
 
     Few groups fill the device exactly once; many, whose lengths may differ, take turns.
     """
-    once = places // groups
-    return min(blocks, once if once >= 4 else -(-2 * places // groups))
+    once = resident_programs // groups
+    return min(blocks, once if once >= 4 else -(-2 * resident_programs // groups))
 
 
 def _with_strides(x: Tensor | None) -> tuple[Tensor, int, int, int] | None:
@@ -355,13 +357,13 @@ def _forward(
     most_queries = 16 if q.dtype == torch.float32 else 64 if width <= 128 else 32  # by registers
     queries = min(triton.next_power_of_2(max(16, t * h // kv_heads)), most_queries)
     query_blocks = triton.cdiv(t * h // kv_heads, queries)
-    most = slots if window is None else min(slots, window)
+    max_tokens = slots if window is None else min(slots, window)
     groups = b * kv_heads * query_blocks
-    places = launch.resident * num_sms(q)
-    splits = _num_splits(groups, triton.cdiv(most, launch.block), places)
-    whole = splits == 1
-    parts = y if whole else q.new_empty(b, t, h, splits, d, dtype=torch.float32)
-    logsums = None if whole else q.new_empty(b, t, h, splits, dtype=torch.float32)
+    resident_programs = launch.resident * num_sms(q)
+    splits = _num_splits(groups, triton.cdiv(max_tokens, launch.block), resident_programs)
+    unsplit = splits == 1
+    parts = y if unsplit else q.new_empty(b, t, h, splits, d, dtype=torch.float32)
+    logsums = None if unsplit else q.new_empty(b, t, h, splits, dtype=torch.float32)
     _append_attention_kernel[(b * kv_heads, splits, query_blocks)](
         *(_with_strides(with_contiguous_dim(x)) for x in (q, k, v)),
         *(_with_strides(x) for x in (keys, values, key_scales, value_scales)),
@@ -383,10 +385,11 @@ def _forward(
         BLOCK=launch.block,
         STAGES=launch.stages,
         PACKED=key_scales is not None,
-        WHOLE=whole,
+        WHOLE=unsplit,
         HALF=half,
         EVEN=math.gcd(half, 16),
-        LATE=4 * groups * splits <= 3 * places,  # there is room for the next kernels' programs
+        LATE=4 * groups * splits
+        <= 3 * resident_programs,  # there is room for the next kernels' programs
         num_warps=4,
         **pdl_options(q),
     )

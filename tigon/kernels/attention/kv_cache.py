@@ -34,12 +34,12 @@ def _quantize(x: Tensor) -> tuple[Tensor, Tensor]:
 def write_tokens(k: Tensor, v: Tensor, buffers: KVBuffers, rows: Tensor, slots: Tensor) -> None:
     """k and v [..., K, D] into the slots [...] of the rows [...]."""
     new = ((k, buffers.keys, buffers.key_scales), (v, buffers.values, buffers.value_scales))
-    for x, kept, kept_scales in new:
+    for x, stored, kept_scales in new:
         x = x.detach()
         if kept_scales is not None:
             x, scales = _quantize(x)
             kept_scales[rows, :, slots] = scales
-        kept[rows, :, slots] = x.to(kept.dtype)
+        stored[rows, :, slots] = x.to(stored.dtype)
 
 
 def dequantize_slots(x: Tensor, scales: Tensor | None, slots: int) -> Tensor:
@@ -61,9 +61,9 @@ def check_buffers(k: Tensor, buffers: KVBuffers) -> torch.Size:
         raise ValueError("give scales of keys and of values, or of neither")
     if any(x is not None and x.shape != keys.shape[:3] for x in scales):
         raise ValueError(f"scales are not {tuple(keys.shape[:3])}, one for each token and head")
-    kept = k.dtype if scales[0] is None else torch.int8
-    if keys.dtype != kept or values.dtype != kept:
-        raise ValueError(f"keys are {keys.dtype}, values {values.dtype}: they must be {kept}")
+    stored = k.dtype if scales[0] is None else torch.int8
+    if keys.dtype != stored or values.dtype != stored:
+        raise ValueError(f"keys are {keys.dtype}, values {values.dtype}: they must be {stored}")
     return keys.shape
 
 
@@ -123,10 +123,10 @@ def unpack_int8(x, dtype: tl.constexpr):
 
 
 @triton.jit
-def load_packed(at, there):
+def load_packed(at, in_range):
     """New keys or values [TOKENS, D] as `_quantise` and int16 [TOKENS, D / 2], and the scales."""
-    low = tl.load(at, mask=there, other=0.0).to(tl.float32)
-    high = tl.load(at + 1, mask=there, other=0.0).to(tl.float32)
+    low = tl.load(at, mask=in_range, other=0.0).to(tl.float32)
+    high = tl.load(at + 1, mask=in_range, other=0.0).to(tl.float32)
     scales = tl.div_rn(tl.max(tl.maximum(tl.abs(low), tl.abs(high)), 1), 127.0)
     divisor = tl.broadcast_to(tl.maximum(scales, 1e-30)[:, None], low.shape)
     # From 1.5 * 2^23 on numbers have no fraction

@@ -72,14 +72,16 @@ class AttentionMask:
         self.key_mask = key_mask
         self.causal = causal
         self.after = 0  # keys behind those of the queries
-        self.whole: Self | None = None  # where the queries are a part of rows: the mask of all
+        self.full_mask: Self | None = None  # where the queries are a part of rows: the mask of all
         self.cu_seq_lens = cu_seq_lens
         self.longest = longest
         self.prefixes = prefixes
         self.backend = backend
         self.plans: dict[Any, Any] = {}  # of attention(), per kind of layer
         self._derived: dict[Hashable, Any] = {}
-        self._looked: tuple[Tensor, Tensor] | None = None  # on the host: cu, and which are real
+        self._padding_runs: tuple[Tensor, Tensor] | None = (
+            None  # on the host: cu, and which are real
+        )
         self._before: PrefixVisibility | None = None  # of padded rows
 
     def _once(self, key: Hashable, derive: Callable[[], Any]) -> Any:
@@ -106,7 +108,7 @@ class AttentionMask:
         """The mask of the queries [first, end) of each row, and of its first S keys: all that one
         of them may see. There is no cache."""
         part = self._cut(first, end)
-        # Kept is what is derived from a part, and no part: that would be a cycle with `whole`
+        # Kept is what is derived from a part, and no part: that would be a cycle with `full_mask`
         part.plans, part._derived = self._once(("part", first, end), lambda: ({}, {}))
         return part
 
@@ -118,7 +120,7 @@ class AttentionMask:
         options: dict[str, Any] = {"causal": self.causal, "backend": self.backend}
         options |= {"segment_ids": segments, "key_mask": real}
         mask = type(self)(end - first, past=first, **options)
-        mask.after, mask.whole, mask.prefixes = keys - end, self, self.prefixes
+        mask.after, mask.full_mask, mask.prefixes = keys - end, self, self.prefixes
         return mask
 
     def sequences(self) -> Sequences | str:
@@ -131,12 +133,12 @@ class AttentionMask:
         return self._once("sequences", self._find_sequences)
 
     def _find_sequences(self) -> Sequences | str:
-        if self.whole is not None:
-            return self._sequences_of_part(self.whole)
+        if self.full_mask is not None:
+            return self._sequences_of_part(self.full_mask)
         if self.past:
             return "the cache holds padding"
         if self.cu_seq_lens is not None and self.longest is not None:
-            return self._given(self.cu_seq_lens, self.longest)
+            return self._from_bounds(self.cu_seq_lens, self.longest)
         if torch.compiler.is_compiling():
             return "torch.compile cannot look at their lengths: give cu_seq_lens and max_length_q"
         device = (self.segment_ids if self.key_mask is None else self.key_mask).device  # type: ignore[union-attr]
@@ -147,29 +149,35 @@ class AttentionMask:
                 "sequences are: give cu_seq_lens and max_length_q"
             )
         if self.cu_seq_lens is not None:
-            return self._given(self.cu_seq_lens, int(self.cu_seq_lens.diff().max()))
-        return self._look(device)
+            return self._from_bounds(self.cu_seq_lens, int(self.cu_seq_lens.diff().max()))
+        return self._find_padding(device)
 
-    def _sequences_of_part(self, whole: Self) -> Sequences | str:
+    def _sequences_of_part(self, full_mask: Self) -> Sequences | str:
         """Queries and keys of each sequence of the rows. Some have no queries here, and the keys of
         one end with its last query: so kernels align them."""
-        told = whole.sequences()
-        if isinstance(told, str):
-            return told
-        row, token = told.cu // whole.tokens, told.cu % whole.tokens
+        sequences_or_reason = full_mask.sequences()
+        if isinstance(sequences_or_reason, str):
+            return sequences_or_reason
+        row, token = (
+            sequences_or_reason.cu // full_mask.tokens,
+            sequences_or_reason.cu % full_mask.tokens,
+        )
         queries = row * self.tokens + (token - self.past).clamp(0, self.tokens)
-        keys, longest = self._kept(told.cu, whole.tokens), min(told.longest, self.keys)
-        of_keys = PrefixedKeys(keys, longest)
+        keys, longest = (
+            self._clip_bounds(sequences_or_reason.cu, full_mask.tokens),
+            min(sequences_or_reason.longest, self.keys),
+        )
+        key_sequences = PrefixedKeys(keys, longest)
         if self.prefixes is not None and self.segment_ids is not None:
-            prefixes = self._kept(self.prefixes, whole.tokens)
-            of_keys = PrefixedKeys.of(prefixes, keys, longest, self.segment_ids.numel())
-        return Sequences(queries, min(told.longest, self.tokens), of_keys)
+            prefixes = self._clip_bounds(self.prefixes, full_mask.tokens)
+            key_sequences = PrefixedKeys.of(prefixes, keys, longest, self.segment_ids.numel())
+        return Sequences(queries, min(sequences_or_reason.longest, self.tokens), key_sequences)
 
-    def _kept(self, bounds: Tensor, tokens: int) -> Tensor:
+    def _clip_bounds(self, bounds: Tensor, tokens: int) -> Tensor:
         """Bounds of runs in the flattened rows of so many tokens, in their first S."""
         return bounds // tokens * self.keys + (bounds % tokens).clamp(max=self.keys)
 
-    def _given(self, cu: Tensor, longest: int) -> Sequences:
+    def _from_bounds(self, cu: Tensor, longest: int) -> Sequences:
         if self.prefixes is None or self.segment_ids is None:
             return Sequences(cu, longest)
         return Sequences(
@@ -179,15 +187,15 @@ class AttentionMask:
     @property
     def before(self) -> PrefixVisibility | None:
         """What tokens see by `prefixes`."""
-        if self.whole is not None:
-            of = self.whole.before
+        if self.full_mask is not None:
+            of = self.full_mask.before
             return None if of is None else of.part(self.past, self.past + self.tokens)
         if self.prefixes is None or self.cu_seq_lens is None or self.segment_ids is None:
             return self._before
         prefixes, cu, shape = self.prefixes, self.cu_seq_lens, self.segment_ids.shape
         return self._once("before", lambda: PrefixVisibility.of(prefixes, cu, *shape))
 
-    def _look(self, device: torch.device) -> Sequences | str:
+    def _find_padding(self, device: torch.device) -> Sequences | str:
         code = torch.zeros((), dtype=torch.uint8, device=device)
         if self.segment_ids is not None:
             first = torch.ones_like(self.segment_ids, dtype=torch.bool)
@@ -205,7 +213,7 @@ class AttentionMask:
             if len(runs) != len(runs.unique()):
                 return "there is padding inside a sequence"
         cu = torch.cat([begins.flatten().nonzero()[:, 0], torch.tensor([begins.numel()])]).int()
-        self._looked = cu, real.flatten()[cu[:-1].long()]
+        self._padding_runs = cu, real.flatten()[cu[:-1].long()]
         longest = int(cu.diff().max())
         return Sequences(cu.to(device, non_blocking=True), longest)
 
@@ -218,20 +226,22 @@ class AttentionMask:
         if self.key_mask is None or self.past or self.cu_seq_lens is not None:
             return None
         self.sequences()
-        if self._looked is None or not self._looked[1].any():
+        if self._padding_runs is None or not self._padding_runs[1].any():
             return None
-        cu, real = self._looked
+        cu, real = self._padding_runs
         lengths, device = cu.diff(), self.key_mask.device
-        kept = lengths[real]
-        if kept.sum() > MAX_REAL_SHARE * cu[-1]:
+        real_lengths = lengths[real]
+        if real_lengths.sum() > MAX_REAL_SHARE * cu[-1]:
             return None
         index = real.repeat_interleave(lengths).nonzero()[:, 0]
         mask = type(self)(
             len(index),
-            segment_ids=torch.arange(len(kept)).repeat_interleave(kept)[None].to(device),
+            segment_ids=torch.arange(len(real_lengths))
+            .repeat_interleave(real_lengths)[None]
+            .to(device),
             causal=self.causal,
-            cu_seq_lens=F.pad(kept.cumsum(0), (1, 0)).int().to(device),
-            longest=int(kept.max()),
+            cu_seq_lens=F.pad(real_lengths.cumsum(0), (1, 0)).int().to(device),
+            longest=int(real_lengths.max()),
             backend=self.backend,
         )
         return index.to(device), mask
@@ -290,8 +300,8 @@ class AttentionMask:
             seen = seen & ((query - key).abs() < window)
         seen = seen[None]
         if self.segment_ids is not None:
-            own = self.segment_ids[:, self.past : self.past + self.tokens]
-            seen = seen & (own[:, :, None] == self.segment_ids[:, None, :])
+            query_segments = self.segment_ids[:, self.past : self.past + self.tokens]
+            seen = seen & (query_segments[:, :, None] == self.segment_ids[:, None, :])
         if self.before is not None:
             seen = seen | self.before.seen((..., None), query, key, window)
         if self.key_mask is not None:
@@ -313,34 +323,34 @@ class AttentionMask:
             _block_bounds(*span, device) for span in ((past, past + self.tokens), (0, self.keys))
         )
         q0, q1 = q0[:, None], q1[:, None]
-        some = (k0 <= q1) if causal else torch.ones_like(k0 <= q1)  # any pair may be visible
-        every = (k1 <= q0) if causal else some  # all pairs are
-        every = every & q_full[:, None] & k_full
+        any_visible = (k0 <= q1) if causal else torch.ones_like(k0 <= q1)  # any pair may be visible
+        all_visible = (k1 <= q0) if causal else any_visible  # all pairs are
+        all_visible = all_visible & q_full[:, None] & k_full
         if window is not None:
-            some = some & (q0 - k1 < window) & (k0 - q1 < window)
-            every = every & (q1 - k0 < window) & (k1 - q0 < window)
-        some, every = some[None], every[None]  # [B or 1, n, n]
+            any_visible = any_visible & (q0 - k1 < window) & (k0 - q1 < window)
+            all_visible = all_visible & (q1 - k0 < window) & (k1 - q0 < window)
+        any_visible, all_visible = any_visible[None], all_visible[None]  # [B or 1, n, n]
         if segments is not None:
             s0, s1, r0, r1 = (segments[:, at] for at in (q0, q1, k0, k1))  # [B, n, 1] and [B, n]
-            some = some & (s0 <= r1[:, None]) & (r0[:, None] <= s1)
-            every = every & (s0 == r1[:, None]) & (r0[:, None] == s1)
+            any_visible = any_visible & (s0 <= r1[:, None]) & (r0[:, None] <= s1)
+            all_visible = all_visible & (s0 == r1[:, None]) & (r0[:, None] == s1)
         before = self.before
         if before is not None:
-            some = some | before.blocks(q0, k0, BLOCK, window)
+            any_visible = any_visible | before.blocks(q0, k0, BLOCK, window)
         if real is not None:
             padded = F.pad(real, (0, -self.keys % BLOCK)).unflatten(1, (-1, BLOCK))
-            some = some & padded.any(-1)[:, None] | (k0 <= q1) & (q0 <= k1)
-            every = every & padded.all(-1)[:, None]
+            any_visible = any_visible & padded.any(-1)[:, None] | (k0 <= q1) & (q0 <= k1)
+            all_visible = all_visible & padded.all(-1)[:, None]
 
-        def visible(b: Tensor, h: Tensor, own: Tensor, key: Tensor) -> Tensor:
-            query = own if offset is None else own + offset
+        def visible(b: Tensor, h: Tensor, index: Tensor, key: Tensor) -> Tensor:
+            query = index if offset is None else index + offset
             seen = key <= query if causal else key == key
             if window is not None:
                 seen = seen & (query - key < window) & (key - query < window)
             if segments is not None:
                 seen = seen & (segments[b, query] == segments[b, key])
             if before is not None:
-                seen = seen | before.seen((b, own), query, key, window)
+                seen = seen | before.seen((b, index), query, key, window)
             if real is not None:
                 seen = seen & real[b, key] | (key == query)
             return seen
@@ -351,8 +361,8 @@ class AttentionMask:
             return blocks.sum(-1).int()[:, None], order.int()[:, None]
 
         return BlockMask.from_kv_blocks(
-            *listed(some & ~every),
-            *listed(every),
+            *listed(any_visible & ~all_visible),
+            *listed(all_visible),
             BLOCK_SIZE=BLOCK,
             mask_mod=visible,
             seq_lengths=(self.tokens, self.keys),
@@ -382,13 +392,13 @@ def pad_cu_seqlens(mask: AttentionMask, total: int, windows: Iterable[int]) -> A
     cu, longest = mask.cu_seq_lens, mask.longest
     if cu is None or longest is None or (len(cu) - 1) * longest == total:
         return mask
-    missing = padded_count(len(cu) - 1) + 1 - len(cu)
+    padding_count = padded_count(len(cu) - 1) + 1 - len(cu)
     return AttentionMask(
         mask.tokens,
         segment_ids=mask.segment_ids,
         key_mask=mask.key_mask,
         causal=mask.causal,
-        cu_seq_lens=torch.cat([cu, cu.new_full((missing,), total)]) if missing else cu,
+        cu_seq_lens=torch.cat([cu, cu.new_full((padding_count,), total)]) if padding_count else cu,
         longest=round_max_seqlen(longest, mask.tokens, windows),
         backend=mask.backend,
     )

@@ -58,8 +58,8 @@ class _GatherKeys(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
         order, bounds = ctx.saved_tensors
-        how: dict[str, Any] = {"mode": "sum", "include_last_offset": True}
-        dx = F.embedding_bag(order, upstream.flatten(1), bounds, **how)
+        options: dict[str, Any] = {"mode": "sum", "include_last_offset": True}
+        dx = F.embedding_bag(order, upstream.flatten(1), bounds, **options)
         return dx.view(-1, *upstream.shape[1:]), None, None, None
 
 
@@ -102,10 +102,10 @@ class PrefixVisibility(NamedTuple):
         """Bool [B, n, m], whether any token of a block of queries may see one of a block of keys
         in this way. `q0` [n, 1] and `k0` [m] are the first tokens of the blocks, in the row."""
         tokens = self.first.shape[1]
-        some = self.first < self.last
+        nonempty = self.first < self.last
         nothing = (self.first, torch.iinfo(torch.int32).max), (self.last, 0), (self.shift, 0)
         each = (
-            F.pad(torch.where(some, x, fill), (0, -tokens % block), value=fill)
+            F.pad(torch.where(nonempty, x, fill), (0, -tokens % block), value=fill)
             .unflatten(1, (-1, block))
             for x, fill in nothing
         )  # fmt: skip

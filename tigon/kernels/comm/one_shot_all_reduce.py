@@ -28,10 +28,10 @@ BITS = {torch.bfloat16: torch.int16, torch.float16: torch.int16, torch.float32: 
 
 
 class SymmetricBuffers(NamedTuple):
-    """What a rank has for the sums of a group in one dtype; the others write to `own`."""
+    """What a rank has for the sums of a group in one dtype; the others write to `local_buffer`."""
 
     local: Tensor  # bits [TURNS, R, P S], all `empty` at first
-    addresses: Tensor  # int64 [R], of every rank's `own`
+    addresses: Tensor  # int64 [R], of every rank's `local_buffer`
     turns: Tensor  # int32 [P], zeros at first
     rank: int
     dtype: torch.dtype
@@ -48,8 +48,8 @@ def _exchange_and_add(
     bits,  # this rank's elements
     at,  # where they are in a part of the buffers
     inside,  # those that exist
-    whole,  # those of parts that have some
-    own,
+    full_mask,  # those of parts that have some
+    local_buffer,
     addresses,
     turn,
     dtype: tl.constexpr,
@@ -60,27 +60,27 @@ def _exchange_and_add(
     EMPTY: tl.constexpr,
 ):
     """Sends the elements to the other ranks, and adds up what they send, in fp32."""
-    sent = tl.where(bits == EMPTY, 0, bits).to(bits.dtype)
+    sent_bits = tl.where(bits == EMPTY, 0, bits).to(bits.dtype)
     for rank in tl.static_range(R):
         if rank != RANK:
-            there = tl.multiple_of(tl.load(addresses + rank).to(own.dtype), 16)
+            target = tl.multiple_of(tl.load(addresses + rank).to(local_buffer.dtype), 16)
             # Written through, as the reader is another GPU
-            to = there + (turn * R + RANK) * SIZE + at
-            tl.store(to, sent, mask=inside, cache_modifier=".wt")
+            to = target + (turn * R + RANK) * SIZE + at
+            tl.store(to, sent_bits, mask=inside, cache_modifier=".wt")
     # While the others' elements are on their way
     before = (turn + TURNS - 1) % TURNS
     for rank in tl.static_range(R):
         if rank != RANK:
             nothing = tl.full(bits.shape, EMPTY, bits.dtype)
-            tl.store(own + (before * R + rank) * SIZE + at, nothing, mask=whole)
+            tl.store(local_buffer + (before * R + rank) * SIZE + at, nothing, mask=full_mask)
     total = tl.zeros(bits.shape, tl.float32)
     for rank in tl.static_range(R):  # in the same order on all, so that they get the same sum
         part = bits
         if rank != RANK:
-            here = own + (turn * R + rank) * SIZE + at
-            part = tl.load(here, mask=inside, other=0, volatile=True)
+            source = local_buffer + (turn * R + rank) * SIZE + at
+            part = tl.load(source, mask=inside, other=0, volatile=True)
             while tl.max((part == EMPTY).to(tl.int32)) > 0:
-                part = tl.load(here, mask=inside, other=0, volatile=True)
+                part = tl.load(source, mask=inside, other=0, volatile=True)
         total += part.to(dtype, bitcast=True).to(tl.float32)
     return total.to(dtype)
 
@@ -89,7 +89,7 @@ def _exchange_and_add(
 def _one_shot_kernel(
     x,  # bits [n], or [rows, WIDTH]
     y,  # [n]
-    own,
+    local_buffer,
     addresses,
     turns,
     n,
@@ -116,9 +116,9 @@ def _one_shot_kernel(
         has = inside & (column >= 0) & (column < WIDTH)
         bits = tl.load(x + at // SIZE * WIDTH + column, mask=has, other=0)
     dtype: tl.constexpr = y.dtype.element_ty
-    whole = at >= 0
+    full_mask = at >= 0
     total = _exchange_and_add(
-        bits, at, inside, whole, own, addresses, turn, dtype, RANK, R, P * S, TURNS, EMPTY
+        bits, at, inside, full_mask, local_buffer, addresses, turn, dtype, RANK, R, P * S, TURNS, EMPTY
     )  # fmt: skip
     tl.store(y + at, total, mask=inside)
     tl.store(turns + part, (turn + 1) % TURNS)
@@ -131,7 +131,7 @@ def _one_shot_norm_kernel(
     weight,  # [C]
     y,  # [N, C]
     stream,  # [N, C]
-    own,
+    local_buffer,
     addresses,
     turns,
     eps,
@@ -151,7 +151,7 @@ def _one_shot_norm_kernel(
     part = tl.arange(0, PARTS)[:, None]
     column = part * S + tl.arange(0, S)[None, :]
     inside, exists = column < C, part * S < C
-    whole = exists & (column >= 0)
+    full_mask = exists & (column >= 0)
     w = tl.load(weight + column, mask=inside, other=0.0)  # which no kernel just before has written
     pdl_wait(PDL)
     dtype: tl.constexpr = y.dtype.element_ty
@@ -161,7 +161,7 @@ def _one_shot_norm_kernel(
     bits = tl.load(x + at, mask=inside, other=0)
     h = tl.load(residual + at, mask=inside, other=0.0).to(tl.float32)
     h += _exchange_and_add(
-        bits, at, inside, whole, own, addresses, turn, dtype, RANK, R, P * S, TURNS, EMPTY
+        bits, at, inside, full_mask, local_buffer, addresses, turn, dtype, RANK, R, P * S, TURNS, EMPTY
     ).to(tl.float32)  # fmt: skip
     tl.store(count, (turn + 1) % TURNS, mask=exists)
     h = h.to(dtype)
@@ -196,28 +196,28 @@ def one_shot_all_gather(x: Tensor, first: int, size: int, buffers: SymmetricBuff
 
 
 def _check(x: Tensor, n: int, buffers: SymmetricBuffers) -> None:
-    most = buffers.local.shape[-1]
-    if x.dtype != buffers.dtype or n > most:
-        raise ValueError(f"{n} elements of {x.dtype}: buffers for {most}, {buffers.dtype}")
+    limit = buffers.local.shape[-1]
+    if x.dtype != buffers.dtype or n > limit:
+        raise ValueError(f"{n} elements of {x.dtype}: buffers for {limit}, {buffers.dtype}")
 
 
 def _launch(
     x: Tensor, y: Tensor, first: int, size: int | None, buffers: SymmetricBuffers
 ) -> Tensor:
-    own, addresses, turns, rank, dtype, _ = buffers
+    local_buffer, addresses, turns, rank, dtype, _ = buffers
     _check(x, y.numel(), buffers)
     _one_shot_kernel[(triton.cdiv(y.numel(), S),)](
-        x.view(own.dtype),
+        x.view(local_buffer.dtype),
         y,
-        own,
+        local_buffer,
         addresses,
         turns,
         y.numel(),
         first,
         rank,
-        own.shape[1],
+        local_buffer.shape[1],
         S,
-        own.shape[2] // S,
+        local_buffer.shape[2] // S,
         TURNS,
         empty_bits(dtype),
         None if size is None else x.shape[-1],
@@ -231,10 +231,10 @@ def _launch(
 def supports_norm(x: Tensor, residual: Tensor, weight: Tensor) -> bool:
     """Whether `one_shot_norm` is for x [..., C]: a row's elements have whole parts of their own."""
     C = x.shape[-1]
-    same = residual.dtype == x.dtype and residual.shape == x.shape and weight.shape == (C,)
+    matches = residual.dtype == x.dtype and residual.shape == x.shape and weight.shape == (C,)
     # A copy of the weight would be written just before the kernel, which reads it before it waits
-    same = same and weight.is_contiguous()
-    return same and C <= MAX_COLUMNS and (C % S == 0 or x.numel() == C)
+    matches = matches and weight.is_contiguous()
+    return matches and C <= MAX_COLUMNS and (C % S == 0 or x.numel() == C)
 
 
 def one_shot_all_reduce_norm(
@@ -249,7 +249,7 @@ def one_shot_all_reduce_norm(
 ) -> tuple[Tensor, Tensor]:
     """The RMSNorm of `residual + one_shot_sum(x)` and that stream itself, [..., C] both; called as
     `one_shot_sum`."""
-    own, addresses, turns, rank, dtype, _ = buffers
+    local_buffer, addresses, turns, rank, dtype, _ = buffers
     _check(x, x.numel(), buffers)
     if not supports_norm(x, residual, weight):
         raise ValueError(f"x {tuple(x.shape)} and residual {tuple(residual.shape)}: see fits_norm")
@@ -257,12 +257,12 @@ def one_shot_all_reduce_norm(
     y, stream = torch.empty_like(x), torch.empty_like(x)
     parts = next_power_of_2(triton.cdiv(C, S))
     _one_shot_norm_kernel[(x.numel() // C,)](
-        x.view(own.dtype),
+        x.view(local_buffer.dtype),
         residual.contiguous(),
         weight,
         y,
         stream,
-        own,
+        local_buffer,
         addresses,
         turns,
         eps,
@@ -270,9 +270,9 @@ def one_shot_all_reduce_norm(
         offset,
         before,
         rank,
-        own.shape[1],
+        local_buffer.shape[1],
         S,
-        own.shape[2] // S,
+        local_buffer.shape[2] // S,
         parts,
         TURNS,
         empty_bits(dtype),

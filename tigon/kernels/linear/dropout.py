@@ -90,9 +90,9 @@ def _drop_kernel(
     streams = tl.load(keys + rows, mask=rows < N, other=0) + seed
     inside = (rows < N)[:, None] & (columns < C)[None, :]
     at = rows.to(tl.int64)[:, None]
-    own = tl.load(x + at * x_row + columns[None, :], mask=inside, other=0.0)
-    own = tl.where(keep_mask(streams, start, threshold, COLUMNS), own, 0.0)
-    tl.store(y + at * C + columns[None, :], own.to(y.dtype.element_ty), mask=inside)
+    values = tl.load(x + at * x_row + columns[None, :], mask=inside, other=0.0)
+    values = tl.where(keep_mask(streams, start, threshold, COLUMNS), values, 0.0)
+    tl.store(y + at * C + columns[None, :], values.to(y.dtype.element_ty), mask=inside)
 
 
 def _output(x: Tensor, *_: object) -> Tensor:

@@ -297,11 +297,11 @@ def _cast_rows(x: Tensor) -> list[Tensor]:
 
 
 def row_programs(
-    x: Tensor, R: int, block: int, width: int, held: int
+    x: Tensor, R: int, block: int, width: int, resident_columns: int
 ) -> tuple[int, dict[str, int]]:
     """How many programs walk over R rows of `block` columns, and how each does it; `width`: bytes
-    per column that wait in shared memory, `held`: columns that a multiprocessor has room for."""
-    programs = min(R, max(held // block, 1) * num_sms(x))
+    per column that wait in shared memory, `resident_columns`: columns that a multiprocessor has room for."""
+    programs = min(R, max(resident_columns // block, 1) * num_sms(x))
     warps = min(max(block // 512, 1), 16)
     return programs, {"BLOCK": block, "STAGES": num_stages(block * width), "num_warps": warps}
 
@@ -332,7 +332,7 @@ def _cast_both(x: Tensor, row_bits: Tensor | None, column_bits: Tensor | None) -
 
 def _cast_tiles(
     x: Tensor,
-    known: Maxima,
+    maxima_known: Maxima,
     data: Tensor | None,
     scale: Tensor | None,
     turned: Tensor,
@@ -341,11 +341,11 @@ def _cast_tiles(
     """Maxima first where they are not known, then the casts."""
     R, C = x.shape
     S, tile = turned.shape[1], {"TILE_R": TILE_R, "TILE_C": TILE_C, "num_warps": WARPS}
-    if known.columns is None or (known.rows is None and data is not None):
-        known = _maxima(x, data is not None, tile)
+    if maxima_known.columns is None or (maxima_known.rows is None and data is not None):
+        maxima_known = _maxima(x, data is not None, tile)
     grid = (triton.cdiv(S, TILE_R) * triton.cdiv(C, TILE_C),)
     ends = data, scale, turned, turned_scale
-    _tiles_kernel[grid](x, *known, *ends, R, C, S, x.stride(0), **tile)
+    _tiles_kernel[grid](x, *maxima_known, *ends, R, C, S, x.stride(0), **tile)
 
 
 def _maxima(x: Tensor, of_rows: bool, tile: dict[str, int]) -> Maxima:
@@ -379,12 +379,12 @@ def cast_columns(x: Tensor, bits: Tensor | None = None, *, fused: bool) -> Scale
 
 
 def cast_both(
-    x: Tensor, known: Maxima = NO_MAXIMA, *, fused: bool
+    x: Tensor, maxima_known: Maxima = NO_MAXIMA, *, fused: bool
 ) -> tuple[ScaledMatrix, ScaledMatrix]:
     """`cast_rows` and `cast_columns`, in fewer reads."""
     if not fused:
         return cast_both_ref(x)
-    data, scale, *turned = _cast_both(as_rows(x), *known)
+    data, scale, *turned = _cast_both(as_rows(x), *maxima_known)
     return ScaledMatrix(data, scale), ScaledMatrix(*turned)
 
 
@@ -420,9 +420,9 @@ def _gated_rows_kernel(
     mask = columns < size
     for at in tl.range(tl.program_id(0), R, tl.num_programs(0), num_stages=STAGES):
         row = tl.cast(at, tl.int64)
-        here = x + row * x_row + columns
-        gate = tl.load(here, mask=mask, other=0.0).to(tl.float32)
-        up = tl.load(here + size, mask=mask, other=0.0).to(tl.float32)
+        source = x + row * x_row + columns
+        gate = tl.load(source, mask=mask, other=0.0).to(tl.float32)
+        up = tl.load(source + size, mask=mask, other=0.0).to(tl.float32)
         a, _ = act_and_slope(gate, ACT)
         y = (a.to(dtype).to(tl.float32) * up).to(dtype).to(tl.float32)
         scale, inverse = compute_scales(tl.max(magnitude(y), 0))
@@ -459,16 +459,16 @@ def _gated_gradients_kernel(
     for at in tl.range(first, tl.minimum(first + ROWS, R), num_stages=STAGES):
         row = tl.cast(at, tl.int64)
         d = tl.load(dy + row * size + columns, mask=mask, other=0.0).to(tl.float32)
-        here = row * x_row + columns
-        gate = tl.load(x + here, mask=mask, other=0.0).to(tl.float32)
-        up = tl.load(x + here + size, mask=mask, other=0.0).to(tl.float32)
-        of_gate, of_up, product = gated_gradients(d, gate, up, dtype, ACT)
-        of_gate, of_up, product = of_gate.to(dtype), of_up.to(dtype), product.to(dtype)
-        there = dx + row * 2 * size + columns
-        tl.store(there, of_gate, mask=mask)
-        tl.store(there + size, of_up, mask=mask)
+        source = row * x_row + columns
+        gate = tl.load(x + source, mask=mask, other=0.0).to(tl.float32)
+        up = tl.load(x + source + size, mask=mask, other=0.0).to(tl.float32)
+        d_gate, d_up, product = gated_gradients(d, gate, up, dtype, ACT)
+        d_gate, d_up, product = d_gate.to(dtype), d_up.to(dtype), product.to(dtype)
+        target = dx + row * 2 * size + columns
+        tl.store(target, d_gate, mask=mask)
+        tl.store(target + size, d_up, mask=mask)
         tl.store(dy + row * size + columns, product, mask=mask)
-        gate_bits, up_bits = magnitude(of_gate.to(tl.float32)), magnitude(of_up.to(tl.float32))
+        gate_bits, up_bits = magnitude(d_gate.to(tl.float32)), magnitude(d_up.to(tl.float32))
         tl.atomic_max(row_bits + row, tl.max(tl.maximum(gate_bits, up_bits), 0), sem="relaxed")
         gate_top = tl.maximum(gate_top, gate_bits)
         up_top = tl.maximum(up_top, up_bits)
@@ -523,15 +523,15 @@ def gradients_and_maxima(
     with torch.cuda.device_of(gradient):
         d, x = as_rows(dy), as_rows(gate_up)
         R, size = d.shape
-        rows, columns, of_product = x.new_zeros(R + 3 * size, dtype=torch.int32).split(
+        rows, columns, product_columns = x.new_zeros(R + 3 * size, dtype=torch.int32).split(
             [R, 2 * size, size]
         )
         launch = launch_columns(size, BACKWARD) | {"ROWS": ROWS, "STAGES": STAGES}
         grid = (triton.cdiv(R, ROWS) * triton.cdiv(size, launch["BLOCK"]),)
         strides = R, x.stride(0), size
-        bits = rows, columns, of_product
+        bits = rows, columns, product_columns
         _gated_gradients_kernel[grid](d, x, gradient, *bits, *strides, ACT=act, **launch)
-    return GatedGradients(gradient, Maxima(rows, columns), dy, of_product)
+    return GatedGradients(gradient, Maxima(rows, columns), dy, product_columns)
 
 
 # A linear layer whose products, forward and backward, are of 8-bit floats (e4m3).
@@ -591,58 +591,67 @@ def _cast(x: Tensor, maxima: bool, fused: bool) -> tuple[ScaledMatrix, Tensor | 
 
 
 def _forward(
-    x: Tensor, weight: Tensor, of_x: bool, of_weight: bool, fused: bool, known: ColumnMaxima
+    x: Tensor,
+    weight: Tensor,
+    needs_x: bool,
+    needs_weight: bool,
+    fused: bool,
+    maxima_known: ColumnMaxima,
 ) -> Tensor:
-    """`of_x`, `of_weight`: which gradients will be wanted. Each takes the columns of the other."""
-    a, known.x = _cast(x, of_weight, fused)
-    b, known.weight = _cast(weight, of_x, fused)
+    """`needs_x`, `needs_weight`: which gradients will be wanted. Each takes the columns of the other."""
+    a, maxima_known.x = _cast(x, needs_weight, fused)
+    b, maxima_known.weight = _cast(weight, needs_x, fused)
     return _product(a, b, fast=FAST_FORWARD, fused=fused)
 
 
 class _Fp8Linear(torch.autograd.Function):
     """x [T, K] and weight [N, K] -> y [T, N]. With a recompute, x is computed again in backward.
 
-    With `known`, y is not computed, and that is filled meanwhile; see `later`. `shape`: of what x
+    With `maxima_known`, y is not computed, and that is filled meanwhile; see `later`. `shape`: of what x
     is the rows of.
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, *given: Any) -> Tensor:
-        recompute, fused, known, shape = given
-        of_x, of_weight, *_ = ctx.needs_input_grad
-        kept = () if not of_weight else (x,) if recompute is None else recompute.saved
-        ctx.save_for_backward(weight if of_x else None, *kept)
+    def forward(ctx: Any, x: Tensor, weight: Tensor, *args: Any) -> Tensor:
+        recompute, fused, maxima_known, shape = args
+        needs_x, needs_weight, *_ = ctx.needs_input_grad
+        saved_x = () if not needs_weight else (x,) if recompute is None else recompute.saved
+        ctx.save_for_backward(weight if needs_x else None, *saved_x)
         ctx.recompute_fn = None if recompute is None else recompute.fn
         ctx.fused, ctx.shape = fused, shape
-        ctx.known = ColumnMaxima() if known is None else known
-        if known is not None:
+        ctx.maxima_known = ColumnMaxima() if maxima_known is None else maxima_known
+        if maxima_known is not None:
             return placeholder(x, weight.shape[0])
-        return _forward(x, weight, of_x, of_weight, fused, ctx.known)
+        return _forward(x, weight, needs_x, needs_weight, fused, ctx.maxima_known)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         refuse_second_derivative("fp8_linear")
-        weight, *kept = ctx.saved_tensors
-        known: ColumnMaxima = ctx.known
-        how: dict[str, Any] = {"fused": ctx.fused}
-        of_weight, remote = ctx.needs_input_grad[1], None
-        if of_weight and ctx.recompute_fn is not None:
-            remote = start_fetch(ctx.recompute_fn, kept)  # beside the casts and the product of dX
-        if not of_weight:
-            rows, columns = cast_rows(dy, **how), None
+        weight, *saved_x = ctx.saved_tensors
+        maxima_known: ColumnMaxima = ctx.maxima_known
+        options: dict[str, Any] = {"fused": ctx.fused}
+        needs_weight, remote = ctx.needs_input_grad[1], None
+        if needs_weight and ctx.recompute_fn is not None:
+            remote = start_fetch(
+                ctx.recompute_fn, saved_x
+            )  # beside the casts and the product of dX
+        if not needs_weight:
+            rows, columns = cast_rows(dy, **options), None
         elif weight is None:
-            rows, columns = None, cast_columns(dy, find_maxima(dy).columns, **how)
+            rows, columns = None, cast_columns(dy, find_maxima(dy).columns, **options)
         else:
-            rows, columns = cast_both(dy, find_maxima(dy), **how)
+            rows, columns = cast_both(dy, find_maxima(dy), **options)
         dx = dw = None
         if rows is not None:
-            dx = _dx(rows, weight, known.weight, ctx.fused)
+            dx = _dx(rows, weight, maxima_known.weight, ctx.fused)
             if remote is not None:
                 remote.reduce(dx.view(ctx.shape))  # beside what follows
         if columns is not None:
-            x = kept[0] if ctx.recompute_fn is None else run_recompute(ctx.recompute_fn, kept)
+            x = saved_x[0] if ctx.recompute_fn is None else run_recompute(ctx.recompute_fn, saved_x)
             x = x.view(-1, ctx.shape[-1])
-            dw = _product(columns, cast_columns(x, known.x, **how), fast=FAST_BACKWARD, **how)
+            dw = _product(
+                columns, cast_columns(x, maxima_known.x, **options), fast=FAST_BACKWARD, **options
+            )
         return dx, dw, None, None, None, None
 
 
@@ -666,9 +675,11 @@ def fp8_gradient(dy: Tensor, weight: Tensor) -> Tensor:
     return _dx(cast_rows(dy, fused=fused), weight, None, fused)
 
 
-def _gated_forward(gate_up: Tensor, weight: Tensor, act: Activation, known: ColumnMaxima) -> Tensor:
+def _gated_forward(
+    gate_up: Tensor, weight: Tensor, act: Activation, maxima_known: ColumnMaxima
+) -> Tensor:
     """gate_up [T, 2 K], weight [N, K] -> [T, N]. Backward finds the product's maxima itself."""
-    b, known.weight = _cast(weight, True, True)
+    b, maxima_known.weight = _cast(weight, True, True)
     return _product(cast_gated_rows(gate_up, act), b, fast=FAST_FORWARD, fused=True)
 
 
@@ -676,29 +687,29 @@ class _Fp8Gated(torch.autograd.Function):
     """gate_up [T, 2 K] and weight [N, K] -> the fp8 product of `gated_act`'s output, [T, N]."""
 
     @staticmethod
-    def forward(ctx: Any, gate_up: Tensor, weight: Tensor, *given: Any) -> Tensor:
-        ctx.act, ctx.overwrite, known = given
+    def forward(ctx: Any, gate_up: Tensor, weight: Tensor, *args: Any) -> Tensor:
+        ctx.act, ctx.overwrite, maxima_known = args
         ctx.save_for_backward(gate_up, weight)
-        ctx.known = ColumnMaxima() if known is None else known
-        if known is not None:
+        ctx.maxima_known = ColumnMaxima() if maxima_known is None else maxima_known
+        if maxima_known is not None:
             return placeholder(gate_up, weight.shape[0])
-        return _gated_forward(gate_up, weight, ctx.act, ctx.known)
+        return _gated_forward(gate_up, weight, ctx.act, ctx.maxima_known)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         refuse_second_derivative("fp8_gated_linear")
         gate_up, weight = ctx.saved_tensors
-        how: dict[str, Any] = {"fused": True}
-        rows, columns = cast_both(dy, find_maxima(dy), **how)
-        of_weight = cast_columns(weight, ctx.known.weight, **how)
-        d = _product(rows, of_weight, fast=FAST_BACKWARD, **how)
-        del rows, of_weight
-        found = gradients_and_maxima(d, gate_up, ctx.act, ctx.overwrite)
+        options: dict[str, Any] = {"fused": True}
+        rows, columns = cast_both(dy, find_maxima(dy), **options)
+        weight_columns = cast_columns(weight, ctx.maxima_known.weight, **options)
+        d = _product(rows, weight_columns, fast=FAST_BACKWARD, **options)
+        del rows, weight_columns
+        gradients = gradients_and_maxima(d, gate_up, ctx.act, ctx.overwrite)
         del d
-        note_maxima(found.gate_up, found.maxima)
-        of_product = cast_columns(found.product, found.product_maxima, **how)
-        dw = _product(columns, of_product, fast=FAST_BACKWARD, **how)
-        return found.gate_up, dw, None, None, None
+        note_maxima(gradients.gate_up, gradients.maxima)
+        product_columns = cast_columns(gradients.product, gradients.product_maxima, **options)
+        dw = _product(columns, product_columns, fast=FAST_BACKWARD, **options)
+        return gradients.gate_up, dw, None, None, None
 
 
 def _check(x: Tensor, weight: Tensor, halves: int = 1) -> None:
@@ -726,11 +737,11 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, fused: bool) -> Tens
     recompute = find_recompute(x) if weight.requires_grad else None
     if recompute is not None:
         recompute.keep_gate_up()
-    rows, known = x.reshape(-1, x.shape[-1]), ColumnMaxima() if defers_product() else None
-    y = _Fp8Linear.apply(rows, weight, recompute, fused, known, x.shape)
-    if known is not None:
+    rows, maxima_known = x.reshape(-1, x.shape[-1]), ColumnMaxima() if defers_product() else None
+    y = _Fp8Linear.apply(rows, weight, recompute, fused, maxima_known, x.shape)
+    if maxima_known is not None:
         learns = rows.requires_grad, weight.requires_grad
-        y = deferred_product(y, lambda: _forward(rows, weight, *learns, fused, known))
+        y = deferred_product(y, lambda: _forward(rows, weight, *learns, fused, maxima_known))
     return _finish_output(y, x.shape[:-1], bias)
 
 
@@ -765,9 +776,9 @@ def fp8_gated_linear(
         return fp8_linear(gated_act(gate_up, act, overwrite=True), weight, bias)
     _check(gate_up, weight, halves=2)
     check_act(act)
-    known, overwrite = ColumnMaxima() if defers_product() else None, may_overwrite(gate_up)
+    maxima_known, overwrite = ColumnMaxima() if defers_product() else None, may_overwrite(gate_up)
     rows = gate_up.reshape(-1, gate_up.shape[-1])
-    y = _Fp8Gated.apply(rows, weight, act, overwrite, known)
-    if known is not None:
-        y = deferred_product(y, lambda: _gated_forward(rows, weight, act, known))
+    y = _Fp8Gated.apply(rows, weight, act, overwrite, maxima_known)
+    if maxima_known is not None:
+        y = deferred_product(y, lambda: _gated_forward(rows, weight, act, maxima_known))
     return _finish_output(y, gate_up.shape[:-1], bias)

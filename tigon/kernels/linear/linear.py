@@ -53,11 +53,11 @@ def add_matmul(total: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
     """`total` + a [K, L] @ b [L, C] in fp32, of factors in 16 bits on a GPU; adds to the memory of
     `total`."""
     for run in reduction_chunks(a, b):
-        own = a[:, run], b[run]
+        values = a[:, run], b[run]
         if total is None:
-            total = torch.mm(*own, out_dtype=torch.float32)
+            total = torch.mm(*values, out_dtype=torch.float32)
         else:
-            total = torch.addmm(total, *own, out_dtype=torch.float32, out=total)
+            total = torch.addmm(total, *values, out_dtype=torch.float32, out=total)
     assert total is not None
     return total
 
@@ -130,24 +130,24 @@ def deferred_product(place: Tensor, compute: Callable[[], Tensor]) -> Tensor:
 
 class _RecomputedLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, *given: Any) -> Tensor:
-        weight, bias, recompute, apart = given
+    def forward(ctx: Any, x: Tensor, *args: Any) -> Tensor:
+        weight, bias, recompute, deferred = args
         ctx.recompute_fn, ctx.shape = recompute.fn, x.shape
         ctx.save_for_backward(weight, *recompute.saved)
-        return placeholder(x, weight.shape[0]) if apart else F.linear(x, weight, bias)
+        return placeholder(x, weight.shape[0]) if deferred else F.linear(x, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         refuse_second_derivative("a product that computes its input again")
-        weight, *kept = ctx.saved_tensors
+        weight, *saved_x = ctx.saved_tensors
         needs_x, _, needs_bias, *_ = ctx.needs_input_grad
         rows = dy.reshape(-1, dy.shape[-1])
         dx = None
-        if (remote := start_fetch(ctx.recompute_fn, kept)) is not None and needs_x:
+        if (remote := start_fetch(ctx.recompute_fn, saved_x)) is not None and needs_x:
             dx = rows.mm(weight).view(ctx.shape)  # beside the fetch; what follows, beside a sum
             remote.reduce(dx)
         # Else the weight's gradient first: x is gone when its gradient comes
-        x = run_recompute(ctx.recompute_fn, kept).view(ctx.shape)
+        x = run_recompute(ctx.recompute_fn, saved_x).view(ctx.shape)
         dweight, dbias = _parameter_gradients(rows, x, needs_bias)
         del x
         if needs_x and dx is None:
@@ -159,11 +159,13 @@ class _GatedLinear(torch.autograd.Function):
     """`F.linear(product, weight, bias)`, differentiated to the gate_up that the product is of."""
 
     @staticmethod
-    def forward(ctx: Any, gate_up: Tensor, product: Tensor, *given: Any) -> Tensor:
-        weight, bias, ctx.act, ctx.overwrite, apart = given
+    def forward(ctx: Any, gate_up: Tensor, product: Tensor, *args: Any) -> Tensor:
+        weight, bias, ctx.act, ctx.overwrite, deferred = args
         ctx.shape = product.shape
         ctx.save_for_backward(gate_up, weight)
-        return placeholder(product, weight.shape[0]) if apart else F.linear(product, weight, bias)
+        return (
+            placeholder(product, weight.shape[0]) if deferred else F.linear(product, weight, bias)
+        )
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
@@ -235,12 +237,12 @@ def training_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Te
         or has_function_mode()
     ):
         return chunked_linear(x, weight, bias)
-    apart = defers_product()
+    deferred = defers_product()
     if recompute.gated is not None and recompute.single_reader:
         gate_up, act, node = recompute.gated
-        own = act, node.overwrite, apart
-        y: Tensor = _GatedLinear.apply(gate_up, x.detach(), weight, bias, *own)
+        values = act, node.overwrite, deferred
+        y: Tensor = _GatedLinear.apply(gate_up, x.detach(), weight, bias, *values)
     else:
         recompute.keep_gate_up()
-        y = _RecomputedLinear.apply(x, weight, bias, recompute, apart)
-    return deferred_product(y, lambda: F.linear(x, weight, bias)) if apart else y
+        y = _RecomputedLinear.apply(x, weight, bias, recompute, deferred)
+    return deferred_product(y, lambda: F.linear(x, weight, bias)) if deferred else y

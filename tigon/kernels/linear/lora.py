@@ -71,8 +71,8 @@ def _pad_rank(rank: int) -> int:
 
 def _supports(x: Tensor, rank: int, widest: int) -> bool:
     # The interpreter has no bf16 products
-    known = x.device.type != "cpu" or x.dtype in (torch.float16, torch.float32)
-    return known and runs_triton(x) and _pad_rank(rank) * x.element_size() <= widest
+    rank_mask = x.device.type != "cpu" or x.dtype in (torch.float16, torch.float32)
+    return rank_mask and runs_triton(x) and _pad_rank(rank) * x.element_size() <= widest
 
 
 def supports_product(x: Tensor, rank: int) -> bool:
@@ -102,17 +102,17 @@ def _low_rank_product_kernel(
     rank = 0
     for p in tl.static_range(PARTS):
         if (firsts[p] < start + COLUMNS) & (start < firsts[p] + sizes[p]):
-            known = each < ranks[p]
+            rank_mask = each < ranks[p]
             at = u + rows.to(tl.int64) * u_row + rank + each[None, :]
-            own = tl.load(at, mask=(rows < N) & known[None, :], other=0.0)
-            of_part = columns - firsts[p]
+            values = tl.load(at, mask=(rows < N) & rank_mask[None, :], other=0.0)
+            offset = columns - firsts[p]
             if TRANSPOSED:
-                at = bs[p] + each[:, None] * sizes[p] + of_part
+                at = bs[p] + each[:, None] * sizes[p] + offset
             else:
-                at = bs[p] + of_part * ranks[p] + each[:, None]
-            inside = (of_part >= 0) & (of_part < sizes[p]) & known[:, None]
-            b = tl.load(at, mask=inside, other=0.0).to(own.dtype)
-            sums += tl.dot(own, b, input_precision="ieee") * scales[p]
+                at = bs[p] + offset * ranks[p] + each[:, None]
+            inside = (offset >= 0) & (offset < sizes[p]) & rank_mask[:, None]
+            b = tl.load(at, mask=inside, other=0.0).to(values.dtype)
+            sums += tl.dot(values, b, input_precision="ieee") * scales[p]
         rank += ranks[p]
     if bias is not None:
         sums += tl.load(bias + columns, mask=columns < K, other=0.0).to(tl.float32)
@@ -124,8 +124,8 @@ def _low_rank_product_kernel(
     tl.store(at, sums.to(y.dtype.element_ty), mask=(rows < N) & (columns < K))
 
 
-def _product(u: Tensor, *given: object) -> Tensor:
-    columns = given[3]
+def _product(u: Tensor, *args: object) -> Tensor:
+    columns = args[3]
     assert isinstance(columns, int)
     return u.new_empty(u.shape[0], columns)
 
@@ -173,26 +173,26 @@ def _load_strip(
     many columns its part has from there on, and the part's first rank and how many it has."""
     local, each = tl.arange(0, COLUMNS)[:, None], tl.arange(0, P)[None, :]
     b = tl.zeros([COLUMNS, P], dtype)
-    column, left, rank, r = 0, 0, 0, 0
+    column, remaining, rank, r = 0, 0, 0, 0
     start, before = 0, 0  # strips and ranks of the parts before
     for p in tl.static_range(PARTS):
         count = tl.cdiv(sizes[p], COLUMNS)
-        of_part = (strip - start) * COLUMNS + local
-        known = (of_part >= 0) & (of_part < sizes[p]) & (each < ranks[p])
-        b += tl.load(bs[p] + of_part * ranks[p] + each, mask=known, other=0.0).to(dtype)
-        own = (strip >= start) & (strip < start + count)
-        column = tl.where(own, firsts[p] + (strip - start) * COLUMNS, column)
-        left = tl.where(own, sizes[p] - (strip - start) * COLUMNS, left)
-        rank = tl.where(own, before, rank)
-        r = tl.where(own, ranks[p], r)
+        offset = (strip - start) * COLUMNS + local
+        rank_mask = (offset >= 0) & (offset < sizes[p]) & (each < ranks[p])
+        b += tl.load(bs[p] + offset * ranks[p] + each, mask=rank_mask, other=0.0).to(dtype)
+        in_part = (strip >= start) & (strip < start + count)
+        column = tl.where(in_part, firsts[p] + (strip - start) * COLUMNS, column)
+        remaining = tl.where(in_part, sizes[p] - (strip - start) * COLUMNS, remaining)
+        rank = tl.where(in_part, before, rank)
+        r = tl.where(in_part, ranks[p], r)
         start += count
         before += ranks[p]
-    return b, column, left, rank, r
+    return b, column, remaining, rank, r
 
 
 @triton.jit(do_not_specialize=["N", "strips"])  # 1 would be a number without methods
 def _low_rank_shares_kernel(
-    dy, u, bs, of_u, of_bs, firsts, sizes, ranks, N, strips, length, dy_row, u_row,
+    dy, u, bs, u_shares, b_shares, firsts, sizes, ranks, N, strips, length, dy_row, u_row,
     PARTS: tl.constexpr, P: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -203,7 +203,7 @@ def _low_rank_shares_kernel(
     run = tl.program_id(0) // strips
     strip = tl.program_id(0) - run * strips
     dtype: tl.constexpr = dy.dtype.element_ty
-    b, column, left, rank, r = _load_strip(
+    b, column, remaining, rank, r = _load_strip(
         bs, firsts, sizes, ranks, strip, dtype, PARTS, P, COLUMNS
     )  # fmt: skip
     local, each = tl.arange(0, COLUMNS), tl.arange(0, P)
@@ -211,17 +211,19 @@ def _low_rank_shares_kernel(
     end = tl.minimum(run * length + length, N)
     for i in tl.range(run * length, end, ROWS, num_stages=STAGES):
         rows = (i + tl.arange(0, ROWS))[:, None].to(tl.int64)
-        inside = (rows < end) & (local < left)[None, :]
+        inside = (rows < end) & (local < remaining)[None, :]
         d = tl.load(dy + rows * dy_row + column + local[None, :], mask=inside, other=0.0)
         share = tl.dot(d, b, input_precision="ieee")
-        tl.store(of_u + (strip * N.to(tl.int64) + rows) * P + each[None, :], share, mask=rows < end)
-        if of_bs is not None:
-            known = (rows < end) & (each < r)[None, :]
-            own = tl.load(u + rows * u_row + rank + each[None, :], mask=known, other=0.0)
-            total = tl.dot(tl.trans(d), own, total, input_precision="ieee")
-    if of_bs is not None:
+        tl.store(
+            u_shares + (strip * N.to(tl.int64) + rows) * P + each[None, :], share, mask=rows < end
+        )
+        if b_shares is not None:
+            rank_mask = (rows < end) & (each < r)[None, :]
+            values = tl.load(u + rows * u_row + rank + each[None, :], mask=rank_mask, other=0.0)
+            total = tl.dot(tl.trans(d), values, total, input_precision="ieee")
+    if b_shares is not None:
         first = (run * strips + strip).to(tl.int64) * COLUMNS
-        tl.store(of_bs + (first + local)[:, None] * P + each[None, :], total)
+        tl.store(b_shares + (first + local)[:, None] * P + each[None, :], total)
 
 
 @triton.jit
@@ -230,14 +232,14 @@ def _sum_partials(shares, first, last, stride, at, inside, SHARES: tl.constexpr)
     total = tl.zeros(at.shape, tl.float32)
     for i in range(first, last, SHARES):
         k = i + tl.arange(0, SHARES)[:, None, None]
-        known = (k < last) & inside[None]
-        total += tl.sum(tl.load(shares + k * stride + at[None], mask=known, other=0.0), 0)
+        rank_mask = (k < last) & inside[None]
+        total += tl.sum(tl.load(shares + k * stride + at[None], mask=rank_mask, other=0.0), 0)
     return total
 
 
 @triton.jit(do_not_specialize=["N", "strips"])
 def _low_rank_sums_kernel(
-    of_u, of_bs, du, dbs, sizes, ranks, scales, N, strips, runs,
+    u_shares, b_shares, du, dbs, sizes, ranks, scales, N, strips, runs,
     PARTS: tl.constexpr, R: tl.constexpr, P: tl.constexpr, COLUMNS: tl.constexpr,
     ROWS: tl.constexpr, SHARES: tl.constexpr,
 ):  # fmt: skip
@@ -255,27 +257,27 @@ def _low_rank_sums_kernel(
                 inside = (rows < N) & (each < ranks[p])
                 stride = N.to(tl.int64) * P
                 total = _sum_partials(
-                    of_u, start, start + count, stride, rows * P + each, inside, SHARES
+                    u_shares, start, start + count, stride, rows * P + each, inside, SHARES
                 )
                 tl.store(du + rows * R + rank + each, (total * scales[p]).to(dtype), mask=inside)
             start += count
             rank += ranks[p]
-    elif of_bs is not None:
+    elif b_shares is not None:
         rows = ((i - PARTS * blocks) * ROWS + tl.arange(0, ROWS))[:, None].to(tl.int64)
         stride = strips.to(tl.int64) * COLUMNS * P
-        total = _sum_partials(of_bs, 0, runs, stride, rows * P + each, rows >= 0, SHARES)
+        total = _sum_partials(b_shares, 0, runs, stride, rows * P + each, rows >= 0, SHARES)
         for p in tl.static_range(PARTS):
-            of_part = rows - start * COLUMNS
-            inside = (of_part >= 0) & (of_part < sizes[p]) & (each < ranks[p])
+            offset = rows - start * COLUMNS
+            inside = (offset >= 0) & (offset < sizes[p]) & (each < ranks[p])
             # Rounded to the dtype of dU first, whatever that of B is
-            own = (total * scales[p]).to(dtype)
-            tl.store(dbs[p] + of_part * ranks[p] + each, own, mask=inside)
+            values = (total * scales[p]).to(dtype)
+            tl.store(dbs[p] + offset * ranks[p] + each, values, mask=inside)
             start += tl.cdiv(sizes[p], COLUMNS)
 
 
-def _gradients(dy: Tensor, u: Tensor, bs: Sequence[Tensor], *given: object) -> list[Tensor]:
-    of_bs = given[-1]
-    return [dy.new_empty(u.shape), *(b.new_empty(b.shape) for b in (bs if of_bs else ()))]
+def _gradients(dy: Tensor, u: Tensor, bs: Sequence[Tensor], *args: object) -> list[Tensor]:
+    b_shares = args[-1]
+    return [dy.new_empty(u.shape), *(b.new_empty(b.shape) for b in (bs if b_shares else ()))]
 
 
 @operator("low_rank_gradients", _gradients)
@@ -285,14 +287,14 @@ def low_rank_gradients(
     bs: Sequence[Tensor],
     firsts: Sequence[int],
     scales: Sequence[float],
-    of_bs: bool,
+    b_shares: bool,
 ) -> list[Tensor]:
-    """dU [N, R] and, with `of_bs`, dB_p [K_p, r] of all parts, from dY [N, K].
+    """dU [N, R] and, with `b_shares`, dB_p [K_p, r] of all parts, from dY [N, K].
 
     Sums in fp32, rounded once to the dtype of dY; dB is then cast to the dtype of B. The same bits
     at every call.
     """
-    du, *dbs = _gradients(dy, u, bs, of_bs)
+    du, *dbs = _gradients(dy, u, bs, b_shares)
     sizes, ranks = ([b.shape[side] for b in bs] for side in (0, 1))
     rows, block, warps, stages = STRIP
     N, strips = dy.shape[0], sum(triton.cdiv(size, block) for size in sizes)
@@ -305,13 +307,13 @@ def low_rank_gradients(
     length = max(LEAST, next_power_of_2(N * strips // PROGRAMS + 1) // 2)
     runs = triton.cdiv(N, length)
     shares = dy.new_empty(strips, N, P, dtype=torch.float32)
-    more = dy.new_empty(runs, strips * block, P, dtype=torch.float32) if of_bs else None
+    more = dy.new_empty(runs, strips * block, P, dtype=torch.float32) if b_shares else None
     _low_rank_shares_kernel[(runs * strips,)](
         dy, u, tuple(bs), shares, more, tuple(firsts), tuple(sizes), tuple(ranks),
         N, strips, length, dy.stride(0), u.stride(0), PARTS=len(bs), P=P,
         ROWS=rows, COLUMNS=block, STAGES=stages, num_warps=warps,
     )  # fmt: skip
-    programs = len(bs) * triton.cdiv(N, ROWS) + (strips * block // ROWS if of_bs else 0)
+    programs = len(bs) * triton.cdiv(N, ROWS) + (strips * block // ROWS if b_shares else 0)
     _low_rank_sums_kernel[(programs,)](
         shares, more, du, tuple(dbs or bs), tuple(sizes), tuple(ranks), tuple(scales),
         N, strips, runs, PARTS=len(bs), R=du.shape[1], P=P, COLUMNS=block,
@@ -390,8 +392,8 @@ def _add_terms(y: Tensor, x: Tensor, a: Tensor, additions: Sequence[LoRATerm]) -
     for first, b, scale in additions:
         pieces.append(y[..., column:first])
         column, r = first + b.shape[0], b.shape[1]
-        own = chunked_linear(u[..., rank : rank + r], b.to(u.dtype)) * scale
-        pieces.append(y[..., first:column] + own)
+        values = chunked_linear(u[..., rank : rank + r], b.to(u.dtype)) * scale
+        pieces.append(y[..., first:column] + values)
         rank += r
     pieces.append(y[..., column:])
     filled = [piece for piece in pieces if piece.shape[-1]]
@@ -403,8 +405,8 @@ def _add_into(y: Tensor, u: Tensor, additions: Sequence[LoRATerm]) -> Tensor:
     rows, rank = y.view(-1, y.shape[-1]), 0
     for first, b, scale in additions:
         size, r = b.shape
-        own = u.narrow(1, rank, r)
-        rows.narrow(1, first, size).addmm_(own, b.to(u.dtype).t(), alpha=scale)
+        values = u.narrow(1, rank, r)
+        rows.narrow(1, first, size).addmm_(values, b.to(u.dtype).t(), alpha=scale)
         rank += r
     return y
 
@@ -447,8 +449,8 @@ def _x_gradient(
         if dropout is None:
             return dx.addmm_(du, a.to(du.dtype))
         return dx.add_(apply_dropout(du.mm(a.to(du.dtype)), dropout))
-    how = () if dropout is None else (dropout.keys, dropout.seed, dropout.threshold)
-    dx = low_rank_product(du, [a], [0], [1.0], a.shape[1], None, True, *how)
+    draws = () if dropout is None else (dropout.keys, dropout.seed, dropout.threshold)
+    dx = low_rank_product(du, [a], [0], [1.0], a.shape[1], None, True, *draws)
     return dx.addmm_(dy, weight)
 
 
@@ -458,9 +460,9 @@ def _low_rank_gradients(
     """dU [N, R], and dB of those parts that need it."""
     if supports_gradients(dy, _max_rank(additions)):
         firsts, bs, scales = zip(*additions, strict=True)
-        du, *found = low_rank_gradients(dy, u, bs, firsts, scales, any(needed))
-        found = found or bs
-        return du, [db if need else None for db, need in zip(found, needed, strict=True)]
+        du, *gradients = low_rank_gradients(dy, u, bs, firsts, scales, any(needed))
+        gradients = gradients or bs
+        return du, [db if need else None for db, need in zip(gradients, needed, strict=True)]
     du, dbs, rank = dy.new_empty(u.shape), [], 0
     for (first, b, scale), need in zip(additions, needed, strict=True):
         size, r = b.shape
@@ -485,28 +487,28 @@ class _LoRACall(NamedTuple):
     """What is no tensor of the graph."""
 
     base: BaseLinear
-    places: Sequence[tuple[int, float]]  # first column and scale of each addition
-    how: RecomputeFn | None  # x is computed again
+    columns_and_scales: Sequence[tuple[int, float]]  # first column and scale of each addition
+    recompute_fn: RecomputeFn | None  # x is computed again
     gated: tuple[Activation, bool] | None  # and whether its gradient may overwrite gate_up
-    apart: bool
+    deferred: bool
     dropout: Dropout | None
 
     def additions(self, bs: Sequence[Tensor]) -> list[LoRATerm]:
-        return [LoRATerm(f, b, s) for (f, s), b in zip(self.places, bs, strict=True)]
+        return [LoRATerm(f, b, s) for (f, s), b in zip(self.columns_and_scales, bs, strict=True)]
 
 
 class _LoRALinear(torch.autograd.Function):
     """`gate_up` is given in place of x's graph, where x is its gated activation and nobody else's.
 
-    `apart`: y is not computed; see `later`.
+    `deferred`: y is not computed; see `later`.
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, gate_up: Tensor | None, *given: Any) -> Tensor:
-        weight, bias, a, u, call, kept, *bs = given
+    def forward(ctx: Any, x: Tensor, gate_up: Tensor | None, *args: Any) -> Tensor:
+        weight, bias, a, u, call, saved_x, *bs = args
         ctx.call, ctx.shape, ctx.columns = call, x.shape, weight.shape[0]
-        ctx.save_for_backward(weight, a, u, *bs, *kept)
-        if call.apart:
+        ctx.save_for_backward(weight, a, u, *bs, *saved_x)
+        if call.deferred:
             return placeholder(x, ctx.columns)
         return _base_plus_low_rank(call.base, x, weight, bias, u, call.additions(bs))
 
@@ -515,28 +517,34 @@ class _LoRALinear(torch.autograd.Function):
         refuse_second_derivative("a product with low-rank additions")
         call: _LoRACall = ctx.call
         weight, a, u, *rest = ctx.saved_tensors
-        bs, kept = rest[: len(call.places)], rest[len(call.places) :]
-        of_x, of_gate_up, _, _, of_a, *_ = ctx.needs_input_grad
+        bs, saved_x = rest[: len(call.columns_and_scales)], rest[len(call.columns_and_scales) :]
+        needs_x, needs_gate_up, _, _, needs_a, *_ = ctx.needs_input_grad
         rows = dy.reshape(-1, ctx.columns)
         remote = None
-        if of_a and call.how is not None:  # not of a gated activation
-            remote = start_fetch(call.how, kept)
+        if needs_a and call.recompute_fn is not None:  # not of a gated activation
+            remote = start_fetch(call.recompute_fn, saved_x)
         du, dbs = _low_rank_gradients(
             rows, u, call.additions(bs), ctx.needs_input_grad[8:][: len(bs)]
         )
         da = dx = dgate_up = None
-        if remote is not None and of_x:
+        if remote is not None and needs_x:
             dx = _x_gradient(call.base, rows, weight, du, a, call.dropout).view(ctx.shape)
             remote.reduce(dx)
-        if of_a and not of_gate_up:  # else first: what is computed again is gone when dX comes
-            x = kept[0] if call.how is None else run_recompute(call.how, kept)
+        if (
+            needs_a and not needs_gate_up
+        ):  # else first: what is computed again is gone when dX comes
+            x = (
+                saved_x[0]
+                if call.recompute_fn is None
+                else run_recompute(call.recompute_fn, saved_x)
+            )
             da = _a_gradient(du, x, call.dropout)
             del x
-        if (of_x or of_gate_up) and dx is None:
+        if (needs_x or needs_gate_up) and dx is None:
             dx = _x_gradient(call.base, rows, weight, du, a, call.dropout).view(ctx.shape)
-        if of_gate_up:
+        if needs_gate_up:
             assert dx is not None and call.gated is not None
-            dgate_up, x = gradient_and_product(dx, kept[0], *call.gated)
+            dgate_up, x = gradient_and_product(dx, saved_x[0], *call.gated)
             da, dx = _a_gradient(du, x, call.dropout), None
         da = None if da is None else da.to(a.dtype)
         return dx, dgate_up, None, None, da, None, None, None, *dbs
@@ -585,23 +593,23 @@ def lora_linear(
         rows = base._replace(product=base.linear, plain=plain)
         u = _project_down(x, a, dropout)
         return _base_plus_low_rank(rows, x, weight, bias, u, additions)
-    apart = defers_product()
-    own, gate_up, how, gated = x, None, None, None
-    kept: tuple[Tensor | None, ...] = (x,) if a.requires_grad else ()
+    deferred = defers_product()
+    values, gate_up, recompute_fn, gated = x, None, None, None
+    saved_x: tuple[Tensor | None, ...] = (x,) if a.requires_grad else ()
     recompute = find_recompute(x) if a.requires_grad else None
     if recompute is not None and recompute.gated is not None and recompute.single_reader:
         gate_up, act, node = recompute.gated
-        own, kept, gated = x.detach(), (gate_up,), (act, node.overwrite)
+        values, saved_x, gated = x.detach(), (gate_up,), (act, node.overwrite)
     elif recompute is not None:
         recompute.keep_gate_up()
-        how, kept = recompute.fn, recompute.saved
+        recompute_fn, saved_x = recompute.fn, recompute.saved
     with torch.no_grad():
         u = _project_down(x, a, dropout)
-    places = [(first, scale) for first, _, scale in additions]
-    call = _LoRACall(base, places, how, gated, apart, dropout)
+    columns_and_scales = [(first, scale) for first, _, scale in additions]
+    call = _LoRACall(base, columns_and_scales, recompute_fn, gated, deferred, dropout)
     bs = [b for _, b, _ in additions]
-    product: Tensor = _LoRALinear.apply(own, gate_up, weight, bias, a, u, call, kept, *bs)
-    if not apart:
+    product: Tensor = _LoRALinear.apply(values, gate_up, weight, bias, a, u, call, saved_x, *bs)
+    if not deferred:
         return product
     return deferred_product(
         product, lambda: _base_plus_low_rank(base, x, weight, bias, u, additions)

@@ -38,12 +38,12 @@ NF4_VALUES = torch.tensor(
 
 def _scale_values() -> Tensor:
     """256 signed numbers up to 1; each power of ten further down they have a bit less."""
-    found = [0.0, 1.0]
+    numbers_list = [0.0, 1.0]
     for i in range(7):
         bounds = torch.linspace(0.1, 1, 2**i + 1, dtype=torch.float32, device="cpu")
         means = (bounds[:-1] + bounds[1:]) / 2.0
-        found += (10 ** (i - 6) * means).tolist() + (-(10 ** (i - 6)) * means).tolist()
-    return torch.tensor(sorted(found), dtype=torch.float32, device="cpu")
+        numbers_list += (10 ** (i - 6) * means).tolist() + (-(10 ** (i - 6)) * means).tolist()
+    return torch.tensor(sorted(numbers_list), dtype=torch.float32, device="cpu")
 
 
 SCALE_VALUES = _scale_values()
@@ -71,11 +71,11 @@ def group_offsets(matrices: Sequence[int]) -> Tensor:
     """`places` for matrices of so many numbers."""
     rows, number, byte, block = [], 0, 0, 0
     for numbers in matrices:
-        of_codes, blocks, groups = packed_sizes(numbers)
+        code_bytes, blocks, groups = packed_sizes(numbers)
         for i in range(groups):
             at = i * GROUP
             rows.append((number + at * BLOCK, byte + at * BLOCK // 2, block + at))
-        number, byte, block = number + numbers, byte + of_codes, block + blocks
+        number, byte, block = number + numbers, byte + code_bytes, block + blocks
     return torch.tensor([*rows, (number, byte, block)], dtype=torch.int64, device="cpu")
 
 
@@ -86,11 +86,11 @@ def _nearest_code(x: Tensor, book: Tensor) -> Tensor:
 
 def _quantize_blocks(x: Tensor, size: int, book: Tensor) -> tuple[Tensor, Tensor]:
     """Codes [m] of fp32 numbers [m], and the largest of each `size` of them."""
-    missing = -len(x) % size
-    rows = torch.cat([x, x.new_zeros(missing)]).view(-1, size) if missing else x.view(-1, size)
-    most = rows.abs().amax(1)
-    shares = rows * (1.0 / most.clamp(min=1e-38)).unsqueeze(1)
-    return _nearest_code(shares.clamp_(-1, 1), book).view(-1)[: len(x)], most
+    padding = -len(x) % size
+    rows = torch.cat([x, x.new_zeros(padding)]).view(-1, size) if padding else x.view(-1, size)
+    largest_abs = rows.abs().amax(1)
+    shares = rows * (1.0 / largest_abs.clamp(min=1e-38)).unsqueeze(1)
+    return _nearest_code(shares.clamp_(-1, 1), book).view(-1)[: len(x)], largest_abs
 
 
 @torch.no_grad()
@@ -106,11 +106,13 @@ def quantize_nf4(matrix: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     largest = []
     for first in range(0, len(flat), SLAB):
         x = flat[first : first + SLAB].float()
-        codes[first : first + len(x)], most = _quantize_blocks(x, BLOCK, book)
-        largest.append(most)
-    most = torch.cat(largest)
-    offset = most.mean()
-    scales, steps = _quantize_blocks(most - offset, GROUP, SCALE_VALUES.to(most.device))
+        codes[first : first + len(x)], largest_abs = _quantize_blocks(x, BLOCK, book)
+        largest.append(largest_abs)
+    largest_abs = torch.cat(largest)
+    offset = largest_abs.mean()
+    scales, steps = _quantize_blocks(
+        largest_abs - offset, GROUP, SCALE_VALUES.to(largest_abs.device)
+    )
     return codes[::2] << 4 | codes[1::2], scales, steps, offset.repeat(len(steps))
 
 
@@ -139,8 +141,8 @@ def dequantize_nf4_slice(
         scales = scales + weight.offsets[group + blocks // GROUP]
         codes = weight.codes[byte + begin // 2 : byte + (stop + 1) // 2].int()
         values = numbers[torch.stack((codes >> 4, codes & 15), -1).view(-1)]
-        missing = len(blocks) * BLOCK - len(values)
-        values = torch.cat([values, values.new_zeros(missing)]) if missing else values
+        padding = len(blocks) * BLOCK - len(values)
+        values = torch.cat([values, values.new_zeros(padding)]) if padding else values
         values = values.view(-1, BLOCK).mul_(scales.unsqueeze(1)).view(-1)
         low = max(begin, first)
         out[low - first : stop - first] = values[low - begin : stop - begin]
@@ -170,16 +172,18 @@ def _nf4_kernel(
     count = (tl.load(place + 3) - first).to(tl.int32)
     if EVEN:
         first, byte = tl.multiple_of(first, BLOCK), tl.multiple_of(byte, BLOCK // 2)
-    there = blocks * BLOCK < count
-    scale = tl.load(scales + block + blocks, mask=there, other=0).to(tl.int32)
+    block_mask = blocks * BLOCK < count
+    scale = tl.load(scales + block + blocks, mask=block_mask, other=0).to(tl.int32)
     scale = tl.load(numbers + 16 + scale) * tl.load(steps + group) + tl.load(offsets + group)
     at = blocks[:, None] * (BLOCK // 2) + tl.arange(0, BLOCK // 2)[None, :]
-    here = there[:, None] if EVEN else at * 2 < count
-    code = tl.load(codes + byte + at, mask=here, other=0).to(tl.int32)
+    element_mask = block_mask[:, None] if EVEN else at * 2 < count
+    code = tl.load(codes + byte + at, mask=element_mask, other=0).to(tl.int32)
     pairs = tl.interleave(tl.load(numbers + (code >> 4)), tl.load(numbers + (code & 15)))
-    own = blocks[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
-    here = there[:, None] if EVEN else own < count
-    tl.store(y + first + own, (pairs * scale[:, None]).to(y.dtype.element_ty), mask=here)
+    element = blocks[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+    element_mask = block_mask[:, None] if EVEN else element < count
+    tl.store(
+        y + first + element, (pairs * scale[:, None]).to(y.dtype.element_ty), mask=element_mask
+    )
 
 
 def _nf4_output(
@@ -249,12 +253,12 @@ def dequantize_block_fp8_rows(
     """Rows [first, first + count), in plain torch: the definition. `width`: columns of a block."""
     columns = weight.codes.shape[1]
     out = torch.empty(count, columns, dtype=dtype, device=weight.codes.device)
-    of_column = torch.arange(columns, device=out.device) // width
+    column_block = torch.arange(columns, device=out.device) // width
     step = max(1, SLAB // max(1, columns))
     for begin in range(0, count, step):
         rows = slice(first + begin, first + min(begin + step, count))
         values = weight.codes[rows].view(stored).float()
-        out[begin : begin + step] = values.mul_(weight.scales[weight.owners[rows]][:, of_column])
+        out[begin : begin + step] = values.mul_(weight.scales[weight.owners[rows]][:, column_block])
     return out
 
 
@@ -281,13 +285,13 @@ def _block_fp8_kernel(
 ):  # fmt: skip
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    there = (rows < N)[:, None] & (columns < K)[None, :]
+    block_mask = (rows < N)[:, None] & (columns < K)[None, :]
     owner = tl.load(owners + rows, mask=rows < N, other=0)
-    of_block = owner[:, None] * S + (columns // width)[None, :]
-    scale = tl.load(scales + of_block, mask=there, other=0.0)
+    scale_index = owner[:, None] * S + (columns // width)[None, :]
+    scale = tl.load(scales + scale_index, mask=block_mask, other=0.0)
     at = rows.to(tl.int64)[:, None] * K + columns[None, :]
-    code = tl.load(codes + at, mask=there, other=0).to(tl.int32)
-    tl.store(y + at, (decode_fp8(code, E4M3) * scale).to(y.dtype.element_ty), mask=there)
+    code = tl.load(codes + at, mask=block_mask, other=0).to(tl.int32)
+    tl.store(y + at, (decode_fp8(code, E4M3) * scale).to(y.dtype.element_ty), mask=block_mask)
 
 
 def _block_fp8_output(
@@ -336,21 +340,21 @@ Dequantize = Callable[[], Tensor]  # the weight [K, C]
 
 class _QuantizedLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, bias: Tensor | None, *given: Any) -> Tensor:
-        ctx.dequantize, ctx.inner = given
+    def forward(ctx: Any, x: Tensor, bias: Tensor | None, *args: Any) -> Tensor:
+        ctx.dequantize, ctx.inner = args
         y: Tensor = ctx.inner.product(x, ctx.dequantize(), bias)
         return y
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         refuse_second_derivative("a product with a quantised weight")
-        of_x, of_bias, *_ = ctx.needs_input_grad
+        needs_x, needs_bias, *_ = ctx.needs_input_grad
         rows = dy.reshape(-1, dy.shape[-1])
         dx = None
-        if of_x:
+        if needs_x:
             weight = ctx.dequantize().to(dy.dtype)  # another one under autocast
             dx = ctx.inner.gradient(rows, weight).view(*dy.shape[:-1], -1)
-        return dx, rows.sum(0) if of_bias else None, None, None
+        return dx, rows.sum(0) if needs_bias else None, None, None
 
 
 def quantized_linear(

@@ -84,8 +84,8 @@ def _argmax(scores: Tensor) -> Tensor:
     keys, last = y.new_empty(N, K), 2**31 - 1
     options = pdl_options(scores)
     _keys_kernel[(N, K)](scores, keys, V, K, last, NAN, BLOCK, num_warps=4, **options)
-    given = keys, y, K, last, NO_KEY, MINUS_INFINITY, INFINITY, NOT_FINITE, next_power_of_2(K)
-    _columns_kernel[(N,)](*given, num_warps=1, **options)
+    args = keys, y, K, last, NO_KEY, MINUS_INFINITY, INFINITY, NOT_FINITE, next_power_of_2(K)
+    _columns_kernel[(N,)](*args, num_warps=1, **options)
     return y
 
 

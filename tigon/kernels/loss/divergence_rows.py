@@ -123,20 +123,20 @@ def logit_masses(
     """[N, 4]: the largest logit, and the logarithm of the sum of exp(logit - largest), of both."""
     n, vocab = student.shape
     if not runs_triton(student):
-        found = []
+        outputs = []
         for raw, o in ((student, options), (teacher, teacher_options)):
             z = scale_and_cap(raw.float(), o)
             peak = z.amax(-1).clamp(min=-1e38) if vocab else z.new_full((n,), -1e38)
-            found += [peak, (z - peak[:, None]).exp().sum(-1).log()]
-        return torch.stack(found, 1)
+            outputs += [peak, (z - peak[:, None]).exp().sum(-1).log()]
+        return torch.stack(outputs, 1)
     student, teacher = (x if x.stride(1) == 1 else x.contiguous() for x in (student, teacher))
     out = torch.empty(n, 4, dtype=torch.float32, device=student.device)
     if n:
         block, num_warps = _blocks(vocab)
         strides, heads = (student.stride(0), teacher.stride(0)), (options, teacher_options)
-        of_heads = (head_constants(o) for o in heads)
+        constants = (head_constants(o) for o in heads)
         _masses_kernel[(n,)](
-            student, teacher, out, vocab, *strides, *of_heads, BLOCK=block, num_warps=num_warps
+            student, teacher, out, vocab, *strides, *constants, BLOCK=block, num_warps=num_warps
         )
     return out
 
@@ -333,10 +333,10 @@ def topk_rows(
     index = tokens.where(tokens >= 0, tokens[:, :1])
     raw = logits.gather(1, index)
     z = scale_and_cap(raw.float(), options)
-    others = logits if grad is not None and grad.out is logits else logits.clone()
-    others.scatter_(1, index, -torch.inf)
+    other_logits = logits if grad is not None and grad.out is logits else logits.clone()
+    other_logits.scatter_(1, index, -torch.inf)
     target = index[:, 0].contiguous()
-    rest = loss_rows(others, target, options.of_logits(), holes=True)
+    rest = loss_rows(other_logits, target, options.of_logits(), holes=True)
     lse = torch.where(rest.log_mass == -torch.inf, -torch.inf, rest.peak + rest.log_mass)
     absent = tokens < 0
     losses, d = stored_losses(z, lse, logprobs, absent, beta, grad)
@@ -345,8 +345,8 @@ def topk_rows(
         exact = exact.where(~absent, exact[:, :1])
         if grad.before is not None:
             exact = exact + grad.before.gather(1, index)
-        of_rest, known = grad._replace(row_scale=d[:, -1]), (rest.peak, rest.log_mass)
-        loss_rows(others, target, options.of_logits(), (), of_rest, known, holes=True)
+        rest_gradient, known = grad._replace(row_scale=d[:, -1]), (rest.peak, rest.log_mass)
+        loss_rows(other_logits, target, options.of_logits(), (), rest_gradient, known, holes=True)
         grad.out.scatter_(1, index, exact.to(grad.out.dtype))
     return losses
 
@@ -362,10 +362,10 @@ def stored_losses(
     """Losses [N] and, for a gradient, their slopes by z and, last, lse: [N, k + 1]."""
     student = torch.cat((z.masked_fill(absent, -torch.inf), lse[:, None]), 1).log_softmax(-1)
     teacher = logprobs.float().masked_fill(absent, -torch.inf)
-    left = (1 - teacher.exp().sum(-1, keepdim=True)).clamp(min=SMALLEST_REST)
+    remaining = (1 - teacher.exp().sum(-1, keepdim=True)).clamp(min=SMALLEST_REST)
     # Where all tokens were stored there are no others, of either model
-    left = left.log().masked_fill(lse[:, None] == -torch.inf, -torch.inf)
-    teacher = torch.cat((teacher, left), 1)
+    remaining = remaining.log().masked_fill(lse[:, None] == -torch.inf, -torch.inf)
+    teacher = torch.cat((teacher, remaining), 1)
     losses = kl_ref(student, teacher, beta)
     if grad is None:
         return losses, None

@@ -71,7 +71,7 @@ def _run(
     flat: Sequence[Tensor | None],
     row_scales: list[Tensor],
     needs: tuple[bool, ...],
-    known: Slots,
+    lse_parts: Slots,
 ) -> tuple[list[Tensor], list[dict[str, Tensor]], Tensor | None]:
     """The pass, inside the forward of the heads of all teachers that are modules.
 
@@ -80,7 +80,7 @@ def _run(
     """
     slots: Slots = []
     for i in range(len(p.plans)):
-        slots += [*flat[INPUTS * i : INPUTS * i + 4], *known[2 * i : 2 * i + 2]]
+        slots += [*flat[INPUTS * i : INPUTS * i + 4], *lse_parts[2 * i : 2 * i + 2]]
     top = None
     if p.late and any(needs):
         top = torch.cat(row_scales).abs().amax()
@@ -161,7 +161,7 @@ class FusedLinearLoss(torch.autograd.Function):
         if p.ahead and len(p.plans) == 1 and not ctx.transformed:
             given = [None] * len(given)
         # Gradients that autograd alone keeps may be overwritten by those that it is to get
-        ctx.ours = not (ctx.transformed or torch.compiler.is_compiling()) and (
+        ctx.exclusive = not (ctx.transformed or torch.compiler.is_compiling()) and (
             torch._C._autograd._top_saved_tensors_default_hooks(False) is None
         )
         ctx.save_for_backward(*given, *kept)
@@ -173,7 +173,7 @@ class FusedLinearLoss(torch.autograd.Function):
         if all(up is None for up in ups):
             return (None,) * (1 + SHARED + INPUTS * len(ups))
         if ctx.transformed:
-            found = FusedLinearLossBackward.apply(p, False, ctx.kept, *ctx.dtypes, *ups, *saved)
+            outputs = FusedLinearLossBackward.apply(p, False, ctx.kept, *ctx.dtypes, *ups, *saved)
         else:
             refuse_second_derivative(p.name, p.instead)
             if ctx.grad is not None and _share_gradient(ups):
@@ -183,15 +183,15 @@ class FusedLinearLoss(torch.autograd.Function):
                     d_logits = rescale(ctx.grad, factor, ctx.grad.dtype)
                 else:
                     d_logits, ctx.grad = rescale_(ctx.grad, factor), None
-                found = (d_logits, *(None,) * (LEARNED - 1), *losses)
+                outputs = (d_logits, *(None,) * (LEARNED - 1), *losses)
             else:
-                ours = ctx.ours and not retains_graph()
-                found = _differentiate(p, ours, ctx.kept, *ctx.dtypes, *ups, *saved)
-        of_flat: list[Tensor | None] = []
-        rest = iter(found[LEARNED:])
+                exclusive = ctx.exclusive and not retains_graph()
+                outputs = _differentiate(p, exclusive, ctx.kept, *ctx.dtypes, *ups, *saved)
+        flat_gradients: list[Tensor | None] = []
+        rest = iter(outputs[LEARNED:])
         for learns in p.learned:
-            of_flat += [None] * 4 + [next(rest) if learns else None, None]
-        return (None, *found[:LEARNED], None, None, *of_flat)
+            flat_gradients += [None] * 4 + [next(rest) if learns else None, None]
+        return (None, *outputs[:LEARNED], None, None, *flat_gradients)
 
 
 class FusedLinearLossBackward(torch.autograd.Function):
@@ -224,21 +224,23 @@ def _unpack(
 ) -> tuple[Grads, Tensor | None, Sequence[Tensor]]:
     """Gradients of the rows' weights, the factor of gradients made ahead, and what else is kept."""
     learned = [up for up, learns in zip(ups, p.learned, strict=True) if learns]
-    of_weights = [None if up is None else x * up for up, x in zip(learned, kept, strict=False)]
+    weight_gradients = [
+        None if up is None else x * up for up, x in zip(learned, kept, strict=False)
+    ]
     kept, factor = kept[len(learned) :], ups[0]
     if p.late and p.ahead:
         factor, kept = None if factor is None else factor * kept[0], kept[1:]
-    return tuple(of_weights), factor, kept
+    return tuple(weight_gradients), factor, kept
 
 
 def _scale_gradients(
-    made: Sequence[Tensor],
+    pass_gradients: Sequence[Tensor],
     needs: Sequence[bool],
     dtypes: Sequence[Any],
     factor: Tensor | None,  # None: 1
-    ours: bool,
+    exclusive: bool,
 ) -> Grads:
-    """Gradients of the inputs that learn, from the six of a pass; `ours`: in their memory.
+    """Gradients of the inputs that learn, from the six of a pass; `exclusive`: in their memory.
 
     Each is a tensor that nobody else refers to, which autograd keeps without a copy.
     """
@@ -246,16 +248,16 @@ def _scale_gradients(
     def one(x: Tensor, dtype: torch.dtype) -> Tensor:
         if factor is None:
             return x.to(dtype)
-        if ours and x.dtype == dtype:
+        if exclusive and x.dtype == dtype:
             return rescale_(x, factor).detach()
         return rescale(x, factor, dtype)
 
-    hidden, first, rest, bias, low, up = made
+    hidden, first, rest, bias, low, up = pass_gradients
     of_weight = None
     if needs[1] and not len(rest):
         of_weight = one(first, dtypes[1])
     elif needs[1]:
-        join = rescale_and_join_ if ours else rescale_and_join
+        join = rescale_and_join_ if exclusive else rescale_and_join
         of_weight = join(first, rest, first.new_ones(()) if factor is None else factor, dtypes[1])
     return (
         one(hidden, dtypes[0]) if needs[0] else None,
@@ -266,18 +268,18 @@ def _scale_gradients(
     )
 
 
-def _differentiate(p: LossPass, ours: bool, count: int, *given: Any) -> Grads:
+def _differentiate(p: LossPass, exclusive: bool, count: int, *given: Any) -> Grads:
     """Gradients of hidden, weight, bias, low and up, then of the weights of rows that learn.
 
-    `ours`: nobody else has the gradients made ahead, nor needs them again.
+    `exclusive`: nobody else has the gradients made ahead, nor needs them again.
     """
     k = len(p.plans)
     dtypes, given = given[:LEARNED], given[LEARNED:]
     ups, saved = given[:k], given[k:]
     split = len(saved) - count
-    of_weights, factor, kept = _unpack(p, saved[split:], ups)
+    weight_gradients, factor, kept = _unpack(p, saved[split:], ups)
     if p.ahead and factor is not None and _share_gradient(ups):
-        return *_scale_gradients(kept, p.needs, dtypes, factor, ours), *of_weights
+        return *_scale_gradients(kept, p.needs, dtypes, factor, exclusive), *weight_gradients
     inputs, flat = LossArgs(*saved[:SHARED]), saved[SHARED:split]
     row_scales = []
     for i, up in enumerate(ups):
@@ -287,12 +289,16 @@ def _differentiate(p: LossPass, ours: bool, count: int, *given: Any) -> Grads:
         rows = rows if w is None else rows * w
         row_scales.append(rows.expand(inputs.hidden.shape[0]))
     statistics = iter(kept)
-    known: Slots = []
+    lse_parts: Slots = []
     for plan in p.plans:
-        known += [next(statistics), next(statistics)] if plan.statistics else [None, None]
-    of_loss = tuple(plan._replace(metrics=(), statistics=False) for plan in p.plans)
-    made, _, top = _run(p._replace(plans=of_loss), inputs, flat, row_scales, p.needs, known)
-    return *_scale_gradients(made, p.needs, dtypes, top, ours=True), *of_weights
+        lse_parts += [next(statistics), next(statistics)] if plan.statistics else [None, None]
+    loss_plans = tuple(plan._replace(metrics=(), statistics=False) for plan in p.plans)
+    pass_gradients, _, top = _run(
+        p._replace(plans=loss_plans), inputs, flat, row_scales, p.needs, lse_parts
+    )
+    return *_scale_gradients(
+        pass_gradients, p.needs, dtypes, top, exclusive=True
+    ), *weight_gradients
 
 
 # Runs criteria: checks and flattens their tensors, makes one pass over the logits.
@@ -429,7 +435,9 @@ def _pass(
     comparable = len(prepared) == 1 or not (torch.compiler.is_compiling() or is_transformed(rows))
     ahead = any(needs) and comparable and not any(per_token)
     overlap = rows.stride(1) != 1 or (rows.stride(0) < rows.shape[1] and len(rows) > 1)
-    ours = overwrite and ahead and not overlap and has_values(rows) and not is_transformed(rows)
+    exclusive = (
+        overwrite and ahead and not overlap and has_values(rows) and not is_transformed(rows)
+    )
     kinds = ["kl" if a.plan.kind != "cross_entropy" else a.plan.kind for a in prepared]
     if weight is not None:
         kinds = [f"linear_{kind}" for kind in kinds]
@@ -445,13 +453,13 @@ def _pass(
         needs=needs,
         late=rows.dtype == torch.float16 and len(rows) > 0 and any(needs),
         ahead=ahead,
-        overwrite=ours and runs_triton(rows),
+        overwrite=exclusive and runs_triton(rows),
         logits_bytes=logits_bytes or 0,
     )
 
 
 def _finish(
-    value: Tensor, found: dict[str, Tensor], a: PreparedTerm, lead: torch.Size
+    value: Tensor, outputs: dict[str, Tensor], a: PreparedTerm, lead: torch.Size
 ) -> HeadValue:
     """The value as the criterion has it, and the metrics asked for, [...] where per row."""
     c = a.given
@@ -464,10 +472,10 @@ def _finish(
         if name == "accuracy":
             assert a.targets is not None
             valid = a.targets != IGNORE_INDEX
-            right = (found["predicted_tokens"] == a.targets) & valid
+            right = (outputs["predicted_tokens"] == a.targets) & valid
             metrics[name] = right.sum() / valid.sum().clamp(min=1)
         else:
-            metrics[name] = reshape_unaliased(found[name], lead)
+            metrics[name] = reshape_unaliased(outputs[name], lead)
     return HeadValue(reshape_unaliased(value, lead) if a.scale is None else value, metrics)
 
 
@@ -523,8 +531,8 @@ def prepare_term(
                 shape = tuple(c.class_weights.shape)
                 raise ValueError(f"class_weights {shape} is not [V] = [{vocab}]")
             check_devices(hidden=hidden, class_weights=c.class_weights)
-            of_class = c.class_weights.float()[targets.clamp(min=0)]
-            weights = of_class if weights is None else weights * of_class
+            class_factor = c.class_weights.float()[targets.clamp(min=0)]
+            weights = class_factor if weights is None else weights * class_factor
     if weights is not None:
         weights = torch.where(targets != IGNORE_INDEX, weights, 0)
     options = Options(options.softcap, options.logit_scale, smoothing, z_loss)
@@ -661,10 +669,10 @@ def select_rows(
 
 
 def _any_row(keeps: Sequence[Tensor | None]) -> Tensor | None:
-    found = keeps[0]
+    outputs = keeps[0]
     for keep in keeps[1:]:
-        found = None if found is None or keep is None else found | keep
-    return found
+        outputs = None if outputs is None or keep is None else outputs | keep
+    return outputs
 
 
 def _deciding_weights(a: PreparedTerm) -> Tensor | None:
@@ -685,8 +693,8 @@ def _check_valid_rows(active: ValidRows, a: PreparedTerm, rows: int) -> None:
     if active.targets is not None and active.targets is a.given.targets and same_weights:
         return
     needed = a.needed()
-    missing = ~active.keep if needed is None else needed & ~active.keep
-    check_values(~missing.any(), "active leaves out rows that count: make it from the same targets")
+    absent = ~active.keep if needed is None else needed & ~active.keep
+    check_values(~absent.any(), "active leaves out rows that count: make it from the same targets")
 
 
 def _eager_cross_entropy(logits: Tensor, a: PreparedTerm, lead: torch.Size) -> HeadValue:
@@ -697,10 +705,10 @@ def _eager_cross_entropy(logits: Tensor, a: PreparedTerm, lead: torch.Size) -> H
     if a.scale is not None and isinstance(a.given, WeightedTerm):
         loss = loss.sum() / (1.0 if a.given.denominator is None else a.given.denominator)
         loss = loss * a.given.coefficient
-    found = {}
+    outputs = {}
     if a.plan.metrics:
-        found = loss_rows(logits.detach(), a.targets, a.plan.options, a.plan.metrics).metrics
-    return _finish(loss, found, a, lead)
+        outputs = loss_rows(logits.detach(), a.targets, a.plan.options, a.plan.metrics).metrics
+    return _finish(loss, outputs, a, lead)
 
 
 def _metric_rows(metrics: Sequence[str]) -> tuple[str, ...]:

@@ -224,23 +224,26 @@ def _outputs(
     late = hidden.dtype == torch.float16 and weight is not None
     only = m <= _pass_sizes(hidden, weight, plans, logits_bytes, needs, m, *shard).rows and not late
     full = torch.float32
-    found: list[tuple[Sequence[int], torch.dtype] | None] = [None] * GRADIENTS  # their shapes
+    outputs: list[tuple[Sequence[int], torch.dtype] | None] = [None] * GRADIENTS  # their shapes
     if needs[0] and not overwrite:
-        found[0] = hidden.shape, full if late else hidden.dtype
+        outputs[0] = hidden.shape, full if late else hidden.dtype
     if needs[1] and weight is not None:
         vocab, dim = weight.shape
         first = _first_rows(weight, only=only)
-        found[1] = (first, dim), weight.dtype if only else full
-        found[2] = ((vocab - first, dim), full) if first < vocab else None
+        outputs[1] = (first, dim), weight.dtype if only else full
+        outputs[2] = ((vocab - first, dim), full) if first < vocab else None
     if needs[2] and bias is not None:
-        found[3] = bias.shape, full
+        outputs[3] = bias.shape, full
     if needs[3] and low is not None:
-        found[4] = low.shape, full if late else low.dtype
+        outputs[4] = low.shape, full if late else low.dtype
     if needs[4] and up is not None:
-        found[5] = up.shape, up.dtype if only else full
+        outputs[5] = up.shape, up.dtype if only else full
     names = [name for plan in plans for name in plan.names]
     return [
-        *(hidden.new_empty(0) if x is None else hidden.new_empty(x[0], dtype=x[1]) for x in found),
+        *(
+            hidden.new_empty(0) if x is None else hidden.new_empty(x[0], dtype=x[1])
+            for x in outputs
+        ),
         *(
             hidden.new_empty(n, dtype=torch.int64 if r == "predicted_tokens" else full)
             for r in names
@@ -279,7 +282,7 @@ def _head_pass(
         slots = [x if x is None or _teacher_head(i) else x[index] for i, x in enumerate(slots)]
         live, low = (None if x is None else x[index] for x in (live, low))
     chunks = range(0, max(1, len(hidden)), rows)  # one at least, so that all results exist
-    found: list[list[Tensor]] = [[] for plan in plans for _ in plan.names]
+    outputs: list[list[Tensor]] = [[] for plan in plans for _ in plan.names]
     d_hidden = hidden if overwrite or not needs[0] else hidden.new_empty(hidden.shape)
     d_bias: Tensor | None = None
     d_low = None if low is None or not needs[3] else low.new_empty(low.shape)
@@ -291,18 +294,20 @@ def _head_pass(
     for start in chunks:
         part = slice(start, start + rows)
         h = hidden[part]
-        own = None if low is None else low[part]
-        logits = h if weight is None else _product(h, weight, bias, own, up)
+        out_logits = None if low is None else low[part]
+        logits = h if weight is None else _product(h, weight, bias, out_logits, up)
         out = None
         if weight is None and needs[0]:
             out = logits if overwrite else d_hidden[part]
         elif any(needs):
             out = logits
-        mine = [x if x is None or _teacher_head(i) else x[part] for i, x in enumerate(slots)]
+        term_gradient = [
+            x if x is None or _teacher_head(i) else x[part] for i, x in enumerate(slots)
+        ]
         scales = [r[part] for r in row_scales]
         for at in range(0, max(1, len(logits)), piece):
-            values = _run_piece(plans, logits, out, mine, scales, at, piece, cut)
-            for parts, value in zip(found, values, strict=True):
+            values = _run_piece(plans, logits, out, term_gradient, scales, at, piece, cut)
+            for parts, value in zip(outputs, values, strict=True):
                 parts.append(value)
         if out is not None and weight is not None:
             if needs[0]:
@@ -316,8 +321,8 @@ def _head_pass(
                 d_bias = total if d_bias is None else d_bias + total
             if d_low is not None and up is not None:
                 matmul_into(out, up, d_low[part])
-            if needs[4] and own is not None:
-                d_up = add_product(d_up, out.T, _mask_rows(live, part, own), only=only)
+            if needs[4] and out_logits is not None:
+                d_up = add_product(d_up, out.T, _mask_rows(live, part, out_logits), only=only)
         del logits, out  # or the next chunk would be computed beside this one
     fills = (IGNORE_INDEX if n == "predicted_tokens" else 0 for plan in plans for n in plan.names)
     rows_of = (
@@ -327,7 +332,7 @@ def _head_pass(
     gradients = next(rows_of), *(*d_weights, None)[:2], d_bias, next(rows_of), d_up
     return [
         *(hidden.new_empty(0) if d is None else d for d in gradients),
-        *(_scatter_rows(torch.cat(x), index, n, f) for x, f in zip(found, fills, strict=True)),
+        *(_scatter_rows(torch.cat(x), index, n, f) for x, f in zip(outputs, fills, strict=True)),
     ]
 
 
@@ -350,11 +355,13 @@ def workspace(
     if weight is None:
         return 0
     plans, count = _plans(words, numbers), hidden.shape[0] if index is None else index.shape[0]
-    of_chunk = _pass_sizes(hidden, weight, plans, logits_bytes, needs, count, *shard)
-    rows = min(count, of_chunk.rows)
-    held = (rows + of_chunk.beside * min(rows, of_chunk.piece)) * pad_vocab(weight.shape[0])
-    held += 0 if live is None else rows * hidden.shape[1]
-    return held * hidden.element_size()
+    chunk_logits = _pass_sizes(hidden, weight, plans, logits_bytes, needs, count, *shard)
+    rows = min(count, chunk_logits.rows)
+    chunk = (rows + chunk_logits.beside * min(rows, chunk_logits.piece)) * pad_vocab(
+        weight.shape[0]
+    )
+    chunk += 0 if live is None else rows * hidden.shape[1]
+    return chunk * hidden.element_size()
 
 
 def _teacher_head(slot: int) -> bool:
@@ -380,20 +387,22 @@ def _run_piece(
 ) -> list[Tensor]:
     """What all criteria say about some rows of a chunk; the last one writes the whole gradient."""
     part = slice(start, start + rows)
-    z, own = logits[part], None if out is None else out[part]
-    own = z if out is logits else own
-    several = own is z and len(plans) > 1
+    z, out_logits = logits[part], None if out is None else out[part]
+    out_logits = z if out is logits else out_logits
+    several = out_logits is z and len(plans) > 1
     room = (
-        _allocate_logits(z, z.shape[1]) if several else own
+        _allocate_logits(z, z.shape[1]) if several else out_logits
     )  # others may not overwrite what the last reads
     values: list[Tensor] = []
     before = None
     for i, plan in enumerate(plans):
-        mine = slots[SLOTS * i : SLOTS * (i + 1)]
-        mine = [x if x is None or _teacher_head(j) else x[part] for j, x in enumerate(mine)]
-        to = own if i == len(plans) - 1 else room
+        term_gradient = slots[SLOTS * i : SLOTS * (i + 1)]
+        term_gradient = [
+            x if x is None or _teacher_head(j) else x[part] for j, x in enumerate(term_gradient)
+        ]
+        to = out_logits if i == len(plans) - 1 else room
         grad = None if to is None else LogitGradient(row_scales[i][part], to, before)
-        values += _run_term(plan, z, mine, grad, cut)
+        values += _run_term(plan, z, term_gradient, grad, cut)
         before = to
     return values
 
@@ -421,11 +430,11 @@ def _run_term(
             teacher, _ = cut.without_padding(teacher, None)
             return [shard_divergence_rows(cut, logits, teacher, *numbers, grad)]
         return [divergence_rows(logits, teacher, *numbers, grad, normalized=plan.normalized)]
-    known = None if peak is None or log_mass is None else (peak, log_mass)
+    lse_parts = None if peak is None or log_mass is None else (peak, log_mass)
     run = loss_rows if cut is None else partial(shard_loss_rows, cut)
-    rows = run(logits, first, plan.options, plan.metrics, grad, known)
-    found = {"loss": rows.loss, "peak": rows.peak, "log_mass": rows.log_mass} | rows.metrics
-    return [found[name] for name in plan.names]
+    rows = run(logits, first, plan.options, plan.metrics, grad, lse_parts)
+    outputs = {"loss": rows.loss, "peak": rows.peak, "log_mass": rows.log_mass} | rows.metrics
+    return [outputs[name] for name in plan.names]
 
 
 def _first_rows(weight: Tensor, *, only: bool) -> int:
@@ -490,7 +499,8 @@ def _add_products(
     """The weight's gradient with a chunk's, in one tensor or in two, `first` rows in the first."""
     columns = d_logits.split([first, d_logits.shape[1] - first], 1)
     return [
-        add_product(total, own.T, h, only=only) for total, own in zip(totals, columns, strict=False)
+        add_product(total, out_logits.T, h, only=only)
+        for total, out_logits in zip(totals, columns, strict=False)
     ]
 
 

@@ -63,9 +63,9 @@ class VocabularyShard(NamedTuple):
     def local(self, targets: Tensor) -> Tensor:
         """Targets as columns of this rank's logits; `ELSEWHERE` where another rank has them."""
         columns = targets - self.first
-        here = (columns >= 0) & (columns < self.rows)
-        others = torch.where(targets == IGNORE_INDEX, IGNORE_INDEX, OTHER_RANK)
-        return columns.where(here, others)
+        on_rank = (columns >= 0) & (columns < self.rows)
+        other_targets = torch.where(targets == IGNORE_INDEX, IGNORE_INDEX, OTHER_RANK)
+        return columns.where(on_rank, other_targets)
 
     @property
     def share(self) -> int:
@@ -106,13 +106,15 @@ class _GatherLogits(torch.autograd.Function):
     def forward(ctx: Any, logits: Tensor, shard: VocabularyShard) -> Tensor:
         width = logits.shape[-1]
         ctx.shard, ctx.padding = shard, width - shard.rows
-        left = (max(0, shard.size - i * width) for i in range(shard.ranks))
-        return torch.cat([x[..., :n] for x, n in zip(shard.gather(logits), left, strict=True)], -1)
+        widths = (max(0, shard.size - i * width) for i in range(shard.ranks))
+        return torch.cat(
+            [x[..., :n] for x, n in zip(shard.gather(logits), widths, strict=True)], -1
+        )
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        own = grad.narrow(-1, ctx.shard.first, ctx.shard.rows)
-        return F.pad(own, (0, ctx.padding)), None
+        local_columns = grad.narrow(-1, ctx.shard.first, ctx.shard.rows)
+        return F.pad(local_columns, (0, ctx.padding)), None
 
 
 def gather_logits(logits: Tensor, shard: VocabularyShard) -> Tensor:
@@ -146,17 +148,17 @@ def shard_loss_rows(
     options: Options,
     metrics: Sequence[str] = (),
     grad: LogitGradient | None = None,
-    known: tuple[Tensor, Tensor] | None = None,
+    lse_parts: tuple[Tensor, Tensor] | None = None,
 ) -> RowLosses:
     """`loss_rows` of all ranks' logits; the gradient is of this rank's."""
     local = shard.local(targets)
-    if known is None:
+    if lse_parts is None:
         rows = _combine_rows(shard, logits, targets, local, options, metrics)
     else:  # by the pass that found the losses
-        rows = RowLosses(torch.zeros_like(known[0]), *known)
+        rows = RowLosses(torch.zeros_like(lse_parts[0]), *lse_parts)
     if grad is not None and logits.shape[1]:
-        known = rows.peak, rows.log_mass
-        loss_rows(logits, local, options, (), grad, known, size=shard.size)
+        lse_parts = rows.peak, rows.log_mass
+        loss_rows(logits, local, options, (), grad, lse_parts, size=shard.size)
     return rows
 
 
@@ -181,8 +183,8 @@ def _combine_rows(
         tokens = part.metrics["predicted_tokens"] + shard.first
         part.metrics["predicted_tokens"] = tokens.int().view(torch.float32)
     columns = [part.peak, part.log_mass, *(part.metrics[name] for name in names)]
-    peaks, log_masses, *found = shard.gather(torch.stack(columns, 1)).unbind(2)
-    of = dict(zip(names, found, strict=True))
+    peaks, log_masses, *gathered = shard.gather(torch.stack(columns, 1)).unbind(2)
+    of = dict(zip(names, gathered, strict=True))
     peak, log_mass = combine_logsumexp(peaks, log_masses)
 
     lse, nll = peak + log_mass, log_mass + (peak - of["target"].sum(0))
@@ -194,14 +196,14 @@ def _combine_rows(
         below = log_masses - of["entropy"] + (peaks - peak)
         values["entropy"] = log_mass - (log_share.exp() * below).where(log_share > -1e30, 0).sum(0)
     valid = targets != IGNORE_INDEX
-    kept = {name: values[name].where(valid, 0) for name in metrics if name in values}
+    masked = {name: values[name].where(valid, 0) for name in metrics if name in values}
     if "predicted_tokens" in of:
         tokens = of["predicted_tokens"].contiguous().view(torch.int32)
         first = peaks.argmax(0, keepdim=True)  # of equal ones
         best = tokens.gather(0, first).squeeze(0)
-        kept["predicted_tokens"] = best.long().where(valid, IGNORE_INDEX)
+        masked["predicted_tokens"] = best.long().where(valid, IGNORE_INDEX)
     loss = combine_loss(nll, lse, mean, options).where(valid, 0)
-    return RowLosses(loss, peak.where(valid, 0), log_mass.where(valid, 0), kept)
+    return RowLosses(loss, peak.where(valid, 0), log_mass.where(valid, 0), masked)
 
 
 def shard_divergence_rows(
@@ -237,37 +239,48 @@ def shard_topk_rows(
 ) -> Tensor:
     """`topk_rows` of all ranks' logits; the gradient is of this rank's."""
     absent, local = tokens < 0, shard.local(tokens)
-    here = local >= 0
+    on_rank = local >= 0
     # A token here stands for those that are not; where there is none, column 0 stays as it is
-    first, some = here.int().argmax(1, keepdim=True), here.any(1, keepdim=True)
-    index = local.where(here, local.gather(1, first)).clamp(min=0)
+    first, any_here = on_rank.int().argmax(1, keepdim=True), on_rank.any(1, keepdim=True)
+    index = local.where(on_rank, local.gather(1, first)).clamp(min=0)
     target = torch.full_like(tokens[:, 0], OTHER_RANK)
     plain = options.of_logits()
     if logits.shape[1]:
         raw = logits.gather(1, index)
-        z = scale_and_cap(raw.float(), options).masked_fill(~here, -torch.inf)
-        others = logits if grad is not None and grad.out is logits else logits.clone()
-        others.scatter_(1, index, raw.masked_fill(some, -torch.inf))
-        rest = loss_rows(others, target, plain, holes=True, size=shard.size)
-        own = torch.cat((rest.peak[:, None], rest.log_mass[:, None], z), 1)
+        z = scale_and_cap(raw.float(), options).masked_fill(~on_rank, -torch.inf)
+        other_targets = logits if grad is not None and grad.out is logits else logits.clone()
+        other_targets.scatter_(1, index, raw.masked_fill(any_here, -torch.inf))
+        rest = loss_rows(other_targets, target, plain, holes=True, size=shard.size)
+        local_columns = torch.cat((rest.peak[:, None], rest.log_mass[:, None], z), 1)
     else:
-        others = logits
-        own = torch.full((*tokens.shape[:1], tokens.shape[1] + 2), -torch.inf, device=logits.device)
-        own[:, 0] = NO_PEAK
-    found = shard.gather(own)
-    peak, log_mass = combine_logsumexp(found[..., 0], found[..., 1])
-    z = found[..., 2:].amax(0)
+        other_targets = logits
+        local_columns = torch.full(
+            (*tokens.shape[:1], tokens.shape[1] + 2), -torch.inf, device=logits.device
+        )
+        local_columns[:, 0] = NO_PEAK
+    gathered = shard.gather(local_columns)
+    peak, log_mass = combine_logsumexp(gathered[..., 0], gathered[..., 1])
+    z = gathered[..., 2:].amax(0)
     lse = torch.where(log_mass == -torch.inf, -torch.inf, peak + log_mass)
     losses, d = stored_losses(z, lse, logprobs, absent, beta, grad)
     if grad is not None and d is not None and logits.shape[1]:
         exact = stored_gradient(d, z, options)
-        exact = exact.where(here, exact.gather(1, first))
+        exact = exact.where(on_rank, exact.gather(1, first))
         if grad.before is not None:
             exact = exact + grad.before.gather(1, index)
-        of_rest = grad._replace(row_scale=d[:, -1].contiguous())
-        loss_rows(others, target, plain, (), of_rest, (peak, log_mass), holes=True, size=shard.size)
-        kept = grad.out.gather(1, index)
-        grad.out.scatter_(1, index, exact.to(kept.dtype).where(some, kept))
+        rest_gradient = grad._replace(row_scale=d[:, -1].contiguous())
+        loss_rows(
+            other_targets,
+            target,
+            plain,
+            (),
+            rest_gradient,
+            (peak, log_mass),
+            holes=True,
+            size=shard.size,
+        )
+        masked = grad.out.gather(1, index)
+        grad.out.scatter_(1, index, exact.to(masked.dtype).where(any_here, masked))
     return losses
 
 
@@ -284,14 +297,14 @@ def embedding_rows_ref(
     ids: Tensor, weight: Tensor, shard: VocabularyShard, padding_idx: int | None = None
 ) -> Tensor:
     """As `embedding_rows`; `padding_idx`, of the whole table, gets no gradient."""
-    own = ids - shard.first
-    here = (own >= 0) & (own < shard.rows)
+    local_columns = ids - shard.first
+    on_rank = (local_columns >= 0) & (local_columns < shard.rows)
     padding = None if padding_idx is None else padding_idx - shard.first
     if padding is not None and not 0 <= padding < shard.rows:
         padding = None
     outside = (ids < 0) | (ids >= shard.size)  # an error on every rank, as of a whole weight
-    x = F.embedding(own.where(here | outside, 0), weight, padding)
-    return x.masked_fill(~here[..., None], 0)
+    x = F.embedding(local_columns.where(on_rank | outside, 0), weight, padding)
+    return x.masked_fill(~on_rank[..., None], 0)
 
 
 @triton.jit(debug=True)  # or the assertion would not be compiled
@@ -303,9 +316,9 @@ def _embedding_rows_kernel(
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     number = tl.load(ids + token).to(tl.int64)
     tl.device_assert((number >= 0) & (number < size), "a token is not in the vocabulary")
-    own = number - first + tl.zeros([BLOCK], tl.int64)
-    here = (own >= 0) & (own < rows) & (columns < C)
-    row = tl.load(weight + own * C + columns, mask=here, other=0.0)
+    local_columns = number - first + tl.zeros([BLOCK], tl.int64)
+    on_rank = (local_columns >= 0) & (local_columns < rows) & (columns < C)
+    row = tl.load(weight + local_columns * C + columns, mask=on_rank, other=0.0)
     tl.store(y + token * C + columns, row, mask=columns < C)
 
 

@@ -97,9 +97,9 @@ def _gated_act_backward_kernel(
     d = tl.load(dy + row * dy_row + cols, mask=keep, other=0.0).to(tl.float32)
     gate = tl.load(x + row * x_row + cols, mask=keep, other=0.0).to(tl.float32)
     up = tl.load(x + row * x_row + size + cols, mask=keep, other=0.0).to(tl.float32)
-    of_gate, of_up, product = gated_gradients(d, gate, up, dx.dtype.element_ty, ACT)
-    tl.store(dx + row * dx_row + cols, of_gate, mask=keep)
-    tl.store(dx + row * dx_row + size + cols, of_up, mask=keep)
+    d_gate, d_up, product = gated_gradients(d, gate, up, dx.dtype.element_ty, ACT)
+    tl.store(dx + row * dx_row + cols, d_gate, mask=keep)
+    tl.store(dx + row * dx_row + size + cols, d_up, mask=keep)
     if y is not None:
         tl.store(y + row * size + cols, product, mask=keep)
 

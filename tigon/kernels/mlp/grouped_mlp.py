@@ -305,9 +305,9 @@ def _act_backward(
         if act == "silu":
             a, dgate = F.silu(gate), torch.ops.aten.silu_backward(d * up, gate)
         else:
-            how = "tanh" if act == "gelu_tanh" else "none"
-            a = F.gelu(gate, approximate=how)
-            dgate = torch.ops.aten.gelu_backward(d * up, gate, approximate=how)
+            options = "tanh" if act == "gelu_tanh" else "none"
+            a = F.gelu(gate, approximate=options)
+            dgate = torch.ops.aten.gelu_backward(d * up, gate, approximate=options)
         dhidden.copy_(torch.cat((dgate, d * a), -1))
     elif dh.numel():
         block, warps = ACT
@@ -377,9 +377,9 @@ def _forward(
 
 
 def _gradients(
-    x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, wanted: list[bool], *_: Any
+    x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, needs_grad: list[bool], *_: Any
 ) -> list[Tensor]:
-    likes = zip((x, gate_up, down, weights), wanted, strict=True)
+    likes = zip((x, gate_up, down, weights), needs_grad, strict=True)
     return [torch.empty_like(t) if want else t.new_empty(0) for t, want in likes]
 
 
@@ -389,7 +389,7 @@ def _backward(
     gate_up: Tensor,
     down: Tensor,
     weights: Tensor,
-    wanted: list[bool],
+    needs_grad: list[bool],
     hidden: Tensor,
     order: Tensor,
     inverse: Tensor,
@@ -404,15 +404,15 @@ def _backward(
     dh = grouped_product(rows, down, ends, transposed=True)
     dhidden, weighted, dweights = _act_backward(hidden, dh, order, weights, act)
     del dh
-    if wanted[2]:
+    if needs_grad[2]:
         ddown = grouped_weight_gradient(rows, weighted, ends)
     del rows, weighted
-    if wanted[0]:
+    if needs_grad[0]:
         dx = grouped_product(dhidden, gate_up, ends, transposed=True)
         dx = combine_rows(dx, inverse, None, k)
-    if wanted[1]:
+    if needs_grad[1]:
         dgate_up = grouped_weight_gradient(dhidden, spread_rows(x, inverse, k, size), ends)
-    return [dx, dgate_up, ddown, dweights if wanted[3] else weights.new_empty(0)]
+    return [dx, dgate_up, ddown, dweights if needs_grad[3] else weights.new_empty(0)]
 
 
 def forward_workspace(
@@ -433,14 +433,14 @@ def backward_workspace(
     gate_up: Tensor,
     down: Tensor,
     weights: Tensor,
-    wanted: list[bool],
+    needs_grad: list[bool],
     hidden: Tensor,
     *_: Any,
 ) -> int:
     """The same for `_backward`, whose outputs are made one after the other."""
     c, inner = down.shape[1:]
     slots, size = len(hidden), x.element_size()
-    tensors = zip((x, gate_up, down), wanted, strict=False)
+    tensors = zip((x, gate_up, down), needs_grad, strict=False)
     outputs = sum(t.numel() * size for t, want in tensors if want)
     first = slots * (c + 4 * inner) * size - outputs  # in _act_backward
     last = slots * (c + 2 * inner) * size
@@ -449,32 +449,32 @@ def backward_workspace(
 
 class _GroupedMLP(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, *given: Any) -> Tensor:  # what `_forward` takes
-        y, *saved = _forward(*given)
-        x, gate_up, down, _, weights, ctx.act, _ = given
+    def forward(ctx: Any, *args: Any) -> Tensor:  # what `_forward` takes
+        y, *saved = _forward(*args)
+        x, gate_up, down, _, weights, ctx.act, _ = args
         if (recompute := find_recompute(x)) is not None:
             recompute.keep_gate_up()
-        ctx.again = None if recompute is None else recompute.fn
-        kept = (x,) if recompute is None else recompute.saved
-        ctx.save_for_backward(gate_up, down, weights, *saved, *kept)
+        ctx.recompute_fn = None if recompute is None else recompute.fn
+        saved_x = (x,) if recompute is None else recompute.saved
+        ctx.save_for_backward(gate_up, down, weights, *saved, *saved_x)
         return y
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         refuse_second_derivative("grouped_mlp")
         needs = ctx.needs_input_grad
-        wanted = [*needs[:3], needs[4]]
+        needs_grad = [*needs[:3], needs[4]]
         # Read once: with activation checkpointing they are there only once
-        gate_up, down, weights, hidden, order, inverse, ends, *kept = ctx.saved_tensors
+        gate_up, down, weights, hidden, order, inverse, ends, *saved_x = ctx.saved_tensors
         dy = dy.contiguous()
-        if ctx.again is None:
-            x = kept[0]
+        if ctx.recompute_fn is None:
+            x = saved_x[0]
         else:  # without the gradient of gate_up its shape and dtype alone are asked
-            x = run_recompute(ctx.again, kept).view_as(dy) if wanted[1] else dy
+            x = run_recompute(ctx.recompute_fn, saved_x).view_as(dy) if needs_grad[1] else dy
         saved = hidden, order, inverse, ends
-        grads = _backward(x, gate_up, down, weights, wanted, *saved, dy, ctx.act)
+        grads = _backward(x, gate_up, down, weights, needs_grad, *saved, dy, ctx.act)
         dx, dgate_up, ddown, dweights = (
-            g if want else None for g, want in zip(grads, wanted, strict=True)
+            g if want else None for g, want in zip(grads, needs_grad, strict=True)
         )
         return dx, dgate_up, ddown, None, dweights, None, None
 

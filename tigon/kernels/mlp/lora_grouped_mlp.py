@@ -127,13 +127,13 @@ def _gradients(
     down: Tensor,
     low: list[Tensor],
     weights: Tensor,
-    wanted: list[bool],
+    needs_grad: list[bool],
     *_: Any,
 ) -> list[Tensor]:
     likes = (x, gate_up, down, weights, *low)
     return [
         torch.empty_like(t) if want else t.new_empty(0)
-        for t, want in zip(likes, wanted, strict=True)
+        for t, want in zip(likes, needs_grad, strict=True)
     ]
 
 
@@ -144,7 +144,7 @@ def _backward(
     down: Tensor,
     low: list[Tensor],
     weights: Tensor,
-    wanted: list[bool],  # of x, gate_up, down, weights and the four of low
+    needs_grad: list[bool],  # of x, gate_up, down, weights and the four of low
     hidden: Tensor,
     u: Tensor,
     v: Tensor,
@@ -156,35 +156,35 @@ def _backward(
 ) -> list[Tensor]:
     """The gradients of all that is wanted; the others are empty."""
     k, (a_up, b_up, a_down, b_down) = weights.shape[1], low
-    found: list[Tensor | None] = [None] * len(wanted)
+    gradients: list[Tensor | None] = [None] * len(needs_grad)
     rows = spread_rows(dy, inverse, k, len(order))
     dh, dv = _product_backward(rows, down, a_down, b_down, ends)
     dhidden, weighted, dweights = _act_backward(hidden, dh, order, weights, act)
     del dh
-    if wanted[2]:
-        found[2] = grouped_weight_gradient(rows, weighted, ends)
+    if needs_grad[2]:
+        gradients[2] = grouped_weight_gradient(rows, weighted, ends)
     if dv is not None:
-        if wanted[6]:
-            found[6] = grouped_weight_gradient(dv, weighted, ends)
-        if wanted[7]:
+        if needs_grad[6]:
+            gradients[6] = grouped_weight_gradient(dv, weighted, ends)
+        if needs_grad[7]:
             v = (v * weights.flatten()[order, None]).to(v.dtype)
-            found[7] = grouped_weight_gradient(rows, v, ends)
+            gradients[7] = grouped_weight_gradient(rows, v, ends)
     del rows, weighted
     dx, du = _product_backward(dhidden, gate_up, a_up, b_up, ends)
-    if wanted[0]:
-        found[0] = combine_rows(dx, inverse, None, k)
+    if needs_grad[0]:
+        gradients[0] = combine_rows(dx, inverse, None, k)
     del dx
-    if du is not None and wanted[5]:
-        found[5] = grouped_weight_gradient(dhidden, u, ends)
-    if wanted[1] or (du is not None and wanted[4]):
+    if du is not None and needs_grad[5]:
+        gradients[5] = grouped_weight_gradient(dhidden, u, ends)
+    if needs_grad[1] or (du is not None and needs_grad[4]):
         rows = spread_rows(x, inverse, k, len(order))
-        found[1] = grouped_weight_gradient(dhidden, rows, ends) if wanted[1] else None
-        found[4] = grouped_weight_gradient(du, rows, ends) if du is not None else None
-    found[3] = dweights if wanted[3] else None
+        gradients[1] = grouped_weight_gradient(dhidden, rows, ends) if needs_grad[1] else None
+        gradients[4] = grouped_weight_gradient(du, rows, ends) if du is not None else None
+    gradients[3] = dweights if needs_grad[3] else None
     likes = (x, gate_up, down, weights, *low)
     return [
         t.new_zeros(t.shape if want else 0) if d is None else d
-        for t, d, want in zip(likes, found, wanted, strict=True)
+        for t, d, want in zip(likes, gradients, needs_grad, strict=True)
     ]
 
 
@@ -213,32 +213,36 @@ def backward_workspace(x: Tensor, gate_up: Tensor, down: Tensor, *rest: Any) -> 
 
 class _LoRAGroupedMLP(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, act: str, slots: int | None, *given: Tensor) -> Tensor:
-        x, gate_up, down, experts, weights, *low = given
+    def forward(ctx: Any, act: str, slots: int | None, *args: Tensor) -> Tensor:
+        x, gate_up, down, experts, weights, *low = args
         y, *saved = _forward(x, gate_up, down, low, experts, weights, act, slots)
         if (recompute := find_recompute(x)) is not None:
             recompute.keep_gate_up()
-        ctx.act, ctx.again = act, None if recompute is None else recompute.fn
-        kept = (x,) if recompute is None else recompute.saved
-        ctx.save_for_backward(gate_up, down, weights, *low, *saved, *kept)
+        ctx.act, ctx.recompute_fn = act, None if recompute is None else recompute.fn
+        saved_x = (x,) if recompute is None else recompute.saved
+        ctx.save_for_backward(gate_up, down, weights, *low, *saved, *saved_x)
         return y
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         refuse_second_derivative("lora_grouped_mlp")
         _, _, *needs = ctx.needs_input_grad
-        wanted = [*needs[:3], *needs[4:]]
+        needs_grad = [*needs[:3], *needs[4:]]
         # Read once: with activation checkpointing they are there only once
         gate_up, down, weights, *rest = ctx.saved_tensors
-        low, saved, kept = rest[:4], rest[4:10], rest[10:]
+        low, saved, saved_x = rest[:4], rest[4:10], rest[10:]
         dy = dy.contiguous()
-        if ctx.again is None:
-            x = kept[0]
+        if ctx.recompute_fn is None:
+            x = saved_x[0]
         else:  # without the gradients of gate_up and A its shape and dtype alone are asked
-            x = run_recompute(ctx.again, kept).view_as(dy) if wanted[1] or wanted[4] else dy
-        grads = _backward(x, gate_up, down, low, weights, wanted, *saved, dy, ctx.act)
-        found = [g if want else None for g, want in zip(grads, wanted, strict=True)]
-        return None, None, *found[:3], None, *found[3:]
+            x = (
+                run_recompute(ctx.recompute_fn, saved_x).view_as(dy)
+                if needs_grad[1] or needs_grad[4]
+                else dy
+            )
+        grads = _backward(x, gate_up, down, low, weights, needs_grad, *saved, dy, ctx.act)
+        gradients = [g if want else None for g, want in zip(grads, needs_grad, strict=True)]
+        return None, None, *gradients[:3], None, *gradients[3:]
 
 
 def lora_grouped_mlp(
@@ -271,5 +275,5 @@ def pad_rank(factors: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     """A [E, r, K] and B [E, O, r] with zeros up to a rank whose rows are whole 16 bytes, which the
     grouped products need."""
     a, b = factors
-    missing = -a.shape[1] % (16 // a.element_size())
-    return (F.pad(a, (0, 0, 0, missing)), F.pad(b, (0, missing))) if missing else (a, b)
+    padding = -a.shape[1] % (16 // a.element_size())
+    return (F.pad(a, (0, 0, 0, padding)), F.pad(b, (0, padding))) if padding else (a, b)

@@ -39,8 +39,8 @@ def _combine_kernel(rows, places, weights, x, S, C, K: tl.constexpr, BLOCK: tl.c
     total = tl.zeros((BLOCK,), tl.float32)
     for j in tl.static_range(K):
         place = tl.load(places + token * K + j)
-        there = cols < tl.where(place < S, C, 0)
-        row = tl.load(rows + place * C + cols, mask=there, other=0.0).to(tl.float32)
+        row_mask = cols < tl.where(place < S, C, 0)
+        row = tl.load(rows + place * C + cols, mask=row_mask, other=0.0).to(tl.float32)
         if weights is not None:
             row *= tl.load(weights + token * K + j).to(tl.float32)
         total += row
@@ -77,8 +77,8 @@ def combine_rows(rows: Tensor, places: Tensor, weights: Tensor | None, k: int) -
         block, warps = COMBINE
         block = min(block, triton.next_power_of_2(c))
         grid = (n, triton.cdiv(c, block))
-        given = rows, places, weights, x, len(rows), c
-        _combine_kernel[grid](*given, K=k, BLOCK=block, num_warps=warps)
+        args = rows, places, weights, x, len(rows), c
+        _combine_kernel[grid](*args, K=k, BLOCK=block, num_warps=warps)
     return x
 
 

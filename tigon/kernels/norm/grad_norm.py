@@ -30,12 +30,12 @@ def _squares_kernel(
     count, x = load_number(row, 0, WIDE), load_pointer(row, 1, G, WIDE)
     first = chunk.to(tl.int64) * CHUNK
     x += first
-    left = count - first
+    remaining = count - first
     total = tl.zeros([BLOCK], tl.float32)
     for begin in tl.static_range(0, CHUNK, BLOCK):
         at = begin + tl.arange(0, BLOCK)
-        own = tl.load(x + at, mask=at < left, other=0.0).to(tl.float32)
-        total += own * own
+        values = tl.load(x + at, mask=at < remaining, other=0.0).to(tl.float32)
+        total += values * values
     tl.store(partials + tl.program_id(0), tl.sum(total, 0))
 
 

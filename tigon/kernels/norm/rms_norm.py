@@ -107,7 +107,7 @@ def _forward_kernel(
     BEFORE: tl.constexpr,
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
-    AGAIN: tl.constexpr,  # rstd is known
+    REUSE_RSTD: tl.constexpr,  # rstd is known
     PDL: tl.constexpr,
 ):
     pdl_wait(PDL)
@@ -124,7 +124,7 @@ def _forward_kernel(
         scale = load_scale(weight, C, OFFSET, BEFORE, BLOCK, ROWS)
     if gate is not None:
         z = load_rows(gate, rows, columns, mask).to(tl.float32)
-    if AGAIN:
+    if REUSE_RSTD:
         r = tl.load(rstd + rows, mask=inside, other=0.0)
     else:
         r = tl.math.rsqrt(tl.sum(h * h, 1, keep_dims=True) * (1.0 / C) + eps)
@@ -235,7 +235,7 @@ def _launch_forward(
     eps: float,
     offset: float,
     before: bool,
-    again: bool = False,
+    reuse_rstd: bool = False,
 ) -> None:
     if x.numel() == 0:
         return
@@ -256,7 +256,7 @@ def _launch_forward(
         before,
         launch.block,
         launch.rows,
-        again,
+        reuse_rstd,
         num_warps=launch.warps,
         **pdl_options(x),
     )
@@ -277,7 +277,7 @@ def recompute_norm(
 ) -> Tensor:
     """The normed tensor: the bits of the forward pass, as nothing is summed up anew."""
     y = _normed(x)
-    _launch_forward(x, None, gate, weight, y, None, rstd, 0.0, offset, before, again=True)
+    _launch_forward(x, None, gate, weight, y, None, rstd, 0.0, offset, before, reuse_rstd=True)
     return y
 
 
@@ -285,8 +285,8 @@ def _gradients(
     x: Tensor, gate: Tensor | None, weight: Tensor | None, needs: list[bool], *_: Any
 ) -> list[Tensor]:
     """Where the gradients that are needed of (x, gate, weight) go."""
-    wanted = zip((x, gate, weight), needs, strict=True)
-    return [empty_like(t) for t, needed in wanted if needed and t is not None]
+    expected = zip((x, gate, weight), needs, strict=True)
+    return [empty_like(t) for t, needed in expected if needed and t is not None]
 
 
 @operator("rms_norm_backward", _gradients)
@@ -341,13 +341,13 @@ def _backward(
 
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, through: bool, *given: Any) -> Any:  # what `_forward` takes
+    def forward(ctx: Any, through: bool, *args: Any) -> Any:  # what `_forward` takes
         """`through`: x is returned beside its norm, as a sum is."""
         if not torch.compiler.is_compiling():  # Dynamo need not know it; it passes zeros
             ctx.set_materialize_grads(False)
-        x, _, _, gate, weight, _, *constants = given
+        x, _, _, gate, weight, _, *constants = args
         ctx.constants = constants
-        y, *total, rstd = _forward(*given)
+        y, *total, rstd = _forward(*args)
         stream = total[0] if total else x
         ctx.save_for_backward(stream, gate, weight, rstd)
         if not torch.compiler.is_compiling():
@@ -364,10 +364,10 @@ class _RMSNorm(torch.autograd.Function):
         if dy is None:  # only the sum was used
             return None, dtotal, dtotal if needs_residual else None, *6 * (None,)
         needs = [needs_x or needs_residual, needs_gate, needs_weight]
-        found = iter(_backward(x, gate, weight, needs, rstd, dy, dtotal, *ctx.constants))
-        dx, dgate, dweight = (next(found) if needed else None for needed in needs)
-        of_x, of_residual = dx if needs_x else None, dx if needs_residual else None
-        return None, of_x, of_residual, None, dgate, dweight, None, None, None
+        computed = iter(_backward(x, gate, weight, needs, rstd, dy, dtotal, *ctx.constants))
+        dx, dgate, dweight = (next(computed) if needed else None for needed in needs)
+        x_gradient, residual_gradient = dx if needs_x else None, dx if needs_residual else None
+        return None, x_gradient, residual_gradient, None, dgate, dweight, None, None, None
 
 
 @overload
@@ -411,16 +411,16 @@ def rms_norm(
     check_norm(eps, offset, cast)
     served = residual is None or residual.dtype == x.dtype
     differentiable = x.requires_grad
-    wanted = x.shape[-1:]
+    expected = x.shape[-1:]
     for name, t in (("weight", weight), ("residual", residual), ("gate", gate)):
         if t is not None:
             if t.device != x.device:
                 check_devices(x=x, weight=weight, residual=residual, gate=gate)
-            if t.shape != wanted:
+            if t.shape != expected:
                 raise ValueError(f"{name} {tuple(t.shape)} does not fit x {tuple(x.shape)}")
             served = served and t.dtype in DTYPES
             differentiable = differentiable or t.requires_grad
-        wanted = x.shape
+        expected = x.shape
     if not (runs_triton(x) and served and x.shape[-1] <= MAX_COLUMNS):
         total = x if residual is None else x + residual
         y = rms_norm_ref(total, weight, eps, offset=offset, cast=cast, gate=gate)

@@ -297,16 +297,16 @@ def _backward(
 
 class _SandwichNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, *given: Any) -> Any:  # what `_forward` takes
+    def forward(ctx: Any, *args: Any) -> Any:  # what `_forward` takes
         if not torch.compiler.is_compiling():  # Dynamo need not know it; it passes zeros
             ctx.set_materialize_grads(False)
-        x, _, _, post_weight, weight, _, *constants = given
+        x, _, _, post_weight, weight, _, *constants = args
         ctx.constants = constants
-        y, total, rstd = _forward(*given)
+        y, total, rstd = _forward(*args)
         ctx.save_for_backward(x, post_weight, weight, total, rstd)
         if not torch.compiler.is_compiling():
-            of_total = rstd[len(rstd) // 2 :]
-            note_recompute(y, recompute_norm, (total, of_total, None, weight), *constants)
+            total_rstd = rstd[len(rstd) // 2 :]
+            note_recompute(y, recompute_norm, (total, total_rstd, None, weight), *constants)
         return y, total
 
     @staticmethod
@@ -318,9 +318,9 @@ class _SandwichNorm(torch.autograd.Function):
         if dy is None:  # only the sum was used
             dy = torch.zeros_like(total)
         saved = total, rstd, dy, dtotal
-        found = _backward(x, post_weight, weight, inputs, weights, *saved, *ctx.constants)
-        dx, dresidual = found[:2] if inputs else (None, None)
-        dpost, dweight = found[-2:] if weights else (None, None)
+        computed = _backward(x, post_weight, weight, inputs, weights, *saved, *ctx.constants)
+        dx, dresidual = computed[:2] if inputs else (None, None)
+        dpost, dweight = computed[-2:] if weights else (None, None)
         gradients = dx, None, dresidual, dpost, dweight
         return (
             *(g if needed else None for g, needed in zip(gradients, needs[:5], strict=True)),
@@ -347,15 +347,15 @@ def sandwich_norm(
     check_norm(eps, offset, cast)
     served = residual.dtype == x.dtype
     differentiable = x.requires_grad
-    wanted = x.shape
+    expected = x.shape
     for name, t in (("residual", residual), ("post_weight", post_weight), ("weight", weight)):
         if t.device != x.device:
             check_devices(x=x, residual=residual, post_weight=post_weight, weight=weight)
-        if t.shape != wanted:
+        if t.shape != expected:
             raise ValueError(f"{name} {tuple(t.shape)} does not fit x {tuple(x.shape)}")
         served = served and t.dtype in DTYPES
         differentiable = differentiable or t.requires_grad
-        wanted = x.shape[-1:]
+        expected = x.shape[-1:]
     if not (runs_triton(x) and served and x.shape[-1] <= MAX_COLUMNS):
         return sandwich_norm_ref(x, residual, post_weight, weight, eps, offset=offset, cast=cast)
     before = cast == "before_weight"

@@ -190,14 +190,14 @@ def _update(
     weight, gradient, exp_avg, exp_avg_sq = (
         weight + first, gradient + first, exp_avg + first, exp_avg_sq + first
     )  # fmt: skip
-    left, blocks = count - first, 0
+    remaining, blocks = count - first, 0
     if B > 0:
         at = tl.arange(0, BLOCK // B)[:, None] * B + tl.arange(0, B)[None, :]
-        blocks = left // B
+        blocks = remaining // B
         exp_avg_scale, exp_avg_sq_scale = exp_avg_scale + first // B, exp_avg_sq_scale + first // B
     else:
         at = tl.arange(0, BLOCK)
-    inside = at < left
+    inside = at < remaining
     w = tl.load(weight + at, mask=inside, other=0.0).to(tl.float32)
     g = tl.load(gradient + at, mask=inside, other=0.0).to(tl.float32)
     m = _read(exp_avg, exp_avg_scale, shares, at, inside, blocks, B)
@@ -213,26 +213,26 @@ def _update(
     else:
         w -= m * step_size / tl.fma(tl.sqrt(v), 1 / correction, eps)
     ROUNDS: tl.constexpr = STOCHASTIC and weight.dtype.element_ty == tl.bfloat16
-    of_w, of_m, of_v = 0, 0, 0
+    w_bits, m_bits, v_bits = 0, 0, 0
     if ROUNDS or exp_avg.dtype.element_ty == tl.bfloat16:
         if lines is None:
             bits = draw_bits(position + first, at, stream)
         else:
             bits = draw_bits_strided(position, first, at, lines[0], lines[1], stream)
-        of_w, of_m, of_v = (
+        w_bits, m_bits, v_bits = (
             extract_16_bits(bits, 0),
             extract_16_bits(bits, 1),
             extract_16_bits(bits, 2),
         )
     if ROUNDS:
-        tl.store(weight + at, round_stochastically(w, of_w), mask=inside)
+        tl.store(weight + at, round_stochastically(w, w_bits), mask=inside)
     elif weight.dtype.element_ty == tl.bfloat16:
         tl.store(weight + at, round_to_nearest(w), mask=inside)
     else:
         tl.store(weight + at, w, mask=inside)
-    _write(m, exp_avg, exp_avg_scale, bounds, cells, of_m, at, inside, blocks, True, B)
+    _write(m, exp_avg, exp_avg_scale, bounds, cells, m_bits, at, inside, blocks, True, B)
     bounds, cells = positive_bounds, positive_cells
-    _write(v, exp_avg_sq, exp_avg_sq_scale, bounds, cells, of_v, at, inside, blocks, False, B)
+    _write(v, exp_avg_sq, exp_avg_sq_scale, bounds, cells, v_bits, at, inside, blocks, False, B)
 
 
 @triton.jit(do_not_specialize=["stream"])
@@ -322,9 +322,9 @@ class FusedAdamW:
         for slot in slots:
             addresses = _addresses(slot)
             kinds.setdefault(_kind(slot, addresses), []).append((slot, addresses))
-        for kind, same in kinds.items():
+        for kind, members in kinds.items():
             by_table = []
-            for slot, addresses in same:
+            for slot, addresses in members:
                 if OWN_LAUNCH is not None and slot.weight.numel() >= OWN_LAUNCH:
                     self._launch_tensor(slot, kind, settings, scale)
                 else:
@@ -332,7 +332,7 @@ class FusedAdamW:
                     by_table.append(row)
             if by_table:
                 table = self.tables.setdefault((name, kind), TensorTable(BLOCK))
-                self._launch_table(table, by_table, kind, settings, scale, same[0][0].weight)
+                self._launch_table(table, by_table, kind, settings, scale, members[0][0].weight)
 
     def _launch_tensor(
         self, slot: AdamWSlot, kind: SlotKind, settings: AdamWSettings, scale: Tensor | None

@@ -105,13 +105,13 @@ def _norm_heads_backward(
     for at in tl.range(first, N, P, num_stages=STAGES):
         batch, token = (at // T).to(tl.int64), (at % T).to(tl.int64)
         c, s = load_angles(angles, batch, token, HEADS, HALF, BLOCK)
-        here, rows = token_pointers(part[1], batch, token, heads, D)
-        a, b = load_pairs(here, rows, keep, HALF, BLOCK, INTERLEAVED)
+        inside, rows = token_pointers(part[1], batch, token, heads, D)
+        a, b = load_pairs(inside, rows, keep, HALF, BLOCK, INTERLEAVED)
         up, up_rows = token_pointers(part[0], batch, token, heads, D)
         ga, gb = load_pairs(up, up_rows, keep, HALF, BLOCK, INTERLEAVED)
         squares = tl.sum(a * a, 1) + tl.sum(b * b, 1)
         if 2 * HALF < D:
-            rest = load_rest(here, rows, keep, 2 * HALF, D, REST).to(tl.float32)
+            rest = load_rest(inside, rows, keep, 2 * HALF, D, REST).to(tl.float32)
             g = load_rest(up, up_rows, keep, 2 * HALF, D, REST).to(tl.float32)
             squares += tl.sum(rest * rest, 1)
         rstd = tl.rsqrt(squares / D + norm[0])[:, None]
@@ -364,24 +364,24 @@ def _backward(
 
 class _QKNormRope(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, overwrite: bool, *given: Any) -> tuple[Tensor, Tensor, Tensor]:
-        qkv, cos, sin, q_weight, k_weight, heads, kv_heads, *options = given  # as of `_forward`
+    def forward(ctx: Any, overwrite: bool, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
+        qkv, cos, sin, q_weight, k_weight, heads, kv_heads, *options = args  # as of `_forward`
         ctx.save_for_backward(q_weight, k_weight, None if q_weight is None else qkv, cos, sin)
         ctx.options = options
         if overwrite:
             packed = _rotate_in_place(qkv, cos, sin, heads, kv_heads, options[-1])
             return _split(packed, heads, kv_heads)
-        q, k = _forward(*given)
+        q, k = _forward(*args)
         return q, k, _split(qkv, heads, kv_heads)[2]
 
     @staticmethod
     def backward(ctx: Any, dq: Tensor, dk: Tensor, dv: Tensor) -> tuple[Tensor | None, ...]:
         refuse_second_derivative("qk_norm_rope")
-        wanted = ctx.needs_input_grad[4:6]
+        needs = ctx.needs_input_grad[4:6]
         q_weight, k_weight, *rest = ctx.saved_tensors
-        found = _backward(dq, dk, dv, q_weight, k_weight, any(wanted), *rest, *ctx.options)
-        dx, dwq, dwk = found
-        weights = dwq if wanted[0] else None, dwk if wanted[1] else None
+        computed = _backward(dq, dk, dv, q_weight, k_weight, any(needs), *rest, *ctx.options)
+        dx, dwq, dwk = computed
+        weights = dwq if needs[0] else None, dwk if needs[1] else None
         return None, dx, None, None, *weights, *6 * (None,)
 
 
@@ -390,10 +390,12 @@ def _may_overwrite(qkv: Tensor) -> bool:
     if torch.compiler.is_compiling() or type(qkv) is not Tensor or is_transformed(qkv):
         return False
     base = qkv if qkv._base is None else qkv._base
-    of_a_leaf = qkv.is_leaf or (base.is_leaf and base.requires_grad)
-    whole = qkv.untyped_storage().nbytes() == qkv.numel() * qkv.element_size()
-    own = whole and not of_a_leaf and qkv.is_contiguous()  # what has no gradient is a leaf
-    return own and torch.is_grad_enabled() and not has_function_mode()
+    belongs_to_leaf = qkv.is_leaf or (base.is_leaf and base.requires_grad)
+    full = qkv.untyped_storage().nbytes() == qkv.numel() * qkv.element_size()
+    exclusive = (
+        full and not belongs_to_leaf and qkv.is_contiguous()
+    )  # what has no gradient is a leaf
+    return exclusive and torch.is_grad_enabled() and not has_function_mode()
 
 
 def qk_norm_rope(

@@ -177,11 +177,11 @@ def test_shares(
 
 def test_how_many_shares() -> None:
     for groups, blocks in itertools.product((1, 3, 8, 64, 100, 512, 10_000), (1, 4, 16, 2000)):
-        splits = OWN._splits(groups, blocks, 396)
+        splits = OWN._num_splits(groups, blocks, 396)
         assert 1 <= splits <= blocks
         assert splits == blocks or splits * groups >= 0.75 * 396  # the device is busy
-    assert OWN._splits(8, 2000, 396) * 8 <= 396  # once
-    assert OWN._splits(10_000, 2000, 396) == 1
+    assert OWN._num_splits(8, 2000, 396) * 8 <= 396  # once
+    assert OWN._num_splits(10_000, 2000, 396) == 1
 
 
 @int8

@@ -456,8 +456,8 @@ def test_a_backend_that_cannot(backend: str, message: str) -> None:
 @pytest.mark.parametrize("backend", ["sdpa", "reference"])
 def test_a_backend_that_is_demanded(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
-    run = implementation.RUN[backend]
-    monkeypatch.setitem(implementation.RUN, backend, lambda *a: calls.append(1) or run(*a))
+    run = implementation.BACKENDS[backend]
+    monkeypatch.setitem(implementation.BACKENDS, backend, lambda *a: calls.append(1) or run(*a))
     q, k, v = tensors(5)
     out = attention(q, k, v, mask=AttentionMask(5, backend=backend))
     assert calls == [1]

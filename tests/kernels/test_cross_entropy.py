@@ -192,7 +192,7 @@ def test_the_operators_are_what_they_say(path: str) -> None:
         slots = [targets, None, None, None, *known]
         for need in (False, True):
             none = [None] * 6
-            arguments = (logits, *none, slots, [w], plan.word(), plan.numbers())
+            arguments = (logits, *none, slots, [w], plan.encode(), plan.numbers())
             arguments += ([need, *[False] * 4], 2**30, False)
             torch.library.opcheck(_head_pass.op, arguments, test_utils=tests)
     torch.library.opcheck(_rescale.op, (logits, w[0], torch.bfloat16), test_utils=tests)

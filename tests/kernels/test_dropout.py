@@ -51,7 +51,7 @@ def test_of_a_low_rank_product(path: str) -> None:
     dropout = Dropout(keys(37), 9, 0.4)
     u, a = torch.randn(37, 4), torch.randn(4, 70)
     given = u, [a], [0], [1.0], 70, None, True
-    y = low_rank_product(*given, dropout.keys, dropout.place, dropout.threshold)
+    y = low_rank_product(*given, dropout.keys, dropout.seed, dropout.threshold)
     assert torch.equal(y, apply_dropout_ref(low_rank_product(*given), dropout))
 
 

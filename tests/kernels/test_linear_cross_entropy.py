@@ -249,7 +249,7 @@ def test_the_operator_is_what_it_says(path: str) -> None:
         for index in (None, torch.arange(9)):
             low = torch.rand(N, 3), torch.rand(len(weight), 3)
             given = (hidden, weight, bias, *low, index, None, slots, [torch.rand(N)])
-            arguments = (*given, plan.word(), plan.numbers(), needs, 2**30, False)
+            arguments = (*given, plan.encode(), plan.numbers(), needs, 2**30, False)
             torch.library.opcheck(
                 MODULE._head_pass.op, arguments, test_utils=("test_schema", "test_faketensor")
             )

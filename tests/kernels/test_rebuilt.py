@@ -148,21 +148,21 @@ def test_who_has_a_product_of_its_own(path: str) -> None:
     x, w = leaf(2, 3, C), leaf(C)
     y = rms_norm(x, w, 1e-6)
     own = Linear(C, K)
-    assert uses(own(y)) == "_RebuiltBackward" != uses(F.linear(y, own.weight))
-    assert uses(linear(y.detach(), own.weight)) != "_RebuiltBackward"
-    assert uses(linear(y[..., :2, :], own.weight)) != "_RebuiltBackward"
-    assert uses(linear(y, own.weight[:4])) != "_RebuiltBackward"
-    assert uses(linear(y, nn.Parameter(torch.randn(C, K).T))) != "_RebuiltBackward"
+    assert uses(own(y)) == "_RecomputedLinearBackward" != uses(F.linear(y, own.weight))
+    assert uses(linear(y.detach(), own.weight)) != "_RecomputedLinearBackward"
+    assert uses(linear(y[..., :2, :], own.weight)) != "_RecomputedLinearBackward"
+    assert uses(linear(y, own.weight[:4])) != "_RecomputedLinearBackward"
+    assert uses(linear(y, nn.Parameter(torch.randn(C, K).T))) != "_RecomputedLinearBackward"
     assert uses(linear(y, nn.Parameter(torch.randn(K, C).as_subclass(Quantised)))) not in (
-        "_RebuiltBackward"
+        "_RecomputedLinearBackward"
     )
-    assert uses(linear(y.as_subclass(Quantised), own.weight)) != "_RebuiltBackward"
+    assert uses(linear(y.as_subclass(Quantised), own.weight)) != "_RecomputedLinearBackward"
     parametrised = nn.utils.parametrize.register_parametrization(Linear(C, K), "weight", Doubled())
-    assert uses(parametrised(y)) != "_RebuiltBackward"
+    assert uses(parametrised(y)) != "_RecomputedLinearBackward"
     with torch.autocast(x.device.type, torch.bfloat16):
         assert linear(y, own.weight).dtype == torch.bfloat16
     with Modes():
-        assert uses(linear(y, own.weight)) != "_RebuiltBackward"
+        assert uses(linear(y, own.weight)) != "_RecomputedLinearBackward"
     with torch.no_grad():
         assert linear(y, own.weight).grad_fn is None
 
@@ -224,7 +224,7 @@ def test_weights_that_are_sharded_again(path: str) -> None:
     y = rms_norm(x, w, 1e-6)
     out = linear(y, weight)
     w.untyped_storage().resize_(0)
-    assert uses(linear(y, weight)) != "_RebuiltBackward"
+    assert uses(linear(y, weight)) != "_RecomputedLinearBackward"
     with pytest.raises(RuntimeError, match="shard both as one group"):
         out.sum().backward()
 

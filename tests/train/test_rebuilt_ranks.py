@@ -20,13 +20,13 @@ def step_on_a_rank() -> None:
     """The gradients of its shards: without rebuilding, with it, of recomputed blocks."""
     interpreter.install()
     rebuilt = []
-    compute_again = linear.compute_again
+    compute_again = linear.run_recompute
 
     def counted(*given: Any) -> Any:
         rebuilt.append(given)
         return compute_again(*given)
 
-    linear.compute_again = counted
+    linear.run_recompute = counted
     with start("cpu") as world:
         torch.manual_seed(0)
         model = tigon.Llama.from_config(LLAMA | {"intermediate_size": 40}).train()

@@ -69,7 +69,7 @@ def attention_ref(
 
 
 class AttentionPlan(NamedTuple):
-    """How one kind of layer computes its attention in this forward pass."""
+    """The backend and layout by which layers of one kind compute attention in this forward pass."""
 
     choice: BackendChoice
     window: int | None  # None also where no sequence is longer
@@ -79,7 +79,7 @@ class AttentionPlan(NamedTuple):
     even: AttentionMask | None = None  # in place of `sequences`, if all have one length
 
     def reach(self, causal: bool) -> tuple[int | None, int | None]:
-        """How many tokens a query in a window sees before and after itself; None is all."""
+        """Returns how many tokens before and after itself a query in a window sees; None is all."""
         if self.window is None:
             return None, None
         return self.window - 1, 0 if causal else self.window - 1
@@ -112,9 +112,9 @@ def _fa4(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, plan: AttentionPl
 def _flatten_sequences(
     q: Tensor, k: Tensor, v: Tensor, sequences: Sequences
 ) -> tuple[tuple[Tensor, ...], tuple[Tensor, Tensor], tuple[int, int]]:
-    """Flat q, k and v, and the bounds and the greatest length of queries and of keys.
+    """Returns flat q, k and v, and cu_seqlens and the longest length of queries and of keys.
 
-    Where they differ, a kernel has the last query of a sequence see all its keys.
+    If these differ, the last query of a sequence sees all its keys.
     """
     q, k, v = (x.flatten(0, 1) for x in (q, k, v))
     cu, longest, keys = sequences
@@ -172,7 +172,7 @@ def _softcap_mod(softcap: float) -> Callable[..., Tensor]:
 
 @functools.cache
 def _compiled_flex(*kind: Any) -> Callable[..., Any]:
-    """FlexAttention for one kind of call: torch 2.11 failed to compile it for dynamic lengths."""
+    """Compiles FlexAttention for one kind of call: torch 2.11 failed on dynamic lengths."""
 
     def run(*tensors: Any, **options: Any) -> Any:
         return flex_attention(*tensors, **options)
@@ -237,11 +237,11 @@ def attention(
     softcap: float | None = None,
     scale: float | None = None,
 ) -> Tensor:
-    """Attention output [B, T, H, D]; head h reads kv head `h // (H / K)`.
+    """Returns the attention output [B, T, H, D]; head h reads kv head `h // (H / K)`.
 
-    A window of W covers W tokens, the query's own included. `scale` defaults to D ** -0.5.
-    `mask.backend` names the backend; docs/attention.md says what "auto" takes. Raises ValueError
-    if the named backend cannot serve the call, with the reason, and for shapes that do not match.
+    A window of W covers W tokens, including the query's own. `scale` defaults to D ** -0.5.
+    `mask.backend` names the backend; docs/attention.md says what "auto" takes. Raises ValueError,
+    with the reason, if the named backend cannot serve the call, and for shapes that do not match.
     """
     _check_inputs(q, k, v, mask, window, softcap)
     if q.is_meta and runtime.runs_triton(q):
@@ -262,7 +262,7 @@ def attention(
 
 
 def _attention_meta(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> Tensor:
-    """On meta, as a backend that takes the bounds of sequences."""
+    """Allocates what a backend with cu_seqlens does, for tensors on meta."""
     sequences = None
     if mask.prefixes is not None and mask.backend in ("auto", *VARLEN_BACKENDS):
         sequences = mask.sequences()
@@ -305,7 +305,7 @@ def _plan(
     scale: float | None,
     grad: bool,
 ) -> AttentionPlan:
-    """Backend and layout; may wait for the device to learn the lengths of the sequences."""
+    """Chooses backend and layout; may wait for the device to learn the lengths of the sequences."""
     compiling, gpu = torch.compiler.is_compiling(), q.device.type == "cuda"
     longest, part = mask.keys, mask.full_mask is not None
     if window is not None and window >= longest:

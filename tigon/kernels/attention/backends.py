@@ -1,4 +1,4 @@
-"""Which backend computes attention, and why: a pure function of the call and of the machine."""
+"""Chooses the attention backend: a pure function of the call and of the machine."""
 
 import functools
 import logging
@@ -49,7 +49,7 @@ def _first_problem(*rules: tuple[bool, str]) -> str | None:
 
 
 def _fused_problem(r: AttentionRequest) -> str | None:
-    """The requirement of every fused kernel that the request does not meet."""
+    """Returns the requirement of every fused kernel that the request does not meet, or None."""
     return _first_problem(
         (r.device != "cuda", f"it runs on CUDA GPUs, not on {r.device}"),
         (r.sm < 80, f"it needs sm_80 or newer, and this GPU is sm_{r.sm}"),
@@ -122,7 +122,7 @@ PLAIN = ("sdpa", "reference")  # on any device
 
 
 def _order(r: AttentionRequest) -> tuple[str, ...]:
-    """Backends, the fastest first."""
+    """Returns the backends, the fastest first."""
     few = r.longest is not None and r.longest <= CUDNN_MAX_TOKENS
     # As measured on an H200; packed sequences are refused by cuDNN's own rules
     if r.sm == 90 and (few or (r.head_dim == 256 and r.grad)):
@@ -131,7 +131,7 @@ def _order(r: AttentionRequest) -> tuple[str, ...]:
 
 
 def _reason_against(name: str, r: AttentionRequest) -> str | None:
-    """Why a backend that could serve a request is taken only if it is named."""
+    """Returns why a backend that could serve a request is only taken if it is named, or None."""
     longest = 0 if r.longest is None else r.longest
     if name in ("fa4", "flex") and 0 < longest < MIN_KERNEL_TOKENS:
         return f"{longest} tokens are too few to compile for"
@@ -144,7 +144,7 @@ def _reason_against(name: str, r: AttentionRequest) -> str | None:
 
 
 def check_backend(name: str) -> None:
-    """Raise unless `name` is "auto" or a backend's that can be loaded."""
+    """Raises unless `name` is "auto" or a backend that can be loaded."""
     _check_name(name)
     if name == "fa4" and isinstance(flash_attn_4(), str):
         raise ImportError(f"attention='fa4': {flash_attn_4()}")
@@ -153,7 +153,7 @@ def check_backend(name: str) -> None:
 def check_training(
     name: str, device: torch.device, dtype: torch.dtype, *, deterministic: bool = False
 ) -> None:
-    """Raise if the named backend cannot train in this dtype on this device, whatever the model."""
+    """Raises if the named backend cannot train in this dtype on this device with any model."""
     check_backend(name)
     gpu, index = device.type == "cuda", device.index or 0
     sm = capability(index) if gpu else 0
@@ -173,10 +173,10 @@ def choose_backend(
     *,
     plain: bool = False,
 ) -> BackendChoice:
-    """The backend for a request: the one named, or the first of the order that can serve it.
+    """Returns the named backend, or the first in `_order` that can serve the request.
 
-    `missing` holds the backends that this machine lacks, with the reason; `plain` leaves only
-    `sdpa` and `reference`. Raises if the named backend cannot serve the request, unless the tokens
+    `missing` maps the backends that this machine lacks to the reason; `plain` leaves only `sdpa`
+    and `reference`. Raises if the named backend cannot serve the request, unless the tokens
     continue a cache: the name applies to whole sequences.
     """
     if backend != "auto":
@@ -201,7 +201,7 @@ def choose_backend(
 
 @functools.cache
 def flash_attn_4() -> Any:
-    """The package, or the reason why there is none. Imported when a GPU first asks for it."""
+    """Imports and returns the package, or the reason why it cannot be used."""
     hint = "pip install tigon[fa4]"
     try:
         import flash_attn.cute as package
@@ -216,7 +216,7 @@ def flash_attn_4() -> Any:
 
 @functools.cache
 def capability(device: int) -> int:
-    """Of a GPU, times ten; 0 for one that is not NVIDIA's."""
+    """Returns the compute capability of a GPU times ten, or 0 if it is not NVIDIA's."""
     major, minor = torch.cuda.get_device_capability(device)
     return 0 if torch.version.hip else 10 * major + minor
 
@@ -227,7 +227,7 @@ capability._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 @functools.cache
 def missing(device: int) -> dict[str, str]:
-    """What a machine with this GPU lacks, and why."""
+    """Maps the backends that a machine with this GPU lacks to the reason."""
     lacks = {}
     if capability(device) // 10 in (9, 10) and isinstance(flash_attn_4(), str):
         lacks["fa4"] = flash_attn_4()
@@ -246,7 +246,7 @@ _missing_reason._dynamo_marked_constant = True  # type: ignore[attr-defined]  # 
 
 
 def survey(device: torch.device, head_dim: int = 128) -> dict[str, BackendChoice]:
-    """What "auto" takes on this machine to train on sequences of 4,096 tokens, and to decode."""
+    """Returns the choice of "auto" on this machine for training on 4,096 tokens and for decoding."""
     gpu, index = device.type == "cuda", device.index or 0
     r = AttentionRequest(
         device.type, capability(index) if gpu else 0, head_dim=head_dim, longest=4096
@@ -264,7 +264,7 @@ def survey(device: torch.device, head_dim: int = 128) -> dict[str, BackendChoice
 
 
 def select_backend(r: AttentionRequest, backend: str, device: int, plain: bool) -> BackendChoice:
-    """`choose` on this machine; logs what is chosen for the first time."""
+    """`choose_backend` on this machine; logs each choice once."""
     if torch.compiler.is_compiling():
         names = OBSTACLES if r.device == "cuda" else ()
         return choose_backend(
@@ -311,5 +311,5 @@ class _FusedShapes(torch.autograd.Function):
 
 
 def fused_shapes(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """q [B, T, H, D], k and v [B, S, K, D], all on meta -> [B, T, H, D]."""
+    """Allocates the output [B, T, H, D] of q [B, T, H, D], k and v [B, S, K, D], all on meta."""
     return _FusedShapes.apply(q, k, v)

@@ -1,6 +1,7 @@
-"""A softmax over tokens of which a program sees some at a time, and other programs the rest.
+"""Decode attention: appends new tokens to a preallocated cache and attends to it (Flash-Decoding).
 
-# N tokens, H query heads, D head dim
+# B rows, T new tokens of each, N of all, R cache slots, S slots in use, H query heads, K kv heads,
+# D head dim
 """
 
 import math
@@ -35,9 +36,9 @@ from tigon.kernels.runtime import (
 
 @triton.jit
 def accumulate_tile(queries, tile, seen, state, scale, softcap, PACKED):
-    """One tile of tokens into the running softmax, whose exponents are of two.
+    """Adds one tile of tokens to the running softmax, whose exponents are of two.
 
-    `queries`, and `out` of the state, have their even dims and their odd ones, PACKED alone.
+    `queries`, and `out` of the state, hold even and odd dims separately if PACKED.
     """
     q, q_high = queries
     k, v, k_scales, v_scales = tile
@@ -111,7 +112,7 @@ def append_attention_ref(
     softcap: float | None = None,
     scale: float | None = None,
 ) -> Tensor:
-    """Write k and v behind each row's tokens; `softmax(cap(q k^T * scale)) v`, fp32 inside."""
+    """Writes k and v after each row's tokens; returns `softmax(cap(q k^T * scale)) v`, fp32 inside."""
     b, t, h, d = q.shape
     kv_heads, slots = buffers.keys.shape[1:3]
     scale = d**-0.5 if scale is None else scale
@@ -176,13 +177,13 @@ def _append_attention_kernel(
     LATE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Some queries of one kv head over one share of the tokens that they see.
+    """Computes some queries of one kv head over one share of the tokens that they see.
 
     The blocks of earlier tokens are divided evenly among programs. The first program also attends
-    to the new tokens and stores them in the cache, in slots that no program reads any more.
+    to the new tokens and stores them, in slots that no program reads any more.
 
-    PACKED caches are int8: `keys` and `values` point to int16, each of two adjacent dims, as tensor
-    cores want pairs; a tile then holds either the even dims or the odd ones.
+    PACKED caches are int8: `keys` and `values` point to int16, each two adjacent dims, as tensor
+    cores want pairs; a tile then holds either the even or the odd dims.
     """
     pdl_wait(PDL, LATE)
     G: tl.constexpr = H // K
@@ -293,7 +294,7 @@ def _append_attention_kernel(
 
 
 class DecodeLaunch(NamedTuple):
-    """Tokens of a tile, tiles in flight, programs per multiprocessor."""
+    """The tokens of a tile, tiles in flight, and programs per multiprocessor; tuned on an H200."""
 
     block: int
     stages: int
@@ -301,7 +302,7 @@ class DecodeLaunch(NamedTuple):
 
 
 def _select_launch(dtype: torch.dtype, stored: torch.dtype, width: int) -> DecodeLaunch:
-    """For queries and keys of these types. The numbers were the best of some tried on an H200."""
+    """Chooses the launch for queries and cached keys of these types."""
     if INTERPRETED:
         return DecodeLaunch(16, stages=1, resident=1)
     if dtype == torch.float32:  # products without tensor cores
@@ -314,9 +315,10 @@ def _select_launch(dtype: torch.dtype, stored: torch.dtype, width: int) -> Decod
 
 
 def _num_splits(groups: int, blocks: int, resident_programs: int) -> int:
-    """Programs among which the tokens of each of `groups` are shared out; `resident_programs` run at once.
+    """Returns the number of programs that share the tokens of each of `groups`.
 
-    Few groups fill the device exactly once; many, whose lengths may differ, take turns.
+    `resident_programs` run at once. Few groups fill the device exactly once; many, whose lengths
+    may differ, take turns.
     """
     once = resident_programs // groups
     return min(blocks, once if once >= 4 else -(-2 * resident_programs // groups))
@@ -414,21 +416,21 @@ def append_attention(
     scale: float | None = None,
     angles: tuple[Tensor, Tensor] | None = None,  # cos and sin [B or 1, T, R/2]
 ) -> Tensor:
-    """Append T tokens to every row of the cache and attend causally: [B, T, H, D].
+    """Appends T tokens to every row of the cache and attends causally; returns [B, T, H, D].
 
-    Row r holds lengths[r] tokens, so its new token j has position lengths[r] + j; `lengths` stays
-    as it is. A window of W sees W tokens, the query's own among them. `scale` is D ** -0.5 if None.
-    With `angles`, q and k are first rotated, as by `rope`.
-    Full buffers are a ring, whose last R tokens are seen: that is everything if R is at least
-    lengths[r] + T or, with a window, W + T - 1. Slots without a token are never looked at. int8
-    buffers hold, and this very call sees, the new tokens rounded.
+    Row r has lengths[r] tokens, so its new token j has position lengths[r] + j; `lengths` is not
+    changed. A window of W sees W tokens, including the query's own. `scale` defaults to D ** -0.5.
+    With `angles`, q and k are rotated first, as by `rope`. Full buffers are a ring of the last R
+    tokens, which loses nothing if R is at least lengths[r] + T or, with a window, W + T - 1. Slots
+    without a token are never read. int8 buffers store the new tokens rounded, and this call sees
+    them so.
 
-    On a GPU nothing waits for the device and launches depend on shapes alone, so a CUDA graph can
-    hold the call. The tokens of a row are shared among programs, whose sums a second kernel adds in
-    a fixed order (Flash-Decoding, Dao et al. 2023). More than 16 tokens go in parts of 16.
+    The host never waits for the device and launches depend on shapes alone, so a CUDA graph can
+    capture the call. The tokens of a row are shared among programs, whose sums a second kernel adds
+    in a fixed order (Flash-Decoding, Dao et al. 2023). More than 16 tokens go in parts of 16.
 
-    Raises ValueError for shapes or dtypes that do not fit together, RuntimeError if a gradient is
-    wanted, which cannot be had of buffers that are overwritten.
+    Raises ValueError for shapes or dtypes that do not match, RuntimeError if a gradient is
+    required: the buffers are overwritten.
     """
     _check_inputs(q, k, v, buffers, lengths)
     if not q.numel():
@@ -459,13 +461,12 @@ def append_attention(
 
 
 def fuses_rope(tokens: int, buffers: KVBuffers) -> bool:
-    """Whether the kernel can rotate, too: not pairs of int8, nor more tokens than it takes at
-    once."""
+    """Whether the kernel can rotate, too: not pairs of int8, nor more than MAX_QUERY_TOKENS."""
     return buffers.key_scales is None and tokens <= MAX_QUERY_TOKENS
 
 
 def _triton_supports(q: Tensor, buffers: KVBuffers) -> bool:
-    """Whether the kernel does; the interpreter has no bf16 products."""
+    """Whether the kernel can run; the interpreter has no bf16 products."""
     pairs = buffers.key_scales is None or q.shape[-1] % 2 == 0
     return runs_triton(q) and pairs and (q.dtype != torch.bfloat16 or q.device.type == "cuda")
 

@@ -20,33 +20,33 @@ BLOCK = 128  # tokens in a block of FlexAttention's masks: its own default
 
 
 class Sequences(NamedTuple):
-    """The sequences that a flattened batch is made of."""
+    """The sequences of a flattened batch."""
 
     cu: Tensor  # int32 [n + 1]: where each begins, and the end of the last
     longest: int  # tokens of the longest, or more; the host must know it to launch a kernel
     keys: PrefixedKeys | None = None  # where they are not those of the same tokens
 
     def even(self, tokens: int) -> bool:
-        """Whether all of them are of one length: then the batch is a batch of these rows."""
+        """Whether all sequences have one length, so that the batch is rows of it."""
         return self.keys is None and (self.cu.shape[0] - 1) * self.longest == tokens
 
     @property
     def furthest(self) -> int:
-        """Keys that a query may see, at most."""
+        """The largest number of keys that a query may see."""
         return self.longest if self.keys is None else self.keys.longest
 
 
 class AttentionMask:
-    """Which keys a query may see: causal, inside its own sequence, and never padding.
+    """Which keys a query sees: causal, inside its own sequence, and never padding.
 
-    `tokens` T queries follow `past` cached ones. `segment_ids` [B, S] number the packed
-    sequences in order; `key_mask` bool [B, S] is False on padding. Without `causal`
-    attention is bidirectional. `cu_seq_lens` int32 [n + 1] are the bounds of the same sequences in
-    the flattened batch, given beside segment_ids; `longest` is the number of tokens of the longest
-    sequence, or more. `prefixes` int64 [n, 2], on the host, are tokens of the flattened batch that
-    each of these sequences goes on from: it sees them, in its row and before it, as if they were
-    its own first ones; equal numbers are none. `backend` is "auto" or the name of one. One mask
-    serves a whole forward pass: whatever layers derive from it is computed once.
+    `tokens` T queries follow `past` cached ones. `segment_ids` [B, S] number the packed sequences
+    in order; `key_mask` bool [B, S] is False on padding. Without `causal` attention is
+    bidirectional. `cu_seq_lens` int32 [n + 1] are the bounds of the same sequences in the flattened
+    batch, given with segment_ids; `longest` is at least the length of the longest sequence.
+    `prefixes` int64 [n, 2], on the host, are ranges of the flattened batch, each in the row of its
+    sequence and before it, which the sequence continues as if they were its first tokens; an empty
+    range is no prefix. `backend` is "auto" or the name of one. One mask serves a whole forward pass
+    and caches what layers derive from it.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class AttentionMask:
         self._before: PrefixVisibility | None = None  # of padded rows
 
     def _once(self, key: Hashable, derive: Callable[[], Any]) -> Any:
-        """The result of `derive`, kept under `key`."""
+        """Returns the result of `derive`, cached under `key`."""
         # Under torch.compile, a layer that is recomputed must not write to anything outside itself.
         # The compiler merges equal operations, though only in training graphs
         if torch.compiler.is_compiling() and torch.is_grad_enabled():
@@ -96,7 +96,7 @@ class AttentionMask:
 
     @property
     def keys(self) -> int:
-        """S."""
+        """S, the number of keys."""
         return self.past + self.tokens + self.after
 
     @property
@@ -105,8 +105,11 @@ class AttentionMask:
         return self.segment_ids is None and self.key_mask is None
 
     def part(self, first: int, end: int) -> Self:
-        """The mask of the queries [first, end) of each row, and of its first S keys: all that one
-        of them may see. There is no cache."""
+        """Returns the mask of the queries [first, end) of each row and the S keys that they may
+        see.
+
+        There must be no cache.
+        """
         part = self._cut(first, end)
         # Kept is what is derived from a part, and no part: that would be a cycle with `full_mask`
         part.plans, part._derived = self._once(("part", first, end), lambda: ({}, {}))
@@ -124,11 +127,11 @@ class AttentionMask:
         return mask
 
     def sequences(self) -> Sequences | str:
-        """The sequences of the flattened batch, or why they are not known.
+        """Returns the sequences of the flattened batch, or the reason why they are not known.
 
-        Padding at either end of a sequence counts as a sequence of its own, to which real tokens do
-        not attend. If the caller gave no bounds, the host waits for the device, once; while a CUDA
-        graph is captured it cannot, and ValueError is raised.
+        Padding at either end of a sequence counts as a separate sequence. If the caller gave no
+        bounds, the host waits for the device, once; during a CUDA graph capture it raises
+        ValueError instead.
         """
         return self._once("sequences", self._find_sequences)
 
@@ -153,8 +156,11 @@ class AttentionMask:
         return self._find_padding(device)
 
     def _sequences_of_part(self, full_mask: Self) -> Sequences | str:
-        """Queries and keys of each sequence of the rows. Some have no queries here, and the keys of
-        one end with its last query: so kernels align them."""
+        """Returns queries and keys of each sequence; keys end with the last query, so kernels align
+        them.
+
+        Some sequences have no queries here.
+        """
         sequences_or_reason = full_mask.sequences()
         if isinstance(sequences_or_reason, str):
             return sequences_or_reason
@@ -174,7 +180,7 @@ class AttentionMask:
         return Sequences(queries, min(sequences_or_reason.longest, self.tokens), key_sequences)
 
     def _clip_bounds(self, bounds: Tensor, tokens: int) -> Tensor:
-        """Bounds of runs in the flattened rows of so many tokens, in their first S."""
+        """Clips bounds of runs in flattened rows of `tokens` tokens to the rows' first S."""
         return bounds // tokens * self.keys + (bounds % tokens).clamp(max=self.keys)
 
     def _from_bounds(self, cu: Tensor, longest: int) -> Sequences:
@@ -186,7 +192,7 @@ class AttentionMask:
 
     @property
     def before(self) -> PrefixVisibility | None:
-        """What tokens see by `prefixes`."""
+        """What tokens see of `prefixes`."""
         if self.full_mask is not None:
             of = self.full_mask.before
             return None if of is None else of.part(self.past, self.past + self.tokens)
@@ -218,10 +224,11 @@ class AttentionMask:
         return Sequences(cu.to(device, non_blocking=True), longest)
 
     def unpadded(self) -> tuple[Tensor, Self] | None:
-        """Indices [N] of the real tokens in the flattened batch, and their mask as one row.
+        """Returns the indices [N] of the real tokens in the flattened batch, and their mask as one
+        row.
 
-        None if there is too little padding, if some is inside a sequence, or if the caller gave
-        bounds, which make sequences of padding.
+        Returns None if there is too little padding, if some is inside a sequence, or if the caller
+        gave bounds, which make sequences of padding.
         """
         if self.key_mask is None or self.past or self.cu_seq_lens is not None:
             return None
@@ -247,14 +254,14 @@ class AttentionMask:
         return index.to(device), mask
 
     def even(self, longest: int) -> Self:
-        """The mask of the same batch as rows of `longest` tokens, each a sequence."""
+        """Returns the mask of the same batch as rows of `longest` tokens, each a sequence."""
         options: dict[str, Any] = {"causal": self.causal, "backend": self.backend}
         return self._once("even", lambda: type(self)(longest, **options))
 
     def padded(self, tokens: int, keys: int, batch: int, device: torch.device) -> Self:
-        """The mask of the same batch with rows of queries and of keys padded on the right.
+        """Returns the mask with rows of queries and of keys padded on the right.
 
-        What padded queries see means nothing: those of a part may be where the keys of others are.
+        What padded queries see is undefined.
         """
         return self._once("padded", lambda: self._pad(tokens, keys, batch, device))
 
@@ -279,11 +286,11 @@ class AttentionMask:
         return windowed or not self.rows or (self.past > 0 and self.tokens > 1)
 
     def dense(self, window: int | None, device: torch.device) -> Tensor:
-        """Bool [B or 1, 1, T, S], True where a query attends to a key."""
+        """Returns bool [B or 1, 1, T, S], True where a query attends to a key."""
         return self._once(("dense", window), lambda: self._build(window, device))
 
     def bias(self, window: int | None, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """`dense` as an additive mask: 0 or -inf, [B or 1, 1, T, S]."""
+        """Returns `dense` as an additive mask: 0 or -inf, [B or 1, 1, T, S]."""
 
         # Given a bool mask, SDPA makes this in every layer and saves each for the backward pass
         def spell() -> Tensor:
@@ -310,7 +317,9 @@ class AttentionMask:
         return seen[:, None]
 
     def blocks(self, window: int | None, device: torch.device) -> BlockMask:
-        """The same for FlexAttention, without a cache: [T / 128, S / 128] blocks and a mask_mod."""
+        """Returns the mask for FlexAttention, without a cache: [T / 128, S / 128] blocks and a
+        mask_mod.
+        """
         return self._once(("blocks", window), lambda: self._build_blocks(window, device))
 
     def _build_blocks(self, window: int | None, device: torch.device) -> BlockMask:
@@ -356,7 +365,7 @@ class AttentionMask:
             return seen
 
         def listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
-            """How many blocks of keys each block of queries reads, and which come first."""
+            """Counts the key blocks that each query block reads, and orders these first."""
             order = blocks.int().argsort(dim=-1, descending=True, stable=True)
             return blocks.sum(-1).int()[:, None], order.int()[:, None]
 
@@ -370,7 +379,9 @@ class AttentionMask:
 
 
 def _block_bounds(first: int, end: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """Of the blocks of tokens [first, end): the first token, the last, and whether it is full."""
+    """Returns the first and last token of each block of tokens [first, end), and whether it is
+    full.
+    """
     begins = torch.arange(first, end, BLOCK, device=device)
     return begins, (begins + BLOCK - 1).clamp(max=end - 1), begins + BLOCK <= end
 
@@ -383,11 +394,11 @@ MIN_SEQUENCES = 8  # sequences that there is room for
 
 
 def pad_cu_seqlens(mask: AttentionMask, total: int, windows: Iterable[int]) -> AttentionMask:
-    """The mask of the same sequences, with room for more and longer ones; `total` tokens in all.
+    """Pads the bounds to one of few sizes, for CUDA graphs, whose sizes cannot change.
 
-    Empty sequences at the end fill the bounds up, and `longest` is rounded up, never past what
-    decides on a backend or on a window of `windows`: attention has the same bits. Sequences of one
-    length, which are computed as rows, stay as they are.
+    `total` tokens in all. Empty sequences are appended, and `longest` is rounded up, but never past
+    a length that decides on a backend or on a window of `windows`: attention has the same bits.
+    Sequences of one length, which are computed as rows, stay as they are.
     """
     cu, longest = mask.cu_seq_lens, mask.longest
     if cu is None or longest is None or (len(cu) - 1) * longest == total:
@@ -405,7 +416,7 @@ def pad_cu_seqlens(mask: AttentionMask, total: int, windows: Iterable[int]) -> A
 
 
 def padded_count(sequences: int) -> int:
-    """For how many there is room."""
+    """Returns the number of sequences after padding."""
     # FlashAttention-2 divides the sum of dQ by their number where it is to be deterministic
     if torch.are_deterministic_algorithms_enabled():
         return sequences
@@ -413,8 +424,9 @@ def padded_count(sequences: int) -> int:
 
 
 def round_max_seqlen(longest: int, tokens: int, windows: Iterable[int]) -> int:
-    """The next power of two; or what comes before it of the lengths up to which another backend or
-    another window is taken, and of the `tokens` of a row."""
+    """Rounds up to a power of two, but not past `tokens` or a length where backend or window
+    change.
+    """
     edges = (MIN_KERNEL_TOKENS - 1, CUDNN_MAX_TOKENS, tokens, *windows)
     return min(
         next_power_of_2(max(longest, MIN_KERNEL_TOKENS)),

@@ -1,4 +1,4 @@
-"""Packed sequences that go on from tokens of another one, and share their keys and values.
+"""Packed sequences that continue a shared prefix and see its keys and values.
 
 # B batch, T tokens of a row, N = B * T, S keys, n sequences
 """
@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 class KeyCopies(NamedTuple):
-    """Of which tokens of the flattened batch the keys are."""
+    """The token of the flattened batch that each key is a copy of."""
 
     places: Tensor  # int64 [S]
     order: Tensor  # int64 [S], where the keys of token 0 are, of token 1, ...
@@ -19,7 +19,7 @@ class KeyCopies(NamedTuple):
 
 
 class PrefixedKeys(NamedTuple):
-    """The keys of every sequence, such as those of its prefix and its own behind them."""
+    """The keys of every sequence: those of its prefix, then its own."""
 
     cu: Tensor  # int32 [n + 1]
     longest: int  # keys of the longest, or more
@@ -27,7 +27,7 @@ class PrefixedKeys(NamedTuple):
 
     @classmethod
     def of(cls, prefixes: Tensor, cu: Tensor, longest: int, total: int) -> Self:
-        """`prefixes` int64 [n, 2] on the host; no value waits for the device. `total`: N."""
+        """Builds the keys from `prefixes` int64 [n, 2] on the host without a sync. `total`: N."""
         lengths = prefixes.diff(dim=1)
         longest += int(lengths.max())
         size = total + int(lengths.sum())
@@ -43,12 +43,12 @@ class PrefixedKeys(NamedTuple):
         return cls(cu, longest, KeyCopies(places, order, bounds))
 
     def take(self, x: Tensor) -> Tensor:
-        """x [N, K, D] -> [S, K, D]."""
+        """Gathers the keys: x [N, K, D] -> [S, K, D]."""
         return x if self.copies is None else _GatherKeys.apply(x, *self.copies)
 
 
 class _GatherKeys(torch.autograd.Function):
-    """index_select, whose gradient adds the copies of a token up in fp32 and without atomics."""
+    """index_select whose backward sums the copies of a token in fp32 and without atomics."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, index: Tensor, order: Tensor, bounds: Tensor) -> Tensor:
@@ -64,9 +64,9 @@ class _GatherKeys(torch.autograd.Function):
 
 
 class PrefixVisibility(NamedTuple):
-    """What each token of a row sees before its own sequence: keys `first` to `last`, excluded.
+    """The keys [first, last) that each token of a row sees before its own sequence.
 
-    The query at q is q - shift - k positions behind key k of them.
+    The query at q is q - shift - k positions after key k of them.
     """
 
     first: Tensor  # int64 [B, T], in the row
@@ -75,7 +75,7 @@ class PrefixVisibility(NamedTuple):
 
     @classmethod
     def of(cls, prefixes: Tensor, cu: Tensor, batch: int, tokens: int) -> Self:
-        """`prefixes` int64 [n, 2] on the host."""
+        """Builds the ranges from `prefixes` int64 [n, 2] on the host."""
         prefixes, cu = prefixes.to(cu.device, non_blocking=True), cu.long()
         place = torch.arange(batch * tokens, device=cu.device)
         sequence = torch.searchsorted(cu[1:].contiguous(), place, right=True)
@@ -85,22 +85,25 @@ class PrefixVisibility(NamedTuple):
         return cls(*(x.view(batch, tokens) for x in values))
 
     def part(self, first: int, end: int) -> Self:
-        """Of the tokens [first, end) of each row."""
+        """Returns the ranges of the tokens [first, end) of each row."""
         return type(self)(*(x[:, first:end] for x in self))
 
     def padded(self, tokens: int) -> Self:
-        """With so many more at the end of each row, which see nothing of it."""
+        """Returns the ranges with `tokens` more tokens per row, which see nothing."""
         return type(self)(*(F.pad(x, (0, tokens)) for x in self))
 
     def seen(self, at: Any, query: Tensor, key: Tensor, window: int | None) -> Tensor:
-        """Whether `query`, whose values are at the index `at`, sees `key` in this way."""
+        """Whether `query`, with the values at index `at`, sees `key` through its prefix."""
         first, last, shift = (x[at] for x in self)
         seen = (first <= key) & (key < last)
         return seen if window is None else seen & (query - shift - key < window)
 
     def blocks(self, q0: Tensor, k0: Tensor, block: int, window: int | None) -> Tensor:
-        """Bool [B, n, m], whether any token of a block of queries may see one of a block of keys
-        in this way. `q0` [n, 1] and `k0` [m] are the first tokens of the blocks, in the row."""
+        """Returns bool [B, n, m]: whether a block of queries may see a block of keys through
+        prefixes.
+
+        `q0` [n, 1] and `k0` [m] are the first tokens of the blocks in the row.
+        """
         tokens = self.first.shape[1]
         nonempty = self.first < self.last
         nothing = (self.first, torch.iinfo(torch.int32).max), (self.last, 0), (self.shift, 0)

@@ -1,10 +1,10 @@
-"""Dropout whose draws are a function of where, so that backward draws them again.
+"""Dropout that backward can draw again, since every element's draw is a function of its position.
 
 # ... any leading dimensions, N rows of them, C columns
 
-The sum of the row's key and the layer's place is a stream of SplitMix64 (`tigon.utils.random`):
-column c has the (c mod 4)-th 16 bits of the 64 at c // 4, and is dropped if these are less than p
-in units of 2**-16. What is kept stays as it is: 1 / (1 - p) is a factor of the product behind it.
+The sum of the row's key and the layer's seed is a stream of SplitMix64 (`tigon.utils.random`):
+column c takes the (c mod 4)-th 16 bits of the 64 at c // 4, and is dropped if these are below p in
+units of 2**-16. Other elements stay as they are: 1 / (1 - p) is a factor of the following product.
 """
 
 import math
@@ -31,7 +31,7 @@ TILE = (4, 32, 1) if INTERPRETED else (8, 512, 4)
 
 
 class Dropout(NamedTuple):
-    """What is dropped of a product's input x [..., C]."""
+    """The dropout of a product's input x [..., C]."""
 
     keys: Tensor  # int64 [...], with random bits of each row
     seed: int  # of the layer, an int64 with random bits
@@ -44,11 +44,11 @@ class Dropout(NamedTuple):
 
     @property
     def share(self) -> float:
-        """p as it is drawn."""
+        """p as it is drawn, a multiple of 2**-16."""
         return self.threshold / 65536
 
     def check(self, x: Tensor) -> None:
-        """ValueError unless there is a key for each row of x."""
+        """Raises ValueError unless there is a key for each row of x."""
         if self.keys.dtype != torch.int64 or self.keys.numel() != math.prod(x.shape[:-1]):
             raise ValueError(
                 f"dropout keys {self.keys.dtype} {tuple(self.keys.shape)} are not one int64 for "
@@ -57,7 +57,7 @@ class Dropout(NamedTuple):
 
 
 def keep_mask_ref(dropout: Dropout, columns: int) -> Tensor:
-    """Bool [..., C]: which elements are kept. The definition."""
+    """Returns bool [..., C], False where an element is dropped: the definition."""
     keys = dropout.keys
     words = torch.arange(-(-columns // 4), device=keys.device)
     bits = random_bits((keys + dropout.seed)[..., None], words)
@@ -66,13 +66,13 @@ def keep_mask_ref(dropout: Dropout, columns: int) -> Tensor:
 
 
 def apply_dropout_ref(x: Tensor, dropout: Dropout) -> Tensor:
-    """x where it is kept, and 0 elsewhere."""
+    """Returns x with 0 where an element is dropped."""
     return torch.where(keep_mask_ref(dropout, x.shape[-1]).view(x.shape), x, 0)
 
 
 @triton.jit
 def keep_mask(streams, first, threshold, COLUMNS: tl.constexpr):
-    """Bool [ROWS, COLUMNS] from column `first`, which 4 divides, on; streams int64 [ROWS]."""
+    """Returns bool [ROWS, COLUMNS] from column `first`, a multiple of 4; streams are int64 [ROWS]."""
     bits = draw_bits(first // 4, tl.arange(0, COLUMNS // 4)[None, :], streams[:, None])
     even = tl.interleave(extract_16_bits(bits, 0), extract_16_bits(bits, 2))
     odd = tl.interleave(extract_16_bits(bits, 1), extract_16_bits(bits, 3))
@@ -126,7 +126,7 @@ class _ApplyDropout(torch.autograd.Function):
 
 
 def apply_dropout(x: Tensor, dropout: Dropout) -> Tensor:
-    """`drop_ref`, of which backward keeps no mask."""
+    """`apply_dropout_ref` without a saved mask."""
     if torch.compiler.is_compiling():
         return apply_dropout_ref(x, dropout)
     if x.requires_grad and torch.is_grad_enabled():

@@ -1,16 +1,24 @@
-"""Matrices as 8-bit floats (e4m3), with a scale for each row, or turned, with one for each column.
+"""Linear layers whose products, forward and backward, are of 8-bit floats (e4m3).
 
-# R rows, C columns, S the rows padded to a multiple of 16
+# T tokens, K columns of x and of the weight, N rows of the weight; R rows and C columns of a matrix,
+# S its rows padded to a multiple of 16, I intermediate size
 
-x = scale * data, where data is at most 448 and has 3 bits of mantissa. A scale is a power of two,
-the smallest that makes it so, as in torchao's rowwise recipe: dividing by it rounds nothing. An
-element is then rounded once, and to the same number in its row as in its column, unless it is
-below 2^-14 of the largest there; with amax / 448, most elements of a weight would differ between
-a product and its gradient. The price is at most one of the 15 binades that e4m3 has above its
-subnormals. In a row with a number that is not finite, the scale and all numbers are NaN.
+y = x W^T, dX = dY W and dW = dY^T x. Both factors of a product are cast, with a scale for every row
+or column that is not summed over, as in torchao's rowwise recipe: x by token for y and by column
+for dW, W by row for y and by column for dX, dY by token for dX and by column for dW. Gradients are
+e4m3 like the rest: with a scale per row they need precision more than e5m2's range. Scales come
+from the numbers themselves and not from earlier steps, so that a recomputed block has the same
+bits.
 
-Bytes per element of a bf16 matrix: `cast_rows` 3, `cast_columns` 3 where the columns' maxima are
-known, as `cast_rows` finds them, else 5; `cast_both` 4 where both are known, else 6.
+x = scale * data, where data is at most 448 and has 3 bits of mantissa. The scale is the smallest
+such power of two, so dividing by it rounds nothing. An element is rounded once, to the same number
+in its row as in its column, unless it is below 2^-14 of the largest there; with amax / 448, most
+elements of a weight would differ between a product and its gradient. The price is at most one of
+the 15 binades that e4m3 has above its subnormals. In a row with a number that is not finite, the
+scale and all numbers are NaN.
+
+Bytes per element of a bf16 matrix: `cast_rows` 3; `cast_columns` 3 if the columns' maxima are
+known, as `cast_rows` finds them, else 5; `cast_both` 4 if both are known, else 6.
 """
 
 from collections.abc import Sequence
@@ -68,7 +76,7 @@ class ScaledMatrix(NamedTuple):
 
 
 class Maxima(NamedTuple):
-    """The largest magnitudes of a bf16 matrix [R, C], as the bits of fp32 numbers."""
+    """The largest magnitudes of the rows and columns of a bf16 matrix [R, C], as fp32 bits."""
 
     rows: Tensor | None  # int32 [R]
     columns: Tensor | None  # int32 [C]
@@ -86,13 +94,15 @@ class _MaximaNote(Note):
 
 
 def note_maxima(x: Tensor, maxima: Maxima) -> None:
-    """An operator found them of `x` [..., C], which it wrote whole, for whoever casts it."""
+    """Notes the maxima of `x` [..., C] on it, for whoever casts it; called by the operator that
+    wrote x.
+    """
     if maxima is not NO_MAXIMA:
         x._maxima = _MaximaNote(x, maxima)  # type: ignore[attr-defined]
 
 
 def find_maxima(x: Tensor) -> Maxima:
-    """Of the matrix `x`, if who wrote it has noted them."""
+    """Returns the maxima noted on the matrix `x`, or NO_MAXIMA."""
     note: _MaximaNote | None = find_note(x, "_maxima")
     if note is None:
         return NO_MAXIMA
@@ -105,7 +115,9 @@ def round_up(rows: int) -> int:
 
 
 def compute_scales_ref(largest: Tensor) -> Tensor:
-    """The smallest powers of two from 2^-126 on with `largest` <= 448 * scale, both fp32 [R]."""
+    """Returns the smallest powers of two from 2^-126 on with `largest` <= 448 * scale, both fp32
+    [R].
+    """
     mantissa, exponent = torch.frexp(largest.clamp(min=448 * 2.0**-126) / 448)  # in [0.5, 1)
     exponent = torch.where(mantissa > 0.5, exponent, exponent - 1)
     scale = ((exponent + 127) << 23).view(torch.float32)
@@ -127,23 +139,29 @@ def cast_both_ref(x: Tensor) -> tuple[ScaledMatrix, ScaledMatrix]:
 
 @triton.jit
 def magnitude(x):
-    """The bits of |x| in fp32. As integers they have the order of the numbers, then inf, then NaN,
-    so that maxima keep a NaN, and atomic ones are the same in any order."""
+    """Returns the bits of |x| in fp32.
+
+    As integers they are ordered like the numbers, then inf, then NaN: maxima keep a NaN, and atomic
+    maxima are the same in any order.
+    """
     return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
 
 
 @triton.jit
 def atomic_max_columns(maxima, columns, top, mask):
-    """maxima[columns] = max(maxima[columns], top), atomically, with neighbours in neighbouring
-    threads, whose requests then are one. A thread would have four columns, as where it stores, and
-    a request be of two, if the compiler knew that these follow each other: `^ 0` hides it."""
+    """Computes maxima[columns] = max(maxima[columns], top) atomically.
+
+    Neighboring columns are in neighboring threads, whose requests are merged. `^ 0` hides from the
+    compiler that columns are consecutive: it would give four to a thread, as for stores, and merge
+    only two.
+    """
     zero = tl.num_programs(0) >> 31
     tl.atomic_max(maxima + (columns ^ zero), top, mask=mask, sem="relaxed")
 
 
 @triton.jit
 def compute_scales(bits):
-    """Scale and 1 / scale of rows whose largest magnitudes have these bits."""
+    """Returns scale and 1 / scale of rows whose largest magnitudes have these bits."""
     # 448 is 1.75 * 2^8: 0x1FFFFF carries into the exponent from the first mantissa above 1.75 on
     exponent = tl.maximum(((bits + 0x1FFFFF) >> 23) - 8, 1)
     scale = (exponent << 23).to(tl.float32, bitcast=True)
@@ -299,8 +317,11 @@ def _cast_rows(x: Tensor) -> list[Tensor]:
 def row_programs(
     x: Tensor, R: int, block: int, width: int, resident_columns: int
 ) -> tuple[int, dict[str, int]]:
-    """How many programs walk over R rows of `block` columns, and how each does it; `width`: bytes
-    per column that wait in shared memory, `resident_columns`: columns that a multiprocessor has room for."""
+    """Returns the number of programs for R rows of `block` columns, and their launch options.
+
+    `width`: bytes per column that wait in shared memory; `resident_columns`: columns that fit on a
+    multiprocessor.
+    """
     programs = min(R, max(resident_columns // block, 1) * num_sms(x))
     warps = min(max(block // 512, 1), 16)
     return programs, {"BLOCK": block, "STAGES": num_stages(block * width), "num_warps": warps}
@@ -308,7 +329,7 @@ def row_programs(
 
 @operator("fp8_cast_rows_and_maxima", _rows_and_maxima_output)
 def _cast_rows_and_maxima(x: Tensor) -> list[Tensor]:
-    """With few programs, each of which adds its own to the columns' maxima."""
+    """Casts rows with few programs, each of which updates the columns' maxima once."""
     (data, scale), (R, C) = _rows_output(x), x.shape
     bits = x.new_zeros(C, dtype=torch.int32)
     programs, launch = row_programs(x, R, next_power_of_2(C), x.element_size(), COLUMNS_PER_SM)
@@ -338,7 +359,7 @@ def _cast_tiles(
     turned: Tensor,
     turned_scale: Tensor,
 ) -> None:
-    """Maxima first where they are not known, then the casts."""
+    """Finds maxima that are not known, then casts."""
     R, C = x.shape
     S, tile = turned.shape[1], {"TILE_R": TILE_R, "TILE_C": TILE_C, "num_warps": WARPS}
     if maxima_known.columns is None or (maxima_known.rows is None and data is not None):
@@ -358,12 +379,12 @@ def _maxima(x: Tensor, of_rows: bool, tile: dict[str, int]) -> Maxima:
 
 
 def cast_rows(x: Tensor, *, fused: bool) -> ScaledMatrix:
-    """x [R, C] -> data [R, C] with a scale per row; `fused`: by the kernels."""
+    """Casts x [R, C] to data [R, C] with a scale per row; `fused` uses the kernels."""
     return ScaledMatrix(*_cast_rows(as_rows(x))) if fused else cast_rows_ref(x)
 
 
 def cast_rows_and_maxima(x: Tensor, *, fused: bool) -> tuple[ScaledMatrix, Tensor | None]:
-    """`cast_rows`, and what `cast_columns` of the same numbers takes; None: nothing is known."""
+    """`cast_rows`, and the column maxima for `cast_columns` of the same numbers, or None."""
     if not fused or next_power_of_2(x.shape[1]) > WIDEST:
         return cast_rows(x, fused=fused), None
     data, scale, bits = _cast_rows_and_maxima(as_rows(x))
@@ -371,9 +392,9 @@ def cast_rows_and_maxima(x: Tensor, *, fused: bool) -> tuple[ScaledMatrix, Tenso
 
 
 def cast_columns(x: Tensor, bits: Tensor | None = None, *, fused: bool) -> ScaledMatrix:
-    """x [R, C] -> data [C, S], whose rows end in zeros, with a scale per column of x.
+    """Casts x [R, C] to data [C, S] with a scale per column of x; rows of data end in zeros.
 
-    `bits`: `Maxima.columns` of x, if they are known, which saves a read of x.
+    `bits`: `Maxima.columns` of x, if known, which saves a read of x.
     """
     return ScaledMatrix(*_cast_columns(as_rows(x), bits)) if fused else cast_columns_ref(x)
 
@@ -381,7 +402,7 @@ def cast_columns(x: Tensor, bits: Tensor | None = None, *, fused: bool) -> Scale
 def cast_both(
     x: Tensor, maxima_known: Maxima = NO_MAXIMA, *, fused: bool
 ) -> tuple[ScaledMatrix, ScaledMatrix]:
-    """`cast_rows` and `cast_columns`, in fewer reads."""
+    """Returns `cast_rows` and `cast_columns` of x, in fewer reads."""
     if not fused:
         return cast_both_ref(x)
     data, scale, *turned = _cast_both(as_rows(x), *maxima_known)
@@ -479,7 +500,7 @@ def _gated_gradients_kernel(
 
 
 def row_fits_program(gate_up: Tensor) -> bool:
-    """Whether a program can hold a row of the product, as `cast_gated_rows` must."""
+    """Whether one program can hold a row of the product, as `cast_gated_rows` requires."""
     return next_power_of_2(gate_up.shape[-1] // 2) <= WIDEST
 
 
@@ -501,7 +522,7 @@ def _cast_gated_rows(gate_up: Tensor, act: str) -> list[Tensor]:
 
 
 def cast_gated_rows(gate_up: Tensor, act: Activation) -> ScaledMatrix:
-    """`cast_rows` of what `gated_act` returns for gate_up [R, 2 I]."""
+    """Returns `cast_rows` of `gated_act(gate_up, act)` for gate_up [R, 2 I]."""
     return ScaledMatrix(*_cast_gated_rows(as_rows(gate_up), act))
 
 
@@ -515,7 +536,9 @@ class GatedGradients(NamedTuple):
 def gradients_and_maxima(
     dy: Tensor, gate_up: Tensor, act: Activation, overwrite: bool
 ) -> GatedGradients:
-    """As `gradient_and_product`: the product is written over `dy`, which is the caller's."""
+    """`gradient_and_product` with maxima; it writes the product over `dy`, which must be the
+    caller's.
+    """
     if torch._C._len_torch_dispatch_stack() or not has_values(dy):
         gradient, product = gradient_and_product(dy, gate_up, act, overwrite)
         return GatedGradients(gradient, NO_MAXIMA, product, None)
@@ -557,12 +580,12 @@ FAST_FORWARD, FAST_BACKWARD = True, False
 
 
 def supports_fp8(weight: Sequence[int]) -> bool:
-    """Whether a layer with a weight of this shape, [N, K], can have products of 8-bit floats."""
+    """Whether a layer with a weight of this shape [N, K] can have fp8 products."""
     return len(weight) == 2 and not any(size % ALIGN for size in weight)
 
 
 def product_ref(a: ScaledMatrix, b: ScaledMatrix) -> Tensor:
-    """a [M, K] times b [N, K] transposed, summed in fp32 and rounded to bf16: [M, N]."""
+    """Returns a [M, K] times b [N, K] transposed, summed in fp32 and rounded to bf16: [M, N]."""
     return (a.dequantize() @ b.dequantize().t()).bfloat16()
 
 
@@ -576,10 +599,10 @@ def _product(a: ScaledMatrix, b: ScaledMatrix, *, fast: bool, fused: bool) -> Te
 
 
 class ColumnMaxima:
-    """Column maxima of x and of the weight, which casts of the forward product find for backward.
+    """The column maxima of x and of the weight, found by the forward casts for backward.
 
-    Not among what autograd saves: a recomputed block, which has the same numbers, is asked for what
-    it saves before it makes its products (see `later`), and the first pass has found them.
+    Not saved by autograd: a recomputed block has to name what it saves before it computes its
+    products (see `deferred_product`), and the first pass has found them.
     """
 
     x: Tensor | None = None
@@ -598,18 +621,14 @@ def _forward(
     fused: bool,
     maxima_known: ColumnMaxima,
 ) -> Tensor:
-    """`needs_x`, `needs_weight`: which gradients will be wanted. Each takes the columns of the other."""
+    """Casts and multiplies. `needs_x`, `needs_weight`: the gradients that backward will compute."""
     a, maxima_known.x = _cast(x, needs_weight, fused)
     b, maxima_known.weight = _cast(weight, needs_x, fused)
     return _product(a, b, fast=FAST_FORWARD, fused=fused)
 
 
 class _Fp8Linear(torch.autograd.Function):
-    """x [T, K] and weight [N, K] -> y [T, N]. With a recompute, x is computed again in backward.
-
-    With `maxima_known`, y is not computed, and that is filled meanwhile; see `later`. `shape`: of what x
-    is the rows of.
-    """
+    """y [T, N] of x [T, K] and weight [N, K]. With a `Recompute`, backward computes x again."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, *args: Any) -> Tensor:
@@ -661,7 +680,7 @@ def _dx(rows: ScaledMatrix, weight: Tensor, maxima: Tensor | None, fused: bool) 
 
 
 def fp8_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """What `fp8_linear` returns, without a graph."""
+    """Returns `fp8_linear(x, weight, bias)` without a graph."""
     _check(x, weight)
     rows, fused = x.reshape(-1, x.shape[-1]), runs_triton(x)
     return _finish_output(
@@ -670,7 +689,7 @@ def fp8_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def fp8_gradient(dy: Tensor, weight: Tensor) -> Tensor:
-    """That of the x of `fp8_linear`, [T, K], from dY [T, N]."""
+    """Returns the gradient [T, K] of the x of `fp8_linear`, from dY [T, N]."""
     fused = runs_triton(dy)
     return _dx(cast_rows(dy, fused=fused), weight, None, fused)
 
@@ -678,13 +697,13 @@ def fp8_gradient(dy: Tensor, weight: Tensor) -> Tensor:
 def _gated_forward(
     gate_up: Tensor, weight: Tensor, act: Activation, maxima_known: ColumnMaxima
 ) -> Tensor:
-    """gate_up [T, 2 K], weight [N, K] -> [T, N]. Backward finds the product's maxima itself."""
+    """Returns [T, N] from gate_up [T, 2 K] and weight [N, K]; backward finds the product's maxima."""
     b, maxima_known.weight = _cast(weight, True, True)
     return _product(cast_gated_rows(gate_up, act), b, fast=FAST_FORWARD, fused=True)
 
 
 class _Fp8Gated(torch.autograd.Function):
-    """gate_up [T, 2 K] and weight [N, K] -> the fp8 product of `gated_act`'s output, [T, N]."""
+    """The fp8 product [T, N] of `gated_act(gate_up)` with the weight, for gate_up [T, 2 K]."""
 
     @staticmethod
     def forward(ctx: Any, gate_up: Tensor, weight: Tensor, *args: Any) -> Tensor:
@@ -746,7 +765,7 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, fused: bool) -> Tens
 
 
 def fp8_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`F.linear(x, weight, bias)` of x [..., K] and weight [N, K] in bf16, with products of e4m3.
+    """`F.linear(x, weight, bias)` of x [..., K] and weight [N, K] in bf16, with products in e4m3.
 
     The bias is added to the rounded product. N and K are multiples of 16. Source: torchao's float8
     training, recipe "rowwise"; Micikevicius et al. (arXiv 2209.05433) for the format.
@@ -765,10 +784,10 @@ def fp8_linear_ref(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Ten
 def fp8_gated_linear(
     gate_up: Tensor, act: Activation, weight: Tensor, bias: Tensor | None = None
 ) -> Tensor:
-    """`fp8_linear(gated_act(gate_up, act), weight, bias)` with the same bits, for gate_up
-    [..., 2 K] that nothing else reads: its gradient may take its memory.
+    """`fp8_linear(gated_act(gate_up, act), weight, bias)` with the same bits, in fewer passes.
 
-    Where both learn, their passes over the product are one in each direction.
+    Nothing else may read gate_up [..., 2 K]: its gradient may take its memory. If both require
+    gradients, one pass in each direction handles the product.
     """
     learns = torch.is_grad_enabled() and gate_up.requires_grad and weight.requires_grad
     fused = learns and not torch.compiler.is_compiling() and runs_triton(gate_up)

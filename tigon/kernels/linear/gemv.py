@@ -5,9 +5,9 @@
 The time is that of reading the weight: 2 N C bytes in bf16, for as many operations. Each
 multiprocessor runs a few programs, which walk over the weight and prefetch the next tile. With
 programmatic dependent launch (`pdl_wait`) a program starts as soon as the previous kernel leaves
-room, and loads its first tile before it waits for that kernel's results. So no kernel before it may
-write weights: FSDP2, which gathers them, turns the early start off (`no_early_start`). `linear`
-chooses between this kernel and torch, and splits few rows on a CPU.
+room, and loads its first tile before it waits for that kernel's results. So the kernel before must
+not write weights: FSDP2, which gathers them, turns this off (`disable_pdl`). `linear` chooses
+between this kernel and torch, and splits few rows on a CPU.
 """
 
 import functools
@@ -35,10 +35,7 @@ PART = 2**18  # on a CPU: elements of a weight that each thread reads at a time
 
 
 class GemvLaunch(NamedTuple):
-    """A tile's rows and columns, and how many programs share a multiprocessor.
-
-    The numbers below were the best of some tried on an H200.
-    """
+    """The rows and columns of a tile, and the programs on each multiprocessor; tuned on an H200."""
 
     rows: int
     block: int
@@ -48,7 +45,7 @@ class GemvLaunch(NamedTuple):
 
 @functools.cache
 def select_launch(C: int, factors: int) -> GemvLaunch:
-    """`factors`: weights of equal size that are read together, 2 for gate and up."""
+    """Chooses the launch. `factors`: weights of one size that are read together, 2 for gate and up."""
     block = next_power_of_2(C)
     if block <= BLOCK:
         return GemvLaunch(max(8192 // block // factors, 1), block, warps=4, per_sm=4)
@@ -77,7 +74,7 @@ def _load_tile(weight, tile, columns, N, C: tl.constexpr, ROWS: tl.constexpr, EV
 
 @triton.jit
 def _round_sums(sums, bias, y, rows, N):
-    """Sums as the linear layer returns them: with the bias, rounded once."""
+    """Adds the bias and rounds once, as the linear layer does."""
     if bias is not None:
         sums += tl.load(bias + rows, mask=rows < N, other=0.0).to(tl.float32)
     return sums.to(y.dtype.element_ty)
@@ -164,7 +161,7 @@ def _forward(x: Tensor, weight: Tensor, bias: Tensor | None, act: str | None) ->
 
 
 def _is_plain_product(x: Tensor, weight: Tensor) -> bool:
-    """Whether the product is just that, with nothing to differentiate."""
+    """Whether the call is a plain product without gradients."""
     return (
         not torch.is_grad_enabled()
         and not x.is_meta  # which autocast does not know
@@ -176,17 +173,18 @@ def _is_plain_product(x: Tensor, weight: Tensor) -> bool:
 
 
 def uses_gemv(x: Tensor, weight: Tensor) -> bool:
-    """Whether `row_linear` is for this call: one row on a GPU, and nothing to differentiate."""
+    """Whether `gemv` serves this call: one row on a GPU, without gradients."""
     return x.numel() == x.shape[-1] and runs_triton(x) and _is_plain_product(x, weight)
 
 
 def gemv(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, act: Activation | None = None
 ) -> Tensor:
-    """`F.linear(x, weight, bias)` of one row x [..., C]; no gradients.
+    """`F.linear(x, weight, bias)` of one row x [..., C], without gradients.
 
-    With an activation, the weight [2 N, C] is of a gate and of what it gates, as in `gated_act`:
-    y [..., N]. Sums are fp32, and every step is rounded as it is alone. Callers ask `takes_row`.
+    With an activation, the weight [2 N, C] has the rows of gate and up, as in `gated_act`, and the
+    result is [..., N]. Sums are fp32, and every step is rounded as by separate operators. Check
+    `uses_gemv` first.
     """
     if x.numel() != x.shape[-1]:
         raise ValueError(f"x {tuple(x.shape)} is not one row")
@@ -206,9 +204,9 @@ def gemv(
 
 
 def _num_parts(x: Tensor, weight: Tensor) -> int:
-    """In how many parts to read the weight for a few fp32 rows on a CPU.
+    """Returns in how many parts to read the weight for a few fp32 rows on a CPU.
 
-    MKL first copies the weight into another layout; a part's copy stays in the caches.
+    MKL first copies the weight into another layout; the copy of a part stays in the caches.
     """
     few = (
         not torch.compiler.is_compiling()
@@ -225,7 +223,7 @@ def _num_parts(x: Tensor, weight: Tensor) -> int:
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """`F.linear`, faster for the few rows of decoding: one on a GPU, 4 to 8 in fp32 on a CPU.
 
-    In training it does not keep an `x` that backward can compute again: see `trained_linear`.
+    In training an `x` that backward can recompute is not saved: see `training_linear`.
     """
     if torch.is_grad_enabled():
         return training_linear(x, weight, bias)

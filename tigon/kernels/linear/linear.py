@@ -1,13 +1,12 @@
-"""Products that sum over a dimension of any length: tokens, or the vocabulary.
+"""Linear layers in training: products with long sums, and inputs that backward recomputes.
 
-# K and C rows and columns of the result, L summands
+# K and C rows and columns of a product, L summands; N rows of x, I intermediate size
 
-cuBLAS 13.1 on an H200 leaves summands out of some products in 16 bits, without an error: with
-[L, K]^T [L, C] of K = 16 and C = 4,096 the last of L = 2,561, 2,689 and most other 128 j + 1, the
-last two of 6,338 with K = 64 and C = 2,048, and more of long rows. All products that were wrong
-had results of at most 2^21 numbers, and few summands behind a multiple of 64, at most one in 1,500;
-bench/long_sums.py looks for more. Weight gradients of routers, of low-rank factors and of small
-models are such products.
+cuBLAS 13.1 on an H200 leaves summands out of some 16-bit products without an error: with [L, K]^T
+[L, C] of K = 16 and C = 4,096 the last of L = 2,561, 2,689 and most other 128 j + 1, the last two
+of 6,338 with K = 64 and C = 2,048, and more of long rows. All wrong products had at most 2^21
+results and few summands after a multiple of 64, at most one in 1,500; bench/long_sums.py looks for
+more. Weight gradients of routers, of low-rank factors and of small models are such products.
 """
 
 from collections.abc import Callable
@@ -26,13 +25,13 @@ RARE = 1024  # one in so many summands and fewer may be lost; all that were lost
 
 
 def may_drop_summands(summands: int, k: int, c: int) -> bool:
-    """Whether cuBLAS may leave summands out of a [k, c] product in 16 bits."""
+    """Whether cuBLAS may leave summands out of a 16-bit product [k, c]."""
     behind = summands % 32 or summands % 64 or summands % 128  # a multiple of the products' blocks
     return k * c <= SMALL and 0 < behind <= summands // RARE
 
 
 def is_at_risk(x: Tensor, summands: int, k: int, c: int) -> bool:
-    """As `drops`, of factors like x."""
+    """Whether `may_drop_summands` holds for a product of factors with the dtype and device of x."""
     return (
         x.is_cuda
         and x.dtype in (torch.bfloat16, torch.float16)
@@ -41,7 +40,7 @@ def is_at_risk(x: Tensor, summands: int, k: int, c: int) -> bool:
 
 
 def reduction_chunks(a: Tensor, b: Tensor) -> list[slice]:
-    """Of the summands of a [K, L] @ b [L, C]: those to multiply at once, without a loss."""
+    """Returns the ranges of the L summands of a [K, L] @ b [L, C] that can be multiplied at once."""
     length = len(b)
     if not is_at_risk(a, length, len(a), b.shape[1]):
         return [slice(0, length)]
@@ -50,8 +49,7 @@ def reduction_chunks(a: Tensor, b: Tensor) -> list[slice]:
 
 
 def add_matmul(total: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
-    """`total` + a [K, L] @ b [L, C] in fp32, of factors in 16 bits on a GPU; adds to the memory of
-    `total`."""
+    """Adds a [K, L] @ b [L, C] to `total` in fp32, in place, for 16-bit factors on a GPU."""
     for run in reduction_chunks(a, b):
         values = a[:, run], b[run]
         if total is None:
@@ -63,7 +61,7 @@ def add_matmul(total: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
 
 
 def chunked_matmul(a: Tensor, b: Tensor, scale: float = 1.0) -> Tensor:
-    """`scale` a [K, L] @ b [L, C], rounded once."""
+    """Returns `scale` a [K, L] @ b [L, C] with all summands, rounded once."""
     if is_at_risk(a, len(b), len(a), b.shape[1]):
         return add_matmul(None, a, b).mul_(scale).to(a.dtype)
     if scale == 1:
@@ -72,7 +70,7 @@ def chunked_matmul(a: Tensor, b: Tensor, scale: float = 1.0) -> Tensor:
 
 
 def matmul_into(a: Tensor, b: Tensor, out: Tensor) -> None:
-    """a [K, L] @ b [L, C] into `out`."""
+    """Writes a [K, L] @ b [L, C] with all summands to `out`."""
     if a.is_cuda and not is_at_risk(a, len(b), len(a), b.shape[1]):
         torch.mm(a, b, out=out)
     else:
@@ -96,7 +94,7 @@ def matmul_into(a: Tensor, b: Tensor, out: Tensor) -> None:
 
 
 def _parameter_gradients(dy: Tensor, x: Tensor, bias: bool) -> tuple[Tensor, Tensor | None]:
-    """Of weight and bias, from the rows dy [N, K] and x [..., C], as F.linear computes them."""
+    """Returns the gradients of weight and bias from dy [N, K] and x [..., C], as F.linear does."""
     return chunked_matmul(dy.t(), x.view(-1, x.shape[-1])), dy.sum(0) if bias else None
 
 
@@ -106,12 +104,12 @@ def defers_product() -> bool:
 
 
 def placeholder(x: Tensor, columns: int) -> Tensor:
-    """[..., columns] for x [..., C], of no memory: what a node returns that only keeps."""
+    """Returns [..., columns] for x [..., C] without memory: the output of a node that only saves."""
     return x.new_empty(()).expand(*x.shape[:-1], columns)
 
 
 class _DeferredProduct(torch.autograd.Function):
-    """`compute()`, whose gradient is that of `place`."""
+    """Returns `compute()` and passes the gradient on to `place`."""
 
     @staticmethod
     def forward(ctx: Any, place: Tensor, compute: Callable[[], Tensor]) -> Tensor:
@@ -123,7 +121,7 @@ class _DeferredProduct(torch.autograd.Function):
 
 
 def deferred_product(place: Tensor, compute: Callable[[], Tensor]) -> Tensor:
-    """The product that the node of `place` did not compute."""
+    """Computes the product that the node of `place` has deferred."""
     y: Tensor = _DeferredProduct.apply(place, compute)
     return y
 
@@ -156,7 +154,7 @@ class _RecomputedLinear(torch.autograd.Function):
 
 
 class _GatedLinear(torch.autograd.Function):
-    """`F.linear(product, weight, bias)`, differentiated to the gate_up that the product is of."""
+    """`F.linear(product, weight, bias)`, differentiated with respect to the gate_up of `product`."""
 
     @staticmethod
     def forward(ctx: Any, gate_up: Tensor, product: Tensor, *args: Any) -> Tensor:
@@ -180,7 +178,7 @@ class _GatedLinear(torch.autograd.Function):
 
 
 class _ChunkedLinear(torch.autograd.Function):
-    """`F.linear` whose gradients have all summands: see `_long_sums`."""
+    """`F.linear` whose gradients have all summands; see the head of this file."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -198,13 +196,13 @@ class _ChunkedLinear(torch.autograd.Function):
 
 
 def _is_risky(x: Tensor, weight: Tensor) -> bool:
-    """Whether a gradient of `F.linear(x, weight)` is a sum that `_long_sums` is about."""
+    """Whether cuBLAS may leave summands out of a gradient of `F.linear(x, weight)`."""
     rows, columns = x.numel() // max(1, x.shape[-1]), x.shape[-1]
     return is_at_risk(x, rows, *weight.shape) or is_at_risk(x, len(weight), rows, columns)
 
 
 def chunked_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`F.linear`; if the weight learns, with all summands in its gradient and in that of x."""
+    """`F.linear` whose gradients have all summands if the weight requires a gradient."""
     if (
         weight.requires_grad
         and not torch.compiler.is_compiling()
@@ -221,11 +219,10 @@ def chunked_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Ten
 
 
 def training_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`F.linear` with the same bits in forward and backward.
+    """`F.linear` with the same bits, which saves less: an `x` that can be recomputed is not saved.
 
-    Where `x` says how it is computed again (`recipe_of`), that is kept instead of `x`. Only for
-    plain parameters that learn: without a weight's gradient nothing is kept, and parametrised or
-    quantised weights have products of their own.
+    Only for plain parameters that require a gradient: without one nothing is saved, and
+    parametrized or quantized weights have products of their own.
     """
     if not weight.requires_grad or (recompute := find_recompute(x)) is None:
         return chunked_linear(x, weight, bias)

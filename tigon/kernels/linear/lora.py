@@ -1,18 +1,24 @@
-"""Products of low-rank additions, with factors of few columns: a wide matrix moves once.
+"""Linear layers with low-rank additions (LoRA), one for each part of a packed projection.
 
-# N rows, K columns of the wide matrix, K_p those of a part, r rank of a part, R ranks of all parts,
-# P rank of a tile (r, padded to a power of two), S strips of columns, L runs of rows
+# ... any leading dimensions, N rows of them, C columns of x, K columns of y, K_p those of part p,
+# r rank of a part, R ranks of all parts, P rank of a tile (r, padded to a power of two), S strips of
+# columns, L runs of rows
 
-Part p has the columns `firsts[p]`... of the wide matrix, as many as its B_p [K_p, r] has rows, and
-the columns of u [N, R] behind those of the parts before it. Columns of no part are allowed.
+y = x W^T + bias, and s (x A^T) B^T is added to the columns of each part. Source: Hu et al. (arXiv
+2106.09685); the numbers are those of PEFT's separate projections. Part p has the columns from
+`firsts[p]` on, as many as its B_p [K_p, r] has rows, and the columns of u = x A^T [N, R] after
+those of the parts before it. Columns may belong to no part.
 
 `low_rank_product` writes 2 N K bytes in bf16, of s_p u_p B_p^T. cuBLAS, asked to add a product to
-it, reads it while it computes: less time than an addition to a finished product takes.
+it, reads it while it computes, which takes less time than an addition to a finished product.
 
-`low_rank_gradients` reads dY, 2 N K bytes, once for dU_p = s_p dY_p B_p and dB_p = s_p dY_p^T u_p.
-A program has a strip of columns and a run of rows; its share of dU, of this strip alone, and of dB,
-of this run alone, are in fp32, and a second kernel adds the shares in fixed order: 4 N S P and
-4 L K P bytes, written and read.
+`low_rank_gradients` reads the 2 N K bytes of dY once for dU_p = s_p dY_p B_p and dB_p = s_p dY_p^T
+u_p. A program has a strip of columns and a run of rows and writes its share of dU and dB in fp32; a
+second kernel adds the shares in a fixed order: 4 N S P and 4 L K P bytes, written and read.
+
+Rounding below fp32: A and B are cast to the dtype of x; u, dU, every addition to y and to dX, and
+dA and dB are fp32 sums that are rounded once. The additions round y and dX a second time, as PEFT's
+do. dA and dB are then cast to the parameters' dtype.
 """
 
 from collections.abc import Callable, Sequence
@@ -76,12 +82,12 @@ def _supports(x: Tensor, rank: int, widest: int) -> bool:
 
 
 def supports_product(x: Tensor, rank: int) -> bool:
-    """Whether `low_rank_product` is for parts of up to `rank` ranks."""
+    """Whether `low_rank_product` can run for parts of up to `rank` ranks."""
     return _supports(x, rank, WIDEST_PRODUCT)
 
 
 def supports_gradients(x: Tensor, rank: int) -> bool:
-    """Whether `low_rank_gradients` is for parts of up to `rank` ranks."""
+    """Whether `low_rank_gradients` can run for parts of up to `rank` ranks."""
     return _supports(x, rank, WIDEST_GRADIENTS)
 
 
@@ -91,7 +97,7 @@ def _low_rank_product_kernel(
     PARTS: tl.constexpr, TRANSPOSED: tl.constexpr, P: tl.constexpr, ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Neighbours walk along the rows of y."""
+    """Writes one tile of y; neighboring programs walk along its rows."""
     blocks = tl.cdiv(K, COLUMNS)
     i = tl.program_id(0) // blocks
     start = (tl.program_id(0) - i * blocks) * COLUMNS
@@ -143,10 +149,10 @@ def low_rank_product(
     place: int = 0,
     threshold: int = 0,
 ) -> Tensor:
-    """[N, K], K `columns`: s_p u_p B_p^T in those of part p, and in all the bias [K].
+    """Returns [N, K] with K = `columns`: s_p u_p B_p^T in the columns of part p, plus the bias [K].
 
-    u [N, R], B_p [K_p, r] or, transposed, [r, K_p]. Sums in fp32, rounded once to the dtype of u.
-    With keys [N], what dropout of these, `place` and `threshold` drops is 0.
+    u is [N, R], B_p [K_p, r] or, transposed, [r, K_p]. Sums are fp32 and rounded once to the dtype
+    of u. With keys [N], elements that dropout with `place` as seed and `threshold` drops are 0.
     """
     y = _product(u, bs, firsts, scales, columns)
     if y.numel():
@@ -169,8 +175,11 @@ def _load_strip(
     bs, firsts, sizes, ranks, strip, dtype: tl.constexpr, PARTS: tl.constexpr, P: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Of a strip, which is of one part: its rows of B [COLUMNS, P], its first column in dY, how
-    many columns its part has from there on, and the part's first rank and how many it has."""
+    """Loads the rows of B [COLUMNS, P] of a strip, which belongs to one part.
+
+    Also returns the strip's first column in dY, the number of columns from there to the end of the
+    part, the part's first rank and its number of ranks.
+    """
     local, each = tl.arange(0, COLUMNS)[:, None], tl.arange(0, P)[None, :]
     b = tl.zeros([COLUMNS, P], dtype)
     column, remaining, rank, r = 0, 0, 0, 0
@@ -196,9 +205,10 @@ def _low_rank_shares_kernel(
     PARTS: tl.constexpr, P: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
-    """of_u [S, N, P]: dY B of a strip. of_bs [L, S COLUMNS, P]: dY^T u of a run of `length` rows.
+    """Writes to u_shares [S, N, P] dY B of a strip, and to b_shares [L, S COLUMNS, P] dY^T u of a
+    run.
 
-    Neighbours walk along the rows of dY.
+    A run has `length` rows. Neighboring programs walk along the rows of dY.
     """
     run = tl.program_id(0) // strips
     strip = tl.program_id(0) - run * strips
@@ -228,7 +238,7 @@ def _low_rank_shares_kernel(
 
 @triton.jit
 def _sum_partials(shares, first, last, stride, at, inside, SHARES: tl.constexpr):
-    """Of the shares from `first` on, `stride` elements apart, at the elements `at`."""
+    """Sums the shares from `first` to `last`, `stride` elements apart, at the elements `at`."""
     total = tl.zeros(at.shape, tl.float32)
     for i in range(first, last, SHARES):
         k = i + tl.arange(0, SHARES)[:, None, None]
@@ -243,7 +253,7 @@ def _low_rank_sums_kernel(
     PARTS: tl.constexpr, R: tl.constexpr, P: tl.constexpr, COLUMNS: tl.constexpr,
     ROWS: tl.constexpr, SHARES: tl.constexpr,
 ):  # fmt: skip
-    """The first programs have rows of dU, part by part; the others rows of dB."""
+    """Sums the shares: the first programs compute rows of dU, part by part, the rest rows of dB."""
     blocks = tl.cdiv(N, ROWS)
     i = tl.program_id(0)
     each = tl.arange(0, P)[None, :]
@@ -289,10 +299,10 @@ def low_rank_gradients(
     scales: Sequence[float],
     b_shares: bool,
 ) -> list[Tensor]:
-    """dU [N, R] and, with `b_shares`, dB_p [K_p, r] of all parts, from dY [N, K].
+    """Returns dU [N, R] and, with `b_shares`, dB_p [K_p, r] of all parts, from dY [N, K].
 
-    Sums in fp32, rounded once to the dtype of dY; dB is then cast to the dtype of B. The same bits
-    at every call.
+    Sums are fp32 and rounded once to the dtype of dY; dB is then cast to the dtype of B. Every call
+    gives the same bits.
     """
     du, *dbs = _gradients(dy, u, bs, b_shares)
     sizes, ranks = ([b.shape[side] for b in bs] for side in (0, 1))
@@ -345,7 +355,7 @@ def low_rank_gradients(
 
 
 class LoRATerm(NamedTuple):
-    """What is added to the columns of a part."""
+    """The addition to the columns of one part."""
 
     first: int  # of the part's columns in y
     b: Tensor  # [K_p, r]
@@ -353,7 +363,7 @@ class LoRATerm(NamedTuple):
 
 
 class BaseLinear(NamedTuple):
-    """The product that is added to: y of x, weight and bias, and dX [N, C] of dY [N, K]."""
+    """The base layer's product: y from x, weight and bias, and dX [N, C] from dY [N, K]."""
 
     product: Callable[[Tensor, Tensor, Tensor | None], Tensor]  # without a graph
     gradient: Callable[[Tensor, Tensor], Tensor]
@@ -373,7 +383,7 @@ def lora_linear_ref(
     additions: Sequence[LoRATerm],
     dropout: Dropout | None = None,
 ) -> Tensor:
-    """The definition."""
+    """The definition, in plain torch."""
     y = F.linear(x, weight, bias)
     if dropout is not None:
         x, additions = apply_dropout_ref(x, dropout), _scale_terms(additions, dropout)
@@ -381,12 +391,12 @@ def lora_linear_ref(
 
 
 def _scale_terms(additions: Sequence[LoRATerm], dropout: Dropout) -> list[LoRATerm]:
-    """By 1 / (1 - p), so that their mean is that without dropout."""
+    """Scales the additions by 1 / (1 - p), so that dropout does not change their mean."""
     return [add._replace(scale=add.scale / (1 - dropout.share)) for add in additions]
 
 
 def _add_terms(y: Tensor, x: Tensor, a: Tensor, additions: Sequence[LoRATerm]) -> Tensor:
-    """By operators that autograd, torch.compile and autocast know."""
+    """Adds the terms by operators that autograd, torch.compile and autocast support."""
     u = chunked_linear(x, a.to(x.dtype))
     pieces, column, rank = [], 0, 0
     for first, b, scale in additions:
@@ -401,7 +411,7 @@ def _add_terms(y: Tensor, x: Tensor, a: Tensor, additions: Sequence[LoRATerm]) -
 
 
 def _add_into(y: Tensor, u: Tensor, additions: Sequence[LoRATerm]) -> Tensor:
-    """Adds to the memory of y [..., K], of u [N, R]."""
+    """Adds the terms to the memory of y [..., K], from u [N, R]."""
     rows, rank = y.view(-1, y.shape[-1]), 0
     for first, b, scale in additions:
         size, r = b.shape
@@ -412,7 +422,6 @@ def _add_into(y: Tensor, u: Tensor, additions: Sequence[LoRATerm]) -> Tensor:
 
 
 def _max_rank(additions: Sequence[LoRATerm]) -> int:
-    """The largest."""
     return max(add.b.shape[1] for add in additions)
 
 
@@ -424,7 +433,7 @@ def _base_plus_low_rank(
     u: Tensor,
     additions: Sequence[LoRATerm],
 ) -> Tensor:
-    """The base's product and what is added to it, of u [N, R]."""
+    """Returns the base's product plus the terms, from u [N, R]."""
     if not (base.plain and supports_product(u, _max_rank(additions))):
         return _add_into(base.product(x, weight, bias), u, additions)
     firsts, bs, scales = zip(*additions, strict=True)
@@ -435,7 +444,7 @@ def _base_plus_low_rank(
 
 
 def _project_down(x: Tensor, a: Tensor, dropout: Dropout | None) -> Tensor:
-    """u [N, R], of x [..., C]."""
+    """Returns u [N, R] = x A^T with dropout, for x [..., C]."""
     x = x if dropout is None else apply_dropout(x, dropout)
     return F.linear(x.reshape(-1, x.shape[-1]), a.to(x.dtype))
 
@@ -443,7 +452,7 @@ def _project_down(x: Tensor, a: Tensor, dropout: Dropout | None) -> Tensor:
 def _x_gradient(
     base: BaseLinear, dy: Tensor, weight: Tensor, du: Tensor, a: Tensor, dropout: Dropout | None
 ) -> Tensor:
-    """dX [N, C], of dY [N, K] and dU [N, R]."""
+    """Returns dX [N, C] from dY [N, K] and dU [N, R]."""
     if not (base.plain and supports_product(du, a.shape[0])):
         dx = base.gradient(dy, weight)
         if dropout is None:
@@ -457,7 +466,7 @@ def _x_gradient(
 def _low_rank_gradients(
     dy: Tensor, u: Tensor, additions: Sequence[LoRATerm], needed: Sequence[bool]
 ) -> tuple[Tensor, list[Tensor | None]]:
-    """dU [N, R], and dB of those parts that need it."""
+    """Returns dU [N, R], and dB of the parts that need it."""
     if supports_gradients(dy, _max_rank(additions)):
         firsts, bs, scales = zip(*additions, strict=True)
         du, *gradients = low_rank_gradients(dy, u, bs, firsts, scales, any(needed))
@@ -477,14 +486,14 @@ def _low_rank_gradients(
 
 
 def _a_gradient(du: Tensor, x: Tensor, dropout: Dropout | None) -> Tensor:
-    """dA [R, C], of dU [N, R] and x [..., C]."""
+    """Returns dA [R, C] from dU [N, R] and x [..., C]."""
     x = x if dropout is None else apply_dropout(x, dropout)
     # Attention of more ranks than share its heads returns rows that are not next to each other
     return chunked_matmul(du.t(), x.reshape(-1, x.shape[-1]))
 
 
 class _LoRACall(NamedTuple):
-    """What is no tensor of the graph."""
+    """The arguments of a call that are no tensors of the graph."""
 
     base: BaseLinear
     columns_and_scales: Sequence[tuple[int, float]]  # first column and scale of each addition
@@ -498,9 +507,10 @@ class _LoRACall(NamedTuple):
 
 
 class _LoRALinear(torch.autograd.Function):
-    """`gate_up` is given in place of x's graph, where x is its gated activation and nobody else's.
+    """The layer with a frozen base. Differentiates to `gate_up` instead of x if that is given.
 
-    `deferred`: y is not computed; see `later`.
+    x is then the gated activation of `gate_up`, and nothing else reads it. `deferred`: y is not
+    computed; see `deferred_product`.
     """
 
     @staticmethod
@@ -551,7 +561,7 @@ class _LoRALinear(torch.autograd.Function):
 
 
 def _fits_one_node(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-    """Whether one node may stand for the product of a frozen weight and what is added to it."""
+    """Whether one autograd node can compute the product of a frozen weight and its additions."""
     return (
         not torch.compiler.is_compiling()
         and type(x) is Tensor
@@ -574,11 +584,12 @@ def lora_linear(
     base: BaseLinear = PLAIN_BASE,
     dropout: Dropout | None = None,
 ) -> Tensor:
-    """`linear(x, weight, bias)` of x [..., C] and weight [K, C], plus what the parts add to it.
+    """Returns `linear(x, weight, bias)` for x [..., C] and weight [K, C], plus the parts'
+    additions.
 
-    `a` [R, C] has the rows of all parts in the order of `additions`, whose columns do not overlap
-    and ascend. `base` computes the product with the weight. `dropout` is of what A reads; its keys
-    have the rows of x.
+    `a` [R, C] has the rows of all parts in the order of `additions`, whose columns ascend and do
+    not overlap. `base` computes the product with the weight. `dropout` applies to the input of A;
+    its keys have the rows of x.
     """
     if dropout is not None:
         dropout.check(x)

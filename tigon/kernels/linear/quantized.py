@@ -37,7 +37,7 @@ NF4_VALUES = torch.tensor(
 
 
 def _scale_values() -> Tensor:
-    """256 signed numbers up to 1; each power of ten further down they have a bit less."""
+    """Returns 256 signed numbers up to 1 with a bit less precision for each power of ten below."""
     numbers_list = [0.0, 1.0]
     for i in range(7):
         bounds = torch.linspace(0.1, 1, 2**i + 1, dtype=torch.float32, device="cpu")
@@ -61,14 +61,16 @@ class NF4Tensor(NamedTuple):
 
 
 def packed_sizes(numbers: int) -> tuple[int, int, int]:
-    """Bytes of codes, blocks and groups of a matrix of so many numbers; its last block, byte and
-    group may be filled in part, as bitsandbytes pads them."""
+    """Returns the bytes of codes, the blocks and the groups of a matrix of `numbers` elements.
+
+    The last block, byte and group may be partly filled, as bitsandbytes pads them.
+    """
     blocks = -(-numbers // BLOCK)
     return -(-numbers // 2), blocks, -(-blocks // GROUP)
 
 
 def group_offsets(matrices: Sequence[int]) -> Tensor:
-    """`places` for matrices of so many numbers."""
+    """Returns `NF4Tensor.places` for matrices of these numbers of elements."""
     rows, number, byte, block = [], 0, 0, 0
     for numbers in matrices:
         code_bytes, blocks, groups = packed_sizes(numbers)
@@ -80,12 +82,12 @@ def group_offsets(matrices: Sequence[int]) -> Tensor:
 
 
 def _nearest_code(x: Tensor, book: Tensor) -> Tensor:
-    """The index of the nearest number of the book, uint8; of two that are as near the lower one."""
+    """Returns the uint8 index of the nearest number of the book; of two equally near the lower one."""
     return torch.bucketize(x, (book[1:] + book[:-1]) / 2, out_int32=True).to(torch.uint8)
 
 
 def _quantize_blocks(x: Tensor, size: int, book: Tensor) -> tuple[Tensor, Tensor]:
-    """Codes [m] of fp32 numbers [m], and the largest of each `size` of them."""
+    """Returns codes [m] of fp32 numbers [m], and the absolute maximum of each `size` of them."""
     padding = -len(x) % size
     rows = torch.cat([x, x.new_zeros(padding)]).view(-1, size) if padding else x.view(-1, size)
     largest_abs = rows.abs().amax(1)
@@ -95,10 +97,10 @@ def _quantize_blocks(x: Tensor, size: int, book: Tensor) -> tuple[Tensor, Tensor
 
 @torch.no_grad()
 def quantize_nf4(matrix: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """`codes`, `scales`, `steps` and `offsets` of one matrix of 16 or 32 bits.
+    """Returns `codes`, `scales`, `steps` and `offsets` of one 16- or 32-bit matrix.
 
-    NaN and infinity have no code: callers check for them. Two or three times SLAB of fp32 numbers
-    are held meanwhile.
+    NaN and infinity have no code: check for them before. Needs memory for two or three times SLAB
+    fp32 numbers.
     """
     flat, book = matrix.reshape(-1), NF4_VALUES.to(matrix.device)
     codes = torch.empty(len(flat) + len(flat) % 2, dtype=torch.uint8, device=flat.device)
@@ -124,9 +126,9 @@ def dequantize_nf4_slice(
     count: int,
     dtype: torch.dtype,
 ) -> Tensor:
-    """Numbers [first, first + count) of one of the matrices, in plain torch: the definition.
+    """Returns elements [first, first + count) of one matrix, in plain torch: the definition.
 
-    `matrices`: the numbers that each of them has.
+    `matrices`: the number of elements of each matrix.
     """
     before = [packed_sizes(numbers) for numbers in matrices[:which]]
     byte, block, group = (sum(size[i] for size in before) for i in range(3))
@@ -152,7 +154,7 @@ def dequantize_nf4_slice(
 def dequantize_nf4_ref(
     weight: NF4Tensor, matrices: Sequence[int], shape: Sequence[int], dtype: torch.dtype
 ) -> Tensor:
-    """What `nf4_dequantise` returns, in plain torch."""
+    """`dequantize_nf4` in plain torch."""
     parts = [dequantize_nf4_slice(weight, matrices, i, 0, n, dtype) for i, n in enumerate(matrices)]
     return (parts[0] if len(parts) == 1 else torch.cat(parts)).view(*shape)
 
@@ -212,8 +214,10 @@ def _dequantize_nf4(
 def dequantize_nf4(
     weight: NF4Tensor, matrices: Sequence[int], shape: Sequence[int], dtype: torch.dtype
 ) -> Tensor:
-    """The weight [...shape] in `dtype`, in new memory; `matrices`: the numbers of each of its
-    matrices. Numbers are fp32 and rounded once."""
+    """Returns the weight [...shape] in `dtype`, in new memory; computed in fp32 and rounded once.
+
+    `matrices`: the number of elements of each of its matrices.
+    """
     if not runs_triton(weight.steps):
         return dequantize_nf4_ref(weight, matrices, shape, dtype)
     return _dequantize_nf4(*weight, matrices, shape, dtype)
@@ -250,7 +254,9 @@ def dequantize_block_fp8_rows(
     stored: torch.dtype,
     dtype: torch.dtype,
 ) -> Tensor:
-    """Rows [first, first + count), in plain torch: the definition. `width`: columns of a block."""
+    """Returns rows [first, first + count), in plain torch: the definition. `width`: columns of a
+    block.
+    """
     columns = weight.codes.shape[1]
     out = torch.empty(count, columns, dtype=dtype, device=weight.codes.device)
     column_block = torch.arange(columns, device=out.device) // width
@@ -264,10 +270,10 @@ def dequantize_block_fp8_rows(
 
 @triton.jit
 def decode_fp8(code, E4M3: tl.constexpr):
-    """fp32 of fp8 codes, int32. GPUs before sm_89 have no conversion.
+    """Converts int32 fp8 codes to fp32. GPUs before sm_89 have no instruction for it.
 
-    Both forms are fp16's but for their number of bits: e5m2 without the last eight of the mantissa,
-    e4m3 with a bias of 7 in place of 15.
+    Both formats are fp16 with fewer bits: e5m2 lacks the last eight of the mantissa, e4m3 has a
+    bias of 7 instead of 15.
     """
     if E4M3:
         bits = ((code & 0x80) << 8) | ((code & 0x7F) << 7)
@@ -317,9 +323,9 @@ def _dequantize_block_fp8(
 def dequantize_block_fp8(
     weight: BlockFP8Tensor, *, width: int, stored: torch.dtype, dtype: torch.dtype
 ) -> Tensor:
-    """The weight [N, K] in `dtype`, in new memory.
+    """Returns the weight [N, K] in `dtype`, in new memory.
 
-    `width`: columns of a block; `stored`: which of the two forms of fp8 the codes are of.
+    `width`: columns of a block; `stored`: the fp8 format of the codes.
     """
     if not runs_triton(weight.scales):
         return dequantize_block_fp8_rows(
@@ -360,9 +366,9 @@ class _QuantizedLinear(torch.autograd.Function):
 def quantized_linear(
     x: Tensor, bias: Tensor | None, dequantize: Dequantize, inner: BaseLinear
 ) -> Tensor:
-    """`F.linear(x, dequantise(), bias)` of x [..., C], whose weight has no gradient.
+    """`F.linear(x, dequantize(), bias)` of x [..., C], whose weight has no gradient.
 
-    `inner` computes the products. Under torch.compile autograd may keep the dequantised weight.
+    `inner` computes the products. Under torch.compile autograd may save the dequantized weight.
     """
     learns = x.requires_grad or (bias is not None and bias.requires_grad)
     if torch.compiler.is_compiling() or not x.numel():
@@ -374,7 +380,9 @@ def quantized_linear(
 
 
 def quantized_base(dequantize: Dequantize, inner: BaseLinear) -> BaseLinear:
-    """The same as the base of `lora_linear`, whose weight then only says shape and dtype."""
+    """Returns `quantized_linear` as a base of `lora_linear`, which then ignores the weight's
+    values.
+    """
     return BaseLinear(
         lambda x, _, bias: inner.product(x, dequantize(), bias),
         lambda dy, _: inner.gradient(dy, dequantize()),

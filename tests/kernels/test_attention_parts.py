@@ -121,7 +121,7 @@ def test_flex(case: str) -> None:
 def test_flex_compiles_few_graphs_for_all_parts(
     monkeypatch: pytest.MonkeyPatch, graphs: list[Any]
 ) -> None:
-    monkeypatch.setitem(attention.__globals__, "FLEX_STEP", 16)
+    monkeypatch.setitem(attention.__globals__, "FLEX_MULTIPLE", 16)
     for t in (25, 27, 29, 31):
         q, k, v = flex_heads(t)
         for given in ({"causal": False}, {"segment_ids": torch.arange(t).expand(B, -1) // 9}):

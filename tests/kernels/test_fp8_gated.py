@@ -46,7 +46,7 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """Several programs for the columns and for the rows, and rows that end within one."""
     monkeypatch.setattr(gated, "ROWS", 4)
     monkeypatch.setattr(gated, "BACKWARD", (64, 1))
-    monkeypatch.setattr(gated, "HELD", 16)
+    monkeypatch.setattr(gated, "GATED_COLUMNS_PER_SM", 16)
 
 
 @pytest.mark.usefixtures("small_tiles")

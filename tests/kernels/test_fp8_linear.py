@@ -127,7 +127,7 @@ def test_casts_with_maxima_that_are_known(
     """Found by the row cast, of programs with several rows each, or by another operator."""
     if path == "reference":
         pytest.skip("plain torch computes all anew")
-    monkeypatch.setattr(casts, "HELD", 16)
+    monkeypatch.setattr(casts, "COLUMNS_PER_SM", 16)
     x = spread(*shape)
     if bad is not None:
         x[-1, 5] = bad

@@ -112,7 +112,8 @@ def append_attention_ref(
     softcap: float | None = None,
     scale: float | None = None,
 ) -> Tensor:
-    """Writes k and v after each row's tokens; returns `softmax(cap(q k^T * scale)) v`, fp32 inside."""
+    """Writes k and v after each row's tokens; returns `softmax(cap(q k^T * scale)) v`, fp32
+    inside."""
     b, t, h, d = q.shape
     kv_heads, slots = buffers.keys.shape[1:3]
     scale = d**-0.5 if scale is None else scale

@@ -1,18 +1,17 @@
-"""The sum over ranks whose GPUs write to each other's memory, for tensors so small that latency is
-all of their time.
-
-Each rank writes its elements into the memory of every other one and adds up what arrives in its
-own: one kernel, and one way over NVLink. No flag follows the data: memory that nothing has arrived
-at yet holds -0.0, and 0.0 is sent in place of -0.0.
-
-There are three buffers, used in turn. In a turn a rank empties the buffer of the turn before,
-which it has read. The others write there again two turns later, and each of them gets so far only
-with what this rank sends after that. Every program has its own part of the buffers and its own
-count of turns, so that programs never wait for each other. `one_shot_norm` has a program for each
-row, which adds the sum to the residual stream and norms it, with the parts of as many elements.
-Source: TensorRT-LLM's one-shot all-reduce with Lamport-style buffers, and its fusion with RMSNorm.
+"""One-shot all-reduce of tensors so small that latency is all of their time.
 
 # R ranks, n elements, S of a part, P parts, N rows, C elements of a row
+
+Each rank writes its elements into the memory of every other one and sums what arrives in its own:
+one kernel, and one way over NVLink. No flag follows the data: memory that nothing has arrived at
+yet holds -0.0, and 0.0 is sent in place of -0.0.
+
+There are three buffers, used in turn. In a turn a rank empties the buffer of the turn before, which
+it has read. Other ranks write there again two turns later, which they only reach with what this
+rank sends after that. Every program has its own part of the buffers and its own count of turns, so
+that programs never wait for each other. `one_shot_all_reduce_norm` has a program for each row,
+which adds the sum to the residual stream and norms it. Source: TensorRT-LLM's one-shot all-reduce
+with Lamport-style buffers, and its fusion with RMSNorm.
 """
 
 from typing import NamedTuple
@@ -28,7 +27,7 @@ BITS = {torch.bfloat16: torch.int16, torch.float16: torch.int16, torch.float32: 
 
 
 class SymmetricBuffers(NamedTuple):
-    """What a rank has for the sums of a group in one dtype; the others write to `local_buffer`."""
+    """A rank's buffers for the sums of a group in one dtype; other ranks write to `local`."""
 
     local: Tensor  # bits [TURNS, R, P S], all `empty` at first
     addresses: Tensor  # int64 [R], of every rank's `local_buffer`
@@ -39,7 +38,7 @@ class SymmetricBuffers(NamedTuple):
 
 
 def empty_bits(dtype: torch.dtype) -> int:
-    """The bits of -0.0."""
+    """Returns the bits of -0.0."""
     return torch.iinfo(BITS[dtype]).min
 
 
@@ -59,7 +58,7 @@ def _exchange_and_add(
     TURNS: tl.constexpr,
     EMPTY: tl.constexpr,
 ):
-    """Sends the elements to the other ranks, and adds up what they send, in fp32."""
+    """Sends the elements to the other ranks and sums what they send, in fp32."""
     sent_bits = tl.where(bits == EMPTY, 0, bits).to(bits.dtype)
     for rank in tl.static_range(R):
         if rank != RANK:
@@ -147,7 +146,7 @@ def _one_shot_norm_kernel(
     EMPTY: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """What `_one_shot_kernel` and then the kernel of `rms_norm` do, with the same roundings."""
+    """Computes `_one_shot_kernel` and then the kernel of `rms_norm`, with the same roundings."""
     part = tl.arange(0, PARTS)[:, None]
     column = part * S + tl.arange(0, S)[None, :]
     inside, exists = column < C, part * S < C
@@ -177,19 +176,19 @@ def _one_shot_norm_kernel(
 
 
 def one_shot_all_reduce(x: Tensor, buffers: SymmetricBuffers) -> Tensor:
-    """The sum of every rank's `x` [...], added up in float32: the same bits on all of them.
+    """Returns the sum of every rank's `x` [...], added in float32: the same bits on all of them.
 
-    All ranks call it in the same order with as many elements, at most P S, each on one stream. It
-    waits on the device until all have; a CUDA graph can hold it.
+    All ranks call it in the same order with the same number of elements, at most P S, each on one
+    stream. It waits on the device until all have; a CUDA graph can capture it.
     """
     x = x.contiguous()
     return _launch(x, torch.empty_like(x), 0, None, buffers)
 
 
 def one_shot_all_gather(x: Tensor, first: int, size: int, buffers: SymmetricBuffers) -> Tensor:
-    """Each rank's columns `first` to `first + W`, `x` [..., W], to all [..., size] of them.
+    """Gathers each rank's columns `first` to `first + W`, `x` [..., W], to all [..., size].
 
-    The sum of what has zeros in the other columns; called as `one_shot_sum`.
+    It is an all-reduce with zeros in other columns; see `one_shot_all_reduce` for how to call it.
     """
     x = x.contiguous()
     return _launch(x, x.new_empty(*x.shape[:-1], size), first, size, buffers)
@@ -229,7 +228,7 @@ def _launch(
 
 
 def supports_norm(x: Tensor, residual: Tensor, weight: Tensor) -> bool:
-    """Whether `one_shot_norm` is for x [..., C]: a row's elements have whole parts of their own."""
+    """Whether `one_shot_all_reduce_norm` can run for x [..., C]: its rows must be whole parts."""
     C = x.shape[-1]
     matches = residual.dtype == x.dtype and residual.shape == x.shape and weight.shape == (C,)
     # A copy of the weight would be written just before the kernel, which reads it before it waits
@@ -247,8 +246,7 @@ def one_shot_all_reduce_norm(
     offset: float = 0.0,
     before: bool = True,  # round before the weight
 ) -> tuple[Tensor, Tensor]:
-    """The RMSNorm of `residual + one_shot_sum(x)` and that stream itself, [..., C] both; called as
-    `one_shot_sum`."""
+    """Returns the RMSNorm of `residual + one_shot_all_reduce(x)` and that sum, [..., C] both."""
     local_buffer, addresses, turns, rank, dtype, _ = buffers
     _check(x, x.numel(), buffers)
     if not supports_norm(x, residual, weight):

@@ -697,7 +697,8 @@ def fp8_gradient(dy: Tensor, weight: Tensor) -> Tensor:
 def _gated_forward(
     gate_up: Tensor, weight: Tensor, act: Activation, maxima_known: ColumnMaxima
 ) -> Tensor:
-    """Returns [T, N] from gate_up [T, 2 K] and weight [N, K]; backward finds the product's maxima."""
+    """Returns [T, N] from gate_up [T, 2 K] and weight [N, K]; backward finds the product's
+    maxima."""
     b, maxima_known.weight = _cast(weight, True, True)
     return _product(cast_gated_rows(gate_up, act), b, fast=FAST_FORWARD, fused=True)
 

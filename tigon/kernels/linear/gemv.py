@@ -45,7 +45,8 @@ class GemvLaunch(NamedTuple):
 
 @functools.cache
 def select_launch(C: int, factors: int) -> GemvLaunch:
-    """Chooses the launch. `factors`: weights of one size that are read together, 2 for gate and up."""
+    """Chooses the launch. `factors`: weights of one size that are read together, 2 for gate and
+    up."""
     block = next_power_of_2(C)
     if block <= BLOCK:
         return GemvLaunch(max(8192 // block // factors, 1), block, warps=4, per_sm=4)

@@ -40,7 +40,8 @@ def is_at_risk(x: Tensor, summands: int, k: int, c: int) -> bool:
 
 
 def reduction_chunks(a: Tensor, b: Tensor) -> list[slice]:
-    """Returns the ranges of the L summands of a [K, L] @ b [L, C] that can be multiplied at once."""
+    """Returns the ranges of the L summands of a [K, L] @ b [L, C] that can be multiplied at
+    once."""
     length = len(b)
     if not is_at_risk(a, length, len(a), b.shape[1]):
         return [slice(0, length)]
@@ -104,7 +105,8 @@ def defers_product() -> bool:
 
 
 def placeholder(x: Tensor, columns: int) -> Tensor:
-    """Returns [..., columns] for x [..., C] without memory: the output of a node that only saves."""
+    """Returns [..., columns] for x [..., C] without memory: the output of a node that only
+    saves."""
     return x.new_empty(()).expand(*x.shape[:-1], columns)
 
 
@@ -154,7 +156,8 @@ class _RecomputedLinear(torch.autograd.Function):
 
 
 class _GatedLinear(torch.autograd.Function):
-    """`F.linear(product, weight, bias)`, differentiated with respect to the gate_up of `product`."""
+    """`F.linear(product, weight, bias)`, differentiated with respect to the gate_up of
+    `product`."""
 
     @staticmethod
     def forward(ctx: Any, gate_up: Tensor, product: Tensor, *args: Any) -> Tensor:

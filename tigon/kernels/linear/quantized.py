@@ -82,7 +82,8 @@ def group_offsets(matrices: Sequence[int]) -> Tensor:
 
 
 def _nearest_code(x: Tensor, book: Tensor) -> Tensor:
-    """Returns the uint8 index of the nearest number of the book; of two equally near the lower one."""
+    """Returns the uint8 index of the nearest number of the book; of two equally near the lower
+    one."""
     return torch.bucketize(x, (book[1:] + book[:-1]) / 2, out_int32=True).to(torch.uint8)
 
 

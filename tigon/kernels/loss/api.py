@@ -1,6 +1,8 @@
-"""Cross-entropy and divergences of logits that exist; a head's own never need to.
+"""Losses of logits, and of hidden states with the head's weight.
 
-# N rows, V vocab
+# N rows (tokens), C model dim, D that of a teacher, V vocab
+
+Operators with a head never allocate [N, V]: logits exist chunk by chunk.
 """
 
 from collections.abc import Sequence
@@ -47,13 +49,13 @@ def cross_entropy(
     metrics: Sequence[str] = (),
     overwrite: bool = False,
 ) -> HeadValue:
-    """`sum(w_t * ce_t) / denominator` in fp32, or every `w_t * ce_t` [N]; and the metrics.
+    """Returns `sum(w_t * ce_t) / denominator` in fp32, or every `w_t * ce_t` [N], and the metrics.
 
-    As `linear_cross_entropy`, for logits that exist. They are never written to, unless
-    `overwrite` says that they belong to the operator: then their gradient takes their place, and
-    nothing else of their size is allocated, if no two logits share memory and those of a row are
-    adjacent. With reduction "sum" the gradient is made in the forward pass, and copied only for a
-    backward pass that retains the graph.
+    Like `linear_cross_entropy`, for logits that exist. They are only written to with `overwrite`,
+    by which the caller gives them away: then their gradient takes their place, and nothing else of
+    their size is allocated, if no two logits share memory and those of a row are adjacent. With
+    reduction "sum" the gradient is computed in the forward pass, and copied only for a backward
+    pass that retains the graph.
     """
     criterion = CrossEntropy(
         targets=targets,
@@ -78,9 +80,10 @@ def divergence(
     reduction: Reduction = "sum",
     beta: float = 0.0,
 ) -> Tensor:
-    """`sum(w_t * D_t) / denominator` in fp32, or every `w_t * D_t` [N], D as in `linear_kl`.
+    """Returns `sum(w_t * D_t) / denominator` in fp32, or every `w_t * D_t` [N], D as in
+    `linear_kl`.
 
-    For log-probabilities that exist, defined by `kl_ref`: they are not normalised again. The
+    For log-probabilities that exist, defined by `kl_ref`: they are not normalized again. The
     teacher's get no gradient.
     """
     if logprobs.shape != teacher_logprobs.shape:
@@ -141,16 +144,16 @@ def linear_cross_entropy(
     active: ValidRows | None = None,
     logits_bytes: int | None = None,
 ) -> HeadValue:
-    """`sum(w_t * ce_t) / denominator` in fp32, or every `w_t * ce_t` [N]; and the metrics.
+    """Returns `sum(w_t * ce_t) / denominator` in fp32, or every `w_t * ce_t` [N], and the metrics.
 
     w_t is the token's weight times the class weight of its target. With reduction "sum" the
-    gradients are made while a chunk's logits exist: three matrix products, nothing recomputed.
-    With "none" the upstream gradient is unknown, so the logits are computed again in the backward
-    pass: four. At most `logits_bytes` of logits exist at a time.
+    gradients are computed while a chunk's logits exist: three matrix products, nothing recomputed.
+    With "none" the upstream gradient is unknown, so backward computes the logits again: four. At
+    most `logits_bytes` of logits exist at a time.
 
     Rows whose target is ignored or whose weight is 0 cost nothing and give nothing, not even NaN.
-    On a GPU the host must know how many remain: `active` made ahead of time saves waiting for the
-    device. Under torch.compile and in CUDA graphs no row is left out.
+    On a GPU the host must know how many remain: `active` computed in advance avoids a sync. Under
+    torch.compile and in CUDA graphs no row is left out.
 
     Metrics are those of `CrossEntropy`; with metrics only rows whose target is ignored are left
     out. Sources: the chunked gradient-in-forward form of Liger-Kernel (arXiv 2410.10989), defined
@@ -197,12 +200,13 @@ def selected_logprobs(
     active: ValidRows | None = None,
     logits_bytes: int | None = None,
 ) -> HeadValue:
-    """`log p(target)` of every row [N] in fp32, 0 where ignored, and metrics without gradient.
+    """Returns `log p(target)` of every row [N] in fp32, 0 where ignored, and metrics without
+    gradient.
 
     Differentiable with any upstream gradient: one matrix product forward, three backward (the
-    logits are computed again), and never more than `logits_bytes` of logits. A sampling
-    temperature is `Options(logit_scale=1 / temperature)`. Metrics, `active` and errors are those
-    of `linear_cross_entropy`.
+    logits are computed again), and never more than `logits_bytes` of logits. A sampling temperature
+    is `Options(logit_scale=1 / temperature)`. Metrics, `active` and errors are those of
+    `linear_cross_entropy`.
     """
     criterion = LogProbs(targets=targets, metrics=metrics)
     return run_loss_term(
@@ -257,11 +261,11 @@ def linear_kl(
     active: ValidRows | None = None,
     logits_bytes: int | None = None,
 ) -> Tensor:
-    """`sum(w_t * D_t) / denominator` in fp32, or every `w_t * D_t` [N].
+    """Returns `sum(w_t * D_t) / denominator` in fp32, or every `w_t * D_t` [N].
 
-    D is that of the criterion `KL`. Logits, scaled and capped by the options, are divided by
+    D is that of the loss term `KL`. Logits, scaled and capped by the options, are divided by
     `temperature`. At most `logits_bytes` of both models' logits exist at a time, and the sum's
-    gradients are made in the forward pass. Rows of weight 0 are left out.
+    gradients are computed in the forward pass. Rows of weight 0 are left out.
     """
     criterion = KL(
         teacher_hidden=teacher_hidden,

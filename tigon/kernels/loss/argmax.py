@@ -90,8 +90,10 @@ def _argmax(scores: Tensor) -> Tensor:
 
 
 def argmax(scores: Tensor) -> Tensor:
-    """The argmax of scores [..., V], the first of equal ones: int64 [...]. `NOT_FINITE` for a row
-    with a NaN, or whose largest score is infinite."""
+    """Returns the argmax of scores [..., V], the first of equal ones: int64 [...].
+
+    A row with a NaN, or whose largest score is infinite, gives `NOT_FINITE`.
+    """
     if scores.numel() == 0 or not runs_triton(scores):
         return argmax_ref(scores)
     return _argmax(scores.detach().contiguous())

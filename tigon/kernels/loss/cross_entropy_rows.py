@@ -46,9 +46,9 @@ def cross_entropy_ref(
 
 @dataclass
 class RowLosses:
-    """What a pass over logits leaves behind; everything is 0 where the target is ignored.
+    """The results of a pass over logits; all are 0 where the target is ignored.
 
-    The logsumexp is `peak + log_mass`: in two numbers it keeps its precision far from 0.
+    The logsumexp is `peak + log_mass`: two numbers keep its precision far from 0.
     """
 
     loss: Tensor  # [N] fp32
@@ -58,7 +58,8 @@ class RowLosses:
 
 
 def combine_loss(nll: Tensor, lse: Tensor, mean: Tensor | None, options: Options) -> Tensor:
-    """Cross-entropy of a row from the logsumexp and, with smoothing, the mean of its logits."""
+    """Returns a row's cross-entropy from its logsumexp and, with smoothing, the mean of its
+    logits."""
     loss = nll if mean is None else torch.lerp(nll, lse - mean, options.label_smoothing)
     return loss + options.z_loss * lse.square() if options.z_loss else loss
 
@@ -164,7 +165,9 @@ def _rows_kernel(
     BLOCK: tl.constexpr,
     K: tl.constexpr,
 ):
-    """One row per program: a pass for the logsumexp, a second, out of L2, for the gradient."""
+    """Processes one row per program: a pass for the logsumexp, a second, out of L2, for the
+    gradient.
+    """
     row = tl.program_id(0).to(tl.int64)
     logits += row * stride
     target = tl.load(targets + row)
@@ -316,12 +319,12 @@ def loss_rows(
     holes: bool = False,  # raw logits of -inf have probability 0, also with a softcap
     size: int | None = None,
 ) -> RowLosses:
-    """One pass over the logits: losses, metrics and, if asked for, the gradient.
+    """Returns losses and metrics from one pass over the logits, and writes the gradient to `grad`.
 
-    With `size` the logits are some of that many: peak, log_mass and metrics are of these alone,
-    the loss says nothing, a target may be `ELSEWHERE`, and the gradient needs what is `lse_parts` of
-    all. Metrics are then "target" too, the target's logit or 0, and with smoothing "total", the sum
-    of the logits.
+    With `size` the logits are a part of a vocabulary of that size: peak, log_mass and metrics are
+    those of the part, the loss is undefined, a target may be `OTHER_RANK`, and the gradient needs
+    `lse_parts` of the full vocabulary. Metrics may then be "target", the target's logit or 0, and
+    with smoothing "total", the sum of the logits.
     """
     if not runs_triton(logits):
         return _reference_rows(logits, targets, options, metrics, grad, lse_parts, holes, size)

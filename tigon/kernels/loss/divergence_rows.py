@@ -1,4 +1,4 @@
-"""Divergences of the rows of a chunk of logits from a teacher's: losses and gradient.
+"""Divergences between rows of logits and a teacher's: losses and gradient.
 
 # N rows, V vocab, k tokens whose log-probabilities a teacher stored
 """
@@ -25,7 +25,8 @@ _SMALLEST_MIXTURE = tl.constexpr(SMALLEST_MIXTURE)
 
 
 def kl_ref(student: Tensor, teacher: Tensor, beta: float) -> Tensor:
-    """Per-row generalised Jensen-Shannon divergence of log-probabilities [..., V]."""
+    """Returns the generalized Jensen-Shannon divergence of each row of log-probabilities [...,
+    V]."""
     if beta == 0:
         difference = (teacher - student).masked_fill(teacher == -torch.inf, 0)
         return (teacher.exp() * difference).sum(-1)
@@ -36,12 +37,13 @@ def kl_ref(student: Tensor, teacher: Tensor, beta: float) -> Tensor:
 
 
 def _log_mixture(p: Tensor, teacher: Tensor, beta: float) -> Tensor:
-    """Of the student's probabilities and a teacher's log-probabilities."""
+    """Returns the log of the mixture of the student's probabilities and a teacher's."""
     return (beta * teacher.exp() + (1 - beta) * p).clamp(min=SMALLEST_MIXTURE).log()
 
 
 def _kl_derivative(a: Tensor, b: Tensor, beta: float) -> Tensor:
-    """The derivative of `kl_ref(a, b, beta)` by a, up to a multiple of exp(a) in each row."""
+    """Returns the derivative of `kl_ref(a, b, beta)` by a, up to a multiple of exp(a) in each
+    row."""
     if beta == 0:
         return -b.exp()
     p = a.exp()
@@ -87,7 +89,7 @@ def _reference(
 
 @triton.jit
 def _mass(logits, V, head, BLOCK):
-    """The largest logit of a row, and log2 of the sum of 2^((z - largest) log2 e)."""
+    """Returns the largest logit of a row, and log2 of the sum of 2^((z - largest) log2 e)."""
     columns = tl.arange(0, BLOCK)
     peak = tl.full((BLOCK,), -1.0e38, tl.float32)
     mass = tl.zeros((BLOCK,), tl.float32)
@@ -120,7 +122,9 @@ def logit_masses(
     options: Options,
     teacher_options: Options,
 ) -> Tensor:
-    """[N, 4]: the largest logit, and the logarithm of the sum of exp(logit - largest), of both."""
+    """Returns [N, 4]: the largest logit, and log(sum(exp(logit - largest))), of student and
+    teacher.
+    """
     n, vocab = student.shape
     if not runs_triton(student):
         outputs = []
@@ -143,7 +147,7 @@ def logit_masses(
 
 @triton.jit
 def _divergence(a, b, beta, MIX, REVERSE):
-    """For log2-probabilities of student and teacher: p, q, the loss of a logit, and its g.
+    """Returns p, q, the loss of a logit, and its g, from log2-probabilities of student and teacher.
 
     The gradient of the student's logit is p (g - sum p g), all in units of log2; a forward
     divergence needs no g.
@@ -187,7 +191,9 @@ def _divergence_kernel(
     MEAN_KNOWN: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One row per program: two passes for the normalisers, one or two for loss and gradient."""
+    """Processes one row per program: two passes for the normalizers, one or two for loss and
+    gradient.
+    """
     row = tl.program_id(0).to(tl.int64)
     student += row * s_stride
     teacher += row * t_stride
@@ -267,11 +273,11 @@ def divergence_rows(
     masses: Tensor | None = None,  # [N, 4]
     mean: Tensor | None = None,  # [N]
 ) -> Tensor:
-    """Losses [N] and, if asked for, the gradient of the student's logits.
+    """Returns losses [N] and writes the gradient of the student's logits to `grad`.
 
-    With `masses`, the `logit_masses` of all logits, these are some of them. The result is then
-    their terms [N, 2] of the losses and of the `mean` that the gradient needs in a second call,
-    unless beta is 0; that call's result says nothing.
+    With `masses`, the `logit_masses` of the full vocabulary, these logits are a part of it. The
+    result is then their terms [N, 2] of the losses and of the `mean` that the gradient needs in a
+    second call, unless beta is 0; the result of that call is undefined.
     """
     if not runs_triton(student):
         more = beta, grad, normalized, masses, mean
@@ -312,7 +318,7 @@ def divergence_rows(
 
 
 def _blocks(vocab: int) -> tuple[int, int]:
-    """Logits of a row at a time, and warps."""
+    """Returns the logits of a row at a time, and warps."""
     block = min(8192, max(128, triton.next_power_of_2(vocab)))
     # Of one warp, a mixture with its gradient crashes the compiler of Triton 3.9
     return block, min(16, max(2, block // 512))
@@ -326,9 +332,10 @@ def topk_rows(
     beta: float,
     grad: LogitGradient | None = None,
 ) -> Tensor:
-    """Losses [N] against stored log-probabilities: all other tokens are one outcome.
+    """Returns losses [N] against stored log-probabilities: all other tokens are one outcome.
 
-    The others' probability comes from a cross-entropy pass with -inf at the stored tokens.
+    The probability of the other tokens comes from a cross-entropy pass with -inf at the stored
+    ones.
     """
     index = tokens.where(tokens >= 0, tokens[:, :1])
     raw = logits.gather(1, index)
@@ -359,7 +366,7 @@ def stored_losses(
     beta: float,
     grad: LogitGradient | None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Losses [N] and, for a gradient, their slopes by z and, last, lse: [N, k + 1]."""
+    """Returns losses [N] and, for a gradient, the derivatives by z and, last, lse: [N, k + 1]."""
     student = torch.cat((z.masked_fill(absent, -torch.inf), lse[:, None]), 1).log_softmax(-1)
     teacher = logprobs.float().masked_fill(absent, -torch.inf)
     remaining = (1 - teacher.exp().sum(-1, keepdim=True)).clamp(min=SMALLEST_REST)
@@ -375,6 +382,6 @@ def stored_losses(
 
 
 def stored_gradient(slopes: Tensor, z: Tensor, options: Options) -> Tensor:
-    """The gradient [N, k] of the stored tokens' raw logits."""
+    """Returns the gradient [N, k] of the stored tokens' raw logits."""
     exact = slopes[:, :-1] * options.logit_scale
     return exact if options.softcap is None else exact * (1 - (z / options.softcap).square())

@@ -1,6 +1,6 @@
-"""Autograd of criteria over a head's logits: one node for all criteria of a pass.
+"""Runs loss terms over a head's logits: one pass, and one autograd node, for all terms.
 
-# N rows (tokens), C model dim, V vocab, k criteria
+# B batch, n positions, N = B n rows, C and D model dims of student and teacher, V vocab, k terms
 """
 
 from collections.abc import Callable, Sequence
@@ -73,9 +73,9 @@ def _run(
     needs: tuple[bool, ...],
     lse_parts: Slots,
 ) -> tuple[list[Tensor], list[dict[str, Tensor]], Tensor | None]:
-    """The pass, inside the forward of the heads of all teachers that are modules.
+    """Runs the pass inside the forward of the heads of all teachers that are modules.
 
-    The last result, if not None, is still to multiply the gradients: in fp16 those of the logits
+    The last result, if not None, still has to multiply the gradients: in fp16 those of the logits
     could under- or overflow with the rows' own scales.
     """
     slots: Slots = []
@@ -95,7 +95,7 @@ def _run(
 def _with_teachers(
     p: LossPass, first: int, slots: Slots, vocab: int, run: Callable[[], Any]
 ) -> tuple[list[Tensor], list[dict[str, Tensor]]]:
-    """What `run` returns, called while the teachers from criterion `first` on lend their heads."""
+    """Calls `run` while the teachers from term `first` on lend their heads; returns its result."""
     if first == len(p.plans):
         return run()
     teacher = p.teachers[first]
@@ -116,7 +116,7 @@ def _with_teachers(
 
 
 class FusedLinearLoss(torch.autograd.Function):
-    """Values of k criteria, then metrics, then what the backward pass needs."""
+    """Returns the values of k loss terms, then metrics, then what the backward pass needs."""
 
     @staticmethod
     def forward(p: LossPass, *tensors: Any) -> tuple[Tensor, ...]:
@@ -195,7 +195,8 @@ class FusedLinearLoss(torch.autograd.Function):
 
 
 class FusedLinearLossBackward(torch.autograd.Function):
-    """`Criteria.backward` where torch.func would differentiate it again, which is an error."""
+    """`FusedLinearLoss.backward` as a function, so that torch.func raises for a second
+    derivative."""
 
     @staticmethod
     def forward(p: LossPass, *flat: Any) -> Grads:
@@ -222,7 +223,7 @@ def _share_gradient(ups: Sequence[Tensor | None]) -> bool:
 def _unpack(
     p: LossPass, kept: Sequence[Tensor], ups: Sequence[Tensor | None]
 ) -> tuple[Grads, Tensor | None, Sequence[Tensor]]:
-    """Gradients of the rows' weights, the factor of gradients made ahead, and what else is kept."""
+    """Returns gradients of the rows' weights, the factor of precomputed gradients, and the rest."""
     learned = [up for up, learns in zip(ups, p.learned, strict=True) if learns]
     weight_gradients = [
         None if up is None else x * up for up, x in zip(learned, kept, strict=False)
@@ -240,9 +241,9 @@ def _scale_gradients(
     factor: Tensor | None,  # None: 1
     exclusive: bool,
 ) -> Grads:
-    """Gradients of the inputs that learn, from the six of a pass; `exclusive`: in their memory.
+    """Returns the inputs' gradients from the six of a pass; with `exclusive` in their memory.
 
-    Each is a tensor that nobody else refers to, which autograd keeps without a copy.
+    Nothing else refers to them, so autograd keeps them without a copy.
     """
 
     def one(x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -269,9 +270,10 @@ def _scale_gradients(
 
 
 def _differentiate(p: LossPass, exclusive: bool, count: int, *given: Any) -> Grads:
-    """Gradients of hidden, weight, bias, low and up, then of the weights of rows that learn.
+    """Returns gradients of hidden, weight, bias, low and up, then of the rows' weights that need
+    one.
 
-    `exclusive`: nobody else has the gradients made ahead, nor needs them again.
+    `exclusive`: nothing else has or needs the precomputed gradients.
     """
     k = len(p.plans)
     dtypes, given = given[:LEARNED], given[LEARNED:]
@@ -307,14 +309,14 @@ def _differentiate(p: LossPass, exclusive: bool, count: int, *given: Any) -> Gra
 
 
 class HeadValue(NamedTuple):
-    """A criterion's value, summed or for each row, and its metrics."""
+    """The value of a loss term, summed or per row, and its metrics."""
 
     value: Tensor
     metrics: dict[str, Tensor]
 
 
 class PreparedTerm(NamedTuple):
-    """A criterion with its tensors as rows."""
+    """A loss term with its tensors as rows."""
 
     given: LossTerm
     plan: LossPlan
@@ -330,14 +332,14 @@ class PreparedTerm(NamedTuple):
         return self.weights is not None and not self.weights.requires_grad
 
     def counted(self) -> Tensor | None:
-        """The rows [N] that have a gradient; None: all."""
+        """Returns bool [N], the rows that have a gradient, or None for all."""
         valid = None if self.targets is None else self.targets != IGNORE_INDEX
         if not self.weighs or self.weights is None:
             return valid
         return self.weights != 0 if valid is None else valid & (self.weights != 0)
 
     def needed(self) -> Tensor | None:
-        """The rows [N] that have a gradient or metrics; None: all."""
+        """Returns bool [N], the rows that have a gradient or metrics, or None for all."""
         if self.plan.metrics and self.targets is not None:
             return self.targets != IGNORE_INDEX
         return self.counted()
@@ -356,17 +358,17 @@ def run_loss_terms(
     overwrite: bool = False,
     vocabulary: VocabularyShard | None = None,
 ) -> list[HeadValue]:
-    """The value of each criterion, in one pass. At most `logits_bytes` of logits exist at a time.
+    """Returns the value of each loss term, from one pass over the logits.
 
-    None: at most 1 GiB, and less where it costs little time, or all where it costs no more memory.
-    Rows whose target is ignored or whose weight is 0 cost nothing and give nothing, not even NaN.
-    On a GPU the host must know how many remain. Under torch.compile and in CUDA graphs no row is
-    left out.
+    At most `logits_bytes` of logits exist at a time. None means at most 1 GiB, less if that costs
+    little time, or all if that costs no more memory. Rows whose target is ignored or whose weight
+    is 0 cost nothing and give nothing, not even NaN. On a GPU the host must know how many remain.
+    Under torch.compile and in CUDA graphs no row is left out.
 
-    With a `vocabulary`, this rank's weight and bias (and a teacher's) are some rows of V, and all
-    ranks of the group make the same call with the same other tensors. The values and metrics are
-    those of the whole head, on every rank. The gradients of hidden and of the first of `added` are
-    this rank's terms of their sums over the group.
+    With a `vocabulary`, weight and bias (and a teacher's) are this rank's rows of V, and all ranks
+    of the group make the same call with the same other tensors. Values and metrics are those of the
+    full head, on every rank. The gradients of hidden and of the first of `added` are this rank's
+    terms of their sums over the group.
     """
     if not criteria:
         return []
@@ -413,7 +415,7 @@ def run_loss_terms(
 def run_loss_term(
     rows: Tensor, weight: Tensor | None, bias: Tensor | None, criterion: LossTerm, **more: Any
 ) -> HeadValue:
-    """`run_criteria` of one criterion, over rows [N, C] or raw logits [N, V]."""
+    """`run_loss_terms` of one term, over rows [N, C] or raw logits [N, V]."""
     if rows.dim() != 2:
         name, shape = ("logits", "[N, V]") if weight is None else ("hidden", "[N, C]")
         raise ValueError(f"{name} {tuple(rows.shape)} is not {shape}")
@@ -461,7 +463,7 @@ def _pass(
 def _finish(
     value: Tensor, outputs: dict[str, Tensor], a: PreparedTerm, lead: torch.Size
 ) -> HeadValue:
-    """The value as the criterion has it, and the metrics asked for, [...] where per row."""
+    """Returns the term's value and the requested metrics, [...] where per row."""
     c = a.given
     if isinstance(c, LogProbs):
         value = -value
@@ -480,12 +482,13 @@ def _finish(
 
 
 def reshape_unaliased(x: Tensor, shape: torch.Size) -> Tensor:
-    """x.view(shape), no view to autograd: FSDP2 warns of views among what a module returns."""
+    """Returns x.view(shape) as no view to autograd: FSDP2 warns of views among a module's
+    outputs."""
     return torch.ops.aten._unsafe_view(x, shape)
 
 
 def metrics_of_term(c: LossTerm) -> Sequence[str]:
-    """The metrics that a criterion asks for."""
+    """Returns the metrics that a loss term requests."""
     metrics = c.metrics if isinstance(c, CrossEntropy | LogProbs) else ()
     return (metrics,) if isinstance(metrics, str) else metrics
 
@@ -493,7 +496,7 @@ def metrics_of_term(c: LossTerm) -> Sequence[str]:
 def prepare_term(
     hidden: Tensor, c: LossTerm, options: Options, vocab: int, width: int
 ) -> PreparedTerm:
-    """The criterion's tensors, checked against the hidden states [..., C] and flattened.
+    """Checks the term's tensors against the hidden states [..., C] and flattens them.
 
     `width` of the head's `vocab` rows are on this rank, with padding.
     """
@@ -541,7 +544,7 @@ def prepare_term(
 
 
 def _scale(c: WeightedTerm, device: torch.device) -> Tensor:
-    """What the sum is multiplied by."""
+    """Returns the factor of the sum."""
     denominator, coefficient = c.denominator, c.coefficient
     for name, x in (("denominator", denominator), ("coefficient", coefficient)):
         if isinstance(x, Tensor) and x.requires_grad:
@@ -619,7 +622,8 @@ def _prepare_teacher(
 def _prepare_stored(
     tokens: Tensor, logprobs: Tensor, n: int, vocab: int, targets: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Tokens and log-probabilities [N, K]; rows that do not count may hold anything."""
+    """Returns stored tokens and log-probabilities [N, K]; rows that do not count may hold
+    anything."""
     if tokens.shape != logprobs.shape or tokens.dim() < 2 or tokens.shape[:-1].numel() != n:
         raise ValueError(
             f"teacher_tokens {tuple(tokens.shape)} and teacher_logprobs {tuple(logprobs.shape)} "
@@ -637,7 +641,7 @@ def _prepare_stored(
 def apply_autocast(
     hidden: Tensor, weight: Tensor, bias: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """In autocast's dtype; without autocast, dtypes that differ are an error."""
+    """Casts to autocast's dtype; without autocast, raises if dtypes differ."""
     dtype = autocast_dtype(hidden.device)
     if dtype is not None:
         bias = None if bias is None else bias.to(dtype)
@@ -650,7 +654,7 @@ def apply_autocast(
 def select_rows(
     rows: Tensor, prepared: Sequence[PreparedTerm], active: ValidRows | None
 ) -> tuple[Tensor | None, Tensor | None]:
-    """The rows to compute and, if not all of these have a gradient, which do; None: all."""
+    """Returns the rows to compute and, if not all of these have a gradient, which do; None: all."""
     if not host_can_count(rows):
         return None, _any_row([a.counted() for a in prepared])
     metrics = any(a.plan.metrics for a in prepared)
@@ -676,14 +680,14 @@ def _any_row(keeps: Sequence[Tensor | None]) -> Tensor | None:
 
 
 def _deciding_weights(a: PreparedTerm) -> Tensor | None:
-    """The weights, if they alone decide which rows are left out."""
+    """Returns the weights if they alone decide which rows are left out."""
     if isinstance(a.given, CrossEntropy) and a.given.class_weights is not None:
         return None
     return a.given.weights if isinstance(a.given, WeightedTerm) else None
 
 
 def _check_valid_rows(active: ValidRows, a: PreparedTerm, rows: int) -> None:
-    """Raises unless `active` has every row that the criterion needs."""
+    """Raises unless `active` has every row that the term needs."""
     if len(active.keep) != rows:
         raise ValueError(
             f"active has {len(active.keep)} rows, the criterion {rows}: make it from its targets"
@@ -698,7 +702,7 @@ def _check_valid_rows(active: ValidRows, a: PreparedTerm, rows: int) -> None:
 
 
 def _eager_cross_entropy(logits: Tensor, a: PreparedTerm, lead: torch.Size) -> HeadValue:
-    """Cross-entropy by autograd, of logits that exist."""
+    """Computes the cross-entropy of existing logits by autograd."""
     assert a.targets is not None
     loss = cross_entropy_ref(logits, a.targets, options=a.plan.options)
     loss = loss if a.weights is None else torch.where(a.weights == 0, 0, loss * a.weights)
@@ -712,7 +716,7 @@ def _eager_cross_entropy(logits: Tensor, a: PreparedTerm, lead: torch.Size) -> H
 
 
 def _metric_rows(metrics: Sequence[str]) -> tuple[str, ...]:
-    """The per-row values that the metrics asked for are made of."""
+    """Returns the per-row values that the requested metrics are computed from."""
     unknown = [m for m in metrics if m not in METRICS]
     if unknown:
         raise ValueError(f"unknown metrics {unknown}; there are {', '.join(METRICS)}")

@@ -1,6 +1,7 @@
-"""How many rows of logits a pass over a head holds at a time.
+"""A pass over the logits of a head, chunk by chunk: losses and gradients of every loss term.
 
-# N rows (tokens), m rows that are computed, n rows of a chunk, C model dim, V vocab
+# N rows (tokens), m rows that are computed, n rows of a chunk, C model dim, V vocab, k terms,
+# r rank of what an adapter adds to the logits
 """
 
 from collections.abc import Callable, Sequence
@@ -36,7 +37,7 @@ PIECE_ROWS = 1024
 
 
 class ChunkSizes(NamedTuple):
-    """How much there is of a pass at one time."""
+    """The rows of a pass that exist at one time."""
 
     rows: int  # of a chunk: logits
     piece: int  # of them, for what is held beside the logits
@@ -52,7 +53,7 @@ def chunk_sizes(
     needs: Sequence[bool],  # gradients of hidden, weight, bias, low and up
     count: int,  # m
 ) -> ChunkSizes:
-    """All that is held of a chunk shares the budget."""
+    """Returns sizes for which everything that exists of a chunk fits the budget."""
     budget = logits_bytes or LOGITS_BYTES
     if weight is None:
         rows = chunk_rows(vocab, hidden, budget // beside) if beside else max(1, hidden.shape[0])
@@ -78,9 +79,9 @@ def chunk_sizes(
 
 
 def chunk_rows(vocab: int, hidden: Tensor, logits_bytes: int) -> int:
-    """Rows whose logits fit the budget; in place on a GPU, with fp32 copies elsewhere.
+    """Returns how many rows of logits fit the budget; on the CPU with their fp32 copies.
 
-    A multiple of 1024, or else of 128: matrix products of other sizes are slower, as are smaller.
+    A multiple of 1024, or else of 128: other sizes, and smaller ones, make matrix products slower.
     """
     rows = max(1, logits_bytes // _row_bytes(vocab, hidden))
     if not runs_triton(hidden):
@@ -111,7 +112,7 @@ STATISTICS = ("peak", "log_mass")  # of cross-entropy; their sum is the logsumex
 
 
 class LossPlan(NamedTuple):
-    """The settings of a criterion in one pass; the operator takes them as a word and numbers."""
+    """The settings of a loss term in one pass; the operator takes them as a string and numbers."""
 
     kind: str  # cross_entropy: targets. divergence: teacher's states, head. topk: tokens, logprobs
     options: Options
@@ -131,12 +132,12 @@ class LossPlan(NamedTuple):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """What comes out for each row."""
+        """Names the values of each row."""
         return ("loss", *(STATISTICS if self.statistics else ()), *self.metrics)
 
 
 class LossArgs(NamedTuple):
-    """The tensors of a pass that its criteria share."""
+    """The tensors of a pass that its loss terms share."""
 
     hidden: Tensor  # [N, C]; or raw logits [N, V], where there is no weight
     weight: Tensor | None  # [V, C]
@@ -193,11 +194,10 @@ def run_pass(
     row_scales: list[Tensor],  # k of [N]: the gradient of row t's loss
     needs: tuple[bool, ...],  # gradients of hidden, weight, bias, low and up
 ) -> tuple[list[Tensor], list[dict[str, Tensor]]]:
-    """Six gradients (empty unless needed), and for each criterion values [N] by name.
+    """Returns six gradients (empty unless needed), and for each loss term values [N] by name.
 
-    Those of hidden, of the first rows of the weight, of its other rows, if any, of the bias, of low
-    and of up.
-    On the CPU it is visible to torch.compile, elsewhere one opaque op.
+    Gradients are those of hidden, of the first rows of the weight, of its other rows, if any, of
+    the bias, of low and of up. On the CPU torch.compile sees through it, elsewhere it is one op.
     """
     plain = inputs.hidden.device.type == "cpu" and not runs_triton(inputs.hidden)
     run = _head_pass.__wrapped__ if plain else _head_pass
@@ -269,7 +269,7 @@ def _head_pass(
     overwrite: bool,
     shard: str = "",
 ) -> list[Tensor]:
-    """The gradients, then the rows of each criterion in the order of `Plan.names`.
+    """Returns the gradients, then the rows of each loss term in the order of `LossPlan.names`.
 
     Gradients of weights are fp32 if chunks add up to them, the bias's always; in fp16 all are.
     """
@@ -337,7 +337,7 @@ def _head_pass(
 
 
 def _mask_rows(live: Tensor | None, part: slice, x: Tensor) -> Tensor:
-    """A chunk's rows, 0 where their gradient is: 0 * NaN would count."""
+    """Returns a chunk's rows with 0 where their gradient is 0, since 0 * NaN would count."""
     return x if live is None else x.where(live[part, None], 0)
 
 
@@ -350,7 +350,7 @@ def workspace(
     index: Tensor | None,
     *rest: Any,
 ) -> int:
-    """Bytes of a chunk's logits, with arguments of the operator for a GPU."""
+    """Returns the bytes of a chunk's logits, for arguments of the operator on a GPU."""
     live, _, _, words, numbers, needs, logits_bytes, _, *shard = rest
     if weight is None:
         return 0
@@ -369,7 +369,7 @@ def _teacher_head(slot: int) -> bool:
 
 
 def _scatter_rows(rows: Tensor, index: Tensor | None, n: int, fill: int = 0) -> Tensor:
-    """The computed rows at their places among all N."""
+    """Scatters the computed rows to their positions among all N."""
     if index is None:
         return rows
     return rows.new_full((n, *rows.shape[1:]), fill).index_copy_(0, index, rows)
@@ -385,7 +385,7 @@ def _run_piece(
     rows: int,
     cut: VocabularyShard | None,
 ) -> list[Tensor]:
-    """What all criteria say about some rows of a chunk; the last one writes the whole gradient."""
+    """Runs all loss terms on some rows of a chunk; the last one writes the total gradient."""
     part = slice(start, start + rows)
     z, out_logits = logits[part], None if out is None else out[part]
     out_logits = z if out is logits else out_logits
@@ -414,7 +414,7 @@ def _run_term(
     grad: LogitGradient | None,
     cut: VocabularyShard | None,
 ) -> list[Tensor]:
-    """What a criterion says about a chunk."""
+    """Runs a loss term on a chunk."""
     first, second, weight, bias, peak, log_mass = slots
     assert first is not None
     if cut is not None:
@@ -438,10 +438,10 @@ def _run_term(
 
 
 def _first_rows(weight: Tensor, *, only: bool) -> int:
-    """Rows of the weight's gradient in the first of its two tensors; all, or a few more than half.
+    """Returns how many rows of the weight's gradient are in its first tensor: all, or over half.
 
-    The fp32 sum of 16-bit gradients is halved: in backward the result takes the memory of the first
-    tensor, and that of the second is free for what comes next.
+    The fp32 sum of 16-bit gradients is split in two: backward writes the result to the memory of
+    the first tensor and frees the second for what follows.
     """
     vocab = weight.shape[0]
     if only or weight.dtype == torch.float32 or not runs_triton(weight):
@@ -458,7 +458,7 @@ def _pass_sizes(
     count: int,  # of rows that are computed
     shard: str = "",
 ) -> ChunkSizes:
-    """Beside a chunk's logits there are a sum of gradients, a teacher's, a copy."""
+    """Returns the chunk sizes with room for a sum of gradients, a teacher's logits and a copy."""
     several = len(plans) > 1 and any(needs)
     beside = int(weight is not None and several)
     beside += any(plan.kind == "divergence" and not plan.normalized for plan in plans)
@@ -470,7 +470,7 @@ def _pass_sizes(
 
 
 def _allocate_logits(x: Tensor, vocab: int) -> Tensor:
-    """For logits of the rows of x; rows start at multiples of 128 bytes for the GPU."""
+    """Allocates logits for the rows of x; rows start at multiples of 128 bytes for the GPU."""
     return x.new_empty(x.shape[0], pad_vocab(vocab))[:, :vocab]
 
 
@@ -481,7 +481,7 @@ def _product(
     low: Tensor | None = None,
     up: Tensor | None = None,
 ) -> Tensor:
-    """Logits of a chunk, ours to overwrite."""
+    """Returns the logits of a chunk in new memory."""
     if not h.is_cuda:
         logits = F.linear(h, weight, bias)
     else:
@@ -496,7 +496,8 @@ def _product(
 def _add_products(
     totals: list[Tensor | None], d_logits: Tensor, h: Tensor, first: int, *, only: bool
 ) -> list[Tensor | None]:
-    """The weight's gradient with a chunk's, in one tensor or in two, `first` rows in the first."""
+    """Adds a chunk to the weight's gradient, in one tensor or in two, the first with `first`
+    rows."""
     columns = d_logits.split([first, d_logits.shape[1] - first], 1)
     return [
         add_product(total, out_logits.T, h, only=only)
@@ -505,7 +506,7 @@ def _add_products(
 
 
 def add_product(total: Tensor | None, a: Tensor, b: Tensor, *, only: bool) -> Tensor:
-    """`total + a @ b` in fp32, however narrow the factors; an only product needs no fp32 copy."""
+    """Returns `total + a @ b` in fp32; an `only` product needs no fp32 copy."""
     if only:
         return chunked_matmul(a, b)
     if a.device.type == "cuda" and a.dtype != torch.float32 and len(b):

@@ -1,6 +1,8 @@
-"""A head whose vocabulary is cut over a process group: each rank's rows, and what ranks exchange.
+"""Heads and embeddings with a vocabulary that is sharded over a process group.
 
-# N rows (tokens), V vocab, W rows of a rank's weight with padding, R ranks
+# N rows (tokens), V vocab, W rows of a rank's weight with padding, R ranks, C columns
+
+Ranks exchange a few numbers of each row, once or twice, and then compute the same from them.
 """
 
 from collections.abc import Sequence
@@ -24,7 +26,7 @@ from tigon.kernels.runtime import operator, pdl_options, pdl_wait, runs_triton, 
 
 
 class VocabularyShard(NamedTuple):
-    """The rows of a head's weight and bias that this rank has; of the group's ranks in their order.
+    """This rank's rows of a head's weight and bias; ranks are in the order of their rows.
 
     Rows of the local weight after these are padding: no result depends on their finite numbers, and
     their gradient is 0.
@@ -38,13 +40,13 @@ class VocabularyShard(NamedTuple):
 
     @classmethod
     def of(cls, group: str, ranks: int, first: int, rows: int, size: int) -> Self:
-        """ValueError for rows that are not among the `size` of the vocabulary."""
+        """Creates the shard; raises ValueError for rows outside of the vocabulary."""
         if first < 0 or rows < 0 or first + rows > size:
             raise ValueError(f"rows {first} to {first + rows} are not all in [0, {size})")
         return cls(group, ranks, first, rows, size)
 
     def check(self, weight: Tensor | None, criteria: Sequence[LossTerm]) -> int:
-        """The size of the vocabulary, for criteria of a head whose `weight` this rank has."""
+        """Checks the head's local weight and the loss terms; returns the size of the vocabulary."""
         if weight is None or any(isinstance(c, Divergence) for c in criteria):
             raise ValueError("a vocabulary is for a head's weight: of logits, gather the columns")
         if len(weight) < self.rows:
@@ -52,7 +54,7 @@ class VocabularyShard(NamedTuple):
         return self.size
 
     def encode(self) -> str:
-        """As the operator takes it."""
+        """Returns the shard as a string, which the operator takes."""
         return ":".join(str(x) for x in (self.ranks, self.first, self.rows, self.size, self.group))
 
     @classmethod
@@ -61,7 +63,8 @@ class VocabularyShard(NamedTuple):
         return cls(group, *(int(x) for x in numbers))
 
     def local(self, targets: Tensor) -> Tensor:
-        """Targets as columns of this rank's logits; `ELSEWHERE` where another rank has them."""
+        """Returns targets as columns of this rank's logits, `OTHER_RANK` for those of other
+        ranks."""
         columns = targets - self.first
         on_rank = (columns >= 0) & (columns < self.rows)
         other_targets = torch.where(targets == IGNORE_INDEX, IGNORE_INDEX, OTHER_RANK)
@@ -69,13 +72,13 @@ class VocabularyShard(NamedTuple):
 
     @property
     def share(self) -> int:
-        """Rows of a rank, about: the same number on all."""
+        """The rows of a rank, rounded up: the same number on all."""
         return -(-self.size // self.ranks)
 
     def without_padding(
         self, logits: Tensor, grad: LogitGradient | None
     ) -> tuple[Tensor, LogitGradient | None]:
-        """What a criterion sees of a chunk's logits, and of their gradient, whose padding is 0."""
+        """Returns a chunk's logits and their gradient without padding, and zeroes the latter's."""
         if logits.shape[1] == self.rows:
             return logits, grad
         shown = logits[:, : self.rows]
@@ -87,7 +90,7 @@ class VocabularyShard(NamedTuple):
         return shown, grad._replace(out=out, before=before)
 
     def gather(self, x: Tensor) -> Tensor:
-        """Every rank's `x`: [R, ...]."""
+        """Returns every rank's `x`: [R, ...]."""
         if not x.numel():
             return x.new_zeros(self.ranks, *x.shape)
         ops = torch.ops._c10d_functional
@@ -96,7 +99,7 @@ class VocabularyShard(NamedTuple):
 
 
 def combine_logsumexp(peaks: Tensor, log_masses: Tensor) -> tuple[Tensor, Tensor]:
-    """The logsumexp of all ranks' logits in two numbers, from those of each [R, N]."""
+    """Returns peak and log_mass of all ranks' logits, from those of each [R, N]."""
     peak = peaks.amax(0)
     return peak, (log_masses + (peaks - peak)).logsumexp(0)
 
@@ -118,10 +121,10 @@ class _GatherLogits(torch.autograd.Function):
 
 
 def gather_logits(logits: Tensor, shard: VocabularyShard) -> Tensor:
-    """This rank's logits [..., W] to those of all [..., V].
+    """Gathers logits [..., W] of this rank to [..., V].
 
-    Their gradient has to be the same on all ranks, as it is where all compute the same of them:
-    each takes its own columns.
+    Their gradient must be the same on all ranks, which compute the same from them: each takes its
+    own columns.
     """
     width, end = logits.shape[-1], shard.first + shard.rows
     if shard.rows and (shard.first % width or (shard.rows < width and end < shard.size)):
@@ -150,7 +153,7 @@ def shard_loss_rows(
     grad: LogitGradient | None = None,
     lse_parts: tuple[Tensor, Tensor] | None = None,
 ) -> RowLosses:
-    """`loss_rows` of all ranks' logits; the gradient is of this rank's."""
+    """`loss_rows` of all ranks' logits; the gradient is that of this rank's."""
     local = shard.local(targets)
     if lse_parts is None:
         rows = _combine_rows(shard, logits, targets, local, options, metrics)
@@ -215,7 +218,7 @@ def shard_divergence_rows(
     beta: float,
     grad: LogitGradient | None = None,
 ) -> Tensor:
-    """`divergence_rows` of all ranks' logits; the gradient is of this rank's."""
+    """`divergence_rows` of all ranks' logits; the gradient is that of this rank's."""
     heads = options, teacher_options
     s_peak, s_mass, t_peak, t_mass = shard.gather(logit_masses(student, teacher, *heads)).unbind(2)
     masses = torch.stack(
@@ -237,7 +240,7 @@ def shard_topk_rows(
     beta: float,
     grad: LogitGradient | None = None,
 ) -> Tensor:
-    """`topk_rows` of all ranks' logits; the gradient is of this rank's."""
+    """`topk_rows` of all ranks' logits; the gradient is that of this rank's."""
     absent, local = tokens < 0, shard.local(tokens)
     on_rank = local >= 0
     # A token here stands for those that are not; where there is none, column 0 stays as it is
@@ -296,7 +299,7 @@ BLOCK = 1024
 def embedding_rows_ref(
     ids: Tensor, weight: Tensor, shard: VocabularyShard, padding_idx: int | None = None
 ) -> Tensor:
-    """As `embedding_rows`; `padding_idx`, of the whole table, gets no gradient."""
+    """`embedding_rows` in plain torch; `padding_idx`, of the full table, gets no gradient."""
     local_columns = ids - shard.first
     on_rank = (local_columns >= 0) & (local_columns < shard.rows)
     padding = None if padding_idx is None else padding_idx - shard.first
@@ -338,8 +341,11 @@ def _embedding_rows(ids: Tensor, weight: Tensor, first: int, rows: int, size: in
 def embedding_rows(
     ids: Tensor, weight: Tensor, shard: VocabularyShard, padding_idx: int | None = None
 ) -> Tensor:
-    """ids [...] -> [..., C]: of the rank's rows of the table; zeros for other ranks' tokens. One
-    outside of the vocabulary is an error on every rank."""
+    """Looks up ids [...] in this rank's rows of the table: [..., C], zeros for other ranks' tokens.
+
+    One outside of the vocabulary is an error on every rank. A kernel replaces ten of torch's in
+    decoding, each of which takes longer to start than to run.
+    """
     plain = weight.is_contiguous() and type(weight) in (Tensor, torch.nn.Parameter)
     if torch.is_grad_enabled() or not (plain and ids.numel() and runs_triton(weight)):
         return embedding_rows_ref(ids, weight, shard, padding_idx)

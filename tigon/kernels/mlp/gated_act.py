@@ -40,7 +40,7 @@ def gated_act_ref(gate_up: Tensor, act: Activation) -> Tensor:
 
 @triton.jit
 def act_and_slope(x, ACT: tl.constexpr):
-    """The activation of fp32 numbers, and its derivative."""
+    """Returns the activation of fp32 numbers, and its derivative."""
     if ACT == "silu":
         s = tl.sigmoid(x)
         y = x * s
@@ -58,8 +58,10 @@ def act_and_slope(x, ACT: tl.constexpr):
 
 @triton.jit
 def gated_gradients(d, gate, up, dtype: tl.constexpr, ACT: tl.constexpr):
-    """The gradients of gate and up from that of the product, and the product: fp32 numbers, of
-    which the activation alone is rounded yet."""
+    """Returns the gradients of gate and up, and act(gate) * up, in fp32.
+
+    Only the activation is rounded to the input's dtype.
+    """
     a, slope = act_and_slope(gate, ACT)
     a = a.to(dtype).to(tl.float32)
     return d * up * slope, d * a, a * up
@@ -67,7 +69,7 @@ def gated_gradients(d, gate, up, dtype: tl.constexpr, ACT: tl.constexpr):
 
 @triton.jit
 def _program_columns(size, BLOCK: tl.constexpr):
-    """Row and columns of a program; neighbours walk along a row, as memory likes it."""
+    """Returns row and columns of a program; neighboring programs walk along a row."""
     blocks = tl.cdiv(size, BLOCK)
     row = tl.program_id(0) // blocks
     columns = (tl.program_id(0) - row * blocks) * BLOCK + tl.arange(0, BLOCK)
@@ -105,7 +107,7 @@ def _gated_act_backward_kernel(
 
 
 def launch_columns(size: int, choice: tuple[int, int]) -> dict[str, int]:
-    """Block and warps for `size` columns: narrow rows take a smaller program."""
+    """Returns block and warps for `size` columns: narrow rows take a smaller program."""
     block, warps = choice
     fit = min(block, triton.next_power_of_2(size))
     return {"BLOCK": fit, "num_warps": max(1, warps * fit // block)}
@@ -151,8 +153,10 @@ def _backward_product(dy: Tensor, gate_up: Tensor, act: str) -> tuple[Tensor, Te
 def _backward_into(
     out: Tensor, product: Tensor | None, dy: Tensor, gate_up: Tensor, act: str
 ) -> None:
-    """Writes the gradient of `gate_up` to `out`, which is contiguous and may be `gate_up`, and what
-    the forward pass gave to `product`, which may be a contiguous `dy`."""
+    """Writes the gradient of `gate_up` to `out`, and the forward result to `product` unless None.
+
+    `out` is contiguous and may be `gate_up`; `product` may be a contiguous `dy`.
+    """
     if dy.numel():
         d, x, size = as_rows(dy), as_rows(gate_up), dy.shape[-1]
         launch = launch_columns(size, BACKWARD)
@@ -162,7 +166,7 @@ def _backward_into(
 
 
 def _can_overwrite(gate_up: Tensor, overwrite: bool) -> bool:
-    """Whether this backward pass may write over `gate_up`, as far as the caller allows it."""
+    """Whether this backward pass may write over `gate_up`, if the caller allows `overwrite`."""
     return (
         overwrite
         and not retains_graph()  # another backward pass may need gate_up
@@ -171,7 +175,7 @@ def _can_overwrite(gate_up: Tensor, overwrite: bool) -> bool:
 
 
 def gradient_memory(gate_up: Tensor, overwrite: bool) -> Tensor:
-    """Where the gradient of `gate_up` goes: over it, if that may be."""
+    """Returns memory for the gradient of `gate_up`: its own, if possible."""
     if not _can_overwrite(gate_up, overwrite):
         return _gradient(gate_up, gate_up)
     torch.autograd.graph.increment_version(gate_up)
@@ -181,7 +185,7 @@ def gradient_memory(gate_up: Tensor, overwrite: bool) -> Tensor:
 def gradient_and_product(
     dy: Tensor, gate_up: Tensor, act: Activation, overwrite: bool
 ) -> tuple[Tensor, Tensor]:
-    """In one pass the gradient of `gate_up` and, over `dy`, what the forward pass gave.
+    """Returns the gradient of `gate_up` and, written over `dy`, the forward result, in one pass.
 
     `dy` is contiguous and belongs to the caller.
     """
@@ -220,7 +224,7 @@ def check_act(act: str) -> None:
 
 
 def may_overwrite(x: Tensor) -> bool:
-    """Whether nobody else can be seen to need the memory of `x`."""
+    """Whether nothing else can need the memory of `x`."""
     owner = x if x._base is None else x._base
     return not owner.is_leaf and x.untyped_storage().nbytes() == x.numel() * x.element_size()
 
@@ -231,7 +235,7 @@ def gated_act(
     *,
     overwrite: bool = False,
 ) -> Tensor:
-    """`act(gate) * up` [..., I]. Source: Shazeer 2020 (arXiv 2002.05202).
+    """Returns `act(gate) * up` [..., I]. Source: Shazeer 2020 (arXiv 2002.05202).
 
     With `overwrite` the caller promises that nothing else reads `gate_up`: a backward pass that
     does not retain the graph may write the gradient over it.

@@ -1,6 +1,7 @@
-"""Matrix products of rows sorted by expert, each with its own expert's matrix.
+"""The MLPs of a mixture of experts: each token through the few that its router chose for it.
 
-# S rows (slots), E experts, K the dimension summed over, O outputs
+# N tokens, k experts per token, S rows (slots) sorted by expert: N k, less those that are absent,
+# E experts, C model dim, I intermediate size; K the dimension summed over, O outputs of a product
 """
 
 from typing import Any, cast
@@ -59,8 +60,10 @@ def _grouped_product_kernel(
     OUTPUTS: tl.constexpr,
     STEP: tl.constexpr,
 ):
-    """Each program walks over tiles; those of an expert follow each other, down its rows first,
-    so that programs at work together read the same rows and few columns of few matrices."""
+    """Walks over tiles, which are ordered by expert and then down its rows.
+
+    So programs that run at the same time read the same rows and few columns of few matrices.
+    """
     i = tl.arange(0, EXPERTS)
     end = tl.load(ends + i, mask=i < E, other=0)
     start = tl.load(ends + i - 1, mask=(i > 0) & (i < E), other=0)
@@ -98,7 +101,7 @@ def _aligned(*tensors: Tensor) -> bool:
 
 
 def _triton_supports(x: Tensor, weight: Tensor) -> bool:
-    """Whether the kernel does: 16-bit numbers, and rows that the copy engine can address."""
+    """Whether the kernel can run: 16-bit numbers, and rows that the copy engine can address."""
     if x.device.type == "cuda":
         fits = x.dtype in (torch.bfloat16, torch.float16) and is_hopper(x.device.index)
     else:  # the interpreter has no bf16 products
@@ -107,27 +110,29 @@ def _triton_supports(x: Tensor, weight: Tensor) -> bool:
 
 
 def _torch_supports(x: Tensor, weight: Tensor) -> bool:
-    """Whether torch's grouped_mm does: bf16 (fp32 on the CPU), rows aligned to 16 bytes."""
+    """Whether torch's grouped_mm can run: bf16 (fp32 on the CPU), rows aligned to 16 bytes."""
     on_cpu = x.device.type == "cpu" and x.dtype == torch.float32
     return (x.dtype == torch.bfloat16 or on_cpu) and _aligned(x, weight)
 
 
 def must_not_sync(x: Tensor, rows: int) -> bool:
-    """Whether the host may not ask the device how many of the rows each expert has."""
+    """Whether the host may not wait for the device to learn how many rows each expert has."""
     return x.device.type == "cuda" and (
         rows <= FEW_ROWS or torch.cuda.is_current_stream_capturing()
     )
 
 
 def training_syncs(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether training with experts' matrices [E, O, K] may ask the device how many of the rows
-    each has; in a capture that fails, or computes every row with every expert."""
+    """Whether training with expert matrices [E, O, K] may wait for the device to learn their rows.
+
+    A capture then fails, or computes every row with every expert.
+    """
     fits = device.type == "cuda" and dtype == torch.bfloat16 and is_hopper(device.index)
     return not fits or any(size * dtype.itemsize % 16 for size in shape[1:])
 
 
 def product_by_row(x: Tensor, matrices: Tensor, experts: Tensor) -> Tensor:
-    """Rows x [S, K] times matrices [E, K, O], each with that of its expert [S] -> [S, O].
+    """Multiplies each row of x [S, K] by the matrix [K, O] of its expert [S] -> [S, O].
 
     The rows are in any order; nothing waits for the device.
     """
@@ -138,12 +143,12 @@ def product_by_row(x: Tensor, matrices: Tensor, experts: Tensor) -> Tensor:
 
 
 def grouped_product(x: Tensor, weight: Tensor, ends: Tensor, *, transposed: bool = False) -> Tensor:
-    """Rows x [S, K], those of expert e up to ends[e], times weight [E, O, K] -> [S, O].
+    """Multiplies rows x [S, K], those of expert e up to ends[e], by weight [E, O, K] -> [S, O].
 
-    Transposed, the weight is [E, K, O]. Both are contiguous, as is the result. Sums in fp32.
-    With few rows, and where the kernel serves (16 bits, from sm_90 on, K and O of whole 16 bytes),
-    nothing waits for the device; all else may ask it where the experts end. Rows behind the last
-    end are of no expert: what the result has there is not defined.
+    If `transposed`, the weight is [E, K, O]. All are contiguous. Sums are fp32. With few rows, and
+    where the kernel runs (16 bits, from sm_90 on, K and O of whole 16 bytes), nothing waits for the
+    device; otherwise the host may ask it where the experts end. Rows after the last end belong to
+    no expert, and their results are undefined.
     """
     experts, width = len(weight), weight.shape[2 if transposed else 1]
     if not len(x):
@@ -184,9 +189,9 @@ def grouped_product(x: Tensor, weight: Tensor, ends: Tensor, *, transposed: bool
 
 
 def grouped_weight_gradient(dy: Tensor, x: Tensor, ends: Tensor) -> Tensor:
-    """dy [S, O] and x [S, K] -> [E, O, K], 0 where an expert has no rows.
+    """Returns the gradient [E, O, K] from dy [S, O] and x [S, K], 0 where an expert has no rows.
 
-    torch's own product: with few rows to sum over it was faster than any of ours. In fp16, which
+    It is torch's product: with few rows to sum over it was faster than any of ours. In fp16, which
     it lacks, and in fp32 on GPUs the host asks where each expert ends, and multiplies one by one.
     """
     if len(x) and _torch_supports(dy, x):
@@ -217,10 +222,11 @@ def grouped_mlp_ref(
     act: Activation,
     slots: int | None = None,
 ) -> Tensor:
-    """`sum_j weights[n, j] * down[e] @ gated_act(gate_up[e] @ x[n])` with e = experts[n, j].
+    """Returns `sum_j weights[n, j] * down[e] @ gated_act(gate_up[e] @ x[n])` with e = experts[n,
+    j].
 
     Each product is in the input's dtype, the sum over j in fp32 and rounded once. With `slots`,
-    so many of the experts are in [0, E), or UNKNOWN, and the others are E: absent.
+    that many of the experts are in [0, E), or UNKNOWN_SLOTS, and the rest are E: absent.
     """
     n, k = experts.shape
     flat = experts.flatten()
@@ -263,10 +269,10 @@ def _act_backward_kernel(
     ACT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Back through one slot's weight and activation.
+    """Differentiates one slot's weight and activation.
 
-    dh is the gradient of h = act(gate) * up as if the weight were 1: the weight's own is their
-    product, so that the output of `down` need not be kept.
+    dh is the gradient of h = act(gate) * up for a weight of 1: the weight's gradient is their
+    product, so that the output of `down` need not be saved.
     """
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(order + row)
@@ -292,7 +298,8 @@ def _act_backward_kernel(
 def _act_backward(
     hidden: Tensor, dh: Tensor, order: Tensor, weights: Tensor, act: str
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradient of hidden [S, 2I], h times its weight [S, I], and the weights' gradient."""
+    """Returns the gradient of hidden [S, 2I], h times its weight [S, I], and the weights'
+    gradient."""
     dhidden, weighted = torch.empty_like(hidden), torch.empty_like(dh)
     absent = len(order) < weights.numel()
     dweights = torch.zeros_like(weights) if absent else torch.empty_like(weights)
@@ -320,10 +327,10 @@ def _act_backward(
 def sorted_slots(
     experts: Tensor, number: int, slots: int | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The order of the slots by expert [S], its inverse [N k], and where in it each expert ends.
+    """Returns the order of the slots by expert [S], its inverse [N k], and where each expert ends.
 
-    Experts that are `number` are absent, all but `slots`; their inverse is S or more. With UNKNOWN
-    S is N k, and the last of the order, behind all ends, are absent.
+    Experts equal to `number` are absent, all but `slots`; their inverse is S or more. With
+    UNKNOWN_SLOTS S is N k, and the end of the order, after all ends, is absent.
     """
     small = torch.uint8 if number < 256 else torch.int16 if number < 2**15 else torch.int64
     ordered, order = experts.flatten().to(small).sort(stable=True)  # fewer bits, fewer passes
@@ -353,7 +360,7 @@ def _outputs(
 
 
 def count_slots(experts: Tensor, slots: int | None) -> int:
-    """S."""
+    """Returns S."""
     return experts.numel() if slots in (None, UNKNOWN_SLOTS) else slots
 
 
@@ -367,8 +374,7 @@ def _forward(
     act: str,
     slots: int | None,
 ) -> list[Tensor]:
-    """The output; and for the backward pass gate_up of every slot, the slots' order and its
-    inverse, and where in it each expert ends."""
+    """Returns the output and, for backward, gate_up of every slot, order, inverse and ends."""
     k = experts.shape[1]
     order, inverse, ends = sorted_slots(experts, len(gate_up), slots)
     hidden = grouped_product(spread_rows(x, inverse, k, len(order)), gate_up, ends)
@@ -397,7 +403,7 @@ def _backward(
     dy: Tensor,  # [N, C]
     act: str,
 ) -> list[Tensor]:
-    """The gradients of x, gate_up, down and weights; those not wanted are empty."""
+    """Returns the gradients of x, gate_up, down and weights; empty if not needed."""
     k, size = weights.shape[1], len(order)
     dx, dgate_up, ddown = (x.new_empty(0) for _ in range(3))
     rows = spread_rows(dy, inverse, k, size)
@@ -424,7 +430,8 @@ def forward_workspace(
     act: str,
     slots: int | None = None,
 ) -> int:
-    """Bytes that `_forward` holds at most besides its outputs: of each slot, h and its product."""
+    """Returns the most bytes that `_forward` uses besides its outputs: h and its product per
+    slot."""
     return count_slots(experts, slots) * sum(down.shape[1:]) * x.element_size()
 
 
@@ -437,7 +444,8 @@ def backward_workspace(
     hidden: Tensor,
     *_: Any,
 ) -> int:
-    """The same for `_backward`, whose outputs are made one after the other."""
+    """Returns the most bytes that `_backward` uses besides its outputs, made one after the
+    other."""
     c, inner = down.shape[1:]
     slots, size = len(hidden), x.element_size()
     tensors = zip((x, gate_up, down), needs_grad, strict=False)
@@ -487,11 +495,11 @@ def grouped_mlp(
     weights: Tensor,  # [N, k], of any floating dtype
     act: Activation,
 ) -> Tensor:
-    """The weighted sum of k gated MLPs for each token: [N, C]. No token is dropped.
+    """Returns the weighted sum [N, C] of k gated MLPs for each token. No token is dropped.
 
-    An expert that no token chose has gradients of 0. Raises ValueError on shapes, dtypes and
-    expert numbers that do not fit. Source: the dropless mixture of experts of MegaBlocks
-    (arXiv 2211.15841), defined by `grouped_mlp_ref`.
+    An expert that no token chose has gradients of 0. Raises ValueError on shapes, dtypes and expert
+    numbers that do not match. Source: the dropless mixture of experts of MegaBlocks (arXiv
+    2211.15841), defined by `grouped_mlp_ref`.
     """
     _check(x, gate_up, down, experts, weights, act)
     return unchecked_grouped_mlp(x, gate_up, down, experts, weights, act)
@@ -506,9 +514,11 @@ def unchecked_grouped_mlp(
     act: Activation,
     slots: int | None = None,
 ) -> Tensor:
-    """`grouped_mlp` of experts that are known to fit, as those of topk are: the check of their
-    numbers is six launches. With `slots`, so many are in [0, E), and the others are E: absent; with
-    UNKNOWN nobody waits to learn how many, and there is no backward pass."""
+    """`grouped_mlp` of valid expert numbers, as those of topk are: their check is six launches.
+
+    With `slots`, that many are in [0, E), and the rest are E: absent. With UNKNOWN_SLOTS nothing
+    waits to learn how many, and there is no backward pass.
+    """
     if (dtype := autocast_dtype(x.device)) is not None:
         x, gate_up, down = x.to(dtype), gate_up.to(dtype), down.to(dtype)
     if not x.dtype == gate_up.dtype == down.dtype:

@@ -41,7 +41,7 @@ from tigon.kernels.runtime import (
 
 
 class LoRAFactors(NamedTuple):
-    """What is added to the experts' matrices; ranks may be 0."""
+    """The low-rank factors of the experts' matrices; ranks may be 0."""
 
     a_up: Tensor  # [E, r, C]
     b_up: Tensor  # [E, 2I, r], with its scale
@@ -66,7 +66,7 @@ def lora_grouped_mlp_ref(
 
 
 def _product(x: Tensor, w: Tensor, a: Tensor, b: Tensor, ends: Tensor) -> tuple[Tensor, Tensor]:
-    """x (W_e + B_e A_e)^T of sorted rows, and x A_e^T."""
+    """Returns x (W_e + B_e A_e)^T of sorted rows, and x A_e^T."""
     y = grouped_product(x, w, ends)
     if not a.shape[1]:
         return y, x.new_empty(len(x), 0)
@@ -77,7 +77,7 @@ def _product(x: Tensor, w: Tensor, a: Tensor, b: Tensor, ends: Tensor) -> tuple[
 def _product_backward(
     dy: Tensor, w: Tensor, a: Tensor, b: Tensor, ends: Tensor
 ) -> tuple[Tensor, Tensor | None]:
-    """dy (W_e + B_e A_e) of sorted rows, and dy B_e."""
+    """Returns dy (W_e + B_e A_e) of sorted rows, and dy B_e."""
     dx = grouped_product(dy, w, ends, transposed=True)
     if not a.shape[1]:
         return dx, None
@@ -112,8 +112,9 @@ def _forward(
     act: str,
     slots: int | None,
 ) -> list[Tensor]:
-    """The output; and for the backward pass gate_up and both products with A of every slot, the
-    slots' order and its inverse, and where in it each expert ends."""
+    """Returns the output and, for backward, per slot gate_up and both products with A, and the
+    order.
+    """
     k, (a_up, b_up, a_down, b_down) = experts.shape[1], low
     order, inverse, ends = sorted_slots(experts, len(gate_up), slots)
     hidden, u = _product(spread_rows(x, inverse, k, len(order)), gate_up, a_up, b_up, ends)
@@ -154,7 +155,7 @@ def _backward(
     dy: Tensor,  # [N, C]
     act: str,
 ) -> list[Tensor]:
-    """The gradients of all that is wanted; the others are empty."""
+    """Returns the gradients that are needed; the rest are empty."""
     k, (a_up, b_up, a_down, b_down) = weights.shape[1], low
     gradients: list[Tensor | None] = [None] * len(needs_grad)
     rows = spread_rows(dy, inverse, k, len(order))
@@ -198,14 +199,17 @@ def forward_workspace(
     act: str,
     slots: int | None = None,
 ) -> int:
-    """Bytes that `_forward` holds at most besides its outputs: the sorted rows and what is added to
-    gate_up, or the activation, its product and what is added to that."""
+    """Returns the most bytes that `_forward` uses besides its outputs.
+
+    These are the sorted rows and the addition to gate_up, or the activation, its product and the
+    addition to that.
+    """
     c, inner = down.shape[1:]
     return count_slots(experts, slots) * max(c + 2 * inner, 2 * c + inner) * x.element_size()
 
 
 def backward_workspace(x: Tensor, gate_up: Tensor, down: Tensor, *rest: Any) -> int:
-    """The same for `_backward`."""
+    """Returns the most bytes that `_backward` uses besides its outputs."""
     _, _, _, hidden, *_ = rest
     c, inner = down.shape[1:]
     return len(hidden) * max(c + 4 * inner, 2 * c + 2 * inner) * x.element_size()
@@ -257,8 +261,8 @@ def lora_grouped_mlp(
 ) -> Tensor:
     """`grouped_mlp` with low-rank matrices added to those of the experts: [N, C].
 
-    With `slots`, so many experts are in [0, E), and the others are E: absent. Defined by
-    `lora_grouped_mlp_ref`; where plain torch runs, that runs.
+    With `slots`, that many experts are in [0, E), and the rest are E: absent. Defined by
+    `lora_grouped_mlp_ref`, which also runs where plain torch does.
     """
     dtype = autocast_dtype(x.device) or x.dtype
     x, gate_up, down = x.to(dtype), gate_up.to(dtype), down.to(dtype)
@@ -272,8 +276,7 @@ def lora_grouped_mlp(
 
 
 def pad_rank(factors: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """A [E, r, K] and B [E, O, r] with zeros up to a rank whose rows are whole 16 bytes, which the
-    grouped products need."""
+    """Pads A [E, r, K] and B [E, O, r] with zeros to a rank whose rows are whole 16 bytes."""
     a, b = factors
     padding = -a.shape[1] % (16 // a.element_size())
     return (F.pad(a, (0, 0, 0, padding)), F.pad(b, (0, padding))) if padding else (a, b)

@@ -1,6 +1,6 @@
-"""The sum of squares of many tensors, as a gradient's norm needs it: each number is read once.
+"""The sum of squares of many tensors for a gradient's norm: each number is read once.
 
-P programs.
+# P programs
 """
 
 from collections.abc import Sequence
@@ -40,14 +40,17 @@ def _squares_kernel(
 
 
 class SquaredNorm:
-    """Of sets of float32 and bfloat16 tensors; the tables are kept for the next."""
+    """Computes sums of squares of float32 and bfloat16 tensors, and keeps their tables."""
 
     def __init__(self) -> None:
         self.tables: dict[tuple[torch.dtype, bool], TensorTable] = {}
 
     def __call__(self, tensors: Sequence[Tensor]) -> Tensor:
-        """float64, on the device: sums of CHUNK squares in float32, and theirs in float64, in an
-        order that depends on shapes alone. `tensors`: at least one; contiguous, none empty."""
+        """Returns the float64 sum on the device, in an order that depends on shapes alone.
+
+        CHUNK squares are summed in float32, their sums in float64. `tensors` are contiguous and not
+        empty; at least one.
+        """
         kinds: dict[tuple[torch.dtype, bool], list[tuple[int, ...]]] = {}
         for t in tensors:
             address = t.data_ptr()

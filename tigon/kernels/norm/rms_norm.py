@@ -1,9 +1,9 @@
-"""Root mean square normalisation, with the residual addition that precedes it.
+"""RMSNorm, with the residual addition that precedes it.
 
 # ... any leading dimensions, N rows of them, C model dim, P partial sums of the weight's gradient
 
-Bytes per element in bf16: forward 4, with a residual 8; backward 6, with a residual 8. One read of
-every input and one write of every output, which is the least there is.
+Bytes per element in bf16: forward 4, with a residual 8; backward 6, with a residual 8. Every input
+is read once and every output is written once, which is the minimum.
 """
 
 import functools
@@ -68,7 +68,7 @@ def rms_norm_ref(
 
 @functools.cache
 def _launch_backward(C: int, width: int) -> NormLaunch:
-    """`width`: bytes per element of all inputs, which wait in shared memory."""
+    """Chooses the launch. `width`: bytes per element of all inputs, which wait in shared memory."""
     block = next_power_of_2(C)
     if block < 1024:
         rows, warps, per_sm = min(2048 // block, 16), 2, 4
@@ -82,7 +82,7 @@ def _launch_backward(C: int, width: int) -> NormLaunch:
 
 @triton.jit
 def _scaled(n, weight, scale, dtype, BEFORE, GATED):
-    """The normalised n times its scale, rounded as the reference does before the gate."""
+    """Returns n times its scale, rounded as the reference does before the gate."""
     if BEFORE:
         n = n.to(dtype).to(tl.float32)
     n *= scale
@@ -275,7 +275,7 @@ def recompute_norm(
     offset: float,
     before: bool,
 ) -> Tensor:
-    """The normed tensor: the bits of the forward pass, as nothing is summed up anew."""
+    """Recomputes the output bit for bit from the saved rstd."""
     y = _normed(x)
     _launch_forward(x, None, gate, weight, y, None, rstd, 0.0, offset, before, reuse_rstd=True)
     return y
@@ -284,7 +284,7 @@ def recompute_norm(
 def _gradients(
     x: Tensor, gate: Tensor | None, weight: Tensor | None, needs: list[bool], *_: Any
 ) -> list[Tensor]:
-    """Where the gradients that are needed of (x, gate, weight) go."""
+    """Allocates the needed gradients of (x, gate, weight)."""
     expected = zip((x, gate, weight), needs, strict=True)
     return [empty_like(t) for t, needed in expected if needed and t is not None]
 
@@ -342,7 +342,7 @@ def _backward(
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, through: bool, *args: Any) -> Any:  # what `_forward` takes
-        """`through`: x is returned beside its norm, as a sum is."""
+        """With `through`, x is returned beside its norm, as a sum is."""
         if not torch.compiler.is_compiling():  # Dynamo need not know it; it passes zeros
             ctx.set_materialize_grads(False)
         x, _, _, gate, weight, _, *constants = args
@@ -405,8 +405,8 @@ def rms_norm(
     """RMSNorm of `x`; with a residual, of `x + residual`, and then `(normed, sum)` is returned.
 
     `offset` 1 and `cast="after_weight"` is Gemma's variant; a gate multiplies the result by
-    silu(gate), as Qwen3-Next does. Source: Zhang & Sennrich 2019 (arXiv 1910.07467); the cast
-    orders are those of transformers' modelling files.
+    silu(gate), as in Qwen3-Next. Source: Zhang & Sennrich 2019 (arXiv 1910.07467); the cast orders
+    are those of transformers' modeling files.
     """
     check_norm(eps, offset, cast)
     served = residual is None or residual.dtype == x.dtype
@@ -435,10 +435,10 @@ def rms_norm(
 def rms_norm_with_input(
     x: Tensor, weight: Tensor, eps: float, *, offset: float = 0.0, cast: Cast = "before_weight"
 ) -> tuple[Tensor, Tensor]:
-    """`(rms_norm(x), x)`: what `rms_norm` with a residual returns, where the sum has been made.
+    """Returns `(rms_norm(x), x)`, like `rms_norm` with a residual where the sum exists already.
 
-    The gradients of both are added up in the kernel and rounded once, as they are there: a block
-    that is given the sum has the gradients of one that makes it.
+    The kernel adds the gradients of both and rounds once, so that a block that takes the sum has
+    the gradients of one that computes it.
     """
     learns = x.requires_grad and torch.is_grad_enabled() and not torch.compiler.is_compiling()
     fits = weight.shape == x.shape[-1:] and weight.device == x.device and x.shape[-1] <= MAX_COLUMNS

@@ -70,7 +70,7 @@ def _launch_forward(C: int) -> NormLaunch:
 
 @functools.cache
 def _launch_backward(C: int, width: int) -> NormLaunch:
-    """`width`: bytes per element of all inputs, which wait in shared memory."""
+    """Chooses the launch. `width`: bytes per element of all inputs, which wait in shared memory."""
     block = next_power_of_2(C)
     if block < 1024:
         rows, warps, per_sm = min(2048 // block, 16), 2, 4

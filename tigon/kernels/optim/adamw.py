@@ -1,6 +1,12 @@
-"""Tables by which one kernel works on many tensors: where each is, and which programs it has.
+"""AdamW over many parameters at once, in place: each number is read once and written once.
 
-T tensors, P programs.
+# T tensors, P programs, K blocks of B elements with one scale
+
+A table tells one kernel where each of many tensors is and which programs work on it. Weights are
+float32 or bfloat16, gradients alike, states float32, bfloat16 or 8 bits; everything is float32
+between being read and being written. The definition, which runs elsewhere, is in
+tigon/train/optim/adamw.py. Source: Loshchilov and Hutter, 2019 (arXiv 1711.05101), in the order of
+operations of torch's fused kernel.
 """
 
 import math
@@ -37,8 +43,8 @@ def is_aligned(count: int, addresses: Sequence[int]) -> bool:
 class TensorTable:
     """A row of integers for each tensor, and for each program the row of its tensor.
 
-    Both stay on the device, and are made anew only when a number changes: there, without waiting
-    for it. Gradients are at new addresses in most steps, unless they are kept.
+    Both stay on the device, and are only computed again if a number changes, without waiting for
+    the device. Gradients are at new addresses in most steps, unless they are kept.
     """
 
     def __init__(self, chunk: int) -> None:
@@ -50,8 +56,10 @@ class TensorTable:
         self._rows, self._owners = torch.empty(0), torch.empty(0)
 
     def place(self, rows: Sequence[tuple[int, ...]], device: torch.device) -> tuple[Tensor, Tensor]:
-        """Rows begin with the number of elements. Returns int64 [T, 1 + a row's], where each row
-        begins with the first of its programs, and int32 [P]."""
+        """Returns int64 [T, 1 + a row's], each row after the first of its programs, and int32 [P].
+
+        `rows` begin with the number of elements.
+        """
         if self._known != rows or self._rows.device != device:
             counts = [row[0] for row in rows]
             if self._counts != counts or self._owners.device != device:
@@ -62,7 +70,7 @@ class TensorTable:
         return self._rows, self._owners
 
     def _number(self, counts: list[int], device: torch.device) -> None:
-        """Programs in the order of their tensors."""
+        """Numbers the programs in the order of their tensors."""
         programs = torch.tensor([-(-count // self.chunk) for count in counts])
         ends = programs.cumsum(0)
         total = int(ends[-1])
@@ -76,7 +84,7 @@ class TensorTable:
 
 
 def _to_device(host: Tensor, device: torch.device) -> Tensor:
-    """A copy on the device; from pinned memory, as nobody waits for that."""
+    """Copies to the device through pinned memory, so that the host does not wait."""
     if device.type != "cuda":
         return host.to(device)
     return host.pin_memory().to(device, non_blocking=True)
@@ -84,7 +92,7 @@ def _to_device(host: Tensor, device: torch.device) -> Tensor:
 
 @triton.jit
 def load_row(rows, owners, WIDTH: tl.constexpr):
-    """The program's row, and the chunk of its tensor that it has."""
+    """Loads the program's row, and its chunk of the tensor."""
     program = tl.program_id(0)
     row = rows + tl.load(owners + program).to(tl.int64) * WIDTH
     return row + 1, program - tl.load(row)
@@ -92,7 +100,7 @@ def load_row(rows, owners, WIDTH: tl.constexpr):
 
 @triton.jit
 def load_pointer(row, COLUMN: tl.constexpr, DTYPE: tl.constexpr, WIDE: tl.constexpr):
-    """The tensor whose address is in a column; WIDE: it begins at a multiple of 16 bytes."""
+    """Loads the address in a column; WIDE: it is a multiple of 16 bytes."""
     p = tl.load(row + COLUMN).to(tl.pointer_type(DTYPE))
     # Nothing is known of an address that is read: elements would be loaded one by one
     return tl.multiple_of(p, 16) if WIDE else p
@@ -100,7 +108,7 @@ def load_pointer(row, COLUMN: tl.constexpr, DTYPE: tl.constexpr, WIDE: tl.conste
 
 @triton.jit
 def load_number(row, COLUMN: tl.constexpr, WIDE: tl.constexpr):
-    """WIDE: a multiple of 16, by which a mask is known to be the same for all of an access."""
+    """Loads a number; WIDE: it is a multiple of 16, so that masks are uniform within an access."""
     n = tl.load(row + COLUMN)
     return tl.multiple_of(n, 16) if WIDE else n
 
@@ -129,7 +137,7 @@ WIDTH = tl.constexpr(9)  # of a row: first program, elements, position, 6 addres
 
 
 class AdamWSlot(NamedTuple):
-    """One parameter's tensors, contiguous and not empty, on one device."""
+    """The tensors of one parameter, contiguous and not empty, on one device."""
 
     weight: Tensor
     gradient: Tensor
@@ -155,7 +163,7 @@ class AdamWSettings(NamedTuple):
 
 @triton.jit
 def _read(values, scale, table, at, inside, blocks, B: tl.constexpr):
-    """A state as float32; `blocks`: how many there are."""
+    """Loads a state as float32; `blocks`: the number of blocks."""
     if B == 0:
         return tl.load(values + at, mask=inside, other=0.0).to(tl.float32)
     else:
@@ -182,7 +190,7 @@ def _update(
     tensors, chunk, count, position, lines, factor, numbers, stream, codes,
     STOCHASTIC: tl.constexpr, BLOCK: tl.constexpr, B: tl.constexpr, PRECISE: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK elements of one parameter, from those of its chunks before."""
+    """Updates BLOCK elements of one parameter, from chunk `chunk`."""
     weight, gradient, exp_avg, exp_avg_sq, exp_avg_scale, exp_avg_sq_scale = tensors
     decay, beta1, beta2, eps, step_size, correction = numbers
     shares, bounds, cells, positive_shares, positive_bounds, positive_cells = codes
@@ -241,7 +249,7 @@ def _adamw_table_kernel(
     W: tl.constexpr, G: tl.constexpr, S: tl.constexpr, WIDE: tl.constexpr, LINES: tl.constexpr,
     STOCHASTIC: tl.constexpr, BLOCK: tl.constexpr, B: tl.constexpr, PRECISE: tl.constexpr,
 ):  # fmt: skip
-    """A program updates BLOCK elements of any parameter; W, G, S: dtypes of the tensors."""
+    """Updates BLOCK elements of any parameter; W, G, S: dtypes of the tensors."""
     factor = None
     if scale is not None:
         factor = tl.load(scale)
@@ -270,7 +278,7 @@ def _adamw_tensor_kernel(
     tensors, count, position, width, pitch, scale, numbers, stream, codes,
     STOCHASTIC: tl.constexpr, BLOCK: tl.constexpr, B: tl.constexpr, PRECISE: tl.constexpr,
 ):  # fmt: skip
-    """A program updates BLOCK elements of one parameter."""
+    """Updates BLOCK elements of one parameter."""
     factor = None
     if scale is not None:
         factor = tl.load(scale)
@@ -286,7 +294,7 @@ def _adamw_tensor_kernel(
 
 
 class SlotKind(NamedTuple):
-    """Slots that one launch may have."""
+    """The properties that all slots of one launch share."""
 
     weight: torch.dtype
     gradient: torch.dtype
@@ -297,11 +305,13 @@ class SlotKind(NamedTuple):
 
 
 class FusedAdamW:
-    """Updates sets of parameters, and keeps the tables of each for the next update."""
+    """Updates sets of parameters and keeps the tables of each for the next update."""
 
     def __init__(self, stochastic: bool, codes: CodeTables | None = None) -> None:
-        """`stochastic`: rounding of bfloat16 weights, else to nearest; states of bfloat16 always
-        are. `codes`: for states of 8 bits."""
+        """`stochastic` rounds bfloat16 weights stochastically, as bfloat16 states always are.
+
+        `codes` are for 8-bit states.
+        """
         self.stochastic, self.codes = stochastic, codes
         self.tables: dict[tuple[object, SlotKind], TensorTable] = {}
 
@@ -312,10 +322,10 @@ class FusedAdamW:
         settings: AdamWSettings,
         scale: Tensor | None = None,
     ) -> None:
-        """Every slot's weight and states, in place; without waiting for the device.
+        """Updates every slot's weight and states in place, without waiting for the device.
 
-        `name`: of the set. `scale`: one float32 on the device, by which gradients are multiplied;
-        where it is NaN, nothing changes.
+        `name` identifies the set. `scale`: one float32 on the device that multiplies the gradients;
+        if it is NaN, nothing changes.
         """
         torch.autograd.graph.increment_version([slot.weight for slot in slots])
         kinds: dict[SlotKind, list[tuple[AdamWSlot, tuple[int, ...]]]] = {}
@@ -375,7 +385,7 @@ class FusedAdamW:
 
 
 def _tensors(slot: AdamWSlot) -> tuple[Tensor, ...]:
-    """In the kernels' order; states without scales are in the place of these, and not read."""
+    """Returns the tensors in the kernels' order; states stand in for missing scales, unread."""
     m, v = slot.exp_avg, slot.exp_avg_sq
     m_scale = m if slot.exp_avg_scale is None else slot.exp_avg_scale
     v_scale = v if slot.exp_avg_sq_scale is None else slot.exp_avg_sq_scale
@@ -395,7 +405,7 @@ def _kind(slot: AdamWSlot, addresses: Sequence[int]) -> SlotKind:
 
 
 def _numbers(settings: AdamWSettings) -> tuple[float, ...]:
-    """What a kernel computes with, rounded to float32 where torch's fused kernel does that."""
+    """Returns the kernel's numbers, rounded to float32 where torch's fused kernel does."""
     lr, beta1, beta2 = (_float32(x) for x in (settings.lr, settings.beta1, settings.beta2))
     decay = _float32(lr * _float32(settings.weight_decay))
     step_size = _float32(lr / _float32(1 - _float32(beta1**settings.step)))

@@ -1,4 +1,4 @@
-"""From the packed output of one projection to what attention takes: heads, normed and rotated.
+"""Splits a packed projection into the heads of q, k and v, norms and rotates them.
 
 # B batch, T tokens, N = B * T, H query heads, K kv heads, D head dim, R rotated dims (R <= D)
 # P programs that share the tokens of a block of heads in the backward pass
@@ -75,7 +75,7 @@ def qk_norm_rope_ref(
 
 
 def _split(qkv: Tensor, heads: int, kv_heads: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Views [B, T, heads, D] of q, k and v."""
+    """Returns views [B, T, heads, D] of q, k and v."""
     total = heads + 2 * kv_heads
     packed = qkv.view(*qkv.shape[:-1], total, qkv.shape[-1] // total)
     q, k, v = packed.split((heads, kv_heads, kv_heads), dim=2)
@@ -86,7 +86,9 @@ def _split(qkv: Tensor, heads: int, kv_heads: int) -> tuple[Tensor, Tensor, Tens
 def _norm_heads_backward(
     part, weight, angles, norm, sums, walk, block, COUNT, HEADS, DIMS, AFTER, WEIGHT_GRAD
 ):
-    """Heads `block * HEADS` and on, of every P-th token's COUNT; `sums` takes the weight's part."""
+    """Differentiates heads from `block * HEADS` on, of every P-th token; adds weight gradients to
+    `sums`.
+    """
     D: tl.constexpr = DIMS[0]
     HALF: tl.constexpr = DIMS[1]
     BLOCK: tl.constexpr = DIMS[2]
@@ -212,7 +214,7 @@ def _weight_gradient_kernel(
 
 
 def _parts(x: Tensor, heads: int, kv_heads: int, d: int) -> tuple[Heads, Heads, Heads]:
-    """q, k and v in x [B, T, (H + 2K) * D]."""
+    """Returns q, k and v in x [B, T, (H + 2K) * D]."""
     return packed_heads(x), packed_heads(x, heads * d), packed_heads(x, (heads + kv_heads) * d)
 
 
@@ -258,7 +260,7 @@ def _packed_output(qkv: Tensor, *_: Any) -> Tensor:
 def _packed_rope(
     qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, kv_heads: int, interleaved: bool
 ) -> Tensor:
-    """q and k rotated and v as it is, packed as `qkv` is."""
+    """Returns q and k rotated and v as it is, packed like `qkv`."""
     y, d = _packed_output(qkv), qkv.shape[-1] // (heads + 2 * kv_heads)
     parts, outputs = (_parts(x, heads, kv_heads, d) for x in (qkv, y))
     launch_rope(parts, outputs, cos, sin, heads, kv_heads, d, interleaved)
@@ -268,7 +270,7 @@ def _packed_rope(
 def _rotate_in_place(
     qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, kv_heads: int, interleaved: bool
 ) -> Tensor:
-    """`packed_rope` over `qkv` itself, which is contiguous."""
+    """`_packed_rope` over a contiguous `qkv`."""
     if torch._C._len_torch_dispatch_stack():  # modes see ops, and may keep what ops return
         return _packed_rope(qkv, cos, sin, heads, kv_heads, interleaved)
     if not qkv.is_meta:
@@ -293,7 +295,7 @@ def _gradients(
     weight_grad: bool,
     *_: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Of qkv and, else empty, of the weights."""
+    """Allocates the gradients of qkv and of the weights, empty if these need none."""
     b, t, heads, d = dq.shape
     dx = dq.new_empty(b, t, (heads + 2 * dk.shape[2]) * d)
     if not weight_grad or q_weight is None or k_weight is None:
@@ -386,7 +388,7 @@ class _QKNormRope(torch.autograd.Function):
 
 
 def _may_overwrite(qkv: Tensor) -> bool:
-    """Whether nobody else can be seen to need the memory of `qkv`, and a graph would keep it."""
+    """Whether nothing else can need the memory of `qkv`, and a graph would save it."""
     if torch.compiler.is_compiling() or type(qkv) is not Tensor or is_transformed(qkv):
         return False
     base = qkv if qkv._base is None else qkv._base
@@ -413,15 +415,16 @@ def qk_norm_rope(
     interleaved: bool = False,
     overwrite: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """q [B, T, H, D], k and v [B, T, K, D]: normed if there are weights, and rotated.
+    """Returns q [B, T, H, D], k and v [B, T, K, D]: q and k normed if there are weights, and
+    rotated.
 
-    `rms_norm` of every head of q and k, then `rope`; v is a view of `qkv`. The backward pass
-    writes the gradient of `qkv` in one piece. The norm before the rotation is that of Qwen3
-    (arXiv 2505.09388) and Gemma 3 (arXiv 2503.19786).
+    `rms_norm` of every head of q and k, then `rope`; v is a view of `qkv`. The backward pass writes
+    the gradient of `qkv` in one piece. The norm before the rotation is that of Qwen3 (arXiv
+    2505.09388) and Gemma 3 (arXiv 2503.19786).
 
-    With `overwrite` the caller promises that nothing else reads `qkv`. Where a graph would keep it
-    and there are no weights, whose gradient needs it, q and k may then be rotated where they are:
-    all three are views of it.
+    With `overwrite` the caller promises that nothing else reads `qkv`. If a graph would save it and
+    there are no weights, whose gradient needs it, q and k may be rotated in place, and all three
+    are views of it.
     """
     check_devices(qkv=qkv, cos=cos, sin=sin, q_weight=q_weight, k_weight=k_weight)
     total = heads + 2 * kv_heads

@@ -41,21 +41,22 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
 def rope_ref(
     q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Rotate the first R dims of every head by the angles of its position, fp32 inside."""
+    """Rotates the first R dims of every head by the angles of its position, fp32 inside."""
     cos, sin = cos.float().unsqueeze(-2), sin.float().unsqueeze(-2)  # [B, T, 1, R/2]
     return _rotate(q, cos, sin, interleaved), _rotate(k, cos, sin, interleaved)
 
 
 @triton.jit
 def token_pointers(x, batch, token, heads, D):
-    """Pointer to a token of `x`, a tuple `Heads`, and the offsets of its heads."""
+    """Returns the pointer to a token of `x`, a tuple `Heads`, and the offsets of its heads."""
     rows = heads * D if x[4] is None else heads.to(tl.int64) * x[4]
     return x[0] + x[1] + batch * x[2] + token * x[3], rows
 
 
 @triton.jit
 def load_pairs(x, rows, keep, HALF, BLOCK, INTERLEAVED):
-    """First and second members of every pair in fp32, [HEADS, BLOCK] each; HALF of BLOCK exist.
+    """Loads first and second members of every pair in fp32, [HEADS, BLOCK] each, HALF of BLOCK
+    valid.
 
     `rows` [HEADS] are the offsets of the heads from `x`, `keep` says which exist.
     """
@@ -89,7 +90,7 @@ def store_pairs(y, rows, keep, first, second, HALF, BLOCK, INTERLEAVED):
 
 @triton.jit
 def load_rest(x, rows, keep, START, D, BLOCK):
-    """Dims from START on."""
+    """Loads the dims from START on."""
     i = START + tl.arange(0, BLOCK)
     mask = keep[:, None] & (i < D)[None, :]
     return tl.load(x + rows[:, None] + i[None, :], mask=mask, other=0.0)
@@ -104,9 +105,9 @@ def store_rest(y, rows, keep, values, START, D, BLOCK):
 
 @triton.jit
 def load_angles(angles, batch, token, HEADS, HALF, BLOCK):
-    """Cosines and sines of one token, [HEADS, BLOCK] each.
+    """Loads cosines and sines of one token, [HEADS, BLOCK] each.
 
-    A load of one row, to be broadcast, would reach the threads through shared memory.
+    Broadcasting a load of one row would go through shared memory.
     """
     i = tl.broadcast_to(tl.arange(0, BLOCK)[None, :], (HEADS, BLOCK))
     at = batch * angles[2] + token * angles[3]
@@ -117,10 +118,10 @@ def load_angles(angles, batch, token, HEADS, HALF, BLOCK):
 
 @triton.jit
 def load_rotated(heads, dims, mask, angles, at, HALF: tl.constexpr, EVEN: tl.constexpr):
-    """Dims of heads [HEADS, 1], rotated in halves: [HEADS, BLOCK]. Rounded as `rope`
-    rounds, but for the last bit where the compiler fuses a product with the sum.
+    """Loads dims of heads [HEADS, 1], rotated in halves: [HEADS, BLOCK].
 
-    `at` [HEADS, 1] says where the angles of a head's token begin. EVEN divides HALF.
+    Rounded as in `rope`, except for the last bit where the compiler fuses a product with the sum.
+    `at` [HEADS, 1] is where the angles of a head's token begin. EVEN divides HALF.
     """
     inside = mask & (dims < 2 * HALF)[None, :]
     angle = tl.where(dims < HALF, dims, dims - HALF)
@@ -138,7 +139,7 @@ def load_rotated(heads, dims, mask, angles, at, HALF: tl.constexpr, EVEN: tl.con
 
 @triton.jit
 def effective_weight(weight, offset, AFTER):
-    """offset + weight in fp32, rounded where the definition of the norm rounds it."""
+    """Returns offset + weight in fp32, rounded where the definition of the norm rounds it."""
     total = weight.to(tl.float32) + offset
     if not AFTER:
         total = total.to(weight.dtype).to(tl.float32)
@@ -147,7 +148,8 @@ def effective_weight(weight, offset, AFTER):
 
 @triton.jit
 def load_weight(weight, offset, HEADS: tl.constexpr, HALF, BLOCK, INTERLEAVED, AFTER):
-    """offset + weight of the rotated dims as pairs, [HEADS, BLOCK] each, all rows the same."""
+    """Loads offset + weight of the rotated dims as pairs, [HEADS, BLOCK] each, all rows the
+    same."""
     rows = tl.zeros((HEADS,), tl.int32)
     first, second = load_pairs(weight, rows, rows == 0, HALF, BLOCK, INTERLEAVED)
     first, second = first.to(weight.dtype.element_ty), second.to(weight.dtype.element_ty)
@@ -156,7 +158,7 @@ def load_weight(weight, offset, HEADS: tl.constexpr, HALF, BLOCK, INTERLEAVED, A
 
 @triton.jit
 def _apply_weight(h, w, dtype, AFTER):
-    """h * w rounded to dtype, in the cast order."""
+    """Returns h * w rounded to dtype, in the cast order."""
     if not AFTER:
         h = h.to(dtype).to(tl.float32)
     return (h * w).to(dtype).to(tl.float32)
@@ -167,10 +169,9 @@ def _rotate_heads(
     x, y, weight, angles, norm, batch, token, block, COUNT, HEADS, DIMS, AFTER, BACK,
     COPY: tl.constexpr,
 ):  # fmt: skip
-    """Rotates heads `block * HEADS` and on, of one token's COUNT; a weight norms them first.
+    """Rotates heads from `block * HEADS` on of one token's COUNT; a weight norms them first.
 
-    Without COPY they are rotated where they are, not to y, and dims that pass through are left
-    alone.
+    Without COPY they are rotated in place, not to y, and dims that pass through are not written.
     """
     D: tl.constexpr = DIMS[0]
     HALF: tl.constexpr = DIMS[1]
@@ -266,30 +267,32 @@ Heads = tuple[Tensor, int, int, int, int | None]
 
 
 def separate_heads(x: Tensor) -> Heads:
-    """The heads of x [B, T, heads, D]."""
+    """Returns the heads of x [B, T, heads, D] as `Heads`."""
     x = with_contiguous_dim(x)
     return (x, 0, *x.stride()[:3])  # type: ignore[return-value]
 
 
 def packed_heads(x: Tensor, start: int = 0) -> Heads:
-    """Adjacent heads of x [B, T, heads * D] or [B, T, heads, D], from element `start` on."""
+    """Returns adjacent heads of x [B, T, heads * D] or [B, T, heads, D] from element `start` on."""
     return (x, start, *x.stride()[:2], None)  # type: ignore[return-value]
 
 
 def with_contiguous_dim(x: Tensor) -> Tensor:
-    """`x` with its last dimension's elements side by side: a copy only if they are not."""
+    """Returns `x` with adjacent elements in its last dimension: a copy only if they are not."""
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 
 
 def angles(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, int, int]:
-    """cos and sin with equal strides, and these per batch row and per token."""
+    """Returns cos and sin with equal strides, and these per batch row and per token."""
     if cos.stride() != sin.stride() or cos.stride(-1) != 1:
         cos, sin = cos.contiguous(), sin.contiguous()
     return cos, sin, 0 if cos.shape[0] == 1 else cos.stride(0), cos.stride(1)
 
 
 def dims(head_dim: int, half: int, interleaved: bool) -> tuple[int, int, int, int, bool]:
-    """D, HALF = R / 2, the widths of tiles for HALF and for the D - R that pass; the layout."""
+    """Returns D, HALF = R / 2, the widths of tiles for HALF and for the D - R that pass; the
+    layout.
+    """
     block = triton.next_power_of_2(max(half, 1))
     rest = triton.next_power_of_2(max(head_dim - 2 * half, 1))
     return head_dim, half, block, rest, interleaved
@@ -396,7 +399,7 @@ def rope(
     *,
     interleaved: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Rotated copies of `q` and `k`.
+    """Returns rotated copies of `q` and `k`.
 
     Pairs are dims (i, i + R/2), or (2i, 2i + 1) when interleaved; dims from R on pass through.
     Source: Su et al. 2021 (arXiv 2104.09864), in the half-rotation layout of transformers.

@@ -1,4 +1,4 @@
-"""Ranks that share a model make the same calls: whether they did."""
+"""Checks that ranks which share a model make the same calls."""
 
 import hashlib
 from collections.abc import Mapping, Sequence
@@ -13,9 +13,11 @@ from tigon.distributed.collectives import Ranks
 def check_same_on_all_ranks(
     groups: Sequence[Ranks], call: str, arguments: Mapping[str, Any], device: torch.device
 ) -> None:
-    """ValueError on all ranks where a call was given different arguments: they would wait for each
-    other without end, or compute what belongs to none of them. `groups`: of this rank; one message
-    in each, of tensors on `device`. Arguments are tensors, or have a repr that says all.
+    """Raises ValueError on all ranks if they passed different arguments to `call`.
+
+    They would otherwise wait for each other without end, or compute a mix of both. `groups`: this
+    rank's; each gets one message, of tensors on `device`. Arguments are tensors, or have a repr
+    that shows all of them.
     """
     if not groups:
         return
@@ -32,7 +34,7 @@ def check_same_on_all_ranks(
 
 
 def _digest(value: Any) -> int:
-    """64 bits."""
+    """Returns a 64-bit hash."""
     if isinstance(value, Tensor):
         data_bytes = value.detach().cpu().reshape(-1).view(torch.uint8)  # numpy has no bfloat16
         data = repr(tuple(value.shape)).encode() + data_bytes.numpy().tobytes()

@@ -42,9 +42,11 @@ _group_buffers = WeakKeyDictionary()
 
 
 def all_reduce_small(x: Tensor, ranks: Ranks) -> Tensor:
-    """As `ranks.sum`, without a gradient: in one kernel if x is small and all ranks' GPUs are in
-    one host and reach each other's memory. Every rank calls it in the same order with the same
-    shape, always on the same stream."""
+    """Returns the sum over ranks, without a gradient, from one kernel if possible, else from NCCL.
+
+    One kernel needs a small x, and all ranks' GPUs in one host with access to each other's memory.
+    Every rank calls it in the same order with the same shape, always on the same stream.
+    """
     buffers = _buffers(x, x.numel(), ranks)
     if buffers is None:
         return ranks.sum(x)
@@ -53,9 +55,11 @@ def all_reduce_small(x: Tensor, ranks: Ranks) -> Tensor:
 
 
 def all_gather_small(x: Tensor, first: int, size: int, ranks: Ranks) -> Tensor | None:
-    """All-gather of columns, without a gradient: each rank's [..., W], which are columns `first` to
-    `first + W`, -> [..., size]. None if `sum_few` of the result would not be one kernel: then
-    nothing is sent."""
+    """Gathers each rank's columns `first` to `first + W` [..., W] to [..., size], without a
+    gradient.
+
+    Returns None, and sends nothing, if `all_reduce_small` of the result would not be one kernel.
+    """
     buffers = _buffers(x, x.shape[:-1].numel() * size, ranks)
     if buffers is None:
         return None
@@ -73,8 +77,7 @@ def all_reduce_small_norm(
     offset: float,
     cast: Cast,
 ) -> tuple[Tensor, Tensor]:
-    """As `rms_norm` with a residual returns it, of `sum_few` of x, without a gradient: in one
-    kernel if that is."""
+    """Returns `rms_norm(all_reduce_small(x), residual=residual)`, in one kernel if possible."""
     buffers = _buffers(x, x.numel(), ranks)
     if buffers is None or not supports_norm(x, residual, weight):
         total = all_reduce_small(x, ranks)
@@ -85,7 +88,7 @@ def all_reduce_small_norm(
 
 
 def _buffers(x: Tensor, n: int, ranks: Ranks) -> SymmetricBuffers | None:
-    """For sums of n elements like those of x; None: NCCL sums."""
+    """Returns the buffers for sums of n elements like those of x, or None if NCCL sums."""
     if not (has_values(x) and x.is_cuda and x.dtype in BITS):
         return None
     if not 0 < n * (ranks.size - 1) <= P * S:
@@ -99,7 +102,7 @@ def _buffers(x: Tensor, n: int, ranks: Ranks) -> SymmetricBuffers | None:
 
 
 def _open_buffers(ranks: Ranks, x: Tensor) -> SymmetricBuffers | None:
-    """Every rank of the group calls this; either all get buffers, or all get None."""
+    """Opens buffers on all ranks of the group, which all call this, or on none."""
     device, dtype = x.device, x.dtype
     with use("auto"):  # whether Triton works on this GPU, whichever path is chosen for now
         works = runs_triton(x)
@@ -133,13 +136,12 @@ def _open_buffers(ranks: Ranks, x: Tensor) -> SymmetricBuffers | None:
 
 
 def _all_ranks_agree(agrees: bool, ranks: Ranks, device: torch.device) -> bool:
-    """Whether every rank says so; the host waits for the answer."""
+    """Whether `agrees` is True on every rank; the host waits for the answer."""
     return bool(ranks.gather(torch.tensor([agrees], device=device)).all())
 
 
 def _can_access_peers(ranks: Ranks, device: torch.device) -> bool:
-    """Whether all ranks are on this host, each on a GPU of its own whose memory this one can
-    write."""
+    """Whether the ranks are on different GPUs of this host whose memory this rank can write."""
     local_gpus = {_hash63(_uuid(i)): i for i in range(torch.cuda.device_count())}
     boot = BOOT.read_text() if BOOT.exists() else ""
     identity = [_hash63(socket.gethostname() + boot), _hash63(_uuid(device.index))]
@@ -155,5 +157,5 @@ def _uuid(gpu: int) -> str:
 
 
 def _hash63(word: str) -> int:
-    """63 bits of its hash, which a message of int64 can hold."""
+    """Returns a 63-bit hash, which fits into an int64."""
     return int.from_bytes(hashlib.sha256(word.encode()).digest()[:8], "big") >> 1

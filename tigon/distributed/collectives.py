@@ -20,7 +20,7 @@ _ops = torch.ops._c10d_functional
 
 
 class RowCounts(NamedTuple):
-    """Rows that a rank receives from each rank, and sends to it."""
+    """The numbers of rows that a rank receives from each rank, and sends to it."""
 
     received: Sequence[int]
     sent: Sequence[int]
@@ -61,12 +61,13 @@ class Ranks(NamedTuple):
         return wait_tensor(_ops.all_reduce(x.contiguous(), "sum", self.group))
 
     def local_part(self, x: Tensor) -> Tensor:
-        """[R n, ...] -> this rank's [n, ...]."""
+        """Returns this rank's [n, ...] of [R n, ...]."""
         return x.tensor_split(self.size)[self.rank]
 
     def exchange(self, x: Tensor, received: Sequence[int], sent: Sequence[int]) -> Tensor:
-        """All-to-all: the first `sent[0]` rows of x go to rank 0, from which `received[0]` rows
-        come; and so on."""
+        """All-to-all: sends the first `sent[0]` rows of x to rank 0 and receives `received[0]`; and
+        so on.
+        """
         return self.exchange_all((x,), [RowCounts(received, sent)])[0]
 
     def exchange_all(self, xs: Sequence[Tensor], sizes: Sequence[RowCounts]) -> list[Tensor]:
@@ -78,12 +79,12 @@ class Ranks(NamedTuple):
 
 
 def wait_tensor(x: Tensor) -> Tensor:
-    """The result of a collective: the current stream waits for it, the host does not."""
+    """Returns the result of a collective: the current stream waits for it, the host does not."""
     return x if x.is_meta else _ops.wait_tensor(x)
 
 
 def backward_ranks(ctx: Any) -> Ranks:
-    """The ranks of a backward pass, which has no second derivative."""
+    """Returns the ranks of a backward pass, which has no second derivative."""
     refuse_second_derivative("an exchange between ranks")
     return ctx.ranks
 
@@ -161,14 +162,14 @@ class _AllToAll(torch.autograd.Function):
 
 
 def gather_from_group(x: Tensor, ranks: Ranks) -> Tensor:
-    """[n, ...] of each rank -> [R n, ...], used identically on every rank."""
+    """Gathers [n, ...] of each rank to [R n, ...], which every rank uses in the same way."""
     return _GatherFromGroup.apply(x, ranks)
 
 
 def all_to_all(
     x: Tensor, ranks: Ranks, received: Sequence[int] = (), sent: Sequence[int] = ()
 ) -> Tensor:
-    """As `Ranks.exchange`, differentiable; without sizes [R, ...] -> [R, ...], a row each."""
+    """`Ranks.exchange`, differentiable; without sizes [R, ...] -> [R, ...], a row for each rank."""
     ones = [1] * ranks.size
     return all_to_all_many((x,), ranks, [RowCounts(received or ones, sent or ones)])[0]
 
@@ -176,21 +177,24 @@ def all_to_all(
 def all_to_all_many(
     xs: Sequence[Tensor], ranks: Ranks, sizes: Sequence[RowCounts]
 ) -> tuple[Tensor, ...]:
-    """As `Ranks.exchange_all`, differentiable. A backward pass that reaches one result exchanges
-    the gradients of all, so that no rank waits for a rank that does not use that result."""
+    """`Ranks.exchange_all`, differentiable.
+
+    A backward pass that reaches one result exchanges the gradients of all, so that no rank waits
+    for a rank that does not use that result.
+    """
     return _AllToAll.apply(ranks, sizes, *xs)
 
 
 def scale_replicated_grad(x: Tensor, ranks: Ranks) -> Tensor:
-    """A tensor computed identically on every rank, whose gradient is to be counted once."""
+    """Returns x, computed identically on every rank, so that its gradient counts once."""
     return _ScaleReplicatedGrad.apply(x, ranks)
 
 
 def reduce_from_group(x: Tensor, ranks: Ranks) -> Tensor:
-    """The sum over ranks, used identically on every rank."""
+    """Returns the sum over ranks, which every rank uses in the same way."""
     return _ReduceFromGroup.apply(x, ranks)
 
 
 def all_reduce(x: Tensor, ranks: Ranks) -> Tensor:
-    """The sum over ranks, which each rank uses for its own part of the loss."""
+    """Returns the sum over ranks, which each rank uses for its own part of the loss."""
     return _AllReduce.apply(x, ranks)

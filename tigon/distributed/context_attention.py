@@ -1,10 +1,17 @@
-"""Tokens of each row divided over ranks.
+"""Context parallelism: attention over rows whose tokens are divided over ranks.
 
-Each of n ranks has S consecutive tokens of every row. All layers but attention compute with these
-alone.
+Each of n ranks has S consecutive tokens of every row, and all layers but attention compute with
+these alone.
 
-# B batch, T tokens of a row, n ranks, S tokens of a shard = T / n rounded up, H query heads,
-# K kv heads, D head dim
+# B batch, T tokens of a row, n ranks, S tokens of a shard = T / n rounded up, g ranks of a group,
+# R groups, Q queries of a group, H query heads, K kv heads, h and k those of one rank, D head dim
+
+g of the n ranks, the most that divide both n and the heads, form a group: together they have all
+heads, each for all tokens (DeepSpeed Ulysses, Jacobs et al., arXiv 2309.14509). With several
+groups, each computes a part of the queries against the keys up to them, and every rank gets all
+keys and values of its heads (as Llama 3, arXiv 2407.21783, section 3.3.2). A row is cut into 2 R
+chunks, and a group computes an early and a late one, so that all have the same work in causal
+attention.
 """
 
 import functools
@@ -40,16 +47,16 @@ class ContextShard:
 
     @property
     def size(self) -> int:
-        """S."""
+        """S, the tokens of a shard."""
         return -(-self.tokens // self.to.size)
 
     @property
     def behind(self) -> int:
-        """Tokens of padding that make the last shard as long as the others."""
+        """The tokens of padding that make the last shard as long as the rest."""
         return self.size * self.to.size - self.tokens
 
     def part(self, x: Tensor, fill: float = 0) -> Tensor:
-        """[B, T, ...] -> [B, S, ...], this rank's; `fill` in the padding behind."""
+        """Returns this rank's [B, S, ...] of [B, T, ...], with `fill` in the padding at the end."""
         first = self.to.rank * self.size
         heads_of_rank = x[:, first : first + self.size]
         if (short := self.size - heads_of_rank.shape[1]) == 0:
@@ -57,19 +64,20 @@ class ContextShard:
         return F.pad(heads_of_rank, (0, 0) * (x.dim() - 2) + (0, short), value=fill)
 
     def gather(self, x: Tensor) -> Tensor:
-        """The inverse: [B, S, ...] -> [B, T, ...] on every rank, which all make the same of."""
+        """Gathers [B, S, ...] to [B, T, ...], which every rank uses in the same way."""
         return gather_from_group(x[None], self.to).transpose(0, 1).flatten(1, 2)[:, : self.tokens]
 
     def sum(self, x: Tensor) -> Tensor:
-        """Over the ranks, which all make the same of it."""
+        """Returns the sum over ranks, which every rank uses in the same way."""
         return reduce_from_group(x, self.to)
 
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, **options: Any
     ) -> Tensor:
-        """Attention of q [B, S, H, D] to keys and values [B, S, K, D] of all ranks: [B, S, H, D].
+        """Returns attention [B, S, H, D] of q [B, S, H, D] to keys and values [B, S, K, D] of all
+        ranks.
 
-        `mask` is of whole rows.
+        `mask` is that of full rows.
         """
         return ContextParallelAttention(self.to, self.tokens, q.shape[2]).attend(
             q, k, v, mask, **options
@@ -82,12 +90,12 @@ class ContextShard:
 
 
 def stack_heads_by_rank(xs: Sequence[Tensor], ranks: int) -> Tensor:
-    """Several [B, S, H, D] -> [n, B, S, the sum of their h, D]: for each rank its heads of all."""
+    """Stacks several [B, S, H, D] to [n, B, S, the sum of their h, D], each rank's heads of all."""
     return _StackHeads.apply(ranks, *xs)
 
 
 def unstack_heads(x: Tensor) -> Tensor:
-    """[n, B, S, h, D], the heads of each rank -> [B, S, n h, D]."""
+    """Returns [B, S, n h, D] from the heads of each rank [n, B, S, h, D]."""
     return _UnstackHeads.apply(x)
 
 
@@ -125,7 +133,7 @@ def _stack_heads(xs: Sequence[Tensor], ranks: int) -> Tensor:
 
 
 def _unstack_heads(x: Tensor, heads: Sequence[int]) -> list[Tensor]:
-    """The inverse: of each tensor, all its heads."""
+    """Returns all heads of each tensor: the inverse of `_stack_heads`."""
     ranks, batch, tokens, _, dim = x.shape
     out = [x.new_empty(batch, tokens, count, dim) for count in heads]
     parts = x.split([count // ranks for count in heads], 3)
@@ -135,12 +143,12 @@ def _unstack_heads(x: Tensor, heads: Sequence[int]) -> list[Tensor]:
 
 
 def _by_rank(x: Tensor, ranks: int) -> Tensor:
-    """[B, S, H, D] -> [n, B, S, h, D], a view."""
+    """Views [B, S, H, D] as [n, B, S, h, D]."""
     return x.unflatten(2, (ranks, -1)).permute(2, 0, 1, 3, 4)
 
 
 def _copy(out: Tensor, x: Tensor) -> None:
-    """In numbers of 16 bytes, if both allow it: a strided copy on a GPU moves one at a time."""
+    """Copies in units of 16 bytes if possible: a strided copy on a GPU moves one at a time."""
     wide = torch.complex128
     count = wide.itemsize // x.itemsize
     if all(_is_aligned(count, t) for t in (out, x)):
@@ -149,7 +157,7 @@ def _copy(out: Tensor, x: Tensor) -> None:
 
 
 def _is_aligned(count: int, x: Tensor) -> bool:
-    """Whether every run of so many numbers is in one place, and begins at a multiple of them."""
+    """Whether every `count` elements are adjacent and begin at a multiple of their size."""
     starts = (x.storage_offset(), x.shape[-1], *x.stride()[:-1])
     return x.stride(-1) == 1 and not any(start % count for start in starts)
 
@@ -170,7 +178,7 @@ def _is_aligned(count: int, x: Tensor) -> bool:
 
 @dataclass(frozen=True)
 class ContextParallelAttention:
-    """Of the attention of a layer over the ranks that have the same rows."""
+    """Divides a layer's attention over the ranks that have the same rows."""
 
     ranks: Ranks
     tokens: int  # T
@@ -178,36 +186,35 @@ class ContextParallelAttention:
 
     @property
     def size(self) -> int:
-        """g; the ranks of a group are neighbours."""
+        """g; the ranks of a group are neighbors."""
         return math.gcd(self.ranks.size, self.heads)
 
     @property
     def groups(self) -> int:
-        """R."""
+        """R, the number of groups."""
         return self.ranks.size // self.size
 
     @property
     def group(self) -> int:
-        """That of this rank."""
+        """The index of this rank's group."""
         return self.ranks.rank // self.size
 
     @property
     def share(self) -> int:
-        """S."""
+        """S, the tokens of a rank."""
         return -(-self.tokens // self.ranks.size)
 
     def chunks(self, group: int) -> list[range]:
-        """The queries that a group computes: two chunks, in order.
+        """Returns the two ranges of queries that a group computes, in order.
 
-        The first half of what its ranks have is one of them.
+        The first half of its ranks' tokens is one of them.
         """
         count = 2 * self.groups
         pair = sorted((2 * group, count - 1 - 2 * group))
         return [range(*(j * self.tokens // count for j in (i, i + 1))) for i in pair]
 
     def local_query_ranges(self, rank: int, group: int) -> list[range]:
-        """Of the tokens that a rank has, counted from its first, those whose queries a group
-        computes: none, one run of them, or two."""
+        """Returns the ranges of a rank's tokens whose queries the group computes: 0, 1 or 2."""
         first = rank * self.share
         ends = (
             (max(c.start - first, 0), min(c.stop - first, self.share)) for c in self.chunks(group)
@@ -217,9 +224,10 @@ class ContextParallelAttention:
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, **options: Any
     ) -> Tensor:
-        """q [B, S, H, D], k and v [B, S, K, D] of this rank's tokens -> their output [B, S, H, D].
+        """Returns the output [B, S, H, D] for q [B, S, H, D], k and v [B, S, K, D] of this rank's
+        tokens.
 
-        `mask` is of whole rows.
+        `mask` is that of full rows.
         """
         k, v = self._copied(k), self._copied(v)
         if self.groups == 1:
@@ -234,12 +242,14 @@ class ContextParallelAttention:
         return self._from_groups(concat_parts(parts, 1) if parts else q)
 
     def _copied(self, x: Tensor) -> Tensor:
-        """[B, S, K, D] -> a multiple of g heads: ranks of a group that share one get copies."""
+        """Repeats the heads of [B, S, K, D] to a multiple of g, for ranks of a group that share
+        one.
+        """
         copies = self.size // math.gcd(x.shape[2], self.size)
         return x.repeat_interleave(copies, 2) if copies > 1 else x
 
     def _to_heads(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """-> all T tokens of this rank's heads, where there is one group."""
+        """Returns all T tokens of this rank's heads; there must be one group."""
         sizes = [x.shape[2] // self.size for x in (q, k, v)]
         y = all_to_all(
             stack_heads_by_rank((q, k, v), self.size), self.ranks
@@ -248,16 +258,16 @@ class ContextParallelAttention:
         return q, k, v
 
     def _to_tokens(self, x: Tensor) -> Tensor:
-        """The inverse: [B, T, h, D] -> [B, S, H, D]."""
+        """Returns [B, S, H, D] from [B, T, h, D], the inverse of `_to_heads`."""
         behind = self.share * self.size - self.tokens
         x = F.pad(x, (0, 0, 0, 0, 0, behind)) if behind else x
         x = x.unflatten(1, (self.size, -1)).transpose(0, 1).contiguous()
         return unstack_heads(all_to_all(x, self.ranks))
 
     def _to_groups(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """-> of this rank's heads the queries of its group [B, Q, h, D], and all keys and values.
+        """Returns the group's queries of this rank's heads [B, Q, h, D], and all keys and values.
 
-        Gradients of keys and values come from every group and are added up here, at once.
+        Backward sums the gradients of keys and values over all groups at once.
         """
         heads = q.unflatten(2, (self.size, -1)).permute(2, 1, 0, 3, 4)  # [g, S, B, h, D]
         ranges = [self.local_query_ranges(self.ranks.rank, group) for group in range(self.groups)]
@@ -273,7 +283,7 @@ class ContextParallelAttention:
         return q.transpose(0, 1), k, v
 
     def _from_groups(self, x: Tensor) -> Tensor:
-        """What became of the queries: [B, Q, h, D] -> [B, S, H, D]."""
+        """Returns the output [B, S, H, D] from that of the group's queries [B, Q, h, D]."""
         received, sent = exchange_sizes(self)
         rows = all_to_all(x.transpose(0, 1), self.ranks, sent, received)  # [g S, B, h, D]
         parts_in_order = []
@@ -289,7 +299,7 @@ class ContextParallelAttention:
 
 @functools.lru_cache  # for all layers: in a large group it takes the host milliseconds
 def exchange_sizes(division: ContextParallelAttention) -> RowCounts:
-    """Tokens whose queries of one rank's heads come from each rank, and go to each."""
+    """Returns the tokens whose queries of one rank's heads come from each rank, and go to each."""
     n, local = range(division.ranks.size), division.ranks.rank
     counts = (
         [sum(map(len, division.local_query_ranges(rank, division.group))) for rank in n],
@@ -303,8 +313,7 @@ def concat_parts(parts: list[Tensor], dim: int) -> Tensor:
 
 
 def heads_sent_per_token(heads: int, kv_heads: int, ranks: int) -> float:
-    """Heads that a rank sends in a layer for each of its tokens, on average: of queries, keys,
-    values and output."""
+    """Returns the heads that a rank sends per layer and token on average: q, k, v and output."""
     size = math.gcd(heads, ranks)
     saved = 1 / size if size == ranks else 0.5 / size  # another group computes half of the queries
     return 2 * heads * (1 - saved) + 2 * math.lcm(kv_heads, size) / size * (ranks - 1)

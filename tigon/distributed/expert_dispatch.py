@@ -1,7 +1,7 @@
-"""Expert parallelism: each rank of a group has some of the experts, and gets the tokens for them.
+"""Expert parallelism: each rank of a group has some of the experts and receives their tokens.
 
-A token goes once to each rank that has any of its experts, with the numbers and the weights of all
-of them, and one row comes back from each: the weighted sum over the experts there.
+A token is sent once to each rank that has any of its experts, with the numbers and weights of all
+of them, and one row returns from each: the weighted sum over the experts there.
 
 # N tokens of this rank, k experts per token, E experts of all ranks, p ranks, M rows that this rank
 # sends, R that it receives, C model dim
@@ -23,7 +23,7 @@ from tigon.kernels.runtime import refuse_second_derivative
 
 
 class DispatchSizes(NamedTuple):
-    """What the host has to know of a pass."""
+    """The numbers of rows that the host has to know."""
 
     sent: list[int]  # [p], rows to each rank
     received: list[int]  # [p], rows from each
@@ -32,14 +32,14 @@ class DispatchSizes(NamedTuple):
 
 @dataclass(frozen=True)
 class TokenRoute:
-    """Where the tokens of one pass go; how many come is on its way to the host."""
+    """Where the tokens of one pass go; the row counts are on their way to the host."""
 
     slots: Tensor  # [N p], of a token's row among those sent; M or more where the rank needs none
     counts: Tensor  # [2 p + 1] on the host
     known: torch.cuda.Event | None  # when the counts are there; None: they are
 
     def sizes(self) -> DispatchSizes:
-        """The host waits until they are known."""
+        """Waits until the row counts are on the host and returns them."""
         if self.known is not None:
             self.known.synchronize()
         *rows, slots = self.counts.tolist()
@@ -48,7 +48,7 @@ class TokenRoute:
 
 
 class _ToExperts(torch.autograd.Function):
-    """Rows of tokens to the ranks that need them; each token's gradient is the sum of theirs."""
+    """Sends tokens to the ranks that need them; backward sums the gradients that return."""
 
     @staticmethod
     def forward(
@@ -67,7 +67,7 @@ class _ToExperts(torch.autograd.Function):
 
 
 class _FromExperts(torch.autograd.Function):
-    """The way back: each token's sum of the rows that ranks have made of it."""
+    """Returns each token's sum of the rows that ranks send back."""
 
     @staticmethod
     def forward(ctx: Any, y: Tensor, slots: Tensor, ranks: Ranks, sizes: DispatchSizes) -> Tensor:
@@ -86,25 +86,27 @@ class _FromExperts(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class ExpertShard:
-    """Ranks of which rank r has the experts from r E / p to (r + 1) E / p."""
+    """Experts divided over ranks: rank r has those from r E / p to (r + 1) E / p."""
 
     ranks: Ranks
     experts: int  # E
 
     @property
     def experts_per_rank(self) -> int:
-        """Experts of each rank."""
+        """E / p, the experts of each rank."""
         return self.experts // self.ranks.size
 
     def rows(self, tokens: int, k: int) -> int:
-        """About how many a rank sends to each, itself included, if experts are chosen evenly."""
+        """Estimates the rows that a rank sends to each, including itself, for evenly chosen
+        experts.
+        """
         without = math.comb(self.experts - self.experts_per_rank, k) / math.comb(self.experts, k)
         return round(tokens * (1 - without))
 
     def route(self, experts: Tensor) -> TokenRoute:
-        """Of experts [N, k] int64, in [0, E). The host does not wait.
+        """Routes tokens to experts [N, k] int64 in [0, E), without waiting for the device.
 
-        Every rank of the group calls it as often; one may have no tokens.
+        Every rank of the group calls it equally often; one may have no tokens.
         """
         ranks = self.ranks.size
         numbers = torch.arange(ranks, device=experts.device)
@@ -141,11 +143,12 @@ class ExpertShard:
         experts: Tensor,  # [N, k] int64, of which the route was made
         weights: Tensor,  # [N, k]
     ) -> Tensor:
-        """[N, C]: the weighted sum of what the experts of all ranks make of this rank's tokens.
+        """Returns [N, C], the weighted sum of the outputs of this rank's tokens over all ranks'
+        experts.
 
-        `own(x [R, C], experts [R, k], weights [R, k], slots)` gives [R, C] by this rank's experts,
-        whose numbers begin at 0; so many slots have one of them, and in the others it is E / p. No
-        token is dropped, so the host waits for the device once, to learn how many rows come.
+        `own(x [R, C], experts [R, k], weights [R, k], slots)` computes [R, C] by this rank's
+        experts, numbered from 0; `slots` of the experts are valid, the rest are E / p. No token is
+        dropped, so the host waits for the device once, to learn how many rows come.
         """
         ranks, k = self.ranks, experts.shape[1]
         exact = torch.promote_types(weights.dtype, torch.float32)  # has all numbers of experts
@@ -168,16 +171,16 @@ class ExpertShard:
         experts: Tensor,  # [N, k] int64
         weights: Tensor,  # [N, k]
     ) -> Tensor:
-        """As `run`, of tokens that all ranks have, as in a step of generation; without gradients.
+        """`run` of tokens that all ranks have, as in a step of generation, without gradients.
 
-        Each computes with its own experts, and they add it up: one message, of which the sizes are
-        known, so that the host waits for nothing and a CUDA graph can have it.
+        Each rank runs its own experts and the results are summed: one message of known size, so
+        that the host waits for nothing and a CUDA graph can capture it.
         """
         numbers = self._numbers(experts)
         slots = UNKNOWN_SLOTS if x.is_cuda else int((numbers < self.experts_per_rank).sum())
         return all_reduce_small(own(x, numbers, weights, slots), self.ranks)
 
     def _numbers(self, experts: Tensor) -> Tensor:
-        """Among those of this rank; E / p: it has not got the expert."""
+        """Numbers the experts within this rank; E / p if it does not have the expert."""
         numbers = (experts - self.ranks.rank * self.experts_per_rank).remainder(self.experts)
         return numbers.clamp_(max=self.experts_per_rank)  # those of other ranks come behind its own

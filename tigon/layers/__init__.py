@@ -1,4 +1,4 @@
-"""nn.Modules over plain numbers; only model files see a config."""
+"""nn.Modules with numbers as arguments; only model files read a config."""
 
 from tigon.distributed.context_attention import ContextShard
 from tigon.layers.attention import Attention

@@ -1,7 +1,7 @@
-"""Activations in host memory between forward and backward.
+"""Keeps activations in host memory between forward and backward.
 
-What autograd keeps of a block is copied out while the next block computes, and copied back while
-the block behind it is differentiated. The values are the same bits.
+What autograd saves of a block is copied to the host while the next block computes, and back while
+the block after it is differentiated. The values are the same bits.
 """
 
 import functools
@@ -40,13 +40,13 @@ class _OffloadedStorage:
         self.host.copy_(source, non_blocking=gpu)
 
     def fetch(self) -> None:
-        """Called on the side stream; the memory is of the one that uses it."""
+        """Copies back; call it on the side stream."""
         if self.fetched is not None and self.host is not None:
             self.fetched.copy_(self.host, non_blocking=self.device.type == "cuda")
 
 
 class _SavedTensor(NamedTuple):
-    """One tensor that autograd has saved: a view of something stored."""
+    """A tensor that autograd has saved: a view of an offloaded storage."""
 
     block: int  # that saved it
     stored: _OffloadedStorage  # perhaps what the block before saved, too
@@ -57,9 +57,10 @@ class _SavedTensor(NamedTuple):
 
 
 class ActivationOffload:
-    """Of one forward pass: `with offload.of(block):` around each block, in order, then `end()`.
+    """Offloads one forward pass: `with offload.of(block):` around each block in order, then
+    `end()`.
 
-    `shared`: tensors that all blocks use, which stay where they are, as parameters do.
+    `shared`: tensors that all blocks use, which stay on the device, as parameters do.
     """
 
     def __init__(self, device: torch.device, shared: Iterable[Tensor] = ()) -> None:
@@ -76,7 +77,7 @@ class ActivationOffload:
 
     @contextmanager
     def of(self, block: nn.Module) -> Iterator[None]:
-        """What the block saves for backward leaves the device."""
+        """Offloads what the block saves for backward."""
         while len(self._copying) > 1:
             self._finish_copies()
         index = len(self._blocks)
@@ -118,7 +119,7 @@ class ActivationOffload:
             self._copying[-1] = copied, live
 
     def end(self) -> None:
-        """After the last block: nothing is being copied any more."""
+        """Waits for the copies; call it after the last block."""
         while self._copying:
             self._finish_copies()
 
@@ -129,7 +130,7 @@ class ActivationOffload:
         live.clear()  # autograd keeps `pack`, which has it
 
     def _side_stream(self) -> Any:
-        """The side stream, behind what is under way on the current one."""
+        """Returns the side stream, after the current one's work."""
         if not self.gpu:
             return nullcontext()
         side = _stream(self.device)
@@ -151,7 +152,7 @@ class ActivationOffload:
         return values.as_strided(saved.shape, saved.stride, saved.offset)
 
     def _enter(self, block: int) -> None:
-        """Backward begins with a block: fetch it and the one before, free those after it."""
+        """Fetches the block that backward starts and the one before; frees those after it."""
         self._current = block
         for stored in (s for later in self._blocks[block + 1 :] for s in later):
             stored.fetched = None
@@ -175,5 +176,5 @@ class ActivationOffload:
 
 
 def _key(x: Tensor) -> int:
-    """Of its memory."""
+    """Identifies the memory of x."""
     return x.untyped_storage()._cdata

@@ -21,11 +21,11 @@ from tigon.layers.rope import Rotation
 
 
 class Attention(nn.Module):
-    """x [B, T, C] -> [B, T, C]; a rank's share of tokens to the same, where ranks share them, or
-    what is yet to be summed over them.
+    """Self-attention: x [B, T, C] -> [B, T, C].
 
+    Under sequence parallelism x and the output are local tokens, or the output is a `PartialSum`.
     With `qk_norm_eps`, every head of q and k is normed before it is rotated; with `flat_qk_norm`,
-    all heads of q together, and all of k. `interleaved` rotates pairs of neighbours.
+    all heads of q at once, and all of k. `interleaved` rotates pairs of neighbors.
     """
 
     def __init__(
@@ -71,7 +71,8 @@ class Attention(nn.Module):
         device: torch.device | str,
         quantize: Quantize = None,
     ) -> KVState:
-        """For its keys and values; with a window, a static one is a ring of those still in view."""
+        """Makes a cache of keys and values; a static one with a window is a ring of those in
+        view."""
         if capacity is None:
             return GrowingKV(self.kv_heads, self.head_dim)
         slots = capacity if self.window is None else min(capacity, self.window + chunk - 1)
@@ -106,7 +107,7 @@ class Attention(nn.Module):
     def _project(
         self, x: Tensor, rotation: Rotation, *drawn: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """q [B, T, H, D], k and v [B, T, K, D], normed and rotated."""
+        """Returns q [B, T, H, D], k and v [B, T, K, D], normed and rotated."""
         # Asked before the call, since a hook may keep what it sees and take itself away
         alone = self.q_norm is None and self._alone()
         qkv, (cos, sin, _) = self.qkv_proj(x, *drawn), rotation
@@ -122,7 +123,7 @@ class Attention(nn.Module):
         return qk_norm_rope(qkv, cos, sin, **options)
 
     def _heads(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """q [B, T, H, D], k and v [B, T, K, D]: views, or with `flat_qk_norm` normed."""
+        """Returns q [B, T, H, D], k and v [B, T, K, D]: views, or with `flat_qk_norm` normed."""
         sizes = [n * self.head_dim for n in (self.heads, self.kv_heads, self.kv_heads)]
         q, k, v = qkv.split(sizes, -1)
         if self.flat_qk_norm and self.q_norm is not None and self.k_norm is not None:
@@ -130,12 +131,12 @@ class Attention(nn.Module):
         return (*(y.unflatten(-1, (-1, self.head_dim)) for y in (q, k, v)),)
 
     def _rotates_last(self, rotation: Rotation) -> bool:
-        """Whether rotating halves is all that is done to q and k, or comes after all else."""
+        """Whether rotating halves is the only or the last step for q and k."""
         normed = self.q_norm is not None and not self.flat_qk_norm
         return not (normed or self.interleaved) and rotation.query_scale is None
 
     def _alone(self) -> bool:
-        """Whether a graph would keep what qkv_proj returns and nobody else sees it."""
+        """Whether a graph would save the output of qkv_proj and no hook can see it."""
         if torch.compiler.is_compiling() or not torch.is_grad_enabled():
             return False
         return is_unpatched(self.qkv_proj, FusedLinear)

@@ -1,4 +1,4 @@
-"""What all blocks of a forward pass share.
+"""The inputs that all blocks of a forward pass share.
 
 # B batch, T new tokens of a row, N new tokens of all, R rows of the cache
 """
@@ -15,7 +15,7 @@ from tigon.kernels.attention.api import AttentionMask
 
 
 class TokenSlots(NamedTuple):
-    """Where the new tokens of all rows go."""
+    """The cache positions of new tokens whose rows have different lengths."""
 
     rows: Tensor  # [N]
     positions: Tensor  # [N]
@@ -25,10 +25,9 @@ class TokenSlots(NamedTuple):
 
 @dataclass
 class CacheAppend:
-    """What states do with the new tokens of this pass.
+    """How states store the new tokens of this pass.
 
-    Without places, every row of the batch is a row of the cache and takes T tokens behind those
-    that it holds.
+    Without `slots`, every row of the batch is a row of the cache and appends T tokens.
     """
 
     cached_tokens: int = 0  # tokens that every row holds before; 0 with `lengths`
@@ -38,13 +37,13 @@ class CacheAppend:
 
 
 def real_tokens(mask: AttentionMask) -> Tensor | None:
-    """Bool [B, T], False on padding; None where the host knows of no padding."""
+    """Returns bool [B, T], False on padding, or None if the host knows of no padding."""
     return None if mask.key_mask is None else mask.key_mask[:, mask.past :]
 
 
 @dataclass
 class BlockInputs:
-    """One forward pass, as its blocks see it; they change nothing in it."""
+    """The inputs of one forward pass that its blocks share and do not change."""
 
     position_ids: Tensor  # [B or 1, T]
     # Sequences, padding and cached tokens, of whole rows, and which backend is to be used
@@ -61,8 +60,10 @@ class BlockInputs:
     )
 
     def gather_from_region(self, x: Tensor, *, single_reader: bool) -> Tensor:
-        """All tokens [B, T, C] of a normed stream, of which a rank may have some; `alone`: one
-        product is to read them."""
+        """Returns all tokens [B, T, C] of a normed stream that may be sharded over ranks.
+
+        `single_reader`: one product reads them.
+        """
         return (
             x
             if self.stream is None
@@ -70,22 +71,22 @@ class BlockInputs:
         )
 
     def reduce_to_region(self, x: Tensor) -> Tensor | PartialSum:
-        """What a mixer or an MLP adds to the stream, of its [B, T, C] on each rank."""
+        """Sums a mixer's or MLP's output [B, T, C] over ranks, for the residual stream."""
         return x if self.stream is None else self.stream.reduce_to_region(x)
 
     @property
     def dropout_args(self) -> tuple[Tensor, ...]:
-        """What products take besides their input: nothing in passes without dropout."""
+        """The arguments of products besides their input: none in passes without dropout."""
         return () if self.dropout_keys is None else (self.dropout_keys,)
 
     @property
     def real(self) -> Tensor | None:
-        """Bool [B, T], False on padding; None: there is none."""
+        """Bool [B, T], False on padding, or None if there is none."""
         return real_tokens(self.mask) if self.shard is None else self.shard.real
 
     @property
     def starts(self) -> Tensor | None:
-        """[B, T], True where a packed sequence begins; None: each row goes on from its state."""
+        """[B, T], True where a packed sequence begins, or None if each row continues its state."""
         segments = self.mask.segment_ids
         if segments is None:
             return None
@@ -93,9 +94,9 @@ class BlockInputs:
         return torch.cat((first, segments[:, 1:] != segments[:, :-1]), 1)
 
     def last(self, x: Tensor, before: Tensor) -> Tensor:
-        """x [B, T, ...] at the last new token of each row of the cache [R, ...].
+        """Returns x [B, T, ...] at the last new token of each row of the cache [R, ...].
 
-        A row without new tokens has `before` [R, ...].
+        A row without new tokens takes `before` [R, ...].
         """
         if self.append is None or self.append.slots is None:
             return x[:, -1]

@@ -19,11 +19,11 @@ from tigon.layers.lora import Adapters, LayerAdapter, LoRAPart, SavedModules, Sh
 
 
 class LowRankEmbedding(LayerAdapter):
-    """One adapter of an embedding: `scale * B A` [C, V], of which a token has a column.
+    """One adapter of an embedding: `scale * B A` [C, V], of which a token takes a column.
 
-    As PEFT's: A [r, V] begins at 0, B [C, r] is drawn. With `dora` each of the C columns of the
-    table then gets a length over all tokens that is learned. `token_ranks`: those that each have
-    some tokens of table and A, where ranks divide these.
+    As in PEFT, A [r, V] is initialized to 0 and B [C, r] randomly. With `dora` each of the C
+    columns of the table then gets a learned norm over all tokens. `token_ranks`: the ranks that
+    divide the tokens of table and A.
     """
 
     token_ranks: Ranks | None = None
@@ -51,12 +51,13 @@ class LowRankEmbedding(LayerAdapter):
         }
 
     def forward(self, low: Tensor) -> Tensor:
-        """Of the rows of A^T [..., r] of some tokens: what is added to those of the table."""
+        """Returns the addition to the table's rows, from rows of A^T [..., r]."""
         (part,) = self.parts
         return linear(low, self.lora_embedding_B) * part.scale
 
     def dora_scale(self, weight: Tensor) -> Tensor:
-        """[C]: the learned length of each column of W + (scale B A)^T over what it is, in fp32."""
+        """Returns [C], the learned norm of each column of W + (scale B A)^T over its norm, in
+        fp32."""
         (part,) = self.parts
         with torch.no_grad():
             a, b = self.lora_embedding_A, self.lora_embedding_B.float() * part.scale
@@ -68,8 +69,11 @@ class LowRankEmbedding(LayerAdapter):
         return self.lora_magnitude_vector.float() / square.sqrt()
 
     def column_norms(self, rows: Tensor, group: ProcessGroup | None) -> Tensor:
-        """[C], of a table of which this rank has rows [n, C], and the ranks of `group` others of
-        this part of the tokens; all ranks that divide it call this."""
+        """Returns [C] of a table of which this rank has rows [n, C]; all ranks that divide it call
+        this.
+
+        `group`: ranks that divide this rank's part further.
+        """
         squares = rows.square().sum(0)
         if group is not None:
             dist.all_reduce(squares, group=group)
@@ -80,11 +84,11 @@ class LowRankEmbedding(LayerAdapter):
 
 
 class Embedding(nn.Embedding):
-    """ids [B, T] -> [B, T, C], times `scale` rounded to the weight's dtype, as Gemma has it.
+    """ids [B, T] -> [B, T, C], times `scale` rounded to the weight's dtype, as in Gemma.
 
-    `copies`: weights of adapters, one of which may replace its own. `lora`: low-rank adapters, one
-    of which may be added. Where ranks share the table, `summands` leaves to the caller to add up
-    what each has: a token's row on one of them, zeros on the others.
+    `copies`: modules_to_save of adapters, one of which may replace the weight. `lora`: low-rank
+    adapters, one of which may be added. If ranks share the table, `summands` returns a partial sum:
+    a token's row on one rank, zeros on the rest.
     """
 
     def __init__(self, vocab: int, dim: int, *, padding_idx: int | None = None, scale: float = 1.0):
@@ -108,7 +112,7 @@ class Embedding(nn.Embedding):
         return x * torch.full((), self.scale, dtype=x.dtype, device=x.device)
 
     def _rows(self, ids: Tensor, table: Tensor) -> Tensor:
-        """Those of the ids; zeros for other ranks' tokens."""
+        """Looks up ids; zeros for other ranks' tokens."""
         if self.vocabulary is None:
             return F.embedding(ids, table, self.padding_idx)
         return embedding_rows(ids, table, self.vocabulary, self.padding_idx)

@@ -1,6 +1,7 @@
-"""What mixers remember of the tokens before: one state for each layer of a cache.
+"""Caches: the state of each layer, and how many tokens each row holds.
 
-# B batch, T new tokens of a row, R slots, S all tokens, H query heads, K kv heads, D head dim
+# B batch, T new tokens of a row, N new tokens of all, R slots or rows of the cache, S all tokens,
+# H query heads, K kv heads, D head dim
 """
 
 import copy
@@ -22,9 +23,9 @@ Quantize = Literal["int8"] | None
 
 
 class LayerState:
-    """What one mixer remembers, in attributes; its tensors have the rows of a batch first.
+    """What one mixer keeps of earlier tokens; its tensors have the batch dimension first.
 
-    Those of a static cache are changed in place, and without waiting for the device, so that a
+    The tensors of a static cache are changed in place and without waiting for the device, so that a
     CUDA graph can repeat a step.
     """
 
@@ -34,7 +35,7 @@ class LayerState:
 
     @property
     def layout(self) -> str:
-        """What a row of it is, in messages: two states of one mixer hold the same."""
+        """Describes a row in messages; two states of one mixer have the same layout."""
         shapes = " and ".join(str(tuple(x.shape[1:])) for x in self._tensors())
         return f"{type(self).__name__} of {shapes}"
 
@@ -43,13 +44,15 @@ class LayerState:
         return sum(x.nbytes for x in self._tensors())
 
     def map(self, change: Callable[[Tensor], Tensor]) -> Self:
-        """A copy whose tensors are `change` of these."""
+        """Returns a copy with `change` applied to the tensors."""
         new = copy.copy(self)
         vars(new).update(tree_map_only(Tensor, change, vars(self)))
         return new
 
     def resized(self, larger: Self) -> Self:
-        """A copy with the sizes of `larger`, which is on the meta device; new slots are empty."""
+        """Returns a copy with the sizes of `larger`, which is on the meta device; new slots are
+        empty.
+        """
         shapes = iter([x.shape for x in larger._tensors()])
 
         def extend(x: Tensor) -> Tensor:
@@ -68,7 +71,7 @@ class LayerState:
 
 
 class MakeStates(Protocol):
-    """Makes an empty state for each layer; a mixer's `make_state` does the same for its own."""
+    """Makes an empty state for each layer, as a mixer's `make_state` does for one."""
 
     def __call__(
         self,
@@ -80,7 +83,7 @@ class MakeStates(Protocol):
         device: torch.device | str,
         quantize: Quantize = None,
     ) -> list[LayerState]:
-        """ValueError for what a mixer cannot do."""
+        """Raises ValueError for what a mixer does not support."""
 
 
 class KVState(LayerState):
@@ -94,8 +97,10 @@ class KVState(LayerState):
         return f"{self.kv_heads} kv heads with head dim {self.head_dim}"
 
     def rotates(self, x: Tensor, ctx: BlockInputs) -> bool:
-        """Whether `attend` is to be given heads that are yet to be rotated, and `angles`: cos and
-        sin [B or 1, T, R/2]. x [B, T, C] is what they are made of."""
+        """Whether `attend` rotates: pass it heads without rotation, and `angles`.
+
+        `angles` are cos and sin [B or 1, T, R/2]. x [B, T, C] is the input of the projection.
+        """
         return False
 
     def attend(
@@ -109,7 +114,7 @@ class KVState(LayerState):
         softcap: float | None = None,
         scale: float | None = None,
     ) -> Tensor:
-        """Store k and v; attention of q to them and to what is before them: [B, T, H, D]."""
+        """Stores k and v, and returns attention of q to them and to earlier ones: [B, T, H, D]."""
         raise NotImplementedError
 
 
@@ -128,14 +133,15 @@ class GrowingKV(KVState):
         return attention(q, k, v, mask=ctx.mask, **kwargs)
 
     def update(self, k: Tensor, v: Tensor, past: int) -> tuple[Tensor, Tensor]:
-        """Put k, v [B, K, T, D] behind `past` tokens; all keys and values [B, K, S, D]."""
+        """Stores k, v [B, K, T, D] after `past` tokens; returns all keys and values [B, K, S,
+        D]."""
         self.keys, self.values = _extend(self.keys, k, past), _extend(self.values, v, past)
         total = past + k.shape[2]
         return self.keys.narrow(2, 0, total), self.values.narrow(2, 0, total)
 
 
 def _extend(buffer: Tensor | None, new: Tensor, past: int) -> Tensor:
-    """The buffer, or a larger one, with `new` behind its first `past` tokens."""
+    """Returns the buffer, or a larger one, with `new` after its first `past` tokens."""
     if buffer is None or not past:
         return new
     if torch.is_grad_enabled() and (new.requires_grad or buffer.requires_grad):
@@ -152,7 +158,7 @@ def _extend(buffer: Tensor | None, new: Tensor, past: int) -> Tensor:
 
 
 class StaticKV(KVState):
-    """In memory that is allocated once; what lies in slots without a token does not matter."""
+    """Keys and values in preallocated memory; slots without a token may hold anything."""
 
     def __init__(
         self,
@@ -172,7 +178,7 @@ class StaticKV(KVState):
         self.buffers = KVBuffers(*torch.empty(shape, dtype=kind, device=device), *scales)
 
     def rotates(self, x: Tensor, ctx: BlockInputs) -> bool:
-        """A kernel less in a decoding step."""
+        """Saves a kernel in a decoding step."""
         assert ctx.append is not None
         fused = ctx.append.slots is None and autocast_dtype(x.device) is None
         return fused and fuses_rope(x.shape[1], self.buffers)
@@ -221,7 +227,7 @@ class StaticKV(KVState):
 
 
 def _read(buffers: KVBuffers, start: int, stop: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Keys and values [B, S, K, D] of the positions from start to stop."""
+    """Returns keys and values [B, S, K, D] of the positions from start to stop."""
     slots = torch.arange(start, stop, device=buffers.keys.device) % buffers.keys.shape[2]
 
     def read(x: Tensor, scales: Tensor | None) -> Tensor:
@@ -239,7 +245,8 @@ def _read(buffers: KVBuffers, start: int, stop: int, dtype: torch.dtype) -> tupl
 
 
 class Cache:
-    """What a forward pass asks of a cache: `begin`, `open`, and `end` after the last block."""
+    """The interface of a cache to a forward pass: `begin`, `open`, and `end` after the last
+    block."""
 
     def __init__(self, states: Sequence[LayerState] = ()):
         self._hold(states)
@@ -250,33 +257,33 @@ class Cache:
 
     @property
     def length(self) -> int | None:
-        """Tokens that every row holds; None if the host knows of no such number."""
+        """The tokens that every row holds, or None if the host knows of no such number."""
         raise NotImplementedError
 
     def begin(
         self, batch: int, tokens: int, mask: Tensor | None = None, cu_seq_lens: Tensor | None = None
     ) -> int | Tensor:
-        """Prepare for [batch, tokens] new tokens; how many the rows hold.
+        """Prepares for [batch, tokens] new tokens; returns how many the rows hold.
 
-        A tensor [batch] of them says that the cache itself knows who may see whom.
+        A tensor [batch] means that the cache itself builds the masks.
         """
         raise NotImplementedError
 
     def open(self, make: MakeStates, x: Tensor, mask: AttentionMask) -> list[LayerState]:
-        """The state of each layer, which `make` makes for a cache that has none yet."""
+        """Returns the state of each layer, made by `make` if the cache has none yet."""
         return self.states
 
     def end(self, mask: AttentionMask) -> None:
-        """All states have taken the new tokens: the rows hold them now."""
+        """Counts the new tokens, after all states have stored them."""
         raise NotImplementedError
 
     def select(self, rows: Tensor) -> None:
-        """Keep the rows `rows` (an index tensor), in that order."""
+        """Keeps the rows `rows` (an index tensor), in that order."""
         self.states = [s.map(lambda x: x.index_select(0, rows)) for s in self.states]
 
 
 class KVCache(Cache):
-    """Grows with the texts that it holds; for any model, whose first pass makes its states."""
+    """Grows with the texts that it holds, for any model; the first pass makes its states."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -285,13 +292,13 @@ class KVCache(Cache):
 
     @property
     def length(self) -> int:
-        """Tokens held."""
+        """The tokens that it holds."""
         return self._length
 
     def begin(
         self, batch: int, tokens: int, mask: Tensor | None = None, cu_seq_lens: Tensor | None = None
     ) -> int:
-        """Tokens held, if this cache can be continued with these."""
+        """Returns how many tokens it holds; raises if these tokens cannot continue it."""
         if self.packed:
             raise ValueError("past_key_values holds packed sequences; they have no single end")
         if self.length and cu_seq_lens is not None:
@@ -324,21 +331,21 @@ UNKNOWN = -1  # a length that only the device knows
 
 
 class StaticCache(Cache):
-    """Room for `capacity` tokens in each of `rows` rows, which may differ in length.
+    """Memory for `capacity` tokens in each of `rows` rows, which may differ in length.
 
-    `make` makes the state of each layer; attention with a window keeps its last
-    window + chunk - 1 tokens. An empty cache takes prompts: [rows, T], or packed [1, N] with
-    `cu_seq_lens` [rows + 1], of which sequence i is row i. After that all rows take T tokens at a
-    time, up to `chunk`, and any number where all hold equally many, as the single row of
-    `rows(i, i + 1)`: so a long prompt can come in parts. There is no padding.
+    `make` makes the state of each layer; attention with a window keeps its last window + chunk - 1
+    tokens. An empty cache takes prompts: [rows, T], or packed [1, N] with `cu_seq_lens` [rows + 1],
+    of which sequence i is row i. After that all rows take T tokens at a time, up to `chunk`, or any
+    number if all hold equally many, as the single row of `rows(i, i + 1)` does: so a long prompt
+    can come in parts. There is no padding.
 
-    With `quantize="int8"`, keys and values take half the memory of bf16 ones, and each is off by
-    up to 1/254 of the largest of its token and head. Attention among prompts, or within a part of
-    one, still goes by the exact ones.
+    With `quantize="int8"`, keys and values take half the memory of bf16 ones, and each is off by up
+    to 1/254 of the largest of its token and head. Attention among prompts, or within a part of one,
+    still uses the exact ones.
 
-    `lengths` [rows] int32 is what a forward pass goes by. It changes them in place and waits for
-    nothing, so that passes of up to `chunk` tokens can be captured in a CUDA graph. The host keeps
-    count to raise early: `refresh` after replays, which it does not see. No gradients.
+    `lengths` [rows] int32 is what a forward pass reads and changes in place without waiting, so
+    that passes of up to `chunk` tokens can be captured in a CUDA graph. The host counts, too, to
+    raise early: call `refresh` after replays, which it does not see. No gradients.
     """
 
     def __init__(
@@ -371,17 +378,17 @@ class StaticCache(Cache):
 
     @property
     def length(self) -> int | None:
-        """Tokens that every row holds; None if rows differ, or if only the device knows."""
+        """The tokens that every row holds, or None if rows differ or only the device knows."""
         least, most = (int(n) for n in self._known.aminmax())
         return least if least == most != UNKNOWN else None
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all states."""
+        """The bytes of all states."""
         return sum(state.nbytes for state in self.states)
 
     def rows(self, start: int, stop: int) -> Self:
-        """A cache over these rows that shares their memory: what it takes, this one holds."""
+        """Returns a view of these rows; tokens appended to it appear here."""
         if not 0 <= start < stop <= len(self.lengths):
             raise ValueError(f"rows({start}, {stop}) of a cache of {len(self.lengths)} rows")
         view = copy.copy(self)
@@ -390,7 +397,7 @@ class StaticCache(Cache):
         return view
 
     def select(self, index: Tensor) -> None:
-        """Keep the rows `index` [n], in that order, in new memory; the host waits."""
+        """Keeps the rows `index` [n], in that order, in new memory; the host waits."""
         if index.dim() != 1 or not len(index):
             raise ValueError(f"select {tuple(index.shape)}: give an index [n] of rows to keep")
         index = index.to(self.lengths.device)
@@ -400,11 +407,11 @@ class StaticCache(Cache):
             self._known = self.lengths.to("cpu", torch.int64)
 
     def expand(self, n: int) -> None:
-        """Every row n times, one after the other, in new memory; the host waits."""
+        """Repeats every row n times in new memory; the host waits."""
         self.select(torch.arange(len(self.lengths)).repeat_interleave(n))
 
     def grow(self, capacity: int) -> None:
-        """Room for `capacity` tokens in each row, in new memory; the host waits.
+        """Grows to `capacity` tokens in each row, in new memory; the host waits.
 
         A ring of a window is full when it no longer grows, and until then token i is in slot i.
         """
@@ -415,10 +422,10 @@ class StaticCache(Cache):
         self.capacity = capacity
 
     def crop(self, lengths: Tensor) -> None:
-        """Forget the tokens of each row beyond `lengths` [rows]; shorter rows stay as they are.
+        """Drops the tokens of each row beyond `lengths` [rows]; shorter rows stay as they are.
 
-        Where layers have windows, only the last `chunk` tokens of a row can be forgotten, or all:
-        what was in view before others is no longer held.
+        With windows, only the last `chunk` tokens of a row can be dropped, or all: tokens that were
+        in view before them are gone.
         """
         if lengths.shape != self.lengths.shape:
             raise ValueError(
@@ -439,7 +446,9 @@ class StaticCache(Cache):
             self._known.fill_(UNKNOWN)
 
     def check_crop(self) -> int:
-        """How many of a row's last tokens all layers tell apart; ValueError if one tells none."""
+        """Returns how many of a row's last tokens can be dropped one by one; raises ValueError if
+        none.
+        """
         for layer, state in enumerate(self.states):
             if state.history is None:
                 raise ValueError(
@@ -449,13 +458,14 @@ class StaticCache(Cache):
         return min(state.history for state in self.states if state.history is not None)
 
     def refresh(self) -> None:
-        """Tell the host what `lengths` are, after replays of a CUDA graph; it waits for them."""
+        """Reads `lengths` to the host, after replays of a CUDA graph; it waits for them."""
         self._known.copy_(self.lengths)
 
     def begin(
         self, batch: int, tokens: int, mask: Tensor | None = None, cu_seq_lens: Tensor | None = None
     ) -> int | Tensor:
-        """Prepare for [batch, tokens] new tokens; how many the rows hold, int or [rows]."""
+        """Prepares for [batch, tokens] new tokens; returns how many the rows hold, int or
+        [rows]."""
         if mask is not None:
             self._check_mask(mask, batch, tokens)
         cached = self.length
@@ -496,7 +506,7 @@ class StaticCache(Cache):
             self._known.add_(known * (self._known != UNKNOWN))
 
     def _place(self, cached: int, batch: int, tokens: int, cu_seq_lens: Tensor | None) -> None:
-        """Any number of tokens behind the `cached` ones of every row."""
+        """Appends any number of tokens after the `cached` ones of every row."""
         rows = len(self.lengths)
         if cu_seq_lens is None:
             self._check_batch(batch)
@@ -515,7 +525,7 @@ class StaticCache(Cache):
         self._growth = grown, known if on_host(known) else None
 
     def _check_mask(self, mask: Tensor, batch: int, tokens: int) -> None:
-        """It may say, where the host sees it, that there is no padding."""
+        """Raises if the host sees padding in the mask."""
         whole = max(int(self._known.max()), 0) + tokens
         fits = mask.shape in ((batch, tokens), (batch, whole))
         if not (fits and on_host(mask) and mask.all()):
@@ -537,6 +547,6 @@ class StaticCache(Cache):
         )
 
     def _spell(self) -> str:
-        """How many tokens are held, for errors."""
+        """Describes in errors how many tokens are held."""
         known = sorted(set(self._known.tolist()))
         return "an unknown number of" if UNKNOWN in known else ", ".join(map(str, known))

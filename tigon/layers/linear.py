@@ -1,4 +1,4 @@
-"""Linear layers, and those that Hugging Face stores apart and one product computes together."""
+"""Linear layers, and those that Hugging Face stores separately and one product computes."""
 
 from types import NoneType
 from typing import Any
@@ -18,13 +18,12 @@ from tigon.layers.quantized import QuantizedWeight
 class Linear(nn.Linear):
     """nn.Linear, faster for a single row without gradients: the next token of one sequence.
 
-    With `fp8`, products in training are of 8-bit floats, and those in evaluation as without.
-    `lora`: low-rank adapters, one of which may be added to the product. With `quantised`, its
-    frozen weight is kept there in few bits, and there is no parameter `weight`. `summands` ranks
-    add up their products, and so each has that share of the bias.
+    With `fp8`, products in training are of 8-bit floats, but not in evaluation. `lora`: low-rank
+    adapters, one of which may be added to the product. `quantized`: a frozen weight in few bits
+    that replaces the parameter `weight`. If `summands` ranks sum their products, each adds that
+    share of the bias.
 
-    `dropout_keys` int64 [...] of x [..., C] are what the adapter's dropout is drawn from in
-    training; without them there is none.
+    `dropout_keys` int64 [...] of x [..., C] seed the adapter's dropout; without them there is none.
     """
 
     fp8 = False
@@ -37,20 +36,20 @@ class Linear(nn.Linear):
 
     @property
     def weight_meta(self) -> Tensor:
-        """What says shape and dtype of the weight, and whether it learns; values it may have."""
+        """Shape, dtype and requires_grad of the weight; the values may be missing."""
         return self.weight if self.quantized is None else self.quantized.weight_meta
 
     def values(self) -> Tensor:
-        """The weight; if it is quantised, in new memory."""
+        """Returns the weight; if it is quantized, in new memory."""
         return self.weight if self.quantized is None else self.quantized.dequantize()
 
     def quantize(self, weight: QuantizedWeight) -> None:
-        """Keep the weight there in place of the parameter."""
+        """Replaces the parameter by the quantized `weight`."""
         self.register_parameter("weight", None)
         self.quantized = weight
 
     def dequantize(self) -> None:
-        """Make a frozen parameter of a weight that is quantised."""
+        """Replaces a quantized weight by a frozen parameter."""
         if self.quantized is not None:
             self.weight = nn.Parameter(self.quantized.dequantize(), requires_grad=False)
             self.quantized = None
@@ -62,7 +61,7 @@ class Linear(nn.Linear):
 
     @property
     def local_bias(self) -> Tensor | None:
-        """What this rank adds of it."""
+        """This rank's share of the bias."""
         bias: Tensor | None = self.bias
         return bias if bias is None or self.summands == 1 else bias / self.summands
 
@@ -86,7 +85,7 @@ class Linear(nn.Linear):
         return base.linear(x, weight, own_bias)
 
     def _product(self, x: Tensor, dropout_keys: Tensor | None) -> Tensor:
-        """As methods that others put in place of `product` expect it, which know of no keys."""
+        """Calls `product` without keys if there are none, as replacements of it expect."""
         return self.product(x) if dropout_keys is None else self.product(x, dropout_keys)
 
     def forward(self, x: Tensor, dropout_keys: Tensor | None = None) -> Tensor:
@@ -108,7 +107,7 @@ class FusedLinear(Linear):
 
 
 class GatedLinear(FusedLinear):
-    """`act(gate(x)) * up(x)`, with gate and up as one product: [..., in_features] -> [..., size].
+    """`act(gate(x)) * up(x)` with gate and up as one product: [..., in_features] -> [..., size].
 
     The product never leaves this layer, so its gradient may take its memory.
     """
@@ -133,9 +132,9 @@ _PLAIN = (Tensor, nn.Parameter, NoneType)  # weights and biases without products
 
 
 def is_unpatched(module: nn.Module, kind: type[Linear]) -> bool:
-    """Whether a call of the module is `kind.forward` alone: nobody sees what comes and goes.
+    """Whether a call of the module runs `kind.forward` alone.
 
-    Hooks do, methods in place of ours, in the classes too, and weights that compute products.
+    False with hooks, replaced methods, also of the class, and weights that compute products.
     """
     namespace = type(module)
     if (
@@ -150,7 +149,7 @@ def is_unpatched(module: nn.Module, kind: type[Linear]) -> bool:
 
 
 def is_hooked(module: nn.Module) -> bool:
-    """Whether somebody may see what the module is given or returns: hooks, or another call."""
+    """Whether hooks, or another call, may see what the module receives or returns."""
     return bool(
         "forward" in module.__dict__
         or type(module).__call__ is not nn.Module._wrapped_call_impl

@@ -1,4 +1,4 @@
-"""The head: hidden states to logits, or to criteria over them without logits.
+"""The head: hidden states to logits, or to loss terms without logits.
 
 # B batch, T kept tokens, C model dim, V vocab, r rank of an adapter
 """
@@ -29,9 +29,9 @@ class HeadOutput(NamedTuple):  # a tuple, so that FSDP finds the tensors in it
 
 
 class LMHead(nn.Module):
-    """Everything that touches the vocabulary happens inside this forward.
+    """The head; all that touches the vocabulary happens inside its forward.
 
-    So FSDP's hooks see it, and the weight may be tied, sharded, frozen or parametrised (LoRA).
+    So FSDP's hooks see it, and the weight may be tied, sharded, frozen or parametrized (LoRA).
     """
 
     def __init__(
@@ -68,10 +68,11 @@ class LMHead(nn.Module):
         logits_bytes: int | None = None,
         lend: Callable[[Tensor, Tensor | None], Any] | None = None,
     ) -> Any:
-        """A HeadOutput: logits without criteria or where asked for, else criteria in chunks.
+        """Returns a HeadOutput: logits without `criteria` or if requested, else loss terms in
+        chunks.
 
-        With `return_logits` the criteria are of those logits, which nobody overwrites, unless ranks
-        share the vocabulary. Of the hidden states `at` the logits come too, without a gradient.
+        With `return_logits` the loss terms use those logits, which are not overwritten, unless
+        ranks share the vocabulary. The hidden states `at` also get logits, without a gradient.
         `logits_bytes` replaces the head's own. As a teacher's head it is called by the student's
         pass: `lend` then gets weight and bias while they are gathered, and its result is returned.
         """
@@ -107,7 +108,7 @@ class LMHead(nn.Module):
         return HeadOutput(values, scale_and_cap(raw, self.options), logits_at)
 
     def _logits(self, x: Tensor, weight: Tensor, low: LowRank | None) -> Tensor:
-        """Raw logits [..., V] of hidden states [..., C]."""
+        """Returns raw logits [..., V] of hidden states [..., C]."""
         if low is None:
             raw = linear(x, weight, self.bias)
         else:
@@ -119,7 +120,7 @@ class LMHead(nn.Module):
         return self._joined(raw, self.vocabulary)
 
     def _joined(self, raw: Tensor, shard: VocabularyShard) -> Tensor:
-        """[..., W] of this rank -> [..., V]."""
+        """Gathers [..., W] of this rank to [..., V]."""
         if not torch.is_grad_enabled():
             local_weight = raw[..., : shard.rows]
             joined = all_gather_small(local_weight, shard.first, shard.size, Ranks.sharing(shard))
@@ -130,13 +131,13 @@ class LMHead(nn.Module):
 
 
 def _low_rank_factors(x: Tensor, low: LowRank) -> tuple[Tensor, Tensor]:
-    """[..., r] and [V, r], whose product is what the adapter adds to the logits of x [..., C]."""
+    """Returns [..., r] and [V, r], whose product is the adapter's addition to the logits of x."""
     (addition,) = low.additions()
     return linear(x, low.lora_A.to(x.dtype)) * addition.scale, addition.b
 
 
 def _merge_adapter(weight: Tensor, low: LowRank) -> Tensor:
-    """The weight [V, C] with the adapter, for a pass that knows of none."""
+    """Returns the weight [V, C] with the adapter added."""
     (addition,) = low.additions()
     b, a = (t.to(weight.dtype) for t in (addition.b, low.lora_A))
     # By runs of rows, over which the gradient of A sums

@@ -1,8 +1,9 @@
 """Parameters of adapters, inside the layers that they belong to.
 
-# C columns of a layer's input, K_p of a part's output, r rank of a part, R ranks of all parts
+# C columns of a layer's input, K_p of a part's output, r rank of a part, R ranks of all parts,
+# E experts, K columns and O rows of an expert's matrix
 
-The paths of the base's parameters stay as they are: an adapter's are below them, `PATH.lora.NAME`.
+The paths of the base's parameters do not change: an adapter's are `PATH.lora.NAME`.
 """
 
 import hashlib
@@ -25,15 +26,19 @@ B, MAGNITUDE = "lora_B_", "lora_magnitude_vector_"
 
 
 def dropout_seed(path: str) -> int:
-    """64 bits, as an int64, of a layer's path inside its block, by which its dropout differs from
-    that of the block's others. The same in each block, which torch.compile need not see anew."""
+    """Returns a dropout seed, an int64, from the layer's path inside its block.
+
+    It differs within a block and is equal across blocks, so that torch.compile compiles one block.
+    """
     inside = BLOCK.sub("", path, count=1).encode()
     digest = hashlib.blake2b(inside, digest_size=8).digest()
     return int.from_bytes(digest, "little", signed=True)
 
 
 class LoRAPart(NamedTuple):
-    """What is added to one projection of a layer, which may be packed with others."""
+    """One projection of a layer, which may be packed with more, and the rank and scale of its
+    adapter.
+    """
 
     name: str  # such as q_proj
     first: int  # of its columns in the layer's output
@@ -54,9 +59,9 @@ class LayerAdapter(nn.Module):
     def init_values(
         self, shapes: Shapes, generator: torch.Generator | None = None
     ) -> dict[str, Tensor]:
-        """Initial values of its parameters in fp32 on the CPU, as PEFT's; nothing is added yet.
+        """Returns PEFT's initial values in fp32 on the CPU, which add nothing yet.
 
-        `shapes`: of each, whole, of which ranks may have parts.
+        `shapes`: the full shape of each parameter, of which ranks may have parts.
         """
         raise NotImplementedError
 
@@ -64,11 +69,11 @@ class LayerAdapter(nn.Module):
 class LowRank(LayerAdapter):
     """One adapter of a linear layer: `scale * B (A x)` is added to each of some parts.
 
-    A of all parts are one parameter [R, C]; B of each is one of its own [K_p, r]. With `dora`
-    (arXiv 2402.09353) the rows of W + scale B A then get lengths that are learned, a vector [K_p]
-    of each part; as in its section 4.3, the lengths that they had are constants in backward.
-    `dropout`: the share of x that A does not read in training; `seed`: the layer's `place_of`.
-    `column_ranks`: those that each have some columns of W and A, where ranks divide these.
+    A of all parts are one parameter [R, C]; B of each is one parameter [K_p, r]. With `dora` (arXiv
+    2402.09353) the rows of W + scale B A get learned norms, a vector [K_p] for each part; as in its
+    section 4.3, the norms that they had are constants in backward. `dropout`: the share of x that A
+    does not read in training; `seed`: the layer's `dropout_seed`. `column_ranks`: the ranks that
+    divide the columns of W and A.
     """
 
     column_ranks: Ranks | None = None
@@ -104,7 +109,7 @@ class LowRank(LayerAdapter):
     def init_values(
         self, shapes: Shapes, generator: torch.Generator | None = None
     ) -> dict[str, Tensor]:
-        """A is drawn part by part, B is 0."""
+        """Draws A part by part; B is 0."""
         a = torch.empty(shapes["lora_A"], dtype=torch.float32, device="cpu")
         for rows in a.split([part.rank for part in self.parts]):
             nn.init.kaiming_uniform_(rows, a=math.sqrt(5), generator=generator)
@@ -116,10 +121,10 @@ class LowRank(LayerAdapter):
         return [LoRATerm(p.first, local[B + p.name], p.scale) for p in self.parts]
 
     def dora_scale(self, weight: Tensor) -> Tensor:
-        """[K]: the learned length of each row of W + scale B A over what it is; 1 elsewhere.
+        """Returns [K], the learned norm of each row of W + scale B A over its norm; 1 elsewhere.
 
-        In fp32, from ||W||^2 + 2 scale W A^T B^T + scale^2 B A A^T B^T, so that there is no matrix
-        of W's size.
+        In fp32, from ||W||^2 + 2 scale W A^T B^T + scale^2 B A A^T B^T, without a matrix of W's
+        size.
         """
         local: dict[str, Any] = self._parameters
         gains, end, rank = [], 0, 0
@@ -140,7 +145,9 @@ class LowRank(LayerAdapter):
         return torch.cat(gains)
 
     def row_norms(self, rows: Tensor) -> Tensor:
-        """[n, C] -> [n] in fp32, over the columns of all ranks, each of which calls this."""
+        """Returns the norms [n] of rows [n, C] in fp32, over the columns of all ranks, which all
+        call it.
+        """
         local = torch.linalg.vector_norm(rows, dim=1, dtype=torch.float32)
         return local if self.column_ranks is None else self.column_ranks.sum(local.square()).sqrt()
 
@@ -150,19 +157,19 @@ class LowRank(LayerAdapter):
 
 
 class Adapters(nn.Module):
-    """Those of one layer by name, of which at most one is added."""
+    """The adapters of one layer by name, of which at most one is active."""
 
     def __init__(self) -> None:
         super().__init__()
         self.chosen: str | None = None
 
     def active(self) -> Any:
-        """The layer's own kind of LayerAdapter, or None."""
+        """The active adapter, or None."""
         return None if self.chosen is None else self._modules.get(self.chosen)
 
 
 class SavedModules(nn.Module):
-    """Weights that adapters have in place of a layer's own, by name (PEFT's modules_to_save)."""
+    """Weights by which adapters replace a layer's, by name (PEFT's modules_to_save)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -213,13 +220,13 @@ class LowRankExperts(LayerAdapter):
         return initial
 
     def factors(self, part: LoRAPart) -> tuple[Tensor, Tensor]:
-        """A [E, r, K], and B [E, O, r] with its scale."""
+        """Returns A [E, r, K], and B [E, O, r] times its scale."""
         a = self.get_parameter(A + part.name).view(self.experts, part.rank, -1)
         b = self.get_parameter(B + part.name).view(part.size, part.rank, self.experts)
         return a, b.permute(2, 0, 1) * part.scale
 
     def low(self, gate_up: Tensor, down: Tensor) -> LoRAFactors:
-        """Those of both matrices, of rank 0 where there are none."""
+        """Returns the factors of both matrices, of rank 0 where there are none."""
         local = {part.name: part for part in self.parts}
         initial: list[Tensor] = []
         for name, matrix in zip(MATRICES, (gate_up, down), strict=True):

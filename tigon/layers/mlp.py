@@ -10,7 +10,7 @@ from tigon.layers.linear import GatedLinear, Linear, is_unpatched
 
 
 class GatedMLP(nn.Module):
-    """[..., C] -> [..., C]; `drawn`: keys [...] of an adapter's dropout, if there is one."""
+    """[..., C] -> [..., C]; `dropout_args`: keys [...] of an adapter's dropout, if there is one."""
 
     def __init__(self, dim: int, intermediate: int, act: Activation, *, bias: bool = False):
         super().__init__()
@@ -30,5 +30,5 @@ class GatedMLP(nn.Module):
         return down(y, *dropout_args)
 
     def _alone(self) -> bool:
-        """Whether nobody sees what goes from one projection to the other."""
+        """Whether no hook can see the tensor between the two projections."""
         return is_unpatched(self.gate_up_proj, GatedLinear) and is_unpatched(self.down_proj, Linear)

@@ -32,7 +32,7 @@ class RMSNorm(nn.Module):
         return rms_norm(x, self.weight, self.eps, offset=self.offset, cast=self.cast)
 
     def _normed_together(self, x: Tensor, ranks: Ranks, elements: int) -> Tensor:
-        """As rms_norm_ref has it, but for the mean of squares."""
+        """`rms_norm_ref` with the mean of squares over ranks that divide the dimension."""
         h = x.float()
         squares = all_reduce(h.square().sum(-1, keepdim=True), ranks)
         h = h * torch.rsqrt(squares / elements + self.eps)
@@ -47,9 +47,9 @@ class RMSNorm(nn.Module):
 class AddRMSNorm(RMSNorm):
     """Residual addition and the norm after it in one pass: `(norm(x + residual), x + residual)`.
 
-    Without a residual, before the first block, `(norm(x), x)`. Of Summands, x is the sum. With
-    `post`, the norm of a sublayer's output in Gemma 2 and 3, `post(x)` is added instead of x. It is
-    a module of its own, so that both norms keep their names in the checkpoint.
+    Without a residual, before the first block, `(norm(x), x)`. A `PartialSum` is summed over ranks.
+    With `post`, the norm of a sublayer's output in Gemma 2 and 3, `post(x)` is added instead of x;
+    it is a module of its own, so that both norms keep their names in the checkpoint.
     """
 
     def forward(  # type: ignore[override]

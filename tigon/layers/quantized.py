@@ -1,8 +1,8 @@
-"""Frozen weights of linear layers in few bits, from which products make them where they are used.
+"""Frozen weights of linear layers in few bits, which products dequantize where they use them.
 
 # K rows, C columns of a weight; K_p the rows of one of the matrices that it is packed of
 
-Formats are subclasses of `QuantisedWeight`, whose buffers are what is kept. They are no parameters:
+Formats are subclasses of `QuantizedWeight`, whose buffers hold the data. They are no parameters:
 nothing trains, shards, casts or exports them as such.
 """
 
@@ -24,9 +24,9 @@ from tigon.kernels.linear.quantized import (
 
 
 class QuantizedWeight(nn.Module, ABC):
-    """A weight [K, C] of matrices [K_p, C], one below the other, each quantised for itself.
+    """A weight [K, C] that stacks matrices [K_p, C], each quantized on its own.
 
-    `dtype` is that of the weight where it is used.
+    `dtype` is that of the dequantized weight.
     """
 
     kind: ClassVar[str]
@@ -47,18 +47,18 @@ class QuantizedWeight(nn.Module, ABC):
 
     @abstractmethod
     def dequantize(self) -> Tensor:
-        """The weight in new memory."""
+        """Returns the weight in new memory."""
 
     @abstractmethod
     def rows(self, part: int, first: int, count: int) -> Tensor:
-        """Rows [first, first + count) of a matrix, in plain torch."""
+        """Returns rows [first, first + count) of a matrix, in plain torch."""
 
     @abstractmethod
     def fill(self) -> None:
-        """With random numbers, of the size that weights have."""
+        """Fills the buffers with random numbers, of the size that weights have."""
 
     def base(self, inner: BaseLinear) -> BaseLinear:
-        """Products with it, computed by `inner` on the dequantised weight."""
+        """Returns products with it, computed by `inner` on the dequantized weight."""
         return quantized_base(self.dequantize, inner)
 
     @property
@@ -66,13 +66,15 @@ class QuantizedWeight(nn.Module, ABC):
         return sum(b.nbytes for b in self.buffers())
 
     def allocate(self, device: torch.device) -> None:
-        """Memory for what is kept, unfilled."""
+        """Allocates the buffers, unfilled."""
         for name, buffer in self._buffers.items():
             assert buffer is not None
             self._buffers[name] = torch.empty_like(buffer, device=device)
 
     def check(self, change: Callable[[Tensor], Tensor]) -> None:
-        """Raises ValueError if what `.to` and its kin apply to tensors changes the dtype."""
+        """Raises ValueError if `change`, which `.to` and its kin apply to tensors, changes the
+        dtype.
+        """
         new_dtype = change(torch.empty(0, dtype=self.dtype)).dtype
         if new_dtype != self.dtype:
             raise ValueError(
@@ -92,7 +94,7 @@ class QuantizedWeight(nn.Module, ABC):
 
 
 class NF4Weight(QuantizedWeight):
-    """In 4 bits; see `tigon.kernels.linear.quantized`."""
+    """A 4-bit weight; see `tigon.kernels.linear.quantized`."""
 
     kind = "nf4"
     BUFFERS = quantized.NF4Tensor._fields
@@ -125,7 +127,7 @@ class NF4Weight(QuantizedWeight):
         tensors.tables.copy_(torch.cat([quantized.NF4_VALUES, quantized.SCALE_VALUES]))
 
     def store(self, weight: Tensor) -> None:
-        """Quantises the weight [K, C]."""
+        """Quantizes the weight [K, C]."""
         tensors, sizes = self._stored(), [quantized.packed_sizes(n) for n in self.matrices]
         begins = [0, 0, 0]
         for rows, size in zip(weight.split(list(self.parts)), sizes, strict=True):
@@ -157,10 +159,10 @@ class NF4Weight(QuantizedWeight):
 
 
 class FP8Weight(QuantizedWeight):
-    """As a checkpoint has it, in blocks of fp8; see `tigon.kernels.linear.quantized`.
+    """A weight in blocks of fp8, as in a checkpoint; see `tigon.kernels.linear.quantized`.
 
-    `blocks`: rows and columns of the blocks of each matrix; columns are alike. `stored`: the form
-    of fp8.
+    `blocks`: rows and columns of the blocks of each matrix, with the same columns in all. `stored`:
+    the fp8 format.
     """
 
     kind = "fp8"
@@ -203,11 +205,11 @@ class FP8Weight(QuantizedWeight):
 
     @property
     def memory(self) -> Tensor:
-        """[K, C], for the file's numbers as they are."""
+        """The codes [K, C], to be filled from a file."""
         return self._stored().codes.view(self.stored)
 
     def store_scales(self, grids: Sequence[Tensor]) -> None:
-        """Those of each matrix."""
+        """Stores the scales of each matrix."""
         self._stored().scales.copy_(torch.cat(list(grids)))
 
     def dequantize(self) -> Tensor:

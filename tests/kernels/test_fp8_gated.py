@@ -225,7 +225,7 @@ class Seen(TorchDispatchMode):
 def test_where_passes_are_apart(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     x, up, down, dy = operands(0 if case == "no tokens" else 3)
     if case == "wide":
-        monkeypatch.setattr(gated, "WIDEST", 32)
+        monkeypatch.setattr(gated, "MAX_COLUMNS", 32)
     if case == "frozen up":
         x, up = x.detach(), up.detach()
     wanted = [t for t in (x, up, down) if t.requires_grad]

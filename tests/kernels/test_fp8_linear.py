@@ -93,7 +93,7 @@ def test_a_matrix_of_several_tiles(path: str, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_rows_too_wide_to_be_held(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(casts, "WIDEST", 64)
+    monkeypatch.setattr(casts, "MAX_COLUMNS", 64)
     monkeypatch.setattr(casts, "STEP", 32)
     x = spread(5, 80)
     assert_same(cast_rows(x, fused=path == "triton"), exactly(x))
@@ -147,7 +147,7 @@ def test_casts_with_maxima_that_are_known(
 
 
 def test_wide_rows_have_no_maxima(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(casts, "WIDEST", 64)
+    monkeypatch.setattr(casts, "MAX_COLUMNS", 64)
     monkeypatch.setattr(casts, "STEP", 32)
     x = spread(5, 80)
     for fused in (False, True):

@@ -84,9 +84,7 @@ class ContextShard:
         )
 
 
-# Heads divided over ranks in one copy, as all-to-all sends them.
-#
-# B batch, S tokens, n ranks, H heads of one tensor and h of them per rank, D head dim
+# Heads divided over ranks, in one copy, for all-to-all
 
 
 def stack_heads_by_rank(xs: Sequence[Tensor], ranks: int) -> Tensor:
@@ -160,20 +158,6 @@ def _is_aligned(count: int, x: Tensor) -> bool:
     """Whether every `count` elements are adjacent and begin at a multiple of their size."""
     starts = (x.storage_offset(), x.shape[-1], *x.stride()[:-1])
     return x.stride(-1) == 1 and not any(start % count for start in starts)
-
-
-# Attention over whole rows for ranks of which each has consecutive tokens of them.
-#
-# g of the n ranks, the most that divide both n and the heads, form a group: between them they
-# have all heads, each for all tokens (DeepSpeed Ulysses, Jacobs et al., arXiv 2309.14509). Where
-# there are several groups, each computes a part of the queries against the keys up to them, and
-# every rank gets all keys and values of its heads (as Llama 3, arXiv 2407.21783, section 3.3.2).
-# A row is cut into 2 R chunks, and a group computes an early one and a late one, so that with
-# causal attention of whole rows all have the same work.
-#
-# B batch, T tokens of a row, n ranks, S tokens that a rank has = T / n rounded up, g ranks of a
-# group, R groups, Q queries of a group, H query heads, K kv heads, h and k those of one rank,
-# D head dim
 
 
 @dataclass(frozen=True)

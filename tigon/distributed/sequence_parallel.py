@@ -31,7 +31,7 @@ class GatheredTokens:
     """Gathered tokens, gathered again in backward for the layers that read them.
 
     `recompute_local` recomputes the local tokens; None if they are saved. `saves_gathered`: the
-    gathered tokens are saved. `single_reader`: the gradient of the only reader is the full gradient.
+    gathered tokens are saved. `single_reader`: the gradient of the only reader is the sum.
     `differentiated`: the gather's own backward comes last and frees the memory.
     """
 

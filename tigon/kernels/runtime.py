@@ -247,7 +247,7 @@ def as_rows(x: Tensor) -> Tensor:
     return rows if rows.stride(1) == 1 or rows.shape[1] == 1 else rows.contiguous()
 
 
-# Checks of values that may be on a device, which the host does not wait for unless asked to.
+# Checks of values on a device, which do not wait for it unless asked to
 
 # What a device's assertion may say: torch takes a longer one for an error of its own
 MAX_MESSAGE_BYTES = 254

@@ -239,9 +239,7 @@ def _read(buffers: KVBuffers, start: int, stop: int, dtype: torch.dtype) -> tupl
     return read(buffers.keys, buffers.key_scales), read(buffers.values, buffers.value_scales)
 
 
-# Caches: the states of all layers, and how many tokens each row holds.
-#
-# B batch, T new tokens
+# Caches: the states of all layers
 
 
 class Cache:
@@ -322,10 +320,6 @@ class KVCache(Cache):
         super().select(rows)
         self._rows = len(rows)
 
-
-# A cache whose memory is allocated once, so that a CUDA graph can decode.
-#
-# B batch, T new tokens of a row, N new tokens of all, R rows of the cache
 
 UNKNOWN = -1  # a length that only the device knows
 

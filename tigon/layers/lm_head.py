@@ -77,7 +77,7 @@ class LMHead(nn.Module):
         pass: `lend` then gets weight and bias while they are gathered, and its result is returned.
         """
         copy = None if self.copies is None else self.copies.active()
-        # Once: a parametrised weight is computed at each access
+        # Once: a parametrized weight is computed at each access
         weight = self.weight if copy is None else copy.to(self.weight.dtype)
         low: LowRank | None = None if self.lora is None else self.lora.active()
         if low is not None and low.dora:  # lengths of rows: a gradient of them needs the weight's

@@ -179,10 +179,6 @@ class SavedModules(nn.Module):
         return None if self.chosen is None else self._parameters.get(self.chosen)
 
 
-# Low-rank adapters of the matrices of all experts.
-#
-# E experts, K columns of a matrix, O rows, r rank
-
 A = "lora_A_"  # what names of parameters begin with, the matrix's behind it; and B
 MATRICES = ("gate_up_proj", "down_proj")
 

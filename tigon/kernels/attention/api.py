@@ -177,7 +177,7 @@ def _compiled_flex(*kind: Any) -> Callable[..., Any]:
     def run(*tensors: Any, **options: Any) -> Any:
         return flex_attention(*tensors, **options)
 
-    # Dynamo compiles a code object at most eight times. Then it runs eagerly, which materialises
+    # Dynamo compiles a code object at most eight times. Then it runs eagerly, which materializes
     # all scores, and only warns. So each kind of call has a code object of its own
     run.__code__ = run.__code__.replace()
     return torch.compile(run, dynamic=False, fullgraph=True)
@@ -198,7 +198,7 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, plan: AttentionP
         out = F.scaled_dot_product_attention(grouped, k, v, attn_mask=bias, scale=scale)
         return out.reshape(b, t, h, d)
     if bias is not None and q.is_cuda and h != kv_heads:
-        # With a mask, SDPA's only kernel for grouped heads materialises all scores
+        # With a mask, SDPA's only kernel for grouped heads materializes all scores
         k, v = (x.repeat_interleave(h // kv_heads, 1) for x in (k, v))
     return F.scaled_dot_product_attention(
         q.transpose(1, 2),
@@ -290,7 +290,7 @@ def _check_inputs(
         raise ValueError(f"{h} query heads cannot share {k.shape[2]} key/value heads")
     for name, value in (("window", window), ("softcap", softcap)):
         if value is not None and value <= 0:
-            raise ValueError(f"{name}={value} is not above 0; None is none")
+            raise ValueError(f"{name}={value} is not above 0; None disables it")
 
 
 def _needs_grad(q: Tensor, k: Tensor, v: Tensor) -> bool:

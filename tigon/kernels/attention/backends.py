@@ -286,9 +286,7 @@ def _select_backend(r: AttentionRequest, backend: str, device: int, plain: bool)
     return choice
 
 
-# Fused attention without numbers: it allocates what FlashAttention-2 does on a GPU.
-#
-# B batch, T query tokens, S key tokens, H query heads, K kv heads, D head dim
+# Fused attention on meta tensors: allocates what FlashAttention-2 does on a GPU.
 
 
 class _FusedShapes(torch.autograd.Function):

@@ -91,11 +91,6 @@ def combine_kernel(
     tl.store(y + head * D + columns, out.to(y.dtype.element_ty), mask=columns < D)
 
 
-# Attention of new tokens to a preallocated cache, to which it appends them.
-#
-# B rows, T new tokens of each, N of all, R cache slots, S slots in use, H query heads, K kv heads,
-# D head dim
-
 # What the kernel takes at once; more go in parts
 MAX_QUERY_TOKENS = 16
 LOG2E = 1.4426950408889634

@@ -386,9 +386,7 @@ def _block_bounds(first: int, end: int, device: torch.device) -> tuple[Tensor, T
     return begins, (begins + BLOCK - 1).clamp(max=end - 1), begins + BLOCK <= end
 
 
-# Bounds of packed sequences in few sizes, for CUDA graphs, in which sizes cannot change.
-#
-# n sequences
+# cu_seqlens in few sizes, for CUDA graphs
 
 MIN_SEQUENCES = 8  # sequences that there is room for
 

@@ -30,7 +30,7 @@ class SymmetricBuffers(NamedTuple):
     """A rank's buffers for the sums of a group in one dtype; other ranks write to `local`."""
 
     local: Tensor  # bits [TURNS, R, P S], all `empty` at first
-    addresses: Tensor  # int64 [R], of every rank's `local_buffer`
+    addresses: Tensor  # int64 [R], of every rank's `local`
     turns: Tensor  # int32 [P], zeros at first
     rank: int
     dtype: torch.dtype
@@ -48,7 +48,7 @@ def _exchange_and_add(
     at,  # where they are in a part of the buffers
     inside,  # those that exist
     full_mask,  # those of parts that have some
-    local_buffer,
+    local,
     addresses,
     turn,
     dtype: tl.constexpr,
@@ -62,7 +62,7 @@ def _exchange_and_add(
     sent_bits = tl.where(bits == EMPTY, 0, bits).to(bits.dtype)
     for rank in tl.static_range(R):
         if rank != RANK:
-            target = tl.multiple_of(tl.load(addresses + rank).to(local_buffer.dtype), 16)
+            target = tl.multiple_of(tl.load(addresses + rank).to(local.dtype), 16)
             # Written through, as the reader is another GPU
             to = target + (turn * R + RANK) * SIZE + at
             tl.store(to, sent_bits, mask=inside, cache_modifier=".wt")
@@ -71,12 +71,12 @@ def _exchange_and_add(
     for rank in tl.static_range(R):
         if rank != RANK:
             nothing = tl.full(bits.shape, EMPTY, bits.dtype)
-            tl.store(local_buffer + (before * R + rank) * SIZE + at, nothing, mask=full_mask)
+            tl.store(local + (before * R + rank) * SIZE + at, nothing, mask=full_mask)
     total = tl.zeros(bits.shape, tl.float32)
     for rank in tl.static_range(R):  # in the same order on all, so that they get the same sum
         part = bits
         if rank != RANK:
-            source = local_buffer + (turn * R + rank) * SIZE + at
+            source = local + (turn * R + rank) * SIZE + at
             part = tl.load(source, mask=inside, other=0, volatile=True)
             while tl.max((part == EMPTY).to(tl.int32)) > 0:
                 part = tl.load(source, mask=inside, other=0, volatile=True)
@@ -88,7 +88,7 @@ def _exchange_and_add(
 def _one_shot_kernel(
     x,  # bits [n], or [rows, WIDTH]
     y,  # [n]
-    local_buffer,
+    local,
     addresses,
     turns,
     n,
@@ -117,7 +117,7 @@ def _one_shot_kernel(
     dtype: tl.constexpr = y.dtype.element_ty
     full_mask = at >= 0
     total = _exchange_and_add(
-        bits, at, inside, full_mask, local_buffer, addresses, turn, dtype, RANK, R, P * S, TURNS, EMPTY
+        bits, at, inside, full_mask, local, addresses, turn, dtype, RANK, R, P * S, TURNS, EMPTY
     )  # fmt: skip
     tl.store(y + at, total, mask=inside)
     tl.store(turns + part, (turn + 1) % TURNS)
@@ -130,7 +130,7 @@ def _one_shot_norm_kernel(
     weight,  # [C]
     y,  # [N, C]
     stream,  # [N, C]
-    local_buffer,
+    local,
     addresses,
     turns,
     eps,
@@ -160,7 +160,7 @@ def _one_shot_norm_kernel(
     bits = tl.load(x + at, mask=inside, other=0)
     h = tl.load(residual + at, mask=inside, other=0.0).to(tl.float32)
     h += _exchange_and_add(
-        bits, at, inside, full_mask, local_buffer, addresses, turn, dtype, RANK, R, P * S, TURNS, EMPTY
+        bits, at, inside, full_mask, local, addresses, turn, dtype, RANK, R, P * S, TURNS, EMPTY
     ).to(tl.float32)  # fmt: skip
     tl.store(count, (turn + 1) % TURNS, mask=exists)
     h = h.to(dtype)
@@ -203,20 +203,20 @@ def _check(x: Tensor, n: int, buffers: SymmetricBuffers) -> None:
 def _launch(
     x: Tensor, y: Tensor, first: int, size: int | None, buffers: SymmetricBuffers
 ) -> Tensor:
-    local_buffer, addresses, turns, rank, dtype, _ = buffers
+    local, addresses, turns, rank, dtype, _ = buffers
     _check(x, y.numel(), buffers)
     _one_shot_kernel[(triton.cdiv(y.numel(), S),)](
-        x.view(local_buffer.dtype),
+        x.view(local.dtype),
         y,
-        local_buffer,
+        local,
         addresses,
         turns,
         y.numel(),
         first,
         rank,
-        local_buffer.shape[1],
+        local.shape[1],
         S,
-        local_buffer.shape[2] // S,
+        local.shape[2] // S,
         TURNS,
         empty_bits(dtype),
         None if size is None else x.shape[-1],
@@ -247,7 +247,7 @@ def one_shot_all_reduce_norm(
     before: bool = True,  # round before the weight
 ) -> tuple[Tensor, Tensor]:
     """Returns the RMSNorm of `residual + one_shot_all_reduce(x)` and that sum, [..., C] both."""
-    local_buffer, addresses, turns, rank, dtype, _ = buffers
+    local, addresses, turns, rank, dtype, _ = buffers
     _check(x, x.numel(), buffers)
     if not supports_norm(x, residual, weight):
         raise ValueError(f"x {tuple(x.shape)} and residual {tuple(residual.shape)}: see fits_norm")
@@ -255,12 +255,12 @@ def one_shot_all_reduce_norm(
     y, stream = torch.empty_like(x), torch.empty_like(x)
     parts = next_power_of_2(triton.cdiv(C, S))
     _one_shot_norm_kernel[(x.numel() // C,)](
-        x.view(local_buffer.dtype),
+        x.view(local.dtype),
         residual.contiguous(),
         weight,
         y,
         stream,
-        local_buffer,
+        local,
         addresses,
         turns,
         eps,
@@ -268,9 +268,9 @@ def one_shot_all_reduce_norm(
         offset,
         before,
         rank,
-        local_buffer.shape[1],
+        local.shape[1],
         S,
-        local_buffer.shape[2] // S,
+        local.shape[2] // S,
         parts,
         TURNS,
         empty_bits(dtype),

@@ -100,7 +100,7 @@ def _output(x: Tensor, *_: object) -> Tensor:
     return x.new_empty(x.shape)
 
 
-@operator("drop", _output)
+@operator("apply_dropout", _output)
 def _dropout(x: Tensor, keys: Tensor, seed: int, threshold: int) -> Tensor:
     y = _output(x)
     if y.numel():

@@ -1,6 +1,6 @@
 """Linear layers whose products, forward and backward, are of 8-bit floats (e4m3).
 
-# T tokens, K columns of x and of the weight, N rows of the weight; R rows and C columns of a matrix,
+# T tokens, K columns of x and of the weight, N rows of the weight; R rows, C columns of a matrix,
 # S its rows padded to a multiple of 16, I intermediate size
 
 y = x W^T, dX = dY W and dW = dY^T x. Both factors of a product are cast, with a scale for every row
@@ -58,7 +58,7 @@ from tigon.kernels.runtime import (
 
 E4M3 = torch.float8_e4m3fn
 ALIGN = 16  # of all sizes in torch._scaled_mm but the rows of its first factor
-WIDEST = 16384  # columns of a row that one program holds; wider ones are read twice
+MAX_COLUMNS = 16384  # columns of a row that one program holds; wider ones are read twice
 STEP = 4096  # columns of those that are read at a time
 COLUMNS_PER_SM = 16384  # columns that a multiprocessor holds with their maxima
 TILE_R, TILE_C, WARPS = 128, 64, 8  # of `_tiles_kernel`
@@ -306,7 +306,7 @@ def _rows_and_maxima_output(x: Tensor) -> list[Tensor]:
 def _cast_rows(x: Tensor) -> list[Tensor]:
     data, scale = outputs = _rows_output(x)
     (R, C), block = x.shape, next_power_of_2(x.shape[1])
-    if block > WIDEST:
+    if block > MAX_COLUMNS:
         _wide_rows_kernel[(R,)](x, data, scale, x.stride(0), C=C, BLOCK=STEP, num_warps=4)
         return outputs
     launch = {"BLOCK": block, "STAGES": 1, "num_warps": min(max(block // 1024, 1), 16)}
@@ -385,7 +385,7 @@ def cast_rows(x: Tensor, *, fused: bool) -> ScaledMatrix:
 
 def cast_rows_and_maxima(x: Tensor, *, fused: bool) -> tuple[ScaledMatrix, Tensor | None]:
     """`cast_rows`, and the column maxima for `cast_columns` of the same numbers, or None."""
-    if not fused or next_power_of_2(x.shape[1]) > WIDEST:
+    if not fused or next_power_of_2(x.shape[1]) > MAX_COLUMNS:
         return cast_rows(x, fused=fused), None
     data, scale, bits = _cast_rows_and_maxima(as_rows(x))
     return ScaledMatrix(data, scale), bits
@@ -409,16 +409,13 @@ def cast_both(
     return ScaledMatrix(data, scale), ScaledMatrix(*turned)
 
 
-# A gated activation between two products of 8-bit floats: what its passes can do for the casts.
+# A gated activation between two fp8 products, with gate_up [R, 2 I].
 #
-# R rows, I intermediate size; gate_up [R, 2 I] has the gate first
-#
-# Forward, the product of activation and `up` is cast by rows as it is made, and never written in
-# bf16. Backward, the pass that makes the gradient of gate_up and the product again finds the
-# largest magnitudes of both, so that each cast reads them once. Bytes per element of the product:
-# forward 5 (alone and with a cast 9), backward 12 (alone 10, and 6 for the product).
+# Forward casts act(gate) * up by rows as it is computed, and never writes it in bf16. Backward
+# computes the gradient of gate_up and the product in one pass, which finds the largest magnitudes
+# of both, so that each cast reads them once. Bytes per element of the product: forward 5 (9 with
+# separate passes), backward 12 (16 with separate passes).
 
-WIDEST = 16384  # columns of a row that one program holds
 GATED_COLUMNS_PER_SM = 32768  # columns that a multiprocessor holds in forward
 ROWS = 32  # of one program in backward, which then adds its own to the columns' maxima
 STAGES = 3  # of these rows in flight, and in use
@@ -501,7 +498,7 @@ def _gated_gradients_kernel(
 
 def row_fits_program(gate_up: Tensor) -> bool:
     """Whether one program can hold a row of the product, as `cast_gated_rows` requires."""
-    return next_power_of_2(gate_up.shape[-1] // 2) <= WIDEST
+    return next_power_of_2(gate_up.shape[-1] // 2) <= MAX_COLUMNS
 
 
 def _gated_rows_output(gate_up: Tensor, *_: Any) -> list[Tensor]:
@@ -557,21 +554,9 @@ def gradients_and_maxima(
     return GatedGradients(gradient, Maxima(rows, columns), dy, product_columns)
 
 
-# A linear layer whose products, forward and backward, are of 8-bit floats (e4m3).
-#
-# T tokens, K columns of x and of the weight, N rows of the weight
-#
-# y = x W^T, dX = dY W and dW = dY^T x. Both factors of a product are cast, with a scale for every
-# row or column that is not summed over: x by token for y and by column for dW, W by row for y and
-# by column for dX, dY by token for dX and by column for dW. That is torchao's rowwise recipe.
-# Gradients are e4m3 like the rest: with a scale for each row they need precision more than e5m2's
-# range. Scales come from the numbers themselves and not from earlier steps, so that a recomputed
-# block has the same bits, and a run no more state than in bf16.
-#
-# The casts of the forward product read x and W whole, and find the maxima of their columns, too:
-# a few KiB that are kept, with which the casts of backward read each of them once.
-#
-# On a GPU the products are those of torch._scaled_mm, on a CPU those of the definition.
+# The linear layer. The forward casts also find the maxima of the columns of x and W, a few KiB that
+# are saved, so that the casts of backward read x and W once. On a GPU the products are
+# torch._scaled_mm, on a CPU the definition.
 
 MIN_CAPABILITY = (8, 9)  # compute capability of GPUs with products of e4m3
 # Whether tensor cores may add up with fewer bits than fp32 has: torchao and Transformer Engine let

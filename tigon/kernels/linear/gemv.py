@@ -137,7 +137,7 @@ def _output(x: Tensor, weight: Tensor, bias: Tensor | None, act: str | None) -> 
     return x.new_empty(*x.shape[:-1], weight.shape[0] // (1 if act is None else 2))
 
 
-@operator("row_linear", _output)
+@operator("gemv", _output)
 def _forward(x: Tensor, weight: Tensor, bias: Tensor | None, act: str | None) -> Tensor:
     y = _output(x, weight, bias, act)
     N, C = y.shape[-1], x.shape[-1]
@@ -168,7 +168,7 @@ def _is_plain_product(x: Tensor, weight: Tensor) -> bool:
         and not x.is_meta  # which autocast does not know
         and not torch.is_autocast_enabled(x.device.type)
         and x.dtype == weight.dtype
-        and type(weight) is torch.nn.Parameter  # subclasses, such as quantised ones, have their own
+        and type(weight) is torch.nn.Parameter  # subclasses, such as quantized ones, have their own
         and weight.is_contiguous()
     )
 

@@ -78,20 +78,17 @@ def matmul_into(a: Tensor, b: Tensor, out: Tensor) -> None:
         out.copy_(chunked_matmul(a, b))
 
 
-# A linear layer in training that computes its input again instead of keeping it.
+# Linear layers in training that recompute their input instead of saving it.
 #
-# ... any leading dimensions, N rows of them, C columns of x, K of the output, I intermediate size
+# A pre-norm block of a Llama in bf16 saves 2 N C bytes less for each of two normed inputs and 2 N I
+# for the input of down_proj. It moves 4 N C bytes more for each of the two (the stream is read, the
+# normed rows are written), and 2 N I, which the gated activation's backward writes.
 #
-# Bytes in bf16 that a pre-norm block of a Llama keeps less: 2 N C for each of two normed inputs
-# and 2 N I for what goes into down_proj. Bytes that it moves more: 4 N C for each of the two (the
-# stream is read, the normed rows are written), and 2 N I, which the gated activation's backward
-# writes.
-#
-# A checkpointed block is computed again in backward until it has kept all that it kept the first
-# time (torch.utils.checkpoint's early stop), and nobody reads what it returns. But a Function
-# keeps its tensors after its forward, so that its last product, a tenth of a block's operations
-# or more, would be made once more in vain. There a product is two nodes: one that keeps, and
-# returns no numbers, and one behind it that computes (`computes_later`, `later`).
+# Backward recomputes a checkpointed block until it has saved all that the first pass did
+# (torch.utils.checkpoint's early stop), and nothing reads its output. But a Function saves its
+# tensors after its forward, so its last product, a tenth of a block's operations or more, would be
+# computed in vain. There a product is two nodes: one that saves and returns a `placeholder`, and
+# one that computes (`deferred_product`).
 
 
 def _parameter_gradients(dy: Tensor, x: Tensor, bias: bool) -> tuple[Tensor, Tensor | None]:

@@ -1,7 +1,7 @@
 """Linear layers with low-rank additions (LoRA), one for each part of a packed projection.
 
 # ... any leading dimensions, N rows of them, C columns of x, K columns of y, K_p those of part p,
-# r rank of a part, R ranks of all parts, P rank of a tile (r, padded to a power of two), S strips of
+# r rank of a part, R ranks of all parts, P rank of a tile (r padded to a power of 2), S strips of
 # columns, L runs of rows
 
 y = x W^T + bias, and s (x A^T) B^T is added to the columns of each part. Source: Hu et al. (arXiv
@@ -332,26 +332,14 @@ def low_rank_gradients(
     return [du, *dbs]
 
 
-# A linear layer with low-rank additions (LoRA), one for each part of a packed projection.
+# The linear layer. x is read once for the A [R, C] of all parts, and the additions go into the
+# memory of y. With a frozen base one node computes all of it: it saves u = x A^T [N, R] and, for dA
+# alone, x or how to recompute it; dX = dY W + dU A. On a GPU the additions are written first and
+# torch's product is added to them; another base's product, such as fp8, comes first.
 #
-# ... any leading dimensions, N rows of them, C columns of x, K of y, K_p those of a part,
-# r rank of a part, R ranks of all parts together
-#
-# y = x W^T + bias, and to the columns of each part s (x A^T) B^T is added. Source: Hu et al.
-# (arXiv 2106.09685); the numbers are those of PEFT's separate projections. x is read once for all
-# parts' A [R, C], and the additions go into the memory of y. Where the base is frozen there is
-# one node for all of it: it keeps u = x A^T [N, R] and x, or how x is computed again
-# (`_rebuilt`), which only dA needs; dX = dY W + dU A, and nothing is computed for the base. On a
-# GPU what is added is written first, and torch's product adds itself to it (`_low_rank`); another
-# base's product, such as that of 8-bit floats, comes first.
-#
-# With dropout (`tigon.kernels.linear.dropout`) A reads x with some elements 0, and what is added is
-# multiplied by 1 / (1 - p); the base's product has all of x. Nothing is kept for it: backward
-# drops the same of x, for dA, and of dU A. Parts share what is dropped.
-#
-# Rounding, below fp32: A and B are cast to the dtype of x; u, dU, every addition to y and to dX,
-# and dA and dB are sums in fp32 that are rounded once. y and dX are rounded a second time by the
-# additions, as PEFT's are. dA and dB are then cast to the parameters' dtype.
+# With dropout, A reads x with some elements 0 and the additions are multiplied by 1 / (1 - p); the
+# base's product has all of x. No mask is saved: backward drops the same elements for dA and of
+# dU A. All parts drop the same.
 
 
 class LoRATerm(NamedTuple):

@@ -1,4 +1,4 @@
-"""Weights in 4 bits: NF4 with doubly quantised scales, as QLoRA has them.
+"""Weights in 4 bits: NF4 with doubly quantized scales, as QLoRA has them.
 
 # n numbers of a matrix, b blocks of 64 of them, g groups of 256 blocks; all of a packed weight have
 # the matrices that it is made of one behind the other, each with blocks and groups of its own
@@ -21,7 +21,7 @@ from tigon.kernels.linear.lora import BaseLinear
 from tigon.kernels.runtime import operator, refuse_second_derivative, runs_triton, tl, triton
 
 BLOCK, GROUP = 64, 256  # numbers of a block, blocks of a group
-SLAB = 1 << 22  # numbers that are quantised at a time
+SLAB = 1 << 22  # elements that are (de)quantized at a time
 TILE = 64  # blocks of a program
 # The book of bitsandbytes, whose last bits no formula gives
 NF4_VALUES = torch.tensor(
@@ -52,7 +52,7 @@ SCALE_VALUES = _scale_values()
 class NF4Tensor(NamedTuple):
     """A weight of one or several matrices."""
 
-    codes: Tensor  # uint8 [n / 2]: of two neighbours the first is in the high bits
+    codes: Tensor  # uint8 [n / 2]: of two neighbors the first is in the high bits
     scales: Tensor  # uint8 [b], of each block
     steps: Tensor  # fp32 [g], of each group of scales
     offsets: Tensor  # fp32 [g], the mean that was taken from its matrix's scales
@@ -196,7 +196,7 @@ def _nf4_output(
     return codes.new_empty(shape, dtype=dtype)
 
 
-@operator("nf4_dequantise", _nf4_output)
+@operator("nf4_dequantize", _nf4_output)
 def _dequantize_nf4(
     codes: Tensor, scales: Tensor, steps: Tensor, offsets: Tensor, places: Tensor, tables: Tensor,
     matrices: Sequence[int], shape: Sequence[int], dtype: torch.dtype,
@@ -224,18 +224,16 @@ def dequantize_nf4(
     return _dequantize_nf4(*weight, matrices, shape, dtype)
 
 
-# Weights in fp8 with a scale for every block of them, as checkpoints have them.
+# Weights in fp8 with a scale for every block, as checkpoints store them.
 #
 # N, K of a weight; R rows of scales, S of them in a row
 #
-# A number is its fp8 number times the scale of its block, in fp32, rounded once. Source:
-# DeepSeek-V3 (arXiv 2412.19437, section 3.3). A packed weight has matrices of several tensors one
-# below the other, whose blocks begin anew with each, so that every row of it says which row of
-# scales it has.
+# A value is its fp8 number times the scale of its block, in fp32, rounded once. Source: DeepSeek-V3
+# (arXiv 2412.19437, section 3.3). A packed weight stacks matrices of several tensors, whose blocks
+# begin anew with each, so `owners` maps every row to its row of scales.
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 ROWS, COLUMNS = 16, 256  # of a program's tile
-SLAB = 1 << 22  # numbers that the definition makes at a time
 
 
 class BlockFP8Tensor(NamedTuple):
@@ -307,7 +305,7 @@ def _block_fp8_output(
     return codes.new_empty(codes.shape, dtype=dtype)
 
 
-@operator("block_fp8_dequantise", _block_fp8_output)
+@operator("block_fp8_dequantize", _block_fp8_output)
 def _dequantize_block_fp8(
     codes: Tensor, scales: Tensor, owners: Tensor, width: int, e4m3: bool, dtype: torch.dtype
 ) -> Tensor:
@@ -335,12 +333,8 @@ def dequantize_block_fp8(
     return _dequantize_block_fp8(*weight, width, stored == E4M3, dtype)
 
 
-# A linear layer whose frozen weight is kept in few bits and made of them where it is used.
-#
-# ... any leading dimensions, C columns of x and of the weight, K rows of the weight
-#
-# y = x W^T + bias and dX = dY W each dequantise W anew, into memory that is free again behind the
-# product: nothing of 16 bits is kept from forward to backward, nor is x.
+# The linear layer. y = x W^T + bias and dX = dY W each dequantize W into memory that is free again
+# after the product: neither W in 16 bits nor x is saved for backward.
 
 Dequantize = Callable[[], Tensor]  # the weight [K, C]
 
@@ -354,7 +348,7 @@ class _QuantizedLinear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        refuse_second_derivative("a product with a quantised weight")
+        refuse_second_derivative("a product with a quantized weight")
         needs_x, needs_bias, *_ = ctx.needs_input_grad
         rows = dy.reshape(-1, dy.shape[-1])
         dx = None

@@ -103,9 +103,7 @@ def divergence(
     return run_loss_term(logprobs, None, None, criterion).value
 
 
-# Operators of a head and one criterion; no [N, V] tensor outlives a chunk.
-#
-# N rows (tokens), C model dim, D that of a teacher, V vocab
+# Operators with a head
 
 
 def linear_cross_entropy_ref(

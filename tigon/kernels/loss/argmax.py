@@ -77,7 +77,7 @@ def _output(scores: Tensor) -> Tensor:
     return scores.new_empty(scores.shape[:-1], dtype=torch.int64)
 
 
-@operator("likeliest", _output)
+@operator("argmax", _output)
 def _argmax(scores: Tensor) -> Tensor:
     y, V = _output(scores), scores.shape[-1]
     N, K = y.numel(), triton.cdiv(V, BLOCK)

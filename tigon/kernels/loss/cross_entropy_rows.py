@@ -171,7 +171,7 @@ def _rows_kernel(
     row = tl.program_id(0).to(tl.int64)
     logits += row * stride
     target = tl.load(targets + row)
-    # Groups of K neighbours share a running maximum: 1 + 1/K exponentials per logit, not 2
+    # Groups of K neighbors share a running maximum: 1 + 1/K exponentials per logit, not 2
     groups = tl.arange(0, BLOCK // K)[:, None]
     columns = groups * K + tl.arange(0, K)[None, :]
     has_target, vocab_size = None, V

@@ -303,9 +303,7 @@ def _differentiate(p: LossPass, exclusive: bool, count: int, *given: Any) -> Gra
     ), *weight_gradients
 
 
-# Runs criteria: checks and flattens their tensors, makes one pass over the logits.
-#
-# B batch, n positions, N = B n rows, C and D model dims of student and teacher, V vocab
+# Checking and flattening the tensors of loss terms, then one pass over the logits
 
 
 class HeadValue(NamedTuple):

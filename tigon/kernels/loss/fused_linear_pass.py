@@ -98,11 +98,6 @@ def pad_vocab(vocab: int) -> int:
     return -(-vocab // 64) * 64
 
 
-# A pass over the logits of a head, chunk by chunk: every criterion's losses, and gradients.
-#
-# N rows (tokens), m rows that are computed, n rows of a chunk, C model dim, V vocab, k criteria,
-# r rank of what an adapter adds to the logits
-
 GRADIENTS = 6  # that a pass returns
 SLOTS = 6  # tensors of a criterion: two of rows, two of a head, then peak and log_mass if known
 Slots = list[Tensor | None]

@@ -135,11 +135,7 @@ def gather_logits(logits: Tensor, shard: VocabularyShard) -> Tensor:
     return _GatherLogits.apply(logits, shard)
 
 
-# Criteria of the rows of a chunk of logits of which each rank has some columns.
-#
-# Ranks exchange a few numbers of each row, once or twice, and compute the same of them.
-#
-# N rows, V vocab, R ranks
+# Losses of a chunk of logits, of which each rank has some columns
 
 NO_PEAK = -1.0e38  # of no logits: finite, as kernels begin
 
@@ -287,11 +283,7 @@ def shard_topk_rows(
     return losses
 
 
-# Vocabulary-parallel embedding lookup for decoding: this rank's rows, zeros for other tokens.
-#
-# torch needs ten kernels for it, each of which takes longer to start than to run.
-#
-# ... any leading dimensions, N tokens, C columns
+# Embedding lookup
 
 BLOCK = 1024
 

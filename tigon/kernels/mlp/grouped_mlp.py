@@ -204,11 +204,6 @@ def grouped_weight_gradient(dy: Tensor, x: Tensor, ends: Tensor) -> Tensor:
     return dw
 
 
-# The MLPs of a mixture of experts: each token through the few that its router chose for it.
-#
-# N tokens, k experts per token, S slots sorted by expert: N k, less those that are absent,
-# E experts, C model dim, I intermediate size
-
 UNKNOWN_SLOTS = -1  # slots of which some may be absent, the host does not know how many
 ACT = (1024, 4)  # columns and warps of one program: the best of some tried on an H200
 

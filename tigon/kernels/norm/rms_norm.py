@@ -268,7 +268,7 @@ def _normed(x: Tensor, *_: Any) -> Tensor:
 
 @operator("rms_norm_again", _normed)
 def recompute_norm(
-    x: Tensor,  # [..., C]: what was normalised
+    x: Tensor,  # [..., C]: what was normalized
     rstd: Tensor,  # [N]
     gate: Tensor | None,  # [..., C]
     weight: Tensor | None,  # [C]
@@ -291,7 +291,7 @@ def _gradients(
 
 @operator("rms_norm_backward", _gradients)
 def _backward(
-    x: Tensor,  # [..., C]: what was normalised
+    x: Tensor,  # [..., C]: what was normalized
     gate: Tensor | None,  # [..., C]
     weight: Tensor | None,  # [C]
     needs: list[bool],  # the gradients of x, gate, weight; returned in this order

@@ -113,15 +113,6 @@ def load_number(row, COLUMN: tl.constexpr, WIDE: tl.constexpr):
     return tl.multiple_of(n, 16) if WIDE else n
 
 
-# AdamW over many parameters at once, in place: each number is read once and written once.
-#
-# Weights float32 or bfloat16, gradients alike, states float32, bfloat16 or 8 bits: everything is
-# float32 between being read and being written, and nothing is kept. The definition, and what runs
-# elsewhere, is `Stored` in tigon/train/optim/adamw.py. Source: Loshchilov and Hutter,
-# 2019 (arXiv 1711.05101), in the order of operations of torch's fused kernel.
-#
-# K blocks of B elements with one scale.
-
 # Elements and warps of one program: 8 elements a thread are 16 bytes of bfloat16
 BLOCK, WARPS = 1024, 4
 # Elements from which on a tensor has a launch of its own; with None all go by the table. Known

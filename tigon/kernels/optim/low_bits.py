@@ -74,10 +74,7 @@ def quantize(x, bounds, cells, SIGNED: tl.constexpr):
     return code.to(tl.uint8), scale
 
 
-# Stochastic rounding to bfloat16 inside of kernels: SplitMix64's bits, by position and step.
-#
-# The definitions are in tigon/train/optim/adamw.py and tigon/utils/random.py; the bits are the
-# same.
+# Stochastic rounding to bfloat16 by SplitMix64's bits at a position and step
 
 GOLDEN = tl.constexpr(0x9E3779B97F4A7C15)
 FACTOR = tl.constexpr(0xBF58476D1CE4E5B9)

@@ -220,7 +220,7 @@ def in_parts(q: Tensor, k: Tensor, v: Tensor, *, mask: AttentionMask, **how: Any
     """As ranks compute it that divide the queries of a head."""
     parts = []
     for first, end in itertools.pairwise(SPANS):
-        part = mask.part(first, end)
+        part = mask.slice_queries(first, end)
         keys = (x[:, : part.keys] for x in (k, v))
         parts.append(attention(q[:, first:end], *keys, mask=part, **how))
     return torch.cat(parts, 1)

@@ -261,7 +261,7 @@ def test_padding_behind_rows_is_not_seen(causal: bool, segments: Any, real: Any)
         "causal": causal,
     }
     mask, device = AttentionMask(5, **given), torch.device("cpu")
-    wide = mask.padded(8, 8, 2, device).dense(None, device).expand(2, -1, -1, -1)
+    wide = mask.pad(8, 8, 2, device).dense(None, device).expand(2, -1, -1, -1)
     assert torch.equal(wide[..., :5, :5], mask.dense(None, device).expand(2, -1, -1, -1))
     assert not wide[..., :5, 5:].any() and wide.any(-1).all()  # a row without keys would be NaN
 
@@ -291,7 +291,7 @@ BLOCKS["prefixes"]["segment_ids"] = BLOCKS["prefixes"]["segment_ids"].view(2, 70
 @pytest.mark.parametrize("case", BLOCKS)
 def test_blocks_of_flex_attention(case: str, filled: bool, window: int | None) -> None:
     mask, device = AttentionMask(700, **BLOCKS[case]), torch.device("cpu")
-    mask = mask.padded(768, 768, 2, device) if filled else mask
+    mask = mask.pad(768, 768, 2, device) if filled else mask
     dense, blocks = mask.dense(window, device)[:, 0], mask.blocks(window, device)
     rows = torch.arange(len(dense))[:, None, None]
     at = torch.arange(mask.tokens)

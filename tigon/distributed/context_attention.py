@@ -220,7 +220,7 @@ class ContextParallelAttention:
         chunks, parts = self.chunks(self.group), []
         for queries, chunk in zip(q.split([*map(len, chunks)], 1), chunks, strict=True):
             if chunk:
-                part = mask.part(chunk.start, chunk.stop)
+                part = mask.slice_queries(chunk.start, chunk.stop)
                 keys = k[:, : part.keys], v[:, : part.keys]
                 parts.append(attention(queries, *keys, mask=part, **options))
         return self._from_groups(concat_parts(parts, 1) if parts else q)

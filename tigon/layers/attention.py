@@ -105,12 +105,12 @@ class Attention(nn.Module):
         return ctx.reduce_to_region(self.o_proj(out.reshape(b, t, -1), *ctx.dropout_args))
 
     def _project(
-        self, x: Tensor, rotation: Rotation, *drawn: Tensor
+        self, x: Tensor, rotation: Rotation, *keys: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Returns q [B, T, H, D], k and v [B, T, K, D], normed and rotated."""
         # Asked before the call, since a hook may keep what it sees and take itself away
         alone = self.q_norm is None and self._alone()
-        qkv, (cos, sin, _) = self.qkv_proj(x, *drawn), rotation
+        qkv, (cos, sin, _) = self.qkv_proj(x, *keys), rotation
         if self.flat_qk_norm:
             q, k, v = self._heads(qkv)
             return *rope(q, k, cos, sin, interleaved=self.interleaved), v

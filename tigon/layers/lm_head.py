@@ -23,7 +23,7 @@ from tigon.layers.lora import Adapters, LowRank, SavedModules
 
 
 class HeadOutput(NamedTuple):  # a tuple, so that FSDP finds the tensors in it
-    values: list[HeadValue]  # of each criterion, per-row ones [B, T]
+    values: list[HeadValue]  # of each loss term, per-row ones [B, T]
     logits: Tensor | None = None  # [B, T, V]
     logits_at: Tensor | None = None  # [n, V]
 
@@ -47,7 +47,7 @@ class LMHead(nn.Module):
         self.weight = nn.Parameter(torch.empty(vocab, dim))
         self.bias = nn.Parameter(torch.empty(vocab)) if bias else None
         self.options = Options(softcap=softcap, logit_scale=logit_scale)
-        # That criteria may hold of logits at a time; None: as the shape suggests
+        # Most bytes of logits at a time; None: chosen by shape
         self.logits_bytes: int | None = None
         # Where ranks share the head: which rows weight and bias are; they join logits
         self.vocabulary: VocabularyShard | None = None

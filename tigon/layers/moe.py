@@ -79,7 +79,7 @@ class SparseMoE(nn.Module):
 
     The weights are probabilities over all experts, made to sum to 1 with `normalize`, and rounded
     to the model's dtype unless `exact_weights`. With `shared`, its size, one more expert takes
-    every token, weighted by a gate. `drawn`: keys [B, T] of an adapter's dropout, if there is one.
+    every token, weighted by a gate. `dropout_args`: keys [B, T] of an adapter's dropout, if any.
     `replicated`: all ranks that share the experts have these tokens and get the same output; there
     are no gradients.
     """
@@ -108,7 +108,7 @@ class SparseMoE(nn.Module):
         """Whether ranks divide the experts and replicate the rest."""
         return self.experts.shard is not None
 
-    def forward(self, x: Tensor, *drawn: Tensor, replicated: bool = False) -> MoEOutput:
+    def forward(self, x: Tensor, *dropout_args: Tensor, replicated: bool = False) -> MoEOutput:
         rows = x.flatten(0, -2)
         logits = self.gate(rows)
         probs = logits.softmax(-1, dtype=torch.float32)
@@ -120,7 +120,7 @@ class SparseMoE(nn.Module):
             weights = weights.to(logits.dtype)
         shared = None
         if self.shared_expert is not None and self.shared_expert_gate is not None:
-            keys = [t.flatten() for t in drawn]
+            keys = [t.flatten() for t in dropout_args]
             share = F.sigmoid(self.shared_expert_gate(rows, *keys))
             shared = share * self.shared_expert(rows, *keys)
         y = self.experts(rows, chosen, weights, route, replicated)

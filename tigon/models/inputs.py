@@ -287,7 +287,7 @@ class Batch:
         their places [N] in the flattened batch; else that is None. See
         `LanguageModel.drop_padding`.
         """
-        real = self.mask.unpadded() if self._drops(x) else None
+        real = self.mask.drop_padding() if self._drops(x) else None
         if real is None:
             return x, self.position_ids, self.mask, None
         places, mask = real

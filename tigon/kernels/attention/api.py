@@ -152,7 +152,7 @@ def _flex(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, plan: AttentionP
         if (tokens, keys) != (t, mask.keys):
             sizes = (tokens, q), (keys, k), (keys, v)
             q, k, v = (F.pad(x, (0, 0, 0, 0, 0, size - x.shape[1])) for size, x in sizes)
-            mask = mask.padded(tokens, keys, b, q.device)
+            mask = mask.pad(tokens, keys, b, q.device)
         form = mask.causal, mask.segment_ids is None, mask.key_mask is None, mask.past > 0
         kind = q.shape, k.shape, q.dtype, q.device, _needs_grad(q, k, v), form
         run = _compiled_flex(*kind, plan.window, plan.softcap, plan.scale)

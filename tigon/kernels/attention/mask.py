@@ -104,7 +104,7 @@ class AttentionMask:
         """Whether each row is one sequence, without padding."""
         return self.segment_ids is None and self.key_mask is None
 
-    def part(self, first: int, end: int) -> Self:
+    def slice_queries(self, first: int, end: int) -> Self:
         """Returns the mask of the queries [first, end) of each row and the S keys that they may
         see.
 
@@ -194,8 +194,8 @@ class AttentionMask:
     def before(self) -> PrefixVisibility | None:
         """What tokens see of `prefixes`."""
         if self.full_mask is not None:
-            of = self.full_mask.before
-            return None if of is None else of.part(self.past, self.past + self.tokens)
+            full = self.full_mask.before
+            return None if full is None else full.slice_queries(self.past, self.past + self.tokens)
         if self.prefixes is None or self.cu_seq_lens is None or self.segment_ids is None:
             return self._before
         prefixes, cu, shape = self.prefixes, self.cu_seq_lens, self.segment_ids.shape
@@ -223,7 +223,7 @@ class AttentionMask:
         longest = int(cu.diff().max())
         return Sequences(cu.to(device, non_blocking=True), longest)
 
-    def unpadded(self) -> tuple[Tensor, Self] | None:
+    def drop_padding(self) -> tuple[Tensor, Self] | None:
         """Returns the indices [N] of the real tokens in the flattened batch, and their mask as one
         row.
 
@@ -258,7 +258,7 @@ class AttentionMask:
         options: dict[str, Any] = {"causal": self.causal, "backend": self.backend}
         return self._once("even", lambda: type(self)(longest, **options))
 
-    def padded(self, tokens: int, keys: int, batch: int, device: torch.device) -> Self:
+    def pad(self, tokens: int, keys: int, batch: int, device: torch.device) -> Self:
         """Returns the mask with rows of queries and of keys padded on the right.
 
         What padded queries see is undefined.
@@ -277,7 +277,7 @@ class AttentionMask:
         options |= {"segment_ids": segments, "key_mask": real}
         mask = type(self)(tokens, past=self.past, **options)
         mask.after = keys - self.past - tokens
-        mask._before = None if self.before is None else self.before.padded(tokens - self.tokens)
+        mask._before = None if self.before is None else self.before.pad(tokens - self.tokens)
         return mask
 
     def needs_dense(self, window: int | None) -> bool:
@@ -310,7 +310,7 @@ class AttentionMask:
             query_segments = self.segment_ids[:, self.past : self.past + self.tokens]
             seen = seen & (query_segments[:, :, None] == self.segment_ids[:, None, :])
         if self.before is not None:
-            seen = seen | self.before.seen((..., None), query, key, window)
+            seen = seen | self.before.visible((..., None), query, key, window)
         if self.key_mask is not None:
             # A padded query sees itself: a row without any key would be NaN
             seen = seen & self.key_mask[:, None, :] | (key == query)[None]
@@ -359,7 +359,7 @@ class AttentionMask:
             if segments is not None:
                 seen = seen & (segments[b, query] == segments[b, key])
             if before is not None:
-                seen = seen | before.seen((b, index), query, key, window)
+                seen = seen | before.visible((b, index), query, key, window)
             if real is not None:
                 seen = seen & real[b, key] | (key == query)
             return seen

@@ -84,15 +84,15 @@ class PrefixVisibility(NamedTuple):
         values = first - row, last - row, cu[sequence] - last
         return cls(*(x.view(batch, tokens) for x in values))
 
-    def part(self, first: int, end: int) -> Self:
+    def slice_queries(self, first: int, end: int) -> Self:
         """Returns the ranges of the tokens [first, end) of each row."""
         return type(self)(*(x[:, first:end] for x in self))
 
-    def padded(self, tokens: int) -> Self:
+    def pad(self, tokens: int) -> Self:
         """Returns the ranges with `tokens` more tokens per row, which see nothing."""
         return type(self)(*(F.pad(x, (0, tokens)) for x in self))
 
-    def seen(self, at: Any, query: Tensor, key: Tensor, window: int | None) -> Tensor:
+    def visible(self, at: Any, query: Tensor, key: Tensor, window: int | None) -> Tensor:
         """Whether `query`, with the values at index `at`, sees `key` through its prefix."""
         first, last, shift = (x[at] for x in self)
         seen = (first <= key) & (key < last)

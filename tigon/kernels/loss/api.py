@@ -57,7 +57,7 @@ def cross_entropy(
     reduction "sum" the gradient is computed in the forward pass, and copied only for a backward
     pass that retains the graph.
     """
-    criterion = CrossEntropy(
+    term = CrossEntropy(
         targets=targets,
         weights=token_weights,
         denominator=denominator,
@@ -68,7 +68,7 @@ def cross_entropy(
         metrics=metrics,
     )
     options = options.of_logits()
-    return run_loss_term(logits, None, None, criterion, options=options, overwrite=overwrite)
+    return run_loss_term(logits, None, None, term, options=options, overwrite=overwrite)
 
 
 def divergence(
@@ -93,14 +93,14 @@ def divergence(
         )
     if not 0 <= beta <= 1:
         raise ValueError(f"beta={beta} is not in [0, 1]")
-    criterion = Divergence(
+    term = Divergence(
         teacher_logprobs=teacher_logprobs,
         weights=token_weights,
         denominator=denominator,
         reduction=reduction,
         beta=beta,
     )
-    return run_loss_term(logprobs, None, None, criterion).value
+    return run_loss_term(logprobs, None, None, term).value
 
 
 # Operators with a head
@@ -157,7 +157,7 @@ def linear_cross_entropy(
     out. Sources: the chunked gradient-in-forward form of Liger-Kernel (arXiv 2410.10989), defined
     by `linear_cross_entropy_ref`.
     """
-    criterion = CrossEntropy(
+    term = CrossEntropy(
         targets=targets,
         weights=token_weights,
         denominator=denominator,
@@ -169,7 +169,7 @@ def linear_cross_entropy(
     )
     options = options.of_logits()
     return run_loss_term(
-        hidden, weight, bias, criterion, options=options, active=active, logits_bytes=logits_bytes
+        hidden, weight, bias, term, options=options, active=active, logits_bytes=logits_bytes
     )
 
 
@@ -206,9 +206,9 @@ def selected_logprobs(
     is `Options(logit_scale=1 / temperature)`. Metrics, `active` and errors are those of
     `linear_cross_entropy`.
     """
-    criterion = LogProbs(targets=targets, metrics=metrics)
+    term = LogProbs(targets=targets, metrics=metrics)
     return run_loss_term(
-        hidden, weight, bias, criterion, options=options, active=active, logits_bytes=logits_bytes
+        hidden, weight, bias, term, options=options, active=active, logits_bytes=logits_bytes
     )
 
 
@@ -265,7 +265,7 @@ def linear_kl(
     `temperature`. At most `logits_bytes` of both models' logits exist at a time, and the sum's
     gradients are computed in the forward pass. Rows of weight 0 are left out.
     """
-    criterion = KL(
+    term = KL(
         teacher_hidden=teacher_hidden,
         teacher=Head(teacher_weight, teacher_bias, teacher_options),
         weights=token_weights,
@@ -275,5 +275,5 @@ def linear_kl(
         temperature=temperature,
     )
     return run_loss_term(
-        hidden, weight, bias, criterion, options=options, active=active, logits_bytes=logits_bytes
+        hidden, weight, bias, term, options=options, active=active, logits_bytes=logits_bytes
     ).value

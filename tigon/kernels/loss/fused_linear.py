@@ -61,7 +61,7 @@ from tigon.kernels.runtime import (
 
 SHARED = len(LossArgs._fields)
 LEARNED = 5  # of them that may have gradients: hidden, weight, bias, low and up
-INPUTS = 6  # of a criterion: four tensors of its pass, weights of the rows, scale of the sum
+INPUTS = 6  # of a term: four tensors of its pass, weights of the rows, scale of the sum
 Grads = tuple[Tensor | None, ...]
 
 
@@ -411,13 +411,13 @@ def run_loss_terms(
 
 
 def run_loss_term(
-    rows: Tensor, weight: Tensor | None, bias: Tensor | None, criterion: LossTerm, **more: Any
+    rows: Tensor, weight: Tensor | None, bias: Tensor | None, term: LossTerm, **more: Any
 ) -> HeadValue:
     """`run_loss_terms` of one term, over rows [N, C] or raw logits [N, V]."""
     if rows.dim() != 2:
         name, shape = ("logits", "[N, V]") if weight is None else ("hidden", "[N, C]")
         raise ValueError(f"{name} {tuple(rows.shape)} is not {shape}")
-    return run_loss_terms(rows, weight, bias, [criterion], **more)[0]
+    return run_loss_terms(rows, weight, bias, [term], **more)[0]
 
 
 def _pass(
@@ -547,8 +547,8 @@ def _scale(c: WeightedTerm, device: torch.device) -> Tensor:
     for name, x in (("denominator", denominator), ("coefficient", coefficient)):
         if isinstance(x, Tensor) and x.requires_grad:
             raise ValueError(
-                f"{name} requires a gradient, and criteria give it none: detach it, or multiply "
-                "what the criterion returns"
+                f"{name} requires a gradient, and loss terms give it none: detach it, or multiply "
+                "what the loss term returns"
             )
     if not isinstance(denominator, Tensor):
         # A fill, where as_tensor would copy from the host and wait
@@ -688,7 +688,7 @@ def _check_valid_rows(active: ValidRows, a: PreparedTerm, rows: int) -> None:
     """Raises unless `active` has every row that the term needs."""
     if len(active.keep) != rows:
         raise ValueError(
-            f"active has {len(active.keep)} rows, the criterion {rows}: make it from its targets"
+            f"active has {len(active.keep)} rows, the loss term {rows}: make it from its targets"
         )
     weights = a.given.weights if isinstance(a.given, WeightedTerm) else None
     same_weights = active.weights is None or active.weights is weights

@@ -99,7 +99,7 @@ def pad_vocab(vocab: int) -> int:
 
 
 GRADIENTS = 6  # that a pass returns
-SLOTS = 6  # tensors of a criterion: two of rows, two of a head, then peak and log_mass if known
+SLOTS = 6  # tensors of a term: two of rows, two of a head, then peak and log_mass if known
 Slots = list[Tensor | None]
 
 
@@ -148,7 +148,7 @@ class LossPass(NamedTuple):
 
     name: str  # in messages
     plans: tuple[LossPlan, ...]
-    per_token: tuple[bool, ...]  # whether a criterion's value is one for each row, not their sum
+    per_token: tuple[bool, ...]  # whether a term's value is one for each row, not their sum
     learned: tuple[bool, ...]  # whether the weights of its rows get a gradient
     teachers: tuple[Callable[..., Any] | None, ...]  # modules that lend their heads' tensors
     needs: tuple[bool, ...]  # gradients of hidden, weight, bias, low and up

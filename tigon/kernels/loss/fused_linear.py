@@ -120,15 +120,15 @@ class FusedLinearLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(p: LossPass, *tensors: Any) -> tuple[Tensor, ...]:
-        given, flat = LossArgs(*tensors[:SHARED]), tensors[SHARED:]
+        args, flat = LossArgs(*tensors[:SHARED]), tensors[SHARED:]
         row_scales: list[Tensor] = []
         for w, scale in zip(flat[4::INPUTS], flat[5::INPUTS], strict=True):
             if p.ahead and scale is not None:
-                n = given.hidden.shape[0]
+                n = args.hidden.shape[0]
                 row_scales.append(scale.expand(n).contiguous() if w is None else w * scale)
         needs = p.needs if p.ahead else (False,) * len(p.needs)
         nothing: Slots = [None, None] * len(p.plans)
-        grads, rows_by_term, top = _run(p, given, flat, row_scales, needs, nothing)
+        grads, rows_by_term, top = _run(p, args, flat, row_scales, needs, nothing)
         values, metrics, losses = [], [], []
         for i, (plan, rows) in enumerate(zip(p.plans, rows_by_term, strict=True)):
             w, scale = flat[INPUTS * i + 4], flat[INPUTS * i + 5]
@@ -139,32 +139,34 @@ class FusedLinearLoss(torch.autograd.Function):
             if p.learned[i]:
                 losses.append(loss if scale is None else loss * scale)
         if not p.ahead:
-            of = [rows for plan, rows in zip(p.plans, rows_by_term, strict=True) if plan.statistics]
-            grads = [rows[name] for rows in of for name in ("peak", "log_mass")]
+            statistics = [
+                rows for plan, rows in zip(p.plans, rows_by_term, strict=True) if plan.statistics
+            ]
+            grads = [rows[name] for rows in statistics for name in ("peak", "log_mass")]
         return *values, *metrics, *losses, *(() if top is None else (top,)), *grads
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        p, *given = inputs
-        hidden, weight, bias, low, up = given[:LEARNED]
+        p, *arguments = inputs
+        hidden, weight, bias, low, up = arguments[:LEARNED]
         k = len(p.plans)
-        kept: list[Tensor | None] = [*output[k + sum(len(plan.metrics) for plan in p.plans) :]]
+        extra: list[Tensor | None] = [*output[k + sum(len(plan.metrics) for plan in p.plans) :]]
         ctx.mark_non_differentiable(*output[k:])
         ctx.set_materialize_grads(False)
-        ctx.p, ctx.kept, ctx.grad = p, len(kept), None
-        ctx.dtypes = [None if x is None else x.dtype for x in given[:LEARNED]]
+        ctx.p, ctx.num_extra, ctx.grad = p, len(extra), None
+        ctx.dtypes = [None if x is None else x.dtype for x in arguments[:LEARNED]]
         ctx.transformed = is_transformed(hidden, weight, bias, low, up)
         if p.ahead and weight is None and not ctx.transformed:
             # Returned last, the gradient is scaled in place: saved_tensors would keep it alive
             first = -GRADIENTS
-            ctx.grad, kept[first] = hidden.detach() if p.overwrite else kept[first], None
+            ctx.grad, extra[first] = hidden.detach() if p.overwrite else extra[first], None
         if p.ahead and len(p.plans) == 1 and not ctx.transformed:
-            given = [None] * len(given)
+            arguments = [None] * len(arguments)
         # Gradients that autograd alone keeps may be overwritten by those that it is to get
         ctx.exclusive = not (ctx.transformed or torch.compiler.is_compiling()) and (
             torch._C._autograd._top_saved_tensors_default_hooks(False) is None
         )
-        ctx.save_for_backward(*given, *kept)
+        ctx.save_for_backward(*arguments, *extra)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Grads:
@@ -173,11 +175,13 @@ class FusedLinearLoss(torch.autograd.Function):
         if all(up is None for up in ups):
             return (None,) * (1 + SHARED + INPUTS * len(ups))
         if ctx.transformed:
-            outputs = FusedLinearLossBackward.apply(p, False, ctx.kept, *ctx.dtypes, *ups, *saved)
+            outputs = FusedLinearLossBackward.apply(
+                p, False, ctx.num_extra, *ctx.dtypes, *ups, *saved
+            )
         else:
             refuse_second_derivative(p.name, p.instead)
             if ctx.grad is not None and _share_gradient(ups):
-                losses, factor, _ = _unpack(p, saved[len(saved) - ctx.kept :], ups)
+                losses, factor, _ = _unpack(p, saved[len(saved) - ctx.num_extra :], ups)
                 assert factor is not None
                 if retains_graph():
                     d_logits = rescale(ctx.grad, factor, ctx.grad.dtype)
@@ -186,7 +190,7 @@ class FusedLinearLoss(torch.autograd.Function):
                 outputs = (d_logits, *(None,) * (LEARNED - 1), *losses)
             else:
                 exclusive = ctx.exclusive and not retains_graph()
-                outputs = _differentiate(p, exclusive, ctx.kept, *ctx.dtypes, *ups, *saved)
+                outputs = _differentiate(p, exclusive, ctx.num_extra, *ctx.dtypes, *ups, *saved)
         flat_gradients: list[Tensor | None] = []
         rest = iter(outputs[LEARNED:])
         for learns in p.learned:
@@ -221,17 +225,17 @@ def _share_gradient(ups: Sequence[Tensor | None]) -> bool:
 
 
 def _unpack(
-    p: LossPass, kept: Sequence[Tensor], ups: Sequence[Tensor | None]
+    p: LossPass, extra: Sequence[Tensor], ups: Sequence[Tensor | None]
 ) -> tuple[Grads, Tensor | None, Sequence[Tensor]]:
     """Returns gradients of the rows' weights, the factor of precomputed gradients, and the rest."""
     learned = [up for up, learns in zip(ups, p.learned, strict=True) if learns]
     weight_gradients = [
-        None if up is None else x * up for up, x in zip(learned, kept, strict=False)
+        None if up is None else x * up for up, x in zip(learned, extra, strict=False)
     ]
-    kept, factor = kept[len(learned) :], ups[0]
+    extra, factor = extra[len(learned) :], ups[0]
     if p.late and p.ahead:
-        factor, kept = None if factor is None else factor * kept[0], kept[1:]
-    return tuple(weight_gradients), factor, kept
+        factor, extra = None if factor is None else factor * extra[0], extra[1:]
+    return tuple(weight_gradients), factor, extra
 
 
 def _scale_gradients(
@@ -254,34 +258,36 @@ def _scale_gradients(
         return rescale(x, factor, dtype)
 
     hidden, first, rest, bias, low, up = pass_gradients
-    of_weight = None
+    weight_gradient = None
     if needs[1] and not len(rest):
-        of_weight = one(first, dtypes[1])
+        weight_gradient = one(first, dtypes[1])
     elif needs[1]:
         join = rescale_and_join_ if exclusive else rescale_and_join
-        of_weight = join(first, rest, first.new_ones(()) if factor is None else factor, dtypes[1])
+        weight_gradient = join(
+            first, rest, first.new_ones(()) if factor is None else factor, dtypes[1]
+        )
     return (
         one(hidden, dtypes[0]) if needs[0] else None,
-        of_weight,
+        weight_gradient,
         one(bias, dtypes[2]) if needs[2] else None,
         one(low, dtypes[3]) if needs[3] else None,
         one(up, dtypes[4]) if needs[4] else None,
     )
 
 
-def _differentiate(p: LossPass, exclusive: bool, count: int, *given: Any) -> Grads:
+def _differentiate(p: LossPass, exclusive: bool, count: int, *args: Any) -> Grads:
     """Returns gradients of hidden, weight, bias, low and up, then of the rows' weights that need
     one.
 
     `exclusive`: nothing else has or needs the precomputed gradients.
     """
     k = len(p.plans)
-    dtypes, given = given[:LEARNED], given[LEARNED:]
-    ups, saved = given[:k], given[k:]
+    dtypes, args = args[:LEARNED], args[LEARNED:]
+    ups, saved = args[:k], args[k:]
     split = len(saved) - count
-    weight_gradients, factor, kept = _unpack(p, saved[split:], ups)
+    weight_gradients, factor, extra = _unpack(p, saved[split:], ups)
     if p.ahead and factor is not None and _share_gradient(ups):
-        return *_scale_gradients(kept, p.needs, dtypes, factor, exclusive), *weight_gradients
+        return *_scale_gradients(extra, p.needs, dtypes, factor, exclusive), *weight_gradients
     inputs, flat = LossArgs(*saved[:SHARED]), saved[SHARED:split]
     row_scales = []
     for i, up in enumerate(ups):
@@ -290,7 +296,7 @@ def _differentiate(p: LossPass, exclusive: bool, count: int, *given: Any) -> Gra
         rows = rows if p.per_token[i] else rows * scale
         rows = rows if w is None else rows * w
         row_scales.append(rows.expand(inputs.hidden.shape[0]))
-    statistics = iter(kept)
+    statistics = iter(extra)
     lse_parts: Slots = []
     for plan in p.plans:
         lse_parts += [next(statistics), next(statistics)] if plan.statistics else [None, None]
@@ -316,7 +322,7 @@ class HeadValue(NamedTuple):
 class PreparedTerm(NamedTuple):
     """A loss term with its tensors as rows."""
 
-    given: LossTerm
+    term: LossTerm
     plan: LossPlan
     tensors: tuple[Tensor | None, ...]  # the four of its pass
     targets: Tensor | None  # [N]
@@ -462,7 +468,7 @@ def _finish(
     value: Tensor, outputs: dict[str, Tensor], a: PreparedTerm, lead: torch.Size
 ) -> HeadValue:
     """Returns the term's value and the requested metrics, [...] where per row."""
-    c = a.given
+    c = a.term
     if isinstance(c, LogProbs):
         value = -value
     elif a.scale is None and isinstance(c, WeightedTerm) and not _is_one(c.coefficient):
@@ -518,8 +524,8 @@ def prepare_term(
             weights = torch.where(targets != IGNORE_INDEX, weights, 0)
         if isinstance(c, Divergence):
             plan = LossPlan("divergence", DEFAULT_OPTIONS, float(c.beta), normalized=True)
-            given = c.teacher_logprobs.detach().flatten(0, -2)
-            return PreparedTerm(c, plan, (given, None, None, None), targets, weights, scale)
+            logprobs = c.teacher_logprobs.detach().flatten(0, -2)
+            return PreparedTerm(c, plan, (logprobs, None, None, None), targets, weights, scale)
         plan, tensors, teacher = _prepare_teacher(hidden, c, options, vocab, width, targets)
         return PreparedTerm(c, plan, tensors, targets, weights, scale, teacher)
     if targets is None:
@@ -588,7 +594,7 @@ def _prepare_teacher(
         check_devices(hidden=hidden, teacher_tokens=tokens, teacher_logprobs=logprobs)
         return LossPlan("topk", options, float(c.beta)), (tokens, logprobs, None, None), None
     states = cast(Tensor, c.teacher_hidden).detach().flatten(0, -2)
-    of_teacher, module = c.teacher.options, None
+    head_options, module = c.teacher.options, None
     weight = bias = None
     if isinstance(c.teacher, Head) or not has_values(hidden):
         weight, bias = c.teacher.weight.detach(), c.teacher.bias
@@ -611,8 +617,8 @@ def _prepare_teacher(
         states = states.to(autocast_dtype(states.device) or states.dtype)
         if len(states) != n:
             raise ValueError(f"the student has {n} rows, the teacher {len(states)}")
-    check_logit_options(of_teacher)
-    teacher_options = of_teacher.at_temperature(c.temperature)
+    check_logit_options(head_options)
+    teacher_options = head_options.at_temperature(c.temperature)
     plan = LossPlan("divergence", options, float(c.beta), teacher_options)
     return plan, (states, None, weight, bias), module
 
@@ -679,9 +685,9 @@ def _any_row(keeps: Sequence[Tensor | None]) -> Tensor | None:
 
 def _deciding_weights(a: PreparedTerm) -> Tensor | None:
     """Returns the weights if they alone decide which rows are left out."""
-    if isinstance(a.given, CrossEntropy) and a.given.class_weights is not None:
+    if isinstance(a.term, CrossEntropy) and a.term.class_weights is not None:
         return None
-    return a.given.weights if isinstance(a.given, WeightedTerm) else None
+    return a.term.weights if isinstance(a.term, WeightedTerm) else None
 
 
 def _check_valid_rows(active: ValidRows, a: PreparedTerm, rows: int) -> None:
@@ -690,9 +696,9 @@ def _check_valid_rows(active: ValidRows, a: PreparedTerm, rows: int) -> None:
         raise ValueError(
             f"active has {len(active.keep)} rows, the loss term {rows}: make it from its targets"
         )
-    weights = a.given.weights if isinstance(a.given, WeightedTerm) else None
+    weights = a.term.weights if isinstance(a.term, WeightedTerm) else None
     same_weights = active.weights is None or active.weights is weights
-    if active.targets is not None and active.targets is a.given.targets and same_weights:
+    if active.targets is not None and active.targets is a.term.targets and same_weights:
         return
     needed = a.needed()
     absent = ~active.keep if needed is None else needed & ~active.keep
@@ -704,9 +710,9 @@ def _eager_cross_entropy(logits: Tensor, a: PreparedTerm, lead: torch.Size) -> H
     assert a.targets is not None
     loss = cross_entropy_ref(logits, a.targets, options=a.plan.options)
     loss = loss if a.weights is None else torch.where(a.weights == 0, 0, loss * a.weights)
-    if a.scale is not None and isinstance(a.given, WeightedTerm):
-        loss = loss.sum() / (1.0 if a.given.denominator is None else a.given.denominator)
-        loss = loss * a.given.coefficient
+    if a.scale is not None and isinstance(a.term, WeightedTerm):
+        loss = loss.sum() / (1.0 if a.term.denominator is None else a.term.denominator)
+        loss = loss * a.term.coefficient
     outputs = {}
     if a.plan.metrics:
         outputs = loss_rows(logits.detach(), a.targets, a.plan.options, a.plan.metrics).metrics

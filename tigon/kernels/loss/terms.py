@@ -77,10 +77,10 @@ class LossTerm:
         self, targets: Tensor, weights: Tensor | None, denominator: Tensor | float | None
     ) -> Self:
         """Returns a copy with the batch's targets, weights and denominator where it has none."""
-        of_batch: dict[str, Any] = {"targets": targets, "weights": weights}
-        of_batch["denominator"] = denominator
-        missing = [n for n in of_batch if getattr(self, n, of_batch) is None]
-        return replace(self, **{n: of_batch[n] for n in missing})
+        values: dict[str, Any] = {"targets": targets, "weights": weights}
+        values["denominator"] = denominator
+        missing = [n for n in values if getattr(self, n, values) is None]
+        return replace(self, **{n: values[n] for n in missing})
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

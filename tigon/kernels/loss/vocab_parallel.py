@@ -183,21 +183,21 @@ def _combine_rows(
         part.metrics["predicted_tokens"] = tokens.int().view(torch.float32)
     columns = [part.peak, part.log_mass, *(part.metrics[name] for name in names)]
     peaks, log_masses, *gathered = shard.gather(torch.stack(columns, 1)).unbind(2)
-    of = dict(zip(names, gathered, strict=True))
+    by_name = dict(zip(names, gathered, strict=True))
     peak, log_mass = combine_logsumexp(peaks, log_masses)
 
-    lse, nll = peak + log_mass, log_mass + (peak - of["target"].sum(0))
-    mean = of["total"].sum(0) / shard.size if "total" in of else None
+    lse, nll = peak + log_mass, log_mass + (peak - by_name["target"].sum(0))
+    mean = by_name["total"].sum(0) / shard.size if "total" in by_name else None
     values = {"nll": nll, "z": lse, "max_logit": peak}
-    if "entropy" in of:
+    if "entropy" in by_name:
         # A part's entropy is its log_mass less the mean of its logits below its peak
         log_share = log_masses + (peaks - peak) - log_mass
-        below = log_masses - of["entropy"] + (peaks - peak)
+        below = log_masses - by_name["entropy"] + (peaks - peak)
         values["entropy"] = log_mass - (log_share.exp() * below).where(log_share > -1e30, 0).sum(0)
     valid = targets != IGNORE_INDEX
     masked = {name: values[name].where(valid, 0) for name in metrics if name in values}
-    if "predicted_tokens" in of:
-        tokens = of["predicted_tokens"].contiguous().view(torch.int32)
+    if "predicted_tokens" in by_name:
+        tokens = by_name["predicted_tokens"].contiguous().view(torch.int32)
         first = peaks.argmax(0, keepdim=True)  # of equal ones
         best = tokens.gather(0, first).squeeze(0)
         masked["predicted_tokens"] = best.long().where(valid, IGNORE_INDEX)

@@ -34,7 +34,7 @@ class DispatchSizes(NamedTuple):
 class TokenRoute:
     """Where the tokens of one pass go; the row counts are on their way to the host."""
 
-    slots: Tensor  # [N p], of a token's row among those sent; M or more where the rank needs none
+    send_rows: Tensor  # [N p], a token's row among those sent; M or more if the rank needs none
     counts: Tensor  # [2 p + 1] on the host
     known: torch.cuda.Event | None  # when the counts are there; None: they are
 
@@ -52,35 +52,37 @@ class _ToExperts(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, rows: Tensor, slots: Tensor, ranks: Ranks, sizes: DispatchSizes
+        ctx: Any, x: Tensor, rows: Tensor, send_rows: Tensor, ranks: Ranks, sizes: DispatchSizes
     ) -> Tensor:
-        ctx.save_for_backward(slots)
+        ctx.save_for_backward(send_rows)
         ctx.ranks, ctx.sizes = ranks, sizes
         return ranks.exchange(rows[: sum(sizes.sent)], sizes.received, sizes.sent)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         refuse_second_derivative("an exchange between ranks")
-        (slots,), sizes = ctx.saved_tensors, ctx.sizes
+        (send_rows,), sizes = ctx.saved_tensors, ctx.sizes
         rows = ctx.ranks.exchange(grad, sizes.sent, sizes.received)
-        return combine_rows(rows, slots, None, ctx.ranks.size), None, None, None, None
+        return combine_rows(rows, send_rows, None, ctx.ranks.size), None, None, None, None
 
 
 class _FromExperts(torch.autograd.Function):
     """Returns each token's sum of the rows that ranks send back."""
 
     @staticmethod
-    def forward(ctx: Any, y: Tensor, slots: Tensor, ranks: Ranks, sizes: DispatchSizes) -> Tensor:
-        ctx.save_for_backward(slots)
+    def forward(
+        ctx: Any, y: Tensor, send_rows: Tensor, ranks: Ranks, sizes: DispatchSizes
+    ) -> Tensor:
+        ctx.save_for_backward(send_rows)
         ctx.ranks, ctx.sizes = ranks, sizes
         rows = ranks.exchange(y, sizes.sent, sizes.received)
-        return combine_rows(rows, slots, None, ranks.size)
+        return combine_rows(rows, send_rows, None, ranks.size)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         refuse_second_derivative("an exchange between ranks")
-        (slots,), sizes = ctx.saved_tensors, ctx.sizes
-        rows = spread_rows(grad.contiguous(), slots, ctx.ranks.size, sum(sizes.sent))
+        (send_rows,), sizes = ctx.saved_tensors, ctx.sizes
+        rows = spread_rows(grad.contiguous(), send_rows, ctx.ranks.size, sum(sizes.sent))
         return ctx.ranks.exchange(rows, sizes.received, sizes.sent), None, None, None
 
 
@@ -110,12 +112,11 @@ class ExpertShard:
         """
         ranks = self.ranks.size
         numbers = torch.arange(ranks, device=experts.device)
-        slots = ((experts // self.experts_per_rank)[..., None] == numbers).sum(
-            1
-        )  # [N, p], of each rank
+        chosen = (experts // self.experts_per_rank)[..., None] == numbers
+        slots = chosen.sum(1)  # [N, p], of each rank
         needed = slots > 0
         first = needed.T.flatten()  # those of the first rank, then of the second ...
-        slots = torch.where(first, first.cumsum(0) - 1, len(first))
+        send_rows = torch.where(first, first.cumsum(0) - 1, len(first))
         sent = torch.stack((needed.sum(0), slots.sum(0)), 1)  # [p, 2]
         ones = [1] * ranks
         received = self.ranks.exchange(sent, ones, ones)
@@ -133,7 +134,7 @@ class ExpertShard:
             counts = counts.to("cpu", non_blocking=True)  # to pinned memory
             known = torch.cuda.Event()
             known.record()
-        return TokenRoute(slots.view(ranks, -1).T.flatten(), counts, known)
+        return TokenRoute(send_rows.view(ranks, -1).T.flatten(), counts, known)
 
     def run(
         self,
@@ -155,9 +156,9 @@ class ExpertShard:
         chosen = torch.cat((weights.to(exact), experts.to(exact)), 1)
         # Copied before it is known how many are sent, to have work while the host waits
         most = min(k, ranks.size) * len(x)
-        copies = [spread_rows(t.detach(), route.slots, ranks.size, most) for t in (chosen, x)]
+        copies = [spread_rows(t.detach(), route.send_rows, ranks.size, most) for t in (chosen, x)]
         sizes = route.sizes()
-        args = route.slots, ranks, sizes
+        args = route.send_rows, ranks, sizes
         chosen = _ToExperts.apply(chosen, copies.pop(0), *args)
         rows = _ToExperts.apply(x, copies.pop(), *args)
         weights, numbers = chosen[:, :k].to(weights.dtype), chosen[:, k:].detach()

@@ -353,7 +353,7 @@ def _cast_both(x: Tensor, row_bits: Tensor | None, column_bits: Tensor | None) -
 
 def _cast_tiles(
     x: Tensor,
-    maxima_known: Maxima,
+    known_maxima: Maxima,
     data: Tensor | None,
     scale: Tensor | None,
     turned: Tensor,
@@ -362,11 +362,11 @@ def _cast_tiles(
     """Finds maxima that are not known, then casts."""
     R, C = x.shape
     S, tile = turned.shape[1], {"TILE_R": TILE_R, "TILE_C": TILE_C, "num_warps": WARPS}
-    if maxima_known.columns is None or (maxima_known.rows is None and data is not None):
-        maxima_known = _maxima(x, data is not None, tile)
+    if known_maxima.columns is None or (known_maxima.rows is None and data is not None):
+        known_maxima = _maxima(x, data is not None, tile)
     grid = (triton.cdiv(S, TILE_R) * triton.cdiv(C, TILE_C),)
     ends = data, scale, turned, turned_scale
-    _tiles_kernel[grid](x, *maxima_known, *ends, R, C, S, x.stride(0), **tile)
+    _tiles_kernel[grid](x, *known_maxima, *ends, R, C, S, x.stride(0), **tile)
 
 
 def _maxima(x: Tensor, of_rows: bool, tile: dict[str, int]) -> Maxima:
@@ -400,12 +400,12 @@ def cast_columns(x: Tensor, bits: Tensor | None = None, *, fused: bool) -> Scale
 
 
 def cast_both(
-    x: Tensor, maxima_known: Maxima = NO_MAXIMA, *, fused: bool
+    x: Tensor, known_maxima: Maxima = NO_MAXIMA, *, fused: bool
 ) -> tuple[ScaledMatrix, ScaledMatrix]:
     """Returns `cast_rows` and `cast_columns` of x, in fewer reads."""
     if not fused:
         return cast_both_ref(x)
-    data, scale, *turned = _cast_both(as_rows(x), *maxima_known)
+    data, scale, *turned = _cast_both(as_rows(x), *known_maxima)
     return ScaledMatrix(data, scale), ScaledMatrix(*turned)
 
 
@@ -604,11 +604,11 @@ def _forward(
     needs_x: bool,
     needs_weight: bool,
     fused: bool,
-    maxima_known: ColumnMaxima,
+    known_maxima: ColumnMaxima,
 ) -> Tensor:
     """Casts and multiplies. `needs_x`, `needs_weight`: the gradients that backward will compute."""
-    a, maxima_known.x = _cast(x, needs_weight, fused)
-    b, maxima_known.weight = _cast(weight, needs_x, fused)
+    a, known_maxima.x = _cast(x, needs_weight, fused)
+    b, known_maxima.weight = _cast(weight, needs_x, fused)
     return _product(a, b, fast=FAST_FORWARD, fused=fused)
 
 
@@ -617,22 +617,22 @@ class _Fp8Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, *args: Any) -> Tensor:
-        recompute, fused, maxima_known, shape = args
+        recompute, fused, known_maxima, shape = args
         needs_x, needs_weight, *_ = ctx.needs_input_grad
         saved_x = () if not needs_weight else (x,) if recompute is None else recompute.saved
         ctx.save_for_backward(weight if needs_x else None, *saved_x)
         ctx.recompute_fn = None if recompute is None else recompute.fn
         ctx.fused, ctx.shape = fused, shape
-        ctx.maxima_known = ColumnMaxima() if maxima_known is None else maxima_known
-        if maxima_known is not None:
+        ctx.known_maxima = ColumnMaxima() if known_maxima is None else known_maxima
+        if known_maxima is not None:
             return placeholder(x, weight.shape[0])
-        return _forward(x, weight, needs_x, needs_weight, fused, ctx.maxima_known)
+        return _forward(x, weight, needs_x, needs_weight, fused, ctx.known_maxima)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         refuse_second_derivative("fp8_linear")
         weight, *saved_x = ctx.saved_tensors
-        maxima_known: ColumnMaxima = ctx.maxima_known
+        known_maxima: ColumnMaxima = ctx.known_maxima
         options: dict[str, Any] = {"fused": ctx.fused}
         needs_weight, remote = ctx.needs_input_grad[1], None
         if needs_weight and ctx.recompute_fn is not None:
@@ -647,14 +647,14 @@ class _Fp8Linear(torch.autograd.Function):
             rows, columns = cast_both(dy, find_maxima(dy), **options)
         dx = dw = None
         if rows is not None:
-            dx = _dx(rows, weight, maxima_known.weight, ctx.fused)
+            dx = _dx(rows, weight, known_maxima.weight, ctx.fused)
             if remote is not None:
                 remote.reduce(dx.view(ctx.shape))  # beside what follows
         if columns is not None:
             x = saved_x[0] if ctx.recompute_fn is None else run_recompute(ctx.recompute_fn, saved_x)
             x = x.view(-1, ctx.shape[-1])
             dw = _product(
-                columns, cast_columns(x, maxima_known.x, **options), fast=FAST_BACKWARD, **options
+                columns, cast_columns(x, known_maxima.x, **options), fast=FAST_BACKWARD, **options
             )
         return dx, dw, None, None, None, None
 
@@ -680,11 +680,11 @@ def fp8_gradient(dy: Tensor, weight: Tensor) -> Tensor:
 
 
 def _gated_forward(
-    gate_up: Tensor, weight: Tensor, act: Activation, maxima_known: ColumnMaxima
+    gate_up: Tensor, weight: Tensor, act: Activation, known_maxima: ColumnMaxima
 ) -> Tensor:
     """Returns [T, N] from gate_up [T, 2 K] and weight [N, K]; backward finds the product's
     maxima."""
-    b, maxima_known.weight = _cast(weight, True, True)
+    b, known_maxima.weight = _cast(weight, True, True)
     return _product(cast_gated_rows(gate_up, act), b, fast=FAST_FORWARD, fused=True)
 
 
@@ -693,12 +693,12 @@ class _Fp8Gated(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, gate_up: Tensor, weight: Tensor, *args: Any) -> Tensor:
-        ctx.act, ctx.overwrite, maxima_known = args
+        ctx.act, ctx.overwrite, known_maxima = args
         ctx.save_for_backward(gate_up, weight)
-        ctx.maxima_known = ColumnMaxima() if maxima_known is None else maxima_known
-        if maxima_known is not None:
+        ctx.known_maxima = ColumnMaxima() if known_maxima is None else known_maxima
+        if known_maxima is not None:
             return placeholder(gate_up, weight.shape[0])
-        return _gated_forward(gate_up, weight, ctx.act, ctx.maxima_known)
+        return _gated_forward(gate_up, weight, ctx.act, ctx.known_maxima)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
@@ -706,7 +706,7 @@ class _Fp8Gated(torch.autograd.Function):
         gate_up, weight = ctx.saved_tensors
         options: dict[str, Any] = {"fused": True}
         rows, columns = cast_both(dy, find_maxima(dy), **options)
-        weight_columns = cast_columns(weight, ctx.maxima_known.weight, **options)
+        weight_columns = cast_columns(weight, ctx.known_maxima.weight, **options)
         d = _product(rows, weight_columns, fast=FAST_BACKWARD, **options)
         del rows, weight_columns
         gradients = gradients_and_maxima(d, gate_up, ctx.act, ctx.overwrite)
@@ -742,11 +742,11 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, fused: bool) -> Tens
     recompute = find_recompute(x) if weight.requires_grad else None
     if recompute is not None:
         recompute.keep_gate_up()
-    rows, maxima_known = x.reshape(-1, x.shape[-1]), ColumnMaxima() if defers_product() else None
-    y = _Fp8Linear.apply(rows, weight, recompute, fused, maxima_known, x.shape)
-    if maxima_known is not None:
+    rows, known_maxima = x.reshape(-1, x.shape[-1]), ColumnMaxima() if defers_product() else None
+    y = _Fp8Linear.apply(rows, weight, recompute, fused, known_maxima, x.shape)
+    if known_maxima is not None:
         learns = rows.requires_grad, weight.requires_grad
-        y = deferred_product(y, lambda: _forward(rows, weight, *learns, fused, maxima_known))
+        y = deferred_product(y, lambda: _forward(rows, weight, *learns, fused, known_maxima))
     return _finish_output(y, x.shape[:-1], bias)
 
 
@@ -781,9 +781,9 @@ def fp8_gated_linear(
         return fp8_linear(gated_act(gate_up, act, overwrite=True), weight, bias)
     _check(gate_up, weight, halves=2)
     check_act(act)
-    maxima_known, overwrite = ColumnMaxima() if defers_product() else None, may_overwrite(gate_up)
+    known_maxima, overwrite = ColumnMaxima() if defers_product() else None, may_overwrite(gate_up)
     rows = gate_up.reshape(-1, gate_up.shape[-1])
-    y = _Fp8Gated.apply(rows, weight, act, overwrite, maxima_known)
-    if maxima_known is not None:
-        y = deferred_product(y, lambda: _gated_forward(rows, weight, act, maxima_known))
+    y = _Fp8Gated.apply(rows, weight, act, overwrite, known_maxima)
+    if known_maxima is not None:
+        y = deferred_product(y, lambda: _gated_forward(rows, weight, act, known_maxima))
     return _finish_output(y, gate_up.shape[:-1], bias)

@@ -110,4 +110,6 @@ def test_a_norm_sums():
         assert block._scaled(branch) is branch
         block.branch_scale = 0.5
         assert torch.equal(block._scaled(branch), x)
-    assert torch.equal(SequenceParallelRegion(ranks, (1, 3), whole=True).reduce_to_region(x), 2 * x)
+    assert torch.equal(
+        SequenceParallelRegion(ranks, (1, 3), replicated=True).reduce_to_region(x), 2 * x
+    )

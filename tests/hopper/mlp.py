@@ -142,7 +142,7 @@ def _dropout(C: int, dtype: torch.dtype) -> None:
     dropout = Dropout(zeros(512, dtype=torch.int64), -(2**60) - 1, 0.1)
     backward(apply_dropout(zeros(512, C, dtype=dtype, grad=True), dropout))
     given = zeros(512, 16, dtype=dtype), [zeros(16, C, dtype=dtype)], [0], [1.0], C, None, True
-    low_rank_product(*given, dropout.keys, dropout.place, dropout.threshold)
+    low_rank_product(*given, dropout.keys, dropout.seed, dropout.threshold)
 
 
 FEW_BITS: dict[str, tuple[list[tuple[int, int]], torch.dtype]] = {

@@ -23,7 +23,7 @@ from tigon.kernels.recompute import rebuilding
 from tigon.layers import Linear
 from tigon.models import CausalLM
 from tigon.models.adapters import peft_files
-from tigon.models.adapters.lora import places
+from tigon.models.adapters.lora import find_target_modules
 
 
 @pytest.fixture(scope="module")
@@ -237,7 +237,7 @@ def test_wrong_settings(case: str, model: CausalLM) -> None:
 
 
 def test_all_linear_and_more(model: CausalLM) -> None:
-    every = {place.name for place in places(model) if place.linear}
+    every = {place.name for place in find_target_modules(model) if place.linear}
     for own, others in {"lm_head": every | {"lm_head"}, "q_proj": every}.items():
         model.add_adapter(LoraConfig(rank=2, targets=("all-linear", own)), own)
         stored = {part.name for n in trained(model) for part in model.layout()[n]}
@@ -400,12 +400,12 @@ def test_patterns_of_every_projection_are_read_once(
     model: CausalLM, adapter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read: list[str] = []
-    real = peft_files.compiled
+    real = peft_files.compile_pattern
     monkeypatch.setattr(peft_files, "compiled", lambda k, p: read.append(p) or real(k, p))
     target = edit(adapter, tmp_path / "it", alpha_pattern={f"x{i}": 1 for i in range(50)})
     model.load_adapter(target)
     assert len(read) == 50
-    names = [place.name for place in places(model)]
+    names = [place.name for place in find_target_modules(model)]
     whole = {name: 8 for name in names} | {r"layers\.0\.mlp\.down_proj": 8}
     model.load_adapter(edit(adapter, tmp_path / "whole", alpha_pattern=whole), name="whole")
     assert len(names) > 3 and len(read) == 50  # which are looked up

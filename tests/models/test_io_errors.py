@@ -159,17 +159,17 @@ BAD: dict[str, tuple[str, Break, str]] = {
     "config dtype": (
         "single",
         configure(dtype="float8_e4m3fn"),
-        r"single/config.json: dtype='float8_e4m3fn' is none that a model can have; pass dtype=",
+        r"single/config.json: unsupported dtype 'float8_e4m3fn': use float32, bfloat16, float16, float64; pass dtype=",
     ),
     "config dtype of a function": (
         "single",
         configure(dtype="save"),
-        r"single/config.json: dtype='save' is none that a model can have; pass dtype=",
+        r"single/config.json: unsupported dtype 'save': use float32, bfloat16, float16, float64; pass dtype=",
     ),
     "config dtype of an attribute": (
         "single",
         configure(dtype="torch.__class__"),
-        r"single/config.json: dtype='torch.__class__' is none that a model can have",
+        r"single/config.json: unsupported dtype 'torch.__class__'",
     ),
     "more layers than the file": (
         "single",

@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from tests.parallel.test_tensor import SIZES, random_model
 from tests.train.ranks import Ranks
-from tigon.parallel import cut_model, share_context
+from tigon.parallel import enable_context_parallel, shard_model
 
 
 def errors(directory: str) -> None:
@@ -20,8 +20,8 @@ def errors(directory: str) -> None:
     mesh = init_device_mesh("cpu", (2,))
     cut = random_model("llama", {})
     shared = copy.deepcopy(cut)
-    cut_model(cut, mesh)
-    share_context(shared, mesh)
+    shard_model(cut, mesh)
+    enable_context_parallel(shared, mesh)
     found: dict[str, str] = {}
     for token in (SIZES["vocab_size"], -1):
         ids = torch.tensor([[5, token, 9, 7, 6, 8]])

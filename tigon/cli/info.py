@@ -22,11 +22,11 @@ from tigon.cli.summary import (
 )
 from tigon.hub import Repository, config_file
 from tigon.kernels.attention.api import survey
-from tigon.models import MODELS, CausalLM, build, misfits, split_gguf
+from tigon.models import MODELS, CausalLM, build_pretrained, find_misfits, parse_gguf_path
 from tigon.train.export import described_checkpoint, find_checkpoint
 from tigon.utils.json import quote, read_json
 from tigon.version import __version__
-from tigon.weights import Checkpoint, listing, read_header
+from tigon.weights import Checkpoint, format_misfits, read_header
 
 NAMED = 5  # tensors, at most, of those that do not fit
 
@@ -60,7 +60,7 @@ def describe(path: str, revision: str | None = None) -> Facts:
     """
     if checkpoint := find_checkpoint(path):
         return _describe_run(checkpoint)
-    directory, gguf_file = split_gguf(path)
+    directory, gguf_file = parse_gguf_path(path)
     if gguf_file is not None:
         return _describe_gguf(Repository(directory, revision=revision), gguf_file)
     with open_headers(path, revision) as repository:
@@ -70,7 +70,7 @@ def describe(path: str, revision: str | None = None) -> Facts:
         model: CausalLM | None = None
         stored: Checkpoint | None = None
         try:
-            model, stored = build(repository, MODELS, fit=False)
+            model, stored = build_pretrained(repository, MODELS, fit=False)
         except ConnectionError:
             raise
         except (OSError, ValueError) as error:
@@ -117,7 +117,7 @@ def _describe_model(model: CausalLM) -> Facts:
 
 def _describe_gguf(repository: Repository, name: str) -> Facts:
     """Raises ValueError for a file that would not load."""
-    model, stored = build(repository, MODELS, gguf_file=name, fit=False)
+    model, stored = build_pretrained(repository, MODELS, gguf_file=name, fit=False)
     problems = _list_misfits(model, stored)
     size = f"1 of weights, {repository.file(name).stat().st_size:,} bytes"
     return _describe_model(model) | {"files": size, "loads": _format_loads(model, stored, problems)}
@@ -139,7 +139,9 @@ def _describe_run(checkpoint: Path) -> Facts:
 
 
 def _list_misfits(model: CausalLM, stored: Checkpoint) -> list[str]:
-    return [listing(fault, names, NAMED) for fault, names in misfits(model, stored).items()]
+    return [
+        format_misfits(fault, names, NAMED) for fault, names in find_misfits(model, stored).items()
+    ]
 
 
 def _format_loads(model: CausalLM | None, stored: Checkpoint | None, problems: list[str]) -> str:

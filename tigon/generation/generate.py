@@ -11,18 +11,25 @@ import torch
 from torch import Tensor
 
 from tigon.distributed.agreement import check_alike
-from tigon.generation.loop import LAG, Continuations, find_stops, run_steps
-from tigon.generation.prompt import Decodes, Model, Prompt, Steps, Streamer, check_prompt
+from tigon.generation.loop import LAG, Continuations, make_stop_strings, run_steps
+from tigon.generation.prompt import (
+    DecodingTokenizer,
+    GenerationModel,
+    PromptBatch,
+    Steps,
+    Streamer,
+    check_prompt,
+)
 from tigon.generation.sampling import Draws, Sampling
 from tigon.generation.settings import (
     DEFAULTS,
     UNSET,
-    Caches,
-    Settings,
-    max_new,
-    settle,
-    warn_of_length,
-    warn_of_unused,
+    CacheImplementation,
+    GenerationSettings,
+    resolve_max_new_tokens,
+    resolve_settings,
+    warn_length,
+    warn_unused,
 )
 from tigon.generation.speculative import SpeculativeSteps
 from tigon.generation.steps import DynamicSteps, StaticSteps, choose_cache, is_sharded
@@ -31,7 +38,7 @@ from tigon.utils.memory import format_gib
 
 
 def generate(
-    model: Model,
+    model: GenerationModel,
     input_ids: Tensor,  # [B, T]
     *,
     attention_mask: Tensor | None = None,  # [B, T], 0 on padding, which is on the left
@@ -49,13 +56,13 @@ def generate(
     eos_token_id: int | Sequence[int] | None = UNSET,
     pad_token_id: int | None = UNSET,
     stop_strings: str | Sequence[str] | None = UNSET,
-    tokenizer: Decodes | None = None,
+    tokenizer: DecodingTokenizer | None = None,
     seed: int | None = UNSET,
     streamer: Callable[[Tensor], object] | Streamer | None = None,
     use_cache: bool | None = UNSET,
-    cache_implementation: Caches | None = UNSET,
+    cache_implementation: CacheImplementation | None = UNSET,
     prefill_chunk_size: int | None = UNSET,
-    assistant_model: Model | None = None,
+    assistant_model: GenerationModel | None = None,
     num_assistant_tokens: int | None = UNSET,
     **others: Any,
 ) -> Tensor:
@@ -91,20 +98,20 @@ def generate(
     """
     arguments = locals()
     given = {name: arguments[name] for name in DEFAULTS if arguments[name] is not UNSET}
-    settings, files = settle(model, generation_config, given, others)
+    settings, files = resolve_settings(model, generation_config, given, others)
     eos = settings.eos_token_id
     prompt = check_prompt(model, input_ids, attention_mask, settings.pad_token_id, eos)
     _check_ranks(model, prompt, settings)
     sampling = Sampling.of(settings, model.config.vocab_size, model.device)
     _check_rows(model, len(prompt.ids), settings)
     rows = prompt.repeat(settings.num_return_sequences)
-    max_tokens = max_new(prompt, settings, files.get("max_length", ""))
+    max_tokens = resolve_max_new_tokens(prompt, settings, files.get("max_length", ""))
     emit = streamer.put if isinstance(streamer, Streamer) else streamer
-    stop = find_stops(settings.stop_strings, tokenizer, files.get("stop_strings", ""))
+    stop = make_stop_strings(settings.stop_strings, tokenizer, files.get("stop_strings", ""))
     output = Continuations(rows.ids, max_tokens, eos, settings.pad_token_id, stop, emit)
     cache = choose_cache(model, assistant_model, settings, prompt.ids.shape[1] + max_tokens)
-    warn_of_unused(given, settings.do_sample, assistant_model is not None, cache)
-    warn_of_length(max(prompt.lengths()) + max_tokens, model.config.max_position_embeddings)
+    warn_unused(given, settings.do_sample, assistant_model is not None, cache)
+    warn_length(max(prompt.lengths()) + max_tokens, model.config.max_position_embeddings)
     if isinstance(streamer, Streamer):
         streamer.put(rows.ids.cpu())
     if max_tokens:
@@ -115,7 +122,7 @@ def generate(
     return torch.cat((rows.ids, output.tensor().to(rows.ids.device)), 1)
 
 
-def _check_rows(model: Model, prompts: int, settings: Settings) -> None:
+def _check_rows(model: GenerationModel, prompts: int, settings: GenerationSettings) -> None:
     """ValueError for more rows than there is memory for the scores of one token each."""
     rows, vocab = prompts * settings.num_return_sequences, model.config.vocab_size
     needed, there = 4 * rows * vocab, memory.total_memory(model.device)
@@ -127,26 +134,26 @@ def _check_rows(model: Model, prompts: int, settings: Settings) -> None:
         )
 
 
-def _check_ranks(model: Model, prompt: Prompt, settings: Settings) -> None:
+def _check_ranks(model: GenerationModel, prompt: PromptBatch, settings: GenerationSettings) -> None:
     given = {"input_ids": prompt.ids, "attention_mask": prompt.mask, "settings": settings}
-    check_alike(model.together, "generate", given, model.device)
+    check_alike(model.communication_groups, "generate", given, model.device)
 
 
 def _run(
-    model: Model,
-    assistant: Model | None,
-    prompt: Prompt,
-    settings: Settings,
+    model: GenerationModel,
+    assistant: GenerationModel | None,
+    prompt: PromptBatch,
+    settings: GenerationSettings,
     sampling: Sampling,
-    cache: Caches,
+    cache: CacheImplementation,
     output: Continuations,
 ) -> None:
     """Generate on the model's device until every row of `output` has ended."""
     device, copies, generator = prompt.ids.device, settings.num_return_sequences, None
     seed = settings.seed
-    if model.together and seed is None and settings.do_sample:
+    if model.communication_groups and seed is None and settings.do_sample:
         drawn = torch.randint(1 << 62, (1,), device=device)
-        for ranks in model.together:
+        for ranks in model.communication_groups:
             drawn = ranks.gather(drawn)[:1]  # the first rank's, so that all draw the same
         seed = int(drawn)
     if seed is not None:
@@ -174,4 +181,4 @@ def _run(
             steps = StaticSteps(model, prompt, *chosen, **options)
         # Ranks that share a sharded model must all make the same number of steps
         lag = 0 if cache == "dynamic" else LAG
-        run_steps(steps, output, lag, in_step=bool(model.together))
+        run_steps(steps, output, lag, in_step=bool(model.communication_groups))

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from tigon.generation.prompt import Decodes, Steps
+from tigon.generation.prompt import DecodingTokenizer, Steps
 from tigon.kernels.loss.argmax import NOT_FINITE
 from tigon.utils.json import quote
 
@@ -19,7 +19,7 @@ ABSENT = -1  # stands where a step has no token for a row
 class StopStrings:
     """Whether the last token of a row completed one of the strings, wherever that began."""
 
-    def __init__(self, strings: Sequence[str], tokenizer: Decodes):
+    def __init__(self, strings: Sequence[str], tokenizer: DecodingTokenizer):
         self.strings, self.tokenizer = strings, tokenizer
         # A token is at least a byte. One more, since decoders treat the first of a text apart
         self.window = max(len(s.encode()) for s in strings) + 1
@@ -33,9 +33,9 @@ class StopStrings:
         return any(text.find(s, max(0, old - len(s) + 1)) >= 0 for s in self.strings)
 
 
-def find_stops(
+def make_stop_strings(
     strings: Sequence[str],
-    tokenizer: Decodes | None,
+    tokenizer: DecodingTokenizer | None,
     file: str,  # begins a message
 ) -> StopStrings | None:
     if not strings:
@@ -127,7 +127,7 @@ class Continuations:
 # B rows at first, b rows now, n tokens of a step
 
 LAG = 8  # steps that the host may be behind the device
-FEW = 8  # with so few steps left, removing rows or capturing a graph costs more than it saves
+FEW_STEPS = 8  # with so few steps left, removing rows or capturing a graph costs more than it saves
 
 
 class HostCopies:
@@ -193,7 +193,7 @@ def run_steps(
         for tokens in copies.receive():
             output.append(rows, tokens)
         half = 2 * len(output.unfinished) <= len(rows)
-        if steps.can_remove_rows and half and remaining > FEW:
+        if steps.can_remove_rows and half and remaining > FEW_STEPS:
             for tokens in copies.receive(everything=True):
                 output.append(rows, tokens)
             kept = [i for i, row in enumerate(rows) if row in output.unfinished]

@@ -13,7 +13,7 @@ from tigon.distributed.collectives import Ranks
 from tigon.layers import RotaryEmbedding, StaticCache
 
 
-class Model(Protocol):
+class GenerationModel(Protocol):
     config: Any
     generation_config: Any  # a dict, or an object with to_dict()
 
@@ -24,7 +24,7 @@ class Model(Protocol):
     def turning_rope(self) -> RotaryEmbedding | None: ...
 
     @property
-    def together(self) -> tuple[Ranks, ...]: ...
+    def communication_groups(self) -> tuple[Ranks, ...]: ...
 
     @property
     def cache_restart(self) -> int | None: ...
@@ -38,7 +38,7 @@ class Model(Protocol):
     def __call__(self, input_ids: Tensor, **kwargs: Any) -> Any: ...
 
 
-class Decodes(Protocol):
+class DecodingTokenizer(Protocol):
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = False) -> str: ...
 
 
@@ -70,7 +70,7 @@ class Steps(Protocol):
 # B rows, T prompt tokens, V vocab
 
 
-class Prompt(NamedTuple):
+class PromptBatch(NamedTuple):
     """On the model's device; padding is on the left."""
 
     ids: Tensor  # [B, T]
@@ -90,8 +90,8 @@ class Prompt(NamedTuple):
 
 
 def check_prompt(
-    model: Model, ids: Tensor, mask: Tensor | None, pad: int | None, eos: Collection[int]
-) -> Prompt:
+    model: GenerationModel, ids: Tensor, mask: Tensor | None, pad: int | None, eos: Collection[int]
+) -> PromptBatch:
     """Prompt and its mask; no mask when there is no padding.
 
     Without a mask, pad tokens are padding unless they also end texts, as in transformers.
@@ -106,7 +106,7 @@ def check_prompt(
         mask = _check_mask(mask, ids, source).to(device=model.device, dtype=torch.bool)
         if mask.all():
             mask = None
-    return Prompt(ids.to(device=model.device, dtype=torch.long), mask)
+    return PromptBatch(ids.to(device=model.device, dtype=torch.long), mask)
 
 
 def _check_ids(ids: Any, vocab: int) -> None:

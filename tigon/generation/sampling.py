@@ -9,7 +9,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from tigon.generation.settings import Settings
+from tigon.generation.settings import GenerationSettings
 from tigon.kernels.loss.argmax import NOT_FINITE, likeliest
 
 
@@ -66,7 +66,7 @@ class Draws:
         return numbers if self._rows is None else numbers.index_select(0, self._rows)
 
 
-def draw(weights: Tensor, draws: Draws) -> Tensor:
+def sample_columns(weights: Tensor, draws: Draws) -> Tensor:
     """One column of weights [b, V] per row, as likely as it is heavy: [b].
 
     The largest of weight / Exp(1), as torch.multinomial finds it: the same column for the same
@@ -90,7 +90,7 @@ class Sampling:
     ends: Tensor | None = None  # [V], True at eos tokens; None: there are none
 
     @classmethod
-    def of(cls, settings: Settings, vocab: int, device: torch.device) -> Self:
+    def of(cls, settings: GenerationSettings, vocab: int, device: torch.device) -> Self:
         ends = None
         eos = [token for token in settings.eos_token_id if 0 <= token < vocab]
         if settings.min_new_tokens and eos:
@@ -132,7 +132,7 @@ class Sampling:
         if not self.do_sample and seen is None and self.ends is None:
             return likeliest(logits)  # which a copy in fp32 would not change
         scores = self.scores(logits, seen, generated)
-        return draw(scores.softmax(-1), draws) if self.do_sample else likeliest(scores)
+        return sample_columns(scores.softmax(-1), draws) if self.do_sample else likeliest(scores)
 
     def seen(self, prompt: Tensor, mask: Tensor | None, vocab: int) -> Tensor | None:
         """The tokens [b, V] that a prompt [b, T] has, if they count."""

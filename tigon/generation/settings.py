@@ -7,15 +7,15 @@ from numbers import Integral
 from pathlib import Path
 from typing import Any, Literal
 
-from tigon.generation.prompt import Model, Prompt
+from tigon.generation.prompt import GenerationModel, PromptBatch
 from tigon.utils.config import read_settings, setting, suggest
 from tigon.utils.json import escape, quote
 
-LARGEST = 2**31 - 1  # of lengths and token ids, as in config.json
+MAX_INT32 = 2**31 - 1  # of lengths and token ids, as in config.json
 MOST_SEQUENCES = 2**16
 MOST_PROPOSALS = 2**10
 SMALLEST_FACTOR, LARGEST_FACTOR = 1e-30, 1e30  # what scores in fp32 can be divided by
-Caches = Literal["dynamic", "static", "quantized"]
+CacheImplementation = Literal["dynamic", "static", "quantized"]
 
 
 class _Unset:
@@ -29,15 +29,15 @@ UNSET: Any = _Unset()
 
 
 @dataclass(frozen=True)
-class Settings:
+class GenerationSettings:
     """All that a call can leave open, with transformers' defaults.
 
     What only sampling goes by is checked where it is used.
     """
 
-    max_new_tokens: int | None = setting(None, ge=0, le=LARGEST)
-    max_length: int | None = setting(None, ge=1, le=LARGEST)
-    min_new_tokens: int = setting(0, ge=0, le=LARGEST)
+    max_new_tokens: int | None = setting(None, ge=0, le=MAX_INT32)
+    max_length: int | None = setting(None, ge=1, le=MAX_INT32)
+    min_new_tokens: int = setting(0, ge=0, le=MAX_INT32)
     num_return_sequences: int = setting(1, ge=1, le=MOST_SEQUENCES)
     do_sample: bool = False
     temperature: float = 1.0
@@ -45,23 +45,29 @@ class Settings:
     top_p: float = 1.0
     min_p: float = 0.0
     repetition_penalty: float = 1.0
-    eos_token_id: tuple[int, ...] = setting((), le=LARGEST)
-    pad_token_id: int | None = setting(None, le=LARGEST)
+    eos_token_id: tuple[int, ...] = setting((), le=MAX_INT32)
+    pad_token_id: int | None = setting(None, le=MAX_INT32)
     stop_strings: tuple[str, ...] = ()
     seed: int | None = setting(None, ge=-(2**63), le=2**64 - 1)
     use_cache: bool = True
-    cache_implementation: Caches | None = None
-    prefill_chunk_size: int = setting(8192, ge=1, le=LARGEST)
+    cache_implementation: CacheImplementation | None = None
+    prefill_chunk_size: int = setting(8192, ge=1, le=MAX_INT32)
     num_assistant_tokens: int = setting(5, ge=1, le=MOST_PROPOSALS)
 
 
-DEFAULTS: dict[str, Any] = {field.name: field.default for field in fields(Settings)}
-OFF = DEFAULTS | {"top_k": 0}  # what None means in a call
+DEFAULTS: dict[str, Any] = {field.name: field.default for field in fields(GenerationSettings)}
+NONE_VALUES = DEFAULTS | {"top_k": 0}  # what None means in a call
 DEFAULT_NEW_TOKENS = 20
-SAMPLING = ("temperature", "top_k", "top_p", "min_p", "seed")
-TOKENS = ("eos_token_id", "pad_token_id")
+SAMPLING_SETTINGS = ("temperature", "top_k", "top_p", "min_p", "seed")
+TOKEN_SETTINGS = ("eos_token_id", "pad_token_id")
 # How a call runs is no matter of the model's files
-OURS = ("seed", "use_cache", "cache_implementation", "prefill_chunk_size", "num_assistant_tokens")
+CALL_ONLY = (
+    "seed",
+    "use_cache",
+    "cache_implementation",
+    "prefill_chunk_size",
+    "num_assistant_tokens",
+)
 
 
 # What transformers' generate takes, changes the output, and is not followed here, with the values
@@ -108,9 +114,12 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
 }
 
 
-def settle(
-    model: Model, generation_config: Any, given: Mapping[str, Any], others: Mapping[str, Any]
-) -> tuple[Settings, dict[str, str]]:
+def resolve_settings(
+    model: GenerationModel,
+    generation_config: Any,
+    given: Mapping[str, Any],
+    others: Mapping[str, Any],
+) -> tuple[GenerationSettings, dict[str, str]]:
     """Every setting: of the call, generation_config, the model's own, its config, or the default.
 
     `given` are the arguments that were given, and `others` those that generate has no name for.
@@ -125,22 +134,22 @@ def settle(
             f"max_new_tokens={given['max_new_tokens']} and max_length={given['max_length']}: "
             "give one of them"
         )
-    config = {k: getattr(model.config, k, None) for k in TOKENS}
-    call = {k: OFF[k] if v is None else v for k, v in given.items()}
+    config = {k: getattr(model.config, k, None) for k in TOKEN_SETTINGS}
+    call = {k: NONE_VALUES[k] if v is None else v for k, v in given.items()}
     settings = dict(DEFAULTS)
-    for layer in (_set(config), {k: v for k, v in own.items() if k not in OURS}, passed, call):
+    for layer in (_set(config), {k: v for k, v in own.items() if k not in CALL_ONLY}, passed, call):
         if layer.get("max_length") is not None:  # it comes before another's max_new_tokens
             settings["max_new_tokens"] = None
         settings |= {k: v for k, v in layer.items() if k in settings}
     settings["eos_token_id"] = _tokens(settings["eos_token_id"], ())
     settings["pad_token_id"] = _tokens(settings["pad_token_id"], None)
-    read = read_settings(Settings, settings)
+    read = read_settings(GenerationSettings, settings)
     if "" in read["stop_strings"]:
         strings = quote(list(read["stop_strings"]))
         file = files.get("stop_strings", "")
         raise ValueError(f"{file}stop_strings has an empty string: {strings}")
     vocab = model.config.vocab_size
-    for name in TOKENS:
+    for name in TOKEN_SETTINGS:
         ids = read[name] if isinstance(read[name], tuple) else (read[name],)
         outside = [i for i in ids if i is not None and not 0 <= i < vocab]
         if outside and (name in passed or name in call):
@@ -151,7 +160,7 @@ def settle(
     if (read["pad_token_id"] or 0) < 0:
         read["pad_token_id"] = None
     _check_values(read, files)
-    return Settings(**read), files
+    return GenerationSettings(**read), files
 
 
 def _check_values(values: Mapping[str, Any], files: Mapping[str, str]) -> None:
@@ -176,7 +185,7 @@ def _is_factor(value: float) -> bool:
     return SMALLEST_FACTOR <= value <= LARGEST_FACTOR
 
 
-def file_prefix(model: Model) -> str:
+def file_prefix(model: GenerationModel) -> str:
     """The model's generation_config.json, to begin a message with."""
     source = getattr(model.config, "source", None)
     return f"{escape(Path(getattr(source, 'name', ''), 'generation_config.json'))}: "
@@ -185,9 +194,9 @@ def file_prefix(model: Model) -> str:
 def check_generation_config(values: Mapping[str, Any]) -> None:
     """Raises ConfigError for a value of a generation_config.json of another type or range than its
     setting, wherever it is not used too."""
-    known = {k: v for k, v in _set(values).items() if k in DEFAULTS and k not in OURS}
-    tokens = {k: _tokens(known[k], None) for k in TOKENS if k in known}
-    read_settings(Settings, _set(known | tokens))
+    known = {k: v for k, v in _set(values).items() if k in DEFAULTS and k not in CALL_ONLY}
+    tokens = {k: _tokens(known[k], None) for k in TOKEN_SETTINGS if k in known}
+    read_settings(GenerationSettings, _set(known | tokens))
 
 
 def _set(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -233,10 +242,10 @@ def _tokens(value: Any, none: Any) -> Any:
     return value if given(value) else none
 
 
-def warn_of_unused(given: Mapping[str, Any], do_sample: bool, assisted: bool, cache: str) -> None:
+def warn_unused(given: Mapping[str, Any], do_sample: bool, assisted: bool, cache: str) -> None:
     """About arguments that change nothing, whoever calls generate."""
     for used, needed, names in (
-        (do_sample, "do_sample=True", SAMPLING),
+        (do_sample, "do_sample=True", SAMPLING_SETTINGS),
         (assisted, "assistant_model", ("num_assistant_tokens",)),
         (cache != "dynamic", "a static cache", ("prefill_chunk_size",)),
     ):
@@ -245,7 +254,7 @@ def warn_of_unused(given: Mapping[str, Any], do_sample: bool, assisted: bool, ca
             warnings.warn(f"without {needed}, nothing comes of {', '.join(unused)}", stacklevel=3)
 
 
-def warn_of_length(longest: int, context: int) -> None:
+def warn_length(longest: int, context: int) -> None:
     if longest > context:
         warnings.warn(
             f"a text of up to {longest} tokens is longer than the {context} of the model's "
@@ -254,7 +263,7 @@ def warn_of_length(longest: int, context: int) -> None:
         )
 
 
-def max_new(prompt: Prompt, settings: Settings, file: str) -> int:
+def resolve_max_new_tokens(prompt: PromptBatch, settings: GenerationSettings, file: str) -> int:
     """Most tokens that a row may get after the prompt. `file` begins a message on max_length."""
     if settings.max_new_tokens is not None:
         return settings.max_new_tokens

@@ -11,16 +11,16 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from tigon.generation.loop import FEW
-from tigon.generation.prompt import Model, Prompt
+from tigon.generation.loop import FEW_STEPS
+from tigon.generation.prompt import GenerationModel, PromptBatch
 from tigon.generation.sampling import Draws, Sampling
-from tigon.generation.settings import Caches, Settings
+from tigon.generation.settings import CacheImplementation, GenerationSettings
 from tigon.kernels.runtime import runs_triton
 from tigon.layers import KVCache, StaticCache
 from tigon.layers.kv_cache import Quantize
 
 
-def packs(lengths: Sequence[int], max_tokens: int) -> Iterator[tuple[int, int]]:
+def pack_rows(lengths: Sequence[int], max_tokens: int) -> Iterator[tuple[int, int]]:
     """Ranges of rows with `max_tokens` tokens together, or of one row that has more."""
     start = tokens = 0
     for row, length in enumerate(lengths):
@@ -32,9 +32,9 @@ def packs(lengths: Sequence[int], max_tokens: int) -> Iterator[tuple[int, int]]:
 
 
 def prefill(
-    model: Model,
+    model: GenerationModel,
     cache: StaticCache,  # empty, of B rows
-    prompt: Prompt,
+    prompt: PromptBatch,
     max_tokens: int,  # tokens of a forward pass
     copies: int = 1,
 ) -> Tensor:
@@ -46,7 +46,7 @@ def prefill(
     flat = prompt.ids.flatten() if prompt.mask is None else prompt.ids[prompt.mask]
     bounds = list(itertools.accumulate(lengths, initial=0))
     logits = []
-    for start, stop in packs(lengths, max_tokens):
+    for start, stop in pack_rows(lengths, max_tokens):
         ids, rows = flat[bounds[start] : bounds[stop]], cache.rows(start, stop)
         even = len(set(lengths[start:stop])) == 1
         if even:
@@ -75,12 +75,17 @@ def prefill(
 FILL, FILLED = 64, 512
 
 
-def is_sharded(model: Model) -> bool:
+def is_sharded(model: GenerationModel) -> bool:
     """Whether FSDP gathers the parameters."""
     return any(isinstance(p, DTensor) for p in model.parameters())
 
 
-def choose_cache(model: Model, assistant: Model | None, settings: Settings, total: int) -> Caches:
+def choose_cache(
+    model: GenerationModel,
+    assistant: GenerationModel | None,
+    settings: GenerationSettings,
+    total: int,
+) -> CacheImplementation:
     """The cache for up to `total` tokens: a static one on a GPU wherever it is exact."""
     asked, use_cache = settings.cache_implementation, settings.use_cache
     if assistant is not None:
@@ -101,10 +106,14 @@ def choose_cache(model: Model, assistant: Model | None, settings: Settings, tota
 
 
 def _check_assistant(
-    model: Model, assistant: Model, asked: Caches | None, total: int, use_cache: bool
+    model: GenerationModel,
+    assistant: GenerationModel,
+    asked: CacheImplementation | None,
+    total: int,
+    use_cache: bool,
 ) -> None:
     """Whether one can propose to the other, for texts of up to `total` tokens with proposals."""
-    if model.together:
+    if model.communication_groups:
         raise ValueError(
             "assistant_model does not work with a model loaded with mesh=: leave it out"
         )
@@ -138,7 +147,7 @@ def _check_assistant(
             )
 
 
-def _obstacle(model: Model, total: int) -> str | None:
+def _obstacle(model: GenerationModel, total: int) -> str | None:
     """Why a static cache would not hold a text of up to `total` tokens exactly, if so."""
     if is_sharded(model):
         return "FSDP gathers parameters step by step"
@@ -154,7 +163,7 @@ def _obstacle(model: Model, total: int) -> str | None:
 WARM_UP = 2  # steps that compile kernels and make handles before one is captured
 
 
-class Replay:
+class GraphedStep:
     """Runs a step eagerly at first, then from a CUDA graph of it, with the same result.
 
     The step changes tensors in place and returns one, and neither it nor its launches depend on
@@ -172,7 +181,7 @@ class Replay:
     def __call__(self, step: Callable[[], Tensor], remaining: int) -> Tensor:
         """The next of at most `remaining` steps; its result is overwritten by the one after it."""
         if self._graph is None:
-            if not self._possible or remaining <= FEW:
+            if not self._possible or remaining <= FEW_STEPS:
                 return step()
             if self._warm < WARM_UP:
                 return self._warm_up(step)
@@ -227,8 +236,8 @@ class DynamicSteps:
 
     def __init__(
         self,
-        model: Model,
-        prompt: Prompt,
+        model: GenerationModel,
+        prompt: PromptBatch,
         max_tokens: int,
         sampling: Sampling,
         draws: Draws,
@@ -292,7 +301,12 @@ INITIAL_CAPACITY = (
 
 
 def make_cache(
-    model: Model, prompt: Prompt, new: int, *, chunk: int = 1, quantize: Quantize = None
+    model: GenerationModel,
+    prompt: PromptBatch,
+    new: int,
+    *,
+    chunk: int = 1,
+    quantize: Quantize = None,
 ) -> StaticCache:
     """Room for every prompt and `new` tokens behind it, of which a step appends `chunk`."""
     capacity = -(-(max(prompt.lengths()) + new) // ROUND) * ROUND
@@ -310,8 +324,8 @@ class StaticSteps:
 
     def __init__(
         self,
-        model: Model,
-        prompt: Prompt,
+        model: GenerationModel,
+        prompt: PromptBatch,
         max_tokens: int,
         sampling: Sampling,
         draws: Draws,
@@ -364,5 +378,5 @@ class StaticSteps:
             self._seen.scatter_(1, self._last, True)
         return new
 
-    def _new_replay(self) -> Replay:
-        return Replay(next(self._model.parameters()), self._draws.generator)
+    def _new_replay(self) -> GraphedStep:
+        return GraphedStep(next(self._model.parameters()), self._draws.generator)

@@ -7,7 +7,7 @@ from tigon.layers import Attention
 from tigon.models import CausalLM
 
 
-def share_context(model: CausalLM, mesh: DeviceMesh) -> None:
+def enable_context_parallel(model: CausalLM, mesh: DeviceMesh) -> None:
     """From now on every pass without a cache shards the tokens of its rows over the mesh.
 
     All its ranks make the same passes over the same rows, and get losses, log-probabilities and
@@ -15,7 +15,7 @@ def share_context(model: CausalLM, mesh: DeviceMesh) -> None:
     dimension. ValueError for a model that does not support it.
     """
     check_context(model, mesh.size())
-    model.context = Ranks.of(mesh.get_group())
+    model.context_ranks = Ranks.of(mesh.get_group())
 
 
 def check_context(model: CausalLM, ranks: int) -> None:

@@ -7,10 +7,10 @@ from tigon.distributed.collectives import Ranks
 from tigon.distributed.expert_dispatch import ExpertShard
 from tigon.layers import Experts, LowRankExperts
 from tigon.models import CausalLM
-from tigon.weights import Copy, Cut, Rows
+from tigon.weights import ReplicaIndex, RowSpan, ShardSpec
 
 
-def share_experts(model: CausalLM, mesh: DeviceMesh) -> None:
+def shard_experts(model: CausalLM, mesh: DeviceMesh) -> None:
     """Keep only this rank's experts: rank r of N has E / N of them, from expert r E / N on.
 
     Call it on the meta device, before the weights are read, or with identical weights on all ranks.
@@ -18,10 +18,10 @@ def share_experts(model: CausalLM, mesh: DeviceMesh) -> None:
     gradient is the sum over the rows of all ranks. `mesh` has one dimension. ValueError for a model
     whose experts the ranks do not divide.
     """
-    divide_experts(model, Ranks.of(mesh.get_group()))
+    keep_local_experts(model, Ranks.of(mesh.get_group()))
 
 
-def divide_experts(model: CausalLM, ranks: Ranks) -> None:
+def keep_local_experts(model: CausalLM, ranks: Ranks) -> None:
     """As `share_experts`, without a mesh."""
     check_experts(model, ranks.size)
     for path, module in model.named_modules():
@@ -34,20 +34,22 @@ def divide_experts(model: CausalLM, ranks: Ranks) -> None:
                     dim, pieces = _of_adapter(inner, name, shard)
                 else:
                     dim, pieces = 0, [_own(shard)]
-                cut = Cut(tuple(whole.shape), dim, tuple((rows, Copy()) for rows in pieces))
-                model.cuts[f"{at}.{name}"] = cut
+                cut = ShardSpec(
+                    tuple(whole.shape), dim, tuple((rows, ReplicaIndex()) for rows in pieces)
+                )
+                model.shard_specs[f"{at}.{name}"] = cut
                 setattr(inner, name, nn.Parameter(cut.take(whole.detach()), whole.requires_grad))
             if isinstance(inner, LowRankExperts):
                 inner.experts = shard.own
 
 
-def _own(shard: ExpertShard, unit: int = 1, before: int = 0) -> Rows:
+def _own(shard: ExpertShard, unit: int = 1, before: int = 0) -> RowSpan:
     """This rank's experts, `unit` rows each, in block `before` of several blocks of all experts."""
     first = before * shard.experts + shard.ranks.rank * shard.own
-    return Rows(first * unit, before * shard.own * unit, shard.own * unit)
+    return RowSpan(first * unit, before * shard.own * unit, shard.own * unit)
 
 
-def _of_adapter(low: LowRankExperts, name: str, shard: ExpertShard) -> tuple[int, list[Rows]]:
+def _of_adapter(low: LowRankExperts, name: str, shard: ExpertShard) -> tuple[int, list[RowSpan]]:
     """The dimension of A or B that is split by experts, and this rank's rows of it."""
     (part,) = (part for part in low.parts if name.endswith(f"_{part.name}"))
     if name == low.name_of_a(part):

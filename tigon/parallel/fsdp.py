@@ -8,7 +8,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from tigon.kernels.runtime import no_early_start
 from tigon.layers import Experts
-from tigon.models import CausalLM, hooks_of_fsdp
+from tigon.models import CausalLM, mark_fsdp_hooks
 
 
 def reduction_dtype(
@@ -54,7 +54,7 @@ def shard_blocks(
         return MixedPrecisionPolicy(compute, sums, cast_forward_inputs=False)
 
     ends: list[nn.Module] = [model.model.embed_tokens, model.model.norm, model.lm_head]
-    with hooks_of_fsdp(model):
+    with mark_fsdp_hooks(model):
         for block in model.model.layers:
             for module in block.modules():
                 if experts is not None and isinstance(module, Experts) and module.shard is not None:

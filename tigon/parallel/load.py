@@ -20,46 +20,46 @@ from tigon.models import (
     MODELS,
     CausalLM,
     LoadOptions,
-    build,
+    build_pretrained,
     check_keywords,
     load_weights,
     materialize,
-    split_gguf,
+    parse_gguf_path,
 )
-from tigon.parallel.expert_parallel import share_experts
+from tigon.parallel.expert_parallel import shard_experts
 from tigon.parallel.fsdp import shard_blocks
-from tigon.parallel.tensor_parallel import cut_model
-from tigon.weights import STAGING_BYTES, Copy, Repository
+from tigon.parallel.tensor_parallel import shard_model
+from tigon.weights import STAGING_BYTES, ReplicaIndex, Repository
 
 CALL = "the first call of the model"
 ROWS = ("input_ids", "attention_mask", "position_ids", "cu_seq_lens", "labels")
 
 
-def check_first_call(model: CausalLM) -> None:
-    """Compare `model.files` and the rows in its first call, by two small messages. Calls raise
+def check_same_inputs(model: CausalLM) -> None:
+    """Compare `model.files_digest` and the rows in its first call, by two small messages. Calls raise
     ValueError, on all ranks alike, until both are the same."""
     # Before FSDP's, which gathers
-    model.unchecked = model.register_forward_pre_hook(_check, with_kwargs=True, prepend=True)
+    model.first_call_hook = model.register_forward_pre_hook(_check, with_kwargs=True, prepend=True)
 
 
 # No closure, so that a model can be copied and pickled before its first call
 def _check(model: CausalLM, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
-    known = {"files of the model": model.files, "dtype": model.dtype}
+    known = {"files of the model": model.files_digest, "dtype": model.dtype}
     known["expert_parallel"] = any(isinstance(m, Experts) and m.shard for m in model.modules())
-    check_alike(model.together, CALL, known, model.device)
+    check_alike(model.communication_groups, CALL, known, model.device)
     given = named | dict(zip(("input_ids",), arguments, strict=False))
     rows = {name: given.get(name) for name in ROWS}
     ranks = [] if model.tensor_ranks is None else [model.tensor_ranks]
     check_alike(ranks, CALL, rows, model.device)
-    assert model.unchecked is not None
-    model.unchecked.remove()
-    model.unchecked = None
+    assert model.first_call_hook is not None
+    model.first_call_hook.remove()
+    model.first_call_hook = None
 
 
 # Loads a checkpoint into a model that is split or sharded over ranks.
 
-NAMES = ("replicate", "fsdp", "tensor")  # of a mesh of several dimensions
-ALONE = ("fsdp", "tensor", "tp")  # of one dimension; others call tensor ranks "tp"
+MESH_DIMENSIONS = ("replicate", "fsdp", "tensor")  # of a mesh of several dimensions
+SINGLE_DIMENSION = ("fsdp", "tensor", "tp")  # of one dimension; others call tensor ranks "tp"
 
 
 class MeshOptions(LoadOptions, total=False):
@@ -100,32 +100,32 @@ def from_pretrained(
     attention, staging = given.pop("attention", "auto"), given.pop("staging_bytes", STAGING_BYTES)
     how = {name: given.pop(name) for name in ("dtype", "gguf_file") if name in given}
     if how.get("gguf_file") is None:
-        path_or_repo, how["gguf_file"] = split_gguf(path_or_repo)
-    model, checkpoint = build(Repository(path_or_repo, **given), MODELS, **how)
+        path_or_repo, how["gguf_file"] = parse_gguf_path(path_or_repo)
+    model, checkpoint = build_pretrained(Repository(path_or_repo, **given), MODELS, **how)
     model.use_attention(attention)
     if whole_experts and tensor is None:
         raise ValueError('expert_parallel=True needs a mesh with ranks for "tensor"')
     if tensor is not None:
-        cut_layers(model, tensor, expert_parallel=whole_experts)
+        shard_layers(model, tensor, expert_parallel=whole_experts)
     if fsdp is not None:
         shard_blocks(model, fsdp, keeps_ends=False)
-        model.weights = Ranks.of(fsdp.get_group("fsdp"))
+        model.fsdp_ranks = Ranks.of(fsdp.get_group("fsdp"))
     elif tensor is not None:
         _share_writing(model, mesh, tensor)
     materialize(model, device)
     load_weights(model, checkpoint, staging_bytes=staging)
-    model.files = repr(model.config) + checkpoint.sampled_digest()
-    if model.together:
-        check_first_call(model)
+    model.files_digest = repr(model.config) + checkpoint.sampled_digest()
+    if model.communication_groups:
+        check_same_inputs(model)
     return model.eval()
 
 
-def cut_layers(model: CausalLM, mesh: DeviceMesh, *, expert_parallel: bool) -> None:
+def shard_layers(model: CausalLM, mesh: DeviceMesh, *, expert_parallel: bool) -> None:
     """Keep only this rank's part of each layer, with some whole experts or a part of every expert.
     `mesh` has one dimension; `model` is on the meta device."""
     if expert_parallel and mesh.size() > 1:
-        share_experts(model, mesh)
-    cut_model(model, mesh)
+        shard_experts(model, mesh)
+    shard_model(model, mesh)
 
 
 def _divided(mesh: DeviceMesh) -> tuple[DeviceMesh | None, DeviceMesh | None]:
@@ -140,7 +140,7 @@ def _divided(mesh: DeviceMesh) -> tuple[DeviceMesh | None, DeviceMesh | None]:
         )
     sizes = dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=False))
     for name, size in sizes.items():
-        known = name in (NAMES if mesh.ndim > 1 else ALONE)
+        known = name in (MESH_DIMENSIONS if mesh.ndim > 1 else SINGLE_DIMENSION)
         if size > 1 and not known:
             raise ValueError(
                 f"mesh has {size} ranks in the dimension {name!r}, which does nothing here: "
@@ -172,6 +172,8 @@ def _share_writing(model: CausalLM, mesh: DeviceMesh, tensor: DeviceMesh) -> Non
     names = mesh.mesh_dim_names or ("tensor",)
     for name, size, at in zip(names, mesh.shape, coordinate, strict=True):
         own = own if name == "tensor" or mesh.ndim == 1 else own * size + at
-    for name, cut in model.cuts.items():
-        pieces = [(rows, Copy(c.number + c.of * own, c.of * count)) for rows, c in cut.pieces]
-        model.cuts[name] = replace(cut, pieces=tuple(pieces))
+    for name, cut in model.shard_specs.items():
+        pieces = [
+            (rows, ReplicaIndex(c.number + c.of * own, c.of * count)) for rows, c in cut.pieces
+        ]
+        model.shard_specs[name] = replace(cut, pieces=tuple(pieces))

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 
-class Place(NamedTuple):
+class DataRank(NamedTuple):
     """A rank among `size`."""
 
     rank: int
@@ -64,7 +64,7 @@ class Meshes:
     """Device meshes and process groups of the default process group, by `sizes`."""
 
     sizes: MeshSizes
-    data: Place  # among the ranks with different rows of the data
+    data: DataRank  # among the ranks with different rows of the data
     weights: DeviceMesh  # for fully_shard: (shard,) or, for HSDP, (replicate, shard)
     tensor: DeviceMesh | None  # of one dimension; None for one rank
     context: DeviceMesh | None
@@ -99,7 +99,7 @@ class Meshes:
         assert rows is not None
         return cls(
             sizes,
-            Place(dist.get_rank() // (sizes.context * sizes.tensor), sizes.data),
+            DataRank(dist.get_rank() // (sizes.context * sizes.tensor), sizes.data),
             weights,
             whole["tensor"] if sizes.tensor > 1 else None,
             context,

@@ -27,25 +27,25 @@ from tigon.layers import (
 from tigon.layers.lora import MAGNITUDE, B
 from tigon.models import CausalLM
 from tigon.parallel.context_parallel import check_context
-from tigon.parallel.expert_parallel import divide_experts
+from tigon.parallel.expert_parallel import keep_local_experts
 from tigon.parallel.mesh import MeshSizes
 from tigon.utils.random import GOLDEN, WORD, as_int64
-from tigon.weights import Copy, Cut, Rows, own_rows, own_slices
+from tigon.weights import ReplicaIndex, RowSpan, ShardSpec, local_blocks, local_rows
 
 
-def take_part(model: CausalLM, sizes: MeshSizes) -> None:
+def keep_rank_zero(model: CausalLM, sizes: MeshSizes) -> None:
     """Reduce a model on the meta device to the part of rank 0, before FSDP. Collectives return meta
     tensors of the right size; experts get equally many tokens.
 
     ValueError for a model that the sizes do not divide.
     """
     if sizes.expert > 1:
-        divide_experts(model, Ranks("", 0, sizes.expert))
+        keep_local_experts(model, Ranks("", 0, sizes.expert))
     if sizes.tensor > 1:
-        cut_parts(model, Ranks("", 0, sizes.tensor))
+        shard_parameters(model, Ranks("", 0, sizes.tensor))
     if sizes.context > 1:
         check_context(model, sizes.context)
-        model.context = Ranks("", 0, sizes.context)
+        model.context_ranks = Ranks("", 0, sizes.context)
 
 
 # Gradients of parameters that tensor parallelism replicates: norms, routers, kv heads.
@@ -76,7 +76,7 @@ class TensorParallel:
         assert isinstance(group, dist.ProcessGroup)
         return Ranks.of(group)
 
-    def sum_apart(self) -> None:
+    def use_separate_group(self) -> None:
         """Sum gradients in a process group of their own, for a model that sums in backward: its
         collectives then do not queue behind those of the pass, nor delay them. Every rank calls
         this."""
@@ -87,10 +87,10 @@ class TensorParallel:
 
         Every rank calls this.
         """
-        self.sum_some(model.named_parameters())
+        self.all_reduce_grads(model.named_parameters())
 
     @torch.no_grad()
-    def sum_some(self, named: Iterable[tuple[str, Tensor]]) -> None:
+    def all_reduce_grads(self, named: Iterable[tuple[str, Tensor]]) -> None:
         """`sum_gradients` of some parameters, the same ones on all ranks."""
         blocks: dict[int, list[Tensor]] = {count: [] for count in self.alike}
         for name, p, gradient in _gradients(named):
@@ -118,11 +118,13 @@ class TensorParallel:
             elif gradient.numel():
                 yield p, gradient
 
-    def _blocks(self, name: str, p: Tensor, gradient: Tensor) -> Iterator[tuple[Copy, Tensor]]:
-        _, first = own_rows(name, p)
+    def _blocks(
+        self, name: str, p: Tensor, gradient: Tensor
+    ) -> Iterator[tuple[ReplicaIndex, Tensor]]:
+        _, first = local_rows(name, p)
         for part in self.layout[name]:
-            for _, block in own_slices(part, p.shape, gradient, first):
-                yield part.copy or Copy(), block
+            for _, block in local_blocks(part, p.shape, gradient, first):
+                yield part.copy or ReplicaIndex(), block
 
 
 def _gradients(named: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor, Tensor]]:
@@ -132,7 +134,7 @@ def _gradients(named: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tenso
             yield name, p, p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad
 
 
-def find_tensor(model: nn.Module) -> TensorParallel | None:
+def find_tensor_parallel(model: nn.Module) -> TensorParallel | None:
     return vars(model).get("_tensor")
 
 
@@ -147,24 +149,31 @@ def set_tensor(model: CausalLM, mesh: DeviceMesh) -> None:
 # its inputs), and an embedding's A by vocabulary. The rest is replicated, with partial gradients.
 # Norms of rows that are split over ranks take a sum over the ranks.
 
-Pieces = tuple[tuple[Rows, Copy], ...]
-DRAWN = 4  # columns of a dropout mask that share 64 random bits
+Pieces = tuple[tuple[RowSpan, ReplicaIndex], ...]
+COLUMNS_PER_DRAW = 4  # columns of a dropout mask that share 64 random bits
 
 
-def check_dropout(model: CausalLM, cuts_of: Iterable[Mapping[str, Cut]]) -> None:
+def check_adapter_dropout(model: CausalLM, cuts_of: Iterable[Mapping[str, ShardSpec]]) -> None:
     """Raises ValueError for adapters whose dropout masks would differ from those of one process;
     `cuts_of`: for each rank, how the weights are split."""
     for cuts in cuts_of:
         for at, low, (weight, *_) in _adapters(model, cuts):
             first = weight.pieces[0][0].source
-            if isinstance(low, LowRank) and low.dropout and _by_inputs(weight) and first % DRAWN:
+            if (
+                isinstance(low, LowRank)
+                and low.dropout
+                and _by_inputs(weight)
+                and first % COLUMNS_PER_DRAW
+            ):
                 raise ValueError(
                     f"dropout={low.dropout} does not work where a rank's columns begin at {first} "
-                    f"({at}), which {DRAWN} does not divide: give 0, or another number of ranks"
+                    f"({at}), which {COLUMNS_PER_DRAW} does not divide: give 0, or another number of ranks"
                 )
 
 
-def adapter_cuts(model: CausalLM, cuts: Mapping[str, Cut]) -> Iterator[tuple[str, Cut]]:
+def adapter_specs(
+    model: CausalLM, cuts: Mapping[str, ShardSpec]
+) -> Iterator[tuple[str, ShardSpec]]:
     """The cuts of adapter parameters that are split; `cuts` are those of the weights."""
     for at, low, weights in _adapters(model, cuts):
         for part, weight in zip(low.parts, weights, strict=True):
@@ -176,10 +185,10 @@ def adapter_cuts(model: CausalLM, cuts: Mapping[str, Cut]) -> Iterator[tuple[str
                 names, dim, pieces = [B + part.name], 0, _within(weight, part)
                 names += [MAGNITUDE + part.name] * low.dora
             for name in names:
-                yield f"{at}.{name}", Cut(tuple(low.get_parameter(name).shape), dim, pieces)
+                yield f"{at}.{name}", ShardSpec(tuple(low.get_parameter(name).shape), dim, pieces)
 
 
-def share_adapters(model: CausalLM, cuts: Mapping[str, Cut], ranks: Ranks) -> None:
+def set_local_adapters(model: CausalLM, cuts: Mapping[str, ShardSpec], ranks: Ranks) -> None:
     """Tell adapters which columns of their parts are local, and where dropout masks begin."""
     for _, low, weights in _adapters(model, cuts):
         if isinstance(low, LowRankEmbedding):
@@ -192,13 +201,13 @@ def share_adapters(model: CausalLM, cuts: Mapping[str, Cut], ranks: Ranks) -> No
         low.column_ranks = ranks
         if low.dropout:
             # Column c of the rank has the draws of column first + c
-            place = low.place + weight.pieces[0][0].source // DRAWN * GOLDEN
+            place = low.place + weight.pieces[0][0].source // COLUMNS_PER_DRAW * GOLDEN
             low.place = as_int64(place & WORD)
 
 
 def _adapters(
-    model: CausalLM, cuts: Mapping[str, Cut]
-) -> Iterator[tuple[str, LowRank | LowRankEmbedding | LowRankExperts, Sequence[Cut]]]:
+    model: CausalLM, cuts: Mapping[str, ShardSpec]
+) -> Iterator[tuple[str, LowRank | LowRankEmbedding | LowRankExperts, Sequence[ShardSpec]]]:
     """Each adapter with its path, and how the weight of each of its parts is split."""
     for path, low in model.named_modules():
         if isinstance(low, LowRank | LowRankEmbedding | LowRankExperts):
@@ -212,23 +221,23 @@ def _adapters(
             yield path, low, [cuts[f"{layer}.{name}"] for name in names]
 
 
-def _by_inputs(weight: Cut) -> bool:
+def _by_inputs(weight: ShardSpec) -> bool:
     return weight.dim == len(weight.shape) - 1
 
 
-def _within(weight: Cut, part: LoRAPart) -> Pieces:
+def _within(weight: ShardSpec, part: LoRAPart) -> Pieces:
     """The pieces of the weight's rows that belong to the part, counted from its first row."""
     found = []
     for rows, copy in weight.pieces:
         begin = max(rows.source, part.first)
         end = min(rows.source + rows.length, part.first + part.size)
         if begin < end:
-            found.append((Rows(begin, rows.target + begin - rows.source, end - begin), copy))
+            found.append((RowSpan(begin, rows.target + begin - rows.source, end - begin), copy))
     start = min(rows.target for rows, _ in found)
-    return tuple((Rows(s - part.first, t - start, n), copy) for (s, t, n), copy in found)
+    return tuple((RowSpan(s - part.first, t - start, n), copy) for (s, t, n), copy in found)
 
 
-def _local_lora_part(part: LoRAPart, weight: Cut) -> LoRAPart:
+def _local_lora_part(part: LoRAPart, weight: ShardSpec) -> LoRAPart:
     if _by_inputs(weight):
         return part
     pieces = _within(weight, part)
@@ -258,26 +267,26 @@ def _local_lora_part(part: LoRAPart, weight: Cut) -> LoRAPart:
 UNIT = 16
 
 
-class How(NamedTuple):
+class ShardRule(NamedTuple):
     """The dimension that a parameter is split in, and which of its rows a rank has."""
 
     dim: int
     pieces: Callable[[nn.Module, int, Ranks], Pieces]  # of the module, the size and the rank
 
 
-def queries(module: nn.Module, size: int, ranks: Ranks) -> Pieces:
+def query_rows(module: nn.Module, size: int, ranks: Ranks) -> Pieces:
     """Rows [H, D] of heads."""
     return (_heads(0, size, 0, ranks),)
 
 
-def keys(module: nn.Module, size: int, ranks: Ranks) -> Pieces:
+def key_rows(module: nn.Module, size: int, ranks: Ranks) -> Pieces:
     """Rows [K, D] of kv heads; a head that several ranks need is replicated on them."""
     assert isinstance(module, Attention)
     kv_heads = size // module.head_dim
     return (_kv(0, kv_heads, module.head_dim, 0, ranks),)
 
 
-def heads(module: nn.Module, size: int, ranks: Ranks) -> Pieces:
+def qkv_rows(module: nn.Module, size: int, ranks: Ranks) -> Pieces:
     """Rows [(H + K + K), D] of packed q, k and v."""
     assert isinstance(module, Attention)
     d = module.head_dim
@@ -287,95 +296,97 @@ def heads(module: nn.Module, size: int, ranks: Ranks) -> Pieces:
     return _heads(0, q, 0, ranks), first, _kv(q + k, k // d, d, own + first[0].length, ranks)
 
 
-def halves(module: nn.Module, size: int, ranks: Ranks) -> Pieces:
+def gate_up_rows(module: nn.Module, size: int, ranks: Ranks) -> Pieces:
     """Packed gate and up: the same units of both."""
     gate = _local_rows(0, size // 2, 0, ranks)
     return gate, _local_rows(size // 2, size // 2, gate[0].length, ranks)
 
 
-def units(module: nn.Module, size: int, ranks: Ranks) -> Pieces:
+def unit_rows(module: nn.Module, size: int, ranks: Ranks) -> Pieces:
     return (_local_rows(0, size, 0, ranks),)
 
 
-def tokens(module: nn.Module, size: int, ranks: Ranks) -> Pieces:
+def vocabulary_rows(module: nn.Module, size: int, ranks: Ranks) -> Pieces:
     """The vocabulary: equally many rows on each rank, but fewer on the last."""
     share = -(-size // ranks.size)
     first = ranks.rank * share
-    return ((Rows(first, 0, min(share, size - first)), Copy()),)
+    return ((RowSpan(first, 0, min(share, size - first)), ReplicaIndex()),)
 
 
 # For each kind of module, the parameters that are split, by name
-PLAN: Mapping[type[nn.Module], Mapping[str, How]] = {
+PLAN: Mapping[type[nn.Module], Mapping[str, ShardRule]] = {
     Attention: {
-        "qkv_proj.weight": How(0, heads),
-        "qkv_proj.bias": How(0, heads),
-        "o_proj.weight": How(1, queries),
+        "qkv_proj.weight": ShardRule(0, qkv_rows),
+        "qkv_proj.bias": ShardRule(0, qkv_rows),
+        "o_proj.weight": ShardRule(1, query_rows),
     },
     GatedMLP: {
-        "gate_up_proj.weight": How(0, halves),
-        "gate_up_proj.bias": How(0, halves),
-        "down_proj.weight": How(1, units),
+        "gate_up_proj.weight": ShardRule(0, gate_up_rows),
+        "gate_up_proj.bias": ShardRule(0, gate_up_rows),
+        "down_proj.weight": ShardRule(1, unit_rows),
     },
-    Experts: {"gate_up_proj": How(1, halves), "down_proj": How(2, units)},
-    Embedding: {"weight": How(0, tokens)},
-    LMHead: {"weight": How(0, tokens), "bias": How(0, tokens)},
+    Experts: {"gate_up_proj": ShardRule(1, gate_up_rows), "down_proj": ShardRule(2, unit_rows)},
+    Embedding: {"weight": ShardRule(0, vocabulary_rows)},
+    LMHead: {"weight": ShardRule(0, vocabulary_rows), "bias": ShardRule(0, vocabulary_rows)},
 }
 # Norms over all heads together
-FLAT = {"q_norm.weight": How(0, queries), "k_norm.weight": How(0, keys)}
+FLAT_QK_NORM = {"q_norm.weight": ShardRule(0, query_rows), "k_norm.weight": ShardRule(0, key_rows)}
 # The projections whose outputs are partial sums
-SUMMANDS = {Attention: "o_proj", GatedMLP: "down_proj"}
+PARTIAL_SUMS = {Attention: "o_proj", GatedMLP: "down_proj"}
 
 
-def bounds(size: int, ranks: int) -> tuple[int, ...]:
+def rank_bounds(size: int, ranks: int) -> tuple[int, ...]:
     """The bounds of the ranks' parts of `size`: R + 1 of them."""
     unit = UNIT if size >= UNIT * ranks else 1
     return *(size // unit * r // ranks * unit for r in range(ranks)), size
 
 
-def _local_rows(begin: int, size: int, target: int, ranks: Ranks) -> tuple[Rows, Copy]:
+def _local_rows(begin: int, size: int, target: int, ranks: Ranks) -> tuple[RowSpan, ReplicaIndex]:
     """The rank's part of `size` rows from `begin` on."""
-    at = bounds(size, ranks.size)
+    at = rank_bounds(size, ranks.size)
     first, end = at[ranks.rank], at[ranks.rank + 1]
-    return Rows(begin + first, target, end - first), Copy()
+    return RowSpan(begin + first, target, end - first), ReplicaIndex()
 
 
-def _heads(begin: int, size: int, target: int, ranks: Ranks) -> tuple[Rows, Copy]:
+def _heads(begin: int, size: int, target: int, ranks: Ranks) -> tuple[RowSpan, ReplicaIndex]:
     """As `_own`, for a size that the ranks divide."""
     own = size // ranks.size
-    return Rows(begin + ranks.rank * own, target, own), Copy()
+    return RowSpan(begin + ranks.rank * own, target, own), ReplicaIndex()
 
 
-def _kv(begin: int, count: int, dim: int, target: int, ranks: Ranks) -> tuple[Rows, Copy]:
+def _kv(
+    begin: int, count: int, dim: int, target: int, ranks: Ranks
+) -> tuple[RowSpan, ReplicaIndex]:
     """Of `count` kv heads from `begin` on, those that the rank's queries read."""
     if count >= ranks.size:
         own = count // ranks.size
-        return Rows(begin + ranks.rank * own * dim, target, own * dim), Copy()
+        return RowSpan(begin + ranks.rank * own * dim, target, own * dim), ReplicaIndex()
     copies = ranks.size // count
     head, number = divmod(ranks.rank, copies)
-    return Rows(begin + head * dim, target, dim), Copy(number, copies)
+    return RowSpan(begin + head * dim, target, dim), ReplicaIndex(number, copies)
 
 
-def cut_model(model: CausalLM, mesh: DeviceMesh) -> None:
+def shard_model(model: CausalLM, mesh: DeviceMesh) -> None:
     """Keep only this rank's part of each layer; on the meta device, before the weights are read.
 
     With expert parallelism call `share_experts` first: experts that are already distributed stay as
     they are. ValueError for a model that so many ranks cannot split.
     """
-    cut_parts(model, Ranks.of(mesh.get_group()))
+    shard_parameters(model, Ranks.of(mesh.get_group()))
     set_tensor(model, mesh)
 
 
-def cut_parts(model: CausalLM, ranks: Ranks) -> None:
+def shard_parameters(model: CausalLM, ranks: Ranks) -> None:
     """As `cut_model`, without the process groups that sum replicated gradients."""
-    check(model, ranks.size)
-    tied, before = model.ties_head, set(model.cuts)
+    check_tensor_ranks(model, ranks.size)
+    tied, before = model.ties_head, set(model.shard_specs)
     apart = _apart(model)
     cuts = dict(_cuts(model, ranks, apart))
-    cuts |= adapter_cuts(model, cuts)
-    model.cuts = {
+    cuts |= adapter_specs(model, cuts)
+    model.shard_specs = {
         name: cut for name, cut in cuts.items() if not (tied and name == "lm_head.weight")
     }
-    for name, cut in model.cuts.items():
+    for name, cut in model.shard_specs.items():
         if name in before:
             continue
         owner, _, own = name.rpartition(".")
@@ -383,9 +394,9 @@ def cut_parts(model: CausalLM, ranks: Ranks) -> None:
         whole: Tensor = module.get_parameter(own)
         if len(cut.pieces) > 1 or cut.length != whole.shape[cut.dim]:
             setattr(module, own, nn.Parameter(cut.take(whole.detach()), whole.requires_grad))
-    share_adapters(model, cuts, ranks)
+    set_local_adapters(model, cuts, ranks)
     size = model.config.vocab_size
-    ((rows, _),) = tokens(model, size, ranks)
+    ((rows, _),) = vocabulary_rows(model, size, ranks)
     vocabulary = VocabularyShard.of(ranks.group, ranks.size, rows.source, rows.length, size)
     for module in model.modules():
         if isinstance(module, Attention):
@@ -394,18 +405,18 @@ def cut_parts(model: CausalLM, ranks: Ranks) -> None:
             module.scorers = ranks
         elif isinstance(module, Embedding | LMHead):
             module.vocabulary = vocabulary
-        for kind, name in SUMMANDS.items():
+        for kind, name in PARTIAL_SUMS.items():
             if isinstance(module, kind) and module not in apart:
                 product = module.get_submodule(name)
                 assert isinstance(product, Linear)
                 product.summands = ranks.size
     if tied:
         model.lm_head.weight = cast(nn.Parameter, model.model.embed_tokens.weight)
-    model.model.tensor = ranks
-    model.model.set_holds()
+    model.model.tensor_ranks = ranks
+    model.model.set_state_kinds()
 
 
-def check(model: CausalLM, ranks: int) -> None:
+def check_tensor_ranks(model: CausalLM, ranks: int) -> None:
     """Raises ValueError for a model that so many ranks cannot split."""
     size = model.config.vocab_size
     if (ranks - 1) * -(-size // ranks) >= size:
@@ -423,7 +434,7 @@ def check(model: CausalLM, ranks: int) -> None:
                 )
     if any(config.dropout for config in model.adapters.values()):
         apart, each = _apart(model), (Ranks("", rank, ranks) for rank in range(ranks))
-        check_dropout(model, (dict(_cuts(model, own, apart)) for own in each))
+        check_adapter_dropout(model, (dict(_cuts(model, own, apart)) for own in each))
 
 
 def _apart(model: CausalLM) -> set[nn.Module]:
@@ -432,9 +443,11 @@ def _apart(model: CausalLM) -> set[nn.Module]:
     return {inner for moe in moes for inner in moe.modules()}
 
 
-def _cuts(model: CausalLM, ranks: Ranks, apart: Container[nn.Module]) -> Iterator[tuple[str, Cut]]:
+def _cuts(
+    model: CausalLM, ranks: Ranks, apart: Container[nn.Module]
+) -> Iterator[tuple[str, ShardSpec]]:
     """The cut of every parameter."""
-    hows: dict[str, tuple[nn.Module, How]] = {}
+    hows: dict[str, tuple[nn.Module, ShardRule]] = {}
     for path, module in model.named_modules():
         if module in apart:
             continue
@@ -444,20 +457,20 @@ def _cuts(model: CausalLM, ranks: Ranks, apart: Container[nn.Module]) -> Iterato
         if isinstance(module, Embedding | LMHead) and rules and module.copies is not None:
             rules |= {f"copies.{name}": rules["weight"] for name in module.copies._parameters}
         if isinstance(module, Attention) and module.flat_qk_norm:
-            rules |= FLAT
+            rules |= FLAT_QK_NORM
         for name, how in rules.items():
             hows[f"{path}.{name}"] = module, how
     for name, parameter in model.named_parameters():
         shape = tuple(parameter.shape)
-        if name in model.cuts:
-            yield name, model.cuts[name]
+        if name in model.shard_specs:
+            yield name, model.shard_specs[name]
             continue
         if name not in hows:
-            every = (Rows(0, 0, shape[0]), Copy(ranks.rank, ranks.size))
-            yield name, Cut(shape, 0, (every,))
+            every = (RowSpan(0, 0, shape[0]), ReplicaIndex(ranks.rank, ranks.size))
+            yield name, ShardSpec(shape, 0, (every,))
             continue
         module, how = hows[name]
-        yield name, Cut(shape, how.dim, how.pieces(module, shape[how.dim], ranks))
+        yield name, ShardSpec(shape, how.dim, how.pieces(module, shape[how.dim], ranks))
 
 
 def _share_heads(module: Attention, ranks: Ranks) -> None:

@@ -50,7 +50,7 @@ REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tens
 IN_FLIGHT = 2  # reductions whose gradients are still held when the next one begins
 
 
-class Weight:
+class ShardedParameter:
     """A parameter: `rows`, the local shard, between passes, and `whole` during them."""
 
     def __init__(self, parameter: nn.Parameter, mesh: DeviceMesh) -> None:
@@ -99,7 +99,7 @@ class Weight:
         missing = len(self.memory) - len(found)
         return torch.cat([found, found.new_zeros(missing, *found.shape[1:])]) if missing else found
 
-    def give_gradient(self, part: Tensor) -> None:
+    def set_local_grad(self, part: Tensor) -> None:
         """`part` [r, ...]: the reduced gradient of the local rows."""
         own = part[: len(self.target)].to(self.rows.dtype)
         # As FSDP2 does: from_local takes ten times as long
@@ -107,24 +107,24 @@ class Weight:
         self.rows.grad = gradient if self.rows.grad is None else self.rows.grad + gradient
 
 
-class Group:
+class ParameterGroup:
     """Weights that are gathered, and whose gradients are reduced, together."""
 
-    def __init__(self, weights: Sequence[Weight]) -> None:
+    def __init__(self, weights: Sequence[ShardedParameter]) -> None:
         self.weights = weights
-        self.trained: list[Weight] = []
+        self.trained: list[ShardedParameter] = []
         self.missing = 0  # gradients that this backward has yet to compute
         self.gathering: Any = None  # the all-gather in flight
 
 
 class Reduction(NamedTuple):
-    weights: Sequence[Weight]
+    weights: Sequence[ShardedParameter]
     gradients: Sequence[Tensor]  # kept alive until the collective is done
     parts: Sequence[Tensor]
     message: Any
 
 
-class Zero:
+class Zero2:
     """The hooks of one model. Every rank runs the same passes; a gather needs all of them."""
 
     def __init__(
@@ -134,23 +134,27 @@ class Zero:
         self.reduces = True  # in the next backward; otherwise gradients accumulate locally
         self.gathered = self.allocated = False
         self.running: deque[Reduction] = deque()
-        self.waiting: list[Group] | None = None  # during backward: groups still to be reduced
-        self.weights: dict[nn.Parameter, Weight] = {}  # by whole parameter, once allocated
-        self.hooked: set[Weight] = set()
-        self.groups: list[Group] = []
-        seen: dict[nn.Parameter, Weight] = {}
+        self.waiting: list[ParameterGroup] | None = (
+            None  # during backward: groups still to be reduced
+        )
+        self.weights: dict[
+            nn.Parameter, ShardedParameter
+        ] = {}  # by whole parameter, once allocated
+        self.hooked: set[ShardedParameter] = set()
+        self.groups: list[ParameterGroup] = []
+        seen: dict[nn.Parameter, ShardedParameter] = {}
         model.register_forward_pre_hook(lambda *_: self._begin())
-        for modules in in_order(model):
-            new: list[Weight] = []
+        for modules in forward_order(model):
+            new: list[ShardedParameter] = []
             for module in (inner for outer in modules for inner in outer.modules()):
                 for name, parameter in module._parameters.items():
                     if parameter is None:
                         continue
                     if parameter not in seen:
-                        seen[parameter] = Weight(parameter, mesh)
+                        seen[parameter] = ShardedParameter(parameter, mesh)
                         new.append(seen[parameter])
                     seen[parameter].places.append((module, name))
-            self.groups.append(group := Group(new))
+            self.groups.append(group := ParameterGroup(new))
             for module in modules:
                 module.register_forward_pre_hook(lambda *_, group=group: self._enter(group))
         if others := [n for n, p in model.named_parameters() if p not in seen]:
@@ -226,16 +230,16 @@ class Zero:
                 self.weights[weight.whole] = weight
         self.allocated = True
 
-    def _enter(self, group: Group) -> None:
+    def _enter(self, group: ParameterGroup) -> None:
         self.gather()  # a module may be called without the model's forward
         self._wait(group)
 
-    def _wait(self, group: Group) -> None:
+    def _wait(self, group: ParameterGroup) -> None:
         if group.gathering is not None:
             group.gathering.wait()  # the stream waits, the host does not
             group.gathering = None
 
-    def _accumulated(self, group: Group, weight: Weight) -> None:
+    def _accumulated(self, group: ParameterGroup, weight: ShardedParameter) -> None:
         """Hook: a parameter has its gradient of this backward."""
         weight.add_up(self.sums)
         if not self.reduces:
@@ -261,7 +265,7 @@ class Zero:
         weight = self.weights[whole]
         return (weight.whole, "grad") if self.sums == self.compute else (weight, "sum")
 
-    def _begin_reduction(self, group: Group) -> None:
+    def _begin_reduction(self, group: ParameterGroup) -> None:
         with torch.no_grad():
             gradients = [w.take_gradient(self.sums).contiguous() for w in group.trained]
             parts, message = gradients, None
@@ -278,7 +282,7 @@ class Zero:
         if reduction.message is not None:
             reduction.message.wait()
         for weight, part in zip(reduction.weights, reduction.parts, strict=True):
-            weight.give_gradient(part)
+            weight.set_local_grad(part)
 
     def _finish(self) -> None:
         """At the end of a backward that reduces."""
@@ -289,7 +293,7 @@ class Zero:
             self._end_reduction()
         self.release()
 
-    def _gather(self, weights: Sequence[Weight]) -> Any:
+    def _gather(self, weights: Sequence[ShardedParameter]) -> Any:
         """Start the all-gather of the rows; returns its handle."""
         group = self.mesh.get_group()
         with dist._coalescing_manager(group, async_ops=True) as message:
@@ -308,22 +312,22 @@ class Zero:
 
 def shard_gradients(
     model: CausalLM, mesh: DeviceMesh, compute: torch.dtype, sums: torch.dtype
-) -> Zero:
+) -> Zero2:
     """Shard the model's parameters, which may be on the meta device, between passes.
 
     `compute` is the dtype of the whole weights, `sums` the one in which gradients accumulate over
     micro-batches and are reduced over ranks. Gradients are summed, not averaged, and given in the
     dtype of the rows.
     """
-    model._zero = Zero(model, mesh, compute, sums)  # type: ignore[assignment]
-    return find_zero(model)  # type: ignore[return-value]
+    model._zero = Zero2(model, mesh, compute, sums)  # type: ignore[assignment]
+    return find_zero2(model)  # type: ignore[return-value]
 
 
-def find_zero(model: nn.Module) -> Zero | None:
+def find_zero2(model: nn.Module) -> Zero2 | None:
     return vars(model).get("_zero")
 
 
-def in_order(model: CausalLM) -> Iterator[list[nn.Module]]:
+def forward_order(model: CausalLM) -> Iterator[list[nn.Module]]:
     """The modules of each group, in the order in which forward needs them."""
     yield [model.model.embed_tokens]
     for block in model.model.layers:

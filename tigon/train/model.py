@@ -15,27 +15,27 @@ from tigon.layers import Attention, GatedMLP, Linear, SparseMoE
 from tigon.models import (
     MODELS,
     CausalLM,
-    begin_adapter,
-    build,
-    describe,
-    init_parts,
+    as_sequence_classifier,
+    build_pretrained,
+    init_adapter,
+    init_sharded_weights,
     load_weights,
     materialize,
-    quantise,
-    quantised_bytes,
+    open_model,
+    quantize_model,
+    quantized_bytes,
     read_config,
-    saved_ends,
-    scored,
+    savable_modules,
     torch_dtype,
 )
 from tigon.parallel import (
     MeshSizes,
-    cut_model,
-    find_zero,
+    enable_context_parallel,
+    find_zero2,
+    keep_rank_zero,
+    shard_experts,
     shard_gradients,
-    share_context,
-    share_experts,
-    take_part,
+    shard_model,
 )
 from tigon.tokenizer import Tokenizer
 from tigon.train import checkpoint
@@ -57,15 +57,17 @@ def load_frozen(
     tokens, the first that it has.
     """
     compute = compute_dtype(config, world.device)
-    model, weights = build(Repository(path), MODELS, dtype=compute, vocab_size=vocab_size)
+    model, weights = build_pretrained(
+        Repository(path), MODELS, dtype=compute, vocab_size=vocab_size
+    )
     if world.size > 1:
         meshes = meshes_of(world)
         if meshes.expert is not None and has_experts(model):
-            share_experts(model, meshes.expert)
+            shard_experts(model, meshes.expert)
         if meshes.tensor is not None:
-            cut_model(model, meshes.tensor)
+            shard_model(model, meshes.tensor)
         if meshes.context is not None:
-            share_context(model, meshes.context)
+            enable_context_parallel(model, meshes.context)
         if meshes.sizes.dividing > 1:
             shard(model, world, compute)
     materialize(model, world.device)
@@ -136,7 +138,7 @@ def check_sizes(config: Config, sizes: MeshSizes, source: Path | None = None) ->
     """ValueError for a model that so many ranks cannot share; also before data are made."""
     if sizes.tensor * sizes.context * sizes.expert > 1:
         model = outline(config, getattr(torch, config.param_dtype), source)
-        take_part(model, sizes)
+        keep_rank_zero(model, sizes)
         check_part(model, config)
 
 
@@ -174,20 +176,20 @@ def add_lora(model: CausalLM, config: Config) -> None:
     """The settings' adapter, in param_dtype, with a reward model's head; on a model without memory
     without values. Before it the base is quantised where the settings say so and it is not yet."""
     assert config.lora is not None
-    if config.lora.quantize and not quantised_bytes(model):
-        quantise(model, config.lora.quantize)
+    if config.lora.quantize and not quantized_bytes(model):
+        quantize_model(model, config.lora.quantize)
     own = config.lora.adapter(config.model, config.revision or "")
     if config.labels and "score" not in own.modules_to_save:  # new, and so trained whole
         own = replace(own, modules_to_save=(*own.modules_to_save, "score"))
     if config.new_tokens:  # PEFT resizes its base alike, and finds the rows in the adapter
-        ends = (*own.modules_to_save, *saved_ends(model))
+        ends = (*own.modules_to_save, *savable_modules(model))
         own = replace(own, modules_to_save=tuple(dict.fromkeys(ends)))
     model.add_adapter(own, dtype=getattr(torch, config.param_dtype))
 
 
 def begin_lora(model: CausalLM, config: Config) -> None:
     """Its first values: the same on any number of ranks."""
-    begin_adapter(model, generator=torch.Generator().manual_seed(config.seed))
+    init_adapter(model, generator=torch.Generator().manual_seed(config.seed))
 
 
 def settings_of(source: Path) -> Config | None:
@@ -231,12 +233,12 @@ def build_model(config: Config, world: World, source: Path | None = None) -> Cau
     else:
         repository = Repository(config.model, revision=config.revision)
         how: dict[str, Any] = {"dtype": dtype, "labels": config.labels, "seed": config.seed}
-        model, weights = build(repository, MODELS, **how, **_tokens(config))
+        model, weights = build_pretrained(repository, MODELS, **how, **_tokens(config))
         divide(model, config, world)
         _allocate(model, config, world)
         if source is None:
             load_weights(model, weights)
-    if (zero := find_zero(model)) is not None:
+    if (zero := find_zero2(model)) is not None:
         zero.allocate()
     return finish(model, config)
 
@@ -256,7 +258,7 @@ def _base(config: Config, dtype: torch.dtype) -> tuple[CausalLM, Checkpoint | No
     if config.lora is not None:
         how["quantize"] = config.lora.quantize
     repository = Repository(config.model, revision=config.revision)
-    return build(repository, MODELS, **how, **_tokens(config))
+    return build_pretrained(repository, MODELS, **how, **_tokens(config))
 
 
 def _tokens(config: Config) -> dict[str, Any]:
@@ -275,7 +277,7 @@ def _fill(model: CausalLM, config: Config, weights: Checkpoint | None, dtype: to
         load_weights(model, weights)
         return
     torch.manual_seed(config.seed)
-    init_parts(model, _from_init(config, dtype))
+    init_sharded_weights(model, _from_init(config, dtype))
 
 
 def stored_rows(config: Config) -> int:
@@ -301,7 +303,7 @@ def base_digest(config: Config) -> str:
 
 def sampled_digest(path: str, revision: str | None = None) -> str:
     """Likewise of any model."""
-    *_, opened = describe(Repository(path, revision=revision), MODELS, None)
+    *_, opened = open_model(Repository(path, revision=revision), MODELS, None)
     return opened().sampled_digest()
 
 
@@ -333,11 +335,11 @@ def divide(model: CausalLM, config: Config, world: World) -> None:
         return
     meshes = meshes_of(world)
     if meshes.expert is not None:
-        share_experts(model, meshes.expert)
+        shard_experts(model, meshes.expert)
     if meshes.tensor is not None:
-        cut_model(model, meshes.tensor)
+        shard_model(model, meshes.tensor)
     if meshes.context is not None:
-        share_context(model, meshes.context)
+        enable_context_parallel(model, meshes.context)
     if config.sharding == "gradients":
         shard_gradients(model, meshes.weights, compute, sum_dtype(config))
     elif is_sharded(config, meshes.sizes.dividing, compute):
@@ -388,7 +390,7 @@ def set_fp8(model: CausalLM, config: Config) -> None:
     for name, layer in projections(model):
         # A whole one that fits has parts on all ranks that do, or on none
         own = layer.outline.shape
-        cut = model.cuts.get(f"{name}.weight")
+        cut = model.shard_specs.get(f"{name}.weight")
         whole = own if cut is None else cut.shape
         layer.fp8 = config.fp8 and name not in kept and fits(whole) and fits(own)
 
@@ -537,7 +539,7 @@ def _config_of(path: Path) -> Any:
 
 def _apply_settings(values: Any, config: Config) -> Any:
     """A model's config, with the scores and the tokens that the settings ask for."""
-    values = scored(values, config.labels) if config.labels else values
+    values = as_sequence_classifier(values, config.labels) if config.labels else values
     vocabulary = read_vocabulary(config)
     if vocabulary is None:
         return values

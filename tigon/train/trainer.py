@@ -15,7 +15,7 @@ from tigon import report
 from tigon.data import Entry, MicroBatch, Mixture
 from tigon.data.examples import format_count
 from tigon.kernels.loss.api import IGNORE_INDEX
-from tigon.parallel import find_tensor
+from tigon.parallel import find_tensor_parallel
 from tigon.train import checkpoint, guard, publish, resume
 from tigon.train.build import Run
 from tigon.train.callbacks import Predictions, View, Wanted
@@ -94,7 +94,7 @@ def backward(run: Run, step: int) -> dict[str, float]:
         part = replace(part, loss=part.loss.detach())
         parts.append(watch.show(part, i, batch))
     if norm is None:
-        if (tensor := find_tensor(model)) is not None:
+        if (tensor := find_tensor_parallel(model)) is not None:
             tensor.sum_gradients(model)
         norm = clip(model, run.optimizer, run.config.max_grad_norm)
     own = torch.stack([part.loss.detach().double() for part in parts]).sum()
@@ -150,7 +150,7 @@ class NamedSets:
     def __init__(self, names: Sequence[str], of_part: Tensor, *, by_sequence: bool):
         """`of_part` int64: which of the names each part of the corpus has, -1 for none.
         `by_sequence`: each sequence weighs the same in the loss, not each token."""
-        self.names, self.of_part, self.by_sequence = names, of_part, by_sequence
+        self.names, self.for_shard, self.by_sequence = names, of_part, by_sequence
         # [S, 4]: the loss, what it is divided by, right predictions, targets
         self.sums = torch.zeros(len(names), 4, dtype=torch.double, device=of_part.device)
 
@@ -180,7 +180,7 @@ class NamedSets:
         sequence = torch.searchsorted(starts, positions, right=True) - 1  # [B T]
         targets = labels != IGNORE_INDEX
         right = targets & (view.predictions.flatten() == labels)
-        sets = self.of_part[micro_batch.parts]  # [n]
+        sets = self.for_shard[micro_batch.parts]  # [n]
         counts = torch.zeros_like(sets).index_add(0, sequence, targets.long())
         numbers = torch.arange(len(self.names), device=labels.device)[:, None]
         mine = sets[sequence] == numbers  # [S, B T]

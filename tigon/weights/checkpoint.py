@@ -19,7 +19,7 @@ from torch import Tensor
 from tigon.hub import Repository
 from tigon.utils.json import escape, quote
 from tigon.utils.safetensors_header import find_tensors
-from tigon.weights.decoded import Decoded
+from tigon.weights.decoded import DecodedTensor
 from tigon.weights.header import TensorInfo
 from tigon.weights.read import Reader
 
@@ -39,7 +39,7 @@ class BlockScales:
 
 
 @dataclass(frozen=True)
-class Fp8Tensor(Decoded):
+class Fp8Tensor(DecodedTensor):
     """Each value is its fp8 number in fp32 times its block's scale in fp32."""
 
     stored: TensorInfo
@@ -105,13 +105,13 @@ class Fp8Tensor(Decoded):
 
 def decode_fp8(
     tensors: Mapping[str, TensorInfo], scales: BlockScales | None
-) -> dict[str, TensorInfo | Decoded]:
+) -> dict[str, TensorInfo | DecodedTensor]:
     """The tensors, each fp8 one together with its scales, which are no tensors of the model.
 
     `scales` is None where config.json says nothing of them. Raises ValueError where scales are
     missing, of another shape or of another kind.
     """
-    found: dict[str, TensorInfo | Decoded] = dict(tensors)
+    found: dict[str, TensorInfo | DecodedTensor] = dict(tensors)
     for name, info in tensors.items():
         if info.dtype not in FP8 or name.endswith(SCALE):
             continue
@@ -165,7 +165,7 @@ DECODED = 8 << 20  # bytes of values that a thread decodes at a time
 class Checkpoint:
     """The validated headers of all files of a checkpoint; no tensor is read yet."""
 
-    def __init__(self, name: str, tensors: Mapping[str, TensorInfo | Decoded]) -> None:
+    def __init__(self, name: str, tensors: Mapping[str, TensorInfo | DecodedTensor]) -> None:
         self.name = name
         self.tensors = tensors
 
@@ -218,7 +218,7 @@ class Checkpoint:
             read_rows(reader, info, out.detach(), row)
 
 
-def _sample(info: TensorInfo | Decoded, file: IO[bytes]) -> bytes:
+def _sample(info: TensorInfo | DecodedTensor, file: IO[bytes]) -> bytes:
     """A digest of the values in its middle; of encoded ones, of those that begin it."""
     plain = isinstance(info, TensorInfo)
     size = min(SAMPLED, info.nbytes) if plain else SAMPLED  # of others: those that follow
@@ -226,7 +226,7 @@ def _sample(info: TensorInfo | Decoded, file: IO[bytes]) -> bytes:
     return hashlib.sha256(file.read(size)).digest()
 
 
-def read_rows(reader: Reader, info: TensorInfo | Decoded, out: Tensor, row: int) -> None:
+def read_rows(reader: Reader, info: TensorInfo | DecodedTensor, out: Tensor, row: int) -> None:
     """Fills `out` with as many rows of the tensor from `row` on."""
     row_bytes = info.nbytes // max(1, info.shape[0]) if info.shape else info.nbytes
     with torch.no_grad():

@@ -16,11 +16,11 @@ from torch import Tensor
 
 from tigon.weights.checkpoint import Checkpoint
 from tigon.weights.header import TensorInfo
-from tigon.weights.layout import Layout, Part
-from tigon.weights.write import Entry, Piece, all_finite, height
+from tigon.weights.layout import Layout, TensorSlice
+from tigon.weights.write import RowBlock, TensorEntry, all_finite, row_count
 
 
-class Stored(NamedTuple):
+class StoredRows(NamedTuple):
     """Rows of a tensor that a checkpoint has under some name: all of them, or those of a rank."""
 
     row: int  # of the whole tensor, where they begin; counted as pieces do
@@ -40,18 +40,18 @@ class _Span(NamedTuple):
     name: str
 
 
-def converted(
+def convert_entries(
     layout: Layout,
     dtype: torch.dtype,
-    stored: Mapping[str, Sequence[Stored]],
+    stored: Mapping[str, Sequence[StoredRows]],
     stored_layout: Layout,
-) -> list[Entry]:
+) -> list[TensorEntry]:
     """The tensors of `layout` in `dtype`; `stored`: those of `stored_layout`, by name.
 
     Both layouts are of the same parameters. The writer raises for rows that are stored nowhere.
     """
     shapes: dict[str, tuple[int, ...]] = {}
-    pieces: dict[str, list[Piece]] = {}
+    pieces: dict[str, list[RowBlock]] = {}
     for parameter, parts in layout.items():
         sources = _spans(stored_layout[parameter])
         starts = [span.first for span in sources]
@@ -75,10 +75,10 @@ def converted(
                         shapes[target.name],
                         dtype,
                     )
-    return [Entry(name, shape, dtype, pieces[name]) for name, shape in shapes.items()]
+    return [TensorEntry(name, shape, dtype, pieces[name]) for name, shape in shapes.items()]
 
 
-def _spans(parts: Sequence[Part]) -> list[_Span]:
+def _spans(parts: Sequence[TensorSlice]) -> list[_Span]:
     """By their place in the parameter."""
     found = []
     for part in parts:
@@ -93,10 +93,10 @@ def _pieces(
     row: int,
     source_row: int,
     count: int,
-    stored: Sequence[Stored],
+    stored: Sequence[StoredRows],
     shape: Sequence[int],
     dtype: torch.dtype,
-) -> list[Piece]:
+) -> list[RowBlock]:
     """Rows [source_row, source_row + count) of what is stored, to be rows from `row` on of a tensor
     of that shape."""
     found = []
@@ -108,7 +108,7 @@ def _pieces(
             start = block.first + first - block.row
             read = partial(_read, block.checkpoint, block.name, dtype, start)
             columns = None if info.shape[1:][-1:] == shape[1:][-1:] else info.shape[-1]
-            found.append(Piece(row + first - source_row, number, read, block.column, columns))
+            found.append(RowBlock(row + first - source_row, number, read, block.column, columns))
     return found
 
 
@@ -118,7 +118,7 @@ def _read(
     info, first = checkpoint.tensors[name], start + first
     shape, unit = info.shape, math.prod(info.shape[1:-1])
     if isinstance(info, TensorInfo) and len(shape) > 2:  # a matrix: any of its rows can be read
-        shape, unit = (height(shape), shape[-1]), 1
+        shape, unit = (row_count(shape), shape[-1]), 1
         checkpoint = Checkpoint(checkpoint.name, {name: replace(info, shape=shape)})
     begin, end = first // unit, -(-(first + count) // unit)
     rows = torch.empty((end - begin, *shape[1:]) if shape else (), dtype=dtype)

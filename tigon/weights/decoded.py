@@ -14,7 +14,7 @@ from tigon.weights.read import Reader
 
 
 @dataclass(frozen=True)
-class Decoded(ABC):
+class DecodedTensor(ABC):
     """What `TensorInfo` is for a plain tensor: name, shape and dtype are those of the values.
 
     The values are fp32 on the CPU; the reader rounds them once, to the dtype of the parameter.
@@ -51,7 +51,7 @@ class Decoded(ABC):
 
 
 @dataclass(frozen=True)
-class Drawn(Decoded):
+class RandomTensor(DecodedTensor):
     """A matrix that the checkpoint lacks: normal numbers, the same on every rank."""
 
     std: float

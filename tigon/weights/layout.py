@@ -14,12 +14,12 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from tigon.weights.decoded import Decoded
+from tigon.weights.decoded import DecodedTensor
 from tigon.weights.header import TensorInfo
-from tigon.weights.read import Reader, Run
+from tigon.weights.read import Reader, ReadSpan
 
 
-class Rows(NamedTuple):
+class RowSpan(NamedTuple):
     """`length` rows of a tensor from `source` on are those of a parameter from `target` on."""
 
     source: int
@@ -27,7 +27,7 @@ class Rows(NamedTuple):
     length: int
 
 
-class Copy(NamedTuple):
+class ReplicaIndex(NamedTuple):
     """One of several ranks of tensor parallelism that have the same."""
 
     number: int = 0
@@ -35,7 +35,7 @@ class Copy(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Part:
+class TensorSlice:
     """A checkpoint's tensor, and the rows that a parameter has of it: one slice or several.
 
     A shard of a packed projection has several of a tensor that is stored packed, [gate; up]: a
@@ -48,50 +48,50 @@ class Part:
 
     name: str
     shape: tuple[int, ...]
-    slices: tuple[Rows, ...]
-    spans: tuple[Rows, ...] = ()  # (): whole rows
-    copy: Copy | None = None  # None: there is no tensor parallelism
+    slices: tuple[RowSpan, ...]
+    spans: tuple[RowSpan, ...] = ()  # (): whole rows
+    copy: ReplicaIndex | None = None  # None: there is no tensor parallelism
 
     @classmethod
-    def whole(cls, name: str, shape: tuple[int, ...], target: int = 0) -> "Part":
+    def whole(cls, name: str, shape: tuple[int, ...], target: int = 0) -> "TensorSlice":
         """All rows of the tensor, from row `target` of the parameter on."""
-        return cls(name, shape, (Rows(0, target, shape[0] if shape else 1),))
+        return cls(name, shape, (RowSpan(0, target, shape[0] if shape else 1),))
 
     @property
-    def row_spans(self) -> tuple[Rows, ...]:
-        return self.spans or tuple(Rows(0, 0, size) for size in self.shape[1:])
+    def row_spans(self) -> tuple[RowSpan, ...]:
+        return self.spans or tuple(RowSpan(0, 0, size) for size in self.shape[1:])
 
     @property
     def column(self) -> int:
         """The first that it has of the tensor's last dimension."""
         return self.spans[-1].source if self.spans else 0
 
-    def lines(self, shape: Sequence[int]) -> Iterator[Rows]:
+    def lines(self, shape: Sequence[int]) -> Iterator[RowSpan]:
         """The slices as rows of the last dimension, of the tensor and of a parameter of `shape`."""
         middle = self.row_spans[:-1]
-        if all(span == Rows(0, 0, n) for span, n in zip(middle, self.shape[1:-1], strict=True)):
+        if all(span == RowSpan(0, 0, n) for span, n in zip(middle, self.shape[1:-1], strict=True)):
             per_row = math.prod(self.shape[1:-1])
             for rows in self.slices:
-                yield Rows(*(per_row * n for n in rows))
+                yield RowSpan(*(per_row * n for n in rows))
             return
         (span,) = middle
         theirs, ours = self.shape[1], shape[-2]
         for source, target, length in self.slices:
             for i in range(length):
                 at = (source + i) * theirs + span.source, (target + i) * ours + span.target
-                yield Rows(*at, span.length)
+                yield RowSpan(*at, span.length)
 
 
-Layout = dict[str, tuple[Part, ...]]  # parameter -> the tensors that it has rows of
+Layout = dict[str, tuple[TensorSlice, ...]]  # parameter -> the tensors that it has rows of
 
 
 @dataclass(frozen=True)
-class Cut:
+class ShardSpec:
     """What a rank of tensor or expert parallelism has of a parameter: pieces of one dimension."""
 
     shape: tuple[int, ...]  # of the whole
     dim: int
-    pieces: tuple[tuple[Rows, Copy], ...]
+    pieces: tuple[tuple[RowSpan, ReplicaIndex], ...]
 
     @property
     def length(self) -> int:
@@ -104,12 +104,12 @@ class Cut:
         )
 
 
-def cut_parts(parts: Sequence[Part], own: Cut) -> tuple[Part, ...]:
+def shard_slices(parts: Sequence[TensorSlice], own: ShardSpec) -> tuple[TensorSlice, ...]:
     """What the rank's own parameter is made of, where the whole one is made of `parts`."""
     return tuple(new for part in parts for new in _cut_part(part, own))
 
 
-def _cut_part(part: Part, own: Cut) -> Iterator[Part]:
+def _cut_part(part: TensorSlice, own: ShardSpec) -> Iterator[TensorSlice]:
     lead = len(own.shape) - len(part.shape[1:])  # dimensions that its rows count over
     if own.dim >= lead:
         for rows, copy in own.pieces:
@@ -117,7 +117,7 @@ def _cut_part(part: Part, own: Cut) -> Iterator[Part]:
             spans[own.dim - lead] = rows
             yield replace(part, spans=tuple(spans), copy=copy)
         return
-    by_copy: dict[Copy, list[Rows]] = {}
+    by_copy: dict[ReplicaIndex, list[RowSpan]] = {}
     inner = math.prod(own.shape[own.dim + 1 : lead])  # rows for each index of the dimension
     size = own.shape[own.dim] * inner
     for source, target, length in part.slices:
@@ -128,13 +128,13 @@ def _cut_part(part: Part, own: Cut) -> Iterator[Part]:
                 end = min(target + length, begin + piece.length * inner)
                 if first < end:
                     at = (outer * own.length + piece.target) * inner + first - begin
-                    own_rows = Rows(source + first - target, at, end - first)
-                    by_copy.setdefault(copy, []).append(own_rows)
-    for copy, found in (by_copy or {Copy(): []}).items():
+                    rows = RowSpan(source + first - target, at, end - first)
+                    by_copy.setdefault(copy, []).append(rows)
+    for copy, found in (by_copy or {ReplicaIndex(): []}).items():
         yield replace(part, slices=tuple(found), copy=copy)
 
 
-def fills(parts: Sequence[Part], parameter: Tensor) -> bool:
+def covers_parameter(parts: Sequence[TensorSlice], parameter: Tensor) -> bool:
     """Whether the parts have every row of the parameter once, from rows that their tensors have."""
     dims = len(parts[0].shape[1:])
     lead = parameter.dim() - dims
@@ -151,14 +151,14 @@ def fills(parts: Sequence[Part], parameter: Tensor) -> bool:
         spans = tuple((s.target, s.length) for s in part.row_spans)
         slices.setdefault(spans, []).extend((s.target, s.length) for s in part.slices)
     height = math.prod(parameter.shape[:lead])
-    if not all(tiles(found, height) for found in slices.values()):
+    if not all(covers_once(found, height) for found in slices.values()):
         return False
     # Only one dimension is cut into several
     several = [list(dict.fromkeys(at)) for at in zip(*slices, strict=True)]
-    return all(tiles(at, n) for at, n in zip(several, rest, strict=True))
+    return all(covers_once(at, n) for at, n in zip(several, rest, strict=True))
 
 
-def tiles(spans: Sequence[tuple[int, int]], height: int) -> bool:
+def covers_once(spans: Sequence[tuple[int, int]], height: int) -> bool:
     """Whether spans of (first row, rows) cover `height` rows once each."""
     end = 0
     for first, count in sorted(spans):
@@ -172,10 +172,10 @@ def tiles(spans: Sequence[tuple[int, int]], height: int) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class Decoding:
+class DecodedSpan:
     """Lines of a tensor that is decoded, from line `first` on, and the memory they go to."""
 
-    source: Decoded
+    source: DecodedTensor
     first: int
     column: int
     out: Tensor
@@ -184,7 +184,7 @@ class Decoding:
     def nbytes(self) -> int:
         return self.out.numel() * self.out.itemsize
 
-    def pieces(self, most: int) -> Iterator["Decoding"]:
+    def pieces(self, most: int) -> Iterator["DecodedSpan"]:
         """In pieces that begin where units do, of at most that many bytes, or of one unit."""
         lines, width = self._row
         unit = self.source.unit * lines
@@ -193,7 +193,7 @@ class Decoding:
         while begin < end:
             stop = min(end, (begin // step + 1) * step)
             out = self.out[begin - self.first : stop - self.first]
-            yield Decoding(self.source, begin, self.column, out)
+            yield DecodedSpan(self.source, begin, self.column, out)
             begin = stop
 
     def read(self, reader: Reader) -> Tensor:
@@ -211,7 +211,7 @@ class Decoding:
         return math.prod(shape[1:-1]), shape[-1] if len(shape) > 1 else 1
 
 
-class Local(NamedTuple):
+class LocalShard(NamedTuple):
     """This rank's memory of a parameter, and which index of the whole its first one is."""
 
     memory: Tensor
@@ -219,11 +219,11 @@ class Local(NamedTuple):
     first: tuple[int, ...]
 
 
-def local_part(name: str, parameter: Tensor) -> Local:
+def local_shard(name: str, parameter: Tensor) -> LocalShard:
     """What this rank has of a parameter, rows or columns or both."""
     parameter, shape = parameter.detach(), tuple(parameter.shape)
     if not isinstance(parameter, DTensor):
-        return Local(parameter, shape, (0,) * len(shape))
+        return LocalShard(parameter, shape, (0,) * len(shape))
     for placement in parameter.placements:
         contiguous = isinstance(placement, Shard) and not isinstance(placement, _StridedShard)
         if not contiguous and not placement.is_replicate():
@@ -231,10 +231,10 @@ def local_part(name: str, parameter: Tensor) -> Local:
     _, first = compute_local_shape_and_global_offset(
         parameter.shape, parameter.device_mesh, parameter.placements
     )
-    return Local(parameter.to_local(), shape, tuple(first))
+    return LocalShard(parameter.to_local(), shape, tuple(first))
 
 
-def own_rows(name: str, parameter: Tensor) -> tuple[Tensor, int]:
+def local_rows(name: str, parameter: Tensor) -> tuple[Tensor, int]:
     """The parameter's memory on this rank, and which row of the whole its first one is.
 
     For what can only work with whole rows: columns are refused.
@@ -245,7 +245,7 @@ def own_rows(name: str, parameter: Tensor) -> tuple[Tensor, int]:
         for placement in parameter.placements:
             if not placement.is_replicate() and placement != Shard(0):
                 raise ValueError(f"{name} is placed {placement}, which is not Shard(0)")
-    memory, _, first = local_part(name, parameter)
+    memory, _, first = local_shard(name, parameter)
     return memory, first[0] if first else 0
 
 
@@ -255,8 +255,8 @@ def row_group(parameter: DTensor) -> dist.ProcessGroup:
     return mesh.get_group(mesh.ndim - 1)
 
 
-def own_slices(
-    part: Part, shape: Sequence[int], local: Tensor, first: int
+def local_blocks(
+    part: TensorSlice, shape: Sequence[int], local: Tensor, first: int
 ) -> Iterator[tuple[tuple[int, ...], Tensor]]:
     """What this rank has of a part: blocks of `local`, and where in the part's tensor each begins.
 
@@ -276,10 +276,10 @@ def own_slices(
             yield (source + begin - target, *inner), rows[begin - first : end - first]
 
 
-class Lines:
+class ShardLines:
     """A rank's part of a parameter as lines of the whole: where each stretch of them is."""
 
-    def __init__(self, local: Local, *, single: bool) -> None:
+    def __init__(self, local: LocalShard, *, single: bool) -> None:
         """`single`: the tensors of the file have one dimension, so that lines are elements."""
         memory, shape, first = local
         self.shape, self.column = shape, 0
@@ -311,21 +311,23 @@ class Lines:
                 yield low, self.memory[at + low : at + high]
 
 
-def own_columns(part: Part, lines: Tensor) -> Tensor:
+def slice_columns(part: TensorSlice, lines: Tensor) -> Tensor:
     """Of lines of a parameter, the columns that are the part's; others are those of other parts."""
     if not part.spans or part.spans[-1].length == lines.shape[-1]:
         return lines
     return lines.narrow(-1, part.spans[-1].target, part.spans[-1].length)
 
 
-def runs_of(part: Part, info: TensorInfo | Decoded, lines: Lines) -> Iterator[Run | Decoding]:
+def plan_reads(
+    part: TensorSlice, info: TensorInfo | DecodedTensor, lines: ShardLines
+) -> Iterator[ReadSpan | DecodedSpan]:
     """What has to be read of a part for the lines that this rank has."""
     width, column = part.shape[-1] if len(part.shape) > 1 else 1, part.column + lines.column
     for source, target, length in part.lines(lines.shape):
         for line, memory in lines.within(target, target + length):
-            at, out = source + line - target, own_columns(part, memory)
+            at, out = source + line - target, slice_columns(part, memory)
             if isinstance(info, TensorInfo):
                 offset = info.offset + at * width * info.dtype.itemsize
-                yield Run(info.path, offset, info.dtype, width, column, out)
+                yield ReadSpan(info.path, offset, info.dtype, width, column, out)
             else:
-                yield Decoding(info, at, column, out)
+                yield DecodedSpan(info, at, column, out)

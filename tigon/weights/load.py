@@ -20,28 +20,36 @@ from torch.distributed.tensor import DTensor
 
 from tigon.utils.json import escape
 from tigon.weights.checkpoint import Checkpoint
-from tigon.weights.decoded import Decoded
+from tigon.weights.decoded import DecodedTensor
 from tigon.weights.header import TensorInfo
-from tigon.weights.layout import Decoding, Layout, Lines, Part, fills, local_part, runs_of
+from tigon.weights.layout import (
+    DecodedSpan,
+    Layout,
+    ShardLines,
+    TensorSlice,
+    covers_parameter,
+    local_shard,
+    plan_reads,
+)
 from tigon.weights.read import (
     BUFFERS,
     SHARE,
     Reader,
-    Run,
+    ReadSpan,
     Transfer,
+    merge_reads,
+    parallel_for,
     pinned_buffer,
     pinned_bytes,
-    spread,
-    transfers,
 )
 
 NAMED = 10  # tensors, at most, of each kind that do not fit
 
-Matched = dict[str, list[tuple[Part, TensorInfo | Decoded]]]  # by the parameter's name
+Matched = dict[str, list[tuple[TensorSlice, TensorInfo | DecodedTensor]]]  # by the parameter's name
 Misfits = dict[str, list[str]]  # what is wrong -> the tensors of which it is
 
 
-def match(
+def match_tensors(
     parameters: Mapping[str, Tensor],
     layout: Layout,
     checkpoint: Checkpoint,
@@ -54,16 +62,18 @@ def match(
 
     The parameters may be on the meta device. ValueError unless all fit.
     """
-    matched, misfits = compare(parameters, layout, checkpoint, source_of=source_of, ignored=ignored)
+    matched, misfits = compare_tensors(
+        parameters, layout, checkpoint, source_of=source_of, ignored=ignored
+    )
     if misfits:
-        listed = (f"\n  {listing(fault, names, NAMED)}" for fault, names in misfits.items())
+        listed = (f"\n  {format_misfits(fault, names, NAMED)}" for fault, names in misfits.items())
         raise ValueError(
             f"the checkpoint {escape(checkpoint.name)} does not fit {into}:{''.join(listed)}"
         )
     return matched
 
 
-def compare(
+def compare_tensors(
     parameters: Mapping[str, Tensor],
     layout: Layout,
     checkpoint: Checkpoint,
@@ -78,7 +88,7 @@ def compare(
     matched: Matched = {}
     for parameter_name, parameter in parameters.items():
         parts = layout[parameter_name]
-        if not fills(parts, parameter):
+        if not covers_parameter(parts, parameter):
             wrong.append(f"{parameter_name} is {list(parameter.shape)}, not filled by {parts}")
             continue
         matched[parameter_name] = []
@@ -102,7 +112,7 @@ def compare(
     return matched, {fault: names for fault, names in found.items() if names}
 
 
-def listing(fault: str, names: list[str], most: int) -> str:
+def format_misfits(fault: str, names: list[str], most: int) -> str:
     """A line of a message about one kind of misfits."""
     more = ", ..." if len(names) > most else ""
     return f"{len(names)} {fault}: {', '.join(escape(name, 300) for name in names[:most])}{more}"
@@ -121,7 +131,7 @@ def map_parameters(
     several tensors is among them if these follow each other in one file. The file must be neither
     shortened nor written to for as long as one of the tensors lives.
     """
-    matched = match(parameters, layout, checkpoint, **names)
+    matched = match_tensors(parameters, layout, checkpoint, **names)
     files: dict[Path, mmap.mmap] = {}
     found: dict[str, Tensor] = {}
     for name, parameter in parameters.items():
@@ -143,7 +153,7 @@ def map_parameters(
 
 
 def _place(
-    parameter: Tensor, parts: Sequence[tuple[Part, TensorInfo | Decoded]]
+    parameter: Tensor, parts: Sequence[tuple[TensorSlice, TensorInfo | DecodedTensor]]
 ) -> tuple[Path, int] | None:
     """Where a file has the parameter's bytes as they are, all in a row."""
     if not parameter.numel():
@@ -267,16 +277,18 @@ def load_into(
     for name, parameter in parameters.items():
         if parameter.is_meta:
             raise ValueError(f"{name} is on the meta device: allocate it first (to_empty)")
-    local = {name: local_part(name, parameter) for name, parameter in parameters.items()}
-    matched = match(parameters, layout, checkpoint, source_of=source_of, ignored=ignored, into=into)
+    local = {name: local_shard(name, parameter) for name, parameter in parameters.items()}
+    matched = match_tensors(
+        parameters, layout, checkpoint, source_of=source_of, ignored=ignored, into=into
+    )
     replicas = Replicas(parameters)
-    runs: list[Run] = []
-    decodings: list[Decoding] = []
+    runs: list[ReadSpan] = []
+    decodings: list[DecodedSpan] = []
     for name in replicas.own:
-        lines = Lines(local[name], single=len(layout[name][0].shape) < 2)
+        lines = ShardLines(local[name], single=len(layout[name][0].shape) < 2)
         for part, info in matched[name]:
-            for found in runs_of(part, info, lines):
-                if isinstance(found, Run):
+            for found in plan_reads(part, info, lines):
+                if isinstance(found, ReadSpan):
                     runs.append(found)
                 else:
                     decodings.append(found)
@@ -287,7 +299,7 @@ def load_into(
 
 
 @contextmanager
-def pinned_ahead(device: torch.device, staging_bytes: int = STAGING_BYTES) -> Iterator[None]:
+def prepin_staging(device: torch.device, staging_bytes: int = STAGING_BYTES) -> Iterator[None]:
     """Within, a thread pins the host memory of the buffers of a load to this GPU, one by one.
 
     To be left before memory is allocated on the device: the driver does one of the two at a time.
@@ -332,10 +344,10 @@ def _threads() -> int:
 
 
 def _read_all(
-    runs: Sequence[Run], decodings: Sequence[Decoding], workers: int, staging: int
+    runs: Sequence[ReadSpan], decodings: Sequence[DecodedSpan], workers: int, staging: int
 ) -> None:
     # All threads take from one queue in file order, so that a disk sees few sequential streams
-    work: list[Transfer | Decoding] = [*transfers(runs, Reader(staging).most)]
+    work: list[Transfer | DecodedSpan] = [*merge_reads(runs, Reader(staging).most)]
     # As fp32 values a piece is a quarter: what it is decoded from and with takes memory too
     work += [piece for decoding in decodings for piece in decoding.pieces(staging // 4)]
     total = sum(item.nbytes for item in work)
@@ -356,7 +368,7 @@ def _read_all(
         with Reader(staging) as reader, torch.no_grad():
             yield reader
 
-    def read(item: Transfer | Decoding, reader: Reader) -> None:
+    def read(item: Transfer | DecodedSpan, reader: Reader) -> None:
         if isinstance(item, Transfer):
             reader.fill(item)
         else:
@@ -366,6 +378,6 @@ def _read_all(
     threads = torch.get_num_threads()
     try:
         with bar:
-            spread(work, read, reader, workers)
+            parallel_for(work, read, reader, workers)
     finally:
         torch.set_num_threads(threads)  # of threads that are started from now on

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from tigon.weights.checkpoint import read_rows
-from tigon.weights.decoded import Decoded
+from tigon.weights.decoded import DecodedTensor
 from tigon.weights.header import TensorInfo
 from tigon.weights.read import Reader
 
@@ -15,11 +15,11 @@ ROWS = 4096  # that are read at a time for the mean
 
 
 @dataclass(frozen=True)
-class ResizedTensor(Decoded):
+class ResizedTensor(DecodedTensor):
     """A matrix whose rows beyond the checkpoint's, and those in `mean_rows`, are the mean of all
     rows of the checkpoint."""
 
-    stored: TensorInfo | Decoded
+    stored: TensorInfo | DecodedTensor
     mean_rows: frozenset[int]
 
     def rows(self, reader: Reader, first: int, count: int) -> Tensor:

@@ -22,8 +22,17 @@ from torch.distributed.tensor import DTensor
 
 from tigon.weights.files import fsync
 from tigon.weights.header import TAGS, write_header
-from tigon.weights.layout import Layout, Lines, Local, Part, fills, local_part, own_columns, tiles
-from tigon.weights.read import spread
+from tigon.weights.layout import (
+    Layout,
+    LocalShard,
+    ShardLines,
+    TensorSlice,
+    covers_once,
+    covers_parameter,
+    local_shard,
+    slice_columns,
+)
+from tigon.weights.read import parallel_for
 
 
 @torch.no_grad()
@@ -55,7 +64,7 @@ def _largest(group: list[Tensor]) -> list[Tensor] | tuple[Tensor, ...]:
 CHUNK = 16 << 20  # bytes that a thread converts, stages and writes at a time
 
 
-class Piece(NamedTuple):
+class RowBlock(NamedTuple):
     """Rows of a tensor of the checkpoint that this process writes.
 
     A row is the last dimension of a tensor that has several, [E, N, D] has E * N; else an element.
@@ -69,21 +78,21 @@ class Piece(NamedTuple):
     columns: int | None = None  # None: all
 
 
-class Entry(NamedTuple):
+class TensorEntry(NamedTuple):
     """A tensor of the checkpoint, and what this process writes of it."""
 
     name: str
     shape: Sequence[int]
     dtype: torch.dtype
-    pieces: Sequence[Piece]
+    pieces: Sequence[RowBlock]
 
     @classmethod
-    def of(cls, name: str, tensor: Tensor) -> "Entry":
+    def of(cls, name: str, tensor: Tensor) -> "TensorEntry":
         """A whole tensor as it is."""
         whole = tensor.detach()
         shape = tuple(whole.shape)
-        rows = whole.reshape(height(shape), *shape[1:][-1:])
-        piece = Piece(0, len(rows), lambda first, count: rows.narrow(0, first, count))
+        rows = whole.reshape(row_count(shape), *shape[1:][-1:])
+        piece = RowBlock(0, len(rows), lambda first, count: rows.narrow(0, first, count))
         return cls(name, shape, whole.dtype, [piece])
 
     @property
@@ -95,12 +104,12 @@ class Entry(NamedTuple):
         return math.prod(self.shape[1:][-1:]) * self.dtype.itemsize
 
 
-def height(shape: Sequence[int]) -> int:
+def row_count(shape: Sequence[int]) -> int:
     """Rows of a tensor, as pieces count them."""
     return math.prod(shape[:-1] if len(shape) > 1 else shape)
 
 
-def cut(rows: int, row_bytes: int) -> Iterator[tuple[int, int]]:
+def row_chunks(rows: int, row_bytes: int) -> Iterator[tuple[int, int]]:
     """(first, number) of groups of rows of at most CHUNK bytes."""
     step = max(1, CHUNK // max(1, row_bytes))
     return ((first, min(step, rows - first)) for first in range(0, rows, step))
@@ -115,7 +124,7 @@ class RankError(RuntimeError):
     """What stopped another rank stops this one."""
 
 
-class Writers:
+class WriterGroup:
     """Those of a process group, the default one if none is given; or this process alone."""
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
@@ -137,7 +146,7 @@ class Writers:
         return values  # type: ignore[return-value]
 
     @contextmanager
-    def together(self) -> Iterator[None]:
+    def sync_errors(self) -> Iterator[None]:
         """Leave together; what one rank raises inside stops all of them.
 
         Inside, no rank may wait for another.
@@ -164,23 +173,23 @@ def entries(
     dtype: torch.dtype,
     *,
     values: Mapping[str, Tensor] | None = None,
-    ranks: Writers | None = None,
-) -> list[Entry]:
+    ranks: WriterGroup | None = None,
+) -> list[TensorEntry]:
     """Every tensor of the layout in `dtype`, with what this rank writes of it: its own rows and
     columns; of what other ranks have too, its share.
 
     `values`: by name, in place of a parameter's memory on this rank, and as large. Raises
     ValueError where a parameter is not made of the tensors that the layout names.
     """
-    ranks, values = ranks or Writers(), values or {}
+    ranks, values = ranks or WriterGroup(), values or {}
     shapes: dict[str, tuple[int, ...]] = {}
-    pieces: dict[str, list[Piece]] = {}
+    pieces: dict[str, list[RowBlock]] = {}
     for name, p in parameters.items():
-        if not fills(layout[name], p):
+        if not covers_parameter(layout[name], p):
             raise ValueError(f"{name} is {list(p.shape)}, not filled by {layout[name]}")
         if p.is_meta:
             raise ValueError(f"{name} is on the meta device: allocate it first (to_empty)")
-        local = local_part(name, p)
+        local = local_shard(name, p)
         if name in values:
             value = values[name].detach()
             value = value.to_local() if isinstance(value, DTensor) else value
@@ -197,10 +206,10 @@ def entries(
                 groups = [block for whole in blocks for block in _cut(whole, dtype)]
                 blocks = groups[(replica - len(shapes)) % replicas :: replicas]
             pieces.setdefault(part.name, []).extend(blocks)
-    return [Entry(name, shape, dtype, pieces[name]) for name, shape in shapes.items()]
+    return [TensorEntry(name, shape, dtype, pieces[name]) for name, shape in shapes.items()]
 
 
-def _replica(parameter: Tensor, part: Part, ranks: Writers) -> tuple[int, int]:
+def _replica(parameter: Tensor, part: TensorSlice, ranks: WriterGroup) -> tuple[int, int]:
     """Which of how many ranks that have the same rows this one is."""
     if not isinstance(parameter, DTensor):
         return (ranks.rank, ranks.size) if part.copy is None else part.copy
@@ -214,22 +223,22 @@ def _replica(parameter: Tensor, part: Part, ranks: Writers) -> tuple[int, int]:
     return number, count
 
 
-def _blocks(part: Part, local: Local) -> list[Piece]:
+def _blocks(part: TensorSlice, local: LocalShard) -> list[RowBlock]:
     """What this rank has of a part."""
     single = len(part.shape) < 2
-    lines, found = Lines(local, single=single), []
+    lines, found = ShardLines(local, single=single), []
     for source, target, length in part.lines(local.shape):
         for line, block in lines.within(target, target + length):
-            rows = block.view(-1) if single else own_columns(part, block)
+            rows = block.view(-1) if single else slice_columns(part, block)
             columns = None if rows.shape[1:] == part.shape[1:][-1:] else rows.shape[1]
             column, read = part.column + lines.column, partial(rows.narrow, 0)
-            found.append(Piece(source + line - target, len(rows), read, column, columns))
+            found.append(RowBlock(source + line - target, len(rows), read, column, columns))
     return found
 
 
-def _cut(piece: Piece, dtype: torch.dtype) -> Iterator[Piece]:
+def _cut(piece: RowBlock, dtype: torch.dtype) -> Iterator[RowBlock]:
     row_bytes = piece.read(0, 1).numel() * dtype.itemsize
-    for first, count in cut(piece.rows, row_bytes):
+    for first, count in row_chunks(piece.rows, row_bytes):
         read = partial(piece.read(first, count).narrow, 0)
         yield piece._replace(row=piece.row + first, rows=count, read=read)
 
@@ -237,7 +246,7 @@ def _cut(piece: Piece, dtype: torch.dtype) -> Iterator[Piece]:
 # Rows of tensors of any dtype on any device as bytes in host memory, through one small buffer.
 
 
-class Stage:
+class StagingBuffer:
     """The buffers of one thread."""
 
     def __init__(self) -> None:
@@ -274,7 +283,7 @@ class Stage:
         return self._buffer[:nbytes]
 
 
-def as_bytes(tensor: Tensor) -> memoryview:
+def tensor_bytes(tensor: Tensor) -> memoryview:
     """Row-major, little-endian, on the host."""
     flat = tensor.detach().cpu().contiguous().view(-1)
     return _bytes_of(flat.view(torch.uint8))
@@ -296,12 +305,12 @@ SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT])B", re.IGNORECASE)
 
 def write_checkpoint(
     directory: str | os.PathLike[str] | None,
-    tensors: Iterable[Entry],
+    tensors: Iterable[TensorEntry],
     *,
     max_shard_size: int | str = "5GB",
     stem: str = "model",
     metadata: Mapping[str, str] = PT,
-    ranks: Writers | None = None,
+    ranks: WriterGroup | None = None,
     workers: int | None = None,
 ) -> None:
     """Writes STEM.safetensors, or shards and their index, split and named as transformers does.
@@ -311,14 +320,14 @@ def write_checkpoint(
     stops one rank stops all of them, and leaves none of the files. Raises ValueError unless the
     pieces of all ranks are every row once.
     """
-    ranks = ranks or Writers()
-    with ranks.together():
+    ranks = ranks or WriterGroup()
+    with ranks.sync_errors():
         shards = _shards(tensors, max_shard_size, stem)
         files = [_File(name, entries, metadata) for name, entries in shards.items()]
     _check_pieces(shards, ranks)
     created: list[Path] = []
     try:
-        with ranks.together():
+        with ranks.sync_errors():
             if ranks.first:
                 assert directory is not None, "the first rank needs the directory"
                 for file in files:
@@ -328,7 +337,7 @@ def write_checkpoint(
         root = _seen_by_all(directory, ranks)
         # Not all ranks begin with the same file: writes into one wait for each other
         start = ranks.rank * len(files) // ranks.size
-        with ranks.together():
+        with ranks.sync_errors():
             _write(root, files[start:] + files[:start], workers or WORKERS)
     except BaseException:
         for path in created:
@@ -349,10 +358,10 @@ def _most_bytes(size: int | str) -> int:
 
 
 def _shards(
-    tensors: Iterable[Entry], max_shard_size: int | str, stem: str
-) -> dict[str, list[Entry]]:
+    tensors: Iterable[TensorEntry], max_shard_size: int | str, stem: str
+) -> dict[str, list[TensorEntry]]:
     """File name -> its entries in the order the safetensors library gives them in a file."""
-    entries: dict[str, Entry] = {}
+    entries: dict[str, TensorEntry] = {}
     for entry in tensors:
         if entry.name in entries:
             raise ValueError(f"tensor {entry.name!r} is given twice")
@@ -373,17 +382,17 @@ def _shards(
     }
 
 
-def _place(entry: Entry) -> tuple[int, str]:
+def _place(entry: TensorEntry) -> tuple[int, str]:
     return -list(TAGS).index(entry.dtype), entry.name
 
 
-def _check_pieces(shards: Mapping[str, list[Entry]], ranks: Writers) -> None:
+def _check_pieces(shards: Mapping[str, list[TensorEntry]], ranks: WriterGroup) -> None:
     """Raises ValueError, on every rank, unless all rows of all tensors are there once."""
     entries = [entry for shard in shards.values() for entry in shard]
     described = [(file, [tuple(e[:3]) for e in shard]) for file, shard in shards.items()]
     spans = [[(p.column, p.columns, p.row, p.rows) for p in e.pieces if p.rows] for e in entries]
     everywhere = ranks.gather((repr(described), spans))
-    with ranks.together():
+    with ranks.sync_errors():
         for rank, (other, _) in enumerate(everywhere):
             if other != everywhere[0][0]:
                 raise ValueError(f"rank {rank} and rank 0 do not write the same tensors")
@@ -397,30 +406,32 @@ def _check_pieces(shards: Mapping[str, list[Entry]], ranks: Writers) -> None:
                 )
 
 
-def _whole(entry: Entry, found: Sequence[tuple[int, int | None, int, int]]) -> bool:
+def _whole(entry: TensorEntry, found: Sequence[tuple[int, int | None, int, int]]) -> bool:
     """Whether blocks (column, columns, row, rows) are each element once."""
     width = math.prod(entry.shape[1:][-1:])
     stripes: dict[tuple[int, int], list[tuple[int, int]]] = {}
     for column, columns, row, rows in found:
         stripes.setdefault((column, columns or width), []).append((row, rows))
-    high = height(entry.shape)
-    return tiles(list(stripes), width) and all(tiles(rows, high) for rows in stripes.values())
+    high = row_count(entry.shape)
+    return covers_once(list(stripes), width) and all(
+        covers_once(rows, high) for rows in stripes.values()
+    )
 
 
-def _seen_by_all(directory: str | os.PathLike[str] | None, ranks: Writers) -> Path:
+def _seen_by_all(directory: str | os.PathLike[str] | None, ranks: WriterGroup) -> Path:
     """The first rank's directory, if every rank sees it."""
     if ranks.size == 1:
         assert directory is not None
         return Path(directory)
     token = os.urandom(16).hex() if ranks.first else ""
     mark = Path(directory).resolve() / f".{token}" if ranks.first else None  # type: ignore[arg-type]
-    with ranks.together():
+    with ranks.sync_errors():
         if mark is not None:
             mark.write_text(token)
     path, token = ranks.gather((mark, token))[0]
     assert path is not None
     try:
-        with ranks.together():
+        with ranks.sync_errors():
             if not path.is_file() or path.read_text() != token:
                 raise OSError(
                     f"rank {ranks.rank} does not see {path.parent}, which rank 0 has made: every "
@@ -438,8 +449,8 @@ class _Job:
     """Consecutive rows, of at most CHUNK bytes unless it is one row."""
 
     file: "_File"
-    entry: Entry
-    piece: Piece
+    entry: TensorEntry
+    piece: RowBlock
     first: int  # of the piece
     count: int
 
@@ -463,7 +474,7 @@ class _Job:
 class _File:
     """A file of the checkpoint: where its tensors are, and what this process writes."""
 
-    def __init__(self, name: str, entries: list[Entry], metadata: Mapping[str, str]) -> None:
+    def __init__(self, name: str, entries: list[TensorEntry], metadata: Mapping[str, str]) -> None:
         self.name = name
         self.header = write_header([entry[:3] for entry in entries], metadata)
         self.offsets: dict[str, int] = {}
@@ -477,7 +488,7 @@ class _File:
             for entry in entries
             if entry.nbytes
             for piece in entry.pieces
-            for first, count in cut(piece.rows, entry.row_bytes)
+            for first, count in row_chunks(piece.rows, entry.row_bytes)
         ]
         self._lock, self._left, self._descriptor = threading.Lock(), len(self.jobs), -1
 
@@ -520,18 +531,18 @@ def _write(root: Path, files: list[_File], workers: int) -> None:
         turns = zip_longest(*(file.jobs for file in files[i : i + workers]))
         jobs += [job for turn in turns for job in turn if job is not None]
 
-    def write(job: _Job, stage: Stage) -> None:
+    def write(job: _Job, stage: StagingBuffer) -> None:
         job.write(job.file.open(root), stage(_rows(job), job.entry.dtype))
         job.file.done()
 
     try:
-        spread(jobs, write, _stage, workers)
+        parallel_for(jobs, write, _stage, workers)
     finally:
         for file in files:
             file.close()
 
 
-def copied(tensors: Iterable[Entry], workers: int | None = None) -> list[Entry]:
+def copy_to_host(tensors: Iterable[TensorEntry], workers: int | None = None) -> list[TensorEntry]:
     """The same with all that this process writes of them in host memory, in their dtypes."""
     entries, jobs = [], []
     for entry in tensors:
@@ -540,20 +551,20 @@ def copied(tensors: Iterable[Entry], workers: int | None = None) -> list[Entry]:
             columns = entry.shape[1:][-1:] if piece.columns is None else [piece.columns]
             copy = torch.empty(piece.rows, *columns, dtype=entry.dtype)
             pieces.append(piece._replace(read=partial(copy.narrow, 0)))
-            jobs += [(piece, copy, *job) for job in cut(piece.rows, entry.row_bytes)]
+            jobs += [(piece, copy, *job) for job in row_chunks(piece.rows, entry.row_bytes)]
         entries.append(entry._replace(pieces=pieces))
 
-    def fill(job: tuple[Piece, Tensor, int, int], stage: Stage) -> None:
+    def fill(job: tuple[RowBlock, Tensor, int, int], stage: StagingBuffer) -> None:
         piece, copy, first, count = job
         content = stage(piece.read(first, count).detach(), copy.dtype)
         copy[first : first + count].view(-1).view(torch.uint8).numpy().data[:] = content
 
-    spread(jobs, fill, _stage, workers or WORKERS)
+    parallel_for(jobs, fill, _stage, workers or WORKERS)
     return entries
 
 
-def _stage() -> AbstractContextManager[Stage]:
-    return nullcontext(Stage())
+def _stage() -> AbstractContextManager[StagingBuffer]:
+    return nullcontext(StagingBuffer())
 
 
 def _rows(job: _Job) -> Tensor:
@@ -573,7 +584,7 @@ def _pwrite(descriptor: int, content: memoryview, offset: int) -> None:
         content, offset = content[count:], offset + count
 
 
-def _write_index(path: Path, shards: dict[str, list[Entry]], created: list[Path]) -> None:
+def _write_index(path: Path, shards: dict[str, list[TensorEntry]], created: list[Path]) -> None:
     entries = [entry for shard in shards.values() for entry in shard]
     index = {
         "metadata": {

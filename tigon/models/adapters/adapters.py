@@ -26,16 +26,22 @@ from tigon.layers import (
     LowRankExperts,
 )
 from tigon.layers.lora import MAGNITUDE, A, B, place_of
-from tigon.models.adapters.lora import LoraConfig, Plan, changes_ends, check_dropout, plan
+from tigon.models.adapters.lora import (
+    LoraConfig,
+    LoRAParts,
+    changes_embedding_or_head,
+    check_dropout,
+    resolve_targets,
+)
 from tigon.models.base import LanguageModel
 from tigon.models.pretrained.names import EMBEDDING, HEAD
 from tigon.utils.json import quote
-from tigon.weights import local_part, own_rows, row_group
+from tigon.weights import local_rows, local_shard, row_group
 
 
 def add_delta(weight: Tensor, low: LowRank) -> None:
     """scale B A, and DoRA's lengths, to this rank's rows of the weight."""
-    own, start = own_rows("weight", weight)
+    own, start = local_rows("weight", weight)
     a, rank = _whole(low.lora_A).float(), 0
     for part in low.parts:
         b = _whole(low.get_parameter(B + part.name)).float()
@@ -55,7 +61,7 @@ def add_delta(weight: Tensor, low: LowRank) -> None:
 
 def add_embedding_delta(weight: Tensor, low: LowRankEmbedding) -> None:
     """(scale B A)^T and DoRA's lengths, to this rank's rows of the weight, one for each token."""
-    own, start = own_rows("weight", weight)
+    own, start = local_rows("weight", weight)
     a, b = (_whole(p).float() for p in (low.lora_embedding_A, low.lora_embedding_B))
     (part,) = low.parts
     delta = a[:, start : start + len(own)].t() @ b.t()
@@ -73,7 +79,7 @@ def column_lengths(rows: Tensor, weight: Tensor, low: LowRankEmbedding) -> Tenso
 def add_experts_deltas(layer: nn.Module, low: LowRankExperts) -> None:
     """scale B_e A_e to the matrices of this rank's experts."""
     for part in low.parts:
-        own, start = own_rows(part.name, layer.get_parameter(part.name))
+        own, start = local_rows(part.name, layer.get_parameter(part.name))
         a, b = (_whole(low.get_parameter(kind + part.name)).float() for kind in (A, B))
         a = a.view(low.experts, part.rank, -1)
         b = b.view(part.size, part.rank, low.experts)
@@ -109,23 +115,23 @@ def add_adapter(
     config = LoraConfig() if config is None else config
     if not isinstance(config, LoraConfig):
         raise TypeError(f"an adapter is described by a tigon.LoraConfig, not {config!r}")
-    check_new(model, name)
+    check_new_adapter(model, name)
     check_dropout(model, config)
     half = model.dtype in (torch.bfloat16, torch.float16)
     dtype = dtype or (torch.float32 if half else model.dtype)
-    parts = plan(model, config)
+    parts = resolve_targets(model, config)
     _check_ranks(model, parts)
-    install(model, name, config, parts, dtype, model.device)
+    add_parameters(model, name, config, parts, dtype, model.device)
     if model.device.type != "meta":
         try:
-            begin_adapter(model, name, generator)
+            init_adapter(model, name, generator)
         except ValueError:
             delete_adapter(model, name)
             raise
-    choose(model, name, trained=True)
+    activate_adapter(model, name, trained=True)
 
 
-def check_new(model: LanguageModel, name: str) -> None:
+def check_new_adapter(model: LanguageModel, name: str) -> None:
     """Raises ValueError where no adapter of that name can be added."""
     if not isinstance(name, str) or not NAME.fullmatch(name) or hasattr(Adapters(), name):
         raise ValueError(f"an adapter's name has letters, digits, _ and - only, not {quote(name)}")
@@ -138,7 +144,7 @@ def check_new(model: LanguageModel, name: str) -> None:
         raise ValueError("the model is sharded: add adapters before it is")
 
 
-def _check_ranks(model: LanguageModel, parts: Plan) -> None:
+def _check_ranks(model: LanguageModel, parts: LoRAParts) -> None:
     """Raises ValueError for a rank that is above the smaller side of every matrix that it is for.
 
     Above that of some it is of use for the others, and PEFT has such adapters.
@@ -172,17 +178,19 @@ def _check_free(model: LanguageModel) -> None:
         raise ValueError("the model's blocks run from CUDA graphs, which know its adapters of then")
 
 
-def install(
+def add_parameters(
     model: LanguageModel,
     name: str,
     config: LoraConfig,
-    parts: Plan,
+    parts: LoRAParts,
     dtype: torch.dtype,
     device: torch.device,
 ) -> None:
     """Its parameters, without values."""
     if not model.adapters:
-        model.trained_without = {n for n, p in model.named_parameters() if p.requires_grad}
+        model.trainable_before_adapters = {
+            n for n, p in model.named_parameters() if p.requires_grad
+        }
     model.adapters[name] = config
     for path, own in parts.items():
         layer: Any = model.get_submodule(path)
@@ -215,7 +223,7 @@ def _end(model: LanguageModel, name: str) -> Embedding | LMHead:
 
 
 @torch.no_grad()
-def begin_adapter(
+def init_adapter(
     model: LanguageModel, name: str = "default", generator: torch.Generator | None = None
 ) -> None:
     """First values as PEFT has them: A random, B zero, copies of the base's weights.
@@ -225,27 +233,27 @@ def begin_adapter(
     meets a row or a column of zeros, which has no direction; after what all ranks do together.
     """
     wrong: list[str] = []
-    for path, low in low_ranks(model, name).items():
+    for path, low in adapter_layers(model, name).items():
         at, whole = f"{path}.lora.{name}", {}
         for kind, p in low.named_parameters():
-            cut = model.cuts.get(f"{at}.{kind}")
+            cut = model.shard_specs.get(f"{at}.{kind}")
             whole[kind] = tuple(p.shape) if cut is None else cut.shape
         first_values = low.drawn(whole, generator)
         for kind, values in first_values.items():
-            if (cut := model.cuts.get(f"{at}.{kind}")) is not None:
+            if (cut := model.shard_specs.get(f"{at}.{kind}")) is not None:
                 first_values[kind] = cut.take(values)
         if low.dora:  # what is added is 0: the rows have their own lengths
             lengths = _lengths(model.get_submodule(path), low)
             wrong += _zeros(model, at, lengths)
             first_values |= lengths
         for kind, values in first_values.items():
-            own, first = own_rows(kind, getattr(low, kind))
+            own, first = local_rows(kind, getattr(low, kind))
             own.copy_(values[first : first + len(own)])
     for end in model.adapters[name].modules_to_save:
         owner = _end(model, end)
         assert owner.copies is not None
         copy = owner.copies.get_parameter(name)
-        local_part(end, copy).memory.copy_(local_part(end, owner.weight).memory)
+        local_shard(end, copy).memory.copy_(local_shard(end, owner.weight).memory)
     if wrong:
         raise ValueError(
             f"{wrong[0]} is all zeros, and dora divides by its length: leave dora out, or this "
@@ -259,7 +267,7 @@ def _zeros(model: LanguageModel, at: str, lengths: dict[str, Tensor]) -> Iterato
         if values.is_meta or values.all():
             continue
         own = torch.arange(len(values))
-        if (cut := model.cuts.get(f"{at}.{name}")) is not None:
+        if (cut := model.shard_specs.get(f"{at}.{name}")) is not None:
             own = cut.take(torch.arange(cut.shape[0]))
         first = own[int((values == 0).nonzero()[0])]
         part = name.removeprefix(MAGNITUDE)
@@ -271,7 +279,7 @@ def _lengths(layer: nn.Module, low: LayerAdapter) -> dict[str, Tensor]:
     """DoRA's in fp32, of all rows that FSDP divides, or of an embedding's columns; every rank calls
     this."""
     weight = layer.values() if isinstance(layer, Linear) else layer.get_parameter("weight")
-    own, first = own_rows("weight", weight)
+    own, first = local_rows("weight", weight)
     if isinstance(low, LowRankEmbedding):
         return {MAGNITUDE.removesuffix("_"): column_lengths(own.float(), weight, low)}
     found = torch.zeros(weight.shape[0], device=own.device)
@@ -282,7 +290,7 @@ def _lengths(layer: nn.Module, low: LayerAdapter) -> dict[str, Tensor]:
     return {MAGNITUDE + p.name: found[p.first : p.first + p.size] for p in low.parts}
 
 
-def low_ranks(model: LanguageModel, name: str) -> dict[str, LayerAdapter]:
+def adapter_layers(model: LanguageModel, name: str) -> dict[str, LayerAdapter]:
     """By the path of its layer."""
     return {
         path.removesuffix(f".lora.{name}"): module
@@ -297,7 +305,7 @@ def adapter_parameters(model: LanguageModel, name: str) -> dict[str, nn.Paramete
     return {n: p for n, p in model.named_parameters() if marks[0] in n or n.endswith(marks[1])}
 
 
-def choose(model: LanguageModel, name: str | None, *, trained: bool = False) -> None:
+def activate_adapter(model: LanguageModel, name: str | None, *, trained: bool = False) -> None:
     """The adapter that is added, and what trains."""
     set_adapter(model, name)
     own = set() if name is None else {id(p) for p in adapter_parameters(model, name).values()}
@@ -308,12 +316,12 @@ def choose(model: LanguageModel, name: str | None, *, trained: bool = False) -> 
 def set_adapter(model: LanguageModel, name: str | None) -> None:
     """Choose the adapter that is added, by its name; None: the base alone. What trains stays so."""
     if name is not None:
-        check_name(model, name)
+        resolve_adapter_name(model, name)
     _check_free(model)
-    switch(model, name)
+    set_active_name(model, name)
 
 
-def switch(model: LanguageModel, name: str | None) -> None:
+def set_active_name(model: LanguageModel, name: str | None) -> None:
     model.active_adapter = name
     for module in model.modules():
         if isinstance(module, Adapters | Copies):
@@ -328,14 +336,14 @@ def adapters_disabled(model: LanguageModel) -> Iterator[None]:
     there has the adapter that is chosen then.
     """
     before = model.active_adapter
-    switch(model, None)
+    set_active_name(model, None)
     try:
         yield
     finally:
-        switch(model, before)
+        set_active_name(model, before)
 
 
-def check_name(model: LanguageModel, name: str | None) -> str:
+def resolve_adapter_name(model: LanguageModel, name: str | None) -> str:
     """The name of an adapter that is there; None: the active one's."""
     if name is not None and not isinstance(name, str):
         raise ValueError(
@@ -354,7 +362,7 @@ def check_name(model: LanguageModel, name: str | None) -> str:
 
 def delete_adapter(model: LanguageModel, name: str) -> None:
     """Remove an adapter. With the last one the base trains again as it did before the first."""
-    check_name(model, name)
+    resolve_adapter_name(model, name)
     _check_free(model)
     for module in model.modules():
         if isinstance(module, Adapters):
@@ -367,10 +375,10 @@ def delete_adapter(model: LanguageModel, name: str) -> None:
                 setattr(module, kind, None)
     del model.adapters[name]
     if model.active_adapter == name:
-        switch(model, None)
+        set_active_name(model, None)
     if not model.adapters:
         for n, p in model.named_parameters():
-            p.requires_grad_(n in model.trained_without)
+            p.requires_grad_(n in model.trainable_before_adapters)
 
 
 @torch.no_grad()
@@ -383,12 +391,12 @@ def merge_adapter(model: LanguageModel, name: str | None = None) -> None:
     changes either, the merged model has two weights and tie_word_embeddings=False, unless the two
     are equal.
     """
-    name = check_name(model, name)
+    name = resolve_adapter_name(model, name)
     _check_free(model)
     tied = model.ties_head
-    if tied and changes_ends(model, model.adapters[name]):
+    if tied and changes_embedding_or_head(model, model.adapters[name]):
         _untie_head(model)
-    for path, low in low_ranks(model, name).items():
+    for path, low in adapter_layers(model, name).items():
         layer = model.get_submodule(path)
         if isinstance(low, LowRank):
             if isinstance(layer, Linear):
@@ -402,7 +410,7 @@ def merge_adapter(model: LanguageModel, name: str | None = None) -> None:
         owner = _end(model, end)
         assert owner.copies is not None
         copy = owner.copies.get_parameter(name)
-        local_part(end, owner.weight).memory.copy_(local_part(end, copy).memory)
+        local_shard(end, owner.weight).memory.copy_(local_shard(end, copy).memory)
     delete_adapter(model, name)
     if tied and not model.ties_head:
         _tie_equal_head(model)
@@ -412,8 +420,8 @@ def _untie_head(model: LanguageModel) -> None:
     """Give the head a copy of the weight that it shares with the embedding."""
     shared = model.lm_head.weight
     model.lm_head.weight = nn.Parameter(shared.detach().clone(), shared.requires_grad)
-    if (cut := model.cuts.get(EMBEDDING)) is not None:
-        model.cuts = {**model.cuts, HEAD: cut}
+    if (cut := model.shard_specs.get(EMBEDDING)) is not None:
+        model.shard_specs = {**model.shard_specs, HEAD: cut}
     model.config = replace(model.config, tie_word_embeddings=False)
     if any(hasattr(module, "unshard") for module in model.modules()):  # FSDPModule, slow to import
         model.register_forward_pre_hook(_refuse_untied)
@@ -430,7 +438,7 @@ def _refuse_untied(*_: object) -> None:
 def _tie_equal_head(model: LanguageModel) -> None:
     """Tie embedding and head again if they are equal, as PEFT's ensure_weight_tying keeps them."""
     embedding, head = model.model.embed_tokens.weight, model.lm_head.weight
-    if isinstance(head, DTensor) or model.cuts or not torch.equal(embedding, head):
+    if isinstance(head, DTensor) or model.shard_specs or not torch.equal(embedding, head):
         return
     model.lm_head.weight = cast(nn.Parameter, embedding)
     model.config = replace(model.config, tie_word_embeddings=True)

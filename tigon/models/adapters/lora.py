@@ -16,9 +16,9 @@ from tigon.models.base import LanguageModel
 from tigon.utils.json import quote
 
 ALL_LINEAR = "all-linear"
-LARGEST = torch.finfo(torch.float32).max
+MAX_FLOAT32 = torch.finfo(torch.float32).max
 IN_BRACKETS = re.compile(r"\[[^]]*\]")  # of a shell pattern: one of these characters
-ENDS = ("embed_tokens", "lm_head", "score")  # what modules_to_save may name
+SAVABLE_MODULES = ("embed_tokens", "lm_head", "score")  # what modules_to_save may name
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +63,7 @@ class LoraConfig:
                     f"the rank of an adapter is 1 to {2**31 - 1}: {_of(name, rank, 'rank')}"
                 )
         for name, alpha in {"alpha": self.alpha, **self.alpha_pattern}.items():
-            if not isinstance(alpha, int | float) or not 0 < alpha <= LARGEST:
+            if not isinstance(alpha, int | float) or not 0 < alpha <= MAX_FLOAT32:
                 raise ValueError(
                     f"alpha is a number above 0 that float32 holds: {_of(name, alpha, 'alpha')}"
                 )
@@ -82,9 +82,9 @@ class LoraConfig:
                     f"or in a shell lora.targets=[{','.join(apart)}]"
                 )
         for name in self.modules_to_save:
-            if name not in ENDS:
+            if name not in SAVABLE_MODULES:
                 raise ValueError(
-                    f"modules_to_save={quote(name)}: only {', '.join(ENDS)} can be saved whole"
+                    f"modules_to_save={quote(name)}: only {', '.join(SAVABLE_MODULES)} can be saved whole"
                 )
 
     def scale(self, rank: int, alpha: float) -> float:
@@ -96,7 +96,7 @@ def _of(name: str, value: object, setting: str) -> str:
     return f"{where}={quote(value)}"
 
 
-class Place(NamedTuple):
+class AdaptedModule(NamedTuple):
     """A projection: the layer that computes it, and its columns there; or embedding or head, or a
     matrix of all experts of a layer."""
 
@@ -114,7 +114,7 @@ class Place(NamedTuple):
         return f"{parent}.{self.own}" if parent else self.own
 
 
-def places(model: LanguageModel) -> list[Place]:
+def find_target_modules(model: LanguageModel) -> list[AdaptedModule]:
     """Embedding, head, and all projections of the model but its routers', in order; of experts the
     stacked matrices."""
     modules = dict(model.named_modules())
@@ -123,38 +123,39 @@ def places(model: LanguageModel) -> list[Place]:
     for path, module in modules.items():
         own = path.rpartition(".")[2]
         if isinstance(module, Embedding) or (
-            isinstance(module, LMHead) and own in saved_ends(model)
+            isinstance(module, LMHead) and own in savable_modules(model)
         ):
-            found.append(Place(path, own, 0, module.weight.shape[0], linear=False))
+            found.append(AdaptedModule(path, own, 0, module.weight.shape[0], linear=False))
         if isinstance(module, Experts):
             sizes = (module.get_parameter(name).shape[1] for name in MATRICES)
             every = zip(MATRICES, sizes, strict=True)
             found += [
-                Place(path, name, 0, size, linear=False, experts=True) for name, size in every
+                AdaptedModule(path, name, 0, size, linear=False, experts=True)
+                for name, size in every
             ]
         if not isinstance(module, Linear) or id(module) in routers:
             continue
         if isinstance(module, FusedLinear) and own in packed:
             first = 0
             for part, size in zip(packed[own], module.parts, strict=True):
-                found.append(Place(path, part, first, size))
+                found.append(AdaptedModule(path, part, first, size))
                 first += size
         else:
-            found.append(Place(path, own, 0, module.out_features))
+            found.append(AdaptedModule(path, own, 0, module.out_features))
     return found
 
 
-def saved_ends(model: LanguageModel) -> tuple[str, str]:
+def savable_modules(model: LanguageModel) -> tuple[str, str]:
     """Embedding and head, as checkpoints call them: what modules_to_save may name."""
     return "embed_tokens", model.checkpoint_names.head.removesuffix(".weight")
 
 
-Plan = dict[str, tuple[LoRAPart, ...]]  # by the layer's path
+LoRAParts = dict[str, tuple[LoRAPart, ...]]  # by the layer's path
 
 
-def plan(model: LanguageModel, config: LoraConfig) -> Plan:
+def resolve_targets(model: LanguageModel, config: LoraConfig) -> LoRAParts:
     """What each layer gets; ValueError for a target or a pattern that matches nothing."""
-    every = places(model)
+    every = find_target_modules(model)
     targets = (config.targets,) if isinstance(config.targets, str) else config.targets
     for target in targets:
         if not any(_means(target, place) for place in every):
@@ -163,7 +164,7 @@ def plan(model: LanguageModel, config: LoraConfig) -> Plan:
     _check_ends(model, config, chosen)
     for setting in ("rank_pattern", "alpha_pattern"):
         for pattern in getattr(config, setting):
-            if not any(matches(pattern, place.name) for place in chosen):
+            if not any(matches_pattern(pattern, place.name) for place in chosen):
                 raise ValueError(
                     f"{setting}={quote(pattern)} matches none of the projections that the adapter "
                     f"has: {_kinds(chosen)}"
@@ -177,9 +178,9 @@ def plan(model: LanguageModel, config: LoraConfig) -> Plan:
     return {path: tuple(parts) for path, parts in found.items()}
 
 
-def _check_ends(model: LanguageModel, config: LoraConfig, chosen: Iterable[Place]) -> None:
+def _check_ends(model: LanguageModel, config: LoraConfig, chosen: Iterable[AdaptedModule]) -> None:
     """Raises ValueError for what embedding and head cannot have."""
-    ends = saved_ends(model)
+    ends = savable_modules(model)
     for name in config.modules_to_save:
         if name not in ends:
             raise ValueError(
@@ -201,7 +202,7 @@ def _check_ends(model: LanguageModel, config: LoraConfig, chosen: Iterable[Place
 
 def check_dropout(model: LanguageModel, config: LoraConfig) -> None:
     """Raises ValueError where an adapter cannot be trained with its dropout."""
-    for path, parts in plan(model, config).items() if config.dropout else ():
+    for path, parts in resolve_targets(model, config).items() if config.dropout else ():
         if isinstance(model.get_submodule(path), Experts | LMHead):
             raise ValueError(
                 f"dropout={config.dropout} with targets={quote(parts[0].name)}: experts and head "
@@ -209,30 +210,30 @@ def check_dropout(model: LanguageModel, config: LoraConfig) -> None:
             )
 
 
-def changes_ends(model: LanguageModel, config: LoraConfig) -> bool:
+def changes_embedding_or_head(model: LanguageModel, config: LoraConfig) -> bool:
     """Whether the adapter changes the embedding or the head."""
-    targets = {part.name for parts in plan(model, config).values() for part in parts}
-    return not targets.isdisjoint(saved_ends(model)) or bool(config.modules_to_save)
+    targets = {part.name for parts in resolve_targets(model, config).values() for part in parts}
+    return not targets.isdisjoint(savable_modules(model)) or bool(config.modules_to_save)
 
 
-def matches(pattern: str, name: str) -> bool:
+def matches_pattern(pattern: str, name: str) -> bool:
     """Whether a name is, or ends with, the pattern's, or is one of the shell pattern's."""
     return name == pattern or name.endswith(f".{pattern}") or fnmatchcase(name, pattern)
 
 
-def _means(target: str, place: Place) -> bool:
-    return place.linear if target == ALL_LINEAR else matches(target, place.name)
+def _means(target: str, place: AdaptedModule) -> bool:
+    return place.linear if target == ALL_LINEAR else matches_pattern(target, place.name)
 
 
 def first_match(patterns: Mapping[str, float], name: str, default: float) -> int | float:
-    return next((value for key, value in patterns.items() if matches(key, name)), default)
+    return next((value for key, value in patterns.items() if matches_pattern(key, name)), default)
 
 
-def _kinds(some: Iterable[Place]) -> str:
+def _kinds(some: Iterable[AdaptedModule]) -> str:
     return ", ".join(dict.fromkeys(place.own for place in some))
 
 
-def _why_not(model: LanguageModel, target: str, every: Collection[Place]) -> str:
+def _why_not(model: LanguageModel, target: str, every: Collection[AdaptedModule]) -> str:
     """Why no projection is meant."""
     own = target.rpartition(".")[2]
     if own == "score":

@@ -19,18 +19,18 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tigon.models.adapters.lora import Place, places
+from tigon.models.adapters.lora import AdaptedModule, find_target_modules
 from tigon.models.base import LanguageModel
-from tigon.models.pretrained.names import stem_of_experts
+from tigon.models.pretrained.names import experts_stem
 from tigon.utils.json import quote
-from tigon.weights import Decoded, Reader, TensorInfo
+from tigon.weights import DecodedTensor, Reader, TensorInfo
 
 APART = re.compile(r".+\.experts\.\d+\.\w+\.lora_[AB]\.weight")
-Tensors = dict[str, TensorInfo | Decoded]
+Tensors = dict[str, TensorInfo | DecodedTensor]
 
 
 @dataclass(frozen=True)
-class StackedA(Decoded):
+class StackedA(DecodedTensor):
     """[E P r, K] of the A of each expert's parts [r, K], those of one expert together."""
 
     pieces: tuple[TensorInfo, ...]
@@ -43,7 +43,7 @@ class StackedA(Decoded):
 
 
 @dataclass(frozen=True)
-class StackedB(Decoded):
+class StackedB(DecodedTensor):
     """[P O, P r E] of the B of each part's experts [O, r]: a block of rows and ranks for each part,
     and in it the columns of all experts for one rank after another."""
 
@@ -73,7 +73,7 @@ class Stacked(NamedTuple):
 
     tensors: Tensors  # by names in a model's layout, but for the adapter's
     apart: set[str]  # the names whose place they take
-    places: dict[str, tuple[int, float]]  # rank and alpha of each matrix
+    find_target_modules: dict[str, tuple[int, float]]  # rank and alpha of each matrix
 
 
 def stack(
@@ -86,7 +86,9 @@ def stack(
     """`numbers`: rank and alpha that the file says of a projection. ValueError for experts that are
     not all there, or that differ in rank or scale."""
     found = Stacked({}, set(), {})
-    every = [(place, _names_of(model, place)) for place in places(model) if place.experts]
+    every = [
+        (place, _names_of(model, place)) for place in find_target_modules(model) if place.experts
+    ]
     here = {p.name for p, of in every if any(n in tensors for part in of for n in _both(part))}
     for place, of in every:
         if place.name not in here:
@@ -111,7 +113,7 @@ def stack(
                 f"that they are said to be: {sorted(said)} are ranks and alphas"
             )
         meant = [p.own for p, _ in every if p.path == place.path and p.name in here]
-        stem = stem_of_experts(place.path, place.own, meant)
+        stem = experts_stem(place.path, place.own, meant)
         first, experts = a[0][0], len(a[0])
         where = first.path, first.offset
         pieces = tuple(part[e] for e in range(experts) for part in a)
@@ -127,7 +129,7 @@ def stack(
     return found
 
 
-def _names_of(model: LanguageModel, place: Place) -> list[list[str]]:
+def _names_of(model: LanguageModel, place: AdaptedModule) -> list[list[str]]:
     """Of each part of the matrix, what its experts' projections are called apart."""
     ending = f"mlp.experts.{place.own}"
     layer = place.name.removesuffix(ending)

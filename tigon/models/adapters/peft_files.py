@@ -19,46 +19,46 @@ from torch import nn
 
 from tigon.hub import Source
 from tigon.models.adapters.adapters import (
+    activate_adapter,
+    adapter_layers,
     adapter_parameters,
-    check_name,
-    check_new,
-    choose,
+    add_parameters,
+    check_new_adapter,
     delete_adapter,
-    install,
-    low_ranks,
-    switch,
+    resolve_adapter_name,
+    set_active_name,
 )
 from tigon.models.adapters.lora import (
+    AdaptedModule,
     LoraConfig,
-    Place,
-    changes_ends,
+    changes_embedding_or_head,
     check_dropout,
+    find_target_modules,
     first_match,
-    matches,
-    places,
-    plan,
-    saved_ends,
+    matches_pattern,
+    resolve_targets,
+    savable_modules,
 )
 from tigon.models.adapters.peft_experts import APART, Tensors, stack, with_stacked
 from tigon.models.arguments import check_keywords
 from tigon.models.base import LanguageModel
-from tigon.models.pretrained.names import EMBEDDING, HEAD, PREFIXES, layout, stem_of_experts
-from tigon.models.pretrained.save import SavesItself, check_target, write_json, write_model
+from tigon.models.pretrained.names import EMBEDDING, HEAD, PREFIXES, experts_stem, layout
+from tigon.models.pretrained.save import SavePretrained, check_target, write_json, write_model
 from tigon.utils.json import escape, quote, read_json
 from tigon.utils.paths import expand_user
 from tigon.weights import (
     Checkpoint,
-    Decoded,
-    Entry,
+    DecodedTensor,
     Layout,
-    Part,
     Repository,
+    TensorEntry,
     TensorInfo,
-    Writers,
+    TensorSlice,
+    WriterGroup,
     all_finite,
     entries,
     load_into,
-    match,
+    match_tensors,
     read_header,
 )
 
@@ -69,7 +69,7 @@ MOST_REPEATING = 20  # patterns of one setting that have any
 MOST_TRIED = 200  # patterns of one setting that are no ends of names
 
 
-def ends_of(name: str) -> Iterator[str]:
+def name_suffixes(name: str) -> Iterator[str]:
     """A name, and what follows each of its dots."""
     while name:
         yield name
@@ -87,7 +87,7 @@ class Patterns:
         patterns = values.get(key) or {}
         if not isinstance(patterns, dict):
             raise ValueError(f"{key}={quote(patterns)} is no dictionary")
-        known = {end for name in names for end in ends_of(name)}
+        known = {end for name in names for end in name_suffixes(name)}
         self._ends: dict[str, tuple[int, Any]] = {}  # of each its place among all, and its number
         self._tried: list[tuple[int, re.Pattern[str], Any]] = []
         if sum(bool(REPEAT.search(pattern)) for pattern in patterns) > MOST_REPEATING:
@@ -96,7 +96,7 @@ class Patterns:
                 "names"
             )
         for i, (pattern, value) in enumerate(patterns.items()):
-            number = checked(f"{key}[{quote(pattern)}]", value, kind)
+            number = check_number(f"{key}[{quote(pattern)}]", value, kind)
             plain = re.sub(r"\\(.)", r"\1", pattern) if PLAIN.fullmatch(pattern) else None
             if plain in known:
                 self._ends.setdefault(plain, (i, number))
@@ -107,11 +107,11 @@ class Patterns:
                     f"such as {quote(pattern)}, are no names of this model's projections: leave "
                     "those out"
                 )
-            self._tried.append((i, compiled(key, pattern), number))
+            self._tried.append((i, compile_pattern(key, pattern), number))
 
     def of(self, name: str, default: Any) -> Any:
         """The number of the first pattern that means this name."""
-        found = [self._ends[end] for end in ends_of(name) if end in self._ends]
+        found = [self._ends[end] for end in name_suffixes(name) if end in self._ends]
         first, value = min(found, default=(math.inf, default))
         for i, pattern, number in self._tried:
             if i > first:
@@ -121,23 +121,23 @@ class Patterns:
         return value
 
 
-def checked(name: str, value: Any, kind: Any) -> Any:
+def check_number(name: str, value: Any, kind: Any) -> Any:
     """The number; ValueError for one of another kind."""
     if isinstance(value, bool) or not isinstance(value, kind):
         raise ValueError(f"{name}={quote(value)} is no number that it can be")
     return value
 
 
-def quick(key: str, pattern: str) -> re.Pattern[str] | None:
+def compile_if_simple(key: str, pattern: str) -> re.Pattern[str] | None:
     """A regular expression of whole names; None for one that may take long."""
     try:
-        compiled(key, pattern)
+        compile_pattern(key, pattern)
     except ValueError:
         return None
     return re.compile(pattern)
 
 
-def compiled(key: str, pattern: str) -> re.Pattern[str]:
+def compile_pattern(key: str, pattern: str) -> re.Pattern[str]:
     """A pattern, if no name can take it long."""
     if len(pattern) > LONGEST_PATTERN or len(REPEAT.findall(pattern)) > MOST_REPEATS:
         raise ValueError(f"{key}[{quote(pattern)}] is too complicated: write whole names")
@@ -166,7 +166,7 @@ class AdapterBase(NamedTuple):
     scores: bool  # whether it scores sequences
 
 
-def base_of(values: Mapping[str, Any]) -> AdapterBase:
+def parse_base(values: Mapping[str, Any]) -> AdapterBase:
     """Of the values of an adapter_config.json; what is no text counts as absent."""
     name, revision = (
         value if isinstance(value := values.get(key), str) and value else None
@@ -178,25 +178,27 @@ def base_of(values: Mapping[str, Any]) -> AdapterBase:
 def read_base(repository: Repository) -> AdapterBase | None:
     """Likewise of a repository; None if it has no adapter_config.json."""
     path = repository.optional_file(CONFIG)
-    return None if path is None else base_of(read_json(path))
+    return None if path is None else parse_base(read_json(path))
 
 
-def meant_by(place: Place, names: Set[str]) -> bool:
+def is_listed(place: AdaptedModule, names: Set[str]) -> bool:
     """Whether a list of names in PEFT's files means this one."""
-    return any(end in names for end in ends_of(place.name))
+    return any(end in names for end in name_suffixes(place.name))
 
 
-def short(model: LanguageModel, names: Collection[str]) -> list[str]:
+def shorten_names(model: LanguageModel, names: Collection[str]) -> list[str]:
     """Ends of names that mean just these projections, for every version of transformers."""
-    every = [place.name for place in places(model)]
+    every = [place.name for place in find_target_modules(model)]
     ends = list(dict.fromkeys(n.rpartition(".")[2] for n in every if n in names))
-    meant = {name for name in every if any(matches(end, name) for end in ends)}
+    meant = {name for name in every if any(matches_pattern(end, name) for end in ends)}
     # Experts have projections of such names in older versions
     plain = not any(name.endswith(".experts.down_proj") for name, _ in model.named_parameters())
     return ends if plain and meant == set(names) else sorted(names)
 
 
-def peft_config(model: LanguageModel, config: LoraConfig, own: Collection[Place]) -> dict[str, Any]:
+def peft_config(
+    model: LanguageModel, config: LoraConfig, own: Collection[AdaptedModule]
+) -> dict[str, Any]:
     """adapter_config.json of an adapter of these projections."""
     names = [place.name for place in own]
 
@@ -214,7 +216,7 @@ def peft_config(model: LanguageModel, config: LoraConfig, own: Collection[Place]
         "r": config.rank,
         "lora_alpha": config.alpha,
         "lora_dropout": config.dropout,
-        "target_modules": short(model, [place.name for place in own if not place.experts]),
+        "target_modules": shorten_names(model, [place.name for place in own if not place.experts]),
         "target_parameters": _parameters(model, own),
         "rank_pattern": of_each(config.rank_pattern, config.rank),
         "alpha_pattern": of_each(config.alpha_pattern, config.alpha),
@@ -228,12 +230,14 @@ def peft_config(model: LanguageModel, config: LoraConfig, own: Collection[Place]
     }
 
 
-def _parameters(model: LanguageModel, own: Collection[Place]) -> list[str] | None:
+def _parameters(model: LanguageModel, own: Collection[AdaptedModule]) -> list[str] | None:
     """Of experts, which are no modules."""
     mine = [place for place in own if place.experts]
-    short = {f"mlp.experts.{place.own}" for place in mine}
-    meant = [p for p in places(model) if p.experts and meant_by(p, short)]
-    return (sorted(short) if len(meant) == len(mine) else sorted(p.name for p in mine)) or None
+    shorten_names = {f"mlp.experts.{place.own}" for place in mine}
+    meant = [p for p in find_target_modules(model) if p.experts and is_listed(p, shorten_names)]
+    return (
+        sorted(shorten_names) if len(meant) == len(mine) else sorted(p.name for p in mine)
+    ) or None
 
 
 def peft_name(name: str, adapter: str) -> str:
@@ -274,7 +278,7 @@ KNOWN = frozenset(
 BEGINNINGS = (True, False, None, "gaussian", "orthogonal", "eva")
 
 
-class Stored(NamedTuple):
+class PeftAdapter(NamedTuple):
     """An adapter's files."""
 
     config: LoraConfig
@@ -285,7 +289,7 @@ class Stored(NamedTuple):
     tied: bool  # whether training keeps embedding and head equal (PEFT's ensure_weight_tying)
 
 
-def read_adapter(repository: Repository, model: LanguageModel) -> Stored:
+def read_adapter(repository: Repository, model: LanguageModel) -> PeftAdapter:
     """What the files say, as far as it can be told without reading tensors."""
     try:
         path = repository.file(CONFIG)
@@ -312,7 +316,9 @@ def read_adapter(repository: Repository, model: LanguageModel) -> Stored:
         config = _config(values, stems, {n: tensors[own] for n, own in names.items()}, model)
     except ValueError as error:
         raise ValueError(f"{escape(repository.name)}: {error}") from None
-    whole = {p.name for p in places(model) if p.path == p.name}  # others have parts of a weight
+    whole = {
+        p.name for p in find_target_modules(model) if p.path == p.name
+    }  # others have parts of a weight
     base = {}
     for inner, own in names.items():
         if (match := OF_BASE.fullmatch(inner)) and match[1] in whole:
@@ -320,8 +326,8 @@ def read_adapter(repository: Repository, model: LanguageModel) -> Stored:
     at = f"{repository.name}/{WEIGHTS}"
     rest = {own: info for own, info in tensors.items() if own not in base.values()}
     of_base = {own: tensors[own] for own in base.values()}
-    tied = _tied(values, model) and changes_ends(model, config)
-    return Stored(config, Checkpoint(at, rest), names, base, Checkpoint(at, of_base), tied)
+    tied = _tied(values, model) and changes_embedding_or_head(model, config)
+    return PeftAdapter(config, Checkpoint(at, rest), names, base, Checkpoint(at, of_base), tied)
 
 
 def _drop_duplicates(tensors: Tensors, names: dict[str, str]) -> None:
@@ -343,7 +349,7 @@ def _stack(
 ) -> dict[str, Any]:
     """Experts that are apart in one matrix each, in place; their settings are returned."""
     of = [(values.get(key, 8), kind) for key, kind in (("r", int), ("lora_alpha", int | float))]
-    rank, alpha = (checked("r or lora_alpha", value, kind) for value, kind in of)
+    rank, alpha = (check_number("r or lora_alpha", value, kind) for value, kind in of)
     keys = ("rank_pattern", int), ("alpha_pattern", int | float)
     ranks, alphas = (Patterns(values, key, kind, stems) for key, kind in keys)
     plain = {n: info for n, own in names.items() if isinstance(info := tensors[own], TensorInfo)}
@@ -403,7 +409,7 @@ def _names(tensors: Collection[str], where: str) -> dict[str, str]:
 def _config(
     values: Mapping[str, Any],
     stems: Sequence[str],
-    tensors: Mapping[str, TensorInfo | Decoded],
+    tensors: Mapping[str, TensorInfo | DecodedTensor],
     model: LanguageModel,
 ) -> LoraConfig:
     """With whole names in place of PEFT's patterns. Ranks are those of the tensors.
@@ -411,8 +417,8 @@ def _config(
     `stems`: what the names of the file's tensors begin with, those of experts apart too.
     """
     rank, alpha = values.get("r", 8), values.get("lora_alpha", 8)
-    checked("r", rank, int)
-    checked("lora_alpha", alpha, int | float)
+    check_number("r", rank, int)
+    check_number("lora_alpha", alpha, int | float)
     own = {match[1] for name in tensors if (match := LOW_RANK.fullmatch(name))}
     known = _stems(values, model)
     if not own:
@@ -449,7 +455,7 @@ def _config(
     saved = values.get("modules_to_save") or []
     if not isinstance(saved, list) or not all(isinstance(name, str) for name in saved):
         raise ValueError(f"modules_to_save={quote(saved)} is no list of names")
-    both = saved_ends(model)
+    both = savable_modules(model)
     # PEFT names both heads that models of scores may have
     last = dict.fromkeys(name.rpartition(".")[2] for name in saved)
     # PEFT saves both and names one with ensure_weight_tying, and none of a resized model
@@ -460,15 +466,15 @@ def _config(
     return LoraConfig(
         rank=rank,
         alpha=alpha,
-        targets=tuple(short(model, [known[stem].name for stem in own])),
+        targets=tuple(shorten_names(model, [known[stem].name for stem in own])),
         dropout=values.get("lora_dropout", 0.0),
         rslora=bool(values.get("use_rslora")),
         dora=bool(values.get("use_dora")),
         rank_pattern=ranks,
         alpha_pattern=alphas,
         modules_to_save=tuple(last),
-        base=base_of(values).name,
-        revision=base_of(values).revision or "",
+        base=parse_base(values).name,
+        revision=parse_base(values).revision or "",
     )
 
 
@@ -488,46 +494,48 @@ def _tied(values: Mapping[str, Any], model: LanguageModel) -> bool:
     return bool(values.get("ensure_weight_tying")) and model.ties_head
 
 
-def _stems(values: Mapping[str, Any], model: LanguageModel) -> dict[str, Place]:
+def _stems(values: Mapping[str, Any], model: LanguageModel) -> dict[str, AdaptedModule]:
     """What the tensors' names of every projection begin with."""
     parameters = values.get("target_parameters") or []
     if not isinstance(parameters, list) or not all(isinstance(t, str) for t in parameters):
         raise ValueError(f"target_parameters={quote(parameters)} is no list of names")
-    every = places(model)
-    stacked = {end for place in every if place.experts for end in ends_of(place.name)}
+    every = find_target_modules(model)
+    stacked = {end for place in every if place.experts for end in name_suffixes(place.name)}
     for target in parameters:
         if target not in stacked:
             raise ValueError(
                 f"target_parameters={quote(target)} matches no experts of this "
                 f"{type(model).__name__}"
             )
-    found, chosen = {}, [p for p in every if p.experts and meant_by(p, {*parameters})]
+    found, chosen = {}, [p for p in every if p.experts and is_listed(p, {*parameters})]
     for place in every:
         if place.experts:
             meant = [p.own for p in chosen if p.path == place.path]
             if place.own in meant:
-                found[stem_of_experts(place.path, place.own, meant)] = place
+                found[experts_stem(place.path, place.own, meant)] = place
         else:
             found[place.name] = place
     return found
 
 
-def _experts_of(model: LanguageModel, place: Place) -> int:
+def _experts_of(model: LanguageModel, place: AdaptedModule) -> int:
     return len(model.get_submodule(place.path).get_parameter(place.own))
 
 
-def _check_whole(values: Mapping[str, Any], own: set[str], known: Mapping[str, Place]) -> None:
+def _check_whole(
+    values: Mapping[str, Any], own: set[str], known: Mapping[str, AdaptedModule]
+) -> None:
     """ValueError if projections that the targets name have no tensors: the adapter is of a model of
     fewer layers, or its file lacks some."""
     targets = values.get("target_modules")
     chosen = values.get("layers_to_transform"), values.get("exclude_modules")
     if any(some not in (None, [], "") for some in chosen):
         return
-    pattern = quick("target_modules", targets) if isinstance(targets, str) else None
+    pattern = compile_if_simple("target_modules", targets) if isinstance(targets, str) else None
     names = {t for t in targets if isinstance(t, str)} if isinstance(targets, list) else set()
     parameters = {*(values.get("target_parameters") or [])}
     for name, place in known.items():
-        meant = meant_by(place, parameters if place.experts else names)
+        meant = is_listed(place, parameters if place.experts else names)
         if pattern is not None and not place.experts:
             meant = pattern.fullmatch(place.name) is not None
         if name not in own and meant:
@@ -558,7 +566,7 @@ def load_adapter(
     names another base than this model was read from.
     """
     check_keywords("load_adapter", source, frozenset(Source.__annotations__))
-    check_new(model, name)
+    check_new_adapter(model, name)
     repository = Repository(path_or_repo, **source)
     stored, size = read_adapter(repository, model), read_vocabulary_size(repository, model)
     try:
@@ -567,7 +575,7 @@ def load_adapter(
                 f"the adapter is of {size} tokens, and the model has {model.config.vocab_size}: "
                 f"call model.resize_token_embeddings({size}) first"
             )
-        parts = plan(model, stored.config)
+        parts = resolve_targets(model, stored.config)
         if trainable:
             check_dropout(model, stored.config)
         if trainable and stored.tied:
@@ -583,16 +591,16 @@ def load_adapter(
     active = model.active_adapter
     learned = {n for n, p in model.named_parameters() if p.requires_grad}
     try:
-        install(model, name, stored.config, parts, dtype, torch.device("meta"))
+        add_parameters(model, name, stored.config, parts, dtype, torch.device("meta"))
         _fill(model, name, stored)
     except BaseException:
         if name in model.adapters:
             delete_adapter(model, name)
-            switch(model, active)
+            set_active_name(model, active)
             for n, p in model.named_parameters():
                 p.requires_grad_(n in learned)
         raise
-    choose(model, name, trained=trainable)
+    activate_adapter(model, name, trained=trainable)
     said, own = stored.config.base, model.config.source.name
     if said and own and not _same(said, own):
         warnings.warn(
@@ -618,7 +626,7 @@ def _last_name(place: str) -> str:
     return (cached[-1].rpartition("--")[2] if cached else parts[-1]).casefold()
 
 
-def _check_base(model: LanguageModel, stored: Stored) -> None:
+def _check_base(model: LanguageModel, stored: PeftAdapter) -> None:
     """Raises ValueError if the file has weights of a base that are not this model's: PEFT would put
     them into the base."""
     for module, own in stored.base.items():
@@ -630,14 +638,14 @@ def _check_base(model: LanguageModel, stored: Stored) -> None:
                 f"{name} is {shape}, the model's {list(weight.shape)}: it is of another base"
             )
         found = {"weight": nn.Parameter(torch.empty_like(weight), requires_grad=False)}
-        parts: Layout = {"weight": (Part.whole(own, tuple(weight.shape)),)}
+        parts: Layout = {"weight": (TensorSlice.whole(own, tuple(weight.shape)),)}
         others = stored.of_base.tensors.keys() - {own}
         load_into(found, parts, stored.of_base, ignored=others, into=name)
         if not torch.equal(found["weight"], weight):
             raise ValueError(f"{name} is not the model's own: the adapter is of another base")
 
 
-def _fill(model: LanguageModel, name: str, stored: Stored) -> None:
+def _fill(model: LanguageModel, name: str, stored: PeftAdapter) -> None:
     """Memory for its parameters, and the file's values, if they fit."""
     own, parts_of = adapter_parameters(model, name), _layout(model, name)
     inside = {part.name for parts in parts_of.values() for part in parts}
@@ -646,7 +654,7 @@ def _fill(model: LanguageModel, name: str, stored: Stored) -> None:
     }
     how: dict[str, Any] = {"layout": parts_of, "checkpoint": stored.checkpoint}
     how |= {"source_of": source_of, "into": f"an adapter of this {type(model).__name__}"}
-    match(own, **how)  # before anything is allocated: sizes are the file's
+    match_tensors(own, **how)  # before anything is allocated: sizes are the file's
     for p in own.values():
         empty = torch.empty_like(p, device=model.device)
         torch.utils.swap_tensors(p, nn.Parameter(empty, p.requires_grad))
@@ -671,7 +679,7 @@ def save_adapter(
     name: str | None = None,
     *,
     dtype: torch.dtype | None = None,
-    tokenizer: SavesItself | None = None,
+    tokenizer: SavePretrained | None = None,
     replace: bool = False,
 ) -> None:
     """Write an adapter, by default the active one, as PEFT does; PEFT loads it at once.
@@ -680,8 +688,8 @@ def save_adapter(
     all; with `replace`, an earlier adapter may be there. Under a process group every rank calls
     this, and all need one file system.
     """
-    ranks = Writers()
-    with ranks.together():
+    ranks = WriterGroup()
+    with ranks.sync_errors():
         if ranks.first:
             check_target(expand_user(directory), replace, CONFIG)
     tensors, describe = prepare_adapter(model, name, ranks=ranks, dtype=dtype, tokenizer=tokenizer)
@@ -692,22 +700,24 @@ def prepare_adapter(
     model: LanguageModel,
     name: str | None = None,
     *,
-    ranks: Writers,
+    ranks: WriterGroup,
     dtype: torch.dtype | None = None,
-    tokenizer: SavesItself | None = None,
-) -> tuple[list[Entry], Callable[[Path], None]]:
+    tokenizer: SavePretrained | None = None,
+) -> tuple[list[TensorEntry], Callable[[Path], None]]:
     """What save_adapter writes: tensors, and what adds the other files to a directory."""
-    name = check_name(model, name)
+    name = resolve_adapter_name(model, name)
     own = adapter_parameters(model, name)
     parts_of: Layout = {
         n: tuple(replaced(part, name=PREFIX + peft_name(part.name, name)) for part in parts)
         for n, parts in _layout(model, name).items()
     }
-    inside = {(path, p.name) for path, low in low_ranks(model, name).items() for p in low.parts}
-    chosen = [place for place in places(model) if (place.path, place.own) in inside]
+    inside = {
+        (path, p.name) for path, low in adapter_layers(model, name).items() for p in low.parts
+    }
+    chosen = [place for place in find_target_modules(model) if (place.path, place.own) in inside]
     config = peft_config(model, model.adapters[name], chosen)
     dtype = dtype or next(iter(own.values())).dtype
-    with ranks.together():
+    with ranks.sync_errors():
         tensors = entries(own, parts_of, dtype, ranks=ranks)
 
     def describe(root: Path) -> None:
@@ -720,10 +730,10 @@ def prepare_adapter(
 
 def write_adapter(
     directory: str | os.PathLike[str],
-    tensors: Sequence[Entry],
+    tensors: Sequence[TensorEntry],
     describe: Callable[[Path], None],
     *,
-    ranks: Writers,
+    ranks: WriterGroup,
     replace: bool = False,
 ) -> None:
     """One file of all tensors, as PEFT reads no other."""

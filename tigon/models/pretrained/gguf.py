@@ -12,7 +12,7 @@ from torch import Tensor
 from tigon.models.rope_config import FULL, SLIDING
 from tigon.utils.config import ConfigError
 from tigon.utils.json import escape, quote
-from tigon.weights import GGUF, Checkpoint, Decoded, GGMLTensor, TensorInfo
+from tigon.weights import GGUF, Checkpoint, DecodedTensor, GGMLTensor, TensorInfo
 from tigon.weights.gguf import TORCH_DTYPES, GGUFTensorInfo
 from tigon.weights.read import Reader
 
@@ -247,7 +247,7 @@ class GGUFModel:
 
     def checkpoint(self, name: str) -> Checkpoint:
         """The tensors; `name` is what errors call the file."""
-        found: dict[str, TensorInfo | Decoded] = {}
+        found: dict[str, TensorInfo | DecodedTensor] = {}
         for own, stored in self.file.tensors.items():
             if own != "rope_freqs.weight":  # is in the config
                 found |= self._tensors(own, stored)
@@ -341,7 +341,7 @@ class GGUFModel:
                 return dtype
         return torch.float32
 
-    def _tensors(self, own: str, stored: GGUFTensorInfo) -> dict[str, TensorInfo | Decoded]:
+    def _tensors(self, own: str, stored: GGUFTensorInfo) -> dict[str, TensorInfo | DecodedTensor]:
         """The tensor under its name, or a stack of experts as a tensor for each."""
         top, _, kind = own.partition(".")
         block = IN_BLOCK.fullmatch(own)
@@ -369,7 +369,7 @@ class GGUFModel:
             for i in range(experts)
         }
 
-    def _tensor(self, own: str, name: str, stored: GGUFTensorInfo) -> TensorInfo | Decoded:
+    def _tensor(self, own: str, name: str, stored: GGUFTensorInfo) -> TensorInfo | DecodedTensor:
         kind, shape, path = stored.kind, stored.shape, self.file.path
         head = self.config["head_dim"] if self.family.turned else 0
         head = head if ".attn_q." in own or ".attn_k." in own else 0

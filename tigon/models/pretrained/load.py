@@ -19,14 +19,19 @@ from tigon.kernels.attention.api import Backend
 from tigon.layers import QuantisedWeight
 from tigon.models.arguments import check_keywords
 from tigon.models.base import LanguageModel
-from tigon.models.config import Config, ConfigError, torch_dtype
+from tigon.models.config import ConfigError, ModelConfig, torch_dtype
 from tigon.models.init import init_weights
 from tigon.models.pretrained.gguf import GGUFModel
-from tigon.models.pretrained.match import check_counts, check_fit, check_sizes, sources
+from tigon.models.pretrained.match import check_counts, check_fit, check_sizes, match_arguments
 from tigon.models.pretrained.names import MULTIMODAL, SCORE, base_parameters, embedding_and_head
-from tigon.models.pretrained.quantization import Quantize, check_quantize, load_quantised, quantise
+from tigon.models.pretrained.quantization import (
+    Quantize,
+    check_quantize,
+    load_quantized,
+    quantize_model,
+)
 from tigon.models.quantization_config import KEY as QUANTISATION
-from tigon.models.quantization_config import read_quantisation
+from tigon.models.quantization_config import read_quantization
 from tigon.utils import config, memory
 from tigon.utils.json import escape, quote, read_json
 from tigon.utils.memory import format_gib
@@ -34,13 +39,13 @@ from tigon.weights import (
     GGUF,
     STAGING_BYTES,
     Checkpoint,
-    Decoded,
-    Drawn,
+    DecodedTensor,
+    RandomTensor,
     Repository,
     ResizedTensor,
     load_into,
     map_parameters,
-    pinned_ahead,
+    prepin_staging,
 )
 
 M = TypeVar("M", bound=LanguageModel)
@@ -48,19 +53,19 @@ M = TypeVar("M", bound=LanguageModel)
 
 def read_config(
     repository: Repository, models: Mapping[str, type[M]], gguf_file: str | None = None
-) -> tuple[type[M], Config]:
+) -> tuple[type[M], ModelConfig]:
     """The class of the repository's model and its config.json; no weights are looked at."""
-    return describe(repository, models, gguf_file)[1:3]
+    return open_model(repository, models, gguf_file)[1:3]
 
 
-def describe(
+def open_model(
     repository: Repository, models: Mapping[str, type[M]], gguf_file: str | None
-) -> tuple[str, type[M], Config, Callable[[], Checkpoint]]:
+) -> tuple[str, type[M], ModelConfig, Callable[[], Checkpoint]]:
     """What describes the model, for messages; what it is; and what opens its checkpoint."""
     if gguf_file is not None:
         file = escape(f"{repository.name}/{gguf_file}")
         gguf = GGUF.open(repository.file(gguf_file))
-        with named(file):
+        with prefix_errors(file):
             model = GGUFModel(gguf)
             cls = _class_of(model.config, models)
             config = cls.config_class.from_dict(model.config)
@@ -68,10 +73,10 @@ def describe(
     file = f"{repository.name}/config.json"
     # Models of other families have infinities; what is read here is checked key by key
     whole = read_json(config_file(repository), nan=True)
-    with named(file):
+    with prefix_errors(file):
         source = _text_config(whole)
         cls = _class_of(source, models)
-        scales = read_quantisation(whole)
+        scales = read_quantization(whole)
         source = {key: value for key, value in source.items() if key != QUANTISATION}
         config = cls.config_class.from_dict(source)
         return file, cls, config, lambda: Checkpoint.open(repository, scales)
@@ -99,7 +104,7 @@ def _text_config(source: dict[str, Any]) -> dict[str, Any]:
 
 
 @contextmanager
-def named(file: str) -> Iterator[None]:
+def prefix_errors(file: str) -> Iterator[None]:
     """Let a ConfigError say whose config it is."""
     try:
         yield
@@ -112,7 +117,7 @@ def named(file: str) -> Iterator[None]:
 BLOCK = 16 << 20  # bytes of a matrix that are compared at a time
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
-C = TypeVar("C", bound=Config)
+C = TypeVar("C", bound=ModelConfig)
 
 
 class LoadOptions(Source, total=False):
@@ -148,7 +153,7 @@ def from_pretrained(
     """
     check_keywords("from_pretrained", source, frozenset(LoadOptions.__annotations__))
     if gguf_file is None:
-        path_or_repo, gguf_file = split_gguf(path_or_repo)
+        path_or_repo, gguf_file = parse_gguf_path(path_or_repo)
     if not isinstance(staging_bytes, int):
         raise TypeError(f"staging_bytes must be a whole number of bytes, not {staging_bytes!r}")
     if mmap and torch.device(device).type != "cpu":
@@ -156,8 +161,8 @@ def from_pretrained(
     _check_device(device)
     repository = Repository(path_or_repo, **source)
     how: dict[str, Any] = {"dtype": dtype, "gguf_file": gguf_file, "quantize": quantize}
-    with pinned_ahead(torch.device(device), staging_bytes):
-        model, checkpoint = build(repository, models, **how)
+    with prepin_staging(torch.device(device), staging_bytes):
+        model, checkpoint = build_pretrained(repository, models, **how)
     model.use_attention(attention)
     mapped = map_weights(model, checkpoint) if mmap else set()
     materialize(model, torch.device(device))
@@ -165,7 +170,9 @@ def from_pretrained(
     return model.eval()
 
 
-def split_gguf(path_or_repo: str | os.PathLike[str]) -> tuple[str | os.PathLike[str], str | None]:
+def parse_gguf_path(
+    path_or_repo: str | os.PathLike[str],
+) -> tuple[str | os.PathLike[str], str | None]:
     """The directory and the name of a GGUF file that is named by its path; else as it is given."""
     path = Path(os.path.expanduser(path_or_repo))
     if path.suffix == ".gguf" and path.parent.is_dir() and not path.is_dir():
@@ -173,7 +180,7 @@ def split_gguf(path_or_repo: str | os.PathLike[str]) -> tuple[str | os.PathLike[
     return path_or_repo, None
 
 
-def build(
+def build_pretrained(
     repository: Repository,
     models: Mapping[str, type[M]],
     *,
@@ -197,8 +204,8 @@ def build(
     """
     chosen = _named_dtype(dtype)
     check_quantize(quantize)
-    file, cls, config, open_checkpoint = describe(repository, models, gguf_file)
-    with named(file):
+    file, cls, config, open_checkpoint = open_model(repository, models, gguf_file)
+    with prefix_errors(file):
         checkpoint = open_checkpoint()  # may download: after all that needs no weights
         check_sizes(config, checkpoint)
         config = _settle_tie(config, checkpoint)
@@ -209,35 +216,37 @@ def build(
             origin = replace(origin, revision=repository.revision)
         config = replace(config, source=origin)
         if labels:
-            config, checkpoint = with_scores(config, checkpoint, labels, seed)
+            config, checkpoint = add_score_head(config, checkpoint, labels, seed)
         if vocab_size is not None:
-            config, checkpoint = with_tokens(config, checkpoint, vocab_size, mean_rows)
-        model = on_meta(cls, config, chosen)
+            config, checkpoint = resize_vocabulary(config, checkpoint, vocab_size, mean_rows)
+        model = build_on_meta(cls, config, chosen)
         check_counts(model, checkpoint)
     if fit:
         check_fit(model, checkpoint)
     if quantize is not None:
-        quantise(model, quantize, checkpoint)
+        quantize_model(model, quantize, checkpoint)
     generation = repository.optional_file("generation_config.json")
     if generation is not None:
         model.generation_config = read_json(generation)
-        with named(escape(generation)):
+        with prefix_errors(escape(generation)):
             check_generation_config(model.generation_config)
     return model, checkpoint
 
 
-def with_scores(config: C, checkpoint: Checkpoint, labels: int, seed: int) -> tuple[C, Checkpoint]:
+def add_score_head(
+    config: C, checkpoint: Checkpoint, labels: int, seed: int
+) -> tuple[C, Checkpoint]:
     """A model with so many scores, and the checkpoint with their head; ConfigError if its family
     has no class for them in transformers, or it has another number."""
-    config = scored(config, labels)
+    config = as_sequence_classifier(config, labels)
     if SCORE in checkpoint.tensors:
         return config, checkpoint
     shape = (labels, config.hidden_size)
-    head = Drawn(SCORE, shape, Path(), 0, std=config.initializer_range, seed=seed)
+    head = RandomTensor(SCORE, shape, Path(), 0, std=config.initializer_range, seed=seed)
     return config, Checkpoint(checkpoint.name, {**checkpoint.tensors, SCORE: head})
 
 
-def with_tokens(
+def resize_vocabulary(
     config: C, checkpoint: Checkpoint, size: int, mean_rows: Collection[int] = ()
 ) -> tuple[C, Checkpoint]:
     """The config and the checkpoint with `size` rows of embedding and head, the first of the
@@ -255,7 +264,7 @@ def with_tokens(
     return replace(config, vocab_size=size), Checkpoint(checkpoint.name, tensors)
 
 
-def scored(config: C, labels: int) -> C:
+def as_sequence_classifier(config: C, labels: int) -> C:
     """The config of a model with so many scores in place of logits."""
     if config.labels not in (0, labels):
         raise ConfigError(f"the model has {config.labels} scores of a sequence, not {labels}")
@@ -267,7 +276,7 @@ def scored(config: C, labels: int) -> C:
     return replace(config, labels=labels)
 
 
-def on_meta(cls: type[M], config: Config, dtype: torch.dtype) -> M:
+def build_on_meta(cls: type[M], config: ModelConfig, dtype: torch.dtype) -> M:
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
@@ -334,7 +343,7 @@ def map_weights(model: LanguageModel, checkpoint: Checkpoint) -> set[str]:
     Returns the names of these; `load_weights` fills the others.
     """
     parameters = dict(model.named_parameters())
-    mapped = map_parameters(parameters, **sources(model, checkpoint))
+    mapped = map_parameters(parameters, **match_arguments(model, checkpoint))
     for name, tensor in mapped.items():
         p = parameters[name]
         torch.utils.swap_tensors(p, nn.Parameter(tensor, p.requires_grad))
@@ -356,14 +365,14 @@ def load_weights(
     parameters = {n: p for n, p in base_parameters(model).items() if n not in mapped}
     load_into(
         parameters,
-        **sources(model, checkpoint),
+        **match_arguments(model, checkpoint),
         into=type(model).__name__,
         staging_bytes=staging_bytes,
     )
-    load_quantised(model, checkpoint, staging_bytes)
+    load_quantized(model, checkpoint, staging_bytes)
 
 
-def _settle_tie(config: Config, checkpoint: Checkpoint) -> Config:
+def _settle_tie(config: ModelConfig, checkpoint: Checkpoint) -> ModelConfig:
     """A tied config with two different matrices in the file means two matrices."""
     tensors = checkpoint.tensors
     embedding, head = embedding_and_head(tensors)
@@ -413,30 +422,30 @@ def _named_dtype(dtype: Any) -> torch.dtype | None:
     return found
 
 
-def _dtype_of(config: Config, checkpoint: Checkpoint) -> torch.dtype:
+def _dtype_of(config: ModelConfig, checkpoint: Checkpoint) -> torch.dtype:
     if config.dtype is not None:
         try:
             return torch_dtype(config.dtype)
         except ConfigError as error:
             raise ConfigError(f"{error}; pass dtype=") from None
-    plain = (i for i in checkpoint.tensors.values() if not isinstance(i, Decoded))
+    plain = (i for i in checkpoint.tensors.values() if not isinstance(i, DecodedTensor))
     floating = (i.dtype for i in plain if i.dtype.is_floating_point)
     return next(floating, torch.float32)
 
 
 def from_config(
     cls: type[M],
-    config: Mapping[str, Any] | Config,
+    config: Mapping[str, Any] | ModelConfig,
     *,
     dtype: torch.dtype | None,
     device: torch.device,
 ) -> M:
     """Normal(0, initializer_range) matrices, zero biases, unit norms, a zero padding row."""
-    if not isinstance(config, Config):
+    if not isinstance(config, ModelConfig):
         config = cls.config_class.from_dict(config)
     if not isinstance(config, cls.config_class):
         raise ConfigError(f"{cls.__name__} is not for model_type {config.model_type!r}")
-    model = on_meta(cls, config, dtype or torch.get_default_dtype())
+    model = build_on_meta(cls, config, dtype or torch.get_default_dtype())
     if device.type != "meta":
         materialize(model, device)
         init_weights(model)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from tigon.layers import Copies, FusedLinear, LayerAdapter, Linear, LowRankEmbedding, LowRankExperts
 from tigon.layers.lora import MAGNITUDE, B
-from tigon.weights import Cut, Layout, Part, cut_parts
+from tigon.weights import Layout, ShardSpec, TensorSlice, shard_slices
 
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 SCORE = "score.weight"  # the head of a model that scores sequences
@@ -32,7 +32,7 @@ EXPERTS = {
 }
 
 
-class Names(NamedTuple):
+class CheckpointNames(NamedTuple):
     """What a family's checkpoints call the parts of what is one tensor here."""
 
     # Name of a FusedLinear -> names of its parts, in row order; without an entry it is stored whole
@@ -46,13 +46,13 @@ class Names(NamedTuple):
         return any(name.endswith(tuple(self.experts)) for name in present)
 
 
-def layout(model: nn.Module, names: Names, stacked_experts: bool) -> Layout:
+def layout(model: nn.Module, names: CheckpointNames, stacked_experts: bool) -> Layout:
     """Every parameter, quantised weights too, and the checkpoint tensors that its rows are of.
 
     Those that tensor or expert parallelism has cut are described by the model's `cuts`.
     """
     found: Layout = {}
-    cuts: Mapping[str, Cut] = getattr(model, "cuts", {})
+    cuts: Mapping[str, ShardSpec] = getattr(model, "shard_specs", {})
     seen: set[int] = set()
     for path, module in model.named_modules():
         for kind, p in _own(module):
@@ -66,7 +66,7 @@ def layout(model: nn.Module, names: Names, stacked_experts: bool) -> Layout:
                 continue
             parent, _, own = path.rpartition(".")
             if name == HEAD:
-                found[name] = (Part.whole(names.head, shape),)
+                found[name] = (TensorSlice.whole(names.head, shape),)
             elif isinstance(module, FusedLinear) and own in names.packed:
                 parts = [f"{parent}.{part}.{kind}" for part in names.packed[own]]
                 found[name] = _tile(parts, module.parts, shape[1:])
@@ -77,8 +77,8 @@ def layout(model: nn.Module, names: Names, stacked_experts: bool) -> Layout:
                 rows = math.prod(shape[:-1]) // len(parts)
                 found[name] = _tile(parts, [rows] * len(parts), shape[-1:])
             else:
-                found[name] = (Part.whole(name, shape),)
-    return {n: cut_parts(p, cuts[n]) if n in cuts else p for n, p in found.items()}
+                found[name] = (TensorSlice.whole(name, shape),)
+    return {n: shard_slices(p, cuts[n]) if n in cuts else p for n, p in found.items()}
 
 
 def _own(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -89,21 +89,25 @@ def _own(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _of_adapter(
-    path: str, module: LayerAdapter | Copies, kind: str, shape: tuple[int, ...], names: Names
-) -> tuple[Part, ...]:
+    path: str,
+    module: LayerAdapter | Copies,
+    kind: str,
+    shape: tuple[int, ...],
+    names: CheckpointNames,
+) -> tuple[TensorSlice, ...]:
     """The names that PEFT's modules have for it, but for what they begin with."""
     if isinstance(module, Copies):
         owner = path.rpartition(".")[0]
         owner = names.head.removesuffix(".weight") if owner == "lm_head" else owner
-        return (Part.whole(f"{owner}.modules_to_save.{kind}.weight", shape),)
+        return (TensorSlice.whole(f"{owner}.modules_to_save.{kind}.weight", shape),)
     layer, _, adapter = path.rpartition(".lora.")
     if isinstance(module, LowRankEmbedding):
         adapter += ".weight" if kind == MAGNITUDE.removesuffix("_") else ""
-        return (Part.whole(f"{layer}.{kind}.{adapter}", shape),)
+        return (TensorSlice.whole(f"{layer}.{kind}.{adapter}", shape),)
     if isinstance(module, LowRankExperts):
         factor, part = kind[: len("lora_A")], kind[len("lora_A_") :]
-        stem = stem_of_experts(layer, part, [p.name for p in module.parts])
-        return (Part.whole(f"{stem}.{factor}.{adapter}.weight", shape),)
+        stem = experts_stem(layer, part, [p.name for p in module.parts])
+        return (TensorSlice.whole(f"{stem}.{factor}.{adapter}.weight", shape),)
     parent = layer.removesuffix(layer.rpartition(".")[2])  # with its dot
     if kind == "lora_A":
         own = [f"{parent}{part.name}.lora_A.{adapter}.weight" for part in module.parts]
@@ -111,34 +115,38 @@ def _of_adapter(
     for start in (B, MAGNITUDE):
         if kind.startswith(start):
             name = f"{kind.removeprefix(start)}.{start.removesuffix('_')}"
-            return (Part.whole(f"{parent}{name}.{adapter}.weight", shape),)
+            return (TensorSlice.whole(f"{parent}{name}.{adapter}.weight", shape),)
     raise AssertionError(kind)
 
 
-def stem_of_experts(layer: str, part: str, parts: Collection[str]) -> str:
+def experts_stem(layer: str, part: str, parts: Collection[str]) -> str:
     """What PEFT's names of a part's matrices begin with: its wrapper of one parameter is in that of
     the other, where `parts`, those adapted, are both."""
     return f"{layer}.base_layer" if part == "gate_up_proj" and len(parts) > 1 else layer
 
 
-def is_adapters(name: str) -> bool:
+def is_adapter_parameter(name: str) -> bool:
     """Whether a parameter belongs to an adapter and not to the base."""
     return ".lora." in name or ".copies." in name
 
 
 def base_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     """All but those of adapters."""
-    return {name: p for name, p in model.named_parameters() if not is_adapters(name)}
+    return {name: p for name, p in model.named_parameters() if not is_adapter_parameter(name)}
 
 
 def _ending(name: str, endings: Collection[str]) -> str | None:
     return next((ending for ending in endings if name.endswith(f".{ending}")), None)
 
 
-def _tile(names: Sequence[str], rows: Sequence[int], rest: tuple[int, ...]) -> tuple[Part, ...]:
+def _tile(
+    names: Sequence[str], rows: Sequence[int], rest: tuple[int, ...]
+) -> tuple[TensorSlice, ...]:
     """Parts one after the other, that many rows each."""
     starts = itertools.accumulate(rows, initial=0)
-    return tuple(Part.whole(n, (r, *rest), s) for n, r, s in zip(names, rows, starts, strict=False))
+    return tuple(
+        TensorSlice.whole(n, (r, *rest), s) for n, r, s in zip(names, rows, starts, strict=False)
+    )
 
 
 def embedding_and_head(present: Collection[str]) -> tuple[str, str]:
@@ -152,7 +160,9 @@ def _prefix(present: Collection[str]) -> str:
     return next((p for p in PREFIXES if any(name.startswith(p) for name in present)), "")
 
 
-def locate(names: Collection[str], present: Collection[str]) -> tuple[dict[str, str], set[str]]:
+def find_sources(
+    names: Collection[str], present: Collection[str]
+) -> tuple[dict[str, str], set[str]]:
     """From a model's `names` to those that a checkpoint of tensors `present` has instead.
 
     Also returns the checkpoint's tensors that the model does not need.

@@ -14,26 +14,26 @@ import torch
 from torch import Tensor
 
 from tigon.layers import Fp8Weight, Linear, Nf4Weight, QuantisedWeight
-from tigon.models.adapters.lora import places
+from tigon.models.adapters.lora import find_target_modules
 from tigon.models.base import LanguageModel
-from tigon.models.pretrained.match import sources
+from tigon.models.pretrained.match import match_arguments
 from tigon.models.pretrained.names import layout
 from tigon.utils.json import escape
 from tigon.weights import (
     BlockScales,
     Checkpoint,
-    Entry,
     Fp8Tensor,
-    Part,
-    Piece,
-    Writers,
+    RowBlock,
+    TensorEntry,
+    TensorSlice,
+    WriterGroup,
     all_finite,
-    cut,
     load_into,
+    row_chunks,
 )
 
 Quantize = Literal["nf4", "keep"]
-WHOLE = 512 << 20  # bytes of weights in 16 or 32 bits that are read before they are quantised
+BATCH_BYTES = 512 << 20  # bytes of weights in 16 or 32 bits that are read before they are quantised
 E4M3 = torch.float8_e4m3fn
 
 
@@ -46,7 +46,7 @@ def check_quantize(quantize: Any) -> None:
         )
 
 
-def quantised_layers(model: LanguageModel) -> Iterator[tuple[str, Linear, QuantisedWeight]]:
+def quantized_layers(model: LanguageModel) -> Iterator[tuple[str, Linear, QuantisedWeight]]:
     """Those that have a quantised weight, by the name that it would have as a parameter."""
     for path, module in model.named_modules():
         if isinstance(module, Linear) and module.quantised is not None:
@@ -55,21 +55,21 @@ def quantised_layers(model: LanguageModel) -> Iterator[tuple[str, Linear, Quanti
 
 def count_parameters(model: LanguageModel, *, frozen: bool = False) -> int:
     """All numbers of the model, those in few bits and of other ranks too; or those frozen alone."""
-    few = sum(math.prod(weight.shape) for _, _, weight in quantised_layers(model))
+    few = sum(math.prod(weight.shape) for _, _, weight in quantized_layers(model))
     shapes = (
-        model.cuts[n].shape if n in model.cuts else p.shape
+        model.shard_specs[n].shape if n in model.shard_specs else p.shape
         for n, p in model.named_parameters()
         if not (frozen and p.requires_grad)
     )
     return few + sum(map(math.prod, shapes))
 
 
-def quantised_bytes(model: LanguageModel) -> int:
+def quantized_bytes(model: LanguageModel) -> int:
     """What weights in few bits take."""
-    return sum(weight.nbytes for _, _, weight in quantised_layers(model))
+    return sum(weight.nbytes for _, _, weight in quantized_layers(model))
 
 
-def quantise(
+def quantize_model(
     model: LanguageModel, quantize: Quantize, checkpoint: Checkpoint | None = None
 ) -> None:
     """Have the projections' weights in few bits, and freeze all of the model.
@@ -79,7 +79,7 @@ def quantise(
     to plan.
     """
     check_quantize(quantize)
-    every = dict.fromkeys(place.path for place in places(model))
+    every = dict.fromkeys(place.path for place in find_target_modules(model))
     paths = [path for path in every if isinstance(model.get_submodule(path), Linear)]
     if quantize == "keep" and checkpoint is not None:
         _keep(model, paths, checkpoint)
@@ -96,7 +96,7 @@ def quantise(
             layer.quantise(made)
             if not weight.is_meta:
                 made.allocate(weight.device)
-                store(made, f"{path}.weight", weight)
+                store_nf4(made, f"{path}.weight", weight)
     model.requires_grad_(False)
 
 
@@ -106,11 +106,11 @@ def _layer(model: LanguageModel, path: str) -> Linear:
     return layer
 
 
-def _rows(parts: Sequence[Part]) -> list[int]:
+def _rows(parts: Sequence[TensorSlice]) -> list[int]:
     return [part.shape[0] for part in parts]
 
 
-def store(made: Nf4Weight, name: str, weight: Tensor) -> None:
+def store_nf4(made: Nf4Weight, name: str, weight: Tensor) -> None:
     """Give it the numbers of `weight` [K, C], which is called `name`; ValueError for NaN."""
     if not all_finite([weight], weight.device):
         raise ValueError(f"{name} has values that are NaN or infinite, which 4 bits cannot hold")
@@ -118,7 +118,7 @@ def store(made: Nf4Weight, name: str, weight: Tensor) -> None:
 
 
 def _keep(model: LanguageModel, paths: Sequence[str], checkpoint: Checkpoint) -> None:
-    how, any_kept = sources(model, checkpoint), False
+    how, any_kept = match_arguments(model, checkpoint), False
     for path in paths:
         parts, layer = how["layout"][f"{path}.weight"], _layer(model, path)
         stored = [_fp8(how, part) for part in parts]
@@ -138,19 +138,19 @@ def _keep(model: LanguageModel, paths: Sequence[str], checkpoint: Checkpoint) ->
         )
 
 
-def _fp8(how: dict[str, Any], part: Part) -> Fp8Tensor | None:
+def _fp8(how: dict[str, Any], part: TensorSlice) -> Fp8Tensor | None:
     """What the checkpoint has for a part, if that is a matrix in fp8."""
     info = how["checkpoint"].tensors.get(how["source_of"].get(part.name, part.name))
     return info if isinstance(info, Fp8Tensor) and len(info.shape) == 2 else None
 
 
-def load_quantised(model: LanguageModel, checkpoint: Checkpoint, staging_bytes: int) -> None:
+def load_quantized(model: LanguageModel, checkpoint: Checkpoint, staging_bytes: int) -> None:
     """Fill the weights in few bits; at most WHOLE bytes of others, or one weight, are there
     meanwhile."""
-    every = list(quantised_layers(model))
+    every = list(quantized_layers(model))
     if not every:
         return
-    how: dict[str, Any] = sources(model, checkpoint) | {"into": type(model).__name__}
+    how: dict[str, Any] = match_arguments(model, checkpoint) | {"into": type(model).__name__}
     kept = {name: weight for name, _, weight in every if isinstance(weight, Fp8Weight)}
     if kept:
         found = {name: [_fp8(how, part) for part in how["layout"][name]] for name in kept}
@@ -164,7 +164,7 @@ def load_quantised(model: LanguageModel, checkpoint: Checkpoint, staging_bytes: 
     batch: dict[str, Nf4Weight] = {}
     for name, _, own in every:
         if isinstance(own, Nf4Weight):
-            if batch and _size([*batch.values(), own]) > WHOLE:
+            if batch and _size([*batch.values(), own]) > BATCH_BYTES:
                 _load_batch(model, batch, how, staging_bytes)
                 batch = {}
             batch[name] = own
@@ -184,25 +184,28 @@ def _load_batch(
     load_into(whole, **how, staging_bytes=staging_bytes)
     for name, own in batch.items():
         try:
-            store(own, name, whole.pop(name))
+            store_nf4(own, name, whole.pop(name))
         except ValueError as error:
             raise ValueError(f"{escape(how['checkpoint'].name)}: {error}") from None
 
 
-def dequantised_entries(
-    model: LanguageModel, parts_of: dict[str, tuple[Part, ...]], dtype: torch.dtype, ranks: Writers
-) -> list[Entry]:
+def dequantized_entries(
+    model: LanguageModel,
+    parts_of: dict[str, tuple[TensorSlice, ...]],
+    dtype: torch.dtype,
+    ranks: WriterGroup,
+) -> list[TensorEntry]:
     """The weights in few bits as tensors of a checkpoint in `dtype`, a few rows at a time. All
     ranks have all of them, and each writes its share."""
-    found: list[Entry] = []
-    for name, _, weight in quantised_layers(model):
+    found: list[TensorEntry] = []
+    for name, _, weight in quantized_layers(model):
         for i, part in enumerate(parts_of[name]):
             pieces = [
-                Piece(first, count, partial(_read, weight, i, first))
-                for first, count in cut(part.shape[0], part.shape[1] * dtype.itemsize)
+                RowBlock(first, count, partial(_read, weight, i, first))
+                for first, count in row_chunks(part.shape[0], part.shape[1] * dtype.itemsize)
             ]
             own = pieces[(ranks.rank - len(found)) % ranks.size :: ranks.size]
-            found.append(Entry(part.name, part.shape, dtype, own))
+            found.append(TensorEntry(part.name, part.shape, dtype, own))
     return found
 
 

@@ -17,30 +17,30 @@ from torch import Tensor
 
 from tigon.hub import UploadTarget, escape_markdown, usage_section, write_card
 from tigon.models.base import LanguageModel
-from tigon.models.config import DTYPES, Config
-from tigon.models.pretrained.load import build
-from tigon.models.pretrained.match import sources
+from tigon.models.config import DTYPES, ModelConfig
+from tigon.models.pretrained.load import build_pretrained
+from tigon.models.pretrained.match import match_arguments
 from tigon.models.pretrained.names import base_parameters, layout
-from tigon.models.pretrained.quantization import count_parameters, dequantised_entries
+from tigon.models.pretrained.quantization import count_parameters, dequantized_entries
 from tigon.utils.paths import expand_user
 from tigon.weights import (
-    Entry,
     Layout,
     Repository,
-    Stored,
-    Writers,
+    StoredRows,
+    TensorEntry,
+    WriterGroup,
     all_finite,
     check_free,
-    converted,
+    convert_entries,
     entries,
-    height,
-    local_part,
+    local_shard,
     new_directory,
+    row_count,
     write_checkpoint,
 )
 
 
-class SavesItself(Protocol):
+class SavePretrained(Protocol):
     """A tokenizer, as far as an export needs one."""
 
     def save_pretrained(self, directory: str | os.PathLike[str]) -> object: ...
@@ -50,7 +50,7 @@ def save_pretrained(
     model: LanguageModel,
     directory: str | os.PathLike[str],
     *,
-    tokenizer: SavesItself | None = None,
+    tokenizer: SavePretrained | None = None,
     dtype: torch.dtype | str | None = None,
     max_shard_size: int | str = "5GB",
     stacked_experts: bool | None = None,
@@ -68,11 +68,11 @@ def save_pretrained(
     from, else apart. `values`: in place of parameters, by their names, such as an average of them;
     of a sharded parameter this rank's part. Quantised weights are written dequantised.
     """
-    ranks = Writers()
-    with ranks.together():
+    ranks = WriterGroup()
+    with ranks.sync_errors():
         if ranks.first:
             check_target(expand_user(directory), replace)
-    files = ranks.gather(model.files)
+    files = ranks.gather(model.files_digest)
     if others := [rank for rank, of in enumerate(files) if of != files[0]]:
         raise ValueError(
             f"rank {others[0]} has read other files of the model than rank 0, and would write a "
@@ -100,12 +100,12 @@ def save_pretrained(
 def prepare_save(
     model: LanguageModel,
     *,
-    tokenizer: SavesItself | None,
-    ranks: Writers,
+    tokenizer: SavePretrained | None,
+    ranks: WriterGroup,
     dtype: torch.dtype | None = None,
     stacked_experts: bool | None = None,
     values: Mapping[str, Tensor] | None = None,
-) -> tuple[list[Entry], Callable[[Path], None]]:
+) -> tuple[list[TensorEntry], Callable[[Path], None]]:
     """What save_pretrained writes: tensors, and what adds the other files to a directory."""
     dtype = _named_dtype(model, dtype)
     if stacked_experts is None:
@@ -113,9 +113,9 @@ def prepare_save(
     if tokenizer is not None and not hasattr(tokenizer, "save_pretrained"):
         raise TypeError(f"tokenizer must be a tokenizer, or None, not {tokenizer!r}")
     parts_of = layout(model, model.checkpoint_names, stacked_experts)
-    with ranks.together():
+    with ranks.sync_errors():
         tensors = entries(base_parameters(model), parts_of, dtype, values=values, ranks=ranks)
-        tensors += dequantised_entries(model, parts_of, dtype, ranks)
+        tensors += dequantized_entries(model, parts_of, dtype, ranks)
     config = replaced(model.config, dtype=str(dtype).removeprefix("torch."))
     generation = model.generation_config
     return tensors, lambda root: write_description(root, config, generation, tokenizer)
@@ -138,7 +138,7 @@ def _warn_unless_finite(
 ) -> None:
     """Of this rank's weights: NaN, infinity, and what becomes infinite in the export's dtype."""
     own = {
-        name: local_part(name, values.get(name, p)).memory for name, p in model.named_parameters()
+        name: local_shard(name, values.get(name, p)).memory for name, p in model.named_parameters()
     }
     own = {name: memory for name, memory in own.items() if memory.numel()}
     most = torch.finfo(dtype).max
@@ -178,10 +178,10 @@ TOKENIZER = re.compile(
 
 def write_model(
     directory: str | os.PathLike[str],
-    tensors: Sequence[Entry],
+    tensors: Sequence[TensorEntry],
     describe: Callable[[Path], None],
     *,
-    ranks: Writers,
+    ranks: WriterGroup,
     max_shard_size: int | str = "5GB",
     stem: str = "model",
     replace: bool = False,
@@ -197,21 +197,21 @@ def write_model(
 
     with ExitStack() as opened:
         root = None
-        with ranks.together():
+        with ranks.sync_errors():
             if ranks.first:
                 root = opened.enter_context(
                     new_directory(directory, replace=replace, needed=needed, stale=stale)
                 )
         how: dict[str, Any] = {"max_shard_size": max_shard_size, "stem": stem}
         write_checkpoint(root, tensors, **how, ranks=ranks)
-        with ranks.together():
+        with ranks.sync_errors():
             if root is not None:
                 describe(root)
             opened.close()  # gives the directory its name
 
 
 def write_description(
-    root: Path, config: Config, generation: Any, tokenizer: SavesItself | None
+    root: Path, config: ModelConfig, generation: Any, tokenizer: SavePretrained | None
 ) -> None:
     """All files of a checkpoint but its weights."""
     write_json(root / "config.json", config.to_dict())
@@ -223,7 +223,7 @@ def write_description(
         tokenizer.save_pretrained(root)
 
 
-def _tokens(config: Config) -> dict[str, Any]:
+def _tokens(config: ModelConfig) -> dict[str, Any]:
     ids = {k: getattr(config, k) for k in ("bos_token_id", "eos_token_id", "pad_token_id")}
     return {"_from_model_config": True, **{k: v for k, v in ids.items() if v is not None}}
 
@@ -243,7 +243,7 @@ def push_to_hub(
     model: LanguageModel,
     repo_id: str,
     *,
-    tokenizer: SavesItself | None = None,
+    tokenizer: SavePretrained | None = None,
     private: bool | None = None,
     revision: str | None = None,
     commit_message: str | None = None,
@@ -265,10 +265,10 @@ def push_to_hub(
     this, and all must see rank 0's temporary directory. Raises OSError, saying what to do, if the
     hub cannot be reached or refuses: before anything is written, where that can be known.
     """
-    ranks = Writers()
+    ranks = WriterGroup()
     with ExitStack() as stack:
         place = ""
-        with ranks.together():
+        with ranks.sync_errors():
             if ranks.first:
                 destination = UploadTarget(
                     repo_id, private=private, revision=revision, token=token, create_pr=create_pr
@@ -284,7 +284,7 @@ def push_to_hub(
             stacked_experts=stacked_experts,
         )
         where = ""
-        with ranks.together():
+        with ranks.sync_errors():
             if ranks.first:
                 text = _short_card(model, destination.name) if card is None else card
                 where = destination.upload(
@@ -309,13 +309,13 @@ def _short_card(model: LanguageModel, repository: str) -> str:
 M = TypeVar("M", bound=LanguageModel)
 
 
-def convert(
+def convert_pretrained(
     source: Repository,
     directory: str | os.PathLike[str],
     models: Mapping[str, type[M]],
     *,
     gguf_file: str | None = None,
-    tokenizer: SavesItself | None = None,
+    tokenizer: SavePretrained | None = None,
     dtype: torch.dtype | Literal["auto"] = "auto",
     max_shard_size: int | str = "5GB",
     stacked_experts: bool | None = None,
@@ -324,12 +324,12 @@ def convert(
 
     Returns the model that was written, on the meta device.
     """
-    model, checkpoint = build(source, models, dtype=dtype, gguf_file=gguf_file)
-    found = sources(model, checkpoint)
+    model, checkpoint = build_pretrained(source, models, dtype=dtype, gguf_file=gguf_file)
+    found = match_arguments(model, checkpoint)
     stored_layout, source_of = found["layout"], found["source_of"]
     shapes = {part.name: part.shape for parts in stored_layout.values() for part in parts}
     stored = {
-        name: [Stored(0, 0, height(shape), 0, source_of.get(name, name), checkpoint)]
+        name: [StoredRows(0, 0, row_count(shape), 0, source_of.get(name, name), checkpoint)]
         for name, shape in shapes.items()
     }
     write_converted(
@@ -347,10 +347,10 @@ def convert(
 def write_converted(
     model: LanguageModel,
     directory: str | os.PathLike[str],
-    stored: Mapping[str, Sequence[Stored]],
+    stored: Mapping[str, Sequence[StoredRows]],
     stored_layout: Layout,
     *,
-    tokenizer: SavesItself | None,
+    tokenizer: SavePretrained | None,
     max_shard_size: int | str,
     stacked_experts: bool | None,
 ) -> None:
@@ -366,8 +366,8 @@ def write_converted(
 
     write_model(
         directory,
-        converted(wanted, model.dtype, stored, stored_layout),
+        convert_entries(wanted, model.dtype, stored, stored_layout),
         describe,
-        ranks=Writers(),
+        ranks=WriterGroup(),
         max_shard_size=max_shard_size,
     )

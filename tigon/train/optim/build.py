@@ -7,7 +7,7 @@ import torch
 from torch.optim import Optimizer
 
 from tigon.models import CausalLM
-from tigon.parallel import find_tensor
+from tigon.parallel import find_tensor_parallel
 from tigon.train.config import Config
 from tigon.train.optim import adamw
 from tigon.train.optim.groups import freeze, hidden_matrices, parameter_groups
@@ -48,7 +48,7 @@ def item_bytes(config: Config) -> int:
 
 
 def muon(model: CausalLM, config: Config) -> Optimizer:
-    rows, cuts = hidden_matrices(model), model.cuts
+    rows, cuts = hidden_matrices(model), model.shard_specs
     named = dict(model.named_parameters())
     return Muon(
         parameter_groups(model, config, rows),
@@ -63,7 +63,7 @@ def muon(model: CausalLM, config: Config) -> Optimizer:
         # CPUs without bf16 units would take longer for less
         dtype=torch.bfloat16 if model.device.type == "cuda" else torch.float32,
         cuts={named[name]: cut for name, cut in cuts.items()},
-        tensor=find_tensor(model),
+        tensor=find_tensor_parallel(model),
         like=next(model.parameters()),
     )
 

@@ -103,7 +103,7 @@ class CrossEntropyObjective(Objective):
         if inputs.wanted is not None and inputs.wanted.losses:
             # The same sum in any case, and with it what it is the sum of
             criteria = (*(criteria or (CrossEntropy(),)), CrossEntropy(reduction="none"))
-        output = self._forward(model, inputs, inputs.targets.summed(), criteria)
+        output = self._forward(model, inputs, inputs.targets.with_sum_reduction(), criteria)
         assert output.loss is not None
         return self._part(output.loss / sums["items"].clamp(min=1), output, inputs, sums)
 

@@ -76,10 +76,10 @@ def tigon_ranks(model: str, dtype: torch.dtype, device: str) -> nn.Module:
     """This rank's rows of a model that all ranks share."""
     from torch.distributed.fsdp import fully_shard
 
-    from tigon.models import MODELS, build_pretrained, load_weights, materialize
+    from tigon.models import MODELS, build, load_weights, materialize
     from tigon.weights import Repository
 
-    built, checkpoint = build_pretrained(Repository(model), MODELS, dtype=dtype)
+    built, checkpoint = build(Repository(model), MODELS, dtype=dtype)
     fully_shard(built)
     materialize(built, torch.device(device))
     load_weights(built, checkpoint)

@@ -77,7 +77,7 @@ def captures(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 def eagerly(monkeypatch: pytest.MonkeyPatch, model: tigon.CausalLM, **given: Any) -> Tensor:
     with monkeypatch.context() as patch:
-        patch.setattr(steps, "FEW", 10**9)
+        patch.setattr(steps, "FEW_STEPS", 10**9)
         return model.generate(**given)
 
 

@@ -401,7 +401,7 @@ def test_patterns_of_every_projection_are_read_once(
 ) -> None:
     read: list[str] = []
     real = peft_files.compile_pattern
-    monkeypatch.setattr(peft_files, "compiled", lambda k, p: read.append(p) or real(k, p))
+    monkeypatch.setattr(peft_files, "compile_pattern", lambda k, p: read.append(p) or real(k, p))
     target = edit(adapter, tmp_path / "it", alpha_pattern={f"x{i}": 1 for i in range(50)})
     model.load_adapter(target)
     assert len(read) == 50

@@ -85,7 +85,7 @@ def test_each_matrix_of_the_checkpoint_is_quantised_for_itself(
     assert count_parameters(again) == count_parameters(model)
     quantize_model(again, "nf4")  # a model that has values
     assert torch.equal(model(tokens()).logits, again(tokens()).logits)
-    monkeypatch.setattr(quantization, "WHOLE", 1)  # matrix by matrix
+    monkeypatch.setattr(quantization, "BATCH_BYTES", 1)  # matrix by matrix
     one = from_pretrained(bases[family], quantize="nf4")
     assert torch.equal(model(tokens()).logits, one(tokens()).logits)
 

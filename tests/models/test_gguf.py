@@ -34,7 +34,7 @@ from tests.models.tiny import (
 from tests.train.ranks import Ranks
 from tigon.cli.info import describe
 from tigon.models import MODELS as ZOO
-from tigon.models import build_pretrained, load_weights, materialize, read_config
+from tigon.models import build, load_weights, materialize, read_config
 from tigon.models.pretrained.gguf import FAMILIES, GGUFModel
 from tigon.train import start
 from tigon.weights import GGUF, Repository
@@ -183,7 +183,7 @@ def sharded(directory: Path) -> None:
     """Rows, then columns, of which a half begins within a block."""
     with start("cpu"):
         for dim in (0, 1):
-            model, checkpoint = build_pretrained(Repository(directory), ZOO, gguf_file="m.gguf")
+            model, checkpoint = build(Repository(directory), ZOO, gguf_file="m.gguf")
             fully_shard(model, shard_placement_fn=lambda p, dim=dim: Shard(min(dim, p.dim() - 1)))
             materialize(model, torch.device("cpu"))
             load_weights(model, checkpoint)

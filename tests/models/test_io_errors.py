@@ -159,12 +159,12 @@ BAD: dict[str, tuple[str, Break, str]] = {
     "config dtype": (
         "single",
         configure(dtype="float8_e4m3fn"),
-        r"single/config.json: unsupported dtype 'float8_e4m3fn': use float32, bfloat16, float16, float64; pass dtype=",
+        r"single/config.json: unsupported dtype 'float8_e4m3fn': .*; pass dtype=",
     ),
     "config dtype of a function": (
         "single",
         configure(dtype="save"),
-        r"single/config.json: unsupported dtype 'save': use float32, bfloat16, float16, float64; pass dtype=",
+        r"single/config.json: unsupported dtype 'save': .*; pass dtype=",
     ),
     "config dtype of an attribute": (
         "single",

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 import tigon
 from tests.models.tiny import FULL, LLAMA3, LONG, SLIDING, YARN
-from tigon.models import MODELS, build_pretrained
+from tigon.models import MODELS, build
 from tigon.models.pretrained import match
 from tigon.models.rope_config import RANGES, ROPE_HINTS, ROPE_RANGES
 from tigon.utils.config import ConfigError, field_types
@@ -181,7 +181,7 @@ def test_each_shape_is_compared_before_anything_is_allocated(
         with pytest.raises(ValueError, match=r"k_proj.weight is \[4, 8\], not \[8, 8\]"):
             tigon.from_pretrained(tmp_path, mmap=mmap)
     with pytest.raises(ValueError, match="does not fit Qwen3Moe"):
-        build_pretrained(Repository(tmp_path), MODELS)
+        build(Repository(tmp_path), MODELS)
 
 
 def test_experts_are_counted_before_they_are_named(

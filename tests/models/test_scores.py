@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForSequenceClassification
 
 from tests.models.tiny import CASES, FIRST, reference
-from tigon.models import MODELS, build_pretrained, from_pretrained, load_weights, materialize
+from tigon.models import MODELS, build, from_pretrained, load_weights, materialize
 from tigon.weights import Repository
 
 PAD = 3
@@ -22,9 +22,9 @@ def test_scores_are_those_of_transformers(model_type: str, case: str, tmp_path: 
     repository = Repository(tmp_path / "lm")
     if MODELS[model_type].config_class.classifier() is None:
         with pytest.raises(ValueError, match="transformers has no class for scores of"):
-            build_pretrained(repository, MODELS, labels=1)
+            build(repository, MODELS, labels=1)
         return
-    ours, weights = build_pretrained(repository, MODELS, labels=1)
+    ours, weights = build(repository, MODELS, labels=1)
     materialize(ours, torch.device("cpu"))
     load_weights(ours, weights)
     head = ours.lm_head.weight
@@ -67,4 +67,4 @@ def test_several_labels_and_their_names_are_kept(tmp_path: Path) -> None:
     again = AutoModelForSequenceClassification.from_pretrained(tmp_path / "again")
     assert again.config.id2label == {0: "a", 1: "b", 2: "c"}
     with pytest.raises(ValueError, match="the model has 3 scores of a sequence, not 1"):
-        build_pretrained(Repository(tmp_path / "three"), MODELS, labels=1)
+        build(Repository(tmp_path / "three"), MODELS, labels=1)

@@ -14,15 +14,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import tigon
 from tests.train.ranks import Ranks
-from tigon.models import (
-    MODELS,
-    Batch,
-    CausalLM,
-    Targets,
-    build_pretrained,
-    load_weights,
-    materialize,
-)
+from tigon.models import MODELS, Batch, CausalLM, Targets, build, load_weights, materialize
 from tigon.train import start
 from tigon.weights import Repository
 
@@ -81,7 +73,7 @@ def outcome(model: CausalLM, directory: Path, **options: Any) -> str:
 
 def mixed_losses(repository: Repository) -> list[float]:
     """In bf16, of inputs that FSDP casts too: by keywords, and for two denominators."""
-    model, checkpoint = build_pretrained(repository, MODELS)
+    model, checkpoint = build(repository, MODELS)
     policy = MixedPrecisionPolicy(torch.bfloat16)
     shard(model, inside=policy, root=policy)
     materialize(model, torch.device("cpu"))
@@ -108,7 +100,7 @@ def results(root: Path, kind: str) -> dict[str, Any]:
         counted.append(preadv(*arguments))
         return counted[-1]
 
-    model, checkpoint = build_pretrained(Repository(root / kind), MODELS)
+    model, checkpoint = build(Repository(root / kind), MODELS)
     shard(model)
     materialize(model, torch.device("cpu"))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)  # before the weights are there

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from tigon.kernels.loss.terms import KL, CrossEntropy, LogProbs
 from tigon.models import MODELS, CausalLM, CausalLMOutput, LoraConfig, adapter_parameters
-from tigon.parallel import enable_context_parallel
+from tigon.parallel import share_context
 from tigon.train import start
 
 Result = dict[str, Tensor]
@@ -221,7 +221,7 @@ def compared(case: dict[str, Any], ranks: Any) -> dict[str, float]:
         model.double()
     model.activation_checkpointing = case.get("recomputed", False)
     alone = found(model, case["call"], case["batch"])
-    enable_context_parallel(model, ranks)
+    share_context(model, ranks)
     model = copy.deepcopy(model)  # which knows the ranks too
     together = found(model, case["call"], case["batch"])
     assert alone.keys() == together.keys(), alone.keys() ^ together.keys()

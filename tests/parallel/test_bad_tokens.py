@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from tests.parallel.test_tensor import SIZES, random_model
 from tests.train.ranks import Ranks
-from tigon.parallel import enable_context_parallel, shard_model
+from tigon.parallel import shard_model, share_context
 
 
 def errors(directory: str) -> None:
@@ -21,7 +21,7 @@ def errors(directory: str) -> None:
     cut = random_model("llama", {})
     shared = copy.deepcopy(cut)
     shard_model(cut, mesh)
-    enable_context_parallel(shared, mesh)
+    share_context(shared, mesh)
     found: dict[str, str] = {}
     for token in (SIZES["vocab_size"], -1):
         ids = torch.tensor([[5, token, 9, 7, 6, 8]])

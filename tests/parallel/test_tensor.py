@@ -20,7 +20,7 @@ from tests.train.ranks import Ranks
 from tigon.distributed import collectives
 from tigon.kernels.recompute import rebuilding
 from tigon.models import MODELS, CausalLM, LoraConfig
-from tigon.parallel import TensorParallel, find_tensor_parallel, shard_model
+from tigon.parallel import TensorParallel, find_tensor, shard_model
 from tigon.parallel.tensor_parallel import check_tensor_ranks
 from tigon.train.optim.clip import clip_gradients
 from tigon.weights import ReplicaIndex
@@ -125,7 +125,7 @@ def compare(directory: str, count: int, cases: dict[str, tuple[str, dict[str, An
 
 def differences(one: CausalLM, cut: CausalLM) -> list[float]:
     """Of loss, gradients' norm, logits and parameters, over three steps."""
-    tensor = find_tensor_parallel(cut)
+    tensor = find_tensor(cut)
     assert tensor is not None
     models = {
         one: torch.optim.SGD(one.parameters(), 0.2),
@@ -208,7 +208,7 @@ def test_sums_of_bfloat16_are_rounded_once():
     tensor = object.__new__(TensorParallel)
     tensor.layout, tensor.copied = model.layout(), {"model.norm.weight"}
     (part,) = tensor.layout["model.norm.weight"]
-    tensor.layout["model.norm.weight"] = [replace(part, copy=ReplicaIndex(0, 4))]
+    tensor.layout["model.norm.weight"] = [replace(part, replica=ReplicaIndex(0, 4))]
     tensor.alike = {4: Others()}  # type: ignore[dict-item]
     model.model.norm.weight.grad = torch.ones_like(model.model.norm.weight)
     tensor.sum_gradients(model)

@@ -18,7 +18,7 @@ from tigon.kernels.linear.fp8 import fp8_gated_linear
 from tigon.kernels.recompute import rebuilding
 from tigon.layers import mlp
 from tigon.models import CausalLM
-from tigon.parallel import find_tensor_parallel, shard_model
+from tigon.parallel import find_tensor, shard_model
 from tigon.train import load
 from tigon.train.model import finish, projections
 
@@ -36,7 +36,7 @@ def trained(model: CausalLM, least: float) -> dict[str, Tensor]:
         loss = model(**batches()[0]).loss
         loss.backward()
     hook.remove()
-    if (tensor := find_tensor_parallel(model)) is not None:
+    if (tensor := find_tensor(model)) is not None:
         tensor.sum_gradients(model)
     found = {"loss": loss.detach(), "qkv": seen[0]}
     found |= {name: p.grad for name, p in model.named_parameters()}

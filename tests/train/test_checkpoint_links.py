@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.train.conftest import Workspace
-from tigon.models import MODELS, build_pretrained, materialize
+from tigon.models import MODELS, build, materialize
 from tigon.train import checkpoint
 from tigon.train.export import described_checkpoint, load_checkpoint
 from tigon.weights import Repository
@@ -33,7 +33,7 @@ def test_nothing_in_a_checkpoint_leads_out_of_it(
     else:
         (source / name).symlink_to(private)
     match = f"{source / name} is no file but a pipe" if pipe else f"{name} is a link to {private}"
-    model = build_pretrained(Repository(workspace.model), MODELS, dtype=torch.float32)[0]
+    model = build(Repository(workspace.model), MODELS, dtype=torch.float32)[0]
     materialize(model, torch.device("cpu"))
     for read in (
         lambda: checkpoint.verify(source),

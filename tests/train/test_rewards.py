@@ -12,7 +12,7 @@ from tests.train import preferences
 from tests.train.ranks import train_on
 from tests.train.test_preference_curves import ROWS, assert_same, ours, theirs
 from tigon.cli import main as cli
-from tigon.models import MODELS, build_pretrained, load_weights, materialize
+from tigon.models import MODELS, build, load_weights, materialize
 from tigon.train import main
 from tigon.weights import Repository
 
@@ -28,7 +28,7 @@ def data(workspace) -> Any:
 @pytest.fixture(scope="module")
 def classifier(workspace) -> Any:
     """The workspace's model with the head that a run of seed 0 begins with."""
-    model, weights = build_pretrained(Repository(workspace.model), MODELS, labels=1)
+    model, weights = build(Repository(workspace.model), MODELS, labels=1)
     materialize(model, torch.device("cpu"))
     load_weights(model, weights)
     directory = workspace.root / "classifier"

@@ -296,7 +296,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PEAK = """
 import sys
 import torch
-from tigon.weights import Checkpoint, Part, Repository, load_into
+from tigon.weights import Checkpoint, TensorSlice, Repository, load_into
 
 def high_water():
     lines = open("/proc/self/status").read().splitlines()
@@ -307,7 +307,7 @@ torch.ones(1000).to(torch.bfloat16)
 before = high_water()
 checkpoint = Checkpoint.open(Repository(sys.argv[1]))
 parameters = {n: torch.empty(i.shape, dtype=dtype) for n, i in checkpoint.tensors.items()}
-layout = {n: (Part.whole(n, i.shape),) for n, i in checkpoint.tensors.items()}
+layout = {n: (TensorSlice.whole(n, i.shape),) for n, i in checkpoint.tensors.items()}
 load_into(parameters, layout, checkpoint, workers=2)
 wanted = sum(p.nbytes for p in parameters.values())
 assert all(p[-1, -1] == p.shape[0] for p in parameters.values())

@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 
 import tigon
 from tests.models.tiny import CASES, FIRST, reference
-from tigon.models import MODELS, build_pretrained
+from tigon.models import MODELS, build
 from tigon.models.pretrained.load import map_weights
 from tigon.weights import Checkpoint, Layout, Repository, RowSpan, TensorSlice, map_parameters
 
@@ -86,11 +86,11 @@ def test_a_mapped_model_is_the_same(tmp_path: Path, family: str, case: str) -> N
 
 def test_only_the_converted_and_the_unordered_take_memory(tmp_path: Path) -> None:
     reference("llama", {}, tmp_path / "m", dtype=torch.bfloat16)
-    model, checkpoint = build_pretrained(Repository(tmp_path / "m"), MODELS)
+    model, checkpoint = build(Repository(tmp_path / "m"), MODELS)
     mapped = map_weights(model, checkpoint)
     apart = {n for n, _ in model.named_parameters() if n.endswith("qkv_proj.weight")}  # k o q v
     assert apart and mapped == {n for n, _ in model.named_parameters()} - apart
-    model, checkpoint = build_pretrained(Repository(tmp_path / "m"), MODELS, dtype=torch.float32)
+    model, checkpoint = build(Repository(tmp_path / "m"), MODELS, dtype=torch.float32)
     assert map_weights(model, checkpoint) == set()
 
 
@@ -104,7 +104,7 @@ def test_no_maps_on_a_device(tmp_path: Path) -> None:
 
 def test_a_file_that_was_shortened_is_not_mapped(tmp_path: Path) -> None:
     reference("llama", {}, tmp_path / "m")
-    model, checkpoint = build_pretrained(Repository(tmp_path / "m"), MODELS)
+    model, checkpoint = build(Repository(tmp_path / "m"), MODELS)
     os.truncate(tmp_path / "m/model.safetensors", 20_000)
     with pytest.raises(
         ValueError, match=r"model.safetensors ended at byte 20000: it was shortened"
@@ -119,7 +119,7 @@ def test_a_checkpoint_that_does_not_fit_is_not_mapped(tmp_path: Path) -> None:
     tensors = load_file(path)
     del tensors["model.norm.weight"]
     save_file(tensors, path)
-    model, checkpoint = build_pretrained(Repository(tmp_path / "m"), MODELS, fit=False)
+    model, checkpoint = build(Repository(tmp_path / "m"), MODELS, fit=False)
     with pytest.raises(ValueError, match=r"1 missing: model.norm.weight"):
         map_weights(model, checkpoint)
     assert all(p.is_meta for p in model.parameters())

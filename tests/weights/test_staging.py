@@ -210,7 +210,7 @@ def test_pinned_while_the_model_is_built_and_only_for_a_gpu(
         with prepin_staging(device, staging_bytes):
             yield
 
-    monkeypatch.setattr(load_module, "pinned_ahead", ahead)
+    monkeypatch.setattr(load_module, "prepin_staging", ahead)
     with pytest.raises(FileNotFoundError):
         from_pretrained(tmp_path, staging_bytes=5 << 20)
     assert asked == [(torch.device("cpu"), 5 << 20)] and not pinned

@@ -22,7 +22,7 @@ from tigon.cli.summary import (
 )
 from tigon.hub import Repository, config_file
 from tigon.kernels.attention.api import survey
-from tigon.models import MODELS, CausalLM, build_pretrained, find_misfits, parse_gguf_path
+from tigon.models import MODELS, CausalLM, build, find_misfits, parse_gguf_path
 from tigon.train.export import described_checkpoint, find_checkpoint
 from tigon.utils.json import quote, read_json
 from tigon.version import __version__
@@ -70,7 +70,7 @@ def describe(path: str, revision: str | None = None) -> Facts:
         model: CausalLM | None = None
         stored: Checkpoint | None = None
         try:
-            model, stored = build_pretrained(repository, MODELS, fit=False)
+            model, stored = build(repository, MODELS, fit=False)
         except ConnectionError:
             raise
         except (OSError, ValueError) as error:
@@ -117,7 +117,7 @@ def _describe_model(model: CausalLM) -> Facts:
 
 def _describe_gguf(repository: Repository, name: str) -> Facts:
     """Raises ValueError for a file that would not load."""
-    model, stored = build_pretrained(repository, MODELS, gguf_file=name, fit=False)
+    model, stored = build(repository, MODELS, gguf_file=name, fit=False)
     problems = _list_misfits(model, stored)
     size = f"1 of weights, {repository.file(name).stat().st_size:,} bytes"
     return _describe_model(model) | {"files": size, "loads": _format_loads(model, stored, problems)}

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from tigon.cli.chat import save_terminal
-from tigon.models import MODELS, CausalLM, build_pretrained, parse_gguf_path
+from tigon.models import MODELS, CausalLM, build, parse_gguf_path
 from tigon.parallel import MeshSizes, from_pretrained, keep_rank_zero
 from tigon.tokenizer import Tokenizer
 from tigon.train.config import Parallel
@@ -176,7 +176,7 @@ def _start_ranks(args: Namespace) -> int:
         else:
             directory, gguf_file = parse_gguf_path(args.model)
             files = Repository(directory, revision=args.revision)
-            model, _ = build_pretrained(files, MODELS, dtype=parse_dtype(args), gguf_file=gguf_file)
+            model, _ = build(files, MODELS, dtype=parse_dtype(args), gguf_file=gguf_file)
             load_tokenizer(args)
         keep_rank_zero(
             model, MeshSizes(tensor=args.tp, expert=args.tp if args.expert_parallel else 1)

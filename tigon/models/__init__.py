@@ -27,7 +27,7 @@ from tigon.models.pretrained import load
 from tigon.models.pretrained.load import (
     LoadOptions,
     as_sequence_classifier,
-    build_pretrained,
+    build,
     load_weights,
     materialize,
     open_model,
@@ -86,7 +86,7 @@ __all__ = [
     "adapter_parameters",
     "as_sequence_classifier",
     "aux_loss_coef",
-    "build_pretrained",
+    "build",
     "check_keywords",
     "convert_pretrained",
     "count_parameters",

@@ -1,16 +1,11 @@
 """Models split and sharded over the dimensions of a device mesh."""
 
-from tigon.parallel.context_parallel import check_context, enable_context_parallel
+from tigon.parallel.context_parallel import check_context, share_context
 from tigon.parallel.expert_parallel import check_experts, shard_experts
 from tigon.parallel.fsdp import reduction_dtype, shard_blocks
 from tigon.parallel.load import from_pretrained, shard_layers
 from tigon.parallel.mesh import DataRank, Meshes, MeshSizes
-from tigon.parallel.tensor_parallel import (
-    TensorParallel,
-    find_tensor_parallel,
-    keep_rank_zero,
-    shard_model,
-)
+from tigon.parallel.tensor_parallel import TensorParallel, find_tensor, keep_rank_zero, shard_model
 from tigon.parallel.zero2 import IN_FLIGHT, find_zero2, forward_order, shard_gradients
 
 __all__ = [
@@ -21,8 +16,7 @@ __all__ = [
     "TensorParallel",
     "check_context",
     "check_experts",
-    "enable_context_parallel",
-    "find_tensor_parallel",
+    "find_tensor",
     "find_zero2",
     "forward_order",
     "from_pretrained",
@@ -33,4 +27,5 @@ __all__ = [
     "shard_gradients",
     "shard_layers",
     "shard_model",
+    "share_context",
 ]

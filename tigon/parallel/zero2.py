@@ -47,14 +47,16 @@ from tigon.models import CausalLM
 # torch 2.13 has new names, and warns of the old ones
 ALL_GATHER = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
-IN_FLIGHT = 2  # reductions whose gradients are still held when the next one begins
+IN_FLIGHT = 2  # reductions in flight when the next one begins
 
 
 class ShardedParameter:
-    """A parameter: `rows`, the local shard, between passes, and `whole` during them."""
+    """A parameter that is `rows`, the local shard, between passes, and `whole` during them."""
 
     def __init__(self, parameter: nn.Parameter, mesh: DeviceMesh) -> None:
-        self.places: list[tuple[nn.Module, str]] = []  # several if it is tied
+        self.places: list[
+            tuple[nn.Module, str]
+        ] = []  # where it is registered; several if it is tied
         self.mesh, self.shape = mesh, parameter.shape
         self.each = -(-self.shape[0] // mesh.size())  # r
         first = mesh.get_local_rank() * self.each
@@ -63,7 +65,7 @@ class ShardedParameter:
             own, mesh, [Shard(0)], run_check=False, shape=self.shape, stride=parameter.stride()
         )
         self.rows: Any = nn.Parameter(shard, parameter.requires_grad)
-        self.sum: Tensor | None = None  # of gradients, if their own dtype is too narrow
+        self.sum: Tensor | None = None  # of gradients, if their dtype is too narrow
 
     def allocate(self, dtype: torch.dtype) -> None:
         """Allocate the whole parameter."""
@@ -83,7 +85,7 @@ class ShardedParameter:
             module._parameters[name] = parameter
 
     def add_up(self, dtype: torch.dtype) -> None:
-        """Add this backward's gradient to the earlier ones, in `dtype`."""
+        """Accumulate this backward's gradient in `dtype`."""
         gradient = self.whole.grad
         if gradient is None or gradient.dtype == dtype:
             return
@@ -91,24 +93,26 @@ class ShardedParameter:
         self.whole.grad = None
 
     def take_gradient(self, dtype: torch.dtype) -> Tensor:
-        """[n r, ...]; zeros if this rank's loss does not depend on the parameter."""
-        found = self.whole.grad if self.sum is None else self.sum
+        """Remove and return the gradient [n r, ...]; zeros if the loss has no gradient here."""
+        gradient = self.whole.grad if self.sum is None else self.sum
         self.whole.grad = self.sum = None
-        if found is None:
+        if gradient is None:
             return torch.zeros_like(self.memory, dtype=dtype)
-        missing = len(self.memory) - len(found)
-        return torch.cat([found, found.new_zeros(missing, *found.shape[1:])]) if missing else found
+        missing = len(self.memory) - len(gradient)
+        if not missing:
+            return gradient
+        return torch.cat([gradient, gradient.new_zeros(missing, *gradient.shape[1:])])
 
     def set_local_grad(self, part: Tensor) -> None:
-        """`part` [r, ...]: the reduced gradient of the local rows."""
-        own = part[: len(self.target)].to(self.rows.dtype)
+        """Set or add the reduced gradient `part` [r, ...] of the local rows."""
+        rows = part[: len(self.target)].to(self.rows.dtype)
         # As FSDP2 does: from_local takes ten times as long
-        gradient = DTensor(own, self.rows._spec, requires_grad=False)
+        gradient = DTensor(rows, self.rows._spec, requires_grad=False)
         self.rows.grad = gradient if self.rows.grad is None else self.rows.grad + gradient
 
 
 class ParameterGroup:
-    """Weights that are gathered, and whose gradients are reduced, together."""
+    """Parameters that one call gathers, and whose gradients one call reduces."""
 
     def __init__(self, weights: Sequence[ShardedParameter]) -> None:
         self.weights = weights
@@ -125,7 +129,7 @@ class Reduction(NamedTuple):
 
 
 class Zero2:
-    """The hooks of one model. Every rank runs the same passes; a gather needs all of them."""
+    """ZeRO-2 of one model, by hooks. Every rank must run the same passes, since all gather."""
 
     def __init__(
         self, model: CausalLM, mesh: DeviceMesh, compute: torch.dtype, sums: torch.dtype
@@ -175,8 +179,9 @@ class Zero2:
 
     @torch.no_grad()
     def gather(self) -> None:
-        """Start the all-gathers of all weights, for passes until `release` or the end of the last
-        backward, in the order in which forward needs them; it waits for each group on entry.
+        """Start the all-gathers of all weights in the order of forward, which waits for each group.
+
+        Weights stay gathered until `release` or the end of the last backward.
         """
         if self.gathered:
             return
@@ -199,16 +204,16 @@ class Zero2:
                 )
 
     def _begin(self) -> None:
-        """Before a forward pass of the model."""
+        """Gather weights before a forward pass of the model."""
         if self.waiting is not None:
             raise RuntimeError(
-                "a backward pass before this one has failed, and left gradients that are reduced "
-                "in part: begin again, from a checkpoint"
+                "an earlier backward pass has failed and left partly reduced gradients: restart "
+                "from a checkpoint"
             )
         self.gather()
 
     def release(self) -> None:
-        """Make the local rows the model's parameters again, for optimizers to update."""
+        """Make the local rows the model's parameters again, so that optimizers update them."""
         if not self.gathered:
             return
         self.gathered = False
@@ -240,7 +245,7 @@ class Zero2:
             group.gathering = None
 
     def _accumulated(self, group: ParameterGroup, weight: ShardedParameter) -> None:
-        """Hook: a parameter has its gradient of this backward."""
+        """Runs when a parameter has its gradient of this backward."""
         weight.add_up(self.sums)
         if not self.reduces:
             return
@@ -251,7 +256,7 @@ class Zero2:
             self._begin_reduction(self.waiting.pop())
 
     def arrived(self) -> None:
-        """At the first gradient of a backward: have all groups reduced by its end."""
+        """Prepare the reduction of all groups at the first gradient of a backward."""
         if not self.reduces or self.waiting is not None:
             return
         torch.autograd.Variable._execution_engine.queue_callback(self._finish)
@@ -285,7 +290,7 @@ class Zero2:
             weight.set_local_grad(part)
 
     def _finish(self) -> None:
-        """At the end of a backward that reduces."""
+        """End all reductions at the end of a backward."""
         waiting, self.waiting = self.waiting or [], None
         while waiting:
             self._begin_reduction(waiting.pop())
@@ -324,11 +329,12 @@ def shard_gradients(
 
 
 def find_zero2(model: nn.Module) -> Zero2 | None:
+    """The Zero2 of a model, or None."""
     return vars(model).get("_zero")
 
 
 def forward_order(model: CausalLM) -> Iterator[list[nn.Module]]:
-    """The modules of each group, in the order in which forward needs them."""
+    """Yields the modules of each group, in the order of forward."""
     yield [model.model.embed_tokens]
     for block in model.model.layers:
         yield [block]

@@ -16,7 +16,7 @@ from tigon.models import (
     MODELS,
     CausalLM,
     as_sequence_classifier,
-    build_pretrained,
+    build,
     init_adapter,
     init_sharded_weights,
     load_weights,
@@ -30,12 +30,12 @@ from tigon.models import (
 )
 from tigon.parallel import (
     MeshSizes,
-    enable_context_parallel,
     find_zero2,
     keep_rank_zero,
     shard_experts,
     shard_gradients,
     shard_model,
+    share_context,
 )
 from tigon.tokenizer import Tokenizer
 from tigon.train import checkpoint
@@ -57,9 +57,7 @@ def load_frozen(
     tokens, the first that it has.
     """
     compute = compute_dtype(config, world.device)
-    model, weights = build_pretrained(
-        Repository(path), MODELS, dtype=compute, vocab_size=vocab_size
-    )
+    model, weights = build(Repository(path), MODELS, dtype=compute, vocab_size=vocab_size)
     if world.size > 1:
         meshes = meshes_of(world)
         if meshes.expert is not None and has_experts(model):
@@ -67,7 +65,7 @@ def load_frozen(
         if meshes.tensor is not None:
             shard_model(model, meshes.tensor)
         if meshes.context is not None:
-            enable_context_parallel(model, meshes.context)
+            share_context(model, meshes.context)
         if meshes.sizes.dividing > 1:
             shard(model, world, compute)
     materialize(model, world.device)
@@ -233,7 +231,7 @@ def build_model(config: Config, world: World, source: Path | None = None) -> Cau
     else:
         repository = Repository(config.model, revision=config.revision)
         how: dict[str, Any] = {"dtype": dtype, "labels": config.labels, "seed": config.seed}
-        model, weights = build_pretrained(repository, MODELS, **how, **_tokens(config))
+        model, weights = build(repository, MODELS, **how, **_tokens(config))
         divide(model, config, world)
         _allocate(model, config, world)
         if source is None:
@@ -258,7 +256,7 @@ def _base(config: Config, dtype: torch.dtype) -> tuple[CausalLM, Checkpoint | No
     if config.lora is not None:
         how["quantize"] = config.lora.quantize
     repository = Repository(config.model, revision=config.revision)
-    return build_pretrained(repository, MODELS, **how, **_tokens(config))
+    return build(repository, MODELS, **how, **_tokens(config))
 
 
 def _tokens(config: Config) -> dict[str, Any]:
@@ -339,7 +337,7 @@ def divide(model: CausalLM, config: Config, world: World) -> None:
     if meshes.tensor is not None:
         shard_model(model, meshes.tensor)
     if meshes.context is not None:
-        enable_context_parallel(model, meshes.context)
+        share_context(model, meshes.context)
     if config.sharding == "gradients":
         shard_gradients(model, meshes.weights, compute, sum_dtype(config))
     elif is_sharded(config, meshes.sizes.dividing, compute):

@@ -23,7 +23,7 @@ from tigon.data.collate import collate_rows
 from tigon.data.examples import format_count
 from tigon.data.mixture import Corpus, Mixture, Window
 from tigon.data.sources import hash_files
-from tigon.models import MODELS, build_pretrained
+from tigon.models import MODELS, build
 from tigon.train.config import Config
 from tigon.train.distributed import World
 from tigon.train.model import compute_dtype
@@ -238,7 +238,7 @@ def weights_digest(config: Config) -> str:
         return hash_files([Path(config.init)], config.seed, config.param_dtype)
     revision = None if config.reference else config.revision
     repository = Repository(config.reference or config.model, revision=revision)
-    _, weights = build_pretrained(repository, MODELS, fit=False)
+    _, weights = build(repository, MODELS, fit=False)
     files = {tensor.path for tensor in weights.tensors.values()}  # no others that are beside them
     description = repository.optional_file("config.json")
     return hash_files([*([description] if description else []), *sorted(files)])

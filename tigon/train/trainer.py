@@ -15,7 +15,7 @@ from tigon import report
 from tigon.data import Entry, MicroBatch, Mixture
 from tigon.data.examples import format_count
 from tigon.kernels.loss.api import IGNORE_INDEX
-from tigon.parallel import find_tensor_parallel
+from tigon.parallel import find_tensor
 from tigon.train import checkpoint, guard, publish, resume
 from tigon.train.build import Run
 from tigon.train.callbacks import Predictions, View, Wanted
@@ -94,7 +94,7 @@ def backward(run: Run, step: int) -> dict[str, float]:
         part = replace(part, loss=part.loss.detach())
         parts.append(watch.show(part, i, batch))
     if norm is None:
-        if (tensor := find_tensor_parallel(model)) is not None:
+        if (tensor := find_tensor(model)) is not None:
             tensor.sum_gradients(model)
         norm = clip(model, run.optimizer, run.config.max_grad_norm)
     own = torch.stack([part.loss.detach().double() for part in parts]).sum()

@@ -162,7 +162,7 @@ def from_pretrained(
     repository = Repository(path_or_repo, **source)
     how: dict[str, Any] = {"dtype": dtype, "gguf_file": gguf_file, "quantize": quantize}
     with prepin_staging(torch.device(device), staging_bytes):
-        model, checkpoint = build_pretrained(repository, models, **how)
+        model, checkpoint = build(repository, models, **how)
     model.use_attention(attention)
     mapped = map_weights(model, checkpoint) if mmap else set()
     materialize(model, torch.device(device))
@@ -180,7 +180,7 @@ def parse_gguf_path(
     return path_or_repo, None
 
 
-def build_pretrained(
+def build(
     repository: Repository,
     models: Mapping[str, type[M]],
     *,

@@ -18,7 +18,7 @@ from torch import Tensor
 from tigon.hub import UploadTarget, escape_markdown, usage_section, write_card
 from tigon.models.base import LanguageModel
 from tigon.models.config import DTYPES, ModelConfig
-from tigon.models.pretrained.load import build_pretrained
+from tigon.models.pretrained.load import build
 from tigon.models.pretrained.match import match_arguments
 from tigon.models.pretrained.names import base_parameters, layout
 from tigon.models.pretrained.quantization import count_parameters, dequantized_entries
@@ -324,7 +324,7 @@ def convert_pretrained(
 
     Returns the model that was written, on the meta device.
     """
-    model, checkpoint = build_pretrained(source, models, dtype=dtype, gguf_file=gguf_file)
+    model, checkpoint = build(source, models, dtype=dtype, gguf_file=gguf_file)
     found = match_arguments(model, checkpoint)
     stored_layout, source_of = found["layout"], found["source_of"]
     shapes = {part.name: part.shape for parts in stored_layout.values() for part in parts}

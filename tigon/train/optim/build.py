@@ -7,7 +7,7 @@ import torch
 from torch.optim import Optimizer
 
 from tigon.models import CausalLM
-from tigon.parallel import find_tensor_parallel
+from tigon.parallel import find_tensor
 from tigon.train.config import Config
 from tigon.train.optim import adamw
 from tigon.train.optim.groups import freeze, hidden_matrices, parameter_groups
@@ -63,7 +63,7 @@ def muon(model: CausalLM, config: Config) -> Optimizer:
         # CPUs without bf16 units would take longer for less
         dtype=torch.bfloat16 if model.device.type == "cuda" else torch.float32,
         cuts={named[name]: cut for name, cut in cuts.items()},
-        tensor=find_tensor_parallel(model),
+        tensor=find_tensor(model),
         like=next(model.parameters()),
     )
 

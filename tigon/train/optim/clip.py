@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from tigon.kernels.norm.grad_norm import SquaredNorm
-from tigon.parallel import find_tensor_parallel
+from tigon.parallel import find_tensor
 from tigon.train.distributed import local
 from tigon.train.optim.adamw import Stored, runs_fused
 from tigon.weights import row_group
@@ -107,7 +107,7 @@ def _counted_of(
     model: nn.Module, named: Iterable[tuple[str, Tensor]]
 ) -> list[tuple[Tensor, Tensor]]:
     """As `_counted`, of some of the model's parameters, each with its own."""
-    if (tensor := find_tensor_parallel(model)) is not None:
+    if (tensor := find_tensor(model)) is not None:
         return list(tensor.counted(named))
     return _of_rank(p for _, p in named)
 
@@ -130,7 +130,7 @@ def _of_norms(norms: Sequence[Tensor], model: nn.Module) -> Tensor:
     norm = torch.zeros((), device=parameter.device)
     if norms:
         norm = torch.linalg.vector_norm(torch.stack([*norms]))
-    if isinstance(parameter, DTensor) or find_tensor_parallel(model) is not None:
+    if isinstance(parameter, DTensor) or find_tensor(model) is not None:
         norm = _over_ranks(norm.double().square(), model).sqrt()
     return norm.float()
 
@@ -139,7 +139,7 @@ def _over_ranks(squares: Tensor, model: nn.Module) -> Tensor:
     parameter = next(model.parameters())
     if isinstance(parameter, DTensor):
         dist.all_reduce(squares, group=row_group(parameter))
-    if (tensor := find_tensor_parallel(model)) is not None:
+    if (tensor := find_tensor(model)) is not None:
         squares = tensor.ranks.sum(squares)
     return squares
 

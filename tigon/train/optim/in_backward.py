@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from tigon.models import CausalLM
-from tigon.parallel import find_tensor_parallel, forward_order
+from tigon.parallel import find_tensor, forward_order
 from tigon.train.config import Config
 from tigon.train.optim.adamw import Stored, runs_fused
 from tigon.train.optim.clip import NormInParts
@@ -40,7 +40,7 @@ class InBackward:
         """The optimizer has all parameters that are trained, and sets no gradient itself."""
         self.optimizer, self.norm = optimizer, NormInParts(model)
         self.names = {p: name for name, p in model.named_parameters()}
-        self.tensor = find_tensor_parallel(model)
+        self.tensor = find_tensor(model)
         if self.tensor is not None:
             self.tensor.use_separate_group()
         self.under_way = False  # also after a backward that has failed

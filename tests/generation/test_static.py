@@ -276,6 +276,6 @@ def test_a_text_past_the_context_is_said_once_and_before(model: tigon.Llama) -> 
         counted.shapes.clear()
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            with pytest.raises(UserWarning, match="longer than the 12 of"):
+            with pytest.raises(UserWarning, match="exceeds max_position_embeddings=12"):
                 model.generate(ids, max_new_tokens=9, cache_implementation=cache)
         assert not counted.shapes

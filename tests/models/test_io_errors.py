@@ -229,7 +229,7 @@ def test_dtype_of_an_export(dtype: Any, sound: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize("size", ["2", "2 gigs", "2GiB", "-1GB", "0GB", 0, -5, 2.5, True])
 def test_shard_sizes(size: Any, sound: Path, tmp_path: Path) -> None:
     model = tigon.from_pretrained(sound / "single")
-    with pytest.raises(ValueError, match=f"max_shard_size={size!r} is no size"):
+    with pytest.raises(ValueError, match=f"max_shard_size={size!r} is not a size"):
         model.save_pretrained(tmp_path / "new", max_shard_size=size)
     assert not any(tmp_path.iterdir())
 

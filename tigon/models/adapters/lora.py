@@ -196,7 +196,7 @@ def _check_embedding_and_head(
             )
         if config.dora and module.experts:  # as in PEFT
             raise ValueError(
-                f"dora does not support experts: leave it or {quote(module.projection)} out"
+                f"dora with targets={quote(module.projection)}: experts have none; leave one out"
             )
 
 
@@ -205,8 +205,8 @@ def check_dropout(model: LanguageModel, config: LoraConfig) -> None:
     for path, parts in resolve_targets(model, config).items() if config.dropout else ():
         if isinstance(model.get_submodule(path), Experts | LMHead):
             raise ValueError(
-                f"dropout={config.dropout} with targets={quote(parts[0].name)}: experts and head do "
-                "not support dropout; give 0, or leave them out"
+                f"dropout={config.dropout} with targets={quote(parts[0].name)}: experts and head "
+                "do not support dropout; give 0, or leave them out"
             )
 
 

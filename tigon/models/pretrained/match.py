@@ -1,4 +1,4 @@
-"""Whether a checkpoint fits a model, told from its headers before anything is allocated."""
+"""Checks from its headers whether a checkpoint fits a model, before anything is allocated."""
 
 import math
 from typing import Any
@@ -67,12 +67,12 @@ def check_fit(model: LanguageModel, checkpoint: Checkpoint) -> None:
 
 
 def find_misfits(model: LanguageModel, checkpoint: Checkpoint) -> Misfits:
-    """Tensors that `check_fit` would raise for, by what is wrong."""
+    """The tensors for which `check_fit` would raise, by the kind of misfit."""
     return compare_tensors(dict(model.named_parameters()), **match_arguments(model, checkpoint))[1]
 
 
 def match_arguments(model: LanguageModel, checkpoint: Checkpoint) -> dict[str, Any]:
-    """What fills its parameters, as `load_into` and `match` take it."""
+    """The arguments of `load_into` and `match_tensors` for a model and a checkpoint."""
     present = checkpoint.tensors.keys()
     parts_of = layout(model, model.checkpoint_names, model.checkpoint_names.stacked_in(present))
     source_of, ignored = find_sources(

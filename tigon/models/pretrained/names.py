@@ -1,4 +1,4 @@
-"""Names of checkpoint tensors, and which slices of parameters they fill."""
+"""The names of checkpoint tensors, and the layout that maps parameters to them."""
 
 import itertools
 import math
@@ -33,7 +33,7 @@ EXPERTS = {
 
 
 class CheckpointNames(NamedTuple):
-    """What a family's checkpoints call the parts of what is one tensor here."""
+    """A family's names of tensors that are packed or stacked in one parameter here."""
 
     # Name of a FusedLinear -> names of its parts, in row order; without an entry it is stored whole
     packed: Mapping[str, tuple[str, ...]] = PACKED
@@ -42,7 +42,7 @@ class CheckpointNames(NamedTuple):
     head: str = HEAD
 
     def stacked_in(self, present: Collection[str]) -> bool:
-        """Whether a checkpoint of these tensors has all experts of a layer in one."""
+        """Whether a checkpoint with these tensors has all experts of a layer in one tensor."""
         return any(name.endswith(tuple(self.experts)) for name in present)
 
 
@@ -82,7 +82,7 @@ def layout(model: nn.Module, names: CheckpointNames, stacked_experts: bool) -> L
 
 
 def _own(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Its parameters, and what stands for one that is quantised."""
+    """Yields the module's parameters, and the outline of a quantised weight."""
     if isinstance(module, Linear) and module.quantised is not None:
         yield "weight", module.outline
     yield from module.named_parameters(recurse=False)
@@ -95,7 +95,7 @@ def _of_adapter(
     shape: tuple[int, ...],
     names: CheckpointNames,
 ) -> tuple[TensorSlice, ...]:
-    """The names that PEFT's modules have for it, but for what they begin with."""
+    """The slices of an adapter's parameter, with PEFT's names but for their prefix."""
     if isinstance(module, Copies):
         owner = path.rpartition(".")[0]
         owner = names.head.removesuffix(".weight") if owner == "lm_head" else owner
@@ -131,7 +131,7 @@ def is_adapter_parameter(name: str) -> bool:
 
 
 def base_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """All but those of adapters."""
+    """All parameters but those of adapters, by name."""
     return {name: p for name, p in model.named_parameters() if not is_adapter_parameter(name)}
 
 
@@ -142,7 +142,7 @@ def _ending(name: str, endings: Collection[str]) -> str | None:
 def _tile(
     names: Sequence[str], rows: Sequence[int], rest: tuple[int, ...]
 ) -> tuple[TensorSlice, ...]:
-    """Parts one after the other, that many rows each."""
+    """Consecutive slices, one for each name, with these numbers of rows."""
     starts = itertools.accumulate(rows, initial=0)
     return tuple(
         TensorSlice.whole(n, (r, *rest), s) for n, r, s in zip(names, rows, starts, strict=False)
@@ -150,7 +150,7 @@ def _tile(
 
 
 def embedding_and_head(present: Collection[str]) -> tuple[str, str]:
-    """What a checkpoint of these tensors calls the two, if it has them."""
+    """The names of embedding and head in a checkpoint with these tensors."""
     inside = f"language_model.{HEAD}"
     embedding = _prefix(present) + EMBEDDING.removeprefix("model.")
     return embedding, inside if inside in present else HEAD
@@ -163,7 +163,7 @@ def _prefix(present: Collection[str]) -> str:
 def find_sources(
     names: Collection[str], present: Collection[str]
 ) -> tuple[dict[str, str], set[str]]:
-    """From a model's `names` to those that a checkpoint of tensors `present` has instead.
+    """Map a model's `names` to those of a checkpoint with tensors `present`, where they differ.
 
     Also returns the checkpoint's tensors that the model does not need.
     """

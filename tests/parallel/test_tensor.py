@@ -189,7 +189,7 @@ def test_a_cut_model_takes_no_new_adapter():
     """Its ranks would each begin with another one."""
     model = random_model("llama", {})
     model.model.tensor_ranks = collectives.Ranks("", 0, 2)
-    with pytest.raises(ValueError, match="no adapters on a model whose layers ranks share"):
+    with pytest.raises(ValueError, match="adapters cannot be added to a model loaded with mesh="):
         model.add_adapter(LoraConfig(rank=2))
     assert not model.adapters
 
@@ -206,10 +206,10 @@ class Others:
 def test_sums_of_bfloat16_are_rounded_once():
     model = MODELS["llama"].from_config(SIZES, dtype=torch.bfloat16)
     tensor = object.__new__(TensorParallel)
-    tensor.layout, tensor.copied = model.layout(), {"model.norm.weight"}
+    tensor.layout, tensor.replicated = model.layout(), {"model.norm.weight"}
     (part,) = tensor.layout["model.norm.weight"]
     tensor.layout["model.norm.weight"] = [replace(part, replica=ReplicaIndex(0, 4))]
-    tensor.alike = {4: Others()}  # type: ignore[dict-item]
+    tensor.replica_groups = {4: Others()}  # type: ignore[dict-item]
     model.model.norm.weight.grad = torch.ones_like(model.model.norm.weight)
     tensor.sum_gradients(model)
     assert (model.model.norm.weight.grad == 1 + 2**-7).all()  # and not the 1 of three roundings

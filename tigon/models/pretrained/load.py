@@ -248,8 +248,8 @@ def add_score_head(
 def resize_vocabulary(
     config: C, checkpoint: Checkpoint, size: int, mean_rows: Collection[int] = ()
 ) -> tuple[C, Checkpoint]:
-    """The config and the checkpoint with `size` rows of embedding and head. Rows that the checkpoint
-    lacks, and those in `mean_rows`, are the mean of its rows."""
+    """The config and the checkpoint with `size` rows of embedding and head. Rows that the
+    checkpoint lacks, and those in `mean_rows`, are the mean of its rows."""
     tensors = dict(checkpoint.tensors)
     for name in embedding_and_head(tensors):
         if (info := tensors.get(name)) is None:
@@ -372,7 +372,7 @@ def load_weights(
 
 
 def _resolve_tied_weights(config: ModelConfig, checkpoint: Checkpoint) -> ModelConfig:
-    """The config with tie_word_embeddings=False if the file's two matrices differ, and a warning."""
+    """The config, untied with a warning if the file's embedding and head differ."""
     tensors = checkpoint.tensors
     embedding, head = embedding_and_head(tensors)
     if not config.tie_word_embeddings or not {head, embedding} <= tensors.keys():

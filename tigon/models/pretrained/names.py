@@ -51,44 +51,44 @@ def layout(model: nn.Module, names: CheckpointNames, stacked_experts: bool) -> L
 
     Those that tensor or expert parallelism has cut are described by the model's `cuts`.
     """
-    found: Layout = {}
-    cuts: Mapping[str, ShardSpec] = getattr(model, "shard_specs", {})
+    slices: Layout = {}
+    specs: Mapping[str, ShardSpec] = getattr(model, "shard_specs", {})
     seen: set[int] = set()
     for path, module in model.named_modules():
-        for kind, p in _own(module):
+        for kind, p in _named_tensors(module):
             if id(p) in seen:
                 continue
             seen.add(id(p))
             name = f"{path}.{kind}"
-            shape = cuts[name].shape if name in cuts else tuple(p.shape)
+            shape = specs[name].shape if name in specs else tuple(p.shape)
             if isinstance(module, LayerAdapter | Copies):
-                found[name] = _of_adapter(path, module, kind, shape, names)
+                slices[name] = _adapter_slices(path, module, kind, shape, names)
                 continue
-            parent, _, own = path.rpartition(".")
+            parent, _, leaf = path.rpartition(".")
             if name == HEAD:
-                found[name] = (TensorSlice.whole(names.head, shape),)
-            elif isinstance(module, FusedLinear) and own in names.packed:
-                parts = [f"{parent}.{part}.{kind}" for part in names.packed[own]]
-                found[name] = _tile(parts, module.parts, shape[1:])
+                slices[name] = (TensorSlice.whole(names.head, shape),)
+            elif isinstance(module, FusedLinear) and leaf in names.packed:
+                parts = [f"{parent}.{part}.{kind}" for part in names.packed[leaf]]
+                slices[name] = _tile(parts, module.parts, shape[1:])
             elif not stacked_experts and (ending := _ending(name, names.experts)):
                 layer, experts = name.removesuffix(ending), shape[0] if len(shape) == 3 else 1
                 apart = names.experts[ending]
                 parts = [layer + part.format(e) for e in range(experts) for part in apart]
                 rows = math.prod(shape[:-1]) // len(parts)
-                found[name] = _tile(parts, [rows] * len(parts), shape[-1:])
+                slices[name] = _tile(parts, [rows] * len(parts), shape[-1:])
             else:
-                found[name] = (TensorSlice.whole(name, shape),)
-    return {n: shard_slices(p, cuts[n]) if n in cuts else p for n, p in found.items()}
+                slices[name] = (TensorSlice.whole(name, shape),)
+    return {n: shard_slices(p, specs[n]) if n in specs else p for n, p in slices.items()}
 
 
-def _own(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+def _named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yields the module's parameters, and the outline of a quantised weight."""
     if isinstance(module, Linear) and module.quantised is not None:
         yield "weight", module.outline
     yield from module.named_parameters(recurse=False)
 
 
-def _of_adapter(
+def _adapter_slices(
     path: str,
     module: LayerAdapter | Copies,
     kind: str,
@@ -110,8 +110,8 @@ def _of_adapter(
         return (TensorSlice.whole(f"{stem}.{factor}.{adapter}.weight", shape),)
     parent = layer.removesuffix(layer.rpartition(".")[2])  # with its dot
     if kind == "lora_A":
-        own = [f"{parent}{part.name}.lora_A.{adapter}.weight" for part in module.parts]
-        return _tile(own, [part.rank for part in module.parts], shape[1:])
+        leaf = [f"{parent}{part.name}.lora_A.{adapter}.weight" for part in module.parts]
+        return _tile(leaf, [part.rank for part in module.parts], shape[1:])
     for start in (B, MAGNITUDE):
         if kind.startswith(start):
             name = f"{kind.removeprefix(start)}.{start.removesuffix('_')}"

@@ -1,4 +1,4 @@
-"""Models to Hugging Face checkpoints."""
+"""Writes models as Hugging Face checkpoints, uploads them, and converts checkpoints."""
 
 import json
 import os
@@ -41,7 +41,7 @@ from tigon.weights import (
 
 
 class SavePretrained(Protocol):
-    """A tokenizer, as far as an export needs one."""
+    """A tokenizer or other object with `save_pretrained`."""
 
     def save_pretrained(self, directory: str | os.PathLike[str]) -> object: ...
 
@@ -59,14 +59,14 @@ def save_pretrained(
 ) -> None:
     """Write a Hugging Face checkpoint that transformers loads at once.
 
-    In the model's dtype, or in another (a torch.dtype or its name) without touching the model. The
-    directory must be new or empty, and appears whole or not at all; with `replace`, an earlier
-    export may be there, which stays until the new one is whole; other files there, such as notes,
-    are kept. Under a process group every rank calls this and writes its own rows, so that all need
-    one file system; what stops one rank stops all of them. `stacked_experts`: one tensor for all
-    experts of a layer, or each expert apart; None is what the checkpoint had that the model is
-    from, else apart. `values`: in place of parameters, by their names, such as an average of them;
-    of a sharded parameter this rank's part. Quantised weights are written dequantised.
+    `dtype` (a torch.dtype or its name) is the model's by default. The directory must be new or
+    empty, and appears complete or not at all. With `replace` it may hold an earlier export, which
+    stays until the new one is complete; other files, such as notes, are kept. Under a process group
+    every rank calls this and writes its rows, on one file system; an error on one rank stops all.
+    `stacked_experts`: one tensor for all experts of a layer, or one for each; None: as in the
+    model's checkpoint, else one for each. `values`: tensors to write instead of parameters, by
+    name, such as averages; of a sharded parameter this rank's shard. Quantised weights are
+    dequantised.
     """
     ranks = WriterGroup()
     with ranks.sync_errors():
@@ -75,14 +75,14 @@ def save_pretrained(
     files = ranks.gather(model.files_digest)
     if others := [rank for rank, of in enumerate(files) if of != files[0]]:
         raise ValueError(
-            f"rank {others[0]} has read other files of the model than rank 0, and would write a "
-            "part of another model: give all hosts the same files"
+            f"rank {others[0]} has read other files of the model than rank 0: give all hosts the "
+            "same files"
         )
     dtype = _named_dtype(model, dtype)
     if model.adapters:
         raise ValueError(
-            f"the model has adapters ({', '.join(model.adapters)}): save_adapter writes one, and "
-            "after merge_adapter the model can be saved"
+            f"the model has adapters ({', '.join(model.adapters)}): call save_adapter, or "
+            "merge_adapter and then save_pretrained"
         )
     tensors, describe = prepare_save(
         model,
@@ -106,7 +106,7 @@ def prepare_save(
     stacked_experts: bool | None = None,
     values: Mapping[str, Tensor] | None = None,
 ) -> tuple[list[TensorEntry], Callable[[Path], None]]:
-    """What save_pretrained writes: tensors, and what adds the other files to a directory."""
+    """The tensors that save_pretrained writes, and a function that writes the other files."""
     dtype = _named_dtype(model, dtype)
     if stacked_experts is None:
         stacked_experts = model.config.source.stacked_experts
@@ -122,7 +122,7 @@ def prepare_save(
 
 
 def _named_dtype(model: LanguageModel, dtype: torch.dtype | str | None) -> torch.dtype:
-    """A dtype that may be named by a text; None is the model's."""
+    """The dtype, which may be a name; None: the model's."""
     dtype = model.dtype if dtype is None else dtype
     name = str(dtype).removeprefix("torch.")
     if name not in DTYPES:
@@ -136,15 +136,15 @@ def _named_dtype(model: LanguageModel, dtype: torch.dtype | str | None) -> torch
 def _warn_unless_finite(
     model: LanguageModel, dtype: torch.dtype, values: Mapping[str, Tensor]
 ) -> None:
-    """Of this rank's weights: NaN, infinity, and what becomes infinite in the export's dtype."""
-    own = {
+    """Warns of this rank's weights that are NaN or infinite in the export's dtype."""
+    local = {
         name: local_shard(name, values.get(name, p)).memory for name, p in model.named_parameters()
     }
-    own = {name: memory for name, memory in own.items() if memory.numel()}
+    local = {name: memory for name, memory in local.items() if memory.numel()}
     most = torch.finfo(dtype).max
-    if all_finite(own.values(), torch.device("cpu"), most=most):
+    if all_finite(local.values(), torch.device("cpu"), most=most):
         return
-    bad = [n for n, m in own.items() if not all_finite([m], torch.device("cpu"), most=most)]
+    bad = [n for n, m in local.items() if not all_finite([m], torch.device("cpu"), most=most)]
     more = f" and {len(bad) - 3} more" if len(bad) > 3 else ""
     warnings.warn(
         f"weights that are NaN or infinite in {dtype} are saved: {', '.join(bad[:3])}{more}",
@@ -153,8 +153,8 @@ def _warn_unless_finite(
 
 
 def check_target(directory: Path, replace: bool, mark: str = "config.json") -> None:
-    """Raises FileExistsError, before any work, if the directory is taken. `mark`: a file that an
-    earlier export has."""
+    """Raises FileExistsError, before any work, if the directory cannot be written. `mark`: a file
+    that identifies an earlier export."""
     if replace:
         check_free(directory, replace=True)
         if directory.is_dir() and any(directory.iterdir()) and not (directory / mark).is_file():
@@ -186,8 +186,10 @@ def write_model(
     stem: str = "model",
     replace: bool = False,
 ) -> None:
-    """A directory with the tensors and what the first rank's `describe` writes into it. With
-    `replace`, files of other names are kept, but for an earlier one's weights."""
+    """Write a directory with the tensors, and the files that `describe` writes on the first rank.
+
+    With `replace`, files with other names are kept, except an earlier export's weights.
+    """
     needed = sum(entry.nbytes for entry in tensors)
     weights = re.compile(rf"{re.escape(stem)}(-\d+-of-\d+)?\.safetensors(\.index\.json)?")
 
@@ -202,8 +204,8 @@ def write_model(
                 root = opened.enter_context(
                     new_directory(directory, replace=replace, needed=needed, stale=stale)
                 )
-        how: dict[str, Any] = {"max_shard_size": max_shard_size, "stem": stem}
-        write_checkpoint(root, tensors, **how, ranks=ranks)
+        shard_options: dict[str, Any] = {"max_shard_size": max_shard_size, "stem": stem}
+        write_checkpoint(root, tensors, **shard_options, ranks=ranks)
         with ranks.sync_errors():
             if root is not None:
                 describe(root)
@@ -213,7 +215,7 @@ def write_model(
 def write_description(
     root: Path, config: ModelConfig, generation: Any, tokenizer: SavePretrained | None
 ) -> None:
-    """All files of a checkpoint but its weights."""
+    """Write all files of a checkpoint but its weights."""
     write_json(root / "config.json", config.to_dict())
     generation = generation or _tokens(config)
     if hasattr(generation, "to_diff_dict"):  # transformers' object
@@ -236,7 +238,7 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
         os.fsync(file.fileno())
 
 
-# Models to the hub.
+# Uploading
 
 
 def push_to_hub(
@@ -304,7 +306,7 @@ def _short_card(model: LanguageModel, repository: str) -> str:
     return write_card(paragraphs, tags=[model.config.model_type])
 
 
-# Checkpoints to checkpoints of another dtype or form, without a model in memory.
+# Converting checkpoints without a model in memory
 
 M = TypeVar("M", bound=LanguageModel)
 
@@ -320,13 +322,13 @@ def convert_pretrained(
     max_shard_size: int | str = "5GB",
     stacked_experts: bool | None = None,
 ) -> LanguageModel:
-    """What `from_pretrained` and then `save_pretrained` write, in a few buffers of memory.
+    """Write what `from_pretrained` and `save_pretrained` would, with a few buffers of memory.
 
-    Returns the model that was written, on the meta device.
+    Returns the written model, on the meta device.
     """
     model, checkpoint = build(source, models, dtype=dtype, gguf_file=gguf_file)
-    found = match_arguments(model, checkpoint)
-    stored_layout, source_of = found["layout"], found["source_of"]
+    arguments = match_arguments(model, checkpoint)
+    stored_layout, source_of = arguments["layout"], arguments["source_of"]
     shapes = {part.name: part.shape for parts in stored_layout.values() for part in parts}
     stored = {
         name: [StoredRows(0, 0, row_count(shape), 0, source_of.get(name, name), checkpoint)]
@@ -354,7 +356,7 @@ def write_converted(
     max_shard_size: int | str,
     stacked_experts: bool | None,
 ) -> None:
-    """What save_pretrained writes of a model on the meta device, whose weights are `stored`."""
+    """Write what save_pretrained would, for a model on the meta device with `stored` weights."""
     if stacked_experts is None:
         stacked_experts = model.config.source.stacked_experts
     wanted = layout(model, model.checkpoint_names, stacked_experts)

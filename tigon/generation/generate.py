@@ -81,7 +81,8 @@ def generate(
     `num_return_sequences` samples n rows of each prompt: [B * n, T + new]. With a seed a call
     always samples the same tokens and does not touch the global random state; without one it uses
     that state, on a GPU for a few draws more than there are tokens. `streamer` is called with
-    the new tokens [B] of each step, on the CPU; an object with `put` and `end` is used as in transformers.
+    the new tokens [B] of each step, on the CPU; an object with `put` and `end` is used as in
+    transformers.
 
     `cache_implementation`: "dynamic" grows; "static" has room for 8192 new tokens at first, which
     doubles, decodes with a CUDA graph and reads prompts `prefill_chunk_size` (8192) tokens at a

@@ -158,7 +158,7 @@ def _share_writing(model: CausalLM, mesh: DeviceMesh, tensor: DeviceMesh) -> Non
         index = index if name == "tensor" or mesh.ndim == 1 else index * size + at
     for name, spec in model.shard_specs.items():
         pieces = [
-            (rows, ReplicaIndex(r.index + r.count * index, r.count * count))
+            (rows, ReplicaIndex(r.number + r.total * index, r.total * count))
             for rows, r in spec.pieces
         ]
         model.shard_specs[name] = replace(spec, pieces=tuple(pieces))

@@ -69,7 +69,7 @@ class TensorParallel:
         self.ranks = Ranks.of(mesh.get_group())
         self.layout = model.layout(stacked_experts=True)
         counts_of = {
-            name: {part.replica.count for part in parts if part.replica} - {1}
+            name: {part.replica.total for part in parts if part.replica} - {1}
             for name, parts in self.layout.items()
         }
         # Parameters with rows that several ranks have
@@ -104,8 +104,8 @@ class TensorParallel:
         for name, p, gradient in _gradients(named):
             if name in self.replicated:
                 for replica, block in self._blocks(name, p, gradient):
-                    if replica.count > 1:
-                        blocks[replica.count].append(block)
+                    if replica.total > 1:
+                        blocks[replica.total].append(block)
         for count, ranks in self.replica_groups.items():
             if group := blocks[count]:
                 # In float32, so that a sum of bfloat16 is rounded once
@@ -120,7 +120,7 @@ class TensorParallel:
         for name, p, gradient in _gradients(named):
             if name in self.replicated:
                 for replica, block in self._blocks(name, p, gradient):
-                    if not replica.index:
+                    if not replica.number:
                         yield p, block
             elif gradient.numel():
                 yield p, gradient

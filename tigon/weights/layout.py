@@ -30,8 +30,8 @@ class RowSpan(NamedTuple):
 class ReplicaIndex(NamedTuple):
     """The index of this rank among the tensor ranks that have the same rows."""
 
-    index: int = 0
-    count: int = 1
+    number: int = 0
+    total: int = 1
 
 
 @dataclass(frozen=True)

@@ -179,7 +179,7 @@ def _file_location(
 
 
 class Replicas:
-    """Assigns each replicated parameter to the rank that reads it; this rank's are `local_names`."""
+    """Assigns each replicated parameter to a reading rank; `local_names` are this rank's."""
 
     def __init__(self, parameters: Mapping[str, Tensor]) -> None:
         self.local_names: list[str] = []

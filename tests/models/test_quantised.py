@@ -128,9 +128,9 @@ BAD: dict[str, tuple[Any, str]] = {
     "no object": (True, "quantization_config=True is not an object with a quant_method"),
     "4 bits": ({"load_in_4bit": True}, r"quantised with bitsandbytes \(4 bits\)"),
     "8 bits": ({"quant_method": "bitsandbytes", "load_in_8bit": True}, r"bitsandbytes \(8 bits\)"),
-    "packed experts": (FP8 | {"expert_dtype": "fp4"}, "expert_dtype='fp4' is not read"),
-    "number form": (FP8 | {"fmt": "e3m4"}, "fmt='e3m4' is not read; what is: e4m3, e5m2"),
-    "unhashable form": (FP8 | {"fmt": {}}, "fmt={} is not read"),
+    "packed experts": (FP8 | {"expert_dtype": "fp4"}, "expert_dtype='fp4' is not one of fp8"),
+    "number form": (FP8 | {"fmt": "e3m4"}, "fmt='e3m4' is not one of e4m3, e5m2"),
+    "unhashable form": (FP8 | {"fmt": {}}, "fmt={} is not one of"),
     "one size": (FP8 | {"weight_block_size": [128]}, r"weight_block_size=\[128\] is not two sizes"),
     "no size": (FP8 | {"weight_block_size": [128, 0]}, r"weight_block_size=\[128, 0\] is not two"),
     "a text": (FP8 | {"weight_block_size": "128"}, "weight_block_size='128' is not a list of whol"),
@@ -156,5 +156,5 @@ def test_published_settings_are_read_and_unknown_ones_said() -> None:
 
 
 def test_a_new_model_is_not_quantised() -> None:
-    with pytest.raises(ConfigError, match=r"\(fp8\) says how weights are stored, .* leave it out"):
+    with pytest.raises(ConfigError, match=r"\(fp8\) describes stored weights, .* leave it out"):
         tigon.Llama.from_config({"model_type": "llama", "quantization_config": FP8})

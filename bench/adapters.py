@@ -62,7 +62,7 @@ from tigon.kernels import lora_linear
 from tigon.kernels.linear import quantized
 from tigon.kernels.linear.dropout import Dropout, apply_dropout_ref
 from tigon.kernels.linear.lora import LoRATerm
-from tigon.models import quantise
+from tigon.models import quantize_model
 
 OURS, FORMULA, BITSANDBYTES = "tigon", "formula of PEFT", "bitsandbytes"
 ROWS, RANK, SCALE, P = 8192, 16, 2.0, 0.05
@@ -211,7 +211,7 @@ def model(name: str, layers: int = LAYERS, device: str = "cuda") -> Any:
     values = values | {"num_hidden_layers": layers, "vocab_size": 32768}
     made = getattr(tigon, kind).from_config(values, dtype=torch.bfloat16, device=device)
     if few:
-        quantise(made, "nf4")
+        quantize_model(made, "nf4")
     made.add_adapter(config, dtype=torch.bfloat16, generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         for path, p in made.named_parameters():

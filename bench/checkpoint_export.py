@@ -27,7 +27,7 @@ from bench.checkpoint_side import Memory
 from bench.harness import Bench, Job, Record, figure, heading, markdown, verdict
 from bench.peers import imported
 from bench.saving import AIM, Save, raw, seconds, sync, unsynced
-from tigon.models import MODELS, convert, from_pretrained
+from tigon.models import MODELS, convert_pretrained, from_pretrained
 from tigon.weights import Repository
 
 
@@ -71,7 +71,7 @@ def sides(case: Case, source: Path, like: Path) -> dict[str, Save]:
         sync(target)
 
     def converted(target: Path) -> None:
-        convert(Repository(source), target, MODELS, dtype=dtype, **options)
+        convert_pretrained(Repository(source), target, MODELS, dtype=dtype, **options)
 
     return {
         "tigon": tigon,
@@ -91,7 +91,7 @@ def measure(job: Job, name: str, case: Case, source: Path) -> None:
     shutil.rmtree(like, ignore_errors=True)
     options: dict[str, Any] = {"max_shard_size": case.size, "dtype": getattr(torch, case.dtype)}
     with Memory() as memory:
-        convert(Repository(source), like, MODELS, **options)
+        convert_pretrained(Repository(source), like, MODELS, **options)
     found: dict[str, list[float]] = {}
     what = sides(case, source, like)
     for _ in range(1 if job.quick else job.options.repeats):

@@ -23,7 +23,7 @@ from bench.harness import Record
 from bench.train_multi_side import fill
 from tests.small import LLAMA
 from tigon.models import CausalLM, materialize
-from tigon.parallel import cut_model
+from tigon.parallel import shard_model
 
 
 def build(device: torch.device, ranks: int, tiny: bool) -> CausalLM:
@@ -32,7 +32,7 @@ def build(device: torch.device, ranks: int, tiny: bool) -> CausalLM:
         LLAMA if tiny else LLAMA_8B, dtype=torch.bfloat16, device="meta"
     )
     if ranks > 1:
-        cut_model(model, init_device_mesh(device.type, (ranks,)))
+        shard_model(model, init_device_mesh(device.type, (ranks,)))
     materialize(model, device)
     fill(model)
     return model.eval()

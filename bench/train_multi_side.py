@@ -34,7 +34,7 @@ from tigon.train.config import Config
 from tigon.train.dry_run import random_model
 from tigon.train.optim import build_ema, build_optimizer
 from tigon.train.trainer import backward, update
-from tigon.weights import own_rows
+from tigon.weights import local_rows
 
 TIGON, PEER = "tigon", "peer"
 TENSOR_PEER, CONTEXT_PEER, EXPERT_PEER = (
@@ -55,9 +55,9 @@ def fill(model: Any) -> None:
             continue
         parts = dict.fromkeys((part.name, part.shape) for part in layout[name])
         whole = torch.cat([draw(*part, own.device) for part in parts])
-        if name in model.cuts:
-            whole = model.cuts[name].take(whole.view(model.cuts[name].shape))
-        _, first = own_rows(name, parameter)
+        if name in model.shard_specs:
+            whole = model.shard_specs[name].take(whole.view(model.shard_specs[name].shape))
+        _, first = local_rows(name, parameter)
         own.copy_(whole.view(-1, *own.shape[1:])[first : first + len(own)])
 
 

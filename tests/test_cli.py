@@ -173,8 +173,8 @@ def test_generate_warns_of_what_was_asked_alone(
 ) -> None:
     command = ["generate", str(directory), "hi", "--max-new-tokens", "2"]
     for arguments, message in (
-        (["--seed", "3"], "nothing comes of seed"),
-        (["--temperature", "0", "--top-k", "3"], "nothing comes of top_k"),
+        (["--seed", "3"], "seed has no effect"),
+        (["--temperature", "0", "--top-k", "3"], "top_k has no effect"),
         (["--temperature", "0"], ""),
         (["--top-k", "3", "--seed", "3", "--repetition-penalty", "1.1"], ""),
     ):

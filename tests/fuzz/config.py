@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 import tigon
 from tests.fuzz.junk import altered, damaged, dump
 from tests.fuzz.target import Case, Files, Link, Target
-from tigon.generation.settings import DEFAULTS, OURS, UNSUPPORTED
+from tigon.generation.settings import CALL_ONLY, DEFAULTS, UNSUPPORTED
 from tigon.models.config import NEUTRAL
 from tigon.models.rope_config import RANGES, ROPE_RANGES
 from tigon.utils.config import field_types
 
 CONFIG, GENERATION = "config.json", "generation_config.json"
-NUMBERS = sorted(DEFAULTS.keys() - {*OURS, "do_sample", "stop_strings"})
+NUMBERS = sorted(DEFAULTS.keys() - {*CALL_ONLY, "do_sample", "stop_strings"})
 SIZES: dict[str, Any] = {
     "vocab_size": 11,
     "hidden_size": 8,

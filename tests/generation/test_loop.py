@@ -11,7 +11,7 @@ from torch import Tensor
 import tigon
 from tests.generation.common import Counted, blurred, padded, some_ends
 from tigon.generation.loop import ABSENT, LAG, Continuations, HostCopies, run_steps
-from tigon.generation.sampling import Draws, draw
+from tigon.generation.sampling import Draws, sample_columns
 
 
 class Letters:
@@ -160,5 +160,7 @@ def test_a_draw_is_multinomials() -> None:
     weights = torch.rand(64, 301)
     for seed in range(3):
         generator = torch.Generator().manual_seed(seed)
-        tokens = draw(weights, Draws(64, weights.device, torch.Generator().manual_seed(seed)))
+        tokens = sample_columns(
+            weights, Draws(64, weights.device, torch.Generator().manual_seed(seed))
+        )
         assert tokens.tolist() == torch.multinomial(weights, 1, generator=generator)[:, 0].tolist()

@@ -217,7 +217,7 @@ def test_removing_finished_rows_changes_no_sample(
     tokens = model.generate(ids, eos_token_id=ends, **common)
     assert counted.shapes[-1][0] < 3
     counted.shapes.clear()
-    monkeypatch.setattr(loop, "FEW", 10**9)
+    monkeypatch.setattr(loop, "FEW_STEPS", 10**9)
     assert model.generate(ids, eos_token_id=ends, **common).tolist() == tokens.tolist()
     assert counted.shapes[-1][0] == 5
 

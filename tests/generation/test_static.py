@@ -13,7 +13,7 @@ from tests.generation.common import Counted, blurred, padded, some_ends
 from tests.models.contract import V, tiny_llama
 from tests.models.tiny import CASES, EVERY, FIRST, reference
 from tigon.generation import steps
-from tigon.generation.steps import packs
+from tigon.generation.steps import pack_rows
 from tigon.models import from_pretrained
 
 NEW = 24  # past the windows of 7
@@ -126,10 +126,10 @@ def test_padding_inside_a_prompt(model: tigon.Llama, ragged: dict[str, Tensor]) 
 
 
 def test_packs() -> None:
-    assert list(packs([3, 4, 5, 20, 1, 1], 8)) == [(0, 2), (2, 3), (3, 4), (4, 6)]
-    assert list(packs([9], 8)) == [(0, 1)]
-    assert list(packs([4, 4], 8)) == [(0, 2)]
-    assert list(packs([1, 1, 1], 1)) == [(0, 1), (1, 2), (2, 3)]
+    assert list(pack_rows([3, 4, 5, 20, 1, 1], 8)) == [(0, 2), (2, 3), (3, 4), (4, 6)]
+    assert list(pack_rows([9], 8)) == [(0, 1)]
+    assert list(pack_rows([4, 4], 8)) == [(0, 2)]
+    assert list(pack_rows([1, 1, 1], 1)) == [(0, 1), (1, 2), (2, 3)]
 
 
 def test_hundreds_of_prompts_are_as_one_by_one() -> None:
@@ -276,6 +276,6 @@ def test_a_text_past_the_context_is_said_once_and_before(model: tigon.Llama) -> 
         counted.shapes.clear()
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            with pytest.raises(UserWarning, match="longer than the 12 of"):
+            with pytest.raises(UserWarning, match="exceeds max_position_embeddings=12"):
                 model.generate(ids, max_new_tokens=9, cache_implementation=cache)
         assert not counted.shapes

@@ -12,7 +12,7 @@ from bench.compare_side import LLAMA_1B, QWEN3_MOE
 from tigon import LoraConfig
 from tigon.kernels import use
 from tigon.kernels.linear.quantized import quantize_nf4
-from tigon.models import quantise
+from tigon.models import quantize_model
 
 pytestmark = pytest.mark.gpu
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -46,7 +46,7 @@ def model(case: str, dtype: torch.dtype) -> Any:
     made: Any = kind.from_config(values | SMALL, dtype=dtype, device=DEVICE)
     fill(made, "")
     if few:
-        quantise(made, "nf4")
+        quantize_model(made, "nf4")
     made.add_adapter(config, dtype=dtype)
     fill(made, ".lora")
     return made.train()

@@ -65,19 +65,19 @@ def ragged() -> dict[str, Any]:
 def captures(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many steps were left at each capture."""
     made: list[int] = []
-    capture = steps.Replay._capture
+    capture = steps.GraphedStep._capture
 
-    def count(self: steps.Replay, step: Any) -> None:
+    def count(self: steps.GraphedStep, step: Any) -> None:
         made.append(1)
         capture(self, step)
 
-    monkeypatch.setattr(steps.Replay, "_capture", count)
+    monkeypatch.setattr(steps.GraphedStep, "_capture", count)
     return made
 
 
 def eagerly(monkeypatch: pytest.MonkeyPatch, model: tigon.CausalLM, **given: Any) -> Tensor:
     with monkeypatch.context() as patch:
-        patch.setattr(steps, "FEW", 10**9)
+        patch.setattr(steps, "FEW_STEPS", 10**9)
         return model.generate(**given)
 
 
@@ -176,7 +176,7 @@ def test_one_row_and_many(model: tigon.CausalLM, captures: list[int]) -> None:
         )
         assert tokens.tolist() == dynamic.tolist()
     assert len(captures) == 3
-    model.generate(ids, max_new_tokens=loop.FEW, eos_token_id=[])
+    model.generate(ids, max_new_tokens=loop.FEW_STEPS, eos_token_id=[])
     assert len(captures) == 3  # too few to pay
 
 

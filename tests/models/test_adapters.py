@@ -23,7 +23,7 @@ from tigon.kernels.recompute import recompute_above
 from tigon.layers import Linear
 from tigon.models import CausalLM
 from tigon.models.adapters import peft_files
-from tigon.models.adapters.lora import places
+from tigon.models.adapters.lora import find_target_modules
 
 
 @pytest.fixture(scope="module")
@@ -237,7 +237,7 @@ def test_wrong_settings(case: str, model: CausalLM) -> None:
 
 
 def test_all_linear_and_more(model: CausalLM) -> None:
-    every = {place.name for place in places(model) if place.linear}
+    every = {place.name for place in find_target_modules(model) if place.linear}
     for own, others in {"lm_head": every | {"lm_head"}, "q_proj": every}.items():
         model.add_adapter(LoraConfig(rank=2, targets=("all-linear", own)), own)
         stored = {part.name for n in trained(model) for part in model.layout()[n]}
@@ -274,7 +274,9 @@ def test_wrong_names(model: CausalLM) -> None:
         adapted(model)
     with pytest.raises(ValueError, match="there are default"):
         model.set_adapter("other")
-    with pytest.raises(ValueError, match=r"\['default', 'two'\] is no .*: one is added at a time"):
+    with pytest.raises(
+        ValueError, match=r"\['default', 'two'\] is not a name: give one of default"
+    ):
         model.set_adapter(["default", "two"])  # type: ignore[arg-type]
     assert model.active_adapter == "default"
     for targets in ("q_proj,v_proj", "q_proj, v_proj", ("q_proj,v_proj",)):
@@ -308,7 +310,7 @@ FEATURES: dict[str, tuple[dict[str, Any], str]] = {
     "pissa": ({"init_lora_weights": "pissa_niter_4"}, "init_lora_weights='pissa_niter_4'"),
     "to come": ({"use_new_thing": 2}, "use_new_thing=2 is not supported"),
     "rank": ({"r": 3}, r"lora_A.weight is \[4, 96\], and the rank is said to be 3"),
-    "rank of text": ({"r": "4"}, "r='4'"),
+    "rank of text": ({"r": "4"}, "r must be a positive integer, got '4'"),
     "patterns": ({"rank_pattern": [1]}, "rank_pattern"),
     "slow": ({"alpha_pattern": {"(.+)+x": 3}}, "repeats a group"),
     "slower": ({"alpha_pattern": {".*.*.*.*x": 3}}, "too complicated"),
@@ -318,8 +320,11 @@ FEATURES: dict[str, tuple[dict[str, Any], str]] = {
         {"alpha_pattern": {f"x{i}": 4 for i in range(20000)}},
         "has 20,000 patterns",
     ),
-    "no pattern": ({"alpha_pattern": {"(": 3}}, "no regular expression"),
-    "alpha for float32": ({"lora_alpha": 1e300}, r"alpha is a number above 0 .*1e\+300"),
+    "no pattern": ({"alpha_pattern": {"(": 3}}, "not a regular expression"),
+    "alpha for float32": (
+        {"lora_alpha": 1e300},
+        r"alpha is a positive float32 number, not .*1e\+300",
+    ),
     "text for true": ({"use_rslora": "false"}, "use_rslora='false' is neither true nor false"),
     "text for dora": ({"use_dora": "no"}, "use_dora='no' is neither true nor false"),
     "saved": ({"modules_to_save": ["score"]}, "modules_to_save='score'"),
@@ -400,12 +405,12 @@ def test_patterns_of_every_projection_are_read_once(
     model: CausalLM, adapter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read: list[str] = []
-    real = peft_files.compiled
-    monkeypatch.setattr(peft_files, "compiled", lambda k, p: read.append(p) or real(k, p))
+    real = peft_files.compile_pattern
+    monkeypatch.setattr(peft_files, "compile_pattern", lambda k, p: read.append(p) or real(k, p))
     target = edit(adapter, tmp_path / "it", alpha_pattern={f"x{i}": 1 for i in range(50)})
     model.load_adapter(target)
     assert len(read) == 50
-    names = [place.name for place in places(model)]
+    names = [place.name for place in find_target_modules(model)]
     whole = {name: 8 for name in names} | {r"layers\.0\.mlp\.down_proj": 8}
     model.load_adapter(edit(adapter, tmp_path / "whole", alpha_pattern=whole), name="whole")
     assert len(names) > 3 and len(read) == 50  # which are looked up
@@ -424,7 +429,7 @@ def test_patterns_mean_what_they_mean_to_peft() -> None:
         found = peft_files.Patterns({"a": values}, "a", int, names)
         for name in names:
             fits = (i for p, i in values.items() if re.fullmatch(rf"(.*\.)?({p})", name))
-            assert found.of(name, -1) == next(fits, -1), (name, patterns)
+            assert found.lookup(name, -1) == next(fits, -1), (name, patterns)
 
 
 def test_long_lists_of_targets_take_no_longer(

@@ -138,7 +138,7 @@ def test_files_that_do_not_fit(mixture: Any, tmp_path: Path) -> None:
     values = json.loads(path.read_text())
     for changes, message in (
         ({"target_parameters": ["mlp.gate.weight"]}, "'mlp.gate.weight' matches no experts"),
-        ({"target_parameters": "experts"}, "is no list of names"),
+        ({"target_parameters": "experts"}, "is not a list of names"),
         ({"r": 3}, r"lora_A.weight is \[\d+, 96\], and the rank is said to be 3"),
         ({"target_parameters": BOTH[:1]}, "is for 'model.layers.0.mlp.experts.base_layer'"),
     ):
@@ -146,45 +146,7 @@ def test_files_that_do_not_fit(mixture: Any, tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=message):
             mixture.load_adapter(tmp_path / "it")
         assert not mixture.adapter_names
-    apart = "base_model.model.model.layers.0.block_sparse_moe.experts.1.w1.lora_A.weight"
-    save_file({apart: torch.zeros(4, 96)}, tmp_path / "it" / "adapter_model.safetensors")
-    with pytest.raises(ValueError, match=r"gate and up both: .*\.0\.w1\.lora_A.* is missing"):
+    single = "base_model.model.model.layers.0.block_sparse_moe.experts.1.w1.lora_A.weight"
+    save_file({single: torch.zeros(4, 96)}, tmp_path / "it" / "adapter_model.safetensors")
+    with pytest.raises(ValueError, match=r"experts\.1\.w1\.lora_A.* adapts a single expert"):
         mixture.load_adapter(tmp_path / "it")
-
-
-NAMES = {
-    "mixtral": ("block_sparse_moe", "w1", "w3", "w2"),
-    "qwen3_moe": ("mlp", "gate_proj", "up_proj", "down_proj"),
-}
-
-
-@pytest.mark.filterwarnings("ignore::UserWarning")
-@pytest.mark.parametrize("model_type", NAMES)
-def test_experts_apart_are_read_as_peft_reads_them(model_type: str, tmp_path: Path) -> None:
-    base = reference(model_type, CASES[model_type]["plain"], tmp_path / "base")
-    block, *parts = NAMES[model_type]
-    inner = base.model.layers[0].mlp.experts
-    experts, c, i = len(inner.down_proj), inner.down_proj.shape[1], inner.down_proj.shape[2]
-    tensors = {}
-    for layer in range(len(base.model.layers)):
-        for e in range(experts):
-            for part in parts:
-                k, o = (i, c) if part == parts[-1] else (c, i)
-                stem = f"base_model.model.model.layers.{layer}.{block}.experts.{e}.{part}.lora_"
-                tensors |= {f"{stem}A.weight": (3, k), f"{stem}B.weight": (o, 3)}
-    torch.manual_seed(5)
-    tensors = {name: torch.randn(shape) * 0.1 for name, shape in tensors.items()}
-    config = {"peft_type": "LORA", "r": 3, "lora_alpha": 5, "target_modules": parts}
-    config["task_type"] = "CAUSAL_LM"
-    (tmp_path / "it").mkdir()
-    (tmp_path / "it" / "adapter_config.json").write_text(json.dumps(config))
-    save_file(tensors, tmp_path / "it" / "adapter_model.safetensors")
-    theirs = PeftModel.from_pretrained(base, str(tmp_path / "it"), is_trainable=True).eval()
-    ours = from_pretrained(tmp_path / "base")
-    ours.load_adapter(tmp_path / "it", trainable=True)
-    check_same(ours, theirs)
-    other = next(name for name in tensors if "lora_B" in name)
-    tensors[other] = torch.zeros(len(tensors[other]), 4)
-    save_file(tensors, tmp_path / "it" / "adapter_model.safetensors")
-    with pytest.raises(ValueError, match="are not alike, or not of the ranks"):
-        from_pretrained(tmp_path / "base").load_adapter(tmp_path / "it")

@@ -15,7 +15,7 @@ import tigon
 from tests.models.tiny import LLAMA3, LONG, ROPES, SIZES, YARN, on_meta, reference, windows
 from tigon.layers import RotaryEmbedding
 from tigon.models import MODELS, Llama, from_pretrained
-from tigon.models.config import Config, ConfigError
+from tigon.models.config import ConfigError, ModelConfig
 
 OURS = Llama.config_class
 SCALING = {k: v for k, v in LLAMA3.items() if k != "rope_theta"}
@@ -239,7 +239,7 @@ def test_bad_values_are_named(case: str) -> None:
 
 def test_a_required_key() -> None:
     @dataclass(frozen=True, kw_only=True)
-    class Other(Config):
+    class Other(ModelConfig):
         model_type = "other"
         architecture = "OtherForCausalLM"
 

@@ -12,7 +12,7 @@ from transformers.models.gemma.modeling_gemma import GemmaMLP
 
 from tests.models.tiny import FULL, SLIDING, on_meta, windows
 from tigon.models import MODELS
-from tigon.models.config import Config, ConfigError
+from tigon.models.config import ConfigError, ModelConfig
 
 YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 8192}
 YARN |= {"attention_factor": 1.2079441541679836, "beta_fast": 32.0, "beta_slow": 1.0}
@@ -214,7 +214,7 @@ def copy(raw: dict[str, Any]) -> dict[str, Any]:
     return json.loads(json.dumps(raw))
 
 
-def ours(raw: dict[str, Any]) -> Config:
+def ours(raw: dict[str, Any]) -> ModelConfig:
     return MODELS[raw["model_type"]].config_class.from_dict(copy(raw))
 
 

@@ -189,10 +189,10 @@ def test_a_batch_serves_its_cache_once(model: CausalLM, static: bool) -> None:
     cache = model.static_cache(B, T) if static else KVCache()
     stale = Batch.of(model, ids[:, :5], past_key_values=cache)
     first = Batch.of(model, ids[:, :5], past_key_values=cache)
-    with pytest.raises(ValueError, match="make a batch for each pass"):
+    with pytest.raises(ValueError, match="make each batch after"):
         model(batch=stale)
     model(batch=first)
-    with pytest.raises(ValueError, match="make a batch for each pass"):
+    with pytest.raises(ValueError, match="make each batch after"):
         model(batch=first)
     out = model(batch=Batch.of(model, ids[:, 5:], past_key_values=cache))
     torch.testing.assert_close(out.logits, model(ids).logits[:, 5:])

@@ -136,7 +136,7 @@ def drops(model: CausalLM, x: Tensor) -> bool:
     """Whether a half-empty batch is computed without its padding."""
     mask = torch.tensor([[1, 0], [1, 1]], device=x.device)
     batch = Batch.of(model, mask, attention_mask=mask)
-    return batch.without_padding(x.expand(2, 2, -1))[3] is not None
+    return batch.drop_padding(x.expand(2, 2, -1))[3] is not None
 
 
 ROPE = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
@@ -159,7 +159,7 @@ def test_the_switch() -> None:
     model, x = dropping(), torch.zeros(1, 1, 56)
     assert drops(model, x)
     cached = Batch.of(model, torch.zeros(2, 2).long(), attention_mask=torch.eye(2), use_cache=True)
-    assert cached.without_padding(x.expand(2, 2, -1))[3] is None
+    assert cached.drop_padding(x.expand(2, 2, -1))[3] is None
     model.drop_padding = False
     assert not drops(model, x)
     turning = tiny_llama(rope_parameters=ROPE)

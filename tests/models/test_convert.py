@@ -14,7 +14,7 @@ from tests.models.fp8_checkpoints import DYNAMIC, to_fp8
 from tests.models.gguf_files import write_gguf
 from tests.models.tiny import CASES, FIRST, reference
 from tigon import from_pretrained
-from tigon.models import MODELS, convert
+from tigon.models import MODELS, convert_pretrained
 from tigon.weights import Repository, write
 
 EXPERTS = ("mixtral", "qwen2_moe")
@@ -29,7 +29,7 @@ def files(directory: Path) -> Mapping[str, bytes]:
 
 def assert_same(source: Path, root: Path, *, load: Any = "auto", **options: Any) -> None:
     from_pretrained(source, dtype=load).save_pretrained(root / "loaded", **options)
-    convert(Repository(source), root / "converted", MODELS, dtype=load, **options)
+    convert_pretrained(Repository(source), root / "converted", MODELS, dtype=load, **options)
     assert files(root / "converted") == files(root / "loaded")
 
 
@@ -78,7 +78,7 @@ def test_what_does_not_fit_is_refused_before_anything_is_written(tmp_path: Path)
     with pytest.raises(
         ValueError, match=r"(?s)1 missing: lm_head.*1 unexpected: more.*norm.*\[3\]"
     ):
-        convert(Repository(tmp_path / "a"), tmp_path / "b", MODELS)
+        convert_pretrained(Repository(tmp_path / "a"), tmp_path / "b", MODELS)
     assert os.listdir(tmp_path) == ["a"]
 
 
@@ -96,5 +96,5 @@ def test_gguf(model_type: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     reference(model_type, EVEN, tmp_path / "a")
     write_gguf(tmp_path / "a", tmp_path / "a.gguf", Kind.Q8_0)
     from_pretrained(tmp_path / "a.gguf").save_pretrained(tmp_path / "loaded")
-    convert(Repository(tmp_path), tmp_path / "converted", MODELS, gguf_file="a.gguf")
+    convert_pretrained(Repository(tmp_path), tmp_path / "converted", MODELS, gguf_file="a.gguf")
     assert files(tmp_path / "converted") == files(tmp_path / "loaded")

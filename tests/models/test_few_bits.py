@@ -18,7 +18,7 @@ from tests.models.test_quantised import EVEN, EXPERTS
 from tests.models.tiny import CASES, reference
 from tigon import LoraConfig, from_pretrained
 from tigon.layers import Linear
-from tigon.models import CausalLM, count_parameters, quantise, quantised_bytes
+from tigon.models import CausalLM, count_parameters, quantize_model, quantized_bytes
 from tigon.models.pretrained import quantization
 
 FAMILIES = {
@@ -73,7 +73,7 @@ def test_each_matrix_of_the_checkpoint_is_quantised_for_itself(
             assert torch.equal(found[name], tensor), name
             continue
         layer = Linear(tensor.shape[1], tensor.shape[0], bias=False)
-        made = quantization.NF4Weight([tensor.shape[0]], tensor.shape[1], torch.float32)
+        made = quantization.Nf4Weight([tensor.shape[0]], tensor.shape[1], torch.float32)
         made.allocate(torch.device("cpu"))
         made.store(tensor)
         layer.quantize(made)
@@ -83,9 +83,9 @@ def test_each_matrix_of_the_checkpoint_is_quantised_for_itself(
     assert torch.equal(model(tokens()).logits, from_pretrained(dense[family])(tokens()).logits)
     again = from_pretrained(bases[family])
     assert count_parameters(again) == count_parameters(model)
-    quantise(again, "nf4")  # a model that has values
+    quantize_model(again, "nf4")  # a model that has values
     assert torch.equal(model(tokens()).logits, again(tokens()).logits)
-    monkeypatch.setattr(quantization, "WHOLE", 1)  # matrix by matrix
+    monkeypatch.setattr(quantization, "BATCH_BYTES", 1)  # matrix by matrix
     one = from_pretrained(bases[family], quantize="nf4")
     assert torch.equal(model(tokens()).logits, one(tokens()).logits)
 
@@ -136,7 +136,7 @@ def test_what_it_holds(bases: dict[str, Path]) -> None:
     few = [m for m in model.modules() if isinstance(m, Linear)]
     numbers = sum(math.prod(m.weight_meta.shape) for m in few)
     tables = sum(m.quantized.tables.nbytes + m.quantized.places.nbytes for m in few)  # type: ignore
-    assert quantised_bytes(model) - tables < numbers * (0.5 + 1 / 64 + 0.01)
+    assert quantized_bytes(model) - tables < numbers * (0.5 + 1 / 64 + 0.01)
     assert all(p.dtype == torch.bfloat16 and not p.requires_grad for p in model.parameters())
     assert not any("proj.weight" in name for name, _ in model.named_parameters())
     model.to("cpu", torch.bfloat16)  # nothing changes

@@ -27,7 +27,7 @@ def test_who_says_it(model_type: str, tmp_path: Path) -> None:
         model.half()  # which changes nothing
     cast = [str(w.message) for w in said if MESSAGE in str(w.message)][len(loaded) :]
     assert len(loaded) == len(cast) == (model_type in GEMMAS)
-    assert all("take bfloat16 or float32" in text for text in loaded + cast)
+    assert all("use bfloat16 or float32" in text for text in loaded + cast)
 
 
 def test_what_it_warns_of(tmp_path: Path) -> None:

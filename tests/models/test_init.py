@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.parallel.test_tensor import SIZES, TWO
-from tigon.models import MODELS, init_parts, materialize
+from tigon.models import MODELS, init_sharded_weights, materialize
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -24,7 +24,7 @@ def test_parts_of_one_rank_are_the_whole(name: str, dtype: torch.dtype) -> None:
     model = made("meta")
     materialize(model, torch.device("cpu"))
     torch.manual_seed(5)
-    init_parts(model, made("meta"))
+    init_sharded_weights(model, made("meta"))
     assert torch.equal(torch.rand(1), after)
     found = model.state_dict()
     assert found.keys() == expected.state_dict().keys()

@@ -159,17 +159,17 @@ BAD: dict[str, tuple[str, Break, str]] = {
     "config dtype": (
         "single",
         configure(dtype="float8_e4m3fn"),
-        r"single/config.json: dtype='float8_e4m3fn' is none that a model can have; pass dtype=",
+        r"single/config.json: unsupported dtype 'float8_e4m3fn': .*; pass dtype=",
     ),
     "config dtype of a function": (
         "single",
         configure(dtype="save"),
-        r"single/config.json: dtype='save' is none that a model can have; pass dtype=",
+        r"single/config.json: unsupported dtype 'save': .*; pass dtype=",
     ),
     "config dtype of an attribute": (
         "single",
         configure(dtype="torch.__class__"),
-        r"single/config.json: dtype='torch.__class__' is none that a model can have",
+        r"single/config.json: unsupported dtype 'torch.__class__'",
     ),
     "more layers than the file": (
         "single",
@@ -229,7 +229,7 @@ def test_dtype_of_an_export(dtype: Any, sound: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize("size", ["2", "2 gigs", "2GiB", "-1GB", "0GB", 0, -5, 2.5, True])
 def test_shard_sizes(size: Any, sound: Path, tmp_path: Path) -> None:
     model = tigon.from_pretrained(sound / "single")
-    with pytest.raises(ValueError, match=f"max_shard_size={size!r} is no size"):
+    with pytest.raises(ValueError, match=f"max_shard_size={size!r} is not a size"):
         model.save_pretrained(tmp_path / "new", max_shard_size=size)
     assert not any(tmp_path.iterdir())
 

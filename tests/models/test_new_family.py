@@ -18,7 +18,7 @@ from tests.models.contract import TINY, assert_same_gradients, gradients, tiny_l
 from tigon.eval import log_likelihoods
 from tigon.layers import BlockInputs, KVCache, LayerState, Linear
 from tigon.models import MODELS, CausalLM, from_pretrained
-from tigon.models.config import Config
+from tigon.models.config import ModelConfig
 from tigon.models.decoder import PreNormBlock
 from tigon.parallel import check_context
 
@@ -26,7 +26,7 @@ from tigon.parallel import check_context
 
 
 @dataclass(frozen=True, kw_only=True)
-class HybridConfig(Config):
+class HybridConfig(ModelConfig):
     model_type = "hybrid"
     architecture = "HybridForCausalLM"
 
@@ -291,13 +291,13 @@ def test_ranks_cannot_share_the_tokens_of_a_recurrence(model: CausalLM) -> None:
 class UnevenBlock(PreNormBlock):
     """Heads of other sizes and numbers in every other layer, some of which slide."""
 
-    def sizes(self, c: Config, layer: int) -> Config:
+    def sizes(self, c: ModelConfig, layer: int) -> ModelConfig:
         return replace(c, head_dim=12, num_key_value_heads=1) if layer % 2 else c
 
-    def make_mixer(self, c: Config, layer: int) -> nn.Module:
+    def make_mixer(self, c: ModelConfig, layer: int) -> nn.Module:
         return self.make_attention(self.sizes(c, layer), window=5 if layer else None)
 
-    def rope_of(self, c: Config, layer: int) -> tuple[int, dict[str, Any]]:
+    def layer_rope(self, c: ModelConfig, layer: int) -> tuple[int, dict[str, Any]]:
         return self.sizes(c, layer).head_dim, c.rope_parameters
 
 

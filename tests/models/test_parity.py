@@ -115,7 +115,7 @@ def test_bf16_is_rounded_where_transformers_rounds(
                 y = module(x, None)[0] if isinstance(module, AddRMSNorm) else module(x)
                 different = y != theirs.get_submodule(name)(x)
                 assert different.float().mean() < 0.01, name  # 0.2 where it is the other order
-    for i, rope in enumerate(ours.model.rope_of_layer):
+    for i, rope in enumerate(ours.model.rope_indices):
         (x, _, rotation, *_), _ = calls[f"model.layers.{i}", True]
         (expected,), given = calls[f"model.layers.{i}", False]
         if i == 0:

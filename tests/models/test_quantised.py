@@ -16,7 +16,7 @@ from tests.models.test_io import same, tensors
 from tests.models.tiny import reference
 from tigon.cli.info import describe
 from tigon.models.config import ConfigError
-from tigon.models.quantization_config import REFUSED, read_quantisation
+from tigon.models.quantization_config import REFUSED, read_quantization
 from tigon.weights import BlockScales
 
 # Sizes that blocks of 32 x 16 divide, as transformers asks for
@@ -115,7 +115,7 @@ def test_every_format_of_transformers_has_a_name_here() -> None:
 @pytest.mark.parametrize("method", REFUSED)
 def test_other_formats_are_refused_by_name(method: str) -> None:
     with pytest.raises(ConfigError) as error:
-        read_quantisation({"quantization_config": {"quant_method": method, "bits": 4}})
+        read_quantization({"quantization_config": {"quant_method": method, "bits": 4}})
     assert f"quantised with {REFUSED[method][0]}" in str(error.value)
     assert "use the model's unquantised repository" in str(error.value)
 
@@ -128,9 +128,9 @@ BAD: dict[str, tuple[Any, str]] = {
     "no object": (True, "quantization_config=True is not an object with a quant_method"),
     "4 bits": ({"load_in_4bit": True}, r"quantised with bitsandbytes \(4 bits\)"),
     "8 bits": ({"quant_method": "bitsandbytes", "load_in_8bit": True}, r"bitsandbytes \(8 bits\)"),
-    "packed experts": (FP8 | {"expert_dtype": "fp4"}, "expert_dtype='fp4' is not read"),
-    "number form": (FP8 | {"fmt": "e3m4"}, "fmt='e3m4' is not read; what is: e4m3, e5m2"),
-    "unhashable form": (FP8 | {"fmt": {}}, "fmt={} is not read"),
+    "packed experts": (FP8 | {"expert_dtype": "fp4"}, "expert_dtype='fp4' is not one of fp8"),
+    "number form": (FP8 | {"fmt": "e3m4"}, "fmt='e3m4' is not one of e4m3, e5m2"),
+    "unhashable form": (FP8 | {"fmt": {}}, "fmt={} is not one of"),
     "one size": (FP8 | {"weight_block_size": [128]}, r"weight_block_size=\[128\] is not two sizes"),
     "no size": (FP8 | {"weight_block_size": [128, 0]}, r"weight_block_size=\[128, 0\] is not two"),
     "a text": (FP8 | {"weight_block_size": "128"}, "weight_block_size='128' is not a list of whol"),
@@ -141,20 +141,20 @@ BAD: dict[str, tuple[Any, str]] = {
 def test_bad_settings_are_refused(case: str) -> None:
     given, message = BAD[case]
     with pytest.raises(ConfigError, match=message):
-        read_quantisation({"quantization_config": given})
+        read_quantization({"quantization_config": given})
 
 
 def test_published_settings_are_read_and_unknown_ones_said() -> None:
     qwen3 = DYNAMIC | {"weight_block_size": [128, 128], "modules_to_not_convert": ["lm_head"]}
-    assert read_quantisation({"quantization_config": qwen3}) == BlockScales((128, 128))
-    assert read_quantisation({"quantization_config": STATIC}) == BlockScales(None)
-    assert read_quantisation({"quantization_config": FP8}) == BlockScales((128, 128))
-    assert read_quantisation({"text_config": {"quantization_config": FP8}}) == BlockScales()
-    assert read_quantisation({"quantization_config": None, "text_config": 3}) is None
+    assert read_quantization({"quantization_config": qwen3}) == BlockScales((128, 128))
+    assert read_quantization({"quantization_config": STATIC}) == BlockScales(None)
+    assert read_quantization({"quantization_config": FP8}) == BlockScales((128, 128))
+    assert read_quantization({"text_config": {"quantization_config": FP8}}) == BlockScales()
+    assert read_quantization({"quantization_config": None, "text_config": 3}) is None
     with pytest.warns(UserWarning, match=r"keys not understood and ignored: \['colour'\]"):
-        read_quantisation({"quantization_config": FP8 | {"colour": 3}})
+        read_quantization({"quantization_config": FP8 | {"colour": 3}})
 
 
 def test_a_new_model_is_not_quantised() -> None:
-    with pytest.raises(ConfigError, match=r"\(fp8\) says how weights are stored, .* leave it out"):
+    with pytest.raises(ConfigError, match=r"\(fp8\) describes stored weights, .* leave it out"):
         tigon.Llama.from_config({"model_type": "llama", "quantization_config": FP8})

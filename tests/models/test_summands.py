@@ -13,8 +13,8 @@ from tigon.models.decoder import (
     PostNormBlock,
     PreNormBlock,
     SandwichBlock,
-    defers_sums,
-    sums_branches,
+    fuses_all_reduce,
+    norm_fuses_all_reduce,
 )
 
 
@@ -24,8 +24,8 @@ class OwnForward(PreNormBlock):
 
 
 class OwnFeed(PreNormBlock):
-    def feed(self, *given):
-        return super().feed(*given)
+    def mlp_forward(self, *given):
+        return super().mlp_forward(*given)
 
 
 class OwnScale(PreNormBlock):
@@ -45,21 +45,21 @@ def config():
 
 def test_whose_norms_sum():
     kinds = PreNormBlock, OwnForward, OwnFeed, OwnScale, OwnMixer, SandwichBlock, PostNormBlock
-    assert [defers_sums(kind(config(), 0)) for kind in kinds] == [True, *6 * [False]]
+    assert [fuses_all_reduce(kind(config(), 0)) for kind in kinds] == [True, *6 * [False]]
     block = PreNormBlock(config(), 0)
     block._scaled = lambda branch: 0.5 * branch
-    assert not defers_sums(block)
+    assert not fuses_all_reduce(block)
 
 
 @pytest.mark.parametrize("name", ["", "self_attn", "mlp", "post_attention_layernorm"])
 def test_who_is_watched_sees_sums(name):
     block = PreNormBlock(config(), 0)
     handle = block.get_submodule(name).register_forward_hook(lambda *_: None)
-    assert not defers_sums(block)
+    assert not fuses_all_reduce(block)
     handle.remove()
-    assert defers_sums(block)
+    assert fuses_all_reduce(block)
     everywhere = nn.modules.module.register_module_forward_hook(lambda *_: None)
-    assert not defers_sums(block)
+    assert not fuses_all_reduce(block)
     everywhere.remove()
 
 
@@ -70,21 +70,21 @@ class OwnNorm(AddRMSNorm):
 
 def test_modules_of_others_get_sums(monkeypatch):
     """In place of ours, around them, or in the classes."""
-    assert not sums_branches(OwnNorm(8, 1e-5))
+    assert not norm_fuses_all_reduce(OwnNorm(8, 1e-5))
     for name in "input_layernorm", "post_attention_layernorm":
         block = PreNormBlock(config(), 0)
         setattr(block, name, OwnNorm(8, 1e-5))
-        assert not defers_sums(block)
+        assert not fuses_all_reduce(block)
     block = PreNormBlock(config(), 0)
-    assert not defers_sums(nn.Sequential(block))
-    assert not defers_sums(torch.compile(block))
-    block.feed = lambda *given: PreNormBlock.feed(block, *given)
-    assert not defers_sums(block)
+    assert not fuses_all_reduce(nn.Sequential(block))
+    assert not fuses_all_reduce(torch.compile(block))
+    block.mlp_forward = lambda *given: PreNormBlock.mlp_forward(block, *given)
+    assert not fuses_all_reduce(block)
     for kind in PreNormBlock, Attention, AddRMSNorm:
         with monkeypatch.context() as patch:
             own = kind.forward
             patch.setattr(kind, "forward", lambda *given, own=own: own(*given))
-            assert not defers_sums(PreNormBlock(config(), 0))
+            assert not fuses_all_reduce(PreNormBlock(config(), 0))
 
 
 class Two(Ranks):

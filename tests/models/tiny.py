@@ -8,7 +8,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.numbers import float64
 from tigon.models import MODELS, CausalLM
-from tigon.models.config import Config
+from tigon.models.config import ModelConfig
 
 Overrides = dict[str, Any]
 SLIDING, FULL = "sliding_attention", "full_attention"
@@ -311,12 +311,12 @@ def reference(
     return model
 
 
-def on_meta(config: Config) -> CausalLM:
+def on_meta(config: ModelConfig) -> CausalLM:
     """The model of a config, without weights."""
     return MODELS[config.model_type].from_config(config, dtype=torch.float32, device="meta")
 
 
-def windows(config: Config) -> list[int | None]:
+def windows(config: ModelConfig) -> list[int | None]:
     """Of the attention of each layer."""
     return [layer.self_attn.window for layer in on_meta(config).model.layers]
 

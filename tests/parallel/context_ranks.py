@@ -165,7 +165,7 @@ def dropped(model: CausalLM, batch: dict[str, Any]) -> CausalLMOutput:
         model.add_adapter(LoraConfig(rank=2, dropout=0.4))
         for i, p in enumerate(adapter_parameters(model, "default").values()):
             p.data = 0.1 * torch.randn(p.shape, generator=torch.Generator().manual_seed(i))
-    torch.manual_seed(0 if model.context is None else model.context.rank)
+    torch.manual_seed(0 if model.context_ranks is None else model.context_ranks.rank)
     return model(**batch, labels=labels_of(batch))
 
 
@@ -208,8 +208,8 @@ def found(model: CausalLM, call: str, batch: str) -> Result:
         sum((x * upstream(x)).sum() if x.dim() else x for x in learned).backward()
     gradients = {f"d {n}": p.grad for n, p in model.named_parameters() if p.grad is not None}
     for x in gradients.values():
-        if model.context is not None:
-            x.copy_(model.context.sum(x))
+        if model.context_ranks is not None:
+            x.copy_(model.context_ranks.sum(x))
     model.zero_grad()
     return {name: x.detach() for name, x in (values | gradients).items()}
 

@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from tests.parallel.test_tensor import SIZES, random_model
 from tests.train.ranks import Ranks
-from tigon.parallel import cut_model, share_context
+from tigon.parallel import shard_model, share_context
 
 
 def errors(directory: str) -> None:
@@ -20,7 +20,7 @@ def errors(directory: str) -> None:
     mesh = init_device_mesh("cpu", (2,))
     cut = random_model("llama", {})
     shared = copy.deepcopy(cut)
-    cut_model(cut, mesh)
+    shard_model(cut, mesh)
     share_context(shared, mesh)
     found: dict[str, str] = {}
     for token in (SIZES["vocab_size"], -1):

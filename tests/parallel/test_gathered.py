@@ -22,7 +22,7 @@ from tigon.kernels import use
 from tigon.kernels.recompute import recompute_above
 from tigon.layers import Linear
 from tigon.models import CausalLM
-from tigon.parallel import MeshSizes, cut_model, take_part
+from tigon.parallel import MeshSizes, keep_rank_zero, shard_model
 
 R = 2
 
@@ -37,7 +37,7 @@ def alone() -> Iterator[None]:
 
 def on_meta(model_type: str, **changes: Any) -> CausalLM:
     model = make(model_type, "plain", "meta", **BIG, **changes).to("meta", torch.bfloat16)
-    cut_model(model, init_device_mesh("cpu", (R,)))
+    shard_model(model, init_device_mesh("cpu", (R,)))
     return model
 
 
@@ -67,9 +67,9 @@ def test_no_gathered_input_is_kept(alone, model_type, changes):
 def test_a_part_without_other_ranks_keeps_as_much(alone, recomputed):
     """As estimates take it: of a model that is cut over a process group."""
     model, part = on_meta("llama"), make("llama", "plain", "meta", **BIG).to("meta", torch.bfloat16)
-    take_part(part, MeshSizes(tensor=R))
+    keep_rank_zero(part, MeshSizes(tensor=R))
     shapes = [{n: p.shape for n, p in m.named_parameters()} for m in (model, part)]
-    assert shapes[0] == shapes[1] and not part.cuts.keys() ^ model.cuts.keys()
+    assert shapes[0] == shapes[1] and not part.shard_specs.keys() ^ model.shard_specs.keys()
     for one in (model, part):
         one.activation_checkpointing = recomputed
     assert saved(part) == saved(model)
@@ -108,7 +108,7 @@ def test_exchanges_run_beside_products(alone, fp8):
 
 def test_embeddings_are_added_up_where_they_are_divided(alone):
     model = random_model(*TWO["llama"])
-    cut_model(model, init_device_mesh("cpu", (R,)))
+    shard_model(model, init_device_mesh("cpu", (R,)))
     ids = torch.arange(4, 9)[None]
     with Order() as order:
         model(ids, labels=ids)
@@ -144,7 +144,7 @@ def compare() -> None:
     dist.init_process_group("gloo")
     for name in ("llama", "olmo2", "qwen2_moe"):
         model = random_model(*TWO[name])
-        cut_model(model, init_device_mesh("cpu", (R,)))
+        shard_model(model, init_device_mesh("cpu", (R,)))
         expected = step(model, math.inf, False)
         for recompute in (False, True):
             found = step(model, 0, recompute)

@@ -111,7 +111,7 @@ def copy_models(folders: list[Path]) -> None:
                     one(IDS)
             else:
                 one(IDS)
-                assert one.unchecked is None
+                assert one.first_call_hook is None
                 assert not one._forward_pre_hooks
     alive = weakref.ref(model)
     del model, alike, one

@@ -20,10 +20,10 @@ from tests.train.ranks import Ranks
 from tigon.distributed import collectives
 from tigon.kernels.recompute import recompute_above
 from tigon.models import MODELS, CausalLM, LoraConfig
-from tigon.parallel import TensorParallel, cut_model, find_tensor
-from tigon.parallel.tensor_parallel import check
+from tigon.parallel import TensorParallel, find_tensor, shard_model
+from tigon.parallel.tensor_parallel import check_tensor_ranks
 from tigon.train.optim.clip import clip_gradients
-from tigon.weights import Copy
+from tigon.weights import ReplicaIndex
 
 SIZES = {
     "vocab_size": 211,  # odd
@@ -114,7 +114,7 @@ def compare(directory: str, count: int, cases: dict[str, tuple[str, dict[str, An
     for name, (model_type, changes) in cases.items():
         one = random_model(model_type, changes)
         cut = copy.deepcopy(one)
-        cut_model(cut, mesh)
+        shard_model(cut, mesh)
         own = torch.tensor(differences(one, cut))
         dist.all_reduce(own, dist.ReduceOp.MAX)
         found[name] = own.tolist()
@@ -157,7 +157,8 @@ def differences(one: CausalLM, cut: CausalLM) -> list[float]:
     whole = dict(one.named_parameters())
     for name, p in cut.named_parameters():
         worst[3] = max(
-            worst[3], float((p.detach() - cut.cuts[name].take(whole[name].detach())).abs().max())
+            worst[3],
+            float((p.detach() - cut.shard_specs[name].take(whole[name].detach())).abs().max()),
         )
     return worst
 
@@ -181,14 +182,14 @@ def test_a_cut_model_is_as_a_whole_one(found, case):
 def test_what_ranks_cannot_share_is_an_error():
     model = random_model("llama", {})
     with pytest.raises(ValueError, match="3 ranks cannot share 8 heads with 2 kv heads"):
-        check(model, 3)
+        check_tensor_ranks(model, 3)
 
 
 def test_a_cut_model_takes_no_new_adapter():
     """Its ranks would each begin with another one."""
     model = random_model("llama", {})
-    model.model.tensor = collectives.Ranks("", 0, 2)
-    with pytest.raises(ValueError, match="no adapters on a model whose layers ranks share"):
+    model.model.tensor_ranks = collectives.Ranks("", 0, 2)
+    with pytest.raises(ValueError, match="adapters cannot be added to a model loaded with mesh="):
         model.add_adapter(LoraConfig(rank=2))
     assert not model.adapters
 
@@ -205,10 +206,10 @@ class Others:
 def test_sums_of_bfloat16_are_rounded_once():
     model = MODELS["llama"].from_config(SIZES, dtype=torch.bfloat16)
     tensor = object.__new__(TensorParallel)
-    tensor.layout, tensor.copied = model.layout(), {"model.norm.weight"}
+    tensor.layout, tensor.replicated = model.layout(), {"model.norm.weight"}
     (part,) = tensor.layout["model.norm.weight"]
-    tensor.layout["model.norm.weight"] = [replace(part, copy=Copy(0, 4))]
-    tensor.alike = {4: Others()}  # type: ignore[dict-item]
+    tensor.layout["model.norm.weight"] = [replace(part, replica=ReplicaIndex(0, 4))]
+    tensor.replica_groups = {4: Others()}  # type: ignore[dict-item]
     model.model.norm.weight.grad = torch.ones_like(model.model.norm.weight)
     tensor.sum_gradients(model)
     assert (model.model.norm.weight.grad == 1 + 2**-7).all()  # and not the 1 of three roundings

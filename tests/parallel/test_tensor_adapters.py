@@ -15,8 +15,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from tests.parallel import test_tensor
 from tests.parallel.test_tensor import FOUR, TWO, batches, differences, random_model
 from tests.train.ranks import Ranks
-from tigon.models import CausalLM, LoraConfig, adapter_parameters, begin_adapter
-from tigon.parallel import cut_model
+from tigon.models import CausalLM, LoraConfig, adapter_parameters, init_adapter
+from tigon.parallel import shard_model
 
 LLAMA, EXPERTS = TWO["llama"], TWO["qwen2_moe"]
 OF_EXPERTS = ("experts.gate_up_proj", "experts.down_proj", "shared_expert_gate", "q_proj")
@@ -80,7 +80,7 @@ def save_all(model: CausalLM, at: Path) -> None:
     merged = copy.deepcopy(model)
     merged.merge_adapter()
     merged.save_pretrained(at / "merged")
-    begin_adapter(model, generator=torch.Generator().manual_seed(4))
+    init_adapter(model, generator=torch.Generator().manual_seed(4))
     model.save_adapter(at / "begun")
 
 
@@ -92,7 +92,7 @@ def compare(directory: str, count: int) -> None:
     for name, case in CASES[count].items():
         one = adapted(case)
         cut = copy.deepcopy(one)
-        cut_model(cut, mesh)
+        shard_model(cut, mesh)
         own = torch.tensor(differences(one, cut))
         dist.all_reduce(own, dist.ReduceOp.MAX)
         found[name] = own.tolist()

@@ -19,7 +19,7 @@ from tests.parallel.test_tensor_adapters import Case, adapted, keyed, save_all
 from tests.train.ranks import Ranks
 from tigon.distributed.expert_dispatch import ExpertShard
 from tigon.models import CausalLM
-from tigon.parallel import cut_model, share_experts
+from tigon.parallel import shard_experts, shard_model
 
 EIGHT: dict[str, Any] = MOE | {"num_experts": 8}
 QWEN2 = ("qwen2_moe", EIGHT | {"shared_expert_intermediate_size": 28})
@@ -49,8 +49,8 @@ def batches() -> list[dict[str, Tensor]]:
 def cut_of(one: CausalLM) -> CausalLM:
     """In the same process group, whose ranks have different experts."""
     cut, mesh = copy.deepcopy(one), init_device_mesh("cpu", (dist.get_world_size(),))
-    share_experts(cut, mesh)
-    cut_model(cut, mesh)
+    shard_experts(cut, mesh)
+    shard_model(cut, mesh)
     return cut
 
 

@@ -18,7 +18,7 @@ from tigon.kernels.linear.fp8 import fp8_gated_linear
 from tigon.kernels.recompute import recompute_above
 from tigon.layers import mlp
 from tigon.models import CausalLM
-from tigon.parallel import cut_model, find_tensor
+from tigon.parallel import find_tensor, shard_model
 from tigon.train import load
 from tigon.train.model import finish, projections
 
@@ -46,8 +46,11 @@ def trained(model: CausalLM, least: float) -> dict[str, Tensor]:
 
 def of_rank(cut: CausalLM, whole: dict[str, Tensor]) -> dict[str, Tensor]:
     """What this rank has of gradients and of the first product."""
-    own = {name: cut.cuts[name].take(g) if name in cut.cuts else g for name, g in whole.items()}
-    pieces = cut.cuts["model.layers.0.self_attn.qkv_proj.weight"].pieces
+    own = {
+        name: cut.shard_specs[name].take(g) if name in cut.shard_specs else g
+        for name, g in whole.items()
+    }
+    pieces = cut.shard_specs["model.layers.0.self_attn.qkv_proj.weight"].pieces
     parts = [whole["qkv"].narrow(-1, rows.source, rows.length) for rows, _ in pieces]
     return own | {"qkv": torch.cat(parts, -1)}
 
@@ -61,7 +64,7 @@ def compare(directory: str, count: int) -> None:
     config = load(None, ["run_dir=x", "data=x", "model=x", "fp8=true", "dtype=bfloat16"])
     one = finish(random_model("seed_oss", SIZES | BIASES).bfloat16(), config)
     cut = copy.deepcopy(one)
-    cut_model(cut, mesh)
+    shard_model(cut, mesh)
     finish(cut, config)
     exact = finish(copy.deepcopy(one).double(), load(None, ["run_dir=x", "data=x", "model=x"]))
     found = {"fp8": sum(layer.fp8 for _, layer in projections(cut))}

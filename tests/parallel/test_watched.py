@@ -18,7 +18,7 @@ from tests.parallel.test_tensor import MOE, random_model
 from tests.train.ranks import Ranks
 from tigon.layers import AddRMSNorm, Embedding, GatedMLP, RMSNorm, SparseMoE
 from tigon.models import CausalLM
-from tigon.parallel import cut_model, shard_blocks
+from tigon.parallel import shard_blocks, shard_model
 
 FAMILIES = {"llama": {}, "qwen3_moe": MOE, "olmo2": {}}
 WHOLE = ("model.embed_tokens", "layers.1", "layers.0.self_attn", "layers.1.mlp", "model.norm")
@@ -95,7 +95,7 @@ def compare(directory: str) -> None:
     for family, sizes in FAMILIES.items():
         one = random_model(family, sizes).eval()
         cut = copy.deepcopy(one)
-        cut_model(cut, mesh)
+        shard_model(cut, mesh)
         plain = logits(one)
         for end in WHOLE:
             with changing(named(one, end), named(cut, end)):
@@ -126,7 +126,7 @@ def compare_under_fsdp(directory: str) -> None:
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("fsdp", "tensor"))
     one = random_model("llama", {}).eval()
     cut = copy.deepcopy(one)
-    cut_model(cut, mesh["tensor"])
+    shard_model(cut, mesh["tensor"])
     shard_blocks(cut, mesh["fsdp"], compute=torch.float32, keeps_ends=False)
     plain, found = one(IDS).logits, {}
     apart = float((cut(IDS).logits - plain).detach().abs().max())
@@ -188,11 +188,11 @@ PARTS: dict[Callable[[nn.Module], None], tuple[str, str]] = {
     hook_o_proj: ("llama", "self_attn.o_proj: a hook on it"),
     hook_down_proj: ("llama", "mlp.down_proj: a hook on it"),
     hook_experts: ("qwen3_moe", "mlp.experts: a hook on it"),
-    wrap_o_proj: ("llama", "self_attn.o_proj: what is in place of it"),
-    patch_down_proj: ("llama", "mlp.down_proj: what is in place of it"),
-    patch_experts: ("qwen3_moe", "mlp.experts: what is in place of it"),
-    wrap_mlp: ("llama", "mlp: what is in place of the MLP"),
-    patch_mlp: ("llama", "mlp: what is in place of the MLP"),
+    wrap_o_proj: ("llama", "self_attn.o_proj: a patched module"),
+    patch_down_proj: ("llama", "mlp.down_proj: a patched module"),
+    patch_experts: ("qwen3_moe", "mlp.experts: a patched module"),
+    wrap_mlp: ("llama", "mlp: a patched MLP"),
+    patch_mlp: ("llama", "mlp: a patched MLP"),
 }
 
 
@@ -202,7 +202,7 @@ def warn(directory: str) -> None:
     mesh, said = init_device_mesh("cpu", (2,)), {}
     for change, (family, _) in PARTS.items():
         model = random_model(family, FAMILIES[family]).eval()
-        cut_model(model, mesh)
+        shard_model(model, mesh)
         change(model.model.layers[1])
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
@@ -225,4 +225,4 @@ def test_what_gets_parts_of_sums_is_named(
     said: dict[str, list[str]], change: Callable[[nn.Module], None]
 ) -> None:
     (text,) = said[change.__name__]
-    assert text.startswith(f"model.layers.1.{PARTS[change][1]} is given this rank's part")
+    assert text.startswith(f"model.layers.1.{PARTS[change][1]} sees a partial sum")

@@ -124,7 +124,7 @@ def on_ranks(model, target):
 
         with pytest.MonkeyPatch.context() as patch:
             if world.rank:
-                patch.setattr(background_export, "copied", no_memory)
+                patch.setattr(background_export, "copy_to_host", no_memory)
             with pytest.raises((MemoryError, RankError), match="for the copy"):
                 export(to, state, target)
         export(to, state, target)

@@ -20,7 +20,7 @@ from tests.train.ranks import Ranks
 from tigon.cli import main as command
 from tigon.kernels.attention.backends import AttentionRequest, choose_backend
 from tigon.layers import GatedMLP
-from tigon.parallel import Place
+from tigon.parallel import DataRank
 from tigon.train import checkpoint, guard, load, main, prepare, trainer
 from tigon.train import start as world_of
 from tigon.train.logging import read_metrics
@@ -273,9 +273,11 @@ def test_a_spike(workspace, poisoned, monkeypatch, policy):
 
 
 def test_a_spike_on_several_ranks_names_the_rank():
-    world = SimpleNamespace(size=3, data=Place(0, 3), gather=lambda own: [own, "3.25", "0.5"])
+    world = SimpleNamespace(size=3, data=DataRank(0, 3), gather=lambda own: [own, "3.25", "0.5"])
     assert guard.largest_part(world, 1.5).endswith("of the loss, 3.25, is on rank 1)")
-    world = SimpleNamespace(size=4, data=Place(0, 2), gather=lambda own: [own, own, "3.25", "3.25"])
+    world = SimpleNamespace(
+        size=4, data=DataRank(0, 2), gather=lambda own: [own, own, "3.25", "3.25"]
+    )
     said = "of the loss, 3.25, is on ranks 2-3, which share rows)"
     assert guard.largest_part(world, 1.5).endswith(said)
     assert guard.largest_part(SimpleNamespace(size=1), 1.5) == ""
@@ -363,7 +365,7 @@ def test_of_ranks_that_share_rows_all_are_named(workspace, dimension):
 def test_what_all_ranks_have_is_said_of_all() -> None:
     def world(*answers: str, data: int = 2) -> Any:
         return SimpleNamespace(
-            size=len(answers), data=Place(0, data), gather=lambda _: list(answers)
+            size=len(answers), data=DataRank(0, data), gather=lambda _: list(answers)
         )
 
     nan = "nan"

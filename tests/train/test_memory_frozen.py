@@ -15,7 +15,7 @@ from torch import nn
 from tests.small import EXPERTS, LLAMA, write_model
 from tigon.layers import Experts
 from tigon.models import MODELS, CausalLM
-from tigon.parallel import MeshSizes, take_part
+from tigon.parallel import MeshSizes, keep_rank_zero
 from tigon.train import main, start
 from tigon.train.config import Config, Lora, Parallel
 from tigon.train.distributed import World
@@ -110,7 +110,7 @@ def test_teacher_under_fsdp(folder: Folder, sharding: str) -> None:
 def test_teacher_under_tensor_parallel(folder: Folder) -> None:
     shared: Any = {"task": "distill", "teacher": folder(LARGE), "parallel": Parallel(tensor=2)}
     teacher = of(LARGE)
-    take_part(teacher, MeshSizes(tensor=2))
+    keep_rank_zero(teacher, MeshSizes(tensor=2))
     assert held(teacher) < 0.6 * held(of(LARGE))
     assert planned(settings(**shared), 2).kinds["teacher"] == held(teacher) + HIDDEN
 
@@ -121,7 +121,7 @@ def test_teacher_under_expert_parallel(folder: Folder) -> None:
     found = planned(settings(**shared, teacher=folder(LARGE)), 2, SMALL_MIXED)
     assert found.kinds["teacher"] == divided(of(LARGE)) + HIDDEN
     teacher = of(MIXED)
-    take_part(teacher, MeshSizes(fsdp=2, expert=2))
+    keep_rank_zero(teacher, MeshSizes(fsdp=2, expert=2))
     experts = [module for module in teacher.modules() if isinstance(module, Experts)]
     assert held(*experts) < 0.6 * held(*(m for m in of(MIXED).modules() if isinstance(m, Experts)))
     found = planned(settings(**shared, teacher=folder(MIXED)), 2, SMALL_MIXED)

@@ -20,15 +20,15 @@ from tigon.distributed.collectives import Ranks
 from tigon.kernels.optim import adamw
 from tigon.models import MODELS, CausalLM, LoraConfig
 from tigon.parallel import Meshes
-from tigon.parallel.expert_parallel import divide_experts
-from tigon.parallel.tensor_parallel import cut_parts
+from tigon.parallel.expert_parallel import keep_local_experts
+from tigon.parallel.tensor_parallel import shard_parameters
 from tigon.train import start
 from tigon.train.config import Parallel
 from tigon.train.distributed import World, local
 from tigon.train.model import divide
 from tigon.train.optim import build_optimizer
 from tigon.train.optim.adamw import LONGEST, Run, positions, runs_of
-from tigon.weights import Copy, Cut, Rows, own_rows
+from tigon.weights import ReplicaIndex, RowSpan, ShardSpec, local_rows
 
 CPU = torch.device("cpu")
 UNTIED = {"tie_word_embeddings": False}
@@ -54,7 +54,7 @@ def part(
     model = MODELS[config["model_type"]].from_config(config)
     if lora:
         model.add_adapter(LoraConfig(**lora))
-    share = divide_experts if ranks < 0 else cut_parts
+    share = keep_local_experts if ranks < 0 else shard_parameters
     if abs(ranks) > 1:
         share(model, Ranks("", rank, abs(ranks)))
     return model
@@ -66,7 +66,7 @@ def test_positions_are_those_of_the_whole(case):
     config, lora, ranks = CASES[case]
     kinds = set()
     for rank in range(abs(ranks)):
-        for name, cut in part(config, ranks, rank, lora).cuts.items():
+        for name, cut in part(config, ranks, rank, lora).shard_specs.items():
             taken = cut.take(torch.arange(math.prod(cut.shape)).view(cut.shape) + 12345)
             for divided in (1, 2, 3, 7):
                 each = -(-len(taken) // divided)
@@ -95,11 +95,19 @@ def assert_positions(runs: tuple[Run, ...], expected: Tensor, name: str) -> None
 @pytest.mark.parametrize(
     "cut",
     [
-        Cut((3, 7, 2), 1, ((Rows(0, 0, 2), Copy()), (Rows(4, 2, 3), Copy()))),  # uneven
-        Cut((3, 8, 2), 1, ((Rows(1, 0, 2), Copy()), (Rows(4, 2, 2), Copy()))),  # pieces too near
-        Cut((5, 6), 1, ((Rows(3, 0, 1), Copy()),)),
-        Cut((5,), 0, ((Rows(1, 0, 2), Copy()), (Rows(4, 2, 1), Copy()))),
-        Cut((4, 6), 0, ((Rows(0, 0, 4), Copy(1, 2)),)),  # all of it, as other ranks have
+        ShardSpec(
+            (3, 7, 2), 1, ((RowSpan(0, 0, 2), ReplicaIndex()), (RowSpan(4, 2, 3), ReplicaIndex()))
+        ),  # uneven
+        ShardSpec(
+            (3, 8, 2), 1, ((RowSpan(1, 0, 2), ReplicaIndex()), (RowSpan(4, 2, 2), ReplicaIndex()))
+        ),  # pieces too near
+        ShardSpec((5, 6), 1, ((RowSpan(3, 0, 1), ReplicaIndex()),)),
+        ShardSpec(
+            (5,), 0, ((RowSpan(1, 0, 2), ReplicaIndex()), (RowSpan(4, 2, 1), ReplicaIndex()))
+        ),
+        ShardSpec(
+            (4, 6), 0, ((RowSpan(0, 0, 4), ReplicaIndex(1, 2)),)
+        ),  # all of it, as other ranks have
     ],
 )
 def test_positions_of_other_cuts(cut):
@@ -111,7 +119,7 @@ def test_positions_of_other_cuts(cut):
 
 
 def test_a_line_that_32_bits_do_not_count_is_a_run_of_its_own():
-    cut = Cut((3, 4, LONGEST), 1, ((Rows(2, 0, 1), Copy()),))
+    cut = ShardSpec((3, 4, LONGEST), 1, ((RowSpan(2, 0, 1), ReplicaIndex()),))
     runs = runs_of(cut, LONGEST, 2 * LONGEST, 7)
     assert [run.position for run in runs] == [7 + 6 * LONGEST, 7 + 10 * LONGEST]
     assert [run.lines for run in runs] == [None, None]
@@ -128,7 +136,7 @@ def gradients(step: int, model: CausalLM) -> Iterator[tuple[str, Any, Tensor]]:
     """Of each parameter: its name, it, and all of its gradient; the same whatever the rank has."""
     draw = torch.Generator().manual_seed(step)
     for name, p in model.named_parameters():
-        shape = model.cuts[name].shape if name in model.cuts else p.shape
+        shape = model.shard_specs[name].shape if name in model.shard_specs else p.shape
         yield name, p, (torch.randn(shape, generator=draw) * 1e-3).bfloat16()
 
 
@@ -149,8 +157,8 @@ def stepped(model: CausalLM, **changes: Any) -> tuple[CausalLM, Optimizer]:
 
 def taken(model: CausalLM, name: str, whole: Tensor) -> Tensor:
     """What the rank has of a whole parameter, or of what is as large."""
-    memory, first = own_rows(name, model.get_parameter(name))
-    cut = model.cuts.get(name)
+    memory, first = local_rows(name, model.get_parameter(name))
+    cut = model.shard_specs.get(name)
     mine = whole if cut is None else cut.take(whole)
     return mine[first : first + len(memory)].clone()
 
@@ -206,10 +214,12 @@ def test_updates_of_adapters_are_those_of_one_rank():
 
 # Lines of one element, of more than a program has, and of few; gate and up of experts
 CUTS = {
-    "a": Cut((6, 2), 1, ((Rows(1, 0, 1), Copy()),)),
-    "b": Cut((3, 1200), 1, ((Rows(600, 0, 600), Copy()),)),
-    "c": Cut((50, 34), 1, ((Rows(17, 0, 17), Copy()),)),
-    "d": Cut((4, 10, 16), 1, ((Rows(2, 0, 3), Copy()), (Rows(7, 3, 3), Copy()))),
+    "a": ShardSpec((6, 2), 1, ((RowSpan(1, 0, 1), ReplicaIndex()),)),
+    "b": ShardSpec((3, 1200), 1, ((RowSpan(600, 0, 600), ReplicaIndex()),)),
+    "c": ShardSpec((50, 34), 1, ((RowSpan(17, 0, 17), ReplicaIndex()),)),
+    "d": ShardSpec(
+        (4, 10, 16), 1, ((RowSpan(2, 0, 3), ReplicaIndex()), (RowSpan(7, 3, 3), ReplicaIndex()))
+    ),
 }
 
 
@@ -223,7 +233,7 @@ def test_the_kernel_draws_what_the_definition_draws(own_launch, monkeypatch):
     for mode in ("reference", "triton"):
         own = {name: tuple(cut.take(torch.empty(cut.shape)).shape) for name, cut in CUTS.items()}
         model = Model(torch.bfloat16, own)
-        model.cuts = CUTS
+        model.shard_specs = CUTS
         optimizer = build_optimizer(model, settings(**changes))
         assert [run.lines is None for runs in optimizer.runs.values() for run in runs] == [
             False

@@ -10,7 +10,7 @@ from torch import Tensor
 from tests.numbers import neighbours
 from tigon.train import load
 from tigon.train.optim import adamw, build_optimizer, parameter_groups, state_bytes
-from tigon.weights import Layout, Part
+from tigon.weights import Layout, TensorSlice
 
 CPU = torch.device("cpu")
 
@@ -26,7 +26,7 @@ class Model(torch.nn.Module):
             self.register_parameter(name, torch.nn.Parameter(weight.to(dtype)))
 
     def layout(self, stacked_experts: bool = False) -> Layout:
-        return {n: (Part.whole(n, tuple(p.shape)),) for n, p in self.named_parameters()}
+        return {n: (TensorSlice.whole(n, tuple(p.shape)),) for n, p in self.named_parameters()}
 
     def learn(self, step: int) -> None:
         draw = torch.Generator().manual_seed(step)

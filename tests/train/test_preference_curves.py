@@ -8,7 +8,7 @@ import torch
 
 import tigon
 from tests.train import preferences
-from tigon.models import begin_adapter
+from tigon.models import init_adapter
 from tigon.train import main
 from tigon.train.tasks import losses
 
@@ -134,7 +134,7 @@ def test_dpo_with_an_adapter(workspace: Any, case: str) -> None:
     run = ours(workspace, name, rows, **settings)
     model = tigon.from_pretrained(workspace.model)
     model.add_adapter(tigon.LoraConfig(rank=8, alpha=16, **more))
-    begin_adapter(model, generator=torch.Generator().manual_seed(SEED))
+    init_adapter(model, generator=torch.Generator().manual_seed(SEED))
     model.save_adapter(workspace.root / f"{name}-first")
     found = theirs(
         workspace,

@@ -14,8 +14,8 @@ from tests.train.ranks import train_on
 from tests.train.test_lora import SETTINGS, step, tensors
 from tigon.cli import main as command
 from tigon.layers import QuantizedWeight
-from tigon.models import quantise
-from tigon.models.pretrained.quantization import quantised_layers
+from tigon.models import quantize_model
+from tigon.models.pretrained.quantization import quantized_layers
 from tigon.train import load, main
 from tigon.train.build import read_inputs
 from tigon.train.distributed import start
@@ -83,12 +83,12 @@ def test_a_base_that_is_drawn(workspace, settings):
     )
     with start("cpu") as world:
         found, expected = build_model(few, world), build_model(whole, world)
-    quantise(expected, "nf4")
-    pairs = list(zip(quantised_layers(found), quantised_layers(expected), strict=True))
+    quantize_model(expected, "nf4")
+    pairs = list(zip(quantized_layers(found), quantized_layers(expected), strict=True))
     assert len(pairs) == 2 * 4  # qkv and o, gate and up, down
     for (name, _, one), (_, _, other) in pairs:
         assert torch.equal(one.dequantize(), other.dequantize()), name
-    with pytest.raises(ValueError, match=r"lora.quantize=keep .* init=.*config.json: its weights"):
+    with pytest.raises(ValueError, match=r"lora.quantize=keep .* init=.*config.json are drawn"):
         load(None, settings("kept", **drawn | {"lora.quantize": "keep"}))
 
 

@@ -9,16 +9,16 @@ from safetensors.torch import load_file, save_file
 
 from tigon.weights import (
     Checkpoint,
-    Entry,
-    Part,
     Repository,
+    TensorEntry,
+    TensorSlice,
     load,
     load_into,
-    pinned_ahead,
+    prepin_staging,
     read,
     write_checkpoint,
 )
-from tigon.weights.read import Run, transfers
+from tigon.weights.read import ReadSpan, merge_reads
 
 pytestmark = [
     pytest.mark.gpu,
@@ -45,7 +45,7 @@ def test_loads_what_the_library_loads(
         name: torch.full(tensor.shape, torch.nan, dtype=target, device="cuda")
         for name, tensor in tensors.items()
     }
-    layout = {name: (Part.whole(name, tuple(t.shape)),) for name, t in tensors.items()}
+    layout = {name: (TensorSlice.whole(name, tuple(t.shape)),) for name, t in tensors.items()}
     busy = torch.randn(4096, 4096, device="cuda")
     for _ in range(20):
         busy = busy @ busy  # what the memory's last owner has queued must not come after us
@@ -68,14 +68,14 @@ def test_a_load_uses_what_was_pinned_ahead(tmp_path: Path, monkeypatch: pytest.M
     torch.cuda.synchronize()
     torch._C._host_emptyCache()
     begun, until = blocks(), time.monotonic() + 60
-    with pinned_ahead(torch.device("cuda")):
+    with prepin_staging(torch.device("cuda")):
         while blocks() < begun + 4 and time.monotonic() < until:
             time.sleep(0.001)
     assert blocks() == begun + 4
     save_file({"w": torch.randn(8000, 2000)}, tmp_path / "model.safetensors")
     out = {"w": torch.zeros(8000, 2000, device="cuda")}
     checkpoint = Checkpoint.open(Repository(tmp_path))
-    load_into(out, {"w": (Part.whole("w", (8000, 2000)),)}, checkpoint)
+    load_into(out, {"w": (TensorSlice.whole("w", (8000, 2000)),)}, checkpoint)
     assert torch.equal(out["w"].cpu(), load_file(tmp_path / "model.safetensors")["w"])
     assert blocks() == begun + 4
 
@@ -89,12 +89,12 @@ def test_columns_and_neighbours_on_the_device(tmp_path: Path, target: torch.dtyp
     whole = torch.zeros(150, 64, dtype=target, device="cuda")
     half = info.offset + 150 * 64 * 2
     runs = [
-        Run(info.path, info.offset, info.dtype, 64, 0, left),
-        Run(info.path, half, info.dtype, 64, 40, right),
-        Run(info.path, half, info.dtype, 64, 0, whole),
+        ReadSpan(info.path, info.offset, info.dtype, 64, 0, left),
+        ReadSpan(info.path, half, info.dtype, 64, 40, right),
+        ReadSpan(info.path, half, info.dtype, 64, 0, whole),
     ]
     with read.Reader() as reader:
-        for transfer in transfers(runs, reader.most):
+        for transfer in merge_reads(runs, reader.most):
             reader.fill(transfer)
     assert torch.equal(left.cpu(), stored[:150, :24].to(target))
     assert torch.equal(right.cpu(), stored[150:, 40:].to(target))
@@ -103,10 +103,10 @@ def test_columns_and_neighbours_on_the_device(tmp_path: Path, target: torch.dtyp
 
 def test_writes_from_the_device(tmp_path: Path) -> None:
     tensor = torch.randn(300, 200, device="cuda").t()
-    write_checkpoint(tmp_path, [Entry.of("w", tensor)])
+    write_checkpoint(tmp_path, [TensorEntry.of("w", tensor)])
     assert torch.equal(load_file(tmp_path / "model.safetensors")["w"], tensor.cpu())
     (tmp_path / "b").mkdir()
-    write_checkpoint(tmp_path / "b", [Entry.of("w", tensor)._replace(dtype=torch.bfloat16)])
+    write_checkpoint(tmp_path / "b", [TensorEntry.of("w", tensor)._replace(dtype=torch.bfloat16)])
     written = load_file(tmp_path / "b" / "model.safetensors")["w"]
     assert torch.equal(written, tensor.cpu().bfloat16())
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tigon.weights import DiskFull, new_directory
+from tigon.weights import DiskFullError, new_directory
 from tigon.weights import files as module
 
 
@@ -285,7 +285,10 @@ def test_a_write_that_fails_says_where(tmp_path: Path, number: int, message: str
 
 def test_what_cannot_be_written_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     message = f"the disk of {tmp_path} is too full: .* GiB needed"
-    with pytest.raises(DiskFull, match=message), new_directory(tmp_path / "out", needed=1 << 60):
+    with (
+        pytest.raises(DiskFullError, match=message),
+        new_directory(tmp_path / "out", needed=1 << 60),
+    ):
         pytest.fail("the check comes before any work")
     assert list(tmp_path.iterdir()) == []
 

@@ -13,8 +13,8 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tests.models.fp8_checkpoints import E4M3, Block, dequantised, quantise
-from tigon.weights import BlockScales, Checkpoint, Decoded, Part, Repository, load_into
-from tigon.weights.layout import Decoding
+from tigon.weights import BlockScales, Checkpoint, DecodedTensor, Repository, TensorSlice, load_into
+from tigon.weights.layout import DecodedSpan
 from tigon.weights.read import Reader
 
 W, S = "x.weight", "x.weight_scale_inv"
@@ -56,9 +56,9 @@ def test_pieces_are_small(tmp_path: Path, block: Block) -> None:
     torch.manual_seed(0)
     codes, scales = quantise(torch.randn(300, 200), block)
     info = checkpoint(tmp_path, {W: codes, S: scales}, block).tensors[W]
-    assert isinstance(info, Decoded)
+    assert isinstance(info, DecodedTensor)
     out = torch.empty(300, 200)
-    pieces = [*Decoding(info, 0, 0, out).pieces(10_000)]
+    pieces = [*DecodedSpan(info, 0, 0, out).pieces(10_000)]
     assert max(piece.nbytes for piece in pieces) <= 10_000
     with Reader() as reader:
         for piece in pieces:
@@ -101,9 +101,9 @@ def test_a_rank_reads_its_own_rows_of_fused_parameters(
     found = checkpoint(tmp_path, tensors, block)
     layout = {
         "qkv": (
-            Part.whole("q.weight", (40, 20)),
-            Part.whole("k.weight", (13, 20), 40),
-            Part.whole("v.weight", (30, 20), 53),
+            TensorSlice.whole("q.weight", (40, 20)),
+            TensorSlice.whole("k.weight", (13, 20), 40),
+            TensorSlice.whole("v.weight", (30, 20), 53),
         )
     }
     read = [0]

@@ -10,17 +10,17 @@ from torch import Tensor
 
 from tigon.weights import (
     Checkpoint,
-    Copy,
-    Cut,
     Layout,
-    Part,
+    ReplicaIndex,
     Repository,
-    Rows,
-    cut_parts,
+    RowSpan,
+    ShardSpec,
+    TensorSlice,
     entries,
     load,
     load_into,
     read,
+    shard_slices,
     write_checkpoint,
 )
 
@@ -38,8 +38,12 @@ def fused_qkv(prefix: str = "") -> tuple[dict[str, Tensor], Layout]:
         f"{prefix}norm": torch.randn(4),
     }
     layout = {
-        "qkv": (Part.whole("q", (8, 4)), Part.whole("k", (3, 4), 8), Part.whole("v", (3, 4), 11)),
-        "norm": (Part.whole("norm", (4,)),),
+        "qkv": (
+            TensorSlice.whole("q", (8, 4)),
+            TensorSlice.whole("k", (3, 4), 8),
+            TensorSlice.whole("v", (3, 4), 11),
+        ),
+        "norm": (TensorSlice.whole("norm", (4,)),),
     }
     return tensors, layout
 
@@ -69,12 +73,12 @@ def test_stacked_experts_and_scalars(tmp_path: Path) -> None:
     }
     tensors["scale"] = torch.tensor(1.5)
     parts = [
-        Part.whole(f"{e}.{name}", (inter, width), (2 * e + i) * inter)
+        TensorSlice.whole(f"{e}.{name}", (inter, width), (2 * e + i) * inter)
         for e in range(experts)
         for i, name in enumerate(("w1", "w3"))
     ]
     parameters = {"gate_up": torch.empty(experts, 2 * inter, width), "scale": torch.empty(())}
-    layout = {"gate_up": tuple(parts), "scale": (Part.whole("scale", ()),)}
+    layout = {"gate_up": tuple(parts), "scale": (TensorSlice.whole("scale", ()),)}
     load_into(parameters, layout, save(tmp_path, tensors))
     for e in range(experts):
         expected = torch.cat([tensors[f"{e}.w1"], tensors[f"{e}.w3"]])
@@ -82,9 +86,9 @@ def test_stacked_experts_and_scalars(tmp_path: Path) -> None:
     assert parameters["scale"].item() == 1.5
 
 
-def halves(rank: int) -> Part:
+def halves(rank: int) -> TensorSlice:
     """Rank 0 or 1's part of a stored [gate; up], 6 rows each: a slice of either."""
-    return Part("gate_up", (12, 4), (Rows(3 * rank, 0, 3), Rows(6 + 3 * rank, 3, 3)))
+    return TensorSlice("gate_up", (12, 4), (RowSpan(3 * rank, 0, 3), RowSpan(6 + 3 * rank, 3, 3)))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -124,8 +128,12 @@ def test_a_part_of_several_columns(tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     parameters = {"one": torch.full((5, 2), torch.nan), "two": torch.full((5, 4), torch.nan)}
     layout = {
-        "one": cut_parts([Part.whole("b", (5, 6))], columns(Rows(0, 0, 1), Rows(3, 1, 1))),
-        "two": cut_parts([Part.whole("b", (5, 6))], columns(Rows(1, 0, 2), Rows(4, 2, 2))),
+        "one": shard_slices(
+            [TensorSlice.whole("b", (5, 6))], columns(RowSpan(0, 0, 1), RowSpan(3, 1, 1))
+        ),
+        "two": shard_slices(
+            [TensorSlice.whole("b", (5, 6))], columns(RowSpan(1, 0, 2), RowSpan(4, 2, 2))
+        ),
     }
     load_into(parameters, layout, checkpoint)
     assert torch.equal(parameters["one"], stored[:, [0, 3]])
@@ -134,23 +142,25 @@ def test_a_part_of_several_columns(tmp_path: Path) -> None:
     assert torch.equal(load_file(tmp_path / "out" / "model.safetensors")["b"], stored)
 
 
-def columns(*pieces: Rows) -> Cut:
-    return Cut((5, 6), 1, tuple((rows, Copy()) for rows in pieces))
+def columns(*pieces: RowSpan) -> ShardSpec:
+    return ShardSpec((5, 6), 1, tuple((rows, ReplicaIndex()) for rows in pieces))
 
 
 @pytest.mark.parametrize(
     "slices",
     [
-        (Rows(0, 0, 3), Rows(6, 2, 3)),  # row 2 twice, row 5 not
-        (Rows(0, 0, 3), Rows(6, 3, 2)),
-        (Rows(0, 0, 3), Rows(10, 3, 3)),  # beyond the tensor
-        (Rows(-1, 0, 3), Rows(6, 3, 3)),
+        (RowSpan(0, 0, 3), RowSpan(6, 2, 3)),  # row 2 twice, row 5 not
+        (RowSpan(0, 0, 3), RowSpan(6, 3, 2)),
+        (RowSpan(0, 0, 3), RowSpan(10, 3, 3)),  # beyond the tensor
+        (RowSpan(-1, 0, 3), RowSpan(6, 3, 3)),
     ],
 )
-def test_slices_that_do_not_fit(tmp_path: Path, slices: tuple[Rows, ...]) -> None:
+def test_slices_that_do_not_fit(tmp_path: Path, slices: tuple[RowSpan, ...]) -> None:
     checkpoint = save(tmp_path, {"gate_up": torch.randn(12, 4)})
     with pytest.raises(ValueError, match=r"a is \[6, 4\], not filled by"):
-        load_into({"a": torch.empty(6, 4)}, {"a": (Part("gate_up", (12, 4), slices),)}, checkpoint)
+        load_into(
+            {"a": torch.empty(6, 4)}, {"a": (TensorSlice("gate_up", (12, 4), slices),)}, checkpoint
+        )
 
 
 def test_other_names_in_the_file(tmp_path: Path) -> None:
@@ -170,7 +180,7 @@ def test_names_of_others_are_shown_escaped_and_cut(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"1 unexpected: \\x1b\[2Jx{200,300}\.\.\.$"):
         load_into(
             {"a": torch.ones(3)},
-            {"a": (Part("a", (3,), (Rows(0, 0, 3),)),)},
+            {"a": (TensorSlice("a", (3,), (RowSpan(0, 0, 3),)),)},
             save(tmp_path, tensors),
         )
 
@@ -198,19 +208,23 @@ def test_everything_wrong_is_said_at_once(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "parts",
     [
-        (Part.whole("q", (8, 4)), Part.whole("k", (3, 4), 8)),
-        (Part.whole("q", (8, 4)), Part.whole("k", (3, 4), 8), Part.whole("v", (3, 4), 8)),
+        (TensorSlice.whole("q", (8, 4)), TensorSlice.whole("k", (3, 4), 8)),
         (
-            Part.whole("q", (8, 4)),
-            Part.whole("k", (3, 4), 8),
-            Part.whole("v", (3, 4), 11),
-            Part.whole("q", (8, 4), 14),
+            TensorSlice.whole("q", (8, 4)),
+            TensorSlice.whole("k", (3, 4), 8),
+            TensorSlice.whole("v", (3, 4), 8),
         ),
-        (Part.whole("norm", (4,)),),
-        (Part.whole("q", (8, 5)), Part.whole("k", (6, 5), 8)),
+        (
+            TensorSlice.whole("q", (8, 4)),
+            TensorSlice.whole("k", (3, 4), 8),
+            TensorSlice.whole("v", (3, 4), 11),
+            TensorSlice.whole("q", (8, 4), 14),
+        ),
+        (TensorSlice.whole("norm", (4,)),),
+        (TensorSlice.whole("q", (8, 5)), TensorSlice.whole("k", (6, 5), 8)),
     ],
 )
-def test_layout_that_leaves_rows_unfilled(tmp_path: Path, parts: tuple[Part, ...]) -> None:
+def test_layout_that_leaves_rows_unfilled(tmp_path: Path, parts: tuple[TensorSlice, ...]) -> None:
     tensors, layout = fused_qkv()
     parameters = {"qkv": torch.empty(14, 4), "norm": torch.empty(4)}
     with pytest.raises(ValueError, match=r"qkv is \[14, 4\], not filled by"):
@@ -282,7 +296,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PEAK = """
 import sys
 import torch
-from tigon.weights import Checkpoint, Part, Repository, load_into
+from tigon.weights import Checkpoint, TensorSlice, Repository, load_into
 
 def high_water():
     lines = open("/proc/self/status").read().splitlines()
@@ -293,7 +307,7 @@ torch.ones(1000).to(torch.bfloat16)
 before = high_water()
 checkpoint = Checkpoint.open(Repository(sys.argv[1]))
 parameters = {n: torch.empty(i.shape, dtype=dtype) for n, i in checkpoint.tensors.items()}
-layout = {n: (Part.whole(n, i.shape),) for n, i in checkpoint.tensors.items()}
+layout = {n: (TensorSlice.whole(n, i.shape),) for n, i in checkpoint.tensors.items()}
 load_into(parameters, layout, checkpoint, workers=2)
 wanted = sum(p.nbytes for p in parameters.values())
 assert all(p[-1, -1] == p.shape[0] for p in parameters.values())

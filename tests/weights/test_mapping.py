@@ -11,7 +11,7 @@ import tigon
 from tests.models.tiny import CASES, FIRST, reference
 from tigon.models import MODELS, build
 from tigon.models.pretrained.load import map_weights
-from tigon.weights import Checkpoint, Layout, Part, Repository, Rows, map_parameters
+from tigon.weights import Checkpoint, Layout, Repository, RowSpan, TensorSlice, map_parameters
 
 
 def test_what_is_mapped_and_what_is_not(tmp_path: Path) -> None:
@@ -25,14 +25,14 @@ def test_what_is_mapped_and_what_is_not(tmp_path: Path) -> None:
     }
     save_file(tensors, tmp_path / "model.safetensors")
     layout: Layout = {
-        "in order": (Part.whole("a", (4, 6)), Part.whole("b", (3, 6), 4)),
-        "another order": (Part.whole("c", (2, 6)), Part.whole("b", (3, 6), 2)),
-        "a gap": (Part.whole("a", (4, 6)), Part.whole("c", (2, 6), 4)),
-        "some rows": (Part("a", (4, 6), (Rows(1, 0, 2),)),),
-        "swapped": (Part("a", (4, 6), (Rows(2, 0, 2), Rows(0, 2, 2))),),
-        "as it is": (Part.whole("d", (5,)),),
-        "converted": (Part.whole("c", (2, 6)),),
-        "scalar": (Part.whole("e", ()),),
+        "in order": (TensorSlice.whole("a", (4, 6)), TensorSlice.whole("b", (3, 6), 4)),
+        "another order": (TensorSlice.whole("c", (2, 6)), TensorSlice.whole("b", (3, 6), 2)),
+        "a gap": (TensorSlice.whole("a", (4, 6)), TensorSlice.whole("c", (2, 6), 4)),
+        "some rows": (TensorSlice("a", (4, 6), (RowSpan(1, 0, 2),)),),
+        "swapped": (TensorSlice("a", (4, 6), (RowSpan(2, 0, 2), RowSpan(0, 2, 2))),),
+        "as it is": (TensorSlice.whole("d", (5,)),),
+        "converted": (TensorSlice.whole("c", (2, 6)),),
+        "scalar": (TensorSlice.whole("e", ()),),
     }
     shapes = [(7, 6), (5, 6), (6, 6), (2, 6), (4, 6), (5,), (2, 6), ()]
     parameters = {

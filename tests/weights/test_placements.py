@@ -14,16 +14,20 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distr
 
 from tests.train.ranks import Ranks
 from tigon.train import start
-from tigon.weights import Checkpoint, Part, Repository, load_into
+from tigon.weights import Checkpoint, Repository, TensorSlice, load_into
 
 LAYOUT = {
-    "fused": (Part.whole("q", (9, 6)), Part.whole("k", (3, 6), 9), Part.whole("v", (5, 6), 12)),
+    "fused": (
+        TensorSlice.whole("q", (9, 6)),
+        TensorSlice.whole("k", (3, 6), 9),
+        TensorSlice.whole("v", (5, 6), 12),
+    ),
     # Experts apart, and in one tensor
-    "apart": tuple(Part.whole(f"e.{i}", (2, 7), 2 * i) for i in range(6)),
-    "stacked": (Part.whole("stacked", (3, 5, 6)),),
-    "vector": (Part.whole("vector", (7,)),),
-    "vectors": tuple(Part.whole(f"b.{i}", (5,), 5 * i) for i in range(3)),
-    "scalar": (Part.whole("scalar", ()),),
+    "apart": tuple(TensorSlice.whole(f"e.{i}", (2, 7), 2 * i) for i in range(6)),
+    "stacked": (TensorSlice.whole("stacked", (3, 5, 6)),),
+    "vector": (TensorSlice.whole("vector", (7,)),),
+    "vectors": tuple(TensorSlice.whole(f"b.{i}", (5,), 5 * i) for i in range(3)),
+    "scalar": (TensorSlice.whole("scalar", ()),),
 }
 SHAPES = {
     "fused": (17, 6),

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from tigon.models import from_pretrained
 from tigon.models.pretrained import load as load_module
-from tigon.weights import Checkpoint, Part, Repository, load, load_into, pinned_ahead, read
+from tigon.weights import Checkpoint, Repository, TensorSlice, load, load_into, prepin_staging, read
 
 here = threading.local()
 
@@ -97,7 +97,7 @@ def test_no_buffer_is_filled_before_it_was_copied(
     tensors = {n: torch.randn(shape).to(torch.bfloat16) for n, shape in shapes.items()}
     save_file(tensors, tmp_path / "model.safetensors")
     checkpoint = Checkpoint.open(Repository(tmp_path))
-    layout = {n: (Part.whole(n, shape),) for n, shape in shapes.items()}
+    layout = {n: (TensorSlice.whole(n, shape),) for n, shape in shapes.items()}
     parameters = {n: on_gpu(*shape, dtype=dtype) for n, shape in shapes.items()}
     load_into(parameters, layout, checkpoint, workers=3)
     assert 1 <= len(Stream.made) <= 3  # a thread may find that nothing is left
@@ -124,7 +124,7 @@ def test_a_failing_read_waits_for_what_is_on_its_way(
     monkeypatch.setattr(os, "close", closing)
     out: dict[str, Any] = {"w": on_gpu(300, 50, dtype=torch.float32)}
     with pytest.raises(ValueError, match="ended at byte 30000"):
-        load_into(out, {"w": (Part.whole("w", (300, 50)),)}, checkpoint, workers=1)
+        load_into(out, {"w": (TensorSlice.whole("w", (300, 50)),)}, checkpoint, workers=1)
     (stream,) = Stream.made
     assert stream.done == len(stream.queued) == 7 and len(closed) == 1
 
@@ -158,7 +158,7 @@ def wait_for(found: list[Any], count: int) -> None:
 )
 def test_what_a_load_will_use_is_pinned_ahead(pinned: list[Any], staging: int, each: int) -> None:
     """In powers of two, which torch would round up to: it would take more than is allowed."""
-    with pinned_ahead(torch.device("cuda"), staging):
+    with prepin_staging(torch.device("cuda"), staging):
         wait_for(pinned, 6)
     assert [size for size, *_ in pinned] == [each] * 6
 
@@ -178,7 +178,7 @@ def test_pinning_ends_with_the_block(monkeypatch: pytest.MonkeyPatch, pinned: li
 
     monkeypatch.setattr(threading, "Thread", Thread)
     monkeypatch.setattr(load, "pinned_buffer", slow)
-    with pytest.raises(OSError, match="gone"), pinned_ahead(torch.device("cuda:0")):
+    with pytest.raises(OSError, match="gone"), prepin_staging(torch.device("cuda:0")):
         wait_for(pinned, 2)
         raise OSError("gone")
     assert len(pinned) == 2
@@ -194,7 +194,7 @@ def test_memory_that_cannot_be_pinned_is_left_to_the_load(
         raise RuntimeError("CUDA error: out of memory")
 
     monkeypatch.setattr(load, "pinned_buffer", lacking)
-    with pinned_ahead(torch.device("cuda:0")):
+    with prepin_staging(torch.device("cuda:0")):
         wait_for(pinned, 1)
     assert len(pinned) == 1
 
@@ -207,10 +207,10 @@ def test_pinned_while_the_model_is_built_and_only_for_a_gpu(
     @contextmanager
     def ahead(device: torch.device, staging_bytes: int) -> Iterator[None]:
         asked.append((device, staging_bytes))
-        with pinned_ahead(device, staging_bytes):
+        with prepin_staging(device, staging_bytes):
             yield
 
-    monkeypatch.setattr(load_module, "pinned_ahead", ahead)
+    monkeypatch.setattr(load_module, "prepin_staging", ahead)
     with pytest.raises(FileNotFoundError):
         from_pretrained(tmp_path, staging_bytes=5 << 20)
     assert asked == [(torch.device("cpu"), 5 << 20)] and not pinned

@@ -5,7 +5,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from tigon.weights.read import spread
+from tigon.weights.read import parallel_for
 
 
 def test_each_job_once_with_the_threads_own_tool() -> None:
@@ -19,7 +19,7 @@ def test_each_job_once_with_the_threads_own_tool() -> None:
         yield own
         left.append(own)
 
-    spread(range(1000), lambda job, own: own.append(job), tool, 4)
+    parallel_for(range(1000), lambda job, own: own.append(job), tool, 4)
     assert len(tools) == len(left) == 4
     assert sorted(job for own in tools for job in own) == [*range(1000)]
     assert all(own == sorted(own) for own in tools)
@@ -42,5 +42,5 @@ def test_after_an_error_of_any_thread_no_more_is_begun() -> None:
         time.sleep(0.01)
 
     with pytest.raises(OSError, match="gone"):
-        spread(range(1000), work, tool, 2)
+        parallel_for(range(1000), work, tool, 2)
     assert len(begun) < 500

@@ -10,16 +10,25 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from tigon.weights import Checkpoint, Decoded, Layout, Part, Repository, Rows, load_into, read
-from tigon.weights.layout import Lines, Local
-from tigon.weights.read import Reader, Run, transfers
+from tigon.weights import (
+    Checkpoint,
+    DecodedTensor,
+    Layout,
+    Repository,
+    RowSpan,
+    TensorSlice,
+    load_into,
+    read,
+)
+from tigon.weights.layout import LocalShard, ShardLines
+from tigon.weights.read import Reader, ReadSpan, merge_reads
 
 
 def test_neighbours_are_read_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tensors = {f"{i:02}": torch.randn(3, 4) for i in range(20)}
     save_file(tensors, tmp_path / "model.safetensors")
     checkpoint = Checkpoint.open(Repository(tmp_path))
-    layout = {name: (Part.whole(name, (3, 4)),) for name in tensors}
+    layout = {name: (TensorSlice.whole(name, (3, 4)),) for name in tensors}
     reads: list[int] = []
     preadv = Reader._preadv
 
@@ -41,26 +50,26 @@ def test_neighbours_are_read_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert all(torch.equal(p, tensors[name]) for name, p in parameters.items())
 
 
-def run(offset: int, lines: int, dtype: torch.dtype, out: torch.dtype = torch.float32) -> Run:
-    return Run(Path("f"), offset, dtype, 4, 0, torch.empty(lines, 4, dtype=out))
+def run(offset: int, lines: int, dtype: torch.dtype, out: torch.dtype = torch.float32) -> ReadSpan:
+    return ReadSpan(Path("f"), offset, dtype, 4, 0, torch.empty(lines, 4, dtype=out))
 
 
 def test_cut_and_merged() -> None:
     half = torch.float16
     runs = [run(80, 2, half), run(0, 10, half), run(96, 1, torch.float32), run(300, 30, half)]
-    found = transfers(runs, lambda _: 100)
+    found = merge_reads(runs, lambda _: 100)
     assert [(t.offset, t.nbytes, len(t.runs)) for t in found] == [
         *((0, 96, 2), (96, 16, 1)),  # of another dtype: it is not converted
         *((300, 96, 1), (396, 96, 1), (492, 48, 1)),  # by lines
     ]
-    found = transfers([run(0, 2, half)], lambda _: 4)  # less than a line
+    found = merge_reads([run(0, 2, half)], lambda _: 4)  # less than a line
     assert [(t.offset, t.nbytes) for t in found] == [(4 * i, 4) for i in range(4)]
 
 
 def test_bytes_that_need_no_conversion_are_cut_anywhere() -> None:
     short = run(160, 4, torch.float16, torch.float16)
     runs = [short, run(0, 10, torch.float32), run(300, 30, torch.float32)]
-    found = transfers(runs, lambda _: 200)
+    found = merge_reads(runs, lambda _: 200)
     assert [(t.offset, t.nbytes, len(t.runs)) for t in found] == [
         *((0, 192, 2), (300, 200, 1), (500, 200, 1), (700, 80, 1))
     ]
@@ -71,12 +80,12 @@ def test_bytes_that_need_no_conversion_are_cut_anywhere() -> None:
 
 @pytest.mark.parametrize("shape", [(6,), (6, 4), (3, 6, 4)])
 def test_a_rank_outside_the_mesh_has_no_lines(shape: tuple[int, ...]) -> None:
-    outside = Local(torch.empty(0), shape, ())
-    assert not [*Lines(outside, single=len(shape) < 2).within(0, 100)]
+    outside = LocalShard(torch.empty(0), shape, ())
+    assert not [*ShardLines(outside, single=len(shape) < 2).within(0, 100)]
 
 
 @dataclass(frozen=True)
-class Counting(Decoded):
+class Counting(DecodedTensor):
     """Values that count up, decoded in groups of `group` rows."""
 
     group: int = 1
@@ -106,11 +115,11 @@ def test_decoded_tensors(dtype: torch.dtype) -> None:
     infos = {n: Counting(n, shape, Path("x"), 0, group=32) for n, shape in shapes.items()}
     layout: Layout = {
         "ab": (
-            Part("a", (1000, 700), (Rows(40, 0, 960), Rows(0, 960, 40))),
-            Part.whole("b", (77, 700), 1000),
+            TensorSlice("a", (1000, 700), (RowSpan(40, 0, 960), RowSpan(0, 960, 40))),
+            TensorSlice.whole("b", (77, 700), 1000),
         ),
-        "s": (Part.whole("s", (3, 5, 8)),),
-        "v": (Part.whole("v", (9,)),),
+        "s": (TensorSlice.whole("s", (3, 5, 8)),),
+        "v": (TensorSlice.whole("v", (9,)),),
     }
     parameters = {
         "ab": torch.full((1077, 700), torch.nan, dtype=dtype),
@@ -137,7 +146,10 @@ def test_staging_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         sizes.append(size[0])
         return empty(*size, **options)
 
-    out, layout = empty(3000, 1000, dtype=torch.bfloat16), {"w": (Part.whole("w", (3000, 1000)),)}
+    out, layout = (
+        empty(3000, 1000, dtype=torch.bfloat16),
+        {"w": (TensorSlice.whole("w", (3000, 1000)),)},
+    )
     monkeypatch.setattr(read.torch, "empty", counted)
     load_into({"w": out}, layout, checkpoint, workers=8, staging_bytes=2 << 20)
     monkeypatch.undo()
@@ -153,7 +165,9 @@ def test_threads_of_torch_are_left_as_they_were(tmp_path: Path) -> None:
     torch.set_num_threads(3)
     try:
         out = {"w": torch.empty(3)}
-        load_into(out, {"w": (Part.whole("w", (3,)),)}, Checkpoint.open(Repository(tmp_path)))
+        load_into(
+            out, {"w": (TensorSlice.whole("w", (3,)),)}, Checkpoint.open(Repository(tmp_path))
+        )
         assert torch.get_num_threads() == 3
     finally:
         torch.set_num_threads(before)

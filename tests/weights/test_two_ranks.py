@@ -17,7 +17,15 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from tests.train.ranks import Ranks
 from tigon.train import start
-from tigon.weights import Checkpoint, Part, Repository, Rows, entries, load_into, write_checkpoint
+from tigon.weights import (
+    Checkpoint,
+    Repository,
+    RowSpan,
+    TensorSlice,
+    entries,
+    load_into,
+    write_checkpoint,
+)
 
 SHAPES = {
     "wide": (1001, 64),
@@ -28,12 +36,12 @@ SHAPES = {
     "swapped": (9, 2),  # its halves, in the file the other way round
 }
 LAYOUT = {
-    "wide": (Part.whole("wide.a", (400, 64)), Part.whole("wide.b", (601, 64), 400)),
-    "odd": (Part.whole("odd", (5, 3)),),
-    "single": (Part.whole("single", (1, 7)),),
-    "stack": tuple(Part.whole(f"stack.{i}", (2, 5), 2 * i) for i in range(6)),
-    "bias": (Part.whole("bias", (3,)),),
-    "swapped": (Part("swapped", (9, 2), (Rows(4, 0, 5), Rows(0, 5, 4))),),
+    "wide": (TensorSlice.whole("wide.a", (400, 64)), TensorSlice.whole("wide.b", (601, 64), 400)),
+    "odd": (TensorSlice.whole("odd", (5, 3)),),
+    "single": (TensorSlice.whole("single", (1, 7)),),
+    "stack": tuple(TensorSlice.whole(f"stack.{i}", (2, 5), 2 * i) for i in range(6)),
+    "bias": (TensorSlice.whole("bias", (3,)),),
+    "swapped": (TensorSlice("swapped", (9, 2), (RowSpan(4, 0, 5), RowSpan(0, 5, 4))),),
 }
 
 

@@ -8,14 +8,21 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from tigon.weights import Checkpoint, Entry, Piece, Repository, new_directory, write_checkpoint
+from tigon.weights import (
+    Checkpoint,
+    Repository,
+    RowBlock,
+    TensorEntry,
+    new_directory,
+    write_checkpoint,
+)
 from tigon.weights.header import DTYPES
 
 INDEX = "model.safetensors.index.json"
 
 
-def entries(tensors: dict[str, Tensor]) -> list[Entry]:
-    return [Entry.of(name, tensor) for name, tensor in tensors.items()]
+def entries(tensors: dict[str, Tensor]) -> list[TensorEntry]:
+    return [TensorEntry.of(name, tensor) for name, tensor in tensors.items()]
 
 
 def random_bits(dtype: torch.dtype, *shape: int) -> Tensor:
@@ -75,7 +82,9 @@ def test_what_was_loaded_is_written_again_bit_for_bit(tmp_path: Path) -> None:
         return out
 
     with new_directory(tmp_path / "b") as directory:
-        write_checkpoint(directory, [Entry.of(name, read(name)) for name in checkpoint.tensors])
+        write_checkpoint(
+            directory, [TensorEntry.of(name, read(name)) for name in checkpoint.tensors]
+        )
     expected: dict[str, Tensor] = {}
     for path in (tmp_path / "a").glob("*.safetensors"):
         expected |= load_file(path)
@@ -109,14 +118,16 @@ def test_nothing_is_left_of_a_failed_write(tmp_path: Path, max_shard_size: int |
         raise OSError("disk on fire")
 
     a = entries({"a": torch.ones(4)})
-    tensors = [*a, Entry("b", (4,), torch.float32, [Piece(0, 4, fail)])]
+    tensors = [*a, TensorEntry("b", (4,), torch.float32, [RowBlock(0, 4, fail)])]
     with pytest.raises(OSError, match="disk on fire"):
         write_checkpoint(tmp_path, tensors, max_shard_size=max_shard_size)
-    tensors[1] = Entry("b", (4,), torch.float32, [Piece(0, 4, lambda first, count: torch.ones(2))])
+    tensors[1] = TensorEntry(
+        "b", (4,), torch.float32, [RowBlock(0, 4, lambda first, count: torch.ones(2))]
+    )
     with pytest.raises(ValueError, match=r"'b' was announced as \[4\], and 4 rows .* as \[2\]"):
         write_checkpoint(tmp_path, tensors, max_shard_size=max_shard_size)
-    for missing in ([Piece(0, 3, fail)], [Piece(1, 3, fail)], [Piece(0, 4, fail)] * 2, []):
-        tensors[1] = Entry("b", (4,), torch.float32, missing)
+    for missing in ([RowBlock(0, 3, fail)], [RowBlock(1, 3, fail)], [RowBlock(0, 4, fail)] * 2, []):
+        tensors[1] = TensorEntry("b", (4,), torch.float32, missing)
         with pytest.raises(ValueError, match=r"b \[4\] cannot be written: there are .* not each"):
             write_checkpoint(tmp_path, tensors, max_shard_size=max_shard_size)
     assert [path.name for path in tmp_path.iterdir()] == ["config.json"]

@@ -21,7 +21,7 @@ from tigon.cli.load import (
 )
 from tigon.eval import find_windows, parity, report, score
 from tigon.generation.settings import file_prefix
-from tigon.models import MODELS, CausalLM, convert, from_pretrained, split_gguf
+from tigon.models import MODELS, CausalLM, convert_pretrained, from_pretrained, parse_gguf_path
 from tigon.plan import format_plan, make_plan, read_job
 from tigon.tokenizer import Tokenizer
 from tigon.train.distributed import World
@@ -239,9 +239,9 @@ def export(args: Namespace) -> int:
         dtype = export_merged(args.model, args.directory, args.revision, dtype, **options)
     else:
         refuse_base(args)
-        place, options["gguf_file"] = split_gguf(args.model)
+        place, options["gguf_file"] = parse_gguf_path(args.model)
         repository, tokenizer = Repository(place, revision=args.revision), load_tokenizer(args)
-        dtype = convert(
+        dtype = convert_pretrained(
             repository, args.directory, MODELS, tokenizer=tokenizer, dtype=dtype, **options
         ).dtype
     print(one_line(f"{source or args.model} -> {args.directory}, {dtype_name(dtype)}"))

@@ -22,11 +22,11 @@ from tigon.cli.summary import (
 )
 from tigon.hub import Repository, config_file
 from tigon.kernels.attention.api import survey
-from tigon.models import MODELS, CausalLM, build, misfits, split_gguf
+from tigon.models import MODELS, CausalLM, build, find_misfits, parse_gguf_path
 from tigon.train.export import described_checkpoint, find_checkpoint
 from tigon.utils.json import quote, read_json
 from tigon.version import __version__
-from tigon.weights import Checkpoint, listing, read_header
+from tigon.weights import Checkpoint, format_misfits, read_header
 
 NAMED = 5  # tensors, at most, of those that do not fit
 
@@ -60,7 +60,7 @@ def describe(path: str, revision: str | None = None) -> Facts:
     """
     if checkpoint := find_checkpoint(path):
         return _describe_run(checkpoint)
-    directory, gguf_file = split_gguf(path)
+    directory, gguf_file = parse_gguf_path(path)
     if gguf_file is not None:
         return _describe_gguf(Repository(directory, revision=revision), gguf_file)
     with open_headers(path, revision) as repository:
@@ -139,7 +139,9 @@ def _describe_run(checkpoint: Path) -> Facts:
 
 
 def _list_misfits(model: CausalLM, stored: Checkpoint) -> list[str]:
-    return [listing(fault, names, NAMED) for fault, names in misfits(model, stored).items()]
+    return [
+        format_misfits(fault, names, NAMED) for fault, names in find_misfits(model, stored).items()
+    ]
 
 
 def _format_loads(model: CausalLM | None, stored: Checkpoint | None, problems: list[str]) -> str:

@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 
 from tigon.cli.chat import save_terminal
-from tigon.models import MODELS, CausalLM, build, split_gguf
-from tigon.parallel import MeshSizes, from_pretrained, take_part
+from tigon.models import MODELS, CausalLM, build, parse_gguf_path
+from tigon.parallel import MeshSizes, from_pretrained, keep_rank_zero
 from tigon.tokenizer import Tokenizer
 from tigon.train.config import Parallel
 from tigon.train.distributed import World, end_soon, launched, record_error, start
@@ -87,7 +87,7 @@ def adapter_on_ranks_error(adapter: str) -> ValueError:
 
 def load_tokenizer(args: Namespace) -> Tokenizer:
     """The model's tokenizer; for a GGUF file, that of its directory."""
-    directory, gguf_file = split_gguf(args.model)
+    directory, gguf_file = parse_gguf_path(args.model)
     if gguf_file is not None:
         files = Repository(directory, revision=args.revision)
         files.file(gguf_file)  # raises if there is none
@@ -174,11 +174,13 @@ def _start_ranks(args: Namespace) -> int:
         elif is_adapter(args.model, args.revision):
             raise adapter_on_ranks_error(args.model)
         else:
-            directory, gguf_file = split_gguf(args.model)
+            directory, gguf_file = parse_gguf_path(args.model)
             files = Repository(directory, revision=args.revision)
             model, _ = build(files, MODELS, dtype=parse_dtype(args), gguf_file=gguf_file)
             load_tokenizer(args)
-        take_part(model, MeshSizes(tensor=args.tp, expert=args.tp if args.expert_parallel else 1))
+        keep_rank_zero(
+            model, MeshSizes(tensor=args.tp, expert=args.tp if args.expert_parallel else 1)
+        )
     with _restore_terminal():
         code, problem = run_ranks(
             args.tp, args.arguments_given, "tigon", shutdown_timeout=15, forward_interrupt=True

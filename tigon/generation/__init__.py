@@ -2,13 +2,13 @@
 
 from tigon.generation.generate import generate
 from tigon.generation.loop import StopStrings
-from tigon.generation.prompt import Decodes, Model, Streamer
+from tigon.generation.prompt import DecodingTokenizer, GenerationModel, Streamer
 from tigon.generation.sampling import Sampling
 from tigon.generation.settings import check_generation_config
 
 __all__ = [
-    "Decodes",
-    "Model",
+    "DecodingTokenizer",
+    "GenerationModel",
     "Sampling",
     "StopStrings",
     "Streamer",

@@ -1,6 +1,8 @@
-"""When a row has ended: stop strings, and what the host knows of every row.
+"""The loop over generation steps: stop strings, finished rows, and copies of tokens to the host.
 
-# B rows, n tokens of a step
+The device runs ahead: the host reads the tokens of a step some steps later.
+
+# B rows at first, b rows now, n tokens of a step
 """
 
 from collections import deque
@@ -9,23 +11,25 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from tigon.generation.prompt import Decodes, Steps
+from tigon.generation.prompt import DecodingTokenizer, Steps
 from tigon.kernels.loss.argmax import NOT_FINITE
 from tigon.utils.json import quote
 
-ABSENT = -1  # stands where a step has no token for a row
+ABSENT = -1  # in place of a token if a step has none for a row
+LAG = 8  # steps that the host may be behind the device
+FEW_STEPS = 8  # with fewer steps to go, removing rows or capturing a graph costs more than it saves
 
 
 class StopStrings:
-    """Whether the last token of a row completed one of the strings, wherever that began."""
+    """Detects whether a row's last token completes one of the strings."""
 
-    def __init__(self, strings: Sequence[str], tokenizer: Decodes):
+    def __init__(self, strings: Sequence[str], tokenizer: DecodingTokenizer):
         self.strings, self.tokenizer = strings, tokenizer
-        # A token is at least a byte. One more, since decoders treat the first of a text apart
+        # A token is at least a byte; one more, since decoders treat the first token differently
         self.window = max(len(s.encode()) for s in strings) + 1
 
     def completed(self, ids: list[int]) -> bool:
-        """For the last `window` tokens of one row, or all that it has."""
+        """Whether the last of these tokens, the last `window` of a row, completes a string."""
         before = self.tokenizer.decode(ids[:-1], skip_special_tokens=False)
         text = self.tokenizer.decode(ids, skip_special_tokens=False)
         # An unfinished character is U+FFFD until its last byte
@@ -33,9 +37,9 @@ class StopStrings:
         return any(text.find(s, max(0, old - len(s) + 1)) >= 0 for s in self.strings)
 
 
-def find_stops(
+def make_stop_strings(
     strings: Sequence[str],
-    tokenizer: Decodes | None,
+    tokenizer: DecodingTokenizer | None,
     file: str,  # begins a message
 ) -> StopStrings | None:
     if not strings:
@@ -48,7 +52,7 @@ def find_stops(
 
 
 class Continuations:
-    """The generated tokens of each row that have reached the host, and which rows are unfinished.
+    """The generated tokens of each row that have reached the host, and the unfinished rows.
 
     Tokens after the end of a row are dropped. `emit` gets a column [B] as soon as all unfinished
     rows are past it.
@@ -78,12 +82,12 @@ class Continuations:
 
     @property
     def remaining(self) -> int:
-        """Tokens that the shortest unfinished row may still get."""
+        """The number of tokens that the shortest unfinished row may still get."""
         shortest = min((len(self.tokens[row]) for row in self.unfinished), default=self.max_tokens)
         return self.max_tokens - shortest
 
     def append(self, rows: Sequence[int], tokens: list[list[int]]) -> None:
-        """The tokens [b, n] of one step, which belong to `rows` [b]."""
+        """Append the tokens [b, n] of one step to `rows` [b]."""
         for row, new in zip(rows, tokens, strict=True):
             for token in new:
                 if row in self.unfinished and token != ABSENT:
@@ -98,8 +102,7 @@ class Continuations:
         if token == NOT_FINITE:
             raise ValueError(
                 f"row {row}: the scores of token {len(self.tokens[row])} after the prompt are not "
-                "finite, so none can be chosen; look for nan, inf or huge values in the weights of "
-                "the model and its adapter"
+                "finite: look for nan, inf or huge values in the weights of model and adapter"
             )
         tokens = self.tokens[row]
         tokens.append(token)
@@ -121,21 +124,12 @@ class Continuations:
         return torch.tensor(filled, dtype=torch.long).view(len(filled), length)
 
 
-# The loop over steps. The device runs ahead: the host reads the tokens of a step some steps
-# later.
-#
-# B rows at first, b rows now, n tokens of a step
-
-LAG = 8  # steps that the host may be behind the device
-FEW = 8  # with so few steps left, removing rows or capturing a graph costs more than it saves
-
-
 class HostCopies:
-    """Copies of tokens to the host, in the order of their steps; at most `lag` are unfinished.
+    """Copies tokens to the host in the order of their steps; at most `lag` copies are unfinished.
 
     From a GPU, tokens are copied to pinned memory on the stream of their step, so that neither
-    starting a copy nor asking whether it has finished waits for the device. With `in_step`, nobody
-    asks: tokens are there `lag` steps later, neither sooner nor later, on all ranks alike.
+    starting a copy nor testing for its end waits for the device. With `in_step`, tokens are
+    received exactly `lag` steps later, so that all ranks see them in the same step.
     """
 
     def __init__(self, lag: int = LAG, in_step: bool = False):
@@ -161,7 +155,7 @@ class HostCopies:
         self._count += 1
 
     def receive(self, everything: bool = False) -> Iterator[list[list[int]]]:
-        """Tokens whose copies have finished; waits for those over `lag` steps old, or for all."""
+        """Yields copied tokens; waits for those over `lag` steps old, or for `everything`."""
         while self._sent:
             tokens, event = self._sent[0]
             wait = everything or len(self._sent) > self.lag
@@ -179,11 +173,10 @@ class HostCopies:
 def run_steps(
     steps: Steps, output: Continuations, lag: int = LAG, *, in_step: bool = False
 ) -> None:
-    """Step until every row has ended; `in_step` with other ranks, which all stop after the same
-    step.
+    """Run steps until every row has ended; with `in_step`, all ranks stop after the same step.
 
-    The host learns some steps later that a row has ended; the tokens of the steps launched since
-    are dropped. When at least half of the rows have ended, they are removed from the batch.
+    The host learns some steps later that a row has ended, and drops the tokens of steps launched
+    since. When at least half of the rows have ended, they are removed from the batch.
     """
     rows = list(range(len(output.tokens)))
     copies = HostCopies(lag, in_step)
@@ -193,13 +186,13 @@ def run_steps(
         for tokens in copies.receive():
             output.append(rows, tokens)
         half = 2 * len(output.unfinished) <= len(rows)
-        if steps.can_remove_rows and half and remaining > FEW:
+        if steps.can_remove_rows and half and remaining > FEW_STEPS:
             for tokens in copies.receive(everything=True):
                 output.append(rows, tokens)
-            kept = [i for i, row in enumerate(rows) if row in output.unfinished]
-            if kept:
-                steps.select(torch.tensor(kept))
-                rows = [rows[i] for i in kept]
+            unfinished = [i for i, row in enumerate(rows) if row in output.unfinished]
+            if unfinished:
+                steps.select(torch.tensor(unfinished))
+                rows = [rows[i] for i in unfinished]
                 copies = HostCopies(lag, in_step)
         if not output.unfinished:
             return

@@ -1,6 +1,6 @@
-"""What generation needs of a model, a tokenizer and a streamer; and how its parts meet.
+"""The interfaces of generation (model, tokenizer, streamer, steps), and the checked prompt.
 
-# B rows at first, b rows now, n tokens of a step
+# B rows at first, b rows now, n tokens of a step, T prompt tokens, V vocab
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -13,7 +13,7 @@ from tigon.distributed.collectives import Ranks
 from tigon.layers import RotaryEmbedding, StaticCache
 
 
-class Model(Protocol):
+class GenerationModel(Protocol):
     config: Any
     generation_config: Any  # a dict, or an object with to_dict()
 
@@ -24,7 +24,7 @@ class Model(Protocol):
     def turning_rope(self) -> RotaryEmbedding | None: ...
 
     @property
-    def together(self) -> tuple[Ranks, ...]: ...
+    def communication_groups(self) -> tuple[Ranks, ...]: ...
 
     @property
     def cache_restart(self) -> int | None: ...
@@ -38,7 +38,7 @@ class Model(Protocol):
     def __call__(self, input_ids: Tensor, **kwargs: Any) -> Any: ...
 
 
-class Decodes(Protocol):
+class DecodingTokenizer(Protocol):
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = False) -> str: ...
 
 
@@ -52,12 +52,12 @@ class Streamer(Protocol):
 
 
 class Steps(Protocol):
-    """The work on the device, a step at a time; it never waits for the values of tokens."""
+    """One generation step at a time on the device, without waiting for the values of tokens."""
 
     can_remove_rows: bool
 
     def __call__(self, remaining: int) -> Tensor:
-        """The next tokens [b, n], ABSENT where a row has fewer; `remaining` calls at most."""
+        """The next tokens [b, n], or ABSENT. At most `remaining` calls follow, with this one."""
         ...
 
     def select(self, index: Tensor) -> None:
@@ -65,19 +65,14 @@ class Steps(Protocol):
         ...
 
 
-# The prompt of a call, checked and brought to the model's device.
-#
-# B rows, T prompt tokens, V vocab
-
-
-class Prompt(NamedTuple):
-    """On the model's device; padding is on the left."""
+class PromptBatch(NamedTuple):
+    """The prompts of a call on the model's device, padded on the left."""
 
     ids: Tensor  # [B, T]
     mask: Tensor | None  # [B, T], True on real tokens; None: all are
 
     def lengths(self) -> list[int]:
-        """Real tokens of each row, for which the host waits."""
+        """The number of real tokens of each row; the host waits for it."""
         b, t = self.ids.shape
         return [t] * b if self.mask is None else self.mask.sum(1).tolist()
 
@@ -90,11 +85,11 @@ class Prompt(NamedTuple):
 
 
 def check_prompt(
-    model: Model, ids: Tensor, mask: Tensor | None, pad: int | None, eos: Collection[int]
-) -> Prompt:
-    """Prompt and its mask; no mask when there is no padding.
+    model: GenerationModel, ids: Tensor, mask: Tensor | None, pad: int | None, eos: Collection[int]
+) -> PromptBatch:
+    """Check the prompt and move it to the model's device, with a mask if there is padding.
 
-    Without a mask, pad tokens are padding unless they also end texts, as in transformers.
+    Without a mask, pad tokens are padding unless they are eos tokens too, as in transformers.
     """
     if getattr(model.config, "labels", 0):
         raise ValueError(f"this {type(model).__name__} scores sequences and cannot write any")
@@ -106,13 +101,13 @@ def check_prompt(
         mask = _check_mask(mask, ids, source).to(device=model.device, dtype=torch.bool)
         if mask.all():
             mask = None
-    return Prompt(ids.to(device=model.device, dtype=torch.long), mask)
+    return PromptBatch(ids.to(device=model.device, dtype=torch.long), mask)
 
 
 def _check_ids(ids: Any, vocab: int) -> None:
     if isinstance(ids, Mapping):
         raise TypeError(
-            f"input_ids is a whole {type(ids).__name__}: give its parts, as in generate(**encoding)"
+            f"input_ids is a {type(ids).__name__}: give its parts, as in generate(**encoding)"
         )
     if not isinstance(ids, Tensor):
         raise TypeError(f"input_ids must be a tensor [B, T], not {type(ids).__name__}")

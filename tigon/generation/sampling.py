@@ -1,4 +1,4 @@
-"""From logits to tokens: transformers' processors, and draws that no other row changes.
+"""Samples tokens from logits: transformers' processors, and random numbers for each row.
 
 # B rows at first, b rows now, V vocab
 """
@@ -9,23 +9,23 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from tigon.generation.settings import Settings
+from tigon.generation.settings import GenerationSettings
 from tigon.kernels.loss.argmax import NOT_FINITE, argmax
 
 
 def penalize_repetition(scores: Tensor, seen: Tensor, penalty: float) -> Tensor:
-    """Scores [b, V] where `seen` is True move down: positive / penalty, negative * penalty."""
+    """Lower the scores [b, V] of `seen` tokens: positive / penalty, negative * penalty."""
     return torch.where(seen, torch.where(scores < 0, scores * penalty, scores / penalty), scores)
 
 
 def keep_top_k(scores: Tensor, k: int) -> Tensor:
-    """-inf below the k-th largest score of a row; scores equal to it all stay."""
+    """Set scores below the k-th largest of a row to -inf; scores equal to it all stay."""
     kth = scores.topk(min(k, scores.shape[-1])).values[:, -1:]
     return scores.masked_fill(scores < kth, float("-inf"))
 
 
 def keep_top_p(scores: Tensor, p: float) -> Tensor:
-    """-inf outside the smallest set of tokens whose probability reaches p."""
+    """Set scores outside the smallest set of tokens whose probability reaches p to -inf."""
     ascending, order = scores.sort()
     remove = ascending.softmax(-1).cumsum(-1) <= 1 - p
     remove[:, -1] = False
@@ -33,27 +33,27 @@ def keep_top_p(scores: Tensor, p: float) -> Tensor:
 
 
 def keep_min_p(scores: Tensor, p: float) -> Tensor:
-    """-inf where the probability is below p times the largest of the row."""
+    """Set scores to -inf whose probability is below p times the largest of the row."""
     probabilities = scores.softmax(-1)
     floor = p * probabilities.amax(-1, keepdim=True)
     return scores.masked_fill(probabilities < floor, float("-inf"))
 
 
 class Draws:
-    """Random numbers for the rows of a batch: those of a row do not depend on the others."""
+    """Random numbers for the rows of a batch, which do not change when other rows are removed."""
 
     def __init__(self, rows: int, device: torch.device, generator: torch.Generator | None):
-        self.generator = generator  # None: the device's own
+        self.generator = generator  # None: the device's default
         self._batch, self._device = rows, device
-        self._rows: Tensor | None = None  # those kept; None: all
+        self._rows: Tensor | None = None  # remaining rows; None: all
 
     def exponential(self, columns: int) -> Tensor:
-        """[b, columns] fp32 of Exp(1)."""
-        return self._kept(self._empty(columns).exponential_(generator=self.generator))
+        """Exp(1) random numbers, fp32 [b, columns]."""
+        return self._select_rows(self._empty(columns).exponential_(generator=self.generator))
 
     def uniform(self, columns: int) -> Tensor:
-        """[b, columns] fp32 in [0, 1)."""
-        return self._kept(self._empty(columns).uniform_(generator=self.generator))
+        """Uniform random numbers in [0, 1), fp32 [b, columns]."""
+        return self._select_rows(self._empty(columns).uniform_(generator=self.generator))
 
     def select(self, index: Tensor) -> None:
         """Keep these of the b rows."""
@@ -62,15 +62,15 @@ class Draws:
     def _empty(self, columns: int) -> Tensor:
         return torch.empty(self._batch, columns, device=self._device)
 
-    def _kept(self, numbers: Tensor) -> Tensor:
+    def _select_rows(self, numbers: Tensor) -> Tensor:
         return numbers if self._rows is None else numbers.index_select(0, self._rows)
 
 
-def draw(weights: Tensor, draws: Draws) -> Tensor:
-    """One column of weights [b, V] per row, as likely as it is heavy: [b].
+def sample_columns(weights: Tensor, draws: Draws) -> Tensor:
+    """Sample one column [b] per row with probabilities proportional to weights [b, V].
 
-    The largest of weight / Exp(1), as torch.multinomial finds it: the same column for the same
-    random state, without asking the device whether the weights are any good. NOT_FINITE if not.
+    Takes the largest of weight / Exp(1), as torch.multinomial does, so the same random state gives
+    the same column, but without a sync that checks the weights. NOT_FINITE if a weight is NaN.
     """
     value, column = (weights / draws.exponential(weights.shape[-1])).max(-1)
     return column.masked_fill(value.isnan(), NOT_FINITE)
@@ -78,7 +78,7 @@ def draw(weights: Tensor, draws: Draws) -> Tensor:
 
 @dataclass(frozen=True)
 class Sampling:
-    """How logits become a token: transformers' processors, in transformers' order."""
+    """Turns logits into tokens by transformers' processors, in transformers' order."""
 
     do_sample: bool
     temperature: float
@@ -90,7 +90,7 @@ class Sampling:
     ends: Tensor | None = None  # [V], True at eos tokens; None: there are none
 
     @classmethod
-    def of(cls, settings: Settings, vocab: int, device: torch.device) -> Self:
+    def of(cls, settings: GenerationSettings, vocab: int, device: torch.device) -> Self:
         ends = None
         eos = [token for token in settings.eos_token_id if 0 <= token < vocab]
         if settings.min_new_tokens and eos:
@@ -105,9 +105,9 @@ class Sampling:
     def scores(
         self, logits: Tensor, seen: Tensor | None, generated: Tensor | None = None
     ) -> Tensor:
-        """Logits [b, V] of the next token to the fp32 scores that it is chosen by.
+        """The fp32 scores [b, V] for choosing the next token, from its logits.
 
-        `generated`, [b] or [1], is how many tokens there are after the prompt; None: enough to end.
+        `generated`, [b] or [1], is the number of tokens after the prompt; None: enough to end.
         """
         scores = logits.float()
         if seen is not None:
@@ -132,13 +132,13 @@ class Sampling:
         if not self.do_sample and seen is None and self.ends is None:
             return argmax(logits)  # which a copy in fp32 would not change
         scores = self.scores(logits, seen, generated)
-        return draw(scores.softmax(-1), draws) if self.do_sample else argmax(scores)
+        return sample_columns(scores.softmax(-1), draws) if self.do_sample else argmax(scores)
 
     def seen(self, prompt: Tensor, mask: Tensor | None, vocab: int) -> Tensor | None:
-        """The tokens [b, V] that a prompt [b, T] has, if they count."""
+        """Bool [b, V], True for tokens of the prompt [b, T]; None without a repetition penalty."""
         if self.repetition_penalty == 1:
             return None
         seen = torch.zeros(prompt.shape[0], vocab, dtype=torch.bool, device=prompt.device)
-        # In place of padding, which is on the left, the last token once more
+        # Padding, which is on the left, is replaced by the last token
         real = prompt if mask is None else torch.where(mask, prompt, prompt[:, -1:])
         return seen.scatter_(1, real, True)

@@ -1,4 +1,4 @@
-"""What a call to generate leaves open, and what it gives that cannot be."""
+"""The settings of generate: defaults, sources in order of precedence, and checks."""
 
 import warnings
 from collections.abc import Mapping
@@ -7,19 +7,19 @@ from numbers import Integral
 from pathlib import Path
 from typing import Any, Literal
 
-from tigon.generation.prompt import Model, Prompt
+from tigon.generation.prompt import GenerationModel, PromptBatch
 from tigon.utils.config import read_settings, setting, suggest
 from tigon.utils.json import escape, quote
 
-LARGEST = 2**31 - 1  # of lengths and token ids, as in config.json
+MAX_INT32 = 2**31 - 1  # of lengths and token ids, as in config.json
 MOST_SEQUENCES = 2**16
 MOST_PROPOSALS = 2**10
 SMALLEST_FACTOR, LARGEST_FACTOR = 1e-30, 1e30  # what scores in fp32 can be divided by
-Caches = Literal["dynamic", "static", "quantized"]
+CacheImplementation = Literal["dynamic", "static", "quantized"]
 
 
 class _Unset:
-    """Stands where no argument was given, since None turns a setting off."""
+    """The default of arguments, since None turns a setting off."""
 
     def __repr__(self) -> str:
         return "UNSET"
@@ -29,15 +29,15 @@ UNSET: Any = _Unset()
 
 
 @dataclass(frozen=True)
-class Settings:
-    """All that a call can leave open, with transformers' defaults.
+class GenerationSettings:
+    """All settings of a call, with transformers' defaults.
 
-    What only sampling goes by is checked where it is used.
+    Values that only sampling uses are checked by `_check_values`.
     """
 
-    max_new_tokens: int | None = setting(None, ge=0, le=LARGEST)
-    max_length: int | None = setting(None, ge=1, le=LARGEST)
-    min_new_tokens: int = setting(0, ge=0, le=LARGEST)
+    max_new_tokens: int | None = setting(None, ge=0, le=MAX_INT32)
+    max_length: int | None = setting(None, ge=1, le=MAX_INT32)
+    min_new_tokens: int = setting(0, ge=0, le=MAX_INT32)
     num_return_sequences: int = setting(1, ge=1, le=MOST_SEQUENCES)
     do_sample: bool = False
     temperature: float = 1.0
@@ -45,27 +45,33 @@ class Settings:
     top_p: float = 1.0
     min_p: float = 0.0
     repetition_penalty: float = 1.0
-    eos_token_id: tuple[int, ...] = setting((), le=LARGEST)
-    pad_token_id: int | None = setting(None, le=LARGEST)
+    eos_token_id: tuple[int, ...] = setting((), le=MAX_INT32)
+    pad_token_id: int | None = setting(None, le=MAX_INT32)
     stop_strings: tuple[str, ...] = ()
     seed: int | None = setting(None, ge=-(2**63), le=2**64 - 1)
     use_cache: bool = True
-    cache_implementation: Caches | None = None
-    prefill_chunk_size: int = setting(8192, ge=1, le=LARGEST)
+    cache_implementation: CacheImplementation | None = None
+    prefill_chunk_size: int = setting(8192, ge=1, le=MAX_INT32)
     num_assistant_tokens: int = setting(5, ge=1, le=MOST_PROPOSALS)
 
 
-DEFAULTS: dict[str, Any] = {field.name: field.default for field in fields(Settings)}
-OFF = DEFAULTS | {"top_k": 0}  # what None means in a call
+DEFAULTS: dict[str, Any] = {field.name: field.default for field in fields(GenerationSettings)}
+NONE_VALUES = DEFAULTS | {"top_k": 0}  # the meaning of None in a call
 DEFAULT_NEW_TOKENS = 20
-SAMPLING = ("temperature", "top_k", "top_p", "min_p", "seed")
-TOKENS = ("eos_token_id", "pad_token_id")
-# How a call runs is no matter of the model's files
-OURS = ("seed", "use_cache", "cache_implementation", "prefill_chunk_size", "num_assistant_tokens")
+SAMPLING_SETTINGS = ("temperature", "top_k", "top_p", "min_p", "seed")
+TOKEN_SETTINGS = ("eos_token_id", "pad_token_id")
+# Settings that are not read from the model's files
+CALL_ONLY = (
+    "seed",
+    "use_cache",
+    "cache_implementation",
+    "prefill_chunk_size",
+    "num_assistant_tokens",
+)
 
 
-# What transformers' generate takes, changes the output, and is not followed here, with the values
-# besides None at which it changes nothing.
+# Arguments of transformers' generate that are not supported, and the values besides None with which
+# they change nothing
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "bad_words_ids": ([],),
     "begin_suppress_tokens": ([],),
@@ -108,54 +114,60 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
 }
 
 
-def settle(
-    model: Model, generation_config: Any, given: Mapping[str, Any], others: Mapping[str, Any]
-) -> tuple[Settings, dict[str, str]]:
-    """Every setting: of the call, generation_config, the model's own, its config, or the default.
+def resolve_settings(
+    model: GenerationModel,
+    generation_config: Any,
+    arguments: Mapping[str, Any],
+    others: Mapping[str, Any],
+) -> tuple[GenerationSettings, dict[str, str]]:
+    """Resolve every setting: the call, generation_config, the model's, its config, the default.
 
-    `given` are the arguments that were given, and `others` those that generate has no name for.
-    The second is what begins a message about a setting of the model's own: its file, by name.
+    `arguments` are those of the call, and `others` those that generate does not name. Also returns
+    for each setting of the model's generation_config.json a prefix of messages with its path.
     """
-    own = _values("model.generation_config", model.generation_config)
+    model_values = _values("model.generation_config", model.generation_config)
     passed = _values("generation_config", generation_config)
-    files = {name: file_prefix(model) for name in own.keys() - passed.keys() - given.keys()}
-    _check_others(own | passed, others, files)
-    if given.get("max_new_tokens") is not None and given.get("max_length") is not None:
-        raise ValueError(
-            f"max_new_tokens={given['max_new_tokens']} and max_length={given['max_length']}: "
-            "give one of them"
-        )
-    config = {k: getattr(model.config, k, None) for k in TOKENS}
-    call = {k: OFF[k] if v is None else v for k, v in given.items()}
+    from_files = model_values.keys() - passed.keys() - arguments.keys()
+    files = {name: file_prefix(model) for name in from_files}
+    _check_unsupported(model_values | passed, others, files)
+    new, total = (arguments.get(name) for name in ("max_new_tokens", "max_length"))
+    if new is not None and total is not None:
+        raise ValueError(f"max_new_tokens={new} and max_length={total}: give one of them")
+    config = {k: getattr(model.config, k, None) for k in TOKEN_SETTINGS}
+    call = {k: NONE_VALUES[k] if v is None else v for k, v in arguments.items()}
     settings = dict(DEFAULTS)
-    for layer in (_set(config), {k: v for k, v in own.items() if k not in OURS}, passed, call):
-        if layer.get("max_length") is not None:  # it comes before another's max_new_tokens
+    for layer in (
+        _drop_none(config),
+        {k: v for k, v in model_values.items() if k not in CALL_ONLY},
+        passed,
+        call,
+    ):
+        if layer.get("max_length") is not None:  # overrides max_new_tokens of lower layers
             settings["max_new_tokens"] = None
         settings |= {k: v for k, v in layer.items() if k in settings}
     settings["eos_token_id"] = _tokens(settings["eos_token_id"], ())
     settings["pad_token_id"] = _tokens(settings["pad_token_id"], None)
-    read = read_settings(Settings, settings)
+    read = read_settings(GenerationSettings, settings)
     if "" in read["stop_strings"]:
         strings = quote(list(read["stop_strings"]))
         file = files.get("stop_strings", "")
         raise ValueError(f"{file}stop_strings has an empty string: {strings}")
     vocab = model.config.vocab_size
-    for name in TOKENS:
+    for name in TOKEN_SETTINGS:
         ids = read[name] if isinstance(read[name], tuple) else (read[name],)
         outside = [i for i in ids if i is not None and not 0 <= i < vocab]
         if outside and (name in passed or name in call):
             raise ValueError(f"{name}={outside[0]} is outside the vocabulary [0, {vocab})")
-    # Ids that files have beyond the vocabulary do no harm: they are never generated. Rows could be
-    # filled with negative ones
+    # Ids of files beyond the vocabulary are never generated; negative ones could fill rows
     read["eos_token_id"] = tuple(i for i in read["eos_token_id"] if i >= 0)
     if (read["pad_token_id"] or 0) < 0:
         read["pad_token_id"] = None
     _check_values(read, files)
-    return Settings(**read), files
+    return GenerationSettings(**read), files
 
 
 def _check_values(values: Mapping[str, Any], files: Mapping[str, str]) -> None:
-    """ValueError for a number that cannot be used as it is now; `files`: where a value is from."""
+    """Raises ValueError for a number that this call cannot use; `files` prefixes messages."""
     factor = f"is not above 0, between {SMALLEST_FACTOR} and {LARGEST_FACTOR}"
     sampled = {
         "temperature": (_is_factor, f"{factor}; do_sample=False is greedy"),
@@ -176,93 +188,93 @@ def _is_factor(value: float) -> bool:
     return SMALLEST_FACTOR <= value <= LARGEST_FACTOR
 
 
-def file_prefix(model: Model) -> str:
-    """The model's generation_config.json, to begin a message with."""
+def file_prefix(model: GenerationModel) -> str:
+    """The path of the model's generation_config.json, as the prefix of a message."""
     source = getattr(model.config, "source", None)
     return f"{escape(Path(getattr(source, 'name', ''), 'generation_config.json'))}: "
 
 
 def check_generation_config(values: Mapping[str, Any]) -> None:
-    """Raises ConfigError for a value of a generation_config.json of another type or range than its
-    setting, wherever it is not used too."""
-    known = {k: v for k, v in _set(values).items() if k in DEFAULTS and k not in OURS}
-    tokens = {k: _tokens(known[k], None) for k in TOKENS if k in known}
-    read_settings(Settings, _set(known | tokens))
+    """Raises ConfigError for a value of generation_config.json with a wrong type or range, used or
+    not."""
+    known = {k: v for k, v in _drop_none(values).items() if k in DEFAULTS and k not in CALL_ONLY}
+    tokens = {k: _tokens(known[k], None) for k in TOKEN_SETTINGS if k in known}
+    read_settings(GenerationSettings, _drop_none(known | tokens))
 
 
-def _set(values: Mapping[str, Any]) -> dict[str, Any]:
+def _drop_none(values: Mapping[str, Any]) -> dict[str, Any]:
     return {k: v for k, v in values.items() if v is not None}
 
 
 def _values(name: str, config: Any) -> dict[str, Any]:
-    """What a generation_config sets, as a mapping or as transformers' object."""
+    """The values that a generation_config sets, which may be transformers' object."""
     config = config.to_dict() if hasattr(config, "to_dict") else config or {}
     if not isinstance(config, Mapping):
         raise TypeError(f"{name}={config!r} is neither a dict nor a GenerationConfig")
-    return _set(config)
+    return _drop_none(config)
 
 
-def _check_others(
+def _check_unsupported(
     configured: Mapping[str, Any], others: Mapping[str, Any], files: Mapping[str, str]
 ) -> None:
-    """What is not followed must not be asked for."""
+    """Raises for unknown arguments, and for unsupported ones with values that change the output."""
     unknown = [name for name in others if name not in UNSUPPORTED]
     if unknown:
         hints = (suggest(name, DEFAULTS) for name in unknown)
         message = f"generate has no argument {', '.join(map(repr, unknown))}"
         raise TypeError("; ".join([message, *filter(None, hints)]))
-    asked = {**configured, **others}
+    values = {**configured, **others}
     for key, harmless in UNSUPPORTED.items():
-        value = asked.get(key)
+        value = values.get(key)
         if value is not None and value not in harmless:
             where = "" if key in others else f"{files.get(key, '')}generation_config has "
             raise ValueError(
-                f"{where}{key}={quote(value)}, which generate does not follow; give {key}=None "
-                "to do without"
+                f"{where}{key}={quote(value)}, which generate does not support: give {key}=None"
             )
 
 
 def _tokens(value: Any, none: Any) -> Any:
-    """Token ids without None and -1, which old files say for no token."""
+    """Token ids without None and -1, which old files use for no token."""
 
-    def given(i: Any) -> bool:
+    def is_token(i: Any) -> bool:
         return i is not None and not (isinstance(i, Integral) and i == -1)
 
     if isinstance(value, list | tuple):
-        return [i for i in value if given(i)]
-    return value if given(value) else none
+        return [i for i in value if is_token(i)]
+    return value if is_token(value) else none
 
 
-def warn_of_unused(given: Mapping[str, Any], do_sample: bool, assisted: bool, cache: str) -> None:
-    """About arguments that change nothing, whoever calls generate."""
+def warn_unused(arguments: Mapping[str, Any], do_sample: bool, assisted: bool, cache: str) -> None:
+    """Warns of arguments of the call that have no effect."""
     for used, needed, names in (
-        (do_sample, "do_sample=True", SAMPLING),
+        (do_sample, "do_sample=True", SAMPLING_SETTINGS),
         (assisted, "assistant_model", ("num_assistant_tokens",)),
         (cache != "dynamic", "a static cache", ("prefill_chunk_size",)),
     ):
-        unused = [name for name in names if given.get(name) is not None]
+        unused = [name for name in names if arguments.get(name) is not None]
         if unused and not used:
-            warnings.warn(f"without {needed}, nothing comes of {', '.join(unused)}", stacklevel=3)
+            warnings.warn(f"{', '.join(unused)} has no effect without {needed}", stacklevel=3)
 
 
-def warn_of_length(longest: int, context: int) -> None:
+def warn_length(longest: int, context: int) -> None:
     if longest > context:
         warnings.warn(
-            f"a text of up to {longest} tokens is longer than the {context} of the model's "
-            "max_position_embeddings; it may make little sense beyond those",
+            f"a text of up to {longest} tokens exceeds max_position_embeddings={context}: its end "
+            "may make little sense",
             stacklevel=3,
         )
 
 
-def max_new(prompt: Prompt, settings: Settings, file: str) -> int:
-    """Most tokens that a row may get after the prompt. `file` begins a message on max_length."""
+def resolve_max_new_tokens(prompt: PromptBatch, settings: GenerationSettings, file: str) -> int:
+    """The limit of tokens after the prompt. `file` is the prefix of a message on max_length."""
     if settings.max_new_tokens is not None:
         return settings.max_new_tokens
     if settings.max_length is None:
         return DEFAULT_NEW_TOKENS
-    held = prompt.ids.shape[1]
-    if settings.max_length <= held:
+    length = prompt.ids.shape[1]
+    if settings.max_length <= length:
         raise ValueError(
-            f"{file}max_length={settings.max_length} leaves no room after a prompt of {held} tokens"
+            f"{file}max_length={settings.max_length} leaves no room after a prompt of {length} "
+            "tokens"
         )
-    return settings.max_length - held
+    return settings.max_length - length

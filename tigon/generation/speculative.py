@@ -11,9 +11,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from tigon.generation.loop import ABSENT
-from tigon.generation.prompt import Model, Prompt
-from tigon.generation.sampling import Draws, Sampling, draw
-from tigon.generation.steps import INITIAL_CAPACITY, Replay, make_cache, prefill
+from tigon.generation.prompt import GenerationModel, PromptBatch
+from tigon.generation.sampling import Draws, Sampling, sample_columns
+from tigon.generation.steps import INITIAL_CAPACITY, GraphedStep, make_cache, prefill
 from tigon.kernels.loss.argmax import argmax
 from tigon.layers.kv_cache import Quantize
 
@@ -29,7 +29,7 @@ def accept_proposals(p: Tensor, q: Tensor, proposed: Tensor, draws: Draws) -> tu
     kept = count_leading(draws.uniform(k) * had < wanted)
     rest = p.clone()
     rest[:, :k] -= q
-    return kept, draw(_at(rest, kept).clamp(min=0), draws)
+    return kept, sample_columns(_at(rest, kept).clamp(min=0), draws)
 
 
 def count_leading(fits: Tensor) -> Tensor:
@@ -52,9 +52,9 @@ class SpeculativeSteps:
 
     def __init__(
         self,
-        model: Model,
-        draft: Model,
-        prompt: Prompt,
+        model: GenerationModel,
+        draft: GenerationModel,
+        prompt: PromptBatch,
         max_tokens: int,
         sampling: Sampling,
         draws: Draws,
@@ -159,7 +159,7 @@ class SpeculativeSteps:
             scores = sampling.scores(self._fit(out.logits[:, -1]), seen, self._generated + i)
             if sampling.do_sample:
                 q.append(scores.softmax(-1))
-                new = draw(q[-1], self._draws).clamp(min=0)[:, None]
+                new = sample_columns(q[-1], self._draws).clamp(min=0)[:, None]
             else:
                 new = scores.argmax(-1, keepdim=True)
             if seen is not None:
@@ -195,5 +195,5 @@ class SpeculativeSteps:
         self._generated.add_(kept + 1).clamp_(max=self._max_tokens)
         return new.masked_fill(~real, ABSENT)
 
-    def _new_replay(self) -> Replay:
-        return Replay(next(self._model.parameters()), self._draws.generator)
+    def _new_replay(self) -> GraphedStep:
+        return GraphedStep(next(self._model.parameters()), self._draws.generator)

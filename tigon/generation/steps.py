@@ -1,6 +1,6 @@
-"""Prompts into a static cache: flat, without padding, so many tokens at a time.
+"""Generation steps with a dynamic or a static cache, prefill, and CUDA graphs of a step.
 
-# B rows, T prompt tokens, N tokens of a pack, V vocab
+# B rows at first, b rows now, T prompt tokens, N tokens of a pack, V vocab
 """
 
 import functools
@@ -11,17 +11,17 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from tigon.generation.loop import FEW
-from tigon.generation.prompt import Model, Prompt
+from tigon.generation.loop import FEW_STEPS
+from tigon.generation.prompt import GenerationModel, PromptBatch
 from tigon.generation.sampling import Draws, Sampling
-from tigon.generation.settings import Caches, Settings
+from tigon.generation.settings import CacheImplementation, GenerationSettings
 from tigon.kernels.runtime import runs_triton
 from tigon.layers import KVCache, StaticCache
 from tigon.layers.kv_cache import Quantize
 
 
-def packs(lengths: Sequence[int], max_tokens: int) -> Iterator[tuple[int, int]]:
-    """Ranges of rows with `max_tokens` tokens together, or of one row that has more."""
+def pack_rows(lengths: Sequence[int], max_tokens: int) -> Iterator[tuple[int, int]]:
+    """Yields ranges of rows with at most `max_tokens` tokens in all, or of one longer row."""
     start = tokens = 0
     for row, length in enumerate(lengths):
         if row > start and tokens + length > max_tokens:
@@ -32,21 +32,21 @@ def packs(lengths: Sequence[int], max_tokens: int) -> Iterator[tuple[int, int]]:
 
 
 def prefill(
-    model: Model,
+    model: GenerationModel,
     cache: StaticCache,  # empty, of B rows
-    prompt: Prompt,
+    prompt: PromptBatch,
     max_tokens: int,  # tokens of a forward pass
     copies: int = 1,
 ) -> Tensor:
-    """The logits [B * copies, V] after each prompt, of which the cache then holds as many rows.
+    """Fill the cache with the prompts, unpadded, and return the logits [B * copies, V] after each.
 
-    Nothing but a prompt's last token touches the vocabulary.
+    The head computes only each prompt's last token. The cache then has B * copies rows.
     """
     lengths = prompt.lengths()
     flat = prompt.ids.flatten() if prompt.mask is None else prompt.ids[prompt.mask]
     bounds = list(itertools.accumulate(lengths, initial=0))
     logits = []
-    for start, stop in packs(lengths, max_tokens):
+    for start, stop in pack_rows(lengths, max_tokens):
         ids, rows = flat[bounds[start] : bounds[stop]], cache.rows(start, stop)
         even = len(set(lengths[start:stop])) == 1
         if even:
@@ -68,43 +68,54 @@ def prefill(
     return torch.cat(logits).repeat_interleave(copies, 0)
 
 
-# Which cache can hold a text, and whether one model can propose to another.
+# The choice of a cache
 
-# Vocabularies of one tokenizer differ where they were filled up, to a multiple of FILL, and by
-# at most FILLED rows: 151,936 and 152,064 in Qwen2.5
+# Models with one tokenizer may pad their vocabularies to different sizes: a multiple of FILL, at
+# most FILLED rows apart (151,936 and 152,064 in Qwen2.5)
 FILL, FILLED = 64, 512
 
 
-def is_sharded(model: Model) -> bool:
+def is_sharded(model: GenerationModel) -> bool:
     """Whether FSDP gathers the parameters."""
     return any(isinstance(p, DTensor) for p in model.parameters())
 
 
-def choose_cache(model: Model, assistant: Model | None, settings: Settings, total: int) -> Caches:
-    """The cache for up to `total` tokens: a static one on a GPU wherever it is exact."""
-    asked, use_cache = settings.cache_implementation, settings.use_cache
+def choose_cache(
+    model: GenerationModel,
+    assistant: GenerationModel | None,
+    settings: GenerationSettings,
+    total: int,
+) -> CacheImplementation:
+    """The cache for up to `total` tokens: static on a GPU if it is exact, else dynamic."""
+    requested, use_cache = settings.cache_implementation, settings.use_cache
     if assistant is not None:
         # Rows that have all their tokens keep proposing until the others have theirs
         total += settings.num_assistant_tokens
-        _check_assistant(model, assistant, asked, total, use_cache)
-        asked = asked or "static"
-    if not use_cache and asked is not None:
-        raise ValueError(f"use_cache=False and cache_implementation={asked!r}: give one of them")
-    if not use_cache or asked == "dynamic":
+        _check_assistant(model, assistant, requested, total, use_cache)
+        requested = requested or "static"
+    if not use_cache and requested is not None:
+        raise ValueError(
+            f"use_cache=False and cache_implementation={requested!r}: give one of them"
+        )
+    if not use_cache or requested == "dynamic":
         return "dynamic"
     obstacle = _obstacle(model, total)
     if obstacle is None:
-        return asked or ("static" if model.device.type == "cuda" else "dynamic")
-    if asked is not None:
-        raise ValueError(f"cache_implementation={asked!r}: {obstacle}; take 'dynamic'")
+        return requested or ("static" if model.device.type == "cuda" else "dynamic")
+    if requested is not None:
+        raise ValueError(f"cache_implementation={requested!r}: {obstacle}; take 'dynamic'")
     return "dynamic"
 
 
 def _check_assistant(
-    model: Model, assistant: Model, asked: Caches | None, total: int, use_cache: bool
+    model: GenerationModel,
+    assistant: GenerationModel,
+    requested: CacheImplementation | None,
+    total: int,
+    use_cache: bool,
 ) -> None:
-    """Whether one can propose to the other, for texts of up to `total` tokens with proposals."""
-    if model.together:
+    """Raises if the assistant cannot propose tokens to the model, in texts of `total` tokens."""
+    if model.communication_groups:
         raise ValueError(
             "assistant_model does not work with a model loaded with mesh=: leave it out"
         )
@@ -113,33 +124,33 @@ def _check_assistant(
             f"assistant_model is a {type(assistant).__name__}, not a model that "
             "tigon.from_pretrained loads"
         )
-    if not use_cache or asked == "dynamic":
+    if not use_cache or requested == "dynamic":
         raise ValueError(
             "assistant_model needs a cache that can go back: cache_implementation='static' or "
             "'quantized'"
         )
-    theirs, ours = assistant.config.vocab_size, model.config.vocab_size
-    larger = max(theirs, ours)
-    if theirs != ours and (larger % FILL or larger - min(theirs, ours) > FILLED):
+    drafted, vocab = assistant.config.vocab_size, model.config.vocab_size
+    larger = max(drafted, vocab)
+    if drafted != vocab and (larger % FILL or larger - min(drafted, vocab) > FILLED):
         raise ValueError(
-            f"assistant_model has a vocabulary of {theirs} tokens, but the model one of {ours}: "
+            f"assistant_model has a vocabulary of {drafted} tokens, but the model one of {vocab}: "
             "only a model with the same tokenizer can propose tokens"
         )
     if assistant.device != model.device:
         raise ValueError(
             f"assistant_model is on {assistant.device}, but the model on {model.device}"
         )
-    for who, one in (("assistant_model", assistant), ("the model beside assistant_model", model)):
-        obstacle = _obstacle(one, total)
+    for name, m in (("assistant_model", assistant), ("the model beside assistant_model", model)):
+        obstacle = _obstacle(m, total)
         if obstacle is not None:
             raise ValueError(
-                f"{who}: {obstacle}; proposals, of which a text may get num_assistant_tokens more "
-                "than it keeps, need a static cache: ask for fewer tokens, or do without them"
+                f"{name}: {obstacle}; proposals need a static cache with num_assistant_tokens more "
+                "than the text: ask for fewer tokens, or leave assistant_model out"
             )
 
 
-def _obstacle(model: Model, total: int) -> str | None:
-    """Why a static cache would not hold a text of up to `total` tokens exactly, if so."""
+def _obstacle(model: GenerationModel, total: int) -> str | None:
+    """Why a static cache cannot be exact for `total` tokens; None if it is."""
     if is_sharded(model):
         return "FSDP gathers parameters step by step"
     rope = model.turning_rope
@@ -149,17 +160,17 @@ def _obstacle(model: Model, total: int) -> str | None:
     return f"{kind} RoPE rotates all keys anew when a text of up to {total} passes {rope.turn}"
 
 
-# A CUDA graph of a step: what it costs to launch is one launch.
+# CUDA graphs
 
-WARM_UP = 2  # steps that compile kernels and make handles before one is captured
+WARM_UP = 2  # steps before capture, which compile kernels and create handles
 
 
-class Replay:
-    """Runs a step eagerly at first, then from a CUDA graph of it, with the same result.
+class GraphedStep:
+    """Runs a step eagerly at first, then by replaying a CUDA graph, with the same result.
 
-    The step changes tensors in place and returns one, and neither it nor its launches depend on
-    what is in them. Every run is a real one: nothing is computed twice. Without Triton, and on
-    the CPU, all steps are eager, since definitions in plain torch may ask the device something.
+    The step changes tensors in place and returns one; its launches must not depend on their values.
+    No step is computed twice. Without Triton, and on the CPU, all steps are eager, since plain
+    torch may sync with the device.
     """
 
     def __init__(self, weight: Tensor, generator: torch.Generator | None):
@@ -170,9 +181,9 @@ class Replay:
         self._result: Tensor | None = None
 
     def __call__(self, step: Callable[[], Tensor], remaining: int) -> Tensor:
-        """The next of at most `remaining` steps; its result is overwritten by the one after it."""
+        """Run the next of at most `remaining` steps, which overwrites the last step's result."""
         if self._graph is None:
-            if not self._possible or remaining <= FEW:
+            if not self._possible or remaining <= FEW_STEPS:
                 return step()
             if self._warm < WARM_UP:
                 return self._warm_up(step)
@@ -182,7 +193,7 @@ class Replay:
         return self._result
 
     def _warm_up(self, step: Callable[[], Tensor]) -> Tensor:
-        """On the stream of the capture, whose workspaces must not come from the graph's memory."""
+        """Run on the capture stream, so that its workspaces are not in the graph's memory."""
         self._warm += 1
         here, side = torch.cuda.current_stream(self._device), side_stream(self._device)
         side.wait_stream(here)
@@ -194,13 +205,12 @@ class Replay:
     def _capture(self, step: Callable[[], Tensor]) -> None:
         graph = torch.cuda.CUDAGraph()
         inference = torch.is_inference_mode_enabled()
-        # Generators keep their state for graphs in tensors that are made now, and others' graphs,
-        # outside of inference mode, may come to use them
+        # Generators create tensors here, which graphs outside of inference mode may use later
         with torch.inference_mode(False):
             if self._generator is not None:
                 graph.register_generator_state(self._generator)
             stream = side_stream(self._device)
-            # What other threads allocate and wait for is none of the graph's business
+            # Other threads may allocate and sync meanwhile
             capture = torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local")
             with capture, torch.inference_mode(inference):
                 self._result = step()
@@ -209,26 +219,27 @@ class Replay:
 
 @functools.cache
 def side_stream(device: torch.device) -> torch.cuda.Stream:
-    """One for all captures on a device, since each stream has workspaces of its own."""
+    """The stream for all captures on a device, shared since each stream has workspaces."""
     return torch.cuda.Stream(device=device)
 
 
-# Steps with a cache that grows, or with none: for CPUs, sharded models and turning RoPEs.
-#
-# B rows, T prompt tokens, V vocab
+# Dynamic steps
 
-DYNAMIC_CAPACITY = 1024  # tokens after the prompt that there is memory for at first
+DYNAMIC_CAPACITY = 1024  # initial room for tokens after the prompt
 
 
 class DynamicSteps:
-    """Prompts keep their padding, and finished rows stay in the batch."""
+    """Steps with a growing cache or none: for CPUs, sharded models and RoPEs whose table changes.
+
+    Prompts keep their padding, and finished rows stay in the batch.
+    """
 
     can_remove_rows = False
 
     def __init__(
         self,
-        model: Model,
-        prompt: Prompt,
+        model: GenerationModel,
+        prompt: PromptBatch,
         max_tokens: int,
         sampling: Sampling,
         draws: Draws,
@@ -270,7 +281,7 @@ class DynamicSteps:
         return new
 
     def _extend(self, count: int) -> None:
-        """Memory for so many tokens more, which are visible."""
+        """Allocate room for `count` more tokens, which are visible."""
         ids, visible = self._tokens, self._visible
         self._tokens = torch.cat((ids, ids.new_zeros(len(ids), count)), 1)
         if visible is not None:
@@ -281,20 +292,21 @@ class DynamicSteps:
         raise NotImplementedError("rows of a KVCache stay to the end")
 
 
-# Steps with a cache of fixed size, which a CUDA graph can repeat.
-#
-# B rows at first, b rows now, V vocab
+# Static steps
 
-ROUND = 256  # capacities are multiples of
-INITIAL_CAPACITY = (
-    8192  # tokens after the prompts that there is memory for at first; then it doubles
-)
+ROUND = 256  # capacities are multiples of this
+INITIAL_CAPACITY = 8192  # initial room for tokens after the prompts; then it doubles
 
 
 def make_cache(
-    model: Model, prompt: Prompt, new: int, *, chunk: int = 1, quantize: Quantize = None
+    model: GenerationModel,
+    prompt: PromptBatch,
+    new: int,
+    *,
+    chunk: int = 1,
+    quantize: Quantize = None,
 ) -> StaticCache:
-    """Room for every prompt and `new` tokens behind it, of which a step appends `chunk`."""
+    """A static cache for every prompt and `new` tokens after it; a step appends `chunk`."""
     capacity = -(-(max(prompt.lengths()) + new) // ROUND) * ROUND
     try:
         rows = len(prompt.ids)
@@ -304,14 +316,14 @@ def make_cache(
 
 
 class StaticSteps:
-    """The first step reads the prompts, each further one a token of every row."""
+    """Steps with a static cache, which a CUDA graph replays; the first step reads the prompts."""
 
     can_remove_rows = True
 
     def __init__(
         self,
-        model: Model,
-        prompt: Prompt,
+        model: GenerationModel,
+        prompt: PromptBatch,
         max_tokens: int,
         sampling: Sampling,
         draws: Draws,
@@ -331,15 +343,15 @@ class StaticSteps:
         self._seen = sampling.seen(*prompt, model.config.vocab_size)
         self._last = prompt.ids[:, -1:].clone()  # [b, 1]
         self._generated = self._last.new_zeros(1)  # tokens after the prompt, of every row
-        self._held = max(prompt.lengths())  # tokens of the longest row in the cache
+        self._length = max(prompt.lengths())  # tokens of the longest row in the cache
         self._replay = self._new_replay()
 
     def __call__(self, remaining: int) -> Tensor:
         if self._logits is None:
-            if self._held == self._cache.capacity:
-                self._cache.grow(self._held + min(remaining, self._held))
+            if self._length == self._cache.capacity:
+                self._cache.grow(self._length + min(remaining, self._length))
                 self._replay = self._new_replay()
-            self._held += 1
+            self._length += 1
             return self._replay(self._step, remaining)
         logits, self._logits = self._logits, None
         return self._choose(logits)
@@ -364,5 +376,5 @@ class StaticSteps:
             self._seen.scatter_(1, self._last, True)
         return new
 
-    def _new_replay(self) -> Replay:
-        return Replay(next(self._model.parameters()), self._draws.generator)
+    def _new_replay(self) -> GraphedStep:
+        return GraphedStep(next(self._model.parameters()), self._draws.generator)

@@ -4,8 +4,8 @@ import os
 from typing import TYPE_CHECKING, Unpack
 
 from tigon.models import families
-from tigon.models.adapters.adapters import adapter_parameters, begin_adapter, low_ranks
-from tigon.models.adapters.lora import LoraConfig, saved_ends
+from tigon.models.adapters.adapters import adapter_layers, adapter_parameters, init_adapter
+from tigon.models.adapters.lora import LoraConfig, savable_modules
 from tigon.models.adapters.peft_files import (
     prepare_adapter,
     read_base,
@@ -17,38 +17,38 @@ from tigon.models.causal_lm import CausalLM
 from tigon.models.config import torch_dtype
 from tigon.models.decoder import recomputed_blocks
 from tigon.models.families import *  # noqa: F403
-from tigon.models.init import init_parts
+from tigon.models.init import init_sharded_weights
 from tigon.models.inputs import Batch
 from tigon.models.loss import Targets
+from tigon.models.module_hooks import mark_fsdp_hooks
 from tigon.models.moe import MoEConfig, aux_loss_coef
 from tigon.models.outputs import CausalLMOutput
 from tigon.models.pretrained import load
 from tigon.models.pretrained.load import (
     LoadOptions,
+    as_sequence_classifier,
     build,
-    describe,
     load_weights,
     materialize,
+    open_model,
+    parse_gguf_path,
     read_config,
-    scored,
-    split_gguf,
 )
-from tigon.models.pretrained.match import misfits
+from tigon.models.pretrained.match import find_misfits
 from tigon.models.pretrained.quantization import (
     Quantize,
     count_parameters,
-    quantise,
-    quantised_bytes,
+    quantize_model,
+    quantized_bytes,
 )
 from tigon.models.pretrained.save import (
-    convert,
+    convert_pretrained,
     prepare_save,
     write_converted,
     write_description,
     write_model,
 )
-from tigon.models.quantization_config import read_quantisation
-from tigon.models.watched import hooks_of_fsdp
+from tigon.models.quantization_config import read_quantization
 
 MODELS: dict[str, type[CausalLM]] = {
     family.config_class.model_type: family
@@ -82,33 +82,33 @@ __all__ = [
     "MoEConfig",
     "Quantize",
     "Targets",
+    "adapter_layers",
     "adapter_parameters",
+    "as_sequence_classifier",
     "aux_loss_coef",
-    "begin_adapter",
     "build",
     "check_keywords",
-    "convert",
+    "convert_pretrained",
     "count_parameters",
-    "describe",
+    "find_misfits",
     "from_pretrained",
-    "hooks_of_fsdp",
-    "init_parts",
+    "init_adapter",
+    "init_sharded_weights",
     "load_weights",
-    "low_ranks",
+    "mark_fsdp_hooks",
     "materialize",
-    "misfits",
+    "open_model",
+    "parse_gguf_path",
     "prepare_adapter",
     "prepare_save",
-    "quantise",
-    "quantised_bytes",
+    "quantize_model",
+    "quantized_bytes",
     "read_base",
     "read_config",
-    "read_quantisation",
+    "read_quantization",
     "read_vocabulary_size",
     "recomputed_blocks",
-    "saved_ends",
-    "scored",
-    "split_gguf",
+    "savable_modules",
     "torch_dtype",
     "write_adapter",
     "write_converted",

@@ -23,52 +23,52 @@ from tigon.models.arguments import (
     Defaults,
     ItemArguments,
     PassArguments,
-    among,
     check_keywords,
-    spelled_out,
+    expand_kwargs_signature,
+    select_keys,
 )
-from tigon.models.config import Config
-from tigon.models.context_batch import Whole, split
-from tigon.models.criteria import Asked
-from tigon.models.decoder import Block, Decoder
+from tigon.models.config import ModelConfig
+from tigon.models.context_batch import LocalBatch, make_local_batch
+from tigon.models.criteria import LossTerms
+from tigon.models.decoder import Decoder, TransformerBlock
 from tigon.models.inputs import Batch
-from tigon.models.loss import Targets, positions_at
-from tigon.models.moe import ROUTING_METRICS, aux_loss_coef, balance_of
+from tigon.models.loss import Targets, resolve_logits_at
+from tigon.models.moe import ROUTING_METRICS, aux_loss_coef, expert_balance
 from tigon.models.outputs import CausalLMOutput
-from tigon.models.pretrained.names import SCORE, Names
+from tigon.models.pretrained.names import SCORE, CheckpointNames
 from tigon.utils import memory
 from tigon.utils.memory import format_gib
-from tigon.weights import Cut
+from tigon.weights import ShardSpec
 
 
 class LanguageModel(nn.Module):
     """A decoder with a language-model head, and the forward contract; see `CausalLM`."""
 
-    config_class: ClassVar[type[Config]]
-    block_class: ClassVar[type[Block]]
-    checkpoint_names: Names = Names()
+    config_class: ClassVar[type[ModelConfig]]
+    block_class: ClassVar[type[TransformerBlock]]
+    checkpoint_names: CheckpointNames = CheckpointNames()
 
-    def __init__(self, config: Config):
+    def __init__(self, config: ModelConfig):
         super().__init__()
         self.config = config
         self.generation_config: dict[str, Any] = {}
         self.defaults = Defaults()
-        # Blocks that backward computes again: True each, n every n-th, False none, or their indices
+        # Blocks to recompute in backward: True all, n every n-th, False none, or their indices
         self.activation_checkpointing: bool | int | Collection[int] = False
-        self.activation_offload = False  # what backward needs waits in host memory
-        self.graphs: Callable[..., Any] | None = None  # called in place of `model`, to replay it
+        self.activation_offload = False  # saved activations wait in host memory
+        self.graphs: Callable[..., Any] | None = None  # replays `model`, and is called instead
         self.attention: Backend = "auto"
-        self.context: Ranks | None = None  # the ranks that share the tokens of each row
-        self.weights: Ranks | None = None  # those that gather weights for the same calls
-        # Drop padding before the blocks, with zeros in its place after: True wherever it changes
-        # no number, False never, None where it is faster: 16 bits, a GPU, variable-length attention
+        self.context_ranks: Ranks | None = None  # share the tokens of each row
+        self.fsdp_ranks: Ranks | None = None  # gather weights for the same calls
+        # Drop padding before the blocks and fill it with zeros after them. True: wherever no number
+        # changes; False: never; None: where it is faster (16 bits on a GPU, varlen attention)
         self.drop_padding: bool | None = None
-        self.adapters: dict[str, Any] = {}  # by name, the LoraConfig of each
-        self.active_adapter: str | None = None  # the one that is added
-        self.trained_without: set[str] = set()  # what trained before there were any
-        self.cuts: dict[str, Cut] = {}  # by parameter, what this rank has of it
-        self.files = ""  # a digest of what was read; ranks that share the model compare theirs
-        self.unchecked: RemovableHandle | None = None  # the hook that does, until the first call
+        self.adapters: dict[str, Any] = {}  # name -> LoraConfig
+        self.active_adapter: str | None = None
+        self.trainable_before_adapters: set[str] = set()  # names of parameters
+        self.shard_specs: dict[str, ShardSpec] = {}  # parameter name -> this rank's shard
+        self.files_digest = ""  # of the checkpoint; ranks that share the model compare theirs
+        self.first_call_hook: RemovableHandle | None = None  # compares digests and inputs
         self.model = self.make_decoder(config)
         if config.labels:
             self.lm_head = LMHead(config.hidden_size, config.labels)
@@ -101,54 +101,54 @@ class LanguageModel(nn.Module):
 
     @property
     def tensor_ranks(self) -> Ranks | None:
-        """The ranks that share each layer, all of which make the same calls; None: there is one."""
-        return self.model.tensor
+        """The tensor-parallel ranks, which all make the same calls; None without them."""
+        return self.model.tensor_ranks
 
     @property
-    def together(self) -> tuple[Ranks, ...]:
-        """The groups of this rank whose ranks all make the same calls of the model."""
-        return tuple(ranks for ranks in (self.tensor_ranks, self.weights) if ranks is not None)
+    def communication_groups(self) -> tuple[Ranks, ...]:
+        """The groups whose ranks all make the same calls of the model."""
+        return tuple(ranks for ranks in (self.tensor_ranks, self.fsdp_ranks) if ranks is not None)
 
     @property
     def cache_restart(self) -> int | None:
-        """Length at which `generate` processes the text again, since RoPE's table changes."""
+        """Length at which `generate` prefills the text again because RoPE's table changes."""
         return None
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
-        if (few := self._quantised) is not None:  # before anything is converted
-            few.check(fn)
-        before = self.dtype
+        if (weight := self._quantized_weight) is not None:  # before anything is converted
+            weight.check(fn)
+        old_dtype = self.dtype
         super()._apply(fn, recurse)
-        if self.dtype != before:
+        if self.dtype != old_dtype:
             self.warn_of_overflow()
         return self
 
     def warn_of_overflow(self) -> None:
-        """A model that computes nan in float16, which transformers loads without a word."""
+        """Warns if this family's activations exceed float16; transformers loads it silently."""
         if self.dtype == torch.float16 and self.config.overflows_float16:
             warnings.warn(
-                f"activations of {self.config.architecture} exceed the range of float16, and its "
-                "logits are nan then: take bfloat16 or float32",
+                f"activations of {self.config.architecture} exceed the range of float16, so that "
+                "logits become nan: use bfloat16 or float32",
                 stacklevel=2,
             )
 
     def requires_grad_(self, requires_grad: bool = True) -> Self:
-        if requires_grad and (few := self._quantised) is not None:
+        if requires_grad and (weight := self._quantized_weight) is not None:
             raise ValueError(
-                f"the model's weights are quantised ({few.kind}) and cannot be trained: "
-                "add_adapter adds what can"
+                f"the model's weights are quantised ({weight.kind}) and cannot be trained: "
+                "add_adapter adds weights that can"
             )
         return super().requires_grad_(requires_grad)
 
     @property
-    def _quantised(self) -> QuantizedWeight | None:
+    def _quantized_weight(self) -> QuantizedWeight | None:
         return next((m for m in self.modules() if isinstance(m, QuantizedWeight)), None)
 
     def use_attention(self, backend: Backend) -> Self:
-        """Choose what computes attention: a name that docs/attention.md explains, or "auto".
+        """Choose the attention backend by a name of docs/attention.md, or "auto".
 
-        Raises for an unknown name and for a package that is not installed; a call that the
-        backend does not support raises when it is made.
+        Raises for an unknown name and for a package that is not installed. A backend raises in
+        the forward pass for what it does not support.
         """
         check_backend(backend)
         self.attention = backend
@@ -167,8 +167,8 @@ class LanguageModel(nn.Module):
     ) -> StaticCache:
         """An empty cache for `past_key_values`, with room for `capacity` tokens in each row.
 
-        Inside `torch.autocast` it keeps what autocast computes. ValueError for more than the device
-        has memory for.
+        Inside `torch.autocast` it has autocast's dtype. Raises ValueError for a cache larger than
+        the device's memory.
         """
         dtype, device = autocast_dtype(self.device) or self.dtype, self.device
 
@@ -185,191 +185,204 @@ class LanguageModel(nn.Module):
             needed = cache(device=torch.device("meta")).nbytes
         except RuntimeError:  # sizes that no tensor can have
             needed = memory.UNKNOWN
-        if needed > (there := memory.total_memory(device)):
+        if needed > (available := memory.total_memory(device)):
             raise ValueError(
                 f"a cache of {capacity} tokens in each of {rows} rows takes {format_gib(needed)}, "
-                f"and {device} has {format_gib(there)}"
+                f"and {device} has {format_gib(available)}"
             )
         return cache(device=device)
 
-    @spelled_out
+    @expand_kwargs_signature
     def num_items(
         self,
         labels: Tensor | None = None,
         shift_labels: Tensor | None = None,
         *,
         input_ids: Tensor | None = None,
-        **given: Unpack[ItemArguments],
+        **kwargs: Unpack[ItemArguments],
     ) -> Tensor:
-        """This batch's part of the global denominator: an int64 scalar to add up.
+        """This batch's part of the global loss denominator, an int64 scalar.
 
-        Takes the same keywords as `forward`; the total of all micro-batches and ranks is the
-        `num_items_in_batch` of each. Callers with a `Targets` have it in `items`.
+        Takes the keywords of `forward`. The sum over all micro-batches and ranks is the
+        `num_items_in_batch` of each. `Targets.items` is the same number.
         """
         tokens = labels if shift_labels is None else shift_labels
         if input_ids is None and isinstance(tokens, Tensor):
-            # Which tokens they are does not matter
-            input_ids = tokens.new_zeros(tokens.shape, dtype=torch.int64)
-        asked = dict(given) | {"labels": labels, "shift_labels": shift_labels}
-        return self._resolve(input_ids, asked)[1].items
+            input_ids = tokens.new_zeros(tokens.shape, dtype=torch.int64)  # any tokens will do
+        arguments = dict(kwargs) | {"labels": labels, "shift_labels": shift_labels}
+        return self._resolve(input_ids, arguments)[1].items
 
-    @spelled_out
+    @expand_kwargs_signature
     def forward(
         self,
         input_ids: Tensor | None = None,  # [B, T]
         *,
         batch: Batch | None = None,
         targets: Targets | None = None,
-        **given: Unpack[PassArguments],
+        **kwargs: Unpack[PassArguments],
     ) -> CausalLMOutput:
-        """Labels: a loss and no logits, in training and evaluation alike. No labels: logits.
+        """Returns logits, or with labels the loss (and logits too with `return_logits=True`).
 
-        `logits_to_keep` picks positions before the head (int k the last k, 0 all; an index or
-        bool tensor; an index per row), of logits, labels and metrics together.
-        `loss_reduction`: "token" (mean over targets), "sequence" (each sequence weighs the
-        same), "sum", "none"; `num_items_in_batch` replaces the mean's denominator.
-        `return_logits=True` with labels gives both. `logits_at` gives the logits [n, V] of the
-        positions that it names as values without a gradient, and changes nothing else: an index
-        [n] into the flattened batch, or bool [B, T]. `logits_bytes` bounds the logits that the
-        loss holds at a time. `metrics`: "accuracy", "predicted_tokens", "entropy", "max_logit",
-        "nll", "z", without a [B, T, V] tensor; also without labels, in place of logits, but for
-        accuracy and nll.
+        `logits_to_keep` selects positions before the head, for logits, labels and metrics: int k
+        the last k, 0 all; an index or bool tensor; an index per row. `logits_at` returns logits
+        [n, V] of other positions without a gradient: an index [n] into the flattened batch, or
+        bool [B, T]. `logits_bytes` limits the logits in memory at a time.
 
-        Mixtures of experts also know, with and without labels, "expert_load" [layers, experts],
-        the share of a layer's assignments that each expert got, and "aux_loss", which is least
-        when all get the same. Where their config says output_router_logits, "token" and
-        "sequence" losses include router_aux_loss_coef times it, as transformers' does, and "sum"
-        and "none" ones do not, but `aux_loss` of the output may be added. With
-        num_items_in_batch a batch contributes by its share of the items: over micro-batches and
-        ranks the losses add up to the cross-entropy and the coefficient times the weighted mean
-        of their aux_loss, however many they are.
+        `loss_reduction`: "token" (mean over targets), "sequence" (mean over sequences of their
+        means), "sum" or "none". `num_items_in_batch` replaces the mean's denominator.
+        `label_smoothing`, `z_loss` and `class_weights` [V] are options of the cross-entropy; class
+        weights multiply the loss weights and do not change the denominator.
 
-        `label_smoothing`, `z_loss` and `class_weights` [V] belong to the cross-entropy; class
-        weights multiply the loss weights and leave the denominator as it is. `criteria` (of
-        tigon.kernels) replace that one cross-entropy: `CrossEntropy()`, `KL(...)` from a teacher,
-        `LogProbs()`, of one pass over the logits (a teacher's hidden states are
-        `teacher(ids, logits_to_keep=1, return_hidden=True).hidden`). Targets, weights
-        and denominator are filled in; their tensors are [B, T, ...]. The loss is the sum of what
-        cross-entropies and divergences give, which
-        `out.criteria` has one by one; log-probabilities are `out.logprobs` [B, n]. Without labels
-        KL counts all real positions.
+        `metrics`: "predicted_tokens", "entropy", "max_logit", "z", and with labels "accuracy" and
+        "nll". No [B, T, V] tensor is made for them; without labels they replace the logits.
+        Mixtures of experts add "expert_load" [layers, experts], the share of assignments that each
+        expert got, and "aux_loss", which is smallest if all experts get the same.
+
+        If the config has output_router_logits, "token" and "sequence" losses include
+        router_aux_loss_coef times aux_loss, as in transformers; other losses do not, but
+        `out.aux_loss` may be added. With `num_items_in_batch`, aux_loss is scaled by the batch's
+        share of the items, so that losses add up over micro-batches and ranks.
+
+        `criteria` (of tigon.kernels) replace the cross-entropy by several terms that share one
+        pass over the logits: `CrossEntropy()`, `KL(...)` from a teacher, `LogProbs()`. A teacher's
+        hidden states are `teacher(ids, logits_to_keep=1, return_hidden=True).hidden`. Their tensors
+        are [B, T, ...]; targets, weights and denominator are filled in. The loss is the sum of
+        cross-entropies and divergences; `out.criteria` has each, and `out.logprobs` [B, n] the
+        log-probabilities. Without labels KL counts all real positions.
 
         `batch` and `targets` (`Batch.of`, `Targets.of`) are the same arguments resolved ahead of
-        time, in place of the keywords that they were made from.
+        time, instead of the keywords.
         """
-        batch, targets = self._resolve(input_ids, given, batch, targets)
+        batch, targets = self._resolve(input_ids, kwargs, batch, targets)
         batch.check_cache()
-        of_head, of_routing = self._metrics(given.get("metrics"), targets)
-        part = split(batch, self.context, self.config.vocab_size)
-        asked, mine = Asked(targets, of_head, given.get("criteria"), part), part.batch
-        x, partly = self._embedded(mine)
-        x, position_ids, mask, places = mine.without_padding(x)
-        balanced = aux_loss_coef(self.config) is not None
-        run = self.model if self.graphs is None else self.graphs
-        hidden, tallies = run(
-            x,
+        head_metrics, router_metrics = self._split_metrics(kwargs.get("metrics"), targets)
+        local = make_local_batch(batch, self.context_ranks, self.config.vocab_size)
+        loss_terms = LossTerms(targets, head_metrics, kwargs.get("criteria"), local)
+        needs_routing = bool(router_metrics) or (
+            loss_terms.targets.labels is not None and aux_loss_coef(self.config) is not None
+        )
+        hidden, router_stats = self._run_blocks(batch, local, needs_routing)
+        return_logits, logits_at = kwargs.get("return_logits"), kwargs.get("logits_at")
+        if return_logits is None:
+            return_logits = self.defaults.return_logits
+        if logits_at is not None:
+            logits_at = local.gather_rows(hidden, resolve_logits_at(logits_at, batch))
+        head_output = self.lm_head(
+            local.head_inputs(hidden, targets, has_terms=len(loss_terms) > 0),
+            loss_terms,
+            active=loss_terms.active,
+            return_logits=bool(return_logits),
+            at=logits_at,
+            logits_bytes=kwargs.get("logits_bytes"),
+        )
+        head_output = local.gather_outputs(head_output, loss_terms, targets)
+        output = loss_terms.output(head_output.values, head_output.logits, batch.cache)
+        output.logits_at = head_output.logits_at
+        output.hidden = hidden if kwargs.get("return_hidden") else None
+        router_stats = local.sum_router_stats(router_stats)
+        return self._add_aux_loss(output, router_stats, loss_terms.targets.share, router_metrics)
+
+    def _run_blocks(
+        self, batch: Batch, local: LocalBatch, needs_routing: bool
+    ) -> tuple[Tensor, Sequence[Tensor]]:
+        """The last hidden states [B, T, C] of the local tokens, and each router's statistics."""
+        inputs, is_partial_sum = local.batch, False
+        embeds = inputs.inputs_embeds
+        if embeds is None:
+            embeds, is_partial_sum = self.model.embed(cast(Tensor, inputs.input_ids))
+        embeds, position_ids, mask, real_token_indices = inputs.drop_padding(embeds)
+        options = dict(local.decoder_options)
+        if is_partial_sum:
+            options["summands"] = True
+        if (keys := self._dropout_keys(batch)) is not None:
+            keys = local.shard_tokens(keys)
+            if real_token_indices is not None:
+                keys = keys.flatten()[real_token_indices][None]
+            options["dropout_keys"] = keys
+        decoder = self.model if self.graphs is None else self.graphs
+        hidden, router_stats = decoder(
+            embeds,
             position_ids,
             mask,
             batch.cache,
             self.activation_checkpointing,
-            bool(of_routing or (asked.targets.labels is not None and balanced)),
+            needs_routing,
             self.activation_offload,
-            **self._dropout(batch, part, places) | part.options | partly,
+            **options,
         )
-        hidden = mine.with_padding(hidden, places)
-        logits = given.get("return_logits")
-        logits = self.defaults.return_logits if logits is None else logits
-        at = given.get("logits_at")
-        found = self.lm_head(
-            part.kept(hidden, targets, criteria=len(asked) > 0),
-            asked,
-            active=asked.active,
-            return_logits=bool(logits),
-            at=None if at is None else part.rows(hidden, positions_at(at, batch)),
-            logits_bytes=given.get("logits_bytes"),
-        )
-        head = part.head(found, asked, targets)
-        result = asked.output(head.values, head.logits, batch.cache)
-        result.logits_at = head.logits_at
-        result.hidden = hidden if given.get("return_hidden") else None
-        return self._add_routing(result, part.tallies(tallies), asked.targets.share, of_routing)
+        return inputs.restore_padding(hidden, real_token_indices), router_stats
 
-    def _embedded(self, batch: Batch) -> tuple[Tensor, dict[str, Any]]:
-        """[B, T, C], and whether the decoder is to add it up over ranks, where it divides it."""
-        if batch.inputs_embeds is not None:
-            return batch.inputs_embeds, {}
-        x, summands = self.model.embed(cast(Tensor, batch.input_ids))
-        return x, {"summands": True} if summands else {}
-
-    def _dropout(self, batch: Batch, part: Whole, places: Tensor | None) -> dict[str, Any]:
-        """Keys of x: those of the batch, or of torch's generator; none where nothing is dropped.
-
-        `places`: of the real tokens of `part`, where padding is.
-        """
+    def _dropout_keys(self, batch: Batch) -> Tensor | None:
+        """Dropout keys [B, T] from the batch or torch's generator; None if dropout is off."""
         config = None if self.active_adapter is None else self.adapters[self.active_adapter]
         if config is None or not config.dropout or not self.training or batch.cache is not None:
-            return {}
-        keys, bounds = batch.dropout_keys, torch.iinfo(torch.int64)
-        if keys is None:
-            keys = torch.randint(bounds.min, bounds.max, batch.shape, device=batch.device)
-            for ranks in filter(None, (self.tensor_ranks, self.context)):  # the first one's on all
-                keys = ranks.gather(keys)[: len(keys)]
-        keys = part.part(keys)
-        return {"dropout_keys": keys if places is None else keys.flatten()[places][None]}
+            return None
+        if batch.dropout_keys is not None:
+            return batch.dropout_keys
+        bounds = torch.iinfo(torch.int64)
+        keys = torch.randint(bounds.min, bounds.max, batch.shape, device=batch.device)
+        for ranks in filter(None, (self.tensor_ranks, self.context_ranks)):
+            keys = ranks.gather(keys)[: len(keys)]  # the first rank's keys on all ranks
+        return keys
 
     def _resolve(
         self,
         input_ids: Tensor | None,
-        given: Mapping[str, Any],
+        arguments: Mapping[str, Any],
         batch: Batch | None = None,
         targets: Targets | None = None,
     ) -> tuple[Batch, Targets]:
-        """The arguments of `forward` as a batch and its targets, unless these are given."""
-        check_keywords("forward", given, PASS)
-        of_batch, of_targets = among(BATCH, given), among(TARGETS, given)
+        """Make the batch and the targets from the arguments of `forward`, unless they are given."""
+        check_keywords("forward", arguments, PASS)
+        batch_arguments = select_keys(BATCH, arguments)
+        target_arguments = select_keys(TARGETS, arguments)
         if input_ids is not None:
-            of_batch["input_ids"] = input_ids
-        for name, resolved, others in ("batch", batch, of_batch), ("targets", targets, of_targets):
-            if resolved is not None and others:
-                raise TypeError(f"{name}= with {', '.join(others)}: they are part of the {name}")
+            batch_arguments["input_ids"] = input_ids
+        for name, resolved, names in (
+            ("batch", batch, batch_arguments),
+            ("targets", targets, target_arguments),
+        ):
+            if resolved is not None and names:
+                raise TypeError(f"{name}= with {', '.join(names)}: they are part of the {name}")
         if targets is not None and batch is None:
             raise TypeError("targets= without batch=: give the batch that they were made from")
-        batch = Batch.of(self, **of_batch) if batch is None else batch
+        batch = Batch.of(self, **batch_arguments) if batch is None else batch
         if batch.defaults is not self.defaults:
             raise ValueError("batch= was made by Batch.of for another model: make one for this")
-        targets = Targets.of(batch, **of_targets) if targets is None else targets
-        if self.config.labels and (targets.labels is not None or given.get("criteria")):
+        targets = Targets.of(batch, **target_arguments) if targets is None else targets
+        if self.config.labels and (targets.labels is not None or arguments.get("criteria")):
             raise ValueError(
                 f"this {type(self).__name__} scores sequences and predicts no token: call it "
                 "without labels and criteria, and its logits [B, T, labels] are the scores"
             )
         return batch, targets
 
-    def _metrics(
-        self, given: str | Sequence[str] | None, targets: Targets
+    def _split_metrics(
+        self, metrics: str | Sequence[str] | None, targets: Targets
     ) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """Those of the head and those of routers; with labels, by default those of `defaults`."""
-        if given is None:
-            given = () if targets.labels is None else self.defaults.metrics
-        names = (given,) if isinstance(given, str) else tuple(given)
-        of_head = tuple(name for name in names if name not in ROUTING_METRICS)
-        return of_head, tuple(name for name in names if name in ROUTING_METRICS)
+        """Splits the requested metrics into head and router metrics; with labels,
+        `defaults.metrics` is the default."""
+        if metrics is None:
+            metrics = () if targets.labels is None else self.defaults.metrics
+        names = (metrics,) if isinstance(metrics, str) else tuple(metrics)
+        head_metrics = tuple(name for name in names if name not in ROUTING_METRICS)
+        return head_metrics, tuple(name for name in names if name in ROUTING_METRICS)
 
-    def _add_routing(
+    def _add_aux_loss(
         self,
         out: CausalLMOutput,
-        tallies: Sequence[Tensor],
+        router_stats: Sequence[Tensor],
         share: Tensor | None,
         metrics: Sequence[str],
     ) -> CausalLMOutput:
-        """What routers did, where asked for, and its part of the loss."""
-        found, coef = balance_of(self.config, tallies), aux_loss_coef(self.config)
-        if found is None:
+        """Add the routers' metrics and their part of the loss."""
+        balance, coef = expert_balance(self.config, router_stats), aux_loss_coef(self.config)
+        if balance is None:
             if metrics:
                 name = type(self).__name__
                 raise ValueError(f"metrics={tuple(metrics)}: no layer of this {name} has experts")
             return out
-        load, aux_loss = found
+        load, aux_loss = balance
         values = {"aux_loss": aux_loss.detach(), "expert_load": load}
         out.metrics |= {name: values[name] for name in metrics}
         if coef is not None:

@@ -10,7 +10,7 @@ from tigon.kernels.attention.api import Backend
 from tigon.models import resize
 from tigon.models.adapters import adapters, peft_files
 from tigon.models.base import LanguageModel
-from tigon.models.config import Config
+from tigon.models.config import ModelConfig
 from tigon.models.pretrained import load, save
 from tigon.models.pretrained.names import layout
 from tigon.weights import Layout
@@ -50,7 +50,7 @@ class CausalLM(LanguageModel):
     @classmethod
     def from_config(
         cls,
-        config: dict[str, Any] | Config,
+        config: dict[str, Any] | ModelConfig,
         *,
         dtype: torch.dtype | None = None,
         device: torch.device | str = "cpu",

@@ -1,4 +1,4 @@
-"""config.json to a dataclass and back, for both generations of its keys."""
+"""config.json as a dataclass, read and written for transformers 4 and 5."""
 
 import itertools
 import warnings
@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Self
 import torch
 
 from tigon.kernels.mlp.gated_act import Activation
-from tigon.models.quantization_config import refusal
+from tigon.models.quantization_config import unsupported_error
 from tigon.models.rope_config import (
     FULL,
     SLIDING,
@@ -23,7 +23,7 @@ from tigon.utils.config import ConfigError, field_types, suggest
 from tigon.utils.config import read_settings as read_settings
 from tigon.utils.json import quote
 
-# Keys of config.json that change no number here; anything else unknown is reported once.
+# Keys of config.json that change no number here; a warning lists other unknown keys
 SILENT = {
     "_name_or_path",
     "_attn_implementation",
@@ -70,7 +70,7 @@ SILENT = {
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 DROPOUT = ("attention_dropout", "residual_dropout", "resid_pdrop", "embd_pdrop")
 
-# Keys that change numbers in some architecture, and the values that mean "not here".
+# Keys that change numbers in some architecture, and the values with which they change nothing
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "add_cross_attention": (None, False),
     "attention_bias": (None, False),
@@ -106,31 +106,31 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 
 
 @dataclass(frozen=True)
-class Source:
-    """What a model was read from, so that an export gives back what it does not know."""
+class ConfigOrigin:
+    """The origin of a model, so that an export keeps unknown keys of config.json."""
 
     config: Mapping[str, Any] = field(default_factory=dict)  # config.json's content
-    stacked_experts: bool = False  # whether one tensor has all experts of a layer
+    stacked_experts: bool = False  # whether one tensor holds all experts of a layer
     name: str = ""  # the directory or the hub repository
-    revision: str = ""  # of the hub repository, as it was asked for; "" is main
+    revision: str = ""  # of the hub repository; "" is main
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config:
-    """The part of config.json that every family shares; defaults are transformers' own.
+class ModelConfig:
+    """The part of config.json that every family shares, with transformers' defaults.
 
-    A family's config subclasses this with its defaults and its own keys.
+    A family's config subclasses this with its defaults and additional keys.
     """
 
     model_type: ClassVar[str]
     architecture: ClassVar[str]
     default_theta: ClassVar[float] = 10000.0
-    partial_rotary: ClassVar[bool] = False  # may rotate a part of each head
+    partial_rotary: ClassVar[bool] = False  # whether partial_rotary_factor is supported
     overflows_float16: ClassVar[bool] = False  # published models have activations above 65504
-    rope_extras: ClassVar[Mapping[str, Any]] = {}  # this family's own keys of rope_parameters
-    # Keys that may have any value here: they change nothing, or a family reads them itself
+    rope_extras: ClassVar[Mapping[str, Any]] = {}  # additional keys of rope_parameters
+    # Keys that may have any value: they change nothing, or the family reads them separately
     ignored: ClassVar[frozenset[str]] = frozenset()
-    # This family's own additions to NEUTRAL
+    # Additions to NEUTRAL
     neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
 
     vocab_size: int
@@ -150,13 +150,13 @@ class Config:
     eos_token_id: int | list[int] | None = None
     rope_parameters: dict[str, Any] = field(default_factory=dict)
     dtype: str | None = None
-    # Scores that the head gives in place of logits of the vocabulary; 0: a language model
+    # Number of scores of a sequence classifier; 0: a language model
     labels: int = 0
-    source: Source = field(default_factory=Source, repr=False, compare=False)
+    source: ConfigOrigin = field(default_factory=ConfigOrigin, repr=False, compare=False)
 
     @classmethod
     def from_dict(cls, source: Mapping[str, Any]) -> Self:
-        """Read config.json's content; raises on a key that may change a number and is not known."""
+        """Read the content of config.json; raises for an unknown key that may change numbers."""
         cls._check_keys(source)
         names = field_types(cls).keys() - {"source", "labels"}
         values = {k: v for k, v in source.items() if k in names}
@@ -179,18 +179,18 @@ class Config:
             warnings.warn(f"{dropout} is not applied: Tigon trains without dropout", stacklevel=3)
         longest = values.get("max_position_embeddings", cls.max_position_embeddings)
         values["rope_parameters"] = cls._read_rope(source, longest)
-        return cls(**values, labels=_labels(source), source=Source(dict(source)))
+        return cls(**values, labels=_num_labels(source), source=ConfigOrigin(dict(source)))
 
     @classmethod
     def classifier(cls) -> str | None:
-        """transformers' class of this family with scores for whole sequences; None: it has none."""
+        """transformers' sequence classifier of this family; None if there is none."""
         return cls.architecture.replace("ForCausalLM", "ForSequenceClassification")
 
     @classmethod
     def _check_keys(cls, source: Mapping[str, Any]) -> None:
-        """Raises for another model type and for keys that this family would not follow."""
+        """Raises for another model type and for keys that this family does not support."""
         if source.get("quantization_config") is not None:
-            raise refusal(source["quantization_config"])
+            raise unsupported_error(source["quantization_config"])
         kind = source.get("model_type", cls.model_type)
         if kind != cls.model_type:
             raise ConfigError(f"model_type {quote(kind)} is not {cls.model_type!r}")
@@ -208,9 +208,9 @@ class Config:
                     f"(model_type {kind!r}) does not know it"
                 )
         if unknown:
-            # Not for all of a million keys, nor for long ones
-            few = [key[:100] for key in itertools.islice(unknown, 20)]
-            hints = (suggest(key, names, 0.8) for key in few)
+            # A file may have a million keys, or long ones
+            first_keys = [key[:100] for key in itertools.islice(unknown, 20)]
+            hints = (suggest(key, names, 0.8) for key in first_keys)
             message = f"config keys not understood and ignored: {quote(unknown, 1000)}"
             warnings.warn("; ".join([message, *filter(None, hints)]), stacklevel=4)
 
@@ -250,22 +250,22 @@ class Config:
 
     @property
     def transformers_class(self) -> str:
-        """What config.json calls the model."""
+        """The class name in config.json's architectures."""
         return (self.classifier() if self.labels else None) or self.architecture
 
     def to_dict(self) -> dict[str, Any]:
         """config.json for transformers 4 and 5: RoPE and dtype under both names."""
         # auto_map names code that is not exported
-        given = self.source.config
-        out = {k: v for k, v in given.items() if not k.startswith("_") and k != "auto_map"}
-        own = [f.name for f in fields(self) if f.name not in ("source", "labels")]
-        out |= {name: getattr(self, name) for name in own}
-        if out.get("layer_types", ()) is None:  # to some readers the key alone says something
+        original = self.source.config
+        out = {k: v for k, v in original.items() if not k.startswith("_") and k != "auto_map"}
+        names = [f.name for f in fields(self) if f.name not in ("source", "labels")]
+        out |= {name: getattr(self, name) for name in names}
+        if out.get("layer_types", ()) is None:  # some readers test only whether the key exists
             del out["layer_types"]
         if self.labels:
-            names = {str(i): f"LABEL_{i}" for i in range(self.labels)}
-            if _labels(given) != self.labels or "id2label" not in given:
-                out["id2label"], out["label2id"] = names, {v: int(k) for k, v in names.items()}
+            labels = {str(i): f"LABEL_{i}" for i in range(self.labels)}
+            if _num_labels(original) != self.labels or "id2label" not in original:
+                out["id2label"], out["label2id"] = labels, {v: int(k) for k, v in labels.items()}
             out["num_labels"] = self.labels
         return out | {
             "model_type": self.model_type,
@@ -279,10 +279,10 @@ class Config:
 
 
 @dataclass(frozen=True, kw_only=True)
-class WindowedConfig(Config):
-    """A family some of whose layers see `sliding_window` tokens only.
+class WindowedConfig(ModelConfig):
+    """The config of a family with sliding-window layers.
 
-    `layer_types` says which; without it, the family's rule does.
+    `layer_types` lists the kind of each layer; without it, `slides` decides.
     """
 
     sliding_window: int | None = 4096
@@ -298,7 +298,7 @@ class WindowedConfig(Config):
             )
 
     def slides(self, layer: int) -> bool:
-        """The family's rule."""
+        """Whether the layer has a sliding window, by the family's rule."""
         return True
 
     def layer_type(self, layer: int) -> str:
@@ -309,14 +309,14 @@ class WindowedConfig(Config):
 
 @dataclass(frozen=True, kw_only=True)
 class TwoRopesConfig(WindowedConfig):
-    """A family whose sliding layers have a RoPE of their own.
+    """The config of a family whose sliding layers have another RoPE than the full ones.
 
-    `rope_parameters` holds both; `rope_theta` and `rope_scaling` are of the full layers alone.
+    `rope_parameters` holds both; `rope_theta` and `rope_scaling` apply to the full layers.
     """
 
     @classmethod
     def _local_theta(cls, source: Mapping[str, Any]) -> float:
-        """Of the sliding layers, where `rope_parameters` does not say it."""
+        """rope_theta of the sliding layers if `rope_parameters` lacks it."""
         return cls.default_theta
 
     @classmethod
@@ -327,24 +327,24 @@ class TwoRopesConfig(WindowedConfig):
         return write_two_ropes(self.rope_parameters)
 
 
-def _labels(source: Mapping[str, Any]) -> int:
-    """How many scores a sequence has by this config.json; 0 of a language model."""
+def _num_labels(source: Mapping[str, Any]) -> int:
+    """The number of scores of a sequence classifier's config.json; 0 for a language model."""
     names = source.get("architectures")
-    named = [name for name in names if isinstance(name, str)] if isinstance(names, list) else []
-    if not any(name.endswith("ForSequenceClassification") for name in named):
+    classes = [name for name in names if isinstance(name, str)] if isinstance(names, list) else []
+    if not any(name.endswith("ForSequenceClassification") for name in classes):
         return 0
     labels = source.get("id2label")
     count = len(labels) if isinstance(labels, Mapping) else source.get("num_labels", 2)
     if type(count) is not int or count < 1:
-        raise ConfigError(f"num_labels={quote(count)} is no number of labels")
+        raise ConfigError(f"num_labels={quote(count)} is not a positive integer")
     return count
 
 
 def torch_dtype(name: Any) -> torch.dtype:
-    """What config.json calls a dtype; ConfigError for what no model is computed in."""
+    """The torch dtype of a name in config.json; ConfigError if no model is computed in it."""
     plain = name.removeprefix("torch.") if isinstance(name, str) else name
     if plain not in DTYPES:
-        raise ConfigError(f"dtype={quote(name)} is none that a model can have")
+        raise ConfigError(f"unsupported dtype {quote(name)}: use {', '.join(DTYPES)}")
     return getattr(torch, plain)
 
 
@@ -357,7 +357,7 @@ ACTIVATIONS: dict[str, Activation] = {
 
 
 def activation(hidden_act: str) -> Activation:
-    """The kernel's name of config.json's `hidden_act`."""
+    """Maps config.json's `hidden_act` to the name of a kernel."""
     if hidden_act not in ACTIVATIONS:
         raise ConfigError(f"hidden_act={quote(hidden_act)} is not one of {', '.join(ACTIVATIONS)}")
     return ACTIVATIONS[hidden_act]

@@ -1,6 +1,6 @@
-"""What of a batch this rank computes, and what all ranks of a context group make of it.
+"""Shards a batch over the context-parallel group and gathers losses and metrics.
 
-Everything is resolved for whole rows first, such as which label a token predicts, and split last.
+Labels are shifted on whole rows; sharding comes last.
 
 # B batch, T tokens, S tokens of this rank's shard, n kept tokens, C model dim, V vocab
 """
@@ -24,150 +24,158 @@ from tigon.models.inputs import Batch
 from tigon.models.loss import Targets
 
 
-class Whole:
-    """The batch as it is: this rank computes all of it."""
+class LocalBatch:
+    """The tokens that this rank computes; without context parallelism these are all tokens."""
 
     def __init__(self, batch: Batch):
-        self.batch = batch  # of this rank
-        self.options: dict[str, Any] = {}  # more arguments of the decoder
+        self.batch = batch
+        self.decoder_options: dict[str, Any] = {}
 
-    def targets(self, counted: Targets) -> Targets:
-        """Those that this rank's head is to predict."""
-        return counted
+    def local_targets(self, targets: Targets) -> Targets:
+        """The targets that this rank's head predicts."""
+        return targets
 
-    def part(self, x: Tensor) -> Tensor:
-        """Of x [B, T, ...], what belongs to this rank's tokens."""
+    def shard_tokens(self, x: Tensor) -> Tensor:
+        """x [B, T, ...] at this rank's tokens."""
         return x
 
-    def take(self, x: Tensor, counted: Targets) -> Tensor:
-        """Of x [B, T, ...], what belongs to the positions of `targets(counted)`."""
-        return counted.take(x)
+    def take(self, x: Tensor, targets: Targets) -> Tensor:
+        """x [B, T, ...] at the positions of `local_targets(targets)`."""
+        return targets.take(x)
 
-    def kept(self, hidden: Tensor, targets: Targets, *, criteria: bool) -> Tensor:
-        """The hidden states that the head reads, for criteria or for logits alone."""
+    def head_inputs(self, hidden: Tensor, targets: Targets, *, has_terms: bool) -> Tensor:
+        """The hidden states that the head reads, for loss terms or for logits alone."""
         return targets.take(hidden)
 
-    def rows(self, hidden: Tensor, index: Tensor) -> Tensor:
-        """[n, C] of an index [n] into the flattened batch, without a gradient."""
+    def gather_rows(self, hidden: Tensor, index: Tensor) -> Tensor:
+        """Hidden states [n, C] at an index [n] into the flattened batch, without a gradient."""
         return hidden.detach().flatten(0, 1)[index]
 
-    def head(self, found: HeadOutput, criteria: Iterable[LossTerm], of: Targets) -> HeadOutput:
-        """What the head gives for the batch, from what it gave for `kept`."""
-        return found
+    def gather_outputs(
+        self, output: HeadOutput, criteria: Iterable[LossTerm], targets: Targets
+    ) -> HeadOutput:
+        """The head's output for the whole batch, from this rank's output."""
+        return output
 
-    def tallies(self, tallies: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Of the batch's tokens, from those of this rank."""
-        return tallies
+    def sum_router_stats(self, router_stats: Sequence[Tensor]) -> Sequence[Tensor]:
+        """The routing statistics of the whole batch, from those of this rank's tokens."""
+        return router_stats
 
 
-class Split(Whole):
-    """Consecutive tokens of every row; in the end each rank has losses and values of all tokens.
+class ContextParallelBatch(LocalBatch):
+    """Consecutive tokens of every row. Every rank ends with losses and metrics of all tokens.
 
-    Hidden states alone stay [B, S, C]. Gradients are this rank's part: they add up over the group.
+    Hidden states alone stay [B, S, C]. Gradients are partial: they add up over the group.
     """
 
     def __init__(self, batch: Batch, group: Ranks, vocab: int):
-        self.whole, self.vocab = batch, vocab
+        self.full_shape, self.vocab = batch.shape, vocab
         self.shard = ContextShard(group, batch.shape[1], batch.position_ids)
         real = batch.real
         if self.shard.behind and real is None:
             real = torch.ones(batch.shape, dtype=torch.bool, device=batch.device)
-        self.shard = replace(self.shard, real=self._part(real))
-        mine = Batch(
-            self._part(batch.input_ids),
-            self._part(batch.inputs_embeds),
-            self.shard.part(batch.position_ids),
+        shard = self.shard.part
+        self.shard = replace(self.shard, real=None if real is None else shard(real))
+        local = Batch(
+            None if batch.input_ids is None else shard(batch.input_ids),
+            None if batch.inputs_embeds is None else shard(batch.inputs_embeds),
+            shard(batch.position_ids),
             None,
             batch.mask,
             None,
             batch.defaults,
-            False,  # what the shards are of has padding
+            False,  # the mask is that of whole rows, padding included
         )
-        super().__init__(mine)
-        self.options = {"shard": self.shard}
+        super().__init__(local)
+        self.decoder_options = {"shard": self.shard}
 
-    def _part(self, x: Tensor | None) -> Tensor | None:
-        return None if x is None else self.part(x)
-
-    def part(self, x: Tensor) -> Tensor:
+    def shard_tokens(self, x: Tensor) -> Tensor:
         return self.shard.part(x)
 
-    def targets(self, counted: Targets) -> Targets:
-        """At all positions of the shard, ignored where they are not kept."""
-        labels, weights = counted.labels, counted.weights
-        self._check_once(counted.kept)
+    def local_targets(self, targets: Targets) -> Targets:
+        """Targets at all positions of the shard, ignored where the position is not kept."""
+        labels, weights = targets.labels, targets.weights
+        self._check_unique(targets.kept)
         if labels is not None:
             check_targets(labels, self.vocab)  # on all ranks, or the others would wait for one
-            labels = self.shard.part(counted.place(labels, IGNORE_INDEX), IGNORE_INDEX)
+            labels = targets.scatter_to_positions(labels, IGNORE_INDEX)
+            labels = self.shard.part(labels, IGNORE_INDEX)
         if weights is not None:
-            weights = self.shard.part(counted.place(weights, 0))
-        return counted.of_part(self.batch, labels, weights)
+            weights = self.shard.part(targets.scatter_to_positions(weights, 0))
+        return targets.for_shard(self.batch, labels, weights)
 
-    def _check_once(self, kept: slice | Tensor) -> None:
+    def _check_unique(self, kept: slice | Tensor) -> None:
         if isinstance(kept, slice):
             return
-        kept = kept.expand(self.whole.shape[0], -1)
-        count = kept.new_zeros(self.whole.shape).scatter_add(1, kept, torch.ones_like(kept))
+        kept = kept.expand(self.full_shape[0], -1)
+        count = kept.new_zeros(self.full_shape).scatter_add(1, kept, torch.ones_like(kept))
         check_values(
             (count <= 1).all(),
-            "logits_to_keep names a position twice, which cannot be where ranks share the tokens "
-            "of a row: name each once",
+            "logits_to_keep has a position twice, which context parallelism does not support: "
+            "give each position once",
         )
 
-    def take(self, x: Tensor, counted: Targets) -> Tensor:
+    def take(self, x: Tensor, targets: Targets) -> Tensor:
         return x if x.shape[:2] == self.batch.shape else self.shard.part(x)
 
-    def kept(self, hidden: Tensor, targets: Targets, *, criteria: bool) -> Tensor:
-        if criteria or not self._narrows(targets):
+    def head_inputs(self, hidden: Tensor, targets: Targets, *, has_terms: bool) -> Tensor:
+        if has_terms or not self._computes_kept_positions(targets):
             return hidden
-        index = torch.arange(self.shard.tokens, device=hidden.device).expand(self.whole.shape)
-        rows = torch.arange(self.whole.shape[0], device=hidden.device)[:, None]
+        index = torch.arange(self.shard.tokens, device=hidden.device).expand(self.full_shape)
+        rows = torch.arange(self.full_shape[0], device=hidden.device)[:, None]
         index = targets.take(index) + self.shard.tokens * rows
-        return self.rows(hidden, index.flatten()).view(*index.shape, -1)
+        return self.gather_rows(hidden, index.flatten()).view(*index.shape, -1)
 
-    def _narrows(self, targets: Targets) -> bool:
-        """Whether each rank has the head compute the same few positions of all ranks; never with
-        gradients, which would count several times."""
-        everything = isinstance(targets.kept, slice) and targets.kept.start == 0
-        return not everything and not torch.is_grad_enabled()
+    def _computes_kept_positions(self, targets: Targets) -> bool:
+        """Whether every rank's head computes the kept positions of all ranks. Not with gradients,
+        which would be counted on every rank."""
+        keeps_all = isinstance(targets.kept, slice) and targets.kept.start == 0
+        return not keeps_all and not torch.is_grad_enabled()
 
-    def rows(self, hidden: Tensor, index: Tensor) -> Tensor:
+    def gather_rows(self, hidden: Tensor, index: Tensor) -> Tensor:
         row, token = index // self.shard.tokens, index % self.shard.tokens
         token = token - self.shard.to.rank * self.shard.size
-        mine = (token >= 0) & (token < self.shard.size)
-        found = hidden.detach()[row, token.clamp(0, self.shard.size - 1)]
-        return self.shard.sum(torch.where(mine[:, None], found, 0))
+        is_local = (token >= 0) & (token < self.shard.size)
+        local = hidden.detach()[row, token.clamp(0, self.shard.size - 1)]
+        return self.shard.sum(torch.where(is_local[:, None], local, 0))
 
-    def head(self, found: HeadOutput, criteria: Iterable[LossTerm], of: Targets) -> HeadOutput:
-        logits, values = found.logits, list(zip(criteria, found.values, strict=True))
-        if logits is not None and (values or not self._narrows(of)):
-            logits = of.take(self.shard.gather(logits))
+    def gather_outputs(
+        self, output: HeadOutput, criteria: Iterable[LossTerm], targets: Targets
+    ) -> HeadOutput:
+        logits, pairs = output.logits, list(zip(criteria, output.values, strict=True))
+        if logits is not None and (pairs or not self._computes_kept_positions(targets)):
+            logits = targets.take(self.shard.gather(logits))
             logits = reshape_unaliased(logits, logits.shape)
-        return found._replace(logits=logits, values=[self._value(*value, of) for value in values])
+        values = [self._gather_value(term, value, targets) for term, value in pairs]
+        return output._replace(logits=logits, values=values)
 
-    def _value(self, c: LossTerm, found: HeadValue, of: Targets) -> HeadValue:
+    def _gather_value(self, c: LossTerm, local: HeadValue, targets: Targets) -> HeadValue:
         metrics = {}
-        for name, x in found.metrics.items():
+        for name, x in local.metrics.items():
             if name == "accuracy":  # a mean over the targets
                 assert c.targets is not None
                 count = (c.targets != IGNORE_INDEX).sum()
-                right, count = self.shard.sum(torch.stack([x * count, count])).unbind()
-                metrics[name] = right / count.clamp(min=1)
+                correct, count = self.shard.sum(torch.stack([x * count, count])).unbind()
+                metrics[name] = correct / count.clamp(min=1)
             else:
-                metrics[name] = self._all(x, of)
-        return HeadValue(self._all(found.value, of), metrics)
+                metrics[name] = self._sum_or_gather(x, targets)
+        return HeadValue(self._sum_or_gather(local.value, targets), metrics)
 
-    def _all(self, x: Tensor, of: Targets) -> Tensor:
-        """A sum over this rank's tokens, or a value of each."""
+    def _sum_or_gather(self, x: Tensor, targets: Targets) -> Tensor:
+        """Sums a scalar over the ranks; gathers a tensor that has a value for each token."""
         if not x.dim():
             return self.shard.sum(x)
-        values = of.take(self.shard.gather(x))
+        values = targets.take(self.shard.gather(x))
         return reshape_unaliased(values, values.shape)
 
-    def tallies(self, tallies: Sequence[Tensor]) -> Sequence[Tensor]:
-        return self.shard.sum(torch.stack(list(tallies))).unbind() if tallies else tallies
+    def sum_router_stats(self, router_stats: Sequence[Tensor]) -> Sequence[Tensor]:
+        if not router_stats:
+            return router_stats
+        return self.shard.sum(torch.stack(list(router_stats))).unbind()
 
 
-def split(batch: Batch, group: Ranks | None, vocab: int) -> Whole:
-    """Passes with a cache are not split: every rank makes all of them. `vocab`: V."""
-    return Whole(batch) if group is None or batch.cache is not None else Split(batch, group, vocab)
+def make_local_batch(batch: Batch, group: Ranks | None, vocab: int) -> LocalBatch:
+    """This rank's part of the batch. Passes with a cache are not sharded."""
+    if group is None or batch.cache is not None:
+        return LocalBatch(batch)
+    return ContextParallelBatch(batch, group, vocab)

@@ -1,4 +1,4 @@
-"""The criteria of a forward pass, and its output from their values.
+"""The loss terms of a forward pass, and its output from their values.
 
 # B batch, T tokens, n kept tokens
 """
@@ -20,20 +20,20 @@ from tigon.kernels.loss.terms import (
     WeightedTerm,
     find_valid_rows,
 )
-from tigon.models.context_batch import Whole
+from tigon.models.context_batch import LocalBatch
 from tigon.models.loss import Targets
 from tigon.models.outputs import CausalLMOutput
 
-OF_TARGETS = ("accuracy", "nll")  # metrics that need one
-PER_POSITION = ("targets", "weights", "teacher_hidden", "teacher_tokens", "teacher_logprobs")
+TARGET_METRICS = ("accuracy", "nll")  # metrics that need labels
+# Fields of criteria that have a value for each position
+POSITION_FIELDS = ("targets", "weights", "teacher_hidden", "teacher_tokens", "teacher_logprobs")
 
 
 # No list: FSDP's mixed precision would rebuild it with weights and denominators in 16 bits
-class Asked:
-    """The criteria of one pass, each with its targets, weights and denominator.
+class LossTerms:
+    """The loss terms of a forward pass.
 
-    Made before the blocks are launched, so that the number of rows that count is on the host when
-    the head needs it.
+    Built before the blocks run, so that the number of valid rows reaches the host without a sync.
     """
 
     def __init__(
@@ -41,34 +41,34 @@ class Asked:
         targets: Targets,
         metrics: tuple[str, ...],
         criteria: Sequence[LossTerm] | None,
-        split: Whole,
+        local: LocalBatch,
     ):
-        self.returned = criteria is not None
+        self.returns_criteria = criteria is not None
         if criteria is None:
             criteria = () if targets.labels is None else (CrossEntropy(),)
         elif not isinstance(criteria, Sequence):
-            raise TypeError(f"criteria={criteria!r} is no sequence: give a tuple of criteria")
+            raise TypeError(f"criteria={criteria!r} is not a sequence: give a tuple of criteria")
         for c in criteria:
             if not isinstance(c, LossTerm):
                 raise TypeError(f"criteria has {c!r}: give CrossEntropy, LogProbs or KL objects")
         if targets.options and not any(isinstance(c, CrossEntropy) for c in criteria):
             names = ", ".join(targets.options)
             raise ValueError(f"{names} without a cross-entropy: give labels, or CrossEntropy()")
-        self.targets = targets  # what the loss counts
-        self._labelled = targets.labels is not None
+        self.targets = targets  # the targets that the loss counts
+        self._has_labels = targets.labels is not None
         if targets.labels is None and any(isinstance(c, KL) for c in criteria):
-            self.targets = _everywhere(targets)
-        self._split, self._here = split, split.targets(self.targets)
+            self.targets = _with_placeholder_labels(targets)
+        self._local, self._local_targets = local, local.local_targets(self.targets)
         self.active: ValidRows | None = None
-        labels = self._here.labels
+        labels = self._local_targets.labels
         if criteria and labels is not None and all(c.targets is None for c in criteria):
             weighted = all(isinstance(c, WeightedTerm) and c.weights is None for c in criteria)
-            weights = self._here.weights if weighted and not metrics else None
+            weights = self._local_targets.weights if weighted and not metrics else None
             self.active = find_valid_rows(labels, weights)
-        self._criteria = [self._filled(c) for c in criteria]
-        self._own = len(self._criteria)
+        self._criteria = [self._resolve(c) for c in criteria]
+        self._num_criteria = len(self._criteria)
         if metrics:
-            self._ask_metrics(metrics)
+            self._add_metrics(metrics)
 
     def __iter__(self) -> Iterator[LossTerm]:
         return iter(self._criteria)
@@ -76,55 +76,57 @@ class Asked:
     def __len__(self) -> int:
         return len(self._criteria)
 
-    def _filled(self, c: LossTerm) -> LossTerm:
-        """With the batch's targets, weights and denominator where it has none of its own.
+    def _resolve(self, c: LossTerm) -> LossTerm:
+        """The criterion with the batch's targets, weights and denominator where it has none.
 
-        Its tensors [B, T, ...] are reduced to the positions that the head reads; a teacher's may be
-        of these already, where ranks share a batch.
+        Its tensors [B, T, ...] are reduced to the positions that the head reads. Under context
+        parallelism a teacher's tensors may be those of this rank's tokens already.
         """
-        counted, here, shape = self.targets, self._here, self.targets.batch.shape
-        mine: dict[str, Any] = {}
-        for name in PER_POSITION:
+        targets, local_targets = self.targets, self._local_targets
+        shape, local_shape = targets.batch.shape, self._local.batch.shape
+        fields: dict[str, Any] = {}
+        for name in POSITION_FIELDS:
             value = getattr(c, name, None)
             if value is not None:
-                own = self._split.batch.shape if name.startswith("teacher") else shape
-                if value.shape[:2] not in (shape, own):
+                shapes = (shape, local_shape) if name.startswith("teacher") else (shape,)
+                if value.shape[:2] not in shapes:
                     raise ValueError(
                         f"{name} {tuple(value.shape)} of {type(c).__name__} is not [batch, tokens, "
                         f"...] = {[*shape]}"
                     )
-                mine[name] = self._split.take(value, counted)
+                fields[name] = self._local.take(value, targets)
         if isinstance(c, CrossEntropy):
-            for name in counted.options:
-                own = getattr(c, name)
-                if isinstance(own, Tensor) or own:
+            for name in targets.options:
+                value = getattr(c, name)
+                if isinstance(value, Tensor) or value:
                     raise ValueError(f"{name} is given twice: to forward and to {type(c).__name__}")
-            mine |= counted.options
-        if isinstance(c, WeightedTerm) and counted.reduction == "none":
-            mine["reduction"] = "none"
+            fields |= targets.options
+        if isinstance(c, WeightedTerm) and targets.reduction == "none":
+            fields["reduction"] = "none"
         if c.targets is not None:
-            here = self._split.targets(counted.over(counted.take(c.targets)))
-            mine["targets"] = here.labels
-        elif counted.labels is None or not (self._labelled or isinstance(c, KL)):
+            local_targets = self._local.local_targets(targets.with_labels(targets.take(c.targets)))
+            fields["targets"] = local_targets.labels
+        elif targets.labels is None or not (self._has_labels or isinstance(c, KL)):
             raise ValueError(f"{type(c).__name__} without labels: give labels, or targets=")
-        assert here.labels is not None
-        return replace(c, **mine).with_targets(here.labels, here.weights, here.denominator)
+        assert local_targets.labels is not None
+        return replace(c, **fields).with_targets(
+            local_targets.labels, local_targets.weights, local_targets.denominator
+        )
 
-    def _ask_metrics(self, metrics: tuple[str, ...]) -> None:
+    def _add_metrics(self, metrics: tuple[str, ...]) -> None:
         """Add the metrics to the first criterion that takes any, or else a criterion for them."""
         for i, c in enumerate(self._criteria):
             if isinstance(c, CrossEntropy | LogProbs):
                 self._criteria[i] = replace(c, metrics=(*c.metrics, *metrics))
                 return
-        missing = tuple(name for name in metrics if name in OF_TARGETS)
-        counted = self.targets
-        if missing and not self._labelled:
-            raise ValueError(f"metrics={missing} without labels: these are about targets")
-        counted = _everywhere(counted) if counted.labels is None else counted
-        labels = self._split.targets(counted).labels
+        target_metrics = tuple(name for name in metrics if name in TARGET_METRICS)
+        if target_metrics and not self._has_labels:
+            raise ValueError(f"metrics={target_metrics} without labels: these are about targets")
+        targets = self.targets
+        targets = _with_placeholder_labels(targets) if targets.labels is None else targets
+        labels = self._local.local_targets(targets).labels
         # Per-token losses: no gradient is computed in the forward pass
-        alone = CrossEntropy(targets=labels, reduction="none", metrics=metrics)
-        self._criteria.append(alone)
+        self._criteria.append(CrossEntropy(targets=labels, reduction="none", metrics=metrics))
 
     def output(self, values: Sequence[Any], logits: Tensor | None, cache: Any) -> CausalLMOutput:
         """The sum of losses, log-probabilities and metrics, from the values of the criteria."""
@@ -132,21 +134,21 @@ class Asked:
         reduction = "none" if self.targets.reduction == "none" else "sum"
         for i, (c, (value, metrics)) in enumerate(zip(self._criteria, values, strict=True)):
             out.metrics |= metrics
-            if i >= self._own:
+            if i >= self._num_criteria:
                 continue
             if isinstance(c, LogProbs) and out.logprobs is None:
                 out.logprobs = value
             if isinstance(c, WeightedTerm) and c.reduction == reduction:
                 out.loss = value if out.loss is None else out.loss + value
-        if self.returned:
-            out.criteria = tuple(value for value, _ in values[: self._own])
+        if self.returns_criteria:
+            out.criteria = tuple(value for value, _ in values[: self._num_criteria])
         return out
 
 
-def _everywhere(targets: Targets) -> Targets:
-    """With a placeholder target at every real position, for criteria that need none."""
+def _with_placeholder_labels(targets: Targets) -> Targets:
+    """The targets with label 0 at every real position, for criteria that need no labels."""
     batch = targets.batch
     labels = torch.zeros(batch.shape, dtype=torch.int64, device=batch.device)
     if batch.real is not None:
         labels = labels.masked_fill(~batch.real, IGNORE_INDEX)
-    return targets.over(targets.take(labels))
+    return targets.with_labels(targets.take(labels))

@@ -1,10 +1,10 @@
-"""The residual blocks of the zoo; a family's own says what its mixer and its MLP are.
+"""The residual blocks that families subclass, and the decoder: embedding, blocks, final norm.
 
-# B batch, T tokens, C model dim
+# B batch, T tokens, C model dim, E experts
 """
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any, ClassVar, cast
@@ -15,7 +15,6 @@ from torch.utils.checkpoint import checkpoint
 
 from tigon.distributed.collectives import Ranks
 from tigon.distributed.sequence_parallel import PartialSum, SequenceParallelRegion
-from tigon.distributed.sequence_parallel import SequenceParallelRegion as Divided
 from tigon.kernels.attention.api import AttentionMask
 from tigon.kernels.mlp.gated_act import Activation
 from tigon.kernels.norm.common import Cast
@@ -39,36 +38,35 @@ from tigon.layers import (
 from tigon.layers.activation_offload import ActivationOffload
 from tigon.layers.kv_cache import KVState
 from tigon.layers.linear import is_hooked
-from tigon.models.config import SLIDING, Config, WindowedConfig, activation
-from tigon.models.watched import has_hooks, summing, warn_of_parts
+from tigon.models.config import SLIDING, ModelConfig, WindowedConfig, activation
+from tigon.models.module_hooks import all_reduce_output, has_forward_hooks, warn_partial_sums
 from tigon.utils.random import as_int64, mix
 
-# The branch that is yet to be added to the stream, the stream, and the routing statistics
-Branch = Tensor | PartialSum
-BlockOutput = tuple[Branch, Tensor, Tensor | None]
+Branch = Tensor | PartialSum  # Summands: partial sums, which the next norm all-reduces
+BlockOutput = tuple[Branch, Tensor, Tensor | None]  # branch, residual stream, router statistics
 
 
-class Block(nn.Module):
-    """(x, residual, rotation, state, ctx) -> (x, residual, routing), which subclasses compute.
+class TransformerBlock(nn.Module):
+    """A block: (x, residual, rotation, state, ctx) -> (x, residual, router_stats).
 
-    x [B, T, C] is the branch that the next norm adds to the stream `residual` [B, T, C], None at
-    its start. `state` is what the mixer remembers, None without a cache. `routing` [2, E] is the
-    tally of a layer with experts where `ctx.routing` asks for it, else None.
+    x [B, T, C] is a branch that the next norm adds to the stream `residual` [B, T, C], which is
+    None before the first block. `state` is the mixer's cache, or None. `router_stats` [2, E] are
+    the counts of a layer with experts if `ctx.routing` is set, else None.
 
-    A mixer is a module (x, rotation, state, ctx) -> [B, T, C] with a `make_state`, an MLP one
-    x -> [B, T, C], or Routed. In passes with dropout the MLP also takes `ctx.dropout_keys`.
+    A mixer is a module (x, rotation, state, ctx) -> [B, T, C] with a `make_state`; an MLP is one
+    x -> [B, T, C] or Routed. With dropout the MLP also takes `ctx.dropout_keys`.
     """
 
     norm_offset: ClassVar[float] = 0.0  # norms multiply by offset + weight
-    norm_cast: ClassVar[Cast] = "before_weight"  # when they round
+    norm_cast: ClassVar[Cast] = "before_weight"  # where norms round to the model's dtype
     mlp: nn.Module
     mixer_name = "self_attn"  # in checkpoints
 
     def make_mixer(self, c: Any, layer: int) -> nn.Module:
         return self.make_attention(c)
 
-    def add_mixer(self, c: Config, layer: int) -> None:
-        mixer = self.make_mixer(c, layer)  # may set the name
+    def add_mixer(self, c: ModelConfig, layer: int) -> None:
+        mixer = self.make_mixer(c, layer)  # may set mixer_name
         self.add_module(self.mixer_name, mixer)
 
     @property
@@ -78,48 +76,48 @@ class Block(nn.Module):
     def make_mlp(self, c: Any, layer: int) -> nn.Module:
         return gated_mlp(c)
 
-    def rope_of(self, c: Any, layer: int) -> tuple[int, Mapping[str, Any]]:
-        """Head dim and RoPE parameters, {} if nothing is rotated."""
+    def layer_rope(self, c: Any, layer: int) -> tuple[int, Mapping[str, Any]]:
+        """The layer's head dim and RoPE parameters; {} if it has no RoPE."""
         return c.head_dim, c.rope_parameters
 
     def make_attention(
-        self, c: Config, *, bias: bool = False, out_bias: bool | None = None, **options: Any
+        self, c: ModelConfig, *, bias: bool = False, out_bias: bool | None = None, **options: Any
     ) -> Attention:
-        """Attention with the config's sizes and this family's norms; `out_bias` is as `bias`."""
+        """Attention with the config's sizes and the family's norms; `out_bias` None: as `bias`."""
         sizes = c.hidden_size, c.num_attention_heads, c.num_key_value_heads, c.head_dim
         options |= {"bias": bias, "out_bias": bias if out_bias is None else out_bias}
         return Attention(*sizes, offset=self.norm_offset, cast=self.norm_cast, **options)
 
-    def make_norm(self, c: Config) -> RMSNorm:
+    def make_norm(self, c: ModelConfig) -> RMSNorm:
         return RMSNorm(c.hidden_size, c.rms_norm_eps, offset=self.norm_offset, cast=self.norm_cast)
 
-    def make_add_norm(self, c: Config) -> AddRMSNorm:
+    def make_add_norm(self, c: ModelConfig) -> AddRMSNorm:
         options: dict[str, Any] = {"offset": self.norm_offset, "cast": self.norm_cast}
         return AddRMSNorm(c.hidden_size, c.rms_norm_eps, **options)
 
-    def feed(self, x: Tensor, ctx: BlockInputs) -> tuple[Branch, Tensor | None]:
-        """The MLP's branch, and its tally."""
+    def mlp_forward(self, x: Tensor, ctx: BlockInputs) -> tuple[Branch, Tensor | None]:
+        """The MLP's output [B, T, C], and its router's counts."""
         if ctx.stream is not None and isinstance(self.mlp, SparseMoE) and self.mlp.divided:
-            return self._dispatch(self.mlp, x, ctx, ctx.stream)
+            return self._dispatch_experts(self.mlp, x, ctx, ctx.stream)
         x = ctx.gather_from_region(x, single_reader=isinstance(self.mlp, GatedMLP))
-        if ctx.stream is not None and has_hooks(self.mlp):
-            with summing(self.mlp, ctx):
+        if ctx.stream is not None and has_forward_hooks(self.mlp):
+            with all_reduce_output(self.mlp, ctx):
                 y = self.mlp(x, *ctx.dropout_args)
-            total = y.x if isinstance(y, MoEOutput) else y
+            output = y.x if isinstance(y, MoEOutput) else y
         else:
             y = self.mlp(x, *ctx.dropout_args)
-            total = ctx.reduce_to_region(y.x if isinstance(y, MoEOutput) else y)
+            output = ctx.reduce_to_region(y.x if isinstance(y, MoEOutput) else y)
         if not (isinstance(y, MoEOutput) and ctx.routing):
-            return total, None
+            return output, None
         counts = count_routing(y, ctx.real)
-        return total, counts if ctx.stream is None else ctx.stream.scale_replicated_grad(counts)
+        return output, counts if ctx.stream is None else ctx.stream.scale_replicated_grad(counts)
 
-    def _dispatch(
-        self, mlp: SparseMoE, x: Tensor, ctx: BlockInputs, stream: Divided
+    def _dispatch_experts(
+        self, mlp: SparseMoE, x: Tensor, ctx: BlockInputs, stream: SequenceParallelRegion
     ) -> tuple[Tensor, Tensor | None]:
-        """Where ranks that share the stream have whole experts, too: each sends its own tokens.
+        """The MLP if tensor ranks also have whole experts: each rank dispatches its own tokens.
 
-        In a step of generation, of a token a row, the ranks with all of the experts send none.
+        In decoding, with one token a row, every rank computes all tokens with its own experts.
         """
         shard = mlp.experts.shard
         if stream.replicated and stream.shape[1] == 1 and shard and shard.ranks == stream.ranks:
@@ -132,27 +130,27 @@ class Block(nn.Module):
         return stream.gather_tokens(y.x), stream.sum(count_routing(y, real))
 
     def make_state(self, rows: int, capacity: int | None, **options: Any) -> LayerState:
-        """The mixer's; see MakeStates."""
+        """An empty state of the mixer; see MakeStates."""
         return self.mixer.make_state(rows, capacity, **options)
 
 
-def gated_mlp(c: Config, act: Activation | None = None, *, bias: bool = False) -> GatedMLP:
-    """A gated MLP with the config's sizes, and its activation if `act` is no other."""
+def gated_mlp(c: ModelConfig, act: Activation | None = None, *, bias: bool = False) -> GatedMLP:
+    """A gated MLP with the config's sizes, and its activation unless `act` is given."""
     act = activation(c.hidden_act) if act is None else act
     return GatedMLP(c.hidden_size, c.intermediate_size, act, bias=bias)
 
 
-def window_of(c: WindowedConfig, layer: int) -> int | None:
-    """How many tokens a query of this layer sees, its own among them; None: all before."""
+def layer_window(c: WindowedConfig, layer: int) -> int | None:
+    """The layer's sliding window in tokens, the query's own included; None: full attention."""
     return c.sliding_window if c.layer_type(layer) == SLIDING else None
 
 
-class PreNormBlock(Block):
-    """Each norm adds the branch before it to the stream."""
+class PreNormBlock(TransformerBlock):
+    """Llama's block: norm, attention, norm, MLP. Each norm first adds the branch before it."""
 
-    branch_scale = 1.0  # of what the branches add
+    branch_scale = 1.0  # multiplies each branch
 
-    def __init__(self, c: Config, layer: int):
+    def __init__(self, c: ModelConfig, layer: int):
         super().__init__()
         self.input_layernorm = self.make_add_norm(c)
         self.add_mixer(c, layer)
@@ -165,7 +163,7 @@ class PreNormBlock(Block):
         normed, residual = self.input_layernorm(x, residual)
         branch = self.mixer(normed, rotation, state, ctx)
         normed, residual = self.post_attention_layernorm(self._scaled(branch), residual)
-        branch, routing = self.feed(normed, ctx)
+        branch, routing = self.mlp_forward(normed, ctx)
         return _unview(self._scaled(branch)), residual, routing
 
     def _scaled(self, branch: Branch) -> Branch:
@@ -174,35 +172,41 @@ class PreNormBlock(Block):
         return self.branch_scale * (branch.total if isinstance(branch, PartialSum) else branch)
 
 
-# As they are here: others may take their place, in the classes too
-_OWN = PreNormBlock.forward, Block.feed, PreNormBlock._scaled, Block.mixer
-_OF_BLOCKS = "forward", "feed", "_scaled", "mixer"
-_ATTENTION, _NORM = Attention.forward, AddRMSNorm.forward
+# The original methods, to detect monkey-patching
+_ORIGINALS = (
+    PreNormBlock.forward,
+    TransformerBlock.mlp_forward,
+    PreNormBlock._scaled,
+    TransformerBlock.mixer,
+)
+_METHODS = "forward", "mlp_forward", "_scaled", "mixer"
+_ATTENTION_FORWARD, _NORM_FORWARD = Attention.forward, AddRMSNorm.forward
 
 
-def sums_branches(norm: nn.Module) -> bool:
-    """Whether it takes Summands, and nobody else sees them."""
-    return type(norm).forward is _NORM and not is_hooked(norm)
+def norm_fuses_all_reduce(norm: nn.Module) -> bool:
+    """Whether the norm can all-reduce its input: it is not patched and has no hooks."""
+    return type(norm).forward is _NORM_FORWARD and not is_hooked(norm)
 
 
-def defers_sums(block: nn.Module) -> bool:
-    """Whether its branches may be Summands, which its own norms and the next block's sum: they come
-    from its modules as they are, and nobody else sees them."""
+def fuses_all_reduce(block: nn.Module) -> bool:
+    """Whether the all-reduce of this block's outputs can be fused into the next norm: no module is
+    patched and no hook would see partial sums."""
     if not isinstance(block, PreNormBlock):  # a wrapper may be around one
         return False
-    if tuple(getattr(type(block), name) for name in _OF_BLOCKS) != _OWN:
+    if tuple(getattr(type(block), name) for name in _METHODS) != _ORIGINALS:
         return False
     mixer = block.mixer
-    if type(mixer).forward is not _ATTENTION or not block.__dict__.keys().isdisjoint(_OF_BLOCKS):
+    patched = not block.__dict__.keys().isdisjoint(_METHODS)
+    if patched or type(mixer).forward is not _ATTENTION_FORWARD:
         return False
     if any(map(is_hooked, (block, mixer, block.mlp))):
         return False
-    return sums_branches(block.input_layernorm) and sums_branches(block.post_attention_layernorm)
+    norms = block.input_layernorm, block.post_attention_layernorm
+    return all(map(norm_fuses_all_reduce, norms))
 
 
 def _unview(x: Branch) -> Branch:
-    """Itself, no view to autograd, as a product with a bias is: FSDP2 warns of views among what a
-    block returns."""
+    """x as a tensor that is no view to autograd, since FSDP2 warns of views in a block's output."""
     if isinstance(x, PartialSum):
         return x
     if torch.compiler.is_compiling() or not x._is_view():
@@ -210,8 +214,8 @@ def _unview(x: Branch) -> Branch:
     return torch.ops.aten._unsafe_view(x, x.shape)
 
 
-class SandwichBlock(Block):
-    """As PreNormBlock, but each branch is normed once more before it joins the stream."""
+class SandwichBlock(TransformerBlock):
+    """Gemma 2's block: as PreNormBlock, with a second norm after the mixer and after the MLP."""
 
     # Before and after the mixer, before and after the MLP
     NORMS = (
@@ -221,7 +225,7 @@ class SandwichBlock(Block):
         "post_feedforward_layernorm",
     )
 
-    def __init__(self, c: Config, layer: int):
+    def __init__(self, c: ModelConfig, layer: int):
         super().__init__()
         self.add_mixer(c, layer)
         self.mlp = self.make_mlp(c, layer)
@@ -236,14 +240,14 @@ class SandwichBlock(Block):
         x, residual = pre_mixer(x, residual)
         x = self.mixer(x, rotation, state, ctx)
         x, residual = pre_mlp(x, residual, post_mixer)
-        y, routing = self.feed(x, ctx)
+        y, routing = self.mlp_forward(x, ctx)
         return post_mlp(y), residual, routing
 
 
-class PostNormBlock(Block):
-    """Branches read the stream as it is, and are normed before they join it."""
+class PostNormBlock(TransformerBlock):
+    """OLMo 2's block: branches read the stream without a norm, and their outputs are normed."""
 
-    def __init__(self, c: Config, layer: int):
+    def __init__(self, c: ModelConfig, layer: int):
         super().__init__()
         self.add_mixer(c, layer)
         self.post_attention_layernorm = self.make_norm(c)
@@ -256,17 +260,15 @@ class PostNormBlock(Block):
         stream = x if residual is None else residual + x
         x = self.mixer(stream, rotation, state, ctx)
         stream = stream + self.post_attention_layernorm(x)
-        y, routing = self.feed(stream, ctx)
+        y, routing = self.mlp_forward(stream, ctx)
         return self.post_feedforward_layernorm(y), stream, routing
 
 
-# The stack of blocks between embedding and head.
-#
-# B batch, T tokens, C model dim
+# The decoder
 
 
 def recomputed_blocks(setting: int | Collection[int], layers: int) -> Collection[int]:
-    """The indices of blocks that are computed again; n: every n-th, 0 or False: none."""
+    """The indices of blocks that backward recomputes; n: every n-th, 0 or False: none."""
     if not isinstance(setting, int):
         return setting
     return range(0, layers, setting) if setting else ()
@@ -275,15 +277,15 @@ def recomputed_blocks(setting: int | Collection[int], layers: int) -> Collection
 class Decoder(nn.Module):
     """Embedding, blocks and final norm; parameters carry Hugging Face's names.
 
-    `embedding_scale` multiplies the embeddings of token ids and is rounded to the model's dtype;
-    `input_scale`, what enters the first block, `inputs_embeds` too. With `rounded_angles`, cos and
-    sin are in the model's dtype, not in fp32.
+    `embedding_scale`, rounded to the model's dtype, multiplies the embeddings of token ids.
+    `input_scale` multiplies the input of the first block, also if it is `inputs_embeds`. With
+    `rounded_angles`, cos and sin are in the model's dtype, else in fp32.
     """
 
     def __init__(
         self,
-        config: Config,
-        block: type[Block],
+        config: ModelConfig,
+        block: type[TransformerBlock],
         *,
         embedding_scale: float = 1.0,
         input_scale: float = 1.0,
@@ -292,11 +294,11 @@ class Decoder(nn.Module):
         super().__init__()
         c = config
         self.input_scale, self.rounded_angles = input_scale, rounded_angles
-        self.tensor: Ranks | None = None  # those that divide each block, if there are several
+        self.tensor_ranks: Ranks | None = None  # of tensor parallelism
         self.embed_tokens = Embedding(
             c.vocab_size,
             c.hidden_size,
-            # A model of scores may have any token as padding, even one that it is to learn
+            # A sequence classifier may use any token as padding, even one that it has to learn
             padding_idx=None if c.labels else c.pad_token_id,
             scale=embedding_scale,
         )
@@ -305,46 +307,47 @@ class Decoder(nn.Module):
         self.norm = AddRMSNorm(
             c.hidden_size, c.rms_norm_eps, offset=block.norm_offset, cast=block.norm_cast
         )
-        # Layers that rotate alike share a table
-        ropes = [layer.rope_of(c, i) for i, layer in enumerate(blocks)]
-        shared = [rope for i, rope in enumerate(ropes) if rope not in ropes[:i]]
-        self.rope_of_layer = [shared.index(rope) for rope in ropes]
+        # Layers with equal RoPE parameters share a table
+        ropes = [layer.layer_rope(c, i) for i, layer in enumerate(blocks)]
+        unique = [rope for i, rope in enumerate(ropes) if rope not in ropes[:i]]
+        self.rope_indices = [unique.index(rope) for rope in ropes]
         self.rotary_embs = nn.ModuleList()
-        for dim, rope in shared:
+        for dim, rope in unique:
             dim = int(dim * rope.get("partial_rotary_factor", 1.0))
-            longest = c.max_position_embeddings
-            self.rotary_embs.append(RotaryEmbedding(dim, rope, longest) if rope else NoRotary(dim))
+            length = c.max_position_embeddings
+            self.rotary_embs.append(RotaryEmbedding(dim, rope, length) if rope else NoRotary(dim))
         turns = [getattr(rope, "turn", math.inf) for rope in self.rotary_embs]
         first = min(turns, default=math.inf)
         self._turning = None if first == math.inf else turns.index(first)
-        self.set_holds()
+        self.set_state_kinds()
 
-    def set_holds(self) -> None:
-        """What a cache of this model has to hold, layer by layer."""
-        one = self.make_states(1, 1, chunk=1, dtype=torch.float32, device="meta")
-        self.layout = tuple(state.layout for state in one)
-        # Whether sequences may go on from tokens of another one: attention alone sees them there
-        self.shares_prefixes = all(isinstance(state, KVState) for state in one)
+    def set_state_kinds(self) -> None:
+        """Note what a cache of this model holds in each layer."""
+        states = self.make_states(1, 1, chunk=1, dtype=torch.float32, device="meta")
+        self.state_kinds = tuple(state.layout for state in states)
+        # Whether sequences may share a prefix, which only attention can read from another sequence
+        self.shares_prefixes = all(isinstance(state, KVState) for state in states)
 
     @property
     def turning_rope(self) -> RotaryEmbedding | None:
-        """The one whose table turns with the shortest text; None: no table ever does."""
+        """The RoPE whose table changes at the shortest length; None: no table changes."""
         if self._turning is None:
             return None
         return cast(RotaryEmbedding, self.rotary_embs[self._turning])
 
     def make_states(self, rows: int, capacity: int | None, **options: Any) -> list[LayerState]:
         """An empty state for each layer; see MakeStates."""
-        return [cast(Block, layer).make_state(rows, capacity, **options) for layer in self.layers]
+        blocks = cast(Iterable[TransformerBlock], self.layers)
+        return [block.make_state(rows, capacity, **options) for block in blocks]
 
     def embed(self, ids: Tensor) -> tuple[Tensor, bool]:
-        """[B, T] -> [B, T, C], and whether that is to be added up over ranks, as `summands`. Hooks
-        of the embedding see the sum."""
+        """Embeddings [B, T, C] of ids [B, T], and whether they are partial sums over the tensor
+        ranks. With hooks on the embedding they are not, so that hooks see whole values."""
         table = self.embed_tokens
-        if self.tensor is None or has_hooks(table):
+        if self.tensor_ranks is None or has_forward_hooks(table):
             return table(ids), False
         if type(table).forward is not Embedding.forward or "forward" in table.__dict__:
-            return table(ids), False  # what is in place of ours
+            return table(ids), False  # a patched embedding
         return table(ids, summands=True), True
 
     def forward(
@@ -360,27 +363,27 @@ class Decoder(nn.Module):
         shard: ContextShard | None = None,
         summands: bool = False,
     ) -> tuple[Tensor, list[Tensor]]:
-        """The normed stream, and with `routing` how each layer of experts routed its tokens.
+        """The normed stream [B, T, C], and with `routing` the counts of each layer with experts.
 
-        `recompute`: the indices of blocks that are computed again in backward; n: every n-th; 0:
-        none. `offload`: what backward needs waits in host memory. `dropout_keys`: int64 [B, T], of
-        which an adapter's dropout is drawn; None: there is none. `shard`: T are the tokens of one
-        of several ranks, and the mask is of whole rows. `summands`: x is to be added up over ranks
-        that share the layers.
+        `recompute`: indices of blocks to recompute in backward; n: every n-th; 0: none. `offload`:
+        saved activations wait in host memory. `dropout_keys`: int64 [B, T], seeds of an adapter's
+        dropout; None: no dropout. `shard`: x has the tokens of one context-parallel rank, and the
+        mask is that of whole rows. `summands`: x is a partial sum over the tensor ranks.
         """
         if self.input_scale != 1.0:
             x = x * self.input_scale
         dtype = x.dtype if self.rounded_angles else torch.float32
-        of = None if shard is None else shard.positions
-        ropes = [rope(position_ids, dtype, of) for rope in self.rotary_embs]
+        row_positions = None if shard is None else shard.positions
+        ropes = [rope(position_ids, dtype, row_positions) for rope in self.rotary_embs]
         stream = None
-        if self.tensor is not None:
+        if self.tensor_ranks is not None:
             if not torch.compiler.is_compiling():
-                warn_of_parts(self.layers, self.tensor.size)
-            whole = cache is not None and not torch.is_grad_enabled()
-            defers = whole and sums_branches(self.norm) and all(map(defers_sums, self.layers))
+                warn_partial_sums(self.layers, self.tensor_ranks.size)
+            decoding = cache is not None and not torch.is_grad_enabled()
+            fuses = decoding and norm_fuses_all_reduce(self.norm)
+            fuses = fuses and all(map(fuses_all_reduce, self.layers))
             stream = SequenceParallelRegion(
-                self.tensor, (x.shape[0], x.shape[1]), whole, defers_sum=defers
+                self.tensor_ranks, (x.shape[0], x.shape[1]), decoding, defers_sum=fuses
             )
             x = stream.begin(x, partial=summands)
         append = None if cache is None else cache.append
@@ -390,42 +393,44 @@ class Decoder(nn.Module):
         if cache is not None:
             states = cache.open(self.make_states, x, mask)
         # A recomputed block would append to the cache again
-        learns = cache is None and torch.is_grad_enabled()
-        recomputed = recomputed_blocks(recompute, len(layers)) if learns else ()
+        training = cache is None and torch.is_grad_enabled()
+        recomputed = recomputed_blocks(recompute, len(layers)) if training else ()
         offloading = None
-        if offload and learns:
+        if offload and training:
             offloading = ActivationOffload(x.device, [t for r in ropes for t in r if t is not None])
         contexts = [ctx] * len(layers)
-        if dropout_keys is not None:  # each block has its own: a number in it would compile it anew
+        if dropout_keys is not None:  # tensors, since a layer number would recompile each block
             keys = [dropout_keys + as_int64(mix(i)) for i in range(len(layers))]
-            contexts = [replace(ctx, dropout_keys=of_block) for of_block in keys]
-        # Of a recomputed block what is gathered is there when its backward begins, as of the head
-        keeps = None if stream is None else replace(stream, saves_gathered=True)
+            contexts = [replace(ctx, dropout_keys=block_keys) for block_keys in keys]
+        # A recomputed block, and the head, need the gathered stream as soon as backward begins
+        keeping = None if stream is None else replace(stream, saves_gathered=True)
         contexts = [
-            replace(of_block, stream=keeps) if i in recomputed and keeps else of_block
-            for i, of_block in enumerate(contexts)
+            replace(block_ctx, stream=keeping) if i in recomputed and keeping else block_ctx
+            for i, block_ctx in enumerate(contexts)
         ]
-        residual, tallies = None, []
+        residual, router_stats = None, []
         for i, (block, rope, state, ctx) in enumerate(
-            zip(layers, self.rope_of_layer, states, contexts, strict=True)
+            zip(layers, self.rope_indices, states, contexts, strict=True)
         ):
-            # Backward begins with the last block: it would fetch at once
+            # Not the last block: backward begins with it and would fetch at once
             with offloading.of(block) if offloading and i + 1 < len(layers) else nullcontext():
                 if i in recomputed:
-                    if residual is not None:  # one tensor is kept for the block, not two
+                    if residual is not None:  # save one tensor for the block, not two
                         x, residual = residual + x, None
                     x, residual, counts = checkpoint(
                         *(block, x, residual, ropes[rope], state, ctx),
                         use_reentrant=False,
-                        preserve_rng_state=False,  # no block draws any; a CUDA graph has none
+                        preserve_rng_state=False,  # blocks use none, and CUDA graphs cannot
                     )
                 else:
                     x, residual, counts = block(x, residual, ropes[rope], state, ctx)
             if counts is not None:
-                tallies.append(counts)
+                router_stats.append(counts)
         if offloading is not None:
             offloading.end()
         if cache is not None:
             cache.end(mask)
         x = self.norm(x, residual)[0]
-        return x if keeps is None else keeps.gather_from_region(x, single_reader=True), tallies
+        return x if keeping is None else keeping.gather_from_region(
+            x, single_reader=True
+        ), router_stats

@@ -8,12 +8,12 @@ from typing import Any, ClassVar
 
 from tigon.layers import Attention, GatedMLP
 from tigon.models.causal_lm import CausalLM
-from tigon.models.config import Config
-from tigon.models.decoder import Block, Decoder, PreNormBlock, gated_mlp
+from tigon.models.config import ModelConfig
+from tigon.models.decoder import Decoder, PreNormBlock, TransformerBlock, gated_mlp
 
 
 @dataclass(frozen=True, kw_only=True)
-class GemmaConfig(Config):
+class GemmaConfig(ModelConfig):
     model_type = "gemma"
     architecture = "GemmaForCausalLM"
     overflows_float16 = True  # of Gemma 2 and 3 too
@@ -49,7 +49,7 @@ class GemmaBlock(PreNormBlock):
 
 class Gemma(CausalLM):
     config_class = GemmaConfig
-    block_class: ClassVar[type[Block]] = GemmaBlock
+    block_class: ClassVar[type[TransformerBlock]] = GemmaBlock
 
     def make_decoder(self, c: GemmaConfig, **options: Any) -> Decoder:
         return super().make_decoder(c, embedding_scale=c.hidden_size**0.5, **options)

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from tigon.layers import Attention, GatedMLP, LMHead
 from tigon.models.config import WindowedConfig, activation
-from tigon.models.decoder import SandwichBlock, gated_mlp, window_of
+from tigon.models.decoder import SandwichBlock, gated_mlp, layer_window
 from tigon.models.gemma import Gemma, GemmaConfig
 
 
@@ -37,7 +37,7 @@ class Gemma2Block(SandwichBlock):
 
     def make_mixer(self, c: Gemma2Config, layer: int) -> Attention:
         scale, softcap = c.query_pre_attn_scalar**-0.5, c.attn_logit_softcapping
-        bias, window = c.attention_bias, window_of(c, layer)
+        bias, window = c.attention_bias, layer_window(c, layer)
         return self.make_attention(c, bias=bias, scale=scale, softcap=softcap, window=window)
 
     def make_mlp(self, c: Gemma2Config, layer: int) -> GatedMLP:

@@ -10,7 +10,7 @@ from typing import Any
 
 from tigon.layers import Attention
 from tigon.models.config import SLIDING, TwoRopesConfig
-from tigon.models.decoder import window_of
+from tigon.models.decoder import layer_window
 from tigon.models.gemma import GemmaConfig
 from tigon.models.gemma2 import Gemma2, Gemma2Block
 from tigon.utils.config import check_type
@@ -57,13 +57,13 @@ class Gemma3Config(GemmaConfig, TwoRopesConfig):
 
 class Gemma3Block(Gemma2Block):
     def make_mixer(self, c: Any, layer: int) -> Attention:
-        window = window_of(c, layer)
+        window = layer_window(c, layer)
         if window is not None and c.use_bidirectional_attention:
             window = window // 2 + 1  # the config gives the width of both sides
         bias, scale, eps = c.attention_bias, c.query_pre_attn_scalar**-0.5, c.rms_norm_eps
         return self.make_attention(c, bias=bias, qk_norm_eps=eps, scale=scale, window=window)
 
-    def rope_of(self, c: Gemma3Config, layer: int) -> tuple[int, dict[str, Any]]:
+    def layer_rope(self, c: Gemma3Config, layer: int) -> tuple[int, dict[str, Any]]:
         return c.head_dim, c.rope_parameters[c.layer_type(layer)]
 
 

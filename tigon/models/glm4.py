@@ -9,13 +9,13 @@ from typing import Any
 
 from tigon.layers import Attention
 from tigon.models.causal_lm import CausalLM
-from tigon.models.config import Config
+from tigon.models.config import ModelConfig
 from tigon.models.decoder import SandwichBlock
-from tigon.models.pretrained.names import QKV, Names
+from tigon.models.pretrained.names import QKV, CheckpointNames
 
 
 @dataclass(frozen=True, kw_only=True)
-class Glm4Config(Config):
+class Glm4Config(ModelConfig):
     model_type = "glm4"
     architecture = "Glm4ForCausalLM"
     partial_rotary = True
@@ -59,4 +59,4 @@ class Glm4Block(SandwichBlock):
 class Glm4(CausalLM):
     config_class = Glm4Config
     block_class = Glm4Block
-    checkpoint_names = Names(packed=QKV)  # gate_up_proj is stored packed
+    checkpoint_names = CheckpointNames(packed=QKV)  # gate_up_proj is stored packed

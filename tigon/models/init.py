@@ -1,4 +1,4 @@
-"""Weights that are drawn in place of being read."""
+"""Random initialization of weights, as transformers has it."""
 
 from collections.abc import Callable
 
@@ -7,8 +7,8 @@ from torch import Tensor, nn
 
 from tigon.layers import NF4Weight
 from tigon.models.base import LanguageModel
-from tigon.models.pretrained.quantization import quantised_layers, store
-from tigon.weights import Cut, own_rows
+from tigon.models.pretrained.quantization import quantized_layers, store_nf4
+from tigon.weights import ShardSpec, local_rows
 
 
 @torch.no_grad()
@@ -19,43 +19,43 @@ def init_weights(model: LanguageModel) -> None:
 
 
 @torch.no_grad()
-def init_parts(model: LanguageModel, whole: LanguageModel) -> None:
-    """The same weights of a model that ranks share, of which each has its part.
+def init_sharded_weights(model: LanguageModel, full_model: LanguageModel) -> None:
+    """Give a sharded model the weights that `init_weights` draws for the unsharded one.
 
-    `whole` is the model on the meta device as it was before, and is used up. Every rank draws each
-    module's weights whole, one after the other, on the CPU: memory for one of them is enough. Those
-    that `model` has in 4 bits are quantised then.
+    `full_model` is the unsharded model on the meta device; it is used up. Every rank draws all
+    weights on the CPU, one module after the other, so that memory for one module is enough.
+    4-bit weights of `model` are quantised from them.
     """
-    parameters, cuts = dict(model.named_parameters()), model.cuts
-    few_bits = {name: weight for name, _, weight in quantised_layers(model)}
-    for path, module in whole.named_modules():
+    parameters, shard_specs = dict(model.named_parameters()), model.shard_specs
+    quantized = {name: weight for name, _, weight in quantized_layers(model)}
+    for path, module in full_model.named_modules():
         if not any(True for _ in module.parameters(recurse=False)):
             continue
         module.to_empty(device="cpu", recurse=False)
-        _init(module, whole)
-        for own, drawn in module.named_parameters(recurse=False):
-            name = f"{path}.{own}"
-            if (few := few_bits.get(name)) is not None:
-                assert isinstance(few, NF4Weight)  # of drawn weights there are no others
-                store(few, name, drawn.detach())
-            elif name in parameters:  # not a head that is tied
-                _keep(name, parameters[name], cuts.get(name), drawn.detach())
-        del drawn  # before the next one is there
+        _init(module, full_model)
+        for kind, values in module.named_parameters(recurse=False):
+            name = f"{path}.{kind}"
+            if (weight := quantized.get(name)) is not None:
+                assert isinstance(weight, NF4Weight)  # fp8 weights come from a checkpoint alone
+                store_nf4(weight, name, values.detach())
+            elif name in parameters:  # a tied head is not
+                _copy_local(name, parameters[name], shard_specs.get(name), values.detach())
+        del values  # before the next module is allocated
         module.to_empty(device="meta", recurse=False)
 
 
-def _keep(name: str, parameter: Tensor, cut: Cut | None, drawn: Tensor) -> None:
-    """This rank's part of a weight."""
-    part = drawn if cut is None else cut.take(drawn)
-    own, first = own_rows(name, parameter)
-    own.copy_(part.view(-1, *own.shape[1:])[first : first + len(own)])
+def _copy_local(name: str, parameter: Tensor, spec: ShardSpec | None, values: Tensor) -> None:
+    """Copy this rank's shard of the values into the parameter."""
+    shard = values if spec is None else spec.take(values)
+    rows, first = local_rows(name, parameter)
+    rows.copy_(shard.view(-1, *rows.shape[1:])[first : first + len(rows)])
 
 
 def _init(module: nn.Module, model: LanguageModel) -> None:
-    """Of a module's own parameters."""
-    own_init: Callable[[], None] | None = getattr(module, "init_weights", None)
-    if own_init is not None:
-        own_init()
+    """Draw the parameters of one module, without its submodules."""
+    init: Callable[[], None] | None = getattr(module, "init_weights", None)
+    if init is not None:
+        init()
         return
     for name, p in module.named_parameters(recurse=False):
         if name == "bias":

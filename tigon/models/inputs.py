@@ -1,6 +1,6 @@
-"""Packed sequences: their bounds and restarting positions, held against each other.
+"""The inputs of a forward pass, checked and resolved: tokens, positions, sequences, padding, cache.
 
-# B batch, T tokens
+# B batch, T new tokens, S all tokens (cached ones first), C model dim, N real tokens
 """
 
 import itertools
@@ -15,17 +15,25 @@ from tigon.kernels.attention.backends import HALF, PLAIN
 from tigon.kernels.runtime import check_values, on_host, runs_triton
 from tigon.layers import Cache, KVCache
 from tigon.layers.context import real_tokens
-from tigon.models.arguments import BATCH, BatchArguments, Defaults, check_keywords, spelled_out
-from tigon.models.config import Config
+from tigon.models.arguments import (
+    BATCH,
+    BatchArguments,
+    Defaults,
+    check_keywords,
+    expand_kwargs_signature,
+)
+from tigon.models.config import ModelConfig
 from tigon.models.decoder import Decoder
+
+# Packed sequences
 
 BOUNDS = ("cu_seq_lens", "cu_seq_lens_q", "cu_seq_lens_k")
 
 
-def same_bounds(arguments: Mapping[str, Any], device: torch.device) -> Tensor | None:
-    """What is given of `cu_seq_lens` and its two other names; ValueError where they differ."""
-    given = [(name, arguments[name]) for name in BOUNDS if arguments.get(name) is not None]
-    for (name, a), (other, b) in itertools.pairwise(given):
+def merge_bounds(arguments: Mapping[str, Any], device: torch.device) -> Tensor | None:
+    """`cu_seq_lens`, or what stands under its two other names; ValueError if they differ."""
+    bounds = [(name, arguments[name]) for name in BOUNDS if arguments.get(name) is not None]
+    for (name, a), (other, b) in itertools.pairwise(bounds):
         if a is b:
             continue
         values = ""
@@ -33,55 +41,55 @@ def same_bounds(arguments: Mapping[str, Any], device: torch.device) -> Tensor | 
             values = f": {a.tolist()} and {b.tolist()}"
         else:
             a, b = (x.to(device, non_blocking=True) for x in (a, b))
-        message = f"{name} and {other} differ{values}; queries and keys have the same bounds here"
+        message = f"{name} and {other} differ{values}: give the same bounds for queries and keys"
         if a.shape != b.shape:
             raise ValueError(message)
         check_values((a == b).all(), message)
-    return given[0][1] if given else None
+    return bounds[0][1] if bounds else None
 
 
 def check_bounds(
     cu_seq_lens: Tensor, longest: int | None, total: int, device: torch.device
 ) -> tuple[Tensor, int | None]:
-    """`cu_seq_lens` as int32 on the device, and the longest sequence if knowing it is free."""
+    """`cu_seq_lens` as int32 on the device, and the longest sequence if the host knows it."""
     if cu_seq_lens.dim() != 1 or cu_seq_lens.is_floating_point() or len(cu_seq_lens) < 2:
         raise ValueError(
             f"cu_seq_lens must be integers [sequences + 1], not {cu_seq_lens.dtype} "
             f"{tuple(cu_seq_lens.shape)}"
         )
-    given = on_host(cu_seq_lens)
-    values = f": {cu_seq_lens.tolist()}" if given else ""
+    is_on_host = on_host(cu_seq_lens)
+    values = f": {cu_seq_lens.tolist()}" if is_on_host else ""
     cu = cu_seq_lens.to(device=device, dtype=torch.int32, non_blocking=True)
-    lengths = cu_seq_lens.diff() if given else cu.diff()
+    lengths = cu_seq_lens.diff() if is_on_host else cu.diff()
     check_values((lengths >= 0).all(), f"cu_seq_lens is not sorted{values}")
     check_values(
         (cu[0] == 0) & (cu[-1] == total),
-        f"cu_seq_lens must run from 0 to {_told(total, 'N')}, the number of tokens{values}",
+        f"cu_seq_lens must run from 0 to {_format_size(total, 'N')}, the number of tokens{values}",
     )
     if longest is not None:
-        said = f"max_length_q={_told(longest, 'n')}"
+        value = f"max_length_q={_format_size(longest, 'n')}"
         check_values(
             lengths.max() <= longest,
-            f"{said} is less than the longest sequence of cu_seq_lens{values}",
+            f"{value} is less than the longest sequence of cu_seq_lens{values}",
         )
-    elif given:
+    elif is_on_host:
         longest = int(lengths.max())
     return cu, longest
 
 
-def _told(number: int, letter: str) -> str:
-    """A number for a message; a letter for it in a compiled graph, which serves any."""
+def _format_size(number: int, letter: str) -> str:
+    """The number for a message, or a letter in a compiled graph, which serves any number."""
     return letter if torch.compiler.is_compiling() else str(number)
 
 
 def check_prefixes(prefixes: Tensor | None, cu: Tensor | None, tokens: int) -> Tensor | None:
-    """`prefixes` as int64 [n, 2] on the host; None where no sequence has one."""
+    """`prefixes` as int64 [n, 2] on the host; None if no sequence has a prefix."""
     if prefixes is None:
         return None
     if prefixes.device.type == "cpu" and not on_host(prefixes):
         raise ValueError(
-            "prefixes inside torch.compile, where nobody can look at them: make the batch with "
-            "Batch.of outside of it, and give model(batch=batch)"
+            "prefixes cannot be checked inside torch.compile: make the batch with Batch.of outside "
+            "of it, and call model(batch=batch)"
         )
     count = None if cu is None else len(cu) - 1
     if cu is None or not on_host(prefixes) or prefixes.shape != (count, 2):
@@ -90,44 +98,44 @@ def check_prefixes(prefixes: Tensor | None, cu: Tensor | None, tokens: int) -> T
             "CPU, for the sequences of cu_seq_lens, which are needed"
         )
     if prefixes.is_floating_point() or prefixes.dtype == torch.bool:
-        raise TypeError(f"prefixes is {prefixes.dtype}: places of tokens are integers")
-    given = prefixes.long()
-    first, end = given.unbind(1)
+        raise TypeError(f"prefixes is {prefixes.dtype}: token indices are integers")
+    ranges = prefixes.long()
+    first, end = ranges.unbind(1)
     message = (
         "each of prefixes must be [first, end) of tokens in the row of its sequence and before it, "
-        f"or (i, i): {given.tolist()}"
+        f"or (i, i): {ranges.tolist()}"
     )
     if (first > end).any():
         raise ValueError(message)
     if (first == end).all():
         return None
     first, end = (x.to(cu.device, non_blocking=True) for x in (first, end))
-    own = cu[:-1].long()
-    fits = (end <= own) & (first >= own // tokens * tokens)
+    starts = cu[:-1].long()
+    fits = (end <= starts) & (first >= starts // tokens * tokens)
     check_values((fits | (first == end)).all(), message)
-    return given
+    return ranges
 
 
-def starts_of(cu: Tensor, batch: int, tokens: int) -> Tensor:
-    """First tokens of the sequences that `cu` bounds in the flattened batch: [B, T]."""
+def mark_sequence_starts(cu: Tensor, batch: int, tokens: int) -> Tensor:
+    """Bool [B, T], True on the first token of each sequence that `cu` bounds."""
     # Repeated ends (padding of cu_seq_lens itself) fall on the extra last slot
     starts = torch.zeros(batch * tokens + 1, dtype=torch.bool, device=cu.device)
     starts = starts.index_fill(0, cu.long(), True)[:-1].view(batch, tokens)
     values = f": {cu.tolist()}" if on_host(cu) else ""
-    rows = f"two rows of {_told(tokens, 'T')}{values}"
+    rows = f"two rows of {_format_size(tokens, 'T')}{values}"
     check_values(starts[:, 0].all(), f"cu_seq_lens has a sequence that spans {rows}")
     return starts
 
 
 def check_padding(key_mask: Tensor, starts: Tensor) -> None:
-    """Each sequence of `cu_seq_lens` is all padding or all real: otherwise which would hold?"""
-    torn = (key_mask[:, 1:] != key_mask[:, :-1]) & ~starts[:, 1:]
+    """Raises ValueError for a sequence of `cu_seq_lens` that is padding only in part."""
+    mixed = (key_mask[:, 1:] != key_mask[:, :-1]) & ~starts[:, 1:]
     where = ""
-    if on_host(torn) and torn.any():
-        row, column = torn.nonzero()[0].tolist()
+    if on_host(mixed) and mixed.any():
+        row, column = mixed.nonzero()[0].tolist()
         where = f": row {row} changes at token {column + 1}"
     check_values(
-        ~torn.any(),
+        ~mixed.any(),
         "attention_mask begins or ends padding inside a sequence of cu_seq_lens"
         f"{where}; make padding a sequence of its own, or give one of the two",
     )
@@ -138,7 +146,8 @@ def check_positions(
     segment_ids: Tensor | None,  # [B, T], of cu_seq_lens
     key_mask: Tensor | None,  # [B, T]
 ) -> None:
-    """Positions never fall inside each sequence of `cu_seq_lens`, except on padding."""
+    """Raises ValueError for positions that decrease inside a sequence of `cu_seq_lens`, padding
+    excepted."""
     restarts = position_ids[:, 1:] < position_ids[:, :-1]
     if segment_ids is not None:
         restarts = restarts & (segment_ids[:, 1:] == segment_ids[:, :-1])
@@ -155,14 +164,14 @@ def check_positions(
     )
 
 
-def restarts(position_ids: Tensor, key_mask: Tensor | None, batch: int) -> Tensor:
-    """True on the first token of every row and wherever the position does not increase."""
+def find_restarts(position_ids: Tensor, key_mask: Tensor | None, batch: int) -> Tensor:
+    """Bool [B, T], True on the first token of every row and wherever positions do not increase."""
     position_ids = position_ids.expand(batch, -1)
     starts = torch.ones_like(position_ids, dtype=torch.bool)
     before, after = position_ids[:, :-1], position_ids[:, 1:]
     if key_mask is None:
         starts[:, 1:] = after <= before
-    else:  # positions of padding mean nothing: the last real token counts
+    else:  # compare with the last real token: positions of padding have no meaning
         at = torch.arange(position_ids.shape[1], device=position_ids.device)
         last = torch.where(key_mask, at, -1).cummax(1).values[:, :-1]
         before = torch.where(last < 0, -1, before.gather(1, last.clamp(min=0)))
@@ -170,9 +179,7 @@ def restarts(position_ids: Tensor, key_mask: Tensor | None, batch: int) -> Tenso
     return starts
 
 
-# What a forward pass reads: tokens or embeddings, positions, sequences, padding and cache.
-#
-# B batch, T new tokens, S all tokens (cached ones first), C model dim, N real tokens
+# The batch
 
 TENSORS = (
     *("input_ids", "attention_mask", "position_ids", "inputs_embeds", "dropout_keys"),
@@ -180,10 +187,10 @@ TENSORS = (
 )
 
 
-class Model(Protocol):
-    """What a batch has to know of its model."""
+class BatchModel(Protocol):
+    """The parts of a model that `Batch.of` reads."""
 
-    config: Config
+    config: ModelConfig
     model: Decoder
     attention: Backend
     defaults: Defaults
@@ -198,9 +205,9 @@ class Model(Protocol):
 
 # No dataclass: FSDP's mixed precision would rebuild it with every float tensor in 16 bits
 class Batch:
-    """What a forward pass reads, checked and resolved; made by `Batch.of`.
+    """The inputs of a forward pass, checked and resolved by `Batch.of`.
 
-    It can be made outside of the model's forward, since it runs none of its modules.
+    It can be made outside of the model's forward, since it runs no module.
     """
 
     def __init__(
@@ -211,8 +218,8 @@ class Batch:
         segment_ids: Tensor | None,  # [B, T], over the whole batch; None: a row is a sequence
         mask: AttentionMask,
         cache: Cache | None,
-        defaults: Defaults,  # of the model, for what is asked of this batch
-        drop_padding: bool | None,  # as on the model, or False where it would change numbers
+        defaults: Defaults,  # of the model
+        drop_padding: bool | None,  # as on the model, or False if it would change numbers
         dropout_keys: Tensor | None = None,  # int64 [B, T]
     ):
         self.input_ids, self.inputs_embeds = input_ids, inputs_embeds
@@ -221,14 +228,14 @@ class Batch:
         self.dropout_keys = dropout_keys
         self.defaults = defaults
         self._drop = drop_padding
-        self._append = None if cache is None else cache.append  # what the cache was asked for
+        self._append = None if cache is None else cache.append  # to detect passes in between
 
     @property
     def shape(self) -> tuple[int, int]:
         """Rows and new tokens of each: (B, T)."""
-        given = self.inputs_embeds if self.input_ids is None else self.input_ids
-        assert given is not None
-        return given.shape[0], given.shape[1]
+        tokens = self.inputs_embeds if self.input_ids is None else self.input_ids
+        assert tokens is not None
+        return tokens.shape[0], tokens.shape[1]
 
     @property
     def device(self) -> torch.device:
@@ -236,73 +243,72 @@ class Batch:
 
     @property
     def real(self) -> Tensor | None:
-        """Bool [B, T], False on padding; None where the host knows of no padding."""
+        """Bool [B, T], False on padding; None if there is no padding."""
         return real_tokens(self.mask)
 
     def check_cache(self) -> None:
-        """The cache has taken no tokens, and promised no place, since this batch was made."""
+        """Raises ValueError if the cache has been used since this batch was made."""
         if self.cache is not None and self.cache.append is not self._append:
             raise ValueError(
-                "this batch was made for past_key_values as they were before another pass or "
-                "batch: make a batch for each pass, after the pass before"
+                "past_key_values has been used since this batch was made: make each batch after "
+                "the pass before it"
             )
 
     @classmethod
-    @spelled_out
+    @expand_kwargs_signature
     def of(
-        cls, model: Model, input_ids: Tensor | None = None, **given: Unpack[BatchArguments]
+        cls, model: BatchModel, input_ids: Tensor | None = None, **kwargs: Unpack[BatchArguments]
     ) -> Self:
-        """Resolve what `forward` is given, for `model(batch=...)`.
+        """Resolve the arguments of `forward`, for `model(batch=...)`.
 
-        Boundaries of packed sequences come from `cu_seq_lens`, or from `position_ids` that do not
-        increase. With a cache to fill, the host may wait for the device to learn whether there
-        are any.
+        A packed sequence begins at a bound of `cu_seq_lens`, or where `position_ids` do not
+        increase. If a cache is to be filled, the host may wait for the device to find these.
 
-        A sequence may go on from tokens of another one: `prefixes` has their places [first, end)
-        in the flattened batch, in its row and before it. Its tokens see them as if they were its
-        own first ones, and `position_ids`, which are needed, go on behind them: several answers
-        to a prompt are [prompt, answer] and answers that go on from the prompt.
+        Sequences may share a prefix: `prefixes` has for each the range [first, end) of tokens in
+        the flattened batch, earlier in the same row, that it attends to as if it began with them.
+        `position_ids` are then needed and continue after the prefix. So several answers to a
+        prompt are packed as [prompt, answer] followed by answers with the prompt as prefix.
         """
-        check_keywords("Batch.of", given, BATCH)
-        _check_tensors({"input_ids": input_ids, **given})
-        inputs_embeds = given.get("inputs_embeds")
-        tokens = _tokens(input_ids, inputs_embeds, model.config)
-        cache = given.get("past_key_values")
-        if cache is None and given.get("use_cache"):
+        check_keywords("Batch.of", kwargs, BATCH)
+        _check_tensors({"input_ids": input_ids, **kwargs})
+        inputs_embeds = kwargs.get("inputs_embeds")
+        tokens = _check_tokens(input_ids, inputs_embeds, model.config)
+        cache = kwargs.get("past_key_values")
+        if cache is None and kwargs.get("use_cache"):
             cache = KVCache()
         if cache is not None:
             _check_cache(cache, model)
-        keys = _check_keys(given.get("dropout_keys"), tokens)
-        positions, segment_ids, mask = _resolve(model, tokens, cache, given)
+        keys = _check_keys(kwargs.get("dropout_keys"), tokens)
+        positions, segment_ids, mask = _resolve(model, tokens, cache, kwargs)
         drop = model.drop_padding
         if cache is not None or mask.key_mask is None or model.turning_rope is not None:
-            drop = False  # a RoPE that turns does so with the longest row, padding included
-        own = input_ids, inputs_embeds, positions, segment_ids, mask, cache
-        return cls(*own, model.defaults, drop, keys)
+            drop = False  # a RoPE whose table changes counts padding in the longest row
+        inputs = input_ids, inputs_embeds, positions, segment_ids, mask, cache
+        return cls(*inputs, model.defaults, drop, keys)
 
-    def without_padding(self, x: Tensor) -> tuple[Tensor, Tensor, AttentionMask, Tensor | None]:
-        """x [B, T, C], positions and mask for the blocks, with padding dropped or as they are.
+    def drop_padding(self, x: Tensor) -> tuple[Tensor, Tensor, AttentionMask, Tensor | None]:
+        """x [B, T, C], positions and mask for the blocks, and the indices of the real tokens.
 
-        Where it is dropped, they are of the real tokens as one row [1, N], and the last result has
-        their places [N] in the flattened batch; else that is None. See
+        If padding is dropped, the real tokens are one row [1, N], and the indices [N] are into the
+        flattened batch. Otherwise nothing changes, and the indices are None. See
         `LanguageModel.drop_padding`.
         """
-        real = self.mask.drop_padding() if self._drops(x) else None
-        if real is None:
+        unpadded = self.mask.drop_padding() if self._should_drop(x) else None
+        if unpadded is None:
             return x, self.position_ids, self.mask, None
-        places, mask = real
-        position_ids = self.position_ids.expand(self.shape).flatten()[places][None]
-        return x.flatten(0, 1)[places][None], position_ids, mask, places
+        indices, mask = unpadded
+        position_ids = self.position_ids.expand(self.shape).flatten()[indices][None]
+        return x.flatten(0, 1)[indices][None], position_ids, mask, indices
 
-    def with_padding(self, hidden: Tensor, places: Tensor | None) -> Tensor:
-        """Undo `without_padding`: hidden [1, N, C] goes to its places in [B, T, C]."""
-        if places is None:
+    def restore_padding(self, hidden: Tensor, real_token_indices: Tensor | None) -> Tensor:
+        """Undo `drop_padding`: hidden [1, N, C] becomes [B, T, C] with zeros at padding."""
+        if real_token_indices is None:
             return hidden
         b, t = self.shape
-        padded = hidden.new_zeros(b * t, hidden.shape[-1]).index_copy(0, places, hidden[0])
-        return padded.view(b, t, -1)
+        padded = hidden.new_zeros(b * t, hidden.shape[-1])
+        return padded.index_copy(0, real_token_indices, hidden[0]).view(b, t, -1)
 
-    def _drops(self, x: Tensor) -> bool:
+    def _should_drop(self, x: Tensor) -> bool:
         if self._drop is False or torch.compiler.is_compiling():
             return False
         if x.is_cuda and torch.cuda.is_current_stream_capturing():
@@ -310,19 +316,21 @@ class Batch:
         if self._drop:
             return True
         # A dense mask of one long row would be larger than one of the batch
-        by_bounds = x.is_cuda and x.dtype in HALF and self.mask.backend not in PLAIN
-        return by_bounds and runs_triton(x)
+        is_varlen = x.is_cuda and x.dtype in HALF and self.mask.backend not in PLAIN
+        return is_varlen and runs_triton(x)
 
 
-def _check_tensors(given: Mapping[str, Any]) -> None:
+def _check_tensors(arguments: Mapping[str, Any]) -> None:
     for name in TENSORS:
-        value = given.get(name)
+        value = arguments.get(name)
         if value is not None and not isinstance(value, Tensor):
             raise TypeError(f"{name} must be a tensor, not {type(value).__name__}")
 
 
-def _tokens(input_ids: Tensor | None, inputs_embeds: Tensor | None, config: Config) -> Tensor:
-    """What is given of the two; raises unless it is one of them and well formed."""
+def _check_tokens(
+    input_ids: Tensor | None, inputs_embeds: Tensor | None, config: ModelConfig
+) -> Tensor:
+    """The one of the two that is given; raises for both, for neither, and for a wrong shape."""
     embedded = inputs_embeds is not None
     name, tokens = ("inputs_embeds", inputs_embeds) if embedded else ("input_ids", input_ids)
     sizes = (config.hidden_size,) if embedded else ()
@@ -339,7 +347,7 @@ def _tokens(input_ids: Tensor | None, inputs_embeds: Tensor | None, config: Conf
 
 
 def _check_ids(input_ids: Tensor, vocab: int) -> None:
-    """Tokens on the host are below `vocab`; for those on a GPU nobody waits."""
+    """Raises ValueError for a token outside the vocabulary; tokens on a GPU are not checked."""
     if not on_host(input_ids):
         return
     least, most = (int(i) for i in input_ids.aminmax())
@@ -358,46 +366,47 @@ def _check_keys(keys: Tensor | None, tokens: Tensor) -> Tensor | None:
     return None if keys is None else keys.to(tokens.device)
 
 
-def _check_cache(cache: Cache, model: Model) -> None:
-    """Raises unless the model can use a cache, and this one fits its layers."""
-    name, layout = type(model).__name__, model.model.layout
+def _check_cache(cache: Cache, model: BatchModel) -> None:
+    """Raises ValueError if the model cannot use a cache, or this one has other layers."""
+    name, state_kinds = type(model).__name__, model.model.state_kinds
     if not model.causal:
         raise ValueError(
-            f"{name} with attention to both sides can neither use a cache nor "
-            "generate: each new token would change the ones before it"
+            f"{name} has bidirectional attention, so it can neither use a cache nor generate: a "
+            "new token would change those before it"
         )
-    if cache.layout and cache.layout != layout:
+    if cache.layout and cache.layout != state_kinds:
         raise ValueError(
-            f"past_key_values has {_layers(cache.layout)}, but this {name} {_layers(layout)}: "
+            f"past_key_values has {_layers(cache.layout)}, but this {name} {_layers(state_kinds)}: "
             "give a cache of this model"
         )
 
 
-def _layers(holds: Sequence[str]) -> str:
-    runs = ((len(list(run)), held) for held, run in itertools.groupby(holds))
-    return ", ".join(f"{n} layers of {held}" for n, held in runs)
+def _layers(state_kinds: Sequence[str]) -> str:
+    runs = ((len(list(run)), kind) for kind, run in itertools.groupby(state_kinds))
+    return ", ".join(f"{n} layers of {kind}" for n, kind in runs)
 
 
 def _resolve(
-    model: Model, new: Tensor, cache: Cache | None, given: Mapping[str, Any]
+    model: BatchModel, new: Tensor, cache: Cache | None, arguments: Mapping[str, Any]
 ) -> tuple[Tensor, Tensor | None, AttentionMask]:
     """Positions [B or 1, T], segment ids [B, T] of packed sequences, and the attention mask."""
     batch, tokens, device = *new.shape[:2], new.device
-    attention_mask, position_ids = given.get("attention_mask"), given.get("position_ids")
-    cu_seq_lens, bounds = same_bounds(given, device), None
+    attention_mask = arguments.get("attention_mask")
+    position_ids = arguments.get("position_ids")
+    cu_seq_lens, bounds = merge_bounds(arguments, device), None
     if position_ids is not None:
-        position_ids = _positions(position_ids, batch, tokens).to(device)
-    longest = given.get("max_length_q")
-    longest = given.get("max_length_k") if longest is None else longest
+        position_ids = _check_position_ids(position_ids, batch, tokens).to(device)
+    longest = arguments.get("max_length_q")
+    longest = arguments.get("max_length_k") if longest is None else longest
     if cu_seq_lens is not None:
         bounds, longest = check_bounds(cu_seq_lens, longest, batch * tokens, device)
-    prefixes = check_prefixes(given.get("prefixes"), bounds, tokens)
+    prefixes = check_prefixes(arguments.get("prefixes"), bounds, tokens)
     if prefixes is not None:
-        _check_sharing(model, cache, position_ids)
+        _check_prefix_support(model, cache, position_ids)
     past: int | Tensor = 0
     if cache is not None:
         past = cache.begin(batch, tokens, attention_mask, cu_seq_lens)
-    if isinstance(past, Tensor):  # the device knows, and the cache will mask
+    if isinstance(past, Tensor):  # lengths on the device: the cache will mask
         if position_ids is None:
             position_ids = past[:, None] + torch.arange(tokens, device=device)
         return position_ids, None, AttentionMask(tokens, backend=model.attention)
@@ -405,11 +414,11 @@ def _resolve(
     starts = None
     if past == 0:
         if bounds is not None:
-            starts = starts_of(bounds, batch, tokens)
+            starts = mark_sequence_starts(bounds, batch, tokens)
             if key_mask is not None:
                 check_padding(key_mask, starts)
         elif position_ids is not None and tokens > 1:
-            starts = restarts(position_ids, key_mask, batch)
+            starts = find_restarts(position_ids, key_mask, batch)
     if starts is not None and (cache is not None or on_host(starts)) and not starts[:, 1:].any():
         starts = bounds = None
     segment_ids = None if starts is None else starts.flatten().cumsum(0).view(batch, tokens) - 1
@@ -433,8 +442,10 @@ def _resolve(
     return position_ids, segment_ids, mask
 
 
-def _check_sharing(model: Model, cache: Cache | None, position_ids: Tensor | None) -> None:
-    """Raises ValueError for a pass in which sequences cannot go on from tokens of another."""
+def _check_prefix_support(
+    model: BatchModel, cache: Cache | None, position_ids: Tensor | None
+) -> None:
+    """Raises ValueError for a pass in which sequences cannot share a prefix."""
     if cache is not None or not model.causal or not model.model.shares_prefixes:
         name = type(model).__name__
         raise ValueError(
@@ -442,7 +453,9 @@ def _check_sharing(model: Model, cache: Cache | None, position_ids: Tensor | Non
             f"{'a cache' if cache is not None else 'other layers'}: repeat the tokens instead"
         )
     if position_ids is None:
-        raise ValueError("prefixes without position_ids: give those that go on behind the prefixes")
+        raise ValueError(
+            "prefixes without position_ids: give positions that continue after each prefix"
+        )
 
 
 def _key_mask(mask: Tensor | None, batch: int, total: int, device: torch.device) -> Tensor | None:
@@ -453,7 +466,7 @@ def _key_mask(mask: Tensor | None, batch: int, total: int, device: torch.device)
             f"attention_mask {tuple(mask.shape)} is not [batch, cached + new tokens] = "
             f"[{batch}, {total}]"
         )
-    # One of 0 and -inf, to be added, would be read the other way round
+    # An additive mask, 0 and -inf, would be read the other way round
     if mask.is_floating_point():
         check_values(
             ((mask == 0) | (mask == 1)).all(),
@@ -465,7 +478,7 @@ def _key_mask(mask: Tensor | None, batch: int, total: int, device: torch.device)
     return mask.to(device=device, dtype=torch.bool)
 
 
-def _positions(position_ids: Tensor, batch: int, tokens: int) -> Tensor:
+def _check_position_ids(position_ids: Tensor, batch: int, tokens: int) -> Tensor:
     if position_ids.is_floating_point() or position_ids.dtype == torch.bool:
         raise TypeError(f"position_ids is {position_ids.dtype}: positions are integers")
     position_ids = position_ids[None] if position_ids.dim() == 1 else position_ids

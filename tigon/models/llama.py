@@ -8,12 +8,12 @@ from dataclasses import dataclass
 
 from tigon.layers import Attention, GatedMLP
 from tigon.models.causal_lm import CausalLM
-from tigon.models.config import Config
+from tigon.models.config import ModelConfig
 from tigon.models.decoder import PreNormBlock, gated_mlp
 
 
 @dataclass(frozen=True, kw_only=True)
-class LlamaConfig(Config):
+class LlamaConfig(ModelConfig):
     model_type = "llama"
     architecture = "LlamaForCausalLM"
 

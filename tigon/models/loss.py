@@ -1,4 +1,4 @@
-"""Labels to targets, weights and the denominator: the meaning of the loss, in one place.
+"""The targets of a loss: shifted labels, weights and the denominator.
 
 # B batch, T tokens, n kept tokens
 """
@@ -17,31 +17,31 @@ from tigon.models.arguments import (
     Keep,
     Reduction,
     TargetArguments,
-    among,
     check_keywords,
-    spelled_out,
+    expand_kwargs_signature,
+    select_keys,
 )
 from tigon.models.inputs import Batch
 
-MEANS = ("token", "sequence")  # reductions that divide by a number of items
+MEAN_REDUCTIONS = ("token", "sequence")  # reductions that divide by a number of items
 OPTIONS = frozenset(("label_smoothing", "z_loss", "class_weights"))
 
 
 # No dataclass: FSDP's mixed precision would rebuild it with weights and denominator in 16 bits
 class Targets:
-    """What the head is to predict of a batch, checked and resolved; made by `Targets.of`.
+    """The targets of the head for a batch, checked and resolved by `Targets.of`.
 
-    Its labels, weights and `items` are of the kept positions alone.
+    Labels, weights and `items` cover only the positions that logits_to_keep selects.
     """
 
     def __init__(
         self,
         batch: Batch,
-        kept: slice | Tensor,  # of each row: a slice, an index [n], or one per row [B, n]
+        kept: slice | Tensor,  # positions of each row: a slice, an index [n], or one per row [B, n]
         reduction: Reduction,
-        options: Mapping[str, Any],  # of cross-entropy: label_smoothing, z_loss, class_weights
+        options: Mapping[str, Any],  # label_smoothing, z_loss, class_weights
         num_items: float | Tensor | None = None,  # of all micro-batches and ranks
-        labels: Tensor | None = None,  # int64 [B, n]: what is predicted there; -100 is ignored
+        labels: Tensor | None = None,  # int64 [B, n], shifted; -100 is ignored
         weights: Tensor | None = None,  # fp32 [B, n]
         items: Tensor | None = None,
     ):
@@ -49,7 +49,7 @@ class Targets:
         self.labels, self.weights = labels, weights
         self._num_items, self._items = num_items, items
         self.denominator: Tensor | float = 1.0
-        if reduction in MEANS:
+        if reduction in MEAN_REDUCTIONS:
             self.denominator = 1.0 if items is None else _denominator(num_items, items)
         elif num_items is not None:
             raise ValueError(
@@ -58,37 +58,38 @@ class Targets:
 
     @property
     def items(self) -> Tensor:
-        """This batch's part of the denominator, an int64 scalar: its targets, or the sequences
-        that have any."""
+        """This batch's part of the denominator, an int64 scalar: the number of its targets, or of
+        its sequences that have targets."""
         if self._items is None:
-            raise ValueError("items need labels or shift_labels: they are counted in them")
+            raise ValueError("items need labels or shift_labels: give one of them")
         return self._items
 
     @property
     def share(self) -> Tensor | None:
-        """Which part of all items this batch has; None where the loss is no mean."""
-        counted = self._items is not None and self.reduction in MEANS
-        return self.items / self.denominator if counted else None
+        """This batch's share of all items; None if the loss is not a mean."""
+        is_mean = self._items is not None and self.reduction in MEAN_REDUCTIONS
+        return self.items / self.denominator if is_mean else None
 
     @classmethod
-    @spelled_out
-    def of(cls, batch: Batch, **given: Unpack[TargetArguments]) -> Self:
-        """Resolve what `forward` is given, for `model(batch=batch, targets=...)`.
+    @expand_kwargs_signature
+    def of(cls, batch: Batch, **kwargs: Unpack[TargetArguments]) -> Self:
+        """Resolve the arguments of `forward`, for `model(batch=batch, targets=...)`.
 
-        Position t predicts label t + 1 of its own sequence; then the same positions are kept of
-        everything. What is not given comes from the model's `defaults`.
+        Position t predicts label t + 1 of its sequence; then logits_to_keep selects positions.
+        Missing arguments come from the model's `defaults`.
         """
-        check_keywords("Targets.of", given, TARGETS)
-        keep = given.get("logits_to_keep")
+        check_keywords("Targets.of", kwargs, TARGETS)
+        keep = kwargs.get("logits_to_keep")
         keep = batch.defaults.logits_to_keep if keep is None else keep
         kept = resolve_keep(keep, *batch.shape, batch.device)
-        reduction = given.get("loss_reduction") or batch.defaults.loss_reduction
+        reduction = kwargs.get("loss_reduction") or batch.defaults.loss_reduction
         if reduction not in get_args(Reduction):
             raise ValueError(f"loss_reduction={reduction!r} is not one of {get_args(Reduction)}")
-        options = {k: v for k, v in among(OPTIONS, given).items() if v is not None}
-        resolved = cls(batch, kept, reduction, _checked(options), given.get("num_items_in_batch"))
-        weights, shifted = given.get("loss_weights"), given.get("shift_labels")
-        labels = check_labels(given.get("labels"), shifted, batch)
+        options = {k: v for k, v in select_keys(OPTIONS, kwargs).items() if v is not None}
+        _check_options(options)
+        resolved = cls(batch, kept, reduction, options, kwargs.get("num_items_in_batch"))
+        weights, shifted = kwargs.get("loss_weights"), kwargs.get("shift_labels")
+        labels = check_labels(kwargs.get("labels"), shifted, batch)
         if labels is None:
             if weights is not None:
                 raise ValueError("loss_weights without labels")
@@ -96,43 +97,46 @@ class Targets:
         weights = None if weights is None else check_weights(weights, batch)
         if shifted is None:
             labels, weights = _shift(labels, weights, batch.segment_ids)
-        return resolved.over(take(labels, kept), None if weights is None else take(weights, kept))
+        return resolved.with_labels(
+            take(labels, kept), None if weights is None else take(weights, kept)
+        )
 
-    def over(self, labels: Tensor, weights: Tensor | None = None) -> Self:
-        """The same with other labels [B, n] and weights, which are shifted and kept already."""
+    def with_labels(self, labels: Tensor, weights: Tensor | None = None) -> Self:
+        """These targets with other labels [B, n] and weights, shifted and selected already."""
         if weights is not None:
-            weights = weights.where(labels != IGNORE_INDEX, 0)  # what ignored ones say, even NaN
+            # Weights of ignored targets may be NaN
+            weights = weights.where(labels != IGNORE_INDEX, 0)
         segment_ids = self.batch.segment_ids
         if segment_ids is not None:
             segment_ids = take(segment_ids, self.kept)
-        factors, items = count(labels, segment_ids, self.reduction, self.batch.shape[1])
+        factors, items = count_items(labels, segment_ids, self.reduction, self.batch.shape[1])
         if factors is not None:
             weights = factors if weights is None else weights * factors
-        own = self.batch, self.kept, self.reduction, self.options, self._num_items
-        return type(self)(*own, labels, weights, items)
+        settings = self.batch, self.kept, self.reduction, self.options, self._num_items
+        return type(self)(*settings, labels, weights, items)
 
     def with_num_items(self, num_items: float | Tensor) -> Self:
-        """The same, with the loss divided by `num_items`: the `items` of all micro-batches and
+        """These targets with the loss divided by `num_items`: the `items` of all micro-batches and
         ranks."""
-        own = self.batch, self.kept, self.reduction, self.options
-        return type(self)(*own, num_items, self.labels, self.weights, self._items)
+        settings = self.batch, self.kept, self.reduction, self.options
+        return type(self)(*settings, num_items, self.labels, self.weights, self._items)
 
-    def summed(self) -> Self:
-        """The same weighted losses, added up and not divided, without the balance of experts."""
-        own = None, self.labels, self.weights, self._items
-        return type(self)(self.batch, self.kept, "sum", self.options, *own)
+    def with_sum_reduction(self) -> Self:
+        """These targets with the sum of the weighted losses, without aux_loss of experts."""
+        values = None, self.labels, self.weights, self._items
+        return type(self)(self.batch, self.kept, "sum", self.options, *values)
 
-    def of_part(self, batch: Batch, labels: Tensor | None, weights: Tensor | None) -> Self:
-        """The same denominator for all positions of a part of the batch, with these targets."""
-        own = self.reduction, self.options, self._num_items, labels, weights, self._items
-        return type(self)(batch, slice(0, batch.shape[1]), *own)
+    def for_shard(self, batch: Batch, labels: Tensor | None, weights: Tensor | None) -> Self:
+        """Targets of one shard; the denominator stays that of the whole batch."""
+        values = self.reduction, self.options, self._num_items, labels, weights, self._items
+        return type(self)(batch, slice(0, batch.shape[1]), *values)
 
     def take(self, x: Tensor) -> Tensor:
         """The kept positions of x [B, T, ...]."""
         return take(x, self.kept)
 
-    def place(self, x: Tensor, fill: float) -> Tensor:
-        """The inverse: x [B, n] at its positions [B, T], and `fill` at those that are not kept."""
+    def scatter_to_positions(self, x: Tensor, fill: float) -> Tensor:
+        """The inverse of `take`: x [B, n] at its positions in [B, T], and `fill` elsewhere."""
         if x.shape[1] == self.batch.shape[1] and isinstance(self.kept, slice):
             return x
         full = x.new_full(self.batch.shape, fill)
@@ -142,7 +146,7 @@ class Targets:
         return full
 
 
-def _checked(options: dict[str, Any]) -> dict[str, Any]:
+def _check_options(options: Mapping[str, Any]) -> None:
     smoothing, z_loss = options.get("label_smoothing", 0), options.get("z_loss", 0)
     if not 0 <= smoothing < 1:
         raise ValueError(f"label_smoothing={smoothing} is not in [0, 1)")
@@ -152,21 +156,20 @@ def _checked(options: dict[str, Any]) -> dict[str, Any]:
     if class_weights is not None and not isinstance(class_weights, Tensor):
         kind = type(class_weights).__name__
         raise TypeError(f"class_weights must be a tensor [vocabulary], not {kind}")
-    return options
 
 
 def check_labels(labels: Any, shift_labels: Any, batch: Batch) -> Tensor | None:
-    """What is given of the two, `shift_labels` first, as int64 [B, T]."""
-    name, given = ("labels", labels) if shift_labels is None else ("shift_labels", shift_labels)
-    if given is None:
+    """`shift_labels`, or else `labels`, as int64 [B, T]."""
+    name, values = ("labels", labels) if shift_labels is None else ("shift_labels", shift_labels)
+    if values is None:
         return None
-    given = integer_labels(given, name)
-    _check_shape(name, given, batch)
-    return given.to(batch.device, non_blocking=True)
+    values = integer_labels(values, name)
+    _check_shape(name, values, batch)
+    return values.to(batch.device, non_blocking=True)
 
 
 def check_weights(weights: Any, batch: Batch) -> Tensor:
-    """fp32 [B, T]."""
+    """`loss_weights` as fp32 [B, T]; raises for another type or shape."""
     if not isinstance(weights, Tensor) or weights.is_complex():
         kind = weights.dtype if isinstance(weights, Tensor) else type(weights).__name__
         raise TypeError(f"loss_weights must be a tensor of real numbers, not {kind}")
@@ -184,24 +187,24 @@ def _check_shape(name: str, value: Tensor, batch: Batch) -> None:
 def _shift(
     labels: Tensor, weights: Tensor | None, segment_ids: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
-    targets = _left(labels, IGNORE_INDEX)
+    targets = _shift_left(labels, IGNORE_INDEX)
     if segment_ids is not None:
         crosses = segment_ids[:, 1:] != segment_ids[:, :-1]
         targets[:, :-1] = targets[:, :-1].masked_fill(crosses, IGNORE_INDEX)
-    return targets, None if weights is None else _left(weights, 0)
+    return targets, None if weights is None else _shift_left(weights, 0)
 
 
-def _left(x: Tensor, fill: int) -> Tensor:
+def _shift_left(x: Tensor, fill: int) -> Tensor:
     return torch.cat((x[:, 1:], x.new_full((x.shape[0], 1), fill)), dim=1)
 
 
-def count(
+def count_items(
     labels: Tensor,  # [B, n]
     segment_ids: Tensor | None,  # [B, n]
     reduction: Reduction,
     tokens: int,  # T: there are at most B * T segments, so no shape depends on the data
 ) -> tuple[Tensor | None, Tensor]:
-    """What a reduction multiplies each loss by, fp32 [B, n], and its items, an int64 scalar."""
+    """The reduction's weight of each loss, fp32 [B, n] or None, and its items, an int64 scalar."""
     valid = labels != IGNORE_INDEX
     if reduction != "sequence":
         return None, valid.sum()
@@ -265,7 +268,7 @@ def resolve_keep(keep: Keep, batch: int, tokens: int, device: torch.device) -> s
     return torch.where(keep < 0, keep + tokens, keep)
 
 
-def positions_at(at: Any, batch: Batch) -> Tensor:
+def resolve_logits_at(at: Any, batch: Batch) -> Tensor:
     """`logits_at` as an index [n] into the flattened batch."""
     b, t = batch.shape
     if not isinstance(at, Tensor) or at.is_floating_point() or at.is_complex():

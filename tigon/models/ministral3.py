@@ -10,7 +10,7 @@ from typing import Any
 
 from tigon.layers import Attention
 from tigon.models.causal_lm import CausalLM
-from tigon.models.config import Config, ConfigError
+from tigon.models.config import ConfigError, ModelConfig
 from tigon.models.decoder import PreNormBlock
 from tigon.utils.json import quote
 
@@ -29,7 +29,7 @@ YARN = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ministral3Config(Config):
+class Ministral3Config(ModelConfig):
     model_type = "ministral3"
     architecture = "Ministral3ForCausalLM"
     rope_extras = {"llama_4_scaling_beta": float, "max_position_embeddings": int}

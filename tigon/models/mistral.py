@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from tigon.layers import Attention
 from tigon.models.causal_lm import CausalLM
 from tigon.models.config import WindowedConfig
-from tigon.models.decoder import PreNormBlock, window_of
+from tigon.models.decoder import PreNormBlock, layer_window
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +35,7 @@ class MinistralConfig(MistralConfig):
 
 class MistralBlock(PreNormBlock):
     def make_mixer(self, c: MistralConfig, layer: int) -> Attention:
-        return self.make_attention(c, window=window_of(c, layer))
+        return self.make_attention(c, window=layer_window(c, layer))
 
 
 class Mistral(CausalLM):

@@ -9,7 +9,7 @@ from tigon.layers import Attention, SparseMoE
 from tigon.models.causal_lm import CausalLM
 from tigon.models.decoder import PreNormBlock
 from tigon.models.moe import MoEConfig, sparse_moe
-from tigon.models.pretrained.names import Names
+from tigon.models.pretrained.names import CheckpointNames
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +44,7 @@ class MixtralBlock(PreNormBlock):
 class Mixtral(CausalLM):
     config_class = MixtralConfig
     block_class = MixtralBlock
-    checkpoint_names = Names(
+    checkpoint_names = CheckpointNames(
         experts={
             "mlp.gate.weight": ("block_sparse_moe.gate.weight",),
             "mlp.experts.gate_up_proj": (

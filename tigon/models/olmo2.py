@@ -8,12 +8,12 @@ from typing import Any
 
 from tigon.layers import Attention
 from tigon.models.causal_lm import CausalLM
-from tigon.models.config import Config
+from tigon.models.config import ModelConfig
 from tigon.models.decoder import Decoder, PostNormBlock
 
 
 @dataclass(frozen=True, kw_only=True)
-class Olmo2Config(Config):
+class Olmo2Config(ModelConfig):
     model_type = "olmo2"
     architecture = "Olmo2ForCausalLM"
 

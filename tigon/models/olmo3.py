@@ -9,7 +9,7 @@ from typing import Any
 
 from tigon.layers import Attention
 from tigon.models.config import TwoRopesConfig
-from tigon.models.decoder import window_of
+from tigon.models.decoder import layer_window
 from tigon.models.olmo2 import Olmo2, Olmo2Block, Olmo2Config
 
 
@@ -25,9 +25,9 @@ class Olmo3Config(Olmo2Config, TwoRopesConfig):
 
 class Olmo3Block(Olmo2Block):
     def make_mixer(self, c: Any, layer: int, window: int | None = None) -> Attention:
-        return super().make_mixer(c, layer, window_of(c, layer))
+        return super().make_mixer(c, layer, layer_window(c, layer))
 
-    def rope_of(self, c: Olmo3Config, layer: int) -> tuple[int, dict[str, Any]]:
+    def layer_rope(self, c: Olmo3Config, layer: int) -> tuple[int, dict[str, Any]]:
         return c.head_dim, c.rope_parameters[c.layer_type(layer)]
 
 

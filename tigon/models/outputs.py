@@ -1,4 +1,4 @@
-"""What a forward pass returns.
+"""The output of a forward pass.
 
 # B batch, n kept tokens, V vocab
 """
@@ -15,22 +15,22 @@ from tigon.layers import Cache
 
 @dataclass(eq=False)
 class CausalLMOutput:
-    """What a forward pass returns; `metrics` holds what the call asked for.
+    """The output of a forward pass; `metrics` holds the requested metrics.
 
-    Also read as transformers' outputs are: `out["loss"]`, `out[0]`, `dict(out)`, and iteration over
-    the names. Only what is there counts in these: no None, no empty metrics or criteria. So
-    `loss, logits = out[:2]` needs a call with `return_logits=True`.
+    It can be read as transformers' outputs: `out["loss"]`, `out[0]`, `dict(out)`, and iteration
+    over names. These skip fields that are None or empty, so `loss, logits = out[:2]` needs a call
+    with `return_logits=True`.
     """
 
     loss: Tensor | None = None  # fp32 scalar, or [B, n] with loss_reduction="none"
     logits: Tensor | None = None  # [B, n, V] in the model's dtype
     past_key_values: Cache | None = None
-    logprobs: Tensor | None = None  # fp32 [B, n], of LogProbs among the criteria
+    logprobs: Tensor | None = None  # fp32 [B, n], if LogProbs is among the criteria
     metrics: dict[str, Tensor] = field(default_factory=dict)
-    aux_loss: Tensor | None = None  # of experts; differentiable, and in the loss where it belongs
-    criteria: tuple[Tensor, ...] = ()  # what each of the call's criteria gave
-    hidden: Tensor | None = None  # [B, T, C], normed, of all positions; with return_hidden
-    logits_at: Tensor | None = None  # [n, V], of the positions that the call named; no gradient
+    aux_loss: Tensor | None = None  # balance of experts, differentiable; see `forward`
+    criteria: tuple[Tensor, ...] = ()  # the value of each criterion of the call
+    hidden: Tensor | None = None  # [B, T, C], normed, all positions; with return_hidden
+    logits_at: Tensor | None = None  # [n, V] at the positions of logits_at, without a gradient
 
     def keys(self) -> list[str]:
         named = ((f.name, getattr(self, f.name)) for f in fields(self))

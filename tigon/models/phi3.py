@@ -10,7 +10,7 @@ from typing import Any
 from tigon.models.causal_lm import CausalLM
 from tigon.models.config import WindowedConfig
 from tigon.models.mistral import MistralBlock
-from tigon.models.pretrained.names import Names
+from tigon.models.pretrained.names import CheckpointNames
 
 RENAMED = {"su": "longrope", "yarn": "longrope"}  # of configs older than the name
 
@@ -53,7 +53,7 @@ class Phi3Config(WindowedConfig):
 class Phi3(CausalLM):
     config_class = Phi3Config
     block_class = MistralBlock
-    checkpoint_names = Names(packed={})  # stored packed, as here
+    checkpoint_names = CheckpointNames(packed={})  # stored packed, as here
 
     @property
     def cache_restart(self) -> int | None:

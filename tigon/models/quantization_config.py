@@ -1,4 +1,4 @@
-"""config.json's quantization_config: what Tigon reads, and what it refuses by name."""
+"""Reads quantization_config of config.json; names the formats that are not supported."""
 
 import warnings
 from collections.abc import Mapping
@@ -49,7 +49,7 @@ REFUSED: dict[str, tuple[str, str]] = {
     "torchao": ("torchao", ""),
     "vptq": ("VPTQ", ""),
 }
-# Of fp8, besides those that are read below; they change no weight
+# Keys of fp8 that change no weight
 OTHER_KEYS = {
     "activation_scheme",
     "dequantize",
@@ -61,39 +61,39 @@ OTHER_KEYS = {
 }
 
 
-def read_quantisation(config: Mapping[str, Any]) -> BlockScales | None:
-    """How the fp8 tensors of a checkpoint with this config are read; None: it is not quantised.
+def read_quantization(config: Mapping[str, Any]) -> BlockScales | None:
+    """The block sizes of an fp8 checkpoint; None if the checkpoint is not quantised.
 
-    A multimodal config has it at its top or in its text's part. ConfigError, which names the format
-    and says what to use instead, for a checkpoint quantised in a way that is not read.
+    A multimodal config has the key at its top or in text_config. Raises ConfigError, which names
+    the format and an alternative, for other quantised checkpoints.
     """
     text = config.get("text_config")
-    given = config.get(KEY)
-    if given is None and isinstance(text, Mapping):
-        given = text.get(KEY)
-    if given is None:
+    settings = config.get(KEY)
+    if settings is None and isinstance(text, Mapping):
+        settings = text.get(KEY)
+    if settings is None:
         return None
-    if method_of(given) != "fp8":
-        raise refusal(given)
-    return _fp8(given)
+    if quantization_method(settings) != "fp8":
+        raise unsupported_error(settings)
+    return _read_fp8(settings)
 
 
-def method_of(given: Any) -> Any:
+def quantization_method(settings: Any) -> Any:
     """The format that a quantization_config names."""
-    if not isinstance(given, Mapping):
-        raise ConfigError(f"{KEY}={quote(given)} is not an object with a quant_method")
-    method = given.get("quant_method")
-    if method is None and (given.get("load_in_4bit") or given.get("load_in_8bit")):
-        return "bitsandbytes"  # its first versions say no more
+    if not isinstance(settings, Mapping):
+        raise ConfigError(f"{KEY}={quote(settings)} is not an object with a quant_method")
+    method = settings.get("quant_method")
+    if method is None and (settings.get("load_in_4bit") or settings.get("load_in_8bit")):
+        return "bitsandbytes"  # its first versions wrote no quant_method
     return method
 
 
-def refusal(given: Any) -> ConfigError:
-    """Why the checkpoint of this quantization_config is not read, and what to use instead."""
-    method = method_of(given)
+def unsupported_error(settings: Any) -> ConfigError:
+    """An error that says why the checkpoint is not read, and what to use instead."""
+    method = quantization_method(settings)
     if method == "fp8":
         return ConfigError(
-            f"{KEY} (fp8) says how weights are stored, and a config alone has none: leave it out"
+            f"{KEY} (fp8) describes stored weights, and a config alone has none: leave it out"
         )
     known = REFUSED.get(method) if isinstance(method, str) else None
     if known is None:
@@ -101,33 +101,33 @@ def refusal(given: Any) -> ConfigError:
             f"{KEY}: the quant_method {quote(method)} is not known; Tigon reads plain checkpoints "
             f"and block-scaled fp8 ones: {ORIGINAL}"
         )
-    name, how = known
+    name, recipe = known
     if method == "bitsandbytes":
-        name += " (4 bits)" if given.get("load_in_4bit") else " (8 bits)"
+        name += " (4 bits)" if settings.get("load_in_4bit") else " (8 bits)"
     message = f"{KEY}: the checkpoint is quantised with {name} (quant_method {method!r}), which "
     message += f"Tigon does not read: {ORIGINAL}"
-    if how:
-        message += f", or dequantise it with transformers, {how}, and save_pretrained"
+    if recipe:
+        message += f", or dequantise it with transformers, {recipe}, and save_pretrained"
     return ConfigError(message)
 
 
-def _fp8(given: Mapping[str, Any]) -> BlockScales:
-    wanted: dict[str, tuple[Any, ...]] = {
+def _read_fp8(settings: Mapping[str, Any]) -> BlockScales:
+    supported: dict[str, tuple[Any, ...]] = {
         "fmt": ("e4m3", "e5m2", "float8_e4m3fn", "float8_e5m2", None),
         "expert_dtype": ("fp8", None),
         "scale_fmt": ("float", "ue8m0", None),  # powers of two are numbers as any others
     }
-    for key, values in wanted.items():
-        if given.get(key) not in values:
+    for key, values in supported.items():
+        if settings.get(key) not in values:
             raise ConfigError(
-                f"{KEY}: {key}={quote(given[key])} is not read; what is: "
-                f"{', '.join(str(value) for value in values[:-1])}; {ORIGINAL}"
+                f"{KEY}: {key}={quote(settings[key])} is not one of "
+                f"{', '.join(str(value) for value in values[:-1])}: {ORIGINAL}"
             )
-    if unknown := given.keys() - wanted.keys() - OTHER_KEYS - {"weight_block_size"}:
+    if unknown := settings.keys() - supported.keys() - OTHER_KEYS - {"weight_block_size"}:
         warnings.warn(
             f"{KEY} keys not understood and ignored: {quote(sorted(unknown))}", stacklevel=5
         )
-    block = given.get("weight_block_size", [128, 128])
+    block = settings.get("weight_block_size", [128, 128])
     if block is None:
         return BlockScales(None)
     name = f"{KEY}.weight_block_size"

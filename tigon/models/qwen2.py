@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from tigon.layers import Attention
 from tigon.models.causal_lm import CausalLM
 from tigon.models.config import WindowedConfig
-from tigon.models.decoder import PreNormBlock, window_of
+from tigon.models.decoder import PreNormBlock, layer_window
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +32,7 @@ class Qwen2Config(WindowedConfig):
 
 class Qwen2Block(PreNormBlock):
     def make_mixer(self, c: Qwen2Config, layer: int) -> Attention:
-        window = window_of(c, layer) if c.use_sliding_window else None
+        window = layer_window(c, layer) if c.use_sliding_window else None
         return self.make_attention(c, bias=True, out_bias=False, window=window)
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from tigon.layers import Attention, GatedMLP, SparseMoE
 from tigon.models.causal_lm import CausalLM
 from tigon.models.config import ConfigError, WindowedConfig
-from tigon.models.decoder import PreNormBlock, gated_mlp, window_of
+from tigon.models.decoder import PreNormBlock, gated_mlp, layer_window
 from tigon.models.moe import MoEConfig, sparse_moe
 
 
@@ -72,7 +72,7 @@ class Qwen2MoeConfig(QwenMoEConfig, WindowedConfig):
 
 class Qwen2MoeBlock(PreNormBlock):
     def make_mixer(self, c: Qwen2MoeConfig, layer: int) -> Attention:
-        window = window_of(c, layer) if c.use_sliding_window else None
+        window = layer_window(c, layer) if c.use_sliding_window else None
         return self.make_attention(c, bias=c.qkv_bias, out_bias=False, window=window)
 
     def make_mlp(self, c: Qwen2MoeConfig, layer: int) -> GatedMLP | SparseMoE:

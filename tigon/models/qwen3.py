@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from tigon.layers import Attention
 from tigon.models.causal_lm import CausalLM
-from tigon.models.decoder import PreNormBlock, window_of
+from tigon.models.decoder import PreNormBlock, layer_window
 from tigon.models.qwen2 import Qwen2Config
 
 
@@ -22,7 +22,7 @@ class Qwen3Config(Qwen2Config):
 
 class Qwen3Block(PreNormBlock):
     def make_mixer(self, c: Qwen3Config, layer: int) -> Attention:
-        window = window_of(c, layer) if c.use_sliding_window else None
+        window = layer_window(c, layer) if c.use_sliding_window else None
         bias, eps = c.attention_bias, c.rms_norm_eps
         return self.make_attention(c, bias=bias, qk_norm_eps=eps, window=window)
 

@@ -40,7 +40,7 @@ def resize_token_embeddings(
         return embedding
     if model.adapters:
         raise ValueError("the model has adapters: resize its embeddings before they are added")
-    if model.cuts or isinstance(embedding.weight, DTensor):
+    if model.shard_specs or isinstance(embedding.weight, DTensor):
         raise ValueError("ranks share the model: resize its embeddings before they do")
     config = replace(model.config, vocab_size=size)  # raises before anything changes
     std = None if mean_resizing else config.initializer_range

@@ -9,7 +9,7 @@ from typing import Any
 from tigon.layers import Attention
 from tigon.models.causal_lm import CausalLM
 from tigon.models.config import ConfigError, WindowedConfig
-from tigon.models.decoder import window_of
+from tigon.models.decoder import layer_window
 from tigon.models.llama import LlamaBlock, LlamaConfig
 from tigon.utils.json import quote
 
@@ -55,10 +55,10 @@ class SmolLM3Config(LlamaConfig, WindowedConfig):
 
 class SmolLM3Block(LlamaBlock):
     def make_mixer(self, c: Any, layer: int) -> Attention:
-        window = window_of(c, layer) if c.use_sliding_window else None
+        window = layer_window(c, layer) if c.use_sliding_window else None
         return self.make_attention(c, bias=c.attention_bias, window=window)
 
-    def rope_of(self, c: SmolLM3Config, layer: int) -> tuple[int, dict[str, Any]]:
+    def layer_rope(self, c: SmolLM3Config, layer: int) -> tuple[int, dict[str, Any]]:
         return c.head_dim, c.rope_parameters if c.rotates(layer) else {}
 
 

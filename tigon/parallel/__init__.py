@@ -1,31 +1,31 @@
 """Models split and sharded over the dimensions of a device mesh."""
 
 from tigon.parallel.context_parallel import check_context, share_context
-from tigon.parallel.expert_parallel import check_experts, share_experts
+from tigon.parallel.expert_parallel import check_experts, shard_experts
 from tigon.parallel.fsdp import reduction_dtype, shard_blocks
-from tigon.parallel.load import cut_layers, from_pretrained
-from tigon.parallel.mesh import Meshes, MeshSizes, Place
-from tigon.parallel.tensor_parallel import TensorParallel, cut_model, find_tensor, take_part
-from tigon.parallel.zero2 import IN_FLIGHT, find_zero, in_order, shard_gradients
+from tigon.parallel.load import from_pretrained, shard_layers
+from tigon.parallel.mesh import DataRank, Meshes, MeshSizes
+from tigon.parallel.tensor_parallel import TensorParallel, find_tensor, keep_rank_zero, shard_model
+from tigon.parallel.zero2 import IN_FLIGHT, find_zero2, forward_order, shard_gradients
 
 __all__ = [
     "IN_FLIGHT",
+    "DataRank",
     "MeshSizes",
     "Meshes",
-    "Place",
     "TensorParallel",
     "check_context",
     "check_experts",
-    "cut_layers",
-    "cut_model",
     "find_tensor",
-    "find_zero",
+    "find_zero2",
+    "forward_order",
     "from_pretrained",
-    "in_order",
+    "keep_rank_zero",
     "reduction_dtype",
     "shard_blocks",
+    "shard_experts",
     "shard_gradients",
+    "shard_layers",
+    "shard_model",
     "share_context",
-    "share_experts",
-    "take_part",
 ]

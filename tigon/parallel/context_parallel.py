@@ -1,4 +1,4 @@
-"""Context parallelism: the ranks of a group have the same rows, each with a shard of the tokens."""
+"""Context parallelism: the ranks of a group share rows, and each computes a shard of the tokens."""
 
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -8,18 +8,18 @@ from tigon.models import CausalLM
 
 
 def share_context(model: CausalLM, mesh: DeviceMesh) -> None:
-    """From now on every pass without a cache shards the tokens of its rows over the mesh.
+    """Shard the tokens of every later pass without a cache over the mesh, of one dimension.
 
     All its ranks make the same passes over the same rows, and get losses, log-probabilities and
-    logits of all tokens; gradients are partial, to be summed over the ranks. `mesh` has one
-    dimension. ValueError for a model that does not support it.
+    logits of all tokens. Gradients are partial and must be summed over the ranks. Raises ValueError
+    for a model that does not support it.
     """
     check_context(model, mesh.size())
-    model.context = Ranks.of(mesh.get_group())
+    model.context_ranks = Ranks.of(mesh.get_group())
 
 
 def check_context(model: CausalLM, ranks: int) -> None:
-    """Raises ValueError if the model does not support so many context ranks."""
+    """Raises ValueError if the model does not support this number of context ranks."""
     if ranks == 1:
         return
     for i, block in enumerate(model.model.layers):

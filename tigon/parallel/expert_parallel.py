@@ -1,4 +1,4 @@
-"""Expert parallelism: each rank of a group has some whole experts of each layer."""
+"""Expert parallelism: each rank of a group has some of each layer's experts."""
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -7,22 +7,22 @@ from tigon.distributed.collectives import Ranks
 from tigon.distributed.expert_dispatch import ExpertShard
 from tigon.layers import Experts, LowRankExperts
 from tigon.models import CausalLM
-from tigon.weights import Copy, Cut, Rows
+from tigon.weights import ReplicaIndex, RowSpan, ShardSpec
 
 
-def share_experts(model: CausalLM, mesh: DeviceMesh) -> None:
+def shard_experts(model: CausalLM, mesh: DeviceMesh) -> None:
     """Keep only this rank's experts: rank r of N has E / N of them, from expert r E / N on.
 
-    Call it on the meta device, before the weights are read, or with identical weights on all ranks.
-    From then on all ranks make the same number of passes, each over its own rows; an expert's
-    gradient is the sum over the rows of all ranks. `mesh` has one dimension. ValueError for a model
-    whose experts the ranks do not divide.
+    Call it on the meta device, before weights are read, or with equal weights on all ranks. All
+    ranks then make the same number of passes, each over its own rows; an expert's gradient is the
+    sum over the rows of all ranks. `mesh` has one dimension. Raises ValueError for a model whose
+    experts the ranks do not divide.
     """
-    divide_experts(model, Ranks.of(mesh.get_group()))
+    keep_local_experts(model, Ranks.of(mesh.get_group()))
 
 
-def divide_experts(model: CausalLM, ranks: Ranks) -> None:
-    """As `share_experts`, without a mesh."""
+def keep_local_experts(model: CausalLM, ranks: Ranks) -> None:
+    """As `shard_experts`, for `Ranks` instead of a mesh."""
     check_experts(model, ranks.size)
     for path, module in model.named_modules():
         if not isinstance(module, Experts):
@@ -31,28 +31,32 @@ def divide_experts(model: CausalLM, ranks: Ranks) -> None:
         for at, inner in module.named_modules(prefix=path):
             for name, whole in list(inner.named_parameters(recurse=False)):
                 if isinstance(inner, LowRankExperts):
-                    dim, pieces = _of_adapter(inner, name, shard)
+                    dim, pieces = _adapter_rows(inner, name, shard)
                 else:
-                    dim, pieces = 0, [_own(shard)]
-                cut = Cut(tuple(whole.shape), dim, tuple((rows, Copy()) for rows in pieces))
-                model.cuts[f"{at}.{name}"] = cut
-                setattr(inner, name, nn.Parameter(cut.take(whole.detach()), whole.requires_grad))
+                    dim, pieces = 0, [_expert_rows(shard)]
+                spec = ShardSpec(
+                    tuple(whole.shape), dim, tuple((rows, ReplicaIndex()) for rows in pieces)
+                )
+                model.shard_specs[f"{at}.{name}"] = spec
+                setattr(inner, name, nn.Parameter(spec.take(whole.detach()), whole.requires_grad))
             if isinstance(inner, LowRankExperts):
                 inner.experts = shard.experts_per_rank
 
 
-def _own(shard: ExpertShard, unit: int = 1, before: int = 0) -> Rows:
-    """This rank's experts, `unit` rows each, in block `before` of several blocks of all experts."""
-    first = before * shard.experts + shard.ranks.rank * shard.experts_per_rank
-    return Rows(first * unit, before * shard.experts_per_rank * unit, shard.experts_per_rank * unit)
+def _expert_rows(shard: ExpertShard, unit: int = 1, block: int = 0) -> RowSpan:
+    """This rank's experts, `unit` rows each, in the `block`-th block of all experts' rows."""
+    first = block * shard.experts + shard.ranks.rank * shard.experts_per_rank
+    return RowSpan(
+        first * unit, block * shard.experts_per_rank * unit, shard.experts_per_rank * unit
+    )
 
 
-def _of_adapter(low: LowRankExperts, name: str, shard: ExpertShard) -> tuple[int, list[Rows]]:
-    """The dimension of A or B that is split by experts, and this rank's rows of it."""
+def _adapter_rows(low: LowRankExperts, name: str, shard: ExpertShard) -> tuple[int, list[RowSpan]]:
+    """The dimension of A or B that counts experts, and this rank's rows of it."""
     (part,) = (part for part in low.parts if name.endswith(f"_{part.name}"))
     if name == low.name_of_a(part):
-        return 0, [_own(shard, part.rank)]
-    return 1, [_own(shard, before=r) for r in range(part.rank)]
+        return 0, [_expert_rows(shard, part.rank)]
+    return 1, [_expert_rows(shard, block=r) for r in range(part.rank)]
 
 
 def check_experts(model: CausalLM, ranks: int) -> None:

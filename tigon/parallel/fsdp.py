@@ -1,4 +1,4 @@
-"""FSDP2 of a model: which modules form a group, and are gathered together."""
+"""FSDP2: the groups of modules whose weights are gathered at once."""
 
 from collections.abc import Set
 
@@ -8,17 +8,16 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from tigon.kernels.runtime import disable_pdl
 from tigon.layers import Experts
-from tigon.models import CausalLM, hooks_of_fsdp
+from tigon.models import CausalLM, mark_fsdp_hooks
 
 
 def reduction_dtype(
     compute: torch.dtype, weights: Set[torch.dtype], ranks: int, *, one_backward: bool
 ) -> torch.dtype:
-    """In which gradients are summed over `ranks`: float32, for trained weights of these dtypes.
+    """The dtype in which gradients of weights of these dtypes are summed over `ranks`.
 
-    Gradients of two ranks and one backward pass are summed in `compute`, half the bytes, if the
-    weights have that dtype too: the result is rounded to it in any case, and a sum of two is the
-    same bits.
+    It is float32, but `compute`, half the bytes, for one backward pass on two ranks if the weights
+    have that dtype too: the result is rounded to it anyway, and a sum of two has the same bits.
     """
     exact = one_backward and ranks <= 2 and weights <= {compute}
     return compute if exact else torch.float32
@@ -33,13 +32,13 @@ def shard_blocks(
     keeps_ends: bool,
     one_backward: bool = False,
 ) -> None:
-    """One FSDP group per block, and one of embedding, last norm and head, since embedding and head
-    share a weight in some models. `experts`: with expert parallelism, the ranks with the same
-    experts, which are a group of their own in each block. `keeps_ends`: the group of embedding and
-    head is not resharded after forward, as backward begins with it. `compute`: the dtype that
-    weights are cast to, with gradients reduced in what `reduction_dtype` says; None: no mixed
-    precision. `one_backward`: a step has one backward pass, so gradients are not added up over
-    several.
+    """Shard each block as an FSDP group, and embedding, last norm and head as another.
+
+    Embedding and head are one group since they may share a weight. `experts`: with expert
+    parallelism, the mesh of ranks with the same experts, which are a separate group in each block.
+    `keeps_ends`: do not reshard embedding and head after forward, as backward begins with the head.
+    `compute`: the dtype of mixed precision, with gradients reduced in `reduction_dtype`; None: no
+    mixed precision. `one_backward`: whether a step has a single backward pass.
     """
     disable_pdl(model)
     # Imported now: it takes a second and 25 MB, and models of one process need none of it
@@ -54,7 +53,7 @@ def shard_blocks(
         return MixedPrecisionPolicy(compute, sums, cast_forward_inputs=False)
 
     ends: list[nn.Module] = [model.model.embed_tokens, model.model.norm, model.lm_head]
-    with hooks_of_fsdp(model):
+    with mark_fsdp_hooks(model):
         for block in model.model.layers:
             for module in block.modules():
                 if experts is not None and isinstance(module, Experts) and module.shard is not None:

@@ -1,7 +1,6 @@
-"""The first call of a model that ranks share: whether they have read the same files, and are given
-the same rows.
+"""Loads a checkpoint into a sharded model, and compares its files and first inputs over the ranks.
 
-Hosts may have other files of one name, and a DistributedSampler gives each rank other rows; the
+Hosts may have different files of one name, and a DistributedSampler gives each rank other rows: the
 results would be meaningless.
 """
 
@@ -24,115 +23,100 @@ from tigon.models import (
     check_keywords,
     load_weights,
     materialize,
-    split_gguf,
+    parse_gguf_path,
 )
-from tigon.parallel.expert_parallel import share_experts
+from tigon.parallel.expert_parallel import shard_experts
 from tigon.parallel.fsdp import shard_blocks
-from tigon.parallel.tensor_parallel import cut_model
-from tigon.weights import STAGING_BYTES, Copy, Repository
+from tigon.parallel.tensor_parallel import shard_model
+from tigon.weights import STAGING_BYTES, ReplicaIndex, Repository
 
 CALL = "the first call of the model"
 ROWS = ("input_ids", "attention_mask", "position_ids", "cu_seq_lens", "labels")
 
 
-def check_first_call(model: CausalLM) -> None:
-    """Compare `model.files` and the rows in its first call, by two small messages. Calls raise
-    ValueError, on all ranks alike, until both are the same."""
-    # Before FSDP's, which gathers
-    model.unchecked = model.register_forward_pre_hook(_check, with_kwargs=True, prepend=True)
-
-
-# No closure, so that a model can be copied and pickled before its first call
-def _check(model: CausalLM, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
-    known = {"files of the model": model.files, "dtype": model.dtype}
-    known["expert_parallel"] = any(isinstance(m, Experts) and m.shard for m in model.modules())
-    check_same_on_all_ranks(model.together, CALL, known, model.device)
-    given = named | dict(zip(("input_ids",), arguments, strict=False))
-    rows = {name: given.get(name) for name in ROWS}
-    ranks = [] if model.tensor_ranks is None else [model.tensor_ranks]
-    check_same_on_all_ranks(ranks, CALL, rows, model.device)
-    assert model.unchecked is not None
-    model.unchecked.remove()
-    model.unchecked = None
-
-
-# Loads a checkpoint into a model that is split or sharded over ranks.
-
-NAMES = ("replicate", "fsdp", "tensor")  # of a mesh of several dimensions
-ALONE = ("fsdp", "tensor", "tp")  # of one dimension; others call tensor ranks "tp"
+MESH_DIMENSIONS = ("replicate", "fsdp", "tensor")  # names of dimensions, if there are several
+SINGLE_DIMENSION = (
+    "fsdp",
+    "tensor",
+    "tp",
+)  # names of a single dimension; others call tensor ranks "tp"
 
 
 class MeshOptions(LoadOptions, total=False):
     """Keywords of `tigon.from_pretrained`."""
 
     mesh: DeviceMesh | None
-    expert_parallel: bool  # whole experts on the mesh's ranks; docs/parallel.md
+    expert_parallel: bool  # whole experts on each rank; docs/parallel.md
 
 
 def from_pretrained(
     path_or_repo: str | os.PathLike[str], **options: Unpack[MeshOptions]
 ) -> CausalLM:
-    """As `tigon.models.from_pretrained`; with `mesh`, each of its ranks gets a part of each layer.
+    """As `tigon.models.from_pretrained`; with `mesh`, each rank loads a shard of the model.
 
-    `mesh` has one dimension, or several with the names "tensor", which splits each layer, "fsdp",
-    which shards the weights and gathers them block by block, and "replicate", whose ranks have the
-    same weights. Every rank calls this, and reads only its part, to the mesh's type of device
-    unless `device` is given. All ranks then make the same calls of the model, and get the losses,
-    logits and tokens of the whole model (docs/parallel.md). `expert_parallel`: a "tensor" rank has
-    some whole experts of each layer instead of a part of every expert. Raises ValueError for what
-    is not supported on several ranks, `mmap` and `quantize`, and for heads, or whole experts, that
-    the ranks do not divide.
+    `mesh` has one dimension, or several named "tensor", which splits each layer, "fsdp", which
+    shards weights and gathers them block by block, and "replicate", whose ranks have the same
+    weights. Every rank calls this and reads only its shard, to the mesh's device type unless
+    `device` is given. All ranks then make the same calls, and get the losses, logits and tokens of
+    the full model (docs/parallel.md). `expert_parallel`: a "tensor" rank has some whole experts of
+    each layer instead of a part of each. Raises ValueError for `mmap` and `quantize`, which work on
+    one rank alone, and for heads or experts that the ranks do not divide.
     """
-    given: dict[str, Any] = dict(options)
-    check_keywords("from_pretrained", given, frozenset(MeshOptions.__annotations__))
-    mesh, whole_experts = given.pop("mesh", None), given.pop("expert_parallel", False)
+    arguments: dict[str, Any] = dict(options)
+    check_keywords("from_pretrained", arguments, frozenset(MeshOptions.__annotations__))
+    mesh, expert_parallel = arguments.pop("mesh", None), arguments.pop("expert_parallel", False)
     if mesh is None:
-        if whole_experts:
+        if expert_parallel:
             raise ValueError("expert_parallel=True needs mesh=, whose ranks have the experts")
-        return models.from_pretrained(path_or_repo, **given)
-    tensor, fsdp = _divided(mesh)
+        return models.from_pretrained(path_or_repo, **arguments)
+    tensor, fsdp = _split_mesh(mesh)
     for name in ("mmap", "quantize"):
-        if value := given.pop(name, None):
+        if value := arguments.pop(name, None):
             raise ValueError(f"{name}={value!r} does not work with mesh=: leave one of them out")
-    device = torch.device(given.pop("device", mesh.device_type))
+    device = torch.device(arguments.pop("device", mesh.device_type))
     if device.type != mesh.device_type:
         raise ValueError(f"device={str(device)!r}, but the mesh is one of {mesh.device_type!r}")
-    attention, staging = given.pop("attention", "auto"), given.pop("staging_bytes", STAGING_BYTES)
-    how = {name: given.pop(name) for name in ("dtype", "gguf_file") if name in given}
-    if how.get("gguf_file") is None:
-        path_or_repo, how["gguf_file"] = split_gguf(path_or_repo)
-    model, checkpoint = build(Repository(path_or_repo, **given), MODELS, **how)
+    attention, staging = (
+        arguments.pop("attention", "auto"),
+        arguments.pop("staging_bytes", STAGING_BYTES),
+    )
+    build_options = {
+        name: arguments.pop(name) for name in ("dtype", "gguf_file") if name in arguments
+    }
+    if build_options.get("gguf_file") is None:
+        path_or_repo, build_options["gguf_file"] = parse_gguf_path(path_or_repo)
+    model, checkpoint = build(Repository(path_or_repo, **arguments), MODELS, **build_options)
     model.use_attention(attention)
-    if whole_experts and tensor is None:
+    if expert_parallel and tensor is None:
         raise ValueError('expert_parallel=True needs a mesh with ranks for "tensor"')
     if tensor is not None:
-        cut_layers(model, tensor, expert_parallel=whole_experts)
+        shard_layers(model, tensor, expert_parallel=expert_parallel)
     if fsdp is not None:
         shard_blocks(model, fsdp, keeps_ends=False)
-        model.weights = Ranks.of(fsdp.get_group("fsdp"))
+        model.fsdp_ranks = Ranks.of(fsdp.get_group("fsdp"))
     elif tensor is not None:
         _share_writing(model, mesh, tensor)
     materialize(model, device)
     load_weights(model, checkpoint, staging_bytes=staging)
-    model.files = repr(model.config) + checkpoint.sampled_digest()
-    if model.together:
-        check_first_call(model)
+    model.files_digest = repr(model.config) + checkpoint.sampled_digest()
+    if model.communication_groups:
+        check_same_inputs(model)
     return model.eval()
 
 
-def cut_layers(model: CausalLM, mesh: DeviceMesh, *, expert_parallel: bool) -> None:
-    """Keep only this rank's part of each layer, with some whole experts or a part of every expert.
+def shard_layers(model: CausalLM, mesh: DeviceMesh, *, expert_parallel: bool) -> None:
+    """Keep only this rank's shard of each layer, with some whole experts or a part of every expert.
     `mesh` has one dimension; `model` is on the meta device."""
     if expert_parallel and mesh.size() > 1:
-        share_experts(model, mesh)
-    cut_model(model, mesh)
+        shard_experts(model, mesh)
+    shard_model(model, mesh)
 
 
-def _divided(mesh: DeviceMesh) -> tuple[DeviceMesh | None, DeviceMesh | None]:
-    """The dimension of tensor parallelism, and those of FSDP: the one that shards the weights, with
-    that of replicas before it. ValueError for a mesh whose dimensions have other names."""
+def _split_mesh(mesh: DeviceMesh) -> tuple[DeviceMesh | None, DeviceMesh | None]:
+    """The tensor mesh and the FSDP mesh, which is (fsdp,) or (replicate, fsdp). Raises ValueError
+    for dimensions with other names."""
     if not isinstance(mesh, DeviceMesh):
-        raise ValueError(f'mesh={mesh!r} is no DeviceMesh: give init_device_mesh("cuda", (2,))')
+        raise ValueError(f'mesh={mesh!r} is not a DeviceMesh: give init_device_mesh("cuda", (2,))')
     if mesh.get_coordinate() is None:
         raise ValueError(
             f"rank {mesh.get_rank()} is not in the mesh, which has {mesh.mesh.tolist()}: start as "
@@ -140,7 +124,7 @@ def _divided(mesh: DeviceMesh) -> tuple[DeviceMesh | None, DeviceMesh | None]:
         )
     sizes = dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=False))
     for name, size in sizes.items():
-        known = name in (NAMES if mesh.ndim > 1 else ALONE)
+        known = name in (MESH_DIMENSIONS if mesh.ndim > 1 else SINGLE_DIMENSION)
         if size > 1 and not known:
             raise ValueError(
                 f"mesh has {size} ranks in the dimension {name!r}, which does nothing here: "
@@ -166,12 +150,38 @@ def _divided(mesh: DeviceMesh) -> tuple[DeviceMesh | None, DeviceMesh | None]:
 
 
 def _share_writing(model: CausalLM, mesh: DeviceMesh, tensor: DeviceMesh) -> None:
-    """Ranks with the same part of each layer each write a share of it when saving."""
-    coordinate, count, own = mesh.get_coordinate(), mesh.size() // tensor.size(), 0
+    """Let ranks with the same shard of each layer each write a part of it when saving."""
+    coordinate, count, index = mesh.get_coordinate(), mesh.size() // tensor.size(), 0
     assert coordinate is not None
     names = mesh.mesh_dim_names or ("tensor",)
     for name, size, at in zip(names, mesh.shape, coordinate, strict=True):
-        own = own if name == "tensor" or mesh.ndim == 1 else own * size + at
-    for name, cut in model.cuts.items():
-        pieces = [(rows, Copy(c.number + c.of * own, c.of * count)) for rows, c in cut.pieces]
-        model.cuts[name] = replace(cut, pieces=tuple(pieces))
+        index = index if name == "tensor" or mesh.ndim == 1 else index * size + at
+    for name, spec in model.shard_specs.items():
+        pieces = [
+            (rows, ReplicaIndex(r.number + r.total * index, r.total * count))
+            for rows, r in spec.pieces
+        ]
+        model.shard_specs[name] = replace(spec, pieces=tuple(pieces))
+
+
+def check_same_inputs(model: CausalLM) -> None:
+    """Compare the checkpoint and the inputs over the ranks in the model's first call.
+
+    Calls raise ValueError on all ranks until both are the same.
+    """
+    # Before FSDP's hook, which gathers weights
+    model.first_call_hook = model.register_forward_pre_hook(_check, with_kwargs=True, prepend=True)
+
+
+# No closure, so that a model can be copied and pickled before its first call
+def _check(model: CausalLM, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
+    facts = {"files of the model": model.files_digest, "dtype": model.dtype}
+    facts["expert_parallel"] = any(isinstance(m, Experts) and m.shard for m in model.modules())
+    check_same_on_all_ranks(model.communication_groups, CALL, facts, model.device)
+    inputs = named | dict(zip(("input_ids",), arguments, strict=False))
+    rows = {name: inputs.get(name) for name in ROWS}
+    ranks = [] if model.tensor_ranks is None else [model.tensor_ranks]
+    check_same_on_all_ranks(ranks, CALL, rows, model.device)
+    assert model.first_call_hook is not None
+    model.first_call_hook.remove()
+    model.first_call_hook = None

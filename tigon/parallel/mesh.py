@@ -8,8 +8,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 
-class Place(NamedTuple):
-    """A rank among `size`."""
+class DataRank(NamedTuple):
+    """The index of this rank among the ranks with different rows, and their number."""
 
     rank: int
     size: int
@@ -17,33 +17,33 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True)
 class MeshSizes:
-    """Ranks of each dimension. The innermost is tensor, whose ranks are neighbours, since tensor
-    parallelism communicates the most."""
+    """The number of ranks in each dimension. Tensor ranks are neighbours, since they communicate
+    the most."""
 
     replicate: int = 1
     fsdp: int = 1
     context: int = 1
     tensor: int = 1
-    expert: int = 1  # neighbours within a replica; no factor of the number of ranks
+    expert: int = 1  # neighbouring ranks of a replica; not a factor of the number of ranks
 
     @property
     def data(self) -> int:
-        """Ranks with different rows of the data."""
+        """The number of ranks with different rows of the data."""
         return self.replicate * self.fsdp
 
     @property
     def shards(self) -> int:
-        """Ranks that FSDP shards the weights over; each has a tensor rank's part of them."""
+        """The number of ranks over which FSDP shards a tensor rank's weights."""
         return self.fsdp * self.context
 
     @property
     def same(self) -> int:
-        """Ranks of a replica that have the same experts."""
+        """The number of ranks of a replica that have the same experts."""
         return self.shards * self.tensor // self.expert
 
     @property
     def dividing(self) -> int:
-        """Ranks that FSDP shards or replicates over; 1 if tensor parallelism has all ranks."""
+        """The number of ranks that FSDP shards or replicates over; 1 if all are tensor ranks."""
         return self.replicate * max(self.shards, self.same if self.expert > 1 else 1)
 
     @property
@@ -52,7 +52,7 @@ class MeshSizes:
 
     @property
     def shown(self) -> str:
-        """For a person: the dimensions with more than one rank."""
+        """A text with the dimensions that have more than one rank."""
         sizes = {"replicate": self.replicate, "fsdp": self.fsdp, "context": self.context}
         sizes["tensor"] = self.tensor
         product = " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1)
@@ -61,10 +61,10 @@ class MeshSizes:
 
 @dataclass(frozen=True)
 class Meshes:
-    """Device meshes and process groups of the default process group, by `sizes`."""
+    """The device meshes and process groups of a run, made by `Meshes.of` from `sizes`."""
 
     sizes: MeshSizes
-    data: Place  # among the ranks with different rows of the data
+    data: DataRank
     weights: DeviceMesh  # for fully_shard: (shard,) or, for HSDP, (replicate, shard)
     tensor: DeviceMesh | None  # of one dimension; None for one rank
     context: DeviceMesh | None
@@ -75,23 +75,25 @@ class Meshes:
 
     @classmethod
     def of(cls, device: str, sizes: MeshSizes) -> "Meshes":
-        """`device`: the type. A collective call: every rank of the process group makes it."""
+        """Make the meshes for a type of device. Every rank of the process group calls this."""
         dims = {"replicate": sizes.replicate, "shard": sizes.shards, "tensor": sizes.tensor}
-        whole = init_device_mesh(device, tuple(dims.values()), mesh_dim_names=tuple(dims))
+        mesh = init_device_mesh(device, tuple(dims.values()), mesh_dim_names=tuple(dims))
         context = None
         if sizes.context > 1:
             names = ("rows", "context", "tensor")
             shape = (sizes.replicate * sizes.fsdp, sizes.context, sizes.tensor)
             context = init_device_mesh(device, shape, mesh_dim_names=names)["context"]
-        weights = whole["replicate", "shard"] if sizes.replicate > 1 else whole["shard"]
+        weights = mesh["replicate", "shard"] if sizes.replicate > 1 else mesh["shard"]
         expert, experts = None, weights
         if sizes.expert > 1:
-            # Neighbours across dimensions, tensor ranks the nearest
+            # Neighbouring ranks across dimensions, tensor ranks first
             names = ("replicate", "same", "expert")
             shape = (sizes.replicate, sizes.same, sizes.expert)
-            apart = init_device_mesh(device, shape, mesh_dim_names=names)
-            expert = apart["expert"]
-            experts = apart["replicate", "same"] if sizes.replicate > 1 else apart["same"]
+            expert_mesh = init_device_mesh(device, shape, mesh_dim_names=names)
+            expert = expert_mesh["expert"]
+            experts = (
+                expert_mesh["replicate", "same"] if sizes.replicate > 1 else expert_mesh["same"]
+            )
         rows = dist.group.WORLD
         if (same := sizes.context * sizes.tensor) > 1:
             lists = torch.arange(sizes.ranks).view(-1, same).T.tolist()
@@ -99,9 +101,9 @@ class Meshes:
         assert rows is not None
         return cls(
             sizes,
-            Place(dist.get_rank() // (sizes.context * sizes.tensor), sizes.data),
+            DataRank(dist.get_rank() // (sizes.context * sizes.tensor), sizes.data),
             weights,
-            whole["tensor"] if sizes.tensor > 1 else None,
+            mesh["tensor"] if sizes.tensor > 1 else None,
             context,
             expert,
             experts,

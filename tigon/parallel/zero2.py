@@ -47,14 +47,16 @@ from tigon.models import CausalLM
 # torch 2.13 has new names, and warns of the old ones
 ALL_GATHER = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
-IN_FLIGHT = 2  # reductions whose gradients are still held when the next one begins
+IN_FLIGHT = 2  # reductions in flight when the next one begins
 
 
-class Weight:
-    """A parameter: `rows`, the local shard, between passes, and `whole` during them."""
+class ShardedParameter:
+    """A parameter that is `rows`, the local shard, between passes, and `whole` during them."""
 
     def __init__(self, parameter: nn.Parameter, mesh: DeviceMesh) -> None:
-        self.places: list[tuple[nn.Module, str]] = []  # several if it is tied
+        self.places: list[
+            tuple[nn.Module, str]
+        ] = []  # where it is registered; several if it is tied
         self.mesh, self.shape = mesh, parameter.shape
         self.each = -(-self.shape[0] // mesh.size())  # r
         first = mesh.get_local_rank() * self.each
@@ -63,7 +65,7 @@ class Weight:
             own, mesh, [Shard(0)], run_check=False, shape=self.shape, stride=parameter.stride()
         )
         self.rows: Any = nn.Parameter(shard, parameter.requires_grad)
-        self.sum: Tensor | None = None  # of gradients, if their own dtype is too narrow
+        self.sum: Tensor | None = None  # of gradients, if their dtype is too narrow
 
     def allocate(self, dtype: torch.dtype) -> None:
         """Allocate the whole parameter."""
@@ -83,7 +85,7 @@ class Weight:
             module._parameters[name] = parameter
 
     def add_up(self, dtype: torch.dtype) -> None:
-        """Add this backward's gradient to the earlier ones, in `dtype`."""
+        """Accumulate this backward's gradient in `dtype`."""
         gradient = self.whole.grad
         if gradient is None or gradient.dtype == dtype:
             return
@@ -91,41 +93,43 @@ class Weight:
         self.whole.grad = None
 
     def take_gradient(self, dtype: torch.dtype) -> Tensor:
-        """[n r, ...]; zeros if this rank's loss does not depend on the parameter."""
-        found = self.whole.grad if self.sum is None else self.sum
+        """Remove and return the gradient [n r, ...]; zeros if the loss has no gradient here."""
+        gradient = self.whole.grad if self.sum is None else self.sum
         self.whole.grad = self.sum = None
-        if found is None:
+        if gradient is None:
             return torch.zeros_like(self.memory, dtype=dtype)
-        missing = len(self.memory) - len(found)
-        return torch.cat([found, found.new_zeros(missing, *found.shape[1:])]) if missing else found
+        missing = len(self.memory) - len(gradient)
+        if not missing:
+            return gradient
+        return torch.cat([gradient, gradient.new_zeros(missing, *gradient.shape[1:])])
 
-    def give_gradient(self, part: Tensor) -> None:
-        """`part` [r, ...]: the reduced gradient of the local rows."""
-        own = part[: len(self.target)].to(self.rows.dtype)
+    def set_local_grad(self, part: Tensor) -> None:
+        """Set or add the reduced gradient `part` [r, ...] of the local rows."""
+        rows = part[: len(self.target)].to(self.rows.dtype)
         # As FSDP2 does: from_local takes ten times as long
-        gradient = DTensor(own, self.rows._spec, requires_grad=False)
+        gradient = DTensor(rows, self.rows._spec, requires_grad=False)
         self.rows.grad = gradient if self.rows.grad is None else self.rows.grad + gradient
 
 
-class Group:
-    """Weights that are gathered, and whose gradients are reduced, together."""
+class ParameterGroup:
+    """Parameters that one call gathers, and whose gradients one call reduces."""
 
-    def __init__(self, weights: Sequence[Weight]) -> None:
+    def __init__(self, weights: Sequence[ShardedParameter]) -> None:
         self.weights = weights
-        self.trained: list[Weight] = []
+        self.trained: list[ShardedParameter] = []
         self.missing = 0  # gradients that this backward has yet to compute
         self.gathering: Any = None  # the all-gather in flight
 
 
 class Reduction(NamedTuple):
-    weights: Sequence[Weight]
+    weights: Sequence[ShardedParameter]
     gradients: Sequence[Tensor]  # kept alive until the collective is done
     parts: Sequence[Tensor]
     message: Any
 
 
-class Zero:
-    """The hooks of one model. Every rank runs the same passes; a gather needs all of them."""
+class Zero2:
+    """ZeRO-2 of one model, by hooks. Every rank must run the same passes, since all gather."""
 
     def __init__(
         self, model: CausalLM, mesh: DeviceMesh, compute: torch.dtype, sums: torch.dtype
@@ -134,23 +138,27 @@ class Zero:
         self.reduces = True  # in the next backward; otherwise gradients accumulate locally
         self.gathered = self.allocated = False
         self.running: deque[Reduction] = deque()
-        self.waiting: list[Group] | None = None  # during backward: groups still to be reduced
-        self.weights: dict[nn.Parameter, Weight] = {}  # by whole parameter, once allocated
-        self.hooked: set[Weight] = set()
-        self.groups: list[Group] = []
-        seen: dict[nn.Parameter, Weight] = {}
+        self.waiting: list[ParameterGroup] | None = (
+            None  # during backward: groups still to be reduced
+        )
+        self.weights: dict[
+            nn.Parameter, ShardedParameter
+        ] = {}  # by whole parameter, once allocated
+        self.hooked: set[ShardedParameter] = set()
+        self.groups: list[ParameterGroup] = []
+        seen: dict[nn.Parameter, ShardedParameter] = {}
         model.register_forward_pre_hook(lambda *_: self._begin())
-        for modules in in_order(model):
-            new: list[Weight] = []
+        for modules in forward_order(model):
+            new: list[ShardedParameter] = []
             for module in (inner for outer in modules for inner in outer.modules()):
                 for name, parameter in module._parameters.items():
                     if parameter is None:
                         continue
                     if parameter not in seen:
-                        seen[parameter] = Weight(parameter, mesh)
+                        seen[parameter] = ShardedParameter(parameter, mesh)
                         new.append(seen[parameter])
                     seen[parameter].places.append((module, name))
-            self.groups.append(group := Group(new))
+            self.groups.append(group := ParameterGroup(new))
             for module in modules:
                 module.register_forward_pre_hook(lambda *_, group=group: self._enter(group))
         if others := [n for n, p in model.named_parameters() if p not in seen]:
@@ -171,8 +179,9 @@ class Zero:
 
     @torch.no_grad()
     def gather(self) -> None:
-        """Start the all-gathers of all weights, for passes until `release` or the end of the last
-        backward, in the order in which forward needs them; it waits for each group on entry.
+        """Start the all-gathers of all weights in the order of forward, which waits for each group.
+
+        Weights stay gathered until `release` or the end of the last backward.
         """
         if self.gathered:
             return
@@ -195,16 +204,16 @@ class Zero:
                 )
 
     def _begin(self) -> None:
-        """Before a forward pass of the model."""
+        """Gather weights before a forward pass of the model."""
         if self.waiting is not None:
             raise RuntimeError(
-                "a backward pass before this one has failed, and left gradients that are reduced "
-                "in part: begin again, from a checkpoint"
+                "an earlier backward pass has failed and left partly reduced gradients: restart "
+                "from a checkpoint"
             )
         self.gather()
 
     def release(self) -> None:
-        """Make the local rows the model's parameters again, for optimizers to update."""
+        """Make the local rows the model's parameters again, so that optimizers update them."""
         if not self.gathered:
             return
         self.gathered = False
@@ -226,17 +235,17 @@ class Zero:
                 self.weights[weight.whole] = weight
         self.allocated = True
 
-    def _enter(self, group: Group) -> None:
+    def _enter(self, group: ParameterGroup) -> None:
         self.gather()  # a module may be called without the model's forward
         self._wait(group)
 
-    def _wait(self, group: Group) -> None:
+    def _wait(self, group: ParameterGroup) -> None:
         if group.gathering is not None:
             group.gathering.wait()  # the stream waits, the host does not
             group.gathering = None
 
-    def _accumulated(self, group: Group, weight: Weight) -> None:
-        """Hook: a parameter has its gradient of this backward."""
+    def _accumulated(self, group: ParameterGroup, weight: ShardedParameter) -> None:
+        """Runs when a parameter has its gradient of this backward."""
         weight.add_up(self.sums)
         if not self.reduces:
             return
@@ -247,7 +256,7 @@ class Zero:
             self._begin_reduction(self.waiting.pop())
 
     def arrived(self) -> None:
-        """At the first gradient of a backward: have all groups reduced by its end."""
+        """Prepare the reduction of all groups at the first gradient of a backward."""
         if not self.reduces or self.waiting is not None:
             return
         torch.autograd.Variable._execution_engine.queue_callback(self._finish)
@@ -261,7 +270,7 @@ class Zero:
         weight = self.weights[whole]
         return (weight.whole, "grad") if self.sums == self.compute else (weight, "sum")
 
-    def _begin_reduction(self, group: Group) -> None:
+    def _begin_reduction(self, group: ParameterGroup) -> None:
         with torch.no_grad():
             gradients = [w.take_gradient(self.sums).contiguous() for w in group.trained]
             parts, message = gradients, None
@@ -278,10 +287,10 @@ class Zero:
         if reduction.message is not None:
             reduction.message.wait()
         for weight, part in zip(reduction.weights, reduction.parts, strict=True):
-            weight.give_gradient(part)
+            weight.set_local_grad(part)
 
     def _finish(self) -> None:
-        """At the end of a backward that reduces."""
+        """End all reductions at the end of a backward."""
         waiting, self.waiting = self.waiting or [], None
         while waiting:
             self._begin_reduction(waiting.pop())
@@ -289,7 +298,7 @@ class Zero:
             self._end_reduction()
         self.release()
 
-    def _gather(self, weights: Sequence[Weight]) -> Any:
+    def _gather(self, weights: Sequence[ShardedParameter]) -> Any:
         """Start the all-gather of the rows; returns its handle."""
         group = self.mesh.get_group()
         with dist._coalescing_manager(group, async_ops=True) as message:
@@ -308,23 +317,24 @@ class Zero:
 
 def shard_gradients(
     model: CausalLM, mesh: DeviceMesh, compute: torch.dtype, sums: torch.dtype
-) -> Zero:
+) -> Zero2:
     """Shard the model's parameters, which may be on the meta device, between passes.
 
     `compute` is the dtype of the whole weights, `sums` the one in which gradients accumulate over
     micro-batches and are reduced over ranks. Gradients are summed, not averaged, and given in the
     dtype of the rows.
     """
-    model._zero = Zero(model, mesh, compute, sums)  # type: ignore[assignment]
-    return find_zero(model)  # type: ignore[return-value]
+    model._zero = Zero2(model, mesh, compute, sums)  # type: ignore[assignment]
+    return find_zero2(model)  # type: ignore[return-value]
 
 
-def find_zero(model: nn.Module) -> Zero | None:
+def find_zero2(model: nn.Module) -> Zero2 | None:
+    """The Zero2 of a model, or None."""
     return vars(model).get("_zero")
 
 
-def in_order(model: CausalLM) -> Iterator[list[nn.Module]]:
-    """The modules of each group, in the order in which forward needs them."""
+def forward_order(model: CausalLM) -> Iterator[list[nn.Module]]:
+    """Yields the modules of each group, in the order of forward."""
     yield [model.model.embed_tokens]
     for block in model.model.layers:
         yield [block]

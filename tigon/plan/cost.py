@@ -6,7 +6,7 @@ parallelism and for most of tensor parallelism's. FSDP's and the other tensor co
 with computation: over NVLink a measured share of their time is lost, over the network whatever
 outlasts the computation. sharding=gradients gathers weights and reduces gradients once per step.
 
-The model is one rank's part (`tigon.parallel.take_part`): matrices have a share of their rows or
+The model is one rank's part (`tigon.parallel.keep_rank_zero`): matrices have a share of rows or
 columns; the residual stream keeps its width, and a rank keeps a share of its tokens. Every rank of
 an expert-parallel group receives equally many tokens.
 
@@ -28,7 +28,7 @@ from tigon.distributed.context_attention import heads_sent_per_token
 from tigon.layers import Attention, Experts, RMSNorm, SparseMoE
 from tigon.layers.linear import GatedLinear
 from tigon.models import MODELS, CausalLM
-from tigon.parallel import MeshSizes, reduction_dtype, take_part
+from tigon.parallel import MeshSizes, keep_rank_zero, reduction_dtype
 from tigon.plan.gpu import GPU, Constants
 from tigon.plan.layout import Layout
 from tigon.train.config import Config
@@ -115,7 +115,7 @@ class Shapes:
     def _part(self, tensor: int = 1, expert: int = 1) -> CausalLM:
         """Returns the first rank's part, to be left unchanged; ValueError if it is indivisible."""
         model = self.build()
-        take_part(model, MeshSizes(tensor=tensor, expert=expert))
+        keep_rank_zero(model, MeshSizes(tensor=tensor, expert=expert))
         return model
 
     def _counts(self, tensor: int = 1, expert: int = 1) -> ParameterCounts:

@@ -13,7 +13,7 @@ from tigon.models import CausalLM, prepare_adapter, prepare_save, write_adapter,
 from tigon.tokenizer import Tokenizer
 from tigon.train import checkpoint
 from tigon.train.distributed import World
-from tigon.weights import Entry, RankError, Writers, copied, named_if_full
+from tigon.weights import RankError, TensorEntry, WriterGroup, copy_to_host, explain_full_disk
 
 
 class Exporter(checkpoint.InBackground):
@@ -27,7 +27,7 @@ class Exporter(checkpoint.InBackground):
     def __init__(self, world: World, *, background: bool = True) -> None:
         self.world, self.background = world, background
         # Its own group: the thread that writes would else mix its messages with the training's
-        self._ranks = Writers(dist.new_group(backend="gloo"))
+        self._ranks = WriterGroup(dist.new_group(backend="gloo"))
         self._thread = ThreadPoolExecutor(1)
         self._writing: Future[None] | None = None
 
@@ -53,7 +53,7 @@ class Exporter(checkpoint.InBackground):
         if this or the export before it cannot be written.
         """
         self.wait()
-        how: dict[str, Any] = {"tokenizer": tokenizer, "ranks": Writers()}
+        how: dict[str, Any] = {"tokenizer": tokenizer, "ranks": WriterGroup()}
         if model.active_adapter is not None:  # in its own dtype
             tensors, describe = prepare_adapter(model, **how)
             write = write_adapter
@@ -63,8 +63,8 @@ class Exporter(checkpoint.InBackground):
         own = sum(piece.rows * entry.row_bytes for entry in tensors for piece in entry.pieces)
         background = self.background and checkpoint.fits(own, self.world)
         if background:
-            with self._ranks.together():  # the thread of a rank without a copy would not write
-                tensors = copied(tensors)
+            with self._ranks.sync_errors():  # the thread of a rank without a copy would not write
+                tensors = copy_to_host(tensors)
         self._writing = self._thread.submit(self._write, target, write, tensors, describe)
         if not background:
             self.wait()
@@ -73,11 +73,11 @@ class Exporter(checkpoint.InBackground):
         self,
         target: Path,
         write: Callable[..., None],
-        tensors: Sequence[Entry],
+        tensors: Sequence[TensorEntry],
         describe: Callable[[Path], None],
     ) -> None:
         try:
-            with named_if_full(target, sum(entry.nbytes for entry in tensors)):
+            with explain_full_disk(target, sum(entry.nbytes for entry in tensors)):
                 write(target, tensors, describe, ranks=self._ranks, replace=True)
         except Exception as error:  # whatever stopped it, memory too
             why = error if isinstance(error, OSError | RankError) else repr(error)

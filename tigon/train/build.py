@@ -326,7 +326,7 @@ def without_fp8(config: Config, model: CausalLM) -> list[str]:
     if not left:
         return []
     listed = ", ".join(left[:4]) + (", ..." if len(left) > 4 else "")
-    sizes = "parts with sizes" if model.cuts else "sizes"
+    sizes = "parts with sizes" if model.shard_specs else "sizes"
     return [f"fp8=true leaves in bfloat16 what has {sizes} that 16 does not divide: {listed}"]
 
 

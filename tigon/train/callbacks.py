@@ -23,7 +23,7 @@ from tigon.kernels.loss.api import IGNORE_INDEX
 from tigon.tokenizer import Tokenizer
 from tigon.train.distributed import World
 from tigon.utils.config import suggest
-from tigon.weights import named_if_full
+from tigon.weights import explain_full_disk
 
 
 @dataclass(frozen=True)
@@ -209,11 +209,13 @@ class Predictions:
             self._remove()
             return
         try:
-            with named_if_full(part, part.stat().st_size):
+            with explain_full_disk(part, part.stat().st_size):
                 self.file.close()
             self.world.barrier()
             if self.world.main:
-                with named_if_full(self.target, sum(part.stat().st_size for part in self.parts)):
+                with explain_full_disk(
+                    self.target, sum(part.stat().st_size for part in self.parts)
+                ):
                     merge(self.parts, self.target)
                 self._remove()
         except OSError:  # a full disk needs the room

@@ -19,7 +19,7 @@ from tigon.layers import Adapters, Attention
 from tigon.layers.moe import Experts
 from tigon.models import CausalLM
 from tigon.models.decoder import Decoder
-from tigon.parallel import find_zero
+from tigon.parallel import find_zero2
 from tigon.train.config import Config
 from tigon.train.distributed import World
 from tigon.train.model import compute_dtype, is_sharded
@@ -33,7 +33,7 @@ class Parts:
     """
 
     def __init__(self, model: CausalLM) -> None:
-        decoder, zero = model.model, find_zero(model) is not None
+        decoder, zero = model.model, find_zero2(model) is not None
         ends = *decoder.layers, decoder.norm
         inner = dict.fromkeys(m for end in ends for m in end.modules())
         every = decoder, *inner
@@ -132,7 +132,7 @@ class Gradients:
     """
 
     def __init__(self, model: CausalLM) -> None:
-        self.zero, self._modules = find_zero(model), [*model.model.layers, model.model.norm]
+        self.zero, self._modules = find_zero2(model), [*model.model.layers, model.model.norm]
         self._holders: list[tuple[nn.Parameter, Any, str]] = []
         self.memory: list[Tensor | None] = []  # of each holder, once a capture has made it
 
@@ -539,7 +539,7 @@ def check_model(model: CausalLM) -> None:
         raise ValueError(
             "cuda_graphs with activation_offload, which copies beside the passes: leave one out"
         )
-    zero = find_zero(model)
+    zero = find_zero2(model)
     if zero is None and any(isinstance(p, DTensor) for p in model.parameters()):
         raise ValueError("cuda_graphs: the model is sharded by FSDP2, which gathers by Python")
     dtype = model.dtype if zero is None else zero.compute

@@ -23,7 +23,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from tigon.models import CausalLM
-from tigon.parallel import Meshes, MeshSizes, Place, find_zero, shard_blocks
+from tigon.parallel import DataRank, Meshes, MeshSizes, find_zero2, shard_blocks
 from tigon.train.config import Config, Parallel
 from tigon.train.signals import Signals
 from tigon.utils.terminal import one_line
@@ -60,9 +60,9 @@ class World:
         return self.rank == 0
 
     @property
-    def data(self) -> Place:
+    def data(self) -> DataRank:
         """This rank's among those with different rows of the data."""
-        return Place(self.rank, self.size) if self.meshes is None else self.meshes.data
+        return DataRank(self.rank, self.size) if self.meshes is None else self.meshes.data
 
     @property
     def is_data_leader(self) -> bool:
@@ -289,7 +289,7 @@ def local(tensor: Tensor) -> Tensor:
 
 def sync_gradients(model: CausalLM, on: bool) -> None:
     """Whether the next backward reduces gradients over ranks, or only adds them up here."""
-    if (zero := find_zero(model)) is not None:
+    if (zero := find_zero2(model)) is not None:
         zero.reduces = on
     if isinstance(model, FSDPModule):
         model.set_requires_gradient_sync(on)
@@ -297,7 +297,7 @@ def sync_gradients(model: CausalLM, on: bool) -> None:
 
 def reshard(model: CausalLM) -> None:
     """After forwards without a backward: give up the gathered weights, so that all are shards."""
-    if (zero := find_zero(model)) is not None:
+    if (zero := find_zero2(model)) is not None:
         zero.release()
     for module in model.modules():
         if isinstance(module, FSDPModule):

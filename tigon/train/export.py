@@ -19,13 +19,13 @@ from tigon.models import (
     adapter_parameters,
     from_pretrained,
     materialize,
+    parse_gguf_path,
     read_base,
     read_vocabulary_size,
-    split_gguf,
     torch_dtype,
     write_converted,
 )
-from tigon.parallel import cut_layers
+from tigon.parallel import shard_layers
 from tigon.tokenizer import Tokenizer
 from tigon.train import checkpoint, resume
 from tigon.train.build import Run
@@ -77,7 +77,7 @@ def load_checkpoint(
         model = described(source, torch.float32)
         model.to(dtype or torch_dtype(model.config.dtype or "float32"))
         if mesh is not None:
-            cut_layers(model, mesh, expert_parallel=expert_parallel)
+            shard_layers(model, mesh, expert_parallel=expert_parallel)
         materialize(model, torch.device(device))
         checkpoint.load(source, model)
         return model.eval(), tokenizer_of(source)
@@ -253,7 +253,7 @@ def is_adapter(place: str, revision: str | None = None) -> bool:
 
     Raises OSError or ValueError as `Repository` does.
     """
-    if split_gguf(place)[1] is not None:
+    if parse_gguf_path(place)[1] is not None:
         return False
     repository = Repository(place, revision=revision)
     if repository.optional_file("config.json") is not None:

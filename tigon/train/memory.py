@@ -18,8 +18,8 @@ from torch import nn
 from tigon.data import MicroBatch
 from tigon.data.packing import MAX_KEY_COPIES
 from tigon.kernels import use
-from tigon.models import CausalLM, quantised_bytes
-from tigon.parallel import MeshSizes, take_part
+from tigon.models import CausalLM, quantized_bytes
+from tigon.parallel import MeshSizes, keep_rank_zero
 from tigon.train.config import Config, mesh_sizes
 from tigon.train.distributed import World
 from tigon.train.memory_tracker import (
@@ -88,7 +88,7 @@ def estimate(
     param_dtype = getattr(torch, config.param_dtype)
     sizes = mesh_sizes(config, world)
     sharded = is_sharded(config, sizes.dividing, compute)
-    take_part(model, sizes)
+    keep_rank_zero(model, sizes)
     set_fp8(model, config)
     freeze(model, config)
     shares = shard_counts(model, sizes.shards)
@@ -111,7 +111,7 @@ def estimate(
     if sharded and config.sharding == "gradients":  # whole weights, and shards of another dtype
         masters = parameters if compute != param_dtype else 0
         parameters = unsharded_bytes(model, sizes.shards, compute) + masters
-    persistent = {"parameters": parameters + quantised_bytes(model)}  # these are not sharded
+    persistent = {"parameters": parameters + quantized_bytes(model)}  # these are not sharded
     if not config.optimizer_offload:
         persistent |= {"optimizer": int(states), "average of weights": int(average)}
     kinds = dict.fromkeys(KINDS, 0) | ledger.at_peak | persistent
@@ -252,7 +252,7 @@ def track_frozen_model(
     """
     kind = "teacher" if config.teacher else "reference"
     ledger = SingleKindLedger(tracker.ledger, kind)
-    take_part(other, sizes if has_experts(other) else replace(sizes, expert=1))
+    keep_rank_zero(other, sizes if has_experts(other) else replace(sizes, expert=1))
     other.use_attention(config.attention)
     other.requires_grad_(False).eval()
     shares, dtype = shard_counts(other, sizes.shards), other.dtype

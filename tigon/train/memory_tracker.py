@@ -21,7 +21,7 @@ from tigon.kernels.mlp.lora_grouped_mlp import backward_workspace as lora_backwa
 from tigon.kernels.mlp.lora_grouped_mlp import forward_workspace as lora_forward_workspace
 from tigon.layers import Experts
 from tigon.models import CausalLM
-from tigon.parallel import IN_FLIGHT, in_order, reduction_dtype
+from tigon.parallel import IN_FLIGHT, forward_order, reduction_dtype
 
 BLOCK = 512  # bytes to which the CUDA allocator rounds up
 
@@ -399,7 +399,7 @@ class ZeRO2Tracker:
         self.shards: list[Tensor] = []
         seen: set[nn.Parameter] = set()
         self.groups: list[list[nn.Parameter]] = []
-        for modules in in_order(model):
+        for modules in forward_order(model):
             found = dict.fromkeys(p for m in modules for p in m.parameters() if p.requires_grad)
             self.groups.append([p for p in found if p not in seen])
             seen |= found.keys()

@@ -15,27 +15,27 @@ from tigon.layers import Attention, GatedMLP, Linear, SparseMoE
 from tigon.models import (
     MODELS,
     CausalLM,
-    begin_adapter,
+    as_sequence_classifier,
     build,
-    describe,
-    init_parts,
+    init_adapter,
+    init_sharded_weights,
     load_weights,
     materialize,
-    quantise,
-    quantised_bytes,
+    open_model,
+    quantize_model,
+    quantized_bytes,
     read_config,
-    saved_ends,
-    scored,
+    savable_modules,
     torch_dtype,
 )
 from tigon.parallel import (
     MeshSizes,
-    cut_model,
-    find_zero,
+    find_zero2,
+    keep_rank_zero,
+    shard_experts,
     shard_gradients,
+    shard_model,
     share_context,
-    share_experts,
-    take_part,
 )
 from tigon.tokenizer import Tokenizer
 from tigon.train import checkpoint
@@ -61,9 +61,9 @@ def load_frozen(
     if world.size > 1:
         meshes = meshes_of(world)
         if meshes.expert is not None and has_experts(model):
-            share_experts(model, meshes.expert)
+            shard_experts(model, meshes.expert)
         if meshes.tensor is not None:
-            cut_model(model, meshes.tensor)
+            shard_model(model, meshes.tensor)
         if meshes.context is not None:
             share_context(model, meshes.context)
         if meshes.sizes.dividing > 1:
@@ -136,7 +136,7 @@ def check_sizes(config: Config, sizes: MeshSizes, source: Path | None = None) ->
     """ValueError for a model that so many ranks cannot share; also before data are made."""
     if sizes.tensor * sizes.context * sizes.expert > 1:
         model = outline(config, getattr(torch, config.param_dtype), source)
-        take_part(model, sizes)
+        keep_rank_zero(model, sizes)
         check_part(model, config)
 
 
@@ -174,20 +174,20 @@ def add_lora(model: CausalLM, config: Config) -> None:
     """The settings' adapter, in param_dtype, with a reward model's head; on a model without memory
     without values. Before it the base is quantised where the settings say so and it is not yet."""
     assert config.lora is not None
-    if config.lora.quantize and not quantised_bytes(model):
-        quantise(model, config.lora.quantize)
+    if config.lora.quantize and not quantized_bytes(model):
+        quantize_model(model, config.lora.quantize)
     own = config.lora.adapter(config.model, config.revision or "")
     if config.labels and "score" not in own.modules_to_save:  # new, and so trained whole
         own = replace(own, modules_to_save=(*own.modules_to_save, "score"))
     if config.new_tokens:  # PEFT resizes its base alike, and finds the rows in the adapter
-        ends = (*own.modules_to_save, *saved_ends(model))
+        ends = (*own.modules_to_save, *savable_modules(model))
         own = replace(own, modules_to_save=tuple(dict.fromkeys(ends)))
     model.add_adapter(own, dtype=getattr(torch, config.param_dtype))
 
 
 def begin_lora(model: CausalLM, config: Config) -> None:
     """Its first values: the same on any number of ranks."""
-    begin_adapter(model, generator=torch.Generator().manual_seed(config.seed))
+    init_adapter(model, generator=torch.Generator().manual_seed(config.seed))
 
 
 def settings_of(source: Path) -> Config | None:
@@ -236,7 +236,7 @@ def build_model(config: Config, world: World, source: Path | None = None) -> Cau
         _allocate(model, config, world)
         if source is None:
             load_weights(model, weights)
-    if (zero := find_zero(model)) is not None:
+    if (zero := find_zero2(model)) is not None:
         zero.allocate()
     return finish(model, config)
 
@@ -275,7 +275,7 @@ def _fill(model: CausalLM, config: Config, weights: Checkpoint | None, dtype: to
         load_weights(model, weights)
         return
     torch.manual_seed(config.seed)
-    init_parts(model, _from_init(config, dtype))
+    init_sharded_weights(model, _from_init(config, dtype))
 
 
 def stored_rows(config: Config) -> int:
@@ -301,7 +301,7 @@ def base_digest(config: Config) -> str:
 
 def sampled_digest(path: str, revision: str | None = None) -> str:
     """Likewise of any model."""
-    *_, opened = describe(Repository(path, revision=revision), MODELS, None)
+    *_, opened = open_model(Repository(path, revision=revision), MODELS, None)
     return opened().sampled_digest()
 
 
@@ -333,9 +333,9 @@ def divide(model: CausalLM, config: Config, world: World) -> None:
         return
     meshes = meshes_of(world)
     if meshes.expert is not None:
-        share_experts(model, meshes.expert)
+        shard_experts(model, meshes.expert)
     if meshes.tensor is not None:
-        cut_model(model, meshes.tensor)
+        shard_model(model, meshes.tensor)
     if meshes.context is not None:
         share_context(model, meshes.context)
     if config.sharding == "gradients":
@@ -388,7 +388,7 @@ def set_fp8(model: CausalLM, config: Config) -> None:
     for name, layer in projections(model):
         # A whole one that fits has parts on all ranks that do, or on none
         own = layer.weight_meta.shape
-        cut = model.cuts.get(f"{name}.weight")
+        cut = model.shard_specs.get(f"{name}.weight")
         whole = own if cut is None else cut.shape
         layer.fp8 = config.fp8 and name not in kept and supports_fp8(whole) and supports_fp8(own)
 
@@ -537,7 +537,7 @@ def _config_of(path: Path) -> Any:
 
 def _apply_settings(values: Any, config: Config) -> Any:
     """A model's config, with the scores and the tokens that the settings ask for."""
-    values = scored(values, config.labels) if config.labels else values
+    values = as_sequence_classifier(values, config.labels) if config.labels else values
     vocabulary = read_vocabulary(config)
     if vocabulary is None:
         return values

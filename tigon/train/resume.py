@@ -17,7 +17,7 @@ from tigon.train import checkpoint
 from tigon.train.config import Config, Parallel
 from tigon.train.distributed import World
 from tigon.train.state import State
-from tigon.weights import Locked, locked, recover
+from tigon.weights import LockedError, lock_file, remove_leftovers
 
 LOCK, PROBE = ".lock", ".rank-{}-{}"
 _EXPORT = r"(?:hf|adapter)(?:-ema|-best|-step-\d+)?"
@@ -75,9 +75,9 @@ def _lock(path: Path) -> Iterator[bool]:
     with ExitStack() as stack:
         try:
             held = stack.enter_context(
-                locked(path / LOCK, path, "in use", "choose another run_dir")
+                lock_file(path / LOCK, path, "in use", "choose another run_dir")
             )
-        except Locked as error:
+        except LockedError as error:
             if not error.here:
                 raise
             held = False  # a run that was prepared here before
@@ -109,7 +109,7 @@ def _clean(path: Path) -> None:
     checkpoint.clean(path / "checkpoints")
     for file in sorted(path.iterdir()):
         if export := LEFT_EXPORT.fullmatch(file.name):
-            recover(path / export[1])
+            remove_leftovers(path / export[1])
         elif LEFT_FILE.fullmatch(file.name) and file.is_file() and not file.is_symlink():
             with suppress(OSError):
                 file.unlink()

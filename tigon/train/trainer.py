@@ -150,7 +150,7 @@ class NamedSets:
     def __init__(self, names: Sequence[str], of_part: Tensor, *, by_sequence: bool):
         """`of_part` int64: which of the names each part of the corpus has, -1 for none.
         `by_sequence`: each sequence weighs the same in the loss, not each token."""
-        self.names, self.of_part, self.by_sequence = names, of_part, by_sequence
+        self.names, self.for_shard, self.by_sequence = names, of_part, by_sequence
         # [S, 4]: the loss, what it is divided by, right predictions, targets
         self.sums = torch.zeros(len(names), 4, dtype=torch.double, device=of_part.device)
 
@@ -180,7 +180,7 @@ class NamedSets:
         sequence = torch.searchsorted(starts, positions, right=True) - 1  # [B T]
         targets = labels != IGNORE_INDEX
         right = targets & (view.predictions.flatten() == labels)
-        sets = self.of_part[micro_batch.parts]  # [n]
+        sets = self.for_shard[micro_batch.parts]  # [n]
         counts = torch.zeros_like(sets).index_add(0, sequence, targets.long())
         numbers = torch.arange(len(self.names), device=labels.device)[:, None]
         mine = sets[sequence] == numbers  # [S, B T]
@@ -232,7 +232,7 @@ class Watch:
         targets, wanted = inputs.targets, Wanted()
         if self.hooks:
             assert targets.labels is not None
-            labels = targets.place(targets.labels, IGNORE_INDEX)
+            labels = targets.scatter_to_positions(targets.labels, IGNORE_INDEX)
             wanted = self.run.objective.hooks.wanted(inputs.micro_batch, labels)
         return replace(inputs, wanted=replace(wanted, losses=self.sets is not None))
 

@@ -1,8 +1,8 @@
-"""Checkpoints in fp8 with a scale for every block, or for the whole tensor, of a matrix.
+"""A checkpoint's tensors and how to read them: safetensors files, plain or in block-scaled fp8.
 
-The form that DeepSeek-V3 introduced (arXiv 2412.19437, section 3.3) and that Qwen3, Ministral 3 and
-others are published in; transformers calls it finegrained_fp8. Beside `X.weight` [N, K] there is
-`X.weight_scale_inv` [ceil(N / n), ceil(K / k)], n x k being the block, or one number [].
+DeepSeek-V3 introduced the fp8 form (arXiv 2412.19437, section 3.3), in which Qwen3, Ministral 3 and
+others are published; transformers calls it finegrained_fp8. Beside `X.weight` [N, K] there is
+`X.weight_scale_inv` [ceil(N / n), ceil(K / k)] for blocks n x k, or one number [].
 
 # N, K a matrix; E experts stacked in one tensor
 """
@@ -19,7 +19,7 @@ from torch import Tensor
 from tigon.hub import Repository
 from tigon.utils.json import escape, quote
 from tigon.utils.safetensors_header import find_tensors
-from tigon.weights.decoded import Decoded
+from tigon.weights.decoded import DecodedTensor
 from tigon.weights.header import TensorInfo
 from tigon.weights.read import Reader
 
@@ -33,14 +33,14 @@ BLOCK = (128, 128)
 
 @dataclass(frozen=True)
 class BlockScales:
-    """What config.json says of the blocks: their rows and columns, or None, one scale a tensor."""
+    """The block size of config.json: rows and columns, or None for one scale a tensor."""
 
     block: tuple[int, int] | None = BLOCK
 
 
 @dataclass(frozen=True)
-class Fp8Tensor(Decoded):
-    """Each value is its fp8 number in fp32 times its block's scale in fp32."""
+class Fp8Tensor(DecodedTensor):
+    """A block-scaled fp8 matrix: each value is its fp8 number times its block's scale, in fp32."""
 
     stored: TensorInfo
     scale: TensorInfo
@@ -52,8 +52,8 @@ class Fp8Tensor(Decoded):
 
     @property
     def unit(self) -> int:
-        alike = len(self.shape) == 3 or self.block[0] >= self.shape[0]  # one scale in a column
-        return 1 if alike else self.block[0]
+        single_row = len(self.shape) == 3 or self.block[0] >= self.shape[0]  # of scales
+        return 1 if single_row else self.block[0]
 
     def rows(self, reader: Reader, first: int, count: int) -> Tensor:
         codes = self._read(reader, self.stored, first, count).view(torch.uint8)
@@ -70,19 +70,19 @@ class Fp8Tensor(Decoded):
         return values
 
     def scales(self) -> Tensor:
-        """All of them in fp32; ValueError for one that is none."""
+        """All scales in fp32; ValueError for a negative or non-finite one."""
         with Reader() as reader:
             return self._scales(reader, 0, self.scale.shape[0])
 
     def _multiply(self, values: Tensor, scales: Tensor, skipped: int) -> None:
-        """Values [n, K] in place; the first `skipped` rows of the blocks are not among them."""
+        """Multiply values [n, K] in place; they begin after `skipped` rows of the first block."""
         rows, columns = self.block
         by_row = scales.repeat_interleave(rows, dim=0)[skipped : skipped + len(values)]
-        whole = values.shape[-1] // columns * columns
-        if whole:
-            blocks = values[:, :whole].unflatten(-1, (-1, columns))
-            blocks.mul_(by_row[:, : whole // columns, None])
-        values[:, whole:].mul_(by_row[:, whole // columns :])
+        full = values.shape[-1] // columns * columns  # columns of full blocks
+        if full:
+            blocks = values[:, :full].unflatten(-1, (-1, columns))
+            blocks.mul_(by_row[:, : full // columns, None])
+        values[:, full:].mul_(by_row[:, full // columns :])
 
     def _scales(self, reader: Reader, first: int, count: int) -> Tensor:
         scales = self._read(reader, self.scale, first, count).float()
@@ -105,13 +105,13 @@ class Fp8Tensor(Decoded):
 
 def decode_fp8(
     tensors: Mapping[str, TensorInfo], scales: BlockScales | None
-) -> dict[str, TensorInfo | Decoded]:
-    """The tensors, each fp8 one together with its scales, which are no tensors of the model.
+) -> dict[str, TensorInfo | DecodedTensor]:
+    """Combine each fp8 tensor with its scales to an Fp8Tensor; other tensors stay unchanged.
 
-    `scales` is None where config.json says nothing of them. Raises ValueError where scales are
-    missing, of another shape or of another kind.
+    `scales` is None if config.json does not mention them. Raises ValueError for scales that are
+    missing, or of another shape or dtype.
     """
-    found: dict[str, TensorInfo | Decoded] = dict(tensors)
+    found: dict[str, TensorInfo | DecodedTensor] = dict(tensors)
     for name, info in tensors.items():
         if info.dtype not in FP8 or name.endswith(SCALE):
             continue
@@ -130,15 +130,17 @@ def decode_fp8(
                 f"; it has {quote(other)}, of a form that is not read" if other in tensors else ""
             )
             raise ValueError(f"{where}, but the checkpoint has no {quote(name + SCALE)}{hint}")
-        found[name] = _together(name, info, scale, scales)
+        found[name] = _make_fp8_tensor(name, info, scale, scales)
         del found[name + SCALE]
-        # What inputs were multiplied by before they were rounded to fp8: here they are not
+        # Scales for rounding inputs to fp8, which is not done here
         found.pop(name.removesuffix("weight") + ACTIVATION, None)
         found.pop(f"{name}_{ACTIVATION}", None)
     return found
 
 
-def _together(name: str, info: TensorInfo, scale: TensorInfo, scales: BlockScales) -> Fp8Tensor:
+def _make_fp8_tensor(
+    name: str, info: TensorInfo, scale: TensorInfo, scales: BlockScales
+) -> Fp8Tensor:
     where = f"{escape(scale.path)}: tensor {quote(name + SCALE)}"
     if scale.dtype not in SCALES:
         raise ValueError(f"{where} is {scale.dtype}; scales are read in fp32, bf16 or fp16")
@@ -156,24 +158,24 @@ def _together(name: str, info: TensorInfo, scale: TensorInfo, scales: BlockScale
     return Fp8Tensor(name, info.shape, info.path, info.offset, info, scale, block)
 
 
-# A safetensors checkpoint, one file or shards with an index: what it holds and how to read it.
+# Checkpoints
 
-SAMPLED = 4096  # bytes of each tensor that tell checkpoints apart
-DECODED = 8 << 20  # bytes of values that a thread decodes at a time
+SAMPLE_BYTES = 4096  # of each tensor, for the digest
+DECODED_BYTES = 8 << 20  # of values that a thread decodes at a time
 
 
 class Checkpoint:
-    """The validated headers of all files of a checkpoint; no tensor is read yet."""
+    """The tensors of a checkpoint by name, from the validated headers of its files."""
 
-    def __init__(self, name: str, tensors: Mapping[str, TensorInfo | Decoded]) -> None:
+    def __init__(self, name: str, tensors: Mapping[str, TensorInfo | DecodedTensor]) -> None:
         self.name = name
         self.tensors = tensors
 
     def sampled_digest(self) -> str:
-        """Changes with the names, shapes and dtypes of tensors, and with a few values of each.
+        """A digest of the names, shapes and dtypes of all tensors, and of a few values of each.
 
-        Training changes values everywhere, so that these tell models of one shape apart, and little
-        is read of the files. The same tensors in other files have the same digest.
+        Training changes values everywhere, so a few of them distinguish models. The same tensors in
+        other files have the same digest.
         """
         values: dict[str, bytes] = {}
         of_files: dict[Path, list[str]] = {}
@@ -190,9 +192,9 @@ class Checkpoint:
 
     @classmethod
     def open(cls, repository: Repository, scales: BlockScales | None = None) -> "Checkpoint":
-        """Finds (and fetches) the repository's model.safetensors, or its index and all shards.
+        """Find, or download, the repository's model.safetensors, or its index and all shards.
 
-        `scales` is what config.json says of fp8 tensors, which without it cannot be read.
+        `scales`: the blocks of fp8 tensors in config.json, without which these cannot be read.
         """
         tensors = {n: TensorInfo.of(stored) for n, stored in find_tensors(repository).items()}
         return cls(repository.name, decode_fp8(tensors, scales))
@@ -218,22 +220,22 @@ class Checkpoint:
             read_rows(reader, info, out.detach(), row)
 
 
-def _sample(info: TensorInfo | Decoded, file: IO[bytes]) -> bytes:
-    """A digest of the values in its middle; of encoded ones, of those that begin it."""
+def _sample(info: TensorInfo | DecodedTensor, file: IO[bytes]) -> bytes:
+    """A digest of bytes in the middle of a tensor, or at the beginning of an encoded one."""
     plain = isinstance(info, TensorInfo)
-    size = min(SAMPLED, info.nbytes) if plain else SAMPLED  # of others: those that follow
+    size = min(SAMPLE_BYTES, info.nbytes) if plain else SAMPLE_BYTES  # of others: those that follow
     file.seek(info.offset + ((info.nbytes - size) // 2 if plain else 0))
     return hashlib.sha256(file.read(size)).digest()
 
 
-def read_rows(reader: Reader, info: TensorInfo | Decoded, out: Tensor, row: int) -> None:
+def read_rows(reader: Reader, info: TensorInfo | DecodedTensor, out: Tensor, row: int) -> None:
     """Fills `out` with as many rows of the tensor from `row` on."""
     row_bytes = info.nbytes // max(1, info.shape[0]) if info.shape else info.nbytes
     with torch.no_grad():
         if isinstance(info, TensorInfo):
             reader.read(info.path, info.offset + row * row_bytes, info.dtype, out)
             return
-        step = max(1, DECODED // max(1, row_bytes * info.unit)) * info.unit
+        step = max(1, DECODED_BYTES // max(1, row_bytes * info.unit)) * info.unit
         end = row + len(out)
         while row < end:
             stop = min(end, (row // step + 1) * step)  # all but the ends begin at whole units

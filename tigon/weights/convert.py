@@ -1,7 +1,7 @@
-"""A checkpoint's tensors as those of another layout and dtype, without a model in memory.
+"""Converts a checkpoint's tensors to another layout and dtype, without a model in memory.
 
-Both layouts say which rows of the same parameters their tensors have, so that each row is read from
-where one has it and written to where the other has it.
+Both layouts map tensors to rows of the same parameters, so each row of a target tensor is read from
+the stored tensor that has it.
 """
 
 import math
@@ -16,42 +16,42 @@ from torch import Tensor
 
 from tigon.weights.checkpoint import Checkpoint
 from tigon.weights.header import TensorInfo
-from tigon.weights.layout import Layout, Part
-from tigon.weights.write import Entry, Piece, all_finite, height
+from tigon.weights.layout import Layout, TensorSlice
+from tigon.weights.write import RowBlock, TensorEntry, all_finite, row_count
 
 
-class Stored(NamedTuple):
-    """Rows of a tensor that a checkpoint has under some name: all of them, or those of a rank."""
+class StoredRows(NamedTuple):
+    """Rows of a tensor that a checkpoint stores: all of them, or those of one rank."""
 
-    row: int  # of the whole tensor, where they begin; counted as pieces do
-    first: int  # of those that the checkpoint has
+    row: int  # the first, in the full tensor; counted as RowBlock does
+    first: int  # the first, in the stored tensor
     rows: int
-    column: int  # of the whole tensor
+    column: int  # the first, in the full tensor
     name: str
     checkpoint: Checkpoint
 
 
 class _Span(NamedTuple):
-    """Rows of a parameter, counted as pieces do, and where they are."""
+    """Rows of a parameter, counted as RowBlock does, and the tensor that has them."""
 
-    first: int  # of the parameter
+    first: int  # in the parameter
     length: int
-    row: int  # of the tensor that has them
+    row: int  # the first, in the tensor
     name: str
 
 
-def converted(
+def convert_entries(
     layout: Layout,
     dtype: torch.dtype,
-    stored: Mapping[str, Sequence[Stored]],
+    stored: Mapping[str, Sequence[StoredRows]],
     stored_layout: Layout,
-) -> list[Entry]:
-    """The tensors of `layout` in `dtype`; `stored`: those of `stored_layout`, by name.
+) -> list[TensorEntry]:
+    """Entries for the tensors of `layout` in `dtype`, read from `stored` rows of `stored_layout`.
 
-    Both layouts are of the same parameters. The writer raises for rows that are stored nowhere.
+    Both layouts are of the same parameters. The writer raises for rows that are not stored.
     """
     shapes: dict[str, tuple[int, ...]] = {}
-    pieces: dict[str, list[Piece]] = {}
+    pieces: dict[str, list[RowBlock]] = {}
     for parameter, parts in layout.items():
         sources = _spans(stored_layout[parameter])
         starts = [span.first for span in sources]
@@ -75,31 +75,30 @@ def converted(
                         shapes[target.name],
                         dtype,
                     )
-    return [Entry(name, shape, dtype, pieces[name]) for name, shape in shapes.items()]
+    return [TensorEntry(name, shape, dtype, pieces[name]) for name, shape in shapes.items()]
 
 
-def _spans(parts: Sequence[Part]) -> list[_Span]:
-    """By their place in the parameter."""
-    found = []
+def _spans(parts: Sequence[TensorSlice]) -> list[_Span]:
+    """The slices in the order of the parameter's rows."""
+    spans = []
     for part in parts:
         size = math.prod(part.shape[1:-1])
-        found += [
+        spans += [
             _Span(size * s.target, size * s.length, size * s.source, part.name) for s in part.slices
         ]
-    return sorted(found)
+    return sorted(spans)
 
 
 def _pieces(
     row: int,
     source_row: int,
     count: int,
-    stored: Sequence[Stored],
+    stored: Sequence[StoredRows],
     shape: Sequence[int],
     dtype: torch.dtype,
-) -> list[Piece]:
-    """Rows [source_row, source_row + count) of what is stored, to be rows from `row` on of a tensor
-    of that shape."""
-    found = []
+) -> list[RowBlock]:
+    """Blocks that write stored rows [source_row, source_row + count) to rows from `row` on."""
+    blocks = []
     for block in stored:
         info = block.checkpoint.tensors[block.name]
         first = max(source_row, block.row)
@@ -108,8 +107,8 @@ def _pieces(
             start = block.first + first - block.row
             read = partial(_read, block.checkpoint, block.name, dtype, start)
             columns = None if info.shape[1:][-1:] == shape[1:][-1:] else info.shape[-1]
-            found.append(Piece(row + first - source_row, number, read, block.column, columns))
-    return found
+            blocks.append(RowBlock(row + first - source_row, number, read, block.column, columns))
+    return blocks
 
 
 def _read(
@@ -117,8 +116,8 @@ def _read(
 ) -> Tensor:
     info, first = checkpoint.tensors[name], start + first
     shape, unit = info.shape, math.prod(info.shape[1:-1])
-    if isinstance(info, TensorInfo) and len(shape) > 2:  # a matrix: any of its rows can be read
-        shape, unit = (height(shape), shape[-1]), 1
+    if isinstance(info, TensorInfo) and len(shape) > 2:  # as a matrix, of which any row can be read
+        shape, unit = (row_count(shape), shape[-1]), 1
         checkpoint = Checkpoint(checkpoint.name, {name: replace(info, shape=shape)})
     begin, end = first // unit, -(-(first + count) // unit)
     rows = torch.empty((end - begin, *shape[1:]) if shape else (), dtype=dtype)

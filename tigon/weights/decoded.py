@@ -1,4 +1,4 @@
-"""Tensors of a checkpoint that are stored in another form than they are used in."""
+"""Tensors that are decoded or computed when they are read."""
 
 import math
 from abc import ABC, abstractmethod
@@ -14,11 +14,11 @@ from tigon.weights.read import Reader
 
 
 @dataclass(frozen=True)
-class Decoded(ABC):
-    """What `TensorInfo` is for a plain tensor: name, shape and dtype are those of the values.
+class DecodedTensor(ABC):
+    """The counterpart of `TensorInfo` for a decoded tensor: name, shape and dtype of its values.
 
-    The values are fp32 on the CPU; the reader rounds them once, to the dtype of the parameter.
-    Any range of rows can be read, and `unit` rows that begin at a multiple of it cost the least.
+    Values are fp32 on the CPU; the reader rounds them once, to the parameter's dtype. Any range of
+    rows can be read; ranges of `unit` rows that begin at a multiple of it are the fastest.
     """
 
     dtype: ClassVar[torch.dtype] = torch.float32
@@ -26,7 +26,7 @@ class Decoded(ABC):
     name: str
     shape: tuple[int, ...]
     path: Path
-    offset: int  # of the file's byte where it begins
+    offset: int  # of its first byte in the file
 
     @property
     def unit(self) -> int:
@@ -34,25 +34,25 @@ class Decoded(ABC):
 
     @property
     def in_file(self) -> tuple[TensorInfo, ...]:
-        """The tensors that it is made of, where the file has them as such."""
+        """The plain tensors of the file that it is decoded from, if any."""
         return ()
 
     @property
     def nbytes(self) -> int:
-        """Of the values, not of the file."""
+        """The bytes of the values, not of the file."""
         return math.prod(self.shape) * self.dtype.itemsize
 
     @abstractmethod
     def rows(self, reader: Reader, first: int, count: int) -> Tensor:
-        """Rows [first, first + count): fp32 [count, *shape[1:]] on the CPU.
+        """Decode rows [first, first + count) to fp32 [count, *shape[1:]] on the CPU.
 
         A row of a one-dimensional tensor is an element; a scalar has one.
         """
 
 
 @dataclass(frozen=True)
-class Drawn(Decoded):
-    """A matrix that the checkpoint lacks: normal numbers, the same on every rank."""
+class RandomTensor(DecodedTensor):
+    """A matrix of normal random numbers, for one that the checkpoint lacks; equal on all ranks."""
 
     std: float
     seed: int = 0

@@ -18,7 +18,7 @@ from tigon.utils.paths import expand_user
 FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
-class DiskFull(OSError):
+class DiskFullError(OSError):
     """The disk has no room for what is to be written."""
 
 
@@ -26,11 +26,11 @@ def require_space(directory: Path, needed: int) -> None:
     """Raises DiskFull unless `needed` bytes fit there."""
     free = shutil.disk_usage(directory).free
     if free < needed:
-        raise DiskFull(f"the disk of {directory} is too full: {_sizes(needed, free)}")
+        raise DiskFullError(f"the disk of {directory} is too full: {_sizes(needed, free)}")
 
 
 @contextmanager
-def named_if_full(path: Path, needed: int) -> Iterator[None]:
+def explain_full_disk(path: Path, needed: int) -> Iterator[None]:
     """Let an error of a full disk, of a quota, or that names no file say what was to be written."""
     try:
         yield
@@ -41,7 +41,7 @@ def named_if_full(path: Path, needed: int) -> Iterator[None]:
             raise OSError(error.errno, error.strerror, str(path)) from error
         free = shutil.disk_usage(path.parent).free
         quota = " (a quota)" if error.errno == errno.EDQUOT else ""
-        raise DiskFull(
+        raise DiskFullError(
             f"the disk{quota} became full while {path} was written: {_sizes(needed, free)}"
         ) from error
 
@@ -64,14 +64,14 @@ UNSUPPORTED = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 _held: set[tuple[int, int]] = set()  # device and inode of the locks of this process
 
 
-class Locked(FileExistsError):
+class LockedError(FileExistsError):
     """Somebody holds the lock; `here`: this process does."""
 
     here = False
 
 
 @contextmanager
-def locked(path: Path, target: Path, doing: str, instead: str) -> Iterator[bool]:
+def lock_file(path: Path, target: Path, doing: str, instead: str) -> Iterator[bool]:
     """Hold the lock file of a target, which is made and stays; False where the file system has no
     locks.
 
@@ -123,9 +123,9 @@ def _lock(path: Path, target: Path, doing: str, instead: str) -> int | None:
     return descriptor
 
 
-def _refused(descriptor: int, busy: str, instead: str) -> Locked:
+def _refused(descriptor: int, busy: str, instead: str) -> LockedError:
     holder = os.read(descriptor, 1000).decode(errors="replace") or "another process"
-    error = Locked(f"{busy} by {holder}: wait until it ends, or {instead}")
+    error = LockedError(f"{busy} by {holder}: wait until it ends, or {instead}")
     error.here = _identity(descriptor) in _held
     os.close(descriptor)
     return error
@@ -159,21 +159,21 @@ def new_directory(
     """
     target = check_free(path, replace=replace)
     target.parent.mkdir(parents=True, exist_ok=True)
-    with _locked(target) as locked:
-        if locked:
+    with _locked(target) as has_lock:
+        if has_lock:
             _recover(target)
             check_free(target, replace=replace)
         require_space(target.parent, needed)
         temporary = _hidden(target, "tmp")
         temporary.mkdir()
         try:
-            with named_if_full(target, needed):
+            with explain_full_disk(target, needed):
                 yield temporary
                 for item in [*temporary.rglob("*"), temporary]:
                     fsync(item)
                 check_free(target, replace=replace)
                 if replace and target.is_dir():
-                    keep_files(target, temporary, stale)
+                    carry_over_files(target, temporary, stale)
             _publish(temporary, target, replace)
         except BaseException:
             shutil.rmtree(temporary, ignore_errors=True)
@@ -202,7 +202,7 @@ def check_free(path: str | os.PathLike[str], *, replace: bool = False) -> Path:
 def _locked(target: Path) -> Iterator[bool]:
     """Hold the lock of a target; False where the file system has no locks."""
     path = target.with_name(f".{target.name}.lock")
-    with locked(path, target, "being written", "choose another path") as held:
+    with lock_file(path, target, "being written", "choose another path") as held:
         try:
             yield held
         finally:
@@ -211,10 +211,10 @@ def _locked(target: Path) -> Iterator[bool]:
                     path.unlink()
 
 
-def recover(target: Path) -> None:
+def remove_leftovers(target: Path) -> None:
     """Remove what killed writers of a directory have left beside it, unless it is being written."""
-    with suppress(OSError), _locked(target) as locked:
-        if locked:
+    with suppress(OSError), _locked(target) as has_lock:
+        if has_lock:
             _recover(target)
 
 
@@ -233,7 +233,7 @@ def _recover(target: Path) -> None:
             shutil.rmtree(path, ignore_errors=True)
 
 
-def keep_files(old: Path, new: Path, stale: Callable[[str], bool], folder: str = "") -> None:
+def carry_over_files(old: Path, new: Path, stale: Callable[[str], bool], folder: str = "") -> None:
     """Give a directory that replaces another the files that only the old one has, such as notes.
 
     `stale`: whether a file goes with the old one, by its path inside it. Files are linked, not
@@ -243,7 +243,7 @@ def keep_files(old: Path, new: Path, stale: Callable[[str], bool], folder: str =
         name, kept = folder + path.name, new / path.name
         if path.is_dir() and not path.is_symlink():
             kept.mkdir(exist_ok=True)
-            keep_files(path, kept, stale, f"{name}/")
+            carry_over_files(path, kept, stale, f"{name}/")
         elif not os.path.lexists(kept) and not stale(name):
             try:
                 os.link(path, kept, follow_symlinks=False)

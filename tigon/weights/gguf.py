@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from tigon.utils.json import escape, quote
-from tigon.weights.decoded import Decoded
+from tigon.weights.decoded import DecodedTensor
 from tigon.weights.read import Reader
 
 TORCH_DTYPES = {0: torch.float32, 1: torch.float16, 28: torch.float64, 30: torch.bfloat16}
@@ -108,7 +108,7 @@ def _metadata_value(field: Any) -> Any:
 
 
 @dataclass(frozen=True)
-class GGMLTensor(Decoded):
+class GGMLTensor(DecodedTensor):
     """A tensor that is dequantized on reading, in Hugging Face's order of rows."""
 
     kind: int

@@ -1,4 +1,4 @@
-"""Which rows of which tensors of a checkpoint every parameter is made of."""
+"""Maps parameters to rows of a checkpoint's tensors, and to what each rank has of them."""
 
 import itertools
 import math
@@ -14,128 +14,131 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from tigon.weights.decoded import Decoded
+from tigon.weights.decoded import DecodedTensor
 from tigon.weights.header import TensorInfo
-from tigon.weights.read import Reader, Run
+from tigon.weights.read import Reader, ReadSpan
 
 
-class Rows(NamedTuple):
-    """`length` rows of a tensor from `source` on are those of a parameter from `target` on."""
+class RowSpan(NamedTuple):
+    """Maps `length` rows of a tensor from `source` on to those of a parameter from `target` on."""
 
     source: int
     target: int
     length: int
 
 
-class Copy(NamedTuple):
-    """One of several ranks of tensor parallelism that have the same."""
+class ReplicaIndex(NamedTuple):
+    """The index of this rank among the tensor ranks that have the same rows."""
 
     number: int = 0
-    of: int = 1
+    total: int = 1
 
 
 @dataclass(frozen=True)
-class Part:
-    """A checkpoint's tensor, and the rows that a parameter has of it: one slice or several.
+class TensorSlice:
+    """The rows that a parameter has of a checkpoint's tensor, in one slice or several.
 
-    A shard of a packed projection has several of a tensor that is stored packed, [gate; up]: a
-    slice of gate and one of up. `shape` is the whole tensor's. Rows of a parameter with one
-    dimension more, [E, N, D], are those of its flattening [E * N, D].
+    A shard of a packed projection [gate; up] has several slices of it: one of gate and one of up.
+    `shape` is the full tensor's. Rows of a parameter with one dimension more, [E, N, D], are those
+    of its flattening [E * N, D].
 
-    Under tensor parallelism a parameter may have a share of each row: `spans` say it, for each
-    dimension after the first. A parameter may then have several parts of one tensor.
+    Under tensor parallelism a parameter may have a part of each row: `spans` give it for each
+    dimension after the first. A parameter may then have several TensorSlices of one tensor.
     """
 
     name: str
     shape: tuple[int, ...]
-    slices: tuple[Rows, ...]
-    spans: tuple[Rows, ...] = ()  # (): whole rows
-    copy: Copy | None = None  # None: there is no tensor parallelism
+    slices: tuple[RowSpan, ...]
+    spans: tuple[RowSpan, ...] = ()  # (): full rows
+    replica: ReplicaIndex | None = None  # None: there is no tensor parallelism
 
     @classmethod
-    def whole(cls, name: str, shape: tuple[int, ...], target: int = 0) -> "Part":
+    def whole(cls, name: str, shape: tuple[int, ...], target: int = 0) -> "TensorSlice":
         """All rows of the tensor, from row `target` of the parameter on."""
-        return cls(name, shape, (Rows(0, target, shape[0] if shape else 1),))
+        return cls(name, shape, (RowSpan(0, target, shape[0] if shape else 1),))
 
     @property
-    def row_spans(self) -> tuple[Rows, ...]:
-        return self.spans or tuple(Rows(0, 0, size) for size in self.shape[1:])
+    def row_spans(self) -> tuple[RowSpan, ...]:
+        return self.spans or tuple(RowSpan(0, 0, size) for size in self.shape[1:])
 
     @property
     def column(self) -> int:
-        """The first that it has of the tensor's last dimension."""
+        """The first column of the tensor that the parameter has."""
         return self.spans[-1].source if self.spans else 0
 
-    def lines(self, shape: Sequence[int]) -> Iterator[Rows]:
-        """The slices as rows of the last dimension, of the tensor and of a parameter of `shape`."""
+    def lines(self, shape: Sequence[int]) -> Iterator[RowSpan]:
+        """The slices in lines (rows of the last dimension) of the tensor and of the parameter."""
         middle = self.row_spans[:-1]
-        if all(span == Rows(0, 0, n) for span, n in zip(middle, self.shape[1:-1], strict=True)):
+        if all(span == RowSpan(0, 0, n) for span, n in zip(middle, self.shape[1:-1], strict=True)):
             per_row = math.prod(self.shape[1:-1])
             for rows in self.slices:
-                yield Rows(*(per_row * n for n in rows))
+                yield RowSpan(*(per_row * n for n in rows))
             return
         (span,) = middle
-        theirs, ours = self.shape[1], shape[-2]
+        tensor_lines, parameter_lines = self.shape[1], shape[-2]
         for source, target, length in self.slices:
             for i in range(length):
-                at = (source + i) * theirs + span.source, (target + i) * ours + span.target
-                yield Rows(*at, span.length)
+                at = (
+                    (source + i) * tensor_lines + span.source,
+                    (target + i) * parameter_lines + span.target,
+                )
+                yield RowSpan(*at, span.length)
 
 
-Layout = dict[str, tuple[Part, ...]]  # parameter -> the tensors that it has rows of
+Layout = dict[str, tuple[TensorSlice, ...]]  # parameter name -> slices of tensors
 
 
 @dataclass(frozen=True)
-class Cut:
-    """What a rank of tensor or expert parallelism has of a parameter: pieces of one dimension."""
+class ShardSpec:
+    """This rank's shard of a parameter under tensor or expert parallelism, in pieces."""
 
-    shape: tuple[int, ...]  # of the whole
+    shape: tuple[int, ...]  # of the full parameter
     dim: int
-    pieces: tuple[tuple[Rows, Copy], ...]
+    pieces: tuple[tuple[RowSpan, ReplicaIndex], ...]
 
     @property
     def length(self) -> int:
         return sum(rows.length for rows, _ in self.pieces)
 
     def take(self, whole: Tensor) -> Tensor:
-        """The rank's own of a parameter, in memory of its own."""
+        """A copy of this rank's shard of the full parameter."""
         return torch.cat(
             [whole.narrow(self.dim, r.source, r.length) for r, _ in self.pieces], self.dim
         )
 
 
-def cut_parts(parts: Sequence[Part], own: Cut) -> tuple[Part, ...]:
-    """What the rank's own parameter is made of, where the whole one is made of `parts`."""
-    return tuple(new for part in parts for new in _cut_part(part, own))
+def shard_slices(parts: Sequence[TensorSlice], spec: ShardSpec) -> tuple[TensorSlice, ...]:
+    """The slices of this rank's shard, from those of the full parameter."""
+    return tuple(new for part in parts for new in _shard_slice(part, spec))
 
 
-def _cut_part(part: Part, own: Cut) -> Iterator[Part]:
-    lead = len(own.shape) - len(part.shape[1:])  # dimensions that its rows count over
-    if own.dim >= lead:
-        for rows, copy in own.pieces:
+def _shard_slice(part: TensorSlice, spec: ShardSpec) -> Iterator[TensorSlice]:
+    lead = len(spec.shape) - len(part.shape[1:])  # number of dimensions that make up a row index
+    if spec.dim >= lead:
+        for rows, replica in spec.pieces:
             spans = list(part.row_spans)
-            spans[own.dim - lead] = rows
-            yield replace(part, spans=tuple(spans), copy=copy)
+            spans[spec.dim - lead] = rows
+            yield replace(part, spans=tuple(spans), replica=replica)
         return
-    by_copy: dict[Copy, list[Rows]] = {}
-    inner = math.prod(own.shape[own.dim + 1 : lead])  # rows for each index of the dimension
-    size = own.shape[own.dim] * inner
+    by_replica: dict[ReplicaIndex, list[RowSpan]] = {}
+    inner = math.prod(spec.shape[spec.dim + 1 : lead])  # rows for each index of the dimension
+    size = spec.shape[spec.dim] * inner
     for source, target, length in part.slices:
         for outer in range(target // size, -(-(target + length) // size)):
-            for piece, copy in own.pieces:
+            for piece, replica in spec.pieces:
                 begin = outer * size + piece.source * inner
                 first = max(target, begin)
                 end = min(target + length, begin + piece.length * inner)
                 if first < end:
-                    at = (outer * own.length + piece.target) * inner + first - begin
-                    own_rows = Rows(source + first - target, at, end - first)
-                    by_copy.setdefault(copy, []).append(own_rows)
-    for copy, found in (by_copy or {Copy(): []}).items():
-        yield replace(part, slices=tuple(found), copy=copy)
+                    at = (outer * spec.length + piece.target) * inner + first - begin
+                    rows = RowSpan(source + first - target, at, end - first)
+                    by_replica.setdefault(replica, []).append(rows)
+    for replica, slices in (by_replica or {ReplicaIndex(): []}).items():
+        yield replace(part, slices=tuple(slices), replica=replica)
 
 
-def fills(parts: Sequence[Part], parameter: Tensor) -> bool:
-    """Whether the parts have every row of the parameter once, from rows that their tensors have."""
+def covers_parameter(parts: Sequence[TensorSlice], parameter: Tensor) -> bool:
+    """Whether the slices cover every element of the parameter once, within their tensors."""
     dims = len(parts[0].shape[1:])
     lead = parameter.dim() - dims
     rest = parameter.shape[lead:]
@@ -151,15 +154,15 @@ def fills(parts: Sequence[Part], parameter: Tensor) -> bool:
         spans = tuple((s.target, s.length) for s in part.row_spans)
         slices.setdefault(spans, []).extend((s.target, s.length) for s in part.slices)
     height = math.prod(parameter.shape[:lead])
-    if not all(tiles(found, height) for found in slices.values()):
+    if not all(covers_once(found, height) for found in slices.values()):
         return False
-    # Only one dimension is cut into several
-    several = [list(dict.fromkeys(at)) for at in zip(*slices, strict=True)]
-    return all(tiles(at, n) for at, n in zip(several, rest, strict=True))
+    # Only one of the other dimensions has several spans
+    dim_spans = [list(dict.fromkeys(spans)) for spans in zip(*slices, strict=True)]
+    return all(covers_once(spans, n) for spans, n in zip(dim_spans, rest, strict=True))
 
 
-def tiles(spans: Sequence[tuple[int, int]], height: int) -> bool:
-    """Whether spans of (first row, rows) cover `height` rows once each."""
+def covers_once(spans: Sequence[tuple[int, int]], height: int) -> bool:
+    """Whether spans (first row, number of rows) cover each of `height` rows once."""
     end = 0
     for first, count in sorted(spans):
         if first != end:
@@ -168,14 +171,14 @@ def tiles(spans: Sequence[tuple[int, int]], height: int) -> bool:
     return end == height
 
 
-# What a rank has of every parameter, and which lines of a checkpoint's tensors belong there.
+# This rank's shard of a parameter, and the lines of the checkpoint that fill it
 
 
 @dataclass(frozen=True, slots=True)
-class Decoding:
-    """Lines of a tensor that is decoded, from line `first` on, and the memory they go to."""
+class DecodedSpan:
+    """Lines of a decoded tensor from line `first` on, and the memory that they fill."""
 
-    source: Decoded
+    source: DecodedTensor
     first: int
     column: int
     out: Tensor
@@ -184,8 +187,8 @@ class Decoding:
     def nbytes(self) -> int:
         return self.out.numel() * self.out.itemsize
 
-    def pieces(self, most: int) -> Iterator["Decoding"]:
-        """In pieces that begin where units do, of at most that many bytes, or of one unit."""
+    def pieces(self, most: int) -> Iterator["DecodedSpan"]:
+        """Yields pieces of at most `most` bytes, or of one unit, that begin at units."""
         lines, width = self._row
         unit = self.source.unit * lines
         step = max(1, most // max(1, unit * width * self.source.dtype.itemsize)) * unit
@@ -193,37 +196,37 @@ class Decoding:
         while begin < end:
             stop = min(end, (begin // step + 1) * step)
             out = self.out[begin - self.first : stop - self.first]
-            yield Decoding(self.source, begin, self.column, out)
+            yield DecodedSpan(self.source, begin, self.column, out)
             begin = stop
 
     def read(self, reader: Reader) -> Tensor:
-        """What goes to `out`."""
+        """Decode the values for `out`."""
         lines, width = self._row
         first, end = self.first // lines, -(-(self.first + len(self.out)) // lines)
         values = self.source.rows(reader, first, end - first).reshape(-1, width)
-        some = values.narrow(0, self.first - first * lines, len(self.out))
-        return some.narrow(1, self.column, self.out.shape[1])
+        values = values.narrow(0, self.first - first * lines, len(self.out))
+        return values.narrow(1, self.column, self.out.shape[1])
 
     @property
     def _row(self) -> tuple[int, int]:
-        """The lines of a row, and their width."""
+        """The number of lines in a row, and their width."""
         shape = self.source.shape
         return math.prod(shape[1:-1]), shape[-1] if len(shape) > 1 else 1
 
 
-class Local(NamedTuple):
-    """This rank's memory of a parameter, and which index of the whole its first one is."""
+class LocalShard(NamedTuple):
+    """This rank's memory of a parameter, and where it begins in the full parameter."""
 
     memory: Tensor
-    shape: tuple[int, ...]  # of the whole
-    first: tuple[int, ...]
+    shape: tuple[int, ...]  # of the full parameter
+    first: tuple[int, ...]  # index of the first element
 
 
-def local_part(name: str, parameter: Tensor) -> Local:
-    """What this rank has of a parameter, rows or columns or both."""
+def local_shard(name: str, parameter: Tensor) -> LocalShard:
+    """This rank's shard of a parameter: rows, columns or both."""
     parameter, shape = parameter.detach(), tuple(parameter.shape)
     if not isinstance(parameter, DTensor):
-        return Local(parameter, shape, (0,) * len(shape))
+        return LocalShard(parameter, shape, (0,) * len(shape))
     for placement in parameter.placements:
         contiguous = isinstance(placement, Shard) and not isinstance(placement, _StridedShard)
         if not contiguous and not placement.is_replicate():
@@ -231,13 +234,13 @@ def local_part(name: str, parameter: Tensor) -> Local:
     _, first = compute_local_shape_and_global_offset(
         parameter.shape, parameter.device_mesh, parameter.placements
     )
-    return Local(parameter.to_local(), shape, tuple(first))
+    return LocalShard(parameter.to_local(), shape, tuple(first))
 
 
-def own_rows(name: str, parameter: Tensor) -> tuple[Tensor, int]:
-    """The parameter's memory on this rank, and which row of the whole its first one is.
+def local_rows(name: str, parameter: Tensor) -> tuple[Tensor, int]:
+    """This rank's rows of a parameter, and the index of the first one.
 
-    For what can only work with whole rows: columns are refused.
+    Raises ValueError for a parameter that is sharded by columns.
     """
     if parameter.is_meta:
         raise ValueError(f"{name} is on the meta device: allocate it first (to_empty)")
@@ -245,22 +248,22 @@ def own_rows(name: str, parameter: Tensor) -> tuple[Tensor, int]:
         for placement in parameter.placements:
             if not placement.is_replicate() and placement != Shard(0):
                 raise ValueError(f"{name} is placed {placement}, which is not Shard(0)")
-    memory, _, first = local_part(name, parameter)
+    memory, _, first = local_shard(name, parameter)
     return memory, first[0] if first else 0
 
 
 def row_group(parameter: DTensor) -> dist.ProcessGroup:
-    """The ranks that divide its rows: those of the mesh's last dimension, as fully_shard has it."""
+    """The process group that shards the parameter's rows: fully_shard's last mesh dimension."""
     mesh = parameter.device_mesh
     return mesh.get_group(mesh.ndim - 1)
 
 
-def own_slices(
-    part: Part, shape: Sequence[int], local: Tensor, first: int
+def local_blocks(
+    part: TensorSlice, shape: Sequence[int], local: Tensor, first: int
 ) -> Iterator[tuple[tuple[int, ...], Tensor]]:
-    """What this rank has of a part: blocks of `local`, and where in the part's tensor each begins.
+    """Yields the blocks of `local` that a slice fills, each with its index in the slice's tensor.
 
-    `shape` is the whole parameter's; `local` and `first` are what `own_rows` gives for it.
+    `shape` is the full parameter's; `local` and `first` are the results of `local_rows`.
     """
     if not local.numel():
         return
@@ -276,15 +279,15 @@ def own_slices(
             yield (source + begin - target, *inner), rows[begin - first : end - first]
 
 
-class Lines:
-    """A rank's part of a parameter as lines of the whole: where each stretch of them is."""
+class ShardLines:
+    """This rank's shard of a parameter as stretches of consecutive lines of the full parameter."""
 
-    def __init__(self, local: Local, *, single: bool) -> None:
-        """`single`: the tensors of the file have one dimension, so that lines are elements."""
+    def __init__(self, local: LocalShard, *, single: bool) -> None:
+        """`single`: the file's tensors have one dimension, so that lines are elements."""
         memory, shape, first = local
         self.shape, self.column = shape, 0
-        self.starts: list[int] = []  # of the stretches, in lines of the whole
-        if not memory.numel():  # of a rank outside the mesh it has not even the dimensions
+        self.starts: list[int] = []  # first line of each stretch
+        if not memory.numel():  # on a rank outside the mesh it lacks dimensions
             return
         dims = shape if single else shape[:-1]
         sizes = tuple(memory.shape)[: len(dims)]
@@ -292,7 +295,7 @@ class Lines:
         self.memory = memory.view(-1, 1 if single else memory.shape[-1])
         cut = max((i for i, n in enumerate(dims) if sizes[i] != n), default=0)
         below = math.prod(dims[cut + 1 :])
-        self.count = (sizes[cut] if dims else 1) * below  # lines of a stretch
+        self.count = (sizes[cut] if dims else 1) * below  # lines in a stretch
         for index in itertools.product(*map(range, sizes[:cut])):
             start = 0
             for i, n in enumerate(dims[: cut + 1]):
@@ -300,7 +303,7 @@ class Lines:
             self.starts.append(start * below)
 
     def within(self, begin: int, end: int) -> Iterator[tuple[int, Tensor]]:
-        """The lines of [begin, end) that this rank has: the first of each stretch, its memory."""
+        """Yields this rank's lines in [begin, end): the first line of each run, and its memory."""
         for i in range(max(0, bisect_right(self.starts, begin) - 1), len(self.starts)):
             start = self.starts[i]
             if start >= end:
@@ -311,21 +314,23 @@ class Lines:
                 yield low, self.memory[at + low : at + high]
 
 
-def own_columns(part: Part, lines: Tensor) -> Tensor:
-    """Of lines of a parameter, the columns that are the part's; others are those of other parts."""
+def slice_columns(part: TensorSlice, lines: Tensor) -> Tensor:
+    """The columns of a parameter's lines that this slice fills."""
     if not part.spans or part.spans[-1].length == lines.shape[-1]:
         return lines
     return lines.narrow(-1, part.spans[-1].target, part.spans[-1].length)
 
 
-def runs_of(part: Part, info: TensorInfo | Decoded, lines: Lines) -> Iterator[Run | Decoding]:
-    """What has to be read of a part for the lines that this rank has."""
+def plan_reads(
+    part: TensorSlice, info: TensorInfo | DecodedTensor, lines: ShardLines
+) -> Iterator[ReadSpan | DecodedSpan]:
+    """Yields the reads of a slice's tensor that fill this rank's lines."""
     width, column = part.shape[-1] if len(part.shape) > 1 else 1, part.column + lines.column
     for source, target, length in part.lines(lines.shape):
         for line, memory in lines.within(target, target + length):
-            at, out = source + line - target, own_columns(part, memory)
+            at, out = source + line - target, slice_columns(part, memory)
             if isinstance(info, TensorInfo):
                 offset = info.offset + at * width * info.dtype.itemsize
-                yield Run(info.path, offset, info.dtype, width, column, out)
+                yield ReadSpan(info.path, offset, info.dtype, width, column, out)
             else:
-                yield Decoding(info, at, column, out)
+                yield DecodedSpan(info, at, column, out)

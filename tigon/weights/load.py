@@ -1,4 +1,4 @@
-"""Which tensors of a checkpoint each parameter is made of; told from shapes and headers alone."""
+"""Matches a checkpoint's tensors to parameters, and reads, maps or broadcasts them into these."""
 
 import itertools
 import math
@@ -20,28 +20,38 @@ from torch.distributed.tensor import DTensor
 
 from tigon.utils.json import escape
 from tigon.weights.checkpoint import Checkpoint
-from tigon.weights.decoded import Decoded
+from tigon.weights.decoded import DecodedTensor
 from tigon.weights.header import TensorInfo
-from tigon.weights.layout import Decoding, Layout, Lines, Part, fills, local_part, runs_of
+from tigon.weights.layout import (
+    DecodedSpan,
+    Layout,
+    ShardLines,
+    TensorSlice,
+    covers_parameter,
+    local_shard,
+    plan_reads,
+)
 from tigon.weights.read import (
     BUFFERS,
     SHARE,
     Reader,
-    Run,
+    ReadSpan,
     Transfer,
+    merge_reads,
+    parallel_for,
     pinned_buffer,
     pinned_bytes,
-    spread,
-    transfers,
 )
 
-NAMED = 10  # tensors, at most, of each kind that do not fit
+MAX_LISTED = 10  # tensors that a message lists for each kind of misfit
 
-Matched = dict[str, list[tuple[Part, TensorInfo | Decoded]]]  # by the parameter's name
-Misfits = dict[str, list[str]]  # what is wrong -> the tensors of which it is
+Matched = dict[
+    str, list[tuple[TensorSlice, TensorInfo | DecodedTensor]]
+]  # parameter name -> tensors
+Misfits = dict[str, list[str]]  # kind of misfit -> tensors
 
 
-def match(
+def match_tensors(
     parameters: Mapping[str, Tensor],
     layout: Layout,
     checkpoint: Checkpoint,
@@ -50,20 +60,24 @@ def match(
     ignored: Collection[str] = (),
     into: str = "the model",
 ) -> Matched:
-    """The tensors that every parameter is made of, as `load_into` needs them.
+    """The tensors that fill every parameter, which may be on the meta device.
 
-    The parameters may be on the meta device. ValueError unless all fit.
+    Raises ValueError unless the checkpoint fits.
     """
-    matched, misfits = compare(parameters, layout, checkpoint, source_of=source_of, ignored=ignored)
+    matched, misfits = compare_tensors(
+        parameters, layout, checkpoint, source_of=source_of, ignored=ignored
+    )
     if misfits:
-        listed = (f"\n  {listing(fault, names, NAMED)}" for fault, names in misfits.items())
+        listed = (
+            f"\n  {format_misfits(fault, names, MAX_LISTED)}" for fault, names in misfits.items()
+        )
         raise ValueError(
             f"the checkpoint {escape(checkpoint.name)} does not fit {into}:{''.join(listed)}"
         )
     return matched
 
 
-def compare(
+def compare_tensors(
     parameters: Mapping[str, Tensor],
     layout: Layout,
     checkpoint: Checkpoint,
@@ -71,14 +85,14 @@ def compare(
     source_of: Mapping[str, str] | None = None,
     ignored: Collection[str] = (),
 ) -> tuple[Matched, Misfits]:
-    """As `match`, but says what does not fit in place of raising it."""
+    """As `match_tensors`, but returns what does not fit instead of raising."""
     source_of = source_of or {}
     missing: list[str] = []
     wrong: list[str] = []
     matched: Matched = {}
     for parameter_name, parameter in parameters.items():
         parts = layout[parameter_name]
-        if not fills(parts, parameter):
+        if not covers_parameter(parts, parameter):
             wrong.append(f"{parameter_name} is {list(parameter.shape)}, not filled by {parts}")
             continue
         matched[parameter_name] = []
@@ -94,41 +108,40 @@ def compare(
             else:
                 matched[parameter_name].append((part, info))
     used = {source_of.get(part.name, part.name) for parts in layout.values() for part in parts}
-    found = {
+    misfits = {
         "missing": missing,
         "unexpected": sorted(checkpoint.tensors.keys() - used - set(ignored)),
         "of another shape or kind": wrong,
     }
-    return matched, {fault: names for fault, names in found.items() if names}
+    return matched, {fault: names for fault, names in misfits.items() if names}
 
 
-def listing(fault: str, names: list[str], most: int) -> str:
+def format_misfits(fault: str, names: list[str], most: int) -> str:
     """A line of a message about one kind of misfits."""
     more = ", ..." if len(names) > most else ""
     return f"{len(names)} {fault}: {', '.join(escape(name, 300) for name in names[:most])}{more}"
 
 
-# Parameters that are parts of files, mapped into memory in place of copies.
+# Memory-mapping
 
 
 def map_parameters(
     parameters: Mapping[str, Tensor], layout: Layout, checkpoint: Checkpoint, **names: Any
 ) -> dict[str, Tensor]:
-    """Of the parameters, those whose bytes a file holds as they are: that part of it, mapped.
+    """Maps the parameters whose bytes a file holds unchanged and in one piece; returns the tensors.
 
-    Raises where `load_into` does, whose keywords `names` are. Nothing is read before it is used,
-    and what is written to the tensors stays in this process: the file never changes. A parameter of
-    several tensors is among them if these follow each other in one file. The file must be neither
-    shortened nor written to for as long as one of the tensors lives.
+    Pages are read when they are used, and writes to the tensors stay in this process. The file must
+    be neither shortened nor changed while one of them exists. `names` are keywords of `load_into`,
+    and the same errors are raised.
     """
-    matched = match(parameters, layout, checkpoint, **names)
+    matched = match_tensors(parameters, layout, checkpoint, **names)
     files: dict[Path, mmap.mmap] = {}
-    found: dict[str, Tensor] = {}
+    mapped: dict[str, Tensor] = {}
     for name, parameter in parameters.items():
-        place = _place(parameter, matched[name])
-        if place is None:
+        location = _file_location(parameter, matched[name])
+        if location is None:
             continue
-        path, offset = place
+        path, offset = location
         if path not in files:
             with open(path, "rb") as file:
                 files[path] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
@@ -138,14 +151,14 @@ def map_parameters(
         flat = torch.frombuffer(
             files[path], dtype=parameter.dtype, count=parameter.numel(), offset=offset
         )
-        found[name] = flat.view(parameter.shape)
-    return found
+        mapped[name] = flat.view(parameter.shape)
+    return mapped
 
 
-def _place(
-    parameter: Tensor, parts: Sequence[tuple[Part, TensorInfo | Decoded]]
+def _file_location(
+    parameter: Tensor, parts: Sequence[tuple[TensorSlice, TensorInfo | DecodedTensor]]
 ) -> tuple[Path, int] | None:
-    """Where a file has the parameter's bytes as they are, all in a row."""
+    """The file and offset of the parameter's bytes, if a file holds them in one piece."""
     if not parameter.numel():
         return None
     spans: list[tuple[int, Path, int, int]] = []
@@ -162,36 +175,36 @@ def _place(
     return (path, offset) if follow and offset % parameter.itemsize == 0 else None
 
 
-# Parameters that several ranks have alike: one of them reads each, and sends it to the others.
+# Replicated parameters: one rank reads each and broadcasts it
 
 
 class Replicas:
-    """Who reads which parameter, on all ranks alike; `own` are those that this rank reads."""
+    """Assigns each replicated parameter to a reading rank; `local_names` are this rank's."""
 
     def __init__(self, parameters: Mapping[str, Tensor]) -> None:
-        self.own: list[str] = []
+        self.local_names: list[str] = []
         self._readers: dict[str, tuple[DeviceMesh, dict[int, int]]] = {}
         loads: dict[tuple[DeviceMesh, tuple[int, ...]], list[int]] = {}
         for name, p in parameters.items():
-            dims = _replicated(p)
+            dims = _replicated_dims(p)
             if not dims:
-                self.own.append(name)
+                self.local_names.append(name)
                 continue
             assert isinstance(p, DTensor)
             mesh = p.device_mesh
             sizes = [mesh.size(dim) for dim in dims]
-            # The one that has the least to read so far
+            # The rank that has the least to read so far
             load = loads.setdefault((mesh, dims), [0] * math.prod(sizes))
             reader = load.index(min(load))
             load[reader] += p.numel() * p.dtype.itemsize
             at = list(itertools.product(*map(range, sizes)))[reader]
             self._readers[name] = mesh, dict(zip(dims, at, strict=True))
             if all(mesh.get_local_rank(dim) == i for dim, i in self._readers[name][1].items()):
-                self.own.append(name)
+                self.local_names.append(name)
 
     @contextmanager
-    def agreed(self) -> Iterator[None]:
-        """Raise on every rank where it was raised on one: nobody waits for what is never sent."""
+    def sync_errors(self) -> Iterator[None]:
+        """Raise an error of one rank on all ranks, so that none waits for its broadcast."""
         failure: BaseException | None = None
         try:
             yield
@@ -208,7 +221,7 @@ class Replicas:
         if failed:
             raise RuntimeError("another rank could not read the checkpoint: it says why")
 
-    def send(self, memory: Mapping[str, Tensor]) -> None:
+    def broadcast(self, memory: Mapping[str, Tensor]) -> None:
         """Fill every parameter's memory on this rank from the rank that has read it."""
         for name, (mesh, reader) in self._readers.items():
             if not memory[name].numel():
@@ -216,15 +229,15 @@ class Replicas:
             flat = memory[name].contiguous().view(-1).view(torch.uint8)
             dims = list(reader)
             for i, dim in enumerate(dims):
-                # Along the first dimension first, then all ranks that have it along the next
+                # Along the first dimension, then from all these ranks along the next
                 if all(mesh.get_local_rank(d) == reader[d] for d in dims[i + 1 :]):
                     dist.broadcast(flat, group=mesh.get_group(dim), group_src=reader[dim])
             if not memory[name].is_contiguous():
                 memory[name].copy_(flat.view(memory[name].dtype).view(memory[name].shape))
 
 
-def _replicated(p: Tensor) -> tuple[int, ...]:
-    """The dimensions of its mesh along which all ranks have the same."""
+def _replicated_dims(p: Tensor) -> tuple[int, ...]:
+    """The mesh dimensions along which the parameter is replicated."""
     if not isinstance(p, DTensor) or p.device_mesh.get_coordinate() is None:
         return ()
     mesh = p.device_mesh
@@ -235,10 +248,10 @@ def _replicated(p: Tensor) -> tuple[int, ...]:
     )
 
 
-# Fills a model's parameters from a checkpoint, strictly, each rank with its own slices only.
+# Reading
 
-STAGING_BYTES = 256 << 20  # of the host's memory, by default
-LEAST_SHARE = 1 << 20  # bytes of a thread's buffers: with less, fewer threads read
+STAGING_BYTES = 256 << 20  # of host memory, by default
+LEAST_SHARE = 1 << 20  # bytes of buffers below which fewer threads read
 THREADS = 12  # at most: on a GPU 16 were no faster, and their buffers take longer to pin
 SLOW = 0.5  # seconds, after which a progress bar appears
 
@@ -254,59 +267,60 @@ def load_into(
     workers: int | None = None,
     staging_bytes: int = STAGING_BYTES,
 ) -> None:
-    """Fills every parameter from the parts that its layout names, or raises before one is touched.
+    """Fill every parameter from the tensors that its layout names, or raise before any changes.
 
-    `source_of` maps a part's name to the file's where they differ. A tensor of the file that no
-    part uses is an error unless it is in `ignored`. Of a DTensor a rank reads its own rows or
-    columns; what several ranks have alike one of them reads and sends to the others, so that all
-    ranks of its mesh have to call this together. `workers` threads read, by default up to 12;
-    their buffers take at most `staging_bytes` of the host's memory.
+    `source_of` maps names of the layout to the file's if they differ. A tensor of the file that is
+    not used is an error unless it is in `ignored`. Each rank reads its shard of a DTensor; one rank
+    reads what several have and broadcasts it, so that all ranks of the mesh must call this.
+    `workers` threads, by default up to 12, have buffers of `staging_bytes` of host memory in all.
     """
     if staging_bytes < LEAST_SHARE:
         raise ValueError(f"staging_bytes={staging_bytes}: at least {LEAST_SHARE} are needed")
     for name, parameter in parameters.items():
         if parameter.is_meta:
             raise ValueError(f"{name} is on the meta device: allocate it first (to_empty)")
-    local = {name: local_part(name, parameter) for name, parameter in parameters.items()}
-    matched = match(parameters, layout, checkpoint, source_of=source_of, ignored=ignored, into=into)
+    local = {name: local_shard(name, parameter) for name, parameter in parameters.items()}
+    matched = match_tensors(
+        parameters, layout, checkpoint, source_of=source_of, ignored=ignored, into=into
+    )
     replicas = Replicas(parameters)
-    runs: list[Run] = []
-    decodings: list[Decoding] = []
-    for name in replicas.own:
-        lines = Lines(local[name], single=len(layout[name][0].shape) < 2)
+    runs: list[ReadSpan] = []
+    decodings: list[DecodedSpan] = []
+    for name in replicas.local_names:
+        lines = ShardLines(local[name], single=len(layout[name][0].shape) < 2)
         for part, info in matched[name]:
-            for found in runs_of(part, info, lines):
-                if isinstance(found, Run):
-                    runs.append(found)
+            for span in plan_reads(part, info, lines):
+                if isinstance(span, ReadSpan):
+                    runs.append(span)
                 else:
-                    decodings.append(found)
+                    decodings.append(span)
     workers, share = _shares(workers, staging_bytes)
-    with replicas.agreed():
+    with replicas.sync_errors():
         _read_all(runs, decodings, workers, share)
-    replicas.send({name: part.memory for name, part in local.items()})
+    replicas.broadcast({name: part.memory for name, part in local.items()})
 
 
 @contextmanager
-def pinned_ahead(device: torch.device, staging_bytes: int = STAGING_BYTES) -> Iterator[None]:
-    """Within, a thread pins the host memory of the buffers of a load to this GPU, one by one.
+def prepin_staging(device: torch.device, staging_bytes: int = STAGING_BYTES) -> Iterator[None]:
+    """Inside, a thread pins host memory for the buffers of a later `load_into` to this GPU.
 
-    To be left before memory is allocated on the device: the driver does one of the two at a time.
-    Torch keeps pinned memory for whoever asks next, and so it is found by `load_into`, which pins
-    what is still lacking. On other devices nothing is done.
+    Torch caches pinned memory, so that `load_into` gets it, and pins only what is missing. Leave it
+    before allocating on the device, since the driver does one of the two at a time. On other
+    devices it does nothing.
     """
     if device.type != "cuda":
         yield
         return
     workers, share = _shares(None, staging_bytes)
-    # Each thread has a current device of its own
+    # The current device is a property of the thread
     index = torch.cuda.current_device() if device.index is None else device.index
-    left = threading.Event()
+    stopped = threading.Event()
 
     def pin() -> None:
         buffers: list[Tensor] = []
-        # Memory that cannot be had is an error of the load, if it comes so far
+        # If memory is lacking, the load will raise the error
         with torch.cuda.device(index), suppress(RuntimeError):
-            while len(buffers) < BUFFERS * workers and not left.is_set():
+            while len(buffers) < BUFFERS * workers and not stopped.is_set():
                 buffers.append(pinned_buffer(pinned_bytes(share)))
 
     thread = threading.Thread(target=pin, name="pinned_ahead")
@@ -314,28 +328,28 @@ def pinned_ahead(device: torch.device, staging_bytes: int = STAGING_BYTES) -> It
     try:
         yield
     finally:
-        left.set()
+        stopped.set()
         thread.join()
 
 
 def _shares(workers: int | None, staging_bytes: int) -> tuple[int, int]:
-    """How many threads read, and the bytes of each one's buffers."""
+    """The number of reading threads, and the bytes of each thread's buffers."""
     workers = min(workers or _threads(), max(1, staging_bytes // LEAST_SHARE))
     return workers, min(SHARE, staging_bytes // workers)
 
 
 def _threads() -> int:
-    """As many as read at once: the processors of this process, shared with its host's ranks."""
+    """The number of threads: this process's processors, shared with the ranks of its host."""
     usable = getattr(os, "sched_getaffinity", None)
     processors = len(usable(0)) if usable else os.cpu_count() or 1
     return max(1, min(THREADS, processors // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
 
 
 def _read_all(
-    runs: Sequence[Run], decodings: Sequence[Decoding], workers: int, staging: int
+    runs: Sequence[ReadSpan], decodings: Sequence[DecodedSpan], workers: int, staging: int
 ) -> None:
     # All threads take from one queue in file order, so that a disk sees few sequential streams
-    work: list[Transfer | Decoding] = [*transfers(runs, Reader(staging).most)]
+    work: list[Transfer | DecodedSpan] = [*merge_reads(runs, Reader(staging).most)]
     # As fp32 values a piece is a quarter: what it is decoded from and with takes memory too
     work += [piece for decoding in decodings for piece in decoding.pieces(staging // 4)]
     total = sum(item.nbytes for item in work)
@@ -356,7 +370,7 @@ def _read_all(
         with Reader(staging) as reader, torch.no_grad():
             yield reader
 
-    def read(item: Transfer | Decoding, reader: Reader) -> None:
+    def read(item: Transfer | DecodedSpan, reader: Reader) -> None:
         if isinstance(item, Transfer):
             reader.fill(item)
         else:
@@ -366,6 +380,6 @@ def _read_all(
     threads = torch.get_num_threads()
     try:
         with bar:
-            spread(work, read, reader, workers)
+            parallel_for(work, read, reader, workers)
     finally:
         torch.set_num_threads(threads)  # of threads that are started from now on

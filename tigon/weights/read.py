@@ -17,7 +17,7 @@ Job = TypeVar("Job")
 Tool = TypeVar("Tool")
 
 
-def spread(
+def parallel_for(
     jobs: Iterable[Job],
     work: Callable[[Job, Tool], None],
     tool: Callable[[], AbstractContextManager[Tool]],
@@ -59,7 +59,7 @@ def spread(
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class ReadSpan:
     """Lines of a file, `width` elements each, and the memory [lines, columns] they go to.
 
     Of each line it takes as many columns as `out` has, from `column` on. Bytes that go there as
@@ -89,14 +89,14 @@ class Run:
         whole = self.out.shape[1] == self.width and self.out.is_contiguous()
         return whole and self.out.dtype == self.dtype
 
-    def plain(self) -> "Run":
+    def plain(self) -> "ReadSpan":
         """The same as bytes, which can be cut anywhere, if they go to `out` as they are."""
         if not self.direct:
             return self
         flat = self.out.view(-1).view(torch.uint8)
-        return Run(self.path, self.offset, torch.uint8, 1, 0, flat)
+        return ReadSpan(self.path, self.offset, torch.uint8, 1, 0, flat)
 
-    def pieces(self, most: int) -> Iterator["Run"]:
+    def pieces(self, most: int) -> Iterator["ReadSpan"]:
         """The run in pieces of at most that many bytes, or of one element."""
         if self.nbytes <= most:
             yield self
@@ -104,12 +104,14 @@ class Run:
         if self.line_bytes > most and self.width > 1:
             for i, line in enumerate(self.out):  # of a matrix with very long rows
                 begin = self.offset + i * self.line_bytes + self.column * self.dtype.itemsize
-                yield from Run(self.path, begin, self.dtype, 1, 0, line.unsqueeze(1)).pieces(most)
+                yield from ReadSpan(self.path, begin, self.dtype, 1, 0, line.unsqueeze(1)).pieces(
+                    most
+                )
             return
         step = max(1, most // max(1, self.line_bytes))
         begin = self.offset
         for out in self.out.split(step):
-            yield Run(self.path, begin, self.dtype, self.width, self.column, out)
+            yield ReadSpan(self.path, begin, self.dtype, self.width, self.column, out)
             begin += step * self.line_bytes
 
 
@@ -120,10 +122,10 @@ class Transfer:
     path: Path
     offset: int
     nbytes: int
-    runs: list[Run]
+    runs: list[ReadSpan]
 
 
-def transfers(runs: Iterable[Run], most: Callable[[Run], int]) -> list[Transfer]:
+def merge_reads(runs: Iterable[ReadSpan], most: Callable[[ReadSpan], int]) -> list[Transfer]:
     """The runs in the order of the files, cut and merged into reads of at most `most` bytes.
 
     Only runs that are read in one way and to one device are merged. What goes to memory as it is
@@ -186,11 +188,13 @@ class Reader:
                 self.read(path, offset, dtype, row)
                 offset += row.numel() * dtype.itemsize
             return
-        run = Run(path, offset, dtype, 1, 0, out.reshape(-1, 1) if out.dim() != 1 else out[:, None])
-        for transfer in transfers([run], self.most):
+        run = ReadSpan(
+            path, offset, dtype, 1, 0, out.reshape(-1, 1) if out.dim() != 1 else out[:, None]
+        )
+        for transfer in merge_reads([run], self.most):
             self.fill(transfer)
 
-    def most(self, run: Run) -> int:
+    def most(self, run: ReadSpan) -> int:
         """The bytes of the run that are read at once."""
         if run.out.is_cuda:
             return pinned_bytes(self._staging)
@@ -298,7 +302,7 @@ def pinned_buffer(size: int) -> Tensor:
     return torch.empty(size, dtype=torch.uint8, pin_memory=True)
 
 
-def _copy(buffer: Tensor, runs: Sequence[Run]) -> None:
+def _copy(buffer: Tensor, runs: Sequence[ReadSpan]) -> None:
     """What was read, each run converted to where it belongs."""
     begin = 0
     for run in runs:

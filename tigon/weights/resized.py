@@ -1,4 +1,4 @@
-"""Embeddings and heads of another number of tokens than the checkpoint's."""
+"""Embeddings and heads with another number of rows than the checkpoint's."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -7,19 +7,19 @@ import torch
 from torch import Tensor
 
 from tigon.weights.checkpoint import read_rows
-from tigon.weights.decoded import Decoded
+from tigon.weights.decoded import DecodedTensor
 from tigon.weights.header import TensorInfo
 from tigon.weights.read import Reader
 
-ROWS = 4096  # that are read at a time for the mean
+ROWS = 4096  # read at a time for the mean
 
 
 @dataclass(frozen=True)
-class ResizedTensor(Decoded):
+class ResizedTensor(DecodedTensor):
     """A matrix whose rows beyond the checkpoint's, and those in `mean_rows`, are the mean of all
     rows of the checkpoint."""
 
-    stored: TensorInfo | Decoded
+    stored: TensorInfo | DecodedTensor
     mean_rows: frozenset[int]
 
     def rows(self, reader: Reader, first: int, count: int) -> Tensor:
@@ -38,7 +38,7 @@ class ResizedTensor(Decoded):
         stored = self.stored.shape[0]
         with Reader() as reader:
             for first in range(0, stored, ROWS):
-                some = torch.empty(min(ROWS, stored - first), *self.shape[1:])
-                read_rows(reader, self.stored, some, first)
-                total += some.sum(0, dtype=torch.float64)
+                chunk = torch.empty(min(ROWS, stored - first), *self.shape[1:])
+                read_rows(reader, self.stored, chunk, first)
+                total += chunk.sum(0, dtype=torch.float64)
         return (total / stored).float()

@@ -1,4 +1,8 @@
-"""Whether numbers are numbers."""
+"""Writes safetensors checkpoints: every process its own rows, with several threads.
+
+The files get their headers and sizes first; then all rows are written at their offsets, in any
+order, through buffers of at most CHUNK bytes a thread.
+"""
 
 import json
 import math
@@ -22,16 +26,25 @@ from torch.distributed.tensor import DTensor
 
 from tigon.weights.files import fsync
 from tigon.weights.header import TAGS, write_header
-from tigon.weights.layout import Layout, Lines, Local, Part, fills, local_part, own_columns, tiles
-from tigon.weights.read import spread
+from tigon.weights.layout import (
+    Layout,
+    LocalShard,
+    ShardLines,
+    TensorSlice,
+    covers_once,
+    covers_parameter,
+    local_shard,
+    slice_columns,
+)
+from tigon.weights.read import parallel_for
 
 
 @torch.no_grad()
 def all_finite(
     tensors: Iterable[Tensor], device: torch.device, *, most: float = math.inf
 ) -> Tensor:
-    """A boolean on `device`, without a copy of any floating tensor: none has NaN, infinity, or what
-    is larger than `most`."""
+    """A boolean tensor on `device`: whether no tensor has NaN, infinity, or a magnitude above
+    `most`. Makes no copy of a floating tensor."""
     groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for tensor in tensors:
         groups.setdefault((tensor.device, tensor.dtype), []).append(tensor)
@@ -44,47 +57,47 @@ def all_finite(
 
 
 def _largest(group: list[Tensor]) -> list[Tensor] | tuple[Tensor, ...]:
-    """The largest magnitude of each; NaN where there is one."""
-    if group[0].device.type == "cpu":  # where the norm takes six times as long
+    """The largest magnitude of each tensor, or NaN if it has one."""
+    if group[0].device.type == "cpu":  # the norm takes six times as long there
         return [torch.maximum(-low, high) for low, high in map(torch.aminmax, group)]
     return torch._foreach_norm(group, math.inf)
 
 
-# What a process writes of the tensors of a checkpoint.
+# Entries
 
 CHUNK = 16 << 20  # bytes that a thread converts, stages and writes at a time
 
 
-class Piece(NamedTuple):
-    """Rows of a tensor of the checkpoint that this process writes.
+class RowBlock(NamedTuple):
+    """Rows of a checkpoint's tensor that this process writes.
 
-    A row is the last dimension of a tensor that has several, [E, N, D] has E * N; else an element.
+    A row spans the last dimension: [E, N, D] has E * N rows. In a vector it is an element.
     """
 
-    row: int  # of the tensor, where they begin
+    row: int  # the first, in the tensor
     rows: int
-    # (first of these rows, how many) -> those, on any device, of any dtype; called by any thread
+    # (first, count) -> these of its rows, on any device, in any dtype; called by any thread
     read: Callable[[int, int], Tensor]
-    column: int = 0  # where what it has of each row begins
+    column: int = 0  # the first
     columns: int | None = None  # None: all
 
 
-class Entry(NamedTuple):
-    """A tensor of the checkpoint, and what this process writes of it."""
+class TensorEntry(NamedTuple):
+    """A tensor of the checkpoint, and the rows that this process writes."""
 
     name: str
     shape: Sequence[int]
     dtype: torch.dtype
-    pieces: Sequence[Piece]
+    pieces: Sequence[RowBlock]
 
     @classmethod
-    def of(cls, name: str, tensor: Tensor) -> "Entry":
-        """A whole tensor as it is."""
-        whole = tensor.detach()
-        shape = tuple(whole.shape)
-        rows = whole.reshape(height(shape), *shape[1:][-1:])
-        piece = Piece(0, len(rows), lambda first, count: rows.narrow(0, first, count))
-        return cls(name, shape, whole.dtype, [piece])
+    def of(cls, name: str, tensor: Tensor) -> "TensorEntry":
+        """An entry that writes the full tensor in its dtype."""
+        tensor = tensor.detach()
+        shape = tuple(tensor.shape)
+        rows = tensor.reshape(row_count(shape), *shape[1:][-1:])
+        piece = RowBlock(0, len(rows), lambda first, count: rows.narrow(0, first, count))
+        return cls(name, shape, tensor.dtype, [piece])
 
     @property
     def nbytes(self) -> int:
@@ -95,28 +108,29 @@ class Entry(NamedTuple):
         return math.prod(self.shape[1:][-1:]) * self.dtype.itemsize
 
 
-def height(shape: Sequence[int]) -> int:
-    """Rows of a tensor, as pieces count them."""
+def row_count(shape: Sequence[int]) -> int:
+    """The number of rows of a tensor, as RowBlock counts them."""
     return math.prod(shape[:-1] if len(shape) > 1 else shape)
 
 
-def cut(rows: int, row_bytes: int) -> Iterator[tuple[int, int]]:
-    """(first, number) of groups of rows of at most CHUNK bytes."""
+def row_chunks(rows: int, row_bytes: int) -> Iterator[tuple[int, int]]:
+    """Yields (first, count) of groups of rows of at most CHUNK bytes."""
     step = max(1, CHUNK // max(1, row_bytes))
     return ((first, min(step, rows - first)) for first in range(0, rows, step))
 
 
-# The processes that write one checkpoint together.
+# The processes that write a checkpoint
 
 T = TypeVar("T")
 
 
 class RankError(RuntimeError):
-    """What stopped another rank stops this one."""
+    """An error of another rank, which stops this one too."""
 
 
-class Writers:
-    """Those of a process group, the default one if none is given; or this process alone."""
+class WriterGroup:
+    """The ranks that write a checkpoint: a process group, by default the default one, or without
+    torch.distributed this process alone."""
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         self._group = group
@@ -137,8 +151,8 @@ class Writers:
         return values  # type: ignore[return-value]
 
     @contextmanager
-    def together(self) -> Iterator[None]:
-        """Leave together; what one rank raises inside stops all of them.
+    def sync_errors(self) -> Iterator[None]:
+        """Waits for all ranks at the end; an error of one rank inside is raised on all of them.
 
         Inside, no rank may wait for another.
         """
@@ -150,12 +164,12 @@ class Writers:
             raise
         finally:
             faults = self.gather(fault)
-        for rank, found in enumerate(faults):
-            if found is not None:
-                raise RankError(f"rank {rank} stopped with {found}")
+        for rank, rank_fault in enumerate(faults):
+            if rank_fault is not None:
+                raise RankError(f"rank {rank} stopped with {rank_fault}")
 
 
-# Parameters as the tensors of a checkpoint: what `loading` reads, the other way round.
+# From parameters to entries
 
 
 def entries(
@@ -164,23 +178,23 @@ def entries(
     dtype: torch.dtype,
     *,
     values: Mapping[str, Tensor] | None = None,
-    ranks: Writers | None = None,
-) -> list[Entry]:
-    """Every tensor of the layout in `dtype`, with what this rank writes of it: its own rows and
-    columns; of what other ranks have too, its share.
+    ranks: WriterGroup | None = None,
+) -> list[TensorEntry]:
+    """Every tensor of the layout in `dtype`, with the rows and columns that this rank writes.
 
-    `values`: by name, in place of a parameter's memory on this rank, and as large. Raises
-    ValueError where a parameter is not made of the tensors that the layout names.
+    Rows that several ranks have are shared out among them. `values`: tensors to write instead of
+    this rank's memory of parameters, by name. Raises ValueError if the layout does not cover a
+    parameter.
     """
-    ranks, values = ranks or Writers(), values or {}
+    ranks, values = ranks or WriterGroup(), values or {}
     shapes: dict[str, tuple[int, ...]] = {}
-    pieces: dict[str, list[Piece]] = {}
+    pieces: dict[str, list[RowBlock]] = {}
     for name, p in parameters.items():
-        if not fills(layout[name], p):
+        if not covers_parameter(layout[name], p):
             raise ValueError(f"{name} is {list(p.shape)}, not filled by {layout[name]}")
         if p.is_meta:
             raise ValueError(f"{name} is on the meta device: allocate it first (to_empty)")
-        local = local_part(name, p)
+        local = local_shard(name, p)
         if name in values:
             value = values[name].detach()
             value = value.to_local() if isinstance(value, DTensor) else value
@@ -193,18 +207,18 @@ def entries(
             shapes[part.name] = part.shape
             blocks = _blocks(part, local)
             replica, replicas = _replica(p, part, ranks)
-            if replicas > 1:  # shares begin at another one for each tensor: most are one group
-                groups = [block for whole in blocks for block in _cut(whole, dtype)]
+            if replicas > 1:  # starts rotate over tensors, since most tensors are one chunk
+                groups = [chunk for block in blocks for chunk in _split_block(block, dtype)]
                 blocks = groups[(replica - len(shapes)) % replicas :: replicas]
             pieces.setdefault(part.name, []).extend(blocks)
-    return [Entry(name, shape, dtype, pieces[name]) for name, shape in shapes.items()]
+    return [TensorEntry(name, shape, dtype, pieces[name]) for name, shape in shapes.items()]
 
 
-def _replica(parameter: Tensor, part: Part, ranks: Writers) -> tuple[int, int]:
-    """Which of how many ranks that have the same rows this one is."""
+def _replica(parameter: Tensor, part: TensorSlice, ranks: WriterGroup) -> tuple[int, int]:
+    """The index of this rank among those that have the same rows, and their number."""
     if not isinstance(parameter, DTensor):
-        return (ranks.rank, ranks.size) if part.copy is None else part.copy
-    mesh, (number, count) = parameter.device_mesh, part.copy or (0, 1)
+        return (ranks.rank, ranks.size) if part.replica is None else part.replica
+    mesh, (number, count) = parameter.device_mesh, part.replica or (0, 1)
     coordinate = mesh.get_coordinate()
     if coordinate is None:
         return 0, 0
@@ -214,38 +228,38 @@ def _replica(parameter: Tensor, part: Part, ranks: Writers) -> tuple[int, int]:
     return number, count
 
 
-def _blocks(part: Part, local: Local) -> list[Piece]:
-    """What this rank has of a part."""
+def _blocks(part: TensorSlice, local: LocalShard) -> list[RowBlock]:
+    """The blocks of a slice that this rank has."""
     single = len(part.shape) < 2
-    lines, found = Lines(local, single=single), []
+    lines, blocks = ShardLines(local, single=single), []
     for source, target, length in part.lines(local.shape):
-        for line, block in lines.within(target, target + length):
-            rows = block.view(-1) if single else own_columns(part, block)
+        for line, memory in lines.within(target, target + length):
+            rows = memory.view(-1) if single else slice_columns(part, memory)
             columns = None if rows.shape[1:] == part.shape[1:][-1:] else rows.shape[1]
             column, read = part.column + lines.column, partial(rows.narrow, 0)
-            found.append(Piece(source + line - target, len(rows), read, column, columns))
-    return found
+            blocks.append(RowBlock(source + line - target, len(rows), read, column, columns))
+    return blocks
 
 
-def _cut(piece: Piece, dtype: torch.dtype) -> Iterator[Piece]:
+def _split_block(piece: RowBlock, dtype: torch.dtype) -> Iterator[RowBlock]:
     row_bytes = piece.read(0, 1).numel() * dtype.itemsize
-    for first, count in cut(piece.rows, row_bytes):
+    for first, count in row_chunks(piece.rows, row_bytes):
         read = partial(piece.read(first, count).narrow, 0)
         yield piece._replace(row=piece.row + first, rows=count, read=read)
 
 
-# Rows of tensors of any dtype on any device as bytes in host memory, through one small buffer.
+# Staging in host memory
 
 
-class Stage:
-    """The buffers of one thread."""
+class StagingBuffer:
+    """The host buffer of one thread, which turns rows of any dtype and device into bytes."""
 
     def __init__(self) -> None:
         self._buffer = torch.empty(0, dtype=torch.uint8)
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
 
     def __call__(self, rows: Tensor, dtype: torch.dtype) -> memoryview:
-        """Row-major, little-endian, in `dtype`; what was given before is overwritten."""
+        """The rows' bytes in `dtype`, row-major; overwrites the bytes of the previous call."""
         if rows.is_cuda:
             return self._from_gpu(rows, dtype)
         if rows.dtype == dtype and rows.is_contiguous():
@@ -256,12 +270,12 @@ class Stage:
 
     def _from_gpu(self, rows: Tensor, dtype: torch.dtype) -> memoryview:
         if rows.device not in self._streams:
-            torch.cuda.synchronize(rows.device)  # what was queued may still change the rows
+            torch.cuda.synchronize(rows.device)  # queued kernels may still change the rows
             self._streams[rows.device] = torch.cuda.Stream(rows.device)
         stream = self._streams[rows.device]
         # The device too, or leaving the stream would make a context on this thread's, the first GPU
         with torch.cuda.device(rows.device), torch.cuda.stream(stream):
-            # Converted there: copy_ to the host would do it here, unpinned
+            # Convert on the GPU: copy_ would do it on the host, unpinned
             converted = rows.to(dtype).contiguous().view(-1).view(torch.uint8)
             staged = self._room(converted.numel(), pinned=True)
             staged.copy_(converted, non_blocking=True)
@@ -274,8 +288,8 @@ class Stage:
         return self._buffer[:nbytes]
 
 
-def as_bytes(tensor: Tensor) -> memoryview:
-    """Row-major, little-endian, on the host."""
+def tensor_bytes(tensor: Tensor) -> memoryview:
+    """The tensor's bytes on the host, row-major."""
     flat = tensor.detach().cpu().contiguous().view(-1)
     return _bytes_of(flat.view(torch.uint8))
 
@@ -284,10 +298,7 @@ def _bytes_of(flat: Tensor) -> memoryview:
     return flat.numpy().data
 
 
-# Writes safetensors checkpoints: every process its own rows, several threads at once.
-#
-# The files get their headers and their sizes first; then all rows are written at their places, in
-# any order, through buffers of at most CHUNK bytes a thread.
+# Writing
 
 WORKERS = min(8, os.cpu_count() or 1)
 PT = MappingProxyType({"format": "pt"})
@@ -296,39 +307,39 @@ SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT])B", re.IGNORECASE)
 
 def write_checkpoint(
     directory: str | os.PathLike[str] | None,
-    tensors: Iterable[Entry],
+    tensors: Iterable[TensorEntry],
     *,
     max_shard_size: int | str = "5GB",
     stem: str = "model",
     metadata: Mapping[str, str] = PT,
-    ranks: Writers | None = None,
+    ranks: WriterGroup | None = None,
     workers: int | None = None,
 ) -> None:
-    """Writes STEM.safetensors, or shards and their index, split and named as transformers does.
+    """Write STEM.safetensors, or shards and their index, split and named as in transformers.
 
-    In a process group all ranks call it with entries of the same names, shapes and dtypes, each
-    with its own pieces, and the first one with the directory, which all must be able to see. What
-    stops one rank stops all of them, and leaves none of the files. Raises ValueError unless the
-    pieces of all ranks are every row once.
+    In a process group all ranks call this with entries of equal names, shapes and dtypes, each with
+    its own pieces; the first rank passes the directory, which all must see. An error on one rank
+    stops all and removes the files. Raises ValueError unless the pieces of all ranks cover each row
+    once.
     """
-    ranks = ranks or Writers()
-    with ranks.together():
+    ranks = ranks or WriterGroup()
+    with ranks.sync_errors():
         shards = _shards(tensors, max_shard_size, stem)
         files = [_File(name, entries, metadata) for name, entries in shards.items()]
     _check_pieces(shards, ranks)
     created: list[Path] = []
     try:
-        with ranks.together():
+        with ranks.sync_errors():
             if ranks.first:
                 assert directory is not None, "the first rank needs the directory"
                 for file in files:
                     file.create(Path(directory), created)
                 if len(files) > 1:
                     _write_index(Path(directory, f"{stem}.safetensors.index.json"), shards, created)
-        root = _seen_by_all(directory, ranks)
-        # Not all ranks begin with the same file: writes into one wait for each other
+        root = _check_shared(directory, ranks)
+        # Ranks begin with different files, since writes into one wait for each other
         start = ranks.rank * len(files) // ranks.size
-        with ranks.together():
+        with ranks.sync_errors():
             _write(root, files[start:] + files[:start], workers or WORKERS)
     except BaseException:
         for path in created:
@@ -337,22 +348,22 @@ def write_checkpoint(
         raise
 
 
-def _most_bytes(size: int | str) -> int:
-    found = SIZE.fullmatch(size.strip()) if isinstance(size, str) else None
-    count = int(float(found[1]) * 1000 ** (1 + "KMGT".index(found[2].upper()))) if found else size
+def _parse_size(size: int | str) -> int:
+    match = SIZE.fullmatch(size.strip()) if isinstance(size, str) else None
+    count = int(float(match[1]) * 1000 ** (1 + "KMGT".index(match[2].upper()))) if match else size
     if not isinstance(count, int) or isinstance(count, bool) or count < 1:
         raise ValueError(
-            f"max_shard_size={size!r} is no size: give a text such as '5GB' or '500MB', or a whole "
-            "number of bytes"
+            f"max_shard_size={size!r} is not a size: give a text such as '5GB' or '500MB', or a "
+            "whole number of bytes"
         )
     return count
 
 
 def _shards(
-    tensors: Iterable[Entry], max_shard_size: int | str, stem: str
-) -> dict[str, list[Entry]]:
-    """File name -> its entries in the order the safetensors library gives them in a file."""
-    entries: dict[str, Entry] = {}
+    tensors: Iterable[TensorEntry], max_shard_size: int | str, stem: str
+) -> dict[str, list[TensorEntry]]:
+    """File name -> its entries, in the order of the safetensors library."""
+    entries: dict[str, TensorEntry] = {}
     for entry in tensors:
         if entry.name in entries:
             raise ValueError(f"tensor {entry.name!r} is given twice")
@@ -365,67 +376,68 @@ def _shards(
         entries,
         get_storage_size=lambda entry: entry.nbytes,
         filename_pattern=stem + "{suffix}.safetensors",
-        max_shard_size=_most_bytes(max_shard_size),
+        max_shard_size=_parse_size(max_shard_size),
     )
     return {
-        file: sorted((entries[name] for name in names), key=_place)
+        file: sorted((entries[name] for name in names), key=_file_order)
         for file, names in split.filename_to_tensors.items()
     }
 
 
-def _place(entry: Entry) -> tuple[int, str]:
+def _file_order(entry: TensorEntry) -> tuple[int, str]:
     return -list(TAGS).index(entry.dtype), entry.name
 
 
-def _check_pieces(shards: Mapping[str, list[Entry]], ranks: Writers) -> None:
-    """Raises ValueError, on every rank, unless all rows of all tensors are there once."""
+def _check_pieces(shards: Mapping[str, list[TensorEntry]], ranks: WriterGroup) -> None:
+    """Raises ValueError, on every rank, unless the ranks write each row of each tensor once."""
     entries = [entry for shard in shards.values() for entry in shard]
     described = [(file, [tuple(e[:3]) for e in shard]) for file, shard in shards.items()]
     spans = [[(p.column, p.columns, p.row, p.rows) for p in e.pieces if p.rows] for e in entries]
-    everywhere = ranks.gather((repr(described), spans))
-    with ranks.together():
-        for rank, (other, _) in enumerate(everywhere):
-            if other != everywhere[0][0]:
+    gathered = ranks.gather((repr(described), spans))
+    with ranks.sync_errors():
+        for rank, (other, _) in enumerate(gathered):
+            if other != gathered[0][0]:
                 raise ValueError(f"rank {rank} and rank 0 do not write the same tensors")
         for i, entry in enumerate(entries):
-            found = [span for _, of_rank in everywhere for span in of_rank[i]]
-            if entry.nbytes and not _whole(entry, found):
+            blocks = [block for _, rank_spans in gathered for block in rank_spans[i]]
+            if entry.nbytes and not _covers_entry(entry, blocks):
                 raise ValueError(
                     f"{entry.name} {list(entry.shape)} cannot be written: there are "
-                    f"{sorted({span[2:] for span in found})} of its rows (first, number), "
+                    f"{sorted({block[2:] for block in blocks})} of its rows (first, number), "
                     "not each row once"
                 )
 
 
-def _whole(entry: Entry, found: Sequence[tuple[int, int | None, int, int]]) -> bool:
-    """Whether blocks (column, columns, row, rows) are each element once."""
+def _covers_entry(entry: TensorEntry, blocks: Sequence[tuple[int, int | None, int, int]]) -> bool:
+    """Whether blocks (column, columns, row, rows) cover each element once."""
     width = math.prod(entry.shape[1:][-1:])
     stripes: dict[tuple[int, int], list[tuple[int, int]]] = {}
-    for column, columns, row, rows in found:
+    for column, columns, row, rows in blocks:
         stripes.setdefault((column, columns or width), []).append((row, rows))
-    high = height(entry.shape)
-    return tiles(list(stripes), width) and all(tiles(rows, high) for rows in stripes.values())
+    high = row_count(entry.shape)
+    return covers_once(list(stripes), width) and all(
+        covers_once(rows, high) for rows in stripes.values()
+    )
 
 
-def _seen_by_all(directory: str | os.PathLike[str] | None, ranks: Writers) -> Path:
-    """The first rank's directory, if every rank sees it."""
+def _check_shared(directory: str | os.PathLike[str] | None, ranks: WriterGroup) -> Path:
+    """The first rank's directory; raises OSError unless every rank sees it."""
     if ranks.size == 1:
         assert directory is not None
         return Path(directory)
     token = os.urandom(16).hex() if ranks.first else ""
     mark = Path(directory).resolve() / f".{token}" if ranks.first else None  # type: ignore[arg-type]
-    with ranks.together():
+    with ranks.sync_errors():
         if mark is not None:
             mark.write_text(token)
     path, token = ranks.gather((mark, token))[0]
     assert path is not None
     try:
-        with ranks.together():
+        with ranks.sync_errors():
             if not path.is_file() or path.read_text() != token:
                 raise OSError(
-                    f"rank {ranks.rank} does not see {path.parent}, which rank 0 has made: every "
-                    "rank writes its own rows, so all need one file system; choose a directory on "
-                    "a shared one"
+                    f"rank {ranks.rank} does not see {path.parent}, which rank 0 has made: choose "
+                    "a directory on a shared file system, since every rank writes its own rows"
                 )
     finally:
         if mark is not None:
@@ -438,9 +450,9 @@ class _Job:
     """Consecutive rows, of at most CHUNK bytes unless it is one row."""
 
     file: "_File"
-    entry: Entry
-    piece: Piece
-    first: int  # of the piece
+    entry: TensorEntry
+    piece: RowBlock
+    first: int  # in the piece
     count: int
 
     @property
@@ -450,7 +462,7 @@ class _Job:
         return self.file.offsets[self.entry.name] + row * self.entry.row_bytes + column
 
     def write(self, descriptor: int, content: memoryview) -> None:
-        """Columns alone lie apart in the file."""
+        """Write the bytes of the rows, one by one if they have only some of the columns."""
         if self.piece.columns is None:
             _pwrite(descriptor, content, self.offset)
             return
@@ -461,9 +473,9 @@ class _Job:
 
 
 class _File:
-    """A file of the checkpoint: where its tensors are, and what this process writes."""
+    """A file of the checkpoint: the offsets of its tensors, and the jobs of this process."""
 
-    def __init__(self, name: str, entries: list[Entry], metadata: Mapping[str, str]) -> None:
+    def __init__(self, name: str, entries: list[TensorEntry], metadata: Mapping[str, str]) -> None:
         self.name = name
         self.header = write_header([entry[:3] for entry in entries], metadata)
         self.offsets: dict[str, int] = {}
@@ -477,12 +489,12 @@ class _File:
             for entry in entries
             if entry.nbytes
             for piece in entry.pieces
-            for first, count in cut(piece.rows, entry.row_bytes)
+            for first, count in row_chunks(piece.rows, entry.row_bytes)
         ]
-        self._lock, self._left, self._descriptor = threading.Lock(), len(self.jobs), -1
+        self._lock, self._unfinished, self._descriptor = threading.Lock(), len(self.jobs), -1
 
     def create(self, root: Path, created: list[Path]) -> None:
-        """With its header and its size."""
+        """Create the file with its header and its size."""
         path = root / self.name
         with open(path, "xb") as file:
             created.append(path)
@@ -499,10 +511,10 @@ class _File:
             return self._descriptor
 
     def done(self) -> None:
-        """One job more is; after the last one all is on the disk."""
+        """Note the end of a job; after the last one, sync and close the file."""
         with self._lock:
-            self._left -= 1
-            last = not self._left
+            self._unfinished -= 1
+            last = not self._unfinished
         if last:
             os.fsync(self._descriptor)
             self.close()
@@ -514,25 +526,25 @@ class _File:
 
 
 def _write(root: Path, files: list[_File], workers: int) -> None:
-    """What this process writes of all files; as many files at a time as there are threads."""
+    """Run this process's jobs, on as many files at a time as there are threads."""
     jobs: list[_Job] = []
     for i in range(0, len(files), workers):
         turns = zip_longest(*(file.jobs for file in files[i : i + workers]))
         jobs += [job for turn in turns for job in turn if job is not None]
 
-    def write(job: _Job, stage: Stage) -> None:
+    def write(job: _Job, stage: StagingBuffer) -> None:
         job.write(job.file.open(root), stage(_rows(job), job.entry.dtype))
         job.file.done()
 
     try:
-        spread(jobs, write, _stage, workers)
+        parallel_for(jobs, write, _stage, workers)
     finally:
         for file in files:
             file.close()
 
 
-def copied(tensors: Iterable[Entry], workers: int | None = None) -> list[Entry]:
-    """The same with all that this process writes of them in host memory, in their dtypes."""
+def copy_to_host(tensors: Iterable[TensorEntry], workers: int | None = None) -> list[TensorEntry]:
+    """The same entries, with copies in host memory of all rows that this process writes."""
     entries, jobs = [], []
     for entry in tensors:
         pieces = []
@@ -540,20 +552,20 @@ def copied(tensors: Iterable[Entry], workers: int | None = None) -> list[Entry]:
             columns = entry.shape[1:][-1:] if piece.columns is None else [piece.columns]
             copy = torch.empty(piece.rows, *columns, dtype=entry.dtype)
             pieces.append(piece._replace(read=partial(copy.narrow, 0)))
-            jobs += [(piece, copy, *job) for job in cut(piece.rows, entry.row_bytes)]
+            jobs += [(piece, copy, *job) for job in row_chunks(piece.rows, entry.row_bytes)]
         entries.append(entry._replace(pieces=pieces))
 
-    def fill(job: tuple[Piece, Tensor, int, int], stage: Stage) -> None:
+    def fill(job: tuple[RowBlock, Tensor, int, int], stage: StagingBuffer) -> None:
         piece, copy, first, count = job
         content = stage(piece.read(first, count).detach(), copy.dtype)
         copy[first : first + count].view(-1).view(torch.uint8).numpy().data[:] = content
 
-    spread(jobs, fill, _stage, workers or WORKERS)
+    parallel_for(jobs, fill, _stage, workers or WORKERS)
     return entries
 
 
-def _stage() -> AbstractContextManager[Stage]:
-    return nullcontext(Stage())
+def _stage() -> AbstractContextManager[StagingBuffer]:
+    return nullcontext(StagingBuffer())
 
 
 def _rows(job: _Job) -> Tensor:
@@ -573,7 +585,7 @@ def _pwrite(descriptor: int, content: memoryview, offset: int) -> None:
         content, offset = content[count:], offset + count
 
 
-def _write_index(path: Path, shards: dict[str, list[Entry]], created: list[Path]) -> None:
+def _write_index(path: Path, shards: dict[str, list[TensorEntry]], created: list[Path]) -> None:
     entries = [entry for shard in shards.values() for entry in shard]
     index = {
         "metadata": {

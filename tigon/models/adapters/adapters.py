@@ -1,5 +1,4 @@
-"""What adapters add to weights, in float32 and rounded once; every rank of a sharded model adds its
-own rows."""
+"""Adds, initializes, activates, merges and removes the adapters of a model."""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -26,68 +25,78 @@ from tigon.layers import (
     SavedModules,
 )
 from tigon.layers.lora import MAGNITUDE, A, B, dropout_seed
-from tigon.models.adapters.lora import LoraConfig, Plan, changes_ends, check_dropout, plan
+from tigon.models.adapters.lora import (
+    LoraConfig,
+    LoRAParts,
+    changes_embedding_or_head,
+    check_dropout,
+    resolve_targets,
+)
 from tigon.models.base import LanguageModel
 from tigon.models.pretrained.names import EMBEDDING, HEAD
 from tigon.utils.json import quote
-from tigon.weights import local_part, own_rows, row_group
+from tigon.weights import local_rows, local_shard, row_group
+
+# Merging: deltas are added in float32 and rounded once; each rank adds to its own rows
 
 
 def add_delta(weight: Tensor, low: LowRank) -> None:
-    """scale B A, and DoRA's lengths, to this rank's rows of the weight."""
-    own, start = own_rows("weight", weight)
-    a, rank = _whole(low.lora_A).float(), 0
+    """Add scale B A, and DoRA's scaling of rows, to this rank's rows of the weight."""
+    local, start = local_rows("weight", weight)
+    a, rank = _full_tensor(low.lora_A).float(), 0
     for part in low.parts:
-        b = _whole(low.get_parameter(B + part.name)).float()
-        # By all ranks, of which some may have no row of the part
-        lengths = _whole(low.get_parameter(MAGNITUDE + part.name)).float() if low.dora else None
-        begin, end = max(part.first, start), min(part.first + part.size, start + len(own))
+        b = _full_tensor(low.get_parameter(B + part.name)).float()
+        # Before the test of rows, since all ranks take part in gathering
+        lengths = (
+            _full_tensor(low.get_parameter(MAGNITUDE + part.name)).float() if low.dora else None
+        )
+        begin, end = max(part.first, start), min(part.first + part.size, start + len(local))
         if begin < end:
-            rows = own[begin - start : end - start]
-            here = slice(begin - part.first, end - part.first)
-            delta = b[here] @ a[rank : rank + part.rank]
+            rows = local[begin - start : end - start]
+            part_rows = slice(begin - part.first, end - part.first)
+            delta = b[part_rows] @ a[rank : rank + part.rank]
             total = rows.float().add_(delta, alpha=part.scale)
             if lengths is not None:
-                total *= (lengths[here] / low.row_norms(total)).unsqueeze(1)
+                total *= (lengths[part_rows] / low.row_norms(total)).unsqueeze(1)
             rows.copy_(total)
         rank += part.rank
 
 
 def add_embedding_delta(weight: Tensor, low: LowRankEmbedding) -> None:
-    """(scale B A)^T and DoRA's lengths, to this rank's rows of the weight, one for each token."""
-    own, start = own_rows("weight", weight)
-    a, b = (_whole(p).float() for p in (low.lora_embedding_A, low.lora_embedding_B))
+    """Add (scale B A)^T, and DoRA's scaling of columns, to this rank's rows of the weight."""
+    local, start = local_rows("weight", weight)
+    a, b = (_full_tensor(p).float() for p in (low.lora_embedding_A, low.lora_embedding_B))
     (part,) = low.parts
-    delta = a[:, start : start + len(own)].t() @ b.t()
-    total = own.float().add_(delta, alpha=part.scale)
+    delta = a[:, start : start + len(local)].t() @ b.t()
+    total = local.float().add_(delta, alpha=part.scale)
     if low.dora:
-        total *= _whole(low.lora_magnitude_vector).float() / column_norms(total, weight, low)
-    own.copy_(total)
+        total *= _full_tensor(low.lora_magnitude_vector).float() / column_norms(total, weight, low)
+    local.copy_(total)
 
 
 def column_norms(rows: Tensor, weight: Tensor, low: LowRankEmbedding) -> Tensor:
-    """[C], of this rank's rows [n, C] of the weight; every rank calls this."""
+    """Norms [C] of the weight's columns, from this rank's rows [n, C]; every rank calls this."""
     return low.column_norms(rows, row_group(weight) if isinstance(weight, DTensor) else None)
 
 
 def add_experts_deltas(layer: nn.Module, low: LowRankExperts) -> None:
-    """scale B_e A_e to the matrices of this rank's experts."""
+    """Add scale B_e A_e to the matrices of this rank's experts."""
     for part in low.parts:
-        own, start = own_rows(part.name, layer.get_parameter(part.name))
-        a, b = (_whole(low.get_parameter(kind + part.name)).float() for kind in (A, B))
+        local, start = local_rows(part.name, layer.get_parameter(part.name))
+        a, b = (_full_tensor(low.get_parameter(kind + part.name)).float() for kind in (A, B))
         a = a.view(low.experts, part.rank, -1)
         b = b.view(part.size, part.rank, low.experts)
-        for e, matrix in enumerate(own, start):
+        for e, matrix in enumerate(local, start):
             matrix.copy_(matrix.float().addmm_(b[..., e], a[e], alpha=part.scale))
 
 
-def _whole(parameter: Tensor) -> Tensor:
-    """All rows; every rank of a sharded one calls this."""
-    whole = parameter.detach()
-    return whole.full_tensor() if isinstance(whole, DTensor) else whole
+def _full_tensor(parameter: Tensor) -> Tensor:
+    """The unsharded parameter; every rank calls this."""
+    tensor = parameter.detach()
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-# Low-rank adapters of a model: added, switched, merged and removed.
+# Adding
 
 NAME = re.compile(r"[A-Za-z0-9_-]{1,100}")
 
@@ -100,7 +109,7 @@ def add_adapter(
     dtype: torch.dtype | None = None,
     generator: torch.Generator | None = None,
 ) -> None:
-    """Add a new adapter, which changes nothing yet, choose it, and freeze all else.
+    """Add a new adapter, which changes no output yet, activate it, and freeze the rest.
 
     Its parameters are in `dtype`: None is that of the model, and float32 in place of 16 bits. On a
     model without memory (device "meta") `begin_adapter` gives it its first values later. Raises
@@ -108,57 +117,57 @@ def add_adapter(
     """
     config = LoraConfig() if config is None else config
     if not isinstance(config, LoraConfig):
-        raise TypeError(f"an adapter is described by a tigon.LoraConfig, not {config!r}")
-    check_new(model, name)
+        raise TypeError(f"config must be a tigon.LoraConfig, not {config!r}")
+    check_new_adapter(model, name)
     check_dropout(model, config)
     half = model.dtype in (torch.bfloat16, torch.float16)
     dtype = dtype or (torch.float32 if half else model.dtype)
-    parts = plan(model, config)
+    parts = resolve_targets(model, config)
     _check_ranks(model, parts)
-    install(model, name, config, parts, dtype, model.device)
+    add_parameters(model, name, config, parts, dtype, model.device)
     if model.device.type != "meta":
         try:
-            begin_adapter(model, name, generator)
+            init_adapter(model, name, generator)
         except ValueError:
             delete_adapter(model, name)
             raise
-    choose(model, name, trained=True)
+    activate_adapter(model, name, trained=True)
 
 
-def check_new(model: LanguageModel, name: str) -> None:
-    """Raises ValueError where no adapter of that name can be added."""
+def check_new_adapter(model: LanguageModel, name: str) -> None:
+    """Raises ValueError if no adapter of that name can be added."""
     if not isinstance(name, str) or not NAME.fullmatch(name) or hasattr(Adapters(), name):
         raise ValueError(f"an adapter's name has letters, digits, _ and - only, not {quote(name)}")
     if name in model.adapters:
         raise ValueError(f"there is an adapter {name!r}: delete_adapter({name!r}) removes it")
-    _check_free(model)
+    _check_not_captured(model)
     if model.tensor_ranks is not None:
-        raise ValueError("there are no adapters on a model whose layers ranks share (mesh=)")
+        raise ValueError("adapters cannot be added to a model loaded with mesh=: load it without")
     if any(isinstance(p, DTensor) for p in model.parameters()):
         raise ValueError("the model is sharded: add adapters before it is")
 
 
-def _check_ranks(model: LanguageModel, parts: Plan) -> None:
-    """Raises ValueError for a rank that is above the smaller side of every matrix that it is for.
+def _check_ranks(model: LanguageModel, parts: LoRAParts) -> None:
+    """Raises ValueError for a rank that is larger than the rank of every matrix it is used for.
 
-    Above that of some it is of use for the others, and PEFT has such adapters.
+    It may be larger than that of some matrices, as in PEFT.
     """
-    most: dict[int, int] = {}
-    for path, own in parts.items():
+    max_ranks: dict[int, int] = {}
+    for path, layer_parts in parts.items():
         layer = model.get_submodule(path)
-        for part in own:
+        for part in layer_parts:
             side = min(part.size, _columns(layer, part))
-            most[part.rank] = max(side, most.get(part.rank, 0))
-    for rank, side in most.items():
+            max_ranks[part.rank] = max(side, max_ranks.get(part.rank, 0))
+    for rank, side in max_ranks.items():
         if rank > side:
             raise ValueError(
-                f"rank={rank} of an adapter is above {side}, the rank of the largest matrix that "
-                f"it is for: give {side} or less"
+                f"rank={rank} of an adapter is above {side}, the rank of its largest matrix: give "
+                f"{side} or less"
             )
 
 
 def _columns(layer: nn.Module, part: LoRAPart) -> int:
-    """Of the matrix that a part is added to."""
+    """The columns of the matrix that a part is added to."""
     if isinstance(layer, Embedding):
         return layer.embedding_dim
     if isinstance(layer, Experts):
@@ -167,38 +176,45 @@ def _columns(layer: nn.Module, part: LoRAPart) -> int:
     return layer.in_features if isinstance(layer, Linear) else layer.weight.shape[1]
 
 
-def _check_free(model: LanguageModel) -> None:
+def _check_not_captured(model: LanguageModel) -> None:
     if model.graphs is not None:
-        raise ValueError("the model's blocks run from CUDA graphs, which know its adapters of then")
+        raise ValueError(
+            "adapters cannot change while CUDA graphs are in use: they were captured with the "
+            "previous ones"
+        )
 
 
-def install(
+def add_parameters(
     model: LanguageModel,
     name: str,
     config: LoraConfig,
-    parts: Plan,
+    parts: LoRAParts,
     dtype: torch.dtype,
     device: torch.device,
 ) -> None:
-    """Its parameters, without values."""
+    """Add the parameters of an adapter, without values."""
     if not model.adapters:
-        model.trained_without = {n for n, p in model.named_parameters() if p.requires_grad}
+        model.trainable_before_adapters = {
+            n for n, p in model.named_parameters() if p.requires_grad
+        }
     model.adapters[name] = config
-    for path, own in parts.items():
+    for path, layer_parts in parts.items():
         layer: Any = model.get_submodule(path)
         if layer.lora is None:
             layer.lora = Adapters()
-        how = {"dtype": dtype, "device": device}
-        layer.lora.add_module(name, _of_layer(layer, path, own, config, **how))
+        options = {"dtype": dtype, "device": device}
+        layer.lora.add_module(
+            name, _make_layer_adapter(layer, path, layer_parts, config, **options)
+        )
     for end in config.modules_to_save:
-        owner = _end(model, end)
+        owner = _embedding_or_head(model, end)
         if owner.copies is None:
             owner.copies = SavedModules()
         empty = torch.empty(owner.weight.shape, dtype=dtype, device=device)
         owner.copies.register_parameter(name, nn.Parameter(empty))
 
 
-def _of_layer(
+def _make_layer_adapter(
     layer: nn.Module, path: str, parts: Sequence[LoRAPart], config: LoraConfig, **how: Any
 ) -> LayerAdapter:
     if isinstance(layer, Embedding):
@@ -206,84 +222,87 @@ def _of_layer(
     if isinstance(layer, Experts):
         columns = [_columns(layer, part) for part in parts]
         return LowRankExperts(len(layer.down_proj), columns, parts, **how)
-    how |= {"dora": config.dora, "dropout": config.dropout, "seed": dropout_seed(path)}
+    how |= {"dora": config.dora, "dropout": config.dropout, "place": dropout_seed(path)}
     return LowRank(_columns(layer, parts[0]), parts, **how)
 
 
-def _end(model: LanguageModel, name: str) -> Embedding | LMHead:
+def _embedding_or_head(model: LanguageModel, name: str) -> Embedding | LMHead:
     return model.model.embed_tokens if name == "embed_tokens" else model.lm_head
 
 
 @torch.no_grad()
-def begin_adapter(
+def init_adapter(
     model: LanguageModel, name: str = "default", generator: torch.Generator | None = None
 ) -> None:
-    """First values as PEFT has them: A random, B zero, copies of the base's weights.
+    """Initialize an adapter as PEFT does: A random, B zero, saved modules copies of the base's.
 
-    They are drawn whole on the CPU, in the order of layers, so that every rank of a model that is
-    divided begins with its part of the same values, of the same `generator`. ValueError where DoRA
-    meets a row or a column of zeros, which has no direction; after what all ranks do together.
+    Values are drawn unsharded on the CPU, layer by layer, so that the ranks of a sharded model with
+    equal generators get shards of the same values. Raises ValueError if a row or column that DoRA
+    normalizes is zero, after all collectives.
     """
-    wrong: list[str] = []
-    for path, low in low_ranks(model, name).items():
-        at, whole = f"{path}.lora.{name}", {}
+    zeros: list[str] = []
+    for path, low in adapter_layers(model, name).items():
+        prefix, shapes = f"{path}.lora.{name}", {}
         for kind, p in low.named_parameters():
-            cut = model.cuts.get(f"{at}.{kind}")
-            whole[kind] = tuple(p.shape) if cut is None else cut.shape
-        first_values = low.init_values(whole, generator)
-        for kind, values in first_values.items():
-            if (cut := model.cuts.get(f"{at}.{kind}")) is not None:
-                first_values[kind] = cut.take(values)
-        if low.dora:  # what is added is 0: the rows have their own lengths
-            lengths = _lengths(model.get_submodule(path), low)
-            wrong += _zeros(model, at, lengths)
-            first_values |= lengths
-        for kind, values in first_values.items():
-            own, first = own_rows(kind, getattr(low, kind))
-            own.copy_(values[first : first + len(own)])
+            spec = model.shard_specs.get(f"{prefix}.{kind}")
+            shapes[kind] = tuple(p.shape) if spec is None else spec.shape
+        initial = low.init_values(shapes, generator)
+        for kind, values in initial.items():
+            if (spec := model.shard_specs.get(f"{prefix}.{kind}")) is not None:
+                initial[kind] = spec.take(values)
+        if low.dora:  # B A is zero, so the magnitudes are the norms of the base's rows
+            magnitudes = _base_magnitudes(model.get_submodule(path), low)
+            zeros += _find_zeros(model, prefix, magnitudes)
+            initial |= magnitudes
+        for kind, values in initial.items():
+            rows, first = local_rows(kind, getattr(low, kind))
+            rows.copy_(values[first : first + len(rows)])
     for end in model.adapters[name].modules_to_save:
-        owner = _end(model, end)
+        owner = _embedding_or_head(model, end)
         assert owner.copies is not None
         copy = owner.copies.get_parameter(name)
-        local_part(end, copy).memory.copy_(local_part(end, owner.weight).memory)
-    if wrong:
+        local_shard(end, copy).memory.copy_(local_shard(end, owner.weight).memory)
+    if zeros:
         raise ValueError(
-            f"{wrong[0]} is all zeros, and dora divides by its length: leave dora out, or this "
+            f"{zeros[0]} is all zeros, and dora divides by its length: leave dora out, or this "
             "layer out of its targets"
         )
 
 
-def _zeros(model: LanguageModel, at: str, lengths: dict[str, Tensor]) -> Iterator[str]:
-    """Rows or columns whose length is 0, one of each part, as the whole weight counts them."""
-    for name, values in lengths.items():
+def _find_zeros(model: LanguageModel, prefix: str, magnitudes: dict[str, Tensor]) -> Iterator[str]:
+    """Describes one zero row or column of each part, by its index in the unsharded weight."""
+    for name, values in magnitudes.items():
         if values.is_meta or values.all():
             continue
-        own = torch.arange(len(values))
-        if (cut := model.cuts.get(f"{at}.{name}")) is not None:
-            own = cut.take(torch.arange(cut.shape[0]))
-        first = own[int((values == 0).nonzero()[0])]
+        indices = torch.arange(len(values))
+        if (spec := model.shard_specs.get(f"{prefix}.{name}")) is not None:
+            indices = spec.take(torch.arange(spec.shape[0]))
+        first = indices[int((values == 0).nonzero()[0])]
         part = name.removeprefix(MAGNITUDE)
         what = f"row {first} of {part}" if part != name else f"column {first}"
-        yield f"{at.rpartition('.lora.')[0]}: {what}"
+        yield f"{prefix.rpartition('.lora.')[0]}: {what}"
 
 
-def _lengths(layer: nn.Module, low: LayerAdapter) -> dict[str, Tensor]:
-    """DoRA's in fp32, of all rows that FSDP divides, or of an embedding's columns; every rank calls
-    this."""
+def _base_magnitudes(layer: nn.Module, low: LayerAdapter) -> dict[str, Tensor]:
+    """DoRA's magnitudes of the base weight in fp32: norms of all rows that FSDP shards, or of an
+    embedding's columns. Every rank calls this."""
     weight = layer.values() if isinstance(layer, Linear) else layer.get_parameter("weight")
-    own, first = own_rows("weight", weight)
+    rows, first = local_rows("weight", weight)
     if isinstance(low, LowRankEmbedding):
-        return {MAGNITUDE.removesuffix("_"): column_norms(own.float(), weight, low)}
-    found = torch.zeros(weight.shape[0], device=own.device)
+        return {MAGNITUDE.removesuffix("_"): column_norms(rows.float(), weight, low)}
+    norms = torch.zeros(weight.shape[0], device=rows.device)
     assert isinstance(low, LowRank)
-    found[first : first + len(own)] = low.row_norms(own)
+    norms[first : first + len(rows)] = low.row_norms(rows)
     if isinstance(weight, DTensor):
-        dist.all_reduce(found, group=row_group(weight))
-    return {MAGNITUDE + p.name: found[p.first : p.first + p.size] for p in low.parts}
+        dist.all_reduce(norms, group=row_group(weight))
+    return {MAGNITUDE + p.name: norms[p.first : p.first + p.size] for p in low.parts}
 
 
-def low_ranks(model: LanguageModel, name: str) -> dict[str, LayerAdapter]:
-    """By the path of its layer."""
+# Activating
+
+
+def adapter_layers(model: LanguageModel, name: str) -> dict[str, LayerAdapter]:
+    """The layers of one adapter, by the path of the layer that each adapts."""
     return {
         path.removesuffix(f".lora.{name}"): module
         for path, module in model.named_modules()
@@ -292,28 +311,29 @@ def low_ranks(model: LanguageModel, name: str) -> dict[str, LayerAdapter]:
 
 
 def adapter_parameters(model: LanguageModel, name: str) -> dict[str, nn.Parameter]:
-    """Those of one adapter."""
+    """The parameters of one adapter, by name."""
     marks = f".lora.{name}.", f".copies.{name}"
     return {n: p for n, p in model.named_parameters() if marks[0] in n or n.endswith(marks[1])}
 
 
-def choose(model: LanguageModel, name: str | None, *, trained: bool = False) -> None:
-    """The adapter that is added, and what trains."""
+def activate_adapter(model: LanguageModel, name: str | None, *, trained: bool = False) -> None:
+    """Activate an adapter, and freeze all parameters but, if it is `trained`, its own."""
     set_adapter(model, name)
-    own = set() if name is None else {id(p) for p in adapter_parameters(model, name).values()}
+    ids = set() if name is None else {id(p) for p in adapter_parameters(model, name).values()}
     for p in model.parameters():
-        p.requires_grad_(trained and id(p) in own)
+        p.requires_grad_(trained and id(p) in ids)
 
 
 def set_adapter(model: LanguageModel, name: str | None) -> None:
-    """Choose the adapter that is added, by its name; None: the base alone. What trains stays so."""
+    """Activate an adapter by name; None: the base alone. No parameter is frozen or unfrozen."""
     if name is not None:
-        check_name(model, name)
-    _check_free(model)
-    switch(model, name)
+        resolve_adapter_name(model, name)
+    _check_not_captured(model)
+    set_active_name(model, name)
 
 
-def switch(model: LanguageModel, name: str | None) -> None:
+def set_active_name(model: LanguageModel, name: str | None) -> None:
+    """Set the active adapter without any check."""
     model.active_adapter = name
     for module in model.modules():
         if isinstance(module, Adapters | SavedModules):
@@ -322,25 +342,23 @@ def switch(model: LanguageModel, name: str | None) -> None:
 
 @contextmanager
 def adapters_disabled(model: LanguageModel) -> Iterator[None]:
-    """Inside, the model is the base alone: no adapter is added, saved modules are the base's.
+    """Inside, the model is the base alone, without adapters and saved modules.
 
-    For passes without gradients, or whose backward is inside too: a block that is computed again
-    there has the adapter that is chosen then.
+    Run backward inside too: recomputed blocks use the adapter that is active during backward.
     """
-    before = model.active_adapter
-    switch(model, None)
+    previous = model.active_adapter
+    set_active_name(model, None)
     try:
         yield
     finally:
-        switch(model, before)
+        set_active_name(model, previous)
 
 
-def check_name(model: LanguageModel, name: str | None) -> str:
-    """The name of an adapter that is there; None: the active one's."""
+def resolve_adapter_name(model: LanguageModel, name: str | None) -> str:
+    """The name of an existing adapter; None: the active one."""
     if name is not None and not isinstance(name, str):
         raise ValueError(
-            f"{quote(name)} is no name of an adapter: one is added at a time; there are "
-            f"{', '.join(model.adapters) or 'none'}"
+            f"{quote(name)} is not a name: give one of {', '.join(model.adapters) or 'none'}"
         )
     if name is None and model.active_adapter is None:
         raise ValueError("no adapter is active: name one")
@@ -353,45 +371,44 @@ def check_name(model: LanguageModel, name: str | None) -> str:
 
 
 def delete_adapter(model: LanguageModel, name: str) -> None:
-    """Remove an adapter. With the last one the base trains again as it did before the first."""
-    check_name(model, name)
-    _check_free(model)
+    """Remove an adapter. Without adapters, the base's parameters are trainable as before them."""
+    resolve_adapter_name(model, name)
+    _check_not_captured(model)
     for module in model.modules():
         if isinstance(module, Adapters):
             module._modules.pop(name, None)
         elif isinstance(module, SavedModules):
             module._parameters.pop(name, None)
     for module in model.modules():
-        for kind, held in list(module._modules.items()):
-            if isinstance(held, Adapters | SavedModules) and not {
-                **held._modules,
-                **held._parameters,
+        for kind, child in list(module._modules.items()):
+            if isinstance(child, Adapters | SavedModules) and not {
+                **child._modules,
+                **child._parameters,
             }:
                 setattr(module, kind, None)
     del model.adapters[name]
     if model.active_adapter == name:
-        switch(model, None)
+        set_active_name(model, None)
     if not model.adapters:
         for n, p in model.named_parameters():
-            p.requires_grad_(n in model.trained_without)
+            p.requires_grad_(n in model.trainable_before_adapters)
 
 
 @torch.no_grad()
 def merge_adapter(model: LanguageModel, name: str | None = None) -> None:
     """Add an adapter, by default the active one, to the base's weights, and remove it.
 
-    Sums are in float32 and rounded once to the weights' dtype. A quantised weight that something is
-    added to is then one of the model's dtype, of whole size. In a sharded model all ranks call
-    this, and each adds its own rows. Where the embedding and the head are tied and the adapter
-    changes either, the merged model has two weights and tie_word_embeddings=False, unless the two
-    are equal.
+    Sums are in float32 and rounded once. A quantised weight that is changed gets the model's dtype.
+    In a sharded model all ranks call this, and each adds its rows. If embedding and head are tied
+    and the adapter changes either, the merged model has two weights and tie_word_embeddings=False,
+    unless they stay equal.
     """
-    name = check_name(model, name)
-    _check_free(model)
+    name = resolve_adapter_name(model, name)
+    _check_not_captured(model)
     tied = model.ties_head
-    if tied and changes_ends(model, model.adapters[name]):
+    if tied and changes_embedding_or_head(model, model.adapters[name]):
         _untie_head(model)
-    for path, low in low_ranks(model, name).items():
+    for path, low in adapter_layers(model, name).items():
         layer = model.get_submodule(path)
         if isinstance(low, LowRank):
             if isinstance(layer, Linear):
@@ -402,10 +419,10 @@ def merge_adapter(model: LanguageModel, name: str | None = None) -> None:
         elif isinstance(low, LowRankExperts):
             add_experts_deltas(layer, low)
     for end in model.adapters[name].modules_to_save:
-        owner = _end(model, end)
+        owner = _embedding_or_head(model, end)
         assert owner.copies is not None
         copy = owner.copies.get_parameter(name)
-        local_part(end, owner.weight).memory.copy_(local_part(end, copy).memory)
+        local_shard(end, owner.weight).memory.copy_(local_shard(end, copy).memory)
     delete_adapter(model, name)
     if tied and not model.ties_head:
         _tie_equal_head(model)
@@ -415,15 +432,15 @@ def _untie_head(model: LanguageModel) -> None:
     """Give the head a copy of the weight that it shares with the embedding."""
     shared = model.lm_head.weight
     model.lm_head.weight = nn.Parameter(shared.detach().clone(), shared.requires_grad)
-    if (cut := model.cuts.get(EMBEDDING)) is not None:
-        model.cuts = {**model.cuts, HEAD: cut}
+    if (cut := model.shard_specs.get(EMBEDDING)) is not None:
+        model.shard_specs = {**model.shard_specs, HEAD: cut}
     model.config = replace(model.config, tie_word_embeddings=False)
     if any(hasattr(module, "unshard") for module in model.modules()):  # FSDPModule, slow to import
         model.register_forward_pre_hook(_refuse_untied)
 
 
 def _refuse_untied(*_: object) -> None:
-    """FSDP would gather the embedding in place of the head's copy."""
+    """Raises RuntimeError, since FSDP would gather the embedding instead of the head's copy."""
     raise RuntimeError(
         "merging the adapter has untied the embedding and the head of a sharded model, which can "
         "only be saved: load what save_pretrained writes"
@@ -433,7 +450,7 @@ def _refuse_untied(*_: object) -> None:
 def _tie_equal_head(model: LanguageModel) -> None:
     """Tie embedding and head again if they are equal, as PEFT's ensure_weight_tying keeps them."""
     embedding, head = model.model.embed_tokens.weight, model.lm_head.weight
-    if isinstance(head, DTensor) or model.cuts or not torch.equal(embedding, head):
+    if isinstance(head, DTensor) or model.shard_specs or not torch.equal(embedding, head):
         return
     model.lm_head.weight = cast(nn.Parameter, embedding)
     model.config = replace(model.config, tie_word_embeddings=True)

@@ -1,4 +1,4 @@
-"""Which projections of a model an adapter has, and with which numbers."""
+"""LoraConfig, and the modules of a model that it targets."""
 
 import difflib
 import math
@@ -16,26 +16,24 @@ from tigon.models.base import LanguageModel
 from tigon.utils.json import quote
 
 ALL_LINEAR = "all-linear"
-LARGEST = torch.finfo(torch.float32).max
-IN_BRACKETS = re.compile(r"\[[^]]*\]")  # of a shell pattern: one of these characters
-ENDS = ("embed_tokens", "lm_head", "score")  # what modules_to_save may name
+MAX_FLOAT32 = torch.finfo(torch.float32).max
+IN_BRACKETS = re.compile(r"\[[^]]*\]")  # a character class of a shell pattern
+SAVABLE_MODULES = ("embed_tokens", "lm_head", "score")  # values of modules_to_save
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoraConfig:
-    """A low-rank adapter, whose projections get `scale * B (A x)` with scale = alpha / rank.
+    """A low-rank adapter, which adds `scale * B (A x)` with scale = alpha / rank to projections.
 
-    `targets`: names of projections as the family's checkpoints have them ("q_proj"), their ends
-    ("self_attn.q_proj", a whole name) or shell patterns of whole names
-    ("model.layers.1?.*.q_proj"); "all-linear", alone or beside others: all but embedding, head,
-    routers and experts.
-    `rank_pattern` and `alpha_pattern` give some of these, named alike, numbers of their own; the
-    first that fits counts. `rslora`: scale = alpha / sqrt(rank) (arXiv 2312.03732). `dora`: the
-    lengths of the weights' rows are learned, too (arXiv 2402.09353). `dropout`: the share of its
-    input that A does not read, drawn anew for each token in training. `modules_to_save`: of
-    "embed_tokens" and "lm_head", or "score" of a model that scores sequences, those that the
-    adapter has whole weights of. `base`, `revision`: the name of the model that it is for, and of
-    its state on the hub, which files say. Raises ValueError for numbers that no adapter has.
+    `targets`: names of projections in the family's checkpoints ("q_proj"), longer suffixes
+    ("self_attn.q_proj") or shell patterns of full names ("model.layers.1?.*.q_proj"). "all-linear"
+    stands for all projections but embedding, head, routers and experts.
+    `rank_pattern` and `alpha_pattern` map names of the same forms to other numbers; the first match
+    counts. `rslora`: scale = alpha / sqrt(rank) (arXiv 2312.03732). `dora`: learn the magnitudes of
+    the weights' rows too (arXiv 2402.09353). `dropout`: the probability with which each input of A
+    is dropped in training. `modules_to_save`: "embed_tokens", "lm_head" or "score", which are
+    trained in full. `base`, `revision`: the model that the adapter is for, which its files name.
+    Raises ValueError for values out of range.
     """
 
     rank: int = 16
@@ -60,12 +58,14 @@ class LoraConfig:
         for name, rank in {"rank": self.rank, **self.rank_pattern}.items():
             if isinstance(rank, bool) or not isinstance(rank, int) or not 1 <= rank < 2**31:
                 raise ValueError(
-                    f"the rank of an adapter is 1 to {2**31 - 1}: {_of(name, rank, 'rank')}"
+                    f"the rank of an adapter is 1 to {2**31 - 1}, not "
+                    f"{_format_setting(name, rank, 'rank')}"
                 )
         for name, alpha in {"alpha": self.alpha, **self.alpha_pattern}.items():
-            if not isinstance(alpha, int | float) or not 0 < alpha <= LARGEST:
+            if not isinstance(alpha, int | float) or not 0 < alpha <= MAX_FLOAT32:
                 raise ValueError(
-                    f"alpha is a number above 0 that float32 holds: {_of(name, alpha, 'alpha')}"
+                    "alpha is a positive float32 number, not "
+                    f"{_format_setting(name, alpha, 'alpha')}"
                 )
         if not isinstance(self.dropout, int | float) or not 0 <= self.dropout < 1:
             raise ValueError(f"dropout={quote(self.dropout)} is not in [0, 1)")
@@ -76,171 +76,172 @@ class LoraConfig:
             raise ValueError('targets is empty: name projections, such as "q_proj"')
         for name in targets:
             if isinstance(name, str) and "," in IN_BRACKETS.sub("", name):
-                apart = tuple(part.strip() for part in name.split(",") if part.strip())
+                names = tuple(part.strip() for part in name.split(",") if part.strip())
                 raise ValueError(
-                    f"targets={quote(name)} is one name: give a tuple of names, {quote(apart)}, "
-                    f"or in a shell lora.targets=[{','.join(apart)}]"
+                    f"targets={quote(name)} is one name: give a tuple of names, {quote(names)}, "
+                    f"or in a shell lora.targets=[{','.join(names)}]"
                 )
         for name in self.modules_to_save:
-            if name not in ENDS:
+            if name not in SAVABLE_MODULES:
                 raise ValueError(
-                    f"modules_to_save={quote(name)}: only {', '.join(ENDS)} can be saved whole"
+                    f"modules_to_save={quote(name)} is not one of {', '.join(SAVABLE_MODULES)}"
                 )
 
     def scale(self, rank: int, alpha: float) -> float:
         return alpha / (math.sqrt(rank) if self.rslora else rank)
 
 
-def _of(name: str, value: object, setting: str) -> str:
+def _format_setting(name: str, value: object, setting: str) -> str:
     where = setting if name == setting else f"{setting}_pattern[{quote(name)}]"
     return f"{where}={quote(value)}"
 
 
-class Place(NamedTuple):
-    """A projection: the layer that computes it, and its columns there; or embedding or head, or a
-    matrix of all experts of a layer."""
+class AdaptedModule(NamedTuple):
+    """A projection that an adapter can have: a linear layer or a part of a packed one, embedding,
+    head, or a stacked matrix of all experts of a layer."""
 
     path: str  # of the layer
-    own: str  # such as q_proj
-    first: int
+    projection: str  # such as q_proj
+    first: int  # first of its rows in the layer's weight
     size: int
-    linear: bool = True  # one of those that "all-linear" means
+    linear: bool = True  # whether "all-linear" includes it
     experts: bool = False
 
     @property
     def name(self) -> str:
-        """As the family's checkpoints have it."""
+        """The full name in the family's checkpoints."""
         parent = self.path if self.experts else self.path.rpartition(".")[0]
-        return f"{parent}.{self.own}" if parent else self.own
+        return f"{parent}.{self.projection}" if parent else self.projection
 
 
-def places(model: LanguageModel) -> list[Place]:
-    """Embedding, head, and all projections of the model but its routers', in order; of experts the
-    stacked matrices."""
+def find_target_modules(model: LanguageModel) -> list[AdaptedModule]:
+    """The modules that an adapter can have: embedding, head, projections and stacked experts."""
     modules = dict(model.named_modules())
     routers = {id(moe.gate) for moe in modules.values() if isinstance(moe, SparseMoE)}
-    packed, found = model.checkpoint_names.packed, []
+    packed, targets = model.checkpoint_names.packed, []
     for path, module in modules.items():
-        own = path.rpartition(".")[2]
+        name = path.rpartition(".")[2]
         if isinstance(module, Embedding) or (
-            isinstance(module, LMHead) and own in saved_ends(model)
+            isinstance(module, LMHead) and name in savable_modules(model)
         ):
-            found.append(Place(path, own, 0, module.weight.shape[0], linear=False))
+            targets.append(AdaptedModule(path, name, 0, module.weight.shape[0], linear=False))
         if isinstance(module, Experts):
-            sizes = (module.get_parameter(name).shape[1] for name in MATRICES)
-            every = zip(MATRICES, sizes, strict=True)
-            found += [
-                Place(path, name, 0, size, linear=False, experts=True) for name, size in every
-            ]
+            for matrix in MATRICES:
+                size = module.get_parameter(matrix).shape[1]
+                target = AdaptedModule(path, matrix, 0, size, linear=False, experts=True)
+                targets.append(target)
         if not isinstance(module, Linear) or id(module) in routers:
             continue
-        if isinstance(module, FusedLinear) and own in packed:
+        if isinstance(module, FusedLinear) and name in packed:
             first = 0
-            for part, size in zip(packed[own], module.parts, strict=True):
-                found.append(Place(path, part, first, size))
+            for part, size in zip(packed[name], module.parts, strict=True):
+                targets.append(AdaptedModule(path, part, first, size))
                 first += size
         else:
-            found.append(Place(path, own, 0, module.out_features))
-    return found
+            targets.append(AdaptedModule(path, name, 0, module.out_features))
+    return targets
 
 
-def saved_ends(model: LanguageModel) -> tuple[str, str]:
-    """Embedding and head, as checkpoints call them: what modules_to_save may name."""
+def savable_modules(model: LanguageModel) -> tuple[str, str]:
+    """The names of embedding and head in checkpoints, which modules_to_save may contain."""
     return "embed_tokens", model.checkpoint_names.head.removesuffix(".weight")
 
 
-Plan = dict[str, tuple[LoRAPart, ...]]  # by the layer's path
+LoRAParts = dict[str, tuple[LoRAPart, ...]]  # by the layer's path
 
 
-def plan(model: LanguageModel, config: LoraConfig) -> Plan:
-    """What each layer gets; ValueError for a target or a pattern that matches nothing."""
-    every = places(model)
+def resolve_targets(model: LanguageModel, config: LoraConfig) -> LoRAParts:
+    """The parts of each layer's adapter; ValueError for a target or pattern without a match."""
+    modules = find_target_modules(model)
     targets = (config.targets,) if isinstance(config.targets, str) else config.targets
     for target in targets:
-        if not any(_means(target, place) for place in every):
-            raise ValueError(f"targets={quote(target)} {_why_not(model, target, every)}")
-    chosen = [place for place in every if any(_means(target, place) for target in targets)]
-    _check_ends(model, config, chosen)
+        if not any(_is_targeted(target, module) for module in modules):
+            reason = _explain_no_match(model, target, modules)
+            raise ValueError(f"targets={quote(target)} {reason}")
+    targeted = [m for m in modules if any(_is_targeted(target, m) for target in targets)]
+    _check_embedding_and_head(model, config, targeted)
     for setting in ("rank_pattern", "alpha_pattern"):
         for pattern in getattr(config, setting):
-            if not any(matches(pattern, place.name) for place in chosen):
+            if not any(matches_pattern(pattern, module.name) for module in targeted):
                 raise ValueError(
                     f"{setting}={quote(pattern)} matches none of the projections that the adapter "
-                    f"has: {_kinds(chosen)}"
+                    f"has: {_list_projections(targeted)}"
                 )
-    found: dict[str, list[LoRAPart]] = {}
-    for place in chosen:
-        rank = int(first_match(config.rank_pattern, place.name, config.rank))
-        alpha = first_match(config.alpha_pattern, place.name, config.alpha)
-        part = LoRAPart(place.own, place.first, place.size, rank, config.scale(rank, alpha))
-        found.setdefault(place.path, []).append(part)
-    return {path: tuple(parts) for path, parts in found.items()}
+    parts: dict[str, list[LoRAPart]] = {}
+    for module in targeted:
+        rank = int(first_match(config.rank_pattern, module.name, config.rank))
+        alpha = first_match(config.alpha_pattern, module.name, config.alpha)
+        part = LoRAPart(
+            module.projection, module.first, module.size, rank, config.scale(rank, alpha)
+        )
+        parts.setdefault(module.path, []).append(part)
+    return {path: tuple(layer_parts) for path, layer_parts in parts.items()}
 
 
-def _check_ends(model: LanguageModel, config: LoraConfig, chosen: Iterable[Place]) -> None:
-    """Raises ValueError for what embedding and head cannot have."""
-    ends = saved_ends(model)
+def _check_embedding_and_head(
+    model: LanguageModel, config: LoraConfig, chosen: Iterable[AdaptedModule]
+) -> None:
+    """Raises ValueError for settings that embedding, head or experts do not support."""
+    ends = savable_modules(model)
     for name in config.modules_to_save:
         if name not in ends:
             raise ValueError(
                 f"modules_to_save={quote(name)}: this {type(model).__name__} has "
                 f"{' and '.join(ends)}"
             )
-    for place in chosen:
-        if place.own in config.modules_to_save and place.own in ends:
+    for module in chosen:
+        if module.projection in config.modules_to_save and module.projection in ends:
             raise ValueError(
-                f"{place.own} is in targets and in modules_to_save: its weight is trained whole or "
-                "by an adapter; leave one out"
+                f"{module.projection} is in targets and in modules_to_save: leave one out"
             )
-        if config.dora and place.experts:  # as in PEFT
+        if config.dora and module.experts:  # as in PEFT
             raise ValueError(
-                f"dora with targets={quote(place.own)}: no lengths are learned of experts; leave "
-                "one out"
+                f"dora with targets={quote(module.projection)}: experts have none; leave one out"
             )
 
 
 def check_dropout(model: LanguageModel, config: LoraConfig) -> None:
-    """Raises ValueError where an adapter cannot be trained with its dropout."""
-    for path, parts in plan(model, config).items() if config.dropout else ():
+    """Raises ValueError for dropout on experts or the head, which do not support it."""
+    for path, parts in resolve_targets(model, config).items() if config.dropout else ():
         if isinstance(model.get_submodule(path), Experts | LMHead):
             raise ValueError(
                 f"dropout={config.dropout} with targets={quote(parts[0].name)}: experts and head "
-                "are adapted without dropout; give 0, or leave them out"
+                "do not support dropout; give 0, or leave them out"
             )
 
 
-def changes_ends(model: LanguageModel, config: LoraConfig) -> bool:
+def changes_embedding_or_head(model: LanguageModel, config: LoraConfig) -> bool:
     """Whether the adapter changes the embedding or the head."""
-    targets = {part.name for parts in plan(model, config).values() for part in parts}
-    return not targets.isdisjoint(saved_ends(model)) or bool(config.modules_to_save)
+    targets = {part.name for parts in resolve_targets(model, config).values() for part in parts}
+    return not targets.isdisjoint(savable_modules(model)) or bool(config.modules_to_save)
 
 
-def matches(pattern: str, name: str) -> bool:
-    """Whether a name is, or ends with, the pattern's, or is one of the shell pattern's."""
+def matches_pattern(pattern: str, name: str) -> bool:
+    """Whether a name equals the pattern, ends with it after a dot, or matches it as in a shell."""
     return name == pattern or name.endswith(f".{pattern}") or fnmatchcase(name, pattern)
 
 
-def _means(target: str, place: Place) -> bool:
-    return place.linear if target == ALL_LINEAR else matches(target, place.name)
+def _is_targeted(target: str, module: AdaptedModule) -> bool:
+    return module.linear if target == ALL_LINEAR else matches_pattern(target, module.name)
 
 
 def first_match(patterns: Mapping[str, float], name: str, default: float) -> int | float:
-    return next((value for key, value in patterns.items() if matches(key, name)), default)
+    return next((value for key, value in patterns.items() if matches_pattern(key, name)), default)
 
 
-def _kinds(some: Iterable[Place]) -> str:
-    return ", ".join(dict.fromkeys(place.own for place in some))
+def _list_projections(modules: Iterable[AdaptedModule]) -> str:
+    return ", ".join(dict.fromkeys(module.projection for module in modules))
 
 
-def _why_not(model: LanguageModel, target: str, every: Collection[Place]) -> str:
-    """Why no projection is meant."""
+def _explain_no_match(model: LanguageModel, target: str, every: Collection[AdaptedModule]) -> str:
+    """Why the target matches no projection, for a message."""
     own = target.rpartition(".")[2]
     if own == "score":
         return 'has no low-rank adapters: modules_to_save=("score",) trains it whole'
     moe = next((m for m in model.modules() if isinstance(m, SparseMoE)), None)
     if moe is not None and own in ("gate", "router"):
         return "is a router, which has no adapters"
-    kinds = _kinds(every)
+    kinds = _list_projections(every)
     near = difflib.get_close_matches(own, kinds.split(", "), n=1)
     meant = f"did you mean {near[0]!r}? " if near else ""
     joined = moe is not None and own in ("gate_proj", "up_proj", "w1", "w3")

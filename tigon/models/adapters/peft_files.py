@@ -1,8 +1,8 @@
-"""PEFT's patterns: regular expressions of names, of which files of others may have many.
+"""Adapters in PEFT's files: adapter_config.json and adapter_model.safetensors, read and written.
 
-A pattern means a name if it fits the name or what follows one of its dots. Most are such ends
-themselves, as PEFT writes one for each projection: these are looked up. The others are tried one by
-one, and are few and simple, so that no file can take long. Source: PEFT's get_pattern_key.
+Files come from strangers: JSON and safetensors headers are checked before anything is allocated,
+and features that are not supported are refused by name. Source: PEFT's LoraConfig,
+get_pattern_key and get_peft_model_state_dict.
 """
 
 import math
@@ -19,246 +19,55 @@ from torch import nn
 
 from tigon.hub import Source
 from tigon.models.adapters.adapters import (
+    activate_adapter,
+    adapter_layers,
     adapter_parameters,
-    check_name,
-    check_new,
-    choose,
+    add_parameters,
+    check_new_adapter,
     delete_adapter,
-    install,
-    low_ranks,
-    switch,
+    resolve_adapter_name,
+    set_active_name,
 )
 from tigon.models.adapters.lora import (
+    AdaptedModule,
     LoraConfig,
-    Place,
-    changes_ends,
+    changes_embedding_or_head,
     check_dropout,
+    find_target_modules,
     first_match,
-    matches,
-    places,
-    plan,
-    saved_ends,
+    matches_pattern,
+    resolve_targets,
+    savable_modules,
 )
-from tigon.models.adapters.peft_experts import APART, Tensors, stack, with_stacked
 from tigon.models.arguments import check_keywords
 from tigon.models.base import LanguageModel
-from tigon.models.pretrained.names import EMBEDDING, HEAD, PREFIXES, layout, stem_of_experts
-from tigon.models.pretrained.save import SavesItself, check_target, write_json, write_model
+from tigon.models.pretrained.names import EMBEDDING, HEAD, PREFIXES, experts_stem, layout
+from tigon.models.pretrained.save import SavePretrained, check_target, write_json, write_model
 from tigon.utils.json import escape, quote, read_json
 from tigon.utils.paths import expand_user
 from tigon.weights import (
     Checkpoint,
-    Decoded,
-    Entry,
     Layout,
-    Part,
     Repository,
+    TensorEntry,
     TensorInfo,
-    Writers,
+    TensorSlice,
+    WriterGroup,
     all_finite,
     entries,
     load_into,
-    match,
+    match_tensors,
     read_header,
 )
 
-REPEAT = re.compile(r"[*+?{]")
-PLAIN = re.compile(r"(?:[\w.-]|\\[.-])+")
-LONGEST_PATTERN, MOST_REPEATS = 200, 3
-MOST_REPEATING = 20  # patterns of one setting that have any
-MOST_TRIED = 200  # patterns of one setting that are no ends of names
-
-
-def ends_of(name: str) -> Iterator[str]:
-    """A name, and what follows each of its dots."""
-    while name:
-        yield name
-        name = name.partition(".")[2]
-
-
-class Patterns:
-    """The numbers that a setting has for some names; the first pattern that means one counts.
-
-    `names`: all that will be asked for. ValueError for what is no dictionary from patterns to
-    numbers of this kind, and for patterns that could take long.
-    """
-
-    def __init__(self, values: Mapping[str, Any], key: str, kind: Any, names: Iterable[str]):
-        patterns = values.get(key) or {}
-        if not isinstance(patterns, dict):
-            raise ValueError(f"{key}={quote(patterns)} is no dictionary")
-        known = {end for name in names for end in ends_of(name)}
-        self._ends: dict[str, tuple[int, Any]] = {}  # of each its place among all, and its number
-        self._tried: list[tuple[int, re.Pattern[str], Any]] = []
-        if sum(bool(REPEAT.search(pattern)) for pattern in patterns) > MOST_REPEATING:
-            raise ValueError(
-                f"{key} has more than {MOST_REPEATING} patterns that repeat something: write whole "
-                "names"
-            )
-        for i, (pattern, value) in enumerate(patterns.items()):
-            number = checked(f"{key}[{quote(pattern)}]", value, kind)
-            plain = re.sub(r"\\(.)", r"\1", pattern) if PLAIN.fullmatch(pattern) else None
-            if plain in known:
-                self._ends.setdefault(plain, (i, number))
-                continue
-            if len(self._tried) == MOST_TRIED:
-                raise ValueError(
-                    f"{key} has {len(patterns):,} patterns, and more than {MOST_TRIED} of them, "
-                    f"such as {quote(pattern)}, are no names of this model's projections: leave "
-                    "those out"
-                )
-            self._tried.append((i, compiled(key, pattern), number))
-
-    def of(self, name: str, default: Any) -> Any:
-        """The number of the first pattern that means this name."""
-        found = [self._ends[end] for end in ends_of(name) if end in self._ends]
-        first, value = min(found, default=(math.inf, default))
-        for i, pattern, number in self._tried:
-            if i > first:
-                break
-            if pattern.fullmatch(name):
-                return number
-        return value
-
-
-def checked(name: str, value: Any, kind: Any) -> Any:
-    """The number; ValueError for one of another kind."""
-    if isinstance(value, bool) or not isinstance(value, kind):
-        raise ValueError(f"{name}={quote(value)} is no number that it can be")
-    return value
-
-
-def quick(key: str, pattern: str) -> re.Pattern[str] | None:
-    """A regular expression of whole names; None for one that may take long."""
-    try:
-        compiled(key, pattern)
-    except ValueError:
-        return None
-    return re.compile(pattern)
-
-
-def compiled(key: str, pattern: str) -> re.Pattern[str]:
-    """A pattern, if no name can take it long."""
-    if len(pattern) > LONGEST_PATTERN or len(REPEAT.findall(pattern)) > MOST_REPEATS:
-        raise ValueError(f"{key}[{quote(pattern)}] is too complicated: write whole names")
-    if re.search(r"\(\?(?!:)", pattern):  # with (?x:...) repeats of groups look otherwise
-        raise ValueError(
-            f"{key}[{quote(pattern)}] has a group of a special kind: write whole names"
-        )
-    if re.search(r"\)[*+?{]", pattern):
-        raise ValueError(f"{key}[{quote(pattern)}] repeats a group: write whole names")
-    try:
-        return re.compile(rf"(.*\.)?({pattern})")
-    except (re.error, RecursionError, OverflowError) as error:
-        raise ValueError(f"{key}[{quote(pattern)}] is no regular expression: {error}") from None
-
-
-# What PEFT's adapter_config.json says of an adapter, and PEFT's names of its tensors.
-
 CONFIG, BASE = "adapter_config.json", "base_model_name_or_path"
-
-
-class AdapterBase(NamedTuple):
-    """The model that an adapter says it is of."""
-
-    name: str  # a directory or a hub repository; "" if there is none
-    revision: str | None  # of a hub repository
-    scores: bool  # whether it scores sequences
-
-
-def base_of(values: Mapping[str, Any]) -> AdapterBase:
-    """Of the values of an adapter_config.json; what is no text counts as absent."""
-    name, revision = (
-        value if isinstance(value := values.get(key), str) and value else None
-        for key in (BASE, "revision")
-    )
-    return AdapterBase(name or "", revision, values.get("task_type") == "SEQ_CLS")
-
-
-def read_base(repository: Repository) -> AdapterBase | None:
-    """Likewise of a repository; None if it has no adapter_config.json."""
-    path = repository.optional_file(CONFIG)
-    return None if path is None else base_of(read_json(path))
-
-
-def meant_by(place: Place, names: Set[str]) -> bool:
-    """Whether a list of names in PEFT's files means this one."""
-    return any(end in names for end in ends_of(place.name))
-
-
-def short(model: LanguageModel, names: Collection[str]) -> list[str]:
-    """Ends of names that mean just these projections, for every version of transformers."""
-    every = [place.name for place in places(model)]
-    ends = list(dict.fromkeys(n.rpartition(".")[2] for n in every if n in names))
-    meant = {name for name in every if any(matches(end, name) for end in ends)}
-    # Experts have projections of such names in older versions
-    plain = not any(name.endswith(".experts.down_proj") for name, _ in model.named_parameters())
-    return ends if plain and meant == set(names) else sorted(names)
-
-
-def peft_config(model: LanguageModel, config: LoraConfig, own: Collection[Place]) -> dict[str, Any]:
-    """adapter_config.json of an adapter of these projections."""
-    names = [place.name for place in own]
-
-    def of_each(patterns: Mapping[str, float], default: float) -> dict[str, float]:
-        every = {name: first_match(patterns, name, default) for name in sorted(names)}
-        return {name: value for name, value in every.items() if value != default}
-
-    source = model.config.source
-    of = config if config.base else LoraConfig(base=source.name, revision=source.revision)
-    return {
-        "peft_type": "LORA",
-        "task_type": "SEQ_CLS" if model.config.labels else "CAUSAL_LM",
-        BASE: of.base or None,
-        "revision": of.revision or None,
-        "r": config.rank,
-        "lora_alpha": config.alpha,
-        "lora_dropout": config.dropout,
-        "target_modules": short(model, [place.name for place in own if not place.experts]),
-        "target_parameters": _parameters(model, own),
-        "rank_pattern": of_each(config.rank_pattern, config.rank),
-        "alpha_pattern": of_each(config.alpha_pattern, config.alpha),
-        "use_rslora": config.rslora,
-        "use_dora": config.dora,
-        "modules_to_save": list(config.modules_to_save) or None,
-        "bias": "none",
-        "fan_in_fan_out": False,
-        "init_lora_weights": True,
-        "inference_mode": True,
-    }
-
-
-def _parameters(model: LanguageModel, own: Collection[Place]) -> list[str] | None:
-    """Of experts, which are no modules."""
-    mine = [place for place in own if place.experts]
-    short = {f"mlp.experts.{place.own}" for place in mine}
-    meant = [p for p in places(model) if p.experts and meant_by(p, short)]
-    return (sorted(short) if len(meant) == len(mine) else sorted(p.name for p in mine)) or None
-
-
-def peft_name(name: str, adapter: str) -> str:
-    """Of a tensor in a file, from its name in a model's layout."""
-    if name.endswith((f".lora_embedding_A.{adapter}", f".lora_embedding_B.{adapter}")):
-        return name.removesuffix(f".{adapter}")
-    inner, dot, kind = name.rpartition(".")
-    inner = inner.removesuffix(f".{adapter}").removesuffix(".modules_to_save")
-    if inner.endswith(".lora_magnitude_vector"):
-        return inner
-    return f"{inner}{dot}{kind}"
-
-
-# Adapters in PEFT's files: adapter_config.json and adapter_model.safetensors.
-#
-# They are other people's: JSON and safetensors headers are checked before anything is allocated,
-# and what an adapter would do that is not done here is refused by name. Source: PEFT's LoraConfig
-# and get_peft_model_state_dict.
-
 WEIGHTS, PICKLE = "adapter_model.safetensors", "adapter_model.bin"
-PREFIX = "base_model.model."  # of PEFT's names
+PREFIX = "base_model.model."  # of PEFT's tensor names
 LOW_RANK = re.compile(r"(.+)\.lora_(?:[AB]\.weight|embedding_[AB])")
-OF_DECODER = ("layers.", "embed_tokens.")  # beginnings of names in the decoder
-OF_BASE = re.compile(r"(.+)\.base_layer\.weight")  # PEFT saves it beside an embedding's or a head's
-# Keys that are read, say what tensors show better, or were for the beginning of training alone
+SINGLE_EXPERT = re.compile(r".+\.experts\.\d+\.\w+\.lora_[AB]\.weight")
+DECODER_PREFIXES = ("layers.", "embed_tokens.")
+BASE_WEIGHT = re.compile(r"(.+)\.base_layer\.weight")  # PEFT saves it for embedding and head
+# Keys that are read, that repeat what the tensors show, or that only the start of training uses
 KNOWN = frozenset(
     (
         *("r", "lora_alpha", "lora_dropout", "use_rslora", "use_dora", "rank_pattern"),
@@ -270,23 +79,217 @@ KNOWN = frozenset(
         "runtime_config",
     )
 )
-# Ways to begin that leave the base as it is; others take from it what the adapter begins with
-BEGINNINGS = (True, False, None, "gaussian", "orthogonal", "eva")
+# Values of init_lora_weights that leave the base as it is
+INITIALIZERS = (True, False, None, "gaussian", "orthogonal", "eva")
+
+# Patterns: regular expressions of names. A pattern matches a name if it fits the name or the text
+# after one of its dots. PEFT writes most of them as plain suffixes, which are looked up; the others
+# are tried in order, and must be few and simple so that no file takes long.
+
+REPEAT = re.compile(r"[*+?{]")
+PLAIN = re.compile(r"(?:[\w.-]|\\[.-])+")
+LONGEST_PATTERN, MOST_REPEATS = 200, 3
+MOST_REPEATING = 20  # patterns of one setting with a repetition
+MOST_TRIED = 200  # patterns of one setting that are not plain suffixes
 
 
-class Stored(NamedTuple):
-    """An adapter's files."""
+def name_suffixes(name: str) -> Iterator[str]:
+    """Yields the name, and the text after each of its dots."""
+    while name:
+        yield name
+        name = name.partition(".")[2]
+
+
+class Patterns:
+    """A setting that maps patterns to numbers; the first pattern that matches a name counts.
+
+    `names`: all names that will be looked up. Raises ValueError unless the setting is a dictionary
+    of numbers of this kind, and for patterns that could take long.
+    """
+
+    def __init__(self, values: Mapping[str, Any], key: str, kind: Any, names: Iterable[str]):
+        patterns = values.get(key) or {}
+        if not isinstance(patterns, dict):
+            raise ValueError(f"{key}={quote(patterns)} is not a dictionary")
+        known = {end for name in names for end in name_suffixes(name)}
+        self._suffixes: dict[str, tuple[int, Any]] = {}  # suffix -> index, number
+        self._tried: list[tuple[int, re.Pattern[str], Any]] = []
+        if sum(bool(REPEAT.search(pattern)) for pattern in patterns) > MOST_REPEATING:
+            raise ValueError(
+                f"{key} has more than {MOST_REPEATING} patterns with repetitions: write whole names"
+            )
+        for i, (pattern, value) in enumerate(patterns.items()):
+            number = check_number(f"{key}[{quote(pattern)}]", value, kind)
+            plain = re.sub(r"\\(.)", r"\1", pattern) if PLAIN.fullmatch(pattern) else None
+            if plain in known:
+                self._suffixes.setdefault(plain, (i, number))
+                continue
+            if len(self._tried) == MOST_TRIED:
+                raise ValueError(
+                    f"{key} has {len(patterns):,} patterns, and more than {MOST_TRIED} of them, "
+                    f"such as {quote(pattern)}, name no projection of this model: leave them out"
+                )
+            self._tried.append((i, compile_pattern(key, pattern), number))
+
+    def lookup(self, name: str, default: Any) -> Any:
+        """The number of the first pattern that matches this name."""
+        matches = [self._suffixes[end] for end in name_suffixes(name) if end in self._suffixes]
+        first, value = min(matches, default=(math.inf, default))
+        for i, pattern, number in self._tried:
+            if i > first:
+                break
+            if pattern.fullmatch(name):
+                return number
+        return value
+
+
+def check_number(name: str, value: Any, kind: Any) -> Any:
+    """The value; raises ValueError if it is not of this kind of number."""
+    if isinstance(value, bool) or not isinstance(value, kind):
+        what = "integer" if kind is int else "number"
+        raise ValueError(f"{name} must be a positive {what}, got {quote(value)}")
+    return value
+
+
+def compile_if_simple(key: str, pattern: str) -> re.Pattern[str] | None:
+    """The regular expression of whole names; None if it may take long."""
+    try:
+        compile_pattern(key, pattern)
+    except ValueError:
+        return None
+    return re.compile(pattern)
+
+
+def compile_pattern(key: str, pattern: str) -> re.Pattern[str]:
+    """The regular expression of a pattern; raises ValueError if matching it may take long."""
+    if len(pattern) > LONGEST_PATTERN or len(REPEAT.findall(pattern)) > MOST_REPEATS:
+        raise ValueError(f"{key}[{quote(pattern)}] is too complicated: write whole names")
+    if re.search(r"\(\?(?!:)", pattern):  # (?x:...) could hide repeated groups
+        raise ValueError(
+            f"{key}[{quote(pattern)}] has a group of a special kind: write whole names"
+        )
+    if re.search(r"\)[*+?{]", pattern):
+        raise ValueError(f"{key}[{quote(pattern)}] repeats a group: write whole names")
+    try:
+        return re.compile(rf"(.*\.)?({pattern})")
+    except (re.error, RecursionError, OverflowError) as error:
+        raise ValueError(f"{key}[{quote(pattern)}] is not a regular expression: {error}") from None
+
+
+# adapter_config.json
+
+
+class AdapterBase(NamedTuple):
+    """The base model that an adapter's config names."""
+
+    name: str  # a directory or a hub repository; "" if the config names none
+    revision: str | None  # of a hub repository
+    scores: bool  # whether it is a sequence classifier
+
+
+def parse_base(values: Mapping[str, Any]) -> AdapterBase:
+    """The base that adapter_config.json names; values that are not text count as absent."""
+    name, revision = (
+        value if isinstance(value := values.get(key), str) and value else None
+        for key in (BASE, "revision")
+    )
+    return AdapterBase(name or "", revision, values.get("task_type") == "SEQ_CLS")
+
+
+def read_base(repository: Repository) -> AdapterBase | None:
+    """The base of a repository's adapter; None if it has no adapter_config.json."""
+    path = repository.optional_file(CONFIG)
+    return None if path is None else parse_base(read_json(path))
+
+
+def is_listed(module: AdaptedModule, names: Set[str]) -> bool:
+    """Whether a list of names in PEFT's files includes this module, in full or by a suffix."""
+    return any(end in names for end in name_suffixes(module.name))
+
+
+def shorten_names(model: LanguageModel, names: Collection[str]) -> list[str]:
+    """The shortest suffixes that select just these projections in all versions of transformers."""
+    all_names = [module.name for module in find_target_modules(model)]
+    suffixes = list(dict.fromkeys(n.rpartition(".")[2] for n in all_names if n in names))
+    selected = {name for name in all_names if any(matches_pattern(s, name) for s in suffixes)}
+    # In older versions experts have projections with the same suffixes
+    plain = not any(name.endswith(".experts.down_proj") for name, _ in model.named_parameters())
+    return suffixes if plain and selected == set(names) else sorted(names)
+
+
+def peft_config(
+    model: LanguageModel, config: LoraConfig, modules: Collection[AdaptedModule]
+) -> dict[str, Any]:
+    """The content of adapter_config.json for an adapter of these modules."""
+    names = sorted(module.name for module in modules)
+
+    def overrides(patterns: Mapping[str, float], default: float) -> dict[str, float]:
+        values = {name: first_match(patterns, name, default) for name in names}
+        return {name: value for name, value in values.items() if value != default}
+
+    origin = model.config.source
+    base = config if config.base else LoraConfig(base=origin.name, revision=origin.revision)
+    linear = [module.name for module in modules if not module.experts]
+    return {
+        "peft_type": "LORA",
+        "task_type": "SEQ_CLS" if model.config.labels else "CAUSAL_LM",
+        BASE: base.base or None,
+        "revision": base.revision or None,
+        "r": config.rank,
+        "lora_alpha": config.alpha,
+        "lora_dropout": config.dropout,
+        "target_modules": shorten_names(model, linear),
+        "target_parameters": _target_parameters(model, modules),
+        "rank_pattern": overrides(config.rank_pattern, config.rank),
+        "alpha_pattern": overrides(config.alpha_pattern, config.alpha),
+        "use_rslora": config.rslora,
+        "use_dora": config.dora,
+        "modules_to_save": list(config.modules_to_save) or None,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "init_lora_weights": True,
+        "inference_mode": True,
+    }
+
+
+def _target_parameters(
+    model: LanguageModel, modules: Collection[AdaptedModule]
+) -> list[str] | None:
+    """PEFT's target_parameters: the experts' matrices, by suffixes if these select just them."""
+    experts = [module for module in modules if module.experts]
+    suffixes = {f"mlp.experts.{module.projection}" for module in experts}
+    selected = [m for m in find_target_modules(model) if m.experts and is_listed(m, suffixes)]
+    names = suffixes if len(selected) == len(experts) else {module.name for module in experts}
+    return sorted(names) or None
+
+
+def peft_name(name: str, adapter: str) -> str:
+    """The name in PEFT's file of a tensor in a model's layout."""
+    if name.endswith((f".lora_embedding_A.{adapter}", f".lora_embedding_B.{adapter}")):
+        return name.removesuffix(f".{adapter}")
+    inner, dot, kind = name.rpartition(".")
+    inner = inner.removesuffix(f".{adapter}").removesuffix(".modules_to_save")
+    if inner.endswith(".lora_magnitude_vector"):
+        return inner
+    return f"{inner}{dot}{kind}"
+
+
+# Reading files
+
+
+class PeftAdapter(NamedTuple):
+    """The files of an adapter; its tensors are not read yet."""
 
     config: LoraConfig
     checkpoint: Checkpoint
-    names: dict[str, str]  # the file's of each tensor, by that which `peft_names` gives it
-    base: dict[str, str]  # likewise weights of the base, by the paths of their modules
-    of_base: Checkpoint  # has them
+    names: dict[str, str]  # a tensor's name from `peft_name` -> its name in the file
+    base_names: dict[str, str]  # path of a module -> the file's name of its base weight
+    base_checkpoint: Checkpoint  # the base weights of `base_names`
     tied: bool  # whether training keeps embedding and head equal (PEFT's ensure_weight_tying)
 
 
-def read_adapter(repository: Repository, model: LanguageModel) -> Stored:
-    """What the files say, as far as it can be told without reading tensors."""
+def read_adapter(repository: Repository, model: LanguageModel) -> PeftAdapter:
+    """Read and check an adapter's config and the headers of its tensors."""
     try:
         path = repository.file(CONFIG)
     except FileNotFoundError as error:
@@ -298,80 +301,56 @@ def read_adapter(repository: Repository, model: LanguageModel) -> Stored:
         raise ValueError(f"{where}: {error}") from None
     weights = repository.optional_file(WEIGHTS)
     if weights is None:
-        also = ""
+        hint = ""
         if PICKLE in repository.listing():
-            also = f"; {PICKLE} is not read, as it can run code: save it again with a current PEFT"
-        raise FileNotFoundError(f"{repository.name} has no {WEIGHTS}{also}")
-    tensors: Tensors = {**read_header(weights)}
-    names = _names(tensors, f"{repository.name}/{WEIGHTS}")
+            hint = f"; {PICKLE} is not read, as it can run code: save it again with a current PEFT"
+        raise FileNotFoundError(f"{repository.name} has no {WEIGHTS}{hint}")
+    tensors = dict(read_header(weights))
+    file = f"{repository.name}/{WEIGHTS}"
+    names = _model_names(tensors, file)
     _drop_duplicates(tensors, names)
     try:
-        stems = [match[1] for name in names if (match := LOW_RANK.fullmatch(name))]
-        if any(APART.fullmatch(name) for name in names):
-            values = _stack(values, stems, names, tensors, model)
-        config = _config(values, stems, {n: tensors[own] for n, own in names.items()}, model)
+        if single := next(filter(SINGLE_EXPERT.fullmatch, names), None):
+            raise ValueError(
+                f"{quote(single)} adapts a single expert, a form of older PEFT versions that is "
+                "not read: save the adapter again with a current PEFT"
+            )
+        config = _lora_config(values, {name: tensors[names[name]] for name in names}, model)
     except ValueError as error:
         raise ValueError(f"{escape(repository.name)}: {error}") from None
-    whole = {p.name for p in places(model) if p.path == p.name}  # others have parts of a weight
-    base = {}
-    for inner, own in names.items():
-        if (match := OF_BASE.fullmatch(inner)) and match[1] in whole:
-            base[match[1]] = own
-    at = f"{repository.name}/{WEIGHTS}"
-    rest = {own: info for own, info in tensors.items() if own not in base.values()}
-    of_base = {own: tensors[own] for own in base.values()}
-    tied = _tied(values, model) and changes_ends(model, config)
-    return Stored(config, Checkpoint(at, rest), names, base, Checkpoint(at, of_base), tied)
+    # Other modules are slices of a weight
+    modules = {m.name for m in find_target_modules(model) if m.path == m.name}
+    base_names = {}
+    for name, file_name in names.items():
+        if (match := BASE_WEIGHT.fullmatch(name)) and match[1] in modules:
+            base_names[match[1]] = file_name
+    base_tensors = {name: tensors.pop(name) for name in base_names.values()}
+    tied = _keeps_tie(values, model) and changes_embedding_or_head(model, config)
+    base_checkpoint = Checkpoint(file, base_tensors)
+    return PeftAdapter(config, Checkpoint(file, tensors), names, base_names, base_checkpoint, tied)
 
 
-def _drop_duplicates(tensors: Tensors, names: dict[str, str]) -> None:
-    """Remove what PEFT writes beside the trained embedding and head of a resized base: both once
-    more, and the base's, which nothing reads."""
+def _drop_duplicates(tensors: dict[str, TensorInfo], names: dict[str, str]) -> None:
+    """Remove the copies that PEFT writes beside the trained embedding and head of a resized base:
+    both a second time, and the base's weights."""
     for name in (EMBEDDING, HEAD):
         module = name.removesuffix(".weight")
         for duplicate in ("modules_to_save", "original_module"):
-            if name in names and (own := names.pop(f"{module}.{duplicate}.weight", None)):
-                del tensors[own]
-
-
-def _stack(
-    values: Mapping[str, Any],
-    stems: Sequence[str],
-    names: dict[str, str],
-    tensors: Tensors,
-    model: LanguageModel,
-) -> dict[str, Any]:
-    """Experts that are apart in one matrix each, in place; their settings are returned."""
-    of = [(values.get(key, 8), kind) for key, kind in (("r", int), ("lora_alpha", int | float))]
-    rank, alpha = (checked("r or lora_alpha", value, kind) for value, kind in of)
-    keys = ("rank_pattern", int), ("alpha_pattern", int | float)
-    ranks, alphas = (Patterns(values, key, kind, stems) for key, kind in keys)
-    plain = {n: info for n, own in names.items() if isinstance(info := tensors[own], TensorInfo)}
-    found = stack(
-        model,
-        plain,
-        lambda name: (ranks.of(name, rank), alphas.of(name, alpha)),
-        rslora=bool(values.get("use_rslora")),
-    )
-    for name in found.apart:
-        del tensors[names.pop(name)]
-    for name, info in found.tensors.items():
-        names[name] = PREFIX + name
-        tensors[names[name]] = info
-    return with_stacked(values, found)
+            if name in names and (file_name := names.pop(f"{module}.{duplicate}.weight", None)):
+                del tensors[file_name]
 
 
 def _check_features(values: Mapping[str, Any]) -> None:
-    """Raises ValueError for what would be computed in another way."""
+    """Raises ValueError for features that are not supported."""
     kind = values.get("peft_type")
     if kind != "LORA":
         raise ValueError(f"peft_type {quote(kind)} is not LORA")
-    beginning = values.get("init_lora_weights", True)
-    if not any(beginning is known or beginning == known for known in BEGINNINGS):
+    initializer = values.get("init_lora_weights", True)
+    if not any(initializer is known or initializer == known for known in INITIALIZERS):
         raise ValueError(
-            f"init_lora_weights={quote(beginning)} takes from the base what the adapter begins "
-            "with, so that it does not fit the base as it is: convert it with PEFT "
-            "(save_pretrained with path_initial_model_for_weight_conversion)"
+            f"init_lora_weights={quote(initializer)} changes the base's weights, so that the "
+            "adapter does not fit the original base: convert it with PEFT (save_pretrained with "
+            "path_initial_model_for_weight_conversion)"
         )
     if values.get("bias", "none") != "none":
         raise ValueError(f"bias={quote(values['bias'])}: adapters have no biases here")
@@ -383,161 +362,165 @@ def _check_features(values: Mapping[str, Any]) -> None:
             raise ValueError(f"{escape(key, 100)}={quote(value)} is not supported")
 
 
-def _names(tensors: Collection[str], where: str) -> dict[str, str]:
-    """Tensor names as this package's models have them, to the file's."""
-    found: dict[str, str] = {}
-    for name in tensors:
-        inner = name.removeprefix(PREFIX)
+def _model_names(tensors: Collection[str], where: str) -> dict[str, str]:
+    """Maps the names that this package's models have for the tensors to the file's names."""
+    names: dict[str, str] = {}
+    for file_name in tensors:
+        name = file_name.removeprefix(PREFIX)
         for prefix in PREFIXES[:-1]:
-            if inner.startswith(prefix):
-                inner = "model." + inner.removeprefix(prefix)
+            if name.startswith(prefix):
+                name = "model." + name.removeprefix(prefix)
                 break
-        if inner.startswith(OF_DECODER):  # saved over AutoModel, which is the decoder alone
-            inner = f"model.{inner}"
-        if inner in found:
-            raise ValueError(f"{escape(where)}: {quote(name)} and {quote(found[inner])} are one")
-        found[inner] = name
-    return found
+        if name.startswith(DECODER_PREFIXES):  # an adapter of AutoModel, the decoder alone
+            name = f"model.{name}"
+        if name in names:
+            raise ValueError(
+                f"{escape(where)}: {quote(file_name)} and {quote(names[name])} are one"
+            )
+        names[name] = file_name
+    return names
 
 
-def _config(
-    values: Mapping[str, Any],
-    stems: Sequence[str],
-    tensors: Mapping[str, TensorInfo | Decoded],
-    model: LanguageModel,
+def _lora_config(
+    values: Mapping[str, Any], tensors: Mapping[str, TensorInfo], model: LanguageModel
 ) -> LoraConfig:
-    """With whole names in place of PEFT's patterns. Ranks are those of the tensors.
+    """The LoraConfig of PEFT's config, with whole names instead of patterns.
 
-    `stems`: what the names of the file's tensors begin with, those of experts apart too.
+    `tensors`: the file's, by the model's names. They decide which modules are adapted.
     """
     rank, alpha = values.get("r", 8), values.get("lora_alpha", 8)
-    checked("r", rank, int)
-    checked("lora_alpha", alpha, int | float)
-    own = {match[1] for name in tensors if (match := LOW_RANK.fullmatch(name))}
-    known = _stems(values, model)
-    if not own:
+    check_number("r", rank, int)
+    check_number("lora_alpha", alpha, int | float)
+    stems = {match[1] for name in tensors if (match := LOW_RANK.fullmatch(name))}
+    known = _module_stems(values, model)
+    if not stems:
         raise ValueError("no tensor of it is named lora_A or lora_B")
-    if unknown := sorted(own - known.keys()):
-        kinds = ", ".join(dict.fromkeys(place.own for place in known.values()))
+    if unknown := sorted(stems - known.keys()):
+        kinds = ", ".join(dict.fromkeys(module.projection for module in known.values()))
         more = f" and {len(unknown) - 3} more" if len(unknown) > 3 else ""
         raise ValueError(
             f"the adapter is for {', '.join(quote(n) for n in unknown[:3])}{more}, which this "
             f"{type(model).__name__} does not have: its {model.config.num_hidden_layers} layers "
             f"have {kinds}"
         )
-    _check_whole(values, own, known)
+    _check_complete(values, stems, known)
     ranks, alphas = {}, {}
-    named = [*stems, *(place.name for place in known.values())]
+    names = [*stems, *(module.name for module in known.values())]
     rank_patterns, alpha_patterns = (
-        Patterns(values, key, kind, named)
+        Patterns(values, key, kind, names)
         for key, kind in (("rank_pattern", int), ("alpha_pattern", int | float))
     )
-    for stem in filter(own.__contains__, known):
-        place, name = known[stem], known[stem].name
-        said = rank_patterns.of(name, rank)
-        end = "lora_embedding_A" if place.own == "embed_tokens" else "lora_A.weight"
+    for stem in filter(stems.__contains__, known):
+        module, name = known[stem], known[stem].name
+        module_rank = rank_patterns.lookup(name, rank)
+        end = "lora_embedding_A" if module.projection == "embed_tokens" else "lora_A.weight"
         info = tensors.get(f"{stem}.{end}")
-        rows = said * (_experts_of(model, place) if place.experts else 1)
+        rows = module_rank * (_num_experts(model, module) if module.experts else 1)
         if info is not None and info.shape[:1] != (rows,):
             raise ValueError(
-                f"{stem}.{end} is {list(info.shape)}, and the rank is said to be {said}"
+                f"{stem}.{end} is {list(info.shape)}, and the rank is said to be {module_rank}"
             )
-        if said != rank:
-            ranks[name] = said
-        if (other := alpha_patterns.of(name, alpha)) != alpha:
-            alphas[name] = other
+        if module_rank != rank:
+            ranks[name] = module_rank
+        if (module_alpha := alpha_patterns.lookup(name, alpha)) != alpha:
+            alphas[name] = module_alpha
     saved = values.get("modules_to_save") or []
     if not isinstance(saved, list) or not all(isinstance(name, str) for name in saved):
-        raise ValueError(f"modules_to_save={quote(saved)} is no list of names")
-    both = saved_ends(model)
-    # PEFT names both heads that models of scores may have
-    last = dict.fromkeys(name.rpartition(".")[2] for name in saved)
-    # PEFT saves both and names one with ensure_weight_tying, and none of a resized model
-    paths = zip(both, (EMBEDDING, model.checkpoint_names.head), strict=True)
-    last |= {end: None for end, path in paths if path in tensors}
-    if "score" in both:
-        last.pop("classifier", None)
+        raise ValueError(f"modules_to_save={quote(saved)} is not a list of names")
+    savable = savable_modules(model)
+    # PEFT lists both names that the head of a sequence classifier may have
+    saved_names = dict.fromkeys(name.rpartition(".")[2] for name in saved)
+    # With ensure_weight_tying PEFT saves both and lists one, and for a resized base it lists none
+    paths = zip(savable, (EMBEDDING, model.checkpoint_names.head), strict=True)
+    saved_names |= {name: None for name, path in paths if path in tensors}
+    if "score" in savable:
+        saved_names.pop("classifier", None)
+    base = parse_base(values)
     return LoraConfig(
         rank=rank,
         alpha=alpha,
-        targets=tuple(short(model, [known[stem].name for stem in own])),
+        targets=tuple(shorten_names(model, [known[stem].name for stem in stems])),
         dropout=values.get("lora_dropout", 0.0),
         rslora=bool(values.get("use_rslora")),
         dora=bool(values.get("use_dora")),
         rank_pattern=ranks,
         alpha_pattern=alphas,
-        modules_to_save=tuple(last),
-        base=base_of(values).name,
-        revision=base_of(values).revision or "",
+        modules_to_save=tuple(saved_names),
+        base=base.name,
+        revision=base.revision or "",
     )
 
 
 def read_vocabulary_size(repository: Repository, model: LanguageModel) -> int | None:
-    """The rows of the embedding or the head that the adapter has whole; None if it has neither, of
-    the model's width: the file may be anybody's, and a model is resized to what is returned."""
+    """The rows of the embedding or head that the adapter saves; None if it saves neither.
+
+    Only a tensor of the model's width counts, since the model will be resized to this number.
+    """
     weights = repository.optional_file(WEIGHTS)
     header = {} if weights is None else read_header(weights)
-    names = _names(header, f"{repository.name}/{WEIGHTS}")
+    names = _model_names(header, f"{repository.name}/{WEIGHTS}")
     shapes = [header[names[name]].shape for name in (EMBEDDING, HEAD) if name in names]
     width = model.config.hidden_size
     return next((shape[0] for shape in shapes if shape[1:] == (width,)), None)
 
 
-def _tied(values: Mapping[str, Any], model: LanguageModel) -> bool:
-    """Whether PEFT keeps what the adapter has for the embedding and for the head equal."""
+def _keeps_tie(values: Mapping[str, Any], model: LanguageModel) -> bool:
+    """Whether PEFT keeps the adapter's weights of embedding and head equal."""
     return bool(values.get("ensure_weight_tying")) and model.ties_head
 
 
-def _stems(values: Mapping[str, Any], model: LanguageModel) -> dict[str, Place]:
-    """What the tensors' names of every projection begin with."""
+def _module_stems(values: Mapping[str, Any], model: LanguageModel) -> dict[str, AdaptedModule]:
+    """Each module that the adapter may have, by the beginning of its tensors' names."""
     parameters = values.get("target_parameters") or []
     if not isinstance(parameters, list) or not all(isinstance(t, str) for t in parameters):
-        raise ValueError(f"target_parameters={quote(parameters)} is no list of names")
-    every = places(model)
-    stacked = {end for place in every if place.experts for end in ends_of(place.name)}
+        raise ValueError(f"target_parameters={quote(parameters)} is not a list of names")
+    modules = find_target_modules(model)
+    suffixes = {end for m in modules if m.experts for end in name_suffixes(m.name)}
     for target in parameters:
-        if target not in stacked:
+        if target not in suffixes:
             raise ValueError(
                 f"target_parameters={quote(target)} matches no experts of this "
                 f"{type(model).__name__}"
             )
-    found, chosen = {}, [p for p in every if p.experts and meant_by(p, {*parameters})]
-    for place in every:
-        if place.experts:
-            meant = [p.own for p in chosen if p.path == place.path]
-            if place.own in meant:
-                found[stem_of_experts(place.path, place.own, meant)] = place
+    stems, targeted = {}, [m for m in modules if m.experts and is_listed(m, {*parameters})]
+    for module in modules:
+        if module.experts:
+            projections = [m.projection for m in targeted if m.path == module.path]
+            if module.projection in projections:
+                stems[experts_stem(module.path, module.projection, projections)] = module
         else:
-            found[place.name] = place
-    return found
+            stems[module.name] = module
+    return stems
 
 
-def _experts_of(model: LanguageModel, place: Place) -> int:
-    return len(model.get_submodule(place.path).get_parameter(place.own))
+def _num_experts(model: LanguageModel, module: AdaptedModule) -> int:
+    return len(model.get_submodule(module.path).get_parameter(module.projection))
 
 
-def _check_whole(values: Mapping[str, Any], own: set[str], known: Mapping[str, Place]) -> None:
-    """ValueError if projections that the targets name have no tensors: the adapter is of a model of
-    fewer layers, or its file lacks some."""
+def _check_complete(
+    values: Mapping[str, Any], stems: Set[str], known: Mapping[str, AdaptedModule]
+) -> None:
+    """Raises ValueError if modules that the config targets have no tensors: the adapter is for a
+    model with fewer layers, or its file lacks tensors."""
     targets = values.get("target_modules")
-    chosen = values.get("layers_to_transform"), values.get("exclude_modules")
-    if any(some not in (None, [], "") for some in chosen):
+    selections = values.get("layers_to_transform"), values.get("exclude_modules")
+    if any(selection not in (None, [], "") for selection in selections):
         return
-    pattern = quick("target_modules", targets) if isinstance(targets, str) else None
+    pattern = compile_if_simple("target_modules", targets) if isinstance(targets, str) else None
     names = {t for t in targets if isinstance(t, str)} if isinstance(targets, list) else set()
     parameters = {*(values.get("target_parameters") or [])}
-    for name, place in known.items():
-        meant = meant_by(place, parameters if place.experts else names)
-        if pattern is not None and not place.experts:
-            meant = pattern.fullmatch(place.name) is not None
-        if name not in own and meant:
+    for stem, module in known.items():
+        targeted = is_listed(module, parameters if module.experts else names)
+        if pattern is not None and not module.experts:
+            targeted = pattern.fullmatch(module.name) is not None
+        if stem not in stems and targeted:
             raise ValueError(
-                f"target_modules={quote(targets)}, and {WEIGHTS} has none for {quote(place.name)}: "
-                "it is of another model, or lacks tensors"
+                f"target_modules={quote(targets)}, and {WEIGHTS} has none for "
+                f"{quote(module.name)}: it is of another model, or lacks tensors"
             )
 
 
-# Adapters from PEFT's files, and to them.
+# Loading
 
 
 def load_adapter(
@@ -549,120 +532,123 @@ def load_adapter(
     dtype: torch.dtype | None = None,
     **source: Unpack[Source],
 ) -> None:
-    """Add an adapter of PEFT's from a directory or a hub repository, and choose it.
+    """Add a PEFT adapter from a directory or a hub repository, and activate it.
 
-    All else is frozen, and the adapter too unless `trainable`. `dtype` None: the model's, as that
-    is what products are computed in; float32 for one that trains on in a model of 16 bits. Raises
-    ValueError, naming what is wrong, for tensors that do not fit the model, features that are not
-    supported, and tensors with NaN; the model is then as it was. Warns if the adapter fits, but
-    names another base than this model was read from.
+    All other parameters are frozen, and those of the adapter unless `trainable`. `dtype` None: the
+    model's, or float32 for a trainable adapter of a 16-bit model. Raises ValueError, leaving the
+    model unchanged, for tensors that do not fit, unsupported features, and NaN. Warns if the
+    adapter names another base than this model was read from.
     """
     check_keywords("load_adapter", source, frozenset(Source.__annotations__))
-    check_new(model, name)
+    check_new_adapter(model, name)
     repository = Repository(path_or_repo, **source)
-    stored, size = read_adapter(repository, model), read_vocabulary_size(repository, model)
+    adapter, size = read_adapter(repository, model), read_vocabulary_size(repository, model)
     try:
         if size not in (None, model.config.vocab_size) and not model.config.labels:
             raise ValueError(
                 f"the adapter is of {size} tokens, and the model has {model.config.vocab_size}: "
                 f"call model.resize_token_embeddings({size}) first"
             )
-        parts = plan(model, stored.config)
+        parts = resolve_targets(model, adapter.config)
         if trainable:
-            check_dropout(model, stored.config)
-        if trainable and stored.tied:
+            check_dropout(model, adapter.config)
+        if trainable and adapter.tied:
             raise ValueError(
                 "ensure_weight_tying=True keeps embedding and head equal in training, which is not "
                 "supported: load the adapter without trainable=True, or merge it and begin another"
             )
     except ValueError as error:
         raise ValueError(f"{escape(os.fspath(path_or_repo))}: {error}") from None
-    _check_base(model, stored)
+    _check_base(model, adapter)
     half = model.dtype in (torch.bfloat16, torch.float16)
     dtype = dtype or (torch.float32 if half and trainable else model.dtype)
     active = model.active_adapter
-    learned = {n for n, p in model.named_parameters() if p.requires_grad}
+    trainable_names = {n for n, p in model.named_parameters() if p.requires_grad}
     try:
-        install(model, name, stored.config, parts, dtype, torch.device("meta"))
-        _fill(model, name, stored)
+        add_parameters(model, name, adapter.config, parts, dtype, torch.device("meta"))
+        _load_values(model, name, adapter)
     except BaseException:
         if name in model.adapters:
             delete_adapter(model, name)
-            switch(model, active)
+            set_active_name(model, active)
             for n, p in model.named_parameters():
-                p.requires_grad_(n in learned)
+                p.requires_grad_(n in trainable_names)
         raise
-    choose(model, name, trained=trainable)
-    said, own = stored.config.base, model.config.source.name
-    if said and own and not _same(said, own):
+    activate_adapter(model, name, trained=trainable)
+    adapter_base, model_name = adapter.config.base, model.config.source.name
+    if adapter_base and model_name and not _is_same_model(adapter_base, model_name):
         warnings.warn(
-            f"{escape(os.fspath(path_or_repo))} is an adapter of {quote(said, 300)}, and the "
-            f"model is of {quote(own, 300)}: it fits, but what it adds was learned over other "
-            "weights, unless the one is the other under a new name",
+            f"{escape(os.fspath(path_or_repo))} is an adapter of {quote(adapter_base, 300)}, and "
+            f"the model is of {quote(model_name, 300)}: it fits, but was trained on other weights, "
+            "unless the model was renamed",
             stacklevel=2,
         )
 
 
-def _same(one: str, other: str) -> bool:
-    """Whether two places, directories or hub repositories, are one or have the same name."""
+def _is_same_model(first: str, second: str) -> bool:
+    """Whether two directories or hub repositories are the same or have the same name."""
     try:
-        return os.path.samefile(one, other)  # all runs have a directory hf
+        return os.path.samefile(first, second)  # names alone do not tell: runs all have a hf/
     except (OSError, ValueError):  # one is no directory here
-        return _last_name(one) == _last_name(other)
+        return _model_name(first) == _model_name(second)
 
 
-def _last_name(place: str) -> str:
-    """Of a path or a repository; the repository's, if it is in the hub's cache."""
-    parts = os.path.abspath(place).replace("\\", "/").split("/")
+def _model_name(path: str) -> str:
+    """The last name of a path or repository, or the repository's if it is in the hub's cache."""
+    parts = os.path.abspath(path).replace("\\", "/").split("/")
     cached = [part for part in parts if part.startswith("models--")]
     return (cached[-1].rpartition("--")[2] if cached else parts[-1]).casefold()
 
 
-def _check_base(model: LanguageModel, stored: Stored) -> None:
-    """Raises ValueError if the file has weights of a base that are not this model's: PEFT would put
+def _check_base(model: LanguageModel, adapter: PeftAdapter) -> None:
+    """Raises ValueError if the file has base weights that differ from the model's: PEFT would load
     them into the base."""
-    for module, own in stored.base.items():
-        weight = model.get_submodule(module).get_parameter("weight")
-        name = escape(f"{stored.checkpoint.name}: {own}")
-        if stored.of_base.tensors[own].shape != weight.shape:
-            shape = list(stored.of_base.tensors[own].shape)
+    for path, file_name in adapter.base_names.items():
+        weight = model.get_submodule(path).get_parameter("weight")
+        name = escape(f"{adapter.checkpoint.name}: {file_name}")
+        shape = adapter.base_checkpoint.tensors[file_name].shape
+        if shape != weight.shape:
             raise ValueError(
-                f"{name} is {shape}, the model's {list(weight.shape)}: it is of another base"
+                f"{name} is {list(shape)}, the model's {list(weight.shape)}: it is of another base"
             )
-        found = {"weight": nn.Parameter(torch.empty_like(weight), requires_grad=False)}
-        parts: Layout = {"weight": (Part.whole(own, tuple(weight.shape)),)}
-        others = stored.of_base.tensors.keys() - {own}
-        load_into(found, parts, stored.of_base, ignored=others, into=name)
-        if not torch.equal(found["weight"], weight):
+        loaded = {"weight": nn.Parameter(torch.empty_like(weight), requires_grad=False)}
+        parts: Layout = {"weight": (TensorSlice.whole(file_name, tuple(weight.shape)),)}
+        others = adapter.base_checkpoint.tensors.keys() - {file_name}
+        load_into(loaded, parts, adapter.base_checkpoint, ignored=others, into=name)
+        if not torch.equal(loaded["weight"], weight):
             raise ValueError(f"{name} is not the model's own: the adapter is of another base")
 
 
-def _fill(model: LanguageModel, name: str, stored: Stored) -> None:
-    """Memory for its parameters, and the file's values, if they fit."""
-    own, parts_of = adapter_parameters(model, name), _layout(model, name)
-    inside = {part.name for parts in parts_of.values() for part in parts}
+def _load_values(model: LanguageModel, name: str, adapter: PeftAdapter) -> None:
+    """Allocate the adapter's parameters and load the file's values, if they fit."""
+    parameters, slices = adapter_parameters(model, name), _adapter_layout(model, name)
+    names = {part.name for parts in slices.values() for part in parts}
     source_of = {
-        n: stored.names.get(peft_name(n, name), PREFIX + peft_name(n, name)) for n in inside
+        n: adapter.names.get(peft_name(n, name), PREFIX + peft_name(n, name)) for n in names
     }
-    how: dict[str, Any] = {"layout": parts_of, "checkpoint": stored.checkpoint}
-    how |= {"source_of": source_of, "into": f"an adapter of this {type(model).__name__}"}
-    match(own, **how)  # before anything is allocated: sizes are the file's
-    for p in own.values():
+    options: dict[str, Any] = {"layout": slices, "checkpoint": adapter.checkpoint}
+    options |= {"source_of": source_of, "into": f"an adapter of this {type(model).__name__}"}
+    match_tensors(parameters, **options)  # before anything is allocated: sizes are the file's
+    for p in parameters.values():
         empty = torch.empty_like(p, device=model.device)
         torch.utils.swap_tensors(p, nn.Parameter(empty, p.requires_grad))
-    load_into(own, **how)
-    for n, p in own.items():
+    load_into(parameters, **options)
+    for n, p in parameters.items():
         if p.numel() and not all_finite([p.detach()], torch.device("cpu")):
-            names = ", ".join(source_of[part.name] for part in parts_of[n])
+            file_names = ", ".join(source_of[part.name] for part in slices[n])
             raise ValueError(
-                f"{escape(stored.checkpoint.name)} has values that are NaN or infinite in {names}"
+                f"{escape(adapter.checkpoint.name)} has values that are NaN or infinite in "
+                f"{file_names}"
             )
 
 
-def _layout(model: LanguageModel, name: str) -> Layout:
-    """Of one adapter's parameters."""
-    whole = layout(model, model.checkpoint_names, False)
-    return {n: whole[n] for n in adapter_parameters(model, name)}
+def _adapter_layout(model: LanguageModel, name: str) -> Layout:
+    """The layout of one adapter's parameters."""
+    full = layout(model, model.checkpoint_names, False)
+    return {n: full[n] for n in adapter_parameters(model, name)}
+
+
+# Saving
 
 
 def save_adapter(
@@ -671,17 +657,17 @@ def save_adapter(
     name: str | None = None,
     *,
     dtype: torch.dtype | None = None,
-    tokenizer: SavesItself | None = None,
+    tokenizer: SavePretrained | None = None,
     replace: bool = False,
 ) -> None:
-    """Write an adapter, by default the active one, as PEFT does; PEFT loads it at once.
+    """Write an adapter, by default the active one, as PEFT does; PEFT can load it.
 
-    In its own dtype or another. The directory must be new or empty, and appears whole or not at
-    all; with `replace`, an earlier adapter may be there. Under a process group every rank calls
-    this, and all need one file system.
+    `dtype` None: the adapter's. The directory must be new or empty, and appears complete or not at
+    all; with `replace` it may hold an earlier adapter. Under a process group every rank calls this,
+    on one file system.
     """
-    ranks = Writers()
-    with ranks.together():
+    ranks = WriterGroup()
+    with ranks.sync_errors():
         if ranks.first:
             check_target(expand_user(directory), replace, CONFIG)
     tensors, describe = prepare_adapter(model, name, ranks=ranks, dtype=dtype, tokenizer=tokenizer)
@@ -692,23 +678,25 @@ def prepare_adapter(
     model: LanguageModel,
     name: str | None = None,
     *,
-    ranks: Writers,
+    ranks: WriterGroup,
     dtype: torch.dtype | None = None,
-    tokenizer: SavesItself | None = None,
-) -> tuple[list[Entry], Callable[[Path], None]]:
-    """What save_adapter writes: tensors, and what adds the other files to a directory."""
-    name = check_name(model, name)
-    own = adapter_parameters(model, name)
-    parts_of: Layout = {
+    tokenizer: SavePretrained | None = None,
+) -> tuple[list[TensorEntry], Callable[[Path], None]]:
+    """The tensors that save_adapter writes, and a function that writes the other files."""
+    name = resolve_adapter_name(model, name)
+    parameters = adapter_parameters(model, name)
+    slices: Layout = {
         n: tuple(replaced(part, name=PREFIX + peft_name(part.name, name)) for part in parts)
-        for n, parts in _layout(model, name).items()
+        for n, parts in _adapter_layout(model, name).items()
     }
-    inside = {(path, p.name) for path, low in low_ranks(model, name).items() for p in low.parts}
-    chosen = [place for place in places(model) if (place.path, place.own) in inside]
-    config = peft_config(model, model.adapters[name], chosen)
-    dtype = dtype or next(iter(own.values())).dtype
-    with ranks.together():
-        tensors = entries(own, parts_of, dtype, ranks=ranks)
+    adapted = {
+        (path, part.name) for path, low in adapter_layers(model, name).items() for part in low.parts
+    }
+    modules = [m for m in find_target_modules(model) if (m.path, m.projection) in adapted]
+    config = peft_config(model, model.adapters[name], modules)
+    dtype = dtype or next(iter(parameters.values())).dtype
+    with ranks.sync_errors():
+        tensors = entries(parameters, slices, dtype, ranks=ranks)
 
     def describe(root: Path) -> None:
         write_json(root / CONFIG, config)
@@ -720,13 +708,14 @@ def prepare_adapter(
 
 def write_adapter(
     directory: str | os.PathLike[str],
-    tensors: Sequence[Entry],
+    tensors: Sequence[TensorEntry],
     describe: Callable[[Path], None],
     *,
-    ranks: Writers,
+    ranks: WriterGroup,
     replace: bool = False,
 ) -> None:
-    """One file of all tensors, as PEFT reads no other."""
+    """Write all tensors into one file, since PEFT reads no shards."""
     size = max(1, sum(entry.nbytes for entry in tensors))
-    how: dict[str, Any] = {"max_shard_size": size, "stem": Path(WEIGHTS).stem}
-    write_model(directory, tensors, describe, ranks=ranks, replace=replace, **how)
+    stem = Path(WEIGHTS).stem
+    options: dict[str, Any] = {"max_shard_size": size, "stem": stem, "replace": replace}
+    write_model(directory, tensors, describe, ranks=ranks, **options)

@@ -12,7 +12,7 @@ from torch import Tensor
 from tigon.models.rope_config import FULL, SLIDING
 from tigon.utils.config import ConfigError
 from tigon.utils.json import escape, quote
-from tigon.weights import GGUF, Checkpoint, Decoded, GGMLTensor, TensorInfo
+from tigon.weights import GGUF, Checkpoint, DecodedTensor, GGMLTensor, TensorInfo
 from tigon.weights.gguf import TORCH_DTYPES, GGUFTensorInfo
 from tigon.weights.read import Reader
 
@@ -247,10 +247,10 @@ class GGUFModel:
 
     def checkpoint(self, name: str) -> Checkpoint:
         """The tensors; `name` is what errors call the file."""
-        found: dict[str, TensorInfo | Decoded] = {}
-        for own, stored in self.file.tensors.items():
-            if own != "rope_freqs.weight":  # is in the config
-                found |= self._tensors(own, stored)
+        found: dict[str, TensorInfo | DecodedTensor] = {}
+        for file_name, stored in self.file.tensors.items():
+            if file_name != "rope_freqs.weight":  # is in the config
+                found |= self._tensors(file_name, stored)
                 if len(found) > MOST_TENSORS:
                     raise ValueError(f"{name} has more than {MOST_TENSORS} tensors and experts")
         return Checkpoint(name, found)
@@ -302,10 +302,10 @@ class GGUFModel:
 
     def _pattern(self, keys: dict[str, Any]) -> dict[str, Any]:
         """Which layers slide, where newer files say it; by default five of six."""
-        given = keys.pop("attention.sliding_window_pattern", 6)
-        if isinstance(given, list):
-            return {"layer_types": [SLIDING if slides else FULL for slides in given]}
-        return {"sliding_window_pattern": given}
+        values = keys.pop("attention.sliding_window_pattern", 6)
+        if isinstance(values, list):
+            return {"layer_types": [SLIDING if slides else FULL for slides in values]}
+        return {"sliding_window_pattern": values}
 
     def _size(self, keys: dict[str, Any], key: str, default: int | None = None) -> int:
         """Takes a size from the keys; some files have one for each layer."""
@@ -322,12 +322,12 @@ class GGUFModel:
         return value
 
     def _tokens(self) -> dict[str, Any]:
-        given = self.file.metadata
+        values = self.file.metadata
         ids = {
-            f"{name}_token_id": given.get(f"tokenizer.ggml.{key}_token_id")
+            f"{name}_token_id": values.get(f"tokenizer.ggml.{key}_token_id")
             for name, key in (("bos", "bos"), ("eos", "eos"), ("pad", "padding"))
         }
-        turn = given.get("tokenizer.ggml.eot_token_id")  # ends a chat's answer
+        turn = values.get("tokenizer.ggml.eot_token_id")  # ends a chat's answer
         if turn is not None and turn != ids["eos_token_id"]:
             eos = ids["eos_token_id"]
             ids["eos_token_id"] = [turn] if eos is None else [eos, turn]
@@ -341,49 +341,57 @@ class GGUFModel:
                 return dtype
         return torch.float32
 
-    def _tensors(self, own: str, stored: GGUFTensorInfo) -> dict[str, TensorInfo | Decoded]:
+    def _tensors(
+        self, file_name: str, stored: GGUFTensorInfo
+    ) -> dict[str, TensorInfo | DecodedTensor]:
         """The tensor under its name, or a stack of experts as a tensor for each."""
-        top, _, kind = own.partition(".")
-        block = IN_BLOCK.fullmatch(own)
+        top, _, kind = file_name.partition(".")
+        block = IN_BLOCK.fullmatch(file_name)
         if top in TOP and kind in ("weight", "bias"):
             name = f"{TOP[top]}.{kind}"
         elif block is not None and block[2] in self.family.blocks:
             name = f"model.layers.{int(block[1])}.{self.family.blocks[block[2]]}.{block[3]}"
         else:
-            return {own: self._tensor(own, own, stored)}  # for the loader to call unexpected
+            return {
+                file_name: self._tensor(file_name, file_name, stored)
+            }  # for the loader to call unexpected
         if "{}" not in name:
-            return {name: self._tensor(own, name, stored)}
+            return {name: self._tensor(file_name, name, stored)}
         experts = self.config.get("num_local_experts") or self.config.get("num_experts")
         if len(stored.shape) != 3 or stored.shape[0] != experts:
             raise ValueError(
-                f"{escape(self.file.path)}: tensor {quote(own)} is {list(stored.shape)}, no stack "
+                f"{escape(self.file.path)}: tensor {quote(file_name)} is {list(stored.shape)}, no "
+                "stack "
                 f"of matrices of {experts} experts"
             )
         size = stored.nbytes // experts
         return {
             name.format(i): self._tensor(
-                own,
+                file_name,
                 name.format(i),
                 GGUFTensorInfo(stored.kind, stored.shape[1:], stored.offset + i * size, size),
             )
             for i in range(experts)
         }
 
-    def _tensor(self, own: str, name: str, stored: GGUFTensorInfo) -> TensorInfo | Decoded:
+    def _tensor(
+        self, file_name: str, name: str, stored: GGUFTensorInfo
+    ) -> TensorInfo | DecodedTensor:
         kind, shape, path = stored.kind, stored.shape, self.file.path
         head = self.config["head_dim"] if self.family.turned else 0
-        head = head if ".attn_q." in own or ".attn_k." in own else 0
+        head = head if ".attn_q." in file_name or ".attn_k." in file_name else 0
         if head and (head % 2 or shape[0] % head):
             raise ValueError(
-                f"{escape(path)}: tensor {quote(own)} is {list(shape)}, no heads of {head} rows"
+                f"{escape(path)}: tensor {quote(file_name)} is {list(shape)}, no heads of "
+                f"{head} rows"
             )
         if len(shape) == 1 and kind not in TORCH_DTYPES:
             raise ValueError(
-                f"{escape(path)}: tensor {quote(own)} is {list(shape)} in blocks, as only "
+                f"{escape(path)}: tensor {quote(file_name)} is {list(shape)} in blocks, as only "
                 "matrices are"
             )
-        plus = self.family.plus if own.endswith("norm.weight") else 0.0
-        if ".ffn_gate_inp_shexp." in own and len(shape) == 1:
+        plus = self.family.plus if file_name.endswith("norm.weight") else 0.0
+        if ".ffn_gate_inp_shexp." in file_name and len(shape) == 1:
             shape = (1, *shape)
         if kind in TORCH_DTYPES and not head and not plus:
             return TensorInfo(TORCH_DTYPES[kind], shape, path, stored.offset)

@@ -1,4 +1,4 @@
-"""What describes a checkpoint's model: config.json, or a GGUF file's metadata."""
+"""Loads checkpoints, described by config.json or a GGUF file's metadata, into models."""
 
 import os
 import warnings
@@ -19,14 +19,19 @@ from tigon.kernels.attention.api import Backend
 from tigon.layers import QuantizedWeight
 from tigon.models.arguments import check_keywords
 from tigon.models.base import LanguageModel
-from tigon.models.config import Config, ConfigError, torch_dtype
+from tigon.models.config import ConfigError, ModelConfig, torch_dtype
 from tigon.models.init import init_weights
 from tigon.models.pretrained.gguf import GGUFModel
-from tigon.models.pretrained.match import check_counts, check_fit, check_sizes, sources
+from tigon.models.pretrained.match import check_counts, check_fit, check_sizes, match_arguments
 from tigon.models.pretrained.names import MULTIMODAL, SCORE, base_parameters, embedding_and_head
-from tigon.models.pretrained.quantization import Quantize, check_quantize, load_quantised, quantise
+from tigon.models.pretrained.quantization import (
+    Quantize,
+    check_quantize,
+    load_quantized,
+    quantize_model,
+)
 from tigon.models.quantization_config import KEY as QUANTISATION
-from tigon.models.quantization_config import read_quantisation
+from tigon.models.quantization_config import read_quantization
 from tigon.utils import config, memory
 from tigon.utils.json import escape, quote, read_json
 from tigon.utils.memory import format_gib
@@ -34,13 +39,13 @@ from tigon.weights import (
     GGUF,
     STAGING_BYTES,
     Checkpoint,
-    Decoded,
-    Drawn,
+    DecodedTensor,
+    RandomTensor,
     Repository,
     ResizedTensor,
     load_into,
     map_parameters,
-    pinned_ahead,
+    prepin_staging,
 )
 
 M = TypeVar("M", bound=LanguageModel)
@@ -48,30 +53,31 @@ M = TypeVar("M", bound=LanguageModel)
 
 def read_config(
     repository: Repository, models: Mapping[str, type[M]], gguf_file: str | None = None
-) -> tuple[type[M], Config]:
-    """The class of the repository's model and its config.json; no weights are looked at."""
-    return describe(repository, models, gguf_file)[1:3]
+) -> tuple[type[M], ModelConfig]:
+    """The class of the repository's model and its config; reads no weights."""
+    return open_model(repository, models, gguf_file)[1:3]
 
 
-def describe(
+def open_model(
     repository: Repository, models: Mapping[str, type[M]], gguf_file: str | None
-) -> tuple[str, type[M], Config, Callable[[], Checkpoint]]:
-    """What describes the model, for messages; what it is; and what opens its checkpoint."""
+) -> tuple[str, type[M], ModelConfig, Callable[[], Checkpoint]]:
+    """The file that describes the model, its class, its config, and a function that opens its
+    checkpoint."""
     if gguf_file is not None:
         file = escape(f"{repository.name}/{gguf_file}")
         gguf = GGUF.open(repository.file(gguf_file))
-        with named(file):
+        with prefix_errors(file):
             model = GGUFModel(gguf)
             cls = _class_of(model.config, models)
             config = cls.config_class.from_dict(model.config)
             return file, cls, config, lambda: model.checkpoint(file)
     file = f"{repository.name}/config.json"
-    # Models of other families have infinities; what is read here is checked key by key
-    whole = read_json(config_file(repository), nan=True)
-    with named(file):
-        source = _text_config(whole)
+    # Configs of other families have infinities; ours are checked key by key
+    content = read_json(config_file(repository), nan=True)
+    with prefix_errors(file):
+        source = _text_config(content)
         cls = _class_of(source, models)
-        scales = read_quantisation(whole)
+        scales = read_quantization(content)
         source = {key: value for key, value in source.items() if key != QUANTISATION}
         config = cls.config_class.from_dict(source)
         return file, cls, config, lambda: Checkpoint.open(repository, scales)
@@ -85,7 +91,7 @@ def _class_of(source: Mapping[str, Any], models: Mapping[str, type[M]]) -> type[
 
 
 def _text_config(source: dict[str, Any]) -> dict[str, Any]:
-    """The text model's part of a multimodal config; any other config as it is."""
+    """The text model's part of a multimodal config; other configs unchanged."""
     kind = source.get("model_type")
     if not isinstance(kind, str) or kind not in MULTIMODAL:
         return source
@@ -99,20 +105,20 @@ def _text_config(source: dict[str, Any]) -> dict[str, Any]:
 
 
 @contextmanager
-def named(file: str) -> Iterator[None]:
-    """Let a ConfigError say whose config it is."""
+def prefix_errors(file: str) -> Iterator[None]:
+    """Prefix a ConfigError with the file's name."""
     try:
         yield
     except ConfigError as error:
         raise ConfigError(f"{file}: {error}") from error
 
 
-# Checkpoints and configs to models.
+# Models from checkpoints
 
-BLOCK = 16 << 20  # bytes of a matrix that are compared at a time
+BLOCK = 16 << 20  # bytes of a matrix to compare at a time
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
-C = TypeVar("C", bound=Config)
+C = TypeVar("C", bound=ModelConfig)
 
 
 class LoadOptions(Source, total=False):
@@ -140,15 +146,14 @@ def from_pretrained(
     staging_bytes: int = STAGING_BYTES,
     **source: Any,
 ) -> M:
-    """The model of `models` that config.json's model_type names, in evaluation mode.
+    """Load the model of `models` that config.json's model_type names, in evaluation mode.
 
     With `mmap`, on the CPU, a weight that needs no conversion stays in the file until it is used.
-    With `quantize` the projections' weights are in few bits, and nothing of the model trains but
-    adapters that are added to it.
+    With `quantize` the projections' weights are quantised, and only adapters can be trained.
     """
     check_keywords("from_pretrained", source, frozenset(LoadOptions.__annotations__))
     if gguf_file is None:
-        path_or_repo, gguf_file = split_gguf(path_or_repo)
+        path_or_repo, gguf_file = parse_gguf_path(path_or_repo)
     if not isinstance(staging_bytes, int):
         raise TypeError(f"staging_bytes must be a whole number of bytes, not {staging_bytes!r}")
     if mmap and torch.device(device).type != "cpu":
@@ -156,7 +161,7 @@ def from_pretrained(
     _check_device(device)
     repository = Repository(path_or_repo, **source)
     how: dict[str, Any] = {"dtype": dtype, "gguf_file": gguf_file, "quantize": quantize}
-    with pinned_ahead(torch.device(device), staging_bytes):
+    with prepin_staging(torch.device(device), staging_bytes):
         model, checkpoint = build(repository, models, **how)
     model.use_attention(attention)
     mapped = map_weights(model, checkpoint) if mmap else set()
@@ -165,8 +170,10 @@ def from_pretrained(
     return model.eval()
 
 
-def split_gguf(path_or_repo: str | os.PathLike[str]) -> tuple[str | os.PathLike[str], str | None]:
-    """The directory and the name of a GGUF file that is named by its path; else as it is given."""
+def parse_gguf_path(
+    path_or_repo: str | os.PathLike[str],
+) -> tuple[str | os.PathLike[str], str | None]:
+    """Split the path of a GGUF file into directory and name; other arguments stay unchanged."""
     path = Path(os.path.expanduser(path_or_repo))
     if path.suffix == ".gguf" and path.parent.is_dir() and not path.is_dir():
         return path.parent, path.name
@@ -188,20 +195,19 @@ def build(
 ) -> tuple[M, Checkpoint]:
     """The repository's model on the meta device, and the checkpoint that fills it.
 
-    For whoever shards in between: `build`, fully_shard, `materialize`, `load_weights`. Raises
-    unless the checkpoint fits exactly, before anything is allocated; `fit` False: `misfits` will
-    say what does not. `labels`: the model is to give so many scores in place of logits; their head
-    is drawn by the seed if the checkpoint has none. `vocab_size`: the model is to have that many
-    tokens, the first of the checkpoint's; rows that it lacks, and those in `mean_rows`, are
-    the mean of its rows.
+    To shard a model: `build`, fully_shard, `materialize`, `load_weights`. Raises unless the
+    checkpoint fits exactly, before anything is allocated; with `fit` False, call `find_misfits`.
+    `labels`: make a sequence classifier with this number of scores; its head is random, by the
+    seed, if the checkpoint has none. `vocab_size`: resize the vocabulary; rows that the checkpoint
+    lacks, and those in `mean_rows`, are the mean of its rows.
     """
     chosen = _named_dtype(dtype)
     check_quantize(quantize)
-    file, cls, config, open_checkpoint = describe(repository, models, gguf_file)
-    with named(file):
+    file, cls, config, open_checkpoint = open_model(repository, models, gguf_file)
+    with prefix_errors(file):
         checkpoint = open_checkpoint()  # may download: after all that needs no weights
         check_sizes(config, checkpoint)
-        config = _settle_tie(config, checkpoint)
+        config = _resolve_tied_weights(config, checkpoint)
         chosen = chosen or _dtype_of(config, checkpoint)
         stacked = cls.checkpoint_names.stacked_in(checkpoint.tensors)
         origin = replace(config.source, stacked_experts=stacked, name=repository.name)
@@ -209,39 +215,41 @@ def build(
             origin = replace(origin, revision=repository.revision)
         config = replace(config, source=origin)
         if labels:
-            config, checkpoint = with_scores(config, checkpoint, labels, seed)
+            config, checkpoint = add_score_head(config, checkpoint, labels, seed)
         if vocab_size is not None:
-            config, checkpoint = with_tokens(config, checkpoint, vocab_size, mean_rows)
-        model = on_meta(cls, config, chosen)
+            config, checkpoint = resize_vocabulary(config, checkpoint, vocab_size, mean_rows)
+        model = build_on_meta(cls, config, chosen)
         check_counts(model, checkpoint)
     if fit:
         check_fit(model, checkpoint)
     if quantize is not None:
-        quantise(model, quantize, checkpoint)
+        quantize_model(model, quantize, checkpoint)
     generation = repository.optional_file("generation_config.json")
     if generation is not None:
         model.generation_config = read_json(generation)
-        with named(escape(generation)):
+        with prefix_errors(escape(generation)):
             check_generation_config(model.generation_config)
     return model, checkpoint
 
 
-def with_scores(config: C, checkpoint: Checkpoint, labels: int, seed: int) -> tuple[C, Checkpoint]:
-    """A model with so many scores, and the checkpoint with their head; ConfigError if its family
-    has no class for them in transformers, or it has another number."""
-    config = scored(config, labels)
+def add_score_head(
+    config: C, checkpoint: Checkpoint, labels: int, seed: int
+) -> tuple[C, Checkpoint]:
+    """The config with this number of scores, and the checkpoint with a head for them. Raises
+    ConfigError as `as_sequence_classifier` does."""
+    config = as_sequence_classifier(config, labels)
     if SCORE in checkpoint.tensors:
         return config, checkpoint
     shape = (labels, config.hidden_size)
-    head = Drawn(SCORE, shape, Path(), 0, std=config.initializer_range, seed=seed)
+    head = RandomTensor(SCORE, shape, Path(), 0, std=config.initializer_range, seed=seed)
     return config, Checkpoint(checkpoint.name, {**checkpoint.tensors, SCORE: head})
 
 
-def with_tokens(
+def resize_vocabulary(
     config: C, checkpoint: Checkpoint, size: int, mean_rows: Collection[int] = ()
 ) -> tuple[C, Checkpoint]:
-    """The config and the checkpoint with `size` rows of embedding and head, the first of the
-    checkpoint's; rows that it lacks, and those in `mean_rows`, are the mean of all."""
+    """The config and the checkpoint with `size` rows of embedding and head. Rows that the
+    checkpoint lacks, and those in `mean_rows`, are the mean of its rows."""
     tensors = dict(checkpoint.tensors)
     for name in embedding_and_head(tensors):
         if (info := tensors.get(name)) is None:
@@ -255,8 +263,9 @@ def with_tokens(
     return replace(config, vocab_size=size), Checkpoint(checkpoint.name, tensors)
 
 
-def scored(config: C, labels: int) -> C:
-    """The config of a model with so many scores in place of logits."""
+def as_sequence_classifier(config: C, labels: int) -> C:
+    """The config of a sequence classifier with this number of scores. Raises ConfigError if the
+    family has none in transformers, or the config has another number."""
     if config.labels not in (0, labels):
         raise ConfigError(f"the model has {config.labels} scores of a sequence, not {labels}")
     if config.classifier() is None:
@@ -267,7 +276,7 @@ def scored(config: C, labels: int) -> C:
     return replace(config, labels=labels)
 
 
-def on_meta(cls: type[M], config: Config, dtype: torch.dtype) -> M:
+def build_on_meta(cls: type[M], config: ModelConfig, dtype: torch.dtype) -> M:
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
@@ -286,7 +295,7 @@ def on_meta(cls: type[M], config: Config, dtype: torch.dtype) -> M:
 
 
 class _NoInit(TorchFunctionMode):
-    """Let torch.nn's own initialisation do nothing: on meta it would import torch's compiler."""
+    """Disables torch.nn.init, which on the meta device would import torch's compiler."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -297,18 +306,18 @@ class _NoInit(TorchFunctionMode):
 
 
 def materialize(model: nn.Module, device: torch.device) -> None:
-    """Allocate every meta parameter once, unfilled; before or after FSDP2's fully_shard.
+    """Allocate every meta parameter, without values; call it before or after fully_shard.
 
-    Raises ConfigError, before anything is allocated, for more than the device's memory.
+    Raises ConfigError, before anything is allocated, if the weights exceed the device's memory.
     """
     needed = sum(_local(p).nbytes for p in model.parameters() if p.is_meta)
-    if needed > (there := memory.total_memory(device)):
+    if needed > (available := memory.total_memory(device)):
         raise ConfigError(
-            f"the weights take {format_gib(needed)}, and {device} has {format_gib(there)}"
+            f"the weights take {format_gib(needed)}, and {device} has {format_gib(available)}"
         )
     for p in model.parameters():
         if p.is_meta:
-            # In place: a tied one stays one, and FSDP2 and optimizers keep their parameters
+            # In place, so that ties hold, and FSDP2 and optimizers keep their parameters
             empty = nn.Parameter(_empty(p, device), p.requires_grad)
             torch.utils.swap_tensors(p, empty)
     for module in model.modules():
@@ -318,7 +327,7 @@ def materialize(model: nn.Module, device: torch.device) -> None:
 
 
 def _local(p: Tensor) -> Tensor:
-    """What this rank has of it."""
+    """This rank's shard."""
     return p.to_local() if isinstance(p, DTensor) else p
 
 
@@ -329,12 +338,12 @@ def _empty(p: nn.Parameter, device: torch.device) -> Tensor:
 
 
 def map_weights(model: LanguageModel, checkpoint: Checkpoint) -> set[str]:
-    """Map files into the memory of those meta parameters that they hold as they are.
+    """Memory-map the meta parameters that files hold unchanged, and return their names.
 
-    Returns the names of these; `load_weights` fills the others.
+    `load_weights` fills the others.
     """
     parameters = dict(model.named_parameters())
-    mapped = map_parameters(parameters, **sources(model, checkpoint))
+    mapped = map_parameters(parameters, **match_arguments(model, checkpoint))
     for name, tensor in mapped.items():
         p = parameters[name]
         torch.utils.swap_tensors(p, nn.Parameter(tensor, p.requires_grad))
@@ -348,23 +357,22 @@ def load_weights(
     mapped: Collection[str] = (),
     staging_bytes: int = STAGING_BYTES,
 ) -> None:
-    """Fill the model's parameters but those `mapped` and those of adapters; raises unless the
-    checkpoint fits exactly.
+    """Fill the base's parameters, except those `mapped`; raises unless the checkpoint fits exactly.
 
-    Buffers take at most `staging_bytes` of the host's memory.
+    Buffers take at most `staging_bytes` of host memory.
     """
     parameters = {n: p for n, p in base_parameters(model).items() if n not in mapped}
     load_into(
         parameters,
-        **sources(model, checkpoint),
+        **match_arguments(model, checkpoint),
         into=type(model).__name__,
         staging_bytes=staging_bytes,
     )
-    load_quantised(model, checkpoint, staging_bytes)
+    load_quantized(model, checkpoint, staging_bytes)
 
 
-def _settle_tie(config: Config, checkpoint: Checkpoint) -> Config:
-    """A tied config with two different matrices in the file means two matrices."""
+def _resolve_tied_weights(config: ModelConfig, checkpoint: Checkpoint) -> ModelConfig:
+    """The config, untied with a warning if the file's embedding and head differ."""
     tensors = checkpoint.tensors
     embedding, head = embedding_and_head(tensors)
     if not config.tie_word_embeddings or not {head, embedding} <= tensors.keys():
@@ -391,7 +399,7 @@ def _settle_tie(config: Config, checkpoint: Checkpoint) -> Config:
 
 
 def _check_device(device: torch.device | str) -> None:
-    """ValueError, naming it, for a device that is none or that this machine does not have."""
+    """Raises ValueError for a device that is unknown or not available."""
     try:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError, NotImplementedError) as error:
@@ -400,7 +408,7 @@ def _check_device(device: torch.device | str) -> None:
 
 
 def _named_dtype(dtype: Any) -> torch.dtype | None:
-    """A dtype that may be named by a text, as config.json does; None for "auto"."""
+    """The dtype, which may be a name as in config.json; None for "auto"."""
     if isinstance(dtype, str) and dtype == "auto":
         return None
     found = getattr(torch, dtype.removeprefix("torch."), None) if isinstance(dtype, str) else dtype
@@ -413,30 +421,30 @@ def _named_dtype(dtype: Any) -> torch.dtype | None:
     return found
 
 
-def _dtype_of(config: Config, checkpoint: Checkpoint) -> torch.dtype:
+def _dtype_of(config: ModelConfig, checkpoint: Checkpoint) -> torch.dtype:
     if config.dtype is not None:
         try:
             return torch_dtype(config.dtype)
         except ConfigError as error:
             raise ConfigError(f"{error}; pass dtype=") from None
-    plain = (i for i in checkpoint.tensors.values() if not isinstance(i, Decoded))
+    plain = (i for i in checkpoint.tensors.values() if not isinstance(i, DecodedTensor))
     floating = (i.dtype for i in plain if i.dtype.is_floating_point)
     return next(floating, torch.float32)
 
 
 def from_config(
     cls: type[M],
-    config: Mapping[str, Any] | Config,
+    config: Mapping[str, Any] | ModelConfig,
     *,
     dtype: torch.dtype | None,
     device: torch.device,
 ) -> M:
     """Normal(0, initializer_range) matrices, zero biases, unit norms, a zero padding row."""
-    if not isinstance(config, Config):
+    if not isinstance(config, ModelConfig):
         config = cls.config_class.from_dict(config)
     if not isinstance(config, cls.config_class):
         raise ConfigError(f"{cls.__name__} is not for model_type {config.model_type!r}")
-    model = on_meta(cls, config, dtype or torch.get_default_dtype())
+    model = build_on_meta(cls, config, dtype or torch.get_default_dtype())
     if device.type != "meta":
         materialize(model, device)
         init_weights(model)

@@ -1,16 +1,16 @@
-"""Whether a checkpoint fits a model, told from its headers before anything is allocated."""
+"""Checks from its headers whether a checkpoint fits a model, before anything is allocated."""
 
 import math
 from typing import Any
 
 from tigon.models.base import LanguageModel
-from tigon.models.config import Config, ConfigError
-from tigon.models.pretrained.names import embedding_and_head, layout, locate
+from tigon.models.config import ConfigError, ModelConfig
+from tigon.models.pretrained.names import embedding_and_head, find_sources, layout
 from tigon.utils.json import quote
-from tigon.weights import Checkpoint, Misfits, compare, match
+from tigon.weights import Checkpoint, Misfits, compare_tensors, match_tensors
 
 
-def check_sizes(config: Config, checkpoint: Checkpoint) -> None:
+def check_sizes(config: ModelConfig, checkpoint: Checkpoint) -> None:
     """Raises ConfigError for sizes that no tensor of the checkpoint can have, before a model is
     built: large ones would take time and memory."""
     shapes = {name: info.shape for name, info in checkpoint.tensors.items()}
@@ -59,19 +59,25 @@ def check_counts(model: LanguageModel, checkpoint: Checkpoint) -> None:
 
 def check_fit(model: LanguageModel, checkpoint: Checkpoint) -> None:
     """Raises ValueError unless the checkpoint has just the tensors that the model is made of."""
-    match(dict(model.named_parameters()), **sources(model, checkpoint), into=type(model).__name__)
+    match_tensors(
+        dict(model.named_parameters()),
+        **match_arguments(model, checkpoint),
+        into=type(model).__name__,
+    )
 
 
-def misfits(model: LanguageModel, checkpoint: Checkpoint) -> Misfits:
-    """Tensors that `check_fit` would raise for, by what is wrong."""
-    return compare(dict(model.named_parameters()), **sources(model, checkpoint))[1]
+def find_misfits(model: LanguageModel, checkpoint: Checkpoint) -> Misfits:
+    """The tensors for which `check_fit` would raise, by the kind of misfit."""
+    return compare_tensors(dict(model.named_parameters()), **match_arguments(model, checkpoint))[1]
 
 
-def sources(model: LanguageModel, checkpoint: Checkpoint) -> dict[str, Any]:
-    """What fills its parameters, as `load_into` and `match` take it."""
+def match_arguments(model: LanguageModel, checkpoint: Checkpoint) -> dict[str, Any]:
+    """The arguments of `load_into` and `match_tensors` for a model and a checkpoint."""
     present = checkpoint.tensors.keys()
     parts_of = layout(model, model.checkpoint_names, model.checkpoint_names.stacked_in(present))
-    source_of, ignored = locate({p.name for parts in parts_of.values() for p in parts}, present)
+    source_of, ignored = find_sources(
+        {p.name for parts in parts_of.values() for p in parts}, present
+    )
     return {
         "layout": parts_of,
         "checkpoint": checkpoint,

@@ -1,4 +1,4 @@
-"""Names of checkpoint tensors, and which slices of parameters they fill."""
+"""The names of checkpoint tensors, and the layout that maps parameters to them."""
 
 import itertools
 import math
@@ -16,7 +16,7 @@ from tigon.layers import (
     SavedModules,
 )
 from tigon.layers.lora import MAGNITUDE, B
-from tigon.weights import Cut, Layout, Part, cut_parts
+from tigon.weights import Layout, ShardSpec, TensorSlice, shard_slices
 
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 SCORE = "score.weight"  # the head of a model that scores sequences
@@ -39,8 +39,8 @@ EXPERTS = {
 }
 
 
-class Names(NamedTuple):
-    """What a family's checkpoints call the parts of what is one tensor here."""
+class CheckpointNames(NamedTuple):
+    """A family's names of tensors that are packed or stacked in one parameter here."""
 
     # Name of a FusedLinear -> names of its parts, in row order; without an entry it is stored whole
     packed: Mapping[str, tuple[str, ...]] = PACKED
@@ -49,107 +49,115 @@ class Names(NamedTuple):
     head: str = HEAD
 
     def stacked_in(self, present: Collection[str]) -> bool:
-        """Whether a checkpoint of these tensors has all experts of a layer in one."""
+        """Whether a checkpoint with these tensors has all experts of a layer in one tensor."""
         return any(name.endswith(tuple(self.experts)) for name in present)
 
 
-def layout(model: nn.Module, names: Names, stacked_experts: bool) -> Layout:
+def layout(model: nn.Module, names: CheckpointNames, stacked_experts: bool) -> Layout:
     """Every parameter, quantised weights too, and the checkpoint tensors that its rows are of.
 
     Those that tensor or expert parallelism has cut are described by the model's `cuts`.
     """
-    found: Layout = {}
-    cuts: Mapping[str, Cut] = getattr(model, "cuts", {})
+    slices: Layout = {}
+    specs: Mapping[str, ShardSpec] = getattr(model, "shard_specs", {})
     seen: set[int] = set()
     for path, module in model.named_modules():
-        for kind, p in _own(module):
+        for kind, p in _named_tensors(module):
             if id(p) in seen:
                 continue
             seen.add(id(p))
             name = f"{path}.{kind}"
-            shape = cuts[name].shape if name in cuts else tuple(p.shape)
+            shape = specs[name].shape if name in specs else tuple(p.shape)
             if isinstance(module, LayerAdapter | SavedModules):
-                found[name] = _of_adapter(path, module, kind, shape, names)
+                slices[name] = _adapter_slices(path, module, kind, shape, names)
                 continue
-            parent, _, own = path.rpartition(".")
+            parent, _, leaf = path.rpartition(".")
             if name == HEAD:
-                found[name] = (Part.whole(names.head, shape),)
-            elif isinstance(module, FusedLinear) and own in names.packed:
-                parts = [f"{parent}.{part}.{kind}" for part in names.packed[own]]
-                found[name] = _tile(parts, module.parts, shape[1:])
+                slices[name] = (TensorSlice.whole(names.head, shape),)
+            elif isinstance(module, FusedLinear) and leaf in names.packed:
+                parts = [f"{parent}.{part}.{kind}" for part in names.packed[leaf]]
+                slices[name] = _tile(parts, module.parts, shape[1:])
             elif not stacked_experts and (ending := _ending(name, names.experts)):
                 layer, experts = name.removesuffix(ending), shape[0] if len(shape) == 3 else 1
                 apart = names.experts[ending]
                 parts = [layer + part.format(e) for e in range(experts) for part in apart]
                 rows = math.prod(shape[:-1]) // len(parts)
-                found[name] = _tile(parts, [rows] * len(parts), shape[-1:])
+                slices[name] = _tile(parts, [rows] * len(parts), shape[-1:])
             else:
-                found[name] = (Part.whole(name, shape),)
-    return {n: cut_parts(p, cuts[n]) if n in cuts else p for n, p in found.items()}
+                slices[name] = (TensorSlice.whole(name, shape),)
+    return {n: shard_slices(p, specs[n]) if n in specs else p for n, p in slices.items()}
 
 
-def _own(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Its parameters, and what stands for one that is quantised."""
+def _named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yields the module's parameters, and the outline of a quantised weight."""
     if isinstance(module, Linear) and module.quantized is not None:
         yield "weight", module.weight_meta
     yield from module.named_parameters(recurse=False)
 
 
-def _of_adapter(
-    path: str, module: LayerAdapter | SavedModules, kind: str, shape: tuple[int, ...], names: Names
-) -> tuple[Part, ...]:
-    """The names that PEFT's modules have for it, but for what they begin with."""
+def _adapter_slices(
+    path: str,
+    module: LayerAdapter | SavedModules,
+    kind: str,
+    shape: tuple[int, ...],
+    names: CheckpointNames,
+) -> tuple[TensorSlice, ...]:
+    """The slices of an adapter's parameter, with PEFT's names but for their prefix."""
     if isinstance(module, SavedModules):
         owner = path.rpartition(".")[0]
         owner = names.head.removesuffix(".weight") if owner == "lm_head" else owner
-        return (Part.whole(f"{owner}.modules_to_save.{kind}.weight", shape),)
+        return (TensorSlice.whole(f"{owner}.modules_to_save.{kind}.weight", shape),)
     layer, _, adapter = path.rpartition(".lora.")
     if isinstance(module, LowRankEmbedding):
         adapter += ".weight" if kind == MAGNITUDE.removesuffix("_") else ""
-        return (Part.whole(f"{layer}.{kind}.{adapter}", shape),)
+        return (TensorSlice.whole(f"{layer}.{kind}.{adapter}", shape),)
     if isinstance(module, LowRankExperts):
         factor, part = kind[: len("lora_A")], kind[len("lora_A_") :]
-        stem = stem_of_experts(layer, part, [p.name for p in module.parts])
-        return (Part.whole(f"{stem}.{factor}.{adapter}.weight", shape),)
+        stem = experts_stem(layer, part, [p.name for p in module.parts])
+        return (TensorSlice.whole(f"{stem}.{factor}.{adapter}.weight", shape),)
     parent = layer.removesuffix(layer.rpartition(".")[2])  # with its dot
     if kind == "lora_A":
-        own = [f"{parent}{part.name}.lora_A.{adapter}.weight" for part in module.parts]
-        return _tile(own, [part.rank for part in module.parts], shape[1:])
+        leaf = [f"{parent}{part.name}.lora_A.{adapter}.weight" for part in module.parts]
+        return _tile(leaf, [part.rank for part in module.parts], shape[1:])
     for start in (B, MAGNITUDE):
         if kind.startswith(start):
             name = f"{kind.removeprefix(start)}.{start.removesuffix('_')}"
-            return (Part.whole(f"{parent}{name}.{adapter}.weight", shape),)
+            return (TensorSlice.whole(f"{parent}{name}.{adapter}.weight", shape),)
     raise AssertionError(kind)
 
 
-def stem_of_experts(layer: str, part: str, parts: Collection[str]) -> str:
+def experts_stem(layer: str, part: str, parts: Collection[str]) -> str:
     """What PEFT's names of a part's matrices begin with: its wrapper of one parameter is in that of
     the other, where `parts`, those adapted, are both."""
     return f"{layer}.base_layer" if part == "gate_up_proj" and len(parts) > 1 else layer
 
 
-def is_adapters(name: str) -> bool:
+def is_adapter_parameter(name: str) -> bool:
     """Whether a parameter belongs to an adapter and not to the base."""
     return ".lora." in name or ".copies." in name
 
 
 def base_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """All but those of adapters."""
-    return {name: p for name, p in model.named_parameters() if not is_adapters(name)}
+    """All parameters but those of adapters, by name."""
+    return {name: p for name, p in model.named_parameters() if not is_adapter_parameter(name)}
 
 
 def _ending(name: str, endings: Collection[str]) -> str | None:
     return next((ending for ending in endings if name.endswith(f".{ending}")), None)
 
 
-def _tile(names: Sequence[str], rows: Sequence[int], rest: tuple[int, ...]) -> tuple[Part, ...]:
-    """Parts one after the other, that many rows each."""
+def _tile(
+    names: Sequence[str], rows: Sequence[int], rest: tuple[int, ...]
+) -> tuple[TensorSlice, ...]:
+    """Consecutive slices, one for each name, with these numbers of rows."""
     starts = itertools.accumulate(rows, initial=0)
-    return tuple(Part.whole(n, (r, *rest), s) for n, r, s in zip(names, rows, starts, strict=False))
+    return tuple(
+        TensorSlice.whole(n, (r, *rest), s) for n, r, s in zip(names, rows, starts, strict=False)
+    )
 
 
 def embedding_and_head(present: Collection[str]) -> tuple[str, str]:
-    """What a checkpoint of these tensors calls the two, if it has them."""
+    """The names of embedding and head in a checkpoint with these tensors."""
     inside = f"language_model.{HEAD}"
     embedding = _prefix(present) + EMBEDDING.removeprefix("model.")
     return embedding, inside if inside in present else HEAD
@@ -159,8 +167,10 @@ def _prefix(present: Collection[str]) -> str:
     return next((p for p in PREFIXES if any(name.startswith(p) for name in present)), "")
 
 
-def locate(names: Collection[str], present: Collection[str]) -> tuple[dict[str, str], set[str]]:
-    """From a model's `names` to those that a checkpoint of tensors `present` has instead.
+def find_sources(
+    names: Collection[str], present: Collection[str]
+) -> tuple[dict[str, str], set[str]]:
+    """Map a model's `names` to those of a checkpoint with tensors `present`, where they differ.
 
     Also returns the checkpoint's tensors that the model does not need.
     """

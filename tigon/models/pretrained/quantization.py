@@ -1,8 +1,8 @@
-"""Frozen weights in few bits: which layers have them, how they are loaded and written.
+"""Quantised frozen weights: choosing layers, loading, and writing.
 
-All projections do but the head, routers and experts, as under bitsandbytes. Each matrix that a
-checkpoint has for itself is quantised for itself, so that packed projections have the numbers that
-PEFT's separate ones have.
+All projections but head, routers and experts are quantised, as by bitsandbytes. Matrices that a
+checkpoint stores separately are quantised separately, so that packed projections have the same
+numbers as PEFT's separate ones.
 """
 
 import math
@@ -14,31 +14,31 @@ import torch
 from torch import Tensor
 
 from tigon.layers import FP8Weight, Linear, NF4Weight, QuantizedWeight
-from tigon.models.adapters.lora import places
+from tigon.models.adapters.lora import find_target_modules
 from tigon.models.base import LanguageModel
-from tigon.models.pretrained.match import sources
+from tigon.models.pretrained.match import match_arguments
 from tigon.models.pretrained.names import layout
 from tigon.utils.json import escape
 from tigon.weights import (
     BlockScales,
     Checkpoint,
-    Entry,
     Fp8Tensor,
-    Part,
-    Piece,
-    Writers,
+    RowBlock,
+    TensorEntry,
+    TensorSlice,
+    WriterGroup,
     all_finite,
-    cut,
     load_into,
+    row_chunks,
 )
 
 Quantize = Literal["nf4", "keep"]
-WHOLE = 512 << 20  # bytes of weights in 16 or 32 bits that are read before they are quantised
+BATCH_BYTES = 512 << 20  # bytes of weights in 16 or 32 bits that are read before they are quantised
 E4M3 = torch.float8_e4m3fn
 
 
 def check_quantize(quantize: Any) -> None:
-    """Raises ValueError for a name that is none."""
+    """Raises ValueError for an unknown kind of quantization."""
     if quantize is not None and quantize not in get_args(Quantize):
         raise ValueError(
             f'quantize={quantize!r} is not known: "nf4" makes 4 bits of the weights, "keep" keeps '
@@ -46,57 +46,57 @@ def check_quantize(quantize: Any) -> None:
         )
 
 
-def quantised_layers(model: LanguageModel) -> Iterator[tuple[str, Linear, QuantizedWeight]]:
-    """Those that have a quantised weight, by the name that it would have as a parameter."""
+def quantized_layers(model: LanguageModel) -> Iterator[tuple[str, Linear, QuantizedWeight]]:
+    """Yields each quantised layer, with its weight and the name of the weight as a parameter."""
     for path, module in model.named_modules():
         if isinstance(module, Linear) and module.quantized is not None:
             yield f"{path}.weight", module, module.quantized
 
 
 def count_parameters(model: LanguageModel, *, frozen: bool = False) -> int:
-    """All numbers of the model, those in few bits and of other ranks too; or those frozen alone."""
-    few = sum(math.prod(weight.shape) for _, _, weight in quantised_layers(model))
+    """The number of parameters, quantised ones and those of other ranks included; `frozen`: only
+    the frozen ones."""
+    quantized = sum(math.prod(weight.shape) for _, _, weight in quantized_layers(model))
     shapes = (
-        model.cuts[n].shape if n in model.cuts else p.shape
+        model.shard_specs[n].shape if n in model.shard_specs else p.shape
         for n, p in model.named_parameters()
         if not (frozen and p.requires_grad)
     )
-    return few + sum(map(math.prod, shapes))
+    return quantized + sum(map(math.prod, shapes))
 
 
-def quantised_bytes(model: LanguageModel) -> int:
-    """What weights in few bits take."""
-    return sum(weight.nbytes for _, _, weight in quantised_layers(model))
+def quantized_bytes(model: LanguageModel) -> int:
+    """The bytes of quantised weights."""
+    return sum(weight.nbytes for _, _, weight in quantized_layers(model))
 
 
-def quantise(
+def quantize_model(
     model: LanguageModel, quantize: Quantize, checkpoint: Checkpoint | None = None
 ) -> None:
-    """Have the projections' weights in few bits, and freeze all of the model.
+    """Quantise the projections' weights, and freeze the model.
 
-    On the meta device `load_weights` gives them values; a model with values keeps them, as far as
-    4 bits can. Without the `checkpoint`, "keep" takes its blocks for the usual ones, which serves
-    to plan.
+    On the meta device `load_weights` fills them; otherwise the present values are rounded. Without
+    the `checkpoint`, "keep" assumes blocks of the usual size, for estimates.
     """
     check_quantize(quantize)
-    every = dict.fromkeys(place.path for place in places(model))
-    paths = [path for path in every if isinstance(model.get_submodule(path), Linear)]
+    modules = dict.fromkeys(module.path for module in find_target_modules(model))
+    paths = [path for path in modules if isinstance(model.get_submodule(path), Linear)]
     if quantize == "keep" and checkpoint is not None:
         _keep(model, paths, checkpoint)
     else:
         parts_of = layout(model, model.checkpoint_names, False)
         for path in paths:
             layer = _layer(model, path)
-            given = _rows(parts_of[f"{path}.weight"]), layer.in_features, model.dtype
+            sizes = _rows(parts_of[f"{path}.weight"]), layer.in_features, model.dtype
             if quantize == "keep":
-                blocks = [BlockScales().block or (1, 1)] * len(given[0])
-                layer.quantize(FP8Weight(*given, blocks=blocks, stored=E4M3))
+                blocks = [BlockScales().block or (1, 1)] * len(sizes[0])
+                layer.quantize(FP8Weight(*sizes, blocks=blocks, stored=E4M3))
                 continue
-            made, weight = NF4Weight(*given), layer.weight.detach()
-            layer.quantize(made)
+            nf4_weight, weight = NF4Weight(*sizes), layer.weight.detach()
+            layer.quantize(nf4_weight)
             if not weight.is_meta:
-                made.allocate(weight.device)
-                store(made, f"{path}.weight", weight)
+                nf4_weight.allocate(weight.device)
+                store_nf4(nf4_weight, f"{path}.weight", weight)
     model.requires_grad_(False)
 
 
@@ -106,30 +106,30 @@ def _layer(model: LanguageModel, path: str) -> Linear:
     return layer
 
 
-def _rows(parts: Sequence[Part]) -> list[int]:
+def _rows(parts: Sequence[TensorSlice]) -> list[int]:
     return [part.shape[0] for part in parts]
 
 
-def store(made: NF4Weight, name: str, weight: Tensor) -> None:
-    """Give it the numbers of `weight` [K, C], which is called `name`; ValueError for NaN."""
+def store_nf4(nf4_weight: NF4Weight, name: str, weight: Tensor) -> None:
+    """Quantise `weight` [K, C] into `nf4_weight`; raises ValueError with its name for NaN."""
     if not all_finite([weight], weight.device):
         raise ValueError(f"{name} has values that are NaN or infinite, which 4 bits cannot hold")
-    made.store(weight)
+    nf4_weight.store(weight)
 
 
 def _keep(model: LanguageModel, paths: Sequence[str], checkpoint: Checkpoint) -> None:
-    how, any_kept = sources(model, checkpoint), False
+    load_options, any_kept = match_arguments(model, checkpoint), False
     for path in paths:
-        parts, layer = how["layout"][f"{path}.weight"], _layer(model, path)
-        stored = [_fp8(how, part) for part in parts]
+        parts, layer = load_options["layout"][f"{path}.weight"], _layer(model, path)
+        stored = [_fp8(load_options, part) for part in parts]
         if (first := stored[0]) is None:
             continue
-        alike = first.stored.dtype, first.block[1]
+        stored_kind = first.stored.dtype, first.block[1]
         blocks = [info.block for info in stored if info is not None]
-        if any(i is None or (i.stored.dtype, i.block[1]) != alike for i in stored):
+        if any(i is None or (i.stored.dtype, i.block[1]) != stored_kind for i in stored):
             continue
-        given = _rows(parts), layer.in_features, model.dtype
-        layer.quantize(FP8Weight(*given, blocks=blocks, stored=alike[0]))
+        sizes = _rows(parts), layer.in_features, model.dtype
+        layer.quantize(FP8Weight(*sizes, blocks=blocks, stored=stored_kind[0]))
         any_kept = True
     if not any_kept:
         raise ValueError(
@@ -138,72 +138,89 @@ def _keep(model: LanguageModel, paths: Sequence[str], checkpoint: Checkpoint) ->
         )
 
 
-def _fp8(how: dict[str, Any], part: Part) -> Fp8Tensor | None:
-    """What the checkpoint has for a part, if that is a matrix in fp8."""
-    info = how["checkpoint"].tensors.get(how["source_of"].get(part.name, part.name))
+def _fp8(load_options: dict[str, Any], part: TensorSlice) -> Fp8Tensor | None:
+    """The checkpoint's tensor for a slice, if it is a matrix in fp8."""
+    info = load_options["checkpoint"].tensors.get(
+        load_options["source_of"].get(part.name, part.name)
+    )
     return info if isinstance(info, Fp8Tensor) and len(info.shape) == 2 else None
 
 
-def load_quantised(model: LanguageModel, checkpoint: Checkpoint, staging_bytes: int) -> None:
-    """Fill the weights in few bits; at most WHOLE bytes of others, or one weight, are there
-    meanwhile."""
-    every = list(quantised_layers(model))
+def load_quantized(model: LanguageModel, checkpoint: Checkpoint, staging_bytes: int) -> None:
+    """Fill the quantised weights, with at most BATCH_BYTES of unquantised ones in memory."""
+    every = list(quantized_layers(model))
     if not every:
         return
-    how: dict[str, Any] = sources(model, checkpoint) | {"into": type(model).__name__}
+    load_options: dict[str, Any] = match_arguments(model, checkpoint) | {
+        "into": type(model).__name__
+    }
     kept = {name: weight for name, _, weight in every if isinstance(weight, FP8Weight)}
     if kept:
-        found = {name: [_fp8(how, part) for part in how["layout"][name]] for name in kept}
+        fp8_tensors = {
+            name: [_fp8(load_options, part) for part in load_options["layout"][name]]
+            for name in kept
+        }
         tensors = dict(checkpoint.tensors)
-        tensors |= {i.name: i.stored for infos in found.values() for i in infos if i is not None}
-        as_stored = how | {"checkpoint": Checkpoint(checkpoint.name, tensors)}
+        tensors |= {
+            i.name: i.stored for infos in fp8_tensors.values() for i in infos if i is not None
+        }
+        as_stored = load_options | {"checkpoint": Checkpoint(checkpoint.name, tensors)}
         memory = {name: weight.memory for name, weight in kept.items()}
         load_into(memory, **as_stored, staging_bytes=staging_bytes)
         for name, weight in kept.items():
-            weight.store_scales([info.scales() for info in found[name] if info is not None])
+            weight.store_scales([info.scales() for info in fp8_tensors[name] if info is not None])
     batch: dict[str, NF4Weight] = {}
-    for name, _, own in every:
-        if isinstance(own, NF4Weight):
-            if batch and _size([*batch.values(), own]) > WHOLE:
-                _load_batch(model, batch, how, staging_bytes)
+    for name, _, quantized in every:
+        if isinstance(quantized, NF4Weight):
+            if batch and _size([*batch.values(), quantized]) > BATCH_BYTES:
+                _load_batch(model, batch, load_options, staging_bytes)
                 batch = {}
-            batch[name] = own
-    _load_batch(model, batch, how, staging_bytes)
+            batch[name] = quantized
+    _load_batch(model, batch, load_options, staging_bytes)
 
 
 def _size(weights: Sequence[QuantizedWeight]) -> int:
-    """Bytes of them, dequantised."""
+    """The bytes of the weights when dequantised."""
     return sum(math.prod(w.shape) * w.dtype.itemsize for w in weights)
 
 
 def _load_batch(
-    model: LanguageModel, batch: dict[str, NF4Weight], how: dict[str, Any], staging_bytes: int
+    model: LanguageModel,
+    batch: dict[str, NF4Weight],
+    load_options: dict[str, Any],
+    staging_bytes: int,
 ) -> None:
     on: dict[str, Any] = {"device": model.device}
-    whole = {name: torch.empty(own.shape, dtype=own.dtype, **on) for name, own in batch.items()}
-    load_into(whole, **how, staging_bytes=staging_bytes)
-    for name, own in batch.items():
+    full = {
+        name: torch.empty(quantized.shape, dtype=quantized.dtype, **on)
+        for name, quantized in batch.items()
+    }
+    load_into(full, **load_options, staging_bytes=staging_bytes)
+    for name, quantized in batch.items():
         try:
-            store(own, name, whole.pop(name))
+            store_nf4(quantized, name, full.pop(name))
         except ValueError as error:
-            raise ValueError(f"{escape(how['checkpoint'].name)}: {error}") from None
+            raise ValueError(f"{escape(load_options['checkpoint'].name)}: {error}") from None
 
 
-def dequantised_entries(
-    model: LanguageModel, parts_of: dict[str, tuple[Part, ...]], dtype: torch.dtype, ranks: Writers
-) -> list[Entry]:
-    """The weights in few bits as tensors of a checkpoint in `dtype`, a few rows at a time. All
-    ranks have all of them, and each writes its share."""
-    found: list[Entry] = []
-    for name, _, weight in quantised_layers(model):
+def dequantized_entries(
+    model: LanguageModel,
+    parts_of: dict[str, tuple[TensorSlice, ...]],
+    dtype: torch.dtype,
+    ranks: WriterGroup,
+) -> list[TensorEntry]:
+    """Entries that write the quantised weights in `dtype`, a few rows at a time. All ranks have the
+    same weights, and each writes a share."""
+    fp8_tensors: list[TensorEntry] = []
+    for name, _, weight in quantized_layers(model):
         for i, part in enumerate(parts_of[name]):
             pieces = [
-                Piece(first, count, partial(_read, weight, i, first))
-                for first, count in cut(part.shape[0], part.shape[1] * dtype.itemsize)
+                RowBlock(first, count, partial(_read, weight, i, first))
+                for first, count in row_chunks(part.shape[0], part.shape[1] * dtype.itemsize)
             ]
-            own = pieces[(ranks.rank - len(found)) % ranks.size :: ranks.size]
-            found.append(Entry(part.name, part.shape, dtype, own))
-    return found
+            quantized = pieces[(ranks.rank - len(fp8_tensors)) % ranks.size :: ranks.size]
+            fp8_tensors.append(TensorEntry(part.name, part.shape, dtype, quantized))
+    return fp8_tensors
 
 
 def _read(weight: QuantizedWeight, part: int, begin: int, first: int, count: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""Models to Hugging Face checkpoints."""
+"""Writes models as Hugging Face checkpoints, uploads them, and converts checkpoints."""
 
 import json
 import os
@@ -17,31 +17,31 @@ from torch import Tensor
 
 from tigon.hub import UploadTarget, escape_markdown, usage_section, write_card
 from tigon.models.base import LanguageModel
-from tigon.models.config import DTYPES, Config
+from tigon.models.config import DTYPES, ModelConfig
 from tigon.models.pretrained.load import build
-from tigon.models.pretrained.match import sources
+from tigon.models.pretrained.match import match_arguments
 from tigon.models.pretrained.names import base_parameters, layout
-from tigon.models.pretrained.quantization import count_parameters, dequantised_entries
+from tigon.models.pretrained.quantization import count_parameters, dequantized_entries
 from tigon.utils.paths import expand_user
 from tigon.weights import (
-    Entry,
     Layout,
     Repository,
-    Stored,
-    Writers,
+    StoredRows,
+    TensorEntry,
+    WriterGroup,
     all_finite,
     check_free,
-    converted,
+    convert_entries,
     entries,
-    height,
-    local_part,
+    local_shard,
     new_directory,
+    row_count,
     write_checkpoint,
 )
 
 
-class SavesItself(Protocol):
-    """A tokenizer, as far as an export needs one."""
+class SavePretrained(Protocol):
+    """A tokenizer or other object with `save_pretrained`."""
 
     def save_pretrained(self, directory: str | os.PathLike[str]) -> object: ...
 
@@ -50,7 +50,7 @@ def save_pretrained(
     model: LanguageModel,
     directory: str | os.PathLike[str],
     *,
-    tokenizer: SavesItself | None = None,
+    tokenizer: SavePretrained | None = None,
     dtype: torch.dtype | str | None = None,
     max_shard_size: int | str = "5GB",
     stacked_experts: bool | None = None,
@@ -59,30 +59,30 @@ def save_pretrained(
 ) -> None:
     """Write a Hugging Face checkpoint that transformers loads at once.
 
-    In the model's dtype, or in another (a torch.dtype or its name) without touching the model. The
-    directory must be new or empty, and appears whole or not at all; with `replace`, an earlier
-    export may be there, which stays until the new one is whole; other files there, such as notes,
-    are kept. Under a process group every rank calls this and writes its own rows, so that all need
-    one file system; what stops one rank stops all of them. `stacked_experts`: one tensor for all
-    experts of a layer, or each expert apart; None is what the checkpoint had that the model is
-    from, else apart. `values`: in place of parameters, by their names, such as an average of them;
-    of a sharded parameter this rank's part. Quantised weights are written dequantised.
+    `dtype` (a torch.dtype or its name) is the model's by default. The directory must be new or
+    empty, and appears complete or not at all. With `replace` it may hold an earlier export, which
+    stays until the new one is complete; other files, such as notes, are kept. Under a process group
+    every rank calls this and writes its rows, on one file system; an error on one rank stops all.
+    `stacked_experts`: one tensor for all experts of a layer, or one for each; None: as in the
+    model's checkpoint, else one for each. `values`: tensors to write instead of parameters, by
+    name, such as averages; of a sharded parameter this rank's shard. Quantised weights are
+    dequantised.
     """
-    ranks = Writers()
-    with ranks.together():
+    ranks = WriterGroup()
+    with ranks.sync_errors():
         if ranks.first:
             check_target(expand_user(directory), replace)
-    files = ranks.gather(model.files)
+    files = ranks.gather(model.files_digest)
     if others := [rank for rank, of in enumerate(files) if of != files[0]]:
         raise ValueError(
-            f"rank {others[0]} has read other files of the model than rank 0, and would write a "
-            "part of another model: give all hosts the same files"
+            f"rank {others[0]} has read other files of the model than rank 0: give all hosts the "
+            "same files"
         )
     dtype = _named_dtype(model, dtype)
     if model.adapters:
         raise ValueError(
-            f"the model has adapters ({', '.join(model.adapters)}): save_adapter writes one, and "
-            "after merge_adapter the model can be saved"
+            f"the model has adapters ({', '.join(model.adapters)}): call save_adapter, or "
+            "merge_adapter and then save_pretrained"
         )
     tensors, describe = prepare_save(
         model,
@@ -100,29 +100,29 @@ def save_pretrained(
 def prepare_save(
     model: LanguageModel,
     *,
-    tokenizer: SavesItself | None,
-    ranks: Writers,
+    tokenizer: SavePretrained | None,
+    ranks: WriterGroup,
     dtype: torch.dtype | None = None,
     stacked_experts: bool | None = None,
     values: Mapping[str, Tensor] | None = None,
-) -> tuple[list[Entry], Callable[[Path], None]]:
-    """What save_pretrained writes: tensors, and what adds the other files to a directory."""
+) -> tuple[list[TensorEntry], Callable[[Path], None]]:
+    """The tensors that save_pretrained writes, and a function that writes the other files."""
     dtype = _named_dtype(model, dtype)
     if stacked_experts is None:
         stacked_experts = model.config.source.stacked_experts
     if tokenizer is not None and not hasattr(tokenizer, "save_pretrained"):
         raise TypeError(f"tokenizer must be a tokenizer, or None, not {tokenizer!r}")
     parts_of = layout(model, model.checkpoint_names, stacked_experts)
-    with ranks.together():
+    with ranks.sync_errors():
         tensors = entries(base_parameters(model), parts_of, dtype, values=values, ranks=ranks)
-        tensors += dequantised_entries(model, parts_of, dtype, ranks)
+        tensors += dequantized_entries(model, parts_of, dtype, ranks)
     config = replaced(model.config, dtype=str(dtype).removeprefix("torch."))
     generation = model.generation_config
     return tensors, lambda root: write_description(root, config, generation, tokenizer)
 
 
 def _named_dtype(model: LanguageModel, dtype: torch.dtype | str | None) -> torch.dtype:
-    """A dtype that may be named by a text; None is the model's."""
+    """The dtype, which may be a name; None: the model's."""
     dtype = model.dtype if dtype is None else dtype
     name = str(dtype).removeprefix("torch.")
     if name not in DTYPES:
@@ -136,15 +136,15 @@ def _named_dtype(model: LanguageModel, dtype: torch.dtype | str | None) -> torch
 def _warn_unless_finite(
     model: LanguageModel, dtype: torch.dtype, values: Mapping[str, Tensor]
 ) -> None:
-    """Of this rank's weights: NaN, infinity, and what becomes infinite in the export's dtype."""
-    own = {
-        name: local_part(name, values.get(name, p)).memory for name, p in model.named_parameters()
+    """Warns of this rank's weights that are NaN or infinite in the export's dtype."""
+    local = {
+        name: local_shard(name, values.get(name, p)).memory for name, p in model.named_parameters()
     }
-    own = {name: memory for name, memory in own.items() if memory.numel()}
+    local = {name: memory for name, memory in local.items() if memory.numel()}
     most = torch.finfo(dtype).max
-    if all_finite(own.values(), torch.device("cpu"), most=most):
+    if all_finite(local.values(), torch.device("cpu"), most=most):
         return
-    bad = [n for n, m in own.items() if not all_finite([m], torch.device("cpu"), most=most)]
+    bad = [n for n, m in local.items() if not all_finite([m], torch.device("cpu"), most=most)]
     more = f" and {len(bad) - 3} more" if len(bad) > 3 else ""
     warnings.warn(
         f"weights that are NaN or infinite in {dtype} are saved: {', '.join(bad[:3])}{more}",
@@ -153,8 +153,8 @@ def _warn_unless_finite(
 
 
 def check_target(directory: Path, replace: bool, mark: str = "config.json") -> None:
-    """Raises FileExistsError, before any work, if the directory is taken. `mark`: a file that an
-    earlier export has."""
+    """Raises FileExistsError, before any work, if the directory cannot be written. `mark`: a file
+    that identifies an earlier export."""
     if replace:
         check_free(directory, replace=True)
         if directory.is_dir() and any(directory.iterdir()) and not (directory / mark).is_file():
@@ -178,16 +178,18 @@ TOKENIZER = re.compile(
 
 def write_model(
     directory: str | os.PathLike[str],
-    tensors: Sequence[Entry],
+    tensors: Sequence[TensorEntry],
     describe: Callable[[Path], None],
     *,
-    ranks: Writers,
+    ranks: WriterGroup,
     max_shard_size: int | str = "5GB",
     stem: str = "model",
     replace: bool = False,
 ) -> None:
-    """A directory with the tensors and what the first rank's `describe` writes into it. With
-    `replace`, files of other names are kept, but for an earlier one's weights."""
+    """Write a directory with the tensors, and the files that `describe` writes on the first rank.
+
+    With `replace`, files with other names are kept, except an earlier export's weights.
+    """
     needed = sum(entry.nbytes for entry in tensors)
     weights = re.compile(rf"{re.escape(stem)}(-\d+-of-\d+)?\.safetensors(\.index\.json)?")
 
@@ -197,23 +199,23 @@ def write_model(
 
     with ExitStack() as opened:
         root = None
-        with ranks.together():
+        with ranks.sync_errors():
             if ranks.first:
                 root = opened.enter_context(
                     new_directory(directory, replace=replace, needed=needed, stale=stale)
                 )
-        how: dict[str, Any] = {"max_shard_size": max_shard_size, "stem": stem}
-        write_checkpoint(root, tensors, **how, ranks=ranks)
-        with ranks.together():
+        shard_options: dict[str, Any] = {"max_shard_size": max_shard_size, "stem": stem}
+        write_checkpoint(root, tensors, **shard_options, ranks=ranks)
+        with ranks.sync_errors():
             if root is not None:
                 describe(root)
             opened.close()  # gives the directory its name
 
 
 def write_description(
-    root: Path, config: Config, generation: Any, tokenizer: SavesItself | None
+    root: Path, config: ModelConfig, generation: Any, tokenizer: SavePretrained | None
 ) -> None:
-    """All files of a checkpoint but its weights."""
+    """Write all files of a checkpoint but its weights."""
     write_json(root / "config.json", config.to_dict())
     generation = generation or _tokens(config)
     if hasattr(generation, "to_diff_dict"):  # transformers' object
@@ -223,7 +225,7 @@ def write_description(
         tokenizer.save_pretrained(root)
 
 
-def _tokens(config: Config) -> dict[str, Any]:
+def _tokens(config: ModelConfig) -> dict[str, Any]:
     ids = {k: getattr(config, k) for k in ("bos_token_id", "eos_token_id", "pad_token_id")}
     return {"_from_model_config": True, **{k: v for k, v in ids.items() if v is not None}}
 
@@ -236,14 +238,14 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
         os.fsync(file.fileno())
 
 
-# Models to the hub.
+# Uploading
 
 
 def push_to_hub(
     model: LanguageModel,
     repo_id: str,
     *,
-    tokenizer: SavesItself | None = None,
+    tokenizer: SavePretrained | None = None,
     private: bool | None = None,
     revision: str | None = None,
     commit_message: str | None = None,
@@ -265,10 +267,10 @@ def push_to_hub(
     this, and all must see rank 0's temporary directory. Raises OSError, saying what to do, if the
     hub cannot be reached or refuses: before anything is written, where that can be known.
     """
-    ranks = Writers()
+    ranks = WriterGroup()
     with ExitStack() as stack:
         place = ""
-        with ranks.together():
+        with ranks.sync_errors():
             if ranks.first:
                 destination = UploadTarget(
                     repo_id, private=private, revision=revision, token=token, create_pr=create_pr
@@ -284,7 +286,7 @@ def push_to_hub(
             stacked_experts=stacked_experts,
         )
         where = ""
-        with ranks.together():
+        with ranks.sync_errors():
             if ranks.first:
                 text = _short_card(model, destination.name) if card is None else card
                 where = destination.upload(
@@ -304,32 +306,32 @@ def _short_card(model: LanguageModel, repository: str) -> str:
     return write_card(paragraphs, tags=[model.config.model_type])
 
 
-# Checkpoints to checkpoints of another dtype or form, without a model in memory.
+# Converting checkpoints without a model in memory
 
 M = TypeVar("M", bound=LanguageModel)
 
 
-def convert(
+def convert_pretrained(
     source: Repository,
     directory: str | os.PathLike[str],
     models: Mapping[str, type[M]],
     *,
     gguf_file: str | None = None,
-    tokenizer: SavesItself | None = None,
+    tokenizer: SavePretrained | None = None,
     dtype: torch.dtype | Literal["auto"] = "auto",
     max_shard_size: int | str = "5GB",
     stacked_experts: bool | None = None,
 ) -> LanguageModel:
-    """What `from_pretrained` and then `save_pretrained` write, in a few buffers of memory.
+    """Write what `from_pretrained` and `save_pretrained` would, with a few buffers of memory.
 
-    Returns the model that was written, on the meta device.
+    Returns the written model, on the meta device.
     """
     model, checkpoint = build(source, models, dtype=dtype, gguf_file=gguf_file)
-    found = sources(model, checkpoint)
-    stored_layout, source_of = found["layout"], found["source_of"]
+    arguments = match_arguments(model, checkpoint)
+    stored_layout, source_of = arguments["layout"], arguments["source_of"]
     shapes = {part.name: part.shape for parts in stored_layout.values() for part in parts}
     stored = {
-        name: [Stored(0, 0, height(shape), 0, source_of.get(name, name), checkpoint)]
+        name: [StoredRows(0, 0, row_count(shape), 0, source_of.get(name, name), checkpoint)]
         for name, shape in shapes.items()
     }
     write_converted(
@@ -347,14 +349,14 @@ def convert(
 def write_converted(
     model: LanguageModel,
     directory: str | os.PathLike[str],
-    stored: Mapping[str, Sequence[Stored]],
+    stored: Mapping[str, Sequence[StoredRows]],
     stored_layout: Layout,
     *,
-    tokenizer: SavesItself | None,
+    tokenizer: SavePretrained | None,
     max_shard_size: int | str,
     stacked_experts: bool | None,
 ) -> None:
-    """What save_pretrained writes of a model on the meta device, whose weights are `stored`."""
+    """Write what save_pretrained would, for a model on the meta device with `stored` weights."""
     if stacked_experts is None:
         stacked_experts = model.config.source.stacked_experts
     wanted = layout(model, model.checkpoint_names, stacked_experts)
@@ -366,8 +368,8 @@ def write_converted(
 
     write_model(
         directory,
-        converted(wanted, model.dtype, stored, stored_layout),
+        convert_entries(wanted, model.dtype, stored, stored_layout),
         describe,
-        ranks=Writers(),
+        ranks=WriterGroup(),
         max_shard_size=max_shard_size,
     )

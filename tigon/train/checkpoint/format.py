@@ -41,13 +41,13 @@ from tigon.train.distributed import local
 from tigon.train.optim import Ema
 from tigon.weights import (
     Layout,
-    Part,
-    Rows,
-    as_bytes,
-    named_if_full,
-    own_rows,
-    own_slices,
+    RowSpan,
+    TensorSlice,
+    explain_full_disk,
+    local_blocks,
+    local_rows,
     require_space,
+    tensor_bytes,
     write_header,
 )
 
@@ -121,14 +121,14 @@ def weights(model: CausalLM) -> State:
     """By name of the checkpoint tensor; a tied one once. Of a model with an adapter that alone."""
     adapter, every = model.active_adapter, dict(model.named_parameters())
     chosen = every if adapter is None else adapter_parameters(model, adapter)
-    own = {name: own_rows(name, p) for name, p in chosen.items()}
+    own = {name: local_rows(name, p) for name, p in chosen.items()}
     return _by_part(own, model)
 
 
 def averages(model: CausalLM, ema: Ema) -> State:
     """As `weights`, named ema.NAME; of the parameters that are trained."""
     parameters = dict(model.named_parameters())
-    own = {n: (value, own_rows(n, parameters[n])[1]) for n, value in ema.values.items()}
+    own = {n: (value, local_rows(n, parameters[n])[1]) for n, value in ema.values.items()}
     return _by_part(own, model, EMA)
 
 
@@ -149,7 +149,7 @@ def optimizer_states(model: CausalLM, optimizer: Optimizer) -> State:
             if "step" in values:
                 values["step"].zero_()
     for name, values in by_parameter["state"].items():
-        own, first = own_rows(name, parameters[name])
+        own, first = local_rows(name, parameters[name])
         for kind, value in values.items():
             state = local(value)
             if isinstance(state, Tensor) and _same_rows(state, own):
@@ -191,16 +191,16 @@ def _by_part(own: Mapping[str, tuple[Tensor, int]], model: CausalLM, prefix: str
                 part = _coarser(part, shape[-1] // held.shape[-1])
             name = prefix + part.name
             shapes[name], dtypes[name] = part.shape, held.dtype
-            slices = own_slices(part, shape, held, first)
+            slices = local_blocks(part, shape, held, first)
             chunks.setdefault(name, []).extend(Chunk(at, rows) for at, rows in slices)
     return {name: LocalRows(shapes[name], dtypes[name], chunks[name]) for name in shapes}
 
 
-def _coarser(part: Part, block: int) -> Part:
+def _coarser(part: TensorSlice, block: int) -> TensorSlice:
     """Of a tensor with one number for each `block` elements of a row."""
     spans = part.spans
     if spans:
-        spans = (*spans[:-1], Rows(*(n // block for n in spans[-1])))
+        spans = (*spans[:-1], RowSpan(*(n // block for n in spans[-1])))
     return replace(part, shape=(*part.shape[:-1], part.shape[-1] // block), spans=spans)
 
 
@@ -244,7 +244,7 @@ class Writer(StorageWriter):
         results = []
         for name, items in _files(plan.items, plan.storage_data).items():
             path = self.directory / name
-            with named_if_full(path, sum(map(_nbytes, items))):
+            with explain_full_disk(path, sum(map(_nbytes, items))):
                 written = Written(name, _write(path, items, planner))
             results += [WriteResult(item.index, _nbytes(item), written) for item in items]
         done: Future[list[WriteResult]] = Future()
@@ -292,7 +292,7 @@ def _write(path: Path, items: Sequence[WriteItem], planner: SavePlanner) -> str:
         digest.update(header)
         file.write(header)
         for item in items:
-            content = as_bytes(planner.resolve_data(item))  # type: ignore[arg-type]
+            content = tensor_bytes(planner.resolve_data(item))  # type: ignore[arg-type]
             for start in range(0, len(content), BLOCK):
                 digest.update(content[start : start + BLOCK])
                 file.write(content[start : start + BLOCK])

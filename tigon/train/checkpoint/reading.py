@@ -19,7 +19,7 @@ from tigon.models import CausalLM
 from tigon.train.checkpoint.files import first_cause, in_use
 from tigon.train.checkpoint.format import EMA, OPTIMIZER, State, full_state, run_layout
 from tigon.train.optim import Ema
-from tigon.weights import Checkpoint, Layout, Stored, read_header
+from tigon.weights import Checkpoint, Layout, StoredRows, read_header
 
 # States that are sums of squares, scales of them, and counts
 NEVER_NEGATIVE = ("exp_avg_sq", "exp_avg_sq_scale", "exp_avg_scale", "step")
@@ -128,7 +128,7 @@ def _load(checkpoint: Path, model: CausalLM, optimizer: Optimizer | None, ema: E
     return has_average
 
 
-def stored_weights(checkpoint: Path, model: CausalLM) -> tuple[dict[str, list[Stored]], Layout]:
+def stored_weights(checkpoint: Path, model: CausalLM) -> tuple[dict[str, list[StoredRows]], Layout]:
     """Where the rows of each checkpoint tensor are, and what those tensors are of the model.
 
     Raises ValueError if the checkpoint is not of such a model; rows that are nowhere are found by
@@ -136,7 +136,7 @@ def stored_weights(checkpoint: Path, model: CausalLM) -> tuple[dict[str, list[St
     """
     layout = run_layout(model)
     shapes = {part.name: part.shape for parts in layout.values() for part in parts}
-    found: dict[str, list[Stored]] = {}
+    found: dict[str, list[StoredRows]] = {}
     files_of: dict[Path, Checkpoint] = {}
     metadata = _metadata(checkpoint)
     _check_dtypes(checkpoint, shapes, metadata)
@@ -157,7 +157,7 @@ def stored_weights(checkpoint: Path, model: CausalLM) -> tuple[dict[str, list[St
         if len(block) != len(whole):
             raise ValueError(f"{checkpoint} does not fit the model: it resizes {index.fqn}")
         for place in _places(tuple(index.offset), block, whole):
-            found.setdefault(index.fqn, []).append(Stored(*place, index.fqn, files_of[path]))
+            found.setdefault(index.fqn, []).append(StoredRows(*place, index.fqn, files_of[path]))
     for fault, wrong in (
         ("lacks", shapes.keys() - found.keys()),
         ("also has", found.keys() - shapes),

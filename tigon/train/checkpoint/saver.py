@@ -39,7 +39,7 @@ from tigon.train.distributed import World, local
 from tigon.train.logging import read_metrics
 from tigon.train.optim import Ema
 from tigon.utils.memory import CGROUP
-from tigon.weights import all_finite, fsync, keep_files, named_if_full
+from tigon.weights import all_finite, carry_over_files, explain_full_disk, fsync
 
 
 class SaveError(OSError):
@@ -201,7 +201,7 @@ class Saver(InBackground):
         lock = ExitStack()
         if self.world.main:
             clean(self.directory)
-            with named_if_full(partial, needed):
+            with explain_full_disk(partial, needed):
                 partial.mkdir(parents=True)
             lock.enter_context(in_use(partial))
         self.world.barrier()
@@ -215,7 +215,7 @@ class Saver(InBackground):
 
         def commit(sums: Mapping[str, str]) -> None:
             """On rank 0, when every rank has written: nothing has the final name before."""
-            with named_if_full(partial, needed):
+            with explain_full_disk(partial, needed):
                 write_description(partial, model.config, model.generation_config, tokenizer)
                 (partial / RUN).write_text(json.dumps(content, indent=2) + "\n")
                 write_sums(partial, sums)
@@ -271,7 +271,7 @@ class Saver(InBackground):
         """Give a whole checkpoint its name, and remove those that need not stay."""
         # An older one is damaged, or of a run that was resumed from before it
         if target.is_dir() and not target.is_symlink():
-            keep_files(target, partial, is_listed(target))
+            carry_over_files(target, partial, is_listed(target))
         if not remove(target):
             raise OSError("one of that name is being read by another process")
         os.rename(partial, target)

@@ -27,7 +27,7 @@ from tigon.train.distributed import local
 from tigon.train.optim.groups import parameter_groups
 from tigon.train.optim.offload import Memory
 from tigon.utils.random import GOLDEN, WORD, as_int64, mix, mix_, take_16_bits
-from tigon.weights import Cut, Rows, own_rows
+from tigon.weights import RowSpan, ShardSpec, local_rows
 
 
 def draws(seed: int, step: int, positions: Tensor) -> Tensor:
@@ -344,7 +344,7 @@ class Run(NamedTuple):
         return at.add_(at // self.width, alpha=self.pitch - self.width).add_(self.position)
 
 
-def runs_of(cut: Cut | None, begin: int, count: int, position: int) -> tuple[Run, ...]:
+def runs_of(cut: ShardSpec | None, begin: int, count: int, position: int) -> tuple[Run, ...]:
     """The runs of a rank's part, in the order of its elements.
 
     `cut` says what ranks of tensor or expert parallelism have of the parameter; None: all. Of
@@ -368,16 +368,16 @@ def _block_elements(first: int, count: int, position: int) -> Iterator[Run]:
         yield Run(first, count, position, count, count)
 
 
-def _runs(cut: Cut) -> Iterator[Run]:
+def _runs(cut: ShardSpec) -> Iterator[Run]:
     """Of all that a rank of tensor or expert parallelism has."""
     outer, inner = math.prod(cut.shape[: cut.dim]), math.prod(cut.shape[cut.dim + 1 :])
     own, whole = cut.length * inner, cut.shape[cut.dim] * inner
     if not own:
         return
-    pieces = [Rows(*(inner * n for n in rows)) for rows, _ in cut.pieces]
+    pieces = [RowSpan(*(inner * n for n in rows)) for rows, _ in cut.pieces]
     source, _, width = pieces[0]
     pitch = whole // len(pieces)
-    even = [Rows(source + i * pitch, i * width, width) for i in range(len(pieces))]
+    even = [RowSpan(source + i * pitch, i * width, width) for i in range(len(pieces))]
     # With several pieces the next line after the last one's is the first one's of the next row
     if outer > 1 and pieces == even and pitch * len(pieces) == whole and width < LONGEST:
         yield Run(0, outer * own, source, width, pitch)
@@ -720,7 +720,7 @@ def blocks_of(model: CausalLM) -> dict[Tensor, int]:
     """Columns of a block of states of 8 bits in the whole row, by parameter that ranks of tensor
     parallelism divide. ValueError where they divide a row within a block."""
     found: dict[Tensor, int] = {}
-    cuts: Mapping[str, Cut] = getattr(model, "cuts", {})
+    cuts: Mapping[str, ShardSpec] = getattr(model, "shard_specs", {})
     for name, p in model.named_parameters():
         cut = cuts.get(name)
         if cut is None or p.dim() < 2:
@@ -765,10 +765,10 @@ def _stored(
     **defaults: Any,
 ) -> Optimizer:
     runs: dict[Tensor, tuple[Run, ...]] = {}
-    cuts: Mapping[str, Cut] = getattr(model, "cuts", {})
+    cuts: Mapping[str, ShardSpec] = getattr(model, "shard_specs", {})
     count = 0
     for name, p in model.named_parameters():
-        own, row = own_rows(name, p)
+        own, row = local_rows(name, p)
         cut = cuts.get(name)
         # What several ranks of tensor parallelism have is rounded alike on all of them
         runs[p] = runs_of(cut, row * math.prod(p.shape[1:]), own.numel(), count)

@@ -48,7 +48,7 @@ def item_bytes(config: Config) -> int:
 
 
 def muon(model: CausalLM, config: Config) -> Optimizer:
-    rows, cuts = hidden_matrices(model), model.cuts
+    rows, cuts = hidden_matrices(model), model.shard_specs
     named = dict(model.named_parameters())
     return Muon(
         parameter_groups(model, config, rows),

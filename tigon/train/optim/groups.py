@@ -12,7 +12,7 @@ from tigon.layers import FusedLinear, Linear, SparseMoE
 from tigon.layers.moe import Experts
 from tigon.models import CausalLM, adapter_parameters
 from tigon.train.config import Config, ParameterGroup
-from tigon.weights import Cut
+from tigon.weights import ShardSpec
 
 # Share of the peak, 1 to 0, when a share of the way to the end is done, 0 to 1
 SHAPES: dict[str, Callable[[float], float]] = {
@@ -105,7 +105,7 @@ def hidden_matrices(model: CausalLM) -> dict[str, tuple[int, ...]]:
     q, k and v, gate and up, and all experts are matrices of their own. Rows are those of the
     parameter's flattening [-1, last dim], of the whole one where ranks divide it.
     """
-    cuts: Mapping[str, Cut] = getattr(model, "cuts", {})
+    cuts: Mapping[str, ShardSpec] = getattr(model, "shard_specs", {})
     modules = list(model.model.layers.named_modules(prefix="model.layers"))
     moes = [module for _, module in modules if isinstance(module, SparseMoE)]
     routers = {id(router) for moe in moes for router in (moe.gate, moe.shared_expert_gate)}

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from tigon.models import CausalLM
-from tigon.parallel import find_tensor, in_order
+from tigon.parallel import find_tensor, forward_order
 from tigon.train.config import Config
 from tigon.train.optim.adamw import Stored, runs_fused
 from tigon.train.optim.clip import NormInParts
@@ -42,7 +42,7 @@ class InBackward:
         self.names = {p: name for name, p in model.named_parameters()}
         self.tensor = find_tensor(model)
         if self.tensor is not None:
-            self.tensor.sum_apart()
+            self.tensor.use_separate_group()
         self.under_way = False  # also after a backward that has failed
         self.finite, self.scale = torch.tensor(True), torch.tensor(1.0)
         self._waited: bool | None = None  # `finite`, on the host
@@ -114,7 +114,7 @@ class InBackward:
         if not given:
             return
         if self.tensor is not None:
-            self.tensor.sum_some(given.items())
+            self.tensor.all_reduce_grads(given.items())
         by_kernel = self.optimizer.fused is not None and all(map(runs_fused, given.values()))
         self.norm.add(part.number, given, by_kernel=by_kernel)
         if by_kernel or self._is_finite():
@@ -150,7 +150,7 @@ def parts_of(model: CausalLM) -> list[list[nn.Parameter]]:
     What is shared is of the first that has it."""
     found: list[list[nn.Parameter]] = []
     seen: set[nn.Parameter] = set()
-    pieces: list[list[nn.Module]] = [*in_order(model), [model]]
+    pieces: list[list[nn.Module]] = [*forward_order(model), [model]]
     for modules in pieces:
         every = dict.fromkeys(p for module in modules for p in module.parameters())
         found.append([p for p in every if p.requires_grad and p not in seen])

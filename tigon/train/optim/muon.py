@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from tigon.parallel import TensorParallel
 from tigon.train.distributed import local
-from tigon.weights import Cut, Part, cut_parts, own_rows, own_slices, row_group
+from tigon.weights import ShardSpec, TensorSlice, local_blocks, local_rows, row_group, shard_slices
 
 ROUND = 1 << 26  # elements that a rank takes at a time
 
@@ -89,22 +89,22 @@ class Round:
 
 
 def blocks_of(
-    parameter: Tensor, index: int, heights: Sequence[int], first: int, cut: Cut | None
+    parameter: Tensor, index: int, heights: Sequence[int], first: int, cut: ShardSpec | None
 ) -> Iterator[Block]:
     """What this rank has of a parameter's matrices, which are numbered from `first` on.
 
     `heights`: the rows of each, of the whole parameter. `cut`: what this rank's is of that, without
     FSDP's division of its rows.
     """
-    own, begin = own_rows(f"parameter {index}", parameter)
+    own, begin = local_rows(f"parameter {index}", parameter)
     cols = parameter.shape[-1] if cut is None else cut.shape[-1]
     start = 0
     for matrix, rows in enumerate(heights, first):
-        parts: Sequence[Part] = (Part.whole("", (rows, cols), start),)
+        parts: Sequence[TensorSlice] = (TensorSlice.whole("", (rows, cols), start),)
         if cut is not None:
-            parts = cut_parts(parts, cut)
+            parts = shard_slices(parts, cut)
         for part in parts:
-            for (row, col), block in own_slices(part, parameter.shape, own, begin):
+            for (row, col), block in local_blocks(part, parameter.shape, own, begin):
                 assert block.is_contiguous()  # of columns a rank has one piece
                 offset = int(block.storage_offset() - own.storage_offset())
                 yield Block(index, offset, matrix, row, col, *block.shape)
@@ -241,11 +241,11 @@ class Muon(Optimizer):
         betas: tuple[float, float] = (0.9, 0.95),
         eps: float = 1e-8,
         dtype: torch.dtype = torch.bfloat16,
-        cuts: Mapping[Tensor, Cut],
+        cuts: Mapping[Tensor, ShardSpec],
         tensor: TensorParallel | None,
         like: Tensor,
     ):
-        self.cuts, self.tensor, self.like = cuts, tensor, like
+        self.shard_specs, self.tensor, self.like = cuts, tensor, like
         self.momentum, self.nesterov, self.ns_steps = momentum, nesterov, ns_steps
         self.adjust, self.dtype, self.matrices = ADJUST[adjust_lr_fn], dtype, matrices
         rest = [group for group in groups if not group["hidden"]]
@@ -317,7 +317,7 @@ class Muon(Optimizer):
         matrices: list[Matrix] = []
         own: list[Block] = []
         for i, p in enumerate(parameters):
-            heights, cut = self.matrices[p], self.cuts.get(p)
+            heights, cut = self.matrices[p], self.shard_specs.get(p)
             own += blocks_of(p, i, heights, len(matrices), cut)
             cols = p.shape[-1] if cut is None else cut.shape[-1]
             matrices += [Matrix(rows, cols) for rows in heights]

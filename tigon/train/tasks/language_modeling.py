@@ -103,7 +103,7 @@ class CrossEntropyObjective(Objective):
         if inputs.wanted is not None and inputs.wanted.losses:
             # The same sum in any case, and with it what it is the sum of
             criteria = (*(criteria or (CrossEntropy(),)), CrossEntropy(reduction="none"))
-        output = self._forward(model, inputs, inputs.targets.summed(), criteria)
+        output = self._forward(model, inputs, inputs.targets.with_sum_reduction(), criteria)
         assert output.loss is not None
         return self._part(output.loss / sums["items"].clamp(min=1), output, inputs, sums)
 
@@ -141,12 +141,14 @@ class CrossEntropyObjective(Objective):
         assert targets.labels is not None
         view = View(
             loss=loss.detach(),
-            labels=targets.place(targets.labels, IGNORE_INDEX),
-            predictions=targets.place(predictions, IGNORE_INDEX),
-            metrics={name: targets.place(x, 0) for name, x in found.items()},
+            labels=targets.scatter_to_positions(targets.labels, IGNORE_INDEX),
+            predictions=targets.scatter_to_positions(predictions, IGNORE_INDEX),
+            metrics={name: targets.scatter_to_positions(x, 0) for name, x in found.items()},
             logits=output.logits if output.logits is None else output.logits.detach(),
             logits_at=output.logits_at,
-            losses=targets.place(output.criteria[-1], 0) if inputs.wanted.losses else None,
+            losses=targets.scatter_to_positions(output.criteria[-1], 0)
+            if inputs.wanted.losses
+            else None,
         )
         return Part(loss, means, view)
 

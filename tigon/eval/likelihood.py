@@ -27,7 +27,7 @@ class Likelihood:
 
 
 @dataclass(frozen=True)
-class Group:
+class SharedContext:
     """Requests of one context."""
 
     context: tuple[int, ...]
@@ -70,14 +70,14 @@ def log_likelihoods(
         """Past RoPE's turn. A pass has one RoPE table, so these are batched apart from others."""
         return rope is not None and tokens > rope.turn
 
-    shared: list[Group] = []
+    shared: list[SharedContext] = []
     alone: list[int] = []
     for context, members in together.items():
         reads = [len(checked[i][1]) - 1 for i in members]
         apart = len(context) * len(members) + sum(reads)
         pays = len(context) + max(reads) * len(members) < apart
         if pays and far(len(context)) == far(len(context) + max(reads)):
-            shared.append(Group(context, tuple(members), max(reads)))
+            shared.append(SharedContext(context, tuple(members), max(reads)))
         else:
             alone += members
 
@@ -157,7 +157,7 @@ def _packed(
 
 
 def _forked(
-    model: CausalLM, requests: Sequence[Request], groups: Sequence[Group], tokens: int
+    model: CausalLM, requests: Sequence[Request], groups: Sequence[SharedContext], tokens: int
 ) -> dict[int, Likelihood]:
     """Read contexts into a cache, one a row; then continuations, each after a copy of its row."""
     longest = max(g.longest for g in groups)

@@ -12,7 +12,7 @@ from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
 from tigon.data import ChatEncoder, Source, find_sources, read, read_texts
-from tigon.data.formats import CHATS
+from tigon.data.formats import CHAT_FORMATS
 from tigon.models import CausalLM
 from tigon.tokenizer import Tokenizer
 
@@ -141,7 +141,10 @@ def read_documents(patterns: str | Sequence[str], tokenizer: Tokenizer) -> list[
 def _is_chat(source: Source) -> bool:
     first = next((row for _, row in source.rows()), None)
     try:
-        return isinstance(first, dict) and source.format.detect(first, CHATS).kind in CHATS
+        return (
+            isinstance(first, dict)
+            and source.format.detect(first, CHAT_FORMATS).kind in CHAT_FORMATS
+        )
     except ValueError:
         return False  # reading the rows reports the line
 

@@ -9,7 +9,7 @@ from yaml.constructor import ConstructorError
 from tigon.utils.json import escape, quote
 
 LONGEST_NUMBER = 100  # characters, as in JSON
-MOST_ITEMS, MOST_DEPTH = 100_000, 50  # of all values; an alias counts as what it stands for
+MAX_ITEMS, MAX_DEPTH = 100_000, 50  # of all values; an alias counts as what it stands for
 TAG = "tag:yaml.org,2002:"
 NUMBERS = {f"{TAG}int", f"{TAG}float"}
 
@@ -80,7 +80,7 @@ def _check_size(content: Any) -> None:
     while left:
         value, depth = left.pop()
         count += 1
-        if count > MOST_ITEMS or depth > MOST_DEPTH:
+        if count > MAX_ITEMS or depth > MAX_DEPTH:
             raise _Refused("its values are too many, or too deep inside each other")
         inside = [*value.keys(), *value.values()] if isinstance(value, dict) else value
         if isinstance(inside, list | tuple | set):

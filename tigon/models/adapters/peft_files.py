@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, Unpack
 import torch
 from torch import nn
 
-from tigon.hub import Source
+from tigon.hub import HubOptions
 from tigon.models.adapters.adapters import (
     adapter_parameters,
     check_name,
@@ -547,7 +547,7 @@ def load_adapter(
     *,
     trainable: bool = False,
     dtype: torch.dtype | None = None,
-    **source: Unpack[Source],
+    **source: Unpack[HubOptions],
 ) -> None:
     """Add an adapter of PEFT's from a directory or a hub repository, and choose it.
 
@@ -557,7 +557,7 @@ def load_adapter(
     supported, and tensors with NaN; the model is then as it was. Warns if the adapter fits, but
     names another base than this model was read from.
     """
-    check_keywords("load_adapter", source, frozenset(Source.__annotations__))
+    check_keywords("load_adapter", source, frozenset(HubOptions.__annotations__))
     check_new(model, name)
     repository = Repository(path_or_repo, **source)
     stored, size = read_adapter(repository, model), read_vocabulary_size(repository, model)

@@ -133,7 +133,7 @@ def _describe_run(checkpoint: Path) -> Facts:
     files = sum(path.is_file() for path in checkpoint.iterdir())
     return facts | {
         "files": f"checkpoint {checkpoint.name}, {files} files, {sum(sizes.values()):,} bytes",
-        "tensors": ", ".join(f"{what} {format_mib(n)}" for what, n in sizes.items()),
+        "tensors": ", ".join(f"{label} {format_mib(n)}" for label, n in sizes.items()),
         "loads": _format_loads(model, None, []),
     }
 

@@ -55,8 +55,8 @@ def info(args: Namespace) -> int:
 
 def print_facts(name: str, facts: Facts) -> None:
     print(escape(name))
-    for what, value in facts.items():
-        print(f"  {what:<14}{escape(value, 4000)}")
+    for label, value in facts.items():
+        print(f"  {label:<14}{escape(value, 4000)}")
 
 
 def summarize(path: str, revision: str | None = None) -> Facts:
@@ -206,7 +206,7 @@ def _size_facts(values: Mapping[str, Any]) -> Facts:
         "vocabulary": of("vocab_size"),
         "context": of("max_position_embeddings"),
     }
-    texts = {what: _plain(value) for what, value in facts.items() if value is not None}
+    texts = {label: _plain(value) for label, value in facts.items() if value is not None}
     if "heads" in texts and width is not None:
         kv = _plain(heads if kv_heads is None else kv_heads)
         texts["heads"] += f" query, {kv} key/value, {_plain(width)} dims each"

@@ -34,28 +34,28 @@ def disk_errors(path: Path, size: int | None = None) -> Iterator[None]:
 
 
 def cache_error(path: Path, error: OSError, size: int | None) -> OSError:
-    other = "set TIGON_CACHE to a directory elsewhere"
+    remedy = "set TIGON_CACHE to a directory elsewhere"
     if error.errno in BLOCKED_ERRORS:
-        named = Path(error.filename2 or error.filename or path)  # a renamed file's new name
-        there = next(p for p in (named, *named.parents) if os.path.lexists(p))
+        target = Path(error.filename2 or error.filename or path)  # a renamed file's new name
+        there = next(p for p in (target, *target.parents) if os.path.lexists(p))
         return OSError(
             f"cannot write the data cache {path}: {there} is in the way ({error.strerror}): "
-            f"move it away, or {other}"
+            f"move it away, or {remedy}"
         )
     if error.errno not in FULL_DISK_ERRORS:
-        return OSError(f"cannot write the data cache {path} ({error.strerror}): {other}")
+        return OSError(f"cannot write the data cache {path} ({error.strerror}): {remedy}")
     have = next(p for p in (path, *path.parents) if p.exists())
-    needed = "" if size is None else f" that needs about {size / 2**30:.2f} GiB"
+    size_text = "" if size is None else f" that needs about {size / 2**30:.2f} GiB"
     free = shutil.disk_usage(have).free / 2**30
     return OSError(
-        f"disk full: {path} holds the data cache{needed}, and {free:.2f} GiB are free; "
-        f"make room, or {other}"
+        f"disk full: {path} holds the data cache{size_text}, and {free:.2f} GiB are free; "
+        f"make room, or {remedy}"
     )
 
 
 def cache_root() -> Path:
-    chosen = os.environ.get("TIGON_CACHE")
-    return expand_user(chosen) if chosen else Path.home() / ".cache/tigon"
+    directory = os.environ.get("TIGON_CACHE")
+    return expand_user(directory) if directory else Path.home() / ".cache/tigon"
 
 
 def make_directory(path: Path) -> None:
@@ -97,8 +97,8 @@ class CleanReport:
     recent: int = 0
 
     def __str__(self) -> str:
-        left = f"; {self.recent:,} used lately" * bool(self.recent)
-        return f"removed: {self.removed:,}, of {self.bytes / 2**30:.2f} GiB{left}"
+        suffix = f"; {self.recent:,} used lately" * bool(self.recent)
+        return f"removed: {self.removed:,}, of {self.bytes / 2**30:.2f} GiB{suffix}"
 
 
 def clean_cache(days: float = 0.0) -> CleanReport:

@@ -76,28 +76,28 @@ class MicroBatch:
             pinned = tensor.pin_memory() if device.type == "cuda" else tensor
             return pinned.to(device, non_blocking=True)
 
-        index, which = sent(index_of), sent(np.flatnonzero(keep))
+        index, sequence_index = sent(index_of), sent(np.flatnonzero(keep))
 
-        def taken(x: Tensor) -> Tensor:
+        def gather(x: Tensor) -> Tensor:
             flat = x.flatten(0, 1)
             return (flat.new_zeros(1, *flat.shape[1:]) if empty else flat[index])[None]
 
-        places = np.stack([ends - lengths, ends], axis=1)
+        spans = np.stack([ends - lengths, ends], axis=1)
         cu = np.array([0, 1]) if empty else np.append(0, ends)
         return replace(
             self,
-            input_ids=taken(self.input_ids),
-            position_ids=taken(self.position_ids),
+            input_ids=gather(self.input_ids),
+            position_ids=gather(self.position_ids),
             attention_mask=torch.zeros(1, 1, dtype=torch.bool, device=device) if empty else None,
             cu_seq_lens=sent(cu.astype(np.int32)),
             longest=int(lengths.max(initial=1)),
-            spans=sent(places),
-            parts=self.parts[which],
-            per_token={name: taken(column) for name, column in self.per_token.items()},
-            per_example={name: column[which] for name, column in self.per_example.items()},
+            spans=sent(spans),
+            parts=self.parts[sequence_index],
+            per_token={name: gather(column) for name, column in self.per_token.items()},
+            per_example={name: column[sequence_index] for name, column in self.per_example.items()},
             sources=tuple(s for s, kept in zip(self.sources, keep, strict=True) if kept),
-            host_spans=places,
-            dropout_keys=None if self.dropout_keys is None else taken(self.dropout_keys),
+            host_spans=spans,
+            dropout_keys=None if self.dropout_keys is None else gather(self.dropout_keys),
         )
 
     def with_dropout(self, seed: int, step: int, numbers: np.ndarray) -> Self:
@@ -106,8 +106,10 @@ class MicroBatch:
         number = np.zeros(self.input_ids.numel(), dtype=np.int64)
         lengths = np.diff(self.host_spans)[:, 0]
         number[concat_ranges(self.host_spans[:, 0], lengths)] = np.repeat(numbers, lengths)
-        of_step = mix(mix(seed ^ DROPOUT) + step)
-        sequences = random_bits(as_int64(of_step), torch.from_numpy(number).view_as(self.input_ids))
+        step_seed = mix(mix(seed ^ DROPOUT) + step)
+        sequences = random_bits(
+            as_int64(step_seed), torch.from_numpy(number).view_as(self.input_ids)
+        )
         return replace(self, dropout_keys=random_bits(sequences, self.position_ids))
 
     def to(self, device: torch.device) -> Self:
@@ -138,11 +140,13 @@ class MicroBatch:
         }
 
 
-def collate_rows(corpus: Corpus, rows: PackedRows, chosen: Sequence[int]) -> MicroBatch:
+def collate_rows(corpus: Corpus, rows: PackedRows, indices: Sequence[int]) -> MicroBatch:
     """Some of the rows, packed or each sequence on a line of its own."""
     if rows.packing:
-        return collate(corpus, [BatchLine(corpus, *rows.line(row)) for row in chosen], rows.seq_len)
-    return collate(corpus, [BatchLine(corpus, span[None]) for row in chosen for span in rows[row]])
+        return collate(
+            corpus, [BatchLine(corpus, *rows.line(row)) for row in indices], rows.seq_len
+        )
+    return collate(corpus, [BatchLine(corpus, span[None]) for row in indices for span in rows[row]])
 
 
 def collate(columns: Corpus, lines: Sequence[BatchLine], length: int | None = None) -> MicroBatch:
@@ -192,7 +196,7 @@ def collate(columns: Corpus, lines: Sequence[BatchLine], length: int | None = No
             for e, a, _ in slices
         ]
         per_example[name] = np.array(values, like.dtype).reshape(-1, *like.shape[1:])
-    places = np.stack([stops - sizes, stops], axis=1)
+    spans = np.stack([stops - sizes, stops], axis=1)
     tokens = place([e.tokens[a:b] for e, a, b in slices], np.zeros(0, np.int64))
     return MicroBatch(
         torch.from_numpy(tokens),
@@ -200,12 +204,12 @@ def collate(columns: Corpus, lines: Sequence[BatchLine], length: int | None = No
         None if real.all() else torch.from_numpy(real),
         torch.from_numpy(cu.astype(np.int32)),
         int(lengths.max()),
-        torch.from_numpy(places.copy()),
+        torch.from_numpy(spans.copy()),
         torch.from_numpy(np.concatenate([some.corpus.part_indices(some.spans) for some in lines])),
         {name: torch.from_numpy(column) for name, column in per_token.items()},
         {name: torch.from_numpy(column) for name, column in per_example.items()},
         tuple((examples, start) for examples, start, _ in slices),
-        places,
+        spans,
         prefixes=prefixes,
     )
 
@@ -219,8 +223,8 @@ def compute_prefixes(
     shared = np.concatenate(each)
     if not shared.any():
         return None
-    whole = np.maximum.accumulate(np.where(shared == 0, np.arange(len(shared)), 0))
+    first_of_prefix = np.maximum.accumulate(np.where(shared == 0, np.arange(len(shared)), 0))
     prefixes = np.zeros((len(cu) - 1, 2), dtype=np.int64)
-    first = cu[at[whole]]
+    first = cu[at[first_of_prefix]]
     prefixes[at] = np.stack([first, first + shared], axis=1)
     return prefixes

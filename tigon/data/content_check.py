@@ -214,8 +214,10 @@ def _mark_message(i: int, message: Message, texts: list[_MarkedText]) -> dict[st
             function = call.get("function", call) if isinstance(call, Mapping) else None
             if isinstance(function, Mapping) and isinstance(function.get("name"), str):
                 name = function["name"]
-                named = {**function, "name": name + mark(place, "tool_calls", name)}
-                calls[n] = {**call, "function": named} if "function" in call else named
+                function_copy = {**function, "name": name + mark(place, "tool_calls", name)}
+                calls[n] = (
+                    {**call, "function": function_copy} if "function" in call else function_copy
+                )
     return copy
 
 

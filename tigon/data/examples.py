@@ -191,9 +191,9 @@ class Examples:
         return value if self.groups is None else zlib.crc32(self.groups.tobytes(), value)
 
 
-def format_count(number: int, what: str) -> str:
+def format_count(number: int, noun: str) -> str:
     """ "1 row", "2,000 rows"."""
-    return f"{number:,} {what}{'s' * (number != 1)}"
+    return f"{number:,} {noun}{'s' * (number != 1)}"
 
 
 class Encoder:
@@ -365,11 +365,11 @@ def collect(
             offsets.append(len(tokens))
             lines.append(line)
         ends.append(len(offsets) - 1)
-    of_line = np.array(lines, dtype=np.int32)
+    line_numbers = np.array(lines, dtype=np.int32)
     return Examples(
         np.array(tokens, dtype=np.int32),
         np.array(offsets, dtype=np.int64),
-        np.stack([np.zeros_like(of_line), of_line], axis=1),
+        np.stack([np.zeros_like(line_numbers), line_numbers], axis=1),
         (file,),
         token_columns.arrays(),
         example_columns.arrays(),
@@ -388,8 +388,8 @@ class _ColumnBuffers:
         self.count = 0
 
     def extend(self, values: Mapping[str, Any], count: int, location: str) -> None:
-        needed = self.dtypes.keys() - FILL_VALUES.keys()
-        if not needed <= values.keys() <= self.dtypes.keys():
+        required = self.dtypes.keys() - FILL_VALUES.keys()
+        if not required <= values.keys() <= self.dtypes.keys():
             names, declared = (", ".join(keys) or "none" for keys in (values, self.dtypes))
             raise ValueError(f"{location}: has the columns {names}, and not {declared}")
         for name in values.keys() - self.buffers.keys():

@@ -613,7 +613,7 @@ def _text_or_messages(row: Row, format: Format, key: str) -> TextOrMessages:
     raise ValueError(f"{name!r} must be a text or a list of messages, not {type_name(value)}")
 
 
-def _describe_mixture(names: Sequence[str], values: Sequence[TextOrMessages]) -> str:
+def _describe_mixture(names: Sequence[str], values: Sequence[object]) -> str:
     first, second = (f"{n!r} is {type_name(v)}" for n, v in zip(names, values, strict=True))
     return f"{first} and {second}: both must be texts, or both lists of messages"
 

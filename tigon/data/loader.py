@@ -169,8 +169,8 @@ class Loader:
     def lengths(self, step: int) -> tuple[np.ndarray, np.ndarray, int]:
         """The tokens of each sequence in the global batch, how many of another one it goes on from,
         int64 both, and the predicted ones of all."""
-        if (known := self._counts.get(step)) is not None:
-            return known
+        if (counts := self._counts.get(step)) is not None:
+            return counts
         with self._lock:
             return self._count_tokens(self._window_slices(step))
 
@@ -232,16 +232,16 @@ class Loader:
 
     def _window_slices(self, step: int) -> WindowSlices:
         epoch, first, stop = self._locate_step(step)
-        found, numbers = [], set()
+        slices, numbers = [], set()
         for place in self._epoch_windows(epoch):
             if max(place.begin, first) < min(place.end, stop):  # a window may have no rows
                 packed = self._window(place.number)
                 rows = packed.order[max(0, first - place.begin) : stop - place.begin]
-                found.append((packed, rows))
+                slices.append((packed, rows))
                 numbers.add(place.number)
         self._recent.append(numbers)
         self._evict_windows()
-        return found
+        return slices
 
     def _locate_step(self, step: int) -> tuple[int, int, int]:
         """The epoch of a step, counted from the first that is known, and its rows in that."""

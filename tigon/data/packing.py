@@ -297,11 +297,11 @@ def pack_best_fit(lengths: np.ndarray, seq_len: int) -> list[list[int]]:
             if not by_space[space]:
                 del by_space[space], spaces[at]
         chosen.append(i)
-        left = space - length
-        if left not in by_space:
-            by_space[left] = []
-            insort(spaces, left)
-        by_space[left].append(chosen)
+        remaining = space - length
+        if remaining not in by_space:
+            by_space[remaining] = []
+            insort(spaces, remaining)
+        by_space[remaining].append(chosen)
     return bins
 
 
@@ -327,33 +327,33 @@ def pack_prompts(lengths: np.ndarray, shared: np.ndarray, seq_len: int) -> list[
     rows: list[list[list[int]]] = []
     spaces: list[tuple[int, int]] = []  # sorted: how many tokens a row still takes, and which it is
     for i in np.argsort(-totals, kind="stable").tolist():
-        left = sorted((sizes[s], s) for s in range(first[i], stops[i]))
+        remaining = sorted((sizes[s], s) for s in range(first[i], stops[i]))
         prompt, total = int(prompts[i]), int(totals[i])
-        while left:
+        while remaining:
             at = min(bisect_left(spaces, (total, 0)), len(spaces) - 1)
-            if at < 0 or spaces[at][0] < left[0][0]:  # not even one
+            if at < 0 or spaces[at][0] < remaining[0][0]:  # not even one
                 at = len(spaces)
                 spaces.append((seq_len, len(rows)))
                 rows.append([])
             space, row = spaces.pop(at)
-            taken, used = _take(left, prompt, space)
+            taken, used = _take(remaining, prompt, space)
             rows[row].append(taken)
             insort(spaces, (space - used, row))
             total += prompt - used
     return rows
 
 
-def _take(left: list[tuple[int, int]], prompt: int, space: int) -> tuple[list[int], int]:
-    """Out of `left`, sorted lengths and whose they are, those that go into a space, the longest
-    that fits first; and how many tokens they are."""
+def _take(remaining: list[tuple[int, int]], prompt: int, space: int) -> tuple[list[int], int]:
+    """The sequences of `remaining`, sorted (length, index), that fit into a space, longest first,
+    and how many tokens they are."""
     taken: list[int] = []
     used = 0
-    while left:
+    while remaining:
         again = prompt if taken else 0
-        at = bisect_left(left, (space - used + again + 1, 0)) - 1
-        if at < 0 or len(taken) * prompt > MAX_KEY_COPIES * (used + left[at][0] - again):
+        at = bisect_left(remaining, (space - used + again + 1, 0)) - 1
+        if at < 0 or len(taken) * prompt > MAX_KEY_COPIES * (used + remaining[at][0] - again):
             break
-        size, s = left.pop(at)
+        size, s = remaining.pop(at)
         used += size - again
         taken.append(s)
     return sorted(taken), used

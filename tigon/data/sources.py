@@ -79,8 +79,8 @@ class Block:
             if self.fraction is not None:
                 # A bad row is one of the training rows, so that it is counted once
                 fraction, held_out = self.fraction
-                chosen = isinstance(row, dict) and is_held_out(row, self.format, fraction)
-                if held_out != chosen:
+                selected = isinstance(row, dict) and is_held_out(row, self.format, fraction)
+                if held_out != selected:
                     continue
             yield line, row
 
@@ -242,10 +242,14 @@ class CsvFile(Source):
                 raise ValueError(f"{self.name}:{reader.line_num}: not valid CSV: {error}") from None
 
     def _check_header(self, header: list[str], delimiter: str) -> None:
-        is_named = header[:1] and header[0] in self.format.columns.values()
-        if len(header) == 1 and not is_named and (other := re.search(r"[;\t,]", header[0])):
+        is_column = header[:1] and header[0] in self.format.columns.values()
+        if (
+            len(header) == 1
+            and not is_column
+            and (delimiter_match := re.search(r"[;\t,]", header[0]))
+        ):
             raise ValueError(
-                f"{self.name} is divided by {other[0]!r}, not by {delimiter!r}: "
+                f"{self.name} is divided by {delimiter_match[0]!r}, not by {delimiter!r}: "
                 "write a .csv file with commas or a .tsv file with tabs"
             )
         check_columns(self.name, header)
@@ -370,8 +374,8 @@ class Table(Source):
             return [Path(file["filename"]) for file in self.load().cache_files]
 
     def digest(self) -> str:
-        where = self.name if self.kind == "hub" else ""
-        return hashlib.sha256(f"{where} {super().digest()}".encode()).hexdigest()
+        location = self.name if self.kind == "hub" else ""
+        return hashlib.sha256(f"{location} {super().digest()}".encode()).hexdigest()
 
     def size(self) -> int:
         return 0 if self.kind == "hub" else super().size()
@@ -420,7 +424,7 @@ def _resolve_entry(entry: Entry, format: Format, separator: str, streaming: bool
             "0 or more and take 1 or more"
         )
     splits = [None] if entry.split is None else parse_split(entry.split)
-    chosen: list[Source] = []
+    selected: list[Source] = []
     for split in splits:
         name = None if split is None else split.name
         if entry.path.startswith(HUB):
@@ -430,10 +434,10 @@ def _resolve_entry(entry: Entry, format: Format, separator: str, streaming: bool
                 _file_source(path, entry, name, format, separator)
                 for path in _match_paths(entry.path)
             ]
-        chosen += sources if split is None else select_split(sources, split)
+        selected += sources if split is None else select_split(sources, split)
     end = None if entry.take is None else entry.skip + entry.take
-    if chosen := select_rows(chosen, entry.skip, end):
-        return chosen
+    if selected := select_rows(selected, entry.skip, end):
+        return selected
     options = {name: getattr(entry, name) for name in ("split", "skip", "take")}
     selection = ", ".join(f"{k}={v!r}" for k, v in options.items() if v)
     raise ValueError(f"{entry.path} has no rows left by {selection}")
@@ -509,7 +513,7 @@ def select_rows(sources: Sequence[Source], start: int, stop: int | None) -> list
     """The rows from `start` to `stop`, out of those of all sources end to end."""
     if start == 0 and stop is None:
         return list(sources)
-    chosen: list[Source] = []
+    selected: list[Source] = []
     for i, source in enumerate(sources):
         if stop is not None and stop <= start:
             break
@@ -517,10 +521,10 @@ def select_rows(sources: Sequence[Source], start: int, stop: int | None) -> list
         if count is None or count > start:
             ends = [source.stop, None if stop is None else source.start + stop]
             end = min((end for end in ends if end is not None), default=None)
-            chosen.append(replace(source, start=source.start + start, stop=end))
+            selected.append(replace(source, start=source.start + start, stop=end))
         if count is not None:
             start, stop = max(0, start - count), None if stop is None else max(0, stop - count)
-    return chosen
+    return selected
 
 
 def select_fraction(sources: Sequence[Source], fraction: float, held_out: bool) -> list[Source]:

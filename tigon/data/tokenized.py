@@ -106,13 +106,13 @@ def _build_dataset(
     path: Path, sources: Sequence[Source], encoder: Encoder, workers: int | None
 ) -> None:
     """Tokenize into a data set, in worker processes if there is enough to do."""
-    most = min(count_cpus(), MAX_WORKERS) if workers is None else workers
-    shards = _shards(sources, most) if most > 1 or workers else []
+    max_workers = min(count_cpus(), MAX_WORKERS) if workers is None else workers
+    shards = _shards(sources, max_workers) if max_workers > 1 or workers else []
     if not shards or (workers is None and sum(count for *_, count in shards) < MIN_PARALLEL_BLOCKS):
         shards = [(i, 0, None, 0) for i in range(len(sources))]
         runs = [shards]
     else:
-        runs = _divide_shards(shards, most)
+        runs = _divide_shards(shards, max_workers)
     with train_extra():
         import datasets
     if not sys.stderr.isatty():

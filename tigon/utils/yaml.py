@@ -28,9 +28,9 @@ def parse_yaml(text: str | bytes, where: object) -> Any:
         fault = f"is not valid YAML: {line}{escape(error.problem or error.context)}"
         raise ValueError(f"{escape(where)} {fault}") from None
     except (yaml.YAMLError, RecursionError) as error:
-        why = " ".join(str(error).split())
-        why = "it is nested too deeply" if isinstance(error, RecursionError) else escape(why)
-        raise ValueError(f"{escape(where)} is not valid YAML: {why}") from None
+        reason = " ".join(str(error).split())
+        reason = "it is nested too deeply" if isinstance(error, RecursionError) else escape(reason)
+        raise ValueError(f"{escape(where)} is not valid YAML: {reason}") from None
     except _Refused as error:
         raise ValueError(f"{escape(where)}: {error}") from None
     return content

@@ -57,7 +57,7 @@ def converse(typed: str, settings: list[str], seconds: float = 0) -> None:
     if os.environ["RANK"] == "0":
         sys.stdin = os.fdopen(os.open(typed, os.O_RDONLY))
     shared: Any = importlib.import_module("tigon.cli.chat")
-    generate = shared.Calls.generate
+    generate = shared.GenerateCalls.generate
 
     def slow(self: Any, ids: Any, *, streamer: Callable[..., object], **more: Any) -> None:
         def paused(new: Any) -> None:
@@ -66,7 +66,7 @@ def converse(typed: str, settings: list[str], seconds: float = 0) -> None:
 
         generate(self, ids, streamer=paused, **more)
 
-    shared.Calls.generate = slow
+    shared.GenerateCalls.generate = slow
     sys.exit(main(["chat", *settings, "--device", "cpu", "--tp", "2"]))
 
 
@@ -74,13 +74,13 @@ def converse_slowly(typed: str, settings: list[str]) -> None:
     """The collectives of all groups that there are before the chat may last a short time alone."""
     shared: Any = importlib.import_module("tigon.cli.chat")
 
-    class Calls(shared.Calls):
+    class ShortCalls(shared.GenerateCalls):
         def __init__(self, *arguments: Any) -> None:
             for group in dist.distributed_c10d._world.pg_map:
                 dist.distributed_c10d._set_pg_timeout(timedelta(seconds=SHORT), group)
             super().__init__(*arguments)
 
-    shared.Calls = Calls
+    shared.GenerateCalls = ShortCalls
     converse(typed, settings)
 
 

@@ -93,14 +93,14 @@ class HeadersOnly(Repository):
             start, size = self.read_prefix(name, FIRST_BYTES)
         except FileNotFoundError:
             return None
-        needed = 8 + int.from_bytes(start[:8], "little")
-        if len(start) < min(needed, size):
+        header_size = 8 + int.from_bytes(start[:8], "little")
+        if len(start) < min(header_size, size):
             # What announces more than there may be is refused by what reads the header
-            start, size = self.read_prefix(name, min(needed, size, 1 << 27))
+            start, size = self.read_prefix(name, min(header_size, size, 1 << 27))
         path = self.holes / name
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("wb") as file:
-            file.write(start[:needed])  # a hole that begins in a tensor would be a false one
+            file.write(start[:header_size])  # a hole that begins in a tensor would be a false one
             file.truncate(size)
         return path
 

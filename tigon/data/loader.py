@@ -197,8 +197,8 @@ class Loader:
         with self._lock:
             epoch, first, _ = self._locate_step(step)
             place = next(p for p in self._epoch_windows(epoch) if p.end > first)
-            own = {"first_step": self._first_steps[epoch], "rows": place.begin}
-            return own | self.windows.state(place.number)
+            cursor = {"first_step": self._first_steps[epoch], "rows": place.begin}
+            return cursor | self.windows.state(place.number)
 
     def identity(self) -> str:
         """Changes with the data."""
@@ -224,7 +224,7 @@ class Loader:
         lengths, before, targets = [], [], 0
         for packed, rows in pieces:
             lines = [packed.rows.line(row) for row in rows]
-            spans = np.concatenate([own for own, _ in lines])
+            spans = np.concatenate([line_spans for line_spans, _ in lines])
             lengths.append(np.diff(spans)[:, 0])
             before += [shared for _, shared in lines]
             targets += int(packed.window.corpus.targets(spans).sum())

@@ -34,10 +34,10 @@ class Corpus:
         for kind, columns in self.columns.items():
             for part in parts:
                 for name, column in getattr(part, kind).items():
-                    own, before = pad_columns(name, [column[:0], columns.get(name, column)[:0]])
+                    values, before = pad_columns(name, [column[:0], columns.get(name, column)[:0]])
                     if len(part):
-                        _check_shape(name, own, before, part.files)
-                    columns[name] = own
+                        _check_shape(name, values, before, part.files)
+                    columns[name] = values
             for name in columns:
                 # A part of a stream's window may be empty
                 if name not in FILL_VALUES and any(
@@ -57,8 +57,8 @@ class Corpus:
         with self._lock:
             if not self._added:
                 return examples
-            own = slice(*self.first_token[part : part + 2].tolist())
-            added = {name: values[own] for name, values in self._added.items()}
+            bounds = slice(*self.first_token[part : part + 2].tolist())
+            added = {name: values[bounds] for name, values in self._added.items()}
         return replace(examples, per_token={**examples.per_token, **added})
 
     def add(self, name: str, values: np.ndarray) -> None:

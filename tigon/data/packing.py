@@ -196,9 +196,9 @@ def _duplicate_groups(
     """bool [G], which of the groups that are `candidates` about, bool [G], have equal examples."""
     duplicates, first = np.zeros_like(candidates), np.cumsum(sizes) - sizes
     for group in np.flatnonzero(candidates).tolist():
-        own = spans[first[group] : first[group] + sizes[group]]
-        if len(own) > 1 and np.ptp(np.diff(own)) == 0:
-            ids = [examples.tokens[start:stop] for examples, start, stop in corpus.slices(own)]
+        members = spans[first[group] : first[group] + sizes[group]]
+        if len(members) > 1 and np.ptp(np.diff(members)) == 0:
+            ids = [examples.tokens[start:stop] for examples, start, stop in corpus.slices(members)]
             duplicates[group] = all(np.array_equal(ids[0], other) for other in ids[1:])
     return duplicates
 

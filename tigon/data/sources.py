@@ -125,17 +125,17 @@ class Source:
     def blocks(self, first: int = 0, last: int | None = None) -> Iterator[Block]:
         """The records of the range in blocks. A block ends with the record that exceeds SIZE."""
         records: list[tuple[int, Record]] = []
-        size, found = 0, first > 0
+        size, has_rows = 0, first > 0
         for line, record in self.records(first, last):
             records.append((line, record))
             size += _approximate_bytes(record)
             if size > BLOCK_BYTES:
                 yield Block(self.name, self.format, tuple(records), self.fraction)
                 records, size = [], 0
-            found = True
+            has_rows = True
         if records:
             yield Block(self.name, self.format, tuple(records), self.fraction)
-        if not found and self.start:
+        if not has_rows and self.start:
             raise ValueError(
                 f"{self.name} has no rows left by split, skip and take: it has {self.total():,}, "
                 f"and {self.start:,} are skipped"
@@ -445,15 +445,15 @@ def _resolve_entry(entry: Entry, format: Format, separator: str, streaming: bool
 
 def _match_paths(pattern: str) -> list[Path]:
     path = expand_user(pattern)
-    found = [path] if path.exists() else [Path(p) for p in glob.glob(str(path), recursive=True)]
-    if not found:
+    paths = [path] if path.exists() else [Path(p) for p in glob.glob(str(path), recursive=True)]
+    if not paths:
         hint = ""
         if re.fullmatch(r"[\w.-]+/[\w.-]+", pattern) and not path.suffix:
             hint = f"; a data set of the hub is written {HUB}{pattern}"
         raise FileNotFoundError(f"no data file matches {pattern!r}{hint}")
-    for path in found:
+    for path in paths:
         check_file_name(str(path))
-    return sorted(found)
+    return sorted(paths)
 
 
 def _file_source(
@@ -565,12 +565,12 @@ def _hash_piece(path: Path, start: int) -> bytes:
 
 def _hash_sample(path: Path, count: int) -> bytes:
     last = max(0, path.stat().st_size - SAMPLE_BYTES)
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     with path.open("rb") as file:
         for start in sorted({last * i // max(1, count - 1) for i in range(count)}):
             file.seek(start)
-            found.update(file.read(SAMPLE_BYTES))
-    return found.digest()
+            digest.update(file.read(SAMPLE_BYTES))
+    return digest.digest()
 
 
 @contextmanager

@@ -125,8 +125,8 @@ class Stream:
 
         def fill() -> None:
             with one_tokenizer_thread() if self.workers else nullcontext():
-                found = iter(_process_loader(windows) if self.workers else windows)
-            for window in found:
+                iterator = iter(_process_loader(windows) if self.workers else windows)
+            for window in iterator:
                 while not self._closed.is_set() and made is self._made:
                     with suppress(Full):
                         made.put(window, timeout=POLL_SECONDS)
@@ -140,7 +140,7 @@ class Stream:
 
     def _window(self, number: int, made: EncodedWindow) -> Window:
         state, last, entries = made
-        parts = [part for own in entries for part in own]
+        parts = [part for examples in entries for part in examples]
         corpus = Corpus(parts, extra_columns=self.encoder.per_token)
         if self.vocabulary is not None:
             check_vocabulary(corpus.parts, self.vocabulary)
@@ -149,7 +149,7 @@ class Stream:
         if self.pattern is not None:
             start = state["window"] * self.size
             entry, index = self.pattern(np.arange(start, start + self.size))
-            sizes = [sum(part.num_groups for part in own) for own in entries]
+            sizes = [sum(part.num_groups for part in examples) for examples in entries]
             first = np.cumsum([0, *sizes])
             groups = first[entry] + index - self.pattern.count_drawn(start)[entry]
         window = Window.of(corpus, groups, epoch=state["epoch"], index=state["window"])
@@ -253,12 +253,12 @@ class _GroupReader:
         """Whether the pass is over; otherwise, there is another group."""
         while self.examples is None or self.group >= self.examples.num_groups:
             at_place = self.examples is None
-            found = next(self.blocks, None)
-            if found is None:
+            block = next(self.blocks, None)
+            if block is None:
                 if self.is_new:
                     raise ValueError(f"{', '.join(s.name for s in self.sources)}: no rows")
                 return True
-            self.source, self.record, self.examples = found
+            self.source, self.record, self.examples = block
             self.group = self.group if at_place else 0
             self.is_new = self.is_new and not len(self.examples)
         return False

@@ -56,34 +56,34 @@ def tokenize(
     text = f"{VERSION} {digests} {encoder.digest()} {encoder.skip_bad_rows}"
     key = hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
     names = [source.name for source in sources]
-    if (found := _load_examples(root / key, key, names)) is not None:
+    if (parts := _load_examples(root / key, key, names)) is not None:
         with suppress(OSError):  # a cache that is only read
             os.utime(root / key)  # when it was last used
-        _check_parts(sources, found, encoder)
-        return found
+        _check_parts(sources, parts, encoder)
+        return parts
     with disk_errors(root), FileLock(root / f"{key}.lock"):
-        found = _load_examples(root / key, key, names)
-        if found is None:
+        parts = _load_examples(root / key, key, names)
+        if parts is None:
             shutil.rmtree(root / key, ignore_errors=True)
             _build_dataset(root / key, sources, encoder, workers)
-            found = _load_examples(root / key, key, names)
-        if found is None:
+            parts = _load_examples(root / key, key, names)
+        if parts is None:
             raise RuntimeError(f"something damages files below {root} while they are made")
         try:
-            _check_parts(sources, found, encoder)
+            _check_parts(sources, parts, encoder)
         except ValueError:
             shutil.rmtree(root / key, ignore_errors=True)
             raise
-    return found
+    return parts
 
 
 def _check_parts(sources: Sequence[Source], parts: Sequence[Examples], encoder: Encoder) -> None:
     for source in sources:
-        own = [part for part in parts if part.files == (source.name,)]
-        report = sum((part.report for part in own), EncodingReport())
+        source_parts = [part for part in parts if part.files == (source.name,)]
+        report = sum((part.report for part in source_parts), EncodingReport())
         if report.errors and not encoder.skip_bad_rows:
             raise ValueError(report.errors[0])
-        if not any(map(len, own)):
+        if not any(map(len, source_parts)):
             raise ValueError(f"{source.name} {report.explain_empty()}")
 
 
@@ -158,9 +158,9 @@ def _shards(sources: Sequence[Source], workers: int) -> list[Shard]:
 def _divide_shards(shards: Sequence[Shard], workers: int) -> list[list[Shard]]:
     """Consecutive shards for each worker, those of one source joined."""
     runs: list[list[Shard]] = []
-    for own in np.array_split(np.arange(len(shards)), min(workers, len(shards))):
+    for indices in np.array_split(np.arange(len(shards)), min(workers, len(shards))):
         run: list[Shard] = []
-        for number in own.tolist():
+        for number in indices.tolist():
             i, first, last, count = shards[number]
             if run and run[-1][0] == i:
                 run[-1] = i, run[-1][1], last, run[-1][3] + count
@@ -241,7 +241,7 @@ def _load_examples(path: Path, key: str, names: Sequence[str]) -> list[Examples]
         return None
     with train_extra():
         import datasets
-    found: list[Examples] = []
+    parts: list[Examples] = []
     try:
         expected = datasets.DatasetInfo.from_directory(str(files[0].parent))
         for file in files:
@@ -251,12 +251,12 @@ def _load_examples(path: Path, key: str, names: Sequence[str]) -> list[Examples]
             }
             for i, text in enumerate(table["facts"].to_pylist()):
                 arrays = {name: column[i] for name, column in columns.items()}
-                found.append(_from_row(arrays, json.loads(text), names, f"{key}-{len(found)}"))
+                parts.append(_from_row(arrays, json.loads(text), names, f"{key}-{len(parts)}"))
     except Exception:  # of many kinds, for a file that is cut off
         return None
-    if len(found) != sum(split.num_examples for split in (expected.splits or {}).values()):
+    if len(parts) != sum(split.num_examples for split in (expected.splits or {}).values()):
         return None
-    return found
+    return parts
 
 
 def _list_arrays(column: Any) -> list[np.ndarray]:

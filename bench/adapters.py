@@ -60,8 +60,8 @@ from bench.train_cases import ADAM, LLAMA_8B
 from tigon import LoraConfig
 from tigon.kernels import lora_linear
 from tigon.kernels.linear import quantized
-from tigon.kernels.linear.dropout import Dropout, drop_ref
-from tigon.kernels.linear.lora import Addition
+from tigon.kernels.linear.dropout import Dropout, apply_dropout_ref
+from tigon.kernels.linear.lora import LoRATerm
 from tigon.models import quantise
 
 OURS, FORMULA, BITSANDBYTES = "tigon", "formula of PEFT", "bitsandbytes"
@@ -107,7 +107,7 @@ def linear(columns: int, parts: Sequence[int], rows: int, dropout: bool = False)
     def formula(x: Tensor, keys: Tensor, *shared: Tensor) -> tuple[Tensor, ...]:
         count, u, scale = len(parts), x, SCALE
         if drop is not None:
-            u, scale = drop_ref(x, drop._replace(keys=keys)), SCALE / (1 - P)
+            u, scale = apply_dropout_ref(x, drop._replace(keys=keys)), SCALE / (1 - P)
         return tuple(
             F.linear(x, w.to(x.dtype)) + F.linear(F.linear(u, own_a), own_b) * scale
             for w, own_a, own_b in zip(
@@ -117,7 +117,7 @@ def linear(columns: int, parts: Sequence[int], rows: int, dropout: bool = False)
 
     packed = nn.Parameter(torch.cat([v.detach() for v in a.values()]))
     places = [sum(parts[:i]) for i in range(len(parts))]
-    additions = [Addition(p, own, SCALE) for p, own in zip(places, b.values(), strict=True)]
+    additions = [LoRATerm(p, own, SCALE) for p, own in zip(places, b.values(), strict=True)]
     frozen = nn.Parameter(weight, requires_grad=False)
 
     def apart(found: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -179,16 +179,16 @@ class Dequantise(Attempt):
 def dequantising(shape: tuple[int, int], rate: float, effort: Effort) -> Record:
     """One matrix; its floor is the time of its bytes at `rate`."""
     matrix = randn(*shape, scale=0.02)
-    tables = torch.cat([quantized.NUMBERS, quantized.DYNAMIC]).to(matrix.device)
+    tables = torch.cat([quantized.NF4_VALUES, quantized.SCALE_VALUES]).to(matrix.device)
     sizes = [matrix.numel()]
-    weight = quantized.Nf4(
-        *quantized.nf4_quantise(matrix), quantized.places_of(sizes).to(matrix.device), tables
+    weight = quantized.NF4Tensor(
+        *quantized.quantize_nf4(matrix), quantized.group_offsets(sizes).to(matrix.device), tables
     )
-    expected = quantized.nf4_dequantise_ref(weight, sizes, shape, torch.bfloat16)
+    expected = quantized.dequantize_nf4_ref(weight, sizes, shape, torch.bfloat16)
     attempts = [
         Dequantise(
             OURS,
-            lambda: quantized.nf4_dequantise(weight, sizes, shape, torch.bfloat16),
+            lambda: quantized.dequantize_nf4(weight, sizes, shape, torch.bfloat16),
             expected,
             effort,
         )

@@ -18,7 +18,7 @@ from torch import Tensor
 from bench.measure import Problem, Provider, Run, Tensors, leaf, randn
 from tigon.kernels import AttentionMask, attention, attention_ref
 from tigon.kernels.attention import backends as backends
-from tigon.kernels.attention.backends import Choice
+from tigon.kernels.attention.backends import BackendChoice
 
 FA4, OURS, TORCH_ONLY = "flash-attn-4", "tigon", "tigon without flash-attn-4"
 VARLEN = "transformers, varlen FA2"  # its flash integration; torch's varlen_attn is the kernel
@@ -78,13 +78,13 @@ CASES = (
 def without_fa4() -> Iterator[None]:
     """As on a machine where flash-attn-4 is not installed."""
     kept = backends.missing
-    backends._settle.cache_clear()
+    backends._select_backend.cache_clear()
     backends.missing = lambda device: kept(device) | {"fa4": "left out"}  # type: ignore[assignment]
     try:
         yield
     finally:
         backends.missing = kept
-        backends._settle.cache_clear()
+        backends._select_backend.cache_clear()
 
 
 class Ways:
@@ -94,7 +94,7 @@ class Ways:
         h, k = case.heads
         shape, lengths = (case.batch, case.row), torch.tensor(case.lengths)
         self.case = case
-        self.chosen: dict[str, Choice] = {}
+        self.chosen: dict[str, BackendChoice] = {}
         self.leaves = {
             name: leaf(*shape, n, case.head_dim) for name, n in (("q", h), ("k", k), ("v", k))
         }
@@ -196,7 +196,7 @@ class Ways:
         yield Provider("FlexAttention", self.flex)
 
 
-def problem(case: Case) -> tuple[Problem, dict[str, Choice]]:
+def problem(case: Case) -> tuple[Problem, dict[str, BackendChoice]]:
     """The providers of a case, and what ours turn out to choose."""
     ways = Ways(case)
     exact = partial(truth, case, ways.leaves, ways.upstream)

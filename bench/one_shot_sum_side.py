@@ -20,7 +20,7 @@ import torch.distributed._symmetric_memory as symmetric
 from torch import Tensor
 
 from bench.harness import Record
-from tigon.distributed.all_reduce import sum_few
+from tigon.distributed.all_reduce import all_reduce_small
 from tigon.distributed.collectives import Ranks
 
 Way = Callable[[Tensor], Tensor]
@@ -47,7 +47,7 @@ def ways(ranks: Ranks, device: torch.device, longest: int) -> dict[str, Way]:
         workspace = symmetric.empty(longest, dtype=torch.bfloat16, device=device)
         symmetric.rendezvous(workspace, ranks.group)
         found[TORCH] = partial(one_shot, workspace, ranks.group)
-    return found | {TIGON: partial(sum_few, ranks=ranks)}
+    return found | {TIGON: partial(all_reduce_small, ranks=ranks)}
 
 
 def chain(way: Way, x: Tensor) -> Tensor:

@@ -38,7 +38,7 @@ from bench.peers import imported
 from bench.train_cases import PEER, Options, fill, parts_of, peer_model
 from bench.train_step import libraries
 from examples.assets import conversations
-from tigon.kernels.linear.fp8 import fits
+from tigon.kernels.linear.fp8 import supports_fp8
 from tigon.train import load
 from tigon.train.model import projections
 from tigon.train.optim import build_optimizer
@@ -148,7 +148,7 @@ def mine(what: Given) -> Any:
 def mine_in_fp8(what: Given, apart: str = "none") -> Any:
     model = mine(what)
     for name, layer in projections(model):
-        layer.fp8 = fits(layer.weight.shape) and not name.endswith(apart)
+        layer.fp8 = supports_fp8(layer.weight.shape) and not name.endswith(apart)
     return model
 
 

@@ -80,7 +80,7 @@ def tigon(config: Config, world: World, count: int) -> Record:
 
     with run.feed:
         found = timed(step, world, count)
-    return found | {"losses": losses[:FIRST], "attention": sorted({s[0] for s in backends._said})}
+    return found | {"losses": losses[:FIRST], "attention": sorted({s[0] for s in backends._logged})}
 
 
 def peer(config: Config, world: World, count: int, side: str, attention: str) -> Record:

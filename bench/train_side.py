@@ -229,7 +229,7 @@ def attention_of(side: str, options: Options | None) -> list[str]:
     """Which backends have been used."""
     if side == PEER and options is not None:
         return [options.attention]
-    return sorted({line[0] for line in backends._said})
+    return sorted({line[0] for line in backends._logged})
 
 
 def measured(sides: Sides) -> None:
@@ -245,8 +245,8 @@ def measured(sides: Sides) -> None:
             if number >= request.rounds and side not in request.profile:
                 continue
             progress(f"{request.case}, round {number + 1} of {rounds}: {side}")
-            backends._said.clear()
-            backends._settle.cache_clear()
+            backends._logged.clear()
+            backends._select_backend.cache_clear()
             profiles = number == 0 and side in request.profile
 
             def measure(training: Training, profiles: bool = profiles, side: str = side) -> Record:

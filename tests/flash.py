@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tigon.kernels.attention import backends as backends
-from tigon.kernels.attention.backends import Choice, Request, choose
+from tigon.kernels.attention.backends import AttentionRequest, BackendChoice, choose_backend
 
 implementation = importlib.import_module("tigon.kernels.attention.api")
 
@@ -131,15 +131,17 @@ def aten_cudnn(q, k, v, bias, lse, dropout, causal, debug, *, scale):
 
 
 def _play(monkeypatch: pytest.MonkeyPatch) -> None:
-    def settle(request: Request, backend: str, *_: Any) -> Choice:
+    def settle(request: AttentionRequest, backend: str, *_: Any) -> BackendChoice:
         gpu = {"device": "cuda", "sm": 90, "dtype": torch.bfloat16, "head_dim": 64}
-        return choose(request._replace(**gpu), backend)
+        return choose_backend(request._replace(**gpu), backend)
 
-    monkeypatch.setattr(implementation, "settle", settle)
+    monkeypatch.setattr(implementation, "select_backend", settle)
     monkeypatch.setattr(implementation, "flash_attn_4", FlashAttn4)
     monkeypatch.setattr(backends, "flash_attn_4", FlashAttn4)
     monkeypatch.setattr(Interface, "told", [])
-    monkeypatch.setattr(implementation, "FA4_LEAST", 0)  # so that too short a longest is noticed
+    monkeypatch.setattr(
+        implementation, "FA4_MIN_SEQLEN", 0
+    )  # so that too short a longest is noticed
 
 
 @pytest.fixture

@@ -661,8 +661,8 @@ def test_provider_that_raises_is_recorded_and_restored() -> None:
 
 @pytest.mark.usefixtures("clock")
 def test_wrong_numbers_of_nf4_are_noticed(monkeypatch: Patch) -> None:
-    right = adapters.quantized.nf4_dequantise
-    monkeypatch.setattr(adapters.quantized, "nf4_dequantise", lambda *given: right(*given) * 1.01)
+    right = adapters.quantized.dequantize_nf4
+    monkeypatch.setattr(adapters.quantized, "dequantize_nf4", lambda *given: right(*given) * 1.01)
     (row,) = adapters.dequantising((8, 64), 1e9, measure.ONCE)["providers"]
     assert "differ from the definition" in row["error"]
 

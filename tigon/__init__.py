@@ -35,6 +35,7 @@ PACKAGES = (
     "layers",
     "models",
     "parallel",
+    "plan",
     "report",
     "tokenizer",
     "train",

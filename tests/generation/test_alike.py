@@ -2,7 +2,7 @@
 
 import torch
 
-from tigon.distributed.agreement import check_alike
+from tigon.distributed.agreement import check_same_on_all_ranks
 
 
 class Alone:
@@ -18,4 +18,4 @@ def test_tensors_of_every_kind_can_be_compared():
     given = {str(dtype): ones.to(dtype) for dtype in (torch.bfloat16, torch.bool, torch.int32)}
     given |= {"none": None, "empty": torch.zeros(0, 4), "number": torch.tensor(3)}
     given["turned"] = ones.to(torch.bfloat16).t()
-    check_alike([Alone()], "generate", given, torch.device("cpu"))  # type: ignore[list-item]
+    check_same_on_all_ranks([Alone()], "generate", given, torch.device("cpu"))  # type: ignore[list-item]

@@ -429,8 +429,9 @@ def test_memory_that_grows_changes_no_token(
     given |= {"eos_token_id": None, "pad_token_id": 3}
     with warnings.catch_warnings(action="ignore"):
         expected = longer.generate(ids, **given)
-        for module in (steps, speculative, steps):
-            monkeypatch.setattr(module, "ROOM", 20)
+        monkeypatch.setattr(steps, "DYNAMIC_CAPACITY", 20)
+        for module in (steps, speculative):
+            monkeypatch.setattr(module, "INITIAL_CAPACITY", 20)
         assert longer.generate(ids, **given).tolist() == expected.tolist()
 
 

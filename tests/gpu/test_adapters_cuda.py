@@ -11,7 +11,7 @@ import tigon
 from bench.compare_side import LLAMA_1B, QWEN3_MOE
 from tigon import LoraConfig
 from tigon.kernels import use
-from tigon.kernels.linear.quantized import nf4_quantise
+from tigon.kernels.linear.quantized import quantize_nf4
 from tigon.models import quantise
 
 pytestmark = pytest.mark.gpu
@@ -106,7 +106,7 @@ def test_recomputed_blocks_draw_the_same(case: str) -> None:
 def test_four_bits_on_gpu_as_on_cpu() -> None:
     """But where the mean of the scales, summed in another order, is rounded otherwise."""
     weight = torch.randn(1000, 256, generator=torch.Generator().manual_seed(0)).bfloat16()
-    here, there = nf4_quantise(weight), nf4_quantise(weight.to(DEVICE))
+    here, there = quantize_nf4(weight), quantize_nf4(weight.to(DEVICE))
     for a, b in zip(here, there, strict=True):
         assert a.shape == b.shape and (a != b.cpu()).float().mean() < 1e-2
     assert torch.equal(here[0], there[0].cpu())  # codes

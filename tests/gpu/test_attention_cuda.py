@@ -16,8 +16,14 @@ from torch import Tensor
 import tigon
 from tests.gpu.support import captured, no_waiting
 from tigon.kernels import AttentionMask, attention, attention_ref
-from tigon.kernels.attention.api import PACKED
-from tigon.kernels.attention.backends import OBSTACLES, Request, capability, choose, missing
+from tigon.kernels.attention.api import VARLEN_BACKENDS
+from tigon.kernels.attention.backends import (
+    OBSTACLES,
+    AttentionRequest,
+    capability,
+    choose_backend,
+    missing,
+)
 
 pytestmark = pytest.mark.gpu
 
@@ -113,7 +119,7 @@ def fresh() -> None:
 
 def need(name: str, head_dim: int = 64, **request: bool) -> None:
     """Skip where this machine has no such backend, or it cannot do this."""
-    asked = Request(sm=capability(0), head_dim=head_dim, **{"grad": True} | request)
+    asked = AttentionRequest(sm=capability(0), head_dim=head_dim, **{"grad": True} | request)
     reason = missing(0).get(name) or OBSTACLES[name](asked)
     if reason is not None:
         pytest.skip(f"{name}: {reason}")
@@ -132,7 +138,7 @@ def forward(function: Any, c: Combination, leaves: list[Tensor], **options: Any)
     mask = AttentionMask(T, causal=c.causal, **given, **options)
     out = function(*leaves, mask=mask, window=c.window, softcap=c.softcap)
     for plan in mask.plans.values():  # of the function under test
-        as_rows = c.layout == "even" and plan.choice.name in PACKED
+        as_rows = c.layout == "even" and plan.choice.name in VARLEN_BACKENDS
         assert (plan.even is not None) == as_rows
     return out
 
@@ -214,7 +220,7 @@ def in_parts(q: Tensor, k: Tensor, v: Tensor, *, mask: AttentionMask, **how: Any
     """As ranks compute it that divide the queries of a head."""
     parts = []
     for first, end in itertools.pairwise(SPANS):
-        part = mask.part(first, end)
+        part = mask.slice_queries(first, end)
         keys = (x[:, : part.keys] for x in (k, v))
         parts.append(attention(q[:, first:end], *keys, mask=part, **how))
     return torch.cat(parts, 1)
@@ -249,8 +255,8 @@ def test_auto_takes_rows_of_one_length_for_rows() -> None:
     mask = AttentionMask(1024, segment_ids=(torch.arange(1024, device="cuda") // 256)[None])
     attention(q, k, v, mask=mask)
     (plan,) = mask.plans.values()
-    request = Request(sm=capability(0), head_dim=64, longest=256)
-    assert plan.choice == choose(request, missing=missing(0)) and plan.even.tokens == 256
+    request = AttentionRequest(sm=capability(0), head_dim=64, longest=256)
+    assert plan.choice == choose_backend(request, missing=missing(0)) and plan.even.tokens == 256
 
 
 @pytest.mark.parametrize("causal", [True, False])

@@ -8,14 +8,14 @@ import torch
 from tests.numbers import relative_error
 from tests.train.conftest import workspace
 from tigon.kernels import fp8_linear, fp8_linear_ref, use
-from tigon.kernels.linear.fp8 import OLDEST, cast_both, cast_columns, cast_rows
+from tigon.kernels.linear.fp8 import MIN_CAPABILITY, cast_both, cast_columns, cast_rows
 from tigon.train import main
 
 __all__ = ["workspace"]
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(
-        torch.cuda.is_available() and torch.cuda.get_device_capability() < OLDEST,
+        torch.cuda.is_available() and torch.cuda.get_device_capability() < MIN_CAPABILITY,
         reason="needs sm_89",
     ),
 ]

@@ -7,10 +7,10 @@ import sys
 import pytest
 import torch
 
-from tigon.kernels import KL, CrossEntropy, Head, LogProbs, linear_cross_entropy, run_criteria
+from tigon.kernels import KL, CrossEntropy, Head, LogProbs, linear_cross_entropy, run_loss_terms
 from tigon.kernels.loss.api import Options
 from tigon.kernels.loss.cross_entropy_rows import _rows_kernel
-from tigon.kernels.loss.terms import active_rows
+from tigon.kernels.loss.terms import find_valid_rows
 from tigon.layers import LMHead
 
 pytestmark = pytest.mark.gpu
@@ -69,7 +69,7 @@ def test_rows_are_counted_on_the_copying_stream() -> None:
             torch.cuda._sleep(200_000_000)
         targets.fill_(-100)
         targets[:n] = 0
-        active = active_rows(targets)
+        active = find_valid_rows(targets)
         assert active is not None
         index = active.index()
         assert (4096 if index is None else len(index)) == n
@@ -98,7 +98,7 @@ def test_several_criteria_at_real_sizes(dtype: torch.dtype, reduction: str) -> N
     ]
 
     def gradients(some: list[object], **more: int) -> list[torch.Tensor]:
-        total = sum(x.value.sum() for x in run_criteria(hidden, weight, None, some, **more))
+        total = sum(x.value.sum() for x in run_loss_terms(hidden, weight, None, some, **more))
         return [g.float() for g in torch.autograd.grad(total, (hidden, weight))]
 
     apart = [gradients([criterion]) for criterion in criteria]

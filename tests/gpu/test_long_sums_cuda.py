@@ -6,8 +6,8 @@ from torch import nn
 
 from bench.long_sums import FEW, OURS, lengths, long_lengths, wrong
 from tigon.kernels.linear.gemv import linear
-from tigon.kernels.linear.linear import long_sum
-from tigon.kernels.linear.lora import Addition, lora_linear
+from tigon.kernels.linear.linear import chunked_matmul
+from tigon.kernels.linear.lora import LoRATerm, lora_linear
 
 pytestmark = pytest.mark.gpu
 
@@ -17,7 +17,7 @@ def test_no_summand_is_left_out(shape: tuple[int, int]) -> None:
     given = lengths(2049, 13000)
     if shape[0] * shape[1] <= FEW:
         given += long_lengths()[::4]
-    assert wrong({OURS: long_sum}, *shape, given, "cuda") == {OURS: []}
+    assert wrong({OURS: chunked_matmul}, *shape, given, "cuda") == {OURS: []}
 
 
 def whole(*shape: int, seed: int) -> torch.Tensor:
@@ -37,7 +37,7 @@ def test_layers_learn_from_all_rows(rows: int, shape: tuple[int, int]) -> None:
     for rank in (16, 64):
         a, b = nn.Parameter(whole(rank, c, seed=4)), nn.Parameter(whole(k, rank, seed=5))
         frozen = nn.Parameter(weight, requires_grad=False)
-        y = lora_linear(x, frozen, None, a, [Addition(0, b, 1.0)])
+        y = lora_linear(x, frozen, None, a, [LoRATerm(0, b, 1.0)])
         da, db = torch.autograd.grad(y, (a, b), dy)
         du, u = (dy.float() @ b.float()).bfloat16(), (x.float() @ a.float().t()).bfloat16()
         assert torch.equal(da, (du.float().t() @ x.float()).bfloat16())

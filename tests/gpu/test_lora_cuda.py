@@ -11,7 +11,7 @@ from bench.compare_side import LLAMA_1B
 from tests.numbers import assert_as_near
 from tigon import LoraConfig
 from tigon.kernels import lora_linear, lora_linear_ref
-from tigon.kernels.linear.lora import Addition
+from tigon.kernels.linear.lora import LoRATerm
 from tigon.train.cuda_graphs import Graphs
 
 pytestmark = pytest.mark.gpu
@@ -30,7 +30,7 @@ def operands(dtype: torch.dtype, rank: int) -> tuple[Any, ...]:
 
 
 def results(run: Any, x: Any, weight: Any, a: Any, bs: Any) -> dict[str, torch.Tensor]:
-    added = [Addition(first, b, 2.0) for (first, _), b in zip(PARTS, bs, strict=True)]
+    added = [LoRATerm(first, b, 2.0) for (first, _), b in zip(PARTS, bs, strict=True)]
     y = run(x, weight, None, a, added)
     upstream = torch.linspace(-1, 1, y.numel(), device="cuda").to(y.dtype).view(y.shape)
     dx, da, *dbs = torch.autograd.grad(y, (x, a, *bs), upstream)

@@ -11,7 +11,7 @@ import tigon
 from bench.compare_side import LLAMA_1B
 from tigon.kernels import gated_act, rms_norm, sandwich_norm
 from tigon.kernels.mlp.gated_act import gradient_and_product
-from tigon.kernels.recompute import LEAST, rebuilding, recipe_of
+from tigon.kernels.recompute import MIN_BYTES, find_recompute, recompute_above
 
 pytestmark = pytest.mark.gpu
 T = 4096
@@ -36,7 +36,7 @@ def step(model: Any, least: float) -> tuple[Tensor, list[Tensor], int]:
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
-    with rebuilding(least):
+    with recompute_above(least):
         loss = model(ids, labels=ids).loss
         loss.backward()
     torch.cuda.synchronize()
@@ -53,7 +53,7 @@ def test_no_bit_changes(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         expected = step(model, math.inf)
         for recompute, away in ((0, False), (2, False), (True, False), (0, True)):
             model.activation_checkpointing, model.activation_offload = recompute, away
-            loss, gradients, _ = step(model, LEAST)
+            loss, gradients, _ = step(model, MIN_BYTES)
             assert torch.equal(loss, expected[0])
             assert all(map(torch.equal, gradients, expected[1]))
     finally:
@@ -65,7 +65,7 @@ def test_memory_that_it_saves(model: Any) -> None:
     """Of each layer two normed inputs and the gated product; a tenth for what else is at the peak,
     which may lie elsewhere."""
     step(model, math.inf)  # workspaces
-    without, found = step(model, math.inf)[2], step(model, LEAST)[2]
+    without, found = step(model, math.inf)[2], step(model, MIN_BYTES)[2]
     c = model.config
     layer = 2 * 2 * T * (2 * c.hidden_size + c.intermediate_size)
     assert without - found >= 0.9 * c.num_hidden_layers * layer
@@ -78,7 +78,7 @@ def test_norms_have_the_same_bits(columns: int, dtype: torch.dtype) -> None:
     x, z, gate = (torch.randn(2, 333, columns, device="cuda").to(dtype) for _ in range(3))
     w, v = (torch.randn(columns, device="cuda").to(dtype).requires_grad_() for _ in range(2))
     options: dict[str, Any]
-    with rebuilding(0):
+    with recompute_above(0):
         for options in ({}, {"offset": 1.0, "cast": "after_weight"}):
             made = [
                 rms_norm(x, w, 1e-6, **options),
@@ -87,9 +87,11 @@ def test_norms_have_the_same_bits(columns: int, dtype: torch.dtype) -> None:
                 sandwich_norm(x, z, v, w, 1e-6, **options)[0],
             ]
             for y in made:
-                recipe = recipe_of(y)
-                assert recipe is not None
-                assert torch.equal(recipe.how.compute(*recipe.kept, *recipe.how.constants), y)
+                recompute = find_recompute(y)
+                assert recompute is not None
+                assert torch.equal(
+                    recompute.fn.compute(*recompute.saved, *recompute.fn.constants), y
+                )
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

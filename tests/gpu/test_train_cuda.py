@@ -92,7 +92,7 @@ def test_padding_behind_packed_rows_costs_no_wait(workspace, tmp_path, monkeypat
             balance.append(loss().item())  # compiles, and looks for backends
             with monkeypatch.context() as patch:
                 # Experts themselves may ask the device how many tokens each has
-                patch.setattr(grouped_mlp, "must_not_wait", lambda *_: True)
+                patch.setattr(grouped_mlp, "must_not_sync", lambda *_: True)
                 patch.setattr(AttentionMask, "_build", None)
                 patch.setattr(AttentionMask, "_build_blocks", None)
                 with no_waiting():

@@ -55,7 +55,7 @@ def pretend() -> None:
     """From now on launchers take tensors on the CPU for tensors on an H100."""
     driver.set_active(Hopper())
     runtime.INTERPRETED = True  # launch on the CPU
-    grouped_mlp._triton_serves = lambda x, weight: grouped_mlp._aligned(x, weight)
+    grouped_mlp._triton_supports = lambda x, weight: grouped_mlp._aligned(x, weight)
     torch.set_num_threads(1)
     JITFunction.__getitem__ = _compiling
     CUDABackend.add_stages = _with_an_exit

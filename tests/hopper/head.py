@@ -7,10 +7,17 @@ import torch
 
 from tests.hopper.compiling import Forms
 from tests.hopper.tensors import BF16, FP16, FP32, INT64, zeros
-from tigon.kernels.loss.argmax import likeliest
+from tigon.kernels.loss.argmax import argmax
 from tigon.kernels.loss.cross_entropy_rows import loss_rows
 from tigon.kernels.loss.divergence_rows import divergence_rows, logit_masses
-from tigon.kernels.loss.logits import PLAIN, Gradient, Options, rescale, rescale_, rescale_and_join
+from tigon.kernels.loss.logits import (
+    DEFAULT_OPTIONS,
+    LogitGradient,
+    Options,
+    rescale,
+    rescale_,
+    rescale_and_join,
+)
 from tigon.kernels.loss.vocab_parallel import VocabularyShard, embedding_rows
 
 
@@ -27,7 +34,7 @@ def forms() -> Forms:
     x, y = zeros(64, 64, dtype=FP32), zeros(60, 64, dtype=FP32)
     yield "rescale and join", partial(rescale_and_join, x, y, factor, BF16)
     for name, dtype in DTYPES.items():
-        yield f"likeliest {name}", partial(likeliest, zeros(8, 8192, dtype=dtype))
+        yield f"likeliest {name}", partial(argmax, zeros(8, 8192, dtype=dtype))
         yield f"embedding_rows {name}", partial(_embedding_rows, dtype)
 
 
@@ -96,7 +103,7 @@ DIVERGENCES: dict[str, dict[str, Any]] = {
 def _loss_rows(
     V: int = 256,
     dtype: torch.dtype = BF16,
-    options: Options = PLAIN,
+    options: Options = DEFAULT_OPTIONS,
     metrics: tuple[str, ...] = (),
     grad: bool = False,
     add: bool = False,
@@ -107,7 +114,7 @@ def _loss_rows(
     logits, targets = zeros(8, V, dtype=dtype), zeros(8, dtype=torch.int64)
     one = zeros(8, dtype=FP32)
     out = torch.zeros_like(logits)
-    gradient = Gradient(one, out, torch.zeros_like(out) if add else None) if grad else None
+    gradient = LogitGradient(one, out, torch.zeros_like(out) if add else None) if grad else None
     mass = (one, one) if known else None
     loss_rows(logits, targets, options, metrics, gradient, mass, holes=holes, size=size)
 
@@ -115,7 +122,7 @@ def _loss_rows(
 def _divergence_rows(
     V: int = 256,
     dtype: torch.dtype = BF16,
-    options: Options = PLAIN,
+    options: Options = DEFAULT_OPTIONS,
     beta: float = 0.0,
     grad: bool = False,
     add: bool = False,
@@ -124,7 +131,7 @@ def _divergence_rows(
 ) -> None:
     student, teacher = zeros(8, V, dtype=dtype), zeros(8, V, dtype=dtype)
     one, out = zeros(8, dtype=FP32), torch.zeros_like(student)
-    gradient = Gradient(one, out, torch.zeros_like(out) if add else None) if grad else None
+    gradient = LogitGradient(one, out, torch.zeros_like(out) if add else None) if grad else None
     more: dict[str, Any] = {"normalized": normalized}
     if known:
         more["masses"] = logit_masses(student, teacher, options, options)

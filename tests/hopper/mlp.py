@@ -8,9 +8,9 @@ import torch
 
 from tests.hopper.compiling import Forms
 from tests.hopper.tensors import BF16, FP16, FP32, INT32, backward, zeros
-from tigon.kernels import gated_act, grouped_mlp, row_linear
+from tigon.kernels import gated_act, gemv, grouped_mlp
 from tigon.kernels.comm import one_shot_all_reduce
-from tigon.kernels.linear.dropout import Dropout, drop
+from tigon.kernels.linear.dropout import Dropout, apply_dropout
 from tigon.kernels.linear.fp8 import (
     Maxima,
     cast_both,
@@ -24,7 +24,7 @@ from tigon.kernels.linear.lora import low_rank_gradients, low_rank_product
 from tigon.kernels.linear.quantized import E4M3, E5M2
 from tigon.kernels.mlp.gated_act import ACTIVATIONS, Activation, gradient_and_product
 from tigon.kernels.mlp.permute import combine_rows, spread_rows
-from tigon.layers import Fp8Weight, Nf4Weight
+from tigon.layers import FP8Weight, NF4Weight
 
 
 def forms() -> Forms:
@@ -108,7 +108,7 @@ def _row_linear(
     C: int = 2048, dtype: torch.dtype = BF16, bias: bool = False, act: Activation | None = None
 ) -> None:
     weight, of_output = zeros(512, C, dtype=dtype), zeros(512, dtype=dtype) if bias else None
-    row_linear(zeros(1, C, dtype=dtype), weight, of_output, act)
+    gemv(zeros(1, C, dtype=dtype), weight, of_output, act)
 
 
 ADDITIONS: dict[str, dict[str, Any]] = {
@@ -140,9 +140,9 @@ def _low_rank(
 
 def _dropout(C: int, dtype: torch.dtype) -> None:
     dropout = Dropout(zeros(512, dtype=torch.int64), -(2**60) - 1, 0.1)
-    backward(drop(zeros(512, C, dtype=dtype, grad=True), dropout))
+    backward(apply_dropout(zeros(512, C, dtype=dtype, grad=True), dropout))
     given = zeros(512, 16, dtype=dtype), [zeros(16, C, dtype=dtype)], [0], [1.0], C, None, True
-    low_rank_product(*given, dropout.keys, dropout.place, dropout.threshold)
+    low_rank_product(*given, dropout.keys, dropout.seed, dropout.threshold)
 
 
 FEW_BITS: dict[str, tuple[list[tuple[int, int]], torch.dtype]] = {
@@ -153,15 +153,15 @@ FEW_BITS: dict[str, tuple[list[tuple[int, int]], torch.dtype]] = {
 
 
 def _nf4(matrices: list[tuple[int, int]], dtype: torch.dtype) -> None:
-    made = Nf4Weight([rows for rows, _ in matrices], matrices[0][1], dtype)
+    made = NF4Weight([rows for rows, _ in matrices], matrices[0][1], dtype)
     made.allocate(torch.device("cpu"))
-    made.dequantised()
+    made.dequantize()
 
 
 def _block_fp8(stored: torch.dtype) -> None:
-    made = Fp8Weight([256], 512, BF16, blocks=[(128, 128)], stored=stored)
+    made = FP8Weight([256], 512, BF16, blocks=[(128, 128)], stored=stored)
     made.allocate(torch.device("cpu"))
-    made.dequantised()
+    made.dequantize()
 
 
 def _expert_rows() -> None:
@@ -172,12 +172,12 @@ def _expert_rows() -> None:
         combine_rows(rows, places, None, 3)
 
 
-def _buffers(dtype: torch.dtype) -> one_shot_all_reduce.Buffers:
+def _buffers(dtype: torch.dtype) -> one_shot_all_reduce.SymmetricBuffers:
     """Of two ranks."""
     shape = one_shot_all_reduce.TURNS, 2, one_shot_all_reduce.P * one_shot_all_reduce.S
     own = zeros(*shape, dtype=one_shot_all_reduce.BITS[dtype])
     addresses, turns = zeros(2, dtype=torch.int64), zeros(one_shot_all_reduce.P, dtype=INT32)
-    return one_shot_all_reduce.Buffers(own, addresses, turns, 0, dtype)
+    return one_shot_all_reduce.SymmetricBuffers(own, addresses, turns, 0, dtype)
 
 
 def _one_shot_norm(
@@ -185,7 +185,7 @@ def _one_shot_norm(
 ) -> None:
     x, stream, weight = zeros(N, C, dtype=dtype), zeros(N, C, dtype=dtype), zeros(C, dtype=dtype)
     buffers = _buffers(dtype)
-    one_shot_all_reduce.one_shot_norm(
+    one_shot_all_reduce.one_shot_all_reduce_norm(
         x, stream, weight, 1e-5, buffers, offset=offset, before=before
     )
 
@@ -194,9 +194,9 @@ def _one_shot_sum(dtype: torch.dtype, size: int | None = None) -> None:
     """A token's 4,096 elements."""
     buffers = _buffers(dtype)
     if size is None:
-        one_shot_all_reduce.one_shot_sum(zeros(4096, dtype=dtype), buffers)
+        one_shot_all_reduce.one_shot_all_reduce(zeros(4096, dtype=dtype), buffers)
     else:
-        one_shot_all_reduce.one_shot_join(zeros(2, 64, dtype=dtype), 64, size, buffers)
+        one_shot_all_reduce.one_shot_all_gather(zeros(2, 64, dtype=dtype), 64, size, buffers)
 
 
 EXPERTS: dict[str, dict[str, Any]] = {

@@ -10,14 +10,17 @@ from torch import Tensor
 from tests.hopper.compiling import Forms
 from tests.hopper.tensors import BF16, FP16, FP32, backward, zeros
 from tigon.kernels import rms_norm, sandwich_norm
-from tigon.kernels.norm.rms_norm import normed_again
+from tigon.kernels.norm.rms_norm import recompute_norm
 
 
 def forms() -> Forms:
     for name, options in RMS.items():
         yield f"rms_norm {name}", partial(_rms_norm, **options)
-    yield "rms_norm again", lambda: normed_again(*_saved(), None, zeros(2048), 0.0, True)
-    yield "rms_norm again, gate", lambda: normed_again(*_saved(), zeros(8, 2048), None, 1.0, False)
+    yield "rms_norm again", lambda: recompute_norm(*_saved(), None, zeros(2048), 0.0, True)
+    yield (
+        "rms_norm again, gate",
+        lambda: recompute_norm(*_saved(), zeros(8, 2048), None, 1.0, False),
+    )
     for name, options in SANDWICH.items():
         yield f"sandwich_norm {name}", partial(_sandwich_norm, **options)
 

@@ -9,12 +9,12 @@ from tests.hopper.tensors import BF16, FP32, zeros
 from tigon.kernels import runtime
 from tigon.kernels.norm.grad_norm import SquaredNorm
 from tigon.kernels.optim import adamw
-from tigon.kernels.optim.adamw import FusedAdamW, Settings, Slot
-from tigon.kernels.optim.low_bits import Codes
+from tigon.kernels.optim.adamw import AdamWSettings, AdamWSlot, FusedAdamW
+from tigon.kernels.optim.low_bits import CodeTables
 from tigon.train.optim import adamw as optimizer_states
 
 CODES = torch.uint8
-SETTINGS = Settings(1e-3, 0.9, 0.95, 1e-8, 0.1, step=3, stream=-(2**62))
+SETTINGS = AdamWSettings(1e-3, 0.9, 0.95, 1e-8, 0.1, step=3, stream=-(2**62))
 KINDS = {
     "fp32": (FP32, FP32, FP32),
     "bf16": (BF16, BF16, BF16),
@@ -63,11 +63,14 @@ def _adamw(
     codes = None
     if states == CODES:
         cpu = torch.device("cpu")
-        codes = Codes.of(*(optimizer_states.tables(signed, cpu) for signed in (True, False)))
+        codes = CodeTables.of(*(optimizer_states.tables(signed, cpu) for signed in (True, False)))
     scales = [zeros(count // 256, 1, dtype=FP32) if codes else None for _ in range(2)]
     tensors = (zeros(count, dtype=dtype) for dtype in (weight, gradient, states, states))
     adamw.OWN_LAUNCH = 1 if alone else None
     optimizer = FusedAdamW(stochastic, codes)
     optimizer(
-        0, [Slot(*tensors, *scales, lines=lines)], SETTINGS, zeros(dtype=FP32) if scale else None
+        0,
+        [AdamWSlot(*tensors, *scales, lines=lines)],
+        SETTINGS,
+        zeros(dtype=FP32) if scale else None,
     )

@@ -38,9 +38,9 @@ from tigon.kernels import (
     sandwich_norm_ref,
     selected_logprobs,
 )
-from tigon.kernels.linear.lora import Addition
+from tigon.kernels.linear.lora import LoRATerm
 from tigon.kernels.loss.api import Options
-from tigon.kernels.mlp.lora_grouped_mlp import Low, lora_grouped_mlp
+from tigon.kernels.mlp.lora_grouped_mlp import LoRAFactors, lora_grouped_mlp
 
 Inputs = dict[str, Any]
 Call = Callable[..., Any]
@@ -255,7 +255,7 @@ def additions(n: int, c: int, k: int) -> Inputs:
 
 def with_parts(function: Call) -> Call:
     def call(x: Tensor, weight: Tensor, bias: Tensor, a: Tensor, b0: Tensor, b1: Tensor) -> Tensor:
-        added = [Addition(p[0], b, p[3]) for p, b in zip(PARTS, (b0, b1), strict=True)]
+        added = [LoRATerm(p[0], b, p[3]) for p, b in zip(PARTS, (b0, b1), strict=True)]
         return function(x, weight, bias, a, added)
 
     return call
@@ -284,16 +284,22 @@ def with_factors(function: Call) -> Call:
     def call(
         x: Tensor, gate_up: Tensor, down: Tensor, experts: Tensor, weights: Tensor, **low: Any
     ) -> Any:
-        return function(x, gate_up, down, Low(**low), experts, weights, "silu")
+        return function(x, gate_up, down, LoRAFactors(**low), experts, weights, "silu")
 
     return call
 
 
 def merged(
-    x: Tensor, gate_up: Tensor, down: Tensor, low: Low, experts: Tensor, weights: Tensor, act: str
+    x: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    low: LoRAFactors,
+    experts: Tensor,
+    weights: Tensor,
+    act: str,
 ) -> Tensor:
     """By sums of matrices."""
-    low = Low(*(t.double() for t in low))
+    low = LoRAFactors(*(t.double() for t in low))
     whole = gate_up.double() + low.b_up @ low.a_up, down.double() + low.b_down @ low.a_down
     return exact.grouped_mlp(x, *whole, experts, weights, act)
 

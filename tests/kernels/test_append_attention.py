@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from tigon.kernels.attention import kv_cache
-from tigon.kernels.attention.decode import MOST_TOKENS, append_attention, append_attention_ref
+from tigon.kernels.attention.decode import MAX_QUERY_TOKENS, append_attention, append_attention_ref
 from tigon.kernels.attention.kv_cache import KVBuffers, append_tokens
 from tigon.kernels.rope.rope import rope
 
@@ -169,7 +169,7 @@ def test_shares(
     """Of one token, of nothing at all, and with queries that see nothing of a share."""
     if path != "triton":
         pytest.skip("about the kernels")
-    monkeypatch.setattr(OWN, "_splits", lambda *_: splits)
+    monkeypatch.setattr(OWN, "_num_splits", lambda *_: splits)
     rows = Rows([0, 16, 17, 170], slots, heads=3, kv_heads=1)
     for t in (16, 1):
         rows.check(t, window=window)
@@ -177,11 +177,11 @@ def test_shares(
 
 def test_how_many_shares() -> None:
     for groups, blocks in itertools.product((1, 3, 8, 64, 100, 512, 10_000), (1, 4, 16, 2000)):
-        splits = OWN._splits(groups, blocks, 396)
+        splits = OWN._num_splits(groups, blocks, 396)
         assert 1 <= splits <= blocks
         assert splits == blocks or splits * groups >= 0.75 * 396  # the device is busy
-    assert OWN._splits(8, 2000, 396) * 8 <= 396  # once
-    assert OWN._splits(10_000, 2000, 396) == 1
+    assert OWN._num_splits(8, 2000, 396) * 8 <= 396  # once
+    assert OWN._num_splits(10_000, 2000, 396) == 1
 
 
 @int8
@@ -242,7 +242,7 @@ def test_int8_is_that_of_the_definition(path: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("t", "rotated"), [(1, 0), (1, 6), (1, D), (3, 6), (3, D), (MOST_TOKENS + 2, 6)]
+    ("t", "rotated"), [(1, 0), (1, 6), (1, D), (3, 6), (3, D), (MAX_QUERY_TOKENS + 2, 6)]
 )
 @int8
 def test_angles(int8: bool, rotated: int, t: int) -> None:
@@ -335,7 +335,7 @@ def test_more_tokens_than_the_kernel_takes(
     if path == "triton":
         monkeypatch.delattr(OWN, "append_attention_ref")
     rows = Rows([5, 12, 0], slots, int8=int8)
-    for t in (MOST_TOKENS + 4, 2 * MOST_TOKENS, 1):
+    for t in (MAX_QUERY_TOKENS + 4, 2 * MAX_QUERY_TOKENS, 1):
         rows.check(t, window=window)
     rows.check_buffers()
 
@@ -353,7 +353,7 @@ def test_nothing_to_do() -> None:
 @int8
 def test_append(int8: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Packed prompts, longer ones than a ring holds, behind what rows hold already."""
-    write = kv_cache.write  # whose order a GPU does not promise
+    write = kv_cache.write_tokens  # whose order a GPU does not promise
 
     def backwards(k: Tensor, v: Tensor, buffers: KVBuffers, *where: Tensor) -> None:
         write(k.flip(0), v.flip(0), buffers, *(x.flip(0) for x in where))
@@ -366,7 +366,7 @@ def test_append(int8: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     rows.lengths += more
     k, v = rows.k[ids, at], rows.v[ids, at]
     with monkeypatch.context() as patch:
-        patch.setattr(kv_cache, "write", backwards)
+        patch.setattr(kv_cache, "write_tokens", backwards)
         append_tokens(k.requires_grad_(), v, rows.buffers, ids, at, rows.lengths[ids])
     assert not rows.buffers.keys.requires_grad
     rows.check_buffers()

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from tests.flash import on_hopper, played
 from tigon.kernels import AttentionMask, attention, attention_ref
-from tigon.kernels.attention.backends import Choice
+from tigon.kernels.attention.backends import BackendChoice
 
 __all__ = ["on_hopper", "played"]
 implementation = importlib.import_module("tigon.kernels.attention.api")
@@ -208,7 +208,7 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
         found.append(graph)
         return graph.forward
 
-    monkeypatch.setattr(implementation, "settle", lambda *_: Choice("flex", ""))
+    monkeypatch.setattr(implementation, "select_backend", lambda *_: BackendChoice("flex", ""))
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
     implementation._compiled_flex.cache_clear()
     torch._dynamo.reset()
@@ -249,7 +249,7 @@ def test_flex_pads_its_rows(case: str) -> None:
 def test_flex_stays_compiled_for_many_lengths(
     monkeypatch: pytest.MonkeyPatch, graphs: list[Any]
 ) -> None:
-    monkeypatch.setattr(implementation, "FLEX_STEP", 8)
+    monkeypatch.setattr(implementation, "FLEX_MULTIPLE", 8)
     for tokens in (*range(7, 80, 8), *range(6, 80, 8), 8, 16):
         q, k, v = flex_heads(tokens)
         out = attention(q, k, v, mask=AttentionMask(tokens))
@@ -456,8 +456,8 @@ def test_a_backend_that_cannot(backend: str, message: str) -> None:
 @pytest.mark.parametrize("backend", ["sdpa", "reference"])
 def test_a_backend_that_is_demanded(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
-    run = implementation.RUN[backend]
-    monkeypatch.setitem(implementation.RUN, backend, lambda *a: calls.append(1) or run(*a))
+    run = implementation.BACKENDS[backend]
+    monkeypatch.setitem(implementation.BACKENDS, backend, lambda *a: calls.append(1) or run(*a))
     q, k, v = tensors(5)
     out = attention(q, k, v, mask=AttentionMask(5, backend=backend))
     assert calls == [1]

@@ -11,7 +11,12 @@ from torch import Tensor
 
 from tigon.kernels import AttentionMask
 from tigon.kernels.attention import backends as backends
-from tigon.kernels.attention.backends import Request, check_backend, choose, settle
+from tigon.kernels.attention.backends import (
+    AttentionRequest,
+    check_backend,
+    choose_backend,
+    select_backend,
+)
 from tigon.kernels.attention.mask import Sequences
 
 NO_FA4 = {"fa4": "flash-attn-4 is not installed: pip install tigon[fa4]"}
@@ -107,7 +112,7 @@ def path() -> None:
     ],
 )
 def test_what_auto_takes(request_: Any, missing: Any, name: str, why: str) -> None:
-    choice = choose(Request(**request_), missing=missing)
+    choice = choose_backend(AttentionRequest(**request_), missing=missing)
     assert choice.name == name
     assert why in choice.why
 
@@ -134,27 +139,27 @@ def test_what_auto_takes(request_: Any, missing: Any, name: str, why: str) -> No
 )
 def test_a_demand_that_cannot_be_met(name: str, request_: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        choose(Request(**request_), name)
+        choose_backend(AttentionRequest(**request_), name)
 
 
 def test_a_demand_for_what_is_missing() -> None:
     with pytest.raises(ValueError, match="'fa4' cannot do this: flash-attn-4 is not installed"):
-        choose(Request(), "fa4", NO_FA4)
+        choose_backend(AttentionRequest(), "fa4", NO_FA4)
 
 
 @pytest.mark.parametrize("name", ["fa4", "cudnn", "flash", "flex", "sdpa", "reference"])
 def test_demanded_backend_is_taken(name: str) -> None:
-    assert choose(Request(longest=100), name) == (name, f"attention='{name}'")
+    assert choose_backend(AttentionRequest(longest=100), name) == (name, f"attention='{name}'")
 
 
 def test_a_demand_is_about_whole_sequences() -> None:
-    step = Request(cached=True, single=True, layout="the cache holds padding")
-    assert choose(step, "fa4").name == "sdpa"
+    step = AttentionRequest(cached=True, single=True, layout="the cache holds padding")
+    assert choose_backend(step, "fa4").name == "sdpa"
 
 
 def test_plain_torch_alone() -> None:
-    assert choose(Request(), plain=True).name == "sdpa"
-    assert choose(Request(softcap=True), plain=True).name == "reference"
+    assert choose_backend(AttentionRequest(), plain=True).name == "sdpa"
+    assert choose_backend(AttentionRequest(softcap=True), plain=True).name == "reference"
 
 
 def test_a_package_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -171,12 +176,12 @@ def test_a_package_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_choice_is_logged_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(backends, "_said", set())
-    backends._settle.cache_clear()
-    request = Request("cpu", 0, torch.float32, 40, softcap=True)
+    monkeypatch.setattr(backends, "_logged", set())
+    backends._select_backend.cache_clear()
+    request = AttentionRequest("cpu", 0, torch.float32, 40, softcap=True)
     with caplog.at_level(logging.DEBUG, "tigon.attention"):
         for longest in (5, 6, 5):
-            settle(request._replace(longest=longest), "auto", 0, False)
+            select_backend(request._replace(longest=longest), "auto", 0, False)
     assert caplog.messages == [
         "reference for float32, head_dim 40, rows, softcap (not sdpa: it has no softcap)"
     ]
@@ -256,7 +261,7 @@ def test_padding_behind_rows_is_not_seen(causal: bool, segments: Any, real: Any)
         "causal": causal,
     }
     mask, device = AttentionMask(5, **given), torch.device("cpu")
-    wide = mask.padded(8, 8, 2, device).dense(None, device).expand(2, -1, -1, -1)
+    wide = mask.pad(8, 8, 2, device).dense(None, device).expand(2, -1, -1, -1)
     assert torch.equal(wide[..., :5, :5], mask.dense(None, device).expand(2, -1, -1, -1))
     assert not wide[..., :5, 5:].any() and wide.any(-1).all()  # a row without keys would be NaN
 
@@ -286,7 +291,7 @@ BLOCKS["prefixes"]["segment_ids"] = BLOCKS["prefixes"]["segment_ids"].view(2, 70
 @pytest.mark.parametrize("case", BLOCKS)
 def test_blocks_of_flex_attention(case: str, filled: bool, window: int | None) -> None:
     mask, device = AttentionMask(700, **BLOCKS[case]), torch.device("cpu")
-    mask = mask.padded(768, 768, 2, device) if filled else mask
+    mask = mask.pad(768, 768, 2, device) if filled else mask
     dense, blocks = mask.dense(window, device)[:, 0], mask.blocks(window, device)
     rows = torch.arange(len(dense))[:, None, None]
     at = torch.arange(mask.tokens)

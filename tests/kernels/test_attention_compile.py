@@ -12,7 +12,7 @@ from tests.models.contract import assert_same_gradients, gradients, tiny_llama
 from tigon.kernels import AttentionMask, attention, attention_ref
 from tigon.kernels.attention import backends as backends
 from tigon.kernels.attention import fa4
-from tigon.kernels.attention.backends import Request, settle
+from tigon.kernels.attention.backends import AttentionRequest, select_backend
 
 __all__ = ["on_hopper"]
 pytestmark = pytest.mark.traced
@@ -86,7 +86,7 @@ def test_a_compiled_model_of_packed_sequences(
     recompute: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = tiny_llama(num_hidden_layers=1)
-    monkeypatch.setattr(implementation, "FA4_LEAST", 10)
+    monkeypatch.setattr(implementation, "FA4_MIN_SEQLEN", 10)
     model.attention, model.activation_checkpointing = "fa4", recompute  # type: ignore[assignment]
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
     # From the second on, a graph for any length
@@ -126,8 +126,8 @@ def test_a_compiled_choice_knows_the_machine(lacks: bool, monkeypatch: pytest.Mo
     device = 1000 + lacks  # that nobody has asked about
 
     def run(x: Tensor) -> tuple[Tensor, str]:
-        request = Request(sm=backends.capability(device), grad=True, compiling=True)
-        return x + 1, settle(request, "auto", device, False).name
+        request = AttentionRequest(sm=backends.capability(device), grad=True, compiling=True)
+        return x + 1, select_backend(request, "auto", device, False).name
 
     out, name = torch.compile(run, backend="eager", fullgraph=True)(torch.zeros(1))
     assert out == 1 and name == ("flash" if lacks else "fa4")

@@ -32,7 +32,7 @@ def in_parts(
 ) -> Tensor:
     parts = []
     for first, end in itertools.pairwise(spans):
-        part = mask.part(first, end)
+        part = mask.slice_queries(first, end)
         keys = (x[:, : part.keys] for x in (k, v))
         parts.append(function(q[:, first:end], *keys, mask=part, **how))
     return torch.cat(parts, 1)
@@ -121,7 +121,7 @@ def test_flex(case: str) -> None:
 def test_flex_compiles_few_graphs_for_all_parts(
     monkeypatch: pytest.MonkeyPatch, graphs: list[Any]
 ) -> None:
-    monkeypatch.setitem(attention.__globals__, "FLEX_STEP", 16)
+    monkeypatch.setitem(attention.__globals__, "FLEX_MULTIPLE", 16)
     for t in (25, 27, 29, 31):
         q, k, v = flex_heads(t)
         for given in ({"causal": False}, {"segment_ids": torch.arange(t).expand(B, -1) // 9}):
@@ -154,7 +154,7 @@ def test_blocks_are_those_of_the_dense_mask(given: str, causal: bool, window: in
         places = [[0, 0], [0, 180], [140, 141], [330, 440], [0, 0], [t + 1, t + 300], [0, 0]]
         places.append([t + end, t + end + 9])
         options |= {"cu_seq_lens": cu, "longest": 349, "prefixes": torch.tensor(places)}
-    mask = AttentionMask(t, causal=causal, **options).part(first, end)
+    mask = AttentionMask(t, causal=causal, **options).slice_queries(first, end)
     dense = mask.dense(window, torch.device("cpu"))
     blocks = mask.blocks(window, torch.device("cpu"))
     assert blocks.seq_lengths == (end - first, mask.keys) == tuple(dense.shape[2:])
@@ -199,7 +199,7 @@ def test_layers_derive_once_and_nothing_stays(backend: str) -> None:
         "flash": lambda part: part.sequences(),
         "sdpa": lambda part: part.bias(None, torch.float32, device),
     }[backend]
-    derived = [derive(mask.part(first, end)) for _ in range(2) for first, end in SPLIT]
+    derived = [derive(mask.slice_queries(first, end)) for _ in range(2) for first, end in SPLIT]
     assert derived[0] is derived[2] is not derived[1] is derived[3]
     kept = weakref.ref(mask.segment_ids)
     gc.disable()

@@ -21,11 +21,11 @@ from tigon.kernels import (
     kl_ref,
     linear_cross_entropy,
     linear_cross_entropy_ref,
-    run_criteria,
+    run_loss_terms,
 )
 from tigon.kernels.loss import fused_linear_pass as head_pass
 from tigon.kernels.loss.api import Options, scale_and_cap
-from tigon.kernels.loss.fused_linear_pass import Sizes
+from tigon.kernels.loss.fused_linear_pass import ChunkSizes
 
 N, C, D, V, K = 21, 19, 13, 211, 5
 BETAS = [0.0, 0.3, 1.0]
@@ -55,7 +55,9 @@ class Batch:
         return F.linear(self.teacher_hidden, *self.teacher[:2])
 
     def run(self, criteria: list[Any], options: Options = Options(), **more: Any) -> list[Tensor]:  # noqa: B008
-        found = run_criteria(self.hidden, self.weight, self.bias, criteria, options=options, **more)
+        found = run_loss_terms(
+            self.hidden, self.weight, self.bias, criteria, options=options, **more
+        )
         return [x.value for x in found]
 
     def expected(self, criteria: list[Any], options: Options = Options()) -> list[Tensor]:  # noqa: B008
@@ -164,7 +166,7 @@ def test_of_logits_that_exist(options: Options) -> None:
     criteria = [*criteria_of(b), LogProbs(targets=b.targets)]
     before = logits.detach().clone()
     for logits_bytes in (2**30, 2**15):
-        found = run_criteria(
+        found = run_loss_terms(
             logits, None, None, criteria, options=options, logits_bytes=logits_bytes
         )
         z = scale_and_cap(logits.double(), options)
@@ -204,7 +206,7 @@ def test_stored_logprobs_of_all_tokens(beta: float) -> None:
     logits = torch.randn(3, 7, requires_grad=True)
     teacher = torch.randn(3, 7).log_softmax(-1)
     criterion = KL(teacher_tokens=teacher.argsort(), teacher_logprobs=teacher.sort()[0], beta=beta)
-    ((loss, _),) = run_criteria(logits, None, None, [criterion])
+    ((loss, _),) = run_loss_terms(logits, None, None, [criterion])
     student = logits.double().log_softmax(-1)
     expected = kl_ref(student, teacher.double(), beta).sum()
     torch.testing.assert_close(loss.double(), expected, rtol=1e-5, atol=1e-6)
@@ -220,7 +222,7 @@ def test_divergence_of_distributions_that_underflow(beta: float) -> None:
     student = student.log_softmax(-1).requires_grad_()
     eye = torch.eye(301)
     criterion = KL(teacher_hidden=teacher, teacher=Head(eye), beta=beta)
-    ((loss, _),) = run_criteria(student, None, None, [criterion])
+    ((loss, _),) = run_loss_terms(student, None, None, [criterion])
     exact = student.detach().double().requires_grad_()
     s, t = exact.log_softmax(-1), teacher.double().log_softmax(-1)
     m = torch.logaddexp(t + math.log(beta), s + math.log(1 - beta))
@@ -318,7 +320,7 @@ def test_one_chunk_of_logits_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
         return logits
 
     monkeypatch.setattr(head_pass, "_product", counted)
-    monkeypatch.setattr(head_pass, "sizes", lambda *_: Sizes(4, 4, 0))
+    monkeypatch.setattr(head_pass, "chunk_sizes", lambda *_: ChunkSizes(4, 4, 0))
     b = Batch()
     b.run([CrossEntropy(targets=b.targets)])
     assert len(alive) > 3

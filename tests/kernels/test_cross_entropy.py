@@ -9,7 +9,7 @@ from tests.kernels.conftest import CUDA
 from tests.kernels.definitions import losses as exact
 from tigon.kernels import cross_entropy
 from tigon.kernels.loss.api import METRICS, Options
-from tigon.kernels.loss.fused_linear_pass import Plan, _head_pass
+from tigon.kernels.loss.fused_linear_pass import LossPlan, _head_pass
 from tigon.kernels.loss.logits import _rescale
 
 N, V = 37, 211
@@ -188,11 +188,11 @@ def test_the_operators_are_what_they_say(path: str) -> None:
     tests = ("test_schema", "test_faketensor")
     z = logits.logsumexp(-1)
     for metrics, known in ((names, (None, None)), ((), (z, torch.zeros(N)))):
-        plan = Plan("cross_entropy", Options(), metrics=metrics)
+        plan = LossPlan("cross_entropy", Options(), metrics=metrics)
         slots = [targets, None, None, None, *known]
         for need in (False, True):
             none = [None] * 6
-            arguments = (logits, *none, slots, [w], plan.word(), plan.numbers())
+            arguments = (logits, *none, slots, [w], plan.encode(), plan.numbers())
             arguments += ([need, *[False] * 4], 2**30, False)
             torch.library.opcheck(_head_pass.op, arguments, test_utils=tests)
     torch.library.opcheck(_rescale.op, (logits, w[0], torch.bfloat16), test_utils=tests)

@@ -15,12 +15,12 @@ from tigon.kernels import fp8_linear, gated_act
 from tigon.kernels.linear import fp8 as casts
 from tigon.kernels.linear import fp8 as gated
 from tigon.kernels.linear.fp8 import (
-    UNKNOWN,
+    NO_MAXIMA,
     cast_gated_rows,
     cast_rows,
+    find_maxima,
     fp8_gated_linear,
     gradients_and_maxima,
-    maxima_of,
     note_maxima,
 )
 from tigon.kernels.mlp.gated_act import ACTIVATIONS, Activation, gradient_and_product
@@ -46,7 +46,7 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """Several programs for the columns and for the rows, and rows that end within one."""
     monkeypatch.setattr(gated, "ROWS", 4)
     monkeypatch.setattr(gated, "BACKWARD", (64, 1))
-    monkeypatch.setattr(gated, "HELD", 16)
+    monkeypatch.setattr(gated, "GATED_COLUMNS_PER_SM", 16)
 
 
 @pytest.mark.usefixtures("small_tiles")
@@ -197,11 +197,11 @@ def test_notes_are_of_the_tensor_and_its_shape() -> None:
     x = numbers(4, 32)
     maxima = casts.Maxima(bits(x, 1), bits(x, 0))
     note_maxima(x, maxima)
-    assert maxima_of(x) is maxima and maxima_of(x.view(1, 4, 32).view(4, 32)) is maxima
+    assert find_maxima(x) is maxima and find_maxima(x.view(1, 4, 32).view(4, 32)) is maxima
     for other in (x.view(8, 16), x[:2], x[:, :16], x.clone(), x.t()):
-        assert maxima_of(other) is UNKNOWN
+        assert find_maxima(other) is NO_MAXIMA
     x.add_(1)
-    assert maxima_of(x) is UNKNOWN
+    assert find_maxima(x) is NO_MAXIMA
 
 
 def test_a_graph_that_is_used_again(path: str) -> None:
@@ -225,7 +225,7 @@ class Seen(TorchDispatchMode):
 def test_where_passes_are_apart(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     x, up, down, dy = operands(0 if case == "no tokens" else 3)
     if case == "wide":
-        monkeypatch.setattr(gated, "WIDEST", 32)
+        monkeypatch.setattr(gated, "MAX_COLUMNS", 32)
     if case == "frozen up":
         x, up = x.detach(), up.detach()
     wanted = [t for t in (x, up, down) if t.requires_grad]

@@ -12,19 +12,19 @@ from tigon.kernels import fp8_linear, fp8_linear_ref, gated_act, rms_norm
 from tigon.kernels.linear import fp8 as casts
 from tigon.kernels.linear.fp8 import (
     Maxima,
-    Scaled,
+    ScaledMatrix,
     cast_both,
     cast_columns,
     cast_rows,
     cast_rows_and_maxima,
 )
-from tigon.kernels.recompute import rebuilding
+from tigon.kernels.recompute import recompute_above
 
 fp8_linear_module = importlib.import_module("tigon.kernels.linear.fp8")
 SHAPES = [(1, 16), (5, 80), (20, 144)]  # columns that end inside a tile
 
 
-def exactly(x: Tensor) -> Scaled:
+def exactly(x: Tensor) -> ScaledMatrix:
     """What a row cast is, in Python's own numbers."""
     scales = []
     for row in x.abs().float().tolist():
@@ -34,10 +34,12 @@ def exactly(x: Tensor) -> Scaled:
             scale *= 2
         scales.append(scale)
     scale = torch.tensor(scales)
-    return Scaled((x.double() / scale.double()[:, None]).float().to(torch.float8_e4m3fn), scale)
+    return ScaledMatrix(
+        (x.double() / scale.double()[:, None]).float().to(torch.float8_e4m3fn), scale
+    )
 
 
-def assert_same(found: Scaled, expected: Scaled) -> None:
+def assert_same(found: ScaledMatrix, expected: ScaledMatrix) -> None:
     """Bit for bit, but for which NaN it is."""
     for ours, theirs in zip(found, expected, strict=True):
         assert ours.dtype == theirs.dtype
@@ -91,7 +93,7 @@ def test_a_matrix_of_several_tiles(path: str, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_rows_too_wide_to_be_held(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(casts, "WIDEST", 64)
+    monkeypatch.setattr(casts, "MAX_COLUMNS", 64)
     monkeypatch.setattr(casts, "STEP", 32)
     x = spread(5, 80)
     assert_same(cast_rows(x, fused=path == "triton"), exactly(x))
@@ -125,7 +127,7 @@ def test_casts_with_maxima_that_are_known(
     """Found by the row cast, of programs with several rows each, or by another operator."""
     if path == "reference":
         pytest.skip("plain torch computes all anew")
-    monkeypatch.setattr(casts, "HELD", 16)
+    monkeypatch.setattr(casts, "COLUMNS_PER_SM", 16)
     x = spread(*shape)
     if bad is not None:
         x[-1, 5] = bad
@@ -145,7 +147,7 @@ def test_casts_with_maxima_that_are_known(
 
 
 def test_wide_rows_have_no_maxima(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(casts, "WIDEST", 64)
+    monkeypatch.setattr(casts, "MAX_COLUMNS", 64)
     monkeypatch.setattr(casts, "STEP", 32)
     x = spread(5, 80)
     for fused in (False, True):
@@ -182,9 +184,9 @@ def test_products_and_gradients_are_those_of_the_casts(lead: tuple[int, ...], fr
     )
     for name, result in results.items():
         a, b = (exactly(factor) for factor in expected[name])
-        exact = (a.dequantised().double() @ b.dequantised().double().t()).view(result.shape)
+        exact = (a.dequantize().double() @ b.dequantize().double().t()).view(result.shape)
         # One rounding to bf16; a tensor core may lose 2^-13 of the sum of magnitudes besides
-        scale = (a.dequantised().abs().double() @ b.dequantised().abs().double().t()).view(
+        scale = (a.dequantize().abs().double() @ b.dequantize().abs().double().t()).view(
             result.shape
         )
         assert ((result.double() - exact).abs() <= 2**-8 * exact.abs() + 2**-12 * scale).all(), name
@@ -220,7 +222,7 @@ def test_error_is_that_of_three_mantissa_bits(path: str) -> None:
         assert 0.02 < relative_error(found, exact) < 0.045
     for t in (x, weight, dy):
         rows = cast_rows(t.detach(), fused=False)
-        off = (rows.dequantised() - t.detach().float()).abs()
+        off = (rows.dequantize() - t.detach().float()).abs()
         assert (
             off <= (2**-4 * t.detach().float().abs()).maximum(rows.scale[:, None] * 2**-10)
         ).all()
@@ -282,7 +284,7 @@ def test_maxima_of_the_forward_product_serve_backward(
     assert len(made) == (8 if path == "triton" else 0)
 
 
-def without_maxima(x: Tensor, *, fused: bool) -> tuple[Scaled, None]:
+def without_maxima(x: Tensor, *, fused: bool) -> tuple[ScaledMatrix, None]:
     return cast_rows(x, fused=fused), None
 
 
@@ -334,7 +336,7 @@ def test_an_input_of_any_shape_is_computed_again(shape: tuple[int, ...]) -> None
     weight = torch.randn(16, shape[-1]).bfloat16().requires_grad_()
     results = []
     for least in (math.inf, 0):
-        with rebuilding(least):
+        with recompute_above(least):
             h = rms_norm(x.view(-1, columns) if len(shape) > 1 else x, scale[:columns], 1e-6)
             y = fp8_linear(h.view(shape), weight)
         results.append(torch.autograd.grad(y.square().sum(), (x, weight)))
@@ -357,7 +359,7 @@ def test_recomputed_input_has_the_same_bits(path: str, what: str) -> None:
             saved.append(t.data_ptr())
             return t
 
-        with rebuilding(least), torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        with recompute_above(least), torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
             h = rms_norm(x, scale, 1e-6) if what == "normed" else gated_act(x * 1, "silu")
             y = fp8_linear(h, weight)
         held = saved.count(h.data_ptr())

@@ -10,7 +10,7 @@ from tests.kernels.definitions import grouped_mlp as exact
 from tigon.kernels import grouped_mlp
 from tigon.kernels.mlp import grouped_mlp as implementation
 from tigon.kernels.mlp.gated_act import Activation
-from tigon.kernels.mlp.grouped_mlp import UNKNOWN, _backward, _forward, unchecked_grouped_mlp
+from tigon.kernels.mlp.grouped_mlp import UNKNOWN_SLOTS, _backward, _forward, unchecked_grouped_mlp
 
 # C and I are multiples of 8, which the kernel needs in 16 bits
 N, C, I, E, K = 13, 24, 40, 7, 3  # noqa: E741
@@ -82,7 +82,7 @@ def test_host_asks_nothing_where_it_must_not_wait(
     with monkeypatch.context() as patch, torch.no_grad():
         patch.setattr(Tensor, "tolist", asked)
         patch.setattr(Tensor, "item", asked)
-        patch.setattr(implementation, "must_not_wait", lambda *_: True)
+        patch.setattr(implementation, "must_not_sync", lambda *_: True)
         y = unchecked_grouped_mlp(*tensors, "silu")
     torch.testing.assert_close(y.double(), expected, rtol=1e-5, atol=1e-5)
 
@@ -175,8 +175,8 @@ def test_absent_experts_that_nobody_counts(
         if few and path == "triton":
             for name in ("tolist", "item", "__int__", "__bool__"):
                 patch.setattr(Tensor, name, asked)
-            patch.setattr(implementation, "must_not_wait", lambda *_: True)
-        y = unchecked_grouped_mlp(*tensors, "silu", UNKNOWN)
+            patch.setattr(implementation, "must_not_sync", lambda *_: True)
+        y = unchecked_grouped_mlp(*tensors, "silu", UNKNOWN_SLOTS)
     torch.testing.assert_close(y.double(), expected, rtol=1e-5, atol=1e-5)
 
 
@@ -235,7 +235,7 @@ def test_tiles_of_the_kernel(dtype: torch.dtype, path: str) -> None:
     if path == "reference" or torch.cuda.get_device_capability() < (9, 0):
         pytest.skip("the kernel does not run")
     tensors = leaves(inputs(n=700, c=328, i=200, e=7, k=3, dtype=dtype))
-    assert all(implementation._triton_serves(tensors[0], w) for w in tensors[1:3])
+    assert all(implementation._triton_supports(tensors[0], w) for w in tensors[1:3])
     rows = tensors[3].flatten().bincount(minlength=7)
     assert rows.max() > 256 and rows[-2] == 0
     y, expected = grouped_mlp(*tensors, "silu"), exact(*tensors, "silu")

@@ -19,13 +19,13 @@ from tigon.kernels import (
     cross_entropy,
     linear_cross_entropy,
     linear_kl,
-    run_criteria,
+    run_loss_terms,
     runtime,
     selected_logprobs,
 )
 from tigon.kernels.loss.api import METRICS, Options
-from tigon.kernels.loss.terms import active_rows
-from tigon.kernels.runtime import check, checks
+from tigon.kernels.loss.terms import find_valid_rows
+from tigon.kernels.runtime import check_values, checks
 
 reductions = pytest.mark.parametrize("reduction", ["sum", "none"])
 
@@ -185,16 +185,16 @@ def test_active_rows_of_other_targets() -> None:
     hidden, weight, _, targets = inputs()
     other = targets.clone()
     other[1::2] = -100
-    active = active_rows(other)
+    active = find_valid_rows(other)
     if CUDA:
         pytest.skip("an assertion on the device ends the process's use of it")
-    for bad, message in ((active, "leaves out rows"), (active_rows(other[:5]), "has 5 rows")):
+    for bad, message in ((active, "leaves out rows"), (find_valid_rows(other[:5]), "has 5 rows")):
         with pytest.raises(ValueError, match=message):
             linear_cross_entropy(hidden, weight, targets, active=bad)
-    loss, _ = linear_cross_entropy(hidden, weight, targets, active=active_rows(targets.clone()))
+    loss, _ = linear_cross_entropy(hidden, weight, targets, active=find_valid_rows(targets.clone()))
     assert loss == linear_cross_entropy(hidden, weight, targets)[0]
     # More rows than needed are no mistake
-    loss, _ = linear_cross_entropy(hidden, weight, other, active=active_rows(targets))
+    loss, _ = linear_cross_entropy(hidden, weight, other, active=find_valid_rows(targets))
     torch.testing.assert_close(loss, linear_cross_entropy(hidden, weight, other)[0])
 
 
@@ -238,7 +238,7 @@ def test_labels_that_are_no_integers(bad: torch.dtype) -> None:
         with pytest.raises(TypeError, match="labels are integers, -100 is ignored"):
             f(hidden, weight, targets.to(bad))
     with pytest.raises(TypeError, match="targets is a list"):
-        run_criteria(hidden, weight, None, [CrossEntropy(targets=[1, 2])])  # type: ignore[arg-type]
+        run_loss_terms(hidden, weight, None, [CrossEntropy(targets=[1, 2])])  # type: ignore[arg-type]
 
 
 @reductions
@@ -262,7 +262,7 @@ def test_tensors_without_values(reduction: str) -> None:
 def test_checks(monkeypatch: pytest.MonkeyPatch) -> None:
     for wait in (False, True):
         with checks(wait=wait), pytest.raises(ValueError, match="no"):
-            check(torch.tensor(False, device="cpu"), "no")
+            check_values(torch.tensor(False, device="cpu"), "no")
     monkeypatch.setenv("TIGON_CHECKS", "yes")
     with pytest.raises(ValueError, match="TIGON_CHECKS='yes' is not 0 or 1"):
         runpy.run_path(runtime.__file__)
@@ -271,21 +271,21 @@ def test_checks(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("letter", ["a", "\N{EURO SIGN}"])
 def test_device_assertion_cuts_a_long_message(monkeypatch, letter):
     said: list[str] = []
-    monkeypatch.setattr(runtime, "may_wait", lambda ok: False)
+    monkeypatch.setattr(runtime, "may_sync", lambda ok: False)
     monkeypatch.setattr(torch, "_assert_async", lambda ok, message: said.append(message))
     for length in (5, 500):
-        check(torch.tensor(True), length * letter)
-    short, cut = (message.removesuffix(runtime.AND_THEN) for message in said)
-    assert short == 5 * letter and cut.startswith(50 * letter) and cut.endswith(runtime.CUT)
-    assert all(message.endswith(runtime.AND_THEN) for message in said)
+        check_values(torch.tensor(True), length * letter)
+    short, cut = (message.removesuffix(runtime.CHECKS_HINT) for message in said)
+    assert short == 5 * letter and cut.startswith(50 * letter) and cut.endswith(runtime.ELLIPSIS)
+    assert all(message.endswith(runtime.CHECKS_HINT) for message in said)
     # Each letter whole, and none left out that had fitted
     assert 254 - len(letter.encode()) < len(said[1].encode()) <= 254
 
 
 def test_annealing_does_not_change_what_is_compiled() -> None:
-    from tigon.kernels.loss.logits import scale_and_cap_of
+    from tigon.kernels.loss.logits import head_constants
 
     def constants(**options: Any) -> list[bool]:
-        return [x is None for x in scale_and_cap_of(Options(**options))]
+        return [x is None for x in head_constants(Options(**options))]
 
     assert constants(softcap=2.0, logit_scale=0.5) == constants(softcap=3.0, logit_scale=0.7)

@@ -135,7 +135,7 @@ def sizes(
     n: int, c: int, v: int, beside: int, needs: tuple[bool, ...] = (True,) * 3, most: int = 0
 ) -> Any:
     hidden, weight = (torch.empty(rows, c, device="meta", dtype=torch.bfloat16) for rows in (n, v))
-    return SIZES.sizes(hidden, weight, len(weight), beside, most, needs, n)
+    return SIZES.chunk_sizes(hidden, weight, len(weight), beside, most, needs, n)
 
 
 def test_rows_of_a_chunk() -> None:

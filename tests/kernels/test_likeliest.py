@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tigon.kernels.loss.argmax import BLOCK, NOT_FINITE, likeliest, likeliest_ref
+from tigon.kernels.loss.argmax import BLOCK, NOT_FINITE, argmax, argmax_ref
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 pytestmark = pytest.mark.kernel
@@ -29,19 +29,19 @@ def scores(columns: int, dtype: torch.dtype) -> Tensor:
 @pytest.mark.parametrize("columns", [1, 5, BLOCK, BLOCK + 1, 3 * BLOCK - 7])
 def test_columns(columns: int, dtype: torch.dtype) -> None:
     x = scores(columns, dtype)
-    found = likeliest(x)
-    assert found.dtype == torch.int64 and torch.equal(found, likeliest_ref(x))
+    found = argmax(x)
+    assert found.dtype == torch.int64 and torch.equal(found, argmax_ref(x))
     assert found[0, :4].tolist() == [0, NOT_FINITE, NOT_FINITE, NOT_FINITE]
     # Of a batch whose rows are not next to each other
-    assert torch.equal(likeliest(x[:, -1]), found[:, -1])
+    assert torch.equal(argmax(x[:, -1]), found[:, -1])
 
 
 def test_no_rows() -> None:
-    assert likeliest(torch.zeros(0, 5)).shape == (0,)
+    assert argmax(torch.zeros(0, 5)).shape == (0,)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_vocabulary(dtype: torch.dtype) -> None:
     x = torch.randn(3, 5, 128256, dtype=dtype)  # many of which are equal in 16 bits
-    assert torch.equal(likeliest(x), likeliest_ref(x))
+    assert torch.equal(argmax(x), argmax_ref(x))

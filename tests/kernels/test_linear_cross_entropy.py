@@ -9,7 +9,7 @@ from torch import Tensor
 from tests.kernels.conftest import CUDA
 from tigon.kernels import linear_cross_entropy, linear_cross_entropy_ref
 from tigon.kernels.loss.api import METRICS, Options
-from tigon.kernels.loss.fused_linear_pass import Plan
+from tigon.kernels.loss.fused_linear_pass import LossPlan
 
 MODULE = SIZES = sys.modules["tigon.kernels.loss.fused_linear_pass"]
 N, C, V = 37, 19, 211
@@ -243,13 +243,13 @@ def test_the_operator_is_what_it_says(path: str) -> None:
         pytest.skip("there is no operator")
     hidden, weight, bias, targets = (t.detach() for t in inputs())
     names = tuple(m for m in METRICS if m != "accuracy")
-    plan = Plan("cross_entropy", Options(softcap=3.0), metrics=names, statistics=True)
+    plan = LossPlan("cross_entropy", Options(softcap=3.0), metrics=names, statistics=True)
     slots = [targets, None, None, None, None, None]
     for needs in ([False] * 5, [True] * 5):
         for index in (None, torch.arange(9)):
             low = torch.rand(N, 3), torch.rand(len(weight), 3)
             given = (hidden, weight, bias, *low, index, None, slots, [torch.rand(N)])
-            arguments = (*given, plan.word(), plan.numbers(), needs, 2**30, False)
+            arguments = (*given, plan.encode(), plan.numbers(), needs, 2**30, False)
             torch.library.opcheck(
                 MODULE._head_pass.op, arguments, test_utils=("test_schema", "test_faketensor")
             )

@@ -11,28 +11,33 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from bench import long_sums
 from tigon.kernels.linear import linear as implementation
 from tigon.kernels.linear.gemv import linear
-from tigon.kernels.linear.linear import drops, long_sum, runs_of, write_sum
-from tigon.kernels.linear.lora import Addition, lora_linear
+from tigon.kernels.linear.linear import (
+    chunked_matmul,
+    matmul_into,
+    may_drop_summands,
+    reduction_chunks,
+)
+from tigon.kernels.linear.lora import LoRATerm, lora_linear
 from tigon.kernels.loss import fused_linear_pass
 from tigon.kernels.mlp import grouped_mlp
 from tigon.kernels.mlp.grouped_mlp import grouped_weight_gradient
 from tigon.layers import LoRAPart
 from tigon.layers.embedding import LowRankEmbedding
-from tigon.layers.lm_head import _merged
+from tigon.layers.lm_head import _merge_adapter
 from tigon.layers.lora import LowRank
 
 
 def test_lengths_that_gpus_drop_are_in_danger() -> None:
     for summands, k, c in [(2561, 16, 4096), (16513, 16, 4096), (2561, 32, 576)]:
-        assert drops(summands, k, c) and drops(summands, c, k)
+        assert may_drop_summands(summands, k, c) and may_drop_summands(summands, c, k)
     for summands in (6337, 6338):
-        assert drops(summands, 64, 2048)
-    assert drops(8961, 1152, 1024)
+        assert may_drop_summands(summands, 64, 2048)
+    assert may_drop_summands(8961, 1152, 1024)
     for summands in (2**15 + 32, 2**16 + 64):
-        assert drops(summands, 16, 4096)
+        assert may_drop_summands(summands, 16, 4096)
     for summands in (64, 96, 1025 - 32, 2560, 8192, 16384, 2**15 - 32):  # nothing behind, or much
-        assert not drops(summands, 16, 4096)
-    assert not drops(2561, 4096, 4096)  # a large result is not divided by summands
+        assert not may_drop_summands(summands, 16, 4096)
+    assert not may_drop_summands(2561, 4096, 4096)  # a large result is not divided by summands
 
 
 class Faulty(TorchDispatchMode):
@@ -60,9 +65,9 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Every product in bfloat16 is in danger."""
 
     def at_risk(x: Tensor, summands: int, k: int, c: int) -> bool:
-        return x.dtype == torch.bfloat16 and drops(summands, k, c)
+        return x.dtype == torch.bfloat16 and may_drop_summands(summands, k, c)
 
-    monkeypatch.setattr(implementation, "at_risk", at_risk)
+    monkeypatch.setattr(implementation, "is_at_risk", at_risk)
     with Faulty():
         yield
 
@@ -78,8 +83,8 @@ def numbers(*shape: int, seed: int = 0) -> Tensor:
 def test_a_sum_is_the_definition_s(gpu: None, length: int, scale: float) -> None:
     a, b = numbers(16, length), numbers(length, 24, seed=1)
     expected = (scale * (a.float() @ b.float())).bfloat16()
-    assert torch.equal(long_sum(a, b, scale), expected)
-    runs = runs_of(a, b)
+    assert torch.equal(chunked_matmul(a, b, scale), expected)
+    runs = reduction_chunks(a, b)
     assert [i for run in runs for i in range(length)[run]] == list(range(length))
     assert (len(runs) == 2) == (length in (2561, 6338))
 
@@ -89,7 +94,7 @@ def test_a_layer_learns_from_all_rows(gpu: None) -> None:
     x = numbers(3, 1067, 16, seed=1).requires_grad_()  # 3,201 rows
     dy = numbers(3, 1067, 8, seed=2)
     y = linear(x, weight, bias)
-    assert type(y.grad_fn).__name__ == "_SummedBackward"
+    assert type(y.grad_fn).__name__ == "_ChunkedLinearBackward"
     assert torch.equal(y, torch.nn.functional.linear(x, weight, bias))
     found = torch.autograd.grad(y, (x, weight, bias), dy)
     rows = dy.flatten(0, 1).float()
@@ -114,7 +119,7 @@ def test_an_adapter_learns_from_all_rows(gpu: None) -> None:
     weight = nn.Parameter(numbers(8, 16), requires_grad=False)
     a, b = (nn.Parameter(numbers(*shape, seed=4)) for shape in ((2, 16), (8, 2)))
     x, dy = numbers(2561, 16, seed=1), numbers(2561, 8, seed=2)
-    y = lora_linear(x, weight, None, a, [Addition(0, b, 0.5)])
+    y = lora_linear(x, weight, None, a, [LoRATerm(0, b, 0.5)])
     da, db = torch.autograd.grad(y, (a, b), dy)
     u = (x.float() @ a.float().t()).bfloat16()
     du = (0.5 * (dy.float() @ b.float())).bfloat16()
@@ -127,7 +132,7 @@ def test_beside_a_base_that_learns_too(gpu: None) -> None:
     weight, a, b = (nn.Parameter(numbers(*s, seed=4)) for s in ((8, 16), (2, 16), (8, 2)))
     x, dy = numbers(2561, 16, seed=1), numbers(2561, 8, seed=2)
     found = torch.autograd.grad(
-        lora_linear(x, weight, None, a, [Addition(0, b, 0.5)]), (weight, a, b), dy
+        lora_linear(x, weight, None, a, [LoRATerm(0, b, 0.5)]), (weight, a, b), dy
     )
     u = (x.float() @ a.float().t()).bfloat16()
     du = (0.5 * dy.float() @ b.float()).bfloat16()
@@ -149,7 +154,7 @@ def test_a_gradient_of_rows_has_the_whole_vocabulary(gpu: None) -> None:
 
 def test_experts_learn_from_all_their_rows(gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the host multiplies one by one."""
-    monkeypatch.setattr(grouped_mlp, "_torch_serves", lambda *_: False)
+    monkeypatch.setattr(grouped_mlp, "_torch_supports", lambda *_: False)
     dy, x = numbers(2700, 8), numbers(2700, 16, seed=1)
     found = grouped_weight_gradient(dy, x, torch.tensor([2561, 2561, 2700]))
     ends = ((0, 2561), (2561, 2561), (2561, 2700))
@@ -179,14 +184,14 @@ def test_column_lengths_are_over_all_tokens(gpu: None) -> None:
     added = 0.5 * (low.lora_embedding_B.float() @ low.lora_embedding_A.float())
     lengths = (weight.float() + added.t()).norm(dim=0)
     expected = low.lora_magnitude_vector.float() / lengths
-    torch.testing.assert_close(low.gains(weight), expected, rtol=5e-3, atol=0)
+    torch.testing.assert_close(low.dora_scale(weight), expected, rtol=5e-3, atol=0)
 
 
 def test_dora_learns_from_the_whole_head(gpu: None) -> None:
     low = filled(LowRank(16, [PLACE], dora=True, dtype=torch.bfloat16, device="cpu"))
     low.dora = False  # what it is multiplied by afterwards is no sum
     dy = of_tokens(seed=8)
-    (found,) = torch.autograd.grad(_merged(numbers(VOCABULARY, 16), low), low.lora_A, dy)
+    (found,) = torch.autograd.grad(_merge_adapter(numbers(VOCABULARY, 16), low), low.lora_A, dy)
     (addition,) = low.additions()
     expected = 0.5 * (addition.b.float().t() @ dy.float())
     # It is a sum of two that were rounded
@@ -196,7 +201,7 @@ def test_dora_learns_from_the_whole_head(gpu: None) -> None:
 def test_a_head_s_gradients_have_all_summands(gpu: None) -> None:
     d_logits, weight = numbers(5, 2561), numbers(2561, 16, seed=1)
     out = torch.empty(5, 16, dtype=torch.bfloat16)
-    write_sum(d_logits, weight, out)
+    matmul_into(d_logits, weight, out)
     assert torch.equal(out, (d_logits.float() @ weight.float()).bfloat16())
     found = fused_linear_pass.add_product(None, d_logits, weight, only=True)
     assert torch.equal(found, out)

@@ -6,17 +6,22 @@ from torch import Tensor
 
 from tests.kernels.definitions import grouped_mlp as exact
 from tests.kernels.test_grouped_mlp import C, E, I, inputs
-from tigon.kernels.mlp.lora_grouped_mlp import Low, aligned, lora_grouped_mlp, lora_grouped_mlp_ref
+from tigon.kernels.mlp.lora_grouped_mlp import (
+    LoRAFactors,
+    lora_grouped_mlp,
+    lora_grouped_mlp_ref,
+    pad_rank,
+)
 
 
-def factors(ranks: tuple[int, int]) -> Low:
+def factors(ranks: tuple[int, int]) -> LoRAFactors:
     r, q = ranks
     shapes = (E, r, C), (E, 2 * I, r), (E, q, I), (E, C, q)
-    return Low(*((0.3 * torch.randn(s)).requires_grad_() for s in shapes))
+    return LoRAFactors(*((0.3 * torch.randn(s)).requires_grad_() for s in shapes))
 
 
-def merged(gate_up: Tensor, down: Tensor, low: Low) -> tuple[Tensor, Tensor]:
-    low = Low(*(t.double() for t in low))
+def merged(gate_up: Tensor, down: Tensor, low: LoRAFactors) -> tuple[Tensor, Tensor]:
+    low = LoRAFactors(*(t.double() for t in low))
     return gate_up.double() + low.b_up @ low.a_up, down.double() + low.b_down @ low.a_down
 
 
@@ -51,7 +56,7 @@ def test_absent_experts(share: float) -> None:
 
 def test_ranks_are_filled_up_with_zeros() -> None:
     low = factors((5, 8))
-    a, b = aligned(low[:2])
+    a, b = pad_rank(low[:2])
     assert a.shape == (E, 8, C) and b.shape == (E, 2 * I, 8)
     torch.testing.assert_close(b @ a, low.b_up @ low.a_up)
-    assert all(t is own for t, own in zip(aligned(low[2:]), low[2:], strict=True))
+    assert all(t is own for t, own in zip(pad_rank(low[2:]), low[2:], strict=True))

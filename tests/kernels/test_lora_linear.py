@@ -14,9 +14,9 @@ from torch.utils.checkpoint import checkpoint
 from tests.kernels.test_rebuilt import kept
 from tests.numbers import assert_as_near
 from tigon.kernels import fp8_linear, gated_act, lora_linear, lora_linear_ref, rms_norm
-from tigon.kernels.linear.dropout import Dropout, kept_ref
-from tigon.kernels.linear.lora import FP8, PLAIN, Addition
-from tigon.kernels.recompute import rebuilding, recipe_of
+from tigon.kernels.linear.dropout import Dropout, keep_mask_ref
+from tigon.kernels.linear.lora import FP8_BASE, PLAIN_BASE, LoRATerm
+from tigon.kernels.recompute import find_recompute, recompute_above
 
 C, K = 48, 70  # columns of x and of y
 # By the first column, how many, rank and scale of each part
@@ -39,7 +39,7 @@ class Case:
         self.bias = nn.Parameter(torch.randn(K).to(dtype), requires_grad=False)
         self.a = nn.Parameter(torch.randn(sum(r for *_, r, _ in specs), C).to(own) / 7)
         bs = [nn.Parameter(torch.randn(rows, r).to(own)) for _, rows, r, _ in specs]
-        self.additions = [Addition(f, b, s) for (f, _, _, s), b in zip(specs, bs, strict=True)]
+        self.additions = [LoRATerm(f, b, s) for (f, _, _, s), b in zip(specs, bs, strict=True)]
         self.upstream = torch.randn(2, 3, K).to(dtype)
 
     def at(self, dtype: torch.dtype) -> "Case":
@@ -95,9 +95,9 @@ def test_rows_that_are_not_next_to_each_other(drops: bool) -> None:
 @pytest.mark.parametrize("plain", [True, False])
 def test_dropout(dtype: torch.dtype, plain: bool) -> None:
     """PEFT's formula of the same mask, forward and back; the product of the base has all of x."""
-    case, base = Case("ends", dtype), PLAIN._replace(plain=plain)
+    case, base = Case("ends", dtype), PLAIN_BASE._replace(plain=plain)
     dropout = Dropout(torch.randint(-(2**63), 2**63 - 1, (2, 3)), 77, 0.4)
-    mask = kept_ref(dropout, C)
+    mask = keep_mask_ref(dropout, C)
     assert 0.2 < mask.float().mean() < 0.9
 
     def peft(x: Tensor, weight: Tensor, bias: Tensor, a: Tensor, additions: Any) -> Tensor:
@@ -125,7 +125,7 @@ def test_dropout_keeps_the_mean(p: float) -> None:
     keys = torch.randint(-(2**63), 2**63 - 1, (512,), generator=generator, device="cpu")
     keys = keys.to(torch.get_default_device())
     x, a = torch.ones(512, 64), torch.full((1, 64), 1 / 64)
-    additions = [Addition(0, torch.ones(1, 1), 1.0)]
+    additions = [LoRATerm(0, torch.ones(1, 1), 1.0)]
     dropout = Dropout(keys, 7, p)
     y = lora_linear(x, torch.zeros(1, 64), None, a, additions, dropout=dropout)
     kept = 1 - dropout.share
@@ -163,9 +163,9 @@ def activated(x: Tensor) -> Tensor:
 def test_the_input_is_computed_again(make: Any, path: str) -> None:
     case = Case("ends", torch.float32)
     for function in (lora_linear, partial(lora_linear, dropout=dropped())):
-        with rebuilding(0):
+        with recompute_above(0):
             found = case.run(function, make)
-        with rebuilding(math.inf):
+        with recompute_above(math.inf):
             expected = case.run(function, make)
         assert all(torch.equal(t, expected[name]) for name, t in found.items())
 
@@ -180,11 +180,11 @@ def test_a_gated_activation_that_nobody_else_reads(path: str, dropout: Dropout |
 
     def alone(x: Tensor) -> Tensor:
         y = activated(x)
-        if (recipe := recipe_of(y)) is not None:
-            recipe.alone = True
+        if (recompute := find_recompute(y)) is not None:
+            recompute.single_reader = True
         return y
 
-    with rebuilding(0):
+    with recompute_above(0):
         found = case.run(function, alone)
     for name, t in found.items():
         torch.testing.assert_close(t, expected[name], msg=name)
@@ -202,14 +202,14 @@ def test_what_is_kept(path: str) -> None:
         y = rms_norm(case.x, w, 1e-6)
         return lora_linear(y, case.weight, case.bias, case.a, case.additions, dropout=dropout)
 
-    with rebuilding(0):
+    with recompute_above(0):
         assert kept(run, *own) == [C]  # the stream; u is narrower
         assert kept(partial(run, dropped()), *own) == [C]  # no mask, and nothing that has one
-    with rebuilding(math.inf):
+    with recompute_above(math.inf):
         assert kept(run, *own) == [C, C]
     for p in (case.a, *bs):  # a frozen adapter keeps no input
         p.requires_grad_(False)
-    with rebuilding(math.inf):
+    with recompute_above(math.inf):
         assert kept(run, *own) == [C]
 
 
@@ -225,7 +225,7 @@ def test_checkpointing(make: Any, least: float) -> None:
         y: Tensor = checkpoint(lambda x: drops(make(x), *rest), x, use_reentrant=False)
         return y
 
-    with rebuilding(least):
+    with recompute_above(least):
         found, expected = case.run(again), case.run(drops, make)
     assert all(torch.equal(t, expected[name]) for name, t in found.items())
 
@@ -239,7 +239,7 @@ def test_fp8(path: str) -> None:
     a = nn.Parameter(torch.randn(4, 64).bfloat16())
     b = nn.Parameter(torch.zeros(16, 4).bfloat16())
     upstream = torch.randn(2, 3, 32).bfloat16()
-    y = lora_linear(x, weight, bias, a, [Addition(16, b, 2.0)], base=FP8)
+    y = lora_linear(x, weight, bias, a, [LoRATerm(16, b, 2.0)], base=FP8_BASE)
     base = fp8_linear(x, weight, bias)
     assert torch.equal(y, base)
     (dx, db), (expected,) = (
@@ -282,7 +282,7 @@ def test_gradients_of_b_are_rounded_once() -> None:
     x = u.repeat(1, 2)  # A takes its first half
     weight = nn.Parameter(torch.zeros(K, 16, dtype=torch.bfloat16), requires_grad=False)
     b = nn.Parameter(torch.zeros(K, 8))
-    lora_linear(x, weight, None, torch.eye(8, 16), [Addition(0, b, 0.3)]).backward(d)
+    lora_linear(x, weight, None, torch.eye(8, 16), [LoRATerm(0, b, 0.3)]).backward(d)
     expected = (d.float().t() @ u.float() * 0.3).bfloat16()
     assert b.grad is not None
     assert (b.grad != expected.float()).float().mean() < 0.05  # the product with 0.3 has fp32's

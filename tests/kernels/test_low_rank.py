@@ -12,8 +12,8 @@ from tests.numbers import relative_error
 from tigon.kernels.linear.lora import (
     low_rank_gradients,
     low_rank_product,
-    serves_gradients,
-    serves_product,
+    supports_gradients,
+    supports_product,
 )
 
 pytestmark = pytest.mark.kernel
@@ -133,9 +133,9 @@ def test_for_what_the_kernels_are(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tigon.kernels.linear.lora.runs_triton", lambda x: True)
     x = torch.empty(1, dtype=torch.bfloat16, device="meta")
     on_cpu = torch.empty(1, dtype=torch.bfloat16, device="cpu")
-    assert [r for r in (1, 16, 17, 32, 33, 128, 129) if serves_product(x, r)][-1] == 128
-    assert [r for r in (1, 16, 17, 32, 33, 128, 129) if serves_gradients(x, r)][-1] == 32
-    assert not serves_product(on_cpu, 16)
+    assert [r for r in (1, 16, 17, 32, 33, 128, 129) if supports_product(x, r)][-1] == 128
+    assert [r for r in (1, 16, 17, 32, 33, 128, 129) if supports_gradients(x, r)][-1] == 32
+    assert not supports_product(on_cpu, 16)
 
 
 @pytest.mark.traced

@@ -9,14 +9,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from tigon.kernels import (
-    AttentionMask,
-    KVBuffers,
-    append_attention,
-    attention,
-    fp8_linear,
-    row_linear,
-)
+from tigon.kernels import AttentionMask, KVBuffers, append_attention, attention, fp8_linear, gemv
 
 Case = tuple[Callable[..., Any], tuple[Any, ...]]
 
@@ -33,7 +26,7 @@ def append(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, length
 r = torch.randn
 CASES: dict[str, Callable[[], Case]] = {
     "fp8_linear": lambda: (fp8_linear, (r(3, 32).bfloat16(), r(16, 32).bfloat16())),
-    "row_linear": lambda: (lambda x, w: row_linear(x, w).detach(), (r(1, 8), r(4, 8))),
+    "row_linear": lambda: (lambda x, w: gemv(x, w).detach(), (r(1, 8), r(4, 8))),
     "append_attention": lambda: (
         append,
         (

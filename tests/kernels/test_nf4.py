@@ -20,19 +20,19 @@ def weight(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return (rows * (n * 0.7312 + (n * n) % 1.37).sin().view(shape)).to(dtype)
 
 
-def of(*matrices: Tensor) -> tuple[quantized.Nf4, list[int]]:
-    parts = [quantized.nf4_quantise(m) for m in matrices]
+def of(*matrices: Tensor) -> tuple[quantized.NF4Tensor, list[int]]:
+    parts = [quantized.quantize_nf4(m) for m in matrices]
     sizes = [m.numel() for m in matrices]
     joined = [torch.cat(some) for some in zip(*parts, strict=True)]
-    tables = torch.cat([quantized.NUMBERS, quantized.DYNAMIC])
+    tables = torch.cat([quantized.NF4_VALUES, quantized.SCALE_VALUES])
     on = matrices[0].device
-    return quantized.Nf4(*joined, quantized.places_of(sizes).to(on), tables.to(on)), sizes
+    return quantized.NF4Tensor(*joined, quantized.group_offsets(sizes).to(on), tables.to(on)), sizes
 
 
 def by_definition(matrix: Tensor) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """Codes, block by block, and what they mean, as section 3 of the QLoRA paper has them."""
     flat = matrix.cpu().float().numpy().reshape(-1)
-    book, dynamic = quantized.NUMBERS.numpy(), quantized.DYNAMIC.numpy()
+    book, dynamic = quantized.NF4_VALUES.numpy(), quantized.SCALE_VALUES.numpy()
     blocks = [flat[i : i + 64] for i in range(0, len(flat), 64)]
     most = np.array([np.abs(b).max() for b in blocks], np.float32)
     codes = np.concatenate(
@@ -60,7 +60,7 @@ def test_definition(shape: tuple[int, int]) -> None:
     packed = stored.codes.cpu().numpy()
     both = np.stack([packed >> 4, packed & 15], 1).reshape(-1)[: len(codes)]
     assert (both == codes).all()
-    found = quantized.nf4_dequantise(stored, sizes, shape, torch.float32)
+    found = quantized.dequantize_nf4(stored, sizes, shape, torch.float32)
     np.testing.assert_allclose(found.cpu().numpy().reshape(-1), values, rtol=2e-6, atol=1e-6)
 
 
@@ -71,17 +71,17 @@ def test_the_kernel_has_the_bits_of_the_definition(dtype: torch.dtype, path: str
         matrices = [weight(*s).to("cuda" if CUDA else "cpu") for s in shapes]
         stored, sizes = of(*matrices)
         shape = sum(s[0] for s in shapes), shapes[0][1]
-        found = quantized.nf4_dequantise(stored, sizes, shape, dtype)
-        expected = quantized.nf4_dequantise_ref(stored, sizes, shape, dtype)
+        found = quantized.dequantize_nf4(stored, sizes, shape, dtype)
+        expected = quantized.dequantize_nf4_ref(stored, sizes, shape, dtype)
         if path == "triton" and not CUDA and dtype == torch.bfloat16:  # the interpreter truncates
             torch.testing.assert_close(found, expected, rtol=2**-7, atol=0)
         else:
             assert torch.equal(found, expected)
-        alone = [quantized.nf4_dequantise(*of(m), m.shape, dtype) for m in matrices]
+        alone = [quantized.dequantize_nf4(*of(m), m.shape, dtype) for m in matrices]
         assert torch.equal(found, torch.cat(alone))
         for i, m in enumerate(matrices):
-            some = quantized.nf4_numbers(stored, sizes, i, 7, m.numel() - 9, dtype)
-            reference = quantized.nf4_dequantise_ref(*of(m), m.shape, dtype).view(-1)
+            some = quantized.dequantize_nf4_slice(stored, sizes, i, 7, m.numel() - 9, dtype)
+            reference = quantized.dequantize_nf4_ref(*of(m), m.shape, dtype).view(-1)
             assert torch.equal(some, reference[7:-2])
 
 
@@ -90,16 +90,18 @@ def test_slabs_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     whole, sizes = of(matrix)
     monkeypatch.setattr(quantized, "SLAB", 1024)
     assert all(torch.equal(a, b) for a, b in zip(of(matrix)[0], whole, strict=True))
-    found = quantized.nf4_numbers(whole, sizes, 0, 100, 20000, torch.float32)
+    found = quantized.dequantize_nf4_slice(whole, sizes, 0, 100, 20000, torch.float32)
     monkeypatch.undo()
-    assert torch.equal(found, quantized.nf4_numbers(whole, sizes, 0, 100, 20000, torch.float32))
+    assert torch.equal(
+        found, quantized.dequantize_nf4_slice(whole, sizes, 0, 100, 20000, torch.float32)
+    )
 
 
 def test_a_block_of_zeros() -> None:
     matrix = weight(64, 64)
     matrix[3] = 0
     stored, sizes = of(matrix)
-    found = quantized.nf4_dequantise(stored, sizes, (64, 64), torch.float32)
+    found = quantized.dequantize_nf4(stored, sizes, (64, 64), torch.float32)
     assert not found[3].any() and found[4].any()
 
 
@@ -120,11 +122,11 @@ RECORDED = {
 def test_bits_of_bitsandbytes() -> None:
     stored, sizes = of(weight(130, 200))
     found = {
-        "code books": digest(torch.cat([quantized.NUMBERS, quantized.DYNAMIC])),
+        "code books": digest(torch.cat([quantized.NF4_VALUES, quantized.SCALE_VALUES])),
         "codes": digest(stored.codes),
         "largest of groups": digest(stored.steps),
         "mean": stored.offsets[0].item().hex(),
-        "numbers": digest(quantized.nf4_dequantise_ref(stored, sizes, (130, 200), torch.float32)),
+        "numbers": digest(quantized.dequantize_nf4_ref(stored, sizes, (130, 200), torch.float32)),
     }
     assert found == RECORDED
 
@@ -144,5 +146,5 @@ def test_beside_bitsandbytes() -> None:
             apart = (stored.scales.int() - state.absmax.int()).abs()
             assert apart.max() <= (0 if CUDA else 1) and apart.sum() <= 1 + len(apart) // 50
             theirs = stored._replace(scales=state.absmax)
-            found = quantized.nf4_dequantise_ref(theirs, sizes, shape, dtype)
+            found = quantized.dequantize_nf4_ref(theirs, sizes, shape, dtype)
             assert torch.equal(found, peer.dequantize_4bit(codes, state))

@@ -18,8 +18,8 @@ from torch.utils.checkpoint import checkpoint
 from tigon.kernels import gated_act, grouped_mlp, rms_norm, sandwich_norm
 from tigon.kernels.linear.gemv import linear
 from tigon.kernels.mlp.gated_act import _backward_product, _forward
-from tigon.kernels.norm.rms_norm import normed_again
-from tigon.kernels.recompute import rebuilding, recipe_of
+from tigon.kernels.norm.rms_norm import recompute_norm
+from tigon.kernels.recompute import find_recompute, recompute_above
 from tigon.layers import GatedMLP, Linear
 
 # What opcheck asks of ops without gradients of their own
@@ -30,7 +30,7 @@ C, K = 24, 14  # columns of what is kept, and of the products
 @pytest.fixture(autouse=True)
 def _everything(path: str) -> Any:
     """However small it is."""
-    with rebuilding(0):
+    with recompute_above(0):
         yield
 
 
@@ -67,9 +67,9 @@ def test_same_bits(name: str, dtype: torch.dtype, path: str) -> None:
     given = {k: leaf(2, 3, C, dtype=dtype) for k in "xz"} | {k: leaf(C, dtype=dtype) for k in "wv"}
     bias = nn.Parameter(torch.randn(K).to(dtype)) if name != "gate" else None
     weight = nn.Parameter(torch.randn(K, C).to(dtype))
-    assert (recipe_of(INPUTS[name](given)) is not None) == (path == "triton")
+    assert (find_recompute(INPUTS[name](given)) is not None) == (path == "triton")
     found = step(INPUTS[name], given, weight, bias)
-    with rebuilding(math.inf):
+    with recompute_above(math.inf):
         expected = step(INPUTS[name], given, weight, bias)
     assert len(found) == len(expected) >= 4
     assert all(map(torch.equal, found, expected))
@@ -103,11 +103,11 @@ def test_what_is_kept(path: str) -> None:
 
     assert kept(one, weight) == [C]
     for least in (math.inf, 4 * x.numel() + 1):  # what is smaller is kept
-        with rebuilding(least):
+        with recompute_above(least):
             assert kept(one, weight) == [C, C]
     mlp = GatedMLP(C, 40, "silu")
     assert kept(lambda: mlp(rms_norm(x, w, 1e-6)), *mlp.parameters()) == [C, 80]
-    with rebuilding(math.inf):
+    with recompute_above(math.inf):
         assert kept(lambda: mlp(rms_norm(x, w, 1e-6)), *mlp.parameters()) == [C, C, 40, 80]
     # Several readers, one of them of a view
     weights = [nn.Parameter(torch.randn(K, C)) for _ in range(2)]
@@ -148,21 +148,21 @@ def test_who_has_a_product_of_its_own(path: str) -> None:
     x, w = leaf(2, 3, C), leaf(C)
     y = rms_norm(x, w, 1e-6)
     own = Linear(C, K)
-    assert uses(own(y)) == "_RebuiltBackward" != uses(F.linear(y, own.weight))
-    assert uses(linear(y.detach(), own.weight)) != "_RebuiltBackward"
-    assert uses(linear(y[..., :2, :], own.weight)) != "_RebuiltBackward"
-    assert uses(linear(y, own.weight[:4])) != "_RebuiltBackward"
-    assert uses(linear(y, nn.Parameter(torch.randn(C, K).T))) != "_RebuiltBackward"
+    assert uses(own(y)) == "_RecomputedLinearBackward" != uses(F.linear(y, own.weight))
+    assert uses(linear(y.detach(), own.weight)) != "_RecomputedLinearBackward"
+    assert uses(linear(y[..., :2, :], own.weight)) != "_RecomputedLinearBackward"
+    assert uses(linear(y, own.weight[:4])) != "_RecomputedLinearBackward"
+    assert uses(linear(y, nn.Parameter(torch.randn(C, K).T))) != "_RecomputedLinearBackward"
     assert uses(linear(y, nn.Parameter(torch.randn(K, C).as_subclass(Quantised)))) not in (
-        "_RebuiltBackward"
+        "_RecomputedLinearBackward"
     )
-    assert uses(linear(y.as_subclass(Quantised), own.weight)) != "_RebuiltBackward"
+    assert uses(linear(y.as_subclass(Quantised), own.weight)) != "_RecomputedLinearBackward"
     parametrised = nn.utils.parametrize.register_parametrization(Linear(C, K), "weight", Doubled())
-    assert uses(parametrised(y)) != "_RebuiltBackward"
+    assert uses(parametrised(y)) != "_RecomputedLinearBackward"
     with torch.autocast(x.device.type, torch.bfloat16):
         assert linear(y, own.weight).dtype == torch.bfloat16
     with Modes():
-        assert uses(linear(y, own.weight)) != "_RebuiltBackward"
+        assert uses(linear(y, own.weight)) != "_RecomputedLinearBackward"
     with torch.no_grad():
         assert linear(y, own.weight).grad_fn is None
 
@@ -202,7 +202,7 @@ def test_a_view_with_other_columns(path: str) -> None:
     x, w, weight = leaf(2, 3, C), leaf(C), nn.Parameter(torch.randn(K, C // 2))
     results = []
     for least in (0, math.inf):
-        with rebuilding(least):
+        with recompute_above(least):
             y = linear(rms_norm(x, w, 1e-6).unflatten(-1, (2, -1)), weight)
         results.append(torch.autograd.grad(y.square().sum(), [x, w, weight]))
     assert all(map(torch.equal, *results))
@@ -224,7 +224,7 @@ def test_weights_that_are_sharded_again(path: str) -> None:
     y = rms_norm(x, w, 1e-6)
     out = linear(y, weight)
     w.untyped_storage().resize_(0)
-    assert uses(linear(y, weight)) != "_RebuiltBackward"
+    assert uses(linear(y, weight)) != "_RecomputedLinearBackward"
     with pytest.raises(RuntimeError, match="shard both as one group"):
         out.sum().backward()
 
@@ -234,7 +234,7 @@ def test_a_graph_that_is_used_again(path: str) -> None:
     x = leaf(2, 3, C)
 
     def gradients(least: float) -> list[Tensor]:
-        with rebuilding(least):
+        with recompute_above(least):
             y = mlp(rms_norm(x, w, 1e-6))
         leaves = [x, w, *mlp.parameters()]
         some = torch.autograd.grad(y.sum(), x, retain_graph=True)
@@ -278,7 +278,7 @@ def test_who_sees_the_gated_product(hook: str, bias: bool, path: str) -> None:
             mlp.down_proj.register_full_backward_hook(lambda m, d, _: seen.append(d[0]))
         if hook == "override":
             mlp.down_proj.forward = lambda y: seen.append(y) or F.linear(2 * y, y.new_ones(C, 40))
-        with rebuilding(least):
+        with recompute_above(least):
             if hook == "two readers":  # as LoRA beside the product has
                 y = mlp.gate_up_proj(rms_norm(x, w, 1e-6))
                 out = mlp.down_proj(y) + linear(y, more := nn.Parameter(torch.ones(C, 40)))
@@ -338,7 +338,7 @@ def test_readers_that_are_differentiated_apart(path: str) -> None:
     weights = [nn.Parameter(torch.randn(K, C)) for _ in range(2)]
     results = []
     for least in (0, math.inf):
-        with rebuilding(least), saved_tensors_hooks(lambda t: t, lambda t: t):  # no versions
+        with recompute_above(least), saved_tensors_hooks(lambda t: t, lambda t: t):  # no versions
             y = gated_act(x * 1.0, "silu", overwrite=True)
             a, b = (linear(y, weight) for weight in weights)
         first = torch.autograd.grad(a.sum(), [x, weights[0]])
@@ -351,7 +351,7 @@ def test_experts_that_are_differentiated_apart(path: str) -> None:
     up, down = leaf(4, 20, C), leaf(4, C, 10)
     results = []
     for least in (0, math.inf):
-        with rebuilding(least), saved_tensors_hooks(lambda t: t, lambda t: t):  # no versions
+        with recompute_above(least), saved_tensors_hooks(lambda t: t, lambda t: t):  # no versions
             y = gated_act(x * 1.0, "silu", overwrite=True)
             a = linear(y, torch.ones(K, C))
             b = grouped_mlp(y, up, down, experts, weights, "silu")
@@ -378,13 +378,13 @@ def test_experts_keep_the_stream(path: str) -> None:
         return y, *torch.autograd.grad(y.square().sum(), leaves)
 
     for learns in (True, False):
-        with rebuilding(math.inf):
+        with recompute_above(math.inf):
             expected = run(learns)
         assert all(map(torch.equal, run(learns), expected))
     up.requires_grad_()
     # Of x, and of gate and up of two slots a token
     assert kept(mixed, up, down) == [C, 2 * 20]
-    with rebuilding(math.inf):
+    with recompute_above(math.inf):
         assert kept(mixed, up, down) == [C, C, 2 * 20]
 
 
@@ -395,14 +395,14 @@ def test_files_and_copies_have_the_values_alone(path: str) -> None:
     file.seek(0)
     read = torch.load(file, weights_only=True)
     for other in (read, copy.copy(y)):
-        assert torch.equal(other, y) and recipe_of(other) is None
+        assert torch.equal(other, y) and find_recompute(other) is None
 
 
 def test_registered_ops(path: str) -> None:
     if path == "reference":
         return
     x, w, rstd = torch.randn(3, C), torch.randn(C), torch.rand(3)
-    torch.library.opcheck(normed_again.op, (x, rstd, x, w, 1.0, True), test_utils=CHECKS)
+    torch.library.opcheck(recompute_norm.op, (x, rstd, x, w, 1.0, True), test_utils=CHECKS)
     torch.library.opcheck(
         _backward_product.op, (torch.randn(3, C), torch.randn(3, 2 * C), "silu"), test_utils=CHECKS
     )

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from tigon.kernels.linear.gemv import PART, TILE, launch_for, linear, row_linear, takes_row
+from tigon.kernels.linear.gemv import PART, TILE, gemv, linear, select_launch, uses_gemv
 from tigon.kernels.mlp.gated_act import Activation, gated_act_ref
-from tigon.kernels.runtime import hopper, pdl_options
+from tigon.kernels.runtime import is_hopper, pdl_options
 
 # N, C: less than a tile, several of them, one row, columns that fill no block, several steps
 SHAPES = [
@@ -56,7 +56,7 @@ def exact(x: Tensor, weight: Tensor, bias: Tensor | None, act: Activation | None
 @torch.no_grad()
 def test_values(n: int, c: int, bias: bool, act: Activation | None) -> None:
     x, weight, b = problem(n, c, act, bias, torch.float32)
-    y = row_linear(x, weight, b, act)
+    y = gemv(x, weight, b, act)
     assert y.shape == (1, 1, n)
     torch.testing.assert_close(y.double(), exact(x, weight, b, act), rtol=1e-5, atol=1e-5)
 
@@ -75,7 +75,7 @@ def test_half_precision_is_as_exact_as_torch(
     want = exact(x, weight, b, act)
     eager = nn.functional.linear(x, weight, b)
     eager = eager if act is None else gated_act_ref(eager, act)
-    error = (row_linear(x, weight, b, act).double() - want).norm()
+    error = (gemv(x, weight, b, act).double() - want).norm()
     assert error <= 1.1 * (eager.double() - want).norm()
 
 
@@ -86,13 +86,13 @@ def test_chain_in_graph_waits_for_each_result() -> None:
     gc.collect()  # models of other tests, whose weights were gathered
     weights = [nn.Parameter(torch.randn(2048, 2048) * 2048**-0.5) for _ in range(24)]
     x = torch.randn(1, 2048)
-    if hopper(x.device.index):
+    if is_hopper(x.device.index):
         assert pdl_options(x)["PDL"]
 
     def chain() -> Tensor:
         y = x
         for w in weights:
-            y = row_linear(y, w)
+            y = gemv(y, w)
         return y
 
     chain()
@@ -149,29 +149,29 @@ def test_few_rows_on_a_cpu(shape: tuple[int, ...], bias: bool) -> None:
 def test_whom_it_serves(path: str) -> None:
     x, weight, _ = problem(8, 64, None, False, torch.float32)
     with torch.no_grad():
-        assert takes_row(x, weight) == (path == "triton")
-        assert not takes_row(torch.cat((x, x)), weight)
-        assert not takes_row(x, nn.Parameter(weight.half()))
-        assert not takes_row(x, weight.T[:64].T)
-        assert not takes_row(x, weight.detach())
-        assert not takes_row(x, nn.Parameter(Other(weight.detach())))
+        assert uses_gemv(x, weight) == (path == "triton")
+        assert not uses_gemv(torch.cat((x, x)), weight)
+        assert not uses_gemv(x, nn.Parameter(weight.half()))
+        assert not uses_gemv(x, weight.T[:64].T)
+        assert not uses_gemv(x, weight.detach())
+        assert not uses_gemv(x, nn.Parameter(Other(weight.detach())))
         with torch.autocast(x.device.type, torch.bfloat16):
-            assert not takes_row(x, weight)
-    assert not takes_row(x, weight)
+            assert not uses_gemv(x, weight)
+    assert not uses_gemv(x, weight)
 
 
 def test_bad_shapes_are_refused() -> None:
     x, weight, _ = problem(8, 64, None, False, torch.float32)
     with pytest.raises(ValueError, match=r"\(2, 1, 64\) is not one row"):
-        row_linear(torch.cat((x, x)), weight)
+        gemv(torch.cat((x, x)), weight)
     with pytest.raises(ValueError, match=r"x has 32 columns, the weight \(8, 64\)"):
-        row_linear(x[..., :32], weight)
+        gemv(x[..., :32], weight)
     with pytest.raises(ValueError, match=r"bias \(7,\) does not fit the weight \(8, 64\)"):
-        row_linear(x, weight, torch.zeros(7))
+        gemv(x, weight, torch.zeros(7))
     with pytest.raises(ValueError, match="act='relu' is not one of"):
-        row_linear(x, weight, act="relu")  # type: ignore[arg-type]
+        gemv(x, weight, act="relu")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"weight \(7, 64\) has no two halves"):
-        row_linear(x, weight[:7], act="silu")
+        gemv(x, weight[:7], act="silu")
 
 
 @pytest.mark.parametrize("act", [None, "silu"])
@@ -184,7 +184,7 @@ def test_strided_weights_and_biases(act: Activation | None) -> None:
     assert not transposed.is_contiguous() and not strided.is_contiguous()
     want = exact(x, weight, bias, act)
     for w, b in ((transposed, bias), (weight, strided), (transposed, strided)):
-        torch.testing.assert_close(row_linear(x, w, b, act).double(), want, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(gemv(x, w, b, act).double(), want, rtol=1e-5, atol=1e-5)
     y = linear(x, weight, strided)
     torch.testing.assert_close(y.double(), exact(x, weight, bias, None), rtol=1e-5, atol=1e-5)
 
@@ -192,7 +192,7 @@ def test_strided_weights_and_biases(act: Activation | None) -> None:
 def test_a_tile_covers_whole_rows() -> None:
     for c in (8, 64, 2560, 4096, 5120, 6912, 8192, 14336, 28672):
         for factors in (1, 2):
-            launch = launch_for(c, factors)
+            launch = select_launch(c, factors)
             assert launch.rows >= 1
             assert launch.block & (launch.block - 1) == 0
             assert launch.rows * launch.block * factors <= TILE

@@ -26,12 +26,12 @@ from tigon.kernels import (
     HeadValue,
     LogProbs,
     VocabularyShard,
-    run_criteria,
+    run_loss_terms,
     use,
 )
 from tigon.kernels.loss.api import METRICS, Options, scale_and_cap
-from tigon.kernels.loss.terms import active_rows
-from tigon.kernels.loss.vocab_parallel import join_logits
+from tigon.kernels.loss.terms import find_valid_rows
+from tigon.kernels.loss.vocab_parallel import gather_logits
 from tigon.layers import LMHead
 
 N, C, D, V, K = 23, 8, 5, 131, 6
@@ -159,7 +159,7 @@ def run(
     name: str,
     shard: VocabularyShard | None = None,
     width: int = V,
-    call: Callable[..., list[HeadValue]] = run_criteria,
+    call: Callable[..., list[HeadValue]] = run_loss_terms,
 ) -> dict[str, Tensor]:
     """Values, metrics and gradients; those of the weight and bias with padding."""
     make, settings = CASES[name]
@@ -191,7 +191,7 @@ def run_head(shard: VocabularyShard | None = None, width: int = V) -> dict[str, 
     b.hidden.requires_grad_()
     of_teacher = {"teacher_hidden": b.teacher_hidden, "teacher": teacher, "beta": 0.3}
     criteria = [_smoothed(b), KL(targets=b.targets, **of_teacher)]
-    active = active_rows(b.targets)
+    active = find_valid_rows(b.targets)
     for name, more in {"fused": {"active": active}, "logits": {"return_logits": True}}.items():
         found = student(b.hidden, criteria, at=b.hidden[:3], **more)
         loss = objective([x.value for x in found.values], b)
@@ -220,7 +220,7 @@ def rank(directory: str, widths: Mapping[int, int]) -> None:
         with use(path):
             found[path] = {name: run(name, shard, width) for name in names}
     if shard.ranks == 2:
-        compiled = torch.compile(run_criteria, fullgraph=True, backend="aot_eager")
+        compiled = torch.compile(run_loss_terms, fullgraph=True, backend="aot_eager")
         with use("triton"):
             found["compiled"] = {COMPILED: run(COMPILED, shard, width, compiled)}
     found["head"] = {"": run_head(shard, width)}
@@ -321,12 +321,12 @@ def test_bad_shards(path: str) -> None:
     hidden, weight, logits = torch.zeros(3, C), torch.zeros(60, C), torch.zeros(3, 65)
     targets = torch.zeros(3).long()
     with pytest.raises(ValueError, match="60 rows, and its shard 65"):
-        run_criteria(hidden, weight, None, [LogProbs(targets=targets)], vocabulary=shard)
+        run_loss_terms(hidden, weight, None, [LogProbs(targets=targets)], vocabulary=shard)
     with pytest.raises(ValueError, match="for a head's weight"):
-        run_criteria(logits, None, None, [LogProbs(targets=targets)], vocabulary=shard)
+        run_loss_terms(logits, None, None, [LogProbs(targets=targets)], vocabulary=shard)
     with pytest.raises(ValueError, match=r"label 131 at \[0\]"):
-        run_criteria(
+        run_loss_terms(
             hidden, torch.zeros(66, C), None, [LogProbs(targets=targets + V)], vocabulary=shard
         )
     with pytest.raises(ValueError, match="rows 66 to 131 of 131 are no whole part of 65 rows"):
-        join_logits(logits, shard)
+        gather_logits(logits, shard)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 import tigon.kernels
 from tigon.kernels import AttentionMask, attention, rms_norm_ref, rope_ref
-from tigon.layers import Attention, Context, KVCache, Rotation
+from tigon.layers import Attention, BlockInputs, KVCache, Rotation
 
 CUDA = torch.cuda.is_available()
 B, T, C, H, K, D = 2, 5, 12, 4, 2, 6
@@ -42,8 +42,8 @@ def make(norm: dict[str, Any]) -> Attention:
     return layer
 
 
-def whole_row() -> Context:
-    return Context(torch.arange(T)[None], AttentionMask(T))
+def whole_row() -> BlockInputs:
+    return BlockInputs(torch.arange(T)[None], AttentionMask(T))
 
 
 def exact(
@@ -112,7 +112,7 @@ def test_decoding_equals_one_pass(norm: dict[str, Any]) -> None:
             now = theta[:, i : i + 1]
             mask = AttentionMask(1, past=cache.begin(B, 1))
             (state,) = cache.open(lambda *n, **options: [layer.make_state(*n, **options)], x, mask)
-            ctx = Context(torch.tensor([[i]]), mask, append=cache.append)
+            ctx = BlockInputs(torch.tensor([[i]]), mask, append=cache.append)
             steps.append(layer(x[:, i : i + 1], Rotation(now.cos(), now.sin()), state, ctx))
             cache.end(mask)
     torch.testing.assert_close(torch.cat(steps, 1), whole, rtol=1e-4, atol=1e-5)

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import (
 
 import tigon.kernels
 from tigon.kernels import AttentionMask
-from tigon.layers import Attention, Context, FusedLinear, KVCache, Linear, Rotation
+from tigon.layers import Attention, BlockInputs, FusedLinear, KVCache, Linear, Rotation
 
 CUDA = torch.cuda.is_available()
 B, T, C, H, K, D = 2, 5, 12, 4, 2, 6
@@ -64,7 +64,7 @@ def inputs() -> Tensor:
 
 
 def run(layer: Attention, x: Tensor, turned: int = D) -> Tensor:
-    context = Context(torch.arange(T)[None], AttentionMask(T))
+    context = BlockInputs(torch.arange(T)[None], AttentionMask(T))
     return layer(x, rotation(turned), None, context)
 
 
@@ -276,7 +276,7 @@ def test_without_gradients_and_with_a_cache(variant: str, copies: Callable[[], N
                 n = last - first
                 mask = AttentionMask(n, past=cache.begin(B, n))
                 (state,) = cache.open(lambda *a, **o: [layer.make_state(*a, **o)], x, mask)
-                context = Context(torch.arange(first, last)[None], mask, append=cache.append)
+                context = BlockInputs(torch.arange(first, last)[None], mask, append=cache.append)
                 now = Rotation(*(t[:, first:last] for t in rotation()[:2]))
                 steps.append(layer(x[:, first:last], now, state, context).detach())
                 cache.end(mask)
@@ -330,7 +330,7 @@ def test_a_layer_of_llama_holds_less(dims: int, copies: Callable[[], None]) -> N
     torch.manual_seed(0)
     layer = Attention(4096, heads, kv_heads, dims).bfloat16()
     x = torch.randn(1, tokens, 4096, dtype=torch.bfloat16, requires_grad=True)
-    context = Context(torch.arange(tokens)[None], AttentionMask(tokens))
+    context = BlockInputs(torch.arange(tokens)[None], AttentionMask(tokens))
     theta = 6 * torch.rand(1, tokens, dims // 2)
     turn = Rotation(theta.cos().bfloat16(), theta.sin().bfloat16())
     found: list[Any] = []

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from tigon.kernels.attention.api import AttentionMask, attention
-from tigon.layers import Attention, Context, StaticCache
+from tigon.layers import Attention, BlockInputs, StaticCache
 
 B, H, K, D, W, CHUNK = 3, 4, 2, 16, 5, 4
 SHAPES = [(K, D, None), (1, 8, W)]
@@ -24,7 +24,7 @@ def make(rows: int = B, capacity: int = 40, **options: Any) -> StaticCache:
 def attend(cache: StaticCache, mask: AttentionMask, *parts: Any) -> list[Tensor]:
     """What all layers answer to their q, k and v, which are then held."""
     states = cache.open(None, parts[0][0], mask)
-    ctx = Context(torch.zeros(1, mask.tokens).long(), mask, append=cache.append)
+    ctx = BlockInputs(torch.zeros(1, mask.tokens).long(), mask, append=cache.append)
     outs = [
         state.attend(*part, ctx, window=shape[2])
         for state, part, shape in zip(states, parts, SHAPES, strict=False)

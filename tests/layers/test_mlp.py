@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 import tigon.kernels
 import tigon.layers.linear
-from tigon.kernels import gated_act, row_linear
+from tigon.kernels import gated_act, gemv
 from tigon.layers import Adapters, GatedMLP, LoRAPart, LowRank
 
 CUDA = torch.cuda.is_available()
@@ -117,10 +117,10 @@ def test_one_row_takes_a_path_of_its_own(monkeypatch: pytest.MonkeyPatch) -> Non
 
     def spy(x: Tensor, weight: Tensor, bias: Tensor | None, act: Any = None) -> Tensor:
         rows.append((weight.shape[0], act))
-        return row_linear(x, weight, bias, act)
+        return gemv(x, weight, bias, act)
 
     for module in (tigon.layers.linear, importlib.import_module("tigon.kernels.linear.gemv")):
-        monkeypatch.setattr(module, "row_linear", spy)
+        monkeypatch.setattr(module, "gemv", spy)
     mlp = make(bias=True)
     x = torch.randn(1, 1, C)
     y = mlp(x)

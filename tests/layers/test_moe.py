@@ -3,21 +3,21 @@
 import pytest
 import torch
 
-from tigon.layers import Routed, SparseMoE, balance, tally
+from tigon.layers import MoEOutput, SparseMoE, balance, count_routing
 
 N, E, K = 3000, 8, 2  # more tokens than bf16 can count
 
 
-def routed(experts: torch.Tensor, probs: torch.Tensor) -> Routed:
-    return Routed(torch.empty(0), probs, experts)
+def routed(experts: torch.Tensor, probs: torch.Tensor) -> MoEOutput:
+    return MoEOutput(torch.empty(0), probs, experts)
 
 
 def test_extremes() -> None:
     even = torch.arange(N * K).view(N, K) % E
     same = torch.tensor([3, 5]).expand(N, K)
     tallies = [
-        tally(routed(even, torch.full((N, E), 1 / E)), None),
-        tally(routed(same, torch.zeros(N, E).index_fill(1, same[0], 0.5)), None),
+        count_routing(routed(even, torch.full((N, E), 1 / E)), None),
+        count_routing(routed(same, torch.zeros(N, E).index_fill(1, same[0], 0.5)), None),
     ]
     counts = [int(t[0].sum()) for t in tallies]
     assert counts == [N * K] * 2
@@ -39,10 +39,10 @@ def test_extremes() -> None:
 def test_padding_does_not_count() -> None:
     probs, real = torch.rand(N, E).softmax(-1), torch.arange(N) % 7 != 0
     experts = probs.topk(K).indices
-    expected = tally(routed(experts[real], probs[real]), None)
-    torch.testing.assert_close(tally(routed(experts, probs), real), expected)
-    torch.testing.assert_close(tally(routed(experts, probs), real.long()), expected)
-    nothing = balance([tally(routed(experts, probs), torch.zeros(N))], K)
+    expected = count_routing(routed(experts[real], probs[real]), None)
+    torch.testing.assert_close(count_routing(routed(experts, probs), real), expected)
+    torch.testing.assert_close(count_routing(routed(experts, probs), real.long()), expected)
+    nothing = balance([count_routing(routed(experts, probs), torch.zeros(N))], K)
     assert nothing.aux_loss == 0 and not nothing.load.any()
 
 
@@ -50,7 +50,7 @@ def test_no_value_is_looked_at() -> None:
     """What the host would have to wait for raises on meta tensors."""
     probs, experts = torch.empty(7, E, device="meta"), torch.empty(7, K, device="meta").long()
     real = torch.empty(7, device="meta")
-    found = balance([tally(routed(experts, probs), real)] * 2, K)
+    found = balance([count_routing(routed(experts, probs), real)] * 2, K)
     assert found.load.shape == (2, E) and found.aux_loss.shape == ()
 
 

@@ -26,14 +26,14 @@ def without_memory(fails: str) -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(all_reduce, "runs_triton", lambda x: True)
-        patch.setattr(all_reduce, "_reaches", lambda *_: True)
+        patch.setattr(all_reduce, "_can_access_peers", lambda *_: True)
         for name in ("empty", "rendezvous"):
             patch.setattr(all_reduce.symmetric, name, step(name))
         if ranks.rank == 1:
             with pytest.warns(UserWarning, match="NCCL sums: out of memory"):
-                assert all_reduce._open(ranks, x) is None
+                assert all_reduce._open_buffers(ranks, x) is None
         else:
-            assert all_reduce._open(ranks, x) is None
+            assert all_reduce._open_buffers(ranks, x) is None
     assert met == ["rendezvous"] * (fails == "rendezvous")
     torch.distributed.destroy_process_group()
 

@@ -19,7 +19,7 @@ from tests.models.test_adapters_peft import near, randomise, trained
 from tests.models.test_parity import tokens
 from tests.models.tiny import CASES, reference
 from tigon import LoraConfig, from_pretrained
-from tigon.kernels.recompute import rebuilding
+from tigon.kernels.recompute import recompute_above
 from tigon.layers import Linear
 from tigon.models import CausalLM
 from tigon.models.adapters import peft_files
@@ -112,7 +112,7 @@ def test_kernels_and_recomputation(base: Path) -> None:
     for recompute, least in ((False, math.inf), (False, 0), (True, 0), (2, math.inf)):
         model = adapted(from_pretrained(base))
         model.activation_checkpointing = recompute
-        with tigon.kernels.use("triton"), rebuilding(least):
+        with tigon.kernels.use("triton"), recompute_above(least):
             found.append(gradients(model, tokens()[:1, :9]))
     for others in found[1:]:
         assert all(torch.equal(grad, found[0][name]) for name, grad in others.items())
@@ -145,7 +145,7 @@ def test_compile(model: CausalLM) -> None:
 def test_the_base_may_learn_beside_its_adapter(base: Path) -> None:
     found = []
     for least in (math.inf, 0):
-        with tigon.kernels.use("triton"), rebuilding(least):
+        with tigon.kernels.use("triton"), recompute_above(least):
             model = adapted(from_pretrained(base)).requires_grad_(True)
             found.append(gradients(model, tokens()[:1, :9]))
     for name, expected in found[0].items():

@@ -19,10 +19,10 @@ from tests.models.test_adapters_peft import (
 from tests.models.test_parity import tokens
 from tests.models.tiny import CASES, reference
 from tigon import LoraConfig, from_pretrained
-from tigon.kernels.linear.dropout import Dropout, kept_ref
-from tigon.kernels.recompute import rebuilding
+from tigon.kernels.linear.dropout import Dropout, keep_mask_ref
+from tigon.kernels.recompute import recompute_above
 from tigon.layers import LowRank
-from tigon.layers.lora import place_of
+from tigon.layers.lora import dropout_seed
 from tigon.models import CausalLM
 from tigon.utils.random import as_int64, mix
 
@@ -54,8 +54,8 @@ def drop_alike(ours: CausalLM, model: Any, drawn: Tensor) -> None:
         parent = layer.rpartition(".")[0]
         block = int(layer.split(".")[2])
         of_block = drawn + as_int64(mix(block))
-        mask = kept_ref(Dropout(of_block, place_of(layer), P), low.lora_A.shape[1])
-        seen.append((as_int64(mix(block)) + place_of(layer)) % 2**64)
+        mask = keep_mask_ref(Dropout(of_block, dropout_seed(layer), P), low.lora_A.shape[1])
+        seen.append((as_int64(mix(block)) + dropout_seed(layer)) % 2**64)
         for part in low.parts:
             theirs = modules[f"base_model.model.{parent}.{part.name}"]
             theirs.lora_dropout["default"] = Given(mask)
@@ -91,7 +91,7 @@ def test_as_theirs(model_type: str, case: str, again: bool, tmp_path: Path) -> N
         def __getattr__(self, name: str) -> Any:
             return getattr(ours, name)
 
-    with rebuilding(0):
+    with recompute_above(0):
         check_same(Ours(), theirs)  # type: ignore[arg-type]
     assert not torch.allclose(
         ours(tokens()).logits, theirs(tokens()).logits, atol=1e-3

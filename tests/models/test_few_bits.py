@@ -73,10 +73,10 @@ def test_each_matrix_of_the_checkpoint_is_quantised_for_itself(
             assert torch.equal(found[name], tensor), name
             continue
         layer = Linear(tensor.shape[1], tensor.shape[0], bias=False)
-        made = quantization.Nf4Weight([tensor.shape[0]], tensor.shape[1], torch.float32)
+        made = quantization.NF4Weight([tensor.shape[0]], tensor.shape[1], torch.float32)
         made.allocate(torch.device("cpu"))
         made.store(tensor)
-        layer.quantise(made)
+        layer.quantize(made)
         assert torch.equal(layer.values(), found[name]), name
         assert 0.02 < (found[name] - tensor).std() / tensor.std() < 0.2
     model = from_pretrained(bases[family], quantize="nf4")
@@ -124,8 +124,8 @@ def test_merging_adds_to_the_dequantised_weight(bases: dict[str, Path], tmp_path
         model.merge_adapter()
         torch.testing.assert_close(model(tokens()).logits, before, rtol=1e-4, atol=1e-5)
         layer = model.model.layers[0]
-        assert layer.self_attn.qkv_proj.quantised is None and not layer.self_attn.o_proj.lora
-        assert layer.mlp.down_proj.quantised is not None
+        assert layer.self_attn.qkv_proj.quantized is None and not layer.self_attn.o_proj.lora
+        assert layer.mlp.down_proj.quantized is not None
         model.save_pretrained(tmp_path / str(len(options)))
         again = from_pretrained(tmp_path / str(len(options)))
         assert torch.equal(again(tokens()).logits, model(tokens()).logits)
@@ -134,8 +134,8 @@ def test_merging_adds_to_the_dequantised_weight(bases: dict[str, Path], tmp_path
 def test_what_it_holds(bases: dict[str, Path]) -> None:
     model = from_pretrained(bases["qwen2"], quantize="nf4", dtype=torch.bfloat16)
     few = [m for m in model.modules() if isinstance(m, Linear)]
-    numbers = sum(math.prod(m.outline.shape) for m in few)
-    tables = sum(m.quantised.tables.nbytes + m.quantised.places.nbytes for m in few)  # type: ignore
+    numbers = sum(math.prod(m.weight_meta.shape) for m in few)
+    tables = sum(m.quantized.tables.nbytes + m.quantized.places.nbytes for m in few)  # type: ignore
     assert quantised_bytes(model) - tables < numbers * (0.5 + 1 / 64 + 0.01)
     assert all(p.dtype == torch.bfloat16 and not p.requires_grad for p in model.parameters())
     assert not any("proj.weight" in name for name, _ in model.named_parameters())
@@ -180,7 +180,7 @@ def test_fp8_checkpoints_are_kept(case: str, tmp_path: Path) -> None:
     plain = from_pretrained(tmp_path / "m")
     model = from_pretrained(tmp_path / "m", quantize="keep")
     stored = load_file(tmp_path / "m" / "model.safetensors")
-    codes = [m.quantised.memory for m in model.modules() if isinstance(m, Linear) and m.quantised]  # type: ignore
+    codes = [m.quantized.memory for m in model.modules() if isinstance(m, Linear) and m.quantized]  # type: ignore
     own = [t for n, t in stored.items() if t.dtype == torch.float8_e4m3fn and ".experts." not in n]
     assert codes and sum(c.nbytes for c in codes) == sum(t.nbytes for t in own)
     assert torch.equal(model(tokens()).logits, plain(tokens()).logits)
@@ -201,7 +201,7 @@ def test_other_fp8_forms_and_scales(tmp_path: Path) -> None:
     save_file(mixed, path)
     kept = from_pretrained(tmp_path, quantize="keep")
     mlps = [layer.mlp for layer in kept.model.layers]
-    assert mlps[1].gate_up_proj.quantised is None and mlps[0].gate_up_proj.quantised is not None
+    assert mlps[1].gate_up_proj.quantized is None and mlps[0].gate_up_proj.quantized is not None
     assert torch.equal(kept(tokens()).logits, from_pretrained(tmp_path)(tokens()).logits)
     scale = f"{name}_scale_inv"
     for bad in (math.nan, -1.0):

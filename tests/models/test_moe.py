@@ -295,13 +295,13 @@ def test_a_single_row_takes_its_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     with torch.no_grad(), use("triton"):
         expected = model.model.layers[0].mlp(model.model.embed_tokens(ids)).x
         own = importlib.import_module("tigon.kernels.linear.gemv")  # the package names the function
-        row_linear = own.row_linear
+        row_linear = own.gemv
 
         def count(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
             outputs.append(len(weight))
             return row_linear(x, weight, bias)
 
-        monkeypatch.setattr(own, "row_linear", count)
+        monkeypatch.setattr(own, "gemv", count)
         found = model.model.layers[0].mlp(model.model.embed_tokens(ids)).x
     assert torch.equal(found, expected)
     assert outputs[:2] == [model.config.experts, 1]  # type: ignore[attr-defined]

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from tests.generation.common import padded
 from tests.models.contract import TINY, assert_same_gradients, gradients, tiny_llama
 from tigon.eval import log_likelihoods
-from tigon.layers import Context, KVCache, Linear, State
+from tigon.layers import BlockInputs, KVCache, LayerState, Linear
 from tigon.models import MODELS, CausalLM, from_pretrained
 from tigon.models.config import Config
 from tigon.models.decoder import PreNormBlock
@@ -33,7 +33,7 @@ class HybridConfig(Config):
     attention_interval: int = 2  # every so many layers, one has attention
 
 
-class Hidden(State):
+class Hidden(LayerState):
     """h [R, C] after the last token of each row."""
 
     def __init__(self, h: Tensor, grows: bool):
@@ -70,7 +70,7 @@ class GatedRecurrence(nn.Module):
         h = torch.zeros(rows, len(self.decay), dtype=dtype, device=device)
         return Hidden(h, capacity is None)
 
-    def forward(self, x: Tensor, rotation: Any, state: Hidden | None, ctx: Context) -> Tensor:
+    def forward(self, x: Tensor, rotation: Any, state: Hidden | None, ctx: BlockInputs) -> Tensor:
         a, u, gate = self.in_proj(x).chunk(3, -1)
         a = (a + self.decay).sigmoid()
         h, hidden = torch.zeros_like(x[:, 0]), []

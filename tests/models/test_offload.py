@@ -19,7 +19,7 @@ WAYS = [(0, True), (2, False), (True, True)]
 @pytest.fixture(autouse=True)
 def everything(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """However small it is."""
-    monkeypatch.setattr(activation_offload, "LEAST", 0)
+    monkeypatch.setattr(activation_offload, "MIN_BYTES", 0)
     yield
 
 
@@ -51,14 +51,14 @@ def test_loss_and_gradients_are_the_same_bits(model_type: str, case: str) -> Non
 def test_what_was_copied_out_is_freed(model: CausalLM) -> None:
     """Only two blocks' tensors are on the device at a time."""
     alive: list[Any] = []
-    init = activation_offload._Stored.take
+    init = activation_offload._OffloadedStorage.take
 
     def noted(stored: Any, x: Tensor) -> None:
         alive.append(weakref.ref(x.untyped_storage()))
         init(stored, x)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(activation_offload._Stored, "take", noted)
+        patch.setattr(activation_offload._OffloadedStorage, "take", noted)
         torch.manual_seed(0)
         ids, labels = tokens()
         model.activation_offload = True
@@ -73,7 +73,10 @@ class Copies:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.taken: list[int] = []
         self.fetched = 0
-        take, fetch = activation_offload._Stored.take, activation_offload._Stored.fetch
+        take, fetch = (
+            activation_offload._OffloadedStorage.take,
+            activation_offload._OffloadedStorage.fetch,
+        )
 
         def counted(stored: Any, x: Tensor) -> None:
             self.taken.append(stored.size)
@@ -83,8 +86,8 @@ class Copies:
             self.fetched += stored.size
             fetch(stored)
 
-        monkeypatch.setattr(activation_offload._Stored, "take", counted)
-        monkeypatch.setattr(activation_offload._Stored, "fetch", again)
+        monkeypatch.setattr(activation_offload._OffloadedStorage, "take", counted)
+        monkeypatch.setattr(activation_offload._OffloadedStorage, "fetch", again)
 
 
 def test_all_is_fetched_once(model: CausalLM, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from tests.models.contract import gradients
 from tests.models.tiny import CASES, FIRST, SIZES
 from tigon.kernels import qk_norm_rope, rms_norm, runtime, use
-from tigon.kernels.recompute import LEAST, rebuilding
+from tigon.kernels.recompute import MIN_BYTES, recompute_above
 from tigon.layers import Attention, GatedMLP, activation_offload
 from tigon.models import MODELS, CausalLM
 from tigon.parallel import MeshSizes
@@ -39,7 +39,7 @@ def step(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     model.activation_checkpointing, model.activation_offload = recompute, away
     ids = torch.arange(3)[None]
-    with rebuilding(least), use("triton"):
+    with recompute_above(least), use("triton"):
         loss = model(ids, labels=ids).loss
         return loss.detach(), gradients(loss, model)
 
@@ -53,7 +53,7 @@ def assert_same(found: Any, expected: Any) -> None:
 @pytest.mark.kernel
 @pytest.mark.parametrize(("model_type", "case"), FAMILIES)
 def test_no_bit_changes(model_type: str, case: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(activation_offload, "LEAST", 0)
+    monkeypatch.setattr(activation_offload, "MIN_BYTES", 0)
     model = make(model_type, case, num_hidden_layers=2 if model_type == "llama" else 1)
     expected = step(model, math.inf)
     assert expected[1] and float(expected[0]) > 0
@@ -97,7 +97,7 @@ def test_nothing_is_left_to_the_garbage_collector() -> None:
 
     def left() -> list[Any]:
         refs = []
-        with rebuilding(0), use("triton"):
+        with recompute_above(0), use("triton"):
             y, total = rms_norm(x * 1.0, w, 1e-6, residual=x * 2.0)
             z = mlp.gate_up_proj(y)
             refs = [weakref.ref(t.untyped_storage()) for t in (y, total, z)]
@@ -155,7 +155,7 @@ def test_bytes_that_a_step_keeps(model_type: str, case: str) -> None:
     """With the sizes that are rebuilt outside of tests, too."""
     model = on_meta(model_type, case)
     found = saved(model)
-    with rebuilding(math.inf):
+    with recompute_above(math.inf):
         without = saved(model)
     small = 2**20  # 1 / rms, which autograd saves apart of where the stream is
     assert predicted(model) - small <= without - found <= predicted(model)
@@ -165,14 +165,14 @@ def peak(model: CausalLM, least: float) -> int:
     settings: Any = {"seq_len": T, "micro_batch_size": B, "batch_size": B}
     config = Config(run_dir="run", data=("data",), model="model", task="pretrain", **settings)
     objective = find_objective("pretrain")(config, World(0, 1, torch.device("cpu")))
-    with rebuilding(least):
+    with recompute_above(least):
         return memory.simulate_step(model, objective, config, MeshSizes(), None, torch.float32).peak
 
 
 @pytest.mark.parametrize(("model_type", "case"), FAMILIES)
 def test_the_estimate_knows_it(model_type: str, case: str) -> None:
     """The peak is at the head, where all that is kept is there, or in a block's backward."""
-    found, without = (peak(on_meta(model_type, case), least) for least in (LEAST, math.inf))
+    found, without = (peak(on_meta(model_type, case), least) for least in (MIN_BYTES, math.inf))
     assert 0.5 * predicted(on_meta(model_type, case)) <= without - found
 
 
@@ -181,7 +181,7 @@ def test_rotated_heads_are_kept_once(
     model_type: str, case: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where no norm needs them as they were; the estimate says so, too."""
-    found = saved(on_meta(model_type, case)), peak(on_meta(model_type, case), LEAST)
+    found = saved(on_meta(model_type, case)), peak(on_meta(model_type, case), MIN_BYTES)
     monkeypatch.setattr(Attention, "_alone", lambda self: False)
     model = on_meta(model_type, case)
     c, normed = model.config, model_type in ("gemma3_text", "qwen3_moe")
@@ -189,7 +189,7 @@ def test_rotated_heads_are_kept_once(
     less = c.num_hidden_layers * B * T * heads * c.head_dim * 2
     assert saved(model) - found[0] == less
     # Where no layer's backward holds more, the peak is at the head
-    assert less / 2 <= peak(on_meta(model_type, case), LEAST) - found[1] <= less
+    assert less / 2 <= peak(on_meta(model_type, case), MIN_BYTES) - found[1] <= less
 
 
 def test_what_is_rotated_is_never_there_twice() -> None:

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 import tigon
 from tests.small import LLAMA
 from tigon.distributed.collectives import Ranks
-from tigon.distributed.sequence_parallel import Stream, Summands
+from tigon.distributed.sequence_parallel import PartialSum, SequenceParallelRegion
 from tigon.layers import AddRMSNorm, Attention
 from tigon.models.decoder import (
     PostNormBlock,
@@ -99,8 +99,10 @@ def test_a_norm_sums():
     norm.init_weights()
     x, residual = torch.randn(2, 1, 3, 8).unbind()
     with torch.no_grad():
-        branch = Stream(ranks, (1, 3), whole=True, defers=True).summed(x)
-        assert isinstance(branch, Summands)
+        branch = SequenceParallelRegion(
+            ranks, (1, 3), replicated=True, defers_sum=True
+        ).reduce_to_region(x)
+        assert isinstance(branch, PartialSum)
         for given in residual, None:
             for found, expected in zip(norm(branch, given), norm(2 * x, given), strict=True):
                 assert torch.equal(found, expected)
@@ -108,4 +110,6 @@ def test_a_norm_sums():
         assert block._scaled(branch) is branch
         block.branch_scale = 0.5
         assert torch.equal(block._scaled(branch), x)
-    assert torch.equal(Stream(ranks, (1, 3), whole=True).summed(x), 2 * x)
+    assert torch.equal(
+        SequenceParallelRegion(ranks, (1, 3), replicated=True).reduce_to_region(x), 2 * x
+    )

@@ -12,7 +12,7 @@ from tests.models.tiny import CASES, FIRST, SIZES
 from tests.parallel.context_ranks import CALLS, rank_main
 from tests.train.ranks import Ranks
 from tigon.distributed import collectives
-from tigon.distributed.context_attention import Division, sizes_of
+from tigon.distributed.context_attention import ContextParallelAttention, exchange_sizes
 
 # Beside the first of each family: windows, both sides, and RoPEs that turn with the longest row
 MORE = [
@@ -127,7 +127,10 @@ def test_eight_ranks(tmp_path: Path) -> None:
 @pytest.mark.parametrize("n", [2, 3, 4, 6, 8])
 def test_every_query_is_computed_once_and_all_ranks_have_the_same_work(n: int, heads: int) -> None:
     for tokens in (1, 2, 5, 13, 24 * n, 24 * n + 7):
-        ranks = [Division(collectives.Ranks("", rank, n), tokens, heads) for rank in range(n)]
+        ranks = [
+            ContextParallelAttention(collectives.Ranks("", rank, n), tokens, heads)
+            for rank in range(n)
+        ]
         size, work = ranks[0].size, []
         assert heads % size == n % size == 0
         computed = []
@@ -136,7 +139,7 @@ def test_every_query_is_computed_once_and_all_ranks_have_the_same_work(n: int, h
             asked = [
                 rank * one.share + t
                 for rank in range(n)
-                for run in one.asked(rank, one.group)
+                for run in one.local_query_ranges(rank, one.group)
                 for t in run
             ]
             assert asked == queries  # in order, from whichever ranks have them
@@ -150,7 +153,9 @@ def test_every_query_is_computed_once_and_all_ranks_have_the_same_work(n: int, h
 
 
 def test_what_ranks_exchange_is_counted_once_for_all_layers() -> None:
-    first, second = (Division(collectives.Ranks("", 5, 8), 1 << 17, 2) for _ in range(2))
-    assert sizes_of(first) is sizes_of(second)
-    sent = sizes_of(first).sent
+    first, second = (
+        ContextParallelAttention(collectives.Ranks("", 5, 8), 1 << 17, 2) for _ in range(2)
+    )
+    assert exchange_sizes(first) is exchange_sizes(second)
+    sent = exchange_sizes(first).sent
     assert sum(sent) == first.share * first.size and len(sent) == 8

@@ -19,7 +19,7 @@ ROW: Any = SimpleNamespace(numel=lambda: 4096, device=SimpleNamespace(type="cuda
 
 def gathered() -> None:
     dist.init_process_group("gloo")
-    runtime.hopper = lambda _: True
+    runtime.is_hopper = lambda _: True
     assert runtime.pdl_options(ROW) == {"PDL": True, "launch_pdl": True}
     model = tigon.Llama.from_config(LLAMA)
     shard_blocks(model, init_device_mesh("cpu", (2,)), compute=torch.float32, keeps_ends=False)

@@ -17,9 +17,9 @@ from tests.models.test_rebuilt import BIG, B, T, make, saved
 from tests.parallel.test_tensor import TWO, random_model
 from tests.train.ranks import Ranks
 from tigon.distributed import collectives
-from tigon.distributed.sequence_parallel import Stream
+from tigon.distributed.sequence_parallel import SequenceParallelRegion
 from tigon.kernels import use
-from tigon.kernels.recompute import rebuilding
+from tigon.kernels.recompute import recompute_above
 from tigon.layers import Linear
 from tigon.models import CausalLM
 from tigon.parallel import MeshSizes, cut_model, take_part
@@ -50,7 +50,7 @@ def test_no_gathered_input_is_kept(alone, model_type, changes):
     rank's own tokens are kept."""
     model = on_meta(model_type, **changes)
     found = saved(model)
-    with rebuilding(math.inf):
+    with recompute_above(math.inf):
         without = saved(model)
     c = model.config
     predicted = 2 * B * T * c.hidden_size * 2
@@ -93,12 +93,12 @@ class Order(TorchDispatchMode):
 @pytest.mark.parametrize("fp8", [False, True])
 def test_exchanges_run_beside_products(alone, fp8):
     """The gather beside the first product of backward, the sum beside the second."""
-    stream = Stream(collectives.Ranks.of(dist.group.WORLD), (1, 6), False)
+    stream = SequenceParallelRegion(collectives.Ranks.of(dist.group.WORLD), (1, 6), False)
     layer = Linear(16, 32, bias=False).bfloat16()
     layer.fp8 = fp8
     x = torch.randn(1, 3, 16, dtype=torch.bfloat16, requires_grad=True)
-    with rebuilding(0):
-        y = layer(stream.gathered(x, alone=True))
+    with recompute_above(0):
+        y = layer(stream.gather_from_region(x, single_reader=True))
     with Order() as order:
         y.sum().backward()
     assert order.found == [
@@ -117,11 +117,11 @@ def test_embeddings_are_added_up_where_they_are_divided(alone):
 
 
 def test_several_readers_gather_once_and_reduce_once(alone):
-    stream = Stream(collectives.Ranks.of(dist.group.WORLD), (1, 6), False)
+    stream = SequenceParallelRegion(collectives.Ranks.of(dist.group.WORLD), (1, 6), False)
     one, other = Linear(4, 5, bias=False), Linear(4, 5, bias=False)
     x = torch.randn(1, 3, 4, requires_grad=True)
-    with rebuilding(0):
-        whole = stream.gathered(x, alone=False)
+    with recompute_above(0):
+        whole = stream.gather_from_region(x, single_reader=False)
         y = one(whole) + other(whole)
     with Order() as order:
         y.sum().backward()
@@ -133,7 +133,7 @@ def step(model: CausalLM, least: float, recompute: bool) -> tuple[Tensor, dict[s
     model.activation_checkpointing = recompute
     ids = torch.arange(4, 9)[None]  # of an odd number: the last rank's share has padding
     kernels = "triton" if model.config.model_type == "llama" else "auto"  # slow on a CPU
-    with rebuilding(least), use(kernels):
+    with recompute_above(least), use(kernels):
         loss = model(ids, labels=ids).loss
         return loss.detach(), gradients(loss, model)
 

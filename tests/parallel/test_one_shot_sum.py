@@ -18,13 +18,13 @@ from tigon.distributed.collectives import Ranks
 from tigon.kernels.comm.one_shot_all_reduce import (
     BITS,
     TURNS,
-    Buffers,
     P,
     S,
-    empty,
-    one_shot_join,
-    one_shot_norm,
-    one_shot_sum,
+    SymmetricBuffers,
+    empty_bits,
+    one_shot_all_gather,
+    one_shot_all_reduce,
+    one_shot_all_reduce_norm,
 )
 from tigon.kernels.runtime import use
 
@@ -118,8 +118,8 @@ class Sum(NamedTuple):
 
     x: Tensor  # [R, ...]
 
-    def run(self, rank: int, buffers: Buffers) -> tuple[Tensor, ...]:
-        return (one_shot_sum(self.x[rank], buffers),)
+    def run(self, rank: int, buffers: SymmetricBuffers) -> tuple[Tensor, ...]:
+        return (one_shot_all_reduce(self.x[rank], buffers),)
 
     def check(self, y: Tensor) -> None:
         assert same(y, summed(self.x)), (self.x.shape, self.x.dtype)
@@ -132,9 +132,11 @@ class Norm(NamedTuple):
     offset: float
     before: bool
 
-    def run(self, rank: int, buffers: Buffers) -> tuple[Tensor, ...]:
+    def run(self, rank: int, buffers: SymmetricBuffers) -> tuple[Tensor, ...]:
         x, residual, weight, offset, before = self
-        return one_shot_norm(x[rank], residual, weight, EPS, buffers, offset=offset, before=before)
+        return one_shot_all_reduce_norm(
+            x[rank], residual, weight, EPS, buffers, offset=offset, before=before
+        )
 
     def check(self, y: Tensor, stream: Tensor) -> None:
         assert_normed(y, stream, *self)
@@ -144,10 +146,10 @@ class Join(NamedTuple):
     whole: Tensor
     bounds: tuple[int, ...]  # of the ranks' columns
 
-    def run(self, rank: int, buffers: Buffers) -> tuple[Tensor, ...]:
+    def run(self, rank: int, buffers: SymmetricBuffers) -> tuple[Tensor, ...]:
         first, end = self.bounds[rank : rank + 2]
         own = self.whole[..., first:end]
-        return (one_shot_join(own, first, self.whole.shape[-1], buffers),)
+        return (one_shot_all_gather(own, first, self.whole.shape[-1], buffers),)
 
     def check(self, y: Tensor) -> None:
         assert same(y, self.whole + 0), self.bounds  # a sum makes 0.0 of -0.0
@@ -168,12 +170,12 @@ def calls(ranks: int, dtype: torch.dtype) -> Iterator[Sum | Norm | Join]:
         yield Join(whole[:, None], tuple(bounds))
 
 
-def emptied(buffers: Buffers) -> bool:
+def emptied(buffers: SymmetricBuffers) -> bool:
     """Whether nothing is left in the buffers that each program's last turn had to empty. No rank
     has got so far that it writes there again."""
-    own = buffers.own.view(TURNS, -1, PROGRAMS, S)
+    own = buffers.local.view(TURNS, -1, PROGRAMS, S)
     before = [(turn - 2) % TURNS for turn in buffers.turns.tolist()]
-    kept = [own[turn, :, part] != empty(buffers.dtype) for part, turn in enumerate(before)]
+    kept = [own[turn, :, part] != empty_bits(buffers.dtype) for part, turn in enumerate(before)]
     return not torch.stack(kept).any()
 
 
@@ -188,7 +190,7 @@ def on_files(directory: str) -> None:
         mapped = [torch.from_file(path, shared=True, size=size, dtype=bits) for path in paths]
         addresses = torch.tensor([memory.data_ptr() for memory in mapped])
         turns = torch.zeros(PROGRAMS, dtype=torch.int32)
-        buffers = Buffers(mapped[rank].view(shape), addresses, turns, rank, dtype)
+        buffers = SymmetricBuffers(mapped[rank].view(shape), addresses, turns, rank, dtype)
         found = []
         for i, call in enumerate(calls(ranks, dtype)):
             if i % ranks == rank:  # the others are there first, and must wait
@@ -201,7 +203,7 @@ def on_files(directory: str) -> None:
 @pytest.mark.parametrize("ranks", [2, 3])  # of two, the order of the sum would not show
 def test_processes(ranks: int, tmp_path: Path) -> None:
     for dtype, bits in BITS.items():
-        memory = torch.full((TURNS * ranks * PROGRAMS * S,), empty(dtype), dtype=bits)
+        memory = torch.full((TURNS * ranks * PROGRAMS * S,), empty_bits(dtype), dtype=bits)
         for rank in range(ranks):
             Path(tmp_path, f"{dtype}-{rank}").write_bytes(memory.numpy().tobytes())
     Processes(ranks, on_files, str(tmp_path)).finish(120)
@@ -218,14 +220,14 @@ def test_processes(ranks: int, tmp_path: Path) -> None:
 def test_what_does_not_fit_is_refused() -> None:
     own = torch.zeros(TURNS, 2, PROGRAMS * S, dtype=torch.int32)
     nothing = torch.zeros(0, dtype=torch.int32)  # as nothing is launched
-    buffers = Buffers(own, nothing, nothing, 0, torch.float32)
+    buffers = SymmetricBuffers(own, nothing, nothing, 0, torch.float32)
     said = r"1 elements of torch.bfloat16: buffers for 3072, torch.float32"
     with pytest.raises(ValueError, match=said):
-        one_shot_sum(torch.zeros(1, dtype=torch.bfloat16), buffers)
+        one_shot_all_reduce(torch.zeros(1, dtype=torch.bfloat16), buffers)
     for rows, C, said in (3, 1001, r"x \(3, 1001\) and residual"), (4, S, "4096 elements of"):
         x, weight = torch.zeros(rows, C), torch.zeros(C)
         with pytest.raises(ValueError, match=said):
-            one_shot_norm(x, x, weight, EPS, buffers)
+            one_shot_all_reduce_norm(x, x, weight, EPS, buffers)
 
 
 def graph_of(
@@ -246,13 +248,13 @@ def recorded_first(ranks: Ranks) -> None:
     """Ranks cannot agree on shared memory while a graph is recorded: NCCL sums, also later."""
     x = torch.ones(1, device="cuda")
     ranks.sum(x)
-    graph, (y,) = graph_of(lambda: [all_reduce.sum_few(x, ranks)], first=True)
-    assert not any(all_reduce._of_groups.values())
+    graph, (y,) = graph_of(lambda: [all_reduce.all_reduce_small(x, ranks)], first=True)
+    assert not any(all_reduce._group_buffers.values())
     graph.replay()
     assert y.tolist() == [ranks.size]
     with use("reference"):
-        assert all_reduce.sum_few(x, ranks).tolist() == [ranks.size]
-    (opened,) = all_reduce._of_groups.values()
+        assert all_reduce.all_reduce_small(x, ranks).tolist() == [ranks.size]
+    (opened,) = all_reduce._group_buffers.values()
     assert list(opened) == [torch.float32]  # agreed on, and used once Triton is
 
 
@@ -262,10 +264,12 @@ def joined(ranks: Ranks, dtype: torch.dtype) -> None:
     share = -(-1001 // ranks.size)
     first = ranks.rank * share
     own = whole[..., first : first + share].cuda()
-    found = all_reduce.join_few(own, first, 1001, ranks)
+    found = all_reduce.all_gather_small(own, first, 1001, ranks)
     shared = torch.cuda.device_count() >= ranks.size
     assert torch.equal(found.cpu(), whole) if shared else found is None
-    assert all_reduce.join_few(own, first, P * S, ranks) is None  # too long: three times as much
+    assert (
+        all_reduce.all_gather_small(own, first, P * S, ranks) is None
+    )  # too long: three times as much
 
 
 def same_on_gpu(found: Tensor, x: Tensor) -> bool:
@@ -282,7 +286,9 @@ def norms_on_gpus(ranks: Ranks, dtype: torch.dtype) -> None:
     for how in ({"offset": 0.0, "cast": "before_weight"}, {"offset": 1.0, "cast": "after_weight"}):
 
         def every(how: dict[str, Any] = how) -> list[Tensor]:
-            pairs = [all_reduce.sum_few_and_norm(*case[3:], EPS, ranks, **how) for case in cases]
+            pairs = [
+                all_reduce.all_reduce_small_norm(*case[3:], EPS, ranks, **how) for case in cases
+            ]
             return [t for pair in pairs for t in pair]
 
         graph, found = graph_of(every)
@@ -306,9 +312,14 @@ def on_gpus() -> None:
             for x in cases(seed, count, sizes, dtype):
                 if (seed + rank) % 3 == 0:
                     torch.cuda._sleep(100_000)
-                assert same_on_gpu(all_reduce.sum_few(x[rank].cuda(), ranks), x), (dtype, x.shape)
+                assert same_on_gpu(all_reduce.all_reduce_small(x[rank].cuda(), ranks), x), (
+                    dtype,
+                    x.shape,
+                )
         given = [x[rank].cuda() for x in cases(0, count, sizes, dtype)]
-        graph, found = graph_of(lambda given=given: [all_reduce.sum_few(x, ranks) for x in given])
+        graph, found = graph_of(
+            lambda given=given: [all_reduce.all_reduce_small(x, ranks) for x in given]
+        )
         for seed in range(20):
             fresh = list(cases(seed, count, sizes, dtype))
             for x, new in zip(given, fresh, strict=True):
@@ -319,7 +330,7 @@ def on_gpus() -> None:
         joined(ranks, dtype)
         norms_on_gpus(ranks, dtype)
         del graph, found  # NCCL's communicators wait for the graphs that hold their kernels
-    (opened,) = all_reduce._of_groups.values()
+    (opened,) = all_reduce._group_buffers.values()
     shared = {dtype: buffers is not None for dtype, buffers in opened.items()}
     assert shared == dict.fromkeys(BITS, torch.cuda.device_count() >= count)
     dist.destroy_process_group()

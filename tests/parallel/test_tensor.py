@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from tests.train.ranks import Ranks
 from tigon.distributed import collectives
-from tigon.kernels.recompute import rebuilding
+from tigon.kernels.recompute import recompute_above
 from tigon.models import MODELS, CausalLM, LoraConfig
 from tigon.parallel import TensorParallel, cut_model, find_tensor
 from tigon.parallel.tensor_parallel import check
@@ -136,7 +136,7 @@ def differences(one: CausalLM, cut: CausalLM) -> list[float]:
         loss, norm, logits = {}, {}, {}
         for model, optimizer in models.items():
             model.activation_checkpointing = step == 1
-            with rebuilding(math.inf if step == 2 else 0):
+            with recompute_above(math.inf if step == 2 else 0):
                 out = model(**batch, return_logits=step == 2)
                 out.loss.backward()
             if model is cut:

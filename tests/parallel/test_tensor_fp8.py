@@ -15,7 +15,7 @@ from tests.numbers import assert_as_near
 from tests.parallel.test_tensor import batches, random_model
 from tests.train.ranks import Ranks
 from tigon.kernels.linear.fp8 import fp8_gated_linear
-from tigon.kernels.recompute import rebuilding
+from tigon.kernels.recompute import recompute_above
 from tigon.layers import mlp
 from tigon.models import CausalLM
 from tigon.parallel import cut_model, find_tensor
@@ -32,7 +32,7 @@ def trained(model: CausalLM, least: float) -> dict[str, Tensor]:
     seen: list[Tensor] = []
     first = model.model.layers[0].mixer.qkv_proj
     hook = first.register_forward_hook(lambda _, __, y: seen.append(y.detach()))
-    with rebuilding(least):
+    with recompute_above(least):
         loss = model(**batches()[0]).loss
         loss.backward()
     hook.remove()

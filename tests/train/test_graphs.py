@@ -15,7 +15,7 @@ import torch
 import tigon
 from tests.small import EXPERTS, LLAMA, write_model
 from tests.train import watching
-from tigon.kernels.mlp.grouped_mlp import waits
+from tigon.kernels.mlp.grouped_mlp import training_syncs
 from tigon.layers import KVCache
 from tigon.train import load, prepare, train
 from tigon.train.cuda_graphs import Graphs, check_run
@@ -86,7 +86,7 @@ def again(run, device, pool):
 @pytest.fixture
 def played(monkeypatch):
     monkeypatch.setattr(captured, "capture", again)
-    monkeypatch.setattr(graphs, "waits", lambda *_: False)
+    monkeypatch.setattr(graphs, "training_syncs", lambda *_: False)
 
 
 def trained(workspace, world, run_dir, case, *, with_graphs: bool):
@@ -388,13 +388,15 @@ def test_models_that_do_not_fit(model, monkeypatch):
     with pytest.raises(ValueError, match=r"model\.layers\.1\.mlp\.experts asks the GPU"):
         Graphs(experts)
     gemm = importlib.import_module("tigon.kernels.mlp.grouped_mlp")
-    monkeypatch.setattr(gemm, "hopper", lambda _: True)
+    monkeypatch.setattr(gemm, "is_hopper", lambda _: True)
     shape, gpu = torch.Size((5, 80, 64)), torch.device("cuda", 0)
-    assert not waits(shape, torch.bfloat16, gpu)
-    assert waits(shape, torch.float32, gpu) and waits(shape, torch.bfloat16, torch.device("cpu"))
-    assert waits(torch.Size((5, 80, 60)), torch.bfloat16, gpu)
-    monkeypatch.setattr(gemm, "hopper", lambda _: False)
-    assert waits(shape, torch.bfloat16, gpu)
+    assert not training_syncs(shape, torch.bfloat16, gpu)
+    assert training_syncs(shape, torch.float32, gpu) and training_syncs(
+        shape, torch.bfloat16, torch.device("cpu")
+    )
+    assert training_syncs(torch.Size((5, 80, 60)), torch.bfloat16, gpu)
+    monkeypatch.setattr(gemm, "is_hopper", lambda _: False)
+    assert training_syncs(shape, torch.bfloat16, gpu)
 
 
 def test_a_capture_that_fails_says_the_way_out(monkeypatch):

@@ -140,7 +140,7 @@ def test_fsdp_group_sizes_by_hand() -> None:
     for sums, item in ((torch.float32, 4), (torch.bfloat16, 2)):
         weights = [nn.Parameter(torch.empty(5, 3, device="meta"))]
         group = FSDPGroup(weights, 2, torch.bfloat16, sums)
-        sizes = group.gathered, group.reduced, group.shard
+        sizes = group.gather_from_region, group.reduced, group.shard
         assert sizes == (6 * 3 * 2, 6 * 3 * item, 6 * 3 * item // 2)
 
 
@@ -175,7 +175,7 @@ LONG = {"seq_len": 2048, "max_position_embeddings": 4096}
 
 
 def activations(monkeypatch: pytest.MonkeyPatch, **changes: Any) -> Estimate:
-    monkeypatch.setattr(activation_offload, "LEAST", 0)
+    monkeypatch.setattr(activation_offload, "MIN_BYTES", 0)
     shape = {k: v for k, v in LONG.items() if k != "seq_len"}
     return planned(tiny("llama", "plain", **BIG, **shape), seq_len=2048, **changes)
 

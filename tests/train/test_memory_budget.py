@@ -72,7 +72,7 @@ def test_fewest_blocks_that_fit(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_offload_comes_last(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(offloading, "LEAST", 0)
+    monkeypatch.setattr(offloading, "MIN_BYTES", 0)
     every, away = weigh(range(LAYERS)), weigh(range(LAYERS), True)
     assert away < every
     found = decided(monkeypatch, away)

@@ -12,7 +12,7 @@ from tests.numbers import neighbours
 from tests.train.test_precision import Model, settings
 from tigon.kernels.norm import grad_norm
 from tigon.kernels.optim import adamw
-from tigon.kernels.optim.low_bits import Codes, draw, quantize, sixteen
+from tigon.kernels.optim.low_bits import CodeTables, draw_bits, extract_16_bits, quantize
 from tigon.kernels.runtime import tl, triton
 from tigon.train.optim import adamw as optimizer_states
 from tigon.train.optim import build_optimizer, clip, clip_gradients
@@ -69,10 +69,10 @@ def stepped(mode: str, steps: int, shapes=SHAPES, **changes):
 @triton.jit
 def _draw_kernel(out, first, stream, N: tl.constexpr):
     at = tl.arange(0, N)
-    bits = draw(first, at, stream)
+    bits = draw_bits(first, at, stream)
     tl.store(out + at, bits.to(tl.int64, bitcast=True))
     for i in tl.static_range(3):
-        tl.store(out + (i + 1) * N + at, sixteen(bits, i).to(tl.int64))
+        tl.store(out + (i + 1) * N + at, extract_16_bits(bits, i).to(tl.int64))
 
 
 @pytest.mark.parametrize("first", [0, 12345, (1 << 40) + 7])
@@ -275,7 +275,7 @@ def test_codes_are_those_of_the_definition(signed, block):
     and infinity."""
     tables = [optimizer_states.tables(sign, DEVICE) for sign in (True, False)]
     _, bounds = tables[not signed]
-    own = Codes.of(*tables)[1:3] if signed else Codes.of(*tables)[4:]
+    own = CodeTables.of(*tables)[1:3] if signed else CodeTables.of(*tables)[4:]
     ends = torch.arange(0x33F00000, 0x3F800001, 1 << 16, dtype=torch.int32, device=DEVICE)
     edges = torch.cat([bounds, ends.view(torch.float32), -ends.view(torch.float32)])
     edges = torch.cat([edges, edges.nextafter(edges + 1), edges.nextafter(edges - 1)]).clamp(-1, 1)
@@ -327,8 +327,8 @@ def test_stochastic_rounding_of_the_kernel_is_unbiased(monkeypatch):
 
 def test_tables_are_made_again_only_when_an_address_changes(monkeypatch):
     made = []
-    sent = adamw._sent
-    monkeypatch.setattr(adamw, "_sent", lambda *a: made.append(1) or sent(*a))
+    sent = adamw._to_device
+    monkeypatch.setattr(adamw, "_to_device", lambda *a: made.append(1) or sent(*a))
     model, optimizer = learner({"a": (3, 64), "b": (5, 64)})
     model.learn(0)
     optimizer.step()
@@ -446,6 +446,6 @@ def test_codes_of_8_bits_are_needed():
     codes = torch.zeros(4, 32, dtype=torch.uint8, device=DEVICE)
     scale = torch.ones(4, 1, device=DEVICE)
     weight = torch.ones(4, 32, device=DEVICE)
-    slot = adamw.Slot(weight, weight.clone(), codes, codes.clone(), scale, scale.clone())
+    slot = adamw.AdamWSlot(weight, weight.clone(), codes, codes.clone(), scale, scale.clone())
     with pytest.raises(ValueError, match="pass `codes`"):
-        adamw.FusedAdamW(False)(0, [slot], adamw.Settings(1e-3, 0.9, 0.95, 1e-8, 0.0, 1, 0))
+        adamw.FusedAdamW(False)(0, [slot], adamw.AdamWSettings(1e-3, 0.9, 0.95, 1e-8, 0.0, 1, 0))

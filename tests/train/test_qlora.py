@@ -13,7 +13,7 @@ from tests.small import write_model
 from tests.train.ranks import train_on
 from tests.train.test_lora import SETTINGS, step, tensors
 from tigon.cli import main as command
-from tigon.layers import QuantisedWeight
+from tigon.layers import QuantizedWeight
 from tigon.models import quantise
 from tigon.models.pretrained.quantization import quantised_layers
 from tigon.train import load, main
@@ -70,7 +70,7 @@ def test_exports_have_the_base_of_4_bits(workspace, settings):
     one, two = (load_file(run / name / "model.safetensors") for name in ("hf", "merged"))
     assert one.keys() == two.keys() and all(torch.equal(two[name], one[name]) for name in one)
     found, _ = load_checkpoint(step(workspace, "one", 4))
-    assert any(isinstance(m, QuantisedWeight) for m in found.modules())
+    assert any(isinstance(m, QuantizedWeight) for m in found.modules())
     torch.testing.assert_close(found(ids).logits, adapted)
 
 
@@ -87,8 +87,8 @@ def test_a_base_that_is_drawn(workspace, settings):
     pairs = list(zip(quantised_layers(found), quantised_layers(expected), strict=True))
     assert len(pairs) == 2 * 4  # qkv and o, gate and up, down
     for (name, _, one), (_, _, other) in pairs:
-        assert torch.equal(one.dequantised(), other.dequantised()), name
-    with pytest.raises(ValueError, match=r"lora.quantize=keep .* init=.*config.json are drawn"):
+        assert torch.equal(one.dequantize(), other.dequantize()), name
+    with pytest.raises(ValueError, match=r"lora.quantize=keep .* init=.*config.json: its weights"):
         load(None, settings("kept", **drawn | {"lora.quantize": "keep"}))
 
 
@@ -120,7 +120,7 @@ def test_the_estimate_knows(workspace, settings):
     sizes = json.loads((workspace.model / "config.json").read_text())
     assert sizes["num_hidden_layers"] == 2
     model = tigon.from_pretrained(workspace.model, quantize="nf4", dtype=torch.bfloat16)
-    few = [m for m in model.modules() if isinstance(m, QuantisedWeight)]
+    few = [m for m in model.modules() if isinstance(m, QuantizedWeight)]
     saved = sum(2 * m.shape.numel() - m.nbytes for m in few)
     assert saved > 0
     assert found["null", 1] - found["nf4", 1] == pytest.approx(saved, abs=512 * 20)

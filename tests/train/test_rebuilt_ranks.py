@@ -12,7 +12,7 @@ from tests.small import LLAMA
 from tests.train.ranks import Ranks
 from tigon.kernels import runtime, use
 from tigon.kernels.linear import linear
-from tigon.kernels.recompute import rebuilding
+from tigon.kernels.recompute import recompute_above
 from tigon.train.distributed import local, shard, start
 
 
@@ -20,13 +20,13 @@ def step_on_a_rank() -> None:
     """The gradients of its shards: without rebuilding, with it, of recomputed blocks."""
     interpreter.install()
     rebuilt = []
-    compute_again = linear.compute_again
+    compute_again = linear.run_recompute
 
     def counted(*given: Any) -> Any:
         rebuilt.append(given)
         return compute_again(*given)
 
-    linear.compute_again = counted
+    linear.run_recompute = counted
     with start("cpu") as world:
         torch.manual_seed(0)
         model = tigon.Llama.from_config(LLAMA | {"intermediate_size": 40}).train()
@@ -36,7 +36,7 @@ def step_on_a_rank() -> None:
         for least, recompute in ((math.inf, 0), (0, 0), (0, True)):
             assert bool(rebuilt) == (len(found) > 1)
             model.activation_checkpointing = recompute
-            with use("triton"), rebuilding(least):
+            with use("triton"), recompute_above(least):
                 loss = model(ids).logits.square().mean()
                 loss.backward()
             gradients = [local(p.grad).clone() for p in model.parameters()]

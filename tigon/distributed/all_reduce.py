@@ -20,14 +20,14 @@ from tigon.distributed.collectives import Ranks
 from tigon.kernels.comm.one_shot_all_reduce import (
     BITS,
     TURNS,
-    Buffers,
     P,
     S,
-    empty,
-    fits_norm,
-    one_shot_join,
-    one_shot_norm,
-    one_shot_sum,
+    SymmetricBuffers,
+    empty_bits,
+    one_shot_all_gather,
+    one_shot_all_reduce,
+    one_shot_all_reduce_norm,
+    supports_norm,
 )
 from tigon.kernels.norm.common import Cast
 from tigon.kernels.norm.rms_norm import rms_norm
@@ -37,33 +37,37 @@ BOOT = Path("/proc/sys/kernel/random/boot_id")
 NO_MEMORY = "GPUs do not share memory, so NCCL sums: {}"
 
 # The buffers of each group, by dtype. None: NCCL sums, as all ranks of the group have agreed
-_of_groups: WeakKeyDictionary[ProcessGroup, dict[torch.dtype, Buffers | None]]
-_of_groups = WeakKeyDictionary()
+_group_buffers: WeakKeyDictionary[ProcessGroup, dict[torch.dtype, SymmetricBuffers | None]]
+_group_buffers = WeakKeyDictionary()
 
 
-def sum_few(x: Tensor, ranks: Ranks) -> Tensor:
-    """As `ranks.sum`, without a gradient: in one kernel if x is small and all ranks' GPUs are in
-    one host and reach each other's memory. Every rank calls it in the same order with the same
-    shape, always on the same stream."""
+def all_reduce_small(x: Tensor, ranks: Ranks) -> Tensor:
+    """Returns the sum over ranks, without a gradient, from one kernel if possible, else from NCCL.
+
+    One kernel needs a small x, and all ranks' GPUs in one host with access to each other's memory.
+    Every rank calls it in the same order with the same shape, always on the same stream.
+    """
     buffers = _buffers(x, x.numel(), ranks)
     if buffers is None:
         return ranks.sum(x)
     with torch.cuda.device(x.device):  # Triton launches on the current one
-        return one_shot_sum(x, buffers)
+        return one_shot_all_reduce(x, buffers)
 
 
-def join_few(x: Tensor, first: int, size: int, ranks: Ranks) -> Tensor | None:
-    """All-gather of columns, without a gradient: each rank's [..., W], which are columns `first` to
-    `first + W`, -> [..., size]. None if `sum_few` of the result would not be one kernel: then
-    nothing is sent."""
+def all_gather_small(x: Tensor, first: int, size: int, ranks: Ranks) -> Tensor | None:
+    """Gathers each rank's columns `first` to `first + W` [..., W] to [..., size], without a
+    gradient.
+
+    Returns None, and sends nothing, if `all_reduce_small` of the result would not be one kernel.
+    """
     buffers = _buffers(x, x.shape[:-1].numel() * size, ranks)
     if buffers is None:
         return None
     with torch.cuda.device(x.device):
-        return one_shot_join(x, first, size, buffers)
+        return one_shot_all_gather(x, first, size, buffers)
 
 
-def sum_few_and_norm(
+def all_reduce_small_norm(
     x: Tensor,
     residual: Tensor,
     weight: Tensor,
@@ -73,85 +77,85 @@ def sum_few_and_norm(
     offset: float,
     cast: Cast,
 ) -> tuple[Tensor, Tensor]:
-    """As `rms_norm` with a residual returns it, of `sum_few` of x, without a gradient: in one
-    kernel if that is."""
+    """Returns `rms_norm(all_reduce_small(x), residual=residual)`, in one kernel if possible."""
     buffers = _buffers(x, x.numel(), ranks)
-    if buffers is None or not fits_norm(x, residual, weight):
-        total = sum_few(x, ranks)
+    if buffers is None or not supports_norm(x, residual, weight):
+        total = all_reduce_small(x, ranks)
         return rms_norm(total, weight, eps, offset=offset, cast=cast, residual=residual)
     options: dict[str, Any] = {"offset": offset, "before": cast == "before_weight"}
     with torch.cuda.device(x.device):
-        return one_shot_norm(x, residual, weight, eps, buffers, **options)
+        return one_shot_all_reduce_norm(x, residual, weight, eps, buffers, **options)
 
 
-def _buffers(x: Tensor, n: int, ranks: Ranks) -> Buffers | None:
-    """For sums of n elements like those of x; None: NCCL sums."""
+def _buffers(x: Tensor, n: int, ranks: Ranks) -> SymmetricBuffers | None:
+    """Returns the buffers for sums of n elements like those of x, or None if NCCL sums."""
     if not (has_values(x) and x.is_cuda and x.dtype in BITS):
         return None
     if not 0 < n * (ranks.size - 1) <= P * S:
         return None
-    opened = _of_groups.setdefault(_resolve_process_group(cast(Any, ranks.group)), {})
+    opened = _group_buffers.setdefault(_resolve_process_group(cast(Any, ranks.group)), {})
     if x.dtype not in opened:
         if torch.cuda.is_current_stream_capturing():  # ranks cannot agree while a graph is recorded
             return None
-        opened[x.dtype] = _open(ranks, x)
+        opened[x.dtype] = _open_buffers(ranks, x)
     return opened[x.dtype] if runs_triton(x) else None
 
 
-def _open(ranks: Ranks, x: Tensor) -> Buffers | None:
-    """Every rank of the group calls this; either all get buffers, or all get None."""
+def _open_buffers(ranks: Ranks, x: Tensor) -> SymmetricBuffers | None:
+    """Opens buffers on all ranks of the group, which all call this, or on none."""
     device, dtype = x.device, x.dtype
     with use("auto"):  # whether Triton works on this GPU, whichever path is chosen for now
         works = runs_triton(x)
-    reaches = _reaches(ranks, device)
-    if not _all(works and reaches, ranks, device):
+    reaches = _can_access_peers(ranks, device)
+    if not _all_ranks_agree(works and reaches, ranks, device):
         return None
-    own = handle = None
+    local = handle = None
     # RuntimeError: a driver or container without peer mappings, or no memory; NCCL may still run
     try:
-        own = symmetric.empty((TURNS, ranks.size, P * S), dtype=BITS[dtype], device=device)
+        local = symmetric.empty((TURNS, ranks.size, P * S), dtype=BITS[dtype], device=device)
     except RuntimeError as error:
         warnings.warn(NO_MEMORY.format(error), stacklevel=2)
-    if not _all(own is not None, ranks, device):  # the others would wait in the rendezvous
+    if not _all_ranks_agree(
+        local is not None, ranks, device
+    ):  # the others would wait in the rendezvous
         return None
-    assert own is not None
+    assert local is not None
     try:
-        handle = symmetric.rendezvous(own, cast(Any, ranks.group))
-        own.fill_(empty(dtype))
+        handle = symmetric.rendezvous(local, cast(Any, ranks.group))
+        local.fill_(empty_bits(dtype))
     except RuntimeError as error:
         handle = None
         warnings.warn(NO_MEMORY.format(error), stacklevel=2)
     # This message also says that every rank's buffers are empty, so that others may write to them
-    if not _all(handle is not None, ranks, device):
+    if not _all_ranks_agree(handle is not None, ranks, device):
         return None
     assert handle is not None
     addresses = torch.tensor([*handle.buffer_ptrs], dtype=torch.int64, device=device)
     turns = torch.zeros(P, dtype=torch.int32, device=device)
-    return Buffers(own, addresses, turns, handle.rank, dtype, handle)
+    return SymmetricBuffers(local, addresses, turns, handle.rank, dtype, handle)
 
 
-def _all(said: bool, ranks: Ranks, device: torch.device) -> bool:
-    """Whether every rank says so; the host waits for the answer."""
-    return bool(ranks.gather(torch.tensor([said], device=device)).all())
+def _all_ranks_agree(agrees: bool, ranks: Ranks, device: torch.device) -> bool:
+    """Whether `agrees` is True on every rank; the host waits for the answer."""
+    return bool(ranks.gather(torch.tensor([agrees], device=device)).all())
 
 
-def _reaches(ranks: Ranks, device: torch.device) -> bool:
-    """Whether all ranks are on this host, each on a GPU of its own whose memory this one can
-    write."""
-    here = {_number(_uuid(i)): i for i in range(torch.cuda.device_count())}
+def _can_access_peers(ranks: Ranks, device: torch.device) -> bool:
+    """Whether the ranks are on different GPUs of this host whose memory this rank can write."""
+    local_gpus = {_hash63(_uuid(i)): i for i in range(torch.cuda.device_count())}
     boot = BOOT.read_text() if BOOT.exists() else ""
-    mine = [_number(socket.gethostname() + boot), _number(_uuid(device.index))]
-    hosts, gpus = ranks.gather(torch.tensor([mine], device=device)).T.tolist()
-    if len({*hosts}) > 1 or len({*gpus}) < ranks.size or not {*gpus} <= {*here}:
+    identity = [_hash63(socket.gethostname() + boot), _hash63(_uuid(device.index))]
+    hosts, gpus = ranks.gather(torch.tensor([identity], device=device)).T.tolist()
+    if len({*hosts}) > 1 or len({*gpus}) < ranks.size or not {*gpus} <= {*local_gpus}:
         return False
-    others = [here[gpu] for gpu in gpus if gpu != mine[1]]
-    return all(torch.cuda.can_device_access_peer(device.index, other) for other in others)
+    peers = [local_gpus[gpu] for gpu in gpus if gpu != identity[1]]
+    return all(torch.cuda.can_device_access_peer(device.index, other) for other in peers)
 
 
 def _uuid(gpu: int) -> str:
     return str(torch.cuda.get_device_properties(gpu).uuid)
 
 
-def _number(word: str) -> int:
-    """63 bits of its hash, which a message of int64 can hold."""
+def _hash63(word: str) -> int:
+    """Returns a 63-bit hash, which fits into an int64."""
     return int.from_bytes(hashlib.sha256(word.encode()).digest()[:8], "big") >> 1

@@ -20,7 +20,7 @@ _ops = torch.ops._c10d_functional
 
 
 class RowCounts(NamedTuple):
-    """Rows that a rank receives from each rank, and sends to it."""
+    """The numbers of rows that a rank receives from each rank, and sends to it."""
 
     received: Sequence[int]
     sent: Sequence[int]
@@ -43,30 +43,31 @@ class Ranks(NamedTuple):
 
     def gather(self, x: Tensor) -> Tensor:
         """All-gather: [n, ...] of each rank -> [R n, ...]."""
-        return waited(self.begin_gather(x))
+        return wait_tensor(self.start_all_gather(x))
 
-    def begin_gather(self, x: Tensor) -> Tensor:
-        """`gather`, asynchronous: pass the result to `waited` before reading it."""
+    def start_all_gather(self, x: Tensor) -> Tensor:
+        """`gather`, asynchronous: pass the result to `wait_tensor` before reading it."""
         return _ops.all_gather_into_tensor(x.contiguous(), self.size, self.group)
 
-    def scatter_sum(self, x: Tensor) -> Tensor:
+    def reduce_scatter(self, x: Tensor) -> Tensor:
         """Reduce-scatter: partial sums [R n, ...] -> this rank's [n, ...] of the sum."""
-        return waited(self.begin_scatter_sum(x))
+        return wait_tensor(self.start_reduce_scatter(x))
 
-    def begin_scatter_sum(self, x: Tensor) -> Tensor:
-        """`scatter_sum`, asynchronous: pass the result to `waited` before reading it."""
+    def start_reduce_scatter(self, x: Tensor) -> Tensor:
+        """`scatter_sum`, asynchronous: pass the result to `wait_tensor` before reading it."""
         return _ops.reduce_scatter_tensor(x.contiguous(), "sum", self.size, self.group)
 
     def sum(self, x: Tensor) -> Tensor:
-        return waited(_ops.all_reduce(x.contiguous(), "sum", self.group))
+        return wait_tensor(_ops.all_reduce(x.contiguous(), "sum", self.group))
 
-    def own(self, x: Tensor) -> Tensor:
-        """[R n, ...] -> this rank's [n, ...]."""
+    def local_part(self, x: Tensor) -> Tensor:
+        """Returns this rank's [n, ...] of [R n, ...]."""
         return x.tensor_split(self.size)[self.rank]
 
     def exchange(self, x: Tensor, received: Sequence[int], sent: Sequence[int]) -> Tensor:
-        """All-to-all: the first `sent[0]` rows of x go to rank 0, from which `received[0]` rows
-        come; and so on."""
+        """All-to-all: sends the first `sent[0]` rows of x to rank 0 and receives `received[0]`; and
+        so on.
+        """
         return self.exchange_all((x,), [RowCounts(received, sent)])[0]
 
     def exchange_all(self, xs: Sequence[Tensor], sizes: Sequence[RowCounts]) -> list[Tensor]:
@@ -74,21 +75,21 @@ class Ranks(NamedTuple):
         send = _ops.all_to_all_single
         pairs = zip(xs, sizes, strict=True)
         out = [send(x.contiguous(), list(s.received), list(s.sent), self.group) for x, s in pairs]
-        return [waited(x) for x in out]
+        return [wait_tensor(x) for x in out]
 
 
-def waited(x: Tensor) -> Tensor:
-    """The result of a collective: the current stream waits for it, the host does not."""
+def wait_tensor(x: Tensor) -> Tensor:
+    """Returns the result of a collective: the current stream waits for it, the host does not."""
     return x if x.is_meta else _ops.wait_tensor(x)
 
 
-def ranks_of(ctx: Any) -> Ranks:
-    """The ranks of a backward pass, which has no second derivative."""
+def backward_ranks(ctx: Any) -> Ranks:
+    """Returns the ranks of a backward pass, which has no second derivative."""
     refuse_second_derivative("an exchange between ranks")
     return ctx.ranks
 
 
-class _All(torch.autograd.Function):
+class _GatherFromGroup(torch.autograd.Function):
     """All-gather to a replicated tensor, whose gradient is the same on every rank: backward takes
     the local part."""
 
@@ -99,10 +100,10 @@ class _All(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return ranks_of(ctx).own(grad), None
+        return backward_ranks(ctx).local_part(grad), None
 
 
-class _Sum(torch.autograd.Function):
+class _ReduceFromGroup(torch.autograd.Function):
     """All-reduce of partial sums to a replicated tensor, whose gradient is the same on every rank:
     backward is the identity."""
 
@@ -115,7 +116,7 @@ class _Sum(torch.autograd.Function):
         return grad, None
 
 
-class _SumForParts(torch.autograd.Function):
+class _AllReduce(torch.autograd.Function):
     """All-reduce of partial sums, where each rank uses the sum for its own part of the loss:
     gradients are partial, and backward is an all-reduce too."""
 
@@ -126,10 +127,10 @@ class _SumForParts(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return ranks_of(ctx).sum(grad), None
+        return backward_ranks(ctx).sum(grad), None
 
 
-class _PartOfGradient(torch.autograd.Function):
+class _ScaleReplicatedGrad(torch.autograd.Function):
     """Identity of a tensor that is computed on every rank from replicated inputs: backward divides
     by the ranks, so that the sum of their gradients counts it once."""
 
@@ -144,7 +145,7 @@ class _PartOfGradient(torch.autograd.Function):
         return grad / ctx.ranks.size, None
 
 
-class _Exchange(torch.autograd.Function):
+class _AllToAll(torch.autograd.Function):
     """All-to-all of rows; backward sends their gradients back, those of all tensors even if a rank
     uses only one."""
 
@@ -157,40 +158,43 @@ class _Exchange(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return None, None, *ranks_of(ctx).exchange_all(grads, ctx.sizes)
+        return None, None, *backward_ranks(ctx).exchange_all(grads, ctx.sizes)
 
 
-def gather_all(x: Tensor, ranks: Ranks) -> Tensor:
-    """[n, ...] of each rank -> [R n, ...], used identically on every rank."""
-    return _All.apply(x, ranks)
+def gather_from_group(x: Tensor, ranks: Ranks) -> Tensor:
+    """Gathers [n, ...] of each rank to [R n, ...], which every rank uses in the same way."""
+    return _GatherFromGroup.apply(x, ranks)
 
 
-def exchange(
+def all_to_all(
     x: Tensor, ranks: Ranks, received: Sequence[int] = (), sent: Sequence[int] = ()
 ) -> Tensor:
-    """As `Ranks.exchange`, differentiable; without sizes [R, ...] -> [R, ...], a row each."""
+    """`Ranks.exchange`, differentiable; without sizes [R, ...] -> [R, ...], a row for each rank."""
     ones = [1] * ranks.size
-    return exchange_all((x,), ranks, [RowCounts(received or ones, sent or ones)])[0]
+    return all_to_all_many((x,), ranks, [RowCounts(received or ones, sent or ones)])[0]
 
 
-def exchange_all(
+def all_to_all_many(
     xs: Sequence[Tensor], ranks: Ranks, sizes: Sequence[RowCounts]
 ) -> tuple[Tensor, ...]:
-    """As `Ranks.exchange_all`, differentiable. A backward pass that reaches one result exchanges
-    the gradients of all, so that no rank waits for a rank that does not use that result."""
-    return _Exchange.apply(ranks, sizes, *xs)
+    """`Ranks.exchange_all`, differentiable.
+
+    A backward pass that reaches one result exchanges the gradients of all, so that no rank waits
+    for a rank that does not use that result.
+    """
+    return _AllToAll.apply(ranks, sizes, *xs)
 
 
-def alike(x: Tensor, ranks: Ranks) -> Tensor:
-    """A tensor computed identically on every rank, whose gradient is to be counted once."""
-    return _PartOfGradient.apply(x, ranks)
+def scale_replicated_grad(x: Tensor, ranks: Ranks) -> Tensor:
+    """Returns x, computed identically on every rank, so that its gradient counts once."""
+    return _ScaleReplicatedGrad.apply(x, ranks)
 
 
-def sum_over(x: Tensor, ranks: Ranks) -> Tensor:
-    """The sum over ranks, used identically on every rank."""
-    return _Sum.apply(x, ranks)
+def reduce_from_group(x: Tensor, ranks: Ranks) -> Tensor:
+    """Returns the sum over ranks, which every rank uses in the same way."""
+    return _ReduceFromGroup.apply(x, ranks)
 
 
-def sum_for_parts(x: Tensor, ranks: Ranks) -> Tensor:
-    """The sum over ranks, which each rank uses for its own part of the loss."""
-    return _SumForParts.apply(x, ranks)
+def all_reduce(x: Tensor, ranks: Ranks) -> Tensor:
+    """Returns the sum over ranks, which each rank uses for its own part of the loss."""
+    return _AllReduce.apply(x, ranks)

@@ -1,10 +1,17 @@
-"""Tokens of each row divided over ranks.
+"""Context parallelism: attention over rows whose tokens are divided over ranks.
 
-Each of n ranks has S consecutive tokens of every row. All layers but attention compute with these
-alone.
+Each of n ranks has S consecutive tokens of every row, and all layers but attention compute with
+these alone.
 
-# B batch, T tokens of a row, n ranks, S tokens of a shard = T / n rounded up, H query heads,
-# K kv heads, D head dim
+# B batch, T tokens of a row, n ranks, S tokens of a shard = T / n rounded up, g ranks of a group,
+# R groups, Q queries of a group, H query heads, K kv heads, h and k those of one rank, D head dim
+
+g of the n ranks, the most that divide both n and the heads, form a group: together they have all
+heads, each for all tokens (DeepSpeed Ulysses, Jacobs et al., arXiv 2309.14509). With several
+groups, each computes a part of the queries against the keys up to them, and every rank gets all
+keys and values of its heads (as Llama 3, arXiv 2407.21783, section 3.3.2). A row is cut into 2 R
+chunks, and a group computes an early and a late one, so that all have the same work in causal
+attention.
 """
 
 import functools
@@ -20,17 +27,17 @@ from torch import Tensor
 from tigon.distributed.collectives import (
     Ranks,
     RowCounts,
-    exchange,
-    exchange_all,
-    gather_all,
-    sum_over,
+    all_to_all,
+    all_to_all_many,
+    gather_from_group,
+    reduce_from_group,
 )
 from tigon.kernels.attention.api import AttentionMask, attention
 from tigon.kernels.runtime import refuse_second_derivative
 
 
 @dataclass(frozen=True)
-class Shard:
+class ContextShard:
     """This rank's tokens in one pass."""
 
     to: Ranks  # those with the same rows
@@ -40,133 +47,122 @@ class Shard:
 
     @property
     def size(self) -> int:
-        """S."""
+        """S, the tokens of a shard."""
         return -(-self.tokens // self.to.size)
 
     @property
     def behind(self) -> int:
-        """Tokens of padding that make the last shard as long as the others."""
+        """The tokens of padding that make the last shard as long as the rest."""
         return self.size * self.to.size - self.tokens
 
     def part(self, x: Tensor, fill: float = 0) -> Tensor:
-        """[B, T, ...] -> [B, S, ...], this rank's; `fill` in the padding behind."""
+        """Returns this rank's [B, S, ...] of [B, T, ...], with `fill` in the padding at the end."""
         first = self.to.rank * self.size
-        mine = x[:, first : first + self.size]
-        if (short := self.size - mine.shape[1]) == 0:
-            return mine.contiguous()
-        return F.pad(mine, (0, 0) * (x.dim() - 2) + (0, short), value=fill)
+        heads_of_rank = x[:, first : first + self.size]
+        if (short := self.size - heads_of_rank.shape[1]) == 0:
+            return heads_of_rank.contiguous()
+        return F.pad(heads_of_rank, (0, 0) * (x.dim() - 2) + (0, short), value=fill)
 
     def gather(self, x: Tensor) -> Tensor:
-        """The inverse: [B, S, ...] -> [B, T, ...] on every rank, which all make the same of."""
-        return gather_all(x[None], self.to).transpose(0, 1).flatten(1, 2)[:, : self.tokens]
+        """Gathers [B, S, ...] to [B, T, ...], which every rank uses in the same way."""
+        return gather_from_group(x[None], self.to).transpose(0, 1).flatten(1, 2)[:, : self.tokens]
 
     def sum(self, x: Tensor) -> Tensor:
-        """Over the ranks, which all make the same of it."""
-        return sum_over(x, self.to)
+        """Returns the sum over ranks, which every rank uses in the same way."""
+        return reduce_from_group(x, self.to)
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, **how: Any) -> Tensor:
-        """Attention of q [B, S, H, D] to keys and values [B, S, K, D] of all ranks: [B, S, H, D].
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, **options: Any
+    ) -> Tensor:
+        """Returns attention [B, S, H, D] of q [B, S, H, D] to keys and values [B, S, K, D] of all
+        ranks.
 
-        `mask` is of whole rows.
+        `mask` is that of full rows.
         """
-        return Division(self.to, self.tokens, q.shape[2]).attend(q, k, v, mask, **how)
+        return ContextParallelAttention(self.to, self.tokens, q.shape[2]).attend(
+            q, k, v, mask, **options
+        )
 
 
-# Heads divided over ranks in one copy, as all-to-all sends them.
-#
-# B batch, S tokens, n ranks, H heads of one tensor and h of them per rank, D head dim
+# Heads divided over ranks, in one copy, for all-to-all
 
 
-def divide_heads(xs: Sequence[Tensor], ranks: int) -> Tensor:
-    """Several [B, S, H, D] -> [n, B, S, the sum of their h, D]: for each rank its heads of all."""
-    return _Divide.apply(ranks, *xs)
+def stack_heads_by_rank(xs: Sequence[Tensor], ranks: int) -> Tensor:
+    """Stacks several [B, S, H, D] to [n, B, S, the sum of their h, D], each rank's heads of all."""
+    return _StackHeads.apply(ranks, *xs)
 
 
-def join_heads(x: Tensor) -> Tensor:
-    """[n, B, S, h, D], the heads of each rank -> [B, S, n h, D]."""
-    return _Join.apply(x)
+def unstack_heads(x: Tensor) -> Tensor:
+    """Returns [B, S, n h, D] from the heads of each rank [n, B, S, h, D]."""
+    return _UnstackHeads.apply(x)
 
 
-class _Divide(torch.autograd.Function):
+class _StackHeads(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, ranks: int, *xs: Tensor) -> Tensor:
         ctx.heads = [x.shape[2] for x in xs]
-        return _divided(xs, ranks)
+        return _stack_heads(xs, ranks)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         refuse_second_derivative("heads of ranks")
-        return None, *_joined(grad, ctx.heads)
+        return None, *_unstack_heads(grad, ctx.heads)
 
 
-class _Join(torch.autograd.Function):
+class _UnstackHeads(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
         ctx.ranks = len(x)
-        return _joined(x, [len(x) * x.shape[3]])[0]
+        return _unstack_heads(x, [len(x) * x.shape[3]])[0]
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
         refuse_second_derivative("heads of ranks")
-        return _divided([grad], ctx.ranks)
+        return _stack_heads([grad], ctx.ranks)
 
 
-def _divided(xs: Sequence[Tensor], ranks: int) -> Tensor:
+def _stack_heads(xs: Sequence[Tensor], ranks: int) -> Tensor:
     batch, tokens, _, dim = xs[0].shape
-    own = [x.shape[2] // ranks for x in xs]
-    out = xs[0].new_empty(ranks, batch, tokens, sum(own), dim)
-    for x, part in zip(xs, out.split(own, 3), strict=True):
+    local = [x.shape[2] // ranks for x in xs]
+    out = xs[0].new_empty(ranks, batch, tokens, sum(local), dim)
+    for x, part in zip(xs, out.split(local, 3), strict=True):
         _copy(part, _by_rank(x, ranks))
     return out
 
 
-def _joined(x: Tensor, heads: Sequence[int]) -> list[Tensor]:
-    """The inverse: of each tensor, all its heads."""
+def _unstack_heads(x: Tensor, heads: Sequence[int]) -> list[Tensor]:
+    """Returns all heads of each tensor: the inverse of `_stack_heads`."""
     ranks, batch, tokens, _, dim = x.shape
     out = [x.new_empty(batch, tokens, count, dim) for count in heads]
     parts = x.split([count // ranks for count in heads], 3)
-    for whole, part in zip(out, parts, strict=True):
-        _copy(_by_rank(whole, ranks), part)
+    for full, part in zip(out, parts, strict=True):
+        _copy(_by_rank(full, ranks), part)
     return out
 
 
 def _by_rank(x: Tensor, ranks: int) -> Tensor:
-    """[B, S, H, D] -> [n, B, S, h, D], a view."""
+    """Views [B, S, H, D] as [n, B, S, h, D]."""
     return x.unflatten(2, (ranks, -1)).permute(2, 0, 1, 3, 4)
 
 
 def _copy(out: Tensor, x: Tensor) -> None:
-    """In numbers of 16 bytes, if both allow it: a strided copy on a GPU moves one at a time."""
+    """Copies in units of 16 bytes if possible: a strided copy on a GPU moves one at a time."""
     wide = torch.complex128
     count = wide.itemsize // x.itemsize
-    if all(_in_steps_of(count, t) for t in (out, x)):
+    if all(_is_aligned(count, t) for t in (out, x)):
         out, x = out.view(wide), x.view(wide)
     out.copy_(x)
 
 
-def _in_steps_of(count: int, x: Tensor) -> bool:
-    """Whether every run of so many numbers is in one place, and begins at a multiple of them."""
+def _is_aligned(count: int, x: Tensor) -> bool:
+    """Whether every `count` elements are adjacent and begin at a multiple of their size."""
     starts = (x.storage_offset(), x.shape[-1], *x.stride()[:-1])
     return x.stride(-1) == 1 and not any(start % count for start in starts)
 
 
-# Attention over whole rows for ranks of which each has consecutive tokens of them.
-#
-# g of the n ranks, the most that divide both n and the heads, form a group: between them they
-# have all heads, each for all tokens (DeepSpeed Ulysses, Jacobs et al., arXiv 2309.14509). Where
-# there are several groups, each computes a part of the queries against the keys up to them, and
-# every rank gets all keys and values of its heads (as Llama 3, arXiv 2407.21783, section 3.3.2).
-# A row is cut into 2 R chunks, and a group computes an early one and a late one, so that with
-# causal attention of whole rows all have the same work.
-#
-# B batch, T tokens of a row, n ranks, S tokens that a rank has = T / n rounded up, g ranks of a
-# group, R groups, Q queries of a group, H query heads, K kv heads, h and k those of one rank,
-# D head dim
-
-
 @dataclass(frozen=True)
-class Division:
-    """Of the attention of a layer over the ranks that have the same rows."""
+class ContextParallelAttention:
+    """Divides a layer's attention over the ranks that have the same rows."""
 
     ranks: Ranks
     tokens: int  # T
@@ -174,129 +170,134 @@ class Division:
 
     @property
     def size(self) -> int:
-        """g; the ranks of a group are neighbours."""
+        """g; the ranks of a group are neighbors."""
         return math.gcd(self.ranks.size, self.heads)
 
     @property
     def groups(self) -> int:
-        """R."""
+        """R, the number of groups."""
         return self.ranks.size // self.size
 
     @property
     def group(self) -> int:
-        """That of this rank."""
+        """The index of this rank's group."""
         return self.ranks.rank // self.size
 
     @property
     def share(self) -> int:
-        """S."""
+        """S, the tokens of a rank."""
         return -(-self.tokens // self.ranks.size)
 
     def chunks(self, group: int) -> list[range]:
-        """The queries that a group computes: two chunks, in order.
+        """Returns the two ranges of queries that a group computes, in order.
 
-        The first half of what its ranks have is one of them.
+        The first half of its ranks' tokens is one of them.
         """
         count = 2 * self.groups
         pair = sorted((2 * group, count - 1 - 2 * group))
         return [range(*(j * self.tokens // count for j in (i, i + 1))) for i in pair]
 
-    def asked(self, rank: int, group: int) -> list[range]:
-        """Of the tokens that a rank has, counted from its first, those whose queries a group
-        computes: none, one run of them, or two."""
+    def local_query_ranges(self, rank: int, group: int) -> list[range]:
+        """Returns the ranges of a rank's tokens whose queries the group computes: 0, 1 or 2."""
         first = rank * self.share
         ends = (
             (max(c.start - first, 0), min(c.stop - first, self.share)) for c in self.chunks(group)
         )
         return [range(start, stop) for start, stop in ends if start < stop]
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, **how: Any) -> Tensor:
-        """q [B, S, H, D], k and v [B, S, K, D] of this rank's tokens -> their output [B, S, H, D].
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, **options: Any
+    ) -> Tensor:
+        """Returns the output [B, S, H, D] for q [B, S, H, D], k and v [B, S, K, D] of this rank's
+        tokens.
 
-        `mask` is of whole rows.
+        `mask` is that of full rows.
         """
         k, v = self._copied(k), self._copied(v)
         if self.groups == 1:
-            return self._to_tokens(attention(*self._to_heads(q, k, v), mask=mask, **how))
+            return self._to_tokens(attention(*self._to_heads(q, k, v), mask=mask, **options))
         q, k, v = self._to_groups(q, k, v)
         chunks, parts = self.chunks(self.group), []
         for queries, chunk in zip(q.split([*map(len, chunks)], 1), chunks, strict=True):
             if chunk:
-                part = mask.part(chunk.start, chunk.stop)
+                part = mask.slice_queries(chunk.start, chunk.stop)
                 keys = k[:, : part.keys], v[:, : part.keys]
-                parts.append(attention(queries, *keys, mask=part, **how))
-        return self._from_groups(joined(parts, 1) if parts else q)
+                parts.append(attention(queries, *keys, mask=part, **options))
+        return self._from_groups(concat_parts(parts, 1) if parts else q)
 
     def _copied(self, x: Tensor) -> Tensor:
-        """[B, S, K, D] -> a multiple of g heads: ranks of a group that share one get copies."""
+        """Repeats the heads of [B, S, K, D] to a multiple of g, for ranks of a group that share
+        one.
+        """
         copies = self.size // math.gcd(x.shape[2], self.size)
         return x.repeat_interleave(copies, 2) if copies > 1 else x
 
     def _to_heads(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """-> all T tokens of this rank's heads, where there is one group."""
+        """Returns all T tokens of this rank's heads; there must be one group."""
         sizes = [x.shape[2] // self.size for x in (q, k, v)]
-        y = exchange(divide_heads((q, k, v), self.size), self.ranks)  # [n, B, S, h + 2 k, D]
+        y = all_to_all(
+            stack_heads_by_rank((q, k, v), self.size), self.ranks
+        )  # [n, B, S, h + 2 k, D]
         q, k, v = y.transpose(0, 1).flatten(1, 2)[:, : self.tokens].split(sizes, 2)
         return q, k, v
 
     def _to_tokens(self, x: Tensor) -> Tensor:
-        """The inverse: [B, T, h, D] -> [B, S, H, D]."""
+        """Returns [B, S, H, D] from [B, T, h, D], the inverse of `_to_heads`."""
         behind = self.share * self.size - self.tokens
         x = F.pad(x, (0, 0, 0, 0, 0, behind)) if behind else x
         x = x.unflatten(1, (self.size, -1)).transpose(0, 1).contiguous()
-        return join_heads(exchange(x, self.ranks))
+        return unstack_heads(all_to_all(x, self.ranks))
 
     def _to_groups(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """-> of this rank's heads the queries of its group [B, Q, h, D], and all keys and values.
+        """Returns the group's queries of this rank's heads [B, Q, h, D], and all keys and values.
 
-        Gradients of keys and values come from every group and are added up here, at once.
+        Backward sums the gradients of keys and values over all groups at once.
         """
         heads = q.unflatten(2, (self.size, -1)).permute(2, 1, 0, 3, 4)  # [g, S, B, h, D]
-        asked = [self.asked(self.ranks.rank, group) for group in range(self.groups)]
-        runs = [[heads[:, r.start : r.stop] for r in group] for group in asked if group]
-        rows = [joined(run, 1).flatten(0, 1) for run in runs]
-        queries = joined(rows, 0) if rows else heads[0, :0]
+        ranges = [self.local_query_ranges(self.ranks.rank, group) for group in range(self.groups)]
+        runs = [[heads[:, r.start : r.stop] for r in group] for group in ranges if group]
+        rows = [concat_parts(run, 1).flatten(0, 1) for run in runs]
+        queries = concat_parts(rows, 0) if rows else heads[0, :0]
         pair = [x.unflatten(2, (self.size, -1)).permute(2, 0, 1, 3, 4) for x in (k, v)]
         each = [x.expand(self.groups, *x.shape) for x in pair]
         ones = [1] * self.ranks.size
-        sizes = [sizes_of(self), RowCounts(ones, ones)]
-        q, kv = exchange_all((queries, torch.cat(each, 4).flatten(0, 1)), self.ranks, sizes)
+        sizes = [exchange_sizes(self), RowCounts(ones, ones)]
+        q, kv = all_to_all_many((queries, torch.cat(each, 4).flatten(0, 1)), self.ranks, sizes)
         k, v = kv.transpose(0, 1).flatten(1, 2)[:, : self.tokens].chunk(2, 2)
         return q.transpose(0, 1), k, v
 
     def _from_groups(self, x: Tensor) -> Tensor:
-        """What became of the queries: [B, Q, h, D] -> [B, S, H, D]."""
-        received, sent = sizes_of(self)
-        rows = exchange(x.transpose(0, 1), self.ranks, sent, received)  # [g S, B, h, D]
-        found = []
+        """Returns the output [B, S, H, D] from that of the group's queries [B, Q, h, D]."""
+        received, sent = exchange_sizes(self)
+        rows = all_to_all(x.transpose(0, 1), self.ranks, sent, received)  # [g S, B, h, D]
+        parts_in_order = []
         for group, y in enumerate(rows.split([self.size * n for n in sent[:: self.size]])):
-            runs = self.asked(self.ranks.rank, group)
+            runs = self.local_query_ranges(self.ranks.rank, group)
             parts = y.unflatten(0, (self.size, -1)).split([*map(len, runs)], 1) if runs else ()
-            found += [(run.start, part) for run, part in zip(runs, parts, strict=True)]
-        parts = [part for _, part in sorted(found, key=lambda entry: entry[0])]
-        out = joined(parts, 1) if parts else rows.unflatten(0, (self.size, 0))
+            parts_in_order += [(run.start, part) for run, part in zip(runs, parts, strict=True)]
+        parts = [part for _, part in sorted(parts_in_order, key=lambda entry: entry[0])]
+        out = concat_parts(parts, 1) if parts else rows.unflatten(0, (self.size, 0))
         out = out.permute(2, 1, 0, 3, 4).flatten(2, 3)
         return F.pad(out, (0, 0, 0, 0, 0, self.share - out.shape[1]))
 
 
 @functools.lru_cache  # for all layers: in a large group it takes the host milliseconds
-def sizes_of(division: Division) -> RowCounts:
-    """Tokens whose queries of one rank's heads come from each rank, and go to each."""
-    n, own = range(division.ranks.size), division.ranks.rank
+def exchange_sizes(division: ContextParallelAttention) -> RowCounts:
+    """Returns the tokens whose queries of one rank's heads come from each rank, and go to each."""
+    n, local = range(division.ranks.size), division.ranks.rank
     counts = (
-        [sum(map(len, division.asked(rank, division.group))) for rank in n],
-        [sum(map(len, division.asked(own, rank // division.size))) for rank in n],
+        [sum(map(len, division.local_query_ranges(rank, division.group))) for rank in n],
+        [sum(map(len, division.local_query_ranges(local, rank // division.size))) for rank in n],
     )
     return RowCounts(*counts)
 
 
-def joined(parts: list[Tensor], dim: int) -> Tensor:
+def concat_parts(parts: list[Tensor], dim: int) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
 
-def heads_sent(heads: int, kv_heads: int, ranks: int) -> float:
-    """Heads that a rank sends in a layer for each of its tokens, on average: of queries, keys,
-    values and output."""
+def heads_sent_per_token(heads: int, kv_heads: int, ranks: int) -> float:
+    """Returns the heads that a rank sends per layer and token on average: q, k, v and output."""
     size = math.gcd(heads, ranks)
-    kept = 1 / size if size == ranks else 0.5 / size  # another group computes half of the queries
-    return 2 * heads * (1 - kept) + 2 * math.lcm(kv_heads, size) / size * (ranks - 1)
+    saved = 1 / size if size == ranks else 0.5 / size  # another group computes half of the queries
+    return 2 * heads * (1 - saved) + 2 * math.lcm(kv_heads, size) / size * (ranks - 1)

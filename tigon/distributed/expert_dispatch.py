@@ -1,7 +1,7 @@
-"""Expert parallelism: each rank of a group has some of the experts, and gets the tokens for them.
+"""Expert parallelism: each rank of a group has some of the experts and receives their tokens.
 
-A token goes once to each rank that has any of its experts, with the numbers and the weights of all
-of them, and one row comes back from each: the weighted sum over the experts there.
+A token is sent once to each rank that has any of its experts, with the numbers and weights of all
+of them, and one row returns from each: the weighted sum over the experts there.
 
 # N tokens of this rank, k experts per token, E experts of all ranks, p ranks, M rows that this rank
 # sends, R that it receives, C model dim
@@ -15,15 +15,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tigon.distributed.all_reduce import sum_few
+from tigon.distributed.all_reduce import all_reduce_small
 from tigon.distributed.collectives import Ranks
-from tigon.kernels.mlp.grouped_mlp import UNKNOWN
+from tigon.kernels.mlp.grouped_mlp import UNKNOWN_SLOTS
 from tigon.kernels.mlp.permute import combine_rows, spread_rows
 from tigon.kernels.runtime import refuse_second_derivative
 
 
-class Dispatch(NamedTuple):
-    """What the host has to know of a pass."""
+class DispatchSizes(NamedTuple):
+    """The numbers of rows that the host has to know."""
 
     sent: list[int]  # [p], rows to each rank
     received: list[int]  # [p], rows from each
@@ -31,87 +31,92 @@ class Dispatch(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Route:
-    """Where the tokens of one pass go; how many come is on its way to the host."""
+class TokenRoute:
+    """Where the tokens of one pass go; the row counts are on their way to the host."""
 
-    places: Tensor  # [N p], of a token's row among those sent; M or more where the rank needs none
+    send_rows: Tensor  # [N p], a token's row among those sent; M or more if the rank needs none
     counts: Tensor  # [2 p + 1] on the host
     known: torch.cuda.Event | None  # when the counts are there; None: they are
 
-    def sizes(self) -> Dispatch:
-        """The host waits until they are known."""
+    def sizes(self) -> DispatchSizes:
+        """Waits until the row counts are on the host and returns them."""
         if self.known is not None:
             self.known.synchronize()
         *rows, slots = self.counts.tolist()
         ranks = len(rows) // 2
-        return Dispatch(rows[:ranks], rows[ranks:], slots)
+        return DispatchSizes(rows[:ranks], rows[ranks:], slots)
 
 
 class _ToExperts(torch.autograd.Function):
-    """Rows of tokens to the ranks that need them; each token's gradient is the sum of theirs."""
+    """Sends tokens to the ranks that need them; backward sums the gradients that return."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, rows: Tensor, places: Tensor, ranks: Ranks, sizes: Dispatch
+        ctx: Any, x: Tensor, rows: Tensor, send_rows: Tensor, ranks: Ranks, sizes: DispatchSizes
     ) -> Tensor:
-        ctx.save_for_backward(places)
+        ctx.save_for_backward(send_rows)
         ctx.ranks, ctx.sizes = ranks, sizes
         return ranks.exchange(rows[: sum(sizes.sent)], sizes.received, sizes.sent)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         refuse_second_derivative("an exchange between ranks")
-        (places,), sizes = ctx.saved_tensors, ctx.sizes
+        (send_rows,), sizes = ctx.saved_tensors, ctx.sizes
         rows = ctx.ranks.exchange(grad, sizes.sent, sizes.received)
-        return combine_rows(rows, places, None, ctx.ranks.size), None, None, None, None
+        return combine_rows(rows, send_rows, None, ctx.ranks.size), None, None, None, None
 
 
 class _FromExperts(torch.autograd.Function):
-    """The way back: each token's sum of the rows that ranks have made of it."""
+    """Returns each token's sum of the rows that ranks send back."""
 
     @staticmethod
-    def forward(ctx: Any, y: Tensor, places: Tensor, ranks: Ranks, sizes: Dispatch) -> Tensor:
-        ctx.save_for_backward(places)
+    def forward(
+        ctx: Any, y: Tensor, send_rows: Tensor, ranks: Ranks, sizes: DispatchSizes
+    ) -> Tensor:
+        ctx.save_for_backward(send_rows)
         ctx.ranks, ctx.sizes = ranks, sizes
         rows = ranks.exchange(y, sizes.sent, sizes.received)
-        return combine_rows(rows, places, None, ranks.size)
+        return combine_rows(rows, send_rows, None, ranks.size)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         refuse_second_derivative("an exchange between ranks")
-        (places,), sizes = ctx.saved_tensors, ctx.sizes
-        rows = spread_rows(grad.contiguous(), places, ctx.ranks.size, sum(sizes.sent))
+        (send_rows,), sizes = ctx.saved_tensors, ctx.sizes
+        rows = spread_rows(grad.contiguous(), send_rows, ctx.ranks.size, sum(sizes.sent))
         return ctx.ranks.exchange(rows, sizes.received, sizes.sent), None, None, None
 
 
 @dataclass(frozen=True)
 class ExpertShard:
-    """Ranks of which rank r has the experts from r E / p to (r + 1) E / p."""
+    """Experts divided over ranks: rank r has those from r E / p to (r + 1) E / p."""
 
     ranks: Ranks
     experts: int  # E
 
     @property
-    def own(self) -> int:
-        """Experts of each rank."""
+    def experts_per_rank(self) -> int:
+        """E / p, the experts of each rank."""
         return self.experts // self.ranks.size
 
     def rows(self, tokens: int, k: int) -> int:
-        """About how many a rank sends to each, itself included, if experts are chosen evenly."""
-        without = math.comb(self.experts - self.own, k) / math.comb(self.experts, k)
+        """Estimates the rows that a rank sends to each, including itself, for evenly chosen
+        experts.
+        """
+        without = math.comb(self.experts - self.experts_per_rank, k) / math.comb(self.experts, k)
         return round(tokens * (1 - without))
 
-    def route(self, experts: Tensor) -> Route:
-        """Of experts [N, k] int64, in [0, E). The host does not wait.
+    def route(self, experts: Tensor) -> TokenRoute:
+        """Routes tokens to experts [N, k] int64 in [0, E), without waiting for the device.
 
-        Every rank of the group calls it as often; one may have no tokens.
+        Every rank of the group calls it equally often; one may have no tokens.
         """
         ranks = self.ranks.size
         numbers = torch.arange(ranks, device=experts.device)
-        slots = ((experts // self.own)[..., None] == numbers).sum(1)  # [N, p], of each rank
+        chosen = (experts // self.experts_per_rank)[..., None] == numbers
+        slots = chosen.sum(1)  # [N, p], of each rank
         needed = slots > 0
         first = needed.T.flatten()  # those of the first rank, then of the second ...
-        places = torch.where(first, first.cumsum(0) - 1, len(first))
+        send_rows = torch.where(first, first.cumsum(0) - 1, len(first))
         sent = torch.stack((needed.sum(0), slots.sum(0)), 1)  # [p, 2]
         ones = [1] * ranks
         received = self.ranks.exchange(sent, ones, ones)
@@ -129,53 +134,54 @@ class ExpertShard:
             counts = counts.to("cpu", non_blocking=True)  # to pinned memory
             known = torch.cuda.Event()
             known.record()
-        return Route(places.view(ranks, -1).T.flatten(), counts, known)
+        return TokenRoute(send_rows.view(ranks, -1).T.flatten(), counts, known)
 
     def run(
         self,
         own: Callable[[Tensor, Tensor, Tensor, int], Tensor],
-        route: Route,
+        route: TokenRoute,
         x: Tensor,  # [N, C]
         experts: Tensor,  # [N, k] int64, of which the route was made
         weights: Tensor,  # [N, k]
     ) -> Tensor:
-        """[N, C]: the weighted sum of what the experts of all ranks make of this rank's tokens.
+        """Returns [N, C], the weighted sum of the outputs of this rank's tokens over all ranks'
+        experts.
 
-        `own(x [R, C], experts [R, k], weights [R, k], slots)` gives [R, C] by this rank's experts,
-        whose numbers begin at 0; so many slots have one of them, and in the others it is E / p. No
-        token is dropped, so the host waits for the device once, to learn how many rows come.
+        `own(x [R, C], experts [R, k], weights [R, k], slots)` computes [R, C] by this rank's
+        experts, numbered from 0; `slots` of the experts are valid, the rest are E / p. No token is
+        dropped, so the host waits for the device once, to learn how many rows come.
         """
         ranks, k = self.ranks, experts.shape[1]
         exact = torch.promote_types(weights.dtype, torch.float32)  # has all numbers of experts
         chosen = torch.cat((weights.to(exact), experts.to(exact)), 1)
         # Copied before it is known how many are sent, to have work while the host waits
         most = min(k, ranks.size) * len(x)
-        copies = [spread_rows(t.detach(), route.places, ranks.size, most) for t in (chosen, x)]
+        copies = [spread_rows(t.detach(), route.send_rows, ranks.size, most) for t in (chosen, x)]
         sizes = route.sizes()
-        given = route.places, ranks, sizes
-        chosen = _ToExperts.apply(chosen, copies.pop(0), *given)
-        rows = _ToExperts.apply(x, copies.pop(), *given)
+        args = route.send_rows, ranks, sizes
+        chosen = _ToExperts.apply(chosen, copies.pop(0), *args)
+        rows = _ToExperts.apply(x, copies.pop(), *args)
         weights, numbers = chosen[:, :k].to(weights.dtype), chosen[:, k:].detach()
         y = own(rows, self._numbers(numbers.to(torch.int64)), weights, sizes.slots)
-        return _FromExperts.apply(y, *given)
+        return _FromExperts.apply(y, *args)
 
-    def run_alike(
+    def run_replicated(
         self,
         own: Callable[[Tensor, Tensor, Tensor, int], Tensor],
         x: Tensor,  # [N, C]
         experts: Tensor,  # [N, k] int64
         weights: Tensor,  # [N, k]
     ) -> Tensor:
-        """As `run`, of tokens that all ranks have, as in a step of generation; without gradients.
+        """`run` of tokens that all ranks have, as in a step of generation, without gradients.
 
-        Each computes with its own experts, and they add it up: one message, of which the sizes are
-        known, so that the host waits for nothing and a CUDA graph can have it.
+        Each rank runs its own experts and the results are summed: one message of known size, so
+        that the host waits for nothing and a CUDA graph can capture it.
         """
         numbers = self._numbers(experts)
-        slots = UNKNOWN if x.is_cuda else int((numbers < self.own).sum())
-        return sum_few(own(x, numbers, weights, slots), self.ranks)
+        slots = UNKNOWN_SLOTS if x.is_cuda else int((numbers < self.experts_per_rank).sum())
+        return all_reduce_small(own(x, numbers, weights, slots), self.ranks)
 
     def _numbers(self, experts: Tensor) -> Tensor:
-        """Among those of this rank; E / p: it has not got the expert."""
-        numbers = (experts - self.ranks.rank * self.own).remainder(self.experts)
-        return numbers.clamp_(max=self.own)  # those of other ranks come behind its own
+        """Numbers the experts within this rank; E / p if it does not have the expert."""
+        numbers = (experts - self.ranks.rank * self.experts_per_rank).remainder(self.experts)
+        return numbers.clamp_(max=self.experts_per_rank)  # those of other ranks come behind its own

@@ -16,72 +16,81 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tigon.distributed.all_reduce import sum_few
-from tigon.distributed.collectives import Ranks, alike, ranks_of, sum_over, waited
-from tigon.kernels.recompute import How, note, recipe_of
+from tigon.distributed.all_reduce import all_reduce_small
+from tigon.distributed.collectives import (
+    Ranks,
+    backward_ranks,
+    reduce_from_group,
+    scale_replicated_grad,
+    wait_tensor,
+)
+from tigon.kernels.recompute import RecomputeFn, find_recompute, note_recompute
 
 
 class GatheredTokens:
-    """Gathered tokens, gathered again for the backward passes of the layers that read them.
+    """Gathered tokens, gathered again in backward for the layers that read them.
 
-    The gathered tensor is kept until all readers have run: if the tokens are `differentiated`, the
-    backward of the gather itself comes last. `own`: how the local tokens are recomputed; `alone`:
-    there is a single reader, whose input gradient is the whole gradient.
+    `recompute_local` recomputes the local tokens; None if they are saved. `saves_gathered`: the
+    gathered tokens are saved. `single_reader`: the gradient of the only reader is the sum.
+    `differentiated`: the gather's own backward comes last and frees the memory.
     """
 
     def __init__(
         self,
         ranks: Ranks,
         shape: tuple[int, ...],
-        own: How | None,
+        recompute_local: RecomputeFn | None,
         *,
-        keeps: bool,
-        alone: bool,
+        saves_gathered: bool,
+        single_reader: bool,
         differentiated: bool,
     ):
-        self.ranks, self.shape, self.own, self.keeps = ranks, shape, own, keeps
-        self.alone, self.differentiated = alone, differentiated
-        self.again: Tensor | None = None  # [R n, C]
-        self.sent: tuple[Tensor, int, Tensor] | None = None  # a gradient, its version, and its sum
+        self.ranks, self.shape = ranks, shape
+        self.recompute_local, self.saves_gathered = recompute_local, saves_gathered
+        self.single_reader, self.differentiated = single_reader, differentiated
+        self.gathering: Tensor | None = None  # [R n, C]
+        # A gradient, its version, and its sum over ranks
+        self.reduction: tuple[Tensor, int, Tensor] | None = None
 
-    def fetch(self, kept: Sequence[Tensor | None]) -> None:
-        """Start the all-gather of the saved local tokens; `values` waits for it."""
-        if self.again is None and not self.keeps:
-            own = kept[0] if self.own is None else self.own.compute(*kept, *self.own.constants)
-            assert own is not None
-            self.again = self.ranks.begin_gather(own.flatten(0, 1))
+    def fetch(self, saved: Sequence[Tensor | None]) -> None:
+        """Starts the all-gather of the local tokens; `values` waits for it."""
+        if self.gathering is None and not self.saves_gathered:
+            fn = self.recompute_local
+            local = saved[0] if fn is None else fn.compute(*saved, *fn.constants)
+            assert local is not None
+            self.gathering = self.ranks.start_all_gather(local.flatten(0, 1))
 
-    def values(self, *kept: Tensor | None) -> Tensor:
-        """[B, T, C]."""
-        self.fetch(kept)
-        if self.keeps:
-            assert kept[0] is not None
-            return kept[0]
-        assert self.again is not None
-        y = _tokens(waited(self.again), self.shape)
+    def values(self, *saved: Tensor | None) -> Tensor:
+        """Returns the gathered tokens [B, T, C]."""
+        self.fetch(saved)
+        if self.saves_gathered:
+            assert saved[0] is not None
+            return saved[0]
+        assert self.gathering is not None
+        y = _tokens(wait_tensor(self.gathering), self.shape)
         if not self.differentiated:
-            self.again = None
+            self.gathering = None
         return y
 
     def reduce(self, gradient: Tensor) -> None:
-        """Start the reduce-scatter of the only reader's gradient."""
-        if self.alone and self.sent is None:
-            rows = _padded(gradient, self.ranks)
-            self.sent = gradient, gradient._version, self.ranks.begin_scatter_sum(rows)
+        """Starts the reduce-scatter of the only reader's gradient."""
+        if self.single_reader and self.reduction is None:
+            rows = _pad_tokens(gradient, self.ranks)
+            self.reduction = gradient, gradient._version, self.ranks.start_reduce_scatter(rows)
 
-    def reduced(self, gradient: Tensor) -> Tensor:
-        """The gradient of all readers [B, T, C] -> this rank's [n, C] of its sum over ranks."""
-        sent, self.sent, self.again = self.sent, None, None
-        if sent is not None:
-            begun, version, total = sent
-            total = waited(total)
-            same = begun.data_ptr() == gradient.data_ptr() and begun.shape == gradient.shape
+    def local_gradient(self, gradient: Tensor) -> Tensor:
+        """Sums the gradient [B, T, C] of all readers over ranks; returns this rank's [n, C]."""
+        reduction, self.reduction, self.gathering = self.reduction, None, None
+        if reduction is not None:
+            started, version, total = reduction
+            total = wait_tensor(total)
+            same = started.data_ptr() == gradient.data_ptr() and started.shape == gradient.shape
             if same and gradient._version == version:
                 return total
-        return self.ranks.scatter_sum(_padded(gradient, self.ranks))
+        return self.ranks.reduce_scatter(_pad_tokens(gradient, self.ranks))
 
 
-class _Gathered(torch.autograd.Function):
+class _GatherTokens(torch.autograd.Function):
     """All-gather: local tokens [1, n, C] -> [B, T, C]; gradients are partial, reduce-scattered."""
 
     @staticmethod
@@ -93,51 +102,51 @@ class _Gathered(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        ranks, gathering = ranks_of(ctx), ctx.gathering
+        ranks, gathering = backward_ranks(ctx), ctx.gathering
         if gathering is None:
-            grad = ranks.scatter_sum(_padded(grad, ranks))
+            grad = ranks.reduce_scatter(_pad_tokens(grad, ranks))
         else:
-            grad = gathering.reduced(grad)
+            grad = gathering.local_gradient(grad)
         return grad.view(ctx.shape), None, None, None
 
 
-class _ShareOfSum(torch.autograd.Function):
+class _ReduceScatterTokens(torch.autograd.Function):
     """Reduce-scatter: partial sums [R n, C] -> local tokens of the sum [1, n, C]."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, ranks: Ranks) -> Tensor:
         ctx.ranks = ranks
-        return _as_row(ranks.scatter_sum(x))
+        return _as_row(ranks.reduce_scatter(x))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return ranks_of(ctx).gather(grad[0]), None
+        return backward_ranks(ctx).gather(grad[0]), None
 
 
-class _Share(torch.autograd.Function):
+class _ScatterTokens(torch.autograd.Function):
     """Replicated [R n, C] -> local tokens [1, n, C]; backward all-gathers the gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, ranks: Ranks) -> Tensor:
         ctx.ranks = ranks
-        return _as_row(ranks.own(x).clone())  # a view would keep all of x alive
+        return _as_row(ranks.local_part(x).clone())  # a view would keep all of x alive
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return ranks_of(ctx).gather(grad[0]), None
+        return backward_ranks(ctx).gather(grad[0]), None
 
 
 def _as_row(x: Tensor) -> Tensor:
-    """[n, C] -> [1, n, C], not a view: FSDP2 warns of views in the outputs of a block."""
+    """[n, C] -> [1, n, C], not a view: FSDP2 warns of views among the outputs of a block."""
     return torch.ops.aten._unsafe_view(x, [1, *x.shape])
 
 
 def _tokens(rows: Tensor, shape: Sequence[int]) -> Tensor:
-    """[R n, C] -> [B, T, C], not a view either: notes are not found by a view."""
+    """[R n, C] -> [B, T, C], not a view, through which notes are not found."""
     return torch.ops.aten._unsafe_view(rows[: shape[0] * shape[1]], shape)
 
 
-def _padded(x: Tensor, ranks: Ranks) -> Tensor:
+def _pad_tokens(x: Tensor, ranks: Ranks) -> Tensor:
     """[B, T, C] -> [R n, C], padded with zeros."""
     rows = x.flatten(0, 1)
     missing = -len(rows) % ranks.size
@@ -145,104 +154,108 @@ def _padded(x: Tensor, ranks: Ranks) -> Tensor:
 
 
 @dataclass(frozen=True, eq=False)
-class Summands:
-    """What each rank adds to a replicated stream, before the sum: the norm that adds it to the
-    stream makes the sum, too, in one kernel (`AddRMSNorm`)."""
+class PartialSum:
+    """A rank's addend of a replicated tensor. `AddRMSNorm` sums it in the kernel of the norm."""
 
     x: Tensor  # [B, T, C]
     ranks: Ranks
 
     @property
     def total(self) -> Tensor:
-        return sum_few(self.x, self.ranks)
+        return all_reduce_small(self.x, self.ranks)
 
 
 @dataclass(frozen=True)
-class Stream:
-    """The residual stream: sharded by tokens over the ranks, or, if `whole`, replicated.
+class SequenceParallelRegion:
+    """The residual stream: sharded by tokens over the ranks or, if `replicated`, the same on all.
 
-    Sharding saves the time of norms and the memory of their saved activations. A decoding step has
-    too few tokens to shard. `keeps`: gathered tokens are saved for backward, as in a block that
-    backward recomputes, where they have just been gathered. `defers`: sums of a replicated stream
-    are left to the next norm.
+    Sharding saves the time of norms and the memory of their activations; a decoding step has too
+    few tokens for it. `saves_gathered`: backward reuses gathered tokens, as in a block that it
+    recomputes, where they have just been gathered. `defers_sum`: the next norm sums over ranks.
     """
 
     ranks: Ranks
     shape: tuple[int, int]  # B, T
-    whole: bool
-    keeps: bool = False
-    defers: bool = False
+    replicated: bool
+    saves_gathered: bool = False
+    defers_sum: bool = False
 
-    def begin(self, x: Tensor, *, summands: bool) -> Tensor:
-        """[B, T, C], replicated or partial sums (`summands`) -> local tokens [1, n, C], padded with
-        zeros."""
-        if summands:
-            return self._summed(x)
-        if self.whole:
-            return x
-        return _Share.apply(_padded(x, self.ranks), self.ranks)
+    def begin(self, x: Tensor, *, partial: bool) -> Tensor:
+        """Turns [B, T, C] into local tokens [1, n, C], padded with zeros.
 
-    def gathered(self, x: Tensor, *, alone: bool) -> Tensor:
-        """Local tokens [1, n, C] -> [B, T, C]; gradients are partial, summed over the ranks.
-
-        `alone`: one GEMM reads it. If others do too, the result is the same, but slower.
+        `partial`: x is a partial sum; otherwise it is the same on all ranks.
         """
-        if self.whole:
+        if partial:
+            return self._reduce_to_region(x)
+        if self.replicated:
+            return x
+        return _ScatterTokens.apply(_pad_tokens(x, self.ranks), self.ranks)
+
+    def gather_from_region(self, x: Tensor, *, single_reader: bool) -> Tensor:
+        """Gathers local tokens [1, n, C] to [B, T, C]; backward sums their gradients over ranks.
+
+        `single_reader`: one GEMM reads the result. With more the result is the same, but slower.
+        """
+        if self.replicated:
             return x
         if torch.compiler.is_compiling() or not torch.is_grad_enabled():
-            return _Gathered.apply(x, self.ranks, self.shape, None)
-        recipe = None if self.keeps else recipe_of(x)
-        shape = (*self.shape, x.shape[-1])
-        own = None if recipe is None else recipe.how
-        how = {"keeps": self.keeps, "alone": alone, "differentiated": x.requires_grad}
-        gathering = GatheredTokens(self.ranks, shape, own, **how)
-        y = _Gathered.apply(x, self.ranks, self.shape, gathering)
-        kept = (y if self.keeps else x,) if recipe is None else recipe.kept
-        note(y, gathering.values, kept, remote=gathering)
+            return _GatherTokens.apply(x, self.ranks, self.shape, None)
+        recompute = None if self.saves_gathered else find_recompute(x)
+        gathering = GatheredTokens(
+            self.ranks,
+            (*self.shape, x.shape[-1]),
+            None if recompute is None else recompute.fn,
+            saves_gathered=self.saves_gathered,
+            single_reader=single_reader,
+            differentiated=x.requires_grad,
+        )
+        y = _GatherTokens.apply(x, self.ranks, self.shape, gathering)
+        saved = (y if self.saves_gathered else x,) if recompute is None else recompute.saved
+        note_recompute(y, gathering.values, saved, remote=gathering)
         return y
 
-    def summed(self, x: Tensor) -> Tensor | Summands:
-        """Partial sums [B, T, C] -> local tokens of the sum [1, n, C], or yet to be summed."""
-        return Summands(x, self.ranks) if self.whole and self.defers else self._summed(x)
+    def reduce_to_region(self, x: Tensor) -> Tensor | PartialSum:
+        """Sums [B, T, C] over ranks to local tokens [1, n, C], or leaves that to the next norm."""
+        if self.replicated and self.defers_sum:
+            return PartialSum(x, self.ranks)
+        return self._reduce_to_region(x)
 
-    def _summed(self, x: Tensor) -> Tensor:
-        if self.whole:
-            return sum_few(x, self.ranks)
-        return _ShareOfSum.apply(_padded(x, self.ranks), self.ranks)
+    def _reduce_to_region(self, x: Tensor) -> Tensor:
+        if self.replicated:
+            return all_reduce_small(x, self.ranks)
+        return _ReduceScatterTokens.apply(_pad_tokens(x, self.ranks), self.ranks)
 
-    def own(self, x: Tensor) -> Tensor:
-        """The stream on this rank -> [1, m, C]: its m tokens, without padding, each of them on one
-        rank only. m may be 0."""
-        return self.part(x) if self.whole else x[:, : self._own.stop - self._own.start]
+    def local_tokens(self, x: Tensor) -> Tensor:
+        """Returns this rank's m tokens [1, m, C] of the stream, without padding; m may be 0."""
+        local = self._local_slice
+        return self.slice_tokens(x) if self.replicated else x[:, : local.stop - local.start]
 
-    def part(self, x: Tensor) -> Tensor:
-        """Replicated [B, T, ...] -> [1, m, ...], the rows of the tokens that `own` gives."""
-        return x.flatten(0, 1)[None, self._own]
+    def slice_tokens(self, x: Tensor) -> Tensor:
+        """Takes the rows [1, m, ...] of `local_tokens` from a replicated [B, T, ...]."""
+        return x.flatten(0, 1)[None, self._local_slice]
 
-    def joined(self, x: Tensor) -> Tensor:
-        """The inverse of `own`."""
-        if missing := self._share - x.shape[1]:
+    def gather_tokens(self, x: Tensor) -> Tensor:
+        """Returns the stream of which every rank has its `local_tokens` [1, m, C]."""
+        if missing := self._tokens_per_rank - x.shape[1]:
             x = F.pad(x, (0, 0, 0, missing))
-        if self.whole:
+        if self.replicated:
             return _tokens(self.ranks.gather(x[0]), (*self.shape, x.shape[-1]))
         return x
 
     @property
-    def _share(self) -> int:
-        """n."""
+    def _tokens_per_rank(self) -> int:  # n
         return -(-self.shape[0] * self.shape[1] // self.ranks.size)
 
     @property
-    def _own(self) -> slice:
-        """This rank's slice of the N tokens."""
-        every = self.shape[0] * self.shape[1]
-        first = self.ranks.rank * self._share
-        return slice(min(first, every), min(first + self._share, every))
+    def _local_slice(self) -> slice:
+        tokens = self.shape[0] * self.shape[1]
+        first = self.ranks.rank * self._tokens_per_rank
+        return slice(min(first, tokens), min(first + self._tokens_per_rank, tokens))
 
     def sum(self, x: Tensor) -> Tensor:
-        """The sum over ranks, used identically on every rank."""
-        return sum_over(x, self.ranks)
+        """Sums over ranks; every rank uses the result in the same way."""
+        return reduce_from_group(x, self.ranks)
 
-    def alike(self, x: Tensor) -> Tensor:
-        """A tensor computed identically on every rank, whose gradient is to be counted once."""
-        return alike(x, self.ranks)
+    def scale_replicated_grad(self, x: Tensor) -> Tensor:
+        """Returns x, computed identically on every rank, so that its gradient counts once."""
+        return scale_replicated_grad(x, self.ranks)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tigon.distributed.agreement import check_alike
+from tigon.distributed.agreement import check_same_on_all_ranks
 from tigon.generation.loop import LAG, Continuations, find_stops, run_steps
 from tigon.generation.prompt import Decodes, Model, Prompt, Steps, Streamer, check_prompt
 from tigon.generation.sampling import Draws, Sampling
@@ -129,7 +129,7 @@ def _check_rows(model: Model, prompts: int, settings: Settings) -> None:
 
 def _check_ranks(model: Model, prompt: Prompt, settings: Settings) -> None:
     given = {"input_ids": prompt.ids, "attention_mask": prompt.mask, "settings": settings}
-    check_alike(model.together, "generate", given, model.device)
+    check_same_on_all_ranks(model.together, "generate", given, model.device)
 
 
 def _run(

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tigon.generation.settings import Settings
-from tigon.kernels.loss.argmax import NOT_FINITE, likeliest
+from tigon.kernels.loss.argmax import NOT_FINITE, argmax
 
 
 def penalize_repetition(scores: Tensor, seen: Tensor, penalty: float) -> Tensor:
@@ -130,9 +130,9 @@ class Sampling:
     ) -> Tensor:
         """The next token of every row: [b]."""
         if not self.do_sample and seen is None and self.ends is None:
-            return likeliest(logits)  # which a copy in fp32 would not change
+            return argmax(logits)  # which a copy in fp32 would not change
         scores = self.scores(logits, seen, generated)
-        return draw(scores.softmax(-1), draws) if self.do_sample else likeliest(scores)
+        return draw(scores.softmax(-1), draws) if self.do_sample else argmax(scores)
 
     def seen(self, prompt: Tensor, mask: Tensor | None, vocab: int) -> Tensor | None:
         """The tokens [b, V] that a prompt [b, T] has, if they count."""

@@ -14,7 +14,7 @@ from tigon.generation.loop import ABSENT
 from tigon.generation.prompt import Model, Prompt
 from tigon.generation.sampling import Draws, Sampling, draw
 from tigon.generation.steps import INITIAL_CAPACITY, Replay, make_cache, prefill
-from tigon.kernels.loss.argmax import likeliest
+from tigon.kernels.loss.argmax import argmax
 from tigon.layers.kv_cache import Quantize
 
 
@@ -139,7 +139,7 @@ class SpeculativeSteps:
         generated = (self._generated[:, None] + torch.arange(n, device=held.device)).flatten()
         scores = self._sampling.scores(out.logits.flatten(0, 1), flat_seen, generated).view(b, n, v)
         if q is None:
-            choice = likeliest(scores)
+            choice = argmax(scores)
             kept = count_leading(choice[:, :-1] == proposed)
             return self._record(proposed, kept, _at(choice, kept))
         return self._record(

@@ -4,7 +4,7 @@ from tigon.kernels.attention.api import AttentionMask, attention, attention_ref
 from tigon.kernels.attention.decode import append_attention, append_attention_ref
 from tigon.kernels.attention.kv_cache import KVBuffers
 from tigon.kernels.linear.fp8 import fp8_linear, fp8_linear_ref
-from tigon.kernels.linear.gemv import row_linear, row_linear_ref
+from tigon.kernels.linear.gemv import gemv, gemv_ref
 from tigon.kernels.linear.lora import lora_linear, lora_linear_ref
 from tigon.kernels.loss.api import (
     cross_entropy,
@@ -18,8 +18,8 @@ from tigon.kernels.loss.api import (
     selected_logprobs,
     selected_logprobs_ref,
 )
-from tigon.kernels.loss.argmax import likeliest, likeliest_ref
-from tigon.kernels.loss.fused_linear import HeadValue, run_criteria
+from tigon.kernels.loss.argmax import argmax, argmax_ref
+from tigon.kernels.loss.fused_linear import HeadValue, run_loss_terms
 from tigon.kernels.loss.terms import KL, CrossEntropy, Head, LogProbs
 from tigon.kernels.loss.vocab_parallel import VocabularyShard, embedding_rows, embedding_rows_ref
 from tigon.kernels.mlp.gated_act import gated_act, gated_act_ref
@@ -41,6 +41,8 @@ __all__ = [
     "VocabularyShard",
     "append_attention",
     "append_attention_ref",
+    "argmax",
+    "argmax_ref",
     "attention",
     "attention_ref",
     "checks",
@@ -53,11 +55,11 @@ __all__ = [
     "fp8_linear_ref",
     "gated_act",
     "gated_act_ref",
+    "gemv",
+    "gemv_ref",
     "grouped_mlp",
     "grouped_mlp_ref",
     "kl_ref",
-    "likeliest",
-    "likeliest_ref",
     "linear_cross_entropy",
     "linear_cross_entropy_ref",
     "linear_kl",
@@ -70,9 +72,7 @@ __all__ = [
     "rms_norm_ref",
     "rope",
     "rope_ref",
-    "row_linear",
-    "row_linear_ref",
-    "run_criteria",
+    "run_loss_terms",
     "sandwich_norm",
     "sandwich_norm_ref",
     "selected_logprobs",

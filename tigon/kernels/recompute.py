@@ -1,7 +1,11 @@
-"""What an operator knows of a tensor that it returned, as an attribute of the tensor.
+"""Recomputes cheap outputs in backward from tensors that are saved anyway.
 
-Readers find it (`note_of`) also on a view of the whole, as `reshape` makes between an operator and
-a product, and not once the tensor has changed.
+An operator whose output is cheap to compute from what its own backward saves notes on the output
+how to do it. A product of that output then saves those tensors instead of the output, and computes
+the output again for its weight's gradient: the same bits in less memory.
+
+A note is an attribute of the tensor. Readers also find it through a view of the full tensor, as
+`reshape` makes between an operator and a product, but not after the tensor has changed.
 """
 
 import contextlib
@@ -15,23 +19,30 @@ from torch.nn import Parameter
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 
+# Smaller outputs, in bytes, are saved: a few MiB are not worth the host's microseconds
+MIN_BYTES = 8 * 2**20
+
+_min_bytes: float = MIN_BYTES
+
 
 class Note:
-    """Ends with its tensor."""
+    """Base class of notes, which are dropped with their tensor."""
 
     __slots__ = ("owner", "storage", "version")
 
     def __init__(self, x: Tensor):
         self.owner, self.version = id(x), x._version  # a copy of x has the attribute, too
-        self.storage = x.untyped_storage()._cdata  # that x.data = y replaces, and no version tells
+        self.storage = x.untyped_storage()._cdata  # changes with x.data = y, unlike the version
 
     def __reduce__(self) -> Any:
-        return OrderedDict, ()  # of a tensor that is copied or written to a file, nothing
+        return OrderedDict, ()  # copies and files of the tensor contain no note
 
 
-def note_of(x: Tensor, name: str) -> Any:
-    """The note that `x`, or that of which it is a view of the whole, has under this name; None
-    where there is none or it is not of the numbers that are there now."""
+def find_note(x: Tensor, name: str) -> Any:
+    """Returns the note `name` of `x`, or of the full tensor that `x` is a view of.
+
+    Returns None if there is no note or the numbers have changed since it was made.
+    """
     if torch.compiler.is_compiling() or type(x) is not Tensor:  # a subclass has its own products
         return None
     base = x if x._base is None else x._base
@@ -40,144 +51,131 @@ def note_of(x: Tensor, name: str) -> Any:
         return None
     if note.storage != x.untyped_storage()._cdata:
         return None
-    whole = base is x or (x.dtype == base.dtype and x.numel() == base.numel() and x.is_contiguous())
-    return note if whole else None
-
-
-# Tensors that backward computes again from what it keeps anyway, instead of keeping them.
-#
-# An operator whose output is cheap to compute from what its own backward keeps notes on the
-# output how. A product with that output then keeps what the operator keeps, and computes the
-# output again when it needs it for its weight's gradient: the same bits, from less memory.
-
-# Bytes; what is smaller is kept: a few MiB are not worth the host's microseconds
-LEAST = 8 * 2**20
-
-_least: float = LEAST
+    full = base is x or (x.dtype == base.dtype and x.numel() == base.numel() and x.is_contiguous())
+    return note if full else None
 
 
 @contextlib.contextmanager
-def rebuilding(least: float) -> Iterator[None]:
-    """Outputs of `least` bytes and more are noted inside; infinity: none. For tests and timing."""
-    global _least
-    before, _least = _least, least
+def recompute_above(min_bytes: float) -> Iterator[None]:
+    """Notes outputs of at least `min_bytes`; infinity notes none. For tests and timing."""
+    global _min_bytes
+    before, _min_bytes = _min_bytes, min_bytes
     try:
         yield
     finally:
-        _least = before
+        _min_bytes = before
 
 
-def notes(size: int) -> bool:
-    """Whether outputs of so many bytes are noted."""
-    return size >= _least
+def should_note(nbytes: int) -> bool:
+    """Whether outputs of `nbytes` bytes are noted."""
+    return nbytes >= _min_bytes
 
 
-class Gated(NamedTuple):
-    """What `gated_act` was given, and its node in the graph."""
+class GatedInputs(NamedTuple):
+    """The arguments of a `gated_act` call and its node in the graph."""
 
     gate_up: Tensor  # differentiable
     act: Any
     node: Any
 
 
-class Remote(Protocol):
-    """Other ranks that have parts of a tensor, and of whose gradients its gradient is the sum.
+class RemoteParts(Protocol):
+    """Communication for a tensor of which other ranks hold parts and partial gradients.
 
-    Exchanges with them run beside what is computed between beginning one and its use.
+    It overlaps with what is computed between its start and its use.
     """
 
-    def fetch(self, kept: Sequence[Tensor | None]) -> None:
-        """Begin to compute the tensor again."""
+    def fetch(self, saved: Sequence[Tensor | None]) -> None:
+        """Starts to compute the tensor again."""
 
     def reduce(self, gradient: Tensor) -> None:
-        """Begin to add up the gradient, which is returned to autograd all the same."""
+        """Starts to sum the gradient, which is still returned to autograd."""
 
 
-class How(NamedTuple):
-    """`compute(*kept, *constants)` gives the tensor."""
+class RecomputeFn(NamedTuple):
+    """`compute(*saved, *constants)` returns the tensor."""
 
     compute: Callable[..., Tensor]
     constants: tuple[Any, ...]
-    remote: Remote | None = None
+    remote: RemoteParts | None = None
 
 
-class Recipe(Note):
-    """How to compute a tensor again."""
+class Recompute(Note):
+    """The function and the saved tensors that give a tensor again."""
 
-    __slots__ = ("alone", "gated", "how", "kept", "versions")
+    __slots__ = ("fn", "gated", "saved", "single_reader", "versions")
 
-    def __init__(self, x: Tensor, how: How, kept: Any, gated: "Gated | None"):
+    def __init__(self, x: Tensor, fn: RecomputeFn, saved: Any, gated: GatedInputs | None):
         super().__init__(x)
-        self.how, self.kept = how, kept
-        self.versions = [None if t is None else t._version for t in kept]
+        self.fn, self.saved = fn, saved
+        self.versions = [None if t is None else t._version for t in saved]
         self.gated = gated
-        self.alone = False  # nobody but one product reads the tensor, or can see it
+        self.single_reader = False  # only one matrix product reads this tensor
 
-    def holds(self) -> bool:
-        """Whether everything that is kept is as it was; FSDP empties weights that it shards."""
-        for t, version in zip(self.kept, self.versions, strict=True):
+    def is_intact(self) -> bool:
+        """Whether the saved tensors are unchanged; FSDP empties weights that it shards."""
+        for t, version in zip(self.saved, self.versions, strict=True):
             if t is not None and (t._version != version or not t.untyped_storage().nbytes()):
                 return False
         return True
 
     def keep_gate_up(self) -> None:
-        """For a reader that computes the tensor again, perhaps after its gradient has come: that
-        must not take the memory of gate_up."""
+        """Forbids to write a gradient over gate_up, for a reader that may recompute later."""
         if self.gated is not None:
             self.gated.node.overwrite = False
 
 
-def note(
+def note_recompute(
     x: Tensor,
     compute: Callable[..., Tensor],
-    kept: tuple[Tensor | None, ...],
+    saved: tuple[Tensor | None, ...],
     *constants: Any,
-    gated: Gated | None = None,
-    remote: Remote | None = None,
+    gated: GatedInputs | None = None,
+    remote: RemoteParts | None = None,
 ) -> None:
-    """Notes that `compute(*kept, *constants)` gives the bits of `x`, which is contiguous.
+    """Notes that `compute(*saved, *constants)` gives the bits of `x`, which is contiguous.
 
-    `kept` is what the backward pass of `x` keeps in any case, and not under torch.compile.
+    `saved` is what the backward pass of `x` saves in any case. Call it only in eager mode.
     """
-    if notes(x.numel() * x.element_size()):
+    if should_note(x.numel() * x.element_size()):
         # Their graph may lead to x one day, which would be a cycle
-        kept = tuple(t if t is None or type(t) is Parameter else t.detach() for t in kept)
-        x._rebuilt = Recipe(x, How(compute, constants, remote), kept, gated)  # type: ignore[attr-defined]
+        saved = tuple(t if t is None or type(t) is Parameter else t.detach() for t in saved)
+        x._recompute = Recompute(x, RecomputeFn(compute, constants, remote), saved, gated)  # type: ignore[attr-defined]
 
 
-def recipe_of(x: Tensor) -> Recipe | None:
-    """How to compute `x` again, or that of which it is a view of the whole; None: keep it.
+def find_recompute(x: Tensor) -> Recompute | None:
+    """Returns how to recompute `x`, or None if it has to be saved.
 
-    Not where `x` or what it is made of was changed since. Under torch.compile never: Inductor
-    decides itself what it computes again.
+    None also if `x` or its inputs have changed, and always under torch.compile, where Inductor
+    decides what to recompute.
     """
-    recipe: Recipe | None = note_of(x, "_rebuilt")
-    return recipe if recipe is not None and recipe.holds() else None
+    recompute: Recompute | None = find_note(x, "_recompute")
+    return recompute if recompute is not None and recompute.is_intact() else None
 
 
-def compute_again(how: How, kept: Sequence[Tensor | None]) -> Tensor:
-    """The tensor, in backward, from what the graph has saved of `recipe.kept`."""
-    _check_kept(kept)
-    return how.compute(*kept, *how.constants)
+def run_recompute(fn: RecomputeFn, saved: Sequence[Tensor | None]) -> Tensor:
+    """Computes the tensor in backward from what the graph has saved of `Recompute.saved`."""
+    _check_saved(saved)
+    return fn.compute(*saved, *fn.constants)
 
 
-def fetch_again(how: How, kept: Sequence[Tensor | None]) -> Remote | None:
-    """Begin what `compute_again` ends, if other ranks have parts of the tensor; they."""
-    if how.remote is not None:
-        _check_kept(kept)
-        how.remote.fetch(kept)
-    return how.remote
+def start_fetch(fn: RecomputeFn, saved: Sequence[Tensor | None]) -> RemoteParts | None:
+    """Starts the communication that `run_recompute` waits for; returns the ranks' parts, if any."""
+    if fn.remote is not None:
+        _check_saved(saved)
+        fn.remote.fetch(saved)
+    return fn.remote
 
 
-def _check_kept(kept: Sequence[Tensor | None]) -> None:
-    if any(t is not None and t.untyped_storage().nbytes() == 0 for t in kept):
+def _check_saved(saved: Sequence[Tensor | None]) -> None:
+    if any(t is not None and t.untyped_storage().nbytes() == 0 for t in saved):
         raise RuntimeError(
             "a norm's weight is sharded again before the product behind it is differentiated: "
             "shard both as one group"
         )
 
 
-def sees_products() -> bool:
+def has_function_mode() -> bool:
     """Whether a torch-function mode other than the default device may replace products."""
     if not torch._C._len_torch_function_stack():
         return False

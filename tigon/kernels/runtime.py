@@ -1,7 +1,7 @@
-"""Where an operator runs, and how its launchers look to torch.
+"""Chooses where an operator runs, registers launchers with torch, and checks values on devices.
 
-Every operator file imports `triton` and `tl` from here, so that it also loads where Triton is
-not installed; there, and on any device that Triton cannot serve, the plain-torch definition runs.
+Every operator file imports `triton` and `tl` from here, so that it also loads where Triton is not
+installed; there, and on any device that Triton cannot serve, the plain-torch definition runs.
 """
 
 import contextlib
@@ -38,24 +38,24 @@ PDL_ELEMENTS = 1 << 20  # `pdl_options` applies to inputs of at most as many
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 
-def _known(mode: str, source: str) -> Mode:
+def _check_mode(mode: str, source: str) -> Mode:
     if mode not in get_args(Mode):
         raise ValueError(f"{source}={mode!r} is not one of {', '.join(get_args(Mode))}")
     return cast(Mode, mode)
 
 
-_mode: Mode = _known(os.environ.get("TIGON_KERNELS", "auto"), "TIGON_KERNELS")
+_mode: Mode = _check_mode(os.environ.get("TIGON_KERNELS", "auto"), "TIGON_KERNELS")
 
 
 @contextlib.contextmanager
 def use(mode: Mode) -> Iterator[None]:
-    """Choose the path of every operator called inside: a switch for debugging and tests.
+    """Sets the path of every operator called inside: a switch for debugging and tests.
 
-    "auto" takes Triton on GPUs from sm_80 on, "reference" plain torch everywhere, "triton" its
-    kernels or an error. The environment variable TIGON_KERNELS sets what holds outside.
+    "auto" runs Triton on GPUs from sm_80 on, "reference" plain torch everywhere, "triton" its
+    kernels or raises. The environment variable TIGON_KERNELS sets the default.
     """
     global _mode
-    before, _mode = _mode, _known(mode, "mode")
+    before, _mode = _mode, _check_mode(mode, "mode")
     try:
         yield
     finally:
@@ -67,7 +67,7 @@ def runs_triton(x: Tensor) -> bool:
     if _mode == "reference" or x.dtype not in DTYPES:
         return False
     if x.device.type == "cuda":
-        return _serves(x.device.index)
+        return _gpu_supported(x.device.index)
     if _mode == "triton" and x.device.type == "cpu" and not INTERPRETED:
         raise ValueError("Triton kernels run on the CPU only with TRITON_INTERPRET=1")
     # A meta tensor inside `use("triton")` stands for one on a GPU: the ops' outputs are allocated
@@ -77,9 +77,9 @@ def runs_triton(x: Tensor) -> bool:
 _served: dict[int, bool] = {}
 
 
-def _serves(device: int) -> bool:
+def _gpu_supported(device: int) -> bool:
     if device not in _served:
-        problem = _problem(device)
+        problem = _gpu_problem(device)
         _served[device] = problem is None
         if problem is not None:
             warnings.warn(f"{problem}: plain torch runs instead of Triton kernels", stacklevel=2)
@@ -87,11 +87,11 @@ def _serves(device: int) -> bool:
 
 
 # What torch.compiler.assume_constant_result does, after a second spent importing Dynamo
-_serves._dynamo_marked_constant = True  # type: ignore[attr-defined]
+_gpu_supported._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-def _problem(device: int) -> str | None:
-    """Why Triton cannot serve this GPU; None if a kernel compiles and runs."""
+def _gpu_problem(device: int) -> str | None:
+    """Returns why Triton cannot serve this GPU, or None if a kernel compiles and runs."""
     if not torch.cuda.is_available():  # a fake tensor's
         return f"No GPU {device}"
     name = torch.cuda.get_device_name(device)
@@ -115,9 +115,9 @@ def _increment(x):
 def pdl_wait(PDL: tl.constexpr, LATE: tl.constexpr = False):
     """Lets the next kernel start, and waits until the previous kernel's results are visible.
 
-    A kernel launched with `pdl_options` calls it before it reads what another kernel wrote, even if
-    that was not the previous one. LATE: the next kernel starts after the wait, so that weights
-    which it prefetches do not delay what this one loads.
+    A kernel launched with `pdl_options` calls it before it reads what any earlier kernel wrote.
+    With LATE the next kernel starts after the wait, so that weights which it prefetches do not
+    delay the loads of this one.
     """
     if PDL:
         if not LATE:
@@ -130,28 +130,29 @@ def pdl_wait(PDL: tl.constexpr, LATE: tl.constexpr = False):
 _gathered: WeakSet[object] = WeakSet()
 
 
-def no_early_start(model: object) -> None:
-    """As long as `model` is there, whose weights are gathered before they are used: kernels that
-    read weights before they wait would not be certain to see what the copies just before have
-    written."""
+def disable_pdl(model: object) -> None:
+    """Disables `pdl_options` as long as `model` exists, whose weights are gathered before use.
+
+    A kernel that reads weights before it waits might miss what the copies just before have written.
+    """
     _gathered.add(model)
 
 
 @functools.cache
-def hopper(device: int) -> bool:
+def is_hopper(device: int) -> bool:
     return torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 def pdl_options(x: Tensor) -> dict[str, bool]:
-    """Launch options of a kernel that calls `pdl_wait`: programmatic dependent launch, by which the
-    kernel may start before the previous one has ended, for small `x` on sm_90 and newer.
+    """Returns launch options with programmatic dependent launch, for small `x` on sm_90 and newer.
 
-    It hides the microseconds between two kernels, which are much of the time of a decoding step and
-    nothing beside large kernels. None while a model is there whose weights are gathered.
+    The kernel, which must call `pdl_wait`, may then start before the previous one has ended. This
+    hides the microseconds between two kernels, which are much of the time of a decoding step and
+    nothing beside large kernels. See `disable_pdl` for when it is off.
     """
     if _gathered:
         return {"PDL": False}
-    if x.numel() > PDL_ELEMENTS or x.device.type != "cuda" or not hopper(x.device.index):
+    if x.numel() > PDL_ELEMENTS or x.device.type != "cuda" or not is_hopper(x.device.index):
         return {"PDL": False}
     return {"PDL": True, "launch_pdl": True}
 
@@ -162,7 +163,7 @@ def _num_sms(device: int) -> int:
 
 
 def num_sms(x: Tensor) -> int:
-    """Multiprocessors of the device of `x`; under the interpreter 3."""
+    """Returns the number of multiprocessors of the device of `x`; under the interpreter 3."""
     return _num_sms(x.device.index) if x.device.type == "cuda" else 3
 
 
@@ -171,12 +172,12 @@ def operator(
 ) -> Callable[[Callable[..., Any]], Any]:
     """Registers a launcher, whose first argument is a tensor, as the op `tigon::name`.
 
-    `outputs` allocates what the launcher returns; it gets the same arguments, and names only those
+    `outputs` allocates what the launcher returns; it gets the same arguments and names only those
     that it needs. The launcher calls it and fills the result. For meta and fake tensors and under
     torch.compile, only `outputs` runs. `mutates` names the arguments that the launcher writes to.
 
-    torch.compile and dispatch modes see one opaque op; eager code calls the launcher itself,
-    which saves the dispatcher's 10 microseconds. `.op` is what `torch.library.opcheck` wants.
+    torch.compile and dispatch modes see one opaque op; eager code calls the launcher directly,
+    which saves the dispatcher's 10 microseconds. `.op` is the argument for `torch.library.opcheck`.
     """
 
     def register(launch: Callable[..., Any]) -> Any:
@@ -204,7 +205,7 @@ def operator(
 
 
 def autocast_dtype(device: torch.device) -> torch.dtype | None:
-    """The dtype of matrix products under autocast; None where it is off."""
+    """Returns the dtype of matrix products under autocast, or None where it is off."""
     kind = device.type
     if kind == "meta" or not torch.is_autocast_enabled(kind):
         return None
@@ -212,46 +213,46 @@ def autocast_dtype(device: torch.device) -> torch.dtype | None:
 
 
 def check_devices(**tensors: Tensor | None) -> None:
-    """All tensors are on one device, or an error names where each is."""
-    given = {name: t.device for name, t in tensors.items() if t is not None}
-    if len(set(given.values())) > 1:
-        raise ValueError("; ".join(f"{name} is on {d}" for name, d in given.items()))
+    """Raises ValueError with the device of each tensor unless all are on one."""
+    devices = {name: t.device for name, t in tensors.items() if t is not None}
+    if len(set(devices.values())) > 1:
+        raise ValueError("; ".join(f"{name} is on {d}" for name, d in devices.items()))
 
 
 def refuse_second_derivative(
     name: str, instead: str = 'compute it inside `with tigon.kernels.use("reference")`'
 ) -> None:
-    """Called first in a backward pass that is not differentiable itself.
+    """Raises if a backward pass that is not differentiable itself is differentiated; call it first.
 
-    `once_differentiable` is no substitute: for a constant upstream gradient it does not raise.
+    `once_differentiable` is no substitute: it does not raise for a constant upstream gradient.
     """
     if torch.is_grad_enabled() and not torch.compiler.is_compiling():
         raise RuntimeError(f"create_graph=True: {name} has no second derivative; {instead}")
 
 
 def retains_graph() -> bool:
-    """Whether the backward pass that runs keeps its graph for another one (retain_graph=True)."""
+    """Whether the running backward pass keeps its graph for another one (retain_graph=True)."""
     if torch.compiler.is_compiling():
         return False
     return torch._C._autograd._get_current_graph_task_keep_graph()
 
 
-def power_of_2(n: int) -> int:
+def next_power_of_2(n: int) -> int:
     return 1 << (n - 1).bit_length()  # triton's own takes microseconds
 
 
 def as_rows(x: Tensor) -> Tensor:
-    """[..., C] as [N, C] with adjacent columns: a view wherever one exists."""
+    """Returns [..., C] as [N, C] with adjacent columns: a view wherever one exists."""
     rows = x.reshape(-1, x.shape[-1])
     return rows if rows.stride(1) == 1 or rows.shape[1] == 1 else rows.contiguous()
 
 
-# Checks of values that may be on a device, which the host does not wait for unless asked to.
+# Checks of values on a device, which do not wait for it unless asked to
 
 # What a device's assertion may say: torch takes a longer one for an error of its own
-MOST_BYTES = 254
-AND_THEN = "; TIGON_CHECKS=1 raises where it happens, and says which"
-CUT = " ..."
+MAX_MESSAGE_BYTES = 254
+CHECKS_HINT = "; TIGON_CHECKS=1 raises where it happens, and says which"
+ELLIPSIS = " ..."
 _SETTINGS = {"": False, "0": False, "1": True}
 
 
@@ -269,7 +270,7 @@ _wait = _from_environment()
 def checks(*, wait: bool) -> Iterator[None]:
     """With `wait`, a check of values on a GPU waits for the device and raises ValueError.
 
-    Without, the device asserts: nobody waits, but a failed assertion ends the process's use of the
+    Without, the device asserts: nothing waits, but a failed assertion ends the process's use of the
     GPU. The environment variable TIGON_CHECKS=1 turns waiting on everywhere; graphs, traced or
     captured, never wait.
     """
@@ -282,26 +283,27 @@ def checks(*, wait: bool) -> Iterator[None]:
 
 
 def has_values(x: Tensor) -> bool:
-    """Whether `x` holds numbers now: it is not traced, not on meta, and no fake tensor."""
+    """Whether `x` holds numbers now: it is neither traced nor fake nor on meta."""
     if torch.compiler.is_compiling() or x.is_meta:
         return False
     return type(x) in (Tensor, torch.nn.Parameter)
 
 
 def is_transformed(*tensors: Tensor | None) -> bool:
-    """Whether a transform of torch.func is at work on one of them."""
+    """Whether a transform of torch.func is active on one of the tensors."""
     if torch.compiler.is_compiling():
         return False
     return any(torch._C._functorch.is_functorch_wrapped_tensor(x) for x in tensors if x is not None)
 
 
 def on_host(x: Tensor) -> bool:
-    """Whether looking at a value costs nothing: no device sync, no graph break."""
+    """Whether reading a value of `x` is free: no device sync, no graph break."""
     return x.device.type == "cpu" and has_values(x)
 
 
-def may_wait(x: Tensor) -> bool:
-    """Whether the host may look at a value: it is on the host, or checks wait for the device."""
+def may_sync(x: Tensor) -> bool:
+    """Whether the host may read a value of `x`: it is on the host, or checks wait for the
+    device."""
     if not has_values(x):
         return False
     if x.device.type != "cuda":
@@ -309,26 +311,26 @@ def may_wait(x: Tensor) -> bool:
     return _wait and not torch.cuda.is_current_stream_capturing()
 
 
-def check(ok: Tensor, message: str) -> None:
-    """Raise unless `ok`; on a GPU the device asserts, unless checks wait for it."""
-    if may_wait(ok):
+def check_values(ok: Tensor, message: str) -> None:
+    """Raises unless `ok`; on a GPU the device asserts, unless checks wait for it."""
+    if may_sync(ok):
         if not ok:
             raise ValueError(message)
     elif not ok.is_meta:
-        end = "" if torch.compiler.is_compiling() else AND_THEN
-        torch._assert_async(ok, shorten(message, MOST_BYTES - len(end)) + end)
+        end = "" if torch.compiler.is_compiling() else CHECKS_HINT
+        torch._assert_async(ok, truncate(message, MAX_MESSAGE_BYTES - len(end)) + end)
 
 
-def shorten(message: str, most: int) -> str:
-    """The message, or its beginning, of at most so many bytes."""
+def truncate(message: str, limit: int) -> str:
+    """Cuts the message to at most `limit` bytes."""
     encoded = message.encode()
-    if len(encoded) <= most:
+    if len(encoded) <= limit:
         return message
-    return encoded[: most - len(CUT)].decode(errors="ignore") + CUT
+    return encoded[: limit - len(ELLIPSIS)].decode(errors="ignore") + ELLIPSIS
 
 
 def integer_labels(labels: Tensor, name: str = "labels") -> Tensor:
-    """Labels of any integer dtype as int64; TypeError for bool, float and what is no tensor."""
+    """Returns labels of any integer dtype as int64; raises TypeError for anything else."""
     if not isinstance(labels, Tensor):
         raise TypeError(f"{name} is a {type(labels).__name__}, not a tensor of integers")
     if labels.dtype == torch.bool or labels.is_floating_point() or labels.is_complex():

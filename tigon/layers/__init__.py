@@ -1,17 +1,24 @@
-"""nn.Modules over plain numbers; only model files see a config."""
+"""nn.Modules with numbers as arguments; only model files read a config."""
 
-from tigon.distributed.context_attention import Shard
+from tigon.distributed.context_attention import ContextShard
 from tigon.layers.attention import Attention
-from tigon.layers.context import Context
+from tigon.layers.context import BlockInputs
 from tigon.layers.embedding import Embedding, LowRankEmbedding
-from tigon.layers.kv_cache import Cache, KVCache, MakeStates, Quantize, State, StaticCache
+from tigon.layers.kv_cache import Cache, KVCache, LayerState, MakeStates, Quantize, StaticCache
 from tigon.layers.linear import FusedLinear, GatedLinear, Linear
 from tigon.layers.lm_head import LMHead
-from tigon.layers.lora import Adapters, Copies, LayerAdapter, LoRAPart, LowRank, LowRankExperts
+from tigon.layers.lora import (
+    Adapters,
+    LayerAdapter,
+    LoRAPart,
+    LowRank,
+    LowRankExperts,
+    SavedModules,
+)
 from tigon.layers.mlp import GatedMLP
-from tigon.layers.moe import Balance, Experts, Routed, SparseMoE, balance, tally
+from tigon.layers.moe import Balance, Experts, MoEOutput, SparseMoE, balance, count_routing
 from tigon.layers.norm import AddRMSNorm, RMSNorm
-from tigon.layers.quantized import Fp8Weight, Nf4Weight, QuantisedWeight
+from tigon.layers.quantized import FP8Weight, NF4Weight, QuantizedWeight
 from tigon.layers.rope import NoRotary, RotaryEmbedding, Rotation
 
 __all__ = [
@@ -19,36 +26,36 @@ __all__ = [
     "AddRMSNorm",
     "Attention",
     "Balance",
+    "BlockInputs",
     "Cache",
-    "Context",
-    "Copies",
+    "ContextShard",
     "Embedding",
     "Experts",
-    "Fp8Weight",
+    "FP8Weight",
     "FusedLinear",
     "GatedLinear",
     "GatedMLP",
     "KVCache",
     "LMHead",
     "LayerAdapter",
+    "LayerState",
     "Linear",
     "LoRAPart",
     "LowRank",
     "LowRankEmbedding",
     "LowRankExperts",
     "MakeStates",
-    "Nf4Weight",
+    "MoEOutput",
+    "NF4Weight",
     "NoRotary",
-    "QuantisedWeight",
     "Quantize",
+    "QuantizedWeight",
     "RMSNorm",
     "RotaryEmbedding",
     "Rotation",
-    "Routed",
-    "Shard",
+    "SavedModules",
     "SparseMoE",
-    "State",
     "StaticCache",
     "balance",
-    "tally",
+    "count_routing",
 ]

@@ -1,7 +1,7 @@
-"""Activations in host memory between forward and backward.
+"""Keeps activations in host memory between forward and backward.
 
-What autograd keeps of a block is copied out while the next block computes, and copied back while
-the block behind it is differentiated. The values are the same bits.
+What autograd saves of a block is copied to the host while the next block computes, and back while
+the block after it is differentiated. The values are the same bits.
 """
 
 import functools
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-LEAST = 2**20  # bytes; what is smaller stays
+MIN_BYTES = 2**20  # bytes; what is smaller stays
 
 
 @functools.cache
@@ -22,7 +22,7 @@ def _stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
-class _Stored:
+class _OffloadedStorage:
     """The memory of one or more saved tensors, in host memory and perhaps again on the device."""
 
     def __init__(self, size: int, device: torch.device) -> None:
@@ -40,94 +40,104 @@ class _Stored:
         self.host.copy_(source, non_blocking=gpu)
 
     def fetch(self) -> None:
-        """Called on the side stream; the memory is of the one that uses it."""
+        """Copies back; call it on the side stream."""
         if self.fetched is not None and self.host is not None:
             self.fetched.copy_(self.host, non_blocking=self.device.type == "cuda")
 
 
-class _Saved(NamedTuple):
-    """One tensor that autograd has saved: a view of something stored."""
+class _SavedTensor(NamedTuple):
+    """A tensor that autograd has saved: a view of an offloaded storage."""
 
     block: int  # that saved it
-    stored: _Stored  # perhaps what the block before saved, too
+    stored: _OffloadedStorage  # perhaps what the block before saved, too
     dtype: torch.dtype
     shape: torch.Size
     stride: tuple[int, ...]
     offset: int
 
 
-class Offload:
-    """Of one forward pass: `with offload.of(block):` around each block, in order, then `end()`.
+class ActivationOffload:
+    """Offloads one forward pass: `with offload.of(block):` around each block in order, then
+    `end()`.
 
-    `shared`: tensors that all blocks use, which stay where they are, as parameters do.
+    `shared`: tensors that all blocks use, which stay on the device, as parameters do.
     """
 
     def __init__(self, device: torch.device, shared: Iterable[Tensor] = ()) -> None:
         self.device = device
         self.gpu = device.type == "cuda"
         self._shared = {_key(x) for x in shared}
-        self._blocks: list[list[_Stored]] = []
+        self._blocks: list[list[_OffloadedStorage]] = []
         self._current: int | None = None  # the block that backward differentiates
         # Being copied: the memory may be used anew only when the copy is done
-        self._copying: deque[tuple[torch.cuda.Event | None, dict[Any, tuple[Tensor, _Stored]]]]
+        self._copying: deque[
+            tuple[torch.cuda.Event | None, dict[Any, tuple[Tensor, _OffloadedStorage]]]
+        ]
         self._copying = deque()
 
     @contextmanager
     def of(self, block: nn.Module) -> Iterator[None]:
-        """What the block saves for backward leaves the device."""
+        """Offloads what the block saves for backward."""
         while len(self._copying) > 1:
             self._finish_copies()
         index = len(self._blocks)
         self._blocks.append([])
-        held: dict[Any, tuple[Tensor, _Stored]] = {}
-        self._copying.append((None, held))
-        own: set[int] = set()
+        live: dict[Any, tuple[Tensor, _OffloadedStorage]] = {}
+        self._copying.append((None, live))
+        parameter_keys: set[int] = set()
 
-        def pack(x: Tensor) -> Tensor | _Saved:
-            if not own:  # now they are gathered, where they are sharded
-                own.update(_key(p) for p in block.parameters())
+        def pack(x: Tensor) -> Tensor | _SavedTensor:
+            if not parameter_keys:  # now they are gathered, where they are sharded
+                parameter_keys.update(_key(p) for p in block.parameters())
             storage = x.untyped_storage()
-            small = storage.nbytes() < LEAST
-            if small or x.device != self.device or _key(x) in own or _key(x) in self._shared:
+            small = storage.nbytes() < MIN_BYTES
+            if (
+                small
+                or x.device != self.device
+                or _key(x) in parameter_keys
+                or _key(x) in self._shared
+            ):
                 return x.detach()
             key = _key(x), x._version
-            known = next((some[key] for _, some in self._copying if key in some), None)
-            if known is None:
-                stored = _Stored(storage.nbytes(), x.device)
+            by_key = next(
+                (candidates[key] for _, candidates in self._copying if key in candidates), None
+            )
+            if by_key is None:
+                stored = _OffloadedStorage(storage.nbytes(), x.device)
                 with self._side_stream():
                     stored.take(x)
                 self._blocks[index].append(stored)
-                known = held[key] = x.detach(), stored
+                by_key = live[key] = x.detach(), stored
             offset = int(x.storage_offset())
-            return _Saved(index, known[1], x.dtype, x.shape, x.stride(), offset)
+            return _SavedTensor(index, by_key[1], x.dtype, x.shape, x.stride(), offset)
 
         with saved_tensors_hooks(pack, self._unpack):
             yield
         if self.gpu:
             copied = torch.cuda.Event()
             copied.record(_stream(self.device))
-            self._copying[-1] = copied, held
+            self._copying[-1] = copied, live
 
     def end(self) -> None:
-        """After the last block: nothing is being copied any more."""
+        """Waits for the copies; call it after the last block."""
         while self._copying:
             self._finish_copies()
 
     def _finish_copies(self) -> None:
-        copied, held = self._copying.popleft()
+        copied, live = self._copying.popleft()
         if copied is not None:
             torch.cuda.current_stream(self.device).wait_event(copied)
-        held.clear()  # autograd keeps `pack`, which has it
+        live.clear()  # autograd keeps `pack`, which has it
 
     def _side_stream(self) -> Any:
-        """The side stream, behind what is under way on the current one."""
+        """Returns the side stream, after the current one's work."""
         if not self.gpu:
             return nullcontext()
         side = _stream(self.device)
         side.wait_stream(torch.cuda.current_stream(self.device))
         return torch.cuda.stream(side)
 
-    def _unpack(self, saved: Tensor | _Saved) -> Tensor:
+    def _unpack(self, saved: Tensor | _SavedTensor) -> Tensor:
         if isinstance(saved, Tensor):
             return saved
         if saved.block != self._current:
@@ -142,14 +152,14 @@ class Offload:
         return values.as_strided(saved.shape, saved.stride, saved.offset)
 
     def _enter(self, block: int) -> None:
-        """Backward begins with a block: fetch it and the one before, free those after it."""
+        """Fetches the block that backward starts and the one before; frees those after it."""
         self._current = block
         for stored in (s for later in self._blocks[block + 1 :] for s in later):
             stored.fetched = None
-        for some in self._blocks[max(0, block - 1) : block + 1][::-1]:
-            self._fetch([stored for stored in some if stored.fetched is None])
+        for candidates in self._blocks[max(0, block - 1) : block + 1][::-1]:
+            self._fetch([stored for stored in candidates if stored.fetched is None])
 
-    def _fetch(self, missing: list[_Stored]) -> None:
+    def _fetch(self, missing: list[_OffloadedStorage]) -> None:
         for stored in missing:
             stored.fetched = torch.empty(stored.size, dtype=torch.uint8, device=self.device)
         with self._side_stream():
@@ -166,5 +176,5 @@ class Offload:
 
 
 def _key(x: Tensor) -> int:
-    """Of its memory."""
+    """Identifies the memory of x."""
     return x.untyped_storage()._cdata

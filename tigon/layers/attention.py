@@ -8,24 +8,24 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tigon.distributed.sequence_parallel import Summands
+from tigon.distributed.sequence_parallel import PartialSum
 from tigon.kernels.attention.api import attention
 from tigon.kernels.norm.common import Cast
 from tigon.kernels.rope.qk_norm_rope import qk_norm_rope
 from tigon.kernels.rope.rope import rope
-from tigon.layers.context import Context
+from tigon.layers.context import BlockInputs
 from tigon.layers.kv_cache import GrowingKV, KVState, Quantize, StaticKV
-from tigon.layers.linear import FusedLinear, Linear, calls_only
+from tigon.layers.linear import FusedLinear, Linear, is_unpatched
 from tigon.layers.norm import RMSNorm
 from tigon.layers.rope import Rotation
 
 
 class Attention(nn.Module):
-    """x [B, T, C] -> [B, T, C]; a rank's share of tokens to the same, where ranks share them, or
-    what is yet to be summed over them.
+    """Self-attention: x [B, T, C] -> [B, T, C].
 
+    Under sequence parallelism x and the output are local tokens, or the output is a `PartialSum`.
     With `qk_norm_eps`, every head of q and k is normed before it is rotated; with `flat_qk_norm`,
-    all heads of q together, and all of k. `interleaved` rotates pairs of neighbours.
+    all heads of q at once, and all of k. `interleaved` rotates pairs of neighbors.
     """
 
     def __init__(
@@ -71,7 +71,8 @@ class Attention(nn.Module):
         device: torch.device | str,
         quantize: Quantize = None,
     ) -> KVState:
-        """For its keys and values; with a window, a static one is a ring of those still in view."""
+        """Makes a cache of keys and values; a static one with a window is a ring of those in
+        view."""
         if capacity is None:
             return GrowingKV(self.kv_heads, self.head_dim)
         slots = capacity if self.window is None else min(capacity, self.window + chunk - 1)
@@ -79,33 +80,37 @@ class Attention(nn.Module):
         return StaticKV(rows, self.kv_heads, slots, self.head_dim, **kind)
 
     def forward(
-        self, x: Tensor, rotation: Rotation, state: KVState | None, ctx: Context
-    ) -> Tensor | Summands:
-        x = ctx.gathered(x, alone=True)
+        self, x: Tensor, rotation: Rotation, state: KVState | None, ctx: BlockInputs
+    ) -> Tensor | PartialSum:
+        x = ctx.gather_from_region(x, single_reader=True)
         b, t, _ = x.shape
-        how: dict[str, Any] = {"window": self.window, "scale": self.scale, "softcap": self.softcap}
+        kwargs: dict[str, Any] = {
+            "window": self.window,
+            "scale": self.scale,
+            "softcap": self.softcap,
+        }
         if state is not None and self._rotates_last(rotation) and state.rotates(x, ctx):
-            q, k, v = self._heads(self.qkv_proj(x, *ctx.drawn))
-            how["angles"] = rotation.cos, rotation.sin
+            q, k, v = self._heads(self.qkv_proj(x, *ctx.dropout_args))
+            kwargs["angles"] = rotation.cos, rotation.sin
         else:
-            q, k, v = self._project(x, rotation, *ctx.drawn)
+            q, k, v = self._project(x, rotation, *ctx.dropout_args)
         if rotation.query_scale is not None:
             q = q * rotation.query_scale.to(q.dtype)  # not wider under autocast
         if ctx.shard is not None:
-            out = ctx.shard.attend(q, k, v, ctx.mask, **how)
+            out = ctx.shard.attend(q, k, v, ctx.mask, **kwargs)
         elif state is None:
-            out = attention(q, k, v, mask=ctx.mask, **how)
+            out = attention(q, k, v, mask=ctx.mask, **kwargs)
         else:
-            out = state.attend(q, k, v, ctx, **how)
-        return ctx.summed(self.o_proj(out.reshape(b, t, -1), *ctx.drawn))
+            out = state.attend(q, k, v, ctx, **kwargs)
+        return ctx.reduce_to_region(self.o_proj(out.reshape(b, t, -1), *ctx.dropout_args))
 
     def _project(
-        self, x: Tensor, rotation: Rotation, *drawn: Tensor
+        self, x: Tensor, rotation: Rotation, *keys: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """q [B, T, H, D], k and v [B, T, K, D], normed and rotated."""
+        """Returns q [B, T, H, D], k and v [B, T, K, D], normed and rotated."""
         # Asked before the call, since a hook may keep what it sees and take itself away
         alone = self.q_norm is None and self._alone()
-        qkv, (cos, sin, _) = self.qkv_proj(x, *drawn), rotation
+        qkv, (cos, sin, _) = self.qkv_proj(x, *keys), rotation
         if self.flat_qk_norm:
             q, k, v = self._heads(qkv)
             return *rope(q, k, cos, sin, interleaved=self.interleaved), v
@@ -118,7 +123,7 @@ class Attention(nn.Module):
         return qk_norm_rope(qkv, cos, sin, **options)
 
     def _heads(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """q [B, T, H, D], k and v [B, T, K, D]: views, or with `flat_qk_norm` normed."""
+        """Returns q [B, T, H, D], k and v [B, T, K, D]: views, or with `flat_qk_norm` normed."""
         sizes = [n * self.head_dim for n in (self.heads, self.kv_heads, self.kv_heads)]
         q, k, v = qkv.split(sizes, -1)
         if self.flat_qk_norm and self.q_norm is not None and self.k_norm is not None:
@@ -126,12 +131,12 @@ class Attention(nn.Module):
         return (*(y.unflatten(-1, (-1, self.head_dim)) for y in (q, k, v)),)
 
     def _rotates_last(self, rotation: Rotation) -> bool:
-        """Whether rotating halves is all that is done to q and k, or comes after all else."""
+        """Whether rotating halves is the only or the last step for q and k."""
         normed = self.q_norm is not None and not self.flat_qk_norm
         return not (normed or self.interleaved) and rotation.query_scale is None
 
     def _alone(self) -> bool:
-        """Whether a graph would keep what qkv_proj returns and nobody else sees it."""
+        """Whether a graph would save the output of qkv_proj and no hook can see it."""
         if torch.compiler.is_compiling() or not torch.is_grad_enabled():
             return False
-        return calls_only(self.qkv_proj, FusedLinear)
+        return is_unpatched(self.qkv_proj, FusedLinear)

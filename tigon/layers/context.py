@@ -1,4 +1,4 @@
-"""What all blocks of a forward pass share.
+"""The inputs that all blocks of a forward pass share.
 
 # B batch, T new tokens of a row, N new tokens of all, R rows of the cache
 """
@@ -9,13 +9,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tigon.distributed.context_attention import Shard
-from tigon.distributed.sequence_parallel import Stream, Summands
+from tigon.distributed.context_attention import ContextShard
+from tigon.distributed.sequence_parallel import PartialSum, SequenceParallelRegion
 from tigon.kernels.attention.api import AttentionMask
 
 
-class Places(NamedTuple):
-    """Where the new tokens of all rows go."""
+class TokenSlots(NamedTuple):
+    """The cache positions of new tokens whose rows have different lengths."""
 
     rows: Tensor  # [N]
     positions: Tensor  # [N]
@@ -24,60 +24,69 @@ class Places(NamedTuple):
 
 
 @dataclass
-class Append:
-    """What states do with the new tokens of this pass.
+class CacheAppend:
+    """How states store the new tokens of this pass.
 
-    Without places, every row of the batch is a row of the cache and takes T tokens behind those
-    that it holds.
+    Without `slots`, every row of the batch is a row of the cache and appends T tokens.
     """
 
-    held: int = 0  # tokens that every row holds before; 0 with `lengths`
+    cached_tokens: int = 0  # tokens that every row holds before; 0 with `lengths`
     lengths: Tensor | None = None  # [R] int32, the same where only the device may know it
-    places: Places | None = None
+    slots: TokenSlots | None = None
     masks: dict[int, AttentionMask] = field(default_factory=dict)  # by how many of them are seen
 
 
 def real_tokens(mask: AttentionMask) -> Tensor | None:
-    """Bool [B, T], False on padding; None where the host knows of no padding."""
+    """Returns bool [B, T], False on padding, or None if the host knows of no padding."""
     return None if mask.key_mask is None else mask.key_mask[:, mask.past :]
 
 
 @dataclass
-class Context:
-    """One forward pass, as its blocks see it; they change nothing in it."""
+class BlockInputs:
+    """The inputs of one forward pass that its blocks share and do not change."""
 
     position_ids: Tensor  # [B or 1, T]
     # Sequences, padding and cached tokens, of whole rows, and which backend is to be used
     mask: AttentionMask
     routing: bool = False  # whether blocks with experts return how they used them
-    append: Append | None = None  # None: there is no cache
+    append: CacheAppend | None = None  # None: there is no cache
     # Int64 [B, T], of which an adapter's dropout is drawn in this block; None: there is none
     dropout_keys: Tensor | None = None
-    shard: Shard | None = None  # T are the tokens of one of several ranks; None: of whole rows
-    stream: Stream | None = None  # how ranks that divide each layer share these tokens
+    shard: ContextShard | None = (
+        None  # T are the tokens of one of several ranks; None: of whole rows
+    )
+    stream: SequenceParallelRegion | None = (
+        None  # how ranks that divide each layer share these tokens
+    )
 
-    def gathered(self, x: Tensor, *, alone: bool) -> Tensor:
-        """All tokens [B, T, C] of a normed stream, of which a rank may have some; `alone`: one
-        product is to read them."""
-        return x if self.stream is None else self.stream.gathered(x, alone=alone)
+    def gather_from_region(self, x: Tensor, *, single_reader: bool) -> Tensor:
+        """Returns all tokens [B, T, C] of a normed stream that may be sharded over ranks.
 
-    def summed(self, x: Tensor) -> Tensor | Summands:
-        """What a mixer or an MLP adds to the stream, of its [B, T, C] on each rank."""
-        return x if self.stream is None else self.stream.summed(x)
+        `single_reader`: one product reads them.
+        """
+        return (
+            x
+            if self.stream is None
+            else self.stream.gather_from_region(x, single_reader=single_reader)
+        )
+
+    def reduce_to_region(self, x: Tensor) -> Tensor | PartialSum:
+        """Sums a mixer's or MLP's output [B, T, C] over ranks, for the residual stream."""
+        return x if self.stream is None else self.stream.reduce_to_region(x)
 
     @property
-    def drawn(self) -> tuple[Tensor, ...]:
-        """What products take besides their input: nothing in passes without dropout."""
+    def dropout_args(self) -> tuple[Tensor, ...]:
+        """The arguments of products besides their input: none in passes without dropout."""
         return () if self.dropout_keys is None else (self.dropout_keys,)
 
     @property
     def real(self) -> Tensor | None:
-        """Bool [B, T], False on padding; None: there is none."""
+        """Bool [B, T], False on padding, or None if there is none."""
         return real_tokens(self.mask) if self.shard is None else self.shard.real
 
     @property
     def starts(self) -> Tensor | None:
-        """[B, T], True where a packed sequence begins; None: each row goes on from its state."""
+        """[B, T], True where a packed sequence begins, or None if each row continues its state."""
         segments = self.mask.segment_ids
         if segments is None:
             return None
@@ -85,12 +94,12 @@ class Context:
         return torch.cat((first, segments[:, 1:] != segments[:, :-1]), 1)
 
     def last(self, x: Tensor, before: Tensor) -> Tensor:
-        """x [B, T, ...] at the last new token of each row of the cache [R, ...].
+        """Returns x [B, T, ...] at the last new token of each row of the cache [R, ...].
 
-        A row without new tokens has `before` [R, ...].
+        A row without new tokens takes `before` [R, ...].
         """
-        if self.append is None or self.append.places is None:
+        if self.append is None or self.append.slots is None:
             return x[:, -1]
-        bounds = self.append.places.bounds
+        bounds = self.append.slots.bounds
         missing = (bounds.diff() == 0).view(-1, *[1] * (before.dim() - 1))
         return torch.where(missing, before, x.flatten(0, 1)[(bounds[1:] - 1).clamp(min=0)])

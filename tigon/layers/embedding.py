@@ -11,19 +11,19 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from tigon.distributed.collectives import Ranks, sum_over
+from tigon.distributed.collectives import Ranks, reduce_from_group
 from tigon.kernels.linear.gemv import linear
-from tigon.kernels.linear.linear import long_sum
+from tigon.kernels.linear.linear import chunked_matmul
 from tigon.kernels.loss.vocab_parallel import VocabularyShard, embedding_rows
-from tigon.layers.lora import Adapters, Copies, LayerAdapter, LoRAPart, Shapes
+from tigon.layers.lora import Adapters, LayerAdapter, LoRAPart, SavedModules, Shapes
 
 
 class LowRankEmbedding(LayerAdapter):
-    """One adapter of an embedding: `scale * B A` [C, V], of which a token has a column.
+    """One adapter of an embedding: `scale * B A` [C, V], of which a token takes a column.
 
-    As PEFT's: A [r, V] begins at 0, B [C, r] is drawn. With `dora` each of the C columns of the
-    table then gets a length over all tokens that is learned. `token_ranks`: those that each have
-    some tokens of table and A, where ranks divide these.
+    As in PEFT, A [r, V] is initialized to 0 and B [C, r] randomly. With `dora` each of the C
+    columns of the table then gets a learned norm over all tokens. `token_ranks`: the ranks that
+    divide the tokens of table and A.
     """
 
     token_ranks: Ranks | None = None
@@ -33,13 +33,15 @@ class LowRankEmbedding(LayerAdapter):
     ):
         super().__init__()
         self.parts, self.dora = (part,), dora
-        how: dict[str, Any] = {"dtype": dtype, "device": device}
-        self.lora_embedding_A = nn.Parameter(torch.empty(part.rank, part.size, **how))
-        self.lora_embedding_B = nn.Parameter(torch.empty(dim, part.rank, **how))
+        options: dict[str, Any] = {"dtype": dtype, "device": device}
+        self.lora_embedding_A = nn.Parameter(torch.empty(part.rank, part.size, **options))
+        self.lora_embedding_B = nn.Parameter(torch.empty(dim, part.rank, **options))
         if dora:
-            self.lora_magnitude_vector = nn.Parameter(torch.empty(dim, **how))
+            self.lora_magnitude_vector = nn.Parameter(torch.empty(dim, **options))
 
-    def drawn(self, shapes: Shapes, generator: torch.Generator | None = None) -> dict[str, Tensor]:
+    def init_values(
+        self, shapes: Shapes, generator: torch.Generator | None = None
+    ) -> dict[str, Tensor]:
         b = torch.empty(shapes["lora_embedding_B"], dtype=torch.float32, device="cpu").normal_(
             generator=generator
         )
@@ -49,25 +51,29 @@ class LowRankEmbedding(LayerAdapter):
         }
 
     def forward(self, low: Tensor) -> Tensor:
-        """Of the rows of A^T [..., r] of some tokens: what is added to those of the table."""
+        """Returns the addition to the table's rows, from rows of A^T [..., r]."""
         (part,) = self.parts
         return linear(low, self.lora_embedding_B) * part.scale
 
-    def gains(self, weight: Tensor) -> Tensor:
-        """[C]: the learned length of each column of W + (scale B A)^T over what it is, in fp32."""
+    def dora_scale(self, weight: Tensor) -> Tensor:
+        """Returns [C], the learned norm of each column of W + (scale B A)^T over its norm, in
+        fp32."""
         (part,) = self.parts
         with torch.no_grad():
             a, b = self.lora_embedding_A, self.lora_embedding_B.float() * part.scale
             square = torch.linalg.vector_norm(weight, dim=0, dtype=torch.float32).square()
-            square += 2 * (long_sum(a.to(weight.dtype), weight).float().t() * b).sum(1)
+            square += 2 * (chunked_matmul(a.to(weight.dtype), weight).float().t() * b).sum(1)
             square += (b @ (a.float() @ a.float().t()) * b).sum(1)
             if self.token_ranks is not None:
                 square = self.token_ranks.sum(square)
         return self.lora_magnitude_vector.float() / square.sqrt()
 
-    def column_lengths(self, rows: Tensor, group: ProcessGroup | None) -> Tensor:
-        """[C], of a table of which this rank has rows [n, C], and the ranks of `group` others of
-        this part of the tokens; all ranks that divide it call this."""
+    def column_norms(self, rows: Tensor, group: ProcessGroup | None) -> Tensor:
+        """Returns [C] of a table of which this rank has rows [n, C]; all ranks that divide it call
+        this.
+
+        `group`: ranks that divide this rank's part further.
+        """
         squares = rows.square().sum(0)
         if group is not None:
             dist.all_reduce(squares, group=group)
@@ -78,35 +84,35 @@ class LowRankEmbedding(LayerAdapter):
 
 
 class Embedding(nn.Embedding):
-    """ids [B, T] -> [B, T, C], times `scale` rounded to the weight's dtype, as Gemma has it.
+    """ids [B, T] -> [B, T, C], times `scale` rounded to the weight's dtype, as in Gemma.
 
-    `copies`: weights of adapters, one of which may replace its own. `lora`: low-rank adapters, one
-    of which may be added. Where ranks share the table, `summands` leaves to the caller to add up
-    what each has: a token's row on one of them, zeros on the others.
+    `copies`: modules_to_save of adapters, one of which may replace the weight. `lora`: low-rank
+    adapters, one of which may be added. If ranks share the table, `summands` returns a partial sum:
+    a token's row on one rank, zeros on the rest.
     """
 
     def __init__(self, vocab: int, dim: int, *, padding_idx: int | None = None, scale: float = 1.0):
         super().__init__(vocab, dim, padding_idx=padding_idx)
         self.scale = scale
         self.vocabulary: VocabularyShard | None = None  # where ranks share it: which rows are here
-        self.copies: Copies | None = None
+        self.copies: SavedModules | None = None
         self.lora: Adapters | None = None
 
     def forward(self, input: Tensor, *, summands: bool = False) -> Tensor:
         copy = None if self.copies is None else self.copies.active()
         x = self._rows(input, self.weight if copy is None else copy).to(self.weight.dtype)
         if self.lora is not None and (low := self.lora.active()) is not None:
-            own = x + low(self._rows(input, low.lora_embedding_A.t()))
-            x = (own * low.gains(self.weight) if low.dora else own).to(x.dtype)
+            local_ids = x + low(self._rows(input, low.lora_embedding_A.t()))
+            x = (local_ids * low.dora_scale(self.weight) if low.dora else local_ids).to(x.dtype)
         if self.vocabulary is not None and not summands:
-            x = sum_over(x, Ranks.sharing(self.vocabulary))
+            x = reduce_from_group(x, Ranks.sharing(self.vocabulary))
         if self.scale == 1.0:
             return x
         # A fill on the device: a Python number would not be rounded, torch.tensor would wait
         return x * torch.full((), self.scale, dtype=x.dtype, device=x.device)
 
     def _rows(self, ids: Tensor, table: Tensor) -> Tensor:
-        """Those of the ids; zeros for other ranks' tokens."""
+        """Looks up ids; zeros for other ranks' tokens."""
         if self.vocabulary is None:
             return F.embedding(ids, table, self.padding_idx)
         return embedding_rows(ids, table, self.vocabulary, self.padding_idx)

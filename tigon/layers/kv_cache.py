@@ -1,6 +1,7 @@
-"""What mixers remember of the tokens before: one state for each layer of a cache.
+"""Caches: the state of each layer, and how many tokens each row holds.
 
-# B batch, T new tokens of a row, R slots, S all tokens, H query heads, K kv heads, D head dim
+# B batch, T new tokens of a row, N new tokens of all, R slots or rows of the cache, S all tokens,
+# H query heads, K kv heads, D head dim
 """
 
 import copy
@@ -13,18 +14,18 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from tigon.kernels.attention.api import AttentionMask, attention
-from tigon.kernels.attention.decode import append_attention, rotates
+from tigon.kernels.attention.decode import append_attention, fuses_rope
 from tigon.kernels.attention.kv_cache import KVBuffers, append_tokens
-from tigon.kernels.runtime import autocast_dtype, check, on_host
-from tigon.layers.context import Append, Context, Places
+from tigon.kernels.runtime import autocast_dtype, check_values, on_host
+from tigon.layers.context import BlockInputs, CacheAppend, TokenSlots
 
 Quantize = Literal["int8"] | None
 
 
-class State:
-    """What one mixer remembers, in attributes; its tensors have the rows of a batch first.
+class LayerState:
+    """What one mixer keeps of earlier tokens; its tensors have the batch dimension first.
 
-    Those of a static cache are changed in place, and without waiting for the device, so that a
+    The tensors of a static cache are changed in place and without waiting for the device, so that a
     CUDA graph can repeat a step.
     """
 
@@ -33,8 +34,8 @@ class State:
     history: int | None = None
 
     @property
-    def holds(self) -> str:
-        """What a row of it is, in messages: two states of one mixer hold the same."""
+    def layout(self) -> str:
+        """Describes a row in messages; two states of one mixer have the same layout."""
         shapes = " and ".join(str(tuple(x.shape[1:])) for x in self._tensors())
         return f"{type(self).__name__} of {shapes}"
 
@@ -43,13 +44,15 @@ class State:
         return sum(x.nbytes for x in self._tensors())
 
     def map(self, change: Callable[[Tensor], Tensor]) -> Self:
-        """A copy whose tensors are `change` of these."""
+        """Returns a copy with `change` applied to the tensors."""
         new = copy.copy(self)
         vars(new).update(tree_map_only(Tensor, change, vars(self)))
         return new
 
     def resized(self, larger: Self) -> Self:
-        """A copy with the sizes of `larger`, which is on the meta device; new slots are empty."""
+        """Returns a copy with the sizes of `larger`, which is on the meta device; new slots are
+        empty.
+        """
         shapes = iter([x.shape for x in larger._tensors()])
 
         def extend(x: Tensor) -> Tensor:
@@ -68,7 +71,7 @@ class State:
 
 
 class MakeStates(Protocol):
-    """Makes an empty state for each layer; a mixer's `make_state` does the same for its own."""
+    """Makes an empty state for each layer, as a mixer's `make_state` does for one."""
 
     def __call__(
         self,
@@ -79,23 +82,25 @@ class MakeStates(Protocol):
         dtype: torch.dtype,
         device: torch.device | str,
         quantize: Quantize = None,
-    ) -> list[State]:
-        """ValueError for what a mixer cannot do."""
+    ) -> list[LayerState]:
+        """Raises ValueError for what a mixer does not support."""
 
 
-class KVState(State):
+class KVState(LayerState):
     """Keys and values of attention."""
 
     kv_heads: int
     head_dim: int
 
     @property
-    def holds(self) -> str:
+    def layout(self) -> str:
         return f"{self.kv_heads} kv heads with head dim {self.head_dim}"
 
-    def rotates(self, x: Tensor, ctx: Context) -> bool:
-        """Whether `attend` is to be given heads that are yet to be rotated, and `angles`: cos and
-        sin [B or 1, T, R/2]. x [B, T, C] is what they are made of."""
+    def rotates(self, x: Tensor, ctx: BlockInputs) -> bool:
+        """Whether `attend` rotates: pass it heads without rotation, and `angles`.
+
+        `angles` are cos and sin [B or 1, T, R/2]. x [B, T, C] is the input of the projection.
+        """
         return False
 
     def attend(
@@ -103,13 +108,13 @@ class KVState(State):
         q: Tensor,  # [B, T, H, D], or [1, N, H, D] of packed prompts
         k: Tensor,  # [B, T, K, D]
         v: Tensor,  # [B, T, K, D]
-        ctx: Context,
+        ctx: BlockInputs,
         *,
         window: int | None = None,
         softcap: float | None = None,
         scale: float | None = None,
     ) -> Tensor:
-        """Store k and v; attention of q to them and to what is before them: [B, T, H, D]."""
+        """Stores k and v, and returns attention of q to them and to earlier ones: [B, T, H, D]."""
         raise NotImplementedError
 
 
@@ -121,21 +126,22 @@ class GrowingKV(KVState):
         self.keys: Tensor | None = None  # [B, K, capacity, D]
         self.values: Tensor | None = None
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, ctx: Context, **how: Any) -> Tensor:
-        past = 0 if ctx.append is None else ctx.append.held
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, ctx: BlockInputs, **kwargs: Any) -> Tensor:
+        past = 0 if ctx.append is None else ctx.append.cached_tokens
         keys, values = self.update(k.transpose(1, 2), v.transpose(1, 2), past)
         k, v = keys.transpose(1, 2), values.transpose(1, 2)
-        return attention(q, k, v, mask=ctx.mask, **how)
+        return attention(q, k, v, mask=ctx.mask, **kwargs)
 
     def update(self, k: Tensor, v: Tensor, past: int) -> tuple[Tensor, Tensor]:
-        """Put k, v [B, K, T, D] behind `past` tokens; all keys and values [B, K, S, D]."""
+        """Stores k, v [B, K, T, D] after `past` tokens; returns all keys and values [B, K, S,
+        D]."""
         self.keys, self.values = _extend(self.keys, k, past), _extend(self.values, v, past)
         total = past + k.shape[2]
         return self.keys.narrow(2, 0, total), self.values.narrow(2, 0, total)
 
 
 def _extend(buffer: Tensor | None, new: Tensor, past: int) -> Tensor:
-    """The buffer, or a larger one, with `new` behind its first `past` tokens."""
+    """Returns the buffer, or a larger one, with `new` after its first `past` tokens."""
     if buffer is None or not past:
         return new
     if torch.is_grad_enabled() and (new.requires_grad or buffer.requires_grad):
@@ -152,7 +158,7 @@ def _extend(buffer: Tensor | None, new: Tensor, past: int) -> Tensor:
 
 
 class StaticKV(KVState):
-    """In memory that is allocated once; what lies in slots without a token does not matter."""
+    """Keys and values in preallocated memory; slots without a token may hold anything."""
 
     def __init__(
         self,
@@ -171,45 +177,57 @@ class StaticKV(KVState):
         kind = torch.int8 if quantize else dtype
         self.buffers = KVBuffers(*torch.empty(shape, dtype=kind, device=device), *scales)
 
-    def rotates(self, x: Tensor, ctx: Context) -> bool:
-        """A kernel less in a decoding step."""
+    def rotates(self, x: Tensor, ctx: BlockInputs) -> bool:
+        """Saves a kernel in a decoding step."""
         assert ctx.append is not None
-        few = ctx.append.places is None and autocast_dtype(x.device) is None
-        return few and rotates(x.shape[1], self.buffers)
+        fused = ctx.append.slots is None and autocast_dtype(x.device) is None
+        return fused and fuses_rope(x.shape[1], self.buffers)
 
     def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, ctx: Context, window: int | None = None, **how: Any
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        ctx: BlockInputs,
+        window: int | None = None,
+        **kwargs: Any,
     ) -> Tensor:
         if q.requires_grad or k.requires_grad or v.requires_grad:
             raise ValueError(
                 "a StaticCache keeps no gradients: call the model inside torch.no_grad() or "
                 "torch.inference_mode(), or give it a KVCache"
             )
-        now, mask, buffers = ctx.append, ctx.mask, self.buffers
-        assert now is not None
+        cache_append, mask, buffers = ctx.append, ctx.mask, self.buffers
+        assert cache_append is not None
         dtype = autocast_dtype(q.device)
         if dtype is not None:
             # A scale may have made q wider than that; a cache from outside of autocast stays so
             dtype = buffers.keys.dtype if buffers.key_scales is None else dtype
             q, k, v = (x.to(dtype) for x in (q, k, v))
-        if now.places is None:
-            assert now.lengths is not None
-            return append_attention(q, k, v, buffers, now.lengths, window=window, **how)
+        if cache_append.slots is None:
+            assert cache_append.lengths is not None
+            return append_attention(q, k, v, buffers, cache_append.lengths, window=window, **kwargs)
         keys, values = k, v
-        seen = now.held if window is None else min(now.held, window - 1)
+        seen = (
+            cache_append.cached_tokens
+            if window is None
+            else min(cache_append.cached_tokens, window - 1)
+        )
         if seen:
-            earlier = _read(buffers, now.held - seen, now.held, k.dtype)
+            earlier = _read(
+                buffers, cache_append.cached_tokens - seen, cache_append.cached_tokens, k.dtype
+            )
             keys, values = (torch.cat(x, 1) for x in zip(earlier, (k, v), strict=True))
-        if seen < now.held:
-            own = AttentionMask(mask.tokens, past=seen, backend=mask.backend)
-            mask = now.masks.setdefault(seen, own)
-        out = attention(q, keys, values, mask=mask, window=window, **how)
-        append_tokens(k.flatten(0, 1), v.flatten(0, 1), buffers, *now.places[:3])
+        if seen < cache_append.cached_tokens:
+            tensors = AttentionMask(mask.tokens, past=seen, backend=mask.backend)
+            mask = cache_append.masks.setdefault(seen, tensors)
+        out = attention(q, keys, values, mask=mask, window=window, **kwargs)
+        append_tokens(k.flatten(0, 1), v.flatten(0, 1), buffers, *cache_append.slots[:3])
         return out
 
 
 def _read(buffers: KVBuffers, start: int, stop: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Keys and values [B, S, K, D] of the positions from start to stop."""
+    """Returns keys and values [B, S, K, D] of the positions from start to stop."""
     slots = torch.arange(start, stop, device=buffers.keys.device) % buffers.keys.shape[2]
 
     def read(x: Tensor, scales: Tensor | None) -> Tensor:
@@ -221,50 +239,49 @@ def _read(buffers: KVBuffers, start: int, stop: int, dtype: torch.dtype) -> tupl
     return read(buffers.keys, buffers.key_scales), read(buffers.values, buffers.value_scales)
 
 
-# Caches: the states of all layers, and how many tokens each row holds.
-#
-# B batch, T new tokens
+# Caches: the states of all layers
 
 
 class Cache:
-    """What a forward pass asks of a cache: `begin`, `open`, and `end` after the last block."""
+    """The interface of a cache to a forward pass: `begin`, `open`, and `end` after the last
+    block."""
 
-    def __init__(self, states: Sequence[State] = ()):
+    def __init__(self, states: Sequence[LayerState] = ()):
         self._hold(states)
-        self.append: Append | None = None  # what the pass that has begun does
+        self.append: CacheAppend | None = None  # what the pass that has begun does
 
-    def _hold(self, states: Sequence[State]) -> None:
-        self.states, self.holds = list(states), tuple(state.holds for state in states)
+    def _hold(self, states: Sequence[LayerState]) -> None:
+        self.states, self.layout = list(states), tuple(state.layout for state in states)
 
     @property
     def length(self) -> int | None:
-        """Tokens that every row holds; None if the host knows of no such number."""
+        """The tokens that every row holds, or None if the host knows of no such number."""
         raise NotImplementedError
 
     def begin(
         self, batch: int, tokens: int, mask: Tensor | None = None, cu_seq_lens: Tensor | None = None
     ) -> int | Tensor:
-        """Prepare for [batch, tokens] new tokens; how many the rows hold.
+        """Prepares for [batch, tokens] new tokens; returns how many the rows hold.
 
-        A tensor [batch] of them says that the cache itself knows who may see whom.
+        A tensor [batch] means that the cache itself builds the masks.
         """
         raise NotImplementedError
 
-    def open(self, make: MakeStates, x: Tensor, mask: AttentionMask) -> list[State]:
-        """The state of each layer, which `make` makes for a cache that has none yet."""
+    def open(self, make: MakeStates, x: Tensor, mask: AttentionMask) -> list[LayerState]:
+        """Returns the state of each layer, made by `make` if the cache has none yet."""
         return self.states
 
     def end(self, mask: AttentionMask) -> None:
-        """All states have taken the new tokens: the rows hold them now."""
+        """Counts the new tokens, after all states have stored them."""
         raise NotImplementedError
 
     def select(self, rows: Tensor) -> None:
-        """Keep the rows `rows` (an index tensor), in that order."""
+        """Keeps the rows `rows` (an index tensor), in that order."""
         self.states = [s.map(lambda x: x.index_select(0, rows)) for s in self.states]
 
 
 class KVCache(Cache):
-    """Grows with the texts that it holds; for any model, whose first pass makes its states."""
+    """Grows with the texts that it holds, for any model; the first pass makes its states."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -273,23 +290,23 @@ class KVCache(Cache):
 
     @property
     def length(self) -> int:
-        """Tokens held."""
+        """The tokens that it holds."""
         return self._length
 
     def begin(
         self, batch: int, tokens: int, mask: Tensor | None = None, cu_seq_lens: Tensor | None = None
     ) -> int:
-        """Tokens held, if this cache can be continued with these."""
+        """Returns how many tokens it holds; raises if these tokens cannot continue it."""
         if self.packed:
             raise ValueError("past_key_values holds packed sequences; they have no single end")
         if self.length and cu_seq_lens is not None:
             raise ValueError(f"cu_seq_lens with a cache that already holds {self.length} tokens")
         if self.length and batch != self._rows:
             raise ValueError(f"the cache holds {self._rows} rows, this batch has {batch}")
-        self._rows, self.append = batch, Append(self.length)
+        self._rows, self.append = batch, CacheAppend(self.length)
         return self.length
 
-    def open(self, make: MakeStates, x: Tensor, mask: AttentionMask) -> list[State]:
+    def open(self, make: MakeStates, x: Tensor, mask: AttentionMask) -> list[LayerState]:
         if not self.length:
             dtype = autocast_dtype(x.device) or x.dtype
             self._hold(make(self._rows, None, chunk=1, dtype=dtype, device=x.device))
@@ -304,29 +321,25 @@ class KVCache(Cache):
         self._rows = len(rows)
 
 
-# A cache whose memory is allocated once, so that a CUDA graph can decode.
-#
-# B batch, T new tokens of a row, N new tokens of all, R rows of the cache
-
 UNKNOWN = -1  # a length that only the device knows
 
 
 class StaticCache(Cache):
-    """Room for `capacity` tokens in each of `rows` rows, which may differ in length.
+    """Memory for `capacity` tokens in each of `rows` rows, which may differ in length.
 
-    `make` makes the state of each layer; attention with a window keeps its last
-    window + chunk - 1 tokens. An empty cache takes prompts: [rows, T], or packed [1, N] with
-    `cu_seq_lens` [rows + 1], of which sequence i is row i. After that all rows take T tokens at a
-    time, up to `chunk`, and any number where all hold equally many, as the single row of
-    `rows(i, i + 1)`: so a long prompt can come in parts. There is no padding.
+    `make` makes the state of each layer; attention with a window keeps its last window + chunk - 1
+    tokens. An empty cache takes prompts: [rows, T], or packed [1, N] with `cu_seq_lens` [rows + 1],
+    of which sequence i is row i. After that all rows take T tokens at a time, up to `chunk`, or any
+    number if all hold equally many, as the single row of `rows(i, i + 1)` does: so a long prompt
+    can come in parts. There is no padding.
 
-    With `quantize="int8"`, keys and values take half the memory of bf16 ones, and each is off by
-    up to 1/254 of the largest of its token and head. Attention among prompts, or within a part of
-    one, still goes by the exact ones.
+    With `quantize="int8"`, keys and values take half the memory of bf16 ones, and each is off by up
+    to 1/254 of the largest of its token and head. Attention among prompts, or within a part of one,
+    still uses the exact ones.
 
-    `lengths` [rows] int32 is what a forward pass goes by. It changes them in place and waits for
-    nothing, so that passes of up to `chunk` tokens can be captured in a CUDA graph. The host keeps
-    count to raise early: `refresh` after replays, which it does not see. No gradients.
+    `lengths` [rows] int32 is what a forward pass reads and changes in place without waiting, so
+    that passes of up to `chunk` tokens can be captured in a CUDA graph. The host counts, too, to
+    raise early: call `refresh` after replays, which it does not see. No gradients.
     """
 
     def __init__(
@@ -350,7 +363,7 @@ class StaticCache(Cache):
         options["quantize"] = quantize
         with torch.inference_mode(False):  # what is made inside of it cannot be used outside
             super().__init__(make(rows, capacity, **options))
-            self._make: Callable[[int, int], list[State]] = functools.partial(
+            self._make: Callable[[int, int], list[LayerState]] = functools.partial(
                 make, **options | {"device": "meta"}
             )
             self.lengths = torch.zeros(rows, dtype=torch.int32, device=device)
@@ -359,17 +372,17 @@ class StaticCache(Cache):
 
     @property
     def length(self) -> int | None:
-        """Tokens that every row holds; None if rows differ, or if only the device knows."""
+        """The tokens that every row holds, or None if rows differ or only the device knows."""
         least, most = (int(n) for n in self._known.aminmax())
         return least if least == most != UNKNOWN else None
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all states."""
+        """The bytes of all states."""
         return sum(state.nbytes for state in self.states)
 
     def rows(self, start: int, stop: int) -> Self:
-        """A cache over these rows that shares their memory: what it takes, this one holds."""
+        """Returns a view of these rows; tokens appended to it appear here."""
         if not 0 <= start < stop <= len(self.lengths):
             raise ValueError(f"rows({start}, {stop}) of a cache of {len(self.lengths)} rows")
         view = copy.copy(self)
@@ -378,7 +391,7 @@ class StaticCache(Cache):
         return view
 
     def select(self, index: Tensor) -> None:
-        """Keep the rows `index` [n], in that order, in new memory; the host waits."""
+        """Keeps the rows `index` [n], in that order, in new memory; the host waits."""
         if index.dim() != 1 or not len(index):
             raise ValueError(f"select {tuple(index.shape)}: give an index [n] of rows to keep")
         index = index.to(self.lengths.device)
@@ -388,11 +401,11 @@ class StaticCache(Cache):
             self._known = self.lengths.to("cpu", torch.int64)
 
     def expand(self, n: int) -> None:
-        """Every row n times, one after the other, in new memory; the host waits."""
+        """Repeats every row n times in new memory; the host waits."""
         self.select(torch.arange(len(self.lengths)).repeat_interleave(n))
 
     def grow(self, capacity: int) -> None:
-        """Room for `capacity` tokens in each row, in new memory; the host waits.
+        """Grows to `capacity` tokens in each row, in new memory; the host waits.
 
         A ring of a window is full when it no longer grows, and until then token i is in slot i.
         """
@@ -403,10 +416,10 @@ class StaticCache(Cache):
         self.capacity = capacity
 
     def crop(self, lengths: Tensor) -> None:
-        """Forget the tokens of each row beyond `lengths` [rows]; shorter rows stay as they are.
+        """Drops the tokens of each row beyond `lengths` [rows]; shorter rows stay as they are.
 
-        Where layers have windows, only the last `chunk` tokens of a row can be forgotten, or all:
-        what was in view before others is no longer held.
+        With windows, only the last `chunk` tokens of a row can be dropped, or all: tokens that were
+        in view before them are gone.
         """
         if lengths.shape != self.lengths.shape:
             raise ValueError(
@@ -415,7 +428,7 @@ class StaticCache(Cache):
         values = f" {lengths.tolist()}" if on_host(lengths) else ""
         new, least = lengths.to(self.lengths.device, non_blocking=True), self.check_crop()
         near = (new >= self.lengths - self.chunk) | (self.lengths <= least) | (new == 0)
-        check(
+        check_values(
             ((new >= 0) & near).all(),
             f"crop to lengths{values}: they are negative, or more than the chunk={self.chunk} "
             "tokens back that layers with a window still know",
@@ -427,27 +440,30 @@ class StaticCache(Cache):
             self._known.fill_(UNKNOWN)
 
     def check_crop(self) -> int:
-        """How many of a row's last tokens all layers tell apart; ValueError if one tells none."""
+        """Returns how many of a row's last tokens can be dropped one by one; raises ValueError if
+        none.
+        """
         for layer, state in enumerate(self.states):
             if state.history is None:
                 raise ValueError(
-                    f"layer {layer} keeps one {state.holds} for all tokens of a row, from which "
+                    f"layer {layer} keeps one {state.layout} for all tokens of a row, from which "
                     "the last ones cannot be taken away"
                 )
         return min(state.history for state in self.states if state.history is not None)
 
     def refresh(self) -> None:
-        """Tell the host what `lengths` are, after replays of a CUDA graph; it waits for them."""
+        """Reads `lengths` to the host, after replays of a CUDA graph; it waits for them."""
         self._known.copy_(self.lengths)
 
     def begin(
         self, batch: int, tokens: int, mask: Tensor | None = None, cu_seq_lens: Tensor | None = None
     ) -> int | Tensor:
-        """Prepare for [batch, tokens] new tokens; how many the rows hold, int or [rows]."""
+        """Prepares for [batch, tokens] new tokens; returns how many the rows hold, int or
+        [rows]."""
         if mask is not None:
             self._check_mask(mask, batch, tokens)
-        held = self.length
-        if held != 0:
+        cached = self.length
+        if cached != 0:
             if cu_seq_lens is not None:
                 raise ValueError(
                     f"cu_seq_lens with a cache that already holds {self._spell()} tokens: packed "
@@ -457,17 +473,17 @@ class StaticCache(Cache):
                 self._check_batch(batch)
                 known = self.lengths if (self._known == UNKNOWN).any() else self._known
                 self._check_room(known + tokens)
-                self.append, self._growth = Append(lengths=self.lengths), (tokens, tokens)
+                self.append, self._growth = CacheAppend(lengths=self.lengths), (tokens, tokens)
                 return self.lengths
-            if held is None:
+            if cached is None:
                 raise ValueError(
                     f"{tokens} new tokens for rows that hold {self._spell()} tokens: more than "
                     f"chunk={self.chunk} go into rows of one known length, as rows(i, i + 1) has"
                 )
-        self._place(held, batch, tokens, cu_seq_lens)
-        return held
+        self._place(cached, batch, tokens, cu_seq_lens)
+        return cached
 
-    def open(self, make: MakeStates, x: Tensor, mask: AttentionMask) -> list[State]:
+    def open(self, make: MakeStates, x: Tensor, mask: AttentionMask) -> list[LayerState]:
         if mask.segment_ids is not None and mask.cu_seq_lens is None:
             raise ValueError(
                 "position_ids restart: a StaticCache takes packed prompts with cu_seq_lens"
@@ -483,8 +499,8 @@ class StaticCache(Cache):
         else:
             self._known.add_(known * (self._known != UNKNOWN))
 
-    def _place(self, held: int, batch: int, tokens: int, cu_seq_lens: Tensor | None) -> None:
-        """Any number of tokens behind the `held` ones of every row."""
+    def _place(self, cached: int, batch: int, tokens: int, cu_seq_lens: Tensor | None) -> None:
+        """Appends any number of tokens after the `cached` ones of every row."""
         rows = len(self.lengths)
         if cu_seq_lens is None:
             self._check_batch(batch)
@@ -494,16 +510,16 @@ class StaticCache(Cache):
                 f"cu_seq_lens has {len(cu_seq_lens) - 1} sequences, but the cache {rows} rows"
             )
         known = cu_seq_lens.diff()
-        self._check_room(held + known)
+        self._check_room(cached + known)
         cu = cu_seq_lens.to(self.lengths.device, torch.int64, non_blocking=True)
         grown, at = cu.diff(), torch.arange(batch * tokens, device=cu.device)
         row = torch.bucketize(at, cu[1:], right=True)
-        places = Places(row, held + at - cu[row], held + grown[row], cu)
-        self.append = Append(held, places=places)
+        slots = TokenSlots(row, cached + at - cu[row], cached + grown[row], cu)
+        self.append = CacheAppend(cached, slots=slots)
         self._growth = grown, known if on_host(known) else None
 
     def _check_mask(self, mask: Tensor, batch: int, tokens: int) -> None:
-        """It may say, where the host sees it, that there is no padding."""
+        """Raises if the host sees padding in the mask."""
         whole = max(int(self._known.max()), 0) + tokens
         fits = mask.shape in ((batch, tokens), (batch, whole))
         if not (fits and on_host(mask) and mask.all()):
@@ -519,12 +535,12 @@ class StaticCache(Cache):
 
     def _check_room(self, lengths: Tensor) -> None:
         what = f"{int(lengths.max())} tokens" if on_host(lengths) else "the tokens"
-        check(
+        check_values(
             (lengths <= self.capacity).all(),
             f"{what} of a row do not fit into the cache's capacity={self.capacity}; give it more",
         )
 
     def _spell(self) -> str:
-        """How many tokens are held, for errors."""
+        """Describes in errors how many tokens are held."""
         known = sorted(set(self._known.tolist()))
         return "an unknown number of" if UNKNOWN in known else ", ".join(map(str, known))

@@ -1,4 +1,4 @@
-"""Linear layers, and those that Hugging Face stores apart and one product computes together."""
+"""Linear layers, and those that Hugging Face stores separately and one product computes."""
 
 from types import NoneType
 from typing import Any
@@ -8,23 +8,22 @@ from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 
 from tigon.kernels.linear.dropout import Dropout
-from tigon.kernels.linear.gemv import row_linear, takes_row
-from tigon.kernels.linear.lora import FP8, PLAIN, lora_linear
+from tigon.kernels.linear.gemv import gemv, uses_gemv
+from tigon.kernels.linear.lora import FP8_BASE, PLAIN_BASE, lora_linear
 from tigon.kernels.mlp.gated_act import Activation, gated_act
 from tigon.layers.lora import Adapters
-from tigon.layers.quantized import QuantisedWeight
+from tigon.layers.quantized import QuantizedWeight
 
 
 class Linear(nn.Linear):
     """nn.Linear, faster for a single row without gradients: the next token of one sequence.
 
-    With `fp8`, products in training are of 8-bit floats, and those in evaluation as without.
-    `lora`: low-rank adapters, one of which may be added to the product. With `quantised`, its
-    frozen weight is kept there in few bits, and there is no parameter `weight`. `summands` ranks
-    add up their products, and so each has that share of the bias.
+    With `fp8`, products in training are of 8-bit floats, but not in evaluation. `lora`: low-rank
+    adapters, one of which may be added to the product. `quantized`: a frozen weight in few bits
+    that replaces the parameter `weight`. If `summands` ranks sum their products, each adds that
+    share of the bias.
 
-    `dropout_keys` int64 [...] of x [..., C] are what the adapter's dropout is drawn from in
-    training; without them there is none.
+    `dropout_keys` int64 [...] of x [..., C] seed the adapter's dropout; without them there is none.
     """
 
     fp8 = False
@@ -33,60 +32,60 @@ class Linear(nn.Linear):
     def __init__(self, in_features: int, out_features: int, *, bias: bool = True):
         super().__init__(in_features, out_features, bias=bias)
         self.lora: Adapters | None = None
-        self.quantised: QuantisedWeight | None = None
+        self.quantized: QuantizedWeight | None = None
 
     @property
-    def outline(self) -> Tensor:
-        """What says shape and dtype of the weight, and whether it learns; values it may have."""
-        return self.weight if self.quantised is None else self.quantised.outline
+    def weight_meta(self) -> Tensor:
+        """Shape, dtype and requires_grad of the weight; the values may be missing."""
+        return self.weight if self.quantized is None else self.quantized.weight_meta
 
     def values(self) -> Tensor:
-        """The weight; if it is quantised, in new memory."""
-        return self.weight if self.quantised is None else self.quantised.dequantised()
+        """Returns the weight; if it is quantized, in new memory."""
+        return self.weight if self.quantized is None else self.quantized.dequantize()
 
-    def quantise(self, weight: QuantisedWeight) -> None:
-        """Keep the weight there in place of the parameter."""
+    def quantize(self, weight: QuantizedWeight) -> None:
+        """Replaces the parameter by the quantized `weight`."""
         self.register_parameter("weight", None)
-        self.quantised = weight
+        self.quantized = weight
 
-    def dequantise(self) -> None:
-        """Make a frozen parameter of a weight that is quantised."""
-        if self.quantised is not None:
-            self.weight = nn.Parameter(self.quantised.dequantised(), requires_grad=False)
-            self.quantised = None
+    def dequantize(self) -> None:
+        """Replaces a quantized weight by a frozen parameter."""
+        if self.quantized is not None:
+            self.weight = nn.Parameter(self.quantized.dequantize(), requires_grad=False)
+            self.quantized = None
 
     @property
-    def adapted(self) -> bool:
+    def has_adapter(self) -> bool:
         """Whether an adapter is added to the product."""
         return self.lora is not None and self.lora.active() is not None
 
     @property
-    def own_bias(self) -> Tensor | None:
-        """What this rank adds of it."""
+    def local_bias(self) -> Tensor | None:
+        """This rank's share of the bias."""
         bias: Tensor | None = self.bias
         return bias if bias is None or self.summands == 1 else bias / self.summands
 
     def product(self, x: Tensor, dropout_keys: Tensor | None = None) -> Tensor:
-        base = FP8 if self.fp8 and self.training else PLAIN
-        weight, own_bias = self.weight, self.own_bias
-        if self.quantised is not None:
-            weight, base = self.quantised.outline, self.quantised.base(base)
+        base = FP8_BASE if self.fp8 and self.training else PLAIN_BASE
+        weight, own_bias = self.weight, self.local_bias
+        if self.quantized is not None:
+            weight, base = self.quantized.weight_meta, self.quantized.base(base)
         if self.lora is not None and (low := self.lora.active()) is not None:
             bias = None if low.dora else own_bias
             drops = None
             if dropout_keys is not None and low.dropout and self.training:
-                drops = Dropout(dropout_keys, low.place, low.dropout)
-            how: dict[str, Any] = {"base": base, "dropout": drops}
-            y = lora_linear(x, weight, bias, low.lora_A, low.additions(), **how)
+                drops = Dropout(dropout_keys, low.seed, low.dropout)
+            options: dict[str, Any] = {"base": base, "dropout": drops}
+            y = lora_linear(x, weight, bias, low.lora_A, low.additions(), **options)
             if low.dora:
                 # By what the gains are more than 1: below fp32 a product with them would lose that
-                y = torch.addcmul(y, y, (low.gains(self.values()) - 1).to(y.dtype))
+                y = torch.addcmul(y, y, (low.dora_scale(self.values()) - 1).to(y.dtype))
                 y = y if own_bias is None else y + own_bias
             return y
         return base.linear(x, weight, own_bias)
 
     def _product(self, x: Tensor, dropout_keys: Tensor | None) -> Tensor:
-        """As methods that others put in place of `product` expect it, which know of no keys."""
+        """Calls `product` without keys if there are none, as replacements of it expect."""
         return self.product(x) if dropout_keys is None else self.product(x, dropout_keys)
 
     def forward(self, x: Tensor, dropout_keys: Tensor | None = None) -> Tensor:
@@ -108,7 +107,7 @@ class FusedLinear(Linear):
 
 
 class GatedLinear(FusedLinear):
-    """`act(gate(x)) * up(x)`, with gate and up as one product: [..., in_features] -> [..., size].
+    """`act(gate(x)) * up(x)` with gate and up as one product: [..., in_features] -> [..., size].
 
     The product never leaves this layer, so its gradient may take its memory.
     """
@@ -118,8 +117,8 @@ class GatedLinear(FusedLinear):
         self.act: Activation = act
 
     def forward(self, x: Tensor, dropout_keys: Tensor | None = None) -> Tensor:
-        if not self.adapted and self.quantised is None and takes_row(x, self.weight):
-            return row_linear(x, self.weight, self.bias, self.act)
+        if not self.has_adapter and self.quantized is None and uses_gemv(x, self.weight):
+            return gemv(x, self.weight, self.bias, self.act)
         return gated_act(self._product(x, dropout_keys), self.act, overwrite=True)
 
     def extra_repr(self) -> str:
@@ -132,22 +131,25 @@ _PRODUCT = Linear.product
 _PLAIN = (Tensor, nn.Parameter, NoneType)  # weights and biases without products of their own
 
 
-def calls_only(module: nn.Module, kind: type[Linear]) -> bool:
-    """Whether a call of the module is `kind.forward` alone: nobody sees what comes and goes.
+def is_unpatched(module: nn.Module, kind: type[Linear]) -> bool:
+    """Whether a call of the module runs `kind.forward` alone.
 
-    Hooks do, methods in place of ours, in the classes too, and weights that compute products.
+    False with hooks, replaced methods, also of the class, and weights that compute products.
     """
-    own = type(module)
-    if own.forward is not _FORWARD[kind] or getattr(own, "product", None) is not _PRODUCT:
+    namespace = type(module)
+    if (
+        namespace.forward is not _FORWARD[kind]
+        or getattr(namespace, "product", None) is not _PRODUCT
+    ):
         return False
     weights = module._parameters
     if "weight" not in weights or any(type(w) not in _PLAIN for w in weights.values()):
         return False
-    return "product" not in module.__dict__ and not observed(module)
+    return "product" not in module.__dict__ and not is_hooked(module)
 
 
-def observed(module: nn.Module) -> bool:
-    """Whether somebody may see what the module is given or returns: hooks, or another call."""
+def is_hooked(module: nn.Module) -> bool:
+    """Whether hooks, or another call, may see what the module receives or returns."""
     return bool(
         "forward" in module.__dict__
         or type(module).__call__ is not nn.Module._wrapped_call_impl

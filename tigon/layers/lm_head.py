@@ -1,4 +1,4 @@
-"""The head: hidden states to logits, or to criteria over them without logits.
+"""The head: hidden states to logits, or to loss terms without logits.
 
 # B batch, T kept tokens, C model dim, V vocab, r rank of an adapter
 """
@@ -10,28 +10,28 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tigon.distributed.all_reduce import join_few
-from tigon.distributed.collectives import Ranks, alike
+from tigon.distributed.all_reduce import all_gather_small
+from tigon.distributed.collectives import Ranks, scale_replicated_grad
 from tigon.kernels.linear.gemv import linear
-from tigon.kernels.linear.linear import runs_of
+from tigon.kernels.linear.linear import reduction_chunks
 from tigon.kernels.linear.lora import lora_linear
 from tigon.kernels.loss.api import Options, scale_and_cap
-from tigon.kernels.loss.fused_linear import HeadValue, run_criteria
-from tigon.kernels.loss.terms import ActiveRows, Criterion
-from tigon.kernels.loss.vocab_parallel import VocabularyShard, join_logits
-from tigon.layers.lora import Adapters, Copies, LowRank
+from tigon.kernels.loss.fused_linear import HeadValue, run_loss_terms
+from tigon.kernels.loss.terms import LossTerm, ValidRows
+from tigon.kernels.loss.vocab_parallel import VocabularyShard, gather_logits
+from tigon.layers.lora import Adapters, LowRank, SavedModules
 
 
 class HeadOutput(NamedTuple):  # a tuple, so that FSDP finds the tensors in it
-    values: list[HeadValue]  # of each criterion, per-row ones [B, T]
+    values: list[HeadValue]  # of each loss term, per-row ones [B, T]
     logits: Tensor | None = None  # [B, T, V]
     logits_at: Tensor | None = None  # [n, V]
 
 
 class LMHead(nn.Module):
-    """Everything that touches the vocabulary happens inside this forward.
+    """The head; all that touches the vocabulary happens inside its forward.
 
-    So FSDP's hooks see it, and the weight may be tied, sharded, frozen or parametrised (LoRA).
+    So FSDP's hooks see it, and the weight may be tied, sharded, frozen or parametrized (LoRA).
     """
 
     def __init__(
@@ -47,40 +47,43 @@ class LMHead(nn.Module):
         self.weight = nn.Parameter(torch.empty(vocab, dim))
         self.bias = nn.Parameter(torch.empty(vocab)) if bias else None
         self.options = Options(softcap=softcap, logit_scale=logit_scale)
-        # That criteria may hold of logits at a time; None: as the shape suggests
+        # Most bytes of logits at a time; None: chosen by shape
         self.logits_bytes: int | None = None
         # Where ranks share the head: which rows weight and bias are; they join logits
         self.vocabulary: VocabularyShard | None = None
         self.scorers: Ranks | None = None  # which all have the same head of few rows, and scores
-        self.copies: Copies | None = None  # weights of adapters, one of which may replace its own
+        self.copies: SavedModules | None = (
+            None  # weights of adapters, one of which may replace its own
+        )
         self.lora: Adapters | None = None  # low-rank adapters, one of which may be added
 
     def forward(
         self,
         hidden: Tensor | None,  # [B, T, C]
-        criteria: Sequence[Criterion] = (),
+        criteria: Sequence[LossTerm] = (),
         *,
-        active: ActiveRows | None = None,
+        active: ValidRows | None = None,
         return_logits: bool = False,
         at: Tensor | None = None,  # [n, C]
         logits_bytes: int | None = None,
         lend: Callable[[Tensor, Tensor | None], Any] | None = None,
     ) -> Any:
-        """A HeadOutput: logits without criteria or where asked for, else criteria in chunks.
+        """Returns a HeadOutput: logits without `criteria` or if requested, else loss terms in
+        chunks.
 
-        With `return_logits` the criteria are of those logits, which nobody overwrites, unless ranks
-        share the vocabulary. Of the hidden states `at` the logits come too, without a gradient.
+        With `return_logits` the loss terms use those logits, which are not overwritten, unless
+        ranks share the vocabulary. The hidden states `at` also get logits, without a gradient.
         `logits_bytes` replaces the head's own. As a teacher's head it is called by the student's
         pass: `lend` then gets weight and bias while they are gathered, and its result is returned.
         """
         copy = None if self.copies is None else self.copies.active()
-        # Once: a parametrised weight is computed at each access
+        # Once: a parametrized weight is computed at each access
         weight = self.weight if copy is None else copy.to(self.weight.dtype)
         low: LowRank | None = None if self.lora is None else self.lora.active()
         if low is not None and low.dora:  # lengths of rows: a gradient of them needs the weight's
-            weight, low = _merged(weight, low), None
+            weight, low = _merge_adapter(weight, low), None
         if lend is not None:
-            return lend(weight.detach() if low is None else _merged(weight, low), self.bias)
+            return lend(weight.detach() if low is None else _merge_adapter(weight, low), self.bias)
         if hidden is None:
             raise ValueError("the head has no hidden states")
         logits_bytes = self.logits_bytes if logits_bytes is None else logits_bytes
@@ -91,57 +94,57 @@ class LMHead(nn.Module):
             with torch.no_grad():
                 logits_at = scale_and_cap(self._logits(at, weight, low), self.options)
         more: dict[str, Any] = {"options": self.options, "logits_bytes": logits_bytes}
-        of_logits = return_logits and self.vocabulary is None
+        logit_options = return_logits and self.vocabulary is None
         values: list[HeadValue] = []
-        if criteria and not of_logits:
-            of_head: dict[str, Any] = {"active": active, "vocabulary": self.vocabulary}
-            of_head["added"] = None if low is None else _factors(hidden, low)
-            values = run_criteria(hidden, weight, self.bias, criteria, **more, **of_head)
+        if criteria and not logit_options:
+            head_options: dict[str, Any] = {"active": active, "vocabulary": self.vocabulary}
+            head_options["added"] = None if low is None else _low_rank_factors(hidden, low)
+            values = run_loss_terms(hidden, weight, self.bias, criteria, **more, **head_options)
             if not return_logits:
                 return HeadOutput(values, None, logits_at)
         raw = self._logits(hidden, weight, low)
-        if of_logits:
-            values = run_criteria(raw, None, None, criteria, **more)
+        if logit_options:
+            values = run_loss_terms(raw, None, None, criteria, **more)
         return HeadOutput(values, scale_and_cap(raw, self.options), logits_at)
 
     def _logits(self, x: Tensor, weight: Tensor, low: LowRank | None) -> Tensor:
-        """Raw logits [..., V] of hidden states [..., C]."""
+        """Returns raw logits [..., V] of hidden states [..., C]."""
         if low is None:
             raw = linear(x, weight, self.bias)
         else:
             raw = lora_linear(x, weight, self.bias, low.lora_A, low.additions())
         if self.scorers is not None:
-            return alike(raw, self.scorers)
+            return scale_replicated_grad(raw, self.scorers)
         if self.vocabulary is None:
             return raw
         return self._joined(raw, self.vocabulary)
 
     def _joined(self, raw: Tensor, shard: VocabularyShard) -> Tensor:
-        """[..., W] of this rank -> [..., V]."""
+        """Gathers [..., W] of this rank to [..., V]."""
         if not torch.is_grad_enabled():
-            own = raw[..., : shard.rows]
-            joined = join_few(own, shard.first, shard.size, Ranks.sharing(shard))
+            local_weight = raw[..., : shard.rows]
+            joined = all_gather_small(local_weight, shard.first, shard.size, Ranks.sharing(shard))
             if joined is not None:
                 return joined
         missing = shard.share - raw.shape[-1]  # of the last rank
-        return join_logits(F.pad(raw, (0, missing)) if missing > 0 else raw, shard)
+        return gather_logits(F.pad(raw, (0, missing)) if missing > 0 else raw, shard)
 
 
-def _factors(x: Tensor, low: LowRank) -> tuple[Tensor, Tensor]:
-    """[..., r] and [V, r], whose product is what the adapter adds to the logits of x [..., C]."""
+def _low_rank_factors(x: Tensor, low: LowRank) -> tuple[Tensor, Tensor]:
+    """Returns [..., r] and [V, r], whose product is the adapter's addition to the logits of x."""
     (addition,) = low.additions()
     return linear(x, low.lora_A.to(x.dtype)) * addition.scale, addition.b
 
 
-def _merged(weight: Tensor, low: LowRank) -> Tensor:
-    """The weight [V, C] with the adapter, for a pass that knows of none."""
+def _merge_adapter(weight: Tensor, low: LowRank) -> Tensor:
+    """Returns the weight [V, C] with the adapter added."""
     (addition,) = low.additions()
     b, a = (t.to(weight.dtype) for t in (addition.b, low.lora_A))
     # By runs of rows, over which the gradient of A sums
-    runs = [(weight[run], b[run]) for run in runs_of(b.t(), weight)]
-    pieces = [torch.addmm(own, up, a, alpha=addition.scale) for own, up in runs]
+    runs = [(weight[run], b[run]) for run in reduction_chunks(b.t(), weight)]
+    pieces = [torch.addmm(local_weight, up, a, alpha=addition.scale) for local_weight, up in runs]
     whole = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
     if not low.dora:
         return whole
-    more = (low.gains(weight) - 1).to(weight.dtype)[:, None]  # as linear layers have it
+    more = (low.dora_scale(weight) - 1).to(weight.dtype)[:, None]  # as linear layers have it
     return torch.addcmul(whole, whole, more)

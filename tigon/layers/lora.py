@@ -1,8 +1,9 @@
 """Parameters of adapters, inside the layers that they belong to.
 
-# C columns of a layer's input, K_p of a part's output, r rank of a part, R ranks of all parts
+# C columns of a layer's input, K_p of a part's output, r rank of a part, R ranks of all parts,
+# E experts, K columns and O rows of an expert's matrix
 
-The paths of the base's parameters stay as they are: an adapter's are below them, `PATH.lora.NAME`.
+The paths of the base's parameters do not change: an adapter's are `PATH.lora.NAME`.
 """
 
 import hashlib
@@ -15,8 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from tigon.distributed.collectives import Ranks
-from tigon.kernels.linear.lora import Addition
-from tigon.kernels.mlp.lora_grouped_mlp import Low
+from tigon.kernels.linear.lora import LoRATerm
+from tigon.kernels.mlp.lora_grouped_mlp import LoRAFactors
 
 # Of a block's path, what is before the names inside it
 BLOCK = re.compile(r".*?\.\d+\.")
@@ -24,16 +25,20 @@ BLOCK = re.compile(r".*?\.\d+\.")
 B, MAGNITUDE = "lora_B_", "lora_magnitude_vector_"
 
 
-def place_of(path: str) -> int:
-    """64 bits, as an int64, of a layer's path inside its block, by which its dropout differs from
-    that of the block's others. The same in each block, which torch.compile need not see anew."""
+def dropout_seed(path: str) -> int:
+    """Returns a dropout seed, an int64, from the layer's path inside its block.
+
+    It differs within a block and is equal across blocks, so that torch.compile compiles one block.
+    """
     inside = BLOCK.sub("", path, count=1).encode()
     digest = hashlib.blake2b(inside, digest_size=8).digest()
     return int.from_bytes(digest, "little", signed=True)
 
 
 class LoRAPart(NamedTuple):
-    """What is added to one projection of a layer, which may be packed with others."""
+    """One projection of a layer, which may be packed with more, and the rank and scale of its
+    adapter.
+    """
 
     name: str  # such as q_proj
     first: int  # of its columns in the layer's output
@@ -51,10 +56,12 @@ class LayerAdapter(nn.Module):
     parts: tuple[LoRAPart, ...]
     dora = False
 
-    def drawn(self, shapes: Shapes, generator: torch.Generator | None = None) -> dict[str, Tensor]:
-        """Initial values of its parameters in fp32 on the CPU, as PEFT's; nothing is added yet.
+    def init_values(
+        self, shapes: Shapes, generator: torch.Generator | None = None
+    ) -> dict[str, Tensor]:
+        """Returns PEFT's initial values in fp32 on the CPU, which add nothing yet.
 
-        `shapes`: of each, whole, of which ranks may have parts.
+        `shapes`: the full shape of each parameter, of which ranks may have parts.
         """
         raise NotImplementedError
 
@@ -62,11 +69,11 @@ class LayerAdapter(nn.Module):
 class LowRank(LayerAdapter):
     """One adapter of a linear layer: `scale * B (A x)` is added to each of some parts.
 
-    A of all parts are one parameter [R, C]; B of each is one of its own [K_p, r]. With `dora`
-    (arXiv 2402.09353) the rows of W + scale B A then get lengths that are learned, a vector [K_p]
-    of each part; as in its section 4.3, the lengths that they had are constants in backward.
-    `dropout`: the share of x that A does not read in training; `place`: the layer's `place_of`.
-    `column_ranks`: those that each have some columns of W and A, where ranks divide these.
+    A of all parts are one parameter [R, C]; B of each is one parameter [K_p, r]. With `dora` (arXiv
+    2402.09353) the rows of W + scale B A get learned norms, a vector [K_p] for each part; as in its
+    section 4.3, the norms that they had are constants in backward. `dropout`: the share of x that A
+    does not read in training; `seed`: the layer's `dropout_seed`. `column_ranks`: the ranks that
+    divide the columns of W and A.
     """
 
     column_ranks: Ranks | None = None
@@ -78,67 +85,71 @@ class LowRank(LayerAdapter):
         *,
         dora: bool = False,
         dropout: float = 0.0,
-        place: int = 0,
+        seed: int = 0,
         dtype: torch.dtype,
         device: torch.device | str,
     ):
         super().__init__()
         self.parts, self.dora = tuple(parts), dora
-        self.dropout, self.place = dropout, place
-        how: dict[str, Any] = {"dtype": dtype, "device": device}
+        self.dropout, self.seed = dropout, seed
+        options: dict[str, Any] = {"dtype": dtype, "device": device}
         total = sum(part.rank for part in parts)
-        self.lora_A = nn.Parameter(torch.empty(total, in_features, **how))
+        self.lora_A = nn.Parameter(torch.empty(total, in_features, **options))
         for part in parts:
             self.register_parameter(
-                B + part.name, nn.Parameter(torch.empty(part.size, part.rank, **how))
+                B + part.name, nn.Parameter(torch.empty(part.size, part.rank, **options))
             )
         for part in parts if dora else ():
-            empty = torch.empty(part.size, **how)
+            empty = torch.empty(part.size, **options)
             self.register_parameter(MAGNITUDE + part.name, nn.Parameter(empty))
 
     def name_of_a(self, part: LoRAPart) -> str:
         return "lora_A"
 
-    def drawn(self, shapes: Shapes, generator: torch.Generator | None = None) -> dict[str, Tensor]:
-        """A is drawn part by part, B is 0."""
+    def init_values(
+        self, shapes: Shapes, generator: torch.Generator | None = None
+    ) -> dict[str, Tensor]:
+        """Draws A part by part; B is 0."""
         a = torch.empty(shapes["lora_A"], dtype=torch.float32, device="cpu")
         for rows in a.split([part.rank for part in self.parts]):
             nn.init.kaiming_uniform_(rows, a=math.sqrt(5), generator=generator)
         names = [B + part.name for part in self.parts]
         return {"lora_A": a} | {name: torch.zeros(shapes[name], device="cpu") for name in names}
 
-    def additions(self) -> list[Addition]:
-        own: dict[str, Any] = self._parameters  # none is None
-        return [Addition(p.first, own[B + p.name], p.scale) for p in self.parts]
+    def additions(self) -> list[LoRATerm]:
+        local: dict[str, Any] = self._parameters  # none is None
+        return [LoRATerm(p.first, local[B + p.name], p.scale) for p in self.parts]
 
-    def gains(self, weight: Tensor) -> Tensor:
-        """[K]: the learned length of each row of W + scale B A over what it is; 1 elsewhere.
+    def dora_scale(self, weight: Tensor) -> Tensor:
+        """Returns [K], the learned norm of each row of W + scale B A over its norm; 1 elsewhere.
 
-        In fp32, from ||W||^2 + 2 scale W A^T B^T + scale^2 B A A^T B^T, so that there is no matrix
-        of W's size.
+        In fp32, from ||W||^2 + 2 scale W A^T B^T + scale^2 B A A^T B^T, without a matrix of W's
+        size.
         """
-        own: dict[str, Any] = self._parameters
+        local: dict[str, Any] = self._parameters
         gains, end, rank = [], 0, 0
         for part in self.parts:
             with torch.no_grad():
                 rows = weight[part.first : part.first + part.size]
                 a = self.lora_A[rank : rank + part.rank]
-                b = own[B + part.name].float() * part.scale
+                b = local[B + part.name].float() * part.scale
                 square = torch.linalg.vector_norm(rows, dim=1, dtype=torch.float32).square()
                 square += 2 * (nn.functional.linear(rows, a.to(rows.dtype)).float() * b).sum(1)
                 square += (b @ (a.float() @ a.float().t()) * b).sum(1)
                 if self.column_ranks is not None:
                     square = self.column_ranks.sum(square)
             gains.append(square.new_ones(part.first - end))
-            gains.append(own[MAGNITUDE + part.name].float() / square.sqrt())
+            gains.append(local[MAGNITUDE + part.name].float() / square.sqrt())
             end, rank = part.first + part.size, rank + part.rank
         gains.append(gains[0].new_ones(weight.shape[0] - end))
         return torch.cat(gains)
 
-    def row_lengths(self, rows: Tensor) -> Tensor:
-        """[n, C] -> [n] in fp32, over the columns of all ranks, each of which calls this."""
-        own = torch.linalg.vector_norm(rows, dim=1, dtype=torch.float32)
-        return own if self.column_ranks is None else self.column_ranks.sum(own.square()).sqrt()
+    def row_norms(self, rows: Tensor) -> Tensor:
+        """Returns the norms [n] of rows [n, C] in fp32, over the columns of all ranks, which all
+        call it.
+        """
+        local = torch.linalg.vector_norm(rows, dim=1, dtype=torch.float32)
+        return local if self.column_ranks is None else self.column_ranks.sum(local.square()).sqrt()
 
     def extra_repr(self) -> str:
         parts = [f"{p.name}: rank {p.rank}, scale {p.scale:.3g}" for p in self.parts]
@@ -146,19 +157,19 @@ class LowRank(LayerAdapter):
 
 
 class Adapters(nn.Module):
-    """Those of one layer by name, of which at most one is added."""
+    """The adapters of one layer by name, of which at most one is active."""
 
     def __init__(self) -> None:
         super().__init__()
         self.chosen: str | None = None
 
     def active(self) -> Any:
-        """The layer's own kind of LayerAdapter, or None."""
+        """The active adapter, or None."""
         return None if self.chosen is None else self._modules.get(self.chosen)
 
 
-class Copies(nn.Module):
-    """Weights that adapters have in place of a layer's own, by name (PEFT's modules_to_save)."""
+class SavedModules(nn.Module):
+    """Weights by which adapters replace a layer's, by name (PEFT's modules_to_save)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -167,10 +178,6 @@ class Copies(nn.Module):
     def active(self) -> Tensor | None:
         return None if self.chosen is None else self._parameters.get(self.chosen)
 
-
-# Low-rank adapters of the matrices of all experts.
-#
-# E experts, K columns of a matrix, O rows, r rank
 
 A = "lora_A_"  # what names of parameters begin with, the matrix's behind it; and B
 MATRICES = ("gate_up_proj", "down_proj")
@@ -184,45 +191,47 @@ class LowRankExperts(LayerAdapter):
     """
 
     def __init__(
-        self, experts: int, columns: Sequence[int], parts: Sequence[LoRAPart], **how: Any
-    ):  # `columns`: K of each part; `how`: dtype and device
+        self, experts: int, columns: Sequence[int], parts: Sequence[LoRAPart], **options: Any
+    ):  # `columns`: K of each part; `options`: dtype and device
         super().__init__()
         self.parts, self.experts = tuple(parts), experts
         for part, width in zip(parts, columns, strict=True):
-            a = torch.empty(experts * part.rank, width, **how)
-            b = torch.empty(part.size, part.rank * experts, **how)
+            a = torch.empty(experts * part.rank, width, **options)
+            b = torch.empty(part.size, part.rank * experts, **options)
             self.register_parameter(A + part.name, nn.Parameter(a))
             self.register_parameter(B + part.name, nn.Parameter(b))
 
     def name_of_a(self, part: LoRAPart) -> str:
         return A + part.name
 
-    def drawn(self, shapes: Shapes, generator: torch.Generator | None = None) -> dict[str, Tensor]:
-        found = {}
+    def init_values(
+        self, shapes: Shapes, generator: torch.Generator | None = None
+    ) -> dict[str, Tensor]:
+        initial = {}
         for name, _ in self.named_parameters():
             values = torch.zeros(shapes[name], dtype=torch.float32, device="cpu")
             if name.startswith(A):
                 nn.init.kaiming_uniform_(values, a=math.sqrt(5), generator=generator)
-            found[name] = values
-        return found
+            initial[name] = values
+        return initial
 
     def factors(self, part: LoRAPart) -> tuple[Tensor, Tensor]:
-        """A [E, r, K], and B [E, O, r] with its scale."""
+        """Returns A [E, r, K], and B [E, O, r] times its scale."""
         a = self.get_parameter(A + part.name).view(self.experts, part.rank, -1)
         b = self.get_parameter(B + part.name).view(part.size, part.rank, self.experts)
         return a, b.permute(2, 0, 1) * part.scale
 
-    def low(self, gate_up: Tensor, down: Tensor) -> Low:
-        """Those of both matrices, of rank 0 where there are none."""
-        own = {part.name: part for part in self.parts}
-        found: list[Tensor] = []
+    def low(self, gate_up: Tensor, down: Tensor) -> LoRAFactors:
+        """Returns the factors of both matrices, of rank 0 where there are none."""
+        local = {part.name: part for part in self.parts}
+        initial: list[Tensor] = []
         for name, matrix in zip(MATRICES, (gate_up, down), strict=True):
-            if name in own:
-                found += self.factors(own[name])
+            if name in local:
+                initial += self.factors(local[name])
             else:
                 e, o, k = matrix.shape
-                found += [matrix.new_empty(e, 0, k), matrix.new_empty(e, o, 0)]
-        return Low(*found)
+                initial += [matrix.new_empty(e, 0, k), matrix.new_empty(e, o, 0)]
+        return LoRAFactors(*initial)
 
     def extra_repr(self) -> str:
         return ", ".join(f"{p.name}: rank {p.rank}, scale {p.scale:.3g}" for p in self.parts)

@@ -5,28 +5,30 @@ from torch import Tensor, nn
 
 from tigon.kernels.linear.fp8 import fp8_gated_linear
 from tigon.kernels.mlp.gated_act import Activation
-from tigon.kernels.recompute import recipe_of
-from tigon.layers.linear import GatedLinear, Linear, calls_only
+from tigon.kernels.recompute import find_recompute
+from tigon.layers.linear import GatedLinear, Linear, is_unpatched
 
 
 class GatedMLP(nn.Module):
-    """[..., C] -> [..., C]; `drawn`: keys [...] of an adapter's dropout, if there is one."""
+    """[..., C] -> [..., C]; `dropout_args`: keys [...] of an adapter's dropout, if there is one."""
 
     def __init__(self, dim: int, intermediate: int, act: Activation, *, bias: bool = False):
         super().__init__()
         self.gate_up_proj = GatedLinear(dim, intermediate, act, bias=bias)
         self.down_proj = Linear(intermediate, dim, bias=bias)
 
-    def forward(self, x: Tensor, *drawn: Tensor) -> Tensor:
+    def forward(self, x: Tensor, *dropout_args: Tensor) -> Tensor:
         up, down = self.gate_up_proj, self.down_proj
         fp8 = down.fp8 and down.training and not torch.compiler.is_compiling()
-        if fp8 and not down.adapted and down.quantised is None and self._alone():
-            return fp8_gated_linear(up.product(x, *drawn), up.act, down.weight, down.own_bias)
-        y = up(x, *drawn)
-        if (recipe := recipe_of(y)) is not None:
-            recipe.alone = not fp8 and self._alone()
-        return down(y, *drawn)
+        if fp8 and not down.has_adapter and down.quantized is None and self._alone():
+            return fp8_gated_linear(
+                up.product(x, *dropout_args), up.act, down.weight, down.local_bias
+            )
+        y = up(x, *dropout_args)
+        if (recompute := find_recompute(y)) is not None:
+            recompute.single_reader = not fp8 and self._alone()
+        return down(y, *dropout_args)
 
     def _alone(self) -> bool:
-        """Whether nobody sees what goes from one projection to the other."""
-        return calls_only(self.gate_up_proj, GatedLinear) and calls_only(self.down_proj, Linear)
+        """Whether no hook can see the tensor between the two projections."""
+        return is_unpatched(self.gate_up_proj, GatedLinear) and is_unpatched(self.down_proj, Linear)

@@ -1,4 +1,4 @@
-"""A mixture of experts in place of an MLP, and how evenly its router spreads the tokens.
+"""A mixture of experts in place of an MLP, and statistics of its router.
 
 # B batch, T tokens, N = B T, E experts, k of them per token, C model dim, I size of an expert,
 # L layers with experts
@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tigon.distributed.expert_dispatch import ExpertShard, Route
+from tigon.distributed.expert_dispatch import ExpertShard, TokenRoute
 from tigon.kernels.mlp.gated_act import Activation
 from tigon.kernels.mlp.grouped_mlp import unchecked_grouped_mlp
 from tigon.kernels.mlp.lora_grouped_mlp import lora_grouped_mlp
@@ -20,8 +20,8 @@ from tigon.layers.lora import Adapters
 from tigon.layers.mlp import GatedMLP
 
 
-class Routed(NamedTuple):  # a tuple, so that FSDP and checkpointing find the tensors in it
-    """What experts made of a batch, and how it came to them."""
+class MoEOutput(NamedTuple):  # a tuple, so that FSDP and checkpointing find the tensors in it
+    """The output of a mixture of experts, with the router's probabilities and choices."""
 
     x: Tensor  # [B, T, C]
     probs: Tensor  # [N, E] fp32, of the router
@@ -39,10 +39,10 @@ class Experts(nn.Module):
         self.lora: Adapters | None = None  # one of which may be added to the matrices
         self.shard: ExpertShard | None = None  # None: this rank has all experts
 
-    def route(self, experts: Tensor) -> Route | None:
-        """Begins to tell the ranks which tokens they get; None: this rank has all experts.
+    def route(self, experts: Tensor) -> TokenRoute | None:
+        """Starts to tell the ranks which tokens they get; None if this rank has all experts.
 
-        Who calls it early has work for the device while the host waits in `forward`.
+        Call it early, so that the device has work while the host waits in `forward`.
         """
         return None if self.shard is None else self.shard.route(experts)
 
@@ -51,15 +51,15 @@ class Experts(nn.Module):
         x: Tensor,
         experts: Tensor,
         weights: Tensor,
-        route: Route | None = None,
-        alike: bool = False,
+        route: TokenRoute | None = None,
+        replicated: bool = False,
     ) -> Tensor:
         """x [N, C], experts and weights [N, k] -> [N, C]; the experts are not checked.
 
-        `alike`: all ranks that share the experts have these tokens.
+        `replicated`: all ranks that share the experts have these tokens.
         """
-        if self.shard is not None and alike:
-            return self.shard.run_alike(self._own, x, experts, weights)
+        if self.shard is not None and replicated:
+            return self.shard.run_replicated(self._own, x, experts, weights)
         if self.shard is not None:
             route = self.shard.route(experts) if route is None else route
             return self.shard.run(self._own, route, x, experts, weights)
@@ -75,13 +75,13 @@ class Experts(nn.Module):
 
 
 class SparseMoE(nn.Module):
-    """[B, T, C] -> Routed: the `per_token` likeliest experts of each token, weighted; none drops.
+    """[B, T, C] -> MoEOutput: the weighted sum of each token's top `per_token` experts; none drops.
 
-    The weights are probabilities over all experts, made to sum to 1 with `normalize`, and
-    rounded to the model's dtype unless `exact_weights`. With `shared`, its size, one more expert
-    takes every token, and a gate of its own decides how much of it counts. `drawn`: keys [B, T] of
-    an adapter's dropout, if there is one. `alike`: all ranks that share the experts have these
-    tokens, and get the same; there are no gradients.
+    The weights are probabilities over all experts, made to sum to 1 with `normalize`, and rounded
+    to the model's dtype unless `exact_weights`. With `shared`, its size, one more expert takes
+    every token, weighted by a gate. `dropout_args`: keys [B, T] of an adapter's dropout, if any.
+    `replicated`: all ranks that share the experts have these tokens and get the same output; there
+    are no gradients.
     """
 
     def __init__(
@@ -105,28 +105,28 @@ class SparseMoE(nn.Module):
 
     @property
     def divided(self) -> bool:
-        """Whether each of several ranks has some of the experts, whole, and all else."""
+        """Whether ranks divide the experts and replicate the rest."""
         return self.experts.shard is not None
 
-    def forward(self, x: Tensor, *drawn: Tensor, alike: bool = False) -> Routed:
+    def forward(self, x: Tensor, *dropout_args: Tensor, replicated: bool = False) -> MoEOutput:
         rows = x.flatten(0, -2)
         logits = self.gate(rows)
         probs = logits.softmax(-1, dtype=torch.float32)
         weights, chosen = probs.topk(self.per_token)
-        route = None if alike else self.experts.route(chosen)
+        route = None if replicated else self.experts.route(chosen)
         if self.normalize:
             weights = weights / weights.sum(-1, keepdim=True)
         if not self.exact_weights:
             weights = weights.to(logits.dtype)
         shared = None
         if self.shared_expert is not None and self.shared_expert_gate is not None:
-            keys = [t.flatten() for t in drawn]
+            keys = [t.flatten() for t in dropout_args]
             share = F.sigmoid(self.shared_expert_gate(rows, *keys))
             shared = share * self.shared_expert(rows, *keys)
-        y = self.experts(rows, chosen, weights, route, alike)
+        y = self.experts(rows, chosen, weights, route, replicated)
         y = y if shared is None else y + shared
         # No view: FSDP2 warns of views among what a block returns
-        return Routed(torch.ops.aten._unsafe_view(y, x.shape), probs, chosen)
+        return MoEOutput(torch.ops.aten._unsafe_view(y, x.shape), probs, chosen)
 
 
 class Balance(NamedTuple):
@@ -136,11 +136,12 @@ class Balance(NamedTuple):
     aux_loss: Tensor  # differentiable scalar: k if even, up to E if k experts take everything
 
 
-def tally(routed: Routed, real: Tensor | None) -> Tensor:
-    """[2, E]: how often each expert was chosen, and its probabilities' sum, over the real tokens.
+def count_routing(routed: MoEOutput, real: Tensor | None) -> Tensor:
+    """Returns [2, E]: each expert's count of choices and sum of probabilities, over the real
+    tokens.
 
-    `real` [B, T] is 0 on padding; None: there is none. Small, so that a layer's probabilities need
-    not be kept, and the same on every run: nothing is added by atomics.
+    `real` [B, T] is 0 on padding; None if there is none. It is small, so that a layer's
+    probabilities need not be kept, and the same in every run: nothing is added by atomics.
     """
     chosen = torch.zeros_like(routed.probs).scatter(1, routed.experts, 1.0)
     # Multiplied in any case: a rank without padding must not compute a block again, and exchange
@@ -150,11 +151,11 @@ def tally(routed: Routed, real: Tensor | None) -> Tensor:
 
 
 def balance(tallies: Sequence[Tensor], per_token: int) -> Balance:
-    """From the tally of every layer; `per_token` is k.
+    """Returns the balance from the counts of every layer; `per_token` is k.
 
-    aux_loss = E sum_e f_e P_e over the tokens of all layers together, where f_e is how often a
-    token chose expert e and P_e its mean probability. Source: Fedus et al. (arXiv 2101.03961),
-    eq. 4 to 6, for k experts as in transformers, which rounds P to the model's dtype.
+    aux_loss = E sum_e f_e P_e over the tokens of all layers, where f_e is how often a token chose
+    expert e and P_e its mean probability. Source: Fedus et al. (arXiv 2101.03961), eq. 4 to 6, for
+    k experts as in transformers, which rounds P to the model's dtype.
     """
     counts, sums = torch.stack(list(tallies), dim=1)  # [L, E] each
     counts = counts.detach()

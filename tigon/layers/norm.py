@@ -5,11 +5,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tigon.distributed.all_reduce import sum_few_and_norm
-from tigon.distributed.collectives import Ranks, sum_for_parts
-from tigon.distributed.sequence_parallel import Summands
+from tigon.distributed.all_reduce import all_reduce_small_norm
+from tigon.distributed.collectives import Ranks, all_reduce
+from tigon.distributed.sequence_parallel import PartialSum
 from tigon.kernels.norm.common import Cast
-from tigon.kernels.norm.rms_norm import norm_of_stream, rms_norm
+from tigon.kernels.norm.rms_norm import rms_norm, rms_norm_with_input
 from tigon.kernels.norm.sandwich_norm import sandwich_norm
 
 
@@ -32,9 +32,9 @@ class RMSNorm(nn.Module):
         return rms_norm(x, self.weight, self.eps, offset=self.offset, cast=self.cast)
 
     def _normed_together(self, x: Tensor, ranks: Ranks, elements: int) -> Tensor:
-        """As rms_norm_ref has it, but for the mean of squares."""
+        """`rms_norm_ref` with the mean of squares over ranks that divide the dimension."""
         h = x.float()
-        squares = sum_for_parts(h.square().sum(-1, keepdim=True), ranks)
+        squares = all_reduce(h.square().sum(-1, keepdim=True), ranks)
         h = h * torch.rsqrt(squares / elements + self.eps)
         if self.cast == "before_weight":
             return (self.offset + self.weight if self.offset else self.weight) * h.to(x.dtype)
@@ -47,23 +47,25 @@ class RMSNorm(nn.Module):
 class AddRMSNorm(RMSNorm):
     """Residual addition and the norm after it in one pass: `(norm(x + residual), x + residual)`.
 
-    Without a residual, before the first block, `(norm(x), x)`. Of Summands, x is the sum. With
-    `post`, the norm of a sublayer's output in Gemma 2 and 3, `post(x)` is added instead of x. It is
-    a module of its own, so that both norms keep their names in the checkpoint.
+    Without a residual, before the first block, `(norm(x), x)`. A `PartialSum` is summed over ranks.
+    With `post`, the norm of a sublayer's output in Gemma 2 and 3, `post(x)` is added instead of x;
+    it is a module of its own, so that both norms keep their names in the checkpoint.
     """
 
     def forward(  # type: ignore[override]
-        self, x: Tensor | Summands, residual: Tensor | None, post: RMSNorm | None = None
+        self, x: Tensor | PartialSum, residual: Tensor | None, post: RMSNorm | None = None
     ) -> tuple[Tensor, Tensor]:
-        if isinstance(x, Summands):
+        if isinstance(x, PartialSum):
             if residual is not None and post is None:
-                how: dict[str, Any] = {"offset": self.offset, "cast": self.cast}
-                return sum_few_and_norm(x.x, residual, self.weight, self.eps, x.ranks, **how)
+                kwargs: dict[str, Any] = {"offset": self.offset, "cast": self.cast}
+                return all_reduce_small_norm(
+                    x.x, residual, self.weight, self.eps, x.ranks, **kwargs
+                )
             x = x.total
         if residual is None:
             if post is not None:
                 raise ValueError("post norms what is added to a residual, but residual is None")
-            return norm_of_stream(x, self.weight, self.eps, offset=self.offset, cast=self.cast)
+            return rms_norm_with_input(x, self.weight, self.eps, offset=self.offset, cast=self.cast)
         if post is None:
             return rms_norm(
                 x, self.weight, self.eps, offset=self.offset, cast=self.cast, residual=residual

@@ -1,8 +1,8 @@
-"""Frozen weights of linear layers in few bits, from which products make them where they are used.
+"""Frozen weights of linear layers in few bits, which products dequantize where they use them.
 
 # K rows, C columns of a weight; K_p the rows of one of the matrices that it is packed of
 
-Formats are subclasses of `QuantisedWeight`, whose buffers are what is kept. They are no parameters:
+Formats are subclasses of `QuantizedWeight`, whose buffers hold the data. They are no parameters:
 nothing trains, shards, casts or exports them as such.
 """
 
@@ -14,19 +14,19 @@ import torch
 from torch import Tensor, nn
 
 from tigon.kernels.linear import quantized
-from tigon.kernels.linear.lora import Base
+from tigon.kernels.linear.lora import BaseLinear
 from tigon.kernels.linear.quantized import (
-    BlockFp8,
-    block_fp8_dequantise,
-    block_fp8_rows,
-    quantised_base,
+    BlockFP8Tensor,
+    dequantize_block_fp8,
+    dequantize_block_fp8_rows,
+    quantized_base,
 )
 
 
-class QuantisedWeight(nn.Module, ABC):
-    """A weight [K, C] of matrices [K_p, C], one below the other, each quantised for itself.
+class QuantizedWeight(nn.Module, ABC):
+    """A weight [K, C] that stacks matrices [K_p, C], each quantized on its own.
 
-    `dtype` is that of the weight where it is used.
+    `dtype` is that of the dequantized weight.
     """
 
     kind: ClassVar[str]
@@ -38,46 +38,48 @@ class QuantisedWeight(nn.Module, ABC):
         # Its shape and dtype for those who ask a weight for them; in a list, or it would be one of
         # the model's parameters
         empty = torch.empty(self.shape, dtype=dtype, device="meta")
-        self._outline = [nn.Parameter(empty, requires_grad=False)]
+        self._weight_meta = [nn.Parameter(empty, requires_grad=False)]
 
     @property
-    def outline(self) -> nn.Parameter:
+    def weight_meta(self) -> nn.Parameter:
         """A frozen parameter on the meta device with its shape and dtype."""
-        return self._outline[0]
+        return self._weight_meta[0]
 
     @abstractmethod
-    def dequantised(self) -> Tensor:
-        """The weight in new memory."""
+    def dequantize(self) -> Tensor:
+        """Returns the weight in new memory."""
 
     @abstractmethod
     def rows(self, part: int, first: int, count: int) -> Tensor:
-        """Rows [first, first + count) of a matrix, in plain torch."""
+        """Returns rows [first, first + count) of a matrix, in plain torch."""
 
     @abstractmethod
     def fill(self) -> None:
-        """With random numbers, of the size that weights have."""
+        """Fills the buffers with random numbers, of the size that weights have."""
 
-    def base(self, inner: Base) -> Base:
-        """Products with it, computed by `inner` on the dequantised weight."""
-        return quantised_base(self.dequantised, inner)
+    def base(self, inner: BaseLinear) -> BaseLinear:
+        """Returns products with it, computed by `inner` on the dequantized weight."""
+        return quantized_base(self.dequantize, inner)
 
     @property
     def nbytes(self) -> int:
         return sum(b.nbytes for b in self.buffers())
 
     def allocate(self, device: torch.device) -> None:
-        """Memory for what is kept, unfilled."""
+        """Allocates the buffers, unfilled."""
         for name, buffer in self._buffers.items():
             assert buffer is not None
             self._buffers[name] = torch.empty_like(buffer, device=device)
 
     def check(self, change: Callable[[Tensor], Tensor]) -> None:
-        """Raises ValueError if what `.to` and its kin apply to tensors changes the dtype."""
-        wanted = change(torch.empty(0, dtype=self.dtype)).dtype
-        if wanted != self.dtype:
+        """Raises ValueError if `change`, which `.to` and its kin apply to tensors, changes the
+        dtype.
+        """
+        new_dtype = change(torch.empty(0, dtype=self.dtype)).dtype
+        if new_dtype != self.dtype:
             raise ValueError(
                 f"the model's weights are quantised ({self.kind}) and are used in {self.dtype}: "
-                f"they cannot be converted to {wanted}; load the model with dtype={wanted}"
+                f"they cannot be converted to {new_dtype}; load the model with dtype={new_dtype}"
             )
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
@@ -91,17 +93,17 @@ class QuantisedWeight(nn.Module, ABC):
         return f"{self.kind}, {tuple(self.shape)} in {self.dtype}, parts={self.parts}"
 
 
-class Nf4Weight(QuantisedWeight):
-    """In 4 bits; see `tigon.kernels.linear.quantized`."""
+class NF4Weight(QuantizedWeight):
+    """A 4-bit weight; see `tigon.kernels.linear.quantized`."""
 
     kind = "nf4"
-    BUFFERS = quantized.Nf4._fields
+    BUFFERS = quantized.NF4Tensor._fields
 
     def __init__(self, parts: Sequence[int], columns: int, dtype: torch.dtype):
         super().__init__(parts, columns, dtype)
         self.matrices = [rows * columns for rows in parts]
         codes, blocks, groups = (
-            sum(sizes) for sizes in zip(*map(quantized.sizes_of, self.matrices), strict=True)
+            sum(sizes) for sizes in zip(*map(quantized.packed_sizes, self.matrices), strict=True)
         )
         on_meta: dict[str, Any] = {"device": "meta"}
         for name, shape, kind in (
@@ -110,57 +112,57 @@ class Nf4Weight(QuantisedWeight):
             ("steps", (groups,), torch.float32),
             ("offsets", (groups,), torch.float32),
             ("places", (groups + 1, 3), torch.int64),
-            ("tables", (len(quantized.NUMBERS) + len(quantized.DYNAMIC),), torch.float32),
+            ("tables", (len(quantized.NF4_VALUES) + len(quantized.SCALE_VALUES),), torch.float32),
         ):
             self.register_buffer(name, torch.empty(shape, dtype=kind, **on_meta))
 
-    def _stored(self) -> quantized.Nf4:
-        own: dict[str, Any] = self._buffers
-        return quantized.Nf4(*(own[name] for name in self.BUFFERS))
+    def _stored(self) -> quantized.NF4Tensor:
+        tensors: dict[str, Any] = self._buffers
+        return quantized.NF4Tensor(*(tensors[name] for name in self.BUFFERS))
 
     def allocate(self, device: torch.device) -> None:
         super().allocate(device)
-        own = self._stored()
-        own.places.copy_(quantized.places_of(self.matrices))
-        own.tables.copy_(torch.cat([quantized.NUMBERS, quantized.DYNAMIC]))
+        tensors = self._stored()
+        tensors.places.copy_(quantized.group_offsets(self.matrices))
+        tensors.tables.copy_(torch.cat([quantized.NF4_VALUES, quantized.SCALE_VALUES]))
 
     def store(self, weight: Tensor) -> None:
-        """Quantises the weight [K, C]."""
-        own, sizes = self._stored(), [quantized.sizes_of(n) for n in self.matrices]
+        """Quantizes the weight [K, C]."""
+        tensors, sizes = self._stored(), [quantized.packed_sizes(n) for n in self.matrices]
         begins = [0, 0, 0]
         for rows, size in zip(weight.split(list(self.parts)), sizes, strict=True):
-            codes, scales, steps, offsets = quantized.nf4_quantise(rows)
+            codes, scales, steps, offsets = quantized.quantize_nf4(rows)
             for into, values, axis in (
-                (own.codes, codes, 0),
-                (own.scales, scales, 1),
-                (own.steps, steps, 2),
-                (own.offsets, offsets, 2),
+                (tensors.codes, codes, 0),
+                (tensors.scales, scales, 1),
+                (tensors.steps, steps, 2),
+                (tensors.offsets, offsets, 2),
             ):
                 into[begins[axis] : begins[axis] + size[axis]] = values
             begins = [begin + n for begin, n in zip(begins, size, strict=True)]
 
     def fill(self) -> None:
-        own = self._stored()
-        own.codes.random_()
-        own.scales.random_()
-        own.steps.fill_(0.02)
-        own.offsets.fill_(0.05)
+        tensors = self._stored()
+        tensors.codes.random_()
+        tensors.scales.random_()
+        tensors.steps.fill_(0.02)
+        tensors.offsets.fill_(0.05)
 
-    def dequantised(self) -> Tensor:
-        return quantized.nf4_dequantise(self._stored(), self.matrices, self.shape, self.dtype)
+    def dequantize(self) -> Tensor:
+        return quantized.dequantize_nf4(self._stored(), self.matrices, self.shape, self.dtype)
 
     def rows(self, part: int, first: int, count: int) -> Tensor:
         columns = self.shape[1]
         at = part, first * columns, count * columns
-        numbers = quantized.nf4_numbers(self._stored(), self.matrices, *at, self.dtype)
+        numbers = quantized.dequantize_nf4_slice(self._stored(), self.matrices, *at, self.dtype)
         return numbers.view(count, columns)
 
 
-class Fp8Weight(QuantisedWeight):
-    """As a checkpoint has it, in blocks of fp8; see `tigon.kernels.linear.quantized`.
+class FP8Weight(QuantizedWeight):
+    """A weight in blocks of fp8, as in a checkpoint; see `tigon.kernels.linear.quantized`.
 
-    `blocks`: rows and columns of the blocks of each matrix; columns are alike. `stored`: the form
-    of fp8.
+    `blocks`: rows and columns of the blocks of each matrix, with the same columns in all. `stored`:
+    the fp8 format.
     """
 
     kind = "fp8"
@@ -184,36 +186,38 @@ class Fp8Weight(QuantisedWeight):
         self.register_buffer("scales", torch.empty(scales, dtype=torch.float32, **on_meta))
         self.register_buffer("owners", torch.empty(sum(parts), dtype=torch.int32, **on_meta))
 
-    def _stored(self) -> BlockFp8:
-        own: dict[str, Any] = self._buffers
-        return BlockFp8(own["codes"], own["scales"], own["owners"])
+    def _stored(self) -> BlockFP8Tensor:
+        tensors: dict[str, Any] = self._buffers
+        return BlockFP8Tensor(tensors["codes"], tensors["scales"], tensors["owners"])
 
     def allocate(self, device: torch.device) -> None:
         super().allocate(device)
-        found, first = [], 0
+        owner_rows, first = [], 0
         for rows, (block, _), height in zip(self.parts, self.blocks, self.heights, strict=True):
-            found.append(first + torch.arange(rows, dtype=torch.int32, device="cpu") // block)
+            owner_rows.append(first + torch.arange(rows, dtype=torch.int32, device="cpu") // block)
             first += height
-        self._stored().owners.copy_(torch.cat(found))
+        self._stored().owners.copy_(torch.cat(owner_rows))
 
     def fill(self) -> None:
-        own = self._stored()
-        own.codes.random_(0x38)  # below 1
-        own.scales.fill_(0.02)
+        tensors = self._stored()
+        tensors.codes.random_(0x38)  # below 1
+        tensors.scales.fill_(0.02)
 
     @property
     def memory(self) -> Tensor:
-        """[K, C], for the file's numbers as they are."""
+        """The codes [K, C], to be filled from a file."""
         return self._stored().codes.view(self.stored)
 
     def store_scales(self, grids: Sequence[Tensor]) -> None:
-        """Those of each matrix."""
+        """Stores the scales of each matrix."""
         self._stored().scales.copy_(torch.cat(list(grids)))
 
-    def dequantised(self) -> Tensor:
-        how: dict[str, Any] = {"width": self.width, "stored": self.stored, "dtype": self.dtype}
-        return block_fp8_dequantise(self._stored(), **how)
+    def dequantize(self) -> Tensor:
+        options: dict[str, Any] = {"width": self.width, "stored": self.stored, "dtype": self.dtype}
+        return dequantize_block_fp8(self._stored(), **options)
 
     def rows(self, part: int, first: int, count: int) -> Tensor:
-        how: dict[str, Any] = {"width": self.width, "stored": self.stored, "dtype": self.dtype}
-        return block_fp8_rows(self._stored(), sum(self.parts[:part]) + first, count, **how)
+        options: dict[str, Any] = {"width": self.width, "stored": self.stored, "dtype": self.dtype}
+        return dequantize_block_fp8_rows(
+            self._stored(), sum(self.parts[:part]) + first, count, **options
+        )

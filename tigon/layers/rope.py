@@ -1,6 +1,7 @@
 """Rotary embeddings: position ids to the cosines and sines of every RoPE type.
 
 # B batch, T tokens, D rotated head dims
+
 Source: the formulas of transformers' modeling_rope_utils; YaRN is Peng et al. (arXiv 2309.00071),
 LongRoPE Ding et al. (arXiv 2402.13753).
 """
@@ -40,9 +41,9 @@ def _yarn(dim: int, p: Mapping[str, Any]) -> Tensor:
     ramp = (torch.arange(dim // 2, dtype=torch.float32, device="cpu") - low) / (
         high - low if high != low else 0.001
     )
-    kept = 1 - ramp.clamp(0, 1)
+    ramp_inverse = 1 - ramp.clamp(0, 1)
     powers = _powers(dim, theta)
-    return 1 / (p["factor"] * powers) * (1 - kept) + 1 / powers * kept
+    return 1 / (p["factor"] * powers) * (1 - ramp_inverse) + 1 / powers * ramp_inverse
 
 
 def _yarn_scaling(p: Mapping[str, Any]) -> float:
@@ -65,7 +66,7 @@ SCALED = {"yarn": _yarn_scaling, "longrope": _longrope_scaling}
 
 
 class Rotation(NamedTuple):
-    """What positions do to queries and keys."""
+    """The angles by which queries and keys are rotated."""
 
     cos: Tensor  # [B or 1, T, D / 2]
     sin: Tensor  # [B or 1, T, D / 2]
@@ -75,9 +76,9 @@ class Rotation(NamedTuple):
 class RotaryEmbedding(nn.Module):
     """position_ids [B or 1, T] -> their rotation, in the given dtype.
 
-    `rope_parameters` is a config's, with every value present that its type needs. With
-    `llama_4_scaling_beta`, queries grow with the logarithm of how many times their position
-    passes the original length.
+    `rope_parameters` is a config's, with all values that its type needs. With
+    `llama_4_scaling_beta`, queries grow with the logarithm of how many times their position exceeds
+    the original length.
     """
 
     inv_freq: Tensor  # [D / 2], or [2, D / 2] short and long for longrope; always fp32
@@ -95,9 +96,11 @@ class RotaryEmbedding(nn.Module):
             self.turn = rope_parameters["original_max_position_embeddings"]
         self.scaling = 1.0
         if self.rope_type in SCALED:
-            given = rope_parameters.get("attention_factor")
+            attention_factor = rope_parameters.get("attention_factor")
             self.scaling = (
-                SCALED[self.rope_type](rope_parameters) if given is None else float(given)
+                SCALED[self.rope_type](rope_parameters)
+                if attention_factor is None
+                else float(attention_factor)
             )
         self.register_buffer("inv_freq", self._frequencies(), persistent=False)
 
@@ -128,7 +131,7 @@ class RotaryEmbedding(nn.Module):
         return self
 
     def _at(self, position_ids: Tensor) -> Tensor:
-        """Frequencies for a batch of these; decided on the device, without a host sync."""
+        """Returns the frequencies for a batch, without a host sync."""
         if self.turn == math.inf:
             return self.inv_freq
         length = position_ids.max() + 1
@@ -144,7 +147,7 @@ class RotaryEmbedding(nn.Module):
     def forward(
         self, position_ids: Tensor, dtype: torch.dtype, of: Tensor | None = None
     ) -> Rotation:
-        """`of`: all positions of the batch, if `position_ids` are some of them."""
+        """`of`: all positions of the batch, if `position_ids` are a part of them."""
         inv_freq = self._at(position_ids if of is None else of)
         angles = position_ids[..., None].float() * inv_freq
         cos, sin = angles.cos(), angles.sin()

@@ -10,7 +10,7 @@ from typing import Any, Literal, TypedDict, TypeVar, get_args
 
 from torch import Tensor
 
-from tigon.kernels.loss.terms import Criterion
+from tigon.kernels.loss.terms import LossTerm
 from tigon.layers import Cache
 from tigon.utils.config import suggest
 
@@ -63,7 +63,7 @@ class OutputArguments(TypedDict, total=False):
     logits_bytes: int | None  # of logits that exist at a time; None: the head's own
     return_hidden: bool | None  # the last hidden states of all positions, as a teacher's are needed
     metrics: Sequence[str] | str | None
-    criteria: Sequence[Criterion] | None
+    criteria: Sequence[LossTerm] | None
 
 
 class ItemArguments(BatchArguments, LossArguments, OutputArguments, total=False):

@@ -15,7 +15,7 @@ from torch.utils.hooks import RemovableHandle
 from tigon.distributed.collectives import Ranks
 from tigon.kernels.attention.api import Backend, check_backend
 from tigon.kernels.runtime import autocast_dtype
-from tigon.layers import LMHead, QuantisedWeight, RotaryEmbedding, StaticCache
+from tigon.layers import LMHead, QuantizedWeight, RotaryEmbedding, StaticCache
 from tigon.models.arguments import (
     BATCH,
     PASS,
@@ -141,8 +141,8 @@ class LanguageModel(nn.Module):
         return super().requires_grad_(requires_grad)
 
     @property
-    def _quantised(self) -> QuantisedWeight | None:
-        return next((m for m in self.modules() if isinstance(m, QuantisedWeight)), None)
+    def _quantised(self) -> QuantizedWeight | None:
+        return next((m for m in self.modules() if isinstance(m, QuantizedWeight)), None)
 
     def use_attention(self, backend: Backend) -> Self:
         """Choose what computes attention: a name that docs/attention.md explains, or "auto".

@@ -14,11 +14,11 @@ from torch import Tensor
 
 from tigon.distributed.collectives import Ranks
 from tigon.kernels.loss.api import IGNORE_INDEX
-from tigon.kernels.loss.fused_linear import HeadValue, unview
+from tigon.kernels.loss.fused_linear import HeadValue, reshape_unaliased
 from tigon.kernels.loss.logits import check_targets
-from tigon.kernels.loss.terms import Criterion
-from tigon.kernels.runtime import check
-from tigon.layers import Shard
+from tigon.kernels.loss.terms import LossTerm
+from tigon.kernels.runtime import check_values
+from tigon.layers import ContextShard
 from tigon.layers.lm_head import HeadOutput
 from tigon.models.inputs import Batch
 from tigon.models.loss import Targets
@@ -51,7 +51,7 @@ class Whole:
         """[n, C] of an index [n] into the flattened batch, without a gradient."""
         return hidden.detach().flatten(0, 1)[index]
 
-    def head(self, found: HeadOutput, criteria: Iterable[Criterion], of: Targets) -> HeadOutput:
+    def head(self, found: HeadOutput, criteria: Iterable[LossTerm], of: Targets) -> HeadOutput:
         """What the head gives for the batch, from what it gave for `kept`."""
         return found
 
@@ -68,7 +68,7 @@ class Split(Whole):
 
     def __init__(self, batch: Batch, group: Ranks, vocab: int):
         self.whole, self.vocab = batch, vocab
-        self.shard = Shard(group, batch.shape[1], batch.position_ids)
+        self.shard = ContextShard(group, batch.shape[1], batch.position_ids)
         real = batch.real
         if self.shard.behind and real is None:
             real = torch.ones(batch.shape, dtype=torch.bool, device=batch.device)
@@ -108,7 +108,7 @@ class Split(Whole):
             return
         kept = kept.expand(self.whole.shape[0], -1)
         count = kept.new_zeros(self.whole.shape).scatter_add(1, kept, torch.ones_like(kept))
-        check(
+        check_values(
             (count <= 1).all(),
             "logits_to_keep names a position twice, which cannot be where ranks share the tokens "
             "of a row: name each once",
@@ -138,14 +138,14 @@ class Split(Whole):
         found = hidden.detach()[row, token.clamp(0, self.shard.size - 1)]
         return self.shard.sum(torch.where(mine[:, None], found, 0))
 
-    def head(self, found: HeadOutput, criteria: Iterable[Criterion], of: Targets) -> HeadOutput:
+    def head(self, found: HeadOutput, criteria: Iterable[LossTerm], of: Targets) -> HeadOutput:
         logits, values = found.logits, list(zip(criteria, found.values, strict=True))
         if logits is not None and (values or not self._narrows(of)):
             logits = of.take(self.shard.gather(logits))
-            logits = unview(logits, logits.shape)
+            logits = reshape_unaliased(logits, logits.shape)
         return found._replace(logits=logits, values=[self._value(*value, of) for value in values])
 
-    def _value(self, c: Criterion, found: HeadValue, of: Targets) -> HeadValue:
+    def _value(self, c: LossTerm, found: HeadValue, of: Targets) -> HeadValue:
         metrics = {}
         for name, x in found.metrics.items():
             if name == "accuracy":  # a mean over the targets
@@ -162,7 +162,7 @@ class Split(Whole):
         if not x.dim():
             return self.shard.sum(x)
         values = of.take(self.shard.gather(x))
-        return unview(values, values.shape)
+        return reshape_unaliased(values, values.shape)
 
     def tallies(self, tallies: Sequence[Tensor]) -> Sequence[Tensor]:
         return self.shard.sum(torch.stack(list(tallies))).unbind() if tallies else tallies

@@ -13,12 +13,12 @@ from torch import Tensor
 from tigon.kernels.loss.api import IGNORE_INDEX
 from tigon.kernels.loss.terms import (
     KL,
-    ActiveRows,
-    Criterion,
     CrossEntropy,
     LogProbs,
-    Weighted,
-    active_rows,
+    LossTerm,
+    ValidRows,
+    WeightedTerm,
+    find_valid_rows,
 )
 from tigon.models.context_batch import Whole
 from tigon.models.loss import Targets
@@ -40,7 +40,7 @@ class Asked:
         self,
         targets: Targets,
         metrics: tuple[str, ...],
-        criteria: Sequence[Criterion] | None,
+        criteria: Sequence[LossTerm] | None,
         split: Whole,
     ):
         self.returned = criteria is not None
@@ -49,7 +49,7 @@ class Asked:
         elif not isinstance(criteria, Sequence):
             raise TypeError(f"criteria={criteria!r} is no sequence: give a tuple of criteria")
         for c in criteria:
-            if not isinstance(c, Criterion):
+            if not isinstance(c, LossTerm):
                 raise TypeError(f"criteria has {c!r}: give CrossEntropy, LogProbs or KL objects")
         if targets.options and not any(isinstance(c, CrossEntropy) for c in criteria):
             names = ", ".join(targets.options)
@@ -59,24 +59,24 @@ class Asked:
         if targets.labels is None and any(isinstance(c, KL) for c in criteria):
             self.targets = _everywhere(targets)
         self._split, self._here = split, split.targets(self.targets)
-        self.active: ActiveRows | None = None
+        self.active: ValidRows | None = None
         labels = self._here.labels
         if criteria and labels is not None and all(c.targets is None for c in criteria):
-            weighted = all(isinstance(c, Weighted) and c.weights is None for c in criteria)
+            weighted = all(isinstance(c, WeightedTerm) and c.weights is None for c in criteria)
             weights = self._here.weights if weighted and not metrics else None
-            self.active = active_rows(labels, weights)
+            self.active = find_valid_rows(labels, weights)
         self._criteria = [self._filled(c) for c in criteria]
         self._own = len(self._criteria)
         if metrics:
             self._ask_metrics(metrics)
 
-    def __iter__(self) -> Iterator[Criterion]:
+    def __iter__(self) -> Iterator[LossTerm]:
         return iter(self._criteria)
 
     def __len__(self) -> int:
         return len(self._criteria)
 
-    def _filled(self, c: Criterion) -> Criterion:
+    def _filled(self, c: LossTerm) -> LossTerm:
         """With the batch's targets, weights and denominator where it has none of its own.
 
         Its tensors [B, T, ...] are reduced to the positions that the head reads; a teacher's may be
@@ -100,7 +100,7 @@ class Asked:
                 if isinstance(own, Tensor) or own:
                     raise ValueError(f"{name} is given twice: to forward and to {type(c).__name__}")
             mine |= counted.options
-        if isinstance(c, Weighted) and counted.reduction == "none":
+        if isinstance(c, WeightedTerm) and counted.reduction == "none":
             mine["reduction"] = "none"
         if c.targets is not None:
             here = self._split.targets(counted.over(counted.take(c.targets)))
@@ -136,7 +136,7 @@ class Asked:
                 continue
             if isinstance(c, LogProbs) and out.logprobs is None:
                 out.logprobs = value
-            if isinstance(c, Weighted) and c.reduction == reduction:
+            if isinstance(c, WeightedTerm) and c.reduction == reduction:
                 out.loss = value if out.loss is None else out.loss + value
         if self.returned:
             out.criteria = tuple(value for value, _ in values[: self._own])

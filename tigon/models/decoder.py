@@ -14,37 +14,37 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from tigon.distributed.collectives import Ranks
-from tigon.distributed.sequence_parallel import Stream, Summands
-from tigon.distributed.sequence_parallel import Stream as Divided
+from tigon.distributed.sequence_parallel import PartialSum, SequenceParallelRegion
+from tigon.distributed.sequence_parallel import SequenceParallelRegion as Divided
 from tigon.kernels.attention.api import AttentionMask
 from tigon.kernels.mlp.gated_act import Activation
 from tigon.kernels.norm.common import Cast
 from tigon.layers import (
     AddRMSNorm,
     Attention,
+    BlockInputs,
     Cache,
-    Context,
+    ContextShard,
     Embedding,
     GatedMLP,
+    LayerState,
+    MoEOutput,
     NoRotary,
     RMSNorm,
     RotaryEmbedding,
     Rotation,
-    Routed,
-    Shard,
     SparseMoE,
-    State,
-    tally,
+    count_routing,
 )
-from tigon.layers.activation_offload import Offload
+from tigon.layers.activation_offload import ActivationOffload
 from tigon.layers.kv_cache import KVState
-from tigon.layers.linear import observed
+from tigon.layers.linear import is_hooked
 from tigon.models.config import SLIDING, Config, WindowedConfig, activation
 from tigon.models.watched import has_hooks, summing, warn_of_parts
 from tigon.utils.random import as_int64, mix
 
 # The branch that is yet to be added to the stream, the stream, and the routing statistics
-Branch = Tensor | Summands
+Branch = Tensor | PartialSum
 BlockOutput = tuple[Branch, Tensor, Tensor | None]
 
 
@@ -97,41 +97,41 @@ class Block(nn.Module):
         options: dict[str, Any] = {"offset": self.norm_offset, "cast": self.norm_cast}
         return AddRMSNorm(c.hidden_size, c.rms_norm_eps, **options)
 
-    def feed(self, x: Tensor, ctx: Context) -> tuple[Branch, Tensor | None]:
+    def feed(self, x: Tensor, ctx: BlockInputs) -> tuple[Branch, Tensor | None]:
         """The MLP's branch, and its tally."""
         if ctx.stream is not None and isinstance(self.mlp, SparseMoE) and self.mlp.divided:
             return self._dispatch(self.mlp, x, ctx, ctx.stream)
-        x = ctx.gathered(x, alone=isinstance(self.mlp, GatedMLP))
+        x = ctx.gather_from_region(x, single_reader=isinstance(self.mlp, GatedMLP))
         if ctx.stream is not None and has_hooks(self.mlp):
             with summing(self.mlp, ctx):
-                y = self.mlp(x, *ctx.drawn)
-            total = y.x if isinstance(y, Routed) else y
+                y = self.mlp(x, *ctx.dropout_args)
+            total = y.x if isinstance(y, MoEOutput) else y
         else:
-            y = self.mlp(x, *ctx.drawn)
-            total = ctx.summed(y.x if isinstance(y, Routed) else y)
-        if not (isinstance(y, Routed) and ctx.routing):
+            y = self.mlp(x, *ctx.dropout_args)
+            total = ctx.reduce_to_region(y.x if isinstance(y, MoEOutput) else y)
+        if not (isinstance(y, MoEOutput) and ctx.routing):
             return total, None
-        counts = tally(y, ctx.real)
-        return total, counts if ctx.stream is None else ctx.stream.alike(counts)
+        counts = count_routing(y, ctx.real)
+        return total, counts if ctx.stream is None else ctx.stream.scale_replicated_grad(counts)
 
     def _dispatch(
-        self, mlp: SparseMoE, x: Tensor, ctx: Context, stream: Divided
+        self, mlp: SparseMoE, x: Tensor, ctx: BlockInputs, stream: Divided
     ) -> tuple[Tensor, Tensor | None]:
         """Where ranks that share the stream have whole experts, too: each sends its own tokens.
 
         In a step of generation, of a token a row, the ranks with all of the experts send none.
         """
         shard = mlp.experts.shard
-        if stream.whole and stream.shape[1] == 1 and shard and shard.ranks == stream.ranks:
+        if stream.replicated and stream.shape[1] == 1 and shard and shard.ranks == stream.ranks:
             y = mlp(x, alike=True)
-            return y.x, tally(y, ctx.real) if ctx.routing else None
-        y = mlp(stream.own(x), *map(stream.part, ctx.drawn))
+            return y.x, count_routing(y, ctx.real) if ctx.routing else None
+        y = mlp(stream.local_tokens(x), *map(stream.slice_tokens, ctx.dropout_args))
         if not ctx.routing:
-            return stream.joined(y.x), None
-        real = None if ctx.real is None else stream.part(ctx.real)
-        return stream.joined(y.x), stream.sum(tally(y, real))
+            return stream.gather_tokens(y.x), None
+        real = None if ctx.real is None else stream.slice_tokens(ctx.real)
+        return stream.gather_tokens(y.x), stream.sum(count_routing(y, real))
 
-    def make_state(self, rows: int, capacity: int | None, **options: Any) -> State:
+    def make_state(self, rows: int, capacity: int | None, **options: Any) -> LayerState:
         """The mixer's; see MakeStates."""
         return self.mixer.make_state(rows, capacity, **options)
 
@@ -160,7 +160,7 @@ class PreNormBlock(Block):
         self.mlp = self.make_mlp(c, layer)
 
     def forward(
-        self, x: Branch, residual: Tensor | None, rotation: Rotation, state: Any, ctx: Context
+        self, x: Branch, residual: Tensor | None, rotation: Rotation, state: Any, ctx: BlockInputs
     ) -> BlockOutput:
         normed, residual = self.input_layernorm(x, residual)
         branch = self.mixer(normed, rotation, state, ctx)
@@ -171,7 +171,7 @@ class PreNormBlock(Block):
     def _scaled(self, branch: Branch) -> Branch:
         if self.branch_scale == 1:
             return branch
-        return self.branch_scale * (branch.total if isinstance(branch, Summands) else branch)
+        return self.branch_scale * (branch.total if isinstance(branch, PartialSum) else branch)
 
 
 # As they are here: others may take their place, in the classes too
@@ -182,7 +182,7 @@ _ATTENTION, _NORM = Attention.forward, AddRMSNorm.forward
 
 def sums_branches(norm: nn.Module) -> bool:
     """Whether it takes Summands, and nobody else sees them."""
-    return type(norm).forward is _NORM and not observed(norm)
+    return type(norm).forward is _NORM and not is_hooked(norm)
 
 
 def defers_sums(block: nn.Module) -> bool:
@@ -195,7 +195,7 @@ def defers_sums(block: nn.Module) -> bool:
     mixer = block.mixer
     if type(mixer).forward is not _ATTENTION or not block.__dict__.keys().isdisjoint(_OF_BLOCKS):
         return False
-    if any(map(observed, (block, mixer, block.mlp))):
+    if any(map(is_hooked, (block, mixer, block.mlp))):
         return False
     return sums_branches(block.input_layernorm) and sums_branches(block.post_attention_layernorm)
 
@@ -203,7 +203,7 @@ def defers_sums(block: nn.Module) -> bool:
 def _unview(x: Branch) -> Branch:
     """Itself, no view to autograd, as a product with a bias is: FSDP2 warns of views among what a
     block returns."""
-    if isinstance(x, Summands):
+    if isinstance(x, PartialSum):
         return x
     if torch.compiler.is_compiling() or not x._is_view():
         return x
@@ -230,7 +230,7 @@ class SandwichBlock(Block):
             self.add_module(name, norm)
 
     def forward(
-        self, x: Tensor, residual: Tensor | None, rotation: Rotation, state: Any, ctx: Context
+        self, x: Tensor, residual: Tensor | None, rotation: Rotation, state: Any, ctx: BlockInputs
     ) -> BlockOutput:
         pre_mixer, post_mixer, pre_mlp, post_mlp = (getattr(self, n) for n in self.NORMS)
         x, residual = pre_mixer(x, residual)
@@ -251,7 +251,7 @@ class PostNormBlock(Block):
         self.post_feedforward_layernorm = self.make_norm(c)
 
     def forward(
-        self, x: Tensor, residual: Tensor | None, rotation: Rotation, state: Any, ctx: Context
+        self, x: Tensor, residual: Tensor | None, rotation: Rotation, state: Any, ctx: BlockInputs
     ) -> BlockOutput:
         stream = x if residual is None else residual + x
         x = self.mixer(stream, rotation, state, ctx)
@@ -322,7 +322,7 @@ class Decoder(nn.Module):
     def set_holds(self) -> None:
         """What a cache of this model has to hold, layer by layer."""
         one = self.make_states(1, 1, chunk=1, dtype=torch.float32, device="meta")
-        self.holds = tuple(state.holds for state in one)
+        self.layout = tuple(state.layout for state in one)
         # Whether sequences may go on from tokens of another one: attention alone sees them there
         self.shares_prefixes = all(isinstance(state, KVState) for state in one)
 
@@ -333,7 +333,7 @@ class Decoder(nn.Module):
             return None
         return cast(RotaryEmbedding, self.rotary_embs[self._turning])
 
-    def make_states(self, rows: int, capacity: int | None, **options: Any) -> list[State]:
+    def make_states(self, rows: int, capacity: int | None, **options: Any) -> list[LayerState]:
         """An empty state for each layer; see MakeStates."""
         return [cast(Block, layer).make_state(rows, capacity, **options) for layer in self.layers]
 
@@ -357,7 +357,7 @@ class Decoder(nn.Module):
         routing: bool = False,
         offload: bool = False,
         dropout_keys: Tensor | None = None,
-        shard: Shard | None = None,
+        shard: ContextShard | None = None,
         summands: bool = False,
     ) -> tuple[Tensor, list[Tensor]]:
         """The normed stream, and with `routing` how each layer of experts routed its tokens.
@@ -379,12 +379,14 @@ class Decoder(nn.Module):
                 warn_of_parts(self.layers, self.tensor.size)
             whole = cache is not None and not torch.is_grad_enabled()
             defers = whole and sums_branches(self.norm) and all(map(defers_sums, self.layers))
-            stream = Stream(self.tensor, (x.shape[0], x.shape[1]), whole, defers=defers)
-            x = stream.begin(x, summands=summands)
+            stream = SequenceParallelRegion(
+                self.tensor, (x.shape[0], x.shape[1]), whole, defers_sum=defers
+            )
+            x = stream.begin(x, partial=summands)
         append = None if cache is None else cache.append
-        ctx = Context(position_ids, mask, routing, append, shard=shard, stream=stream)
+        ctx = BlockInputs(position_ids, mask, routing, append, shard=shard, stream=stream)
         layers = self.layers
-        states: Sequence[State | None] = [None] * len(layers)
+        states: Sequence[LayerState | None] = [None] * len(layers)
         if cache is not None:
             states = cache.open(self.make_states, x, mask)
         # A recomputed block would append to the cache again
@@ -392,13 +394,13 @@ class Decoder(nn.Module):
         recomputed = recomputed_blocks(recompute, len(layers)) if learns else ()
         offloading = None
         if offload and learns:
-            offloading = Offload(x.device, [t for r in ropes for t in r if t is not None])
+            offloading = ActivationOffload(x.device, [t for r in ropes for t in r if t is not None])
         contexts = [ctx] * len(layers)
         if dropout_keys is not None:  # each block has its own: a number in it would compile it anew
             keys = [dropout_keys + as_int64(mix(i)) for i in range(len(layers))]
             contexts = [replace(ctx, dropout_keys=of_block) for of_block in keys]
         # Of a recomputed block what is gathered is there when its backward begins, as of the head
-        keeps = None if stream is None else replace(stream, keeps=True)
+        keeps = None if stream is None else replace(stream, saves_gathered=True)
         contexts = [
             replace(of_block, stream=keeps) if i in recomputed and keeps else of_block
             for i, of_block in enumerate(contexts)
@@ -426,4 +428,4 @@ class Decoder(nn.Module):
         if cache is not None:
             cache.end(mask)
         x = self.norm(x, residual)[0]
-        return x if keeps is None else keeps.gathered(x, alone=True), tallies
+        return x if keeps is None else keeps.gather_from_region(x, single_reader=True), tallies

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from tigon.layers import Nf4Weight
+from tigon.layers import NF4Weight
 from tigon.models.base import LanguageModel
 from tigon.models.pretrained.quantization import quantised_layers, store
 from tigon.weights import Cut, own_rows
@@ -36,7 +36,7 @@ def init_parts(model: LanguageModel, whole: LanguageModel) -> None:
         for own, drawn in module.named_parameters(recurse=False):
             name = f"{path}.{own}"
             if (few := few_bits.get(name)) is not None:
-                assert isinstance(few, Nf4Weight)  # of drawn weights there are no others
+                assert isinstance(few, NF4Weight)  # of drawn weights there are no others
                 store(few, name, drawn.detach())
             elif name in parameters:  # not a head that is tied
                 _keep(name, parameters[name], cuts.get(name), drawn.detach())

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tigon.kernels.attention.api import AttentionMask, Backend
 from tigon.kernels.attention.backends import HALF, PLAIN
-from tigon.kernels.runtime import check, on_host, runs_triton
+from tigon.kernels.runtime import check_values, on_host, runs_triton
 from tigon.layers import Cache, KVCache
 from tigon.layers.context import real_tokens
 from tigon.models.arguments import BATCH, BatchArguments, Defaults, check_keywords, spelled_out
@@ -36,7 +36,7 @@ def same_bounds(arguments: Mapping[str, Any], device: torch.device) -> Tensor | 
         message = f"{name} and {other} differ{values}; queries and keys have the same bounds here"
         if a.shape != b.shape:
             raise ValueError(message)
-        check((a == b).all(), message)
+        check_values((a == b).all(), message)
     return given[0][1] if given else None
 
 
@@ -53,14 +53,14 @@ def check_bounds(
     values = f": {cu_seq_lens.tolist()}" if given else ""
     cu = cu_seq_lens.to(device=device, dtype=torch.int32, non_blocking=True)
     lengths = cu_seq_lens.diff() if given else cu.diff()
-    check((lengths >= 0).all(), f"cu_seq_lens is not sorted{values}")
-    check(
+    check_values((lengths >= 0).all(), f"cu_seq_lens is not sorted{values}")
+    check_values(
         (cu[0] == 0) & (cu[-1] == total),
         f"cu_seq_lens must run from 0 to {_told(total, 'N')}, the number of tokens{values}",
     )
     if longest is not None:
         said = f"max_length_q={_told(longest, 'n')}"
-        check(
+        check_values(
             lengths.max() <= longest,
             f"{said} is less than the longest sequence of cu_seq_lens{values}",
         )
@@ -104,7 +104,7 @@ def check_prefixes(prefixes: Tensor | None, cu: Tensor | None, tokens: int) -> T
     first, end = (x.to(cu.device, non_blocking=True) for x in (first, end))
     own = cu[:-1].long()
     fits = (end <= own) & (first >= own // tokens * tokens)
-    check((fits | (first == end)).all(), message)
+    check_values((fits | (first == end)).all(), message)
     return given
 
 
@@ -115,7 +115,7 @@ def starts_of(cu: Tensor, batch: int, tokens: int) -> Tensor:
     starts = starts.index_fill(0, cu.long(), True)[:-1].view(batch, tokens)
     values = f": {cu.tolist()}" if on_host(cu) else ""
     rows = f"two rows of {_told(tokens, 'T')}{values}"
-    check(starts[:, 0].all(), f"cu_seq_lens has a sequence that spans {rows}")
+    check_values(starts[:, 0].all(), f"cu_seq_lens has a sequence that spans {rows}")
     return starts
 
 
@@ -126,7 +126,7 @@ def check_padding(key_mask: Tensor, starts: Tensor) -> None:
     if on_host(torn) and torn.any():
         row, column = torn.nonzero()[0].tolist()
         where = f": row {row} changes at token {column + 1}"
-    check(
+    check_values(
         ~torn.any(),
         "attention_mask begins or ends padding inside a sequence of cu_seq_lens"
         f"{where}; make padding a sequence of its own, or give one of the two",
@@ -149,7 +149,7 @@ def check_positions(
         row, column = restarts.nonzero()[0].tolist()
         before, after = position_ids.expand(len(restarts), -1)[row, column : column + 2].tolist()
         where = f": token {column + 1} of row {row} has position {after} after {before}"
-    check(
+    check_values(
         ~restarts.any(),
         f"position_ids restart inside a sequence of cu_seq_lens{where}; give one of the two",
     )
@@ -287,7 +287,7 @@ class Batch:
         their places [N] in the flattened batch; else that is None. See
         `LanguageModel.drop_padding`.
         """
-        real = self.mask.unpadded() if self._drops(x) else None
+        real = self.mask.drop_padding() if self._drops(x) else None
         if real is None:
             return x, self.position_ids, self.mask, None
         places, mask = real
@@ -360,15 +360,15 @@ def _check_keys(keys: Tensor | None, tokens: Tensor) -> Tensor | None:
 
 def _check_cache(cache: Cache, model: Model) -> None:
     """Raises unless the model can use a cache, and this one fits its layers."""
-    name, holds = type(model).__name__, model.model.holds
+    name, layout = type(model).__name__, model.model.layout
     if not model.causal:
         raise ValueError(
             f"{name} with attention to both sides can neither use a cache nor "
             "generate: each new token would change the ones before it"
         )
-    if cache.holds and cache.holds != holds:
+    if cache.layout and cache.layout != layout:
         raise ValueError(
-            f"past_key_values has {_layers(cache.holds)}, but this {name} {_layers(holds)}: "
+            f"past_key_values has {_layers(cache.layout)}, but this {name} {_layers(layout)}: "
             "give a cache of this model"
         )
 
@@ -455,7 +455,7 @@ def _key_mask(mask: Tensor | None, batch: int, total: int, device: torch.device)
         )
     # One of 0 and -inf, to be added, would be read the other way round
     if mask.is_floating_point():
-        check(
+        check_values(
             ((mask == 0) | (mask == 1)).all(),
             f"attention_mask is {mask.dtype} and has other values than 0 and 1: give 1 on tokens "
             "and 0 on padding",

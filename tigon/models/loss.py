@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tigon.kernels.loss.api import IGNORE_INDEX
-from tigon.kernels.runtime import check, integer_labels, on_host
+from tigon.kernels.runtime import check_values, integer_labels, on_host
 from tigon.models.arguments import (
     TARGETS,
     Keep,
@@ -226,14 +226,14 @@ def _denominator(given: Any, items: Tensor) -> Tensor | float:
         values = f"={given.item()}" if on_host(given) else ""
         given = given.reshape(()).to(items.device, torch.float32, non_blocking=True)
         ok = ((given > 0) & (given < math.inf)) | (given == items)
-        check(ok, f"num_items_in_batch{values} is no number of items: {rule}")
+        check_values(ok, f"num_items_in_batch{values} is no number of items: {rule}")
         return given + (given == 0)
     if isinstance(given, bool) or not isinstance(given, int | float):
         raise TypeError(f"num_items_in_batch must be a number or a tensor, not {given!r}")
     if not 0 <= given < math.inf:
         raise ValueError(f"num_items_in_batch={given} is no number of items: {rule}")
     if given == 0:
-        check(items == 0, f"num_items_in_batch=0, but this batch has targets: {rule}")
+        check_values(items == 0, f"num_items_in_batch=0, but this batch has targets: {rule}")
     return float(given or 1)
 
 
@@ -261,7 +261,7 @@ def resolve_keep(keep: Keep, batch: int, tokens: int, device: torch.device) -> s
     keep = keep.long()  # narrower ones cannot be compared with T
     bad = (keep < -tokens) | (keep >= tokens)
     values = f": {keep[bad].tolist()}" if on_host(bad) else ""
-    check(~bad.any(), f"logits_to_keep has an index outside [-{tokens}, {tokens}){values}")
+    check_values(~bad.any(), f"logits_to_keep has an index outside [-{tokens}, {tokens}){values}")
     return torch.where(keep < 0, keep + tokens, keep)
 
 
@@ -281,7 +281,9 @@ def positions_at(at: Any, batch: Batch) -> Tensor:
     at = at.long()
     bad = (at < 0) | (at >= b * t)
     values = f": {at[bad].tolist()}" if on_host(bad) else ""
-    check(~bad.any(), f"logits_at has an index outside [0, {b * t}), batch times tokens{values}")
+    check_values(
+        ~bad.any(), f"logits_at has an index outside [0, {b * t}), batch times tokens{values}"
+    )
     return at
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 from torch.nn.modules.module import _global_forward_hooks
 
-from tigon.layers import Context, GatedMLP, Routed, SparseMoE
+from tigon.layers import BlockInputs, GatedMLP, MoEOutput, SparseMoE
 
 PART = (
     "model.layers.{}.{}: {} is given this rank's part of a sum over {} ranks, and what it adds is "
@@ -41,15 +41,15 @@ def has_hooks(module: nn.Module) -> bool:
 
 
 @contextmanager
-def summing(module: nn.Module, ctx: Context) -> Iterator[None]:
+def summing(module: nn.Module, ctx: BlockInputs) -> Iterator[None]:
     """In it the module returns the sum over ranks, and all of its hooks see that."""
     compute: Any = module.forward
     patched = "forward" in module.__dict__
 
     def forward(*given: Any) -> Any:
         y = compute(*given)
-        total: Any = ctx.summed(y.x if isinstance(y, Routed) else y)
-        return y._replace(x=total) if isinstance(y, Routed) else total
+        total: Any = ctx.reduce_to_region(y.x if isinstance(y, MoEOutput) else y)
+        return y._replace(x=total) if isinstance(y, MoEOutput) else total
 
     module.forward = forward
     try:

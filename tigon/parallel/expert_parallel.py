@@ -38,13 +38,13 @@ def divide_experts(model: CausalLM, ranks: Ranks) -> None:
                 model.cuts[f"{at}.{name}"] = cut
                 setattr(inner, name, nn.Parameter(cut.take(whole.detach()), whole.requires_grad))
             if isinstance(inner, LowRankExperts):
-                inner.experts = shard.own
+                inner.experts = shard.experts_per_rank
 
 
 def _own(shard: ExpertShard, unit: int = 1, before: int = 0) -> Rows:
     """This rank's experts, `unit` rows each, in block `before` of several blocks of all experts."""
-    first = before * shard.experts + shard.ranks.rank * shard.own
-    return Rows(first * unit, before * shard.own * unit, shard.own * unit)
+    first = before * shard.experts + shard.ranks.rank * shard.experts_per_rank
+    return Rows(first * unit, before * shard.experts_per_rank * unit, shard.experts_per_rank * unit)
 
 
 def _of_adapter(low: LowRankExperts, name: str, shard: ExpertShard) -> tuple[int, list[Rows]]:

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from tigon.kernels.runtime import no_early_start
+from tigon.kernels.runtime import disable_pdl
 from tigon.layers import Experts
 from tigon.models import CausalLM, hooks_of_fsdp
 
@@ -41,7 +41,7 @@ def shard_blocks(
     precision. `one_backward`: a step has one backward pass, so gradients are not added up over
     several.
     """
-    no_early_start(model)
+    disable_pdl(model)
     # Imported now: it takes a second and 25 MB, and models of one process need none of it
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 

@@ -13,7 +13,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from tigon import models
-from tigon.distributed.agreement import check_alike
+from tigon.distributed.agreement import check_same_on_all_ranks
 from tigon.distributed.collectives import Ranks
 from tigon.layers import Experts
 from tigon.models import (
@@ -46,11 +46,11 @@ def check_first_call(model: CausalLM) -> None:
 def _check(model: CausalLM, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
     known = {"files of the model": model.files, "dtype": model.dtype}
     known["expert_parallel"] = any(isinstance(m, Experts) and m.shard for m in model.modules())
-    check_alike(model.together, CALL, known, model.device)
+    check_same_on_all_ranks(model.together, CALL, known, model.device)
     given = named | dict(zip(("input_ids",), arguments, strict=False))
     rows = {name: given.get(name) for name in ROWS}
     ranks = [] if model.tensor_ranks is None else [model.tensor_ranks]
-    check_alike(ranks, CALL, rows, model.device)
+    check_same_on_all_ranks(ranks, CALL, rows, model.device)
     assert model.unchecked is not None
     model.unchecked.remove()
     model.unchecked = None

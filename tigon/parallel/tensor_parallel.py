@@ -192,8 +192,8 @@ def share_adapters(model: CausalLM, cuts: Mapping[str, Cut], ranks: Ranks) -> No
         low.column_ranks = ranks
         if low.dropout:
             # Column c of the rank has the draws of column first + c
-            place = low.place + weight.pieces[0][0].source // DRAWN * GOLDEN
-            low.place = as_int64(place & WORD)
+            seed = low.seed + weight.pieces[0][0].source // DRAWN * GOLDEN
+            low.seed = as_int64(seed & WORD)
 
 
 def _adapters(
@@ -411,7 +411,7 @@ def check(model: CausalLM, ranks: int) -> None:
     if (ranks - 1) * -(-size // ranks) >= size:
         raise ValueError(f"{ranks} ranks cannot share a vocabulary of {size} tokens")
     for module in model.modules():
-        if isinstance(module, Linear) and module.quantised is not None:
+        if isinstance(module, Linear) and module.quantized is not None:
             raise ValueError("tensor parallelism does not work with quantised weights")
         if isinstance(module, Attention):
             q, kv = module.heads, module.kv_heads

@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from tigon.distributed.context_attention import heads_sent
+from tigon.distributed.context_attention import heads_sent_per_token
 from tigon.layers import Attention, Experts, RMSNorm, SparseMoE
 from tigon.layers.linear import GatedLinear
 from tigon.models import MODELS, CausalLM
@@ -390,7 +390,7 @@ def block_collectives(
     # Backward gathers inputs unless a recomputation just did, and reduces their gradients
     overlapped = gather * (branches * (2 - recomputed))
     if layout.context > 1 and isinstance(mixer := model.model.layers[0].mixer, Attention):
-        sent = heads_sent(mixer.heads, mixer.kv_heads, layout.context) * mixer.head_dim
+        sent = heads_sent_per_token(mixer.heads, mixer.kv_heads, layout.context) * mixer.head_dim
         # Two messages, to attention and back; a rank's share is not sent
         size = BF16 * tokens * sent / 2 * layout.context / (layout.context - 1)
         waited += context.exchange(size, gpu, k) * (layers * 2 * (2 + recomputed))

@@ -12,8 +12,8 @@ from torch.nn.modules.module import _has_any_global_hook
 
 from tigon.generation.steps import side_stream
 from tigon.kernels.attention.api import AttentionMask
-from tigon.kernels.attention.mask import with_room
-from tigon.kernels.mlp.grouped_mlp import waits
+from tigon.kernels.attention.mask import pad_cu_seqlens
+from tigon.kernels.mlp.grouped_mlp import training_syncs
 from tigon.kernels.runtime import autocast_dtype
 from tigon.layers import Adapters, Attention
 from tigon.layers.moe import Experts
@@ -410,7 +410,7 @@ class Graphs:
         if not learns or offload or shares or self._must_not() or not self.gradients.holders:
             return self.decoder(x, position_ids, mask, *rest)
         self._check_places()
-        roomy = with_room(mask, x.shape[0] * x.shape[1], self.windows)
+        roomy = pad_cu_seqlens(mask, x.shape[0] * x.shape[1], self.windows)
         kind = Kind.of(x, position_ids, roomy, recompute, routing, dropout_keys)
         if kind not in self.learned and not self._add(kind):
             return self.decoder(x, position_ids, mask, *rest)
@@ -544,7 +544,9 @@ def check_model(model: CausalLM) -> None:
         raise ValueError("cuda_graphs: the model is sharded by FSDP2, which gathers by Python")
     dtype = model.dtype if zero is None else zero.compute
     for name, module in model.named_modules():
-        if isinstance(module, Experts) and waits(module.gate_up_proj.shape, dtype, model.device):
+        if isinstance(module, Experts) and training_syncs(
+            module.gate_up_proj.shape, dtype, model.device
+        ):
             raise ValueError(
                 f"cuda_graphs: {name} asks the GPU how many tokens each expert has, except in "
                 "bfloat16 from sm_90 on with sizes that 8 divides: cuda_graphs=false trains without"

@@ -11,10 +11,10 @@ import torch
 
 from tigon.data.examples import format_count
 from tigon.distributed.collectives import Ranks
-from tigon.distributed.context_attention import heads_sent
+from tigon.distributed.context_attention import heads_sent_per_token
 from tigon.distributed.expert_dispatch import ExpertShard
-from tigon.kernels.recompute import notes
-from tigon.layers import Attention, GatedMLP, QuantisedWeight, SparseMoE
+from tigon.kernels.recompute import should_note
+from tigon.layers import Attention, GatedMLP, QuantizedWeight, SparseMoE
 from tigon.models import CausalLM, count_parameters, materialize
 from tigon.parallel import MeshSizes
 from tigon.report import format_duration
@@ -74,7 +74,7 @@ def random_model(config: Config, world: World, source: Path | None = None) -> Ca
         for parameter in model.parameters():
             local(parameter).normal_(std=0.02)
         for module in model.modules():
-            if isinstance(module, QuantisedWeight):
+            if isinstance(module, QuantizedWeight):
                 module.fill()
     return model
 
@@ -235,7 +235,7 @@ def describe_communication(config: Config, model: CausalLM, sizes: MeshSizes) ->
     if context > 1:
         layers = [m for m in model.modules() if isinstance(m, Attention)]
         heads = [(m.heads // tensor, max(1, m.kv_heads // tensor), m.head_dim) for m in layers]
-        size = max(heads_sent(h, kv, context) * d for h, kv, d in heads)
+        size = max(heads_sent_per_token(h, kv, context) * d for h, kv, d in heads)
         has = f"{subject.format(context)}{tokens:,} tokens of a row"
         lines.append(f"context: {has}; {sends(size, 'heads')}")
     if tensor > 1:
@@ -245,7 +245,7 @@ def describe_communication(config: Config, model: CausalLM, sizes: MeshSizes) ->
         # experts none
         dense = expert == 1 or any(isinstance(b.mlp, GatedMLP) for b in model.model.layers)
         # Their gradients, and the tokens once more, unless they are so few that they stay
-        backward = 1.5 if notes(element_bytes * dim) else 1.0
+        backward = 1.5 if should_note(element_bytes * dim) else 1.0
         size = 2 * (1 + dense) * dim * (tensor - 1) / tensor
         lines.append(f"tensor: {has}; {sends(size, 'the stream', backward)}")
     if expert > 1:

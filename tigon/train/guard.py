@@ -143,7 +143,7 @@ def largest_weight(model: nn.Module, world: World, *, quantised: bool = False) -
     own = [local(p) for p in model.parameters()]
     norms = [*torch._foreach_norm([p for p in own if p.numel()], math.inf)]
     for layer in model.modules() if quantised else ():
-        if isinstance(layer, Linear) and layer.quantised is not None:
+        if isinstance(layer, Linear) and layer.quantized is not None:
             norms.append(torch.linalg.vector_norm(layer.values(), math.inf))
     sizes = [norm.double() for norm in norms] or [torch.zeros((), dtype=torch.double)]
     largest = torch.stack(sizes).max().to(world.device)

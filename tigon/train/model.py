@@ -10,7 +10,7 @@ import torch
 
 from tigon.data.sources import hash_files
 from tigon.hub import check_folder
-from tigon.kernels.linear.fp8 import OLDEST, fits
+from tigon.kernels.linear.fp8 import MIN_CAPABILITY, supports_fp8
 from tigon.layers import Attention, GatedMLP, Linear, SparseMoE
 from tigon.models import (
     MODELS,
@@ -387,10 +387,10 @@ def set_fp8(model: CausalLM, config: Config) -> None:
     kept = in_bfloat16(config, model)
     for name, layer in projections(model):
         # A whole one that fits has parts on all ranks that do, or on none
-        own = layer.outline.shape
+        own = layer.weight_meta.shape
         cut = model.cuts.get(f"{name}.weight")
         whole = own if cut is None else cut.shape
-        layer.fp8 = config.fp8 and name not in kept and fits(whole) and fits(own)
+        layer.fp8 = config.fp8 and name not in kept and supports_fp8(whole) and supports_fp8(own)
 
 
 def outline(config: Config, dtype: torch.dtype, source: Path | None = None) -> CausalLM:
@@ -500,7 +500,7 @@ def check_fp8(config: Config, device: torch.device) -> None:
         return
     if (dtype := compute_dtype(config, device)) != torch.bfloat16:
         raise ValueError(f"fp8=true needs dtype=bfloat16, not {str(dtype).removeprefix('torch.')}")
-    if device.type == "cuda" and torch.cuda.get_device_capability(device) < OLDEST:
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < MIN_CAPABILITY:
         name, (major, minor) = (
             torch.cuda.get_device_name(device),
             torch.cuda.get_device_capability(device),

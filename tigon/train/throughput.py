@@ -83,7 +83,7 @@ class Cost:
                 experts = list(module.experts.parameters())
                 per_token += share * sum(_product(p, trained) for p in experts)
             elif isinstance(module, Linear):
-                per_token += _product(module.outline, trained_before)
+                per_token += _product(module.weight_meta, trained_before)
             elif isinstance(module, LMHead):
                 per_token += _product(module.weight, trained_before)
             elif isinstance(module, LowRank):  # A's input gradient where its layer's is needed

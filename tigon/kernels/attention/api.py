@@ -19,15 +19,15 @@ from torch.nn.attention.flex_attention import flex_attention
 from tigon.kernels import runtime
 from tigon.kernels.attention import fa4
 from tigon.kernels.attention.backends import (
+    AttentionRequest,
     Backend,
-    Choice,
-    Request,
+    BackendChoice,
     capability,
     check_backend,
     check_training,
     flash_attn_4,
     fused_shapes,
-    settle,
+    select_backend,
     survey,
 )
 from tigon.kernels.attention.mask import AttentionMask, Sequences
@@ -42,8 +42,8 @@ __all__ = [
     "survey",
 ]
 
-FA4_LEAST = 512  # below it as the longest sequence, flash-attn-4 would compile once more
-FLEX_STEP = 256  # FlexAttention compiles for every length: rows are padded to a multiple
+FA4_MIN_SEQLEN = 512  # below it as the longest sequence, flash-attn-4 would compile once more
+FLEX_MULTIPLE = 256  # FlexAttention compiles for every length: rows are padded to a multiple
 
 
 def attention_ref(
@@ -68,10 +68,10 @@ def attention_ref(
     return (scores.softmax(-1) @ v.float()).to(q.dtype).transpose(1, 2)
 
 
-class Plan(NamedTuple):
-    """How one kind of layer computes its attention in this forward pass."""
+class AttentionPlan(NamedTuple):
+    """The backend and layout by which layers of one kind compute attention in this forward pass."""
 
-    choice: Choice
+    choice: BackendChoice
     window: int | None  # None also where no sequence is longer
     softcap: float | None
     scale: float | None
@@ -79,13 +79,13 @@ class Plan(NamedTuple):
     even: AttentionMask | None = None  # in place of `sequences`, if all have one length
 
     def reach(self, causal: bool) -> tuple[int | None, int | None]:
-        """How many tokens a query in a window sees before and after itself; None is all."""
+        """Returns how many tokens before and after itself a query in a window sees; None is all."""
         if self.window is None:
             return None, None
         return self.window - 1, 0 if causal else self.window - 1
 
 
-def _fa4(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, plan: Plan) -> Tensor:
+def _fa4(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, plan: AttentionPlan) -> Tensor:
     package = fa4 if torch.compiler.is_compiling() else flash_attn_4()
     sequences = plan.sequences
     options: dict[str, Any] = {
@@ -97,24 +97,24 @@ def _fa4(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, plan: Plan) -> Te
     }
     if sequences is None:
         return package.flash_attn_func(q, k, v, **options)[0]
-    flat, (cu, cu_k), (longest, longest_k) = _packed(q, k, v, sequences)
+    flat, (cu, cu_k), (longest, longest_k) = _flatten_sequences(q, k, v, sequences)
     out = package.flash_attn_varlen_func(
         *flat,
         cu_seqlens_q=cu,
         cu_seqlens_k=cu_k,
-        max_seqlen_q=max(longest, FA4_LEAST),
-        max_seqlen_k=max(longest_k, FA4_LEAST),
+        max_seqlen_q=max(longest, FA4_MIN_SEQLEN),
+        max_seqlen_k=max(longest_k, FA4_MIN_SEQLEN),
         **options,
     )[0]
     return out.view(q.shape)
 
 
-def _packed(
+def _flatten_sequences(
     q: Tensor, k: Tensor, v: Tensor, sequences: Sequences
 ) -> tuple[tuple[Tensor, ...], tuple[Tensor, Tensor], tuple[int, int]]:
-    """Flat q, k and v, and the bounds and the greatest length of queries and of keys.
+    """Returns flat q, k and v, and cu_seqlens and the longest length of queries and of keys.
 
-    Where they differ, a kernel has the last query of a sequence see all its keys.
+    If these differ, the last query of a sequence sees all its keys.
     """
     q, k, v = (x.flatten(0, 1) for x in (q, k, v))
     cu, longest, keys = sequences
@@ -123,14 +123,14 @@ def _packed(
     return (q, keys.take(k), keys.take(v)), (cu, keys.cu), (longest, keys.longest)
 
 
-def _cudnn(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, plan: Plan) -> Tensor:
+def _cudnn(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, plan: AttentionPlan) -> Tensor:
     heads = (x.transpose(1, 2) for x in (q, k, v))
-    run, grad = torch.ops.aten._scaled_dot_product_cudnn_attention, _wants_grad(q, k, v)
+    run, grad = torch.ops.aten._scaled_dot_product_cudnn_attention, _needs_grad(q, k, v)
     out = run(*heads, None, grad, 0.0, mask.causal, False, scale=plan.scale)[0]
     return out.transpose(1, 2)
 
 
-def _flash(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, plan: Plan) -> Tensor:
+def _flash(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, plan: AttentionPlan) -> Tensor:
     # The operator that varlen_attn and SDPA call: cheaper on the host, and with windows for rows
     run = torch.ops.aten._flash_attention_forward
     causal, (left, right) = mask.causal and plan.window is None, plan.reach(mask.causal)
@@ -138,27 +138,27 @@ def _flash(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, plan: Plan) -> 
     if plan.sequences is None:
         sizes = q.shape[1], k.shape[1]
         return run(q, k, v, None, None, *sizes, 0.0, causal, False, **options)[0]
-    flat, bounds, longest = _packed(q, k, v, plan.sequences)
+    flat, bounds, longest = _flatten_sequences(q, k, v, plan.sequences)
     return run(*flat, *bounds, *longest, 0.0, causal, False, **options)[0].view(q.shape)
 
 
-def _flex(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, plan: Plan) -> Tensor:
+def _flex(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, plan: AttentionPlan) -> Tensor:
     run: Callable[..., Any] = flex_attention
     b, t = q.shape[:2]
     if not torch.compiler.is_compiling():
-        tokens = t + -t % FLEX_STEP
+        tokens = t + -t % FLEX_MULTIPLE
         keys = max(mask.keys, mask.past + tokens)
-        keys += -keys % FLEX_STEP
+        keys += -keys % FLEX_MULTIPLE
         if (tokens, keys) != (t, mask.keys):
             sizes = (tokens, q), (keys, k), (keys, v)
             q, k, v = (F.pad(x, (0, 0, 0, 0, 0, size - x.shape[1])) for size, x in sizes)
-            mask = mask.padded(tokens, keys, b, q.device)
+            mask = mask.pad(tokens, keys, b, q.device)
         form = mask.causal, mask.segment_ids is None, mask.key_mask is None, mask.past > 0
-        kind = q.shape, k.shape, q.dtype, q.device, _wants_grad(q, k, v), form
+        kind = q.shape, k.shape, q.dtype, q.device, _needs_grad(q, k, v), form
         run = _compiled_flex(*kind, plan.window, plan.softcap, plan.scale)
     out = run(
         *(x.transpose(1, 2) for x in (q, k, v)),
-        score_mod=None if plan.softcap is None else _cap(plan.softcap),
+        score_mod=None if plan.softcap is None else _softcap_mod(plan.softcap),
         block_mask=mask.blocks(plan.window, q.device),
         scale=plan.scale,
         enable_gqa=q.shape[2] != k.shape[2],
@@ -166,24 +166,24 @@ def _flex(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, plan: Plan) -> T
     return out[:, :t]
 
 
-def _cap(softcap: float) -> Callable[..., Tensor]:
+def _softcap_mod(softcap: float) -> Callable[..., Tensor]:
     return lambda score, *_: softcap * torch.tanh(score / softcap)
 
 
 @functools.cache
 def _compiled_flex(*kind: Any) -> Callable[..., Any]:
-    """FlexAttention for one kind of call: torch 2.11 failed to compile it for dynamic lengths."""
+    """Compiles FlexAttention for one kind of call: torch 2.11 failed on dynamic lengths."""
 
     def run(*tensors: Any, **options: Any) -> Any:
         return flex_attention(*tensors, **options)
 
-    # Dynamo compiles a code object at most eight times. Then it runs eagerly, which materialises
+    # Dynamo compiles a code object at most eight times. Then it runs eagerly, which materializes
     # all scores, and only warns. So each kind of call has a code object of its own
     run.__code__ = run.__code__.replace()
     return torch.compile(run, dynamic=False, fullgraph=True)
 
 
-def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, plan: Plan) -> Tensor:
+def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, plan: AttentionPlan) -> Tensor:
     window, scale = plan.window, plan.scale
     bias = mask.bias(window, q.dtype, q.device) if mask.needs_dense(window) else None
     b, t, h, d = q.shape
@@ -198,7 +198,7 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, plan: Plan) -> T
         out = F.scaled_dot_product_attention(grouped, k, v, attn_mask=bias, scale=scale)
         return out.reshape(b, t, h, d)
     if bias is not None and q.is_cuda and h != kv_heads:
-        # With a mask, SDPA's only kernel for grouped heads materialises all scores
+        # With a mask, SDPA's only kernel for grouped heads materializes all scores
         k, v = (x.repeat_interleave(h // kv_heads, 1) for x in (k, v))
     return F.scaled_dot_product_attention(
         q.transpose(1, 2),
@@ -211,12 +211,12 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, plan: Plan) -> T
     ).transpose(1, 2)
 
 
-def _reference(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, plan: Plan) -> Tensor:
+def _reference(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, plan: AttentionPlan) -> Tensor:
     options = {"softcap": plan.softcap, "scale": plan.scale}
     return attention_ref(q, k, v, mask=mask, window=plan.window, **options)
 
 
-RUN: dict[str, Callable[..., Tensor]] = {
+BACKENDS: dict[str, Callable[..., Tensor]] = {
     "fa4": _fa4,
     "cudnn": _cudnn,
     "flash": _flash,
@@ -224,7 +224,7 @@ RUN: dict[str, Callable[..., Tensor]] = {
     "sdpa": _sdpa,
     "reference": _reference,
 }
-PACKED = ("fa4", "cudnn", "flash")  # take the bounds of sequences, not a mask
+VARLEN_BACKENDS = ("fa4", "cudnn", "flash")  # take the bounds of sequences, not a mask
 
 
 def attention(
@@ -237,16 +237,16 @@ def attention(
     softcap: float | None = None,
     scale: float | None = None,
 ) -> Tensor:
-    """Attention output [B, T, H, D]; head h reads kv head `h // (H / K)`.
+    """Returns the attention output [B, T, H, D]; head h reads kv head `h // (H / K)`.
 
-    A window of W covers W tokens, the query's own included. `scale` defaults to D ** -0.5.
-    `mask.backend` names the backend; docs/attention.md says what "auto" takes. Raises ValueError
-    if the named backend cannot serve the call, with the reason, and for shapes that do not match.
+    A window of W covers W tokens, including the query's own. `scale` defaults to D ** -0.5.
+    `mask.backend` names the backend; docs/attention.md says what "auto" takes. Raises ValueError,
+    with the reason, if the named backend cannot serve the call, and for shapes that do not match.
     """
-    _check(q, k, v, mask, window, softcap)
+    _check_inputs(q, k, v, mask, window, softcap)
     if q.is_meta and runtime.runs_triton(q):
-        return _shapes(q, k, v, mask)
-    grad = _wants_grad(q, k, v)
+        return _attention_meta(q, k, v, mask)
+    grad = _needs_grad(q, k, v)
     if torch.compiler.is_compiling():
         plan = _plan(q, mask, window, softcap, scale, grad)
     else:
@@ -254,25 +254,25 @@ def attention(
         if kind not in mask.plans:
             mask.plans[kind] = _plan(q, mask, window, softcap, scale, grad)
         plan = mask.plans[kind]
-    run = RUN[plan.choice.name]
+    run = BACKENDS[plan.choice.name]
     if plan.even is None:
         return run(q, k, v, mask, plan)
     rows = (x.reshape(-1, plan.even.tokens, *x.shape[2:]) for x in (q, k, v))
     return run(*rows, plan.even, plan).reshape(q.shape)
 
 
-def _shapes(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> Tensor:
-    """On meta, as a backend that takes the bounds of sequences."""
+def _attention_meta(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> Tensor:
+    """Allocates what a backend with cu_seqlens does, for tensors on meta."""
     sequences = None
-    if mask.prefixes is not None and mask.backend in ("auto", *PACKED):
+    if mask.prefixes is not None and mask.backend in ("auto", *VARLEN_BACKENDS):
         sequences = mask.sequences()
     if not isinstance(sequences, Sequences):
         return fused_shapes(q, k, v)
-    flat, *_ = _packed(q, k, v, sequences)
+    flat, *_ = _flatten_sequences(q, k, v, sequences)
     return fused_shapes(*(x[None] for x in flat)).view(q.shape)
 
 
-def _check(
+def _check_inputs(
     q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, window: int | None, softcap: float | None
 ) -> None:
     b, t, h, d = q.shape if q.dim() == 4 else (0, 0, 0, 0)
@@ -290,10 +290,10 @@ def _check(
         raise ValueError(f"{h} query heads cannot share {k.shape[2]} key/value heads")
     for name, value in (("window", window), ("softcap", softcap)):
         if value is not None and value <= 0:
-            raise ValueError(f"{name}={value} is not above 0; None is none")
+            raise ValueError(f"{name}={value} is not above 0; None disables it")
 
 
-def _wants_grad(q: Tensor, k: Tensor, v: Tensor) -> bool:
+def _needs_grad(q: Tensor, k: Tensor, v: Tensor) -> bool:
     return torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
 
 
@@ -304,13 +304,13 @@ def _plan(
     softcap: float | None,
     scale: float | None,
     grad: bool,
-) -> Plan:
-    """Backend and layout; may wait for the device to learn the lengths of the sequences."""
+) -> AttentionPlan:
+    """Chooses backend and layout; may wait for the device to learn the lengths of the sequences."""
     compiling, gpu = torch.compiler.is_compiling(), q.device.type == "cuda"
-    longest, part = mask.keys, mask.whole is not None
+    longest, part = mask.keys, mask.full_mask is not None
     if window is not None and window >= longest:
         window = None
-    request = Request(
+    request = AttentionRequest(
         q.device.type,
         capability(q.device.index) if gpu else 0,
         q.dtype,
@@ -327,22 +327,26 @@ def _plan(
         compiling=compiling,
     )
     where = mask.backend, q.device.index if gpu else 0, runtime._mode == "reference"
-    choice = settle(request, *where)
-    plan = Plan(choice, window, softcap, scale)
-    if mask.rows or choice.name not in PACKED:
+    choice = select_backend(request, *where)
+    plan = AttentionPlan(choice, window, softcap, scale)
+    if mask.rows or choice.name not in VARLEN_BACKENDS:
         return plan
-    told = mask.sequences()
-    if isinstance(told, str):
-        return plan._replace(choice=settle(request._replace(layout=told), *where))
-    if window is not None and window >= told.furthest:
+    known_sequences = mask.sequences()
+    if isinstance(known_sequences, str):
+        return plan._replace(
+            choice=select_backend(request._replace(layout=known_sequences), *where)
+        )
+    if window is not None and window >= known_sequences.furthest:
         window = None
-    even = not part and told.even(mask.tokens * q.shape[0])
+    even = not part and known_sequences.even(mask.tokens * q.shape[0])
     request = request._replace(
         layout="rows" if even else "sequences",
-        longest=None if compiling else told.furthest,
+        longest=None if compiling else known_sequences.furthest,
         window=window is not None,
     )
-    choice = settle(request, *where)
+    choice = select_backend(request, *where)
     if even:
-        return Plan(choice, window, softcap, scale, even=mask.even(told.longest))
-    return Plan(choice, window, softcap, scale, sequences=told)
+        return AttentionPlan(
+            choice, window, softcap, scale, even=mask.even(known_sequences.longest)
+        )
+    return AttentionPlan(choice, window, softcap, scale, sequences=known_sequences)

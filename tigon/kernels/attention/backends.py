@@ -1,4 +1,4 @@
-"""Which backend computes attention, and why: a pure function of the call and of the machine."""
+"""Chooses the attention backend: a pure function of the call and of the machine."""
 
 import functools
 import logging
@@ -12,13 +12,13 @@ from torch import Tensor
 
 Backend = Literal["auto", "fa4", "cudnn", "flash", "flex", "sdpa", "reference"]
 HALF = (torch.bfloat16, torch.float16)
-SHORT = 256  # fewer tokens are not worth compiling a kernel for
-FEW = 512  # tokens up to which cuDNN is the fastest on Hopper
+MIN_KERNEL_TOKENS = 256  # fewer tokens are not worth compiling a kernel for
+CUDNN_MAX_TOKENS = 512  # tokens up to which cuDNN is the fastest on Hopper
 log = logging.getLogger("tigon.attention")
-_said: set[tuple[str, ...]] = set()  # what was logged
+_logged: set[tuple[str, ...]] = set()  # what was logged
 
 
-class Request(NamedTuple):
+class AttentionRequest(NamedTuple):
     """The properties of an attention call that decide which backend serves it."""
 
     device: str = "cuda"
@@ -39,18 +39,18 @@ class Request(NamedTuple):
     compiling: bool = False
 
 
-class Choice(NamedTuple):
+class BackendChoice(NamedTuple):
     name: str
     why: str
 
 
-def _first(*rules: tuple[bool, str]) -> str | None:
+def _first_problem(*rules: tuple[bool, str]) -> str | None:
     return next((reason for holds, reason in rules if holds), None)
 
 
-def _kernel(r: Request) -> str | None:
-    """The requirement of every fused kernel that the request does not meet."""
-    return _first(
+def _fused_problem(r: AttentionRequest) -> str | None:
+    """Returns the requirement of every fused kernel that the request does not meet, or None."""
+    return _first_problem(
         (r.device != "cuda", f"it runs on CUDA GPUs, not on {r.device}"),
         (r.sm < 80, f"it needs sm_80 or newer, and this GPU is sm_{r.sm}"),
         (r.dtype not in HALF, f"it takes bfloat16 and float16, not {str(r.dtype)[6:]}"),
@@ -60,14 +60,14 @@ def _kernel(r: Request) -> str | None:
     )
 
 
-def _fa4(r: Request) -> str | None:
+def _fa4_problem(r: AttentionRequest) -> str | None:
     hopper, blackwell = r.sm // 10 == 9, r.sm // 10 == 10
     # On Hopper 4.0.0b36 writes dQ for head_dim in multiples of 16, and reads it in multiples of 32.
     # Head dims that both round to the same number have not been tested
     torn = hopper and r.grad and r.head_dim % 32 > 0
     wrong = f"its backward pass is wrong for head_dim {r.head_dim}, which is no multiple of 32"
     uncapped = blackwell and r.grad and r.head_dim == 256 and r.softcap
-    return _kernel(r) or _first(
+    return _fused_problem(r) or _first_problem(
         (not (hopper or blackwell), f"it is for Hopper and Blackwell, not for sm_{r.sm}"),
         (blackwell and 128 < r.head_dim < 256, f"head_dim {r.head_dim} on Blackwell"),
         (torn, wrong),
@@ -75,8 +75,8 @@ def _fa4(r: Request) -> str | None:
     )
 
 
-def _cudnn(r: Request) -> str | None:
-    return _kernel(r) or _first(
+def _cudnn_problem(r: AttentionRequest) -> str | None:
+    return _fused_problem(r) or _first_problem(
         (r.sm != 90 and r.head_dim > 128, f"head_dim {r.head_dim} needs sm_90, not sm_{r.sm}"),
         (r.longest == 1, "it takes no sequence of one token"),
         (r.deterministic and r.grad, "its backward pass is not deterministic"),
@@ -89,53 +89,53 @@ def _cudnn(r: Request) -> str | None:
     )
 
 
-def _flash(r: Request) -> str | None:
+def _flash_problem(r: AttentionRequest) -> str | None:
     small = (86 <= r.sm <= 89 or r.sm in (120, 121)) and r.grad and 192 < r.head_dim <= 224
-    return _kernel(r) or _first(
+    return _fused_problem(r) or _first_problem(
         (r.softcap, "it has no softcap"),
         (small, f"head_dim {r.head_dim} has no backward pass on sm_{r.sm}"),
     )
 
 
-def _flex(r: Request) -> str | None:
-    return _first(
+def _flex_problem(r: AttentionRequest) -> str | None:
+    return _first_problem(
         (r.device != "cuda", f"it runs on CUDA GPUs, not on {r.device}"),
         (r.cached, "it does not continue a cache"),
         (r.head_dim < 16, f"head_dim {r.head_dim} is below 16"),
     )
 
 
-def _sdpa(r: Request) -> str | None:
+def _sdpa_problem(r: AttentionRequest) -> str | None:
     return "it has no softcap" if r.softcap else None
 
 
 # Each says why it cannot serve a request, or None
-OBSTACLES: dict[str, Callable[[Request], str | None]] = {
-    "fa4": _fa4,
-    "cudnn": _cudnn,
-    "flash": _flash,
-    "flex": _flex,
-    "sdpa": _sdpa,
+OBSTACLES: dict[str, Callable[[AttentionRequest], str | None]] = {
+    "fa4": _fa4_problem,
+    "cudnn": _cudnn_problem,
+    "flash": _flash_problem,
+    "flex": _flex_problem,
+    "sdpa": _sdpa_problem,
     "reference": lambda r: None,
 }
 PLAIN = ("sdpa", "reference")  # on any device
 
 
-def _order(r: Request) -> tuple[str, ...]:
-    """Backends, the fastest first."""
-    few = r.longest is not None and r.longest <= FEW
+def _order(r: AttentionRequest) -> tuple[str, ...]:
+    """Returns the backends, the fastest first."""
+    few = r.longest is not None and r.longest <= CUDNN_MAX_TOKENS
     # As measured on an H200; packed sequences are refused by cuDNN's own rules
     if r.sm == 90 and (few or (r.head_dim == 256 and r.grad)):
         return tuple(sorted(OBSTACLES, key=lambda name: name != "cudnn"))
     return tuple(OBSTACLES)
 
 
-def _hesitation(name: str, r: Request) -> str | None:
-    """Why a backend that could serve a request is taken only if it is named."""
+def _reason_against(name: str, r: AttentionRequest) -> str | None:
+    """Returns why a backend that could serve a request is only taken if it is named, or None."""
     longest = 0 if r.longest is None else r.longest
-    if name in ("fa4", "flex") and 0 < longest < SHORT:
+    if name in ("fa4", "flex") and 0 < longest < MIN_KERNEL_TOKENS:
         return f"{longest} tokens are too few to compile for"
-    step = 64 if longest <= FEW else 256
+    step = 64 if longest <= CUDNN_MAX_TOKENS else 256
     if name == "cudnn" and longest % step:
         return f"it prepares for every new length, and {longest} is no multiple of {step}"
     if name == "flex" and r.dtype not in HALF:
@@ -144,7 +144,7 @@ def _hesitation(name: str, r: Request) -> str | None:
 
 
 def check_backend(name: str) -> None:
-    """Raise unless `name` is "auto" or a backend's that can be loaded."""
+    """Raises unless `name` is "auto" or a backend that can be loaded."""
     _check_name(name)
     if name == "fa4" and isinstance(flash_attn_4(), str):
         raise ImportError(f"attention='fa4': {flash_attn_4()}")
@@ -153,12 +153,12 @@ def check_backend(name: str) -> None:
 def check_training(
     name: str, device: torch.device, dtype: torch.dtype, *, deterministic: bool = False
 ) -> None:
-    """Raise if the named backend cannot train in this dtype on this device, whatever the model."""
+    """Raises if the named backend cannot train in this dtype on this device with any model."""
     check_backend(name)
     gpu, index = device.type == "cuda", device.index or 0
     sm = capability(index) if gpu else 0
-    request = Request(device.type, sm, dtype, grad=True, deterministic=deterministic)
-    choose(request, name, missing(index) if gpu else {})
+    request = AttentionRequest(device.type, sm, dtype, grad=True, deterministic=deterministic)
+    choose_backend(request, name, missing(index) if gpu else {})
 
 
 def _check_name(name: str) -> None:
@@ -166,24 +166,24 @@ def _check_name(name: str) -> None:
         raise ValueError(f"attention={name!r} is not one of {', '.join(get_args(Backend))}")
 
 
-def choose(
-    r: Request,
+def choose_backend(
+    r: AttentionRequest,
     backend: str = "auto",
     missing: Mapping[str, str | None] = MappingProxyType({}),
     *,
     plain: bool = False,
-) -> Choice:
-    """The backend for a request: the one named, or the first of the order that can serve it.
+) -> BackendChoice:
+    """Returns the named backend, or the first in `_order` that can serve the request.
 
-    `missing` holds the backends that this machine lacks, with the reason; `plain` leaves only
-    `sdpa` and `reference`. Raises if the named backend cannot serve the request, unless the tokens
+    `missing` maps the backends that this machine lacks to the reason; `plain` leaves only `sdpa`
+    and `reference`. Raises if the named backend cannot serve the request, unless the tokens
     continue a cache: the name applies to whole sequences.
     """
     if backend != "auto":
         _check_name(backend)
         reason = missing.get(backend) or OBSTACLES[backend](r)
         if reason is None:
-            return Choice(backend, f"attention={backend!r}")
+            return BackendChoice(backend, f"attention={backend!r}")
         if not r.cached:
             raise ValueError(f"attention={backend!r} cannot do this: {reason}")
     # Decoding: SDPA splits the keys among thread blocks, the others do not
@@ -192,16 +192,16 @@ def choose(
     for name in _order(r):
         if plain and name not in PLAIN:
             continue
-        reason = missing.get(name) or OBSTACLES[name](r) or _hesitation(name, r)
+        reason = missing.get(name) or OBSTACLES[name](r) or _reason_against(name, r)
         if reason is None:
-            return Choice(name, "; ".join(passed) or f"the first choice on {r.device}")
+            return BackendChoice(name, "; ".join(passed) or f"the first choice on {r.device}")
         passed.append(f"not {name}: {reason}")
     raise AssertionError("the reference serves every request")
 
 
 @functools.cache
 def flash_attn_4() -> Any:
-    """The package, or the reason why there is none. Imported when a GPU first asks for it."""
+    """Imports and returns the package, or the reason why it cannot be used."""
     hint = "pip install tigon[fa4]"
     try:
         import flash_attn.cute as package
@@ -216,7 +216,7 @@ def flash_attn_4() -> Any:
 
 @functools.cache
 def capability(device: int) -> int:
-    """Of a GPU, times ten; 0 for one that is not NVIDIA's."""
+    """Returns the compute capability of a GPU times ten, or 0 if it is not NVIDIA's."""
     major, minor = torch.cuda.get_device_capability(device)
     return 0 if torch.version.hip else 10 * major + minor
 
@@ -227,7 +227,7 @@ capability._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 @functools.cache
 def missing(device: int) -> dict[str, str]:
-    """What a machine with this GPU lacks, and why."""
+    """Maps the backends that a machine with this GPU lacks to the reason."""
     lacks = {}
     if capability(device) // 10 in (9, 10) and isinstance(flash_attn_4(), str):
         lacks["fa4"] = flash_attn_4()
@@ -238,17 +238,20 @@ def missing(device: int) -> dict[str, str]:
     return lacks
 
 
-def _lack(name: str, device: int) -> str | None:
+def _missing_reason(name: str, device: int) -> str | None:
     return missing(device).get(name)
 
 
-_lack._dynamo_marked_constant = True  # type: ignore[attr-defined]  # a dict cannot be a constant
+_missing_reason._dynamo_marked_constant = True  # type: ignore[attr-defined]  # a dict cannot be a constant
 
 
-def survey(device: torch.device, head_dim: int = 128) -> dict[str, Choice]:
-    """What "auto" takes on this machine to train on sequences of 4,096 tokens, and to decode."""
+def survey(device: torch.device, head_dim: int = 128) -> dict[str, BackendChoice]:
+    """Returns the choice of "auto" on this machine for training on 4,096 tokens and for
+    decoding."""
     gpu, index = device.type == "cuda", device.index or 0
-    r = Request(device.type, capability(index) if gpu else 0, head_dim=head_dim, longest=4096)
+    r = AttentionRequest(
+        device.type, capability(index) if gpu else 0, head_dim=head_dim, longest=4096
+    )
     kinds = {
         "one sequence a row": r._replace(grad=True),
         "packed": r._replace(layout="sequences", grad=True),
@@ -256,32 +259,34 @@ def survey(device: torch.device, head_dim: int = 128) -> dict[str, Choice]:
         "softcap": r._replace(softcap=True, grad=True),
         "decoding": r._replace(cached=True, single=True),
     }
-    return {kind: choose(r, missing=missing(index) if gpu else {}) for kind, r in kinds.items()}
+    return {
+        kind: choose_backend(r, missing=missing(index) if gpu else {}) for kind, r in kinds.items()
+    }
 
 
-def settle(r: Request, backend: str, device: int, plain: bool) -> Choice:
-    """`choose` on this machine; logs what is chosen for the first time."""
+def select_backend(r: AttentionRequest, backend: str, device: int, plain: bool) -> BackendChoice:
+    """`choose_backend` on this machine; logs each choice once."""
     if torch.compiler.is_compiling():
         names = OBSTACLES if r.device == "cuda" else ()
-        return choose(r, backend, {name: _lack(name, device) for name in names}, plain=plain)
-    return _settle(r, backend, device, plain)
+        return choose_backend(
+            r, backend, {name: _missing_reason(name, device) for name in names}, plain=plain
+        )
+    return _select_backend(r, backend, device, plain)
 
 
 @functools.lru_cache(maxsize=4096)
-def _settle(r: Request, backend: str, device: int, plain: bool) -> Choice:
-    choice = choose(r, backend, missing(device) if r.device == "cuda" else {}, plain=plain)
+def _select_backend(r: AttentionRequest, backend: str, device: int, plain: bool) -> BackendChoice:
+    choice = choose_backend(r, backend, missing(device) if r.device == "cuda" else {}, plain=plain)
     facts = [str(r.dtype)[6:], f"head_dim {r.head_dim}", r.layout]
     facts += [name for name in ("cached", "part", "window", "softcap", "grad") if getattr(r, name)]
     line = (choice.name, ", ".join(facts), choice.why)
-    if line not in _said:
-        _said.add(line)
+    if line not in _logged:
+        _logged.add(line)
         log.debug("%s for %s (%s)", *line)
     return choice
 
 
-# Fused attention without numbers: it allocates what FlashAttention-2 does on a GPU.
-#
-# B batch, T query tokens, S key tokens, H query heads, K kv heads, D head dim
+# Fused attention on meta tensors: allocates what FlashAttention-2 does on a GPU.
 
 
 class _FusedShapes(torch.autograd.Function):
@@ -305,5 +310,5 @@ class _FusedShapes(torch.autograd.Function):
 
 
 def fused_shapes(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """q [B, T, H, D], k and v [B, S, K, D], all on meta -> [B, T, H, D]."""
+    """Allocates the output [B, T, H, D] of q [B, T, H, D], k and v [B, S, K, D], all on meta."""
     return _FusedShapes.apply(q, k, v)

@@ -1,6 +1,7 @@
-"""A softmax over tokens of which a program sees some at a time, and other programs the rest.
+"""Decode attention: appends new tokens to a preallocated cache and attends to it (Flash-Decoding).
 
-# N tokens, H query heads, D head dim
+# B rows, T new tokens of each, N of all, R cache slots, S slots in use, H query heads, K kv heads,
+# D head dim
 """
 
 import math
@@ -12,13 +13,13 @@ from torch import Tensor
 from tigon.kernels.attention.kv_cache import (
     KVBuffers,
     check_buffers,
-    floats,
+    dequantize_slots,
     load_packed,
-    unpack,
-    write,
+    unpack_int8,
+    write_tokens,
 )
-from tigon.kernels.rope.rope import adjacent, check_angles, load_rotated, rope
 from tigon.kernels.rope.rope import angles as strided_angles
+from tigon.kernels.rope.rope import check_angles, load_rotated, rope, with_contiguous_dim
 from tigon.kernels.runtime import (
     INTERPRETED,
     check_devices,
@@ -34,16 +35,16 @@ from tigon.kernels.runtime import (
 
 
 @triton.jit
-def fold(queries, tile, seen, state, scale, softcap, PACKED):
-    """One tile of tokens into the running softmax, whose exponents are of two.
+def accumulate_tile(queries, tile, seen, state, scale, softcap, PACKED):
+    """Adds one tile of tokens to the running softmax, whose exponents are of two.
 
-    `queries`, and `out` of the state, have their even dims and their odd ones, PACKED alone.
+    `queries`, and `out` of the state, hold even and odd dims separately if PACKED.
     """
     q, q_high = queries
     k, v, k_scales, v_scales = tile
     best, total, out, out_high = state
     if PACKED:
-        low, high = unpack(k, q.dtype)
+        low, high = unpack_int8(k, q.dtype)
         scores = tl.dot(q, low.T, input_precision="ieee")
         scores = tl.dot(q_high, high.T, scores, input_precision="ieee") * scale
         scores *= k_scales[None, :]
@@ -60,7 +61,7 @@ def fold(queries, tile, seen, state, scale, softcap, PACKED):
     total = total * shrink + tl.sum(p, 1)
     if PACKED:
         p = (p * v_scales[None, :]).to(q.dtype)
-        low, high = unpack(v, q.dtype)
+        low, high = unpack_int8(v, q.dtype)
         out = tl.dot(p, low, out * shrink[:, None], input_precision="ieee")
         out_high = tl.dot(p, high, out_high * shrink[:, None], input_precision="ieee")
     else:
@@ -90,13 +91,8 @@ def combine_kernel(
     tl.store(y + head * D + columns, out.to(y.dtype.element_ty), mask=columns < D)
 
 
-# Attention of new tokens to a preallocated cache, to which it appends them.
-#
-# B rows, T new tokens of each, N of all, R cache slots, S slots in use, H query heads, K kv heads,
-# D head dim
-
 # What the kernel takes at once; more go in parts
-MOST_TOKENS = 16
+MAX_QUERY_TOKENS = 16
 LOG2E = 1.4426950408889634
 
 
@@ -111,25 +107,26 @@ def append_attention_ref(
     softcap: float | None = None,
     scale: float | None = None,
 ) -> Tensor:
-    """Write k and v behind each row's tokens; `softmax(cap(q k^T * scale)) v`, fp32 inside."""
+    """Writes k and v after each row's tokens; returns `softmax(cap(q k^T * scale)) v`, fp32
+    inside."""
     b, t, h, d = q.shape
     kv_heads, slots = buffers.keys.shape[1:3]
     scale = d**-0.5 if scale is None else scale
     positions = lengths[:, None] + torch.arange(t, device=q.device)  # [B, T]
     rows = torch.arange(b, device=q.device)[:, None]
-    write(k, v, buffers, rows, positions % slots)
+    write_tokens(k, v, buffers, rows, positions % slots)
     on_cpu = q.device.type == "cpu" and has_values(q)
     if on_cpu:  # where looking at the lengths costs nothing, slots never used cost nothing
         slots = min(slots, int(positions.max()) + 1)
     # A slot holds the greatest position that ends up there, a negative one if none has yet
     last = positions[:, -1:]
-    held = last - (last - torch.arange(slots, device=q.device)) % slots  # [B, S]
-    seen = (held >= 0)[:, None] & (held[:, None] <= positions[..., None])  # [B, T, S]
+    cached = last - (last - torch.arange(slots, device=q.device)) % slots  # [B, S]
+    seen = (cached >= 0)[:, None] & (cached[:, None] <= positions[..., None])  # [B, T, S]
     if window is not None:
-        seen &= held[:, None] > positions[..., None] - window
-    keys = floats(buffers.keys, buffers.key_scales, slots)
-    values = floats(buffers.values, buffers.value_scales, slots)
-    empty = held < 0
+        seen &= cached[:, None] > positions[..., None] - window
+    keys = dequantize_slots(buffers.keys, buffers.key_scales, slots)
+    values = dequantize_slots(buffers.values, buffers.value_scales, slots)
+    empty = cached < 0
     if not on_cpu or empty.any():  # what lies there may be NaN, and 0 * NaN is NaN
         values = values.masked_fill(empty[:, None, :, None], 0.0)
     groups = h // kv_heads
@@ -176,13 +173,13 @@ def _append_attention_kernel(
     LATE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Some queries of one kv head over one share of the tokens that they see.
+    """Computes some queries of one kv head over one share of the tokens that they see.
 
     The blocks of earlier tokens are divided evenly among programs. The first program also attends
-    to the new tokens and stores them in the cache, in slots that no program reads any more.
+    to the new tokens and stores them, in slots that no program reads any more.
 
-    PACKED caches are int8: `keys` and `values` point to int16, each of two adjacent dims, as tensor
-    cores want pairs; a tile then holds either the even dims or the odd ones.
+    PACKED caches are int8: `keys` and `values` point to int16, each two adjacent dims, as tensor
+    cores want pairs; a tile then holds either the even or the odd dims.
     """
     pdl_wait(PDL, LATE)
     G: tl.constexpr = H // K
@@ -194,16 +191,16 @@ def _append_attention_kernel(
     t, h = m // G, head * G + m % G
     EACH: tl.constexpr = 2 if PACKED else 1
     dims = tl.arange(0, WIDTH // EACH)
-    asked = (m < T * G)[:, None] & (dims < D // EACH)[None, :]
+    program_tokens = (m < T * G)[:, None] & (dims < D // EACH)[None, :]
     q_heads = q[0] + row * q[1] + t[:, None] * q[2] + h[:, None] * q[3]
     if angles is not None:
         turns = row * angles[2] + t[:, None] * angles[3]
-        queries = load_rotated(q_heads, dims, asked, angles, turns, HALF, EVEN)
+        queries = load_rotated(q_heads, dims, program_tokens, angles, turns, HALF, EVEN)
     else:
-        queries = tl.load(q_heads + EACH * dims[None, :], mask=asked, other=0.0)
+        queries = tl.load(q_heads + EACH * dims[None, :], mask=program_tokens, other=0.0)
     queries_high = queries
     if PACKED:
-        queries_high = tl.load(q_heads + EACH * dims[None, :] + 1, mask=asked, other=0.0)
+        queries_high = tl.load(q_heads + EACH * dims[None, :] + 1, mask=program_tokens, other=0.0)
 
     row_keys = keys[0] + row * keys[1] + head.to(tl.int64) * keys[2]
     row_values = values[0] + row * values[1] + head.to(tl.int64) * values[2]
@@ -219,31 +216,33 @@ def _append_attention_kernel(
 
     if split == 0:
         new = tl.arange(0, TOKENS)
-        there = (new < T)[:, None] & (dims < D // EACH)[None, :]
+        in_range = (new < T)[:, None] & (dims < D // EACH)[None, :]
         k_heads = k[0] + row * k[1] + head * k[3] + new[:, None] * k[2]
         v_at = v[0] + row * v[1] + head * v[3] + new[:, None] * v[2] + EACH * dims[None, :]
         if PACKED:
-            k_new, k_scale = load_packed(k_heads + EACH * dims[None, :], there)
-            v_new, v_scale = load_packed(v_at, there)
+            k_new, k_scale = load_packed(k_heads + EACH * dims[None, :], in_range)
+            v_new, v_scale = load_packed(v_at, in_range)
         else:
             if angles is not None:
                 k_turns = row * angles[2] + new[:, None] * angles[3]
-                k_new = load_rotated(k_heads, dims, there, angles, k_turns, HALF, EVEN)
+                k_new = load_rotated(k_heads, dims, in_range, angles, k_turns, HALF, EVEN)
             else:
-                k_new = tl.load(k_heads + dims[None, :], mask=there, other=0.0)
-            v_new = tl.load(v_at, mask=there, other=0.0)
+                k_new = tl.load(k_heads + dims[None, :], mask=in_range, other=0.0)
+            v_new = tl.load(v_at, mask=in_range, other=0.0)
             k_scale, v_scale = None, None
         seen = new[None, :] <= t[:, None]
         if window is not None:
             seen = seen & (new[None, :] > t[:, None] - window)
         tile, state = (k_new, v_new, k_scale, v_scale), (best, total, out, out_high)
-        best, total, out, out_high = fold(pair, tile, seen, state, scale, softcap, PACKED)
+        best, total, out, out_high = accumulate_tile(
+            pair, tile, seen, state, scale, softcap, PACKED
+        )
         if tl.program_id(2) == 0:
             slots = ((length + new) % R).to(tl.int64)
             k_to = row_keys + slots[:, None] * keys[3] + dims[None, :]
             v_to = row_values + slots[:, None] * values[3] + dims[None, :]
-            tl.store(k_to, k_new, mask=there)
-            tl.store(v_to, v_new, mask=there)
+            tl.store(k_to, k_new, mask=in_range)
+            tl.store(v_to, v_new, mask=in_range)
             if PACKED:
                 tl.store(row_k_scales + slots * key_scales[3], k_scale, mask=new < T)
                 tl.store(row_v_scales + slots * value_scales[3], v_scale, mask=new < T)
@@ -260,10 +259,12 @@ def _append_attention_kernel(
         i = block + tl.arange(0, BLOCK)
         slots = first_slot + i
         slots = tl.where(slots < R, slots, slots - R).to(tl.int64)
-        there = (i < end)[:, None] & (dims < D // EACH)[None, :]
-        k_tile = tl.load(row_keys + slots[:, None] * keys[3] + dims[None, :], mask=there, other=0)
+        in_range = (i < end)[:, None] & (dims < D // EACH)[None, :]
+        k_tile = tl.load(
+            row_keys + slots[:, None] * keys[3] + dims[None, :], mask=in_range, other=0
+        )
         v_from = row_values + slots[:, None] * values[3] + dims[None, :]
-        v_tile = tl.load(v_from, mask=there, other=0)
+        v_tile = tl.load(v_from, mask=in_range, other=0)
         if PACKED:
             k_scale = tl.load(row_k_scales + slots * key_scales[3], mask=i < end, other=0.0)
             v_scale = tl.load(row_v_scales + slots * value_scales[3], mask=i < end, other=0.0)
@@ -273,7 +274,9 @@ def _append_attention_kernel(
         if window is not None and T > 1:
             seen = seen & ((first + i)[None, :] > (length + t - window)[:, None])
         tile, state = (k_tile, v_tile, k_scale, v_scale), (best, total, out, out_high)
-        best, total, out, out_high = fold(pair, tile, seen, state, scale, softcap, PACKED)
+        best, total, out, out_high = accumulate_tile(
+            pair, tile, seen, state, scale, softcap, PACKED
+        )
 
     at = (row * T + t) * H + h
     total = tl.maximum(total, 1.0)  # as it is, unless a query saw nothing: 0 of weight 2^-inf
@@ -281,39 +284,40 @@ def _append_attention_kernel(
         at = at * splits + split
         tl.store(logsums + at, tl.log2(total) + best, mask=m < T * G)
     y += at[:, None] * D + EACH * dims[None, :]
-    tl.store(y, (out / total[:, None]).to(y.dtype.element_ty), mask=asked)
+    tl.store(y, (out / total[:, None]).to(y.dtype.element_ty), mask=program_tokens)
     if PACKED:
-        tl.store(y + 1, (out_high / total[:, None]).to(y.dtype.element_ty), mask=asked)
+        tl.store(y + 1, (out_high / total[:, None]).to(y.dtype.element_ty), mask=program_tokens)
 
 
-class Launch(NamedTuple):
-    """Tokens of a tile, tiles in flight, programs per multiprocessor."""
+class DecodeLaunch(NamedTuple):
+    """The tokens of a tile, tiles in flight, and programs per multiprocessor; tuned on an H200."""
 
     block: int
     stages: int
     resident: int
 
 
-def _launch_for(dtype: torch.dtype, kept: torch.dtype, width: int) -> Launch:
-    """For queries and keys of these types. The numbers were the best of some tried on an H200."""
+def _select_launch(dtype: torch.dtype, stored: torch.dtype, width: int) -> DecodeLaunch:
+    """Chooses the launch for queries and cached keys of these types."""
     if INTERPRETED:
-        return Launch(16, stages=1, resident=1)
+        return DecodeLaunch(16, stages=1, resident=1)
     if dtype == torch.float32:  # products without tensor cores
-        return Launch(max(16, min(64, 4096 // width)), stages=3, resident=2)
-    if kept == torch.int8:
-        return Launch(min(128, 16384 // width), stages=3, resident=2)
+        return DecodeLaunch(max(16, min(64, 4096 // width)), stages=3, resident=2)
+    if stored == torch.int8:
+        return DecodeLaunch(min(128, 16384 // width), stages=3, resident=2)
     if width <= 64:
-        return Launch(64, stages=3, resident=2)
-    return Launch(32, stages=4, resident=2 if width == 128 else 1)
+        return DecodeLaunch(64, stages=3, resident=2)
+    return DecodeLaunch(32, stages=4, resident=2 if width == 128 else 1)
 
 
-def _splits(groups: int, blocks: int, places: int) -> int:
-    """Programs among which the tokens of each of `groups` are shared out; `places` run at once.
+def _num_splits(groups: int, blocks: int, resident_programs: int) -> int:
+    """Returns the number of programs that share the tokens of each of `groups`.
 
-    Few groups fill the device exactly once; many, whose lengths may differ, take turns.
+    `resident_programs` run at once. Few groups fill the device exactly once; many, whose lengths
+    may differ, take turns.
     """
-    once = places // groups
-    return min(blocks, once if once >= 4 else -(-2 * places // groups))
+    once = resident_programs // groups
+    return min(blocks, once if once >= 4 else -(-2 * resident_programs // groups))
 
 
 def _with_strides(x: Tensor | None) -> tuple[Tensor, int, int, int] | None:
@@ -345,21 +349,21 @@ def _forward(
     half = 0 if cos is None else cos.shape[-1]
     y = _output(q)
     width = max(32, triton.next_power_of_2(d))
-    launch = _launch_for(q.dtype, keys.dtype, width)
+    launch = _select_launch(q.dtype, keys.dtype, width)
     if key_scales is not None:
         keys, values = keys.view(torch.int16), values.view(torch.int16)
     most_queries = 16 if q.dtype == torch.float32 else 64 if width <= 128 else 32  # by registers
     queries = min(triton.next_power_of_2(max(16, t * h // kv_heads)), most_queries)
     query_blocks = triton.cdiv(t * h // kv_heads, queries)
-    most = slots if window is None else min(slots, window)
+    max_tokens = slots if window is None else min(slots, window)
     groups = b * kv_heads * query_blocks
-    places = launch.resident * num_sms(q)
-    splits = _splits(groups, triton.cdiv(most, launch.block), places)
-    whole = splits == 1
-    parts = y if whole else q.new_empty(b, t, h, splits, d, dtype=torch.float32)
-    logsums = None if whole else q.new_empty(b, t, h, splits, dtype=torch.float32)
+    resident_programs = launch.resident * num_sms(q)
+    splits = _num_splits(groups, triton.cdiv(max_tokens, launch.block), resident_programs)
+    unsplit = splits == 1
+    parts = y if unsplit else q.new_empty(b, t, h, splits, d, dtype=torch.float32)
+    logsums = None if unsplit else q.new_empty(b, t, h, splits, dtype=torch.float32)
     _append_attention_kernel[(b * kv_heads, splits, query_blocks)](
-        *(_with_strides(adjacent(x)) for x in (q, k, v)),
+        *(_with_strides(with_contiguous_dim(x)) for x in (q, k, v)),
         *(_with_strides(x) for x in (keys, values, key_scales, value_scales)),
         lengths.contiguous(),
         None if cos is None or sin is None else strided_angles(cos, sin),
@@ -375,14 +379,15 @@ def _forward(
         D=d,
         WIDTH=width,
         QUERIES=queries,
-        TOKENS=MOST_TOKENS,
+        TOKENS=MAX_QUERY_TOKENS,
         BLOCK=launch.block,
         STAGES=launch.stages,
         PACKED=key_scales is not None,
-        WHOLE=whole,
+        WHOLE=unsplit,
         HALF=half,
         EVEN=math.gcd(half, 16),
-        LATE=4 * groups * splits <= 3 * places,  # there is room for the next kernels' programs
+        LATE=4 * groups * splits
+        <= 3 * resident_programs,  # there is room for the next kernels' programs
         num_warps=4,
         **pdl_options(q),
     )
@@ -407,61 +412,62 @@ def append_attention(
     scale: float | None = None,
     angles: tuple[Tensor, Tensor] | None = None,  # cos and sin [B or 1, T, R/2]
 ) -> Tensor:
-    """Append T tokens to every row of the cache and attend causally: [B, T, H, D].
+    """Appends T tokens to every row of the cache and attends causally; returns [B, T, H, D].
 
-    Row r holds lengths[r] tokens, so its new token j has position lengths[r] + j; `lengths` stays
-    as it is. A window of W sees W tokens, the query's own among them. `scale` is D ** -0.5 if None.
-    With `angles`, q and k are first rotated, as by `rope`.
-    Full buffers are a ring, whose last R tokens are seen: that is everything if R is at least
-    lengths[r] + T or, with a window, W + T - 1. Slots without a token are never looked at. int8
-    buffers hold, and this very call sees, the new tokens rounded.
+    Row r has lengths[r] tokens, so its new token j has position lengths[r] + j; `lengths` is not
+    changed. A window of W sees W tokens, including the query's own. `scale` defaults to D ** -0.5.
+    With `angles`, q and k are rotated first, as by `rope`. Full buffers are a ring of the last R
+    tokens, which loses nothing if R is at least lengths[r] + T or, with a window, W + T - 1. Slots
+    without a token are never read. int8 buffers store the new tokens rounded, and this call sees
+    them so.
 
-    On a GPU nothing waits for the device and launches depend on shapes alone, so a CUDA graph can
-    hold the call. The tokens of a row are shared among programs, whose sums a second kernel adds in
-    a fixed order (Flash-Decoding, Dao et al. 2023). More than 16 tokens go in parts of 16.
+    The host never waits for the device and launches depend on shapes alone, so a CUDA graph can
+    capture the call. The tokens of a row are shared among programs, whose sums a second kernel adds
+    in a fixed order (Flash-Decoding, Dao et al. 2023). More than 16 tokens go in parts of 16.
 
-    Raises ValueError for shapes or dtypes that do not fit together, RuntimeError if a gradient is
-    wanted, which cannot be had of buffers that are overwritten.
+    Raises ValueError for shapes or dtypes that do not match, RuntimeError if a gradient is
+    required: the buffers are overwritten.
     """
-    _check(q, k, v, buffers, lengths)
+    _check_inputs(q, k, v, buffers, lengths)
     if not q.numel():
         return torch.empty_like(q)
-    served = _triton_serves(q, buffers)
-    if angles is not None and not (served and rotates(q.shape[1], buffers)):
+    served = _triton_supports(q, buffers)
+    if angles is not None and not (served and fuses_rope(q.shape[1], buffers)):
         (q, k), angles = rope(q, k, *angles), None
     if not served:
         return append_attention_ref(
             q, k, v, buffers, lengths, window=window, softcap=softcap, scale=scale
         )
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    if q.shape[1] <= MOST_TOKENS:
+    if q.shape[1] <= MAX_QUERY_TOKENS:
         cos, sin = (None, None) if angles is None else angles
         if cos is not None and sin is not None:
             check_angles(cos, sin, q.shape[0], q.shape[1], q.shape[3])
         return _forward(q, k, v, *buffers, lengths, window, softcap, scale, cos, sin)
-    parts = zip(*(x.split(MOST_TOKENS, 1) for x in (q, k, v)), strict=True)
+    parts = zip(*(x.split(MAX_QUERY_TOKENS, 1) for x in (q, k, v)), strict=True)
     return torch.cat(
         [
-            _forward(*part, *buffers, lengths + i * MOST_TOKENS, window, softcap, scale, None, None)
+            _forward(
+                *part, *buffers, lengths + i * MAX_QUERY_TOKENS, window, softcap, scale, None, None
+            )
             for i, part in enumerate(parts)
         ],
         1,
     )
 
 
-def rotates(tokens: int, buffers: KVBuffers) -> bool:
-    """Whether the kernel can rotate, too: not pairs of int8, nor more tokens than it takes at
-    once."""
-    return buffers.key_scales is None and tokens <= MOST_TOKENS
+def fuses_rope(tokens: int, buffers: KVBuffers) -> bool:
+    """Whether the kernel can rotate, too: not pairs of int8, nor more than MAX_QUERY_TOKENS."""
+    return buffers.key_scales is None and tokens <= MAX_QUERY_TOKENS
 
 
-def _triton_serves(q: Tensor, buffers: KVBuffers) -> bool:
-    """Whether the kernel does; the interpreter has no bf16 products."""
+def _triton_supports(q: Tensor, buffers: KVBuffers) -> bool:
+    """Whether the kernel can run; the interpreter has no bf16 products."""
     pairs = buffers.key_scales is None or q.shape[-1] % 2 == 0
     return runs_triton(q) and pairs and (q.dtype != torch.bfloat16 or q.device.type == "cuda")
 
 
-def _check(q: Tensor, k: Tensor, v: Tensor, buffers: KVBuffers, lengths: Tensor) -> None:
+def _check_inputs(q: Tensor, k: Tensor, v: Tensor, buffers: KVBuffers, lengths: Tensor) -> None:
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
         raise RuntimeError(
             "append_attention has no gradient: call it inside torch.no_grad(), or use a KVCache"

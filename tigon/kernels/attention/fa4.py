@@ -68,8 +68,8 @@ def _forward(
     deterministic: bool,  # in the backward pass
 ) -> tuple[Tensor, Tensor]:
     run = backends.flash_attn_4().interface._flash_attn_fwd
-    alike = cu_q, cu_k, longest_q, longest_k, scale, causal, left, right, softcap
-    options: dict[str, Any] = dict(zip(ALIKE, alike, strict=True))
+    shared_arguments = cu_q, cu_k, longest_q, longest_k, scale, causal, left, right, softcap
+    options: dict[str, Any] = dict(zip(ALIKE, shared_arguments, strict=True))
     out, lse, *_ = run(q, k, v, **options, return_lse=True)
     return out, lse
 
@@ -98,8 +98,8 @@ def _backward(
     deterministic: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     run = backends.flash_attn_4().interface._flash_attn_bwd
-    alike = cu_q, cu_k, longest_q, longest_k, scale, causal, left, right, softcap
-    options: dict[str, Any] = dict(zip(ALIKE, alike, strict=True))
+    shared_arguments = cu_q, cu_k, longest_q, longest_k, scale, causal, left, right, softcap
+    options: dict[str, Any] = dict(zip(ALIKE, shared_arguments, strict=True))
     # Allocated here, since it would choose other strides than the compiler expects
     options |= zip(("dq", "dk", "dv"), _empty_like(q, k, v), strict=True)
     return run(q, k, v, out, dout, lse, **options, deterministic=deterministic)
@@ -113,8 +113,8 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 def _gradients(ctx: Any, dout: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
     q, k, v, cu_q, cu_k, out, lse = ctx.saved_tensors
     # Not `_backward`, which autograd would treat as a constant in second derivatives
-    found = _backward.op(q, k, v, out, dout, lse, cu_q, cu_k, *ctx.rest)
-    return *found, *[None] * 10
+    gradients = _backward.op(q, k, v, out, dout, lse, cu_q, cu_k, *ctx.rest)
+    return *gradients, *[None] * 10
 
 
 _forward.op.register_autograd(_gradients, setup_context=_save)

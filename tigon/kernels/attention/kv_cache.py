@@ -1,4 +1,4 @@
-"""A layer's preallocated cache, and how tokens are written to it, as they are or in int8.
+"""The preallocated cache of a layer, and how tokens are written to it, in their dtype or in int8.
 
 # B rows, N new tokens of all, R cache slots, K kv heads, D head dim
 """
@@ -12,9 +12,9 @@ from tigon.kernels.runtime import check_devices, tl, triton
 
 
 class KVBuffers(NamedTuple):
-    """One layer's cache: the token at position p lies in slot p % R.
+    """The cache of one layer: the token at position p is in slot p % R.
 
-    With scales the keys and values are int8, symmetric, absmax / 127 per token and head.
+    With scales, keys and values are int8: symmetric, absmax / 127 per token and head.
     """
 
     keys: Tensor  # [B, K, R, D]
@@ -23,33 +23,33 @@ class KVBuffers(NamedTuple):
     value_scales: Tensor | None = None  # [B, K, R] fp32
 
 
-def _quantise(x: Tensor) -> tuple[Tensor, Tensor]:
-    """x [..., D] as int8 and its scales [...]."""
+def _quantize(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns x [..., D] as int8 with scales [...]."""
     x = x.float()
     largest = x.abs().amax(-1)
     scales = largest / largest.new_full((), 127.0)  # by a plain 127 torch does not divide on GPUs
     return (x / scales.clamp_min(1e-30)[..., None]).round().to(torch.int8), scales
 
 
-def write(k: Tensor, v: Tensor, buffers: KVBuffers, rows: Tensor, slots: Tensor) -> None:
-    """k and v [..., K, D] into the slots [...] of the rows [...]."""
+def write_tokens(k: Tensor, v: Tensor, buffers: KVBuffers, rows: Tensor, slots: Tensor) -> None:
+    """Writes k and v [..., K, D] to the slots [...] of the rows [...]."""
     new = ((k, buffers.keys, buffers.key_scales), (v, buffers.values, buffers.value_scales))
-    for x, kept, kept_scales in new:
+    for x, stored, kept_scales in new:
         x = x.detach()
         if kept_scales is not None:
-            x, scales = _quantise(x)
+            x, scales = _quantize(x)
             kept_scales[rows, :, slots] = scales
-        kept[rows, :, slots] = x.to(kept.dtype)
+        stored[rows, :, slots] = x.to(stored.dtype)
 
 
-def floats(x: Tensor, scales: Tensor | None, slots: int) -> Tensor:
-    """The first slots in fp32."""
+def dequantize_slots(x: Tensor, scales: Tensor | None, slots: int) -> Tensor:
+    """Returns the first slots in fp32."""
     x = x[:, :, :slots].float()
     return x if scales is None else x * scales[:, :, :slots, None]
 
 
 def check_buffers(k: Tensor, buffers: KVBuffers) -> torch.Size:
-    """Their shape [B, K, R, D]."""
+    """Checks the buffers and returns their shape [B, K, R, D]."""
     keys, values, *scales = buffers
     if keys.dim() != 4 or values.shape != keys.shape:
         raise ValueError(
@@ -61,9 +61,9 @@ def check_buffers(k: Tensor, buffers: KVBuffers) -> torch.Size:
         raise ValueError("give scales of keys and of values, or of neither")
     if any(x is not None and x.shape != keys.shape[:3] for x in scales):
         raise ValueError(f"scales are not {tuple(keys.shape[:3])}, one for each token and head")
-    kept = k.dtype if scales[0] is None else torch.int8
-    if keys.dtype != kept or values.dtype != kept:
-        raise ValueError(f"keys are {keys.dtype}, values {values.dtype}: they must be {kept}")
+    stored = k.dtype if scales[0] is None else torch.int8
+    if keys.dtype != stored or values.dtype != stored:
+        raise ValueError(f"keys are {keys.dtype}, values {values.dtype}: they must be {stored}")
     return keys.shape
 
 
@@ -75,10 +75,10 @@ def append_tokens(
     positions: Tensor,  # [N]
     ends: Tensor,  # [N]
 ) -> None:
-    """Write tokens of several rows, token n at position positions[n] of row rows[n].
+    """Writes tokens of several rows, token n at position positions[n] of row rows[n].
 
-    The tokens of a row follow each other in order of position; ends[n] is how many the row holds
-    afterwards. Of those that a ring has no room for, the last R stay. Nothing waits for the device.
+    The tokens of a row are in order of position; ends[n] is the row's length afterwards. If a ring
+    is too small for them, the last R stay. The host does not wait for the device.
     """
     _, kv_heads, slots, d = check_buffers(k, buffers)
     new = len(rows), kv_heads, d
@@ -90,12 +90,12 @@ def append_tokens(
     # Several writes to one slot would come in any order: all of them write the token that stays
     later = (ends - 1 - positions) // slots * slots
     last = torch.arange(len(k), device=k.device) + later
-    write(k[last], v[last], buffers, rows, positions % slots)
+    write_tokens(k[last], v[last], buffers, rows, positions % slots)
 
 
 @triton.jit
-def unpack(x, dtype: tl.constexpr):
-    """Two int8 in each int16: the low ones and the high ones."""
+def unpack_int8(x, dtype: tl.constexpr):
+    """Splits each int16 into two int8: the low ones and the high ones."""
     if dtype == tl.bfloat16:
         # Two at a time, exactly: the bits of 128 + a byte's lower seven, less 128 or, with its
         # sign bit, 256. Triton would convert one by one, which takes longer than loading them
@@ -123,10 +123,11 @@ def unpack(x, dtype: tl.constexpr):
 
 
 @triton.jit
-def load_packed(at, there):
-    """New keys or values [TOKENS, D] as `_quantise` and int16 [TOKENS, D / 2], and the scales."""
-    low = tl.load(at, mask=there, other=0.0).to(tl.float32)
-    high = tl.load(at + 1, mask=there, other=0.0).to(tl.float32)
+def load_packed(at, in_range):
+    """Loads new keys or values [TOKENS, D] as int16 [TOKENS, D / 2] of `_quantize`, and the
+    scales."""
+    low = tl.load(at, mask=in_range, other=0.0).to(tl.float32)
+    high = tl.load(at + 1, mask=in_range, other=0.0).to(tl.float32)
     scales = tl.div_rn(tl.max(tl.maximum(tl.abs(low), tl.abs(high)), 1), 127.0)
     divisor = tl.broadcast_to(tl.maximum(scales, 1e-30)[:, None], low.shape)
     # From 1.5 * 2^23 on numbers have no fraction

@@ -11,42 +11,42 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
-from tigon.kernels.attention.backends import FEW, SHORT
-from tigon.kernels.attention.shared_prefix import Before, Keys
-from tigon.kernels.runtime import power_of_2
+from tigon.kernels.attention.backends import CUDNN_MAX_TOKENS, MIN_KERNEL_TOKENS
+from tigon.kernels.attention.shared_prefix import PrefixedKeys, PrefixVisibility
+from tigon.kernels.runtime import next_power_of_2
 
-MOST_REAL = 7 / 8  # share of real tokens in a batch up to which padding is dropped
+MAX_REAL_SHARE = 7 / 8  # share of real tokens in a batch up to which padding is dropped
 BLOCK = 128  # tokens in a block of FlexAttention's masks: its own default
 
 
 class Sequences(NamedTuple):
-    """The sequences that a flattened batch is made of."""
+    """The sequences of a flattened batch."""
 
     cu: Tensor  # int32 [n + 1]: where each begins, and the end of the last
     longest: int  # tokens of the longest, or more; the host must know it to launch a kernel
-    keys: Keys | None = None  # where they are not those of the same tokens
+    keys: PrefixedKeys | None = None  # where they are not those of the same tokens
 
     def even(self, tokens: int) -> bool:
-        """Whether all of them are of one length: then the batch is a batch of these rows."""
+        """Whether all sequences have one length, so that the batch is rows of it."""
         return self.keys is None and (self.cu.shape[0] - 1) * self.longest == tokens
 
     @property
     def furthest(self) -> int:
-        """Keys that a query may see, at most."""
+        """The largest number of keys that a query may see."""
         return self.longest if self.keys is None else self.keys.longest
 
 
 class AttentionMask:
-    """Which keys a query may see: causal, inside its own sequence, and never padding.
+    """Which keys a query sees: causal, inside its own sequence, and never padding.
 
-    `tokens` T queries follow `past` cached ones. `segment_ids` [B, S] number the packed
-    sequences in order; `key_mask` bool [B, S] is False on padding. Without `causal`
-    attention is bidirectional. `cu_seq_lens` int32 [n + 1] are the bounds of the same sequences in
-    the flattened batch, given beside segment_ids; `longest` is the number of tokens of the longest
-    sequence, or more. `prefixes` int64 [n, 2], on the host, are tokens of the flattened batch that
-    each of these sequences goes on from: it sees them, in its row and before it, as if they were
-    its own first ones; equal numbers are none. `backend` is "auto" or the name of one. One mask
-    serves a whole forward pass: whatever layers derive from it is computed once.
+    `tokens` T queries follow `past` cached ones. `segment_ids` [B, S] number the packed sequences
+    in order; `key_mask` bool [B, S] is False on padding. Without `causal` attention is
+    bidirectional. `cu_seq_lens` int32 [n + 1] are the bounds of the same sequences in the flattened
+    batch, given with segment_ids; `longest` is at least the length of the longest sequence.
+    `prefixes` int64 [n, 2], on the host, are ranges of the flattened batch, each in the row of its
+    sequence and before it, which the sequence continues as if they were its first tokens; an empty
+    range is no prefix. `backend` is "auto" or the name of one. One mask serves a whole forward pass
+    and caches what layers derive from it.
     """
 
     def __init__(
@@ -72,18 +72,20 @@ class AttentionMask:
         self.key_mask = key_mask
         self.causal = causal
         self.after = 0  # keys behind those of the queries
-        self.whole: Self | None = None  # where the queries are a part of rows: the mask of all
+        self.full_mask: Self | None = None  # where the queries are a part of rows: the mask of all
         self.cu_seq_lens = cu_seq_lens
         self.longest = longest
         self.prefixes = prefixes
         self.backend = backend
         self.plans: dict[Any, Any] = {}  # of attention(), per kind of layer
         self._derived: dict[Hashable, Any] = {}
-        self._looked: tuple[Tensor, Tensor] | None = None  # on the host: cu, and which are real
-        self._before: Before | None = None  # of padded rows
+        self._padding_runs: tuple[Tensor, Tensor] | None = (
+            None  # on the host: cu, and which are real
+        )
+        self._before: PrefixVisibility | None = None  # of padded rows
 
     def _once(self, key: Hashable, derive: Callable[[], Any]) -> Any:
-        """The result of `derive`, kept under `key`."""
+        """Returns the result of `derive`, cached under `key`."""
         # Under torch.compile, a layer that is recomputed must not write to anything outside itself.
         # The compiler merges equal operations, though only in training graphs
         if torch.compiler.is_compiling() and torch.is_grad_enabled():
@@ -94,7 +96,7 @@ class AttentionMask:
 
     @property
     def keys(self) -> int:
-        """S."""
+        """S, the number of keys."""
         return self.past + self.tokens + self.after
 
     @property
@@ -102,11 +104,14 @@ class AttentionMask:
         """Whether each row is one sequence, without padding."""
         return self.segment_ids is None and self.key_mask is None
 
-    def part(self, first: int, end: int) -> Self:
-        """The mask of the queries [first, end) of each row, and of its first S keys: all that one
-        of them may see. There is no cache."""
+    def slice_queries(self, first: int, end: int) -> Self:
+        """Returns the mask of the queries [first, end) of each row and the S keys that they may
+        see.
+
+        There must be no cache.
+        """
         part = self._cut(first, end)
-        # Kept is what is derived from a part, and no part: that would be a cycle with `whole`
+        # Kept is what is derived from a part, and no part: that would be a cycle with `full_mask`
         part.plans, part._derived = self._once(("part", first, end), lambda: ({}, {}))
         return part
 
@@ -118,25 +123,25 @@ class AttentionMask:
         options: dict[str, Any] = {"causal": self.causal, "backend": self.backend}
         options |= {"segment_ids": segments, "key_mask": real}
         mask = type(self)(end - first, past=first, **options)
-        mask.after, mask.whole, mask.prefixes = keys - end, self, self.prefixes
+        mask.after, mask.full_mask, mask.prefixes = keys - end, self, self.prefixes
         return mask
 
     def sequences(self) -> Sequences | str:
-        """The sequences of the flattened batch, or why they are not known.
+        """Returns the sequences of the flattened batch, or the reason why they are not known.
 
-        Padding at either end of a sequence counts as a sequence of its own, to which real tokens do
-        not attend. If the caller gave no bounds, the host waits for the device, once; while a CUDA
-        graph is captured it cannot, and ValueError is raised.
+        Padding at either end of a sequence counts as a separate sequence. If the caller gave no
+        bounds, the host waits for the device, once; during a CUDA graph capture it raises
+        ValueError instead.
         """
         return self._once("sequences", self._find_sequences)
 
     def _find_sequences(self) -> Sequences | str:
-        if self.whole is not None:
-            return self._sequences_of_part(self.whole)
+        if self.full_mask is not None:
+            return self._sequences_of_part(self.full_mask)
         if self.past:
             return "the cache holds padding"
         if self.cu_seq_lens is not None and self.longest is not None:
-            return self._given(self.cu_seq_lens, self.longest)
+            return self._from_bounds(self.cu_seq_lens, self.longest)
         if torch.compiler.is_compiling():
             return "torch.compile cannot look at their lengths: give cu_seq_lens and max_length_q"
         device = (self.segment_ids if self.key_mask is None else self.key_mask).device  # type: ignore[union-attr]
@@ -147,45 +152,56 @@ class AttentionMask:
                 "sequences are: give cu_seq_lens and max_length_q"
             )
         if self.cu_seq_lens is not None:
-            return self._given(self.cu_seq_lens, int(self.cu_seq_lens.diff().max()))
-        return self._look(device)
+            return self._from_bounds(self.cu_seq_lens, int(self.cu_seq_lens.diff().max()))
+        return self._find_padding(device)
 
-    def _sequences_of_part(self, whole: Self) -> Sequences | str:
-        """Queries and keys of each sequence of the rows. Some have no queries here, and the keys of
-        one end with its last query: so kernels align them."""
-        told = whole.sequences()
-        if isinstance(told, str):
-            return told
-        row, token = told.cu // whole.tokens, told.cu % whole.tokens
+    def _sequences_of_part(self, full_mask: Self) -> Sequences | str:
+        """Returns queries and keys of each sequence; keys end with the last query, so kernels align
+        them.
+
+        Some sequences have no queries here.
+        """
+        sequences_or_reason = full_mask.sequences()
+        if isinstance(sequences_or_reason, str):
+            return sequences_or_reason
+        row, token = (
+            sequences_or_reason.cu // full_mask.tokens,
+            sequences_or_reason.cu % full_mask.tokens,
+        )
         queries = row * self.tokens + (token - self.past).clamp(0, self.tokens)
-        keys, longest = self._kept(told.cu, whole.tokens), min(told.longest, self.keys)
-        of_keys = Keys(keys, longest)
+        keys, longest = (
+            self._clip_bounds(sequences_or_reason.cu, full_mask.tokens),
+            min(sequences_or_reason.longest, self.keys),
+        )
+        key_sequences = PrefixedKeys(keys, longest)
         if self.prefixes is not None and self.segment_ids is not None:
-            prefixes = self._kept(self.prefixes, whole.tokens)
-            of_keys = Keys.of(prefixes, keys, longest, self.segment_ids.numel())
-        return Sequences(queries, min(told.longest, self.tokens), of_keys)
+            prefixes = self._clip_bounds(self.prefixes, full_mask.tokens)
+            key_sequences = PrefixedKeys.of(prefixes, keys, longest, self.segment_ids.numel())
+        return Sequences(queries, min(sequences_or_reason.longest, self.tokens), key_sequences)
 
-    def _kept(self, bounds: Tensor, tokens: int) -> Tensor:
-        """Bounds of runs in the flattened rows of so many tokens, in their first S."""
+    def _clip_bounds(self, bounds: Tensor, tokens: int) -> Tensor:
+        """Clips bounds of runs in flattened rows of `tokens` tokens to the rows' first S."""
         return bounds // tokens * self.keys + (bounds % tokens).clamp(max=self.keys)
 
-    def _given(self, cu: Tensor, longest: int) -> Sequences:
+    def _from_bounds(self, cu: Tensor, longest: int) -> Sequences:
         if self.prefixes is None or self.segment_ids is None:
             return Sequences(cu, longest)
-        return Sequences(cu, longest, Keys.of(self.prefixes, cu, longest, self.segment_ids.numel()))
+        return Sequences(
+            cu, longest, PrefixedKeys.of(self.prefixes, cu, longest, self.segment_ids.numel())
+        )
 
     @property
-    def before(self) -> Before | None:
-        """What tokens see by `prefixes`."""
-        if self.whole is not None:
-            of = self.whole.before
-            return None if of is None else of.part(self.past, self.past + self.tokens)
+    def before(self) -> PrefixVisibility | None:
+        """What tokens see of `prefixes`."""
+        if self.full_mask is not None:
+            full = self.full_mask.before
+            return None if full is None else full.slice_queries(self.past, self.past + self.tokens)
         if self.prefixes is None or self.cu_seq_lens is None or self.segment_ids is None:
             return self._before
         prefixes, cu, shape = self.prefixes, self.cu_seq_lens, self.segment_ids.shape
-        return self._once("before", lambda: Before.of(prefixes, cu, *shape))
+        return self._once("before", lambda: PrefixVisibility.of(prefixes, cu, *shape))
 
-    def _look(self, device: torch.device) -> Sequences | str:
+    def _find_padding(self, device: torch.device) -> Sequences | str:
         code = torch.zeros((), dtype=torch.uint8, device=device)
         if self.segment_ids is not None:
             first = torch.ones_like(self.segment_ids, dtype=torch.bool)
@@ -203,46 +219,49 @@ class AttentionMask:
             if len(runs) != len(runs.unique()):
                 return "there is padding inside a sequence"
         cu = torch.cat([begins.flatten().nonzero()[:, 0], torch.tensor([begins.numel()])]).int()
-        self._looked = cu, real.flatten()[cu[:-1].long()]
+        self._padding_runs = cu, real.flatten()[cu[:-1].long()]
         longest = int(cu.diff().max())
         return Sequences(cu.to(device, non_blocking=True), longest)
 
-    def unpadded(self) -> tuple[Tensor, Self] | None:
-        """Indices [N] of the real tokens in the flattened batch, and their mask as one row.
+    def drop_padding(self) -> tuple[Tensor, Self] | None:
+        """Returns the indices [N] of the real tokens in the flattened batch, and their mask as one
+        row.
 
-        None if there is too little padding, if some is inside a sequence, or if the caller gave
-        bounds, which make sequences of padding.
+        Returns None if there is too little padding, if some is inside a sequence, or if the caller
+        gave bounds, which make sequences of padding.
         """
         if self.key_mask is None or self.past or self.cu_seq_lens is not None:
             return None
         self.sequences()
-        if self._looked is None or not self._looked[1].any():
+        if self._padding_runs is None or not self._padding_runs[1].any():
             return None
-        cu, real = self._looked
+        cu, real = self._padding_runs
         lengths, device = cu.diff(), self.key_mask.device
-        kept = lengths[real]
-        if kept.sum() > MOST_REAL * cu[-1]:
+        real_lengths = lengths[real]
+        if real_lengths.sum() > MAX_REAL_SHARE * cu[-1]:
             return None
         index = real.repeat_interleave(lengths).nonzero()[:, 0]
         mask = type(self)(
             len(index),
-            segment_ids=torch.arange(len(kept)).repeat_interleave(kept)[None].to(device),
+            segment_ids=torch.arange(len(real_lengths))
+            .repeat_interleave(real_lengths)[None]
+            .to(device),
             causal=self.causal,
-            cu_seq_lens=F.pad(kept.cumsum(0), (1, 0)).int().to(device),
-            longest=int(kept.max()),
+            cu_seq_lens=F.pad(real_lengths.cumsum(0), (1, 0)).int().to(device),
+            longest=int(real_lengths.max()),
             backend=self.backend,
         )
         return index.to(device), mask
 
     def even(self, longest: int) -> Self:
-        """The mask of the same batch as rows of `longest` tokens, each a sequence."""
+        """Returns the mask of the same batch as rows of `longest` tokens, each a sequence."""
         options: dict[str, Any] = {"causal": self.causal, "backend": self.backend}
         return self._once("even", lambda: type(self)(longest, **options))
 
-    def padded(self, tokens: int, keys: int, batch: int, device: torch.device) -> Self:
-        """The mask of the same batch with rows of queries and of keys padded on the right.
+    def pad(self, tokens: int, keys: int, batch: int, device: torch.device) -> Self:
+        """Returns the mask with rows of queries and of keys padded on the right.
 
-        What padded queries see means nothing: those of a part may be where the keys of others are.
+        What padded queries see is undefined.
         """
         return self._once("padded", lambda: self._pad(tokens, keys, batch, device))
 
@@ -258,7 +277,7 @@ class AttentionMask:
         options |= {"segment_ids": segments, "key_mask": real}
         mask = type(self)(tokens, past=self.past, **options)
         mask.after = keys - self.past - tokens
-        mask._before = None if self.before is None else self.before.padded(tokens - self.tokens)
+        mask._before = None if self.before is None else self.before.pad(tokens - self.tokens)
         return mask
 
     def needs_dense(self, window: int | None) -> bool:
@@ -267,11 +286,11 @@ class AttentionMask:
         return windowed or not self.rows or (self.past > 0 and self.tokens > 1)
 
     def dense(self, window: int | None, device: torch.device) -> Tensor:
-        """Bool [B or 1, 1, T, S], True where a query attends to a key."""
+        """Returns bool [B or 1, 1, T, S], True where a query attends to a key."""
         return self._once(("dense", window), lambda: self._build(window, device))
 
     def bias(self, window: int | None, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """`dense` as an additive mask: 0 or -inf, [B or 1, 1, T, S]."""
+        """Returns `dense` as an additive mask: 0 or -inf, [B or 1, 1, T, S]."""
 
         # Given a bool mask, SDPA makes this in every layer and saves each for the backward pass
         def spell() -> Tensor:
@@ -288,17 +307,19 @@ class AttentionMask:
             seen = seen & ((query - key).abs() < window)
         seen = seen[None]
         if self.segment_ids is not None:
-            own = self.segment_ids[:, self.past : self.past + self.tokens]
-            seen = seen & (own[:, :, None] == self.segment_ids[:, None, :])
+            query_segments = self.segment_ids[:, self.past : self.past + self.tokens]
+            seen = seen & (query_segments[:, :, None] == self.segment_ids[:, None, :])
         if self.before is not None:
-            seen = seen | self.before.seen((..., None), query, key, window)
+            seen = seen | self.before.visible((..., None), query, key, window)
         if self.key_mask is not None:
             # A padded query sees itself: a row without any key would be NaN
             seen = seen & self.key_mask[:, None, :] | (key == query)[None]
         return seen[:, None]
 
     def blocks(self, window: int | None, device: torch.device) -> BlockMask:
-        """The same for FlexAttention, without a cache: [T / 128, S / 128] blocks and a mask_mod."""
+        """Returns the mask for FlexAttention, without a cache: [T / 128, S / 128] blocks and a
+        mask_mod.
+        """
         return self._once(("blocks", window), lambda: self._build_blocks(window, device))
 
     def _build_blocks(self, window: int | None, device: torch.device) -> BlockMask:
@@ -308,100 +329,104 @@ class AttentionMask:
         # A number would be compiled into the kernel
         offset = torch.full((), past, device=device) if past else None
         (q0, q1, q_full), (k0, k1, k_full) = (
-            _ends_of_blocks(*span, device) for span in ((past, past + self.tokens), (0, self.keys))
+            _block_bounds(*span, device) for span in ((past, past + self.tokens), (0, self.keys))
         )
         q0, q1 = q0[:, None], q1[:, None]
-        some = (k0 <= q1) if causal else torch.ones_like(k0 <= q1)  # any pair may be visible
-        every = (k1 <= q0) if causal else some  # all pairs are
-        every = every & q_full[:, None] & k_full
+        any_visible = (k0 <= q1) if causal else torch.ones_like(k0 <= q1)  # any pair may be visible
+        all_visible = (k1 <= q0) if causal else any_visible  # all pairs are
+        all_visible = all_visible & q_full[:, None] & k_full
         if window is not None:
-            some = some & (q0 - k1 < window) & (k0 - q1 < window)
-            every = every & (q1 - k0 < window) & (k1 - q0 < window)
-        some, every = some[None], every[None]  # [B or 1, n, n]
+            any_visible = any_visible & (q0 - k1 < window) & (k0 - q1 < window)
+            all_visible = all_visible & (q1 - k0 < window) & (k1 - q0 < window)
+        any_visible, all_visible = any_visible[None], all_visible[None]  # [B or 1, n, n]
         if segments is not None:
             s0, s1, r0, r1 = (segments[:, at] for at in (q0, q1, k0, k1))  # [B, n, 1] and [B, n]
-            some = some & (s0 <= r1[:, None]) & (r0[:, None] <= s1)
-            every = every & (s0 == r1[:, None]) & (r0[:, None] == s1)
+            any_visible = any_visible & (s0 <= r1[:, None]) & (r0[:, None] <= s1)
+            all_visible = all_visible & (s0 == r1[:, None]) & (r0[:, None] == s1)
         before = self.before
         if before is not None:
-            some = some | before.blocks(q0, k0, BLOCK, window)
+            any_visible = any_visible | before.blocks(q0, k0, BLOCK, window)
         if real is not None:
             padded = F.pad(real, (0, -self.keys % BLOCK)).unflatten(1, (-1, BLOCK))
-            some = some & padded.any(-1)[:, None] | (k0 <= q1) & (q0 <= k1)
-            every = every & padded.all(-1)[:, None]
+            any_visible = any_visible & padded.any(-1)[:, None] | (k0 <= q1) & (q0 <= k1)
+            all_visible = all_visible & padded.all(-1)[:, None]
 
-        def visible(b: Tensor, h: Tensor, own: Tensor, key: Tensor) -> Tensor:
-            query = own if offset is None else own + offset
+        def visible(b: Tensor, h: Tensor, index: Tensor, key: Tensor) -> Tensor:
+            query = index if offset is None else index + offset
             seen = key <= query if causal else key == key
             if window is not None:
                 seen = seen & (query - key < window) & (key - query < window)
             if segments is not None:
                 seen = seen & (segments[b, query] == segments[b, key])
             if before is not None:
-                seen = seen | before.seen((b, own), query, key, window)
+                seen = seen | before.visible((b, index), query, key, window)
             if real is not None:
                 seen = seen & real[b, key] | (key == query)
             return seen
 
         def listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
-            """How many blocks of keys each block of queries reads, and which come first."""
+            """Counts the key blocks that each query block reads, and orders these first."""
             order = blocks.int().argsort(dim=-1, descending=True, stable=True)
             return blocks.sum(-1).int()[:, None], order.int()[:, None]
 
         return BlockMask.from_kv_blocks(
-            *listed(some & ~every),
-            *listed(every),
+            *listed(any_visible & ~all_visible),
+            *listed(all_visible),
             BLOCK_SIZE=BLOCK,
             mask_mod=visible,
             seq_lengths=(self.tokens, self.keys),
         )
 
 
-def _ends_of_blocks(first: int, end: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """Of the blocks of tokens [first, end): the first token, the last, and whether it is full."""
+def _block_bounds(first: int, end: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns the first and last token of each block of tokens [first, end), and whether it is
+    full.
+    """
     begins = torch.arange(first, end, BLOCK, device=device)
     return begins, (begins + BLOCK - 1).clamp(max=end - 1), begins + BLOCK <= end
 
 
-# Bounds of packed sequences in few sizes, for CUDA graphs, in which sizes cannot change.
-#
-# n sequences
+# cu_seqlens in few sizes, for CUDA graphs
 
-LEAST = 8  # sequences that there is room for
+MIN_SEQUENCES = 8  # sequences that there is room for
 
 
-def with_room(mask: AttentionMask, total: int, windows: Iterable[int]) -> AttentionMask:
-    """The mask of the same sequences, with room for more and longer ones; `total` tokens in all.
+def pad_cu_seqlens(mask: AttentionMask, total: int, windows: Iterable[int]) -> AttentionMask:
+    """Pads the bounds to one of few sizes, for CUDA graphs, whose sizes cannot change.
 
-    Empty sequences at the end fill the bounds up, and `longest` is rounded up, never past what
-    decides on a backend or on a window of `windows`: attention has the same bits. Sequences of one
-    length, which are computed as rows, stay as they are.
+    `total` tokens in all. Empty sequences are appended, and `longest` is rounded up, but never past
+    a length that decides on a backend or on a window of `windows`: attention has the same bits.
+    Sequences of one length, which are computed as rows, stay as they are.
     """
     cu, longest = mask.cu_seq_lens, mask.longest
     if cu is None or longest is None or (len(cu) - 1) * longest == total:
         return mask
-    missing = room(len(cu) - 1) + 1 - len(cu)
+    padding_count = padded_count(len(cu) - 1) + 1 - len(cu)
     return AttentionMask(
         mask.tokens,
         segment_ids=mask.segment_ids,
         key_mask=mask.key_mask,
         causal=mask.causal,
-        cu_seq_lens=torch.cat([cu, cu.new_full((missing,), total)]) if missing else cu,
-        longest=rounded(longest, mask.tokens, windows),
+        cu_seq_lens=torch.cat([cu, cu.new_full((padding_count,), total)]) if padding_count else cu,
+        longest=round_max_seqlen(longest, mask.tokens, windows),
         backend=mask.backend,
     )
 
 
-def room(sequences: int) -> int:
-    """For how many there is room."""
+def padded_count(sequences: int) -> int:
+    """Returns the number of sequences after padding."""
     # FlashAttention-2 divides the sum of dQ by their number where it is to be deterministic
     if torch.are_deterministic_algorithms_enabled():
         return sequences
-    return power_of_2(max(sequences, LEAST))
+    return next_power_of_2(max(sequences, MIN_SEQUENCES))
 
 
-def rounded(longest: int, tokens: int, windows: Iterable[int]) -> int:
-    """The next power of two; or what comes before it of the lengths up to which another backend or
-    another window is taken, and of the `tokens` of a row."""
-    edges = (SHORT - 1, FEW, tokens, *windows)
-    return min(power_of_2(max(longest, SHORT)), *(edge for edge in edges if edge >= longest))
+def round_max_seqlen(longest: int, tokens: int, windows: Iterable[int]) -> int:
+    """Rounds up to a power of two, but not past `tokens` or a length where backend or window
+    change.
+    """
+    edges = (MIN_KERNEL_TOKENS - 1, CUDNN_MAX_TOKENS, tokens, *windows)
+    return min(
+        next_power_of_2(max(longest, MIN_KERNEL_TOKENS)),
+        *(edge for edge in edges if edge >= longest),
+    )

@@ -1,4 +1,4 @@
-"""Packed sequences that go on from tokens of another one, and share their keys and values.
+"""Packed sequences that continue a shared prefix and see its keys and values.
 
 # B batch, T tokens of a row, N = B * T, S keys, n sequences
 """
@@ -10,24 +10,24 @@ import torch.nn.functional as F
 from torch import Tensor
 
 
-class Copies(NamedTuple):
-    """Of which tokens of the flattened batch the keys are."""
+class KeyCopies(NamedTuple):
+    """The token of the flattened batch that each key is a copy of."""
 
     places: Tensor  # int64 [S]
     order: Tensor  # int64 [S], where the keys of token 0 are, of token 1, ...
     bounds: Tensor  # int64 [N + 1], of each token in `order`
 
 
-class Keys(NamedTuple):
-    """The keys of every sequence, such as those of its prefix and its own behind them."""
+class PrefixedKeys(NamedTuple):
+    """The keys of every sequence: those of its prefix, then its own."""
 
     cu: Tensor  # int32 [n + 1]
     longest: int  # keys of the longest, or more
-    copies: Copies | None = None  # None: they stand one behind the other, each once
+    copies: KeyCopies | None = None  # None: they stand one behind the other, each once
 
     @classmethod
     def of(cls, prefixes: Tensor, cu: Tensor, longest: int, total: int) -> Self:
-        """`prefixes` int64 [n, 2] on the host; no value waits for the device. `total`: N."""
+        """Builds the keys from `prefixes` int64 [n, 2] on the host without a sync. `total`: N."""
         lengths = prefixes.diff(dim=1)
         longest += int(lengths.max())
         size = total + int(lengths.sum())
@@ -40,15 +40,15 @@ class Keys(NamedTuple):
         ordered, order = places.sort(stable=True)
         bounds = torch.searchsorted(ordered, torch.arange(total + 1, device=cu.device))
         cu = F.pad(ends[1::2], (1, 0)).int()
-        return cls(cu, longest, Copies(places, order, bounds))
+        return cls(cu, longest, KeyCopies(places, order, bounds))
 
     def take(self, x: Tensor) -> Tensor:
-        """x [N, K, D] -> [S, K, D]."""
-        return x if self.copies is None else _Taken.apply(x, *self.copies)
+        """Gathers the keys: x [N, K, D] -> [S, K, D]."""
+        return x if self.copies is None else _GatherKeys.apply(x, *self.copies)
 
 
-class _Taken(torch.autograd.Function):
-    """index_select, whose gradient adds the copies of a token up in fp32 and without atomics."""
+class _GatherKeys(torch.autograd.Function):
+    """index_select whose backward sums the copies of a token in fp32 and without atomics."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, index: Tensor, order: Tensor, bounds: Tensor) -> Tensor:
@@ -58,15 +58,15 @@ class _Taken(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
         order, bounds = ctx.saved_tensors
-        how: dict[str, Any] = {"mode": "sum", "include_last_offset": True}
-        dx = F.embedding_bag(order, upstream.flatten(1), bounds, **how)
+        options: dict[str, Any] = {"mode": "sum", "include_last_offset": True}
+        dx = F.embedding_bag(order, upstream.flatten(1), bounds, **options)
         return dx.view(-1, *upstream.shape[1:]), None, None, None
 
 
-class Before(NamedTuple):
-    """What each token of a row sees before its own sequence: keys `first` to `last`, excluded.
+class PrefixVisibility(NamedTuple):
+    """The keys [first, last) that each token of a row sees before its own sequence.
 
-    The query at q is q - shift - k positions behind key k of them.
+    The query at q is q - shift - k positions after key k of them.
     """
 
     first: Tensor  # int64 [B, T], in the row
@@ -75,7 +75,7 @@ class Before(NamedTuple):
 
     @classmethod
     def of(cls, prefixes: Tensor, cu: Tensor, batch: int, tokens: int) -> Self:
-        """`prefixes` int64 [n, 2] on the host."""
+        """Builds the ranges from `prefixes` int64 [n, 2] on the host."""
         prefixes, cu = prefixes.to(cu.device, non_blocking=True), cu.long()
         place = torch.arange(batch * tokens, device=cu.device)
         sequence = torch.searchsorted(cu[1:].contiguous(), place, right=True)
@@ -84,28 +84,31 @@ class Before(NamedTuple):
         values = first - row, last - row, cu[sequence] - last
         return cls(*(x.view(batch, tokens) for x in values))
 
-    def part(self, first: int, end: int) -> Self:
-        """Of the tokens [first, end) of each row."""
+    def slice_queries(self, first: int, end: int) -> Self:
+        """Returns the ranges of the tokens [first, end) of each row."""
         return type(self)(*(x[:, first:end] for x in self))
 
-    def padded(self, tokens: int) -> Self:
-        """With so many more at the end of each row, which see nothing of it."""
+    def pad(self, tokens: int) -> Self:
+        """Returns the ranges with `tokens` more tokens per row, which see nothing."""
         return type(self)(*(F.pad(x, (0, tokens)) for x in self))
 
-    def seen(self, at: Any, query: Tensor, key: Tensor, window: int | None) -> Tensor:
-        """Whether `query`, whose values are at the index `at`, sees `key` in this way."""
+    def visible(self, at: Any, query: Tensor, key: Tensor, window: int | None) -> Tensor:
+        """Whether `query`, with the values at index `at`, sees `key` through its prefix."""
         first, last, shift = (x[at] for x in self)
         seen = (first <= key) & (key < last)
         return seen if window is None else seen & (query - shift - key < window)
 
     def blocks(self, q0: Tensor, k0: Tensor, block: int, window: int | None) -> Tensor:
-        """Bool [B, n, m], whether any token of a block of queries may see one of a block of keys
-        in this way. `q0` [n, 1] and `k0` [m] are the first tokens of the blocks, in the row."""
+        """Returns bool [B, n, m]: whether a block of queries may see a block of keys through
+        prefixes.
+
+        `q0` [n, 1] and `k0` [m] are the first tokens of the blocks in the row.
+        """
         tokens = self.first.shape[1]
-        some = self.first < self.last
+        nonempty = self.first < self.last
         nothing = (self.first, torch.iinfo(torch.int32).max), (self.last, 0), (self.shift, 0)
         each = (
-            F.pad(torch.where(some, x, fill), (0, -tokens % block), value=fill)
+            F.pad(torch.where(nonempty, x, fill), (0, -tokens % block), value=fill)
             .unflatten(1, (-1, block))
             for x, fill in nothing
         )  # fmt: skip

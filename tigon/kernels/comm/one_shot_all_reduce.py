@@ -1,18 +1,17 @@
-"""The sum over ranks whose GPUs write to each other's memory, for tensors so small that latency is
-all of their time.
-
-Each rank writes its elements into the memory of every other one and adds up what arrives in its
-own: one kernel, and one way over NVLink. No flag follows the data: memory that nothing has arrived
-at yet holds -0.0, and 0.0 is sent in place of -0.0.
-
-There are three buffers, used in turn. In a turn a rank empties the buffer of the turn before,
-which it has read. The others write there again two turns later, and each of them gets so far only
-with what this rank sends after that. Every program has its own part of the buffers and its own
-count of turns, so that programs never wait for each other. `one_shot_norm` has a program for each
-row, which adds the sum to the residual stream and norms it, with the parts of as many elements.
-Source: TensorRT-LLM's one-shot all-reduce with Lamport-style buffers, and its fusion with RMSNorm.
+"""One-shot all-reduce of tensors so small that latency is all of their time.
 
 # R ranks, n elements, S of a part, P parts, N rows, C elements of a row
+
+Each rank writes its elements into the memory of every other one and sums what arrives in its own:
+one kernel, and one way over NVLink. No flag follows the data: memory that nothing has arrived at
+yet holds -0.0, and 0.0 is sent in place of -0.0.
+
+There are three buffers, used in turn. In a turn a rank empties the buffer of the turn before, which
+it has read. Other ranks write there again two turns later, which they only reach with what this
+rank sends after that. Every program has its own part of the buffers and its own count of turns, so
+that programs never wait for each other. `one_shot_all_reduce_norm` has a program for each row,
+which adds the sum to the residual stream and norms it. Source: TensorRT-LLM's one-shot all-reduce
+with Lamport-style buffers, and its fusion with RMSNorm.
 """
 
 from typing import NamedTuple
@@ -20,36 +19,36 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tigon.kernels.runtime import pdl_options, pdl_wait, power_of_2, tl, triton
+from tigon.kernels.runtime import next_power_of_2, pdl_options, pdl_wait, tl, triton
 
 TURNS, S, P = 3, 1024, 256
-WIDEST = 16384  # elements of a row that a program norms
+MAX_COLUMNS = 16384  # elements of a row that a program norms
 BITS = {torch.bfloat16: torch.int16, torch.float16: torch.int16, torch.float32: torch.int32}
 
 
-class Buffers(NamedTuple):
-    """What a rank has for the sums of a group in one dtype; the others write to `own`."""
+class SymmetricBuffers(NamedTuple):
+    """A rank's buffers for the sums of a group in one dtype; other ranks write to `local`."""
 
-    own: Tensor  # bits [TURNS, R, P S], all `empty` at first
-    addresses: Tensor  # int64 [R], of every rank's `own`
+    local: Tensor  # bits [TURNS, R, P S], all `empty` at first
+    addresses: Tensor  # int64 [R], of every rank's `local`
     turns: Tensor  # int32 [P], zeros at first
     rank: int
     dtype: torch.dtype
     handle: object = None  # of the shared memory, which lives as long
 
 
-def empty(dtype: torch.dtype) -> int:
-    """The bits of -0.0."""
+def empty_bits(dtype: torch.dtype) -> int:
+    """Returns the bits of -0.0."""
     return torch.iinfo(BITS[dtype]).min
 
 
 @triton.jit
-def _summed(
+def _exchange_and_add(
     bits,  # this rank's elements
     at,  # where they are in a part of the buffers
     inside,  # those that exist
-    whole,  # those of parts that have some
-    own,
+    full_mask,  # those of parts that have some
+    local,
     addresses,
     turn,
     dtype: tl.constexpr,
@@ -59,28 +58,28 @@ def _summed(
     TURNS: tl.constexpr,
     EMPTY: tl.constexpr,
 ):
-    """Sends the elements to the other ranks, and adds up what they send, in fp32."""
-    sent = tl.where(bits == EMPTY, 0, bits).to(bits.dtype)
+    """Sends the elements to the other ranks and sums what they send, in fp32."""
+    sent_bits = tl.where(bits == EMPTY, 0, bits).to(bits.dtype)
     for rank in tl.static_range(R):
         if rank != RANK:
-            there = tl.multiple_of(tl.load(addresses + rank).to(own.dtype), 16)
+            target = tl.multiple_of(tl.load(addresses + rank).to(local.dtype), 16)
             # Written through, as the reader is another GPU
-            to = there + (turn * R + RANK) * SIZE + at
-            tl.store(to, sent, mask=inside, cache_modifier=".wt")
+            to = target + (turn * R + RANK) * SIZE + at
+            tl.store(to, sent_bits, mask=inside, cache_modifier=".wt")
     # While the others' elements are on their way
     before = (turn + TURNS - 1) % TURNS
     for rank in tl.static_range(R):
         if rank != RANK:
             nothing = tl.full(bits.shape, EMPTY, bits.dtype)
-            tl.store(own + (before * R + rank) * SIZE + at, nothing, mask=whole)
+            tl.store(local + (before * R + rank) * SIZE + at, nothing, mask=full_mask)
     total = tl.zeros(bits.shape, tl.float32)
     for rank in tl.static_range(R):  # in the same order on all, so that they get the same sum
         part = bits
         if rank != RANK:
-            here = own + (turn * R + rank) * SIZE + at
-            part = tl.load(here, mask=inside, other=0, volatile=True)
+            source = local + (turn * R + rank) * SIZE + at
+            part = tl.load(source, mask=inside, other=0, volatile=True)
             while tl.max((part == EMPTY).to(tl.int32)) > 0:
-                part = tl.load(here, mask=inside, other=0, volatile=True)
+                part = tl.load(source, mask=inside, other=0, volatile=True)
         total += part.to(dtype, bitcast=True).to(tl.float32)
     return total.to(dtype)
 
@@ -89,7 +88,7 @@ def _summed(
 def _one_shot_kernel(
     x,  # bits [n], or [rows, WIDTH]
     y,  # [n]
-    own,
+    local,
     addresses,
     turns,
     n,
@@ -116,9 +115,9 @@ def _one_shot_kernel(
         has = inside & (column >= 0) & (column < WIDTH)
         bits = tl.load(x + at // SIZE * WIDTH + column, mask=has, other=0)
     dtype: tl.constexpr = y.dtype.element_ty
-    whole = at >= 0
-    total = _summed(
-        bits, at, inside, whole, own, addresses, turn, dtype, RANK, R, P * S, TURNS, EMPTY
+    full_mask = at >= 0
+    total = _exchange_and_add(
+        bits, at, inside, full_mask, local, addresses, turn, dtype, RANK, R, P * S, TURNS, EMPTY
     )  # fmt: skip
     tl.store(y + at, total, mask=inside)
     tl.store(turns + part, (turn + 1) % TURNS)
@@ -131,7 +130,7 @@ def _one_shot_norm_kernel(
     weight,  # [C]
     y,  # [N, C]
     stream,  # [N, C]
-    own,
+    local,
     addresses,
     turns,
     eps,
@@ -147,11 +146,11 @@ def _one_shot_norm_kernel(
     EMPTY: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """What `_one_shot_kernel` and then the kernel of `rms_norm` do, with the same roundings."""
+    """Computes `_one_shot_kernel` and then the kernel of `rms_norm`, with the same roundings."""
     part = tl.arange(0, PARTS)[:, None]
     column = part * S + tl.arange(0, S)[None, :]
     inside, exists = column < C, part * S < C
-    whole = exists & (column >= 0)
+    full_mask = exists & (column >= 0)
     w = tl.load(weight + column, mask=inside, other=0.0)  # which no kernel just before has written
     pdl_wait(PDL)
     dtype: tl.constexpr = y.dtype.element_ty
@@ -160,8 +159,8 @@ def _one_shot_norm_kernel(
     turn = tl.load(count, mask=exists, other=0)
     bits = tl.load(x + at, mask=inside, other=0)
     h = tl.load(residual + at, mask=inside, other=0.0).to(tl.float32)
-    h += _summed(
-        bits, at, inside, whole, own, addresses, turn, dtype, RANK, R, P * S, TURNS, EMPTY
+    h += _exchange_and_add(
+        bits, at, inside, full_mask, local, addresses, turn, dtype, RANK, R, P * S, TURNS, EMPTY
     ).to(tl.float32)  # fmt: skip
     tl.store(count, (turn + 1) % TURNS, mask=exists)
     h = h.to(dtype)
@@ -176,48 +175,50 @@ def _one_shot_norm_kernel(
     tl.store(y + at, (h * scale).to(dtype), mask=inside)
 
 
-def one_shot_sum(x: Tensor, buffers: Buffers) -> Tensor:
-    """The sum of every rank's `x` [...], added up in float32: the same bits on all of them.
+def one_shot_all_reduce(x: Tensor, buffers: SymmetricBuffers) -> Tensor:
+    """Returns the sum of every rank's `x` [...], added in float32: the same bits on all of them.
 
-    All ranks call it in the same order with as many elements, at most P S, each on one stream. It
-    waits on the device until all have; a CUDA graph can hold it.
+    All ranks call it in the same order with the same number of elements, at most P S, each on one
+    stream. It waits on the device until all have; a CUDA graph can capture it.
     """
     x = x.contiguous()
     return _launch(x, torch.empty_like(x), 0, None, buffers)
 
 
-def one_shot_join(x: Tensor, first: int, size: int, buffers: Buffers) -> Tensor:
-    """Each rank's columns `first` to `first + W`, `x` [..., W], to all [..., size] of them.
+def one_shot_all_gather(x: Tensor, first: int, size: int, buffers: SymmetricBuffers) -> Tensor:
+    """Gathers each rank's columns `first` to `first + W`, `x` [..., W], to all [..., size].
 
-    The sum of what has zeros in the other columns; called as `one_shot_sum`.
+    It is an all-reduce with zeros in other columns; see `one_shot_all_reduce` for how to call it.
     """
     x = x.contiguous()
     return _launch(x, x.new_empty(*x.shape[:-1], size), first, size, buffers)
 
 
-def _check(x: Tensor, n: int, buffers: Buffers) -> None:
-    most = buffers.own.shape[-1]
-    if x.dtype != buffers.dtype or n > most:
-        raise ValueError(f"{n} elements of {x.dtype}: buffers for {most}, {buffers.dtype}")
+def _check(x: Tensor, n: int, buffers: SymmetricBuffers) -> None:
+    limit = buffers.local.shape[-1]
+    if x.dtype != buffers.dtype or n > limit:
+        raise ValueError(f"{n} elements of {x.dtype}: buffers for {limit}, {buffers.dtype}")
 
 
-def _launch(x: Tensor, y: Tensor, first: int, size: int | None, buffers: Buffers) -> Tensor:
-    own, addresses, turns, rank, dtype, _ = buffers
+def _launch(
+    x: Tensor, y: Tensor, first: int, size: int | None, buffers: SymmetricBuffers
+) -> Tensor:
+    local, addresses, turns, rank, dtype, _ = buffers
     _check(x, y.numel(), buffers)
     _one_shot_kernel[(triton.cdiv(y.numel(), S),)](
-        x.view(own.dtype),
+        x.view(local.dtype),
         y,
-        own,
+        local,
         addresses,
         turns,
         y.numel(),
         first,
         rank,
-        own.shape[1],
+        local.shape[1],
         S,
-        own.shape[2] // S,
+        local.shape[2] // S,
         TURNS,
-        empty(dtype),
+        empty_bits(dtype),
         None if size is None else x.shape[-1],
         size,
         num_warps=4,
@@ -226,41 +227,40 @@ def _launch(x: Tensor, y: Tensor, first: int, size: int | None, buffers: Buffers
     return y
 
 
-def fits_norm(x: Tensor, residual: Tensor, weight: Tensor) -> bool:
-    """Whether `one_shot_norm` is for x [..., C]: a row's elements have whole parts of their own."""
+def supports_norm(x: Tensor, residual: Tensor, weight: Tensor) -> bool:
+    """Whether `one_shot_all_reduce_norm` can run for x [..., C]: its rows must be whole parts."""
     C = x.shape[-1]
-    same = residual.dtype == x.dtype and residual.shape == x.shape and weight.shape == (C,)
+    matches = residual.dtype == x.dtype and residual.shape == x.shape and weight.shape == (C,)
     # A copy of the weight would be written just before the kernel, which reads it before it waits
-    same = same and weight.is_contiguous()
-    return same and C <= WIDEST and (C % S == 0 or x.numel() == C)
+    matches = matches and weight.is_contiguous()
+    return matches and C <= MAX_COLUMNS and (C % S == 0 or x.numel() == C)
 
 
-def one_shot_norm(
+def one_shot_all_reduce_norm(
     x: Tensor,
     residual: Tensor,
     weight: Tensor,
     eps: float,
-    buffers: Buffers,
+    buffers: SymmetricBuffers,
     *,
     offset: float = 0.0,
     before: bool = True,  # round before the weight
 ) -> tuple[Tensor, Tensor]:
-    """The RMSNorm of `residual + one_shot_sum(x)` and that stream itself, [..., C] both; called as
-    `one_shot_sum`."""
-    own, addresses, turns, rank, dtype, _ = buffers
+    """Returns the RMSNorm of `residual + one_shot_all_reduce(x)` and that sum, [..., C] both."""
+    local, addresses, turns, rank, dtype, _ = buffers
     _check(x, x.numel(), buffers)
-    if not fits_norm(x, residual, weight):
+    if not supports_norm(x, residual, weight):
         raise ValueError(f"x {tuple(x.shape)} and residual {tuple(residual.shape)}: see fits_norm")
     x, C = x.contiguous(), x.shape[-1]
     y, stream = torch.empty_like(x), torch.empty_like(x)
-    parts = power_of_2(triton.cdiv(C, S))
+    parts = next_power_of_2(triton.cdiv(C, S))
     _one_shot_norm_kernel[(x.numel() // C,)](
-        x.view(own.dtype),
+        x.view(local.dtype),
         residual.contiguous(),
         weight,
         y,
         stream,
-        own,
+        local,
         addresses,
         turns,
         eps,
@@ -268,12 +268,12 @@ def one_shot_norm(
         offset,
         before,
         rank,
-        own.shape[1],
+        local.shape[1],
         S,
-        own.shape[2] // S,
+        local.shape[2] // S,
         parts,
         TURNS,
-        empty(dtype),
+        empty_bits(dtype),
         num_warps=min(2 * parts, 16),
         **pdl_options(y),
     )

@@ -1,10 +1,10 @@
-"""Dropout whose draws are a function of where, so that backward draws them again.
+"""Dropout that backward can draw again, since every element's draw is a function of its position.
 
 # ... any leading dimensions, N rows of them, C columns
 
-The sum of the row's key and the layer's place is a stream of SplitMix64 (`tigon.utils.random`):
-column c has the (c mod 4)-th 16 bits of the 64 at c // 4, and is dropped if these are less than p
-in units of 2**-16. What is kept stays as it is: 1 / (1 - p) is a factor of the product behind it.
+The sum of the row's key and the layer's seed is a stream of SplitMix64 (`tigon.utils.random`):
+column c takes the (c mod 4)-th 16 bits of the 64 at c // 4, and is dropped if these are below p in
+units of 2**-16. Other elements stay as they are: 1 / (1 - p) is a factor of the following product.
 """
 
 import math
@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tigon.kernels.optim.low_bits import draw, sixteen
+from tigon.kernels.optim.low_bits import draw_bits, extract_16_bits
 from tigon.kernels.runtime import (
     INTERPRETED,
     as_rows,
@@ -31,10 +31,10 @@ TILE = (4, 32, 1) if INTERPRETED else (8, 512, 4)
 
 
 class Dropout(NamedTuple):
-    """What is dropped of a product's input x [..., C]."""
+    """The dropout of a product's input x [..., C]."""
 
     keys: Tensor  # int64 [...], with random bits of each row
-    place: int  # of the layer, an int64 with random bits
+    seed: int  # of the layer, an int64 with random bits
     p: float  # how much, in [0, 1)
 
     @property
@@ -44,11 +44,11 @@ class Dropout(NamedTuple):
 
     @property
     def share(self) -> float:
-        """p as it is drawn."""
+        """p as it is drawn, a multiple of 2**-16."""
         return self.threshold / 65536
 
     def check(self, x: Tensor) -> None:
-        """ValueError unless there is a key for each row of x."""
+        """Raises ValueError unless there is a key for each row of x."""
         if self.keys.dtype != torch.int64 or self.keys.numel() != math.prod(x.shape[:-1]):
             raise ValueError(
                 f"dropout keys {self.keys.dtype} {tuple(self.keys.shape)} are not one int64 for "
@@ -56,83 +56,84 @@ class Dropout(NamedTuple):
             )
 
 
-def kept_ref(dropout: Dropout, columns: int) -> Tensor:
-    """Bool [..., C]: which elements are kept. The definition."""
+def keep_mask_ref(dropout: Dropout, columns: int) -> Tensor:
+    """Returns bool [..., C], False where an element is dropped: the definition."""
     keys = dropout.keys
     words = torch.arange(-(-columns // 4), device=keys.device)
-    bits = random_bits((keys + dropout.place)[..., None], words)
+    bits = random_bits((keys + dropout.seed)[..., None], words)
     parts = torch.stack([sixteen_of(bits, i) for i in range(4)], -1).flatten(-2)
     return parts[..., :columns] >= dropout.threshold
 
 
-def drop_ref(x: Tensor, dropout: Dropout) -> Tensor:
-    """x where it is kept, and 0 elsewhere."""
-    return torch.where(kept_ref(dropout, x.shape[-1]).view(x.shape), x, 0)
+def apply_dropout_ref(x: Tensor, dropout: Dropout) -> Tensor:
+    """Returns x with 0 where an element is dropped."""
+    return torch.where(keep_mask_ref(dropout, x.shape[-1]).view(x.shape), x, 0)
 
 
 @triton.jit
-def kept(streams, first, threshold, COLUMNS: tl.constexpr):
-    """Bool [ROWS, COLUMNS] from column `first`, which 4 divides, on; streams int64 [ROWS]."""
-    bits = draw(first // 4, tl.arange(0, COLUMNS // 4)[None, :], streams[:, None])
-    even = tl.interleave(sixteen(bits, 0), sixteen(bits, 2))
-    odd = tl.interleave(sixteen(bits, 1), sixteen(bits, 3))
+def keep_mask(streams, first, threshold, COLUMNS: tl.constexpr):
+    """Returns bool [ROWS, COLUMNS] from column `first`, a multiple of 4; streams are int64
+    [ROWS]."""
+    bits = draw_bits(first // 4, tl.arange(0, COLUMNS // 4)[None, :], streams[:, None])
+    even = tl.interleave(extract_16_bits(bits, 0), extract_16_bits(bits, 2))
+    odd = tl.interleave(extract_16_bits(bits, 1), extract_16_bits(bits, 3))
     return tl.interleave(even, odd) >= threshold
 
 
 @triton.jit(do_not_specialize=["place", "threshold"])
 def _drop_kernel(
-    y, x, keys, place, threshold, N, C, x_row, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+    y, x, keys, seed, threshold, N, C, x_row, ROWS: tl.constexpr, COLUMNS: tl.constexpr
 ):
     blocks = tl.cdiv(C, COLUMNS)
     i = tl.program_id(0) // blocks
     start = (tl.program_id(0) - i * blocks) * COLUMNS
     rows, columns = i * ROWS + tl.arange(0, ROWS), start + tl.arange(0, COLUMNS)
-    streams = tl.load(keys + rows, mask=rows < N, other=0) + place
+    streams = tl.load(keys + rows, mask=rows < N, other=0) + seed
     inside = (rows < N)[:, None] & (columns < C)[None, :]
     at = rows.to(tl.int64)[:, None]
-    own = tl.load(x + at * x_row + columns[None, :], mask=inside, other=0.0)
-    own = tl.where(kept(streams, start, threshold, COLUMNS), own, 0.0)
-    tl.store(y + at * C + columns[None, :], own.to(y.dtype.element_ty), mask=inside)
+    values = tl.load(x + at * x_row + columns[None, :], mask=inside, other=0.0)
+    values = tl.where(keep_mask(streams, start, threshold, COLUMNS), values, 0.0)
+    tl.store(y + at * C + columns[None, :], values.to(y.dtype.element_ty), mask=inside)
 
 
-def _dropped(x: Tensor, *_: object) -> Tensor:
+def _output(x: Tensor, *_: object) -> Tensor:
     return x.new_empty(x.shape)
 
 
-@operator("drop", _dropped)
-def _drop(x: Tensor, keys: Tensor, place: int, threshold: int) -> Tensor:
-    y = _dropped(x)
+@operator("apply_dropout", _output)
+def _dropout(x: Tensor, keys: Tensor, seed: int, threshold: int) -> Tensor:
+    y = _output(x)
     if y.numel():
         rows, (height, width, warps) = as_rows(x), TILE
         N, C = rows.shape
         grid = (triton.cdiv(N, height) * triton.cdiv(C, width),)
         _drop_kernel[grid](
-            y, rows, keys.contiguous(), place, threshold, N, C, rows.stride(0),
+            y, rows, keys.contiguous(), seed, threshold, N, C, rows.stride(0),
             ROWS=height, COLUMNS=width, num_warps=warps,
         )  # fmt: skip
     return y
 
 
-class _Drop(torch.autograd.Function):
+class _ApplyDropout(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, dropout: Dropout) -> Tensor:
         ctx.dropout = dropout
-        return drop(x, dropout)
+        return apply_dropout(x, dropout)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
         refuse_second_derivative("dropout")
-        return drop(dy, ctx.dropout), None
+        return apply_dropout(dy, ctx.dropout), None
 
 
-def drop(x: Tensor, dropout: Dropout) -> Tensor:
-    """`drop_ref`, of which backward keeps no mask."""
+def apply_dropout(x: Tensor, dropout: Dropout) -> Tensor:
+    """`apply_dropout_ref` without a saved mask."""
     if torch.compiler.is_compiling():
-        return drop_ref(x, dropout)
+        return apply_dropout_ref(x, dropout)
     if x.requires_grad and torch.is_grad_enabled():
-        y: Tensor = _Drop.apply(x, dropout)
+        y: Tensor = _ApplyDropout.apply(x, dropout)
         return y
     if not runs_triton(x):
-        return drop_ref(x, dropout)
-    y = _drop(x, dropout.keys, dropout.place, dropout.threshold)
+        return apply_dropout_ref(x, dropout)
+    y = _dropout(x, dropout.keys, dropout.seed, dropout.threshold)
     return y

@@ -1,16 +1,24 @@
-"""Matrices as 8-bit floats (e4m3), with a scale for each row, or turned, with one for each column.
+"""Linear layers whose products, forward and backward, are of 8-bit floats (e4m3).
 
-# R rows, C columns, S the rows padded to a multiple of 16
+# T tokens, K columns of x and of the weight, N rows of the weight; R rows, C columns of a matrix,
+# S its rows padded to a multiple of 16, I intermediate size
 
-x = scale * data, where data is at most 448 and has 3 bits of mantissa. A scale is a power of two,
-the smallest that makes it so, as in torchao's rowwise recipe: dividing by it rounds nothing. An
-element is then rounded once, and to the same number in its row as in its column, unless it is
-below 2^-14 of the largest there; with amax / 448, most elements of a weight would differ between
-a product and its gradient. The price is at most one of the 15 binades that e4m3 has above its
-subnormals. In a row with a number that is not finite, the scale and all numbers are NaN.
+y = x W^T, dX = dY W and dW = dY^T x. Both factors of a product are cast, with a scale for every row
+or column that is not summed over, as in torchao's rowwise recipe: x by token for y and by column
+for dW, W by row for y and by column for dX, dY by token for dX and by column for dW. Gradients are
+e4m3 like the rest: with a scale per row they need precision more than e5m2's range. Scales come
+from the numbers themselves and not from earlier steps, so that a recomputed block has the same
+bits.
 
-Bytes per element of a bf16 matrix: `cast_rows` 3, `cast_columns` 3 where the columns' maxima are
-known, as `cast_rows` finds them, else 5; `cast_both` 4 where both are known, else 6.
+x = scale * data, where data is at most 448 and has 3 bits of mantissa. The scale is the smallest
+such power of two, so dividing by it rounds nothing. An element is rounded once, to the same number
+in its row as in its column, unless it is below 2^-14 of the largest there; with amax / 448, most
+elements of a weight would differ between a product and its gradient. The price is at most one of
+the 15 binades that e4m3 has above its subnormals. In a row with a number that is not finite, the
+scale and all numbers are NaN.
+
+Bytes per element of a bf16 matrix: `cast_rows` 3; `cast_columns` 3 if the columns' maxima are
+known, as `cast_rows` finds them, else 5; `cast_both` 4 if both are known, else 6.
 """
 
 from collections.abc import Sequence
@@ -20,7 +28,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tigon.kernels.linear.linear import computes_later, later, without_numbers
+from tigon.kernels.linear.linear import deferred_product, defers_product, placeholder
 from tigon.kernels.mlp.gated_act import (
     BACKWARD,
     Activation,
@@ -29,19 +37,19 @@ from tigon.kernels.mlp.gated_act import (
     gated_act,
     gated_gradients,
     gradient_and_product,
+    gradient_memory,
     launch_columns,
     may_overwrite,
-    place_of_gradient,
 )
-from tigon.kernels.norm.common import stages
-from tigon.kernels.recompute import Note, compute_again, fetch_again, note_of, recipe_of
+from tigon.kernels.norm.common import num_stages
+from tigon.kernels.recompute import Note, find_note, find_recompute, run_recompute, start_fetch
 from tigon.kernels.runtime import (
     as_rows,
     check_devices,
     has_values,
+    next_power_of_2,
     num_sms,
     operator,
-    power_of_2,
     refuse_second_derivative,
     runs_triton,
     tl,
@@ -50,31 +58,31 @@ from tigon.kernels.runtime import (
 
 E4M3 = torch.float8_e4m3fn
 ALIGN = 16  # of all sizes in torch._scaled_mm but the rows of its first factor
-WIDEST = 16384  # columns of a row that one program holds; wider ones are read twice
+MAX_COLUMNS = 16384  # columns of a row that one program holds; wider ones are read twice
 STEP = 4096  # columns of those that are read at a time
 COLUMNS_PER_SM = 16384  # columns that a multiprocessor holds with their maxima
 TILE_R, TILE_C, WARPS = 128, 64, 8  # of `_tiles_kernel`
 STRIP = 512  # rows whose maxima one program of `_maxima_kernel` takes, for TILE_C columns
 
 
-class Scaled(NamedTuple):
+class ScaledMatrix(NamedTuple):
     """The matrix scale[:, None] * data."""
 
     data: Tensor  # e4m3 [R, C], contiguous
     scale: Tensor  # fp32 [R]
 
-    def dequantised(self) -> Tensor:  # fp32 [R, C]
+    def dequantize(self) -> Tensor:  # fp32 [R, C]
         return self.data.float() * self.scale.unsqueeze(1)
 
 
 class Maxima(NamedTuple):
-    """The largest magnitudes of a bf16 matrix [R, C], as the bits of fp32 numbers."""
+    """The largest magnitudes of the rows and columns of a bf16 matrix [R, C], as fp32 bits."""
 
     rows: Tensor | None  # int32 [R]
     columns: Tensor | None  # int32 [C]
 
 
-UNKNOWN = Maxima(None, None)
+NO_MAXIMA = Maxima(None, None)
 
 
 class _MaximaNote(Note):
@@ -86,64 +94,74 @@ class _MaximaNote(Note):
 
 
 def note_maxima(x: Tensor, maxima: Maxima) -> None:
-    """An operator found them of `x` [..., C], which it wrote whole, for whoever casts it."""
-    if maxima is not UNKNOWN:
+    """Notes the maxima of `x` [..., C] on it, for whoever casts it; called by the operator that
+    wrote x.
+    """
+    if maxima is not NO_MAXIMA:
         x._maxima = _MaximaNote(x, maxima)  # type: ignore[attr-defined]
 
 
-def maxima_of(x: Tensor) -> Maxima:
-    """Of the matrix `x`, if who wrote it has noted them."""
-    note: _MaximaNote | None = note_of(x, "_maxima")
+def find_maxima(x: Tensor) -> Maxima:
+    """Returns the maxima noted on the matrix `x`, or NO_MAXIMA."""
+    note: _MaximaNote | None = find_note(x, "_maxima")
     if note is None:
-        return UNKNOWN
+        return NO_MAXIMA
     fits = all(b is None or b.numel() == n for b, n in zip(note.maxima, x.shape, strict=True))
-    return note.maxima if fits else UNKNOWN
+    return note.maxima if fits else NO_MAXIMA
 
 
-def padded(rows: int) -> int:
+def round_up(rows: int) -> int:
     return -(-rows // ALIGN) * ALIGN
 
 
-def scales_ref(largest: Tensor) -> Tensor:
-    """The smallest powers of two from 2^-126 on with `largest` <= 448 * scale, both fp32 [R]."""
+def compute_scales_ref(largest: Tensor) -> Tensor:
+    """Returns the smallest powers of two from 2^-126 on with `largest` <= 448 * scale, both fp32
+    [R].
+    """
     mantissa, exponent = torch.frexp(largest.clamp(min=448 * 2.0**-126) / 448)  # in [0.5, 1)
     exponent = torch.where(mantissa > 0.5, exponent, exponent - 1)
     scale = ((exponent + 127) << 23).view(torch.float32)
     return scale.masked_fill(largest.isfinite().logical_not(), torch.nan)
 
 
-def cast_rows_ref(x: Tensor) -> Scaled:
-    scale = scales_ref(x.float().abs().amax(1))
-    return Scaled((x.float() / scale.unsqueeze(1)).to(E4M3), scale)
+def cast_rows_ref(x: Tensor) -> ScaledMatrix:
+    scale = compute_scales_ref(x.float().abs().amax(1))
+    return ScaledMatrix((x.float() / scale.unsqueeze(1)).to(E4M3), scale)
 
 
-def cast_columns_ref(x: Tensor) -> Scaled:
-    return cast_rows_ref(F.pad(x.t(), (0, padded(x.shape[0]) - x.shape[0])))
+def cast_columns_ref(x: Tensor) -> ScaledMatrix:
+    return cast_rows_ref(F.pad(x.t(), (0, round_up(x.shape[0]) - x.shape[0])))
 
 
-def cast_both_ref(x: Tensor) -> tuple[Scaled, Scaled]:
+def cast_both_ref(x: Tensor) -> tuple[ScaledMatrix, ScaledMatrix]:
     return cast_rows_ref(x), cast_columns_ref(x)
 
 
 @triton.jit
 def magnitude(x):
-    """The bits of |x| in fp32. As integers they have the order of the numbers, then inf, then NaN,
-    so that maxima keep a NaN, and atomic ones are the same in any order."""
+    """Returns the bits of |x| in fp32.
+
+    As integers they are ordered like the numbers, then inf, then NaN: maxima keep a NaN, and atomic
+    maxima are the same in any order.
+    """
     return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
 
 
 @triton.jit
-def raise_maxima(maxima, columns, top, mask):
-    """maxima[columns] = max(maxima[columns], top), atomically, with neighbours in neighbouring
-    threads, whose requests then are one. A thread would have four columns, as where it stores, and
-    a request be of two, if the compiler knew that these follow each other: `^ 0` hides it."""
+def atomic_max_columns(maxima, columns, top, mask):
+    """Computes maxima[columns] = max(maxima[columns], top) atomically.
+
+    Neighboring columns are in neighboring threads, whose requests are merged. `^ 0` hides from the
+    compiler that columns are consecutive: it would give four to a thread, as for stores, and merge
+    only two.
+    """
     zero = tl.num_programs(0) >> 31
     tl.atomic_max(maxima + (columns ^ zero), top, mask=mask, sem="relaxed")
 
 
 @triton.jit
-def scales_of(bits):
-    """Scale and 1 / scale of rows whose largest magnitudes have these bits."""
+def compute_scales(bits):
+    """Returns scale and 1 / scale of rows whose largest magnitudes have these bits."""
     # 448 is 1.75 * 2^8: 0x1FFFFF carries into the exponent from the first mantissa above 1.75 on
     exponent = tl.maximum(((bits + 0x1FFFFF) >> 23) - 8, 1)
     scale = (exponent << 23).to(tl.float32, bitcast=True)
@@ -172,13 +190,13 @@ def _rows_kernel(
         row = tl.cast(at, tl.int64)
         v = tl.load(x + row * x_row + columns, mask=mask, other=0.0).to(tl.float32)
         bits = magnitude(v)
-        scale, inverse = scales_of(tl.max(bits, 0))
+        scale, inverse = compute_scales(tl.max(bits, 0))
         tl.store(data + row * C + columns, (v * inverse).to(tl.float8e4nv), mask=mask)
         tl.store(scales + row, scale)
         if column_bits is not None:
             top = tl.maximum(top, bits)
     if column_bits is not None:
-        raise_maxima(column_bits, columns, top, mask)
+        atomic_max_columns(column_bits, columns, top, mask)
 
 
 @triton.jit
@@ -190,7 +208,7 @@ def _wide_rows_kernel(x, data, scales, x_row, C: tl.constexpr, BLOCK: tl.constex
         at = start + columns
         v = tl.load(x + row * x_row + at, mask=at < C, other=0.0).to(tl.float32)
         top = tl.maximum(top, magnitude(v))
-    scale, inverse = scales_of(tl.max(top, 0))
+    scale, inverse = compute_scales(tl.max(top, 0))
     for start in range(0, C, BLOCK):
         at = start + columns
         v = tl.load(x + row * x_row + at, mask=at < C, other=0.0).to(tl.float32)
@@ -253,12 +271,12 @@ def _tiles_kernel(
     at = x + wide_rows * x_row + columns[None, :]
     v = tl.load(at, mask=mask, other=0.0).to(tl.float32)
     if data is not None:
-        scale, inverse = scales_of(tl.load(row_bits + rows, mask=rows < R, other=0))
+        scale, inverse = compute_scales(tl.load(row_bits + rows, mask=rows < R, other=0))
         out = (v * inverse[:, None]).to(tl.float8e4nv)
         tl.store(data + wide_rows * C + columns[None, :], out, mask=mask)
         if block == 0:
             tl.store(scales + rows, scale, mask=rows < R)
-    scale, inverse = scales_of(tl.load(column_bits + columns, mask=columns < C, other=0))
+    scale, inverse = compute_scales(tl.load(column_bits + columns, mask=columns < C, other=0))
     out = (v * inverse[None, :]).to(tl.float8e4nv)
     at = turned + columns.to(tl.int64)[None, :] * S + rows[:, None]
     tl.store(at, out, mask=(rows < S)[:, None] & (columns < C)[None, :])
@@ -273,7 +291,7 @@ def _rows_output(x: Tensor, *_: Any) -> list[Tensor]:
 
 def _columns_output(x: Tensor, *_: Any) -> list[Tensor]:
     (R, C), fp32 = x.shape, torch.float32
-    return [x.new_empty(C, padded(R), dtype=E4M3), x.new_empty(C, dtype=fp32)]
+    return [x.new_empty(C, round_up(R), dtype=E4M3), x.new_empty(C, dtype=fp32)]
 
 
 def _both_output(x: Tensor, *_: Any) -> list[Tensor]:
@@ -287,8 +305,8 @@ def _rows_and_maxima_output(x: Tensor) -> list[Tensor]:
 @operator("fp8_cast_rows", _rows_output)
 def _cast_rows(x: Tensor) -> list[Tensor]:
     data, scale = outputs = _rows_output(x)
-    (R, C), block = x.shape, power_of_2(x.shape[1])
-    if block > WIDEST:
+    (R, C), block = x.shape, next_power_of_2(x.shape[1])
+    if block > MAX_COLUMNS:
         _wide_rows_kernel[(R,)](x, data, scale, x.stride(0), C=C, BLOCK=STEP, num_warps=4)
         return outputs
     launch = {"BLOCK": block, "STAGES": 1, "num_warps": min(max(block // 1024, 1), 16)}
@@ -297,21 +315,24 @@ def _cast_rows(x: Tensor) -> list[Tensor]:
 
 
 def row_programs(
-    x: Tensor, R: int, block: int, width: int, held: int
+    x: Tensor, R: int, block: int, width: int, resident_columns: int
 ) -> tuple[int, dict[str, int]]:
-    """How many programs walk over R rows of `block` columns, and how each does it; `width`: bytes
-    per column that wait in shared memory, `held`: columns that a multiprocessor has room for."""
-    programs = min(R, max(held // block, 1) * num_sms(x))
+    """Returns the number of programs for R rows of `block` columns, and their launch options.
+
+    `width`: bytes per column that wait in shared memory; `resident_columns`: columns that fit on a
+    multiprocessor.
+    """
+    programs = min(R, max(resident_columns // block, 1) * num_sms(x))
     warps = min(max(block // 512, 1), 16)
-    return programs, {"BLOCK": block, "STAGES": stages(block * width), "num_warps": warps}
+    return programs, {"BLOCK": block, "STAGES": num_stages(block * width), "num_warps": warps}
 
 
 @operator("fp8_cast_rows_and_maxima", _rows_and_maxima_output)
 def _cast_rows_and_maxima(x: Tensor) -> list[Tensor]:
-    """With few programs, each of which adds its own to the columns' maxima."""
+    """Casts rows with few programs, each of which updates the columns' maxima once."""
     (data, scale), (R, C) = _rows_output(x), x.shape
     bits = x.new_zeros(C, dtype=torch.int32)
-    programs, launch = row_programs(x, R, power_of_2(C), x.element_size(), COLUMNS_PER_SM)
+    programs, launch = row_programs(x, R, next_power_of_2(C), x.element_size(), COLUMNS_PER_SM)
     _rows_kernel[(programs,)](x, data, scale, bits, R, x.stride(0), C=C, **launch)
     return [data, scale, bits]
 
@@ -332,20 +353,20 @@ def _cast_both(x: Tensor, row_bits: Tensor | None, column_bits: Tensor | None) -
 
 def _cast_tiles(
     x: Tensor,
-    known: Maxima,
+    known_maxima: Maxima,
     data: Tensor | None,
     scale: Tensor | None,
     turned: Tensor,
     turned_scale: Tensor,
 ) -> None:
-    """Maxima first where they are not known, then the casts."""
+    """Finds maxima that are not known, then casts."""
     R, C = x.shape
     S, tile = turned.shape[1], {"TILE_R": TILE_R, "TILE_C": TILE_C, "num_warps": WARPS}
-    if known.columns is None or (known.rows is None and data is not None):
-        known = _maxima(x, data is not None, tile)
+    if known_maxima.columns is None or (known_maxima.rows is None and data is not None):
+        known_maxima = _maxima(x, data is not None, tile)
     grid = (triton.cdiv(S, TILE_R) * triton.cdiv(C, TILE_C),)
     ends = data, scale, turned, turned_scale
-    _tiles_kernel[grid](x, *known, *ends, R, C, S, x.stride(0), **tile)
+    _tiles_kernel[grid](x, *known_maxima, *ends, R, C, S, x.stride(0), **tile)
 
 
 def _maxima(x: Tensor, of_rows: bool, tile: dict[str, int]) -> Maxima:
@@ -357,45 +378,44 @@ def _maxima(x: Tensor, of_rows: bool, tile: dict[str, int]) -> Maxima:
     return maxima
 
 
-def cast_rows(x: Tensor, *, fused: bool) -> Scaled:
-    """x [R, C] -> data [R, C] with a scale per row; `fused`: by the kernels."""
-    return Scaled(*_cast_rows(as_rows(x))) if fused else cast_rows_ref(x)
+def cast_rows(x: Tensor, *, fused: bool) -> ScaledMatrix:
+    """Casts x [R, C] to data [R, C] with a scale per row; `fused` uses the kernels."""
+    return ScaledMatrix(*_cast_rows(as_rows(x))) if fused else cast_rows_ref(x)
 
 
-def cast_rows_and_maxima(x: Tensor, *, fused: bool) -> tuple[Scaled, Tensor | None]:
-    """`cast_rows`, and what `cast_columns` of the same numbers takes; None: nothing is known."""
-    if not fused or power_of_2(x.shape[1]) > WIDEST:
+def cast_rows_and_maxima(x: Tensor, *, fused: bool) -> tuple[ScaledMatrix, Tensor | None]:
+    """`cast_rows`, and the column maxima for `cast_columns` of the same numbers, or None."""
+    if not fused or next_power_of_2(x.shape[1]) > MAX_COLUMNS:
         return cast_rows(x, fused=fused), None
     data, scale, bits = _cast_rows_and_maxima(as_rows(x))
-    return Scaled(data, scale), bits
+    return ScaledMatrix(data, scale), bits
 
 
-def cast_columns(x: Tensor, bits: Tensor | None = None, *, fused: bool) -> Scaled:
-    """x [R, C] -> data [C, S], whose rows end in zeros, with a scale per column of x.
+def cast_columns(x: Tensor, bits: Tensor | None = None, *, fused: bool) -> ScaledMatrix:
+    """Casts x [R, C] to data [C, S] with a scale per column of x; rows of data end in zeros.
 
-    `bits`: `Maxima.columns` of x, if they are known, which saves a read of x.
+    `bits`: `Maxima.columns` of x, if known, which saves a read of x.
     """
-    return Scaled(*_cast_columns(as_rows(x), bits)) if fused else cast_columns_ref(x)
+    return ScaledMatrix(*_cast_columns(as_rows(x), bits)) if fused else cast_columns_ref(x)
 
 
-def cast_both(x: Tensor, known: Maxima = UNKNOWN, *, fused: bool) -> tuple[Scaled, Scaled]:
-    """`cast_rows` and `cast_columns`, in fewer reads."""
+def cast_both(
+    x: Tensor, known_maxima: Maxima = NO_MAXIMA, *, fused: bool
+) -> tuple[ScaledMatrix, ScaledMatrix]:
+    """Returns `cast_rows` and `cast_columns` of x, in fewer reads."""
     if not fused:
         return cast_both_ref(x)
-    data, scale, *turned = _cast_both(as_rows(x), *known)
-    return Scaled(data, scale), Scaled(*turned)
+    data, scale, *turned = _cast_both(as_rows(x), *known_maxima)
+    return ScaledMatrix(data, scale), ScaledMatrix(*turned)
 
 
-# A gated activation between two products of 8-bit floats: what its passes can do for the casts.
+# A gated activation between two fp8 products, with gate_up [R, 2 I].
 #
-# R rows, I intermediate size; gate_up [R, 2 I] has the gate first
-#
-# Forward, the product of activation and `up` is cast by rows as it is made, and never written in
-# bf16. Backward, the pass that makes the gradient of gate_up and the product again finds the
-# largest magnitudes of both, so that each cast reads them once. Bytes per element of the product:
-# forward 5 (alone and with a cast 9), backward 12 (alone 10, and 6 for the product).
+# Forward casts act(gate) * up by rows as it is computed, and never writes it in bf16. Backward
+# computes the gradient of gate_up and the product in one pass, which finds the largest magnitudes
+# of both, so that each cast reads them once. Bytes per element of the product: forward 5 (9 with
+# separate passes), backward 12 (16 with separate passes).
 
-WIDEST = 16384  # columns of a row that one program holds
 GATED_COLUMNS_PER_SM = 32768  # columns that a multiprocessor holds in forward
 ROWS = 32  # of one program in backward, which then adds its own to the columns' maxima
 STAGES = 3  # of these rows in flight, and in use
@@ -418,12 +438,12 @@ def _gated_rows_kernel(
     mask = columns < size
     for at in tl.range(tl.program_id(0), R, tl.num_programs(0), num_stages=STAGES):
         row = tl.cast(at, tl.int64)
-        here = x + row * x_row + columns
-        gate = tl.load(here, mask=mask, other=0.0).to(tl.float32)
-        up = tl.load(here + size, mask=mask, other=0.0).to(tl.float32)
+        source = x + row * x_row + columns
+        gate = tl.load(source, mask=mask, other=0.0).to(tl.float32)
+        up = tl.load(source + size, mask=mask, other=0.0).to(tl.float32)
         a, _ = act_and_slope(gate, ACT)
         y = (a.to(dtype).to(tl.float32) * up).to(dtype).to(tl.float32)
-        scale, inverse = scales_of(tl.max(magnitude(y), 0))
+        scale, inverse = compute_scales(tl.max(magnitude(y), 0))
         tl.store(data + row * size + columns, (y * inverse).to(tl.float8e4nv), mask=mask)
         tl.store(scales + row, scale)
 
@@ -457,28 +477,28 @@ def _gated_gradients_kernel(
     for at in tl.range(first, tl.minimum(first + ROWS, R), num_stages=STAGES):
         row = tl.cast(at, tl.int64)
         d = tl.load(dy + row * size + columns, mask=mask, other=0.0).to(tl.float32)
-        here = row * x_row + columns
-        gate = tl.load(x + here, mask=mask, other=0.0).to(tl.float32)
-        up = tl.load(x + here + size, mask=mask, other=0.0).to(tl.float32)
-        of_gate, of_up, product = gated_gradients(d, gate, up, dtype, ACT)
-        of_gate, of_up, product = of_gate.to(dtype), of_up.to(dtype), product.to(dtype)
-        there = dx + row * 2 * size + columns
-        tl.store(there, of_gate, mask=mask)
-        tl.store(there + size, of_up, mask=mask)
+        source = row * x_row + columns
+        gate = tl.load(x + source, mask=mask, other=0.0).to(tl.float32)
+        up = tl.load(x + source + size, mask=mask, other=0.0).to(tl.float32)
+        d_gate, d_up, product = gated_gradients(d, gate, up, dtype, ACT)
+        d_gate, d_up, product = d_gate.to(dtype), d_up.to(dtype), product.to(dtype)
+        target = dx + row * 2 * size + columns
+        tl.store(target, d_gate, mask=mask)
+        tl.store(target + size, d_up, mask=mask)
         tl.store(dy + row * size + columns, product, mask=mask)
-        gate_bits, up_bits = magnitude(of_gate.to(tl.float32)), magnitude(of_up.to(tl.float32))
+        gate_bits, up_bits = magnitude(d_gate.to(tl.float32)), magnitude(d_up.to(tl.float32))
         tl.atomic_max(row_bits + row, tl.max(tl.maximum(gate_bits, up_bits), 0), sem="relaxed")
         gate_top = tl.maximum(gate_top, gate_bits)
         up_top = tl.maximum(up_top, up_bits)
         product_top = tl.maximum(product_top, magnitude(product.to(tl.float32)))
-    raise_maxima(column_bits, columns, gate_top, mask)
-    raise_maxima(column_bits + size, columns, up_top, mask)
-    raise_maxima(product_bits, columns, product_top, mask)
+    atomic_max_columns(column_bits, columns, gate_top, mask)
+    atomic_max_columns(column_bits + size, columns, up_top, mask)
+    atomic_max_columns(product_bits, columns, product_top, mask)
 
 
-def holds_rows(gate_up: Tensor) -> bool:
-    """Whether a program can hold a row of the product, as `cast_gated_rows` must."""
-    return power_of_2(gate_up.shape[-1] // 2) <= WIDEST
+def row_fits_program(gate_up: Tensor) -> bool:
+    """Whether one program can hold a row of the product, as `cast_gated_rows` requires."""
+    return next_power_of_2(gate_up.shape[-1] // 2) <= MAX_COLUMNS
 
 
 def _gated_rows_output(gate_up: Tensor, *_: Any) -> list[Tensor]:
@@ -492,18 +512,18 @@ def _cast_gated_rows(gate_up: Tensor, act: str) -> list[Tensor]:
     data, scale = outputs = _gated_rows_output(gate_up)
     R, size = data.shape
     width = 2 * gate_up.element_size()
-    programs, launch = row_programs(gate_up, R, power_of_2(size), width, GATED_COLUMNS_PER_SM)
+    programs, launch = row_programs(gate_up, R, next_power_of_2(size), width, GATED_COLUMNS_PER_SM)
     strides = R, gate_up.stride(0)
     _gated_rows_kernel[(programs,)](gate_up, data, scale, *strides, size, ACT=act, **launch)
     return outputs
 
 
-def cast_gated_rows(gate_up: Tensor, act: Activation) -> Scaled:
-    """`cast_rows` of what `gated_act` returns for gate_up [R, 2 I]."""
-    return Scaled(*_cast_gated_rows(as_rows(gate_up), act))
+def cast_gated_rows(gate_up: Tensor, act: Activation) -> ScaledMatrix:
+    """Returns `cast_rows` of `gated_act(gate_up, act)` for gate_up [R, 2 I]."""
+    return ScaledMatrix(*_cast_gated_rows(as_rows(gate_up), act))
 
 
-class Gradients(NamedTuple):
+class GatedGradients(NamedTuple):
     gate_up: Tensor  # the gradient of gate_up, in its shape
     maxima: Maxima  # its own, as a matrix
     product: Tensor  # what `gated_act` returned
@@ -512,59 +532,49 @@ class Gradients(NamedTuple):
 
 def gradients_and_maxima(
     dy: Tensor, gate_up: Tensor, act: Activation, overwrite: bool
-) -> Gradients:
-    """As `gradient_and_product`: the product is written over `dy`, which is the caller's."""
+) -> GatedGradients:
+    """`gradient_and_product` with maxima; it writes the product over `dy`, which must be the
+    caller's.
+    """
     if torch._C._len_torch_dispatch_stack() or not has_values(dy):
         gradient, product = gradient_and_product(dy, gate_up, act, overwrite)
-        return Gradients(gradient, UNKNOWN, product, None)
-    gradient = place_of_gradient(gate_up, overwrite)
+        return GatedGradients(gradient, NO_MAXIMA, product, None)
+    gradient = gradient_memory(gate_up, overwrite)
     with torch.cuda.device_of(gradient):
         d, x = as_rows(dy), as_rows(gate_up)
         R, size = d.shape
-        rows, columns, of_product = x.new_zeros(R + 3 * size, dtype=torch.int32).split(
+        rows, columns, product_columns = x.new_zeros(R + 3 * size, dtype=torch.int32).split(
             [R, 2 * size, size]
         )
         launch = launch_columns(size, BACKWARD) | {"ROWS": ROWS, "STAGES": STAGES}
         grid = (triton.cdiv(R, ROWS) * triton.cdiv(size, launch["BLOCK"]),)
         strides = R, x.stride(0), size
-        bits = rows, columns, of_product
+        bits = rows, columns, product_columns
         _gated_gradients_kernel[grid](d, x, gradient, *bits, *strides, ACT=act, **launch)
-    return Gradients(gradient, Maxima(rows, columns), dy, of_product)
+    return GatedGradients(gradient, Maxima(rows, columns), dy, product_columns)
 
 
-# A linear layer whose products, forward and backward, are of 8-bit floats (e4m3).
-#
-# T tokens, K columns of x and of the weight, N rows of the weight
-#
-# y = x W^T, dX = dY W and dW = dY^T x. Both factors of a product are cast, with a scale for every
-# row or column that is not summed over: x by token for y and by column for dW, W by row for y and
-# by column for dX, dY by token for dX and by column for dW. That is torchao's rowwise recipe.
-# Gradients are e4m3 like the rest: with a scale for each row they need precision more than e5m2's
-# range. Scales come from the numbers themselves and not from earlier steps, so that a recomputed
-# block has the same bits, and a run no more state than in bf16.
-#
-# The casts of the forward product read x and W whole, and find the maxima of their columns, too:
-# a few KiB that are kept, with which the casts of backward read each of them once.
-#
-# On a GPU the products are those of torch._scaled_mm, on a CPU those of the definition.
+# The linear layer. The forward casts also find the maxima of the columns of x and W, a few KiB that
+# are saved, so that the casts of backward read x and W once. On a GPU the products are
+# torch._scaled_mm, on a CPU the definition.
 
-OLDEST = (8, 9)  # compute capability of GPUs with products of e4m3
+MIN_CAPABILITY = (8, 9)  # compute capability of GPUs with products of e4m3
 # Whether tensor cores may add up with fewer bits than fp32 has: torchao and Transformer Engine let
 # them in the forward product and not in gradients, whose sums have more terms that nearly cancel
 FAST_FORWARD, FAST_BACKWARD = True, False
 
 
-def fits(weight: Sequence[int]) -> bool:
-    """Whether a layer with a weight of this shape, [N, K], can have products of 8-bit floats."""
+def supports_fp8(weight: Sequence[int]) -> bool:
+    """Whether a layer with a weight of this shape [N, K] can have fp8 products."""
     return len(weight) == 2 and not any(size % ALIGN for size in weight)
 
 
-def product_ref(a: Scaled, b: Scaled) -> Tensor:
-    """a [M, K] times b [N, K] transposed, summed in fp32 and rounded to bf16: [M, N]."""
-    return (a.dequantised() @ b.dequantised().t()).bfloat16()
+def product_ref(a: ScaledMatrix, b: ScaledMatrix) -> Tensor:
+    """Returns a [M, K] times b [N, K] transposed, summed in fp32 and rounded to bf16: [M, N]."""
+    return (a.dequantize() @ b.dequantize().t()).bfloat16()
 
 
-def _product(a: Scaled, b: Scaled, *, fast: bool, fused: bool) -> Tensor:
+def _product(a: ScaledMatrix, b: ScaledMatrix, *, fast: bool, fused: bool) -> Tensor:
     if not fused or a.data.device.type == "cpu":
         return product_ref(a, b)
     scales = {"scale_a": a.scale.unsqueeze(1), "scale_b": b.scale.unsqueeze(0)}
@@ -573,128 +583,138 @@ def _product(a: Scaled, b: Scaled, *, fast: bool, fused: bool) -> Tensor:
     )
 
 
-class Known:
-    """Column maxima of x and of the weight, which casts of the forward product find for backward.
+class ColumnMaxima:
+    """The column maxima of x and of the weight, found by the forward casts for backward.
 
-    Not among what autograd saves: a recomputed block, which has the same numbers, is asked for what
-    it saves before it makes its products (see `later`), and the first pass has found them.
+    Not saved by autograd: a recomputed block has to name what it saves before it computes its
+    products (see `deferred_product`), and the first pass has found them.
     """
 
     x: Tensor | None = None
     weight: Tensor | None = None
 
 
-def _cast(x: Tensor, maxima: bool, fused: bool) -> tuple[Scaled, Tensor | None]:
+def _cast(x: Tensor, maxima: bool, fused: bool) -> tuple[ScaledMatrix, Tensor | None]:
     return cast_rows_and_maxima(x, fused=fused) if maxima else (cast_rows(x, fused=fused), None)
 
 
 def _forward(
-    x: Tensor, weight: Tensor, of_x: bool, of_weight: bool, fused: bool, known: Known
+    x: Tensor,
+    weight: Tensor,
+    needs_x: bool,
+    needs_weight: bool,
+    fused: bool,
+    known_maxima: ColumnMaxima,
 ) -> Tensor:
-    """`of_x`, `of_weight`: which gradients will be wanted. Each takes the columns of the other."""
-    a, known.x = _cast(x, of_weight, fused)
-    b, known.weight = _cast(weight, of_x, fused)
+    """Casts and multiplies. `needs_x`, `needs_weight`: the gradients that backward will compute."""
+    a, known_maxima.x = _cast(x, needs_weight, fused)
+    b, known_maxima.weight = _cast(weight, needs_x, fused)
     return _product(a, b, fast=FAST_FORWARD, fused=fused)
 
 
 class _Fp8Linear(torch.autograd.Function):
-    """x [T, K] and weight [N, K] -> y [T, N]. With a recipe, x is computed again in backward.
-
-    With `known`, y is not computed, and that is filled meanwhile; see `later`. `shape`: of what x
-    is the rows of.
-    """
+    """y [T, N] of x [T, K] and weight [N, K]. With a `Recompute`, backward computes x again."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, *given: Any) -> Tensor:
-        recipe, fused, known, shape = given
-        of_x, of_weight, *_ = ctx.needs_input_grad
-        kept = () if not of_weight else (x,) if recipe is None else recipe.kept
-        ctx.save_for_backward(weight if of_x else None, *kept)
-        ctx.how = None if recipe is None else recipe.how
+    def forward(ctx: Any, x: Tensor, weight: Tensor, *args: Any) -> Tensor:
+        recompute, fused, known_maxima, shape = args
+        needs_x, needs_weight, *_ = ctx.needs_input_grad
+        saved_x = () if not needs_weight else (x,) if recompute is None else recompute.saved
+        ctx.save_for_backward(weight if needs_x else None, *saved_x)
+        ctx.recompute_fn = None if recompute is None else recompute.fn
         ctx.fused, ctx.shape = fused, shape
-        ctx.known = Known() if known is None else known
-        if known is not None:
-            return without_numbers(x, weight.shape[0])
-        return _forward(x, weight, of_x, of_weight, fused, ctx.known)
+        ctx.known_maxima = ColumnMaxima() if known_maxima is None else known_maxima
+        if known_maxima is not None:
+            return placeholder(x, weight.shape[0])
+        return _forward(x, weight, needs_x, needs_weight, fused, ctx.known_maxima)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         refuse_second_derivative("fp8_linear")
-        weight, *kept = ctx.saved_tensors
-        known: Known = ctx.known
-        how: dict[str, Any] = {"fused": ctx.fused}
-        of_weight, remote = ctx.needs_input_grad[1], None
-        if of_weight and ctx.how is not None:
-            remote = fetch_again(ctx.how, kept)  # beside the casts and the product of dX
-        if not of_weight:
-            rows, columns = cast_rows(dy, **how), None
+        weight, *saved_x = ctx.saved_tensors
+        known_maxima: ColumnMaxima = ctx.known_maxima
+        options: dict[str, Any] = {"fused": ctx.fused}
+        needs_weight, remote = ctx.needs_input_grad[1], None
+        if needs_weight and ctx.recompute_fn is not None:
+            remote = start_fetch(
+                ctx.recompute_fn, saved_x
+            )  # beside the casts and the product of dX
+        if not needs_weight:
+            rows, columns = cast_rows(dy, **options), None
         elif weight is None:
-            rows, columns = None, cast_columns(dy, maxima_of(dy).columns, **how)
+            rows, columns = None, cast_columns(dy, find_maxima(dy).columns, **options)
         else:
-            rows, columns = cast_both(dy, maxima_of(dy), **how)
+            rows, columns = cast_both(dy, find_maxima(dy), **options)
         dx = dw = None
         if rows is not None:
-            dx = _dx(rows, weight, known.weight, ctx.fused)
+            dx = _dx(rows, weight, known_maxima.weight, ctx.fused)
             if remote is not None:
                 remote.reduce(dx.view(ctx.shape))  # beside what follows
         if columns is not None:
-            x = kept[0] if ctx.how is None else compute_again(ctx.how, kept)
+            x = saved_x[0] if ctx.recompute_fn is None else run_recompute(ctx.recompute_fn, saved_x)
             x = x.view(-1, ctx.shape[-1])
-            dw = _product(columns, cast_columns(x, known.x, **how), fast=FAST_BACKWARD, **how)
+            dw = _product(
+                columns, cast_columns(x, known_maxima.x, **options), fast=FAST_BACKWARD, **options
+            )
         return dx, dw, None, None, None, None
 
 
-def _dx(rows: Scaled, weight: Tensor, maxima: Tensor | None, fused: bool) -> Tensor:
+def _dx(rows: ScaledMatrix, weight: Tensor, maxima: Tensor | None, fused: bool) -> Tensor:
     columns = cast_columns(weight, maxima, fused=fused)
     return _product(rows, columns, fast=FAST_BACKWARD, fused=fused)
 
 
 def fp8_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """What `fp8_linear` returns, without a graph."""
+    """Returns `fp8_linear(x, weight, bias)` without a graph."""
     _check(x, weight)
     rows, fused = x.reshape(-1, x.shape[-1]), runs_triton(x)
-    return _finished(_forward(rows, weight, False, False, fused, Known()), x.shape[:-1], bias)
+    return _finish_output(
+        _forward(rows, weight, False, False, fused, ColumnMaxima()), x.shape[:-1], bias
+    )
 
 
 def fp8_gradient(dy: Tensor, weight: Tensor) -> Tensor:
-    """That of the x of `fp8_linear`, [T, K], from dY [T, N]."""
+    """Returns the gradient [T, K] of the x of `fp8_linear`, from dY [T, N]."""
     fused = runs_triton(dy)
     return _dx(cast_rows(dy, fused=fused), weight, None, fused)
 
 
-def _gated_forward(gate_up: Tensor, weight: Tensor, act: Activation, known: Known) -> Tensor:
-    """gate_up [T, 2 K], weight [N, K] -> [T, N]. Backward finds the product's maxima itself."""
-    b, known.weight = _cast(weight, True, True)
+def _gated_forward(
+    gate_up: Tensor, weight: Tensor, act: Activation, known_maxima: ColumnMaxima
+) -> Tensor:
+    """Returns [T, N] from gate_up [T, 2 K] and weight [N, K]; backward finds the product's
+    maxima."""
+    b, known_maxima.weight = _cast(weight, True, True)
     return _product(cast_gated_rows(gate_up, act), b, fast=FAST_FORWARD, fused=True)
 
 
 class _Fp8Gated(torch.autograd.Function):
-    """gate_up [T, 2 K] and weight [N, K] -> the fp8 product of `gated_act`'s output, [T, N]."""
+    """The fp8 product [T, N] of `gated_act(gate_up)` with the weight, for gate_up [T, 2 K]."""
 
     @staticmethod
-    def forward(ctx: Any, gate_up: Tensor, weight: Tensor, *given: Any) -> Tensor:
-        ctx.act, ctx.overwrite, known = given
+    def forward(ctx: Any, gate_up: Tensor, weight: Tensor, *args: Any) -> Tensor:
+        ctx.act, ctx.overwrite, known_maxima = args
         ctx.save_for_backward(gate_up, weight)
-        ctx.known = Known() if known is None else known
-        if known is not None:
-            return without_numbers(gate_up, weight.shape[0])
-        return _gated_forward(gate_up, weight, ctx.act, ctx.known)
+        ctx.known_maxima = ColumnMaxima() if known_maxima is None else known_maxima
+        if known_maxima is not None:
+            return placeholder(gate_up, weight.shape[0])
+        return _gated_forward(gate_up, weight, ctx.act, ctx.known_maxima)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         refuse_second_derivative("fp8_gated_linear")
         gate_up, weight = ctx.saved_tensors
-        how: dict[str, Any] = {"fused": True}
-        rows, columns = cast_both(dy, maxima_of(dy), **how)
-        of_weight = cast_columns(weight, ctx.known.weight, **how)
-        d = _product(rows, of_weight, fast=FAST_BACKWARD, **how)
-        del rows, of_weight
-        found = gradients_and_maxima(d, gate_up, ctx.act, ctx.overwrite)
+        options: dict[str, Any] = {"fused": True}
+        rows, columns = cast_both(dy, find_maxima(dy), **options)
+        weight_columns = cast_columns(weight, ctx.known_maxima.weight, **options)
+        d = _product(rows, weight_columns, fast=FAST_BACKWARD, **options)
+        del rows, weight_columns
+        gradients = gradients_and_maxima(d, gate_up, ctx.act, ctx.overwrite)
         del d
-        note_maxima(found.gate_up, found.maxima)
-        of_product = cast_columns(found.product, found.product_maxima, **how)
-        dw = _product(columns, of_product, fast=FAST_BACKWARD, **how)
-        return found.gate_up, dw, None, None, None
+        note_maxima(gradients.gate_up, gradients.maxima)
+        product_columns = cast_columns(gradients.product, gradients.product_maxima, **options)
+        dw = _product(columns, product_columns, fast=FAST_BACKWARD, **options)
+        return gradients.gate_up, dw, None, None, None
 
 
 def _check(x: Tensor, weight: Tensor, halves: int = 1) -> None:
@@ -706,32 +726,32 @@ def _check(x: Tensor, weight: Tensor, halves: int = 1) -> None:
         )
     if x.device.type != "meta" and torch.is_autocast_enabled(x.device.type):
         raise ValueError("fp8 products do not run under autocast: load the model in bfloat16")
-    if not fits(weight.shape):
+    if not supports_fp8(weight.shape):
         raise ValueError(f"the sizes of the weight {tuple(weight.shape)} are not multiples of 16")
     if x.shape[-1] != halves * weight.shape[1]:
         raise ValueError(f"x has {x.shape[-1]} columns, the weight {tuple(weight.shape)}")
 
 
-def _finished(y: Tensor, lead: torch.Size, bias: Tensor | None) -> Tensor:
+def _finish_output(y: Tensor, lead: torch.Size, bias: Tensor | None) -> Tensor:
     # As in F.linear: FSDP2 wants no view as a block's output
     y = torch.ops.aten._unsafe_view(y, (*lead, y.shape[-1]))
     return y if bias is None else y + bias
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, fused: bool) -> Tensor:
-    recipe = recipe_of(x) if weight.requires_grad else None
-    if recipe is not None:
-        recipe.keep_gate_up()
-    rows, known = x.reshape(-1, x.shape[-1]), Known() if computes_later() else None
-    y = _Fp8Linear.apply(rows, weight, recipe, fused, known, x.shape)
-    if known is not None:
+    recompute = find_recompute(x) if weight.requires_grad else None
+    if recompute is not None:
+        recompute.keep_gate_up()
+    rows, known_maxima = x.reshape(-1, x.shape[-1]), ColumnMaxima() if defers_product() else None
+    y = _Fp8Linear.apply(rows, weight, recompute, fused, known_maxima, x.shape)
+    if known_maxima is not None:
         learns = rows.requires_grad, weight.requires_grad
-        y = later(y, lambda: _forward(rows, weight, *learns, fused, known))
-    return _finished(y, x.shape[:-1], bias)
+        y = deferred_product(y, lambda: _forward(rows, weight, *learns, fused, known_maxima))
+    return _finish_output(y, x.shape[:-1], bias)
 
 
 def fp8_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`F.linear(x, weight, bias)` of x [..., K] and weight [N, K] in bf16, with products of e4m3.
+    """`F.linear(x, weight, bias)` of x [..., K] and weight [N, K] in bf16, with products in e4m3.
 
     The bias is added to the rounded product. N and K are multiples of 16. Source: torchao's float8
     training, recipe "rowwise"; Micikevicius et al. (arXiv 2209.05433) for the format.
@@ -750,20 +770,20 @@ def fp8_linear_ref(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Ten
 def fp8_gated_linear(
     gate_up: Tensor, act: Activation, weight: Tensor, bias: Tensor | None = None
 ) -> Tensor:
-    """`fp8_linear(gated_act(gate_up, act), weight, bias)` with the same bits, for gate_up
-    [..., 2 K] that nothing else reads: its gradient may take its memory.
+    """`fp8_linear(gated_act(gate_up, act), weight, bias)` with the same bits, in fewer passes.
 
-    Where both learn, their passes over the product are one in each direction.
+    Nothing else may read gate_up [..., 2 K]: its gradient may take its memory. If both require
+    gradients, one pass in each direction handles the product.
     """
     learns = torch.is_grad_enabled() and gate_up.requires_grad and weight.requires_grad
     fused = learns and not torch.compiler.is_compiling() and runs_triton(gate_up)
-    if not fused or not gate_up.numel() or not holds_rows(gate_up):
+    if not fused or not gate_up.numel() or not row_fits_program(gate_up):
         return fp8_linear(gated_act(gate_up, act, overwrite=True), weight, bias)
     _check(gate_up, weight, halves=2)
     check_act(act)
-    known, overwrite = Known() if computes_later() else None, may_overwrite(gate_up)
+    known_maxima, overwrite = ColumnMaxima() if defers_product() else None, may_overwrite(gate_up)
     rows = gate_up.reshape(-1, gate_up.shape[-1])
-    y = _Fp8Gated.apply(rows, weight, act, overwrite, known)
-    if known is not None:
-        y = later(y, lambda: _gated_forward(rows, weight, act, known))
-    return _finished(y, gate_up.shape[:-1], bias)
+    y = _Fp8Gated.apply(rows, weight, act, overwrite, known_maxima)
+    if known_maxima is not None:
+        y = deferred_product(y, lambda: _gated_forward(rows, weight, act, known_maxima))
+    return _finish_output(y, gate_up.shape[:-1], bias)

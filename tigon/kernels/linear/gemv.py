@@ -5,9 +5,9 @@
 The time is that of reading the weight: 2 N C bytes in bf16, for as many operations. Each
 multiprocessor runs a few programs, which walk over the weight and prefetch the next tile. With
 programmatic dependent launch (`pdl_wait`) a program starts as soon as the previous kernel leaves
-room, and loads its first tile before it waits for that kernel's results. So no kernel before it may
-write weights: FSDP2, which gathers them, turns the early start off (`no_early_start`). `linear`
-chooses between this kernel and torch, and splits few rows on a CPU.
+room, and loads its first tile before it waits for that kernel's results. So the kernel before must
+not write weights: FSDP2, which gathers them, turns this off (`disable_pdl`). `linear` chooses
+between this kernel and torch, and splits few rows on a CPU.
 """
 
 import functools
@@ -17,14 +17,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tigon.kernels.linear.linear import trained_linear
+from tigon.kernels.linear.linear import training_linear
 from tigon.kernels.mlp.gated_act import Activation, act_and_slope, check_act, gated_act_ref
 from tigon.kernels.runtime import (
+    next_power_of_2,
     num_sms,
     operator,
     pdl_options,
     pdl_wait,
-    power_of_2,
     runs_triton,
     tl,
     triton,
@@ -34,11 +34,8 @@ BLOCK, TILE = 4096, 16384  # columns, and elements of a tile
 PART = 2**18  # on a CPU: elements of a weight that each thread reads at a time
 
 
-class Launch(NamedTuple):
-    """A tile's rows and columns, and how many programs share a multiprocessor.
-
-    The numbers below were the best of some tried on an H200.
-    """
+class GemvLaunch(NamedTuple):
+    """The rows and columns of a tile, and the programs on each multiprocessor; tuned on an H200."""
 
     rows: int
     block: int
@@ -47,18 +44,19 @@ class Launch(NamedTuple):
 
 
 @functools.cache
-def launch_for(C: int, factors: int) -> Launch:
-    """`factors`: weights of equal size that are read together, 2 for gate and up."""
-    block = power_of_2(C)
+def select_launch(C: int, factors: int) -> GemvLaunch:
+    """Chooses the launch. `factors`: weights of one size that are read together, 2 for gate and
+    up."""
+    block = next_power_of_2(C)
     if block <= BLOCK:
-        return Launch(max(8192 // block // factors, 1), block, warps=4, per_sm=4)
+        return GemvLaunch(max(8192 // block // factors, 1), block, warps=4, per_sm=4)
     # A whole row with idle lanes behind it is faster than several steps that have none
     if block * factors > TILE:
         block = BLOCK
-    return Launch(TILE // block // factors, block, warps=8, per_sm=2)
+    return GemvLaunch(TILE // block // factors, block, warps=8, per_sm=2)
 
 
-def row_linear_ref(
+def gemv_ref(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, act: Activation | None = None
 ) -> Tensor:
     y = F.linear(x, weight, bias)
@@ -76,15 +74,15 @@ def _load_tile(weight, tile, columns, N, C: tl.constexpr, ROWS: tl.constexpr, EV
 
 
 @triton.jit
-def _rounded(sums, bias, y, rows, N):
-    """Sums as the linear layer returns them: with the bias, rounded once."""
+def _round_sums(sums, bias, y, rows, N):
+    """Adds the bias and rounds once, as the linear layer does."""
     if bias is not None:
         sums += tl.load(bias + rows, mask=rows < N, other=0.0).to(tl.float32)
     return sums.to(y.dtype.element_ty)
 
 
 @triton.jit
-def _row_linear_kernel(
+def _gemv_kernel(
     x,
     weight,
     up_weight,  # the second half of the weight's rows, with an activation
@@ -127,9 +125,9 @@ def _row_linear_kernel(
                 up_sums += tl.sum(u.to(tl.float32) * row, 1)
                 u = u_next
         rows = tile * ROWS + tl.arange(0, ROWS)
-        out = _rounded(sums, bias, y, rows, N)
+        out = _round_sums(sums, bias, y, rows, N)
         if ACT is not None:
-            up = _rounded(up_sums, up_bias, y, rows, N)
+            up = _round_sums(up_sums, up_bias, y, rows, N)
             a, _ = act_and_slope(out.to(tl.float32), ACT)
             out = (a.to(out.dtype).to(tl.float32) * up.to(tl.float32)).to(out.dtype)
         tl.store(y + rows, out, mask=rows < N)
@@ -139,13 +137,13 @@ def _output(x: Tensor, weight: Tensor, bias: Tensor | None, act: str | None) -> 
     return x.new_empty(*x.shape[:-1], weight.shape[0] // (1 if act is None else 2))
 
 
-@operator("row_linear", _output)
+@operator("gemv", _output)
 def _forward(x: Tensor, weight: Tensor, bias: Tensor | None, act: str | None) -> Tensor:
     y = _output(x, weight, bias, act)
     N, C = y.shape[-1], x.shape[-1]
-    launch = launch_for(C, 1 if act is None else 2)
+    launch = select_launch(C, 1 if act is None else 2)
     programs = min(triton.cdiv(N, launch.rows), launch.per_sm * num_sms(x))
-    _row_linear_kernel[(programs,)](
+    _gemv_kernel[(programs,)](
         x,
         weight,
         None if act is None else weight[N:],
@@ -163,30 +161,31 @@ def _forward(x: Tensor, weight: Tensor, bias: Tensor | None, act: str | None) ->
     return y
 
 
-def _plain(x: Tensor, weight: Tensor) -> bool:
-    """Whether the product is just that, with nothing to differentiate."""
+def _is_plain_product(x: Tensor, weight: Tensor) -> bool:
+    """Whether the call is a plain product without gradients."""
     return (
         not torch.is_grad_enabled()
         and not x.is_meta  # which autocast does not know
         and not torch.is_autocast_enabled(x.device.type)
         and x.dtype == weight.dtype
-        and type(weight) is torch.nn.Parameter  # subclasses, such as quantised ones, have their own
+        and type(weight) is torch.nn.Parameter  # subclasses, such as quantized ones, have their own
         and weight.is_contiguous()
     )
 
 
-def takes_row(x: Tensor, weight: Tensor) -> bool:
-    """Whether `row_linear` is for this call: one row on a GPU, and nothing to differentiate."""
-    return x.numel() == x.shape[-1] and runs_triton(x) and _plain(x, weight)
+def uses_gemv(x: Tensor, weight: Tensor) -> bool:
+    """Whether `gemv` serves this call: one row on a GPU, without gradients."""
+    return x.numel() == x.shape[-1] and runs_triton(x) and _is_plain_product(x, weight)
 
 
-def row_linear(
+def gemv(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, act: Activation | None = None
 ) -> Tensor:
-    """`F.linear(x, weight, bias)` of one row x [..., C]; no gradients.
+    """`F.linear(x, weight, bias)` of one row x [..., C], without gradients.
 
-    With an activation, the weight [2 N, C] is of a gate and of what it gates, as in `gated_act`:
-    y [..., N]. Sums are fp32, and every step is rounded as it is alone. Callers ask `takes_row`.
+    With an activation, the weight [2 N, C] has the rows of gate and up, as in `gated_act`, and the
+    result is [..., N]. Sums are fp32, and every step is rounded as by separate operators. Check
+    `uses_gemv` first.
     """
     if x.numel() != x.shape[-1]:
         raise ValueError(f"x {tuple(x.shape)} is not one row")
@@ -201,14 +200,14 @@ def row_linear(
     # The kernel reads rows one after another; a copy of the weight would cost more than it saves
     plain = weight.is_contiguous() and (bias is None or bias.is_contiguous())
     if not (plain and runs_triton(x)):
-        return row_linear_ref(x, weight, bias, act)
+        return gemv_ref(x, weight, bias, act)
     return _forward(x.contiguous(), weight, bias, act)
 
 
-def _in_parts(x: Tensor, weight: Tensor) -> int:
-    """In how many parts to read the weight for a few fp32 rows on a CPU.
+def _num_parts(x: Tensor, weight: Tensor) -> int:
+    """Returns in how many parts to read the weight for a few fp32 rows on a CPU.
 
-    MKL first copies the weight into another layout; a part's copy stays in the caches.
+    MKL first copies the weight into another layout; the copy of a part stays in the caches.
     """
     few = (
         not torch.compiler.is_compiling()
@@ -216,7 +215,7 @@ def _in_parts(x: Tensor, weight: Tensor) -> int:
         and x.dtype == torch.float32
         and 4 <= x.numel() // x.shape[-1] <= 8
         and torch.backends.mkl.is_available()
-        and _plain(x, weight)
+        and _is_plain_product(x, weight)
     )
     parts = weight.numel() // (PART * torch.get_num_threads()) if few else 1
     return parts if parts >= 4 else 1
@@ -225,13 +224,13 @@ def _in_parts(x: Tensor, weight: Tensor) -> int:
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """`F.linear`, faster for the few rows of decoding: one on a GPU, 4 to 8 in fp32 on a CPU.
 
-    In training it does not keep an `x` that backward can compute again: see `trained_linear`.
+    In training an `x` that backward can recompute is not saved: see `training_linear`.
     """
     if torch.is_grad_enabled():
-        return trained_linear(x, weight, bias)
-    if takes_row(x, weight):
-        return row_linear(x, weight, bias)
-    if (parts := _in_parts(x, weight)) > 1:
+        return training_linear(x, weight, bias)
+    if uses_gemv(x, weight):
+        return gemv(x, weight, bias)
+    if (parts := _num_parts(x, weight)) > 1:
         biases = [None] * parts if bias is None else bias.chunk(parts)
         weights = weight.chunk(parts)
         return torch.cat([F.linear(x, w, b) for w, b in zip(weights, biases, strict=False)], -1)

@@ -1,18 +1,24 @@
-"""Products of low-rank additions, with factors of few columns: a wide matrix moves once.
+"""Linear layers with low-rank additions (LoRA), one for each part of a packed projection.
 
-# N rows, K columns of the wide matrix, K_p those of a part, r rank of a part, R ranks of all parts,
-# P rank of a tile (r, padded to a power of two), S strips of columns, L runs of rows
+# ... any leading dimensions, N rows of them, C columns of x, K columns of y, K_p those of part p,
+# r rank of a part, R ranks of all parts, P rank of a tile (r padded to a power of 2), S strips of
+# columns, L runs of rows
 
-Part p has the columns `firsts[p]`... of the wide matrix, as many as its B_p [K_p, r] has rows, and
-the columns of u [N, R] behind those of the parts before it. Columns of no part are allowed.
+y = x W^T + bias, and s (x A^T) B^T is added to the columns of each part. Source: Hu et al. (arXiv
+2106.09685); the numbers are those of PEFT's separate projections. Part p has the columns from
+`firsts[p]` on, as many as its B_p [K_p, r] has rows, and the columns of u = x A^T [N, R] after
+those of the parts before it. Columns may belong to no part.
 
 `low_rank_product` writes 2 N K bytes in bf16, of s_p u_p B_p^T. cuBLAS, asked to add a product to
-it, reads it while it computes: less time than an addition to a finished product takes.
+it, reads it while it computes, which takes less time than an addition to a finished product.
 
-`low_rank_gradients` reads dY, 2 N K bytes, once for dU_p = s_p dY_p B_p and dB_p = s_p dY_p^T u_p.
-A program has a strip of columns and a run of rows; its share of dU, of this strip alone, and of dB,
-of this run alone, are in fp32, and a second kernel adds the shares in fixed order: 4 N S P and
-4 L K P bytes, written and read.
+`low_rank_gradients` reads the 2 N K bytes of dY once for dU_p = s_p dY_p B_p and dB_p = s_p dY_p^T
+u_p. A program has a strip of columns and a run of rows and writes its share of dU and dB in fp32; a
+second kernel adds the shares in a fixed order: 4 N S P and 4 L K P bytes, written and read.
+
+Rounding below fp32: A and B are cast to the dtype of x; u, dU, every addition to y and to dX, and
+dA and dB are fp32 sums that are rounded once. The additions round y and dX a second time, as PEFT's
+do. dA and dB are then cast to the parameters' dtype.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,24 +28,30 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tigon.kernels.linear.dropout import Dropout, drop, drop_ref, kept
+from tigon.kernels.linear.dropout import Dropout, apply_dropout, apply_dropout_ref, keep_mask
 from tigon.kernels.linear.fp8 import fp8_gradient, fp8_linear, fp8_product
-from tigon.kernels.linear.gemv import linear, takes_row
+from tigon.kernels.linear.gemv import linear, uses_gemv
 from tigon.kernels.linear.linear import (
-    computes_later,
-    later,
-    long_sum,
-    summed_linear,
-    without_numbers,
+    chunked_linear,
+    chunked_matmul,
+    deferred_product,
+    defers_product,
+    placeholder,
 )
 from tigon.kernels.mlp.gated_act import Activation, gradient_and_product
-from tigon.kernels.recompute import How, compute_again, fetch_again, recipe_of, sees_products
+from tigon.kernels.recompute import (
+    RecomputeFn,
+    find_recompute,
+    has_function_mode,
+    run_recompute,
+    start_fetch,
+)
 from tigon.kernels.runtime import (
     INTERPRETED,
     as_rows,
     autocast_dtype,
+    next_power_of_2,
     operator,
-    power_of_2,
     refuse_second_derivative,
     runs_triton,
     tl,
@@ -59,24 +71,24 @@ ROWS, SHARES = 16, 8  # of the sums of shares: rows of a program, and shares tha
 WIDEST_PRODUCT, WIDEST_GRADIENTS = 256, 64
 
 
-def _padded(rank: int) -> int:
-    return max(16, power_of_2(rank))  # the least that tl.dot takes
+def _pad_rank(rank: int) -> int:
+    return max(16, next_power_of_2(rank))  # the least that tl.dot takes
 
 
-def _serves(x: Tensor, rank: int, widest: int) -> bool:
+def _supports(x: Tensor, rank: int, widest: int) -> bool:
     # The interpreter has no bf16 products
-    known = x.device.type != "cpu" or x.dtype in (torch.float16, torch.float32)
-    return known and runs_triton(x) and _padded(rank) * x.element_size() <= widest
+    rank_mask = x.device.type != "cpu" or x.dtype in (torch.float16, torch.float32)
+    return rank_mask and runs_triton(x) and _pad_rank(rank) * x.element_size() <= widest
 
 
-def serves_product(x: Tensor, rank: int) -> bool:
-    """Whether `low_rank_product` is for parts of up to `rank` ranks."""
-    return _serves(x, rank, WIDEST_PRODUCT)
+def supports_product(x: Tensor, rank: int) -> bool:
+    """Whether `low_rank_product` can run for parts of up to `rank` ranks."""
+    return _supports(x, rank, WIDEST_PRODUCT)
 
 
-def serves_gradients(x: Tensor, rank: int) -> bool:
-    """Whether `low_rank_gradients` is for parts of up to `rank` ranks."""
-    return _serves(x, rank, WIDEST_GRADIENTS)
+def supports_gradients(x: Tensor, rank: int) -> bool:
+    """Whether `low_rank_gradients` can run for parts of up to `rank` ranks."""
+    return _supports(x, rank, WIDEST_GRADIENTS)
 
 
 @triton.jit(do_not_specialize=["place", "threshold"])
@@ -85,7 +97,7 @@ def _low_rank_product_kernel(
     PARTS: tl.constexpr, TRANSPOSED: tl.constexpr, P: tl.constexpr, ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Neighbours walk along the rows of y."""
+    """Writes one tile of y; neighboring programs walk along its rows."""
     blocks = tl.cdiv(K, COLUMNS)
     i = tl.program_id(0) // blocks
     start = (tl.program_id(0) - i * blocks) * COLUMNS
@@ -96,30 +108,30 @@ def _low_rank_product_kernel(
     rank = 0
     for p in tl.static_range(PARTS):
         if (firsts[p] < start + COLUMNS) & (start < firsts[p] + sizes[p]):
-            known = each < ranks[p]
+            rank_mask = each < ranks[p]
             at = u + rows.to(tl.int64) * u_row + rank + each[None, :]
-            own = tl.load(at, mask=(rows < N) & known[None, :], other=0.0)
-            of_part = columns - firsts[p]
+            values = tl.load(at, mask=(rows < N) & rank_mask[None, :], other=0.0)
+            offset = columns - firsts[p]
             if TRANSPOSED:
-                at = bs[p] + each[:, None] * sizes[p] + of_part
+                at = bs[p] + each[:, None] * sizes[p] + offset
             else:
-                at = bs[p] + of_part * ranks[p] + each[:, None]
-            inside = (of_part >= 0) & (of_part < sizes[p]) & known[:, None]
-            b = tl.load(at, mask=inside, other=0.0).to(own.dtype)
-            sums += tl.dot(own, b, input_precision="ieee") * scales[p]
+                at = bs[p] + offset * ranks[p] + each[:, None]
+            inside = (offset >= 0) & (offset < sizes[p]) & rank_mask[:, None]
+            b = tl.load(at, mask=inside, other=0.0).to(values.dtype)
+            sums += tl.dot(values, b, input_precision="ieee") * scales[p]
         rank += ranks[p]
     if bias is not None:
         sums += tl.load(bias + columns, mask=columns < K, other=0.0).to(tl.float32)
     if keys is not None:
         each_row = i * ROWS + tl.arange(0, ROWS)
         streams = tl.load(keys + each_row, mask=each_row < N, other=0) + place
-        sums = tl.where(kept(streams, start, threshold, COLUMNS), sums, 0.0)
+        sums = tl.where(keep_mask(streams, start, threshold, COLUMNS), sums, 0.0)
     at = y + rows.to(tl.int64) * K + columns
     tl.store(at, sums.to(y.dtype.element_ty), mask=(rows < N) & (columns < K))
 
 
-def _product(u: Tensor, *given: object) -> Tensor:
-    columns = given[3]
+def _product(u: Tensor, *args: object) -> Tensor:
+    columns = args[3]
     assert isinstance(columns, int)
     return u.new_empty(u.shape[0], columns)
 
@@ -137,10 +149,10 @@ def low_rank_product(
     place: int = 0,
     threshold: int = 0,
 ) -> Tensor:
-    """[N, K], K `columns`: s_p u_p B_p^T in those of part p, and in all the bias [K].
+    """Returns [N, K] with K = `columns`: s_p u_p B_p^T in the columns of part p, plus the bias [K].
 
-    u [N, R], B_p [K_p, r] or, transposed, [r, K_p]. Sums in fp32, rounded once to the dtype of u.
-    With keys [N], what dropout of these, `place` and `threshold` drops is 0.
+    u is [N, R], B_p [K_p, r] or, transposed, [r, K_p]. Sums are fp32 and rounded once to the dtype
+    of u. With keys [N], elements that dropout with `place` as seed and `threshold` drops are 0.
     """
     y = _product(u, bs, firsts, scales, columns)
     if y.numel():
@@ -152,52 +164,56 @@ def low_rank_product(
             y, u, tuple(bs), None if bias is None else bias.contiguous(),
             tuple(firsts), tuple(sizes), tuple(ranks), tuple(scales),
             None if keys is None else keys.contiguous(), place, threshold, *y.shape, u.stride(0),
-            PARTS=len(bs), TRANSPOSED=transposed, P=_padded(max(ranks)),
+            PARTS=len(bs), TRANSPOSED=transposed, P=_pad_rank(max(ranks)),
             ROWS=rows, COLUMNS=block, num_warps=warps,
         )  # fmt: skip
     return y
 
 
 @triton.jit
-def _of_strip(
+def _load_strip(
     bs, firsts, sizes, ranks, strip, dtype: tl.constexpr, PARTS: tl.constexpr, P: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Of a strip, which is of one part: its rows of B [COLUMNS, P], its first column in dY, how
-    many columns its part has from there on, and the part's first rank and how many it has."""
+    """Loads the rows of B [COLUMNS, P] of a strip, which belongs to one part.
+
+    Also returns the strip's first column in dY, the number of columns from there to the end of the
+    part, the part's first rank and its number of ranks.
+    """
     local, each = tl.arange(0, COLUMNS)[:, None], tl.arange(0, P)[None, :]
     b = tl.zeros([COLUMNS, P], dtype)
-    column, left, rank, r = 0, 0, 0, 0
+    column, remaining, rank, r = 0, 0, 0, 0
     start, before = 0, 0  # strips and ranks of the parts before
     for p in tl.static_range(PARTS):
         count = tl.cdiv(sizes[p], COLUMNS)
-        of_part = (strip - start) * COLUMNS + local
-        known = (of_part >= 0) & (of_part < sizes[p]) & (each < ranks[p])
-        b += tl.load(bs[p] + of_part * ranks[p] + each, mask=known, other=0.0).to(dtype)
-        own = (strip >= start) & (strip < start + count)
-        column = tl.where(own, firsts[p] + (strip - start) * COLUMNS, column)
-        left = tl.where(own, sizes[p] - (strip - start) * COLUMNS, left)
-        rank = tl.where(own, before, rank)
-        r = tl.where(own, ranks[p], r)
+        offset = (strip - start) * COLUMNS + local
+        rank_mask = (offset >= 0) & (offset < sizes[p]) & (each < ranks[p])
+        b += tl.load(bs[p] + offset * ranks[p] + each, mask=rank_mask, other=0.0).to(dtype)
+        in_part = (strip >= start) & (strip < start + count)
+        column = tl.where(in_part, firsts[p] + (strip - start) * COLUMNS, column)
+        remaining = tl.where(in_part, sizes[p] - (strip - start) * COLUMNS, remaining)
+        rank = tl.where(in_part, before, rank)
+        r = tl.where(in_part, ranks[p], r)
         start += count
         before += ranks[p]
-    return b, column, left, rank, r
+    return b, column, remaining, rank, r
 
 
 @triton.jit(do_not_specialize=["N", "strips"])  # 1 would be a number without methods
 def _low_rank_shares_kernel(
-    dy, u, bs, of_u, of_bs, firsts, sizes, ranks, N, strips, length, dy_row, u_row,
+    dy, u, bs, u_shares, b_shares, firsts, sizes, ranks, N, strips, length, dy_row, u_row,
     PARTS: tl.constexpr, P: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
-    """of_u [S, N, P]: dY B of a strip. of_bs [L, S COLUMNS, P]: dY^T u of a run of `length` rows.
+    """Writes to u_shares [S, N, P] dY B of a strip, and to b_shares [L, S COLUMNS, P] dY^T u of a
+    run.
 
-    Neighbours walk along the rows of dY.
+    A run has `length` rows. Neighboring programs walk along the rows of dY.
     """
     run = tl.program_id(0) // strips
     strip = tl.program_id(0) - run * strips
     dtype: tl.constexpr = dy.dtype.element_ty
-    b, column, left, rank, r = _of_strip(
+    b, column, remaining, rank, r = _load_strip(
         bs, firsts, sizes, ranks, strip, dtype, PARTS, P, COLUMNS
     )  # fmt: skip
     local, each = tl.arange(0, COLUMNS), tl.arange(0, P)
@@ -205,37 +221,39 @@ def _low_rank_shares_kernel(
     end = tl.minimum(run * length + length, N)
     for i in tl.range(run * length, end, ROWS, num_stages=STAGES):
         rows = (i + tl.arange(0, ROWS))[:, None].to(tl.int64)
-        inside = (rows < end) & (local < left)[None, :]
+        inside = (rows < end) & (local < remaining)[None, :]
         d = tl.load(dy + rows * dy_row + column + local[None, :], mask=inside, other=0.0)
         share = tl.dot(d, b, input_precision="ieee")
-        tl.store(of_u + (strip * N.to(tl.int64) + rows) * P + each[None, :], share, mask=rows < end)
-        if of_bs is not None:
-            known = (rows < end) & (each < r)[None, :]
-            own = tl.load(u + rows * u_row + rank + each[None, :], mask=known, other=0.0)
-            total = tl.dot(tl.trans(d), own, total, input_precision="ieee")
-    if of_bs is not None:
+        tl.store(
+            u_shares + (strip * N.to(tl.int64) + rows) * P + each[None, :], share, mask=rows < end
+        )
+        if b_shares is not None:
+            rank_mask = (rows < end) & (each < r)[None, :]
+            values = tl.load(u + rows * u_row + rank + each[None, :], mask=rank_mask, other=0.0)
+            total = tl.dot(tl.trans(d), values, total, input_precision="ieee")
+    if b_shares is not None:
         first = (run * strips + strip).to(tl.int64) * COLUMNS
-        tl.store(of_bs + (first + local)[:, None] * P + each[None, :], total)
+        tl.store(b_shares + (first + local)[:, None] * P + each[None, :], total)
 
 
 @triton.jit
 def _sum_partials(shares, first, last, stride, at, inside, SHARES: tl.constexpr):
-    """Of the shares from `first` on, `stride` elements apart, at the elements `at`."""
+    """Sums the shares from `first` to `last`, `stride` elements apart, at the elements `at`."""
     total = tl.zeros(at.shape, tl.float32)
     for i in range(first, last, SHARES):
         k = i + tl.arange(0, SHARES)[:, None, None]
-        known = (k < last) & inside[None]
-        total += tl.sum(tl.load(shares + k * stride + at[None], mask=known, other=0.0), 0)
+        rank_mask = (k < last) & inside[None]
+        total += tl.sum(tl.load(shares + k * stride + at[None], mask=rank_mask, other=0.0), 0)
     return total
 
 
 @triton.jit(do_not_specialize=["N", "strips"])
 def _low_rank_sums_kernel(
-    of_u, of_bs, du, dbs, sizes, ranks, scales, N, strips, runs,
+    u_shares, b_shares, du, dbs, sizes, ranks, scales, N, strips, runs,
     PARTS: tl.constexpr, R: tl.constexpr, P: tl.constexpr, COLUMNS: tl.constexpr,
     ROWS: tl.constexpr, SHARES: tl.constexpr,
 ):  # fmt: skip
-    """The first programs have rows of dU, part by part; the others rows of dB."""
+    """Sums the shares: the first programs compute rows of dU, part by part, the rest rows of dB."""
     blocks = tl.cdiv(N, ROWS)
     i = tl.program_id(0)
     each = tl.arange(0, P)[None, :]
@@ -249,27 +267,27 @@ def _low_rank_sums_kernel(
                 inside = (rows < N) & (each < ranks[p])
                 stride = N.to(tl.int64) * P
                 total = _sum_partials(
-                    of_u, start, start + count, stride, rows * P + each, inside, SHARES
+                    u_shares, start, start + count, stride, rows * P + each, inside, SHARES
                 )
                 tl.store(du + rows * R + rank + each, (total * scales[p]).to(dtype), mask=inside)
             start += count
             rank += ranks[p]
-    elif of_bs is not None:
+    elif b_shares is not None:
         rows = ((i - PARTS * blocks) * ROWS + tl.arange(0, ROWS))[:, None].to(tl.int64)
         stride = strips.to(tl.int64) * COLUMNS * P
-        total = _sum_partials(of_bs, 0, runs, stride, rows * P + each, rows >= 0, SHARES)
+        total = _sum_partials(b_shares, 0, runs, stride, rows * P + each, rows >= 0, SHARES)
         for p in tl.static_range(PARTS):
-            of_part = rows - start * COLUMNS
-            inside = (of_part >= 0) & (of_part < sizes[p]) & (each < ranks[p])
+            offset = rows - start * COLUMNS
+            inside = (offset >= 0) & (offset < sizes[p]) & (each < ranks[p])
             # Rounded to the dtype of dU first, whatever that of B is
-            own = (total * scales[p]).to(dtype)
-            tl.store(dbs[p] + of_part * ranks[p] + each, own, mask=inside)
+            values = (total * scales[p]).to(dtype)
+            tl.store(dbs[p] + offset * ranks[p] + each, values, mask=inside)
             start += tl.cdiv(sizes[p], COLUMNS)
 
 
-def _gradients(dy: Tensor, u: Tensor, bs: Sequence[Tensor], *given: object) -> list[Tensor]:
-    of_bs = given[-1]
-    return [dy.new_empty(u.shape), *(b.new_empty(b.shape) for b in (bs if of_bs else ()))]
+def _gradients(dy: Tensor, u: Tensor, bs: Sequence[Tensor], *args: object) -> list[Tensor]:
+    b_shares = args[-1]
+    return [dy.new_empty(u.shape), *(b.new_empty(b.shape) for b in (bs if b_shares else ()))]
 
 
 @operator("low_rank_gradients", _gradients)
@@ -279,14 +297,14 @@ def low_rank_gradients(
     bs: Sequence[Tensor],
     firsts: Sequence[int],
     scales: Sequence[float],
-    of_bs: bool,
+    b_shares: bool,
 ) -> list[Tensor]:
-    """dU [N, R] and, with `of_bs`, dB_p [K_p, r] of all parts, from dY [N, K].
+    """Returns dU [N, R] and, with `b_shares`, dB_p [K_p, r] of all parts, from dY [N, K].
 
-    Sums in fp32, rounded once to the dtype of dY; dB is then cast to the dtype of B. The same bits
-    at every call.
+    Sums are fp32 and rounded once to the dtype of dY; dB is then cast to the dtype of B. Every call
+    gives the same bits.
     """
-    du, *dbs = _gradients(dy, u, bs, of_bs)
+    du, *dbs = _gradients(dy, u, bs, b_shares)
     sizes, ranks = ([b.shape[side] for b in bs] for side in (0, 1))
     rows, block, warps, stages = STRIP
     N, strips = dy.shape[0], sum(triton.cdiv(size, block) for size in sizes)
@@ -295,17 +313,17 @@ def low_rank_gradients(
         for db in dbs:
             db.zero_()
         return [du, *dbs]
-    bs, dy, u, P = [b.contiguous() for b in bs], as_rows(dy), as_rows(u), _padded(max(ranks))
-    length = max(LEAST, power_of_2(N * strips // PROGRAMS + 1) // 2)
+    bs, dy, u, P = [b.contiguous() for b in bs], as_rows(dy), as_rows(u), _pad_rank(max(ranks))
+    length = max(LEAST, next_power_of_2(N * strips // PROGRAMS + 1) // 2)
     runs = triton.cdiv(N, length)
     shares = dy.new_empty(strips, N, P, dtype=torch.float32)
-    more = dy.new_empty(runs, strips * block, P, dtype=torch.float32) if of_bs else None
+    more = dy.new_empty(runs, strips * block, P, dtype=torch.float32) if b_shares else None
     _low_rank_shares_kernel[(runs * strips,)](
         dy, u, tuple(bs), shares, more, tuple(firsts), tuple(sizes), tuple(ranks),
         N, strips, length, dy.stride(0), u.stride(0), PARTS=len(bs), P=P,
         ROWS=rows, COLUMNS=block, STAGES=stages, num_warps=warps,
     )  # fmt: skip
-    programs = len(bs) * triton.cdiv(N, ROWS) + (strips * block // ROWS if of_bs else 0)
+    programs = len(bs) * triton.cdiv(N, ROWS) + (strips * block // ROWS if b_shares else 0)
     _low_rank_sums_kernel[(programs,)](
         shares, more, du, tuple(dbs or bs), tuple(sizes), tuple(ranks), tuple(scales),
         N, strips, runs, PARTS=len(bs), R=du.shape[1], P=P, COLUMNS=block,
@@ -314,38 +332,26 @@ def low_rank_gradients(
     return [du, *dbs]
 
 
-# A linear layer with low-rank additions (LoRA), one for each part of a packed projection.
+# The linear layer. x is read once for the A [R, C] of all parts, and the additions go into the
+# memory of y. With a frozen base one node computes all of it: it saves u = x A^T [N, R] and, for dA
+# alone, x or how to recompute it; dX = dY W + dU A. On a GPU the additions are written first and
+# torch's product is added to them; another base's product, such as fp8, comes first.
 #
-# ... any leading dimensions, N rows of them, C columns of x, K of y, K_p those of a part,
-# r rank of a part, R ranks of all parts together
-#
-# y = x W^T + bias, and to the columns of each part s (x A^T) B^T is added. Source: Hu et al.
-# (arXiv 2106.09685); the numbers are those of PEFT's separate projections. x is read once for all
-# parts' A [R, C], and the additions go into the memory of y. Where the base is frozen there is
-# one node for all of it: it keeps u = x A^T [N, R] and x, or how x is computed again
-# (`_rebuilt`), which only dA needs; dX = dY W + dU A, and nothing is computed for the base. On a
-# GPU what is added is written first, and torch's product adds itself to it (`_low_rank`); another
-# base's product, such as that of 8-bit floats, comes first.
-#
-# With dropout (`tigon.kernels.linear.dropout`) A reads x with some elements 0, and what is added is
-# multiplied by 1 / (1 - p); the base's product has all of x. Nothing is kept for it: backward
-# drops the same of x, for dA, and of dU A. Parts share what is dropped.
-#
-# Rounding, below fp32: A and B are cast to the dtype of x; u, dU, every addition to y and to dX,
-# and dA and dB are sums in fp32 that are rounded once. y and dX are rounded a second time by the
-# additions, as PEFT's are. dA and dB are then cast to the parameters' dtype.
+# With dropout, A reads x with some elements 0 and the additions are multiplied by 1 / (1 - p); the
+# base's product has all of x. No mask is saved: backward drops the same elements for dA and of
+# dU A. All parts drop the same.
 
 
-class Addition(NamedTuple):
-    """What is added to the columns of a part."""
+class LoRATerm(NamedTuple):
+    """The addition to the columns of one part."""
 
     first: int  # of the part's columns in y
     b: Tensor  # [K_p, r]
     scale: float
 
 
-class Base(NamedTuple):
-    """The product that is added to: y of x, weight and bias, and dX [N, C] of dY [N, K]."""
+class BaseLinear(NamedTuple):
+    """The base layer's product: y from x, weight and bias, and dX [N, C] from dY [N, K]."""
 
     product: Callable[[Tensor, Tensor, Tensor | None], Tensor]  # without a graph
     gradient: Callable[[Tensor, Tensor], Tensor]
@@ -353,8 +359,8 @@ class Base(NamedTuple):
     plain: bool = False  # they are torch's own, which can add themselves to what there is
 
 
-PLAIN = Base(F.linear, torch.mm, linear, plain=True)
-FP8 = Base(fp8_product, fp8_gradient, fp8_linear)
+PLAIN_BASE = BaseLinear(F.linear, torch.mm, linear, plain=True)
+FP8_BASE = BaseLinear(fp8_product, fp8_gradient, fp8_linear)
 
 
 def lora_linear_ref(
@@ -362,62 +368,61 @@ def lora_linear_ref(
     weight: Tensor,
     bias: Tensor | None,
     a: Tensor,
-    additions: Sequence[Addition],
+    additions: Sequence[LoRATerm],
     dropout: Dropout | None = None,
 ) -> Tensor:
-    """The definition."""
+    """The definition, in plain torch."""
     y = F.linear(x, weight, bias)
     if dropout is not None:
-        x, additions = drop_ref(x, dropout), _scaled(additions, dropout)
-    return _added(y, x, a, additions)
+        x, additions = apply_dropout_ref(x, dropout), _scale_terms(additions, dropout)
+    return _add_terms(y, x, a, additions)
 
 
-def _scaled(additions: Sequence[Addition], dropout: Dropout) -> list[Addition]:
-    """By 1 / (1 - p), so that their mean is that without dropout."""
+def _scale_terms(additions: Sequence[LoRATerm], dropout: Dropout) -> list[LoRATerm]:
+    """Scales the additions by 1 / (1 - p), so that dropout does not change their mean."""
     return [add._replace(scale=add.scale / (1 - dropout.share)) for add in additions]
 
 
-def _added(y: Tensor, x: Tensor, a: Tensor, additions: Sequence[Addition]) -> Tensor:
-    """By operators that autograd, torch.compile and autocast know."""
-    u = summed_linear(x, a.to(x.dtype))
+def _add_terms(y: Tensor, x: Tensor, a: Tensor, additions: Sequence[LoRATerm]) -> Tensor:
+    """Adds the terms by operators that autograd, torch.compile and autocast support."""
+    u = chunked_linear(x, a.to(x.dtype))
     pieces, column, rank = [], 0, 0
     for first, b, scale in additions:
         pieces.append(y[..., column:first])
         column, r = first + b.shape[0], b.shape[1]
-        own = summed_linear(u[..., rank : rank + r], b.to(u.dtype)) * scale
-        pieces.append(y[..., first:column] + own)
+        values = chunked_linear(u[..., rank : rank + r], b.to(u.dtype)) * scale
+        pieces.append(y[..., first:column] + values)
         rank += r
     pieces.append(y[..., column:])
     filled = [piece for piece in pieces if piece.shape[-1]]
     return filled[0] if len(filled) == 1 else torch.cat(filled, -1)
 
 
-def _add_into(y: Tensor, u: Tensor, additions: Sequence[Addition]) -> Tensor:
-    """Adds to the memory of y [..., K], of u [N, R]."""
+def _add_into(y: Tensor, u: Tensor, additions: Sequence[LoRATerm]) -> Tensor:
+    """Adds the terms to the memory of y [..., K], from u [N, R]."""
     rows, rank = y.view(-1, y.shape[-1]), 0
     for first, b, scale in additions:
         size, r = b.shape
-        own = u.narrow(1, rank, r)
-        rows.narrow(1, first, size).addmm_(own, b.to(u.dtype).t(), alpha=scale)
+        values = u.narrow(1, rank, r)
+        rows.narrow(1, first, size).addmm_(values, b.to(u.dtype).t(), alpha=scale)
         rank += r
     return y
 
 
-def _ranks(additions: Sequence[Addition]) -> int:
-    """The largest."""
+def _max_rank(additions: Sequence[LoRATerm]) -> int:
     return max(add.b.shape[1] for add in additions)
 
 
 def _base_plus_low_rank(
-    base: Base,
+    base: BaseLinear,
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
     u: Tensor,
-    additions: Sequence[Addition],
+    additions: Sequence[LoRATerm],
 ) -> Tensor:
-    """The base's product and what is added to it, of u [N, R]."""
-    if not (base.plain and serves_product(u, _ranks(additions))):
+    """Returns the base's product plus the terms, from u [N, R]."""
+    if not (base.plain and supports_product(u, _max_rank(additions))):
         return _add_into(base.product(x, weight, bias), u, additions)
     firsts, bs, scales = zip(*additions, strict=True)
     y = low_rank_product(u, bs, firsts, scales, weight.shape[0], bias, False)
@@ -426,35 +431,35 @@ def _base_plus_low_rank(
     return torch.ops.aten._unsafe_view(y, (*x.shape[:-1], y.shape[-1]))
 
 
-def _of_x(x: Tensor, a: Tensor, dropout: Dropout | None) -> Tensor:
-    """u [N, R], of x [..., C]."""
-    x = x if dropout is None else drop(x, dropout)
+def _project_down(x: Tensor, a: Tensor, dropout: Dropout | None) -> Tensor:
+    """Returns u [N, R] = x A^T with dropout, for x [..., C]."""
+    x = x if dropout is None else apply_dropout(x, dropout)
     return F.linear(x.reshape(-1, x.shape[-1]), a.to(x.dtype))
 
 
-def _gradient(
-    base: Base, dy: Tensor, weight: Tensor, du: Tensor, a: Tensor, dropout: Dropout | None
+def _x_gradient(
+    base: BaseLinear, dy: Tensor, weight: Tensor, du: Tensor, a: Tensor, dropout: Dropout | None
 ) -> Tensor:
-    """dX [N, C], of dY [N, K] and dU [N, R]."""
-    if not (base.plain and serves_product(du, a.shape[0])):
+    """Returns dX [N, C] from dY [N, K] and dU [N, R]."""
+    if not (base.plain and supports_product(du, a.shape[0])):
         dx = base.gradient(dy, weight)
         if dropout is None:
             return dx.addmm_(du, a.to(du.dtype))
-        return dx.add_(drop(du.mm(a.to(du.dtype)), dropout))
-    how = () if dropout is None else (dropout.keys, dropout.place, dropout.threshold)
-    dx = low_rank_product(du, [a], [0], [1.0], a.shape[1], None, True, *how)
+        return dx.add_(apply_dropout(du.mm(a.to(du.dtype)), dropout))
+    draws = () if dropout is None else (dropout.keys, dropout.seed, dropout.threshold)
+    dx = low_rank_product(du, [a], [0], [1.0], a.shape[1], None, True, *draws)
     return dx.addmm_(dy, weight)
 
 
 def _low_rank_gradients(
-    dy: Tensor, u: Tensor, additions: Sequence[Addition], needed: Sequence[bool]
+    dy: Tensor, u: Tensor, additions: Sequence[LoRATerm], needed: Sequence[bool]
 ) -> tuple[Tensor, list[Tensor | None]]:
-    """dU [N, R], and dB of those parts that need it."""
-    if serves_gradients(dy, _ranks(additions)):
+    """Returns dU [N, R], and dB of the parts that need it."""
+    if supports_gradients(dy, _max_rank(additions)):
         firsts, bs, scales = zip(*additions, strict=True)
-        du, *found = low_rank_gradients(dy, u, bs, firsts, scales, any(needed))
-        found = found or bs
-        return du, [db if need else None for db, need in zip(found, needed, strict=True)]
+        du, *gradients = low_rank_gradients(dy, u, bs, firsts, scales, any(needed))
+        gradients = gradients or bs
+        return du, [db if need else None for db, need in zip(gradients, needed, strict=True)]
     du, dbs, rank = dy.new_empty(u.shape), [], 0
     for (first, b, scale), need in zip(additions, needed, strict=True):
         size, r = b.shape
@@ -462,82 +467,89 @@ def _low_rank_gradients(
         du.narrow(1, rank, r).addmm_(d, b.to(d.dtype), beta=0, alpha=scale)
         db = None
         if need:
-            db = long_sum(d.t(), u.narrow(1, rank, r), scale).to(b.dtype)
+            db = chunked_matmul(d.t(), u.narrow(1, rank, r), scale).to(b.dtype)
         dbs.append(db)
         rank += r
     return du, dbs
 
 
-def _of_a(du: Tensor, x: Tensor, dropout: Dropout | None) -> Tensor:
-    """dA [R, C], of dU [N, R] and x [..., C]."""
-    x = x if dropout is None else drop(x, dropout)
+def _a_gradient(du: Tensor, x: Tensor, dropout: Dropout | None) -> Tensor:
+    """Returns dA [R, C] from dU [N, R] and x [..., C]."""
+    x = x if dropout is None else apply_dropout(x, dropout)
     # Attention of more ranks than share its heads returns rows that are not next to each other
-    return long_sum(du.t(), x.reshape(-1, x.shape[-1]))
+    return chunked_matmul(du.t(), x.reshape(-1, x.shape[-1]))
 
 
-class _Call(NamedTuple):
-    """What is no tensor of the graph."""
+class _LoRACall(NamedTuple):
+    """The arguments of a call that are no tensors of the graph."""
 
-    base: Base
-    places: Sequence[tuple[int, float]]  # first column and scale of each addition
-    how: How | None  # x is computed again
+    base: BaseLinear
+    columns_and_scales: Sequence[tuple[int, float]]  # first column and scale of each addition
+    recompute_fn: RecomputeFn | None  # x is computed again
     gated: tuple[Activation, bool] | None  # and whether its gradient may overwrite gate_up
-    apart: bool
+    deferred: bool
     dropout: Dropout | None
 
-    def additions(self, bs: Sequence[Tensor]) -> list[Addition]:
-        return [Addition(f, b, s) for (f, s), b in zip(self.places, bs, strict=True)]
+    def additions(self, bs: Sequence[Tensor]) -> list[LoRATerm]:
+        return [LoRATerm(f, b, s) for (f, s), b in zip(self.columns_and_scales, bs, strict=True)]
 
 
 class _LoRALinear(torch.autograd.Function):
-    """`gate_up` is given in place of x's graph, where x is its gated activation and nobody else's.
+    """The layer with a frozen base. Differentiates to `gate_up` instead of x if that is given.
 
-    `apart`: y is not computed; see `later`.
+    x is then the gated activation of `gate_up`, and nothing else reads it. `deferred`: y is not
+    computed; see `deferred_product`.
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, gate_up: Tensor | None, *given: Any) -> Tensor:
-        weight, bias, a, u, call, kept, *bs = given
+    def forward(ctx: Any, x: Tensor, gate_up: Tensor | None, *args: Any) -> Tensor:
+        weight, bias, a, u, call, saved_x, *bs = args
         ctx.call, ctx.shape, ctx.columns = call, x.shape, weight.shape[0]
-        ctx.save_for_backward(weight, a, u, *bs, *kept)
-        if call.apart:
-            return without_numbers(x, ctx.columns)
+        ctx.save_for_backward(weight, a, u, *bs, *saved_x)
+        if call.deferred:
+            return placeholder(x, ctx.columns)
         return _base_plus_low_rank(call.base, x, weight, bias, u, call.additions(bs))
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         refuse_second_derivative("a product with low-rank additions")
-        call: _Call = ctx.call
+        call: _LoRACall = ctx.call
         weight, a, u, *rest = ctx.saved_tensors
-        bs, kept = rest[: len(call.places)], rest[len(call.places) :]
-        of_x, of_gate_up, _, _, of_a, *_ = ctx.needs_input_grad
+        bs, saved_x = rest[: len(call.columns_and_scales)], rest[len(call.columns_and_scales) :]
+        needs_x, needs_gate_up, _, _, needs_a, *_ = ctx.needs_input_grad
         rows = dy.reshape(-1, ctx.columns)
         remote = None
-        if of_a and call.how is not None:  # not of a gated activation
-            remote = fetch_again(call.how, kept)
+        if needs_a and call.recompute_fn is not None:  # not of a gated activation
+            remote = start_fetch(call.recompute_fn, saved_x)
         du, dbs = _low_rank_gradients(
             rows, u, call.additions(bs), ctx.needs_input_grad[8:][: len(bs)]
         )
         da = dx = dgate_up = None
-        if remote is not None and of_x:
-            dx = _gradient(call.base, rows, weight, du, a, call.dropout).view(ctx.shape)
+        if remote is not None and needs_x:
+            dx = _x_gradient(call.base, rows, weight, du, a, call.dropout).view(ctx.shape)
             remote.reduce(dx)
-        if of_a and not of_gate_up:  # else first: what is computed again is gone when dX comes
-            x = kept[0] if call.how is None else compute_again(call.how, kept)
-            da = _of_a(du, x, call.dropout)
+        if (
+            needs_a and not needs_gate_up
+        ):  # else first: what is computed again is gone when dX comes
+            x = (
+                saved_x[0]
+                if call.recompute_fn is None
+                else run_recompute(call.recompute_fn, saved_x)
+            )
+            da = _a_gradient(du, x, call.dropout)
             del x
-        if (of_x or of_gate_up) and dx is None:
-            dx = _gradient(call.base, rows, weight, du, a, call.dropout).view(ctx.shape)
-        if of_gate_up:
+        if (needs_x or needs_gate_up) and dx is None:
+            dx = _x_gradient(call.base, rows, weight, du, a, call.dropout).view(ctx.shape)
+        if needs_gate_up:
             assert dx is not None and call.gated is not None
-            dgate_up, x = gradient_and_product(dx, kept[0], *call.gated)
-            da, dx = _of_a(du, x, call.dropout), None
+            dgate_up, x = gradient_and_product(dx, saved_x[0], *call.gated)
+            da, dx = _a_gradient(du, x, call.dropout), None
         da = None if da is None else da.to(a.dtype)
         return dx, dgate_up, None, None, da, None, None, None, *dbs
 
 
-def _as_one(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-    """Whether one node may stand for the product of a frozen weight and what is added to it."""
+def _fits_one_node(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+    """Whether one autograd node can compute the product of a frozen weight and its additions."""
     return (
         not torch.compiler.is_compiling()
         and type(x) is Tensor
@@ -546,7 +558,7 @@ def _as_one(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
         and (bias is None or not bias.requires_grad)
         and x.dtype == weight.dtype
         and autocast_dtype(x.device) is None
-        and not sees_products()
+        and not has_function_mode()
     )
 
 
@@ -555,46 +567,49 @@ def lora_linear(
     weight: Tensor,
     bias: Tensor | None,
     a: Tensor,
-    additions: Sequence[Addition],
+    additions: Sequence[LoRATerm],
     *,
-    base: Base = PLAIN,
+    base: BaseLinear = PLAIN_BASE,
     dropout: Dropout | None = None,
 ) -> Tensor:
-    """`linear(x, weight, bias)` of x [..., C] and weight [K, C], plus what the parts add to it.
+    """Returns `linear(x, weight, bias)` for x [..., C] and weight [K, C], plus the parts'
+    additions.
 
-    `a` [R, C] has the rows of all parts in the order of `additions`, whose columns do not overlap
-    and ascend. `base` computes the product with the weight. `dropout` is of what A reads; its keys
-    have the rows of x.
+    `a` [R, C] has the rows of all parts in the order of `additions`, whose columns ascend and do
+    not overlap. `base` computes the product with the weight. `dropout` applies to the input of A;
+    its keys have the rows of x.
     """
     if dropout is not None:
         dropout.check(x)
-        additions = _scaled(additions, dropout)
-    if not (x.numel() and _as_one(x, weight, bias)):
-        if (recipe := recipe_of(x)) is not None:
-            recipe.alone = False  # A reads x, too
+        additions = _scale_terms(additions, dropout)
+    if not (x.numel() and _fits_one_node(x, weight, bias)):
+        if (recompute := find_recompute(x)) is not None:
+            recompute.single_reader = False  # A reads x, too
         y = base.linear(x, weight, bias)
-        return _added(y, x if dropout is None else drop(x, dropout), a, additions)
+        return _add_terms(y, x if dropout is None else apply_dropout(x, dropout), a, additions)
     if not torch.is_grad_enabled():
-        plain = base.plain and not takes_row(x, weight)
+        plain = base.plain and not uses_gemv(x, weight)
         rows = base._replace(product=base.linear, plain=plain)
-        u = _of_x(x, a, dropout)
+        u = _project_down(x, a, dropout)
         return _base_plus_low_rank(rows, x, weight, bias, u, additions)
-    apart = computes_later()
-    own, gate_up, how, gated = x, None, None, None
-    kept: tuple[Tensor | None, ...] = (x,) if a.requires_grad else ()
-    recipe = recipe_of(x) if a.requires_grad else None
-    if recipe is not None and recipe.gated is not None and recipe.alone:
-        gate_up, act, node = recipe.gated
-        own, kept, gated = x.detach(), (gate_up,), (act, node.overwrite)
-    elif recipe is not None:
-        recipe.keep_gate_up()
-        how, kept = recipe.how, recipe.kept
+    deferred = defers_product()
+    values, gate_up, recompute_fn, gated = x, None, None, None
+    saved_x: tuple[Tensor | None, ...] = (x,) if a.requires_grad else ()
+    recompute = find_recompute(x) if a.requires_grad else None
+    if recompute is not None and recompute.gated is not None and recompute.single_reader:
+        gate_up, act, node = recompute.gated
+        values, saved_x, gated = x.detach(), (gate_up,), (act, node.overwrite)
+    elif recompute is not None:
+        recompute.keep_gate_up()
+        recompute_fn, saved_x = recompute.fn, recompute.saved
     with torch.no_grad():
-        u = _of_x(x, a, dropout)
-    places = [(first, scale) for first, _, scale in additions]
-    call = _Call(base, places, how, gated, apart, dropout)
+        u = _project_down(x, a, dropout)
+    columns_and_scales = [(first, scale) for first, _, scale in additions]
+    call = _LoRACall(base, columns_and_scales, recompute_fn, gated, deferred, dropout)
     bs = [b for _, b, _ in additions]
-    place: Tensor = _LoRALinear.apply(own, gate_up, weight, bias, a, u, call, kept, *bs)
-    if not apart:
-        return place
-    return later(place, lambda: _base_plus_low_rank(base, x, weight, bias, u, additions))
+    product: Tensor = _LoRALinear.apply(values, gate_up, weight, bias, a, u, call, saved_x, *bs)
+    if not deferred:
+        return product
+    return deferred_product(
+        product, lambda: _base_plus_low_rank(base, x, weight, bias, u, additions)
+    )

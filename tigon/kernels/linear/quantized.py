@@ -1,4 +1,4 @@
-"""Weights in 4 bits: NF4 with doubly quantised scales, as QLoRA has them.
+"""Weights in 4 bits: NF4 with doubly quantized scales, as QLoRA has them.
 
 # n numbers of a matrix, b blocks of 64 of them, g groups of 256 blocks; all of a packed weight have
 # the matrices that it is made of one behind the other, each with blocks and groups of its own
@@ -17,14 +17,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tigon.kernels.linear.lora import Base
+from tigon.kernels.linear.lora import BaseLinear
 from tigon.kernels.runtime import operator, refuse_second_derivative, runs_triton, tl, triton
 
 BLOCK, GROUP = 64, 256  # numbers of a block, blocks of a group
-SLAB = 1 << 22  # numbers that are quantised at a time
+SLAB = 1 << 22  # elements that are (de)quantized at a time
 TILE = 64  # blocks of a program
 # The book of bitsandbytes, whose last bits no formula gives
-NUMBERS = torch.tensor(
+NF4_VALUES = torch.tensor(
     [
         *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453),
         *(-0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0),
@@ -36,23 +36,23 @@ NUMBERS = torch.tensor(
 )
 
 
-def _dynamic() -> Tensor:
-    """256 signed numbers up to 1; each power of ten further down they have a bit less."""
-    found = [0.0, 1.0]
+def _scale_values() -> Tensor:
+    """Returns 256 signed numbers up to 1 with a bit less precision for each power of ten below."""
+    numbers_list = [0.0, 1.0]
     for i in range(7):
         bounds = torch.linspace(0.1, 1, 2**i + 1, dtype=torch.float32, device="cpu")
         means = (bounds[:-1] + bounds[1:]) / 2.0
-        found += (10 ** (i - 6) * means).tolist() + (-(10 ** (i - 6)) * means).tolist()
-    return torch.tensor(sorted(found), dtype=torch.float32, device="cpu")
+        numbers_list += (10 ** (i - 6) * means).tolist() + (-(10 ** (i - 6)) * means).tolist()
+    return torch.tensor(sorted(numbers_list), dtype=torch.float32, device="cpu")
 
 
-DYNAMIC = _dynamic()
+SCALE_VALUES = _scale_values()
 
 
-class Nf4(NamedTuple):
+class NF4Tensor(NamedTuple):
     """A weight of one or several matrices."""
 
-    codes: Tensor  # uint8 [n / 2]: of two neighbours the first is in the high bits
+    codes: Tensor  # uint8 [n / 2]: of two neighbors the first is in the high bits
     scales: Tensor  # uint8 [b], of each block
     steps: Tensor  # fp32 [g], of each group of scales
     offsets: Tensor  # fp32 [g], the mean that was taken from its matrix's scales
@@ -60,71 +60,81 @@ class Nf4(NamedTuple):
     tables: Tensor  # fp32 [16 + 256], what codes and scales mean
 
 
-def sizes_of(numbers: int) -> tuple[int, int, int]:
-    """Bytes of codes, blocks and groups of a matrix of so many numbers; its last block, byte and
-    group may be filled in part, as bitsandbytes pads them."""
+def packed_sizes(numbers: int) -> tuple[int, int, int]:
+    """Returns the bytes of codes, the blocks and the groups of a matrix of `numbers` elements.
+
+    The last block, byte and group may be partly filled, as bitsandbytes pads them.
+    """
     blocks = -(-numbers // BLOCK)
     return -(-numbers // 2), blocks, -(-blocks // GROUP)
 
 
-def places_of(matrices: Sequence[int]) -> Tensor:
-    """`places` for matrices of so many numbers."""
+def group_offsets(matrices: Sequence[int]) -> Tensor:
+    """Returns `NF4Tensor.places` for matrices of these numbers of elements."""
     rows, number, byte, block = [], 0, 0, 0
     for numbers in matrices:
-        of_codes, blocks, groups = sizes_of(numbers)
+        code_bytes, blocks, groups = packed_sizes(numbers)
         for i in range(groups):
             at = i * GROUP
             rows.append((number + at * BLOCK, byte + at * BLOCK // 2, block + at))
-        number, byte, block = number + numbers, byte + of_codes, block + blocks
+        number, byte, block = number + numbers, byte + code_bytes, block + blocks
     return torch.tensor([*rows, (number, byte, block)], dtype=torch.int64, device="cpu")
 
 
-def _nearest(x: Tensor, book: Tensor) -> Tensor:
-    """The index of the nearest number of the book, uint8; of two that are as near the lower one."""
+def _nearest_code(x: Tensor, book: Tensor) -> Tensor:
+    """Returns the uint8 index of the nearest number of the book; of two equally near the lower
+    one."""
     return torch.bucketize(x, (book[1:] + book[:-1]) / 2, out_int32=True).to(torch.uint8)
 
 
-def _quantised(x: Tensor, size: int, book: Tensor) -> tuple[Tensor, Tensor]:
-    """Codes [m] of fp32 numbers [m], and the largest of each `size` of them."""
-    missing = -len(x) % size
-    rows = torch.cat([x, x.new_zeros(missing)]).view(-1, size) if missing else x.view(-1, size)
-    most = rows.abs().amax(1)
-    shares = rows * (1.0 / most.clamp(min=1e-38)).unsqueeze(1)
-    return _nearest(shares.clamp_(-1, 1), book).view(-1)[: len(x)], most
+def _quantize_blocks(x: Tensor, size: int, book: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns codes [m] of fp32 numbers [m], and the absolute maximum of each `size` of them."""
+    padding = -len(x) % size
+    rows = torch.cat([x, x.new_zeros(padding)]).view(-1, size) if padding else x.view(-1, size)
+    largest_abs = rows.abs().amax(1)
+    shares = rows * (1.0 / largest_abs.clamp(min=1e-38)).unsqueeze(1)
+    return _nearest_code(shares.clamp_(-1, 1), book).view(-1)[: len(x)], largest_abs
 
 
 @torch.no_grad()
-def nf4_quantise(matrix: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """`codes`, `scales`, `steps` and `offsets` of one matrix of 16 or 32 bits.
+def quantize_nf4(matrix: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Returns `codes`, `scales`, `steps` and `offsets` of one 16- or 32-bit matrix.
 
-    NaN and infinity have no code: callers check for them. Two or three times SLAB of fp32 numbers
-    are held meanwhile.
+    NaN and infinity have no code: check for them before. Needs memory for two or three times SLAB
+    fp32 numbers.
     """
-    flat, book = matrix.reshape(-1), NUMBERS.to(matrix.device)
+    flat, book = matrix.reshape(-1), NF4_VALUES.to(matrix.device)
     codes = torch.empty(len(flat) + len(flat) % 2, dtype=torch.uint8, device=flat.device)
     codes[len(flat) :] = 7  # that of 0, which bitsandbytes pads with
     largest = []
     for first in range(0, len(flat), SLAB):
         x = flat[first : first + SLAB].float()
-        codes[first : first + len(x)], most = _quantised(x, BLOCK, book)
-        largest.append(most)
-    most = torch.cat(largest)
-    offset = most.mean()
-    scales, steps = _quantised(most - offset, GROUP, DYNAMIC.to(most.device))
+        codes[first : first + len(x)], largest_abs = _quantize_blocks(x, BLOCK, book)
+        largest.append(largest_abs)
+    largest_abs = torch.cat(largest)
+    offset = largest_abs.mean()
+    scales, steps = _quantize_blocks(
+        largest_abs - offset, GROUP, SCALE_VALUES.to(largest_abs.device)
+    )
     return codes[::2] << 4 | codes[1::2], scales, steps, offset.repeat(len(steps))
 
 
-def nf4_numbers(
-    weight: Nf4, matrices: Sequence[int], which: int, first: int, count: int, dtype: torch.dtype
+def dequantize_nf4_slice(
+    weight: NF4Tensor,
+    matrices: Sequence[int],
+    which: int,
+    first: int,
+    count: int,
+    dtype: torch.dtype,
 ) -> Tensor:
-    """Numbers [first, first + count) of one of the matrices, in plain torch: the definition.
+    """Returns elements [first, first + count) of one matrix, in plain torch: the definition.
 
-    `matrices`: the numbers that each of them has.
+    `matrices`: the number of elements of each matrix.
     """
-    before = [sizes_of(numbers) for numbers in matrices[:which]]
+    before = [packed_sizes(numbers) for numbers in matrices[:which]]
     byte, block, group = (sum(size[i] for size in before) for i in range(3))
     out = torch.empty(count, dtype=dtype, device=weight.codes.device)
-    numbers, dynamic = weight.tables.split([len(NUMBERS), len(DYNAMIC)])
+    numbers, dynamic = weight.tables.split([len(NF4_VALUES), len(SCALE_VALUES)])
     end = first + count
     for begin in range(first // BLOCK * BLOCK, end, SLAB):
         stop = min(end, begin + SLAB)
@@ -134,19 +144,19 @@ def nf4_numbers(
         scales = scales + weight.offsets[group + blocks // GROUP]
         codes = weight.codes[byte + begin // 2 : byte + (stop + 1) // 2].int()
         values = numbers[torch.stack((codes >> 4, codes & 15), -1).view(-1)]
-        missing = len(blocks) * BLOCK - len(values)
-        values = torch.cat([values, values.new_zeros(missing)]) if missing else values
+        padding = len(blocks) * BLOCK - len(values)
+        values = torch.cat([values, values.new_zeros(padding)]) if padding else values
         values = values.view(-1, BLOCK).mul_(scales.unsqueeze(1)).view(-1)
         low = max(begin, first)
         out[low - first : stop - first] = values[low - begin : stop - begin]
     return out
 
 
-def nf4_dequantise_ref(
-    weight: Nf4, matrices: Sequence[int], shape: Sequence[int], dtype: torch.dtype
+def dequantize_nf4_ref(
+    weight: NF4Tensor, matrices: Sequence[int], shape: Sequence[int], dtype: torch.dtype
 ) -> Tensor:
-    """What `nf4_dequantise` returns, in plain torch."""
-    parts = [nf4_numbers(weight, matrices, i, 0, n, dtype) for i, n in enumerate(matrices)]
+    """`dequantize_nf4` in plain torch."""
+    parts = [dequantize_nf4_slice(weight, matrices, i, 0, n, dtype) for i, n in enumerate(matrices)]
     return (parts[0] if len(parts) == 1 else torch.cat(parts)).view(*shape)
 
 
@@ -165,16 +175,18 @@ def _nf4_kernel(
     count = (tl.load(place + 3) - first).to(tl.int32)
     if EVEN:
         first, byte = tl.multiple_of(first, BLOCK), tl.multiple_of(byte, BLOCK // 2)
-    there = blocks * BLOCK < count
-    scale = tl.load(scales + block + blocks, mask=there, other=0).to(tl.int32)
+    block_mask = blocks * BLOCK < count
+    scale = tl.load(scales + block + blocks, mask=block_mask, other=0).to(tl.int32)
     scale = tl.load(numbers + 16 + scale) * tl.load(steps + group) + tl.load(offsets + group)
     at = blocks[:, None] * (BLOCK // 2) + tl.arange(0, BLOCK // 2)[None, :]
-    here = there[:, None] if EVEN else at * 2 < count
-    code = tl.load(codes + byte + at, mask=here, other=0).to(tl.int32)
+    element_mask = block_mask[:, None] if EVEN else at * 2 < count
+    code = tl.load(codes + byte + at, mask=element_mask, other=0).to(tl.int32)
     pairs = tl.interleave(tl.load(numbers + (code >> 4)), tl.load(numbers + (code & 15)))
-    own = blocks[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
-    here = there[:, None] if EVEN else own < count
-    tl.store(y + first + own, (pairs * scale[:, None]).to(y.dtype.element_ty), mask=here)
+    element = blocks[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+    element_mask = block_mask[:, None] if EVEN else element < count
+    tl.store(
+        y + first + element, (pairs * scale[:, None]).to(y.dtype.element_ty), mask=element_mask
+    )
 
 
 def _nf4_output(
@@ -184,12 +196,12 @@ def _nf4_output(
     return codes.new_empty(shape, dtype=dtype)
 
 
-@operator("nf4_dequantise", _nf4_output)
+@operator("nf4_dequantize", _nf4_output)
 def _dequantize_nf4(
     codes: Tensor, scales: Tensor, steps: Tensor, offsets: Tensor, places: Tensor, tables: Tensor,
     matrices: Sequence[int], shape: Sequence[int], dtype: torch.dtype,
 ) -> Tensor:  # fmt: skip
-    weight = Nf4(codes, scales, steps, offsets, places, tables)
+    weight = NF4Tensor(codes, scales, steps, offsets, places, tables)
     y = _nf4_output(*weight, matrices, shape, dtype)
     parts = GROUP // TILE
     _nf4_kernel[(len(steps) * parts,)](
@@ -200,31 +212,31 @@ def _dequantize_nf4(
     return y
 
 
-def nf4_dequantise(
-    weight: Nf4, matrices: Sequence[int], shape: Sequence[int], dtype: torch.dtype
+def dequantize_nf4(
+    weight: NF4Tensor, matrices: Sequence[int], shape: Sequence[int], dtype: torch.dtype
 ) -> Tensor:
-    """The weight [...shape] in `dtype`, in new memory; `matrices`: the numbers of each of its
-    matrices. Numbers are fp32 and rounded once."""
+    """Returns the weight [...shape] in `dtype`, in new memory; computed in fp32 and rounded once.
+
+    `matrices`: the number of elements of each of its matrices.
+    """
     if not runs_triton(weight.steps):
-        return nf4_dequantise_ref(weight, matrices, shape, dtype)
+        return dequantize_nf4_ref(weight, matrices, shape, dtype)
     return _dequantize_nf4(*weight, matrices, shape, dtype)
 
 
-# Weights in fp8 with a scale for every block of them, as checkpoints have them.
+# Weights in fp8 with a scale for every block, as checkpoints store them.
 #
 # N, K of a weight; R rows of scales, S of them in a row
 #
-# A number is its fp8 number times the scale of its block, in fp32, rounded once. Source:
-# DeepSeek-V3 (arXiv 2412.19437, section 3.3). A packed weight has matrices of several tensors one
-# below the other, whose blocks begin anew with each, so that every row of it says which row of
-# scales it has.
+# A value is its fp8 number times the scale of its block, in fp32, rounded once. Source: DeepSeek-V3
+# (arXiv 2412.19437, section 3.3). A packed weight stacks matrices of several tensors, whose blocks
+# begin anew with each, so `owners` maps every row to its row of scales.
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 ROWS, COLUMNS = 16, 256  # of a program's tile
-SLAB = 1 << 22  # numbers that the definition makes at a time
 
 
-class BlockFp8(NamedTuple):
+class BlockFP8Tensor(NamedTuple):
     """A weight of one or several matrices."""
 
     codes: Tensor  # uint8 [N, K]
@@ -232,27 +244,35 @@ class BlockFp8(NamedTuple):
     owners: Tensor  # int32 [N], the row of scales of each row
 
 
-def block_fp8_rows(
-    weight: BlockFp8, first: int, count: int, *, width: int, stored: torch.dtype, dtype: torch.dtype
+def dequantize_block_fp8_rows(
+    weight: BlockFP8Tensor,
+    first: int,
+    count: int,
+    *,
+    width: int,
+    stored: torch.dtype,
+    dtype: torch.dtype,
 ) -> Tensor:
-    """Rows [first, first + count), in plain torch: the definition. `width`: columns of a block."""
+    """Returns rows [first, first + count), in plain torch: the definition. `width`: columns of a
+    block.
+    """
     columns = weight.codes.shape[1]
     out = torch.empty(count, columns, dtype=dtype, device=weight.codes.device)
-    of_column = torch.arange(columns, device=out.device) // width
+    column_block = torch.arange(columns, device=out.device) // width
     step = max(1, SLAB // max(1, columns))
     for begin in range(0, count, step):
         rows = slice(first + begin, first + min(begin + step, count))
         values = weight.codes[rows].view(stored).float()
-        out[begin : begin + step] = values.mul_(weight.scales[weight.owners[rows]][:, of_column])
+        out[begin : begin + step] = values.mul_(weight.scales[weight.owners[rows]][:, column_block])
     return out
 
 
 @triton.jit
-def number_of(code, E4M3: tl.constexpr):
-    """fp32 of fp8 codes, int32. GPUs before sm_89 have no conversion.
+def decode_fp8(code, E4M3: tl.constexpr):
+    """Converts int32 fp8 codes to fp32. GPUs before sm_89 have no instruction for it.
 
-    Both forms are fp16's but for their number of bits: e5m2 without the last eight of the mantissa,
-    e4m3 with a bias of 7 in place of 15.
+    Both formats are fp16 with fewer bits: e5m2 lacks the last eight of the mantissa, e4m3 has a
+    bias of 7 instead of 15.
     """
     if E4M3:
         bits = ((code & 0x80) << 8) | ((code & 0x7F) << 7)
@@ -270,13 +290,13 @@ def _block_fp8_kernel(
 ):  # fmt: skip
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    there = (rows < N)[:, None] & (columns < K)[None, :]
+    block_mask = (rows < N)[:, None] & (columns < K)[None, :]
     owner = tl.load(owners + rows, mask=rows < N, other=0)
-    of_block = owner[:, None] * S + (columns // width)[None, :]
-    scale = tl.load(scales + of_block, mask=there, other=0.0)
+    scale_index = owner[:, None] * S + (columns // width)[None, :]
+    scale = tl.load(scales + scale_index, mask=block_mask, other=0.0)
     at = rows.to(tl.int64)[:, None] * K + columns[None, :]
-    code = tl.load(codes + at, mask=there, other=0).to(tl.int32)
-    tl.store(y + at, (number_of(code, E4M3) * scale).to(y.dtype.element_ty), mask=there)
+    code = tl.load(codes + at, mask=block_mask, other=0).to(tl.int32)
+    tl.store(y + at, (decode_fp8(code, E4M3) * scale).to(y.dtype.element_ty), mask=block_mask)
 
 
 def _block_fp8_output(
@@ -285,7 +305,7 @@ def _block_fp8_output(
     return codes.new_empty(codes.shape, dtype=dtype)
 
 
-@operator("block_fp8_dequantise", _block_fp8_output)
+@operator("block_fp8_dequantize", _block_fp8_output)
 def _dequantize_block_fp8(
     codes: Tensor, scales: Tensor, owners: Tensor, width: int, e4m3: bool, dtype: torch.dtype
 ) -> Tensor:
@@ -299,65 +319,67 @@ def _dequantize_block_fp8(
     return y
 
 
-def block_fp8_dequantise(
-    weight: BlockFp8, *, width: int, stored: torch.dtype, dtype: torch.dtype
+def dequantize_block_fp8(
+    weight: BlockFP8Tensor, *, width: int, stored: torch.dtype, dtype: torch.dtype
 ) -> Tensor:
-    """The weight [N, K] in `dtype`, in new memory.
+    """Returns the weight [N, K] in `dtype`, in new memory.
 
-    `width`: columns of a block; `stored`: which of the two forms of fp8 the codes are of.
+    `width`: columns of a block; `stored`: the fp8 format of the codes.
     """
     if not runs_triton(weight.scales):
-        return block_fp8_rows(weight, 0, len(weight.codes), width=width, stored=stored, dtype=dtype)
+        return dequantize_block_fp8_rows(
+            weight, 0, len(weight.codes), width=width, stored=stored, dtype=dtype
+        )
     return _dequantize_block_fp8(*weight, width, stored == E4M3, dtype)
 
 
-# A linear layer whose frozen weight is kept in few bits and made of them where it is used.
-#
-# ... any leading dimensions, C columns of x and of the weight, K rows of the weight
-#
-# y = x W^T + bias and dX = dY W each dequantise W anew, into memory that is free again behind the
-# product: nothing of 16 bits is kept from forward to backward, nor is x.
+# The linear layer. y = x W^T + bias and dX = dY W each dequantize W into memory that is free again
+# after the product: neither W in 16 bits nor x is saved for backward.
 
-Dequantise = Callable[[], Tensor]  # the weight [K, C]
+Dequantize = Callable[[], Tensor]  # the weight [K, C]
 
 
-class _QuantisedLinear(torch.autograd.Function):
+class _QuantizedLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, bias: Tensor | None, *given: Any) -> Tensor:
-        ctx.dequantise, ctx.inner = given
-        y: Tensor = ctx.inner.product(x, ctx.dequantise(), bias)
+    def forward(ctx: Any, x: Tensor, bias: Tensor | None, *args: Any) -> Tensor:
+        ctx.dequantize, ctx.inner = args
+        y: Tensor = ctx.inner.product(x, ctx.dequantize(), bias)
         return y
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        refuse_second_derivative("a product with a quantised weight")
-        of_x, of_bias, *_ = ctx.needs_input_grad
+        refuse_second_derivative("a product with a quantized weight")
+        needs_x, needs_bias, *_ = ctx.needs_input_grad
         rows = dy.reshape(-1, dy.shape[-1])
         dx = None
-        if of_x:
-            weight = ctx.dequantise().to(dy.dtype)  # another one under autocast
+        if needs_x:
+            weight = ctx.dequantize().to(dy.dtype)  # another one under autocast
             dx = ctx.inner.gradient(rows, weight).view(*dy.shape[:-1], -1)
-        return dx, rows.sum(0) if of_bias else None, None, None
+        return dx, rows.sum(0) if needs_bias else None, None, None
 
 
-def quantised_linear(x: Tensor, bias: Tensor | None, dequantise: Dequantise, inner: Base) -> Tensor:
-    """`F.linear(x, dequantise(), bias)` of x [..., C], whose weight has no gradient.
+def quantized_linear(
+    x: Tensor, bias: Tensor | None, dequantize: Dequantize, inner: BaseLinear
+) -> Tensor:
+    """`F.linear(x, dequantize(), bias)` of x [..., C], whose weight has no gradient.
 
-    `inner` computes the products. Under torch.compile autograd may keep the dequantised weight.
+    `inner` computes the products. Under torch.compile autograd may save the dequantized weight.
     """
     learns = x.requires_grad or (bias is not None and bias.requires_grad)
     if torch.compiler.is_compiling() or not x.numel():
-        return F.linear(x, dequantise(), bias)
+        return F.linear(x, dequantize(), bias)
     if not (learns and torch.is_grad_enabled()):
-        return inner.linear(x, dequantise(), bias)
-    y: Tensor = _QuantisedLinear.apply(x, bias, dequantise, inner)
+        return inner.linear(x, dequantize(), bias)
+    y: Tensor = _QuantizedLinear.apply(x, bias, dequantize, inner)
     return y
 
 
-def quantised_base(dequantise: Dequantise, inner: Base) -> Base:
-    """The same as the base of `lora_linear`, whose weight then only says shape and dtype."""
-    return Base(
-        lambda x, _, bias: inner.product(x, dequantise(), bias),
-        lambda dy, _: inner.gradient(dy, dequantise()),
-        lambda x, _, bias: quantised_linear(x, bias, dequantise, inner),
+def quantized_base(dequantize: Dequantize, inner: BaseLinear) -> BaseLinear:
+    """Returns `quantized_linear` as a base of `lora_linear`, which then ignores the weight's
+    values.
+    """
+    return BaseLinear(
+        lambda x, _, bias: inner.product(x, dequantize(), bias),
+        lambda dy, _: inner.gradient(dy, dequantize()),
+        lambda x, _, bias: quantized_linear(x, bias, dequantize, inner),
     )

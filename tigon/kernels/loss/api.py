@@ -1,6 +1,8 @@
-"""Cross-entropy and divergences of logits that exist; a head's own never need to.
+"""Losses of logits, and of hidden states with the head's weight.
 
-# N rows, V vocab
+# N rows (tokens), C model dim, D that of a teacher, V vocab
+
+Operators with a head never allocate [N, V]: logits exist chunk by chunk.
 """
 
 from collections.abc import Sequence
@@ -9,22 +11,22 @@ from torch import Tensor
 
 from tigon.kernels.loss.cross_entropy_rows import cross_entropy_ref
 from tigon.kernels.loss.divergence_rows import kl_ref
-from tigon.kernels.loss.fused_linear import HeadValue, run_one
+from tigon.kernels.loss.fused_linear import HeadValue, run_loss_term
 from tigon.kernels.loss.logits import (
+    DEFAULT_OPTIONS,
     IGNORE_INDEX,
     METRICS,
-    PLAIN,
     Options,
     Reduction,
     logits_ref,
     scale_and_cap,
 )
-from tigon.kernels.loss.terms import KL, ActiveRows, CrossEntropy, Divergence, Head, LogProbs
+from tigon.kernels.loss.terms import KL, CrossEntropy, Divergence, Head, LogProbs, ValidRows
 
 __all__ = [
+    "DEFAULT_OPTIONS",
     "IGNORE_INDEX",
     "METRICS",
-    "PLAIN",
     "Options",
     "Reduction",
     "cross_entropy",
@@ -43,19 +45,19 @@ def cross_entropy(
     class_weights: Tensor | None = None,  # [V]
     denominator: Tensor | float = 1.0,
     reduction: Reduction = "sum",
-    options: Options = PLAIN,
+    options: Options = DEFAULT_OPTIONS,
     metrics: Sequence[str] = (),
     overwrite: bool = False,
 ) -> HeadValue:
-    """`sum(w_t * ce_t) / denominator` in fp32, or every `w_t * ce_t` [N]; and the metrics.
+    """Returns `sum(w_t * ce_t) / denominator` in fp32, or every `w_t * ce_t` [N], and the metrics.
 
-    As `linear_cross_entropy`, for logits that exist. They are never written to, unless
-    `overwrite` says that they belong to the operator: then their gradient takes their place, and
-    nothing else of their size is allocated, if no two logits share memory and those of a row are
-    adjacent. With reduction "sum" the gradient is made in the forward pass, and copied only for a
-    backward pass that retains the graph.
+    Like `linear_cross_entropy`, for logits that exist. They are only written to with `overwrite`,
+    by which the caller gives them away: then their gradient takes their place, and nothing else of
+    their size is allocated, if no two logits share memory and those of a row are adjacent. With
+    reduction "sum" the gradient is computed in the forward pass, and copied only for a backward
+    pass that retains the graph.
     """
-    criterion = CrossEntropy(
+    term = CrossEntropy(
         targets=targets,
         weights=token_weights,
         denominator=denominator,
@@ -66,7 +68,7 @@ def cross_entropy(
         metrics=metrics,
     )
     options = options.of_logits()
-    return run_one(logits, None, None, criterion, options=options, overwrite=overwrite)
+    return run_loss_term(logits, None, None, term, options=options, overwrite=overwrite)
 
 
 def divergence(
@@ -78,9 +80,10 @@ def divergence(
     reduction: Reduction = "sum",
     beta: float = 0.0,
 ) -> Tensor:
-    """`sum(w_t * D_t) / denominator` in fp32, or every `w_t * D_t` [N], D as in `linear_kl`.
+    """Returns `sum(w_t * D_t) / denominator` in fp32, or every `w_t * D_t` [N], D as in
+    `linear_kl`.
 
-    For log-probabilities that exist, defined by `kl_ref`: they are not normalised again. The
+    For log-probabilities that exist, defined by `kl_ref`: they are not normalized again. The
     teacher's get no gradient.
     """
     if logprobs.shape != teacher_logprobs.shape:
@@ -90,19 +93,17 @@ def divergence(
         )
     if not 0 <= beta <= 1:
         raise ValueError(f"beta={beta} is not in [0, 1]")
-    criterion = Divergence(
+    term = Divergence(
         teacher_logprobs=teacher_logprobs,
         weights=token_weights,
         denominator=denominator,
         reduction=reduction,
         beta=beta,
     )
-    return run_one(logprobs, None, None, criterion).value
+    return run_loss_term(logprobs, None, None, term).value
 
 
-# Operators of a head and one criterion; no [N, V] tensor outlives a chunk.
-#
-# N rows (tokens), C model dim, D that of a teacher, V vocab
+# Operators with a head
 
 
 def linear_cross_entropy_ref(
@@ -115,7 +116,7 @@ def linear_cross_entropy_ref(
     class_weights: Tensor | None = None,
     denominator: Tensor | float = 1.0,
     reduction: Reduction = "sum",
-    options: Options = PLAIN,
+    options: Options = DEFAULT_OPTIONS,
 ) -> Tensor:
     """The definition, fp32 throughout, with all logits at once and plain autograd."""
     losses = cross_entropy_ref(logits_ref(hidden, weight, bias), targets, options=options)
@@ -136,27 +137,27 @@ def linear_cross_entropy(
     class_weights: Tensor | None = None,  # [V]
     denominator: Tensor | float = 1.0,
     reduction: Reduction = "sum",
-    options: Options = PLAIN,
+    options: Options = DEFAULT_OPTIONS,
     metrics: Sequence[str] = (),
-    active: ActiveRows | None = None,
+    active: ValidRows | None = None,
     logits_bytes: int | None = None,
 ) -> HeadValue:
-    """`sum(w_t * ce_t) / denominator` in fp32, or every `w_t * ce_t` [N]; and the metrics.
+    """Returns `sum(w_t * ce_t) / denominator` in fp32, or every `w_t * ce_t` [N], and the metrics.
 
     w_t is the token's weight times the class weight of its target. With reduction "sum" the
-    gradients are made while a chunk's logits exist: three matrix products, nothing recomputed.
-    With "none" the upstream gradient is unknown, so the logits are computed again in the backward
-    pass: four. At most `logits_bytes` of logits exist at a time.
+    gradients are computed while a chunk's logits exist: three matrix products, nothing recomputed.
+    With "none" the upstream gradient is unknown, so backward computes the logits again: four. At
+    most `logits_bytes` of logits exist at a time.
 
     Rows whose target is ignored or whose weight is 0 cost nothing and give nothing, not even NaN.
-    On a GPU the host must know how many remain: `active` made ahead of time saves waiting for the
-    device. Under torch.compile and in CUDA graphs no row is left out.
+    On a GPU the host must know how many remain: `active` computed in advance avoids a sync. Under
+    torch.compile and in CUDA graphs no row is left out.
 
     Metrics are those of `CrossEntropy`; with metrics only rows whose target is ignored are left
     out. Sources: the chunked gradient-in-forward form of Liger-Kernel (arXiv 2410.10989), defined
     by `linear_cross_entropy_ref`.
     """
-    criterion = CrossEntropy(
+    term = CrossEntropy(
         targets=targets,
         weights=token_weights,
         denominator=denominator,
@@ -167,8 +168,8 @@ def linear_cross_entropy(
         metrics=metrics,
     )
     options = options.of_logits()
-    return run_one(
-        hidden, weight, bias, criterion, options=options, active=active, logits_bytes=logits_bytes
+    return run_loss_term(
+        hidden, weight, bias, term, options=options, active=active, logits_bytes=logits_bytes
     )
 
 
@@ -178,7 +179,7 @@ def selected_logprobs_ref(
     targets: Tensor,
     *,
     bias: Tensor | None = None,
-    options: Options = PLAIN,
+    options: Options = DEFAULT_OPTIONS,
 ) -> Tensor:
     """The definition, fp32 throughout, with all logits at once and plain autograd."""
     return -linear_cross_entropy_ref(
@@ -192,21 +193,22 @@ def selected_logprobs(
     targets: Tensor,  # [N], -100 is ignored
     *,
     bias: Tensor | None = None,  # [V]
-    options: Options = PLAIN,
+    options: Options = DEFAULT_OPTIONS,
     metrics: Sequence[str] = (),
-    active: ActiveRows | None = None,
+    active: ValidRows | None = None,
     logits_bytes: int | None = None,
 ) -> HeadValue:
-    """`log p(target)` of every row [N] in fp32, 0 where ignored, and metrics without gradient.
+    """Returns `log p(target)` of every row [N] in fp32, 0 where ignored, and metrics without
+    gradient.
 
     Differentiable with any upstream gradient: one matrix product forward, three backward (the
-    logits are computed again), and never more than `logits_bytes` of logits. A sampling
-    temperature is `Options(logit_scale=1 / temperature)`. Metrics, `active` and errors are those
-    of `linear_cross_entropy`.
+    logits are computed again), and never more than `logits_bytes` of logits. A sampling temperature
+    is `Options(logit_scale=1 / temperature)`. Metrics, `active` and errors are those of
+    `linear_cross_entropy`.
     """
-    criterion = LogProbs(targets=targets, metrics=metrics)
-    return run_one(
-        hidden, weight, bias, criterion, options=options, active=active, logits_bytes=logits_bytes
+    term = LogProbs(targets=targets, metrics=metrics)
+    return run_loss_term(
+        hidden, weight, bias, term, options=options, active=active, logits_bytes=logits_bytes
     )
 
 
@@ -223,8 +225,8 @@ def linear_kl_ref(
     reduction: Reduction = "sum",
     beta: float = 0.0,
     temperature: float = 1.0,
-    options: Options = PLAIN,
-    teacher_options: Options = PLAIN,
+    options: Options = DEFAULT_OPTIONS,
+    teacher_options: Options = DEFAULT_OPTIONS,
 ) -> Tensor:
     """The definition, fp32 throughout, with all logits at once and plain autograd."""
     teacher = logits_ref(teacher_hidden, teacher_weight, teacher_bias).detach()
@@ -252,18 +254,18 @@ def linear_kl(
     reduction: Reduction = "sum",
     beta: float = 0.0,
     temperature: float = 1.0,
-    options: Options = PLAIN,
-    teacher_options: Options = PLAIN,
-    active: ActiveRows | None = None,
+    options: Options = DEFAULT_OPTIONS,
+    teacher_options: Options = DEFAULT_OPTIONS,
+    active: ValidRows | None = None,
     logits_bytes: int | None = None,
 ) -> Tensor:
-    """`sum(w_t * D_t) / denominator` in fp32, or every `w_t * D_t` [N].
+    """Returns `sum(w_t * D_t) / denominator` in fp32, or every `w_t * D_t` [N].
 
-    D is that of the criterion `KL`. Logits, scaled and capped by the options, are divided by
+    D is that of the loss term `KL`. Logits, scaled and capped by the options, are divided by
     `temperature`. At most `logits_bytes` of both models' logits exist at a time, and the sum's
-    gradients are made in the forward pass. Rows of weight 0 are left out.
+    gradients are computed in the forward pass. Rows of weight 0 are left out.
     """
-    criterion = KL(
+    term = KL(
         teacher_hidden=teacher_hidden,
         teacher=Head(teacher_weight, teacher_bias, teacher_options),
         weights=token_weights,
@@ -272,6 +274,6 @@ def linear_kl(
         beta=beta,
         temperature=temperature,
     )
-    return run_one(
-        hidden, weight, bias, criterion, options=options, active=active, logits_bytes=logits_bytes
+    return run_loss_term(
+        hidden, weight, bias, term, options=options, active=active, logits_bytes=logits_bytes
     ).value

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from tigon.kernels.runtime import (
+    next_power_of_2,
     operator,
     pdl_options,
     pdl_wait,
-    power_of_2,
     runs_triton,
     tl,
     triton,
@@ -25,7 +25,7 @@ INFINITY, MINUS_INFINITY, NAN = 0x7F800000, -0x7F800001, 0x7FFFFFFF
 NO_KEY = -(2**63)
 
 
-def likeliest_ref(scores: Tensor) -> Tensor:
+def argmax_ref(scores: Tensor) -> Tensor:
     column = scores.argmax(-1)  # of a NaN, if there is one
     value = scores.gather(-1, column[..., None])[..., 0]
     return column.masked_fill(~value.isfinite(), NOT_FINITE)
@@ -77,21 +77,23 @@ def _output(scores: Tensor) -> Tensor:
     return scores.new_empty(scores.shape[:-1], dtype=torch.int64)
 
 
-@operator("likeliest", _output)
-def _likeliest(scores: Tensor) -> Tensor:
+@operator("argmax", _output)
+def _argmax(scores: Tensor) -> Tensor:
     y, V = _output(scores), scores.shape[-1]
     N, K = y.numel(), triton.cdiv(V, BLOCK)
     keys, last = y.new_empty(N, K), 2**31 - 1
     options = pdl_options(scores)
     _keys_kernel[(N, K)](scores, keys, V, K, last, NAN, BLOCK, num_warps=4, **options)
-    given = keys, y, K, last, NO_KEY, MINUS_INFINITY, INFINITY, NOT_FINITE, power_of_2(K)
-    _columns_kernel[(N,)](*given, num_warps=1, **options)
+    args = keys, y, K, last, NO_KEY, MINUS_INFINITY, INFINITY, NOT_FINITE, next_power_of_2(K)
+    _columns_kernel[(N,)](*args, num_warps=1, **options)
     return y
 
 
-def likeliest(scores: Tensor) -> Tensor:
-    """The argmax of scores [..., V], the first of equal ones: int64 [...]. `NOT_FINITE` for a row
-    with a NaN, or whose largest score is infinite."""
+def argmax(scores: Tensor) -> Tensor:
+    """Returns the argmax of scores [..., V], the first of equal ones: int64 [...].
+
+    A row with a NaN, or whose largest score is infinite, gives `NOT_FINITE`.
+    """
     if scores.numel() == 0 or not runs_triton(scores):
-        return likeliest_ref(scores)
-    return _likeliest(scores.detach().contiguous())
+        return argmax_ref(scores)
+    return _argmax(scores.detach().contiguous())

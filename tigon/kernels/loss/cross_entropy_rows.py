@@ -11,23 +11,25 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tigon.kernels.loss.logits import (
+    DEFAULT_OPTIONS,
     IGNORE_INDEX,
     LOG2E,
-    PLAIN,
-    Gradient,
+    LogitGradient,
     Options,
+    head_constants,
     scale_and_cap,
-    scale_and_cap_of,
     transform,
     uncap,
 )
 from tigon.kernels.runtime import runs_triton, tl, triton
 
-ELSEWHERE = -1  # a target whose logit another rank has
-FOUND = ("entropy", "nll", "target", "total")  # by the kernel, in fp32
+OTHER_RANK = -1  # a target whose logit another rank has
+KERNEL_OUTPUTS = ("entropy", "nll", "target", "total")  # by the kernel, in fp32
 
 
-def cross_entropy_ref(logits: Tensor, targets: Tensor, *, options: Options = PLAIN) -> Tensor:
+def cross_entropy_ref(
+    logits: Tensor, targets: Tensor, *, options: Options = DEFAULT_OPTIONS
+) -> Tensor:
     """Per-row cross-entropy of raw logits, fp32 inside; 0 where the target is ignored."""
     z = scale_and_cap(logits.float(), options)
     loss = F.cross_entropy(
@@ -43,10 +45,10 @@ def cross_entropy_ref(logits: Tensor, targets: Tensor, *, options: Options = PLA
 
 
 @dataclass
-class Rows:
-    """What a pass over logits leaves behind; everything is 0 where the target is ignored.
+class RowLosses:
+    """The results of a pass over logits; all are 0 where the target is ignored.
 
-    The logsumexp is `peak + log_mass`: in two numbers it keeps its precision far from 0.
+    The logsumexp is `peak + log_mass`: two numbers keep its precision far from 0.
     """
 
     loss: Tensor  # [N] fp32
@@ -55,8 +57,9 @@ class Rows:
     metrics: dict[str, Tensor] = field(default_factory=dict)  # predicted_tokens is -100 there
 
 
-def whole_loss(nll: Tensor, lse: Tensor, mean: Tensor | None, options: Options) -> Tensor:
-    """Cross-entropy of a row from the logsumexp and, with smoothing, the mean of its logits."""
+def combine_loss(nll: Tensor, lse: Tensor, mean: Tensor | None, options: Options) -> Tensor:
+    """Returns a row's cross-entropy from its logsumexp and, with smoothing, the mean of its
+    logits."""
     loss = nll if mean is None else torch.lerp(nll, lse - mean, options.label_smoothing)
     return loss + options.z_loss * lse.square() if options.z_loss else loss
 
@@ -66,11 +69,11 @@ def _reference_rows(
     targets: Tensor,
     options: Options,
     metrics: Sequence[str],
-    grad: Gradient | None,
-    known: tuple[Tensor, Tensor] | None,
+    grad: LogitGradient | None,
+    lse_parts: tuple[Tensor, Tensor] | None,
     holes: bool,
     size: int | None,
-) -> Rows:
+) -> RowLosses:
     z = scale_and_cap(logits.to(torch.float32, copy=True), options)
     smoothing, softcap = options.label_smoothing, options.softcap
     chain = 1 - (z / softcap).square() if softcap is not None and grad is not None else None
@@ -82,38 +85,38 @@ def _reference_rows(
     predicted = z.argmax(-1) if "predicted_tokens" in metrics else None
     peak = z.amax(-1)
     if holes or size is not None:  # perhaps nothing but -inf: -inf - -inf is NaN
-        peak = peak.clamp(min=-1e38) if known is None else known[0]
-    here = None if size is None else targets != ELSEWHERE
-    of_target = None if here is None else z.gather(1, index).squeeze(1).where(here, 0)
+        peak = peak.clamp(min=-1e38) if lse_parts is None else lse_parts[0]
+    on_rank = None if size is None else targets != OTHER_RANK
+    target_logits = None if on_rank is None else z.gather(1, index).squeeze(1).where(on_rank, 0)
     z.sub_(peak[:, None])
     target = z.gather(1, index).squeeze(1)
     shifted = z.clone() if "entropy" in metrics else None
     mass = z.exp_().sum(-1)
-    if size is not None and known is not None:
-        mass = known[1].exp()
+    if size is not None and lse_parts is not None:
+        mass = lse_parts[1].exp()
     log_mass = mass.log()
     nll, lse = log_mass - target, peak + log_mass
     values = {"nll": nll, "z": lse, "max_logit": peak}
-    values |= {k: x for k, x in (("target", of_target), ("total", total)) if x is not None}
+    values |= {k: x for k, x in (("target", target_logits), ("total", total)) if x is not None}
     if shifted is not None:
         # Where p is 0, the logit may be -inf
         values["entropy"] = log_mass - shifted.mul_(z).where(z > 0, 0).sum(-1) / mass
-    kept = {name: values[name].where(valid, 0) for name in metrics if name != "predicted_tokens"}
+    masked = {name: values[name].where(valid, 0) for name in metrics if name != "predicted_tokens"}
     if predicted is not None:
-        kept["predicted_tokens"] = torch.where(valid, predicted, IGNORE_INDEX)
+        masked["predicted_tokens"] = torch.where(valid, predicted, IGNORE_INDEX)
 
-    whole = logits.shape[1] if size is None else size
-    loss = whole_loss(nll, lse, None if total is None else total / whole, options)
+    vocab_size = logits.shape[1] if size is None else size
+    loss = combine_loss(nll, lse, None if total is None else total / vocab_size, options)
     if grad is not None:
         slope = grad.row_scale * valid * options.logit_scale
         z.mul_((slope * (1 + 2 * options.z_loss * lse) / mass)[:, None])
         if smoothing:
-            z.sub_((slope * smoothing / whole)[:, None])
-        of_index = slope if here is None else slope * here
-        z.scatter_add_(1, index, (of_index * (smoothing - 1))[:, None])
+            z.sub_((slope * smoothing / vocab_size)[:, None])
+        index_slope = slope if on_rank is None else slope * on_rank
+        z.scatter_add_(1, index, (index_slope * (smoothing - 1))[:, None])
         d = (z if chain is None else z.mul_(chain)).masked_fill_((slope == 0)[:, None], 0)
         grad.out.copy_(d if grad.before is None else d.add_(grad.before))
-    return Rows(loss.where(valid, 0), peak.where(valid, 0), log_mass.where(valid, 0), kept)
+    return RowLosses(loss.where(valid, 0), peak.where(valid, 0), log_mass.where(valid, 0), masked)
 
 
 @triton.jit
@@ -144,7 +147,7 @@ def _rows_kernel(
     entropy,  # these five may be None
     nll,
     predicted,
-    of_target,
+    target_logits,
     totals,
     row_scale,  # these two are None without a gradient
     out,
@@ -157,21 +160,23 @@ def _rows_kernel(
     head,  # scale and softcap; None for none
     smoothing,  # None for 0, as z_loss
     z_loss,
-    MASS_KNOWN: tl.constexpr,
+    LSE_GIVEN: tl.constexpr,
     HOLES: tl.constexpr,
     BLOCK: tl.constexpr,
     K: tl.constexpr,
 ):
-    """One row per program: a pass for the logsumexp, a second, out of L2, for the gradient."""
+    """Processes one row per program: a pass for the logsumexp, a second, out of L2, for the
+    gradient.
+    """
     row = tl.program_id(0).to(tl.int64)
     logits += row * stride
     target = tl.load(targets + row)
-    # Groups of K neighbours share a running maximum: 1 + 1/K exponentials per logit, not 2
+    # Groups of K neighbors share a running maximum: 1 + 1/K exponentials per logit, not 2
     groups = tl.arange(0, BLOCK // K)[:, None]
     columns = groups * K + tl.arange(0, K)[None, :]
-    own, whole = None, V
+    has_target, vocab_size = None, V
     if size is not None:  # another rank may have the target
-        own, whole = target >= 0, size
+        has_target, vocab_size = target >= 0, size
     slope = 0.0
     if row_scale is not None:
         out += row * out_stride
@@ -187,7 +192,7 @@ def _rows_kernel(
     z_target = tl.full([], 0.0, tl.float32)
     if target == -100:
         tl.store(loss + row, 0.0)
-        if not MASS_KNOWN:
+        if not LSE_GIVEN:
             tl.store(peaks + row, 0.0)
             tl.store(log_masses + row, 0.0)
         if entropy is not None:
@@ -197,10 +202,10 @@ def _rows_kernel(
         if predicted is not None:
             tl.store(predicted + row, -100)
     else:
-        z_target = _value(tl.load(logits + target, mask=own), head, HOLES)
+        z_target = _value(tl.load(logits + target, mask=has_target), head, HOLES)
         if size is not None:
-            z_target = tl.where(own, z_target, 0.0)
-        if MASS_KNOWN:
+            z_target = tl.where(has_target, z_target, 0.0)
+        if LSE_GIVEN:
             highest = tl.load(peaks + row)
             log_mass = tl.load(log_masses + row)
         else:
@@ -243,14 +248,14 @@ def _rows_kernel(
             row_nll = log_mass + (highest - z_target)
             row_loss = row_nll
             if smoothing is not None:
-                row_loss += smoothing * (z_target - tl.sum(total, axis=0) / whole)
+                row_loss += smoothing * (z_target - tl.sum(total, axis=0) / vocab_size)
             if z_loss is not None:
                 row_loss += z_loss * (highest + log_mass) * (highest + log_mass)
             tl.store(loss + row, row_loss)
             if nll is not None:
                 tl.store(nll + row, row_nll)
-            if of_target is not None:
-                tl.store(of_target + row, z_target)
+            if target_logits is not None:
+                tl.store(target_logits + row, z_target)
             if totals is not None:
                 tl.store(totals + row, tl.sum(total, axis=0))
             if entropy is not None:
@@ -273,13 +278,13 @@ def _rows_kernel(
                 steep = slope * (1 + 2 * z_loss * (highest + log_mass))
             d_target = _probability(z_target, highest, log_mass, logits) * steep
             if smoothing is not None:
-                flat = slope * smoothing / whole
+                flat = slope * smoothing / vocab_size
                 d_target -= flat + slope * (1 - smoothing)
             else:
                 d_target -= slope
             d_target = uncap(d_target, z_target, head)
             if before is not None:
-                d_target += tl.load(before + target, mask=own).to(tl.float32)
+                d_target += tl.load(before + target, mask=has_target).to(tl.float32)
             # Everybody has read what belongs to the target before anybody writes there
             tl.debug_barrier()
             # Backwards: what was read last is still in L2, even if the rows in flight are not
@@ -299,7 +304,7 @@ def _rows_kernel(
                 )
             # One column differs: cheaper to store it again than to compare every column
             tl.debug_barrier()
-            tl.store(out + target, d_target.to(out.dtype.element_ty), mask=own)
+            tl.store(out + target, d_target.to(out.dtype.element_ty), mask=has_target)
 
 
 def loss_rows(
@@ -307,21 +312,22 @@ def loss_rows(
     targets: Tensor,  # [N]
     options: Options,
     metrics: Sequence[str] = (),
-    grad: Gradient | None = None,
-    known: tuple[Tensor, Tensor] | None = None,  # peak and log_mass, if an earlier pass found them
+    grad: LogitGradient | None = None,
+    lse_parts: tuple[Tensor, Tensor]
+    | None = None,  # peak and log_mass, if an earlier pass found them
     *,
     holes: bool = False,  # raw logits of -inf have probability 0, also with a softcap
     size: int | None = None,
-) -> Rows:
-    """One pass over the logits: losses, metrics and, if asked for, the gradient.
+) -> RowLosses:
+    """Returns losses and metrics from one pass over the logits, and writes the gradient to `grad`.
 
-    With `size` the logits are some of that many: peak, log_mass and metrics are of these alone,
-    the loss says nothing, a target may be `ELSEWHERE`, and the gradient needs what is `known` of
-    all. Metrics are then "target" too, the target's logit or 0, and with smoothing "total", the sum
-    of the logits.
+    With `size` the logits are a part of a vocabulary of that size: peak, log_mass and metrics are
+    those of the part, the loss is undefined, a target may be `OTHER_RANK`, and the gradient needs
+    `lse_parts` of the full vocabulary. Metrics may then be "target", the target's logit or 0, and
+    with smoothing "total", the sum of the logits.
     """
     if not runs_triton(logits):
-        return _reference_rows(logits, targets, options, metrics, grad, known, holes, size)
+        return _reference_rows(logits, targets, options, metrics, grad, lse_parts, holes, size)
     n, vocab = logits.shape
     if logits.stride(1) != 1:
         logits = logits.contiguous()
@@ -330,11 +336,11 @@ def loss_rows(
         return torch.empty(n, dtype=dtype, device=logits.device)
 
     loss = rows()
-    peak, log_mass = known or (rows(), rows())
-    found = {name: rows() for name in FOUND if name in metrics}
+    peak, log_mass = lse_parts or (rows(), rows())
+    outputs = {name: rows() for name in KERNEL_OUTPUTS if name in metrics}
     before = None if grad is None else grad.before
     if "predicted_tokens" in metrics:
-        found["predicted_tokens"] = rows(torch.int64)
+        outputs["predicted_tokens"] = rows(torch.int64)
     if n:
         # 64 KiB of a row at a time keep an SM's loads in flight; 32 warps hold them
         block = min(65536 // logits.element_size(), max(128, triton.next_power_of_2(vocab)))
@@ -345,7 +351,7 @@ def loss_rows(
             peak.contiguous(),
             log_mass.contiguous(),
             *(
-                found.get(name)
+                outputs.get(name)
                 for name in ("entropy", "nll", "predicted_tokens", "target", "total")
             ),
             # An upstream gradient may be one number, expanded
@@ -357,10 +363,10 @@ def loss_rows(
             logits.stride(0),
             0 if grad is None else grad.out.stride(0),
             0 if before is None else before.stride(0),
-            scale_and_cap_of(options),
+            head_constants(options),
             float(options.label_smoothing) or None,
             float(options.z_loss) or None,
-            MASS_KNOWN=known is not None,
+            LSE_GIVEN=lse_parts is not None,
             HOLES=holes,
             BLOCK=block,
             K=4,
@@ -368,5 +374,5 @@ def loss_rows(
         )
     for name in metrics:
         if name in ("z", "max_logit"):
-            found[name] = peak + log_mass if name == "z" else peak.clone()
-    return Rows(loss, peak, log_mass, {name: found[name] for name in metrics})
+            outputs[name] = peak + log_mass if name == "z" else peak.clone()
+    return RowLosses(loss, peak, log_mass, {name: outputs[name] for name in metrics})

@@ -1,4 +1,4 @@
-"""Divergences of the rows of a chunk of logits from a teacher's: losses and gradient.
+"""Divergences between rows of logits and a teacher's: losses and gradient.
 
 # N rows, V vocab, k tokens whose log-probabilities a teacher stored
 """
@@ -9,10 +9,10 @@ from torch import Tensor
 from tigon.kernels.loss.cross_entropy_rows import loss_rows
 from tigon.kernels.loss.logits import (
     LOG2E,
-    Gradient,
+    LogitGradient,
     Options,
+    head_constants,
     scale_and_cap,
-    scale_and_cap_of,
     transform,
     uncap,
 )
@@ -25,7 +25,8 @@ _SMALLEST_MIXTURE = tl.constexpr(SMALLEST_MIXTURE)
 
 
 def kl_ref(student: Tensor, teacher: Tensor, beta: float) -> Tensor:
-    """Per-row generalised Jensen-Shannon divergence of log-probabilities [..., V]."""
+    """Returns the generalized Jensen-Shannon divergence of each row of log-probabilities [...,
+    V]."""
     if beta == 0:
         difference = (teacher - student).masked_fill(teacher == -torch.inf, 0)
         return (teacher.exp() * difference).sum(-1)
@@ -36,12 +37,13 @@ def kl_ref(student: Tensor, teacher: Tensor, beta: float) -> Tensor:
 
 
 def _log_mixture(p: Tensor, teacher: Tensor, beta: float) -> Tensor:
-    """Of the student's probabilities and a teacher's log-probabilities."""
+    """Returns the log of the mixture of the student's probabilities and a teacher's."""
     return (beta * teacher.exp() + (1 - beta) * p).clamp(min=SMALLEST_MIXTURE).log()
 
 
-def _slope(a: Tensor, b: Tensor, beta: float) -> Tensor:
-    """The derivative of `kl_ref(a, b, beta)` by a, up to a multiple of exp(a) in each row."""
+def _kl_derivative(a: Tensor, b: Tensor, beta: float) -> Tensor:
+    """Returns the derivative of `kl_ref(a, b, beta)` by a, up to a multiple of exp(a) in each
+    row."""
     if beta == 0:
         return -b.exp()
     p = a.exp()
@@ -55,7 +57,7 @@ def _reference(
     options: Options,
     teacher_options: Options,
     beta: float,
-    grad: Gradient | None,
+    grad: LogitGradient | None,
     normalized: bool,
     masses: Tensor | None,
     mean: Tensor | None,
@@ -69,10 +71,10 @@ def _reference(
         a, b = a.log_softmax(-1), b.log_softmax(-1)
     losses = kl_ref(a, b, beta)
     if masses is not None and mean is None:
-        losses = torch.stack((losses, _slope(a, b, beta).sum(-1)), 1)
+        losses = torch.stack((losses, _kl_derivative(a, b, beta).sum(-1)), 1)
         mean = masses.new_full(masses.shape[:1], -1.0)  # of a forward divergence, the only one here
     if grad is not None:
-        d = _slope(a, b, beta)
+        d = _kl_derivative(a, b, beta)
         if not normalized:
             d -= a.exp() * (d.sum(-1, keepdim=True) if mean is None else mean[:, None])
         elif beta == 1:
@@ -87,7 +89,7 @@ def _reference(
 
 @triton.jit
 def _mass(logits, V, head, BLOCK):
-    """The largest logit of a row, and log2 of the sum of 2^((z - largest) log2 e)."""
+    """Returns the largest logit of a row, and log2 of the sum of 2^((z - largest) log2 e)."""
     columns = tl.arange(0, BLOCK)
     peak = tl.full((BLOCK,), -1.0e38, tl.float32)
     mass = tl.zeros((BLOCK,), tl.float32)
@@ -120,30 +122,32 @@ def logit_masses(
     options: Options,
     teacher_options: Options,
 ) -> Tensor:
-    """[N, 4]: the largest logit, and the logarithm of the sum of exp(logit - largest), of both."""
+    """Returns [N, 4]: the largest logit, and log(sum(exp(logit - largest))), of student and
+    teacher.
+    """
     n, vocab = student.shape
     if not runs_triton(student):
-        found = []
+        outputs = []
         for raw, o in ((student, options), (teacher, teacher_options)):
             z = scale_and_cap(raw.float(), o)
             peak = z.amax(-1).clamp(min=-1e38) if vocab else z.new_full((n,), -1e38)
-            found += [peak, (z - peak[:, None]).exp().sum(-1).log()]
-        return torch.stack(found, 1)
+            outputs += [peak, (z - peak[:, None]).exp().sum(-1).log()]
+        return torch.stack(outputs, 1)
     student, teacher = (x if x.stride(1) == 1 else x.contiguous() for x in (student, teacher))
     out = torch.empty(n, 4, dtype=torch.float32, device=student.device)
     if n:
         block, num_warps = _blocks(vocab)
         strides, heads = (student.stride(0), teacher.stride(0)), (options, teacher_options)
-        of_heads = (scale_and_cap_of(o) for o in heads)
+        constants = (head_constants(o) for o in heads)
         _masses_kernel[(n,)](
-            student, teacher, out, vocab, *strides, *of_heads, BLOCK=block, num_warps=num_warps
+            student, teacher, out, vocab, *strides, *constants, BLOCK=block, num_warps=num_warps
         )
     return out
 
 
 @triton.jit
 def _divergence(a, b, beta, MIX, REVERSE):
-    """For log2-probabilities of student and teacher: p, q, the loss of a logit, and its g.
+    """Returns p, q, the loss of a logit, and its g, from log2-probabilities of student and teacher.
 
     The gradient of the student's logit is p (g - sum p g), all in units of log2; a forward
     divergence needs no g.
@@ -187,7 +191,9 @@ def _divergence_kernel(
     MEAN_KNOWN: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One row per program: two passes for the normalisers, one or two for loss and gradient."""
+    """Processes one row per program: two passes for the normalizers, one or two for loss and
+    gradient.
+    """
     row = tl.program_id(0).to(tl.int64)
     student += row * s_stride
     teacher += row * t_stride
@@ -261,17 +267,17 @@ def divergence_rows(
     options: Options,
     teacher_options: Options,
     beta: float,
-    grad: Gradient | None = None,
+    grad: LogitGradient | None = None,
     *,
     normalized: bool = False,  # both are log-probabilities, to be taken as they are
     masses: Tensor | None = None,  # [N, 4]
     mean: Tensor | None = None,  # [N]
 ) -> Tensor:
-    """Losses [N] and, if asked for, the gradient of the student's logits.
+    """Returns losses [N] and writes the gradient of the student's logits to `grad`.
 
-    With `masses`, the `logit_masses` of all logits, these are some of them. The result is then
-    their terms [N, 2] of the losses and of the `mean` that the gradient needs in a second call,
-    unless beta is 0; that call's result says nothing.
+    With `masses`, the `logit_masses` of the full vocabulary, these logits are a part of it. The
+    result is then their terms [N, 2] of the losses and of the `mean` that the gradient needs in a
+    second call, unless beta is 0; the result of that call is undefined.
     """
     if not runs_triton(student):
         more = beta, grad, normalized, masses, mean
@@ -299,8 +305,8 @@ def divergence_rows(
             0 if grad is None else grad.out.stride(0),
             0 if before is None else before.stride(0),
             float(beta),
-            scale_and_cap_of(options),
-            scale_and_cap_of(teacher_options),
+            head_constants(options),
+            head_constants(teacher_options),
             MIX=0 < beta < 1,
             REVERSE=beta == 1,
             NORMALIZED=normalized,
@@ -312,7 +318,7 @@ def divergence_rows(
 
 
 def _blocks(vocab: int) -> tuple[int, int]:
-    """Logits of a row at a time, and warps."""
+    """Returns the logits of a row at a time, and warps."""
     block = min(8192, max(128, triton.next_power_of_2(vocab)))
     # Of one warp, a mixture with its gradient crashes the compiler of Triton 3.9
     return block, min(16, max(2, block // 512))
@@ -324,57 +330,58 @@ def topk_rows(
     logprobs: Tensor,  # [N, k]
     options: Options,
     beta: float,
-    grad: Gradient | None = None,
+    grad: LogitGradient | None = None,
 ) -> Tensor:
-    """Losses [N] against stored log-probabilities: all other tokens are one outcome.
+    """Returns losses [N] against stored log-probabilities: all other tokens are one outcome.
 
-    The others' probability comes from a cross-entropy pass with -inf at the stored tokens.
+    The probability of the other tokens comes from a cross-entropy pass with -inf at the stored
+    ones.
     """
     index = tokens.where(tokens >= 0, tokens[:, :1])
     raw = logits.gather(1, index)
     z = scale_and_cap(raw.float(), options)
-    others = logits if grad is not None and grad.out is logits else logits.clone()
-    others.scatter_(1, index, -torch.inf)
+    other_logits = logits if grad is not None and grad.out is logits else logits.clone()
+    other_logits.scatter_(1, index, -torch.inf)
     target = index[:, 0].contiguous()
-    rest = loss_rows(others, target, options.of_logits(), holes=True)
+    rest = loss_rows(other_logits, target, options.of_logits(), holes=True)
     lse = torch.where(rest.log_mass == -torch.inf, -torch.inf, rest.peak + rest.log_mass)
     absent = tokens < 0
-    losses, d = against_stored(z, lse, logprobs, absent, beta, grad)
+    losses, d = stored_losses(z, lse, logprobs, absent, beta, grad)
     if grad is not None and d is not None:
         exact = stored_gradient(d, z, options)
         exact = exact.where(~absent, exact[:, :1])
         if grad.before is not None:
             exact = exact + grad.before.gather(1, index)
-        of_rest, known = grad._replace(row_scale=d[:, -1]), (rest.peak, rest.log_mass)
-        loss_rows(others, target, options.of_logits(), (), of_rest, known, holes=True)
+        rest_gradient, known = grad._replace(row_scale=d[:, -1]), (rest.peak, rest.log_mass)
+        loss_rows(other_logits, target, options.of_logits(), (), rest_gradient, known, holes=True)
         grad.out.scatter_(1, index, exact.to(grad.out.dtype))
     return losses
 
 
-def against_stored(
+def stored_losses(
     z: Tensor,  # [N, k] the student's logits of the stored tokens
     lse: Tensor,  # [N] the logsumexp of its others; -inf without any
     logprobs: Tensor,  # [N, k]
     absent: Tensor,  # [N, k]
     beta: float,
-    grad: Gradient | None,
+    grad: LogitGradient | None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Losses [N] and, for a gradient, their slopes by z and, last, lse: [N, k + 1]."""
+    """Returns losses [N] and, for a gradient, the derivatives by z and, last, lse: [N, k + 1]."""
     student = torch.cat((z.masked_fill(absent, -torch.inf), lse[:, None]), 1).log_softmax(-1)
     teacher = logprobs.float().masked_fill(absent, -torch.inf)
-    left = (1 - teacher.exp().sum(-1, keepdim=True)).clamp(min=SMALLEST_REST)
+    remaining = (1 - teacher.exp().sum(-1, keepdim=True)).clamp(min=SMALLEST_REST)
     # Where all tokens were stored there are no others, of either model
-    left = left.log().masked_fill(lse[:, None] == -torch.inf, -torch.inf)
-    teacher = torch.cat((teacher, left), 1)
+    remaining = remaining.log().masked_fill(lse[:, None] == -torch.inf, -torch.inf)
+    teacher = torch.cat((teacher, remaining), 1)
     losses = kl_ref(student, teacher, beta)
     if grad is None:
         return losses, None
-    d = _slope(student, teacher, beta)
+    d = _kl_derivative(student, teacher, beta)
     d -= student.exp() * d.sum(-1, keepdim=True)
     return losses, (d * grad.row_scale[:, None]).masked_fill_((grad.row_scale == 0)[:, None], 0)
 
 
 def stored_gradient(slopes: Tensor, z: Tensor, options: Options) -> Tensor:
-    """The gradient [N, k] of the stored tokens' raw logits."""
+    """Returns the gradient [N, k] of the stored tokens' raw logits."""
     exact = slopes[:, :-1] * options.logit_scale
     return exact if options.softcap is None else exact * (1 - (z / options.softcap).square())

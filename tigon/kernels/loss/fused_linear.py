@@ -1,6 +1,6 @@
-"""Autograd of criteria over a head's logits: one node for all criteria of a pass.
+"""Runs loss terms over a head's logits: one pass, and one autograd node, for all terms.
 
-# N rows (tokens), C model dim, V vocab, k criteria
+# B batch, n positions, N = B n rows, C and D model dims of student and teacher, V vocab, k terms
 """
 
 from collections.abc import Callable, Sequence
@@ -14,19 +14,19 @@ from tigon.kernels.loss.cross_entropy_rows import cross_entropy_ref, loss_rows
 from tigon.kernels.loss.fused_linear_pass import (
     GRADIENTS,
     SLOTS,
-    Inputs,
-    Pass,
-    Plan,
+    LossArgs,
+    LossPass,
+    LossPlan,
     Slots,
     run_pass,
 )
 from tigon.kernels.loss.logits import (
+    DEFAULT_OPTIONS,
     IGNORE_INDEX,
     METRICS,
-    PLAIN,
     Options,
     check_head,
-    check_of_logits,
+    check_logit_options,
     check_reduction,
     check_rows,
     check_targets,
@@ -37,20 +37,20 @@ from tigon.kernels.loss.logits import (
 )
 from tigon.kernels.loss.terms import (
     KL,
-    ActiveRows,
-    Criterion,
     CrossEntropy,
     Divergence,
     Head,
     LogProbs,
-    Weighted,
-    host_may_count,
+    LossTerm,
+    ValidRows,
+    WeightedTerm,
+    host_can_count,
 )
 from tigon.kernels.loss.vocab_parallel import VocabularyShard
 from tigon.kernels.runtime import (
     autocast_dtype,
-    check,
     check_devices,
+    check_values,
     has_values,
     integer_labels,
     is_transformed,
@@ -59,28 +59,28 @@ from tigon.kernels.runtime import (
     runs_triton,
 )
 
-SHARED = len(Inputs._fields)
+SHARED = len(LossArgs._fields)
 LEARNED = 5  # of them that may have gradients: hidden, weight, bias, low and up
-INPUTS = 6  # of a criterion: four tensors of its pass, weights of the rows, scale of the sum
+INPUTS = 6  # of a term: four tensors of its pass, weights of the rows, scale of the sum
 Grads = tuple[Tensor | None, ...]
 
 
 def _run(
-    p: Pass,
-    inputs: Inputs,
+    p: LossPass,
+    inputs: LossArgs,
     flat: Sequence[Tensor | None],
     row_scales: list[Tensor],
     needs: tuple[bool, ...],
-    known: Slots,
+    lse_parts: Slots,
 ) -> tuple[list[Tensor], list[dict[str, Tensor]], Tensor | None]:
-    """The pass, inside the forward of the heads of all teachers that are modules.
+    """Runs the pass inside the forward of the heads of all teachers that are modules.
 
-    The last result, if not None, is still to multiply the gradients: in fp16 those of the logits
+    The last result, if not None, still has to multiply the gradients: in fp16 those of the logits
     could under- or overflow with the rows' own scales.
     """
     slots: Slots = []
     for i in range(len(p.plans)):
-        slots += [*flat[INPUTS * i : INPUTS * i + 4], *known[2 * i : 2 * i + 2]]
+        slots += [*flat[INPUTS * i : INPUTS * i + 4], *lse_parts[2 * i : 2 * i + 2]]
     top = None
     if p.late and any(needs):
         top = torch.cat(row_scales).abs().amax()
@@ -93,9 +93,9 @@ def _run(
 
 
 def _with_teachers(
-    p: Pass, first: int, slots: Slots, vocab: int, run: Callable[[], Any]
+    p: LossPass, first: int, slots: Slots, vocab: int, run: Callable[[], Any]
 ) -> tuple[list[Tensor], list[dict[str, Tensor]]]:
-    """What `run` returns, called while the teachers from criterion `first` on lend their heads."""
+    """Calls `run` while the teachers from term `first` on lend their heads; returns its result."""
     if first == len(p.plans):
         return run()
     teacher = p.teachers[first]
@@ -115,22 +115,22 @@ def _with_teachers(
     return teacher(None, lend=use)
 
 
-class Criteria(torch.autograd.Function):
-    """Values of k criteria, then metrics, then what the backward pass needs."""
+class FusedLinearLoss(torch.autograd.Function):
+    """Returns the values of k loss terms, then metrics, then what the backward pass needs."""
 
     @staticmethod
-    def forward(p: Pass, *tensors: Any) -> tuple[Tensor, ...]:
-        given, flat = Inputs(*tensors[:SHARED]), tensors[SHARED:]
+    def forward(p: LossPass, *tensors: Any) -> tuple[Tensor, ...]:
+        args, flat = LossArgs(*tensors[:SHARED]), tensors[SHARED:]
         row_scales: list[Tensor] = []
         for w, scale in zip(flat[4::INPUTS], flat[5::INPUTS], strict=True):
             if p.ahead and scale is not None:
-                n = given.hidden.shape[0]
+                n = args.hidden.shape[0]
                 row_scales.append(scale.expand(n).contiguous() if w is None else w * scale)
         needs = p.needs if p.ahead else (False,) * len(p.needs)
         nothing: Slots = [None, None] * len(p.plans)
-        grads, rows_of, top = _run(p, given, flat, row_scales, needs, nothing)
+        grads, rows_by_term, top = _run(p, args, flat, row_scales, needs, nothing)
         values, metrics, losses = [], [], []
-        for i, (plan, rows) in enumerate(zip(p.plans, rows_of, strict=True)):
+        for i, (plan, rows) in enumerate(zip(p.plans, rows_by_term, strict=True)):
             w, scale = flat[INPUTS * i + 4], flat[INPUTS * i + 5]
             loss = rows["loss"]
             weighted = loss if w is None else torch.where(w == 0, 0, loss * w)
@@ -139,32 +139,34 @@ class Criteria(torch.autograd.Function):
             if p.learned[i]:
                 losses.append(loss if scale is None else loss * scale)
         if not p.ahead:
-            of = [rows for plan, rows in zip(p.plans, rows_of, strict=True) if plan.statistics]
-            grads = [rows[name] for rows in of for name in ("peak", "log_mass")]
+            statistics = [
+                rows for plan, rows in zip(p.plans, rows_by_term, strict=True) if plan.statistics
+            ]
+            grads = [rows[name] for rows in statistics for name in ("peak", "log_mass")]
         return *values, *metrics, *losses, *(() if top is None else (top,)), *grads
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        p, *given = inputs
-        hidden, weight, bias, low, up = given[:LEARNED]
+        p, *arguments = inputs
+        hidden, weight, bias, low, up = arguments[:LEARNED]
         k = len(p.plans)
-        kept: list[Tensor | None] = [*output[k + sum(len(plan.metrics) for plan in p.plans) :]]
+        extra: list[Tensor | None] = [*output[k + sum(len(plan.metrics) for plan in p.plans) :]]
         ctx.mark_non_differentiable(*output[k:])
         ctx.set_materialize_grads(False)
-        ctx.p, ctx.kept, ctx.grad = p, len(kept), None
-        ctx.dtypes = [None if x is None else x.dtype for x in given[:LEARNED]]
+        ctx.p, ctx.num_extra, ctx.grad = p, len(extra), None
+        ctx.dtypes = [None if x is None else x.dtype for x in arguments[:LEARNED]]
         ctx.transformed = is_transformed(hidden, weight, bias, low, up)
         if p.ahead and weight is None and not ctx.transformed:
             # Returned last, the gradient is scaled in place: saved_tensors would keep it alive
             first = -GRADIENTS
-            ctx.grad, kept[first] = hidden.detach() if p.overwrite else kept[first], None
+            ctx.grad, extra[first] = hidden.detach() if p.overwrite else extra[first], None
         if p.ahead and len(p.plans) == 1 and not ctx.transformed:
-            given = [None] * len(given)
+            arguments = [None] * len(arguments)
         # Gradients that autograd alone keeps may be overwritten by those that it is to get
-        ctx.ours = not (ctx.transformed or torch.compiler.is_compiling()) and (
+        ctx.exclusive = not (ctx.transformed or torch.compiler.is_compiling()) and (
             torch._C._autograd._top_saved_tensors_default_hooks(False) is None
         )
-        ctx.save_for_backward(*given, *kept)
+        ctx.save_for_backward(*arguments, *extra)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Grads:
@@ -173,32 +175,35 @@ class Criteria(torch.autograd.Function):
         if all(up is None for up in ups):
             return (None,) * (1 + SHARED + INPUTS * len(ups))
         if ctx.transformed:
-            found = Backward.apply(p, False, ctx.kept, *ctx.dtypes, *ups, *saved)
+            outputs = FusedLinearLossBackward.apply(
+                p, False, ctx.num_extra, *ctx.dtypes, *ups, *saved
+            )
         else:
             refuse_second_derivative(p.name, p.instead)
-            if ctx.grad is not None and _same(ups):
-                losses, factor, _ = _unpack(p, saved[len(saved) - ctx.kept :], ups)
+            if ctx.grad is not None and _share_gradient(ups):
+                losses, factor, _ = _unpack(p, saved[len(saved) - ctx.num_extra :], ups)
                 assert factor is not None
                 if retains_graph():
                     d_logits = rescale(ctx.grad, factor, ctx.grad.dtype)
                 else:
                     d_logits, ctx.grad = rescale_(ctx.grad, factor), None
-                found = (d_logits, *(None,) * (LEARNED - 1), *losses)
+                outputs = (d_logits, *(None,) * (LEARNED - 1), *losses)
             else:
-                ours = ctx.ours and not retains_graph()
-                found = _differentiate(p, ours, ctx.kept, *ctx.dtypes, *ups, *saved)
-        of_flat: list[Tensor | None] = []
-        rest = iter(found[LEARNED:])
+                exclusive = ctx.exclusive and not retains_graph()
+                outputs = _differentiate(p, exclusive, ctx.num_extra, *ctx.dtypes, *ups, *saved)
+        flat_gradients: list[Tensor | None] = []
+        rest = iter(outputs[LEARNED:])
         for learns in p.learned:
-            of_flat += [None] * 4 + [next(rest) if learns else None, None]
-        return (None, *found[:LEARNED], None, None, *of_flat)
+            flat_gradients += [None] * 4 + [next(rest) if learns else None, None]
+        return (None, *outputs[:LEARNED], None, None, *flat_gradients)
 
 
-class Backward(torch.autograd.Function):
-    """`Criteria.backward` where torch.func would differentiate it again, which is an error."""
+class FusedLinearLossBackward(torch.autograd.Function):
+    """`FusedLinearLoss.backward` as a function, so that torch.func raises for a second
+    derivative."""
 
     @staticmethod
-    def forward(p: Pass, *flat: Any) -> Grads:
+    def forward(p: LossPass, *flat: Any) -> Grads:
         return _differentiate(p, *flat)
 
     @staticmethod
@@ -210,7 +215,7 @@ class Backward(torch.autograd.Function):
         raise RuntimeError(f"{ctx.p.name} has no second derivative; {ctx.p.instead}")
 
 
-def _same(ups: Sequence[Tensor | None]) -> bool:
+def _share_gradient(ups: Sequence[Tensor | None]) -> bool:
     """Whether all values have the same upstream gradient, as the terms of a sum have."""
     if len(ups) == 1:
         return True
@@ -220,65 +225,70 @@ def _same(ups: Sequence[Tensor | None]) -> bool:
 
 
 def _unpack(
-    p: Pass, kept: Sequence[Tensor], ups: Sequence[Tensor | None]
+    p: LossPass, extra: Sequence[Tensor], ups: Sequence[Tensor | None]
 ) -> tuple[Grads, Tensor | None, Sequence[Tensor]]:
-    """Gradients of the rows' weights, the factor of gradients made ahead, and what else is kept."""
+    """Returns gradients of the rows' weights, the factor of precomputed gradients, and the rest."""
     learned = [up for up, learns in zip(ups, p.learned, strict=True) if learns]
-    of_weights = [None if up is None else x * up for up, x in zip(learned, kept, strict=False)]
-    kept, factor = kept[len(learned) :], ups[0]
+    weight_gradients = [
+        None if up is None else x * up for up, x in zip(learned, extra, strict=False)
+    ]
+    extra, factor = extra[len(learned) :], ups[0]
     if p.late and p.ahead:
-        factor, kept = None if factor is None else factor * kept[0], kept[1:]
-    return tuple(of_weights), factor, kept
+        factor, extra = None if factor is None else factor * extra[0], extra[1:]
+    return tuple(weight_gradients), factor, extra
 
 
-def _scaled(
-    made: Sequence[Tensor],
+def _scale_gradients(
+    pass_gradients: Sequence[Tensor],
     needs: Sequence[bool],
     dtypes: Sequence[Any],
     factor: Tensor | None,  # None: 1
-    ours: bool,
+    exclusive: bool,
 ) -> Grads:
-    """Gradients of the inputs that learn, from the six of a pass; `ours`: in their memory.
+    """Returns the inputs' gradients from the six of a pass; with `exclusive` in their memory.
 
-    Each is a tensor that nobody else refers to, which autograd keeps without a copy.
+    Nothing else refers to them, so autograd keeps them without a copy.
     """
 
     def one(x: Tensor, dtype: torch.dtype) -> Tensor:
         if factor is None:
             return x.to(dtype)
-        if ours and x.dtype == dtype:
+        if exclusive and x.dtype == dtype:
             return rescale_(x, factor).detach()
         return rescale(x, factor, dtype)
 
-    hidden, first, rest, bias, low, up = made
-    of_weight = None
+    hidden, first, rest, bias, low, up = pass_gradients
+    weight_gradient = None
     if needs[1] and not len(rest):
-        of_weight = one(first, dtypes[1])
+        weight_gradient = one(first, dtypes[1])
     elif needs[1]:
-        join = rescale_and_join_ if ours else rescale_and_join
-        of_weight = join(first, rest, first.new_ones(()) if factor is None else factor, dtypes[1])
+        join = rescale_and_join_ if exclusive else rescale_and_join
+        weight_gradient = join(
+            first, rest, first.new_ones(()) if factor is None else factor, dtypes[1]
+        )
     return (
         one(hidden, dtypes[0]) if needs[0] else None,
-        of_weight,
+        weight_gradient,
         one(bias, dtypes[2]) if needs[2] else None,
         one(low, dtypes[3]) if needs[3] else None,
         one(up, dtypes[4]) if needs[4] else None,
     )
 
 
-def _differentiate(p: Pass, ours: bool, count: int, *given: Any) -> Grads:
-    """Gradients of hidden, weight, bias, low and up, then of the weights of rows that learn.
+def _differentiate(p: LossPass, exclusive: bool, count: int, *args: Any) -> Grads:
+    """Returns gradients of hidden, weight, bias, low and up, then of the rows' weights that need
+    one.
 
-    `ours`: nobody else has the gradients made ahead, nor needs them again.
+    `exclusive`: nothing else has or needs the precomputed gradients.
     """
     k = len(p.plans)
-    dtypes, given = given[:LEARNED], given[LEARNED:]
-    ups, saved = given[:k], given[k:]
+    dtypes, args = args[:LEARNED], args[LEARNED:]
+    ups, saved = args[:k], args[k:]
     split = len(saved) - count
-    of_weights, factor, kept = _unpack(p, saved[split:], ups)
-    if p.ahead and factor is not None and _same(ups):
-        return *_scaled(kept, p.needs, dtypes, factor, ours), *of_weights
-    inputs, flat = Inputs(*saved[:SHARED]), saved[SHARED:split]
+    weight_gradients, factor, extra = _unpack(p, saved[split:], ups)
+    if p.ahead and factor is not None and _share_gradient(ups):
+        return *_scale_gradients(extra, p.needs, dtypes, factor, exclusive), *weight_gradients
+    inputs, flat = LossArgs(*saved[:SHARED]), saved[SHARED:split]
     row_scales = []
     for i, up in enumerate(ups):
         w, scale = flat[INPUTS * i + 4], flat[INPUTS * i + 5]
@@ -286,32 +296,34 @@ def _differentiate(p: Pass, ours: bool, count: int, *given: Any) -> Grads:
         rows = rows if p.per_token[i] else rows * scale
         rows = rows if w is None else rows * w
         row_scales.append(rows.expand(inputs.hidden.shape[0]))
-    statistics = iter(kept)
-    known: Slots = []
+    statistics = iter(extra)
+    lse_parts: Slots = []
     for plan in p.plans:
-        known += [next(statistics), next(statistics)] if plan.statistics else [None, None]
-    of_loss = tuple(plan._replace(metrics=(), statistics=False) for plan in p.plans)
-    made, _, top = _run(p._replace(plans=of_loss), inputs, flat, row_scales, p.needs, known)
-    return *_scaled(made, p.needs, dtypes, top, ours=True), *of_weights
+        lse_parts += [next(statistics), next(statistics)] if plan.statistics else [None, None]
+    loss_plans = tuple(plan._replace(metrics=(), statistics=False) for plan in p.plans)
+    pass_gradients, _, top = _run(
+        p._replace(plans=loss_plans), inputs, flat, row_scales, p.needs, lse_parts
+    )
+    return *_scale_gradients(
+        pass_gradients, p.needs, dtypes, top, exclusive=True
+    ), *weight_gradients
 
 
-# Runs criteria: checks and flattens their tensors, makes one pass over the logits.
-#
-# B batch, n positions, N = B n rows, C and D model dims of student and teacher, V vocab
+# Checking and flattening the tensors of loss terms, then one pass over the logits
 
 
 class HeadValue(NamedTuple):
-    """A criterion's value, summed or for each row, and its metrics."""
+    """The value of a loss term, summed or per row, and its metrics."""
 
     value: Tensor
     metrics: dict[str, Tensor]
 
 
-class Prepared(NamedTuple):
-    """A criterion with its tensors as rows."""
+class PreparedTerm(NamedTuple):
+    """A loss term with its tensors as rows."""
 
-    given: Criterion
-    plan: Plan
+    term: LossTerm
+    plan: LossPlan
     tensors: tuple[Tensor | None, ...]  # the four of its pass
     targets: Tensor | None  # [N]
     weights: Tensor | None  # [N] fp32; 0 where a row does not count
@@ -324,47 +336,47 @@ class Prepared(NamedTuple):
         return self.weights is not None and not self.weights.requires_grad
 
     def counted(self) -> Tensor | None:
-        """The rows [N] that have a gradient; None: all."""
+        """Returns bool [N], the rows that have a gradient, or None for all."""
         valid = None if self.targets is None else self.targets != IGNORE_INDEX
         if not self.weighs or self.weights is None:
             return valid
         return self.weights != 0 if valid is None else valid & (self.weights != 0)
 
     def needed(self) -> Tensor | None:
-        """The rows [N] that have a gradient or metrics; None: all."""
+        """Returns bool [N], the rows that have a gradient or metrics, or None for all."""
         if self.plan.metrics and self.targets is not None:
             return self.targets != IGNORE_INDEX
         return self.counted()
 
 
-def run_criteria(
+def run_loss_terms(
     hidden: Tensor,  # [..., C]; or raw logits [..., V], where there is no weight
     weight: Tensor | None,  # [V, C]
     bias: Tensor | None,  # [V]
-    criteria: Sequence[Criterion],
+    criteria: Sequence[LossTerm],
     *,
     added: tuple[Tensor, Tensor] | None = None,  # [..., r], [V, r]: their product joins the logits
-    options: Options = PLAIN,  # softcap and scale of the logits
-    active: ActiveRows | None = None,  # made ahead of time, it saves waiting for the device
+    options: Options = DEFAULT_OPTIONS,  # softcap and scale of the logits
+    active: ValidRows | None = None,  # made ahead of time, it saves waiting for the device
     logits_bytes: int | None = None,
     overwrite: bool = False,
     vocabulary: VocabularyShard | None = None,
 ) -> list[HeadValue]:
-    """The value of each criterion, in one pass. At most `logits_bytes` of logits exist at a time.
+    """Returns the value of each loss term, from one pass over the logits.
 
-    None: at most 1 GiB, and less where it costs little time, or all where it costs no more memory.
-    Rows whose target is ignored or whose weight is 0 cost nothing and give nothing, not even NaN.
-    On a GPU the host must know how many remain. Under torch.compile and in CUDA graphs no row is
-    left out.
+    At most `logits_bytes` of logits exist at a time. None means at most 1 GiB, less if that costs
+    little time, or all if that costs no more memory. Rows whose target is ignored or whose weight
+    is 0 cost nothing and give nothing, not even NaN. On a GPU the host must know how many remain.
+    Under torch.compile and in CUDA graphs no row is left out.
 
-    With a `vocabulary`, this rank's weight and bias (and a teacher's) are some rows of V, and all
-    ranks of the group make the same call with the same other tensors. The values and metrics are
-    those of the whole head, on every rank. The gradients of hidden and of the first of `added` are
-    this rank's terms of their sums over the group.
+    With a `vocabulary`, weight and bias (and a teacher's) are this rank's rows of V, and all ranks
+    of the group make the same call with the same other tensors. Values and metrics are those of the
+    full head, on every rank. The gradients of hidden and of the first of `added` are this rank's
+    terms of their sums over the group.
     """
     if not criteria:
         return []
-    check_of_logits(options)
+    check_logit_options(options)
     lead = hidden.shape[:-1]
     width = vocab = hidden.shape[-1] if weight is None else weight.shape[0]
     if vocabulary is not None:
@@ -372,22 +384,22 @@ def run_criteria(
     if weight is not None:
         check_head(hidden, weight, bias)
         check_devices(hidden=hidden, weight=weight, bias=bias)
-        hidden, weight, bias = narrow(hidden, weight, bias)
+        hidden, weight, bias = apply_autocast(hidden, weight, bias)
     low, up = (None, None) if added is None else (t.to(hidden.dtype) for t in added)
     low = low if low is None else low.flatten(0, -2)
-    prepared = [prepare(hidden, c, options, vocab, width) for c in criteria]
+    prepared = [prepare_term(hidden, c, options, vocab, width) for c in criteria]
     rows = hidden if hidden.dim() == 2 else hidden.flatten(0, -2)
     if (
         weight is None
         and not runs_triton(rows)
         and all(a.plan.kind == "cross_entropy" for a in prepared)
     ):
-        return [_plain(rows, a, lead) for a in prepared]
-    index, live = (None, None) if weight is None else select(rows, prepared, active)
+        return [_eager_cross_entropy(rows, a, lead) for a in prepared]
+    index, live = (None, None) if weight is None else select_rows(rows, prepared, active)
     shared: tuple[Tensor | None, ...] = (rows, weight, bias, low, up)
     p = _pass(shared, prepared, logits_bytes, overwrite)
     if vocabulary is not None:
-        p = p._replace(shard=vocabulary.word())
+        p = p._replace(shard=vocabulary.encode())
     if not torch.is_grad_enabled():
         shared = tuple(None if x is None else x.detach() for x in shared)
     flat: list[Tensor | None] = []
@@ -395,7 +407,7 @@ def run_criteria(
         flat += [*a.tensors, a.weights, a.scale]
     differentiable = any(p.needs) or any(p.learned) or is_transformed(rows)
     # Without a gradient to trace, Dynamo would take p for the context of `apply`
-    run = Criteria.apply if differentiable else Criteria.forward
+    run = FusedLinearLoss.apply if differentiable else FusedLinearLoss.forward
     out = iter(run(p, *shared, index, live, *flat))
     if p.overwrite:
         torch.autograd.graph.increment_version(hidden)
@@ -404,22 +416,22 @@ def run_criteria(
     return [_finish(v, m, a, lead) for v, m, a in zip(values, metrics, prepared, strict=True)]
 
 
-def run_one(
-    rows: Tensor, weight: Tensor | None, bias: Tensor | None, criterion: Criterion, **more: Any
+def run_loss_term(
+    rows: Tensor, weight: Tensor | None, bias: Tensor | None, term: LossTerm, **more: Any
 ) -> HeadValue:
-    """`run_criteria` of one criterion, over rows [N, C] or raw logits [N, V]."""
+    """`run_loss_terms` of one term, over rows [N, C] or raw logits [N, V]."""
     if rows.dim() != 2:
         name, shape = ("logits", "[N, V]") if weight is None else ("hidden", "[N, C]")
         raise ValueError(f"{name} {tuple(rows.shape)} is not {shape}")
-    return run_criteria(rows, weight, bias, [criterion], **more)[0]
+    return run_loss_terms(rows, weight, bias, [term], **more)[0]
 
 
 def _pass(
     shared: tuple[Tensor | None, ...],  # those of Inputs that may have gradients
-    prepared: Sequence[Prepared],
+    prepared: Sequence[PreparedTerm],
     logits_bytes: int | None,
     overwrite: bool,
-) -> Pass:
+) -> LossPass:
     grad = torch.is_grad_enabled()
     rows, weight, *_ = shared
     assert rows is not None
@@ -429,11 +441,13 @@ def _pass(
     comparable = len(prepared) == 1 or not (torch.compiler.is_compiling() or is_transformed(rows))
     ahead = any(needs) and comparable and not any(per_token)
     overlap = rows.stride(1) != 1 or (rows.stride(0) < rows.shape[1] and len(rows) > 1)
-    ours = overwrite and ahead and not overlap and has_values(rows) and not is_transformed(rows)
+    exclusive = (
+        overwrite and ahead and not overlap and has_values(rows) and not is_transformed(rows)
+    )
     kinds = ["kl" if a.plan.kind != "cross_entropy" else a.plan.kind for a in prepared]
     if weight is not None:
         kinds = [f"linear_{kind}" for kind in kinds]
-    return Pass(
+    return LossPass(
         name=" and ".join(dict.fromkeys(kinds)),
         plans=tuple(
             a.plan._replace(statistics=any(needs) and not ahead and a.plan.kind == "cross_entropy")
@@ -445,48 +459,53 @@ def _pass(
         needs=needs,
         late=rows.dtype == torch.float16 and len(rows) > 0 and any(needs),
         ahead=ahead,
-        overwrite=ours and runs_triton(rows),
+        overwrite=exclusive and runs_triton(rows),
         logits_bytes=logits_bytes or 0,
     )
 
 
-def _finish(value: Tensor, found: dict[str, Tensor], a: Prepared, lead: torch.Size) -> HeadValue:
-    """The value as the criterion has it, and the metrics asked for, [...] where per row."""
-    c = a.given
+def _finish(
+    value: Tensor, outputs: dict[str, Tensor], a: PreparedTerm, lead: torch.Size
+) -> HeadValue:
+    """Returns the term's value and the requested metrics, [...] where per row."""
+    c = a.term
     if isinstance(c, LogProbs):
         value = -value
-    elif a.scale is None and isinstance(c, Weighted) and not _is_one(c.coefficient):
+    elif a.scale is None and isinstance(c, WeightedTerm) and not _is_one(c.coefficient):
         value = value * c.coefficient
     metrics = {}
-    for name in rows_of(c):
+    for name in metrics_of_term(c):
         if name == "accuracy":
             assert a.targets is not None
             valid = a.targets != IGNORE_INDEX
-            right = (found["predicted_tokens"] == a.targets) & valid
+            right = (outputs["predicted_tokens"] == a.targets) & valid
             metrics[name] = right.sum() / valid.sum().clamp(min=1)
         else:
-            metrics[name] = unview(found[name], lead)
-    return HeadValue(unview(value, lead) if a.scale is None else value, metrics)
+            metrics[name] = reshape_unaliased(outputs[name], lead)
+    return HeadValue(reshape_unaliased(value, lead) if a.scale is None else value, metrics)
 
 
-def unview(x: Tensor, shape: torch.Size) -> Tensor:
-    """x.view(shape), no view to autograd: FSDP2 warns of views among what a module returns."""
+def reshape_unaliased(x: Tensor, shape: torch.Size) -> Tensor:
+    """Returns x.view(shape) as no view to autograd: FSDP2 warns of views among a module's
+    outputs."""
     return torch.ops.aten._unsafe_view(x, shape)
 
 
-def rows_of(c: Criterion) -> Sequence[str]:
-    """The metrics that a criterion asks for."""
+def metrics_of_term(c: LossTerm) -> Sequence[str]:
+    """Returns the metrics that a loss term requests."""
     metrics = c.metrics if isinstance(c, CrossEntropy | LogProbs) else ()
     return (metrics,) if isinstance(metrics, str) else metrics
 
 
-def prepare(hidden: Tensor, c: Criterion, options: Options, vocab: int, width: int) -> Prepared:
-    """The criterion's tensors, checked against the hidden states [..., C] and flattened.
+def prepare_term(
+    hidden: Tensor, c: LossTerm, options: Options, vocab: int, width: int
+) -> PreparedTerm:
+    """Checks the term's tensors against the hidden states [..., C] and flattens them.
 
     `width` of the head's `vocab` rows are on this rank, with padding.
     """
     weights = scale = targets = None
-    if isinstance(c, Weighted):
+    if isinstance(c, WeightedTerm):
         check_reduction(c.reduction)
         weights = c.weights
         scale = _scale(c, hidden.device) if c.reduction == "sum" else None
@@ -504,11 +523,11 @@ def prepare(hidden: Tensor, c: Criterion, options: Options, vocab: int, width: i
         elif targets is not None and weights is not None:
             weights = torch.where(targets != IGNORE_INDEX, weights, 0)
         if isinstance(c, Divergence):
-            plan = Plan("divergence", PLAIN, float(c.beta), normalized=True)
-            given = c.teacher_logprobs.detach().flatten(0, -2)
-            return Prepared(c, plan, (given, None, None, None), targets, weights, scale)
-        plan, tensors, teacher = _teacher(hidden, c, options, vocab, width, targets)
-        return Prepared(c, plan, tensors, targets, weights, scale, teacher)
+            plan = LossPlan("divergence", DEFAULT_OPTIONS, float(c.beta), normalized=True)
+            logprobs = c.teacher_logprobs.detach().flatten(0, -2)
+            return PreparedTerm(c, plan, (logprobs, None, None, None), targets, weights, scale)
+        plan, tensors, teacher = _prepare_teacher(hidden, c, options, vocab, width, targets)
+        return PreparedTerm(c, plan, tensors, targets, weights, scale, teacher)
     if targets is None:
         raise ValueError(f"{type(c).__name__} has no targets: give them, or labels to the model")
     smoothing = z_loss = 0.0
@@ -519,23 +538,23 @@ def prepare(hidden: Tensor, c: Criterion, options: Options, vocab: int, width: i
                 shape = tuple(c.class_weights.shape)
                 raise ValueError(f"class_weights {shape} is not [V] = [{vocab}]")
             check_devices(hidden=hidden, class_weights=c.class_weights)
-            of_class = c.class_weights.float()[targets.clamp(min=0)]
-            weights = of_class if weights is None else weights * of_class
+            class_factor = c.class_weights.float()[targets.clamp(min=0)]
+            weights = class_factor if weights is None else weights * class_factor
     if weights is not None:
         weights = torch.where(targets != IGNORE_INDEX, weights, 0)
     options = Options(options.softcap, options.logit_scale, smoothing, z_loss)
-    plan = Plan("cross_entropy", options, metrics=_rows_behind(rows_of(c)))
-    return Prepared(c, plan, (targets, None, None, None), targets, weights, scale)
+    plan = LossPlan("cross_entropy", options, metrics=_metric_rows(metrics_of_term(c)))
+    return PreparedTerm(c, plan, (targets, None, None, None), targets, weights, scale)
 
 
-def _scale(c: Weighted, device: torch.device) -> Tensor:
-    """What the sum is multiplied by."""
+def _scale(c: WeightedTerm, device: torch.device) -> Tensor:
+    """Returns the factor of the sum."""
     denominator, coefficient = c.denominator, c.coefficient
     for name, x in (("denominator", denominator), ("coefficient", coefficient)):
         if isinstance(x, Tensor) and x.requires_grad:
             raise ValueError(
-                f"{name} requires a gradient, and criteria give it none: detach it, or multiply "
-                "what the criterion returns"
+                f"{name} requires a gradient, and loss terms give it none: detach it, or multiply "
+                "what the loss term returns"
             )
     if not isinstance(denominator, Tensor):
         # A fill, where as_tensor would copy from the host and wait
@@ -549,9 +568,9 @@ def _is_one(x: Tensor | float) -> bool:
     return not isinstance(x, Tensor) and x == 1
 
 
-def _teacher(
+def _prepare_teacher(
     hidden: Tensor, c: KL, options: Options, vocab: int, width: int, targets: Tensor | None
-) -> tuple[Plan, tuple[Tensor | None, ...], Callable[..., Any] | None]:
+) -> tuple[LossPlan, tuple[Tensor | None, ...], Callable[..., Any] | None]:
     if not 0 <= c.beta <= 1:
         raise ValueError(f"beta={c.beta} is not in [0, 1]")
     if not c.temperature > 0:
@@ -571,11 +590,11 @@ def _teacher(
         kind = type(c.teacher).__name__
         raise TypeError(f"KL's teacher is a {kind}: give the teacher's lm_head, or a Head")
     if c.teacher_tokens is not None and c.teacher_logprobs is not None:
-        tokens, logprobs = _stored(c.teacher_tokens, c.teacher_logprobs, n, vocab, targets)
+        tokens, logprobs = _prepare_stored(c.teacher_tokens, c.teacher_logprobs, n, vocab, targets)
         check_devices(hidden=hidden, teacher_tokens=tokens, teacher_logprobs=logprobs)
-        return Plan("topk", options, float(c.beta)), (tokens, logprobs, None, None), None
+        return LossPlan("topk", options, float(c.beta)), (tokens, logprobs, None, None), None
     states = cast(Tensor, c.teacher_hidden).detach().flatten(0, -2)
-    of_teacher, module = c.teacher.options, None
+    head_options, module = c.teacher.options, None
     weight = bias = None
     if isinstance(c.teacher, Head) or not has_values(hidden):
         weight, bias = c.teacher.weight.detach(), c.teacher.bias
@@ -592,22 +611,23 @@ def _teacher(
                 f"the student has {n} rows and {width} tokens, the teacher {len(states)} and "
                 f"{len(weight)}: both must be the same"
             )
-        states, weight, bias = narrow(states, weight, bias)
+        states, weight, bias = apply_autocast(states, weight, bias)
     else:
         module = c.teacher
         states = states.to(autocast_dtype(states.device) or states.dtype)
         if len(states) != n:
             raise ValueError(f"the student has {n} rows, the teacher {len(states)}")
-    check_of_logits(of_teacher)
-    teacher_options = of_teacher.at_temperature(c.temperature)
-    plan = Plan("divergence", options, float(c.beta), teacher_options)
+    check_logit_options(head_options)
+    teacher_options = head_options.at_temperature(c.temperature)
+    plan = LossPlan("divergence", options, float(c.beta), teacher_options)
     return plan, (states, None, weight, bias), module
 
 
-def _stored(
+def _prepare_stored(
     tokens: Tensor, logprobs: Tensor, n: int, vocab: int, targets: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Tokens and log-probabilities [N, K]; rows that do not count may hold anything."""
+    """Returns stored tokens and log-probabilities [N, K]; rows that do not count may hold
+    anything."""
     if tokens.shape != logprobs.shape or tokens.dim() < 2 or tokens.shape[:-1].numel() != n:
         raise ValueError(
             f"teacher_tokens {tuple(tokens.shape)} and teacher_logprobs {tuple(logprobs.shape)} "
@@ -618,14 +638,14 @@ def _stored(
         first = torch.arange(tokens.shape[1], device=tokens.device) == 0
         tokens = torch.where((targets != IGNORE_INDEX)[:, None], tokens, first.long() - 1)
     ok = (tokens < vocab).all() & (tokens[:, :1] >= 0).all()
-    check(ok, f"teacher_tokens are not in [0, {vocab}), or a row's first is negative")
+    check_values(ok, f"teacher_tokens are not in [0, {vocab}), or a row's first is negative")
     return tokens, logprobs.detach().flatten(0, -2)
 
 
-def narrow(
+def apply_autocast(
     hidden: Tensor, weight: Tensor, bias: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """In autocast's dtype; without autocast, dtypes that differ are an error."""
+    """Casts to autocast's dtype; without autocast, raises if dtypes differ."""
     dtype = autocast_dtype(hidden.device)
     if dtype is not None:
         bias = None if bias is None else bias.to(dtype)
@@ -635,70 +655,72 @@ def narrow(
     return hidden, weight, bias
 
 
-def select(
-    rows: Tensor, prepared: Sequence[Prepared], active: ActiveRows | None
+def select_rows(
+    rows: Tensor, prepared: Sequence[PreparedTerm], active: ValidRows | None
 ) -> tuple[Tensor | None, Tensor | None]:
-    """The rows to compute and, if not all of these have a gradient, which do; None: all."""
-    if not host_may_count(rows):
-        return None, _union([a.counted() for a in prepared])
+    """Returns the rows to compute and, if not all of these have a gradient, which do; None: all."""
+    if not host_can_count(rows):
+        return None, _any_row([a.counted() for a in prepared])
     metrics = any(a.plan.metrics for a in prepared)
     if active is None or (metrics and active.weights is not None):
-        keep = _union([a.needed() for a in prepared])
-        index = None if keep is None else ActiveRows(keep).index()
+        keep = _any_row([a.needed() for a in prepared])
+        index = None if keep is None else ValidRows(keep).index()
         extra = metrics and any(a.weighs for a in prepared)
     else:
         for a in prepared:
-            _check_active(active, a, len(rows))
+            _check_valid_rows(active, a, len(rows))
         index = active.index()
-        extra = any(a.weights is not None and active.weights is not _given(a) for a in prepared)
-    return index, _union([a.counted() for a in prepared]) if extra else None
+        extra = any(
+            a.weights is not None and active.weights is not _deciding_weights(a) for a in prepared
+        )
+    return index, _any_row([a.counted() for a in prepared]) if extra else None
 
 
-def _union(keeps: Sequence[Tensor | None]) -> Tensor | None:
-    found = keeps[0]
+def _any_row(keeps: Sequence[Tensor | None]) -> Tensor | None:
+    outputs = keeps[0]
     for keep in keeps[1:]:
-        found = None if found is None or keep is None else found | keep
-    return found
+        outputs = None if outputs is None or keep is None else outputs | keep
+    return outputs
 
 
-def _given(a: Prepared) -> Tensor | None:
-    """The weights, if they alone decide which rows are left out."""
-    if isinstance(a.given, CrossEntropy) and a.given.class_weights is not None:
+def _deciding_weights(a: PreparedTerm) -> Tensor | None:
+    """Returns the weights if they alone decide which rows are left out."""
+    if isinstance(a.term, CrossEntropy) and a.term.class_weights is not None:
         return None
-    return a.given.weights if isinstance(a.given, Weighted) else None
+    return a.term.weights if isinstance(a.term, WeightedTerm) else None
 
 
-def _check_active(active: ActiveRows, a: Prepared, rows: int) -> None:
-    """Raises unless `active` has every row that the criterion needs."""
+def _check_valid_rows(active: ValidRows, a: PreparedTerm, rows: int) -> None:
+    """Raises unless `active` has every row that the term needs."""
     if len(active.keep) != rows:
         raise ValueError(
-            f"active has {len(active.keep)} rows, the criterion {rows}: make it from its targets"
+            f"active has {len(active.keep)} rows, the loss term {rows}: make it from its targets"
         )
-    weights = a.given.weights if isinstance(a.given, Weighted) else None
+    weights = a.term.weights if isinstance(a.term, WeightedTerm) else None
     same_weights = active.weights is None or active.weights is weights
-    if active.targets is not None and active.targets is a.given.targets and same_weights:
+    if active.targets is not None and active.targets is a.term.targets and same_weights:
         return
     needed = a.needed()
-    missing = ~active.keep if needed is None else needed & ~active.keep
-    check(~missing.any(), "active leaves out rows that count: make it from the same targets")
+    absent = ~active.keep if needed is None else needed & ~active.keep
+    check_values(~absent.any(), "active leaves out rows that count: make it from the same targets")
 
 
-def _plain(logits: Tensor, a: Prepared, lead: torch.Size) -> HeadValue:
-    """Cross-entropy by autograd, of logits that exist."""
+def _eager_cross_entropy(logits: Tensor, a: PreparedTerm, lead: torch.Size) -> HeadValue:
+    """Computes the cross-entropy of existing logits by autograd."""
     assert a.targets is not None
     loss = cross_entropy_ref(logits, a.targets, options=a.plan.options)
     loss = loss if a.weights is None else torch.where(a.weights == 0, 0, loss * a.weights)
-    if a.scale is not None and isinstance(a.given, Weighted):
-        loss = loss.sum() / (1.0 if a.given.denominator is None else a.given.denominator)
-        loss = loss * a.given.coefficient
-    found = {}
+    if a.scale is not None and isinstance(a.term, WeightedTerm):
+        loss = loss.sum() / (1.0 if a.term.denominator is None else a.term.denominator)
+        loss = loss * a.term.coefficient
+    outputs = {}
     if a.plan.metrics:
-        found = loss_rows(logits.detach(), a.targets, a.plan.options, a.plan.metrics).metrics
-    return _finish(loss, found, a, lead)
+        outputs = loss_rows(logits.detach(), a.targets, a.plan.options, a.plan.metrics).metrics
+    return _finish(loss, outputs, a, lead)
 
 
-def _rows_behind(metrics: Sequence[str]) -> tuple[str, ...]:
-    """The per-row values that the metrics asked for are made of."""
+def _metric_rows(metrics: Sequence[str]) -> tuple[str, ...]:
+    """Returns the per-row values that the requested metrics are computed from."""
     unknown = [m for m in metrics if m not in METRICS]
     if unknown:
         raise ValueError(f"unknown metrics {unknown}; there are {', '.join(METRICS)}")

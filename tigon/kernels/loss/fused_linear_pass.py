@@ -1,6 +1,7 @@
-"""How many rows of logits a pass over a head holds at a time.
+"""A pass over the logits of a head, chunk by chunk: losses and gradients of every loss term.
 
-# N rows (tokens), m rows that are computed, n rows of a chunk, C model dim, V vocab
+# N rows (tokens), m rows that are computed, n rows of a chunk, C model dim, V vocab, k terms,
+# r rank of what an adapter adds to the logits
 """
 
 from collections.abc import Callable, Sequence
@@ -11,10 +12,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tigon.kernels.linear.linear import add_sum, long_sum, write_sum
+from tigon.kernels.linear.linear import add_matmul, chunked_matmul, matmul_into
 from tigon.kernels.loss.cross_entropy_rows import loss_rows
 from tigon.kernels.loss.divergence_rows import divergence_rows, topk_rows
-from tigon.kernels.loss.logits import IGNORE_INDEX, PLAIN, Gradient, Options
+from tigon.kernels.loss.logits import DEFAULT_OPTIONS, IGNORE_INDEX, LogitGradient, Options
 from tigon.kernels.loss.vocab_parallel import (
     VocabularyShard,
     shard_divergence_rows,
@@ -35,15 +36,15 @@ CHUNK_ROWS, CHUNK_BYTES = 4096, 2**29
 PIECE_ROWS = 1024
 
 
-class Sizes(NamedTuple):
-    """How much there is of a pass at one time."""
+class ChunkSizes(NamedTuple):
+    """The rows of a pass that exist at one time."""
 
     rows: int  # of a chunk: logits
     piece: int  # of them, for what is held beside the logits
     beside: int  # tensors of a piece
 
 
-def sizes(
+def chunk_sizes(
     hidden: Tensor,
     weight: Tensor | None,
     vocab: int,  # V, of one rank if several share it
@@ -51,12 +52,12 @@ def sizes(
     logits_bytes: int,  # 0: as many as the shapes suggest
     needs: Sequence[bool],  # gradients of hidden, weight, bias, low and up
     count: int,  # m
-) -> Sizes:
-    """All that is held of a chunk shares the budget."""
+) -> ChunkSizes:
+    """Returns sizes for which everything that exists of a chunk fits the budget."""
     budget = logits_bytes or LOGITS_BYTES
     if weight is None:
         rows = chunk_rows(vocab, hidden, budget // beside) if beside else max(1, hidden.shape[0])
-        return Sizes(rows, rows, beside)
+        return ChunkSizes(rows, rows, beside)
     free = runs_triton(hidden) and not logits_bytes
     if beside:
         row = _row_bytes(vocab, hidden)
@@ -74,13 +75,13 @@ def sizes(
     if sums and count - rows <= hidden.shape[1]:
         rows = max(1, count)
         piece = piece if beside else rows
-    return Sizes(rows, piece, beside)
+    return ChunkSizes(rows, piece, beside)
 
 
 def chunk_rows(vocab: int, hidden: Tensor, logits_bytes: int) -> int:
-    """Rows whose logits fit the budget; in place on a GPU, with fp32 copies elsewhere.
+    """Returns how many rows of logits fit the budget; on the CPU with their fp32 copies.
 
-    A multiple of 1024, or else of 128: matrix products of other sizes are slower, as are smaller.
+    A multiple of 1024, or else of 128: other sizes, and smaller ones, make matrix products slower.
     """
     rows = max(1, logits_bytes // _row_bytes(vocab, hidden))
     if not runs_triton(hidden):
@@ -90,28 +91,23 @@ def chunk_rows(vocab: int, hidden: Tensor, logits_bytes: int) -> int:
 
 
 def _row_bytes(vocab: int, hidden: Tensor) -> int:
-    return hidden.element_size() * padded(vocab) if runs_triton(hidden) else 16 * vocab
+    return hidden.element_size() * pad_vocab(vocab) if runs_triton(hidden) else 16 * vocab
 
 
-def padded(vocab: int) -> int:
+def pad_vocab(vocab: int) -> int:
     return -(-vocab // 64) * 64
 
 
-# A pass over the logits of a head, chunk by chunk: every criterion's losses, and gradients.
-#
-# N rows (tokens), m rows that are computed, n rows of a chunk, C model dim, V vocab, k criteria,
-# r rank of what an adapter adds to the logits
-
 GRADIENTS = 6  # that a pass returns
-SLOTS = 6  # tensors of a criterion: two of rows, two of a head, then peak and log_mass if known
+SLOTS = 6  # tensors of a term: two of rows, two of a head, then peak and log_mass if known
 Slots = list[Tensor | None]
 
 
 STATISTICS = ("peak", "log_mass")  # of cross-entropy; their sum is the logsumexp
 
 
-class Plan(NamedTuple):
-    """The settings of a criterion in one pass; the operator takes them as a word and numbers."""
+class LossPlan(NamedTuple):
+    """The settings of a loss term in one pass; the operator takes them as a string and numbers."""
 
     kind: str  # cross_entropy: targets. divergence: teacher's states, head. topk: tokens, logprobs
     options: Options
@@ -121,22 +117,22 @@ class Plan(NamedTuple):
     metrics: tuple[str, ...] = ()
     statistics: bool = False  # return these too
 
-    def word(self) -> str:
+    def encode(self) -> str:
         return f"{self.kind}:{','.join(self.names)}"
 
     def numbers(self) -> list[float]:
-        o, t = self.options, self.teacher_options or PLAIN
+        o, t = self.options, self.teacher_options or DEFAULT_OPTIONS
         heads = [o.softcap or 0.0, o.logit_scale, t.softcap or 0.0, t.logit_scale]
         return [*heads, o.label_smoothing, o.z_loss, self.beta, float(self.normalized)]
 
     @property
     def names(self) -> tuple[str, ...]:
-        """What comes out for each row."""
+        """Names the values of each row."""
         return ("loss", *(STATISTICS if self.statistics else ()), *self.metrics)
 
 
-class Inputs(NamedTuple):
-    """The tensors of a pass that its criteria share."""
+class LossArgs(NamedTuple):
+    """The tensors of a pass that its loss terms share."""
 
     hidden: Tensor  # [N, C]; or raw logits [N, V], where there is no weight
     weight: Tensor | None  # [V, C]
@@ -147,12 +143,12 @@ class Inputs(NamedTuple):
     live: Tensor | None  # [N]: rows that have a gradient; None: all that are computed
 
 
-class Pass(NamedTuple):
+class LossPass(NamedTuple):
     """The settings of a pass."""
 
     name: str  # in messages
-    plans: tuple[Plan, ...]
-    per_token: tuple[bool, ...]  # whether a criterion's value is one for each row, not their sum
+    plans: tuple[LossPlan, ...]
+    per_token: tuple[bool, ...]  # whether a term's value is one for each row, not their sum
     learned: tuple[bool, ...]  # whether the weights of its rows get a gradient
     teachers: tuple[Callable[..., Any] | None, ...]  # modules that lend their heads' tensors
     needs: tuple[bool, ...]  # gradients of hidden, weight, bias, low and up
@@ -173,7 +169,7 @@ class Pass(NamedTuple):
         )
 
 
-def _plans(words: str, numbers: list[float]) -> list[Plan]:
+def _plans(words: str, numbers: list[float]) -> list[LossPlan]:
     plans = []
     for i, word in enumerate(words.split()):
         kind, names = word.split(":")
@@ -182,26 +178,25 @@ def _plans(words: str, numbers: list[float]) -> list[Plan]:
         teacher = Options(t_cap or None, t_scale)
         metrics = tuple(n for n in names.split(",") if n not in ("loss", *STATISTICS))
         statistics = STATISTICS[0] in names
-        plans.append(Plan(kind, options, beta, teacher, bool(normalized), metrics, statistics))
+        plans.append(LossPlan(kind, options, beta, teacher, bool(normalized), metrics, statistics))
     return plans
 
 
 def run_pass(
-    p: Pass,
-    inputs: Inputs,
+    p: LossPass,
+    inputs: LossArgs,
     slots: Slots,
     row_scales: list[Tensor],  # k of [N]: the gradient of row t's loss
     needs: tuple[bool, ...],  # gradients of hidden, weight, bias, low and up
 ) -> tuple[list[Tensor], list[dict[str, Tensor]]]:
-    """Six gradients (empty unless needed), and for each criterion values [N] by name.
+    """Returns six gradients (empty unless needed), and for each loss term values [N] by name.
 
-    Those of hidden, of the first rows of the weight, of its other rows, if any, of the bias, of low
-    and of up.
-    On the CPU it is visible to torch.compile, elsewhere one opaque op.
+    Gradients are those of hidden, of the first rows of the weight, of its other rows, if any, of
+    the bias, of low and of up. On the CPU torch.compile sees through it, elsewhere it is one op.
     """
     plain = inputs.hidden.device.type == "cpu" and not runs_triton(inputs.hidden)
     run = _head_pass.__wrapped__ if plain else _head_pass
-    words = " ".join(plan.word() for plan in p.plans)
+    words = " ".join(plan.encode() for plan in p.plans)
     numbers = [x for plan in p.plans for x in plan.numbers()]
     flags = words, numbers, list(needs), p.logits_bytes, p.overwrite, p.shard
     out = run(*inputs, slots, row_scales, *flags)
@@ -222,25 +217,28 @@ def _outputs(
     plans = _plans(words, numbers)
     n, m = hidden.shape[0], hidden.shape[0] if index is None else index.shape[0]
     late = hidden.dtype == torch.float16 and weight is not None
-    only = m <= _sizes(hidden, weight, plans, logits_bytes, needs, m, *shard).rows and not late
+    only = m <= _pass_sizes(hidden, weight, plans, logits_bytes, needs, m, *shard).rows and not late
     full = torch.float32
-    found: list[tuple[Sequence[int], torch.dtype] | None] = [None] * GRADIENTS  # their shapes
+    outputs: list[tuple[Sequence[int], torch.dtype] | None] = [None] * GRADIENTS  # their shapes
     if needs[0] and not overwrite:
-        found[0] = hidden.shape, full if late else hidden.dtype
+        outputs[0] = hidden.shape, full if late else hidden.dtype
     if needs[1] and weight is not None:
         vocab, dim = weight.shape
-        first = _rows_of_first(weight, only=only)
-        found[1] = (first, dim), weight.dtype if only else full
-        found[2] = ((vocab - first, dim), full) if first < vocab else None
+        first = _first_rows(weight, only=only)
+        outputs[1] = (first, dim), weight.dtype if only else full
+        outputs[2] = ((vocab - first, dim), full) if first < vocab else None
     if needs[2] and bias is not None:
-        found[3] = bias.shape, full
+        outputs[3] = bias.shape, full
     if needs[3] and low is not None:
-        found[4] = low.shape, full if late else low.dtype
+        outputs[4] = low.shape, full if late else low.dtype
     if needs[4] and up is not None:
-        found[5] = up.shape, up.dtype if only else full
+        outputs[5] = up.shape, up.dtype if only else full
     names = [name for plan in plans for name in plan.names]
     return [
-        *(hidden.new_empty(0) if x is None else hidden.new_empty(x[0], dtype=x[1]) for x in found),
+        *(
+            hidden.new_empty(0) if x is None else hidden.new_empty(x[0], dtype=x[1])
+            for x in outputs
+        ),
         *(
             hidden.new_empty(n, dtype=torch.int64 if r == "predicted_tokens" else full)
             for r in names
@@ -266,71 +264,75 @@ def _head_pass(
     overwrite: bool,
     shard: str = "",
 ) -> list[Tensor]:
-    """The gradients, then the rows of each criterion in the order of `Plan.names`.
+    """Returns the gradients, then the rows of each loss term in the order of `LossPlan.names`.
 
     Gradients of weights are fp32 if chunks add up to them, the bias's always; in fp16 all are.
     """
     plans, n = _plans(words, numbers), hidden.shape[0]
     count = n if index is None else len(index)
-    rows, piece, _ = _sizes(hidden, weight, plans, logits_bytes, needs, count, shard)
-    cut = VocabularyShard.read(shard) if shard else None
+    rows, piece, _ = _pass_sizes(hidden, weight, plans, logits_bytes, needs, count, shard)
+    cut = VocabularyShard.decode(shard) if shard else None
     if index is not None:
         hidden, row_scales = hidden[index], [r[index] for r in row_scales]
-        slots = [x if x is None or _of_head(i) else x[index] for i, x in enumerate(slots)]
+        slots = [x if x is None or _teacher_head(i) else x[index] for i, x in enumerate(slots)]
         live, low = (None if x is None else x[index] for x in (live, low))
     chunks = range(0, max(1, len(hidden)), rows)  # one at least, so that all results exist
-    found: list[list[Tensor]] = [[] for plan in plans for _ in plan.names]
+    outputs: list[list[Tensor]] = [[] for plan in plans for _ in plan.names]
     d_hidden = hidden if overwrite or not needs[0] else hidden.new_empty(hidden.shape)
     d_bias: Tensor | None = None
     d_low = None if low is None or not needs[3] else low.new_empty(low.shape)
     d_up: Tensor | None = None
     late = hidden.dtype == torch.float16 and weight is not None
     only = len(chunks) == 1 and not late
-    first = 0 if weight is None else _rows_of_first(weight, only=only)
+    first = 0 if weight is None else _first_rows(weight, only=only)
     d_weights: list[Tensor | None] = [None] * (1 + (weight is not None and first < len(weight)))
     for start in chunks:
         part = slice(start, start + rows)
         h = hidden[part]
-        own = None if low is None else low[part]
-        logits = h if weight is None else _product(h, weight, bias, own, up)
+        out_logits = None if low is None else low[part]
+        logits = h if weight is None else _product(h, weight, bias, out_logits, up)
         out = None
         if weight is None and needs[0]:
             out = logits if overwrite else d_hidden[part]
         elif any(needs):
             out = logits
-        mine = [x if x is None or _of_head(i) else x[part] for i, x in enumerate(slots)]
+        term_gradient = [
+            x if x is None or _teacher_head(i) else x[part] for i, x in enumerate(slots)
+        ]
         scales = [r[part] for r in row_scales]
         for at in range(0, max(1, len(logits)), piece):
-            values = _piece(plans, logits, out, mine, scales, at, piece, cut)
-            for parts, value in zip(found, values, strict=True):
+            values = _run_piece(plans, logits, out, term_gradient, scales, at, piece, cut)
+            for parts, value in zip(outputs, values, strict=True):
                 parts.append(value)
         if out is not None and weight is not None:
             if needs[0]:
-                write_sum(out, weight, d_hidden[part])
+                matmul_into(out, weight, d_hidden[part])
             if needs[1]:
-                d_weights = _add_products(d_weights, out, _where(live, part, h), first, only=only)
+                d_weights = _add_products(
+                    d_weights, out, _mask_rows(live, part, h), first, only=only
+                )
             if needs[2]:
                 total = out.sum(0, dtype=torch.float32)
                 d_bias = total if d_bias is None else d_bias + total
             if d_low is not None and up is not None:
-                write_sum(out, up, d_low[part])
-            if needs[4] and own is not None:
-                d_up = add_product(d_up, out.T, _where(live, part, own), only=only)
+                matmul_into(out, up, d_low[part])
+            if needs[4] and out_logits is not None:
+                d_up = add_product(d_up, out.T, _mask_rows(live, part, out_logits), only=only)
         del logits, out  # or the next chunk would be computed beside this one
     fills = (IGNORE_INDEX if n == "predicted_tokens" else 0 for plan in plans for n in plan.names)
     rows_of = (
-        None if d is None else _spread(d.float() if late else d, index, n)
+        None if d is None else _scatter_rows(d.float() if late else d, index, n)
         for d in (d_hidden if needs[0] and not overwrite else None, d_low)
     )
     gradients = next(rows_of), *(*d_weights, None)[:2], d_bias, next(rows_of), d_up
     return [
         *(hidden.new_empty(0) if d is None else d for d in gradients),
-        *(_spread(torch.cat(x), index, n, f) for x, f in zip(found, fills, strict=True)),
+        *(_scatter_rows(torch.cat(x), index, n, f) for x, f in zip(outputs, fills, strict=True)),
     ]
 
 
-def _where(live: Tensor | None, part: slice, x: Tensor) -> Tensor:
-    """A chunk's rows, 0 where their gradient is: 0 * NaN would count."""
+def _mask_rows(live: Tensor | None, part: slice, x: Tensor) -> Tensor:
+    """Returns a chunk's rows with 0 where their gradient is 0, since 0 * NaN would count."""
     return x if live is None else x.where(live[part, None], 0)
 
 
@@ -343,31 +345,33 @@ def workspace(
     index: Tensor | None,
     *rest: Any,
 ) -> int:
-    """Bytes of a chunk's logits, with arguments of the operator for a GPU."""
+    """Returns the bytes of a chunk's logits, for arguments of the operator on a GPU."""
     live, _, _, words, numbers, needs, logits_bytes, _, *shard = rest
     if weight is None:
         return 0
     plans, count = _plans(words, numbers), hidden.shape[0] if index is None else index.shape[0]
-    of_chunk = _sizes(hidden, weight, plans, logits_bytes, needs, count, *shard)
-    rows = min(count, of_chunk.rows)
-    held = (rows + of_chunk.beside * min(rows, of_chunk.piece)) * padded(weight.shape[0])
-    held += 0 if live is None else rows * hidden.shape[1]
-    return held * hidden.element_size()
+    chunk_logits = _pass_sizes(hidden, weight, plans, logits_bytes, needs, count, *shard)
+    rows = min(count, chunk_logits.rows)
+    chunk = (rows + chunk_logits.beside * min(rows, chunk_logits.piece)) * pad_vocab(
+        weight.shape[0]
+    )
+    chunk += 0 if live is None else rows * hidden.shape[1]
+    return chunk * hidden.element_size()
 
 
-def _of_head(slot: int) -> bool:
+def _teacher_head(slot: int) -> bool:
     return slot % SLOTS in (2, 3)
 
 
-def _spread(rows: Tensor, index: Tensor | None, n: int, fill: int = 0) -> Tensor:
-    """The computed rows at their places among all N."""
+def _scatter_rows(rows: Tensor, index: Tensor | None, n: int, fill: int = 0) -> Tensor:
+    """Scatters the computed rows to their positions among all N."""
     if index is None:
         return rows
     return rows.new_full((n, *rows.shape[1:]), fill).index_copy_(0, index, rows)
 
 
-def _piece(
-    plans: Sequence[Plan],
+def _run_piece(
+    plans: Sequence[LossPlan],
     logits: Tensor,  # [n, V] of a chunk
     out: Tensor | None,  # [n, V] for their gradient; may be the logits
     slots: Slots,
@@ -376,32 +380,36 @@ def _piece(
     rows: int,
     cut: VocabularyShard | None,
 ) -> list[Tensor]:
-    """What all criteria say about some rows of a chunk; the last one writes the whole gradient."""
+    """Runs all loss terms on some rows of a chunk; the last one writes the total gradient."""
     part = slice(start, start + rows)
-    z, own = logits[part], None if out is None else out[part]
-    own = z if out is logits else own
-    several = own is z and len(plans) > 1
-    room = _room(z, z.shape[1]) if several else own  # others may not overwrite what the last reads
+    z, out_logits = logits[part], None if out is None else out[part]
+    out_logits = z if out is logits else out_logits
+    several = out_logits is z and len(plans) > 1
+    room = (
+        _allocate_logits(z, z.shape[1]) if several else out_logits
+    )  # others may not overwrite what the last reads
     values: list[Tensor] = []
     before = None
     for i, plan in enumerate(plans):
-        mine = slots[SLOTS * i : SLOTS * (i + 1)]
-        mine = [x if x is None or _of_head(j) else x[part] for j, x in enumerate(mine)]
-        to = own if i == len(plans) - 1 else room
-        grad = None if to is None else Gradient(row_scales[i][part], to, before)
-        values += _rows(plan, z, mine, grad, cut)
+        term_gradient = slots[SLOTS * i : SLOTS * (i + 1)]
+        term_gradient = [
+            x if x is None or _teacher_head(j) else x[part] for j, x in enumerate(term_gradient)
+        ]
+        to = out_logits if i == len(plans) - 1 else room
+        grad = None if to is None else LogitGradient(row_scales[i][part], to, before)
+        values += _run_term(plan, z, term_gradient, grad, cut)
         before = to
     return values
 
 
-def _rows(
-    plan: Plan,
+def _run_term(
+    plan: LossPlan,
     logits: Tensor,  # [n, V]
     slots: Slots,
-    grad: Gradient | None,
+    grad: LogitGradient | None,
     cut: VocabularyShard | None,
 ) -> list[Tensor]:
-    """What a criterion says about a chunk."""
+    """Runs a loss term on a chunk."""
     first, second, weight, bias, peak, log_mass = slots
     assert first is not None
     if cut is not None:
@@ -412,53 +420,53 @@ def _rows(
         return [stored(logits, first, second, plan.options, plan.beta, grad)]
     if plan.kind == "divergence":
         teacher = first if weight is None else _product(first, weight, bias)
-        numbers = plan.options, plan.teacher_options or PLAIN, plan.beta
+        numbers = plan.options, plan.teacher_options or DEFAULT_OPTIONS, plan.beta
         if cut is not None:
             teacher, _ = cut.without_padding(teacher, None)
             return [shard_divergence_rows(cut, logits, teacher, *numbers, grad)]
         return [divergence_rows(logits, teacher, *numbers, grad, normalized=plan.normalized)]
-    known = None if peak is None or log_mass is None else (peak, log_mass)
+    lse_parts = None if peak is None or log_mass is None else (peak, log_mass)
     run = loss_rows if cut is None else partial(shard_loss_rows, cut)
-    rows = run(logits, first, plan.options, plan.metrics, grad, known)
-    found = {"loss": rows.loss, "peak": rows.peak, "log_mass": rows.log_mass} | rows.metrics
-    return [found[name] for name in plan.names]
+    rows = run(logits, first, plan.options, plan.metrics, grad, lse_parts)
+    outputs = {"loss": rows.loss, "peak": rows.peak, "log_mass": rows.log_mass} | rows.metrics
+    return [outputs[name] for name in plan.names]
 
 
-def _rows_of_first(weight: Tensor, *, only: bool) -> int:
-    """Rows of the weight's gradient in the first of its two tensors; all, or a few more than half.
+def _first_rows(weight: Tensor, *, only: bool) -> int:
+    """Returns how many rows of the weight's gradient are in its first tensor: all, or over half.
 
-    The fp32 sum of 16-bit gradients is halved: in backward the result takes the memory of the first
-    tensor, and that of the second is free for what comes next.
+    The fp32 sum of 16-bit gradients is split in two: backward writes the result to the memory of
+    the first tensor and frees the second for what follows.
     """
     vocab = weight.shape[0]
     if only or weight.dtype == torch.float32 or not runs_triton(weight):
         return vocab
-    return min(vocab, padded(-(-vocab // 2)))
+    return min(vocab, pad_vocab(-(-vocab // 2)))
 
 
-def _sizes(
+def _pass_sizes(
     hidden: Tensor,
     weight: Tensor | None,
-    plans: Sequence[Plan],
+    plans: Sequence[LossPlan],
     logits_bytes: int,
     needs: Sequence[bool],
     count: int,  # of rows that are computed
     shard: str = "",
-) -> Sizes:
-    """Beside a chunk's logits there are a sum of gradients, a teacher's, a copy."""
+) -> ChunkSizes:
+    """Returns the chunk sizes with room for a sum of gradients, a teacher's logits and a copy."""
     several = len(plans) > 1 and any(needs)
     beside = int(weight is not None and several)
     beside += any(plan.kind == "divergence" and not plan.normalized for plan in plans)
     beside += any(plan.kind == "topk" for plan in plans) and (several or weight is None)
     vocab = hidden.shape[1] if weight is None else weight.shape[0]
     if shard:
-        vocab = VocabularyShard.read(shard).share  # so that all ranks have the same chunks
-    return sizes(hidden, weight, vocab, beside, logits_bytes, needs, count)
+        vocab = VocabularyShard.decode(shard).share  # so that all ranks have the same chunks
+    return chunk_sizes(hidden, weight, vocab, beside, logits_bytes, needs, count)
 
 
-def _room(x: Tensor, vocab: int) -> Tensor:
-    """For logits of the rows of x; rows start at multiples of 128 bytes for the GPU."""
-    return x.new_empty(x.shape[0], padded(vocab))[:, :vocab]
+def _allocate_logits(x: Tensor, vocab: int) -> Tensor:
+    """Allocates logits for the rows of x; rows start at multiples of 128 bytes for the GPU."""
+    return x.new_empty(x.shape[0], pad_vocab(vocab))[:, :vocab]
 
 
 def _product(
@@ -468,11 +476,11 @@ def _product(
     low: Tensor | None = None,
     up: Tensor | None = None,
 ) -> Tensor:
-    """Logits of a chunk, ours to overwrite."""
+    """Returns the logits of a chunk in new memory."""
     if not h.is_cuda:
         logits = F.linear(h, weight, bias)
     else:
-        logits = _room(h, weight.shape[0])
+        logits = _allocate_logits(h, weight.shape[0])
         if bias is None:
             torch.mm(h, weight.T, out=logits)
         else:
@@ -483,19 +491,21 @@ def _product(
 def _add_products(
     totals: list[Tensor | None], d_logits: Tensor, h: Tensor, first: int, *, only: bool
 ) -> list[Tensor | None]:
-    """The weight's gradient with a chunk's, in one tensor or in two, `first` rows in the first."""
+    """Adds a chunk to the weight's gradient, in one tensor or in two, the first with `first`
+    rows."""
     columns = d_logits.split([first, d_logits.shape[1] - first], 1)
     return [
-        add_product(total, own.T, h, only=only) for total, own in zip(totals, columns, strict=False)
+        add_product(total, out_logits.T, h, only=only)
+        for total, out_logits in zip(totals, columns, strict=False)
     ]
 
 
 def add_product(total: Tensor | None, a: Tensor, b: Tensor, *, only: bool) -> Tensor:
-    """`total + a @ b` in fp32, however narrow the factors; an only product needs no fp32 copy."""
+    """Returns `total + a @ b` in fp32; an `only` product needs no fp32 copy."""
     if only:
-        return long_sum(a, b)
+        return chunked_matmul(a, b)
     if a.device.type == "cuda" and a.dtype != torch.float32 and len(b):
-        return add_sum(total, a, b)
+        return add_matmul(total, a, b)
     if total is None:
         total = a.new_zeros(a.shape[0], b.shape[1], dtype=torch.float32)
     return total.addmm_(a.float(), b.float())  # in place, so autocast does not narrow it

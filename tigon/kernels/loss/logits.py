@@ -1,4 +1,4 @@
-"""From raw logits to logits, what criteria over them have in common, and checks of both.
+"""Scaling and capping of logits, options and checks that all losses share.
 
 # N rows (tokens), C model dim, V vocab
 """
@@ -12,10 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tigon.kernels.runtime import (
-    check,
     check_devices,
+    check_values,
     has_values,
-    may_wait,
+    may_sync,
     num_sms,
     operator,
     runs_triton,
@@ -30,7 +30,7 @@ Reduction = Literal["sum", "none"]
 
 @dataclass(frozen=True)
 class Options:
-    """What turns raw logits into logits, and logits into a loss.
+    """How raw logits are scaled and capped, and regularizers of the loss.
 
     `z_loss` adds `z_loss * logsumexp(logits)^2` (PaLM, arXiv 2204.02311).
     """
@@ -49,25 +49,25 @@ class Options:
             raise ValueError(f"z_loss={self.z_loss} is negative")
 
     def of_logits(self) -> "Options":
-        """Softcap and scale alone."""
+        """Returns softcap and scale alone."""
         return Options(self.softcap, self.logit_scale)
 
     def at_temperature(self, t: float) -> "Options":
-        """Softcap and scale whose logits are `t` times smaller."""
+        """Returns softcap and scale for logits divided by `t`."""
         cap = None if self.softcap is None else self.softcap / t
         return Options(cap, self.logit_scale / t)
 
 
-PLAIN = Options()
+DEFAULT_OPTIONS = Options()
 
 
-def check_of_logits(options: Options) -> None:
+def check_logit_options(options: Options) -> None:
     if options.label_smoothing or options.z_loss:
         raise ValueError(f"{options}: label_smoothing and z_loss are for cross-entropy alone")
 
 
-class Gradient(NamedTuple):
-    """The gradient of a chunk's logits that a criterion is to write.
+class LogitGradient(NamedTuple):
+    """Where and how a loss term writes the gradient of a chunk's logits.
 
     Where `row_scale` is 0, so is the gradient, whatever the logits are.
     """
@@ -78,7 +78,7 @@ class Gradient(NamedTuple):
 
 
 def scale_and_cap(logits: Tensor, options: Options) -> Tensor:
-    """`softcap * tanh(scale * logits / softcap)`, in the dtype of `logits`."""
+    """Returns `softcap * tanh(scale * logits / softcap)` in the dtype of `logits`."""
     if options.logit_scale != 1.0:
         logits = logits * options.logit_scale
     if options.softcap is not None:
@@ -87,7 +87,7 @@ def scale_and_cap(logits: Tensor, options: Options) -> Tensor:
 
 
 def logits_ref(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Raw logits of a head in fp32."""
+    """Returns raw logits of a head in fp32."""
     return F.linear(hidden.float(), weight.float(), None if bias is None else bias.float())
 
 
@@ -98,7 +98,7 @@ LOG2E = tl.constexpr(1.4426950408889634)
 
 @triton.jit
 def tanh(y):
-    """As a series near 0, where 1 - 2 / (1 + exp(2 y)) cancels."""
+    """Returns tanh(y), as a series near 0, where 1 - 2 / (1 + exp(2 y)) cancels."""
     s = y * y
     near = y * (1 + s * (-0.33333333 + s * (0.13333333 + s * (-0.05396825 + s * 0.02186949))))
     far = 1 - 2 / (1 + tl.exp2(tl.abs(y) * (2 * LOG2E)))
@@ -107,7 +107,7 @@ def tanh(y):
 
 @triton.jit
 def transform(x, head):
-    """Scaled and capped, fp32."""
+    """Returns scaled and capped logits in fp32."""
     z = x.to(tl.float32)
     if head[0] is not None:
         z = z * head[0]
@@ -118,14 +118,16 @@ def transform(x, head):
 
 @triton.jit
 def uncap(d, z, head):
-    """The gradient of a scaled logit, from the gradient d of the capped one z."""
+    """Returns the gradient of a scaled logit from the gradient d of the capped one z."""
     if head[1] is not None:
         d *= 1 - (z / head[1]) * (z / head[1])
     return d
 
 
-def scale_and_cap_of(options: Options) -> tuple[float | None, float | None]:
-    """`head` of `transform`; kernels are compiled anew for None, not for another number."""
+def head_constants(options: Options) -> tuple[float | None, float | None]:
+    """Returns the `head` of `transform`; kernels are compiled again for None, not for other
+    numbers.
+    """
     scale = None if options.logit_scale == 1 else float(options.logit_scale)
     return scale, None if options.softcap is None else float(options.softcap)
 
@@ -163,12 +165,12 @@ def _rescale(x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def rescale(x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
-    """`x * factor` rounded once, to `dtype`; a bf16 product would round the factor, too."""
+    """Returns `x * factor` in `dtype`, rounded once; a bf16 product would round the factor, too."""
     return _rescale(x, factor, dtype) if runs_triton(x) else (x.float() * factor).to(dtype)
 
 
 def rescale_(x: Tensor, factor: Tensor) -> Tensor:
-    """The same into `x` itself, without touching it where the factor is 1."""
+    """`rescale` in place; a factor of 1 does not touch `x`."""
     if not _may_overwrite(x, factor):
         return rescale(x, factor, x.dtype)
     _overwrite(x, x, factor)
@@ -188,16 +190,16 @@ def _rescale_and_join(first: Tensor, rest: Tensor, factor: Tensor, dtype: torch.
 
 
 def rescale_and_join(first: Tensor, rest: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
-    """`rescale` of the rows of `first`, then those of `rest`, both fp32 and contiguous."""
+    """Returns `rescale` of the rows of `first`, then those of `rest`, both fp32 and contiguous."""
     if not runs_triton(first):
         return torch.cat([rescale(x, factor, dtype) for x in (first, rest)])
     return _rescale_and_join(first, rest, factor, dtype)
 
 
 def rescale_and_join_(first: Tensor, rest: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
-    """The same, of 16 bits, in the memory of `first`, which has at least as many rows as `rest`.
+    """`rescale_and_join` to 16 bits in the memory of `first`, which has at least as many rows.
 
-    No other memory is needed, and when `rest` is freed, none is left over.
+    No other memory is needed, and `rest` can then be freed.
     """
     if not _may_overwrite(first, factor):
         return rescale_and_join(first, rest, factor, dtype)
@@ -232,7 +234,9 @@ def _overwrite(x: Tensor, out: Tensor, factor: Tensor) -> None:
 
 
 def check_rows(rows: Tensor, **per_row: Tensor | None) -> None:
-    """Each of `per_row` has one value for every row [..., C] or [..., V], on the same device."""
+    """Raises unless each tensor has one value for every row [..., C] or [..., V], on the same
+    device.
+    """
     lead = rows.shape[:-1]
     letters = "[N]" if len(lead) == 1 else "[B, n]"
     for name, value in per_row.items():
@@ -257,13 +261,13 @@ def check_reduction(reduction: str) -> None:
 
 
 def check_targets(targets: Tensor, vocab_size: int) -> None:
-    """Every target is -100 or in [0, V); an error names it where the host may look."""
+    """Raises unless every target is -100 or in [0, V); names it where the host may read it."""
     bad = (targets != IGNORE_INDEX) & ((targets < 0) | (targets >= vocab_size))
-    if may_wait(bad) and bad.any():
+    if may_sync(bad) and bad.any():
         where = bad.nonzero()[0].tolist()
         raise ValueError(
             f"label {targets[tuple(where)].item()} at {where} is neither {IGNORE_INDEX} nor in "
             f"[0, {vocab_size}), the vocabulary of the head"
         )
-    if not may_wait(bad):
-        check(~bad.any(), f"a label is neither {IGNORE_INDEX} nor in [0, {vocab_size})")
+    if not may_sync(bad):
+        check_values(~bad.any(), f"a label is neither {IGNORE_INDEX} nor in [0, {vocab_size})")

@@ -1,8 +1,8 @@
-"""Criteria of a head: what is computed from its logits, one or several in one pass.
+"""Loss terms of a head: what is computed from its logits, several in one pass.
 
-No criterion allocates a [N, V] tensor: logits exist chunk by chunk, for all criteria at once. The
-gradients of sums are computed with them in the forward pass. Per-token values, and sums with
-different upstream gradients, compute the logits again in the backward pass, once for all criteria.
+No term allocates a [N, V] tensor: logits exist chunk by chunk, for all terms at once. The gradients
+of sums are computed with them in the forward pass. Per-token values, and sums with different
+upstream gradients, compute the logits again in the backward pass, once for all terms.
 
 # B batch, n positions, N = B n rows, C and D model dims of student and teacher, V vocab,
 # K tokens whose log-probabilities were stored
@@ -15,15 +15,14 @@ from typing import Any, NamedTuple, Self
 import torch
 from torch import Tensor
 
-from tigon.kernels.loss.logits import IGNORE_INDEX, PLAIN, Options, Reduction
+from tigon.kernels.loss.logits import DEFAULT_OPTIONS, IGNORE_INDEX, Options, Reduction
 from tigon.kernels.runtime import has_values
 
 
-class ActiveRows:
+class ValidRows:
     """The rows that count in a loss; their number is copied to the host asynchronously.
 
-    Made before the model's blocks are launched, it is there when the head needs it, so that the
-    host never waits for the device.
+    Create it before the model's blocks are launched, so that the host never waits for the device.
     """
 
     def __init__(self, keep: Tensor, targets: Tensor | None = None, weights: Tensor | None = None):
@@ -38,7 +37,7 @@ class ActiveRows:
             self._arrived.record(torch.cuda.current_stream(keep.device))
 
     def index(self) -> Tensor | None:
-        """The rows that count, in order; None if all do."""
+        """Returns the rows that count, in order, or None if all do."""
         if self._arrived is not None:
             self._arrived.synchronize()
         count = int(self._count)
@@ -47,49 +46,49 @@ class ActiveRows:
         return torch.argsort(self.keep, descending=True, stable=True)[:count]
 
 
-def active_rows(targets: Tensor, token_weights: Tensor | None = None) -> ActiveRows | None:
-    """The rows with a target that is not ignored and, given weights, a weight that is not 0.
+def find_valid_rows(targets: Tensor, token_weights: Tensor | None = None) -> ValidRows | None:
+    """Returns the rows with a target that is not ignored and, with weights, a weight that is not 0.
 
-    Weights that require a gradient leave no row out. None where the host cannot read values of the
-    device: in graphs, traced or captured, and for tensors without values.
+    Weights that require a gradient leave no row out. Returns None if the host cannot read values of
+    the device: in graphs, traced or captured, and for tensors without values.
     """
-    if not host_may_count(targets):
+    if not host_can_count(targets):
         return None
     keep = targets != IGNORE_INDEX
     if token_weights is not None and token_weights.requires_grad:
         token_weights = None
     if token_weights is not None:
         keep = keep & (token_weights != 0)
-    return ActiveRows(keep, targets, token_weights)
+    return ValidRows(keep, targets, token_weights)
 
 
-def host_may_count(x: Tensor) -> bool:
-    """Whether the host can read values of `x`, if it waits."""
+def host_can_count(x: Tensor) -> bool:
+    """Whether the host can read values of `x` by waiting."""
     return has_values(x) and not (x.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class Criterion:
-    """What all criteria have. Per-row tensors are [B, n] or [N]."""
+class LossTerm:
+    """Base class of loss terms. Per-row tensors are [B, n] or [N]."""
 
     targets: Tensor | None = None  # -100 is ignored
 
     def with_targets(
         self, targets: Tensor, weights: Tensor | None, denominator: Tensor | float | None
     ) -> Self:
-        """The same with the batch's where the criterion has none of its own."""
-        of_batch: dict[str, Any] = {"targets": targets, "weights": weights}
-        of_batch["denominator"] = denominator
-        missing = [n for n in of_batch if getattr(self, n, of_batch) is None]
-        return replace(self, **{n: of_batch[n] for n in missing})
+        """Returns a copy with the batch's targets, weights and denominator where it has none."""
+        values: dict[str, Any] = {"targets": targets, "weights": weights}
+        values["denominator"] = denominator
+        missing = [n for n in values if getattr(self, n, values) is None]
+        return replace(self, **{n: values[n] for n in missing})
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class Weighted(Criterion):
+class WeightedTerm(LossTerm):
     """`coefficient * sum(w_t * value_t) / denominator` in fp32, or every `w_t * value_t`.
 
-    Give a loss's factor as the coefficient rather than multiplying the result: sums that are only
-    added up have their gradients computed together, in the forward pass.
+    Set a loss's factor as the coefficient rather than multiplying the result: the gradients of sums
+    that are only added are computed together, in the forward pass.
     """
 
     weights: Tensor | None = None
@@ -99,7 +98,7 @@ class Weighted(Criterion):
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class CrossEntropy(Weighted):
+class CrossEntropy(WeightedTerm):
     """Cross-entropy; class weights multiply the weight of the rows with that target.
 
     Metrics are per row without gradient: nll, z (logsumexp), max_logit, entropy (nats),
@@ -114,32 +113,32 @@ class CrossEntropy(Weighted):
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class LogProbs(Criterion):
+class LogProbs(LossTerm):
     """`log p(target)` of every row in fp32, 0 where ignored; any upstream gradient."""
 
     metrics: Sequence[str] = ()
 
 
 class Head(NamedTuple):
-    """A head as tensors. A teacher's that FSDP shards is given as the module."""
+    """The tensors of a head. A teacher's head that FSDP shards is passed as the module."""
 
     weight: Tensor  # [V, D]
     bias: Tensor | None = None  # [V]
-    options: Options = PLAIN
+    options: Options = DEFAULT_OPTIONS
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class KL(Weighted):
+class KL(WeightedTerm):
     """Divergence from a teacher: KL(teacher || student) for beta 0, KL(student || teacher) for 1.
 
-    Between them the generalised Jensen-Shannon divergence `beta KL(teacher || M) + (1 - beta)
-    KL(student || M)` with `M = beta teacher + (1 - beta) student` (GKD, arXiv 2306.13649).
-    Logits are divided by `temperature`; multiply by its square (coefficient) to keep the
-    gradients' size (arXiv 1503.02531). The teacher gets no gradient.
+    In between it is the generalized Jensen-Shannon divergence `beta KL(teacher || M) + (1 - beta)
+    KL(student || M)` with `M = beta teacher + (1 - beta) student` (GKD, arXiv 2306.13649). Logits
+    are divided by `temperature`; multiply by its square (coefficient) to keep the gradients' size
+    (arXiv 1503.02531). The teacher gets no gradient.
 
     The teacher is hidden states with a head, or stored log-probabilities of some tokens, at the
-    same temperature: then all other tokens together are one outcome, of either model.
-    Rows without a target do not count; without targets all do.
+    same temperature: then all other tokens are one outcome, for both models. Rows without a target
+    do not count; without targets all do.
     """
 
     teacher_hidden: Tensor | None = None  # [..., D]
@@ -152,8 +151,8 @@ class KL(Weighted):
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class Divergence(Weighted):
-    """As KL, for log-probabilities [N, V] in the place of logits, taken as they are."""
+class Divergence(WeightedTerm):
+    """`KL` for log-probabilities [N, V] instead of logits, which are not normalized again."""
 
     teacher_logprobs: Tensor
     beta: float = 0.0

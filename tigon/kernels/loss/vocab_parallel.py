@@ -1,6 +1,8 @@
-"""A head whose vocabulary is cut over a process group: each rank's rows, and what ranks exchange.
+"""Heads and embeddings with a vocabulary that is sharded over a process group.
 
-# N rows (tokens), V vocab, W rows of a rank's weight with padding, R ranks
+# N rows (tokens), V vocab, W rows of a rank's weight with padding, R ranks, C columns
+
+Ranks exchange a few numbers of each row, once or twice, and then compute the same from them.
 """
 
 from collections.abc import Sequence
@@ -11,20 +13,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tigon.kernels.loss.cross_entropy_rows import ELSEWHERE, Rows, loss_rows, whole_loss
+from tigon.kernels.loss.cross_entropy_rows import OTHER_RANK, RowLosses, combine_loss, loss_rows
 from tigon.kernels.loss.divergence_rows import (
-    against_stored,
     divergence_rows,
     logit_masses,
     stored_gradient,
+    stored_losses,
 )
-from tigon.kernels.loss.logits import IGNORE_INDEX, Gradient, Options, scale_and_cap
-from tigon.kernels.loss.terms import Criterion, Divergence
+from tigon.kernels.loss.logits import IGNORE_INDEX, LogitGradient, Options, scale_and_cap
+from tigon.kernels.loss.terms import Divergence, LossTerm
 from tigon.kernels.runtime import operator, pdl_options, pdl_wait, runs_triton, tl, triton
 
 
 class VocabularyShard(NamedTuple):
-    """The rows of a head's weight and bias that this rank has; of the group's ranks in their order.
+    """This rank's rows of a head's weight and bias; ranks are in the order of their rows.
 
     Rows of the local weight after these are padding: no result depends on their finite numbers, and
     their gradient is 0.
@@ -38,44 +40,45 @@ class VocabularyShard(NamedTuple):
 
     @classmethod
     def of(cls, group: str, ranks: int, first: int, rows: int, size: int) -> Self:
-        """ValueError for rows that are not among the `size` of the vocabulary."""
+        """Creates the shard; raises ValueError for rows outside of the vocabulary."""
         if first < 0 or rows < 0 or first + rows > size:
             raise ValueError(f"rows {first} to {first + rows} are not all in [0, {size})")
         return cls(group, ranks, first, rows, size)
 
-    def check(self, weight: Tensor | None, criteria: Sequence[Criterion]) -> int:
-        """The size of the vocabulary, for criteria of a head whose `weight` this rank has."""
+    def check(self, weight: Tensor | None, criteria: Sequence[LossTerm]) -> int:
+        """Checks the head's local weight and the loss terms; returns the size of the vocabulary."""
         if weight is None or any(isinstance(c, Divergence) for c in criteria):
             raise ValueError("a vocabulary is for a head's weight: of logits, gather the columns")
         if len(weight) < self.rows:
             raise ValueError(f"the weight has {len(weight)} rows, and its shard {self.rows}")
         return self.size
 
-    def word(self) -> str:
-        """As the operator takes it."""
+    def encode(self) -> str:
+        """Returns the shard as a string, which the operator takes."""
         return ":".join(str(x) for x in (self.ranks, self.first, self.rows, self.size, self.group))
 
     @classmethod
-    def read(cls, word: str) -> Self:
+    def decode(cls, word: str) -> Self:
         *numbers, group = word.split(":", 4)
         return cls(group, *(int(x) for x in numbers))
 
     def local(self, targets: Tensor) -> Tensor:
-        """Targets as columns of this rank's logits; `ELSEWHERE` where another rank has them."""
+        """Returns targets as columns of this rank's logits, `OTHER_RANK` for those of other
+        ranks."""
         columns = targets - self.first
-        here = (columns >= 0) & (columns < self.rows)
-        others = torch.where(targets == IGNORE_INDEX, IGNORE_INDEX, ELSEWHERE)
-        return columns.where(here, others)
+        on_rank = (columns >= 0) & (columns < self.rows)
+        other_targets = torch.where(targets == IGNORE_INDEX, IGNORE_INDEX, OTHER_RANK)
+        return columns.where(on_rank, other_targets)
 
     @property
     def share(self) -> int:
-        """Rows of a rank, about: the same number on all."""
+        """The rows of a rank, rounded up: the same number on all."""
         return -(-self.size // self.ranks)
 
     def without_padding(
-        self, logits: Tensor, grad: Gradient | None
-    ) -> tuple[Tensor, Gradient | None]:
-        """What a criterion sees of a chunk's logits, and of their gradient, whose padding is 0."""
+        self, logits: Tensor, grad: LogitGradient | None
+    ) -> tuple[Tensor, LogitGradient | None]:
+        """Returns a chunk's logits and their gradient without padding, and zeroes the latter's."""
         if logits.shape[1] == self.rows:
             return logits, grad
         shown = logits[:, : self.rows]
@@ -87,7 +90,7 @@ class VocabularyShard(NamedTuple):
         return shown, grad._replace(out=out, before=before)
 
     def gather(self, x: Tensor) -> Tensor:
-        """Every rank's `x`: [R, ...]."""
+        """Returns every rank's `x`: [R, ...]."""
         if not x.numel():
             return x.new_zeros(self.ranks, *x.shape)
         ops = torch.ops._c10d_functional
@@ -95,31 +98,33 @@ class VocabularyShard(NamedTuple):
         return ops.wait_tensor(out).view(self.ranks, *x.shape)
 
 
-def join_masses(peaks: Tensor, log_masses: Tensor) -> tuple[Tensor, Tensor]:
-    """The logsumexp of all ranks' logits in two numbers, from those of each [R, N]."""
+def combine_logsumexp(peaks: Tensor, log_masses: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns peak and log_mass of all ranks' logits, from those of each [R, N]."""
     peak = peaks.amax(0)
     return peak, (log_masses + (peaks - peak)).logsumexp(0)
 
 
-class _Joined(torch.autograd.Function):
+class _GatherLogits(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, shard: VocabularyShard) -> Tensor:
         width = logits.shape[-1]
         ctx.shard, ctx.padding = shard, width - shard.rows
-        left = (max(0, shard.size - i * width) for i in range(shard.ranks))
-        return torch.cat([x[..., :n] for x, n in zip(shard.gather(logits), left, strict=True)], -1)
+        widths = (max(0, shard.size - i * width) for i in range(shard.ranks))
+        return torch.cat(
+            [x[..., :n] for x, n in zip(shard.gather(logits), widths, strict=True)], -1
+        )
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        own = grad.narrow(-1, ctx.shard.first, ctx.shard.rows)
-        return F.pad(own, (0, ctx.padding)), None
+        local_columns = grad.narrow(-1, ctx.shard.first, ctx.shard.rows)
+        return F.pad(local_columns, (0, ctx.padding)), None
 
 
-def join_logits(logits: Tensor, shard: VocabularyShard) -> Tensor:
-    """This rank's logits [..., W] to those of all [..., V].
+def gather_logits(logits: Tensor, shard: VocabularyShard) -> Tensor:
+    """Gathers logits [..., W] of this rank to [..., V].
 
-    Their gradient has to be the same on all ranks, as it is where all compute the same of them:
-    each takes its own columns.
+    Their gradient must be the same on all ranks, which compute the same from them: each takes its
+    own columns.
     """
     width, end = logits.shape[-1], shard.first + shard.rows
     if shard.rows and (shard.first % width or (shard.rows < width and end < shard.size)):
@@ -127,14 +132,10 @@ def join_logits(logits: Tensor, shard: VocabularyShard) -> Tensor:
             f"rows {shard.first} to {end} of {shard.size} are no whole part of {width} rows: all "
             "ranks need weights of the same number of rows, with padding only after the last"
         )
-    return _Joined.apply(logits, shard)
+    return _GatherLogits.apply(logits, shard)
 
 
-# Criteria of the rows of a chunk of logits of which each rank has some columns.
-#
-# Ranks exchange a few numbers of each row, once or twice, and compute the same of them.
-#
-# N rows, V vocab, R ranks
+# Losses of a chunk of logits, of which each rank has some columns
 
 NO_PEAK = -1.0e38  # of no logits: finite, as kernels begin
 
@@ -145,61 +146,63 @@ def shard_loss_rows(
     targets: Tensor,  # [N] of all V
     options: Options,
     metrics: Sequence[str] = (),
-    grad: Gradient | None = None,
-    known: tuple[Tensor, Tensor] | None = None,
-) -> Rows:
-    """`loss_rows` of all ranks' logits; the gradient is of this rank's."""
+    grad: LogitGradient | None = None,
+    lse_parts: tuple[Tensor, Tensor] | None = None,
+) -> RowLosses:
+    """`loss_rows` of all ranks' logits; the gradient is that of this rank's."""
     local = shard.local(targets)
-    if known is None:
-        rows = _joined_rows(shard, logits, targets, local, options, metrics)
+    if lse_parts is None:
+        rows = _combine_rows(shard, logits, targets, local, options, metrics)
     else:  # by the pass that found the losses
-        rows = Rows(torch.zeros_like(known[0]), *known)
+        rows = RowLosses(torch.zeros_like(lse_parts[0]), *lse_parts)
     if grad is not None and logits.shape[1]:
-        known = rows.peak, rows.log_mass
-        loss_rows(logits, local, options, (), grad, known, size=shard.size)
+        lse_parts = rows.peak, rows.log_mass
+        loss_rows(logits, local, options, (), grad, lse_parts, size=shard.size)
     return rows
 
 
-def _joined_rows(
+def _combine_rows(
     shard: VocabularyShard,
     logits: Tensor,
     targets: Tensor,
     local: Tensor,
     options: Options,
     metrics: Sequence[str],
-) -> Rows:
+) -> RowLosses:
     names = ["target"] + ["total"] * bool(options.label_smoothing)
     names += [name for name in ("entropy", "predicted_tokens") if name in metrics]
     if logits.shape[1]:
         part = loss_rows(logits, local, options, names, size=shard.size)
     else:
         nothing = torch.zeros(len(logits), device=logits.device)
-        part = Rows(nothing, nothing + NO_PEAK, nothing - torch.inf, dict.fromkeys(names, nothing))
+        part = RowLosses(
+            nothing, nothing + NO_PEAK, nothing - torch.inf, dict.fromkeys(names, nothing)
+        )
     if "predicted_tokens" in names:  # their bits among the fp32 numbers
         tokens = part.metrics["predicted_tokens"] + shard.first
         part.metrics["predicted_tokens"] = tokens.int().view(torch.float32)
     columns = [part.peak, part.log_mass, *(part.metrics[name] for name in names)]
-    peaks, log_masses, *found = shard.gather(torch.stack(columns, 1)).unbind(2)
-    of = dict(zip(names, found, strict=True))
-    peak, log_mass = join_masses(peaks, log_masses)
+    peaks, log_masses, *gathered = shard.gather(torch.stack(columns, 1)).unbind(2)
+    by_name = dict(zip(names, gathered, strict=True))
+    peak, log_mass = combine_logsumexp(peaks, log_masses)
 
-    lse, nll = peak + log_mass, log_mass + (peak - of["target"].sum(0))
-    mean = of["total"].sum(0) / shard.size if "total" in of else None
+    lse, nll = peak + log_mass, log_mass + (peak - by_name["target"].sum(0))
+    mean = by_name["total"].sum(0) / shard.size if "total" in by_name else None
     values = {"nll": nll, "z": lse, "max_logit": peak}
-    if "entropy" in of:
+    if "entropy" in by_name:
         # A part's entropy is its log_mass less the mean of its logits below its peak
         log_share = log_masses + (peaks - peak) - log_mass
-        below = log_masses - of["entropy"] + (peaks - peak)
+        below = log_masses - by_name["entropy"] + (peaks - peak)
         values["entropy"] = log_mass - (log_share.exp() * below).where(log_share > -1e30, 0).sum(0)
     valid = targets != IGNORE_INDEX
-    kept = {name: values[name].where(valid, 0) for name in metrics if name in values}
-    if "predicted_tokens" in of:
-        tokens = of["predicted_tokens"].contiguous().view(torch.int32)
+    masked = {name: values[name].where(valid, 0) for name in metrics if name in values}
+    if "predicted_tokens" in by_name:
+        tokens = by_name["predicted_tokens"].contiguous().view(torch.int32)
         first = peaks.argmax(0, keepdim=True)  # of equal ones
         best = tokens.gather(0, first).squeeze(0)
-        kept["predicted_tokens"] = best.long().where(valid, IGNORE_INDEX)
-    loss = whole_loss(nll, lse, mean, options).where(valid, 0)
-    return Rows(loss, peak.where(valid, 0), log_mass.where(valid, 0), kept)
+        masked["predicted_tokens"] = best.long().where(valid, IGNORE_INDEX)
+    loss = combine_loss(nll, lse, mean, options).where(valid, 0)
+    return RowLosses(loss, peak.where(valid, 0), log_mass.where(valid, 0), masked)
 
 
 def shard_divergence_rows(
@@ -209,12 +212,14 @@ def shard_divergence_rows(
     options: Options,
     teacher_options: Options,
     beta: float,
-    grad: Gradient | None = None,
+    grad: LogitGradient | None = None,
 ) -> Tensor:
-    """`divergence_rows` of all ranks' logits; the gradient is of this rank's."""
+    """`divergence_rows` of all ranks' logits; the gradient is that of this rank's."""
     heads = options, teacher_options
     s_peak, s_mass, t_peak, t_mass = shard.gather(logit_masses(student, teacher, *heads)).unbind(2)
-    masses = torch.stack((*join_masses(s_peak, s_mass), *join_masses(t_peak, t_mass)), 1)
+    masses = torch.stack(
+        (*combine_logsumexp(s_peak, s_mass), *combine_logsumexp(t_peak, t_mass)), 1
+    )
     run = partial(divergence_rows, student, teacher, *heads, beta, masses=masses)
     losses, mean = shard.gather(run(grad if beta == 0 else None)).sum(0).unbind(1)
     if grad is not None and beta != 0:
@@ -229,49 +234,56 @@ def shard_topk_rows(
     logprobs: Tensor,  # [N, k]
     options: Options,
     beta: float,
-    grad: Gradient | None = None,
+    grad: LogitGradient | None = None,
 ) -> Tensor:
-    """`topk_rows` of all ranks' logits; the gradient is of this rank's."""
+    """`topk_rows` of all ranks' logits; the gradient is that of this rank's."""
     absent, local = tokens < 0, shard.local(tokens)
-    here = local >= 0
+    on_rank = local >= 0
     # A token here stands for those that are not; where there is none, column 0 stays as it is
-    first, some = here.int().argmax(1, keepdim=True), here.any(1, keepdim=True)
-    index = local.where(here, local.gather(1, first)).clamp(min=0)
-    target = torch.full_like(tokens[:, 0], ELSEWHERE)
+    first, any_here = on_rank.int().argmax(1, keepdim=True), on_rank.any(1, keepdim=True)
+    index = local.where(on_rank, local.gather(1, first)).clamp(min=0)
+    target = torch.full_like(tokens[:, 0], OTHER_RANK)
     plain = options.of_logits()
     if logits.shape[1]:
         raw = logits.gather(1, index)
-        z = scale_and_cap(raw.float(), options).masked_fill(~here, -torch.inf)
-        others = logits if grad is not None and grad.out is logits else logits.clone()
-        others.scatter_(1, index, raw.masked_fill(some, -torch.inf))
-        rest = loss_rows(others, target, plain, holes=True, size=shard.size)
-        own = torch.cat((rest.peak[:, None], rest.log_mass[:, None], z), 1)
+        z = scale_and_cap(raw.float(), options).masked_fill(~on_rank, -torch.inf)
+        other_targets = logits if grad is not None and grad.out is logits else logits.clone()
+        other_targets.scatter_(1, index, raw.masked_fill(any_here, -torch.inf))
+        rest = loss_rows(other_targets, target, plain, holes=True, size=shard.size)
+        local_columns = torch.cat((rest.peak[:, None], rest.log_mass[:, None], z), 1)
     else:
-        others = logits
-        own = torch.full((*tokens.shape[:1], tokens.shape[1] + 2), -torch.inf, device=logits.device)
-        own[:, 0] = NO_PEAK
-    found = shard.gather(own)
-    peak, log_mass = join_masses(found[..., 0], found[..., 1])
-    z = found[..., 2:].amax(0)
+        other_targets = logits
+        local_columns = torch.full(
+            (*tokens.shape[:1], tokens.shape[1] + 2), -torch.inf, device=logits.device
+        )
+        local_columns[:, 0] = NO_PEAK
+    gathered = shard.gather(local_columns)
+    peak, log_mass = combine_logsumexp(gathered[..., 0], gathered[..., 1])
+    z = gathered[..., 2:].amax(0)
     lse = torch.where(log_mass == -torch.inf, -torch.inf, peak + log_mass)
-    losses, d = against_stored(z, lse, logprobs, absent, beta, grad)
+    losses, d = stored_losses(z, lse, logprobs, absent, beta, grad)
     if grad is not None and d is not None and logits.shape[1]:
         exact = stored_gradient(d, z, options)
-        exact = exact.where(here, exact.gather(1, first))
+        exact = exact.where(on_rank, exact.gather(1, first))
         if grad.before is not None:
             exact = exact + grad.before.gather(1, index)
-        of_rest = grad._replace(row_scale=d[:, -1].contiguous())
-        loss_rows(others, target, plain, (), of_rest, (peak, log_mass), holes=True, size=shard.size)
-        kept = grad.out.gather(1, index)
-        grad.out.scatter_(1, index, exact.to(kept.dtype).where(some, kept))
+        rest_gradient = grad._replace(row_scale=d[:, -1].contiguous())
+        loss_rows(
+            other_targets,
+            target,
+            plain,
+            (),
+            rest_gradient,
+            (peak, log_mass),
+            holes=True,
+            size=shard.size,
+        )
+        masked = grad.out.gather(1, index)
+        grad.out.scatter_(1, index, exact.to(masked.dtype).where(any_here, masked))
     return losses
 
 
-# Vocabulary-parallel embedding lookup for decoding: this rank's rows, zeros for other tokens.
-#
-# torch needs ten kernels for it, each of which takes longer to start than to run.
-#
-# ... any leading dimensions, N tokens, C columns
+# Embedding lookup
 
 BLOCK = 1024
 
@@ -279,15 +291,15 @@ BLOCK = 1024
 def embedding_rows_ref(
     ids: Tensor, weight: Tensor, shard: VocabularyShard, padding_idx: int | None = None
 ) -> Tensor:
-    """As `embedding_rows`; `padding_idx`, of the whole table, gets no gradient."""
-    own = ids - shard.first
-    here = (own >= 0) & (own < shard.rows)
+    """`embedding_rows` in plain torch; `padding_idx`, of the full table, gets no gradient."""
+    local_columns = ids - shard.first
+    on_rank = (local_columns >= 0) & (local_columns < shard.rows)
     padding = None if padding_idx is None else padding_idx - shard.first
     if padding is not None and not 0 <= padding < shard.rows:
         padding = None
     outside = (ids < 0) | (ids >= shard.size)  # an error on every rank, as of a whole weight
-    x = F.embedding(own.where(here | outside, 0), weight, padding)
-    return x.masked_fill(~here[..., None], 0)
+    x = F.embedding(local_columns.where(on_rank | outside, 0), weight, padding)
+    return x.masked_fill(~on_rank[..., None], 0)
 
 
 @triton.jit(debug=True)  # or the assertion would not be compiled
@@ -299,9 +311,9 @@ def _embedding_rows_kernel(
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     number = tl.load(ids + token).to(tl.int64)
     tl.device_assert((number >= 0) & (number < size), "a token is not in the vocabulary")
-    own = number - first + tl.zeros([BLOCK], tl.int64)
-    here = (own >= 0) & (own < rows) & (columns < C)
-    row = tl.load(weight + own * C + columns, mask=here, other=0.0)
+    local_columns = number - first + tl.zeros([BLOCK], tl.int64)
+    on_rank = (local_columns >= 0) & (local_columns < rows) & (columns < C)
+    row = tl.load(weight + local_columns * C + columns, mask=on_rank, other=0.0)
     tl.store(y + token * C + columns, row, mask=columns < C)
 
 
@@ -321,8 +333,11 @@ def _embedding_rows(ids: Tensor, weight: Tensor, first: int, rows: int, size: in
 def embedding_rows(
     ids: Tensor, weight: Tensor, shard: VocabularyShard, padding_idx: int | None = None
 ) -> Tensor:
-    """ids [...] -> [..., C]: of the rank's rows of the table; zeros for other ranks' tokens. One
-    outside of the vocabulary is an error on every rank."""
+    """Looks up ids [...] in this rank's rows of the table: [..., C], zeros for other ranks' tokens.
+
+    One outside of the vocabulary is an error on every rank. A kernel replaces ten of torch's in
+    decoding, each of which takes longer to start than to run.
+    """
     plain = weight.is_contiguous() and type(weight) in (Tensor, torch.nn.Parameter)
     if torch.is_grad_enabled() or not (plain and ids.numel() and runs_triton(weight)):
         return embedding_rows_ref(ids, weight, shard, padding_idx)

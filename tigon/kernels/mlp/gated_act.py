@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tigon.kernels.recompute import Gated, note
+from tigon.kernels.recompute import GatedInputs, note_recompute
 from tigon.kernels.runtime import (
     as_rows,
     operator,
@@ -40,7 +40,7 @@ def gated_act_ref(gate_up: Tensor, act: Activation) -> Tensor:
 
 @triton.jit
 def act_and_slope(x, ACT: tl.constexpr):
-    """The activation of fp32 numbers, and its derivative."""
+    """Returns the activation of fp32 numbers, and its derivative."""
     if ACT == "silu":
         s = tl.sigmoid(x)
         y = x * s
@@ -58,16 +58,18 @@ def act_and_slope(x, ACT: tl.constexpr):
 
 @triton.jit
 def gated_gradients(d, gate, up, dtype: tl.constexpr, ACT: tl.constexpr):
-    """The gradients of gate and up from that of the product, and the product: fp32 numbers, of
-    which the activation alone is rounded yet."""
+    """Returns the gradients of gate and up, and act(gate) * up, in fp32.
+
+    Only the activation is rounded to the input's dtype.
+    """
     a, slope = act_and_slope(gate, ACT)
     a = a.to(dtype).to(tl.float32)
     return d * up * slope, d * a, a * up
 
 
 @triton.jit
-def _place(size, BLOCK: tl.constexpr):
-    """Row and columns of a program; neighbours walk along a row, as memory likes it."""
+def _program_columns(size, BLOCK: tl.constexpr):
+    """Returns row and columns of a program; neighboring programs walk along a row."""
     blocks = tl.cdiv(size, BLOCK)
     row = tl.program_id(0) // blocks
     columns = (tl.program_id(0) - row * blocks) * BLOCK + tl.arange(0, BLOCK)
@@ -77,7 +79,7 @@ def _place(size, BLOCK: tl.constexpr):
 @triton.jit
 def _gated_act_kernel(x, y, x_row, size, ACT: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
     pdl_wait(PDL)
-    row, cols = _place(size, BLOCK)
+    row, cols = _program_columns(size, BLOCK)
     keep = cols < size
     gate = tl.load(x + row * x_row + cols, mask=keep, other=0.0).to(tl.float32)
     up = tl.load(x + row * x_row + size + cols, mask=keep, other=0.0).to(tl.float32)
@@ -92,20 +94,20 @@ def _gated_act_backward_kernel(
 ):
     # dx may be x, and y dy: every element is read and written by one thread, as both have the
     # same layout
-    row, cols = _place(size, BLOCK)
+    row, cols = _program_columns(size, BLOCK)
     keep = cols < size
     d = tl.load(dy + row * dy_row + cols, mask=keep, other=0.0).to(tl.float32)
     gate = tl.load(x + row * x_row + cols, mask=keep, other=0.0).to(tl.float32)
     up = tl.load(x + row * x_row + size + cols, mask=keep, other=0.0).to(tl.float32)
-    of_gate, of_up, product = gated_gradients(d, gate, up, dx.dtype.element_ty, ACT)
-    tl.store(dx + row * dx_row + cols, of_gate, mask=keep)
-    tl.store(dx + row * dx_row + size + cols, of_up, mask=keep)
+    d_gate, d_up, product = gated_gradients(d, gate, up, dx.dtype.element_ty, ACT)
+    tl.store(dx + row * dx_row + cols, d_gate, mask=keep)
+    tl.store(dx + row * dx_row + size + cols, d_up, mask=keep)
     if y is not None:
         tl.store(y + row * size + cols, product, mask=keep)
 
 
 def launch_columns(size: int, choice: tuple[int, int]) -> dict[str, int]:
-    """Block and warps for `size` columns: narrow rows take a smaller program."""
+    """Returns block and warps for `size` columns: narrow rows take a smaller program."""
     block, warps = choice
     fit = min(block, triton.next_power_of_2(size))
     return {"BLOCK": fit, "num_warps": max(1, warps * fit // block)}
@@ -151,8 +153,10 @@ def _backward_product(dy: Tensor, gate_up: Tensor, act: str) -> tuple[Tensor, Te
 def _backward_into(
     out: Tensor, product: Tensor | None, dy: Tensor, gate_up: Tensor, act: str
 ) -> None:
-    """Writes the gradient of `gate_up` to `out`, which is contiguous and may be `gate_up`, and what
-    the forward pass gave to `product`, which may be a contiguous `dy`."""
+    """Writes the gradient of `gate_up` to `out`, and the forward result to `product` unless None.
+
+    `out` is contiguous and may be `gate_up`; `product` may be a contiguous `dy`.
+    """
     if dy.numel():
         d, x, size = as_rows(dy), as_rows(gate_up), dy.shape[-1]
         launch = launch_columns(size, BACKWARD)
@@ -161,8 +165,8 @@ def _backward_into(
         _gated_act_backward_kernel[grid](d, x, out, product, *strides, size, ACT=act, **launch)
 
 
-def _overwrites(gate_up: Tensor, overwrite: bool) -> bool:
-    """Whether this backward pass may write over `gate_up`, as far as the caller allows it."""
+def _can_overwrite(gate_up: Tensor, overwrite: bool) -> bool:
+    """Whether this backward pass may write over `gate_up`, if the caller allows `overwrite`."""
     return (
         overwrite
         and not retains_graph()  # another backward pass may need gate_up
@@ -170,9 +174,9 @@ def _overwrites(gate_up: Tensor, overwrite: bool) -> bool:
     )
 
 
-def place_of_gradient(gate_up: Tensor, overwrite: bool) -> Tensor:
-    """Where the gradient of `gate_up` goes: over it, if that may be."""
-    if not _overwrites(gate_up, overwrite):
+def gradient_memory(gate_up: Tensor, overwrite: bool) -> Tensor:
+    """Returns memory for the gradient of `gate_up`: its own, if possible."""
+    if not _can_overwrite(gate_up, overwrite):
         return _gradient(gate_up, gate_up)
     torch.autograd.graph.increment_version(gate_up)
     return gate_up.detach()
@@ -181,13 +185,13 @@ def place_of_gradient(gate_up: Tensor, overwrite: bool) -> Tensor:
 def gradient_and_product(
     dy: Tensor, gate_up: Tensor, act: Activation, overwrite: bool
 ) -> tuple[Tensor, Tensor]:
-    """In one pass the gradient of `gate_up` and, over `dy`, what the forward pass gave.
+    """Returns the gradient of `gate_up` and, written over `dy`, the forward result, in one pass.
 
     `dy` is contiguous and belongs to the caller.
     """
     if torch._C._len_torch_dispatch_stack():  # modes see ops, and ops alias no input
         return _backward_product(dy, gate_up, act)
-    gradient = place_of_gradient(gate_up, overwrite)
+    gradient = gradient_memory(gate_up, overwrite)
     with torch.cuda.device_of(gradient):
         _backward_into(gradient, dy, dy, gate_up, act)
     return gradient, dy
@@ -205,7 +209,7 @@ class _GatedAct(torch.autograd.Function):
         refuse_second_derivative("gated_act")
         (gate_up,) = ctx.saved_tensors
         # Modes see ops, which alias no input. Dynamo overwrites nothing, so it is asked first
-        if not _overwrites(gate_up, ctx.overwrite) or torch._C._len_torch_dispatch_stack():
+        if not _can_overwrite(gate_up, ctx.overwrite) or torch._C._len_torch_dispatch_stack():
             return _backward(dy, gate_up, ctx.act), None, None
         torch.autograd.graph.increment_version(gate_up)
         gradient = gate_up.detach()
@@ -220,7 +224,7 @@ def check_act(act: str) -> None:
 
 
 def may_overwrite(x: Tensor) -> bool:
-    """Whether nobody else can be seen to need the memory of `x`."""
+    """Whether nothing else can need the memory of `x`."""
     owner = x if x._base is None else x._base
     return not owner.is_leaf and x.untyped_storage().nbytes() == x.numel() * x.element_size()
 
@@ -231,7 +235,7 @@ def gated_act(
     *,
     overwrite: bool = False,
 ) -> Tensor:
-    """`act(gate) * up` [..., I]. Source: Shazeer 2020 (arXiv 2002.05202).
+    """Returns `act(gate) * up` [..., I]. Source: Shazeer 2020 (arXiv 2002.05202).
 
     With `overwrite` the caller promises that nothing else reads `gate_up`: a backward pass that
     does not retain the graph may write the gradient over it.
@@ -245,5 +249,5 @@ def gated_act(
     overwrite = overwrite and not compiling and may_overwrite(gate_up)
     y = _GatedAct.apply(gate_up, act, overwrite)
     if not compiling and y.requires_grad:
-        note(y, _forward, (gate_up,), act, gated=Gated(gate_up, act, y.grad_fn))
+        note_recompute(y, _forward, (gate_up,), act, gated=GatedInputs(gate_up, act, y.grad_fn))
     return y

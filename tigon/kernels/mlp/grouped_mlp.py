@@ -1,6 +1,7 @@
-"""Matrix products of rows sorted by expert, each with its own expert's matrix.
+"""The MLPs of a mixture of experts: each token through the few that its router chose for it.
 
-# S rows (slots), E experts, K the dimension summed over, O outputs
+# N tokens, k experts per token, S rows (slots) sorted by expert: N k, less those that are absent,
+# E experts, C model dim, I intermediate size; K the dimension summed over, O outputs of a product
 """
 
 from typing import Any, cast
@@ -9,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tigon.kernels.linear.linear import write_sum
+from tigon.kernels.linear.linear import matmul_into
 from tigon.kernels.mlp.gated_act import (
     Activation,
     act_and_slope,
@@ -18,13 +19,13 @@ from tigon.kernels.mlp.gated_act import (
     gated_act_ref,
 )
 from tigon.kernels.mlp.permute import combine_rows, spread_rows
-from tigon.kernels.recompute import compute_again, recipe_of
+from tigon.kernels.recompute import find_recompute, run_recompute
 from tigon.kernels.runtime import (
     INTERPRETED,
     autocast_dtype,
     check_devices,
     has_values,
-    hopper,
+    is_hopper,
     num_sms,
     operator,
     refuse_second_derivative,
@@ -41,7 +42,7 @@ except ImportError:  # no Triton
 # Rows, outputs and summed elements of a step, warps, and steps in flight: the best of some tried
 # on an H200. The interpreter, which takes as long for a step of any size, tests with more tiles
 TILE = (32, 32, 16, 4, 1) if INTERPRETED else (128, 256, 64, 8, 3)
-FEW = 64  # rows, as in a step of decoding, which should not wait for the device
+FEW_ROWS = 64  # rows, as in a step of decoding, which should not wait for the device
 
 
 @triton.jit
@@ -59,8 +60,10 @@ def _grouped_product_kernel(
     OUTPUTS: tl.constexpr,
     STEP: tl.constexpr,
 ):
-    """Each program walks over tiles; those of an expert follow each other, down its rows first,
-    so that programs at work together read the same rows and few columns of few matrices."""
+    """Walks over tiles, which are ordered by expert and then down its rows.
+
+    So programs that run at the same time read the same rows and few columns of few matrices.
+    """
     i = tl.arange(0, EXPERTS)
     end = tl.load(ends + i, mask=i < E, other=0)
     start = tl.load(ends + i - 1, mask=(i > 0) & (i < E), other=0)
@@ -97,35 +100,39 @@ def _aligned(*tensors: Tensor) -> bool:
     return all(t.shape[-1] * t.element_size() % 16 == 0 and t.data_ptr() % 16 == 0 for t in tensors)
 
 
-def _triton_serves(x: Tensor, weight: Tensor) -> bool:
-    """Whether the kernel does: 16-bit numbers, and rows that the copy engine can address."""
+def _triton_supports(x: Tensor, weight: Tensor) -> bool:
+    """Whether the kernel can run: 16-bit numbers, and rows that the copy engine can address."""
     if x.device.type == "cuda":
-        fits = x.dtype in (torch.bfloat16, torch.float16) and hopper(x.device.index)
+        fits = x.dtype in (torch.bfloat16, torch.float16) and is_hopper(x.device.index)
     else:  # the interpreter has no bf16 products
         fits = INTERPRETED and x.dtype in (torch.float16, torch.float32)
     return fits and _aligned(x, weight)
 
 
-def _torch_serves(x: Tensor, weight: Tensor) -> bool:
-    """Whether torch's grouped_mm does: bf16 (fp32 on the CPU), rows aligned to 16 bytes."""
+def _torch_supports(x: Tensor, weight: Tensor) -> bool:
+    """Whether torch's grouped_mm can run: bf16 (fp32 on the CPU), rows aligned to 16 bytes."""
     on_cpu = x.device.type == "cpu" and x.dtype == torch.float32
     return (x.dtype == torch.bfloat16 or on_cpu) and _aligned(x, weight)
 
 
-def must_not_wait(x: Tensor, rows: int) -> bool:
-    """Whether the host may not ask the device how many of the rows each expert has."""
-    return x.device.type == "cuda" and (rows <= FEW or torch.cuda.is_current_stream_capturing())
+def must_not_sync(x: Tensor, rows: int) -> bool:
+    """Whether the host may not wait for the device to learn how many rows each expert has."""
+    return x.device.type == "cuda" and (
+        rows <= FEW_ROWS or torch.cuda.is_current_stream_capturing()
+    )
 
 
-def waits(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether training with experts' matrices [E, O, K] may ask the device how many of the rows
-    each has; in a capture that fails, or computes every row with every expert."""
-    fits = device.type == "cuda" and dtype == torch.bfloat16 and hopper(device.index)
+def training_syncs(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether training with expert matrices [E, O, K] may wait for the device to learn their rows.
+
+    A capture then fails, or computes every row with every expert.
+    """
+    fits = device.type == "cuda" and dtype == torch.bfloat16 and is_hopper(device.index)
     return not fits or any(size * dtype.itemsize % 16 for size in shape[1:])
 
 
 def product_by_row(x: Tensor, matrices: Tensor, experts: Tensor) -> Tensor:
-    """Rows x [S, K] times matrices [E, K, O], each with that of its expert [S] -> [S, O].
+    """Multiplies each row of x [S, K] by the matrix [K, O] of its expert [S] -> [S, O].
 
     The rows are in any order; nothing waits for the device.
     """
@@ -136,17 +143,17 @@ def product_by_row(x: Tensor, matrices: Tensor, experts: Tensor) -> Tensor:
 
 
 def grouped_product(x: Tensor, weight: Tensor, ends: Tensor, *, transposed: bool = False) -> Tensor:
-    """Rows x [S, K], those of expert e up to ends[e], times weight [E, O, K] -> [S, O].
+    """Multiplies rows x [S, K], those of expert e up to ends[e], by weight [E, O, K] -> [S, O].
 
-    Transposed, the weight is [E, K, O]. Both are contiguous, as is the result. Sums in fp32.
-    With few rows, and where the kernel serves (16 bits, from sm_90 on, K and O of whole 16 bytes),
-    nothing waits for the device; all else may ask it where the experts end. Rows behind the last
-    end are of no expert: what the result has there is not defined.
+    If `transposed`, the weight is [E, K, O]. All are contiguous. Sums are fp32. With few rows, and
+    where the kernel runs (16 bits, from sm_90 on, K and O of whole 16 bytes), nothing waits for the
+    device; otherwise the host may ask it where the experts end. Rows after the last end belong to
+    no expert, and their results are undefined.
     """
     experts, width = len(weight), weight.shape[2 if transposed else 1]
     if not len(x):
         return x.new_empty(0, width)
-    if _triton_serves(x, weight):
+    if _triton_supports(x, weight):
         y = x.new_empty(len(x), width)
         rows, outputs, step, warps, stages = TILE
         box = [1, step, outputs] if transposed else [1, outputs, step]
@@ -168,11 +175,11 @@ def grouped_product(x: Tensor, weight: Tensor, ends: Tensor, *, transposed: bool
         )
         return y
     matrices = weight if transposed else weight.transpose(1, 2)
-    if must_not_wait(x, len(x)):
+    if must_not_sync(x, len(x)):
         row = torch.arange(len(x), device=x.device, dtype=ends.dtype)
         expert = torch.searchsorted(ends, row, right=True).clamp_(max=experts - 1)
         return product_by_row(x, matrices, expert)
-    if _torch_serves(x, weight):
+    if _torch_supports(x, weight):
         return F.grouped_mm(x, matrices, offs=ends).contiguous()  # it pads rows to 16 bytes
     y, start = x.new_empty(len(x), width), 0
     for w, end in zip(matrices, ends.tolist(), strict=True):
@@ -182,27 +189,22 @@ def grouped_product(x: Tensor, weight: Tensor, ends: Tensor, *, transposed: bool
 
 
 def grouped_weight_gradient(dy: Tensor, x: Tensor, ends: Tensor) -> Tensor:
-    """dy [S, O] and x [S, K] -> [E, O, K], 0 where an expert has no rows.
+    """Returns the gradient [E, O, K] from dy [S, O] and x [S, K], 0 where an expert has no rows.
 
-    torch's own product: with few rows to sum over it was faster than any of ours. In fp16, which
+    It is torch's product: with few rows to sum over it was faster than any of ours. In fp16, which
     it lacks, and in fp32 on GPUs the host asks where each expert ends, and multiplies one by one.
     """
-    if len(x) and _torch_serves(dy, x):
+    if len(x) and _torch_supports(dy, x):
         return F.grouped_mm(dy.t(), x, offs=ends)
     dw, start = x.new_zeros(len(ends), dy.shape[1], x.shape[1]), 0
     for w, end in zip(dw, ends.tolist(), strict=True):
         if end > start:
-            write_sum(dy[start:end].t(), x[start:end], w)
+            matmul_into(dy[start:end].t(), x[start:end], w)
         start = end
     return dw
 
 
-# The MLPs of a mixture of experts: each token through the few that its router chose for it.
-#
-# N tokens, k experts per token, S slots sorted by expert: N k, less those that are absent,
-# E experts, C model dim, I intermediate size
-
-UNKNOWN = -1  # slots of which some may be absent, the host does not know how many
+UNKNOWN_SLOTS = -1  # slots of which some may be absent, the host does not know how many
 ACT = (1024, 4)  # columns and warps of one program: the best of some tried on an H200
 
 
@@ -215,16 +217,17 @@ def grouped_mlp_ref(
     act: Activation,
     slots: int | None = None,
 ) -> Tensor:
-    """`sum_j weights[n, j] * down[e] @ gated_act(gate_up[e] @ x[n])` with e = experts[n, j].
+    """Returns `sum_j weights[n, j] * down[e] @ gated_act(gate_up[e] @ x[n])` with e = experts[n,
+    j].
 
     Each product is in the input's dtype, the sum over j in fp32 and rounded once. With `slots`,
-    so many of the experts are in [0, E), or UNKNOWN, and the others are E: absent.
+    that many of the experts are in [0, E), or UNKNOWN_SLOTS, and the rest are E: absent.
     """
     n, k = experts.shape
     flat = experts.flatten()
-    if slots == UNKNOWN:
+    if slots == UNKNOWN_SLOTS:
         slots = int((flat < len(gate_up)).sum())
-    if slots is None and must_not_wait(x, n * k) and not torch.is_grad_enabled():
+    if slots is None and must_not_sync(x, n * k) and not torch.is_grad_enabled():
         # A step of decoding
         hidden = product_by_row(x.repeat_interleave(k, 0), gate_up.mT, flat)
         y = product_by_row(gated_act_ref(hidden, act), down.mT, flat)
@@ -261,10 +264,10 @@ def _act_backward_kernel(
     ACT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Back through one slot's weight and activation.
+    """Differentiates one slot's weight and activation.
 
-    dh is the gradient of h = act(gate) * up as if the weight were 1: the weight's own is their
-    product, so that the output of `down` need not be kept.
+    dh is the gradient of h = act(gate) * up for a weight of 1: the weight's gradient is their
+    product, so that the output of `down` need not be saved.
     """
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(order + row)
@@ -290,7 +293,8 @@ def _act_backward_kernel(
 def _act_backward(
     hidden: Tensor, dh: Tensor, order: Tensor, weights: Tensor, act: str
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradient of hidden [S, 2I], h times its weight [S, I], and the weights' gradient."""
+    """Returns the gradient of hidden [S, 2I], h times its weight [S, I], and the weights'
+    gradient."""
     dhidden, weighted = torch.empty_like(hidden), torch.empty_like(dh)
     absent = len(order) < weights.numel()
     dweights = torch.zeros_like(weights) if absent else torch.empty_like(weights)
@@ -303,9 +307,9 @@ def _act_backward(
         if act == "silu":
             a, dgate = F.silu(gate), torch.ops.aten.silu_backward(d * up, gate)
         else:
-            how = "tanh" if act == "gelu_tanh" else "none"
-            a = F.gelu(gate, approximate=how)
-            dgate = torch.ops.aten.gelu_backward(d * up, gate, approximate=how)
+            options = "tanh" if act == "gelu_tanh" else "none"
+            a = F.gelu(gate, approximate=options)
+            dgate = torch.ops.aten.gelu_backward(d * up, gate, approximate=options)
         dhidden.copy_(torch.cat((dgate, d * a), -1))
     elif dh.numel():
         block, warps = ACT
@@ -318,10 +322,10 @@ def _act_backward(
 def sorted_slots(
     experts: Tensor, number: int, slots: int | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The order of the slots by expert [S], its inverse [N k], and where in it each expert ends.
+    """Returns the order of the slots by expert [S], its inverse [N k], and where each expert ends.
 
-    Experts that are `number` are absent, all but `slots`; their inverse is S or more. With UNKNOWN
-    S is N k, and the last of the order, behind all ends, are absent.
+    Experts equal to `number` are absent, all but `slots`; their inverse is S or more. With
+    UNKNOWN_SLOTS S is N k, and the end of the order, after all ends, is absent.
     """
     small = torch.uint8 if number < 256 else torch.int16 if number < 2**15 else torch.int64
     ordered, order = experts.flatten().to(small).sort(stable=True)  # fewer bits, fewer passes
@@ -330,7 +334,7 @@ def sorted_slots(
     inverse = torch.empty_like(order).scatter_(
         0, order, torch.arange(len(order), device=order.device, dtype=order.dtype)
     )
-    if slots == UNKNOWN:
+    if slots == UNKNOWN_SLOTS:
         return order, inverse.masked_fill_(experts.flatten() == number, len(order)), ends
     return (order if slots is None else order[:slots].clone()), inverse, ends
 
@@ -351,8 +355,8 @@ def _outputs(
 
 
 def count_slots(experts: Tensor, slots: int | None) -> int:
-    """S."""
-    return experts.numel() if slots in (None, UNKNOWN) else slots
+    """Returns S."""
+    return experts.numel() if slots in (None, UNKNOWN_SLOTS) else slots
 
 
 @operator("grouped_mlp", _outputs)
@@ -365,8 +369,7 @@ def _forward(
     act: str,
     slots: int | None,
 ) -> list[Tensor]:
-    """The output; and for the backward pass gate_up of every slot, the slots' order and its
-    inverse, and where in it each expert ends."""
+    """Returns the output and, for backward, gate_up of every slot, order, inverse and ends."""
     k = experts.shape[1]
     order, inverse, ends = sorted_slots(experts, len(gate_up), slots)
     hidden = grouped_product(spread_rows(x, inverse, k, len(order)), gate_up, ends)
@@ -375,9 +378,9 @@ def _forward(
 
 
 def _gradients(
-    x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, wanted: list[bool], *_: Any
+    x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, needs_grad: list[bool], *_: Any
 ) -> list[Tensor]:
-    likes = zip((x, gate_up, down, weights), wanted, strict=True)
+    likes = zip((x, gate_up, down, weights), needs_grad, strict=True)
     return [torch.empty_like(t) if want else t.new_empty(0) for t, want in likes]
 
 
@@ -387,7 +390,7 @@ def _backward(
     gate_up: Tensor,
     down: Tensor,
     weights: Tensor,
-    wanted: list[bool],
+    needs_grad: list[bool],
     hidden: Tensor,
     order: Tensor,
     inverse: Tensor,
@@ -395,22 +398,22 @@ def _backward(
     dy: Tensor,  # [N, C]
     act: str,
 ) -> list[Tensor]:
-    """The gradients of x, gate_up, down and weights; those not wanted are empty."""
+    """Returns the gradients of x, gate_up, down and weights; empty if not needed."""
     k, size = weights.shape[1], len(order)
     dx, dgate_up, ddown = (x.new_empty(0) for _ in range(3))
     rows = spread_rows(dy, inverse, k, size)
     dh = grouped_product(rows, down, ends, transposed=True)
     dhidden, weighted, dweights = _act_backward(hidden, dh, order, weights, act)
     del dh
-    if wanted[2]:
+    if needs_grad[2]:
         ddown = grouped_weight_gradient(rows, weighted, ends)
     del rows, weighted
-    if wanted[0]:
+    if needs_grad[0]:
         dx = grouped_product(dhidden, gate_up, ends, transposed=True)
         dx = combine_rows(dx, inverse, None, k)
-    if wanted[1]:
+    if needs_grad[1]:
         dgate_up = grouped_weight_gradient(dhidden, spread_rows(x, inverse, k, size), ends)
-    return [dx, dgate_up, ddown, dweights if wanted[3] else weights.new_empty(0)]
+    return [dx, dgate_up, ddown, dweights if needs_grad[3] else weights.new_empty(0)]
 
 
 def forward_workspace(
@@ -422,7 +425,8 @@ def forward_workspace(
     act: str,
     slots: int | None = None,
 ) -> int:
-    """Bytes that `_forward` holds at most besides its outputs: of each slot, h and its product."""
+    """Returns the most bytes that `_forward` uses besides its outputs: h and its product per
+    slot."""
     return count_slots(experts, slots) * sum(down.shape[1:]) * x.element_size()
 
 
@@ -431,14 +435,15 @@ def backward_workspace(
     gate_up: Tensor,
     down: Tensor,
     weights: Tensor,
-    wanted: list[bool],
+    needs_grad: list[bool],
     hidden: Tensor,
     *_: Any,
 ) -> int:
-    """The same for `_backward`, whose outputs are made one after the other."""
+    """Returns the most bytes that `_backward` uses besides its outputs, made one after the
+    other."""
     c, inner = down.shape[1:]
     slots, size = len(hidden), x.element_size()
-    tensors = zip((x, gate_up, down), wanted, strict=False)
+    tensors = zip((x, gate_up, down), needs_grad, strict=False)
     outputs = sum(t.numel() * size for t, want in tensors if want)
     first = slots * (c + 4 * inner) * size - outputs  # in _act_backward
     last = slots * (c + 2 * inner) * size
@@ -447,32 +452,32 @@ def backward_workspace(
 
 class _GroupedMLP(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, *given: Any) -> Tensor:  # what `_forward` takes
-        y, *saved = _forward(*given)
-        x, gate_up, down, _, weights, ctx.act, _ = given
-        if (recipe := recipe_of(x)) is not None:
-            recipe.keep_gate_up()
-        ctx.again = None if recipe is None else recipe.how
-        kept = (x,) if recipe is None else recipe.kept
-        ctx.save_for_backward(gate_up, down, weights, *saved, *kept)
+    def forward(ctx: Any, *args: Any) -> Tensor:  # what `_forward` takes
+        y, *saved = _forward(*args)
+        x, gate_up, down, _, weights, ctx.act, _ = args
+        if (recompute := find_recompute(x)) is not None:
+            recompute.keep_gate_up()
+        ctx.recompute_fn = None if recompute is None else recompute.fn
+        saved_x = (x,) if recompute is None else recompute.saved
+        ctx.save_for_backward(gate_up, down, weights, *saved, *saved_x)
         return y
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         refuse_second_derivative("grouped_mlp")
         needs = ctx.needs_input_grad
-        wanted = [*needs[:3], needs[4]]
+        needs_grad = [*needs[:3], needs[4]]
         # Read once: with activation checkpointing they are there only once
-        gate_up, down, weights, hidden, order, inverse, ends, *kept = ctx.saved_tensors
+        gate_up, down, weights, hidden, order, inverse, ends, *saved_x = ctx.saved_tensors
         dy = dy.contiguous()
-        if ctx.again is None:
-            x = kept[0]
+        if ctx.recompute_fn is None:
+            x = saved_x[0]
         else:  # without the gradient of gate_up its shape and dtype alone are asked
-            x = compute_again(ctx.again, kept).view_as(dy) if wanted[1] else dy
+            x = run_recompute(ctx.recompute_fn, saved_x).view_as(dy) if needs_grad[1] else dy
         saved = hidden, order, inverse, ends
-        grads = _backward(x, gate_up, down, weights, wanted, *saved, dy, ctx.act)
+        grads = _backward(x, gate_up, down, weights, needs_grad, *saved, dy, ctx.act)
         dx, dgate_up, ddown, dweights = (
-            g if want else None for g, want in zip(grads, wanted, strict=True)
+            g if want else None for g, want in zip(grads, needs_grad, strict=True)
         )
         return dx, dgate_up, ddown, None, dweights, None, None
 
@@ -485,11 +490,11 @@ def grouped_mlp(
     weights: Tensor,  # [N, k], of any floating dtype
     act: Activation,
 ) -> Tensor:
-    """The weighted sum of k gated MLPs for each token: [N, C]. No token is dropped.
+    """Returns the weighted sum [N, C] of k gated MLPs for each token. No token is dropped.
 
-    An expert that no token chose has gradients of 0. Raises ValueError on shapes, dtypes and
-    expert numbers that do not fit. Source: the dropless mixture of experts of MegaBlocks
-    (arXiv 2211.15841), defined by `grouped_mlp_ref`.
+    An expert that no token chose has gradients of 0. Raises ValueError on shapes, dtypes and expert
+    numbers that do not match. Source: the dropless mixture of experts of MegaBlocks (arXiv
+    2211.15841), defined by `grouped_mlp_ref`.
     """
     _check(x, gate_up, down, experts, weights, act)
     return unchecked_grouped_mlp(x, gate_up, down, experts, weights, act)
@@ -504,9 +509,11 @@ def unchecked_grouped_mlp(
     act: Activation,
     slots: int | None = None,
 ) -> Tensor:
-    """`grouped_mlp` of experts that are known to fit, as those of topk are: the check of their
-    numbers is six launches. With `slots`, so many are in [0, E), and the others are E: absent; with
-    UNKNOWN nobody waits to learn how many, and there is no backward pass."""
+    """`grouped_mlp` of valid expert numbers, as those of topk are: their check is six launches.
+
+    With `slots`, that many are in [0, E), and the rest are E: absent. With UNKNOWN_SLOTS nothing
+    waits to learn how many, and there is no backward pass.
+    """
     if (dtype := autocast_dtype(x.device)) is not None:
         x, gate_up, down = x.to(dtype), gate_up.to(dtype), down.to(dtype)
     if not x.dtype == gate_up.dtype == down.dtype:

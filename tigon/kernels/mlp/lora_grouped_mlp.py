@@ -30,7 +30,7 @@ from tigon.kernels.mlp.grouped_mlp import (
     sorted_slots,
 )
 from tigon.kernels.mlp.permute import combine_rows, spread_rows
-from tigon.kernels.recompute import compute_again, recipe_of
+from tigon.kernels.recompute import find_recompute, run_recompute
 from tigon.kernels.runtime import (
     autocast_dtype,
     has_values,
@@ -40,8 +40,8 @@ from tigon.kernels.runtime import (
 )
 
 
-class Low(NamedTuple):
-    """What is added to the experts' matrices; ranks may be 0."""
+class LoRAFactors(NamedTuple):
+    """The low-rank factors of the experts' matrices; ranks may be 0."""
 
     a_up: Tensor  # [E, r, C]
     b_up: Tensor  # [E, 2I, r], with its scale
@@ -53,7 +53,7 @@ def lora_grouped_mlp_ref(
     x: Tensor,
     gate_up: Tensor,
     down: Tensor,
-    low: Low,
+    low: LoRAFactors,
     experts: Tensor,
     weights: Tensor,
     act: Activation,
@@ -65,8 +65,8 @@ def lora_grouped_mlp_ref(
     return grouped_mlp_ref(x, gate_up, down, experts, weights, act, slots)
 
 
-def _sum_product(x: Tensor, w: Tensor, a: Tensor, b: Tensor, ends: Tensor) -> tuple[Tensor, Tensor]:
-    """x (W_e + B_e A_e)^T of sorted rows, and x A_e^T."""
+def _product(x: Tensor, w: Tensor, a: Tensor, b: Tensor, ends: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns x (W_e + B_e A_e)^T of sorted rows, and x A_e^T."""
     y = grouped_product(x, w, ends)
     if not a.shape[1]:
         return y, x.new_empty(len(x), 0)
@@ -74,10 +74,10 @@ def _sum_product(x: Tensor, w: Tensor, a: Tensor, b: Tensor, ends: Tensor) -> tu
     return y.add_(grouped_product(u, b, ends)), u
 
 
-def _sum_back(
+def _product_backward(
     dy: Tensor, w: Tensor, a: Tensor, b: Tensor, ends: Tensor
 ) -> tuple[Tensor, Tensor | None]:
-    """dy (W_e + B_e A_e) of sorted rows, and dy B_e."""
+    """Returns dy (W_e + B_e A_e) of sorted rows, and dy B_e."""
     dx = grouped_product(dy, w, ends, transposed=True)
     if not a.shape[1]:
         return dx, None
@@ -112,12 +112,13 @@ def _forward(
     act: str,
     slots: int | None,
 ) -> list[Tensor]:
-    """The output; and for the backward pass gate_up and both products with A of every slot, the
-    slots' order and its inverse, and where in it each expert ends."""
+    """Returns the output and, for backward, per slot gate_up and both products with A, and the
+    order.
+    """
     k, (a_up, b_up, a_down, b_down) = experts.shape[1], low
     order, inverse, ends = sorted_slots(experts, len(gate_up), slots)
-    hidden, u = _sum_product(spread_rows(x, inverse, k, len(order)), gate_up, a_up, b_up, ends)
-    y, v = _sum_product(gated_act(hidden, cast(Activation, act)), down, a_down, b_down, ends)
+    hidden, u = _product(spread_rows(x, inverse, k, len(order)), gate_up, a_up, b_up, ends)
+    y, v = _product(gated_act(hidden, cast(Activation, act)), down, a_down, b_down, ends)
     return [combine_rows(y, inverse, weights, k), hidden, u, v, order, inverse, ends]
 
 
@@ -127,13 +128,13 @@ def _gradients(
     down: Tensor,
     low: list[Tensor],
     weights: Tensor,
-    wanted: list[bool],
+    needs_grad: list[bool],
     *_: Any,
 ) -> list[Tensor]:
     likes = (x, gate_up, down, weights, *low)
     return [
         torch.empty_like(t) if want else t.new_empty(0)
-        for t, want in zip(likes, wanted, strict=True)
+        for t, want in zip(likes, needs_grad, strict=True)
     ]
 
 
@@ -144,7 +145,7 @@ def _backward(
     down: Tensor,
     low: list[Tensor],
     weights: Tensor,
-    wanted: list[bool],  # of x, gate_up, down, weights and the four of low
+    needs_grad: list[bool],  # of x, gate_up, down, weights and the four of low
     hidden: Tensor,
     u: Tensor,
     v: Tensor,
@@ -154,37 +155,37 @@ def _backward(
     dy: Tensor,  # [N, C]
     act: str,
 ) -> list[Tensor]:
-    """The gradients of all that is wanted; the others are empty."""
+    """Returns the gradients that are needed; the rest are empty."""
     k, (a_up, b_up, a_down, b_down) = weights.shape[1], low
-    found: list[Tensor | None] = [None] * len(wanted)
+    gradients: list[Tensor | None] = [None] * len(needs_grad)
     rows = spread_rows(dy, inverse, k, len(order))
-    dh, dv = _sum_back(rows, down, a_down, b_down, ends)
+    dh, dv = _product_backward(rows, down, a_down, b_down, ends)
     dhidden, weighted, dweights = _act_backward(hidden, dh, order, weights, act)
     del dh
-    if wanted[2]:
-        found[2] = grouped_weight_gradient(rows, weighted, ends)
+    if needs_grad[2]:
+        gradients[2] = grouped_weight_gradient(rows, weighted, ends)
     if dv is not None:
-        if wanted[6]:
-            found[6] = grouped_weight_gradient(dv, weighted, ends)
-        if wanted[7]:
+        if needs_grad[6]:
+            gradients[6] = grouped_weight_gradient(dv, weighted, ends)
+        if needs_grad[7]:
             v = (v * weights.flatten()[order, None]).to(v.dtype)
-            found[7] = grouped_weight_gradient(rows, v, ends)
+            gradients[7] = grouped_weight_gradient(rows, v, ends)
     del rows, weighted
-    dx, du = _sum_back(dhidden, gate_up, a_up, b_up, ends)
-    if wanted[0]:
-        found[0] = combine_rows(dx, inverse, None, k)
+    dx, du = _product_backward(dhidden, gate_up, a_up, b_up, ends)
+    if needs_grad[0]:
+        gradients[0] = combine_rows(dx, inverse, None, k)
     del dx
-    if du is not None and wanted[5]:
-        found[5] = grouped_weight_gradient(dhidden, u, ends)
-    if wanted[1] or (du is not None and wanted[4]):
+    if du is not None and needs_grad[5]:
+        gradients[5] = grouped_weight_gradient(dhidden, u, ends)
+    if needs_grad[1] or (du is not None and needs_grad[4]):
         rows = spread_rows(x, inverse, k, len(order))
-        found[1] = grouped_weight_gradient(dhidden, rows, ends) if wanted[1] else None
-        found[4] = grouped_weight_gradient(du, rows, ends) if du is not None else None
-    found[3] = dweights if wanted[3] else None
+        gradients[1] = grouped_weight_gradient(dhidden, rows, ends) if needs_grad[1] else None
+        gradients[4] = grouped_weight_gradient(du, rows, ends) if du is not None else None
+    gradients[3] = dweights if needs_grad[3] else None
     likes = (x, gate_up, down, weights, *low)
     return [
         t.new_zeros(t.shape if want else 0) if d is None else d
-        for t, d, want in zip(likes, found, wanted, strict=True)
+        for t, d, want in zip(likes, gradients, needs_grad, strict=True)
     ]
 
 
@@ -198,14 +199,17 @@ def forward_workspace(
     act: str,
     slots: int | None = None,
 ) -> int:
-    """Bytes that `_forward` holds at most besides its outputs: the sorted rows and what is added to
-    gate_up, or the activation, its product and what is added to that."""
+    """Returns the most bytes that `_forward` uses besides its outputs.
+
+    These are the sorted rows and the addition to gate_up, or the activation, its product and the
+    addition to that.
+    """
     c, inner = down.shape[1:]
     return count_slots(experts, slots) * max(c + 2 * inner, 2 * c + inner) * x.element_size()
 
 
 def backward_workspace(x: Tensor, gate_up: Tensor, down: Tensor, *rest: Any) -> int:
-    """The same for `_backward`."""
+    """Returns the most bytes that `_backward` uses besides its outputs."""
     _, _, _, hidden, *_ = rest
     c, inner = down.shape[1:]
     return len(hidden) * max(c + 4 * inner, 2 * c + 2 * inner) * x.element_size()
@@ -213,39 +217,43 @@ def backward_workspace(x: Tensor, gate_up: Tensor, down: Tensor, *rest: Any) -> 
 
 class _LoRAGroupedMLP(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, act: str, slots: int | None, *given: Tensor) -> Tensor:
-        x, gate_up, down, experts, weights, *low = given
+    def forward(ctx: Any, act: str, slots: int | None, *args: Tensor) -> Tensor:
+        x, gate_up, down, experts, weights, *low = args
         y, *saved = _forward(x, gate_up, down, low, experts, weights, act, slots)
-        if (recipe := recipe_of(x)) is not None:
-            recipe.keep_gate_up()
-        ctx.act, ctx.again = act, None if recipe is None else recipe.how
-        kept = (x,) if recipe is None else recipe.kept
-        ctx.save_for_backward(gate_up, down, weights, *low, *saved, *kept)
+        if (recompute := find_recompute(x)) is not None:
+            recompute.keep_gate_up()
+        ctx.act, ctx.recompute_fn = act, None if recompute is None else recompute.fn
+        saved_x = (x,) if recompute is None else recompute.saved
+        ctx.save_for_backward(gate_up, down, weights, *low, *saved, *saved_x)
         return y
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         refuse_second_derivative("lora_grouped_mlp")
         _, _, *needs = ctx.needs_input_grad
-        wanted = [*needs[:3], *needs[4:]]
+        needs_grad = [*needs[:3], *needs[4:]]
         # Read once: with activation checkpointing they are there only once
         gate_up, down, weights, *rest = ctx.saved_tensors
-        low, saved, kept = rest[:4], rest[4:10], rest[10:]
+        low, saved, saved_x = rest[:4], rest[4:10], rest[10:]
         dy = dy.contiguous()
-        if ctx.again is None:
-            x = kept[0]
+        if ctx.recompute_fn is None:
+            x = saved_x[0]
         else:  # without the gradients of gate_up and A its shape and dtype alone are asked
-            x = compute_again(ctx.again, kept).view_as(dy) if wanted[1] or wanted[4] else dy
-        grads = _backward(x, gate_up, down, low, weights, wanted, *saved, dy, ctx.act)
-        found = [g if want else None for g, want in zip(grads, wanted, strict=True)]
-        return None, None, *found[:3], None, *found[3:]
+            x = (
+                run_recompute(ctx.recompute_fn, saved_x).view_as(dy)
+                if needs_grad[1] or needs_grad[4]
+                else dy
+            )
+        grads = _backward(x, gate_up, down, low, weights, needs_grad, *saved, dy, ctx.act)
+        gradients = [g if want else None for g, want in zip(grads, needs_grad, strict=True)]
+        return None, None, *gradients[:3], None, *gradients[3:]
 
 
 def lora_grouped_mlp(
     x: Tensor,  # [N, C]
     gate_up: Tensor,  # [E, 2I, C]: of each expert gate first, then up
     down: Tensor,  # [E, C, I]
-    low: Low,
+    low: LoRAFactors,
     experts: Tensor,  # [N, k] int64, in [0, E), not checked
     weights: Tensor,  # [N, k], of any floating dtype
     act: Activation,
@@ -253,23 +261,22 @@ def lora_grouped_mlp(
 ) -> Tensor:
     """`grouped_mlp` with low-rank matrices added to those of the experts: [N, C].
 
-    With `slots`, so many experts are in [0, E), and the others are E: absent. Defined by
-    `lora_grouped_mlp_ref`; where plain torch runs, that runs.
+    With `slots`, that many experts are in [0, E), and the rest are E: absent. Defined by
+    `lora_grouped_mlp_ref`, which also runs where plain torch does.
     """
     dtype = autocast_dtype(x.device) or x.dtype
     x, gate_up, down = x.to(dtype), gate_up.to(dtype), down.to(dtype)
-    low = Low(*(t.to(dtype) for t in low))
+    low = LoRAFactors(*(t.to(dtype) for t in low))
     if not (runs_triton(x) or not has_values(x)):
         return lora_grouped_mlp_ref(x, gate_up, down, low, experts, weights, act, slots)
-    low = Low(*aligned(low[:2]), *aligned(low[2:]))
+    low = LoRAFactors(*pad_rank(low[:2]), *pad_rank(low[2:]))
     tensors = (x, gate_up, down, experts, weights, *low)
     y: Tensor = _LoRAGroupedMLP.apply(act, slots, *(t.contiguous() for t in tensors))
     return y
 
 
-def aligned(factors: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """A [E, r, K] and B [E, O, r] with zeros up to a rank whose rows are whole 16 bytes, which the
-    grouped products need."""
+def pad_rank(factors: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """Pads A [E, r, K] and B [E, O, r] with zeros to a rank whose rows are whole 16 bytes."""
     a, b = factors
-    missing = -a.shape[1] % (16 // a.element_size())
-    return (F.pad(a, (0, 0, 0, missing)), F.pad(b, (0, missing))) if missing else (a, b)
+    padding = -a.shape[1] % (16 // a.element_size())
+    return (F.pad(a, (0, 0, 0, padding)), F.pad(b, (0, padding))) if padding else (a, b)

@@ -1,4 +1,4 @@
-"""Rows of tokens, copied to the several places that take them, and added up from there.
+"""Copies rows of tokens to the several places that take them, and sums them from there.
 
 A mixture of experts has a place for each expert of a token, and sends tokens to several ranks.
 
@@ -19,7 +19,7 @@ COMBINE = (1024, 4)
 
 @triton.jit(do_not_specialize=["S"])
 def _spread_kernel(x, places, rows, S, C, K: tl.constexpr, BLOCK: tl.constexpr):
-    """A token's row to each of its places: read once, written k times."""
+    """Copies a token's row to each of its places: read once, written k times."""
     token = tl.program_id(0).to(tl.int64)
     for start in range(0, C, BLOCK):
         cols = start + tl.arange(0, BLOCK)
@@ -32,15 +32,15 @@ def _spread_kernel(x, places, rows, S, C, K: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit(do_not_specialize=["S"])
 def _combine_kernel(rows, places, weights, x, S, C, K: tl.constexpr, BLOCK: tl.constexpr):
-    """The sum of a token's rows, weighted if there are weights, in fp32 and rounded once."""
+    """Sums a token's rows, weighted if there are weights, in fp32 and rounded once."""
     token = tl.program_id(0).to(tl.int64)
     cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     keep = cols < C
     total = tl.zeros((BLOCK,), tl.float32)
     for j in tl.static_range(K):
         place = tl.load(places + token * K + j)
-        there = cols < tl.where(place < S, C, 0)
-        row = tl.load(rows + place * C + cols, mask=there, other=0.0).to(tl.float32)
+        row_mask = cols < tl.where(place < S, C, 0)
+        row = tl.load(rows + place * C + cols, mask=row_mask, other=0.0).to(tl.float32)
         if weights is not None:
             row *= tl.load(weights + token * K + j).to(tl.float32)
         total += row
@@ -48,9 +48,9 @@ def _combine_kernel(rows, places, weights, x, S, C, K: tl.constexpr, BLOCK: tl.c
 
 
 def spread_rows(x: Tensor, places: Tensor, k: int, size: int) -> Tensor:
-    """x [N, C] -> [size, C]: a copy of each token's row at its k places [N k], int64.
+    """Copies each token's row of x [N, C] to its k places [N k] int64: [size, C].
 
-    Places from `size` on are absent. What has no place is not written.
+    Places from `size` on are absent. Rows without a token are not written.
     """
     if not runs_triton(x):
         rows = x.new_empty(size + 1, x.shape[1])  # the last is for what is absent
@@ -65,9 +65,9 @@ def spread_rows(x: Tensor, places: Tensor, k: int, size: int) -> Tensor:
 
 
 def combine_rows(rows: Tensor, places: Tensor, weights: Tensor | None, k: int) -> Tensor:
-    """rows [S, C] -> [N, C]: the sum of each token's rows, in fp32 and rounded once.
+    """Sums each token's rows of [S, C] to [N, C], in fp32 and rounded once.
 
-    Of its k places [N k], int64, those from S on are absent; weights [N, k] multiply the rows.
+    Its k places [N k], int64, are absent from S on; weights [N, k] multiply the rows.
     """
     n, c = len(places) // k, rows.shape[1]
     if not runs_triton(rows):
@@ -77,8 +77,8 @@ def combine_rows(rows: Tensor, places: Tensor, weights: Tensor | None, k: int) -
         block, warps = COMBINE
         block = min(block, triton.next_power_of_2(c))
         grid = (n, triton.cdiv(c, block))
-        given = rows, places, weights, x, len(rows), c
-        _combine_kernel[grid](*given, K=k, BLOCK=block, num_warps=warps)
+        args = rows, places, weights, x, len(rows), c
+        _combine_kernel[grid](*args, K=k, BLOCK=block, num_warps=warps)
     return x
 
 

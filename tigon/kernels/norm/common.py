@@ -1,4 +1,4 @@
-"""What `rms_norm` and `sandwich_norm` share: launches, tiles of rows, sums of weight gradients.
+"""Code shared by `rms_norm` and `sandwich_norm`: launches, tiles of rows, weight gradients.
 
 # ... any leading dimensions, N rows of them, C model dim, P partial sums of the weight's gradient
 """
@@ -9,7 +9,7 @@ from typing import Literal, NamedTuple, get_args
 import torch
 from torch import Tensor
 
-from tigon.kernels.runtime import as_rows, num_sms, power_of_2, tl, triton
+from tigon.kernels.runtime import as_rows, next_power_of_2, num_sms, tl, triton
 
 Cast = Literal["before_weight", "after_weight"]
 CASTS = get_args(Cast)
@@ -23,8 +23,8 @@ def check_norm(eps: float, offset: float, cast: str) -> None:
         raise ValueError(f"eps={eps} and offset={offset} must not be negative")
 
 
-class Launch(NamedTuple):
-    """Launch parameters; the numbers below were the best of some tried on an H200."""
+class NormLaunch(NamedTuple):
+    """Launch parameters; tuned on an H200."""
 
     block: int  # columns, a power of two
     rows: int  # at a time
@@ -42,20 +42,22 @@ class Launch(NamedTuple):
 
 
 @functools.cache
-def launch_forward(C: int) -> Launch:
-    block = power_of_2(C)
+def launch_forward(C: int) -> NormLaunch:
+    block = next_power_of_2(C)
     if block < 1024:
-        return Launch(block, rows=min(2048 // block, 16), warps=4)
+        return NormLaunch(block, rows=min(2048 // block, 16), warps=4)
     # Where a block is wider than the row, fewer warps leave fewer lanes idle
     if block <= 2048:
-        return Launch(block, rows=1, warps=2 if block > C else 4)
+        return NormLaunch(block, rows=1, warps=2 if block > C else 4)
     if block == 4096:
-        return Launch(block, rows=1, warps=4) if block > C else Launch(block, rows=2, warps=16)
-    return Launch(block, rows=1, warps=min(block // 512, 32))
+        return (
+            NormLaunch(block, rows=1, warps=4) if block > C else NormLaunch(block, rows=2, warps=16)
+        )
+    return NormLaunch(block, rows=1, warps=min(block // 512, 32))
 
 
-def stages(step: int, most: int = 3) -> int:
-    """Steps in flight, `most` where every GPU from sm_80 on has shared memory for those behind."""
+def num_stages(step: int, most: int = 3) -> int:
+    """Returns the steps in flight: `most` if every GPU from sm_80 on has shared memory for them."""
     return 1 + min(most - 1, (96 << 10) // step)
 
 
@@ -74,8 +76,8 @@ def load_scale(weight, C, OFFSET, BEFORE, BLOCK, ROWS):
 
 
 @triton.jit
-def tile(first, columns, N, C, BLOCK, ROWS):
-    """The rows from `first` on, which of them exist, and which elements."""
+def row_tile(first, columns, N, C, BLOCK, ROWS):
+    """Returns the rows from `first` on, which of them exist, and which elements."""
     rows = first + tl.arange(0, ROWS)[:, None]
     inside = rows < N
     mask = tl.full([ROWS, BLOCK], True, tl.int1)
@@ -88,13 +90,13 @@ def tile(first, columns, N, C, BLOCK, ROWS):
 
 @triton.jit
 def load_rows(x, rows, columns, mask):
-    """A tile of `x`, which is what `rows_of` gives."""
+    """Loads a tile of `x`, a result of `rows_of`."""
     return tl.load(x[0] + rows * x[1] + columns, mask=mask, other=0.0)
 
 
 @triton.jit
 def norm_gradient(d, n, rstd, C):
-    """Of what was normalised to n, from the gradient d of n."""
+    """Returns the gradient of the input of a norm from the gradient d of its output n."""
     return rstd * (d - n * (tl.sum(d * n, 1, keep_dims=True) * (1.0 / C)))
 
 
@@ -109,7 +111,7 @@ def add_weight_gradient(total, d, n, LATE):
 
 @triton.jit(do_not_specialize=["P"])
 def _sum_kernel(partials, out, out2, P, C: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Sums [P, C] over P in a fixed order into `out`; the [P, C] that follows it into `out2`."""
+    """Sums [P, C] over P in a fixed order to `out`; the [P, C] that follows it to `out2`."""
     columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
     partials += tl.program_id(1).to(tl.int64) * P * C
     total = tl.zeros([ROWS, COLUMNS], tl.float32)
@@ -125,9 +127,10 @@ def _sum_kernel(partials, out, out2, P, C: tl.constexpr, ROWS: tl.constexpr, COL
 
 
 def sum_partials(partials: Tensor, P: int, C: int, out: Tensor, out2: Tensor | None = None) -> None:
-    """[P, C] or [2, P, C] -> [C] each: all of P in one step, since the wait for memory is all."""
+    """Sums [P, C] or [2, P, C] to [C] each: all of P in one step, since the wait for memory is
+    all."""
     grid = (-(-C // 16), 1 if out2 is None else 2)
-    rows = min(power_of_2(P), 512)
+    rows = min(next_power_of_2(P), 512)
     _sum_kernel[grid](partials, out, out2, P, C, rows, 16, num_warps=8)
 
 
@@ -136,7 +139,7 @@ def empty_like(x: Tensor) -> Tensor:
 
 
 def rows_of(x: Tensor | None, C: int) -> tuple[Tensor, int] | None:
-    """`x` as rows with adjacent columns, and the step from row to row; None for None."""
+    """Returns `x` as rows with adjacent columns, and the step from row to row; None for None."""
     if x is None:
         return None
     if x.is_contiguous():

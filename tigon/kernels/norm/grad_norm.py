@@ -1,6 +1,6 @@
-"""The sum of squares of many tensors, as a gradient's norm needs it: each number is read once.
+"""The sum of squares of many tensors for a gradient's norm: each number is read once.
 
-P programs.
+# P programs
 """
 
 from collections.abc import Sequence
@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from tigon.kernels.optim.adamw import Table, is_aligned, number, own_row, pointer
+from tigon.kernels.optim.adamw import TensorTable, is_aligned, load_number, load_pointer, load_row
 from tigon.kernels.runtime import tl, triton
 
 # Elements of one program, elements at a time, and warps
@@ -26,28 +26,31 @@ def _squares_kernel(
     rows, owners, partials, G: tl.constexpr, WIDE: tl.constexpr, CHUNK: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    row, chunk = own_row(rows, owners, WIDTH)
-    count, x = number(row, 0, WIDE), pointer(row, 1, G, WIDE)
+    row, chunk = load_row(rows, owners, WIDTH)
+    count, x = load_number(row, 0, WIDE), load_pointer(row, 1, G, WIDE)
     first = chunk.to(tl.int64) * CHUNK
     x += first
-    left = count - first
+    remaining = count - first
     total = tl.zeros([BLOCK], tl.float32)
     for begin in tl.static_range(0, CHUNK, BLOCK):
         at = begin + tl.arange(0, BLOCK)
-        own = tl.load(x + at, mask=at < left, other=0.0).to(tl.float32)
-        total += own * own
+        values = tl.load(x + at, mask=at < remaining, other=0.0).to(tl.float32)
+        total += values * values
     tl.store(partials + tl.program_id(0), tl.sum(total, 0))
 
 
 class SquaredNorm:
-    """Of sets of float32 and bfloat16 tensors; the tables are kept for the next."""
+    """Computes sums of squares of float32 and bfloat16 tensors, and keeps their tables."""
 
     def __init__(self) -> None:
-        self.tables: dict[tuple[torch.dtype, bool], Table] = {}
+        self.tables: dict[tuple[torch.dtype, bool], TensorTable] = {}
 
     def __call__(self, tensors: Sequence[Tensor]) -> Tensor:
-        """float64, on the device: sums of CHUNK squares in float32, and theirs in float64, in an
-        order that depends on shapes alone. `tensors`: at least one; contiguous, none empty."""
+        """Returns the float64 sum on the device, in an order that depends on shapes alone.
+
+        CHUNK squares are summed in float32, their sums in float64. `tensors` are contiguous and not
+        empty; at least one.
+        """
         kinds: dict[tuple[torch.dtype, bool], list[tuple[int, ...]]] = {}
         for t in tensors:
             address = t.data_ptr()
@@ -57,7 +60,7 @@ class SquaredNorm:
         sums = []
         with torch.cuda.device_of(tensors[0]):
             for (dtype, wide), rows in kinds.items():
-                table = self.tables.setdefault((dtype, wide), Table(CHUNK))
+                table = self.tables.setdefault((dtype, wide), TensorTable(CHUNK))
                 placed, owners = table.place(rows, device)
                 partials = torch.empty(len(owners), dtype=torch.float32, device=device)
                 _squares_kernel[(len(owners),)](

@@ -1,9 +1,9 @@
-"""Root mean square normalisation, with the residual addition that precedes it.
+"""RMSNorm, with the residual addition that precedes it.
 
 # ... any leading dimensions, N rows of them, C model dim, P partial sums of the weight's gradient
 
-Bytes per element in bf16: forward 4, with a residual 8; backward 6, with a residual 8. One read of
-every input and one write of every output, which is the least there is.
+Bytes per element in bf16: forward 4, with a residual 8; backward 6, with a residual 8. Every input
+is read once and every output is written once, which is the minimum.
 """
 
 import functools
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from tigon.kernels.norm.common import (
     Cast,
-    Launch,
+    NormLaunch,
     add_weight_gradient,
     check_norm,
     empty_like,
@@ -23,26 +23,26 @@ from tigon.kernels.norm.common import (
     load_rows,
     load_scale,
     norm_gradient,
+    num_stages,
+    row_tile,
     rows_of,
-    stages,
     sum_partials,
-    tile,
 )
-from tigon.kernels.recompute import note
+from tigon.kernels.recompute import note_recompute
 from tigon.kernels.runtime import (
     DTYPES,
     check_devices,
+    next_power_of_2,
     operator,
     pdl_options,
     pdl_wait,
-    power_of_2,
     refuse_second_derivative,
     runs_triton,
     tl,
     triton,
 )
 
-WIDEST = 32768  # a kernel holds whole rows in registers; wider ones take the reference
+MAX_COLUMNS = 32768  # a kernel holds whole rows in registers; wider ones take the reference
 
 
 def rms_norm_ref(
@@ -67,22 +67,22 @@ def rms_norm_ref(
 
 
 @functools.cache
-def _launch_backward(C: int, width: int) -> Launch:
-    """`width`: bytes per element of all inputs, which wait in shared memory."""
-    block = power_of_2(C)
+def _launch_backward(C: int, width: int) -> NormLaunch:
+    """Chooses the launch. `width`: bytes per element of all inputs, which wait in shared memory."""
+    block = next_power_of_2(C)
     if block < 1024:
         rows, warps, per_sm = min(2048 // block, 16), 2, 4
     elif block <= 2048:
         rows, warps, per_sm = (2, 4, 3) if block > C else (1, 4, 4)
     else:
         rows, warps, per_sm = max(8192 // block, 1), min(max(block // 1024, 8), 32), 1
-    flight = stages(rows * block * width)
-    return Launch(block, rows, warps, per_sm, flight, late=block < 1024)
+    flight = num_stages(rows * block * width)
+    return NormLaunch(block, rows, warps, per_sm, flight, late=block < 1024)
 
 
 @triton.jit
 def _scaled(n, weight, scale, dtype, BEFORE, GATED):
-    """The normalised n times its scale, rounded as the reference does before the gate."""
+    """Returns n times its scale, rounded as the reference does before the gate."""
     if BEFORE:
         n = n.to(dtype).to(tl.float32)
     n *= scale
@@ -107,13 +107,13 @@ def _forward_kernel(
     BEFORE: tl.constexpr,
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
-    AGAIN: tl.constexpr,  # rstd is known
+    REUSE_RSTD: tl.constexpr,  # rstd is known
     PDL: tl.constexpr,
 ):
     pdl_wait(PDL)
     dtype: tl.constexpr = x[0].dtype.element_ty
     columns = tl.arange(0, BLOCK)[None, :]
-    rows, inside, mask = tile(tl.program_id(0) * ROWS, columns, N, C, BLOCK, ROWS)
+    rows, inside, mask = row_tile(tl.program_id(0) * ROWS, columns, N, C, BLOCK, ROWS)
     h = load_rows(x, rows, columns, mask).to(tl.float32)
     if residual is not None:
         h += load_rows(residual, rows, columns, mask).to(tl.float32)
@@ -124,7 +124,7 @@ def _forward_kernel(
         scale = load_scale(weight, C, OFFSET, BEFORE, BLOCK, ROWS)
     if gate is not None:
         z = load_rows(gate, rows, columns, mask).to(tl.float32)
-    if AGAIN:
+    if REUSE_RSTD:
         r = tl.load(rstd + rows, mask=inside, other=0.0)
     else:
         r = tl.math.rsqrt(tl.sum(h * h, 1, keep_dims=True) * (1.0 / C) + eps)
@@ -166,7 +166,7 @@ def _backward_kernel(
         dw = tl.zeros([ROWS if LATE else 1, BLOCK], tl.float32)
     step = tl.num_programs(0) * ROWS
     for first in tl.range(tl.program_id(0) * ROWS, N, step, num_stages=STAGES):
-        rows, inside, mask = tile(first, columns, N, C, BLOCK, ROWS)
+        rows, inside, mask = row_tile(first, columns, N, C, BLOCK, ROWS)
         n = load_rows(x, rows, columns, mask)
         d = load_rows(dy, rows, columns, mask)
         r = tl.load(rstd + rows, mask=inside, other=0.0)
@@ -235,7 +235,7 @@ def _launch_forward(
     eps: float,
     offset: float,
     before: bool,
-    again: bool = False,
+    reuse_rstd: bool = False,
 ) -> None:
     if x.numel() == 0:
         return
@@ -256,7 +256,7 @@ def _launch_forward(
         before,
         launch.block,
         launch.rows,
-        again,
+        reuse_rstd,
         num_warps=launch.warps,
         **pdl_options(x),
     )
@@ -267,31 +267,31 @@ def _normed(x: Tensor, *_: Any) -> Tensor:
 
 
 @operator("rms_norm_again", _normed)
-def normed_again(
-    x: Tensor,  # [..., C]: what was normalised
+def recompute_norm(
+    x: Tensor,  # [..., C]: what was normalized
     rstd: Tensor,  # [N]
     gate: Tensor | None,  # [..., C]
     weight: Tensor | None,  # [C]
     offset: float,
     before: bool,
 ) -> Tensor:
-    """The normed tensor: the bits of the forward pass, as nothing is summed up anew."""
+    """Recomputes the output bit for bit from the saved rstd."""
     y = _normed(x)
-    _launch_forward(x, None, gate, weight, y, None, rstd, 0.0, offset, before, again=True)
+    _launch_forward(x, None, gate, weight, y, None, rstd, 0.0, offset, before, reuse_rstd=True)
     return y
 
 
 def _gradients(
     x: Tensor, gate: Tensor | None, weight: Tensor | None, needs: list[bool], *_: Any
 ) -> list[Tensor]:
-    """Where the gradients that are needed of (x, gate, weight) go."""
-    wanted = zip((x, gate, weight), needs, strict=True)
-    return [empty_like(t) for t, needed in wanted if needed and t is not None]
+    """Allocates the needed gradients of (x, gate, weight)."""
+    expected = zip((x, gate, weight), needs, strict=True)
+    return [empty_like(t) for t, needed in expected if needed and t is not None]
 
 
 @operator("rms_norm_backward", _gradients)
 def _backward(
-    x: Tensor,  # [..., C]: what was normalised
+    x: Tensor,  # [..., C]: what was normalized
     gate: Tensor | None,  # [..., C]
     weight: Tensor | None,  # [C]
     needs: list[bool],  # the gradients of x, gate, weight; returned in this order
@@ -341,17 +341,17 @@ def _backward(
 
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, through: bool, *given: Any) -> Any:  # what `_forward` takes
-        """`through`: x is returned beside its norm, as a sum is."""
+    def forward(ctx: Any, through: bool, *args: Any) -> Any:  # what `_forward` takes
+        """With `through`, x is returned beside its norm, as a sum is."""
         if not torch.compiler.is_compiling():  # Dynamo need not know it; it passes zeros
             ctx.set_materialize_grads(False)
-        x, _, _, gate, weight, _, *constants = given
+        x, _, _, gate, weight, _, *constants = args
         ctx.constants = constants
-        y, *total, rstd = _forward(*given)
+        y, *total, rstd = _forward(*args)
         stream = total[0] if total else x
         ctx.save_for_backward(stream, gate, weight, rstd)
         if not torch.compiler.is_compiling():
-            note(y, normed_again, (stream, rstd, gate, weight), *constants)
+            note_recompute(y, recompute_norm, (stream, rstd, gate, weight), *constants)
         if through:
             return y, x.detach()
         return (y, stream) if total else y
@@ -364,10 +364,10 @@ class _RMSNorm(torch.autograd.Function):
         if dy is None:  # only the sum was used
             return None, dtotal, dtotal if needs_residual else None, *6 * (None,)
         needs = [needs_x or needs_residual, needs_gate, needs_weight]
-        found = iter(_backward(x, gate, weight, needs, rstd, dy, dtotal, *ctx.constants))
-        dx, dgate, dweight = (next(found) if needed else None for needed in needs)
-        of_x, of_residual = dx if needs_x else None, dx if needs_residual else None
-        return None, of_x, of_residual, None, dgate, dweight, None, None, None
+        computed = iter(_backward(x, gate, weight, needs, rstd, dy, dtotal, *ctx.constants))
+        dx, dgate, dweight = (next(computed) if needed else None for needed in needs)
+        x_gradient, residual_gradient = dx if needs_x else None, dx if needs_residual else None
+        return None, x_gradient, residual_gradient, None, dgate, dweight, None, None, None
 
 
 @overload
@@ -405,23 +405,23 @@ def rms_norm(
     """RMSNorm of `x`; with a residual, of `x + residual`, and then `(normed, sum)` is returned.
 
     `offset` 1 and `cast="after_weight"` is Gemma's variant; a gate multiplies the result by
-    silu(gate), as Qwen3-Next does. Source: Zhang & Sennrich 2019 (arXiv 1910.07467); the cast
-    orders are those of transformers' modelling files.
+    silu(gate), as in Qwen3-Next. Source: Zhang & Sennrich 2019 (arXiv 1910.07467); the cast orders
+    are those of transformers' modeling files.
     """
     check_norm(eps, offset, cast)
     served = residual is None or residual.dtype == x.dtype
     differentiable = x.requires_grad
-    wanted = x.shape[-1:]
+    expected = x.shape[-1:]
     for name, t in (("weight", weight), ("residual", residual), ("gate", gate)):
         if t is not None:
             if t.device != x.device:
                 check_devices(x=x, weight=weight, residual=residual, gate=gate)
-            if t.shape != wanted:
+            if t.shape != expected:
                 raise ValueError(f"{name} {tuple(t.shape)} does not fit x {tuple(x.shape)}")
             served = served and t.dtype in DTYPES
             differentiable = differentiable or t.requires_grad
-        wanted = x.shape
-    if not (runs_triton(x) and served and x.shape[-1] <= WIDEST):
+        expected = x.shape
+    if not (runs_triton(x) and served and x.shape[-1] <= MAX_COLUMNS):
         total = x if residual is None else x + residual
         y = rms_norm_ref(total, weight, eps, offset=offset, cast=cast, gate=gate)
         return y if residual is None else (y, total)
@@ -432,16 +432,16 @@ def rms_norm(
     return outputs[0] if residual is None else (outputs[0], outputs[1])
 
 
-def norm_of_stream(
+def rms_norm_with_input(
     x: Tensor, weight: Tensor, eps: float, *, offset: float = 0.0, cast: Cast = "before_weight"
 ) -> tuple[Tensor, Tensor]:
-    """`(rms_norm(x), x)`: what `rms_norm` with a residual returns, where the sum has been made.
+    """Returns `(rms_norm(x), x)`, like `rms_norm` with a residual where the sum exists already.
 
-    The gradients of both are added up in the kernel and rounded once, as they are there: a block
-    that is given the sum has the gradients of one that makes it.
+    The kernel adds the gradients of both and rounds once, so that a block that takes the sum has
+    the gradients of one that computes it.
     """
     learns = x.requires_grad and torch.is_grad_enabled() and not torch.compiler.is_compiling()
-    fits = weight.shape == x.shape[-1:] and weight.device == x.device and x.shape[-1] <= WIDEST
+    fits = weight.shape == x.shape[-1:] and weight.device == x.device and x.shape[-1] <= MAX_COLUMNS
     if not (learns and fits and weight.dtype in DTYPES and runs_triton(x)):
         return rms_norm(x, weight, eps, offset=offset, cast=cast), x
     check_norm(eps, offset, cast)

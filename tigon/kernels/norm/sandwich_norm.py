@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tigon.kernels.norm.common import (
     Cast,
-    Launch,
+    NormLaunch,
     add_weight_gradient,
     check_norm,
     empty_like,
@@ -22,27 +22,29 @@ from tigon.kernels.norm.common import (
     load_rows,
     load_scale,
     norm_gradient,
+    num_stages,
+    row_tile,
     rows_of,
-    stages,
     sum_partials,
-    tile,
 )
-from tigon.kernels.norm.rms_norm import normed_again, rms_norm_ref
-from tigon.kernels.recompute import note
+from tigon.kernels.norm.rms_norm import recompute_norm, rms_norm_ref
+from tigon.kernels.recompute import note_recompute
 from tigon.kernels.runtime import (
     DTYPES,
     check_devices,
+    next_power_of_2,
     operator,
     pdl_options,
     pdl_wait,
-    power_of_2,
     refuse_second_derivative,
     runs_triton,
     tl,
     triton,
 )
 
-WIDEST = 8192  # a program holds a row and two weights' gradients; wider rows take the reference
+MAX_COLUMNS = (
+    8192  # a program holds a row and two weights' gradients; wider rows take the reference
+)
 
 
 def sandwich_norm_ref(
@@ -60,16 +62,16 @@ def sandwich_norm_ref(
 
 
 @functools.cache
-def _launch_forward(C: int) -> Launch:
+def _launch_forward(C: int) -> NormLaunch:
     launch = launch_forward(C)
     # One row of two inputs and two outputs is as much as two rows of a plain norm
     return launch._replace(rows=1, warps=4) if launch.block == 4096 else launch
 
 
 @functools.cache
-def _launch_backward(C: int, width: int) -> Launch:
-    """`width`: bytes per element of all inputs, which wait in shared memory."""
-    block = power_of_2(C)
+def _launch_backward(C: int, width: int) -> NormLaunch:
+    """Chooses the launch. `width`: bytes per element of all inputs, which wait in shared memory."""
+    block = next_power_of_2(C)
     if block < 1024:
         rows, warps, per_sm = min(2048 // block, 16), 2, 4
     elif block <= 2048:
@@ -78,7 +80,9 @@ def _launch_backward(C: int, width: int) -> Launch:
         rows, warps, per_sm = 1, 4, 2
     else:
         rows, warps, per_sm = 1, max(block // 512, 8), 1
-    return Launch(block, rows, warps, per_sm, stages(rows * block * width), late=block < 1024)
+    return NormLaunch(
+        block, rows, warps, per_sm, num_stages(rows * block * width), late=block < 1024
+    )
 
 
 @triton.jit
@@ -101,7 +105,7 @@ def _forward_kernel(
 ):
     pdl_wait(PDL)
     columns = tl.arange(0, BLOCK)[None, :]
-    rows, inside, mask = tile(tl.program_id(0) * ROWS, columns, N, C, BLOCK, ROWS)
+    rows, inside, mask = row_tile(tl.program_id(0) * ROWS, columns, N, C, BLOCK, ROWS)
     h = load_rows(x, rows, columns, mask)
     t = load_rows(residual, rows, columns, mask)
     post_scale = load_scale(post_weight, C, OFFSET, BEFORE, BLOCK, ROWS)
@@ -158,7 +162,7 @@ def _backward_kernel(
         dweight = tl.zeros([ROWS if LATE else 1, BLOCK], tl.float32)
     step = tl.num_programs(0) * ROWS
     for first in tl.range(tl.program_id(0) * ROWS, N, step, num_stages=STAGES):
-        rows, inside, mask = tile(first, columns, N, C, BLOCK, ROWS)
+        rows, inside, mask = row_tile(first, columns, N, C, BLOCK, ROWS)
         n = tl.load(total + rows * C + columns, mask=mask, other=0.0).to(tl.float32)
         d = load_rows(dy, rows, columns, mask).to(tl.float32)
         r = tl.load(rstd + N + rows, mask=inside, other=0.0)
@@ -293,16 +297,16 @@ def _backward(
 
 class _SandwichNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, *given: Any) -> Any:  # what `_forward` takes
+    def forward(ctx: Any, *args: Any) -> Any:  # what `_forward` takes
         if not torch.compiler.is_compiling():  # Dynamo need not know it; it passes zeros
             ctx.set_materialize_grads(False)
-        x, _, _, post_weight, weight, _, *constants = given
+        x, _, _, post_weight, weight, _, *constants = args
         ctx.constants = constants
-        y, total, rstd = _forward(*given)
+        y, total, rstd = _forward(*args)
         ctx.save_for_backward(x, post_weight, weight, total, rstd)
         if not torch.compiler.is_compiling():
-            of_total = rstd[len(rstd) // 2 :]
-            note(y, normed_again, (total, of_total, None, weight), *constants)
+            total_rstd = rstd[len(rstd) // 2 :]
+            note_recompute(y, recompute_norm, (total, total_rstd, None, weight), *constants)
         return y, total
 
     @staticmethod
@@ -314,9 +318,9 @@ class _SandwichNorm(torch.autograd.Function):
         if dy is None:  # only the sum was used
             dy = torch.zeros_like(total)
         saved = total, rstd, dy, dtotal
-        found = _backward(x, post_weight, weight, inputs, weights, *saved, *ctx.constants)
-        dx, dresidual = found[:2] if inputs else (None, None)
-        dpost, dweight = found[-2:] if weights else (None, None)
+        computed = _backward(x, post_weight, weight, inputs, weights, *saved, *ctx.constants)
+        dx, dresidual = computed[:2] if inputs else (None, None)
+        dpost, dweight = computed[-2:] if weights else (None, None)
         gradients = dx, None, dresidual, dpost, dweight
         return (
             *(g if needed else None for g, needed in zip(gradients, needs[:5], strict=True)),
@@ -343,16 +347,16 @@ def sandwich_norm(
     check_norm(eps, offset, cast)
     served = residual.dtype == x.dtype
     differentiable = x.requires_grad
-    wanted = x.shape
+    expected = x.shape
     for name, t in (("residual", residual), ("post_weight", post_weight), ("weight", weight)):
         if t.device != x.device:
             check_devices(x=x, residual=residual, post_weight=post_weight, weight=weight)
-        if t.shape != wanted:
+        if t.shape != expected:
             raise ValueError(f"{name} {tuple(t.shape)} does not fit x {tuple(x.shape)}")
         served = served and t.dtype in DTYPES
         differentiable = differentiable or t.requires_grad
-        wanted = x.shape[-1:]
-    if not (runs_triton(x) and served and x.shape[-1] <= WIDEST):
+        expected = x.shape[-1:]
+    if not (runs_triton(x) and served and x.shape[-1] <= MAX_COLUMNS):
         return sandwich_norm_ref(x, residual, post_weight, weight, eps, offset=offset, cast=cast)
     before = cast == "before_weight"
     if differentiable and torch.is_grad_enabled():

@@ -1,6 +1,12 @@
-"""Tables by which one kernel works on many tensors: where each is, and which programs it has.
+"""AdamW over many parameters at once, in place: each number is read once and written once.
 
-T tensors, P programs.
+# T tensors, P programs, K blocks of B elements with one scale
+
+A table tells one kernel where each of many tensors is and which programs work on it. Weights are
+float32 or bfloat16, gradients alike, states float32, bfloat16 or 8 bits; everything is float32
+between being read and being written. The definition, which runs elsewhere, is in
+tigon/train/optim/adamw.py. Source: Loshchilov and Hutter, 2019 (arXiv 1711.05101), in the order of
+operations of torch's fused kernel.
 """
 
 import math
@@ -12,14 +18,14 @@ import torch
 from torch import Tensor
 
 from tigon.kernels.optim.low_bits import (
-    Codes,
+    CodeTables,
     dequantize,
-    draw,
-    draw_in_lines,
+    draw_bits,
+    draw_bits_strided,
+    extract_16_bits,
     quantize,
     round_stochastically,
     round_to_nearest,
-    sixteen,
 )
 from tigon.kernels.runtime import tl, triton
 
@@ -34,11 +40,11 @@ def is_aligned(count: int, addresses: Sequence[int]) -> bool:
     return bits % ALIGNED == 0
 
 
-class Table:
+class TensorTable:
     """A row of integers for each tensor, and for each program the row of its tensor.
 
-    Both stay on the device, and are made anew only when a number changes: there, without waiting
-    for it. Gradients are at new addresses in most steps, unless they are kept.
+    Both stay on the device, and are only computed again if a number changes, without waiting for
+    the device. Gradients are at new addresses in most steps, unless they are kept.
     """
 
     def __init__(self, chunk: int) -> None:
@@ -50,19 +56,21 @@ class Table:
         self._rows, self._owners = torch.empty(0), torch.empty(0)
 
     def place(self, rows: Sequence[tuple[int, ...]], device: torch.device) -> tuple[Tensor, Tensor]:
-        """Rows begin with the number of elements. Returns int64 [T, 1 + a row's], where each row
-        begins with the first of its programs, and int32 [P]."""
+        """Returns int64 [T, 1 + a row's], each row after the first of its programs, and int32 [P].
+
+        `rows` begin with the number of elements.
+        """
         if self._known != rows or self._rows.device != device:
             counts = [row[0] for row in rows]
             if self._counts != counts or self._owners.device != device:
                 self._number(counts, device)
             table = [(first, *row) for first, row in zip(self._firsts, rows, strict=True)]
-            self._rows = _sent(torch.tensor(table, dtype=torch.int64), device)
+            self._rows = _to_device(torch.tensor(table, dtype=torch.int64), device)
             self._known = list(rows)
         return self._rows, self._owners
 
     def _number(self, counts: list[int], device: torch.device) -> None:
-        """Programs in the order of their tensors."""
+        """Numbers the programs in the order of their tensors."""
         programs = torch.tensor([-(-count // self.chunk) for count in counts])
         ends = programs.cumsum(0)
         total = int(ends[-1])
@@ -70,49 +78,40 @@ class Table:
             raise ValueError(f"{total} programs of {self.chunk} elements are more than a GPU takes")
         owners = torch.arange(len(counts), dtype=torch.int32)
         self._owners = torch.repeat_interleave(
-            _sent(owners, device), _sent(programs, device), output_size=total
+            _to_device(owners, device), _to_device(programs, device), output_size=total
         )
         self._firsts, self._counts = (ends - programs).tolist(), counts
 
 
-def _sent(host: Tensor, device: torch.device) -> Tensor:
-    """A copy on the device; from pinned memory, as nobody waits for that."""
+def _to_device(host: Tensor, device: torch.device) -> Tensor:
+    """Copies to the device through pinned memory, so that the host does not wait."""
     if device.type != "cuda":
         return host.to(device)
     return host.pin_memory().to(device, non_blocking=True)
 
 
 @triton.jit
-def own_row(rows, owners, WIDTH: tl.constexpr):
-    """The program's row, and the chunk of its tensor that it has."""
+def load_row(rows, owners, WIDTH: tl.constexpr):
+    """Loads the program's row, and its chunk of the tensor."""
     program = tl.program_id(0)
     row = rows + tl.load(owners + program).to(tl.int64) * WIDTH
     return row + 1, program - tl.load(row)
 
 
 @triton.jit
-def pointer(row, COLUMN: tl.constexpr, DTYPE: tl.constexpr, WIDE: tl.constexpr):
-    """The tensor whose address is in a column; WIDE: it begins at a multiple of 16 bytes."""
+def load_pointer(row, COLUMN: tl.constexpr, DTYPE: tl.constexpr, WIDE: tl.constexpr):
+    """Loads the address in a column; WIDE: it is a multiple of 16 bytes."""
     p = tl.load(row + COLUMN).to(tl.pointer_type(DTYPE))
     # Nothing is known of an address that is read: elements would be loaded one by one
     return tl.multiple_of(p, 16) if WIDE else p
 
 
 @triton.jit
-def number(row, COLUMN: tl.constexpr, WIDE: tl.constexpr):
-    """WIDE: a multiple of 16, by which a mask is known to be the same for all of an access."""
+def load_number(row, COLUMN: tl.constexpr, WIDE: tl.constexpr):
+    """Loads a number; WIDE: it is a multiple of 16, so that masks are uniform within an access."""
     n = tl.load(row + COLUMN)
     return tl.multiple_of(n, 16) if WIDE else n
 
-
-# AdamW over many parameters at once, in place: each number is read once and written once.
-#
-# Weights float32 or bfloat16, gradients alike, states float32, bfloat16 or 8 bits: everything is
-# float32 between being read and being written, and nothing is kept. The definition, and what runs
-# elsewhere, is `Stored` in tigon/train/optim/adamw.py. Source: Loshchilov and Hutter,
-# 2019 (arXiv 1711.05101), in the order of operations of torch's fused kernel.
-#
-# K blocks of B elements with one scale.
 
 # Elements and warps of one program: 8 elements a thread are 16 bytes of bfloat16
 BLOCK, WARPS = 1024, 4
@@ -128,8 +127,8 @@ TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.uint8: tl
 WIDTH = tl.constexpr(9)  # of a row: first program, elements, position, 6 addresses; and 2 of lines
 
 
-class Slot(NamedTuple):
-    """One parameter's tensors, contiguous and not empty, on one device."""
+class AdamWSlot(NamedTuple):
+    """The tensors of one parameter, contiguous and not empty, on one device."""
 
     weight: Tensor
     gradient: Tensor
@@ -143,7 +142,7 @@ class Slot(NamedTuple):
     lines: tuple[int, int] | None = None
 
 
-class Settings(NamedTuple):
+class AdamWSettings(NamedTuple):
     lr: float
     beta1: float
     beta2: float
@@ -155,7 +154,7 @@ class Settings(NamedTuple):
 
 @triton.jit
 def _read(values, scale, table, at, inside, blocks, B: tl.constexpr):
-    """A state as float32; `blocks`: how many there are."""
+    """Loads a state as float32; `blocks`: the number of blocks."""
     if B == 0:
         return tl.load(values + at, mask=inside, other=0.0).to(tl.float32)
     else:
@@ -182,7 +181,7 @@ def _update(
     tensors, chunk, count, position, lines, factor, numbers, stream, codes,
     STOCHASTIC: tl.constexpr, BLOCK: tl.constexpr, B: tl.constexpr, PRECISE: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK elements of one parameter, from those of its chunks before."""
+    """Updates BLOCK elements of one parameter, from chunk `chunk`."""
     weight, gradient, exp_avg, exp_avg_sq, exp_avg_scale, exp_avg_sq_scale = tensors
     decay, beta1, beta2, eps, step_size, correction = numbers
     shares, bounds, cells, positive_shares, positive_bounds, positive_cells = codes
@@ -190,14 +189,14 @@ def _update(
     weight, gradient, exp_avg, exp_avg_sq = (
         weight + first, gradient + first, exp_avg + first, exp_avg_sq + first
     )  # fmt: skip
-    left, blocks = count - first, 0
+    remaining, blocks = count - first, 0
     if B > 0:
         at = tl.arange(0, BLOCK // B)[:, None] * B + tl.arange(0, B)[None, :]
-        blocks = left // B
+        blocks = remaining // B
         exp_avg_scale, exp_avg_sq_scale = exp_avg_scale + first // B, exp_avg_sq_scale + first // B
     else:
         at = tl.arange(0, BLOCK)
-    inside = at < left
+    inside = at < remaining
     w = tl.load(weight + at, mask=inside, other=0.0).to(tl.float32)
     g = tl.load(gradient + at, mask=inside, other=0.0).to(tl.float32)
     m = _read(exp_avg, exp_avg_scale, shares, at, inside, blocks, B)
@@ -213,22 +212,26 @@ def _update(
     else:
         w -= m * step_size / tl.fma(tl.sqrt(v), 1 / correction, eps)
     ROUNDS: tl.constexpr = STOCHASTIC and weight.dtype.element_ty == tl.bfloat16
-    of_w, of_m, of_v = 0, 0, 0
+    w_bits, m_bits, v_bits = 0, 0, 0
     if ROUNDS or exp_avg.dtype.element_ty == tl.bfloat16:
         if lines is None:
-            bits = draw(position + first, at, stream)
+            bits = draw_bits(position + first, at, stream)
         else:
-            bits = draw_in_lines(position, first, at, lines[0], lines[1], stream)
-        of_w, of_m, of_v = sixteen(bits, 0), sixteen(bits, 1), sixteen(bits, 2)
+            bits = draw_bits_strided(position, first, at, lines[0], lines[1], stream)
+        w_bits, m_bits, v_bits = (
+            extract_16_bits(bits, 0),
+            extract_16_bits(bits, 1),
+            extract_16_bits(bits, 2),
+        )
     if ROUNDS:
-        tl.store(weight + at, round_stochastically(w, of_w), mask=inside)
+        tl.store(weight + at, round_stochastically(w, w_bits), mask=inside)
     elif weight.dtype.element_ty == tl.bfloat16:
         tl.store(weight + at, round_to_nearest(w), mask=inside)
     else:
         tl.store(weight + at, w, mask=inside)
-    _write(m, exp_avg, exp_avg_scale, bounds, cells, of_m, at, inside, blocks, True, B)
+    _write(m, exp_avg, exp_avg_scale, bounds, cells, m_bits, at, inside, blocks, True, B)
     bounds, cells = positive_bounds, positive_cells
-    _write(v, exp_avg_sq, exp_avg_sq_scale, bounds, cells, of_v, at, inside, blocks, False, B)
+    _write(v, exp_avg_sq, exp_avg_sq_scale, bounds, cells, v_bits, at, inside, blocks, False, B)
 
 
 @triton.jit(do_not_specialize=["stream"])
@@ -237,22 +240,22 @@ def _adamw_table_kernel(
     W: tl.constexpr, G: tl.constexpr, S: tl.constexpr, WIDE: tl.constexpr, LINES: tl.constexpr,
     STOCHASTIC: tl.constexpr, BLOCK: tl.constexpr, B: tl.constexpr, PRECISE: tl.constexpr,
 ):  # fmt: skip
-    """A program updates BLOCK elements of any parameter; W, G, S: dtypes of the tensors."""
+    """Updates BLOCK elements of any parameter; W, G, S: dtypes of the tensors."""
     factor = None
     if scale is not None:
         factor = tl.load(scale)
         if factor != factor:
             return
-    row, chunk = own_row(rows, owners, WIDTH + 2 if LINES else WIDTH)
+    row, chunk = load_row(rows, owners, WIDTH + 2 if LINES else WIDTH)
     tensors = (
-        pointer(row, 2, W, WIDE),
-        pointer(row, 3, G, WIDE),
-        pointer(row, 4, S, WIDE),
-        pointer(row, 5, S, WIDE),
-        pointer(row, 6, tl.float32, False),
-        pointer(row, 7, tl.float32, False),
+        load_pointer(row, 2, W, WIDE),
+        load_pointer(row, 3, G, WIDE),
+        load_pointer(row, 4, S, WIDE),
+        load_pointer(row, 5, S, WIDE),
+        load_pointer(row, 6, tl.float32, False),
+        load_pointer(row, 7, tl.float32, False),
     )
-    count, position, lines = number(row, 0, WIDE), tl.load(row + 1), None
+    count, position, lines = load_number(row, 0, WIDE), tl.load(row + 1), None
     if LINES:
         lines = tl.load(row + 8), tl.load(row + 9)
     _update(
@@ -266,7 +269,7 @@ def _adamw_tensor_kernel(
     tensors, count, position, width, pitch, scale, numbers, stream, codes,
     STOCHASTIC: tl.constexpr, BLOCK: tl.constexpr, B: tl.constexpr, PRECISE: tl.constexpr,
 ):  # fmt: skip
-    """A program updates BLOCK elements of one parameter."""
+    """Updates BLOCK elements of one parameter."""
     factor = None
     if scale is not None:
         factor = tl.load(scale)
@@ -281,8 +284,8 @@ def _adamw_tensor_kernel(
     )  # fmt: skip
 
 
-class Kind(NamedTuple):
-    """Slots that one launch may have."""
+class SlotKind(NamedTuple):
+    """The properties that all slots of one launch share."""
 
     weight: torch.dtype
     gradient: torch.dtype
@@ -293,41 +296,47 @@ class Kind(NamedTuple):
 
 
 class FusedAdamW:
-    """Updates sets of parameters, and keeps the tables of each for the next update."""
+    """Updates sets of parameters and keeps the tables of each for the next update."""
 
-    def __init__(self, stochastic: bool, codes: Codes | None = None) -> None:
-        """`stochastic`: rounding of bfloat16 weights, else to nearest; states of bfloat16 always
-        are. `codes`: for states of 8 bits."""
+    def __init__(self, stochastic: bool, codes: CodeTables | None = None) -> None:
+        """`stochastic` rounds bfloat16 weights stochastically, as bfloat16 states always are.
+
+        `codes` are for 8-bit states.
+        """
         self.stochastic, self.codes = stochastic, codes
-        self.tables: dict[tuple[object, Kind], Table] = {}
+        self.tables: dict[tuple[object, SlotKind], TensorTable] = {}
 
     def __call__(
-        self, name: object, slots: Sequence[Slot], settings: Settings, scale: Tensor | None = None
+        self,
+        name: object,
+        slots: Sequence[AdamWSlot],
+        settings: AdamWSettings,
+        scale: Tensor | None = None,
     ) -> None:
-        """Every slot's weight and states, in place; without waiting for the device.
+        """Updates every slot's weight and states in place, without waiting for the device.
 
-        `name`: of the set. `scale`: one float32 on the device, by which gradients are multiplied;
-        where it is NaN, nothing changes.
+        `name` identifies the set. `scale`: one float32 on the device that multiplies the gradients;
+        if it is NaN, nothing changes.
         """
         torch.autograd.graph.increment_version([slot.weight for slot in slots])
-        kinds: dict[Kind, list[tuple[Slot, tuple[int, ...]]]] = {}
+        kinds: dict[SlotKind, list[tuple[AdamWSlot, tuple[int, ...]]]] = {}
         for slot in slots:
             addresses = _addresses(slot)
             kinds.setdefault(_kind(slot, addresses), []).append((slot, addresses))
-        for kind, same in kinds.items():
+        for kind, members in kinds.items():
             by_table = []
-            for slot, addresses in same:
+            for slot, addresses in members:
                 if OWN_LAUNCH is not None and slot.weight.numel() >= OWN_LAUNCH:
                     self._launch_tensor(slot, kind, settings, scale)
                 else:
                     row = slot.weight.numel(), slot.position, *addresses, *(slot.lines or ())
                     by_table.append(row)
             if by_table:
-                table = self.tables.setdefault((name, kind), Table(BLOCK))
-                self._launch_table(table, by_table, kind, settings, scale, same[0][0].weight)
+                table = self.tables.setdefault((name, kind), TensorTable(BLOCK))
+                self._launch_table(table, by_table, kind, settings, scale, members[0][0].weight)
 
     def _launch_tensor(
-        self, slot: Slot, kind: Kind, settings: Settings, scale: Tensor | None
+        self, slot: AdamWSlot, kind: SlotKind, settings: AdamWSettings, scale: Tensor | None
     ) -> None:
         count = slot.weight.numel()
         with torch.cuda.device_of(slot.weight):
@@ -339,10 +348,10 @@ class FusedAdamW:
 
     def _launch_table(
         self,
-        table: Table,
+        table: TensorTable,
         rows: Sequence[tuple[int, ...]],
-        kind: Kind,
-        settings: Settings,
+        kind: SlotKind,
+        settings: AdamWSettings,
         scale: Tensor | None,
         like: Tensor,
     ) -> None:
@@ -354,11 +363,11 @@ class FusedAdamW:
                 S=TYPES[kind.states], WIDE=kind.wide, LINES=kind.lines, **self._options(kind),
             )  # fmt: skip
 
-    def _options(self, kind: Kind) -> dict[str, object]:
+    def _options(self, kind: SlotKind) -> dict[str, object]:
         options = {"STOCHASTIC": self.stochastic, "BLOCK": BLOCK, "B": kind.block}
         return {**options, "PRECISE": kind.weight in PRECISE, "num_warps": WARPS}
 
-    def _codes(self, kind: Kind, unused: Tensor) -> tuple[Tensor, ...]:
+    def _codes(self, kind: SlotKind, unused: Tensor) -> tuple[Tensor, ...]:
         if not kind.block:
             return (unused,) * 6
         if self.codes is None:
@@ -366,28 +375,28 @@ class FusedAdamW:
         return tuple(self.codes)
 
 
-def _tensors(slot: Slot) -> tuple[Tensor, ...]:
-    """In the kernels' order; states without scales are in the place of these, and not read."""
+def _tensors(slot: AdamWSlot) -> tuple[Tensor, ...]:
+    """Returns the tensors in the kernels' order; states stand in for missing scales, unread."""
     m, v = slot.exp_avg, slot.exp_avg_sq
     m_scale = m if slot.exp_avg_scale is None else slot.exp_avg_scale
     v_scale = v if slot.exp_avg_sq_scale is None else slot.exp_avg_sq_scale
     return slot.weight, slot.gradient, m, v, m_scale, v_scale
 
 
-def _addresses(slot: Slot) -> tuple[int, ...]:
+def _addresses(slot: AdamWSlot) -> tuple[int, ...]:
     return tuple([t.data_ptr() for t in _tensors(slot)])
 
 
-def _kind(slot: Slot, addresses: Sequence[int]) -> Kind:
+def _kind(slot: AdamWSlot, addresses: Sequence[int]) -> SlotKind:
     scale = slot.exp_avg_scale
     block = 0 if scale is None else slot.exp_avg.numel() // scale.numel()
     wide = is_aligned(slot.weight.numel(), addresses)
     dtypes = slot.weight.dtype, slot.gradient.dtype, slot.exp_avg.dtype
-    return Kind(*dtypes, block, wide, slot.lines is not None)
+    return SlotKind(*dtypes, block, wide, slot.lines is not None)
 
 
-def _numbers(settings: Settings) -> tuple[float, ...]:
-    """What a kernel computes with, rounded to float32 where torch's fused kernel does that."""
+def _numbers(settings: AdamWSettings) -> tuple[float, ...]:
+    """Returns the kernel's numbers, rounded to float32 where torch's fused kernel does."""
     lr, beta1, beta2 = (_float32(x) for x in (settings.lr, settings.beta1, settings.beta2))
     decay = _float32(lr * _float32(settings.weight_decay))
     step_size = _float32(lr / _float32(1 - _float32(beta1**settings.step)))

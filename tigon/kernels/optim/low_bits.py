@@ -1,6 +1,7 @@
-"""Numbers of 8 bits inside of kernels: a code for each, and a scale for each block.
+"""8-bit states and stochastic rounding inside of kernels, bit for bit as their definitions.
 
-The definition is in tigon/train/optim/adamw.py; of the same values, codes are the same.
+The definitions are in tigon/train/optim/adamw.py and tigon/utils/random.py. 8-bit numbers have a
+code each and a scale for each block.
 """
 
 from typing import NamedTuple
@@ -17,8 +18,8 @@ BEGIN, STEP, COUNT = tl.constexpr(_BEGIN), tl.constexpr(_STEP), tl.constexpr(_CO
 ONE = tl.constexpr(0x3F800000)
 
 
-class Codes(NamedTuple):
-    """What kernels look up, on the device."""
+class CodeTables(NamedTuple):
+    """The lookup tables of kernels, on the device."""
 
     shares: Tensor  # float32 [256], the value of each code
     bounds: Tensor  # float32 [256], between each code and the next, then infinity
@@ -28,8 +29,10 @@ class Codes(NamedTuple):
     positive_cells: Tensor
 
     @classmethod
-    def of(cls, signed: tuple[Tensor, Tensor], positive: tuple[Tensor, Tensor]) -> "Codes":
-        """From the values of codes [256], ascending, and the bounds between two [255]."""
+    def of(cls, signed: tuple[Tensor, Tensor], positive: tuple[Tensor, Tensor]) -> "CodeTables":
+        """Builds the tables from the values of codes [256], ascending, and the bounds between two
+        [255].
+        """
         tables = []
         for (shares, bounds), below in ((signed, True), (positive, False)):
             end = bounds.new_full((1,), torch.inf)
@@ -48,13 +51,13 @@ def _cells(bounds: Tensor, signed: bool) -> Tensor:
 
 @triton.jit
 def dequantize(codes, scale, shares):
-    """float32 [K, B], from codes [K, B], scales [K, 1] and the value of each code."""
+    """Returns float32 [K, B] from codes [K, B], scales [K, 1] and the value of each code."""
     return tl.load(shares + codes.to(tl.int32)) * scale
 
 
 @triton.jit
 def quantize(x, bounds, cells, SIGNED: tl.constexpr):
-    """Codes uint8 [K, B] and scales float32 [K, 1], from float32 [K, B]."""
+    """Returns codes uint8 [K, B] and scales float32 [K, 1] of float32 [K, B]."""
     # Bits of what is not negative are in the order of the numbers, and NaN is the largest
     largest = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1, keep_dims=True)
     scale = largest.to(tl.float32, bitcast=True)
@@ -71,10 +74,7 @@ def quantize(x, bounds, cells, SIGNED: tl.constexpr):
     return code.to(tl.uint8), scale
 
 
-# Stochastic rounding to bfloat16 inside of kernels: SplitMix64's bits, by position and step.
-#
-# The definitions are in tigon/train/optim/adamw.py and tigon/utils/random.py; the bits are the
-# same.
+# Stochastic rounding to bfloat16 by SplitMix64's bits at a position and step
 
 GOLDEN = tl.constexpr(0x9E3779B97F4A7C15)
 FACTOR = tl.constexpr(0xBF58476D1CE4E5B9)
@@ -82,21 +82,24 @@ FACTOR2 = tl.constexpr(0x94D049BB133111EB)
 
 
 @triton.jit
-def draw(first, at, stream):
-    """64 random bits, uint64, for each of the positions `first + at`; `at`: int32, not negative."""
-    return _mixed(_states(first, at, stream))
+def draw_bits(first, at, stream):
+    """Returns 64 random bits, uint64, for each position `first + at`; `at` is int32, not
+    negative."""
+    return _mix(_states(first, at, stream))
 
 
 @triton.jit
-def draw_in_lines(position, first, at, width, pitch, stream):
-    """As `draw`, for elements i = `first + at` whose positions are lines of the whole:
-    `position + i // width * pitch + i % width`. `at` and `width`: less than 2**30."""
+def draw_bits_strided(position, first, at, width, pitch, stream):
+    """`draw_bits` for elements i = `first + at` at `position + i // width * pitch + i % width`.
+
+    `at` and `width` are less than 2**30.
+    """
     line = first.to(tl.int64) // width  # one division of 64 bits for all elements
     begin = first - line * width
     after = (begin.to(tl.int32) + at) // width.to(tl.int32)
     z = _states(position + line * pitch + begin, at, stream)
     gap = (pitch - width).to(tl.int64).to(tl.uint64, bitcast=True) * GOLDEN
-    return _mixed(z + after.to(tl.uint64) * gap)
+    return _mix(z + after.to(tl.uint64) * gap)
 
 
 @triton.jit
@@ -108,21 +111,21 @@ def _states(first, at, stream):
 
 
 @triton.jit
-def _mixed(z):
+def _mix(z):
     z = (z ^ (z >> 30)) * FACTOR
     z = (z ^ (z >> 27)) * FACTOR2
     return z ^ (z >> 31)
 
 
 @triton.jit
-def sixteen(bits, INDEX: tl.constexpr):
-    """The INDEX-th 16 of 64 bits, as int32."""
+def extract_16_bits(bits, INDEX: tl.constexpr):
+    """Returns the INDEX-th 16 of 64 bits, as int32."""
     return ((bits >> (16 * INDEX)) & 0xFFFF).to(tl.int32)
 
 
 @triton.jit
 def round_stochastically(x, bits):
-    """float32 to bfloat16, by int32 in 0...65535."""
+    """Rounds float32 to bfloat16, with random int32 in 0...65535."""
     raised = (x.to(tl.int32, bitcast=True) + bits) & -65536
     # A NaN's bits may carry into the sign
     return tl.where(x == x, raised.to(tl.float32, bitcast=True), float("nan")).to(tl.bfloat16)
@@ -130,6 +133,6 @@ def round_stochastically(x, bits):
 
 @triton.jit
 def round_to_nearest(x):
-    """float32 to bfloat16, ties to even; Triton's interpreter would cut bits off."""
+    """Rounds float32 to bfloat16, ties to even; Triton's interpreter would truncate."""
     odd = (x.to(tl.int32, bitcast=True) >> 16) & 1
     return round_stochastically(x, odd + 0x7FFF)

@@ -1,4 +1,4 @@
-"""From the packed output of one projection to what attention takes: heads, normed and rotated.
+"""Splits a packed projection into the heads of q, k and v, norms and rotates them.
 
 # B batch, T tokens, N = B * T, H query heads, K kv heads, D head dim, R rotated dims (R <= D)
 # P programs that share the tokens of a block of heads in the backward pass
@@ -11,26 +11,26 @@ from torch import Tensor
 
 from tigon.kernels.norm.common import Cast, check_norm
 from tigon.kernels.norm.rms_norm import rms_norm_ref
-from tigon.kernels.recompute import sees_products
+from tigon.kernels.recompute import has_function_mode
 from tigon.kernels.rope.rope import (
     Heads,
-    adjacent,
     angles,
-    apart,
     check_angles,
     dims,
-    effective,
+    effective_weight,
     heads_per_tile,
-    launch,
+    launch_rope,
     load_angles,
     load_pairs,
     load_rest,
     load_weight,
-    locate,
-    packed,
+    packed_heads,
     rope_ref,
+    separate_heads,
     store_pairs,
     store_rest,
+    token_pointers,
+    with_contiguous_dim,
 )
 from tigon.kernels.runtime import (
     check_devices,
@@ -75,7 +75,7 @@ def qk_norm_rope_ref(
 
 
 def _split(qkv: Tensor, heads: int, kv_heads: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Views [B, T, heads, D] of q, k and v."""
+    """Returns views [B, T, heads, D] of q, k and v."""
     total = heads + 2 * kv_heads
     packed = qkv.view(*qkv.shape[:-1], total, qkv.shape[-1] // total)
     q, k, v = packed.split((heads, kv_heads, kv_heads), dim=2)
@@ -83,10 +83,12 @@ def _split(qkv: Tensor, heads: int, kv_heads: int) -> tuple[Tensor, Tensor, Tens
 
 
 @triton.jit
-def _norm_heads_back(
+def _norm_heads_backward(
     part, weight, angles, norm, sums, walk, block, COUNT, HEADS, DIMS, AFTER, WEIGHT_GRAD
 ):
-    """Heads `block * HEADS` and on, of every P-th token's COUNT; `sums` takes the weight's part."""
+    """Differentiates heads from `block * HEADS` on, of every P-th token; adds weight gradients to
+    `sums`.
+    """
     D: tl.constexpr = DIMS[0]
     HALF: tl.constexpr = DIMS[1]
     BLOCK: tl.constexpr = DIMS[2]
@@ -100,18 +102,18 @@ def _norm_heads_back(
     sum_a = tl.zeros((HEADS, BLOCK), tl.float32)
     sum_b = tl.zeros((HEADS, BLOCK), tl.float32)
     if 2 * HALF < D:
-        w = effective(load_rest(weight, heads * 0, keep, 2 * HALF, D, REST), norm[1], AFTER)
+        w = effective_weight(load_rest(weight, heads * 0, keep, 2 * HALF, D, REST), norm[1], AFTER)
         sum_rest = tl.zeros((HEADS, REST), tl.float32)
     for at in tl.range(first, N, P, num_stages=STAGES):
         batch, token = (at // T).to(tl.int64), (at % T).to(tl.int64)
         c, s = load_angles(angles, batch, token, HEADS, HALF, BLOCK)
-        here, rows = locate(part[1], batch, token, heads, D)
-        a, b = load_pairs(here, rows, keep, HALF, BLOCK, INTERLEAVED)
-        up, up_rows = locate(part[0], batch, token, heads, D)
+        inside, rows = token_pointers(part[1], batch, token, heads, D)
+        a, b = load_pairs(inside, rows, keep, HALF, BLOCK, INTERLEAVED)
+        up, up_rows = token_pointers(part[0], batch, token, heads, D)
         ga, gb = load_pairs(up, up_rows, keep, HALF, BLOCK, INTERLEAVED)
         squares = tl.sum(a * a, 1) + tl.sum(b * b, 1)
         if 2 * HALF < D:
-            rest = load_rest(here, rows, keep, 2 * HALF, D, REST).to(tl.float32)
+            rest = load_rest(inside, rows, keep, 2 * HALF, D, REST).to(tl.float32)
             g = load_rest(up, up_rows, keep, 2 * HALF, D, REST).to(tl.float32)
             squares += tl.sum(rest * rest, 1)
         rstd = tl.rsqrt(squares / D + norm[0])[:, None]
@@ -129,7 +131,7 @@ def _norm_heads_back(
             g *= w
             dot += tl.sum(g * rest, 1)
         dot = dot[:, None] / D
-        out, out_rows = locate(part[2], batch, token, heads, D)
+        out, out_rows = token_pointers(part[2], batch, token, heads, D)
         ga, gb = rstd * (ga - a * dot), rstd * (gb - b * dot)
         store_pairs(out, out_rows, keep, ga, gb, HALF, BLOCK, INTERLEAVED)
         if 2 * HALF < D:
@@ -171,21 +173,21 @@ def _qk_norm_rope_backward_kernel(
     sums = partials + (block * P + first) * D
     walk = first, P, N, T
     if block < Q_BLOCKS:
-        _norm_heads_back(
+        _norm_heads_backward(
             q, weights[0], angles, norm, sums, walk, block, H, HEADS, DIMS, AFTER, WEIGHT_GRAD
         )
     elif block < Q_BLOCKS + K_BLOCKS:
         block -= Q_BLOCKS
-        _norm_heads_back(
+        _norm_heads_backward(
             k, weights[1], angles, norm, sums, walk, block, K, KV_HEADS, DIMS, AFTER, WEIGHT_GRAD
         )
     else:
         heads = (block - Q_BLOCKS - K_BLOCKS) * KV_HEADS + tl.arange(0, KV_HEADS)
         for at in tl.range(first, N, P, num_stages=STAGES):
             batch, token = (at // T).to(tl.int64), (at % T).to(tl.int64)
-            up, rows = locate(v[0], batch, token, heads, D)
+            up, rows = token_pointers(v[0], batch, token, heads, D)
             values = load_rest(up, rows, heads < K, 0, D, WHOLE)
-            out, out_rows = locate(v[1], batch, token, heads, D)
+            out, out_rows = token_pointers(v[1], batch, token, heads, D)
             store_rest(out, out_rows, heads < K, values, 0, D, WHOLE)
 
 
@@ -212,8 +214,8 @@ def _weight_gradient_kernel(
 
 
 def _parts(x: Tensor, heads: int, kv_heads: int, d: int) -> tuple[Heads, Heads, Heads]:
-    """q, k and v in x [B, T, (H + 2K) * D]."""
-    return packed(x), packed(x, heads * d), packed(x, (heads + kv_heads) * d)
+    """Returns q, k and v in x [B, T, (H + 2K) * D]."""
+    return packed_heads(x), packed_heads(x, heads * d), packed_heads(x, (heads + kv_heads) * d)
 
 
 def _outputs(
@@ -240,13 +242,13 @@ def _forward(
 ) -> tuple[Tensor, Tensor]:
     q, k = _outputs(qkv, cos, sin, q_weight, k_weight, heads, kv_heads)
     d = q.shape[3]
-    inputs = packed(qkv), packed(qkv, heads * d), None
-    outputs = packed(q), packed(k), None
+    inputs = packed_heads(qkv), packed_heads(qkv, heads * d), None
+    outputs = packed_heads(q), packed_heads(k), None
     options = dict[str, Any]()
     if q_weight is not None and k_weight is not None:
         weights = q_weight.contiguous(), k_weight.contiguous()
         options = {"weights": weights, "norm": (eps, offset), "after": after}
-    launch(inputs, outputs, cos, sin, heads, kv_heads, d, interleaved, **options)
+    launch_rope(inputs, outputs, cos, sin, heads, kv_heads, d, interleaved, **options)
     return q, k
 
 
@@ -258,24 +260,27 @@ def _packed_output(qkv: Tensor, *_: Any) -> Tensor:
 def _packed_rope(
     qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, kv_heads: int, interleaved: bool
 ) -> Tensor:
-    """q and k rotated and v as it is, packed as `qkv` is."""
+    """Returns q and k rotated and v as it is, packed like `qkv`."""
     y, d = _packed_output(qkv), qkv.shape[-1] // (heads + 2 * kv_heads)
     parts, outputs = (_parts(x, heads, kv_heads, d) for x in (qkv, y))
-    launch(parts, outputs, cos, sin, heads, kv_heads, d, interleaved)
+    launch_rope(parts, outputs, cos, sin, heads, kv_heads, d, interleaved)
     return y
 
 
-def _rotated(
+def _rotate_in_place(
     qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, kv_heads: int, interleaved: bool
 ) -> Tensor:
-    """`packed_rope` over `qkv` itself, which is contiguous."""
+    """`_packed_rope` over a contiguous `qkv`."""
     if torch._C._len_torch_dispatch_stack():  # modes see ops, and may keep what ops return
         return _packed_rope(qkv, cos, sin, heads, kv_heads, interleaved)
     if not qkv.is_meta:
         d = qkv.shape[-1] // (heads + 2 * kv_heads)
-        inputs, nowhere = (packed(qkv), packed(qkv, heads * d), None), (None, None, None)
+        inputs, nowhere = (
+            (packed_heads(qkv), packed_heads(qkv, heads * d), None),
+            (None, None, None),
+        )
         with torch.cuda.device_of(qkv):
-            launch(inputs, nowhere, cos, sin, heads, kv_heads, d, interleaved)
+            launch_rope(inputs, nowhere, cos, sin, heads, kv_heads, d, interleaved)
     # Whoever has saved qkv nevertheless gets an error, not other numbers
     torch.autograd.graph.increment_version(qkv)
     return qkv
@@ -290,7 +295,7 @@ def _gradients(
     weight_grad: bool,
     *_: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Of qkv and, else empty, of the weights."""
+    """Allocates the gradients of qkv and of the weights, empty if these need none."""
     b, t, heads, d = dq.shape
     dx = dq.new_empty(b, t, (heads + 2 * dk.shape[2]) * d)
     if not weight_grad or q_weight is None or k_weight is None:
@@ -316,9 +321,12 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     dx, dwq, dwk = gradients = _gradients(dq, dk, dv, q_weight, k_weight, weight_grad)
     (b, t, heads, d), kv_heads = dq.shape, dk.shape[2]
-    ups, outputs = (apart(dq), apart(dk), apart(dv)), _parts(dx, heads, kv_heads, d)
+    ups, outputs = (
+        (separate_heads(dq), separate_heads(dk), separate_heads(dv)),
+        _parts(dx, heads, kv_heads, d),
+    )
     if qkv is None or q_weight is None or k_weight is None:
-        launch(ups, outputs, cos, sin, heads, kv_heads, d, interleaved, back=True)
+        launch_rope(ups, outputs, cos, sin, heads, kv_heads, d, interleaved, back=True)
         return gradients
     inputs = _parts(qkv, heads, kv_heads, d)
     tile, warps = BACKWARD
@@ -358,36 +366,38 @@ def _backward(
 
 class _QKNormRope(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, overwrite: bool, *given: Any) -> tuple[Tensor, Tensor, Tensor]:
-        qkv, cos, sin, q_weight, k_weight, heads, kv_heads, *options = given  # as of `_forward`
+    def forward(ctx: Any, overwrite: bool, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
+        qkv, cos, sin, q_weight, k_weight, heads, kv_heads, *options = args  # as of `_forward`
         ctx.save_for_backward(q_weight, k_weight, None if q_weight is None else qkv, cos, sin)
         ctx.options = options
         if overwrite:
-            packed = _rotated(qkv, cos, sin, heads, kv_heads, options[-1])
+            packed = _rotate_in_place(qkv, cos, sin, heads, kv_heads, options[-1])
             return _split(packed, heads, kv_heads)
-        q, k = _forward(*given)
+        q, k = _forward(*args)
         return q, k, _split(qkv, heads, kv_heads)[2]
 
     @staticmethod
     def backward(ctx: Any, dq: Tensor, dk: Tensor, dv: Tensor) -> tuple[Tensor | None, ...]:
         refuse_second_derivative("qk_norm_rope")
-        wanted = ctx.needs_input_grad[4:6]
+        needs = ctx.needs_input_grad[4:6]
         q_weight, k_weight, *rest = ctx.saved_tensors
-        found = _backward(dq, dk, dv, q_weight, k_weight, any(wanted), *rest, *ctx.options)
-        dx, dwq, dwk = found
-        weights = dwq if wanted[0] else None, dwk if wanted[1] else None
+        computed = _backward(dq, dk, dv, q_weight, k_weight, any(needs), *rest, *ctx.options)
+        dx, dwq, dwk = computed
+        weights = dwq if needs[0] else None, dwk if needs[1] else None
         return None, dx, None, None, *weights, *6 * (None,)
 
 
 def _may_overwrite(qkv: Tensor) -> bool:
-    """Whether nobody else can be seen to need the memory of `qkv`, and a graph would keep it."""
+    """Whether nothing else can need the memory of `qkv`, and a graph would save it."""
     if torch.compiler.is_compiling() or type(qkv) is not Tensor or is_transformed(qkv):
         return False
     base = qkv if qkv._base is None else qkv._base
-    of_a_leaf = qkv.is_leaf or (base.is_leaf and base.requires_grad)
-    whole = qkv.untyped_storage().nbytes() == qkv.numel() * qkv.element_size()
-    own = whole and not of_a_leaf and qkv.is_contiguous()  # what has no gradient is a leaf
-    return own and torch.is_grad_enabled() and not sees_products()
+    belongs_to_leaf = qkv.is_leaf or (base.is_leaf and base.requires_grad)
+    full = qkv.untyped_storage().nbytes() == qkv.numel() * qkv.element_size()
+    exclusive = (
+        full and not belongs_to_leaf and qkv.is_contiguous()
+    )  # what has no gradient is a leaf
+    return exclusive and torch.is_grad_enabled() and not has_function_mode()
 
 
 def qk_norm_rope(
@@ -405,15 +415,16 @@ def qk_norm_rope(
     interleaved: bool = False,
     overwrite: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """q [B, T, H, D], k and v [B, T, K, D]: normed if there are weights, and rotated.
+    """Returns q [B, T, H, D], k and v [B, T, K, D]: q and k normed if there are weights, and
+    rotated.
 
-    `rms_norm` of every head of q and k, then `rope`; v is a view of `qkv`. The backward pass
-    writes the gradient of `qkv` in one piece. The norm before the rotation is that of Qwen3
-    (arXiv 2505.09388) and Gemma 3 (arXiv 2503.19786).
+    `rms_norm` of every head of q and k, then `rope`; v is a view of `qkv`. The backward pass writes
+    the gradient of `qkv` in one piece. The norm before the rotation is that of Qwen3 (arXiv
+    2505.09388) and Gemma 3 (arXiv 2503.19786).
 
-    With `overwrite` the caller promises that nothing else reads `qkv`. Where a graph would keep it
-    and there are no weights, whose gradient needs it, q and k may then be rotated where they are:
-    all three are views of it.
+    With `overwrite` the caller promises that nothing else reads `qkv`. If a graph would save it and
+    there are no weights, whose gradient needs it, q and k may be rotated in place, and all three
+    are views of it.
     """
     check_devices(qkv=qkv, cos=cos, sin=sin, q_weight=q_weight, k_weight=k_weight)
     total = heads + 2 * kv_heads
@@ -446,4 +457,6 @@ def qk_norm_rope(
     after = cast == "after_weight"
     options = heads, kv_heads, eps, offset, after, interleaved
     overwrite = overwrite and q_weight is None and _may_overwrite(qkv)
-    return _QKNormRope.apply(overwrite, adjacent(qkv), cos, sin, q_weight, k_weight, *options)
+    return _QKNormRope.apply(
+        overwrite, with_contiguous_dim(qkv), cos, sin, q_weight, k_weight, *options
+    )

@@ -41,21 +41,22 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
 def rope_ref(
     q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Rotate the first R dims of every head by the angles of its position, fp32 inside."""
+    """Rotates the first R dims of every head by the angles of its position, fp32 inside."""
     cos, sin = cos.float().unsqueeze(-2), sin.float().unsqueeze(-2)  # [B, T, 1, R/2]
     return _rotate(q, cos, sin, interleaved), _rotate(k, cos, sin, interleaved)
 
 
 @triton.jit
-def locate(x, batch, token, heads, D):
-    """Pointer to a token of `x`, a tuple `Heads`, and the offsets of its heads."""
+def token_pointers(x, batch, token, heads, D):
+    """Returns the pointer to a token of `x`, a tuple `Heads`, and the offsets of its heads."""
     rows = heads * D if x[4] is None else heads.to(tl.int64) * x[4]
     return x[0] + x[1] + batch * x[2] + token * x[3], rows
 
 
 @triton.jit
 def load_pairs(x, rows, keep, HALF, BLOCK, INTERLEAVED):
-    """First and second members of every pair in fp32, [HEADS, BLOCK] each; HALF of BLOCK exist.
+    """Loads first and second members of every pair in fp32, [HEADS, BLOCK] each, HALF of BLOCK
+    valid.
 
     `rows` [HEADS] are the offsets of the heads from `x`, `keep` says which exist.
     """
@@ -89,7 +90,7 @@ def store_pairs(y, rows, keep, first, second, HALF, BLOCK, INTERLEAVED):
 
 @triton.jit
 def load_rest(x, rows, keep, START, D, BLOCK):
-    """Dims from START on."""
+    """Loads the dims from START on."""
     i = START + tl.arange(0, BLOCK)
     mask = keep[:, None] & (i < D)[None, :]
     return tl.load(x + rows[:, None] + i[None, :], mask=mask, other=0.0)
@@ -104,9 +105,9 @@ def store_rest(y, rows, keep, values, START, D, BLOCK):
 
 @triton.jit
 def load_angles(angles, batch, token, HEADS, HALF, BLOCK):
-    """Cosines and sines of one token, [HEADS, BLOCK] each.
+    """Loads cosines and sines of one token, [HEADS, BLOCK] each.
 
-    A load of one row, to be broadcast, would reach the threads through shared memory.
+    Broadcasting a load of one row would go through shared memory.
     """
     i = tl.broadcast_to(tl.arange(0, BLOCK)[None, :], (HEADS, BLOCK))
     at = batch * angles[2] + token * angles[3]
@@ -117,10 +118,10 @@ def load_angles(angles, batch, token, HEADS, HALF, BLOCK):
 
 @triton.jit
 def load_rotated(heads, dims, mask, angles, at, HALF: tl.constexpr, EVEN: tl.constexpr):
-    """Dims of heads [HEADS, 1], rotated in halves: [HEADS, BLOCK]. Rounded as `rope`
-    rounds, but for the last bit where the compiler fuses a product with the sum.
+    """Loads dims of heads [HEADS, 1], rotated in halves: [HEADS, BLOCK].
 
-    `at` [HEADS, 1] says where the angles of a head's token begin. EVEN divides HALF.
+    Rounded as in `rope`, except for the last bit where the compiler fuses a product with the sum.
+    `at` [HEADS, 1] is where the angles of a head's token begin. EVEN divides HALF.
     """
     inside = mask & (dims < 2 * HALF)[None, :]
     angle = tl.where(dims < HALF, dims, dims - HALF)
@@ -137,8 +138,8 @@ def load_rotated(heads, dims, mask, angles, at, HALF: tl.constexpr, EVEN: tl.con
 
 
 @triton.jit
-def effective(weight, offset, AFTER):
-    """offset + weight in fp32, rounded where the definition of the norm rounds it."""
+def effective_weight(weight, offset, AFTER):
+    """Returns offset + weight in fp32, rounded where the definition of the norm rounds it."""
     total = weight.to(tl.float32) + offset
     if not AFTER:
         total = total.to(weight.dtype).to(tl.float32)
@@ -147,30 +148,30 @@ def effective(weight, offset, AFTER):
 
 @triton.jit
 def load_weight(weight, offset, HEADS: tl.constexpr, HALF, BLOCK, INTERLEAVED, AFTER):
-    """offset + weight of the rotated dims as pairs, [HEADS, BLOCK] each, all rows the same."""
+    """Loads offset + weight of the rotated dims as pairs, [HEADS, BLOCK] each, all rows the
+    same."""
     rows = tl.zeros((HEADS,), tl.int32)
     first, second = load_pairs(weight, rows, rows == 0, HALF, BLOCK, INTERLEAVED)
     first, second = first.to(weight.dtype.element_ty), second.to(weight.dtype.element_ty)
-    return effective(first, offset, AFTER), effective(second, offset, AFTER)
+    return effective_weight(first, offset, AFTER), effective_weight(second, offset, AFTER)
 
 
 @triton.jit
-def _weigh(h, w, dtype, AFTER):
-    """h * w rounded to dtype, in the cast order."""
+def _apply_weight(h, w, dtype, AFTER):
+    """Returns h * w rounded to dtype, in the cast order."""
     if not AFTER:
         h = h.to(dtype).to(tl.float32)
     return (h * w).to(dtype).to(tl.float32)
 
 
 @triton.jit
-def _turn_heads(
+def _rotate_heads(
     x, y, weight, angles, norm, batch, token, block, COUNT, HEADS, DIMS, AFTER, BACK,
     COPY: tl.constexpr,
 ):  # fmt: skip
-    """Rotates heads `block * HEADS` and on, of one token's COUNT; a weight norms them first.
+    """Rotates heads from `block * HEADS` on of one token's COUNT; a weight norms them first.
 
-    Without COPY they are rotated where they are, not to y, and dims that pass through are left
-    alone.
+    Without COPY they are rotated in place, not to y, and dims that pass through are not written.
     """
     D: tl.constexpr = DIMS[0]
     HALF: tl.constexpr = DIMS[1]
@@ -179,9 +180,9 @@ def _turn_heads(
     INTERLEAVED: tl.constexpr = DIMS[4]
     heads = block * HEADS + tl.arange(0, HEADS)
     keep = heads < COUNT
-    x, rows = locate(x, batch, token, heads, D)
+    x, rows = token_pointers(x, batch, token, heads, D)
     if COPY:
-        y, to_rows = locate(y, batch, token, heads, D)
+        y, to_rows = token_pointers(y, batch, token, heads, D)
     else:
         y, to_rows = x, rows
     c, s = load_angles(angles, batch, token, HEADS, HALF, BLOCK)
@@ -202,10 +203,10 @@ def _turn_heads(
             rest = rest.to(tl.float32)
             squares += tl.sum(rest * rest, 1)
         rstd = tl.rsqrt(squares / D + norm[0])[:, None]
-        a, b = _weigh(a * rstd, wa, dtype, AFTER), _weigh(b * rstd, wb, dtype, AFTER)
+        a, b = _apply_weight(a * rstd, wa, dtype, AFTER), _apply_weight(b * rstd, wb, dtype, AFTER)
         if 2 * HALF < D:
             w = load_rest(weight, heads * 0, keep, 2 * HALF, D, REST)
-            rest = _weigh(rest * rstd, effective(w, norm[1], AFTER), dtype, AFTER)
+            rest = _apply_weight(rest * rstd, effective_weight(w, norm[1], AFTER), dtype, AFTER)
     store_pairs(y, to_rows, keep, a * c - b * s, b * c + a * s, HALF, BLOCK, INTERLEAVED)
     if COPY and 2 * HALF < D:
         store_rest(y, to_rows, keep, rest, 2 * HALF, D, REST)
@@ -244,18 +245,18 @@ def _rope_kernel(
     i = tl.program_id(0) % BLOCKS
     b, t = (at // T).to(tl.int64), (at % T).to(tl.int64)
     if i < Q_BLOCKS:
-        _turn_heads(
+        _rotate_heads(
             q, yq, weights[0], angles, norm, b, t, i, H, HEADS, DIMS, AFTER, BACK, COPY
         )  # fmt: skip
     elif i < Q_BLOCKS + K_BLOCKS:
         i -= Q_BLOCKS
-        _turn_heads(
+        _rotate_heads(
             k, yk, weights[1], angles, norm, b, t, i, K, KV_HEADS, DIMS, AFTER, BACK, COPY
         )  # fmt: skip
     elif VALUES:
         heads = (i - Q_BLOCKS - K_BLOCKS) * KV_HEADS + tl.arange(0, KV_HEADS)
-        x, rows = locate(v, b, t, heads, DIMS[0])
-        y, to_rows = locate(yv, b, t, heads, DIMS[0])
+        x, rows = token_pointers(v, b, t, heads, DIMS[0])
+        y, to_rows = token_pointers(yv, b, t, heads, DIMS[0])
         values = load_rest(x, rows, heads < K, 0, DIMS[0], WHOLE)
         store_rest(y, to_rows, heads < K, values, 0, DIMS[0], WHOLE)
 
@@ -265,31 +266,33 @@ def _rope_kernel(
 Heads = tuple[Tensor, int, int, int, int | None]
 
 
-def apart(x: Tensor) -> Heads:
-    """The heads of x [B, T, heads, D]."""
-    x = adjacent(x)
+def separate_heads(x: Tensor) -> Heads:
+    """Returns the heads of x [B, T, heads, D] as `Heads`."""
+    x = with_contiguous_dim(x)
     return (x, 0, *x.stride()[:3])  # type: ignore[return-value]
 
 
-def packed(x: Tensor, start: int = 0) -> Heads:
-    """Adjacent heads of x [B, T, heads * D] or [B, T, heads, D], from element `start` on."""
+def packed_heads(x: Tensor, start: int = 0) -> Heads:
+    """Returns adjacent heads of x [B, T, heads * D] or [B, T, heads, D] from element `start` on."""
     return (x, start, *x.stride()[:2], None)  # type: ignore[return-value]
 
 
-def adjacent(x: Tensor) -> Tensor:
-    """`x` with its last dimension's elements side by side: a copy only if they are not."""
+def with_contiguous_dim(x: Tensor) -> Tensor:
+    """Returns `x` with adjacent elements in its last dimension: a copy only if they are not."""
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 
 
 def angles(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, int, int]:
-    """cos and sin with equal strides, and these per batch row and per token."""
+    """Returns cos and sin with equal strides, and these per batch row and per token."""
     if cos.stride() != sin.stride() or cos.stride(-1) != 1:
         cos, sin = cos.contiguous(), sin.contiguous()
     return cos, sin, 0 if cos.shape[0] == 1 else cos.stride(0), cos.stride(1)
 
 
 def dims(head_dim: int, half: int, interleaved: bool) -> tuple[int, int, int, int, bool]:
-    """D, HALF = R / 2, the widths of tiles for HALF and for the D - R that pass; the layout."""
+    """Returns D, HALF = R / 2, the widths of tiles for HALF and for the D - R that pass; the
+    layout.
+    """
     block = triton.next_power_of_2(max(half, 1))
     rest = triton.next_power_of_2(max(head_dim - 2 * half, 1))
     return head_dim, half, block, rest, interleaved
@@ -299,7 +302,7 @@ def heads_per_tile(heads: int, head_dim: int, tile: int) -> int:
     return min(triton.next_power_of_2(heads), max(1, tile // int(triton.next_power_of_2(head_dim))))
 
 
-def launch(
+def launch_rope(
     inputs: tuple[Heads, Heads, Heads | None],  # q, k and, to be copied, v
     outputs: tuple[Heads | None, Heads | None, Heads | None],  # None: in place, without weights
     cos: Tensor,
@@ -354,9 +357,12 @@ def _rope(
     q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, back: bool
 ) -> tuple[Tensor, Tensor]:
     yq, yk = _outputs(q, k)
-    inputs, outputs = (apart(q), apart(k), None), (packed(yq), packed(yk), None)
+    inputs, outputs = (
+        (separate_heads(q), separate_heads(k), None),
+        (packed_heads(yq), packed_heads(yk), None),
+    )
     sizes = q.shape[2], k.shape[2], q.shape[3]
-    launch(inputs, outputs, cos, sin, *sizes, interleaved, back=back)
+    launch_rope(inputs, outputs, cos, sin, *sizes, interleaved, back=back)
     return yq, yk
 
 
@@ -393,7 +399,7 @@ def rope(
     *,
     interleaved: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Rotated copies of `q` and `k`.
+    """Returns rotated copies of `q` and `k`.
 
     Pairs are dims (i, i + R/2), or (2i, 2i + 1) when interleaved; dims from R on pass through.
     Source: Su et al. 2021 (arXiv 2104.09864), in the half-rotation layout of transformers.

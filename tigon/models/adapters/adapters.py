@@ -14,7 +14,6 @@ from torch.distributed.tensor import DTensor
 
 from tigon.layers import (
     Adapters,
-    Copies,
     Embedding,
     Experts,
     LayerAdapter,
@@ -24,8 +23,9 @@ from tigon.layers import (
     LowRank,
     LowRankEmbedding,
     LowRankExperts,
+    SavedModules,
 )
-from tigon.layers.lora import MAGNITUDE, A, B, place_of
+from tigon.layers.lora import MAGNITUDE, A, B, dropout_seed
 from tigon.models.adapters.lora import LoraConfig, Plan, changes_ends, check_dropout, plan
 from tigon.models.base import LanguageModel
 from tigon.models.pretrained.names import EMBEDDING, HEAD
@@ -48,7 +48,7 @@ def add_delta(weight: Tensor, low: LowRank) -> None:
             delta = b[here] @ a[rank : rank + part.rank]
             total = rows.float().add_(delta, alpha=part.scale)
             if lengths is not None:
-                total *= (lengths[here] / low.row_lengths(total)).unsqueeze(1)
+                total *= (lengths[here] / low.row_norms(total)).unsqueeze(1)
             rows.copy_(total)
         rank += part.rank
 
@@ -61,13 +61,13 @@ def add_embedding_delta(weight: Tensor, low: LowRankEmbedding) -> None:
     delta = a[:, start : start + len(own)].t() @ b.t()
     total = own.float().add_(delta, alpha=part.scale)
     if low.dora:
-        total *= _whole(low.lora_magnitude_vector).float() / column_lengths(total, weight, low)
+        total *= _whole(low.lora_magnitude_vector).float() / column_norms(total, weight, low)
     own.copy_(total)
 
 
-def column_lengths(rows: Tensor, weight: Tensor, low: LowRankEmbedding) -> Tensor:
+def column_norms(rows: Tensor, weight: Tensor, low: LowRankEmbedding) -> Tensor:
     """[C], of this rank's rows [n, C] of the weight; every rank calls this."""
-    return low.column_lengths(rows, row_group(weight) if isinstance(weight, DTensor) else None)
+    return low.column_norms(rows, row_group(weight) if isinstance(weight, DTensor) else None)
 
 
 def add_experts_deltas(layer: nn.Module, low: LowRankExperts) -> None:
@@ -193,7 +193,7 @@ def install(
     for end in config.modules_to_save:
         owner = _end(model, end)
         if owner.copies is None:
-            owner.copies = Copies()
+            owner.copies = SavedModules()
         empty = torch.empty(owner.weight.shape, dtype=dtype, device=device)
         owner.copies.register_parameter(name, nn.Parameter(empty))
 
@@ -206,7 +206,7 @@ def _of_layer(
     if isinstance(layer, Experts):
         columns = [_columns(layer, part) for part in parts]
         return LowRankExperts(len(layer.down_proj), columns, parts, **how)
-    how |= {"dora": config.dora, "dropout": config.dropout, "place": place_of(path)}
+    how |= {"dora": config.dora, "dropout": config.dropout, "seed": dropout_seed(path)}
     return LowRank(_columns(layer, parts[0]), parts, **how)
 
 
@@ -230,7 +230,7 @@ def begin_adapter(
         for kind, p in low.named_parameters():
             cut = model.cuts.get(f"{at}.{kind}")
             whole[kind] = tuple(p.shape) if cut is None else cut.shape
-        first_values = low.drawn(whole, generator)
+        first_values = low.init_values(whole, generator)
         for kind, values in first_values.items():
             if (cut := model.cuts.get(f"{at}.{kind}")) is not None:
                 first_values[kind] = cut.take(values)
@@ -273,10 +273,10 @@ def _lengths(layer: nn.Module, low: LayerAdapter) -> dict[str, Tensor]:
     weight = layer.values() if isinstance(layer, Linear) else layer.get_parameter("weight")
     own, first = own_rows("weight", weight)
     if isinstance(low, LowRankEmbedding):
-        return {MAGNITUDE.removesuffix("_"): column_lengths(own.float(), weight, low)}
+        return {MAGNITUDE.removesuffix("_"): column_norms(own.float(), weight, low)}
     found = torch.zeros(weight.shape[0], device=own.device)
     assert isinstance(low, LowRank)
-    found[first : first + len(own)] = low.row_lengths(own)
+    found[first : first + len(own)] = low.row_norms(own)
     if isinstance(weight, DTensor):
         dist.all_reduce(found, group=row_group(weight))
     return {MAGNITUDE + p.name: found[p.first : p.first + p.size] for p in low.parts}
@@ -316,7 +316,7 @@ def set_adapter(model: LanguageModel, name: str | None) -> None:
 def switch(model: LanguageModel, name: str | None) -> None:
     model.active_adapter = name
     for module in model.modules():
-        if isinstance(module, Adapters | Copies):
+        if isinstance(module, Adapters | SavedModules):
             module.chosen = name
 
 
@@ -359,11 +359,14 @@ def delete_adapter(model: LanguageModel, name: str) -> None:
     for module in model.modules():
         if isinstance(module, Adapters):
             module._modules.pop(name, None)
-        elif isinstance(module, Copies):
+        elif isinstance(module, SavedModules):
             module._parameters.pop(name, None)
     for module in model.modules():
         for kind, held in list(module._modules.items()):
-            if isinstance(held, Adapters | Copies) and not {**held._modules, **held._parameters}:
+            if isinstance(held, Adapters | SavedModules) and not {
+                **held._modules,
+                **held._parameters,
+            }:
                 setattr(module, kind, None)
     del model.adapters[name]
     if model.active_adapter == name:
@@ -392,7 +395,7 @@ def merge_adapter(model: LanguageModel, name: str | None = None) -> None:
         layer = model.get_submodule(path)
         if isinstance(low, LowRank):
             if isinstance(layer, Linear):
-                layer.dequantise()
+                layer.dequantize()
             add_delta(layer.get_parameter("weight"), low)
         elif isinstance(low, LowRankEmbedding):
             add_embedding_delta(layer.get_parameter("weight"), low)

@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 from tigon.generation import check_generation_config
 from tigon.hub import HubOptions, config_file
 from tigon.kernels.attention.api import Backend
-from tigon.layers import QuantisedWeight
+from tigon.layers import QuantizedWeight
 from tigon.models.arguments import check_keywords
 from tigon.models.base import LanguageModel
 from tigon.models.config import Config, ConfigError, torch_dtype
@@ -312,7 +312,7 @@ def materialize(model: nn.Module, device: torch.device) -> None:
             empty = nn.Parameter(_empty(p, device), p.requires_grad)
             torch.utils.swap_tensors(p, empty)
     for module in model.modules():
-        if isinstance(module, QuantisedWeight) and any(b.is_meta for b in module.buffers()):
+        if isinstance(module, QuantizedWeight) and any(b.is_meta for b in module.buffers()):
             module.allocate(device)
     model.to(device)  # buffers; and FSDP2 takes note of its new shards
 

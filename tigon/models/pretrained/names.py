@@ -7,7 +7,14 @@ from typing import NamedTuple
 
 from torch import Tensor, nn
 
-from tigon.layers import Copies, FusedLinear, LayerAdapter, Linear, LowRankEmbedding, LowRankExperts
+from tigon.layers import (
+    FusedLinear,
+    LayerAdapter,
+    Linear,
+    LowRankEmbedding,
+    LowRankExperts,
+    SavedModules,
+)
 from tigon.layers.lora import MAGNITUDE, B
 from tigon.weights import Cut, Layout, Part, cut_parts
 
@@ -61,7 +68,7 @@ def layout(model: nn.Module, names: Names, stacked_experts: bool) -> Layout:
             seen.add(id(p))
             name = f"{path}.{kind}"
             shape = cuts[name].shape if name in cuts else tuple(p.shape)
-            if isinstance(module, LayerAdapter | Copies):
+            if isinstance(module, LayerAdapter | SavedModules):
                 found[name] = _of_adapter(path, module, kind, shape, names)
                 continue
             parent, _, own = path.rpartition(".")
@@ -83,16 +90,16 @@ def layout(model: nn.Module, names: Names, stacked_experts: bool) -> Layout:
 
 def _own(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Its parameters, and what stands for one that is quantised."""
-    if isinstance(module, Linear) and module.quantised is not None:
-        yield "weight", module.outline
+    if isinstance(module, Linear) and module.quantized is not None:
+        yield "weight", module.weight_meta
     yield from module.named_parameters(recurse=False)
 
 
 def _of_adapter(
-    path: str, module: LayerAdapter | Copies, kind: str, shape: tuple[int, ...], names: Names
+    path: str, module: LayerAdapter | SavedModules, kind: str, shape: tuple[int, ...], names: Names
 ) -> tuple[Part, ...]:
     """The names that PEFT's modules have for it, but for what they begin with."""
-    if isinstance(module, Copies):
+    if isinstance(module, SavedModules):
         owner = path.rpartition(".")[0]
         owner = names.head.removesuffix(".weight") if owner == "lm_head" else owner
         return (Part.whole(f"{owner}.modules_to_save.{kind}.weight", shape),)

@@ -13,7 +13,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
-from tigon.layers import Fp8Weight, Linear, Nf4Weight, QuantisedWeight
+from tigon.layers import FP8Weight, Linear, NF4Weight, QuantizedWeight
 from tigon.models.adapters.lora import places
 from tigon.models.base import LanguageModel
 from tigon.models.pretrained.match import sources
@@ -46,11 +46,11 @@ def check_quantize(quantize: Any) -> None:
         )
 
 
-def quantised_layers(model: LanguageModel) -> Iterator[tuple[str, Linear, QuantisedWeight]]:
+def quantised_layers(model: LanguageModel) -> Iterator[tuple[str, Linear, QuantizedWeight]]:
     """Those that have a quantised weight, by the name that it would have as a parameter."""
     for path, module in model.named_modules():
-        if isinstance(module, Linear) and module.quantised is not None:
-            yield f"{path}.weight", module, module.quantised
+        if isinstance(module, Linear) and module.quantized is not None:
+            yield f"{path}.weight", module, module.quantized
 
 
 def count_parameters(model: LanguageModel, *, frozen: bool = False) -> int:
@@ -90,10 +90,10 @@ def quantise(
             given = _rows(parts_of[f"{path}.weight"]), layer.in_features, model.dtype
             if quantize == "keep":
                 blocks = [BlockScales().block or (1, 1)] * len(given[0])
-                layer.quantise(Fp8Weight(*given, blocks=blocks, stored=E4M3))
+                layer.quantize(FP8Weight(*given, blocks=blocks, stored=E4M3))
                 continue
-            made, weight = Nf4Weight(*given), layer.weight.detach()
-            layer.quantise(made)
+            made, weight = NF4Weight(*given), layer.weight.detach()
+            layer.quantize(made)
             if not weight.is_meta:
                 made.allocate(weight.device)
                 store(made, f"{path}.weight", weight)
@@ -110,7 +110,7 @@ def _rows(parts: Sequence[Part]) -> list[int]:
     return [part.shape[0] for part in parts]
 
 
-def store(made: Nf4Weight, name: str, weight: Tensor) -> None:
+def store(made: NF4Weight, name: str, weight: Tensor) -> None:
     """Give it the numbers of `weight` [K, C], which is called `name`; ValueError for NaN."""
     if not all_finite([weight], weight.device):
         raise ValueError(f"{name} has values that are NaN or infinite, which 4 bits cannot hold")
@@ -129,7 +129,7 @@ def _keep(model: LanguageModel, paths: Sequence[str], checkpoint: Checkpoint) ->
         if any(i is None or (i.stored.dtype, i.block[1]) != alike for i in stored):
             continue
         given = _rows(parts), layer.in_features, model.dtype
-        layer.quantise(Fp8Weight(*given, blocks=blocks, stored=alike[0]))
+        layer.quantize(FP8Weight(*given, blocks=blocks, stored=alike[0]))
         any_kept = True
     if not any_kept:
         raise ValueError(
@@ -151,7 +151,7 @@ def load_quantised(model: LanguageModel, checkpoint: Checkpoint, staging_bytes: 
     if not every:
         return
     how: dict[str, Any] = sources(model, checkpoint) | {"into": type(model).__name__}
-    kept = {name: weight for name, _, weight in every if isinstance(weight, Fp8Weight)}
+    kept = {name: weight for name, _, weight in every if isinstance(weight, FP8Weight)}
     if kept:
         found = {name: [_fp8(how, part) for part in how["layout"][name]] for name in kept}
         tensors = dict(checkpoint.tensors)
@@ -161,9 +161,9 @@ def load_quantised(model: LanguageModel, checkpoint: Checkpoint, staging_bytes: 
         load_into(memory, **as_stored, staging_bytes=staging_bytes)
         for name, weight in kept.items():
             weight.store_scales([info.scales() for info in found[name] if info is not None])
-    batch: dict[str, Nf4Weight] = {}
+    batch: dict[str, NF4Weight] = {}
     for name, _, own in every:
-        if isinstance(own, Nf4Weight):
+        if isinstance(own, NF4Weight):
             if batch and _size([*batch.values(), own]) > WHOLE:
                 _load_batch(model, batch, how, staging_bytes)
                 batch = {}
@@ -171,13 +171,13 @@ def load_quantised(model: LanguageModel, checkpoint: Checkpoint, staging_bytes: 
     _load_batch(model, batch, how, staging_bytes)
 
 
-def _size(weights: Sequence[QuantisedWeight]) -> int:
+def _size(weights: Sequence[QuantizedWeight]) -> int:
     """Bytes of them, dequantised."""
     return sum(math.prod(w.shape) * w.dtype.itemsize for w in weights)
 
 
 def _load_batch(
-    model: LanguageModel, batch: dict[str, Nf4Weight], how: dict[str, Any], staging_bytes: int
+    model: LanguageModel, batch: dict[str, NF4Weight], how: dict[str, Any], staging_bytes: int
 ) -> None:
     on: dict[str, Any] = {"device": model.device}
     whole = {name: torch.empty(own.shape, dtype=own.dtype, **on) for name, own in batch.items()}
@@ -206,5 +206,5 @@ def dequantised_entries(
     return found
 
 
-def _read(weight: QuantisedWeight, part: int, begin: int, first: int, count: int) -> Tensor:
+def _read(weight: QuantizedWeight, part: int, begin: int, first: int, count: int) -> Tensor:
     return weight.rows(part, begin + first, count)

@@ -18,8 +18,8 @@ from torch.optim.adamw import adamw as torch_adamw
 from torch.optim.sgd import sgd as torch_sgd
 
 from tigon.kernels.norm.grad_norm import SquaredNorm
-from tigon.kernels.optim.adamw import FusedAdamW, Settings, Slot
-from tigon.kernels.optim.low_bits import Codes
+from tigon.kernels.optim.adamw import AdamWSettings, AdamWSlot, FusedAdamW
+from tigon.kernels.optim.low_bits import CodeTables
 from tigon.kernels.runtime import runs_triton
 from tigon.models import CausalLM
 from tigon.train.config import Config
@@ -443,13 +443,13 @@ class Fused:
         if not own:
             return
         counts = torch.stack([states[p]["step"] for p in own]).tolist()
-        by_step: dict[int, list[Slot]] = {}
+        by_step: dict[int, list[AdamWSlot]] = {}
         for p, count in zip(own, counts, strict=True):
             by_step.setdefault(int(count), []).extend(self._slots(p, states[p], runs[p]))
         beta1, beta2 = group["betas"]
         kernel = self._kernel_on(local(own[0]).device)
         for number, (step, slots) in enumerate(by_step.items()):
-            settings = Settings(
+            settings = AdamWSettings(
                 *(float(group["lr"]), beta1, beta2, group["eps"], group["weight_decay"]),
                 *(step, stream(self.seed, step)),
             )
@@ -457,7 +457,7 @@ class Fused:
 
     def _slots(
         self, parameter: Tensor, state: Mapping[str, Tensor], runs: Sequence[Run]
-    ) -> Iterator[Slot]:
+    ) -> Iterator[AdamWSlot]:
         """One for each run, as a launch knows no more of where elements are."""
         slot = _slot(parameter, state)
         kinds = slot.weight.dtype if self.stochastic else None, slot.exp_avg.dtype
@@ -470,22 +470,22 @@ class Fused:
 
     def _kernel_on(self, device: torch.device) -> FusedAdamW:
         if self._kernel is None:
-            codes = Codes.of(*(tables(signed, device) for signed in (True, False)))
+            codes = CodeTables.of(*(tables(signed, device) for signed in (True, False)))
             self._kernel = FusedAdamW(self.stochastic, codes)
         return self._kernel
 
 
-def _slot(parameter: Tensor, state: Mapping[str, Tensor]) -> Slot:
+def _slot(parameter: Tensor, state: Mapping[str, Tensor]) -> AdamWSlot:
     assert parameter.grad is not None
     weight, gradient = local(parameter), local(parameter.grad).contiguous()
     if "exp_avg" in state:
-        return Slot(weight, gradient, state["exp_avg"], state["exp_avg_sq"])
+        return AdamWSlot(weight, gradient, state["exp_avg"], state["exp_avg_sq"])
     codes = state["exp_avg_codes"], state["exp_avg_sq_codes"]
     scales = state["exp_avg_scale"], state["exp_avg_sq_scale"]
-    return Slot(weight, gradient, *codes, *scales)
+    return AdamWSlot(weight, gradient, *codes, *scales)
 
 
-def _of_run(slot: Slot, run: Run) -> Slot:
+def _of_run(slot: AdamWSlot, run: Run) -> AdamWSlot:
     size = slot.weight.numel()
 
     def part(tensor: Tensor | None) -> Any:
@@ -495,7 +495,7 @@ def _of_run(slot: Slot, run: Run) -> Slot:
         return tensor.view(-1).narrow(0, run.first // each, run.length // each)
 
     tensors = (part(tensor) for tensor in slot[:6])
-    return Slot(*tensors)._replace(position=run.position, lines=run.lines)
+    return AdamWSlot(*tensors)._replace(position=run.position, lines=run.lines)
 
 
 # AdamW and SGD in float32, with weights and states that are kept in fewer bits or on the host.

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tigon.data import Encoder, Loader, TopEncoder
-from tigon.kernels.loss.terms import KL, Criterion, CrossEntropy
+from tigon.kernels.loss.terms import KL, CrossEntropy, LossTerm
 from tigon.models import MODELS, Batch, CausalLM, read_config
 from tigon.models import CausalLMOutput as Output
 from tigon.tokenizer import Tokenizer
@@ -110,11 +110,11 @@ class Distill(CrossEntropyObjective):
             f"one of {own}: distributions over both cannot be compared{hint}"
         )
 
-    def criteria(self, inputs: Inputs) -> tuple[Criterion, ...]:
+    def criteria(self, inputs: Inputs) -> tuple[LossTerm, ...]:
         # The cross-entropy is there even without a weight: metrics are made with it
         return self._divergence(inputs), CrossEntropy(coefficient=self.weight)
 
-    def _divergence(self, inputs: Inputs) -> Criterion:
+    def _divergence(self, inputs: Inputs) -> LossTerm:
         options: dict[str, Any] = {"beta": self.beta, "temperature": self.config.temperature}
         columns = inputs.micro_batch.per_token
         if self.teacher is not None:

@@ -17,7 +17,7 @@ from tigon.data import (
     pack_documents,
 )
 from tigon.kernels.loss.api import IGNORE_INDEX, METRICS
-from tigon.kernels.loss.terms import Criterion, CrossEntropy
+from tigon.kernels.loss.terms import CrossEntropy, LossTerm
 from tigon.models import CausalLM, Targets
 from tigon.models import CausalLMOutput as Output
 from tigon.tokenizer import Tokenizer
@@ -107,16 +107,12 @@ class CrossEntropyObjective(Objective):
         assert output.loss is not None
         return self._part(output.loss / sums["items"].clamp(min=1), output, inputs, sums)
 
-    def criteria(self, inputs: Inputs) -> tuple[Criterion, ...] | None:
+    def criteria(self, inputs: Inputs) -> tuple[LossTerm, ...] | None:
         """What the loss is the sum of; None: one cross-entropy."""
         return None
 
     def _forward(
-        self,
-        model: CausalLM,
-        inputs: Inputs,
-        targets: Targets,
-        criteria: Sequence[Criterion] | None,
+        self, model: CausalLM, inputs: Inputs, targets: Targets, criteria: Sequence[LossTerm] | None
     ) -> Output:
         wanted, training = inputs.wanted, inputs.training
         logits = wanted is not None and self.setting("return_logits", training=training)

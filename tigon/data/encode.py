@@ -392,7 +392,7 @@ class PairEncoder(AnswerEncoder):
         self.per_example = {"margin": np.float32} if margin else {}
 
     def options(self) -> dict[str, Any]:
-        # Not of_one_prompt: rows that are no error without it are the same with it
+        # Not shared_prompt: rows that are no error without it are the same with it
         return super().options() | {"margin": "margin" in self.per_example}
 
     def ignored(self, row: Row, format: Format) -> set[str]:

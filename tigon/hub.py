@@ -38,6 +38,7 @@ from tigon.utils.paths import expand_user
 CARD = "README.md"
 EXPORT_SUFFIXES = (".json", ".safetensors", ".jinja", ".txt", ".model")
 CHAT_TEMPLATES = "additional_chat_templates"
+INDEX = "model.safetensors.index.json"
 MAX_CARD, MAX_INDEX = 1 << 20, 100 << 20  # bytes
 TIMEOUT = 5.0  # seconds for the hub's first answer, unless HF_HUB_ETAG_TIMEOUT is set
 _WEIGHTS = re.compile(r"model(-\d+-of-\d+)?\.safetensors|model\.safetensors\.index\.json")
@@ -45,7 +46,7 @@ _CARD_DIGEST = re.compile(r"<!-- tigon-card ([0-9a-f]{64}) -->\s*\Z")
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}")
 
 
-class Source(TypedDict, total=False):
+class HubOptions(TypedDict, total=False):
     """Keyword arguments of `Repository`."""
 
     revision: str | None
@@ -82,22 +83,18 @@ class Repository:
         self._unreachable: str | None = None  # why the hub did not answer
         self._lock = threading.Lock()
 
-        path = Path(os.path.expanduser(path_or_repo))  # that of an unknown user stays
+        path = Path(os.path.expanduser(path_or_repo))  # ~USER stays if there is no such user
         if path.exists():
             self._check_directory(path, revision)
             self._root = path
             self.directory = path / self.subfolder
-        elif (
-            self.name.startswith((".", "~", os.sep))
-            or self.name.endswith("/")
-            or not isinstance(path_or_repo, str)
-        ):
+        elif not isinstance(path_or_repo, str) or re.fullmatch(r"[.~/].*|.*/", self.name, re.S):
             raise FileNotFoundError(f"no directory {self.name} (absolute: {path.absolute()})")
         elif self.name.count("/") > 1:
-            raise FileNotFoundError(
-                f"{self.name!r} is neither an existing directory nor the name of a hub repository "
-                "(organisation/name)"
+            text = (
+                f"{self.name!r} is neither an existing directory nor the name of a hub repository"
             )
+            raise FileNotFoundError(f"{text} (organisation/name)")
         elif revision is None and path.parent != Path() and path.parent.is_dir():
             raise FileNotFoundError(
                 f"no directory {self.name}, though {path.parent} is one here; "
@@ -111,10 +108,8 @@ class Repository:
                 remedy = "`tigon export FILE DIRECTORY` makes a directory of a GGUF file"
             raise NotADirectoryError(f"{self.name} is a file; {remedy}")
         if revision is not None:
-            raise ValueError(
-                f"{self.name} is a local directory and has no revision {revision!r}: "
-                "leave revision out, or name a hub repository"
-            )
+            text = f"{self.name} is a local directory and has no revision {revision!r}"
+            raise ValueError(f"{text}: leave revision out, or name a hub repository")
 
     def file(self, name: str) -> Path:
         """The local path of a file, which is downloaded if need be.
@@ -153,10 +148,10 @@ class Repository:
 
     def listing(self, folder: str = "") -> list[str]:
         """Names of the files in the repository, or in a folder of it; for messages."""
-        root = self.directory
+        root, revision = self.directory, self._commit or self.revision
         if root is None and self._is_offline():
             repository = self.cache_dir / f"models--{self.name.replace('/', '--')}"
-            root = repository / "snapshots" / (self._commit or self.revision) / self.subfolder
+            root = repository / "snapshots" / revision / self.subfolder
         if root is not None:
             try:
                 names = os.listdir(root / _check_relative(folder))
@@ -164,15 +159,14 @@ class Repository:
                 return []
             return sorted(f"{folder}/{name}" if folder else name for name in names)
         try:
-            info = HfApi(token=self.token).model_info(
-                self.name, revision=self._commit or self.revision, timeout=_timeout()
-            )
+            api = HfApi(token=self.token)
+            info = api.model_info(self.name, revision=revision, timeout=_timeout())
         except Exception:  # of the hub or its HTTP client: not worth an error
             return []
         start = f"{self.subfolder}/" if self.subfolder else ""
-        within = start + (f"{folder}/" if folder else "")
+        prefix = start + (f"{folder}/" if folder else "")
         names = [file.rfilename for file in info.siblings or ()]
-        return sorted(name.removeprefix(start) for name in names if name.startswith(within))
+        return sorted(name.removeprefix(start) for name in names if name.startswith(prefix))
 
     def _join(self, name: str) -> str:
         return f"{self.subfolder}/{name}" if self.subfolder else name
@@ -270,33 +264,31 @@ def connection_errors(action: str) -> Iterator[None]:
     except (OSError, ValueError):
         raise
     except Exception as error:
-        raise ConnectionError(
-            f"{action}: {error}; the same again goes on from what is complete"
-        ) from error
+        text = f"{action}: {error}; the same again goes on from what is complete"
+        raise ConnectionError(text) from error
 
 
 def config_file(repository: Repository) -> Path:
-    """config.json. If there is none, the FileNotFoundError says what else may be meant."""
+    """config.json; if there is none, the FileNotFoundError says what else may be meant."""
     try:
         return repository.file("config.json")
     except FileNotFoundError as error:
-        directory = repository.directory
+        directory, names, hint = repository.directory, repository.listing(), None
+        ggufs = [name for name in names if name.endswith(".gguf")]
         if directory is not None and (directory / "hf" / "config.json").is_file():
-            raise FileNotFoundError(
-                f"{error}; if it is a run, its export is {directory}/hf"
-            ) from error
-        names = repository.listing()
-        run_adapter = directory and directory / "adapter"
-        if "adapter_config.json" in names:
-            raise FileNotFoundError(f"{error}; {adapter_hint(repository.name)}") from error
-        if run_adapter and (run_adapter / "adapter_config.json").is_file():
-            raise FileNotFoundError(f"{error}; {adapter_hint(str(run_adapter))}") from error
-        if ggufs := [name for name in names if name.endswith(".gguf")]:
-            raise FileNotFoundError(
-                f"{error}; for a GGUF file there pass its name, gguf_file={quote(ggufs[0])}, or in "
-                "the shell the path of a file that was downloaded"
-            ) from error
-        raise
+            hint = f"if it is a run, its export is {directory}/hf"
+        elif "adapter_config.json" in names:
+            hint = adapter_hint(repository.name)
+        elif directory is not None and (directory / "adapter/adapter_config.json").is_file():
+            hint = adapter_hint(str(directory / "adapter"))
+        elif ggufs:
+            hint = (
+                f"for a GGUF file there pass its name, gguf_file={quote(ggufs[0])}, or in the "
+                "shell the path of a file that was downloaded"
+            )
+        if hint is None:
+            raise
+        raise FileNotFoundError(f"{error}; {hint}") from error
 
 
 def adapter_hint(adapter: str) -> str:
@@ -307,15 +299,14 @@ def adapter_hint(adapter: str) -> str:
     )
 
 
-# Links: a tokenizer's files are copied into exports and values of a config are quoted in messages,
-# so that a link to a private file would give it away, and a pipe or a device may never end.
+# A link to a private file would be copied into exports, and a pipe may never end
 
 
-def _check_relative(name: str, what: str = "the file") -> str:
-    """Returns a name inside a folder; raises ValueError if it leads out of the folder."""
+def _check_relative(name: str, label: str = "the file") -> str:
+    """The name; ValueError if it leads out of the folder that it is relative to."""
     path = PurePosixPath(name)
     if path.is_absolute() or ".." in path.parts or "\\" in name or "\0" in name:
-        raise ValueError(f"{what} {name!r} is outside the repository: give a path inside it")
+        raise ValueError(f"{label} {name!r} is outside the repository: give a path inside it")
     return name
 
 
@@ -329,19 +320,15 @@ def contains_file(folder: Path, name: str) -> bool:
     try:
         target = Path(os.path.realpath(path, strict=True))
     except (FileNotFoundError, NotADirectoryError):
-        if path.is_symlink():
-            raise ValueError(
-                f"{path} is a link to {os.readlink(path)}, which is not there"
-            ) from None
-        return False
+        if not path.is_symlink():
+            return False
+        raise ValueError(f"{path} is a link to {os.readlink(path)}, which is not there") from None
     except OSError as error:  # a circle of links
         raise ValueError(f"{path} cannot be followed: {error.strerror}") from None
     root = Path(os.path.realpath(folder))
     if not target.is_relative_to(root) and not _is_blob(target, root):
-        raise ValueError(
-            f"{path} is a link to {target}, outside of {folder}: it is not read. If you trust it, "
-            "put a copy of that file in its place"
-        )
+        text = f"{path} is a link to {target}, outside of {folder}: it is not read"
+        raise ValueError(f"{text}. If you trust it, put a copy of that file in its place")
     mode = target.stat().st_mode
     if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
         raise ValueError(f"{path} is no file but a pipe, a socket or a device: remove it")
@@ -454,12 +441,13 @@ class UploadTarget:
 
 def check_repository(name: str) -> None:
     """Raises ValueError for what cannot be the name of a repository."""
+    problem = f"{name!r} is no name of a hub repository (owner/name)"
     try:
         validate_repo_id(name)
     except ValueError as error:
-        raise ValueError(f"{name!r} is no name of a hub repository (owner/name): {error}") from None
+        raise ValueError(f"{problem}: {error}") from None
     if "/" in name and not is_hub_name(name):
-        raise ValueError(f"{name!r} is no name of a hub repository (owner/name)")
+        raise ValueError(problem)
 
 
 def is_hub_name(text: str) -> bool:
@@ -472,7 +460,7 @@ def has_token(token: str | bool | None = None) -> bool:
 
 
 def list_export(folder: Path) -> dict[str, Path]:
-    """The files of an export, by name. Raises FileNotFoundError for a folder that holds none."""
+    """The files of an export, by name; FileNotFoundError for a folder that holds none."""
     if not folder.is_dir():
         raise FileNotFoundError(f"no directory {folder}")
     if (folder / "run.json").exists():  # has paths and the optimizer's states
@@ -480,31 +468,22 @@ def list_export(folder: Path) -> dict[str, Path]:
             f"{folder} is a checkpoint of a run: `tigon export {folder} DIRECTORY` makes a model "
             "of it, which `tigon push DIRECTORY` takes"
         )
-    names = os.listdir(folder)
+    names = [name for name in os.listdir(folder) if not name.startswith(".")]
     if (folder / CHAT_TEMPLATES).is_dir():
         names += [f"{CHAT_TEMPLATES}/{name}" for name in os.listdir(folder / CHAT_TEMPLATES)]
-    files = {
-        name: folder / name
-        for name in sorted(names)
-        if name.endswith(EXPORT_SUFFIXES)
-        and not name.startswith(".")
-        and contains_file(folder, name)
-    }
-    if "config.json" not in files or not files.keys() & {
-        "model.safetensors",
-        "model.safetensors.index.json",
-    }:
+    names = [name for name in sorted(names) if name.endswith(EXPORT_SUFFIXES)]
+    files = {name: folder / name for name in names if contains_file(folder, name)}
+    if "config.json" not in files or not files.keys() & {"model.safetensors", INDEX}:
         raise FileNotFoundError(
             f"{folder} holds no exported model (config.json and model.safetensors, or its index); "
             "`tigon export` makes one"
         )
-    if index := files.get("model.safetensors.index.json"):
+    if index := files.get(INDEX):
         weight_map = read_json(index, max_bytes=MAX_INDEX).get("weight_map")
         shards = set(map(str, weight_map.values())) if isinstance(weight_map, dict) else set()
         if missing := sorted(shards - files.keys()):
-            raise FileNotFoundError(
-                f"{folder} has no file {quote(missing[0])}, but its index names it"
-            )
+            text = f"{folder} has no file {quote(missing[0])}, but its index names it"
+            raise FileNotFoundError(text)
     return files
 
 

@@ -71,7 +71,7 @@ def test_text_ends_with_eos_and_knows_its_line(tokenizer: Tokenizer, encode: Any
         ("the model<|endoftext|>", 1),
         ("whoever<|endoftext|>", 0.5),
     ]
-    places = [examples.where(p).rpartition("/")[2] for p in (0, len(first), len(first) + 1)]
+    places = [examples.location(p).rpartition("/")[2] for p in (0, len(first), len(first) + 1)]
     assert places == ["a.jsonl:1", "a.jsonl:1", "a.jsonl:3"]
     assert examples.report.ignored_keys == ("id",) and examples.report.rows == 2
 
@@ -157,7 +157,7 @@ def test_columns_that_some_blocks_lack_are_filled(
     rows = [{"messages": CHAT, **more} for more in ({}, {"weight": 0.5}, {}, {"weight": 1})]
     whole = encode(ChatEncoder(tokenizer), *rows)
     assert [weight for _, weight in said(tokenizer, whole)] == [1, 1, 0.5, 0.5, 1, 1, 1, 1]
-    monkeypatch.setattr(sources, "SIZE", 1)  # a block for each row
+    monkeypatch.setattr(sources, "BLOCK_BYTES", 1)  # a block for each row
     blocks = encode(ChatEncoder(tokenizer), *rows)
     assert whole.fingerprint() == blocks.fingerprint() and whole.report == blocks.report
     np.testing.assert_array_equal(whole.origin, blocks.origin)
@@ -212,7 +212,7 @@ def test_turns_that_the_template_rewrites_are_examples_of_their_own(
     assert (every.report.rewritten, every.report.extra, len(every)) == (0, 1, 3)
     assert every.report.lines()[0].startswith("1 extra example, for turns")
     assert every.groups is None and every.origin[:, 1].tolist() == [1, 1, 2]
-    monkeypatch.setattr(sources, "SIZE", 1)  # a block for each row
+    monkeypatch.setattr(sources, "BLOCK_BYTES", 1)  # a block for each row
     blocks = encode(ChatEncoder(rewriting, train_on="all_turns"), *rows)
     assert blocks.fingerprint() == every.fingerprint() and blocks.report == every.report
     stable = [ChatEncoder(tokenizer, train_on=t) for t in ("assistant", "all_turns")]
@@ -360,7 +360,7 @@ class Pairs(Encoder):
     per_token = {"supervised": bool, "logprobs": np.float32}
     per_example = {"reward": np.float32}
 
-    def row(self, row: dict[str, Any], form: Format) -> list[Example]:
+    def row(self, row: dict[str, Any], format: Format) -> list[Example]:
         columns = {"supervised": [False, True], "logprobs": [-1.5, -row["x"]]}
         return [
             Example([1, 2], columns, {"reward": 0.5}),
@@ -374,7 +374,7 @@ def test_named_columns_and_groups(encode: Any) -> None:
     assert examples.supervised.tolist() == [False, True] * 4
     assert examples.per_token["logprobs"].tolist() == [-1.5, 0, -1.5, 0, -1.5, -1, -1.5, -1]
     assert examples.per_example["reward"].tolist() == [0.5, 0, 0.5, 1]
-    assert examples.where(5).endswith("a.jsonl:2")
+    assert examples.location(5).endswith("a.jsonl:2")
     both = join([examples, examples])
     assert both.groups is not None and both.groups.tolist() == [0, 2, 4, 6, 8]
     assert both.offsets.tolist() == list(range(0, 18, 2)) and both.files == examples.files
@@ -394,7 +394,7 @@ class Given(Encoder):
 
     per_token = {"supervised": bool, "x": np.float32}
 
-    def row(self, row: dict[str, Any], form: Format) -> list[Example]:
+    def row(self, row: dict[str, Any], format: Format) -> list[Example]:
         return [Example(row["ids"], row["columns"])]
 
 
@@ -444,8 +444,8 @@ def test_keys_that_would_write_to_a_terminal(tokenizer: Tokenizer, encode: Any) 
 def test_lists_that_are_small_as_bytes_only(
     tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tigon.data.sources.SPACIOUS", 1000)
-    monkeypatch.setattr("tigon.data.sources.MOST_CONTAINERS", 100)
+    monkeypatch.setattr("tigon.data.sources.LARGE_ROW_BYTES", 1000)
+    monkeypatch.setattr("tigon.data.sources.MAX_CONTAINERS", 100)
     (tmp_path / "a.jsonl").write_text('{"text": "a", "x": [' + "[]," * 500 + "[]]}\n")
     with pytest.raises(ValueError, match=r"a\.jsonl:1: has more than 100 lists and objects"):
         TextEncoder(tokenizer).open(JsonFile(str(tmp_path / "a.jsonl"), Format()))
@@ -454,7 +454,7 @@ def test_lists_that_are_small_as_bytes_only(
 def test_rows_too_large_for_a_tokenizer_are_bad(
     tokenizer: Tokenizer, encode: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(examples, "LARGEST_ROW", 10)
+    monkeypatch.setattr(examples, "MAX_ROW_CHARS", 10)
     rows = [{"text": "a"}, {"text": "b" * 6, "more": ["c" * 6]}]
     with pytest.raises(ValueError, match=r":2: has 12 characters, and tokenizing takes at most 10"):
         encode(TextEncoder(tokenizer), *rows)

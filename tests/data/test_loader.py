@@ -51,7 +51,7 @@ def dropout_keys(data: Loader, step: int) -> dict[tuple[int, ...], list[int]]:
     found = {}
     for batch in data.micro_batches(step):
         ids, keys = (t.flatten().tolist() for t in (batch.input_ids, batch.dropout_keys))
-        found |= {tuple(ids[a:b]): keys[a:b] for a, b in batch.places.tolist()}
+        found |= {tuple(ids[a:b]): keys[a:b] for a, b in batch.host_spans.tolist()}
     return found
 
 
@@ -252,7 +252,7 @@ def test_columns_of_any_kind_follow_their_tokens_and_examples(packing):
 def test_where_names_the_examples_of_a_step():
     data = loader(packing=False)
     kept = [int(EXAMPLES.index(np.array(row[0][0]))) + 1 for row in taken(data, 2)]
-    assert data.where(2) == [f"f:{line}" for line in kept]
+    assert data.location(2) == [f"f:{line}" for line in kept]
 
 
 def test_an_epoch_without_anything_to_learn():
@@ -270,7 +270,7 @@ def test_an_epoch_without_anything_to_learn():
 def test_limits_within_which_nothing_is_to_be_learned(most, seq_len, limits):
     """The last token of each example is all that it teaches."""
     examples = make([4, 6, 3], [0, 0, 0, 1, 0, 0, 0, 0, 0, 1, 0, 0, 1])
-    rows = partial(pack_examples, seq_len=seq_len, most=most)
+    rows = partial(pack_examples, seq_len=seq_len, max_length=most)
     data = Loader(Mixture.of(examples), rows, batch_size=1, micro_batch_size=1)
     with pytest.raises(ValueError, match=f"anything to learn within {limits}$"):
         _ = data.steps_per_epoch
@@ -303,7 +303,7 @@ def test_some_sequences_of_a_batch_in_one_line():
     packed = collate(corpus, [BatchLine(corpus, spans[:3]), BatchLine(corpus, spans[3:])], 16)
     padded = collate(corpus, [BatchLine(corpus, span[None]) for span in spans])
     for batch in (packed, padded):
-        assert batch.known("kind").tolist() == [1, 0, 1, 1, 0]
+        assert batch.host_column("kind").tolist() == [1, 0, 1, 1, 0]
         for keep in ([1, 0, 1, 1, 0], [0, 1, 0, 0, 1], [1, 1, 1, 1, 1]):
             chosen = np.array(keep, dtype=bool)
             found = batch.select(chosen)

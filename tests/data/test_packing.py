@@ -51,7 +51,7 @@ def test_packing_splits_no_example_and_loses_none():
     assert sorted(rows.spans[:, 0].tolist()) == examples.offsets[:-1].tolist()
     assert sorted(rows.spans[:, 1].tolist()) == examples.offsets[1:].tolist()
     assert max(int((r[:, 1] - r[:, 0]).sum()) for r in (rows[i] for i in range(len(rows)))) <= 100
-    assert (rows.lost.cut, rows.lost.left_out) == (0, 0)
+    assert (rows.truncation.truncated, rows.truncation.dropped) == (0, 0)
     one_each = pack_examples(window(examples), 100, packing=False)
     assert one_each.spans.tolist() == list(
         map(list, zip(examples.offsets[:-1], examples.offsets[1:], strict=True))
@@ -62,10 +62,10 @@ def test_packing_splits_no_example_and_loses_none():
 def test_long_examples_are_cut_or_left_out_and_counted():
     examples = make([4, 9, 3])
     cut = pack_examples(window(examples), 6, packing=False)
-    assert cut.lost == TruncationStats(cut_to_row=1, longest=9, needed=9)
+    assert cut.truncation == TruncationStats(row_cuts=1, longest=9, min_seq_len=9)
     assert cut.spans.tolist() == [[0, 4], [4, 10], [13, 16]]
     left_out = pack_examples(window(examples), 6, packing=False, truncate=False)
-    assert left_out.lost == TruncationStats(left_by_row=1, longest=9, needed=9)
+    assert left_out.truncation == TruncationStats(row_drops=1, longest=9, min_seq_len=9)
     assert left_out.spans.tolist() == [[0, 4], [13, 16]]
 
 
@@ -75,13 +75,15 @@ def test_examples_with_nothing_left_to_learn_are_left_out():
     examples = make([4, 6, 3], mask)
     rows = pack_examples(window(examples), 4)
     assert rows.spans.tolist() == [[0, 4]]
-    assert rows.lost == TruncationStats(left_by_row=1, unlearned=1, longest=6, needed=6)
+    assert rows.truncation == TruncationStats(row_drops=1, unlearned=1, longest=6, min_seq_len=6)
     none = pack_examples(window(examples), 2)
-    assert len(none) == 0 and none.lost == TruncationStats(
-        left_by_row=2, unlearned=1, longest=6, needed=6
+    assert len(none) == 0 and none.truncation == TruncationStats(
+        row_drops=2, unlearned=1, longest=6, min_seq_len=6
     )
-    most = pack_examples(window(examples), 6, most=4)
-    assert most.lost == TruncationStats(left_by_most=1, unlearned=1, longest=6, needed=4)
+    most = pack_examples(window(examples), 6, max_length=4)
+    assert most.truncation == TruncationStats(
+        max_length_drops=1, unlearned=1, longest=6, min_seq_len=4
+    )
     assert most.spans.tolist() == [[0, 4]]
 
 
@@ -111,7 +113,7 @@ def test_groups_share_a_row_and_keep_their_order():
     lengths = np.random.default_rng(2).integers(2, 40, size=200)
     examples = make(lengths, groups=np.arange(0, 201, 2))
     rows = pack_examples(window(examples), 100)
-    assert len(rows) < 100 and (rows.lost.cut, rows.lost.left_out) == (0, 0)
+    assert len(rows) < 100 and (rows.truncation.truncated, rows.truncation.dropped) == (0, 0)
     seen = []
     for i in range(len(rows)):
         starts = examples.index(rows[i][:, 0])
@@ -129,15 +131,17 @@ def test_groups_are_cut_to_one_length_or_left_out_together():
     cut = pack_examples(window(examples), 8)
     by_start = sorted(cut.spans.tolist())  # one of one token has no target
     assert by_start == [[0, 3], [3, 8], [12, 14], [14, 18], [28, 32], [36, 40]]
-    assert cut.lost == TruncationStats(cut_to_row=2, unlearned=1, longest=9, needed=15)
+    assert cut.truncation == TruncationStats(row_cuts=2, unlearned=1, longest=9, min_seq_len=15)
     left_out = pack_examples(window(examples), 8, truncate=False)
     assert left_out.spans.tolist() == [[12, 14], [14, 18]]
-    assert left_out.lost == TruncationStats(left_by_row=2, unlearned=1, longest=9, needed=15)
-    most = pack_examples(window(examples), 8, most=6)
+    assert left_out.truncation == TruncationStats(
+        row_drops=2, unlearned=1, longest=9, min_seq_len=15
+    )
+    most = pack_examples(window(examples), 8, max_length=6)
     assert sorted(most.spans.tolist()) == by_start
-    assert most.lost == TruncationStats(cut_to_row=2, unlearned=1, longest=9, needed=12)
-    assert pack_examples(window(examples), 12, most=6).lost == TruncationStats(
-        cut_to_most=2, unlearned=1, longest=9, needed=12
+    assert most.truncation == TruncationStats(row_cuts=2, unlearned=1, longest=9, min_seq_len=12)
+    assert pack_examples(window(examples), 12, max_length=6).truncation == TruncationStats(
+        max_length_cuts=2, unlearned=1, longest=9, min_seq_len=12
     )
     apart = pack_examples(window(examples), 8, packing=False)  # each has a line of its own
     assert apart.spans.tolist() == [[0, 3], [3, 11], [12, 14], [14, 18], [28, 36], [36, 43]]
@@ -166,15 +170,15 @@ def test_prompts_of_a_group_are_there_once():
         [([5], [7]), ([5], [8])],  # the token that predicts the answer is there twice
     ]
     examples = of_prompts(groups)
-    rows = pack_examples(window(examples), 40, share=True)
-    assert len(rows) == 1 and rows.lost.cut == 0
+    rows = pack_examples(window(examples), 40, share_prompts=True)
+    assert len(rows) == 1 and rows.truncation.truncated == 0
     assert rows.shared.tolist() == [0, 1, 0, 2, 0, 3, 0, 0]
     twice = pack_examples(window(examples), 40)
     assert rows.spans.shape == twice.spans.shape
     assert (rows.spans[:, 0] - rows.shared).tolist() == twice.spans[:, 0].tolist()
     assert rows.spans[:, 1].tolist() == twice.spans[:, 1].tolist() and not twice.shared.any()
     batch = collate_rows(Mixture.of(examples).corpus, rows, [0])
-    starts = batch.places[:, 0].tolist()
+    starts = batch.host_spans[:, 0].tolist()
     prefixes = batch.prefixes[: len(starts)]
     for own, shared, (first, end), start in zip(
         rows.spans, rows.shared, prefixes, starts, strict=True
@@ -189,28 +193,30 @@ def test_prompts_of_a_group_are_there_once():
 
 def test_short_prompts_and_lines_of_one_sequence_are_not_shared():
     examples = of_prompts([[([1, 2], [3] * 90), ([1, 2], [4] * 90)]])
-    assert not pack_examples(window(examples), 200, share=True).shared.any()
+    assert not pack_examples(window(examples), 200, share_prompts=True).shared.any()
     examples = of_prompts([[([1, 2, 3, 4], [3]), ([1, 2, 3, 4], [4])]])
-    assert not pack_examples(window(examples), 200, packing=False, share=True).shared.any()
-    assert pack_examples(window(examples), 200, share=True).shared.tolist() == [0, 3]
+    assert not pack_examples(window(examples), 200, packing=False, share_prompts=True).shared.any()
+    assert pack_examples(window(examples), 200, share_prompts=True).shared.tolist() == [0, 3]
 
 
 def test_a_pair_that_shares_its_prompt_has_to_fit_with_one_of_it():
     prompt = list(range(1, 301))
     examples = of_prompts([[(prompt, [7] * 20), (prompt, [8] * 20)]])
-    shared = pack_examples(window(examples), 512, share=True)
+    shared = pack_examples(window(examples), 512, share_prompts=True)
     assert np.diff(shared.spans)[:, 0].tolist() == [320, 21]
-    assert shared.lost == TruncationStats(longest=320, needed=341)
-    assert pack_examples(window(examples), 341, share=True).lost == TruncationStats(
-        longest=320, needed=341
+    assert shared.truncation == TruncationStats(longest=320, min_seq_len=341)
+    assert pack_examples(window(examples), 341, share_prompts=True).truncation == TruncationStats(
+        longest=320, min_seq_len=341
     )
-    cut = pack_examples(window(examples), 340, share=True)
+    cut = pack_examples(window(examples), 340, share_prompts=True)
     assert np.diff(cut.spans)[:, 0].tolist() == [319, 20]
-    assert cut.lost == TruncationStats(cut_to_row=1, longest=320, needed=341)
-    assert pack_examples(window(examples), 512).lost == TruncationStats(
-        left_by_row=1, longest=320, needed=640
+    assert cut.truncation == TruncationStats(row_cuts=1, longest=320, min_seq_len=341)
+    assert pack_examples(window(examples), 512).truncation == TruncationStats(
+        row_drops=1, longest=320, min_seq_len=640
     )
-    assert pack_examples(window(examples), 640).lost == TruncationStats(longest=320, needed=640)
+    assert pack_examples(window(examples), 640).truncation == TruncationStats(
+        longest=320, min_seq_len=640
+    )
 
 
 def test_groups_that_are_equal_once_cut_are_left_out():
@@ -221,20 +227,24 @@ def test_groups_that_are_equal_once_cut_are_left_out():
     examples = of_prompts([late, shorter, early])
 
     def kept(seq_len: int, **options) -> tuple[list[int], TruncationStats]:
-        rows = pack_examples(window(examples), seq_len, share=True, **options)
+        rows = pack_examples(window(examples), seq_len, share_prompts=True, **options)
         starts = rows.spans[:, 0] - rows.shared
-        return sorted({int(i) // 2 for i in examples.index(starts)}), rows.lost
+        return sorted({int(i) // 2 for i in examples.index(starts)}), rows.truncation
 
-    assert kept(13, distinct=True) == ([0, 1, 2], TruncationStats(longest=7, needed=13))
-    few = TruncationStats(cut_to_most=2, left_by_most=1, alike=1, longest=7, needed=11)
-    assert kept(13, most=6, distinct=True) == ([1, 2], few)
-    few = TruncationStats(cut_to_most=1, left_by_most=2, alike=2, longest=7, needed=7)
-    assert kept(13, most=4, distinct=True) == ([2], few)
-    few = TruncationStats(cut_to_row=1, left_by_row=1, alike=1, longest=7, needed=13)
+    assert kept(13, distinct=True) == ([0, 1, 2], TruncationStats(longest=7, min_seq_len=13))
+    few = TruncationStats(
+        max_length_cuts=2, max_length_drops=1, duplicates=1, longest=7, min_seq_len=11
+    )
+    assert kept(13, max_length=6, distinct=True) == ([1, 2], few)
+    few = TruncationStats(
+        max_length_cuts=1, max_length_drops=2, duplicates=2, longest=7, min_seq_len=7
+    )
+    assert kept(13, max_length=4, distinct=True) == ([2], few)
+    few = TruncationStats(row_cuts=1, row_drops=1, duplicates=1, longest=7, min_seq_len=13)
     assert kept(12, distinct=True) == ([1, 2], few)
-    assert kept(12) == ([0, 1, 2], TruncationStats(cut_to_row=2, longest=7, needed=13))
-    few = TruncationStats(left_by_most=3, longest=7)
-    assert kept(13, most=4, distinct=True, truncate=False) == ([], few)
+    assert kept(12) == ([0, 1, 2], TruncationStats(row_cuts=2, longest=7, min_seq_len=13))
+    few = TruncationStats(max_length_drops=3, longest=7)
+    assert kept(13, max_length=4, distinct=True, truncate=False) == ([], few)
 
 
 def test_where_both_answers_fit_their_row_packing_and_sharing_cut_the_same():
@@ -246,12 +256,15 @@ def test_where_both_answers_fit_their_row_packing_and_sharing_cut_the_same():
     examples = of_prompts(groups)
     for truncate in (True, False):
         found = []
-        for options in ({"share": True}, {}, {"packing": False}):
-            rows = pack_examples(window(examples), 56, most=28, truncate=truncate, **options)
+        for options in ({"share_prompts": True}, {}, {"packing": False}):
+            rows = pack_examples(window(examples), 56, max_length=28, truncate=truncate, **options)
             whole_spans = rows.spans - np.stack([rows.shared, 0 * rows.shared], axis=1)
             found.append(sorted(whole_spans.tolist()))
-            assert rows.lost.left_by_row == rows.lost.cut_to_row == 0
-            assert rows.lost.left_by_most and bool(rows.lost.cut_to_most) == truncate
+            assert rows.truncation.row_drops == rows.truncation.row_cuts == 0
+            assert (
+                rows.truncation.max_length_drops
+                and bool(rows.truncation.max_length_cuts) == truncate
+            )
         assert found[0] == found[1] == found[2]
 
 
@@ -265,12 +278,14 @@ def answers_to(prompts, draw, most: int) -> Examples:
     return of_prompts(each)
 
 
-@pytest.mark.parametrize("options", [{}, {"most": 50}, {"most": 50, "truncate": False}])
+@pytest.mark.parametrize("options", [{}, {"max_length": 50}, {"max_length": 50, "truncate": False}])
 def test_answers_share_the_prompt_of_those_in_their_row(options):
     draw = np.random.default_rng(3).integers
     examples = answers_to(draw(20, 23, size=80), draw, 30)
-    rows, alone = (pack_examples(window(examples), 90, share=s, **options) for s in (True, False))
-    assert rows.lost == alone.lost
+    rows, alone = (
+        pack_examples(window(examples), 90, share_prompts=s, **options) for s in (True, False)
+    )
+    assert rows.truncation == alone.truncation
     own = rows.spans - np.stack([rows.shared, np.zeros_like(rows.shared)], axis=1)
     assert sorted(own.tolist()) == sorted(alone.spans.tolist())
     assert rows.shared.sum() > 0.2 * np.diff(own).sum() and len(rows) < 0.8 * len(alone)
@@ -287,7 +302,7 @@ def test_answers_share_the_prompt_of_those_in_their_row(options):
 def test_answers_that_a_row_has_no_place_for_are_in_several():
     """Those to one prompt are two thirds of a row, and would leave the rest of it empty."""
     each = [[([i] * 10, [7] * 10)] for i in range(8) for _ in range(5)]  # 9 + 5 x 11 tokens
-    assert len(pack_examples(window(of_prompts(each)), 100, share=True)) == 6
+    assert len(pack_examples(window(of_prompts(each)), 100, share_prompts=True)) == 6
     assert len(pack_examples(window(of_prompts(each)), 100)) == 8
 
 
@@ -300,13 +315,13 @@ def test_answers_of_a_mixture_are_brought_together(entries):
     )
     examples = mixture.window(0)
     before = np.diff(pack_examples(examples, 200).spans).sum()
-    assert np.diff(pack_examples(examples, 200, share=True).spans).sum() < 0.5 * before
+    assert np.diff(pack_examples(examples, 200, share_prompts=True).spans).sum() < 0.5 * before
 
 
 def test_keys_that_are_copied_are_a_few_for_each_token():
     """Of a long prompt, of which a row would take any number of short answers."""
     examples = of_prompts([[(list(range(500)), [7])] for _ in range(60)])
-    rows = pack_examples(window(examples), 1000, share=True)
+    rows = pack_examples(window(examples), 1000, share_prompts=True)
     for row in range(len(rows)):
         spans, shared = rows.line(row)
         assert 3.5 < shared.sum() / np.diff(spans).sum() <= MAX_KEY_COPIES

@@ -32,7 +32,7 @@ def rows(path: Path | str, **options: Any) -> list[tuple[int, Any]]:
 @pytest.fixture(params=[4, 40, 2**22])
 def size(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
     """Of a block, in bytes."""
-    monkeypatch.setattr(sources, "SIZE", request.param)
+    monkeypatch.setattr(sources, "BLOCK_BYTES", request.param)
     return request.param
 
 
@@ -97,8 +97,8 @@ def test_a_text_file_is_one_document_or_divided_by_a_separator(tmp_path: Path, s
 def test_a_document_too_long_for_memory_asks_for_a_separator(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sources, "SIZE", 10)
-    monkeypatch.setattr(sources, "LARGEST_ROW", 50)
+    monkeypatch.setattr(sources, "BLOCK_BYTES", 10)
+    monkeypatch.setattr(sources, "MAX_ROW_CHARS", 50)
     (tmp_path / "a.txt").write_text("word\n" * 20)
     with pytest.raises(ValueError, match=r"a\.txt:1: a document of more than 50 char.*separator="):
         rows(tmp_path / "a.txt")
@@ -178,7 +178,7 @@ def test_a_data_set_of_the_hub_is_loaded_as_asked(
 def test_a_digest_reads_every_byte_of_a_large_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sources, "HASHED", 2**20)  # a thread reads so much
+    monkeypatch.setattr(sources, "HASH_BYTES", 2**20)  # a thread reads so much
     path, found = tmp_path / "large", set()
     for place in (0, 2**20 - 1, 2**20, 2**21 - 1, 2**21, 2**21 + 4):
         content = bytearray(2**21 + 5)
@@ -302,8 +302,8 @@ def test_a_sample_tells_contents_of_one_size_apart(tmp_path):
 
 
 def test_lines_too_long_to_read_are_bad_rows(tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr(sources, "SIZE", 4)
-    monkeypatch.setattr(sources, "LONGEST_LINE", 30)
+    monkeypatch.setattr(sources, "BLOCK_BYTES", 4)
+    monkeypatch.setattr(sources, "MAX_LINE_BYTES", 30)
     row = {"text": "a"}
     text = "".join(json.dumps(r) + "\n" for r in (row, {"text": "b" * 99}, row))
     (tmp_path / "a.jsonl").write_text(text)

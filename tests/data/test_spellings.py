@@ -20,7 +20,7 @@ from tigon.data import (
     find_sources,
     read,
 )
-from tigon.data.formats import Conversation, Text, as_chat, as_pair
+from tigon.data.formats import WeightedChat, WeightedText, parse_chat, parse_pair
 from tigon.tokenizer import Tokenizer
 
 Messages = list[dict[str, Any]]
@@ -323,8 +323,8 @@ def test_nulls_in_arguments_are_kept_where_they_are_written(tmp_path: Path) -> N
 
 
 def as_arguments(row: Any) -> Any:
-    chat = as_chat(row, Format().detect(row, ("messages",)))
-    assert isinstance(chat, Conversation)
+    chat = parse_chat(row, Format().detect(row, ("messages",)))
+    assert isinstance(chat, WeightedChat)
     return chat.messages[1]["tool_calls"][0]["function"]["arguments"]
 
 
@@ -349,16 +349,16 @@ def as_arguments(row: Any) -> Any:
 def test_what_has_no_meaning_is_a_bad_row(message: dict[str, Any], error: str) -> None:
     row: dict[str, Any] = {"messages": [ASK, {"role": "assistant", **message}]}
     with pytest.raises(ValueError, match=error):
-        as_chat(row, Format().detect(row, ("messages",)))
+        parse_chat(row, Format().detect(row, ("messages",)))
     with pytest.raises(ValueError, match=error.replace(r"messages\[1\]", r"chosen\[0\]")):
         row = {"prompt": [ASK], "chosen": [{"role": "assistant", **message}], "rejected": OTHER}
-        as_pair(row, Format("preference"))
+        parse_pair(row, Format("preference"))
 
 
 def test_texts_that_are_no_messages_stay_texts() -> None:
     for text in ('[{"a": 1}]', "[]", "[{", '{"role": "user"}', "[1, 2]", "[{" * 100_000):
         row = {"prompt": "Write JSON: ", "completion": text}
-        assert as_chat(row, Format().detect(row, ("prompt_completion",))) == Text(
+        assert parse_chat(row, Format().detect(row, ("prompt_completion",))) == WeightedText(
             text, "Write JSON: "
         )
 
@@ -374,14 +374,14 @@ def test_openai_and_legacy_function_call(tokenizer: Tokenizer, encode: Any) -> N
 
 def test_a_greeting_is_a_prompt() -> None:
     row = {"conversations": [{"from": "gpt", "value": "hello"}, *SHAREGPT]}
-    chat = as_chat(row, Format().detect(row, ("sharegpt",)))
+    chat = parse_chat(row, Format().detect(row, ("sharegpt",)))
     assert (
-        isinstance(chat, Conversation) and chat.messages[:2] == [*HELLO, ASK] and chat.prompt == 1
+        isinstance(chat, WeightedChat) and chat.messages[:2] == [*HELLO, ASK] and chat.prompt == 1
     )
     row = {"messages": HELLO}  # and nothing that could be learned in its place
-    assert as_chat(row, Format().detect(row, ("messages",))).prompt == 0  # type: ignore[union-attr]
+    assert parse_chat(row, Format().detect(row, ("messages",))).prompt == 0  # type: ignore[union-attr]
     row = {"messages": [{"role": "system", "content": "be"}, *HELLO, ASK, DONE]}
-    assert as_chat(row, Format().detect(row, ("messages",))).prompt == 0  # type: ignore[union-attr]
+    assert parse_chat(row, Format().detect(row, ("messages",))).prompt == 0  # type: ignore[union-attr]
 
 
 def test_older_names_of_roles_and_tools(tokenizer: Tokenizer, encode: Any) -> None:

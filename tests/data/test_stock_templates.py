@@ -62,8 +62,8 @@ def row_of(name: str, *, parts: bool = False) -> dict[str, Any]:
 
 def encode(encoder: ChatEncoder, row: dict[str, Any]) -> list[Example]:
     encoder.pass_report = EncodingReport()
-    form = encoder.detect(row, Format())
-    return list(encoder.row(row, encoder.begin(row, form)))
+    format = encoder.detect(row, Format())
+    return list(encoder.row(row, encoder.check_first_row(row, format)))
 
 
 def runs(encoder: ChatEncoder, example: Example) -> list[tuple[bool, str]]:

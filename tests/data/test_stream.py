@@ -21,7 +21,7 @@ from tigon.data import (
     pack_examples,
     tokenize,
 )
-from tigon.data.mixture import Order, Pattern
+from tigon.data.mixture import DrawPattern, GroupOrder
 
 SHAPE = {"batch_size": 8, "micro_batch_size": 2, "seed": 1}
 ROWS = partial(pack_examples, seq_len=40)
@@ -74,7 +74,7 @@ def assert_same_steps(a: Loader, b: Loader, steps: range) -> None:
     for step in steps:
         for one, other in zip(a.micro_batches(step), b.micro_batches(step), strict=True):
             assert_equal(one, other)
-        assert a.counts(step) == b.counts(step) and a.where(step) == b.where(step)
+        assert a.counts(step) == b.counts(step) and a.location(step) == b.location(step)
 
 
 def common(data: Loader, weights) -> int:
@@ -116,7 +116,7 @@ def test_an_entry_without_a_place_in_some_windows(entries, monkeypatch):
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize("weights", [None, [0.7, 0.3]])
 def test_a_stream_without_anything_to_learn_ends(entries, weights, monkeypatch):
-    monkeypatch.setattr("tigon.data.loader.EMPTY", 100)
+    monkeypatch.setattr("tigon.data.loader.MAX_EMPTY_EXAMPLES", 100)
     data = Loader(streamed(entries, weights), partial(pack_examples, seq_len=1), **SHAPE)
     with pytest.raises(ValueError, match="has anything to learn within seq_len 1"):
         data.micro_batches(0)
@@ -221,16 +221,16 @@ def test_entries_have_their_shares_of_every_stretch():
     """Against the definition: the j-th of entry i comes at (j + 1/2) / w_i."""
     weights = [0.5, 0.2, 0.3]
     keys = sorted(((j + 0.5) / w, i, j) for i, w in enumerate(weights) for j in range(300))
-    pattern = Pattern(weights)
+    pattern = DrawPattern(weights)
     entry, index = pattern(np.arange(400))
     assert list(zip(entry.tolist(), index.tolist(), strict=True)) == [k[1:] for k in keys[:400]]
     for start in (0, 7, 123):
-        drawn = pattern.drawn(start)
+        drawn = pattern.count_drawn(start)
         assert drawn.tolist() == [sum(k[1] == i for k in keys[:start]) for i in range(3)]
-    order = Order((4, 9, 5), tuple(weights))
+    order = GroupOrder((4, 9, 5), tuple(weights))
     groups = order(18, 36)  # the second epoch goes on where the first has ended
     first = [g for g in order(0, 36).tolist() if g < 4]
     assert first == [i % 4 for i in range(18)]
     assert np.bincount(groups, minlength=18).sum() == 18
     assert order.passes() == pytest.approx([9 / 4, 18 * 0.2 / 9, 18 * 0.3 / 5])
-    assert Pattern([1 / 3, 1 / 3, 1 / 3]).shares == [1, 1, 1]
+    assert DrawPattern([1 / 3, 1 / 3, 1 / 3]).shares == [1, 1, 1]

@@ -93,7 +93,7 @@ def test_data_is_tokenized_once_for_its_content(tmp_path, root):
     other = tokenize([File(str(moved), Format())], encoder)
     assert encoder.calls == made
     assert [p.identity() for p in first] == [p.identity() for p in (*again[:1], *other[1:])]
-    assert other[0].where(0).startswith(f"{moved}:")
+    assert other[0].location(0).startswith(f"{moved}:")
     tokenize([source], Count(option=1))
     assert len(directories(root)) == 2
     Path(source.name).write_text('{"first": 5, "sizes": [2]}\n')
@@ -278,7 +278,7 @@ def test_cache_that_is_only_read(tmp_path, monkeypatch):
         return file_open(path, flags, *mode, **options)
 
     monkeypatch.setattr(os, "open", os_open)
-    monkeypatch.setattr(tokenized, "write", lambda *_: os_open("", os.O_WRONLY))
+    monkeypatch.setattr(tokenized, "write_text", lambda *_: os_open("", os.O_WRONLY))
     assert len(tokenize([source], Count())) == len(made)
 
 
@@ -310,9 +310,9 @@ def test_nothing_is_written_through_a_planted_link(tmp_path, root, monkeypatch):
         (root / name).symlink_to(victim)
     monkeypatch.setattr(cache.secrets, "token_hex", lambda n: "0" * 2 * n)
     with pytest.raises(FileExistsError):
-        cache.write(root / "memo", "theirs")
+        cache.write_text(root / "memo", "theirs")
     monkeypatch.undo()
-    cache.write(root / "memo", "theirs")
+    cache.write_text(root / "memo", "theirs")
     assert victim.read_text() == "mine" and not (root / "memo").is_symlink()
 
 

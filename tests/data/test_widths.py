@@ -94,7 +94,7 @@ def assert_padded(columns: Any, sizes: Sequence[int], width: int) -> None:
 @pytest.mark.parametrize("block", [1, 2**20])  # characters: a block for each row, and for all
 @pytest.mark.parametrize("sizes", [SIZES, *permutations((2, 3, 4))])
 def test_rows_of_a_file(tmp_path, monkeypatch, encoder, block, sizes):
-    monkeypatch.setattr(sources, "SIZE", block)
+    monkeypatch.setattr(sources, "BLOCK_BYTES", block)
     files = write_files(tmp_path, sizes)
     assert_padded(read(files, encoder).per_token, sizes, 4)
     parts = tokenize(files, encoder, workers=0)

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 import tigon
 from tests.small import write_model
 from tigon.eval import Parity, parity, report
-from tigon.eval.parity import _agreement
+from tigon.eval.parity import _count_equal_tokens
 
 TEXT = "the model reads some of these words and says a few others back to whoever asked it"
 GOOD = Parity(
@@ -102,7 +102,7 @@ def test_agreement(a: list[int], b: list[int], agree: int) -> None:
             return torch.cat([ids, self.new], 1)
 
     ours: Any = Says(a)
-    assert _agreement(ours, Says(b), torch.tensor([[1, 1, 1]]), new_tokens=4) == agree
+    assert _count_equal_tokens(ours, Says(b), torch.tensor([[1, 1, 1]]), new_tokens=4) == agree
 
 
 def test_report() -> None:

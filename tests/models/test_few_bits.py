@@ -73,7 +73,7 @@ def test_each_matrix_of_the_checkpoint_is_quantised_for_itself(
             assert torch.equal(found[name], tensor), name
             continue
         layer = Linear(tensor.shape[1], tensor.shape[0], bias=False)
-        made = quantization.Nf4Weight([tensor.shape[0]], tensor.shape[1], torch.float32)
+        made = quantization.NF4Weight([tensor.shape[0]], tensor.shape[1], torch.float32)
         made.allocate(torch.device("cpu"))
         made.store(tensor)
         layer.quantize(made)

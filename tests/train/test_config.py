@@ -4,7 +4,7 @@ from typing import get_args
 import pytest
 import yaml
 
-from tigon.data.formats import REQUIRED
+from tigon.data.formats import REQUIRED_KEYS
 from tigon.train.aliases import load_aliases, suggest_setting
 from tigon.train.config import CONFLICTS, REQUIRES, Config, Lora, Parallel
 from tigon.train.config_file import dump, load
@@ -80,7 +80,7 @@ def test_help_names_every_setting_with_its_default():
 def test_help_names_every_task_format_and_dimension():
     for name, known in (
         ("task", OBJECTIVES),
-        ("format", REQUIRED),
+        ("format", REQUIRED_KEYS),
         ("parallel", Parallel.__dataclass_fields__),
     ):
         said = help_text().partition(f"\n  {name}: ")[2].splitlines()[1]

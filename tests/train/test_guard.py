@@ -57,7 +57,7 @@ def test_a_step_that_is_not_finite_stops_the_run_and_names_its_rows(workspace, p
     settings = workspace.settings("stopping", steps=5, save_every=1)
     with world_of("cpu") as world:
         run = prepare(load(None, [*settings, "run_dir=" + str(workspace.root / "rows")]), world)
-        first = run.data.where(2)[0]
+        first = run.data.location(2)[0]
     with pytest.raises(SystemExit) as error:
         main(settings)
     text = str(error.value)

@@ -312,7 +312,7 @@ def test_a_cache_made_with_bad_rows_skipped_does_not_hide_them(workspace, tmp_pa
 
 def test_a_line_without_an_end_does_not_fill_the_memory(workspace, tmp_path, monkeypatch):
     """A gigabyte of it may be a few kilobytes on the disk."""
-    monkeypatch.setattr("tigon.data.sources.LONGEST_LINE", 2**20)
+    monkeypatch.setattr("tigon.data.sources.MAX_LINE_BYTES", 2**20)
     data = tmp_path / "rows.jsonl.gz"
     with gzip.open(data, "wb") as file:
         file.write(b'{"messages": "' + b"a" * 2**24)

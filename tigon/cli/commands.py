@@ -147,8 +147,8 @@ def _read_prompt(args: Namespace) -> str:
         text = sys.stdin.read().removesuffix("\n") if args.prompt == "-" else args.prompt
         (text + (args.system or "")).encode()  # some locales accept any byte
     except UnicodeError as error:
-        where = getattr(error, "start", 0)
-        raise ValueError(f"the prompt is not UTF-8 text (position {where})") from None
+        position = getattr(error, "start", 0)
+        raise ValueError(f"the prompt is not UTF-8 text (position {position})") from None
     return text
 
 
@@ -249,7 +249,7 @@ def export(args: Namespace) -> int:
 
 
 def push(args: Namespace) -> int:
-    where = push_folder(
+    url = push_folder(
         Path(args.model),
         args.repository,
         private=args.private or None,
@@ -258,5 +258,5 @@ def push(args: Namespace) -> int:
         create_pr=args.create_pr,
         overwrite_card=args.overwrite_card,
     )
-    print(one_line(where))
+    print(one_line(url))
     return 0

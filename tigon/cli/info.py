@@ -28,7 +28,7 @@ from tigon.utils.json import quote, read_json
 from tigon.version import __version__
 from tigon.weights import Checkpoint, format_misfits, read_header
 
-NAMED = 5  # tensors, at most, of those that do not fit
+MAX_MISFITS = 5  # tensors, at most, of those that do not fit
 
 
 def info(args: Namespace) -> int:
@@ -43,11 +43,11 @@ def print_machine() -> None:
     print(f"tigon {__version__}, python {platform.python_version()}, torch {torch.__version__}")
     print(f"cpu: {platform.machine()}, {torch.get_num_threads()} threads")
     for i in range(torch.cuda.device_count()):
-        device = torch.cuda.get_device_properties(i)
-        print(f"cuda:{i}: {device.name}, {device.total_memory / 2**30:.0f} GiB")
-    where = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
-    print(f"attention on {where}, bfloat16, heads of 128 dims:")
-    for kind, choice in survey(where).items():
+        gpu = torch.cuda.get_device_properties(i)
+        print(f"cuda:{i}: {gpu.name}, {gpu.total_memory / 2**30:.0f} GiB")
+    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    print(f"attention on {device}, bfloat16, heads of 128 dims:")
+    for kind, choice in survey(device).items():
         print(f"  {kind:<20}{choice.name} ({choice.why})")
 
 
@@ -75,13 +75,13 @@ def describe(path: str, revision: str | None = None) -> Facts:
             raise
         except (OSError, ValueError) as error:
             problems = [repository.rename_in(error)]
-            known = isinstance(kind, str) and (kind in MODELS or "text_config" in source)
-            if not known:
+            is_supported = isinstance(kind, str) and (kind in MODELS or "text_config" in source)
+            if not is_supported:
                 problems = [f"model_type {quote(kind)} is not supported; README.md lists what is"]
             try:
                 Checkpoint.open(repository)  # for what is in its files all the same
             except (OSError, ValueError) as error:
-                problems += [] if known else [repository.rename_in(error)]
+                problems += [] if is_supported else [repository.rename_in(error)]
         tensors = repository.tensors()
         if model is None:
             facts = describe_config(source, {})
@@ -133,14 +133,15 @@ def _describe_run(checkpoint: Path) -> Facts:
     files = sum(path.is_file() for path in checkpoint.iterdir())
     return facts | {
         "files": f"checkpoint {checkpoint.name}, {files} files, {sum(sizes.values()):,} bytes",
-        "tensors": ", ".join(f"{what} {format_mib(n)}" for what, n in sizes.items()),
+        "tensors": ", ".join(f"{label} {format_mib(n)}" for label, n in sizes.items()),
         "loads": _format_loads(model, None, []),
     }
 
 
 def _list_misfits(model: CausalLM, stored: Checkpoint) -> list[str]:
     return [
-        format_misfits(fault, names, NAMED) for fault, names in find_misfits(model, stored).items()
+        format_misfits(fault, names, MAX_MISFITS)
+        for fault, names in find_misfits(model, stored).items()
     ]
 
 
@@ -152,8 +153,8 @@ def _format_loads(model: CausalLM | None, stored: Checkpoint | None, problems: l
     if stored is not None:
         names = model.checkpoint_names
         if any(name.endswith(tuple(names.experts)) for name, _ in model.named_parameters()):
-            apart = "stacked" if names.stacked_in(stored.tensors) else "apart, stacked as they load"
-            parts.append(f"experts are stored {apart}")
+            form = "stacked" if names.stacked_in(stored.tensors) else "apart, stacked as they load"
+            parts.append(f"experts are stored {form}")
         heads = [name for name in stored.tensors if name.endswith("lm_head.weight")]
         if model.config.tie_word_embeddings and heads:
             parts.append("the head is stored too: it stays tied if it equals the embedding")

@@ -55,8 +55,8 @@ def info(args: Namespace) -> int:
 
 def print_facts(name: str, facts: Facts) -> None:
     print(escape(name))
-    for what, value in facts.items():
-        print(f"  {what:<14}{escape(value, 4000)}")
+    for label, value in facts.items():
+        print(f"  {label:<14}{escape(value, 4000)}")
 
 
 def summarize(path: str, revision: str | None = None) -> Facts:
@@ -93,14 +93,14 @@ class HeadersOnly(Repository):
             start, size = self.read_prefix(name, FIRST_BYTES)
         except FileNotFoundError:
             return None
-        needed = 8 + int.from_bytes(start[:8], "little")
-        if len(start) < min(needed, size):
+        header_size = 8 + int.from_bytes(start[:8], "little")
+        if len(start) < min(header_size, size):
             # What announces more than there may be is refused by what reads the header
-            start, size = self.read_prefix(name, min(needed, size, 1 << 27))
+            start, size = self.read_prefix(name, min(header_size, size, 1 << 27))
         path = self.holes / name
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("wb") as file:
-            file.write(start[:needed])  # a hole that begins in a tensor would be a false one
+            file.write(start[:header_size])  # a hole that begins in a tensor would be a false one
             file.truncate(size)
         return path
 
@@ -206,7 +206,7 @@ def _size_facts(values: Mapping[str, Any]) -> Facts:
         "vocabulary": of("vocab_size"),
         "context": of("max_position_embeddings"),
     }
-    texts = {what: _plain(value) for what, value in facts.items() if value is not None}
+    texts = {label: _plain(value) for label, value in facts.items() if value is not None}
     if "heads" in texts and width is not None:
         kv = _plain(heads if kv_heads is None else kv_heads)
         texts["heads"] += f" query, {kv} key/value, {_plain(width)} dims each"

@@ -15,10 +15,10 @@ from tigon.utils.paths import expand_user
 
 TEMPORARY = re.compile(r"\.[0-9a-f]{32}\.(digest|npy|json)\.[0-9a-f]{16}")
 DAY = 86400.0  # seconds
-ENTRY = re.compile(r"[0-9a-f]{32}")
-FULL = errno.ENOSPC, errno.EDQUOT
-DENIED = errno.EFBIG, errno.EACCES, errno.EROFS, errno.EPERM
-IN_THE_WAY = errno.EISDIR, errno.ENOTDIR, errno.EEXIST, errno.ENOTEMPTY
+CACHE_NAME = re.compile(r"[0-9a-f]{32}")
+FULL_DISK_ERRORS = errno.ENOSPC, errno.EDQUOT
+DENIED_ERRORS = errno.EFBIG, errno.EACCES, errno.EROFS, errno.EPERM
+BLOCKED_ERRORS = errno.EISDIR, errno.ENOTDIR, errno.EEXIST, errno.ENOTEMPTY
 
 
 @contextmanager
@@ -28,34 +28,34 @@ def disk_errors(path: Path, size: int | None = None) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.errno not in (*FULL, *DENIED, *IN_THE_WAY):
+        if error.errno not in (*FULL_DISK_ERRORS, *DENIED_ERRORS, *BLOCKED_ERRORS):
             raise
         raise cache_error(path, error, size) from None
 
 
 def cache_error(path: Path, error: OSError, size: int | None) -> OSError:
-    other = "set TIGON_CACHE to a directory elsewhere"
-    if error.errno in IN_THE_WAY:
-        named = Path(error.filename2 or error.filename or path)  # a renamed file's new name
-        there = next(p for p in (named, *named.parents) if os.path.lexists(p))
+    remedy = "set TIGON_CACHE to a directory elsewhere"
+    if error.errno in BLOCKED_ERRORS:
+        target = Path(error.filename2 or error.filename or path)  # a renamed file's new name
+        there = next(p for p in (target, *target.parents) if os.path.lexists(p))
         return OSError(
             f"cannot write the data cache {path}: {there} is in the way ({error.strerror}): "
-            f"move it away, or {other}"
+            f"move it away, or {remedy}"
         )
-    if error.errno not in FULL:
-        return OSError(f"cannot write the data cache {path} ({error.strerror}): {other}")
+    if error.errno not in FULL_DISK_ERRORS:
+        return OSError(f"cannot write the data cache {path} ({error.strerror}): {remedy}")
     have = next(p for p in (path, *path.parents) if p.exists())
-    needed = "" if size is None else f" that needs about {size / 2**30:.2f} GiB"
+    size_text = "" if size is None else f" that needs about {size / 2**30:.2f} GiB"
     free = shutil.disk_usage(have).free / 2**30
     return OSError(
-        f"disk full: {path} holds the data cache{needed}, and {free:.2f} GiB are free; "
-        f"make room, or {other}"
+        f"disk full: {path} holds the data cache{size_text}, and {free:.2f} GiB are free; "
+        f"make room, or {remedy}"
     )
 
 
 def cache_root() -> Path:
-    chosen = os.environ.get("TIGON_CACHE")
-    return expand_user(chosen) if chosen else Path.home() / ".cache/tigon"
+    directory = os.environ.get("TIGON_CACHE")
+    return expand_user(directory) if directory else Path.home() / ".cache/tigon"
 
 
 def make_directory(path: Path) -> None:
@@ -70,7 +70,7 @@ def make_directory(path: Path) -> None:
                     file.unlink()
 
 
-def write(path: Path, text: str) -> None:
+def write_text(path: Path, text: str) -> None:
     """Whole or not at all; in a directory that others can write, through no link of theirs."""
     with temporary(path) as partial:
         with partial.open("x") as file:
@@ -89,7 +89,7 @@ def temporary(path: Path) -> Iterator[Path]:
 
 
 @dataclass
-class Cleaned:
+class CleanReport:
     """What was removed from a cache, and what was not."""
 
     removed: int = 0
@@ -97,23 +97,23 @@ class Cleaned:
     recent: int = 0
 
     def __str__(self) -> str:
-        left = f"; {self.recent:,} used lately" * bool(self.recent)
-        return f"removed: {self.removed:,}, of {self.bytes / 2**30:.2f} GiB{left}"
+        suffix = f"; {self.recent:,} used lately" * bool(self.recent)
+        return f"removed: {self.removed:,}, of {self.bytes / 2**30:.2f} GiB{suffix}"
 
 
-def clean_cache(days: float = 0.0) -> Cleaned:
+def clean_cache(days: float = 0.0) -> CleanReport:
     """Remove the tokenized data that was not used for so many days.
 
     What a process has open stays readable for it; what is being made stays.
     """
-    with extra():
+    with train_extra():
         from filelock import FileLock, Timeout
 
     if not 0 <= days < float("inf"):
         raise ValueError(f"days={days} must be a number of at least 0")
-    cleaned, root, before = Cleaned(), cache_root() / "data", time.time() - days * DAY
+    cleaned, root, before = CleanReport(), cache_root() / "data", time.time() - days * DAY
     for path in sorted(root.iterdir()) if root.is_dir() else []:
-        if path.is_symlink() or not ENTRY.fullmatch(path.stem):
+        if path.is_symlink() or not CACHE_NAME.fullmatch(path.stem):
             continue
         if days and path.lstat().st_mtime > before:
             cleaned.recent += path.is_dir()
@@ -128,7 +128,7 @@ def clean_cache(days: float = 0.0) -> Cleaned:
 
 
 @contextmanager
-def extra() -> Iterator[None]:
+def train_extra() -> Iterator[None]:
     """ImportError that says what to install where a module of the extra `train` is missing."""
     try:
         yield

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from tigon.data.examples import FILL_VALUES, Examples, pad_columns
-from tigon.data.mixture import Corpus, ranges
+from tigon.data.mixture import Corpus, concat_ranges
 from tigon.data.packing import PackedRows
 from tigon.utils.random import as_int64, mix, random_bits
 
@@ -46,7 +46,7 @@ class MicroBatch:
     per_example: Mapping[str, Tensor]  # [n, ...] each: those of each sequence's example
     sources: tuple[tuple[Examples, int], ...]  # of each sequence: whose it is, and from which token
     # int64 [n, 2], the spans on the host, where nothing waits for the device
-    places: np.ndarray = field(default_factory=lambda: np.zeros((0, 2), dtype=np.int64))
+    host_spans: np.ndarray = field(default_factory=lambda: np.zeros((0, 2), dtype=np.int64))
     dropout_keys: Tensor | None = None  # int64 [B, T], where something is dropped in training
     # int64 [sequences of cu_seq_lens, 2], on the host: the tokens of the flattened batch that each
     # goes on from, as `Batch.of` has it; None: no sequence does
@@ -55,9 +55,9 @@ class MicroBatch:
     @property
     def origins(self) -> tuple[str, ...]:
         """The "file:line" of each sequence."""
-        return tuple(examples.where(start) for examples, start in self.sources)
+        return tuple(examples.location(start) for examples, start in self.sources)
 
-    def known(self, column: str) -> np.ndarray:
+    def host_column(self, column: str) -> np.ndarray:
         """[n], a column per example, on the host."""
         return np.array([e.per_example[column][e.index(np.asarray(a))] for e, a in self.sources])
 
@@ -67,8 +67,8 @@ class MicroBatch:
         A line of one token of padding if there is none. None of them has a prefix.
         """
         assert self.prefixes is None
-        starts, lengths = self.places[keep, 0], np.diff(self.places[keep])[:, 0]
-        index_of, ends = ranges(starts, lengths), np.cumsum(lengths)
+        starts, lengths = self.host_spans[keep, 0], np.diff(self.host_spans[keep])[:, 0]
+        index_of, ends = concat_ranges(starts, lengths), np.cumsum(lengths)
         device, empty = self.input_ids.device, not len(lengths)
 
         def sent(values: np.ndarray) -> Tensor:
@@ -76,48 +76,50 @@ class MicroBatch:
             pinned = tensor.pin_memory() if device.type == "cuda" else tensor
             return pinned.to(device, non_blocking=True)
 
-        index, which = sent(index_of), sent(np.flatnonzero(keep))
+        index, sequence_index = sent(index_of), sent(np.flatnonzero(keep))
 
-        def taken(x: Tensor) -> Tensor:
+        def gather(x: Tensor) -> Tensor:
             flat = x.flatten(0, 1)
             return (flat.new_zeros(1, *flat.shape[1:]) if empty else flat[index])[None]
 
-        places = np.stack([ends - lengths, ends], axis=1)
+        spans = np.stack([ends - lengths, ends], axis=1)
         cu = np.array([0, 1]) if empty else np.append(0, ends)
         return replace(
             self,
-            input_ids=taken(self.input_ids),
-            position_ids=taken(self.position_ids),
+            input_ids=gather(self.input_ids),
+            position_ids=gather(self.position_ids),
             attention_mask=torch.zeros(1, 1, dtype=torch.bool, device=device) if empty else None,
             cu_seq_lens=sent(cu.astype(np.int32)),
             longest=int(lengths.max(initial=1)),
-            spans=sent(places),
-            parts=self.parts[which],
-            per_token={name: taken(column) for name, column in self.per_token.items()},
-            per_example={name: column[which] for name, column in self.per_example.items()},
+            spans=sent(spans),
+            parts=self.parts[sequence_index],
+            per_token={name: gather(column) for name, column in self.per_token.items()},
+            per_example={name: column[sequence_index] for name, column in self.per_example.items()},
             sources=tuple(s for s, kept in zip(self.sources, keep, strict=True) if kept),
-            places=places,
-            dropout_keys=None if self.dropout_keys is None else taken(self.dropout_keys),
+            host_spans=spans,
+            dropout_keys=None if self.dropout_keys is None else gather(self.dropout_keys),
         )
 
     def with_dropout(self, seed: int, step: int, numbers: np.ndarray) -> Self:
         """The same, on the host, with keys of dropout: random bits of the seed, the step, the
         sequence's number in it, of `numbers` [n], and the token's position in the sequence."""
         number = np.zeros(self.input_ids.numel(), dtype=np.int64)
-        lengths = np.diff(self.places)[:, 0]
-        number[ranges(self.places[:, 0], lengths)] = np.repeat(numbers, lengths)
-        of_step = mix(mix(seed ^ DROPOUT) + step)
-        sequences = random_bits(as_int64(of_step), torch.from_numpy(number).view_as(self.input_ids))
+        lengths = np.diff(self.host_spans)[:, 0]
+        number[concat_ranges(self.host_spans[:, 0], lengths)] = np.repeat(numbers, lengths)
+        step_seed = mix(mix(seed ^ DROPOUT) + step)
+        sequences = random_bits(
+            as_int64(step_seed), torch.from_numpy(number).view_as(self.input_ids)
+        )
         return replace(self, dropout_keys=random_bits(sequences, self.position_ids))
 
     def to(self, device: torch.device) -> Self:
-        return self._mapped(lambda tensor: tensor.to(device, non_blocking=True))
+        return self._map_tensors(lambda tensor: tensor.to(device, non_blocking=True))
 
-    def pinned(self) -> Self:
+    def pin_memory(self) -> Self:
         """In memory from which a GPU copies while the CPU goes on."""
-        return self._mapped(Tensor.pin_memory)
+        return self._map_tensors(Tensor.pin_memory)
 
-    def _mapped(self, change: Callable[[Tensor], Tensor]) -> Self:
+    def _map_tensors(self, change: Callable[[Tensor], Tensor]) -> Self:
         def changed(value: Any) -> Any:
             if isinstance(value, Mapping):
                 return {name: changed(column) for name, column in value.items()}
@@ -138,11 +140,13 @@ class MicroBatch:
         }
 
 
-def collate_rows(corpus: Corpus, rows: PackedRows, chosen: Sequence[int]) -> MicroBatch:
+def collate_rows(corpus: Corpus, rows: PackedRows, indices: Sequence[int]) -> MicroBatch:
     """Some of the rows, packed or each sequence on a line of its own."""
     if rows.packing:
-        return collate(corpus, [BatchLine(corpus, *rows.line(row)) for row in chosen], rows.seq_len)
-    return collate(corpus, [BatchLine(corpus, span[None]) for row in chosen for span in rows[row]])
+        return collate(
+            corpus, [BatchLine(corpus, *rows.line(row)) for row in indices], rows.seq_len
+        )
+    return collate(corpus, [BatchLine(corpus, span[None]) for row in indices for span in rows[row]])
 
 
 def collate(columns: Corpus, lines: Sequence[BatchLine], length: int | None = None) -> MicroBatch:
@@ -160,7 +164,7 @@ def collate(columns: Corpus, lines: Sequence[BatchLine], length: int | None = No
     stops = np.cumsum(sizes) + (begins - np.cumsum(used) + used)[line]
     cu = np.unique(np.concatenate([begins, stops - sizes, begins + used, [len(lines) * length]]))
     lengths = np.diff(cu)
-    prefixes = prefixes_of(lines, np.searchsorted(cu, stops - sizes), cu)
+    prefixes = compute_prefixes(lines, np.searchsorted(cu, stops - sizes), cu)
     positions = np.arange(len(lines) * length) - np.repeat(cu[:-1], lengths)
     if prefixes is not None:
         positions += np.repeat(np.diff(prefixes)[:, 0], lengths)
@@ -192,7 +196,7 @@ def collate(columns: Corpus, lines: Sequence[BatchLine], length: int | None = No
             for e, a, _ in slices
         ]
         per_example[name] = np.array(values, like.dtype).reshape(-1, *like.shape[1:])
-    places = np.stack([stops - sizes, stops], axis=1)
+    spans = np.stack([stops - sizes, stops], axis=1)
     tokens = place([e.tokens[a:b] for e, a, b in slices], np.zeros(0, np.int64))
     return MicroBatch(
         torch.from_numpy(tokens),
@@ -200,25 +204,27 @@ def collate(columns: Corpus, lines: Sequence[BatchLine], length: int | None = No
         None if real.all() else torch.from_numpy(real),
         torch.from_numpy(cu.astype(np.int32)),
         int(lengths.max()),
-        torch.from_numpy(places.copy()),
-        torch.from_numpy(np.concatenate([some.corpus.parts_of(some.spans) for some in lines])),
+        torch.from_numpy(spans.copy()),
+        torch.from_numpy(np.concatenate([some.corpus.part_indices(some.spans) for some in lines])),
         {name: torch.from_numpy(column) for name, column in per_token.items()},
         {name: torch.from_numpy(column) for name, column in per_example.items()},
         tuple((examples, start) for examples, start, _ in slices),
-        places,
+        spans,
         prefixes=prefixes,
     )
 
 
-def prefixes_of(lines: Sequence[BatchLine], at: np.ndarray, cu: np.ndarray) -> np.ndarray | None:
+def compute_prefixes(
+    lines: Sequence[BatchLine], at: np.ndarray, cu: np.ndarray
+) -> np.ndarray | None:
     """As MicroBatch has them; `at` [n]: which sequence of `cu` each span is."""
     none = np.zeros(max(len(line.spans) for line in lines), dtype=np.int64)
     each = [none[: len(x.spans)] if x.shared is None else x.shared for x in lines]
     shared = np.concatenate(each)
     if not shared.any():
         return None
-    whole = np.maximum.accumulate(np.where(shared == 0, np.arange(len(shared)), 0))
+    first_of_prefix = np.maximum.accumulate(np.where(shared == 0, np.arange(len(shared)), 0))
     prefixes = np.zeros((len(cu) - 1, 2), dtype=np.int64)
-    first = cu[at[whole]]
+    first = cu[at[first_of_prefix]]
     prefixes[at] = np.stack([first, first + shared], axis=1)
     return prefixes

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from tigon.tokenizer import REASONING, THINKING, Tokenizer
 
-MOST_SHAPES = 4096  # of conversations, that are remembered
+MAX_SHAPES = 4096  # of conversations, that are remembered
 # Appended to texts, to look for it in what a template makes of them; digits survive most filters
 _MARK = "80417392650{:06d}7716"
 _ADVICE = {
@@ -25,7 +25,7 @@ class EmptyAnswer(ValueError):
     """An answer without content, reasoning or tool calls."""
 
 
-class _Text(NamedTuple):
+class _MarkedText(NamedTuple):
     """A text of a message, and the mark that a template writes with it."""
 
     message: int
@@ -62,16 +62,16 @@ class ContentCheck:
         messages in their row; `options` are those of `apply_chat_template`.
         """
         for i in learned:
-            if not says_something(messages[i]):
+            if not has_content(messages[i]):
                 raise EmptyAnswer(
                     f"{names[i]} is an empty answer, without content, reasoning or tool calls: "
                     "leave the row out (bad_rows=skip skips such rows)"
                 )
         variables = sorted((k, repr(v)) for k, v in options.items() if k != "tools")
-        given = frozenset(learned), bool(options.get("tools")), *variables
-        key = _shape(messages), given
+        context = frozenset(learned), bool(options.get("tools")), *variables
+        key = _conversation_shape(messages), context
         if key not in self._known:
-            if len(self._known) == MOST_SHAPES:
+            if len(self._known) == MAX_SHAPES:
                 self._known.clear()
             try:
                 self._known[key] = self._unwritten(messages, learned, options)
@@ -85,8 +85,8 @@ class ContentCheck:
         self, messages: Sequence[Message], learned: Collection[int], options: dict[str, Any]
     ) -> tuple[int, str] | None:
         """The first message and place of which nothing is written."""
-        marked, texts = _marked(messages)
-        render = _Prefixes(self.tokenizer, marked, options)
+        marked, texts = _mark_messages(messages)
+        render = _PrefixRenderer(self.tokenizer, marked, options)
         missing = (t for t in texts if not _is_written(t, learned, render, lambda t: [t.mark]))
         first = next(missing, None)
         return first and (first.message, _explain(first, messages))
@@ -99,22 +99,22 @@ class ContentCheck:
         options: dict[str, Any],
     ) -> None:
         """The same from the words of the texts, each of which may also be another's."""
-        render = _Prefixes(self.tokenizer, messages, options)
+        render = _PrefixRenderer(self.tokenizer, messages, options)
         try:
             render(len(messages))
         except ValueError:  # whoever encodes it will say why
             return
-        for text in _marked(messages)[1]:
+        for text in _mark_messages(messages)[1]:
             if not _is_written(text, learned, render, lambda t: t.text.split()):
                 raise ValueError(f"{names[text.message]}{_explain(text, messages)}")
 
 
-def says_something(message: Message) -> bool:
+def has_content(message: Message) -> bool:
     """Whether the message has content, reasoning or tool calls."""
     return any(not _is_blank(message.get(key)) for key in ("content", "tool_calls", *REASONING))
 
 
-class _Prefixes:
+class _PrefixRenderer:
     """The text of a conversation's first messages."""
 
     def __init__(
@@ -133,27 +133,30 @@ class _Prefixes:
 
 
 def _is_written(
-    text: _Text, learned: Collection[int], render: _Prefixes, words: Callable[[_Text], list[str]]
+    text: _MarkedText,
+    learned: Collection[int],
+    render: _PrefixRenderer,
+    words: Callable[[_MarkedText], list[str]],
 ) -> bool:
     """Whether one of its words is in the conversation, or in that up to its message."""
     if text.kind == "reasoning" and text.message not in learned:
         return True
-    whole = len(render.messages)
-    if text.kind != "reasoning" and any(word in render(whole) for word in words(text)):
+    length = len(render.messages)
+    if text.kind != "reasoning" and any(word in render(length) for word in words(text)):
         return True
     try:
         shown = render(text.message + 1)
     except ValueError:  # then only whole conversations tell
-        shown = render(whole)
+        shown = render(length)
     return any(word in shown for word in words(text))
 
 
-def _explain(text: _Text, messages: Sequence[Message]) -> str:
+def _explain(text: _MarkedText, messages: Sequence[Message]) -> str:
     in_content = text.kind == "reasoning" and text.place.startswith("['content']")
-    what = "its reasoning" if in_content else "it"
+    subject = "its reasoning" if in_content else "it"
     return (
         f"{text.place} (role {messages[text.message]['role']!r:.40}): the chat template writes "
-        f"nothing of {what}: {_ADVICE[text.kind]}"
+        f"nothing of {subject}: {_ADVICE[text.kind]}"
     )
 
 
@@ -168,19 +171,19 @@ def _is_blank(value: Any) -> bool:
     return not value
 
 
-def _marked(messages: Sequence[Message]) -> tuple[list[dict[str, Any]], list[_Text]]:
+def _mark_messages(messages: Sequence[Message]) -> tuple[list[dict[str, Any]], list[_MarkedText]]:
     """The messages with a mark in each text, and these texts."""
-    texts: list[_Text] = []
+    texts: list[_MarkedText] = []
     return [_mark_message(i, message, texts) for i, message in enumerate(messages)], texts
 
 
-def _mark_message(i: int, message: Message, texts: list[_Text]) -> dict[str, Any]:
+def _mark_message(i: int, message: Message, texts: list[_MarkedText]) -> dict[str, Any]:
     copy = dict(message)
 
     def mark(place: str, kind: str, text: str) -> str:
         if not text.strip():
             return ""
-        texts.append(_Text(i, place, kind, text, _MARK.format(len(texts))))
+        texts.append(_MarkedText(i, place, kind, text, _MARK.format(len(texts))))
         return texts[-1].mark
 
     def mark_content(place: str, text: str) -> str:
@@ -211,17 +214,19 @@ def _mark_message(i: int, message: Message, texts: list[_Text]) -> dict[str, Any
             function = call.get("function", call) if isinstance(call, Mapping) else None
             if isinstance(function, Mapping) and isinstance(function.get("name"), str):
                 name = function["name"]
-                named = {**function, "name": name + mark(place, "tool_calls", name)}
-                calls[n] = {**call, "function": named} if "function" in call else named
+                function_copy = {**function, "name": name + mark(place, "tool_calls", name)}
+                calls[n] = (
+                    {**call, "function": function_copy} if "function" in call else function_copy
+                )
     return copy
 
 
-def _shape(messages: Sequence[Message]) -> tuple[Any, ...]:
+def _conversation_shape(messages: Sequence[Message]) -> tuple[Any, ...]:
     """What a template may decide by: roles, keys, kinds of values, and blocks of reasoning."""
-    return tuple(tuple((k, _kind(v, k)) for k, v in sorted(m.items())) for m in messages)
+    return tuple(tuple((k, _value_shape(v, k)) for k, v in sorted(m.items())) for m in messages)
 
 
-def _kind(value: Any, key: str = "") -> Any:
+def _value_shape(value: Any, key: str = "") -> Any:
     if isinstance(value, str) and key != "role":
         closer = _CLOSERS.search(value)
         if closer is None:
@@ -230,9 +235,9 @@ def _kind(value: Any, key: str = "") -> Any:
         texts = _OPENERS.split(before)[-1], _CLOSERS.split(after)[-1]
         return (str, *(bool(text.strip()) for text in texts))
     if isinstance(value, list | tuple):
-        return (list, *map(_kind, value))
+        return (list, *map(_value_shape, value))
     if isinstance(value, Mapping):
         if key == "arguments":  # written as they are
             return dict
-        return (dict, *((k, _kind(v, k)) for k, v in sorted(value.items())))
+        return (dict, *((k, _value_shape(v, k)) for k, v in sorted(value.items())))
     return value if isinstance(value, str | bool | None) else type(value)

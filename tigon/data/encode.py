@@ -2,10 +2,9 @@
 
 import hashlib
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,26 +12,35 @@ import tokenizers
 from numpy.typing import DTypeLike
 
 from tigon.data.content_check import ContentCheck, EmptyAnswer
-from tigon.data.examples import PAD_VALUES, SUPERVISED, WEIGHTED, Encoder, EncodingReport, Example
+from tigon.data.examples import (
+    PAD_VALUES,
+    SUPERVISED_COLUMN,
+    WEIGHTED_COLUMNS,
+    Encoded,
+    Encoder,
+    EncodingReport,
+    Example,
+)
 from tigon.data.formats import (
-    CHATS,
-    DISTRIBUTED,
-    LABELLED,
-    LARGEST_FLOAT,
-    PAIRS,
-    REWARDED,
-    TEXTS,
-    Conversation,
+    CHAT_FORMATS,
+    DISTRIBUTION_FORMATS,
+    JSON_MESSAGE_KEYS,
+    LABELED_FORMATS,
+    MAX_FLOAT,
+    PAIR_FORMATS,
+    REWARDED_FORMATS,
+    TEXT_FORMATS,
+    AnswerSample,
     Format,
-    Prompted,
     Row,
-    Text,
-    as_chat,
-    as_labelled,
-    as_pair,
-    as_rewarded,
-    as_text,
-    check_tokens,
+    WeightedChat,
+    WeightedText,
+    check_token_ids,
+    parse_chat,
+    parse_labeled,
+    parse_pair,
+    parse_rewarded,
+    parse_text,
     read_number,
 )
 from tigon.data.sources import Source
@@ -56,8 +64,10 @@ MESSAGE_KEYS = {"role", "content", "weight", "train"}
 class FormatEncoder(Encoder):
     """Rows in one of the formats of `formats.py`."""
 
-    per_token: Mapping[str, DTypeLike] = WEIGHTED
+    per_token: Mapping[str, DTypeLike] = WEIGHTED_COLUMNS
     formats: Sequence[str] = ()
+
+    message_keys: Collection[str] = ()  # keys of messages that are read
 
     def __init__(self, tokenizer: Tokenizer, *, skip_bad_rows: bool = False):
         # A copy: the end of a turn may become the tokenizer's eos when training begins
@@ -66,37 +76,56 @@ class FormatEncoder(Encoder):
 
     def open(self, source: Source) -> Source:
         """The source with the format of its rows, detected from the first one."""
-        first = None
-        for tried, (line, row) in enumerate(source.rows()):
+        problem = None
+        for skipped, (line, row) in enumerate(source.rows()):
             try:
                 if isinstance(row, ValueError):
                     raise row
-                form = self.detect(row, source.format)
-                return source.as_format(self.begin(row, form))
+                format = self.detect(row, source.format)
+                return source.with_format(self.check_first_row(row, format))
             except (ValueError, RecursionError) as error:
-                deep = isinstance(error, RecursionError)
-                what = "is nested too deeply" if deep else escape(error)
-                first = first or ValueError(f"{source.name}:{line}: {what}")
-                if not self.skip_bad_rows or tried == MAX_BAD_ROWS:
-                    raise first from error
-        raise first or ValueError(f"{source.name} has no rows")
+                too_deep = isinstance(error, RecursionError)
+                text = "is nested too deeply" if too_deep else escape(error)
+                problem = problem or ValueError(f"{source.name}:{line}: {text}")
+                if not self.skip_bad_rows or skipped == MAX_BAD_ROWS:
+                    raise problem from error
+        raise problem or ValueError(f"{source.name} has no rows")
 
-    def detect(self, row: Row, form: Format) -> Format:
+    def detect(self, row: Row, format: Format) -> Format:
         """The format of a row, one of `formats`; ValueError if none or several fit."""
-        return form.detect(row, self.formats)
+        return format.detect(row, self.formats)
 
-    def begin(self, row: Row, form: Format) -> Format:
-        """The format of a source with this first row."""
-        return form
+    def check_first_row(self, row: Row, format: Format) -> Format:
+        """The format of a source with this first row; ValueError if it cannot be encoded."""
+        return format
 
-    def ended(self, ids: list[int]) -> list[int]:
-        """With eos at the end."""
+    def append_eos(self, ids: list[int]) -> list[int]:
+        """The ids, ending in one eos."""
         if self.eos is None:
             raise ValueError("the tokenizer has no eos token to end a text with")
         return ids if ids[-1:] == [self.eos] else [*ids, self.eos]
 
-    def ignored(self, row: Row, form: Format) -> set[str]:
-        return row.keys() - form.read_keys()
+    def ignored(self, row: Row, format: Format) -> set[str]:
+        """The keys of a row, of its messages and for its template that are not read."""
+        read_keys = format.read_keys()
+        ignored = row.keys() - read_keys
+        if not self.uses_chat_template:
+            return ignored
+        readable = set(self.message_keys)
+        tools, column = format.column("tools"), format.column("chat_template_kwargs")
+        variables = row.get(column)
+        names = variables.keys() if isinstance(variables, dict) else set()
+        ignored |= {f"{column}.{name}" for name in names - readable}
+        if row.get(tools) and "tools" not in readable:
+            ignored.add(tools)
+        if format.kind == "sharegpt":
+            readable = readable - {"role", "content"} | {"from", "value"}
+        for key in JSON_MESSAGE_KEYS:
+            messages = format.get(row, key) if format.column(key) in read_keys else None
+            for message in messages if isinstance(messages, list) else ():
+                if isinstance(message, dict):
+                    ignored |= {f"{format.column(key)}.{k}" for k in message.keys() - readable}
+        return ignored
 
     def options(self) -> dict[str, Any]:
         """What changes the examples besides the tokenizer."""
@@ -111,39 +140,39 @@ class FormatEncoder(Encoder):
 class TextEncoder(FormatEncoder):
     """Documents for pretraining: every token is learned, and each document ends with eos."""
 
-    formats = TEXTS
+    formats = TEXT_FORMATS
 
     def options(self) -> dict[str, Any]:
         return {"eos": self.eos}
 
-    def batch(self, rows: Sequence[Row], form: Format) -> Iterator[Sequence[Example] | ValueError]:
+    def batch(self, rows: Sequence[Row], format: Format) -> Iterator[Encoded]:
         try:
-            texts = [as_text(row, form) for row in rows]
+            texts = [parse_text(row, format) for row in rows]
             encoded = self.tokenizer.encode_batch([text.completion for text in texts])
         except ValueError:  # a bad row: find out which
-            yield from super().batch(rows, form)
+            yield from super().batch(rows, format)
             return
         for ids, text in zip(encoded, texts, strict=True):
             yield self._example(ids, text.weight)
 
-    def row(self, row: Row, form: Format) -> Sequence[Example]:
-        text = as_text(row, form)
+    def row(self, row: Row, format: Format) -> Sequence[Example]:
+        text = parse_text(row, format)
         return self._example(self.tokenizer.encode(text.completion), text.weight)
 
     def _example(self, ids: list[int], weight: float) -> Sequence[Example]:
-        ids = self.ended(ids)
+        ids = self.append_eos(ids)
         return weighted_example(ids, np.full(len(ids), weight))
 
 
 def read_texts(source: Source) -> Iterator[str]:
     """The texts of a source, as they are; ValueError for a row without."""
-    form = None
+    format = None
     for line, row in source.rows():
         try:
             if isinstance(row, ValueError):
                 raise row
-            form = form or source.format.detect(row, TEXTS)
-            yield as_text(row, form).completion
+            format = format or source.format.detect(row, TEXT_FORMATS)
+            yield parse_text(row, format).completion
         except ValueError as error:
             raise ValueError(f"{source.name}:{line}: {error}") from error
 
@@ -157,7 +186,7 @@ class ChatEncoder(FormatEncoder):
     end in a token that is learned and generation can stop at; `ends` collects these tokens.
     """
 
-    formats = CHATS
+    formats = CHAT_FORMATS
     uses_chat_template = True
     grouped = False
 
@@ -175,48 +204,35 @@ class ChatEncoder(FormatEncoder):
         self.train_on_empty_thinking = train_on_empty_thinking
         self.content = ContentCheck(self.tokenizer)
         self.ends: set[int] = set()
-        self.read_in_messages = MESSAGE_KEYS | template_words(tokenizer)
+        self.message_keys = MESSAGE_KEYS | template_words(tokenizer)
 
-    def begin(self, row: Row, form: Format) -> Format:
-        chat = self._read(row, form)
-        if isinstance(chat, Text):
-            self.ends.update(self.ended([]))
-            return replace(form, eos=self.eos)
+    def check_first_row(self, row: Row, format: Format) -> Format:
+        chat = self._parse(row, format)
+        if isinstance(chat, WeightedText):
+            self.ends.update(self.append_eos([]))
+            return replace(format, eos=self.eos)
         speaks = any(isinstance(m, dict) and m.get("role") == "assistant" for m in chat.messages)
         if self.must_end and (speaks or self.train_on != "all"):
-            given: dict[str, Any] = {"tools": chat.tools, **chat.variables}
-            self.ends.add(self.tokenizer.end_of_turn(chat.messages, **given))
-        return form
+            options: dict[str, Any] = {"tools": chat.tools, **chat.variables}
+            self.ends.add(self.tokenizer.end_of_turn(chat.messages, **options))
+        return format
 
-    def _read(self, row: Row, form: Format) -> Conversation | Text:
+    def _parse(self, row: Row, format: Format) -> WeightedChat | WeightedText:
         """The row with messages as the chat template reads them."""
-        chat = as_chat(row, form)
-        if isinstance(chat, Text):
+        chat = parse_chat(row, format)
+        if isinstance(chat, WeightedText):
             return chat
         return replace(chat, messages=self.tokenizer.convert_messages(chat.messages, chat.tools))
 
     def options(self) -> dict[str, Any]:
         return {"train_on": self.train_on, "train_on_empty_thinking": self.train_on_empty_thinking}
 
-    def ignored(self, row: Row, form: Format) -> set[str]:
-        """Those of messages, as "messages.KEY", that neither formats.py nor the template reads."""
-        found = super().ignored(row, form) | ignored_template_keys(row, form, self.read_in_messages)
-        known = self.read_in_messages
-        if form.kind == "sharegpt":
-            known = known - {"role", "content"} | {"from", "value"}
-        for ours in ("messages", "prompt", "completion"):
-            messages = form.get(row, ours)
-            for message in messages if isinstance(messages, list) else ():
-                if isinstance(message, dict) and not message.keys() <= known:
-                    found |= {f"{form.key(ours)}.{key}" for key in message.keys() - known}
-        return found
-
-    def row(self, row: Row, form: Format) -> Sequence[Example]:
-        chat = self._read(row, form)
-        if isinstance(chat, Text) != (form.eos is not None):
-            first = "lists of messages" if form.eos is None else "texts"
+    def row(self, row: Row, format: Format) -> Sequence[Example]:
+        chat = self._parse(row, format)
+        if isinstance(chat, WeightedText) != (format.eos is not None):
+            first = "lists of messages" if format.eos is None else "texts"
             raise ValueError(f"prompt and completion must be {first}, as in its source's first row")
-        if isinstance(chat, Text):
+        if isinstance(chat, WeightedText):
             return self._completion(chat)
         weights = list(chat.weights)
         if self.train_on != "all":
@@ -240,14 +256,14 @@ class ChatEncoder(FormatEncoder):
         )
         return examples
 
-    def _completion(self, text: Text) -> Sequence[Example]:
+    def _completion(self, text: WeightedText) -> Sequence[Example]:
         """As one text without a chat template, and eos at its end, which is learned."""
         if text.weight and not text.completion.strip():
             raise EmptyAnswer("the completion is empty: leave the row out, or give it weight: 0")
         start = 0 if self.train_on == "all" else len(text.prompt)
         full = text.prompt + text.completion
         ids, counted = self.tokenizer.encode_weighted(full, [Span(start, len(full), 1.0)])
-        ids = self.ended(ids)
+        ids = self.append_eos(ids)
         counted = [*counted[: len(ids) - 1], 1.0]
         return weighted_example(ids, np.array(counted) * text.weight)
 
@@ -259,15 +275,6 @@ def template_words(tokenizer: Tokenizer) -> set[str]:
     words = set(re.findall(r"\w+", " ".join(texts)))
     words |= {"function_call"} if "tool_calls" in words else set()  # which it becomes
     return words | set(REASONING) if words & set(REASONING) else words
-
-
-def ignored_template_keys(row: Row, form: Format, words: set[str]) -> set[str]:
-    """What a row gives to the chat template, of these words, that it does not have."""
-    tools, variables = form.key("tools"), form.key("chat_template_kwargs")
-    given = row.get(variables)
-    found = {f"{variables}.{key}" for key in (given if isinstance(given, dict) else {})}
-    found = {name for name in found if name.rpartition(".")[2] not in words}
-    return found | ({tools} if row.get(tools) and "tools" not in words else set())
 
 
 def weighted_example(ids: list[int], weights: np.ndarray) -> Sequence[Example]:
@@ -283,13 +290,6 @@ def weighted_example(ids: list[int], weights: np.ndarray) -> Sequence[Example]:
 
 # Prompts with answers to examples: sequences of which the answers alone are learned.
 
-ANSWER_KEYS = (
-    "prompt",
-    "chosen",
-    "rejected",
-    "completion",
-)  # of rows, that may be lists of messages
-
 
 class AnswerEncoder(FormatEncoder):
     """A prompt and its answers, as TRL makes tokens of them.
@@ -298,7 +298,7 @@ class AnswerEncoder(FormatEncoder):
     prompt and answer part. A text ends with eos. Everything from there on is learned.
     """
 
-    per_token: Mapping[str, DTypeLike] = SUPERVISED
+    per_token: Mapping[str, DTypeLike] = SUPERVISED_COLUMN
     uses_chat_template = True
 
     def __init__(
@@ -311,53 +311,53 @@ class AnswerEncoder(FormatEncoder):
         super().__init__(tokenizer, skip_bad_rows=skip_bad_rows)
         self.train_on_empty_thinking = train_on_empty_thinking
         self.content = ContentCheck(self.tokenizer)
-        self.read_in_messages = {"role", "content"} | template_words(tokenizer)
+        self.message_keys = {"role", "content"} | template_words(tokenizer)
 
-    def tokens(
-        self, said: Prompted, *, train_on_empty_thinking: bool = False
+    def tokenize_answers(
+        self, sample: AnswerSample, *, train_on_empty_thinking: bool = False
     ) -> tuple[int, list[list[int]]]:
-        """How many tokens the prompt has, and the ids of it with each answer.
+        """How many tokens the prompt has, and the ids of the prompt with each answer.
 
         An empty block of reasoning that all answers begin with belongs to the prompt, unless it is
         learned.
         """
         tokenizer = self.tokenizer
-        if said.is_chat:
-            prompt_text, texts = self._render(said)
+        if sample.is_chat:
+            prompt_text, texts = self._render(sample)
             if not (train_on_empty_thinking or self.train_on_empty_thinking):
                 prompt_text = append_empty_thinking(prompt_text, texts)
             prompt = tokenizer.encode(prompt_text, add_special_tokens=False)
-            whole = [tokenizer.encode(text, add_special_tokens=False) for text in texts]
+            sequences = [tokenizer.encode(text, add_special_tokens=False) for text in texts]
         else:
-            assert isinstance(said.prompt, str)
-            prompt = [] if said.whole else tokenizer.encode(said.prompt)
-            texts = [said.prompt + a for a in said.answers if isinstance(a, str)]
-            whole = [self.ended(tokenizer.encode(text)) for text in texts]
-        shared = min(common_prefix_length(prompt, ids) for ids in whole)
-        for ids in whole:
-            if len(ids) == shared:
-                raise ValueError("an answer has no tokens of its own behind the prompt")
-        return shared, whole
+            assert isinstance(sample.prompt, str)
+            prompt = [] if sample.learns_all else tokenizer.encode(sample.prompt)
+            texts = [sample.prompt + answer for answer in sample.answers if isinstance(answer, str)]
+            sequences = [self.append_eos(tokenizer.encode(text)) for text in texts]
+        shared = min(common_prefix_length(prompt, ids) for ids in sequences)
+        if any(len(ids) == shared for ids in sequences):
+            raise ValueError("an answer has no tokens of its own behind the prompt")
+        return shared, sequences
 
-    def _render(self, said: Prompted) -> tuple[str, list[str]]:
-        """The text of a prompt of messages, as generation would have it, and that of each answer
-        behind it."""
-        options: dict[str, Any] = {"tools": said.tools, **said.variables}
+    def _render(self, sample: AnswerSample) -> tuple[str, list[str]]:
+        """The texts of the prompt, as generation has it, and of the prompt with each answer."""
+        options: dict[str, Any] = {"tools": sample.tools, **sample.variables}
 
         def render(messages: Any, **more: Any) -> str:
             text = self.tokenizer.apply_chat_template(messages, tokenize=False, **options, **more)
             assert isinstance(text, str)
             return text
 
-        convert: Callable[[Any], list[Any]] = partial(
-            self.tokenizer.convert_messages, tools=said.tools
-        )
-        prompt = "" if said.whole else render(convert(said.prompt), add_generation_prompt=True)
+        def convert(messages: Any) -> list[Any]:
+            return self.tokenizer.convert_messages(messages, sample.tools)
+
+        prompt = ""
+        if not sample.learns_all:
+            prompt = render(convert(sample.prompt), add_generation_prompt=True)
         texts = []
-        for answer, names in zip(said.answers, said.names, strict=True):
-            messages = convert([*said.prompt, *answer])
+        for answer, names in zip(sample.answers, sample.names, strict=True):
+            messages = convert([*sample.prompt, *answer])
             texts.append(render(messages))
-            turns = range(len(said.prompt), len(messages))
+            turns = range(len(sample.prompt), len(messages))
             learned = [i for i in turns if messages[i]["role"] == "assistant"]
             self.content.check(messages, learned, names, **options)
         return prompt, texts
@@ -369,56 +369,45 @@ class AnswerEncoder(FormatEncoder):
         """The tokens behind the first `prompt` are learned."""
         return Example(ids, {"supervised": np.arange(len(ids)) >= prompt}, values)
 
-    def ignored(self, row: Row, form: Format) -> set[str]:
-        """Those of messages too, as "chosen.KEY"."""
-        found = super().ignored(row, form) | ignored_template_keys(row, form, self.read_in_messages)
-        known = self.read_in_messages
-        for name in ANSWER_KEYS:
-            messages = form.get(row, name)
-            for message in messages if isinstance(messages, list) else ():
-                if isinstance(message, dict) and not message.keys() <= known:
-                    found |= {f"{form.key(name)}.{key}" for key in message.keys() - known}
-        return found
-
 
 class PairEncoder(AnswerEncoder):
     """Pairs: a group of the chosen answer and the rejected one, each after the prompt.
 
-    `margin`: a column of what the row says of by how much the one is better. `of_one_prompt`: a
+    `margin`: a column of what the row says of by how much the one is better. `shared_prompt`: a
     pair without a prompt in common is an error; otherwise its sequences are learned whole.
     """
 
-    formats = PAIRS
+    formats = PAIR_FORMATS
 
     def __init__(
         self,
         tokenizer: Tokenizer,
         *,
         margin: bool = False,
-        of_one_prompt: bool = True,
+        shared_prompt: bool = True,
         **options: bool,
     ) -> None:
         super().__init__(tokenizer, **options)
-        self.of_one_prompt = of_one_prompt
+        self.shared_prompt = shared_prompt
         self.per_example = {"margin": np.float32} if margin else {}
 
     def options(self) -> dict[str, Any]:
-        # Not of_one_prompt: rows that are no error without it are the same with it
+        # Not shared_prompt: rows that are no error without it are the same with it
         return super().options() | {"margin": "margin" in self.per_example}
 
-    def ignored(self, row: Row, form: Format) -> set[str]:
-        unread = set() if self.per_example else {form.key("margin")} & row.keys()
-        return super().ignored(row, form) | unread
+    def ignored(self, row: Row, format: Format) -> set[str]:
+        unread = set() if self.per_example else {format.column("margin")} & row.keys()
+        return super().ignored(row, format) | unread
 
-    def row(self, row: Row, form: Format) -> Sequence[Example]:
-        said = as_pair(row, form, of_one_prompt=self.of_one_prompt)
-        prompt, both = self.tokens(said)
-        if both[0] == both[1]:
+    def row(self, row: Row, format: Format) -> Sequence[Example]:
+        sample = parse_pair(row, format, shared_prompt=self.shared_prompt)
+        prompt, (chosen, rejected) = self.tokenize_answers(sample)
+        if chosen == rejected:
             raise ValueError("chosen and rejected are the same tokens")
         values: Mapping[str, float] = {}
         if self.per_example:
-            values = {"margin": read_number(row, form, "margin", 0.0)}
-        return [self.example(ids, prompt, **values) for ids in both]
+            values = {"margin": read_number(row, format, "margin", 0.0)}
+        return [self.example(ids, prompt, **values) for ids in (chosen, rejected)]
 
 
 class LabelledEncoder(AnswerEncoder):
@@ -431,33 +420,33 @@ class LabelledEncoder(AnswerEncoder):
     no batch and no rank.
     """
 
-    formats = (*LABELLED, *PAIRS)
+    formats = (*LABELED_FORMATS, *PAIR_FORMATS)
     per_example = {"desired": np.bool_, "matched": np.bool_}
 
-    def detect(self, row: Row, form: Format) -> Format:
+    def detect(self, row: Row, format: Format) -> Format:
         """A row with the keys of both formats is an answer with its label."""
         try:
-            return form.detect(row, LABELLED)
+            return format.detect(row, LABELED_FORMATS)
         except ValueError:
-            return form.detect(row, self.formats)
+            return format.detect(row, self.formats)
 
-    def ignored(self, row: Row, form: Format) -> set[str]:
-        return super().ignored(row, form) | ({form.key("margin")} & row.keys())
+    def ignored(self, row: Row, format: Format) -> set[str]:
+        return super().ignored(row, format) | ({format.column("margin")} & row.keys())
 
-    def batch(self, rows: Sequence[Row], form: Format) -> Iterator[Sequence[Example] | ValueError]:
-        encoded = [self._attempt(row, form) for row in rows]
-        good = [found for found in encoded if not isinstance(found, ValueError)]
-        before = dict(zip(map(id, good), [*good[-1:], *good[:-1]], strict=True))
-        for found in encoded:
-            if isinstance(found, ValueError):
-                yield found
+    def batch(self, rows: Sequence[Row], format: Format) -> Iterator[Encoded]:
+        encoded = [self._encode_answers(row, format) for row in rows]
+        good = [answers for answers in encoded if not isinstance(answers, ValueError)]
+        previous = dict(zip(map(id, good), [*good[-1:], *good[:-1]], strict=True))
+        for answers in encoded:
+            if isinstance(answers, ValueError):
+                yield answers
                 continue
             examples = []
-            for own, (other_prompt, other, _) in zip(found, before[id(found)], strict=True):
-                prompt, ids, label = own
+            pairs = zip(answers, previous[id(answers)], strict=True)
+            for (prompt, ids, label), (mismatched_prompt, mismatched_ids, _) in pairs:
                 examples.append(self.example(ids, prompt, desired=label, matched=True))
                 if len(good) > 1:
-                    mixed = [*ids[:prompt], *other[other_prompt:]]
+                    mixed = [*ids[:prompt], *mismatched_ids[mismatched_prompt:]]
                     examples.append(self.example(mixed, prompt, desired=label, matched=False))
             yield examples
 
@@ -467,24 +456,26 @@ class LabelledEncoder(AnswerEncoder):
         ends = [*starts[1:], len(examples)]
         return [examples[i:end] for i, end in zip(starts, ends, strict=True)]
 
-    def _attempt(self, row: Row, form: Format) -> list[tuple[int, list[int], bool]] | ValueError:
-        """Of each answer of the row how many tokens its prompt has, both, and its label."""
-        found = []
+    def _encode_answers(
+        self, row: Row, format: Format
+    ) -> list[tuple[int, list[int], bool]] | ValueError:
+        """For each answer of the row the tokens of its prompt, all its ids, and its label."""
         try:
-            if form.kind in PAIRS:
-                said, labels = as_pair(row, form), [True, False]
+            if format.kind in PAIR_FORMATS:
+                sample, labels = parse_pair(row, format), [True, False]
             else:
-                said, label = as_labelled(row, form)
+                sample, label = parse_labeled(row, format)
                 labels = [label]
-            for i, (answer, label) in enumerate(zip(said.answers, labels, strict=True)):
-                one = replace(said, answers=(answer,), names=said.names[i : i + 1])
-                prompt, (ids,) = self.tokens(one)
-                found.append((prompt, ids, label))
+            encoded = []
+            for i, (answer, label) in enumerate(zip(sample.answers, labels, strict=True)):
+                single = replace(sample, answers=(answer,), names=sample.names[i : i + 1])
+                prompt, (ids,) = self.tokenize_answers(single)
+                encoded.append((prompt, ids, label))
         except ValueError as error:
             return error
         except RecursionError:
             return ValueError("is nested too deeply")
-        return found
+        return encoded
 
 
 class RewardedEncoder(AnswerEncoder):
@@ -495,8 +486,8 @@ class RewardedEncoder(AnswerEncoder):
     the policy that gave the answers; NaN where the row has none.
     """
 
-    formats = REWARDED
-    per_token = SUPERVISED | {"old_logprobs": np.float32}
+    formats = REWARDED_FORMATS
+    per_token = SUPERVISED_COLUMN | {"old_logprobs": np.float32}
     per_example = {"advantage": np.float32, "reward": np.float64}
     grouped = False
 
@@ -507,57 +498,59 @@ class RewardedEncoder(AnswerEncoder):
     def options(self) -> dict[str, Any]:
         return super().options() | {"scale": self.scale}
 
-    def row(self, row: Row, form: Format) -> Sequence[Example]:
-        given = as_rewarded(row, form)
-        if given.said is None:
-            prompt, whole = len(given.prompt), [given.prompt + answer for answer in given.answers]
+    def row(self, row: Row, format: Format) -> Sequence[Example]:
+        rewarded = parse_rewarded(row, format)
+        logprobs = rewarded.old_logprobs
+        if rewarded.sample is None:
+            prompt = len(rewarded.prompt)
+            sequences = [rewarded.prompt + answer for answer in rewarded.answers]
         else:
-            # The policy has said an empty block itself if it has log-probabilities for it
-            sampled = given.old_logprobs is not None
-            prompt, whole = self.tokens(given.said, train_on_empty_thinking=sampled)
-        values = np.array(given.values)
+            # With log-probabilities for an empty block of reasoning, the policy wrote it itself
+            prompt, sequences = self.tokenize_answers(
+                rewarded.sample, train_on_empty_thinking=logprobs is not None
+            )
+        values = np.array(rewarded.values)
         advantages, rewards = values, np.full(len(values), np.nan)
-        if not given.are_advantages:
+        if not rewarded.are_advantages:
             advantages, rewards = compute_advantages(values, scale=self.scale), values
-            if np.abs(advantages).max() > LARGEST_FLOAT:
+            largest = advantages[np.abs(advantages).argmax()]
+            if abs(largest) > MAX_FLOAT:
                 raise ValueError(
-                    f"{form.key('rewards')!r} are too far apart: less their mean, one is "
-                    f"{advantages[np.abs(advantages).argmax()]:.3g}, which float32 does not hold"
+                    f"{format.column('rewards')!r} are too far apart: less their mean, one is "
+                    f"{largest:.3g}, which float32 does not hold"
                 )
         examples = []
-        for i, ids in enumerate(whole):
-            old = np.full(len(ids), np.nan)
-            if given.old_logprobs is not None:
-                theirs = given.old_logprobs[i]
-                if len(theirs) != len(ids) - prompt:
+        for i, ids in enumerate(sequences):
+            column = np.full(len(ids), np.nan)
+            if logprobs is not None:
+                if len(logprobs[i]) != len(ids) - prompt:
                     raise ValueError(
-                        f"{form.key('old_logprobs')!r} has {len(theirs)} numbers for the "
-                        f"{len(ids) - prompt} tokens of answer {i}: give completions as the tokens "
-                        "that they are of"
+                        f"{format.column('old_logprobs')!r} has {len(logprobs[i])} numbers for the "
+                        f"{len(ids) - prompt} tokens of answer {i}: give completions as tokens"
                     )
-                old[prompt:] = theirs
-            columns = {"supervised": np.arange(len(ids)) >= prompt, "old_logprobs": old}
-            own = {"advantage": advantages[i], "reward": rewards[i]}
-            examples.append(Example(ids, columns, own))
+                column[prompt:] = logprobs[i]
+            columns = {"supervised": np.arange(len(ids)) >= prompt, "old_logprobs": column}
+            scores = {"advantage": advantages[i], "reward": rewards[i]}
+            examples.append(Example(ids, columns, scores))
         return examples
 
 
 def compute_advantages(rewards: np.ndarray, *, scale: bool = True) -> np.ndarray:
-    """Of the answers to one prompt; exactly 0 where all rewards are equal."""
+    """The advantages of the answers to one prompt; exactly 0 where all rewards are equal."""
     if np.ptp(rewards) == 0:
         return np.zeros_like(rewards)
-    centred = rewards - rewards.mean()
-    return centred / (rewards.std(ddof=1) + 1e-4) if scale else centred
+    centered = rewards - rewards.mean()
+    return centered / (rewards.std(ddof=1) + 1e-4) if scale else centered
 
 
 def append_empty_thinking(prompt: str, texts: Sequence[str]) -> str:
-    """The prompt, with the empty block of reasoning that all these texts have at its end."""
-    begins = set()
+    """The prompt, with the empty block of reasoning that all these texts have after it."""
+    prompts = set()
     for text in texts:
-        parted = common_prefix_length(prompt, text)
-        end = skip_empty_thinking(text, parted)
-        begins.add(text[:end] if end > parted else prompt)
-    return begins.pop() if len(begins) == 1 else prompt
+        start = common_prefix_length(prompt, text)
+        end = skip_empty_thinking(text, start)
+        prompts.add(text[:end] if end > start else prompt)
+    return prompts.pop() if len(prompts) == 1 else prompt
 
 
 # Rows of tokens with what a teacher makes of each: its most likely tokens and their
@@ -565,10 +558,8 @@ def append_empty_thinking(prompt: str, texts: Sequence[str]) -> str:
 #
 # N tokens of a row, K of them at a place
 
-PROBABILITY_TOLERANCE = (
-    1e-3  # by which probabilities may add up to more than 1, as they are rounded
-)
-LOWEST_LOGPROB = float(np.finfo(np.float32).min)  # log-probability that a column can hold
+PROBABILITY_TOLERANCE = 1e-3  # rounded probabilities may add up to so much more than 1
+MIN_LOGPROB = float(np.finfo(np.float32).min)  # log-probability that a column can hold
 
 
 class TopEncoder(FormatEncoder):
@@ -579,7 +570,7 @@ class TopEncoder(FormatEncoder):
     row or another. Learned is where `completion_mask` is 1; without it, everything.
     """
 
-    formats = DISTRIBUTED
+    formats = DISTRIBUTION_FORMATS
     per_token: Mapping[str, DTypeLike] = {
         "supervised": np.bool_,
         "teacher_tokens": np.int32,
@@ -587,67 +578,56 @@ class TopEncoder(FormatEncoder):
     }
 
     def options(self) -> dict[str, Any]:
-        return {"tokens": "counted"}  # teacher's too, as the highest that there are: once not
+        return {"tokens": "counted"}  # makes caches anew from before the teacher's tokens counted
 
-    def row(self, row: Row, form: Format) -> Sequence[Example]:
-        ids = _whole_numbers(form.get(row, "input_ids"), form.key("input_ids"))
-        check_tokens(ids, form.key("input_ids"))
-        tokens, logprobs = (form.get(row, n) for n in ("teacher_tokens", "teacher_logprobs"))
-        for name, given in (("teacher_tokens", tokens), ("teacher_logprobs", logprobs)):
-            if not isinstance(given, list) or len(given) != len(ids):
-                raise ValueError(
-                    f"{form.key(name)!r} must have a list for each of the {len(ids)} tokens"
-                )
-        mask = form.get(row, "completion_mask")
+    def row(self, row: Row, format: Format) -> Sequence[Example]:
+        ids = format.get(row, "input_ids")
+        if not isinstance(ids, list) or not ids or any(type(i) is not int for i in ids):
+            name = format.column("input_ids")
+            raise ValueError(f"{name!r} must be a list of whole numbers, not {ids!r:.100}")
+        check_token_ids(ids, format.column("input_ids"))
+        names = ("teacher_tokens", "teacher_logprobs")
+        tokens, logprobs = (format.get(row, name) for name in names)
+        for name, lists in zip(names, (tokens, logprobs), strict=True):
+            if not isinstance(lists, list) or len(lists) != len(ids):
+                column = format.column(name)
+                raise ValueError(f"{column!r} must have a list for each of the {len(ids)} tokens")
         learned = np.ones(len(ids), dtype=bool)
-        if mask is not None:
-            learned = np.array(_zeros_and_ones(mask, form.key("completion_mask")))
-            if len(learned) != len(ids):
-                raise ValueError(
-                    f"{form.key('completion_mask')!r} has {len(learned)} values for {len(ids)} "
-                    "tokens"
-                )
+        if (mask := format.get(row, "completion_mask")) is not None:
+            name = repr(format.column("completion_mask"))
+            if not isinstance(mask, list) or not all(
+                type(v) in (int, bool) and v in (0, 1) for v in mask
+            ):
+                raise ValueError(f"{name} must be a list of 0 and 1, not {mask!r:.100}")
+            if len(mask) != len(ids):
+                raise ValueError(f"{name} has {len(mask)} values for {len(ids)} tokens")
+            learned = np.array(mask, dtype=bool)
         learned[:1] = False  # nothing predicts it
         if not learned.any():
             raise ValueError("has no token to learn behind its first")
-        read = np.flatnonzero(learned).tolist()
-        for i in read:
+        positions = np.flatnonzero(learned).tolist()
+        for i in positions:
             _check_distribution(i, tokens[i], logprobs[i])
-        shape = len(ids), max(len(tokens[i]) for i in read)
-        columns = [
-            np.full(shape, PAD_VALUES[name]) for name in ("teacher_tokens", "teacher_logprobs")
-        ]
-        for i in read:
+        shape = len(ids), max(len(tokens[i]) for i in positions)
+        columns = {name: np.full(shape, PAD_VALUES[name]) for name in names}
+        for i in positions:
             count = len(tokens[i])
-            columns[0][i, :count], columns[1][i, :count] = tokens[i], logprobs[i]
-        values = {"supervised": learned, "teacher_tokens": columns[0]}
-        return [Example(ids, values | {"teacher_logprobs": columns[1]})]
+            columns["teacher_tokens"][i, :count] = tokens[i]
+            columns["teacher_logprobs"][i, :count] = logprobs[i]
+        return [Example(ids, {"supervised": learned, **columns})]
 
 
-def _whole_numbers(value: Any, name: str) -> list[int]:
-    if isinstance(value, list) and value and all(type(v) is int for v in value):
-        return value
-    raise ValueError(f"{name!r} must be a list of whole numbers, not {value!r:.100}")
-
-
-def _zeros_and_ones(value: Any, name: str) -> list[bool]:
-    if isinstance(value, list) and all(type(v) in (int, bool) and v in (0, 1) for v in value):
-        return [bool(v) for v in value]
-    raise ValueError(f"{name!r} must be a list of 0 and 1, not {value!r:.100}")
-
-
-def _check_distribution(place: int, tokens: Any, logprobs: Any) -> None:
-    where = f"the teacher's distribution of token {place}"
+def _check_distribution(position: int, tokens: Any, logprobs: Any) -> None:
+    name = f"the teacher's distribution of token {position}"
     if not isinstance(tokens, list) or not isinstance(logprobs, list) or not tokens:
-        raise ValueError(f"{where} is empty: give its tokens and their log-probabilities")
+        raise ValueError(f"{name} is empty: give its tokens and their log-probabilities")
     if len(tokens) != len(logprobs):
-        raise ValueError(f"{where} has {len(tokens)} tokens and {len(logprobs)} log-probabilities")
-    if any(type(t) is not int or not 0 <= t < 2**31 for t in tokens) or len({*tokens}) < len(
-        tokens
-    ):
-        raise ValueError(f"{where} has a duplicate or negative id: {tokens!r:.100}")
-    real = all(
-        type(p) in (int, float) and LOWEST_LOGPROB <= p <= PROBABILITY_TOLERANCE for p in logprobs
+        raise ValueError(f"{name} has {len(tokens)} tokens and {len(logprobs)} log-probabilities")
+    are_ids = all(type(token) is int and 0 <= token < 2**31 for token in tokens)
+    if not are_ids or len(set(tokens)) < len(tokens):
+        raise ValueError(f"{name} has a duplicate or negative id: {tokens!r:.100}")
+    in_range = all(
+        type(p) in (int, float) and MIN_LOGPROB <= p <= PROBABILITY_TOLERANCE for p in logprobs
     )
-    if not real or np.exp(np.array(logprobs, dtype=np.float64)).sum() > 1 + PROBABILITY_TOLERANCE:
-        raise ValueError(f"{where} is none: its log-probabilities are {logprobs!r:.100}")
+    if not in_range or np.exp(np.array(logprobs, np.float64)).sum() > 1 + PROBABILITY_TOLERANCE:
+        raise ValueError(f"{name} is none: its log-probabilities are {logprobs!r:.100}")

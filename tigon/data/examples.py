@@ -6,7 +6,7 @@
 import zlib
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from functools import cached_property
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -16,16 +16,16 @@ from numpy.typing import DTypeLike
 
 from tigon.data.content_check import EmptyAnswer
 from tigon.data.formats import Format, Row
-from tigon.data.sources import LARGEST_ROW, Block, Source
+from tigon.data.sources import MAX_ROW_CHARS, Block, Source
 from tigon.utils.json import escape
 
-SUPERVISED = {"supervised": np.bool_}  # the column of the tokens that are to be learned
+SUPERVISED_COLUMN = {"supervised": np.bool_}  # the column of the tokens that are to be learned
 # A column that only some examples have, and what it is for the others. Examples in which it would
 # say nothing else have no such column.
 FILL_VALUES = {"loss_weights": 1.0, "reward": np.nan}
-WEIGHTED = {**SUPERVISED, "loss_weights": np.float32}
-NONE: Mapping[str, Any] = MappingProxyType({})
-TOKENS = ("teacher_tokens",)  # columns of tokens, besides those of the sequences
+WEIGHTED_COLUMNS = {**SUPERVISED_COLUMN, "loss_weights": np.float32}
+NO_COLUMNS: Mapping[str, Any] = MappingProxyType({})
+TOKEN_COLUMNS = ("teacher_tokens",)  # columns of tokens, besides those of the sequences
 MAX_ERRORS = 5  # bad rows that a report shows
 MAX_IGNORED_KEYS = 100
 
@@ -35,9 +35,10 @@ class Example(NamedTuple):
 
     ids: Sequence[int]
     per_token: Mapping[str, Any]  # as many values as ids
-    per_example: Mapping[str, Any] = NONE  # one value
+    per_example: Mapping[str, Any] = NO_COLUMNS  # one value
 
 
+Encoded = Sequence[Example] | ValueError  # a row's examples, or what is wrong with it
 Group = tuple[int, Sequence[Example]]  # a line, and the examples of its row
 
 
@@ -56,53 +57,39 @@ class EncodingReport:
     missing_openers: tuple[str, ...] = ()  # in which prompts end, and which conversations lack
 
     def __add__(self, other: "EncodingReport") -> "EncodingReport":
-        return EncodingReport(
-            self.rows + other.rows,
-            self.skipped + other.skipped,
-            self.unlearned + other.unlearned,
-            (self.errors + other.errors)[:MAX_ERRORS],
-            tuple(sorted({*self.ignored_keys, *other.ignored_keys}))[:MAX_IGNORED_KEYS],
-            self.empty + other.empty,
-            self.rewritten + other.rewritten,
-            self.extra + other.extra,
-            tuple(sorted({*self.missing_openers, *other.missing_openers}))[:MAX_ERRORS],
-        )
+        sums = {f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)}
+        sums["errors"] = sums["errors"][:MAX_ERRORS]
+        for name, limit in (("ignored_keys", MAX_IGNORED_KEYS), ("missing_openers", MAX_ERRORS)):
+            sums[name] = tuple(sorted(set(sums[name])))[:limit]
+        return EncodingReport(**sums)
 
     def lines(self) -> list[str]:
         """What a person should know of it."""
-        lines = []
-        if self.skipped:
-            named = "\n  ".join(self.errors)
-            lines.append(
-                f"{self.skipped:,} of {format_count(self.rows, 'row')} skipped as bad:\n  {named}"
-            )
-        if self.empty:
-            lines.append(
-                f"{format_count(self.empty, 'row')} with an empty answer, of those skipped"
-            )
-        if self.unlearned:
-            lines.append(f"{format_count(self.unlearned, 'row')} left out, whose weights are all 0")
-        if self.rewritten:
-            lines.append(
-                f"{format_count(self.rewritten, 'turn')} of the assistant not learned, as the chat "
-                f"template writes {'it' if self.rewritten == 1 else 'them'} differently when "
-                "others follow: train_on=all_turns learns each in an example of its own"
-            )
-        if self.extra:
-            lines.append(
-                f"{format_count(self.extra, 'extra example')}, for turns that the chat "
-                "template writes differently when others follow"
-            )
-        for opener in self.missing_openers:
-            lines.append(
+        pronoun = "it" if self.rewritten == 1 else "them"
+        skipped = "\n  ".join([f"{format_count(self.rows, 'row')} skipped as bad:", *self.errors])
+        lines = {
+            f"{self.skipped:,} of {skipped}": self.skipped,
+            f"{format_count(self.empty, 'row')} with an empty answer, of those skipped": self.empty,
+            f"{format_count(self.unlearned, 'row')} left out, whose weights are all 0": (
+                self.unlearned
+            ),
+            f"{format_count(self.rewritten, 'turn')} of the assistant not learned, as the chat "
+            f"template writes {pronoun} differently when others follow: train_on=all_turns learns "
+            "each in an example of its own": self.rewritten,
+            f"{format_count(self.extra, 'extra example')}, for turns that the chat template writes "
+            "differently when others follow": self.extra,
+            **{
                 f"the chat template's prompt ends in {opener!r}, and its conversations do not have "
-                "it: answers are learned without it"
-            )
-        if self.ignored_keys:
-            lines.append(f"keys of its rows that nothing reads: {', '.join(self.ignored_keys)}")
-        return lines
+                "it: answers are learned without it": True
+                for opener in self.missing_openers
+            },
+            f"keys of its rows that nothing reads: {', '.join(self.ignored_keys)}": (
+                self.ignored_keys
+            ),
+        }
+        return [line for line, applies in lines.items() if applies]
 
-    def why_empty(self) -> str:
+    def explain_empty(self) -> str:
         """Why these rows gave no example."""
         if not self.rows:
             return "has no rows"
@@ -141,7 +128,7 @@ class Examples:
         return len(self.offsets) - 1
 
     @property
-    def group_count(self) -> int:
+    def num_groups(self) -> int:
         """The number of groups; an example without a group is one of its own."""
         return len(self) if self.groups is None else len(self.groups) - 1
 
@@ -155,7 +142,7 @@ class Examples:
     @cached_property
     def highest(self) -> int:
         """The highest token, of a teacher's too; -1 without any."""
-        columns = [self.tokens, *(self.per_token[n] for n in TOKENS if n in self.per_token)]
+        columns = [self.tokens, *(self.per_token[n] for n in TOKEN_COLUMNS if n in self.per_token)]
         return max(int(column.max(initial=-1)) for column in columns)
 
     def identity(self) -> str:
@@ -190,7 +177,7 @@ class Examples:
         """The example that holds each token position."""
         return np.searchsorted(self.offsets, positions, side="right") - 1
 
-    def where(self, position: int) -> str:
+    def location(self, position: int) -> str:
         """The "file:line" of the example that holds token `position`."""
         file, line = self.origin[self.index(np.asarray(position))]
         return f"{self.files[file]}:{line}"
@@ -204,9 +191,9 @@ class Examples:
         return value if self.groups is None else zlib.crc32(self.groups.tobytes(), value)
 
 
-def format_count(number: int, what: str) -> str:
+def format_count(number: int, noun: str) -> str:
     """ "1 row", "2,000 rows"."""
-    return f"{number:,} {what}{'s' * (number != 1)}"
+    return f"{number:,} {noun}{'s' * (number != 1)}"
 
 
 class Encoder:
@@ -216,8 +203,8 @@ class Encoder:
     what `row` makes of a row.
     """
 
-    per_token: Mapping[str, DTypeLike] = SUPERVISED
-    per_example: Mapping[str, DTypeLike] = NONE
+    per_token: Mapping[str, DTypeLike] = SUPERVISED_COLUMN
+    per_example: Mapping[str, DTypeLike] = NO_COLUMNS
     skip_bad_rows = False
     uses_chat_template = False  # whether a chat template makes text of rows
     pass_report = EncodingReport()  # of a block's rows, besides what `row` returns
@@ -234,15 +221,15 @@ class Encoder:
         """Changes with whatever changes the examples of a row, such as the tokenizer."""
         raise NotImplementedError
 
-    def row(self, row: Row, form: Format) -> Sequence[Example]:
+    def row(self, row: Row, format: Format) -> Sequence[Example]:
         """The examples of a row, a group if there are several; ValueError for a bad row."""
         raise NotImplementedError
 
-    def batch(self, rows: Sequence[Row], form: Format) -> Iterator[Sequence[Example] | ValueError]:
+    def batch(self, rows: Sequence[Row], format: Format) -> Iterator[Encoded]:
         """`row` of each, or its error; for encoders that are faster with many at once."""
         for row in rows:
             try:
-                yield self.row(row, form)
+                yield self.row(row, format)
             except ValueError as error:
                 yield error
             except RecursionError:
@@ -252,7 +239,7 @@ class Encoder:
         """The groups that the examples of a row form."""
         return [examples] if self.grouped else [[example] for example in examples]
 
-    def ignored(self, row: Row, form: Format) -> set[str]:
+    def ignored(self, row: Row, format: Format) -> set[str]:
         """The keys of a row that are not read."""
         return set()
 
@@ -278,7 +265,7 @@ class Encoder:
                 empty = isinstance(examples, EmptyAnswer)
                 report += EncodingReport(skipped=1, errors=(message,), empty=int(empty))
             elif examples:
-                groups += [(line, own) for own in self.group_examples(examples)]
+                groups += [(line, group) for group in self.group_examples(examples)]
             else:
                 report += EncodingReport(unlearned=1)
         report += (
@@ -290,12 +277,10 @@ class Encoder:
 
 def _check_size(row: Row | ValueError) -> Row | ValueError:
     """The row, or what is wrong if it is too large for a tokenizer."""
-    if isinstance(row, ValueError) or (size := _count_characters(row)) <= LARGEST_ROW:
+    if isinstance(row, ValueError) or (size := _count_characters(row)) <= MAX_ROW_CHARS:
         return row
-    return ValueError(
-        f"has {size:,} characters, and tokenizing takes at most {LARGEST_ROW:,} at a time: divide "
-        "the row, or leave it out"
-    )
+    limit = f"tokenizing takes at most {MAX_ROW_CHARS:,} at a time"
+    return ValueError(f"has {size:,} characters, and {limit}: divide the row, or leave it out")
 
 
 def _count_characters(value: Any) -> int:
@@ -311,31 +296,29 @@ def read(sources: Iterable[Source], encoder: Encoder) -> Examples:
     pieces: list[Examples] = []
     for source in sources:
         opened = encoder.open(source)
-        own = [encoder(block) for block in opened.blocks()]
-        if not any(map(len, own)):
-            raise ValueError(
-                f"{source.name} {sum((p.report for p in own), EncodingReport()).why_empty()}"
-            )
-        pieces += own
+        parts = [encoder(block) for block in opened.blocks()]
+        if not any(map(len, parts)):
+            report = sum((part.report for part in parts), EncodingReport())
+            raise ValueError(f"{source.name} {report.explain_empty()}")
+        pieces += parts
     return join(pieces)
 
 
 def join(pieces: Sequence[Examples]) -> Examples:
     """Examples one after the other; without a column, examples get its value in FILLS."""
     files = tuple(dict.fromkeys(file for piece in pieces for file in piece.files))
-    place = {file: i for i, file in enumerate(files)}
     origins = []
     for piece in pieces:
-        of = np.array([place[file] for file in piece.files], dtype=np.int32)
-        origins.append(np.stack([of[piece.origin[:, 0]], piece.origin[:, 1]], axis=1))
+        indices = np.array([files.index(file) for file in piece.files], dtype=np.int32)
+        origins.append(np.stack([indices[piece.origin[:, 0]], piece.origin[:, 1]], axis=1))
 
     def ends(offsets: Iterable[np.ndarray]) -> np.ndarray:
         return np.concatenate([[0], np.cumsum(np.concatenate([np.diff(o) for o in offsets]))])
 
     def columns(kind: str) -> dict[str, np.ndarray]:
         names = dict.fromkeys(name for piece in pieces for name in getattr(piece, kind))
-        each = {name: [column(p, kind, name) for p in pieces] for name in names}
-        return {name: np.concatenate(pad_columns(name, arrays)) for name, arrays in each.items()}
+        arrays = {name: [column(piece, kind, name) for piece in pieces] for name in names}
+        return {name: np.concatenate(pad_columns(name, values)) for name, values in arrays.items()}
 
     def column(piece: Examples, kind: str, name: str) -> np.ndarray:
         if name in getattr(piece, kind) or name not in FILL_VALUES:
@@ -362,8 +345,8 @@ def collect(
     file: str,
     groups: Iterable[Group],
     report: EncodingReport = EncodingReport(),
-    per_token: Mapping[str, DTypeLike] = SUPERVISED,
-    per_example: Mapping[str, DTypeLike] = NONE,
+    per_token: Mapping[str, DTypeLike] = SUPERVISED_COLUMN,
+    per_example: Mapping[str, DTypeLike] = NO_COLUMNS,
 ) -> Examples:
     """Examples from groups of them, one group a line of the file, with columns of these dtypes.
 
@@ -371,22 +354,22 @@ def collect(
     ValueError if an example lacks a column or has another.
     """
     tokens, offsets, lines, ends = array("i"), array("q", [0]), array("i"), array("q", [0])
-    token_columns, example_columns = _Columns(per_token), _Columns(per_example)
+    token_columns, example_columns = _ColumnBuffers(per_token), _ColumnBuffers(per_example)
     for line, examples in groups:
-        where = f"{file}:{line}"
+        location = f"{file}:{line}"
         for ids, token_values, example_values in examples:
             tokens += array("i", ids)  # twice as fast as extend(ids)
-            token_columns.extend(token_values, len(ids), where)
+            token_columns.extend(token_values, len(ids), location)
             values = {name: [value] for name, value in example_values.items()}
-            example_columns.extend(values, 1, where)
+            example_columns.extend(values, 1, location)
             offsets.append(len(tokens))
             lines.append(line)
         ends.append(len(offsets) - 1)
-    of_line = np.array(lines, dtype=np.int32)
+    line_numbers = np.array(lines, dtype=np.int32)
     return Examples(
         np.array(tokens, dtype=np.int32),
         np.array(offsets, dtype=np.int64),
-        np.stack([np.zeros_like(of_line), of_line], axis=1),
+        np.stack([np.zeros_like(line_numbers), line_numbers], axis=1),
         (file,),
         token_columns.arrays(),
         example_columns.arrays(),
@@ -395,7 +378,7 @@ def collect(
     )
 
 
-class _Columns:
+class _ColumnBuffers:
     """Values end to end in buffers: as Python objects they would take many times the memory."""
 
     def __init__(self, dtypes: Mapping[str, DTypeLike]):
@@ -404,34 +387,33 @@ class _Columns:
         self.shapes: dict[str, tuple[int, ...]] = {}  # of one value
         self.count = 0
 
-    def extend(self, values: Mapping[str, Any], count: int, where: str) -> None:
-        needed = self.dtypes.keys() - FILL_VALUES.keys()
-        if not needed <= values.keys() <= self.dtypes.keys():
-            given, declared = (", ".join(names) or "none" for names in (values, self.dtypes))
-            raise ValueError(f"{where}: has the columns {given}, and not {declared}")
+    def extend(self, values: Mapping[str, Any], count: int, location: str) -> None:
+        required = self.dtypes.keys() - FILL_VALUES.keys()
+        if not required <= values.keys() <= self.dtypes.keys():
+            names, declared = (", ".join(keys) or "none" for keys in (values, self.dtypes))
+            raise ValueError(f"{location}: has the columns {names}, and not {declared}")
         for name in values.keys() - self.buffers.keys():
-            self.buffers[name] = bytearray(self._filled(name, self.count).tobytes())
+            self.buffers[name] = bytearray(self._fill(name, self.count).tobytes())
         for name, buffer in self.buffers.items():
-            column = values[name] if name in values else self._filled(name, count)
+            column = values[name] if name in values else self._fill(name, count)
             new = np.asarray(column, dtype=self.dtypes[name])
             if len(new) != count:
-                raise ValueError(f"{where}: {name} has {len(new)} values for {count} tokens")
+                raise ValueError(f"{location}: {name} has {len(new)} values for {count} tokens")
             if not count:
                 continue
             before = self.shapes.setdefault(name, new.shape[1:])
             shape = self.shapes[name] = widest_shape(name, before, new.shape[1:])
             if shape != before:
-                held = np.frombuffer(buffer, new.dtype).reshape(self.count, *before)
-                self.buffers[name] = bytearray(pad_column(name, held, shape).tobytes())
+                stored = np.frombuffer(buffer, new.dtype).reshape(self.count, *before)
+                self.buffers[name] = bytearray(pad_column(name, stored, shape).tobytes())
             new = pad_column(name, new, shape)
             if new.shape[1:] != shape:
-                raise ValueError(
-                    f"{where}: a value of {name} has shape {new.shape[1:]}, not {shape} as before"
-                )
+                text = f"a value of {name} has shape {new.shape[1:]}, not {shape} as before"
+                raise ValueError(f"{location}: {text}")
             self.buffers[name] += new.tobytes()
         self.count += count
 
-    def _filled(self, name: str, count: int) -> np.ndarray:
+    def _fill(self, name: str, count: int) -> np.ndarray:
         return np.full(count, FILL_VALUES[name], dtype=self.dtypes[name])
 
     def arrays(self) -> dict[str, np.ndarray]:
@@ -442,10 +424,7 @@ class _Columns:
         }
 
 
-# Columns whose values are lists of different lengths; what is stored or taken together has the
-# width of the longest.
-#
-# N values, K in the longest
+# Columns of lists [N, k] of different lengths, stored as [N, K]: as wide as the longest
 
 PAD_VALUES = {"teacher_tokens": -1, "teacher_logprobs": 0.0}  # what a shorter list has at its end
 

@@ -14,12 +14,16 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from tigon.data.collate import BatchLine, MicroBatch, collate
-from tigon.data.mixture import Corpus, Window, ranges
+from tigon.data.mixture import Corpus, Window, concat_ranges
 from tigon.data.packing import PackedRows, PackingReport
 
-RECENT = 8  # windows, and calls for a step, that stay at hand: a thread reads ahead of training
-EMPTY = 2**16  # examples without a row, after which a stream, which may not end, is given up
-QUADRATIC = 2**15  # tokens of a sequence whose attention costs as much as all else, about
+MAX_RECENT = 8  # windows, and calls for a step, that stay at hand: a thread reads ahead of training
+MAX_EMPTY_EXAMPLES = (
+    2**16
+)  # examples without a row, after which a stream, which may not end, is given up
+ATTENTION_COST_TOKENS = (
+    2**15
+)  # tokens of a sequence whose attention costs as much as all else, about
 
 
 class WindowSource(Protocol):
@@ -30,7 +34,7 @@ class WindowSource(Protocol):
     @property
     def per_epoch(self) -> int | None: ...  # None: not known
     def window(self, number: int) -> Window: ...
-    def keep(self, number: int) -> None: ...
+    def release_before(self, number: int) -> None: ...
     def state(self, number: int) -> dict[str, Any]: ...
     def identity(self) -> str: ...
     def sample(self) -> str: ...
@@ -103,9 +107,9 @@ class Loader:
         self._first_steps: list[int] = [start["first_step"]]  # of each epoch that has begun
         self._epochs: list[int] = [0]  # their first places
         self._rows_before: int = start["rows"]  # rows of the first epoch before its first place
-        self._places: list[WindowRows] = []
+        self._window_rows: list[WindowRows] = []
         self._packed: dict[int, PackedWindow] = {}
-        self._recent: deque[set[int]] = deque(maxlen=RECENT)
+        self._recent: deque[set[int]] = deque(maxlen=MAX_RECENT)
         # Counts of recent steps, kept so that training does not wait for the prefetch thread
         self._counts: dict[int, tuple[np.ndarray, np.ndarray, int]] = {}  # as `lengths` has them
         self._lock = RLock()  # a thread reads ahead
@@ -117,8 +121,8 @@ class Loader:
         if self.windows.per_epoch is None:
             return None
         with self._lock:
-            while len(self._places) < self.windows.per_epoch:
-                self._extend()
+            while len(self._window_rows) < self.windows.per_epoch:
+                self._append_window()
             return self._steps(0)
 
     def report(self) -> PackingReport:
@@ -136,7 +140,7 @@ class Loader:
         Every rank gets the same number: one that has run out of rows gets a line of padding.
         """
         with self._lock:
-            pieces = self._pieces(step)
+            pieces = self._window_slices(step)
             columns = pieces[0][0].window.corpus
             cost = np.concatenate([packed.cost[rows] for packed, rows in pieces])
             rows = [(packed, row) for packed, some in pieces for row in some]
@@ -150,10 +154,10 @@ class Loader:
                 counts = np.array([len(packed.rows[row]) for packed, row in rows])
                 first = np.cumsum(counts) - counts
                 for i, some in enumerate(each):
-                    numbers = ranges(first[some], counts[some])
+                    numbers = concat_ranges(first[some], counts[some])
                     batches[i] = batches[i].with_dropout(self.dropout_seed, step, numbers)
-            self._counts[step] = self._count(pieces)
-            if len(self._counts) > RECENT:
+            self._counts[step] = self._count_tokens(pieces)
+            if len(self._counts) > MAX_RECENT:
                 del self._counts[next(iter(self._counts))]
             return batches
 
@@ -165,10 +169,10 @@ class Loader:
     def lengths(self, step: int) -> tuple[np.ndarray, np.ndarray, int]:
         """The tokens of each sequence in the global batch, how many of another one it goes on from,
         int64 both, and the predicted ones of all."""
-        if (known := self._counts.get(step)) is not None:
-            return known
+        if (counts := self._counts.get(step)) is not None:
+            return counts
         with self._lock:
-            return self._count(self._pieces(step))
+            return self._count_tokens(self._window_slices(step))
 
     @cached_property
     def targets(self) -> int:
@@ -176,12 +180,12 @@ class Loader:
         assert self.steps_per_epoch is not None
         return sum(self.counts(step)[1] for step in range(self.steps_per_epoch))
 
-    def where(self, step: int) -> list[str]:
+    def location(self, step: int) -> list[str]:
         """The "file:line" of each example in the global batch."""
         with self._lock:
             return [
-                packed.window.corpus.where(start)
-                for packed, rows in self._pieces(step)
+                packed.window.corpus.location(start)
+                for packed, rows in self._window_slices(step)
                 for row in rows
                 for start, _ in packed.rows[row]
             ]
@@ -191,10 +195,10 @@ class Loader:
         if self.windows.per_epoch is not None:
             return {}
         with self._lock:
-            epoch, first, _ = self._find(step)
-            place = next(p for p in self._of(epoch) if p.end > first)
-            own = {"first_step": self._first_steps[epoch], "rows": place.begin}
-            return own | self.windows.state(place.number)
+            epoch, first, _ = self._locate_step(step)
+            place = next(p for p in self._epoch_windows(epoch) if p.end > first)
+            cursor = {"first_step": self._first_steps[epoch], "rows": place.begin}
+            return cursor | self.windows.state(place.number)
 
     def identity(self) -> str:
         """Changes with the data."""
@@ -212,32 +216,34 @@ class Loader:
     def batch(self, step: int) -> list[tuple[Window, PackedRows, np.ndarray]]:
         """The windows of the global batch, and which of their rows it takes, in order."""
         with self._lock:
-            return [(packed.window, packed.rows, rows) for packed, rows in self._pieces(step)]
+            return [
+                (packed.window, packed.rows, rows) for packed, rows in self._window_slices(step)
+            ]
 
-    def _count(self, pieces: WindowSlices) -> tuple[np.ndarray, np.ndarray, int]:
+    def _count_tokens(self, pieces: WindowSlices) -> tuple[np.ndarray, np.ndarray, int]:
         lengths, before, targets = [], [], 0
         for packed, rows in pieces:
             lines = [packed.rows.line(row) for row in rows]
-            spans = np.concatenate([own for own, _ in lines])
+            spans = np.concatenate([line_spans for line_spans, _ in lines])
             lengths.append(np.diff(spans)[:, 0])
             before += [shared for _, shared in lines]
             targets += int(packed.window.corpus.targets(spans).sum())
         return np.concatenate(lengths), np.concatenate(before), targets
 
-    def _pieces(self, step: int) -> WindowSlices:
-        epoch, first, stop = self._find(step)
-        found, numbers = [], set()
-        for place in self._of(epoch):
+    def _window_slices(self, step: int) -> WindowSlices:
+        epoch, first, stop = self._locate_step(step)
+        slices, numbers = [], set()
+        for place in self._epoch_windows(epoch):
             if max(place.begin, first) < min(place.end, stop):  # a window may have no rows
                 packed = self._window(place.number)
                 rows = packed.order[max(0, first - place.begin) : stop - place.begin]
-                found.append((packed, rows))
+                slices.append((packed, rows))
                 numbers.add(place.number)
         self._recent.append(numbers)
-        self._forget()
-        return found
+        self._evict_windows()
+        return slices
 
-    def _find(self, step: int) -> tuple[int, int, int]:
+    def _locate_step(self, step: int) -> tuple[int, int, int]:
         """The epoch of a step, counted from the first that is known, and its rows in that."""
         while True:
             epoch = bisect_right(self._first_steps, step) - 1
@@ -245,52 +251,54 @@ class Loader:
                 raise ValueError(f"this stream begins after step {step}")
             first = (step - self._first_steps[epoch]) * self.batch_size
             stop = first + self.batch_size
-            places = self._of(epoch)
+            places = self._epoch_windows(epoch)
             end = places[-1].end if places else 0
             if epoch < len(self._epochs) - 1 or stop <= end:
                 return epoch, first, min(stop, end)
             if not (places and places[-1].last):
-                self._extend()
+                self._append_window()
             elif first < end:
                 return epoch, first, end
             else:
                 self._first_steps.append(self._first_steps[epoch] + self._steps(epoch))
-                self._epochs.append(len(self._places))
+                self._epochs.append(len(self._window_rows))
 
-    def _of(self, epoch: int) -> list[WindowRows]:
+    def _epoch_windows(self, epoch: int) -> list[WindowRows]:
         last = epoch == len(self._epochs) - 1
-        end = len(self._places) if last else self._epochs[epoch + 1]
-        return self._places[self._epochs[epoch] : end]
+        end = len(self._window_rows) if last else self._epochs[epoch + 1]
+        return self._window_rows[self._epochs[epoch] : end]
 
     def _steps(self, epoch: int) -> int:
-        return -(-self._of(epoch)[-1].end // self.batch_size)
+        return -(-self._epoch_windows(epoch)[-1].end // self.batch_size)
 
-    def _extend(self) -> None:
+    def _append_window(self) -> None:
         """Learn how many rows the next window has."""
-        number = len(self._places)
+        number = len(self._window_rows)
         fresh = number == self._epochs[-1]
-        begin = 0 if fresh else self._places[-1].end
+        begin = 0 if fresh else self._window_rows[-1].end
         if number == 0:
             begin = self._rows_before
         if self.windows.repeats and self.windows.per_epoch and number >= self.windows.per_epoch:
-            same = self._places[number - self.windows.per_epoch]
-            self._places.append(same._replace(number=number, epoch=same.epoch + 1))
+            same = self._window_rows[number - self.windows.per_epoch]
+            self._window_rows.append(same._replace(number=number, epoch=same.epoch + 1))
             return
         packed = self._window(number)
         window = packed.window
         end = begin + len(packed.rows)
         if number < (self.windows.per_epoch or 0):
             self._report.add(window, packed.rows)
-        endless = self.windows.per_epoch is None and (number + 1) * len(window) >= EMPTY
+        endless = (
+            self.windows.per_epoch is None and (number + 1) * len(window) >= MAX_EMPTY_EXAMPLES
+        )
         if end == 0 and (window.last or endless):
-            limits = ["max_length"] * (packed.rows.lost.left_by_most > 0)
-            if packed.rows.lost.left_by_row or not limits:
+            limits = ["max_length"] * (packed.rows.truncation.max_length_drops > 0)
+            if packed.rows.truncation.row_drops or not limits:
                 limits.append(f"seq_len {packed.rows.seq_len}")
             raise ValueError(
                 f"no example of {', '.join(window.corpus.files)} has anything to learn within "
                 f"{' and '.join(limits)}"
             )
-        self._places.append(WindowRows(number, window.epoch, begin, end, window.last))
+        self._window_rows.append(WindowRows(number, window.epoch, begin, end, window.last))
 
     def _window(self, number: int) -> PackedWindow:
         if number in self._packed:
@@ -303,20 +311,23 @@ class Loader:
             window = self.windows.window(number)
             rows = self.pack(window)
             sizes = np.diff(rows.spans)[:, 0]
-            first, costs = rows.offsets[:-1], sizes * (sizes + 2 * rows.shared + QUADRATIC)
+            first, costs = (
+                rows.offsets[:-1],
+                sizes * (sizes + 2 * rows.shared + ATTENTION_COST_TOKENS),
+            )
             tokens, cost = (np.add.reduceat(v, first) if len(v) else v for v in (sizes, costs))
             packed = PackedWindow(window, rows, tokens, cost, self._order(window, len(rows)))
         self._packed[number] = packed
-        self._forget()
+        self._evict_windows()
         return packed
 
-    def _forget(self) -> None:
+    def _evict_windows(self) -> None:
         """Windows that no recent step takes."""
         recent = set().union(*self._recent)
-        for number in list(self._packed)[:-RECENT]:
+        for number in list(self._packed)[:-MAX_RECENT]:
             if number not in recent:
                 del self._packed[number]
-        self.windows.keep(min(recent, default=0))
+        self.windows.release_before(min(recent, default=0))
 
     def _order(self, window: Window, rows: int) -> np.ndarray:
         if self.seed is None:

@@ -10,7 +10,11 @@ from typing import Any
 
 from tigon.utils.json import object_from_pairs
 
-ROLES = {"function": "tool", "human": "user", "gpt": "assistant"}  # and what templates call them
+ROLE_ALIASES = {
+    "function": "tool",
+    "human": "user",
+    "gpt": "assistant",
+}  # and what templates call them
 TEXT_PARTS = ("text", "input_text", "output_text")  # types of content parts in OpenAI's APIs
 
 
@@ -20,7 +24,7 @@ def normalize_messages(messages: list[Any], name: str) -> list[Any]:
     What is no message at all stays as it is: whoever renders it says so.
     """
     return [
-        _message(message, f"{name}[{i}]") if isinstance(message, dict) else message
+        _normalize_message(message, f"{name}[{i}]") if isinstance(message, dict) else message
         for i, message in enumerate(messages)
     ]
 
@@ -34,7 +38,9 @@ def normalize_tools(tools: Any, name: str) -> list[Any] | None:
         raise ValueError(
             f"{name!r} must be a list, or its JSON as text, not {type(tools).__name__}"
         )
-    return [_tool(read_json(tool, f"{name}[{i}]")) for i, tool in enumerate(tools)] or None
+    return [
+        _normalize_tool(read_json(tool, f"{name}[{i}]")) for i, tool in enumerate(tools)
+    ] or None
 
 
 def read_messages(text: str) -> Any:
@@ -62,26 +68,26 @@ def read_json(value: Any, name: str) -> Any:
         raise ValueError(f"{name} is text, but not valid JSON: {error}") from None
 
 
-def _message(message: dict[str, Any], name: str) -> dict[str, Any]:
-    plain = _present(message)
-    if plain.get("role") in ROLES:
-        plain["role"] = ROLES[plain["role"]]
+def _normalize_message(message: dict[str, Any], name: str) -> dict[str, Any]:
+    plain = _drop_nulls(message)
+    if plain.get("role") in ROLE_ALIASES:
+        plain["role"] = ROLE_ALIASES[plain["role"]]
     if isinstance(plain.get("content"), list):
-        plain["content"] = _content(plain["content"], plain.get("role"), f"{name}['content']")
+        plain["content"] = _join_content(plain["content"], plain.get("role"), f"{name}['content']")
     calls = read_json(plain.pop("tool_calls", None), f"{name}['tool_calls']") or []
     if not isinstance(calls, list):
         raise ValueError(f"{name}['tool_calls'] must be a list, not {calls!r:.100}")
     legacy = read_json(plain.pop("function_call", None), f"{name}['function_call']")
     if calls:
         plain["tool_calls"] = [
-            _tool_call(call, f"{name}['tool_calls'][{j}]") for j, call in enumerate(calls)
+            _normalize_tool_call(call, f"{name}['tool_calls'][{j}]") for j, call in enumerate(calls)
         ]
     elif legacy:
-        plain["tool_calls"] = [_tool_call(legacy, f"{name}['function_call']")]
+        plain["tool_calls"] = [_normalize_tool_call(legacy, f"{name}['function_call']")]
     return plain
 
 
-def _content(parts: list[Any], role: Any, name: str) -> Any:
+def _join_content(parts: list[Any], role: Any, name: str) -> Any:
     """The text of content parts. A tool's result may be any other list, which stays as it is."""
     if not all(isinstance(part, dict) and part.keys() & {"type", "text"} for part in parts):
         return parts
@@ -101,7 +107,7 @@ def _content(parts: list[Any], role: Any, name: str) -> Any:
     return "".join(texts)
 
 
-def _tool_call(call: Any, name: str) -> dict[str, Any]:
+def _normalize_tool_call(call: Any, name: str) -> dict[str, Any]:
     call = read_json(call, name)
     if isinstance(call, dict) and call.get("function") is None:  # without the wrapper
         outer = {"id": call.get("id"), "type": "function"}
@@ -119,10 +125,10 @@ def _tool_call(call: Any, name: str) -> dict[str, Any]:
     function = {"name": function["name"], "arguments": arguments or {}} | {
         key: value for key, value in function.items() if key not in ("name", "arguments")
     }
-    return _present(outer) | {"function": _present(function)}
+    return _drop_nulls(outer) | {"function": _drop_nulls(function)}
 
 
-def _tool(tool: Any) -> Any:
+def _normalize_tool(tool: Any) -> Any:
     if not isinstance(tool, dict):
         return tool
     function = tool.get("function")
@@ -135,6 +141,6 @@ def _tool(tool: Any) -> Any:
     return tool if function is None else tool | {"function": function}
 
 
-def _present(values: dict[str, Any]) -> dict[str, Any]:
+def _drop_nulls(values: dict[str, Any]) -> dict[str, Any]:
     """Without the nulls that Arrow, and what is exported from it, gives keys that are not there."""
     return {key: value for key, value in values.items() if value is not None}

@@ -21,28 +21,30 @@ WEIGHT_RESOLUTION = 10**6  # into which the weights of a mixture are resolved
 class Corpus:
     """Parts end to end: tokens, examples and groups are numbered through all of them."""
 
-    def __init__(self, parts: Sequence[Examples], *, always: Mapping[str, DTypeLike] | None = None):
+    def __init__(
+        self, parts: Sequence[Examples], *, extra_columns: Mapping[str, DTypeLike] | None = None
+    ):
         """A column that only some parts have is the value in FILLS elsewhere. Those columns that
-        are in `always` are there even if no part has them.
+        are in `extra_columns` are there even if no part has them.
         """
         self.parts = tuple(parts)
-        self.first_token = _starts([len(part.tokens) for part in parts])
-        self.first_group = _starts([part.group_count for part in parts])
+        self.first_token = _offsets([len(part.tokens) for part in parts])
+        self.first_group = _offsets([part.num_groups for part in parts])
         self.columns: dict[str, dict[str, np.ndarray]] = {"per_token": {}, "per_example": {}}
-        for kind, known in self.columns.items():
+        for kind, columns in self.columns.items():
             for part in parts:
                 for name, column in getattr(part, kind).items():
-                    own, before = pad_columns(name, [column[:0], known.get(name, column)[:0]])
+                    values, before = pad_columns(name, [column[:0], columns.get(name, column)[:0]])
                     if len(part):
-                        _check_shape(name, own, before, part.files)
-                    known[name] = own
-            for name in known:
+                        _check_shape(name, values, before, part.files)
+                    columns[name] = values
+            for name in columns:
                 # A part of a stream's window may be empty
                 if name not in FILL_VALUES and any(
                     name not in getattr(p, kind) for p in parts if len(p)
                 ):
                     raise ValueError(f"only some of the data has the column {name}")
-        for name, dtype in (always or {}).items():
+        for name, dtype in (extra_columns or {}).items():
             if name in FILL_VALUES:
                 self.columns["per_token"].setdefault(name, np.empty(0, dtype))
         self.files = tuple(dict.fromkeys(file for part in parts for file in part.files))
@@ -55,8 +57,8 @@ class Corpus:
         with self._lock:
             if not self._added:
                 return examples
-            own = slice(*self.first_token[part : part + 2].tolist())
-            added = {name: values[own] for name, values in self._added.items()}
+            bounds = slice(*self.first_token[part : part + 2].tolist())
+            added = {name: values[bounds] for name, values in self._added.items()}
         return replace(examples, per_token={**examples.per_token, **added})
 
     def add(self, name: str, values: np.ndarray) -> None:
@@ -65,19 +67,19 @@ class Corpus:
             self._added[name] = values
             self.columns["per_token"][name] = values[:0]
 
-    def where(self, position: int) -> str:
+    def location(self, position: int) -> str:
         """The "file:line" of the example that holds a token."""
         examples, start, _ = next(self.slices(np.array([[position, position]])))
-        return examples.where(start)
+        return examples.location(start)
 
     def slices(self, spans: np.ndarray) -> Iterator[tuple[Examples, int, int]]:
         """Whose each span [S, 2] of tokens is, and where in it."""
-        parts = self.parts_of(spans)
+        parts = self.part_indices(spans)
         local = spans - self.first_token[parts][:, None]
         for part, (start, stop) in zip(parts.tolist(), local.tolist(), strict=True):
             yield self.open(part), start, stop
 
-    def parts_of(self, spans: np.ndarray) -> np.ndarray:
+    def part_indices(self, spans: np.ndarray) -> np.ndarray:
         """int64 [S], the part of each span."""
         return np.searchsorted(self.first_token, spans[:, 0], side="right") - 1
 
@@ -119,25 +121,25 @@ class Window:
         parts = np.searchsorted(corpus.first_group, groups, side="right") - 1
         values = np.zeros((3, 0), dtype=np.int64)  # starts, stops, targets
         sizes = np.zeros(len(groups), dtype=np.int64)
-        taken = []
+        slots = []
         for part in np.unique(parts):
             examples = corpus.parts[int(part)]
-            places = np.flatnonzero(parts == part)
-            local = groups[places] - corpus.first_group[part]
-            first, sizes[places] = local, 1
+            positions = np.flatnonzero(parts == part)
+            local = groups[positions] - corpus.first_group[part]
+            first, sizes[positions] = local, 1
             if examples.groups is not None:
                 first = examples.groups[local]
-                sizes[places] = examples.groups[local + 1] - first
-            chosen = ranges(first, sizes[places])
-            bounds = examples.offsets[chosen], examples.offsets[chosen + 1]
+                sizes[positions] = examples.groups[local + 1] - first
+            indices = concat_ranges(first, sizes[positions])
+            bounds = examples.offsets[indices], examples.offsets[indices + 1]
             base = corpus.first_token[part]
-            values = np.stack([bounds[0] + base, bounds[1] + base, examples.targets[chosen]])
-            taken.append((places, values.astype(np.int64)))
-        offsets = _starts(sizes)
-        whole = np.zeros((3, int(offsets[-1])), dtype=np.int64)
-        for places, values in taken:
-            whole[:, ranges(offsets[places], sizes[places])] = values
-        starts, stops, counts = whole
+            values = np.stack([bounds[0] + base, bounds[1] + base, examples.targets[indices]])
+            slots.append((positions, values.astype(np.int64)))
+        offsets = _offsets(sizes)
+        merged = np.zeros((3, int(offsets[-1])), dtype=np.int64)
+        for positions, values in slots:
+            merged[:, concat_ranges(offsets[positions], sizes[positions])] = values
+        starts, stops, counts = merged
         return cls(corpus, starts, stops, counts, offsets, epoch, index, last)
 
     def __len__(self) -> int:
@@ -145,7 +147,7 @@ class Window:
 
 
 @dataclass(frozen=True)
-class Order:
+class GroupOrder:
     """Which group comes at each place of an endless order, by the groups that every entry has.
 
     With weights, entry i has its share w_i / sum(w) of every stretch of the order, and begins again
@@ -154,10 +156,10 @@ class Order:
 
     sizes: tuple[int, ...]
     weights: tuple[float, ...] | None = None
-    pattern: "Pattern | None" = field(init=False)
+    pattern: "DrawPattern | None" = field(init=False)
 
     def __post_init__(self) -> None:
-        pattern = None if self.weights is None else Pattern(self.weights)
+        pattern = None if self.weights is None else DrawPattern(self.weights)
         object.__setattr__(self, "pattern", pattern)
 
     @property
@@ -166,11 +168,11 @@ class Order:
 
     def __call__(self, start: int, stop: int) -> np.ndarray:
         """int64, the groups at the places from `start` to `stop`, numbered through all entries."""
-        places = np.arange(start, stop)
+        positions = np.arange(start, stop)
         if self.pattern is None:
-            return places % self.epoch
-        entry, index = self.pattern(places)
-        return _starts(self.sizes)[entry] + index % np.array(self.sizes)[entry]
+            return positions % self.epoch
+        entry, index = self.pattern(positions)
+        return _offsets(self.sizes)[entry] + index % np.array(self.sizes)[entry]
 
     def passes(self) -> list[float]:
         """How often an epoch takes each entry."""
@@ -178,10 +180,10 @@ class Order:
             return [1.0] * len(self.sizes)
         total = sum(self.pattern.shares)
         draws = [self.epoch * share / total for share in self.pattern.shares]
-        return [drawn / size for drawn, size in zip(draws, self.sizes, strict=True)]
+        return [count_drawn / size for count_drawn, size in zip(draws, self.sizes, strict=True)]
 
 
-class Pattern:
+class DrawPattern:
     """Which entry has each place: the j-th of entry i comes at (j + 1/2) / w_i, merged.
 
     With whole numbers for weights, as shares of a million, that repeats after their sum.
@@ -191,21 +193,21 @@ class Pattern:
         shares = [max(1, round(WEIGHT_RESOLUTION * weight / sum(weights))) for weight in weights]
         self.shares = [share // gcd(*shares) for share in shares]
         entries = np.repeat(np.arange(len(self.shares)), self.shares)
-        index = ranges(np.zeros(len(self.shares), dtype=np.int64), np.array(self.shares))
+        index = concat_ranges(np.zeros(len(self.shares), dtype=np.int64), np.array(self.shares))
         # (2 j + 1) / (2 w_i), exactly the same float wherever two are equal
         keys = (2 * index + 1) / np.array(self.shares)[entries]
         order = np.argsort(keys, kind="stable")  # of equal ones, the first entry
         self.entries, self.index = entries[order], index[order]
 
-    def __call__(self, places: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def __call__(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """The entry that has each place, and which of its groups, counted without an end."""
-        times, place = np.divmod(places, len(self.entries))
+        times, place = np.divmod(positions, len(self.entries))
         entry = self.entries[place]
         return entry, times * np.array(self.shares)[entry] + self.index[place]
 
-    def drawn(self, places: int) -> np.ndarray:
+    def count_drawn(self, positions: int) -> np.ndarray:
         """How many groups of each entry come before a place."""
-        times, place = divmod(places, len(self.entries))
+        times, place = divmod(positions, len(self.entries))
         some = np.bincount(self.entries[:place], minlength=len(self.shares))
         return times * np.array(self.shares) + some
 
@@ -223,8 +225,8 @@ class Mixture:
         """`entries`: the parts of each entry, which has one weight; `size`: groups in a window."""
         self.corpus = Corpus([part for parts in entries for part in parts])
         self.entry_of_part = [i for i, parts in enumerate(entries) for _ in parts]
-        sizes = tuple(sum(part.group_count for part in parts) for parts in entries)
-        self.order = Order(sizes, None if weights is None else tuple(weights))
+        sizes = tuple(sum(part.num_groups for part in parts) for parts in entries)
+        self.order = GroupOrder(sizes, None if weights is None else tuple(weights))
         self.size = size
         self.per_epoch = -(-self.order.epoch // size)
 
@@ -247,7 +249,7 @@ class Mixture:
         """Whether the windows of every epoch hold the same."""
         return self.order.pattern is None
 
-    def keep(self, number: int) -> None:
+    def release_before(self, number: int) -> None:
         """Windows before this one are not needed: nothing of them is kept anyway."""
 
     def state(self, number: int) -> dict[str, Any]:
@@ -291,11 +293,11 @@ def check_vocabulary(parts: Sequence[Examples], size: int) -> None:
         )
 
 
-def ranges(starts: np.ndarray, sizes: np.ndarray) -> np.ndarray:
+def concat_ranges(starts: np.ndarray, sizes: np.ndarray) -> np.ndarray:
     """int64, the numbers starts[i] .. starts[i] + sizes[i] - 1, for every i."""
     ends = np.cumsum(sizes)
     return np.arange(int(ends[-1]) if len(ends) else 0) + np.repeat(starts - ends + sizes, sizes)
 
 
-def _starts(sizes: Sequence[int] | np.ndarray) -> np.ndarray:
+def _offsets(sizes: Sequence[int] | np.ndarray) -> np.ndarray:
     return np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)

@@ -22,27 +22,29 @@ class TruncationStats:
     """Counts of truncated and dropped groups. A group over both limits counts as too long for its
     row."""
 
-    cut_to_most: int = 0  # groups of which an example is longer than `most` of `whole`
-    left_by_most: int = 0
-    cut_to_row: int = 0  # groups that do not fit into a row
-    left_by_row: int = 0
+    max_length_cuts: int = 0  # groups of which an example is longer than `max_length` of `whole`
+    max_length_drops: int = 0
+    row_cuts: int = 0  # groups that do not fit into a row
+    row_drops: int = 0
     unlearned: int = 0  # groups left out in which nothing is to be learned, however long the rows
-    alike: int = 0  # of those left out by a limit, groups whose examples it would make equal
+    duplicates: int = 0  # of those left out by a limit, groups whose examples it would make equal
     longest: int = 0  # tokens of the longest example
-    needed: int = 0  # tokens of a row into which every group fits
+    min_seq_len: int = 0  # tokens of a row into which every group fits
 
     def __add__(self, other: "TruncationStats") -> "TruncationStats":
         sums = {f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)}
-        most = {n: max(getattr(self, n), getattr(other, n)) for n in ("longest", "needed")}
-        return TruncationStats(**sums | most)
+        max_length = {
+            n: max(getattr(self, n), getattr(other, n)) for n in ("longest", "min_seq_len")
+        }
+        return TruncationStats(**sums | max_length)
 
     @property
-    def cut(self) -> int:
-        return self.cut_to_most + self.cut_to_row
+    def truncated(self) -> int:
+        return self.max_length_cuts + self.row_cuts
 
     @property
-    def left_out(self) -> int:
-        return self.left_by_most + self.left_by_row + self.unlearned
+    def dropped(self) -> int:
+        return self.max_length_drops + self.row_drops + self.unlearned
 
 
 @dataclass(frozen=True)
@@ -56,7 +58,7 @@ class PackedRows:
     offsets: np.ndarray  # int64 [R + 1]
     seq_len: int
     packing: bool
-    lost: TruncationStats = TruncationStats()
+    truncation: TruncationStats = TruncationStats()
     # int64 [S]: length of the shared prompt; it is stored with the last span whose value is 0
     shared: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
 
@@ -84,7 +86,7 @@ class PackingReport:
     row_tokens: int = 0
     shared: int = 0  # tokens left out of rows, in whose place others of their group are computed
     space: int = 0  # tokens that the rows have room for, when packing
-    lost: TruncationStats = TruncationStats()
+    truncation: TruncationStats = TruncationStats()
 
     def add(self, window: Window, rows: PackedRows) -> None:
         self.groups += len(window.groups) - 1
@@ -92,7 +94,7 @@ class PackingReport:
         self.row_tokens += int(np.diff(rows.spans).sum())
         self.shared += int(rows.shared.sum())
         self.space += len(rows) * rows.seq_len * rows.packing
-        self.lost += rows.lost
+        self.truncation += rows.truncation
 
     @property
     def waste(self) -> float:
@@ -106,76 +108,75 @@ def pack_examples(
     *,
     packing: bool = True,
     truncate: bool = True,
-    most: int | None = None,
-    share: bool = False,
-    least: float = MIN_SHARED_FRACTION,
+    max_length: int | None = None,
+    share_prompts: bool = False,
+    min_fraction: float = MIN_SHARED_FRACTION,
     distinct: bool = False,
 ) -> PackedRows:
     """Rows of unsplit groups of examples: best-fit decreasing when packing, otherwise one a row.
 
-    An example is cut to `most` tokens. A group has to fit into a row: packed, all of it; otherwise
-    each example by itself. The examples of one that does not are cut to the same length, the most
-    with which it does. Without `truncate` groups that would be cut are left out. A group is also
+    An example is cut to `max_length` tokens. A group has to fit into a row: packed, all of it;
+    otherwise each example by itself. If it does not, its examples are cut to the largest common
+    length that fits. Without `truncate`, groups that would be cut are left out. A group is also
     left out if one of its examples has no supervised token after its first, and so nothing to
     learn; with `distinct` also if its examples are equal once they are cut.
 
-    With `share`, packed examples of a group leave out the prompt that they begin with, up to its
-    last token, but for the first one: its prompt is that of all. Not where that is less than the
-    share `least` of the window's tokens; with 0 no group is shorter than in any other window.
-    Groups of one example, as answers that may be in any row, do so in each row with those to the
-    same prompt. Which of them are cut or left out is as without `share`.
+    With `share_prompts`, only the first packed example of a group keeps the prompt, and the others
+    leave it out up to its last token, unless that is less than the share `min_fraction` of the
+    window's tokens. Groups of one example share it with those to the same prompt in their row.
+    Which examples are cut or left out is as without `share_prompts`.
     """
     starts, first, sizes = window.starts, window.groups[:-1], np.diff(window.groups)
     lengths, targets = window.stops - starts, window.targets.copy()
-    bounded = lengths if most is None else np.minimum(lengths, most)
+    bounded = lengths if max_length is None else np.minimum(lengths, max_length)
     spans, shared = np.stack([starts, starts + bounded], axis=1), np.zeros_like(lengths)
     alone = len(sizes) == len(window)
-    if share and packing and not alone:
-        shared = shared_prompt_lengths(window.corpus, spans, sizes, least)
-    together = np.add if packing else np.maximum
-    needed = together.reduceat(bounded - shared, first)
-    long, over = np.maximum.reduceat(lengths - bounded, first) > 0, needed > seq_len
+    if share_prompts and packing and not alone:
+        shared = shared_prompt_lengths(window.corpus, spans, sizes, min_fraction)
+    combine = np.add if packing else np.maximum
+    min_seq_len = combine.reduceat(bounded - shared, first)
+    long, over = np.maximum.reduceat(lengths - bounded, first) > 0, min_seq_len > seq_len
 
     def learns(shorter: np.ndarray) -> np.ndarray:
         """bool [G], whether each example has targets; `shorter`: the spans that changed."""
         targets[shorter] = window.corpus.targets(spans[shorter])
         return np.minimum.reduceat(targets, first) > 0
 
-    known = np.minimum.reduceat(window.targets, first) > 0
+    has_targets = np.minimum.reduceat(window.targets, first) > 0
     reached = learns(lengths > bounded) & (truncate | ~long)
-    alike = _duplicate_groups(window.corpus, spans, sizes, reached & long & distinct)
-    reached &= ~alike
+    duplicates = _duplicate_groups(window.corpus, spans, sizes, reached & long & distinct)
+    reached &= ~duplicates
     ends = bounded.copy()
     if over.any():
         some = np.repeat(over, sizes)
-        ends[some] = _truncate_to_row(bounded[some], shared[some], sizes[over], seq_len, together)
+        ends[some] = _truncate_to_row(bounded[some], shared[some], sizes[over], seq_len, combine)
         spans[:, 1] = starts + ends
     keep = reached & learns(ends < bounded) & (truncate | ~(long | over))
     by_row = _duplicate_groups(window.corpus, spans, sizes, keep & over & distinct)
     keep &= ~by_row
-    lost = TruncationStats(
-        cut_to_most=int((keep & long & ~over).sum()),
-        left_by_most=int((known & ~reached).sum()),
-        cut_to_row=int((keep & over).sum()),
-        left_by_row=int((reached & ~keep).sum()),
-        unlearned=int((~known).sum()),
-        alike=int((alike | by_row).sum()),
+    truncation = TruncationStats(
+        max_length_cuts=int((keep & long & ~over).sum()),
+        max_length_drops=int((has_targets & ~reached).sum()),
+        row_cuts=int((keep & over).sum()),
+        row_drops=int((reached & ~keep).sum()),
+        unlearned=int((~has_targets).sum()),
+        duplicates=int((duplicates | by_row).sum()),
         longest=int(lengths.max(initial=0)),
-        needed=int(needed[reached].max(initial=0)),
+        min_seq_len=int(min_seq_len[reached].max(initial=0)),
     )
-    kept = np.repeat(keep, sizes)
-    spans, shared, counts = spans[kept], shared[kept], sizes[keep]
+    mask = np.repeat(keep, sizes)
+    spans, shared, counts = spans[mask], shared[mask], sizes[keep]
     if packing and keep.any():
-        if share and alone:
-            return _pack_shared_prompts(window.corpus, spans, seq_len, least, lost)
+        if share_prompts and alone:
+            return _pack_shared_prompts(window.corpus, spans, seq_len, min_fraction, truncation)
         spans[:, 0] += shared
         spans, shared, counts = _reorder_by_row(spans, shared, counts, seq_len)
     offsets = np.concatenate([[0], np.cumsum(counts)])
-    return PackedRows(spans, offsets, seq_len, packing, lost, shared)
+    return PackedRows(spans, offsets, seq_len, packing, truncation, shared)
 
 
 def _truncate_to_row(
-    lengths: np.ndarray, shared: np.ndarray, sizes: np.ndarray, seq_len: int, together: np.ufunc
+    lengths: np.ndarray, shared: np.ndarray, sizes: np.ndarray, seq_len: int, combine: np.ufunc
 ) -> np.ndarray:
     """int64 [E], lengths with which each group fits: its examples are cut to one length, the most
     that is possible, found by halving."""
@@ -183,23 +184,23 @@ def _truncate_to_row(
     low, high = np.zeros_like(sizes), np.full_like(sizes, seq_len)
     while (low < high).any():
         middle = (low + high + 1) // 2
-        held = np.maximum(np.minimum(lengths, np.repeat(middle, sizes)) - shared, 0)
-        fits = together.reduceat(held, first) <= seq_len
+        cut_lengths = np.maximum(np.minimum(lengths, np.repeat(middle, sizes)) - shared, 0)
+        fits = combine.reduceat(cut_lengths, first) <= seq_len
         low, high = np.where(fits, middle, low), np.where(fits, high, middle - 1)
     return np.minimum(lengths, np.repeat(low, sizes))
 
 
 def _duplicate_groups(
-    corpus: Corpus, spans: np.ndarray, sizes: np.ndarray, asked: np.ndarray
+    corpus: Corpus, spans: np.ndarray, sizes: np.ndarray, candidates: np.ndarray
 ) -> np.ndarray:
-    """bool [G], which of the groups that are `asked` about, bool [G], have equal examples."""
-    alike, first = np.zeros_like(asked), np.cumsum(sizes) - sizes
-    for group in np.flatnonzero(asked).tolist():
-        own = spans[first[group] : first[group] + sizes[group]]
-        if len(own) > 1 and np.ptp(np.diff(own)) == 0:
-            ids = [examples.tokens[start:stop] for examples, start, stop in corpus.slices(own)]
-            alike[group] = all(np.array_equal(ids[0], other) for other in ids[1:])
-    return alike
+    """bool [G], which of the groups that are `candidates` about, bool [G], have equal examples."""
+    duplicates, first = np.zeros_like(candidates), np.cumsum(sizes) - sizes
+    for group in np.flatnonzero(candidates).tolist():
+        members = spans[first[group] : first[group] + sizes[group]]
+        if len(members) > 1 and np.ptp(np.diff(members)) == 0:
+            ids = [examples.tokens[start:stop] for examples, start, stop in corpus.slices(members)]
+            duplicates[group] = all(np.array_equal(ids[0], other) for other in ids[1:])
+    return duplicates
 
 
 def _reorder_by_row(
@@ -216,27 +217,32 @@ def _reorder_by_row(
 
 
 def _pack_shared_prompts(
-    corpus: Corpus, spans: np.ndarray, seq_len: int, least: float, lost: TruncationStats
+    corpus: Corpus,
+    spans: np.ndarray,
+    seq_len: int,
+    min_fraction: float,
+    truncation: TruncationStats,
 ) -> PackedRows:
     """Rows of single examples, of which those that follow each other in the data with the same
     prompt share it."""
     spans = spans[np.argsort(spans[:, 0], kind="stable")]
-    common = shared_prompt_lengths(corpus, spans, np.array([len(spans)]), least)
+    common = shared_prompt_lengths(corpus, spans, np.array([len(spans)]), min_fraction)
     rows = pack_prompts(np.diff(spans)[:, 0], common, seq_len)
     order = np.array([s for row in rows for some in row for s in some])
     first = np.array([s == some[0] for row in rows for some in row for s in some])
     shared = np.where(first, 0, common[order])
     offsets = np.cumsum([0, *(sum(map(len, row)) for row in rows)])
     spans = spans[order] + np.stack([shared, np.zeros_like(shared)], axis=1)
-    return PackedRows(spans, offsets, seq_len, True, lost, shared)
+    return PackedRows(spans, offsets, seq_len, True, truncation, shared)
 
 
 def shared_prompt_lengths(
-    corpus: Corpus, spans: np.ndarray, sizes: np.ndarray, least: float
+    corpus: Corpus, spans: np.ndarray, sizes: np.ndarray, min_fraction: float
 ) -> np.ndarray:
-    """int64 [S], for `Rows.shared`: how many tokens of its prompt each span has in common with the
-    one before it in its group, if that has the same prompt: all but the last, which predicts one
-    that is learned. 0 of all where that is less than the share `least` of the spans.
+    """int64 [S], the tokens of its prompt that each span shares with the previous one of its group.
+
+    Spans with the same prompt share all of it but its last token, which predicts one that is
+    learned. All are 0 where that is less than the share `min_fraction` of the spans.
     """
     shared, starts = np.zeros(len(spans), dtype=np.int64), {0, *np.cumsum(sizes).tolist()}
     before = np.zeros(0, dtype=np.int32)
@@ -245,7 +251,7 @@ def shared_prompt_lengths(
         if i not in starts and len(prompt) and np.array_equal(prompt, before):
             shared[i] = len(prompt) - 1
         before = prompt
-    pays = shared.sum() >= least * np.diff(spans).sum()
+    pays = shared.sum() >= min_fraction * np.diff(spans).sum()
     return shared if pays else np.zeros_like(shared)
 
 
@@ -291,11 +297,11 @@ def pack_best_fit(lengths: np.ndarray, seq_len: int) -> list[list[int]]:
             if not by_space[space]:
                 del by_space[space], spaces[at]
         chosen.append(i)
-        left = space - length
-        if left not in by_space:
-            by_space[left] = []
-            insort(spaces, left)
-        by_space[left].append(chosen)
+        remaining = space - length
+        if remaining not in by_space:
+            by_space[remaining] = []
+            insort(spaces, remaining)
+        by_space[remaining].append(chosen)
     return bins
 
 
@@ -321,33 +327,33 @@ def pack_prompts(lengths: np.ndarray, shared: np.ndarray, seq_len: int) -> list[
     rows: list[list[list[int]]] = []
     spaces: list[tuple[int, int]] = []  # sorted: how many tokens a row still takes, and which it is
     for i in np.argsort(-totals, kind="stable").tolist():
-        left = sorted((sizes[s], s) for s in range(first[i], stops[i]))
+        remaining = sorted((sizes[s], s) for s in range(first[i], stops[i]))
         prompt, total = int(prompts[i]), int(totals[i])
-        while left:
+        while remaining:
             at = min(bisect_left(spaces, (total, 0)), len(spaces) - 1)
-            if at < 0 or spaces[at][0] < left[0][0]:  # not even one
+            if at < 0 or spaces[at][0] < remaining[0][0]:  # not even one
                 at = len(spaces)
                 spaces.append((seq_len, len(rows)))
                 rows.append([])
             space, row = spaces.pop(at)
-            taken, used = _take(left, prompt, space)
+            taken, used = _take(remaining, prompt, space)
             rows[row].append(taken)
             insort(spaces, (space - used, row))
             total += prompt - used
     return rows
 
 
-def _take(left: list[tuple[int, int]], prompt: int, space: int) -> tuple[list[int], int]:
-    """Out of `left`, sorted lengths and whose they are, those that go into a space, the longest
-    that fits first; and how many tokens they are."""
+def _take(remaining: list[tuple[int, int]], prompt: int, space: int) -> tuple[list[int], int]:
+    """The sequences of `remaining`, sorted (length, index), that fit into a space, longest first,
+    and how many tokens they are."""
     taken: list[int] = []
     used = 0
-    while left:
+    while remaining:
         again = prompt if taken else 0
-        at = bisect_left(left, (space - used + again + 1, 0)) - 1
-        if at < 0 or len(taken) * prompt > MAX_KEY_COPIES * (used + left[at][0] - again):
+        at = bisect_left(remaining, (space - used + again + 1, 0)) - 1
+        if at < 0 or len(taken) * prompt > MAX_KEY_COPIES * (used + remaining[at][0] - again):
             break
-        size, s = left.pop(at)
+        size, s = remaining.pop(at)
         used += size - again
         taken.append(s)
     return sorted(taken), used

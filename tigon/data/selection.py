@@ -5,7 +5,7 @@ import json
 import re
 from typing import NamedTuple
 
-from tigon.data.formats import KEYS, OTHER_NAMES, Format, Row
+from tigon.data.formats import KEY_ALIASES, ROW_KEYS, Format, Row
 
 _BOUND = r"(-?\d{1,18})(%?)"
 _SPLIT = re.compile(rf"(\w[\w.-]*)(?:\[(?:{_BOUND})?:(?:{_BOUND})?\])?")
@@ -44,16 +44,18 @@ def parse_split(text: str) -> list[Split]:
     return splits
 
 
-def is_held_out(row: Row, form: Format, fraction: float) -> bool:
+def is_held_out(row: Row, format: Format, fraction: float) -> bool:
     """Whether a row is part of the held-out fraction.
 
     A digest of what formats read of it decides, so that it is the same on every machine, in every
     order, and for each copy of the row, also under another id.
     """
-    read = {ours: row[form.key(ours)] for ours in KEYS if row.get(form.key(ours)) is not None}
-    for name, ours in OTHER_NAMES.items():
-        if ours not in read and row.get(name) is not None:
-            read[ours] = row[name]
+    read = {
+        key: row[format.column(key)] for key in ROW_KEYS if row.get(format.column(key)) is not None
+    }
+    for name, key in KEY_ALIASES.items():
+        if key not in read and row.get(name) is not None:
+            read[key] = row[name]
     text = json.dumps(read or row, sort_keys=True, default=str)
     number = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big")
     return number < fraction * 2**64

@@ -28,20 +28,23 @@ from tigon.utils.paths import check_file_name, expand_user
 
 HUB = "hf://"
 COMPRESSED = (".gz", ".zst")
-ACCEPTED = (
+ACCEPTED_FILES = (
     ".jsonl, .json, .csv, .tsv and .txt files (each also .gz or .zst), .parquet and .arrow files, "
     f"directories written by datasets' save_to_disk, and data sets of the hub as {HUB}owner/name"
 )
-SIZE = 2**20  # bytes of a block, about
-HASHED = 2**25  # bytes that a thread hashes at a time
-SAMPLED = 4096  # bytes of each piece that `sample` hashes
-LARGEST_ROW = 2**24  # characters; tokenizing them takes 2.4 GB
-LONGEST_LINE = 8 * LARGEST_ROW  # bytes that are read of a row which is too large
-SPACIOUS, MOST_CONTAINERS = 2**24, 2**22  # bytes of a row, and lists and objects in a larger one
+BLOCK_BYTES = 2**20  # bytes of a block, about
+HASH_BYTES = 2**25  # bytes that a thread hashes at a time
+SAMPLE_BYTES = 4096  # bytes of each piece that `sample` hashes
+MAX_ROW_CHARS = 2**24  # characters; tokenizing them takes 2.4 GB
+MAX_LINE_BYTES = 8 * MAX_ROW_CHARS  # bytes that are read of a row which is too large
+LARGE_ROW_BYTES, MAX_CONTAINERS = (
+    2**24,
+    2**22,
+)  # bytes of a row, and lists and objects in a larger one
 _ESCAPES = {r"\n": "\n", r"\r": "\r", r"\t": "\t"}
 
 Record = bytes | Row | ValueError  # JSON, a row, or what is wrong with it
-Rows = Iterator[tuple[int, Row | ValueError]]  # line, and its row
+NumberedRows = Iterator[tuple[int, Row | ValueError]]  # line, and its row
 
 
 @dataclass(frozen=True)
@@ -69,15 +72,15 @@ class Block:
     records: Sequence[tuple[int, Record]]
     fraction: tuple[float, bool] | None = None  # as Source has it
 
-    def rows(self) -> Rows:
+    def rows(self) -> NumberedRows:
         """The parsed rows with their lines."""
         for line, record in self.records:
             row = parse_json(record) if isinstance(record, bytes) else record
             if self.fraction is not None:
                 # A bad row is one of the training rows, so that it is counted once
                 fraction, held_out = self.fraction
-                chosen = isinstance(row, dict) and is_held_out(row, self.format, fraction)
-                if held_out != chosen:
+                selected = isinstance(row, dict) and is_held_out(row, self.format, fraction)
+                if held_out != selected:
                     continue
             yield line, row
 
@@ -122,23 +125,23 @@ class Source:
     def blocks(self, first: int = 0, last: int | None = None) -> Iterator[Block]:
         """The records of the range in blocks. A block ends with the record that exceeds SIZE."""
         records: list[tuple[int, Record]] = []
-        size, found = 0, first > 0
+        size, has_rows = 0, first > 0
         for line, record in self.records(first, last):
             records.append((line, record))
-            size += _size(record)
-            if size > SIZE:
+            size += _approximate_bytes(record)
+            if size > BLOCK_BYTES:
                 yield Block(self.name, self.format, tuple(records), self.fraction)
                 records, size = [], 0
-            found = True
+            has_rows = True
         if records:
             yield Block(self.name, self.format, tuple(records), self.fraction)
-        if not found and self.start:
+        if not has_rows and self.start:
             raise ValueError(
                 f"{self.name} has no rows left by split, skip and take: it has {self.total():,}, "
                 f"and {self.start:,} are skipped"
             )
 
-    def rows(self) -> Rows:
+    def rows(self) -> NumberedRows:
         """The parsed rows of the range with their lines."""
         for block in self.blocks():
             yield from block.rows()
@@ -167,7 +170,7 @@ class Source:
         each = max(2, count // max(1, len(files)))
         return b"".join(_hash_sample(file, each) for file in files)
 
-    def as_format(self, format: Format) -> Self:
+    def with_format(self, format: Format) -> Self:
         """The same rows, read in another format."""
         return replace(self, format=format)
 
@@ -193,14 +196,14 @@ class JsonFile(Source):
             else:
                 first = 1
             line = first
-            while raw := file.readline(LONGEST_LINE):
-                if len(raw) == LONGEST_LINE and not raw.endswith(b"\n"):
+            while raw := file.readline(MAX_LINE_BYTES):
+                if len(raw) == MAX_LINE_BYTES and not raw.endswith(b"\n"):
                     while raw and not raw.endswith(b"\n"):
-                        raw = file.readline(SIZE)
+                        raw = file.readline(BLOCK_BYTES)
                     yield (
                         line,
                         ValueError(
-                            f"has more than {LONGEST_LINE:,} bytes: divide it, or leave it out"
+                            f"has more than {MAX_LINE_BYTES:,} bytes: divide it, or leave it out"
                         ),
                     )
                 elif raw.strip():
@@ -239,10 +242,14 @@ class CsvFile(Source):
                 raise ValueError(f"{self.name}:{reader.line_num}: not valid CSV: {error}") from None
 
     def _check_header(self, header: list[str], delimiter: str) -> None:
-        is_named = header[:1] and header[0] in self.format.columns.values()
-        if len(header) == 1 and not is_named and (other := re.search(r"[;\t,]", header[0])):
+        is_column = header[:1] and header[0] in self.format.columns.values()
+        if (
+            len(header) == 1
+            and not is_column
+            and (delimiter_match := re.search(r"[;\t,]", header[0]))
+        ):
             raise ValueError(
-                f"{self.name} is divided by {other[0]!r}, not by {delimiter!r}: "
+                f"{self.name} is divided by {delimiter_match[0]!r}, not by {delimiter!r}: "
                 "write a .csv file with commas or a .tsv file with tabs"
             )
         check_columns(self.name, header)
@@ -250,7 +257,7 @@ class CsvFile(Source):
     def _row(self, cells: dict[str, str]) -> Row:
         """Cells that are read as numbers or truth values become these, if they are written so."""
         row: Row = dict(cells)
-        for key in map(self.format.key, VALUE_KEYS):
+        for key in map(self.format.column, VALUE_KEYS):
             if key in row:
                 with suppress(ValueError):
                     row[key] = json.loads(cells[key].lower()) if cells[key].strip() else None
@@ -272,26 +279,26 @@ class TextFile(Source):
         return islice(self._documents(), start, None)
 
     def options(self) -> tuple[Any, ...]:
-        return (_unescaped(self.separator),)
+        return (_unescape(self.separator),)
 
     def _documents(self) -> Iterator[tuple[int, Record]]:
-        separator = _unescaped(self.separator)
+        separator = _unescape(self.separator)
         line, rest = 1, ""
         for piece in self._pieces():
             *documents, rest = (rest + piece).split(separator) if separator else [rest + piece]
             for document in documents:
-                yield from _document(line, document, trim=True)
+                yield from _document_row(line, document, trim=True)
                 line += (document + separator).count("\n")
-            if len(rest) > LARGEST_ROW:
+            if len(rest) > MAX_ROW_CHARS:
                 raise ValueError(
-                    f"{self.name}:{line}: a document of more than {LARGEST_ROW:,} characters; "
+                    f"{self.name}:{line}: a document of more than {MAX_ROW_CHARS:,} characters; "
                     "separator= says what divides the file into documents, such as '\\n\\n'"
                 )
-        yield from _document(line, rest, trim=bool(separator))
+        yield from _document_row(line, rest, trim=bool(separator))
 
     def _pieces(self) -> Iterator[str]:
         with open_text(self.name) as text:
-            while piece := text.read(SIZE):
+            while piece := text.read(BLOCK_BYTES):
                 if piece.endswith("\r"):
                     piece += text.read(1)
                 yield piece.replace("\r\n", "\n")
@@ -309,7 +316,7 @@ class Table(Source):
 
     def read(self, start: int = 0) -> Iterator[tuple[int, Record]]:
         line = start + 1
-        with _reading(self.name):
+        with _reader_errors(self.name):
             data = self.load()
             if start >= getattr(data, "num_rows", start + 1):
                 return
@@ -344,7 +351,7 @@ class Table(Source):
         )
 
     def total(self) -> int | None:
-        with _reading(self.name):
+        with _reader_errors(self.name):
             if self.kind == "parquet":
                 from pyarrow.parquet import read_metadata
 
@@ -363,12 +370,12 @@ class Table(Source):
             return super().files()
         if self.streaming:  # the content is not here to be read
             return []
-        with _reading(self.name):
+        with _reader_errors(self.name):
             return [Path(file["filename"]) for file in self.load().cache_files]
 
     def digest(self) -> str:
-        where = self.name if self.kind == "hub" else ""
-        return hashlib.sha256(f"{where} {super().digest()}".encode()).hexdigest()
+        location = self.name if self.kind == "hub" else ""
+        return hashlib.sha256(f"{location} {super().digest()}".encode()).hexdigest()
 
     def size(self) -> int:
         return 0 if self.kind == "hub" else super().size()
@@ -405,48 +412,53 @@ def find_sources(
     sources: list[Source] = []
     for entry in [entries] if isinstance(entries, Entry | str) else entries:
         entry = Entry(entry) if isinstance(entry, str) else entry
-        form = Format(entry.format, entry.columns or columns or {}, strict=bool(entry.columns))
-        sources += _find_entry(entry, form, separator, streaming)
+        format = Format(entry.format, entry.columns or columns or {}, strict=bool(entry.columns))
+        sources += _resolve_entry(entry, format, separator, streaming)
     return sources
 
 
-def _find_entry(entry: Entry, form: Format, separator: str, streaming: bool) -> list[Source]:
+def _resolve_entry(entry: Entry, format: Format, separator: str, streaming: bool) -> list[Source]:
     if entry.skip < 0 or (entry.take is not None and entry.take < 1):
         raise ValueError(
             f"{entry.path}: skip={entry.skip} and take={entry.take} must be numbers of rows, skip "
             "0 or more and take 1 or more"
         )
     splits = [None] if entry.split is None else parse_split(entry.split)
-    chosen: list[Source] = []
+    selected: list[Source] = []
     for split in splits:
         name = None if split is None else split.name
         if entry.path.startswith(HUB):
-            sources = [_hub_source(entry, name, form, streaming)]
+            sources = [_hub_source(entry, name, format, streaming)]
         else:
-            sources = [_source(path, entry, name, form, separator) for path in _find(entry.path)]
-        chosen += sources if split is None else select_split(sources, split)
+            sources = [
+                _file_source(path, entry, name, format, separator)
+                for path in _match_paths(entry.path)
+            ]
+        selected += sources if split is None else select_split(sources, split)
     end = None if entry.take is None else entry.skip + entry.take
-    if chosen := select_rows(chosen, entry.skip, end):
-        return chosen
+    if selected := select_rows(selected, entry.skip, end):
+        return selected
     options = {name: getattr(entry, name) for name in ("split", "skip", "take")}
     selection = ", ".join(f"{k}={v!r}" for k, v in options.items() if v)
     raise ValueError(f"{entry.path} has no rows left by {selection}")
 
 
-def _find(pattern: str) -> list[Path]:
+def _match_paths(pattern: str) -> list[Path]:
     path = expand_user(pattern)
-    found = [path] if path.exists() else [Path(p) for p in glob.glob(str(path), recursive=True)]
-    if not found:
+    paths = [path] if path.exists() else [Path(p) for p in glob.glob(str(path), recursive=True)]
+    if not paths:
         hint = ""
         if re.fullmatch(r"[\w.-]+/[\w.-]+", pattern) and not path.suffix:
             hint = f"; a data set of the hub is written {HUB}{pattern}"
         raise FileNotFoundError(f"no data file matches {pattern!r}{hint}")
-    for path in found:
+    for path in paths:
         check_file_name(str(path))
-    return sorted(found)
+    return sorted(paths)
 
 
-def _source(path: Path, entry: Entry, split: str | None, form: Format, separator: str) -> Source:
+def _file_source(
+    path: Path, entry: Entry, split: str | None, format: Format, separator: str
+) -> Source:
     name = str(path)
     for option in ("config", "revision"):
         if (value := getattr(entry, option)) is not None:
@@ -458,7 +470,7 @@ def _source(path: Path, entry: Entry, split: str | None, form: Format, separator
             raise IsADirectoryError(
                 f"{path} is a directory; name its files, as in '{path}/*.jsonl'"
             )
-        source = Table(name, form, "saved", split or saved_split(path))
+        source = Table(name, format, "saved", split or saved_split(path))
         source.folder()
         return source
     if split not in (None, "train"):
@@ -468,29 +480,29 @@ def _source(path: Path, entry: Entry, split: str | None, form: Format, separator
     if path.stat().st_size == 0:
         raise ValueError(f"{path} is empty")
     if path.suffix in (".parquet", ".arrow"):
-        return Table(name, form, path.suffix[1:])
+        return Table(name, format, path.suffix[1:])
     if suffix(name) == ".txt":
-        return TextFile(name, form, separator)
+        return TextFile(name, format, separator)
     readers = {".jsonl": JsonFile, ".json": JsonFile, ".csv": CsvFile, ".tsv": CsvFile}
     if suffix(name) in readers:
-        return readers[suffix(name)](name, form)
-    raise ValueError(f"{path}: data is read from {ACCEPTED}")
+        return readers[suffix(name)](name, format)
+    raise ValueError(f"{path}: data is read from {ACCEPTED_FILES}")
 
 
-def _hub_source(entry: Entry, split: str | None, form: Format, streaming: bool) -> Source:
+def _hub_source(entry: Entry, split: str | None, format: Format, streaming: bool) -> Source:
     repository = entry.path.removeprefix(HUB)
     if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", repository):
         raise ValueError(f"{entry.path!r} is not {HUB}owner/name")
     split = split or "train"
     name = f"{entry.path}[{','.join(filter(None, (entry.config, split)))}]"
-    return Table(name, form, "hub", split, entry.config, entry.revision, streaming)
+    return Table(name, format, "hub", split, entry.config, entry.revision, streaming)
 
 
 def select_split(sources: Sequence[Source], split: Split) -> list[Source]:
     """The rows of the slice, out of those of all sources end to end, rounded as in `datasets`."""
     start, stop = split.start, split.stop
     if split.percent or (start or 0) < 0 or (stop or 0) < 0:
-        total = sum(map(_count, sources))
+        total = sum(map(_require_count, sources))
         if split.percent:
             start, stop = (b if b is None else round(b * total / 100) for b in (start, stop))
         start, stop = (max(total + b, 0) if b is not None and b < 0 else b for b in (start, stop))
@@ -501,18 +513,18 @@ def select_rows(sources: Sequence[Source], start: int, stop: int | None) -> list
     """The rows from `start` to `stop`, out of those of all sources end to end."""
     if start == 0 and stop is None:
         return list(sources)
-    chosen: list[Source] = []
+    selected: list[Source] = []
     for i, source in enumerate(sources):
         if stop is not None and stop <= start:
             break
-        count = _count(source) if i + 1 < len(sources) else None
+        count = _require_count(source) if i + 1 < len(sources) else None
         if count is None or count > start:
             ends = [source.stop, None if stop is None else source.start + stop]
             end = min((end for end in ends if end is not None), default=None)
-            chosen.append(replace(source, start=source.start + start, stop=end))
+            selected.append(replace(source, start=source.start + start, stop=end))
         if count is not None:
             start, stop = max(0, start - count), None if stop is None else max(0, stop - count)
-    return chosen
+    return selected
 
 
 def select_fraction(sources: Sequence[Source], fraction: float, held_out: bool) -> list[Source]:
@@ -521,7 +533,7 @@ def select_fraction(sources: Sequence[Source], fraction: float, held_out: bool) 
     return [part for part in parts if next(part.rows(), None) is not None]
 
 
-def _count(source: Source) -> int:
+def _require_count(source: Source) -> int:
     count = source.count()
     if count is None:
         raise ValueError(
@@ -536,7 +548,7 @@ def hash_files(paths: Sequence[Path], *options: object) -> str:
     total = hashlib.sha256(repr(options).encode())
     with ThreadPoolExecutor() as threads:
         for path in paths:
-            starts = range(0, max(path.stat().st_size, 1), HASHED)
+            starts = range(0, max(path.stat().st_size, 1), HASH_BYTES)
             for digest in threads.map(partial(_hash_piece, path), starts):
                 total.update(digest)
     return total.hexdigest()
@@ -546,19 +558,19 @@ def _hash_piece(path: Path, start: int) -> bytes:
     with path.open("rb") as file:
         file.seek(start)
         piece = hashlib.sha256()
-        for _ in range(0, HASHED, 2**20):
+        for _ in range(0, HASH_BYTES, 2**20):
             piece.update(file.read(2**20))
         return piece.digest()
 
 
 def _hash_sample(path: Path, count: int) -> bytes:
-    last = max(0, path.stat().st_size - SAMPLED)
-    found = hashlib.sha256()
+    last = max(0, path.stat().st_size - SAMPLE_BYTES)
+    digest = hashlib.sha256()
     with path.open("rb") as file:
         for start in sorted({last * i // max(1, count - 1) for i in range(count)}):
             file.seek(start)
-            found.update(file.read(SAMPLED))
-    return found.digest()
+            digest.update(file.read(SAMPLE_BYTES))
+    return digest.digest()
 
 
 @contextmanager
@@ -575,7 +587,7 @@ def open_file(name: str) -> Iterator[io.BufferedReader]:
             except ImportError:
                 raise ImportError(f"{name}: .zst needs pip install 'tigon[train]'") from None
             broken += (zstandard.ZstdError,)
-            raw = _Frames(file, zstandard.ZstdDecompressor().decompressobj)
+            raw = _ZstdFrames(file, zstandard.ZstdDecompressor().decompressobj)
         try:
             with io.BufferedReader(raw, 2**20) as reader:
                 yield reader
@@ -593,7 +605,7 @@ def open_text(name: str) -> Iterator[io.TextIOWrapper]:
             raise ValueError(f"{name} is not UTF-8 text: {error}") from None
 
 
-class _Frames(io.RawIOBase):
+class _ZstdFrames(io.RawIOBase):
     """All frames of a .zst file. zstandard's own reader ends without a word where a frame does, or
     where the file is cut off."""
 
@@ -631,8 +643,8 @@ def suffix(name: str) -> str:
 def parse_json(raw: bytes) -> Row | ValueError:
     """The JSON object of a line, or what is wrong with it."""
     # `[],` over and over is small as bytes only
-    if len(raw) > SPACIOUS and raw.count(b"[") + raw.count(b"{") > MOST_CONTAINERS:
-        return ValueError(f"has more than {MOST_CONTAINERS:,} lists and objects")
+    if len(raw) > LARGE_ROW_BYTES and raw.count(b"[") + raw.count(b"{") > MAX_CONTAINERS:
+        return ValueError(f"has more than {MAX_CONTAINERS:,} lists and objects")
     try:
         row = json.loads(raw, object_pairs_hook=object_from_pairs)
     except DuplicateKeyError as error:
@@ -689,25 +701,25 @@ def _list_items(raw: bytes, name: str) -> Iterator[tuple[int, Row | ValueError]]
             raise ValueError(f"{name}:{line}: not valid JSON: no ',' or ']' behind this item")
 
 
-def _document(line: int, text: str, *, trim: bool) -> Iterator[tuple[int, Row]]:
+def _document_row(line: int, text: str, *, trim: bool) -> Iterator[tuple[int, Row]]:
     body = text.strip() if trim else text
     if body.strip():
         yield line + text[: text.index(body)].count("\n"), {"text": body}
 
 
-def _unescaped(separator: str) -> str:
+def _unescape(separator: str) -> str:
     for written, meaning in _ESCAPES.items():
         separator = separator.replace(written, meaning)
     return separator.replace("\r\n", "\n")
 
 
-def _size(value: Any) -> int:
+def _approximate_bytes(value: Any) -> int:
     """The bytes of a record, about."""
     if isinstance(value, str | bytes):
         return len(value)
     if isinstance(value, dict):
-        return sum(map(_size, value.values()))
-    return sum(map(_size, value)) if isinstance(value, list) else 8
+        return sum(map(_approximate_bytes, value.values()))
+    return sum(map(_approximate_bytes, value)) if isinstance(value, list) else 8
 
 
 def saved_split(folder: Path) -> str:
@@ -741,7 +753,7 @@ def without_nulls(value: Any) -> Any:
 
 
 @contextmanager
-def _reading(name: str) -> Iterator[None]:
+def _reader_errors(name: str) -> Iterator[None]:
     """ImportError that says what to install, ValueError that names what cannot be read."""
     try:
         yield

@@ -16,16 +16,18 @@ import numpy as np
 from torch.utils.data import DataLoader, IterableDataset
 
 from tigon.data.examples import Encoder, Examples
-from tigon.data.mixture import Corpus, Pattern, Window, check_vocabulary
-from tigon.data.sources import SIZE, Source
-from tigon.data.tokenized import one_thread
+from tigon.data.mixture import Corpus, DrawPattern, Window, check_vocabulary
+from tigon.data.sources import BLOCK_BYTES, Source
+from tigon.data.tokenized import one_tokenizer_thread
 
-AHEAD = 2  # windows that are made before they are needed
-WAIT = 0.1  # seconds between two looks at whether the stream is closed
-PIECES = 1024  # about so many of all sources are hashed to compare them between hosts
+PREFETCHED_WINDOWS = 2  # windows that are made before they are needed
+POLL_SECONDS = 0.1  # seconds between two looks at whether the stream is closed
+SAMPLED_PIECES = 1024  # about so many of all sources are hashed to compare them between hosts
 
 State = dict[str, Any]
-Made = tuple[State, bool, list[list[Examples]]]  # where a window begins, is last, its entries
+EncodedWindow = tuple[
+    State, bool, list[list[Examples]]
+]  # where a window begins, is last, its entries
 
 
 class Stream:
@@ -52,7 +54,7 @@ class Stream:
         tokenizes in this process. `cursor`: `state` of the first window, to go on from there.
         """
         self.encoder, self.size, self.weights = encoder, size, weights
-        self.pattern = None if weights is None else Pattern(weights)
+        self.pattern = None if weights is None else DrawPattern(weights)
         self.workers = 1 if workers is None else min(workers, 1)
         self.sources = [source for sources in entries for source in sources]
         if weights is None:  # they follow each other
@@ -78,13 +80,13 @@ class Stream:
             self._next += 1
         return self._windows[number]
 
-    def _wait(self) -> "Made | Exception":
+    def _wait(self) -> "EncodedWindow | Exception":
         while not self._closed.is_set():  # by another thread
             with suppress(Empty):
-                return self._made.get(timeout=WAIT)
+                return self._made.get(timeout=POLL_SECONDS)
         raise RuntimeError("the stream is closed")
 
-    def keep(self, number: int) -> None:
+    def release_before(self, number: int) -> None:
         """Drop the windows before this one. Training may go back to them, as they can be remade."""
         for old in [n for n in self._windows if n < number]:
             del self._windows[old]
@@ -100,12 +102,12 @@ class Stream:
     def identity(self) -> str:
         """A digest of the names, sizes and a few bytes of the sources, and of the encoder."""
         sources = [(source, source.size()) for source in self.sources]
-        facts = sources, self.weights, self.encoder.digest(), SIZE, self.sample()
+        facts = sources, self.weights, self.encoder.digest(), BLOCK_BYTES, self.sample()
         return hashlib.blake2b(repr(facts).encode(), digest_size=16).hexdigest()
 
     def sample(self) -> str:
         """A digest of a few bytes of each source."""
-        count = PIECES // max(1, len(self.sources))
+        count = SAMPLED_PIECES // max(1, len(self.sources))
         samples = (source.sample(count) for source in self.sources)
         return hashlib.blake2b(b"".join(samples), digest_size=16).hexdigest()
 
@@ -116,18 +118,18 @@ class Stream:
     def _begin(self, number: int) -> Queue[Any]:
         """The windows from this one on, which a thread makes: a source may be a pipe or a network
         that gives nothing, and must not keep a run from ending."""
-        windows = _Windows(
+        windows = _WindowDataset(
             self.entries, self.encoder, self.size, self.pattern, self._states[number]
         )
-        made: Queue[Any] = Queue(AHEAD)
+        made: Queue[Any] = Queue(PREFETCHED_WINDOWS)
 
         def fill() -> None:
-            with one_thread() if self.workers else nullcontext():
-                found = iter(_in_process(windows) if self.workers else windows)
-            for window in found:
+            with one_tokenizer_thread() if self.workers else nullcontext():
+                iterator = iter(_process_loader(windows) if self.workers else windows)
+            for window in iterator:
                 while not self._closed.is_set() and made is self._made:
                     with suppress(Full):
-                        made.put(window, timeout=WAIT)
+                        made.put(window, timeout=POLL_SECONDS)
                         break
                 else:
                     return
@@ -136,10 +138,10 @@ class Stream:
         threading.Thread(target=fill, name="tigon stream", daemon=True).start()
         return made
 
-    def _window(self, number: int, made: Made) -> Window:
+    def _window(self, number: int, made: EncodedWindow) -> Window:
         state, last, entries = made
-        parts = [part for own in entries for part in own]
-        corpus = Corpus(parts, always=self.encoder.per_token)
+        parts = [part for examples in entries for part in examples]
+        corpus = Corpus(parts, extra_columns=self.encoder.per_token)
         if self.vocabulary is not None:
             check_vocabulary(corpus.parts, self.vocabulary)
         groups = np.arange(corpus.first_group[-1])
@@ -147,24 +149,28 @@ class Stream:
         if self.pattern is not None:
             start = state["window"] * self.size
             entry, index = self.pattern(np.arange(start, start + self.size))
-            sizes = [sum(part.group_count for part in own) for own in entries]
+            sizes = [sum(part.num_groups for part in examples) for examples in entries]
             first = np.cumsum([0, *sizes])
-            groups = first[entry] + index - self.pattern.drawn(start)[entry]
+            groups = first[entry] + index - self.pattern.count_drawn(start)[entry]
         window = Window.of(corpus, groups, epoch=state["epoch"], index=state["window"])
         return replace(window, last=last)
 
 
-def _in_process(windows: "_Windows") -> DataLoader[Any]:
+def _process_loader(windows: "_WindowDataset") -> DataLoader[Any]:
     return DataLoader(
-        windows, batch_size=None, num_workers=1, prefetch_factor=AHEAD, collate_fn=_as_they_are
+        windows,
+        batch_size=None,
+        num_workers=1,
+        prefetch_factor=PREFETCHED_WINDOWS,
+        collate_fn=_identity,
     )
 
 
-def _as_they_are(window: Any) -> Any:
+def _identity(window: Any) -> Any:
     return window
 
 
-class _Windows(IterableDataset[Any]):
+class _WindowDataset(IterableDataset[Any]):
     """All windows from a state on, or the error that ends them."""
 
     def __init__(
@@ -172,26 +178,28 @@ class _Windows(IterableDataset[Any]):
         entries: Sequence[Sequence[Source]],
         encoder: Encoder,
         size: int,
-        pattern: Pattern | None,
+        pattern: DrawPattern | None,
         state: State,
     ) -> None:
         self.entries, self.encoder, self.size = entries, encoder, size
         self.pattern, self.state = pattern, state
 
-    def __iter__(self) -> Iterator[Made | Exception]:
+    def __iter__(self) -> Iterator[EncodedWindow | Exception]:
         try:
             yield from self._windows()
         except Exception as error:  # as it is: the loader would add its own words
             yield error
 
-    def _windows(self) -> Iterator[Made]:
+    def _windows(self) -> Iterator[EncodedWindow]:
         state = self.state
         places = zip(self.entries, state["places"], strict=True)
-        readers = [_Reader(sources, self.encoder, place) for sources, place in places]
+        readers = [_GroupReader(sources, self.encoder, place) for sources, place in places]
         while True:
             start, counts = state["window"] * self.size, [self.size]
             if self.pattern is not None:
-                drawn = self.pattern.drawn(start + self.size) - self.pattern.drawn(start)
+                drawn = self.pattern.count_drawn(start + self.size) - self.pattern.count_drawn(
+                    start
+                )
                 counts = drawn.tolist()
             last, entries = False, []
             for reader, count in zip(readers, counts, strict=True):
@@ -213,7 +221,7 @@ class _Windows(IterableDataset[Any]):
             }
 
 
-class _Reader:
+class _GroupReader:
     """The groups of an entry's sources, from a place on.
 
     A place is how often all have been read, a source, the first record of a block of it, and a
@@ -236,21 +244,21 @@ class _Reader:
         taken = 0
         while taken < count and not self.ended():
             assert self.examples is not None
-            stop = min(self.group + count - taken, self.examples.group_count)
+            stop = min(self.group + count - taken, self.examples.num_groups)
             parts.append(self.examples.slice_groups(self.group, stop))
             taken, self.group = taken + stop - self.group, stop
         return taken
 
     def ended(self) -> bool:
         """Whether the pass is over; otherwise, there is another group."""
-        while self.examples is None or self.group >= self.examples.group_count:
+        while self.examples is None or self.group >= self.examples.num_groups:
             at_place = self.examples is None
-            found = next(self.blocks, None)
-            if found is None:
+            block = next(self.blocks, None)
+            if block is None:
                 if self.is_new:
                     raise ValueError(f"{', '.join(s.name for s in self.sources)}: no rows")
                 return True
-            self.source, self.record, self.examples = found
+            self.source, self.record, self.examples = block
             self.group = self.group if at_place else 0
             self.is_new = self.is_new and not len(self.examples)
         return False

@@ -20,18 +20,18 @@ from typing import Any
 
 import numpy as np
 
-from tigon.data.cache import cache_root, disk_errors, extra, make_directory, write
+from tigon.data.cache import cache_root, disk_errors, make_directory, train_extra, write_text
 from tigon.data.examples import Encoder, EncodingReport, Examples
 from tigon.data.sources import Block, Source
 
 VERSION = 2  # of the columns; others are made anew
-MOST_WORKERS = 32  # unless a setting says more
-FEW = 4  # blocks that are tokenized sooner than processes start
+MAX_WORKERS = 32  # unless a setting says more
+MIN_PARALLEL_BLOCKS = 4  # blocks that are tokenized sooner than processes start
 ARRAYS = ("tokens", "offsets", "origin", "groups", "targets")
-KINDS = ("per_token", "per_example")
+COLUMN_KINDS = ("per_token", "per_example")
 
 
-def cpus() -> int:
+def count_cpus() -> int:
     """The CPUs that this process may use."""
     count = getattr(os, "sched_getaffinity", None)
     return len(count(0)) if count else os.cpu_count() or 1
@@ -48,46 +48,46 @@ def tokenize(
     root = cache_root() / "data"
     with disk_errors(root):
         make_directory(root)
-    with extra():
+    with train_extra():
         from filelock import FileLock
     sources = [encoder.open(source) for source in sources]
     with disk_errors(root):
-        digests = [_digest(root, source) for source in sources]
+        digests = [_cached_digest(root, source) for source in sources]
     text = f"{VERSION} {digests} {encoder.digest()} {encoder.skip_bad_rows}"
     key = hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
     names = [source.name for source in sources]
-    if (found := _read(root / key, key, names)) is not None:
+    if (parts := _load_examples(root / key, key, names)) is not None:
         with suppress(OSError):  # a cache that is only read
             os.utime(root / key)  # when it was last used
-        _check(sources, found, encoder)
-        return found
+        _check_parts(sources, parts, encoder)
+        return parts
     with disk_errors(root), FileLock(root / f"{key}.lock"):
-        found = _read(root / key, key, names)
-        if found is None:
+        parts = _load_examples(root / key, key, names)
+        if parts is None:
             shutil.rmtree(root / key, ignore_errors=True)
-            _make(root / key, sources, encoder, workers)
-            found = _read(root / key, key, names)
-        if found is None:
+            _build_dataset(root / key, sources, encoder, workers)
+            parts = _load_examples(root / key, key, names)
+        if parts is None:
             raise RuntimeError(f"something damages files below {root} while they are made")
         try:
-            _check(sources, found, encoder)
+            _check_parts(sources, parts, encoder)
         except ValueError:
             shutil.rmtree(root / key, ignore_errors=True)
             raise
-    return found
+    return parts
 
 
-def _check(sources: Sequence[Source], parts: Sequence[Examples], encoder: Encoder) -> None:
+def _check_parts(sources: Sequence[Source], parts: Sequence[Examples], encoder: Encoder) -> None:
     for source in sources:
-        own = [part for part in parts if part.files == (source.name,)]
-        report = sum((part.report for part in own), EncodingReport())
+        source_parts = [part for part in parts if part.files == (source.name,)]
+        report = sum((part.report for part in source_parts), EncodingReport())
         if report.errors and not encoder.skip_bad_rows:
             raise ValueError(report.errors[0])
-        if not any(map(len, own)):
-            raise ValueError(f"{source.name} {report.why_empty()}")
+        if not any(map(len, source_parts)):
+            raise ValueError(f"{source.name} {report.explain_empty()}")
 
 
-def _digest(root: Path, source: Source) -> str:
+def _cached_digest(root: Path, source: Source) -> str:
     """`source.digest()`, which reads the file, remembered while size and times are the same."""
     path = Path(source.name)
     if not path.is_file():
@@ -98,28 +98,30 @@ def _digest(root: Path, source: Source) -> str:
     name = hashlib.blake2b(repr((source, stamp)).encode(), digest_size=16).hexdigest()
     memo = root / f"{name}.digest"
     if not memo.is_file():
-        write(memo, source.digest())
+        write_text(memo, source.digest())
     return memo.read_text()
 
 
-def _make(path: Path, sources: Sequence[Source], encoder: Encoder, workers: int | None) -> None:
+def _build_dataset(
+    path: Path, sources: Sequence[Source], encoder: Encoder, workers: int | None
+) -> None:
     """Tokenize into a data set, in worker processes if there is enough to do."""
-    most = min(cpus(), MOST_WORKERS) if workers is None else workers
-    shards = _shards(sources, most) if most > 1 or workers else []
-    if not shards or (workers is None and sum(count for *_, count in shards) < FEW):
+    max_workers = min(count_cpus(), MAX_WORKERS) if workers is None else workers
+    shards = _shards(sources, max_workers) if max_workers > 1 or workers else []
+    if not shards or (workers is None and sum(count for *_, count in shards) < MIN_PARALLEL_BLOCKS):
         shards = [(i, 0, None, 0) for i in range(len(sources))]
         runs = [shards]
     else:
-        runs = _divide(shards, most)
-    with extra():
+        runs = _divide_shards(shards, max_workers)
+    with train_extra():
         import datasets
     if not sys.stderr.isatty():
         datasets.disable_progress_bars()
     options = {"encoder": encoder, "sources": tuple(sources)}
-    with one_thread() if len(runs) > 1 else nullcontext():
+    with one_tokenizer_thread() if len(runs) > 1 else nullcontext():
         try:
             datasets.Dataset.from_generator(
-                _encode,
+                _encode_shards,
                 cache_dir=str(path),
                 gen_kwargs={"runs": runs, **options},
                 num_proc=len(runs) if len(runs) > 1 or workers else None,
@@ -153,12 +155,12 @@ def _shards(sources: Sequence[Source], workers: int) -> list[Shard]:
     return shards
 
 
-def _divide(shards: Sequence[Shard], workers: int) -> list[list[Shard]]:
+def _divide_shards(shards: Sequence[Shard], workers: int) -> list[list[Shard]]:
     """Consecutive shards for each worker, those of one source joined."""
     runs: list[list[Shard]] = []
-    for own in np.array_split(np.arange(len(shards)), min(workers, len(shards))):
+    for indices in np.array_split(np.arange(len(shards)), min(workers, len(shards))):
         run: list[Shard] = []
-        for number in own.tolist():
+        for number in indices.tolist():
             i, first, last, count = shards[number]
             if run and run[-1][0] == i:
                 run[-1] = i, run[-1][1], last, run[-1][3] + count
@@ -168,24 +170,26 @@ def _divide(shards: Sequence[Shard], workers: int) -> list[list[Shard]]:
     return runs
 
 
-def _encode(
+def _encode_shards(
     runs: Sequence[Sequence[Shard]], encoder: Encoder, sources: Sequence[Source]
 ) -> Iterator[dict[str, Any]]:
-    _end_with_parent()
+    _exit_with_parent()
     for run in runs:
         for i, first, last, _ in run:
             for block in sources[i].blocks(first, last):
                 try:
                     examples = encoder(block)
                 except ValueError as error:  # the library would not tell it
-                    examples = _failed(block, encoder, str(error))
-                yield _columns(examples, i, encoder)
+                    examples = _failed_examples(block, encoder, str(error))
+                yield _to_row(examples, i, encoder)
                 if examples.report.errors and not encoder.skip_bad_rows:
                     return
 
 
-def _failed(block: Block, encoder: Encoder, error: str) -> Examples:
-    columns = ({n: np.zeros(0, t) for n, t in getattr(encoder, kind).items()} for kind in KINDS)
+def _failed_examples(block: Block, encoder: Encoder, error: str) -> Examples:
+    columns = (
+        {n: np.zeros(0, t) for n, t in getattr(encoder, kind).items()} for kind in COLUMN_KINDS
+    )
     nothing = np.zeros(0, np.int32)
     report = EncodingReport(len(block.records), skipped=1, errors=(error,))
     return Examples(
@@ -199,7 +203,7 @@ def _failed(block: Block, encoder: Encoder, error: str) -> Examples:
     )
 
 
-def _columns(examples: Examples, source: int, encoder: Encoder) -> dict[str, Any]:
+def _to_row(examples: Examples, source: int, encoder: Encoder) -> dict[str, Any]:
     """The row of the data set; an array that the examples do not have is empty."""
     shapes: dict[str, Any] = {}
     row: dict[str, np.ndarray] = {
@@ -209,7 +213,7 @@ def _columns(examples: Examples, source: int, encoder: Encoder) -> dict[str, Any
         "groups": np.zeros(0, np.int64) if examples.groups is None else examples.groups,
         "targets": examples.targets,
     }
-    for kind in KINDS:
+    for kind in COLUMN_KINDS:
         for name, dtype in getattr(encoder, kind).items():
             values = getattr(examples, kind).get(name)
             if values is not None:
@@ -223,37 +227,39 @@ def _columns(examples: Examples, source: int, encoder: Encoder) -> dict[str, Any
         "shapes": shapes,
         "dtypes": {
             f"{kind}.{name}": np.dtype(dtype).str
-            for kind in KINDS
+            for kind in COLUMN_KINDS
             for name, dtype in getattr(encoder, kind).items()
         },
     }
     return {name: np.ravel(array) for name, array in row.items()} | {"facts": json.dumps(facts)}
 
 
-def _read(path: Path, key: str, names: Sequence[str]) -> list[Examples] | None:
+def _load_examples(path: Path, key: str, names: Sequence[str]) -> list[Examples] | None:
     """The blocks of a data set; None if it is absent or damaged."""
     files = sorted(path.glob("generator/*/*/*.arrow"))
     if not files or any("incomplete" in str(file) for file in files):
         return None
-    with extra():
+    with train_extra():
         import datasets
-    found: list[Examples] = []
+    parts: list[Examples] = []
     try:
         expected = datasets.DatasetInfo.from_directory(str(files[0].parent))
         for file in files:
             table = datasets.Dataset.from_file(str(file)).with_format("arrow")[:]
-            columns = {name: _arrays(table[name]) for name in table.column_names if name != "facts"}
+            columns = {
+                name: _list_arrays(table[name]) for name in table.column_names if name != "facts"
+            }
             for i, text in enumerate(table["facts"].to_pylist()):
                 arrays = {name: column[i] for name, column in columns.items()}
-                found.append(_examples(arrays, json.loads(text), names, f"{key}-{len(found)}"))
+                parts.append(_from_row(arrays, json.loads(text), names, f"{key}-{len(parts)}"))
     except Exception:  # of many kinds, for a file that is cut off
         return None
-    if len(found) != sum(split.num_examples for split in (expected.splits or {}).values()):
+    if len(parts) != sum(split.num_examples for split in (expected.splits or {}).values()):
         return None
-    return found
+    return parts
 
 
-def _arrays(column: Any) -> list[np.ndarray]:
+def _list_arrays(column: Any) -> list[np.ndarray]:
     """The lists of a column, as views of the mapped file."""
     arrays = []
     for chunk in column.chunks:
@@ -262,10 +268,10 @@ def _arrays(column: Any) -> list[np.ndarray]:
     return arrays
 
 
-def _examples(
+def _from_row(
     arrays: Mapping[str, np.ndarray], facts: Mapping[str, Any], names: Sequence[str], key: str
 ) -> Examples:
-    columns: dict[str, dict[str, np.ndarray]] = {kind: {} for kind in KINDS}
+    columns: dict[str, dict[str, np.ndarray]] = {kind: {} for kind in COLUMN_KINDS}
     for name, shape in facts["shapes"].items():
         kind, _, column = name.partition(".")
         columns[kind][column] = arrays[name].view(facts["dtypes"][name]).reshape(shape)
@@ -288,7 +294,7 @@ def _examples(
 
 
 @contextmanager
-def one_thread() -> Iterator[None]:
+def one_tokenizer_thread() -> Iterator[None]:
     """Tokenizers of processes that start meanwhile have one thread: a process is one worker."""
     before = os.environ.get("TOKENIZERS_PARALLELISM")
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
@@ -300,7 +306,7 @@ def one_thread() -> Iterator[None]:
             os.environ["TOKENIZERS_PARALLELISM"] = before
 
 
-def _end_with_parent() -> None:
+def _exit_with_parent() -> None:
     """End a worker process whose parent is killed, which the parent cannot say."""
     import multiprocess  # type: ignore[import-untyped]
 

@@ -15,7 +15,7 @@ from torch.nn.utils.rnn import pad_sequence
 from tigon.models import CausalLM
 
 IGNORE = -100
-MOST_LOGITS = 128  # contexts whose next token's logits exist at a time
+MAX_CONTEXTS = 128  # contexts whose next token's logits exist at a time
 Request = tuple[tuple[int, ...], tuple[int, ...]]  # context and continuation
 
 
@@ -27,7 +27,7 @@ class Likelihood:
 
 
 @dataclass(frozen=True)
-class Group:
+class SharedContext:
     """Requests of one context."""
 
     context: tuple[int, ...]
@@ -60,47 +60,51 @@ def log_likelihoods(
         )
     if not model.causal:
         raise ValueError(f"{type(model).__name__} attends to both sides: it predicts no next token")
-    checked = [_checked(model, i, request) for i, request in enumerate(requests)]
-    together: dict[tuple[int, ...], list[int]] = {}
+    checked = [_check_request(model, i, request) for i, request in enumerate(requests)]
+    groups: dict[tuple[int, ...], list[int]] = {}
     for i, (context, _) in enumerate(checked):
-        together.setdefault(context, []).append(i)
+        groups.setdefault(context, []).append(i)
     rope = model.turning_rope
 
-    def far(tokens: int) -> bool:
+    def is_past_turn(tokens: int) -> bool:
         """Past RoPE's turn. A pass has one RoPE table, so these are batched apart from others."""
         return rope is not None and tokens > rope.turn
 
-    shared: list[Group] = []
-    alone: list[int] = []
-    for context, members in together.items():
+    shared: list[SharedContext] = []
+    packed: list[int] = []
+    for context, members in groups.items():
         reads = [len(checked[i][1]) - 1 for i in members]
-        apart = len(context) * len(members) + sum(reads)
-        pays = len(context) + max(reads) * len(members) < apart
-        if pays and far(len(context)) == far(len(context) + max(reads)):
-            shared.append(Group(context, tuple(members), max(reads)))
+        separate = len(context) * len(members) + sum(reads)
+        saves = len(context) + max(reads) * len(members) < separate
+        if saves and is_past_turn(len(context)) == is_past_turn(len(context) + max(reads)):
+            shared.append(SharedContext(context, tuple(members), max(reads)))
         else:
-            alone += members
+            packed += members
 
-    found: dict[int, Likelihood] = {}
+    results: dict[int, Likelihood] = {}
     with torch.inference_mode():
         totals = [sum(map(len, request)) - 1 for request in checked]
-        alone.sort(key=lambda i: totals[i], reverse=True)
-        for batch in _batches([(totals[i], far(totals[i])) for i in alone], tokens_per_batch):
-            found |= _packed(model, checked, alone[batch])
+        packed.sort(key=lambda i: totals[i], reverse=True)
+        for batch in _batches(
+            [(totals[i], is_past_turn(totals[i])) for i in packed], tokens_per_batch
+        ):
+            results |= _score_packed(model, checked, packed[batch])
         shared.sort(key=lambda g: len(g.context) + g.longest, reverse=True)
-        sizes = [(len(g.context) + g.longest, far(len(g.context))) for g in shared]
-        for batch in _batches(sizes, tokens_per_batch, MOST_LOGITS):
-            found |= _forked(model, checked, shared[batch], tokens_per_batch)
-    return [found[i] for i in range(len(checked))]
+        sizes = [(len(g.context) + g.longest, is_past_turn(len(g.context))) for g in shared]
+        for batch in _batches(sizes, tokens_per_batch, MAX_CONTEXTS):
+            results |= _score_shared(model, checked, shared[batch], tokens_per_batch)
+    return [results[i] for i in range(len(checked))]
 
 
-def _checked(model: CausalLM, number: int, given: tuple[Sequence[int], Sequence[int]]) -> Request:
+def _check_request(
+    model: CausalLM, number: int, pair: tuple[Sequence[int], Sequence[int]]
+) -> Request:
     try:
-        context, continuation = given
+        context, continuation = pair
         request = tuple(map(index, context)), tuple(map(index, continuation))
     except (TypeError, ValueError) as error:
         raise TypeError(
-            f"request {number} is {reprlib.repr(given)} ({error}); give a pair of context and "
+            f"request {number} is {reprlib.repr(pair)} ({error}); give a pair of context and "
             "continuation, each a sequence of token ids, which a tokenizer's encode makes of text"
         ) from None
     for name, ids in zip(("context", "continuation"), request, strict=True):
@@ -111,32 +115,32 @@ def _checked(model: CausalLM, number: int, given: tuple[Sequence[int], Sequence[
         if wrong is not None:
             vocab = model.config.vocab_size
             raise ValueError(f"request {number} has token {wrong}, outside of [0, {vocab})")
-    most, total = model.config.max_position_embeddings, sum(map(len, request))
-    if total - 1 > most:
+    limit, total = model.config.max_position_embeddings, sum(map(len, request))
+    if total - 1 > limit:
         raise ValueError(
             f"request {number} reads {total - 1} tokens, but the model takes "
-            f"max_position_embeddings={most}: cut {total - 1 - most} tokens from the left"
+            f"max_position_embeddings={limit}: cut {total - 1 - limit} tokens from the left"
         )
     return request
 
 
 def _batches(
-    sizes: Sequence[tuple[int, bool]], tokens: int, most: int | None = None
+    sizes: Sequence[tuple[int, bool]], tokens: int, limit: int | None = None
 ) -> Iterator[slice]:
     """Runs of one kind of (size, kind), in which number times largest stays within `tokens`."""
     start = largest = 0
-    for end, (size, kind) in enumerate(sizes):
+    for end, (size, past_turn) in enumerate(sizes):
         largest = max(largest, size)
         count = end + 1 - start
-        full = count * largest > tokens or (most is not None and count > most)
-        if end > start and (full or kind != sizes[start][1]):
+        full = count * largest > tokens or (limit is not None and count > limit)
+        if end > start and (full or past_turn != sizes[start][1]):
             yield slice(start, end)
             start, largest = end, size
     if sizes:
         yield slice(start, len(sizes))
 
 
-def _packed(
+def _score_packed(
     model: CausalLM, requests: Sequence[Request], members: Sequence[int]
 ) -> dict[int, Likelihood]:
     """Context and continuation of each in one flat row."""
@@ -146,7 +150,9 @@ def _packed(
         labels.append(torch.full((len(rows[-1]),), IGNORE))
         labels[-1][len(context) - 1 :] = torch.tensor(continuation)
     targets = torch.cat(labels)
-    nll, right = _scored(model, torch.cat(rows)[None], targets[None], cu_seq_lens=_bounds(rows))
+    nll, right = _score_labels(
+        model, torch.cat(rows)[None], targets[None], cu_seq_lens=_bounds(rows)
+    )
     counts = [len(requests[i][1]) for i in members]
     scored = targets != IGNORE
     parts = zip(nll[0][scored].split(counts), right[0][scored].split(counts), strict=True)
@@ -156,8 +162,8 @@ def _packed(
     }
 
 
-def _forked(
-    model: CausalLM, requests: Sequence[Request], groups: Sequence[Group], tokens: int
+def _score_shared(
+    model: CausalLM, requests: Sequence[Request], groups: Sequence[SharedContext], tokens: int
 ) -> dict[int, Likelihood]:
     """Read contexts into a cache, one a row; then continuations, each after a copy of its row."""
     longest = max(g.longest for g in groups)
@@ -186,35 +192,39 @@ def _forked(
     order.sort(key=lambda m: len(requests[members[m]][1]), reverse=True)
     for batch in _batches([(room, True)] * len(order), tokens):
         assert cache is not None
-        chosen = order[batch]
-        said = [torch.tensor(requests[members[m]][1]) for m in chosen]
-        ids = pad_sequence([s[:-1] for s in said], batch_first=True)
-        labels = pad_sequence([s[1:] for s in said], batch_first=True, padding_value=IGNORE)
+        rows = order[batch]
+        continuations = [torch.tensor(requests[members[m]][1]) for m in rows]
+        ids = pad_sequence([s[:-1] for s in continuations], batch_first=True)
+        labels = pad_sequence(
+            [s[1:] for s in continuations], batch_first=True, padding_value=IGNORE
+        )
         fork = cache.rows(0, len(groups))
-        fork.select(row[chosen])
+        fork.select(row[rows])
         # Padding gets its row's last position: some RoPE types depend on the largest one
-        last = torch.tensor([len(s) - 2 for s in said])[:, None]
-        start = torch.tensor([len(groups[g].context) for g in row[chosen].tolist()])[:, None]
+        last = torch.tensor([len(s) - 2 for s in continuations])[:, None]
+        start = torch.tensor([len(groups[g].context) for g in row[rows].tolist()])[:, None]
         positions = start + torch.arange(ids.shape[1]).clamp(max=last)
-        nll, right = _scored(
+        nll, right = _score_labels(
             model, ids, labels, past_key_values=fork, position_ids=positions.to(model.device)
         )
-        sums[chosen] -= nll.sum(1)
-        greedy[chosen] &= right.all(1)
+        sums[rows] -= nll.sum(1)
+        greedy[rows] &= right.all(1)
     return {
         i: Likelihood(sums[m].item(), bool(greedy[m]), len(requests[i][1]))
         for m, i in enumerate(members)
     }
 
 
-def _scored(model: CausalLM, ids: Tensor, labels: Tensor, **more: object) -> tuple[Tensor, Tensor]:
+def _score_labels(
+    model: CausalLM, ids: Tensor, labels: Tensor, **options: object
+) -> tuple[Tensor, Tensor]:
     """Nats [B, T] in fp64, 0 where there is no label, and whether greedy decoding agrees."""
     out = model(
         ids.to(model.device),
         shift_labels=labels.to(model.device),
         loss_reduction="none",
         metrics=("predicted_tokens",),
-        **more,
+        **options,
     )
     predicted = out.metrics["predicted_tokens"].cpu()
     return out.loss.cpu().double(), (predicted == labels) | (labels == IGNORE)

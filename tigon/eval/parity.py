@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tigon.eval.perplexity import of_loss
+from tigon.eval.perplexity import perplexity_from_loss
 from tigon.models import CausalLM, from_pretrained
 from tigon.tokenizer import Tokenizer
 
@@ -60,10 +60,10 @@ def parity(
     except ImportError as error:
         raise ImportError("parity needs transformers: pip install transformers") from error
 
-    def own(dtype: torch.dtype) -> CausalLM:
+    def load_tigon(dtype: torch.dtype) -> CausalLM:
         return from_pretrained(path_or_repo, revision=revision, dtype=dtype, device=device)
 
-    def theirs(dtype: torch.dtype, attention: str) -> Any:
+    def load_transformers(dtype: torch.dtype, attention: str) -> Any:
         shown = logging.is_progress_bar_enabled()
         logging.disable_progress_bar()
         model: Any = AutoModelForCausalLM.from_pretrained(
@@ -75,15 +75,15 @@ def parity(
 
     tokenizer = Tokenizer.from_pretrained(path_or_repo, revision=revision)
     ids = torch.tensor([tokenizer.encode(text)], device=device)
-    ours, reference = own(torch.float32), theirs(torch.float32, "sdpa")
+    ours, reference = load_tigon(torch.float32), load_transformers(torch.float32, "sdpa")
     a, b = ours(ids).logits, reference(ids).logits
     loss = reference(ids, labels=ids).loss.item()
     loss_error = abs(ours(ids, labels=ids).loss.item() - loss)
-    equal = _agreement(ours, reference, ids, new_tokens)
+    equal = _count_equal_tokens(ours, reference, ids, new_tokens)
     del ours, reference
-    sdpa = theirs(torch.bfloat16, "sdpa")(ids).logits.float()
-    eager = theirs(torch.bfloat16, "eager")(ids).logits.float()
-    half = own(torch.bfloat16)(ids).logits.float()
+    sdpa = load_transformers(torch.bfloat16, "sdpa")(ids).logits.float()
+    eager = load_transformers(torch.bfloat16, "eager")(ids).logits.float()
+    half = load_tigon(torch.bfloat16)(ids).logits.float()
     return Parity(
         tokens=ids.shape[1],
         largest_logit=b.abs().max().item(),
@@ -97,15 +97,15 @@ def parity(
     )
 
 
-def _agreement(ours: CausalLM, reference: Any, ids: Tensor, new_tokens: int) -> int:
+def _count_equal_tokens(ours: CausalLM, reference: Any, ids: Tensor, new_tokens: int) -> int:
     """Greedy tokens that agree; all of them if both texts end early and are equal."""
-    how: dict[str, Any] = {
+    options: dict[str, Any] = {
         "max_new_tokens": new_tokens,
         "do_sample": False,
         "num_return_sequences": 1,
     }
-    a = ours.generate(ids, **how)
-    b = reference.generate(ids, attention_mask=torch.ones_like(ids), **how)
+    a = ours.generate(ids, **options)
+    b = reference.generate(ids, attention_mask=torch.ones_like(ids), **options)
     a, b = a[0, ids.shape[1] :], b[0, ids.shape[1] :]
     n = min(len(a), len(b))
     same = int((a[:n] == b[:n]).long().cumprod(0).sum())
@@ -127,7 +127,7 @@ def report(result: Parity) -> str:
     return "\n".join(
         [
             f"{result.tokens} tokens, loss {result.loss:.6f} "
-            f"(perplexity {of_loss(result.loss):.4f}), largest logit {scale:.3f}",
+            f"(perplexity {perplexity_from_loss(result.loss):.4f}), largest logit {scale:.3f}",
             *lines,
             f"parity with transformers: {verdict}",
         ]

@@ -12,7 +12,7 @@ from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
 from tigon.data import ChatEncoder, Source, find_sources, read, read_texts
-from tigon.data.formats import CHATS
+from tigon.data.formats import CHAT_FORMATS
 from tigon.models import CausalLM
 from tigon.tokenizer import Tokenizer
 
@@ -35,7 +35,7 @@ class Perplexity:
     tokens: int  # scored ones
 
 
-def of_loss(loss: float) -> float:
+def perplexity_from_loss(loss: float) -> float:
     """The perplexity of a mean loss in nats per token; infinite where exp is."""
     try:
         return math.exp(loss)
@@ -72,10 +72,10 @@ def find_windows(
     stride: int | None = None,
 ) -> Windows:
     """What `perplexity` scores: all that it reads, and nothing that it computes."""
-    most = model.config.max_position_embeddings
-    context = min(DEFAULT_CONTEXT, most) if context is None else context
-    if not 2 <= context <= most:
-        raise ValueError(f"context={context} is not in [2, {most}], what the model takes")
+    limit = model.config.max_position_embeddings
+    context = min(DEFAULT_CONTEXT, limit) if context is None else context
+    if not 2 <= context <= limit:
+        raise ValueError(f"context={context} is not in [2, {limit}], what the model takes")
     stride = context // 2 if stride is None else stride
     if not 0 < stride < context:
         raise ValueError(
@@ -121,7 +121,7 @@ def score(model: CausalLM, windows: Windows, *, batch_tokens: int = 4096) -> Per
             right += int((scored & (predicted == targets)).sum())
             count += int(scored.sum())
             bar.update(len(ids))
-    return Perplexity(of_loss(nll / count), nll / count, right / count, count)
+    return Perplexity(perplexity_from_loss(nll / count), nll / count, right / count, count)
 
 
 def read_documents(patterns: str | Sequence[str], tokenizer: Tokenizer) -> list[Document]:
@@ -141,7 +141,10 @@ def read_documents(patterns: str | Sequence[str], tokenizer: Tokenizer) -> list[
 def _is_chat(source: Source) -> bool:
     first = next((row for _, row in source.rows()), None)
     try:
-        return isinstance(first, dict) and source.format.detect(first, CHATS).kind in CHATS
+        return (
+            isinstance(first, dict)
+            and source.format.detect(first, CHAT_FORMATS).kind in CHAT_FORMATS
+        )
     except ValueError:
         return False  # reading the rows reports the line
 
@@ -161,9 +164,9 @@ def _windows(documents: Sequence[Document], context: int, stride: int) -> list[W
     return sorted(windows, key=lambda window: window[2] - window[1])
 
 
-def _batches(found: Windows, batch_tokens: int) -> Iterator[tuple[Tensor, Tensor]]:
+def _batches(results: Windows, batch_tokens: int) -> Iterator[tuple[Tensor, Tensor]]:
     """ids and labels [B, T], longest windows first, padded on the right, which no token sees."""
-    documents, windows = found
+    documents, windows = results
     end = len(windows)
     while end:
         _, start, stop, _ = windows[end - 1]

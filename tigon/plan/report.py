@@ -81,10 +81,10 @@ def read_job(
     config = load(None, [*settings, *fixed])
     check_modeled(config)
     dtype = getattr(torch, config.param_dtype)
-    found = outline(replace(config, activation_checkpointing=False, memory_budget=None), dtype)
-    if seq_len > (context := found.config.max_position_embeddings):
+    skeleton = outline(replace(config, activation_checkpointing=False, memory_budget=None), dtype)
+    if seq_len > (context := skeleton.config.max_position_embeddings):
         print(f"note: rows of {seq_len:,} tokens, and the model's context is {context:,}")
-    shapes, rows = Shapes(found.config, dtype), tokens // seq_len
+    shapes, rows = Shapes(skeleton.config, dtype), tokens // seq_len
     return Job(shapes, config, gpus, data_sheet, constants, seq_len, rows)
 
 
@@ -92,14 +92,14 @@ def check_settings(settings: Sequence[str]) -> None:
     """Raises ValueError for settings that a plan would ignore."""
     for name, value in parse_arguments(settings):
         first = name.partition(".")[0]
-        why = REFUSED.get(first)
+        problem = REFUSED.get(first)
         if first in MESH:
-            why = f"{REFUSED['parallel']} (for `tigon train` it is parallel.{name}={value})"
+            problem = f"{REFUSED['parallel']} (for `tigon train` it is parallel.{name}={value})"
         # `load` reports unknown settings
         elif first in Config.__dataclass_fields__ and first not in (*USED, *UNMODELED, *REFUSED):
-            why = f"a plan does not use it; leave it out. It uses {', '.join(USED)}"
-        if why is not None:
-            raise ValueError(f"--settings {name}={value}: {why}")
+            problem = f"a plan does not use it; leave it out. It uses {', '.join(USED)}"
+        if problem is not None:
+            raise ValueError(f"--settings {name}={value}: {problem}")
 
 
 def check_modeled(config: Config) -> None:
@@ -114,7 +114,7 @@ def check_modeled(config: Config) -> None:
 
 
 def format_plan(plan: LayoutPlan) -> str:
-    """Returns the output of `tigon plan`."""
+    """The output of `tigon plan`."""
     job = plan.job
     model = job.shapes.part(1)
     rows = format_count(job.batch_rows, "row")
@@ -150,7 +150,7 @@ def format_plan(plan: LayoutPlan) -> str:
 
 
 def table_rows(plan: LayoutPlan) -> list[list[str]]:
-    """Returns the head of the table and a row per choice; `expert` only for models with experts."""
+    """The head of the table and a row per choice; `expert` only for models with experts."""
     mesh = MESH if plan.job.shapes.experts else MESH[:-1]
 
     def cells(choice: LayoutChoice) -> list[str]:
@@ -169,16 +169,16 @@ def table_rows(plan: LayoutPlan) -> list[list[str]]:
 
 
 def format_reasons(plan: LayoutPlan) -> list[str]:
-    """Returns why other layouts are impossible, the most frequent reasons first."""
+    """Why other layouts are impossible, the most frequent reasons first."""
     if not plan.reasons:
         return []
     reasons = merge_rank_counts(plan.reasons)
     lines = ["layouts that are not possible:"]
     for reason, count in reasons.most_common(MAX_REASONS):
         if reason == LACKS:
-            least, budget = (plan.lacking or 0) / GIB, plan.budget / GIB
-            reason = f"too little memory: {least:,.0f} GiB per GPU at least, and {budget:.0f} are "
-            reason += "usable"
+            required, budget = (plan.lacking or 0) / GIB, plan.budget / GIB
+            sizes = f"{required:,.0f} GiB per GPU at least, and {budget:.0f} are usable"
+            reason = f"too little memory: {sizes}"
         lines.append(f"  {format_count(count, 'layout')}: {reason}")
     if len(reasons) > MAX_REASONS:
         rest = sum(count for _, count in reasons.most_common()[MAX_REASONS:])
@@ -187,7 +187,7 @@ def format_reasons(plan: LayoutPlan) -> list[str]:
 
 
 def suggestions(plan: LayoutPlan) -> list[str]:
-    """Returns what may make a layout fit."""
+    """What may make a layout fit."""
     job, config = plan.job, plan.job.config
     if LACKS not in plan.reasons:
         return ["the reasons are below: change --gpus or --batch-tokens"]
@@ -197,19 +197,15 @@ def suggestions(plan: LayoutPlan) -> list[str]:
     lines = ["what needs less memory per GPU:"]
     with suppress(ValueError):  # of settings that do not go with these
         replace(config, **smaller)  # type: ignore[arg-type]
-        lines += ["  --settings " + " ".join(f"{k}={v}" for k, v in smaller.items())] * bool(
-            smaller
-        )
-    lines.append(
-        f"  more GPUs, --gpus above {job.gpus:,}, or shorter rows, --seq-len below {job.seq_len:,}"
-    )
+        if smaller:
+            lines.append("  --settings " + " ".join(f"{k}={v}" for k, v in smaller.items()))
+    gpus, seq_len = f"--gpus above {job.gpus:,}", f"--seq-len below {job.seq_len:,}"
+    lines.append(f"  more GPUs, {gpus}, or shorter rows, {seq_len}")
     if job.batch_rows > job.gpus:
         lines.append("  fewer rows in a step, --batch-tokens, so that no gradients accumulate")
-    lines.append(
-        "  for `tigon train`: activation_offload=true and optimizer_offload=true, which a "
-        "plan does not model; --dry-run estimates them"
-    )
-    return lines
+    offload = "activation_offload=true and optimizer_offload=true"
+    text = f"{offload}, which a plan does not model; --dry-run estimates them"
+    return [*lines, f"  for `tigon train`: {text}"]
 
 
 def merge_rank_counts(reasons: Counter[str]) -> Counter[str]:
@@ -220,6 +216,4 @@ def merge_rank_counts(reasons: Counter[str]) -> Counter[str]:
         rest = match[2] if match else reason
         merged[rest] += count
         ranks.setdefault(rest, []).extend([int(match[1])] if match else [])
-    return Counter(
-        {", ".join(map(str, sorted(ranks[rest]))) + rest: merged[rest] for rest in merged}
-    )
+    return Counter({", ".join(map(str, sorted(ranks[x]))) + x: merged[x] for x in merged})

@@ -23,10 +23,10 @@ def write(
     """
     if not runs:
         raise ValueError("give at least one run directory")
-    found = [read(Path(run)) for run in runs]
-    found[0].running &= not ended
-    name = "report.html" if len(found) == 1 else "comparison.html"
-    path = found[0].path / name if out is None else Path(os.path.realpath(out))
+    results = [read(Path(run)) for run in runs]
+    results[0].running &= not ended
+    name = "report.html" if len(results) == 1 else "comparison.html"
+    path = results[0].path / name if out is None else Path(os.path.realpath(out))
     if path.is_symlink():
         raise FileExistsError(
             f"{path} is a link to {os.readlink(path)}, which is not written: remove the link, or "
@@ -36,7 +36,7 @@ def write(
         raise FileNotFoundError(f"no directory {path.parent} for {path.name}")
     if path.is_dir():
         raise IsADirectoryError(f"{path} is a directory: name a file, such as {path / name}")
-    text = render_page(found).encode(errors="replace")
+    text = render_page(results).encode(errors="replace")
     descriptor, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
     try:
         with open(descriptor, "wb") as file:

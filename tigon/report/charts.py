@@ -92,7 +92,7 @@ def describe(
         if missing:
             yield f"{label} is not finite in {len(missing):,} rows: {shorten(missing)}"
     if marks is not None and marks.skipped:
-        reasons = ", ".join(dict.fromkeys(why for _, why in marks.skipped))
+        reasons = ", ".join(dict.fromkeys(reason for _, reason in marks.skipped))
         yield f"skipped: {shorten([step for step, _ in marks.skipped])} ({reasons[:200]})"
     if marks is not None and marks.rollbacks:
         yield f"rollbacks before {shorten(marks.rollbacks)}"

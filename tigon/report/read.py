@@ -163,7 +163,7 @@ def _number(value: Any) -> float:
 
 def _rows(run: RunFiles, name: str) -> Iterator[dict[str, Any]]:
     """Yields the readable rows, and counts those that a crash left damaged."""
-    lines, lost = list[bytes](), 0
+    lines, missing_steps = list[bytes](), 0
     try:
         lines = _content(run.path / name, LOG_BYTES).splitlines()
     except FileNotFoundError:
@@ -177,9 +177,9 @@ def _rows(run: RunFiles, name: str) -> Iterator[dict[str, Any]]:
         if type(step := row.get("step")) is int and 0 <= step < LARGEST_STEP:
             yield row
         else:
-            lost += 1
-    if lost:
-        run.problems.append(f"Left out of {name}: {lost} lines that cannot be read.")
+            missing_steps += 1
+    if missing_steps:
+        run.problems.append(f"Left out of {name}: {missing_steps} lines that cannot be read.")
 
 
 def _is_locked(path: Path) -> bool:

@@ -95,9 +95,9 @@ def token_weights(offsets: list[tuple[int, int]], spans: Sequence[Span]) -> list
 
 def _weigh_all(conversation: Conversation, chosen: Mapping[int, float]) -> WeightedRows:
     """All of the text counts 1, but for the chosen messages."""
-    text = conversation.whole.text
+    text = conversation.full.text
     turns = [i for i in conversation.turns if i in chosen]
-    spans = _other_spans(conversation, chosen, text)
+    spans = _non_answer_spans(conversation, chosen, text)
     if turns and conversation.has_generation:
         spans += _generation_spans(conversation, turns, chosen)
     elif turns:
@@ -125,11 +125,11 @@ def _weigh_turns(
     """Rows in which the chosen turns are learned; other chosen messages are in the first."""
     turns = [i for i in conversation.turns if i in chosen]
     row = _first_row(conversation, chosen, train_on)
-    spans = _other_spans(conversation, chosen, row.text)
+    spans = _non_answer_spans(conversation, chosen, row.text)
     if not turns:
         return WeightedRows([(row.text, spans)], 0, "")
-    is_whole = row is conversation.whole
-    if conversation.has_generation and train_on != "all_turns" and is_whole:
+    is_full = row is conversation.full
+    if conversation.has_generation and train_on != "all_turns" and is_full:
         spans += _generation_spans(conversation, turns, chosen)
         return WeightedRows([(row.text, spans)], 0, "")
     conversation.check_end()
@@ -158,14 +158,14 @@ def _first_row(
 ) -> Rendered:
     """The conversation, or up to its last learned turn if the rest would rewrite that."""
     turns = [i for i in conversation.turns if i in chosen]
-    whole = conversation.whole
+    full = conversation.full
     if not turns or (conversation.has_generation and train_on == "assistant"):
-        return whole
+        return full
     is_end = turns[-1] == len(conversation.messages) - 1
     if conversation.has_generation and train_on == "last" and is_end:
-        return whole
-    if conversation.stop(turns[-1], whole.text) is not None:
-        return whole
+        return full
+    if conversation.stop(turns[-1], full.text) is not None:
+        return full
     if max(chosen) > turns[-1]:
         raise _ambiguous(max(chosen))
     return conversation.until(turns[-1])
@@ -175,7 +175,7 @@ def _generation_spans(
     conversation: Conversation, turns: Sequence[int], chosen: Mapping[int, float]
 ) -> list[Span]:
     """The {% generation %} blocks of these turns in the whole conversation."""
-    blocks = _blocks(conversation.whole)
+    blocks = _blocks(conversation.full)
     if turns == conversation.turns and len({chosen[i] for i in turns}) == 1:
         by_turn = {turns[-1]: blocks}  # which is whose does not matter
     else:
@@ -221,11 +221,11 @@ def _blocks_of_turn(
 
 def _count_blocks(conversation: Conversation, i: int) -> int:
     """The number of blocks that the whole text has up to messages[i]."""
-    whole, prefix = conversation.whole, conversation.render(conversation.messages[: i + 1])
-    if whole.text.startswith(prefix.text):
-        return sum(start < len(prefix.text) for start, _ in whole.generations)
+    full, prefix = conversation.full, conversation.render(conversation.messages[: i + 1])
+    if full.text.startswith(prefix.text):
+        return sum(start < len(prefix.text) for start, _ in full.generations)
     # Earlier turns may be rewritten, such as without their reasoning, if they end the same
-    pairs = list(zip(prefix.generations, whole.generations, strict=False))
+    pairs = list(zip(prefix.generations, full.generations, strict=False))
     if len(pairs) < len(prefix.generations) or not all(a.endswith(b) for (_, a), (_, b) in pairs):
         raise ValueError(
             f"it writes messages[{i}] differently when turns follow. Weigh all turns alike "
@@ -234,7 +234,9 @@ def _count_blocks(conversation: Conversation, i: int) -> int:
     return len(pairs)
 
 
-def _other_spans(conversation: Conversation, chosen: Mapping[int, float], whole: str) -> list[Span]:
+def _non_answer_spans(
+    conversation: Conversation, chosen: Mapping[int, float], full: str
+) -> list[Span]:
     """What each chosen message that is not the assistant's adds to the messages before it."""
     spans = []
     for i in sorted(chosen.keys() - set(conversation.turns)):
@@ -247,7 +249,7 @@ def _other_spans(conversation: Conversation, chosen: Mapping[int, float], whole:
                 f"messages[{i}] has a weight of its own, but where it is in the text is unclear, "
                 f"because the conversation up to there does not render: {error}"
             ) from error
-        if not (text.startswith(before) and whole.startswith(text)):
+        if not (text.startswith(before) and full.startswith(text)):
             raise _ambiguous(i)
         spans.append(Span(len(before), len(text), chosen[i]))
     return spans

@@ -32,7 +32,7 @@ _FILES = (
 _TEMPLATES = "additional_chat_templates"
 _ID = re.compile(r"[0-9]{1,9}")
 _FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
-_NAMED_TOKENS = {f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")}
+_TOKEN_KEYS = {f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")}
 _TYPES: dict[str, tuple[type, ...]] = {
     "chat_template": (str, list),
     "split_special_tokens": (bool,),
@@ -101,7 +101,7 @@ def read_config(path: Path | None) -> dict[str, Any]:
         if not isinstance(config.get(key), (*types, type(None))):
             raise _wrong_value(path, key, config[key])
     for key, token in config.items():
-        if key in _NAMED_TOKENS or (key.endswith("_token") and isinstance(token, dict)):
+        if key in _TOKEN_KEYS or (key.endswith("_token") and isinstance(token, dict)):
             _check_token(path, key, token)
     for key in ("extra_special_tokens", "additional_special_tokens"):
         tokens = config.get(key) or []

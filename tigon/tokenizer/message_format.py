@@ -81,9 +81,9 @@ def detect_format(template: str, variables: tuple[tuple[str, str], ...]) -> Mess
 
     options: dict[str, Any] = dict(variables)
 
-    def text(form: MessageFormat, messages: Sequence[Message], tools: Any = None) -> str:
+    def text(format: MessageFormat, messages: Sequence[Message], tools: Any = None) -> str:
         try:
-            return render(template, form.convert(messages), tools=tools, **options).text
+            return render(template, format.convert(messages), tools=tools, **options).text
         except ValueError:  # the template refuses them
             return ""
 
@@ -95,8 +95,8 @@ def detect_format(template: str, variables: tuple[tuple[str, str], ...]) -> Mess
     # With tags, a template that reads the key writes a second block of reasoning
     reasoning_key = _KEY in as_key and as_tags.count("<think>") > 1
     for arguments_text, no_content in product((False, True), ("", Null())):
-        form = MessageFormat(parts, arguments_text, no_content, reasoning_key)
-        written = text(form, [_USER, _TOOL_CALLS], [_TOOL])
+        format = MessageFormat(parts, arguments_text, no_content, reasoning_key)
+        written = text(format, [_USER, _TOOL_CALLS], [_TOOL])
         if _NAME in written and _KEY in written and f"'{_KEY}':" not in written:
-            return form
+            return format
     return MessageFormat(parts, reasoning_key=reasoning_key)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Unpack
 
 import tokenizers
 
-from tigon.hub import Repository, Source
+from tigon.hub import HubOptions, Repository
 from tigon.tokenizer.assistant_mask import UNMARKED, Span, TrainOn, token_weights, weighted_rows
 from tigon.tokenizer.chat_template import (
     RESERVED,
@@ -138,7 +138,7 @@ class Tokenizer:
 
     @classmethod
     def from_pretrained(
-        cls, path_or_repo: str | os.PathLike[str], **options: Unpack[Source]
+        cls, path_or_repo: str | os.PathLike[str], **options: Unpack[HubOptions]
     ) -> "Tokenizer":
         """The tokenizer of a local directory or hub repository that has a tokenizer.json."""
         repository = Repository(path_or_repo, **options)

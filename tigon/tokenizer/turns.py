@@ -52,9 +52,9 @@ class Conversation:
         self.special_tokens = tuple(special_tokens)
         self.turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
         self.has_generation = _GENERATION.search(template) is not None
-        self.whole = self.render(messages)
+        self.full = self.render(messages)
         self.missing_opener = ""  # of reasoning: ends prompts, but is not in conversations
-        self._prefixes = {len(messages) - 1: self.whole}
+        self._prefixes = {len(messages) - 1: self.full}
         self._turns: dict[int, tuple[Rendered, int]] = {}
 
     def render(self, messages: Sequence[Message], **options: Any) -> Rendered:

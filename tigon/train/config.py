@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, Literal
 
 from tigon.data import Entry
-from tigon.data.formats import REQUIRED
+from tigon.data.formats import REQUIRED_KEYS
 from tigon.hub import check_repository
 from tigon.kernels.attention.api import Backend
 from tigon.models import LoraConfig, Quantize
@@ -238,7 +238,7 @@ class DataSettings:
         0, "of the data order and of random weights", ge=0, le=2**63 - 1, stream=True
     )
     format: str | None = setting(
-        None, f"of the rows: {', '.join(REQUIRED)}; null: told from their keys", stream=True
+        None, f"of the rows: {', '.join(REQUIRED_KEYS)}; null: told from their keys", stream=True
     )
     columns: dict[str, str] | None = setting(  # noqa: RUF009
         None, "keys of other names, as in {messages: dialog}", stream=True

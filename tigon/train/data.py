@@ -16,7 +16,7 @@ from tigon.data import (
     tokenize,
 )
 from tigon.data.examples import format_count
-from tigon.data.mixture import Order
+from tigon.data.mixture import GroupOrder
 from tigon.data.packing import TruncationStats
 from tigon.data.sources import select_fraction
 from tigon.tokenizer import Tokenizer
@@ -152,12 +152,13 @@ def describe(
     """What the data holds, in lines for a person."""
     report, order, unit = loader.report(), windows.order, objective.unit
     waste = f", {report.waste:.1%} of them padding" if report.space else ""
-    lost = report.lost
-    taken = f"{report.groups - lost.left_out:,} of " if lost.left_out else ""
+    truncation = report.truncation
+    losses = f"{truncation.truncated:,} cut, {truncation.dropped:,} left out"
+    share = f"{report.groups - truncation.dropped:,} of " if truncation.dropped else ""
     lines = [
-        f"{taken}{format_count(report.groups, unit)}, {format_count(report.row_tokens, 'token')}, "
-        f"{format_count(report.rows, 'row')}{waste}; {lost.cut:,} cut, {lost.left_out:,} left out",
-        *limits(objective.config, lost, unit),
+        f"{share}{format_count(report.groups, unit)}, {format_count(report.row_tokens, 'token')}, "
+        f"{format_count(report.rows, 'row')}{waste}; {losses}",
+        *limits(objective.config, truncation, unit),
     ]
     if report.shared:
         before = report.row_tokens + report.shared
@@ -171,29 +172,28 @@ def describe(
     return lines + rows.lines() + objective.notes(windows, held_out=held_out)
 
 
-def limits(config: Config, lost: TruncationStats, unit: str) -> list[str]:
+def limits(config: Config, truncation: TruncationStats, unit: str) -> list[str]:
     """Which limit has cut data or left it out, and what to set for all of it."""
     lines = []
-    if both := lost.cut_to_most + lost.left_by_most:
+    if count := truncation.max_length_cuts + truncation.max_length_drops:
         lines.append(
-            f"{format_count(both, unit)} longer than max_length {config.max_length} (a prompt with "
-            f"one answer): {lost.cut_to_most:,} cut, {lost.left_by_most:,} left out; the longest "
-            f"has {format_count(lost.longest, 'token')}"
+            f"{format_count(count, unit)} longer than max_length {config.max_length} (a prompt "
+            f"with one answer): {truncation.max_length_cuts:,} cut, "
+            f"{truncation.max_length_drops:,} left out; the longest has "
+            f"{format_count(truncation.longest, 'token')}"
         )
-    if both := lost.cut_to_row + lost.left_by_row:
+    if count := truncation.row_cuts + truncation.row_drops:
         lines.append(
-            f"{format_count(both, unit)} longer than a row of seq_len {config.seq_len}: "
-            f"{lost.cut_to_row:,} cut, {lost.left_by_row:,} left out; "
-            f"seq_len={lost.needed} takes all"
+            f"{format_count(count, unit)} longer than a row of seq_len {config.seq_len}: "
+            f"{truncation.row_cuts:,} cut, {truncation.row_drops:,} left out; "
+            f"seq_len={truncation.min_seq_len} takes all"
         )
-    if lost.alike:
-        have = "has" if lost.alike == 1 else "have"
+    if truncation.duplicates:
+        verb = "has" if truncation.duplicates == 1 else "have"
         lines.append(
-            f"{format_count(lost.alike, unit)} of those left out {have} equal answers once they "
-            "are cut"
+            f"{format_count(truncation.duplicates, unit)} of those left out {verb} equal answers "
+            "once they are cut"
         )
-    if lost.unlearned:
-        lines.append(f"{format_count(lost.unlearned, unit)} left out, with nothing to learn")
     return lines
 
 
@@ -208,7 +208,7 @@ def may_not_fit(objective: Objective) -> str | None:
     return f"{what} are cut or left out{advice}"
 
 
-def shares(order: Order, entries: Sequence[Entry], unit: str) -> list[str]:
+def shares(order: GroupOrder, entries: Sequence[Entry], unit: str) -> list[str]:
     assert order.weights is not None
     total = sum(order.weights)
     each = zip(entries, order.weights, order.sizes, order.passes(), strict=True)

@@ -157,12 +157,12 @@ def dry_run(config: Config, world: World, gpus: int) -> None:
                 "elsewhere"
             )
         elif world.main:
-            found = estimate_run(config, inputs, gpus, checkpointing)
-            world.log_rank0(*memory_table(found, gpus, world.device))
+            result = estimate_run(config, inputs, gpus, checkpointing)
+            world.log_rank0(*memory_table(result, gpus, world.device))
             for what in uncounted_memory(config):
                 world.log_rank0(f"not in the sum: {what}")
             capacity = gpu_memory(world.device)
-            if advised := capacity is not None and found.total > capacity:
+            if advised := capacity is not None and result.total > capacity:
                 world.log_rank0(*memory_advice(config, inputs, gpus))
         if why := timing_obstacle(config, world, gpus):
             world.log_rank0(f"time of a step: cannot be measured here: {why}")
@@ -279,15 +279,15 @@ def estimate_run(
     return estimate(model, inputs.objective, config, gpus, compute)
 
 
-def memory_table(found: Estimate, gpus: int, device: torch.device) -> list[str]:
+def memory_table(result: Estimate, gpus: int, device: torch.device) -> list[str]:
     """Returns the estimate as a table in GiB."""
     owner = "a GPU" if gpus == 1 else f"each of {gpus} GPUs"
     lines = [f"memory of {owner} at its peak, estimated, GiB:"]
-    lines += [f"  {kind:18}{size / GIB:8.2f}" for kind, size in found.kinds.items()]
+    lines += [f"  {kind:18}{size / GIB:8.2f}" for kind, size in result.kinds.items()]
     memory = gpu_memory(device)
     gpu = f" of {memory / GIB:.1f}: {torch.cuda.get_device_name(device)}" if memory else ""
-    lines.append(f"  {'sum':18}{found.total / GIB:8.2f}{gpu}")
-    lines.append(f"host memory of each rank, for weights and states: {found.host / GIB:.2f} GiB")
+    lines.append(f"  {'sum':18}{result.total / GIB:8.2f}{gpu}")
+    lines.append(f"host memory of each rank, for weights and states: {result.host / GIB:.2f} GiB")
     return lines
 
 

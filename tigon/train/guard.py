@@ -188,7 +188,7 @@ def largest_part(world: World, own_loss: float) -> str:
 
 
 def rows(run: Run, step: int) -> str:
-    where = list(dict.fromkeys(run.data.where(step + run.state.offset)))
+    where = list(dict.fromkeys(run.data.location(step + run.state.offset)))
     more = f" and {len(where) - 8} more" if len(where) > 8 else ""
     return f"its rows are {', '.join(where[:8])}{more}"
 

@@ -175,12 +175,12 @@ def sharded_experts(module: nn.Module) -> Iterator[Experts]:
 
 def shard_counts(model: CausalLM, world: int) -> dict[nn.Parameter, int]:
     """Returns over how many ranks FSDP2 shards each parameter: fewer than `world` for experts."""
-    found = dict.fromkeys(model.parameters(), world)
+    worlds = dict.fromkeys(model.parameters(), world)
     every = world if model.tensor_ranks is None else world * model.tensor_ranks.size
     for experts in sharded_experts(model):
         assert experts.shard is not None
-        found |= dict.fromkeys(experts.parameters(), every // experts.shard.ranks.size)
-    return found
+        worlds |= dict.fromkeys(experts.parameters(), every // experts.shard.ranks.size)
+    return worlds
 
 
 class FSDPGroup:
@@ -434,19 +434,19 @@ class ZeRO2Tracker:
     def _begin_reduction(self, group: list[nn.Parameter]) -> None:
         gradients, parts = [], []
         for p in group:
-            found = self.added.pop(p, None)
-            found = p.grad if found is None else found
+            grad = self.added.pop(p, None)
+            grad = p.grad if grad is None else grad
             p.grad = None
             each = -(-p.shape[0] // self.world)
-            if found is None or each * self.world != len(p):  # padded with zeros
+            if grad is None or each * self.world != len(p):  # padded with zeros
                 shape = (each * self.world, *p.shape[1:])
-                found = self._relabeled(p.new_empty(shape, dtype=self.sums), COMMUNICATION)
-            gradients.append(found)
+                grad = self._relabeled(p.new_empty(shape, dtype=self.sums), COMMUNICATION)
+            gradients.append(grad)
             if self.world > 1:
                 part = p.new_empty((each, *p.shape[1:]), dtype=self.sums)
                 parts.append(self._relabeled(part, GRADIENTS))
             else:  # nothing is sent
-                parts.append(found)
+                parts.append(grad)
         self.in_flight.append((gradients, parts))
         if len(self.in_flight) > IN_FLIGHT:
             self._end_reduction()

@@ -108,7 +108,7 @@ class _Run:
             return [batch.to(self.device) for batch in batches], None
         with torch.cuda.stream(stream) if stream is not None else nullcontext():
             # Pinned memory is given back only when the copies from it are done
-            batches = [batch.pinned().to(self.device) for batch in batches]
+            batches = [batch.pin_memory().to(self.device) for batch in batches]
             copied = torch.cuda.Event()
             copied.record(stream)
         return batches, copied

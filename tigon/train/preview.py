@@ -79,7 +79,7 @@ def preview(config: Config, count: int = 5) -> Preview:
         sharing.decide(objective, None)
     encoder = objective.encoder(tokenizer)
     encoder.skip_bad_rows = True  # to show the others
-    rows, report, lost = [], EncodingReport(), TruncationStats()
+    rows, report, truncation = [], EncodingReport(), TruncationStats()
     entries = as_entries(config, config.data)
     try:  # of the hub too, only the first rows are fetched
         found = find_entry_sources(config, entries, streaming=True)
@@ -90,7 +90,7 @@ def preview(config: Config, count: int = 5) -> Preview:
             examples = encoder(Block(source.name, source.format, ((line, row),)))
             report += examples.report
             shown, of_row = _examples(examples, objective, encoder, tokenizer)
-            lost += of_row
+            truncation += of_row
             notes: tuple[str, ...] = ()
             if isinstance(row, dict):
                 ignored = encoder.ignored(row, source.format)
@@ -99,7 +99,7 @@ def preview(config: Config, count: int = 5) -> Preview:
             rows.append(PreviewRow(f"{source.name}:{line}", shown, error, notes))
     if config.bad_rows == "error":  # each says so itself, and none is skipped
         report = replace(report, skipped=0, empty=0, errors=())
-    warnings = [*limits(config, lost, objective.unit), *report.lines()]
+    warnings = [*limits(config, truncation, objective.unit), *report.lines()]
     return Preview(tuple(rows), tuple(warnings))
 
 
@@ -117,7 +117,7 @@ def _examples(
     """Those of one row, and what the limits of the run take away from them."""
     if not len(examples):
         return (), TruncationStats()
-    rows = objective.rows(Window.of(Corpus([examples]), np.arange(examples.group_count)))
+    rows = objective.rows(Window.of(Corpus([examples]), np.arange(examples.num_groups)))
     names = ("chosen", "rejected") if isinstance(encoder, PairEncoder) else ()
     shown = []
     for i, (start, stop) in enumerate(zip(examples.offsets, examples.offsets[1:], strict=False)):
@@ -144,7 +144,7 @@ def _examples(
                 values=values,
             )
         )
-    return tuple(shown), rows.lost
+    return tuple(shown), rows.truncation
 
 
 def _pieces(ids: list[int], weights: list[float], tokenizer: Tokenizer) -> Iterator[Piece]:

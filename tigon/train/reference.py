@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from tigon.data import Loader, MicroBatch, PackedRows, cache_root
-from tigon.data.cache import disk_errors, make_directory, temporary, write
+from tigon.data.cache import disk_errors, make_directory, temporary, write_text
 from tigon.data.collate import collate_rows
 from tigon.data.examples import format_count
 from tigon.data.mixture import Corpus, Mixture, Window
@@ -106,7 +106,7 @@ def store(path: Path, values: np.ndarray) -> None:
                 file.flush()
                 os.fsync(file.fileno())
             os.replace(partial, path)
-        write(path.with_suffix(".json"), json.dumps({"crc32": zlib.crc32(values.data)}))
+        write_text(path.with_suffix(".json"), json.dumps({"crc32": zlib.crc32(values.data)}))
 
 
 def computed(
@@ -213,7 +213,7 @@ def _digest(
             "another run_dir"
         )
     path.parent.mkdir(parents=True, exist_ok=True)
-    write(path, json.dumps({"weights": found}))
+    write_text(path, json.dumps({"weights": found}))
     return found
 
 

@@ -20,7 +20,7 @@ from tigon.utils.json import quote
 T = TypeVar("T")
 Parse = Callable[[str], Any]
 
-NAMES = {
+TYPE_WORDS = {
     int: ("a whole number", "whole numbers"),
     float: ("a number", "numbers"),
     str: ("text", "texts"),
@@ -63,7 +63,7 @@ def field_types(cls: type) -> dict[str, Any]:
 
 def group_fields(cls: type) -> set[str]:
     """The fields of a dataclass that are dataclasses themselves."""
-    return {name for name, kind in field_types(cls).items() if _dataclass(kind) is not None}
+    return {name for name, hint in field_types(cls).items() if _find_dataclass(hint) is not None}
 
 
 def read_settings(
@@ -75,29 +75,29 @@ def read_settings(
     which `values` may do too. `parse` reads text where a field needs something else, as on a
     command line. Raises ConfigError for names that are no field's and values that do not fit.
     """
-    kinds, settings = field_types(cls), {f.name: f for f in fields(cls)}
-    found: dict[str, Any] = {}
+    hints, settings = field_types(cls), {f.name: f for f in fields(cls)}
+    checked: dict[str, Any] = {}
     for key, value in values.items():
         name = f"{group}{key}"
         first, dot, rest = str(key).partition(".")
-        inner = _dataclass(kinds.get(first))
+        inner = _find_dataclass(hints.get(first))
         if inner is not None and not dot and parse is not None and isinstance(value, str):
             with suppress(ValueError):  # `check_type` raises it with the name
                 value = parse(value)
         if inner is not None and (dot or isinstance(value, Mapping)):
             inside = {rest: value} if dot else value
-            found |= read_settings(inner, inside, parse=parse, group=f"{group}{first}.")
+            checked |= read_settings(inner, inside, parse=parse, group=f"{group}{first}.")
             if not inside and not group:  # all of its settings have their defaults
-                found[first] = build_settings(inner, {})
-        elif key not in kinds:
-            meant = find_misspelled(str(key), kinds)
-            known = f"did you mean {meant!r}?" if meant else f"known: {', '.join(kinds)}"
+                checked[first] = build_settings(inner, {})
+        elif key not in hints:
+            closest = find_misspelled(str(key), hints)
+            hint = f"did you mean {closest!r}?" if closest else f"known: {', '.join(hints)}"
             if ":" in str(key):  # {tensor:2} has the one key tensor:2
-                known = f"a colon needs a space after it: {str(key).replace(':', ': ')}"
-            raise ConfigError(f"unknown setting {name!r}; {known}")
+                hint = f"a colon needs a space after it: {str(key).replace(':', ': ')}"
+            raise ConfigError(f"unknown setting {name!r}; {hint}")
         else:
             try:
-                found[name] = check_type(name, value, kinds[key], parse)
+                checked[name] = check_type(name, value, hints[key], parse)
             except ConfigTypeError as error:
                 if inner is None:
                     facts = settings[key].metadata
@@ -105,11 +105,10 @@ def read_settings(
                         raise
                     raise ConfigTypeError(f"{error}: {facts['help']}") from None  # 0: never
                 example = f"{name}.{fields(inner)[0].name}={quote(fields(inner)[0].default)}"
-                raise ConfigTypeError(
-                    f"{error}; its settings have its name, as {example}"
-                ) from None
-            _check_field_range(name, found[name], settings[key])
-    return found
+                text = f"{error}; its settings have its name, as {example}"
+                raise ConfigTypeError(text) from None
+            _check_field_range(name, checked[name], settings[key])
+    return checked
 
 
 def build_settings(cls: type[T], values: Mapping[str, Any]) -> T:
@@ -124,29 +123,26 @@ def build_settings(cls: type[T], values: Mapping[str, Any]) -> T:
             plain[key] = value
     for name, inside in by_group.items():
         if plain.get(name) is not None and not is_dataclass(plain[name]):
-            more = next(iter(inside))
-            raise ConfigError(
-                f"{name}={quote(plain[name])} and {name}.{more}={quote(inside[more])} contradict "
-                "each other: give one of them"
-            )
-    kinds = field_types(cls)
-    inner = {
-        name: build_settings(_dataclass(kinds[name]), inside) for name, inside in by_group.items()
-    }
-    return cls(**plain | inner)
+            key = next(iter(inside))
+            pair = f"{name}={quote(plain[name])} and {name}.{key}={quote(inside[key])}"
+            raise ConfigError(f"{pair} contradict each other: give one of them")
+    hints = field_types(cls)
+    for name, inside in by_group.items():
+        plain[name] = build_settings(_find_dataclass(hints[name]), inside)
+    return cls(**plain)
 
 
-def check_type(name: str, value: Any, kind: Any, parse: Parse | None = None) -> Any:
+def check_type(name: str, value: Any, hint: Any, parse: Parse | None = None) -> Any:
     """The value as a field of this type needs it; raises ConfigTypeError if it is of another."""
-    if kind is str and parse and (value is None or (value == "null" and parse(value) is None)):
+    if hint is str and parse and (value is None or (value == "null" and parse(value) is None)):
         # Elsewhere on a command line null is none: here it would name a file or a repository
         raise ConfigTypeError(f"{name}=null is not text; {name}='' is empty")
     try:
-        return _fit(value, kind, parse, name)
+        return _convert(value, hint, parse, name)
     except ConfigError:
         raise
     except (TypeError, ValueError):
-        raise ConfigTypeError(f"{name}={quote(value)} is not {describe_type(kind)}") from None
+        raise ConfigTypeError(f"{name}={quote(value)} is not {describe_type(hint)}") from None
 
 
 def check_ranges(settings: Any) -> None:
@@ -155,22 +151,22 @@ def check_ranges(settings: Any) -> None:
         _check_field_range(f.name, getattr(settings, f.name), f)
 
 
-def suggest(name: str, known: Iterable[str], cutoff: float = 0.5) -> str:
+def suggest(name: str, choices: Iterable[str], cutoff: float = 0.5) -> str:
     """A "did you mean" with the closest of the known names; empty if none is close."""
-    close = difflib.get_close_matches(name, known, n=1, cutoff=cutoff)
+    close = difflib.get_close_matches(name, choices, n=1, cutoff=cutoff)
     return f"did you mean {close[0]!r}?" if close else ""
 
 
-def find_misspelled(name: str, known: Iterable[str]) -> str | None:
+def find_misspelled(name: str, choices: Iterable[str]) -> str | None:
     """The known name that `name` is a misspelling of; None if there is none.
 
     For names that may be another program's, of which a similar one means something else. A
     misspelling has the same first letter and the same digits, and one letter of five at most is
     missing, added, wrong or swapped with the next.
     """
-    edits = {other: _count_edits(_letters(name), _letters(other)) for other in known}
-    near = {other: count for other, count in edits.items() if count is not None}
-    return min(near, key=lambda other: near[other], default=None)
+    edits = {choice: _count_edits(_letters(name), _letters(choice)) for choice in choices}
+    near = {choice: count for choice, count in edits.items() if count is not None}
+    return min(near, key=lambda choice: near[choice], default=None)
 
 
 def _letters(name: str) -> str:
@@ -180,40 +176,40 @@ def _letters(name: str) -> str:
 def _count_edits(a: str, b: str) -> int | None:
     """How many letters of one have to change for the other; None if they are too many."""
     shorter, longer = sorted((len(a), len(b)))
-    most = 0 if shorter < 3 else max(1, shorter // 5)
-    if longer - shorter > most or a[:1] != b[:1] or re.findall(r"\d", a) != re.findall(r"\d", b):
+    limit = 0 if shorter < 3 else max(1, shorter // 5)
+    if longer - shorter > limit or a[:1] != b[:1] or re.findall(r"\d", a) != re.findall(r"\d", b):
         return None
-    before, row = [0] * (len(b) + 1), [*range(len(b) + 1)]
+    previous, row = [0] * (len(b) + 1), [*range(len(b) + 1)]
     for i, x in enumerate(a):
-        last, before, row = before, row, [i + 1]
+        earlier, previous, row = previous, row, [i + 1]
         for j, y in enumerate(b):
-            row.append(min(row[j] + 1, before[j + 1] + 1, before[j] + (x != y)))
+            row.append(min(row[j] + 1, previous[j + 1] + 1, previous[j] + (x != y)))
             if i and j and (x, y) == (b[j - 1], a[i - 1]):
-                row[-1] = min(row[-1], last[j - 1] + 1)
-    return row[-1] if row[-1] <= most else None
+                row[-1] = min(row[-1], earlier[j - 1] + 1)
+    return row[-1] if row[-1] <= limit else None
 
 
-def describe_type(kind: Any) -> str:
+def describe_type(hint: Any) -> str:
     """A type in words."""
-    origin, args = get_origin(kind), get_args(kind)
+    origin, args = get_origin(hint), get_args(hint)
     if origin in (UnionType, Union):
         return " or ".join(map(describe_type, args))
     if origin is Literal:
         return f"one of {', '.join(map(str, args))}" if len(args) > 1 else str(args[0])
     if origin in (list, tuple):
-        several = f"a list of {_plural(args[0])}"
-        return several if origin is list else f"{describe_type(args[0])} or {several}"
-    return NAMES[origin or kind][0] if _dataclass(kind) is None else "a group of settings"
+        items = f"a list of {_plural(args[0])}"
+        return items if origin is list else f"{describe_type(args[0])} or {items}"
+    return TYPE_WORDS[origin or hint][0] if _find_dataclass(hint) is None else "a group of settings"
 
 
-def _plural(kind: Any) -> str:
-    if get_origin(kind) in (UnionType, Union):
-        return " or ".join(map(_plural, get_args(kind)))
-    return NAMES[kind][1] if _dataclass(kind) is None else "groups of settings"
+def _plural(hint: Any) -> str:
+    if get_origin(hint) in (UnionType, Union):
+        return " or ".join(map(_plural, get_args(hint)))
+    return TYPE_WORDS[hint][1] if _find_dataclass(hint) is None else "groups of settings"
 
 
-def _group(cls: type, values: Mapping[str, Any], parse: Parse | None, name: str) -> Any:
-    """A dataclass in a list."""
+def _build_group(cls: type, values: Mapping[str, Any], parse: Parse | None, name: str) -> Any:
+    """A dataclass that is an item of a list."""
     checked = read_settings(cls, values, parse=parse, group=f"{name}.")
     settings = {key.removeprefix(f"{name}."): value for key, value in checked.items()}
     for f in fields(cls):
@@ -235,19 +231,17 @@ def check_range(
     """Raises ConfigError for a number, or one of a tuple, that is beyond this range."""
     numbers = value if isinstance(value, tuple) else (value,)
     for number in (n for n in numbers if type(n) in (int, float)):
-        text = f"{name}={quote(number)} must be"
-        if ge is not None and not number >= ge:  # NaN too
-            raise ConfigError(f"{text} at least {ge}")
-        if gt is not None and not number > gt:
-            raise ConfigError(f"{text} above {gt}")
-        if le is not None and not number <= le:
-            raise ConfigError(f"{text} at most {le}")
-        if lt is not None and not number < lt:
-            raise ConfigError(f"{text} below {lt}")
-        if finite and type(number) is int and number >= 2**63:
-            raise ConfigError(f"{text} below 2**63")
-        if finite and math.isinf(number):
-            raise ConfigError(f"{text} finite")
+        limits = {  # written so that NaN is beyond each of them
+            f"at least {ge}": ge is None or number >= ge,
+            f"above {gt}": gt is None or number > gt,
+            f"at most {le}": le is None or number <= le,
+            f"below {lt}": lt is None or number < lt,
+            "below 2**63": not finite or type(number) is float or number < 2**63,
+            "finite": not finite or not math.isinf(number),
+        }
+        for limit, holds in limits.items():
+            if not holds:
+                raise ConfigError(f"{name}={quote(number)} must be {limit}")
 
 
 def _check_field_range(name: str, value: Any, field: Field[Any]) -> None:
@@ -255,52 +249,51 @@ def _check_field_range(name: str, value: Any, field: Field[Any]) -> None:
     check_range(name, value, **limits, finite=field.metadata.get("finite", False))
 
 
-def _dataclass(kind: Any) -> Any:
+def _find_dataclass(hint: Any) -> Any:
     """The dataclass that a field's type is, with or without None."""
-    either = get_args(kind) if get_origin(kind) in (UnionType, Union) else (kind,)
-    return next((k for k in either if is_dataclass(k)), None)
+    options = get_args(hint) if get_origin(hint) in (UnionType, Union) else (hint,)
+    return next((option for option in options if is_dataclass(option)), None)
 
 
-def _fit(value: Any, kind: Any, parse: Parse | None, name: str) -> Any:
-    origin, args = get_origin(kind), get_args(kind)
-    if isinstance(value, Mapping) and (inner := _dataclass(kind)) is not None:
-        return _group(inner, value, parse, name)
+def _convert(value: Any, hint: Any, parse: Parse | None, name: str) -> Any:
+    origin, args = get_origin(hint), get_args(hint)
+    if isinstance(value, Mapping) and (inner := _find_dataclass(hint)) is not None:
+        return _build_group(inner, value, parse, name)
     if origin in (UnionType, Union):
         for option in sorted(args, key=lambda k: k is str):  # any text is text: the last resort
             try:
-                return _fit(value, option, parse, name)
+                return _convert(value, option, parse, name)
             except ConfigError:
                 raise
             except (TypeError, ValueError):
                 continue
         raise TypeError
-    if kind is Any:
+    if hint is Any:
         return value
     if origin is Literal:
         if not isinstance(value, str) or value not in args:
             raise TypeError
         return value
-    if parse is not None and isinstance(value, str) and kind is not str:
+    if parse is not None and isinstance(value, str) and hint is not str:
         try:
             value = parse(value)
         except ValueError:  # `*.jsonl` is no YAML, but a text that may be one of several
             if origin is not tuple or value.startswith(("[", "{")):
                 raise
     number = not isinstance(value, bool)
-    if kind is int and isinstance(value, Integral) and number:
+    if hint is int and isinstance(value, Integral) and number:
         return int(value)
-    if kind is float and isinstance(value, Real) and number:
+    if hint is float and isinstance(value, Real) and number:
         return value if type(value) is int else float(value)
     if origin is tuple:  # one item stands for a list of it
         items = value if isinstance(value, list | tuple) else [value]
-        several = [f"{name}[{i}]" for i in range(len(items))]
         return tuple(
             # Text is not parsed further, but what is inside a group of settings is
-            _fit(item, args[0], parse if isinstance(item, Mapping) else None, each)
-            for item, each in zip(items, several, strict=True)
+            _convert(item, args[0], parse if isinstance(item, Mapping) else None, f"{name}[{i}]")
+            for i, item in enumerate(items)
         )
     if origin is list and isinstance(value, list):
-        return [_fit(item, args[0], None, name) for item in value]
-    if kind in (int, float) or origin is list or not isinstance(value, origin or kind):
+        return [_convert(item, args[0], None, name) for item in value]
+    if hint in (int, float) or origin is list or not isinstance(value, origin or hint):
         raise TypeError
     return value

@@ -13,7 +13,7 @@ MAX_BYTES = 16 * 2**20  # of a file, unless the caller knows better
 MAX_VALUES = 3_200_000  # `[],` a million times over is small as a file only
 MAX_DEPTH = 100
 MAX_DIGITS = 100  # of a number; tokenizer_config.json's model_max_length has 31
-KINDS = {
+TYPE_NAMES = {
     dict: "an object",
     list: "a list",
     str: "a text",
@@ -49,9 +49,8 @@ def read_bytes(path: Path, max_bytes: int) -> bytes:
             raise ValueError(f"{escape(path)} is not a regular file")
         data = file.read(max_bytes + 1)
     if len(data) > max_bytes:
-        raise ValueError(
-            f"{escape(path)} has {status.st_size} bytes, and such a file {max_bytes} at most"
-        )
+        size = f"{status.st_size} bytes, and such a file {max_bytes} at most"
+        raise ValueError(f"{escape(path)} has {size}")
     return data
 
 
@@ -59,23 +58,23 @@ def _open(path: str, flags: int) -> int:
     return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))  # a pipe would wait for its writer
 
 
-def parse_object(data: bytes, where: Path, *, nan: bool = False) -> dict[str, Any]:
-    """As `parse_json`, for what must be an object."""
-    content = parse_json(data, where, nan=nan)
+def parse_object(data: bytes, name: Path, *, nan: bool = False) -> dict[str, Any]:
+    """The content of JSON that must be an object; raises ValueError as `parse_json` does."""
+    content = parse_json(data, name, nan=nan)
     if not isinstance(content, dict):
-        kind = KINDS.get(type(content), "a number")
-        raise ValueError(f"{escape(where)} is not a JSON object but {kind}")
+        type_name = TYPE_NAMES.get(type(content), "a number")
+        raise ValueError(f"{escape(name)} is not a JSON object but {type_name}")
     return content
 
 
-def parse_json(data: bytes, where: Path, *, nan: bool = False) -> Any:
-    """The content of JSON in UTF-8. The name `where` begins every message.
+def parse_json(data: bytes, name: Path, *, nan: bool = False) -> Any:
+    """The content of JSON in UTF-8. `name` begins every message.
 
     Raises ValueError for what is no JSON, has too many values, is nested too deeply, has a key
     twice, a number of too many digits, or half a surrogate pair; and unless `nan` is true, for NaN
     and infinity.
     """
-    name = escape(where)
+    name = escape(name)
     if (values := sum(map(data.count, (b",", b"[", b"{")))) > MAX_VALUES:
         raise ValueError(f"{name} has about {values} values, and such a file {MAX_VALUES} at most")
     try:
@@ -133,44 +132,44 @@ def _check_depth(content: Any) -> None:
         raise RecursionError
 
 
-def quote(value: Any, most: int = 100) -> str:
+def quote(value: Any, limit: int = 100) -> str:
     """A value of a file, for a message: as Python writes it (text in quotes, control characters
-    and terminal escapes escaped), cut behind `most` characters."""
+    and terminal escapes escaped), cut behind `limit` characters."""
     text = ""
-    for piece in _pieces(value, most):
+    for piece in _pieces(value, limit):
         text += piece
-        if len(text) > most + 2:  # the quotes
-            return f"{text[:most]}..."
+        if len(text) > limit + 2:  # the quotes
+            return f"{text[:limit]}..."
     return text
 
 
-def escape(text: object, most: int = 1000) -> str:
-    """As `shown`, without quotes: for paths and other libraries' messages."""
+def escape(text: object, limit: int = 1000) -> str:
+    """A path or another library's message, for a message: as `quote` writes it, without quotes."""
     text = str(text)
     plain = "".join(
-        c if c.isprintable() else c.encode("unicode_escape").decode() for c in text[:most]
+        c if c.isprintable() else c.encode("unicode_escape").decode() for c in text[:limit]
     )
-    return f"{plain}..." if len(text) > most else plain
+    return f"{plain}..." if len(text) > limit else plain
 
 
-def _pieces(value: Any, most: int) -> Iterator[str]:
+def _pieces(value: Any, limit: int) -> Iterator[str]:
     if isinstance(value, str | bytes):
-        yield repr(value[: most + 3])  # so that `shown` sees that it is cut
+        yield repr(value[: limit + 3])  # so that `quote` sees that it is cut
     elif isinstance(value, dict):
         yield "{"
         for i, (key, item) in enumerate(value.items()):
             yield ", " if i else ""
-            yield from _pieces(key, most)
+            yield from _pieces(key, limit)
             yield ": "
-            yield from _pieces(item, most)
+            yield from _pieces(item, limit)
         yield "}"
     elif isinstance(value, list | tuple):
         yield "[" if isinstance(value, list) else "("
         for i, item in enumerate(value):
             yield ", " if i else ""
-            yield from _pieces(item, most)
+            yield from _pieces(item, limit)
         yield "]" if isinstance(value, list) else ",)" if len(value) == 1 else ")"
-    elif isinstance(value, int) and value.bit_length() > 4 * most:
+    elif isinstance(value, int) and value.bit_length() > 4 * limit:
         yield f"a number of {value.bit_length()} bits"
     else:
-        yield escape(repr(value), most + 3)
+        yield escape(repr(value), limit + 3)

@@ -15,12 +15,12 @@ def total_memory(device: torch.device, cgroup: Path = CGROUP) -> int:
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
     try:
-        found = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
+        limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
     except (AttributeError, ValueError, OSError):  # not on Windows
-        found = [UNKNOWN]
+        limits = [UNKNOWN]
     with suppress(OSError, ValueError):  # there is none, or it is the word max
-        found.append(int((cgroup / "memory.max").read_text()))
-    return min(found)
+        limits.append(int((cgroup / "memory.max").read_text()))
+    return min(limits)
 
 
 def format_gib(size: int) -> str:

@@ -37,9 +37,9 @@ DTYPES = {
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 PICKLES = (".bin", ".pt", ".pth", ".ckpt")
-OTHER_WEIGHTS = (".safetensors", ".gguf", ".h5", ".msgpack", ".onnx", ".npz")
+UNSUPPORTED_WEIGHTS = (".safetensors", ".gguf", ".h5", ".msgpack", ".onnx", ".npz")
 MAX_HEADER = 100_000_000  # bytes, the reference implementation's limit
-MOST_DIMENSIONS = 64  # of a tensor, torch's limit
+MAX_DIMENSIONS = 64  # of a tensor, torch's limit
 LARGEST = 2**63 - 1  # of a size or a product of sizes
 
 
@@ -180,7 +180,7 @@ def _count_values(shape: Sequence[int]) -> int | None:
 
     Stops at the limit: the product of a million sizes would take a minute.
     """
-    if len(shape) > MOST_DIMENSIONS:
+    if len(shape) > MAX_DIMENSIONS:
         return None
     product = 1
     for size in filter(None, shape):
@@ -217,8 +217,8 @@ def _no_weights_message(repository: Files) -> str:
             "run code: convert them once with transformers, "
             "AutoModelForCausalLM.from_pretrained(...).save_pretrained(directory)"
         )
-    others = [name for name in names if name.endswith(OTHER_WEIGHTS)]
-    return f"{message}; other weights there: {', '.join(others[:3]) or 'none'}"
+    foreign_files = [name for name in names if name.endswith(UNSUPPORTED_WEIGHTS)]
+    return f"{message}; other weights there: {', '.join(foreign_files[:3]) or 'none'}"
 
 
 def _read_index(path: Path) -> dict[str, str]:

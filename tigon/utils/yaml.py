@@ -9,7 +9,7 @@ from yaml.constructor import ConstructorError
 from tigon.utils.json import escape, quote
 
 LONGEST_NUMBER = 100  # characters, as in JSON
-MOST_ITEMS, MOST_DEPTH = 100_000, 50  # of all values; an alias counts as what it stands for
+MAX_ITEMS, MAX_DEPTH = 100_000, 50  # of all values; an alias counts as what it stands for
 TAG = "tag:yaml.org,2002:"
 NUMBERS = {f"{TAG}int", f"{TAG}float"}
 
@@ -28,9 +28,9 @@ def parse_yaml(text: str | bytes, where: object) -> Any:
         fault = f"is not valid YAML: {line}{escape(error.problem or error.context)}"
         raise ValueError(f"{escape(where)} {fault}") from None
     except (yaml.YAMLError, RecursionError) as error:
-        why = " ".join(str(error).split())
-        why = "it is nested too deeply" if isinstance(error, RecursionError) else escape(why)
-        raise ValueError(f"{escape(where)} is not valid YAML: {why}") from None
+        reason = " ".join(str(error).split())
+        reason = "it is nested too deeply" if isinstance(error, RecursionError) else escape(reason)
+        raise ValueError(f"{escape(where)} is not valid YAML: {reason}") from None
     except _Refused as error:
         raise ValueError(f"{escape(where)}: {error}") from None
     return content
@@ -80,7 +80,7 @@ def _check_size(content: Any) -> None:
     while left:
         value, depth = left.pop()
         count += 1
-        if count > MOST_ITEMS or depth > MOST_DEPTH:
+        if count > MAX_ITEMS or depth > MAX_DEPTH:
             raise _Refused("its values are too many, or too deep inside each other")
         inside = [*value.keys(), *value.values()] if isinstance(value, dict) else value
         if isinstance(inside, list | tuple | set):

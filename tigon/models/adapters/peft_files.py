@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, Unpack
 import torch
 from torch import nn
 
-from tigon.hub import Source
+from tigon.hub import HubOptions
 from tigon.models.adapters.adapters import (
     activate_adapter,
     adapter_layers,
@@ -530,7 +530,7 @@ def load_adapter(
     *,
     trainable: bool = False,
     dtype: torch.dtype | None = None,
-    **source: Unpack[Source],
+    **source: Unpack[HubOptions],
 ) -> None:
     """Add a PEFT adapter from a directory or a hub repository, and activate it.
 
@@ -539,7 +539,7 @@ def load_adapter(
     model unchanged, for tensors that do not fit, unsupported features, and NaN. Warns if the
     adapter names another base than this model was read from.
     """
-    check_keywords("load_adapter", source, frozenset(Source.__annotations__))
+    check_keywords("load_adapter", source, frozenset(HubOptions.__annotations__))
     check_new_adapter(model, name)
     repository = Repository(path_or_repo, **source)
     adapter, size = read_adapter(repository, model), read_vocabulary_size(repository, model)

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
 from tigon.generation import check_generation_config
-from tigon.hub import Source, config_file
+from tigon.hub import HubOptions, config_file
 from tigon.kernels.attention.api import Backend
 from tigon.layers import QuantizedWeight
 from tigon.models.arguments import check_keywords
@@ -121,7 +121,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 C = TypeVar("C", bound=ModelConfig)
 
 
-class LoadOptions(Source, total=False):
+class LoadOptions(HubOptions, total=False):
     """Keywords of every `from_pretrained`."""
 
     dtype: torch.dtype | str  # such as "bfloat16"; "auto": the checkpoint's

@@ -108,9 +108,9 @@ class Objective:
             config.seq_len,
             packing=config.packing,
             truncate=config.truncate and self.may_cut,
-            most=config.max_length,
-            share=self.share_prompts,
-            least=least_shared,
+            max_length=config.max_length,
+            share_prompts=self.share_prompts,
+            min_fraction=least_shared,
             distinct=self.distinct,
         )
 

@@ -82,7 +82,7 @@ class KTO(Answers):
         if not micro_batch.sources:  # an estimate, or padding alone
             whole = super().resolve(model, micro_batch, training=training)
             return Halves(**vars(whole), mismatched=whole)
-        matched = micro_batch.known("matched")
+        matched = micro_batch.host_column("matched")
         own, other = (
             super(KTO, self).resolve(model, micro_batch.select(keep), training=training)
             for keep in (matched, ~matched)

@@ -57,7 +57,7 @@ class Reward(Objective):
     def encoder(self, tokenizer: Tokenizer) -> Encoder:
         self.tokenizer = tokenizer
         skip = self.config.bad_rows == "skip"
-        return PairEncoder(tokenizer, margin=True, of_one_prompt=False, skip_bad_rows=skip)
+        return PairEncoder(tokenizer, margin=True, shared_prompt=False, skip_bad_rows=skip)
 
     def open(self, model: CausalLM, loaders: Sequence[Loader], *, trained: bool) -> None:
         corpora = [x.windows.corpus for x in loaders if isinstance(x.windows, Mixture)]

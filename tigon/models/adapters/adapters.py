@@ -222,7 +222,7 @@ def _make_layer_adapter(
     if isinstance(layer, Experts):
         columns = [_columns(layer, part) for part in parts]
         return LowRankExperts(len(layer.down_proj), columns, parts, **how)
-    how |= {"dora": config.dora, "dropout": config.dropout, "place": dropout_seed(path)}
+    how |= {"dora": config.dora, "dropout": config.dropout, "seed": dropout_seed(path)}
     return LowRank(_columns(layer, parts[0]), parts, **how)
 
 

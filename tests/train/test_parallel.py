@@ -1,5 +1,7 @@
 """Ranks in several dimensions of a mesh against one process."""
 
+import sys
+
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -192,7 +194,7 @@ def test_a_run_on_another_number_of_ranks_says_so(workspace):
 
 
 def test_wrong_sizes_are_told_once_and_before_ranks_start(workspace, monkeypatch):
-    monkeypatch.setattr("tigon.train.launch.elastic_launch", pytest.fail)
+    monkeypatch.setattr(sys.modules["tigon.train.launch"], "elastic_launch", pytest.fail)
     given = workspace.settings("none", **{"parallel.tensor": 3})
     with pytest.raises(SystemExit, match="tensor 3 does not divide the number of ranks, 2"):
         main(["--nproc", "2", *given])

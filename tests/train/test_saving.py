@@ -206,7 +206,7 @@ def test_exports_while_training(workspace):
             exported, load_file(run / f"checkpoints/step-{step:08d}/weights-00000.safetensors")
         )
         assert (run / name / "tokenizer.json").is_file()
-    with pytest.raises(SystemExit, match="hf_best needs eval_data"):
+    with pytest.raises(SystemExit, match="hf_best=true needs eval_data"):
         main(workspace.settings("never", hf_best="true"))
 
 

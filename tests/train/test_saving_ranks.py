@@ -73,7 +73,8 @@ def test_a_checkpoint_that_fails_on_one_rank_ends_all_before_the_next(workspace,
     name = f"full-{failing}"
     errors = errors_of_failed_run(workspace, name, failing, "checkpoint", save_every=SAVE_EVERY)
     assert list((workspace.root / name / "checkpoints").iterdir()) == []
-    (line,) = [line for line in errors.splitlines() if line.startswith("tigon.train: ")]
+    # Both ranks may print it: torch's agent ends the other one a moment later
+    line = next(line for line in errors.splitlines() if line.startswith("tigon.train: "))
     said = re.fullmatch(
         r"tigon.train: rank (\d): \S*step-00000004 was not written: (?:rank (\d): )?"
         r"\[Errno 27\] File too large: '\S*/weights-0000(\d).safetensors'",

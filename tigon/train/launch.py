@@ -221,9 +221,13 @@ def run_ranks(
     ranks have `shutdown_timeout` seconds to end (30 before torch 2.12). With `forward_interrupt`
     they get Ctrl-C and go on.
     """
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // count)))
-    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(shutdown_timeout))
-    os.environ[LAUNCHED] = "1"
+    environment = {
+        "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // count)),
+        "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(shutdown_timeout),
+        LAUNCHED: "1",
+    }
+    added = environment.keys() - os.environ.keys()
+    os.environ.update({name: environment[name] for name in added})
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     numbers = [n for n in handled_signals() if not (forward_interrupt and n == signal.SIGINT)]
     if forward_interrupt:
@@ -247,6 +251,9 @@ def run_ranks(
             return summarize(error.failures)
         except SignalException as stop:  # the ranks have said what they did
             return 128 + stop.sigval, None
+        finally:
+            for name in added:
+                os.environ.pop(name, None)
     return 0, None
 
 

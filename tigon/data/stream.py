@@ -123,16 +123,21 @@ class Stream:
         )
         made: Queue[Any] = Queue(PREFETCHED_WINDOWS)
 
+        def put(window: EncodedWindow | Exception) -> bool:
+            """Returns False once nobody waits for these windows any more."""
+            while not self._closed.is_set() and made is self._made:
+                with suppress(Full):
+                    made.put(window, timeout=POLL_SECONDS)
+                    return True
+            return False
+
         def fill() -> None:
-            with one_tokenizer_thread() if self.workers else nullcontext():
-                iterator = iter(_process_loader(windows) if self.workers else windows)
-            for window in iterator:
-                while not self._closed.is_set() and made is self._made:
-                    with suppress(Full):
-                        made.put(window, timeout=POLL_SECONDS)
-                        break
-                else:
-                    return
+            try:
+                with one_tokenizer_thread() if self.workers else nullcontext():
+                    iterator = iter(_process_loader(windows) if self.workers else windows)
+                all(map(put, iterator))
+            except Exception as error:  # the process has died: nobody may wait for its windows
+                put(error)
 
         self._made = made
         threading.Thread(target=fill, name="tigon stream", daemon=True).start()
@@ -163,6 +168,7 @@ def _process_loader(windows: "_WindowDataset") -> DataLoader[Any]:
         num_workers=1,
         prefetch_factor=PREFETCHED_WINDOWS,
         collate_fn=_identity,
+        multiprocessing_context="forkserver",  # a fork of a process with threads may crash
     )
 
 

@@ -260,7 +260,7 @@ def linear_cross_entropy(n: int, c: int, v: int, variant: str) -> Problem:
     def of_tigon() -> Run:
         function = imported("tigon.kernels:linear_cross_entropy")
         # as a model does it: before its blocks, so that nobody waits for the count
-        active = imported("tigon.kernels.loss.terms:active_rows")(targets)
+        active = imported("tigon.kernels.loss.terms:find_valid_rows")(targets)
         known = {"denominator": count, "active": active}
         return lambda: function(hidden, weight, targets, **known)[0]
 

@@ -102,12 +102,12 @@ def test_it_does_not_matter_who_makes_the_sum(path: str, offset: float, cast: st
         return [*out, *torch.autograd.grad(out, leaves, [up, side])]
 
     expected = results(lambda x, r, w: rms_norm(x, w, EPS, residual=r, **options))
-    found = results(lambda x, r, w: OWN.norm_of_stream(x + r, w, EPS, **options))
+    found = results(lambda x, r, w: OWN.rms_norm_with_input(x + r, w, EPS, **options))
     assert [torch.equal(a, b) for a, b in zip(found, expected, strict=True)] == [True] * 5
     with pytest.raises(ValueError, match=r"eps=-1"):
-        OWN.norm_of_stream(x.clone().requires_grad_(), weight, -1.0)
+        OWN.rms_norm_with_input(x.clone().requires_grad_(), weight, -1.0)
     only = x.clone().requires_grad_()
-    (OWN.norm_of_stream(only, weight, EPS)[1] * side).sum().backward()  # the norm is not used
+    (OWN.rms_norm_with_input(only, weight, EPS)[1] * side).sum().backward()  # the norm is not used
     assert torch.equal(only.grad, side)
 
 
@@ -121,8 +121,11 @@ def test_dtypes_that_the_kernels_leave_to_torch() -> None:
 
 
 def test_rows_wider_than_a_program_holds() -> None:
-    x, weight = torch.randn(2, OWN.WIDEST + 1, requires_grad=True), torch.randn(OWN.WIDEST + 1)
-    y, up = rms_norm(x, weight, EPS), torch.randn(2, OWN.WIDEST + 1)
+    x, weight = (
+        torch.randn(2, OWN.MAX_COLUMNS + 1, requires_grad=True),
+        torch.randn(OWN.MAX_COLUMNS + 1),
+    )
+    y, up = rms_norm(x, weight, EPS), torch.randn(2, OWN.MAX_COLUMNS + 1)
     assert_close(y, exact(x, weight))
     assert_gradients((y * up).sum(), (exact(x, weight) * up).sum(), [x])
 

@@ -67,7 +67,7 @@ def test_dtypes_that_are_left_to_torch() -> None:
         torch.testing.assert_close(normed.double(), expected[0], rtol=1e-2, atol=5e-3)
         torch.testing.assert_close(total.double(), expected[1], rtol=1e-2, atol=5e-3)
     assert sandwich_norm(x.half(), residual, *weights, EPS)[1].dtype == torch.float32
-    wide = inputs((2, OWN.WIDEST + 1))
+    wide = inputs((2, OWN.MAX_COLUMNS + 1))
     assert_results(sandwich_norm(*wide, EPS), exact(*wide), wide)
 
 

@@ -200,7 +200,7 @@ def test_what_a_mesh_cannot_have_is_named(saved, world_of_one):
             tigon.from_pretrained(saved / "llama", mesh=unconnected(*names))
     with pytest.raises(ValueError, match=r"'replicate'\): give \"replicate\" before \"fsdp\""):
         tigon.from_pretrained(saved / "llama", mesh=unconnected("fsdp", "replicate"))
-    with pytest.raises(ValueError, match="mesh=2 is no DeviceMesh"):
+    with pytest.raises(ValueError, match="mesh=2 is not a DeviceMesh"):
         tigon.from_pretrained(saved / "llama", mesh=2)
     for name in ("tp_plan", "device_mesh"):
         with pytest.raises(TypeError, match=f"unexpected keyword argument '{name}'; here: 'mesh'"):

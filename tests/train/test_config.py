@@ -115,7 +115,7 @@ def test_help_names_every_task_format_and_dimension():
         ("lora=16", "lora=16 is not .*; its settings have its name, as lora.rank=16$"),
         ("lora=true", "lora=True is not .*; its settings have its name, as lora.rank=16$"),
         ("lora.targets=q_proj,v_proj", r"a tuple of names, \('q_proj', 'v_proj'\)"),
-        ("lora.alpha=0", "alpha is a number above 0"),
+        ("lora.alpha=0", "alpha is a positive float32 number"),
         ("lora.modules_to_save=norm", "modules_to_save='norm'"),
         ("nonsense_at_all=8", "unknown setting 'nonsense_at_all'; `tigon train --help` lists all"),
         ("train_on_inputs=true", "here: train_on: assistant .* is false, all is true"),

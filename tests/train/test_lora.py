@@ -292,7 +292,7 @@ def test_hooks_of_exports(workspace, settings):
         ({"lora.targets": "query_proj"}, "targets='query_proj' matches no projection of Llama"),
         ({"lora.rank_pattern": "{x_proj: 2}"}, "rank_pattern='x_proj' matches none"),
         ({"lora.dropout": 1}, r"dropout=1 is not in \[0, 1\)"),
-        ({"lora.alpha": 1e300}, "alpha is a number above 0"),
+        ({"lora.alpha": 1e300}, "alpha is a positive float32 number"),
         (
             {"parameter_groups": "[{match: '*layernorm.weight', lr: 0.1}]"},
             r"parameter_groups\[0\]: .*layernorm.weight'\] matches the base alone, which is frozen",

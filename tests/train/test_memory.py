@@ -140,7 +140,7 @@ def test_fsdp_group_sizes_by_hand() -> None:
     for sums, item in ((torch.float32, 4), (torch.bfloat16, 2)):
         weights = [nn.Parameter(torch.empty(5, 3, device="meta"))]
         group = FSDPGroup(weights, 2, torch.bfloat16, sums)
-        sizes = group.gather_from_region, group.reduced, group.shard
+        sizes = group.gathered, group.reduced, group.shard
         assert sizes == (6 * 3 * 2, 6 * 3 * item, 6 * 3 * item // 2)
 
 
@@ -381,7 +381,7 @@ def test_indivisible_fp8_layers_stay_bfloat16() -> None:
 
 def test_dry_run_notes_apply_to_target_gpus(workspace, capsys, monkeypatch) -> None:
     """Of the GPUs that it is planned for, not of the CPU that it is planned on."""
-    monkeypatch.setattr("tigon.train.model.fits", lambda _: False)
+    monkeypatch.setattr("tigon.train.model.supports_fp8", lambda _: False)
     settings = {"device": "cuda", "batch_size": 4, "activation_offload": "true", "fp8": "true"}
     main(["--dry-run", "--nproc", "2", *workspace.settings("dry", **settings)])
     said = capsys.readouterr().out

@@ -121,7 +121,7 @@ class TransformerBlock(nn.Module):
         """
         shard = mlp.experts.shard
         if stream.replicated and stream.shape[1] == 1 and shard and shard.ranks == stream.ranks:
-            y = mlp(x, alike=True)
+            y = mlp(x, replicated=True)
             return y.x, count_routing(y, ctx.real) if ctx.routing else None
         y = mlp(stream.local_tokens(x), *map(stream.slice_tokens, ctx.dropout_args))
         if not ctx.routing:

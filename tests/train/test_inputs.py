@@ -143,7 +143,7 @@ def test_models(fails, workspace, tmp_path):
     fails(r"config\.json: model_type 'lama' is not one of", "model=", tokenizer, f"init={config}")
     for dtype in ("save", "__class__", "float8_e4m3fn"):
         config.write_text(json.dumps({**LLAMA, "dtype": dtype}))
-        message = rf"config\.json: dtype='{dtype}' is none that .*; export_dtype= says what"
+        message = rf"config\.json: unsupported dtype '{dtype}': use .*; export_dtype= says what"
         fails(message, "model=", tokenizer, f"init={config}")
     small = write_model(tmp_path / "small", vocab_size=30)
     fails(

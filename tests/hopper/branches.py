@@ -49,12 +49,17 @@ def missing(taken: set[Way], launched: set[str]) -> dict[str, str]:
             if not isinstance(node, ast.If | ast.IfExp):
                 continue
             line, column = node.test.lineno - function.lineno + 1, node.test.col_offset
-            place = f"tigon.kernels.{path.stem}", function.name, line, column
+            place = _module_name(path), function.name, line, column
             ways = [str(way) for way in (True, False) if (*place, way) not in taken]
             if ways:
                 test = ast.unparse(node.test)
                 found[f"{name}, line {node.test.lineno}"] = f"{test}: never {' or '.join(ways)}"
     return found
+
+
+def _module_name(path: Path) -> str:
+    parts = path.relative_to(Path(tigon.__file__).parent).with_suffix("").parts
+    return ".".join(("tigon", *parts))
 
 
 def _jit_functions() -> Iterator[tuple[Path, ast.FunctionDef]]:

@@ -19,7 +19,7 @@ help:  ## list the targets
 quickstart: .venv/.installed-quickstart  ## load, fine-tune, evaluate, export and ask a real model
 	$(BIN)/python examples/quickstart.py $(if $(MODEL),--model $(MODEL))
 
-test: .venv/.installed-test  ## the fast tests: ten minutes on two cores (add ARGS="-k rope" to choose)
+test: .venv/.installed-test  ## the tests that are not marked slow (add ARGS="-k rope" to choose)
 	$(BIN)/python -m pytest -n auto --maxprocesses 8 --dist worksteal $(ARGS)
 
 test-all: .venv/.installed-test  ## every test that runs on a CPU

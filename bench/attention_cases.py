@@ -17,7 +17,7 @@ from torch import Tensor
 
 from bench.measure import Problem, Provider, Run, Tensors, leaf, randn
 from tigon.kernels import AttentionMask, attention, attention_ref
-from tigon.kernels.attention import backends as backends
+from tigon.kernels.attention import backends
 from tigon.kernels.attention.backends import BackendChoice
 
 FA4, OURS, TORCH_ONLY = "flash-attn-4", "tigon", "tigon without flash-attn-4"

@@ -27,7 +27,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from bench.compare_side import laps
 from bench.harness import Record, installed
 from bench.train_cases import Case, Options, adamw, draw, peer_model
-from tigon.kernels.attention import backends as backends
+from tigon.kernels.attention import backends
 from tigon.train import load, start
 from tigon.train.build import make_run, read_inputs
 from tigon.train.config import Config

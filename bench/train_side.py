@@ -40,7 +40,7 @@ from bench.train_cases import (
     shape_of,
     updates_of,
 )
-from tigon.kernels.attention import backends as backends
+from tigon.kernels.attention import backends
 from tigon.train.optim import InBackward
 
 GIB = 2**30

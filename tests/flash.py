@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tigon.kernels.attention import backends as backends
+from tigon.kernels.attention import backends
 from tigon.kernels.attention.backends import AttentionRequest, BackendChoice, choose_backend
 
 implementation = importlib.import_module("tigon.kernels.attention.api")

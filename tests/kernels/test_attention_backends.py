@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tigon.kernels import AttentionMask
-from tigon.kernels.attention import backends as backends
+from tigon.kernels.attention import backends
 from tigon.kernels.attention.backends import (
     AttentionRequest,
     check_backend,

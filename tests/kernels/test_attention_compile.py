@@ -10,8 +10,7 @@ from torch import Tensor
 from tests.flash import Interface, implementation, on_hopper
 from tests.models.contract import assert_same_gradients, gradients, tiny_llama
 from tigon.kernels import AttentionMask, attention, attention_ref
-from tigon.kernels.attention import backends as backends
-from tigon.kernels.attention import fa4
+from tigon.kernels.attention import backends, fa4
 from tigon.kernels.attention.backends import AttentionRequest, select_backend
 
 __all__ = ["on_hopper"]

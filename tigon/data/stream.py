@@ -135,7 +135,9 @@ class Stream:
             try:
                 with one_tokenizer_thread() if self.workers else nullcontext():
                     iterator = iter(_process_loader(windows) if self.workers else windows)
-                all(map(put, iterator))
+                for window in iterator:
+                    if not put(window):
+                        return
             except Exception as error:  # the process has died: nobody may wait for its windows
                 put(error)
 

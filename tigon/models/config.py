@@ -19,8 +19,7 @@ from tigon.models.rope_config import (
     write_rope,
     write_two_ropes,
 )
-from tigon.utils.config import ConfigError, field_types, suggest
-from tigon.utils.config import read_settings as read_settings
+from tigon.utils.config import ConfigError, field_types, read_settings, suggest
 from tigon.utils.json import quote
 
 # Keys of config.json that change no number here; a warning lists other unknown keys

@@ -38,8 +38,7 @@ from tigon.train.dry_run import dry_run
 from tigon.train.signals import NUMBERS, Signals, handled_signals
 from tigon.train.tasks import tasks
 from tigon.train.trainer import train
-from tigon.utils.config import describe_type as describe_type
-from tigon.utils.config import field_types as field_types
+from tigon.utils.config import describe_type, field_types
 from tigon.utils.terminal import escaping_output, one_line
 
 LAUNCHED = "TIGON_LAUNCHED"  # in the environment of ranks whose launcher repeats their errors
@@ -230,6 +229,7 @@ def run_ranks(
     os.environ.update({name: environment[name] for name in added})
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     numbers = [n for n in handled_signals() if not (forward_interrupt and n == signal.SIGINT)]
+    interrupt_handler = signal.getsignal(signal.SIGINT)
     if forward_interrupt:
         signal.signal(signal.SIGINT, _interrupt_ranks)
     with tempfile.TemporaryDirectory(prefix="tigon-") as directory:
@@ -252,6 +252,7 @@ def run_ranks(
         except SignalException as stop:  # the ranks have said what they did
             return 128 + stop.sigval, None
         finally:
+            signal.signal(signal.SIGINT, interrupt_handler)
             for name in added:
                 os.environ.pop(name, None)
     return 0, None

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tigon.kernels.attention import backends as backends
+from tigon.kernels.attention import backends
 from tigon.kernels.runtime import operator
 
 

@@ -42,9 +42,8 @@ from tigon.kernels.runtime import (
     triton,
 )
 
-MAX_COLUMNS = (
-    8192  # a program holds a row and two weights' gradients; wider rows take the reference
-)
+# A program holds a row and two weights' gradients; wider rows take the reference
+MAX_COLUMNS = 8192
 
 
 def sandwich_norm_ref(

@@ -193,7 +193,7 @@ def test_a_backward_that_does_not_end(workspace, world):
     with pytest.raises(ArithmeticError):
         loss.backward()
     handle.remove()
-    with pytest.raises(RuntimeError, match="a backward pass before this one has failed"):
+    with pytest.raises(RuntimeError, match="an earlier backward pass has failed"):
         model(ids, labels=ids)
 
 

@@ -9,7 +9,7 @@ from tigon.train.aliases import load_aliases, suggest_setting
 from tigon.train.config import CONFLICTS, REQUIRES, Config, Lora, Parallel
 from tigon.train.config_file import dump, load
 from tigon.train.launch import help_text
-from tigon.train.tasks import OBJECTIVES
+from tigon.train.tasks import TASKS
 from tigon.utils.config import ConfigError, field_types
 
 OTHERS, VALUES = load_aliases().names, load_aliases().values
@@ -79,7 +79,7 @@ def test_help_names_every_setting_with_its_default():
 
 def test_help_names_every_task_format_and_dimension():
     for name, known in (
-        ("task", OBJECTIVES),
+        ("task", TASKS),
         ("format", REQUIRED_KEYS),
         ("parallel", Parallel.__dataclass_fields__),
     ):
@@ -115,7 +115,7 @@ def test_help_names_every_task_format_and_dimension():
         ("lora=16", "lora=16 is not .*; its settings have its name, as lora.rank=16$"),
         ("lora=true", "lora=True is not .*; its settings have its name, as lora.rank=16$"),
         ("lora.targets=q_proj,v_proj", r"a tuple of names, \('q_proj', 'v_proj'\)"),
-        ("lora.alpha=0", "alpha is a number above 0"),
+        ("lora.alpha=0", "alpha is a positive float32 number"),
         ("lora.modules_to_save=norm", "modules_to_save='norm'"),
         ("nonsense_at_all=8", "unknown setting 'nonsense_at_all'; `tigon train --help` lists all"),
         ("train_on_inputs=true", "here: train_on: assistant .* is false, all is true"),

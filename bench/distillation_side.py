@@ -31,10 +31,10 @@ from bench.train_cases import ADAM, LLAMA_8B, Options, fill, parts_of, peer_mode
 from bench.train_side import GIB, allocated, free, guarded, say
 from tigon.kernels import linear_kl
 from tigon.train import load, start
-from tigon.train.build import make_run, read_inputs
-from tigon.train.model import finish
+from tigon.train.build import build_run, read_inputs
+from tigon.train.model import apply_model_settings
 from tigon.train.optim import build_optimizer
-from tigon.train.trainer import backward, update
+from tigon.train.trainer import forward_backward, update_weights
 
 OURS, FORMULA = "tigon", "transformers + Liger, formula on logits"
 FUSED, CHUNKED = "transformers + Liger, LigerFusedLinearJSD", "LigerFusedLinearJSDLoss"
@@ -216,28 +216,28 @@ def our_steps(request: Request) -> Iterator[tuple[str, Record]]:
         values["activation_checkpointing"] = "false"
         config = load(None, [f"{key}={value}" for key, value in values.items()])
         inputs = read_inputs(config, world)
-        student = finish(tigon.Llama.from_config(student_shape, **options), config)
+        student = apply_model_settings(tigon.Llama.from_config(student_shape, **options), config)
         teacher.use_attention(config.attention)
-        objective: Any = inputs.objective
+        objective: Any = inputs.task
         objective.teacher = teacher
         for label, beta in DIVERGENCES.items():
             progress(f"{OURS}: {label}")
             objective.beta = beta
             fill(parts_of(student))
             optimizer = build_optimizer(student, config)
-            run = make_run(config, world, inputs, student, optimizer, None)
-            run.objective.begin(student)
+            run = build_run(config, world, inputs, student, optimizer, None)
+            run.task.begin(student)
             count = iter(range(config.steps))
 
             def step(run: Any = run, count: Iterator[int] = count) -> tuple[float, float]:
                 number = next(count)
-                values = backward(run, number)
-                update(run, number)
+                values = forward_backward(run, number)
+                update_weights(run, number)
                 run.optimizer.zero_grad()
                 return values["loss"], values["grad_norm"]
 
-            with run.feed:
-                [rows] = run.feed(0)
+            with run.prefetcher:
+                [rows] = run.prefetcher(0)
                 assert rows.input_ids.flatten().tolist() == request.ids()  # the peers' row
                 yield label, guarded(lambda s=step: steps(s, request))
             del optimizer, run, step

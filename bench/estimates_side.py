@@ -11,10 +11,10 @@ if not __package__:
 import torch
 
 from tigon.train import load, start
-from tigon.train.build import make_run, read_inputs
+from tigon.train.build import build_run, read_inputs
 from tigon.train.dry_run import random_model, time_steps
 from tigon.train.memory import estimate
-from tigon.train.model import outline
+from tigon.train.model import meta_model
 from tigon.train.optim import build_ema, build_optimizer
 
 
@@ -24,12 +24,12 @@ def main(out: str, *arguments: str) -> None:
         inputs = read_inputs(config, world)
         model = random_model(config, world)
         optimizer = build_optimizer(model, config)
-        run = make_run(config, world, inputs, model, optimizer, build_ema(model, config))
+        run = build_run(config, world, inputs, model, optimizer, build_ema(model, config))
         found = time_steps(run, run.steps)
         if world.main:
             began = time.perf_counter()
-            meta = outline(config, getattr(torch, config.param_dtype))
-            planned = estimate(meta, inputs.objective, config, world.size, torch.bfloat16)
+            meta = meta_model(config, getattr(torch, config.param_dtype))
+            planned = estimate(meta, inputs.task, config, world.size, torch.bfloat16)
             record = {
                 "parameters": sum(p.numel() for p in meta.parameters()),
                 "estimate": planned.kinds,

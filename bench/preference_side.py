@@ -33,12 +33,12 @@ from bench.peers import imported
 from bench.train_cases import ADAM, LLAMA_8B, Options, fill, parts_of, peer_model
 from bench.train_side import GIB, allocated, free, guarded, say
 from tigon.train import load, start
-from tigon.train.build import make_run, read_inputs
+from tigon.train.build import build_run, read_inputs
 from tigon.train.config import Config
-from tigon.train.model import add_lora, finish
+from tigon.train.model import add_lora, apply_model_settings
 from tigon.train.optim import build_optimizer
-from tigon.train.tasks.preference import Pairs
-from tigon.train.trainer import backward, open_objective, update
+from tigon.train.tasks.preference import PairTask
+from tigon.train.trainer import forward_backward, open_task, update_weights
 
 OURS, TWICE, PEER = "tigon", "tigon, prompts twice", "TRL + PEFT + Liger"
 HALF = "tigon, micro-batches of 2"  # pairs, in two rows
@@ -182,24 +182,24 @@ def ours(request: Request, directory: Path, device: str) -> Record:
     steps = 1 if exact else FIRST + request.steps
     config = settings(directory, steps, request.tiny, request.side)
     with start(device) as world:
-        with patch.object(Pairs, "one_prompt", request.side in (OURS, HALF)):
+        with patch.object(PairTask, "one_prompt", request.side in (OURS, HALF)):
             inputs = read_inputs(config, world)
         dtype = torch.float32 if exact else torch.bfloat16
         made = tigon.Llama.from_config(shape, dtype=dtype, device=device)
         add_lora(made, config)
         fill(parts_of(made))
-        model = finish(made, config)
+        model = apply_model_settings(made, config)
         inputs.check_model(model)
         optimizer = build_optimizer(model, config)
-        run = make_run(config, world, inputs, model, optimizer, None)
-        open_objective(run)
-        run.objective.begin(run.model)
+        run = build_run(config, world, inputs, model, optimizer, None)
+        open_task(run)
+        run.task.begin(run.model)
         free()
         weights, clock, first = allocated() / GIB, Clock(device), {}
-        with run.feed:
+        with run.prefetcher:
             for step in range(config.steps):
-                values = backward(run, step)
-                update(run, step)
+                values = forward_backward(run, step)
+                update_weights(run, step)
                 run.optimizer.zero_grad()
                 first = first or {name: values[name] for name in ("loss", "grad_norm", *LOGGED)}
                 clock.mark()

@@ -26,7 +26,7 @@ from bench.peers import imported
 from tigon.train import load
 from tigon.train.config import Config
 from tigon.train.cuda_graphs import Graphs
-from tigon.train.model import add_lora, finish
+from tigon.train.model import add_lora, apply_model_settings
 from tigon.train.optim import InBackward, build_in_backward, build_optimizer
 
 LLAMA_8B = config("llama", 128256, 4096, 14336, 32, 32, 8, 128, tie_word_embeddings=False)
@@ -243,7 +243,7 @@ def ours(case: Case, side: str, device: str, tiny: bool, optimizer: str) -> tupl
     if case.rank:
         add_lora(made, chosen)
     fill(parts_of(made))
-    model = finish(made, chosen)
+    model = apply_model_settings(made, chosen)
     if chosen.cuda_graphs and device != "cpu":
         Graphs(model)
     return model, adamw(model) if theirs else build_optimizer(model, chosen)

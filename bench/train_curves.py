@@ -40,7 +40,7 @@ from bench.train_step import libraries
 from examples.assets import conversations
 from tigon.kernels.linear.fp8 import supports_fp8
 from tigon.train import load
-from tigon.train.model import projections
+from tigon.train.model import named_projections
 from tigon.train.optim import build_optimizer
 
 SMOLLM2 = config("llama", 49152, 576, 1536, 30, 9, 3, 64, tie_word_embeddings=True)
@@ -147,7 +147,7 @@ def mine(what: Given) -> Any:
 
 def mine_in_fp8(what: Given, apart: str = "none") -> Any:
     model = mine(what)
-    for name, layer in projections(model):
+    for name, layer in named_projections(model):
         layer.fp8 = supports_fp8(layer.weight.shape) and not name.endswith(apart)
     return model
 

@@ -13,6 +13,7 @@ from statistics import median
 from typing import Any
 
 from tigon.train.distributed import World, local
+from tigon.weights import local_rows
 
 if not __package__:
     sys.path[0] = str(Path(__file__).resolve().parents[1])
@@ -29,12 +30,11 @@ from bench.harness import Record, installed
 from bench.train_cases import Case, Options, adamw, draw, peer_model
 from tigon.kernels.attention import backends
 from tigon.train import load, start
-from tigon.train.build import make_run, read_inputs
+from tigon.train.build import build_run, read_inputs
 from tigon.train.config import Config
 from tigon.train.dry_run import random_model
 from tigon.train.optim import build_ema, build_optimizer
-from tigon.train.trainer import backward, update
-from tigon.weights import local_rows
+from tigon.train.trainer import forward_backward, update_weights
 
 TIGON, PEER = "tigon", "peer"
 TENSOR_PEER, CONTEXT_PEER, EXPERT_PEER = (
@@ -66,19 +66,19 @@ def tigon(config: Config, world: World, count: int) -> Record:
     inputs = read_inputs(config, world)
     model = random_model(config, world)
     fill(model)
-    run = make_run(
+    run = build_run(
         config, world, inputs, model, build_optimizer(model, config), build_ema(model, config)
     )
-    run.objective.begin(model)
+    run.task.begin(model)
     done, losses = iter(range(run.steps)), []
 
     def step() -> None:
         number = next(done)
-        losses.append(backward(run, number)["loss"])
-        update(run, number)
+        losses.append(forward_backward(run, number)["loss"])
+        update_weights(run, number)
         run.optimizer.zero_grad()
 
-    with run.feed:
+    with run.prefetcher:
         found = timed(step, world, count)
     return found | {"losses": losses[:FIRST], "attention": sorted({s[0] for s in backends._logged})}
 

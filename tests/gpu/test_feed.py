@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.data.test_loader import loader, tensors
-from tigon.train.prefetch import Feed
+from tigon.train.prefetch import Prefetcher
 
 pytestmark = pytest.mark.gpu
 
@@ -13,7 +13,7 @@ def test_copies_ahead_are_whole_and_not_overwritten():
     device, data = torch.device("cuda", torch.cuda.current_device()), loader()
     busy = torch.randn(2048, 2048, device=device)
     kept = []
-    with Feed(loader(), device) as feed:
+    with Prefetcher(loader(), device) as feed:
         for step in range(40):
             batches = feed(step)
             for _ in range(4):  # the step's kernels are still waiting when the next copies begin

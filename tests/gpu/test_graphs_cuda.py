@@ -17,7 +17,7 @@ from tests.train.conftest import workspace
 from tests.train.test_graphs import GEMMA3
 from tigon.train import load, main, prepare, start
 from tigon.train.cuda_graphs import Graphs
-from tigon.train.trainer import backward, update
+from tigon.train.trainer import forward_backward, update_weights
 
 __all__ = ["workspace"]
 pytestmark = pytest.mark.gpu
@@ -118,20 +118,20 @@ def test_a_step_of_replays_waits_once(workspace):
     settings = arguments(workspace, "waits", HALF, cuda_graphs="true", steps=40)
     with start("cuda") as world:
         run = prepare(load(None, settings), world)
-        run.objective.begin(run.model)
+        run.task.begin(run.model)
         graphs = run.model.graphs
         assert isinstance(graphs, Graphs)
-        with run.feed:
+        with run.prefetcher:
             for step in range(20):
-                backward(run, step)
-                update(run, step)
+                forward_backward(run, step)
+                update_weights(run, step)
                 run.optimizer.zero_grad()
-            batch = run.feed(20)[0]
-            inputs = run.objective.resolve(run.model, batch)
-            sums = run.objective.sums(run.model, inputs)
+            batch = run.prefetcher(20)[0]
+            inputs = run.task.resolve(run.model, batch)
+            sums = run.task.sums(run.model, inputs)
 
             def one() -> None:
-                run.objective.loss(run.model, inputs, sums).loss.backward()
+                run.task.loss(run.model, inputs, sums).loss.backward()
                 run.optimizer.zero_grad()
 
             one(), one()  # the kind may be new

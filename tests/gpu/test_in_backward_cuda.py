@@ -11,7 +11,7 @@ from tests.train.conftest import workspace
 from tests.train.test_in_backward import held, learner, states
 from tests.train.test_precision_runs import step, tensors
 from tigon.train import main
-from tigon.train.optim import InBackward, clip, parts_of
+from tigon.train.optim import InBackward, clip, parameter_buckets
 
 __all__ = ["workspace"]
 pytestmark = pytest.mark.gpu
@@ -110,7 +110,7 @@ def peak(*, in_backward: bool) -> tuple[int, int, int]:
             optimizer.step()
             optimizer.zero_grad()
         del loss
-    sizes = [sum(p.nbytes for p in part) for part in parts_of(model)]
+    sizes = [sum(p.nbytes for p in part) for part in parameter_buckets(model)]
     return torch.cuda.max_memory_allocated(), sum(sizes), max(sizes)
 
 
@@ -139,6 +139,6 @@ def test_backward_waits_for_nothing_and_skips_nan():
     event.record()
     assert not event.query()
     assert held(model) == 0 and norm.isnan()
-    updates.take_back()
+    updates.undo_step()
     after = *model.parameters(), *states(model, optimizer).values()
     assert all(torch.equal(a, b) for a, b in zip(after, before, strict=True))

@@ -10,7 +10,7 @@ from tests.train.ranks import train_on_gpus
 from tigon.kernels.attention.api import AttentionMask
 from tigon.kernels.mlp import grouped_mlp
 from tigon.train import checkpoint, load, main, prepare, start
-from tigon.train.checkpoint.format import optimizer_states, weights
+from tigon.train.checkpoint.format import optimizer_states, weight_state
 
 __all__ = ["workspace"]
 pytestmark = pytest.mark.gpu
@@ -79,15 +79,15 @@ def test_padding_behind_packed_rows_costs_no_wait(workspace, tmp_path, monkeypat
         for packing in (True, False):
             settings = workspace.settings("x", **changes, device="cuda", packing=packing)
             run = prepare(load(None, settings), world)
-            run.objective.begin(run.model)
+            run.task.begin(run.model)
             (rows,) = run.data.micro_batches(0)
             assert rows.attention_mask is not None
             rows = rows.to(world.device)
 
             def loss(run=run, rows=rows):
-                inputs = run.objective.resolve(run.model, rows)
-                sums = run.objective.sums(run.model, inputs)
-                return run.objective.loss(run.model, inputs, sums).metrics["aux_loss"]
+                inputs = run.task.resolve(run.model, rows)
+                sums = run.task.sums(run.model, inputs)
+                return run.task.loss(run.model, inputs, sums).metrics["aux_loss"]
 
             balance.append(loss().item())  # compiles, and looks for backends
             with monkeypatch.context() as patch:
@@ -132,5 +132,5 @@ def test_host_copy_has_the_bits_of_its_moment(workspace, tmp_path):
 
 
 def tensors(run) -> dict[str, torch.Tensor]:
-    state = weights(run.model) | optimizer_states(run.model, run.optimizer)
+    state = weight_state(run.model) | optimizer_states(run.model, run.optimizer)
     return {name: torch.cat([c.rows for c in rows.chunks]).clone() for name, rows in state.items()}

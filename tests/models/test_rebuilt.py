@@ -21,7 +21,7 @@ from tigon.train import memory
 from tigon.train.config import Config
 from tigon.train.distributed import World
 from tigon.train.memory_tracker import Ledger, MemoryTracker
-from tigon.train.tasks import find_objective
+from tigon.train.tasks import find_task
 
 CHOSEN = ("llama", "qwen2", "gemma3_text", "qwen3_moe")
 FAMILIES = [f for f in FIRST if f[0] in CHOSEN]
@@ -164,7 +164,7 @@ def test_bytes_that_a_step_keeps(model_type: str, case: str) -> None:
 def peak(model: CausalLM, least: float) -> int:
     settings: Any = {"seq_len": T, "micro_batch_size": B, "batch_size": B}
     config = Config(run_dir="run", data=("data",), model="model", task="pretrain", **settings)
-    objective = find_objective("pretrain")(config, World(0, 1, torch.device("cpu")))
+    objective = find_task("pretrain")(config, World(0, 1, torch.device("cpu")))
     with recompute_above(least):
         return memory.simulate_step(model, objective, config, MeshSizes(), None, torch.float32).peak
 

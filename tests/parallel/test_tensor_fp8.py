@@ -20,7 +20,7 @@ from tigon.layers import mlp
 from tigon.models import CausalLM
 from tigon.parallel import find_tensor, shard_model
 from tigon.train import load
-from tigon.train.model import finish, projections
+from tigon.train.model import apply_model_settings, named_projections
 
 # Biases that ranks add up; 4 ranks have a kv head in twos, and units that they share unevenly
 SIZES = {"hidden_size": 64, "intermediate_size": 112, "head_dim": 16, "num_key_value_heads": 2}
@@ -62,12 +62,14 @@ def compare(directory: str, count: int) -> None:
     dist.init_process_group("gloo")
     mesh = init_device_mesh("cpu", (count,))
     config = load(None, ["run_dir=x", "data=x", "model=x", "fp8=true", "dtype=bfloat16"])
-    one = finish(random_model("seed_oss", SIZES | BIASES).bfloat16(), config)
+    one = apply_model_settings(random_model("seed_oss", SIZES | BIASES).bfloat16(), config)
     cut = copy.deepcopy(one)
     shard_model(cut, mesh)
-    finish(cut, config)
-    exact = finish(copy.deepcopy(one).double(), load(None, ["run_dir=x", "data=x", "model=x"]))
-    found = {"fp8": sum(layer.fp8 for _, layer in projections(cut))}
+    apply_model_settings(cut, config)
+    exact = apply_model_settings(
+        copy.deepcopy(one).double(), load(None, ["run_dir=x", "data=x", "model=x"])
+    )
+    found = {"fp8": sum(layer.fp8 for _, layer in named_projections(cut))}
     found |= {"cut": trained(cut, math.inf), "again": trained(cut, 0)}
     found["gated"] = len(gated)
     for name, model in (("one", one), ("exact", exact)):

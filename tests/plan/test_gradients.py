@@ -28,7 +28,7 @@ from tigon.train.cuda_graphs import check_run
 from tigon.train.distributed import World
 from tigon.train.memory import Estimate
 from tigon.train.optim import check_ranks
-from tigon.train.tasks import find_objective
+from tigon.train.tasks import find_task
 
 MOE: dict[str, Any] = EXPERTS | {"num_experts": 8, "num_attention_heads": 8, "head_dim": 16}
 MOE |= {"num_key_value_heads": 8}
@@ -65,7 +65,7 @@ def test_memory_equals_dry_run(job, layout: Layout, settings: list[str]) -> None
     one = job(4, settings, layout.rows * layout.micro_batches * layout.data)
     found = estimate_memory(one, layout).kinds
     config = configured(one, " ".join([layout.settings, *settings]))
-    objective = find_objective("pretrain")(config, World(0, 1, torch.device("cpu")))
+    objective = find_task("pretrain")(config, World(0, 1, torch.device("cpu")))
     inputs: Any = SimpleNamespace(source=None, objective=objective)
     assert dry_run.estimate_run(config, inputs, 4).kinds == found
     # By hand: half of the layers, whole in bfloat16, and states of half of that

@@ -6,7 +6,7 @@ import torch
 
 import tigon
 from tigon.train.checkpoint import saver
-from tigon.train.checkpoint.format import optimizer_states, weights
+from tigon.train.checkpoint.format import optimizer_states, weight_state
 
 
 class State:
@@ -29,7 +29,7 @@ class State:
         return to.save(step, self.model, self.optimizer, self.tokenizer, {"config": {}})
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        state = weights(self.model) | optimizer_states(self.model, self.optimizer)
+        state = weight_state(self.model) | optimizer_states(self.model, self.optimizer)
         return {n: torch.cat([c.rows for c in rows.chunks]).clone() for n, rows in state.items()}
 
 

@@ -10,7 +10,7 @@ from tests.train.checkpoints import State
 from tigon.train import main, trainer
 from tigon.train.distributed import World, start
 from tigon.train.logging import read_metrics
-from tigon.train.trainer import backward
+from tigon.train.trainer import forward_backward
 
 
 class Workspace:
@@ -78,7 +78,7 @@ def poisoned(monkeypatch):
 
     def poison(*steps: int, factor: float = math.nan) -> None:
         def then(run, step, **options):
-            values = backward(run, step, **options)
+            values = forward_backward(run, step, **options)
             if step in steps:
                 values["grad_norm"] *= factor
                 values["loss"] *= factor
@@ -86,6 +86,6 @@ def poisoned(monkeypatch):
                     p.grad *= factor
             return values
 
-        monkeypatch.setattr(trainer, "backward", then)
+        monkeypatch.setattr(trainer, "forward_backward", then)
 
     return poison

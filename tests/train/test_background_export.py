@@ -94,7 +94,7 @@ def test_too_little_memory_to_write_is_said_of_the_export(state, tmp_path, monke
 
 
 def test_without_memory_for_a_copy_training_waits(state, tmp_path, monkeypatch):
-    monkeypatch.setattr(saver, "available", lambda: 1000)
+    monkeypatch.setattr(saver, "available_memory", lambda: 1000)
     with Exporter(state.world) as to:
         export(to, state, tmp_path / "a")
         assert_same(exported(tmp_path / "a"), weights(state))

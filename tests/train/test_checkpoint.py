@@ -17,7 +17,7 @@ from tests.small import EXPERTS, write_model
 from tests.train.checkpoints import State, assert_equal
 from tigon.train import checkpoint, main
 from tigon.train.checkpoint import files, format, saver
-from tigon.train.checkpoint.files import Keep, Saved
+from tigon.train.checkpoint.files import KeepPolicy, SavedStep
 from tigon.train.checkpoint.format import LocalRows
 from tigon.train.optim import Ema
 from tigon.train.resume import LONG
@@ -219,7 +219,7 @@ def test_damage_is_found_and_the_checkpoint_before_is_taken(name, how, finished,
     with pytest.raises(ValueError, match=rf"{newest / name} is (damaged|missing)"):
         checkpoint.verify(newest)
     said: list[str] = []
-    assert checkpoint.newest_whole(directory, said.append) == directory / "step-00000002"
+    assert checkpoint.newest_complete(directory, said.append) == directory / "step-00000002"
     assert len(said) == 1
     assert str(newest / name) in said[0] and "taking the checkpoint before it" in said[0]
 
@@ -248,15 +248,15 @@ HOUR = 3600
 
 def test_which_checkpoints_stay():
     losses = {10: 3.0, 20: 1.0, 30: 2.0, 40: float("nan"), 50: 4.0}
-    saved = [Saved(step, step * HOUR / 10, losses.get(step)) for step in range(10, 61, 10)]
-    assert Keep(last=2).choose(saved) == {50, 60}
-    assert Keep(last=0).choose(saved) == {10, 20, 30, 40, 50, 60}
-    assert Keep(last=1, best=2).choose(saved) == {20, 30, 60}
-    assert Keep(last=1, best=9).choose(saved) == {10, 20, 30, 50, 60}
-    assert Keep(last=1, hours=2.5).choose(saved) == {10, 40, 60}
-    left: list[Saved] = []  # pruned after each save: the same ones stay for ever
+    saved = [SavedStep(step, step * HOUR / 10, losses.get(step)) for step in range(10, 61, 10)]
+    assert KeepPolicy(last=2).choose(saved) == {50, 60}
+    assert KeepPolicy(last=0).choose(saved) == {10, 20, 30, 40, 50, 60}
+    assert KeepPolicy(last=1, best=2).choose(saved) == {20, 30, 60}
+    assert KeepPolicy(last=1, best=9).choose(saved) == {10, 20, 30, 50, 60}
+    assert KeepPolicy(last=1, hours=2.5).choose(saved) == {10, 40, 60}
+    left: list[SavedStep] = []  # pruned after each save: the same ones stay for ever
     for s in saved:
-        chosen = Keep(last=1, hours=2.5).choose([*left, s])
+        chosen = KeepPolicy(last=1, hours=2.5).choose([*left, s])
         left = [kept for kept in [*left, s] if kept.step in chosen]
     assert [kept.step for kept in left] == [10, 40, 60]
 
@@ -275,10 +275,10 @@ def test_retention_spares_the_best_those_in_use_and_the_last_good_one(workspace,
 
     for step in (1, 2, 3, 9):
         (tmp_path / f"step-{step:08d}").mkdir()
-    with files.in_use(tmp_path / "step-00000001"):
-        files.prune(tmp_path, 3, Keep(last=1), {})
+    with files.read_lock(tmp_path / "step-00000001"):
+        files.prune(tmp_path, 3, KeepPolicy(last=1), {})
         assert sorted(p.name[-1] for p in tmp_path.iterdir()) == ["1", "3", "9"]  # 9 is no news
-    files.prune(tmp_path, 3, Keep(last=1), {})
+    files.prune(tmp_path, 3, KeepPolicy(last=1), {})
     assert sorted(p.name[-1] for p in tmp_path.iterdir()) == ["3", "9"]
 
 
@@ -304,7 +304,7 @@ def test_leftovers_are_removed_but_not_those_of_a_live_run(state, tmp_path):
     (tmp_path / "checkpoints/.step-00000002.removed").mkdir()
     live = tmp_path / "checkpoints/.step-00000008.partial"
     live.mkdir()
-    with files.in_use(live), saver.Saver(tmp_path, state.world) as to:
+    with files.read_lock(live), saver.Saver(tmp_path, state.world) as to:
         saved = state.save(to, 1)
         to.wait()
         assert sorted((tmp_path / "checkpoints").iterdir()) == [live, saved]

@@ -10,7 +10,7 @@ import torch
 from tests.train.conftest import Workspace
 from tigon.models import MODELS, build, materialize
 from tigon.train import checkpoint
-from tigon.train.export import described_checkpoint, load_checkpoint
+from tigon.train.export import load_checkpoint, meta_model_from_checkpoint
 from tigon.weights import Repository
 
 
@@ -38,7 +38,7 @@ def test_nothing_in_a_checkpoint_leads_out_of_it(
     for read in (
         lambda: checkpoint.verify(source),
         lambda: load_checkpoint(source),
-        lambda: described_checkpoint(source),
+        lambda: meta_model_from_checkpoint(source),
         lambda: checkpoint.load(source, model),
     ):
         with pytest.raises(ValueError, match=match):

@@ -9,7 +9,7 @@ from tigon.train.aliases import load_aliases, suggest_setting
 from tigon.train.config import CONFLICTS, REQUIRES, Config, Lora, Parallel
 from tigon.train.config_file import dump, load
 from tigon.train.launch import help_text
-from tigon.train.tasks import OBJECTIVES
+from tigon.train.tasks import TASKS
 from tigon.utils.config import ConfigError, field_types
 
 OTHERS, VALUES = load_aliases().names, load_aliases().values
@@ -79,7 +79,7 @@ def test_help_names_every_setting_with_its_default():
 
 def test_help_names_every_task_format_and_dimension():
     for name, known in (
-        ("task", OBJECTIVES),
+        ("task", TASKS),
         ("format", REQUIRED_KEYS),
         ("parallel", Parallel.__dataclass_fields__),
     ):

@@ -16,8 +16,8 @@ from tigon.train import load, main
 from tigon.train.distributed import World
 from tigon.train.logging import read_metrics
 from tigon.train.memory import estimate
-from tigon.train.model import held_dtype, outline, outline_of
-from tigon.train.tasks import find_objective
+from tigon.train.model import meta_model, meta_model_from_path, weights_dtype
+from tigon.train.tasks import find_task
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
 # `make quickstart` runs the first, bench/recipes.py the others
@@ -151,9 +151,9 @@ def test_memory_in_the_first_lines(path: Path, tmp_path: Path) -> None:
         own.append(f"teacher={tmp_path}/teacher")
     for gpus, changes, gib in said:
         chosen = load(path, [*own, *changes.split()])
-        objective = find_objective(chosen.task)(chosen, World(0, 1, torch.device("cpu")))
+        objective = find_task(chosen.task)(chosen, World(0, 1, torch.device("cpu")))
         objective.share_prompts = objective.one_prompt
-        model = outline(chosen, held_dtype(chosen, torch.device("cuda")))
+        model = meta_model(chosen, weights_dtype(chosen, torch.device("cuda")))
         found = estimate(model, objective, chosen, gpus, torch.bfloat16).total / 2**30
         assert abs(found - int(gib)) <= 0.6, found
 
@@ -165,5 +165,5 @@ def test_memory_of_the_teacher(tmp_path: Path) -> None:
     assert load(path).teacher == load(path.with_name("llama_3_1_8b_sft.yaml")).model
     said = re.search(r"# Of them (\d+) GiB are the teacher's weights in bfloat16", path.read_text())
     assert said is not None
-    found = 2 * count_parameters(outline_of(str(tmp_path))) / 2**30
+    found = 2 * count_parameters(meta_model_from_path(str(tmp_path))) / 2**30
     assert abs(found - int(said[1])) <= 0.6, found

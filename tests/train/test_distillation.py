@@ -19,7 +19,7 @@ from tests.small import write_chats, write_model
 from tests.train.ranks import train_on
 from tigon.data import TopEncoder
 from tigon.train import load, main
-from tigon.train.tasks import find_objective
+from tigon.train.tasks import find_task
 
 TOPS = 3, 5, 2, 4  # tokens whose log-probabilities were stored, in the rows in turn
 
@@ -307,4 +307,4 @@ def test_settings_that_do_not_fit_are_refused(world, given, message):
         config = load(
             None, ["run_dir=a", "model=m", "data=a.jsonl", "task=distill", *given.split()]
         )
-        find_objective("distill")(config, world)
+        find_task("distill")(config, world)

@@ -12,7 +12,7 @@ from tests.small import CHATML
 from tigon.models import MODELS
 from tigon.tokenizer import Tokenizer
 from tigon.train import main, pack
-from tigon.train.model import stop_at
+from tigon.train.model import add_stop_tokens
 
 PLAIN = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
 EOS = PLAIN.replace("\n{%", "{{ eos_token if m.role == 'assistant' }}\n{%")
@@ -97,7 +97,7 @@ def test_the_tokenizers_eos_stays_where_the_template_writes_it(base: Path) -> No
         tokenizer.chat_template = template
         model = MODELS["llama"].from_pretrained(base)
         model.generation_config = {}
-        stop_at(model, tokenizer, {2})
+        add_stop_tokens(model, tokenizer, {2})
         assert model.config.eos_token_id == [0, 2] and model.generation_config == {}
         assert tokenizer.eos_token_id == expected
 

@@ -12,7 +12,7 @@ from tests.data.test_loader import assert_equal, loader
 from tigon.data import Loader, Stream, pack_examples
 from tigon.train import main
 from tigon.train.logging import read_metrics
-from tigon.train.prefetch import Feed
+from tigon.train.prefetch import Prefetcher
 
 CPU = torch.device("cpu")
 
@@ -23,7 +23,7 @@ def threads() -> list[threading.Thread]:
 
 def test_it_gives_what_the_loader_gives_for_any_step():
     data = loader()
-    with Feed(loader(), CPU) as feed:
+    with Prefetcher(loader(), CPU) as feed:
         for step in (0, 1, 2, 7, 8, 3, 4):  # a run may pass over rows, or go back
             for a, b in zip(feed(step), data.micro_batches(step), strict=True):
                 assert_equal(a, b)
@@ -40,10 +40,10 @@ def test_the_next_step_is_made_during_this_one_and_waiting_is_measured(monkeypat
         return make(step)
 
     monkeypatch.setattr(data, "micro_batches", slow)
-    with Feed(data, CPU) as feed:
+    with Prefetcher(data, CPU) as feed:
         feed(0)
         assert feed.seconds > 0.25
-        while feed._run.ready.empty():  # a step that takes longer than making the next
+        while feed._worker.ready.empty():  # a step that takes longer than making the next
             time.sleep(0.01)
         feed(1)
         assert feed.seconds < 0.25
@@ -59,7 +59,7 @@ def test_an_error_of_the_thread_is_raised_by_the_step(monkeypatch):
         return make(step)
 
     monkeypatch.setattr(data, "micro_batches", bad)
-    with pytest.raises(ValueError, match=r"a\.jsonl:7: no sense"), Feed(data, CPU) as feed:
+    with pytest.raises(ValueError, match=r"a\.jsonl:7: no sense"), Prefetcher(data, CPU) as feed:
         for step in range(2):
             feed(step)
         for _ in range(2):
@@ -83,7 +83,7 @@ def test_a_run_logs_how_long_it_waits(workspace):
 def test_a_run_ends_though_the_next_window_of_a_stream_does_not_come(tmp_path, monkeypatch):
     """The thread waits for it, reading ahead."""
     monkeypatch.setenv("TIGON_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr("tigon.train.prefetch.AHEAD", 100)
+    monkeypatch.setattr("tigon.train.prefetch.QUEUE_SIZE", 100)
     go_on, stalled = threading.Event(), threading.Event()
     path = write_rows(tmp_path / "a.jsonl", 60)
 
@@ -97,7 +97,7 @@ def test_a_run_ends_though_the_next_window_of_a_stream_does_not_come(tmp_path, m
 
     stream = Stream([[Stalled(path.name, path.format)]], Count(), size=8, workers=0)
     data = Loader(stream, partial(pack_examples, seq_len=40), batch_size=2, micro_batch_size=2)
-    with Feed(data, CPU) as feed:
+    with Prefetcher(data, CPU) as feed:
         feed(0)
         assert stalled.wait(60)
         time.sleep(0.3)  # what there is is read

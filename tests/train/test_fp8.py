@@ -9,8 +9,8 @@ import tigon
 from tests.small import EXPERTS, LLAMA
 from tests.train.ranks import train_on
 from tigon.train import load, main
-from tigon.train.build import without_fp8
-from tigon.train.model import check_fp8, finish, projections
+from tigon.train.build import find_layers_without_fp8
+from tigon.train.model import apply_model_settings, check_fp8, named_projections
 
 BF16 = {"dtype": "bfloat16"}
 CPU = torch.device("cpu")
@@ -55,8 +55,8 @@ def settings(**changes: Any):
 def test_which_layers():
     """Attention, MLPs and shared experts, if 16 divides their sizes; no router and no head."""
     model = small("qwen2_moe", shared_expert_intermediate_size=48, decoder_sparse_step=1)
-    model = finish(model, settings())
-    names = [name for name, layer in projections(model) if layer.fp8]
+    model = apply_model_settings(model, settings())
+    names = [name for name, layer in named_projections(model) if layer.fp8]
     assert names == [
         "model.layers.0.self_attn.qkv_proj",
         "model.layers.0.self_attn.o_proj",
@@ -69,21 +69,21 @@ def test_which_layers():
     ]
     others = [m for m in model.modules() if getattr(m, "fp8", False)]
     assert len(others) == len(names)
-    assert without_fp8(settings(), model) == []
+    assert find_layers_without_fp8(settings(), model) == []
 
     some = settings(fp8_except='["model.layers.0.*", "down_proj", "*shared_expert*"]')
-    model = finish(model, some)
-    assert [n for n, layer in projections(model) if layer.fp8] == names[4:6]
-    assert without_fp8(some, model) == []
+    model = apply_model_settings(model, some)
+    assert [n for n, layer in named_projections(model) if layer.fp8] == names[4:6]
+    assert find_layers_without_fp8(some, model) == []
     with pytest.raises(ValueError, match=r"fp8_except='q_proj' matches no projection.*qkv_proj"):
-        finish(model, settings(fp8_except='["o_proj", "q_proj"]'))
+        apply_model_settings(model, settings(fp8_except='["o_proj", "q_proj"]'))
 
-    odd = finish(small("llama", intermediate_size=40), settings())
-    assert without_fp8(settings(), odd) == [
+    odd = apply_model_settings(small("llama", intermediate_size=40), settings())
+    assert find_layers_without_fp8(settings(), odd) == [
         "fp8=true leaves in bfloat16 what has sizes that 16 does not divide: "
         "model.layers.0.mlp.down_proj, model.layers.1.mlp.down_proj"
     ]
-    assert without_fp8(settings(fp8="false"), odd) == []
+    assert find_layers_without_fp8(settings(fp8="false"), odd) == []
 
 
 def test_evaluation_is_in_bf16_and_frozen_weights_have_no_gradient():
@@ -91,7 +91,7 @@ def test_evaluation_is_in_bf16_and_frozen_weights_have_no_gradient():
     plain = small("llama").eval()
     model = small("llama")
     model.load_state_dict(plain.state_dict())
-    finish(model, settings())
+    apply_model_settings(model, settings())
     layer = model.model.layers[0].mlp.down_proj
     layer.weight.requires_grad_(False)
     trained = model(ids, labels=ids).loss

@@ -129,7 +129,7 @@ def test_runs_have_the_same_bits(workspace, world, played, name):
 
 def test_kinds_beyond_the_most_run_without(workspace, world, played, monkeypatch):
     said.clear()
-    monkeypatch.setattr(graphs, "MOST", 1)
+    monkeypatch.setattr(graphs, "MAX_GRAPHS", 1)
     case = {"batch_size": 6, "seq_len": 64}
     _, expected, _ = trained(workspace, world, "most", case, with_graphs=False)
     _, found, made = trained(workspace, world, "most", case, with_graphs=True)

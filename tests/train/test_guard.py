@@ -24,10 +24,10 @@ from tigon.parallel import DataRank
 from tigon.train import checkpoint, guard, load, main, prepare, trainer
 from tigon.train import start as world_of
 from tigon.train.logging import read_metrics
-from tigon.train.state import State
-from tigon.train.tasks import Part
-from tigon.train.tasks.language_modeling import CrossEntropyObjective
-from tigon.train.trainer import backward, evaluate
+from tigon.train.state import TrainState
+from tigon.train.tasks import MicroBatchLoss
+from tigon.train.tasks.language_modeling import CrossEntropyTask
+from tigon.train.trainer import evaluate, forward_backward
 
 
 def weights(run: Path) -> dict[str, torch.Tensor]:
@@ -79,10 +79,10 @@ def test_a_step_that_is_skipped_leaves_weights_and_moments(
     rows = read_metrics(skipping / "metrics.jsonl")
     assert [row.get("skipped") for row in rows] == [None, "nonfinite", None, "nonfinite", None]
     assert [row["loss"] is None for row in rows] == [False, True, False, True, False]
-    update = trainer.update
-    monkeypatch.setattr(trainer, "backward", backward)
+    update = trainer.update_weights
+    monkeypatch.setattr(trainer, "forward_backward", forward_backward)
     monkeypatch.setattr(
-        trainer, "update", lambda run, step: None if step in (1, 3) else update(run, step)
+        trainer, "update_weights", lambda run, step: None if step in (1, 3) else update(run, step)
     )
     left_out = workspace.root / f"left-out-{optimizer}"
     main([*settings, f"run_dir={left_out}"])
@@ -149,15 +149,15 @@ def test_a_run_that_ends_early_after_mostly_skipped_steps_fails(workspace, poiso
 
 def mostly_poisoned(settings: list[str]) -> None:
     """On rank 1 all losses but the first are NaN."""
-    loss, calls = CrossEntropyObjective.loss, []
+    loss, calls = CrossEntropyTask.loss, []
 
     def bad(self, model, inputs, sums):
         part = loss(self, model, inputs, sums)
         calls.append(1)
         wrong = len(calls) > 1 and os.environ["RANK"] == "1"
-        return Part(part.loss * math.nan, part.metrics) if wrong else part
+        return MicroBatchLoss(part.loss * math.nan, part.metrics) if wrong else part
 
-    CrossEntropyObjective.loss = bad
+    CrossEntropyTask.loss = bad
     with pytest.raises(SystemExit):
         main(settings)
     print(f"rank {os.environ['RANK']} has ended")
@@ -209,9 +209,9 @@ def test_a_rollback_goes_on_with_the_rows_behind(workspace, poisoned, monkeypatc
 
     def jump(run, step, **options):
         taken.append(step if step < 4 else step + 1)
-        return backward(run, taken[-1], **options)
+        return forward_backward(run, taken[-1], **options)
 
-    monkeypatch.setattr(trainer, "backward", jump)
+    monkeypatch.setattr(trainer, "forward_backward", jump)
     main(workspace.settings("jumped", schedule="constant", **settings))
     assert taken == [0, 1, 2, 3, 5, 6, 7]
     assert workspace.metrics("back", "loss") == workspace.metrics("jumped", "loss")
@@ -224,7 +224,7 @@ def test_rollbacks_end_and_a_resumed_run_remembers_them(workspace, poisoned):
     poisoned(2)
     main(workspace.settings("once", **settings))
     newest = workspace.root / "once/checkpoints/step-00000003"
-    state = State.of(checkpoint.read_metadata(newest))
+    state = TrainState.of(checkpoint.read_metadata(newest))
     assert (state.offset, state.rollbacks) == (1, 1)
     whole = workspace.metrics("once", "loss")
     main(workspace.settings("once-more", **settings, resume=newest))
@@ -274,13 +274,13 @@ def test_a_spike(workspace, poisoned, monkeypatch, policy):
 
 def test_a_spike_on_several_ranks_names_the_rank():
     world = SimpleNamespace(size=3, data=DataRank(0, 3), gather=lambda own: [own, "3.25", "0.5"])
-    assert guard.largest_part(world, 1.5).endswith("of the loss, 3.25, is on rank 1)")
+    assert guard.describe_largest_loss(world, 1.5).endswith("of the loss, 3.25, is on rank 1)")
     world = SimpleNamespace(
         size=4, data=DataRank(0, 2), gather=lambda own: [own, own, "3.25", "3.25"]
     )
     said = "of the loss, 3.25, is on ranks 2-3, which share rows)"
-    assert guard.largest_part(world, 1.5).endswith(said)
-    assert guard.largest_part(SimpleNamespace(size=1), 1.5) == ""
+    assert guard.describe_largest_loss(world, 1.5).endswith(said)
+    assert guard.describe_largest_loss(SimpleNamespace(size=1), 1.5) == ""
 
 
 def test_the_bound_is_that_of_the_window():
@@ -288,11 +288,11 @@ def test_the_bound_is_that_of_the_window():
     expected = np.mean(past) + 6 * np.std(past, ddof=1)
     assert guard.spike_bound(past, 6.0) == pytest.approx(expected, rel=1e-12)
     assert guard.spike_bound(past[:63], 6.0) == math.inf
-    state = State()
+    state = TrainState()
     for x in [*past, math.nan, 3.0]:
         state.note_step(x, x)
     assert state.losses == [*past[1:], 3.0]
-    assert State.of(json.loads(json.dumps(state.facts()))) == state
+    assert TrainState.of(json.loads(json.dumps(state.facts()))) == state
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, 1e20])
@@ -308,14 +308,14 @@ def test_weights_that_no_model_computes_with(workspace, bad):
 def blamed(settings: list[str]) -> None:
     """The fifth micro-batch of rank 1 has a loss of NaN."""
     if os.environ["RANK"] == "1":
-        loss, calls = CrossEntropyObjective.loss, []
+        loss, calls = CrossEntropyTask.loss, []
 
         def bad(self, model, inputs, sums):
             part = loss(self, model, inputs, sums)
             calls.append(1)
-            return Part(part.loss * math.nan, part.metrics) if len(calls) == 5 else part
+            return MicroBatchLoss(part.loss * math.nan, part.metrics) if len(calls) == 5 else part
 
-        CrossEntropyObjective.loss = bad
+        CrossEntropyTask.loss = bad
     main(settings)
 
 
@@ -369,13 +369,18 @@ def test_what_all_ranks_have_is_said_of_all() -> None:
         )
 
     nan = "nan"
-    assert guard.ranks_of(world("", nan), math.nan) == " (rank 1: its part is nan)"
-    assert guard.ranks_of(world(nan, nan), math.nan) == " (on all ranks)"
-    assert guard.ranks_of(world("", ""), 1.0) == ""
-    assert guard.ranks_of(world(nan, nan, data=1), math.nan) == " (on all ranks, which share rows)"
+    assert guard.describe_nonfinite_ranks(world("", nan), math.nan) == " (rank 1: its part is nan)"
+    assert guard.describe_nonfinite_ranks(world(nan, nan), math.nan) == " (on all ranks)"
+    assert guard.describe_nonfinite_ranks(world("", ""), 1.0) == ""
+    assert (
+        guard.describe_nonfinite_ranks(world(nan, nan, data=1), math.nan)
+        == " (on all ranks, which share rows)"
+    )
     # Of ranks that share rows, one alone: its own sum went wrong
-    assert guard.ranks_of(world("", "", nan, ""), 1.0) == " (rank 2: its part is nan)"
-    found = guard.ranks_of(world(nan, nan, "", "", "inf", "inf", data=3), 1.0)
+    assert (
+        guard.describe_nonfinite_ranks(world("", "", nan, ""), 1.0) == " (rank 2: its part is nan)"
+    )
+    found = guard.describe_nonfinite_ranks(world(nan, nan, "", "", "inf", "inf", data=3), 1.0)
     said = "ranks 0-1, which share rows: their part is nan; ranks 4-5, which share rows: their part"
     assert found == f" ({said} is inf)"
 
@@ -429,13 +434,13 @@ def test_an_interrupted_evaluation_ends_the_run_that_makes_it(workspace, monkeyp
 
 
 def test_deterministic_operations_are_demanded_for_the_run_alone(workspace, monkeypatch):
-    update, seen = trainer.update, []
+    update, seen = trainer.update_weights, []
 
     def noted(run, step):
         seen.append(torch.are_deterministic_algorithms_enabled())
         update(run, step)
 
-    monkeypatch.setattr(trainer, "update", noted)
+    monkeypatch.setattr(trainer, "update_weights", noted)
     main(workspace.settings("fixed", steps=1, deterministic="true"))
     main(workspace.settings("free", steps=1))
     assert seen == [True, False]
@@ -477,6 +482,8 @@ def test_a_run_that_goes_on_elsewhere_counts_no_evaluation_twice(workspace):
     ],
 )
 def test_a_checkpoint_has_no_state_that_no_run_has(name, value):
-    assert State.of(State(offset=3, losses=[1.0, 2]).facts()) == State(offset=3, losses=[1.0, 2])
+    assert TrainState.of(TrainState(offset=3, losses=[1.0, 2]).facts()) == TrainState(
+        offset=3, losses=[1.0, 2]
+    )
     with pytest.raises(ValueError, match=f"the state has {name}="):
-        State.of({"state": {name: value}})
+        TrainState.of({"state": {name: value}})

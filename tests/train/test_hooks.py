@@ -11,7 +11,7 @@ import tigon
 from tests.train import watching
 from tests.train.ranks import train_on
 from tigon.train import load, main, prepare, start, train
-from tigon.train.callbacks import Hooks, Predictions
+from tigon.train.callbacks import Hooks, PredictionsWriter
 
 HERE = "tests.train.watching"
 
@@ -178,7 +178,7 @@ def test_predictions_are_written_through_no_link(world, tmp_path):
     mine.write_text("mine")
     for end in (".partial", ".rank-0.partial"):
         (tmp_path / f".{target.name}{end}").symlink_to(mine)
-    with Predictions(tmp_path, 1, None, world):
+    with PredictionsWriter(tmp_path, 1, None, world):
         pass
     assert target.exists() and mine.read_text() == "mine"
 

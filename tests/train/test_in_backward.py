@@ -20,10 +20,10 @@ from tests.train.test_precision import states
 from tests.train.test_precision_runs import step, tensors
 from tigon.models import MODELS
 from tigon.train import checkpoint, load, main, prepare, train, trainer
-from tigon.train.optim import InBackward, build_optimizer, check_ranks, clip, parts_of
-from tigon.train.optim.adamw import Stored
-from tigon.train.tasks import Part
-from tigon.train.tasks.language_modeling import CrossEntropyObjective
+from tigon.train.optim import InBackward, build_optimizer, check_ranks, clip, parameter_buckets
+from tigon.train.optim.adamw import LowPrecisionOptimizer
+from tigon.train.tasks import MicroBatchLoss
+from tigon.train.tasks.language_modeling import CrossEntropyTask
 
 ON = {"optimizer_in_backward": "true", "max_grad_norm": 0}
 BF16 = {"param_dtype": "bfloat16", "dtype": "bfloat16"}
@@ -115,7 +115,7 @@ def test_the_kernel_updates_in_backward_too(finite):
         assert held(model) == 0
         if poison != poison:
             assert norm.isnan()
-            updates.take_back()
+            updates.undo_step()
             now = dict(model.named_parameters()) | states(model, optimizer)
             assert_equal(now, before)
             continue
@@ -135,7 +135,7 @@ def test_the_kernel_updates_in_backward_too(finite):
 def test_gradients_of_one_part_at_a_time_are_alive(changes):
     """Of a block, of the embedding, or of the last norm and the head."""
     model, optimizer = learner(changes | {"num_hidden_layers": 6})
-    sizes, alive = [sum(p.nbytes for p in part) for part in parts_of(model)], []
+    sizes, alive = [sum(p.nbytes for p in part) for part in parameter_buckets(model)], []
     for p in model.parameters():  # before the hooks that free them
         p.register_post_accumulate_grad_hook(lambda _: alive.append(held(model)))
     updates = InBackward(model, optimizer)
@@ -243,7 +243,7 @@ def poisoned(monkeypatch):
     """Makes the loss of the steps counted from 0 NaN, or its gradients alone."""
 
     def poison(number: int, *, gradients: bool) -> None:
-        loss, calls = CrossEntropyObjective.loss, []
+        loss, calls = CrossEntropyTask.loss, []
 
         def bad(self, model, inputs, sums):
             part = loss(self, model, inputs, sums)
@@ -253,9 +253,9 @@ def poisoned(monkeypatch):
             if gradients:
                 part.loss.register_hook(lambda g: g * math.nan)
                 return part
-            return Part(part.loss * math.nan, part.metrics)
+            return MicroBatchLoss(part.loss * math.nan, part.metrics)
 
-        monkeypatch.setattr(CrossEntropyObjective, "loss", bad)
+        monkeypatch.setattr(CrossEntropyTask, "loss", bad)
 
     return poison
 
@@ -276,15 +276,15 @@ def test_a_loss_that_is_not_finite_is_skipped(workspace, poisoned, monkeypatch):
 
 def one_is_wrong(settings: list[str]) -> None:
     """In the second step the loss is NaN on the second of two ranks, which have the same rows."""
-    loss, calls = CrossEntropyObjective.loss, []
+    loss, calls = CrossEntropyTask.loss, []
 
     def bad(self, model, inputs, sums):
         part = loss(self, model, inputs, sums)
         calls.append(1)
         wrong = len(calls) == 2 and os.environ["RANK"] == "1"
-        return Part(part.loss * math.nan, part.metrics) if wrong else part
+        return MicroBatchLoss(part.loss * math.nan, part.metrics) if wrong else part
 
-    CrossEntropyObjective.loss = bad
+    CrossEntropyTask.loss = bad
     main(settings)
 
 
@@ -322,7 +322,7 @@ def test_gradients_that_are_not_finite_stop_the_run_or_roll_back(workspace, pois
 
 def on_update(monkeypatch, number: int, act: Any) -> None:
     """Calls `act` before the update of a part, of all that the run makes."""
-    update, calls = Stored.update, []
+    update, calls = LowPrecisionOptimizer.update, []
 
     def counted(self, *given, **more):
         calls.append(1)
@@ -330,7 +330,7 @@ def on_update(monkeypatch, number: int, act: Any) -> None:
             act()
         update(self, *given, **more)
 
-    monkeypatch.setattr(Stored, "update", counted)
+    monkeypatch.setattr(LowPrecisionOptimizer, "update", counted)
 
 
 def interrupt() -> None:
@@ -347,8 +347,8 @@ def test_weights_that_are_updated_in_part_are_not_saved(workspace, ordinary, mon
     said = "weights of which some have its update and some have not: begin again, from a checkpoint"
     with pytest.raises(RuntimeError, match=said):
         trainer.save(run, 4, None, {})
-    with run.feed, pytest.raises(RuntimeError, match=said):
-        trainer.backward(run, 3)
+    with run.prefetcher, pytest.raises(RuntimeError, match=said):
+        trainer.forward_backward(run, 3)
     assert checkpoint.latest(run.saver.directory).name == "step-00000002"
     world.closing.close()  # and with it the claim on the directory
     monkeypatch.undo()
@@ -374,7 +374,7 @@ def test_the_estimate_knows_that_gradients_are_those_of_a_part(gpus):
     shape |= {"tie_word_embeddings": False, "vocab_size": 256}
     model = tiny("llama", "tied", **shape)
     every = sum(2 * p.numel() for p in model.parameters()) // gpus
-    largest = max(sum(2 * p.numel() for p in part) for part in parts_of(model)) // gpus
+    largest = max(sum(2 * p.numel() for p in part) for part in parameter_buckets(model)) // gpus
     after = planned(model, gpus, **changes)
     its = planned(tiny("llama", "tied", **shape), gpus, **changes, optimizer_in_backward=True)
     assert after.kinds["gradients"] > 0.9 * every

@@ -8,7 +8,7 @@ import torch
 
 from tests.small import LLAMA, write_model
 from tigon.train import load, main, pack
-from tigon.train.build import without_effect
+from tigon.train.build import find_unused_settings
 from tigon.train.optim import learning_rate
 
 
@@ -25,7 +25,7 @@ def fails(workspace, tmp_path):
 def test_settings(fails):
     fails("tigon.train: unknown setting 'batchsize'; did you mean 'batch_size'", "batchsize=2")
     fails("tigon.train: lr='fast' is not a number", "lr=fast")
-    fails("no objective is called task='stf'; did you mean 'sft'", "task=stf")
+    fails("no task is called task='stf'; did you mean 'sft'", "task=stf")
     fails("task='lora'; here: task=sft with lora.rank=16", "task=lora")
     fails("task='gkd'; here: task=distill with teacher", "task=gkd")
     fails("device='tpu' is not one of auto, cuda, cpu", "device=tpu")
@@ -101,7 +101,7 @@ def test_settings_without_effect_are_noted(workspace, tmp_path):
     def notes(device="cpu", **settings):
         given = {"steps": 6, "eval_data": "[]", **settings}
         config = load(None, workspace.settings("x", run_dir=tmp_path / "run", **given))
-        return " ".join(without_effect(config, 6, torch.device(device)))
+        return " ".join(find_unused_settings(config, 6, torch.device(device)))
 
     assert notes() == notes(warmup_steps=6) == notes(spike="stop", spike_sigma=6) == ""
     assert notes(warmup_steps=7) == "lr=0.003 is not reached: warmup_steps=7"

@@ -128,7 +128,7 @@ def test_killed_and_resumed(workspace, whole, tmp_path, ranks, number):
     running.kill()
     assert -signal.SIGKILL in running.codes or number % 2, running.errors
     said: list[str] = []
-    checkpoint.newest_whole(run / "checkpoints", said.append)
+    checkpoint.newest_complete(run / "checkpoints", said.append)
     assert not said, said  # what has a checkpoint's name is whole
 
     other = tmp_path / "on-another-number"

@@ -70,5 +70,5 @@ def test_keys_reach_training_and_no_evaluation(workspace, settings, world):
     (batch, *_) = run.data.micro_batches(0)
     assert run.eval_data is not None
     assert all(b.dropout_keys is None for b in run.eval_data.micro_batches(0))
-    inputs = run.objective.resolve(run.model, batch)
+    inputs = run.task.resolve(run.model, batch)
     assert torch.equal(inputs.batch.dropout_keys, batch.dropout_keys)

@@ -10,7 +10,7 @@ from torch import Tensor
 import tigon
 from tests.train.weights import token_weights, write_weighted
 from tigon.train import load, main, prepare, start, train
-from tigon.train.tasks import OBJECTIVES
+from tigon.train.tasks import TASKS
 
 NEEDED = ["run_dir=a", "model=m", "data=a.jsonl"]
 
@@ -165,7 +165,7 @@ def test_wrong_settings_are_named_before_the_model_is_read(settings, message):
 
 
 def test_a_task_that_predicts_no_tokens_refuses_them(monkeypatch):
-    monkeypatch.setitem(OBJECTIVES, "other", OBJECTIVES["sft"].__mro__[2])
+    monkeypatch.setitem(TASKS, "other", TASKS["sft"].__mro__[2])
     config = load(None, [*NEEDED, "task=other", "eval_z_loss=0.1"])
     with start("cpu") as world, pytest.raises(ValueError, match=r"eval_z_loss=0.1: task=other has"):
         prepare(config, world)

@@ -25,8 +25,8 @@ from tigon.train.distributed import World
 from tigon.train.dry_run import time_steps
 from tigon.train.memory import Estimate, estimate
 from tigon.train.memory_tracker import FSDPGroup, FSDPTracker, Ledger, MemoryTracker, model_tensors
-from tigon.train.model import finish, projections
-from tigon.train.tasks import find_objective
+from tigon.train.model import apply_model_settings, named_projections
+from tigon.train.tasks import find_task
 from tigon.train.throughput import model_flops
 
 WORLD = World(0, 1, torch.device("cpu"))
@@ -49,7 +49,7 @@ def planned(model: CausalLM, gpus: int = 1, compute: Any = torch.bfloat16, **cha
     config = settings(**changes)
     model.activation_checkpointing = config.activation_checkpointing
     model.activation_offload = config.activation_offload
-    objective = find_objective("pretrain")(config, WORLD)
+    objective = find_task("pretrain")(config, WORLD)
     return estimate(model, objective, config, gpus, compute)
 
 
@@ -110,7 +110,7 @@ def test_memory_of_every_family(model_type: str, case: str) -> None:
 def test_only_gradients_remain_after_a_step() -> None:
     model = tiny("llama", "plain")
     config = settings()
-    objective = find_objective("pretrain")(config, WORLD)
+    objective = find_task("pretrain")(config, WORLD)
     ledger = memory.simulate_step(
         model.to(torch.bfloat16), objective, config, MeshSizes(), None, torch.bfloat16
     )
@@ -212,7 +212,7 @@ def test_frozen_parameters_have_no_gradients() -> None:
     """Nor a state, and what only its gradient needs is not kept."""
     model = tiny("llama", "plain")
     config = settings(parameter_groups=(ParameterGroup(("*.layers.*",), freeze=True),))
-    objective = find_objective("pretrain")(config, WORLD)
+    objective = find_task("pretrain")(config, WORLD)
     found = estimate(model, objective, config, 1, torch.bfloat16)
     left = sum(p.numel() for n, p in model.named_parameters() if ".layers." not in n)
     assert found.kinds["optimizer"] == 8 * left
@@ -292,7 +292,7 @@ def test_shared_prompts_copy_keys(task: str, context: int, copies: int) -> None:
     for share in (False, True):
         given: Any = {"task": task, "seq_len": tokens, "parallel": Parallel(context=context)}
         config = replace(settings(), **given)
-        objective = find_objective(task)(config, WORLD)
+        objective = find_task(task)(config, WORLD)
         objective.share_prompts = share
         model = MODELS["llama"].from_config(LLAMA | heads, device="meta")
         found[share] = estimate(model, objective, config, context, torch.bfloat16).total
@@ -372,8 +372,8 @@ def test_indivisible_fp8_layers_stay_bfloat16() -> None:
     """Of 4 heads of 8 each of 4 ranks has one, and o_proj has 8 columns there."""
     model = MODELS["llama"].from_config(LLAMA | {"head_dim": 8}, device="meta")
     shares: dict[str, Any] = {"fp8": True, "parallel": Parallel(tensor=4)}
-    finish(model, settings(**shares))
-    of = {name.rpartition(".")[2]: layer for name, layer in projections(model)}
+    apply_model_settings(model, settings(**shares))
+    of = {name.rpartition(".")[2]: layer for name, layer in named_projections(model)}
     assert all(layer.fp8 for layer in of.values())
     assert planned(model, 4, **shares).total > 0
     assert [name for name, layer in of.items() if layer.fp8] == ["gate_up_proj", "down_proj"]

@@ -14,7 +14,7 @@ from tigon.train import main, memory
 from tigon.train.config_file import load
 from tigon.train.distributed import World
 from tigon.train.memory import GIB, CheckpointingChoice, choose_checkpointing, spaced_blocks
-from tigon.train.tasks import find_objective
+from tigon.train.tasks import find_task
 
 WORLD = World(0, 1, torch.device("cpu"))
 LAYERS = 6
@@ -30,7 +30,7 @@ def weigh(recomputed: Iterable[int], away: bool = False, **changes: Any) -> int:
     model = outlined()
     config = load(None, given(**changes))
     model.activation_checkpointing, model.activation_offload = recomputed, away
-    objective = find_objective("pretrain")(config, WORLD)
+    objective = find_task("pretrain")(config, WORLD)
     return memory.estimate(model, objective, config, 1, torch.bfloat16).total
 
 
@@ -45,10 +45,10 @@ def given(**changes: Any) -> list[str]:
 def decided(
     monkeypatch: pytest.MonkeyPatch, size: float | None, **changes: Any
 ) -> CheckpointingChoice:
-    monkeypatch.setattr(memory, "outline", lambda *_: outlined())
+    monkeypatch.setattr(memory, "meta_model", lambda *_: outlined())
     more = {} if size is None else {"memory_budget": size / GIB}
     config = load(None, given(activation_checkpointing="auto", **more, **changes))
-    objective = find_objective("pretrain")(config, WORLD)
+    objective = find_task("pretrain")(config, WORLD)
     here: Any = SimpleNamespace(
         main=True,
         device=WORLD.device,
@@ -109,9 +109,9 @@ def test_ranks_agree_on_checkpointing(monkeypatch: pytest.MonkeyPatch) -> None:
     """For the GPU with the least memory."""
     rooms, answers = {0: 20 * GIB, 1: 10 * GIB}, iter(())
     monkeypatch.setattr(memory, "gpu_memory", lambda device: rooms[device.index])
-    monkeypatch.setattr(memory, "outline", lambda *_: outlined())
+    monkeypatch.setattr(memory, "meta_model", lambda *_: outlined())
     config = load(None, given(activation_checkpointing="auto"))
-    objective = find_objective("pretrain")(config, WORLD)
+    objective = find_task("pretrain")(config, WORLD)
 
     def rank(index: int, heard: list[int]) -> Any:
         """Its World hears of the other rank what this list says, in order."""
@@ -172,7 +172,7 @@ def test_run_and_dry_run_print_the_choice(workspace, capsys) -> None:
     main(["--dry-run", *workspace.settings("auto", steps=2, memory_budget=1, **auto)])
     assert "auto: no block computed again; " in capsys.readouterr().out
     config = load(None, workspace.settings("auto", memory_budget=1, **auto))
-    objective = find_objective(config.task)(config, WORLD)
+    objective = find_task(config.task)(config, WORLD)
     for n in (0, 1):
         model = memory.outline(config, torch.float32)
         model.activation_checkpointing = spaced_blocks(n, 2)

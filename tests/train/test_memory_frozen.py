@@ -21,7 +21,7 @@ from tigon.train.config import Config, Lora, Parallel
 from tigon.train.distributed import World
 from tigon.train.memory import CheckpointingChoice, Estimate, estimate, resolve_checkpointing
 from tigon.train.model import add_lora
-from tigon.train.tasks import find_objective
+from tigon.train.tasks import find_task
 
 WORLD = World(0, 1, torch.device("cpu"))
 B, T = 4, 256
@@ -57,7 +57,7 @@ def planned(
     model = of(values).to(getattr(torch, config.param_dtype)).train()
     if lora:
         add_lora(model, config)
-    objective = find_objective(config.task)(config, WORLD)
+    objective = find_task(config.task)(config, WORLD)
     return estimate(model, objective, config, gpus, torch.bfloat16)
 
 
@@ -161,7 +161,7 @@ def test_auto_checkpointing_makes_room_for_teacher(folder: Folder) -> None:
     given: Any = {"model": model, "activation_checkpointing": "auto", "memory_budget": tight}
 
     def chosen(config: Config) -> CheckpointingChoice | None:
-        objective = find_objective(config.task)(config, WORLD)
+        objective = find_task(config.task)(config, WORLD)
         return resolve_checkpointing(config, WORLD, objective, None, 1, torch.device("cuda"))
 
     with start("cpu"):

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from tests.train.ranks import Ranks, train_on
 from tigon.train import callbacks, checkpoint, logging, main, trainer
 from tigon.train.checkpoint import files
-from tigon.train.checkpoint.files import Keep, Saved
+from tigon.train.checkpoint.files import KeepPolicy, SavedStep
 from tigon.train.config_file import load
 from tigon.train.distributed import World
 from tigon.train.logging import read_metrics
@@ -52,12 +52,12 @@ def test_predictions_on_a_full_disk_leave_no_part_of_any_rank(tmp_path, monkeypa
     def full(parts, target):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(callbacks, "merge", full)
+    monkeypatch.setattr(callbacks, "merge_rank_files", full)
     world = World(0, 2, torch.device("cpu"))
     monkeypatch.setattr(World, "barrier", lambda world: None)
     with (
         pytest.raises(OSError, match=r"became full while .*predictions-step-00000003.jsonl was"),
-        callbacks.Predictions(tmp_path, 3, None, world) as file,
+        callbacks.PredictionsWriter(tmp_path, 3, None, world) as file,
     ):
         assert len(file.parts) == 2
         file.parts[1].write_text("of the other rank")
@@ -66,7 +66,7 @@ def test_predictions_on_a_full_disk_leave_no_part_of_any_rank(tmp_path, monkeypa
 
 def test_a_rollback_does_not_read_a_damaged_checkpoint(workspace, poisoned, monkeypatch, capsys):
     poisoned(3)
-    judge = trainer.guard.judge
+    judge = trainer.guard.check_step
 
     def damage(run, step, values):
         if step == 3:
@@ -77,7 +77,7 @@ def test_a_rollback_does_not_read_a_damaged_checkpoint(workspace, poisoned, monk
             weights.write_bytes(content)
         return judge(run, step, values)
 
-    monkeypatch.setattr(trainer.guard, "judge", damage)
+    monkeypatch.setattr(trainer.guard, "check_step", damage)
     settings = {"steps": 4, "save_every": 1, "nonfinite": "rollback", "keep_last": 0}
     main(workspace.settings("rot", **settings))
     printed = capsys.readouterr().out
@@ -181,7 +181,7 @@ def test_a_checkpoint_that_was_moved_elsewhere_and_linked(tmp_path):
         (directory / f"step-{step:08d}").mkdir(parents=True)
     (directory / "step-00000001").symlink_to(tmp_path / "disk/step-00000001")
     (directory / "step-00000009").write_text("no directory")
-    files.prune(directory, 3, Keep(last=1), {})
+    files.prune(directory, 3, KeepPolicy(last=1), {})
     assert sorted(path.name for path in directory.iterdir()) == ["step-00000003", "step-00000009"]
     assert (tmp_path / "disk/step-00000001/run.json").exists()
     assert checkpoint.latest(directory) == directory / "step-00000003"
@@ -189,8 +189,8 @@ def test_a_checkpoint_that_was_moved_elsewhere_and_linked(tmp_path):
 
 def test_a_clock_that_was_put_back_still_keeps_one_every_hour():
     hours = [900, 0, 1, 2]
-    saved = [Saved(step, 3600.0 * hour) for step, hour in enumerate(hours)]
-    assert Keep(last=1, hours=1).choose(saved) == {0, 1, 2, 3}
+    saved = [SavedStep(step, 3600.0 * hour) for step, hour in enumerate(hours)]
+    assert KeepPolicy(last=1, hours=1).choose(saved) == {0, 1, 2, 3}
 
 
 @pytest.mark.parametrize(

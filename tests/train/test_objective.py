@@ -21,7 +21,7 @@ from tigon.data import Encoder, Example, Format
 from tigon.models import CausalLM, Targets
 from tigon.tokenizer import Tokenizer
 from tigon.train import main
-from tigon.train.tasks import OBJECTIVES, Inputs, Objective, Part
+from tigon.train.tasks import TASKS, MicroBatchLoss, StepInputs, Task
 
 BETA = 0.5
 
@@ -49,20 +49,20 @@ class PairEncoder(Encoder):
         return [example(row["chosen"]), example(row["rejected"])]
 
 
-class Pairs(Objective):
+class Pairs(Task):
     unit = "pair"
 
     def encoder(self, tokenizer: Tokenizer) -> Encoder:
         return PairEncoder(tokenizer)
 
-    def weights(self, inputs: Inputs) -> Tensor:
+    def weights(self, inputs: StepInputs) -> Tensor:
         return inputs.micro_batch.per_example["weight"].unflatten(0, (-1, 2))[:, 0]
 
-    def sums(self, model: CausalLM, inputs: Inputs) -> dict[str, Tensor]:
+    def sums(self, model: CausalLM, inputs: StepInputs) -> dict[str, Tensor]:
         weights = self.weights(inputs)
         return {"weights": weights.sum(), "pairs": torch.tensor(len(weights))}
 
-    def loss(self, model: CausalLM, inputs: Inputs, sums: dict[str, Tensor]) -> Part:
+    def loss(self, model: CausalLM, inputs: StepInputs, sums: dict[str, Tensor]) -> MicroBatchLoss:
         micro_batch = inputs.micro_batch
         targets = Targets.of(inputs.batch, loss_reduction="none", **self.targets(micro_batch))
         nll = model(batch=inputs.batch, targets=targets).loss
@@ -74,21 +74,23 @@ class Pairs(Objective):
         margins = BETA * (chosen - rejected)
         loss = -(F.logsigmoid(margins) * self.weights(inputs)).sum() / sums["weights"]
         right = (margins.detach() > 0).sum() / sums["pairs"]
-        return Part(loss, {"accuracy": right, "margin": margins.detach().sum() / sums["pairs"]})
+        return MicroBatchLoss(
+            loss, {"accuracy": right, "margin": margins.detach().sum() / sums["pairs"]}
+        )
 
-    def logged(self, metrics: dict[str, Tensor]) -> dict[str, Tensor]:
+    def metrics_to_log(self, metrics: dict[str, Tensor]) -> dict[str, Tensor]:
         return metrics | {"reward": 2 * metrics["margin"]}
 
 
 def run_pairs(settings: list[str]) -> None:
-    OBJECTIVES["pairs"] = Pairs
+    TASKS["pairs"] = Pairs
     main(settings)
 
 
 @pytest.fixture
 def settings(workspace, tmp_path, monkeypatch):
     """21 pairs of uneven lengths and weights, and some held out."""
-    monkeypatch.setitem(OBJECTIVES, "pairs", Pairs)
+    monkeypatch.setitem(TASKS, "pairs", Pairs)
 
     def write(name: str, count: int, seed: int) -> Path:
         answers = [c[1]["content"] for c in chats(2 * count, seed)]

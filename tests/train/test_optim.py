@@ -21,7 +21,7 @@ from tigon.train.optim import (
     learning_rate,
     state_bytes,
 )
-from tigon.train.optim.clip import NormInParts
+from tigon.train.optim.clip import BucketedNorm
 
 
 def config(*overrides: str):
@@ -224,7 +224,7 @@ def test_the_norm_of_a_large_matrix_is_exact():
     model.weight.grad = torch.randn_like(model.weight)
     exact = model.weight.grad.double().norm().item()
     assert clip_gradients(model, 0).item() == pytest.approx(exact, rel=1e-6)
-    split = NormInParts(model)
+    split = BucketedNorm(model)
     split.begin()
     split.add(0, {"weight": model.weight}, by_kernel=False)
     assert split.total().item() == pytest.approx(exact, rel=1e-6)

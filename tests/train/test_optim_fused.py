@@ -79,8 +79,10 @@ def _draw_kernel(out, first, stream, N: tl.constexpr):
 def test_draws_are_those_of_the_definition(first):
     for seed, step in ((0, 1), (3, 7), (-1, 1 << 20)):
         out = torch.zeros(4, 256, dtype=torch.int64, device=DEVICE)
-        _draw_kernel[(1,)](out, first, optimizer_states.stream(seed, step), 256)
-        bits = optimizer_states.draws(seed, step, torch.arange(first, first + 256, device=DEVICE))
+        _draw_kernel[(1,)](out, first, optimizer_states.stream_seed(seed, step), 256)
+        bits = optimizer_states.random_bits(
+            seed, step, torch.arange(first, first + 256, device=DEVICE)
+        )
         assert torch.equal(out[0], bits)
         assert all(torch.equal(out[i + 1], random.take_16_bits(bits, i)) for i in range(3))
 

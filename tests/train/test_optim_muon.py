@@ -12,7 +12,7 @@ from tigon.models import MODELS
 from tigon.train.config_file import load
 from tigon.train.distributed import shard, start
 from tigon.train.optim import build_optimizer, hidden_matrices, muon
-from tigon.train.optim.muon import Block, Matrix, deal, plan
+from tigon.train.optim.muon import Matrix, MatrixBlock, assign_ranks, plan
 
 STEPS, LR, ADAMW_LR, DECAY, MOMENTUM = 3, 0.02, 0.003, 0.1, 0.9
 SETTINGS = [
@@ -34,13 +34,13 @@ def gradient(name: str, step: int, shape) -> torch.Tensor:
 def steps(directory: Path, *settings: str) -> None:
     """Three steps; rank 0 writes weights and momentum, each rank what it has orthogonalised."""
     done = []
-    whole = muon.orthogonalise
+    whole = muon.orthogonalize
 
     def counted(x, steps):
         done.extend([tuple(x.shape[1:])] * len(x))
         return whole(x, steps)
 
-    muon.orthogonalise = counted
+    muon.orthogonalize = counted
     try:
         with start("cpu") as world:
             model = build()
@@ -74,7 +74,7 @@ def steps(directory: Path, *settings: str) -> None:
             if world.main:
                 torch.save(found, directory / f"found-{world.size}")
     finally:
-        muon.orthogonalise = whole
+        muon.orthogonalize = whole
 
 
 def definition(name: str, weight: torch.Tensor, nesterov=True) -> tuple[torch.Tensor, torch.Tensor]:
@@ -157,11 +157,11 @@ def test_experts_stay_on_the_rank_that_has_them():
     """Eight experts on four ranks, beside matrices of which every rank has some rows."""
     matrices = [Matrix(64, 64)] * 4 + [Matrix(32, 64)] * 16
     blocks = [
-        [Block(i + 1, 0, i, 16 * rank, 0, 16, 64) for i in range(4)]
-        + [Block(0, 32 * 64 * i, 4 + 4 * rank + i, 0, 0, 32, 64) for i in range(4)]
+        [MatrixBlock(i + 1, 0, i, 16 * rank, 0, 16, 64) for i in range(4)]
+        + [MatrixBlock(0, 32 * 64 * i, 4 + 4 * rank + i, 0, 0, 32, 64) for i in range(4)]
         for rank in range(4)
     ]
-    assert deal(matrices, blocks) == [0, 1, 2, 3] + [i // 4 for i in range(16)]
+    assert assign_ranks(matrices, blocks) == [0, 1, 2, 3] + [i // 4 for i in range(16)]
     for rank in range(4):
         (turn,) = plan(matrices, blocks, rank)
         here = 4 * 32 * 64
@@ -170,7 +170,7 @@ def test_experts_stay_on_the_rank_that_has_them():
         assert len([c for c in turn.out if c.parameter == 0]) == 1  # four matrices, one piece
 
 
-def divided(values: list[torch.Tensor], ranks: int) -> tuple[list[list[Block]], list[list]]:
+def divided(values: list[torch.Tensor], ranks: int) -> tuple[list[list[MatrixBlock]], list[list]]:
     """Of four matrices on so many ranks: rows of one, columns of another, a third that all have,
     and rows of some columns of the last. What each rank has, and its part of each parameter."""
     blocks, parts = [], []
@@ -188,7 +188,7 @@ def divided(values: list[torch.Tensor], ranks: int) -> tuple[list[list[Block]], 
             piece = value[top:end, left:right]
             held.append(torch.cat([torch.zeros(i), piece.flatten()]))
             if piece.numel():
-                mine.append(Block(i, i, i, top, left, *piece.shape))
+                mine.append(MatrixBlock(i, i, i, top, left, *piece.shape))
         blocks.append(mine)
         parts.append(held)
     return blocks, parts

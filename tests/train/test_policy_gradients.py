@@ -17,7 +17,7 @@ from tigon.data import encode
 from tigon.data.encode import RewardedEncoder, compute_advantages
 from tigon.data.examples import Example
 from tigon.train import load, main
-from tigon.train.tasks import find_objective
+from tigon.train.tasks import find_task
 
 CASES: dict[str, dict[str, Any]] = {
     "dapo": {},
@@ -243,4 +243,4 @@ def test_rows_that_teach_nothing_are_counted(workspace, tmp_path, capsys):
 def test_settings_that_do_not_fit_are_refused(world, given, message):
     config = load(None, ["run_dir=a", "model=m", "data=a.jsonl", "task=grpo", *given.split()])
     with pytest.raises(ValueError, match=message):
-        find_objective("grpo")(config, world)
+        find_task("grpo")(config, world)

@@ -25,10 +25,10 @@ from tigon.parallel.tensor_parallel import shard_parameters
 from tigon.train import start
 from tigon.train.config import Parallel
 from tigon.train.distributed import World, local
-from tigon.train.model import divide
+from tigon.train.model import parallelize
 from tigon.train.optim import build_optimizer
-from tigon.train.optim.adamw import LONGEST, Run, positions, runs_of
-from tigon.weights import ReplicaIndex, RowSpan, ShardSpec, local_rows
+from tigon.train.optim.adamw import MAX_LINE, PositionRun, positions, runs_of
+from tigon.weights import Copy, Cut, ReplicaIndex, Rows, RowSpan, ShardSpec, local_rows
 
 CPU = torch.device("cpu")
 UNTIED = {"tie_word_embeddings": False}
@@ -84,7 +84,7 @@ def test_positions_are_those_of_the_whole(case):
         assert (1, 2, True) in kinds and (2, 1, True) in kinds
 
 
-def assert_positions(runs: tuple[Run, ...], expected: Tensor, name: str) -> None:
+def assert_positions(runs: tuple[PositionRun, ...], expected: Tensor, name: str) -> None:
     count = len(expected)
     assert sum(run.length for run in runs) == count, name
     for begin, end in ((0, count), (count // 3, count - count // 4), (count // 2, count // 2 + 1)):
@@ -119,9 +119,9 @@ def test_positions_of_other_cuts(cut):
 
 
 def test_a_line_that_32_bits_do_not_count_is_a_run_of_its_own():
-    cut = ShardSpec((3, 4, LONGEST), 1, ((RowSpan(2, 0, 1), ReplicaIndex()),))
-    runs = runs_of(cut, LONGEST, 2 * LONGEST, 7)
-    assert [run.position for run in runs] == [7 + 6 * LONGEST, 7 + 10 * LONGEST]
+    cut = Cut((3, 4, MAX_LINE), 1, ((Rows(2, 0, 1), Copy()),))
+    runs = runs_of(cut, MAX_LINE, 2 * MAX_LINE, 7)
+    assert [run.position for run in runs] == [7 + 6 * MAX_LINE, 7 + 10 * MAX_LINE]
     assert [run.lines for run in runs] == [None, None]
 
 
@@ -273,7 +273,7 @@ def divided(
     sizes = Parallel(**way).sizes(world.size)
     own = replace(world, meshes=Meshes.of("cpu", sizes))
     model = part(wide(1024), 1, 0).bfloat16()
-    divide(model, settings(**changes), own)
+    parallelize(model, settings(**changes), own)
     return stepped(model, **changes)
 
 

@@ -12,7 +12,7 @@ from tests.small import write_model
 from tigon.data import MicroBatch
 from tigon.kernels import LogProbs
 from tigon.train import load, reference
-from tigon.train.tasks import find_objective
+from tigon.train.tasks import find_task
 
 LENGTHS = (11, 8, 14, 9)  # of two pairs, chosen and rejected
 PROMPTS = (4, 4, 3, 3)
@@ -94,7 +94,7 @@ def test_parts_of_answers_that_are_not_learned(models: Any, world: Any, packed: 
     learned = [p for p in model.parameters() if p.requires_grad]
     gradients = torch.autograd.grad(expected, learned)
     config = load(None, ["run_dir=a", "model=m", "data=d", "task=dpo", f"beta={BETA}"])
-    objective: Any = find_objective("dpo")(config, world)
+    objective: Any = find_task("dpo")(config, world)
     rows_of = batch(rows, packed=packed)
     known = objective._logprobs_by(other, rows_of)
     rows_of.per_token[reference.COLUMN] = known  # type: ignore[index]

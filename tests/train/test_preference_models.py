@@ -13,7 +13,7 @@ from tests.small import EXPERTS, LLAMA, write_model
 from tests.train import preferences
 from tests.train.ranks import train_on
 from tigon.train import load, main, prepare, start
-from tigon.train.trainer import backward, open_objective
+from tigon.train.trainer import forward_backward, open_task
 
 V = LLAMA["vocab_size"]
 
@@ -100,8 +100,8 @@ def test_no_logits_of_all_tokens_exist(workspace, data, tmp_path, task):
     own |= {"logits_bytes": 16 * V * 4, "batch_size": 4, "steps": 1}
     with start("cpu") as world:
         run = prepare(load(None, workspace.settings(f"memory-{task}", **own)), world)
-        open_objective(run)
-        run.objective.begin(run.model)
-        with run.feed, Largest() as largest:
-            backward(run, 0)
+        open_task(run)
+        run.task.begin(run.model)
+        with run.prefetcher, Largest() as largest:
+            forward_backward(run, 0)
     assert 0 < largest.rows <= 64  # the weight itself, [V, C], has C columns

@@ -18,9 +18,9 @@ from tigon.train import load, main, pack
 from tigon.train.data import may_not_fit
 from tigon.train.distributed import World
 from tigon.train.memory import estimate
-from tigon.train.model import outline
-from tigon.train.tasks import find_objective
-from tigon.train.tasks.preference import Pairs
+from tigon.train.model import meta_model
+from tigon.train.tasks import find_task
+from tigon.train.tasks.preference import PairTask
 
 PAIRED = ("dpo", "cpo", "orpo")  # ipo, apo and simpo are these with other losses
 KEYS = (
@@ -305,7 +305,7 @@ NEEDED = ["run_dir=a", "model=m", "data=a.jsonl"]
 def test_settings_that_do_not_fit_are_refused(world, given, message):
     with pytest.raises(ValueError, match=message):
         config = load(None, [*NEEDED, *given.split()])
-        find_objective(config.task)(config, world)
+        find_task(config.task)(config, world)
 
 
 def test_bad_rows_end_the_run_with_their_line(workspace, settings, tmp_path, capsys):
@@ -366,7 +366,7 @@ def test_answers_that_are_equal_once_cut_are_left_out(
     main(settings("late-resumed", "dpo", **cut, resume=source))
     assert "data: 3 of 4 pairs, " in capsys.readouterr().out
     with monkeypatch.context() as earlier:  # a run of an earlier version goes on as it began
-        earlier.setattr(Pairs, "distinct", False)
+        earlier.setattr(PairTask, "distinct", False)
         main(settings("late-before", "dpo", **cut))
     # Of the pair that the runs before left out, too, the reference is known
     assert workspace.metrics("late-before", "rewards/chosen")[0] == pytest.approx(0, abs=1e-5)
@@ -379,7 +379,7 @@ def test_answers_that_are_equal_once_cut_are_left_out(
 def test_a_stream_says_before_that_pairs_may_not_fit(world):
     def said(*given: str) -> str | None:
         config = load(None, [*NEEDED, "task=dpo", "streaming=true", "steps=1", *given])
-        return may_not_fit(find_objective(config.task)(config, world))
+        return may_not_fit(find_task(config.task)(config, world))
 
     told = "pairs longer than a row of seq_len 512 are cut or left out"
     assert said("seq_len=512") == told
@@ -394,7 +394,7 @@ def test_a_dry_run_times_steps_and_memory_is_estimated(workspace, settings, task
     main([*settings(f"dry-{task}", task), "--dry-run"])
     assert "a step, measured: " in capsys.readouterr().out
     config = load(None, settings(f"estimated-{task}", task))
-    objective = find_objective(task)(config, World(0, 1, torch.device("cpu")))
-    model = outline(config, torch.float32)
+    objective = find_task(task)(config, World(0, 1, torch.device("cpu")))
+    model = meta_model(config, torch.float32)
     found = estimate(model, objective, config, 1, torch.bfloat16)
     assert found.kinds["activations"] > 0 and found.kinds["logits and loss"] > 0

@@ -11,7 +11,7 @@ import tigon
 from tests.train.ranks import train_on
 from tigon.train import main, trainer
 from tigon.train.logging import RunLog, read_metrics
-from tigon.train.samples import until
+from tigon.train.samples import truncate_at
 
 PROMPTS = ["the model", "who asked it back"]
 BITS = ("loss", "grad_norm", "eval_loss", "eval_accuracy")
@@ -55,7 +55,7 @@ def test_they_are_what_the_model_says(workspace, with_and_without):
                 said = [{"role": "user", "content": row["prompt"]}]
                 ids = tokenizer.apply_chat_template(said, add_generation_prompt=True)
                 made = model.generate(torch.tensor([ids]), max_new_tokens=9, eos_token_id=None)
-                text = tokenizer.decode(until(made[0, len(ids) :].tolist(), {end}))
+                text = tokenizer.decode(truncate_at(made[0, len(ids) :].tolist(), {end}))
                 assert row["text"] == text
 
 
@@ -97,7 +97,7 @@ def test_prompts_of_a_file(workspace, monkeypatch, tmp_path):
     turns = [{"role": "user", "content": "the"}, {"role": "assistant", "content": "few"}]
     file.write_text(json.dumps({"messages": turns}) + '\n\n{"prompt": "back\u2028é"}\n')
     settings = {"steps": 1, "eval_data": workspace.held_out, "sample_prompts": file}
-    sample = trainer.sample
+    sample = trainer.generate_samples
 
     def watched(run):
         before = torch.get_rng_state()
@@ -105,14 +105,14 @@ def test_prompts_of_a_file(workspace, monkeypatch, tmp_path):
         assert torch.equal(before, torch.get_rng_state()) and run.model.training
         return rows
 
-    monkeypatch.setattr(trainer, "sample", watched)
+    monkeypatch.setattr(trainer, "generate_samples", watched)
     main(workspace.settings("filed", **settings, sample_tokens=3))
     assert [row["prompt"] for row in samples(workspace, "filed")] == ["user: the", "back\u2028é"]
     assert "é" in (workspace.root / "filed/samples.jsonl").read_text(encoding="utf-8")
     text = {"task": "pretrain", "data": workspace.root / "text.txt"}
     text["data"].write_text("the model reads some of these words")
     text["eval_data"] = text["data"]
-    monkeypatch.setattr(trainer, "sample", lambda run: seen.extend(run.prompts) or [])
+    monkeypatch.setattr(trainer, "generate_samples", lambda run: seen.extend(run.prompts) or [])
     seen = []
     main(workspace.settings("raw", **{**settings, **text, "sample_prompts": "the model"}))
     tokenizer = tigon.Tokenizer.from_pretrained(workspace.model)

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from tests.train.checkpoints import State, assert_equal
 from tests.train.ranks import Ranks
 from tigon.train import checkpoint, main, trainer
-from tigon.train.checkpoint import Keep, files, format, newest_whole, saver
+from tigon.train.checkpoint import KeepPolicy, files, format, newest_complete, saver
 from tigon.train.distributed import start
 from tigon.weights.files import require_space
 
@@ -124,17 +124,17 @@ def test_values_that_are_not_finite_are_not_saved(where, value, state, tmp_path)
 def test_memory_for_the_copy(tmp_path, state, capsys):
     meminfo = tmp_path / "meminfo"
     meminfo.write_text("MemTotal:  900 kB\nMemAvailable:    800 kB\n")
-    assert saver.available(meminfo, tmp_path) == 800 * 1024
+    assert saver.available_memory(meminfo, tmp_path) == 800 * 1024
     (tmp_path / "memory.max").write_text("1000\n")
     (tmp_path / "memory.current").write_text("700\n")
     (tmp_path / "memory.stat").write_text("anon 500\ninactive_file 100\n")
-    assert saver.available(meminfo, tmp_path) == 400
+    assert saver.available_memory(meminfo, tmp_path) == 400
     (tmp_path / "memory.max").write_text("max\n")
-    assert saver.available(meminfo, tmp_path) == 800 * 1024
+    assert saver.available_memory(meminfo, tmp_path) == 800 * 1024
 
 
 def test_without_memory_for_a_copy_training_waits(state, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(saver, "available", lambda: 1000)
+    monkeypatch.setattr(saver, "available_memory", lambda: 1000)
     to = saver.Saver(tmp_path, state.world)
     assert state.save(to, 1).exists()
     assert state.save(to, 2).exists()
@@ -158,8 +158,8 @@ def save_and_die(model: Path, root: Path, moment: int) -> None:
 
     with start("cpu") as world:
         state = State(model, world)
-        with saver.Saver(root, world, keep=Keep(last=1), background=moment % 2 == 0) as to:
-            if newest_whole(root / "checkpoints") is None:
+        with saver.Saver(root, world, keep=KeepPolicy(last=1), background=moment % 2 == 0) as to:
+            if newest_complete(root / "checkpoints") is None:
                 state.save(to, 1)
                 to.wait()
             sys.addaudithook(hook)
@@ -176,7 +176,7 @@ def kill_saves(model: Path, root: Path) -> None:
             os._exit(0)
         status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
         said: list[str] = []
-        whole = newest_whole(root / "checkpoints", said.append)
+        whole = newest_complete(root / "checkpoints", said.append)
         assert whole is not None and not said, said
         print(moment, status, whole.name)
     assert status == 0

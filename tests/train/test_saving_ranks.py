@@ -24,7 +24,7 @@ STEPS, SAVE_EVERY = 16, 4
 def fail_on_a_rank(failing: int, what: str, settings: list[str]) -> None:
     """A run in which one rank cannot write the first checkpoint or export, which it and the others
     know after the step that follows."""
-    update = trainer.update
+    update = trainer.update_weights
 
     def full(path, *_):
         raise OSError(errno.EFBIG, os.strerror(errno.EFBIG), str(path))
@@ -38,7 +38,7 @@ def fail_on_a_rank(failing: int, what: str, settings: list[str]) -> None:
             assert time.monotonic() < until, "the other rank has ended without this one"
             time.sleep(0.01)
 
-    trainer.update = wait
+    trainer.update_weights = wait
     if int(os.environ["RANK"]) == failing:
         if what == "hf":
             write._pwrite = full

@@ -12,9 +12,9 @@ from tests.train import preferences
 from tests.train.ranks import train_on
 from tigon.train import load, main, prepare, start
 from tigon.train.tasks.grpo import GRPO
-from tigon.train.tasks.preference import Pairs
+from tigon.train.tasks.preference import PairTask
 from tigon.train.tasks.reward import Reward
-from tigon.train.trainer import backward, open_objective
+from tigon.train.trainer import forward_backward, open_task
 
 __all__ = ["played"]
 BOTH_SIDES = {
@@ -66,7 +66,7 @@ def twice(monkeypatch):
     """Prompts are computed for each answer."""
 
     def choose(yes: bool) -> None:
-        for objective in (Pairs, Reward, GRPO):
+        for objective in (PairTask, Reward, GRPO):
             monkeypatch.setattr(objective, "one_prompt", not yes)
 
     return choose
@@ -77,14 +77,14 @@ def one_step(settings: list[str]) -> tuple[dict[str, float], dict[str, torch.Ten
     tokens."""
     with start("cpu") as world:
         run = prepare(load(None, settings), world)
-        open_objective(run)
-        run.objective.begin(run.model)
+        open_task(run)
+        run.task.begin(run.model)
         draw = torch.Generator().manual_seed(1)
         with torch.no_grad():
             for p in run.model.parameters():
                 p += 0.02 * p.requires_grad * torch.randn(p.shape, generator=draw)
-        with run.feed:
-            values = backward(run, 0)
+        with run.prefetcher:
+            values = forward_backward(run, 0)
         gradients = {n: p.grad for n, p in run.model.named_parameters() if p.requires_grad}
         return values, gradients, run.data.counts(0)[0]
 

@@ -55,7 +55,7 @@ def test_after_an_error_in_training_no_signal_says_that_nothing_was_trained(work
         signals.append(run.world.signals)
         raise OSError("a collective")
 
-    monkeypatch.setattr(trainer, "steps", fail)
+    monkeypatch.setattr(trainer, "train_steps", fail)
     with pytest.raises((SystemExit, OSError), match="a collective"):
         main(workspace.settings("left-over", steps=2))
     assert signals[0].phase == "in training: resume=auto goes on from the last checkpoint"

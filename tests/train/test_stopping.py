@@ -18,14 +18,14 @@ def signalled(monkeypatch):
     """Sends a signal in a step, while the main thread waits for the device."""
 
     def plan(at: int, number: int = signal.SIGTERM) -> None:
-        numbers, count = trainer.numbers, iter(range(1, 1000))
+        numbers, count = trainer.to_host, iter(range(1, 1000))
 
         def then(values):
             if next(count) == at:
                 os.kill(os.getpid(), number)
             return numbers(values)
 
-        monkeypatch.setattr(trainer, "numbers", then)
+        monkeypatch.setattr(trainer, "to_host", then)
 
     return plan
 

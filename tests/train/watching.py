@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 
 from tigon.data import MicroBatch
-from tigon.train.callbacks import Seen
+from tigon.train.callbacks import HookContext
 
-SEEN: list[Seen] = []
+SEEN: list[HookContext] = []
 not_callable = 3
 
 
-def keep(seen: Seen) -> None:
+def keep(seen: HookContext) -> None:
     assert not torch.is_grad_enabled()
     SEEN.append(seen)
 
@@ -26,13 +26,13 @@ class FirstAnswers:
         before = torch.nn.functional.pad(labels, (1, 0), value=-100)[:, :-1]
         return (labels != -100) & (before == -100)
 
-    def __call__(self, seen: Seen) -> None:
+    def __call__(self, seen: HookContext) -> None:
         assert seen.at is not None and seen.logits_at is not None
         assert len(seen.at) == len(seen.logits_at)
         SEEN.append(seen)
 
 
-def spoil(seen: Seen) -> None:
+def spoil(seen: HookContext) -> None:
     """What a careless hook might do."""
     seen.predictions.zero_()
     seen.labels.fill_(7)
@@ -43,11 +43,11 @@ def spoil(seen: Seen) -> None:
     torch.rand(3)
 
 
-def broken(seen: Seen) -> None:
+def broken(seen: HookContext) -> None:
     raise KeyError("what")
 
 
-def report(seen: Seen) -> None:
+def report(seen: HookContext) -> None:
     """A line for each call, in a file for each rank."""
     right = ((seen.predictions == seen.labels) & (seen.labels != -100)).sum()
     every = seen.world.all_reduce_sum(right.clone())

@@ -26,12 +26,12 @@ from tigon.plan import format_plan, make_plan, read_job
 from tigon.tokenizer import Tokenizer
 from tigon.train.distributed import World
 from tigon.train.export import (
-    as_directory,
-    as_merged_directory,
     convert_checkpoint,
     export_merged,
+    exported_directory,
     find_checkpoint,
     is_adapter,
+    merged_directory,
 )
 from tigon.train.publish import push as push_folder
 from tigon.utils.terminal import one_line
@@ -215,9 +215,9 @@ def eval_parity(args: Namespace) -> int:
     device, revision = parse_device(args.device), args.revision
     place: AbstractContextManager[str] = nullcontext(args.model)
     if checkpoint := find_checkpoint(args.model):
-        place = as_directory(checkpoint, args.base)
+        place = exported_directory(checkpoint, args.base)
     elif is_adapter(args.model, revision):
-        place, revision = as_merged_directory(args.model, revision, args.base), None
+        place, revision = merged_directory(args.model, revision, args.base), None
     else:
         refuse_base(args)
     with place as model:

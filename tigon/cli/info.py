@@ -23,7 +23,7 @@ from tigon.cli.summary import (
 from tigon.hub import Repository, config_file
 from tigon.kernels.attention.api import survey
 from tigon.models import MODELS, CausalLM, build, find_misfits, parse_gguf_path
-from tigon.train.export import described_checkpoint, find_checkpoint
+from tigon.train.export import find_checkpoint, meta_model_from_checkpoint
 from tigon.utils.json import quote, read_json
 from tigon.version import __version__
 from tigon.weights import Checkpoint, format_misfits, read_header
@@ -124,7 +124,7 @@ def _describe_gguf(repository: Repository, name: str) -> Facts:
 
 
 def _describe_run(checkpoint: Path) -> Facts:
-    model = described_checkpoint(checkpoint)
+    model = meta_model_from_checkpoint(checkpoint)
     facts = _describe_model(model)
     sizes: Counter[str] = Counter()
     for path in sorted(checkpoint.glob("*.safetensors")):

@@ -21,11 +21,11 @@ from tigon.train.config import Parallel
 from tigon.train.distributed import World, end_soon, launched, record_error, start
 from tigon.train.export import (
     check_shareable,
-    described_checkpoint,
     find_checkpoint,
     is_adapter,
     load_checkpoint,
     load_with_adapter,
+    meta_model_from_checkpoint,
 )
 from tigon.train.launch import LAUNCHED, run_ranks
 from tigon.utils.json import parse_object
@@ -170,7 +170,7 @@ def _start_ranks(args: Namespace) -> int:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the first rank says them
         if checkpoint := find_checkpoint(args.model):
-            model = described_checkpoint(checkpoint)
+            model = meta_model_from_checkpoint(checkpoint)
         elif is_adapter(args.model, args.revision):
             raise adapter_on_ranks_error(args.model)
         else:

@@ -17,7 +17,7 @@ from tigon.plan.search import LACKS, TIE, LayoutChoice, LayoutPlan
 from tigon.train.config import MAX_TOKENS, Config
 from tigon.train.config_file import load, parse_arguments
 from tigon.train.memory import GIB
-from tigon.train.model import outline
+from tigon.train.model import meta_model
 
 COLUMNS = (
     *("micro-batch size", "micro-batches", "recomputed", "GiB", "NVLink GB", "network GB"),
@@ -81,10 +81,10 @@ def read_job(
     config = load(None, [*settings, *fixed])
     check_modeled(config)
     dtype = getattr(torch, config.param_dtype)
-    skeleton = outline(replace(config, activation_checkpointing=False, memory_budget=None), dtype)
-    if seq_len > (context := skeleton.config.max_position_embeddings):
+    found = meta_model(replace(config, activation_checkpointing=False, memory_budget=None), dtype)
+    if seq_len > (context := found.config.max_position_embeddings):
         print(f"note: rows of {seq_len:,} tokens, and the model's context is {context:,}")
-    shapes, rows = Shapes(skeleton.config, dtype), tokens // seq_len
+    shapes, rows = Shapes(found.config, dtype), tokens // seq_len
     return Job(shapes, config, gpus, data_sheet, constants, seq_len, rows)
 
 

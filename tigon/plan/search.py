@@ -15,8 +15,8 @@ from tigon.train.cuda_graphs import check_run
 from tigon.train.distributed import World
 from tigon.train.memory import CONTEXT, SHARE, Estimate, estimate
 from tigon.train.model import sum_dtype
-from tigon.train.optim import check_part, check_ranks, state_bytes
-from tigon.train.tasks import find_objective
+from tigon.train.optim import check_local_model, check_ranks, state_bytes
+from tigon.train.tasks import find_task
 
 EstimateMemory = Callable[[Job, Layout], Estimate]
 Mesh = tuple[object, ...]
@@ -60,7 +60,7 @@ def mesh_error(job: Job, mesh: Layout) -> str | None:
     try:
         part = job.shapes.part(mesh.tensor, mesh.expert)
         check_context(part, mesh.context)
-        check_part(part, job.config)
+        check_local_model(part, job.config)
     except ValueError as error:
         return str(error)
     if job.batch_rows % mesh.data:
@@ -115,8 +115,8 @@ def estimate_memory(job: Job, layout: Layout) -> Estimate:
     config = replace(layout.config(job.config), seq_len=job.seq_len)
     model = job.shapes.build()
     model.activation_checkpointing = layout.checkpointing
-    objective = find_objective(config.task)(config, World(0, 1, CPU))
-    return estimate(model, objective, config, job.gpus, torch.bfloat16)
+    task = find_task(config.task)(config, World(0, 1, CPU))
+    return estimate(model, task, config, job.gpus, torch.bfloat16)
 
 
 def persistent_bytes(job: Job, layout: Layout) -> int:

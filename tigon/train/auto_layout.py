@@ -20,7 +20,7 @@ from tigon.train import checkpoint
 from tigon.train.config import Config, Parallel, mesh_sizes
 from tigon.train.distributed import World
 from tigon.train.memory import format_gib, gpu_memory, memory_budget
-from tigon.train.model import outline
+from tigon.train.model import meta_model
 from tigon.utils.config import build_settings, read_settings
 
 
@@ -119,8 +119,8 @@ def model_shapes(config: Config, source: Path | None) -> Shapes:
     config = replace(config, activation_checkpointing=False, memory_budget=None, parallel=None)
     dtype = getattr(torch, config.param_dtype)
     with suppress(ValueError, OSError):  # likewise
-        return Shapes(outline(config, dtype, source).config, dtype)
-    return Shapes(outline(config, dtype).config, dtype)
+        return Shapes(meta_model(config, dtype, source).config, dtype)
+    return Shapes(meta_model(config, dtype).config, dtype)
 
 
 def describe_best(plan: LayoutPlan) -> str:

@@ -16,7 +16,7 @@ from tigon.train.distributed import World
 from tigon.weights import RankError, TensorEntry, WriterGroup, copy_to_host, explain_full_disk
 
 
-class Exporter(checkpoint.InBackground):
+class Exporter(checkpoint.BackgroundWriter):
     """The exports of one run, one at a time. Every rank makes one and calls its methods alike.
 
     With `background`, `export` returns when this rank's rows are copied into host memory, and the
@@ -61,7 +61,7 @@ class Exporter(checkpoint.InBackground):
             tensors, describe = prepare_save(model, dtype=dtype, values=values, **how)
             write = write_model
         own = sum(piece.rows * entry.row_bytes for entry in tensors for piece in entry.pieces)
-        background = self.background and checkpoint.fits(own, self.world)
+        background = self.background and checkpoint.fits_in_memory(own, self.world)
         if background:
             with self._ranks.sync_errors():  # the thread of a rank without a copy would not write
                 tensors = copy_to_host(tensors)

@@ -1,4 +1,4 @@
-"""Everything that a run needs, from its settings."""
+"""Builds everything that a run needs from its settings."""
 
 import math
 import os
@@ -25,17 +25,17 @@ from tigon.train.distributed import World
 from tigon.train.logging import check_sinks
 from tigon.train.memory import gpu_memory, memory_budget, resolve_checkpointing
 from tigon.train.model import (
+    add_stop_tokens,
     base_digest,
+    base_vocab_size,
     build_model,
     check_context,
     check_fp8,
     check_sizes,
     compute_dtype,
     describe_tokens,
-    in_bfloat16,
-    projections,
-    stop_at,
-    stored_rows,
+    match_fp8_except,
+    named_projections,
 )
 from tigon.train.optim import (
     Ema,
@@ -46,7 +46,7 @@ from tigon.train.optim import (
     check_ranks,
 )
 from tigon.train.optim.groups import count
-from tigon.train.prefetch import Feed
+from tigon.train.prefetch import Prefetcher
 from tigon.train.publish import lacks_token
 from tigon.train.rank_checks import (
     check_data,
@@ -55,98 +55,101 @@ from tigon.train.rank_checks import (
     check_reference_and_teacher,
 )
 from tigon.train.resume import check_shared, claim
-from tigon.train.samples import Prompt, read_prompts
-from tigon.train.state import State
-from tigon.train.tasks import Objective, find_objective
+from tigon.train.samples import SamplePrompt, read_prompts
+from tigon.train.state import TrainState
+from tigon.train.tasks import Task, find_task
 from tigon.train.throughput import Meter
 from tigon.train.vocabulary import read_tokenizer, with_added_tokens
 
-OF_GPUS = {"activation_offload": "memory", "optimizer_offload": "memory", "fp8": "time"}
+GPU_SETTINGS = {"activation_offload": "memory", "optimizer_offload": "memory", "fp8": "time"}
 
 
 @dataclass
-class Run:
+class TrainingRun:
+    """Everything that the training loop uses."""
+
     config: Config
     world: World
-    objective: Objective
+    task: Task
     tokenizer: Tokenizer
     data: Loader
     eval_data: Loader | None
     model: CausalLM
     optimizer: torch.optim.Optimizer
-    start: int  # steps that are done
+    start: int  # steps that are done already
     steps: int
-    state: State
+    state: TrainState
     saver: checkpoint.Saver
     ema: Ema | None
-    prompts: list[Prompt] = field(default_factory=list)  # of samples
-    base: str = ""  # digest of the weights that an adapter is added to
-    in_backward: InBackward | None = None  # what updates the weights, if not a step after it
+    prompts: list[SamplePrompt] = field(default_factory=list)  # of samples
+    base: str = ""  # digest of an adapter's base
+    in_backward: InBackward | None = None  # updates the weights during backward
 
     @cached_property
-    def feed(self) -> Feed:
-        """The micro-batches of the next steps, made ahead."""
-        return Feed(self.data, self.world.device)
+    def prefetcher(self) -> Prefetcher:
+        """Prefetches the micro-batches of the next steps."""
+        return Prefetcher(self.data, self.world.device)
 
     @cached_property
     def exporter(self) -> Exporter:
-        """Every rank asks for it at the same time, first."""
+        """Writes exports; every rank creates it at the same time."""
         return Exporter(self.world, background=self.config.async_save)
 
     @cached_property
     def meter(self) -> Meter:
-        """Of the speed of steps."""
+        """Measures the speed of steps."""
         return Meter(self.model, self.world, compute_dtype(self.config, self.world.device))
 
 
 @dataclass
-class Inputs:
-    """What a run reads before its model, checked."""
+class RunInputs:
+    """What a run reads and checks before its model."""
 
-    config: Config  # with new_tokens, if the data have tokens that the model lacks
-    objective: Objective
-    source: Path | None  # the checkpoint that the run goes on from
-    held: ExitStack  # which nobody removes until this is closed
+    config: Config  # with new_tokens if the data has tokens that the model lacks
+    task: Task
+    source: Path | None  # the checkpoint to resume from
+    source_lock: ExitStack  # keeps other runs from removing the checkpoint, until it is closed
     tokenizer: Tokenizer
     data: Loader
     eval_data: Loader | None
     start: int
-    state: State
+    state: TrainState
 
     def check_model(self, model: CausalLM) -> None:
-        """That it fits the data; its configs say what ends a turn."""
-        stop_at(model, self.tokenizer, self.objective.ends)
+        """Raises ValueError if the model does not fit the data; adds the tokens that end a turn."""
+        add_stop_tokens(model, self.tokenizer, self.task.ends)
         for loader in filter(None, (self.data, self.eval_data)):
             loader.windows.check_vocabulary(model.config.vocab_size)
 
     def steps(self, config: Config) -> int:
+        """Returns the number of optimizer steps of the whole run."""
         epochs = 1.0 if config.epochs is None else config.epochs
         return config.steps or math.ceil(epochs * (self.data.steps_per_epoch or 0))
 
 
 def read_inputs(
     config: Config, world: World, *, here: bool = True, sizes: MeshSizes | None = None
-) -> Inputs:
-    """Check settings and data, on all ranks together; every rank calls this.
+) -> RunInputs:
+    """Reads and checks settings and data; every rank calls this.
 
-    Nothing is written but the lock of the run directory, while the world lasts. `here`: the run is
-    to be on this machine; `sizes`: on how many ranks, if not the world's.
+    It writes only the lock of the run directory. `here`: check that this machine can run it;
+    `sizes`: the mesh of the run, by default the world's.
     """
     with world.raise_on_all_ranks():
         if here:
             check_machine(config, world)
         if config.activation_checkpointing == "auto":
-            memory_budget(config, gpu_memory(world.device))  # an error before the data are read
+            memory_budget(config, gpu_memory(world.device))  # raise before reading the data
         check_sinks(config.log_to)
-        objective = find_objective(config.task)(config, world)
+        task = find_task(config.task)(config, world)
         if world.main:
             world.closing.enter_context(claim(config))
     check_shared(config, world)
-    held, cursor = world.closing.enter_context(ExitStack()), None
+    source_lock, cursor = world.closing.enter_context(ExitStack()), None
     with world.raise_on_all_ranks():
-        source = resume.find(config, world)
+        source = resume.find_source(config, world)
         if source is not None:
-            held.enter_context(checkpoint.in_use(source))  # no other run removes it meanwhile
+            source_lock.enter_context(checkpoint.read_lock(source))
             cursor = checkpoint.read_metadata(source).get("cursor")
             resume.check_adapter(source, config)
             config = resume.with_new_tokens(source, config)
@@ -156,25 +159,27 @@ def read_inputs(
         tokenizer = load_tokenizer(config, source)
         tokenizer.strftime_now = time
         check_context(config, source)
-        objective.check_beside(tokenizer, source)
-        reason = sharing.decide(objective, source)
-        data = build_loader(objective, config.data, tokenizer, cursor=cursor)
+        task.check_frozen_models(tokenizer, source)
+        reason = sharing.set_share_prompts(task, source)
+        data = build_loader(task, config.data, tokenizer, cursor=cursor)
         eval_data = None
         if config.held_out:
-            eval_data = build_loader(objective, config.held_out, tokenizer, held_out=True)
+            eval_data = build_loader(task, config.held_out, tokenizer, held_out=True)
         if reason is not None:
             world.log_rank0(f"prompts are computed for each answer: {reason}")
-        if source is None:  # later the run knows them, and its base may be gone
+        if source is None:  # else the checkpoint has them
             loaders = filter(None, (data, eval_data))
-            config = with_added_tokens(config, tokenizer, stored_rows(config), loaders)
+            config = with_added_tokens(config, tokenizer, base_vocab_size(config), loaders)
     check_data(config, data, eval_data, world)
-    inputs = Inputs(config, objective, source, held, tokenizer, data, eval_data, 0, State())
+    inputs = RunInputs(
+        config, task, source, source_lock, tokenizer, data, eval_data, 0, TrainState()
+    )
     with world.raise_on_all_ranks():
         if source is not None:
-            for change in resume.check(source, config, data):
+            for change in resume.check_settings(source, config, data):
                 world.log_rank0(f"changed since {source}: {change}")
             inputs.start = checkpoint.step_of(source)
-            inputs.state = resume.state_of(source, inputs.steps(config))
+            inputs.state = resume.read_state(source, inputs.steps(config))
     return inputs
 
 
@@ -187,151 +192,157 @@ def resolve_parallel(config: Config, world: World, gpus: int) -> tuple[Config, W
     return resolve_layout(config, world, gpus)
 
 
-def prepare(config: Config, world: World) -> Run:
-    """Check every input, on all ranks together; every rank calls this.
+def prepare(config: Config, world: World) -> TrainingRun:
+    """Checks every input and builds the run; every rank calls this.
 
-    Until it returns nothing is written but the lock of the run directory. With parallel=auto the
-    run's config and world are of the layout that is chosen.
+    It writes only the lock of the run directory. With parallel=auto the run's config and world have
+    the layout that is chosen.
     """
     config, world = resolve_parallel(config, world, world.size)
     with world.raise_on_all_ranks():
         check_ranks(config, world.data.size)
     inputs = read_inputs(config, world)
     config, data, source = inputs.config, inputs.data, inputs.source
-    adapted, fresh = config.lora is not None, source is None and world.size > 1
+    has_adapter, is_new = config.lora is not None, source is None and world.size > 1
     with world.raise_on_all_ranks():
-        digest = base_digest(config) if adapted or fresh else ""
-        if adapted and source is not None:
+        digest = base_digest(config) if has_adapter or is_new else ""
+        if has_adapter and source is not None:
             resume.check_base(source, config, digest)
-    if fresh:
+    if is_new:
         check_models(config, digest, world)
     if world.size > 1:
         check_reference_and_teacher(config, world)
-    chosen = resolve_checkpointing(
-        config, world, inputs.objective, source, world.size, world.device
+    checkpointing = resolve_checkpointing(
+        config, world, inputs.task, source, world.size, world.device
     )
     with world.raise_on_all_ranks():
         seed_everything(config, world)
         model = build_model(config, world, source)
-        if chosen is not None:
-            chosen.apply(model)
+        if checkpointing is not None:
+            checkpointing.apply(model)
         inputs.check_model(model)
         prompts = read_prompts(config, inputs.tokenizer, model)
         optimizer = build_optimizer(model, config)
         ema = build_ema(model, config)
     check_prompts(prompts, world)
     with world.raise_on_all_ranks():
-        # A stream begins here: its files may have changed
+        # Opens a stream, whose files may have changed
         inputs.data.state(inputs.start + inputs.state.offset)
     if source is not None:
         checkpoint.load(source, model, optimizer, ema)
-        inputs.held.close()
+        inputs.source_lock.close()
         world.log_rank0(f"resumed from {source}")
     steps = inputs.steps(config)
     size = count_parameters(model)
-    frozen = count_parameters(model, frozen=True)
-    still = f", {frozen:,} of them frozen" if frozen else ""
-    each = f", {data.steps_per_epoch} an epoch" if data.steps_per_epoch else ""
+    num_frozen = count_parameters(model, frozen=True)
+    frozen = f", {num_frozen:,} of them frozen" if num_frozen else ""
+    epoch = f", {data.steps_per_epoch} an epoch" if data.steps_per_epoch else ""
     layout = f": {world.sizes.shown}" if world.size > 1 else ""
     world.log_rank0(
-        f"model: {model.config.transformers_class}, {size:,} parameters{still}, "
+        f"model: {model.config.transformers_class}, {size:,} parameters{frozen}, "
         f"on {world.size} x {world.device.type}{layout}",
-        f"steps: {inputs.start} to {steps}{each}",
+        f"steps: {inputs.start} to {steps}{epoch}",
     )
     if source is None:
         for line in describe_tokens(config):
             world.log_rank0(line)
-    if chosen is not None:
-        world.log_rank0(str(chosen))
-    for notice in [*without_effect(config, steps, world.device), *without_fp8(config, model)]:
+    if checkpointing is not None:
+        world.log_rank0(str(checkpointing))
+    for notice in [
+        *find_unused_settings(config, steps, world.device),
+        *find_layers_without_fp8(config, model),
+    ]:
         world.log_rank0(f"note: {notice}")
-    base = digest if adapted else ""
-    return make_run(config, world, inputs, model, optimizer, ema, prompts, base)
+    base = digest if has_adapter else ""
+    return build_run(config, world, inputs, model, optimizer, ema, prompts, base)
 
 
-def make_run(
+def build_run(
     config: Config,
     world: World,
-    inputs: Inputs,
+    inputs: RunInputs,
     model: CausalLM,
     optimizer: torch.optim.Optimizer,
     ema: Ema | None,
-    prompts: Sequence[Prompt] = (),
+    prompts: Sequence[SamplePrompt] = (),
     base: str = "",
-) -> Run:
+) -> TrainingRun:
+    """Builds the run from its checked inputs, model and optimizer."""
     if config.cuda_graphs:
         Graphs(model, world.log_rank0)
     saver = checkpoint.Saver(
         Path(config.run_dir),
         world,
-        keep=checkpoint.Keep(config.keep_last, config.keep_best, config.keep_hours),
+        keep=checkpoint.KeepPolicy(config.keep_last, config.keep_best, config.keep_hours),
         background=config.async_save,
     )
-    objective, tokenizer, data, eval_data = (
-        inputs.objective, inputs.tokenizer, inputs.data, inputs.eval_data,
+    task, tokenizer, data, eval_data = (
+        inputs.task, inputs.tokenizer, inputs.data, inputs.eval_data,
     )  # fmt: skip
-    return Run(
-        config, world, objective, tokenizer, data, eval_data, model, optimizer, inputs.start,
+    return TrainingRun(
+        config, world, task, tokenizer, data, eval_data, model, optimizer, inputs.start,
         inputs.steps(config), inputs.state, saver, ema, list(prompts), base,
         build_in_backward(model, optimizer, config),
     )  # fmt: skip
 
 
-def without_effect(config: Config, steps: int, device: torch.device) -> list[str]:
-    """Settings that cannot do what they are for on such a device, given the others."""
-    found = []
+def find_unused_settings(config: Config, steps: int, device: torch.device) -> list[str]:
+    """Returns a note for each setting that has no effect with the others on this device."""
+    notes = []
     if config.warmup_steps > steps > 0:
-        found.append(f"lr={config.lr} is not reached: warmup_steps={config.warmup_steps}")
+        notes.append(f"lr={config.lr} is not reached: warmup_steps={config.warmup_steps}")
     decay = count(config.decay_steps, steps)
     if config.schedule == "wsd" and decay < 2 and steps:
-        found.append(
+        notes.append(
             f"lr does not fall: decay_steps={config.decay_steps} of {steps} steps is {decay}, and "
             "the first of them still has lr"
         )
     if not config.held_out:
         default = Config.__dataclass_fields__
         names = [n for n in default if n.startswith("eval_")]
-        idle = [n for n in names if getattr(config, n) not in (default[n].default, ())]
-        if idle:
-            found.append(f"without eval_data, nothing comes of {', '.join(idle)}")
-    both = math.lcm(config.eval_every, config.save_every)
-    if config.keep_best and not 0 < both < steps:
-        found.append(
+        unused = [n for n in names if getattr(config, n) not in (default[n].default, ())]
+        if unused:
+            notes.append(f"without eval_data, nothing comes of {', '.join(unused)}")
+    common = math.lcm(config.eval_every, config.save_every)
+    if config.keep_best and not 0 < common < steps:
+        notes.append(
             f"keep_best={config.keep_best}: no step before the last is both evaluated and saved; "
             "give eval_every and save_every a common multiple"
         )
     if device.type == "cpu":
-        found += [
-            f"{name}=true saves no {what} on a CPU"
-            for name, what in OF_GPUS.items()
+        notes += [
+            f"{name}=true saves no {resource} on a CPU"
+            for name, resource in GPU_SETTINGS.items()
             if getattr(config, name)
         ]
     if config.accumulate_fp32 and config.param_dtype == "float32":
-        found.append("accumulate_fp32=true changes nothing: float32 weights have float32 sums")
+        notes.append("accumulate_fp32=true changes nothing: float32 weights have float32 sums")
     if config.spike != Config.spike and not config.spike_sigma:
-        found.append(f"spike={config.spike} needs spike_sigma, without which nothing is a spike")
+        notes.append(f"spike={config.spike} needs spike_sigma, without which nothing is a spike")
     if lacks_token(config):
-        found.append(
+        notes.append(
             f"push_to_hub={config.push_to_hub} needs a token: run `hf auth login`, or set HF_TOKEN"
         )
-    return found
+    return notes
 
 
-def without_fp8(config: Config, model: CausalLM) -> list[str]:
-    """A line that names the projections which `fp8` cannot be of, if there are any."""
+def find_layers_without_fp8(config: Config, model: CausalLM) -> list[str]:
+    """Returns a note that names the projections whose sizes fp8 does not support, if any."""
     if not config.fp8:
         return []
-    meant = in_bfloat16(config, model)
-    left = [name for name, layer in projections(model) if not layer.fp8 and name not in meant]
-    if not left:
+    excluded = match_fp8_except(config, model)
+    names = [
+        name for name, layer in named_projections(model) if not layer.fp8 and name not in excluded
+    ]
+    if not names:
         return []
-    listed = ", ".join(left[:4]) + (", ..." if len(left) > 4 else "")
+    listed = ", ".join(names[:4]) + (", ..." if len(names) > 4 else "")
     sizes = "parts with sizes" if model.shard_specs else "sizes"
     return [f"fp8=true leaves in bfloat16 what has {sizes} that 16 does not divide: {listed}"]
 
 
 def check_machine(config: Config, world: World) -> None:
-    """Raises ValueError for an attention backend or products that cannot train here."""
+    """Raises ValueError if fp8, cuda_graphs or the attention backend cannot train here."""
     check_fp8(config, world.device)
     check_run(config, world)
     dtype = compute_dtype(config, world.device)
@@ -339,7 +350,7 @@ def check_machine(config: Config, world: World) -> None:
 
 
 def seed_everything(config: Config, world: World) -> None:
-    """For what hooks may draw; with `deterministic`, the same bits in every run."""
+    """Seeds Python and torch, and turns on deterministic algorithms if set."""
     random.seed(config.seed)
     torch.manual_seed(config.seed)
     if config.deterministic:
@@ -351,12 +362,12 @@ def seed_everything(config: Config, world: World) -> None:
 
 
 def load_tokenizer(config: Config, source: Path | None = None) -> Tokenizer:
-    """The settings', or the one in the checkpoint `source` while the settings are the same."""
+    """Loads the checkpoint's tokenizer if its settings are unchanged, else the settings' one."""
     if source is not None:
-        was = checkpoint.read_metadata(source).get("config", {})
-        named = ("model", "revision", "tokenizer", "chat_template")
-        same = all(name in was and was[name] == getattr(config, name) for name in named)
-        if same and [*was.get("new_tokens", ())] == [*config.new_tokens]:
+        saved = checkpoint.read_metadata(source).get("config", {})
+        names = ("model", "revision", "tokenizer", "chat_template")
+        same = all(name in saved and saved[name] == getattr(config, name) for name in names)
+        if same and [*saved.get("new_tokens", ())] == [*config.new_tokens]:
             tokenizer = Tokenizer.from_pretrained(source)
             tokenizer.keep_files()  # the checkpoint may go while the run saves them again
             tokenizer.use_chat_template_kwargs(config.chat_template_kwargs or {})

@@ -1,4 +1,4 @@
-"""What watches the passes of a run: functions of the user, which `hooks` in the config names.
+"""Calls the user's `hooks` with what the model predicted, and writes predictions to a file.
 
 # B lines, T tokens of a line, n chosen positions, V vocab
 """
@@ -27,22 +27,23 @@ from tigon.weights import explain_full_disk
 
 
 @dataclass(frozen=True)
-class Wanted:
-    """What those that watch a pass want of it beside predictions and metrics."""
+class HookRequest:
+    """What a pass returns for its watchers besides predictions and metrics."""
 
-    at: tuple[Tensor | None, ...] = ()  # of each hook: int64 [n], positions in the flattened batch
-    losses: bool = False  # of each position
+    # For each hook int64 [n], the positions in the flattened batch whose logits it gets
+    at: tuple[Tensor | None, ...] = ()
+    losses: bool = False  # the loss of each position
 
     @property
     def positions(self) -> Tensor | None:
-        """Those of all hooks, one after the other."""
-        given = [at for at in self.at if at is not None]
-        return torch.cat(given) if given else None
+        """The positions of all hooks, concatenated."""
+        positions = [at for at in self.at if at is not None]
+        return torch.cat(positions) if positions else None
 
 
 @dataclass(frozen=True, kw_only=True)
-class View:
-    """What a pass says about each position of its micro-batch. Nothing in it has a gradient."""
+class PassOutput:
+    """What a pass computed for each position of its micro-batch, without gradients."""
 
     loss: Tensor  # this micro-batch's part of the loss of the step, or of the evaluation
     labels: Tensor  # int64 [B, T]: the token to predict there, -100 where none counts
@@ -54,8 +55,8 @@ class View:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Seen(View):
-    """What a hook is called with; `logits_at` are those of the positions that it chose itself."""
+class HookContext(PassOutput):
+    """What a hook is called with; `logits_at` has the positions that this hook chose."""
 
     at: Tensor | None  # int64 [n]: these positions, in the flattened batch
     step: int  # as in metrics.jsonl
@@ -67,12 +68,12 @@ class Seen(View):
 
 
 class Hook:
-    """A callable of the user, and the positions that it chooses, if it does."""
+    """A callable of the user, with its optional method `positions`."""
 
     def __init__(self, name: str):
-        """`name`: module:function or file.py:function. ValueError if there is no such thing."""
+        """`name`: module:function or file.py:function. ValueError if it cannot be found."""
         self.name = name
-        call = _find(name)
+        call = _import_function(name)
         if isinstance(call, type):
             call = self._run(call)
         if not callable(call):
@@ -82,7 +83,7 @@ class Hook:
         self._call, self._positions = call, getattr(call, "positions", None)
 
     def positions(self, micro_batch: MicroBatch, labels: Tensor) -> Tensor | None:
-        """The positions that it chooses, as int64 [n] in the flattened batch."""
+        """Returns the positions that the hook chooses, int64 [n] in the flattened batch."""
         if self._positions is None:
             return None
         chosen = self._run(self._positions, micro_batch, labels)
@@ -96,50 +97,51 @@ class Hook:
             raise ValueError(f"hook {self.name}: positions gave a mask {shapes}")
         return chosen.to(labels.device).flatten().nonzero().squeeze(1)
 
-    def __call__(self, seen: Seen) -> None:
-        self._run(self._call, seen)
+    def __call__(self, context: HookContext) -> None:
+        self._run(self._call, context)
 
-    def _run(self, call: Callable[..., Any], *given: Any) -> Any:
+    def _run(self, call: Callable[..., Any], *args: Any) -> Any:
         try:
             with torch.no_grad():
-                return call(*given)
+                return call(*args)
         except Exception as error:
             raise RuntimeError(f"hook {self.name}: {type(error).__name__}: {error}") from error
 
 
 class Hooks:
-    """All hooks of a run, in the order of the config. Each rank calls all of them equally often."""
+    """The hooks of a run, in the order of the config. Every rank calls each equally often."""
 
     def __init__(self, names: Sequence[str], every: int):
         self.hooks, self.every = [Hook(name) for name in names], every
 
-    def due(self, step: int, *, training: bool) -> bool:
-        """Whether they are called in this step, counted from 1, or in this evaluation."""
+    def is_due(self, step: int, *, training: bool) -> bool:
+        """Returns whether this step, counted from 1, or this evaluation calls the hooks."""
         in_training = self.every > 0 and step % self.every == 0
         return bool(self.hooks) and (in_training or not training)
 
-    def wanted(self, micro_batch: MicroBatch, labels: Tensor) -> Wanted:
-        """`labels` [B, T] are what is to be predicted at each position."""
-        return Wanted(tuple(hook.positions(micro_batch, labels) for hook in self.hooks))
+    def request(self, micro_batch: MicroBatch, labels: Tensor) -> HookRequest:
+        """Collects the hooks' positions; `labels` [B, T] are the tokens to predict."""
+        return HookRequest(tuple(hook.positions(micro_batch, labels) for hook in self.hooks))
 
-    def show(self, view: View, wanted: Wanted, **facts: Any) -> None:
-        """Call them, each with its own part of the logits; `facts` are the rest of `Seen`."""
-        mine: list[Tensor | None] = [None] * len(self.hooks)
-        if view.logits_at is not None:
-            sizes = [0 if at is None else len(at) for at in wanted.at]
-            parts = view.logits_at.split(sizes)
-            mine = [None if at is None else p for at, p in zip(wanted.at, parts, strict=True)]
-        for hook, at, logits in zip(self.hooks, wanted.at, mine, strict=True):
-            hook(Seen(**vars(view) | facts | {"at": at, "logits_at": logits}))
+    def call(self, output: PassOutput, request: HookRequest, **context: Any) -> None:
+        """Calls each hook with the logits that it chose; `context`: the rest of `HookContext`."""
+        logits_at: list[Tensor | None] = [None] * len(self.hooks)
+        if output.logits_at is not None:
+            chunks = output.logits_at.split([0 if at is None else len(at) for at in request.at])
+            logits_at = [
+                None if at is None else chunk for at, chunk in zip(request.at, chunks, strict=True)
+            ]
+        for hook, at, logits in zip(self.hooks, request.at, logits_at, strict=True):
+            hook(HookContext(**vars(output) | context | {"at": at, "logits_at": logits}))
 
 
-def _find(name: str) -> Any:
-    """What module:function or file.py:function names."""
+def _import_function(name: str) -> Any:
+    """Imports what module:function or file.py:function names."""
     source, colon, attribute = name.rpartition(":")
     if not colon or not source or not attribute:
         raise ValueError(f"hooks={name}: give module:function or file.py:function")
     try:
-        module = _load(Path(source)) if source.endswith(".py") else _import(source)
+        module = _load_file(Path(source)) if source.endswith(".py") else _import(source)
     except Exception as error:
         problem = f"{type(error).__name__}: {error}"
         raise ValueError(f"hooks={name}: {source} cannot be imported: {problem}") from error
@@ -150,14 +152,14 @@ def _find(name: str) -> Any:
 
 
 def _import(name: str) -> ModuleType:
-    here = os.getcwd()
-    if here not in sys.path and "" not in sys.path:  # as `python -m` has it, `tigon` does not
-        sys.path.append(here)
+    directory = os.getcwd()
+    if directory not in sys.path and "" not in sys.path:  # `python -m` has it, `tigon` lacks it
+        sys.path.append(directory)
     return importlib.import_module(name)
 
 
-def _load(path: Path) -> ModuleType:
-    """The file as a module, run once however many hooks are in it."""
+def _load_file(path: Path) -> ModuleType:
+    """Imports the file as a module, once for all hooks in it."""
     if not path.is_file():
         raise FileNotFoundError(f"there is no file {path}")
     name = f"hooks of {path.resolve()}"
@@ -174,17 +176,14 @@ def _load(path: Path) -> ModuleType:
     return module
 
 
-# What an evaluation predicted, token by token, as a file.
-#
-# B lines, T tokens of a line
+# The predictions of an evaluation as a file, token by token.
 
 
-class Predictions:
-    """run_dir/predictions-step-N.jsonl: a line for each sequence, batch after batch.
+class PredictionsWriter:
+    """Writes run_dir/predictions-step-N.jsonl: a line for each sequence, batch after batch.
 
-    Each rank with other rows writes a file of its own; the first one merges them, so that the
-    result is the same on any number of ranks, and there is no file by that name until it is
-    complete. All ranks see one run_dir.
+    Each data-parallel rank writes a partial file and rank 0 merges them: the result is the same on
+    any number of ranks, and appears when it is complete. All ranks share one run_dir.
     """
 
     def __init__(self, directory: Path, step: int, tokenizer: Tokenizer, world: World):
@@ -204,7 +203,7 @@ class Predictions:
     def __exit__(self, kind: type[BaseException] | None, *rest: Any) -> None:
         part = self._part
         if kind is not None:
-            with suppress(OSError):  # what could not be written still cannot
+            with suppress(OSError):  # a write that failed fails again
                 self.file.close()
             self._remove()
             return
@@ -216,7 +215,7 @@ class Predictions:
                 with explain_full_disk(
                     self.target, sum(part.stat().st_size for part in self.parts)
                 ):
-                    merge(self.parts, self.target)
+                    merge_rank_files(self.parts, self.target)
                 self._remove()
         except OSError:  # a full disk needs the room
             self._remove()
@@ -224,50 +223,52 @@ class Predictions:
 
     @property
     def _part(self) -> Path:
-        """Ranks with the same rows predict the same: one writes it, the others nowhere."""
+        """This rank's partial file; of ranks that share rows only the first has one."""
         return self.parts[self.world.data.rank] if self.world.is_data_leader else Path(os.devnull)
 
     def _remove(self) -> None:
-        """The files of all ranks, which end with this one if it fails, and of more ranks before."""
+        """Removes all partial files, also those that a run on more ranks has left."""
         for part in self.target.parent.glob(f".{self.target.name}.rank-*.partial"):
             part.unlink(missing_ok=True)
 
-    def write(self, view: View, micro_batch: MicroBatch) -> None:
-        """This rank's next micro-batch; an empty line is its end."""
-        for row in rows(view, micro_batch):
+    def write(self, output: PassOutput, micro_batch: MicroBatch) -> None:
+        """Writes this rank's next micro-batch, which an empty line ends."""
+        for row in prediction_rows(output, micro_batch):
             for name in ("target", "predicted"):
                 row[name] = self.tokenizer.decode(row[f"{name}_ids"])
             self.file.write(json.dumps(row, ensure_ascii=False) + "\n")
         self.file.write("\n")
 
 
-def rows(view: View, micro_batch: MicroBatch) -> list[dict[str, Any]]:
-    """For each sequence with targets: where it is from, and what each target and prediction is."""
-    labels, predictions = view.labels.flatten(), view.predictions.flatten()
-    metrics = {n: x.flatten().tolist() for n, x in view.metrics.items()}
-    counted = (labels != IGNORE_INDEX).nonzero().squeeze(1).tolist()
+def prediction_rows(output: PassOutput, micro_batch: MicroBatch) -> list[dict[str, Any]]:
+    """Returns for each sequence with targets its source, targets, predictions and metrics."""
+    labels, predictions = output.labels.flatten(), output.predictions.flatten()
+    metrics = {n: x.flatten().tolist() for n, x in output.metrics.items()}
+    target_positions = (labels != IGNORE_INDEX).nonzero().squeeze(1).tolist()
     targets, predicted = labels.tolist(), predictions.tolist()
-    found = []
-    at = 0
+    prediction_rows = []
+    end = 0
     spans = micro_batch.spans.tolist()
     for (start, stop), origin in zip(spans, micro_batch.origins, strict=True):
-        begin = at
-        while at < len(counted) and counted[at] < stop:
-            at += 1
-        mine = counted[begin:at]
-        if not mine:
+        begin = end
+        while end < len(target_positions) and target_positions[end] < stop:
+            end += 1
+        positions = target_positions[begin:end]
+        if not positions:
             continue
         row: dict[str, Any] = {"source": origin}
-        row["positions"] = [i - start + 1 for i in mine]  # of the tokens, in the sequence
-        row["target_ids"] = [targets[i] for i in mine]
-        row["predicted_ids"] = [predicted[i] for i in mine]
-        row["correct"] = [targets[i] == predicted[i] for i in mine]
-        found.append(row | {name: [values[i] for i in mine] for name, values in metrics.items()})
-    return found
+        row["positions"] = [i - start + 1 for i in positions]  # of the tokens, in the sequence
+        row["target_ids"] = [targets[i] for i in positions]
+        row["predicted_ids"] = [predicted[i] for i in positions]
+        row["correct"] = [targets[i] == predicted[i] for i in positions]
+        prediction_rows.append(
+            row | {n: [values[i] for i in positions] for n, values in metrics.items()}
+        )
+    return prediction_rows
 
 
-def merge(parts: Sequence[Path], target: Path) -> None:
-    """The micro-batches of the ranks' files in turn, as one rank would have written them."""
+def merge_rank_files(parts: Sequence[Path], target: Path) -> None:
+    """Merges the partial files, micro-batch by micro-batch, as one rank would have written them."""
     temporary = target.with_name(f".{target.name}.partial")
     temporary.unlink(missing_ok=True)  # never written through, should it be a link
     with ExitStack() as stack:

@@ -1,5 +1,16 @@
-"""What a replay of blocks would pass over: hooks on them, parameters that are elsewhere now, and
-other adapters."""
+"""Runs the blocks of a training pass from CUDA graphs (`cuda_graphs`), not launched by Python.
+
+The blocks and the last norm are captured, forward and backward, for each kind of micro-batch. The
+embedding before them and the head behind them, a few of a pass's kernels, are launched as ever: so
+the head computes only the rows that are learned, hooks see what they always see, and every bit is
+that of the pass without graphs.
+
+Gradients of blocks stay at fixed addresses. For each kind one graph writes them, for the first
+micro-batch of a step, and another adds to them; nothing is set to zero. What backward needs is in
+one memory pool for all graphs: only one pass is under way at a time.
+
+# B rows, T tokens of a row, C model dim
+"""
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -24,26 +35,31 @@ from tigon.train.config import Config
 from tigon.train.distributed import World
 from tigon.train.model import compute_dtype, is_sharded
 
+Recompute = int | Collection[int]
+Replay = Callable[[], None]
 
-class Parts:
-    """What a pass looks at in the blocks, the last norm and the decoder that has them.
+MAX_GRAPHS = 8  # kinds of micro-batches that have graphs
 
-    Modules keep their dictionaries for as long as they live, so that a pass need not walk through
-    them: the looks of one with 16 blocks take 0.2 ms.
+
+class ReplayGuard:
+    """Detects what a replay would ignore: hooks, moved parameters, another active adapter.
+
+    It keeps the modules' dictionaries, as walking through the modules would take longer: a check
+    of 16 blocks takes 0.2 ms.
     """
 
     def __init__(self, model: CausalLM) -> None:
         decoder, zero = model.model, find_zero2(model) is not None
         ends = *decoder.layers, decoder.norm
         inner = dict.fromkeys(m for end in ends for m in end.modules())
-        every = decoder, *inner
-        own = ends if zero else ()  # where ZeRO has one hook of its own
-        self._one = [m._forward_pre_hooks for m in own]
-        self._none = [m._forward_pre_hooks for m in every if m not in own]
-        self._none += [m._forward_hooks for m in every]
-        self._none += [m._backward_hooks for m in every]
-        self._none += [m._backward_pre_hooks for m in every]
-        self._after = int(zero)  # hooks that ZeRO has on a parameter
+        modules = decoder, *inner
+        with_zero_hook = ends if zero else ()  # ZeRO has one hook on each
+        self._zero_hooks = [m._forward_pre_hooks for m in with_zero_hook]
+        self._hooks = [m._forward_pre_hooks for m in modules if m not in with_zero_hook]
+        self._hooks += [m._forward_hooks for m in modules]
+        self._hooks += [m._backward_hooks for m in modules]
+        self._hooks += [m._backward_pre_hooks for m in modules]
+        self._num_zero_hooks = int(zero)  # on each parameter
         self._parameters = [m._parameters for m in inner if m._parameters]
         self._adapters = [m for m in inner if isinstance(m, Adapters)]
         rest = [
@@ -54,34 +70,31 @@ class Parts:
         ]
         self._tensors = [d for m in rest for d in (m._parameters, m._buffers) if d]
 
-    def have_hooks(self) -> bool:
-        """Beside those of ZeRO."""
-        if any(self._none) or any(len(some) > 1 for some in self._one) or _has_any_global_hook():
+    def has_hooks(self) -> bool:
+        """Returns whether there are hooks besides those of ZeRO."""
+        if any(self._hooks) or any(len(hooks) > 1 for hooks in self._zero_hooks):
             return True
-        for parameter in (p for some in self._parameters for p in some.values()):
+        if _has_any_global_hook():
+            return True
+        for parameter in (p for parameters in self._parameters for p in parameters.values()):
             if parameter is not None and parameter.requires_grad:
-                after = parameter._post_accumulate_grad_hooks
-                if parameter._backward_hooks or (after and len(after) > self._after):
+                hooks = parameter._post_accumulate_grad_hooks
+                if parameter._backward_hooks or (hooks and len(hooks) > self._num_zero_hooks):
                     return True
         return False
 
-    def places(self) -> list[object]:
-        """Where parameters and buffers are, which are trained, and the adapters that are added."""
-        tensors = (t for some in self._tensors for t in some.values())
-        found: list[object] = [(t.data_ptr(), t.requires_grad) for t in tensors if t is not None]
-        return found + [m.chosen for m in self._adapters]
+    def fingerprint(self) -> list[object]:
+        """Returns the addresses of parameters and buffers, which are trained, and the adapters."""
+        tensors = (t for named in self._tensors for t in named.values())
+        states: list[object] = [(t.data_ptr(), t.requires_grad) for t in tensors if t is not None]
+        return states + [m.chosen for m in self._adapters]
 
 
 # One pass of blocks as two CUDA graphs, forward and backward, and the gradients that they write.
-#
-# B rows, T tokens of a row, C model dim
-
-Recompute = int | Collection[int]
-Replay = Callable[[], None]
 
 
-class Kind(NamedTuple):
-    """What a graph cannot change: shapes, and numbers that the host gives to launches."""
+class GraphKey(NamedTuple):
+    """What a graph cannot change: shapes, and numbers that launches take from the host."""
 
     shape: torch.Size  # [B, T, C]
     dtype: torch.dtype
@@ -98,7 +111,7 @@ class Kind(NamedTuple):
     drops: bool  # whether there are keys of dropout
 
     @classmethod
-    def of(
+    def from_inputs(
         cls,
         x: Tensor,
         positions: Tensor,
@@ -125,16 +138,16 @@ class Kind(NamedTuple):
         )
 
 
-class Gradients:
-    """Those of blocks between the micro-batches of a step: who holds each, and memory that stays.
+class GradientBuffers:
+    """The gradients of blocks at fixed addresses, between the micro-batches of a step.
 
-    A parameter holds its own; with sharding=gradients its sum may be held for it.
+    A gradient is at `parameter.grad`, or where ZeRO (sharding=gradients) keeps its sum.
     """
 
     def __init__(self, model: CausalLM) -> None:
         self.zero, self._modules = find_zero2(model), [*model.model.layers, model.model.norm]
         self._holders: list[tuple[nn.Parameter, Any, str]] = []
-        self.memory: list[Tensor | None] = []  # of each holder, once a capture has made it
+        self.memory: list[Tensor | None] = []  # one for each holder, made by a capture
 
     @property
     def holders(self) -> list[tuple[nn.Parameter, Any, str]]:
@@ -155,32 +168,33 @@ class Gradients:
         for (_, owner, name), value in zip(self.holders, values, strict=True):
             setattr(owner, name, value)
 
-    def there(self) -> bool:
+    def exist(self) -> bool:
+        """Returns whether any gradient has been written since zero_grad."""
         return any(value is not None for value in self.read())
 
-    def adopt(self) -> None:
-        """What a pass without graphs has left moves to the memory that stays."""
+    def copy_eager(self) -> None:
+        """Copies the gradients of a pass without graphs to the fixed memory."""
         with torch.no_grad():
-            for kept, found in zip(self.memory, self.read(), strict=True):
-                if kept is not None and found is None:
-                    kept.zero_()  # it has those of the step before
-                elif kept is not None and found is not None and found is not kept:
-                    kept.copy_(found)
-        self._give()
+            for buffer, grad in zip(self.memory, self.read(), strict=True):
+                if buffer is not None and grad is None:
+                    buffer.zero_()  # it has those of the step before
+                elif buffer is not None and grad is not None and grad is not buffer:
+                    buffer.copy_(grad)
+        self._assign()
 
     @contextmanager
     def capturing(self, *, adds: bool) -> Iterator[None]:
-        """Inside, a backward pass writes gradients to the memory that stays, or adds to it.
+        """Captures a backward pass that writes gradients to the fixed memory, or adds to it.
 
         The first one that writes decides where that is.
         """
         before, reduces, hooks = self.read(), self.zero is not None and self.zero.reduces, []
         if self.zero is not None:
-            self.zero.reduces = False  # not in the graph, but behind it
+            self.zero.reduces = False  # ZeRO reduces after the graph
         self.write(self.memory if adds else [None] * len(before))
-        if self.memory and not adds:  # autograd makes a gradient elsewhere: it is copied at once
+        if self.memory and not adds:  # autograd allocates new gradients: hooks copy them
             for i, (parameter, _, _) in enumerate(self.holders):
-                hooks.append(parameter.register_post_accumulate_grad_hook(self._copying(i)))
+                hooks.append(parameter.register_post_accumulate_grad_hook(self._copy_hook(i)))
         try:
             yield
             if not self.memory:
@@ -192,35 +206,35 @@ class Gradients:
             if self.zero is not None:
                 self.zero.reduces = reduces
 
-    def _give(self) -> None:
-        """To the holders, but where no replay writes."""
-        for (_, owner, name), kept in zip(self.holders, self.memory, strict=True):
-            if kept is not None:
-                setattr(owner, name, kept)
+    def _assign(self) -> None:
+        """Makes the fixed memory the gradients, except where no replay writes."""
+        for (_, owner, name), buffer in zip(self.holders, self.memory, strict=True):
+            if buffer is not None:
+                setattr(owner, name, buffer)
 
-    def _copying(self, index: int) -> Callable[[Tensor], None]:
+    def _copy_hook(self, index: int) -> Callable[[Tensor], None]:
         _, owner, name = self.holders[index]
 
         def copy(_: Tensor) -> None:
-            kept = self.memory[index]
-            assert kept is not None
-            kept.copy_(getattr(owner, name))
+            buffer = self.memory[index]
+            assert buffer is not None
+            buffer.copy_(getattr(owner, name))
             setattr(owner, name, None)
 
         return copy
 
-    def arrived(self) -> None:
-        """In a backward pass, when a replay has left them in the memory that stays."""
-        self._give()
+    def after_replay(self) -> None:
+        """Assigns the gradients that a replayed backward pass wrote, and lets ZeRO reduce them."""
+        self._assign()
         if self.zero is not None:
             self.zero.arrived()
 
 
-class Captured:
-    """A pass of one kind, forward and backward; the memory of what goes in and out stays."""
+class CapturedGraph:
+    """The forward and backward graphs of one kind of pass, with their static inputs and outputs."""
 
     def __init__(
-        self, decoder: Decoder, gradients: Gradients, kind: Kind, learned: Collection[int]
+        self, decoder: Decoder, gradients: GradientBuffers, kind: GraphKey, learned: Collection[int]
     ) -> None:
         self.decoder, self.gradients = decoder, gradients
         self.kind, self.learned = kind, learned  # which outputs get a gradient
@@ -238,12 +252,12 @@ class Captured:
         *,
         adds: bool,
     ) -> Self:
-        """`adds`: to gradients that are there. All captures of one pool share its memory."""
+        """Captures both graphs in the pool that all share. `adds`: backward adds to gradients."""
         self.adds = adds
         self.x = x.detach().clone().requires_grad_(x.requires_grad)
         self.positions = positions.clone()
         self.bounds, self.segments, self.real, self.keys = (
-            None if t is None else t.clone() for t in (*inputs_of(mask), dropout_keys)
+            None if t is None else t.clone() for t in (*mask_tensors(mask), dropout_keys)
         )
         device = x.device
         self._forward = capture(self._run_forward, device, pool)
@@ -275,8 +289,8 @@ class Captured:
 
     def _run_backward(self) -> None:
         self.x.grad = None
-        given = [u for u in self.upstream if u is not None]
-        torch.autograd.backward([self.outputs[i] for i in sorted(self.learned)], given)
+        upstream = [u for u in self.upstream if u is not None]
+        torch.autograd.backward([self.outputs[i] for i in sorted(self.learned)], upstream)
         self.dx, self.x.grad = self.x.grad, None
         self.outputs = [out.detach() for out in self.outputs]
 
@@ -286,41 +300,41 @@ class Captured:
         with torch.no_grad():
             self.x.copy_(x)
         self.positions.copy_(positions)
-        mine = self.bounds, self.segments, self.real, self.keys
-        for kept, given in zip(mine, (*inputs_of(mask), dropout_keys), strict=True):
-            if kept is not None and given is not None:
-                kept.copy_(given)
+        static_inputs = self.bounds, self.segments, self.real, self.keys
+        for static, new in zip(static_inputs, (*mask_tensors(mask), dropout_keys), strict=True):
+            if static is not None and new is not None:
+                static.copy_(new)
         self._forward()
         return [out.detach() for out in self.outputs]
 
     def backward(self, gradients: Sequence[Tensor | None]) -> Tensor | None:
-        """Of x; those of parameters are where `Gradients` has them."""
-        for kept, given in zip(self.upstream, gradients, strict=True):
-            if kept is not None:
-                kept.zero_() if given is None else kept.copy_(given)
-            elif given is not None:
+        """Returns the gradient of x; those of parameters are in `GradientBuffers`."""
+        for static, new in zip(self.upstream, gradients, strict=True):
+            if static is not None:
+                static.zero_() if new is None else static.copy_(new)
+            elif new is not None:
                 raise RuntimeError("cuda_graphs: a later pass learns more of the blocks")
-        own = self.gradients
-        if self.adds != own.there():
+        buffers = self.gradients
+        if self.adds != buffers.exist():
             raise RuntimeError("cuda_graphs: gradients have come or gone since this pass's forward")
         if self.adds:
-            own.adopt()
+            buffers.copy_eager()
         self._backward()
-        own.arrived()
+        buffers.after_replay()
         return self.dx
 
 
-def inputs_of(mask: AttentionMask) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+def mask_tensors(mask: AttentionMask) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     return mask.cu_seq_lens, mask.segment_ids, mask.key_mask
 
 
 def capture(run: Callable[[], None], device: torch.device, pool: Any) -> Replay:
-    """What launches again all that `run` does. It raises RuntimeError for what cannot be."""
+    """Captures what `run` launches; raises RuntimeError if it cannot be captured."""
     graph = torch.cuda.CUDAGraph()
     try:
         # Other threads allocate and copy the next micro-batches meanwhile
-        how = {"pool": pool, "capture_error_mode": "thread_local"}
-        with torch.cuda.graph(graph, stream=side_stream(device), **how):
+        options = {"pool": pool, "capture_error_mode": "thread_local"}
+        with torch.cuda.graph(graph, stream=side_stream(device), **options):
             run()
     except Exception as error:
         first: BaseException = error
@@ -336,58 +350,48 @@ def capture(run: Callable[[], None], device: torch.device, pool: Any) -> Replay:
 
 
 @contextmanager
-def beside(device: torch.device, *tensors: Tensor | None) -> Iterator[None]:
-    """On the stream of captures, whose workspaces must not come from a graph's memory; `tensors`
-    are from the current one."""
+def on_capture_stream(device: torch.device, *tensors: Tensor | None) -> Iterator[None]:
+    """Runs on the capture stream, so that its workspaces do not come from a graph's memory.
+
+    `tensors` were made on the current stream.
+    """
     if device.type != "cuda":
         yield
         return
-    here, side = torch.cuda.current_stream(device), side_stream(device)
-    side.wait_stream(here)
+    current, side = torch.cuda.current_stream(device), side_stream(device)
+    side.wait_stream(current)
     for tensor in tensors:
         if tensor is not None:
             tensor.record_stream(side)
     with torch.cuda.stream(side):
         yield
-    here.wait_stream(side)
+    current.wait_stream(side)
 
 
-# `cuda_graphs`: the blocks of a training pass from CUDA graphs, in place of launches by Python.
-#
-# Captured are the blocks and the last norm, forward and backward, for each kind of micro-batch.
-# The embedding before them and the head behind them are launched as ever: a few of a pass's
-# kernels. So the head computes the rows that are learned and no others, hooks see what they
-# always see, and every bit is that of the pass without graphs.
-#
-# Gradients of blocks are in memory that stays. One graph of a kind writes them, for the first
-# micro-batch of a step, another adds to them; nothing is set to zero. What backward needs is in
-# one pool of memory, which all graphs share: only one pass is under way at a time.
-
-MOST = 8  # kinds of micro-batches that have graphs
+# Chooses the graph of each pass, or runs the pass without one.
 
 
 class Graphs:
-    """Runs the blocks of a model: with gradients from graphs, and else as the model does.
+    """Runs a model's blocks from graphs in training; the model calls it in place of its decoder.
 
-    The first micro-batch of a kind compiles and sets up what a capture cannot, on the stream of
-    captures; kinds beyond `MOST` have no graphs, which `say` tells once. From then on the model
-    calls it in place of its decoder. Parameters stay where they are, and trained or frozen: a pass
-    that finds them otherwise raises RuntimeError.
+    The first micro-batch of a kind runs without a graph, on the capture stream: it compiles and
+    allocates what a capture cannot. Kinds beyond MAX_GRAPHS have no graphs, which `say` tells once.
+    A pass raises RuntimeError if parameters have been moved, frozen or unfrozen since the first.
     """
 
     def __init__(self, model: CausalLM, say: Callable[[str], None] = print) -> None:
         check_model(model)
         self.decoder, self.device, self.say = model.model, model.device, say
-        self.gradients = Gradients(model)
+        self.gradients = GradientBuffers(model)
         blocks = self.decoder.modules()
         self.windows = {m.window for m in blocks if isinstance(m, Attention) and m.window}
         self.pool = torch.cuda.graph_pool_handle() if self.device.type == "cuda" else None
         self.passes = 0  # that have begun
-        self.learned: dict[Kind, set[int]] = {}  # outputs that got a gradient in the first pass
-        self.captured: dict[tuple[Kind, bool], Captured] = {}
+        self.learned: dict[GraphKey, set[int]] = {}  # outputs that got a gradient in the first pass
+        self.captured: dict[tuple[GraphKey, bool], CapturedGraph] = {}
         self._said: set[str] = set()
-        self._parts = Parts(model)
-        self._places: list[Any] | None = None  # of parameters and buffers, in the first pass
+        self._guard = ReplayGuard(model)
+        self._fingerprint: list[Any] | None = None  # of parameters and buffers, in the first pass
         # The blocks learn, even where the embedding before them does not
         self._anchor = torch.zeros((), device=self.device, requires_grad=True)
         model.graphs = self
@@ -407,37 +411,37 @@ class Graphs:
         rest = cache, recompute, routing, offload, dropout_keys
         learns = torch.is_grad_enabled() and self.decoder.training and cache is None
         shares = mask.prefixes is not None
-        if not learns or offload or shares or self._must_not() or not self.gradients.holders:
+        if not learns or offload or shares or self._needs_eager() or not self.gradients.holders:
             return self.decoder(x, position_ids, mask, *rest)
-        self._check_places()
+        self._check_fingerprint()
         roomy = pad_cu_seqlens(mask, x.shape[0] * x.shape[1], self.windows)
-        kind = Kind.of(x, position_ids, roomy, recompute, routing, dropout_keys)
+        kind = GraphKey.from_inputs(x, position_ids, roomy, recompute, routing, dropout_keys)
         if kind not in self.learned and not self._add(kind):
             return self.decoder(x, position_ids, mask, *rest)
-        learned, adds = self.learned[kind], self.gradients.there()
+        learned, adds = self.learned[kind], self.gradients.exist()
         # The pass that decides where gradients stay is one that writes them
         if not learned or (adds and not self.gradients.memory):
             return self._first(learned, x, position_ids, roomy, *rest)
         key = kind, adds
         if key not in self.captured:
-            made = Captured(self.decoder, self.gradients, kind, frozenset(learned))
-            own = x, position_ids, roomy, dropout_keys
-            self.captured[key] = made.capture(*own, self.pool, adds=adds)
-        given = self._anchor, x, position_ids, roomy, dropout_keys
-        hidden, *tallies = _Replayed.apply(self, self.captured[key], *given)
+            made = CapturedGraph(self.decoder, self.gradients, kind, frozenset(learned))
+            inputs = x, position_ids, roomy, dropout_keys
+            self.captured[key] = made.capture(*inputs, self.pool, adds=adds)
+        args = self._anchor, x, position_ids, roomy, dropout_keys
+        hidden, *tallies = _ReplayFunction.apply(self, self.captured[key], *args)
         return hidden, tallies
 
     def __reduce__(self) -> Any:
         return type(None), ()  # a copy of the model has weights of its own, and runs without
 
-    def _must_not(self) -> bool:
-        """Whether a replay would pass over what this pass does."""
+    def _needs_eager(self) -> bool:
+        """Returns whether a replay would ignore something that this pass does."""
         if torch.compiler.is_compiling():
             return True
         if autocast_dtype(self.device) is not None:  # casts of weights outlive the graph's memory
             self._say_once("under torch.autocast passes run without graphs: cast the model instead")
             return True
-        if self._parts.have_hooks():
+        if self._guard.has_hooks():
             self._say_once(
                 "there are hooks on the blocks or on their parameters, which a replay would not "
                 "call: passes run without graphs"
@@ -445,11 +449,11 @@ class Graphs:
             return True
         return False
 
-    def _check_places(self) -> None:
-        found = self._parts.places()
-        if self._places is None:
-            self._places = found
-        elif found != self._places:
+    def _check_fingerprint(self) -> None:
+        fingerprint = self._guard.fingerprint()
+        if self._fingerprint is None:
+            self._fingerprint = fingerprint
+        elif fingerprint != self._fingerprint:
             raise RuntimeError(
                 "cuda_graphs: parameters have been moved, replaced, frozen or unfrozen, or "
                 "adapters switched, since the first pass, and graphs read those of then: make "
@@ -461,25 +465,25 @@ class Graphs:
             self._said.add(text)
             self.say(f"note: cuda_graphs: {text}")
 
-    def _add(self, kind: Kind) -> bool:
-        """Whether there is room for one more."""
-        if len(self.learned) < MOST:
+    def _add(self, kind: GraphKey) -> bool:
+        """Adds a kind of micro-batch; returns False if there are MAX_GRAPHS of them."""
+        if len(self.learned) < MAX_GRAPHS:
             self.learned[kind] = set()
             return True
         self._say_once(
-            f"there are graphs for {MOST} kinds of micro-batches; those of other shapes, or of "
-            "other numbers and lengths of sequences, run without"
+            f"there are graphs for {MAX_GRAPHS} kinds of micro-batches; those of other shapes, or "
+            "of other numbers and lengths of sequences, run without"
         )
         return False
 
     def _first(
         self, learned: set[int], x: Tensor, positions: Tensor, mask: AttentionMask, *rest: Any
     ) -> tuple[Tensor, list[Tensor]]:
-        """Without a graph, noting what of the result gets gradients."""
+        """Runs without a graph, and records which outputs get gradients."""
         # With ZeRO, parts of it read gradients of blocks as soon as these are launched
-        tensors = x, positions, *inputs_of(mask), rest[-1]
-        aside = nullcontext() if self.gradients.zero else beside(self.device, *tensors)
-        with aside:
+        tensors = x, positions, *mask_tensors(mask), rest[-1]
+        zero = self.gradients.zero
+        with nullcontext() if zero else on_capture_stream(self.device, *tensors):
             hidden, tallies = self.decoder(x, positions, mask, *rest)
         for i, out in enumerate((hidden, *tallies)):
             if out.requires_grad:
@@ -487,16 +491,16 @@ class Graphs:
         return hidden, tallies
 
 
-class _Replayed(torch.autograd.Function):
+class _ReplayFunction(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, graphs: Graphs, captured: Captured, _: Tensor, *given: Any
+        ctx: Any, graphs: Graphs, captured: CapturedGraph, _: Tensor, *args: Any
     ) -> tuple[Tensor, ...]:
         graphs.passes += 1
         ctx.graphs, ctx.captured, ctx.number = graphs, captured, graphs.passes
         ctx.done = False
         ctx.set_materialize_grads(False)
-        return tuple(captured.forward(*given))
+        return tuple(captured.forward(*args))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
@@ -515,7 +519,7 @@ class _Replayed(torch.autograd.Function):
 
 
 def check_run(config: Config, world: World) -> None:
-    """Raises ValueError where a run with cuda_graphs cannot have any."""
+    """Raises ValueError if the run's device, ranks or sharding do not allow cuda_graphs."""
     if not config.cuda_graphs:
         return
     if world.device.type != "cuda":

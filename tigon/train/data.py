@@ -21,13 +21,13 @@ from tigon.data.packing import TruncationStats
 from tigon.data.sources import select_fraction
 from tigon.tokenizer import Tokenizer
 from tigon.train.config import Config
-from tigon.train.tasks import Objective
+from tigon.train.tasks import Task
 
 Cursor = Mapping[str, Any]
 
 
 def build_loader(
-    objective: Objective,
+    objective: Task,
     items: Sequence[str | Entry],
     tokenizer: Tokenizer,
     *,
@@ -142,12 +142,7 @@ def mixture_weights(name: str, entries: Sequence[Entry]) -> list[float] | None:
 
 
 def describe(
-    objective: Objective,
-    loader: Loader,
-    windows: Mixture,
-    entries: Sequence[Entry],
-    *,
-    held_out: bool,
+    objective: Task, loader: Loader, windows: Mixture, entries: Sequence[Entry], *, held_out: bool
 ) -> list[str]:
     """What the data holds, in lines for a person."""
     report, order, unit = loader.report(), windows.order, objective.unit
@@ -197,7 +192,7 @@ def limits(config: Config, truncation: TruncationStats, unit: str) -> list[str]:
     return lines
 
 
-def may_not_fit(objective: Objective) -> str | None:
+def may_not_fit(objective: Task) -> str | None:
     """What a stream, which is not counted before, may do to pairs that are longer than a row."""
     config, group = objective.config, objective.group
     most = config.max_length

@@ -19,13 +19,13 @@ from tigon.models import CausalLM, count_parameters, materialize
 from tigon.parallel import MeshSizes
 from tigon.report import format_duration
 from tigon.train.build import (
-    Inputs,
-    Run,
-    make_run,
+    RunInputs,
+    TrainingRun,
+    build_run,
+    find_layers_without_fp8,
+    find_unused_settings,
     read_inputs,
     resolve_parallel,
-    without_effect,
-    without_fp8,
 )
 from tigon.train.config import Config, mesh_sizes, parallel_settings
 from tigon.train.distributed import InputError, World, local
@@ -37,10 +37,10 @@ from tigon.train.memory import (
     gpu_memory,
     resolve_checkpointing,
 )
-from tigon.train.model import compute_dtype, divide, held_dtype, outline
+from tigon.train.model import compute_dtype, meta_model, parallelize, weights_dtype
 from tigon.train.optim import build_ema, build_optimizer, check_ranks, freeze
 from tigon.train.throughput import Cost, model_flops, peak_flops
-from tigon.train.trainer import backward, update
+from tigon.train.trainer import forward_backward, update_weights
 
 GPU = torch.device("cuda")
 # Settings that save memory, the cheapest first
@@ -67,8 +67,8 @@ class StepTiming:
 
 def random_model(config: Config, world: World, source: Path | None = None) -> CausalLM:
     """Returns the model of a run, divided as by `build_model`, with random weights."""
-    model = outline(config, held_dtype(config, world.device), source)
-    divide(model, config, world)
+    model = meta_model(config, weights_dtype(config, world.device), source)
+    parallelize(model, config, world)
     materialize(model, world.device)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -79,21 +79,21 @@ def random_model(config: Config, world: World, source: Path | None = None) -> Ca
     return model
 
 
-def time_steps(run: Run, steps: int = STEPS) -> StepTiming:
+def time_steps(run: TrainingRun, steps: int = STEPS) -> StepTiming:
     """Times `steps` steps and averages the second half; raises torch.OutOfMemoryError."""
     device, first = run.world.device, run.start + run.state.offset  # a stream has no rows before
-    run.objective.rehearse(run.model)
-    run.objective.begin(run.model)
+    run.task.rehearse(run.model)
+    run.task.begin(run.model)
     gc.collect()
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     cost = Cost.from_model(run.model)
     seconds, tokens, flops = [], [], []
-    with run.feed:
+    with run.prefetcher:
         for step in range(first, first + steps):
             began = time.perf_counter()
-            backward(run, step)
-            update(run, step)
+            forward_backward(run, step)
+            update_weights(run, step)
             run.optimizer.zero_grad()
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
@@ -138,15 +138,15 @@ def dry_run(config: Config, world: World, gpus: int) -> None:
     try:
         with world.raise_on_all_ranks():
             device = GPU if targets_gpu(config) else world.device
-            model = outline(config, held_dtype(config, device), inputs.source)
+            model = meta_model(config, weights_dtype(config, device), inputs.source)
             inputs.check_model(model)
             freeze(model, config)
         world.log_rank0(*describe_run(config, inputs, model, gpus))
-        idle = without_effect(config, inputs.steps(config), device)
-        for notice in [*idle, *without_fp8(config, model)]:
+        idle = find_unused_settings(config, inputs.steps(config), device)
+        for notice in [*idle, *find_layers_without_fp8(config, model)]:
             world.log_rank0(f"note: {notice}")
         checkpointing = resolve_checkpointing(
-            config, world, inputs.objective, inputs.source, gpus, device
+            config, world, inputs.task, inputs.source, gpus, device
         )
         if checkpointing is not None:
             world.log_rank0(str(checkpointing))
@@ -172,7 +172,7 @@ def dry_run(config: Config, world: World, gpus: int) -> None:
         inputs.data.close()
 
 
-def describe_run(config: Config, inputs: Inputs, model: CausalLM, gpus: int) -> list[str]:
+def describe_run(config: Config, inputs: RunInputs, model: CausalLM, gpus: int) -> list[str]:
     """Returns lines with the parameters, operations, tokens and steps of a run."""
     data, steps = inputs.data, inputs.steps(config)
     first = inputs.start + inputs.state.offset  # step of the data
@@ -192,9 +192,9 @@ def describe_run(config: Config, inputs: Inputs, model: CausalLM, gpus: int) -> 
     ]
     flops = model_flops(model, lengths) / max(1, sum(lengths))
     sequences, _, targets = data.lengths(first)
-    if inputs.objective.scores:
-        pairs = len(sequences) // inputs.objective.group
-        learned = f" in {format_count(pairs, inputs.objective.unit)}, whose scores are learned"
+    if inputs.task.scores:
+        pairs = len(sequences) // inputs.task.group
+        learned = f" in {format_count(pairs, inputs.task.unit)}, whose scores are learned"
     else:
         learned = f", of which {targets:,} are learned"
     each = f", {data.steps_per_epoch:,} an epoch" if data.steps_per_epoch else ""
@@ -269,14 +269,14 @@ def inactive_parameters(layer: SparseMoE) -> int:
 
 
 def estimate_run(
-    config: Config, inputs: Inputs, gpus: int, checkpointing: CheckpointingChoice | None = None
+    config: Config, inputs: RunInputs, gpus: int, checkpointing: CheckpointingChoice | None = None
 ) -> Estimate:
     """Returns the memory of a run with these settings on GPUs."""
     compute = compute_dtype(config, GPU)
-    model = outline(config, held_dtype(config, GPU), inputs.source)
+    model = meta_model(config, weights_dtype(config, GPU), inputs.source)
     if checkpointing is not None:
         checkpointing.apply(model)
-    return estimate(model, inputs.objective, config, gpus, compute)
+    return estimate(model, inputs.task, config, gpus, compute)
 
 
 def memory_table(result: Estimate, gpus: int, device: torch.device) -> list[str]:
@@ -317,7 +317,7 @@ def uncounted_memory(config: Config) -> list[str]:
     return [what for what, applies in cases.items() if applies]
 
 
-def memory_advice(config: Config, inputs: Inputs, gpus: int) -> list[str]:
+def memory_advice(config: Config, inputs: RunInputs, gpus: int) -> list[str]:
     """Returns the memory with each change of settings that saves some."""
     lines, present = ["less memory:"], estimate_run(config, inputs, gpus).total
     for change in SAVING:
@@ -360,7 +360,7 @@ def timing_obstacle(config: Config, world: World, gpus: int) -> str | None:
 
 def time_run(
     config: Config,
-    inputs: Inputs,
+    inputs: RunInputs,
     world: World,
     advised: bool,
     checkpointing: CheckpointingChoice | None,
@@ -371,7 +371,7 @@ def time_run(
         if checkpointing is not None:
             checkpointing.apply(model)
         optimizer = build_optimizer(model, config)
-        run = make_run(config, world, inputs, model, optimizer, build_ema(model, config))
+        run = build_run(config, world, inputs, model, optimizer, build_ema(model, config))
         timing = time_steps(run)
     except torch.OutOfMemoryError as error:
         lines = memory_advice(config, inputs, world.size) if world.main and not advised else []
@@ -380,7 +380,9 @@ def time_run(
     return describe_timing(config, inputs, world, timing)
 
 
-def describe_timing(config: Config, inputs: Inputs, world: World, timing: StepTiming) -> list[str]:
+def describe_timing(
+    config: Config, inputs: RunInputs, world: World, timing: StepTiming
+) -> list[str]:
     speed = timing.tokens / timing.seconds
     line = f"a step, measured: {timing.seconds:.3g} s, {speed:,.0f} tokens/s"
     peak = peak_flops(world.device, compute_dtype(config, world.device))

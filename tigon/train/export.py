@@ -28,9 +28,16 @@ from tigon.models import (
 from tigon.parallel import shard_layers
 from tigon.tokenizer import Tokenizer
 from tigon.train import checkpoint, resume
-from tigon.train.build import Run
+from tigon.train.build import TrainingRun
 from tigon.train.config import Config
-from tigon.train.model import adapted, add_lora, base_digest, described, export_dtype, settings_of
+from tigon.train.model import (
+    add_lora,
+    base_digest,
+    build_adapted_model,
+    export_dtype,
+    model_from_checkpoint_config,
+    read_adapter_run_config,
+)
 from tigon.utils.json import escape, quote
 from tigon.weights import all_finite
 
@@ -62,28 +69,28 @@ def load_checkpoint(
     the file, if the checkpoint is damaged, if its base has other weights or cannot be trusted, and
     with `mesh` as `check_shareable` does.
     """
-    if base is not None and settings_of(source) is None:
+    if base is not None and read_adapter_run_config(source) is None:
         raise ValueError(f"--base {base}: {source} is no checkpoint of an adapter")
     if mesh is not None:
         check_shareable(source)
-    with checkpoint.in_use(source):
-        checkpoint.verify(source, wanted=_of_export)
-        if (config := settings_of(source)) is not None:
+    with checkpoint.read_lock(source):
+        checkpoint.verify(source, wanted=_is_export_file)
+        if (config := read_adapter_run_config(source)) is not None:
             config = _with_base(source, config, base)
             # Its tokenizer has the new tokens, and the adapter their rows
-            model = adapted(replace(config, tokenizer=str(source)), dtype, device)
+            model = build_adapted_model(replace(config, tokenizer=str(source)), dtype, device)
             checkpoint.load(source, model)
-            return model.eval(), tokenizer_of(source)
-        model = described(source, torch.float32)
+            return model.eval(), load_checkpoint_tokenizer(source)
+        model = model_from_checkpoint_config(source, torch.float32)
         model.to(dtype or torch_dtype(model.config.dtype or "float32"))
         if mesh is not None:
             shard_layers(model, mesh, expert_parallel=expert_parallel)
         materialize(model, torch.device(device))
         checkpoint.load(source, model)
-        return model.eval(), tokenizer_of(source)
+        return model.eval(), load_checkpoint_tokenizer(source)
 
 
-def tokenizer_of(source: Path) -> Tokenizer:
+def load_checkpoint_tokenizer(source: Path) -> Tokenizer:
     """The checkpoint's, which chats with the variables that the run gave the chat template."""
     tokenizer = Tokenizer.from_pretrained(source)
     given = checkpoint.read_metadata(source).get("config", {}).get("chat_template_kwargs")
@@ -121,7 +128,7 @@ def _with_base(source: Path, config: Config, base: str | None) -> Config:
 
 def check_shareable(source: Path) -> None:
     """ValueError for a checkpoint that must be exported before ranks can share its model."""
-    if settings_of(source) is not None:
+    if read_adapter_run_config(source) is not None:
         raise ValueError(
             f"{source} is a checkpoint of an adapter, which ranks cannot share: "
             "`tigon export --merge` it first"
@@ -145,7 +152,7 @@ def convert_checkpoint(
     raises as `load_checkpoint` does.
     """
     options: dict[str, Any] = {"max_shard_size": max_shard_size, "stacked_experts": stacked_experts}
-    lora = settings_of(source)
+    lora = read_adapter_run_config(source)
     if merge and lora is None:
         raise ValueError(f"--merge: {source} is no checkpoint of an adapter")
     if base is not None and not merge:
@@ -157,9 +164,9 @@ def convert_checkpoint(
         merge_adapter(model, str(source))
         model.save_pretrained(directory, tokenizer=tokenizer, **options)
         return model.dtype
-    with checkpoint.in_use(source):
-        checkpoint.verify(source, wanted=_of_export)
-        model = described(source, torch.float32)
+    with checkpoint.read_lock(source):
+        checkpoint.verify(source, wanted=_is_export_file)
+        model = model_from_checkpoint_config(source, torch.float32)
         model.to(dtype or torch_dtype(model.config.dtype or "float32"))
         tokenizer = Tokenizer.from_pretrained(source)
         stored, layout = checkpoint.stored_weights(source, model)
@@ -171,9 +178,9 @@ def _convert_adapter(
     source: Path, directory: str, config: Config, dtype: torch.dtype | None
 ) -> torch.dtype:
     """The base is not needed: its config.json is in the checkpoint."""
-    with checkpoint.in_use(source):
-        checkpoint.verify(source, wanted=_of_export)
-        model = described(source, torch.float32)
+    with checkpoint.read_lock(source):
+        checkpoint.verify(source, wanted=_is_export_file)
+        model = model_from_checkpoint_config(source, torch.float32)
         add_lora(model, config)
         for p in adapter_parameters(model, "default").values():
             empty = torch.empty_like(p, device="cpu")
@@ -185,14 +192,14 @@ def _convert_adapter(
     return dtype or own
 
 
-def described_checkpoint(source: Path) -> CausalLM:
+def meta_model_from_checkpoint(source: Path) -> CausalLM:
     """The model on the meta device, in its config's dtype: nothing of its weights is read."""
-    model = described(source, torch.float32)
+    model = model_from_checkpoint_config(source, torch.float32)
     return model.to(torch_dtype(model.config.dtype or "float32"))
 
 
 @contextmanager
-def as_directory(source: Path, base: str | None = None) -> Iterator[str]:
+def exported_directory(source: Path, base: str | None = None) -> Iterator[str]:
     """A checkpoint's model in Hugging Face format, for the time being."""
     with tempfile.TemporaryDirectory() as parent:
         model, tokenizer = load_checkpoint(source, base=base)
@@ -213,24 +220,24 @@ def step_export_path(config: Config, step: int) -> Path:
     return Path(config.run_dir, f"{export_name(config)}-step-{step:08d}")
 
 
-def export(run: Run, target: Path, values: Mapping[str, Tensor] | None = None) -> None:
+def export(run: TrainingRun, target: Path, values: Mapping[str, Tensor] | None = None) -> None:
     """As `Exporter.export`, and wait until it is on the disk."""
-    _begin(run, target, values)
+    _start_export(run, target, values)
     run.exporter.wait()
 
 
-def export_step(run: Run, step: int) -> None:
+def export_step(run: TrainingRun, step: int) -> None:
     """While training goes on."""
-    _begin(run, step_export_path(run.config, step), None)
+    _start_export(run, step_export_path(run.config, step), None)
 
 
-def export_best(run: Run, step: int) -> None:
+def export_best(run: TrainingRun, step: int) -> None:
     """run_dir/hf-best, if hf_best is set and the evaluation after `step` is the best so far."""
     if run.config.hf_best and run.state.best_step == step > 0:
         export(run, Path(run.config.run_dir, f"{export_name(run.config)}-best"))
 
 
-def _begin(run: Run, target: Path, values: Mapping[str, Tensor] | None) -> None:
+def _start_export(run: TrainingRun, target: Path, values: Mapping[str, Tensor] | None) -> None:
     """In the dtype of the checkpoint that the run began with unless told; an adapter in its own."""
     dtype = export_dtype(run.config, run.model)
     held = dtype if run.model.active_adapter is None else None
@@ -241,11 +248,11 @@ def _begin(run: Run, target: Path, values: Mapping[str, Tensor] | None) -> None:
     run.exporter.export(run.model, target, run.tokenizer, dtype=dtype, values=values)
 
 
-def _of_export(name: str) -> bool:
+def _is_export_file(name: str) -> bool:
     return name.startswith("weights-") or name.endswith(SMALL)
 
 
-LONGEST = 1000  # characters of a path or a name
+MAX_NAME_LENGTH = 1000  # characters of a path or a name
 
 
 def is_adapter(place: str, revision: str | None = None) -> bool:
@@ -288,7 +295,7 @@ def load_with_adapter(
     name, at = (known.name, known.revision) if base is None else (base, None)
     if not name:
         raise ValueError(f"{where}: base_model_name_or_path names no base: {what_to_do}")
-    if not name.isprintable() or len(name) > LONGEST:
+    if not name.isprintable() or len(name) > MAX_NAME_LENGTH:
         raise ValueError(
             f"{where}: base_model_name_or_path={quote(name)} is no base's: {what_to_do}"
         )
@@ -353,7 +360,7 @@ def merge_adapter(model: CausalLM, adapter: str) -> None:
 
 
 @contextmanager
-def as_merged_directory(
+def merged_directory(
     adapter: str, revision: str | None = None, base: str | None = None
 ) -> Iterator[str]:
     """What `export_merged` writes, for the time being."""

@@ -36,7 +36,7 @@ from tigon.train.distributed import (
 )
 from tigon.train.dry_run import dry_run
 from tigon.train.signals import NUMBERS, Signals, handled_signals
-from tigon.train.tasks import tasks
+from tigon.train.tasks import describe_tasks
 from tigon.train.trainer import train
 from tigon.utils.config import describe_type, field_types
 from tigon.utils.terminal import escaping_output, one_line
@@ -298,7 +298,7 @@ def help_text() -> str:
         for f in fields(section):
             kind, default = describe_type(kinds[f.name]), _inline_yaml(f.default)
             lines.append(f"  {f.name}: {kind} = {default}")
-            lines.append(f"      {f.metadata['help']}".replace("{tasks}", tasks()))
+            lines.append(f"      {f.metadata['help']}".replace("{tasks}", describe_tasks()))
         lines.append("")
     return "\n".join(lines)
 

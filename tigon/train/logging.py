@@ -218,7 +218,7 @@ class Console:
         self.say(f"{self._step(step)}  {text}")
 
     def seconds_left(self, step: int) -> float | None:
-        """Of steps and evaluations; None as long as nothing is known."""
+        """Estimates the seconds of the remaining steps and evaluations; None while unknown."""
         if step == self.steps:
             return 0.0
         if not self.times:

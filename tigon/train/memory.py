@@ -37,14 +37,14 @@ from tigon.train.memory_tracker import (
 from tigon.train.model import (
     compute_dtype,
     has_experts,
-    held_dtype,
     is_sharded,
-    outline,
+    meta_model,
     set_fp8,
     sum_dtype,
+    weights_dtype,
 )
-from tigon.train.optim import ema_bytes, freeze, hidden_matrices, parts_of, state_bytes
-from tigon.train.tasks import Objective
+from tigon.train.optim import ema_bytes, freeze, hidden_matrices, parameter_buckets, state_bytes
+from tigon.train.tasks import Task
 
 # The workspaces of cuBLAS for the threads of forward and backward, from sm_90 on
 CUBLAS = 2 * 32 * 2**20
@@ -77,7 +77,7 @@ class Estimate:
 
 
 def estimate(
-    model: CausalLM, objective: Objective, config: Config, world: int, compute: torch.dtype
+    model: CausalLM, task: Task, config: Config, world: int, compute: torch.dtype
 ) -> Estimate:
     """Returns the memory of the first rank, for a whole model on the meta device.
 
@@ -107,7 +107,7 @@ def estimate(
     offloaded = states + average if config.optimizer_offload else 0.0
     cast = model.to("meta") if lora and not sharded else model.to("meta", compute)
     stored = param_dtype if sharded else None
-    ledger = simulate_step(cast, objective, config, sizes, stored, compute)
+    ledger = simulate_step(cast, task, config, sizes, stored, compute)
     if sharded and config.sharding == "gradients":  # whole weights, and shards of another dtype
         masters = parameters if compute != param_dtype else 0
         parameters = unsharded_bytes(model, sizes.shards, compute) + masters
@@ -122,7 +122,7 @@ def estimate(
 
 def simulate_step(
     model: CausalLM,
-    objective: Objective,
+    task: Task,
     config: Config,
     sizes: MeshSizes,
     sharded: torch.dtype | None,
@@ -144,7 +144,7 @@ def simulate_step(
         )
         sharding_tracker.keep_shards = not config.optimizer_in_backward
     elif config.optimizer_in_backward:
-        for part in parts_of(model):
+        for part in parameter_buckets(model):
             free_gradients_in_backward(part, tracker)
     else:
         for parameter in model.parameters():
@@ -155,19 +155,19 @@ def simulate_step(
     count = max(1, -(-config.batch_size // (sizes.data * config.micro_batch_size)))
     # CUDA graphs keep the gradients that they write, as if there had been a micro-batch before
     last = 1 if config.cuda_graphs else min(count, 2) - 1
-    frozen = objective.outline_beside(model, compute)
+    frozen = task.meta_frozen_model(model, compute)
     if frozen is not None:
         track_frozen_model(frozen, tracker, config, sizes, compute)
-    objective.begin(model)
+    task.begin(model)
     model.train()
     with use("triton"), tracker:
         for index in range(last + 1):
             rows = min(config.micro_batch_size, -(-config.batch_size // sizes.data))
-            inputs = objective.resolve(model, dummy_batch(rows, config.seq_len, objective))
-            sums = objective.sums(model, inputs)
+            inputs = task.resolve(model, dummy_batch(rows, config.seq_len, task))
+            sums = task.sums(model, inputs)
             if sharding_tracker is not None:
                 sharding_tracker.begin(reduce=index == last)
-            loss = objective.loss(model, inputs, sums).loss
+            loss = task.loss(model, inputs, sums).loss
             tracker.phase = "other"
             loss.backward()
             del loss, inputs, sums
@@ -192,7 +192,7 @@ def free_gradients_in_backward(part: list[nn.Parameter], tracker: MemoryTracker)
         parameter.register_post_accumulate_grad_hook(arrived)
 
 
-def dummy_batch(rows: int, tokens: int, of: Objective | type[Objective] = Objective) -> MicroBatch:
+def dummy_batch(rows: int, tokens: int, of: Task | type[Task] = Task) -> MicroBatch:
     """Returns a micro-batch of full rows on the meta device, with an objective's columns.
 
     A shared prompt fills its row but for one token of each further answer: the case in which
@@ -364,12 +364,7 @@ def choose_checkpointing(
 
 
 def resolve_checkpointing(
-    config: Config,
-    world: World,
-    objective: Objective,
-    source: Path | None,
-    gpus: int,
-    device: torch.device,
+    config: Config, world: World, task: Task, source: Path | None, gpus: int, device: torch.device
 ) -> CheckpointingChoice | None:
     """Returns the choice for a run on that many GPUs like `device`, or None without `auto`.
 
@@ -380,13 +375,13 @@ def resolve_checkpointing(
     compute = compute_dtype(config, device)
 
     def build() -> CausalLM:
-        return outline(config, held_dtype(config, device), source)
+        return meta_model(config, weights_dtype(config, device), source)
 
     def total(blocks: int, offload: bool) -> int:
         model = build()
         model.activation_checkpointing = spaced_blocks(blocks, len(model.model.layers))
         model.activation_offload = offload
-        return estimate(model, objective, config, gpus, compute).total
+        return estimate(model, task, config, gpus, compute).total
 
     memory = gpu_memory(world.device)
     least = None if memory is None else -world.all_reduce_max_int(-memory)

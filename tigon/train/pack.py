@@ -12,7 +12,7 @@ from tigon.train.data import build_loader
 from tigon.train.distributed import start
 from tigon.train.model import check_context
 from tigon.train.resume import start_time
-from tigon.train.tasks import find_objective
+from tigon.train.tasks import find_task
 
 CONFIGS = (".yaml", ".yml")
 
@@ -40,11 +40,11 @@ def pack(arguments: Sequence[str]) -> None:
     if config.streaming:
         raise ValueError("streaming=true has no cache to make: leave it out")
     with start("cpu") as world:
-        objective = find_objective(config.task)(config, world)
+        task = find_task(config.task)(config, world)
         tokenizer = load_tokenizer(config)
         tokenizer.strftime_now = start_time(None, world)
         check_context(config)
-        build_loader(objective, config.data, tokenizer)
+        build_loader(task, config.data, tokenizer)
         if config.held_out:
-            build_loader(objective, config.held_out, tokenizer, held_out=True)
+            build_loader(task, config.held_out, tokenizer, held_out=True)
     print(f"the cache is in {Path(cache_root(), 'data')}")

@@ -1,7 +1,7 @@
-"""Micro-batches on the device before the step that needs them.
+"""Prefetches micro-batches to the device.
 
-A thread collates those of the next steps, pins their memory and copies them on a stream of their
-own, so that a step waits for data only if making it takes longer than training on it.
+A thread collates the next steps' micro-batches, pins their memory and copies them on a separate
+CUDA stream: a step waits for data only if making it takes longer than training on it.
 """
 
 import threading
@@ -17,106 +17,106 @@ from torch import Tensor
 
 from tigon.data import Loader, MicroBatch
 
-AHEAD = 2  # steps that are ready, besides the one in training
-POLL = 0.1  # seconds between two looks at whether it is over
+QUEUE_SIZE = 2  # steps that are ready ahead of training
+POLL_SECONDS = 0.1  # how often the thread looks whether it must stop
 
 
-class Feed:
-    """The micro-batches of one step after the other; a context that ends its thread and the data.
+class Prefetcher:
+    """Returns each step's micro-batches; leaving its context ends the thread and closes the data.
 
-    `feed(step)` may ask for any step, but only the next one is ready. What goes wrong in the
-    thread is raised there. `seconds` is how long the last call has waited.
+    A call may name any step, but only the next one is ready. It raises the errors of the thread.
+    `seconds` is how long the last call waited.
     """
 
     def __init__(self, data: Loader, device: torch.device):
         self.data, self.device = data, device
         self.seconds = 0.0
-        self._run: _Run | None = None
+        self._worker: _Worker | None = None
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._run is not None:
-            self._run.over.set()
+        if self._worker is not None:
+            self._worker.stopping.set()
         self.data.close()  # the thread may be waiting for data that does not come
         self.stop()
 
     def __call__(self, step: int) -> list[MicroBatch]:
-        """This rank's micro-batches of the step, on the device."""
-        began = time.perf_counter()
-        if self._run is None or self._run.next != step:
+        """Returns this rank's micro-batches of the step, on the device."""
+        start_time = time.perf_counter()
+        if self._worker is None or self._worker.next != step:
             self.stop()
-            self._run = _Run(self.data, self.device, step)
-        batches, copied = self._run.take()
+            self._worker = _Worker(self.data, self.device, step)
+        batches, copied = self._worker.take()
         if copied is not None:
             stream = torch.cuda.current_stream(self.device)
             stream.wait_event(copied)
             for tensor in (t for batch in batches for t in tensors(batch)):
-                tensor.record_stream(stream)  # it was allocated on the other one
-        self.seconds = time.perf_counter() - began
+                tensor.record_stream(stream)  # allocated on the copy stream
+        self.seconds = time.perf_counter() - start_time
         return batches
 
     def stop(self) -> None:
-        if self._run is not None:
-            self._run.stop()
-            self._run = None
+        if self._worker is not None:
+            self._worker.stop()
+            self._worker = None
 
 
-class _Run:
-    """A thread that goes from one step to the next."""
+class _Worker:
+    """A thread that prepares one step after the other."""
 
     def __init__(self, data: Loader, device: torch.device, step: int):
         self.data, self.device, self.next = data, device, step
         self.cuda = device.type == "cuda"
-        self.ready: Queue[Any] = Queue(AHEAD)
-        self.over = threading.Event()
+        self.ready: Queue[Any] = Queue(QUEUE_SIZE)
+        self.stopping = threading.Event()
         self.thread = threading.Thread(target=self._work, args=(step,), daemon=True, name="feed")
         self.thread.start()
 
     def take(self) -> tuple[list[MicroBatch], torch.cuda.Event | None]:
-        found = self.ready.get()
-        if isinstance(found, BaseException):
-            self.ready.put(found)  # for whoever asks again
-            raise found
+        item = self.ready.get()
+        if isinstance(item, BaseException):
+            self.ready.put(item)  # a later call raises it too
+            raise item
         self.next += 1
-        return found
+        return item
 
     def stop(self) -> None:
-        self.over.set()
+        self.stopping.set()
         while self.thread.is_alive():
             try:
-                self.ready.get_nowait()  # it may be waiting for room
+                self.ready.get_nowait()  # the thread may be waiting for room
             except Empty:
-                self.thread.join(POLL)
+                self.thread.join(POLL_SECONDS)
 
     def _work(self, step: int) -> None:
         try:
             if self.cuda:
                 torch.cuda.set_device(self.device)
             stream = torch.cuda.Stream(self.device) if self.cuda else None
-            while not self.over.is_set():
-                self._put(self._copied(self.data.micro_batches(step), stream))
+            while not self.stopping.is_set():
+                self._put(self._copy(self.data.micro_batches(step), stream))
                 step += 1
-        except BaseException as error:  # whatever it is, the step raises it
+        except BaseException as error:  # the step raises it
             self._put(error)
 
-    def _copied(
+    def _copy(
         self, batches: list[MicroBatch], stream: torch.cuda.Stream | None
     ) -> tuple[list[MicroBatch], torch.cuda.Event | None]:
         if not self.cuda:
             return [batch.to(self.device) for batch in batches], None
         with torch.cuda.stream(stream) if stream is not None else nullcontext():
-            # Pinned memory is given back only when the copies from it are done
+            # The allocator reuses pinned memory only after the copies from it
             batches = [batch.pin_memory().to(self.device) for batch in batches]
             copied = torch.cuda.Event()
             copied.record(stream)
         return batches, copied
 
     def _put(self, item: Any) -> None:
-        while not self.over.is_set():
+        while not self.stopping.is_set():
             try:
-                self.ready.put(item, timeout=POLL)
+                self.ready.put(item, timeout=POLL_SECONDS)
                 return
             except Full:
                 continue

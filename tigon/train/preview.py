@@ -21,11 +21,11 @@ from tigon.train.build import load_tokenizer
 from tigon.train.config import Config
 from tigon.train.data import as_entries, find_entry_sources, limits
 from tigon.train.distributed import World
-from tigon.train.tasks import Objective, find_objective
+from tigon.train.tasks import Task, find_task
 
 
 @dataclass(frozen=True)
-class Piece:
+class PreviewText:
     """Text whose tokens have one weight in the loss; 0: it is not learned."""
 
     text: str
@@ -36,7 +36,7 @@ class Piece:
 class PreviewExample:
     """One sequence of tokens that a row becomes."""
 
-    pieces: tuple[Piece, ...]  # the text of its first row of seq_len tokens
+    pieces: tuple[PreviewText, ...]  # the text of its first row of seq_len tokens
     tokens: int
     learned: int  # tokens with a weight above 0, those that are cut off too
     kept: int  # tokens that the run reads; 0: the example is left out
@@ -73,11 +73,11 @@ def preview(config: Config, count: int = 5) -> Preview:
     """
     if count < 1:
         raise ValueError(f"-n {count} must be at least 1")
-    objective = find_objective(config.task)(config, World(0, 1, torch.device("cpu")))
+    task = find_task(config.task)(config, World(0, 1, torch.device("cpu")))
     tokenizer = load_tokenizer(config)
     with suppress(OSError, ValueError):  # a directory with nothing but a tokenizer will do
-        sharing.decide(objective, None)
-    encoder = objective.encoder(tokenizer)
+        sharing.set_share_prompts(task, None)
+    encoder = task.encoder(tokenizer)
     encoder.skip_bad_rows = True  # to show the others
     rows, report, truncation = [], EncodingReport(), TruncationStats()
     entries = as_entries(config, config.data)
@@ -89,7 +89,7 @@ def preview(config: Config, count: int = 5) -> Preview:
         for source, line, row in islice(_rows(sources, encoder), count):
             examples = encoder(Block(source.name, source.format, ((line, row),)))
             report += examples.report
-            shown, of_row = _examples(examples, objective, encoder, tokenizer)
+            shown, of_row = _examples(examples, task, encoder, tokenizer)
             truncation += of_row
             notes: tuple[str, ...] = ()
             if isinstance(row, dict):
@@ -99,7 +99,7 @@ def preview(config: Config, count: int = 5) -> Preview:
             rows.append(PreviewRow(f"{source.name}:{line}", shown, error, notes))
     if config.bad_rows == "error":  # each says so itself, and none is skipped
         report = replace(report, skipped=0, empty=0, errors=())
-    warnings = [*limits(config, truncation, objective.unit), *report.lines()]
+    warnings = [*limits(config, truncation, task.unit), *report.lines()]
     return Preview(tuple(rows), tuple(warnings))
 
 
@@ -112,12 +112,12 @@ def _rows(
 
 
 def _examples(
-    examples: Examples, objective: Objective, encoder: Encoder, tokenizer: Tokenizer
+    examples: Examples, task: Task, encoder: Encoder, tokenizer: Tokenizer
 ) -> tuple[tuple[PreviewExample, ...], TruncationStats]:
     """Those of one row, and what the limits of the run take away from them."""
     if not len(examples):
         return (), TruncationStats()
-    rows = objective.rows(Window.of(Corpus([examples]), np.arange(examples.num_groups)))
+    rows = task.rows(Window.of(Corpus([examples]), np.arange(examples.num_groups)))
     names = ("chosen", "rejected") if isinstance(encoder, PairEncoder) else ()
     shown = []
     for i, (start, stop) in enumerate(zip(examples.offsets, examples.offsets[1:], strict=False)):
@@ -131,7 +131,7 @@ def _examples(
         spans = rows.spans[(rows.spans[:, 0] >= start) & (rows.spans[:, 0] < stop)] - start
         weights[[0, *spans[:, 0]]] = 0  # nothing predicts the first token
         ends = [0, *sorted(spans[:, 1].tolist())]
-        end = ends[1] if ends[1:] else min(len(ids), objective.config.seq_len)
+        end = ends[1] if ends[1:] else min(len(ids), task.config.seq_len)
         shown.append(
             PreviewExample(
                 tuple(_pieces(ids[:end], weights[:end].tolist(), tokenizer)),
@@ -147,7 +147,7 @@ def _examples(
     return tuple(shown), rows.truncation
 
 
-def _pieces(ids: list[int], weights: list[float], tokenizer: Tokenizer) -> Iterator[Piece]:
+def _pieces(ids: list[int], weights: list[float], tokenizer: Tokenizer) -> Iterator[PreviewText]:
     """The text of tokens, divided where the weight changes.
 
     Each piece is what its tokens add to the text before them, since decoders treat the beginning of
@@ -166,7 +166,7 @@ def _pieces(ids: list[int], weights: list[float], tokenizer: Tokenizer) -> Itera
             stop = common_prefix_length(tokenizer.decode(ids[:end]), text)
         stop = len(text) if end == len(ids) else stop
         if stop > at:
-            yield Piece(text[at:stop], weight)
+            yield PreviewText(text[at:stop], weight)
             at = stop
 
 

@@ -6,7 +6,7 @@ from typing import TextIO
 
 from tigon.data.examples import format_count
 from tigon.train.config import Config
-from tigon.train.preview import Piece, Preview, PreviewExample, PreviewRow
+from tigon.train.preview import Preview, PreviewExample, PreviewRow, PreviewText
 from tigon.utils.json import escape
 from tigon.utils.terminal import escape_controls
 
@@ -80,7 +80,7 @@ def _end(example: PreviewExample) -> str:
     return ""
 
 
-def _mark(piece: Piece, color: bool) -> str:
+def _mark(piece: PreviewText, color: bool) -> str:
     text = escape_controls(piece.text)
     weight = "" if piece.weight in (0, 1) else f"x{piece.weight:.4g}"
     if color:

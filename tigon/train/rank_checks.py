@@ -11,7 +11,7 @@ from tigon.train import resume
 from tigon.train.config import Config
 from tigon.train.distributed import InputError, World
 from tigon.train.model import sampled_digest
-from tigon.train.samples import Prompt
+from tigon.train.samples import SamplePrompt
 from tigon.weights import Repository
 
 ANOTHER, OTHER = "reads another model than rank 0 from {}", "has other {} than rank 0"
@@ -22,13 +22,13 @@ def check_data(config: Config, data: Loader, eval_data: Loader | None, world: Wo
     or wait for each other without end."""
     with world.raise_on_all_ranks():
         sample = data.sample() if world.size > 1 else ""
-        own = {"data": [resume.facts(config, data), sample]}
+        own = {"data": [resume.run_metadata(config, data), sample]}
         if eval_data is not None:
             own["eval_data"] = [eval_data.identity()]
     _compare(own, world, OTHER)
 
 
-def check_prompts(prompts: Sequence[Prompt], world: World) -> None:
+def check_prompts(prompts: Sequence[SamplePrompt], world: World) -> None:
     """Likewise of what the model is asked at evaluations."""
     _compare({"sample_prompts": [prompt.ids for prompt in prompts]}, world, OTHER)
 
@@ -39,7 +39,7 @@ def check_models(config: Config, digest: str, world: World) -> None:
     with world.raise_on_all_ranks():
         own = digest
         if config.model:  # `init` is a config.json, of which the digest is
-            own += _described(config.model, config.revision)
+            own += _describe_model(config.model, config.revision)
     _compare({config.init or config.model: own}, world, ANOTHER)
 
 
@@ -51,11 +51,11 @@ def check_reference_and_teacher(config: Config, world: World) -> None:
             world.raise_on_all_ranks(),
             suppress(FileNotFoundError),
         ):  # what they gave may be in the cache
-            own = sampled_digest(path) + _described(path)
+            own = sampled_digest(path) + _describe_model(path)
         _compare({path: own}, world, ANOTHER)
 
 
-def _described(path: str, revision: str | None = None) -> str:
+def _describe_model(path: str, revision: str | None = None) -> str:
     repository = Repository(path, revision=revision)
     file = repository.optional_file("generation_config.json")  # which samples go by
     generation = b"" if file is None else file.read_bytes()

@@ -34,7 +34,7 @@ COLUMN = "reference"  # of micro-batches: at each token, what the reference give
 WITHOUT_ADAPTERS = "without adapters"  # in place of the digest of a reference that is the base
 VERSION = 3  # of these files; others are made anew
 GROUPS = 4096  # that are packed at a time
-EXCHANGED = 2**26  # numbers that ranks add up at a time
+REDUCE_SIZE = 2**26  # numbers that ranks add up at a time
 
 Pass = Callable[[MicroBatch], Tensor]  # log-probabilities [B, T] of the tokens that are learned
 
@@ -65,7 +65,7 @@ def attach(
     found = read(path, _tokens(corpus))
     if world.all_reduce_max_int(found is None):
         began = time.monotonic()
-        values, tokens = computed(loader, pack, config.micro_batch_size, world, make())
+        values, tokens = compute_logprobs(loader, pack, config.micro_batch_size, world, make())
         with world.raise_on_all_ranks():
             if not int(os.environ.get("LOCAL_RANK", 0)):
                 store(path, values)
@@ -109,7 +109,7 @@ def store(path: Path, values: np.ndarray) -> None:
         write_text(path.with_suffix(".json"), json.dumps({"crc32": zlib.crc32(values.data)}))
 
 
-def computed(
+def compute_logprobs(
     loader: Loader,
     pack: Callable[[Window], PackedRows],
     micro_batch_size: int,
@@ -136,7 +136,7 @@ def computed(
             places = (span for row in chosen for span in rows[row].tolist())
             for (start, stop), (a, b) in zip(places, batch.spans.tolist(), strict=True):
                 values[start:stop] = found[a:b]
-    for some in values.split(EXCHANGED):
+    for some in values.split(REDUCE_SIZE):
         world.all_reduce_sum(some)
     return values.numpy(), tokens
 
@@ -196,7 +196,7 @@ def _digest(
     base: Callable[[], str] | None,
 ) -> str:
     path = Path(config.run_dir, f"{what}.json")
-    known, where = _known(config, path) if trained else (None, path)
+    known, where = _read_cached_digest(config, path) if trained else (None, path)
     try:
         found = find()
     except OSError:
@@ -217,7 +217,7 @@ def _digest(
     return found
 
 
-def _known(config: Config, path: Path) -> tuple[str | None, Path]:
+def _read_cached_digest(config: Config, path: Path) -> tuple[str | None, Path]:
     """What the run of the checkpoint that is named has recorded, or else this run directory."""
     places = [path]
     if isinstance(config.resume, str) and config.resume != "auto":
@@ -233,7 +233,7 @@ def _known(config: Config, path: Path) -> tuple[str | None, Path]:
 
 
 def weights_digest(config: Config) -> str:
-    """Of the files that say the reference's weights; OSError where they are gone."""
+    """Returns a digest of the reference's weight files; raises OSError if they are gone."""
     if not (config.reference or config.model):
         return hash_files([Path(config.init)], config.seed, config.param_dtype)
     revision = None if config.reference else config.revision

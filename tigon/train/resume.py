@@ -1,4 +1,4 @@
-"""A run directory belongs to one process at a time, however that process ends."""
+"""Claims a run directory for one process, and decides where a run resumes from."""
 
 import json
 import os
@@ -16,7 +16,7 @@ from tigon.tokenizer import chat_template
 from tigon.train import checkpoint
 from tigon.train.config import Config, Parallel
 from tigon.train.distributed import World
-from tigon.train.state import State
+from tigon.train.state import TrainState
 from tigon.weights import LockedError, lock_file, remove_leftovers
 
 LOCK, PROBE = ".lock", ".rank-{}-{}"
@@ -153,7 +153,7 @@ AFRESH = "give the same again, or begin another run_dir, with model= an export o
 LONG = 2**20  # steps of a run that may have been longer before its settings changed
 
 
-def find(config: Config, world: World) -> Path | None:
+def find_source(config: Config, world: World) -> Path | None:
     """The checkpoint to resume from, or None to begin; `claim` has seen to the run directory.
 
     Every rank calls this: together they check that the files are as they were written.
@@ -163,7 +163,7 @@ def find(config: Config, world: World) -> Path | None:
     if not config.resume:
         return None
     if config.resume in (True, "auto"):
-        return checkpoint.newest_whole(run / "checkpoints", world.log_rank0)
+        return checkpoint.newest_complete(run / "checkpoints", world.log_rank0)
     chosen = Path(str(config.resume))
     checkpoint.step_of(chosen)
     if newest is not None and newest.resolve() != chosen.resolve():
@@ -174,7 +174,7 @@ def find(config: Config, world: World) -> Path | None:
     return chosen
 
 
-def facts(config: Config, data: Loader) -> dict[str, Any]:
+def run_metadata(config: Config, data: Loader) -> dict[str, Any]:
     """What a checkpoint must remember to be resumed: settings, and which data its steps meant."""
     return json.loads(json.dumps({"data": data.identity(), "config": asdict(config)}))
 
@@ -220,20 +220,20 @@ def _changes(source: Path, config: Config) -> tuple[dict[str, Any], dict[str, An
     plain = {field.name: field.default for field in fields(Config)} | known["config"]
     before, now = (json.loads(json.dumps(c)) for c in (plain, asdict(config)))
     changed = {
-        name: _told(name, before[name], value)
+        name: _describe_change(name, before[name], value)
         for name, value in now.items()
         if name not in ("resume", "run_dir") and before[name] != value
     }
     return before, now, changed
 
 
-def _told(name: str, was: Any, now: Any) -> str:
-    """Of an adapter and of a layout, the settings that differ."""
+def _describe_change(name: str, was: Any, now: Any) -> str:
+    """Describes a changed setting; of lora and parallel only the fields that differ."""
     if name == "parallel" and all(isinstance(of, dict | None) for of in (was, now)):
         was, now = (asdict(Parallel()) | (of or {}) for of in (was, now))
     if name in ("lora", "parallel") and isinstance(was, dict) and isinstance(now, dict):
         each = {key: (was.get(key), now.get(key)) for key in {**now, **was}}
-        told = [_told(f"{name}.{key}", a, b) for key, (a, b) in each.items() if a != b]
+        told = [_describe_change(f"{name}.{key}", a, b) for key, (a, b) in each.items() if a != b]
         if told:  # otherwise one of them says what the other leaves out
             return ", ".join(told)
     return f"{name} {json.dumps(was)} -> {json.dumps(now)}"
@@ -249,10 +249,10 @@ def check_base(source: Path, config: Config, found: str) -> None:
         )
 
 
-def state_of(source: Path, steps: int) -> State:
+def read_state(source: Path, steps: int) -> TrainState:
     """What the checkpoint remembers. ValueError for rows passed over that no run of so many steps
     passes over, as finding the next ones could take for ever."""
-    state = State.of(checkpoint.read_metadata(source))
+    state = TrainState.of(checkpoint.read_metadata(source))
     # A rollback passes over no more steps than a run has
     most = state.rollbacks * max(steps, LONG)
     if state.offset > most:
@@ -264,12 +264,12 @@ def state_of(source: Path, steps: int) -> State:
     return state
 
 
-def check(source: Path, config: Config, data: Loader) -> list[str]:
+def check_settings(source: Path, config: Config, data: Loader) -> list[str]:
     """The settings that differ from the checkpoint's; an error if the data stream does.
 
     `check_adapter` checks adapters before.
     """
-    was, now = checkpoint.read_metadata(source), facts(config, data)
+    was, now = checkpoint.read_metadata(source), run_metadata(config, data)
     if was.get("step", step := checkpoint.step_of(source)) != step:
         raise ValueError(f"{source} is of step {was['step']}: give it its own name back")
     _, _, changed = _changes(source, config)

@@ -14,17 +14,17 @@ from tigon.train.config import Config
 from tigon.train.distributed import World, reshard
 from tigon.utils.json import parse_json
 
-MOST = 64  # prompts, which are one batch
+MAX_PROMPTS = 64  # prompts, which are one batch
 
 
 @dataclass(frozen=True)
-class Prompt:
+class SamplePrompt:
     text: str  # for people
     ids: list[int]
 
 
-def read_prompts(config: Config, tokenizer: Tokenizer, model: CausalLM) -> list[Prompt]:
-    """Of `sample_prompts`: texts, and .jsonl files of rows with "prompt" or "messages".
+def read_prompts(config: Config, tokenizer: Tokenizer, model: CausalLM) -> list[SamplePrompt]:
+    """Reads `sample_prompts`: texts, and .jsonl files of rows with "prompt" or "messages".
 
     A text is what a user says, but with task=pretrain or without a chat template it is what the
     model goes on with. Raises ValueError for what cannot be read, or is too long for the model.
@@ -35,8 +35,8 @@ def read_prompts(config: Config, tokenizer: Tokenizer, model: CausalLM) -> list[
             found += [_prompt(row, where, config, tokenizer) for where, row in _rows(Path(item))]
         else:
             found.append(_prompt({"prompt": item}, "sample_prompts", config, tokenizer))
-    if len(found) > MOST:
-        raise ValueError(f"sample_prompts has {len(found)} prompts: give at most {MOST}")
+    if len(found) > MAX_PROMPTS:
+        raise ValueError(f"sample_prompts has {len(found)} prompts: give at most {MAX_PROMPTS}")
     longest, room = (
         max((len(p.ids) for p in found), default=0),
         model.config.max_position_embeddings,
@@ -50,7 +50,11 @@ def read_prompts(config: Config, tokenizer: Tokenizer, model: CausalLM) -> list[
 
 
 def generate(
-    model: CausalLM, prompts: Sequence[Prompt], tokenizer: Tokenizer, tokens: int, world: World
+    model: CausalLM,
+    prompts: Sequence[SamplePrompt],
+    tokenizer: Tokenizer,
+    tokens: int,
+    world: World,
 ) -> list[dict[str, str]]:
     """The likeliest `tokens` tokens after each prompt, or fewer where the text ends: rows with
     "prompt" and "text".
@@ -76,11 +80,11 @@ def generate(
     model.train()
     reshard(model)
     ends = _ends(model)
-    texts = [tokenizer.decode(until(row, ends)) for row in made[:, width:].tolist()]
+    texts = [tokenizer.decode(truncate_at(row, ends)) for row in made[:, width:].tolist()]
     return [{"prompt": p.text, "text": text} for p, text in zip(prompts, texts, strict=True)]
 
 
-def until(ids: Sequence[int], ends: set[int]) -> list[int]:
+def truncate_at(ids: Sequence[int], ends: set[int]) -> list[int]:
     """The tokens before the first that ends a text."""
     stop = next((i for i, token in enumerate(ids) if token in ends), len(ids))
     return list(ids[:stop])
@@ -103,7 +107,7 @@ def _rows(path: Path) -> Iterator[tuple[str, Any]]:
             yield where, parse_json(text, where, nan=True)
 
 
-def _prompt(row: Any, where: str, config: Config, tokenizer: Tokenizer) -> Prompt:
+def _prompt(row: Any, where: str, config: Config, tokenizer: Tokenizer) -> SamplePrompt:
     """`where` the row is from, for messages."""
     messages = row.get("messages") if isinstance(row, dict) else None
     if isinstance(messages, list) and messages:
@@ -124,11 +128,11 @@ def _prompt(row: Any, where: str, config: Config, tokenizer: Tokenizer) -> Promp
         chats = config.task != "pretrain" and tokenizer.chat_template is not None
         messages = [{"role": "user", "content": text}] if chats else None
     if messages is None:
-        return Prompt(text, tokenizer.encode(text))
+        return SamplePrompt(text, tokenizer.encode(text))
     try:
         messages = tokenizer.convert_messages(messages)
         ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True)
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from None
     assert isinstance(ids, list)
-    return Prompt(text, ids)
+    return SamplePrompt(text, ids)

@@ -13,22 +13,22 @@ import torch
 from tigon.models import CausalLM, aux_loss_coef
 from tigon.train import checkpoint
 from tigon.train.config import Config
-from tigon.train.model import outline, outline_of
+from tigon.train.model import meta_model, meta_model_from_path
 from tigon.train.resume import AFRESH
-from tigon.train.tasks import Objective
+from tigon.train.tasks import Task
 
 
-def decide(objective: Objective, source: Path | None) -> str | None:
-    """Settle `objective.share_prompts`; why prompts are not shared where they could be.
+def set_share_prompts(task: Task, source: Path | None) -> str | None:
+    """Sets `task.share_prompts`; returns why prompts are not shared where they could be.
 
     ValueError for a checkpoint `source` whose run shared them, where they cannot be now.
     """
-    if not objective.one_prompt:
+    if not task.one_prompt:
         return None
-    reason = _obstacle(objective.config, source)
+    reason = _obstacle(task.config, source)
     if source is not None:
         began = checkpoint.read_metadata(source)
-        objective.distinct = began.get("distinct", False)  # earlier versions kept equal answers
+        task.distinct = began.get("distinct", False)  # earlier versions kept equal answers
         if not began.get("share_prompts", False):
             reason = reason or f"{source} is of a run that did not"
         elif reason is not None:
@@ -36,7 +36,7 @@ def decide(objective: Objective, source: Path | None) -> str | None:
                 f"{source} is of a run that computed each prompt once, which now cannot be "
                 f"({reason}); {AFRESH}"
             )
-    objective.share_prompts = reason is None
+    task.share_prompts = reason is None
     return reason
 
 
@@ -50,7 +50,7 @@ def _obstacle(config: Config, source: Path | None) -> str | None:
         return "cuda_graphs=true needs sequences with keys of their own"
     if config.attention == "cudnn":
         return "attention=cudnn needs sequences with keys of their own"
-    model = outline(config, torch.float32, source)
+    model = meta_model(config, torch.float32, source)
     if aux_loss_coef(model.config) and config.task != "reward":
         return "the balance of experts, which is part of the loss, counts each answer's own prompt"
     for read in filter(None, (model, _reference(config, source))):
@@ -62,7 +62,7 @@ def _obstacle(config: Config, source: Path | None) -> str | None:
 def _reference(config: Config, source: Path | None) -> CausalLM | None:
     """Another model that reads the same rows, if there is one."""
     try:
-        return outline_of(config.reference) if config.reference else None
+        return meta_model_from_path(config.reference) if config.reference else None
     except OSError:
         if source is None:
             raise

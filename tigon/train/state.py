@@ -7,11 +7,11 @@ from typing import Any, Self
 from tigon.utils.json import quote
 
 WINDOW = 128  # steps that a spike is measured against
-MOST = 2**40  # steps, which no run has
+MAX_STEPS = 2**40  # steps, which no run has
 
 
 @dataclass
-class State:
+class TrainState:
     """The same on every rank."""
 
     offset: int = 0  # steps' rows that rollbacks have passed over
@@ -58,10 +58,10 @@ class State:
         else:
             self.evaluations_since += 1
 
-    def is_out_of(self, patience: int) -> bool:
+    def is_out_of_patience(self, patience: int) -> bool:
         return 0 < patience <= self.evaluations_since
 
-    def return_to(self, was: "State", offset: int) -> None:
+    def roll_back_to(self, was: "TrainState", offset: int) -> None:
         """A checkpoint's state, with other rows ahead."""
         self.__dict__.update(was.__dict__, offset=offset, rollbacks=self.rollbacks + 1)
 
@@ -72,4 +72,4 @@ def _possible(value: Any) -> bool:
         return len(value) <= WINDOW and all(type(v) in (int, float) for v in value)
     if isinstance(value, float):
         return not math.isnan(value)
-    return value is None or (type(value) is int and -1 <= value < MOST)
+    return value is None or (type(value) is int and -1 <= value < MAX_STEPS)

@@ -126,7 +126,7 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
 
 
 def named_peak(name: str) -> float | None:
-    """Of the GPU with this name, as its driver says it."""
+    """Returns the peak FLOP/s of the GPU that its driver calls `name`."""
     words = name.replace("-", " ").split()
     if "MIG" in words:
         return None

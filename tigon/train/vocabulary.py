@@ -18,7 +18,7 @@ class Vocabulary(NamedTuple):
     size: int  # rows that all ids need
 
     def rows(self, stored: int) -> int:
-        """Of embedding and head, where the checkpoint has `stored`."""
+        """Returns the rows of embedding and head, of which the checkpoint has `stored`."""
         return max(stored, self.size)
 
     def describe(self, stored: int) -> list[str]:

@@ -5,38 +5,38 @@ writes and reads; docs/training.md has the format.
 """
 
 from tigon.train.checkpoint.files import (
-    Keep,
+    KeepPolicy,
     clean,
-    in_use,
     latest,
-    newest_whole,
+    newest_complete,
+    read_lock,
     read_metadata,
     step_of,
     verify,
 )
 from tigon.train.checkpoint.reading import load, stored_weights
 from tigon.train.checkpoint.saver import (
-    InBackground,
+    BackgroundWriter,
     SaveError,
     Saver,
     check_finite,
-    fits,
+    fits_in_memory,
     has_failed,
 )
 
 __all__ = [
-    "InBackground",
-    "Keep",
+    "BackgroundWriter",
+    "KeepPolicy",
     "SaveError",
     "Saver",
     "check_finite",
     "clean",
-    "fits",
+    "fits_in_memory",
     "has_failed",
-    "in_use",
     "latest",
     "load",
-    "newest_whole",
+    "newest_complete",
+    "read_lock",
     "read_metadata",
     "step_of",
     "stored_weights",

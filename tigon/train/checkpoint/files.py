@@ -66,7 +66,7 @@ def read_metadata(checkpoint: Path) -> dict[str, Any]:
 
 
 @contextmanager
-def in_use(checkpoint: Path) -> Iterator[None]:
+def read_lock(checkpoint: Path) -> Iterator[None]:
     """Nobody removes the checkpoint meanwhile, as far as the file system knows locks."""
     descriptor = os.open(checkpoint, os.O_RDONLY)
     try:
@@ -128,7 +128,7 @@ def first_cause(error: BaseException) -> str:
 
 SUMS = "SHA256SUMS"
 BLOCK = 16 << 20
-MOST_SUMS = 16 << 20  # bytes of the file
+MAX_SUMS_BYTES = 16 << 20  # bytes of the file
 
 
 def checksum(path: Path) -> str:
@@ -187,7 +187,7 @@ def has_other_files(checkpoint: Path) -> bool:
     return not all(listed(path.relative_to(checkpoint).as_posix()) for path in files)
 
 
-def newest_whole(
+def newest_complete(
     directory: Path, say: Callable[[str], None] = print, *, until: int | None = None
 ) -> Path | None:
     """The newest checkpoint that is not damaged; None if there is none at all.
@@ -247,7 +247,7 @@ def _read_sums(path: Path) -> dict[str, str]:
     if not path.is_file():
         raise ValueError(f"{path} is missing")
     sums = {}
-    for line in read_bytes(path, MOST_SUMS).decode(errors="replace").splitlines(keepends=True):
+    for line in read_bytes(path, MAX_SUMS_BYTES).decode(errors="replace").splitlines(keepends=True):
         digest, _, name = line.partition("  ")
         if len(digest) != 64 or not name.endswith("\n") or _is_outside(name):
             raise ValueError(f"{path} is damaged: it has the line {quote(line)}")
@@ -262,21 +262,21 @@ def _is_outside(name: str) -> bool:
 
 
 @dataclass(frozen=True)
-class Saved:
+class SavedStep:
     step: int
     time: float  # seconds since the epoch
     eval_loss: float | None = None
 
 
 @dataclass(frozen=True)
-class Keep:
+class KeepPolicy:
     """`last` newest (0: all), `best` by eval loss, and one every `hours` for ever (0: none)."""
 
     last: int = 2
     best: int = 0
     hours: float = 0.0
 
-    def choose(self, saved: Sequence[Saved]) -> set[int]:
+    def choose(self, saved: Sequence[SavedStep]) -> set[int]:
         """The steps that stay; the newest always does."""
         ordered = sorted(saved, key=lambda s: s.step)
         kept = {s.step for s in ordered[-self.last :]}
@@ -292,7 +292,7 @@ class Keep:
         return kept
 
 
-def prune(directory: Path, newest: int, keep: Keep, losses: dict[int, float]) -> None:
+def prune(directory: Path, newest: int, keep: KeepPolicy, losses: dict[int, float]) -> None:
     """Remove the checkpoints up to step `newest`, which is whole, that `keep` does not choose.
 
     Those after it are of a run that went on from an earlier one: they may be damaged, so they do
@@ -300,7 +300,7 @@ def prune(directory: Path, newest: int, keep: Keep, losses: dict[int, float]) ->
     files stays for ever.
     """
     found = {step: path for path in list_checkpoints(directory) if (step := _step(path)) <= newest}
-    saved = [Saved(step, _time(path), losses.get(step)) for step, path in found.items()]
+    saved = [SavedStep(step, _time(path), losses.get(step)) for step, path in found.items()]
     for step in found.keys() - keep.choose(saved):
         if not has_other_files(found[step]):
             remove(found[step])

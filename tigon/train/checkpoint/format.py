@@ -109,27 +109,27 @@ State = dict[str, LocalRows]
 
 def full_state(model: CausalLM, optimizer: Optimizer | None, ema: Ema | None) -> State:
     """Weights and, if given, optimizer states and average."""
-    state = weights(model)
+    state = weight_state(model)
     if optimizer is not None:
         state |= optimizer_states(model, optimizer)
     if ema is not None:
-        state |= averages(model, ema)
+        state |= ema_state(model, ema)
     return state
 
 
-def weights(model: CausalLM) -> State:
+def weight_state(model: CausalLM) -> State:
     """By name of the checkpoint tensor; a tied one once. Of a model with an adapter that alone."""
     adapter, every = model.active_adapter, dict(model.named_parameters())
     chosen = every if adapter is None else adapter_parameters(model, adapter)
     own = {name: local_rows(name, p) for name, p in chosen.items()}
-    return _by_part(own, model)
+    return _shards_by_tensor(own, model)
 
 
-def averages(model: CausalLM, ema: Ema) -> State:
+def ema_state(model: CausalLM, ema: Ema) -> State:
     """As `weights`, named ema.NAME; of the parameters that are trained."""
     parameters = dict(model.named_parameters())
     own = {n: (value, local_rows(n, parameters[n])[1]) for n, value in ema.values.items()}
-    return _by_part(own, model, EMA)
+    return _shards_by_tensor(own, model, EMA)
 
 
 def optimizer_states(model: CausalLM, optimizer: Optimizer) -> State:
@@ -164,7 +164,7 @@ def optimizer_states(model: CausalLM, optimizer: Optimizer) -> State:
                     f"nor a tensor with the parameter's rows, but {value!r}"
                 )
     for kind, own_of in rows.items():
-        found |= _by_part(own_of, model, f"{OPTIMIZER}{kind}.")
+        found |= _shards_by_tensor(own_of, model, f"{OPTIMIZER}{kind}.")
     return found
 
 
@@ -178,7 +178,9 @@ def run_layout(model: CausalLM) -> Layout:
     return model.layout(stacked_experts=True)
 
 
-def _by_part(own: Mapping[str, tuple[Tensor, int]], model: CausalLM, prefix: str = "") -> State:
+def _shards_by_tensor(
+    own: Mapping[str, tuple[Tensor, int]], model: CausalLM, prefix: str = ""
+) -> State:
     """`own`: of each parameter this rank's rows, and which of the whole is the first."""
     layout, parameters = run_layout(model), dict(model.named_parameters())
     shapes: dict[str, tuple[int, ...]] = {}
@@ -211,7 +213,7 @@ def _coarser(part: TensorSlice, block: int) -> TensorSlice:
 BLOCK = 16 << 20  # bytes that are hashed and written at a time
 
 
-class Written(NamedTuple):
+class FileResult(NamedTuple):
     file: str
     sha256: str
 
@@ -245,7 +247,7 @@ class Writer(StorageWriter):
         for name, items in _files(plan.items, plan.storage_data).items():
             path = self.directory / name
             with explain_full_disk(path, sum(map(_nbytes, items))):
-                written = Written(name, _write(path, items, planner))
+                written = FileResult(name, _write(path, items, planner))
             results += [WriteResult(item.index, _nbytes(item), written) for item in items]
         done: Future[list[WriteResult]] = Future()
         done.set_result(results)

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from tigon.hub import check_folder
 from tigon.models import CausalLM
-from tigon.train.checkpoint.files import first_cause, in_use
+from tigon.train.checkpoint.files import first_cause, read_lock
 from tigon.train.checkpoint.format import EMA, OPTIMIZER, State, full_state, run_layout
 from tigon.train.optim import Ema
 from tigon.weights import Checkpoint, Layout, StoredRows, read_header
@@ -68,7 +68,7 @@ def _faults(checkpoint: Path, state: State, stored: Metadata) -> list[str]:
 
 
 def _kind(name: str) -> str:
-    """Of an optimizer's state, which it is."""
+    """Returns the kind of optimizer state that a name ends with."""
     return name.split(".")[1] if name.startswith(OPTIMIZER) else ""
 
 
@@ -98,7 +98,7 @@ def load(
     Each rank reads its own rows only. In a process group every rank calls this. Raises ValueError
     if the checkpoint does not fit the model, cannot be read, or has values that no run has.
     """
-    with in_use(checkpoint), warnings.catch_warnings():
+    with read_lock(checkpoint), warnings.catch_warnings():
         check_folder(checkpoint)
         warnings.filterwarnings("ignore", "torch.distributed is disabled")
         try:

@@ -25,12 +25,12 @@ from tigon.models import CausalLM, write_description
 from tigon.tokenizer import Tokenizer
 from tigon.train.checkpoint.files import (
     RUN,
-    Keep,
+    KeepPolicy,
     clean,
     first_cause,
-    in_use,
     is_listed,
     prune,
+    read_lock,
     remove,
     write_sums,
 )
@@ -50,7 +50,7 @@ def has_failed(writing: Future[Any]) -> bool:
     return writing.done() and writing.exception() is not None
 
 
-class InBackground(ABC):
+class BackgroundWriter(ABC):
     """Leaving its `with` block waits for what is being written, and raises what stopped it."""
 
     @abstractmethod
@@ -117,7 +117,7 @@ def check_finite(
     raise FloatingPointError(f"not finite{where}: {', '.join(names[:3])}{more}")
 
 
-def available(meminfo: Path = Path("/proc/meminfo"), cgroup: Path = CGROUP) -> int:
+def available_memory(meminfo: Path = Path("/proc/meminfo"), cgroup: Path = CGROUP) -> int:
     """Bytes that this process may still take; where nobody says, more than any machine has."""
     found = [1 << 60]
     if meminfo.is_file():
@@ -135,16 +135,16 @@ def available(meminfo: Path = Path("/proc/meminfo"), cgroup: Path = CGROUP) -> i
     return min(found)
 
 
-def fits(needed: int, world: World) -> bool:
+def fits_in_memory(needed: int, world: World) -> bool:
     """Whether the host of every rank has `needed` bytes for each of its ranks, and a tenth more.
 
     Every rank calls this, each with its own number.
     """
     local = int(os.environ.get("LOCAL_WORLD_SIZE", world.size))
-    return not world.all_reduce_max_int(1.1 * needed * local >= available())
+    return not world.all_reduce_max_int(1.1 * needed * local >= available_memory())
 
 
-KEEP = Keep()
+KEEP = KeepPolicy()
 
 
 class _Saving(NamedTuple):
@@ -154,7 +154,7 @@ class _Saving(NamedTuple):
     lock: ExitStack
 
 
-class Saver(InBackground):
+class Saver(BackgroundWriter):
     """The checkpoints of one run. Every rank makes one and calls its methods alike.
 
     With `background`, `save` returns when weights and states are copied into host memory, and the
@@ -163,7 +163,7 @@ class Saver(InBackground):
     """
 
     def __init__(
-        self, run_dir: Path, world: World, *, keep: Keep = KEEP, background: bool = True
+        self, run_dir: Path, world: World, *, keep: KeepPolicy = KEEP, background: bool = True
     ) -> None:
         self.directory, self.metrics = run_dir / "checkpoints", run_dir / "metrics.jsonl"
         self.world, self.keep, self.background = world, keep, background
@@ -203,7 +203,7 @@ class Saver(InBackground):
             clean(self.directory)
             with explain_full_disk(partial, needed):
                 partial.mkdir(parents=True)
-            lock.enter_context(in_use(partial))
+            lock.enter_context(read_lock(partial))
         self.world.barrier()
         content = {
             "step": step,
@@ -312,7 +312,7 @@ class _Stager(AsyncStager):
         """Whether every rank's host has the memory, with a tenth of it to spare; asked once."""
         if self._fits is None:
             needed = sum(c.rows.nbytes for rows in state.values() for c in rows.chunks)
-            self._fits = fits(needed, world)
+            self._fits = fits_in_memory(needed, world)
             if not self._fits:
                 world.log_rank0(
                     f"async_save: no host memory for a copy of {needed / 2**30:.1f} GiB a rank; "

@@ -1,10 +1,15 @@
 """Optimizers, parameter groups, learning-rate schedules and clipping."""
 
-from tigon.train.optim.build import OPTIMIZERS, build_optimizer, check_part, state_bytes
+from tigon.train.optim.build import OPTIMIZERS, build_optimizer, check_local_model, state_bytes
 from tigon.train.optim.clip import clip, clip_gradients
 from tigon.train.optim.ema import Ema, build_ema, ema_bytes
 from tigon.train.optim.groups import freeze, hidden_matrices, learning_rate, parameter_groups
-from tigon.train.optim.in_backward import InBackward, build_in_backward, check_ranks, parts_of
+from tigon.train.optim.in_backward import (
+    InBackward,
+    build_in_backward,
+    check_ranks,
+    parameter_buckets,
+)
 
 __all__ = [
     "OPTIMIZERS",
@@ -13,7 +18,7 @@ __all__ = [
     "build_ema",
     "build_in_backward",
     "build_optimizer",
-    "check_part",
+    "check_local_model",
     "check_ranks",
     "clip",
     "clip_gradients",
@@ -21,7 +26,7 @@ __all__ = [
     "freeze",
     "hidden_matrices",
     "learning_rate",
+    "parameter_buckets",
     "parameter_groups",
-    "parts_of",
     "state_bytes",
 ]

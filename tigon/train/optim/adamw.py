@@ -25,12 +25,12 @@ from tigon.models import CausalLM
 from tigon.train.config import Config
 from tigon.train.distributed import local
 from tigon.train.optim.groups import parameter_groups
-from tigon.train.optim.offload import Memory
+from tigon.train.optim.offload import HostMemory
 from tigon.utils.random import GOLDEN, WORD, as_int64, mix, mix_, take_16_bits
 from tigon.weights import RowSpan, ShardSpec, local_rows
 
 
-def draws(seed: int, step: int, positions: Tensor) -> Tensor:
+def random_bits(seed: int, step: int, positions: Tensor) -> Tensor:
     """64 random bits, int64, for elements by their positions in the whole model, int64.
 
     SplitMix64 (Steele, Lea and Flood, 2014), whose n-th output can be had without those before:
@@ -38,10 +38,10 @@ def draws(seed: int, step: int, positions: Tensor) -> Tensor:
     neither on how ranks divide the model (positions.py) nor on where a run was interrupted.
     """
     bits = positions * as_int64(GOLDEN)
-    return mix_(bits.add_(as_int64((stream(seed, step) + GOLDEN) & WORD)))
+    return mix_(bits.add_(as_int64((stream_seed(seed, step) + GOLDEN) & WORD)))
 
 
-def stream(seed: int, step: int) -> int:
+def stream_seed(seed: int, step: int) -> int:
     """What a step's positions are counted from, as an int64."""
     return as_int64(mix(mix(seed & WORD) + step))
 
@@ -69,7 +69,7 @@ def round_stochastically(value: Tensor, bits: Tensor) -> Tensor:
 # R rows, C columns, K blocks in a row.
 
 BLOCK = 256  # elements at most
-LEAST = 32  # with shorter blocks, scales would take as much as they save
+MIN_BLOCK = 32  # with shorter blocks, scales would take as much as they save
 
 
 def block_size(columns: int) -> int:
@@ -130,7 +130,7 @@ States = Mapping[str, Tensor]  # of one parameter, by name
 Shape = Sequence[int]
 
 
-class Format(Protocol):
+class StateFormat(Protocol):
     """How a state of the name `kind` is kept: as tensors whose names begin with it."""
 
     def tensors(self, kind: str, shape: Shape) -> dict[str, tuple[Shape, torch.dtype]]: ...
@@ -186,7 +186,7 @@ class EightBit:
 
 
 def zeros(
-    formats: Mapping[str, Format], shape: Shape, make: Callable[[Shape, torch.dtype], Tensor]
+    formats: Mapping[str, StateFormat], shape: Shape, make: Callable[[Shape, torch.dtype], Tensor]
 ) -> dict[str, Tensor]:
     """The states of a parameter before its first step."""
     states = {"step": torch.zeros(())}
@@ -195,7 +195,7 @@ def zeros(
     return states
 
 
-def filled(states: dict[str, Tensor], given: States) -> dict[str, Tensor]:
+def copy_states(states: dict[str, Tensor], given: States) -> dict[str, Tensor]:
     """With the given numbers. ValueError unless they are of the same names, dtypes and shapes."""
     found, expected = (
         {name: (tuple(t.shape), t.dtype) for name, t in of.items()} for of in (given, states)
@@ -312,10 +312,10 @@ class SGD:
 # rows. What is left lies in runs: rows are one block of the whole, columns are lines of it that
 # are equally far apart, and a packed projection has such a run for each of its parts.
 
-LONGEST = 1 << 30  # elements of a line: kernels count within one by 32 bits
+MAX_LINE = 1 << 30  # elements of a line: kernels count within one by 32 bits
 
 
-class Run(NamedTuple):
+class PositionRun(NamedTuple):
     """`length` elements of a rank's part of a parameter, from its element `first` on.
 
     The i-th of them, from 0, has the position `position + i // width * pitch + i % width` in the
@@ -344,7 +344,9 @@ class Run(NamedTuple):
         return at.add_(at // self.width, alpha=self.pitch - self.width).add_(self.position)
 
 
-def runs_of(cut: ShardSpec | None, begin: int, count: int, position: int) -> tuple[Run, ...]:
+def runs_of(
+    cut: ShardSpec | None, begin: int, count: int, position: int
+) -> tuple[PositionRun, ...]:
     """The runs of a rank's part, in the order of its elements.
 
     `cut` says what ranks of tensor or expert parallelism have of the parameter; None: all. Of
@@ -352,23 +354,23 @@ def runs_of(cut: ShardSpec | None, begin: int, count: int, position: int) -> tup
     whole parameter's first element.
     """
     every = _block_elements(0, begin + count, 0) if cut is None else _runs(cut)
-    found = (_within(run, begin, begin + count) for run in every)
+    found = (_intersect(run, begin, begin + count) for run in every)
     return tuple(run._replace(position=position + run.position) for run in found if run.length)
 
 
-def positions(runs: Sequence[Run], begin: int, end: int, device: torch.device) -> Tensor:
+def positions(runs: Sequence[PositionRun], begin: int, end: int, device: torch.device) -> Tensor:
     """int64 [end - begin], of the elements `begin` to `end` of a rank's part."""
     found = [run.between(begin, end, device) for run in runs]
     found = [each for each in found if len(each)]
     return found[0] if len(found) == 1 else torch.cat(found)
 
 
-def _block_elements(first: int, count: int, position: int) -> Iterator[Run]:
+def _block_elements(first: int, count: int, position: int) -> Iterator[PositionRun]:
     if count:
-        yield Run(first, count, position, count, count)
+        yield PositionRun(first, count, position, count, count)
 
 
-def _runs(cut: ShardSpec) -> Iterator[Run]:
+def _runs(cut: ShardSpec) -> Iterator[PositionRun]:
     """Of all that a rank of tensor or expert parallelism has."""
     outer, inner = math.prod(cut.shape[: cut.dim]), math.prod(cut.shape[cut.dim + 1 :])
     own, whole = cut.length * inner, cut.shape[cut.dim] * inner
@@ -379,21 +381,21 @@ def _runs(cut: ShardSpec) -> Iterator[Run]:
     pitch = whole // len(pieces)
     even = [RowSpan(source + i * pitch, i * width, width) for i in range(len(pieces))]
     # With several pieces the next line after the last one's is the first one's of the next row
-    if outer > 1 and pieces == even and pitch * len(pieces) == whole and width < LONGEST:
-        yield Run(0, outer * own, source, width, pitch)
+    if outer > 1 and pieces == even and pitch * len(pieces) == whole and width < MAX_LINE:
+        yield PositionRun(0, outer * own, source, width, pitch)
         return
     for i in range(outer):
         for source, target, length in pieces:
             yield from _block_elements(i * own + target, length, i * whole + source)
 
 
-def _within(run: Run, begin: int, end: int) -> Run:
+def _intersect(run: PositionRun, begin: int, end: int) -> PositionRun:
     """What is left of it, none perhaps, where only the elements `begin` to `end` are there."""
     skipped = max(begin - run.first, 0)
     count = max(min(end - run.first, run.length) - skipped, 0)
     lines, rest = divmod(skipped, run.width)
     assert run.lines is None or not rest  # rows are divided, and lines are within rows
-    return Run(
+    return PositionRun(
         run.first + skipped - begin,
         count,
         run.position + lines * run.pitch + rest,
@@ -419,7 +421,7 @@ def runs_fused(parameter: Tensor) -> bool:
     )
 
 
-class Fused:
+class FusedUpdate:
     """What `Stored` is for AdamW; its states are the same, and values are within the rounding of
     float32."""
 
@@ -434,7 +436,7 @@ class Fused:
         group: dict[str, Any],
         parameters: Sequence[Tensor],
         states: Mapping[Tensor, Mapping[str, Tensor]],
-        runs: Mapping[Tensor, Sequence[Run]],
+        runs: Mapping[Tensor, Sequence[PositionRun]],
         scale: Tensor | None,
     ) -> None:
         """Of parameters of a group, together known as `name`; each has its gradient, and has
@@ -451,12 +453,12 @@ class Fused:
         for number, (step, slots) in enumerate(by_step.items()):
             settings = AdamWSettings(
                 *(float(group["lr"]), beta1, beta2, group["eps"], group["weight_decay"]),
-                *(step, stream(self.seed, step)),
+                *(step, stream_seed(self.seed, step)),
             )
             kernel((name, number), slots, settings, scale)
 
     def _slots(
-        self, parameter: Tensor, state: Mapping[str, Tensor], runs: Sequence[Run]
+        self, parameter: Tensor, state: Mapping[str, Tensor], runs: Sequence[PositionRun]
     ) -> Iterator[AdamWSlot]:
         """One for each run, as a launch knows no more of where elements are."""
         slot = _slot(parameter, state)
@@ -466,7 +468,7 @@ class Fused:
         elif len(runs) == 1:
             yield slot._replace(position=runs[0].position, lines=runs[0].lines)
         else:
-            yield from (_of_run(slot, run) for run in runs)
+            yield from (_slice_slot(slot, run) for run in runs)
 
     def _kernel_on(self, device: torch.device) -> FusedAdamW:
         if self._kernel is None:
@@ -485,7 +487,7 @@ def _slot(parameter: Tensor, state: Mapping[str, Tensor]) -> AdamWSlot:
     return AdamWSlot(weight, gradient, *codes, *scales)
 
 
-def _of_run(slot: AdamWSlot, run: Run) -> AdamWSlot:
+def _slice_slot(slot: AdamWSlot, run: PositionRun) -> AdamWSlot:
     size = slot.weight.numel()
 
     def part(tensor: Tensor | None) -> Any:
@@ -506,19 +508,19 @@ SIZE = 1 << 22  # elements updated at a time, which bounds the memory of their f
 ROWS = 64  # pieces have a multiple of these: a CPU's vectors then begin where they would in a whole
 
 
-class Piece(NamedTuple):
+class UpdateSlice(NamedTuple):
     """Rows of a parameter that are updated at once."""
 
     weight: Tensor  # [R, C]
     gradient: Tensor  # [R, C]
-    formats: Mapping[str, Format]  # of each of the rule's states
+    formats: Mapping[str, StateFormat]  # of each of the rule's states
     states: States  # [R, ...]
-    runs: Sequence[Run]  # of the parameter
+    runs: Sequence[PositionRun]  # of the parameter
     first: int  # of its elements, among those that this rank has of the parameter
     step: int  # from 1
 
 
-class Stored(Optimizer):
+class LowPrecisionOptimizer(Optimizer):
     """torch's fused AdamW or SGD, equal to it in every bit where weights and states are float32.
 
     AdamW with states on a GPU is one kernel over all parameters (`fused.py`), whose values may
@@ -535,23 +537,23 @@ class Stored(Optimizer):
         rule: Rule,
         defaults: dict[str, Any],
         *,
-        format_of: Callable[[Tensor, str], Format],
-        runs: Mapping[Tensor, Sequence[Run]],
+        format_of: Callable[[Tensor, str], StateFormat],
+        runs: Mapping[Tensor, Sequence[PositionRun]],
         seed: int,
         stochastic: bool,
-        memory: Memory,
+        memory: HostMemory,
     ) -> None:
         """`defaults`: what the rule reads from groups that lack it; `format_of(parameter, state)`;
         `runs`: where in the model the elements are that this rank has of each parameter;
         `stochastic`: rounding of bfloat16 weights, else to nearest."""
         self.rule, self.runs, self.seed = rule, runs, seed
         self.format_of, self.stochastic, self.memory = format_of, stochastic, memory
-        self.formats: dict[Tensor, dict[str, Format]] = {}
+        self.formats: dict[Tensor, dict[str, StateFormat]] = {}
         self.converted: set[Tensor] = set()  # whose update needs copies of what is kept
         # What the next step multiplies the gradients that are there by, on the device; used once
         self.scale: Tensor | None = None
         may = isinstance(rule, AdamW) and not memory.on_host
-        self.fused = Fused(seed, stochastic) if may else None
+        self.fused = FusedUpdate(seed, stochastic) if may else None
         super().__init__(groups, defaults)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -610,7 +612,7 @@ class Stored(Optimizer):
             lambda i, states: self._update(*buckets[i], iter(states)),
         )
 
-    def take_back(self, parameters: Sequence[Tensor]) -> None:
+    def undo_step(self, parameters: Sequence[Tensor]) -> None:
         """Their last updates, by a scale of NaN, changed nothing: they do not count as steps."""
         if parameters:
             torch._foreach_add_([self.state[p]["step"] for p in parameters], -1.0)
@@ -630,7 +632,7 @@ class Stored(Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """torch's own gives states the dtypes and the device of their parameters."""
         given = states_of(self.param_groups, state_dict)
-        states = {p: filled(self._zeros(p), own) for p, own in given}
+        states = {p: copy_states(self._zeros(p), own) for p, own in given}
         super().load_state_dict(state_dict)
         self.state.update(states)
 
@@ -646,7 +648,7 @@ class Stored(Optimizer):
         done = (torch.stack([state["step"] for _, _, state in here]) - 1).tolist()
         self.rule(group, weights, gradients, values, _counters(done, weights[0].device))
 
-    def _pieces(self, parameters: Sequence[Tensor]) -> Iterator[Piece]:
+    def _pieces(self, parameters: Sequence[Tensor]) -> Iterator[UpdateSlice]:
         for p in parameters:
             own, state = local(p), self.state[p]
             if not own.numel():
@@ -658,7 +660,7 @@ class Stored(Optimizer):
             count = max(1, SIZE // columns // ROWS) * ROWS
             for row in range(0, len(weight), count):
                 here = slice(row, row + count)
-                yield Piece(
+                yield UpdateSlice(
                     weight[here],
                     gradient[here],
                     self.formats[p],
@@ -669,7 +671,7 @@ class Stored(Optimizer):
                 )
 
     def _update(
-        self, group: dict[str, Any], pieces: Sequence[Piece], states: Iterator[Tensor]
+        self, group: dict[str, Any], pieces: Sequence[UpdateSlice], states: Iterator[Tensor]
     ) -> None:
         """`states`: those of the pieces in turn, on the device."""
         pieces = [p._replace(states={name: next(states) for name in p.states}) for p in pieces]
@@ -682,13 +684,13 @@ class Stored(Optimizer):
         for i, piece in enumerate(pieces):
             self._write(piece, weights[i], {kind: values[kind][i] for kind in kinds})
 
-    def _write(self, piece: Piece, weight: Tensor, values: States) -> None:
+    def _write(self, piece: UpdateSlice, weight: Tensor, values: States) -> None:
         bits: list[Tensor | None] = [None] * (1 + len(values))
         rounds = self.stochastic and piece.weight.dtype == torch.bfloat16
         if rounds or any(isinstance(form, BFloat16) for form in piece.formats.values()):
             end = piece.first + weight.numel()
             at = positions(piece.runs, piece.first, end, weight.device)
-            drawn = draws(self.seed, piece.step, at.view_as(weight))
+            drawn = random_bits(self.seed, piece.step, at.view_as(weight))
             bits = [take_16_bits(drawn, i) for i in range(len(bits))]
         of_weight, *of_states = bits
         if rounds:
@@ -705,15 +707,15 @@ def adamw(model: CausalLM, config: Config, states: str) -> Optimizer:
     block of the last."""
     blocks = blocks_of(model) if states == "8bit" else {}
 
-    def format_of(parameter: Tensor, kind: str) -> Format:
+    def format_of(parameter: Tensor, kind: str) -> StateFormat:
         if states == "bfloat16":
             return BFloat16()
-        if states == "8bit" and blocks.get(parameter, _block(parameter)) >= LEAST:
+        if states == "8bit" and blocks.get(parameter, _block(parameter)) >= MIN_BLOCK:
             return EightBit(signed=kind == "exp_avg")
         return Float32()
 
     betas = (config.beta1, config.beta2)
-    return _stored(model, config, AdamW(), format_of, betas=betas, eps=config.eps)
+    return _build_low_precision(model, config, AdamW(), format_of, betas=betas, eps=config.eps)
 
 
 def blocks_of(model: CausalLM) -> dict[Tensor, int]:
@@ -727,7 +729,7 @@ def blocks_of(model: CausalLM) -> dict[Tensor, int]:
             continue
         columns = cut.shape[-1]
         found[p] = block = block_size(columns)
-        if cut.dim != p.dim() - 1 or block < LEAST:
+        if cut.dim != p.dim() - 1 or block < MIN_BLOCK:
             continue
         for rows, _ in cut.pieces if p.requires_grad else ():
             if rows.source % block or block_size(rows.length) != block:
@@ -747,25 +749,25 @@ def _block(parameter: Tensor) -> int:
 def sgd(model: CausalLM, config: Config) -> Optimizer:
     """With a momentum of float32."""
     momentum, nesterov = config.momentum or 0.0, bool(config.nesterov)
-    return _stored(
+    return _build_low_precision(
         model, config, SGD(momentum), lambda *_: Float32(), momentum=momentum, nesterov=nesterov
     )
 
 
 def state_bytes(states: str) -> float:
-    """Of AdamW, for each element of a matrix."""
+    """Returns the bytes of AdamW's states for each element of a matrix."""
     return {"float32": 8.0, "bfloat16": 4.0, "8bit": 2 * (1 + 4 / BLOCK)}[states]
 
 
-def _stored(
+def _build_low_precision(
     model: CausalLM,
     config: Config,
     rule: Rule,
-    format_of: Callable[[Tensor, str], Format],
+    format_of: Callable[[Tensor, str], StateFormat],
     **defaults: Any,
 ) -> Optimizer:
-    runs: dict[Tensor, tuple[Run, ...]] = {}
-    cuts: Mapping[str, ShardSpec] = getattr(model, "shard_specs", {})
+    runs: dict[Tensor, tuple[PositionRun, ...]] = {}
+    cuts: Mapping[str, ShardSpec] = getattr(model, "cuts", {})
     count = 0
     for name, p in model.named_parameters():
         own, row = local_rows(name, p)
@@ -773,7 +775,7 @@ def _stored(
         # What several ranks of tensor parallelism have is rounded alike on all of them
         runs[p] = runs_of(cut, row * math.prod(p.shape[1:]), own.numel(), count)
         count += p.numel() if cut is None else math.prod(cut.shape)
-    return Stored(
+    return LowPrecisionOptimizer(
         parameter_groups(model, config),
         rule,
         {"lr": config.lr, "weight_decay": 0.0, **defaults},
@@ -781,7 +783,7 @@ def _stored(
         runs=runs,
         seed=config.seed,
         stochastic=config.stochastic_rounding,
-        memory=Memory(next(model.parameters()).device, config.optimizer_offload),
+        memory=HostMemory(next(model.parameters()).device, config.optimizer_offload),
     )
 
 
@@ -792,9 +794,9 @@ def _counters(done: Sequence[float], device: torch.device) -> list[Tensor]:
     return [torch.full((), count, device=device) for count in done]
 
 
-def _buckets(pieces: Iterator[Piece]) -> Iterator[list[Piece]]:
+def _buckets(pieces: Iterator[UpdateSlice]) -> Iterator[list[UpdateSlice]]:
     """Of at most SIZE elements, unless one piece has more."""
-    bucket: list[Piece] = []
+    bucket: list[UpdateSlice] = []
     size = 0
     for piece in pieces:
         if bucket and size + piece.weight.numel() > SIZE:

@@ -14,7 +14,7 @@ from tigon.train.optim.groups import freeze, hidden_matrices, parameter_groups
 from tigon.train.optim.muon import Muon
 
 
-class Kind(NamedTuple):
+class OptimizerSpec(NamedTuple):
     build: Callable[[CausalLM, Config], Optimizer]
     state_bytes: Callable[[Config], float]  # per trained parameter
     hidden_bytes: Callable[[Config], float] | None = None  # of `hidden_matrices`, where it differs
@@ -26,7 +26,7 @@ def build_optimizer(model: CausalLM, config: Config) -> Optimizer:
     return OPTIMIZERS[config.optimizer].build(model, config)
 
 
-def check_part(model: CausalLM, config: Config) -> None:
+def check_local_model(model: CausalLM, config: Config) -> None:
     """Raises ValueError for a rank's part of a model that the optimizer has no states for."""
     if config.optimizer == "adamw_8bit":
         adamw.blocks_of(model)
@@ -43,7 +43,7 @@ def state_bytes(config: Config, *, hidden: bool = False) -> float:
 
 
 def item_bytes(config: Config) -> int:
-    """Of a weight that is trained."""
+    """Returns the bytes of one element of a trained weight."""
     return getattr(torch, config.param_dtype).itemsize
 
 
@@ -69,19 +69,19 @@ def muon(model: CausalLM, config: Config) -> Optimizer:
 
 
 # By the name that `optimizer` has in the settings
-OPTIMIZERS: dict[str, Kind] = {
-    "adamw": Kind(
+OPTIMIZERS: dict[str, OptimizerSpec] = {
+    "adamw": OptimizerSpec(
         lambda model, config: adamw.adamw(model, config, "float32"),
         lambda _: adamw.state_bytes("float32"),
     ),
-    "adamw_bf16": Kind(
+    "adamw_bf16": OptimizerSpec(
         lambda model, config: adamw.adamw(model, config, "bfloat16"),
         lambda _: adamw.state_bytes("bfloat16"),
     ),
-    "adamw_8bit": Kind(
+    "adamw_8bit": OptimizerSpec(
         lambda model, config: adamw.adamw(model, config, "8bit"),
         lambda _: adamw.state_bytes("8bit"),
     ),
-    "muon": Kind(muon, lambda config: 2.0 * item_bytes(config), item_bytes),
-    "sgd": Kind(adamw.sgd, lambda config: 4.0 if config.momentum else 0.0),
+    "muon": OptimizerSpec(muon, lambda config: 2.0 * item_bytes(config), item_bytes),
+    "sgd": OptimizerSpec(adamw.sgd, lambda config: 4.0 if config.momentum else 0.0),
 }

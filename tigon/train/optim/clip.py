@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from tigon.kernels.norm.grad_norm import SquaredNorm
 from tigon.parallel import find_tensor
 from tigon.train.distributed import local
-from tigon.train.optim.adamw import Stored, runs_fused
+from tigon.train.optim.adamw import LowPrecisionOptimizer, runs_fused
 from tigon.weights import row_group
 
 PIECE = 2**16  # numbers of which a CPU takes the norm in float32
@@ -21,18 +21,18 @@ PIECE = 2**16  # numbers of which a CPU takes the norm in float32
 def clip(model: nn.Module, optimizer: Optimizer, max_norm: float) -> Tensor:
     """As `clip_gradients`; an optimizer that can takes the factor into its next step, and leaves
     gradients as they are."""
-    if not isinstance(optimizer, Stored) or optimizer.fused is None:
+    if not isinstance(optimizer, LowPrecisionOptimizer) or optimizer.fused is None:
         return clip_gradients(model, max_norm)
     optimizer.scale = None  # of a step that was skipped
     given = [p for p in model.parameters() if p.grad is not None]
     if not all(map(runs_fused, given)):
         return clip_gradients(model, max_norm)
-    gradients = [g.contiguous() for g in _counted(model)]
+    gradients = [g.contiguous() for g in _local_gradients(model)]
     parameter = next(model.parameters())
     squares = torch.zeros((), dtype=torch.float64, device=parameter.device)
     if gradients:
         squares = optimizer.fused.squares(gradients)
-    norm = _over_ranks(squares, model).sqrt().float()
+    norm = _sum_over_ranks(squares, model).sqrt().float()
     optimizer.scale = _factor(norm, max_norm) if max_norm else None
     return norm
 
@@ -45,15 +45,15 @@ def clip_gradients(model: nn.Module, max_norm: float) -> Tensor:
     Every rank calls this.
     """
     parameters = list(model.parameters())
-    gradients = [g for _, g in _of_rank(parameters)]
-    counted = _counted(model)
-    norm = _of_norms(_norms(counted), model)
+    gradients = [g for _, g in _rank_gradients(parameters)]
+    counted = _local_gradients(model)
+    norm = _combine_norms(_norms(counted), model)
     if max_norm and gradients:
         torch._foreach_mul_(gradients, _factor(norm, max_norm))
     return norm
 
 
-class NormInParts:
+class BucketedNorm:
     """The same norm, of gradients of which a part is there at a time."""
 
     def __init__(self, model: nn.Module) -> None:
@@ -82,23 +82,23 @@ class NormInParts:
 
     @torch.no_grad()
     def total(self) -> Tensor:
-        """Of all parts. Every rank calls this."""
+        """Returns the norm over all parts. Every rank calls this."""
         model = self._model
         norms = [norm for p in model.parameters() for norm in self._norms.get(p, ())]
         if not self._squares:
-            return _of_norms(norms, model)
+            return _combine_norms(norms, model)
         squares = torch.stack([*self._squares, *(norm.double().square() for norm in norms)])
-        return _over_ranks(squares.sum(), model).sqrt().float()
+        return _sum_over_ranks(squares.sum(), model).sqrt().float()
 
 
-def _of_rank(parameters: Iterable[Tensor]) -> list[tuple[Tensor, Tensor]]:
+def _rank_gradients(parameters: Iterable[Tensor]) -> list[tuple[Tensor, Tensor]]:
     """The gradients that are there, with their parameters, without the empty ones: a rank may have
     no rows of some."""
     found = [(p, local(p.grad)) for p in parameters if p.grad is not None]
     return [(p, g) for p, g in found if g.numel()]
 
 
-def _counted(model: nn.Module) -> list[Tensor]:
+def _local_gradients(model: nn.Module) -> list[Tensor]:
     """This rank's gradients; what ranks of tensor parallelism have alike is counted on one."""
     return [gradient for _, gradient in _counted_of(model, model.named_parameters())]
 
@@ -109,7 +109,7 @@ def _counted_of(
     """As `_counted`, of some of the model's parameters, each with its own."""
     if (tensor := find_tensor(model)) is not None:
         return list(tensor.counted(named))
-    return _of_rank(p for _, p in named)
+    return _rank_gradients(p for _, p in named)
 
 
 def _norms(gradients: Sequence[Tensor]) -> Sequence[Tensor]:
@@ -124,18 +124,18 @@ def _norms(gradients: Sequence[Tensor]) -> Sequence[Tensor]:
     return [torch.linalg.vector_norm(torch.stack([*norms]).double()) for norms in pieces]
 
 
-def _of_norms(norms: Sequence[Tensor], model: nn.Module) -> Tensor:
+def _combine_norms(norms: Sequence[Tensor], model: nn.Module) -> Tensor:
     """float32, the norm of all ranks' gradients, from the norm of each of this rank's."""
     parameter = next(model.parameters())
     norm = torch.zeros((), device=parameter.device)
     if norms:
         norm = torch.linalg.vector_norm(torch.stack([*norms]))
     if isinstance(parameter, DTensor) or find_tensor(model) is not None:
-        norm = _over_ranks(norm.double().square(), model).sqrt()
+        norm = _sum_over_ranks(norm.double().square(), model).sqrt()
     return norm.float()
 
 
-def _over_ranks(squares: Tensor, model: nn.Module) -> Tensor:
+def _sum_over_ranks(squares: Tensor, model: nn.Module) -> Tensor:
     parameter = next(model.parameters())
     if isinstance(parameter, DTensor):
         dist.all_reduce(squares, group=row_group(parameter))

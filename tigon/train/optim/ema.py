@@ -9,7 +9,7 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn
 from tigon.train.config import Config
 from tigon.train.distributed import local
 from tigon.train.optim.adamw import SIZE
-from tigon.train.optim.offload import Memory
+from tigon.train.optim.offload import HostMemory
 
 
 class Ema:
@@ -20,7 +20,7 @@ class Ema:
 
     def __init__(self, model: nn.Module, decay: float, *, offload: bool = False) -> None:
         self.decay, self.average = decay, get_ema_multi_avg_fn(decay)
-        self.memory = Memory(next(model.parameters()).device, offload)
+        self.memory = HostMemory(next(model.parameters()).device, offload)
         self.values = {
             name: self.memory.zeros(weight.shape, torch.float32)
             for name, weight in _trained(model).items()

@@ -24,7 +24,7 @@ SHAPES: dict[str, Callable[[float], float]] = {
 
 
 def learning_rate(config: Config, step: int, steps: int) -> float:
-    """Of optimizer step `step`, counted from 0: up to lr in the warm-up, then the schedule."""
+    """The rate at `step`, counted from 0: up to lr in the warm-up, then the schedule."""
     warmup = count(config.warmup_steps, steps)
     if step < warmup:
         return config.lr * (step + 1) / warmup

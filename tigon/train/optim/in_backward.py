@@ -16,12 +16,12 @@ from torch import Tensor, nn
 from tigon.models import CausalLM
 from tigon.parallel import find_tensor, forward_order
 from tigon.train.config import Config
-from tigon.train.optim.adamw import Stored, runs_fused
-from tigon.train.optim.clip import NormInParts
+from tigon.train.optim.adamw import LowPrecisionOptimizer, runs_fused
+from tigon.train.optim.clip import BucketedNorm
 
 
 @dataclass
-class Part:
+class BackwardBucket:
     """Parameters that are updated together, by one launch where the kernel runs."""
 
     number: int
@@ -36,9 +36,9 @@ class InBackward:
     A step has one forward and one backward. Any other backward leaves gradients as ever.
     """
 
-    def __init__(self, model: CausalLM, optimizer: Stored) -> None:
+    def __init__(self, model: CausalLM, optimizer: LowPrecisionOptimizer) -> None:
         """The optimizer has all parameters that are trained, and sets no gradient itself."""
-        self.optimizer, self.norm = optimizer, NormInParts(model)
+        self.optimizer, self.norm = optimizer, BucketedNorm(model)
         self.names = {p: name for name, p in model.named_parameters()}
         self.tensor = find_tensor(model)
         if self.tensor is not None:
@@ -46,14 +46,14 @@ class InBackward:
         self.under_way = False  # also after a backward that has failed
         self.finite, self.scale = torch.tensor(True), torch.tensor(1.0)
         self._waited: bool | None = None  # `finite`, on the host
-        self.parts = [Part(i, each) for i, each in enumerate(parts_of(model))]
+        self.parts = [BackwardBucket(i, each) for i, each in enumerate(parameter_buckets(model))]
         self._updated: list[Tensor] = []
         index = {p: i for i, group in enumerate(optimizer.param_groups) for p in group["params"]}
         for part in self.parts:
             for p in part.parameters:
                 part.groups.setdefault(index[p], []).append(p)
                 # The autograd graph keeps hooks where the garbage collector sees no cycle
-                arrived = partial(_arrived, weakref.ref(self), part.number)
+                arrived = partial(_on_gradient, weakref.ref(self), part.number)
                 p.register_post_accumulate_grad_hook(arrived)
 
     def backward(self, loss: Tensor, total: Tensor | None = None) -> Tensor:
@@ -81,9 +81,9 @@ class InBackward:
         self.under_way = False
         return self.norm.total()
 
-    def take_back(self) -> None:
+    def undo_step(self) -> None:
         """After a loss that was not finite: the update that changed nothing is no step."""
-        self.optimizer.take_back(self._updated)
+        self.optimizer.undo_step(self._updated)
         self._updated = []
 
     def check(self) -> None:
@@ -109,7 +109,7 @@ class InBackward:
             self._update(part)
 
     @torch.no_grad()
-    def _update(self, part: Part) -> None:
+    def _update(self, part: BackwardBucket) -> None:
         given = {self.names[p]: p for p in part.parameters if p.grad is not None}
         if not given:
             return
@@ -131,7 +131,7 @@ class InBackward:
         return self._waited
 
 
-def _arrived(updates: weakref.ref[InBackward], number: int, _: Tensor) -> None:
+def _on_gradient(updates: weakref.ref[InBackward], number: int, _: Tensor) -> None:
     if (there := updates()) is not None:
         there.arrived(number)
 
@@ -141,11 +141,11 @@ def build_in_backward(
 ) -> InBackward | None:
     if not config.optimizer_in_backward:
         return None
-    assert isinstance(optimizer, Stored)  # Config says so
+    assert isinstance(optimizer, LowPrecisionOptimizer)  # Config says so
     return InBackward(model, optimizer)
 
 
-def parts_of(model: CausalLM) -> list[list[nn.Parameter]]:
+def parameter_buckets(model: CausalLM) -> list[list[nn.Parameter]]:
     """The trained parameters of the embedding, of each block, and of the last norm with the head.
     What is shared is of the first that has it."""
     found: list[list[nn.Parameter]] = []

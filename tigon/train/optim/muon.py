@@ -29,12 +29,12 @@ class Matrix(NamedTuple):
 
     @property
     def cost(self) -> int:
-        """Of a Newton-Schulz iteration, in multiply-adds."""
+        """Multiply-adds of a Newton-Schulz iteration."""
         short, long = sorted(self)
         return short * short * (2 * long + short)
 
 
-class Block(NamedTuple):
+class MatrixBlock(NamedTuple):
     """What a rank has of a matrix: elements of its part of a parameter, from `offset` on."""
 
     parameter: int
@@ -46,7 +46,7 @@ class Block(NamedTuple):
     cols: int
 
 
-class Copy(NamedTuple):
+class BlockCopy(NamedTuple):
     """`length` elements of a rank's part of a parameter, of matrices of one shape."""
 
     parameter: int
@@ -54,7 +54,7 @@ class Copy(NamedTuple):
     length: int
     shape: Matrix
 
-    def meets(self, after: "Copy") -> bool:
+    def meets(self, after: "BlockCopy") -> bool:
         same = (self.parameter, self.shape) == (after.parameter, after.shape)
         return same and self.offset + self.length == after.offset
 
@@ -82,7 +82,7 @@ class Round:
     """What one rank does with the matrices of all ranks in a round."""
 
     own: list[Matrix] = field(default_factory=list)  # equal shapes together
-    out: list[Copy] = field(default_factory=list)  # what it sends, in the order of the message
+    out: list[BlockCopy] = field(default_factory=list)  # what it sends, in the order of the message
     sizes_out: list[int] = field(default_factory=list)  # elements to each rank
     sizes_in: list[int] = field(default_factory=list)
     moves: list[Move] = field(default_factory=list)  # from the message to the matrices
@@ -90,7 +90,7 @@ class Round:
 
 def blocks_of(
     parameter: Tensor, index: int, heights: Sequence[int], first: int, cut: ShardSpec | None
-) -> Iterator[Block]:
+) -> Iterator[MatrixBlock]:
     """What this rank has of a parameter's matrices, which are numbered from `first` on.
 
     `heights`: the rows of each, of the whole parameter. `cut`: what this rank's is of that, without
@@ -107,11 +107,11 @@ def blocks_of(
             for (row, col), block in local_blocks(part, parameter.shape, own, begin):
                 assert block.is_contiguous()  # of columns a rank has one piece
                 offset = int(block.storage_offset() - own.storage_offset())
-                yield Block(index, offset, matrix, row, col, *block.shape)
+                yield MatrixBlock(index, offset, matrix, row, col, *block.shape)
         start += rows
 
 
-def deal(matrices: Sequence[Matrix], blocks: Sequence[Sequence[Block]]) -> list[int]:
+def assign_ranks(matrices: Sequence[Matrix], blocks: Sequence[Sequence[MatrixBlock]]) -> list[int]:
     """The rank for each matrix, so that all have about the same cost. `blocks`: of each rank.
 
     A rank that has all of a matrix keeps it, as long as that is not more than its share. The
@@ -137,13 +137,16 @@ def deal(matrices: Sequence[Matrix], blocks: Sequence[Sequence[Block]]) -> list[
 
 
 def plan(
-    matrices: Sequence[Matrix], blocks: Sequence[Sequence[Block]], rank: int, size: int = ROUND
+    matrices: Sequence[Matrix],
+    blocks: Sequence[Sequence[MatrixBlock]],
+    rank: int,
+    size: int = ROUND,
 ) -> list[Round]:
     """What `rank` does, in rounds of about `size` elements for each owner. `blocks`: of each rank;
     what several have comes from each of them, and goes back to all."""
     ranks = len(blocks)
     rounds: list[list[list[int]]] = []  # of each round, the matrices of each rank
-    owners = deal(matrices, blocks)
+    owners = assign_ranks(matrices, blocks)
     for owner in range(ranks):
         mine = [i for i, o in enumerate(owners) if o == owner]
         mine.sort(key=lambda i: (-matrices[i].cost, matrices[i].rows, i))  # equal shapes together
@@ -156,7 +159,7 @@ def plan(
             if at == len(rounds):
                 rounds.append([[] for _ in range(ranks)])
             rounds[at][owner].append(i)
-    held: list[dict[int, list[Block]]] = [{} for _ in blocks]  # of each rank, by matrix
+    held: list[dict[int, list[MatrixBlock]]] = [{} for _ in blocks]  # of each rank, by matrix
     for of_rank, its in zip(held, blocks, strict=True):
         for b in its:
             of_rank.setdefault(b.matrix, []).append(b)
@@ -166,14 +169,14 @@ def plan(
 def _round(
     matrices: Sequence[Matrix],
     dealt: Sequence[Sequence[int]],
-    held: Sequence[dict[int, list[Block]]],
+    held: Sequence[dict[int, list[MatrixBlock]]],
     rank: int,
 ) -> Round:
     made = Round(own=[matrices[i] for i in dealt[rank]])
     for theirs in dealt:
         size = 0
         for b in (b for i in theirs for b in held[rank].get(i, ())):
-            copy = Copy(b.parameter, b.offset, b.rows * b.cols, matrices[b.matrix])
+            copy = BlockCopy(b.parameter, b.offset, b.rows * b.cols, matrices[b.matrix])
             if made.out and made.out[-1].meets(copy):
                 before = made.out.pop()
                 copy = before._replace(length=before.length + copy.length)
@@ -253,7 +256,7 @@ class Muon(Optimizer):
         super().__init__(groups, {"lr": lr})  # of the same dictionaries
         self.planned: list[int] = []  # ids of the parameters of the rounds
         self.rounds: list[Round] = []
-        self.exchange: _Exchange | None = None
+        self.exchange: _RankExchange | None = None
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
@@ -272,16 +275,16 @@ class Muon(Optimizer):
         for p in parameters:
             if "momentum_buffer" not in self.state[p]:
                 self.state[p]["momentum_buffer"] = torch.zeros_like(p)
-        weights = [_flat(p) for p in parameters]
-        buffers = [_flat(self.state[p]["momentum_buffer"]) for p in parameters]
-        gradients = [_flat(p.grad).to(b.dtype) for p, b in zip(parameters, buffers, strict=True)]
+        weights = [_flatten(p) for p in parameters]
+        buffers = [_flatten(self.state[p]["momentum_buffer"]) for p in parameters]
+        gradients = [_flatten(p.grad).to(b.dtype) for p, b in zip(parameters, buffers, strict=True)]
         torch._foreach_lerp_(buffers, gradients, 1 - self.momentum)
-        for decay, same in _by([1 - g["lr"] * g["weight_decay"] for g in groups], weights):
+        for decay, same in _group_by([1 - g["lr"] * g["weight_decay"] for g in groups], weights):
             torch._foreach_mul_(same, decay)
         exchange = self.exchange
         if exchange is None:
             group = _group(self.like, self.tensor)
-            exchange = self.exchange = _Exchange(group, parameters[0].device, self.dtype)
+            exchange = self.exchange = _RankExchange(group, parameters[0].device, self.dtype)
         if self.planned != (known := [id(p) for p in parameters]):
             self.planned, self.rounds = known, self._plan(parameters, exchange)
 
@@ -301,7 +304,7 @@ class Muon(Optimizer):
             updates = exchange.scatter(turn, matrices)
             rates = [-groups[c.parameter]["lr"] * self.adjust(*c.shape) for c in turn.out]
             pairs = zip(_slices(turn.out, weights), updates, strict=True)
-            for rate, each in _by(rates, pairs):
+            for rate, each in _group_by(rates, pairs):
                 torch._foreach_add_([w for w, _ in each], [u for _, u in each], alpha=rate)
 
     def _orthogonalise(self, turn: Round, matrices: Tensor) -> None:
@@ -310,12 +313,12 @@ class Muon(Optimizer):
         for (rows, cols), same in groupby(turn.own, key=lambda m: (m.rows, m.cols)):
             count = sum(1 for _ in same)
             batch = matrices.narrow(0, begin, count * rows * cols).view(count, rows, cols)
-            batch.copy_(orthogonalise(batch, self.ns_steps))
+            batch.copy_(orthogonalize(batch, self.ns_steps))
             begin += batch.numel()
 
-    def _plan(self, parameters: list[Tensor], exchange: "_Exchange") -> list[Round]:
+    def _plan(self, parameters: list[Tensor], exchange: "_RankExchange") -> list[Round]:
         matrices: list[Matrix] = []
-        own: list[Block] = []
+        own: list[MatrixBlock] = []
         for i, p in enumerate(parameters):
             heights, cut = self.matrices[p], self.shard_specs.get(p)
             own += blocks_of(p, i, heights, len(matrices), cut)
@@ -324,7 +327,7 @@ class Muon(Optimizer):
         return plan(matrices, *exchange.of_all(own))
 
 
-def orthogonalise(
+def orthogonalize(
     x: Tensor,  # [K, M, N]
     steps: int,
 ) -> Tensor:
@@ -368,17 +371,17 @@ def _group(like: Tensor, tensor: TensorParallel | None) -> dist.ProcessGroup | N
     return group
 
 
-class _Exchange:
+class _RankExchange:
     """Sends blocks of matrices to the ranks that own these, and back."""
 
     def __init__(self, group: dist.ProcessGroup | None, device: torch.device, dtype: torch.dtype):
         self.group, self.device, self.dtype = group, device, dtype
 
-    def of_all(self, own: list[Block]) -> tuple[list[list[Block]], int]:
+    def of_all(self, own: list[MatrixBlock]) -> tuple[list[list[MatrixBlock]], int]:
         """The blocks of each rank, and which this one is."""
         if self.group is None:
             return [own], 0
-        every: list[list[Block]] = [own] * self.group.size()
+        every: list[list[MatrixBlock]] = [own] * self.group.size()
         dist.all_gather_object(every, own, self.group)
         return every, self.group.rank()
 
@@ -437,11 +440,11 @@ def _copy(moves: Sequence[Move], message: Tensor, matrices: Tensor, *, back: boo
             torch._foreach_copy_(*((theirs, ours) if back else (ours, theirs)))
 
 
-def _slices(copies: Sequence[Copy], of: Sequence[Tensor]) -> list[Tensor]:
+def _slices(copies: Sequence[BlockCopy], of: Sequence[Tensor]) -> list[Tensor]:
     return [of[c.parameter].narrow(0, c.offset, c.length) for c in copies]
 
 
-def _by(keys: Sequence[float], values: Iterable[T]) -> Iterable[tuple[float, list[T]]]:
+def _group_by(keys: Sequence[float], values: Iterable[T]) -> Iterable[tuple[float, list[T]]]:
     """The values with the same key together."""
     found: dict[float, list[T]] = {}
     for key, value in zip(keys, values, strict=True):
@@ -449,7 +452,7 @@ def _by(keys: Sequence[float], values: Iterable[T]) -> Iterable[tuple[float, lis
     return found.items()
 
 
-def _flat(tensor: Tensor | None) -> Tensor:
+def _flatten(tensor: Tensor | None) -> Tensor:
     """This rank's elements."""
     assert tensor is not None
     return local(tensor.detach()).view(-1)

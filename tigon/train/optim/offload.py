@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 
-class Memory:
+class HostMemory:
     """Where optimizer states are: on the device, or with `offload` in pinned host memory."""
 
     def __init__(self, device: torch.device, offload: bool = False) -> None:

@@ -1,4 +1,4 @@
-"""What every objective is: rows of data, their loss, and what is logged of them."""
+"""The base of all tasks: rows of data, their loss, and the metrics to log."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -15,39 +15,51 @@ from tigon.data.packing import MIN_SHARED_FRACTION
 from tigon.kernels.loss.api import IGNORE_INDEX
 from tigon.models import Batch, CausalLM, Targets
 from tigon.tokenizer import Tokenizer
-from tigon.train.callbacks import Hooks, View, Wanted
+from tigon.train.callbacks import HookRequest, Hooks, PassOutput
 from tigon.train.config import Config, LossSettings, ObjectiveSettings
 from tigon.train.distributed import World
 
 # Settings that a value in evaluation may differ from, and all that need a prediction of tokens
-TWINS = ("metrics", "return_logits", "logits_to_keep", "logits_bytes", "label_smoothing", "z_loss")
-OF_TOKENS = (*TWINS, *(f"eval_{name}" for name in TWINS), "hooks", "predictions")
+EVAL_SETTINGS = (
+    "metrics",
+    "return_logits",
+    "logits_to_keep",
+    "logits_bytes",
+    "label_smoothing",
+    "z_loss",
+)
+TOKEN_SETTINGS = (
+    *EVAL_SETTINGS,
+    *(f"eval_{name}" for name in EVAL_SETTINGS),
+    "hooks",
+    "predictions",
+)
 
 
 @dataclass(frozen=True)
-class Inputs:
+class StepInputs:
     """A micro-batch on the device, resolved once for all passes that a step makes over it."""
 
     micro_batch: MicroBatch  # columns per token and per example, spans of the sequences
     batch: Batch  # what the model reads
     targets: Targets  # what it is to predict
     training: bool = True  # or evaluation
-    wanted: Wanted | None = None  # by those that watch this pass; None: nobody does
+    request: HookRequest | None = None  # what the watchers of this pass need; None without any
 
 
 @dataclass(frozen=True)
-class Part:
+class MicroBatchLoss:
     """What one micro-batch adds to a step; the parts of all micro-batches and ranks add up."""
 
     loss: Tensor
     metrics: dict[str, Tensor] = field(default_factory=dict)  # detached; of any shape
-    view: View | None = None  # of the pass, if somebody watches it
+    output: PassOutput | None = None  # what the pass computed, if it has watchers
 
 
-class Objective:
+class Task:
     """What a run learns from its files, and how.
 
-    A new objective is one file: a subclass, and its name in OBJECTIVES. It says what becomes of
+    A new task is one file: a subclass, and its name in TASKS. It says what becomes of
     the data (`encoder`, `rows`), what a step's losses are divided by (`sums`), and the loss of
     one micro-batch. The loop adds up `sums` over all micro-batches and ranks before the first
     loss is computed, so that a loss can be divided by what the whole step holds; gradients and
@@ -74,7 +86,7 @@ class Objective:
         """Raises ValueError for settings that the objective cannot serve."""
         self.config, self.world = config, world
         for setting in fields(LossSettings):
-            if setting.name in OF_TOKENS and not self.predicts_tokens:
+            if setting.name in TOKEN_SETTINGS and not self.predicts_tokens:
                 self._check_unused(setting.name, setting.default)
         for setting in fields(ObjectiveSettings):
             self._check_unused(setting.name, setting.default)
@@ -92,7 +104,7 @@ class Objective:
             without = f"; leave it out, or give {name}={json.dumps(default)}"
             raise ValueError(f"{name}={value!r}: task={task} has no use for it{hint}{without}")
 
-    def check_beside(self, tokenizer: Tokenizer, source: Path | None) -> None:
+    def check_frozen_models(self, tokenizer: Tokenizer, source: Path | None) -> None:
         """Called before the data are read, where the run goes on from `source`. ValueError for
         another model that must run beside the run's, and does not go with it."""
 
@@ -128,7 +140,7 @@ class Objective:
     def rehearse(self, model: CausalLM) -> None:
         """Called in place of `open` by whoever times a few steps whose losses do not matter."""
 
-    def outline_beside(self, model: CausalLM, dtype: torch.dtype) -> CausalLM | None:
+    def meta_frozen_model(self, model: CausalLM, dtype: torch.dtype) -> CausalLM | None:
         """Called in place of `open` by estimates of memory, on the meta device: the frozen model
         that runs beside `model` in every step, which the passes that follow call. None: no model
         does. `dtype`: of the computation. ValueError for one that does not go with `model`."""
@@ -153,29 +165,33 @@ class Objective:
         """More arguments of `Targets.of`."""
         return {}
 
-    def resolve(self, model: CausalLM, micro_batch: MicroBatch, *, training: bool = True) -> Inputs:
+    def resolve(
+        self, model: CausalLM, micro_batch: MicroBatch, *, training: bool = True
+    ) -> StepInputs:
         """The micro-batch, which is on the device, as the model takes it."""
         batch = Batch.of(model, **micro_batch.inputs())
         options = self.options(model, micro_batch, training=training)
         options |= self.targets(micro_batch)
         targets = Targets.of(batch, loss_reduction=self.config.loss_reduction, **options)
-        return Inputs(micro_batch, batch, targets, training)
+        return StepInputs(micro_batch, batch, targets, training)
 
-    def sums(self, model: CausalLM, inputs: Inputs) -> dict[str, Tensor]:
+    def sums(self, model: CausalLM, inputs: StepInputs) -> dict[str, Tensor]:
         """This micro-batch's part of every sum over the whole step that `loss` divides by."""
         return {"items": inputs.targets.items}
 
-    def loss(self, model: CausalLM, inputs: Inputs, sums: dict[str, Tensor]) -> Part:
+    def loss(self, model: CausalLM, inputs: StepInputs, sums: dict[str, Tensor]) -> MicroBatchLoss:
         """This micro-batch's part of the step's loss, differentiable, and of its metrics.
 
         `sums` are those of the whole step. No value may wait for the device.
         """
         raise NotImplementedError
 
-    def evaluate(self, model: CausalLM, inputs: Inputs, sums: dict[str, Tensor]) -> Part:
+    def evaluate(
+        self, model: CausalLM, inputs: StepInputs, sums: dict[str, Tensor]
+    ) -> MicroBatchLoss:
         """The same for held-out data, all of which counts as one step; without gradients."""
         return self.loss(model, inputs, sums)
 
-    def logged(self, metrics: dict[str, Tensor]) -> dict[str, Tensor]:
+    def metrics_to_log(self, metrics: dict[str, Tensor]) -> dict[str, Tensor]:
         """Scalars for metrics.jsonl from the metrics of a whole step."""
         return metrics

@@ -20,14 +20,20 @@ from tigon.models import CausalLMOutput as Output
 from tigon.tokenizer import Tokenizer
 from tigon.train.config import Config
 from tigon.train.distributed import World
-from tigon.train.model import check_frozen, load_frozen, outline, outline_of, sampled_digest
+from tigon.train.model import (
+    check_frozen,
+    load_frozen,
+    meta_model,
+    meta_model_from_path,
+    sampled_digest,
+)
 from tigon.train.reference import shared_digest
-from tigon.train.tasks.base import Inputs, Part
-from tigon.train.tasks.language_modeling import CrossEntropyObjective
+from tigon.train.tasks.base import MicroBatchLoss, StepInputs
+from tigon.train.tasks.language_modeling import CrossEntropyTask
 from tigon.weights import Repository
 
 
-class Distill(CrossEntropyObjective):
+class Distill(CrossEntropyTask):
     """`(1 - w) t^2 D + w CE` of each token that fine-tuning would learn.
 
     D is the divergence of the distributions at temperature t, as `beta` says: 0 KL(teacher ||
@@ -62,10 +68,10 @@ class Distill(CrossEntropyObjective):
         self.scale = (1 - self.weight) * config.temperature**2
         self.teacher: CausalLM | None = None
 
-    def check_beside(self, tokenizer: Tokenizer, source: Path | None) -> None:
+    def check_frozen_models(self, tokenizer: Tokenizer, source: Path | None) -> None:
         if path := self.config.teacher:
             check_frozen(self.config, path, tokenizer)
-            model = outline(self.config, torch.float32, source)
+            model = meta_model(self.config, torch.float32, source)
             self._check_size(model, max(tokenizer.backend.get_vocab().values()))
 
     def encoder(self, tokenizer: Tokenizer) -> Encoder:
@@ -87,9 +93,9 @@ class Distill(CrossEntropyObjective):
             size = model.config.vocab_size
             self.teacher = load_frozen(self.config, world, path, vocab_size=size)
 
-    def outline_beside(self, model: CausalLM, dtype: torch.dtype) -> CausalLM | None:
+    def meta_frozen_model(self, model: CausalLM, dtype: torch.dtype) -> CausalLM | None:
         if path := self.config.teacher:
-            self.teacher = outline_of(path, dtype, vocab_size=model.config.vocab_size)
+            self.teacher = meta_model_from_path(path, dtype, vocab_size=model.config.vocab_size)
         return self.teacher
 
     def _check_size(self, model: CausalLM, last: int) -> None:
@@ -110,11 +116,11 @@ class Distill(CrossEntropyObjective):
             f"one of {own}: distributions over both cannot be compared{hint}"
         )
 
-    def criteria(self, inputs: Inputs) -> tuple[LossTerm, ...]:
+    def criteria(self, inputs: StepInputs) -> tuple[LossTerm, ...]:
         # The cross-entropy is there even without a weight: metrics are made with it
         return self._divergence(inputs), CrossEntropy(coefficient=self.weight)
 
-    def _divergence(self, inputs: Inputs) -> LossTerm:
+    def _divergence(self, inputs: StepInputs) -> LossTerm:
         options: dict[str, Any] = {"beta": self.beta, "temperature": self.config.temperature}
         columns = inputs.micro_batch.per_token
         if self.teacher is not None:
@@ -133,7 +139,9 @@ class Distill(CrossEntropyObjective):
             return CrossEntropy(coefficient=self.scale)
         return replace(kl, coefficient=self.scale)
 
-    def _part(self, loss: Tensor, output: Output, inputs: Inputs, sums: dict[str, Tensor]) -> Part:
+    def _part(
+        self, loss: Tensor, output: Output, inputs: StepInputs, sums: dict[str, Tensor]
+    ) -> MicroBatchLoss:
         part = super()._part(loss, output, inputs, sums)
         divergence = output.criteria[0].detach().double() / self.scale
         if not inputs.training:  # a sum, there

@@ -18,15 +18,21 @@ from tigon.tokenizer import Tokenizer
 from tigon.train import reference
 from tigon.train.config import Config
 from tigon.train.distributed import World
-from tigon.train.tasks.base import Inputs, Part
-from tigon.train.tasks.logprobs import SHARED, Answers, learned, of_sequences, sequence_of
+from tigon.train.tasks.base import MicroBatchLoss, StepInputs
+from tigon.train.tasks.logprobs import (
+    COMMON_SETTINGS,
+    AnswerTask,
+    sequence_indices,
+    sum_per_sequence,
+    target_mask,
+)
 from tigon.train.tasks.losses import Clip, cispo, divergence, policy_gradient
 
 CLIP = ("epsilon", "epsilon_high", "delta")
 ROUNDING = 1e-13  # of sums in float64, relative
 
 
-class GRPO(Answers):
+class GRPO(AnswerTask):
     """The advantages of answers, times how much likelier each token became since it was sampled.
 
     The rows have log-probabilities of the policy that has sampled; without them it is the model as
@@ -38,7 +44,7 @@ class GRPO(Answers):
 
     learns = "answers with rewards"
     one_prompt = True
-    serves = SHARED | {
+    serves = COMMON_SETTINGS | {
         *("beta", "loss_type", "reference", "scale_rewards", "importance_sampling_level"),
         *("max_completion_length", *CLIP),
     }
@@ -96,27 +102,27 @@ class GRPO(Answers):
             )
         return found
 
-    def sums(self, model: CausalLM, inputs: Inputs) -> dict[str, Tensor]:
+    def sums(self, model: CausalLM, inputs: StepInputs) -> dict[str, Tensor]:
         answers = torch.full((), len(inputs.micro_batch.spans), device=model.device)
         return super().sums(model, inputs) | {"answers": answers}
 
-    def loss(self, model: CausalLM, inputs: Inputs, sums: dict[str, Tensor]) -> Part:
+    def loss(self, model: CausalLM, inputs: StepInputs, sums: dict[str, Tensor]) -> MicroBatchLoss:
         known = self.reference_logprobs(inputs) if self.refers else None
         output = self.forward(model, inputs)
         assert output.logprobs is not None
-        micro_batch, logprobs, tokens = inputs.micro_batch, output.logprobs, learned(inputs)
-        sequence = sequence_of(micro_batch, tokens)
-        lengths = of_sequences(micro_batch, tokens).clamp(min=1)
+        micro_batch, logprobs, tokens = inputs.micro_batch, output.logprobs, target_mask(inputs)
+        sequence = sequence_indices(micro_batch, tokens)
+        lengths = sum_per_sequence(micro_batch, tokens).clamp(min=1)
 
         def spread(values: Tensor) -> Tensor:
-            """Of each sequence [n], at its tokens [B, T]."""
+            """Copies a value of each sequence [n] to its tokens [B, T]."""
             return F.pad(values, (0, 1))[sequence]
 
         old = F.pad(micro_batch.per_token["old_logprobs"][:, 1:], (0, 1))
         old = torch.where(old.isnan(), logprobs.detach(), old)
         ratios = torch.where(tokens, logprobs - old, 0)
         if self.config.importance_sampling_level == "sequence":
-            ratios = spread(of_sequences(micro_batch, ratios) / lengths)
+            ratios = spread(sum_per_sequence(micro_batch, ratios) / lengths)
         advantages = spread(micro_batch.per_example["advantage"])
         surrogate = cispo if self.loss_type == "cispo" else policy_gradient
         each, clipped = surrogate(logprobs, ratios, advantages, self.clip)
@@ -128,9 +134,9 @@ class GRPO(Answers):
             each = each + self.beta * kl
             metrics["kl"] = kl.detach().sum(dtype=torch.float64) / count
         loss = (torch.where(tokens, each, 0) * self._weights(spread(lengths), sums)).sum()
-        return Part(loss + self.balance(model, output, inputs, sums), metrics)
+        return MicroBatchLoss(loss + self.balance(model, output, inputs, sums), metrics)
 
-    def logged(self, metrics: dict[str, Tensor]) -> dict[str, Tensor]:
+    def metrics_to_log(self, metrics: dict[str, Tensor]) -> dict[str, Tensor]:
         """`reward` and `reward_std`, of all rewards of a step, as TRL has them; NaN without any."""
         metrics = dict(metrics)
         if "rewards" in metrics:

@@ -17,19 +17,19 @@ from tigon.tokenizer import Tokenizer
 from tigon.train import reference
 from tigon.train.config import Config
 from tigon.train.distributed import World
-from tigon.train.tasks.base import Inputs, Part
-from tigon.train.tasks.logprobs import SHARED, Answers, answered, of_sequences
+from tigon.train.tasks.base import MicroBatchLoss, StepInputs
+from tigon.train.tasks.logprobs import COMMON_SETTINGS, AnswerTask, answer_mask, sum_per_sequence
 from tigon.train.tasks.losses import kto
 
 
 @dataclass(frozen=True)
-class Halves(Inputs):
+class KTOInputs(StepInputs):
     """The answers of a micro-batch, and the mismatched ones."""
 
-    mismatched: Inputs = field(kw_only=True)
+    mismatched: StepInputs = field(kw_only=True)
 
 
-class KTO(Answers):
+class KTO(AnswerTask):
     """Each answer against the divergence from the reference, estimated over the whole step.
 
     It is the mean log-ratio of mismatched answers: those of other prompts, which the data pairs
@@ -39,7 +39,7 @@ class KTO(Answers):
     """
 
     learns = "labelled answers"
-    serves = SHARED | {"beta", "desirable_weight", "undesirable_weight", "reference"}
+    serves = COMMON_SETTINGS | {"beta", "desirable_weight", "undesirable_weight", "reference"}
     refers = True
     group = 2
     per_token: ClassVar[Mapping[str, torch.dtype]] = {reference.COLUMN: torch.float32}
@@ -78,19 +78,21 @@ class KTO(Answers):
                 desired += passes[entry] * columns["desired"][matched].sum()
         return balance_note(desired, answers - desired, self.config)
 
-    def resolve(self, model: CausalLM, micro_batch: MicroBatch, *, training: bool = True) -> Inputs:
+    def resolve(
+        self, model: CausalLM, micro_batch: MicroBatch, *, training: bool = True
+    ) -> StepInputs:
         if not micro_batch.sources:  # an estimate, or padding alone
             whole = super().resolve(model, micro_batch, training=training)
-            return Halves(**vars(whole), mismatched=whole)
+            return KTOInputs(**vars(whole), mismatched=whole)
         matched = micro_batch.host_column("matched")
         own, other = (
             super(KTO, self).resolve(model, micro_batch.select(keep), training=training)
             for keep in (matched, ~matched)
         )
-        return Halves(**vars(own), mismatched=other)
+        return KTOInputs(**vars(own), mismatched=other)
 
-    def sums(self, model: CausalLM, inputs: Inputs) -> dict[str, Tensor]:
-        assert isinstance(inputs, Halves)
+    def sums(self, model: CausalLM, inputs: StepInputs) -> dict[str, Tensor]:
+        assert isinstance(inputs, KTOInputs)
         desired = inputs.micro_batch.per_example["desired"]
         count = torch.full((), len(inputs.mismatched.micro_batch.spans), device=model.device)
         with torch.no_grad():
@@ -102,7 +104,7 @@ class KTO(Answers):
             "divergence": ratios.double().sum(),
         }
 
-    def loss(self, model: CausalLM, inputs: Inputs, sums: dict[str, Tensor]) -> Part:
+    def loss(self, model: CausalLM, inputs: StepInputs, sums: dict[str, Tensor]) -> MicroBatchLoss:
         logprobs, ratios, output = self._ratios(model, inputs)
         desired = inputs.micro_batch.per_example["desired"]
         kl = (sums["divergence"] / sums["mismatched"].clamp(min=1)).clamp(min=0).float()
@@ -127,21 +129,21 @@ class KTO(Answers):
                 # NaN where the step has no such answer: 0 would be a mean
                 metrics[f"{kind}/{name}"] = chosen.sum() / count
         share = len(desired) / sums["answers"].clamp(min=1)
-        return Part(loss, metrics | {"kl": kl.double() * share})
+        return MicroBatchLoss(loss, metrics | {"kl": kl.double() * share})
 
-    def logged(self, metrics: dict[str, Tensor]) -> dict[str, Tensor]:
+    def metrics_to_log(self, metrics: dict[str, Tensor]) -> dict[str, Tensor]:
         return metrics | {
             "rewards/margins": metrics["rewards/chosen"] - metrics["rewards/rejected"]
         }
 
-    def _ratios(self, model: CausalLM, inputs: Inputs) -> tuple[Tensor, Tensor, CausalLMOutput]:
+    def _ratios(self, model: CausalLM, inputs: StepInputs) -> tuple[Tensor, Tensor, CausalLMOutput]:
         """Log-probabilities and log-ratios, fp32 [n], and the output that they are made of."""
         known = self.reference_logprobs(inputs)
         output = self.forward(model, inputs)
         assert output.logprobs is not None
-        tokens = answered(inputs)
-        known = of_sequences(inputs.micro_batch, torch.where(tokens, known, 0))
-        logprobs = of_sequences(inputs.micro_batch, torch.where(tokens, output.logprobs, 0))
+        tokens = answer_mask(inputs)
+        known = sum_per_sequence(inputs.micro_batch, torch.where(tokens, known, 0))
+        logprobs = sum_per_sequence(inputs.micro_batch, torch.where(tokens, output.logprobs, 0))
         return logprobs, logprobs - known, output
 
 

@@ -21,17 +21,17 @@ from tigon.kernels.loss.terms import CrossEntropy, LossTerm
 from tigon.models import CausalLM, Targets
 from tigon.models import CausalLMOutput as Output
 from tigon.tokenizer import Tokenizer
-from tigon.train.callbacks import View
+from tigon.train.callbacks import PassOutput
 from tigon.train.config import Config
 from tigon.train.distributed import World
 from tigon.train.model import has_experts
-from tigon.train.tasks.base import Inputs, Objective, Part
+from tigon.train.tasks.base import MicroBatchLoss, StepInputs, Task
 
-ROUTING = ("aux_loss", "expert_load")
-MEANS = tuple(name for name in METRICS if name != "predicted_tokens")
+ROUTER_METRICS = ("aux_loss", "expert_load")
+MEAN_METRICS = tuple(name for name in METRICS if name != "predicted_tokens")
 
 
-class CrossEntropyObjective(Objective):
+class CrossEntropyTask(Task):
     """Next-token cross-entropy, plus the balance of experts where the model adds it.
 
     Logged are the share of targets that are predicted right, the means over the targets of the
@@ -60,10 +60,10 @@ class CrossEntropyObjective(Objective):
         defaults = model.defaults
         named = defaults.metrics
         named = (named,) if isinstance(named, str) else tuple(named)
-        check_metrics("model.defaults.metrics", named, (*MEANS, *ROUTING))
+        check_metrics("model.defaults.metrics", named, (*MEAN_METRICS, *ROUTER_METRICS))
         if isinstance(keep := defaults.logits_to_keep, int):
             check_keep("model.defaults.logits_to_keep", keep, self.config)
-        routing = ROUTING if has_experts(model) else ()
+        routing = ROUTER_METRICS if has_experts(model) else ()
 
         def asked(training: bool) -> tuple[str, ...]:
             chosen = self.setting("metrics", training=training)
@@ -88,58 +88,66 @@ class CrossEntropyObjective(Objective):
             keep = last_positions(micro_batch, keep)
         return options | {"logits_to_keep": keep}
 
-    def sums(self, model: CausalLM, inputs: Inputs) -> dict[str, Tensor]:
-        return super().sums(model, inputs) | {"targets": _valid(inputs.targets).sum()}
+    def sums(self, model: CausalLM, inputs: StepInputs) -> dict[str, Tensor]:
+        return super().sums(model, inputs) | {"targets": _target_mask(inputs.targets).sum()}
 
-    def loss(self, model: CausalLM, inputs: Inputs, sums: dict[str, Tensor]) -> Part:
+    def loss(self, model: CausalLM, inputs: StepInputs, sums: dict[str, Tensor]) -> MicroBatchLoss:
         targets = inputs.targets.with_num_items(sums["items"])
         output = self._forward(model, inputs, targets, self.criteria(inputs))
         assert output.loss is not None
         return self._part(output.loss, output, inputs, sums)
 
-    def evaluate(self, model: CausalLM, inputs: Inputs, sums: dict[str, Tensor]) -> Part:
-        """Of the tokens alone: what the balance of experts adds belongs to training."""
+    def evaluate(
+        self, model: CausalLM, inputs: StepInputs, sums: dict[str, Tensor]
+    ) -> MicroBatchLoss:
+        """Computes the loss of the tokens, without the balance of experts."""
         criteria = self.criteria(inputs)
-        if inputs.wanted is not None and inputs.wanted.losses:
+        if inputs.request is not None and inputs.request.losses:
             # The same sum in any case, and with it what it is the sum of
             criteria = (*(criteria or (CrossEntropy(),)), CrossEntropy(reduction="none"))
         output = self._forward(model, inputs, inputs.targets.with_sum_reduction(), criteria)
         assert output.loss is not None
         return self._part(output.loss / sums["items"].clamp(min=1), output, inputs, sums)
 
-    def criteria(self, inputs: Inputs) -> tuple[LossTerm, ...] | None:
+    def criteria(self, inputs: StepInputs) -> tuple[LossTerm, ...] | None:
         """What the loss is the sum of; None: one cross-entropy."""
         return None
 
     def _forward(
-        self, model: CausalLM, inputs: Inputs, targets: Targets, criteria: Sequence[LossTerm] | None
+        self,
+        model: CausalLM,
+        inputs: StepInputs,
+        targets: Targets,
+        criteria: Sequence[LossTerm] | None,
     ) -> Output:
-        wanted, training = inputs.wanted, inputs.training
-        logits = wanted is not None and self.setting("return_logits", training=training)
+        request, training = inputs.request, inputs.training
+        logits = request is not None and self.setting("return_logits", training=training)
         return model(
             batch=inputs.batch,
             targets=targets,
             criteria=criteria,
             metrics=self.metrics[training],
             return_logits=logits or None,
-            logits_at=None if wanted is None else wanted.positions,
+            logits_at=None if request is None else request.positions,
             logits_bytes=self.setting("logits_bytes", training=training),
         )
 
-    def _part(self, loss: Tensor, output: Output, inputs: Inputs, sums: dict[str, Tensor]) -> Part:
+    def _part(
+        self, loss: Tensor, output: Output, inputs: StepInputs, sums: dict[str, Tensor]
+    ) -> MicroBatchLoss:
         """The loss with this micro-batch's part of each metric's mean over the step."""
         found, targets = dict(output.metrics), inputs.targets
-        routing = {name: found.pop(name) for name in ROUTING if name in found}
+        routing = {name: found.pop(name) for name in ROUTER_METRICS if name in found}
         predictions = found.pop("predicted_tokens")  # [B, n], as what is left of them
-        right = (predictions == targets.labels) & _valid(targets)
+        right = (predictions == targets.labels) & _target_mask(targets)
         of_tokens = {"accuracy": right, **found}
         count, share = sums["targets"].clamp(min=1), targets.items / sums["items"].clamp(min=1)
         means = {name: x.sum(dtype=torch.float64) / count for name, x in of_tokens.items()}
         means |= {name: value * share for name, value in routing.items()}
-        if inputs.wanted is None:
-            return Part(loss, means)
+        if inputs.request is None:
+            return MicroBatchLoss(loss, means)
         assert targets.labels is not None
-        view = View(
+        pass_output = PassOutput(
             loss=loss.detach(),
             labels=targets.scatter_to_positions(targets.labels, IGNORE_INDEX),
             predictions=targets.scatter_to_positions(predictions, IGNORE_INDEX),
@@ -147,12 +155,12 @@ class CrossEntropyObjective(Objective):
             logits=output.logits if output.logits is None else output.logits.detach(),
             logits_at=output.logits_at,
             losses=targets.scatter_to_positions(output.criteria[-1], 0)
-            if inputs.wanted.losses
+            if inputs.request.losses
             else None,
         )
-        return Part(loss, means, view)
+        return MicroBatchLoss(loss, means, pass_output)
 
-    def logged(self, metrics: dict[str, Tensor]) -> dict[str, Tensor]:
+    def metrics_to_log(self, metrics: dict[str, Tensor]) -> dict[str, Tensor]:
         """expert_imbalance for expert_load: the busiest expert of all, in multiples of the mean."""
         metrics = dict(metrics)
         if "expert_load" in metrics:
@@ -173,7 +181,7 @@ def check_settings(config: Config) -> None:
         if z_loss == math.inf:
             raise ValueError(f"{prefix}z_loss={z_loss} is not finite")
         check_keep(f"{prefix}logits_to_keep", keep or 0, config)
-        check_metrics(f"{prefix}metrics", metrics or (), MEANS)
+        check_metrics(f"{prefix}metrics", metrics or (), MEAN_METRICS)
         if logits and not config.hooks:
             raise ValueError(f"{prefix}return_logits=true without hooks: nothing would see them")
     if config.predictions and not config.held_out:
@@ -217,7 +225,7 @@ def last_positions(micro_batch: MicroBatch, keep: int) -> int | Tensor:
     return first + torch.arange(keep, device=real.device)
 
 
-def _valid(targets: Targets) -> Tensor:
+def _target_mask(targets: Targets) -> Tensor:
     """Bool [B, n]: the positions where a token is predicted, whatever the reduction."""
     assert targets.labels is not None
     return targets.labels != IGNORE_INDEX
@@ -226,7 +234,7 @@ def _valid(targets: Targets) -> Tensor:
 # Supervised fine-tuning on chats: the model learns what the assistant says.
 
 
-class SFT(CrossEntropyObjective):
+class SFT(CrossEntropyTask):
     learns = "chats, learning what the assistant says"
 
     def encoder(self, tokenizer: Tokenizer) -> Encoder:
@@ -236,7 +244,7 @@ class SFT(CrossEntropyObjective):
 # Pretraining on text: every token is learned, and documents are joined and cut to rows.
 
 
-class Pretrain(CrossEntropyObjective):
+class Pretrain(CrossEntropyTask):
     learns = "text"
 
     def __init__(self, config: Config, world: World):

@@ -27,17 +27,17 @@ from tigon.train.model import (
     build_model,
     check_frozen,
     load_frozen,
-    outline,
-    outline_of,
+    meta_model,
+    meta_model_from_path,
     sampled_digest,
 )
-from tigon.train.tasks.base import Inputs, Objective
+from tigon.train.tasks.base import StepInputs, Task
 
-SHARED = frozenset(("max_length", "logits_bytes", "eval_logits_bytes"))
+COMMON_SETTINGS = frozenset(("max_length", "logits_bytes", "eval_logits_bytes"))
 
 
-class Answers(Objective):
-    """An objective over the log-probabilities of answers.
+class AnswerTask(Task):
+    """A task over the log-probabilities of answers.
 
     Where it needs a reference (`refers`), its log-probabilities are a column of the micro-batches,
     computed before training. They are computed anew at each step where the reference is the model
@@ -62,7 +62,7 @@ class Answers(Objective):
                 f"loss_type={config.loss_type} of task={config.task} is not one of "
                 f"{', '.join(self.losses)}"
             )
-        self.live: Callable[[Inputs], Tensor] | None = None
+        self.live: Callable[[StepInputs], Tensor] | None = None
 
     def encoder_options(self) -> dict[str, bool]:
         """What the encoders of all such objectives take."""
@@ -72,7 +72,7 @@ class Answers(Objective):
             "skip_bad_rows": config.bad_rows == "skip",
         }
 
-    def check_beside(self, tokenizer: Tokenizer, source: Path | None) -> None:
+    def check_frozen_models(self, tokenizer: Tokenizer, source: Path | None) -> None:
         if path := self.config.reference:
             check_frozen(self.config, path, tokenizer)
 
@@ -86,7 +86,7 @@ class Answers(Objective):
         if not self.refers:
             return
         streams = not all(isinstance(loader.windows, Mixture) for loader in loaders)
-        digest = _sampled if streams else reference.weights_digest
+        digest = _sample_digest if streams else reference.weights_digest
         known = partial(reference.shared_digest, config, world, trained=trained)
         if config.lora is not None and config.lora.quantize is None:
             known = partial(known, base=lambda: digest(replace(config, reference="")))
@@ -127,14 +127,14 @@ class Answers(Objective):
         else:
             self.live = lambda inputs: inputs.micro_batch.input_ids.new_zeros((), dtype=torch.float)
 
-    def outline_beside(self, model: CausalLM, dtype: torch.dtype) -> CausalLM | None:
+    def meta_frozen_model(self, model: CausalLM, dtype: torch.dtype) -> CausalLM | None:
         config = self.config
         if not (self.refers and config.streaming) or self._keeps_to_base(model):
             return None
         if config.reference:
-            other = outline_of(config.reference, dtype)
+            other = meta_model_from_path(config.reference, dtype)
         else:
-            other = outline(config, getattr(torch, config.param_dtype))
+            other = meta_model(config, getattr(torch, config.param_dtype))
         self.live = lambda inputs: self._logprobs_by(other, inputs.micro_batch)
         return other
 
@@ -151,13 +151,13 @@ class Answers(Objective):
                 other = build_model(config, world).requires_grad_(False).eval()
         return other
 
-    def reference_logprobs(self, inputs: Inputs) -> Tensor:
+    def reference_logprobs(self, inputs: StepInputs) -> Tensor:
         """fp32 [B, T], as those of the model."""
         if self.live is not None:
             return self.live(inputs)
         return inputs.micro_batch.per_token[reference.COLUMN]
 
-    def forward(self, model: CausalLM, inputs: Inputs) -> CausalLMOutput:
+    def forward(self, model: CausalLM, inputs: StepInputs) -> CausalLMOutput:
         """With the log-probabilities of what is learned, fp32 [B, T], each at the token before."""
         return model(
             batch=inputs.batch,
@@ -169,7 +169,7 @@ class Answers(Objective):
         )
 
     @torch.no_grad()
-    def _base_logprobs(self, model: CausalLM, inputs: Inputs) -> Tensor:
+    def _base_logprobs(self, model: CausalLM, inputs: StepInputs) -> Tensor:
         with model.adapters_disabled():
             logprobs = self.forward(model, inputs).logprobs
         assert logprobs is not None
@@ -179,14 +179,14 @@ class Answers(Objective):
     def _logprobs_by(self, other: CausalLM, rows: MicroBatch) -> Tensor:
         training = other.training
         other.eval()
-        inputs = Objective.resolve(self, other, rows, training=False)  # whatever a subclass adds
+        inputs = Task.resolve(self, other, rows, training=False)  # whatever a subclass adds
         logprobs = self.forward(other, inputs).logprobs
         other.train(training)
         assert logprobs is not None
         return logprobs
 
     def balance(
-        self, model: CausalLM, output: CausalLMOutput, inputs: Inputs, sums: dict[str, Tensor]
+        self, model: CausalLM, output: CausalLMOutput, inputs: StepInputs, sums: dict[str, Tensor]
     ) -> Tensor | float:
         """This micro-batch's part of what balances experts, in training."""
         coef = aux_loss_coef(model.config)
@@ -195,35 +195,35 @@ class Answers(Objective):
         return coef * inputs.targets.items / sums["items"].clamp(min=1) * output.aux_loss
 
 
-def _sampled(config: Config) -> str:
-    """Of a reference that is in memory: large ones are not read twice."""
+def _sample_digest(config: Config) -> str:
+    """Returns a digest from samples of the weights, so that large ones are not read twice."""
     return sampled_digest(config.reference) if config.reference else base_digest(config)
 
 
-def learned(inputs: Inputs) -> Tensor:
+def target_mask(inputs: StepInputs) -> Tensor:
     """Bool [B, T]: where a token is predicted that the loss is of."""
     assert inputs.targets.labels is not None
     return inputs.targets.labels != IGNORE_INDEX
 
 
-def answered(inputs: Inputs) -> Tensor:
+def answer_mask(inputs: StepInputs) -> Tensor:
     """Bool [B, T]: where a token of an answer is predicted."""
     said = inputs.micro_batch.per_token["supervised"]
-    return learned(inputs) & F.pad(said[:, 1:], (0, 1))
+    return target_mask(inputs) & F.pad(said[:, 1:], (0, 1))
 
 
-def of_sequences(micro_batch: MicroBatch, values: Tensor) -> Tensor:
+def sum_per_sequence(micro_batch: MicroBatch, values: Tensor) -> Tensor:
     """The sum of values [B, T] over each sequence: [n], added up in fp64.
 
     So it does not depend on what else is in a row. Values of padding must be 0.
     """
-    sequence = sequence_of(micro_batch, values)
+    sequence = sequence_indices(micro_batch, values)
     sums = values.new_zeros(len(micro_batch.spans) + 1, dtype=torch.float64)
     sums = sums.index_add(0, sequence.flatten(), values.flatten().double())
     return sums[:-1].float()
 
 
-def sequence_of(micro_batch: MicroBatch, like: Tensor) -> Tensor:
+def sequence_indices(micro_batch: MicroBatch, like: Tensor) -> Tensor:
     """int64 [B, T], the number of the sequence that each position is in; of padding, that of the
     next one, or n."""
     places = torch.arange(like.numel(), device=like.device)

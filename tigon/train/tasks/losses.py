@@ -35,7 +35,7 @@ class Scores:
         return Scores(chosen, rejected, self.chosen_tokens, self.rejected_tokens)
 
     def means(self) -> "Scores":
-        """Of an answer's tokens, in place of their sums."""
+        """Returns means over an answer's tokens in place of sums."""
         tokens = self.chosen_tokens, self.rejected_tokens
         chosen, rejected = (
             x / n.clamp(min=1) for x, n in zip((self.chosen, self.rejected), tokens, strict=True)
@@ -100,7 +100,12 @@ DPO: Mapping[str, Loss] = {
     "apo_down": apo_down,
 }
 CPO: Mapping[str, Loss] = {"sigmoid": sigmoid, "hinge": hinge, "ipo": ipo}
-SMOOTHED = ("sigmoid", "sigmoid_norm", "robust", "simpo")  # those that label_smoothing changes
+SMOOTHED_LOSSES = (
+    "sigmoid",
+    "sigmoid_norm",
+    "robust",
+    "simpo",
+)  # those that label_smoothing changes
 
 
 def orpo(s: Scores, beta: float) -> tuple[Tensor, Tensor]:
@@ -135,7 +140,7 @@ def bradley_terry(
     return losses + center * (chosen + rejected) ** 2 if center else losses
 
 
-LARGEST = 60.0  # log-ratio of a policy gradient: its exponential is finite in fp32
+MAX_LOG_RATIO = 60.0  # log-ratio of a policy gradient: its exponential is finite in fp32
 
 
 @dataclass(frozen=True)
@@ -161,7 +166,7 @@ def policy_gradient(
     (GRPO, arXiv 2402.03300), with the two bounds of DAPO, arXiv 2503.14476."""
     # Infinity times an advantage of 0, or the gradient 0 of what is clipped, would be NaN
     ends = (advantages >= 0) | (clip.delta is not None)
-    ratio = torch.where(ends, log_ratios.clamp(max=LARGEST), log_ratios).exp()
+    ratio = torch.where(ends, log_ratios.clamp(max=MAX_LOG_RATIO), log_ratios).exp()
     low, high = 1 - clip.epsilon, 1 + clip.high
     bounded = ratio.clamp(low, high)
     free = ratio if clip.delta is None else ratio.clamp(max=clip.delta)

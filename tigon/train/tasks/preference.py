@@ -1,4 +1,4 @@
-"""Pairs of a chosen and a rejected answer: what all objectives over them share.
+"""Pairs of a chosen and a rejected answer: what all tasks over them share.
 
 # P pairs, B lines, T tokens of a line
 """
@@ -16,24 +16,24 @@ from tigon.tokenizer import Tokenizer
 from tigon.train import reference
 from tigon.train.config import Config
 from tigon.train.distributed import World
-from tigon.train.tasks.base import Inputs, Part
+from tigon.train.tasks.base import MicroBatchLoss, StepInputs
 from tigon.train.tasks.logprobs import (
-    SHARED,
-    Answers,
-    answered,
+    COMMON_SETTINGS,
+    AnswerTask,
+    answer_mask,
     is_padding,
-    learned,
-    of_sequences,
-    sequence_of,
+    sequence_indices,
+    sum_per_sequence,
+    target_mask,
 )
 from tigon.train.tasks.losses import CPO as CPO_LOSSES
 from tigon.train.tasks.losses import DPO as DPO_LOSSES
-from tigon.train.tasks.losses import SMOOTHED, Scores, orpo, simpo
+from tigon.train.tasks.losses import SMOOTHED_LOSSES, Scores, orpo, simpo
 
 Metrics = dict[str, Tensor]
 
 
-class Pairs(Answers):
+class PairTask(AnswerTask):
     """Learns from how likely the model finds both answers of a pair.
 
     A subclass says what the scores lose (`compare`). They are log-probabilities, or log-ratios to
@@ -50,7 +50,7 @@ class Pairs(Answers):
     def __init__(self, config: Config, world: World):
         super().__init__(config, world)
         smoothing = config.label_smoothing
-        if smoothing and self.loss_type not in SMOOTHED:
+        if smoothing and self.loss_type not in SMOOTHED_LOSSES:
             raise ValueError(
                 f"label_smoothing={smoothing}: loss_type={self.loss_type} of task={config.task} "
                 "has no use for it"
@@ -64,7 +64,7 @@ class Pairs(Answers):
     def encoder(self, tokenizer: Tokenizer) -> Encoder:
         return PairEncoder(tokenizer, **self.encoder_options())
 
-    def sums(self, model: CausalLM, inputs: Inputs) -> dict[str, Tensor]:
+    def sums(self, model: CausalLM, inputs: StepInputs) -> dict[str, Tensor]:
         pairs = torch.full((), len(inputs.micro_batch.spans) // 2, device=model.device)
         return super().sums(model, inputs) | {"pairs": pairs}
 
@@ -73,7 +73,7 @@ class Pairs(Answers):
         raise NotImplementedError
 
     def likelihood(
-        self, logprobs: Tensor, inputs: Inputs, sums: Mapping[str, Tensor]
+        self, logprobs: Tensor, inputs: StepInputs, sums: Mapping[str, Tensor]
     ) -> tuple[Tensor | float, Metrics]:
         """What the log-probabilities [B, T] add to the loss by themselves, and to what is logged;
         this micro-batch's part of both."""
@@ -83,40 +83,40 @@ class Pairs(Answers):
         """Scores as rewards are made of them and log-probabilities logged."""
         return scores
 
-    def loss(self, model: CausalLM, inputs: Inputs, sums: dict[str, Tensor]) -> Part:
+    def loss(self, model: CausalLM, inputs: StepInputs, sums: dict[str, Tensor]) -> MicroBatchLoss:
         # First, while nothing of the model's own pass is in memory
         known = self.reference_logprobs(inputs) if self.refers else None
         output = self.forward(model, inputs)
         assert output.logprobs is not None
-        tokens = answered(inputs)
-        logprobs = scores = as_pairs(inputs, output.logprobs, tokens)
+        tokens = answer_mask(inputs)
+        logprobs = scores = pair_scores(inputs, output.logprobs, tokens)
         if known is not None:
-            scores = logprobs - as_pairs(inputs, known, tokens)
+            scores = logprobs - pair_scores(inputs, known, tokens)
         losses, values = self.compare(scores)
         also, metrics = self.likelihood(output.logprobs, inputs, sums)
         pairs = sums["pairs"].clamp(min=1)
         loss = losses.sum() / pairs + also + self.balance(model, output, inputs, sums)
         rewards, shown = self.shown(scores), self.shown(logprobs)
-        values |= rewards_of(self.beta * rewards.chosen, self.beta * rewards.rejected)
+        values |= reward_metrics(self.beta * rewards.chosen, self.beta * rewards.rejected)
         values |= {"logps/chosen": shown.chosen, "logps/rejected": shown.rejected}
         means = {n: x.detach().sum(dtype=torch.float64) / pairs for n, x in values.items()}
-        return Part(loss, means | metrics)
+        return MicroBatchLoss(loss, means | metrics)
 
 
-def as_pairs(inputs: Inputs, values: Tensor, tokens: Tensor) -> Scores:
+def pair_scores(inputs: StepInputs, values: Tensor, tokens: Tensor) -> Scores:
     """The sums of values [B, T] over the tokens of each answer."""
-    both = of_sequences(inputs.micro_batch, torch.where(tokens, values, 0))
-    counts = of_sequences(inputs.micro_batch, tokens)
+    both = sum_per_sequence(inputs.micro_batch, torch.where(tokens, values, 0))
+    counts = sum_per_sequence(inputs.micro_batch, tokens)
     return Scores(*(x.unflatten(0, (-1, 2))[:, i] for x in (both, counts) for i in (0, 1)))
 
 
-def of_chosen(inputs: Inputs) -> Tensor:
+def chosen_mask(inputs: StepInputs) -> Tensor:
     """Bool [B, T]: what is learned of the chosen answers."""
-    tokens = learned(inputs)
-    return tokens & (sequence_of(inputs.micro_batch, tokens) % 2 == 0)
+    tokens = target_mask(inputs)
+    return tokens & (sequence_indices(inputs.micro_batch, tokens) % 2 == 0)
 
 
-def rewards_of(chosen: Tensor, rejected: Tensor) -> Metrics:
+def reward_metrics(chosen: Tensor, rejected: Tensor) -> Metrics:
     """What is logged of rewards [P]."""
     return {
         "rewards/chosen": chosen,
@@ -129,8 +129,8 @@ def rewards_of(chosen: Tensor, rejected: Tensor) -> Metrics:
 # Direct preference optimisation, and losses of the same form: of log-ratios to a reference.
 
 
-class DPO(Pairs):
-    serves = SHARED | {"beta", "loss_type", "label_smoothing", "reference"}
+class DPO(PairTask):
+    serves = COMMON_SETTINGS | {"beta", "loss_type", "label_smoothing", "reference"}
     refers = True
     per_token: ClassVar[Mapping[str, torch.dtype]] = {reference.COLUMN: torch.float32}
     losses: ClassVar[Sequence[str]] = tuple(DPO_LOSSES)
@@ -140,12 +140,12 @@ class DPO(Pairs):
 
 
 class IPO(DPO):
-    serves = SHARED | {"beta", "reference"}
+    serves = COMMON_SETTINGS | {"beta", "reference"}
     losses = ("ipo",)
 
 
 class APO(DPO):
-    serves = SHARED | {"beta", "loss_type", "reference"}
+    serves = COMMON_SETTINGS | {"beta", "loss_type", "reference"}
     losses = ("apo_zero", "apo_down")
 
 
@@ -154,10 +154,10 @@ class APO(DPO):
 # B lines, T tokens of a line
 
 
-class CPO(Pairs):
+class CPO(PairTask):
     """The preference loss, and `cpo_alpha` times the cross-entropy of the chosen answers."""
 
-    serves = SHARED | {"beta", "loss_type", "label_smoothing", "cpo_alpha"}
+    serves = COMMON_SETTINGS | {"beta", "loss_type", "label_smoothing", "cpo_alpha"}
     losses: ClassVar[Sequence[str]] = tuple(CPO_LOSSES)
     default_alpha: ClassVar[float] = 1.0
 
@@ -165,18 +165,18 @@ class CPO(Pairs):
         super().__init__(config, world)
         self.alpha = self.default_alpha if config.cpo_alpha is None else config.cpo_alpha
 
-    def sums(self, model: CausalLM, inputs: Inputs) -> dict[str, Tensor]:
-        return super().sums(model, inputs) | {"chosen_tokens": of_chosen(inputs).sum()}
+    def sums(self, model: CausalLM, inputs: StepInputs) -> dict[str, Tensor]:
+        return super().sums(model, inputs) | {"chosen_tokens": chosen_mask(inputs).sum()}
 
     def compare(self, scores: Scores) -> tuple[Tensor, Metrics]:
         return CPO_LOSSES[self.loss_type](scores, self.beta, self.config.label_smoothing), {}
 
     def likelihood(
-        self, logprobs: Tensor, inputs: Inputs, sums: Mapping[str, Tensor]
+        self, logprobs: Tensor, inputs: StepInputs, sums: Mapping[str, Tensor]
     ) -> tuple[Tensor | float, Metrics]:
         if not self.alpha:
             return 0.0, {}
-        nll = nll_of_chosen(logprobs, inputs, sums)
+        nll = chosen_nll(logprobs, inputs, sums)
         return self.alpha * nll, {"nll_loss": nll.detach().double()}
 
     def shown(self, scores: Scores) -> Scores:
@@ -184,9 +184,9 @@ class CPO(Pairs):
 
 
 class SimPO(CPO):
-    """Of means of log-probabilities, which are to be apart by a margin."""
+    """Compares mean log-probabilities, with a margin between them."""
 
-    serves = SHARED | {"beta", "label_smoothing", "cpo_alpha", "simpo_gamma"}
+    serves = COMMON_SETTINGS | {"beta", "label_smoothing", "cpo_alpha", "simpo_gamma"}
     losses = ("simpo",)
     default_beta = 2.0
     default_alpha = 0.0
@@ -196,37 +196,37 @@ class SimPO(CPO):
         return simpo(scores, self.beta, smoothing, gamma=gamma), {}
 
 
-def nll_of_chosen(logprobs: Tensor, inputs: Inputs, sums: Mapping[str, Tensor]) -> Tensor:
+def chosen_nll(logprobs: Tensor, inputs: StepInputs, sums: Mapping[str, Tensor]) -> Tensor:
     """This micro-batch's part of the mean over what is learned of all chosen answers."""
-    return -(logprobs * of_chosen(inputs)).sum() / sums["chosen_tokens"].clamp(min=1)
+    return -(logprobs * chosen_mask(inputs)).sum() / sums["chosen_tokens"].clamp(min=1)
 
 
 # Odds ratio preference optimisation: fine-tuning on the chosen answer, and an odds ratio.
 
 
-class ORPO(Pairs):
+class ORPO(PairTask):
     """The cross-entropy is of the chosen answer and its prompt, as in TRL and the paper's code."""
 
-    serves = SHARED | {"beta"}
+    serves = COMMON_SETTINGS | {"beta"}
 
     def targets(self, micro_batch: MicroBatch) -> dict[str, Any]:
         ids = micro_batch.input_ids
-        sequence = sequence_of(micro_batch, ids)
+        sequence = sequence_indices(micro_batch, ids)
         chosen = (sequence % 2 == 0) & ~is_padding(micro_batch, sequence)
         said = micro_batch.per_token["supervised"]
         return {"labels": ids.masked_fill(~(said | chosen), IGNORE_INDEX)}
 
-    def sums(self, model: CausalLM, inputs: Inputs) -> dict[str, Tensor]:
-        return super().sums(model, inputs) | {"chosen_tokens": of_chosen(inputs).sum()}
+    def sums(self, model: CausalLM, inputs: StepInputs) -> dict[str, Tensor]:
+        return super().sums(model, inputs) | {"chosen_tokens": chosen_mask(inputs).sum()}
 
     def compare(self, scores: Scores) -> tuple[Tensor, Metrics]:
         losses, log_odds = orpo(scores, self.beta)
         return losses, {"log_odds_chosen": log_odds, "log_odds_ratio": -losses / self.beta}
 
     def likelihood(
-        self, logprobs: Tensor, inputs: Inputs, sums: Mapping[str, Tensor]
+        self, logprobs: Tensor, inputs: StepInputs, sums: Mapping[str, Tensor]
     ) -> tuple[Tensor | float, Metrics]:
-        nll = nll_of_chosen(logprobs, inputs, sums)
+        nll = chosen_nll(logprobs, inputs, sums)
         return nll, {"nll_loss": nll.detach().double()}
 
     def shown(self, scores: Scores) -> Scores:

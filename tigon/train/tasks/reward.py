@@ -17,11 +17,11 @@ from tigon.models import Batch, CausalLM, Targets
 from tigon.tokenizer import Tokenizer
 from tigon.train.config import Config
 from tigon.train.distributed import World
-from tigon.train.tasks.base import Inputs, Objective, Part
+from tigon.train.tasks.base import MicroBatchLoss, StepInputs, Task
 from tigon.train.tasks.losses import bradley_terry
 
 
-class Reward(Objective):
+class Reward(Task):
     """Bradley and Terry's model of pairs, with the rows' margins.
 
     The model has a head of one score in place of the vocabulary's, and is exported as the family's
@@ -67,14 +67,16 @@ class Reward(Objective):
         if self.tokenizer.pad_token_id != pad:
             self.tokenizer.use_pad(pad)
 
-    def resolve(self, model: CausalLM, micro_batch: MicroBatch, *, training: bool = True) -> Inputs:
+    def resolve(
+        self, model: CausalLM, micro_batch: MicroBatch, *, training: bool = True
+    ) -> StepInputs:
         batch = Batch.of(model, **micro_batch.inputs())
-        return Inputs(micro_batch, batch, Targets.of(batch, logits_to_keep=0), training)
+        return StepInputs(micro_batch, batch, Targets.of(batch, logits_to_keep=0), training)
 
-    def sums(self, model: CausalLM, inputs: Inputs) -> dict[str, Tensor]:
+    def sums(self, model: CausalLM, inputs: StepInputs) -> dict[str, Tensor]:
         return {"pairs": torch.full((), len(inputs.micro_batch.spans) // 2, device=model.device)}
 
-    def loss(self, model: CausalLM, inputs: Inputs, sums: dict[str, Tensor]) -> Part:
+    def loss(self, model: CausalLM, inputs: StepInputs, sums: dict[str, Tensor]) -> MicroBatchLoss:
         micro_batch, pairs = inputs.micro_batch, sums["pairs"].clamp(min=1)
         logits = model(batch=inputs.batch, targets=inputs.targets).logits
         assert logits is not None
@@ -89,7 +91,7 @@ class Reward(Objective):
             "mean_reward": (chosen + rejected) / 2,
         }
         means = {n: x.detach().sum(dtype=torch.float64) / pairs for n, x in values.items()}
-        return Part(losses.sum() / pairs, means)
+        return MicroBatchLoss(losses.sum() / pairs, means)
 
 
 def choose_pad(given: int | None, tokenizer: Tokenizer, corpora: Sequence[Corpus]) -> int:

@@ -88,7 +88,9 @@ def test_a_base_that_is_drawn(workspace, settings):
     assert len(pairs) == 2 * 4  # qkv and o, gate and up, down
     for (name, _, one), (_, _, other) in pairs:
         assert torch.equal(one.dequantize(), other.dequantize()), name
-    with pytest.raises(ValueError, match=r"lora.quantize=keep .* init=.*config.json: its weights are drawn"):
+    with pytest.raises(
+        ValueError, match=r"lora.quantize=keep .* init=.*config.json: its weights are drawn"
+    ):
         load(None, settings("kept", **drawn | {"lora.quantize": "keep"}))
 
 

@@ -17,6 +17,7 @@ from tigon.generation.speculative import accept_proposals, count_leading
 LENGTHS = (3, 11, 1, 7, 11)
 
 
+@pytest.mark.slow(first=3)
 @pytest.mark.parametrize("k", [1, 3, 5, 17])
 @pytest.mark.parametrize("noise", [0.0, 0.1, 3.0])
 def test_greedy_tokens_are_those_of_the_model_alone(
@@ -87,6 +88,7 @@ SAMPLERS: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.slow(first=1)
 @pytest.mark.parametrize(
     ("settings", "draft"),
     [

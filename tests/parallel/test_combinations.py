@@ -56,6 +56,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, int], dict[str, Any], dict
 }
 
 
+@pytest.mark.slow(first=1)
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("name", CASES)
 def test_combinations_are_as_one_rank(workspace: Any, name: str) -> None:

@@ -1,7 +1,6 @@
 """Ranks that share the tokens of rows compute what one rank computes (gloo, fp32)."""
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +9,7 @@ import pytest
 from tests.models.contract import TINY
 from tests.models.tiny import CASES, FIRST, SIZES
 from tests.parallel.context_ranks import CALLS, rank_main
+from tests.parallel.selection import selected_cases
 from tests.train.ranks import Ranks
 from tigon.distributed import collectives
 from tigon.distributed.context_attention import ContextParallelAttention, exchange_sizes
@@ -103,12 +103,16 @@ EIGHT = {
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[dict[str, dict[str, Any]]]]:
+def results(
+    tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+) -> list[dict[str, dict[str, Any]]]:
     root: Path = tmp_path_factory.mktemp("context")
-    Ranks(4, rank_main, root, EVERY).finish()
-    yield [json.loads((root / f"{rank}.json").read_text()) for rank in range(4)]
+    cases = {name: EVERY[name] for name in selected_cases(request, "name")}
+    Ranks(4, rank_main, root, cases).finish()
+    return [json.loads((root / f"{rank}.json").read_text()) for rank in range(4)]
 
 
+@pytest.mark.slow(first=4)
 @pytest.mark.parametrize("name", EVERY)
 def test_ranks_compute_what_one_does(results: Any, name: str) -> None:
     for rank in EVERY[name]["ranks"]:
@@ -116,6 +120,7 @@ def test_ranks_compute_what_one_does(results: Any, name: str) -> None:
         assert errors and {n: e for n, e in errors.items() if not e <= 1e-5} == {}
 
 
+@pytest.mark.slow
 def test_eight_ranks(tmp_path: Path) -> None:
     Ranks(8, rank_main, tmp_path, EIGHT).finish()
     for rank in range(8):

@@ -27,6 +27,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow
 def test_any_ranks_begin_with_the_same_weights(workspace: Any) -> None:
     base = write_model(workspace.root / "experts", **EXPERTS | {"num_experts": 8})
     same = {"init": base / "config.json", "tokenizer": base, "model": "", "steps": 2, "lr": 1e-3}
@@ -60,6 +61,7 @@ def peaks(directory: str, large: list[str], small: list[str], parallel: dict[str
         Path(directory, f"{world.rank}.json").write_text(json.dumps(found))
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux")
 @pytest.mark.parametrize("parallel", [{"fsdp": 4}, {"fsdp": 2, "tensor": 2}], ids=str)
 def test_peak_of_each_rank(workspace: Any, tmp_path: Path, parallel: dict[str, int]) -> None:

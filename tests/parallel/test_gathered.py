@@ -165,6 +165,7 @@ def compare() -> None:
     dist.destroy_process_group()
 
 
+@pytest.mark.slow
 def test_no_bit_changes():
     """A hook that changes a gradient on its way is heard, too."""
     Ranks(R, compare).finish()

@@ -78,6 +78,7 @@ for rank in range({RANKS}):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux")
 def test_peak_of_each_rank(tmp_path: Path) -> None:
     """One after the other, in forks of a process that knows no other rank; as the file has it, and

@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 
 import tigon
 from tests.numbers import relative_error
+from tests.parallel.selection import selected_cases
 from tests.parallel.test_tensor import SIZES, TWO
 from tests.small import write_model
 from tests.train.conftest import workspace
@@ -83,21 +84,24 @@ def assert_four_are_as_one(workspace: Any, name: str, exports: tuple[str, ...] =
 
 
 @pytest.fixture(scope="module")
-def runs(workspace: Any) -> Any:
+def runs(workspace: Any, request: pytest.FixtureRequest) -> Any:
     """All of them, in three starts of processes."""
     alone: list[list[str]] = []
     shared: dict[str, list[list[str]]] = {layout: [] for layout in LAYOUTS}
-    for name, (kind, changes, layout, packed) in CASES.items():
+    for name in selected_cases(request, "name"):
+        kind, changes, layout, packed = CASES[name]
         own = {"packing": str(packed).lower()}
         one, four = one_and_four(workspace, name, kind, changes, LAYOUTS[layout], **own)
         alone.append(one)
         shared[layout].append(four)
     Ranks(1, run_all, {}, alone).finish()
     for layout, settings in shared.items():
-        Ranks(4, run_all, LAYOUTS[layout], settings).finish()
+        if settings:
+            Ranks(4, run_all, LAYOUTS[layout], settings).finish()
     return workspace
 
 
+@pytest.mark.slow(first=2)
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", CASES)
 def test_four_ranks_learn_what_one_does(runs: Any, name: str) -> None:

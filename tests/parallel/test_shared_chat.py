@@ -106,6 +106,7 @@ def until(found: Callable[[], bool], ranks: Ranks) -> None:
         time.sleep(0.02)
 
 
+@pytest.mark.slow
 def test_two_ranks_answer_as_one_however_long_a_person_types(directory, alone, tmp_path):
     first, second = say(alone, "hello"), say(alone, "and again")
     alone.reset()
@@ -206,6 +207,7 @@ def children(pid: int) -> dict[str, int]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="needs Linux")
 def test_in_a_terminal(directory, alone):
     """The ranks that the command starts: two turns, one of them stopped, and the loss of a rank."""

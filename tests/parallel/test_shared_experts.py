@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import tigon
+from tests.parallel.selection import selected_cases
 from tests.parallel.test_shared_generation import CALLS, NEW, UNSEEDED, generate_away, prompts
 from tests.small import EXPERTS, LLAMA, write_model
 from tests.train.ranks import TORCHRUN, Ranks
@@ -99,12 +100,12 @@ def differently(model: tigon.CausalLM, rank: int) -> list[str]:
     return said
 
 
-def on_ranks(directory: str, names: list[str]) -> None:
+def on_ranks(directory: str, cases: dict[str, list[str]]) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     rank, found = dist.get_rank(), {}
-    for layout in names:
-        sizes, how, families = LAYOUTS[layout]
+    for layout, families in cases.items():
+        sizes, how, _ = LAYOUTS[layout]
         mesh = init_device_mesh("cpu", (*sizes.values(),), mesh_dim_names=(*sizes,))
         for name in families:
             model = tigon.from_pretrained(f"{directory}/{name}", mesh=mesh, **how)
@@ -137,15 +138,18 @@ def examined(model: tigon.CausalLM, rank: int, sizes: dict[str, int]) -> dict[st
 
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def saved(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
     directory = tmp_path_factory.mktemp("experts")
     for name, changes in FAMILIES.items():
         write_model(directory / name, **changes)
+    selected = selected_cases(request, "layout", "name")
     for count in (2, 4):
-        names = [
-            name for name, (sizes, *_) in LAYOUTS.items() if math.prod(sizes.values()) == count
-        ]
-        Ranks(count, on_ranks, str(directory), names).finish()
+        cases: dict[str, list[str]] = {}
+        for layout, name in selected:
+            if math.prod(LAYOUTS[layout][0].values()) == count:
+                cases.setdefault(layout, []).append(name)
+        if cases:
+            Ranks(count, on_ranks, str(directory), cases).finish()
     return directory
 
 
@@ -154,6 +158,7 @@ def of_ranks(saved: Path, layout: str, name: str) -> list[dict[str, Any]]:
     return [torch.load(saved / f"{count}-{rank}.pt")[layout, name] for rank in range(count)]
 
 
+@pytest.mark.slow(first=1)
 @pytest.mark.parametrize(("layout", "name"), CASES)
 def test_ranks_score_and_write_what_one_process_does(saved, layout, name):
     sizes = LAYOUTS[layout][0]
@@ -176,6 +181,7 @@ def test_ranks_score_and_write_what_one_process_does(saved, layout, name):
     assert all(torch.equal(ours[tensor], theirs[tensor]) for tensor in ours)
 
 
+@pytest.mark.slow(first=1)
 @pytest.mark.parametrize(("layout", "name"), CASES)
 def test_each_rank_holds_its_part(saved, layout, name):
     sizes, how, _ = LAYOUTS[layout]
@@ -200,6 +206,7 @@ def by_experts(ranks: list[Any], shards: int, parts: int) -> list[Any]:
     return [ranks[shard * parts + part] for part in range(parts) for shard in range(shards)]
 
 
+@pytest.mark.slow
 def test_sampling_without_a_seed_is_the_same_on_all_that_share(saved):
     for layout, name in CASES:
         drawn = [found["unseeded"] for found in of_ranks(saved, layout, name)]
@@ -208,6 +215,7 @@ def test_sampling_without_a_seed_is_the_same_on_all_that_share(saved):
             assert all(torch.equal(tokens, drawn[first]) for tokens in drawn[first : first + half])
 
 
+@pytest.mark.slow
 def test_replicas_write_texts_of_their_own(saved):
     alone = tigon.from_pretrained(saved / "qwen3_moe")
     end = int(texts(alone, True)["free"][1, 11])
@@ -217,6 +225,7 @@ def test_replicas_write_texts_of_their_own(saved):
             assert torch.equal(found["half"], alone.generate(**given, eos_token_id=end))
 
 
+@pytest.mark.slow
 def test_no_step_sends_tokens_to_experts(saved):
     """The prompts' 15 tokens do, each from one rank; some layers have no experts."""
     for layout, name in CASES:
@@ -226,6 +235,7 @@ def test_no_step_sends_tokens_to_experts(saved):
             assert [sum(each) for each in zip(*sent, strict=True)] == [15 * replicas] * layers
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["two", "four", "fsdp"])
 def test_ranks_that_were_given_different_calls_all_say_so(saved, layout):
     ranks = of_ranks(saved, layout, "qwen2_moe")

@@ -100,6 +100,7 @@ def test_two_ranks_generate_what_one_does(saved, name):
     assert all(torch.equal(ours[tensor], theirs[tensor]) for tensor in ours)
 
 
+@pytest.mark.slow
 def test_generate_starts_its_ranks(saved, capfd):
     settings = ["generate", str(saved / "llama"), "the model", "--raw", "--max-new-tokens", "12"]
     settings += ["--device", "cpu"]

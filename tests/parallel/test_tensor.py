@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
+from tests.parallel.selection import selected_cases
 from tests.train.ranks import Ranks
 from tigon.distributed import collectives
 from tigon.kernels.recompute import recompute_above
@@ -164,15 +165,21 @@ def differences(one: CausalLM, cut: CausalLM) -> list[float]:
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[float]]:
-    directory = tmp_path_factory.mktemp("tensor")
-    results = {}
-    for count, cases in ((2, TWO), (4, FOUR)):
+def found(
+    tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+) -> dict[str, list[float]]:
+    directory, results = tmp_path_factory.mktemp("tensor"), {}
+    names = selected_cases(request, "case")
+    for count, every in ((2, TWO), (4, FOUR)):
+        cases = {name: every[name] for name in names if name in every}
+        if not cases:
+            continue
         Ranks(count, compare, str(directory), count, cases).finish()
         results |= json.loads((directory / f"{count}.json").read_text())
     return results
 
 
+@pytest.mark.slow(first=1)
 @pytest.mark.parametrize("case", [*TWO, *FOUR])
 def test_a_cut_model_is_as_a_whole_one(found, case):
     loss, norm, logits, parameters = found[case]

@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from torch.distributed.device_mesh import init_device_mesh
 
 from tests.parallel import test_tensor
+from tests.parallel.selection import selected_cases
 from tests.parallel.test_tensor import FOUR, TWO, batches, differences, random_model
 from tests.train.ranks import Ranks
 from tigon.models import CausalLM, LoraConfig, adapter_parameters, init_adapter
@@ -84,13 +85,13 @@ def save_all(model: CausalLM, at: Path) -> None:
     model.save_adapter(at / "begun")
 
 
-def compare(directory: str, count: int) -> None:
+def compare(directory: str, count: int, names: list[str]) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     test_tensor.batches = keyed  # of this process alone
     mesh, found = init_device_mesh("cpu", (count,)), {}
-    for name, case in CASES[count].items():
-        one = adapted(case)
+    for name in names:
+        one = adapted(CASES[count][name])
         cut = copy.deepcopy(one)
         shard_model(cut, mesh)
         own = torch.tensor(differences(one, cut))
@@ -104,10 +105,16 @@ def compare(directory: str, count: int) -> None:
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, list[float]]]:
+def found(
+    tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+) -> tuple[Path, dict[str, list[float]]]:
     directory, results = tmp_path_factory.mktemp("adapters"), {}
-    for count in CASES:
-        Ranks(count, compare, str(directory), count).finish()
+    selected = selected_cases(request, "case")
+    for count, cases in CASES.items():
+        names = [name for name in cases if name in selected]
+        if not names:
+            continue
+        Ranks(count, compare, str(directory), count, names).finish()
         results |= json.loads((directory / f"{count}.json").read_text())
     return directory, results
 
@@ -115,12 +122,14 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, lis
 NAMES = [name for cases in CASES.values() for name in cases]
 
 
+@pytest.mark.slow(first=1)
 @pytest.mark.parametrize("case", NAMES)
 def test_a_cut_adapter_is_as_a_whole_one(found, case):
     loss, norm, logits, parameters = found[1][case]
     assert loss < 1e-5 and norm < 2e-5 and logits < 3e-5 and parameters < 1e-5, found[1][case]
 
 
+@pytest.mark.slow(first=1)
 @pytest.mark.parametrize("case", NAMES)
 def test_files(found, case):
     """PEFT's of the whole adapter, as it is trained and as it begins, and the merged model's."""

@@ -110,6 +110,7 @@ def compare(directory: str) -> None:
     dist.destroy_process_group()
 
 
+@pytest.mark.slow
 def test_hooks_see_and_change_sums(tmp_path: Path) -> None:
     Ranks(2, compare, str(tmp_path)).finish()
     found = json.loads((tmp_path / "found.json").read_text())

@@ -94,7 +94,7 @@ def test_columns_and_neighbours_on_the_device(tmp_path: Path, target: torch.dtyp
         ReadSpan(info.path, half, info.dtype, 64, 0, whole),
     ]
     with read.Reader() as reader:
-        for transfer in merge_reads(runs, reader.most):
+        for transfer in merge_reads(runs, reader.max_bytes):
             reader.fill(transfer)
     assert torch.equal(left.cpu(), stored[:150, :24].to(target))
     assert torch.equal(right.cpu(), stored[150:, 40:].to(target))

@@ -58,7 +58,7 @@ def test_pieces_are_small(tmp_path: Path, block: Block) -> None:
     info = checkpoint(tmp_path, {W: codes, S: scales}, block).tensors[W]
     assert isinstance(info, DecodedTensor)
     out = torch.empty(300, 200)
-    pieces = [*DecodedSpan(info, 0, 0, out).pieces(10_000)]
+    pieces = [*DecodedSpan(info, 0, 0, out).split(10_000)]
     assert max(piece.nbytes for piece in pieces) <= 10_000
     with Reader() as reader:
         for piece in pieces:

@@ -99,6 +99,7 @@ SIZED = {
 }
 
 
+@pytest.mark.slow(first=1)
 @pytest.mark.parametrize("case", SIZED)
 def test_large_headers_are_refused_soon(tmp_path: Path, case: str) -> None:
     header, item, count = SIZED[case]

@@ -328,6 +328,7 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_peak_memory_is_that_of_the_parameters(large: Path, dtype: str) -> None:
     command = [sys.executable, "-c", PEAK, str(large), dtype]

@@ -62,7 +62,7 @@ def parts() -> dict[str, torch.Tensor]:
     for name, layout in LAYOUT.items():
         flat = whole(name).reshape(-1, *layout[0].shape[1:])
         for part in layout:
-            ((_, target, length),) = part.slices
+            ((_, target, length),) = part.rows
             found[part.name] = flat[target : target + length].reshape(part.shape).clone()
     return found
 

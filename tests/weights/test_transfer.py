@@ -58,7 +58,7 @@ def test_cut_and_merged() -> None:
     half = torch.float16
     runs = [run(80, 2, half), run(0, 10, half), run(96, 1, torch.float32), run(300, 30, half)]
     found = merge_reads(runs, lambda _: 100)
-    assert [(t.offset, t.nbytes, len(t.runs)) for t in found] == [
+    assert [(t.offset, t.nbytes, len(t.spans)) for t in found] == [
         *((0, 96, 2), (96, 16, 1)),  # of another dtype: it is not converted
         *((300, 96, 1), (396, 96, 1), (492, 48, 1)),  # by lines
     ]
@@ -70,10 +70,10 @@ def test_bytes_that_need_no_conversion_are_cut_anywhere() -> None:
     short = run(160, 4, torch.float16, torch.float16)
     runs = [short, run(0, 10, torch.float32), run(300, 30, torch.float32)]
     found = merge_reads(runs, lambda _: 200)
-    assert [(t.offset, t.nbytes, len(t.runs)) for t in found] == [
+    assert [(t.offset, t.nbytes, len(t.spans)) for t in found] == [
         *((0, 192, 2), (300, 200, 1), (500, 200, 1), (700, 80, 1))
     ]
-    first, second = found[0].runs
+    first, second = found[0].spans
     assert second.out.data_ptr() == short.out.data_ptr() and len(second.out) == 32
     assert first.out.data_ptr() == runs[1].out.data_ptr() and first.out.dtype == torch.uint8
 

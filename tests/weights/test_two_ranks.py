@@ -53,7 +53,7 @@ def whole() -> dict[str, torch.Tensor]:
 def parts() -> dict[str, torch.Tensor]:
     flat = {name: t.view(-1, *LAYOUT[name][0].shape[1:]) for name, t in whole().items()}
     return {
-        part.name: torch.cat([flat[name][t : t + n] for _, t, n in sorted(part.slices)])
+        part.name: torch.cat([flat[name][t : t + n] for _, t, n in sorted(part.rows)])
         for name, layout in LAYOUT.items()
         for part in layout
     }
@@ -140,14 +140,14 @@ def written(out: Path, kind: str, sharded: dict[str, Any]) -> int | str:
         }
     found = entries(parameters, LAYOUT, torch.float32)
     if kind == "lost":  # a row that nobody has
-        (piece,) = next(entry for entry in found if entry.name == "single").pieces or (None,)
-        found = [entry._replace(pieces=[]) if piece in entry.pieces else entry for entry in found]
+        (piece,) = next(entry for entry in found if entry.name == "single").blocks or (None,)
+        found = [entry._replace(blocks=[]) if piece in entry.blocks else entry for entry in found]
     if kind == "other" and not first:
         found = found[1:]
     if kind == "elsewhere" and not first:  # a directory of the same name on another machine
         Path.is_file = lambda path: False  # type: ignore[method-assign, assignment]
     if kind == "fails" and not first:
-        found = [e._replace(pieces=[p._replace(read=broken) for p in e.pieces]) for e in found]
+        found = [e._replace(blocks=[p._replace(read=broken) for p in e.blocks]) for e in found]
     pwrite, counted = os.pwrite, []
 
     def counting(*arguments: Any) -> int:

@@ -60,7 +60,7 @@ class Exporter(checkpoint.BackgroundWriter):
         else:
             tensors, describe = prepare_save(model, dtype=dtype, values=values, **how)
             write = write_model
-        own = sum(piece.rows * entry.row_bytes for entry in tensors for piece in entry.pieces)
+        own = sum(block.rows * entry.row_bytes for entry in tensors for block in entry.blocks)
         background = self.background and checkpoint.fits_in_memory(own, self.world)
         if background:
             with self._ranks.sync_errors():  # the thread of a rank without a copy would not write

@@ -51,13 +51,13 @@ def convert_entries(
     Both layouts are of the same parameters. The writer raises for rows that are not stored.
     """
     shapes: dict[str, tuple[int, ...]] = {}
-    pieces: dict[str, list[RowBlock]] = {}
+    blocks: dict[str, list[RowBlock]] = {}
     for parameter, parts in layout.items():
         sources = _spans(stored_layout[parameter])
         starts = [span.first for span in sources]
         for part in parts:
             shapes[part.name] = part.shape
-            pieces.setdefault(part.name, [])
+            blocks.setdefault(part.name, [])
         for target in _spans(parts):
             end = target.first + target.length
             at = max(0, bisect_right(starts, target.first) - 1)
@@ -67,7 +67,7 @@ def convert_entries(
                 first = max(target.first, source.first)
                 count = min(end, source.first + source.length) - first
                 if count > 0:
-                    pieces[target.name] += _pieces(
+                    blocks[target.name] += _row_blocks(
                         target.row + first - target.first,
                         source.row + first - source.first,
                         count,
@@ -75,21 +75,21 @@ def convert_entries(
                         shapes[target.name],
                         dtype,
                     )
-    return [TensorEntry(name, shape, dtype, pieces[name]) for name, shape in shapes.items()]
+    return [TensorEntry(name, shape, dtype, blocks[name]) for name, shape in shapes.items()]
 
 
 def _spans(parts: Sequence[TensorSlice]) -> list[_Span]:
-    """The slices in the order of the parameter's rows."""
+    """The parts' spans in the order of the parameter's rows."""
     spans = []
     for part in parts:
         size = math.prod(part.shape[1:-1])
         spans += [
-            _Span(size * s.target, size * s.length, size * s.source, part.name) for s in part.slices
+            _Span(size * s.target, size * s.length, size * s.source, part.name) for s in part.rows
         ]
     return sorted(spans)
 
 
-def _pieces(
+def _row_blocks(
     row: int,
     source_row: int,
     count: int,

@@ -36,20 +36,18 @@ class ReplicaIndex(NamedTuple):
 
 @dataclass(frozen=True)
 class TensorSlice:
-    """The rows that a parameter has of a checkpoint's tensor, in one slice or several.
+    """The part of a checkpoint's tensor that a parameter has.
 
-    A shard of a packed projection [gate; up] has several slices of it: one of gate and one of up.
-    `shape` is the full tensor's. Rows of a parameter with one dimension more, [E, N, D], are those
-    of its flattening [E * N, D].
-
-    Under tensor parallelism a parameter may have a part of each row: `spans` give it for each
-    dimension after the first. A parameter may then have several TensorSlices of one tensor.
+    A shard of a packed projection [gate; up] has two spans of its rows: one of gate, one of up.
+    Rows of a parameter with one dimension more, [E, N, D], are those of its flattening [E * N, D].
+    Under tensor parallelism a parameter may have only a part of each row, and then several
+    TensorSlices of one tensor.
     """
 
     name: str
-    shape: tuple[int, ...]
-    slices: tuple[RowSpan, ...]
-    spans: tuple[RowSpan, ...] = ()  # (): full rows
+    shape: tuple[int, ...]  # of the full tensor
+    rows: tuple[RowSpan, ...]
+    inner: tuple[RowSpan, ...] = ()  # of each dimension after the first; (): full rows
     replica: ReplicaIndex | None = None  # None: there is no tensor parallelism
 
     @classmethod
@@ -58,25 +56,28 @@ class TensorSlice:
         return cls(name, shape, (RowSpan(0, target, shape[0] if shape else 1),))
 
     @property
-    def row_spans(self) -> tuple[RowSpan, ...]:
-        return self.spans or tuple(RowSpan(0, 0, size) for size in self.shape[1:])
+    def inner_spans(self) -> tuple[RowSpan, ...]:
+        return self.inner or tuple(RowSpan(0, 0, size) for size in self.shape[1:])
 
     @property
     def column(self) -> int:
         """The first column of the tensor that the parameter has."""
-        return self.spans[-1].source if self.spans else 0
+        return self.inner[-1].source if self.inner else 0
 
     def lines(self, shape: Sequence[int]) -> Iterator[RowSpan]:
-        """The slices in lines (rows of the last dimension) of the tensor and of the parameter."""
-        middle = self.row_spans[:-1]
+        """Yields the spans of rows as spans of lines, which are rows of the last dimension.
+
+        `shape`: the parameter's.
+        """
+        middle = self.inner_spans[:-1]
         if all(span == RowSpan(0, 0, n) for span, n in zip(middle, self.shape[1:-1], strict=True)):
             per_row = math.prod(self.shape[1:-1])
-            for rows in self.slices:
+            for rows in self.rows:
                 yield RowSpan(*(per_row * n for n in rows))
             return
         (span,) = middle
         tensor_lines, parameter_lines = self.shape[1], shape[-2]
-        for source, target, length in self.slices:
+        for source, target, length in self.rows:
             for i in range(length):
                 at = (
                     (source + i) * tensor_lines + span.source,
@@ -90,7 +91,7 @@ Layout = dict[str, tuple[TensorSlice, ...]]  # parameter name -> slices of tenso
 
 @dataclass(frozen=True)
 class ShardSpec:
-    """This rank's shard of a parameter under tensor or expert parallelism, in pieces."""
+    """The pieces of a parameter that this rank has under tensor or expert parallelism."""
 
     shape: tuple[int, ...]  # of the full parameter
     dim: int
@@ -108,7 +109,7 @@ class ShardSpec:
 
 
 def shard_slices(parts: Sequence[TensorSlice], spec: ShardSpec) -> tuple[TensorSlice, ...]:
-    """The slices of this rank's shard, from those of the full parameter."""
+    """The parts of this rank's shard, from those of the full parameter."""
     return tuple(new for part in parts for new in _shard_slice(part, spec))
 
 
@@ -116,14 +117,14 @@ def _shard_slice(part: TensorSlice, spec: ShardSpec) -> Iterator[TensorSlice]:
     lead = len(spec.shape) - len(part.shape[1:])  # number of dimensions that make up a row index
     if spec.dim >= lead:
         for rows, replica in spec.pieces:
-            spans = list(part.row_spans)
+            spans = list(part.inner_spans)
             spans[spec.dim - lead] = rows
-            yield replace(part, spans=tuple(spans), replica=replica)
+            yield replace(part, inner=tuple(spans), replica=replica)
         return
-    by_replica: dict[ReplicaIndex, list[RowSpan]] = {}
+    spans_by_replica: dict[ReplicaIndex, list[RowSpan]] = {}
     inner = math.prod(spec.shape[spec.dim + 1 : lead])  # rows for each index of the dimension
     size = spec.shape[spec.dim] * inner
-    for source, target, length in part.slices:
+    for source, target, length in part.rows:
         for outer in range(target // size, -(-(target + length) // size)):
             for piece, replica in spec.pieces:
                 begin = outer * size + piece.source * inner
@@ -132,32 +133,32 @@ def _shard_slice(part: TensorSlice, spec: ShardSpec) -> Iterator[TensorSlice]:
                 if first < end:
                     at = (outer * spec.length + piece.target) * inner + first - begin
                     rows = RowSpan(source + first - target, at, end - first)
-                    by_replica.setdefault(replica, []).append(rows)
-    for replica, slices in (by_replica or {ReplicaIndex(): []}).items():
-        yield replace(part, slices=tuple(slices), replica=replica)
+                    spans_by_replica.setdefault(replica, []).append(rows)
+    for replica, spans in (spans_by_replica or {ReplicaIndex(): []}).items():
+        yield replace(part, rows=tuple(spans), replica=replica)
 
 
 def covers_parameter(parts: Sequence[TensorSlice], parameter: Tensor) -> bool:
-    """Whether the slices cover every element of the parameter once, within their tensors."""
+    """Whether the parts cover every element of the parameter once, within their tensors."""
     dims = len(parts[0].shape[1:])
     lead = parameter.dim() - dims
     rest = parameter.shape[lead:]
-    slices: dict[tuple[tuple[int, int], ...], list[tuple[int, int]]] = {}
+    rows_by_inner: dict[tuple[tuple[int, int], ...], list[tuple[int, int]]] = {}
     for part in parts:
         if len(part.shape[1:]) != dims:
             return False
         height = part.shape[0] if part.shape else 1
-        bounds = [(rows, height) for rows in part.slices]
-        bounds += zip(part.row_spans, part.shape[1:], strict=True)
+        bounds = [(rows, height) for rows in part.rows]
+        bounds += zip(part.inner_spans, part.shape[1:], strict=True)
         if any(s.source < 0 or s.source + s.length > size for s, size in bounds):
             return False
-        spans = tuple((s.target, s.length) for s in part.row_spans)
-        slices.setdefault(spans, []).extend((s.target, s.length) for s in part.slices)
+        spans = tuple((s.target, s.length) for s in part.inner_spans)
+        rows_by_inner.setdefault(spans, []).extend((s.target, s.length) for s in part.rows)
     height = math.prod(parameter.shape[:lead])
-    if not all(covers_once(found, height) for found in slices.values()):
+    if not all(covers_once(rows, height) for rows in rows_by_inner.values()):
         return False
     # Only one of the other dimensions has several spans
-    dim_spans = [list(dict.fromkeys(spans)) for spans in zip(*slices, strict=True)]
+    dim_spans = [list(dict.fromkeys(spans)) for spans in zip(*rows_by_inner, strict=True)]
     return all(covers_once(spans, n) for spans, n in zip(dim_spans, rest, strict=True))
 
 
@@ -187,11 +188,11 @@ class DecodedSpan:
     def nbytes(self) -> int:
         return self.out.numel() * self.out.itemsize
 
-    def pieces(self, most: int) -> Iterator["DecodedSpan"]:
-        """Yields pieces of at most `most` bytes, or of one unit, that begin at units."""
+    def split(self, max_bytes: int) -> Iterator["DecodedSpan"]:
+        """Yields spans of at most `max_bytes`, or of one unit, that begin at units."""
         lines, width = self._row
         unit = self.source.unit * lines
-        step = max(1, most // max(1, unit * width * self.source.dtype.itemsize)) * unit
+        step = max(1, max_bytes // max(1, unit * width * self.source.dtype.itemsize)) * unit
         begin, end = self.first, self.first + len(self.out)
         while begin < end:
             stop = min(end, (begin // step + 1) * step)
@@ -261,7 +262,7 @@ def row_group(parameter: DTensor) -> dist.ProcessGroup:
 def local_blocks(
     part: TensorSlice, shape: Sequence[int], local: Tensor, first: int
 ) -> Iterator[tuple[tuple[int, ...], Tensor]]:
-    """Yields the blocks of `local` that a slice fills, each with its index in the slice's tensor.
+    """Yields the blocks of `local` that a part fills, each with its index in the part's tensor.
 
     `shape` is the full parameter's; `local` and `first` are the results of `local_rows`.
     """
@@ -270,23 +271,23 @@ def local_blocks(
     dims = len(part.shape[1:])
     rows = local.view(-1, *local.shape[local.dim() - dims :])
     first *= math.prod(shape[1 : len(shape) - dims])
-    for dim, span in enumerate(part.spans, 1):
+    for dim, span in enumerate(part.inner, 1):
         rows = rows.narrow(dim, span.target, span.length)
-    inner = tuple(span.source for span in part.row_spans)
-    for source, target, count in part.slices:
+    inner = tuple(span.source for span in part.inner_spans)
+    for source, target, count in part.rows:
         begin, end = max(target, first), min(target + count, first + len(rows))
         if begin < end:
             yield (source + begin - target, *inner), rows[begin - first : end - first]
 
 
 class ShardLines:
-    """This rank's shard of a parameter as stretches of consecutive lines of the full parameter."""
+    """This rank's shard of a parameter, as runs of consecutive lines of the full parameter."""
 
     def __init__(self, local: LocalShard, *, single: bool) -> None:
         """`single`: the file's tensors have one dimension, so that lines are elements."""
         memory, shape, first = local
         self.shape, self.column = shape, 0
-        self.starts: list[int] = []  # first line of each stretch
+        self.starts: list[int] = []  # first line of each run
         if not memory.numel():  # on a rank outside the mesh it lacks dimensions
             return
         dims = shape if single else shape[:-1]
@@ -295,7 +296,7 @@ class ShardLines:
         self.memory = memory.view(-1, 1 if single else memory.shape[-1])
         cut = max((i for i, n in enumerate(dims) if sizes[i] != n), default=0)
         below = math.prod(dims[cut + 1 :])
-        self.count = (sizes[cut] if dims else 1) * below  # lines in a stretch
+        self.count = (sizes[cut] if dims else 1) * below  # lines in a run
         for index in itertools.product(*map(range, sizes[:cut])):
             start = 0
             for i, n in enumerate(dims[: cut + 1]):
@@ -315,16 +316,16 @@ class ShardLines:
 
 
 def slice_columns(part: TensorSlice, lines: Tensor) -> Tensor:
-    """The columns of a parameter's lines that this slice fills."""
-    if not part.spans or part.spans[-1].length == lines.shape[-1]:
+    """The columns of a parameter's lines that this part fills."""
+    if not part.inner or part.inner[-1].length == lines.shape[-1]:
         return lines
-    return lines.narrow(-1, part.spans[-1].target, part.spans[-1].length)
+    return lines.narrow(-1, part.inner[-1].target, part.inner[-1].length)
 
 
 def plan_reads(
     part: TensorSlice, info: TensorInfo | DecodedTensor, lines: ShardLines
 ) -> Iterator[ReadSpan | DecodedSpan]:
-    """Yields the reads of a slice's tensor that fill this rank's lines."""
+    """Yields the reads of a part's tensor that fill this rank's lines."""
     width, column = part.shape[-1] if len(part.shape) > 1 else 1, part.column + lines.column
     for source, target, length in part.lines(lines.shape):
         for line, memory in lines.within(target, target + length):

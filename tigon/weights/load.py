@@ -47,7 +47,7 @@ MAX_LISTED = 10  # tensors that a message lists for each kind of misfit
 
 Matched = dict[
     str, list[tuple[TensorSlice, TensorInfo | DecodedTensor]]
-]  # parameter name -> tensors
+]  # parameter name -> its parts
 Misfits = dict[str, list[str]]  # kind of misfit -> tensors
 
 
@@ -166,7 +166,7 @@ def _file_location(
         if not isinstance(info, TensorInfo) or info.dtype != parameter.dtype:
             return None
         row = info.nbytes // max(1, info.shape[0] if info.shape else 1)
-        for source, target, length in part.slices:
+        for source, target, length in part.rows:
             begin = info.offset + source * row
             spans.append((target, info.path, begin, begin + length * row))
     spans.sort()
@@ -284,20 +284,20 @@ def load_into(
         parameters, layout, checkpoint, source_of=source_of, ignored=ignored, into=into
     )
     replicas = Replicas(parameters)
-    runs: list[ReadSpan] = []
+    reads: list[ReadSpan] = []
     decodings: list[DecodedSpan] = []
     for name in replicas.local_names:
         lines = ShardLines(local[name], single=len(layout[name][0].shape) < 2)
         for part, info in matched[name]:
             for span in plan_reads(part, info, lines):
                 if isinstance(span, ReadSpan):
-                    runs.append(span)
+                    reads.append(span)
                 else:
                     decodings.append(span)
     workers, share = _shares(workers, staging_bytes)
     with replicas.sync_errors():
-        _read_all(runs, decodings, workers, share)
-    replicas.broadcast({name: part.memory for name, part in local.items()})
+        _read_all(reads, decodings, workers, share)
+    replicas.broadcast({name: shard.memory for name, shard in local.items()})
 
 
 @contextmanager
@@ -346,12 +346,12 @@ def _threads() -> int:
 
 
 def _read_all(
-    runs: Sequence[ReadSpan], decodings: Sequence[DecodedSpan], workers: int, staging: int
+    reads: Sequence[ReadSpan], decodings: Sequence[DecodedSpan], workers: int, staging: int
 ) -> None:
     # All threads take from one queue in file order, so that a disk sees few sequential streams
-    work: list[Transfer | DecodedSpan] = [*merge_reads(runs, Reader(staging).most)]
-    # As fp32 values a piece is a quarter: what it is decoded from and with takes memory too
-    work += [piece for decoding in decodings for piece in decoding.pieces(staging // 4)]
+    work: list[Transfer | DecodedSpan] = [*merge_reads(reads, Reader(staging).max_bytes)]
+    # A quarter: what values are decoded from and with takes memory too
+    work += [span for decoding in decodings for span in decoding.split(staging // 4)]
     total = sum(item.nbytes for item in work)
     first_rank = os.environ.get("RANK", "0") == "0"
     bar = tqdm(

@@ -1,4 +1,4 @@
-"""Work that threads share."""
+"""Reads ranges of files into tensors of any dtype, on any device, with several threads."""
 
 import itertools
 import os
@@ -23,21 +23,21 @@ def parallel_for(
     tool: Callable[[], AbstractContextManager[Tool]],
     workers: int,
 ) -> None:
-    """`work` on each job, begun in this order, by threads that each have a tool of their own.
+    """Call `work(job, tool())` for each job, in order, by threads with one tool each.
 
-    What one raises is raised here; after it no more jobs are begun.
+    Raises the error of a job; no more jobs begin after it.
     """
     queue = deque(jobs)
 
     def run() -> None:
         try:
-            with tool() as own:
+            with tool() as thread_tool:
                 while True:
                     try:
                         job = queue.popleft()
                     except IndexError:
                         return
-                    work(job, own)
+                    work(job, thread_tool)
         except BaseException:
             queue.clear()
             raise
@@ -46,24 +46,21 @@ def parallel_for(
         try:
             for done in [pool.submit(run) for _ in range(workers)]:
                 done.result()
-        except BaseException:  # an interrupt: the threads end after what they have in hand
+        except BaseException:  # an interrupt: the threads end after their current jobs
             queue.clear()
             raise
 
 
-# Reads of files: which bytes go where.
-#
-# A line is a row of a tensor's last dimension, or an element where a tensor has one dimension.
-# Lines that follow each other in a file and in memory are a `Run`; runs that follow each other in
-# a file are read at once, as a `Transfer`.
+# A line is a row of a tensor's last dimension, or an element of a tensor with one dimension. Lines
+# that are consecutive in a file and in memory are a `ReadSpan`; spans that are consecutive in a file
+# are read at once, as a `Transfer`.
 
 
 @dataclass(frozen=True, slots=True)
 class ReadSpan:
-    """Lines of a file, `width` elements each, and the memory [lines, columns] they go to.
+    """Lines of a file, `width` elements each, and the memory [lines, columns] that they fill.
 
-    Of each line it takes as many columns as `out` has, from `column` on. Bytes that go there as
-    they are may also be lines of one byte, `out` [bytes].
+    `out` gets its columns of each line, from `column` on. An `out` of bytes [n] gets n bytes.
     """
 
     path: Path
@@ -83,32 +80,31 @@ class ReadSpan:
 
     @property
     def direct(self) -> bool:
-        """Whether the bytes are those of `out` as they are."""
+        """Whether the bytes of the file are those of `out`."""
         if self.out.dim() == 1:
             return True
         whole = self.out.shape[1] == self.width and self.out.is_contiguous()
         return whole and self.out.dtype == self.dtype
 
-    def plain(self) -> "ReadSpan":
-        """The same as bytes, which can be cut anywhere, if they go to `out` as they are."""
+    def as_bytes(self) -> "ReadSpan":
+        """A direct span as bytes, which can be split anywhere; other spans unchanged."""
         if not self.direct:
             return self
         flat = self.out.view(-1).view(torch.uint8)
         return ReadSpan(self.path, self.offset, torch.uint8, 1, 0, flat)
 
-    def pieces(self, most: int) -> Iterator["ReadSpan"]:
-        """The run in pieces of at most that many bytes, or of one element."""
-        if self.nbytes <= most:
+    def split(self, max_bytes: int) -> Iterator["ReadSpan"]:
+        """Yields spans of at most `max_bytes`, or of one element."""
+        if self.nbytes <= max_bytes:
             yield self
             return
-        if self.line_bytes > most and self.width > 1:
+        if self.line_bytes > max_bytes and self.width > 1:
             for i, line in enumerate(self.out):  # of a matrix with very long rows
                 begin = self.offset + i * self.line_bytes + self.column * self.dtype.itemsize
-                yield from ReadSpan(self.path, begin, self.dtype, 1, 0, line.unsqueeze(1)).pieces(
-                    most
-                )
+                span = ReadSpan(self.path, begin, self.dtype, 1, 0, line.unsqueeze(1))
+                yield from span.split(max_bytes)
             return
-        step = max(1, most // max(1, self.line_bytes))
+        step = max(1, max_bytes // max(1, self.line_bytes))
         begin = self.offset
         for out in self.out.split(step):
             yield ReadSpan(self.path, begin, self.dtype, self.width, self.column, out)
@@ -117,55 +113,48 @@ class ReadSpan:
 
 @dataclass(slots=True)
 class Transfer:
-    """One read of a file: runs that follow each other in it."""
+    """One read of a file: consecutive spans of it."""
 
     path: Path
     offset: int
     nbytes: int
-    runs: list[ReadSpan]
+    spans: list[ReadSpan]
 
 
-def merge_reads(runs: Iterable[ReadSpan], most: Callable[[ReadSpan], int]) -> list[Transfer]:
-    """The runs in the order of the files, cut and merged into reads of at most `most` bytes.
+def merge_reads(spans: Iterable[ReadSpan], max_bytes: Callable[[ReadSpan], int]) -> list[Transfer]:
+    """Split and merge spans into reads of at most `max_bytes`, in the order of the files.
 
-    Only runs that are read in one way and to one device are merged. What goes to memory as it is
-    has become plain bytes.
+    Merges only spans of one dtype for one device, and direct ones as bytes.
     """
-    found: list[Transfer] = []
-    kind = None
-    for run in sorted(runs, key=lambda run: (str(run.path), run.offset)):
-        run, limit = run.plain(), most(run)
-        its_kind = (run.path, run.out.device, run.dtype, run.direct)
-        for piece in run.pieces(limit):
-            nbytes = piece.nbytes
-            last = found[-1] if found and its_kind == kind else None
-            if (
-                last is not None
-                and last.offset + last.nbytes == piece.offset
-                and last.nbytes + nbytes <= limit
-            ):
-                last.runs.append(piece)
+    transfers: list[Transfer] = []
+    last_kind = None
+    for span in sorted(spans, key=lambda span: (str(span.path), span.offset)):
+        span, limit = span.as_bytes(), max_bytes(span)
+        kind = (span.path, span.out.device, span.dtype, span.direct)
+        for new in span.split(limit):
+            nbytes = new.nbytes
+            last = transfers[-1] if transfers and kind == last_kind else None
+            if last and last.offset + last.nbytes == new.offset and last.nbytes + nbytes <= limit:
+                last.spans.append(new)
                 last.nbytes += nbytes
             else:
-                found.append(Transfer(piece.path, piece.offset, nbytes, [piece]))
-            kind = its_kind
-    return found
+                transfers.append(Transfer(new.path, new.offset, nbytes, [new]))
+            last_kind = kind
+    return transfers
 
 
-# Reads ranges of files into tensors of any dtype, on any device, with small buffers only.
-
-DIRECT = 16 << 20  # bytes of a read into the memory that is to be filled
-STAGING = 1 << 20  # of a read that is converted on the CPU: it stays in the processor's cache
+DIRECT = 16 << 20  # bytes of a direct read
+STAGING = 1 << 20  # of a read that is converted on the CPU: it stays in its cache
 PINNED = 8 << 20  # of a read that goes to a GPU
 BUFFERS = 2  # of a thread for a GPU
 SHARE = BUFFERS * PINNED  # of all buffers of a thread
-IOV_MAX = 1024  # pieces of memory that the system fills at once
+IOV_MAX = 1024  # buffers that the system fills at once
 
 
 class Reader:
-    """Open files and staging buffers of one thread; done with all copies when it is left.
+    """The open files and staging buffers of one thread; `with` ends after all copies are done.
 
-    Its buffers take at most `staging` bytes, of the host's memory and as many of the device's.
+    Its buffers take at most `staging` bytes of host memory, and as many of the device's.
     """
 
     def __init__(self, staging: int = SHARE) -> None:
@@ -182,34 +171,37 @@ class Reader:
         self._at_exit.close()
 
     def read(self, path: Path, offset: int, dtype: torch.dtype, out: Tensor) -> None:
-        """Fills `out` with as many `dtype` elements from the file's byte `offset` on."""
+        """Fill `out` with elements of `dtype` from byte `offset` of the file on."""
         if not out.is_contiguous() and out.dim() > 1:
             for row in out:
                 self.read(path, offset, dtype, row)
                 offset += row.numel() * dtype.itemsize
             return
-        run = ReadSpan(
-            path, offset, dtype, 1, 0, out.reshape(-1, 1) if out.dim() != 1 else out[:, None]
-        )
-        for transfer in merge_reads([run], self.most):
+        elements = out[:, None] if out.dim() == 1 else out.reshape(-1, 1)
+        span = ReadSpan(path, offset, dtype, 1, 0, elements)
+        for transfer in merge_reads([span], self.max_bytes):
             self.fill(transfer)
 
-    def most(self, run: ReadSpan) -> int:
-        """The bytes of the run that are read at once."""
-        if run.out.is_cuda:
+    def max_bytes(self, span: ReadSpan) -> int:
+        """The number of bytes of the span that one read takes at most."""
+        if span.out.is_cuda:
             return pinned_bytes(self._staging)
-        return DIRECT if run.direct else min(STAGING, self._staging)
+        return DIRECT if span.direct else min(STAGING, self._staging)
 
     def fill(self, transfer: Transfer) -> None:
-        """One read of a file, and what it is for."""
-        first = transfer.runs[0]
+        """Read a transfer's bytes from its file and fill the memory of its spans."""
+        first = transfer.spans[0]
         if first.out.is_cuda:
             staging = self._cuda_staging(first.out.device)
-            turn = staging.next_buffer()
-            self._preadv(transfer.path, transfer.offset, [turn.memory[: transfer.nbytes]])
-            staging.send(turn, transfer)
+            pinned = staging.next_buffer()
+            self._preadv(transfer.path, transfer.offset, [pinned.memory[: transfer.nbytes]])
+            staging.send(pinned, transfer)
         elif first.direct:
-            self._read_directly(transfer)
+            offset = transfer.offset
+            for i in range(0, len(transfer.spans), IOV_MAX):
+                buffers = [span.out.numpy().data for span in transfer.spans[i : i + IOV_MAX]]
+                self._preadv(transfer.path, offset, buffers)
+                offset += sum(map(len, buffers))
         else:
             if self._buffer is None or len(self._buffer) < transfer.nbytes:
                 self._buffer = torch.empty(
@@ -217,14 +209,7 @@ class Reader:
                 )
             buffer = self._buffer[: transfer.nbytes]
             self._preadv(transfer.path, transfer.offset, [buffer.numpy().data])
-            _copy(buffer, transfer.runs)
-
-    def _read_directly(self, transfer: Transfer) -> None:
-        offset = transfer.offset
-        for i in range(0, len(transfer.runs), IOV_MAX):
-            some = [run.out.numpy().data for run in transfer.runs[i : i + IOV_MAX]]
-            self._preadv(transfer.path, offset, some)
-            offset += sum(map(len, some))
+            _copy(buffer, transfer.spans)
 
     def _preadv(self, path: Path, offset: int, buffers: Sequence[memoryview]) -> None:
         if path not in self._files:
@@ -260,56 +245,54 @@ class _Buffer(NamedTuple):
 
 
 class _PinnedStaging:
-    """Pinned buffers of one thread: one is filled from a file while others are copied to a device.
+    """Pinned buffers of one thread: a file fills one while another is copied to the device.
 
-    Most calls into torch, slices too, release the interpreter's lock, and getting it back from the
-    other threads takes longer than the call. So a transfer makes few of them.
+    A transfer makes few calls into torch: getting the interpreter's lock back takes longer.
     """
 
     def __init__(self, device: torch.device, size: int) -> None:
         torch.cuda.synchronize(device)  # the memory we fill may still be in use by its last owner
         self.stream = torch.cuda.Stream(device)
         buffers = [pinned_buffer(size) for _ in range(BUFFERS)]
-        self._turns = itertools.cycle(
+        self._buffers = itertools.cycle(
             _Buffer(pinned, pinned.numpy().data, torch.cuda.Event()) for pinned in buffers
         )
 
     def next_buffer(self) -> _Buffer:
-        buffer = next(self._turns)
+        buffer = next(self._buffers)
         buffer.copied.synchronize()
         return buffer
 
     def send(self, buffer: _Buffer, transfer: Transfer) -> None:
-        """To be called with `stream` as the current one."""
+        """Copy the buffer to the spans' memory; `stream` must be the current one."""
         source = buffer.pinned
-        if not transfer.runs[0].direct:
-            # The bytes travel as they are: copy_ would convert them on the CPU, unpinned
+        if not transfer.spans[0].direct:
+            # Convert on the device: copy_ would do it on the CPU, unpinned
             source = source[: transfer.nbytes].to(self.stream.device, non_blocking=True)
-        _copy(source, transfer.runs)
+        _copy(source, transfer.spans)
         buffer.copied.record(self.stream)
 
 
 def pinned_bytes(staging: int) -> int:
-    """The size of one of the pinned buffers of a thread that may have `staging` bytes.
+    """The size of each pinned buffer of a thread whose buffers have `staging` bytes in all.
 
-    A power of two: torch rounds pinned memory up to one.
+    A power of two, to which torch rounds pinned memory up.
     """
-    most = max(1, min(PINNED, staging // BUFFERS))
-    return 1 << (most.bit_length() - 1)
+    return 1 << (max(1, min(PINNED, staging // BUFFERS)).bit_length() - 1)
 
 
 def pinned_buffer(size: int) -> Tensor:
     return torch.empty(size, dtype=torch.uint8, pin_memory=True)
 
 
-def _copy(buffer: Tensor, runs: Sequence[ReadSpan]) -> None:
-    """What was read, each run converted to where it belongs."""
+def _copy(buffer: Tensor, spans: Sequence[ReadSpan]) -> None:
+    """Copy consecutive bytes to the memory of their spans, converted to its dtype."""
     begin = 0
-    for run in runs:
-        end = begin + run.nbytes
+    for span in spans:
+        end = begin + span.nbytes
         source = buffer if end - begin == len(buffer) else buffer[begin:end]
-        if not run.direct:
-            lines = source.view(run.dtype).view(-1, run.width)
-            source = lines[:, run.column : run.column + run.out.shape[1]]
-        run.out.copy_(source, non_blocking=True)
+        if not span.direct:
+            lines = source.view(span.dtype).view(-1, span.width)
+            source = lines[:, span.column : span.column + span.out.shape[1]]
+        span.out.copy_(source, non_blocking=True)
         begin = end

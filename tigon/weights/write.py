@@ -88,7 +88,7 @@ class TensorEntry(NamedTuple):
     name: str
     shape: Sequence[int]
     dtype: torch.dtype
-    pieces: Sequence[RowBlock]
+    blocks: Sequence[RowBlock]
 
     @classmethod
     def of(cls, name: str, tensor: Tensor) -> "TensorEntry":
@@ -96,8 +96,8 @@ class TensorEntry(NamedTuple):
         tensor = tensor.detach()
         shape = tuple(tensor.shape)
         rows = tensor.reshape(row_count(shape), *shape[1:][-1:])
-        piece = RowBlock(0, len(rows), lambda first, count: rows.narrow(0, first, count))
-        return cls(name, shape, tensor.dtype, [piece])
+        block = RowBlock(0, len(rows), lambda first, count: rows.narrow(0, first, count))
+        return cls(name, shape, tensor.dtype, [block])
 
     @property
     def nbytes(self) -> int:
@@ -188,7 +188,7 @@ def entries(
     """
     ranks, values = ranks or WriterGroup(), values or {}
     shapes: dict[str, tuple[int, ...]] = {}
-    pieces: dict[str, list[RowBlock]] = {}
+    tensor_blocks: dict[str, list[RowBlock]] = {}
     for name, p in parameters.items():
         if not covers_parameter(layout[name], p):
             raise ValueError(f"{name} is {list(p.shape)}, not filled by {layout[name]}")
@@ -208,10 +208,10 @@ def entries(
             blocks = _blocks(part, local)
             replica, replicas = _replica(p, part, ranks)
             if replicas > 1:  # starts rotate over tensors, since most tensors are one chunk
-                groups = [chunk for block in blocks for chunk in _split_block(block, dtype)]
-                blocks = groups[(replica - len(shapes)) % replicas :: replicas]
-            pieces.setdefault(part.name, []).extend(blocks)
-    return [TensorEntry(name, shape, dtype, pieces[name]) for name, shape in shapes.items()]
+                chunks = [chunk for block in blocks for chunk in _split_block(block, dtype)]
+                blocks = chunks[(replica - len(shapes)) % replicas :: replicas]
+            tensor_blocks.setdefault(part.name, []).extend(blocks)
+    return [TensorEntry(name, shape, dtype, tensor_blocks[name]) for name, shape in shapes.items()]
 
 
 def _replica(parameter: Tensor, part: TensorSlice, ranks: WriterGroup) -> tuple[int, int]:
@@ -229,7 +229,7 @@ def _replica(parameter: Tensor, part: TensorSlice, ranks: WriterGroup) -> tuple[
 
 
 def _blocks(part: TensorSlice, local: LocalShard) -> list[RowBlock]:
-    """The blocks of a slice that this rank has."""
+    """The blocks of a part that this rank has."""
     single = len(part.shape) < 2
     lines, blocks = ShardLines(local, single=single), []
     for source, target, length in part.lines(local.shape):
@@ -241,11 +241,11 @@ def _blocks(part: TensorSlice, local: LocalShard) -> list[RowBlock]:
     return blocks
 
 
-def _split_block(piece: RowBlock, dtype: torch.dtype) -> Iterator[RowBlock]:
-    row_bytes = piece.read(0, 1).numel() * dtype.itemsize
-    for first, count in row_chunks(piece.rows, row_bytes):
-        read = partial(piece.read(first, count).narrow, 0)
-        yield piece._replace(row=piece.row + first, rows=count, read=read)
+def _split_block(block: RowBlock, dtype: torch.dtype) -> Iterator[RowBlock]:
+    row_bytes = block.read(0, 1).numel() * dtype.itemsize
+    for first, count in row_chunks(block.rows, row_bytes):
+        read = partial(block.read(first, count).narrow, 0)
+        yield block._replace(row=block.row + first, rows=count, read=read)
 
 
 # Staging in host memory
@@ -318,15 +318,15 @@ def write_checkpoint(
     """Write STEM.safetensors, or shards and their index, split and named as in transformers.
 
     In a process group all ranks call this with entries of equal names, shapes and dtypes, each with
-    its own pieces; the first rank passes the directory, which all must see. An error on one rank
-    stops all and removes the files. Raises ValueError unless the pieces of all ranks cover each row
+    its own blocks; the first rank passes the directory, which all must see. An error on one rank
+    stops all and removes the files. Raises ValueError unless the blocks of all ranks cover each row
     once.
     """
     ranks = ranks or WriterGroup()
     with ranks.sync_errors():
         shards = _shards(tensors, max_shard_size, stem)
         files = [_File(name, entries, metadata) for name, entries in shards.items()]
-    _check_pieces(shards, ranks)
+    _check_blocks(shards, ranks)
     created: list[Path] = []
     try:
         with ranks.sync_errors():
@@ -388,11 +388,11 @@ def _file_order(entry: TensorEntry) -> tuple[int, str]:
     return -list(TAGS).index(entry.dtype), entry.name
 
 
-def _check_pieces(shards: Mapping[str, list[TensorEntry]], ranks: WriterGroup) -> None:
+def _check_blocks(shards: Mapping[str, list[TensorEntry]], ranks: WriterGroup) -> None:
     """Raises ValueError, on every rank, unless the ranks write each row of each tensor once."""
     entries = [entry for shard in shards.values() for entry in shard]
     described = [(file, [tuple(e[:3]) for e in shard]) for file, shard in shards.items()]
-    spans = [[(p.column, p.columns, p.row, p.rows) for p in e.pieces if p.rows] for e in entries]
+    spans = [[(p.column, p.columns, p.row, p.rows) for p in e.blocks if p.rows] for e in entries]
     gathered = ranks.gather((repr(described), spans))
     with ranks.sync_errors():
         for rank, (other, _) in enumerate(gathered):
@@ -451,22 +451,22 @@ class _Job:
 
     file: "_File"
     entry: TensorEntry
-    piece: RowBlock
-    first: int  # in the piece
+    block: RowBlock
+    first: int  # in the block
     count: int
 
     @property
     def offset(self) -> int:
-        row = self.piece.row + self.first
-        column = self.piece.column * self.entry.dtype.itemsize
+        row = self.block.row + self.first
+        column = self.block.column * self.entry.dtype.itemsize
         return self.file.offsets[self.entry.name] + row * self.entry.row_bytes + column
 
     def write(self, descriptor: int, content: memoryview) -> None:
         """Write the bytes of the rows, one by one if they have only some of the columns."""
-        if self.piece.columns is None:
+        if self.block.columns is None:
             _pwrite(descriptor, content, self.offset)
             return
-        size = self.piece.columns * self.entry.dtype.itemsize
+        size = self.block.columns * self.entry.dtype.itemsize
         for i in range(self.count):
             row = content[i * size : (i + 1) * size]
             _pwrite(descriptor, row, self.offset + i * self.entry.row_bytes)
@@ -485,11 +485,11 @@ class _File:
             end += entry.nbytes
         self.size = end
         self.jobs = [
-            _Job(self, entry, piece, first, count)
+            _Job(self, entry, block, first, count)
             for entry in entries
             if entry.nbytes
-            for piece in entry.pieces
-            for first, count in row_chunks(piece.rows, entry.row_bytes)
+            for block in entry.blocks
+            for first, count in row_chunks(block.rows, entry.row_bytes)
         ]
         self._lock, self._unfinished, self._descriptor = threading.Lock(), len(self.jobs), -1
 
@@ -547,17 +547,17 @@ def copy_to_host(tensors: Iterable[TensorEntry], workers: int | None = None) -> 
     """The same entries, with copies in host memory of all rows that this process writes."""
     entries, jobs = [], []
     for entry in tensors:
-        pieces = []
-        for piece in entry.pieces:
-            columns = entry.shape[1:][-1:] if piece.columns is None else [piece.columns]
-            copy = torch.empty(piece.rows, *columns, dtype=entry.dtype)
-            pieces.append(piece._replace(read=partial(copy.narrow, 0)))
-            jobs += [(piece, copy, *job) for job in row_chunks(piece.rows, entry.row_bytes)]
-        entries.append(entry._replace(pieces=pieces))
+        blocks = []
+        for block in entry.blocks:
+            columns = entry.shape[1:][-1:] if block.columns is None else [block.columns]
+            copy = torch.empty(block.rows, *columns, dtype=entry.dtype)
+            blocks.append(block._replace(read=partial(copy.narrow, 0)))
+            jobs += [(block, copy, *job) for job in row_chunks(block.rows, entry.row_bytes)]
+        entries.append(entry._replace(blocks=blocks))
 
     def fill(job: tuple[RowBlock, Tensor, int, int], stage: StagingBuffer) -> None:
-        piece, copy, first, count = job
-        content = stage(piece.read(first, count).detach(), copy.dtype)
+        block, copy, first, count = job
+        content = stage(block.read(first, count).detach(), copy.dtype)
         copy[first : first + count].view(-1).view(torch.uint8).numpy().data[:] = content
 
     parallel_for(jobs, fill, _stage, workers or WORKERS)
@@ -569,8 +569,8 @@ def _stage() -> AbstractContextManager[StagingBuffer]:
 
 
 def _rows(job: _Job) -> Tensor:
-    entry, rows = job.entry, job.piece.read(job.first, job.count)
-    columns = entry.shape[1:][-1:] if job.piece.columns is None else [job.piece.columns]
+    entry, rows = job.entry, job.block.read(job.first, job.count)
+    columns = entry.shape[1:][-1:] if job.block.columns is None else [job.block.columns]
     if rows.shape != (job.count, *columns):
         raise ValueError(
             f"tensor {entry.name!r} was announced as {list(entry.shape)}, and {job.count} rows of "

@@ -200,10 +200,10 @@ def _shards_by_tensor(
 
 def _coarser(part: TensorSlice, block: int) -> TensorSlice:
     """Of a tensor with one number for each `block` elements of a row."""
-    spans = part.spans
+    spans = part.inner
     if spans:
         spans = (*spans[:-1], RowSpan(*(n // block for n in spans[-1])))
-    return replace(part, shape=(*part.shape[:-1], part.shape[-1] // block), spans=spans)
+    return replace(part, shape=(*part.shape[:-1], part.shape[-1] // block), inner=spans)
 
 
 # torch's HuggingFaceStorageWriter makes a second copy of all that a rank saves before it writes

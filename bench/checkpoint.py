@@ -39,7 +39,7 @@ from bench.harness import ROOT, Bench, Job, Record, figure, heading, installed, 
 from bench.saving import AIM
 from tigon.models import MODELS
 from tigon.models.pretrained.names import layout
-from tigon.weights import write_header
+from tigon.weights.header import write_header
 
 SIDE = Path(__file__).with_name("checkpoint_side.py")
 SHARD = 5 << 30  # bytes of one file at most

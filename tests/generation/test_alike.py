@@ -2,7 +2,7 @@
 
 import torch
 
-from tigon.distributed.agreement import check_same_on_all_ranks
+from tigon.distributed.collectives import check_same_on_all_ranks
 
 
 class Alone:

@@ -17,7 +17,8 @@ import pytest
 import tigon
 from tests.models.contract import tiny_llama
 from tests.train.ranks import CONTEXT
-from tigon.weights import files, new_directory
+from tigon.weights import files
+from tigon.weights.files import new_directory
 
 KILLS = int(os.environ.get("TIGON_KILLS", "3"))
 STEPS = ("open", "mkdir", "truncate", "write", "pwrite", "fsync", "rename", "unlink", "rmdir")

@@ -14,7 +14,7 @@ from tigon.train import background_export, checkpoint
 from tigon.train.background_export import Exporter
 from tigon.train.checkpoint import saver
 from tigon.train.distributed import start
-from tigon.weights import RankError
+from tigon.weights.write import RankError
 
 
 def export(to, state, target):

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from tigon.weights import DiskFullError, new_directory
 from tigon.weights import files as module
+from tigon.weights.files import DiskFullError, new_directory
 
 
 def test_new_directory_appears_at_the_end_only(tmp_path: Path) -> None:

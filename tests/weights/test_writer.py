@@ -8,15 +8,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from tigon.weights import (
-    Checkpoint,
-    Repository,
-    RowBlock,
-    TensorEntry,
-    new_directory,
-    write_checkpoint,
-)
+from tigon.weights import Checkpoint, Repository, TensorEntry, write_checkpoint
+from tigon.weights.files import new_directory
 from tigon.weights.header import DTYPES
+from tigon.weights.write import RowBlock
 
 INDEX = "model.safetensors.index.json"
 

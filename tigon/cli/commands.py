@@ -35,7 +35,8 @@ from tigon.train.export import (
 )
 from tigon.train.publish import push as push_folder
 from tigon.utils.terminal import one_line
-from tigon.weights import Repository, check_free
+from tigon.weights import Repository
+from tigon.weights.files import check_free
 
 SAMPLING = ("temperature", "top_k", "top_p", "min_p")
 

@@ -26,7 +26,8 @@ from tigon.models import MODELS, CausalLM, build, find_misfits, parse_gguf_path
 from tigon.train.export import find_checkpoint, meta_model_from_checkpoint
 from tigon.utils.json import quote, read_json
 from tigon.version import __version__
-from tigon.weights import Checkpoint, format_misfits, read_header
+from tigon.weights import Checkpoint, format_misfits
+from tigon.weights.header import read_header
 
 MAX_MISFITS = 5  # tensors, at most, of those that do not fit
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tigon.distributed.agreement import check_same_on_all_ranks
+from tigon.distributed.collectives import check_same_on_all_ranks
 from tigon.generation.loop import LAG, Continuations, make_stop_strings, run_steps
 from tigon.generation.prompt import (
     DecodingTokenizer,

@@ -12,8 +12,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from tigon import models
-from tigon.distributed.agreement import check_same_on_all_ranks
-from tigon.distributed.collectives import Ranks
+from tigon.distributed.collectives import Ranks, check_same_on_all_ranks
 from tigon.layers import Experts
 from tigon.models import (
     MODELS,

@@ -13,7 +13,9 @@ from tigon.models import CausalLM, prepare_adapter, prepare_save, write_adapter,
 from tigon.tokenizer import Tokenizer
 from tigon.train import checkpoint
 from tigon.train.distributed import World
-from tigon.weights import RankError, TensorEntry, WriterGroup, copy_to_host, explain_full_disk
+from tigon.weights import TensorEntry, WriterGroup
+from tigon.weights.files import explain_full_disk
+from tigon.weights.write import RankError, copy_to_host
 
 
 class Exporter(checkpoint.BackgroundWriter):

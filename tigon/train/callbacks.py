@@ -23,7 +23,7 @@ from tigon.kernels.loss.api import IGNORE_INDEX
 from tigon.tokenizer import Tokenizer
 from tigon.train.distributed import World
 from tigon.utils.config import suggest
-from tigon.weights import explain_full_disk
+from tigon.weights.files import explain_full_disk
 
 
 @dataclass(frozen=True)

@@ -39,7 +39,7 @@ from tigon.train.model import (
     read_adapter_run_config,
 )
 from tigon.utils.json import escape, quote
-from tigon.weights import all_finite
+from tigon.weights.write import all_finite
 
 SMALL = (".json", ".txt", ".jinja", ".model")  # what a checkpoint has besides tensors
 

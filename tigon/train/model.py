@@ -45,7 +45,8 @@ from tigon.train.optim import check_local_model
 from tigon.train.vocabulary import read_vocabulary
 from tigon.utils.config import ConfigError, build_settings, read_settings
 from tigon.utils.json import escape, quote, read_json
-from tigon.weights import Checkpoint, Repository, all_finite
+from tigon.weights import Checkpoint, Repository
+from tigon.weights.write import all_finite
 
 
 def build_model(config: Config, world: World, source: Path | None = None) -> CausalLM:

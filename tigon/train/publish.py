@@ -24,7 +24,7 @@ from tigon.hub import (
 from tigon.report.read import RunFiles, read
 from tigon.train.config import Config
 from tigon.utils.json import read_bytes, read_json
-from tigon.weights import read_header
+from tigon.weights.header import read_header
 
 
 def push(

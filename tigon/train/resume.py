@@ -17,7 +17,7 @@ from tigon.train import checkpoint
 from tigon.train.config import Config, Parallel
 from tigon.train.distributed import World
 from tigon.train.state import TrainState
-from tigon.weights import LockedError, lock_file, remove_leftovers
+from tigon.weights.files import LockedError, lock_file, remove_leftovers
 
 LOCK, PROBE = ".lock", ".rank-{}-{}"
 _EXPORT = r"(?:hf|adapter)(?:-ema|-best|-step-\d+)?"

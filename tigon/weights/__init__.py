@@ -1,23 +1,11 @@
 """Files and tensors: finds checkpoints, reads safetensors into parameters, writes them back."""
 
 from tigon.hub import Repository
-from tigon.weights.checkpoint import BlockScales, Checkpoint, Fp8Tensor
+from tigon.weights.checkpoint import BlockScales, Checkpoint
 from tigon.weights.convert import StoredRows, convert_entries
-from tigon.weights.decoded import DecodedTensor, RandomTensor
-from tigon.weights.files import (
-    DiskFullError,
-    LockedError,
-    carry_over_files,
-    check_free,
-    explain_full_disk,
-    fsync,
-    lock_file,
-    new_directory,
-    remove_leftovers,
-    require_space,
-)
+from tigon.weights.decoded import DecodedTensor
 from tigon.weights.gguf import GGUF, GGMLTensor
-from tigon.weights.header import TensorInfo, read_header, write_header
+from tigon.weights.header import TensorInfo
 from tigon.weights.layout import (
     Layout,
     ReplicaIndex,
@@ -40,21 +28,7 @@ from tigon.weights.load import (
     match_tensors,
     prepin_staging,
 )
-from tigon.weights.read import Reader
-from tigon.weights.resized import ResizedTensor
-from tigon.weights.write import (
-    RankError,
-    RowBlock,
-    TensorEntry,
-    WriterGroup,
-    all_finite,
-    copy_to_host,
-    entries,
-    row_chunks,
-    row_count,
-    tensor_bytes,
-    write_checkpoint,
-)
+from tigon.weights.write import TensorEntry, WriterGroup, entries, write_checkpoint
 
 __all__ = [
     "GGUF",
@@ -62,19 +36,11 @@ __all__ = [
     "BlockScales",
     "Checkpoint",
     "DecodedTensor",
-    "DiskFullError",
-    "Fp8Tensor",
     "GGMLTensor",
     "Layout",
-    "LockedError",
     "Misfits",
-    "RandomTensor",
-    "RankError",
-    "Reader",
     "ReplicaIndex",
     "Repository",
-    "ResizedTensor",
-    "RowBlock",
     "RowSpan",
     "ShardSpec",
     "StoredRows",
@@ -82,33 +48,18 @@ __all__ = [
     "TensorInfo",
     "TensorSlice",
     "WriterGroup",
-    "all_finite",
-    "carry_over_files",
-    "check_free",
     "compare_tensors",
     "convert_entries",
-    "copy_to_host",
     "entries",
-    "explain_full_disk",
     "format_misfits",
-    "fsync",
     "load_into",
     "local_blocks",
     "local_rows",
     "local_shard",
-    "lock_file",
     "map_parameters",
     "match_tensors",
-    "new_directory",
     "prepin_staging",
-    "read_header",
-    "remove_leftovers",
-    "require_space",
-    "row_chunks",
-    "row_count",
     "row_group",
     "shard_slices",
-    "tensor_bytes",
     "write_checkpoint",
-    "write_header",
 ]

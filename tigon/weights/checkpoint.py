@@ -19,7 +19,7 @@ from torch import Tensor
 from tigon.hub import Repository
 from tigon.utils.json import escape, quote
 from tigon.utils.safetensors_header import find_tensors
-from tigon.weights.decoded import DecodedTensor
+from tigon.weights.decoded import DecodedTensor, read_rows
 from tigon.weights.header import TensorInfo
 from tigon.weights.read import Reader
 
@@ -45,10 +45,6 @@ class Fp8Tensor(DecodedTensor):
     stored: TensorInfo
     scale: TensorInfo
     block: tuple[int, int]
-
-    @property
-    def in_file(self) -> tuple[TensorInfo, ...]:
-        return self.stored, self.scale
 
     @property
     def unit(self) -> int:
@@ -161,7 +157,6 @@ def _make_fp8_tensor(
 # Checkpoints
 
 SAMPLE_BYTES = 4096  # of each tensor, for the digest
-DECODED_BYTES = 8 << 20  # of values that a thread decodes at a time
 
 
 class Checkpoint:
@@ -226,18 +221,3 @@ def _sample(info: TensorInfo | DecodedTensor, file: IO[bytes]) -> bytes:
     size = min(SAMPLE_BYTES, info.nbytes) if plain else SAMPLE_BYTES  # of others: those that follow
     file.seek(info.offset + ((info.nbytes - size) // 2 if plain else 0))
     return hashlib.sha256(file.read(size)).digest()
-
-
-def read_rows(reader: Reader, info: TensorInfo | DecodedTensor, out: Tensor, row: int) -> None:
-    """Fills `out` with as many rows of the tensor from `row` on."""
-    row_bytes = info.nbytes // max(1, info.shape[0]) if info.shape else info.nbytes
-    with torch.no_grad():
-        if isinstance(info, TensorInfo):
-            reader.read(info.path, info.offset + row * row_bytes, info.dtype, out)
-            return
-        step = max(1, DECODED_BYTES // max(1, row_bytes * info.unit)) * info.unit
-        end = row + len(out)
-        while row < end:
-            stop = min(end, (row // step + 1) * step)  # all but the ends begin at whole units
-            out[: stop - row].copy_(info.rows(reader, row, stop - row))
-            out, row = out[stop - row :], stop

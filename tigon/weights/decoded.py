@@ -3,6 +3,7 @@
 import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import ClassVar
 
@@ -11,6 +12,9 @@ from torch import Tensor
 
 from tigon.weights.header import TensorInfo
 from tigon.weights.read import Reader
+
+DECODED_BYTES = 8 << 20  # of values that a thread decodes at a time
+MEAN_ROWS = 4096  # read at a time for the mean
 
 
 @dataclass(frozen=True)
@@ -31,11 +35,6 @@ class DecodedTensor(ABC):
     @property
     def unit(self) -> int:
         return 1
-
-    @property
-    def in_file(self) -> tuple[TensorInfo, ...]:
-        """The plain tensors of the file that it is decoded from, if any."""
-        return ()
 
     @property
     def nbytes(self) -> int:
@@ -61,3 +60,48 @@ class RandomTensor(DecodedTensor):
         generator = torch.Generator().manual_seed(self.seed)
         values = torch.empty(self.shape).normal_(std=self.std, generator=generator)
         return values[first : first + count]
+
+
+@dataclass(frozen=True)
+class ResizedTensor(DecodedTensor):
+    """A matrix whose rows beyond the checkpoint's, and those in `mean_rows`, are the mean of all
+    rows of the checkpoint."""
+
+    stored: TensorInfo | DecodedTensor
+    mean_rows: frozenset[int]
+
+    def rows(self, reader: Reader, first: int, count: int) -> Tensor:
+        values = torch.empty(count, *self.shape[1:])
+        stored = self.stored.shape[0]
+        if (rest := min(stored - first, count)) > 0:
+            read_rows(reader, self.stored, values[:rest], first)
+        new = [r - first for r in range(first, first + count) if r >= stored or r in self.mean_rows]
+        if new:
+            values[new] = self._mean
+        return values
+
+    @cached_property
+    def _mean(self) -> Tensor:
+        total = torch.zeros(self.shape[1:], dtype=torch.float64)
+        stored = self.stored.shape[0]
+        with Reader() as reader:
+            for first in range(0, stored, MEAN_ROWS):
+                chunk = torch.empty(min(MEAN_ROWS, stored - first), *self.shape[1:])
+                read_rows(reader, self.stored, chunk, first)
+                total += chunk.sum(0, dtype=torch.float64)
+        return (total / stored).float()
+
+
+def read_rows(reader: Reader, info: TensorInfo | DecodedTensor, out: Tensor, row: int) -> None:
+    """Fills `out` with as many rows of the tensor from `row` on."""
+    row_bytes = info.nbytes // max(1, info.shape[0]) if info.shape else info.nbytes
+    with torch.no_grad():
+        if isinstance(info, TensorInfo):
+            reader.read(info.path, info.offset + row * row_bytes, info.dtype, out)
+            return
+        step = max(1, DECODED_BYTES // max(1, row_bytes * info.unit)) * info.unit
+        end = row + len(out)
+        while row < end:
+            stop = min(end, (row // step + 1) * step)  # all but the ends begin at whole units
+            out[: stop - row].copy_(info.rows(reader, row, stop - row))
+            out, row = out[stop - row :], stop

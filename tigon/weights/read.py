@@ -52,8 +52,8 @@ def parallel_for(
 
 
 # A line is a row of a tensor's last dimension, or an element of a tensor with one dimension. Lines
-# that are consecutive in a file and in memory are a `ReadSpan`; spans that are consecutive in a file
-# are read at once, as a `Transfer`.
+# that are consecutive in file and memory are a `ReadSpan`; consecutive spans of a file are read at
+# once, as a `Transfer`.
 
 
 @dataclass(frozen=True, slots=True)

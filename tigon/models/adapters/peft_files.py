@@ -53,12 +53,12 @@ from tigon.weights import (
     TensorInfo,
     TensorSlice,
     WriterGroup,
-    all_finite,
     entries,
     load_into,
     match_tensors,
-    read_header,
 )
+from tigon.weights.header import read_header
+from tigon.weights.write import all_finite
 
 CONFIG, BASE = "adapter_config.json", "base_model_name_or_path"
 WEIGHTS, PICKLE = "adapter_model.safetensors", "adapter_model.bin"

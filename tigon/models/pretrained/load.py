@@ -40,13 +40,12 @@ from tigon.weights import (
     STAGING_BYTES,
     Checkpoint,
     DecodedTensor,
-    RandomTensor,
     Repository,
-    ResizedTensor,
     load_into,
     map_parameters,
     prepin_staging,
 )
+from tigon.weights.decoded import RandomTensor, ResizedTensor
 
 M = TypeVar("M", bound=LanguageModel)
 

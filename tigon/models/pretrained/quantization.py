@@ -19,18 +19,9 @@ from tigon.models.base import LanguageModel
 from tigon.models.pretrained.match import match_arguments
 from tigon.models.pretrained.names import layout
 from tigon.utils.json import escape
-from tigon.weights import (
-    BlockScales,
-    Checkpoint,
-    Fp8Tensor,
-    RowBlock,
-    TensorEntry,
-    TensorSlice,
-    WriterGroup,
-    all_finite,
-    load_into,
-    row_chunks,
-)
+from tigon.weights import BlockScales, Checkpoint, TensorEntry, TensorSlice, WriterGroup, load_into
+from tigon.weights.checkpoint import Fp8Tensor
+from tigon.weights.write import RowBlock, all_finite, row_chunks
 
 Quantize = Literal["nf4", "keep"]
 BATCH_BYTES = 512 << 20  # bytes of weights in 16 or 32 bits that are read before they are quantised

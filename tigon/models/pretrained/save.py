@@ -29,15 +29,13 @@ from tigon.weights import (
     StoredRows,
     TensorEntry,
     WriterGroup,
-    all_finite,
-    check_free,
     convert_entries,
     entries,
     local_shard,
-    new_directory,
-    row_count,
     write_checkpoint,
 )
+from tigon.weights.files import check_free, new_directory
+from tigon.weights.write import all_finite, row_count
 
 
 class SavePretrained(Protocol):

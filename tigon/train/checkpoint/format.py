@@ -39,17 +39,10 @@ from torch.optim import Optimizer
 from tigon.models import CausalLM, adapter_parameters
 from tigon.train.distributed import local
 from tigon.train.optim import Ema
-from tigon.weights import (
-    Layout,
-    RowSpan,
-    TensorSlice,
-    explain_full_disk,
-    local_blocks,
-    local_rows,
-    require_space,
-    tensor_bytes,
-    write_header,
-)
+from tigon.weights import Layout, RowSpan, TensorSlice, local_blocks, local_rows
+from tigon.weights.files import explain_full_disk, require_space
+from tigon.weights.header import write_header
+from tigon.weights.write import tensor_bytes
 
 OPTIMIZER = "optimizer."  # what the names of its states begin with
 EMA = "ema."  # and those of averages

@@ -19,7 +19,8 @@ from tigon.models import CausalLM
 from tigon.train.checkpoint.files import first_cause, read_lock
 from tigon.train.checkpoint.format import EMA, OPTIMIZER, State, full_state, run_layout
 from tigon.train.optim import Ema
-from tigon.weights import Checkpoint, Layout, StoredRows, read_header
+from tigon.weights import Checkpoint, Layout, StoredRows
+from tigon.weights.header import read_header
 
 # States that are sums of squares, scales of them, and counts
 NEVER_NEGATIVE = ("exp_avg_sq", "exp_avg_sq_scale", "exp_avg_scale", "step")

@@ -39,7 +39,8 @@ from tigon.train.distributed import World, local
 from tigon.train.logging import read_metrics
 from tigon.train.optim import Ema
 from tigon.utils.memory import CGROUP
-from tigon.weights import all_finite, carry_over_files, explain_full_disk, fsync
+from tigon.weights.files import carry_over_files, explain_full_disk, fsync
+from tigon.weights.write import all_finite
 
 
 class SaveError(OSError):

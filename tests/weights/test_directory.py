@@ -214,7 +214,7 @@ def test_what_is_not_a_writers_stays(tmp_path: Path, there: bool) -> None:
 
 def test_a_file_of_the_locks_name_stays(tmp_path: Path) -> None:
     (tmp_path / ".out.lock").write_text("my notes")
-    with pytest.raises(FileExistsError, match=r"\.out\.lock is somebody's file, not a lock"):
+    with pytest.raises(FileExistsError, match=r"\.out\.lock is a file, not a lock"):
         write(tmp_path / "out", "one")
     assert (tmp_path / ".out.lock").read_text() == "my notes"
 

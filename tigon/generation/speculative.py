@@ -19,33 +19,34 @@ from tigon.layers.kv_cache import Quantize
 
 
 def accept_proposals(p: Tensor, q: Tensor, proposed: Tensor, draws: Draws) -> tuple[Tensor, Tensor]:
-    """How many of `proposed` [B, k], drawn from q [B, k, V], are kept: [B]; and the token after.
+    """Rejection sampling: the number of accepted proposals [B] and the token after them [B].
 
-    p [B, k + 1, V] are the probabilities to obey. Each proposal is kept with probability p / q;
-    behind the first that is not, the token comes from what p has more than q.
+    `proposed` [B, k] are samples of the draft's probabilities q [B, k, V]; p [B, k + 1, V] are the
+    model's. Accepts each with probability p / q up to the first rejection, which is replaced by a
+    sample of p - q where positive.
     """
     k = proposed.shape[1]
-    wanted, had = (x.gather(2, proposed[..., None]).squeeze(2) for x in (p[:, :k], q))
-    kept = count_leading(draws.uniform(k) * had < wanted)
-    rest = p.clone()
-    rest[:, :k] -= q
-    return kept, sample_columns(_at(rest, kept).clamp(min=0), draws)
+    target, draft = (x.gather(2, proposed[..., None]).squeeze(2) for x in (p[:, :k], q))
+    accepted = count_leading(draws.uniform(k) * draft < target)
+    residual = p.clone()
+    residual[:, :k] -= q
+    return accepted, sample_columns(_select_column(residual, accepted).clamp(min=0), draws)
 
 
-def count_leading(fits: Tensor) -> Tensor:
-    """How many columns of fits [B, k] are True before the first that is not: [B]."""
-    return fits.long().cumprod(1).sum(1)
+def count_leading(accept: Tensor) -> Tensor:
+    """The number of leading True columns in each row of `accept` [B, k]: [B]."""
+    return accept.long().cumprod(1).sum(1)
 
 
-def _at(x: Tensor, column: Tensor) -> Tensor:
-    """x [B, n, ...] at column [B] of each row."""
+def _select_column(x: Tensor, column: Tensor) -> Tensor:
+    """The column `column` [B] of each row of x [B, n, ...]."""
     return x[torch.arange(len(column), device=x.device), column]
 
 
 class SpeculativeSteps:
-    """The first step reads the prompts; each further one proposes k tokens and reads them.
+    """The first step reads the prompts; each later one proposes k tokens and scores them.
 
-    Rows keep different numbers of them, so each is at a place of its own.
+    Rows accept different numbers of tokens, so their lengths differ.
     """
 
     can_remove_rows = True
@@ -68,95 +69,96 @@ class SpeculativeSteps:
         self._sampling, self._draws = sampling, draws
         # A row that has all its tokens keeps proposing more until the other rows have theirs
         self._final, chunk = max_tokens + proposals + 1, proposals + 1
-        self._room = room = min(self._final, INITIAL_CAPACITY)  # tokens after the prompts
-        self._reach = 1  # tokens after its prompt that a row can have before the next step
-        self._cache = make_cache(model, prompt, room, chunk=chunk, quantize=quantize)
-        self._draft_cache = make_cache(draft, prompt, room, chunk=chunk)
-        for who, cache in (("the model", self._cache), ("assistant_model", self._draft_cache)):
+        self._capacity = capacity = min(self._final, INITIAL_CAPACITY)  # tokens after the prompts
+        self._max_generated = 1  # an upper bound of `_generated` before the next step
+        self._cache = make_cache(model, prompt, capacity, chunk=chunk, quantize=quantize)
+        self._draft_cache = make_cache(draft, prompt, capacity, chunk=chunk)
+        for name, cache in (("the model", self._cache), ("assistant_model", self._draft_cache)):
             try:
                 cache.check_crop()
             except ValueError as error:
-                raise ValueError(f"{who} cannot drop rejected proposals: {error}") from None
-        # Either vocabulary may have more padding: the draft proposes no token that the model lacks,
-        # and reads its own last token in place of one that it lacks
-        self._vocab, self._drafted = model.config.vocab_size, draft.config.vocab_size
-        known = prompt._replace(ids=prompt.ids.clamp(max=self._drafted - 1))
-        prefill(draft, self._draft_cache, known, prefill_chunk_size, copies)
+                raise ValueError(f"{name} cannot drop rejected proposals: {error}") from None
+        # Either vocabulary may have more padding: the draft cannot propose tokens beyond the
+        # model's, and reads its last token in place of those beyond its own
+        self._vocab, self._draft_vocab = model.config.vocab_size, draft.config.vocab_size
+        draft_prompt = prompt._replace(ids=prompt.ids.clamp(max=self._draft_vocab - 1))
+        prefill(draft, self._draft_cache, draft_prompt, prefill_chunk_size, copies)
         self._logits: Tensor | None = prefill(
             model, self._cache, prompt, prefill_chunk_size, copies
         )
         prompt = prompt.repeat(copies)
         b, self._t = prompt.ids.shape
         self._seen = sampling.seen(*prompt, self._vocab)
-        self._tokens = torch.cat((prompt.ids, prompt.ids.new_zeros(b, room)), 1)
-        self._prompts = self._cache.lengths.clone()  # [B]
-        self._generated = torch.zeros_like(self._prompts)  # tokens after them
+        self._tokens = torch.cat((prompt.ids, prompt.ids.new_zeros(b, capacity)), 1)
+        self._prompt_lengths = self._cache.lengths.clone()  # [B]
+        self._generated = torch.zeros_like(self._prompt_lengths)  # [B], tokens after the prompts
         self._replay = self._new_replay()
 
     def __call__(self, remaining: int) -> Tensor:
         if self._logits is None:
-            self._make_room()
+            self._grow()
             return self._replay(self._step, remaining)
         logits, self._logits = self._logits, None
         new = self._sampling(logits, self._seen, self._generated, self._draws)
-        nothing = new.new_zeros(len(new), self._k)
-        return self._record(nothing, torch.zeros_like(new), new)
+        no_proposals = new.new_zeros(len(new), self._k)
+        return self._append(no_proposals, torch.zeros_like(new), new)
 
     def select(self, index: Tensor) -> None:
         index = index.to(self._tokens.device)
-        for part in (self._cache, self._draft_cache, self._draws):
-            part.select(index)
-        self._tokens, self._prompts = self._tokens[index], self._prompts[index]
+        for state in (self._cache, self._draft_cache, self._draws):
+            state.select(index)
+        self._tokens, self._prompt_lengths = self._tokens[index], self._prompt_lengths[index]
         self._generated = self._generated[index]
         self._seen = None if self._seen is None else self._seen[index]
         self._replay = self._new_replay()
 
-    def _make_room(self) -> None:
-        """Memory for a step's tokens. Only where it may be short does the host ask the device how
-        many there are."""
-        most = self._k + 1
-        if self._room < self._final and self._reach + most > self._room:
-            self._reach = int(self._generated.max())
-            if self._reach + most > self._room:
-                more = min(self._final - self._room, self._t + self._room)
-                self._room += more
+    def _grow(self) -> None:
+        """Allocate memory for a step's tokens; the host waits for the device only if it may be
+        short."""
+        new = self._k + 1
+        if self._capacity < self._final and self._max_generated + new > self._capacity:
+            self._max_generated = int(self._generated.max())
+            if self._max_generated + new > self._capacity:
+                more = min(self._final - self._capacity, self._t + self._capacity)
+                self._capacity += more
                 for cache in (self._cache, self._draft_cache):
                     cache.grow(cache.capacity + more)
                 zeros = self._tokens.new_zeros(len(self._tokens), more)
                 self._tokens = torch.cat((self._tokens, zeros), 1)
                 self._replay = self._new_replay()
-        self._reach += most
+        self._max_generated += new
 
     def _step(self) -> Tensor:
         proposed, q, seen = self._propose()
-        held = self._prompts + self._generated
-        self._cache.crop(held - 1)  # all but the last token
+        lengths = self._prompt_lengths + self._generated
+        self._cache.crop(lengths - 1)  # all but the last token
         out = self._model(
-            torch.cat((self._recent(1), proposed), 1), past_key_values=self._cache, logits_to_keep=0
+            torch.cat((self._last_tokens(1), proposed), 1),
+            past_key_values=self._cache,
+            logits_to_keep=0,
         )
         b, n, v = out.logits.shape
         flat_seen = None if seen is None else seen.flatten(0, 1)
-        generated = (self._generated[:, None] + torch.arange(n, device=held.device)).flatten()
+        generated = (self._generated[:, None] + torch.arange(n, device=lengths.device)).flatten()
         scores = self._sampling.scores(out.logits.flatten(0, 1), flat_seen, generated).view(b, n, v)
         if q is None:
             choice = argmax(scores)
-            kept = count_leading(choice[:, :-1] == proposed)
-            return self._record(proposed, kept, _at(choice, kept))
-        return self._record(
-            proposed, *accept_proposals(scores.softmax(-1), q, proposed, self._draws)
-        )
+            accepted = count_leading(choice[:, :-1] == proposed)
+            return self._append(proposed, accepted, _select_column(choice, accepted))
+        accepted, last = accept_proposals(scores.softmax(-1), q, proposed, self._draws)
+        return self._append(proposed, accepted, last)
 
     def _propose(self) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Proposals [B, k]; if sampled, from which q [B, k, V]; seen [B, k + 1, V] before each."""
+        """Proposals [B, k]; if sampled, their q [B, k, V]; tokens seen before each [B, k + 1, V]."""
         sampling = self._sampling
-        # The draft has not read its own last proposal: the last two tokens are new to it then
-        self._draft_cache.crop(self._prompts + self._generated - 2)
-        new, seen = self._recent(2), self._seen
+        # The draft has not read its last proposal, so up to two tokens are new to it
+        self._draft_cache.crop(self._prompt_lengths + self._generated - 2)
+        new, seen = self._last_tokens(2), self._seen
         proposed, q, all_seen = [], [], [] if seen is None else [seen]
         for i in range(self._k):
-            known = new.clamp(max=self._drafted - 1)
-            out = self._draft(known, past_key_values=self._draft_cache, logits_to_keep=1)
-            scores = sampling.scores(self._fit(out.logits[:, -1]), seen, self._generated + i)
+            ids = new.clamp(max=self._draft_vocab - 1)
+            out = self._draft(ids, past_key_values=self._draft_cache, logits_to_keep=1)
+            scores = sampling.scores(self._pad_vocab(out.logits[:, -1]), seen, self._generated + i)
             if sampling.do_sample:
                 q.append(scores.softmax(-1))
                 new = sample_columns(q[-1], self._draws).clamp(min=0)[:, None]
@@ -172,27 +174,28 @@ class SpeculativeSteps:
             torch.stack(all_seen, 1) if all_seen else None,
         )
 
-    def _fit(self, logits: Tensor) -> Tensor:
-        """The draft's logits [B, any] as [B, V] of the model, cut or continued."""
-        lacking = self._vocab - self._drafted
-        return functional.pad(logits, (0, lacking), value=float("-inf")) if lacking else logits
+    def _pad_vocab(self, logits: Tensor) -> Tensor:
+        """Pad with -inf, or cut, the draft's logits to the model's vocabulary: [B, V]."""
+        missing = self._vocab - self._draft_vocab
+        return functional.pad(logits, (0, missing), value=float("-inf")) if missing else logits
 
-    def _recent(self, n: int) -> Tensor:
+    def _last_tokens(self, n: int) -> Tensor:
         """The last n tokens of every row: [B, n]."""
         at = self._t + self._generated[:, None] + torch.arange(-n, 0, device=self._generated.device)
         return self._tokens.gather(1, at)
 
-    def _record(self, proposed: Tensor, kept: Tensor, last: Tensor) -> Tensor:
-        """Keep so many proposals and the token after them: [B, k + 1], ABSENT behind it."""
-        column = torch.arange(self._k + 1, device=kept.device)
+    def _append(self, proposed: Tensor, accepted: Tensor, last: Tensor) -> Tensor:
+        """Append the accepted proposals and the token after them; returns these [B, k + 1], padded
+        with ABSENT."""
+        column = torch.arange(self._k + 1, device=accepted.device)
         new = torch.cat((proposed, last[:, None]), 1)
-        new = torch.where(column == kept[:, None], last[:, None], new)
-        real = column <= kept[:, None]
+        new = torch.where(column == accepted[:, None], last[:, None], new)
+        real = column <= accepted[:, None]
         tokens = new.clamp(min=0)
         self._tokens.scatter_(1, self._t + self._generated[:, None] + column, tokens)
         if self._seen is not None:
             self._seen.scatter_(1, torch.where(real, tokens, tokens[:, :1]), True)
-        self._generated.add_(kept + 1).clamp_(max=self._max_tokens)
+        self._generated.add_(accepted + 1).clamp_(max=self._max_tokens)
         return new.masked_fill(~real, ABSENT)
 
     def _new_replay(self) -> GraphedStep:

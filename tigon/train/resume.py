@@ -78,7 +78,7 @@ def _lock(path: Path) -> Iterator[bool]:
                 lock_file(path / LOCK, path, "in use", "choose another run_dir")
             )
         except LockedError as error:
-            if not error.here:
+            if not error.by_this_process:
                 raise
             held = False  # a run that was prepared here before
         yield held

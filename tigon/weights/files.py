@@ -1,4 +1,4 @@
-"""Full disks: noticed before anything is written, and said with sizes."""
+"""Files that appear whole or not at all: atomic directories, locks, and errors of full disks."""
 
 import ctypes
 import errno
@@ -23,7 +23,7 @@ class DiskFullError(OSError):
 
 
 def require_space(directory: Path, needed: int) -> None:
-    """Raises DiskFull unless `needed` bytes fit there."""
+    """Raises DiskFullError unless `needed` bytes fit on the directory's disk."""
     free = shutil.disk_usage(directory).free
     if free < needed:
         raise DiskFullError(f"the disk of {directory} is too full: {_sizes(needed, free)}")
@@ -31,7 +31,7 @@ def require_space(directory: Path, needed: int) -> None:
 
 @contextmanager
 def explain_full_disk(path: Path, needed: int) -> Iterator[None]:
-    """Let an error of a full disk, of a quota, or that names no file say what was to be written."""
+    """Reword an OSError inside that says too little: a full disk with sizes, others with `path`."""
     try:
         yield
     except OSError as error:
@@ -47,37 +47,33 @@ def explain_full_disk(path: Path, needed: int) -> Iterator[None]:
 
 
 def _sizes(needed: int, free: int) -> str:
-    """In bytes where rounding would hide that they differ."""
-    found = [_size(count) for count in (needed, free)]
-    if found[0] == found[1]:
-        found = [f"{count:,} bytes" for count in (needed, free)]
-    return f"{found[0]} needed, {found[1]} free"
+    """A text with both sizes, in bytes if they are equal when rounded."""
+    texts = [
+        f"{n / 2**30:.2f} GiB" if n >= 2**30 else f"{n / 2**20:.1f} MiB" for n in (needed, free)
+    ]
+    if texts[0] == texts[1]:
+        texts = [f"{count:,} bytes" for count in (needed, free)]
+    return f"{texts[0]} needed, {texts[1]} free"
 
 
-def _size(count: int) -> str:
-    return f"{count / 2**30:.2f} GiB" if count >= 2**30 else f"{count / 2**20:.1f} MiB"
-
-
-# A file that one process holds at a time, however that process ends.
+# Locks, which end with their process
 
 UNSUPPORTED = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 _held: set[tuple[int, int]] = set()  # device and inode of the locks of this process
 
 
 class LockedError(FileExistsError):
-    """Somebody holds the lock; `here`: this process does."""
+    """The lock is taken; `by_this_process` says whether it is by this process."""
 
-    here = False
+    by_this_process = False
 
 
 @contextmanager
 def lock_file(path: Path, target: Path, doing: str, instead: str) -> Iterator[bool]:
-    """Hold the lock file of a target, which is made and stays; False where the file system has no
-    locks.
+    """Lock the file `path` for a target; yields False if the file system has no locks.
 
-    The system gives the lock back when the process ends, even by SIGKILL. If another process has
-    it, Locked says that the target is `doing`, such as "in use", by that one, and to wait for its
-    end or `instead`.
+    The lock ends with the process, even by SIGKILL; the file stays. Raises LockedError if another
+    process has the lock: the target is `doing`, such as "in use": wait, or do `instead`.
     """
     descriptor = _lock(path, target, doing, instead)
     if descriptor is None:
@@ -86,7 +82,7 @@ def lock_file(path: Path, target: Path, doing: str, instead: str) -> Iterator[bo
     identity = _identity(descriptor)
     _held.add(identity)
     try:
-        with suppress(OSError):  # on a full disk this process stays unnamed
+        with suppress(OSError):  # a full disk: the file then names no process
             os.truncate(descriptor, 0)
             os.write(descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode())
         yield True
@@ -106,7 +102,7 @@ def _lock(path: Path, target: Path, doing: str, instead: str) -> int | None:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise _refused(descriptor, f"{target} is {doing}", instead) from None
+            raise _locked_error(descriptor, f"{target} is {doing}", instead) from None
         except OSError as error:
             os.close(descriptor)
             if error.errno not in UNSUPPORTED:
@@ -116,17 +112,17 @@ def _lock(path: Path, target: Path, doing: str, instead: str) -> int | None:
         with suppress(FileNotFoundError):
             if os.fstat(descriptor).st_ino == path.stat().st_ino:
                 break
-        os.close(descriptor)  # of a file that its holder has just removed
+        os.close(descriptor)  # the file was just removed by the process that had the lock
     if not os.path.isfile(descriptor) or not re.match(rb"process \d|$", os.pread(descriptor, 9, 0)):
         os.close(descriptor)
-        raise FileExistsError(f"{path} is somebody's file, not a lock: rename it or the target")
+        raise FileExistsError(f"{path} is a file, not a lock: rename it or the target")
     return descriptor
 
 
-def _refused(descriptor: int, busy: str, instead: str) -> LockedError:
+def _locked_error(descriptor: int, busy: str, instead: str) -> LockedError:
     holder = os.read(descriptor, 1000).decode(errors="replace") or "another process"
     error = LockedError(f"{busy} by {holder}: wait until it ends, or {instead}")
-    error.here = _identity(descriptor) in _held
+    error.by_this_process = _identity(descriptor) in _held
     os.close(descriptor)
     return error
 
@@ -136,7 +132,7 @@ def _identity(descriptor: int) -> tuple[int, int]:
     return status.st_dev, status.st_ino
 
 
-# Directories that appear whole or not at all, each written by one process at a time.
+# Directories that appear whole or not at all, each written by one process at a time
 
 AT_FDCWD, RENAME_EXCHANGE = -100, 2  # of Linux's renameat2
 
@@ -149,13 +145,13 @@ def new_directory(
     needed: int = 0,
     stale: Callable[[str], bool] = lambda name: False,
 ) -> Iterator[Path]:
-    """A temporary sibling to write into, renamed to `path` at the end or removed on an error.
+    """Yields a temporary directory beside `path`, renamed to `path` at the end or removed on an error.
 
-    What is at `path` must be an empty directory; with `replace` it may be any directory but no
-    link, which stays until the new one is whole, also if this process is killed. Its files that
-    have other names than the new ones stay, but for those that are `stale` by their names. What
-    killed writers of `path` have left beside it is removed. Raises FileExistsError if another
-    process writes `path` now, and DiskFull unless `needed` bytes are free.
+    `path` must be free or an empty directory; with `replace` it may be any directory but no link.
+    The old directory stays until the new one is complete, even if this process is killed. Its files
+    without a new file of the same name are kept, unless `stale(name)`. Removes what killed writers
+    left beside `path`. Raises FileExistsError if another process is writing `path`, and
+    DiskFullError unless `needed` bytes are free.
     """
     target = check_free(path, replace=replace)
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -181,7 +177,7 @@ def new_directory(
 
 
 def check_free(path: str | os.PathLike[str], *, replace: bool = False) -> Path:
-    """The absolute path; FileExistsError if `new_directory` would not take it."""
+    """The absolute path; raises FileExistsError if `new_directory` cannot write there."""
     named = expand_user(path)
     if replace and named.is_symlink():
         raise FileExistsError(
@@ -200,7 +196,7 @@ def check_free(path: str | os.PathLike[str], *, replace: bool = False) -> Path:
 
 @contextmanager
 def _locked(target: Path) -> Iterator[bool]:
-    """Hold the lock of a target; False where the file system has no locks."""
+    """Lock a target directory while it is written; yields False if there are no locks."""
     path = target.with_name(f".{target.name}.lock")
     with lock_file(path, target, "being written", "choose another path") as held:
         try:
@@ -212,20 +208,20 @@ def _locked(target: Path) -> Iterator[bool]:
 
 
 def remove_leftovers(target: Path) -> None:
-    """Remove what killed writers of a directory have left beside it, unless it is being written."""
+    """Remove what killed writers of a directory left beside it, unless it is being written."""
     with suppress(OSError), _locked(target) as has_lock:
         if has_lock:
             _recover(target)
 
 
 def _recover(target: Path) -> None:
-    """Remove what killed writers have left; if one had just moved the old directory, put it back.
+    """Remove what killed writers left, and put an old directory back that one had moved away.
 
-    The lock is held, so none of them is alive.
+    Call it with the lock.
     """
-    ours = re.compile(rf"\.{re.escape(target.name)}\.(tmp|old)-[0-9a-f]{{16}}")
+    pattern = re.compile(rf"\.{re.escape(target.name)}\.(tmp|old)-[0-9a-f]{{16}}")
     for path in sorted(target.parent.iterdir()):
-        if not (name := ours.fullmatch(path.name)) or path.is_symlink():
+        if not (name := pattern.fullmatch(path.name)) or path.is_symlink():
             continue
         if name[1] == "old" and not target.exists():
             path.rename(target)
@@ -234,26 +230,26 @@ def _recover(target: Path) -> None:
 
 
 def carry_over_files(old: Path, new: Path, stale: Callable[[str], bool], folder: str = "") -> None:
-    """Give a directory that replaces another the files that only the old one has, such as notes.
+    """Link the files that only the old directory has, such as notes, into the new one.
 
-    `stale`: whether a file goes with the old one, by its path inside it. Files are linked, not
-    moved, so that each has a name in one of the two at any time.
+    `stale(path)`: whether to leave out a file, by its path inside `old`. Links, not moves, so that
+    an interruption loses no file.
     """
     for path in sorted(old.iterdir()):
-        name, kept = folder + path.name, new / path.name
+        name, target = folder + path.name, new / path.name
         if path.is_dir() and not path.is_symlink():
-            kept.mkdir(exist_ok=True)
-            carry_over_files(path, kept, stale, f"{name}/")
-        elif not os.path.lexists(kept) and not stale(name):
+            target.mkdir(exist_ok=True)
+            carry_over_files(path, target, stale, f"{name}/")
+        elif not os.path.lexists(target) and not stale(name):
             try:
-                os.link(path, kept, follow_symlinks=False)
+                os.link(path, target, follow_symlinks=False)
             except (OSError, NotImplementedError):  # a file system without hard links
-                shutil.copy2(path, kept, follow_symlinks=False)
+                shutil.copy2(path, target, follow_symlinks=False)
     fsync(new)
 
 
 def _publish(temporary: Path, target: Path, replace: bool) -> None:
-    """Give a whole directory its name; with `replace`, what had it before is removed."""
+    """Rename a complete directory to `target`; with `replace`, remove the old one."""
     if not replace or not (target.is_dir() and any(target.iterdir())):
         os.rename(temporary, target)
         fsync(target.parent)
@@ -267,17 +263,17 @@ def _publish(temporary: Path, target: Path, replace: bool) -> None:
         except BaseException:
             os.rename(old, target)
             raise
-    fsync(target.parent)  # before the old one goes
+    fsync(target.parent)  # before the old one is removed
     shutil.rmtree(old, ignore_errors=True)
 
 
 def _hidden(target: Path, kind: str) -> Path:
-    """A name beside the target that nobody else has, nor another container's process."""
+    """A unique hidden name beside the target."""
     return target.with_name(f".{target.name}.{kind}-{secrets.token_hex(8)}")
 
 
 def _exchange(first: Path, second: Path) -> bool:
-    """Swap two names in one step; False where the system cannot."""
+    """Swap two directories atomically; returns False if the system cannot."""
     try:
         renameat2 = ctypes.CDLL(None, use_errno=True).renameat2
     except AttributeError:  # not Linux
@@ -292,7 +288,7 @@ def _exchange(first: Path, second: Path) -> bool:
 
 
 def fsync(path: Path) -> None:
-    """Wait until a file, or the names in a directory, are on the disk."""
+    """Flush a file, or the names in a directory, to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -70,47 +70,35 @@ CALL_ONLY = (
 )
 
 
-# Arguments of transformers' generate that are not supported, and the values besides None with which
+# Arguments of transformers' generate that are not supported, by the value besides None with which
 # they change nothing
-UNSUPPORTED: dict[str, tuple[Any, ...]] = {
-    "bad_words_ids": ([],),
-    "begin_suppress_tokens": ([],),
-    "constraints": ([],),
-    "disable_compile": (False, True),
-    "diversity_penalty": (0,),
-    "dola_layers": (),
-    "encoder_no_repeat_ngram_size": (0,),
-    "encoder_repetition_penalty": (1,),
-    "epsilon_cutoff": (0,),
-    "eta_cutoff": (0,),
-    "exponential_decay_length_penalty": (),
-    "force_words_ids": ([],),
-    "forced_bos_token_id": (),
-    "forced_eos_token_id": (),
-    "guidance_scale": (1,),
-    "inputs_embeds": (),
-    "logits_processor": ([],),
-    "max_time": (),
-    "min_length": (0,),
-    "no_repeat_ngram_size": (0,),
-    "num_beam_groups": (1,),
-    "num_beams": (1,),
-    "output_attentions": (False,),
-    "output_hidden_states": (False,),
-    "output_logits": (False,),
-    "output_scores": (False,),
-    "past_key_values": (),
-    "penalty_alpha": (0,),
-    "prefix_allowed_tokens_fn": (),
-    "return_dict_in_generate": (False,),
-    "sequence_bias": ([], {}),
-    "stopping_criteria": ([],),
-    "suppress_tokens": ([],),
-    "synced_gpus": (False,),
-    "token_healing": (False,),
-    "top_h": (),
-    "typical_p": (1,),
-    "watermarking_config": (),
+_UNSUPPORTED_BY_NEUTRAL_VALUE: tuple[tuple[tuple[Any, ...], str], ...] = (
+    (
+        (),
+        "dola_layers exponential_decay_length_penalty forced_bos_token_id forced_eos_token_id "
+        "inputs_embeds max_time past_key_values prefix_allowed_tokens_fn top_h watermarking_config",
+    ),
+    (
+        ([],),
+        "bad_words_ids begin_suppress_tokens constraints force_words_ids logits_processor "
+        "stopping_criteria suppress_tokens",
+    ),
+    (
+        (0,),
+        "diversity_penalty encoder_no_repeat_ngram_size epsilon_cutoff eta_cutoff min_length "
+        "no_repeat_ngram_size penalty_alpha",
+    ),
+    ((1,), "encoder_repetition_penalty guidance_scale num_beam_groups num_beams typical_p"),
+    (
+        (False,),
+        "output_attentions output_hidden_states output_logits output_scores "
+        "return_dict_in_generate synced_gpus token_healing",
+    ),
+    ((False, True), "disable_compile"),
+    (([], {}), "sequence_bias"),
+)
+UNSUPPORTED = {
+    name: neutral for neutral, names in _UNSUPPORTED_BY_NEUTRAL_VALUE for name in names.split()
 }
 
 

@@ -132,11 +132,8 @@ class SpeculativeSteps:
         proposed, q, seen = self._propose()
         lengths = self._prompt_lengths + self._generated
         self._cache.crop(lengths - 1)  # all but the last token
-        out = self._model(
-            torch.cat((self._last_tokens(1), proposed), 1),
-            past_key_values=self._cache,
-            logits_to_keep=0,
-        )
+        ids = torch.cat((self._last_tokens(1), proposed), 1)
+        out = self._model(ids, past_key_values=self._cache, logits_to_keep=0)
         b, n, v = out.logits.shape
         flat_seen = None if seen is None else seen.flatten(0, 1)
         generated = (self._generated[:, None] + torch.arange(n, device=lengths.device)).flatten()
@@ -149,7 +146,7 @@ class SpeculativeSteps:
         return self._append(proposed, accepted, last)
 
     def _propose(self) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Proposals [B, k]; if sampled, their q [B, k, V]; tokens seen before each [B, k + 1, V]."""
+        """Proposals [B, k], their q [B, k, V] if sampled, and tokens seen before [B, k + 1, V]."""
         sampling = self._sampling
         # The draft has not read its last proposal, so up to two tokens are new to it
         self._draft_cache.crop(self._prompt_lengths + self._generated - 2)

@@ -145,7 +145,7 @@ def new_directory(
     needed: int = 0,
     stale: Callable[[str], bool] = lambda name: False,
 ) -> Iterator[Path]:
-    """Yields a temporary directory beside `path`, renamed to `path` at the end or removed on an error.
+    """Yields a temporary directory, which is renamed to `path` at the end or removed on an error.
 
     `path` must be free or an empty directory; with `replace` it may be any directory but no link.
     The old directory stays until the new one is complete, even if this process is killed. Its files

@@ -1,12 +1,10 @@
 """Experts divided over ranks beside all experts on one."""
 
-from pathlib import Path
-
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tests.train.ranks import Ranks
+from tests.parallel.ranks import run_on_ranks
 from tigon.distributed import collectives
 from tigon.distributed.expert_dispatch import ExpertShard
 from tigon.layers.moe import Experts
@@ -41,10 +39,9 @@ def results(y: Tensor, x: Tensor, weights: Tensor) -> list[Tensor]:
     return [y.detach(), x.grad, weights.grad]
 
 
-def on_rank(directory: str) -> None:
-    dist.init_process_group("gloo")
+def on_rank() -> dict[str, list[Tensor]]:
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    each = E // ranks
+    each, results_of = E // ranks, {}
     for case in CASES:
         whole, parts = tensors(case, ranks)
         own = Experts(C, I, each, "silu").double()
@@ -55,16 +52,16 @@ def on_rank(directory: str) -> None:
         x, chosen, weights = parts[rank]
         found = results(own(x, chosen, weights), x, weights)
         found += [p.grad for p in own.parameters() if p.grad is not None]
-        torch.save(found, Path(directory) / f"{case} {rank}.pt")
-    dist.destroy_process_group()
+        results_of[case] = found
+    return results_of
 
 
-def test_equals_one_rank(tmp_path: Path) -> None:
+def test_equals_one_rank() -> None:
     ranks = len(TOKENS)
-    Ranks(ranks, on_rank, str(tmp_path)).finish()
+    every = run_on_ranks(ranks, on_rank)
     for case in CASES:
         whole, parts = tensors(case, ranks)
-        of_ranks = [torch.load(tmp_path / f"{case} {rank}.pt") for rank in range(ranks)]
+        of_ranks = [found[case] for found in every]
         for found, (x, chosen, weights) in zip(of_ranks, parts, strict=True):
             expected = results(whole(x, chosen, weights), x, weights)
             torch.testing.assert_close(found[:3], expected)

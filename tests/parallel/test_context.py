@@ -9,7 +9,7 @@ import pytest
 from tests.models.contract import TINY
 from tests.models.tiny import CASES, FIRST, SIZES
 from tests.parallel.context_ranks import CALLS, rank_main
-from tests.parallel.selection import selected_cases
+from tests.parallel.ranks import selected_cases
 from tests.train.ranks import Ranks
 from tigon.distributed import collectives
 from tigon.distributed.context_attention import ContextParallelAttention, exchange_sizes

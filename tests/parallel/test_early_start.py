@@ -5,12 +5,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import tigon
+from tests.parallel.ranks import run_on_ranks
 from tests.small import LLAMA
-from tests.train.ranks import Ranks
 from tigon.kernels import runtime
 from tigon.parallel import shard_blocks
 
@@ -18,7 +17,6 @@ ROW: Any = SimpleNamespace(numel=lambda: 4096, device=SimpleNamespace(type="cuda
 
 
 def gathered() -> None:
-    dist.init_process_group("gloo")
     runtime.is_hopper = lambda _: True
     assert runtime.pdl_options(ROW) == {"PDL": True, "launch_pdl": True}
     model = tigon.Llama.from_config(LLAMA)
@@ -27,8 +25,7 @@ def gathered() -> None:
     del model
     gc.collect()
     assert runtime.pdl_options(ROW) == {"PDL": True, "launch_pdl": True}  # of other models
-    dist.destroy_process_group()
 
 
 def test_no_kernel_starts_early_where_weights_are_gathered() -> None:
-    Ranks(2, gathered).finish()
+    run_on_ranks(2, gathered)

@@ -14,8 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.models.contract import gradients
 from tests.models.test_rebuilt import BIG, B, T, make, saved
+from tests.parallel.ranks import run_on_ranks
 from tests.parallel.test_tensor import TWO, random_model
-from tests.train.ranks import Ranks
 from tigon.distributed import collectives
 from tigon.distributed.sequence_parallel import SequenceParallelRegion
 from tigon.kernels import use
@@ -140,8 +140,6 @@ def step(model: CausalLM, least: float, recompute: bool) -> tuple[Tensor, dict[s
 
 def compare() -> None:
     """With and without what is gathered anew, whose bits are to be the same."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
     for name in ("llama", "olmo2", "qwen2_moe"):
         model = random_model(*TWO[name])
         shard_model(model, init_device_mesh("cpu", (R,)))
@@ -162,10 +160,9 @@ def compare() -> None:
         assert all(torch.equal(g, twice[1][n]) for n, g in twice[0].items()), name
         before = "model.layers.0.post_attention_layernorm.weight"
         assert not torch.equal(twice[0][before], expected[1][before])
-    dist.destroy_process_group()
 
 
 @pytest.mark.slow
 def test_no_bit_changes():
     """A hook that changes a gradient on its way is heard, too."""
-    Ranks(R, compare).finish()
+    run_on_ranks(R, compare)

@@ -14,15 +14,14 @@ from safetensors.torch import load_file, save_file
 from torch.distributed.device_mesh import init_device_mesh
 
 import tigon
+from tests.parallel.ranks import run_on_ranks
 from tests.small import EXPERTS, write_model
-from tests.train.ranks import Ranks
 
 MATCH = r"first call of the model: the 2 ranks .* were given different files of the model"
 IDS = torch.tensor([[5, 6, 7]])
 
 
 def call_models(folders: list[Path]) -> None:
-    dist.init_process_group("gloo")
     os.chdir(folders[dist.get_rank()])
     for name in ("tensor", "fsdp"):
         mesh = init_device_mesh("cpu", (2,), mesh_dim_names=(name,))
@@ -34,7 +33,6 @@ def call_models(folders: list[Path]) -> None:
             for _ in range(2):  # a caller may catch the error and go on
                 with pytest.raises(ValueError, match=MATCH):
                     model.generate(IDS, max_new_tokens=2) if how == "generate" else model(IDS)
-    dist.destroy_process_group()
 
 
 def write_two(root: Path, differs: str) -> list[Path]:
@@ -54,11 +52,10 @@ def write_two(root: Path, differs: str) -> list[Path]:
 
 @pytest.mark.parametrize("differs", ["weights", "config", "layers"])
 def test_a_model(tmp_path, differs):
-    Ranks(2, call_models, write_two(tmp_path, differs)).finish(60)
+    run_on_ranks(2, call_models, write_two(tmp_path, differs))
 
 
 def load_otherwise(folder: Path) -> None:
-    dist.init_process_group("gloo")
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tensor",))
     for name, values in {
         "dtype": (torch.float32, torch.bfloat16),
@@ -71,17 +68,14 @@ def load_otherwise(folder: Path) -> None:
     model = tigon.from_pretrained(folder, mesh=mesh)
     with pytest.raises(ValueError, match="were given different position_ids"):
         model(IDS, position_ids=torch.arange(3)[None] + dist.get_rank())
-    dist.destroy_process_group()
 
 
 def test_a_model_that_ranks_load_in_other_ways(tmp_path):
-    Ranks(2, load_otherwise, write_model(tmp_path / "moe", **EXPERTS | {"num_experts": 4})).finish(
-        60
-    )
+    model = write_model(tmp_path / "moe", **EXPERTS | {"num_experts": 4})
+    run_on_ranks(2, load_otherwise, model)
 
 
 def save_models(folders: list[Path]) -> None:
-    dist.init_process_group("gloo")
     os.chdir(folders[dist.get_rank()])
     # Replicas that write do not need each other otherwise
     for name, other in (("replicate", "tensor"), ("tensor", "fsdp")):
@@ -91,15 +85,13 @@ def save_models(folders: list[Path]) -> None:
         with pytest.raises(ValueError, match="rank 1 has read other files of the model than rank"):
             model.save_pretrained(folders[0] / f"{name}-model")
         assert not (folders[0] / f"{name}-model").exists()
-    dist.destroy_process_group()
 
 
 def test_saving_a_mixture(tmp_path):
-    Ranks(2, save_models, write_two(tmp_path, "weights")).finish(60)
+    run_on_ranks(2, save_models, write_two(tmp_path, "weights"))
 
 
 def copy_models(folders: list[Path]) -> None:
-    dist.init_process_group("gloo")
     os.chdir(folders[dist.get_rank()])
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tensor",))
     for name in ("same", "model"):
@@ -116,9 +108,8 @@ def copy_models(folders: list[Path]) -> None:
     alive = weakref.ref(model)
     del model, alike, one
     assert alive() is None  # without a collection of garbage
-    dist.destroy_process_group()
 
 
 def test_a_copy(tmp_path):
     """It compares its own files, once."""
-    Ranks(2, copy_models, write_two(tmp_path, "weights")).finish(60)
+    run_on_ranks(2, copy_models, write_two(tmp_path, "weights"))

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 import tigon
 from tests.numbers import relative_error
-from tests.parallel.selection import selected_cases
+from tests.parallel.ranks import selected_cases
 from tests.parallel.test_tensor import SIZES, TWO
 from tests.small import write_model
 from tests.train.conftest import workspace

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import tigon
-from tests.parallel.selection import selected_cases
+from tests.parallel.ranks import run_on_ranks, selected_cases
 from tests.parallel.test_shared_generation import CALLS, NEW, UNSEEDED, generate_away, prompts
 from tests.small import EXPERTS, LLAMA, write_model
 from tests.train.ranks import TORCHRUN, Ranks
@@ -100,9 +100,7 @@ def differently(model: tigon.CausalLM, rank: int) -> list[str]:
     return said
 
 
-def on_ranks(directory: str, cases: dict[str, list[str]]) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
+def on_ranks(directory: str, cases: dict[str, list[str]]) -> dict[tuple[str, str], Any]:
     rank, found = dist.get_rank(), {}
     for layout, families in cases.items():
         sizes, how, _ = LAYOUTS[layout]
@@ -117,8 +115,7 @@ def on_ranks(directory: str, cases: dict[str, list[str]]) -> None:
             of["own"] = {key: local(p.detach()) for key, p in model.named_parameters()}
             of["resharded"] = ("fsdp" in sizes) == isinstance(model.lm_head.weight, DTensor)
             model.save_pretrained(f"{directory}/{layout}-{name}")
-    torch.save(found, f"{directory}/{dist.get_world_size()}-{rank}.pt")
-    dist.destroy_process_group()
+    return found
 
 
 def examined(model: tigon.CausalLM, rank: int, sizes: dict[str, int]) -> dict[str, Any]:
@@ -149,7 +146,8 @@ def saved(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReque
             if math.prod(LAYOUTS[layout][0].values()) == count:
                 cases.setdefault(layout, []).append(name)
         if cases:
-            Ranks(count, on_ranks, str(directory), cases).finish()
+            for rank, found in enumerate(run_on_ranks(count, on_ranks, str(directory), cases)):
+                torch.save(found, directory / f"{count}-{rank}.pt")
     return directory
 
 
@@ -285,16 +283,14 @@ def test_torchrun_without_tp_is_an_error(saved, monkeypatch, capfd):
 
 
 def outside(directory: str) -> None:
-    dist.init_process_group("gloo")
     mesh = init_device_mesh("cpu", (1,))
     if dist.get_rank():
         with pytest.raises(ValueError, match=r"rank 1 is not in the mesh, which has \[0\]"):
             tigon.from_pretrained(directory, mesh=mesh)
-    dist.destroy_process_group()
 
 
 def test_a_rank_outside_of_the_mesh_says_so(saved):
-    Ranks(2, outside, str(saved / "qwen3_moe")).finish()
+    run_on_ranks(2, outside, str(saved / "qwen3_moe"))
 
 
 def test_what_a_mesh_cannot_have_is_named(saved):

@@ -1,16 +1,16 @@
 """`tigon eval perplexity --tp 2` on two ranks, against one process."""
 
-import json
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import tigon
+from tests.parallel.ranks import run_on_ranks
 from tests.small import EXPERTS, TEXT, write_chats, write_model
 from tests.train.ranks import Ranks
 from tigon.cli import main
@@ -36,20 +36,16 @@ def measures(model: tigon.CausalLM, directory: Path) -> list[list[float]]:
     return [[r.perplexity, r.loss, r.accuracy, r.tokens] for r in found]
 
 
-def measure_on_ranks(directory: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
+def measure_on_ranks(directory: str) -> dict[str, Any]:
     mesh, found = init_device_mesh("cpu", (2,)), {}
     for name in MODELS:
         model = tigon.from_pretrained(f"{directory}/{name}", mesh=mesh)
         found[name] = measures(model, Path(directory))
-    Path(directory, f"{dist.get_rank()}.json").write_text(json.dumps(found))
-    dist.destroy_process_group()
+    return found
 
 
 def test_two_ranks_measure_what_one_does(saved):
-    Ranks(2, measure_on_ranks, str(saved)).finish()
-    both = [json.loads((saved / f"{rank}.json").read_text()) for rank in range(2)]
+    both = run_on_ranks(2, measure_on_ranks, str(saved))
     for name in MODELS:
         expected = measures(tigon.from_pretrained(saved / name), saved)
         for found in both:

@@ -4,10 +4,8 @@ All families in one start of two ranks, and what four ranks have besides in anot
 """
 
 import copy
-import json
 import math
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,8 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from tests.parallel.selection import selected_cases
-from tests.train.ranks import Ranks
+from tests.parallel.ranks import run_on_ranks, selected_cases
 from tigon.distributed import collectives
 from tigon.kernels.recompute import recompute_above
 from tigon.models import MODELS, CausalLM, LoraConfig
@@ -106,10 +103,8 @@ def batches() -> list[dict[str, Tensor]]:
     return found
 
 
-def compare(directory: str, count: int, cases: dict[str, tuple[str, dict[str, Any]]]) -> None:
-    """Of each case, the largest differences; the first rank writes them."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
+def compare(count: int, cases: dict[str, tuple[str, dict[str, Any]]]) -> dict[str, list[float]]:
+    """Of each case, the largest differences."""
     mesh = init_device_mesh("cpu", (count,))
     found = {}
     for name, (model_type, changes) in cases.items():
@@ -119,9 +114,7 @@ def compare(directory: str, count: int, cases: dict[str, tuple[str, dict[str, An
         own = torch.tensor(differences(one, cut))
         dist.all_reduce(own, dist.ReduceOp.MAX)
         found[name] = own.tolist()
-    if dist.get_rank() == 0:
-        Path(directory, f"{count}.json").write_text(json.dumps(found))
-    dist.destroy_process_group()
+    return found
 
 
 def differences(one: CausalLM, cut: CausalLM) -> list[float]:
@@ -165,17 +158,12 @@ def differences(one: CausalLM, cut: CausalLM) -> list[float]:
 
 
 @pytest.fixture(scope="module")
-def found(
-    tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
-) -> dict[str, list[float]]:
-    directory, results = tmp_path_factory.mktemp("tensor"), {}
-    names = selected_cases(request, "case")
+def found(request: pytest.FixtureRequest) -> dict[str, list[float]]:
+    results, names = {}, selected_cases(request, "case")
     for count, every in ((2, TWO), (4, FOUR)):
         cases = {name: every[name] for name in names if name in every}
-        if not cases:
-            continue
-        Ranks(count, compare, str(directory), count, cases).finish()
-        results |= json.loads((directory / f"{count}.json").read_text())
+        if cases:
+            results |= run_on_ranks(count, compare, count, cases)[0]
     return results
 
 

@@ -2,7 +2,6 @@
 merged weights; with and without dropout."""
 
 import copy
-import json
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +12,8 @@ from safetensors.torch import load_file
 from torch.distributed.device_mesh import init_device_mesh
 
 from tests.parallel import test_tensor
-from tests.parallel.selection import selected_cases
+from tests.parallel.ranks import run_on_ranks, selected_cases
 from tests.parallel.test_tensor import FOUR, TWO, batches, differences, random_model
-from tests.train.ranks import Ranks
 from tigon.models import CausalLM, LoraConfig, adapter_parameters, init_adapter
 from tigon.parallel import shard_model
 
@@ -85,9 +83,7 @@ def save_all(model: CausalLM, at: Path) -> None:
     model.save_adapter(at / "begun")
 
 
-def compare(directory: str, count: int, names: list[str]) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
+def compare(directory: str, count: int, names: list[str]) -> dict[str, list[float]]:
     test_tensor.batches = keyed  # of this process alone
     mesh, found = init_device_mesh("cpu", (count,)), {}
     for name in names:
@@ -99,9 +95,7 @@ def compare(directory: str, count: int, names: list[str]) -> None:
         found[name] = own.tolist()
         for way, model in (("one", one), ("cut", cut)):
             save_all(model, Path(directory, name, way))
-    if dist.get_rank() == 0:
-        Path(directory, f"{count}.json").write_text(json.dumps(found))
-    dist.destroy_process_group()
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -112,10 +106,8 @@ def found(
     selected = selected_cases(request, "case")
     for count, cases in CASES.items():
         names = [name for name in cases if name in selected]
-        if not names:
-            continue
-        Ranks(count, compare, str(directory), count, names).finish()
-        results |= json.loads((directory / f"{count}.json").read_text())
+        if names:
+            results |= run_on_ranks(count, compare, str(directory), count, names)[0]
     return directory, results
 
 

@@ -2,7 +2,6 @@
 gradients, balance, logits, generation; with adapters, their files and what they are merged to."""
 
 import copy
-import json
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +13,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from tests.parallel import test_tensor
+from tests.parallel.ranks import run_on_ranks
 from tests.parallel.test_tensor import BALANCED, MOE, differences, random_model
 from tests.parallel.test_tensor_adapters import Case, adapted, keyed, save_all
-from tests.train.ranks import Ranks
 from tigon.distributed.expert_dispatch import ExpertShard
 from tigon.models import CausalLM
 from tigon.parallel import shard_experts, shard_model
@@ -91,9 +90,7 @@ def same_tokens(one: CausalLM, cut: CausalLM) -> bool:
     return torch.equal(a, b)
 
 
-def compare(directory: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
+def compare(directory: str) -> dict[str, Any]:
     test_tensor.batches = batches  # of this process alone
     found: dict[str, Any] = {}
     for name in (*MODELS, *ADAPTERS):
@@ -111,16 +108,13 @@ def compare(directory: str) -> None:
                 model.save_pretrained(at / "model")
                 continue
             save_all(model, at)
-    if dist.get_rank() == 0:
-        Path(directory, "found.json").write_text(json.dumps(found))
-    dist.destroy_process_group()
+    return found
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
     directory = tmp_path_factory.mktemp("experts")
-    Ranks(COUNT, compare, str(directory)).finish()
-    return directory, json.loads((directory / "found.json").read_text())
+    return directory, run_on_ranks(COUNT, compare, str(directory))[0]
 
 
 def test_whole_experts_on_ranks_that_share_layers(found):

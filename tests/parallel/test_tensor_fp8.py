@@ -2,18 +2,16 @@
 
 import copy
 import math
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from tests.numbers import assert_as_near
+from tests.parallel.ranks import run_on_ranks
 from tests.parallel.test_tensor import batches, random_model
-from tests.train.ranks import Ranks
 from tigon.kernels.linear.fp8 import fp8_gated_linear
 from tigon.kernels.recompute import recompute_above
 from tigon.layers import mlp
@@ -55,11 +53,9 @@ def of_rank(cut: CausalLM, whole: dict[str, Tensor]) -> dict[str, Tensor]:
     return own | {"qkv": torch.cat(parts, -1)}
 
 
-def compare(directory: str, count: int) -> None:
-    torch.set_num_threads(1)
+def compare(count: int) -> dict[str, Any]:
     gated: list[Any] = []  # products with the casts that gated activations make
     mlp.fp8_gated_linear = lambda *given: (gated.append(1), fp8_gated_linear(*given))[1]
-    dist.init_process_group("gloo")
     mesh = init_device_mesh("cpu", (count,))
     config = load(None, ["run_dir=x", "data=x", "model=x", "fp8=true", "dtype=bfloat16"])
     one = apply_model_settings(random_model("seed_oss", SIZES | BIASES).bfloat16(), config)
@@ -74,22 +70,13 @@ def compare(directory: str, count: int) -> None:
     found["gated"] = len(gated)
     for name, model in (("one", one), ("exact", exact)):
         found[name] = of_rank(cut, trained(model, math.inf))
-    torch.save(found, Path(directory, f"{count}-{dist.get_rank()}.pt"))
-    dist.destroy_process_group()
+    return found
 
 
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory) -> Path:
-    directory = tmp_path_factory.mktemp("fp8")
-    for count in (2, 4):
-        Ranks(count, compare, str(directory), count).finish()
-    return directory
-
-
+@pytest.mark.slow(first=1)
 @pytest.mark.parametrize("count", [2, 4])
-def test_parts_are_as_near_to_the_truth_as_the_whole(runs, count):
-    for rank in range(count):
-        found = torch.load(runs / f"{count}-{rank}.pt")
+def test_parts_are_as_near_to_the_truth_as_the_whole(count):
+    for found in run_on_ranks(count, compare, count):
         assert found["fp8"] == 8 and found["gated"] == 2 * 2
         exact = {name: value.double() for name, value in found["exact"].items()}
         losses = [found[name].pop("loss") for name in ("cut", "again", "one")]

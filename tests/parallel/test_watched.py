@@ -1,21 +1,19 @@
 """Hooks of a model that ranks share: they see and change what they would in one process."""
 
 import copy
-import json
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.modules.module import register_module_forward_hook
 
+from tests.parallel.ranks import run_on_ranks
 from tests.parallel.test_tensor import MOE, random_model
-from tests.train.ranks import Ranks
 from tigon.layers import AddRMSNorm, Embedding, GatedMLP, RMSNorm, SparseMoE
 from tigon.models import CausalLM
 from tigon.parallel import shard_blocks, shard_model
@@ -88,9 +86,7 @@ def distances(one: list[Tensor], cut: list[Tensor], plain: list[Tensor]) -> list
     return [apart, acted]
 
 
-def compare(directory: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
+def compare() -> dict[str, list[float]]:
     mesh, found = init_device_mesh("cpu", (2,)), {}
     for family, sizes in FAMILIES.items():
         one = random_model(family, sizes).eval()
@@ -105,25 +101,11 @@ def compare(directory: str) -> None:
         for model in one, cut:
             model.model.embed_tokens.__class__ = DoubledEmbedding
         found[f"{family}, another embedding"] = distances(logits(one), logits(cut), plain)
-    if dist.get_rank() == 0:
-        Path(directory, "found.json").write_text(json.dumps(found))
-    dist.destroy_process_group()
+    return found
 
 
-@pytest.mark.slow
-def test_hooks_see_and_change_sums(tmp_path: Path) -> None:
-    Ranks(2, compare, str(tmp_path)).finish()
-    found = json.loads((tmp_path / "found.json").read_text())
-    assert len(found) == len(FAMILIES) * (len(WHOLE) + 2)
-    for name, (apart, acted) in found.items():
-        assert apart < 2e-5, name
-        assert acted > 1e-2, name  # the hook changes something
-
-
-def compare_under_fsdp(directory: str) -> None:
+def compare_under_fsdp() -> dict[str, list[float]]:
     """FSDP2 has hooks of its own on blocks and on the embedding, of groups of one rank too."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("fsdp", "tensor"))
     one = random_model("llama", {}).eval()
     cut = copy.deepcopy(one)
@@ -136,18 +118,20 @@ def compare_under_fsdp(directory: str) -> None:
     for end in WHOLE:
         with changing(named(one, end), named(cut, end)):
             found[end] = distances([one(IDS).logits], [cut(IDS).logits], [plain])
-    if dist.get_rank() == 0:
-        Path(directory, "found.json").write_text(json.dumps(found))
-    dist.destroy_process_group()
+    return found
 
 
-def test_hooks_see_and_change_sums_under_fsdp(tmp_path: Path) -> None:
-    Ranks(2, compare_under_fsdp, str(tmp_path)).finish()
-    found = json.loads((tmp_path / "found.json").read_text())
-    assert len(found) == len(WHOLE) + 1
+@pytest.mark.slow(first=1)
+@pytest.mark.parametrize(
+    ("function", "count"),
+    [(compare_under_fsdp, len(WHOLE) + 1), (compare, len(FAMILIES) * (len(WHOLE) + 2))],
+)
+def test_hooks_see_and_change_sums(function: Callable[..., Any], count: int) -> None:
+    found = run_on_ranks(2, function)[0]
+    assert len(found) == count
     for name, (apart, acted) in found.items():
         assert apart < 2e-5, name
-        assert acted > 1e-2, name  # without a hook: the embedding leaves its sum to the stream
+        assert acted > 1e-2, name  # a hook changes something; without one, embeddings are sums
 
 
 def hook_o_proj(block: nn.Module) -> None:
@@ -197,9 +181,7 @@ PARTS: dict[Callable[[nn.Module], None], tuple[str, str]] = {
 }
 
 
-def warn(directory: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
+def warn() -> dict[str, list[str]]:
     mesh, said = init_device_mesh("cpu", (2,)), {}
     for change, (family, _) in PARTS.items():
         model = random_model(family, FAMILIES[family]).eval()
@@ -209,16 +191,12 @@ def warn(directory: str) -> None:
             warnings.simplefilter("always")
             model(IDS)
         said[change.__name__] = [str(warning.message) for warning in caught]
-    if dist.get_rank() == 0:
-        Path(directory, "said.json").write_text(json.dumps(said))
-    dist.destroy_process_group()
+    return said
 
 
 @pytest.fixture(scope="module")
-def said(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
-    directory = tmp_path_factory.mktemp("said")
-    Ranks(2, warn, str(directory)).finish()
-    return json.loads((directory / "said.json").read_text())
+def said() -> dict[str, list[str]]:
+    return run_on_ranks(2, warn)[0]
 
 
 @pytest.mark.parametrize("change", PARTS)

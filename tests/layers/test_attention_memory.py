@@ -43,7 +43,7 @@ def triton() -> Iterator[None]:
 @pytest.fixture
 def copies(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     """From its call on, q and k are rotated into memory of their own."""
-    return lambda: monkeypatch.setattr(Attention, "_alone", lambda self: False)
+    return lambda: monkeypatch.setattr(Attention, "_is_unobserved", lambda self: False)
 
 
 def make(variant: str = "llama") -> Attention:

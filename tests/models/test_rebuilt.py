@@ -182,7 +182,7 @@ def test_rotated_heads_are_kept_once(
 ) -> None:
     """Where no norm needs them as they were; the estimate says so, too."""
     found = saved(on_meta(model_type, case)), peak(on_meta(model_type, case), MIN_BYTES)
-    monkeypatch.setattr(Attention, "_alone", lambda self: False)
+    monkeypatch.setattr(Attention, "_is_unobserved", lambda self: False)
     model = on_meta(model_type, case)
     c, normed = model.config, model_type in ("gemma3_text", "qwen3_moe")
     heads = 0 if normed else c.num_attention_heads + c.num_key_value_heads

@@ -55,8 +55,7 @@ def all_reduce_small(x: Tensor, ranks: Ranks) -> Tensor:
 
 
 def all_gather_small(x: Tensor, first: int, size: int, ranks: Ranks) -> Tensor | None:
-    """Gathers each rank's columns `first` to `first + W` [..., W] to [..., size], without a
-    gradient.
+    """Gathers each rank's columns [first, first + W) to [..., size], without a gradient.
 
     Returns None, and sends nothing, if `all_reduce_small` of the result would not be one kernel.
     """
@@ -115,9 +114,8 @@ def _open_buffers(ranks: Ranks, x: Tensor) -> SymmetricBuffers | None:
         local = symmetric.empty((TURNS, ranks.size, P * S), dtype=BITS[dtype], device=device)
     except RuntimeError as error:
         warnings.warn(NO_MEMORY.format(error), stacklevel=2)
-    if not _all_ranks_agree(
-        local is not None, ranks, device
-    ):  # the others would wait in the rendezvous
+    # Without this, the other ranks would wait in the rendezvous
+    if not _all_ranks_agree(local is not None, ranks, device):
         return None
     assert local is not None
     try:

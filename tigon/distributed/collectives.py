@@ -55,7 +55,7 @@ class Ranks(NamedTuple):
         return wait_tensor(self.start_reduce_scatter(x))
 
     def start_reduce_scatter(self, x: Tensor) -> Tensor:
-        """`scatter_sum`, asynchronous: pass the result to `wait_tensor` before reading it."""
+        """`reduce_scatter`, asynchronous: pass the result to `wait_tensor` before reading it."""
         return _ops.reduce_scatter_tensor(x.contiguous(), "sum", self.size, self.group)
 
     def sum(self, x: Tensor) -> Tensor:
@@ -66,9 +66,8 @@ class Ranks(NamedTuple):
         return x.tensor_split(self.size)[self.rank]
 
     def exchange(self, x: Tensor, received: Sequence[int], sent: Sequence[int]) -> Tensor:
-        """All-to-all: sends the first `sent[0]` rows of x to rank 0 and receives `received[0]`; and
-        so on.
-        """
+        """All-to-all: sends the first `sent[0]` rows of x to rank 0, the next `sent[1]` to rank 1,
+        and so on."""
         return self.exchange_all((x,), [RowCounts(received, sent)])[0]
 
     def exchange_all(self, xs: Sequence[Tensor], sizes: Sequence[RowCounts]) -> list[Tensor]:

@@ -74,8 +74,7 @@ class ContextShard:
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, **options: Any
     ) -> Tensor:
-        """Returns attention [B, S, H, D] of q [B, S, H, D] to keys and values [B, S, K, D] of all
-        ranks.
+        """Returns attention [B, S, H, D] of this rank's q to the keys and values of all ranks.
 
         `mask` is that of full rows.
         """
@@ -208,8 +207,7 @@ class ContextParallelAttention:
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, **options: Any
     ) -> Tensor:
-        """Returns the output [B, S, H, D] for q [B, S, H, D], k and v [B, S, K, D] of this rank's
-        tokens.
+        """Returns [B, S, H, D] for q [B, S, H, D], k and v [B, S, K, D] of this rank's tokens.
 
         `mask` is that of full rows.
         """
@@ -226,18 +224,15 @@ class ContextParallelAttention:
         return self._from_groups(concat_parts(parts, 1) if parts else q)
 
     def _copied(self, x: Tensor) -> Tensor:
-        """Repeats the heads of [B, S, K, D] to a multiple of g, for ranks of a group that share
-        one.
-        """
+        """Repeats the heads of [B, S, K, D] to a multiple of g, as ranks may share a head."""
         copies = self.size // math.gcd(x.shape[2], self.size)
         return x.repeat_interleave(copies, 2) if copies > 1 else x
 
     def _to_heads(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Returns all T tokens of this rank's heads; there must be one group."""
         sizes = [x.shape[2] // self.size for x in (q, k, v)]
-        y = all_to_all(
-            stack_heads_by_rank((q, k, v), self.size), self.ranks
-        )  # [n, B, S, h + 2 k, D]
+        stacked = stack_heads_by_rank((q, k, v), self.size)
+        y = all_to_all(stacked, self.ranks)  # [n, B, S, h + 2 k, D]
         q, k, v = y.transpose(0, 1).flatten(1, 2)[:, : self.tokens].split(sizes, 2)
         return q, k, v
 

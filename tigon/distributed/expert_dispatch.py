@@ -99,9 +99,7 @@ class ExpertShard:
         return self.experts // self.ranks.size
 
     def rows(self, tokens: int, k: int) -> int:
-        """Estimates the rows that a rank sends to each, including itself, for evenly chosen
-        experts.
-        """
+        """Estimates the rows that a rank sends to each rank, for evenly chosen experts."""
         without = math.comb(self.experts - self.experts_per_rank, k) / math.comb(self.experts, k)
         return round(tokens * (1 - without))
 
@@ -138,16 +136,15 @@ class ExpertShard:
 
     def run(
         self,
-        own: Callable[[Tensor, Tensor, Tensor, int], Tensor],
+        run_local: Callable[[Tensor, Tensor, Tensor, int], Tensor],
         route: TokenRoute,
         x: Tensor,  # [N, C]
         experts: Tensor,  # [N, k] int64, of which the route was made
         weights: Tensor,  # [N, k]
     ) -> Tensor:
-        """Returns [N, C], the weighted sum of the outputs of this rank's tokens over all ranks'
-        experts.
+        """Returns [N, C], the weighted sum over all ranks' experts for this rank's tokens.
 
-        `own(x [R, C], experts [R, k], weights [R, k], slots)` computes [R, C] by this rank's
+        `run_local(x [R, C], experts [R, k], weights [R, k], slots)` computes [R, C] by this rank's
         experts, numbered from 0; `slots` of the experts are valid, the rest are E / p. No token is
         dropped, so the host waits for the device once, to learn how many rows come.
         """
@@ -162,12 +159,12 @@ class ExpertShard:
         chosen = _ToExperts.apply(chosen, copies.pop(0), *args)
         rows = _ToExperts.apply(x, copies.pop(), *args)
         weights, numbers = chosen[:, :k].to(weights.dtype), chosen[:, k:].detach()
-        y = own(rows, self._numbers(numbers.to(torch.int64)), weights, sizes.slots)
+        y = run_local(rows, self._numbers(numbers.to(torch.int64)), weights, sizes.slots)
         return _FromExperts.apply(y, *args)
 
     def run_replicated(
         self,
-        own: Callable[[Tensor, Tensor, Tensor, int], Tensor],
+        run_local: Callable[[Tensor, Tensor, Tensor, int], Tensor],
         x: Tensor,  # [N, C]
         experts: Tensor,  # [N, k] int64
         weights: Tensor,  # [N, k]
@@ -179,7 +176,7 @@ class ExpertShard:
         """
         numbers = self._numbers(experts)
         slots = UNKNOWN_SLOTS if x.is_cuda else int((numbers < self.experts_per_rank).sum())
-        return all_reduce_small(own(x, numbers, weights, slots), self.ranks)
+        return all_reduce_small(run_local(x, numbers, weights, slots), self.ranks)
 
     def _numbers(self, experts: Tensor) -> Tensor:
         """Numbers the experts within this rank; E / p if it does not have the expert."""

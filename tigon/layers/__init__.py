@@ -4,7 +4,7 @@ from tigon.distributed.context_attention import ContextShard
 from tigon.layers.attention import Attention
 from tigon.layers.context import BlockInputs
 from tigon.layers.embedding import Embedding, LowRankEmbedding
-from tigon.layers.kv_cache import Cache, KVCache, LayerState, MakeStates, Quantize, StaticCache
+from tigon.layers.kv_cache import Cache, KVCache, LayerState, StaticCache
 from tigon.layers.linear import FusedLinear, GatedLinear, Linear
 from tigon.layers.lm_head import LMHead
 from tigon.layers.lora import (
@@ -44,11 +44,9 @@ __all__ = [
     "LowRank",
     "LowRankEmbedding",
     "LowRankExperts",
-    "MakeStates",
     "MoEOutput",
     "NF4Weight",
     "NoRotary",
-    "Quantize",
     "QuantizedWeight",
     "RMSNorm",
     "RotaryEmbedding",

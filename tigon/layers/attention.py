@@ -109,7 +109,7 @@ class Attention(nn.Module):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Returns q [B, T, H, D], k and v [B, T, K, D], normed and rotated."""
         # Asked before the call, since a hook may keep what it sees and take itself away
-        alone = self.q_norm is None and self._alone()
+        unobserved = self.q_norm is None and self._is_unobserved()
         qkv, (cos, sin, _) = self.qkv_proj(x, *keys), rotation
         if self.flat_qk_norm:
             q, k, v = self._heads(qkv)
@@ -119,7 +119,7 @@ class Attention(nn.Module):
             n = self.q_norm
             options |= {"q_weight": n.weight, "k_weight": self.k_norm.weight}
             options |= {"eps": n.eps, "offset": n.offset, "cast": n.cast}
-        options |= {"interleaved": self.interleaved, "overwrite": alone}
+        options |= {"interleaved": self.interleaved, "overwrite": unobserved}
         return qk_norm_rope(qkv, cos, sin, **options)
 
     def _heads(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -135,7 +135,7 @@ class Attention(nn.Module):
         normed = self.q_norm is not None and not self.flat_qk_norm
         return not (normed or self.interleaved) and rotation.query_scale is None
 
-    def _alone(self) -> bool:
+    def _is_unobserved(self) -> bool:
         """Whether a graph would save the output of qkv_proj and no hook can see it."""
         if torch.compiler.is_compiling() or not torch.is_grad_enabled():
             return False

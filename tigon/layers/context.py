@@ -15,7 +15,7 @@ from tigon.kernels.attention.api import AttentionMask
 
 
 class TokenSlots(NamedTuple):
-    """The cache positions of new tokens whose rows have different lengths."""
+    """The cache positions of new tokens in rows of different lengths."""
 
     rows: Tensor  # [N]
     positions: Tensor  # [N]
@@ -30,14 +30,14 @@ class CacheAppend:
     Without `slots`, every row of the batch is a row of the cache and appends T tokens.
     """
 
-    cached_tokens: int = 0  # tokens that every row holds before; 0 with `lengths`
-    lengths: Tensor | None = None  # [R] int32, the same where only the device may know it
+    cached_tokens: int = 0  # tokens of every row before this pass; 0 with `lengths`
+    lengths: Tensor | None = None  # [R] int32, cached tokens if only the device may know them
     slots: TokenSlots | None = None
-    masks: dict[int, AttentionMask] = field(default_factory=dict)  # by how many of them are seen
+    masks: dict[int, AttentionMask] = field(default_factory=dict)  # by number of visible tokens
 
 
 def real_tokens(mask: AttentionMask) -> Tensor | None:
-    """Returns bool [B, T], False on padding, or None if the host knows of no padding."""
+    """Returns bool [B, T], False on padding; None if there is no padding."""
     return None if mask.key_mask is None else mask.key_mask[:, mask.past :]
 
 
@@ -46,29 +46,21 @@ class BlockInputs:
     """The inputs of one forward pass that its blocks share and do not change."""
 
     position_ids: Tensor  # [B or 1, T]
-    # Sequences, padding and cached tokens, of whole rows, and which backend is to be used
-    mask: AttentionMask
-    routing: bool = False  # whether blocks with experts return how they used them
+    mask: AttentionMask  # of full rows
+    routing: bool = False  # whether blocks with experts return their routing
     append: CacheAppend | None = None  # None: there is no cache
-    # Int64 [B, T], of which an adapter's dropout is drawn in this block; None: there is none
-    dropout_keys: Tensor | None = None
-    shard: ContextShard | None = (
-        None  # T are the tokens of one of several ranks; None: of whole rows
-    )
-    stream: SequenceParallelRegion | None = (
-        None  # how ranks that divide each layer share these tokens
-    )
+    dropout_keys: Tensor | None = None  # int64 [B, T], seeds of an adapter's dropout in this block
+    shard: ContextShard | None = None  # context parallelism: T are this rank's tokens
+    stream: SequenceParallelRegion | None = None  # tensor parallelism: the residual stream
 
     def gather_from_region(self, x: Tensor, *, single_reader: bool) -> Tensor:
         """Returns all tokens [B, T, C] of a normed stream that may be sharded over ranks.
 
         `single_reader`: one product reads them.
         """
-        return (
-            x
-            if self.stream is None
-            else self.stream.gather_from_region(x, single_reader=single_reader)
-        )
+        if self.stream is None:
+            return x
+        return self.stream.gather_from_region(x, single_reader=single_reader)
 
     def reduce_to_region(self, x: Tensor) -> Tensor | PartialSum:
         """Sums a mixer's or MLP's output [B, T, C] over ranks, for the residual stream."""

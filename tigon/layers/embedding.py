@@ -42,13 +42,11 @@ class LowRankEmbedding(LayerAdapter):
     def init_values(
         self, shapes: Shapes, generator: torch.Generator | None = None
     ) -> dict[str, Tensor]:
-        b = torch.empty(shapes["lora_embedding_B"], dtype=torch.float32, device="cpu").normal_(
-            generator=generator
+        a, b = (
+            torch.zeros(shapes[f"lora_embedding_{x}"], dtype=torch.float32, device="cpu")
+            for x in "AB"
         )
-        return {
-            "lora_embedding_A": torch.zeros(shapes["lora_embedding_A"], device="cpu"),
-            "lora_embedding_B": b,
-        }
+        return {"lora_embedding_A": a, "lora_embedding_B": b.normal_(generator=generator)}
 
     def forward(self, low: Tensor) -> Tensor:
         """Returns the addition to the table's rows, from rows of A^T [..., r]."""
@@ -56,8 +54,7 @@ class LowRankEmbedding(LayerAdapter):
         return linear(low, self.lora_embedding_B) * part.scale
 
     def dora_scale(self, weight: Tensor) -> Tensor:
-        """Returns [C], the learned norm of each column of W + (scale B A)^T over its norm, in
-        fp32."""
+        """Returns [C] in fp32, each column's learned norm over that of W + (scale B A)^T."""
         (part,) = self.parts
         with torch.no_grad():
             a, b = self.lora_embedding_A, self.lora_embedding_B.float() * part.scale
@@ -69,8 +66,7 @@ class LowRankEmbedding(LayerAdapter):
         return self.lora_magnitude_vector.float() / square.sqrt()
 
     def column_norms(self, rows: Tensor, group: ProcessGroup | None) -> Tensor:
-        """Returns [C] of a table of which this rank has rows [n, C]; all ranks that divide it call
-        this.
+        """Returns the norms [C] of a table; each rank that divides it passes its rows [n, C].
 
         `group`: ranks that divide this rank's part further.
         """
@@ -78,9 +74,6 @@ class LowRankEmbedding(LayerAdapter):
         if group is not None:
             dist.all_reduce(squares, group=group)
         return (squares if self.token_ranks is None else self.token_ranks.sum(squares)).sqrt()
-
-    def extra_repr(self) -> str:
-        return ", ".join(f"{p.name}: rank {p.rank}, scale {p.scale:.3g}" for p in self.parts)
 
 
 class Embedding(nn.Embedding):
@@ -102,8 +95,8 @@ class Embedding(nn.Embedding):
         copy = None if self.copies is None else self.copies.active()
         x = self._rows(input, self.weight if copy is None else copy).to(self.weight.dtype)
         if self.lora is not None and (low := self.lora.active()) is not None:
-            local_ids = x + low(self._rows(input, low.lora_embedding_A.t()))
-            x = (local_ids * low.dora_scale(self.weight) if low.dora else local_ids).to(x.dtype)
+            adapted = x + low(self._rows(input, low.lora_embedding_A.t()))
+            x = (adapted * low.dora_scale(self.weight) if low.dora else adapted).to(x.dtype)
         if self.vocabulary is not None and not summands:
             x = reduce_from_group(x, Ranks.sharing(self.vocabulary))
         if self.scale == 1.0:

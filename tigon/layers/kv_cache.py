@@ -50,9 +50,7 @@ class LayerState:
         return new
 
     def resized(self, larger: Self) -> Self:
-        """Returns a copy with the sizes of `larger`, which is on the meta device; new slots are
-        empty.
-        """
+        """Returns a copy with the sizes of `larger`, a state on the meta device."""
         shapes = iter([x.shape for x in larger._tensors()])
 
         def extend(x: Tensor) -> Tensor:
@@ -133,8 +131,7 @@ class GrowingKV(KVState):
         return attention(q, k, v, mask=ctx.mask, **kwargs)
 
     def update(self, k: Tensor, v: Tensor, past: int) -> tuple[Tensor, Tensor]:
-        """Stores k, v [B, K, T, D] after `past` tokens; returns all keys and values [B, K, S,
-        D]."""
+        """Stores k, v [B, K, T, D] after `past` tokens; returns all of them [B, K, S, D]."""
         self.keys, self.values = _extend(self.keys, k, past), _extend(self.values, v, past)
         total = past + k.shape[2]
         return self.keys.narrow(2, 0, total), self.values.narrow(2, 0, total)
@@ -208,19 +205,14 @@ class StaticKV(KVState):
             assert cache_append.lengths is not None
             return append_attention(q, k, v, buffers, cache_append.lengths, window=window, **kwargs)
         keys, values = k, v
-        seen = (
-            cache_append.cached_tokens
-            if window is None
-            else min(cache_append.cached_tokens, window - 1)
-        )
-        if seen:
-            earlier = _read(
-                buffers, cache_append.cached_tokens - seen, cache_append.cached_tokens, k.dtype
-            )
+        cached = cache_append.cached_tokens
+        visible = cached if window is None else min(cached, window - 1)
+        if visible:
+            earlier = _read(buffers, cached - visible, cached, k.dtype)
             keys, values = (torch.cat(x, 1) for x in zip(earlier, (k, v), strict=True))
-        if seen < cache_append.cached_tokens:
-            tensors = AttentionMask(mask.tokens, past=seen, backend=mask.backend)
-            mask = cache_append.masks.setdefault(seen, tensors)
+        if visible < cached:
+            visible_mask = AttentionMask(mask.tokens, past=visible, backend=mask.backend)
+            mask = cache_append.masks.setdefault(visible, visible_mask)
         out = attention(q, keys, values, mask=mask, window=window, **kwargs)
         append_tokens(k.flatten(0, 1), v.flatten(0, 1), buffers, *cache_append.slots[:3])
         return out
@@ -243,19 +235,18 @@ def _read(buffers: KVBuffers, start: int, stop: int, dtype: torch.dtype) -> tupl
 
 
 class Cache:
-    """The interface of a cache to a forward pass: `begin`, `open`, and `end` after the last
-    block."""
+    """A model's cache; a forward pass calls `begin`, `open`, and `end` after the last block."""
 
     def __init__(self, states: Sequence[LayerState] = ()):
-        self._hold(states)
-        self.append: CacheAppend | None = None  # what the pass that has begun does
+        self._set_states(states)
+        self.append: CacheAppend | None = None  # of the current pass
 
-    def _hold(self, states: Sequence[LayerState]) -> None:
+    def _set_states(self, states: Sequence[LayerState]) -> None:
         self.states, self.layout = list(states), tuple(state.layout for state in states)
 
     @property
     def length(self) -> int | None:
-        """The tokens that every row holds, or None if the host knows of no such number."""
+        """The tokens of every row; None if rows differ or only the device knows."""
         raise NotImplementedError
 
     def begin(
@@ -290,13 +281,13 @@ class KVCache(Cache):
 
     @property
     def length(self) -> int:
-        """The tokens that it holds."""
+        """The tokens of every row."""
         return self._length
 
     def begin(
         self, batch: int, tokens: int, mask: Tensor | None = None, cu_seq_lens: Tensor | None = None
     ) -> int:
-        """Returns how many tokens it holds; raises if these tokens cannot continue it."""
+        """Returns the tokens of every row; raises ValueError if these cannot continue them."""
         if self.packed:
             raise ValueError("past_key_values holds packed sequences; they have no single end")
         if self.length and cu_seq_lens is not None:
@@ -309,7 +300,7 @@ class KVCache(Cache):
     def open(self, make: MakeStates, x: Tensor, mask: AttentionMask) -> list[LayerState]:
         if not self.length:
             dtype = autocast_dtype(x.device) or x.dtype
-            self._hold(make(self._rows, None, chunk=1, dtype=dtype, device=x.device))
+            self._set_states(make(self._rows, None, chunk=1, dtype=dtype, device=x.device))
         return self.states
 
     def end(self, mask: AttentionMask) -> None:
@@ -440,9 +431,7 @@ class StaticCache(Cache):
             self._known.fill_(UNKNOWN)
 
     def check_crop(self) -> int:
-        """Returns how many of a row's last tokens can be dropped one by one; raises ValueError if
-        none.
-        """
+        """Returns how many of a row's last tokens `crop` can drop; raises ValueError if none."""
         for layer, state in enumerate(self.states):
             if state.history is None:
                 raise ValueError(
@@ -458,8 +447,7 @@ class StaticCache(Cache):
     def begin(
         self, batch: int, tokens: int, mask: Tensor | None = None, cu_seq_lens: Tensor | None = None
     ) -> int | Tensor:
-        """Prepares for [batch, tokens] new tokens; returns how many the rows hold, int or
-        [rows]."""
+        """Prepares for [batch, tokens] new tokens; returns the cached ones, int or [rows]."""
         if mask is not None:
             self._check_mask(mask, batch, tokens)
         cached = self.length

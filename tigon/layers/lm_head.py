@@ -47,15 +47,11 @@ class LMHead(nn.Module):
         self.weight = nn.Parameter(torch.empty(vocab, dim))
         self.bias = nn.Parameter(torch.empty(vocab)) if bias else None
         self.options = Options(softcap=softcap, logit_scale=logit_scale)
-        # Most bytes of logits at a time; None: chosen by shape
-        self.logits_bytes: int | None = None
-        # Where ranks share the head: which rows weight and bias are; they join logits
-        self.vocabulary: VocabularyShard | None = None
-        self.scorers: Ranks | None = None  # which all have the same head of few rows, and scores
-        self.copies: SavedModules | None = (
-            None  # weights of adapters, one of which may replace its own
-        )
-        self.lora: Adapters | None = None  # low-rank adapters, one of which may be added
+        self.logits_bytes: int | None = None  # maximum of a chunk of logits; None: by shape
+        self.vocabulary: VocabularyShard | None = None  # this rank's rows of weight and bias
+        self.scorers: Ranks | None = None  # ranks that replicate a head of few scores
+        self.copies: SavedModules | None = None  # weights of adapters that replace `weight`
+        self.lora: Adapters | None = None  # low-rank adapters
 
     def forward(
         self,
@@ -117,15 +113,15 @@ class LMHead(nn.Module):
             return scale_replicated_grad(raw, self.scorers)
         if self.vocabulary is None:
             return raw
-        return self._joined(raw, self.vocabulary)
+        return self._gather_logits(raw, self.vocabulary)
 
-    def _joined(self, raw: Tensor, shard: VocabularyShard) -> Tensor:
-        """Gathers [..., W] of this rank to [..., V]."""
+    def _gather_logits(self, raw: Tensor, shard: VocabularyShard) -> Tensor:
+        """Gathers this rank's logits [..., W] to [..., V]."""
         if not torch.is_grad_enabled():
-            local_weight = raw[..., : shard.rows]
-            joined = all_gather_small(local_weight, shard.first, shard.size, Ranks.sharing(shard))
-            if joined is not None:
-                return joined
+            local_logits = raw[..., : shard.rows]
+            full = all_gather_small(local_logits, shard.first, shard.size, Ranks.sharing(shard))
+            if full is not None:
+                return full
         missing = shard.share - raw.shape[-1]  # of the last rank
         return gather_logits(F.pad(raw, (0, missing)) if missing > 0 else raw, shard)
 
@@ -140,11 +136,12 @@ def _merge_adapter(weight: Tensor, low: LowRank) -> Tensor:
     """Returns the weight [V, C] with the adapter added."""
     (addition,) = low.additions()
     b, a = (t.to(weight.dtype) for t in (addition.b, low.lora_A))
-    # By runs of rows, over which the gradient of A sums
-    runs = [(weight[run], b[run]) for run in reduction_chunks(b.t(), weight)]
-    pieces = [torch.addmm(local_weight, up, a, alpha=addition.scale) for local_weight, up in runs]
-    whole = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+    chunks = [  # of rows, over which the gradient of A sums
+        torch.addmm(weight[rows], b[rows], a, alpha=addition.scale)
+        for rows in reduction_chunks(b.t(), weight)
+    ]
+    merged = chunks[0] if len(chunks) == 1 else torch.cat(chunks)
     if not low.dora:
-        return whole
-    more = (low.dora_scale(weight) - 1).to(weight.dtype)[:, None]  # as linear layers have it
-    return torch.addcmul(whole, whole, more)
+        return merged
+    scale = (low.dora_scale(weight) - 1).to(weight.dtype)[:, None]  # as linear layers have it
+    return torch.addcmul(merged, merged, scale)

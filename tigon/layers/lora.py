@@ -36,9 +36,7 @@ def dropout_seed(path: str) -> int:
 
 
 class LoRAPart(NamedTuple):
-    """One projection of a layer, which may be packed with more, and the rank and scale of its
-    adapter.
-    """
+    """One projection of a layer, perhaps packed with others, and its adapter's rank and scale."""
 
     name: str  # such as q_proj
     first: int  # of its columns in the layer's output
@@ -64,6 +62,9 @@ class LayerAdapter(nn.Module):
         `shapes`: the full shape of each parameter, of which ranks may have parts.
         """
         raise NotImplementedError
+
+    def extra_repr(self) -> str:
+        return ", ".join(f"{p.name}: rank {p.rank}, scale {p.scale:.3g}" for p in self.parts)
 
 
 class LowRank(LayerAdapter):
@@ -121,10 +122,9 @@ class LowRank(LayerAdapter):
         return [LoRATerm(p.first, local[B + p.name], p.scale) for p in self.parts]
 
     def dora_scale(self, weight: Tensor) -> Tensor:
-        """Returns [K], the learned norm of each row of W + scale B A over its norm; 1 elsewhere.
+        """Returns [K] in fp32, each row's learned norm over that of W + scale B A; 1 elsewhere.
 
-        In fp32, from ||W||^2 + 2 scale W A^T B^T + scale^2 B A A^T B^T, without a matrix of W's
-        size.
+        From ||W||^2 + 2 scale W A^T B^T + scale^2 B A A^T B^T, without a matrix of W's size.
         """
         local: dict[str, Any] = self._parameters
         gains, end, rank = [], 0, 0
@@ -145,15 +145,12 @@ class LowRank(LayerAdapter):
         return torch.cat(gains)
 
     def row_norms(self, rows: Tensor) -> Tensor:
-        """Returns the norms [n] of rows [n, C] in fp32, over the columns of all ranks, which all
-        call it.
-        """
+        """Returns the fp32 norms [n] of rows [n, C]; all ranks that divide C call this."""
         local = torch.linalg.vector_norm(rows, dim=1, dtype=torch.float32)
         return local if self.column_ranks is None else self.column_ranks.sum(local.square()).sqrt()
 
     def extra_repr(self) -> str:
-        parts = [f"{p.name}: rank {p.rank}, scale {p.scale:.3g}" for p in self.parts]
-        return ", ".join([*parts, *([f"dropout {self.dropout}"] if self.dropout else [])])
+        return super().extra_repr() + (f", dropout {self.dropout}" if self.dropout else "")
 
 
 class Adapters(nn.Module):
@@ -221,7 +218,7 @@ class LowRankExperts(LayerAdapter):
         b = self.get_parameter(B + part.name).view(part.size, part.rank, self.experts)
         return a, b.permute(2, 0, 1) * part.scale
 
-    def low(self, gate_up: Tensor, down: Tensor) -> LoRAFactors:
+    def lora_factors(self, gate_up: Tensor, down: Tensor) -> LoRAFactors:
         """Returns the factors of both matrices, of rank 0 where there are none."""
         local = {part.name: part for part in self.parts}
         initial: list[Tensor] = []
@@ -232,6 +229,3 @@ class LowRankExperts(LayerAdapter):
                 e, o, k = matrix.shape
                 initial += [matrix.new_empty(e, 0, k), matrix.new_empty(e, o, 0)]
         return LoRAFactors(*initial)
-
-    def extra_repr(self) -> str:
-        return ", ".join(f"{p.name}: rank {p.rank}, scale {p.scale:.3g}" for p in self.parts)

@@ -20,15 +20,15 @@ class GatedMLP(nn.Module):
     def forward(self, x: Tensor, *dropout_args: Tensor) -> Tensor:
         up, down = self.gate_up_proj, self.down_proj
         fp8 = down.fp8 and down.training and not torch.compiler.is_compiling()
-        if fp8 and not down.has_adapter and down.quantized is None and self._alone():
+        if fp8 and not down.has_adapter and down.quantized is None and self._is_unobserved():
             return fp8_gated_linear(
                 up.product(x, *dropout_args), up.act, down.weight, down.local_bias
             )
         y = up(x, *dropout_args)
         if (recompute := find_recompute(y)) is not None:
-            recompute.single_reader = not fp8 and self._alone()
+            recompute.single_reader = not fp8 and self._is_unobserved()
         return down(y, *dropout_args)
 
-    def _alone(self) -> bool:
+    def _is_unobserved(self) -> bool:
         """Whether no hook can see the tensor between the two projections."""
         return is_unpatched(self.gate_up_proj, GatedLinear) and is_unpatched(self.down_proj, Linear)

@@ -59,17 +59,19 @@ class Experts(nn.Module):
         `replicated`: all ranks that share the experts have these tokens.
         """
         if self.shard is not None and replicated:
-            return self.shard.run_replicated(self._own, x, experts, weights)
+            return self.shard.run_replicated(self._run_local, x, experts, weights)
         if self.shard is not None:
             route = self.shard.route(experts) if route is None else route
-            return self.shard.run(self._own, route, x, experts, weights)
-        return self._own(x, experts, weights)
+            return self.shard.run(self._run_local, route, x, experts, weights)
+        return self._run_local(x, experts, weights)
 
-    def _own(self, x: Tensor, experts: Tensor, weights: Tensor, slots: int | None = None) -> Tensor:
+    def _run_local(
+        self, x: Tensor, experts: Tensor, weights: Tensor, slots: int | None = None
+    ) -> Tensor:
         matrices = self.gate_up_proj, self.down_proj
-        if self.lora is not None and (own := self.lora.active()) is not None:
+        if self.lora is not None and (adapter := self.lora.active()) is not None:
             return lora_grouped_mlp(
-                x, *matrices, own.low(*matrices), experts, weights, self.act, slots
+                x, *matrices, adapter.lora_factors(*matrices), experts, weights, self.act, slots
             )
         return unchecked_grouped_mlp(x, *matrices, experts, weights, self.act, slots)
 

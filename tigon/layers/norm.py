@@ -28,10 +28,10 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if self.shared is not None:
-            return self._normed_together(x, *self.shared)
+            return self._norm_over_ranks(x, *self.shared)
         return rms_norm(x, self.weight, self.eps, offset=self.offset, cast=self.cast)
 
-    def _normed_together(self, x: Tensor, ranks: Ranks, elements: int) -> Tensor:
+    def _norm_over_ranks(self, x: Tensor, ranks: Ranks, elements: int) -> Tensor:
         """`rms_norm_ref` with the mean of squares over ranks that divide the dimension."""
         h = x.float()
         squares = all_reduce(h.square().sum(-1, keepdim=True), ranks)

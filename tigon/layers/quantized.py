@@ -72,9 +72,7 @@ class QuantizedWeight(nn.Module, ABC):
             self._buffers[name] = torch.empty_like(buffer, device=device)
 
     def check(self, change: Callable[[Tensor], Tensor]) -> None:
-        """Raises ValueError if `change`, which `.to` and its kin apply to tensors, changes the
-        dtype.
-        """
+        """Raises ValueError if `change`, which `.to()` applies to tensors, changes the dtype."""
         new_dtype = change(torch.empty(0, dtype=self.dtype)).dtype
         if new_dtype != self.dtype:
             raise ValueError(

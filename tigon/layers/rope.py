@@ -96,12 +96,9 @@ class RotaryEmbedding(nn.Module):
             self.turn = rope_parameters["original_max_position_embeddings"]
         self.scaling = 1.0
         if self.rope_type in SCALED:
-            attention_factor = rope_parameters.get("attention_factor")
-            self.scaling = (
-                SCALED[self.rope_type](rope_parameters)
-                if attention_factor is None
-                else float(attention_factor)
-            )
+            factor = rope_parameters.get("attention_factor")
+            default = SCALED[self.rope_type]
+            self.scaling = default(rope_parameters) if factor is None else float(factor)
         self.register_buffer("inv_freq", self._frequencies(), persistent=False)
 
     def _frequencies(self) -> Tensor:
@@ -175,7 +172,6 @@ class NoRotary(nn.Module):
     def forward(
         self, position_ids: Tensor, dtype: torch.dtype, of: Tensor | None = None
     ) -> Rotation:
-        cos = torch.ones(
-            *position_ids.shape, self.dim // 2, dtype=dtype, device=position_ids.device
-        )
+        shape = *position_ids.shape, self.dim // 2
+        cos = torch.ones(shape, dtype=dtype, device=position_ids.device)
         return Rotation(cos, torch.zeros_like(cos))

@@ -34,11 +34,7 @@ ROWS = ("input_ids", "attention_mask", "position_ids", "cu_seq_lens", "labels")
 
 
 MESH_DIMENSIONS = ("replicate", "fsdp", "tensor")  # names of dimensions, if there are several
-SINGLE_DIMENSION = (
-    "fsdp",
-    "tensor",
-    "tp",
-)  # names of a single dimension; others call tensor ranks "tp"
+SINGLE_DIMENSION = ("fsdp", "tensor", "tp")  # names of the only dimension
 
 
 class MeshOptions(LoadOptions, total=False):
@@ -75,13 +71,9 @@ def from_pretrained(
     device = torch.device(arguments.pop("device", mesh.device_type))
     if device.type != mesh.device_type:
         raise ValueError(f"device={str(device)!r}, but the mesh is one of {mesh.device_type!r}")
-    attention, staging = (
-        arguments.pop("attention", "auto"),
-        arguments.pop("staging_bytes", STAGING_BYTES),
-    )
-    build_options = {
-        name: arguments.pop(name) for name in ("dtype", "gguf_file") if name in arguments
-    }
+    attention = arguments.pop("attention", "auto")
+    staging_bytes = arguments.pop("staging_bytes", STAGING_BYTES)
+    build_options = {k: arguments.pop(k) for k in ("dtype", "gguf_file") if k in arguments}
     if build_options.get("gguf_file") is None:
         path_or_repo, build_options["gguf_file"] = parse_gguf_path(path_or_repo)
     model, checkpoint = build(Repository(path_or_repo, **arguments), MODELS, **build_options)
@@ -96,7 +88,7 @@ def from_pretrained(
     elif tensor is not None:
         _share_writing(model, mesh, tensor)
     materialize(model, device)
-    load_weights(model, checkpoint, staging_bytes=staging)
+    load_weights(model, checkpoint, staging_bytes=staging_bytes)
     model.files_digest = repr(model.config) + checkpoint.sampled_digest()
     if model.communication_groups:
         check_same_inputs(model)

@@ -91,9 +91,9 @@ class Meshes:
             shape = (sizes.replicate, sizes.same, sizes.expert)
             expert_mesh = init_device_mesh(device, shape, mesh_dim_names=names)
             expert = expert_mesh["expert"]
-            experts = (
-                expert_mesh["replicate", "same"] if sizes.replicate > 1 else expert_mesh["same"]
-            )
+            experts = expert_mesh["same"]
+            if sizes.replicate > 1:
+                experts = expert_mesh["replicate", "same"]
         rows = dist.group.WORLD
         if (same := sizes.context * sizes.tensor) > 1:
             lists = torch.arange(sizes.ranks).view(-1, same).T.tolist()

@@ -146,10 +146,6 @@ def find_tensor(model: nn.Module) -> TensorParallel | None:
     return vars(model).get("_tensor")
 
 
-def set_tensor(model: CausalLM, mesh: DeviceMesh) -> None:
-    vars(model)["_tensor"] = TensorParallel(model, mesh)
-
-
 # Adapters, which are added before the model is sharded, are split like their weights: B and DoRA's
 # magnitudes by rows if the weight is column-wise parallel, A by columns if it is row-wise parallel,
 # and an embedding's A by vocabulary. The rest is replicated, with partial gradients. Norms of rows
@@ -163,7 +159,7 @@ def check_adapter_dropout(
     model: CausalLM, specs_of_ranks: Iterable[Mapping[str, ShardSpec]]
 ) -> None:
     """Raises ValueError for adapters whose dropout masks would differ from those of one process;
-    `specs_of_ranks`: for each rank, rule the weights are split."""
+    `specs_of_ranks`: each rank's shards of the weights."""
     for specs in specs_of_ranks:
         for at, low, (weight, *_) in _adapters(model, specs):
             first = weight.pieces[0][0].source
@@ -217,7 +213,7 @@ def set_local_adapters(model: CausalLM, specs: Mapping[str, ShardSpec], ranks: R
 def _adapters(
     model: CausalLM, specs: Mapping[str, ShardSpec]
 ) -> Iterator[tuple[str, LowRank | LowRankEmbedding | LowRankExperts, Sequence[ShardSpec]]]:
-    """Each adapter with its path, and rule the weight of each of its parts is split."""
+    """Yields each adapter with its path, and the shard of the weight for each of its parts."""
     for path, low in model.named_modules():
         if isinstance(low, LowRank | LowRankEmbedding | LowRankExperts):
             layer = path.rpartition(".lora.")[0]
@@ -378,7 +374,7 @@ def shard_model(model: CausalLM, mesh: DeviceMesh) -> None:
     they are. ValueError for a model that so many ranks cannot split.
     """
     shard_parameters(model, Ranks.of(mesh.get_group()))
-    set_tensor(model, mesh)
+    vars(model)["_tensor"] = TensorParallel(model, mesh)
 
 
 def shard_parameters(model: CausalLM, ranks: Ranks) -> None:
@@ -438,11 +434,9 @@ def check_tensor_ranks(model: CausalLM, ranks: int) -> None:
                     "or be a multiple of them"
                 )
     if any(config.dropout for config in model.adapters.values()):
-        undivided, each = (
-            _undivided_modules(model),
-            (Ranks("", rank, ranks) for rank in range(ranks)),
-        )
-        check_adapter_dropout(model, (dict(_shard_specs(model, own, undivided)) for own in each))
+        undivided = _undivided_modules(model)
+        every_rank = (Ranks("", rank, ranks) for rank in range(ranks))
+        check_adapter_dropout(model, (dict(_shard_specs(model, r, undivided)) for r in every_rank))
 
 
 def _undivided_modules(model: CausalLM) -> set[nn.Module]:

@@ -54,9 +54,7 @@ class ShardedParameter:
     """A parameter that is `rows`, the local shard, between passes, and `whole` during them."""
 
     def __init__(self, parameter: nn.Parameter, mesh: DeviceMesh) -> None:
-        self.places: list[
-            tuple[nn.Module, str]
-        ] = []  # where it is registered; several if it is tied
+        self.places: list[tuple[nn.Module, str]] = []  # its registrations; several if it is tied
         self.mesh, self.shape = mesh, parameter.shape
         self.each = -(-self.shape[0] // mesh.size())  # r
         first = mesh.get_local_rank() * self.each
@@ -138,12 +136,8 @@ class Zero2:
         self.reduces = True  # in the next backward; otherwise gradients accumulate locally
         self.gathered = self.allocated = False
         self.running: deque[Reduction] = deque()
-        self.waiting: list[ParameterGroup] | None = (
-            None  # during backward: groups still to be reduced
-        )
-        self.weights: dict[
-            nn.Parameter, ShardedParameter
-        ] = {}  # by whole parameter, once allocated
+        self.waiting: list[ParameterGroup] | None = None  # during backward: groups not yet reduced
+        self.weights: dict[nn.Parameter, ShardedParameter] = {}  # by whole parameter
         self.hooked: set[ShardedParameter] = set()
         self.groups: list[ParameterGroup] = []
         seen: dict[nn.Parameter, ShardedParameter] = {}

@@ -121,11 +121,7 @@ def decode_fp8(
             raise ValueError(f"{where} {list(info.shape)}: only matrices are, or stacks of them")
         scale = tensors.get(name + SCALE)
         if scale is None:
-            other = f"{name}_scale"
-            hint = (
-                f"; it has {quote(other)}, of a form that is not read" if other in tensors else ""
-            )
-            raise ValueError(f"{where}, but the checkpoint has no {quote(name + SCALE)}{hint}")
+            raise ValueError(f"{where}, but the checkpoint has no {quote(name + SCALE)}")
         found[name] = _make_fp8_tensor(name, info, scale, scales)
         del found[name + SCALE]
         # Scales for rounding inputs to fp8, which is not done here

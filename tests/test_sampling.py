@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import Tensor
 from transformers import (
-    GenerationConfig,
     LogitsProcessorList,
     MinPLogitsWarper,
     RepetitionPenaltyLogitsProcessor,
@@ -175,68 +174,3 @@ def test_length(pair: tuple[tigon.CausalLM, Any]) -> None:
     ours.generation_config = {"max_length": 10}
     assert ours.generate(ids, eos_token_id=[]).shape[1] == 10
     ours.generation_config = {}
-
-
-def test_keys_that_change_the_output_are_not_ignored(model: tigon.Llama) -> None:
-    ids = torch.tensor([[5, 6]])
-    expected = model.generate(ids, max_new_tokens=3).tolist()
-    model.generation_config = {
-        **GenerationConfig().to_dict(),
-        **GenerationConfig._get_default_generation_params(),
-        "chat_format": "chatml",
-        "cache_implementation": None,
-    }
-    assert model.generate(ids, max_new_tokens=3).tolist() == expected
-    for key, value in {
-        "num_beams": 4,
-        "no_repeat_ngram_size": 2,
-        "bad_words_ids": [[3]],
-        "penalty_alpha": 0.6,
-        "min_length": 5,
-        "typical_p": 0.9,
-        "suppress_tokens": [1],
-        "forced_eos_token_id": 2,
-        "guidance_scale": 1.5,
-        "sequence_bias": [[[3], -1.0]],
-    }.items():
-        model.generation_config = {key: value}
-        with pytest.raises(ValueError, match=f"generation_config has {key}="):
-            model.generate(ids, max_new_tokens=3)
-
-
-BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
-    ({"input_ids": torch.zeros(1, 0, dtype=torch.long)}, ValueError, r"\(1, 0\) is an empty"),
-    ({"input_ids": torch.tensor([5])}, ValueError, r"integers \[B, T\], not torch.int64 \(1,\)"),
-    ({"input_ids": torch.ones(1, 2)}, ValueError, "not torch.float32"),
-    ({"input_ids": torch.tensor([[5, 97]])}, ValueError, r"\[0, 1\] is 97, outside .*\[0, 97\)"),
-    ({"input_ids": torch.tensor([[-1, 5]])}, ValueError, r"\[0, 0\] is -1, outside"),
-    ({"attention_mask": torch.ones(2, 3)}, ValueError, r"\(2, 3\) does not fit input_ids \(2, 2\)"),
-    ({"attention_mask": torch.tensor([[1, 1], [1, 0]])}, ValueError, "row 1 .* pad on the left"),
-    ({"max_new_tokens": -1}, ValueError, "max_new_tokens=-1 must be at least 0"),
-    ({"max_new_tokens": 2, "max_length": 9}, ValueError, "give one of them"),
-    ({"max_length": 2}, ValueError, "max_length=2 leaves no room after a prompt of 2"),
-    ({"temperature": 0.0}, ValueError, "temperature=0.0 is not above 0"),
-    ({"temperature": float("nan")}, ValueError, "temperature=nan"),
-    ({"top_k": -1}, ValueError, "top_k=-1 is negative"),
-    ({"top_p": 0.0}, ValueError, r"top_p=0.0 is not in \(0, 1\]"),
-    ({"top_p": 1.1}, ValueError, r"top_p=1.1 is not in"),
-    ({"min_p": -0.1}, ValueError, r"min_p=-0.1 is not in \[0, 1\]"),
-    ({"repetition_penalty": 0.0}, ValueError, "repetition_penalty=0.0"),
-    ({"stop_strings": "end"}, ValueError, r"\['end'\] need .* tokenizer="),
-    ({"stop_strings": ["a", ""], "tokenizer": 1}, ValueError, "stop_strings has an empty string"),
-    ({"beams": 4}, TypeError, "beams"),
-]
-
-
-@pytest.mark.parametrize(("given", "error", "message"), BAD, ids=lambda x: str(x)[:40])
-def test_bad_input(
-    model: tigon.Llama, given: dict[str, Any], error: type[Exception], message: str
-) -> None:
-    arguments = {"input_ids": torch.tensor([[5, 6], [7, 8]]), "do_sample": True, **given}
-    with pytest.raises(error, match=message):
-        model.generate(**arguments)
-
-
-def test_sampling_arguments_without_sampling(model: tigon.Llama) -> None:
-    with pytest.warns(UserWarning, match="temperature.* has no effect without do_sample=True"):
-        model.generate(torch.tensor([[5, 6]]), max_new_tokens=1, temperature=0.5)

@@ -213,6 +213,18 @@ HARMLESS = {
 }
 
 
+CHANGING = {
+    "no_repeat_ngram_size": 2,
+    "bad_words_ids": [[3]],
+    "penalty_alpha": 0.6,
+    "typical_p": 0.9,
+    "suppress_tokens": [1],
+    "forced_eos_token_id": 2,
+    "guidance_scale": 1.5,
+    "sequence_bias": [[[3], -1.0]],
+}
+
+
 def test_what_is_not_followed(model: tigon.Llama) -> None:
     expected = model.generate(IDS, max_new_tokens=3).tolist()
     assert model.generate(IDS, max_new_tokens=3, **HARMLESS).tolist() == expected
@@ -229,12 +241,39 @@ def test_what_is_not_followed(model: tigon.Llama) -> None:
         model.generate(IDS)
     for given in ({"num_beams": None}, {"num_beams": 1}, {"generation_config": {"num_beams": 1}}):
         assert model.generate(IDS, max_new_tokens=3, **given).tolist() == expected
+    defaults = GenerationConfig._get_default_generation_params()
+    model.generation_config = GenerationConfig().to_dict() | defaults | {"chat_format": "chatml"}
+    assert model.generate(IDS, max_new_tokens=3).tolist() == expected
+    for key, value in CHANGING.items():
+        model.generation_config = {key: value}
+        with pytest.raises(ValueError, match=f"generation_config has {key}="):
+            model.generate(IDS, max_new_tokens=3)
     model.generation_config = {}
     with pytest.raises(ValueError, match="generation_config has min_length=3"):
         model.generate(IDS, generation_config=GenerationConfig(min_length=3))
 
 
 BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({"input_ids": torch.zeros(1, 0, dtype=torch.long)}, ValueError, r"\(1, 0\) is an empty"),
+    ({"input_ids": torch.tensor([5])}, ValueError, r"integers \[B, T\], not torch.int64 \(1,\)"),
+    ({"input_ids": torch.ones(1, 2)}, ValueError, "not torch.float32"),
+    ({"input_ids": torch.tensor([[5, 97]])}, ValueError, r"\[0, 1\] is 97, outside .*\[0, 97\)"),
+    ({"input_ids": torch.tensor([[-1, 5]])}, ValueError, r"\[0, 0\] is -1, outside"),
+    ({"attention_mask": torch.ones(2, 3)}, ValueError, r"\(2, 3\) does not fit input_ids \(2, 2\)"),
+    ({"attention_mask": torch.tensor([[1, 1], [1, 0]])}, ValueError, "row 1 .* pad on the left"),
+    ({"max_new_tokens": -1}, ValueError, "max_new_tokens=-1 must be at least 0"),
+    ({"max_new_tokens": 2, "max_length": 9}, ValueError, "give one of them"),
+    ({"max_length": 2}, ValueError, "max_length=2 leaves no room after a prompt of 2"),
+    ({"temperature": 0.0}, ValueError, "temperature=0.0 is not above 0"),
+    ({"temperature": float("nan")}, ValueError, "temperature=nan"),
+    ({"top_k": -1}, ValueError, "top_k=-1 is negative"),
+    ({"top_p": 0.0}, ValueError, r"top_p=0.0 is not in \(0, 1\]"),
+    ({"top_p": 1.1}, ValueError, r"top_p=1.1 is not in"),
+    ({"min_p": -0.1}, ValueError, r"min_p=-0.1 is not in \[0, 1\]"),
+    ({"repetition_penalty": 0.0}, ValueError, "repetition_penalty=0.0"),
+    ({"stop_strings": "end"}, ValueError, r"\['end'\] need .* tokenizer="),
+    ({"stop_strings": ["a", ""], "tokenizer": 1}, ValueError, "stop_strings has an empty string"),
+    ({"beams": 4}, TypeError, "beams"),
     ({"input_ids": [[5, 6]]}, TypeError, r"input_ids must be a tensor \[B, T\], not list"),
     ({"input_ids": np.ones((1, 2), int)}, TypeError, "not ndarray"),
     ({"input_ids": BatchEncoding({"input_ids": IDS})}, TypeError, r"BatchEncoding: .*\(\*\*enc"),

@@ -118,8 +118,8 @@ device = torch.device("cuda:1")
 torch.cuda.set_device(device)
 checkpoint = Checkpoint.open(Repository(sys.argv[1]))
 parameters = {"w": torch.empty(300, 200, device=device)}
-load_into(parameters, {"w": (Part.whole("w", (300, 200)),)}, checkpoint, workers=2)
-write_checkpoint(sys.argv[2], [Entry.of("w", parameters["w"])])
+load_into(parameters, {"w": (TensorSlice.whole("w", (300, 200)),)}, checkpoint, workers=2)
+write_checkpoint(sys.argv[2], [TensorEntry.of("w", parameters["w"])])
 print(torch._C._cuda_hasPrimaryContext(0), torch._C._cuda_hasPrimaryContext(1))
 """
 

@@ -125,6 +125,7 @@ def test_rows_end_on_their_own(pair: tuple[tigon.CausalLM, Any]) -> None:
     assert tokens[ends.index(min(ends)), -1] == eos[0]
 
 
+@pytest.mark.slow(first=1)
 @pytest.mark.parametrize("tokenizer_class", [tigon.Tokenizer, AutoTokenizer])
 def test_stop_strings_are_found_where_transformers_finds_them(
     smollm2: Path, tokenizer_class: Any
@@ -141,6 +142,7 @@ def test_stop_strings_are_found_where_transformers_finds_them(
         assert 0 < sum(found) < len(found) / 2
 
 
+@pytest.mark.slow
 def test_generation_stops_after_a_stop_string(
     real: tuple[tigon.CausalLM, Any], smollm2: Path
 ) -> None:

@@ -32,6 +32,7 @@ def free_and_ends(model: tigon.CausalLM, common: dict[str, Any]) -> tuple[Tensor
     return free, some_ends(free, 11, (3, 17, 12, 6, 5))
 
 
+@pytest.mark.slow(first=3)
 @pytest.mark.parametrize("way", ["greedy", "sampled", "assisted"])
 def test_a_late_host_changes_nothing(model: tigon.Llama, late: None, way: str) -> None:
     ids, mask = padded((3, 11, 1, 7, 11), 97)

@@ -157,6 +157,7 @@ def test_accepting_proposals_is_rejection_sampling() -> None:
     assert abs(kept.float().mean() - 0.35) < 4 * 0.5 / n**0.5
 
 
+@pytest.mark.slow(first=1)
 @pytest.mark.parametrize("drafted", [64, 128])
 def test_a_draft_with_another_number_of_rows(drafted: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows that fill up an embedding are no tokens; greedily nothing depends on them."""

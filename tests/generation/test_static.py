@@ -133,10 +133,10 @@ def test_packs() -> None:
     assert list(pack_rows([1, 1, 1], 1)) == [(0, 1), (1, 2), (2, 3)]
 
 
-def test_hundreds_of_prompts_are_as_one_by_one() -> None:
+def test_many_prompts_are_as_one_by_one() -> None:
     model = tiny_llama().eval()
     generator = torch.Generator().manual_seed(3)
-    lengths = torch.randint(1, 40, (250,), generator=generator).tolist()
+    lengths = torch.randint(1, 40, (80,), generator=generator).tolist()
     ids, mask = padded(tuple(lengths), V)
     settings: dict[str, Any] = {"max_new_tokens": 5, "eos_token_id": [7, 8, 9], "pad_token_id": 0}
     together = model.generate(

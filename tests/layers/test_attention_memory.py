@@ -248,6 +248,7 @@ def on_cpu(layer: Attention, x: Tensor) -> Tensor:
         return run(layer, x)
 
 
+@pytest.mark.slow(first=4)
 @pytest.mark.parametrize("call", [recomputed, reentrant, selective, on_cpu])
 @pytest.mark.parametrize("variant", ["llama", "qwen2", "qwen3"])
 def test_other_ways_to_keep_less(variant: str, call: Any) -> None:
@@ -310,6 +311,7 @@ def test_under_autocast(copies: Callable[[], None]) -> None:
     assert_same(*found)
 
 
+@pytest.mark.slow(first=1)
 @pytest.mark.traced
 @pytest.mark.parametrize("variant", ["llama", "qwen3"])
 def test_compiled_equals_eager(variant: str) -> None:

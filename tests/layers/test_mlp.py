@@ -129,6 +129,7 @@ def test_one_row_takes_a_path_of_its_own(monkeypatch: pytest.MonkeyPatch) -> Non
     assert len(rows) == 2
 
 
+@pytest.mark.slow(first=1)
 @pytest.mark.parametrize("adapted", ["gate_up_proj", "down_proj"])
 @pytest.mark.parametrize("frozen", [False, True])
 def test_fp8_with_an_adapter(adapted: str, frozen: bool) -> None:

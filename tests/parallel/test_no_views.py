@@ -11,6 +11,7 @@ from tigon.kernels import use
 from tigon.models import LoraConfig
 
 
+@pytest.mark.slow(first=8)
 @pytest.mark.parametrize("kernels", ["reference", "triton"])
 @pytest.mark.parametrize("adapted", [False, True], ids=["plain", "lora"])
 @pytest.mark.parametrize("name", ["llama", "granite", "gemma2", "olmo2", "qwen2_moe", "qwen3_moe"])

@@ -101,7 +101,7 @@ def runs(workspace: Any, request: pytest.FixtureRequest) -> Any:
     return workspace
 
 
-@pytest.mark.slow(first=2)
+@pytest.mark.slow(first=1)
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", CASES)
 def test_four_ranks_learn_what_one_does(runs: Any, name: str) -> None:

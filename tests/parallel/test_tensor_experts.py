@@ -34,6 +34,7 @@ ADAPTERS: dict[str, Case] = {
     "dropout": (QWEN2, {"targets": ("v_proj", "up_proj", "shared_expert_gate"), "dropout": 0.3}),
 }
 COUNT = 4
+pytestmark = pytest.mark.slow
 SHORT = 5  # tokens, of which the last rank gets none
 
 

@@ -53,6 +53,7 @@ def test_what_is_mapped_and_what_is_not(tmp_path: Path) -> None:
     assert (tmp_path / "model.safetensors").read_bytes() == before
 
 
+@pytest.mark.slow(first=6)
 @pytest.mark.parametrize(("family", "case"), [*FIRST, ("llama", "tied")])
 def test_a_mapped_model_is_the_same(tmp_path: Path, family: str, case: str) -> None:
     reference(family, CASES[family][case], tmp_path / "m", dtype=torch.bfloat16)

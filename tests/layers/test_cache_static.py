@@ -115,7 +115,7 @@ def test_rows_of_different_lengths() -> None:
 
 def test_lengths_that_only_the_device_knows() -> None:
     cache, text = filled((7, 7, 7), capacity=12)
-    cache._known.fill_(-1)
+    cache._host_lengths.fill_(-1)
     assert cache.length is None
     text.feed(cache, [7, 7, 7], 4)
     assert cache.length is None
@@ -166,7 +166,7 @@ def test_crop_forgets(known: bool) -> None:
     cache, text = filled((9, 12, 20))
     text.feed(cache, [9, 12, 20], 4)
     if not known:
-        cache._known.fill_(-1)
+        cache._host_lengths.fill_(-1)
     cache.crop(torch.tensor([9, 14, 99], dtype=torch.int32))  # all of them, half, none
     assert cache.lengths.tolist() == [9, 14, 24]
     starts = [9, 14, 24]

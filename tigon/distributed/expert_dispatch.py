@@ -36,12 +36,12 @@ class TokenRoute:
 
     send_rows: Tensor  # [N p], a token's row among those sent; M or more if the rank needs none
     counts: Tensor  # [2 p + 1] on the host
-    known: torch.cuda.Event | None  # when the counts are there; None: they are
+    counts_ready: torch.cuda.Event | None  # None: they are on the host
 
     def sizes(self) -> DispatchSizes:
         """Waits until the row counts are on the host and returns them."""
-        if self.known is not None:
-            self.known.synchronize()
+        if self.counts_ready is not None:
+            self.counts_ready.synchronize()
         *rows, slots = self.counts.tolist()
         ranks = len(rows) // 2
         return DispatchSizes(rows[:ranks], rows[ranks:], slots)
@@ -119,7 +119,7 @@ class ExpertShard:
         ones = [1] * ranks
         received = self.ranks.exchange(sent, ones, ones)
         counts = torch.cat((sent[:, 0], received[:, 0], received[:, 1].sum(0, keepdim=True)))
-        known = None
+        counts_ready = None
         if counts.is_meta:  # without numbers: as it would be on average
             each = self.rows(*experts.shape)
             counts = torch.tensor([each] * (2 * ranks) + [experts.numel()])
@@ -130,9 +130,9 @@ class ExpertShard:
                     "how many come. generate(cache_implementation='dynamic') captures none"
                 )
             counts = counts.to("cpu", non_blocking=True)  # to pinned memory
-            known = torch.cuda.Event()
-            known.record()
-        return TokenRoute(send_rows.view(ranks, -1).T.flatten(), counts, known)
+            counts_ready = torch.cuda.Event()
+            counts_ready.record()
+        return TokenRoute(send_rows.view(ranks, -1).T.flatten(), counts, counts_ready)
 
     def run(
         self,

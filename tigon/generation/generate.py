@@ -64,7 +64,7 @@ def generate(
     prefill_chunk_size: int | None = UNSET,
     assistant_model: GenerationModel | None = None,
     num_assistant_tokens: int | None = UNSET,
-    **others: Any,
+    **unsupported: Any,
 ) -> Tensor:
     """Prompts and continuations [B, T + new], as transformers' `generate` makes them.
 
@@ -73,7 +73,7 @@ def generate(
     20 new tokens without max_new_tokens and max_length (prompt and continuation). In a call None
     turns a setting off: no top_k, top_p or min_p, no penalty, no eos, 20 new tokens. The settings
     from `use_cache` on and the seed are never read from the model's files; None is their default.
-    `others` are arguments of transformers, accepted with values that change nothing.
+    `unsupported`: other arguments of transformers, accepted with values that change nothing.
 
     Without attention_mask, pad_token_id marks padding, unless it is an eos token too. A row ends
     after an eos token, but not before `min_new_tokens`, or after the token that completes a stop
@@ -97,7 +97,7 @@ def generate(
     """
     arguments = locals()
     passed = {name: arguments[name] for name in DEFAULTS if arguments[name] is not UNSET}
-    settings, files = resolve_settings(model, generation_config, passed, others)
+    settings, files = resolve_settings(model, generation_config, passed, unsupported)
     eos = settings.eos_token_id
     prompt = check_prompt(model, input_ids, attention_mask, settings.pad_token_id, eos)
     _check_ranks(model, prompt, settings)

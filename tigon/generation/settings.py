@@ -106,18 +106,19 @@ def resolve_settings(
     model: GenerationModel,
     generation_config: Any,
     arguments: Mapping[str, Any],
-    others: Mapping[str, Any],
+    unsupported: Mapping[str, Any],
 ) -> tuple[GenerationSettings, dict[str, str]]:
     """Resolve every setting: the call, generation_config, the model's, its config, the default.
 
-    `arguments` are those of the call, and `others` those that generate does not name. Also returns
-    for each setting of the model's generation_config.json a prefix of messages with its path.
+    `arguments` are those of the call, and `unsupported` those that generate does not name. Also
+    returns the path of the model's generation_config.json, as the prefix of a message, for each
+    setting that comes from it.
     """
     model_values = _values("model.generation_config", model.generation_config)
     passed = _values("generation_config", generation_config)
     from_files = model_values.keys() - passed.keys() - arguments.keys()
     files = {name: file_prefix(model) for name in from_files}
-    _check_unsupported(model_values | passed, others, files)
+    _check_unsupported(model_values | passed, unsupported, files)
     new, total = (arguments.get(name) for name in ("max_new_tokens", "max_length"))
     if new is not None and total is not None:
         raise ValueError(f"max_new_tokens={new} and max_length={total}: give one of them")
@@ -203,19 +204,19 @@ def _values(name: str, config: Any) -> dict[str, Any]:
 
 
 def _check_unsupported(
-    configured: Mapping[str, Any], others: Mapping[str, Any], files: Mapping[str, str]
+    configured: Mapping[str, Any], unsupported: Mapping[str, Any], files: Mapping[str, str]
 ) -> None:
     """Raises for unknown arguments, and for unsupported ones with values that change the output."""
-    unknown = [name for name in others if name not in UNSUPPORTED]
+    unknown = [name for name in unsupported if name not in UNSUPPORTED]
     if unknown:
         hints = (suggest(name, DEFAULTS) for name in unknown)
         message = f"generate has no argument {', '.join(map(repr, unknown))}"
         raise TypeError("; ".join([message, *filter(None, hints)]))
-    values = {**configured, **others}
+    values = {**configured, **unsupported}
     for key, harmless in UNSUPPORTED.items():
         value = values.get(key)
         if value is not None and value not in harmless:
-            where = "" if key in others else f"{files.get(key, '')}generation_config has "
+            where = "" if key in unsupported else f"{files.get(key, '')}generation_config has "
             raise ValueError(
                 f"{where}{key}={quote(value)}, which generate does not support: give {key}=None"
             )

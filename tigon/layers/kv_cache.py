@@ -358,13 +358,14 @@ class StaticCache(Cache):
                 make, **options | {"device": "meta"}
             )
             self.lengths = torch.zeros(rows, dtype=torch.int32, device=device)
-            self._known = torch.zeros(rows, dtype=torch.int64, device="cpu")
-        self._growth: tuple[Tensor | int, Tensor | int | None] = 0, 0  # of `lengths`, of `_known`
+            self._host_lengths = torch.zeros(rows, dtype=torch.int64, device="cpu")
+        # Of `lengths` and of `_host_lengths` in this pass
+        self._growth: tuple[Tensor | int, Tensor | int | None] = 0, 0
 
     @property
     def length(self) -> int | None:
         """The tokens that every row holds, or None if rows differ or only the device knows."""
-        least, most = (int(n) for n in self._known.aminmax())
+        least, most = (int(n) for n in self._host_lengths.aminmax())
         return least if least == most != UNKNOWN else None
 
     @property
@@ -378,7 +379,7 @@ class StaticCache(Cache):
             raise ValueError(f"rows({start}, {stop}) of a cache of {len(self.lengths)} rows")
         view = copy.copy(self)
         view.states = [state.map(lambda x: x[start:stop]) for state in self.states]
-        view.lengths, view._known = self.lengths[start:stop], self._known[start:stop]
+        view.lengths, view._host_lengths = self.lengths[start:stop], self._host_lengths[start:stop]
         return view
 
     def select(self, index: Tensor) -> None:
@@ -389,7 +390,7 @@ class StaticCache(Cache):
         with torch.inference_mode(False):
             super().select(index)
             self.lengths = self.lengths.index_select(0, index)
-            self._known = self.lengths.to("cpu", torch.int64)
+            self._host_lengths = self.lengths.to("cpu", torch.int64)
 
     def expand(self, n: int) -> None:
         """Repeats every row n times in new memory; the host waits."""
@@ -426,9 +427,9 @@ class StaticCache(Cache):
         )
         self.lengths.clamp_(max=new)
         if on_host(lengths):
-            self._known.clamp_(max=lengths)
+            self._host_lengths.clamp_(max=lengths)
         else:
-            self._known.fill_(UNKNOWN)
+            self._host_lengths.fill_(UNKNOWN)
 
     def check_crop(self) -> int:
         """Returns how many of a row's last tokens `crop` can drop; raises ValueError if none."""
@@ -442,7 +443,7 @@ class StaticCache(Cache):
 
     def refresh(self) -> None:
         """Reads `lengths` to the host, after replays of a CUDA graph; it waits for them."""
-        self._known.copy_(self.lengths)
+        self._host_lengths.copy_(self.lengths)
 
     def begin(
         self, batch: int, tokens: int, mask: Tensor | None = None, cu_seq_lens: Tensor | None = None
@@ -454,21 +455,22 @@ class StaticCache(Cache):
         if cached != 0:
             if cu_seq_lens is not None:
                 raise ValueError(
-                    f"cu_seq_lens with a cache that already holds {self._spell()} tokens: packed "
-                    "prompts need an empty one"
+                    f"cu_seq_lens with a cache that already holds {self._length_text()} tokens: "
+                    "packed prompts need an empty one"
                 )
             if tokens <= self.chunk:
                 self._check_batch(batch)
-                known = self.lengths if (self._known == UNKNOWN).any() else self._known
-                self._check_room(known + tokens)
+                unknown = (self._host_lengths == UNKNOWN).any()
+                lengths = self.lengths if unknown else self._host_lengths
+                self._check_room(lengths + tokens)
                 self.append, self._growth = CacheAppend(lengths=self.lengths), (tokens, tokens)
                 return self.lengths
             if cached is None:
                 raise ValueError(
-                    f"{tokens} new tokens for rows that hold {self._spell()} tokens: more than "
-                    f"chunk={self.chunk} go into rows of one known length, as rows(i, i + 1) has"
+                    f"{tokens} new tokens for rows that hold {self._length_text()} tokens: more "
+                    f"than chunk={self.chunk} go into rows of one known length, as rows(i, i + 1)"
                 )
-        self._place(cached, batch, tokens, cu_seq_lens)
+        self._prepare_slots(cached, batch, tokens, cu_seq_lens)
         return cached
 
     def open(self, make: MakeStates, x: Tensor, mask: AttentionMask) -> list[LayerState]:
@@ -479,15 +481,17 @@ class StaticCache(Cache):
         return self.states
 
     def end(self, mask: AttentionMask) -> None:
-        grown, known = self._growth
+        grown, host_grown = self._growth
         self.append = None  # its masks can be large
         self.lengths.add_(grown)
-        if known is None:
-            self._known.fill_(UNKNOWN)
+        if host_grown is None:
+            self._host_lengths.fill_(UNKNOWN)
         else:
-            self._known.add_(known * (self._known != UNKNOWN))
+            self._host_lengths.add_(host_grown * (self._host_lengths != UNKNOWN))
 
-    def _place(self, cached: int, batch: int, tokens: int, cu_seq_lens: Tensor | None) -> None:
+    def _prepare_slots(
+        self, cached: int, batch: int, tokens: int, cu_seq_lens: Tensor | None
+    ) -> None:
         """Appends any number of tokens after the `cached` ones of every row."""
         rows = len(self.lengths)
         if cu_seq_lens is None:
@@ -497,24 +501,24 @@ class StaticCache(Cache):
             raise ValueError(
                 f"cu_seq_lens has {len(cu_seq_lens) - 1} sequences, but the cache {rows} rows"
             )
-        known = cu_seq_lens.diff()
-        self._check_room(cached + known)
+        new = cu_seq_lens.diff()
+        self._check_room(cached + new)
         cu = cu_seq_lens.to(self.lengths.device, torch.int64, non_blocking=True)
         grown, at = cu.diff(), torch.arange(batch * tokens, device=cu.device)
         row = torch.bucketize(at, cu[1:], right=True)
         slots = TokenSlots(row, cached + at - cu[row], cached + grown[row], cu)
         self.append = CacheAppend(cached, slots=slots)
-        self._growth = grown, known if on_host(known) else None
+        self._growth = grown, new if on_host(new) else None
 
     def _check_mask(self, mask: Tensor, batch: int, tokens: int) -> None:
         """Raises if the host sees padding in the mask."""
-        whole = max(int(self._known.max()), 0) + tokens
-        fits = mask.shape in ((batch, tokens), (batch, whole))
+        total = max(int(self._host_lengths.max()), 0) + tokens
+        fits = mask.shape in ((batch, tokens), (batch, total))
         if not (fits and on_host(mask) and mask.all()):
             raise ValueError(
                 f"attention_mask {tuple(mask.shape)} with a StaticCache: its rows hold no padding; "
                 f"pack the prompts and give cu_seq_lens, or no mask or one of ones [{batch}, "
-                f"{whole}] on the CPU"
+                f"{total}] on the CPU"
             )
 
     def _check_batch(self, batch: int) -> None:
@@ -528,7 +532,7 @@ class StaticCache(Cache):
             f"{what} of a row do not fit into the cache's capacity={self.capacity}; give it more",
         )
 
-    def _spell(self) -> str:
+    def _length_text(self) -> str:
         """Describes in errors how many tokens are held."""
-        known = sorted(set(self._known.tolist()))
-        return "an unknown number of" if UNKNOWN in known else ", ".join(map(str, known))
+        lengths = sorted(set(self._host_lengths.tolist()))
+        return "an unknown number of" if UNKNOWN in lengths else ", ".join(map(str, lengths))

@@ -115,8 +115,8 @@ def _split_mesh(mesh: DeviceMesh) -> tuple[DeviceMesh | None, DeviceMesh | None]
         )
     sizes = dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=False))
     for name, size in sizes.items():
-        known = name in (MESH_DIMENSIONS if mesh.ndim > 1 else SINGLE_DIMENSION)
-        if size > 1 and not known:
+        has_meaning = name in (MESH_DIMENSIONS if mesh.ndim > 1 else SINGLE_DIMENSION)
+        if size > 1 and not has_meaning:
             raise ValueError(
                 f"mesh has {size} ranks in the dimension {name!r}, which does nothing here: "
                 'name a dimension "tensor" or "fsdp", and one before "fsdp" "replicate", whose '

@@ -288,12 +288,12 @@ def qkv_rows(module: nn.Module, size: int, ranks: Ranks) -> Pieces:
     assert isinstance(module, Attention)
     d = module.head_dim
     q, k, _ = module.qkv_proj.parts
-    own = q // ranks.size
-    first = _kv_head_rows(q, k // d, d, own, ranks)
+    local_q = q // ranks.size
+    first = _kv_head_rows(q, k // d, d, local_q, ranks)
     return (
         _head_rows(0, q, 0, ranks),
         first,
-        _kv_head_rows(q + k, k // d, d, own + first[0].length, ranks),
+        _kv_head_rows(q + k, k // d, d, local_q + first[0].length, ranks),
     )
 
 
@@ -351,8 +351,8 @@ def _local_rows(begin: int, size: int, target: int, ranks: Ranks) -> tuple[RowSp
 
 def _head_rows(begin: int, size: int, target: int, ranks: Ranks) -> tuple[RowSpan, ReplicaIndex]:
     """As `_local_rows`, for a size that the ranks divide."""
-    own = size // ranks.size
-    return RowSpan(begin + ranks.rank * own, target, own), ReplicaIndex()
+    share = size // ranks.size
+    return RowSpan(begin + ranks.rank * share, target, share), ReplicaIndex()
 
 
 def _kv_head_rows(
@@ -360,8 +360,8 @@ def _kv_head_rows(
 ) -> tuple[RowSpan, ReplicaIndex]:
     """The kv heads that the rank's queries read, of `count` heads from row `begin` on."""
     if count >= ranks.size:
-        own = count // ranks.size
-        return RowSpan(begin + ranks.rank * own * dim, target, own * dim), ReplicaIndex()
+        share = count // ranks.size
+        return RowSpan(begin + ranks.rank * share * dim, target, share * dim), ReplicaIndex()
     copies = ranks.size // count
     head, number = divmod(ranks.rank, copies)
     return RowSpan(begin + head * dim, target, dim), ReplicaIndex(number, copies)
@@ -390,11 +390,11 @@ def shard_parameters(model: CausalLM, ranks: Ranks) -> None:
     for name, spec in model.shard_specs.items():
         if name in before:
             continue
-        owner, _, own = name.rpartition(".")
-        module = model.get_submodule(owner)
-        whole: Tensor = module.get_parameter(own)
+        path, _, leaf = name.rpartition(".")
+        module = model.get_submodule(path)
+        whole: Tensor = module.get_parameter(leaf)
         if len(spec.pieces) > 1 or spec.length != whole.shape[spec.dim]:
-            setattr(module, own, nn.Parameter(spec.take(whole.detach()), whole.requires_grad))
+            setattr(module, leaf, nn.Parameter(spec.take(whole.detach()), whole.requires_grad))
     set_local_adapters(model, specs, ranks)
     size = model.config.vocab_size
     ((rows, _),) = vocabulary_rows(model, size, ranks)

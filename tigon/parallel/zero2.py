@@ -54,32 +54,32 @@ class ShardedParameter:
     """A parameter that is `rows`, the local shard, between passes, and `whole` during them."""
 
     def __init__(self, parameter: nn.Parameter, mesh: DeviceMesh) -> None:
-        self.places: list[tuple[nn.Module, str]] = []  # its registrations; several if it is tied
+        self.owners: list[tuple[nn.Module, str]] = []  # its registrations; several if it is tied
         self.mesh, self.shape = mesh, parameter.shape
         self.each = -(-self.shape[0] // mesh.size())  # r
         first = mesh.get_local_rank() * self.each
-        own = parameter.detach()[first : first + self.each].clone()
+        local = parameter.detach()[first : first + self.each].clone()
         shard = DTensor.from_local(
-            own, mesh, [Shard(0)], run_check=False, shape=self.shape, stride=parameter.stride()
+            local, mesh, [Shard(0)], run_check=False, shape=self.shape, stride=parameter.stride()
         )
         self.rows: Any = nn.Parameter(shard, parameter.requires_grad)
         self.sum: Tensor | None = None  # of gradients, if their dtype is too narrow
 
     def allocate(self, dtype: torch.dtype) -> None:
         """Allocate the whole parameter."""
-        own, ranks = self.rows.detach().to_local(), self.mesh.size()
-        self.memory = own.new_empty(self.each * ranks, *self.shape[1:], dtype=dtype)  # [n r, ...]
+        local, ranks = self.rows.detach().to_local(), self.mesh.size()
+        self.memory = local.new_empty(self.each * ranks, *self.shape[1:], dtype=dtype)  # [n r, ...]
         self.part = self.memory.tensor_split(ranks)[self.mesh.get_local_rank()]  # [r, ...]
         self.whole = nn.Parameter(self.memory[: self.shape[0]], requires_grad=False)
-        self.source: Any = own if own.dtype != dtype else None
-        self.target = self.part[: len(own)]
+        self.source: Any = local if local.dtype != dtype else None
+        self.target = self.part[: len(local)]
         if self.source is None:
-            self.target.copy_(own)
+            self.target.copy_(local)
             # As FSDP2 does: optimizers may already hold the parameter
             self.rows._local_tensor = self.target
 
     def register(self, parameter: nn.Parameter) -> None:
-        for module, name in self.places:
+        for module, name in self.owners:
             module._parameters[name] = parameter
 
     def add_up(self, dtype: torch.dtype) -> None:
@@ -120,10 +120,12 @@ class ParameterGroup:
 
 
 class Reduction(NamedTuple):
+    """A reduce-scatter of gradients in flight."""
+
     weights: Sequence[ShardedParameter]
     gradients: Sequence[Tensor]  # kept alive until the collective is done
     parts: Sequence[Tensor]
-    message: Any
+    handle: Any
 
 
 class Zero2:
@@ -135,8 +137,8 @@ class Zero2:
         self.mesh, self.compute, self.sums = mesh, compute, sums
         self.reduces = True  # in the next backward; otherwise gradients accumulate locally
         self.gathered = self.allocated = False
-        self.running: deque[Reduction] = deque()
-        self.waiting: list[ParameterGroup] | None = None  # during backward: groups not yet reduced
+        self.reductions: deque[Reduction] = deque()
+        self.pending: list[ParameterGroup] | None = None  # during backward: groups not yet reduced
         self.weights: dict[nn.Parameter, ShardedParameter] = {}  # by whole parameter
         self.hooked: set[ShardedParameter] = set()
         self.groups: list[ParameterGroup] = []
@@ -151,22 +153,24 @@ class Zero2:
                     if parameter not in seen:
                         seen[parameter] = ShardedParameter(parameter, mesh)
                         new.append(seen[parameter])
-                    seen[parameter].places.append((module, name))
+                    seen[parameter].owners.append((module, name))
             self.groups.append(group := ParameterGroup(new))
             for module in modules:
                 module.register_forward_pre_hook(lambda *_, group=group: self._enter(group))
-        if others := [n for n, p in model.named_parameters() if p not in seen]:
-            raise ValueError(f"{', '.join(others[:3])}: neither of a block nor of one end")
+        if unassigned := [n for n, p in model.named_parameters() if p not in seen]:
+            raise ValueError(
+                f"{', '.join(unassigned[:3])}: not in a block, embedding, last norm or head"
+            )
         for weight in seen.values():
             weight.register(weight.rows)
         model.register_state_dict_pre_hook(lambda *_: self.release())
         model.register_load_state_dict_pre_hook(lambda *_: self.release())
         # After a forward without a backward, weights are still gathered: without this the next
         # forward would not see an optimizer step in between
-        own = weakref.ref(self)
+        reference = weakref.ref(self)
 
         def release(*_: Any) -> None:
-            if (zero := own()) is not None:
+            if (zero := reference()) is not None:
                 zero.release()
 
         weakref.finalize(self, register_optimizer_step_pre_hook(release).remove)
@@ -182,9 +186,9 @@ class Zero2:
         self.allocate()
         self.gathered = True
         for group in self.groups:
-            other = [w for w in group.weights if w.source is not None]
-            if other:
-                torch._foreach_copy_([w.target for w in other], [w.source for w in other])
+            converted = [w for w in group.weights if w.source is not None]
+            if converted:
+                torch._foreach_copy_([w.target for w in converted], [w.source for w in converted])
             if self.mesh.size() > 1 and group.weights:
                 group.gathering = self._gather(group.weights)
             group.trained = [w for w in group.weights if w.rows.requires_grad]
@@ -199,7 +203,7 @@ class Zero2:
 
     def _begin(self) -> None:
         """Gather weights before a forward pass of the model."""
-        if self.waiting is not None:
+        if self.pending is not None:
             raise RuntimeError(
                 "an earlier backward pass has failed and left partly reduced gradients: restart "
                 "from a checkpoint"
@@ -223,7 +227,7 @@ class Zero2:
             return
         with torch.inference_mode(False), torch.no_grad():
             for weight in (w for group in self.groups for w in group.weights):
-                module, name = weight.places[0]
+                module, name = weight.owners[0]
                 weight.rows = module._parameters[name]  # which a loader may have replaced
                 weight.allocate(self.compute)
                 self.weights[weight.whole] = weight
@@ -243,22 +247,22 @@ class Zero2:
         weight.add_up(self.sums)
         if not self.reduces:
             return
-        self.arrived()
+        self.prepare_reduction()
         group.missing -= 1
         # In the same order on all ranks, from the head to the embedding
-        while self.waiting and not self.waiting[-1].missing:
-            self._begin_reduction(self.waiting.pop())
+        while self.pending and not self.pending[-1].missing:
+            self._begin_reduction(self.pending.pop())
 
-    def arrived(self) -> None:
+    def prepare_reduction(self) -> None:
         """Prepare the reduction of all groups at the first gradient of a backward."""
-        if not self.reduces or self.waiting is not None:
+        if not self.reduces or self.pending is not None:
             return
         torch.autograd.Variable._execution_engine.queue_callback(self._finish)
-        self.waiting = [g for g in self.groups if g.trained]
-        for group in self.waiting:
+        self.pending = [g for g in self.groups if g.trained]
+        for group in self.pending:
             group.missing = len(group.trained)
 
-    def holder(self, whole: nn.Parameter) -> tuple[Any, str]:
+    def gradient_holder(self, whole: nn.Parameter) -> tuple[Any, str]:
         """The object and the attribute that hold a whole parameter's gradient between the backward
         passes of a step."""
         weight = self.weights[whole]
@@ -267,46 +271,46 @@ class Zero2:
     def _begin_reduction(self, group: ParameterGroup) -> None:
         with torch.no_grad():
             gradients = [w.take_gradient(self.sums).contiguous() for w in group.trained]
-            parts, message = gradients, None
+            parts, handle = gradients, None
             if self.mesh.size() > 1:
                 parts = [torch.empty_like(w.part, dtype=self.sums) for w in group.trained]
-                message = self._reduce(parts, gradients)
-        self.running.append(Reduction(group.trained, gradients, parts, message))
-        if len(self.running) > IN_FLIGHT:
+                handle = self._reduce(parts, gradients)
+        self.reductions.append(Reduction(group.trained, gradients, parts, handle))
+        if len(self.reductions) > IN_FLIGHT:
             self._end_reduction()
 
     @torch.no_grad()
     def _end_reduction(self) -> None:
-        reduction = self.running.popleft()
-        if reduction.message is not None:
-            reduction.message.wait()
+        reduction = self.reductions.popleft()
+        if reduction.handle is not None:
+            reduction.handle.wait()
         for weight, part in zip(reduction.weights, reduction.parts, strict=True):
             weight.set_local_grad(part)
 
     def _finish(self) -> None:
         """End all reductions at the end of a backward."""
-        waiting, self.waiting = self.waiting or [], None
-        while waiting:
-            self._begin_reduction(waiting.pop())
-        while self.running:
+        pending, self.pending = self.pending or [], None
+        while pending:
+            self._begin_reduction(pending.pop())
+        while self.reductions:
             self._end_reduction()
         self.release()
 
     def _gather(self, weights: Sequence[ShardedParameter]) -> Any:
         """Start the all-gather of the rows; returns its handle."""
         group = self.mesh.get_group()
-        with dist._coalescing_manager(group, async_ops=True) as message:
+        with dist._coalescing_manager(group, async_ops=True) as handle:
             for weight in weights:
                 ALL_GATHER(weight.memory, weight.part, group)
-        return message
+        return handle
 
     def _reduce(self, parts: Sequence[Tensor], gradients: Sequence[Tensor]) -> Any:
         """Start the reduce-scatter of the gradients; returns its handle."""
         group = self.mesh.get_group()
-        with dist._coalescing_manager(group, async_ops=True) as message:
+        with dist._coalescing_manager(group, async_ops=True) as handle:
             for part, gradient in zip(parts, gradients, strict=True):
                 REDUCE_SCATTER(part, gradient, group=group)
-        return message
+        return handle
 
 
 def shard_gradients(

@@ -157,7 +157,7 @@ class GradientBuffers:
                 if parameter.requires_grad:
                     place = parameter, "grad"
                     if self.zero is not None:
-                        place = self.zero.holder(parameter)
+                        place = self.zero.gradient_holder(parameter)
                     self._holders.append((parameter, *place))
         return self._holders
 
@@ -227,7 +227,7 @@ class GradientBuffers:
         """Assigns the gradients that a replayed backward pass wrote, and lets ZeRO reduce them."""
         self._assign()
         if self.zero is not None:
-            self.zero.arrived()
+            self.zero.prepare_reduction()
 
 
 class CapturedGraph:

@@ -107,7 +107,7 @@ def decode_fp8(
     `scales` is None if config.json does not mention them. Raises ValueError for scales that are
     missing, or of another shape or dtype.
     """
-    found: dict[str, TensorInfo | DecodedTensor] = dict(tensors)
+    combined: dict[str, TensorInfo | DecodedTensor] = dict(tensors)
     for name, info in tensors.items():
         if info.dtype not in FP8 or name.endswith(SCALE):
             continue
@@ -122,12 +122,12 @@ def decode_fp8(
         scale = tensors.get(name + SCALE)
         if scale is None:
             raise ValueError(f"{where}, but the checkpoint has no {quote(name + SCALE)}")
-        found[name] = _make_fp8_tensor(name, info, scale, scales)
-        del found[name + SCALE]
+        combined[name] = _make_fp8_tensor(name, info, scale, scales)
+        del combined[name + SCALE]
         # Scales for rounding inputs to fp8, which is not done here
-        found.pop(name.removesuffix("weight") + ACTIVATION, None)
-        found.pop(f"{name}_{ACTIVATION}", None)
-    return found
+        combined.pop(name.removesuffix("weight") + ACTIVATION, None)
+        combined.pop(f"{name}_{ACTIVATION}", None)
+    return combined
 
 
 def _make_fp8_tensor(

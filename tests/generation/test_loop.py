@@ -10,6 +10,7 @@ from torch import Tensor
 
 import tigon
 from tests.generation.common import Counted, blurred, padded, some_ends
+from tigon.distributed.collectives import check_same_on_all_ranks
 from tigon.generation.loop import ABSENT, LAG, Continuations, HostCopies, run_steps
 from tigon.generation.sampling import Draws, sample_columns
 
@@ -165,3 +166,19 @@ def test_a_draw_is_multinomials() -> None:
             weights, Draws(64, weights.device, torch.Generator().manual_seed(seed))
         )
         assert tokens.tolist() == torch.multinomial(weights, 1, generator=generator)[:, 0].tolist()
+
+
+class Alone:
+    """A group of one rank."""
+
+    def gather(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+
+def test_tensors_of_every_kind_can_be_compared():
+    """An attention_mask may have the model's dtype, which numpy need not have."""
+    ones = torch.ones(2, 3)
+    given = {str(dtype): ones.to(dtype) for dtype in (torch.bfloat16, torch.bool, torch.int32)}
+    given |= {"none": None, "empty": torch.zeros(0, 4), "number": torch.tensor(3)}
+    given["turned"] = ones.to(torch.bfloat16).t()
+    check_same_on_all_ranks([Alone()], "generate", given, torch.device("cpu"))  # type: ignore[list-item]

@@ -1,7 +1,6 @@
 """Models cut over ranks against whole ones: losses, norms of gradients, parameters, logits.
 
-All families in one start of two ranks, and what four ranks have besides in another.
-"""
+All families in one start of two ranks, and what four ranks have besides in another."""
 
 import copy
 import math
@@ -18,7 +17,7 @@ from tests.parallel.ranks import run_on_ranks, selected_cases
 from tigon.distributed import collectives
 from tigon.kernels.recompute import recompute_above
 from tigon.models import MODELS, CausalLM, LoraConfig
-from tigon.parallel import TensorParallel, find_tensor, shard_model
+from tigon.parallel import TensorParallel, find_tensor, shard_model, share_context
 from tigon.parallel.tensor_parallel import check_tensor_ranks
 from tigon.train.optim.clip import clip_gradients
 from tigon.weights import ReplicaIndex
@@ -208,3 +207,33 @@ def test_sums_of_bfloat16_are_rounded_once():
     model.model.norm.weight.grad = torch.ones_like(model.model.norm.weight)
     tensor.sum_gradients(model)
     assert (model.model.norm.weight.grad == 1 + 2**-7).all()  # and not the 1 of three roundings
+
+
+def errors() -> dict[str, str]:
+    """What this rank raised."""
+    mesh = init_device_mesh("cpu", (2,))
+    cut = random_model("llama", {})
+    shared = copy.deepcopy(cut)
+    shard_model(cut, mesh)
+    share_context(shared, mesh)
+    found: dict[str, str] = {}
+    for token in (SIZES["vocab_size"], -1):
+        ids = torch.tensor([[5, token, 9, 7, 6, 8]])
+        try:
+            cut.model.embed_tokens(ids)  # behind the check of tokens on the host
+        except IndexError:
+            found[f"embedding of {token}"] = "IndexError"
+        try:  # the second rank has no bad label
+            shared(ids.clamp(5, 9), labels=ids)
+        except ValueError as error:
+            found[f"label {token}"] = str(error)
+        dist.barrier()
+    return found
+
+
+def test_all_ranks_raise():
+    first, second = run_on_ranks(2, errors)
+    assert first == second
+    assert first["embedding of 211"] == first["embedding of -1"] == "IndexError"
+    for token in (211, -1):
+        assert f"label {token} at [0, 0] is neither -100 nor in [0, 211)" in first[f"label {token}"]

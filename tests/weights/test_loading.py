@@ -16,9 +16,9 @@ from tigon.weights import (
     RowSpan,
     ShardSpec,
     TensorSlice,
-    entries,
     load,
     load_into,
+    make_entries,
     read,
     shard_slices,
     write_checkpoint,
@@ -107,7 +107,7 @@ def test_a_part_of_several_slices(
     gate, up = stored.to(dtype).split(6)
     assert torch.equal(parameters["a"], torch.cat([gate[:3], up[:3]]))
     assert torch.equal(parameters["b"], torch.cat([gate[3:], up[3:]]))
-    write_checkpoint(tmp_path / "out", entries(parameters, layout, dtype))
+    write_checkpoint(tmp_path / "out", make_entries(parameters, layout, dtype))
     written = load_file(tmp_path / "out" / "model.safetensors")
     assert list(written) == ["gate_up"]
     assert torch.equal(written["gate_up"], stored.to(dtype))
@@ -118,7 +118,7 @@ def test_a_part_of_several_slices(
     with pytest.raises(
         ValueError, match=r"gate_up \[12, 4\] cannot be written: there are \[\(0, 3"
     ):
-        write_checkpoint(tmp_path / "never", entries(alone, {"a": (halves(0),)}, dtype))
+        write_checkpoint(tmp_path / "never", make_entries(alone, {"a": (halves(0),)}, dtype))
 
 
 def test_a_part_of_several_columns(tmp_path: Path) -> None:
@@ -138,7 +138,7 @@ def test_a_part_of_several_columns(tmp_path: Path) -> None:
     load_into(parameters, layout, checkpoint)
     assert torch.equal(parameters["one"], stored[:, [0, 3]])
     assert torch.equal(parameters["two"], stored[:, [1, 2, 4, 5]])
-    write_checkpoint(tmp_path / "out", entries(parameters, layout, torch.float32))
+    write_checkpoint(tmp_path / "out", make_entries(parameters, layout, torch.float32))
     assert torch.equal(load_file(tmp_path / "out" / "model.safetensors")["b"], stored)
 
 

@@ -22,8 +22,8 @@ from tigon.weights import (
     Repository,
     RowSpan,
     TensorSlice,
-    entries,
     load_into,
+    make_entries,
     write_checkpoint,
 )
 
@@ -138,7 +138,7 @@ def written(out: Path, kind: str, sharded: dict[str, Any]) -> int | str:
             )
             for name, t in whole().items()
         }
-    found = entries(parameters, LAYOUT, torch.float32)
+    found = make_entries(parameters, LAYOUT, torch.float32)
     if kind == "lost":  # a row that nobody has
         (piece,) = next(entry for entry in found if entry.name == "single").blocks or (None,)
         found = [entry._replace(blocks=[]) if piece in entry.blocks else entry for entry in found]
@@ -216,7 +216,7 @@ def test_ranks_write_one_checkpoint_together(
     each = [result["written"][kind] for result in results]
     assert sum(each) == sum(tensor.nbytes for tensor in parts().values())
     assert min(each) > 0.2 * sum(each)
-    write_checkpoint(tmp_path, entries(whole(), LAYOUT, torch.float32), max_shard_size=100_000)
+    write_checkpoint(tmp_path, make_entries(whole(), LAYOUT, torch.float32), max_shard_size=100_000)
     assert files(directory / kind) == files(tmp_path)
     assert len(files(tmp_path)) == 4
 

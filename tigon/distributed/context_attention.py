@@ -40,7 +40,7 @@ from tigon.kernels.runtime import refuse_second_derivative
 class ContextShard:
     """This rank's tokens in one pass."""
 
-    to: Ranks  # those with the same rows
+    ranks: Ranks  # those with the same rows
     tokens: int  # T
     positions: Tensor  # [B or 1, T], of whole rows
     real: Tensor | None = None  # bool [B, S], False on padding; None: there is none
@@ -48,28 +48,30 @@ class ContextShard:
     @property
     def size(self) -> int:
         """S, the tokens of a shard."""
-        return -(-self.tokens // self.to.size)
+        return -(-self.tokens // self.ranks.size)
 
     @property
-    def behind(self) -> int:
+    def padding(self) -> int:
         """The tokens of padding that make the last shard as long as the rest."""
-        return self.size * self.to.size - self.tokens
+        return self.size * self.ranks.size - self.tokens
 
     def part(self, x: Tensor, fill: float = 0) -> Tensor:
         """Returns this rank's [B, S, ...] of [B, T, ...], with `fill` in the padding at the end."""
-        first = self.to.rank * self.size
-        heads_of_rank = x[:, first : first + self.size]
-        if (short := self.size - heads_of_rank.shape[1]) == 0:
-            return heads_of_rank.contiguous()
-        return F.pad(heads_of_rank, (0, 0) * (x.dim() - 2) + (0, short), value=fill)
+        first = self.ranks.rank * self.size
+        local = x[:, first : first + self.size]
+        if (short := self.size - local.shape[1]) == 0:
+            return local.contiguous()
+        return F.pad(local, (0, 0) * (x.dim() - 2) + (0, short), value=fill)
 
     def gather(self, x: Tensor) -> Tensor:
         """Gathers [B, S, ...] to [B, T, ...], which every rank uses in the same way."""
-        return gather_from_group(x[None], self.to).transpose(0, 1).flatten(1, 2)[:, : self.tokens]
+        return (
+            gather_from_group(x[None], self.ranks).transpose(0, 1).flatten(1, 2)[:, : self.tokens]
+        )
 
     def sum(self, x: Tensor) -> Tensor:
         """Returns the sum over ranks, which every rank uses in the same way."""
-        return reduce_from_group(x, self.to)
+        return reduce_from_group(x, self.ranks)
 
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, **options: Any
@@ -78,7 +80,7 @@ class ContextShard:
 
         `mask` is that of full rows.
         """
-        return ContextParallelAttention(self.to, self.tokens, q.shape[2]).attend(
+        return ContextParallelAttention(self.ranks, self.tokens, q.shape[2]).attend(
             q, k, v, mask, **options
         )
 
@@ -211,7 +213,7 @@ class ContextParallelAttention:
 
         `mask` is that of full rows.
         """
-        k, v = self._copied(k), self._copied(v)
+        k, v = self._repeat_kv_heads(k), self._repeat_kv_heads(v)
         if self.groups == 1:
             return self._to_tokens(attention(*self._to_heads(q, k, v), mask=mask, **options))
         q, k, v = self._to_groups(q, k, v)
@@ -223,7 +225,7 @@ class ContextParallelAttention:
                 parts.append(attention(queries, *keys, mask=part, **options))
         return self._from_groups(concat_parts(parts, 1) if parts else q)
 
-    def _copied(self, x: Tensor) -> Tensor:
+    def _repeat_kv_heads(self, x: Tensor) -> Tensor:
         """Repeats the heads of [B, S, K, D] to a multiple of g, as ranks may share a head."""
         copies = self.size // math.gcd(x.shape[2], self.size)
         return x.repeat_interleave(copies, 2) if copies > 1 else x
@@ -238,8 +240,8 @@ class ContextParallelAttention:
 
     def _to_tokens(self, x: Tensor) -> Tensor:
         """Returns [B, S, H, D] from [B, T, h, D], the inverse of `_to_heads`."""
-        behind = self.share * self.size - self.tokens
-        x = F.pad(x, (0, 0, 0, 0, 0, behind)) if behind else x
+        padding = self.share * self.size - self.tokens
+        x = F.pad(x, (0, 0, 0, 0, 0, padding)) if padding else x
         x = x.unflatten(1, (self.size, -1)).transpose(0, 1).contiguous()
         return unstack_heads(all_to_all(x, self.ranks))
 

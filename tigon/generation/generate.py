@@ -80,20 +80,18 @@ def generate(
     string (decoded with `tokenizer`). It is then filled with pad_token_id, or eos without one.
     `num_return_sequences` samples n rows of each prompt: [B * n, T + new]. With a seed a call
     always samples the same tokens and does not touch the global random state; without one it uses
-    that state, on a GPU for a few draws more than there are tokens. `streamer` is called with
-    the new tokens [B] of each step, on the CPU; an object with `put` and `end` is used as in
-    transformers.
+    that state, on a GPU for a few draws more than there are tokens. `streamer` gets the new tokens
+    [B] of each step, on the CPU; transformers' streamers work too.
 
     `cache_implementation`: "dynamic" grows; "static" has room for 8192 new tokens at first, which
     doubles, decodes with a CUDA graph and reads prompts `prefill_chunk_size` (8192) tokens at a
     time; "quantized" is a static one in int8. By default static on a GPU, dynamic on a CPU, under
     FSDP, and where a text can pass the length at which its RoPE turns (dynamic, LongRoPE).
     `assistant_model`, smaller and with the same tokenizer, proposes `num_assistant_tokens` (5) at a
-    time: greedy tokens do not change, and sampled ones keep their distribution, though the same
-    seed gives other tokens.
+    time: greedy tokens do not change, sampled ones keep their distribution, but not their seed.
 
-    Raises for a value that is out of range or differs between ranks of a model. Warns of an
-    argument without effect, and of a text that may exceed the model's context.
+    Raises ValueError for a value that is out of range or differs between ranks of a model. Warns of
+    an argument without effect, and of a text that may exceed the model's context.
     """
     arguments = locals()
     passed = {name: arguments[name] for name in DEFAULTS if arguments[name] is not UNSET}

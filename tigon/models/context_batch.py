@@ -72,7 +72,7 @@ class ContextParallelBatch(LocalBatch):
         self.full_shape, self.vocab = batch.shape, vocab
         self.shard = ContextShard(group, batch.shape[1], batch.position_ids)
         real = batch.real
-        if self.shard.behind and real is None:
+        if self.shard.padding and real is None:
             real = torch.ones(batch.shape, dtype=torch.bool, device=batch.device)
         shard = self.shard.part
         self.shard = replace(self.shard, real=None if real is None else shard(real))
@@ -134,7 +134,7 @@ class ContextParallelBatch(LocalBatch):
 
     def gather_rows(self, hidden: Tensor, index: Tensor) -> Tensor:
         row, token = index // self.shard.tokens, index % self.shard.tokens
-        token = token - self.shard.to.rank * self.shard.size
+        token = token - self.shard.ranks.rank * self.shard.size
         is_local = (token >= 0) & (token < self.shard.size)
         local = hidden.detach()[row, token.clamp(0, self.shard.size - 1)]
         return self.shard.sum(torch.where(is_local[:, None], local, 0))

@@ -37,21 +37,21 @@ class MeshSizes:
         return self.fsdp * self.context
 
     @property
-    def same(self) -> int:
+    def expert_replicas(self) -> int:
         """The number of ranks of a replica that have the same experts."""
         return self.shards * self.tensor // self.expert
 
     @property
-    def dividing(self) -> int:
+    def fsdp_ranks(self) -> int:
         """The number of ranks that FSDP shards or replicates over; 1 if all are tensor ranks."""
-        return self.replicate * max(self.shards, self.same if self.expert > 1 else 1)
+        return self.replicate * max(self.shards, self.expert_replicas if self.expert > 1 else 1)
 
     @property
     def ranks(self) -> int:
         return self.replicate * self.shards * self.tensor
 
     @property
-    def shown(self) -> str:
+    def description(self) -> str:
         """A text with the dimensions that have more than one rank."""
         sizes = {"replicate": self.replicate, "fsdp": self.fsdp, "context": self.context}
         sizes["tensor"] = self.tensor
@@ -88,7 +88,7 @@ class Meshes:
         if sizes.expert > 1:
             # Neighbouring ranks across dimensions, tensor ranks first
             names = ("replicate", "same", "expert")
-            shape = (sizes.replicate, sizes.same, sizes.expert)
+            shape = (sizes.replicate, sizes.expert_replicas, sizes.expert)
             expert_mesh = init_device_mesh(device, shape, mesh_dim_names=names)
             expert = expert_mesh["expert"]
             experts = expert_mesh["same"]

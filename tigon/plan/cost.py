@@ -435,7 +435,7 @@ def sharded_parameters(
     rest = (counts.total - sharded) / count
     groups = [ShardedParameters(CommGroup(layout.shards, layout.tensor), replicas, count, rest)]
     if sharded:
-        ranks, count = CommGroup(layout.same, layout.expert), len(counts.mixtures)
+        ranks, count = CommGroup(layout.expert_replicas, layout.expert), len(counts.mixtures)
         groups.append(ShardedParameters(ranks, replicas, count, sharded / count))
     return groups
 

@@ -95,7 +95,7 @@ def choose_layout(
             "settings:"
         ]
         raise ValueError("\n  ".join(lines + [line.strip() for line in format_reasons(found)[1:]]))
-    others = [f"{c.layout.shown}, {c.step.seconds:.3g} s" for c in found.choices[1:]]
+    others = [f"{c.layout.description}, {c.step.seconds:.3g} s" for c in found.choices[1:]]
     return found.choices[0].layout.parallel, "; next ".join([describe_best(found), *others])
 
 
@@ -126,6 +126,6 @@ def model_shapes(config: Config, source: Path | None) -> Shapes:
 def describe_best(plan: LayoutPlan) -> str:
     best = plan.choices[0]
     return (
-        f"{best.layout.shown}: {best.step.seconds:.3g} s a step and "
+        f"{best.layout.description}: {best.step.seconds:.3g} s a step and "
         f"{format_gib(best.memory.total)} of {format_gib(plan.budget)} GiB, on paper"
     )

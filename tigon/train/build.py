@@ -237,7 +237,7 @@ def prepare(config: Config, world: World) -> TrainingRun:
     num_frozen = count_parameters(model, frozen=True)
     frozen = f", {num_frozen:,} of them frozen" if num_frozen else ""
     epoch = f", {data.steps_per_epoch} an epoch" if data.steps_per_epoch else ""
-    layout = f": {world.sizes.shown}" if world.size > 1 else ""
+    layout = f": {world.sizes.description}" if world.size > 1 else ""
     world.log_rank0(
         f"model: {model.config.transformers_class}, {size:,} parameters{frozen}, "
         f"on {world.size} x {world.device.type}{layout}",

@@ -87,7 +87,7 @@ def estimate(
     """
     param_dtype = getattr(torch, config.param_dtype)
     sizes = mesh_sizes(config, world)
-    sharded = is_sharded(config, sizes.dividing, compute)
+    sharded = is_sharded(config, sizes.fsdp_ranks, compute)
     keep_rank_zero(model, sizes)
     set_fp8(model, config)
     freeze(model, config)
@@ -257,7 +257,7 @@ def track_frozen_model(
     other.requires_grad_(False).eval()
     shares, dtype = shard_counts(other, sizes.shards), other.dtype
     named = bool(config.teacher or config.reference)
-    sharded = sizes.dividing > 1 if named else is_sharded(config, sizes.dividing, compute)
+    sharded = sizes.fsdp_ranks > 1 if named else is_sharded(config, sizes.fsdp_ranks, compute)
     if zero := sharded and not named and config.sharding == "gradients":
         ledger.add(kind, unsharded_bytes(other, sizes.shards, compute))
     if not zero or compute != dtype:

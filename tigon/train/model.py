@@ -187,7 +187,7 @@ def parallelize(model: CausalLM, config: Config, world: World) -> None:
         share_context(model, meshes.context)
     if config.sharding == "gradients":
         shard_gradients(model, meshes.weights, compute, sum_dtype(config))
-    elif is_sharded(config, meshes.sizes.dividing, compute):
+    elif is_sharded(config, meshes.sizes.fsdp_ranks, compute):
         one = config.batch_size == config.micro_batch_size * world.data.size
         shard(model, world, compute, one_backward=one)
 
@@ -528,7 +528,7 @@ def load_frozen(
             shard_model(model, meshes.tensor)
         if meshes.context is not None:
             share_context(model, meshes.context)
-        if meshes.sizes.dividing > 1:
+        if meshes.sizes.fsdp_ranks > 1:
             shard(model, world, compute)
     materialize(model, world.device)
     load_weights(model, weights)

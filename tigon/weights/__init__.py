@@ -28,7 +28,7 @@ from tigon.weights.load import (
     match_tensors,
     prepin_staging,
 )
-from tigon.weights.write import TensorEntry, WriterGroup, entries, write_checkpoint
+from tigon.weights.write import TensorEntry, WriterGroup, make_entries, write_checkpoint
 
 __all__ = [
     "GGUF",
@@ -50,12 +50,12 @@ __all__ = [
     "WriterGroup",
     "compare_tensors",
     "convert_entries",
-    "entries",
     "format_misfits",
     "load_into",
     "local_blocks",
     "local_rows",
     "local_shard",
+    "make_entries",
     "map_parameters",
     "match_tensors",
     "prepin_staging",

@@ -172,7 +172,7 @@ class WriterGroup:
 # From parameters to entries
 
 
-def entries(
+def make_entries(
     parameters: Mapping[str, Tensor],
     layout: Layout,
     dtype: torch.dtype,

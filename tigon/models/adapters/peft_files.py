@@ -53,8 +53,8 @@ from tigon.weights import (
     TensorInfo,
     TensorSlice,
     WriterGroup,
-    entries,
     load_into,
+    make_entries,
     match_tensors,
 )
 from tigon.weights.header import read_header
@@ -696,7 +696,7 @@ def prepare_adapter(
     config = peft_config(model, model.adapters[name], modules)
     dtype = dtype or next(iter(parameters.values())).dtype
     with ranks.sync_errors():
-        tensors = entries(parameters, slices, dtype, ranks=ranks)
+        tensors = make_entries(parameters, slices, dtype, ranks=ranks)
 
     def describe(root: Path) -> None:
         write_json(root / CONFIG, config)

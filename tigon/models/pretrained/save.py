@@ -30,8 +30,8 @@ from tigon.weights import (
     TensorEntry,
     WriterGroup,
     convert_entries,
-    entries,
     local_shard,
+    make_entries,
     write_checkpoint,
 )
 from tigon.weights.files import check_free, new_directory
@@ -112,7 +112,7 @@ def prepare_save(
         raise TypeError(f"tokenizer must be a tokenizer, or None, not {tokenizer!r}")
     parts_of = layout(model, model.checkpoint_names, stacked_experts)
     with ranks.sync_errors():
-        tensors = entries(base_parameters(model), parts_of, dtype, values=values, ranks=ranks)
+        tensors = make_entries(base_parameters(model), parts_of, dtype, values=values, ranks=ranks)
         tensors += dequantized_entries(model, parts_of, dtype, ranks)
     config = replaced(model.config, dtype=str(dtype).removeprefix("torch."))
     generation = model.generation_config

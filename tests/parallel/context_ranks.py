@@ -6,9 +6,7 @@ Without transformers, whose import would take each rank seconds.
 """
 
 import copy
-import json
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,7 +16,6 @@ from torch import Tensor
 from tigon.kernels.loss.terms import KL, CrossEntropy, LogProbs
 from tigon.models import MODELS, CausalLM, CausalLMOutput, LoraConfig, adapter_parameters
 from tigon.parallel import share_context
-from tigon.train import start
 
 Result = dict[str, Tensor]
 
@@ -234,18 +231,12 @@ def compared(case: dict[str, Any], ranks: Any) -> dict[str, float]:
     return errors
 
 
-def rank_main(root: Path, cases: dict[str, dict[str, Any]]) -> None:
+def compare_cases(cases: dict[str, dict[str, Any]]) -> dict[str, dict[str, float]]:
     """Each case on the ranks that it names."""
-    torch.set_num_threads(1)
-    with start("cpu") as world:
-        meshes: dict[tuple[int, ...], Any] = {}
-        for some in sorted({tuple(case["ranks"]) for case in cases.values()}):
-            group = dist.new_group(list(some))
-            if world.rank in some:
-                meshes[some] = dist.device_mesh.DeviceMesh.from_group(group, "cpu")
-        results = {}
-        for name, case in cases.items():
-            some = tuple(case["ranks"])
-            if world.rank in some:
-                results[name] = compared(case, meshes[some])
-        (root / f"{world.rank}.json").write_text(json.dumps(results))
+    rank, meshes = dist.get_rank(), {}
+    for ranks in sorted({tuple(case["ranks"]) for case in cases.values()}):
+        group = dist.new_group(list(ranks))
+        if rank in ranks:
+            meshes[ranks] = dist.device_mesh.DeviceMesh.from_group(group, "cpu")
+    own = {name: case for name, case in cases.items() if rank in case["ranks"]}
+    return {name: compared(case, meshes[tuple(case["ranks"])]) for name, case in own.items()}

@@ -1,16 +1,13 @@
 """Ranks that share the tokens of rows compute what one rank computes (gloo, fp32)."""
 
-import json
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.models.contract import TINY
 from tests.models.tiny import CASES, FIRST, SIZES
-from tests.parallel.context_ranks import CALLS, rank_main
-from tests.parallel.ranks import selected_cases
-from tests.train.ranks import Ranks
+from tests.parallel.context_ranks import CALLS, compare_cases
+from tests.parallel.ranks import run_on_ranks, selected_cases
 from tigon.distributed import collectives
 from tigon.distributed.context_attention import ContextParallelAttention, exchange_sizes
 
@@ -103,13 +100,9 @@ EIGHT = {
 
 
 @pytest.fixture(scope="module")
-def results(
-    tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
-) -> list[dict[str, dict[str, Any]]]:
-    root: Path = tmp_path_factory.mktemp("context")
+def results(request: pytest.FixtureRequest) -> list[dict[str, dict[str, float]]]:
     cases = {name: EVERY[name] for name in selected_cases(request, "name")}
-    Ranks(4, rank_main, root, cases).finish()
-    return [json.loads((root / f"{rank}.json").read_text()) for rank in range(4)]
+    return run_on_ranks(4, compare_cases, cases)
 
 
 @pytest.mark.slow(first=4)
@@ -121,10 +114,9 @@ def test_ranks_compute_what_one_does(results: Any, name: str) -> None:
 
 
 @pytest.mark.slow
-def test_eight_ranks(tmp_path: Path) -> None:
-    Ranks(8, rank_main, tmp_path, EIGHT).finish()
-    for rank in range(8):
-        for errors in json.loads((tmp_path / f"{rank}.json").read_text()).values():
+def test_eight_ranks() -> None:
+    for results in run_on_ranks(8, compare_cases, EIGHT):
+        for errors in results.values():
             assert errors and max(errors.values()) <= 1e-5
 
 

@@ -1,6 +1,5 @@
 """Every placement of a parameter over four ranks: each has its own part, bit for bit."""
 
-import json
 import os
 from pathlib import Path
 from typing import Any
@@ -12,8 +11,7 @@ from safetensors.torch import save_file
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
-from tests.train.ranks import Ranks
-from tigon.train import start
+from tests.parallel.ranks import run_on_ranks
 from tigon.weights import Checkpoint, Repository, TensorSlice, load_into
 
 LAYOUT = {
@@ -122,24 +120,20 @@ def failing(directory: Path) -> str:
     return "no error"
 
 
-def rank_main(directory: Path) -> None:
-    with start("cpu") as world:
-        found: dict[str, Any] = {
-            f"{i} {dtype}": case(directory, *MESHES[i], getattr(torch, dtype))
-            for i in range(len(MESHES))
-            for dtype in ("float32", "bfloat16")
-        }
-        found["failing"] = failing(directory)
-        (directory / f"{world.rank}.json").write_text(json.dumps(found))
-        world.barrier()
+def every_case(directory: Path) -> dict[str, Any]:
+    found: dict[str, Any] = {
+        f"{i} {dtype}": case(directory, *MESHES[i], getattr(torch, dtype))
+        for i in range(len(MESHES))
+        for dtype in ("float32", "bfloat16")
+    }
+    return found | {"failing": failing(directory)}
 
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     directory = tmp_path_factory.mktemp("placements")
     save_file(parts(), directory / "model.safetensors")
-    Ranks(4, rank_main, directory).finish()
-    return [json.loads((directory / f"{rank}.json").read_text()) for rank in range(4)]
+    return run_on_ranks(4, every_case, directory)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -1,6 +1,5 @@
 """Loading into and writing from parameters that two processes share, over gloo."""
 
-import json
 import os
 from pathlib import Path
 from typing import Any
@@ -15,8 +14,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from tests.train.ranks import Ranks
-from tigon.train import start
+from tests.parallel.ranks import run_on_ranks
 from tigon.weights import (
     Checkpoint,
     Repository,
@@ -78,11 +76,6 @@ class Model(nn.Module):
         super().__init__()
         for name, shape in SHAPES.items():
             self.register_parameter(name, nn.Parameter(torch.empty(shape)))
-
-
-def rank_main(directory: Path) -> None:
-    with start("cpu") as world:
-        (directory / f"{world.rank}.json").write_text(json.dumps(results(directory)))
 
 
 def results(directory: Path) -> dict[str, Any]:
@@ -174,28 +167,13 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str
     for kind in KINDS:
         (directory / kind).mkdir()
     save_file(parts(), directory / "model.safetensors")
-    Ranks(2, rank_main, directory).finish()
-    return directory, [json.loads((directory / f"{i}.json").read_text()) for i in range(2)]
+    return directory, run_on_ranks(2, results, directory)
 
 
 def test_each_rank_reads_its_own_rows(ranks: tuple[Path, list[dict[str, Any]]]) -> None:
     _, (first, second) = ranks
-    assert first["rows"] == {
-        "wide": 501,
-        "odd": 3,
-        "single": 1,
-        "stack": 2,
-        "bias": 2,
-        "swapped": 5,
-    }
-    assert second["rows"] == {
-        "wide": 500,
-        "odd": 2,
-        "single": 0,
-        "stack": 1,
-        "bias": 1,
-        "swapped": 4,
-    }
+    assert first["rows"] == dict(zip(SHAPES, (501, 3, 1, 2, 2, 5), strict=True))
+    assert second["rows"] == dict(zip(SHAPES, (500, 2, 0, 1, 1, 4), strict=True))
     assert first["same"] == second["same"] == list(SHAPES)
     total = sum(tensor.nbytes for tensor in whole().values())
     assert first["bytes"] + second["bytes"] == total

@@ -121,7 +121,9 @@ def decode_fp8(
             raise ValueError(f"{where} {list(info.shape)}: only matrices are, or stacks of them")
         scale = tensors.get(name + SCALE)
         if scale is None:
-            raise ValueError(f"{where}, but the checkpoint has no {quote(name + SCALE)}")
+            other = f"{name}_scale"
+            hint = f"; it has {quote(other)}, which is not read" if other in tensors else ""
+            raise ValueError(f"{where}, but the checkpoint has no {quote(name + SCALE)}{hint}")
         combined[name] = _make_fp8_tensor(name, info, scale, scales)
         del combined[name + SCALE]
         # Scales for rounding inputs to fp8, which is not done here

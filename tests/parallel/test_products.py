@@ -155,7 +155,7 @@ COMBINATIONS: dict[
 }
 
 
-@pytest.mark.slow(first=1)
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("name", COMBINATIONS)
 def test_combinations_are_as_one_rank(workspace: Any, name: str) -> None:

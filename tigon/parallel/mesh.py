@@ -17,14 +17,14 @@ class DataRank(NamedTuple):
 
 @dataclass(frozen=True)
 class MeshSizes:
-    """The number of ranks in each dimension. Tensor ranks are neighbours, since they communicate
+    """The number of ranks in each dimension. Tensor ranks are neighbors, since they communicate
     the most."""
 
     replicate: int = 1
     fsdp: int = 1
     context: int = 1
     tensor: int = 1
-    expert: int = 1  # neighbouring ranks of a replica; not a factor of the number of ranks
+    expert: int = 1  # neighboring ranks of a replica; not a factor of the number of ranks
 
     @property
     def data(self) -> int:
@@ -68,7 +68,7 @@ class Meshes:
     weights: DeviceMesh  # for fully_shard: (shard,) or, for HSDP, (replicate, shard)
     tensor: DeviceMesh | None  # of one dimension; None for one rank
     context: DeviceMesh | None
-    expert: DeviceMesh | None  # neighbours with different experts of each layer
+    expert: DeviceMesh | None  # neighbors with different experts of each layer
     experts: DeviceMesh  # for fully_shard of experts: the ranks with the same experts
     # The ranks with different rows, over which the sums of a loss are all-reduced
     loss: dist.ProcessGroup
@@ -86,7 +86,7 @@ class Meshes:
         weights = mesh["replicate", "shard"] if sizes.replicate > 1 else mesh["shard"]
         expert, experts = None, weights
         if sizes.expert > 1:
-            # Neighbouring ranks across dimensions, tensor ranks first
+            # Neighboring ranks across dimensions, tensor ranks first
             names = ("replicate", "same", "expert")
             shape = (sizes.replicate, sizes.expert_replicas, sizes.expert)
             expert_mesh = init_device_mesh(device, shape, mesh_dim_names=names)

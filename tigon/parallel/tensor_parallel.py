@@ -78,9 +78,9 @@ class TensorParallel:
         self.members: list[int] = mesh.mesh.tolist()  # global ranks
         self.replica_groups = {self.ranks.size: self.ranks}
         for count in sorted(counts - {self.ranks.size}):
-            self.replica_groups[count] = self._neighbours(count)
+            self.replica_groups[count] = self._neighbor_group(count)
 
-    def _neighbours(self, count: int) -> Ranks:
+    def _neighbor_group(self, count: int) -> Ranks:
         first = self.ranks.rank // count * count
         members = self.members[first : first + count]
         group = dist.new_group(members, use_local_synchronization=True)
@@ -90,7 +90,7 @@ class TensorParallel:
     def use_separate_group(self) -> None:
         """All-reduce gradients in a separate process group, so that they do not queue with the
         collectives of backward. Every rank calls this."""
-        self.replica_groups[self.ranks.size] = self._neighbours(self.ranks.size)
+        self.replica_groups[self.ranks.size] = self._neighbor_group(self.ranks.size)
 
     def sum_gradients(self, model: nn.Module) -> None:
         """All-reduce partial gradients, once a step after its last backward pass and before
@@ -114,7 +114,9 @@ class TensorParallel:
                 sums = [x.view_as(block) for block, x in zip(group, sums, strict=True)]
                 torch._foreach_copy_(group, sums)
 
-    def counted(self, named: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[Tensor, Tensor]]:
+    def unique_gradients(
+        self, named: Iterable[tuple[str, Tensor]]
+    ) -> Iterator[tuple[Tensor, Tensor]]:
         """Yields (parameter, gradient) so that over all ranks each gradient occurs once: rows that
         an earlier rank has too are left out. A parameter may occur several times."""
         for name, p, gradient in _gradients(named):

@@ -108,7 +108,7 @@ def _counted_of(
 ) -> list[tuple[Tensor, Tensor]]:
     """As `_counted`, of some of the model's parameters, each with its own."""
     if (tensor := find_tensor(model)) is not None:
-        return list(tensor.counted(named))
+        return list(tensor.unique_gradients(named))
     return _rank_gradients(p for _, p in named)
 
 

@@ -448,8 +448,8 @@ def test_memory_is_taken_for_what_is_generated(
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200 << 10  # KiB
 
 
-@pytest.mark.slow(first=4)
-@pytest.mark.parametrize("how", ["dynamic", "static", "quantized", "assisted"])
+@pytest.mark.slow(first=2)
+@pytest.mark.parametrize("how", ["assisted", "static", "quantized", "dynamic"])
 @pytest.mark.parametrize("family", ["llama", "windows"])
 def test_memory_that_grows_changes_no_token(
     how: Any, family: str, model: tigon.Llama, monkeypatch: pytest.MonkeyPatch

@@ -32,6 +32,7 @@ def said(each: list[list[str]], folders: list[str] | None = None) -> str:
     return ranks.errors
 
 
+@pytest.mark.slow(first=1)
 @pytest.mark.parametrize(
     ("name", "values"),
     [("resume", ("auto", "")), ("parallel", ("auto", "{tensor: 2}")), ("lr", ("0.1", "0.2"))],
@@ -45,6 +46,7 @@ def test_other_settings(workspace, name, values):
     assert not (workspace.root / f"other-{name}" / "checkpoints").exists()
 
 
+@pytest.mark.slow
 def test_other_layouts(workspace):
     """Whose process groups would be made in another order."""
     sizes = {"parallel.tensor": 2}, {"parallel.context": 4}
@@ -52,6 +54,7 @@ def test_other_layouts(workspace):
     assert "rank 1 has other settings (parallel) than rank 0: start all" in said([*each, *each])
 
 
+@pytest.mark.slow
 def test_another_run_dir_of_the_same_name(workspace, tmp_path):
     """On a disk of each host: the second rank would find out when it writes a checkpoint."""
     settings = [*workspace.settings("own", steps=2), "run_dir=runs/own"]
@@ -67,6 +70,7 @@ def test_another_run_dir_of_the_same_name(workspace, tmp_path):
     assert not (folders[0] / "runs").exists() and not [*(folders[1] / "runs/own").iterdir()]
 
 
+@pytest.mark.slow(first=1)
 @pytest.mark.parametrize("differs", ["weights", "config", "layers", "generation_config"])
 def test_another_model_of_the_same_name(workspace, tmp_path, differs):
     folders = [tmp_path / "0", tmp_path / "1"]
@@ -89,6 +93,7 @@ def test_another_model_of_the_same_name(workspace, tmp_path, differs):
     assert "rank 1 reads another model than rank 0 from model: give all hosts the same" in found
 
 
+@pytest.mark.slow(first=1)
 @pytest.mark.parametrize("name", ["teacher", "reference"])
 def test_another_model_beside(workspace, tmp_path, name):
     """Whose shards would be those of two models."""
@@ -116,6 +121,7 @@ OTHERS = {
 }
 
 
+@pytest.mark.slow(first=1)
 @pytest.mark.parametrize("case", OTHERS)
 def test_other_rows(workspace, tmp_path, case):
     """Of the same name and size."""
@@ -140,6 +146,7 @@ def load_checkpoints(folders: list[Path]) -> None:
     dist.destroy_process_group()
 
 
+@pytest.mark.slow
 def test_another_checkpoint_of_the_same_name(workspace, tmp_path):
     """Each is whole: its checksums are its own."""
     folders = [tmp_path / "0", tmp_path / "1"]

@@ -62,6 +62,10 @@ LOSSES = {  # between which the first two are
 }
 
 
+TASKS = {load(path).task: path for path in READY}
+BY_TASK = [*TASKS.values(), *(path for path in READY if path not in TASKS.values())]
+
+
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Data of all tasks, and a tokenizer."""
@@ -102,7 +106,8 @@ def test_there_is_one_of_each_kind_for_each_model() -> None:
     }
 
 
-@pytest.mark.parametrize("path", READY, ids=lambda path: path.stem)
+@pytest.mark.slow(first=len(TASKS))
+@pytest.mark.parametrize("path", BY_TASK, ids=lambda path: path.stem)
 def test_two_steps(path: Path, files: Path, tmp_path: Path) -> None:
     family = max((f for f in FAMILIES if path.stem.startswith(f)), key=len)
     (tmp_path / "config.json").write_text(json.dumps(LLAMA | FAMILIES[family]))
@@ -135,7 +140,8 @@ def test_two_steps(path: Path, files: Path, tmp_path: Path) -> None:
     assert Path(config.run_dir).name == path.stem
 
 
-@pytest.mark.parametrize("path", READY, ids=lambda path: path.stem)
+@pytest.mark.slow(first=len(TASKS))
+@pytest.mark.parametrize("path", BY_TASK, ids=lambda path: path.stem)
 def test_memory_in_the_first_lines(path: Path, tmp_path: Path) -> None:
     """As the estimate has it: on the GPUs that the first line names, and of the change for one."""
     text = path.read_text()

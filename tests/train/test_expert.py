@@ -10,11 +10,10 @@ from safetensors.torch import load_file
 from tests.numbers import relative_error
 from tests.small import EXPERTS, LLAMA, write_model
 from tests.train import preferences
-from tests.train.ranks import Ranks
-from tests.train.test_context import near, rows_of
+from tests.train.layouts import logged_rows, near, train_once
 from tigon.models import MODELS
 from tigon.parallel import check_experts
-from tigon.train import load, main, prepare, start, train
+from tigon.train import main
 from tigon.train.config import Parallel
 from tigon.train.export import convert_checkpoint
 
@@ -27,8 +26,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen2_moe": QWEN | SHARED,
     "qwen3_moe": QWEN,
 }
-# The ranks of each, what they share, and how many experts a rank has
-WAYS: dict[str, tuple[int, dict[str, int]]] = {
+WAYS: dict[str, tuple[int, dict[str, int]]] = {  # ranks, and what they share
     "two": (2, {"expert": 2}),
     "four": (4, {"expert": 2}),
     "all": (4, {"expert": 4}),
@@ -38,73 +36,50 @@ WAYS: dict[str, tuple[int, dict[str, int]]] = {
     # Dense layers without FSDP, and experts that two ranks have
     "tensor alone": (4, {"tensor": 4, "expert": 2}),
 }
-CASES = [(way, name) for way in ("two", "tensor") for name in FAMILIES]
+CASES = [("two", "qwen3_moe"), ("two", "mixtral"), ("two", "qwen2_moe"), ("two", "8bit")]
+CASES += [("two", "dpo"), ("replicas", "recomputed"), ("tensor alone", "qwen2_moe")]
 CASES += [(way, "qwen3_moe") for way in ("four", "all", "replicas", "context")]
-CASES += [("two", "8bit"), ("two", "dpo"), ("replicas", "recomputed"), ("tensor", "dpo")]
-CASES += [("tensor", "recomputed"), ("tensor alone", "qwen2_moe")]
-CASES += [("tensor", "muon"), ("tensor", "in_backward")]
-
-
-def run_all(parallel: dict[str, int], runs: list[list[str]]) -> None:
-    torch.set_num_threads(1)
-    with start("cpu", parallel=Parallel(**parallel)) as world:
-        for settings in runs:
-            assert train(prepare(load(None, settings), world)) == 0
+CASES += [("tensor", n) for n in (*FAMILIES, "dpo", "recomputed", "muon", "in_backward")]
 
 
 @pytest.fixture(scope="module")
-def settings(workspace) -> Any:
+def make(workspace) -> Any:
+    """Trains a run in one of WAYS, or on one rank; returns its name."""
     models = {
         name: write_model(workspace.root / name, **changes) for name, changes in FAMILIES.items()
     }
-
     pairs = preferences.write(workspace.root / "pairs.jsonl", preferences.pairs(9, 5))
-    same = {
+    kinds: dict[str, dict[str, Any]] = {
         "8bit": {"optimizer": "adamw_8bit"},
         "muon": {"optimizer": "muon"},
         # A row on each of two ranks, or both on one: their micro-batches are not balanced alike
         "in_backward": {
-            "optimizer_in_backward": "true",
-            "max_grad_norm": 0,
-            "router_aux_loss_coef": 0,
+            "optimizer_in_backward": "true", "max_grad_norm": 0, "router_aux_loss_coef": 0,
             "batch_size": 2,
         },
         # Rows with padding on some ranks, and none on others
         "recomputed": {"activation_checkpointing": "true", "packing": "false", "truncate": "true"},
         "dpo": {"task": "dpo", "data": pairs, "reference": models["qwen2_moe"]},
         "qwen2_moe": {"eval_data": workspace.held_out, "sample_prompts": "[a model]"},
-    }
+    }  # fmt: skip
 
-    def of(way: str, name: str, **changes: Any) -> list[str]:
-        parallel = json.dumps(WAYS[way][1]) if way in WAYS else "null"
-        own = {"model": models.get(name, models["qwen3_moe"]), "parallel": parallel}
-        return workspace.settings(f"{name}-{way}", **SAME | same.get(name, {}) | own | changes)
+    def run(way: str, kind: str, source: str | None = None, name: str = "") -> str:
+        ranks, parallel = WAYS.get(way, (1, {}))
+        changes: dict[str, Any] = {"model": models.get(kind, models["qwen3_moe"])}
+        changes["parallel"] = json.dumps(parallel) if parallel else "null"
+        if kind == "in_backward" and ranks == 1:
+            changes["micro_batch_size"] = 2
+        if source is not None:
+            changes["resume"] = workspace.root / source / "checkpoints/step-00000002"
+        name = name or f"{kind}-{way}"
+        return train_once(ranks, workspace.settings(name, **SAME | kinds.get(kind, {}) | changes))
 
-    return of
-
-
-@pytest.fixture(scope="module")
-def runs(workspace, settings) -> None:
-    for name in (*FAMILIES, "8bit", "dpo", "recomputed", "muon"):
-        main(settings("one", name))
-    main(settings("one", "in_backward", micro_batch_size=2))
-    saved = "checkpoints/step-00000002"
-    for way, (count, parallel) in WAYS.items():
-        every = [settings(way, name) for w, name in CASES if w == way]
-        if way in ("two", "tensor"):  # from one process, and from other layouts
-            before = "qwen3_moe-one" if way == "two" else "qwen3_moe-four"
-            source, back = (workspace.root / run for run in (before, f"back-{way}"))
-            every.append(settings(way, "qwen3_moe", resume=source / saved, run_dir=back))
-        Ranks(count, run_all, parallel, every).finish(400)
-    source = workspace.root / "qwen3_moe-tensor" / saved
-    main(settings("one", "qwen3_moe", resume=source, run_dir=workspace.root / "on-one"))
-    source = workspace.root / "8bit-two" / saved
-    main(settings("one", "8bit", resume=source, run_dir=workspace.root / "8bit-on-one"))
+    return run
 
 
 def assert_same(workspace, one: str, other: str, first: int = 0) -> None:
     """Everything that is logged of the steps from `first` on, and both exports."""
-    expected, found = rows_of(workspace, one)[first:], rows_of(workspace, other)
+    expected, found = logged_rows(workspace, one)[first:], logged_rows(workspace, other)
     assert len(found) == len(expected) > 0
     for old, new in zip(expected, found, strict=True):
         assert "eval_loss" in new or {"loss", "grad_norm"} <= new.keys()
@@ -124,20 +99,31 @@ def assert_same(workspace, one: str, other: str, first: int = 0) -> None:
             assert close or relative_error(new[name], weight) < most, name
 
 
+@pytest.mark.slow(first=1)
 @pytest.mark.timeout(500)
-@pytest.mark.parametrize(("way", "name"), CASES)
-def test_ranks_that_share_experts_are_as_one(workspace, runs, way, name):
-    assert_same(workspace, f"{name}-one", f"{name}-{way}")
+@pytest.mark.parametrize(("way", "kind"), CASES)
+def test_ranks_match_one_process(workspace, make, way, kind):
+    assert_same(workspace, make("one", kind), make(way, kind))
 
 
-def test_other_layouts_go_on(workspace, runs):
-    for run in ("on-one", "back-two", "back-tensor"):
-        assert_same(workspace, "qwen3_moe-one", run, 2)
-    assert_same(workspace, "8bit-one", "8bit-on-one", 2)
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "before", "after"),
+    [
+        ("qwen3_moe", "tensor", "one"),
+        ("qwen3_moe", "one", "two"),
+        ("qwen3_moe", "four", "tensor"),
+        ("8bit", "two", "one"),
+    ],
+)
+def test_other_layouts_resume(workspace, make, kind, before, after):
+    resumed = make(after, kind, make(before, kind), f"{kind}-{before}-{after}")
+    assert_same(workspace, make("one", kind), resumed, 2)
 
 
-def test_a_checkpoint_of_shared_experts_is_exported(workspace, runs):
-    run = workspace.root / "mixtral-tensor"
+@pytest.mark.slow
+def test_checkpoint_of_shared_experts_is_exported(workspace, make):
+    run = workspace.root / make("tensor", "mixtral")
     convert_checkpoint(run / "checkpoints/step-00000003", str(workspace.root / "converted"))
     exported, converted = (
         load_file(directory / "model.safetensors")

@@ -9,8 +9,9 @@ from safetensors.torch import load_file
 
 from tests.numbers import relative_error
 from tests.small import EXPERTS, write_model
+from tests.train.layouts import train_all
 from tests.train.ranks import Ranks
-from tests.train.test_expert import SHARED, run_all
+from tests.train.test_expert import SHARED
 from tests.train.test_lora import step
 from tigon.train import main
 from tigon.train.export import convert_checkpoint
@@ -46,12 +47,12 @@ def runs(workspace) -> None:
 
     for kind in KINDS:
         main(settings("one", kind))
-    for way, (count, parallel, kinds) in WAYS.items():
+    for way, (count, _, kinds) in WAYS.items():
         every = [settings(way, kind) for kind in kinds]
         if way == "tensor":  # from another layout
             source = step(workspace, "experts-two", 2)
             every.append(settings(way, "experts", "experts-from-two", resume=source))
-        Ranks(count, run_all, parallel, every).finish(400)
+        Ranks(count, train_all, every).finish(400)
     source = step(workspace, "experts-tensor", 2)
     main(settings("one", "experts", "experts-from-tensor", resume=source))
 

@@ -20,6 +20,7 @@ def mean(values: list[float]) -> float:
     return sum(values) / len(values)
 
 
+@pytest.mark.slow
 def test_thirty_steps_reach_the_loss_of_bf16(workspace):
     changes = BF16 | {"steps": 30, "batch_size": 2, "seq_len": 64}
     main(workspace.settings("bf16", **changes))

@@ -67,6 +67,7 @@ def test_a_step_that_is_not_finite_stops_the_run_and_names_its_rows(workspace, p
     assert text.endswith("step-00000002; nonfinite=skip or rollback would go on")
 
 
+@pytest.mark.slow(first=1)
 @pytest.mark.parametrize("optimizer", ["adamw", "adamw_8bit"])
 def test_a_step_that_is_skipped_leaves_weights_and_moments(
     workspace, poisoned, monkeypatch, optimizer
@@ -100,6 +101,7 @@ def test_skipping_every_step_is_an_error(workspace, poisoned):
 MOST = r"With it 6 of 10 steps are skipped, most of the run: try a lower lr"
 
 
+@pytest.mark.slow(first=1)
 @pytest.mark.parametrize(
     "more", [{}, {"optimizer_in_backward": "true", "max_grad_norm": 0, "micro_batch_size": 4}]
 )
@@ -116,6 +118,7 @@ def test_a_run_that_skips_most_of_its_steps_fails(workspace, more):
     assert (run / "hf/model.safetensors").read_bytes() == before
 
 
+@pytest.mark.slow
 def test_half_of_the_steps_may_be_skipped_over_several_processes(workspace, poisoned):
     """What was skipped before counts when the run goes on."""
     settings = {"nonfinite": "skip", "resume": "auto"}
@@ -129,6 +132,7 @@ def test_half_of_the_steps_may_be_skipped_over_several_processes(workspace, pois
         main(workspace.settings("half", **settings, steps=9))
 
 
+@pytest.mark.slow
 def test_a_run_that_ends_early_after_mostly_skipped_steps_fails(workspace, poisoned):
     """Also each time that it is asked to go on."""
     poisoned(1, 2, 3, 4)
@@ -163,6 +167,7 @@ def mostly_poisoned(settings: list[str]) -> None:
     print(f"rank {os.environ['RANK']} has ended")
 
 
+@pytest.mark.slow
 def test_two_ranks_end_together_when_most_steps_are_skipped(workspace):
     settings = {"steps": 4, "nonfinite": "skip", "batch_size": 2, "micro_batch_size": 1}
     ranks = Ranks(2, mostly_poisoned, workspace.settings("hopeless-two", **settings))
@@ -236,6 +241,7 @@ def test_rollbacks_end_and_a_resumed_run_remembers_them(workspace, poisoned):
         main(workspace.settings("nothing-saved", **settings | {"save_every": 0}))
 
 
+@pytest.mark.slow
 def test_a_stream_that_was_rolled_back_resumes_with_its_rows(workspace, poisoned):
     """Step 6 has the rows of data step 7: its cursor is that of the data, not of the step."""
     poisoned(2)
@@ -295,6 +301,7 @@ def test_the_bound_is_that_of_the_window():
     assert TrainState.of(json.loads(json.dumps(state.facts()))) == state
 
 
+@pytest.mark.slow(first=2)
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, 1e20])
 def test_weights_that_no_model_computes_with(workspace, bad):
     with world_of("cpu") as world:
@@ -351,6 +358,7 @@ def blamed_inside(settings: list[str]) -> None:
     main(settings)
 
 
+@pytest.mark.slow(first=1)
 @pytest.mark.parametrize("dimension", ["tensor", "context"])
 def test_of_ranks_that_share_rows_all_are_named(workspace, dimension):
     """They have the same loss, and nobody knows on which of them it began."""
@@ -416,6 +424,7 @@ def test_a_run_that_no_longer_improves_ends(workspace, monkeypatch, capsys):
         main(workspace.settings("x", patience=1))
 
 
+@pytest.mark.slow
 def test_an_interrupted_evaluation_ends_the_run_that_makes_it(workspace, monkeypatch):
     changes = {"eval_data": workspace.held_out, "eval_every": 2, "patience": 1, "steps": 8, "lr": 0}
     settings = workspace.settings("impatient", **changes, resume="auto")
@@ -433,6 +442,7 @@ def test_an_interrupted_evaluation_ends_the_run_that_makes_it(workspace, monkeyp
     assert workspace.metrics("impatient", "step") == [0, 1, 2, 2]
 
 
+@pytest.mark.slow
 def test_deterministic_operations_are_demanded_for_the_run_alone(workspace, monkeypatch):
     update, seen = trainer.update_weights, []
 
@@ -452,6 +462,7 @@ def test_deterministic_operations_are_demanded_for_the_run_alone(workspace, monk
         )
 
 
+@pytest.mark.slow
 def test_a_longer_run_remembers_the_last_evaluation_of_the_shorter_one(workspace):
     changes = {"eval_data": workspace.held_out, "eval_every": 2, "lr": 0, "resume": "auto"}
     main(workspace.settings("longer-patience", steps=3, **changes))  # evaluates 0, 2 and 3
@@ -461,6 +472,7 @@ def test_a_longer_run_remembers_the_last_evaluation_of_the_shorter_one(workspace
     assert (state["evaluated"], state["best_step"], state["evaluations_since"]) == (3, 0, 2)
 
 
+@pytest.mark.slow
 def test_a_run_that_goes_on_elsewhere_counts_no_evaluation_twice(workspace):
     changes = {"eval_data": workspace.held_out, "eval_every": 2, "save_every": 2, "lr": 0}
     main(workspace.settings("here", steps=4, **changes))

@@ -75,16 +75,17 @@ def launch_two(tmp_path, monkeypatch, capfd) -> Iterator[Launch]:
 
 
 FAIL_LATER = """
-import tigon.train.trainer as loop
-update = loop.update
+import tigon.train.trainer as trainer
+update_weights = trainer.update_weights
 def fail(run, step):
     if step == 1:
         {what}
-    update(run, step)
-loop.update = fail
+    update_weights(run, step)
+trainer.update_weights = fail
 """
 
 
+@pytest.mark.slow(first=1)
 @pytest.mark.parametrize(
     ("what", "code", "message"),
     [
@@ -109,6 +110,7 @@ def test_missing_input_of_one_rank_is_named(workspace, launch_two, tmp_path, mon
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_torchrun_reports_missing_input(workspace, tmp_path):
     write_rank_one_code(tmp_path, f"os.chdir({str(tmp_path)!r})")
     settings = workspace.settings("x", run_dir=tmp_path / "run", data="train.jsonl")
@@ -122,6 +124,7 @@ def test_torchrun_reports_missing_input(workspace, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_interrupted_ranks_save_a_checkpoint(workspace):
     main(workspace.settings("alone", steps=3, schedule="constant"))
     expected = workspace.metrics("alone", "loss")

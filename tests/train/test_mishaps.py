@@ -22,6 +22,7 @@ from tigon.train.logging import read_metrics
 from tigon.train.resume import claim
 
 
+@pytest.mark.slow
 def test_a_rollback_takes_no_checkpoint_that_the_run_has_not_made(workspace, finished, poisoned):
     """A damaged one of a later step was passed over when the run went on from one before it."""
     run = shutil.copytree(finished, workspace.root / "later")
@@ -127,6 +128,7 @@ def test_the_lock_is_no_link_to_a_file_of_somebody(workspace, tmp_path):
     assert precious.read_text() == "as it was"
 
 
+@pytest.mark.slow
 def test_killed_in_the_export_of_the_best_it_is_exported_again(workspace, monkeypatch):
     class Killed(BaseException):
         pass
@@ -193,6 +195,7 @@ def test_a_clock_that_was_put_back_still_keeps_one_every_hour():
     assert KeepPolicy(last=1, hours=1).choose(saved) == {0, 1, 2, 3}
 
 
+@pytest.mark.slow(first=2)
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -224,6 +227,7 @@ def unread(how: str, settings: list[str]) -> None:
     main(settings)
 
 
+@pytest.mark.slow(first=1)
 @pytest.mark.parametrize("how", ["closed", "full"])
 def test_a_log_that_cannot_be_written_costs_no_step(workspace, how):
     """As with `| tee log`, which Ctrl-C ends before the run has saved its checkpoint."""
@@ -270,6 +274,7 @@ def test_rows_that_no_file_has_are_missed(state, tmp_path):
         checkpoint.load(target, state.model)
 
 
+@pytest.mark.slow(first=2)
 @pytest.mark.parametrize(
     ("row", "message"),
     [
@@ -300,6 +305,7 @@ def test_a_key_that_is_not_unicode_ends_nothing(workspace, tmp_path):
     assert r"k\ud800" in train_on(1, settings)
 
 
+@pytest.mark.slow
 def test_a_cache_made_with_bad_rows_skipped_does_not_hide_them(workspace, tmp_path):
     messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "only here"}]
     data = tmp_path / "rows.jsonl"
@@ -310,6 +316,7 @@ def test_a_cache_made_with_bad_rows_skipped_does_not_hide_them(workspace, tmp_pa
         main([*settings, f"run_dir={tmp_path}/error"])
 
 
+@pytest.mark.slow
 def test_a_line_without_an_end_does_not_fill_the_memory(workspace, tmp_path, monkeypatch):
     """A gigabyte of it may be a few kilobytes on the disk."""
     monkeypatch.setattr("tigon.data.sources.MAX_LINE_BYTES", 2**20)

@@ -21,6 +21,7 @@ from tigon.train.model import check_sizes
 STEPS = {"steps": 5, "warmup_steps": 2, "export": "true", "eps": 1e-6}
 
 
+@pytest.mark.slow(first=1)
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_two_groups_of_two_ranks_are_as_one_rank(workspace, optimizer):
     """And two ranks go on from their checkpoint."""
@@ -45,6 +46,7 @@ def family(workspace, request) -> tuple[str, dict]:
     return request.param, steps
 
 
+@pytest.mark.slow
 def test_tensor_parallel_runs_are_as_one_rank(workspace, family):
     """Two ranks of it with two of FSDP; a run goes on from there on one rank, and from one rank on
     two of tensor parallelism."""
@@ -70,6 +72,7 @@ def test_tensor_parallel_runs_are_as_one_rank(workspace, family):
     assert all(torch.equal(exported[name], converted[name]) for name in exported)
 
 
+@pytest.mark.slow
 def test_ranks_that_share_layers_alone(workspace):
     """FSDP2 divides nothing there, and is left out: frozen weights, micro-batches, clipping, the
     average of the weights, and a run that goes on are as on one rank."""
@@ -88,6 +91,7 @@ def test_ranks_that_share_layers_alone(workspace):
     assert all(torch.equal(theirs[name], weight) for name, weight in ours.items())
 
 
+@pytest.mark.slow(first=1)
 @pytest.mark.parametrize(
     ("changes", "wrapped"),
     [({}, False), ({"dtype": "bfloat16"}, True), ({"param_dtype": "bfloat16"}, False)],
@@ -105,6 +109,7 @@ def test_fsdp_casts_where_it_divides_nothing(workspace, changes, wrapped):
         assert two == pytest.approx(one, rel=3e-2 if changes else 1e-5), key
 
 
+@pytest.mark.slow
 def test_states_of_eight_bits(workspace):
     """Their blocks are those of whole rows, and go from one layout to another. What is rounded
     otherwise may have another code."""

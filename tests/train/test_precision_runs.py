@@ -119,6 +119,7 @@ def two_ranks(workspace, whole) -> str:
     return Ranks(2, on_ranks, moved, runs, sums).finish()
 
 
+@pytest.mark.slow(first=2)
 @pytest.mark.parametrize("case", [*CASES, "experts"])
 def test_states_have_the_same_bits_on_two_ranks(workspace, two_ranks, case):
     source = tensors(step(workspace.root / case, 2))
@@ -172,6 +173,7 @@ def test_the_average_is_that_of_its_definition(workspace):
     assert not (workspace.root / "alone/hf-ema").exists()
 
 
+@pytest.mark.slow(first=1)
 @pytest.mark.parametrize("policy", ["skip", "rollback"])
 def test_steps_that_are_left_out_do_not_enter_the_average(workspace, poisoned, policy):
     """Step 3 is skipped; or step 2's checkpoint comes back, with the rows of step 4."""
@@ -230,6 +232,7 @@ def test_adamws_states_become_bfloat16_and_that_is_said(workspace, finished, cap
     assert found["optimizer.exp_avg.model.norm.weight"].dtype == torch.bfloat16
 
 
+@pytest.mark.slow
 def test_states_on_the_host_change_no_bit(workspace):
     changes = {"steps": 3, "save_every": 3}
     for offload in ("false", "true"):

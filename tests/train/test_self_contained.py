@@ -78,6 +78,7 @@ def test_damaged_weights_are_not_used(run, tmp_path, capfd):
     assert not (tmp_path / "other").exists()
 
 
+@pytest.mark.slow(first=1)
 @pytest.mark.parametrize("family", ["llama", "experts"])
 def test_what_two_ranks_saved_is_what_they_exported(family, workspace, tmp_path):
     """Bit for bit: packed projections, tied embeddings of odd height, five experts."""
@@ -103,6 +104,7 @@ def test_what_two_ranks_saved_is_what_they_exported(family, workspace, tmp_path)
         assert all(torch.equal(found[key], t) for key, t in expected.items())
 
 
+@pytest.mark.slow
 def test_two_ranks_pass_over_a_damaged_checkpoint_together(workspace):
     settings = workspace.settings("pair-damaged", steps=4, save_every=2, keep_last=0)
     train_on(2, settings)

@@ -81,7 +81,8 @@ def whole(workspace):
     return settings
 
 
-@pytest.mark.parametrize(("module", "function"), [("trainer", "summed"), ("trainer", "export")])
+@pytest.mark.slow(first=1)
+@pytest.mark.parametrize(("module", "function"), [("trainer", "all_reduce_sums"), ("trainer", "export")])
 def test_at_the_end_it_stops_and_the_same_command_finishes(workspace, whole, module, function):
     run = f"ended-{function}"
     settings = workspace.settings(run, **whole, resume="auto")
@@ -118,7 +119,7 @@ def test_an_export_of_fewer_steps_is_made_again(workspace, whole):
 
 def test_in_the_loop_it_stops_after_the_step_and_says_so_at_once(workspace):
     settings = workspace.settings("interrupted", steps=50)
-    done = signalled(settings, "trainer", "update", f"args[1] == 2 and {kill('SIGINT')}")
+    done = signalled(settings, "trainer", "update_weights", f"args[1] == 2 and {kill('SIGINT')}")
     assert done.codes[0] == 130
     assert "SIGINT: stopping after this step, with a checkpoint; again to stop now" in done.errors
     newest = checkpoint.latest(workspace.root / "interrupted/checkpoints")
@@ -130,7 +131,7 @@ def test_in_the_loop_it_stops_after_the_step_and_says_so_at_once(workspace):
 def test_a_second_interrupt_ends_the_run_without_a_traceback(workspace):
     settings = workspace.settings("twice", steps=50)
     twice = f"[(os.kill(os.getpid(), signal.SIGINT), time.sleep({AGAIN + 0.5})) for _ in 'ab']"
-    done = signalled(settings, "trainer", "update", f"args[1] == 2 and {twice}")
+    done = signalled(settings, "trainer", "update_weights", f"args[1] == 2 and {twice}")
     assert done.codes[0] == 130
     assert "stopped now; what was saved last is in run_dir/checkpoints" in done.errors
     assert "Traceback" not in done.errors
@@ -162,7 +163,7 @@ def test_rows_are_json_though_numbers_are_not(workspace, tmp_path):
 
 def test_a_terminal_that_goes_away_costs_no_step(workspace):
     settings = workspace.settings("hung-up", steps=50)
-    done = signalled(settings, "trainer", "update", f"args[1] == 2 and {kill('SIGHUP')}")
+    done = signalled(settings, "trainer", "update_weights", f"args[1] == 2 and {kill('SIGHUP')}")
     assert done.codes[0] == 129, done.errors
     newest = checkpoint.latest(workspace.root / "hung-up/checkpoints")
     assert newest is not None and newest.name == "step-00000003"

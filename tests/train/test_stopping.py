@@ -48,6 +48,7 @@ def test_a_signal_is_honoured_at_the_end_of_the_step_under_way(workspace, signal
     assert said in capsys.readouterr().out
 
 
+@pytest.mark.slow(first=1)
 @pytest.mark.parametrize("background", ["true", "false"])
 def test_a_checkpoint_that_would_not_be_whole_in_time_is_not_begun(
     workspace, signalled, monkeypatch, capsys, background
@@ -78,6 +79,7 @@ def test_a_checkpoint_that_would_not_be_whole_in_time_is_not_begun(
     assert [row["step"] for row in rows] == list(range(1, 9))
 
 
+@pytest.mark.slow(first=1)
 @pytest.mark.parametrize(
     ("changes", "number"),
     [({"stop_seconds": 0}, signal.SIGTERM), ({}, signal.SIGTERM), ({}, signal.SIGINT)],
@@ -92,6 +94,7 @@ def test_a_checkpoint_is_written_where_there_is_time(
     assert names(tmp_path / "run") == ["step-00000001"]
 
 
+@pytest.mark.slow
 def test_without_a_checkpoint_the_run_begins_again(workspace, signalled, monkeypatch, capsys):
     monkeypatch.setattr(saver.Saver, "expected", lambda self: 31.0)
     signalled(2)

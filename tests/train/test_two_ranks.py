@@ -51,6 +51,7 @@ def test_two_ranks_and_one_have_the_same_curve_and_export(workspace, settings):
     assert_same_curve(workspace, "two-then-one", start=8)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_one_rank_resumes_on_two(workspace, settings):
     source = workspace.root / "one/checkpoints/step-00000004"
     printed = train_on(2, settings("one-then-two", resume=source))
@@ -58,6 +59,7 @@ def test_a_checkpoint_of_one_rank_resumes_on_two(workspace, settings):
     assert_same_curve(workspace, "one-then-two", start=4)
 
 
+@pytest.mark.slow
 def test_experts_that_two_ranks_share(workspace, tmp_path):
     """The same micro-batches have the same balance, whichever rank runs them."""
     model = write_model(tmp_path / "experts", **EXPERTS)

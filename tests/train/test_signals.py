@@ -82,13 +82,13 @@ def whole(workspace):
 
 
 @pytest.mark.slow(first=1)
-@pytest.mark.parametrize(("module", "function"), [("trainer", "all_reduce_sums"), ("trainer", "export")])
-def test_at_the_end_it_stops_and_the_same_command_finishes(workspace, whole, module, function):
+@pytest.mark.parametrize("function", ["all_reduce_sums", "export"])
+def test_at_the_end_it_stops_and_the_same_command_finishes(workspace, whole, function):
     run = f"ended-{function}"
     settings = workspace.settings(run, **whole, resume="auto")
     metrics = workspace.root / run / "metrics.jsonl"  # 5 steps and 3 evaluations before the last
     action = f"open({str(metrics)!r}).read().count('step_') == 5 and {NOW}"
-    done = signalled(settings, module, function, action)
+    done = signalled(settings, "trainer", function, action)
     assert done.codes[0] == 143, done.errors
     assert "stopped by SIGTERM in the last evaluation or the export: resume=auto" in done.errors
     directory = workspace.root / run

@@ -358,7 +358,7 @@ def blamed_inside(settings: list[str]) -> None:
     main(settings)
 
 
-@pytest.mark.slow(first=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("dimension", ["tensor", "context"])
 def test_of_ranks_that_share_rows_all_are_named(workspace, dimension):
     """They have the same loss, and nobody knows on which of them it began."""

@@ -101,6 +101,7 @@ def test_failed_rank_ends_the_others(workspace, launch_two, tmp_path, what, code
     assert errors.strip().splitlines()[-1].startswith(f"tigon.train: {message}")
 
 
+@pytest.mark.slow
 def test_missing_input_of_one_rank_is_named(workspace, launch_two, tmp_path, monkeypatch):
     monkeypatch.chdir(workspace.root)
     settings = workspace.settings("x", run_dir=tmp_path / "run", data="train.jsonl")
@@ -146,6 +147,7 @@ def test_interrupted_ranks_save_a_checkpoint(workspace):
     assert checkpoint.step_of(checkpoint.latest(run / "checkpoints")) == len(found)
 
 
+@pytest.mark.slow
 def test_taken_port_is_named(workspace):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])

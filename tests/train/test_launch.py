@@ -231,9 +231,3 @@ def test_incomplete_rank_environment_is_refused(workspace, monkeypatch):
         with pytest.raises(SystemExit, match=f"{name}=.* in the environment is no number: unset"):
             main(workspace.settings("left"))
         monkeypatch.setenv("WORLD_SIZE", "abc")
-
-
-def test_unknown_network_interface_is_refused(workspace, monkeypatch):
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo,nosuch0")
-    with pytest.raises(SystemExit, match=r"this host has no network interface nosuch0, and has "):
-        main(workspace.settings("interface"))

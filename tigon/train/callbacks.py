@@ -28,7 +28,7 @@ from tigon.weights import explain_full_disk
 
 @dataclass(frozen=True)
 class HookRequest:
-    """What a pass returns for its watchers besides predictions and metrics."""
+    """Names what a pass returns for its watchers besides predictions and metrics."""
 
     # For each hook int64 [n], the positions in the flattened batch whose logits it gets
     at: tuple[Tensor | None, ...] = ()
@@ -43,7 +43,7 @@ class HookRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class PassOutput:
-    """What a pass computed for each position of its micro-batch, without gradients."""
+    """Holds what a pass computed for each position of its micro-batch, without gradients."""
 
     loss: Tensor  # this micro-batch's part of the loss of the step, or of the evaluation
     labels: Tensor  # int64 [B, T]: the token to predict there, -100 where none counts
@@ -56,7 +56,7 @@ class PassOutput:
 
 @dataclass(frozen=True, kw_only=True)
 class HookContext(PassOutput):
-    """What a hook is called with; `logits_at` has the positions that this hook chose."""
+    """Holds what a hook is called with; `logits_at` has the positions that this hook chose."""
 
     at: Tensor | None  # int64 [n]: these positions, in the flattened batch
     step: int  # as in metrics.jsonl
@@ -68,7 +68,7 @@ class HookContext(PassOutput):
 
 
 class Hook:
-    """A callable of the user, with its optional method `positions`."""
+    """Wraps a callable of the user, with its optional method `positions`."""
 
     def __init__(self, name: str):
         """`name`: module:function or file.py:function. ValueError if it cannot be found."""
@@ -77,9 +77,8 @@ class Hook:
         if isinstance(call, type):
             call = self._run(call)
         if not callable(call):
-            raise ValueError(
-                f"hooks={name}: {type(call).__name__} is not callable: name a function"
-            )
+            kind = type(call).__name__
+            raise ValueError(f"hooks={name}: {kind} is not callable: name a function")
         self._call, self._positions = call, getattr(call, "positions", None)
 
     def positions(self, micro_batch: MicroBatch, labels: Tensor) -> Tensor | None:
@@ -109,7 +108,7 @@ class Hook:
 
 
 class Hooks:
-    """The hooks of a run, in the order of the config. Every rank calls each equally often."""
+    """Calls the hooks of a run in the order of the config, equally often on every rank."""
 
     def __init__(self, names: Sequence[str], every: int):
         self.hooks, self.every = [Hook(name) for name in names], every
@@ -128,17 +127,16 @@ class Hooks:
         logits_at: list[Tensor | None] = [None] * len(self.hooks)
         if output.logits_at is not None:
             chunks = output.logits_at.split([0 if at is None else len(at) for at in request.at])
-            logits_at = [
-                None if at is None else chunk for at, chunk in zip(request.at, chunks, strict=True)
-            ]
+            pairs = zip(request.at, chunks, strict=True)
+            logits_at = [None if at is None else chunk for at, chunk in pairs]
         for hook, at, logits in zip(self.hooks, request.at, logits_at, strict=True):
             hook(HookContext(**vars(output) | context | {"at": at, "logits_at": logits}))
 
 
 def _import_function(name: str) -> Any:
     """Imports what module:function or file.py:function names."""
-    source, colon, attribute = name.rpartition(":")
-    if not colon or not source or not attribute:
+    source, _, attribute = name.rpartition(":")
+    if not source or not attribute:
         raise ValueError(f"hooks={name}: give module:function or file.py:function")
     try:
         module = _load_file(Path(source)) if source.endswith(".py") else _import(source)
@@ -202,24 +200,21 @@ class PredictionsWriter:
 
     def __exit__(self, kind: type[BaseException] | None, *rest: Any) -> None:
         part = self._part
-        if kind is not None:
-            with suppress(OSError):  # a write that failed fails again
-                self.file.close()
-            self._remove()
-            return
         try:
-            with explain_full_disk(part, part.stat().st_size):
-                self.file.close()
-            self.world.barrier()
-            if self.world.main:
-                with explain_full_disk(
-                    self.target, sum(part.stat().st_size for part in self.parts)
-                ):
+            with suppress(OSError) if kind else explain_full_disk(part, part.stat().st_size):
+                self.file.close()  # after an error, a write that failed fails again
+            if kind is None:
+                self.world.barrier()
+            if kind is None and self.world.main:
+                size = sum(part.stat().st_size for part in self.parts)
+                with explain_full_disk(self.target, size):
                     merge_rank_files(self.parts, self.target)
                 self._remove()
         except OSError:  # a full disk needs the room
             self._remove()
             raise
+        if kind is not None:
+            self._remove()
 
     @property
     def _part(self) -> Path:
@@ -246,25 +241,23 @@ def prediction_rows(output: PassOutput, micro_batch: MicroBatch) -> list[dict[st
     metrics = {n: x.flatten().tolist() for n, x in output.metrics.items()}
     target_positions = (labels != IGNORE_INDEX).nonzero().squeeze(1).tolist()
     targets, predicted = labels.tolist(), predictions.tolist()
-    prediction_rows = []
+    rows = []
     end = 0
-    spans = micro_batch.spans.tolist()
-    for (start, stop), origin in zip(spans, micro_batch.origins, strict=True):
+    for (start, stop), origin in zip(micro_batch.spans.tolist(), micro_batch.origins, strict=True):
         begin = end
         while end < len(target_positions) and target_positions[end] < stop:
             end += 1
         positions = target_positions[begin:end]
-        if not positions:
-            continue
-        row: dict[str, Any] = {"source": origin}
-        row["positions"] = [i - start + 1 for i in positions]  # of the tokens, in the sequence
-        row["target_ids"] = [targets[i] for i in positions]
-        row["predicted_ids"] = [predicted[i] for i in positions]
-        row["correct"] = [targets[i] == predicted[i] for i in positions]
-        prediction_rows.append(
-            row | {n: [values[i] for i in positions] for n, values in metrics.items()}
-        )
-    return prediction_rows
+        if positions:
+            row = {
+                "source": origin,
+                "positions": [i - start + 1 for i in positions],  # of the tokens, in the sequence
+                "target_ids": [targets[i] for i in positions],
+                "predicted_ids": [predicted[i] for i in positions],
+                "correct": [targets[i] == predicted[i] for i in positions],
+            }
+            rows.append(row | {n: [x[i] for i in positions] for n, x in metrics.items()})
+    return rows
 
 
 def merge_rank_files(parts: Sequence[Path], target: Path) -> None:

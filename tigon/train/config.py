@@ -70,7 +70,7 @@ class Parallel:
     expert: int = setting(1, "ranks, of fsdp x context x tensor, that share the experts", ge=1)
 
     def sizes(self, ranks: int) -> MeshSizes:
-        """Returns the mesh of so many ranks; raises ValueError if the dimensions do not fit them."""
+        """Returns the mesh of so many ranks; raises ValueError if the dimensions do not fit."""
         others = self.replicate * self.context * self.tensor
         fsdp = max(1, ranks // others) if self.fsdp is None else self.fsdp
         sizes = MeshSizes(self.replicate, fsdp, self.context, self.tensor, self.expert)
@@ -606,7 +606,7 @@ def check_push(config: Config) -> None:
 
 
 def parallel_settings(config: Config) -> Parallel:
-    """Returns how ranks share the run; raises ValueError where parallel=auto has not been resolved."""
+    """Returns how ranks share the run; raises ValueError if parallel=auto is not resolved."""
     if config.parallel == "auto":
         raise ValueError("parallel=auto: no layout has been chosen yet")
     return config.parallel or Parallel()

@@ -39,7 +39,7 @@ SAVE_FAILED = 1000  # more than the number of any signal
 
 
 class Interrupted(Exception):
-    """A signal ended the evaluation; it is made when the run resumes."""
+    """Says that a signal ended the evaluation, which is made when the run resumes."""
 
 
 def train(run: TrainingRun) -> int:
@@ -339,7 +339,7 @@ def read_known_eval_loss(run: TrainingRun, step: int) -> float | None:
 
 def open_task(run: TrainingRun) -> None:
     """Lets the task read or compute what it needs besides the data; raises InputError."""
-    loaders = [loader for loader in (run.data, run.eval_data) if loader is not None]
+    loaders = [*filter(None, (run.data, run.eval_data))]
     try:
         run.task.open(run.model, loaders, trained=run.start > 0)
     except InputError:
@@ -387,8 +387,7 @@ class Deadline:
         self._warned = True
         self.run.world.log_rank0(
             f"note: a step and a checkpoint take {needed:.0f} s, longer than stop_seconds="
-            f"{self.seconds:g}: SIGTERM would end the run without a checkpoint. Let the scheduler "
-            "grant more, and say so in stop_seconds"
+            f"{self.seconds:g}: SIGTERM would end the run without a checkpoint"
         )
 
     def allows_save(self, step: int) -> bool:

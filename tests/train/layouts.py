@@ -26,7 +26,9 @@ def train_all(runs: list[list[str]]) -> None:
         for settings in runs:
             run = prepare(load(None, settings), world)
             assert train(run) == 0
-            run.model.save_pretrained(Path(run.config.run_dir, "trained"))
+            model = run.model
+            save = model.save_pretrained if model.active_adapter is None else model.save_adapter
+            save(Path(run.config.run_dir, "trained"))
 
 
 def train_once(ranks: int, settings: list[str], **environment: str) -> str:
@@ -76,3 +78,20 @@ def assert_same_run(
     assert old.keys() == new.keys() and old
     for name, weight in old.items():
         assert relative_error(new[name], weight) <= tolerance, name
+
+
+def assert_same_metrics(
+    workspace: Any, one: str, other: str, *keys: str, rel: float = TOLERANCE
+) -> None:
+    """The steps or evaluations that `other` has made; `keys`: loss and grad_norm by default."""
+    for key in keys or ("loss", "grad_norm"):
+        expected, found = (workspace.metrics(run, key) for run in (one, other))
+        assert found and found == pytest.approx(expected[-len(found) :], rel=rel, abs=0), key
+
+
+def assert_same_tensors(one: Path, other: Path, atol: float = 0.0) -> None:
+    """The tensors of two safetensors files, or of the models in two directories."""
+    old, new = (load_file(p / "model.safetensors" if p.is_dir() else p) for p in (one, other))
+    assert old.keys() == new.keys()
+    for name, weight in old.items():
+        torch.testing.assert_close(new[name], weight, rtol=0, atol=atol, msg=name)

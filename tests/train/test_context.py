@@ -87,7 +87,7 @@ def make(workspace, kinds) -> Any:
         if source is not None:
             changes["resume"] = workspace.root / source / "checkpoints/step-00000002"
         settings = workspace.settings(name, **SAME | kinds[kind] | changes)
-        cache = workspace.root / f"cache-{ranks}"  # references are computed anew
+        cache = workspace.root / f"cache-{way}"  # references are computed anew
         report = {"REPORT": f"{workspace.root}/report-{way}", "TIGON_CACHE": str(cache)}
         return train_once(ranks, settings, **report)
 

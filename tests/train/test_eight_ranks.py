@@ -7,6 +7,7 @@ from safetensors.torch import load_file
 
 from tests.numbers import relative_error
 from tests.small import EXPERTS, write_model
+from tests.train.layouts import assert_same_metrics
 from tests.train.ranks import train_on
 from tigon.train import main
 
@@ -47,9 +48,9 @@ def test_eight_ranks_are_as_one(workspace, settings, way):
         main(settings(one, kind))
     changes = {f"parallel.{name}": size for name, size in parallel.items()}
     train_on(8, settings(run, kind, **changes), OMP_NUM_THREADS="1")
-    for key in ("loss", "grad_norm", *["aux_loss"] * (kind == "experts")):
-        expected, found = (workspace.metrics(name, key) for name in (one, run))
-        assert len(found) == 3 and found == pytest.approx(expected, rel=1e-5), key
+    assert_same_metrics(workspace, one, run)
+    if kind == "experts":
+        assert_same_metrics(workspace, one, run, "aux_loss")
     files = (workspace.root / name / "hf/model.safetensors" for name in (one, run))
     expected, found = map(load_file, files)
     assert expected.keys() == found.keys()

@@ -9,6 +9,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from tests.numbers import relative_error
 from tests.small import EXPERTS, write_model
+from tests.train.layouts import assert_same_metrics, assert_same_tensors
 from tests.train.ranks import TORCHRUN, Ranks, train_on
 from tigon.parallel import MeshSizes
 from tigon.train import load, main, prepare, start, train
@@ -64,12 +65,9 @@ def test_tensor_parallel_runs_are_as_one_rank(workspace, family):
     assert "step-00000003: parallel.tensor 1 -> 2\n" in said
     assert_same_run(workspace, f"{name}-one", f"{name}-two", "hf-ema")
     # The same files as those that the run exported, from its checkpoint
-    last = workspace.root / f"{name}-four/checkpoints/step-00000005"
-    convert_checkpoint(last, str(workspace.root / f"{name}-converted"))
-    exported = load_file(workspace.root / f"{name}-four/hf/model.safetensors")
-    converted = load_file(workspace.root / f"{name}-converted/model.safetensors")
-    assert exported.keys() == converted.keys()
-    assert all(torch.equal(exported[name], converted[name]) for name in exported)
+    last, converted = f"{name}-four/checkpoints/step-00000005", workspace.root / f"{name}-converted"
+    convert_checkpoint(workspace.root / last, str(converted))
+    assert_same_tensors(workspace.root / f"{name}-four/hf", converted)
 
 
 @pytest.mark.slow
@@ -86,9 +84,7 @@ def test_ranks_that_share_layers_alone(workspace):
     for run, count, settings in (("fewer", 1, steps), ("same", 2, two)):
         train_on(count, workspace.settings(f"alone-{run}", **settings, resume=source))
         assert_same_run(workspace, "alone-one", f"alone-{run}", "hf-ema")
-    files = (workspace.root / f"alone-{run}/hf/model.safetensors" for run in ("two", "same"))
-    ours, theirs = map(load_file, files)
-    assert all(torch.equal(theirs[name], weight) for name, weight in ours.items())
+    assert_same_tensors(*(workspace.root / f"alone-{run}/hf" for run in ("two", "same")))
 
 
 @pytest.mark.slow(first=1)
@@ -104,9 +100,7 @@ def test_fsdp_casts_where_it_divides_nothing(workspace, changes, wrapped):
     settings = workspace.settings(f"{run}-two", **same, **{"parallel.tensor": 2})
     said = Ranks(2, train_and_say, settings).finish()
     assert said.count(f"wrapped: {wrapped}") == 2
-    for key in ("loss", "grad_norm"):
-        one, two = (workspace.metrics(f"{run}-{count}", key) for count in ("one", "two"))
-        assert two == pytest.approx(one, rel=3e-2 if changes else 1e-5), key
+    assert_same_metrics(workspace, f"{run}-one", f"{run}-two", rel=3e-2 if changes else 1e-5)
 
 
 @pytest.mark.slow
@@ -129,14 +123,11 @@ def test_states_of_eight_bits(workspace):
         more = {"OMP_NUM_THREADS": "1"} if count == 4 else {}
         train_on(count, workspace.settings(f"eight-{run}", **settings, resume=resume), **more)
         assert_near(workspace, "eight-one", f"eight-{run}")
-    files = (workspace.root / f"eight-{run}/hf/model.safetensors" for run in ("two", "same"))
-    ours, theirs = map(load_file, files)
-    assert all(torch.equal(theirs[name], weight) for name, weight in ours.items())
+    assert_same_tensors(*(workspace.root / f"eight-{run}/hf" for run in ("two", "same")))
 
 
 def assert_near(workspace, one: str, other: str) -> None:
-    expected, found = (workspace.metrics(run, "loss") for run in (one, other))
-    assert found == pytest.approx(expected[-len(found) :], rel=1e-4)
+    assert_same_metrics(workspace, one, other, "loss", rel=1e-4)
     files = (workspace.root / run / "hf/model.safetensors" for run in (one, other))
     expected, found = map(load_file, files)
     for name, weight in expected.items():
@@ -159,32 +150,17 @@ def train_and_say(settings: list[str]) -> None:
 
 def assert_same_run(workspace, one: str, other: str, *exports: str) -> None:
     """The steps that the other has made, and the export of both."""
-    for key in ("loss", "grad_norm"):
-        expected, got = workspace.metrics(one, key), workspace.metrics(other, key)
-        assert got == pytest.approx(expected[len(expected) - len(got) :], rel=1e-5), key
-        assert got
+    assert_same_metrics(workspace, one, other)
     for export in ("hf", *exports):
-        files = (workspace.root / run / export / "model.safetensors" for run in (one, other))
-        ours, theirs = map(load_file, files)
-        assert ours.keys() == theirs.keys()
-        for name, weight in ours.items():
-            torch.testing.assert_close(theirs[name], weight, rtol=0, atol=1e-5, msg=name)
+        assert_same_tensors(*(workspace.root / run / export for run in (one, other)), atol=1e-5)
 
 
 def test_the_product_is_the_number_of_ranks():
     assert Parallel(replicate=2).sizes(8) == MeshSizes(2, 4)
     assert Parallel(replicate=2, fsdp=2, tensor=2).sizes(8) == MeshSizes(2, 2, 1, 2)
     for settings, ranks, said in (
-        (
-            Parallel(replicate=2, fsdp=3),
-            4,
-            "replicate 2 x fsdp 3 = 6 is not the number of ranks, 4: start 6 processes",
-        ),
-        (
-            Parallel(replicate=3),
-            4,
-            "replicate 3 does not divide the number of ranks, 4: start a multiple of 3",
-        ),
+        (Parallel(replicate=2, fsdp=3), 4, "2 x fsdp 3 = 6 is not the number of ranks, 4: start 6"),
+        (Parallel(replicate=3), 4, "3 does not divide the number of ranks, 4: start a multiple"),
         (Parallel(fsdp=2), 1, "fsdp 2 is not the number of ranks, 1: start 2 processes"),
         (Parallel(expert=2), 1, r"expert=2 must divide .*, 1 \(.*: start more processes \(--nproc"),
     ):
@@ -250,11 +226,16 @@ def test_columns_without_draws_are_told_before_data_are_read(workspace):
     check_sizes(config, MeshSizes(tensor=4))
 
 
-def test_gradients_are_not_sharded_within_groups(workspace):
-    with pytest.raises(SystemExit, match=r"parallel\.replicate=2 does not work with sharding"):
-        main(workspace.settings("none", **{"parallel.replicate": 2, "sharding": "gradients"}))
-
-
-def test_what_tensor_parallelism_lacks_is_named(workspace):
-    with pytest.raises(SystemExit, match=r"lora\.quantize=nf4 does not work with .*tensor=2"):
-        main(workspace.settings("none", **{"parallel.tensor": 2, "lora.quantize": "nf4"}))
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"parallel.tensor": 2, "lora.quantize": "nf4"}, "lora.quantize=nf4 .* parallel.tensor=2"),
+        (
+            {"parallel.replicate": 2, "sharding": "gradients"},
+            r"parallel\.replicate=2 does not work",
+        ),
+    ],
+)
+def test_combinations_without_support(workspace, changes, said):
+    with pytest.raises(SystemExit, match=said):
+        main(workspace.settings("none", **changes))

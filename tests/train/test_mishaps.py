@@ -17,7 +17,6 @@ from tigon.train import callbacks, checkpoint, logging, main, trainer
 from tigon.train.checkpoint import files
 from tigon.train.checkpoint.files import KeepPolicy, SavedStep
 from tigon.train.config_file import load
-from tigon.train.distributed import World
 from tigon.train.logging import read_metrics
 from tigon.train.resume import claim
 
@@ -49,19 +48,14 @@ def test_the_last_checkpoint_is_not_a_damaged_one_that_was_passed_over(
         main(settings)
 
 
-def test_predictions_on_a_full_disk_leave_no_part_of_any_rank(tmp_path, monkeypatch):
-    def full(parts, target):
+def test_predictions_on_a_full_disk_leave_no_file(tmp_path, monkeypatch, world):
+    def full(descriptor):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(callbacks, "merge_rank_files", full)
-    world = World(0, 2, torch.device("cpu"))
-    monkeypatch.setattr(World, "barrier", lambda world: None)
-    with (
-        pytest.raises(OSError, match=r"became full while .*predictions-step-00000003.jsonl was"),
-        callbacks.PredictionsWriter(tmp_path, 3, None, world) as file,
-    ):
-        assert len(file.parts) == 2
-        file.parts[1].write_text("of the other rank")
+    monkeypatch.setattr(callbacks.os, "fsync", full)
+    said = r"became full while .*predictions-step-00000003.jsonl was"
+    with pytest.raises(OSError, match=said), callbacks.PredictionsWriter(tmp_path, 3, None, world):
+        pass
     assert list(tmp_path.iterdir()) == []
 
 

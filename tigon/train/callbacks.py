@@ -9,7 +9,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -180,59 +180,45 @@ def _load_file(path: Path) -> ModuleType:
 class PredictionsWriter:
     """Writes run_dir/predictions-step-N.jsonl: a line for each sequence, batch after batch.
 
-    Each data-parallel rank writes a partial file and rank 0 merges them: the result is the same on
-    any number of ranks, and appears when it is complete. All ranks share one run_dir.
+    Ranks send their lines to rank 0, whose file is the same on any number of ranks and appears when
+    it is complete.
     """
 
     def __init__(self, directory: Path, step: int, tokenizer: Tokenizer, world: World):
         self.target = directory / f"predictions-step-{step:08d}.jsonl"
+        self.temporary = self.target.with_name(f".{self.target.name}.partial")
         self.tokenizer, self.world = tokenizer, world
-        self.parts = [
-            self.target.with_name(f".{self.target.name}.rank-{rank}.partial")
-            for rank in range(world.data.size)
-        ]
 
     def __enter__(self) -> Self:
-        if self.world.is_data_leader:
-            self._part.unlink(missing_ok=True)  # never written through, should it be a link
-        self.file = open(self._part, "w", encoding="utf-8")
+        if self.world.main:
+            self.temporary.unlink(missing_ok=True)  # never written through, should it be a link
+            self.file = open(self.temporary, "w", encoding="utf-8")
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *rest: Any) -> None:
-        part = self._part
+        if not self.world.main:
+            return
         try:
-            with suppress(OSError) if kind else explain_full_disk(part, part.stat().st_size):
-                self.file.close()  # after an error, a write that failed fails again
+            with suppress(OSError) if kind else explain_full_disk(self.target, self.file.tell()):
+                self.file.flush()
+                os.fsync(self.file.fileno())
             if kind is None:
-                self.world.barrier()
-            if kind is None and self.world.main:
-                size = sum(part.stat().st_size for part in self.parts)
-                with explain_full_disk(self.target, size):
-                    merge_rank_files(self.parts, self.target)
-                self._remove()
-        except OSError:  # a full disk needs the room
-            self._remove()
-            raise
-        if kind is not None:
-            self._remove()
-
-    @property
-    def _part(self) -> Path:
-        """This rank's partial file; of ranks that share rows only the first has one."""
-        return self.parts[self.world.data.rank] if self.world.is_data_leader else Path(os.devnull)
-
-    def _remove(self) -> None:
-        """Removes all partial files, also those that a run on more ranks has left."""
-        for part in self.target.parent.glob(f".{self.target.name}.rank-*.partial"):
-            part.unlink(missing_ok=True)
+                self.temporary.replace(self.target)
+        finally:  # a full disk needs the room
+            self.temporary.unlink(missing_ok=True)
+            with suppress(OSError):  # a write that failed fails again
+                self.file.close()
 
     def write(self, output: PassOutput, micro_batch: MicroBatch) -> None:
-        """Writes this rank's next micro-batch, which an empty line ends."""
-        for row in prediction_rows(output, micro_batch):
+        """Writes the next micro-batch of every rank; all ranks call it."""
+        rows = prediction_rows(output, micro_batch) if self.world.is_data_leader else []
+        for row in rows:
             for name in ("target", "predicted"):
                 row[name] = self.tokenizer.decode(row[f"{name}_ids"])
-            self.file.write(json.dumps(row, ensure_ascii=False) + "\n")
-        self.file.write("\n")
+        lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in rows]
+        texts = self.world.gather("".join(lines))
+        if self.world.main:
+            self.file.writelines(texts)
 
 
 def prediction_rows(output: PassOutput, micro_batch: MicroBatch) -> list[dict[str, Any]]:
@@ -258,21 +244,3 @@ def prediction_rows(output: PassOutput, micro_batch: MicroBatch) -> list[dict[st
             }
             rows.append(row | {n: [x[i] for i in positions] for n, x in metrics.items()})
     return rows
-
-
-def merge_rank_files(parts: Sequence[Path], target: Path) -> None:
-    """Merges the partial files, micro-batch by micro-batch, as one rank would have written them."""
-    temporary = target.with_name(f".{target.name}.partial")
-    temporary.unlink(missing_ok=True)  # never written through, should it be a link
-    with ExitStack() as stack:
-        stack.callback(temporary.unlink, missing_ok=True)
-        files = [stack.enter_context(open(part, encoding="utf-8")) for part in parts]
-        merged = stack.enter_context(open(temporary, "w", encoding="utf-8"))
-        line = "\n"
-        while line:  # all have equally many micro-batches, so the last file ends with the others
-            for file in files:
-                while (line := file.readline()) not in ("", "\n"):
-                    merged.write(line)
-        merged.flush()
-        os.fsync(merged.fileno())
-        temporary.replace(target)

@@ -1,6 +1,7 @@
 """One run in several layouts of ranks, and what must be the same in all of them."""
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -58,26 +59,39 @@ def near(row: dict[str, Any], rel: float = TOLERANCE) -> dict[str, Any]:
     return {k: pytest.approx(v, rel=rel, abs=within(k)) for k, v in row.items()}
 
 
-def load_weights(run: Path) -> dict[str, torch.Tensor]:
-    files = sorted((run / "trained").glob("*.safetensors"))
-    return {name: weight for file in files for name, weight in load_file(file).items()}
-
-
 def assert_same_run(
-    workspace: Any, one: str, other: str, first: int = 0, tolerance: float = TOLERANCE
+    workspace: Any,
+    one: str,
+    other: str,
+    first: int = 0,
+    tolerance: float = TOLERANCE,
+    weights: float = TOLERANCE,
+    absolute: float = 0.0,
+    keys: Sequence[str] = (),
 ) -> None:
-    """Everything that is logged of the steps from `first` on, and the weights."""
+    """All that is logged of the steps from `first` on, and the weights of the run and its exports.
+
+    `weights` is relative; `absolute` is enough instead, where it is not 0.
+    """
     expected, found = logged_rows(workspace, one)[first:], logged_rows(workspace, other)
     assert len(found) == len(expected) > 0
     for old, new in zip(expected, found, strict=True):
+        old, new = ({k: row[k] for k in keys or row} for row in (old, new))
         undefined = {key for key, value in old.items() if value is None}  # means of nothing
         assert {key for key, value in new.items() if value is None} == undefined
         old, new = ({k: v for k, v in row.items() if k not in undefined} for row in (old, new))
         assert new == near(old, tolerance)
-    old, new = (load_weights(workspace.root / run) for run in (one, other))
-    assert old.keys() == new.keys() and old
-    for name, weight in old.items():
-        assert relative_error(new[name], weight) <= tolerance, name
+    for directory in ("trained", "hf", "hf-ema"):
+        old, new = (load_weights(workspace.root / run / directory) for run in (one, other))
+        assert old.keys() == new.keys() and (old or directory != "trained")
+        for name, weight in old.items():
+            close = absolute and torch.allclose(new[name], weight, rtol=0, atol=absolute)
+            assert close or relative_error(new[name], weight) <= weights, name
+
+
+def load_weights(directory: Path) -> dict[str, torch.Tensor]:
+    files = sorted(directory.glob("*.safetensors"))
+    return {name: weight for file in files for name, weight in load_file(file).items()}
 
 
 def assert_same_metrics(

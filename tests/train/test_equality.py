@@ -50,7 +50,7 @@ def assert_equal(
         expected = workspace.metrics(first, key)
         assert len(expected) == (1 if key.startswith("eval") else STEPS)
         assert workspace.metrics(second, key) == pytest.approx(expected, rel=tolerance), key
-    old, new = (load_weights(workspace.root / run) for run in (first, second))
+    old, new = (load_weights(workspace.root / run / "trained") for run in (first, second))
     assert old.keys() == new.keys()
     for name, weight in old.items():
         assert relative_error(new[name], weight) <= tolerance, name

@@ -11,7 +11,7 @@ from tests.numbers import relative_error
 from tests.small import EXPERTS, write_model
 from tests.train.layouts import train_all
 from tests.train.ranks import Ranks
-from tests.train.test_expert import SHARED
+from tests.train.test_layouts import SHARED
 from tests.train.test_lora import step
 from tigon.train import main
 from tigon.train.export import convert_checkpoint

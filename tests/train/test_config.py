@@ -140,7 +140,7 @@ def test_a_group_without_settings_has_the_defaults():
     )
 
 
-def test_a_word_and_settings_of_a_group_contradict_each_other(tmp_path):
+def test_group_word_and_settings_contradict(tmp_path):
     for given in (["parallel=auto", "parallel.tensor=2"], ["parallel.tensor=2", "parallel=auto"]):
         said = "parallel='auto' and parallel.tensor=2 contradict each other: give one of them"
         with pytest.raises(ValueError, match=f"^{said}$"):
@@ -157,7 +157,7 @@ def test_numbers_of_too_many_digits_are_named(name):
         load(None, [*NEEDED, f"{name}={10**22}"])
 
 
-def test_other_trainers_names_are_answered_with_settings_that_exist():
+def test_aliases_name_settings_that_exist():
     """No name is both; and an answer of one word is a setting."""
     assert not set(OTHERS) & set(Config.__dataclass_fields__)
     for name in Parallel.__dataclass_fields__:
@@ -188,7 +188,7 @@ vllm_importance_sampling_cap vllm_model_impl wandb_watch adam_beta3
 
 
 @pytest.mark.parametrize("name", FAR.split())
-def test_a_name_that_only_sounds_alike_is_not_suggested(name):
+def test_distant_names_are_not_suggested(name):
     assert suggest_setting(name, Config.__dataclass_fields__) == "`tigon train --help` lists all"
 
 
@@ -210,7 +210,7 @@ def test_a_name_that_only_sounds_alike_is_not_suggested(name):
         ("learning_rat", "if 'learning_rate' is meant, here: lr"),
     ],
 )
-def test_a_misspelled_name_and_one_of_another_trainer_are_answered(name, expected):
+def test_misspelled_and_foreign_names_are_answered(name, expected):
     assert suggest_setting(name, Config.__dataclass_fields__).startswith(expected)
 
 
@@ -288,7 +288,7 @@ def test_names_inside_a_group_of_a_file(tmp_path):
         load(tmp_path / "c.yaml")
 
 
-def test_the_command_line_wins_over_the_file_with_either_of_two(tmp_path):
+def test_command_line_replaces_alternatives_of_file(tmp_path):
     (tmp_path / "c.yaml").write_text("run_dir: x\ndata: x\nmodel: x\nepochs: 2\n")
     found = load(tmp_path / "c.yaml", ["steps=4"])
     assert (found.epochs, found.steps) == (None, 4)

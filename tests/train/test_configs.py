@@ -86,7 +86,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def test_there_is_one_of_each_kind_for_each_model() -> None:
+def test_each_model_has_its_configs() -> None:
     models = {path.stem.rsplit("_", 1)[0] for path in READY}
     assert len(models) == 7 and len(READY) == 24
     assert {path.stem for path in READY if load(path).lora} == {

@@ -32,7 +32,7 @@ def test_thirty_steps_reach_the_loss_of_bf16(workspace):
     assert mean(found[-5:]) == pytest.approx(mean(expected[-5:]), rel=0.01)
 
 
-def test_one_rank_and_two_and_recomputed_blocks_have_the_same_curve(workspace):
+def test_ranks_and_recomputed_blocks_match(workspace):
     """The scales are of a micro-batch, which is the same whichever rank runs it."""
     changes = BF16 | {"fp8": "true", "steps": 3, "batch_size": 2, "seq_len": 64}
     main(workspace.settings("one", **changes))
@@ -87,7 +87,7 @@ def test_which_layers():
     assert find_layers_without_fp8(settings(fp8="false"), odd) == []
 
 
-def test_evaluation_is_in_bf16_and_frozen_weights_have_no_gradient():
+def test_bf16_evaluation_and_frozen_weights():
     ids = torch.arange(24).view(2, 12)
     plain = small("llama").eval()
     model = small("llama")

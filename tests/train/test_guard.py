@@ -35,7 +35,7 @@ def weights(run: Path) -> dict[str, torch.Tensor]:
     return tigon.from_pretrained(run / "hf").state_dict()
 
 
-def test_a_learning_rate_that_ruins_the_weights_is_an_error(workspace, capsys):
+def test_broken_weights_are_an_error(workspace, capsys):
     """They are neither saved nor exported, and the checkpoint before them is named."""
     settings = workspace.settings("ruined", steps=1, export="true", save_every=1)
     with pytest.raises(SystemExit, match="lr=inf must be finite"):
@@ -53,7 +53,7 @@ def test_a_learning_rate_that_ruins_the_weights_is_an_error(workspace, capsys):
     assert all(w.isfinite().all() for w in weights(run).values())
 
 
-def test_a_step_that_is_not_finite_stops_the_run_and_names_its_rows(workspace, poisoned):
+def test_nonfinite_step_stops_and_names_rows(workspace, poisoned):
     poisoned(2)
     settings = workspace.settings("stopping", steps=5, save_every=1)
     with world_of("cpu") as world:
@@ -70,9 +70,7 @@ def test_a_step_that_is_not_finite_stops_the_run_and_names_its_rows(workspace, p
 
 @pytest.mark.slow(first=1)
 @pytest.mark.parametrize("optimizer", ["adamw", "adamw_8bit"])
-def test_a_step_that_is_skipped_leaves_weights_and_moments(
-    workspace, poisoned, monkeypatch, optimizer
-):
+def test_skipped_step_leaves_weights_and_moments(workspace, poisoned, monkeypatch, optimizer):
     poisoned(1, 3)
     skipping = workspace.root / f"skipping-{optimizer}"
     settings = {"optimizer": optimizer, "steps": 5, "nonfinite": "skip", "export": "true"}
@@ -104,7 +102,7 @@ MOST = r"With it 6 of 10 steps are skipped, most of the run: try a lower lr"
 @pytest.mark.parametrize(
     "more", [{}, {"optimizer_in_backward": "true", "max_grad_norm": 0, "micro_batch_size": 4}]
 )
-def test_a_run_that_skips_most_of_its_steps_fails(workspace, more):
+def test_mostly_skipped_run_fails(workspace, more):
     """It ends as soon as that is certain, and leaves an earlier export as it was."""
     run = workspace.root / f"hopeless-{len(more)}"
     settings = {"export": "true", "nonfinite": "skip", "resume": "auto", "steps": 1} | more
@@ -118,7 +116,7 @@ def test_a_run_that_skips_most_of_its_steps_fails(workspace, more):
 
 
 @pytest.mark.slow
-def test_half_of_the_steps_may_be_skipped_over_several_processes(workspace, poisoned):
+def test_half_of_the_steps_may_be_skipped(workspace, poisoned):
     """What was skipped before counts when the run goes on."""
     settings = {"nonfinite": "skip", "resume": "auto"}
     for steps, bad in ((3, [1]), (8, [4, 6, 7])):
@@ -132,7 +130,7 @@ def test_half_of_the_steps_may_be_skipped_over_several_processes(workspace, pois
 
 
 @pytest.mark.slow
-def test_a_run_that_ends_early_after_mostly_skipped_steps_fails(workspace, poisoned):
+def test_mostly_skipped_short_run_fails(workspace, poisoned):
     """Also each time that it is asked to go on."""
     poisoned(1, 2, 3, 4)
     settings = {"steps": 5, "nonfinite": "skip", "save_every": 1, "keep_last": 0}
@@ -167,7 +165,7 @@ def mostly_poisoned(settings: list[str]) -> None:
 
 
 @pytest.mark.slow
-def test_two_ranks_end_together_when_most_steps_are_skipped(workspace):
+def test_mostly_skipped_run_ends_on_all_ranks(workspace):
     settings = {"steps": 4, "nonfinite": "skip", "batch_size": 2, "micro_batch_size": 1}
     ranks = Ranks(2, mostly_poisoned, workspace.settings("hopeless-two", **settings))
     printed = ranks.finish()
@@ -175,7 +173,7 @@ def test_two_ranks_end_together_when_most_steps_are_skipped(workspace):
     assert workspace.metrics("hopeless-two", "step") == [1, 2, 3]
 
 
-def test_values_that_the_dtype_of_the_export_cannot_hold(workspace, tmp_path, capsys):
+def test_values_beyond_the_export_dtype(workspace, tmp_path, capsys):
     """They are not exported as infinity."""
     model = Path(shutil.copytree(workspace.model, tmp_path / "model"))
     path = model / "model.safetensors"
@@ -240,7 +238,7 @@ def test_rollbacks_end_and_a_resumed_run_remembers_them(workspace, poisoned):
 
 
 @pytest.mark.slow
-def test_a_stream_that_was_rolled_back_resumes_with_its_rows(workspace, poisoned):
+def test_rolled_back_stream_resumes_with_its_rows(workspace, poisoned):
     """Step 6 has the rows of data step 7: its cursor is that of the data, not of the step."""
     poisoned(2)
     settings = {"steps": 8, "batch_size": 2, "save_every": 1, "keep_last": 0}
@@ -324,7 +322,7 @@ def blamed(settings: list[str]) -> None:
     main(settings)
 
 
-def test_a_model_that_has_nan_is_to_blame_itself(workspace, tmp_path):
+def test_model_with_nan_is_named(workspace, tmp_path):
     shutil.copytree(workspace.model, tmp_path / "model")
     path = tmp_path / "model/model.safetensors"
     values = load_file(path)
@@ -335,7 +333,7 @@ def test_a_model_that_has_nan_is_to_blame_itself(workspace, tmp_path):
         main(workspace.settings("nan", model=tmp_path / "model"))
 
 
-def test_two_ranks_take_the_same_decision_and_say_which_is_to_blame(workspace):
+def test_ranks_decide_alike_and_name_the_faulty(workspace):
     settings = {"steps": 4, "save_every": 1, "nonfinite": "rollback", "keep_last": 0}
     printed = Ranks(2, blamed, workspace.settings("blame", **settings)).finish()
     assert re.search(r"step 3: loss nan.*\(rank 1: its part is nan\).*Back to .*00002", printed)
@@ -423,7 +421,7 @@ def test_a_run_that_no_longer_improves_ends(workspace, monkeypatch, capsys):
 
 
 @pytest.mark.slow
-def test_an_interrupted_evaluation_ends_the_run_that_makes_it(workspace, monkeypatch):
+def test_interrupted_evaluation_counts_on_resume(workspace, monkeypatch):
     changes = {"eval_data": workspace.held_out, "eval_every": 2, "patience": 1, "steps": 8, "lr": 0}
     settings = workspace.settings("impatient", **changes, resume="auto")
 
@@ -461,7 +459,7 @@ def test_deterministic_operations_are_demanded_for_the_run_alone(workspace, monk
 
 
 @pytest.mark.slow
-def test_a_longer_run_remembers_the_last_evaluation_of_the_shorter_one(workspace):
+def test_longer_run_remembers_the_last_evaluation(workspace):
     changes = {"eval_data": workspace.held_out, "eval_every": 2, "lr": 0, "resume": "auto"}
     main(workspace.settings("longer-patience", steps=3, **changes))  # evaluates 0, 2 and 3
     main(workspace.settings("longer-patience", steps=4, **changes))
@@ -471,7 +469,7 @@ def test_a_longer_run_remembers_the_last_evaluation_of_the_shorter_one(workspace
 
 
 @pytest.mark.slow
-def test_a_run_that_goes_on_elsewhere_counts_no_evaluation_twice(workspace):
+def test_evaluation_counts_once_in_another_directory(workspace):
     changes = {"eval_data": workspace.held_out, "eval_every": 2, "save_every": 2, "lr": 0}
     main(workspace.settings("here", steps=4, **changes))
     source = workspace.root / "here/checkpoints/step-00000002"
@@ -491,7 +489,7 @@ def test_a_run_that_goes_on_elsewhere_counts_no_evaluation_twice(workspace):
         ("losses", [[]]),
     ],
 )
-def test_a_checkpoint_has_no_state_that_no_run_has(name, value):
+def test_impossible_state_is_refused(name, value):
     assert TrainState.of(TrainState(offset=3, losses=[1.0, 2]).facts()) == TrainState(
         offset=3, losses=[1.0, 2]
     )

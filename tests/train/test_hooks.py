@@ -248,7 +248,7 @@ def test_the_hook_of_the_documentation(workspace, tmp_path, capfd):
     assert len(printed) == 4 and all(0 < float(line[2]) < 1 for line in printed)
 
 
-def test_an_error_in_an_evaluation_leaves_no_part_of_a_file(workspace):
+def test_failed_evaluation_leaves_no_file(workspace):
     changes = {"steps": 1, "eval_every": 1, "eval_data": workspace.held_out, "hook_every": 0}
     changes |= {"predictions": "true", "hooks": f"{HERE}:broken"}
     with start("cpu") as world:

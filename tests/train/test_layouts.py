@@ -101,8 +101,8 @@ WAYS: dict[str, tuple[int, dict[str, int], list[str]]] = {  # ranks, what they s
     "replicated rows": (4, {"replicate": 2, "context": 2}, ["lines"]),
     "tensor": (
         2, {"tensor": 2},
-        ["seen", "lines", "five experts", "dpo", "kto", "distill", "reward", "reward-lora", "frozen",
-         "wide 8bit"],
+        ["seen", "lines", "five experts", "dpo", "kto", "distill", "reward", "reward-lora",
+         "frozen", "wide 8bit"],
     ),
     "tensor of rows": (
         4, {"tensor": 2, "context": 2}, ["lines", "five experts", "dpo", "reward", "few heads self"]

@@ -71,7 +71,7 @@ def test_curve_equals_a_plain_loop(workspace, reduction):
     ]
 
 
-def test_packed_padded_and_recomputed_runs_have_the_same_curve(workspace):
+def test_packed_padded_and_recomputed_curves_are_equal(workspace):
     same = {"batch_size": 64, "micro_batch_size": 8, "steps": 3}  # all examples in every step
     main(workspace.settings("packed", **same))
     main(workspace.settings("padded", packing="false", **same))
@@ -230,7 +230,7 @@ def test_default_metrics_are_logged_as_means_over_targets(workspace, reduction):
 
 
 @pytest.mark.slow
-def test_packed_experts_see_the_tokens_that_unpacked_ones_see(workspace, tmp_path):
+def test_packed_experts_see_the_same_tokens(workspace, tmp_path):
     """Padding behind packed rows trains no router: what routers did is that of the tokens alone."""
     source = write_model(tmp_path / "experts", **EXPERTS)
     names = ("aux_loss", "expert_load")

@@ -69,13 +69,13 @@ def test_the_product_is_the_number_of_ranks():
             settings.sizes(ranks)
 
 
-def test_a_run_on_another_number_of_ranks_says_so(workspace):
+def test_wrong_number_of_ranks_is_named(workspace):
     with pytest.raises(SystemExit, match=r"parallel: replicate 2 does not divide the number"):
         main(workspace.settings("none", **{"parallel.replicate": 2}))
     assert not (workspace.root / "none").exists()
 
 
-def test_wrong_sizes_are_told_once_and_before_ranks_start(workspace, monkeypatch):
+def test_wrong_sizes_are_named_once(workspace, monkeypatch):
     monkeypatch.setattr(sys.modules["tigon.train.launch"], "elastic_launch", pytest.fail)
     given = workspace.settings("none", **{"parallel.tensor": 3})
     with pytest.raises(SystemExit, match="tensor 3 does not divide the number of ranks, 2"):
@@ -103,7 +103,7 @@ def test_wrong_sizes_are_told_once_and_before_ranks_start(workspace, monkeypatch
         ({"parallel.expert": 8}, "LlamaForCausalLM has no experts for 8 ranks"),
     ],
 )
-def test_what_ranks_cannot_share_is_told_before_data_are_read(workspace, changes, said):
+def test_unsharable_model_is_named_before_data(workspace, changes, said):
     given = workspace.settings("none", data="nowhere.jsonl", batch_size=8, device="auto", **changes)
     with pytest.raises(SystemExit, match=said):
         main(["--dry-run", "--nproc", "8", *given])
@@ -112,7 +112,7 @@ def test_what_ranks_cannot_share_is_told_before_data_are_read(workspace, changes
         check_sizes(config, mesh_sizes(config, 8))
 
 
-def test_columns_without_draws_are_told_before_data_are_read(workspace):
+def test_columns_without_draws_are_named(workspace):
     """The first rank's would do: 60 units on 4 ranks begin at 0, 15, 30 and 45."""
     thin = write_model(workspace.root / "thin", intermediate_size=60)
     (weights,) = thin.glob("*.safetensors")

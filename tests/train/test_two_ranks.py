@@ -28,7 +28,7 @@ def assert_same_curve(workspace, run: str) -> None:
     assert workspace.metrics(run, "step")[-1] == SETTINGS["steps"]
 
 
-def test_two_ranks_and_one_have_the_same_curve_and_export(workspace, settings):
+def test_two_ranks_match_one(workspace, settings):
     printed = train_on(2, settings("two", activation_checkpointing="true"))
     assert printed.count("exported to") == 1  # the other rank is silent
     assert_same_curve(workspace, "two")

@@ -191,7 +191,7 @@ def test_a_backward_that_does_not_end(workspace, world):
         model(ids, labels=ids)
 
 
-def test_a_state_dict_after_an_evaluation_has_the_rows(workspace, world):
+def test_state_dict_after_evaluation_has_the_rows(workspace, world):
     """Not the gathered weights, which may be of fewer bits and are overwritten by the next pass."""
     model = tigon.from_pretrained(workspace.model, dtype=torch.float32).train()
     shard_gradients(model, init_device_mesh("cpu", (1,)), torch.bfloat16, torch.float32)

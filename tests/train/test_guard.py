@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 import signal
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -148,18 +149,19 @@ def test_mostly_skipped_short_run_fails(workspace, poisoned):
     assert not (workspace.root / "shorter/hf").exists()
 
 
-def mostly_poisoned(settings: list[str]) -> None:
-    """On rank 1 all losses but the first are NaN."""
-    loss, calls = CrossEntropyTask.loss, []
+def poison_losses(settings: list[str], first: int, last: int) -> None:
+    """On rank 1 the losses of these micro-batches are NaN, counted from 1."""
+    if os.environ["RANK"] == "1":
+        loss, calls = CrossEntropyTask.loss, []
 
-    def bad(self, model, inputs, sums):
-        part = loss(self, model, inputs, sums)
-        calls.append(1)
-        wrong = len(calls) > 1 and os.environ["RANK"] == "1"
-        return MicroBatchLoss(part.loss * math.nan, part.metrics) if wrong else part
+        def bad(self, model, inputs, sums):
+            part = loss(self, model, inputs, sums)
+            calls.append(1)
+            wrong = first <= len(calls) <= last
+            return MicroBatchLoss(part.loss * math.nan, part.metrics) if wrong else part
 
-    CrossEntropyTask.loss = bad
-    with pytest.raises(SystemExit):
+        CrossEntropyTask.loss = bad
+    with suppress(SystemExit):
         main(settings)
     print(f"rank {os.environ['RANK']} has ended")
 
@@ -167,8 +169,8 @@ def mostly_poisoned(settings: list[str]) -> None:
 @pytest.mark.slow
 def test_mostly_skipped_run_ends_on_all_ranks(workspace):
     settings = {"steps": 4, "nonfinite": "skip", "batch_size": 2, "micro_batch_size": 1}
-    ranks = Ranks(2, mostly_poisoned, workspace.settings("hopeless-two", **settings))
-    printed = ranks.finish()
+    given = workspace.settings("hopeless-two", **settings)
+    printed = Ranks(2, poison_losses, given, 2, 99).finish()
     assert all(f"rank {rank} has ended" in printed for rank in (0, 1))
     assert workspace.metrics("hopeless-two", "step") == [1, 2, 3]
 
@@ -308,20 +310,6 @@ def test_weights_that_no_model_computes_with(workspace, bad):
         assert guard.is_broken(guard.largest_weight(model, world))
 
 
-def blamed(settings: list[str]) -> None:
-    """The fifth micro-batch of rank 1 has a loss of NaN."""
-    if os.environ["RANK"] == "1":
-        loss, calls = CrossEntropyTask.loss, []
-
-        def bad(self, model, inputs, sums):
-            part = loss(self, model, inputs, sums)
-            calls.append(1)
-            return MicroBatchLoss(part.loss * math.nan, part.metrics) if len(calls) == 5 else part
-
-        CrossEntropyTask.loss = bad
-    main(settings)
-
-
 def test_model_with_nan_is_named(workspace, tmp_path):
     shutil.copytree(workspace.model, tmp_path / "model")
     path = tmp_path / "model/model.safetensors"
@@ -335,7 +323,7 @@ def test_model_with_nan_is_named(workspace, tmp_path):
 
 def test_ranks_decide_alike_and_name_the_faulty(workspace):
     settings = {"steps": 4, "save_every": 1, "nonfinite": "rollback", "keep_last": 0}
-    printed = Ranks(2, blamed, workspace.settings("blame", **settings)).finish()
+    printed = Ranks(2, poison_losses, workspace.settings("blame", **settings), 5, 5).finish()
     assert re.search(r"step 3: loss nan.*\(rank 1: its part is nan\).*Back to .*00002", printed)
     assert workspace.metrics("blame", "step") == [1, 2, 3, 4]
 
@@ -372,21 +360,20 @@ def test_what_all_ranks_have_is_said_of_all() -> None:
             size=len(answers), data=DataRank(0, data), gather=lambda _: list(answers)
         )
 
-    nan = "nan"
-    assert guard.describe_nonfinite_ranks(world("", nan), math.nan) == " (rank 1: its part is nan)"
-    assert guard.describe_nonfinite_ranks(world(nan, nan), math.nan) == " (on all ranks)"
+    share = "which share rows: their part is"
+    for ranks, loss, said in (
+        (world("", "nan"), math.nan, "rank 1: its part is nan"),
+        (world("nan", "nan"), math.nan, "on all ranks"),
+        (world("nan", "nan", data=1), math.nan, "on all ranks, which share rows"),
+        # Of ranks that share rows, one alone: its own sum went wrong
+        (world("", "", "nan", ""), 1.0, "rank 2: its part is nan"),
+        (
+            world("nan", "nan", "", "", "inf", "inf", data=3), 1.0,
+            f"ranks 0-1, {share} nan; ranks 4-5, {share} inf",
+        ),
+    ):  # fmt: skip
+        assert guard.describe_nonfinite_ranks(ranks, loss) == f" ({said})"
     assert guard.describe_nonfinite_ranks(world("", ""), 1.0) == ""
-    assert (
-        guard.describe_nonfinite_ranks(world(nan, nan, data=1), math.nan)
-        == " (on all ranks, which share rows)"
-    )
-    # Of ranks that share rows, one alone: its own sum went wrong
-    assert (
-        guard.describe_nonfinite_ranks(world("", "", nan, ""), 1.0) == " (rank 2: its part is nan)"
-    )
-    found = guard.describe_nonfinite_ranks(world(nan, nan, "", "", "inf", "inf", data=3), 1.0)
-    said = "ranks 0-1, which share rows: their part is nan; ranks 4-5, which share rows: their part"
-    assert found == f" ({said} is inf)"
 
 
 def test_a_run_that_no_longer_improves_ends(workspace, monkeypatch, capsys):

@@ -20,6 +20,8 @@ from tigon.train.config_file import load
 from tigon.train.logging import read_metrics
 from tigon.train.resume import claim
 
+CHAT = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
+
 
 @pytest.mark.slow
 def test_rollback_ignores_later_checkpoints(workspace, finished, poisoned):
@@ -282,26 +284,23 @@ def test_rows_that_no_file_has_are_missed(state, tmp_path):
     ],
 )
 def test_row_out_of_bounds_is_named(row, message, workspace, tmp_path):
-    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     data = tmp_path / "rows.jsonl"
-    data.write_text(json.dumps({"messages": messages} | row) + "\n")
+    data.write_text(json.dumps(CHAT | row) + "\n")
     with pytest.raises(SystemExit, match=rf"rows.jsonl:1: .*{message}"):
         main(workspace.settings("x", run_dir=tmp_path / "run", data=data, steps=1))
 
 
 def test_a_key_that_is_not_unicode_ends_nothing(workspace, tmp_path):
-    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     data = tmp_path / "rows.jsonl"
-    data.write_text(json.dumps({"messages": messages, "k\ud800": 1}) + "\n")
+    data.write_text(json.dumps(CHAT | {"k\ud800": 1}) + "\n")
     settings = workspace.settings("x", run_dir=tmp_path / "run", data=data, batch_size=1, steps=1)
     assert r"k\ud800" in train_on(1, settings)
 
 
 @pytest.mark.slow
 def test_cache_does_not_hide_bad_rows(workspace, tmp_path):
-    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "only here"}]
     data = tmp_path / "rows.jsonl"
-    data.write_text(json.dumps({"messages": messages}) + '\n{"messages": 5}\n')
+    data.write_text(json.dumps(CHAT) + '\n{"messages": 5}\n')
     settings = workspace.settings("x", data=data, batch_size=1, steps=1)
     main([*settings, f"run_dir={tmp_path}/skip", "bad_rows=skip"])
     with pytest.raises(SystemExit, match=r"rows.jsonl:2: 'messages' must be a list"):

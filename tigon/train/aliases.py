@@ -1,4 +1,4 @@
-"""Names and values of settings in other trainers, and what they are here (`aliases.yaml`)."""
+"""Suggests settings for names and values of other trainers, by the table `aliases.yaml`."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ class Aliases:
 
 @cache
 def load_aliases() -> Aliases:
-    """The table of other trainers' settings; those of a group also have its name before them."""
+    """Reads other trainers' settings; those of a group are also keyed with its name before them."""
     content = parse_yaml(FILE.read_bytes(), FILE)
     names = _invert(content["settings"])
     for group in ("lora", "parallel"):
@@ -35,7 +35,7 @@ def _invert(answers: dict[str, list[str]]) -> dict[str, str]:
 
 
 def suggest_setting(name: str, known: Iterable[str]) -> str:
-    """What to write in place of an unknown setting."""
+    """Returns what to write in place of an unknown setting."""
     known, aliases = list(known), load_aliases().names
     if name in aliases:
         return f"here: {aliases[name]}"

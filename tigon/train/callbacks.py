@@ -36,7 +36,7 @@ class HookRequest:
 
     @property
     def positions(self) -> Tensor | None:
-        """The positions of all hooks, concatenated."""
+        """Concatenates the positions of all hooks."""
         positions = [at for at in self.at if at is not None]
         return torch.cat(positions) if positions else None
 
@@ -71,7 +71,7 @@ class Hook:
     """Wraps a callable of the user, with its optional method `positions`."""
 
     def __init__(self, name: str):
-        """`name`: module:function or file.py:function. ValueError if it cannot be found."""
+        """Imports `name`, module:function or file.py:function; ValueError if it cannot be found."""
         self.name = name
         call = _import_function(name)
         if isinstance(call, type):

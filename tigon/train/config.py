@@ -32,7 +32,7 @@ PolicyLoss = Literal["dapo", "grpo", "dr_grpo", "cispo"]
 
 @dataclass(frozen=True)
 class Lora:
-    """A low-rank adapter, which is trained in place of the model."""
+    """Settings of a low-rank adapter, which is trained in place of the model."""
 
     rank: int = setting(16, "columns of its matrices", ge=1)
     alpha: float = setting(32.0, "its output is multiplied by alpha / rank", ge=0)
@@ -61,7 +61,7 @@ class Lora:
 
 @dataclass(frozen=True)
 class Parallel:
-    """How many ranks each dimension has; their product, without `expert`, is the number of all."""
+    """Ranks of each dimension; their product, without `expert`, is the number of all ranks."""
 
     replicate: int = setting(1, "groups of ranks, each with all weights", ge=1)
     fsdp: int | None = setting(None, "ranks that shard weights and states; null: the rest", ge=1)
@@ -100,7 +100,7 @@ MESH = ", ".join(f"{f.name}: {f.default or 'null'}" for f in fields(Parallel))
 
 @dataclass(frozen=True)
 class ParameterGroup:
-    """Parameters with settings of their own."""
+    """Settings of the parameters whose names match."""
 
     match: tuple[str, ...]  # patterns of checkpoint tensor names, as in a shell
     lr: float | None = setting(None, "peak learning rate; null: lr", ge=0, finite=True)
@@ -110,7 +110,7 @@ class ParameterGroup:
 
 @dataclass(frozen=True)
 class Profile:
-    """Steps to look into."""
+    """Steps to write a torch.profiler trace of."""
 
     start: int = setting(10, "the first step, as metrics.jsonl counts", ge=1)
     steps: int = setting(3, "how many", ge=1)
@@ -461,12 +461,12 @@ class Config(
 
     @property
     def labels(self) -> int:
-        """Number of scores of a sequence that the model returns; 0: it predicts tokens."""
+        """Returns how many scores of a sequence the model has; 0: it predicts tokens."""
         return int(self.task == "reward")
 
     @property
     def held_out(self) -> tuple[str | Entry, ...]:
-        """The data that is evaluated; with eval_fraction, a part of the rows of `data`."""
+        """Returns the data to evaluate on; with eval_fraction, a part of the rows of `data`."""
         return self.data if self.eval_fraction else self.eval_data
 
     def __post_init__(self) -> None:

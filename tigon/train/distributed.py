@@ -33,7 +33,7 @@ LINGER = 10.0  # seconds for a failed rank to leave the process group
 
 
 class InputError(ValueError):
-    """What is wrong with the inputs of some ranks; all ranks raise the same."""
+    """Says what is wrong with the inputs of one or more ranks; all ranks raise the same."""
 
 
 @dataclass
@@ -60,12 +60,12 @@ class World:
 
     @property
     def data(self) -> DataRank:
-        """This rank's place among those with different rows of the data."""
+        """Returns this rank's place among those with different rows of the data."""
         return DataRank(self.rank, self.size) if self.meshes is None else self.meshes.data
 
     @property
     def is_data_leader(self) -> bool:
-        """Whether this is the first of the ranks with the same rows."""
+        """Returns whether this is the first of the ranks with the same rows."""
         return self.rank == self.data.rank * (self.size // self.data.size)
 
     @property
@@ -276,6 +276,7 @@ def reshard(model: CausalLM) -> None:
 
 
 def gather_texts(text: str, group: dist.ProcessGroup | None) -> list[str]:
+    """Returns the text of every rank, in their order, on all ranks."""
     texts = [""] * dist.get_world_size()
     dist.all_gather_object(texts, text, group=group)
     return texts

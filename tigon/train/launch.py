@@ -56,7 +56,7 @@ torchrun --nproc-per-node 8 -m tigon.train config.yaml [key=value | --key value 
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """The command line; exits with one line on bad settings and bad data."""
+    """Runs the command line; exits with one line on bad settings and bad data."""
     try:
         with escaping_output():
             _main(list(sys.argv[1:] if arguments is None else arguments))

@@ -97,7 +97,7 @@ SINKS: dict[str, Callable[[Config], Sink]] = {"tensorboard": TensorBoard, "wandb
 
 
 class Sinks:
-    """The sinks of `log_to`. One that fails is dropped with a line on the terminal."""
+    """Logs rows to all of `log_to`; drops one that fails, with a line on the terminal."""
 
     def __init__(self, config: Config, rows: Sequence[Row], say: Callable[[str], None]):
         """`rows` are those of earlier processes, which a sink may not have."""
@@ -413,6 +413,7 @@ def _noted_export(path: Path) -> int | None:
 
 
 def write_exported_step(path: Path, step: int) -> None:
+    """Notes in the run directory that its export has the weights of this step."""
     _write(path / EXPORTED, f"{step}\n")
 
 

@@ -40,10 +40,12 @@ class TrainState:
         return found
 
     def facts(self) -> dict[str, Any]:
+        """Returns the state as JSON of a checkpoint."""
         best = self.best_loss if math.isfinite(self.best_loss) else None  # JSON has no infinity
         return {"state": asdict(self) | {"best_loss": best}}
 
     def note_step(self, loss: float, grad_norm: float) -> None:
+        """Remembers a step's loss and norm, if they are finite, for the bounds of spikes."""
         if math.isfinite(loss) and math.isfinite(grad_norm):
             self.losses = [*self.losses, loss][-WINDOW:]
             self.grad_norms = [*self.grad_norms, grad_norm][-WINDOW:]
@@ -59,6 +61,7 @@ class TrainState:
             self.evaluations_since += 1
 
     def is_out_of_patience(self, patience: int) -> bool:
+        """Returns whether that many evaluations in a row were no better than the best."""
         return 0 < patience <= self.evaluations_since
 
     def roll_back_to(self, was: "TrainState", offset: int) -> None:

@@ -373,7 +373,7 @@ def save(run: TrainingRun, step: int, log: RunLog, metadata: dict[str, Any]) -> 
 
 
 class Deadline:
-    """Decides, equally on all ranks, whether a checkpoint fits into `stop_seconds` after SIGTERM."""
+    """Decides on all ranks alike whether a checkpoint fits into `stop_seconds` after SIGTERM."""
 
     def __init__(self, run: TrainingRun):
         self.run, self.seconds = run, run.config.stop_seconds

@@ -165,7 +165,7 @@ def make(workspace) -> Any:
         if name in ("model", "reference", "teacher"):
             path = root / f"model {value}"
             return path if path.exists() else write_model(path, **MODEL_CHANGES[value])
-        return files.get(value, value)
+        return files[value] if name in ("data", "eval_data") else value
 
     def run(way: str, kind: str, source: str | None = None) -> str:
         name = f"{kind}-{way}" if source is None else f"{source}-{way}"

@@ -22,22 +22,11 @@ from tigon.train.logging import (
 )
 
 ROW = {
-    "step": 1,
-    "epoch": 0.1,
-    "lr": 1e-5,
-    "loss": 1.25,
-    "grad_norm": 0.5,
-    "accuracy": 0.5,
-    "tokens": 1000,
-    "supervised_tokens": 400,
-    "step_seconds": 2.0,
-    "data_seconds": 0.0,
-    "data_share": 0.0,
-    "tokens_per_second": 500.0,
-    "mfu": 0.4,
-    "memory_gib": 61.2,
+    "step": 1, "epoch": 0.1, "lr": 1e-5, "loss": 1.25, "grad_norm": 0.5, "accuracy": 0.5,
+    "tokens": 1000, "supervised_tokens": 400, "step_seconds": 2.0, "data_seconds": 0.0,
+    "data_share": 0.0, "tokens_per_second": 500.0, "mfu": 0.4, "memory_gib": 61.2,
     "memory_reserved_gib": 70.0,
-}
+}  # fmt: skip
 
 
 @pytest.fixture

@@ -199,7 +199,8 @@ class PredictionsWriter:
         if not self.world.main:
             return
         try:
-            with suppress(OSError) if kind else explain_full_disk(self.target, self.file.tell()):
+            needed = self.temporary.stat().st_size
+            with suppress(OSError) if kind else explain_full_disk(self.target, needed):
                 self.file.flush()
                 os.fsync(self.file.fileno())
             if kind is None:

@@ -5,9 +5,8 @@ import pytest
 import yaml
 
 from tigon.data.formats import REQUIRED_KEYS
-from tigon.train.aliases import load_aliases, suggest_setting
 from tigon.train.config import CONFLICTS, REQUIRES, Config, Lora, Parallel
-from tigon.train.config_file import dump, load
+from tigon.train.config_file import dump, load, load_aliases, suggest_setting
 from tigon.train.launch import help_text
 from tigon.train.tasks import TASKS
 from tigon.utils.config import ConfigError, field_types

@@ -8,7 +8,7 @@ import pytest
 
 from tests.small import WORDS, write_chats, write_model, write_tokenizer
 from tigon.train import Config, main
-from tigon.train.aliases import suggest_setting
+from tigon.train.config_file import suggest_setting
 
 ROOT = Path(__file__).resolve().parents[2]
 TEXT = (ROOT / "docs/training.md").read_text()

@@ -25,6 +25,7 @@ from tigon.layers import GatedMLP
 from tigon.parallel import DataRank
 from tigon.train import checkpoint, guard, load, main, prepare, trainer
 from tigon.train import start as world_of
+from tigon.train.config import Parallel
 from tigon.train.logging import read_metrics
 from tigon.train.state import TrainState
 from tigon.train.tasks import MicroBatchLoss
@@ -482,3 +483,21 @@ def test_impossible_state_is_refused(name, value):
     )
     with pytest.raises(ValueError, match=f"the state has {name}="):
         TrainState.of({"state": {name: value}})
+
+
+def decide() -> None:
+    rank = int(os.environ["RANK"])
+    with world_of("cpu", parallel=Parallel(tensor=2)) as world:
+
+        def agreed(*losses: float) -> float:
+            return float(world.same_loss(torch.tensor(losses[rank], dtype=torch.double)))
+
+        assert agreed(1.0, 1.0) == 1.0
+        assert agreed(1.0, 1e6) == 1e6  # a spike on one
+        assert agreed(-1.0, -2.0) == -1.0  # rewards are negative
+        assert math.isnan(agreed(1.0, math.nan)) and not math.isfinite(agreed(math.inf, 1.0))
+        assert agreed(math.inf, math.inf) == math.inf
+
+
+def test_ranks_decide_by_one_loss() -> None:
+    Ranks(2, decide).finish()

@@ -132,7 +132,6 @@ WAYS: dict[str, tuple[int, dict[str, int], list[str]]] = {  # ranks, what they s
     ),
 }  # fmt: skip
 FAST = [("context", "seen"), ("tensor", "seen"), ("expert", "qwen3_moe"), ("replicas", "adamw")]
-FAST += [("eight all", "eight heads")]
 CASES = FAST + [(w, k) for w, (*_, kinds) in WAYS.items() for k in kinds if (w, k) not in FAST]
 RESUMED = [
     ("sft", "context", "one"), ("sft", "one", "one row"), ("adamw", "replicas", "fsdp"),

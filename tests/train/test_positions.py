@@ -28,7 +28,7 @@ from tigon.train.distributed import World, local
 from tigon.train.model import parallelize
 from tigon.train.optim import build_optimizer
 from tigon.train.optim.adamw import MAX_LINE, PositionRun, positions, runs_of
-from tigon.weights import Copy, Cut, ReplicaIndex, Rows, RowSpan, ShardSpec, local_rows
+from tigon.weights import ReplicaIndex, RowSpan, ShardSpec, local_rows
 
 CPU = torch.device("cpu")
 UNTIED = {"tie_word_embeddings": False}
@@ -119,7 +119,7 @@ def test_positions_of_other_cuts(cut):
 
 
 def test_a_line_that_32_bits_do_not_count_is_a_run_of_its_own():
-    cut = Cut((3, 4, MAX_LINE), 1, ((Rows(2, 0, 1), Copy()),))
+    cut = ShardSpec((3, 4, MAX_LINE), 1, ((RowSpan(2, 0, 1), ReplicaIndex()),))
     runs = runs_of(cut, MAX_LINE, 2 * MAX_LINE, 7)
     assert [run.position for run in runs] == [7 + 6 * MAX_LINE, 7 + 10 * MAX_LINE]
     assert [run.lines for run in runs] == [None, None]

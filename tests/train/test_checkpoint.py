@@ -20,7 +20,7 @@ from tigon.train.checkpoint import files, format, saver
 from tigon.train.checkpoint.files import KeepPolicy, SavedStep
 from tigon.train.checkpoint.format import LocalRows
 from tigon.train.optim import Ema
-from tigon.train.resume import LONG
+from tigon.train.resume import MIN_STEPS
 
 
 def test_files_hold_the_tensors_by_their_names_in_checkpoints(state, workspace, tmp_path):
@@ -168,7 +168,7 @@ def test_rows_passed_over_that_no_run_passes_over(workspace, finished, tmp_path)
     """They would be looked for, epoch by epoch."""
     source = shutil.copytree(finished / "checkpoints/step-00000003", tmp_path / "step-00000003")
     known = json.loads((source / "run.json").read_text())
-    for state, most in (({"offset": 1}, 0), ({"offset": 2**39, "rollbacks": 2}, 2 * LONG)):
+    for state, most in (({"offset": 1}, 0), ({"offset": 2**39, "rollbacks": 2}, 2 * MIN_STEPS)):
         known["state"] |= state
         (source / "run.json").write_text(json.dumps(known))
         (source / "SHA256SUMS").unlink()

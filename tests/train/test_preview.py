@@ -14,8 +14,7 @@ from tests.small import write_chats, write_tokenizer
 from tigon.cli import main
 from tigon.tokenizer import Tokenizer
 from tigon.train import load, preview
-from tigon.train.preview import PreviewExample
-from tigon.train.preview_text import format_preview, has_color
+from tigon.train.preview import PreviewExample, format_preview, has_color
 
 
 @pytest.fixture

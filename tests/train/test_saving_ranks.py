@@ -33,7 +33,7 @@ def fail_on_a_rank(failing: int, what: str, settings: list[str]) -> None:
         update(run, step)
         until = time.monotonic() + 60
         while step == SAVE_EVERY:
-            if (run.exporter._writing if what == "hf" else run.saver._saving.done).done():
+            if (run.exporter if what == "hf" else run.saver).pending.done():
                 break
             assert time.monotonic() < until, "the other rank has ended without this one"
             time.sleep(0.01)

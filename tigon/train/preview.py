@@ -1,16 +1,17 @@
-"""The first rows of a run's data as text, with what is learned of them: `tigon data show`."""
+"""Shows the first rows of a run's data as text, with what is learned of them: `tigon data show`."""
 
-from collections.abc import Iterator, Mapping, Sequence
+import os
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from itertools import chain, groupby, islice
-from typing import Any
+from itertools import groupby, islice
+from typing import Any, TextIO
 
 import numpy as np
 import torch
 
-from tigon.data import Encoder, Examples, PairEncoder, Source, Window
-from tigon.data.examples import EncodingReport
+from tigon.data import Encoder, Examples, PairEncoder, Window
+from tigon.data.examples import EncodingReport, format_count
 from tigon.data.formats import Row
 from tigon.data.mixture import Corpus
 from tigon.data.packing import TruncationStats
@@ -19,14 +20,18 @@ from tigon.tokenizer import Tokenizer, common_prefix_length
 from tigon.train import sharing
 from tigon.train.build import load_tokenizer
 from tigon.train.config import Config
-from tigon.train.data import as_entries, find_entry_sources, limits
+from tigon.train.data import as_entries, describe_truncation, find_entry_sources
 from tigon.train.distributed import World
 from tigon.train.tasks import Task, find_task
+from tigon.utils.json import escape
+from tigon.utils.terminal import escape_controls
+
+DIM, GREEN, YELLOW, BOLD, RESET = "\x1b[2m", "\x1b[32m", "\x1b[33m", "\x1b[1m", "\x1b[0m"
 
 
 @dataclass(frozen=True)
 class PreviewText:
-    """Text whose tokens have one weight in the loss; 0: it is not learned."""
+    """Text whose tokens have one weight in the loss; it is not learned if that is 0."""
 
     text: str
     weight: float
@@ -65,7 +70,7 @@ class Preview:
 
 
 def preview(config: Config, count: int = 5) -> Preview:
-    """The first `count` rows of each entry of `data`, as the run would train on them.
+    """Returns the first `count` rows of each entry of `data`, as the run would train on them.
 
     Reads the tokenizer and no more of the data than these rows; of the model its config.json where
     preference pairs may share a prompt, and no weights. Raises ValueError for settings or data with
@@ -82,14 +87,16 @@ def preview(config: Config, count: int = 5) -> Preview:
     rows, report, truncation = [], EncodingReport(), TruncationStats()
     entries = as_entries(config, config.data)
     try:  # of the hub too, only the first rows are fetched
-        found = find_entry_sources(config, entries, streaming=True)
+        sources = find_entry_sources(config, entries, streaming=True)
     except ValueError:  # such as a slice that counts from the end
-        found = find_entry_sources(config, entries, streaming=config.streaming)
-    for sources in found:
-        for source, line, row in islice(_rows(sources, encoder), count):
+        sources = find_entry_sources(config, entries, streaming=config.streaming)
+    for of_entry in sources:
+        opened = map(encoder.open, of_entry)
+        numbered = ((source, line, row) for source in opened for line, row in source.rows())
+        for source, line, row in islice(numbered, count):
             examples = encoder(Block(source.name, source.format, ((line, row),)))
             report += examples.report
-            shown, of_row = _examples(examples, task, encoder, tokenizer)
+            shown, of_row = _preview_examples(examples, task, encoder, tokenizer)
             truncation += of_row
             notes: tuple[str, ...] = ()
             if isinstance(row, dict):
@@ -99,22 +106,14 @@ def preview(config: Config, count: int = 5) -> Preview:
             rows.append(PreviewRow(f"{source.name}:{line}", shown, error, notes))
     if config.bad_rows == "error":  # each says so itself, and none is skipped
         report = replace(report, skipped=0, empty=0, errors=())
-    warnings = [*limits(config, truncation, task.unit), *report.lines()]
+    warnings = [*describe_truncation(config, truncation, task.unit), *report.lines()]
     return Preview(tuple(rows), tuple(warnings))
 
 
-def _rows(
-    sources: Sequence[Source], encoder: Encoder
-) -> Iterator[tuple[Source, int, Row | ValueError]]:
-    for source in map(encoder.open, sources):
-        for line, row in source.rows():
-            yield source, line, row
-
-
-def _examples(
+def _preview_examples(
     examples: Examples, task: Task, encoder: Encoder, tokenizer: Tokenizer
 ) -> tuple[tuple[PreviewExample, ...], TruncationStats]:
-    """Those of one row, and what the limits of the run take away from them."""
+    """Returns the examples of one row, and what the limits of the run cut or leave out."""
     if not len(examples):
         return (), TruncationStats()
     rows = task.rows(Window.of(Corpus([examples]), np.arange(examples.num_groups)))
@@ -134,7 +133,7 @@ def _examples(
         end = ends[1] if ends[1:] else min(len(ids), task.config.seq_len)
         shown.append(
             PreviewExample(
-                tuple(_pieces(ids[:end], weights[:end].tolist(), tokenizer)),
+                tuple(_split_by_weight(ids[:end], weights[:end].tolist(), tokenizer)),
                 tokens=len(ids),
                 learned=int((weights > 0).sum()),
                 kept=ends[-1],
@@ -147,11 +146,13 @@ def _examples(
     return tuple(shown), rows.truncation
 
 
-def _pieces(ids: list[int], weights: list[float], tokenizer: Tokenizer) -> Iterator[PreviewText]:
-    """The text of tokens, divided where the weight changes.
+def _split_by_weight(
+    ids: list[int], weights: list[float], tokenizer: Tokenizer
+) -> Iterator[PreviewText]:
+    """Yields the text of tokens, divided where the weight changes.
 
-    Each piece is what its tokens add to the text before them, since decoders treat the beginning of
-    a text specially. A character that only later tokens complete is in their piece.
+    A piece is what its tokens add to the text before them, since decoders treat the beginning of a
+    text specially. A character that only later tokens complete is in their piece.
     """
     text, end, at = tokenizer.decode(ids), 0, 0
     whole = [(0, 0), (0, 0)]  # tokens and characters up to the last two places between characters
@@ -171,30 +172,115 @@ def _pieces(ids: list[int], weights: list[float], tokenizer: Tokenizer) -> Itera
 
 
 def special_tokens(row: Row, tokenizer: Tokenizer, ignored: set[str]) -> Iterator[str]:
-    """A line for each text of a row that the tokenizer makes special tokens of; keys that are
-    `ignored` are not looked at."""
+    """Yields a line for each text of a row that the tokenizer makes special tokens of, except
+    under `ignored` keys."""
     backend = tokenizer.backend
     special = {i for i, token in backend.get_added_tokens_decoder().items() if token.special}
-    named = tokenizer.special_tokens.values()
-    special |= {i for i in map(backend.token_to_id, named) if i is not None}
-    for path, text in _texts(row, "", "", ignored):
+    named = map(backend.token_to_id, tokenizer.special_tokens.values())
+    special |= {i for i in named if i is not None}
+    for path, text in _find_texts(row, "", "", ignored):
         with suppress(ValueError):  # no Unicode: a bad row, which says so itself
             ids = tokenizer.encode(text, add_special_tokens=False)
-            found = dict.fromkeys(i for i in ids if i in special)
-            if found:
+            if found := dict.fromkeys(i for i in ids if i in special):
                 names = ", ".join(str(backend.id_to_token(i)) for i in found)
                 yield f"special tokens in the text of {path}: {names}"
 
 
-def _texts(value: Any, path: str, key: str, ignored: set[str]) -> Iterator[tuple[str, str]]:
-    """The texts in a value, with where they are, such as messages[0].content."""
+def _find_texts(value: Any, path: str, key: str, ignored: set[str]) -> Iterator[tuple[str, str]]:
+    """Yields the texts in a value with their paths, such as messages[0].content."""
     if isinstance(value, str):
         yield path, value
     elif isinstance(value, dict):
         for name, inner in value.items():
             full = f"{key}.{name}" if key else str(name)
             if full not in ignored:
-                yield from _texts(inner, f"{path}.{name}" if path else str(name), full, ignored)
+                inner_path = f"{path}.{name}" if path else str(name)
+                yield from _find_texts(inner, inner_path, full, ignored)
     elif isinstance(value, list):
-        each = (_texts(inner, f"{path}[{i}]", key, ignored) for i, inner in enumerate(value))
-        yield from chain.from_iterable(each)
+        for i, inner in enumerate(value):
+            yield from _find_texts(inner, f"{path}[{i}]", key, ignored)
+
+
+# As text: colored on a terminal, in brackets elsewhere
+
+
+def has_color(output: TextIO) -> bool:
+    """Returns whether it is a terminal and colors are not turned off (https://no-color.org)."""
+    return output.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+
+
+def format_preview(shown: Preview, config: Config, *, color: bool) -> Iterator[str]:
+    """Yields the lines of a preview.
+
+    Without color, learned text is in [[...]], and [[x0.5|...]] has the weight 0.5; where the text
+    itself has [[ or ]], a backslash divides them.
+    """
+    marks = f"{GREEN}learned{RESET} {DIM}not learned{RESET}" if color else "[[learned]] not learned"
+    yield f"task={config.task} seq_len={config.seq_len}: {marks}"
+    for row in shown.rows:
+        yield ""
+        yield from _format_row(row, config, color)
+    if shown.warnings:
+        yield ""
+    for line in shown.warnings:
+        yield _paint(f"note: {escape_controls(line)}", YELLOW, color)
+    if config.bad_rows == "error" and any(row.error for row in shown.rows):
+        yield "bad_rows=error: a run would end at the first bad row; bad_rows=skip leaves them out"
+
+
+def _format_row(row: PreviewRow, config: Config, color: bool) -> Iterator[str]:
+    where = escape(row.where)
+    if row.error:
+        yield _paint(f"--- {where}: bad row", BOLD, color)
+        yield escape_controls(row.error)
+    elif not row.examples:
+        yield _paint(f"--- {where}: nothing to learn", BOLD, color)
+    for number, example in enumerate(row.examples, start=1):
+        name = example.name or (f"{number} of {len(row.examples)}" if len(row.examples) > 1 else "")
+        head = f"--- {where}{' ' * bool(name)}{name}: {_describe(example, config)}"
+        yield _paint(head, BOLD, color)
+        yield "".join(_mark(piece, color) for piece in example.pieces)
+        if end := _describe_cut(example):
+            yield _paint(end, YELLOW, color)
+    for note in row.notes:
+        yield _paint(f"note: {escape_controls(note)}", YELLOW, color)
+
+
+def _describe(example: PreviewExample, config: Config) -> str:
+    learned = f"{example.learned:,} learned"
+    if config.labels:
+        learned = f"{example.learned:,} of them in the answer, whose score is learned"
+    values = [
+        f"{name} {str(value).lower() if isinstance(value, bool) else f'{value:.4g}'}"
+        for name, value in example.values.items()
+    ]
+    return ", ".join([format_count(example.tokens, "token"), learned, *values])
+
+
+def _describe_cut(example: PreviewExample) -> str:
+    """Returns a line to follow the text of an example that a limit cuts."""
+    if not example.kept:
+        return "--- left out of the run"
+    if lost := example.tokens - example.kept:
+        learned = example.learned - example.kept_learned
+        return f"--- cut here: {format_count(lost, 'token')} lost, {learned:,} of them learned"
+    if example.rows > 1:
+        return f"--- goes on in {format_count(example.rows - 1, 'more row')} of seq_len tokens"
+    return ""
+
+
+def _mark(piece: PreviewText, color: bool) -> str:
+    text = escape_controls(piece.text)
+    weight = "" if piece.weight in (0, 1) else f"x{piece.weight:.4g}"
+    if color:
+        before = f"{YELLOW}[{weight}]{RESET}" if weight else ""
+        return before + _paint(text, GREEN if piece.weight else DIM, color)
+    while "[[" in text or "]]" in text:
+        text = text.replace("[[", r"[\[").replace("]]", r"]\]")
+    if not piece.weight:
+        return text
+    return f"[[{weight}|{text}]]" if weight else f"[[{text}]]"
+
+
+def _paint(text: str, code: str, color: bool) -> str:
+    return f"{code}{text}{RESET}" if color else text

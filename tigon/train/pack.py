@@ -1,4 +1,4 @@
-"""`tigon data pack`: the cache of tokenised data, made before a run needs it."""
+"""Fills the cache of tokenized data before a run needs it: `tigon data pack`."""
 
 import json
 from collections.abc import Sequence
@@ -18,24 +18,22 @@ CONFIGS = (".yaml", ".yml")
 
 
 def read_arguments(arguments: Sequence[str]) -> Config:
-    """The settings of a config file, or of data files, and of `key=value`s."""
+    """Reads the settings of a config file, or of data files, and of `key=value`s."""
     settings = [argument for argument in arguments if "=" in argument]
     paths = [argument for argument in arguments if "=" not in argument]
-    for path in paths:
-        if path[:1] in ("[", "{"):
-            raise ValueError(f"{path}: write data='{path}'")
+    if entries := [path for path in paths if path.startswith(("[", "{"))]:
+        raise ValueError(f"{entries[0]}: write data='{entries[0]}'")
     files = [path for path in paths if not path.endswith(CONFIGS)]
     configs = [path for path in paths if path.endswith(CONFIGS)]
     if len(configs) > 1 or (configs and files):
         raise ValueError(f"{' '.join(paths)}: give one config file, or data files")
     if files:
         settings.append(f"data={json.dumps(files, ensure_ascii=False)}")
-    # A run would write there; this one does not
     return load(configs[0] if configs else None, ["run_dir=unused", *settings])
 
 
 def pack(arguments: Sequence[str]) -> None:
-    """Tokenise what a config file, or files and `key=value`s, say; print what is in it."""
+    """Tokenizes the data of `read_arguments`, and prints what is in it."""
     config = read_arguments(arguments)
     if config.streaming:
         raise ValueError("streaming=true has no cache to make: leave it out")

@@ -11,6 +11,7 @@ from tigon.train.checkpoint.files import (
     newest_complete,
     read_lock,
     read_metadata,
+    shorten,
     step_of,
     verify,
 )
@@ -37,6 +38,7 @@ __all__ = [
     "newest_complete",
     "read_lock",
     "read_metadata",
+    "shorten",
     "step_of",
     "stored_weights",
     "verify",

@@ -9,11 +9,13 @@ from safetensors.torch import load_file
 
 from tests.numbers import relative_error
 from tests.small import EXPERTS, write_model
+from tests.train.adapters import EXPORTS, assert_close, assert_same_curve, step, weights
 from tests.train.ranks import Ranks
 from tests.train.test_expert import SHARED, run_all
-from tests.train.test_lora import step
 from tigon.train import main
 from tigon.train.export import convert_checkpoint
+
+pytestmark = pytest.mark.slow  # experts, adapters and ranks have fast tests of their own
 
 SAME: dict[str, Any] = {"steps": 4, "save_every": 2, "keep_last": 0, "lr": 1e-2, "seq_len": 67}
 SAME |= {"lora.rank": 3, "max_grad_norm": 0.1, "export": "true", "lora.merge": "true"}
@@ -57,11 +59,9 @@ def runs(workspace) -> None:
 
 
 def assert_same(workspace, kind: str, run: str) -> None:
-    for key in ("loss", "grad_norm", "aux_loss"):
-        expected, found = (workspace.metrics(name, key) for name in (f"{kind}-one", run))
-        assert found and found == pytest.approx(expected[-len(found) :], rel=1e-5)
-    for file in ("adapter/adapter_model.safetensors", "hf/model.safetensors"):
-        expected, found = (load_file(workspace.root / r / file) for r in (f"{kind}-one", run))
+    assert_same_curve(workspace, run, f"{kind}-one", keys=("loss", "grad_norm", "aux_loss"))
+    for file in EXPORTS:
+        found, expected = (load_file(workspace.root / r / file) for r in (run, f"{kind}-one"))
         assert expected.keys() == found.keys()
         for name, values in expected.items():
             same = torch.equal(found[name], values)  # zeros
@@ -81,13 +81,7 @@ def test_other_layouts_go_on(workspace, runs):
 
 
 def test_a_checkpoint_is_exported(workspace, runs):
-    convert_checkpoint(
-        step(workspace, "experts-tensor", 4), str(workspace.root / "converted"), merge=True
-    )
-    one, two = (
-        load_file(workspace.root / run / "model.safetensors")
-        for run in ("experts-tensor/hf", "converted")
-    )
-    assert one.keys() == two.keys()
-    for name, values in one.items():
-        torch.testing.assert_close(two[name], values, rtol=0, atol=1e-6, msg=name)
+    converted = workspace.root / "converted"
+    convert_checkpoint(step(workspace, "experts-tensor", 4), str(converted), merge=True)
+    exported = workspace.root / "experts-tensor/hf"
+    assert_close(weights(converted), weights(exported), rtol=0, atol=1e-6)

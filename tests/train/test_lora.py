@@ -1,4 +1,4 @@
-"""Runs that train an adapter: what they train, keep, resume from and export."""
+"""Runs that train an adapter: their settings, their base, and commands that need it."""
 
 import hashlib
 import json
@@ -9,126 +9,28 @@ from typing import Any
 
 import pytest
 import torch
-from peft import PeftModel
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
 
 import tigon
 from tests.small import write_model
+from tests.train.adapters import SETTINGS, assert_close, assert_equal, step, tensors, weights
 from tests.train.ranks import train_on
 from tigon.cli import main as command
 from tigon.train import checkpoint, main
 from tigon.train.export import load_checkpoint
 
-SETTINGS: dict[str, Any] = {
-    "steps": 6,
-    "save_every": 2,
-    "keep_last": 0,
-    "lr": 1e-2,
-    "lora.rank": 4,
-    "lora.alpha": 8,
-    "export": "true",
-}
-
 
 @pytest.fixture(scope="module")
 def settings(workspace):
     def make(run: str, **changes: Any) -> list[str]:
-        return workspace.settings(run, eval_data=workspace.held_out, **SETTINGS | changes)
+        given = {"eval_data": workspace.held_out} | SETTINGS | {"lora.merge": "false"} | changes
+        return workspace.settings(run, **given)
 
     main(make("one", **{"lora.merge": "true"}))
     return make
 
 
-def step(workspace, run: str, number: int) -> Path:
-    return workspace.root / run / "checkpoints" / f"step-{number:08d}"
-
-
-def tensors(directory: Path, kind: str = "weights") -> dict[str, torch.Tensor]:
-    found: dict[str, torch.Tensor] = {}
-    for path in sorted(directory.glob(f"{kind}-*.safetensors")):
-        found |= load_file(path)
-    return found
-
-
-def test_it_learns_and_checkpoints_have_the_adapter_alone(workspace, settings):
-    losses = workspace.metrics("one", "loss")
-    assert losses[-1] < losses[0] - 0.2
-    for kind in ("weights", "optimizer"):
-        stored = tensors(step(workspace, "one", 6), kind)
-        assert stored and all(".lora_" in name for name in stored), kind
-    weights = tensors(step(workspace, "one", 6))
-    assert len(weights) == 2 * 7 * 2  # A and B of seven projections in two layers
-    assert json.loads((step(workspace, "one", 6) / "run.json").read_text())["config"]["model"]
-
-
-def test_exports(workspace, settings):
-    """The adapter as PEFT reads it, and merged; the same of a checkpoint later."""
-    run = workspace.root / "one"
-    ids = torch.arange(3, 40)[None]
-    model = tigon.from_pretrained(workspace.model)
-    plain = model(ids).logits
-    model.load_adapter(run / "adapter")
-    adapted = model(ids).logits
-    assert (adapted - plain).abs().max() > 0.05
-    torch.testing.assert_close(tigon.from_pretrained(run / "hf")(ids).logits, adapted)
-    base = AutoModelForCausalLM.from_pretrained(workspace.model)
-    theirs = PeftModel.from_pretrained(base, str(run / "adapter")).eval()
-    torch.testing.assert_close(theirs(ids).logits, adapted, rtol=1e-4, atol=1e-5)
-    assert tigon.Tokenizer.from_pretrained(run / "adapter")
-
-    assert command(["export", str(run), str(run / "again")]) == 0
-    assert command(["export", str(run), str(run / "merged"), "--merge"]) == 0
-    for name, of in (("adapter_model.safetensors", "adapter"), ("adapter_config.json", "adapter")):
-        assert (run / "again" / name).read_bytes() == (run / of / name).read_bytes()
-    merged, hf = (load_file(run / name / "model.safetensors") for name in ("merged", "hf"))
-    assert all(torch.equal(merged[name], hf[name]) for name in hf)
-    found, _ = load_checkpoint(step(workspace, "one", 6))
-    torch.testing.assert_close(found(ids).logits, adapted)
-
-
-def test_resumed_runs_are_the_same(workspace, settings):
-    source = step(workspace, "one", 2)
-    main(settings("resumed", resume=source))
-    for key in ("loss", "grad_norm"):
-        assert workspace.metrics("resumed", key) == workspace.metrics("one", key)[2:]
-    last = tensors(step(workspace, "one", 6))
-    for name, values in tensors(step(workspace, "resumed", 6)).items():
-        assert torch.equal(values, last[name])
-
-
-def test_two_ranks_and_one(workspace, settings):
-    train_on(2, settings("two", **{"activation_checkpointing": "true", "lora.merge": "true"}))
-    for key in ("loss", "grad_norm", "eval_loss"):
-        expected = workspace.metrics("one", key)
-        assert workspace.metrics("two", key) == pytest.approx(expected, rel=1e-5), key
-    root = workspace.root
-    for name in ("adapter/adapter_model.safetensors", "hf/model.safetensors"):
-        one, two = (load_file(root / run / name) for run in ("one", "two"))
-        assert one.keys() == two.keys()
-        for tensor in one:
-            torch.testing.assert_close(two[tensor], one[tensor], rtol=1e-4, atol=1e-5)
-    main(settings("two-then-one", resume=step(workspace, "two", 4)))
-    expected = workspace.metrics("one", "loss")[4:]
-    assert workspace.metrics("two-then-one", "loss") == pytest.approx(expected, rel=1e-5)
-
-
-def test_dora_on_two_ranks_and_one(workspace, settings):
-    for ranks in (1, 2):
-        merged = {"lora.dora": "true", "lora.merge": "true"}
-        train_on(ranks, settings(f"dora-{ranks}", steps=3, **merged))
-    for key in ("loss", "grad_norm"):
-        expected = workspace.metrics("dora-1", key)
-        assert expected[1:] != workspace.metrics("one", key)[1:3]
-        assert workspace.metrics("dora-2", key) == pytest.approx(expected, rel=1e-5), key
-    one, two = (tensors(step(workspace, f"dora-{n}", 2)) for n in (1, 2))
-    assert any("magnitude" in name for name in one) and one.keys() == two.keys()
-    one, two = (load_file(workspace.root / f"dora-{n}/hf/model.safetensors") for n in (1, 2))
-    assert one.keys() == two.keys()
-    for name in one:
-        torch.testing.assert_close(two[name], one[name], rtol=1e-4, atol=1e-5)
-
-
+@pytest.mark.slow(first=1)
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_base_of_16_bits(ranks, workspace, settings):
     """The base in the computation's dtype, and the adapter in param_dtype."""
@@ -147,12 +49,10 @@ def test_merged_in_16_bits_the_adapter_is_not_rounded_before(workspace, settings
     main(settings("merged-half", **more))
     run = workspace.root / "merged-half"
     assert command(["export", str(run), str(run / "again"), "--merge"]) == 0
-    one, two = (load_file(run / name / "model.safetensors") for name in ("hf", "again"))
-    assert {t.dtype for t in one.values()} == {torch.bfloat16}
-    assert all(torch.equal(two[name], one[name]) for name in one)
+    assert {t.dtype for t in weights(run / "hf").values()} == {torch.bfloat16}
+    assert_equal(weights(run / "again"), weights(run / "hf"))
     assert command(["export", str(run / "adapter"), str(run / "alone"), "--merge"]) == 0
-    alone = load_file(run / "alone/model.safetensors")
-    assert all(torch.equal(alone[name], one[name]) for name in one)
+    assert_equal(weights(run / "alone"), weights(run / "hf"))
 
 
 def test_an_adapter_s_directory_merged(workspace, settings, tmp_path, capsys):
@@ -172,15 +72,10 @@ def test_an_adapter_s_directory_merged(workspace, settings, tmp_path, capsys):
             path.unlink()
     with pytest.raises(SystemExit, match=f"tigon export '{copy}' DIRECTORY --merge"):
         main(workspace.settings("from-adapter", model=copy))
-    assert (
-        command(["export", str(copy), str(tmp_path / "half"), "--merge", "--dtype", "bfloat16"])
-        == 0
-    )
-    half, whole = (
-        load_file(path / "model.safetensors") for path in (tmp_path / "half", run / "hf")
-    )
-    for name, values in whole.items():
-        torch.testing.assert_close(half[name], values.bfloat16(), rtol=0.02, atol=0.002)
+    half = tmp_path / "half"
+    assert command(["export", str(copy), str(half), "--merge", "--dtype", "bfloat16"]) == 0
+    whole = {name: values.bfloat16() for name, values in weights(run / "hf").items()}
+    assert_close(weights(half), whole, rtol=0.02, atol=0.002)
     assert (tmp_path / "half" / "tokenizer.json").read_bytes() == files["tokenizer.json"]
 
 
@@ -223,6 +118,7 @@ def test_an_adapter_s_directory_without_its_base(
     assert not (tmp_path / "merged").exists()
 
 
+@pytest.mark.slow
 def test_fp8_and_recomputed_blocks_and_activations_in_host_memory(workspace, settings):
     half = {"dtype": "bfloat16", "steps": 3, "seq_len": 64, "batch_size": 2, "fp8": "true"}
     curves = []
@@ -233,10 +129,9 @@ def test_fp8_and_recomputed_blocks_and_activations_in_host_memory(workspace, set
     ):
         main(settings(name, **half | more))
         curves.append(workspace.metrics(name, "loss"))
-    assert curves[0] == curves[1] == curves[2]
     main(settings("bf16", **half | {"fp8": "false"}))
     expected = workspace.metrics("bf16", "loss")
-    assert curves[0] != expected
+    assert curves[0] == curves[1] == curves[2] != expected
     assert curves[0] == pytest.approx(expected, rel=0.02)
 
 
@@ -256,8 +151,7 @@ def test_modules_to_save_and_patterns(workspace, settings, tmp_path):
         "base_model.model.model.embed_tokens.weight",
         "base_model.model.lm_head.weight",
     }
-    before = load_file(model / "model.safetensors")
-    after = load_file(workspace.root / "saved/hf/model.safetensors")
+    before, after = weights(model), weights(workspace.root / "saved/hf")
     assert {n for n in after if not torch.equal(after[n], before[n])} == {
         "lm_head.weight",
         "model.embed_tokens.weight",
@@ -272,8 +166,7 @@ def test_groups_and_gradient_accumulation(workspace, settings):
     groups = "[{match: '*.layers.0.*lora_A*', freeze: true}, {match: '*.lora_B.*', lr: 0.04}]"
     main(settings("groups", parameter_groups=groups, micro_batch_size=2, steps=2))
     first, last = (tensors(step(workspace, run, 2)) for run in ("groups", "one"))
-    same = {name for name in first if torch.equal(first[name], last[name])}
-    assert not same
+    assert not any(torch.equal(first[name], last[name]) for name in first)
     states = tensors(step(workspace, "groups", 2), "optimizer")
     assert not any(".layers.0." in name and "lora_A" in name for name in states)
     assert any(".layers.0." in name and "lora_B" in name for name in states)
@@ -326,7 +219,7 @@ def test_other_weights_under_the_base_s_name(workspace, settings, tmp_path, caps
     main(settings("renewed", model=base, steps=2))
     source = step(workspace, "renewed", 2)
     load_checkpoint(source)
-    whole = load_file(base / "model.safetensors")
+    whole = weights(base)
     norms = {n: x * 1.5 if n.endswith("layernorm.weight") else x for n, x in whole.items()}
     save_file(norms, base / "model.safetensors", {"format": "pt"})
     message = "is an adapter of other weights than .*base has now"
@@ -385,8 +278,7 @@ def test_a_moved_run_uses_its_base_and_says_so(moved, workspace, tmp_path, capsy
     for i, words in enumerate(commands(run, workspace.held_out, tmp_path / "3")):
         assert command([*words, "--base", str(tmp_path / "elsewhere")]) == 0, i
         assert f"base: {tmp_path}/elsewhere, named by --base\n" in capsys.readouterr().err
-    two = [load_file(tmp_path / name / "model.safetensors") for name in ("hf", "3")]
-    assert all(torch.equal(two[0][name], two[1][name]) for name in two[0])
+    assert_equal(weights(tmp_path / "hf"), weights(tmp_path / "3"))
     other = write_model(tmp_path / "other", initializer_range=0.3)
     words = ["export", str(run), str(tmp_path / "4"), "--merge", "--base", str(other)]
     assert command(words) == 1
@@ -410,8 +302,8 @@ def test_weights_that_a_run_names_without_their_digest_are_not_used(
     assert not (tmp_path / "hf").exists()
     given = ["--base", str(base)]
     assert command(["export", str(run), str(tmp_path / "hf"), "--merge", *given]) == 0
-    found = load_file(tmp_path / "hf/model.safetensors")["model.norm.weight"]
-    assert torch.equal(found, load_file(base / "model.safetensors")["model.norm.weight"])
+    name = "model.norm.weight"
+    assert torch.equal(weights(tmp_path / "hf")[name], weights(base)[name])
     assert command(["export", str(run), str(tmp_path / "adapter")]) == 0  # reads no base
 
 
@@ -426,8 +318,7 @@ def test_a_run_of_random_weights_names_a_config(workspace, settings, tmp_path, c
     export[2] = str(tmp_path / "again")
     assert command(export) == 1
     assert command([*export, "--base", str(config)]) == 0
-    one, two = (load_file(tmp_path / name / "model.safetensors") for name in ("hf", "again"))
-    assert all(torch.equal(one[name], two[name]) for name in one)
+    assert_equal(weights(tmp_path / "hf"), weights(tmp_path / "again"))
 
 
 def test_base_of_what_has_none(workspace, settings, tmp_path, capsys):
@@ -435,6 +326,8 @@ def test_base_of_what_has_none(workspace, settings, tmp_path, capsys):
     run, model, base = workspace.root / "no-adapter", str(workspace.model), ["--base", "x/y"]
     for words, message in (
         (["export", str(run), str(tmp_path / "x")], "only --merge needs the base"),
+        (["export", str(run), str(tmp_path / "x"), "--merge"], "is no checkpoint of an adapter"),
+        (["export", model, str(tmp_path / "x"), "--merge"], "has adapter_config.json"),
         (["export", model, str(tmp_path / "x")], "is no adapter, and needs no base"),
         (["generate", str(run), "a"], "is no checkpoint of an adapter"),
         (["generate", model, "a"], "is no adapter, and needs no base"),
@@ -457,19 +350,4 @@ def test_an_adapter_s_base_that_is_elsewhere(workspace, settings, tmp_path, caps
     assert "or name it with --base" in capsys.readouterr().err
     assert command([*export, "--base", str(base)]) == 0
     assert f"base: {base}, named by --base\n" in capsys.readouterr().err
-    one, two = (load_file(tmp_path / name / "model.safetensors") for name in "ab")
-    assert all(torch.equal(one[name], two[name]) for name in one)
-
-
-def test_export_of_a_run_without_one(workspace, settings, tmp_path):
-    main(workspace.settings("whole", steps=1))
-    assert command(["export", str(workspace.root / "whole"), str(tmp_path / "x"), "--merge"]) == 1
-    assert command(["export", str(workspace.model), str(tmp_path / "x"), "--merge"]) == 1
-    assert checkpoint.latest(workspace.root / "whole" / "checkpoints")
-
-
-def test_dry_run_counts_frozen_weights(workspace, settings, capsys):
-    main([*settings("dry"), "--dry-run"])
-    printed = capsys.readouterr().out
-    trained = sum(t.numel() for t in tensors(step(workspace, "one", 6)).values())
-    assert f"{trained:,} of them trained" in printed
+    assert_equal(weights(tmp_path / "a"), weights(tmp_path / "b"))

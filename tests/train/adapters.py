@@ -1,5 +1,6 @@
 """Runs that train an adapter: their settings, and comparisons of two of them."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +43,8 @@ def assert_close(
 ) -> None:
     assert found.keys() == expected.keys()
     for name, tensor in expected.items():
-        torch.testing.assert_close(found[name], tensor, rtol=rtol, atol=atol, msg=name)
+        told = partial("{}: {}".format, name)
+        torch.testing.assert_close(found[name], tensor, rtol=rtol, atol=atol, msg=told)
 
 
 def assert_same_curve(
@@ -55,8 +57,8 @@ def assert_same_curve(
         assert found == pytest.approx(expected[-len(found) :], rel=rel, abs=0), key
 
 
-def assert_same_run(workspace: Any, run: str, other: str) -> None:
+def assert_same_run(workspace: Any, run: str, other: str, files=EXPORTS) -> None:
     """Sums over ranks are added in another order."""
     assert_same_curve(workspace, run, other)
-    for name in EXPORTS:
+    for name in files:
         assert_close(*(load_file(workspace.root / r / name) for r in (run, other)))

@@ -1,8 +1,11 @@
 """What tests of checkpoints share."""
 
+import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+from safetensors.torch import save_file
 
 import tigon
 from tigon.train.checkpoint import saver
@@ -37,3 +40,9 @@ def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tenso
     assert found.keys() == expected.keys()
     for name, tensor in expected.items():
         assert torch.equal(found[name], tensor), name
+
+
+def put_tensors(path: Path, tensors: dict[str, torch.Tensor], offsets: Sequence[int] = ()) -> None:
+    """A file of a checkpoint whose tensors begin at `offsets`; without, they are whole."""
+    info = {n: {"saved_offsets": list(offsets) or [0] * t.dim()} for n, t in tensors.items()}
+    save_file(tensors, path, {"format": "pt", "DCP_SHARDING_INFO": json.dumps(info)})

@@ -102,6 +102,7 @@ def settings_of(workspace, run: Path, way: int) -> list[str]:
     return workspace.settings("", **changes)
 
 
+@pytest.mark.slow(first=KILLS)
 @pytest.mark.parametrize("number", range(KILLS))
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_killed_and_resumed(workspace, whole, tmp_path, ranks, number):

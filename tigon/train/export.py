@@ -75,14 +75,13 @@ def load_checkpoint(
     Raises ValueError, naming the file, if the checkpoint is damaged, if its base has other weights
     or cannot be trusted, and with `mesh` as `check_shareable` does.
     """
-    config = read_adapter_run_config(source)
-    if base is not None and config is None:
+    if base is not None and read_adapter_run_config(source) is None:
         raise ValueError(f"--base {base}: {source} is no checkpoint of an adapter")
     if mesh is not None:
         check_shareable(source)
     with checkpoint.read_lock(source):
         checkpoint.verify(source, wanted=_is_export_file)
-        if config is not None:
+        if (config := read_adapter_run_config(source)) is not None:
             config = _with_base(source, config, base)
             # Its tokenizer has the new tokens, and the adapter their rows
             model = build_adapted_model(replace(config, tokenizer=str(source)), dtype, device)

@@ -224,7 +224,10 @@ def check_settings(source: Path, config: Config, data: Loader) -> list[str]:
         )
     if saved["data"] != run_metadata(config, data)["data"]:
         paths = ", ".join(e if isinstance(e, str) else e.path for e in config.data)
-        raise ValueError(f"{source} was made with other data than {paths}; {REMEDY}")
+        raise ValueError(
+            f"{source} was made with other data than {paths}, or by an earlier version of Tigon; "
+            f"{REMEDY}"
+        )
     return list(changed.values())
 
 

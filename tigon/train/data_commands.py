@@ -1,16 +1,19 @@
-"""Shows the first rows of a run's data as text, with what is learned of them: `tigon data show`."""
+"""`tigon data pack` fills the cache before a run needs it, and `tigon data show` previews the first
+rows of a run's data as text, with what is learned of them."""
 
+import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import groupby, islice
+from pathlib import Path
 from typing import Any, TextIO
 
 import numpy as np
 import torch
 
-from tigon.data import Encoder, Examples, PairEncoder, Window
+from tigon.data import Encoder, Examples, PairEncoder, Window, cache_root
 from tigon.data.examples import EncodingReport, format_count
 from tigon.data.formats import Row
 from tigon.data.mixture import Corpus
@@ -20,13 +23,48 @@ from tigon.tokenizer import Tokenizer, common_prefix_length
 from tigon.train import sharing
 from tigon.train.build import load_tokenizer
 from tigon.train.config import Config
-from tigon.train.data import as_entries, describe_truncation, find_entry_sources
-from tigon.train.distributed import World
+from tigon.train.config_file import load
+from tigon.train.data import as_entries, build_loader, describe_truncation, find_entry_sources
+from tigon.train.distributed import World, start
+from tigon.train.model import check_context
+from tigon.train.resume import start_time
 from tigon.train.tasks import Task, find_task
 from tigon.utils.json import escape
 from tigon.utils.terminal import escape_controls
 
+CONFIGS = (".yaml", ".yml")
 DIM, GREEN, YELLOW, BOLD, RESET = "\x1b[2m", "\x1b[32m", "\x1b[33m", "\x1b[1m", "\x1b[0m"
+
+
+def read_arguments(arguments: Sequence[str]) -> Config:
+    """Reads the settings of a config file, or of data files, and of `key=value`s."""
+    settings = [argument for argument in arguments if "=" in argument]
+    paths = [argument for argument in arguments if "=" not in argument]
+    if entries := [path for path in paths if path.startswith(("[", "{"))]:
+        raise ValueError(f"{entries[0]}: write data='{entries[0]}'")
+    files = [path for path in paths if not path.endswith(CONFIGS)]
+    configs = [path for path in paths if path.endswith(CONFIGS)]
+    if len(configs) > 1 or (configs and files):
+        raise ValueError(f"{' '.join(paths)}: give one config file, or data files")
+    if files:
+        settings.append(f"data={json.dumps(files, ensure_ascii=False)}")
+    return load(configs[0] if configs else None, ["run_dir=unused", *settings])
+
+
+def pack(arguments: Sequence[str]) -> None:
+    """Tokenizes the data of `read_arguments`, and prints what is in it."""
+    config = read_arguments(arguments)
+    if config.streaming:
+        raise ValueError("streaming=true has no cache to make: leave it out")
+    with start("cpu") as world:
+        task = find_task(config.task)(config, world)
+        tokenizer = load_tokenizer(config)
+        tokenizer.strftime_now = start_time(None, world)
+        check_context(config)
+        build_loader(task, config.data, tokenizer)
+        if config.held_out:
+            build_loader(task, config.held_out, tokenizer, held_out=True)
+    print(f"the cache is in {Path(cache_root(), 'data')}")
 
 
 @dataclass(frozen=True)
@@ -119,15 +157,15 @@ def _preview_examples(
     rows = task.rows(Window.of(Corpus([examples]), np.arange(examples.num_groups)))
     names = ("chosen", "rejected") if isinstance(encoder, PairEncoder) else ()
     shown = []
-    for i, (start, stop) in enumerate(zip(examples.offsets, examples.offsets[1:], strict=False)):
+    for i, (first, stop) in enumerate(zip(examples.offsets, examples.offsets[1:], strict=False)):
         values = {name: column[i].item() for name, column in examples.per_example.items()}
         if not values.pop("matched", True):
             continue  # of another row, for KTO's estimate alone
-        ids = examples.tokens[start:stop].tolist()
-        weights = examples.supervised[start:stop].astype(float)
+        ids = examples.tokens[first:stop].tolist()
+        weights = examples.supervised[first:stop].astype(float)
         if "loss_weights" in examples.per_token:
-            weights *= examples.per_token["loss_weights"][start:stop]
-        spans = rows.spans[(rows.spans[:, 0] >= start) & (rows.spans[:, 0] < stop)] - start
+            weights *= examples.per_token["loss_weights"][first:stop]
+        spans = rows.spans[(rows.spans[:, 0] >= first) & (rows.spans[:, 0] < stop)] - first
         weights[[0, *spans[:, 0]]] = 0  # nothing predicts the first token
         ends = [0, *sorted(spans[:, 1].tolist())]
         end = ends[1] if ends[1:] else min(len(ids), task.config.seq_len)

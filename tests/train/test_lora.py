@@ -90,29 +90,23 @@ def test_an_adapter_s_directory_merged(workspace, settings, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"base_model_name_or_path": None}, "names no base: write the base's folder or its name"),
-        ({"base_model_name_or_path": "./gone"}, "no directory ./gone .* if it is elsewhere, write"),
-        (
-            {"base_model_name_or_path": "/dev/null"},
-            "/dev/null is a file.* if it is elsewhere, write",
-        ),
-        ({"base_model_name_or_path": "~nobody-here/base"}, "no directory ~nobody-here/base"),
-        (
-            {"base_model_name_or_path": "a\nb\x1b[31m"},
-            r"'a\\nb\\x1b\[31m' .* write the base's folder",
-        ),
-        ({"base_model_name_or_path": "x" * 9999}, "'x{99}\\.\\.\\. .* write the base's folder"),
-        ({"base_model_name_or_path": "a/b", "revision": "../.."}, r"revision '../..' is outside"),
-        ({"base_model_name_or_path": "{quantised}"}, "bitsandbytes.* if it is elsewhere, write"),
+        ({"base": None}, "names no base: write the base's folder or its name"),
+        ({"base": "./gone"}, "no directory ./gone .* if it is elsewhere, write .* with --base"),
+        ({"base": "/dev/null"}, "/dev/null is a file.* if it is elsewhere, write"),
+        ({"base": "~nobody-here/base"}, "no directory ~nobody-here/base"),
+        ({"base": "a\nb\x1b[31m"}, r"'a\\nb\\x1b\[31m' .* write the base's folder"),
+        ({"base": "x" * 9999}, "'x{99}\\.\\.\\. .* write the base's folder"),
+        ({"base": "a/b", "revision": "../.."}, r"revision '../..' is outside"),
+        ({"base": "{quantised}"}, "bitsandbytes.* if it is elsewhere, write"),
         ({"task_type": "SEQ_CLS"}, "is of a model that scores sequences"),
     ],
 )
 def test_an_adapter_s_directory_without_its_base(
     changes, message, workspace, settings, tmp_path, capsys
 ):
-    copy = tmp_path / "adapter"
-    shutil.copytree(workspace.root / "one" / "adapter", copy)
-    values = json.loads((copy / "adapter_config.json").read_text()) | changes
+    copy = shutil.copytree(workspace.root / "one" / "adapter", tmp_path / "adapter")
+    values = json.loads((copy / "adapter_config.json").read_text())
+    values |= {"base_model_name_or_path" if k == "base" else k: v for k, v in changes.items()}
     if values["base_model_name_or_path"] == "{quantised}":
         values["base_model_name_or_path"] = str(shutil.copytree(workspace.model, tmp_path / "base"))
         config = json.loads((tmp_path / "base" / "config.json").read_text())
@@ -124,6 +118,11 @@ def test_an_adapter_s_directory_without_its_base(
     assert len(error) < 1000 and error[:-1].isprintable()
     assert re.search(f"adapter_config.json.*{message}", error), error
     assert not (tmp_path / "merged").exists()
+    if "gone" in message:
+        base = ["--base", str(workspace.model)]
+        assert command(["export", str(copy), str(tmp_path / "merged"), "--merge", *base]) == 0
+        assert f"base: {workspace.model}, named by --base\n" in capsys.readouterr().err
+        assert_equal(weights(tmp_path / "merged"), weights(workspace.root / "one/hf"))
 
 
 @pytest.mark.slow
@@ -343,22 +342,6 @@ def test_base_of_what_has_none(workspace, settings, tmp_path, capsys):
     ):
         assert command([*words, *base]) == 1
         assert message in capsys.readouterr().err
-
-
-def test_an_adapter_s_base_that_is_elsewhere(workspace, settings, tmp_path, capsys):
-    adapter = workspace.root / "one/adapter"
-    assert command(["export", str(adapter), str(tmp_path / "a"), "--merge"]) == 0
-    base = shutil.copytree(workspace.model, tmp_path / "base")
-    copy = Path(shutil.copytree(adapter, tmp_path / "copy"))
-    values = json.loads((copy / "adapter_config.json").read_text())
-    values["base_model_name_or_path"] = "/nowhere/at/all"
-    (copy / "adapter_config.json").write_text(json.dumps(values))
-    export = ["export", str(copy), str(tmp_path / "b"), "--merge"]
-    assert command(export) == 1
-    assert "or name it with --base" in capsys.readouterr().err
-    assert command([*export, "--base", str(base)]) == 0
-    assert f"base: {base}, named by --base\n" in capsys.readouterr().err
-    assert_equal(weights(tmp_path / "a"), weights(tmp_path / "b"))
 
 
 # Runs whose frozen base is in 4 bits.

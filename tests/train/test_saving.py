@@ -34,6 +34,10 @@ from tigon.weights.files import require_space
 Usage = namedtuple("Usage", "total used free")
 
 
+def full_disk(*_):
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
 def test_a_save_in_the_background_has_the_values_of_its_moment(state, tmp_path, monkeypatch):
     expected, written = state.tensors(), format._write
     slow, order = threading.Event(), []
@@ -52,8 +56,8 @@ def test_a_save_in_the_background_has_the_values_of_its_moment(state, tmp_path, 
         threading.Timer(0.5, slow.set).start()
         state.save(to, 2)  # waits for the first
         assert first.exists() and order[:2] == ["written", "written"]
-    assert checkpoint.latest(tmp_path / "checkpoints") == tmp_path / "checkpoints/step-00000002"
     second = checkpoint.latest(tmp_path / "checkpoints")
+    assert second == tmp_path / "checkpoints/step-00000002"
     for target, tensors in ((first, expected), (second, later)):
         checkpoint.verify(target)
         checkpoint.load(target, state.model, state.optimizer)
@@ -64,18 +68,15 @@ def test_a_save_in_the_background_has_the_values_of_its_moment(state, tmp_path, 
 def test_what_stops_a_save_is_raised_and_nothing_of_it_stays(
     background, state, tmp_path, monkeypatch
 ):
-    def fail(*_):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
+    said = (
+        r"^.*step-00000002 was not written: the disk became full while .*weights-00000.* "
+        r"was written: 0\.\d MiB needed, [\d.]+ GiB free$"
+    )
     with saver.Saver(tmp_path, state.world, background=background) as to:
         first = state.save(to, 1)
         to.wait()
-        monkeypatch.setattr(os, "fsync", fail)
-        with pytest.raises(
-            checkpoint.SaveError,
-            match=r"^.*step-00000002 was not written: the disk became full while .*weights-00000.* "
-            r"was written: 0\.\d MiB needed, [\d.]+ GiB free$",
-        ):
+        monkeypatch.setattr(os, "fsync", full_disk)
+        with pytest.raises(checkpoint.SaveError, match=said):
             state.save(to, 2)
             to.wait()
         monkeypatch.undo()
@@ -346,34 +347,24 @@ def fail_on_a_rank(failing: int, what: str, settings: list[str]) -> None:
     main(settings)
 
 
-def errors_of_failed_run(workspace, name, failing, what, **settings):
-    """What its ranks say: both have ended after the step that followed."""
-    given = workspace.settings(name, steps=STEPS, schedule="constant", **settings)
-    running = Ranks(2, fail_on_a_rank, failing, what, given)
+@pytest.mark.slow(first=2)
+@pytest.mark.parametrize("what", ["hf", "save"])
+@pytest.mark.parametrize("failing", [1, 0])
+def test_what_fails_on_one_rank_ends_all_before_the_next(workspace, failing, what):
+    """Both ranks have ended after the step that followed."""
+    run = workspace.root / f"full-{what}-{failing}"
+    more = {"steps": STEPS, "schedule": "constant", f"{what}_every": SAVE_EVERY}
+    running = Ranks(2, fail_on_a_rank, failing, what, workspace.settings(run, **more))
     for process in running.processes:
         process.join(120)
     codes, errors = running.codes, running.errors
     running.kill()
     assert codes == [1, 1] and "Traceback" not in errors, errors
-    assert workspace.metrics(name, "step") == [*range(1, SAVE_EVERY + 1)]
-    return errors
-
-
-@pytest.mark.slow(first=1)
-@pytest.mark.parametrize("failing", [1, 0])
-def test_an_export_that_fails_on_one_rank_ends_all_before_the_next(workspace, failing):
-    name = f"full-hf-{failing}"
-    errors = errors_of_failed_run(workspace, name, failing, "hf", hf_every=SAVE_EVERY)
-    assert "hf-step-00000004 was not written: " in errors and "File too large" in errors
-    assert not list((workspace.root / name).glob("hf-step-*"))
-
-
-@pytest.mark.slow(first=1)
-@pytest.mark.parametrize("failing", [1, 0])
-def test_a_checkpoint_that_fails_on_one_rank_ends_all_before_the_next(workspace, failing):
-    name = f"full-{failing}"
-    errors = errors_of_failed_run(workspace, name, failing, "checkpoint", save_every=SAVE_EVERY)
-    assert list((workspace.root / name / "checkpoints").iterdir()) == []
+    assert workspace.metrics(run, "step") == [*range(1, SAVE_EVERY + 1)]
+    assert not [*run.glob("hf-step-*"), *run.glob("checkpoints/*")]
+    if what == "hf":
+        assert "hf-step-00000004 was not written: " in errors and "File too large" in errors
+        return
     # Both ranks may print it: torch's agent ends the other one a moment later
     line = next(line for line in errors.splitlines() if line.startswith("tigon.train: "))
     said = re.fullmatch(
@@ -510,12 +501,9 @@ def test_what_stops_one_is_raised_by_the_next(state, tmp_path, monkeypatch):
     before = load_file(tmp_path / "a/model.safetensors")
     state.step(seed=2)
 
-    def full(*arguments):
-        raise OSError(28, "No space left on device")
-
     with Exporter(state.world) as to:
         with monkeypatch.context() as patch:
-            patch.setattr(os, "pwrite", full)
+            patch.setattr(os, "pwrite", full_disk)
             export(to, state, tmp_path / "a")
             with pytest.raises(checkpoint.SaveError, match=r"a was not written: .*became full"):
                 export(to, state, tmp_path / "b")
@@ -550,18 +538,10 @@ def on_ranks(model, target):
     """One rank's part cannot be written at first, then not be copied; then all can."""
     with start("cpu") as world, Exporter(world) as to:
         state, pwrite = State(model, world), os.pwrite
-
-        def full(*arguments):
-            raise OSError(28, "No space left on device")
-
-        os.pwrite = full if world.rank else pwrite
+        os.pwrite = full_disk if world.rank else pwrite
         export(to, state, target)
-        try:
+        with pytest.raises(checkpoint.SaveError, match=r"No space left|became full"):
             to.wait()
-        except checkpoint.SaveError as error:
-            assert "No space left" in str(error) or "became full" in str(error), error
-        else:
-            raise AssertionError("one rank has written half")
         assert not target.exists()
         os.pwrite = pwrite
 

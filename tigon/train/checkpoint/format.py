@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint import StorageWriter
+from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint._hf_utils import CUSTOM_METADATA_KEY, SAVED_OFFSETS_KEY
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
@@ -209,21 +209,13 @@ class FileResult(NamedTuple):
     sha256: str
 
 
-class Writer(StorageWriter):
+class Writer(FileSystemWriter):
     """Writes weights-RANK, optimizer-RANK and ema-RANK.safetensors on every rank; then rank 0 calls
     `commit` with the checksum of every file."""
 
     def __init__(self, directory: Path, commit: Callable[[Mapping[str, str]], None]) -> None:
+        super().__init__(directory)
         self.directory, self.commit = directory, commit
-
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        pass  # for one checkpoint only
-
-    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        pass
-
-    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """On rank 0."""
@@ -245,10 +237,6 @@ class Writer(StorageWriter):
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """On rank 0, after all have written."""
         self.commit(dict(result.storage_data for rank in results for result in rank))
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        return True
 
 
 def _assign_files(items: Sequence[WriteItem], rank: int) -> dict[str, list[WriteItem]]:

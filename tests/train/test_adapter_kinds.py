@@ -109,7 +109,7 @@ def test_two_ranks_and_one(workspace, settings, kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_exports_of_a_checkpoint_are_those_of_the_run(workspace, settings, kind):
+def test_checkpoint_export_equals_the_runs_export(workspace, settings, kind):
     settings(kind, "first")
     run = workspace.root / kind
     assert command(["export", str(run), str(run / "again")]) == 0

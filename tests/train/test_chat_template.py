@@ -85,14 +85,14 @@ def test_a_template_that_would_never_end_is_refused(workspace, base, tmp_path, t
     assert not (tmp_path / "run").exists()
 
 
-def test_a_model_that_stops_already_stays_as_it_is(workspace, base, tmp_path):
+def test_models_that_stop_already_are_unchanged(workspace, base, tmp_path):
     exported = train(workspace, tmp_path / "run", base, EOS + PROMPT, steps=1)
     for name in ("tokenizer_config.json", "generation_config.json"):
         assert json.loads((exported / name).read_text()) == json.loads((base / name).read_text())
     assert json.loads((exported / "config.json").read_text())["eos_token_id"] == 0
 
 
-def test_the_tokenizers_eos_stays_where_the_template_writes_it(base):
+def test_eos_stays_if_the_template_writes_it(base):
     for template, expected in ((CHATML + "{{ eos_token }}", 0), (CHATML, 2)):
         tokenizer = Tokenizer.from_pretrained(base)
         tokenizer.chat_template = template

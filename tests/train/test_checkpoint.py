@@ -33,7 +33,7 @@ def target(state, tmp_path, world) -> Path:
         return state.save(to, 1)
 
 
-def test_files_hold_the_tensors_by_their_names_in_checkpoints(state, workspace, target):
+def test_files_hold_tensors_by_checkpoint_names(state, workspace, target):
     assert {path.suffix for path in target.iterdir()} == {".safetensors", ".json", ""}
     assert [path.name for path in target.iterdir() if not path.suffix] == ["SHA256SUMS"]
     own = load_file(target / "weights-00000.safetensors")
@@ -98,7 +98,7 @@ def test_a_checkpoint_that_does_not_fit_is_refused(target, tmp_path, changes, me
         checkpoint.load(target, other)
 
 
-def test_files_that_do_not_say_what_they_said_are_refused(state, target):
+def test_changed_tensor_files_are_refused(state, target):
     """By somebody who could write the checksums too."""
     path = target / "weights-00000.safetensors"
     name, before = "model.layers.0.mlp.down_proj.weight", path.read_bytes()
@@ -128,7 +128,7 @@ def test_files_that_do_not_say_what_they_said_are_refused(state, target):
         checkpoint.load(target, state.model)
 
 
-def test_an_average_that_is_no_number_is_not_saved(state, tmp_path, world):
+def test_an_average_with_nan_is_not_saved(state, tmp_path, world):
     ema = Ema(state.model, 0.9)
     next(iter(ema.values.values()))[0] = math.nan
     with saver.Saver(tmp_path, world) as to:
@@ -205,7 +205,7 @@ def damage(path: Path, how: str) -> None:
 
 
 @pytest.mark.parametrize(("name", "how"), DAMAGE.items())
-def test_damage_is_found_and_the_checkpoint_before_is_taken(name, how, finished, tmp_path):
+def test_damaged_checkpoint_falls_back_to_earlier_one(name, how, finished, tmp_path):
     directory = shutil.copytree(finished / "checkpoints", tmp_path / "checkpoints")
     newest = directory / "step-00000003"
     damage(newest / name, how)
@@ -254,7 +254,7 @@ def test_which_checkpoints_stay():
     assert [kept.step for kept in left] == [10, 40, 60]
 
 
-def test_retention_spares_the_best_those_in_use_and_the_last_good_one(workspace, tmp_path):
+def test_retention_spares_best_locked_and_last_good(workspace, tmp_path):
     main(
         workspace.settings(
             "kept", eval_data=workspace.held_out, eval_every=1, steps=5, save_every=1,
@@ -275,7 +275,7 @@ def test_retention_spares_the_best_those_in_use_and_the_last_good_one(workspace,
     assert sorted(p.name[-1] for p in tmp_path.iterdir()) == ["3", "9"]
 
 
-def test_files_that_somebody_has_put_into_a_checkpoint_stay(workspace):
+def test_files_of_the_user_in_checkpoints_stay(workspace):
     """It is not removed when newer ones are there, and keeps them when it is written again."""
     run = workspace.root / "noted"
     settings = workspace.settings("noted", steps=3, save_every=1, keep_last=0)
@@ -292,7 +292,7 @@ def test_files_that_somebody_has_put_into_a_checkpoint_stay(workspace):
         checkpoint.verify(run / f"checkpoints/step-0000000{step}")
 
 
-def test_leftovers_are_removed_but_not_those_of_a_live_run(state, tmp_path):
+def test_only_leftovers_of_dead_runs_are_removed(state, tmp_path):
     (tmp_path / "checkpoints/.step-00000004.partial").mkdir(parents=True)
     (tmp_path / "checkpoints/.step-00000002.removed").mkdir()
     live = tmp_path / "checkpoints/.step-00000008.partial"

@@ -54,7 +54,7 @@ def test_streamed_windows_train_as_cached_ones_and_resume(workspace, other, mixt
         main(workspace.settings("x", **resumed | {"shuffle_window": 8}))
 
 
-def test_files_of_a_stream_may_not_change_before_it_is_resumed(workspace, tmp_path, capsys):
+def test_changed_stream_files_do_not_resume(workspace, tmp_path, capsys):
     data = write_chats(tmp_path / "data.jsonl", 30)
     same = {"data": data, "shuffle_window": 8, "batch_size": 2, "workers": 0, "streaming": "true"}
     settings = workspace.settings("x", run_dir=tmp_path / "run", **same)

@@ -49,7 +49,7 @@ def test_a_base_of_16_bits(ranks, workspace, settings):
     assert workspace.metrics(run, "loss") == pytest.approx(expected, rel=0.02)
 
 
-def test_merged_in_16_bits_the_adapter_is_not_rounded_before(workspace, settings, tmp_path):
+def test_merging_in_16_bits_rounds_once(workspace, settings, tmp_path):
     tigon.from_pretrained(workspace.model).bfloat16().save_pretrained(
         tmp_path / "half", tokenizer=tigon.Tokenizer.from_pretrained(workspace.model)
     )
@@ -126,7 +126,7 @@ def test_an_adapter_s_directory_without_its_base(
 
 
 @pytest.mark.slow
-def test_fp8_and_recomputed_blocks_and_activations_in_host_memory(workspace, settings):
+def test_fp8_with_recomputation_and_offload(workspace, settings):
     half = {"dtype": "bfloat16", "steps": 3, "seq_len": 64, "batch_size": 2, "fp8": "true"}
     curves = []
     for name, more in (
@@ -272,7 +272,7 @@ def commands(run: Path, data: Path, out: Path) -> list[list[str]]:
     ]
 
 
-def test_a_moved_run_uses_its_base_and_says_so(moved, workspace, tmp_path, capsys):
+def test_a_moved_run_names_its_base(moved, workspace, tmp_path, capsys):
     run, base = moved
     where = run / "checkpoints/step-00000001/run.json"
     for words in commands(run, workspace.held_out, tmp_path / "hf"):
@@ -293,9 +293,7 @@ def test_a_moved_run_uses_its_base_and_says_so(moved, workspace, tmp_path, capsy
     assert not (tmp_path / "4").exists()
 
 
-def test_weights_that_a_run_names_without_their_digest_are_not_used(
-    moved, workspace, tmp_path, capsys
-):
+def test_base_without_digest_needs_the_option(moved, workspace, tmp_path, capsys):
     """Somebody may have named any directory of this machine there."""
     run, base = moved
     private = write_model(tmp_path / "private", initializer_range=0.3)

@@ -114,7 +114,7 @@ def test_positions_of_other_cuts(cut):
         assert_positions(runs, expected, str(cut))
 
 
-def test_a_line_that_32_bits_do_not_count_is_a_run_of_its_own():
+def test_lines_beyond_32_bits_are_separate_runs():
     cut = spec((3, 4, MAX_LINE), 1, (2, 0, 1))
     runs = runs_of(cut, MAX_LINE, 2 * MAX_LINE, 7)
     assert [run.position for run in runs] == [7 + 6 * MAX_LINE, 7 + 10 * MAX_LINE]

@@ -103,9 +103,8 @@ def test_what_limits_cut(tmp_path, tokenizer):
     assert f"seq_len={whole.tokens} takes all" in shown.warnings[0]
     left = show(data, tokenizer, "seq_len=32", "truncate=false").rows[0].examples[0]
     assert (left.kept, left.rows, texts(left)) == (0, 0, texts(example))
-    lines = "\n".join(
-        format_preview(shown, load(None, ["data=x", "model=y", "run_dir=z"]), color=False)
-    )
+    config = load(None, ["data=x", "model=y", "run_dir=z"])
+    lines = "\n".join(format_preview(shown, config, color=False))
     assert f"--- cut here: {whole.tokens - 32} tokens lost, " in lines
 
 
@@ -120,19 +119,13 @@ def test_documents_go_on_in_further_rows(tmp_path, tokenizer):
     assert not shown.warnings
 
 
+PAIR, NAMES = {"prompt": "q", "chosen": "yes", "rejected": "no"}, ["chosen", "rejected"]
+ANSWERS = {"prompt": "q", "completions": ["yes", "no"], "advantages": [1.0, -1.0]}
 ROWS = {
-    "dpo": ({"prompt": "q", "chosen": "yes", "rejected": "no"}, ["chosen", "rejected"], {}),
-    "reward": (
-        {"prompt": "q", "chosen": "yes", "rejected": "no", "margin": 2.0},
-        ["chosen", "rejected"],
-        {"margin": 2.0},
-    ),
+    "dpo": (PAIR, NAMES, {}),
+    "reward": (PAIR | {"margin": 2.0}, NAMES, {"margin": 2.0}),
     "kto": ({"prompt": "q", "completion": "yes", "label": True}, [""], {"desired": True}),
-    "grpo": (
-        {"prompt": "q", "completions": ["yes", "no"], "advantages": [1.0, -1.0]},
-        ["", ""],
-        {"advantage": 1.0},
-    ),
+    "grpo": (ANSWERS, ["", ""], {"advantage": 1.0}),
 }
 
 

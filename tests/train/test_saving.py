@@ -38,7 +38,7 @@ def full_disk(*_):
     raise OSError(errno.ENOSPC, "No space left on device")
 
 
-def test_a_save_in_the_background_has_the_values_of_its_moment(state, tmp_path, monkeypatch):
+def test_background_saves_have_their_steps_values(state, tmp_path, monkeypatch):
     expected, written = state.tensors(), format._write
     slow, order = threading.Event(), []
 
@@ -65,9 +65,7 @@ def test_a_save_in_the_background_has_the_values_of_its_moment(state, tmp_path, 
 
 
 @pytest.mark.parametrize("background", [False, True])
-def test_what_stops_a_save_is_raised_and_nothing_of_it_stays(
-    background, state, tmp_path, monkeypatch
-):
+def test_a_failed_save_raises_and_leaves_nothing(background, state, tmp_path, monkeypatch):
     said = (
         r"^.*step-00000002 was not written: the disk became full while .*weights-00000.* "
         r"was written: 0\.\d MiB needed, [\d.]+ GiB free$"
@@ -85,7 +83,7 @@ def test_what_stops_a_save_is_raised_and_nothing_of_it_stays(
     checkpoint.verify(tmp_path / "checkpoints/step-00000003")
 
 
-def test_a_run_on_a_full_disk_ends_in_one_line(workspace, monkeypatch):
+def test_full_disk_is_a_one_line_error(workspace, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(1 << 30, 1 << 30, 1 << 19))
     with pytest.raises(SystemExit) as error:
         main(workspace.settings("full", steps=2, save_every=1))
@@ -96,7 +94,7 @@ def test_a_run_on_a_full_disk_ends_in_one_line(workspace, monkeypatch):
     assert list((workspace.root / "full/checkpoints").iterdir()) == []
 
 
-def test_sizes_that_differ_by_little_are_told_in_bytes(tmp_path, monkeypatch):
+def test_nearly_equal_sizes_are_given_in_bytes(tmp_path, monkeypatch):
     free = 987_654
     monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(1 << 30, 1 << 30, free))
     with pytest.raises(OSError, match=f": {free + 1:,} bytes needed, {free:,} bytes free$"):
@@ -105,7 +103,7 @@ def test_sizes_that_differ_by_little_are_told_in_bytes(tmp_path, monkeypatch):
         require_space(tmp_path, 2 * free)
 
 
-def test_a_checkpoint_is_said_to_be_there_when_it_is(workspace, capsys):
+def test_log_distinguishes_begun_and_written_checkpoints(workspace, capsys):
     for name, said in (("true", "checkpoint begun; training waited "), ("false", "c")):
         main(workspace.settings(f"said-{name}", steps=1, async_save=name))
         (line,) = [x for x in capsys.readouterr().out.splitlines() if "1/1  checkpoint" in x]
@@ -188,7 +186,7 @@ def kill_saves(model: Path, root: Path) -> None:
     assert status == 0
 
 
-def test_killed_at_any_moment_of_a_save_a_whole_checkpoint_stays(workspace, tmp_path):
+def test_kill_during_save_leaves_complete_checkpoint(workspace, tmp_path):
     """At every fifth file operation, in turn; what has a checkpoint's name is whole."""
     printed = Ranks(1, kill_saves, workspace.model, tmp_path).finish()
     assert len(printed.splitlines()) > 5, printed
@@ -215,7 +213,7 @@ def test_exports_while_training(workspace):
 
 
 @pytest.mark.slow
-def test_an_export_that_a_kill_prevented_is_made_by_the_run_that_goes_on(workspace):
+def test_a_resumed_run_makes_missing_exports(workspace):
     """After the step's checkpoint, or a signal in that step; also of a run that has ended."""
     run, changes = workspace.root / "owed", {"steps": 4, "hf_every": 2, "save_every": 1}
     settings = workspace.settings("owed", schedule="constant", keep_last=0, **changes)
@@ -281,7 +279,7 @@ def test_the_users_files_in_an_export_stay(workspace, kind):
     assert (workspace.root / f"moved-{kind}" / weights.name).read_bytes() == before
 
 
-def test_a_run_needs_no_base_model_to_go_on(workspace, tmp_path):
+def test_resuming_needs_no_base_model(workspace, tmp_path):
     base = shutil.copytree(workspace.model, tmp_path / "base")
     same = {"schedule": "constant", "steps": 2}
     settings = workspace.settings("moved", model=base, **same)
@@ -299,9 +297,7 @@ def test_a_run_needs_no_base_model_to_go_on(workspace, tmp_path):
         assert (workspace.root / "moved/hf" / name).read_bytes() == original
 
 
-def test_the_checkpoint_that_a_run_goes_on_from_is_not_removed_meanwhile(
-    workspace, finished, monkeypatch
-):
+def test_source_checkpoint_is_locked_while_it_loads(workspace, finished, monkeypatch):
     source, load = finished / "checkpoints/step-00000002", checkpoint.load
     removed = []
 
@@ -350,7 +346,7 @@ def fail_on_a_rank(failing: int, what: str, settings: list[str]) -> None:
 @pytest.mark.slow(first=2)
 @pytest.mark.parametrize("what", ["hf", "save"])
 @pytest.mark.parametrize("failing", [1, 0])
-def test_what_fails_on_one_rank_ends_all_before_the_next(workspace, failing, what):
+def test_failed_write_of_one_rank_ends_all(workspace, failing, what):
     """Both ranks have ended after the step that followed."""
     run = workspace.root / f"full-{what}-{failing}"
     more = {"steps": STEPS, "schedule": "constant", f"{what}_every": SAVE_EVERY}
@@ -423,9 +419,7 @@ def give_dtype(source: Path, file: str, dtype: str) -> str:
 @pytest.mark.slow(first=1)
 @pytest.mark.parametrize("kind", ["weights", "optimizer"])
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_tensor_of_another_dtype_in_one_file_is_refused(
-    workspace, of_two_ranks, tmp_path, kind, rank
-):
+def test_mixed_dtypes_of_a_tensor_are_refused(workspace, of_two_ranks, tmp_path, kind, rank):
     """By somebody who could write the checksums too. The values would be wrong, and finite."""
     source = shutil.copytree(of_two_ranks, tmp_path / of_two_ranks.name)
     name = give_dtype(source, f"{kind}-{rank:05d}.safetensors", "I32")
@@ -471,7 +465,7 @@ def exported(target):
     return tigon.from_pretrained(target).state_dict()
 
 
-def test_it_has_the_values_of_its_moment_and_one_waits_for_another(state, tmp_path, monkeypatch):
+def test_background_exports_have_their_steps_values(state, tmp_path, monkeypatch):
     pwrite, slow, begun = os.pwrite, threading.Event(), threading.Event()
 
     def wait(*arguments):
@@ -517,7 +511,7 @@ def test_what_stops_one_is_raised_by_the_next(state, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "error", [MemoryError(), RuntimeError("[enforce fail] DefaultCPUAllocator")]
 )
-def test_too_little_memory_to_write_is_said_of_the_export(state, tmp_path, monkeypatch, error):
+def test_memory_error_names_the_export(state, tmp_path, monkeypatch, error):
     def no_memory(*arguments, **options):
         raise error
 

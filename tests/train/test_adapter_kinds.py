@@ -15,13 +15,13 @@ from tests.train import preferences
 from tests.train.adapters import (
     EXPORTS,
     SETTINGS,
-    assert_equal,
     assert_same_curve,
     assert_same_run,
     step,
     tensors,
     weights,
 )
+from tests.train.checkpoints import assert_equal
 from tests.train.conftest import Workspace
 from tests.train.ranks import train_on
 from tigon.cli import main as command

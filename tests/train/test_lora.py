@@ -14,7 +14,8 @@ from safetensors.torch import load_file, save_file
 import tigon
 from tests.models.fp8_checkpoints import DYNAMIC, to_fp8
 from tests.small import write_model
-from tests.train.adapters import SETTINGS, assert_close, assert_equal, step, tensors, weights
+from tests.train.adapters import SETTINGS, assert_close, step, tensors, weights
+from tests.train.checkpoints import assert_equal
 from tests.train.ranks import train_on
 from tigon.cli import main as command
 from tigon.layers import QuantizedWeight

@@ -3,12 +3,12 @@
 from typing import Any
 
 import pytest
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
 from tests.numbers import relative_error
 from tests.small import write_model
 from tests.train import adapters
-from tests.train.adapters import EXPORTS, assert_close, assert_same_curve, step, weights
+from tests.train.adapters import assert_close, assert_near_run, step, weights
 from tests.train.ranks import Ranks, train_on
 from tigon.train import main
 from tigon.train.export import convert_checkpoint
@@ -29,26 +29,17 @@ def train(workspace, run: str, **changes: Any) -> None:
     train_on(count, workspace.settings(run, **SETTINGS | changes), OMP_NUM_THREADS="1")
 
 
-def assert_same(workspace, run: str, one: str = "one") -> None:
-    assert_same_curve(workspace, run, one)
-    for file in EXPORTS:
-        found, expected = (load_file(workspace.root / name / file) for name in (run, one))
-        assert expected.keys() == found.keys()
-        for name, values in expected.items():
-            assert relative_error(found[name], values) < 1e-4, name
-
-
 @pytest.mark.slow(first=1)
 @pytest.mark.parametrize("ranks", [{"parallel.tensor": 2}, FOUR], ids=("2", "4"))
 def test_a_run_with_dropout(workspace, whole, ranks):
     """It goes on from a checkpoint of one process."""
     run = f"ranks-{len(ranks)}"
     train(workspace, run, **ranks)
-    assert_same(workspace, run)
+    assert_near_run(workspace, run, "one")
     train(workspace, f"{run}-more", **ranks, resume=step(workspace, "one", 2))
-    assert_same(workspace, f"{run}-more")
+    assert_near_run(workspace, f"{run}-more", "one")
     main(workspace.settings(f"{run}-fewer", **SETTINGS, resume=step(workspace, run, 2)))
-    assert_same(workspace, f"{run}-fewer")
+    assert_near_run(workspace, f"{run}-fewer", "one")
     converted = workspace.root / f"{run}-converted"
     convert_checkpoint(step(workspace, run, 4), str(converted), merge=True)
     assert_close(weights(converted), weights(workspace.root / run / "hf"), rtol=0, atol=1e-6)
@@ -63,7 +54,7 @@ def test_lengths_that_are_learned(workspace, whole):
     source = step(workspace, "lengths-4", 2)
     main(workspace.settings("lengths-1", **SETTINGS | dora, resume=source))
     for run in ("lengths-4", "lengths-1"):
-        assert_same(workspace, run, "lengths")
+        assert_near_run(workspace, run, "lengths")
     converted = workspace.root / "lengths-converted"
     convert_checkpoint(step(workspace, "lengths-4", 4), str(converted), merge=True)
     hf = workspace.root / "lengths/hf", workspace.root / "one/hf", converted
@@ -92,7 +83,7 @@ def test_embedding_and_head(workspace, kind):
     source = step(workspace, f"{kind}-one", 2)
     train(workspace, f"{kind}-2", **ends, **{"parallel.tensor": 2}, resume=source)
     for ranks in (4, 1, 2):
-        assert_same(workspace, f"{kind}-{ranks}", f"{kind}-one")
+        assert_near_run(workspace, f"{kind}-{ranks}", f"{kind}-one")
 
 
 def test_a_row_of_zeros_on_one_rank(workspace):

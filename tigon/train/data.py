@@ -59,7 +59,7 @@ def build_loader(
     if streaming:
         windows = Stream(sources, encoder, workers=config.workers, cursor=cursor, **options)
     else:
-        corpora = [tokenize(some, encoder, workers=config.workers) for some in sources]
+        corpora = [tokenize(entry, encoder, workers=config.workers) for entry in sources]
         windows = Mixture(corpora, **options)
     has_dropout = config.lora is not None and config.lora.dropout > 0
     loader = Loader(
@@ -92,9 +92,9 @@ def find_entry_sources(
     sources = [find_sources(entry, streaming=streaming, **options) for entry in entries]
     if not (fraction := config.eval_fraction):
         return sources
-    sources = [select_fraction(some, fraction, held_out) for some in sources]
+    sources = [select_fraction(entry, fraction, held_out) for entry in sources]
     if held_out:  # a small source may have no such row
-        sources = [some for some in sources if some]
+        sources = [entry for entry in sources if entry]
     if not sources or not all(sources):
         what = "holds out no row" if held_out else "leaves no row for training"
         raise ValueError(f"eval_fraction={fraction} {what} of data: give another, or eval_data")

@@ -134,14 +134,14 @@ def preview(config: Config, count: int = 5) -> Preview:
         for source, line, row in islice(numbered, count):
             examples = encoder(Block(source.name, source.format, ((line, row),)))
             report += examples.report
-            shown, of_row = _preview_examples(examples, task, encoder, tokenizer)
+            previews, of_row = _preview_examples(examples, task, encoder, tokenizer)
             truncation += of_row
             notes: tuple[str, ...] = ()
             if isinstance(row, dict):
                 ignored = encoder.ignored(row, source.format)
-                notes = tuple(special_tokens(row, tokenizer, ignored))
+                notes = tuple(find_special_tokens(row, tokenizer, ignored))
             error = "".join(examples.report.errors).removeprefix(f"{source.name}:{line}: ")
-            rows.append(PreviewRow(f"{source.name}:{line}", shown, error, notes))
+            rows.append(PreviewRow(f"{source.name}:{line}", previews, error, notes))
     if config.bad_rows == "error":  # each says so itself, and none is skipped
         report = replace(report, skipped=0, empty=0, errors=())
     warnings = [*describe_truncation(config, truncation, task.unit), *report.lines()]
@@ -156,7 +156,7 @@ def _preview_examples(
         return (), TruncationStats()
     rows = task.rows(Window.of(Corpus([examples]), np.arange(examples.num_groups)))
     names = ("chosen", "rejected") if isinstance(encoder, PairEncoder) else ()
-    shown = []
+    previews = []
     for i, (first, stop) in enumerate(zip(examples.offsets, examples.offsets[1:], strict=False)):
         values = {name: column[i].item() for name, column in examples.per_example.items()}
         if not values.pop("matched", True):
@@ -169,7 +169,7 @@ def _preview_examples(
         weights[[0, *spans[:, 0]]] = 0  # nothing predicts the first token
         ends = [0, *sorted(spans[:, 1].tolist())]
         end = ends[1] if ends[1:] else min(len(ids), task.config.seq_len)
-        shown.append(
+        previews.append(
             PreviewExample(
                 tuple(_split_by_weight(ids[:end], weights[:end].tolist(), tokenizer)),
                 tokens=len(ids),
@@ -181,7 +181,7 @@ def _preview_examples(
                 values=values,
             )
         )
-    return tuple(shown), rows.truncation
+    return tuple(previews), rows.truncation
 
 
 def _split_by_weight(
@@ -209,7 +209,7 @@ def _split_by_weight(
             at = stop
 
 
-def special_tokens(row: Row, tokenizer: Tokenizer, ignored: set[str]) -> Iterator[str]:
+def find_special_tokens(row: Row, tokenizer: Tokenizer, ignored: set[str]) -> Iterator[str]:
     """Yields a line for each text of a row that the tokenizer makes special tokens of, except
     under `ignored` keys."""
     backend = tokenizer.backend
@@ -247,7 +247,7 @@ def has_color(output: TextIO) -> bool:
     return output.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
 
 
-def format_preview(shown: Preview, config: Config, *, color: bool) -> Iterator[str]:
+def format_preview(content: Preview, config: Config, *, color: bool) -> Iterator[str]:
     """Yields the lines of a preview.
 
     Without color, learned text is in [[...]], and [[x0.5|...]] has the weight 0.5; where the text
@@ -255,14 +255,14 @@ def format_preview(shown: Preview, config: Config, *, color: bool) -> Iterator[s
     """
     marks = f"{GREEN}learned{RESET} {DIM}not learned{RESET}" if color else "[[learned]] not learned"
     yield f"task={config.task} seq_len={config.seq_len}: {marks}"
-    for row in shown.rows:
+    for row in content.rows:
         yield ""
         yield from _format_row(row, config, color)
-    if shown.warnings:
+    if content.warnings:
         yield ""
-    for line in shown.warnings:
+    for line in content.warnings:
         yield _paint(f"note: {escape_controls(line)}", YELLOW, color)
-    if config.bad_rows == "error" and any(row.error for row in shown.rows):
+    if config.bad_rows == "error" and any(row.error for row in content.rows):
         yield "bad_rows=error: a run would end at the first bad row; bad_rows=skip leaves them out"
 
 

@@ -269,15 +269,15 @@ def load_with_adapter(
     what to do, for a base that cannot be loaded.
     """
     repository = Repository(adapter, revision=revision)
-    known = read_base(repository)
-    if known is None:
+    peft_config = read_base(repository)
+    if peft_config is None:
         raise ValueError(f"{adapter} is neither a run with an adapter nor has adapter_config.json")
     where = escape(f"{repository.name}/adapter_config.json")
     remedy = (
         "write the base's folder or its name on the hub into base_model_name_or_path there, or "
         "name it with --base"
     )
-    name, base_revision = (known.name, known.revision) if base is None else (base, None)
+    name, base_revision = (peft_config.name, peft_config.revision) if base is None else (base, None)
     if not name:
         raise ValueError(f"{where}: base_model_name_or_path names no base: {remedy}")
     if not name.isprintable() or len(name) > MAX_NAME_LENGTH:
@@ -291,7 +291,7 @@ def load_with_adapter(
     with _explain_base_errors(prefix, hint):
         tokenizer = tokenizer or Tokenizer.from_pretrained(name, revision=base_revision)
         model = from_pretrained(name, revision=base_revision, dtype=dtype, device=device)
-    if known.scores and not model.config.labels:
+    if peft_config.scores and not model.config.labels:
         raise ValueError(
             f"{where} is of a model that scores sequences, and its base {quote(name)} "
             "predicts tokens: `tigon export RUN DIRECTORY --merge` of the run, or PEFT, merges them"

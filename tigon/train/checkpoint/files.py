@@ -194,11 +194,9 @@ def newest_complete(
 
     Every rank calls this. `say` gets a line for each damaged one. Raises ValueError if all are.
     """
-    listed = [[*list_checkpoints(directory, until).values()]]
-    if dist.is_initialized():  # all ranks verify the same ones
-        dist.broadcast_object_list(listed, src=0)
+    listed = gather_objects([*list_checkpoints(directory, until).values()])[0]
     faults = []
-    for checkpoint in reversed(listed[0]):
+    for checkpoint in reversed(listed):  # all ranks verify those that rank 0 sees
         try:
             verify(checkpoint)
         except ValueError as error:

@@ -218,7 +218,7 @@ class Writer(FileSystemWriter):
         self.directory, self.commit = directory, commit
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """On rank 0."""
+        """Checks the free space and numbers the ranks; rank 0 calls this."""
         needed = sum(_nbytes(item) for plan in plans for item in plan.items)
         require_space(self.directory.parent, needed)
         return [replace(plan, storage_data=rank) for rank, plan in enumerate(plans)]
@@ -235,7 +235,7 @@ class Writer(FileSystemWriter):
         return done
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """On rank 0, after all have written."""
+        """Commits the checkpoint; rank 0 calls this when all ranks have written."""
         self.commit(dict(result.storage_data for rank in results for result in rank))
 
 

@@ -200,7 +200,7 @@ class Saver(BackgroundWriter):
         }
 
         def commit(sums: Mapping[str, str]) -> None:
-            """Adds small files and gives the final name; rank 0 calls this when all have written."""
+            """Adds small files and gives the final name; rank 0 calls this after all writes."""
             with explain_full_disk(partial, needed):
                 write_description(partial, model.config, model.generation_config, tokenizer)
                 (partial / RUN).write_text(json.dumps(content, indent=2) + "\n")

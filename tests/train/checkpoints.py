@@ -1,14 +1,16 @@
 """What tests of checkpoints share."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
 
 import tigon
-from tigon.train.checkpoint import saver
+from tigon.train.checkpoint import files, saver
 from tigon.train.checkpoint.format import optimizer_states, weight_state
 
 
@@ -34,6 +36,16 @@ class State:
     def tensors(self) -> dict[str, torch.Tensor]:
         state = weight_state(self.model) | optimizer_states(self.model, self.optimizer)
         return {n: torch.cat([c.rows for c in rows.chunks]).clone() for n, rows in state.items()}
+
+
+@contextmanager
+def changed_metadata(source: Path) -> Iterator[dict[str, Any]]:
+    """The content of run.json, to change; the checksums are right again."""
+    metadata = json.loads((source / "run.json").read_text())
+    yield metadata
+    (source / "run.json").write_text(json.dumps(metadata))
+    (source / files.SUMS).unlink()
+    files.write_sums(source, {})
 
 
 def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:

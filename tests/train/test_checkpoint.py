@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 import tigon
 from tests.small import EXPERTS, write_model
-from tests.train.checkpoints import State, assert_equal, put_tensors
+from tests.train.checkpoints import State, assert_equal, changed_metadata, put_tensors
 from tigon.models import MODELS, build, materialize
 from tigon.train import checkpoint, main
 from tigon.train.checkpoint import files, format, saver
@@ -162,12 +162,9 @@ def test_values_that_no_run_has_are_named(state, target, file, name, value):
 def test_rows_passed_over_that_no_run_passes_over(workspace, finished, tmp_path):
     """They would be looked for, epoch by epoch."""
     source = shutil.copytree(finished / "checkpoints/step-00000003", tmp_path / "step-00000003")
-    known = json.loads((source / "run.json").read_text())
     for state, most in (({"offset": 1}, 0), ({"offset": 2**39, "rollbacks": 2}, 2 * MIN_STEPS)):
-        known["state"] |= state
-        (source / "run.json").write_text(json.dumps(known))
-        (source / "SHA256SUMS").unlink()
-        files.write_sums(source, {})
+        with changed_metadata(source) as metadata:
+            metadata["state"] |= state
         message = f"run.json has offset={state['offset']} in its state, .* {most} steps at most"
         with pytest.raises(SystemExit, match=message):
             main(workspace.settings("over", steps=4, resume=source))

@@ -1,6 +1,5 @@
 """Runs that train an adapter: their settings, their base, and commands that need it."""
 
-import hashlib
 import json
 import re
 import shutil
@@ -15,7 +14,7 @@ import tigon
 from tests.models.fp8_checkpoints import DYNAMIC, to_fp8
 from tests.small import write_model
 from tests.train.adapters import SETTINGS, assert_close, step, tensors, weights
-from tests.train.checkpoints import assert_equal
+from tests.train.checkpoints import assert_equal, changed_metadata
 from tests.train.ranks import train_on
 from tigon.cli import main as command
 from tigon.layers import QuantizedWeight
@@ -209,21 +208,19 @@ def test_wrong_settings(changes, message, workspace, settings):
 def test_resume_needs_the_same_adapter_and_base(workspace, settings, tmp_path):
     source = step(workspace, "one", 2)
     other = write_model(tmp_path / "other", hidden_size=32)
-    for changes, message in (
-        ({"lora.rank": 2}, "another adapter or model: lora"),
-        ({"model": other}, "another adapter or model: model"),
+    same = settings("other", resume=source)
+    for name, changed in (
+        ("lora", [*same, "lora.rank=2"]),
+        ("model", [*same, f"model={other}"]),
+        ("lora", [text for text in same if not text.startswith("lora")]),
     ):
-        with pytest.raises(SystemExit, match=message):
-            main(settings("other", resume=source, **changes))
-    whole = [text for text in settings("other", resume=source) if not text.startswith("lora")]
-    with pytest.raises(SystemExit, match="another adapter or model: lora"):
-        main(whole)
+        with pytest.raises(SystemExit, match=f"another adapter or model: {name}"):
+            main(changed)
 
 
 def test_other_weights_under_the_base_s_name(workspace, settings, tmp_path, capsys):
     """They are refused by whoever adds the adapter to them."""
-    base = tmp_path / "base"
-    shutil.copytree(workspace.model, base)
+    base = shutil.copytree(workspace.model, tmp_path / "base")
     main(settings("renewed", model=base, steps=2))
     source = step(workspace, "renewed", 2)
     load_checkpoint(source)
@@ -251,16 +248,10 @@ def moved(workspace, settings, tmp_path):
 
 
 def without_digest(run: Path, **config: Any) -> None:
-    """The run's checkpoint as an earlier version, or somebody else, has written it."""
-    source = checkpoint.latest(run / "checkpoints")
-    facts = json.loads((source / "run.json").read_text())
-    assert facts.pop("base")
-    facts["config"] |= config
-    (source / "run.json").write_text(json.dumps(facts))
-    lines = (source / "SHA256SUMS").read_text().splitlines(keepends=True)
-    digest = hashlib.sha256((source / "run.json").read_bytes()).hexdigest()
-    sums = [f"{digest}  run.json\n" if "run.json" in line else line for line in lines]
-    (source / "SHA256SUMS").write_text("".join(sums))
+    """The run's checkpoint as somebody else has written it."""
+    with changed_metadata(checkpoint.latest(run / "checkpoints")) as metadata:
+        assert metadata.pop("base")
+        metadata["config"] |= config
 
 
 def commands(run: Path, data: Path, out: Path) -> list[list[str]]:

@@ -130,18 +130,15 @@ def test_two_ranks(workspace, settings, changes, tmp_path):
     assert_close(*(weights(tmp_path / run / "hf") for run in "21"), rtol=1e-3, atol=1e-4)
 
 
-def test_quantized_base(workspace, settings, tmp_path):
-    main(settings("quantized", run_dir=tmp_path / "run", **LORA | {"lora.quantize": "nf4"}))
+@pytest.mark.parametrize("kind", ["quantized", "random"])
+def test_rows_of_other_bases(workspace, settings, tmp_path, kind):
+    more: dict[str, Any] = LORA | {"lora.quantize": "nf4"}
+    if kind == "random":
+        config = workspace.model / "config.json"
+        more = {"init": config, "tokenizer": workspace.model, "model": ""}
+    main(settings(kind, run_dir=tmp_path / "run", steps=1, **more))
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "run/hf")
     assert model.config.vocab_size == 325
-
-
-def test_random_weights(workspace, settings, tmp_path):
-    config = tmp_path / "config.json"
-    config.write_text((workspace.model / "config.json").read_text())
-    more = {"init": config, "tokenizer": workspace.model, "model": ""}
-    main(settings("init", run_dir=tmp_path / "init", **more))
-    assert tigon.from_pretrained(tmp_path / "init/hf").config.vocab_size == 325
 
 
 @pytest.fixture(scope="module")

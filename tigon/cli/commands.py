@@ -31,7 +31,6 @@ from tigon.train.export import (
     exported_directory,
     find_checkpoint,
     is_adapter,
-    merged_directory,
 )
 from tigon.train.publish import push as push_folder
 from tigon.utils.terminal import one_line
@@ -214,10 +213,9 @@ def _eval_perplexity(args: Namespace, world: World | None) -> int:
 def eval_parity(args: Namespace) -> int:
     device, revision = parse_device(args.device), args.revision
     place: AbstractContextManager[str] = nullcontext(args.model)
-    if checkpoint := find_checkpoint(args.model):
-        place = exported_directory(checkpoint, args.base)
-    elif is_adapter(args.model, revision):
-        place, revision = merged_directory(args.model, revision, args.base), None
+    if (checkpoint := find_checkpoint(args.model)) or is_adapter(args.model, revision):
+        place = exported_directory(args.model, revision, args.base)
+        revision = revision if checkpoint else None
     else:
         refuse_base(args)
     with place as model:

@@ -5,8 +5,7 @@ from argparse import Namespace
 
 from tigon.data import clean_cache
 from tigon.train import pack, preview
-from tigon.train.pack import read_arguments
-from tigon.train.preview_text import format_preview, has_color
+from tigon.train.data_commands import format_preview, has_color, read_arguments
 from tigon.utils.terminal import raw_stream
 
 

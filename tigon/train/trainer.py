@@ -369,7 +369,7 @@ def save(run: TrainingRun, step: int, log: RunLog, metadata: dict[str, Any]) -> 
     start_time = time.perf_counter()
     progress = {"cursor": run.data.state(step + run.state.offset), **run.state.facts()}
     run.saver.save(step, run.model, run.optimizer, run.tokenizer, metadata | progress, run.ema)
-    log.saved(step, time.perf_counter() - start_time, whole=not run.saver.writing)
+    log.saved(step, time.perf_counter() - start_time, whole=run.saver.pending is None)
 
 
 class Deadline:

@@ -354,6 +354,9 @@ SMOKE: dict[ModuleType, tuple[Callable[[Patch, Path], list[str]], Callable[[Reco
 }
 
 
+SLOW = (compare, recipes, train_curves)  # several processes, or whole runs
+
+
 def failures(record: Any) -> list[str]:
     if isinstance(record, dict):
         own = [str(record["error"])] if "error" in record else []
@@ -363,7 +366,10 @@ def failures(record: Any) -> list[str]:
 
 @on_cpu
 @pytest.mark.usefixtures("clock")
-@pytest.mark.parametrize("bench", SMOKE, ids=lambda bench: bench.BENCH.kind)
+@pytest.mark.parametrize(
+    "bench",
+    [pytest.param(b, marks=[pytest.mark.slow] * (b in SLOW), id=b.BENCH.kind) for b in SMOKE],
+)
 def test_benchmark_runs_at_tiny_size(bench: Any, monkeypatch: Patch, tmp_path: Path) -> None:
     make, check = SMOKE[bench]
     threads, out = torch.get_num_threads(), tmp_path / "record" / "out.json"
@@ -939,6 +945,7 @@ def test_comparison_says_what_differs() -> None:
     assert list(compare.verdicts(record)) == [f"MISSED: {step}, base / new: 0.800, target ≥ 0.99"]
 
 
+@pytest.mark.slow
 def test_sides_that_end_badly_are_said(monkeypatch: Patch, tmp_path: Path) -> None:
     step = next(name for name in compare.CASES if name.startswith("Llama"))
     found = compare.run_side(ROOT, [step], tiny=True, limit=0.05)

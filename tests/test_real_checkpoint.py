@@ -64,6 +64,7 @@ def test_fp32_logits_and_perplexity(smollm2: Path, ids: Tensor) -> None:
     assert 5 < math.exp(loss) < 30
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_bf16_is_as_near_as_two_ways_of_transformers(
     smollm2: Path, ids: Tensor, bf16: dict[str, Tensor]
@@ -77,6 +78,7 @@ def test_bf16_is_as_near_as_two_ways_of_transformers(
         assert error.mean() <= 2 * spread.mean()
 
 
+@pytest.mark.slow
 def test_load_then_export(
     smollm2: Path, ids: Tensor, bf16: dict[str, Tensor], tmp_path: Path
 ) -> None:

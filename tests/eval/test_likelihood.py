@@ -82,7 +82,8 @@ def reading(model: tigon.CausalLM) -> Iterator[list[int]]:
     hook.remove()
 
 
-@pytest.mark.parametrize(("model_type", "case"), FIRST + WINDOWS + ROPES)
+@pytest.mark.slow(first=4)
+@pytest.mark.parametrize(("model_type", "case"), WINDOWS[:2] + ROPES + FIRST + WINDOWS[2:])
 def test_families_as_one_by_one(model_type: str, case: str, tmp_path: Path) -> None:
     overrides = CASES[model_type][case] | {"max_position_embeddings": 64}
     theirs = reference(model_type, overrides, tmp_path)
@@ -244,6 +245,7 @@ def test_attention_to_both_sides_predicts_nothing(tmp_path: Path) -> None:
         log_likelihoods(tigon.from_pretrained(str(tmp_path)), [([1], [2])])
 
 
+@pytest.mark.slow
 def test_the_real_model(smollm2: Path) -> None:
     """Answers to questions, as an evaluation asks them."""
     tokenizer = tigon.Tokenizer.from_pretrained(smollm2)

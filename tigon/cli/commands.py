@@ -19,11 +19,13 @@ from tigon.cli.load import (
     refuse_base,
     run_command,
 )
+from tigon.data import clean_cache
 from tigon.eval import find_windows, parity, report, score
 from tigon.generation.settings import file_prefix
 from tigon.models import MODELS, CausalLM, convert_pretrained, from_pretrained, parse_gguf_path
 from tigon.plan import format_plan, make_plan, read_job
 from tigon.tokenizer import Tokenizer
+from tigon.train import pack, preview
 from tigon.train.distributed import World
 from tigon.train.export import (
     convert_checkpoint,
@@ -33,8 +35,10 @@ from tigon.train.export import (
     is_adapter,
     merged_directory,
 )
+from tigon.train.pack import read_arguments
+from tigon.train.preview_text import format_preview, has_color
 from tigon.train.publish import push as push_folder
-from tigon.utils.terminal import one_line
+from tigon.utils.terminal import one_line, raw_stream
 from tigon.weights import Repository, check_free
 
 SAMPLING = ("temperature", "top_k", "top_p", "min_p")

@@ -4,10 +4,11 @@ From a hub repository only these are fetched, a few kilobytes of each file of we
 no torch, which takes seconds; `tigon.cli.info` builds the model and says whether it would load.
 """
 
+import re
 import tempfile
 from argparse import Namespace
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -22,30 +23,7 @@ Facts = dict[str, str]  # label -> value, as printed
 NOT_PARAMETERS = ("rotary_emb.inv_freq", "vision_tower.", "multi_modal_projector.")
 SCALES = ("_scale_inv", "activation_scale")  # of fp8 weights
 EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"
-# model_type of config.json -> class, as in tigon.models.MODELS, whose import takes seconds
-FAMILIES = {
-    "gemma": "Gemma",
-    "gemma2": "Gemma2",
-    "gemma3": "Gemma3",
-    "gemma3_text": "Gemma3",
-    "glm4": "Glm4",
-    "granite": "Granite",
-    "llama": "Llama",
-    "ministral": "Ministral",
-    "ministral3": "Ministral3",
-    "mistral": "Mistral",
-    "mistral3": "Mistral",
-    "mixtral": "Mixtral",
-    "olmo2": "Olmo2",
-    "olmo3": "Olmo3",
-    "phi3": "Phi3",
-    "qwen2": "Qwen2",
-    "qwen2_moe": "Qwen2Moe",
-    "qwen3": "Qwen3",
-    "qwen3_moe": "Qwen3Moe",
-    "seed_oss": "SeedOss",
-    "smollm3": "SmolLM3",
-}
+SUPPORTED = Path(__file__).parents[1] / "models/families.py"  # importing it takes seconds
 
 
 def info(args: Namespace) -> int:
@@ -65,20 +43,7 @@ def summarize(path: str, revision: str | None = None) -> Facts:
     Raises OSError or ValueError only if there is no config.json that can be read.
     """
     with open_headers(path, revision) as repository:
-        source = read_json(config_file(repository), nan=True)
-        stored: Mapping[str, StoredTensor] = {}
-        try:
-            stored = find_tensors(repository)
-            loads = _format_loads(source, stored)
-        except ConnectionError:
-            raise
-        except (OSError, ValueError) as error:
-            loads = f"no: {repository.rename_in(error)}"
-        return (
-            describe_config(source, stored)
-            | describe_files(repository.tensors())
-            | {"loads": loads}
-        )
+        return describe_repository(repository)
 
 
 class HeadersOnly(Repository):
@@ -87,8 +52,11 @@ class HeadersOnly(Repository):
     holes: Path
 
     def optional_file(self, name: str) -> Path | None:
+        path = self.holes / name
         if not name.endswith(".safetensors"):
             return super().optional_file(name)
+        if path.exists():
+            return path
         try:
             start, size = self.read_prefix(name, FIRST_BYTES)
         except FileNotFoundError:
@@ -97,7 +65,6 @@ class HeadersOnly(Repository):
         if len(start) < min(header_size, size):
             # What announces more than there may be is refused by what reads the header
             start, size = self.read_prefix(name, min(header_size, size, 1 << 27))
-        path = self.holes / name
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("wb") as file:
             file.write(start[:header_size])  # a hole that begins in a tensor would be a false one
@@ -125,19 +92,47 @@ def open_headers(path: str, revision: str | None) -> Iterator[HeadersOnly]:
         yield repository
 
 
+def describe_repository(repository: HeadersOnly) -> Facts:
+    """What `summarize` returns."""
+    source = read_json(config_file(repository), nan=True)
+    stored: Mapping[str, StoredTensor] = {}
+    try:
+        stored = find_tensors(repository)
+        loads = _format_loads(source, stored)
+    except ConnectionError:
+        raise
+    except (OSError, ValueError) as error:
+        loads = f"no: {repository.rename_in(error)}"
+    tensors = repository.tensors()
+    sizes = {t.dtype: sum(u.nbytes for u in tensors if u.dtype == t.dtype) for t in tensors}
+    counts = Counter(tensor.dtype for tensor in tensors).most_common()
+    kinds = [f"{n} {dtype}, {format_mib(sizes[dtype])}" for dtype, n in counts]
+    files = len({tensor.path for tensor in tensors})
+    return describe_config(source, stored) | {
+        "files": f"{files} of weights, {sum(sizes.values()):,} bytes",
+        "tensors": "; ".join(kinds) or "none",
+        "loads": loads,
+    }
+
+
 def describe_config(source: Mapping[str, Any], stored: Mapping[str, StoredTensor]) -> Facts:
     """Facts from config.json, whose values may be anything, and the number of parameters."""
-    names, inner = source.get("architectures"), source.get("text_config")
+    names = source.get("architectures")
     name = names[0] if isinstance(names, list) and names else "unknown"
-    values = {**source, **inner} if isinstance(inner, dict) else dict(source)
-    kind = source.get("model_type", "no model_type")
+    values = _text_config(source)
+    rope = format_rope(_rope_parameters(values))
     return {
-        "architecture": f"{_plain(name)} ({_plain(kind)})",
+        "architecture": f"{_plain(name)} ({_plain(source.get('model_type', 'no model_type'))})",
         **_parameter_facts(values, stored),
         **_size_facts(values),
-        **({"RoPE": rope} if (rope := format_rope(_rope_parameters(values))) else {}),
-        **describe_quantization(values),
+        **({"RoPE": rope} if rope else {}),
+        **_quantization(values),
     }
+
+
+def _text_config(source: Mapping[str, Any]) -> Mapping[str, Any]:
+    inner = source.get("text_config")
+    return {**source, **inner} if isinstance(inner, dict) else source
 
 
 def _parameter_facts(values: Mapping[str, Any], stored: Mapping[str, StoredTensor]) -> Facts:
@@ -148,10 +143,9 @@ def _parameter_facts(values: Mapping[str, Any], stored: Mapping[str, StoredTenso
     facts = {"parameters": f"{sum(t.count for t in parameters.values()):,}"}
     embedding = next((t for n, t in parameters.items() if n.endswith(EMBEDDING)), None)
     if embedding is not None:
-        score = next((t for n, t in parameters.items() if n == "score.weight"), None)
         untied = any(n.endswith(HEAD) for n in parameters)
         tied = "and as many in the head" if untied else "tied to the head"
-        if score is not None:
+        if score := parameters.get("score.weight"):
             tied = f"and a head of {score.shape[0] if score.shape else 0} scores"
         facts["embeddings"] = f"{embedding.count:,}, {tied}"
     return facts
@@ -161,21 +155,33 @@ def _parameters(
     values: Mapping[str, Any], stored: Mapping[str, StoredTensor]
 ) -> dict[str, StoredTensor] | None:
     """The tensors that are parameters of the text model; None if their values are packed."""
-    plain = values.get("quantization_config") is None
-    if not plain and describe_quantization(values) != {"quantised": "fp8"}:
+    if _quantization(values) not in ({}, {"quantised": "fp8"}):
         return None
     tied = values.get("tie_word_embeddings") is True
     left = (*NOT_PARAMETERS, *SCALES, *(HEAD,) * tied)
     return {n: t for n, t in stored.items() if not any(part in n for part in left)}
 
 
+def _quantization(values: Mapping[str, Any]) -> Facts:
+    config = values.get("quantization_config")
+    if config is None:
+        return {}
+    return {"quantised": _plain(config.get("quant_method") if isinstance(config, dict) else config)}
+
+
+def supported_class(model_type: Any) -> str | None:
+    """The name in tigon.models of the class for a model_type of config.json."""
+    names = re.findall(r" as (\w+)", SUPPORTED.read_text())
+    classes = {name.lower(): name for name in names} | {"mistral3": "Mistral"}
+    return classes.get(str(model_type).replace("_", "").removesuffix("text"))
+
+
 def _format_loads(source: Mapping[str, Any], stored: Mapping[str, StoredTensor]) -> str:
     """The class, dtype and size of the model in memory, if all of its tensors fit."""
-    inner, kind = source.get("text_config"), source.get("model_type")
-    values = {**source, **inner} if isinstance(inner, dict) else source
-    kinds = [k for k in (values.get("model_type"), kind) if isinstance(k, str) and k in FAMILIES]
-    if not kinds:
-        return f"no: model_type {quote(kind)} is not supported; README.md lists what is"
+    values, model_type = _text_config(source), source.get("model_type")
+    name = supported_class(values.get("model_type")) or supported_class(model_type)
+    if name is None:
+        return f"no: model_type {quote(model_type)} is not supported; README.md lists what is"
     parameters = _parameters(values, stored)
     dtype = values.get("dtype") or values.get("torch_dtype")
     if dtype is None and parameters:
@@ -184,8 +190,7 @@ def _format_loads(source: Mapping[str, Any], stored: Mapping[str, StoredTensor])
     if parameters is None or size is None:
         return "not checked: --check builds the model"
     count = sum(t.count for t in parameters.values())
-    name = f"tigon.{FAMILIES[kinds[0]]} in {dtype}, {format_mib(count * size)}"
-    return f"as {name}; --check tries it"
+    return f"as tigon.{name} in {dtype}, {format_mib(count * size)}; --check tries it"
 
 
 def _size_facts(values: Mapping[str, Any]) -> Facts:
@@ -236,27 +241,6 @@ def format_rope(rope: Mapping[str, Any]) -> str:
     keys = sorted(rope.keys() - {"rope_type", "type"}, key=lambda k: (k != "rope_theta", k))
     texts = (_plain(kind), *(f"{_plain(key)} {_plain(rope[key])}" for key in keys))
     return ", ".join(texts) if rope else ""
-
-
-def describe_quantization(source: Mapping[str, Any]) -> Facts:
-    quantised = source.get("quantization_config")
-    if not isinstance(quantised, dict):
-        return {}
-    return {"quantised": _plain(quantised.get("quant_method"))}
-
-
-def describe_files(tensors: Sequence[StoredTensor]) -> Facts:
-    count: Counter[str] = Counter()
-    size: Counter[str] = Counter()
-    for tensor in tensors:
-        count[tensor.dtype] += 1
-        size[tensor.dtype] += tensor.nbytes
-    kinds = [f"{n} {dtype}, {format_mib(size[dtype])}" for dtype, n in count.most_common()]
-    files = len({tensor.path for tensor in tensors})
-    return {
-        "files": f"{files} of weights, {sum(size.values()):,} bytes",
-        "tensors": "; ".join(kinds) or "none",
-    }
 
 
 def format_mib(count: int) -> str:

@@ -85,14 +85,6 @@ class HubServer:
     def exists(self, repository: str) -> bool:
         return self.commit(repository) is not None or any(r == repository for r, _ in self._refs)
 
-    def environment(self, home: Path) -> dict[str, str]:
-        """What a fresh process needs in its environment to use this hub and a cache of its own."""
-        return {
-            "HF_ENDPOINT": self.endpoint,
-            "HF_HOME": str(home),
-            "NO_PROXY": "127.0.0.1,localhost",
-        }
-
 
 class _Handler(Uploads):
     protocol_version = "HTTP/1.1"

@@ -229,7 +229,7 @@ def test_in_a_terminal(directory: Path) -> None:
 def test_a_signal_at_the_prompt_gives_the_terminal_its_echo_back(number):
     signal.signal(number, signal.SIG_DFL)  # which nohup has ignored
     ours, theirs = pty.openpty()
-    program = "from tigon.cli.chat import read_lines; next(read_lines(True))"
+    program = "from tigon.cli.terminal import read_lines; next(read_lines(True))"
     process = subprocess.Popen([sys.executable, "-c", program], stdin=theirs, stdout=theirs)
     try:
         seen, end = b"", time.monotonic() + 120

@@ -19,7 +19,6 @@ from huggingface_hub import (
     HfApi,
     ModelCardData,
     constants,
-    get_token,
     hf_hub_download,
     hf_hub_url,
     try_to_load_from_cache,
@@ -43,7 +42,6 @@ MAX_CARD, MAX_INDEX = 1 << 20, 100 << 20  # bytes
 TIMEOUT = 5.0  # seconds for the hub's first answer, unless HF_HUB_ETAG_TIMEOUT is set
 _WEIGHTS = re.compile(r"model(-\d+-of-\d+)?\.safetensors|model\.safetensors\.index\.json")
 _CARD_DIGEST = re.compile(r"<!-- tigon-card ([0-9a-f]{64}) -->\s*\Z")
-_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}")
 
 
 class HubOptions(TypedDict, total=False):
@@ -84,32 +82,30 @@ class Repository:
         self._lock = threading.Lock()
 
         path = Path(os.path.expanduser(path_or_repo))  # ~USER stays if there is no such user
-        if path.exists():
-            self._check_directory(path, revision)
-            self._root = path
-            self.directory = path / self.subfolder
+        if path.is_dir():
+            if revision is not None:
+                raise ValueError(
+                    f"{self.name} is a local directory and has no revision {revision!r}: leave "
+                    "revision out, or name a hub repository"
+                )
+            self._root, self.directory = path, path / self.subfolder
+        elif path.exists():
+            is_gguf = path.suffix == ".gguf"
+            remedy = "`tigon export FILE DIRECTORY` makes a directory of a GGUF file"
+            remedy = remedy if is_gguf else "give the directory it is in"
+            raise NotADirectoryError(f"{self.name} is a file; {remedy}")
         elif not isinstance(path_or_repo, str) or re.fullmatch(r"[.~/].*|.*/", self.name, re.S):
             raise FileNotFoundError(f"no directory {self.name} (absolute: {path.absolute()})")
         elif self.name.count("/") > 1:
-            text = (
-                f"{self.name!r} is neither an existing directory nor the name of a hub repository"
+            raise FileNotFoundError(
+                f"{self.name!r} is neither an existing directory nor the name of a hub repository "
+                "(organisation/name)"
             )
-            raise FileNotFoundError(f"{text} (organisation/name)")
         elif revision is None and path.parent != Path() and path.parent.is_dir():
             raise FileNotFoundError(
                 f"no directory {self.name}, though {path.parent} is one here; "
                 "if the hub repository is meant, name its revision too, such as main"
             )
-
-    def _check_directory(self, path: Path, revision: str | None) -> None:
-        if not path.is_dir():
-            remedy = "give the directory it is in"
-            if path.suffix == ".gguf":
-                remedy = "`tigon export FILE DIRECTORY` makes a directory of a GGUF file"
-            raise NotADirectoryError(f"{self.name} is a file; {remedy}")
-        if revision is not None:
-            text = f"{self.name} is a local directory and has no revision {revision!r}"
-            raise ValueError(f"{text}: leave revision out, or name a hub repository")
 
     def file(self, name: str) -> Path:
         """The local path of a file, which is downloaded if need be.
@@ -152,21 +148,17 @@ class Repository:
         if root is None and self._is_offline():
             repository = self.cache_dir / f"models--{self.name.replace('/', '--')}"
             root = repository / "snapshots" / revision / self.subfolder
-        if root is not None:
-            try:
-                names = os.listdir(root / _check_relative(folder))
-            except (FileNotFoundError, NotADirectoryError):
-                return []
-            return sorted(f"{folder}/{name}" if folder else name for name in names)
+        prefix = f"{folder}/" if folder else ""
         try:
+            if root is not None:
+                names = os.listdir(root / _check_relative(folder))
+                return sorted(f"{prefix}{name}" for name in names)
             api = HfApi(token=self.token)
             info = api.model_info(self.name, revision=revision, timeout=_timeout())
         except Exception:  # of the hub or its HTTP client: not worth an error
             return []
-        start = f"{self.subfolder}/" if self.subfolder else ""
-        prefix = start + (f"{folder}/" if folder else "")
-        names = [file.rfilename for file in info.siblings or ()]
-        return sorted(name.removeprefix(start) for name in names if name.startswith(prefix))
+        start, paths = self._join(""), (file.rfilename for file in info.siblings or ())
+        return sorted(p.removeprefix(start) for p in paths if p.startswith(start + prefix))
 
     def _join(self, name: str) -> str:
         return f"{self.subfolder}/{name}" if self.subfolder else name
@@ -273,20 +265,20 @@ def config_file(repository: Repository) -> Path:
     try:
         return repository.file("config.json")
     except FileNotFoundError as error:
-        directory, names, hint = repository.directory, repository.listing(), None
+        directory, names = repository.directory, repository.listing()
         ggufs = [name for name in names if name.endswith(".gguf")]
-        if directory is not None and (directory / "hf" / "config.json").is_file():
+        if directory is not None and (directory / "hf/config.json").is_file():
             hint = f"if it is a run, its export is {directory}/hf"
         elif "adapter_config.json" in names:
             hint = adapter_hint(repository.name)
         elif directory is not None and (directory / "adapter/adapter_config.json").is_file():
-            hint = adapter_hint(str(directory / "adapter"))
+            hint = adapter_hint(f"{directory}/adapter")
         elif ggufs:
             hint = (
                 f"for a GGUF file there pass its name, gguf_file={quote(ggufs[0])}, or in the "
                 "shell the path of a file that was downloaded"
             )
-        if hint is None:
+        else:
             raise
         raise FileNotFoundError(f"{error}; {hint}") from error
 
@@ -441,22 +433,17 @@ class UploadTarget:
 
 def check_repository(name: str) -> None:
     """Raises ValueError for what cannot be the name of a repository."""
-    problem = f"{name!r} is no name of a hub repository (owner/name)"
-    try:
-        validate_repo_id(name)
-    except ValueError as error:
-        raise ValueError(f"{problem}: {error}") from None
-    if "/" in name and not is_hub_name(name):
-        raise ValueError(problem)
+    if not is_hub_name(name if "/" in name else f"owner/{name}"):
+        raise ValueError(f"{name!r} is no name of a hub repository (owner/name)")
 
 
 def is_hub_name(text: str) -> bool:
     """Whether the text could be owner/name of a repository."""
-    return _HUB_NAME.fullmatch(text) is not None and ".." not in text
-
-
-def has_token(token: str | bool | None = None) -> bool:
-    return isinstance(token, str) or get_token() is not None
+    try:
+        validate_repo_id(text)
+    except ValueError:
+        return False
+    return text.count("/") == 1
 
 
 def list_export(folder: Path) -> dict[str, Path]:
@@ -468,10 +455,9 @@ def list_export(folder: Path) -> dict[str, Path]:
             f"{folder} is a checkpoint of a run: `tigon export {folder} DIRECTORY` makes a model "
             "of it, which `tigon push DIRECTORY` takes"
         )
-    names = [name for name in os.listdir(folder) if not name.startswith(".")]
-    if (folder / CHAT_TEMPLATES).is_dir():
-        names += [f"{CHAT_TEMPLATES}/{name}" for name in os.listdir(folder / CHAT_TEMPLATES)]
-    names = [name for name in sorted(names) if name.endswith(EXPORT_SUFFIXES)]
+    paths = sorted([*folder.iterdir(), *folder.glob(f"{CHAT_TEMPLATES}/*")])
+    names = [path.relative_to(folder).as_posix() for path in paths if path.name[0] != "."]
+    names = [name for name in names if name.endswith(EXPORT_SUFFIXES)]
     files = {name: folder / name for name in names if contains_file(folder, name)}
     if "config.json" not in files or not files.keys() & {"model.safetensors", INDEX}:
         raise FileNotFoundError(
@@ -481,9 +467,8 @@ def list_export(folder: Path) -> dict[str, Path]:
     if index := files.get(INDEX):
         weight_map = read_json(index, max_bytes=MAX_INDEX).get("weight_map")
         shards = set(map(str, weight_map.values())) if isinstance(weight_map, dict) else set()
-        if missing := sorted(shards - files.keys()):
-            text = f"{folder} has no file {quote(missing[0])}, but its index names it"
-            raise FileNotFoundError(text)
+        for shard in sorted(shards - files.keys()):
+            raise FileNotFoundError(f"{folder} has no file {quote(shard)}, but its index names it")
     return files
 
 

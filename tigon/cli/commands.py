@@ -13,11 +13,11 @@ from tigon.cli.info import dtype_name
 from tigon.cli.load import (
     load_model_and_tokenizer,
     load_tokenizer,
+    on_ranks,
     parse_device,
     parse_dtype,
     raise_on_all_ranks,
     refuse_base,
-    run_command,
 )
 from tigon.data import clean_cache
 from tigon.eval import find_windows, parity, report, score
@@ -44,12 +44,8 @@ from tigon.weights import Repository, check_free
 SAMPLING = ("temperature", "top_k", "top_p", "min_p")
 
 
-def generate(args: Namespace) -> int:
-    return run_command(args, _generate)
-
-
-def _generate(args: Namespace, world: World | None) -> int:
-    """Generates on this process or on one of the ranks that share the model; rank 0 writes."""
+@on_ranks
+def generate(args: Namespace, world: World | None) -> int:
     main = world is None or world.main
     with raise_on_all_ranks(world):
         text = _read_prompt(args) if main else ""
@@ -66,9 +62,6 @@ def _generate(args: Namespace, world: World | None) -> int:
             raise ValueError(
                 f"the prompt has {len(ids)} tokens, but the model's context is {context}"
             )
-    settings = _sampling_settings(args)
-    if args.stop:
-        settings["stop_strings"] = args.stop
     assistant = None
     if args.assistant is not None:
         assistant = from_pretrained(args.assistant, dtype=parse_dtype(args), device=model.device)
@@ -88,30 +81,23 @@ def _generate(args: Namespace, world: World | None) -> int:
         streamer=show,
         assistant_model=assistant,
         cache_implementation=args.cache,
-        **settings,
+        **_sampling_settings(args),
+        **({"stop_strings": args.stop} if args.stop else {}),
     )
     if main:
         print_text(f"{stream.finish()}\n")
     return 0
 
 
-def chat(args: Namespace) -> int:
-    return run_command(args, _chat)
-
-
-def _chat(args: Namespace, world: World | None) -> int:
-    """Chats on this process or on one of the ranks that share the model; rank 0 talks."""
+@on_ranks
+def chat(args: Namespace, world: World | None) -> int:
     with raise_on_all_ranks(world):
         model, tokenizer = load_model_and_tokenizer(args, world)
         check_sequences(model)
         try:
-            conversation = Chat(
-                model,
-                tokenizer,
-                system=args.system,
-                max_new_tokens=args.max_new_tokens,
-                settings=_sampling_settings(args) | {"eos_token_id": _end_tokens(model, tokenizer)},
-            )
+            settings = _sampling_settings(args) | {"eos_token_id": _end_tokens(model, tokenizer)}
+            sizes = {"system": args.system, "max_new_tokens": args.max_new_tokens}
+            conversation = Chat(model, tokenizer, **sizes, settings=settings)
         except ValueError as error:
             raise ValueError(f"{args.model}: {error}") from None
     if world is None:
@@ -123,11 +109,8 @@ def _chat(args: Namespace, world: World | None) -> int:
 
 def _sampling_settings(args: Namespace) -> dict[str, Any]:
     """The sampling options that are set, as arguments of model.generate."""
-    settings = {
-        name: getattr(args, name)
-        for name in (*SAMPLING, "repetition_penalty", "seed")
-        if getattr(args, name) is not None
-    }
+    names = (*SAMPLING, "repetition_penalty", "seed")
+    settings = {n: getattr(args, n) for n in names if getattr(args, n) is not None}
     if args.temperature == 0:
         settings |= {"do_sample": False, "temperature": None}
     elif any(name in settings for name in SAMPLING):
@@ -188,12 +171,8 @@ def _end_tokens(model: CausalLM, tokenizer: Tokenizer) -> list[int]:
     return [end for end in ends if end is not None and 0 <= end < model.config.vocab_size]
 
 
-def eval_perplexity(args: Namespace) -> int:
-    return run_command(args, _eval_perplexity)
-
-
-def _eval_perplexity(args: Namespace, world: World | None) -> int:
-    """Scores on this process or on one of the ranks that share the model; rank 0 prints."""
+@on_ranks
+def eval_perplexity(args: Namespace, world: World | None) -> int:
     with raise_on_all_ranks(world):
         model, tokenizer = load_model_and_tokenizer(args, world)
         if model.config.labels:

@@ -78,7 +78,7 @@ def _describe_gguf(repository: Repository, name: str) -> Facts:
     """Raises ValueError for a file that would not load."""
     model, stored = build(repository, MODELS, gguf_file=name, fit=False)
     size = f"1 of weights, {repository.file(name).stat().st_size:,} bytes"
-    return _describe_model(model) | {"files": size, "loads": _format_loads(model, stored)}
+    return describe_model(model) | {"files": size, "loads": _format_loads(model, stored)}
 
 
 def _describe_run(checkpoint: Path) -> Facts:
@@ -88,14 +88,14 @@ def _describe_run(checkpoint: Path) -> Facts:
         for info in read_header(path).values():
             sizes[f"{path.name.split('-')[0]} in {dtype_name(info.dtype)}"] += info.nbytes
     files = sum(path.is_file() for path in checkpoint.iterdir())
-    return _describe_model(model) | {
+    return describe_model(model) | {
         "files": f"checkpoint {checkpoint.name}, {files} files, {sum(sizes.values()):,} bytes",
         "tensors": ", ".join(f"{label} {format_mib(n)}" for label, n in sizes.items()),
         "loads": _format_loads(model),
     }
 
 
-def _describe_model(model: CausalLM) -> Facts:
+def describe_model(model: CausalLM) -> Facts:
     parameters = {
         name: StoredTensor("F32", tuple(p.shape), Path(), 0) for name, p in model.named_parameters()
     }

@@ -1,5 +1,6 @@
 """The model of a command: on one process, or with --tp N on ranks that share it."""
 
+import functools
 import os
 import shlex
 import signal
@@ -13,7 +14,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
-from tigon.cli.chat import save_terminal
+from tigon.cli.terminal import save_terminal
 from tigon.models import MODELS, CausalLM, build, parse_gguf_path
 from tigon.parallel import MeshSizes, from_pretrained, keep_rank_zero
 from tigon.tokenizer import Tokenizer
@@ -47,12 +48,9 @@ def load_model_and_tokenizer(
     if world is not None and world.meshes is not None:
         ranks = {"mesh": world.meshes.tensor, "expert_parallel": args.expert_parallel}
     if checkpoint := find_checkpoint(args.model):
+        checkpoint_dtype = None if dtype == "auto" else dtype
         model, tokenizer = load_checkpoint(
-            checkpoint,
-            dtype=None if dtype == "auto" else dtype,
-            device=device,
-            base=args.base,
-            **ranks,
+            checkpoint, dtype=checkpoint_dtype, device=device, base=args.base, **ranks
         )
     elif is_adapter(args.model, args.revision):
         if ranks:
@@ -115,22 +113,27 @@ def parse_device(name: str | None) -> str:
     return name
 
 
-def run_command(args: Namespace, command: Command) -> int:
-    """Runs the command on this process or, with --tp, on ranks that share the model: those of
-    torchrun, or new processes of this host."""
-    try:
-        _check_ranks(args)
-    except ValueError as error:
-        record_error(str(error))
-        if os.environ.get("LOCAL_RANK", "0") != "0":
-            return 1  # every rank raises it: the first of a host prints it
-        raise
-    if args.tp == 1:
-        return command(args, None)
-    if not launched():
-        return _start_ranks(args)
-    with start(args.device or "auto", parallel=Parallel(tensor=args.tp)) as world:
-        return _run_rank(args, command, world)
+def on_ranks(command: Command) -> Callable[[Namespace], int]:
+    """Runs a command on this process or, with --tp, on ranks that share the model: those of
+    torchrun, or new processes of this host. Rank 0 reads and writes."""
+
+    @functools.wraps(command)
+    def run(args: Namespace) -> int:
+        try:
+            _check_ranks(args)
+        except ValueError as error:
+            record_error(str(error))
+            if os.environ.get("LOCAL_RANK", "0") != "0":
+                return 1  # every rank raises it: the first of a host prints it
+            raise
+        if args.tp == 1:
+            return command(args, None)
+        if not launched():
+            return _start_ranks(args)
+        with start(args.device or "auto", parallel=Parallel(tensor=args.tp)) as world:
+            return _run_rank(args, command, world)
+
+    return run
 
 
 def raise_on_all_ranks(world: World | None) -> AbstractContextManager[None]:
@@ -199,12 +202,8 @@ def _restore_terminal() -> Iterator[None]:
     the shell.
     """
     before = signal.signal(signal.SIGTSTP, signal.SIG_IGN)
-    foreground = (
-        sys.stdin is not None
-        and sys.stdin.isatty()
-        and os.tcgetpgrp(sys.stdin.fileno()) == os.getpgrp()
-    )
-    restore = save_terminal() if foreground else None
+    is_foreground = sys.stdin.isatty() and os.tcgetpgrp(sys.stdin.fileno()) == os.getpgrp()
+    restore = save_terminal() if is_foreground else None
     try:
         yield
     finally:

@@ -85,9 +85,8 @@ def log_likelihoods(
     with torch.inference_mode():
         totals = [sum(map(len, request)) - 1 for request in checked]
         packed.sort(key=lambda i: totals[i], reverse=True)
-        for batch in _batches(
-            [(totals[i], is_past_turn(totals[i])) for i in packed], tokens_per_batch
-        ):
+        sizes = [(totals[i], is_past_turn(totals[i])) for i in packed]
+        for batch in _batches(sizes, tokens_per_batch):
             results |= _score_packed(model, checked, packed[batch])
         shared.sort(key=lambda g: len(g.context) + g.longest, reverse=True)
         sizes = [(len(g.context) + g.longest, is_past_turn(len(g.context))) for g in shared]
@@ -111,9 +110,8 @@ def _check_request(
         if not ids:
             hint = "; begin with the token that begins a text" if name == "context" else ""
             raise ValueError(f"request {number} has an empty {name}{hint}")
-        wrong = next((i for i in ids if not 0 <= i < model.config.vocab_size), None)
-        if wrong is not None:
-            vocab = model.config.vocab_size
+        vocab = model.config.vocab_size
+        for wrong in (i for i in ids if not 0 <= i < vocab):
             raise ValueError(f"request {number} has token {wrong}, outside of [0, {vocab})")
     limit, total = model.config.max_position_embeddings, sum(map(len, request))
     if total - 1 > limit:
@@ -149,10 +147,8 @@ def _score_packed(
         rows.append(torch.tensor(context + continuation[:-1]))
         labels.append(torch.full((len(rows[-1]),), IGNORE))
         labels[-1][len(context) - 1 :] = torch.tensor(continuation)
-    targets = torch.cat(labels)
-    nll, right = _score_labels(
-        model, torch.cat(rows)[None], targets[None], cu_seq_lens=_bounds(rows)
-    )
+    targets, bounds = torch.cat(labels), _bounds(rows)
+    nll, right = _score_labels(model, torch.cat(rows)[None], targets[None], cu_seq_lens=bounds)
     counts = [len(requests[i][1]) for i in members]
     scored = targets != IGNORE
     parts = zip(nll[0][scored].split(counts), right[0][scored].split(counts), strict=True)
@@ -179,9 +175,8 @@ def _score_shared(
     ).logits[0]
     # The first token of each continuation, by the last one of its context: [members]
     members = [i for g in groups for i in g.members]
-    row = torch.arange(len(groups)).repeat_interleave(
-        torch.tensor([len(g.members) for g in groups])
-    )
+    counts = torch.tensor([len(g.members) for g in groups])
+    row = torch.arange(len(groups)).repeat_interleave(counts)
     first = torch.tensor([requests[i][1][0] for i in members])
     logprobs = logits.float().log_softmax(-1)
     sums = logprobs[row.to(model.device), first.to(model.device)].cpu().double()
@@ -195,9 +190,8 @@ def _score_shared(
         rows = order[batch]
         continuations = [torch.tensor(requests[members[m]][1]) for m in rows]
         ids = pad_sequence([s[:-1] for s in continuations], batch_first=True)
-        labels = pad_sequence(
-            [s[1:] for s in continuations], batch_first=True, padding_value=IGNORE
-        )
+        labels = [s[1:] for s in continuations]
+        labels = pad_sequence(labels, batch_first=True, padding_value=IGNORE)
         fork = cache.rows(0, len(groups))
         fork.select(row[rows])
         # Padding gets its row's last position: some RoPE types depend on the largest one

@@ -2,7 +2,9 @@
 
 import math
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -101,12 +103,8 @@ def score(model: CausalLM, windows: Windows, *, batch_tokens: int = 4096) -> Per
     ):
         for ids, labels in _batches(windows, batch_tokens):
             labels = labels.to(model.device)
-            out = model(
-                ids.to(model.device),
-                labels=labels,
-                loss_reduction="sum",
-                metrics=("predicted_tokens",),
-            )
+            options = {"loss_reduction": "sum", "metrics": ("predicted_tokens",)}
+            out = model(ids.to(model.device), labels=labels, **options)
             assert out.loss is not None
             targets = labels[:, 1:]
             scored = targets != IGNORE
@@ -129,10 +127,8 @@ def read_documents(patterns: str | Sequence[str], tokenizer: Tokenizer) -> list[
     sources = find_sources(patterns)
     if _is_chat(sources[0]):
         chats = read(sources, ChatEncoder(tokenizer, must_end=False))
-        return [
-            (chats.tokens[a:b], chats.supervised[a:b])
-            for a, b in zip(chats.offsets[:-1], chats.offsets[1:], strict=True)
-        ]
+        spans = [slice(*span) for span in pairwise(chats.offsets)]
+        return [(chats.tokens[span], chats.supervised[span]) for span in spans]
     texts = [text for source in sources for text in read_texts(source)]
     encoded = [np.array(ids, dtype=np.int32) for ids in tokenizer.encode_batch(texts)]
     return [(ids, np.ones(len(ids), dtype=bool)) for ids in encoded]
@@ -140,13 +136,10 @@ def read_documents(patterns: str | Sequence[str], tokenizer: Tokenizer) -> list[
 
 def _is_chat(source: Source) -> bool:
     first = next((row for _, row in source.rows()), None)
-    try:
-        return (
-            isinstance(first, dict)
-            and source.format.detect(first, CHAT_FORMATS).kind in CHAT_FORMATS
-        )
-    except ValueError:
-        return False  # reading the rows reports the line
+    with suppress(ValueError):  # reading the rows reports the line
+        if isinstance(first, dict):
+            return source.format.detect(first, CHAT_FORMATS).kind in CHAT_FORMATS
+    return False
 
 
 def _windows(documents: Sequence[Document], context: int, stride: int) -> list[Window]:
@@ -166,16 +159,14 @@ def _windows(documents: Sequence[Document], context: int, stride: int) -> list[W
 
 def _batches(results: Windows, batch_tokens: int) -> Iterator[tuple[Tensor, Tensor]]:
     """ids and labels [B, T], longest windows first, padded on the right, which no token sees."""
-    documents, windows = results
-    end = len(windows)
+    end = len(results.bounds)
     while end:
-        _, start, stop, _ = windows[end - 1]
+        _, start, stop, _ = results.bounds[end - 1]
         begin = max(0, end - max(1, batch_tokens // (stop - start)))
-        rows = [_tensors(documents, window) for window in windows[begin:end]]
-        yield (
-            pad_sequence([ids for ids, _ in rows], batch_first=True),
-            pad_sequence([labels for _, labels in rows], batch_first=True, padding_value=IGNORE),
-        )
+        rows = [_tensors(results.documents, window) for window in results.bounds[begin:end]]
+        ids, labels = zip(*rows, strict=True)
+        labels = pad_sequence(labels, batch_first=True, padding_value=IGNORE)
+        yield pad_sequence(ids, batch_first=True), labels
         end = begin
 
 

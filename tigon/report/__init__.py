@@ -3,7 +3,6 @@
 import os
 import tempfile
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 
 from tigon.report.page import format_duration, render_page
@@ -36,17 +35,11 @@ def write(
         raise FileNotFoundError(f"no directory {path.parent} for {path.name}")
     if path.is_dir():
         raise IsADirectoryError(f"{path} is a directory: name a file, such as {path / name}")
-    text = render_page(results).encode(errors="replace")
-    descriptor, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-    try:
-        with open(descriptor, "wb") as file:
-            file.write(text)
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, path)
-    except BaseException:
-        with suppress(OSError):
-            os.unlink(temporary)
-        raise
+    text = render_page(results)
+    with tempfile.TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as folder:
+        page = Path(folder, path.name)
+        page.write_text(text, encoding="utf-8", errors="replace")
+        os.replace(page, path)
     return path
 
 

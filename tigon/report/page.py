@@ -16,8 +16,7 @@ from tigon.report.read import Column, RunFiles
 from tigon.utils.terminal import escape_controls
 
 CHARACTERS = 2000  # of a setting
-TRAIN = Path(__file__).parents[1] / "train"
-SOURCES = (TRAIN / "config.py",)
+SOURCE = Path(__file__).parents[1] / "train/config.py"
 
 
 def render_page(runs: Sequence[RunFiles]) -> str:
@@ -109,12 +108,11 @@ def show(value: Any) -> str:
 
 @cache
 def default_settings() -> dict[str, Any]:
-    """Returns the trainer's defaults, from its sources: importing them would import torch."""
-    nodes = [node for source in SOURCES for node in ast.parse(source.read_text()).body]
-    classes = [n for n in nodes if isinstance(n, ast.ClassDef) and n.name.endswith("Settings")]
-    lines = [line for node in classes for line in node.body]
-    options = [line for line in lines if isinstance(line, ast.AnnAssign)]
-    calls = {ast.unparse(o.target): o.value for o in options if isinstance(o.value, ast.Call)}
+    """Returns the trainer's defaults, from its source: importing it would import torch."""
+    classes = [n for n in ast.parse(SOURCE.read_text()).body if isinstance(n, ast.ClassDef)]
+    lines = [x for n in classes if n.name.endswith("Settings") for x in n.body]
+    options = [x for x in lines if isinstance(x, ast.AnnAssign) and isinstance(x.value, ast.Call)]
+    calls = {ast.unparse(option.target): option.value for option in options}
     return {name: ast.literal_eval(call.args[0]) for name, call in calls.items() if call.args}
 
 

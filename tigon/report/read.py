@@ -42,12 +42,6 @@ class Column:
         """Returns the last finite value, or NaN."""
         return next((value for value in reversed(self.values) if not math.isnan(value)), math.nan)
 
-    def lowest(self) -> tuple[int, float] | None:
-        """Returns the step and the value of the first minimum."""
-        pairs = zip(self.values, self.steps, strict=True)
-        value, step = min((p for p in pairs if not math.isnan(p[0])), default=(math.nan, 0))
-        return None if math.isnan(value) else (step, value)
-
 
 @dataclass
 class RunFiles:
@@ -86,10 +80,10 @@ class RunFiles:
     def ended_early(self) -> bool:
         """Whether `patience` evaluations have passed since the best one."""
         patience, losses = self.config.get("patience"), self.column("eval_loss")
-        best = losses.lowest()
-        if not isinstance(patience, int) or patience <= 0 or best is None:
+        if not isinstance(patience, int) or patience <= 0 or not losses.finite():
             return False
-        return sum(step > best[0] for step in losses.steps) >= patience
+        best = losses.steps[losses.values.index(min(losses.finite()))]
+        return sum(step > best for step in losses.steps) >= patience
 
 
 def read(path: Path) -> RunFiles:
@@ -98,7 +92,7 @@ def read(path: Path) -> RunFiles:
         raise FileNotFoundError(f"no run directory {path}")
     if not any((path / name).exists() for name in ("config.yaml", "metrics.jsonl")):
         raise ValueError(f"{path} holds no run: it has neither config.yaml nor metrics.jsonl")
-    run = RunFiles(path, path.resolve().name or str(path))
+    run = RunFiles(path, path.resolve().name or str(path), running=_is_locked(path / ".lock"))
     _read_config(run)
     _read_metrics(run)
     for row in _rows(run, "samples.jsonl"):
@@ -107,7 +101,6 @@ def read(path: Path) -> RunFiles:
         run.samples.setdefault(prompt, {})[row["step"]] = str(row.get("text", ""))
     with suppress(OSError, ValueError):
         run.exported = int(_content(path / ".exported", 100))
-    run.running = _is_locked(path / ".lock")
     _read_model(run)
     return run
 
@@ -136,14 +129,14 @@ def _read_config(run: RunFiles) -> None:
 def _read_metrics(run: RunFiles) -> None:
     rollbacks = 0.0
     for row in _rows(run, "metrics.jsonl"):
-        step = row["step"]
+        step = row.pop("step")
         if isinstance(skipped := row.get("skipped"), str):
             run.skipped.append((step, skipped))
         if (count := _number(row.pop("rollbacks", 0))) > rollbacks:
             run.rollbacks.append(step)
             rollbacks = count
         for key, value in row.items():
-            if key != "step" and (value is None or type(value) in (int, float)):
+            if value is None or type(value) in (int, float):
                 column = run.columns.setdefault(key, Column())
                 column.steps.append(step)
                 column.values.append(_number(value))
@@ -163,13 +156,14 @@ def _number(value: Any) -> float:
 
 def _rows(run: RunFiles, name: str) -> Iterator[dict[str, Any]]:
     """Yields the readable rows, and counts those that a crash left damaged."""
-    lines, missing_steps = list[bytes](), 0
+    damaged = 0
     try:
         lines = _content(run.path / name, LOG_BYTES).splitlines()
     except FileNotFoundError:
-        pass
+        return
     except (OSError, ValueError) as error:
         run.problems.append(f"{name} cannot be read: {error}.")
+        return
     for line in filter(bytes.strip, lines):
         row: dict[str, Any] = {}
         with suppress(ValueError):
@@ -177,9 +171,9 @@ def _rows(run: RunFiles, name: str) -> Iterator[dict[str, Any]]:
         if type(step := row.get("step")) is int and 0 <= step < LARGEST_STEP:
             yield row
         else:
-            missing_steps += 1
-    if missing_steps:
-        run.problems.append(f"Left out of {name}: {missing_steps} lines that cannot be read.")
+            damaged += 1
+    if damaged:
+        run.problems.append(f"Left out of {name}: {damaged} lines that cannot be read.")
 
 
 def _is_locked(path: Path) -> bool:

@@ -79,7 +79,7 @@ def test_modules_that_commands_do_not_import(
     ("arguments", "message"),
     [
         ("generate ./none hi", "no directory ./none"),
-        ("generate not-a-name/at/all hi", "neither an existing directory nor the name of a hub"),
+        ("generate not-a-name/at/all hi", "no directory not-a-name/at/all (absolute: "),
         ("generate MODEL hi --device nowhere", "--device nowhere: "),
         ("generate MODEL hi --device cuda:99", "--device cuda:99: "),
         ("generate MODEL hi --raw --system x", "--raw and --system: a raw text has no system"),

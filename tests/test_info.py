@@ -267,7 +267,7 @@ def test_a_folder_without_a_model(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"has no file config.json"):
         describe(str(tmp_path))
     (tmp_path / "m.gguf").touch()
-    with pytest.raises(FileNotFoundError, match=r"gguf_file='m.gguf', or in the shell the path"):
+    with pytest.raises(FileNotFoundError, match=r"gguf_file='m.gguf'; in a shell, its path"):
         describe(str(tmp_path))
     os.mkfifo(tmp_path / "config.json")
     with pytest.raises(ValueError, match=r"config.json is no file but a pipe"):

@@ -45,7 +45,7 @@ _CARD_DIGEST = re.compile(r"<!-- tigon-card ([0-9a-f]{64}) -->\s*\Z")
 
 
 class HubOptions(TypedDict, total=False):
-    """Keyword arguments of `Repository`."""
+    """Lists the keyword arguments of `Repository`."""
 
     revision: str | None
     subfolder: str
@@ -82,6 +82,9 @@ class Repository:
         self._lock = threading.Lock()
 
         path = Path(os.path.expanduser(path_or_repo))  # ~USER stays if there is no such user
+        is_path = not isinstance(path_or_repo, str) or re.fullmatch(r"[.~/].*|.*/", self.name, re.S)
+        # Of a repository's owner there may be a folder here: then its revision is named
+        is_ambiguous = revision is None and path.parent != Path() and path.parent.is_dir()
         if path.is_dir():
             if revision is not None:
                 raise ValueError(
@@ -90,25 +93,18 @@ class Repository:
                 )
             self._root, self.directory = path, path / self.subfolder
         elif path.exists():
-            is_gguf = path.suffix == ".gguf"
-            remedy = "`tigon export FILE DIRECTORY` makes a directory of a GGUF file"
-            remedy = remedy if is_gguf else "give the directory it is in"
-            raise NotADirectoryError(f"{self.name} is a file; {remedy}")
-        elif not isinstance(path_or_repo, str) or re.fullmatch(r"[.~/].*|.*/", self.name, re.S):
-            raise FileNotFoundError(f"no directory {self.name} (absolute: {path.absolute()})")
-        elif self.name.count("/") > 1:
-            raise FileNotFoundError(
-                f"{self.name!r} is neither an existing directory nor the name of a hub repository "
-                "(organisation/name)"
+            raise NotADirectoryError(
+                f"{self.name} is a file; give the directory it is in, or of a GGUF file the one "
+                "that `tigon export FILE DIRECTORY` writes"
             )
-        elif revision is None and path.parent != Path() and path.parent.is_dir():
+        elif is_path or is_ambiguous or self.name.count("/") > 1:
             raise FileNotFoundError(
-                f"no directory {self.name}, though {path.parent} is one here; "
-                "if the hub repository is meant, name its revision too, such as main"
+                f"no directory {self.name} (absolute: {path.absolute()}); a hub repository is "
+                "owner/name, with its revision, such as main, if there is a folder owner here"
             )
 
     def file(self, name: str) -> Path:
-        """The local path of a file, which is downloaded if need be.
+        """Returns the local path of a file, which is downloaded if need be.
 
         Raises FileNotFoundError if there is no such file, and ValueError for a link that leaves the
         directory, a pipe or a device.
@@ -118,7 +114,7 @@ class Repository:
         return path
 
     def optional_file(self, name: str) -> Path | None:
-        """The local path of a file; None if the repository (offline: its cache) has none."""
+        """Returns the local path of a file; None if there is none (offline: none in the cache)."""
         path = self._join(_check_relative(name))
         if self.directory is not None:
             return self._root / path if contains_file(self._root, path) else None
@@ -130,7 +126,7 @@ class Repository:
             return self._download(path, self._commit or self.revision)
 
     def read_prefix(self, name: str, count: int) -> tuple[bytes, int]:
-        """The first `count` bytes of a file and its size; the rest is not downloaded."""
+        """Returns the first `count` bytes of a file and its size; the rest is not downloaded."""
         path, revision = self._join(_check_relative(name)), self._commit or self.revision
         if self.directory is None and not self._is_offline() and self._unreachable is None:
             cached = try_to_load_from_cache(self.name, path, self.cache_dir, revision)
@@ -143,7 +139,7 @@ class Repository:
             return file.read(count), os.fstat(file.fileno()).st_size
 
     def listing(self, folder: str = "") -> list[str]:
-        """Names of the files in the repository, or in a folder of it; for messages."""
+        """Returns the names of the files in the repository, or in a folder of it, for messages."""
         root, revision = self.directory, self._commit or self.revision
         if root is None and self._is_offline():
             repository = self.cache_dir / f"models--{self.name.replace('/', '--')}"
@@ -164,7 +160,7 @@ class Repository:
         return f"{self.subfolder}/{name}" if self.subfolder else name
 
     def _connection_fault(self, path: str) -> str | None:
-        """Why the hub does not answer within TIMEOUT; its library would try for minutes."""
+        """Says why the hub does not answer within TIMEOUT; its library would try for minutes."""
         url = hf_hub_url(self.name, path, revision=self.revision)
         try:
             HfApi(token=self.token).get_hf_file_metadata(url=url, timeout=_timeout())
@@ -180,16 +176,15 @@ class Repository:
     def _no_file(self, name: str) -> FileNotFoundError:
         if self.directory is not None:
             return FileNotFoundError(f"{self.directory} has no file {name}")
+        offline = (
+            f" in the cache {self.cache_dir}, and downloads are off (local_files_only or "
+            "HF_HUB_OFFLINE): load it once online, or pass its cache_dir"
+        )
         message = f"{self.name} (revision {self.revision}) has no file {self._join(name)}"
-        if self._is_offline():
-            message += (
-                f" in the cache {self.cache_dir}, and downloads are off (local_files_only or "
-                "HF_HUB_OFFLINE): load it once online, or pass its cache_dir"
-            )
-        return FileNotFoundError(message)
+        return FileNotFoundError(message + offline * self._is_offline())
 
     def _download(self, path: str, revision: str) -> Path | None:
-        """The file in the cache, downloaded if need be; the first one pins the commit."""
+        """Returns the file in the cache, downloaded if need be; the first one pins the commit."""
         if self._commit is not None:
             cached = try_to_load_from_cache(self.name, path, self.cache_dir, self._commit)
             if cached is _CACHED_NO_EXIST:
@@ -261,30 +256,27 @@ def connection_errors(action: str) -> Iterator[None]:
 
 
 def config_file(repository: Repository) -> Path:
-    """config.json; if there is none, the FileNotFoundError says what else may be meant."""
+    """Returns the path of config.json; a FileNotFoundError says what else may be meant."""
     try:
         return repository.file("config.json")
     except FileNotFoundError as error:
         directory, names = repository.directory, repository.listing()
-        ggufs = [name for name in names if name.endswith(".gguf")]
-        if directory is not None and (directory / "hf/config.json").is_file():
+        ggufs = [quote(name) for name in names if name.endswith(".gguf")]
+        if directory and (directory / "hf/config.json").is_file():
             hint = f"if it is a run, its export is {directory}/hf"
         elif "adapter_config.json" in names:
             hint = adapter_hint(repository.name)
-        elif directory is not None and (directory / "adapter/adapter_config.json").is_file():
+        elif directory and (directory / "adapter/adapter_config.json").is_file():
             hint = adapter_hint(f"{directory}/adapter")
         elif ggufs:
-            hint = (
-                f"for a GGUF file there pass its name, gguf_file={quote(ggufs[0])}, or in the "
-                "shell the path of a file that was downloaded"
-            )
+            hint = f"pass the name of a GGUF file, gguf_file={ggufs[0]}; in a shell, its path"
         else:
             raise
         raise FileNotFoundError(f"{error}; {hint}") from error
 
 
 def adapter_hint(adapter: str) -> str:
-    """For a message: what to do with a folder or repository that holds PEFT's files."""
+    """Says what to do with a folder or repository that holds PEFT's files."""
     return (
         f"{adapter} is an adapter: load its base and call load_adapter, or "
         f"`tigon export {shlex.quote(adapter)} DIRECTORY --merge` writes both as a model"
@@ -295,7 +287,7 @@ def adapter_hint(adapter: str) -> str:
 
 
 def _check_relative(name: str, label: str = "the file") -> str:
-    """The name; ValueError if it leads out of the folder that it is relative to."""
+    """Returns the name; raises ValueError if it leads out of the folder that it is relative to."""
     path = PurePosixPath(name)
     if path.is_absolute() or ".." in path.parts or "\\" in name or "\0" in name:
         raise ValueError(f"{label} {name!r} is outside the repository: give a path inside it")
@@ -303,20 +295,18 @@ def _check_relative(name: str, label: str = "the file") -> str:
 
 
 def contains_file(folder: Path, name: str) -> bool:
-    """Whether the folder has a file of this name.
+    """Returns whether the folder has a file of this name.
 
     Raises ValueError for a link that leaves the folder, a pipe or a device. The folder itself may
     be a link, and one of the hub's cache (snapshots/COMMIT) has links to its blobs.
     """
     path = folder / _check_relative(name)
+    if not os.path.lexists(path):
+        return False
     try:
         target = Path(os.path.realpath(path, strict=True))
-    except (FileNotFoundError, NotADirectoryError):
-        if not path.is_symlink():
-            return False
-        raise ValueError(f"{path} is a link to {os.readlink(path)}, which is not there") from None
-    except OSError as error:  # a circle of links
-        raise ValueError(f"{path} cannot be followed: {error.strerror}") from None
+    except OSError as error:  # of a link that leads nowhere, or in a circle
+        raise ValueError(f"{path} cannot be followed: {error.strerror}: remove it") from None
     root = Path(os.path.realpath(folder))
     if not target.is_relative_to(root) and not _is_blob(target, root):
         text = f"{path} is a link to {target}, outside of {folder}: it is not read"
@@ -447,7 +437,7 @@ def is_hub_name(text: str) -> bool:
 
 
 def list_export(folder: Path) -> dict[str, Path]:
-    """The files of an export, by name; FileNotFoundError for a folder that holds none."""
+    """Returns the files of an export by name; raises FileNotFoundError if there is none."""
     if not folder.is_dir():
         raise FileNotFoundError(f"no directory {folder}")
     if (folder / "run.json").exists():  # has paths and the optimizer's states
@@ -479,7 +469,7 @@ def write_card(
     datasets: Sequence[str] = (),
     tags: Sequence[str] = (),
 ) -> str:
-    """A model card. Its last line is a digest, by which `is_generated_card` notices an edit."""
+    """Returns a model card, ending with a digest by which `is_generated_card` notices an edit."""
     data = ModelCardData(
         base_model=base_model,
         datasets=list(datasets) or None,
@@ -503,19 +493,19 @@ def _digest(text: str) -> str:
 
 
 def escape_markdown(text: object, max_length: int = 80) -> str:
-    """Text of unknown origin as one line of Markdown without markup."""
+    """Returns text of unknown origin as one line of Markdown without markup."""
     line = " ".join(str(text).split())[:max_length]
     return re.sub(r"([\\`*_{}\[\]<>|#!~])", r"\\\1", "".join(filter(str.isprintable, line)))
 
 
 def markdown_table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    """A Markdown table; the cells are not escaped."""
+    """Returns a Markdown table; the cells are not escaped."""
     lines = [header, ["---"] * len(header), *rows]
     return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines)
 
 
 def usage_section(repository: str) -> str:
-    """The section of a card that shows how to load the model."""
+    """Returns the section of a card that shows how to load the model."""
     return f"""## Use
 
 ```python

@@ -30,7 +30,7 @@ Message = dict[str, str]
 
 
 class Chat:
-    """A conversation: its messages, and the settings of the next answer.
+    """Holds a conversation: its messages, and the settings of the next answer.
 
     Every turn encodes the whole conversation again, as the chat template may render earlier turns
     in another way. The oldest turns are dropped once they no longer fit the context.
@@ -45,7 +45,7 @@ class Chat:
         max_new_tokens: int = 512,
         settings: dict[str, Any] | None = None,  # of model.generate
     ) -> None:
-        """ValueError if the tokenizer has no chat template, or one that takes no system message."""
+        """Raises ValueError for a tokenizer without chat template or system messages."""
         if tokenizer.chat_template is None:
             raise ValueError(
                 "the tokenizer has no chat template, so it knows no turns: "
@@ -58,7 +58,7 @@ class Chat:
         self.context: int = model.config.max_position_embeddings
         self.max_new_tokens, self.settings = max_new_tokens, settings or {}
         self.system, self.messages = system, list[Message]()
-        self._ids([{"role": "user", "content": "?"}])
+        self._encode([{"role": "user", "content": "?"}])
 
     def answer(self, text: str, write: Callable[[str], None]) -> int:
         """Streams the answer to `text` into `write`, and adds both to the messages.
@@ -98,21 +98,21 @@ class Chat:
         takes none."""
         before, self.system = self.system, text
         try:
-            self._ids([{"role": "user", "content": "?"}])
+            self._encode([{"role": "user", "content": "?"}])
         except ValueError:
             self.system = before
             raise
 
-    def _ids(self, messages: list[Message]) -> list[int]:
+    def _encode(self, messages: list[Message]) -> list[int]:
         system = [] if self.system is None else [{"role": "system", "content": self.system}]
         ids = self.tokenizer.apply_chat_template([*system, *messages], add_generation_prompt=True)
         assert isinstance(ids, list)
         return ids
 
     def _fit_context(self, messages: list[Message]) -> tuple[list[Message], list[int]]:
-        """The newest turns that leave room for an answer, and their tokens."""
+        """Returns the newest turns that leave room for an answer, and their tokens."""
         room = self.context - min(self.max_new_tokens, self.context // 2)
-        while len(ids := self._ids(messages)) > room and len(messages) > 1:
+        while len(ids := self._encode(messages)) > room and len(messages) > 1:
             # After a turn of the user begins the next one
             messages = messages[2:]
         if len(ids) >= self.context:
@@ -218,7 +218,7 @@ class GenerateCalls:
     """Repeats the first rank's calls of model.generate on all ranks."""
 
     def __init__(self, model: CausalLM, world: World) -> None:
-        """A collective: every rank calls it."""
+        """Makes a process group, so every rank calls it."""
         self.model, self.progress = model, world.progress
         # A collective of the default group may last some minutes; a person may take longer to type
         self.group = dist.new_group(backend="gloo", timeout=NO_TIMEOUT)
@@ -247,7 +247,7 @@ class GenerateCalls:
     def generate(
         self, ids: Tensor, *, streamer: Callable[[Tensor], object], **settings: Any
     ) -> None:
-        """model.generate, on all ranks. A KeyboardInterrupt, and an error of `streamer`, is raised
+        """Runs model.generate on all ranks. A KeyboardInterrupt or an error of `streamer` is raised
         after a step of all ranks."""
         self.interrupted = False
         before = signal.signal(signal.SIGINT, self._interrupt)
@@ -281,7 +281,7 @@ class GenerateCalls:
             raise StopGeneration
 
     def _broadcast_call(self, call: tuple[Tensor, dict[str, Any]] | None) -> Any:
-        """The first rank's `call`; None ends the chat."""
+        """Returns the first rank's `call` on all ranks; None ends the chat."""
         calls = [call]
         dist.broadcast_object_list(calls, 0, group=self.group)
         return calls[0]

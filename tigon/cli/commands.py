@@ -108,7 +108,7 @@ def chat(args: Namespace, world: World | None) -> int:
 
 
 def _sampling_settings(args: Namespace) -> dict[str, Any]:
-    """The sampling options that are set, as arguments of model.generate."""
+    """Returns the sampling options that are set, as arguments of model.generate."""
     names = (*SAMPLING, "repetition_penalty", "seed")
     settings = {n: getattr(args, n) for n in names if getattr(args, n) is not None}
     if args.temperature == 0:
@@ -129,7 +129,7 @@ def plan(args: Namespace) -> int:
 
 
 def _read_prompt(args: Namespace) -> str:
-    """The prompt; `-` reads it from standard input."""
+    """Returns the prompt; `-` reads it from standard input."""
     try:
         text = sys.stdin.read().removesuffix("\n") if args.prompt == "-" else args.prompt
         (text + (args.system or "")).encode()  # some locales accept any byte
@@ -164,7 +164,7 @@ def check_sequences(model: CausalLM) -> None:
 
 
 def _end_tokens(model: CausalLM, tokenizer: Tokenizer) -> list[int]:
-    """The tokens that end a text: the model's, and the tokenizer's, which ends a turn."""
+    """Returns the tokens that end a text: the model's, and the tokenizer's, which ends a turn."""
     ends = model.generation_config.get("eos_token_id", model.config.eos_token_id)
     ends = [ends] if isinstance(ends, int) else list(ends or ())
     ends = dict.fromkeys([*ends, tokenizer.eos_token_id])
@@ -246,7 +246,7 @@ def push(args: Namespace) -> int:
 
 
 def data_show(args: Namespace) -> int:
-    """Prints rows of data; 1 if a run would end at one of them."""
+    """Prints rows of data; returns 1 if a run would end at one of them."""
     config = read_arguments(args.arguments)
     shown = preview(config, args.rows)
     output = raw_stream(sys.stdout)  # the colors are control characters; the text has none

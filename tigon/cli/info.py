@@ -50,8 +50,7 @@ def print_machine() -> None:
 
 
 def describe(path: str, revision: str | None = None) -> Facts:
-    """Facts about a directory, a run (its newest checkpoint), a checkpoint, a .gguf file or a hub
-    repository.
+    """Returns facts about a directory, a hub repository, a .gguf file, a checkpoint or a run.
 
     "loads" says why a model would not load. Raises OSError or ValueError only if there is no
     config.json that can be read.
@@ -75,7 +74,7 @@ def describe(path: str, revision: str | None = None) -> Facts:
 
 
 def _describe_gguf(repository: Repository, name: str) -> Facts:
-    """Raises ValueError for a file that would not load."""
+    """Returns the facts of a .gguf file; raises ValueError for one that would not load."""
     model, stored = build(repository, MODELS, gguf_file=name, fit=False)
     size = f"1 of weights, {repository.file(name).stat().st_size:,} bytes"
     return describe_model(model) | {"files": size, "loads": _format_loads(model, stored)}

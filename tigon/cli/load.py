@@ -84,7 +84,7 @@ def adapter_on_ranks_error(adapter: str) -> ValueError:
 
 
 def load_tokenizer(args: Namespace) -> Tokenizer:
-    """The model's tokenizer; for a GGUF file, that of its directory."""
+    """Loads the model's tokenizer; for a GGUF file, that of its directory."""
     directory, gguf_file = parse_gguf_path(args.model)
     if gguf_file is not None:
         files = Repository(directory, revision=args.revision)
@@ -103,7 +103,7 @@ def parse_dtype(args: Namespace) -> torch.dtype | Literal["auto"]:
 
 
 def parse_device(name: str | None) -> str:
-    """The device of --device, which exists; by default a GPU, if there is one."""
+    """Returns the device of --device after using it once; by default a GPU, if there is one."""
     if name is None:
         return "cuda" if torch.cuda.is_available() else "cpu"
     try:

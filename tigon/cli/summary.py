@@ -38,7 +38,7 @@ def print_facts(name: str, facts: Facts) -> None:
 
 
 def summarize(path: str, revision: str | None = None) -> Facts:
-    """Facts about a directory or a hub repository; "loads" says what is wrong with the weights.
+    """Returns facts about a directory or a hub repository; "loads" says if its weights are wrong.
 
     Raises OSError or ValueError only if there is no config.json that can be read.
     """
@@ -47,7 +47,7 @@ def summarize(path: str, revision: str | None = None) -> Facts:
 
 
 class HeadersOnly(Repository):
-    """A repository whose files of weights are copied to `holes`: a header, and a hole for data."""
+    """Reads only the headers of a repository's weights: files in `holes` have one, and no data."""
 
     holes: Path
 
@@ -72,7 +72,7 @@ class HeadersOnly(Repository):
         return path
 
     def tensors(self) -> list[StoredTensor]:
-        """The tensors of all files that were requested."""
+        """Returns the tensors of all files that were requested."""
         tensors: list[StoredTensor] = []
         for path in sorted(self.holes.rglob("*.safetensors")):
             with suppress(ValueError):  # was raised when the file was requested
@@ -80,7 +80,7 @@ class HeadersOnly(Repository):
         return tensors
 
     def rename_in(self, error: Exception) -> str:
-        """The error's text, with the repository's name for the temporary directory."""
+        """Returns the error's text, with the repository's name for the temporary directory."""
         return str(error).replace(str(self.holes), self.name)
 
 
@@ -93,7 +93,7 @@ def open_headers(path: str, revision: str | None) -> Iterator[HeadersOnly]:
 
 
 def describe_repository(repository: HeadersOnly) -> Facts:
-    """What `summarize` returns."""
+    """Returns the facts of `summarize` about an opened repository."""
     source = read_json(config_file(repository), nan=True)
     stored: Mapping[str, StoredTensor] = {}
     try:
@@ -116,7 +116,7 @@ def describe_repository(repository: HeadersOnly) -> Facts:
 
 
 def describe_config(source: Mapping[str, Any], stored: Mapping[str, StoredTensor]) -> Facts:
-    """Facts from config.json, whose values may be anything, and the number of parameters."""
+    """Returns the facts in config.json, whose values may be anything, and counts parameters."""
     names = source.get("architectures")
     name = names[0] if isinstance(names, list) and names else "unknown"
     values = _text_config(source)
@@ -154,7 +154,7 @@ def _parameter_facts(values: Mapping[str, Any], stored: Mapping[str, StoredTenso
 def _parameters(
     values: Mapping[str, Any], stored: Mapping[str, StoredTensor]
 ) -> dict[str, StoredTensor] | None:
-    """The tensors that are parameters of the text model; None if their values are packed."""
+    """Returns the parameters of the text model; None if their values are packed."""
     if _quantization(values) not in ({}, {"quantised": "fp8"}):
         return None
     tied = values.get("tie_word_embeddings") is True
@@ -170,14 +170,14 @@ def _quantization(values: Mapping[str, Any]) -> Facts:
 
 
 def supported_class(model_type: Any) -> str | None:
-    """The name in tigon.models of the class for a model_type of config.json."""
+    """Returns the name of the class in tigon.models for a model_type of config.json."""
     names = re.findall(r" as (\w+)", SUPPORTED.read_text())
     classes = {name.lower(): name for name in names} | {"mistral3": "Mistral"}
     return classes.get(str(model_type).replace("_", "").removesuffix("text"))
 
 
 def _format_loads(source: Mapping[str, Any], stored: Mapping[str, StoredTensor]) -> str:
-    """The class, dtype and size of the model in memory, if all of its tensors fit."""
+    """Returns the class, dtype and size of the model in memory, if all of its tensors fit."""
     values, model_type = _text_config(source), source.get("model_type")
     name = supported_class(values.get("model_type")) or supported_class(model_type)
     if name is None:
@@ -194,22 +194,26 @@ def _format_loads(source: Mapping[str, Any], stored: Mapping[str, StoredTensor])
 
 
 def _size_facts(values: Mapping[str, Any]) -> Facts:
-    """The sizes in config.json; one that it leaves out has no line."""
+    """Returns the sizes in config.json; one that it leaves out has no line."""
 
-    def of(*keys: str) -> Any:
+    def get(*keys: str) -> Any:
         return next((values[key] for key in keys if values.get(key) is not None), None)
 
-    heads, kv_heads, width = of("num_attention_heads"), of("num_key_value_heads"), of("head_dim")
-    if width is None and type(heads) is int and heads > 0 and type(of("hidden_size")) is int:
-        width = of("hidden_size") // heads
-    act = of("hidden_act", "hidden_activation")
+    heads, kv_heads, width = (
+        get("num_attention_heads"),
+        get("num_key_value_heads"),
+        get("head_dim"),
+    )
+    if width is None and type(heads) is int and heads > 0 and type(get("hidden_size")) is int:
+        width = get("hidden_size") // heads
+    act = get("hidden_act", "hidden_activation")
     facts = {
-        "layers": of("num_hidden_layers"),
-        "model dim": of("hidden_size"),
+        "layers": get("num_hidden_layers"),
+        "model dim": get("hidden_size"),
         "heads": heads,
-        "MLP dim": of("intermediate_size"),
-        "vocabulary": of("vocab_size"),
-        "context": of("max_position_embeddings"),
+        "MLP dim": get("intermediate_size"),
+        "vocabulary": get("vocab_size"),
+        "context": get("max_position_embeddings"),
     }
     texts = {label: _plain(value) for label, value in facts.items() if value is not None}
     if "heads" in texts and width is not None:
@@ -223,7 +227,7 @@ def _size_facts(values: Mapping[str, Any]) -> Facts:
 
 
 def _rope_parameters(values: Mapping[str, Any]) -> Mapping[str, Any]:
-    """RoPE's parameters, in the keys of transformers 5 or of earlier versions."""
+    """Returns RoPE's parameters, from the keys of transformers 5 or of earlier versions."""
     if isinstance(rope := values.get("rope_parameters"), dict):
         return rope
     scaling = values.get("rope_scaling")
@@ -234,7 +238,7 @@ def _rope_parameters(values: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def format_rope(rope: Mapping[str, Any]) -> str:
-    """RoPE's parameters, or those of each kind of layer, as text."""
+    """Formats RoPE's parameters, or those of each kind of layer, as text."""
     if rope and all(isinstance(inner, dict) for inner in rope.values()):
         return "; ".join(f"{_plain(name)}: {format_rope(inner)}" for name, inner in rope.items())
     kind = rope.get("rope_type", rope.get("type", "default"))

@@ -12,7 +12,7 @@ with suppress(ImportError):  # input() then has editing and history
 
 
 def read_lines(terminal: bool) -> Iterator[str]:
-    """The lines of standard input, with a prompt, editing and history if it is a terminal."""
+    """Yields lines of standard input, with a prompt, editing and history in a terminal."""
     if not terminal:
         yield from (line.rstrip("\r\n") for line in sys.stdin)
         return

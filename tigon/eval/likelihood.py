@@ -28,7 +28,7 @@ class Likelihood:
 
 @dataclass(frozen=True)
 class SharedContext:
-    """Requests of one context."""
+    """Groups the requests of one context."""
 
     context: tuple[int, ...]
     members: tuple[int, ...]  # their places in what was given
@@ -41,7 +41,7 @@ def log_likelihoods(
     *,
     tokens_per_batch: int = 8192,
 ) -> list[Likelihood]:
-    """How likely the model finds each continuation after its context, in the order given.
+    """Returns how likely the model finds each continuation after its context, in order.
 
     A request is (context, continuation), both token ids and neither empty; where nothing comes
     before, the context is the token that begins a text. Equal contexts, as those of a question
@@ -67,7 +67,7 @@ def log_likelihoods(
     rope = model.turning_rope
 
     def is_past_turn(tokens: int) -> bool:
-        """Past RoPE's turn. A pass has one RoPE table, so these are batched apart from others."""
+        """Returns whether RoPE has turned; a pass has one table, so these batches are separate."""
         return rope is not None and tokens > rope.turn
 
     shared: list[SharedContext] = []
@@ -125,7 +125,7 @@ def _check_request(
 def _batches(
     sizes: Sequence[tuple[int, bool]], tokens: int, limit: int | None = None
 ) -> Iterator[slice]:
-    """Runs of one kind of (size, kind), in which number times largest stays within `tokens`."""
+    """Yields runs of one kind of (size, kind) whose number times the largest is within `tokens`."""
     start = largest = 0
     for end, (size, past_turn) in enumerate(sizes):
         largest = max(largest, size)
@@ -141,7 +141,7 @@ def _batches(
 def _score_packed(
     model: CausalLM, requests: Sequence[Request], members: Sequence[int]
 ) -> dict[int, Likelihood]:
-    """Context and continuation of each in one flat row."""
+    """Scores context and continuation of each request, packed into one row."""
     rows, labels = [], []
     for context, continuation in (requests[i] for i in members):
         rows.append(torch.tensor(context + continuation[:-1]))
@@ -161,7 +161,7 @@ def _score_packed(
 def _score_shared(
     model: CausalLM, requests: Sequence[Request], groups: Sequence[SharedContext], tokens: int
 ) -> dict[int, Likelihood]:
-    """Read contexts into a cache, one a row; then continuations, each after a copy of its row."""
+    """Reads contexts into a cache, one a row; then continuations, each after a copy of its row."""
     longest = max(g.longest for g in groups)
     room = max(len(g.context) for g in groups) + longest
     contexts = [torch.tensor(g.context) for g in groups]
@@ -212,7 +212,7 @@ def _score_shared(
 def _score_labels(
     model: CausalLM, ids: Tensor, labels: Tensor, **options: object
 ) -> tuple[Tensor, Tensor]:
-    """Nats [B, T] in fp64, 0 where there is no label, and whether greedy decoding agrees."""
+    """Returns nats [B, T] in fp64, 0 without a label, and whether greedy decoding agrees."""
     out = model(
         ids.to(model.device),
         shift_labels=labels.to(model.device),

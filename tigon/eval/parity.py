@@ -34,7 +34,7 @@ class Parity:
 
     @property
     def checks(self) -> dict[str, tuple[str, float, float]]:
-        """What is compared -> what is measured, its value and the allowed one."""
+        """Returns by name of a check what is measured, its value and the allowed one."""
         logits, loss = LOGITS_TOLERANCE * self.largest_logit, LOSS_TOLERANCE * abs(self.loss)
         return {
             "fp32 logits": ("max error", self.logits_error, logits),
@@ -45,7 +45,7 @@ class Parity:
 
     @property
     def failures(self) -> list[str]:
-        """The checks that fail; none means parity."""
+        """Returns the names of the checks that fail; none means parity."""
         return [
             name
             for name, (measure, value, allowed) in self.checks.items()
@@ -62,7 +62,7 @@ def parity(
     new_tokens: int = 64,
     device: str = "cpu",
 ) -> Parity:
-    """Logits, loss and greedy text of both libraries; loads the model in fp32 and in bf16."""
+    """Compares logits, loss and greedy text with transformers, in fp32 and logits in bf16 too."""
     try:
         from transformers import AutoModelForCausalLM
         from transformers.utils import logging
@@ -107,7 +107,7 @@ def parity(
 
 
 def _count_equal_tokens(ours: CausalLM, reference: Any, ids: Tensor, new_tokens: int) -> int:
-    """Greedy tokens that agree; all of them if both texts end early and are equal."""
+    """Counts greedy tokens that agree; all of them if both texts end early and are equal."""
     options: Any = {"max_new_tokens": new_tokens, "do_sample": False, "num_return_sequences": 1}
     a = ours.generate(ids, **options)
     b = reference.generate(ids, attention_mask=torch.ones_like(ids), **options)
@@ -118,7 +118,7 @@ def _count_equal_tokens(ours: CausalLM, reference: Any, ids: Tensor, new_tokens:
 
 
 def report(result: Parity) -> str:
-    """The result as a table of measured and allowed values."""
+    """Formats the result as a table of measured and allowed values."""
     lines = [
         f"{result.tokens} tokens, loss {result.loss:.6f} (perplexity "
         f"{perplexity_from_loss(result.loss):.4f}), largest logit {result.largest_logit:.3f}",

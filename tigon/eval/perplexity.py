@@ -38,7 +38,7 @@ class Perplexity:
 
 
 def perplexity_from_loss(loss: float) -> float:
-    """The perplexity of a mean loss in nats per token; infinite where exp is."""
+    """Returns the perplexity of a mean loss in nats per token; infinite where exp overflows."""
     try:
         return math.exp(loss)
     except OverflowError:
@@ -54,7 +54,7 @@ def perplexity(
     stride: int | None = None,
     batch_tokens: int = 4096,
 ) -> Perplexity:
-    """exp of the mean negative log-likelihood over all scored tokens of the files.
+    """Returns exp of the mean negative log-likelihood over all scored tokens of the files.
 
     Conversations score what the assistant says; {"text": ...} rows and .txt files score every
     token but a document's first. What is longer than `context` tokens
@@ -73,7 +73,7 @@ def find_windows(
     context: int | None = None,
     stride: int | None = None,
 ) -> Windows:
-    """What `perplexity` scores: all that it reads, and nothing that it computes."""
+    """Reads and divides into windows what `perplexity` scores, without running the model."""
     limit = model.config.max_position_embeddings
     context = min(DEFAULT_CONTEXT, limit) if context is None else context
     if not 2 <= context <= limit:
@@ -92,8 +92,10 @@ def find_windows(
 
 
 def score(model: CausalLM, windows: Windows, *, batch_tokens: int = 4096) -> Perplexity:
-    """Ranks that share a model all call this, and get the same. ValueError for a loss that is not
-    finite."""
+    """Scores the windows; ranks that share a model all call this, and get the same.
+
+    Raises ValueError for a loss that is not finite.
+    """
     ranks = model.tensor_ranks
     silent = None if ranks is None or ranks.rank == 0 else True  # None: without a terminal
     nll, right, count = 0.0, 0, 0
@@ -123,7 +125,7 @@ def score(model: CausalLM, windows: Windows, *, batch_tokens: int = 4096) -> Per
 
 
 def read_documents(patterns: str | Sequence[str], tokenizer: Tokenizer) -> list[Document]:
-    """Conversations if the first row of the first file is one, else texts."""
+    """Reads conversations if the first row of the first file is one, else texts."""
     sources = find_sources(patterns)
     if _is_chat(sources[0]):
         chats = read(sources, ChatEncoder(tokenizer, must_end=False))
@@ -143,7 +145,7 @@ def _is_chat(source: Source) -> bool:
 
 
 def _windows(documents: Sequence[Document], context: int, stride: int) -> list[Window]:
-    """Windows that have something to score, shortest first."""
+    """Returns the windows that have something to score, shortest first."""
     windows = []
     for d, (ids, supervised) in enumerate(documents):
         fresh = 1  # nothing predicts a document's first token
@@ -158,7 +160,7 @@ def _windows(documents: Sequence[Document], context: int, stride: int) -> list[W
 
 
 def _batches(results: Windows, batch_tokens: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """ids and labels [B, T], longest windows first, padded on the right, which no token sees."""
+    """Yields ids and labels [B, T], longest windows first, padded on the right."""
     end = len(results.bounds)
     while end:
         _, start, stop, _ = results.bounds[end - 1]

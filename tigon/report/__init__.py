@@ -52,7 +52,7 @@ def attempt(run: Path) -> str:
 
 
 def is_due(run: Path) -> bool:
-    """Whether a run that has ended lacks its page: it was killed before that."""
+    """Returns whether a run that has ended lacks its page, as it was killed before that."""
     page, rows = run / "report.html", run / "metrics.jsonl"
     try:
         return not page.exists() or page.stat().st_mtime_ns < rows.stat().st_mtime_ns

@@ -26,7 +26,7 @@ DAMAGED = (OSError, ValueError, AttributeError, LookupError, TypeError, Recursio
 
 @dataclass
 class Column:
-    """The values of a metric by step; NaN stands for null, a number that was not finite."""
+    """Holds the values of a metric by step; NaN stands for null, a number that was not finite."""
 
     steps: "array[int]" = field(default_factory=lambda: array("q"))
     values: "array[float]" = field(default_factory=lambda: array("d"))
@@ -45,7 +45,7 @@ class Column:
 
 @dataclass
 class RunFiles:
-    """What a run directory says; `problems` are sentences about what could not be read."""
+    """Holds what a run directory says; `problems` are sentences about what could not be read."""
 
     path: Path
     name: str
@@ -70,7 +70,7 @@ class RunFiles:
 
     @property
     def is_finished(self) -> bool:
-        """Whether the run has done all the steps of its settings."""
+        """Returns whether the run has done all the steps of its settings."""
         steps, epochs = self.config.get("steps"), _number(self.config.get("epochs") or 1)
         if self.last_step is None or self.last_step in (self.exported, steps):
             return self.last_step is not None
@@ -78,7 +78,7 @@ class RunFiles:
 
     @property
     def ended_early(self) -> bool:
-        """Whether `patience` evaluations have passed since the best one."""
+        """Returns whether `patience` evaluations have passed since the best one."""
         patience, losses = self.config.get("patience"), self.column("eval_loss")
         if not isinstance(patience, int) or patience <= 0 or not losses.finite():
             return False
@@ -177,7 +177,7 @@ def _rows(run: RunFiles, name: str) -> Iterator[dict[str, Any]]:
 
 
 def _is_locked(path: Path) -> bool:
-    """Whether a living process holds the run."""
+    """Returns whether a living process has locked the run."""
     if fcntl is None or not path.is_file():
         return False
     with path.open("rb") as file:

@@ -44,7 +44,7 @@ LARGEST = 2**63 - 1  # of a size or a product of sizes
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """Where a tensor's bytes are: row-major, little-endian, from `offset` of the file on."""
+    """Says where a tensor's bytes are: row-major, little-endian, from `offset` of the file on."""
 
     tag: str  # one of DTYPES
     shape: tuple[int, ...]
@@ -53,7 +53,7 @@ class StoredTensor:
 
     @property
     def dtype(self) -> str:
-        """Torch's name of the dtype, such as bfloat16."""
+        """Returns torch's name of the dtype, such as bfloat16."""
         return DTYPES[self.tag][0]
 
     @property
@@ -78,7 +78,7 @@ class Files(Protocol):
 
 
 def find_tensors(repository: Files) -> dict[str, StoredTensor]:
-    """The tensors of model.safetensors, or of all shards of its index, which are fetched."""
+    """Fetches model.safetensors, or all shards of its index, and returns their tensors."""
     single = repository.optional_file(SINGLE)
     if single is not None:
         return read_tensors(single)
@@ -100,7 +100,7 @@ def find_tensors(repository: Files) -> dict[str, StoredTensor]:
 
 
 def read_tensors(path: Path) -> dict[str, StoredTensor]:
-    """The tensors of a file. Raises ValueError unless its header describes all of its bytes."""
+    """Returns a file's tensors. Raises ValueError unless its header describes all of its bytes."""
     size = os.path.getsize(path)
     with open(path, "rb") as file:
         prefix = file.read(8)
@@ -126,7 +126,7 @@ def read_tensors(path: Path) -> dict[str, StoredTensor]:
 
 
 def _parse_entry(tensor: str, entry: Any) -> tuple[str, tuple[int, ...], int, int]:
-    """The tag, the shape and the first and last byte; errors begin with `tensor`."""
+    """Returns tag, shape, first and last byte of a tensor; errors begin with `tensor`."""
     fields = entry if isinstance(entry, dict) else {}
     tag, shape, span = (fields.get(key) for key in ("dtype", "shape", "data_offsets"))
     if not (_are_sizes(shape) and _are_sizes(span) and len(span) == 2 and isinstance(tag, str)):
@@ -188,7 +188,7 @@ def _no_weights_message(repository: Files) -> str:
 
 
 def _read_index(path: Path) -> dict[str, str]:
-    """Tensor name -> shard file. Raises ValueError for a file outside the index's directory."""
+    """Maps tensor names to shards. Raises ValueError for one outside the index's directory."""
     weight_map = read_json(path, max_bytes=MAX_HEADER).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise ValueError(f"{escape(path)} has no weight_map from tensor names to shard files")
@@ -207,7 +207,7 @@ def _read_index(path: Path) -> dict[str, str]:
 def _merge_shards(
     index: Path, weight_map: dict[str, str], paths: dict[str, Path]
 ) -> dict[str, StoredTensor]:
-    """The tensors of all shards; of two with the same name, the one in the shard of the index."""
+    """Returns the tensors of all shards; of two with one name, the one that the index names."""
     tensors: dict[str, StoredTensor] = {}
     for shard, path in paths.items():
         for name, info in read_tensors(path).items():

@@ -968,9 +968,7 @@ def test_each_script_has_a_command_line() -> None:
         (compare, ["--base", str(ROOT)], "measuring needs a CUDA GPU, or --tiny"),
     ],
 )
-def test_bad_arguments_are_named(
-    bench: Any, arguments: list[str], message: str, capsys: Any, monkeypatch: Patch
-) -> None:
+def test_bad_arguments_are_named(bench, arguments, message, capsys, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(SystemExit):
         harness.main(bench.BENCH, arguments)

@@ -90,9 +90,7 @@ def test_a_stopped_answer_is_remembered(chat: Chat) -> None:
     assert len(chat.messages) == 4
 
 
-def test_lines_in_answers_out(
-    chat: Chat, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_lines_in_answers_out(chat, monkeypatch, capsys):
     first = say(chat, "hello")
     chat.reset()
     text = "hello\n\n/reset\nhello\n/nothing\n/system be brief\n/help\n/exit\nnever said\n"
@@ -109,9 +107,7 @@ def test_lines_in_answers_out(
     assert chat.system == "be brief"
 
 
-def test_a_terminal_does_not_follow_what_a_model_says(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_terminal_does_not_follow_what_a_model_says(monkeypatch, capsys):
     text = "\tred \x1b[31m, the clipboard \x1b]52;c;eA==\x07, \x9b2J, gone\b\x7f\rover\r\né\n"
     print_text(text)
     assert capsys.readouterr().out == text
@@ -121,9 +117,7 @@ def test_a_terminal_does_not_follow_what_a_model_says(
     assert capsys.readouterr().out == shown
 
 
-def test_templates_without_turns_or_system(
-    directory: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_templates_without_turns_or_system(directory, tmp_path, capfd):
     model = write_model(tmp_path / "model")
     config = model / "tokenizer_config.json"
     values = json.loads(config.read_text())

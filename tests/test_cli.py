@@ -61,9 +61,7 @@ def test_help_names_every_command(capsys: Capture) -> None:
         ),
     ],
 )
-def test_modules_that_commands_do_not_import(
-    code: str, modules: list[str], directory: Path, tmp_path: Path
-) -> None:
+def test_modules_that_commands_do_not_import(code, modules, directory, tmp_path):
     (tmp_path / "config.yaml").write_text("steps: 1\n")
     program = (
         f"import atexit, sys, tigon; from tigon.cli import main; MODEL, RUN = sys.argv[1:]\n"
@@ -102,9 +100,7 @@ def test_modules_that_commands_do_not_import(
         ("train none.yaml", "no config file none.yaml"),
     ],
 )
-def test_errors_are_one_line(
-    directory: Path, tmp_path: Path, capfd: Capture, arguments: str | list[str], message: str
-) -> None:
+def test_errors_are_one_line(directory, tmp_path, capfd, arguments, message):
     places = {"MODEL": directory, "NEW": tmp_path / "new", "FOLDER": tmp_path}
     for name, content in (("EMPTY", ""), ("BAD", '{"text": "a b"}\n{"text"\n')):
         places[name] = tmp_path / f"{name.lower()}.jsonl"
@@ -141,9 +137,7 @@ def test_usage_errors(capsys: Capture, arguments: list[str], message: str) -> No
 
 
 @pytest.mark.parametrize("errors", ["strict", "surrogateescape"])
-def test_input_that_is_no_text(
-    directory: Path, errors: str, capfd: Capture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_input_that_is_no_text(directory, errors, capfd, monkeypatch):
     stream = io.TextIOWrapper(io.BytesIO(b"caf\xe9"), encoding="utf-8", errors=errors)
     monkeypatch.setattr(sys, "stdin", stream)
     assert main(["generate", str(directory), "-"]) == 1
@@ -187,9 +181,7 @@ def test_generate_warns_of_what_was_asked_alone(directory: Path, capfd: Capture)
         (["generate", "MODEL", "hi"], {"min_new_tokens": 10**21}, "min_new_tokens=1"),
     ],
 )
-def test_settings_of_a_model_that_no_command_follows(
-    tmp_path: Path, capfd: Capture, command: list[str], settings: dict[str, int], message: str
-) -> None:
+def test_settings_of_a_model_that_no_command_follows(tmp_path, capfd, command, settings, message):
     path = write_model(tmp_path / "model")
     (path / "generation_config.json").write_text(json.dumps({"do_sample": True, **settings}))
     assert main([str(path) if word == "MODEL" else word for word in command]) == 1
@@ -229,9 +221,7 @@ def test_interrupt_is_quiet(capfd: Capture, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize("arguments", [["info"], ["train", "config.yaml"]])
-def test_an_interrupt_while_torch_is_imported_is_quiet(
-    arguments: list[str], tmp_path: Path
-) -> None:
+def test_an_interrupt_while_torch_is_imported_is_quiet(arguments, tmp_path):
     """Which loses it, as compiled modules do."""
     (tmp_path / "torch.py").write_text(
         "import time\n"

@@ -111,9 +111,7 @@ def test_a_summary_of_anything(hub: HubServer, folder: Path) -> None:
         summarize(str(folder))
 
 
-def test_the_check_and_runs_say_whether_it_loads(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_check_and_runs_say_whether_it_loads(folder, tmp_path, capsys):
     (tmp_path / "run/checkpoints").mkdir(parents=True)
     for arguments, said in (
         (["info", str(folder)], "loads         as tigon.Llama in float32, 0.3 MiB; --check"),
@@ -125,9 +123,7 @@ def test_the_check_and_runs_say_whether_it_loads(
     assert "has no file config.json" in capsys.readouterr().err
 
 
-def test_of_a_hub_repository_only_headers_are_fetched(
-    hub: HubServer, folder: Path, tmp_path: Path
-) -> None:
+def test_of_a_hub_repository_only_headers_are_fetched(hub, folder, tmp_path):
     weights = {f"padding.{i}": torch.zeros(1000) for i in range(1500)}  # a header above 64 KiB
     save_file(load_file(folder / "model.safetensors") | weights, folder / "model.safetensors")
     hub.push(NAME, folder)

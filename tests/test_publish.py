@@ -90,9 +90,7 @@ def test_one_commit_replaces_the_weights_of_another_export(online: HubServer, fo
     assert len(online.messages) == 3
 
 
-def test_a_broken_upload_changes_nothing_and_the_next_goes_on(
-    online: HubServer, folder: Path
-) -> None:
+def test_a_broken_upload_changes_nothing_and_the_next_goes_on(online, folder):
     model = tigon.from_pretrained(folder)
     model.push_to_hub(NAME)
     before = files(online)
@@ -143,9 +141,7 @@ def test_a_card_that_was_edited_stays(online: HubServer, folder: Path) -> None:
     assert is_generated_card(files(online)["README.md"].decode())
 
 
-def test_upload_without_permission(
-    hub: HubServer, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_upload_without_permission(hub, folder, monkeypatch):
     model = tigon.from_pretrained(folder)
     hub.readers.add("hf_reads")
     for token, status in ((None, "401"), ("hf_wrong", "401"), ("hf_reads", "403")):
@@ -159,9 +155,7 @@ def test_upload_without_permission(
         model.push_to_hub(NAME, token=WRITES)
 
 
-def test_a_run_with_its_card(
-    online: HubServer, run: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_with_its_card(online, run, capsys):
     capsys.readouterr()
     assert main(["push", str(run), NAME, "--private"]) == 0
     assert capsys.readouterr().out == f"{online.endpoint}/{NAME}\n"
@@ -227,9 +221,7 @@ def test_a_card_cannot_be_made_to_say_something_else(run: Path, tmp_path: Path) 
     assert r"| best | 1 | \<img\>\|x | 2.0000 |" in made
 
 
-def test_nothing_but_the_export_is_uploaded(
-    online: HubServer, folder: Path, tmp_path: Path
-) -> None:
+def test_nothing_but_the_export_is_uploaded(online, folder, tmp_path):
     export = tmp_path / "export"
     tigon.from_pretrained(folder).save_pretrained(export)
     (export / ".env").write_text("SECRET")
@@ -239,9 +231,7 @@ def test_nothing_but_the_export_is_uploaded(
     assert files(online).keys() == expected
 
 
-def test_folders_that_are_no_export(
-    online: HubServer, run: Path, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_folders_that_are_no_export(online, run, folder, tmp_path, capsys):
     """A checkpoint's weights have other names: those of the model on the hub would go, and its
     paths come. A run's folder may be anybody's: no link of it is followed."""
     model = tigon.from_pretrained(folder)
@@ -274,9 +264,7 @@ def test_offline(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "offline mode is enabled" in error and "set HF_HUB_OFFLINE" not in error
 
 
-def test_a_run_pushes_its_export(
-    online: HubServer, folder: Path, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_pushes_its_export(online, folder, run, tmp_path, capsys):
     data = run.parent / "train.jsonl"
     base = [f"model={folder}", f"data={data}", *["seq_len=64", "batch_size=2", "steps=1"]]
     train([f"run_dir={tmp_path / 'a'}", f"push_to_hub={NAME}", "push_private=true", *base])

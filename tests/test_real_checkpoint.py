@@ -66,9 +66,7 @@ def test_fp32_logits_and_perplexity(smollm2: Path, ids: Tensor) -> None:
 
 @pytest.mark.slow
 @torch.no_grad()
-def test_bf16_is_as_near_as_two_ways_of_transformers(
-    smollm2: Path, ids: Tensor, bf16: dict[str, Tensor]
-) -> None:
+def test_bf16_is_as_near_as_two_ways_of_transformers(smollm2, ids, bf16):
     logits = tigon.from_pretrained(smollm2)(ids[:, :SHORT]).logits
     assert logits.dtype == torch.bfloat16
     spread = (bf16["eager"] - bf16["sdpa"]).abs()
@@ -79,9 +77,7 @@ def test_bf16_is_as_near_as_two_ways_of_transformers(
 
 
 @pytest.mark.slow
-def test_load_then_export(
-    smollm2: Path, ids: Tensor, bf16: dict[str, Tensor], tmp_path: Path
-) -> None:
+def test_load_then_export(smollm2, ids, bf16, tmp_path):
     tigon.from_pretrained(smollm2).save_pretrained(tmp_path / "out")
     source = load_file(smollm2 / "model.safetensors")
     written = load_file(tmp_path / "out" / "model.safetensors")

@@ -95,9 +95,7 @@ def test_families_as_one_by_one(model_type: str, case: str, tmp_path: Path) -> N
 
 @pytest.mark.parametrize("contexts", [(13, 5), (14, 6), (12, 4), (16, 17), (10, 19)])
 @pytest.mark.parametrize("family", [("phi3", "longrope"), ("llama", "rope longrope long")])
-def test_longrope_turns_where_a_request_does(
-    family: tuple[str, str], contexts: tuple[int, int], tmp_path: Path
-) -> None:
+def test_longrope_turns_where_a_request_does(family, contexts, tmp_path):
     """Beyond 16 tokens all keys rotate otherwise: of this request, and of no other."""
     model_type, case = family
     overrides = CASES[model_type][case] | {"max_position_embeddings": 64}

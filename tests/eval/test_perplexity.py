@@ -92,9 +92,7 @@ def reference(
 @pytest.mark.parametrize(
     ("context", "stride"), [(512, 256), (16, 8), (16, 1), (16, 15), (17, 5), (3, 2)]
 )
-def test_texts_as_in_transformers(
-    directory: Path, theirs: Any, measure: Measure, texts: list[str], context: int, stride: int
-) -> None:
+def test_texts_as_in_transformers(directory, theirs, measure, texts, context, stride):
     encode: Any = AutoTokenizer.from_pretrained(directory)
     rows = [torch.tensor(encode(text).input_ids) for text in filter(None, TEXTS)]
     documents = [(ids, torch.ones_like(ids, dtype=torch.bool)) for ids in rows]
@@ -107,10 +105,7 @@ def test_texts_as_in_transformers(
 
 
 @pytest.mark.parametrize(("context", "stride"), [(512, 256), (20, 6)])
-def test_only_what_the_assistant_says(
-    theirs: Any, measure: Measure, tokenizer: tigon.Tokenizer, tmp_path: Path, context: int,
-    stride: int,
-) -> None:  # fmt: skip
+def test_only_what_the_assistant_says(theirs, measure, tokenizer, tmp_path, context, stride):
     file = write_chats(tmp_path / "chats.jsonl", 9)
     documents = []
     for line in file.read_text().splitlines():
@@ -140,9 +135,7 @@ def test_any_batching(measure: Measure, texts: list[str], batch_tokens: int) -> 
     assert other.loss == pytest.approx(one.loss, rel=1e-6)
 
 
-def test_padding_is_not_seen(
-    model: tigon.CausalLM, tokenizer: tigon.Tokenizer, texts: list[str]
-) -> None:
+def test_padding_is_not_seen(model, tokenizer, texts):
     windows = find_windows(model, tokenizer, texts, context=40)
     ((ids, labels),) = _batches(windows, 100_000)
     lengths = [len(d) for d, _ in windows.documents]
@@ -156,9 +149,7 @@ def test_padding_is_not_seen(
     assert torch.equal(a, b)
 
 
-def test_default_context_is_at_most_the_models(
-    measure: Measure, tokenizer: tigon.Tokenizer, tmp_path: Path
-) -> None:
+def test_default_context_is_at_most_the_models(measure, tokenizer, tmp_path):
     file = tmp_path / "long.txt"
     file.write_text(" ".join(WORDS * 80))
     assert len(tokenizer.encode(file.read_text())) > 1024
@@ -174,9 +165,7 @@ def test_default_context_is_at_most_the_models(
         ({"context": 16, "stride": 0}, r"stride=0 is not in \[1, 15\]"),
     ],
 )
-def test_windows_that_cannot_be(
-    measure: Measure, texts: list[str], options: dict[str, int], message: str
-) -> None:
+def test_windows_that_cannot_be(measure, texts, options, message):
     with pytest.raises(ValueError, match=message):
         measure(texts, **options)
 
@@ -191,17 +180,13 @@ def test_windows_that_cannot_be(
         ("d.jsonl", "", "d.jsonl is empty"),
     ],
 )
-def test_files_that_cannot_be(
-    measure: Measure, tmp_path: Path, name: str, content: str, message: str
-) -> None:
+def test_files_that_cannot_be(measure, tmp_path, name, content, message):
     (tmp_path / name).write_text(content)
     with pytest.raises(ValueError, match=message):
         measure(str(tmp_path / name))
 
 
-def test_weights_out_of_range(
-    directory: Path, tokenizer: tigon.Tokenizer, texts: list[str]
-) -> None:
+def test_weights_out_of_range(directory, tokenizer, texts):
     model = tigon.from_pretrained(str(directory))
     with torch.no_grad():
         model.model.norm.weight.mul_(1e5)

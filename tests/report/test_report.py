@@ -189,9 +189,7 @@ def test_two_runs_side_by_side(run: Path, tmp_path: Path) -> None:
         ("config.yaml", b"epochs: two\n", "stopped"),
     ],
 )
-def test_damaged_files_are_reported(
-    run: Path, name: str, content: bytes | None, message: str
-) -> None:
+def test_damaged_files_are_reported(run, name, content, message):
     (run / name).unlink()
     if content is not None:
         (run / name).write_bytes(content)

@@ -12,10 +12,10 @@ import torch
 
 from tigon.cli.summary import (
     Facts,
+    HeadersOnly,
     describe_config,
     describe_repository,
     format_mib,
-    open_headers,
     print_facts,
 )
 from tigon.hub import Repository
@@ -60,7 +60,7 @@ def describe(path: str, revision: str | None = None) -> Facts:
     directory, gguf_file = parse_gguf_path(path)
     if gguf_file is not None:
         return _describe_gguf(Repository(directory, revision=revision), gguf_file)
-    with open_headers(path, revision) as repository:
+    with HeadersOnly(path, revision=revision) as repository:
         facts = describe_repository(repository)
         if facts["loads"].startswith("no: "):
             return facts

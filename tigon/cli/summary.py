@@ -8,10 +8,10 @@ import re
 import tempfile
 from argparse import Namespace
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from tigon.hub import Repository, config_file
 from tigon.utils.json import escape, quote, read_json
@@ -22,6 +22,7 @@ Facts = dict[str, str]  # label -> value, as printed
 # Tensors that are no parameters of the text model
 NOT_PARAMETERS = ("rotary_emb.inv_freq", "vision_tower.", "multi_modal_projector.")
 SCALES = ("_scale_inv", "activation_scale")  # of fp8 weights
+ACTIVATIONS = ("hidden_act", "hidden_activation")
 EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"
 SUPPORTED = Path(__file__).parents[1] / "models/families.py"  # importing it takes seconds
 
@@ -42,21 +43,24 @@ def summarize(path: str, revision: str | None = None) -> Facts:
 
     Raises OSError or ValueError only if there is no config.json that can be read.
     """
-    with open_headers(path, revision) as repository:
+    with HeadersOnly(path, revision=revision) as repository:
         return describe_repository(repository)
 
 
 class HeadersOnly(Repository):
-    """Reads only the headers of a repository's weights: files in `holes` have one, and no data."""
+    """Reads only the headers of a repository's weights, into files with a hole in place of data."""
 
-    holes: Path
+    def __enter__(self) -> Self:
+        self._folder = tempfile.TemporaryDirectory(prefix="tigon-headers-")
+        self._paths: dict[str, Path] = {}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._folder.cleanup()
 
     def optional_file(self, name: str) -> Path | None:
-        path = self.holes / name
-        if not name.endswith(".safetensors"):
-            return super().optional_file(name)
-        if path.exists():
-            return path
+        if name in self._paths or not name.endswith(".safetensors"):
+            return self._paths.get(name) or super().optional_file(name)
         try:
             start, size = self.read_prefix(name, FIRST_BYTES)
         except FileNotFoundError:
@@ -65,31 +69,25 @@ class HeadersOnly(Repository):
         if len(start) < min(header_size, size):
             # What announces more than there may be is refused by what reads the header
             start, size = self.read_prefix(name, min(header_size, size, 1 << 27))
+        path = Path(self._folder.name, name)
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("wb") as file:
             file.write(start[:header_size])  # a hole that begins in a tensor would be a false one
             file.truncate(size)
+        self._paths[name] = path
         return path
 
     def tensors(self) -> list[StoredTensor]:
         """Returns the tensors of all files that were requested."""
         tensors: list[StoredTensor] = []
-        for path in sorted(self.holes.rglob("*.safetensors")):
+        for path in sorted(self._paths.values()):
             with suppress(ValueError):  # was raised when the file was requested
                 tensors += read_tensors(path).values()
         return tensors
 
     def rename_in(self, error: Exception) -> str:
         """Returns the error's text, with the repository's name for the temporary directory."""
-        return str(error).replace(str(self.holes), self.name)
-
-
-@contextmanager
-def open_headers(path: str, revision: str | None) -> Iterator[HeadersOnly]:
-    with tempfile.TemporaryDirectory(prefix="tigon-headers-") as holes:
-        repository = HeadersOnly(path, revision=revision)
-        repository.holes = Path(holes)
-        yield repository
+        return str(error).replace(self._folder.name, self.name)
 
 
 def describe_repository(repository: HeadersOnly) -> Facts:
@@ -104,15 +102,12 @@ def describe_repository(repository: HeadersOnly) -> Facts:
     except (OSError, ValueError) as error:
         loads = f"no: {repository.rename_in(error)}"
     tensors = repository.tensors()
-    sizes = {t.dtype: sum(u.nbytes for u in tensors if u.dtype == t.dtype) for t in tensors}
-    counts = Counter(tensor.dtype for tensor in tensors).most_common()
-    kinds = [f"{n} {dtype}, {format_mib(sizes[dtype])}" for dtype, n in counts]
-    files = len({tensor.path for tensor in tensors})
-    return describe_config(source, stored) | {
-        "files": f"{files} of weights, {sum(sizes.values()):,} bytes",
-        "tensors": "; ".join(kinds) or "none",
-        "loads": loads,
-    }
+    counts = Counter(tensor.dtype for tensor in tensors)
+    sizes = {dtype: sum(t.nbytes for t in tensors if t.dtype == dtype) for dtype in counts}
+    kinds = [f"{n} {dtype}, {format_mib(sizes[dtype])}" for dtype, n in counts.most_common()]
+    files = f"{len({t.path for t in tensors})} of weights, {sum(sizes.values()):,} bytes"
+    rest = {"files": files, "tensors": "; ".join(kinds) or "none", "loads": loads}
+    return describe_config(source, stored) | rest
 
 
 def describe_config(source: Mapping[str, Any], stored: Mapping[str, StoredTensor]) -> Facts:
@@ -199,31 +194,20 @@ def _size_facts(values: Mapping[str, Any]) -> Facts:
     def get(*keys: str) -> Any:
         return next((values[key] for key in keys if values.get(key) is not None), None)
 
-    heads, kv_heads, width = (
-        get("num_attention_heads"),
-        get("num_key_value_heads"),
-        get("head_dim"),
-    )
-    if width is None and type(heads) is int and heads > 0 and type(get("hidden_size")) is int:
-        width = get("hidden_size") // heads
-    act = get("hidden_act", "hidden_activation")
+    heads, width, size = get("num_attention_heads"), get("head_dim"), get("hidden_size")
+    if width is None and type(heads) is int and heads > 0 and type(size) is int:
+        width = size // heads
+    kv_heads, act = get("num_key_value_heads", "num_attention_heads"), get(*ACTIVATIONS)
+    of_heads = f" query, {_plain(kv_heads)} key/value, {_plain(width)} dims each"
     facts = {
-        "layers": get("num_hidden_layers"),
-        "model dim": get("hidden_size"),
-        "heads": heads,
-        "MLP dim": get("intermediate_size"),
-        "vocabulary": get("vocab_size"),
-        "context": get("max_position_embeddings"),
+        "layers": (get("num_hidden_layers"), ""),
+        "model dim": (size, ""),
+        "heads": (heads, of_heads if width is not None else ""),
+        "MLP dim": (get("intermediate_size"), f", {_plain(act)}" if act is not None else ""),
+        "vocabulary": (get("vocab_size"), ""),
+        "context": (get("max_position_embeddings"), " tokens"),
     }
-    texts = {label: _plain(value) for label, value in facts.items() if value is not None}
-    if "heads" in texts and width is not None:
-        kv = _plain(heads if kv_heads is None else kv_heads)
-        texts["heads"] += f" query, {kv} key/value, {_plain(width)} dims each"
-    if "MLP dim" in texts and act is not None:
-        texts["MLP dim"] += f", {_plain(act)}"
-    if "context" in texts:
-        texts["context"] += " tokens"
-    return texts
+    return {k: f"{_plain(value)}{unit}" for k, (value, unit) in facts.items() if value is not None}
 
 
 def _rope_parameters(values: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -35,7 +35,7 @@ BAD = {
     "no JSON": (build(b'{"a": ', b""), "header is not valid JSON"),
     "no UTF-8": (build(b'{"\xff": 1}', b""), "header is not valid JSON"),
     "nested too deep": (build(b"[" * 100_000, b""), "header is nested deeper than 100"),
-    "no object": (build(b"[1]", b""), "header is not a JSON object but a list"),
+    "no object": (build(b"[1]", b""), "header is not a JSON object but"),
     "same name twice": (build(b'{"a": 1, "a": 2}', b""), "it names 'a' twice"),
     "no entry": (build({"a": 3}, b""), "tensor 'a' is described by 3"),
     "no dtype": (build({"a": {"shape": [], "data_offsets": [0, 4]}}, bytes(4)), "not by a dtype"),

@@ -111,8 +111,8 @@ def default_settings() -> dict[str, Any]:
     """Returns the trainer's defaults, from its source: importing it would import torch."""
     classes = [n for n in ast.parse(SOURCE.read_text()).body if isinstance(n, ast.ClassDef)]
     lines = [x for n in classes if n.name.endswith("Settings") for x in n.body]
-    options = [x for x in lines if isinstance(x, ast.AnnAssign) and isinstance(x.value, ast.Call)]
-    calls = {ast.unparse(option.target): option.value for option in options}
+    options = {ast.unparse(x.target): x.value for x in lines if isinstance(x, ast.AnnAssign)}
+    calls = {name: value for name, value in options.items() if isinstance(value, ast.Call)}
     return {name: ast.literal_eval(call.args[0]) for name, call in calls.items() if call.args}
 
 

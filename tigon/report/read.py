@@ -42,6 +42,11 @@ class Column:
         """Returns the last finite value, or NaN."""
         return next((value for value in reversed(self.values) if not math.isnan(value)), math.nan)
 
+    def lowest(self) -> tuple[int, float] | None:
+        """Returns the step and the value of the first minimum."""
+        value = min(self.finite(), default=None)
+        return None if value is None else (self.steps[self.values.index(value)], value)
+
 
 @dataclass
 class RunFiles:
@@ -80,10 +85,10 @@ class RunFiles:
     def ended_early(self) -> bool:
         """Returns whether `patience` evaluations have passed since the best one."""
         patience, losses = self.config.get("patience"), self.column("eval_loss")
-        if not isinstance(patience, int) or patience <= 0 or not losses.finite():
+        best = losses.lowest()
+        if not isinstance(patience, int) or patience <= 0 or best is None:
             return False
-        best = losses.steps[losses.values.index(min(losses.finite()))]
-        return sum(step > best for step in losses.steps) >= patience
+        return sum(step > best[0] for step in losses.steps) >= patience
 
 
 def read(path: Path) -> RunFiles:

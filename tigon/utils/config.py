@@ -189,23 +189,18 @@ def _count_edits(a: str, b: str) -> int | None:
     return row[-1] if row[-1] <= limit else None
 
 
-def describe_type(hint: Any) -> str:
+def describe_type(hint: Any, plural: bool = False) -> str:
     """Returns a type in words."""
     origin, args = get_origin(hint), get_args(hint)
     if origin in (UnionType, Union):
-        return " or ".join(map(describe_type, args))
+        return " or ".join(describe_type(option, plural) for option in args)
     if origin is Literal:
         return f"one of {', '.join(map(str, args))}" if len(args) > 1 else str(args[0])
     if origin in (list, tuple):
-        items = f"a list of {_plural(args[0])}"
+        items = f"a list of {describe_type(args[0], plural=True)}"
         return items if origin is list else f"{describe_type(args[0])} or {items}"
-    return TYPE_WORDS[origin or hint][0] if _find_dataclass(hint) is None else "a group of settings"
-
-
-def _plural(hint: Any) -> str:
-    if get_origin(hint) in (UnionType, Union):
-        return " or ".join(map(_plural, get_args(hint)))
-    return TYPE_WORDS[hint][1] if _find_dataclass(hint) is None else "groups of settings"
+    words = TYPE_WORDS.get(origin or hint, ("a group of settings", "groups of settings"))
+    return words[plural]
 
 
 def _build_group(cls: type, values: Mapping[str, Any], parse: Parse | None, name: str) -> Any:

@@ -13,13 +13,6 @@ MAX_BYTES = 16 * 2**20  # of a file, unless the caller knows better
 MAX_VALUES = 3_200_000  # `[],` a million times over is small as a file only
 MAX_DEPTH = 100
 MAX_DIGITS = 100  # of a number; tokenizer_config.json's model_max_length has 31
-TYPE_NAMES = {
-    dict: "an object",
-    list: "a list",
-    str: "a text",
-    bool: "a truth value",
-    type(None): "null",
-}
 SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 Path = str | os.PathLike[str]
@@ -62,8 +55,7 @@ def parse_object(data: bytes, name: Path, *, nan: bool = False) -> dict[str, Any
     """Parses JSON that must be an object; raises ValueError as `parse_json` does."""
     content = parse_json(data, name, nan=nan)
     if not isinstance(content, dict):
-        type_name = TYPE_NAMES.get(type(content), "a number")
-        raise ValueError(f"{escape(name)} is not a JSON object but {type_name}")
+        raise ValueError(f"{escape(name)} is not a JSON object but {quote(content)}")
     return content
 
 
@@ -104,8 +96,8 @@ def object_from_pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Makes an object, as object_pairs_hook of `json.loads`; raises DuplicateKeyError."""
     result = dict(pairs)
     if len(result) < len(pairs):
-        counts = Counter(key for key, _ in pairs)
-        raise DuplicateKeyError(next(key for key, count in counts.items() if count > 1))
+        ((key, _),) = Counter(key for key, _ in pairs).most_common(1)
+        raise DuplicateKeyError(key)
     return result
 
 

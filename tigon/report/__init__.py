@@ -8,7 +8,7 @@ from pathlib import Path
 from tigon.report.page import format_duration, render_page
 from tigon.report.read import read
 
-__all__ = ["attempt", "format_duration", "is_due", "write"]
+__all__ = ["format_duration", "lacks_page", "write", "write_or_explain"]
 
 
 def write(
@@ -43,7 +43,7 @@ def write(
     return path
 
 
-def attempt(run: Path) -> str:
+def write_or_explain(run: Path) -> str:
     """Writes the page of a run that ends; returns a line with its path, or why there is none."""
     try:
         return f"report: {write([run], ended=True)}"
@@ -51,7 +51,7 @@ def attempt(run: Path) -> str:
         return f"no report: {type(error).__name__}: {error}"
 
 
-def is_due(run: Path) -> bool:
+def lacks_page(run: Path) -> bool:
     """Returns whether a run that has ended lacks its page, as it was killed before that."""
     page, rows = run / "report.html", run / "metrics.jsonl"
     try:

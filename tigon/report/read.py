@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from tigon.utils.json import parse_object, read_bytes
@@ -33,6 +34,12 @@ class Column:
 
     def finite(self) -> list[float]:
         return [value for value in self.values if not math.isnan(value)]
+
+    def median(self) -> float:
+        return median(self.finite())
+
+    def total(self) -> float:
+        return sum(self.finite())
 
     def missing(self) -> list[int]:
         """Returns the steps whose value is not finite."""

@@ -190,8 +190,8 @@ def _score_shared(
         rows = order[batch]
         continuations = [torch.tensor(requests[members[m]][1]) for m in rows]
         ids = pad_sequence([s[:-1] for s in continuations], batch_first=True)
-        labels = [s[1:] for s in continuations]
-        labels = pad_sequence(labels, batch_first=True, padding_value=IGNORE)
+        targets = [s[1:] for s in continuations]
+        labels = pad_sequence(targets, batch_first=True, padding_value=IGNORE)
         fork = cache.rows(0, len(groups))
         fork.select(row[rows])
         # Padding gets its row's last position: some RoPE types depend on the largest one

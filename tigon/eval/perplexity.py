@@ -166,9 +166,9 @@ def _batches(results: Windows, batch_tokens: int) -> Iterator[tuple[Tensor, Tens
         _, start, stop, _ = results.bounds[end - 1]
         begin = max(0, end - max(1, batch_tokens // (stop - start)))
         rows = [_tensors(results.documents, window) for window in results.bounds[begin:end]]
-        ids, labels = zip(*rows, strict=True)
-        labels = pad_sequence(labels, batch_first=True, padding_value=IGNORE)
-        yield pad_sequence(ids, batch_first=True), labels
+        ids = pad_sequence([ids for ids, _ in rows], batch_first=True)
+        labels = [labels for _, labels in rows]
+        yield ids, pad_sequence(labels, batch_first=True, padding_value=IGNORE)
         end = begin
 
 

@@ -11,13 +11,14 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from huggingface_hub import get_token
+
 from tigon.hub import (
     CARD,
     MAX_CARD,
     UploadTarget,
     contains_file,
     escape_markdown,
-    has_token,
     is_hub_name,
     list_export,
     markdown_table,
@@ -76,7 +77,7 @@ def push_or_explain(config: Config) -> str:
 
 
 def lacks_token(config: Config) -> bool:
-    return bool(config.push_to_hub) and not has_token()
+    return bool(config.push_to_hub) and get_token() is None
 
 
 def is_run(path: Path) -> bool:

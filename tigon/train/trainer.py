@@ -55,8 +55,8 @@ def train(run: TrainingRun) -> int:
         and not world.all_reduce_max_int(world.main and is_unfinished(config, run.start))
     ):
         world.log_rank0(f"{config.run_dir} is finished: nothing left to do")
-        if world.main and report.is_due(Path(config.run_dir)):
-            world.log_rank0(report.attempt(Path(config.run_dir)))
+        if world.main and report.lacks_page(Path(config.run_dir)):
+            world.log_rank0(report.write_or_explain(Path(config.run_dir)))
         return 0
     open_task(run)
     run.task.begin(run.model)
@@ -439,7 +439,7 @@ def finish(run: TrainingRun, step: int, log: RunLog) -> None:
         if world.main:
             write_exported_step(directory, step)
     if world.main:
-        world.log_rank0(report.attempt(directory))
+        world.log_rank0(report.write_or_explain(directory))
         if config.push_to_hub and exports:
             world.signals.phase = f"in the push: `tigon push {directory} NAME` uploads the export"
             world.log_rank0(publish.push_or_explain(config))

@@ -14,10 +14,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 
-from tests.kernels.cases import CASES, KINDS, B, D, H, Inputs, K, OpCase, learned
+from tests.kernels.cases import CASES, KINDS, MORE_KINDS, B, D, H, Inputs, K, OpCase, learned
 from tests.kernels.conftest import CUDA
 
-kinds = pytest.mark.parametrize("case", [CASES[name] for name in KINDS], ids=KINDS)
+SLOW = [pytest.param(CASES[name], id=name, marks=pytest.mark.slow) for name in MORE_KINDS]
+kinds = pytest.mark.parametrize(
+    "case", [*(pytest.param(CASES[name], id=name) for name in KINDS), *SLOW]
+)
 SIZES = {f"{name}, {size}": (case, size) for name, case in CASES.items() for size in case.sizes}
 EMPTY = {f"{name}, {size}": (case, size) for name, case in CASES.items() for size in case.empty}
 
@@ -184,7 +187,7 @@ def test_second_derivative_is_right_or_refused(case: OpCase, path: str) -> None:
     assert all(grad.requires_grad for grad in first)
 
 
-AUTOCAST = {name: CASES[name] for name in KINDS if CASES[name].autocast}
+AUTOCAST = {name: CASES[name] for name in KINDS + MORE_KINDS if CASES[name].autocast}
 
 
 @pytest.mark.parametrize("case", AUTOCAST.values(), ids=AUTOCAST)
@@ -283,16 +286,22 @@ def test_registered_operators_keep_torchs_rules(case: OpCase, path: str) -> None
 
 
 DYNAMIC: dict[str, Any] = {  # of another number of rows
-    "rms_norm, residual": ((4, 5, 33),),
+    "rms_norm, gate, residual": ((4, 5, 33),),
     "sandwich_norm": ((4, 5, 33),),
     "qk_norm_rope": (B, 4, H, K, D, D, B),
     "gated_act, silu": (4, 5, 202),
-    "grouped_mlp, silu": (11, 24, 40, 7, 3),
+    "grouped_mlp, silu": (4, 16, 24, 5, 2),
 }
+# Tracing takes a second or two; what has the autograd function of another kind is slow
+SAME_NODE = ("lora_grouped_mlp, frozen base", "linear_kl, 0.3, sum", "selected_logprobs")
+TRACED = [
+    pytest.param(name, marks=pytest.mark.slow if name in SAME_NODE + MORE_KINDS else ())
+    for name in KINDS + MORE_KINDS
+]
 
 
 @pytest.mark.traced
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", TRACED)
 def test_compiled_is_eager(name: str, path: str) -> None:
     triton_only(path)
     case, dynamic = CASES[name], name in DYNAMIC

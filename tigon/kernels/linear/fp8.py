@@ -41,7 +41,7 @@ from tigon.kernels.mlp.gated_act import (
     launch_columns,
     may_overwrite,
 )
-from tigon.kernels.norm.common import num_stages
+from tigon.kernels.norm.rms_norm import num_stages
 from tigon.kernels.recompute import Note, find_note, find_recompute, run_recompute, start_fetch
 from tigon.kernels.runtime import (
     as_rows,

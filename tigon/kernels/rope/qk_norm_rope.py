@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tigon.kernels.norm.common import Cast, check_norm
-from tigon.kernels.norm.rms_norm import rms_norm_ref
+from tigon.kernels.norm.rms_norm import Cast, check_norm, rms_norm_ref
 from tigon.kernels.recompute import has_function_mode
 from tigon.kernels.rope.rope import (
     Heads,

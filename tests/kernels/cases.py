@@ -40,7 +40,7 @@ from tigon.kernels import (
 )
 from tigon.kernels.linear.lora import LoRATerm
 from tigon.kernels.loss.api import Options
-from tigon.kernels.mlp.lora_grouped_mlp import LoRAFactors, lora_grouped_mlp
+from tigon.kernels.mlp.grouped_mlp import LoRAFactors, unchecked_grouped_mlp
 
 Inputs = dict[str, Any]
 Call = Callable[..., Any]
@@ -290,7 +290,8 @@ def with_factors(function: Call) -> Call:
     def call(
         x: Tensor, gate_up: Tensor, down: Tensor, experts: Tensor, weights: Tensor, **low: Any
     ) -> Any:
-        return function(x, gate_up, down, LoRAFactors(**low), experts, weights, "silu")
+        low_rank = LoRAFactors(**low)
+        return function(x, gate_up, down, experts, weights, "silu", low=low_rank)
 
     return call
 
@@ -299,10 +300,10 @@ def merged(
     x: Tensor,
     gate_up: Tensor,
     down: Tensor,
-    low: LoRAFactors,
     experts: Tensor,
     weights: Tensor,
     act: str,
+    low: LoRAFactors,
 ) -> Tensor:
     """By sums of matrices."""
     low = LoRAFactors(*(t.double() for t in low))
@@ -312,7 +313,7 @@ def merged(
 
 def lora_experts_case(*constant: str) -> OpCase:
     return OpCase(
-        with_factors(lora_grouped_mlp), with_factors(merged), low_rank_experts, None, {},
+        with_factors(unchecked_grouped_mlp), with_factors(merged), low_rank_experts, None, {},
         list(FACTORS.values()), constant=constant, second="lora_grouped_mlp",
     )  # fmt: skip
 

@@ -134,11 +134,12 @@ def test_what_the_kernels_of_sandwiches_leave_to_torch() -> None:
         for a, b in zip(found, expected, strict=True):
             torch.testing.assert_close(a.double(), b, rtol=1e-2, atol=5e-3)
     assert sandwich_norm(x.half(), residual, *weights, EPS)[1].dtype == torch.float32
-    wide, up = sandwich_inputs((2, MODULE.MAX_SANDWICH_COLUMNS + 1)), None
-    for a, b in zip(sandwich_norm(*wide, EPS), definitions.sandwich_norm(*wide), strict=True):
+    wide = sandwich_inputs((2, MODULE.MAX_SANDWICH_COLUMNS + 1))
+    found, expected = sandwich_norm(*wide, EPS), definitions.sandwich_norm(*wide)
+    for a, b in zip(found, expected, strict=True):
         torch.testing.assert_close(a.double(), b, rtol=1e-5, atol=1e-6)
-        up = torch.randn(a.shape)
-        assert_gradients(a, b, wide[:2], up)
+    up = torch.randn(wide[0].shape)
+    assert_gradients(*((up * y).sum() + total.sum() for y, total in (found, expected)), wide)
 
 
 @pytest.fixture

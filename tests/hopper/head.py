@@ -38,7 +38,7 @@ def forms() -> Forms:
 
 
 def _embedding_rows(dtype: torch.dtype) -> None:
-    shard = VocabularyShard.of("none", 2, 64, 64, 128)
+    shard = VocabularyShard.build("none", 2, 64, 64, 128)
     with torch.no_grad():
         embedding_rows(zeros(1, 1, dtype=INT64), zeros(64, 2048, dtype=dtype), shard)
 

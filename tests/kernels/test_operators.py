@@ -29,7 +29,7 @@ EMPTY = {f"{name}, {size}": (case, size) for name, case in CASES.items() for siz
 def small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """Under the interpreter so few programs that each has several tokens, and sums in steps."""
     if not CUDA:
-        module = importlib.import_module("tigon.kernels.rope.qk_norm_rope")
+        module = importlib.import_module("tigon.kernels.rope.rope")
         monkeypatch.setattr(module, "RESIDENT", 2)
         monkeypatch.setattr(module, "SUM", (1, 8))
 
@@ -143,8 +143,9 @@ JUDGED = {name: case for name, case in CASES.items() if case.eager is not None}
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("case", JUDGED.values(), ids=JUDGED)
-def test_half_precision_is_as_good_as_eager(case: OpCase, dtype: torch.dtype, path: str) -> None:
-    triton_only(path)
+def test_half_precision_is_as_good_as_eager(
+    case: OpCase, dtype: torch.dtype, kernels_only: None
+) -> None:
     if dtype not in case.halves:
         pytest.skip("the interpreter is no GPU there")
     assert_as_good_as_eager(case, None, dtype)
@@ -161,9 +162,8 @@ def test_real_sizes_are_as_good_as_eager(case: OpCase, size: Any, dtype: torch.d
 
 
 @kinds
-def test_second_backward_has_the_same_bits(case: OpCase, path: str) -> None:
+def test_second_backward_has_the_same_bits(case: OpCase, kernels_only: None) -> None:
     """Also where the first gradients were written to."""
-    triton_only(path)
     inputs = case.make()
     found = case.run(inputs)
     ups = random_like(found)
@@ -270,8 +270,7 @@ class Registered(TorchDispatchMode):
 
 @pytest.mark.traced
 @kinds
-def test_registered_operators_keep_torchs_rules(case: OpCase, path: str) -> None:
-    triton_only(path)
+def test_registered_operators_keep_torchs_rules(case: OpCase, kernels_only: None) -> None:
     inputs = case.make()
     with Registered() as seen:
         found = case.run(inputs)
@@ -302,8 +301,7 @@ TRACED = [
 
 @pytest.mark.traced
 @pytest.mark.parametrize("name", TRACED)
-def test_compiled_is_eager(name: str, path: str) -> None:
-    triton_only(path)
+def test_compiled_is_eager(name: str, kernels_only: None) -> None:
     case, dynamic = CASES[name], name in DYNAMIC
     torch._dynamo.reset()
     compiled = torch.compile(

@@ -214,7 +214,7 @@ def rank(directory: str, widths: Mapping[int, int]) -> None:
     first = min(dist.get_rank() * width, V)
     group = dist.group.WORLD
     assert group is not None
-    shard = VocabularyShard.of(group.group_name, group.size(), first, min(width, V - first), V)
+    shard = VocabularyShard.build(group.group_name, group.size(), first, min(width, V - first), V)
     found = {}
     for path, names in (("reference", CASES), ("triton", INTERPRETED[shard.ranks])):
         with use(path):

@@ -259,18 +259,16 @@ def survey(device: torch.device, head_dim: int = 128) -> dict[str, BackendChoice
         "softcap": r._replace(softcap=True, grad=True),
         "decoding": r._replace(cached=True, single=True),
     }
-    return {
-        kind: choose_backend(r, missing=missing(index) if gpu else {}) for kind, r in kinds.items()
-    }
+    lacks = missing(index) if gpu else {}
+    return {kind: choose_backend(r, missing=lacks) for kind, r in kinds.items()}
 
 
 def select_backend(r: AttentionRequest, backend: str, device: int, plain: bool) -> BackendChoice:
     """`choose_backend` on this machine; logs each choice once."""
     if torch.compiler.is_compiling():
         names = OBSTACLES if r.device == "cuda" else ()
-        return choose_backend(
-            r, backend, {name: _missing_reason(name, device) for name in names}, plain=plain
-        )
+        lacks = {name: _missing_reason(name, device) for name in names}
+        return choose_backend(r, backend, lacks, plain=plain)
     return _select_backend(r, backend, device, plain)
 
 

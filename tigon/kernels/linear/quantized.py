@@ -56,7 +56,7 @@ class NF4Tensor(NamedTuple):
     scales: Tensor  # uint8 [b], of each block
     steps: Tensor  # fp32 [g], of each group of scales
     offsets: Tensor  # fp32 [g], the mean that was taken from its matrix's scales
-    places: Tensor  # int64 [g + 1, 3]: the first number, byte of codes and block of each group
+    groups: Tensor  # int64 [g + 1, 3]: the first number, byte of codes and block of each group
     tables: Tensor  # fp32 [16 + 256], what codes and scales mean
 
 
@@ -70,7 +70,7 @@ def packed_sizes(numbers: int) -> tuple[int, int, int]:
 
 
 def group_offsets(matrices: Sequence[int]) -> Tensor:
-    """Returns `NF4Tensor.places` for matrices of these numbers of elements."""
+    """Returns `NF4Tensor.groups` for matrices of these numbers of elements."""
     rows, number, byte, block = [], 0, 0, 0
     for numbers in matrices:
         code_bytes, blocks, groups = packed_sizes(numbers)
@@ -162,7 +162,7 @@ def dequantize_nf4_ref(
 
 @triton.jit
 def _nf4_kernel(
-    codes, scales, steps, offsets, places, numbers, y,
+    codes, scales, steps, offsets, groups, numbers, y,
     PARTS: tl.constexpr,  # programs of a group
     TILE: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -170,9 +170,9 @@ def _nf4_kernel(
 ):  # fmt: skip
     group = tl.program_id(0) // PARTS
     blocks = (tl.program_id(0) % PARTS) * TILE + tl.arange(0, TILE)
-    place = places + group * 3
-    first, byte, block = tl.load(place), tl.load(place + 1), tl.load(place + 2)
-    count = (tl.load(place + 3) - first).to(tl.int32)
+    start = groups + group * 3
+    first, byte, block = tl.load(start), tl.load(start + 1), tl.load(start + 2)
+    count = (tl.load(start + 3) - first).to(tl.int32)
     if EVEN:
         first, byte = tl.multiple_of(first, BLOCK), tl.multiple_of(byte, BLOCK // 2)
     block_mask = blocks * BLOCK < count
@@ -189,23 +189,14 @@ def _nf4_kernel(
     )
 
 
-def _nf4_output(
-    codes: Tensor, scales: Tensor, steps: Tensor, offsets: Tensor, places: Tensor, tables: Tensor,
-    matrices: Sequence[int], shape: Sequence[int], dtype: torch.dtype,
-) -> Tensor:  # fmt: skip
-    return codes.new_empty(shape, dtype=dtype)
-
-
-@operator("nf4_dequantize", _nf4_output)
+@operator("nf4_dequantize", lambda codes, *rest: codes.new_empty(rest[-2], dtype=rest[-1]))
 def _dequantize_nf4(
-    codes: Tensor, scales: Tensor, steps: Tensor, offsets: Tensor, places: Tensor, tables: Tensor,
+    codes: Tensor, scales: Tensor, steps: Tensor, offsets: Tensor, groups: Tensor, tables: Tensor,
     matrices: Sequence[int], shape: Sequence[int], dtype: torch.dtype,
 ) -> Tensor:  # fmt: skip
-    weight = NF4Tensor(codes, scales, steps, offsets, places, tables)
-    y = _nf4_output(*weight, matrices, shape, dtype)
-    parts = GROUP // TILE
+    y, parts = codes.new_empty(shape, dtype=dtype), GROUP // TILE
     _nf4_kernel[(len(steps) * parts,)](
-        *weight, y, PARTS=parts, TILE=TILE, BLOCK=BLOCK,
+        codes, scales, steps, offsets, groups, tables, y, PARTS=parts, TILE=TILE, BLOCK=BLOCK,
         EVEN=all(numbers % BLOCK == 0 for numbers in matrices),
         enable_fp_fusion=False,  # scales are rounded between their product and their sum
     )  # fmt: skip
@@ -299,17 +290,11 @@ def _block_fp8_kernel(
     tl.store(y + at, (decode_fp8(code, E4M3) * scale).to(y.dtype.element_ty), mask=block_mask)
 
 
-def _block_fp8_output(
-    codes: Tensor, scales: Tensor, owners: Tensor, width: int, e4m3: bool, dtype: torch.dtype
-) -> Tensor:
-    return codes.new_empty(codes.shape, dtype=dtype)
-
-
-@operator("block_fp8_dequantize", _block_fp8_output)
+@operator("block_fp8_dequantize", lambda codes, *rest: codes.new_empty(codes.shape, dtype=rest[-1]))
 def _dequantize_block_fp8(
     codes: Tensor, scales: Tensor, owners: Tensor, width: int, e4m3: bool, dtype: torch.dtype
 ) -> Tensor:
-    y = _block_fp8_output(codes, scales, owners, width, e4m3, dtype)
+    y = codes.new_empty(codes.shape, dtype=dtype)
     N, K = y.shape
     grid = triton.cdiv(N, ROWS), triton.cdiv(K, COLUMNS)
     _block_fp8_kernel[grid](

@@ -204,16 +204,9 @@ def run_pass(
     return out[:GRADIENTS], [{name: next(rest) for name in plan.names} for plan in p.plans]
 
 
-def _outputs(
-    hidden: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    low: Tensor | None,
-    up: Tensor | None,
-    index: Tensor | None,
-    *rest: Any,
-) -> list[Tensor]:
-    _, _, _, words, numbers, needs, logits_bytes, overwrite, *shard = rest
+def _outputs(hidden: Tensor, *args: Any) -> list[Tensor]:
+    weight, bias, low, up, index, _, _, _, *settings = args
+    words, numbers, needs, logits_bytes, overwrite, *shard = settings
     plans = _plans(words, numbers)
     n, m = hidden.shape[0], hidden.shape[0] if index is None else index.shape[0]
     late = hidden.dtype == torch.float16 and weight is not None
@@ -234,15 +227,9 @@ def _outputs(
     if needs[4] and up is not None:
         outputs[5] = up.shape, up.dtype if only else full
     names = [name for plan in plans for name in plan.names]
+    outputs += [((n,), torch.int64 if r == "predicted_tokens" else full) for r in names]
     return [
-        *(
-            hidden.new_empty(0) if x is None else hidden.new_empty(x[0], dtype=x[1])
-            for x in outputs
-        ),
-        *(
-            hidden.new_empty(n, dtype=torch.int64 if r == "predicted_tokens" else full)
-            for r in names
-        ),
+        hidden.new_empty(0) if x is None else hidden.new_empty(x[0], dtype=x[1]) for x in outputs
     ]
 
 
@@ -274,7 +261,7 @@ def _head_pass(
     cut = VocabularyShard.decode(shard) if shard else None
     if index is not None:
         hidden, row_scales = hidden[index], [r[index] for r in row_scales]
-        slots = [x if x is None or _teacher_head(i) else x[index] for i, x in enumerate(slots)]
+        slots = _take_rows(slots, index)
         live, low = (None if x is None else x[index] for x in (live, low))
     chunks = range(0, max(1, len(hidden)), rows)  # one at least, so that all results exist
     outputs: list[list[Tensor]] = [[] for plan in plans for _ in plan.names]
@@ -296,21 +283,17 @@ def _head_pass(
             out = logits if overwrite else d_hidden[part]
         elif any(needs):
             out = logits
-        term_gradient = [
-            x if x is None or _teacher_head(i) else x[part] for i, x in enumerate(slots)
-        ]
-        scales = [r[part] for r in row_scales]
+        tensors, scales = _take_rows(slots, part), [r[part] for r in row_scales]
         for at in range(0, max(1, len(logits)), piece):
-            values = _run_piece(plans, logits, out, term_gradient, scales, at, piece, cut)
+            values = _run_piece(plans, logits, out, tensors, scales, at, piece, cut)
             for parts, value in zip(outputs, values, strict=True):
                 parts.append(value)
         if out is not None and weight is not None:
             if needs[0]:
                 matmul_into(out, weight, d_hidden[part])
             if needs[1]:
-                d_weights = _add_products(
-                    d_weights, out, _mask_rows(live, part, h), first, only=only
-                )
+                masked = _mask_rows(live, part, h)
+                d_weights = _add_products(d_weights, out, masked, first, only=only)
             if needs[2]:
                 total = out.sum(0, dtype=torch.float32)
                 d_bias = total if d_bias is None else d_bias + total
@@ -336,31 +319,23 @@ def _mask_rows(live: Tensor | None, part: slice, x: Tensor) -> Tensor:
     return x if live is None else x.where(live[part, None], 0)
 
 
-def workspace(
-    hidden: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    low: Tensor | None,
-    up: Tensor | None,
-    index: Tensor | None,
-    *rest: Any,
-) -> int:
+def workspace(hidden: Tensor, *args: Any) -> int:
     """Returns the bytes of a chunk's logits, for arguments of the operator on a GPU."""
-    live, _, _, words, numbers, needs, logits_bytes, _, *shard = rest
+    weight, _, _, _, index, live, _, _, *settings = args
+    words, numbers, needs, logits_bytes, _, *shard = settings
     if weight is None:
         return 0
     plans, count = _plans(words, numbers), hidden.shape[0] if index is None else index.shape[0]
-    chunk_logits = _pass_sizes(hidden, weight, plans, logits_bytes, needs, count, *shard)
-    rows = min(count, chunk_logits.rows)
-    chunk = (rows + chunk_logits.beside * min(rows, chunk_logits.piece)) * pad_vocab(
-        weight.shape[0]
-    )
+    rows, piece, beside = _pass_sizes(hidden, weight, plans, logits_bytes, needs, count, *shard)
+    rows = min(count, rows)
+    chunk = (rows + beside * min(rows, piece)) * pad_vocab(weight.shape[0])
     chunk += 0 if live is None else rows * hidden.shape[1]
     return chunk * hidden.element_size()
 
 
-def _teacher_head(slot: int) -> bool:
-    return slot % SLOTS in (2, 3)
+def _take_rows(slots: Slots, rows: Any) -> Slots:
+    """Returns rows of the terms' tensors, but all of the teachers' heads."""
+    return [x if x is None or i % SLOTS in (2, 3) else x[rows] for i, x in enumerate(slots)]
 
 
 def _scatter_rows(rows: Tensor, index: Tensor | None, n: int, fill: int = 0) -> Tensor:
@@ -385,19 +360,15 @@ def _run_piece(
     z, out_logits = logits[part], None if out is None else out[part]
     out_logits = z if out is logits else out_logits
     several = out_logits is z and len(plans) > 1
-    room = (
-        _allocate_logits(z, z.shape[1]) if several else out_logits
-    )  # others may not overwrite what the last reads
+    # Only the last term may overwrite what all of them read
+    room = _allocate_logits(z, z.shape[1]) if several else out_logits
     values: list[Tensor] = []
     before = None
     for i, plan in enumerate(plans):
-        term_gradient = slots[SLOTS * i : SLOTS * (i + 1)]
-        term_gradient = [
-            x if x is None or _teacher_head(j) else x[part] for j, x in enumerate(term_gradient)
-        ]
+        tensors = _take_rows(slots[SLOTS * i : SLOTS * (i + 1)], part)
         to = out_logits if i == len(plans) - 1 else room
         grad = None if to is None else LogitGradient(row_scales[i][part], to, before)
-        values += _run_term(plan, z, term_gradient, grad, cut)
+        values += _run_term(plan, z, tensors, grad, cut)
         before = to
     return values
 

@@ -48,7 +48,7 @@ class Options:
         if not self.z_loss >= 0:
             raise ValueError(f"z_loss={self.z_loss} is negative")
 
-    def of_logits(self) -> "Options":
+    def without_regularizers(self) -> "Options":
         """Returns softcap and scale alone."""
         return Options(self.softcap, self.logit_scale)
 
@@ -226,11 +226,9 @@ def _may_overwrite(x: Tensor, factor: Tensor) -> bool:
 
 
 def _overwrite(x: Tensor, out: Tensor, factor: Tensor) -> None:
-    if x.device.type == "cuda":
-        with torch.cuda.device(x.device):
+    if not x.is_meta:
+        with torch.cuda.device_of(x):
             _launch_rescale(x, out, factor)
-    elif not x.is_meta:
-        _launch_rescale(x, out, factor)
 
 
 def check_rows(rows: Tensor, **per_row: Tensor | None) -> None:

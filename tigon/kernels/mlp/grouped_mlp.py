@@ -57,17 +57,12 @@ FEW_ROWS = 64  # rows, as in a step of decoding, which should not wait for the d
 def _grouped_product_kernel(
     x,  # descriptor of [S, K]
     weight,  # descriptor of [E, O, K], TRANSPOSED [E, K, O]
-    ends,
-    y,
+    ends, y,
     O,  # noqa: E741
     K,
-    E: tl.constexpr,
-    EXPERTS: tl.constexpr,
-    TRANSPOSED: tl.constexpr,
-    ROWS: tl.constexpr,
-    OUTPUTS: tl.constexpr,
-    STEP: tl.constexpr,
-):
+    E: tl.constexpr, EXPERTS: tl.constexpr, TRANSPOSED: tl.constexpr, ROWS: tl.constexpr,
+    OUTPUTS: tl.constexpr, STEP: tl.constexpr,
+):  # fmt: skip
     """Walks over tiles, which are ordered by expert and then down its rows.
 
     So programs that run at the same time read the same rows and few columns of few matrices.
@@ -84,10 +79,10 @@ def _grouped_product_kernel(
     ):
         e = tl.sum((upto * across <= tile).to(tl.int32))
         down = tl.sum(tl.where(i == e, tiles, 0))
-        place = tile - (tl.sum(tl.where(i < e, tiles, 0))) * across
+        offset = tile - (tl.sum(tl.where(i < e, tiles, 0))) * across
         last = tl.load(ends + e)
-        row = tl.load(ends + e - 1, mask=e > 0, other=0) + (place % down) * ROWS
-        column = place // down * OUTPUTS
+        row = tl.load(ends + e - 1, mask=e > 0, other=0) + (offset % down) * ROWS
+        column = offset // down * OUTPUTS
         total = tl.zeros((ROWS, OUTPUTS), tl.float32)
         for k in range(0, K, STEP):
             a = x.load([row, k])
@@ -167,20 +162,10 @@ def grouped_product(x: Tensor, weight: Tensor, ends: Tensor, *, transposed: bool
         box = [1, step, outputs] if transposed else [1, outputs, step]
         _grouped_product_kernel[(num_sms(x),)](
             TensorDescriptor.from_tensor(x, [rows, step]),
-            TensorDescriptor.from_tensor(weight, box),
-            ends,
-            y,
-            width,
-            x.shape[1],
-            E=experts,
-            EXPERTS=triton.next_power_of_2(experts),
-            TRANSPOSED=transposed,
-            ROWS=rows,
-            OUTPUTS=outputs,
-            STEP=step,
-            num_warps=warps,
-            num_stages=stages,
-        )
+            TensorDescriptor.from_tensor(weight, box), ends, y, width, x.shape[1],
+            E=experts, EXPERTS=triton.next_power_of_2(experts), TRANSPOSED=transposed, ROWS=rows,
+            OUTPUTS=outputs, STEP=step, num_warps=warps, num_stages=stages,
+        )  # fmt: skip
         return y
     matrices = weight if transposed else weight.transpose(1, 2)
     if must_not_sync(x, len(x)):
@@ -275,17 +260,10 @@ def _at_least_fp32(x: Tensor) -> Tensor:
 
 @triton.jit
 def _act_backward_kernel(
-    gate_up,
-    dh,
-    order,
-    weights,
-    dgate_up,
-    weighted,
-    dweights,
+    gate_up, dh, order, weights, dgate_up, weighted, dweights,
     I,  # noqa: E741
-    ACT: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    ACT: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """Differentiates one slot's weight and activation.
 
     dh is the gradient of h = act(gate) * up for a weight of 1: the weight's gradient is their

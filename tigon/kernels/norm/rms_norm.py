@@ -199,23 +199,16 @@ def _scaled(n, weight, scale, dtype, BEFORE, GATED):
 @triton.jit
 def _forward_kernel(
     x,  # these three: pointer and step from row to row
-    residual,
-    gate,
-    weight,
+    residual, gate, weight,
     post_weight,  # of a norm of x before the residual is added
-    y,
-    total,
+    y, total,
     rstd,  # [N] of what is normed last, then [N] of x if that is normed, too
-    N,
-    eps,
-    C: tl.constexpr,
-    OFFSET: tl.constexpr,
-    BEFORE: tl.constexpr,
-    BLOCK: tl.constexpr,
+    N, eps,
+    C: tl.constexpr, OFFSET: tl.constexpr, BEFORE: tl.constexpr, BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
     REUSE_RSTD: tl.constexpr,  # rstd is known
     PDL: tl.constexpr,
-):
+):  # fmt: skip
     pdl_wait(PDL)
     dtype: tl.constexpr = x[0].dtype.element_ty
     columns = tl.arange(0, BLOCK)[None, :]
@@ -255,26 +248,12 @@ def _forward_kernel(
 @triton.jit
 def _backward_kernel(
     x,  # what is normed last; these five: pointer and step from row to row
-    gate,
-    dy,
-    dtotal,
+    gate, dy, dtotal,
     branch,  # what a sandwich norms first
-    weight,
-    post_weight,
-    rstd,
-    dx,
-    dgate,
-    dbranch,
-    partials,
-    N,
-    C: tl.constexpr,
-    OFFSET: tl.constexpr,
-    BEFORE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    ROWS: tl.constexpr,
-    STAGES: tl.constexpr,
-    LATE: tl.constexpr,
-):
+    weight, post_weight, rstd, dx, dgate, dbranch, partials, N,
+    C: tl.constexpr, OFFSET: tl.constexpr, BEFORE: tl.constexpr, BLOCK: tl.constexpr,
+    ROWS: tl.constexpr, STAGES: tl.constexpr, LATE: tl.constexpr,
+):  # fmt: skip
     dtype: tl.constexpr = x[0].dtype.element_ty
     columns = tl.arange(0, BLOCK)[None, :]
     if weight is not None:

@@ -29,7 +29,7 @@ class CodeTables(NamedTuple):
     positive_cells: Tensor
 
     @classmethod
-    def of(cls, signed: tuple[Tensor, Tensor], positive: tuple[Tensor, Tensor]) -> "CodeTables":
+    def build(cls, signed: tuple[Tensor, Tensor], positive: tuple[Tensor, Tensor]) -> "CodeTables":
         """Builds the tables from the values of codes [256], ascending, and the bounds between two
         [255].
         """

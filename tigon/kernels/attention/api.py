@@ -326,14 +326,14 @@ def _plan(
         deterministic=torch.are_deterministic_algorithms_enabled(),
         compiling=compiling,
     )
-    where = mask.backend, q.device.index if gpu else 0, runtime._mode == "reference"
-    choice = select_backend(request, *where)
+    machine = mask.backend, q.device.index if gpu else 0, runtime._mode == "reference"
+    choice = select_backend(request, *machine)
     plan = AttentionPlan(choice, window, softcap, scale)
     if mask.rows or choice.name not in VARLEN_BACKENDS:
         return plan
     sequences = mask.sequences()
     if isinstance(sequences, str):
-        return plan._replace(choice=select_backend(request._replace(layout=sequences), *where))
+        return plan._replace(choice=select_backend(request._replace(layout=sequences), *machine))
     if window is not None and window >= sequences.furthest:
         window = None
     even = not part and sequences.even(mask.tokens * q.shape[0])
@@ -342,7 +342,7 @@ def _plan(
         longest=None if compiling else sequences.furthest,
         window=window is not None,
     )
-    choice = select_backend(request, *where)
+    choice = select_backend(request, *machine)
     if even:
         return AttentionPlan(choice, window, softcap, scale, even=mask.even(sequences.longest))
     return AttentionPlan(choice, window, softcap, scale, sequences=sequences)

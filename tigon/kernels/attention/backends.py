@@ -246,8 +246,7 @@ _missing_reason._dynamo_marked_constant = True  # type: ignore[attr-defined]  # 
 
 
 def survey(device: torch.device, head_dim: int = 128) -> dict[str, BackendChoice]:
-    """Returns the choice of "auto" on this machine for training on 4,096 tokens and for
-    decoding."""
+    """Returns what "auto" takes on this machine for training on 4,096 tokens, and for decoding."""
     gpu, index = device.type == "cuda", device.index or 0
     r = AttentionRequest(
         device.type, capability(index) if gpu else 0, head_dim=head_dim, longest=4096

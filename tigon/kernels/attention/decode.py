@@ -139,8 +139,7 @@ def unpack_int8(x, dtype: tl.constexpr):
 
 @triton.jit
 def load_packed(at, in_range):
-    """Loads new keys or values [TOKENS, D] as int16 [TOKENS, D / 2] of `_quantize`, and the
-    scales."""
+    """Loads new keys or values [TOKENS, D] as `_quantize` packs them, in pairs, and the scales."""
     low = tl.load(at, mask=in_range, other=0.0).to(tl.float32)
     high = tl.load(at + 1, mask=in_range, other=0.0).to(tl.float32)
     scales = tl.div_rn(tl.max(tl.maximum(tl.abs(low), tl.abs(high)), 1), 127.0)

@@ -1,4 +1,4 @@
-"""Which tokens attend to which in a batch, in the forms that attention backends take.
+"""Masks of a batch, in the forms that attention backends take.
 
 # B batch, T query tokens, N = B * T, S key tokens, n sequences, or blocks of tokens
 """
@@ -149,7 +149,7 @@ class Sequences(NamedTuple):
 
 
 class AttentionMask:
-    """Which keys a query sees: causal, inside its own sequence, and never padding.
+    """The keys that each query sees: causal, in its own sequence, and never padding.
 
     `tokens` T queries follow `past` cached ones. `segment_ids` [B, S] number the packed sequences
     in order; `key_mask` bool [B, S] is False on padding. Without `causal` attention is
@@ -299,7 +299,7 @@ class AttentionMask:
 
     @property
     def before(self) -> PrefixVisibility | None:
-        """What tokens see of `prefixes`."""
+        """Returns the ranges of `prefixes` that tokens see."""
         if self.full_mask is not None:
             full = self.full_mask.before
             return None if full is None else full.slice_queries(self.past, self.past + self.tokens)
@@ -478,9 +478,7 @@ class AttentionMask:
 
 
 def _block_bounds(first: int, end: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns the first and last token of each block of tokens [first, end), and whether it is
-    full.
-    """
+    """Returns the first and last token of each block of [first, end), and whether it is full."""
     begins = torch.arange(first, end, BLOCK, device=device)
     return begins, (begins + BLOCK - 1).clamp(max=end - 1), begins + BLOCK <= end
 
@@ -521,9 +519,7 @@ def padded_count(sequences: int) -> int:
 
 
 def round_max_seqlen(longest: int, tokens: int, windows: Iterable[int]) -> int:
-    """Rounds up to a power of two, but not past `tokens` or a length where backend or window
-    change.
-    """
+    """Rounds up to a power of two, but not past `tokens` or a change of backend or window."""
     edges = (MIN_KERNEL_TOKENS - 1, CUDNN_MAX_TOKENS, tokens, *windows)
     return min(
         next_power_of_2(max(longest, MIN_KERNEL_TOKENS)),

@@ -71,8 +71,7 @@ def apply_dropout_ref(x: Tensor, dropout: Dropout) -> Tensor:
 
 @triton.jit
 def keep_mask(streams, first, threshold, COLUMNS: tl.constexpr):
-    """Returns bool [ROWS, COLUMNS] from column `first`, a multiple of 4; streams are int64
-    [ROWS]."""
+    """Returns bool [ROWS, COLUMNS] from column `first`, a multiple of 4; streams are int64."""
     bits = draw_bits(first // 4, tl.arange(0, COLUMNS // 4)[None, :], streams[:, None])
     even = tl.interleave(extract_16_bits(bits, 0), extract_16_bits(bits, 2))
     odd = tl.interleave(extract_16_bits(bits, 1), extract_16_bits(bits, 3))

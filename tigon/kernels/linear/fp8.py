@@ -94,9 +94,7 @@ class _MaximaNote(Note):
 
 
 def note_maxima(x: Tensor, maxima: Maxima) -> None:
-    """Notes the maxima of `x` [..., C] on it, for whoever casts it; called by the operator that
-    wrote x.
-    """
+    """Notes the maxima of `x` [..., C] on it, for its casts; the operator that wrote x calls it."""
     if maxima is not NO_MAXIMA:
         x._maxima = _MaximaNote(x, maxima)  # type: ignore[attr-defined]
 
@@ -115,9 +113,7 @@ def round_up(rows: int) -> int:
 
 
 def compute_scales_ref(largest: Tensor) -> Tensor:
-    """Returns the smallest powers of two from 2^-126 on with `largest` <= 448 * scale, both fp32
-    [R].
-    """
+    """Returns the least powers of two, from 2^-126, with `largest` <= 448 * scale: fp32 [R]."""
     mantissa, exponent = torch.frexp(largest.clamp(min=448 * 2.0**-126) / 448)  # in [0.5, 1)
     exponent = torch.where(mantissa > 0.5, exponent, exponent - 1)
     scale = ((exponent + 127) << 23).view(torch.float32)
@@ -472,9 +468,7 @@ class GatedGradients(NamedTuple):
 def gradients_and_maxima(
     dy: Tensor, gate_up: Tensor, act: Activation, overwrite: bool
 ) -> GatedGradients:
-    """`gradient_and_product` with maxima; it writes the product over `dy`, which must be the
-    caller's.
-    """
+    """`gradient_and_product` with maxima; the product is written over `dy`."""
     if torch._C._len_torch_dispatch_stack() or not has_values(dy):
         gradient, product = gradient_and_product(dy, gate_up, act, overwrite)
         return GatedGradients(gradient, NO_MAXIMA, product, None)
@@ -617,8 +611,7 @@ def fp8_gradient(dy: Tensor, weight: Tensor) -> Tensor:
 def _gated_forward(
     gate_up: Tensor, weight: Tensor, act: Activation, col_maxima: ColumnMaxima
 ) -> Tensor:
-    """Returns [T, N] from gate_up [T, 2 K] and weight [N, K]; backward finds the product's
-    maxima."""
+    """Returns [T, N] from gate_up [T, 2 K] and weight [N, K], without the maxima of the product."""
     b, col_maxima.weight = _cast(weight, True, True)
     return _product(cast_gated_rows(gate_up, act), b, fast=FAST_FORWARD, fused=True)
 

@@ -56,8 +56,7 @@ def is_at_risk(x: Tensor, summands: int, k: int, c: int) -> bool:
 
 
 def reduction_chunks(a: Tensor, b: Tensor) -> list[slice]:
-    """Returns the ranges of the L summands of a [K, L] @ b [L, C] that can be multiplied at
-    once."""
+    """Returns ranges of the L summands of a [K, L] @ b [L, C] to multiply at once."""
     length = len(b)
     if not is_at_risk(a, length, len(a), b.shape[1]):
         return [slice(0, length)]
@@ -118,8 +117,7 @@ def defers_product() -> bool:
 
 
 def placeholder(x: Tensor, columns: int) -> Tensor:
-    """Returns [..., columns] for x [..., C] without memory: the output of a node that only
-    saves."""
+    """Returns [..., columns] without memory: the output of a node that only saves."""
     return x.new_empty(()).expand(*x.shape[:-1], columns)
 
 
@@ -169,8 +167,7 @@ class _RecomputedLinear(torch.autograd.Function):
 
 
 class _GatedLinear(torch.autograd.Function):
-    """`F.linear(product, weight, bias)`, differentiated with respect to the gate_up of
-    `product`."""
+    """`F.linear(product, weight, bias)`, differentiated by the gate_up of `product`."""
 
     @staticmethod
     def forward(ctx: Any, gate_up: Tensor, product: Tensor, *args: Any) -> Tensor:
@@ -283,8 +280,7 @@ class GemvLaunch(NamedTuple):
 
 @functools.cache
 def select_launch(C: int, factors: int) -> GemvLaunch:
-    """Chooses the launch. `factors`: weights of one size that are read together, 2 for gate and
-    up."""
+    """Chooses the launch. `factors`: weights that are read together, 2 for gate and up."""
     block = next_power_of_2(C)
     if block <= BLOCK:
         return GemvLaunch(max(8192 // block // factors, 1), block, warps=4, per_sm=4)

@@ -82,8 +82,7 @@ def group_offsets(matrices: Sequence[int]) -> Tensor:
 
 
 def _nearest_code(x: Tensor, book: Tensor) -> Tensor:
-    """Returns the uint8 index of the nearest number of the book; of two equally near the lower
-    one."""
+    """Returns the uint8 index of the nearest number of the book, of equally near ones the lower."""
     return torch.bucketize(x, (book[1:] + book[:-1]) / 2, out_int32=True).to(torch.uint8)
 
 
@@ -244,9 +243,7 @@ def dequantize_block_fp8_rows(
     stored: torch.dtype,
     dtype: torch.dtype,
 ) -> Tensor:
-    """Returns rows [first, first + count), in plain torch: the definition. `width`: columns of a
-    block.
-    """
+    """Returns rows [first, first + count) in plain torch. `width`: columns of a block."""
     columns = weight.codes.shape[1]
     out = torch.empty(count, columns, dtype=dtype, device=weight.codes.device)
     column_block = torch.arange(columns, device=out.device) // width
@@ -360,9 +357,7 @@ def quantized_linear(
 
 
 def quantized_base(dequantize: Dequantize, inner: BaseLinear) -> BaseLinear:
-    """Returns `quantized_linear` as a base of `lora_linear`, which then ignores the weight's
-    values.
-    """
+    """Returns `quantized_linear` as a base of `lora_linear`, which ignores the weight."""
     return BaseLinear(
         lambda x, _, bias: inner.product(x, dequantize(), bias),
         lambda dy, _: inner.gradient(dy, dequantize()),

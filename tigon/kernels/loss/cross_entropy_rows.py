@@ -58,8 +58,7 @@ class RowLosses:
 
 
 def combine_loss(nll: Tensor, lse: Tensor, mean: Tensor | None, options: Options) -> Tensor:
-    """Returns a row's cross-entropy from its logsumexp and, with smoothing, the mean of its
-    logits."""
+    """Returns cross-entropy from the logsumexp and, with smoothing, the mean of the logits."""
     loss = nll if mean is None else torch.lerp(nll, lse - mean, options.label_smoothing)
     return loss + options.z_loss * lse.square() if options.z_loss else loss
 
@@ -153,9 +152,7 @@ def _rows_kernel(
     z_loss,
     HAS_LSE: tl.constexpr, HOLES: tl.constexpr, BLOCK: tl.constexpr, K: tl.constexpr,
 ):  # fmt: skip
-    """Processes one row per program: a pass for the logsumexp, a second, out of L2, for the
-    gradient.
-    """
+    """Processes a row per program: a pass for the logsumexp, one out of L2 for the gradient."""
     row = tl.program_id(0).to(tl.int64)
     logits += row * stride
     target = tl.load(targets + row)

@@ -25,8 +25,7 @@ _SMALLEST_MIXTURE = tl.constexpr(SMALLEST_MIXTURE)
 
 
 def kl_ref(student: Tensor, teacher: Tensor, beta: float) -> Tensor:
-    """Returns the generalized Jensen-Shannon divergence of each row of log-probabilities [...,
-    V]."""
+    """Returns the generalized Jensen-Shannon divergence of rows of log-probabilities [..., V]."""
     if beta == 0:
         difference = (teacher - student).masked_fill(teacher == -torch.inf, 0)
         return (teacher.exp() * difference).sum(-1)
@@ -42,8 +41,7 @@ def _log_mixture(p: Tensor, teacher: Tensor, beta: float) -> Tensor:
 
 
 def _kl_derivative(a: Tensor, b: Tensor, beta: float) -> Tensor:
-    """Returns the derivative of `kl_ref(a, b, beta)` by a, up to a multiple of exp(a) in each
-    row."""
+    """Returns the derivative of `kl_ref(a, b, beta)` by a, up to multiples of exp(a)."""
     if beta == 0:
         return -b.exp()
     p = a.exp()
@@ -122,9 +120,7 @@ def logit_masses(
     options: Options,
     teacher_options: Options,
 ) -> Tensor:
-    """Returns [N, 4]: the largest logit, and log(sum(exp(logit - largest))), of student and
-    teacher.
-    """
+    """Returns largest logit and log(sum(exp(logit - largest))), student then teacher: [N, 4]."""
     n, vocab = student.shape
     if not runs_triton(student):
         outputs = []
@@ -182,9 +178,7 @@ def _divergence_kernel(
     MIX: tl.constexpr, REVERSE: tl.constexpr, NORMALIZED: tl.constexpr, HAS_MEAN: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Processes one row per program: two passes for the normalizers, one or two for loss and
-    gradient.
-    """
+    """Processes a row per program: two passes to normalize, one or two for loss and gradient."""
     row = tl.program_id(0).to(tl.int64)
     student += row * s_stride
     teacher += row * t_stride

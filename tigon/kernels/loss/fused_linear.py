@@ -198,8 +198,7 @@ class FusedLinearLoss(torch.autograd.Function):
 
 
 class FusedLinearLossBackward(torch.autograd.Function):
-    """`FusedLinearLoss.backward` as a function, so that torch.func raises for a second
-    derivative."""
+    """`FusedLinearLoss.backward`, as a node to torch.func, which has no second derivative."""
 
     @staticmethod
     def forward(p: LossPass, *flat: Any) -> Grads:
@@ -477,8 +476,7 @@ def _finish(
 
 
 def reshape_unaliased(x: Tensor, shape: torch.Size) -> Tensor:
-    """Returns x.view(shape) as no view to autograd: FSDP2 warns of views among a module's
-    outputs."""
+    """Returns x.view(shape) as no view to autograd: FSDP2 warns of views among outputs."""
     return torch.ops.aten._unsafe_view(x, shape)
 
 
@@ -612,8 +610,7 @@ def _prepare_teacher(
 def _prepare_stored(
     tokens: Tensor, logprobs: Tensor, n: int, vocab: int, targets: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Returns stored tokens and log-probabilities [N, K]; rows that do not count may hold
-    anything."""
+    """Returns stored tokens and log-probabilities [N, K]; rows without a target hold anything."""
     if tokens.shape != logprobs.shape or tokens.dim() < 2 or tokens.shape[:-1].numel() != n:
         raise ValueError(
             f"teacher_tokens {tuple(tokens.shape)} and teacher_logprobs {tuple(logprobs.shape)} "

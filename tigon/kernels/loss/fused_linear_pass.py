@@ -41,14 +41,14 @@ class ChunkSizes(NamedTuple):
 
     rows: int  # of a chunk: logits
     piece: int  # of them, for what is held beside the logits
-    beside: int  # tensors of a piece
+    extra: int  # tensors of a piece beside the logits
 
 
 def chunk_sizes(
     hidden: Tensor,
     weight: Tensor | None,
     vocab: int,  # V, of one rank if several share it
-    beside: int,
+    extra: int,
     logits_bytes: int,  # 0: as many as the shapes suggest
     needs: Sequence[bool],  # gradients of hidden, weight, bias, low and up
     count: int,  # m
@@ -56,15 +56,15 @@ def chunk_sizes(
     """Returns sizes for which everything that exists of a chunk fits the budget."""
     budget = logits_bytes or LOGITS_BYTES
     if weight is None:
-        rows = chunk_rows(vocab, hidden, budget // beside) if beside else max(1, hidden.shape[0])
-        return ChunkSizes(rows, rows, beside)
+        rows = chunk_rows(vocab, hidden, budget // extra) if extra else max(1, hidden.shape[0])
+        return ChunkSizes(rows, rows, extra)
     free = runs_triton(hidden) and not logits_bytes
-    if beside:
+    if extra:
         row = _row_bytes(vocab, hidden)
         if free:  # half of all logits
             budget = min(budget, max(CHUNK_BYTES, count * row // 2))
-        piece = chunk_rows(vocab, hidden, min(budget, PIECE_ROWS * row) // (1 + beside))
-        rows = chunk_rows(vocab, hidden, budget - beside * piece * row)
+        piece = chunk_rows(vocab, hidden, min(budget, PIECE_ROWS * row) // (1 + extra))
+        rows = chunk_rows(vocab, hidden, budget - extra * piece * row)
     else:
         rows = chunk_rows(vocab, hidden, budget)
         if free and any(needs):
@@ -74,8 +74,8 @@ def chunk_sizes(
     sums = free and needs[1] and hidden.dtype == torch.bfloat16
     if sums and count - rows <= hidden.shape[1]:
         rows = max(1, count)
-        piece = piece if beside else rows
-    return ChunkSizes(rows, piece, beside)
+        piece = piece if extra else rows
+    return ChunkSizes(rows, piece, extra)
 
 
 def chunk_rows(vocab: int, hidden: Tensor, logits_bytes: int) -> int:
@@ -326,9 +326,9 @@ def workspace(hidden: Tensor, *args: Any) -> int:
     if weight is None:
         return 0
     plans, count = _plans(words, numbers), hidden.shape[0] if index is None else index.shape[0]
-    rows, piece, beside = _pass_sizes(hidden, weight, plans, logits_bytes, needs, count, *shard)
+    rows, piece, extra = _pass_sizes(hidden, weight, plans, logits_bytes, needs, count, *shard)
     rows = min(count, rows)
-    chunk = (rows + beside * min(rows, piece)) * pad_vocab(weight.shape[0])
+    chunk = (rows + extra * min(rows, piece)) * pad_vocab(weight.shape[0])
     chunk += 0 if live is None else rows * hidden.shape[1]
     return chunk * hidden.element_size()
 
@@ -426,13 +426,13 @@ def _pass_sizes(
 ) -> ChunkSizes:
     """Returns the chunk sizes with room for a sum of gradients, a teacher's logits and a copy."""
     several = len(plans) > 1 and any(needs)
-    beside = int(weight is not None and several)
-    beside += any(plan.kind == "divergence" and not plan.normalized for plan in plans)
-    beside += any(plan.kind == "topk" for plan in plans) and (several or weight is None)
+    extra = int(weight is not None and several)
+    extra += any(plan.kind == "divergence" and not plan.normalized for plan in plans)
+    extra += any(plan.kind == "topk" for plan in plans) and (several or weight is None)
     vocab = hidden.shape[1] if weight is None else weight.shape[0]
     if shard:
         vocab = VocabularyShard.decode(shard).share  # so that all ranks have the same chunks
-    return chunk_sizes(hidden, weight, vocab, beside, logits_bytes, needs, count)
+    return chunk_sizes(hidden, weight, vocab, extra, logits_bytes, needs, count)
 
 
 def _allocate_logits(x: Tensor, vocab: int) -> Tensor:
@@ -462,8 +462,7 @@ def _product(
 def _add_products(
     totals: list[Tensor | None], d_logits: Tensor, h: Tensor, first: int, *, only: bool
 ) -> list[Tensor | None]:
-    """Adds a chunk to the weight's gradient, in one tensor or in two, the first with `first`
-    rows."""
+    """Adds a chunk to the weight's gradient: one tensor, or two, the first with `first` rows."""
     columns = d_logits.split([first, d_logits.shape[1] - first], 1)
     return [
         add_product(total, out_logits.T, h, only=only)

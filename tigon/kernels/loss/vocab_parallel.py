@@ -63,8 +63,7 @@ class VocabularyShard(NamedTuple):
         return cls(group, *(int(x) for x in numbers))
 
     def local(self, targets: Tensor) -> Tensor:
-        """Returns targets as columns of this rank's logits, `OTHER_RANK` for those of other
-        ranks."""
+        """Returns targets as columns of this rank's logits, or `OTHER_RANK`."""
         columns = targets - self.first
         on_rank = (columns >= 0) & (columns < self.rows)
         other_targets = torch.where(targets == IGNORE_INDEX, IGNORE_INDEX, OTHER_RANK)

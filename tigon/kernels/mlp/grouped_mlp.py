@@ -293,8 +293,7 @@ def _act_backward_kernel(
 def _act_backward(
     hidden: Tensor, dh: Tensor, order: Tensor, weights: Tensor, act: str
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns the gradient of hidden [S, 2I], h times its weight [S, I], and the weights'
-    gradient."""
+    """Returns gradients of hidden [S, 2I] and of weights, and h times its weight [S, I]."""
     dhidden, weighted = torch.empty_like(hidden), torch.empty_like(dh)
     absent = len(order) < weights.numel()
     dweights = torch.zeros_like(weights) if absent else torch.empty_like(weights)
@@ -492,8 +491,7 @@ def forward_workspace(
 
 
 def backward_workspace(x: Tensor, gate_up: Tensor, down: Tensor, *rest: Any) -> int:
-    """Returns the most bytes that `_backward` uses besides its outputs, made one after the
-    other."""
+    """Returns the most bytes that `_backward` uses besides its outputs, made one by one."""
     low, _, needs_grad, hidden, *_ = rest
     c, inner = down.shape[1:]
     slots, size = len(hidden), x.element_size()

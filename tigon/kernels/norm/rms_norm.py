@@ -329,8 +329,7 @@ def _sum_kernel(partials, out, out2, P, C: tl.constexpr, ROWS: tl.constexpr, COL
 def _sum_partials(
     partials: Tensor, P: int, C: int, out: Tensor, out2: Tensor | None = None
 ) -> None:
-    """Sums [P, C] or [2, P, C] to [C] each: all of P in one step, since the wait for memory is
-    all."""
+    """Sums [P, C] or [2, P, C] to [C] each, in one step: the wait for memory is all."""
     grid = (-(-C // 16), 1 if out2 is None else 2)
     rows = min(next_power_of_2(P), 512)
     _sum_kernel[grid](partials, out, out2, P, C, rows, 16, num_warps=8)

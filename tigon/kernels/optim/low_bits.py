@@ -83,8 +83,7 @@ FACTOR2 = tl.constexpr(0x94D049BB133111EB)
 
 @triton.jit
 def draw_bits(first, at, stream):
-    """Returns 64 random bits, uint64, for each position `first + at`; `at` is int32, not
-    negative."""
+    """Returns 64 random bits for each position `first + at`; `at` is int32, not negative."""
     return _mix(_states(first, at, stream))
 
 

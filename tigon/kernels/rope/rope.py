@@ -153,8 +153,7 @@ def effective_weight(weight, offset, AFTER):
 
 @triton.jit
 def load_weight(weight, offset, HEADS: tl.constexpr, HALF, BLOCK, INTERLEAVED, AFTER):
-    """Loads offset + weight of the rotated dims as pairs, [HEADS, BLOCK] each, all rows the
-    same."""
+    """Loads offset + weight of the rotated dims as pairs [HEADS, BLOCK], all rows the same."""
     rows = tl.zeros((HEADS,), tl.int32)
     first, second = load_pairs(weight, rows, rows == 0, HALF, BLOCK, INTERLEAVED)
     first, second = first.to(weight.dtype.element_ty), second.to(weight.dtype.element_ty)
@@ -286,9 +285,7 @@ def angles(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, int, int]:
 
 
 def dims(head_dim: int, half: int, interleaved: bool) -> tuple[int, int, int, int, bool]:
-    """Returns D, HALF = R / 2, the widths of tiles for HALF and for the D - R that pass; the
-    layout.
-    """
+    """Returns D, HALF = R / 2, tile widths for HALF and for the D - R that pass, the layout."""
     block = triton.next_power_of_2(max(half, 1))
     rest = triton.next_power_of_2(max(head_dim - 2 * half, 1))
     return head_dim, half, block, rest, interleaved
@@ -443,9 +440,7 @@ def _split(qkv: Tensor, heads: int, kv_heads: int) -> tuple[Tensor, Tensor, Tens
 def _norm_heads_backward(
     part, weight, angles, norm, sums, walk, block, COUNT, HEADS, DIMS, AFTER, WEIGHT_GRAD
 ):
-    """Differentiates heads from `block * HEADS` on, of every P-th token; adds weight gradients to
-    `sums`.
-    """
+    """Differentiates heads from `block * HEADS` on, of every P-th token; `sums` are weights'."""
     D: tl.constexpr = DIMS[0]
     HALF: tl.constexpr = DIMS[1]
     BLOCK: tl.constexpr = DIMS[2]

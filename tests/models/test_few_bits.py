@@ -135,7 +135,7 @@ def test_what_it_holds(bases: dict[str, Path]) -> None:
     model = from_pretrained(bases["qwen2"], quantize="nf4", dtype=torch.bfloat16)
     few = [m for m in model.modules() if isinstance(m, Linear)]
     numbers = sum(math.prod(m.weight_meta.shape) for m in few)
-    tables = sum(m.quantized.tables.nbytes + m.quantized.groups.nbytes for m in few)  # type: ignore
+    tables = sum(m.quantized.tables.nbytes + m.quantized.places.nbytes for m in few)  # type: ignore
     assert quantized_bytes(model) - tables < numbers * (0.5 + 1 / 64 + 0.01)
     assert all(p.dtype == torch.bfloat16 and not p.requires_grad for p in model.parameters())
     assert not any("proj.weight" in name for name, _ in model.named_parameters())

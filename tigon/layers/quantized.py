@@ -123,7 +123,7 @@ class NF4Weight(QuantizedWeight):
     def allocate(self, device: torch.device) -> None:
         super().allocate(device)
         tensors = self._stored()
-        tensors.groups.copy_(quantized.group_offsets(self.matrices))
+        tensors.places.copy_(quantized.group_offsets(self.matrices))
         tensors.tables.copy_(torch.cat([quantized.NF4_VALUES, quantized.SCALE_VALUES]))
 
     def store(self, weight: Tensor) -> None:

@@ -56,7 +56,7 @@ class NF4Tensor(NamedTuple):
     scales: Tensor  # uint8 [b], of each block
     steps: Tensor  # fp32 [g], of each group of scales
     offsets: Tensor  # fp32 [g], the mean that was taken from its matrix's scales
-    groups: Tensor  # int64 [g + 1, 3]: the first number, byte of codes and block of each group
+    places: Tensor  # int64 [g + 1, 3]: the first number, byte of codes and block of each group
     tables: Tensor  # fp32 [16 + 256], what codes and scales mean
 
 
@@ -70,7 +70,7 @@ def packed_sizes(numbers: int) -> tuple[int, int, int]:
 
 
 def group_offsets(matrices: Sequence[int]) -> Tensor:
-    """Returns `NF4Tensor.groups` for matrices of these numbers of elements."""
+    """Returns `NF4Tensor.places` for matrices of these numbers of elements."""
     rows, number, byte, block = [], 0, 0, 0
     for numbers in matrices:
         code_bytes, blocks, groups = packed_sizes(numbers)

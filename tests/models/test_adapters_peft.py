@@ -59,7 +59,7 @@ def gradients(model: CausalLM) -> dict[str, Tensor]:
         grad = parameters[name].grad
         if grad is not None:
             for part in parts:
-                ((_, start, rows),) = part.slices
+                ((_, start, rows),) = part.rows
                 found[f"base_model.model.{part.name}"] = grad.narrow(0, start, rows)
     return found
 

@@ -37,7 +37,7 @@ def gradients(model: CausalLM, *, missing: bool = False) -> dict[str, Tensor]:
             if grad is None:
                 assert missing, name
                 continue
-            ((_, start, rows),) = part.slices
+            ((_, start, rows),) = part.rows
             found[part.name] = grad.narrow(0, start, rows)
     return found
 

@@ -354,7 +354,7 @@ SMOKE: dict[ModuleType, tuple[Callable[[Patch, Path], list[str]], Callable[[Reco
 }
 
 
-SLOW = (compare, recipes, train_curves)  # several processes, or whole runs
+SLOW = (compare, preference, recipes, train_curves)  # several processes, or whole runs
 
 
 def failures(record: Any) -> list[str]:

@@ -767,7 +767,7 @@ def _build_low_precision(
     **defaults: Any,
 ) -> Optimizer:
     runs: dict[Tensor, tuple[PositionRun, ...]] = {}
-    cuts: Mapping[str, ShardSpec] = getattr(model, "cuts", {})
+    cuts: Mapping[str, ShardSpec] = getattr(model, "shard_specs", {})
     count = 0
     for name, p in model.named_parameters():
         own, row = local_rows(name, p)

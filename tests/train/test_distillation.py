@@ -100,6 +100,7 @@ def definition(workspace, teacher) -> Definition:
     return Definition(workspace, teacher)
 
 
+@pytest.mark.slow(first=2)
 @settings
 def test_a_live_teacher(workspace, teacher, definition, beta, t, weight):
     name = f"live-{beta}-{t}-{weight}"
@@ -112,6 +113,7 @@ def test_a_live_teacher(workspace, teacher, definition, beta, t, weight):
         assert workspace.metrics(name, f"{prefix}kl")[0] == pytest.approx(kl, rel=1e-5)
 
 
+@pytest.mark.slow(first=2)
 @settings
 def test_stored_distributions(workspace, definition, beta, t, weight):
     path = workspace.root / f"stored-{t}.jsonl"
@@ -196,6 +198,7 @@ def test_a_teacher_with_nan_is_named(workspace, tmp_path, value):
         main(workspace.settings("broken", **ALL, teacher=broken))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tied", [False, True])
 def test_rows_of_a_teacher_that_belong_to_no_token_are_left_out(workspace, tmp_path, tied):
     """As if transformers had cut them off, on one rank and on two that divide the vocabulary."""
@@ -219,6 +222,7 @@ def test_rows_of_a_teacher_that_belong_to_no_token_are_left_out(workspace, tmp_p
 ROW = {"input_ids": [5, 6], "teacher_tokens": [[], [1]], "teacher_logprobs": [[], [-0.1]]}
 
 
+@pytest.mark.slow(first=4)
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

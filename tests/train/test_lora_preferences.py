@@ -57,6 +57,7 @@ def test_recomputed_blocks(workspace, settings):
     assert curves(workspace, "recomputed") == curves(workspace, "one")
 
 
+@pytest.mark.slow(first=1)
 @pytest.mark.parametrize("more", [{}, {"lora.quantize": "nf4"}, {"task": "reward"}])
 def test_packed_and_padded(workspace, settings, more):
     """All rows in each step; under an adapter, over four bits, and with a new head."""

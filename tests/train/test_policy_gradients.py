@@ -83,6 +83,7 @@ def definition(
     return total / counts.get(kind, tokens)
 
 
+@pytest.mark.slow(first=4)
 @pytest.mark.parametrize("beta", [0.0, 0.1])
 @pytest.mark.parametrize("kind", CASES)
 def test_the_first_loss_is_the_definition(workspace, data, other, kind, beta):
@@ -97,6 +98,7 @@ def test_the_first_loss_is_the_definition(workspace, data, other, kind, beta):
     assert workspace.metrics(name, "reward_std")[0] == pytest.approx(rewards.std(ddof=1), rel=1e-12)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("kind", ["dapo", "grpo"])
 def test_ranks_packing_and_resuming_change_nothing(workspace, data, kind):
@@ -189,6 +191,7 @@ def test_advantages_are_those_of_trl():
 TEXT = {"prompt": "the model", "completions": [" reads", " says"], "rewards": [1, 0]}
 
 
+@pytest.mark.slow(first=4)
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -215,6 +218,7 @@ def test_bad_rows_are_refused(workspace, tmp_path, changes, message):
         main(workspace.settings("bad", task="grpo", data=path, steps=1))
 
 
+@pytest.mark.slow
 def test_rows_that_teach_nothing_are_counted(workspace, tmp_path, capsys):
     equal, zero = TEXT | {"rewards": [0.1, 0.1]}, TEXT | {"rewards": None, "advantages": [0, 0]}
     one = TEXT | {"completions": [" reads"], "rewards": None, "advantages": [2]}

@@ -67,6 +67,7 @@ def assert_same(workspace: Any, run: str, other: str, *, last: int = 4, rel: flo
         assert curve == pytest.approx(expected, rel=rel, abs=rel / 10, nan_ok=True), key
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("task", [*PAIRED, "kto"])
 def test_ranks_packing_and_resuming_change_nothing(workspace, settings, task):
@@ -86,6 +87,7 @@ def test_ranks_packing_and_resuming_change_nothing(workspace, settings, task):
         assert_same(workspace, f"{task}-{name}", f"{task}-packed", rel=2e-4)
 
 
+@pytest.mark.slow
 def test_kto_of_pairs(workspace, settings, tmp_path):
     """As of the same answers with labels, where the mismatched ones do not matter."""
     rows = preferences.pairs(6, 5)
@@ -122,6 +124,7 @@ def test_answers_of_one_kind_alone_have_no_margin(workspace, settings, tmp_path,
         assert re.search(r"rewards/chosen +-  .*rewards/margins +-  ", text) and "nan" not in text
 
 
+@pytest.mark.slow
 def test_kto_says_which_weights_balance_its_answers(workspace, settings, tmp_path, capsys):
     rows = preferences.labelled(9)
     files = {
@@ -150,12 +153,14 @@ def test_kto_says_which_weights_balance_its_answers(workspace, settings, tmp_pat
     assert "data: all answers are desired, by" in said(files["good"])
 
 
+@pytest.mark.slow
 def test_the_first_loss_is_that_of_no_change(workspace, settings):
     main(settings("first", "dpo", steps=1))
     assert workspace.metrics("first", "loss")[0] == pytest.approx(np.log(2), rel=1e-6)
     assert workspace.metrics("first", "rewards/margins")[0] == pytest.approx(0, abs=1e-6)
 
 
+@pytest.mark.slow
 def test_references_are_computed_once_and_checked(workspace, settings, capsys):
     def run(name: str, **changes: Any) -> list[str]:
         main(settings(name, "dpo", **changes))
@@ -177,6 +182,7 @@ def test_references_are_computed_once_and_checked(workspace, settings, capsys):
         assert_same(workspace, name, "cached")
 
 
+@pytest.mark.slow
 def test_resuming_without_the_cache_asks_the_initial_model(
     workspace, settings, monkeypatch, tmp_path
 ):
@@ -186,6 +192,7 @@ def test_resuming_without_the_cache_asks_the_initial_model(
     assert_same(workspace, "lost", "kept", last=2)
 
 
+@pytest.mark.slow
 def test_resuming_with_another_reference_or_without_its_files(workspace, settings, tmp_path):
     model = write_model(tmp_path / "model")
     run = settings("begun", "dpo", model=model, steps=4, save_every=2, eval_data="[]")
@@ -245,6 +252,7 @@ def test_a_reference_of_other_tokens_is_refused(workspace, settings, tmp_path):
         main(settings("foreign", "dpo", reference=other, data=nowhere))
 
 
+@pytest.mark.slow
 def test_a_stream_asks_the_reference_at_each_step(workspace, settings):
     same = {"steps": 4, "batch_size": 64}
     main(settings("whole", "dpo", **same))
@@ -252,6 +260,7 @@ def test_a_stream_asks_the_reference_at_each_step(workspace, settings):
     assert_same(workspace, "stream", "whole", rel=2e-4)
 
 
+@pytest.mark.slow
 def test_adapters_are_taken_off_for_the_reference(workspace, settings, monkeypatch):
     """As a model with adapters would have it, whose base does not change."""
     from contextlib import contextmanager
@@ -317,6 +326,7 @@ def test_bad_rows_end_the_run_with_their_line(workspace, settings, tmp_path, cap
     assert "1 of 2 rows skipped as bad" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_long_answers_are_cut_or_left_out_and_counted(workspace, settings, tmp_path, capsys):
     rows = preferences.pairs(3)
     long = rows[0] | {"chosen": preferences.message("assistant", "words " * 100)}
@@ -344,6 +354,7 @@ def test_long_answers_are_cut_or_left_out_and_counted(workspace, settings, tmp_p
     assert "data: 5 pairs, " in said and "longer than" not in said
 
 
+@pytest.mark.slow
 def test_answers_that_are_equal_once_cut_are_left_out(
     workspace, settings, tmp_path, capsys, monkeypatch
 ):
@@ -389,6 +400,7 @@ def test_a_stream_says_before_that_pairs_may_not_fit(world):
         assert said("seq_len=512", fits) is None
 
 
+@pytest.mark.slow(first=1)
 @pytest.mark.parametrize("task", ["dpo", "orpo", "kto"])
 def test_a_dry_run_times_steps_and_memory_is_estimated(workspace, settings, task, capsys):
     main([*settings(f"dry-{task}", task), "--dry-run"])

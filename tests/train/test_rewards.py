@@ -36,6 +36,7 @@ def classifier(workspace) -> Any:
     return directory
 
 
+@pytest.mark.slow(first=1)
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("center", [0.0, 0.01])
 def test_trl(workspace, classifier, center):
@@ -83,6 +84,7 @@ def test_transformers_loads_the_export_and_gives_the_same_scores(workspace, data
     main(workspace.settings("goes-on", task="reward", data=data, steps=1, model=path))
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_ranks_packing_and_resuming_change_nothing(workspace, data, classifier):
     same = {"task": "reward", "data": data, "steps": 4, "max_grad_norm": 0, "eval_data": data}

@@ -154,13 +154,6 @@ def test_kto_says_which_weights_balance_its_answers(workspace, settings, tmp_pat
 
 
 @pytest.mark.slow
-def test_the_first_loss_is_that_of_no_change(workspace, settings):
-    main(settings("first", "dpo", steps=1))
-    assert workspace.metrics("first", "loss")[0] == pytest.approx(np.log(2), rel=1e-6)
-    assert workspace.metrics("first", "rewards/margins")[0] == pytest.approx(0, abs=1e-6)
-
-
-@pytest.mark.slow
 def test_references_are_computed_once_and_checked(workspace, settings, capsys):
     def run(name: str, **changes: Any) -> list[str]:
         main(settings(name, "dpo", **changes))
@@ -258,33 +251,6 @@ def test_a_stream_asks_the_reference_at_each_step(workspace, settings):
     main(settings("whole", "dpo", **same))
     main(settings("stream", "dpo", **same, streaming="true", shuffle_window=64))
     assert_same(workspace, "stream", "whole", rel=2e-4)
-
-
-@pytest.mark.slow
-def test_adapters_are_taken_off_for_the_reference(workspace, settings, monkeypatch):
-    """As a model with adapters would have it, whose base does not change."""
-    from contextlib import contextmanager
-
-    from tigon.models import CausalLM
-
-    bases: list[Any] = []
-
-    @contextmanager
-    def adapters_disabled(self):
-        own = {name: p.detach().clone() for name, p in self.named_parameters()}
-        bases.append(own) if not bases else None
-        with torch.no_grad():
-            for name, p in self.named_parameters():
-                p.copy_(bases[0][name])
-            yield
-            for name, p in self.named_parameters():
-                p.copy_(own[name])
-
-    main(settings("stored", "dpo"))
-    monkeypatch.setattr(CausalLM, "adapters_disabled", adapters_disabled, raising=False)
-    main(settings("live", "dpo"))
-    assert not list((cache_root() / "reference").glob("*.npy"))[2:]
-    assert_same(workspace, "live", "stored", rel=2e-4)
 
 
 NEEDED = ["run_dir=a", "model=m", "data=a.jsonl"]

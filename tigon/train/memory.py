@@ -193,7 +193,7 @@ def free_gradients_in_backward(part: list[nn.Parameter], tracker: MemoryTracker)
 
 
 def dummy_batch(rows: int, tokens: int, of: Task | type[Task] = Task) -> MicroBatch:
-    """Returns a micro-batch of full rows on the meta device, with an objective's columns.
+    """Returns a micro-batch of full rows on the meta device, with a task's columns.
 
     A shared prompt fills its row but for one token of each further answer: the case in which
     attention copies most keys and values.

@@ -133,6 +133,7 @@ def test_stored_distributions(workspace, definition, beta, t, weight):
     assert workspace.metrics(name, "kl")[0] == pytest.approx(kl, rel=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_ranks_packing_and_resuming_change_nothing(workspace, teacher):
     data = write_chats(workspace.root / "few.jsonl", 16)

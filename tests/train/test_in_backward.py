@@ -290,7 +290,7 @@ def one_is_wrong(settings: list[str]) -> None:
     main(settings)
 
 
-@pytest.mark.slow(first=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("dimension", ["tensor", "context"])
 def test_ranks_with_the_same_rows_skip_together(workspace, dimension):
     run = f"skipping-{dimension}"

@@ -50,7 +50,7 @@ def test_experts_are_balanced_and_ranks_agree(workspace, data, tmp_path, task):
     assert balanced == (task != "reward")  # as in transformers, whose scores have no such loss
 
 
-@pytest.mark.slow(first=1)
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("task", ["dpo", "kto", "reward"])
 def test_gradients_alone_may_be_divided(workspace, data, tmp_path, task):
@@ -95,7 +95,7 @@ class Largest(TorchDispatchMode):
         return out
 
 
-@pytest.mark.slow(first=2)
+@pytest.mark.slow(first=1)
 @pytest.mark.parametrize("task", ["dpo", "orpo", "kto", "grpo", "distill"])
 def test_no_logits_of_all_tokens_exist(workspace, data, tmp_path, task):
     own: dict[str, Any] = {"task": task, "data": data.get(task, workspace.data)}

@@ -119,7 +119,7 @@ GROUPS: dict[str, dict[str, Any]] = {
 CASES |= {name: {"task": "grpo", "seq_len": 64, **own} for name, own in GROUPS.items()}
 
 
-FAST = {"dpo", "reward", "adapters", "window", "dapo", "reference", "groups in windows", "cut"}
+FAST = {"dpo", "reward", "adapters", "window", "dapo", "groups in windows"}
 
 
 @pytest.mark.parametrize(
@@ -231,6 +231,7 @@ def test_held_out_rows(workspace, settings, twice, task):
         assert found == pytest.approx(expected, rel=1e-5, abs=2e-6), key
 
 
+@pytest.mark.slow(first=1)
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("task", KEYS)
 def test_two_ranks(workspace, settings, task):

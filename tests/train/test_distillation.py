@@ -16,6 +16,7 @@ from torch import Tensor
 
 import tigon
 from tests.small import write_chats, write_model
+from tests.train import preferences
 from tests.train.ranks import train_on
 from tigon.data import TopEncoder
 from tigon.train import load, main
@@ -139,21 +140,12 @@ def test_ranks_packing_and_resuming_change_nothing(workspace, teacher):
     data = write_chats(workspace.root / "few.jsonl", 16)
     same = {"task": "distill", "data": data, "teacher": teacher, "beta": 0.5, "steps": 4}
     same |= {"cross_entropy_weight": 0.5, "temperature": 1.5, "max_grad_norm": 0}
-    main(workspace.settings("curve", **same, save_every=2))
-    source = workspace.root / "curve/checkpoints/step-00000002"
-    main(workspace.settings("resumed", **same, resume=source))
-    train_on(2, workspace.settings("two", **same))
-    main(workspace.settings("packed", **same, batch_size=64))
-    for name, packing in (("padded", "false"), ("parts", "true")):
-        ways = {"packing": packing, "micro_batch_size": 4}
-        main(workspace.settings(name, **same, batch_size=64, **ways))
-    for key in ("loss", "grad_norm", "accuracy", "kl"):
-        curve = workspace.metrics("curve", key)
-        assert workspace.metrics("resumed", key) == curve[2:]
-        assert workspace.metrics("two", key) == pytest.approx(curve, rel=1e-4), key
-        packed = workspace.metrics("packed", key)
-        for name in ("padded", "parts"):
-            assert workspace.metrics(name, key) == pytest.approx(packed, rel=1e-4), key
+
+    def make(run: str, **changes: Any) -> list[str]:
+        return workspace.settings(run, **same | changes)
+
+    keys = ("loss", "grad_norm", "accuracy", "kl")
+    preferences.assert_same_in_every_layout(workspace, make, "curve", keys, rel=1e-4)
     whole = {"batch_size": 64, "micro_batch_size": 64}
     main(workspace.settings("falls", task="distill", teacher=teacher, steps=12, **whole))
     assert workspace.metrics("falls", "kl")[-1] < 0.7 * workspace.metrics("falls", "kl")[0]

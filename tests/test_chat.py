@@ -59,7 +59,7 @@ def test_the_system_message_comes_first_and_can_change(chat: Chat) -> None:
     chat.reset()
     chat.use_system("the model says words back to whoever asked it")
     assert say(chat, "hello") != plain
-    ids = chat._ids(chat.messages[:1])
+    ids = chat._encode(chat.messages[:1])
     assert chat.tokenizer.decode(ids).startswith("<|im_start|>system\nthe model says")
 
 
@@ -69,7 +69,7 @@ def test_the_oldest_turns_are_forgotten(chat: Chat, capsys: pytest.CaptureFixtur
     counts = [chat.answer(f"{i} {text}", lambda piece: None) for i in range(6)]
     assert counts[0] == 0 and counts[-1] >= 2 and all(count % 2 == 0 for count in counts)
     assert chat.messages[0]["role"] == "user" and chat.messages[0]["content"][0] != "0"
-    assert len(chat._ids(chat.messages[:-1])) <= 512 - 12
+    assert len(chat._encode(chat.messages[:-1])) <= 512 - 12
     with pytest.raises(ValueError, match=r"too long: \d+ tokens, and the model's context is 512"):
         chat.answer("words " * 600, lambda piece: None)
     assert chat.messages[-2]["content"].startswith("5 words")  # nothing has changed
@@ -90,33 +90,24 @@ def test_a_stopped_answer_is_remembered(chat: Chat) -> None:
     assert len(chat.messages) == 4
 
 
-def piped(
-    chat: Chat, text: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> tuple[list[str], str]:
-    monkeypatch.setattr(sys, "stdin", io.StringIO(text))
-    talk(chat, "tiny")
-    out, err = capsys.readouterr()
-    return out.splitlines(), err
-
-
-def test_lines_in_answers_out(
-    chat: Chat, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_lines_in_answers_out(chat, monkeypatch, capsys):
     first = say(chat, "hello")
     chat.reset()
     text = "hello\n\n/reset\nhello\n/nothing\n/system be brief\n/help\n/exit\nnever said\n"
-    out, err = piped(chat, text, monkeypatch, capsys)
-    assert out == [*first.splitlines(), *first.splitlines()]
-    assert "(a new conversation)" in err and "(system message: be brief)" in err
-    assert "no command /nothing; there are /reset" in err and "/exit" in err
+    for typed, answers, notes in (
+        (text, 2, ("(a new conversation)", "(system message: be brief)", "/exit",
+                   "no command /nothing; there are /reset")),
+        ("\udcff\n" + "words " * 600, 0, ("not UTF-8 text", "too long")),
+    ):  # fmt: skip
+        monkeypatch.setattr(sys, "stdin", io.StringIO(typed))
+        talk(chat, "tiny")
+        out, err = capsys.readouterr()
+        assert out.splitlines() == first.splitlines() * answers
+        assert all(note in err for note in notes)
     assert chat.system == "be brief"
-    out, err = piped(chat, "\udcff\n" + "words " * 600, monkeypatch, capsys)
-    assert out == [] and "not UTF-8 text" in err and "too long" in err
 
 
-def test_a_terminal_does_not_follow_what_a_model_says(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_terminal_does_not_follow_what_a_model_says(monkeypatch, capsys):
     text = "\tred \x1b[31m, the clipboard \x1b]52;c;eA==\x07, \x9b2J, gone\b\x7f\rover\r\né\n"
     print_text(text)
     assert capsys.readouterr().out == text
@@ -126,7 +117,7 @@ def test_a_terminal_does_not_follow_what_a_model_says(
     assert capsys.readouterr().out == shown
 
 
-def test_templates_without_turns_or_system(tmp_path: Path) -> None:
+def test_templates_without_turns_or_system(directory, tmp_path, capfd):
     model = write_model(tmp_path / "model")
     config = model / "tokenizer_config.json"
     values = json.loads(config.read_text())
@@ -143,20 +134,12 @@ def test_templates_without_turns_or_system(tmp_path: Path) -> None:
     assert chat.system is None and isinstance(say(chat, "hello"), str)
     del values["chat_template"]
     config.write_text(json.dumps(values))
-    assert main(["chat", str(model)]) == 1
-
-
-def test_no_template_names_generate(
-    directory: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    bare = write_model(tmp_path / "bare")
-    config = json.loads((bare / "tokenizer_config.json").read_text())
-    del config["chat_template"]
-    (bare / "tokenizer_config.json").write_text(json.dumps(config))
-    assert main(["chat", str(bare)]) == 1
-    assert "has no chat template, so it knows no turns: `tigon generate`" in capfd.readouterr().err
-    assert main(["chat", str(directory), "--max-new-tokens", "0"]) == 1
-    assert "max_new_tokens=0 must be at least 1" in capfd.readouterr().err
+    for arguments, message in (
+        ([str(model)], "has no chat template, so it knows no turns: `tigon generate`"),
+        ([str(directory), "--max-new-tokens", "0"], "max_new_tokens=0 must be at least 1"),
+    ):
+        assert main(["chat", *arguments]) == 1
+        assert message in capfd.readouterr().err
 
 
 ENDLESS = """
@@ -229,7 +212,7 @@ def test_in_a_terminal(directory: Path) -> None:
 def test_a_signal_at_the_prompt_gives_the_terminal_its_echo_back(number):
     signal.signal(number, signal.SIG_DFL)  # which nohup has ignored
     ours, theirs = pty.openpty()
-    program = "from tigon.cli.chat import read_lines; next(read_lines(True))"
+    program = "from tigon.cli.terminal import read_lines; next(read_lines(True))"
     process = subprocess.Popen([sys.executable, "-c", program], stdin=theirs, stdout=theirs)
     try:
         seen, end = b"", time.monotonic() + 120

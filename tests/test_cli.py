@@ -18,7 +18,9 @@ from tigon.cli import main
 COMMANDS = (
     "generate", "chat", "train", "plan", "report", "data", "eval", "export", "push", "info"
 )  # fmt: skip
-QUICK = ("'-h'", "'trian', 'c.yaml'")
+HEAVY = ["torch", "huggingface_hub", "tokenizers", "numpy"]
+SEVERAL = "num_return_sequences=2, and a command writes one text: set it to 1 there, or call"
+Capture = pytest.CaptureFixture[str]
 SCRIPT = Path(sys.executable).with_name("tigon")
 
 
@@ -37,46 +39,45 @@ def test_version(command: list[str]) -> None:
     assert (done.returncode, done.stdout) == (0, f"tigon {tigon.__version__}\n")
 
 
-def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_names_every_command(capsys: Capture) -> None:
     with pytest.raises(SystemExit, match="0"):
         main(["--help"])
-    listed = [
-        line.split()[0] for line in capsys.readouterr().out.splitlines() if line[:4] == "    "
-    ]
-    assert tuple(listed) == COMMANDS
+    lines = capsys.readouterr().out.splitlines()
+    assert tuple(line.split()[0] for line in lines if line[:4] == "    ") == COMMANDS
 
 
 @pytest.mark.parametrize(
-    "code",
+    ("code", "modules"),
     [
-        "import tigon",
-        *(f"import sys; sys.argv = ['tigon', {rest}]; tigon.cli.main()" for rest in QUICK),
+        ("import tigon", HEAVY),
+        ("main(['-h'])", HEAVY),
+        ("main(['trian', 'c.yaml'])", HEAVY),
+        ("main(['info', MODEL])", ["torch", "numpy", "tokenizers", "tigon.train"]),
+        ("main(['report', RUN])", ["torch", "tokenizers"]),
+        pytest.param(
+            "import tigon.cli.commands, tigon.train",
+            ["transformers", "matplotlib", "tensorboard", "gguf"],
+            marks=pytest.mark.slow,
+        ),
     ],
 )
-def test_starts_without_heavy_imports(code: str) -> None:
-    report = (
-        "import atexit, sys, tigon, tigon.cli; atexit.register(lambda: print("
-        "[m for m in ('torch', 'huggingface_hub', 'tokenizers', 'numpy') if m in sys.modules]));"
+def test_modules_that_commands_do_not_import(code, modules, directory, tmp_path):
+    (tmp_path / "config.yaml").write_text("steps: 1\n")
+    program = (
+        f"import atexit, sys, tigon; from tigon.cli import main; MODEL, RUN = sys.argv[1:]\n"
+        f"atexit.register(lambda: print([m for m in {modules} if m in sys.modules]))\n{code}"
     )
-    done = subprocess.run([sys.executable, "-c", report + code], capture_output=True, text=True)
-    assert done.stdout.endswith("[]\n"), done.stderr
-
-
-def test_commands_import_nothing_optional() -> None:
-    names = "('transformers', 'matplotlib', 'tensorboard', 'gguf')"
-    code = (
-        "import sys, tigon.cli.commands, tigon.train; "
-        f"print([m for m in {names} if m in sys.modules])"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.stdout == "[]\n", done.stderr
+    command = [sys.executable, "-c", program, str(directory), str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.stdout.endswith("[]\n"), done
+    assert "MODEL" not in code or "architecture  LlamaForCausalLM" in done.stdout
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         ("generate ./none hi", "no directory ./none"),
-        ("generate not-a-name/at/all hi", "neither an existing directory nor the name of a hub"),
+        ("generate not-a-name/at/all hi", "no directory not-a-name/at/all (absolute: "),
         ("generate MODEL hi --device nowhere", "--device nowhere: "),
         ("generate MODEL hi --device cuda:99", "--device cuda:99: "),
         ("generate MODEL hi --raw --system x", "--raw and --system: a raw text has no system"),
@@ -99,13 +100,7 @@ def test_commands_import_nothing_optional() -> None:
         ("train none.yaml", "no config file none.yaml"),
     ],
 )
-def test_errors_are_one_line(
-    directory: Path,
-    tmp_path: Path,
-    capfd: pytest.CaptureFixture[str],
-    arguments: str | list[str],
-    message: str,
-) -> None:
+def test_errors_are_one_line(directory, tmp_path, capfd, arguments, message):
     places = {"MODEL": directory, "NEW": tmp_path / "new", "FOLDER": tmp_path}
     for name, content in (("EMPTY", ""), ("BAD", '{"text": "a b"}\n{"text"\n')):
         places[name] = tmp_path / f"{name.lower()}.jsonl"
@@ -135,18 +130,14 @@ def test_errors_are_one_line(
         ([], "the following arguments are required: COMMAND"),
     ],
 )
-def test_usage_errors(
-    capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
-) -> None:
+def test_usage_errors(capsys: Capture, arguments: list[str], message: str) -> None:
     with pytest.raises(SystemExit, match="2"):
         main(arguments)
     assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("errors", ["strict", "surrogateescape"])
-def test_input_that_is_no_text(
-    directory: Path, errors: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_input_that_is_no_text(directory, errors, capfd, monkeypatch):
     stream = io.TextIOWrapper(io.BytesIO(b"caf\xe9"), encoding="utf-8", errors=errors)
     monkeypatch.setattr(sys, "stdin", stream)
     assert main(["generate", str(directory), "-"]) == 1
@@ -154,7 +145,7 @@ def test_input_that_is_no_text(
     assert capfd.readouterr() == ("", expected)
 
 
-def test_generate_ends_after_a_text(directory: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_generate_ends_after_a_text(directory: Path, capfd: Capture) -> None:
     command = ["generate", str(directory), "hi", "--max-new-tokens", "24"]
     assert main(command) == 0
     text = capfd.readouterr().out[:-1]
@@ -168,9 +159,7 @@ def test_generate_ends_after_a_text(directory: Path, capfd: pytest.CaptureFixtur
         assert end <= len(out) < end + 12  # a token may go on
 
 
-def test_generate_warns_of_what_was_asked_alone(
-    directory: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_generate_warns_of_what_was_asked_alone(directory: Path, capfd: Capture) -> None:
     command = ["generate", str(directory), "hi", "--max-new-tokens", "2"]
     for arguments, message in (
         (["--seed", "3"], "seed has no effect"),
@@ -184,28 +173,21 @@ def test_generate_warns_of_what_was_asked_alone(
         assert err.count("\n") == bool(message)
 
 
-@pytest.mark.parametrize("command", [["generate", "hi", "--max-new-tokens", "4"], ["chat"]])
-def test_files_that_ask_for_several_texts_are_an_error(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str], command: list[str]
-) -> None:
+@pytest.mark.parametrize(
+    ("command", "settings", "message"),
+    [
+        (["generate", "MODEL", "hi"], {"num_return_sequences": 2}, SEVERAL),
+        (["chat", "MODEL"], {"num_return_sequences": 2}, SEVERAL),
+        (["generate", "MODEL", "hi"], {"min_new_tokens": 10**21}, "min_new_tokens=1"),
+    ],
+)
+def test_settings_of_a_model_that_no_command_follows(tmp_path, capfd, command, settings, message):
     path = write_model(tmp_path / "model")
-    settings = {"do_sample": True, "num_return_sequences": 2}
-    (path / "generation_config.json").write_text(json.dumps(settings))
-    assert main([command[0], str(path), *command[1:]]) == 1
-    assert capfd.readouterr().err == (
-        f"tigon {command[0]}: {path}/generation_config.json: num_return_sequences=2, and a command "
-        "writes one text: set it to 1 there, or call generate in Python\n"
-    )
-
-
-def test_numbers_beyond_all_use_name_file_and_key(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    path = write_model(tmp_path / "model")
-    (path / "generation_config.json").write_text(json.dumps({"min_new_tokens": 10**21}))
-    assert main(["generate", str(path), "hi"]) == 1
+    (path / "generation_config.json").write_text(json.dumps({"do_sample": True, **settings}))
+    assert main([str(path) if word == "MODEL" else word for word in command]) == 1
     err = capfd.readouterr().err
-    assert "generation_config.json: min_new_tokens=1" in err and err.count("\n") == 1
+    assert err.startswith(f"tigon {command[0]}: {path}/generation_config.json: {message}")
+    assert err.count("\n") == 1
 
 
 def test_ends_beyond_the_vocabulary_do_no_harm(tmp_path: Path) -> None:
@@ -213,9 +195,7 @@ def test_ends_beyond_the_vocabulary_do_no_harm(tmp_path: Path) -> None:
     assert main(["generate", str(model), "hi", "--max-new-tokens", "2"]) == 0
 
 
-def test_a_hub_out_of_reach_is_for_a_shell(
-    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_hub_out_of_reach_is_for_a_shell(capfd: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
     def unreachable(args: Namespace) -> int:
         raise ConnectionError("cannot reach it; pass local_files_only=True")
 
@@ -231,9 +211,7 @@ def test_every_package_comes_when_asked_for() -> None:
     )
 
 
-def test_interrupt_is_quiet(
-    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_interrupt_is_quiet(capfd: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(args: Namespace) -> int:
         raise KeyboardInterrupt
 
@@ -243,9 +221,7 @@ def test_interrupt_is_quiet(
 
 
 @pytest.mark.parametrize("arguments", [["info"], ["train", "config.yaml"]])
-def test_an_interrupt_while_torch_is_imported_is_quiet(
-    arguments: list[str], tmp_path: Path
-) -> None:
+def test_an_interrupt_while_torch_is_imported_is_quiet(arguments, tmp_path):
     """Which loses it, as compiled modules do."""
     (tmp_path / "torch.py").write_text(
         "import time\n"
@@ -269,11 +245,11 @@ def test_an_interrupt_while_torch_is_imported_is_quiet(
     assert process.communicate(timeout=30) == ("", "") and process.returncode == 130
 
 
-def test_closed_pipe_is_quiet() -> None:
+def test_closed_pipe_is_quiet(directory: Path) -> None:
     read, write = os.pipe()
     os.close(read)
     done = subprocess.run(
-        [sys.executable, "-m", "tigon.cli", "info"],
+        [sys.executable, "-m", "tigon.cli", "info", str(directory)],  # imports no torch
         env=os.environ | {"PYTHONUNBUFFERED": ""},
         stdout=write,
         stderr=subprocess.PIPE,
@@ -282,7 +258,7 @@ def test_closed_pipe_is_quiet() -> None:
     assert (done.returncode, done.stderr) == (141, b"")
 
 
-def test_warnings_are_one_line(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_warnings_are_one_line(tmp_path: Path, capfd: Capture) -> None:
     config = json.dumps(LLAMA | {"attention_dropout": 0.5})
     write_model(tmp_path / "model")
     (tmp_path / "model" / "config.json").write_text(config)
@@ -292,7 +268,7 @@ def test_warnings_are_one_line(tmp_path: Path, capfd: pytest.CaptureFixture[str]
     )
 
 
-def test_help_of_plan_has_units_and_defaults(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_of_plan_has_units_and_defaults(capsys: Capture) -> None:
     with pytest.raises(SystemExit):
         main(["plan", "--help"])
     said = " ".join(capsys.readouterr().out.split())

@@ -9,11 +9,11 @@ import pytest
 
 pytest.importorskip("triton")
 
-from tests.hopper.accesses import WIDE, in_place
+from tests.hopper.compiling import WIDE, in_place
 
 
 @pytest.mark.parametrize(
-    "options", [["--new"], pytest.param([], marks=pytest.mark.exhaustive)], ids=["new", "all"]
+    "options", [["--quick"], pytest.param([], marks=pytest.mark.slow)], ids=["quick", "all"]
 )
 def test_kernels_compile_for_hopper_with_wide_accesses(options: list[str]) -> None:
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}

@@ -90,9 +90,7 @@ def test_one_commit_replaces_the_weights_of_another_export(online: HubServer, fo
     assert len(online.messages) == 3
 
 
-def test_a_broken_upload_changes_nothing_and_the_next_goes_on(
-    online: HubServer, folder: Path
-) -> None:
+def test_a_broken_upload_changes_nothing_and_the_next_goes_on(online, folder):
     model = tigon.from_pretrained(folder)
     model.push_to_hub(NAME)
     before = files(online)
@@ -143,9 +141,7 @@ def test_a_card_that_was_edited_stays(online: HubServer, folder: Path) -> None:
     assert is_generated_card(files(online)["README.md"].decode())
 
 
-def test_upload_without_permission(
-    hub: HubServer, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_upload_without_permission(hub, folder, monkeypatch):
     model = tigon.from_pretrained(folder)
     hub.readers.add("hf_reads")
     for token, status in ((None, "401"), ("hf_wrong", "401"), ("hf_reads", "403")):
@@ -159,9 +155,7 @@ def test_upload_without_permission(
         model.push_to_hub(NAME, token=WRITES)
 
 
-def test_a_run_with_its_card(
-    online: HubServer, run: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_with_its_card(online, run, capsys):
     capsys.readouterr()
     assert main(["push", str(run), NAME, "--private"]) == 0
     assert capsys.readouterr().out == f"{online.endpoint}/{NAME}\n"
@@ -175,20 +169,13 @@ def test_a_run_with_its_card(
     accuracy = f"{100 * last['eval_accuracy/math']:.2f}%"
     assert f"| these weights | 2 | math | {last['eval_loss/math']:.4f} | {accuracy} |" in text
     assert f"| these weights | 2 | all held-out | {last['eval_loss']:.4f} |" in text
-    for line in (
-        "- Task: sft",
-        "- Data: train.jsonl",
-        "| `lr` | 0.01 |",
-        f"torch {torch.__version__}",
-    ):
-        assert line in text
+    lines = ("- Task: sft", "- Data: train.jsonl", "| `lr` | 0.01 |", f"torch {torch.__version__}")
+    assert all(line in text for line in lines)
     assert str(run.parent) not in text and "/" not in text.split("## Training")[1]
     assert main(["push", str(run / "hf-best"), "me/best"]) == 0
     best = min(rows, key=lambda row: row.get("eval_loss", 9e9))["step"]
-    assert (
-        f"The weights are those after step {best}."
-        in files(online, name="me/best")["README.md"].decode()
-    )
+    card = files(online, name="me/best")["README.md"].decode()
+    assert f"The weights are those after step {best}." in card
 
 
 def test_base_model_and_data_of_the_hub(run: Path, tmp_path: Path) -> None:
@@ -234,52 +221,41 @@ def test_a_card_cannot_be_made_to_say_something_else(run: Path, tmp_path: Path) 
     assert r"| best | 1 | \<img\>\|x | 2.0000 |" in made
 
 
-def test_nothing_but_the_export_is_uploaded(
-    online: HubServer, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_nothing_but_the_export_is_uploaded(online, folder, tmp_path):
     export = tmp_path / "export"
     tigon.from_pretrained(folder).save_pretrained(export)
     (export / ".env").write_text("SECRET")
     (export / "optimizer.pt").write_text("large")
-    (tmp_path / "private.json").write_text("{}")
     assert main(["push", str(export), NAME]) == 0
     expected = {"README.md", "config.json", "generation_config.json", "model.safetensors"}
     assert files(online).keys() == expected
-    (export / "vocab.json").symlink_to(tmp_path / "private.json")
-    capsys.readouterr()
-    assert main(["push", str(export), NAME]) == 1
-    assert "vocab.json is a link to" in capsys.readouterr().err
-    assert main(["push", str(tmp_path), NAME]) == 1
-    assert "holds no exported model" in capsys.readouterr().err
 
 
-def test_a_checkpoint_is_not_taken_for_an_export(
-    online: HubServer, run: Path, folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Its weights have other names: those of the model on the hub would go, and its paths come."""
-    tigon.from_pretrained(folder).push_to_hub(NAME)
+def test_folders_that_are_no_export(online, run, folder, tmp_path, capsys):
+    """A checkpoint's weights have other names: those of the model on the hub would go, and its
+    paths come. A run's folder may be anybody's: no link of it is followed."""
+    model = tigon.from_pretrained(folder)
+    model.push_to_hub(NAME)
     before = files(online)
-    checkpoint = max((run / "checkpoints").glob("step-*"))
-    assert main(["push", str(checkpoint), NAME]) == 1
-    assert "is a checkpoint of a run: `tigon export" in capsys.readouterr().err
-    assert files(online) == before
-
-
-def test_a_missing_shard(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    tigon.from_pretrained(folder).save_pretrained(tmp_path / "a", max_shard_size="100KB")
-    next((tmp_path / "a").glob("model-00002*")).unlink()
-    assert main(["push", str(tmp_path / "a"), NAME]) == 1
-    error = capsys.readouterr().err
-    assert "has no file 'model-00002-of-" in error and "but its index names it" in error
-
-
-def test_a_link_in_place_of_an_export(run: Path, folder: Path, tmp_path: Path) -> None:
-    """A run's folder may be anybody's: what it leads to is not uploaded in its name."""
+    model.save_pretrained(tmp_path / "shards", max_shard_size="100KB")
+    next((tmp_path / "shards").glob("model-00002*")).unlink()
+    model.save_pretrained(tmp_path / "link")
+    (tmp_path / "private.json").write_text("{}")
+    (tmp_path / "link/vocab.json").symlink_to(tmp_path / "private.json")
     copy = Path(shutil.copytree(run, tmp_path / "copy"))
     shutil.rmtree(copy / "hf", ignore_errors=True)
     (copy / "hf").symlink_to(folder)
-    with pytest.raises(FileNotFoundError, match=f"hf is a link to {folder}: if that is the export"):
-        publish.push(copy, NAME)
+    for path, message in (
+        (tmp_path / "shards", "has no file 'model-00002-of-"),
+        (tmp_path / "link", "vocab.json is a link to"),
+        (tmp_path, "holds no exported model"),
+        (copy, f"hf is a link to {folder}: if that is the export"),
+        (max((run / "checkpoints").glob("step-*")), "is a checkpoint of a run: `tigon export"),
+    ):
+        capsys.readouterr()
+        assert main(["push", str(path), NAME]) == 1
+        assert message in capsys.readouterr().err
+    assert files(online) == before
 
 
 def test_offline(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -288,9 +264,7 @@ def test_offline(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "offline mode is enabled" in error and "set HF_HUB_OFFLINE" not in error
 
 
-def test_a_run_pushes_its_export(
-    online: HubServer, folder: Path, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_pushes_its_export(online, folder, run, tmp_path, capsys):
     data = run.parent / "train.jsonl"
     base = [f"model={folder}", f"data={data}", *["seq_len=64", "batch_size=2", "steps=1"]]
     train([f"run_dir={tmp_path / 'a'}", f"push_to_hub={NAME}", "push_private=true", *base])

@@ -64,10 +64,9 @@ def test_fp32_logits_and_perplexity(smollm2: Path, ids: Tensor) -> None:
     assert 5 < math.exp(loss) < 30
 
 
+@pytest.mark.slow
 @torch.no_grad()
-def test_bf16_is_as_near_as_two_ways_of_transformers(
-    smollm2: Path, ids: Tensor, bf16: dict[str, Tensor]
-) -> None:
+def test_bf16_is_as_near_as_two_ways_of_transformers(smollm2, ids, bf16):
     logits = tigon.from_pretrained(smollm2)(ids[:, :SHORT]).logits
     assert logits.dtype == torch.bfloat16
     spread = (bf16["eager"] - bf16["sdpa"]).abs()
@@ -77,9 +76,8 @@ def test_bf16_is_as_near_as_two_ways_of_transformers(
         assert error.mean() <= 2 * spread.mean()
 
 
-def test_load_then_export(
-    smollm2: Path, ids: Tensor, bf16: dict[str, Tensor], tmp_path: Path
-) -> None:
+@pytest.mark.slow
+def test_load_then_export(smollm2, ids, bf16, tmp_path):
     tigon.from_pretrained(smollm2).save_pretrained(tmp_path / "out")
     source = load_file(smollm2 / "model.safetensors")
     written = load_file(tmp_path / "out" / "model.safetensors")

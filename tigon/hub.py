@@ -19,7 +19,6 @@ from huggingface_hub import (
     HfApi,
     ModelCardData,
     constants,
-    get_token,
     hf_hub_download,
     hf_hub_url,
     try_to_load_from_cache,
@@ -43,11 +42,10 @@ MAX_CARD, MAX_INDEX = 1 << 20, 100 << 20  # bytes
 TIMEOUT = 5.0  # seconds for the hub's first answer, unless HF_HUB_ETAG_TIMEOUT is set
 _WEIGHTS = re.compile(r"model(-\d+-of-\d+)?\.safetensors|model\.safetensors\.index\.json")
 _CARD_DIGEST = re.compile(r"<!-- tigon-card ([0-9a-f]{64}) -->\s*\Z")
-_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}")
 
 
 class HubOptions(TypedDict, total=False):
-    """Keyword arguments of `Repository`."""
+    """Lists the keyword arguments of `Repository`."""
 
     revision: str | None
     subfolder: str
@@ -84,35 +82,29 @@ class Repository:
         self._lock = threading.Lock()
 
         path = Path(os.path.expanduser(path_or_repo))  # ~USER stays if there is no such user
-        if path.exists():
-            self._check_directory(path, revision)
-            self._root = path
-            self.directory = path / self.subfolder
-        elif not isinstance(path_or_repo, str) or re.fullmatch(r"[.~/].*|.*/", self.name, re.S):
-            raise FileNotFoundError(f"no directory {self.name} (absolute: {path.absolute()})")
-        elif self.name.count("/") > 1:
-            text = (
-                f"{self.name!r} is neither an existing directory nor the name of a hub repository"
+        is_path = not isinstance(path_or_repo, str) or re.fullmatch(r"[.~/].*|.*/", self.name, re.S)
+        # Of a repository's owner there may be a folder here: then its revision is named
+        is_ambiguous = revision is None and path.parent != Path() and path.parent.is_dir()
+        if path.is_dir():
+            if revision is not None:
+                raise ValueError(
+                    f"{self.name} is a local directory and has no revision {revision!r}: leave "
+                    "revision out, or name a hub repository"
+                )
+            self._root, self.directory = path, path / self.subfolder
+        elif path.exists():
+            raise NotADirectoryError(
+                f"{self.name} is a file; give the directory it is in, or of a GGUF file the one "
+                "that `tigon export FILE DIRECTORY` writes"
             )
-            raise FileNotFoundError(f"{text} (organisation/name)")
-        elif revision is None and path.parent != Path() and path.parent.is_dir():
+        elif is_path or is_ambiguous or self.name.count("/") > 1:
             raise FileNotFoundError(
-                f"no directory {self.name}, though {path.parent} is one here; "
-                "if the hub repository is meant, name its revision too, such as main"
+                f"no directory {self.name} (absolute: {path.absolute()}); a hub repository is "
+                "owner/name, with its revision, such as main, if there is a folder owner here"
             )
-
-    def _check_directory(self, path: Path, revision: str | None) -> None:
-        if not path.is_dir():
-            remedy = "give the directory it is in"
-            if path.suffix == ".gguf":
-                remedy = "`tigon export FILE DIRECTORY` makes a directory of a GGUF file"
-            raise NotADirectoryError(f"{self.name} is a file; {remedy}")
-        if revision is not None:
-            text = f"{self.name} is a local directory and has no revision {revision!r}"
-            raise ValueError(f"{text}: leave revision out, or name a hub repository")
 
     def file(self, name: str) -> Path:
-        """The local path of a file, which is downloaded if need be.
+        """Returns the local path of a file, which is downloaded if need be.
 
         Raises FileNotFoundError if there is no such file, and ValueError for a link that leaves the
         directory, a pipe or a device.
@@ -122,7 +114,7 @@ class Repository:
         return path
 
     def optional_file(self, name: str) -> Path | None:
-        """The local path of a file; None if the repository (offline: its cache) has none."""
+        """Returns the local path of a file; None if there is none (offline: none in the cache)."""
         path = self._join(_check_relative(name))
         if self.directory is not None:
             return self._root / path if contains_file(self._root, path) else None
@@ -134,7 +126,7 @@ class Repository:
             return self._download(path, self._commit or self.revision)
 
     def read_prefix(self, name: str, count: int) -> tuple[bytes, int]:
-        """The first `count` bytes of a file and its size; the rest is not downloaded."""
+        """Returns the first `count` bytes of a file and its size; the rest is not downloaded."""
         path, revision = self._join(_check_relative(name)), self._commit or self.revision
         if self.directory is None and not self._is_offline() and self._unreachable is None:
             cached = try_to_load_from_cache(self.name, path, self.cache_dir, revision)
@@ -147,32 +139,28 @@ class Repository:
             return file.read(count), os.fstat(file.fileno()).st_size
 
     def listing(self, folder: str = "") -> list[str]:
-        """Names of the files in the repository, or in a folder of it; for messages."""
+        """Returns the names of the files in the repository, or in a folder of it, for messages."""
         root, revision = self.directory, self._commit or self.revision
         if root is None and self._is_offline():
             repository = self.cache_dir / f"models--{self.name.replace('/', '--')}"
             root = repository / "snapshots" / revision / self.subfolder
-        if root is not None:
-            try:
-                names = os.listdir(root / _check_relative(folder))
-            except (FileNotFoundError, NotADirectoryError):
-                return []
-            return sorted(f"{folder}/{name}" if folder else name for name in names)
+        prefix = f"{folder}/" if folder else ""
         try:
+            if root is not None:
+                names = os.listdir(root / _check_relative(folder))
+                return sorted(f"{prefix}{name}" for name in names)
             api = HfApi(token=self.token)
             info = api.model_info(self.name, revision=revision, timeout=_timeout())
         except Exception:  # of the hub or its HTTP client: not worth an error
             return []
-        start = f"{self.subfolder}/" if self.subfolder else ""
-        prefix = start + (f"{folder}/" if folder else "")
-        names = [file.rfilename for file in info.siblings or ()]
-        return sorted(name.removeprefix(start) for name in names if name.startswith(prefix))
+        start, paths = self._join(""), (file.rfilename for file in info.siblings or ())
+        return sorted(p.removeprefix(start) for p in paths if p.startswith(start + prefix))
 
     def _join(self, name: str) -> str:
         return f"{self.subfolder}/{name}" if self.subfolder else name
 
     def _connection_fault(self, path: str) -> str | None:
-        """Why the hub does not answer within TIMEOUT; its library would try for minutes."""
+        """Says why the hub does not answer within TIMEOUT; its library would try for minutes."""
         url = hf_hub_url(self.name, path, revision=self.revision)
         try:
             HfApi(token=self.token).get_hf_file_metadata(url=url, timeout=_timeout())
@@ -188,16 +176,15 @@ class Repository:
     def _no_file(self, name: str) -> FileNotFoundError:
         if self.directory is not None:
             return FileNotFoundError(f"{self.directory} has no file {name}")
+        offline = (
+            f" in the cache {self.cache_dir}, and downloads are off (local_files_only or "
+            "HF_HUB_OFFLINE): load it once online, or pass its cache_dir"
+        )
         message = f"{self.name} (revision {self.revision}) has no file {self._join(name)}"
-        if self._is_offline():
-            message += (
-                f" in the cache {self.cache_dir}, and downloads are off (local_files_only or "
-                "HF_HUB_OFFLINE): load it once online, or pass its cache_dir"
-            )
-        return FileNotFoundError(message)
+        return FileNotFoundError(message + offline * self._is_offline())
 
     def _download(self, path: str, revision: str) -> Path | None:
-        """The file in the cache, downloaded if need be; the first one pins the commit."""
+        """Returns the file in the cache, downloaded if need be; the first one pins the commit."""
         if self._commit is not None:
             cached = try_to_load_from_cache(self.name, path, self.cache_dir, self._commit)
             if cached is _CACHED_NO_EXIST:
@@ -269,30 +256,27 @@ def connection_errors(action: str) -> Iterator[None]:
 
 
 def config_file(repository: Repository) -> Path:
-    """config.json; if there is none, the FileNotFoundError says what else may be meant."""
+    """Returns the path of config.json; a FileNotFoundError says what else may be meant."""
     try:
         return repository.file("config.json")
     except FileNotFoundError as error:
-        directory, names, hint = repository.directory, repository.listing(), None
-        ggufs = [name for name in names if name.endswith(".gguf")]
-        if directory is not None and (directory / "hf" / "config.json").is_file():
+        directory, names = repository.directory, repository.listing()
+        ggufs = [quote(name) for name in names if name.endswith(".gguf")]
+        if directory and (directory / "hf/config.json").is_file():
             hint = f"if it is a run, its export is {directory}/hf"
         elif "adapter_config.json" in names:
             hint = adapter_hint(repository.name)
-        elif directory is not None and (directory / "adapter/adapter_config.json").is_file():
-            hint = adapter_hint(str(directory / "adapter"))
+        elif directory and (directory / "adapter/adapter_config.json").is_file():
+            hint = adapter_hint(f"{directory}/adapter")
         elif ggufs:
-            hint = (
-                f"for a GGUF file there pass its name, gguf_file={quote(ggufs[0])}, or in the "
-                "shell the path of a file that was downloaded"
-            )
-        if hint is None:
+            hint = f"pass the name of a GGUF file, gguf_file={ggufs[0]}; in a shell, its path"
+        else:
             raise
         raise FileNotFoundError(f"{error}; {hint}") from error
 
 
 def adapter_hint(adapter: str) -> str:
-    """For a message: what to do with a folder or repository that holds PEFT's files."""
+    """Says what to do with a folder or repository that holds PEFT's files."""
     return (
         f"{adapter} is an adapter: load its base and call load_adapter, or "
         f"`tigon export {shlex.quote(adapter)} DIRECTORY --merge` writes both as a model"
@@ -303,7 +287,7 @@ def adapter_hint(adapter: str) -> str:
 
 
 def _check_relative(name: str, label: str = "the file") -> str:
-    """The name; ValueError if it leads out of the folder that it is relative to."""
+    """Returns the name; raises ValueError if it leads out of the folder that it is relative to."""
     path = PurePosixPath(name)
     if path.is_absolute() or ".." in path.parts or "\\" in name or "\0" in name:
         raise ValueError(f"{label} {name!r} is outside the repository: give a path inside it")
@@ -311,20 +295,18 @@ def _check_relative(name: str, label: str = "the file") -> str:
 
 
 def contains_file(folder: Path, name: str) -> bool:
-    """Whether the folder has a file of this name.
+    """Returns whether the folder has a file of this name.
 
     Raises ValueError for a link that leaves the folder, a pipe or a device. The folder itself may
     be a link, and one of the hub's cache (snapshots/COMMIT) has links to its blobs.
     """
     path = folder / _check_relative(name)
+    if not os.path.lexists(path):
+        return False
     try:
         target = Path(os.path.realpath(path, strict=True))
-    except (FileNotFoundError, NotADirectoryError):
-        if not path.is_symlink():
-            return False
-        raise ValueError(f"{path} is a link to {os.readlink(path)}, which is not there") from None
-    except OSError as error:  # a circle of links
-        raise ValueError(f"{path} cannot be followed: {error.strerror}") from None
+    except OSError as error:  # of a link that leads nowhere, or in a circle
+        raise ValueError(f"{path} cannot be followed: {error.strerror}: remove it") from None
     root = Path(os.path.realpath(folder))
     if not target.is_relative_to(root) and not _is_blob(target, root):
         text = f"{path} is a link to {target}, outside of {folder}: it is not read"
@@ -441,26 +423,21 @@ class UploadTarget:
 
 def check_repository(name: str) -> None:
     """Raises ValueError for what cannot be the name of a repository."""
-    problem = f"{name!r} is no name of a hub repository (owner/name)"
-    try:
-        validate_repo_id(name)
-    except ValueError as error:
-        raise ValueError(f"{problem}: {error}") from None
-    if "/" in name and not is_hub_name(name):
-        raise ValueError(problem)
+    if not is_hub_name(name if "/" in name else f"owner/{name}"):
+        raise ValueError(f"{name!r} is no name of a hub repository (owner/name)")
 
 
 def is_hub_name(text: str) -> bool:
     """Whether the text could be owner/name of a repository."""
-    return _HUB_NAME.fullmatch(text) is not None and ".." not in text
-
-
-def has_token(token: str | bool | None = None) -> bool:
-    return isinstance(token, str) or get_token() is not None
+    try:
+        validate_repo_id(text)
+    except ValueError:
+        return False
+    return text.count("/") == 1
 
 
 def list_export(folder: Path) -> dict[str, Path]:
-    """The files of an export, by name; FileNotFoundError for a folder that holds none."""
+    """Returns the files of an export by name; raises FileNotFoundError if there is none."""
     if not folder.is_dir():
         raise FileNotFoundError(f"no directory {folder}")
     if (folder / "run.json").exists():  # has paths and the optimizer's states
@@ -468,10 +445,9 @@ def list_export(folder: Path) -> dict[str, Path]:
             f"{folder} is a checkpoint of a run: `tigon export {folder} DIRECTORY` makes a model "
             "of it, which `tigon push DIRECTORY` takes"
         )
-    names = [name for name in os.listdir(folder) if not name.startswith(".")]
-    if (folder / CHAT_TEMPLATES).is_dir():
-        names += [f"{CHAT_TEMPLATES}/{name}" for name in os.listdir(folder / CHAT_TEMPLATES)]
-    names = [name for name in sorted(names) if name.endswith(EXPORT_SUFFIXES)]
+    paths = sorted([*folder.iterdir(), *folder.glob(f"{CHAT_TEMPLATES}/*")])
+    names = [path.relative_to(folder).as_posix() for path in paths if path.name[0] != "."]
+    names = [name for name in names if name.endswith(EXPORT_SUFFIXES)]
     files = {name: folder / name for name in names if contains_file(folder, name)}
     if "config.json" not in files or not files.keys() & {"model.safetensors", INDEX}:
         raise FileNotFoundError(
@@ -481,9 +457,8 @@ def list_export(folder: Path) -> dict[str, Path]:
     if index := files.get(INDEX):
         weight_map = read_json(index, max_bytes=MAX_INDEX).get("weight_map")
         shards = set(map(str, weight_map.values())) if isinstance(weight_map, dict) else set()
-        if missing := sorted(shards - files.keys()):
-            text = f"{folder} has no file {quote(missing[0])}, but its index names it"
-            raise FileNotFoundError(text)
+        for shard in sorted(shards - files.keys()):
+            raise FileNotFoundError(f"{folder} has no file {quote(shard)}, but its index names it")
     return files
 
 
@@ -494,7 +469,7 @@ def write_card(
     datasets: Sequence[str] = (),
     tags: Sequence[str] = (),
 ) -> str:
-    """A model card. Its last line is a digest, by which `is_generated_card` notices an edit."""
+    """Returns a model card, ending with a digest by which `is_generated_card` notices an edit."""
     data = ModelCardData(
         base_model=base_model,
         datasets=list(datasets) or None,
@@ -518,19 +493,19 @@ def _digest(text: str) -> str:
 
 
 def escape_markdown(text: object, max_length: int = 80) -> str:
-    """Text of unknown origin as one line of Markdown without markup."""
+    """Returns text of unknown origin as one line of Markdown without markup."""
     line = " ".join(str(text).split())[:max_length]
     return re.sub(r"([\\`*_{}\[\]<>|#!~])", r"\\\1", "".join(filter(str.isprintable, line)))
 
 
 def markdown_table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    """A Markdown table; the cells are not escaped."""
+    """Returns a Markdown table; the cells are not escaped."""
     lines = [header, ["---"] * len(header), *rows]
     return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines)
 
 
 def usage_section(repository: str) -> str:
-    """The section of a card that shows how to load the model."""
+    """Returns the section of a card that shows how to load the model."""
     return f"""## Use
 
 ```python

@@ -36,8 +36,7 @@ def by_one(model: Any, context: Ids, continuation: Ids) -> Likelihood:
 
 
 @torch.no_grad()
-def says(model: Any, context: Ids, n: int) -> Ids:
-    """What greedy decoding says."""
+def greedy_tokens(model: Any, context: Ids, n: int) -> Ids:
     ids = list(context)
     for _ in range(n):
         ids.append(int(model(torch.tensor([ids])).logits[0, -1].argmax()))
@@ -55,13 +54,13 @@ def questions(model: Any, vocab: int) -> Requests:
         context = some(length)
         found += [(context, some(n)) for n in answers]
     long, short, letter = found[0][0], found[4][0], found[6][0]
-    found += [(letter, says(model, letter, 1)), (some(1), some(2)), (some(30), some(7))]
-    greedy = says(model, long, 4)
+    found += [(letter, greedy_tokens(model, letter, 1)), (some(1), some(2)), (some(30), some(7))]
+    greedy = greedy_tokens(model, long, 4)
     for at in range(5):  # one of its tokens is another, or none
         found.append((long, [(t + (i == at)) % vocab for i, t in enumerate(greedy)]))
-    found += [(short, says(model, short, 3)), found[1]]
+    found += [(short, greedy_tokens(model, short, 3)), found[1]]
     alone = some(6)
-    found.append((alone, says(model, alone, 5)))
+    found.append((alone, greedy_tokens(model, alone, 5)))
     return [found[i] for i in torch.randperm(len(found)).tolist()]
 
 
@@ -82,7 +81,8 @@ def reading(model: tigon.CausalLM) -> Iterator[list[int]]:
     hook.remove()
 
 
-@pytest.mark.parametrize(("model_type", "case"), FIRST + WINDOWS + ROPES)
+@pytest.mark.slow(first=4)
+@pytest.mark.parametrize(("model_type", "case"), WINDOWS[:2] + ROPES + FIRST + WINDOWS[2:])
 def test_families_as_one_by_one(model_type: str, case: str, tmp_path: Path) -> None:
     overrides = CASES[model_type][case] | {"max_position_embeddings": 64}
     theirs = reference(model_type, overrides, tmp_path)
@@ -95,9 +95,7 @@ def test_families_as_one_by_one(model_type: str, case: str, tmp_path: Path) -> N
 
 @pytest.mark.parametrize("contexts", [(13, 5), (14, 6), (12, 4), (16, 17), (10, 19)])
 @pytest.mark.parametrize("family", [("phi3", "longrope"), ("llama", "rope longrope long")])
-def test_longrope_turns_where_a_request_does(
-    family: tuple[str, str], contexts: tuple[int, int], tmp_path: Path
-) -> None:
+def test_longrope_turns_where_a_request_does(family, contexts, tmp_path):
     """Beyond 16 tokens all keys rotate otherwise: of this request, and of no other."""
     model_type, case = family
     overrides = CASES[model_type][case] | {"max_position_embeddings": 64}
@@ -131,14 +129,8 @@ def test_a_shared_context_is_read_once() -> None:
         found = log_likelihoods(model, letters)
     assert sizes == [40 + 25]
     check(found, [by_one(model, *r) for r in letters])
-    answers = [
-        (a, [1, 2, 3]),
-        (b, [1, 2, 3, 4]),
-        (a, [7]),
-        (b, [7, 8]),
-        (a, [9, 10]),
-        ([5], [6, 7]),
-    ]
+    answers = [(a, [1, 2, 3]), (b, [1, 2, 3, 4]), (a, [7]), (b, [7, 8]), (a, [9, 10])]
+    answers.append(([5], [6, 7]))
     with reading(model) as sizes:
         found = log_likelihoods(model, answers)
     # what has no company; the contexts; then the answers without their last tokens, padded
@@ -148,42 +140,30 @@ def test_a_shared_context_is_read_once() -> None:
     check(found, [by_one(model, *r) for r in answers])
 
 
-def test_many_answers_come_in_parts() -> None:
-    """Each part has its own copy of the context, and room for no more than was asked."""
+def test_tokens_that_are_read() -> None:
+    """Answers come in parts, each with a copy of the context and within tokens_per_batch; sharing
+    that would read more, as padding texts of all lengths after one token would, is left."""
     model = tiny_llama()
     context = torch.randint(97, (10,)).tolist()
-    requests = [(context, torch.randint(97, (5,)).tolist()) for _ in range(14)]
-    with reading(model) as sizes:
-        found = log_likelihoods(model, requests, tokens_per_batch=60)
-    assert sizes == [10, *[60 // (10 + 4) * 4] * 3, 2 * 4]
-    check(found, [by_one(model, *r) for r in requests])
+    for start, lengths, limit, expected in (
+        (context, [5] * 14, 60, [10, *[60 // (10 + 4) * 4] * 3, 2 * 4]),
+        ([3], [2, 30, 5, 9], 8192, [2 + 30 + 5 + 9]),
+    ):
+        requests = [(start, torch.randint(97, (n,)).tolist()) for n in lengths]
+        with reading(model) as sizes:
+            found = log_likelihoods(model, requests, tokens_per_batch=limit)
+        assert sizes == expected
+        check(found, [by_one(model, *r) for r in requests])
 
 
-def test_sharing_that_does_not_pay_is_left() -> None:
-    """One token before texts of all lengths: to pad those would read more."""
-    model = tiny_llama()
-    requests = [([3], torch.randint(97, (n,)).tolist()) for n in (2, 30, 5, 9)]
-    with reading(model) as sizes:
-        found = log_likelihoods(model, requests)
-    assert sizes == [2 + 30 + 5 + 9]
-    check(found, [by_one(model, *r) for r in requests])
-
-
-def test_bf16_is_close() -> None:
+@pytest.mark.parametrize("autocast", [False, True])
+def test_bf16_is_close(autocast: bool) -> None:
+    """Under autocast contexts are in a cache as well, which then keeps bf16."""
     model = tiny_llama()
     requests = questions(model, 97)
     exact = log_likelihoods(model, requests)
-    rounded = log_likelihoods(model.to(torch.bfloat16), requests)
-    worst = max(abs(a.logprob - b.logprob) / a.tokens for a, b in zip(exact, rounded, strict=True))
-    assert 0 < worst < 0.2
-
-
-def test_autocast_is_close() -> None:
-    """Contexts in a cache as well, which then keeps bf16."""
-    model = tiny_llama()
-    requests = questions(model, 97)
-    exact = log_likelihoods(model, requests)
-    with torch.autocast("cpu", torch.bfloat16):
+    model = model if autocast else model.to(torch.bfloat16)
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         rounded = log_likelihoods(model, requests)
     worst = max(abs(a.logprob - b.logprob) / a.tokens for a, b in zip(exact, rounded, strict=True))
     assert 0 < worst < 0.2
@@ -232,18 +212,16 @@ def test_what_is_no_request_is_named(request_: Any, message: str) -> None:
         log_likelihoods(tiny_llama(), [([1, 2], [3]), request_])
 
 
-def test_a_model_of_transformers_is_named(tmp_path: Path) -> None:
+def test_models_that_predict_no_next_token_are_named(tmp_path: Path) -> None:
     theirs = reference("llama", CASES["llama"]["grouped"], tmp_path)
     with pytest.raises(TypeError, match=r"of a LlamaForCausalLM: .* tigon.from_pretrained"):
         log_likelihoods(theirs, [([1], [2])])
-
-
-def test_attention_to_both_sides_predicts_nothing(tmp_path: Path) -> None:
     reference("gemma3_text", CASES["gemma3_text"]["both sides"], tmp_path)
     with pytest.raises(ValueError, match="Gemma3 attends to both sides"):
         log_likelihoods(tigon.from_pretrained(str(tmp_path)), [([1], [2])])
 
 
+@pytest.mark.slow
 def test_the_real_model(smollm2: Path) -> None:
     """Answers to questions, as an evaluation asks them."""
     tokenizer = tigon.Tokenizer.from_pretrained(smollm2)

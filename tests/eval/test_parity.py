@@ -13,17 +13,8 @@ from tigon.eval import Parity, parity, report
 from tigon.eval.parity import _count_equal_tokens
 
 TEXT = "the model reads some of these words and says a few others back to whoever asked it"
-GOOD = Parity(
-    tokens=105,
-    largest_logit=40.0,
-    logits_error=1e-4,
-    loss=3.5,
-    loss_error=1e-6,
-    greedy_equal=64,
-    greedy_tokens=64,
-    bf16_error=1.25,
-    bf16_spread=0.9,
-)
+GOOD = Parity(105, 40.0, 1e-4, 3.5, 1e-6, greedy_equal=64, greedy_tokens=64, bf16_error=1.25,
+              bf16_spread=0.9)  # fmt: skip
 
 
 @pytest.fixture(scope="module")

@@ -1,5 +1,7 @@
 import json
 import math
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ from tests.small import WORDS, write_chats, write_model
 from tigon.eval import Perplexity, find_windows, perplexity
 from tigon.eval.perplexity import _batches
 
+Measure = Callable[..., Perplexity]
 TEXTS = [" ".join(WORDS[i:] * n) for i, n in enumerate((1, 3, 1, 2))] + ["the " * 9, "t", ""]
 
 
@@ -37,6 +40,11 @@ def model(directory: Path) -> tigon.CausalLM:
 @pytest.fixture(scope="module")
 def tokenizer(directory: Path) -> tigon.Tokenizer:
     return tigon.Tokenizer.from_pretrained(directory)
+
+
+@pytest.fixture(scope="module")
+def measure(model: tigon.CausalLM, tokenizer: tigon.Tokenizer) -> Measure:
+    return partial(perplexity, model, tokenizer)
 
 
 @pytest.fixture(scope="module")
@@ -84,22 +92,12 @@ def reference(
 @pytest.mark.parametrize(
     ("context", "stride"), [(512, 256), (16, 8), (16, 1), (16, 15), (17, 5), (3, 2)]
 )
-def test_texts_as_in_transformers(
-    directory: Path,
-    theirs: Any,
-    model: tigon.CausalLM,
-    tokenizer: tigon.Tokenizer,
-    texts: list[str],
-    context: int,
-    stride: int,
-) -> None:
+def test_texts_as_in_transformers(directory, theirs, measure, texts, context, stride):
     encode: Any = AutoTokenizer.from_pretrained(directory)
-    documents = []
-    for text in filter(None, TEXTS):
-        ids = torch.tensor(encode(text).input_ids)
-        documents.append((ids, torch.ones_like(ids, dtype=torch.bool)))
+    rows = [torch.tensor(encode(text).input_ids) for text in filter(None, TEXTS)]
+    documents = [(ids, torch.ones_like(ids, dtype=torch.bool)) for ids in rows]
     expected = reference(theirs, documents, context, stride)
-    result = perplexity(model, tokenizer, texts, context=context, stride=stride)
+    result = measure(texts, context=context, stride=stride)
     assert result.tokens == expected.tokens == sum(len(ids) - 1 for ids, _ in documents)
     assert result.loss == pytest.approx(expected.loss, rel=1e-6)
     assert result.perplexity == pytest.approx(math.exp(expected.loss), rel=1e-5)
@@ -107,49 +105,37 @@ def test_texts_as_in_transformers(
 
 
 @pytest.mark.parametrize(("context", "stride"), [(512, 256), (20, 6)])
-def test_only_what_the_assistant_says(
-    theirs: Any,
-    model: tigon.CausalLM,
-    tokenizer: tigon.Tokenizer,
-    tmp_path: Path,
-    context: int,
-    stride: int,
-) -> None:
+def test_only_what_the_assistant_says(theirs, measure, tokenizer, tmp_path, context, stride):
     file = write_chats(tmp_path / "chats.jsonl", 9)
     documents = []
     for line in file.read_text().splitlines():
-        ids: list[int] = []
-        assistant: list[bool] = []
+        ids, assistant = list[int](), list[bool]()
         for message in json.loads(line)["messages"]:
-            says = message["role"] == "assistant"
-            for text, supervised in (
-                (f"<|im_start|>{message['role']}\n", False),
-                (f"{message['content']}<|im_end|>\n", says),
+            role = message["role"]
+            for text, scored in (
+                (f"<|im_start|>{role}\n", False),
+                (f"{message['content']}<|im_end|>\n", role == "assistant"),
             ):
                 piece = tokenizer.encode(text)
                 ids += piece
-                assistant += [supervised] * len(piece)
+                assistant += [scored] * len(piece)
         documents.append((torch.tensor(ids), torch.tensor(assistant)))
     expected = reference(theirs, documents, context, stride)
-    result = perplexity(model, tokenizer, str(file), context=context, stride=stride)
+    result = measure(str(file), context=context, stride=stride)
     assert result.tokens == expected.tokens
     assert result.loss == pytest.approx(expected.loss, rel=1e-6)
     assert result.accuracy == expected.accuracy
 
 
 @pytest.mark.parametrize("batch_tokens", [1, 70, 100_000])
-def test_any_batching(
-    model: tigon.CausalLM, tokenizer: tigon.Tokenizer, texts: list[str], batch_tokens: int
-) -> None:
-    one = perplexity(model, tokenizer, texts, context=40)
-    other = perplexity(model, tokenizer, texts, context=40, batch_tokens=batch_tokens)
+def test_any_batching(measure: Measure, texts: list[str], batch_tokens: int) -> None:
+    one = measure(texts, context=40)
+    other = measure(texts, context=40, batch_tokens=batch_tokens)
     assert (other.tokens, other.accuracy) == (one.tokens, one.accuracy)
     assert other.loss == pytest.approx(one.loss, rel=1e-6)
 
 
-def test_padding_is_not_seen(
-    model: tigon.CausalLM, tokenizer: tigon.Tokenizer, texts: list[str]
-) -> None:
+def test_padding_is_not_seen(model, tokenizer, texts):
     windows = find_windows(model, tokenizer, texts, context=40)
     ((ids, labels),) = _batches(windows, 100_000)
     lengths = [len(d) for d, _ in windows.documents]
@@ -163,15 +149,11 @@ def test_padding_is_not_seen(
     assert torch.equal(a, b)
 
 
-def test_default_context_is_at_most_the_models(
-    model: tigon.CausalLM, tokenizer: tigon.Tokenizer, tmp_path: Path
-) -> None:
+def test_default_context_is_at_most_the_models(measure, tokenizer, tmp_path):
     file = tmp_path / "long.txt"
     file.write_text(" ".join(WORDS * 80))
     assert len(tokenizer.encode(file.read_text())) > 1024
-    assert perplexity(model, tokenizer, str(file)) == perplexity(
-        model, tokenizer, str(file), context=512, stride=256
-    )
+    assert measure(str(file)) == measure(str(file), context=512, stride=256)
 
 
 @pytest.mark.parametrize(
@@ -183,62 +165,35 @@ def test_default_context_is_at_most_the_models(
         ({"context": 16, "stride": 0}, r"stride=0 is not in \[1, 15\]"),
     ],
 )
-def test_windows_that_cannot_be(
-    model: tigon.CausalLM,
-    tokenizer: tigon.Tokenizer,
-    texts: list[str],
-    options: dict[str, int],
-    message: str,
-) -> None:
+def test_windows_that_cannot_be(measure, texts, options, message):
     with pytest.raises(ValueError, match=message):
-        perplexity(model, tokenizer, texts, **options)
+        measure(texts, **options)
 
 
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
         ("one.txt", "t", "one.txt holds no token to score"),
-        (
-            "a.jsonl",
-            '{"text": "a"}\n{"messages": []}\n',
-            "a.jsonl:2: needs a text .text., as its source.s first row has",
-        ),
+        ("a.jsonl", '{"text": "a"}\n{"messages": []}\n', "a.jsonl:2: needs a text .text., as its"),
         ("b.jsonl", '{"messages": [{"role": "user", "content": "x"}]}\n', "b.jsonl:1: "),
         ("c.jsonl", "{}}\n", "c.jsonl:1: not valid JSON"),
         ("d.jsonl", "", "d.jsonl is empty"),
     ],
 )
-def test_files_that_cannot_be(
-    model: tigon.CausalLM,
-    tokenizer: tigon.Tokenizer,
-    tmp_path: Path,
-    name: str,
-    content: str,
-    message: str,
-) -> None:
+def test_files_that_cannot_be(measure, tmp_path, name, content, message):
     (tmp_path / name).write_text(content)
     with pytest.raises(ValueError, match=message):
-        perplexity(model, tokenizer, str(tmp_path / name))
+        measure(str(tmp_path / name))
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_weights_that_are_not_finite_are_an_error(
-    directory: Path, tokenizer: tigon.Tokenizer, texts: list[str], value: float
-) -> None:
-    model = tigon.from_pretrained(str(directory))
-    with torch.no_grad():
-        model.model.norm.weight[0] = value
-    with pytest.raises(
-        ValueError, match=r"the loss of \d+ of the windows is nan: look for nan, inf"
-    ):
-        perplexity(model, tokenizer, texts)
-
-
-def test_a_loss_whose_exponential_is_too_large(
-    directory: Path, tokenizer: tigon.Tokenizer, texts: list[str]
-) -> None:
+def test_weights_out_of_range(directory, tokenizer, texts):
     model = tigon.from_pretrained(str(directory))
     with torch.no_grad():
         model.model.norm.weight.mul_(1e5)
-    found = perplexity(model, tokenizer, texts)
-    assert found.loss > 709 and found.perplexity == math.inf
+    large = perplexity(model, tokenizer, texts)
+    assert large.loss > 709 and large.perplexity == math.inf
+    for value in (math.nan, math.inf):
+        with torch.no_grad():
+            model.model.norm.weight[0] = value
+        with pytest.raises(ValueError, match=r"the loss of \d+ of the windows is nan: look"):
+            perplexity(model, tokenizer, texts)

@@ -12,7 +12,7 @@ from tests.fuzz.junk import altered, damaged, dump, values
 from tests.fuzz.target import Case, Files, Link, Target
 from tests.fuzz.weights import header
 from tests.small import write_chats, write_model
-from tigon.report.page import facts, figures, settings, state
+from tigon.report.page import describe_state, facts, figures, settings
 from tigon.report.read import read
 from tigon.train import main
 from tigon.train.export import load_checkpoint
@@ -80,8 +80,8 @@ def write(folder: Path) -> None:
 
 def load(folder: Path) -> None:
     run = read(folder)
-    for show in (state, facts, figures, settings):  # drawing takes most of a second
-        show(run)
+    for describe in (describe_state, facts, figures, settings):  # drawing takes most of a second
+        describe(run)
     load_checkpoint(folder / STEP)
 
 

@@ -10,8 +10,12 @@ from torch import Tensor
 
 from tests.gpu.support import captured, no_waiting
 from tigon.kernels import use
-from tigon.kernels.attention.decode import append_attention, append_attention_ref
-from tigon.kernels.attention.kv_cache import KVBuffers, append_tokens
+from tigon.kernels.attention.decode import (
+    KVBuffers,
+    append_attention,
+    append_attention_ref,
+    append_tokens,
+)
 from tigon.kernels.rope.rope import rope
 
 pytestmark = pytest.mark.gpu

@@ -5,8 +5,7 @@ import torch
 from torch import nn
 
 from bench.long_sums import FEW, OURS, lengths, long_lengths, wrong
-from tigon.kernels.linear.gemv import linear
-from tigon.kernels.linear.linear import chunked_matmul
+from tigon.kernels.linear.linear import chunked_matmul, linear
 from tigon.kernels.linear.lora import LoRATerm, lora_linear
 
 pytestmark = pytest.mark.gpu

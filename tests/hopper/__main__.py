@@ -1,9 +1,8 @@
-"""python -m tests.hopper [--new] [TEXT...]: compiles kernels, in forms whose names have each TEXT.
+"""python -m tests.hopper [--quick] [TEXT...]: compiles kernels of forms whose names have each TEXT.
 
 With the Triton that is installed, or one in a folder that PYTHONPATH names. Says on stderr what did
-not compile, and prints how each kernel reads and writes, as JSON. With --new, kernels are compiled
-to the end where they have a branch or dtypes that no form of the same file before has, or where
-tests look at their code; the others are read by Triton's front end alone, in 0.03 s each.
+not compile, and prints how each kernel reads and writes, as JSON. With --quick, kernels are
+compiled to the end where tests look at their code; the others go through the front end alone.
 """
 
 import json
@@ -16,27 +15,25 @@ from concurrent.futures.process import BrokenProcessPool
 from typing import Any
 
 from tests.hopper import append, branches, compiling, head, mlp, norms, optim, rotations
-from tests.hopper.accesses import looked_at
 
 MODULES = append, mlp, rotations, norms, head, optim  # what takes long comes first
 FORMS = [dict(module.forms()) for module in MODULES]
+Found = tuple[dict[str, Any], dict[str, str], set[branches.Way]]
 
 
-def compile_some(
-    module: int, names: list[str], new: bool
-) -> tuple[dict[str, Any], dict[str, str], set[branches.Way]]:
+def compile_some(module: int, names: list[str], quick: bool) -> Found:
     found = compiling.compiled, compiling.failed, branches.taken
-    for results in (*found, compiling.finished):
+    for results in found:
         results.clear()
     for name in names:
-        compiling.to_the_end = looked_at(name) or not new
-        compiling.compile_form(name, FORMS[module][name], small="large" not in name)
+        small = "large" not in name
+        compiling.compile_form(name, FORMS[module][name], small=small, quick=quick)
     return found
 
 
 def main() -> int:
-    new = "--new" in sys.argv
-    texts = [argument for argument in sys.argv[1:] if argument != "--new"]
+    quick = "--quick" in sys.argv
+    texts = [argument for argument in sys.argv[1:] if argument != "--quick"]
     names = [[name for name in forms if all(text in name for text in texts)] for forms in FORMS]
     compiled: dict[str, Any] = {}
     failed: dict[str, str] = {}
@@ -46,7 +43,7 @@ def main() -> int:
         os.environ["TRITON_CACHE_DIR"] = cache  # of a kernel from a cache, no branches are seen
         processes, jobs = multiprocessing.get_context("fork"), len(os.sched_getaffinity(0))
         with ProcessPoolExecutor(min(4, jobs), processes) as pool:
-            parts = [(*part, new) for part in enumerate(names) if part[1]]
+            parts = [(*part, quick) for part in enumerate(names) if part[1]]
             for part, running in [(part, pool.submit(compile_some, *part)) for part in parts]:
                 try:
                     done, errors, ways = running.result()

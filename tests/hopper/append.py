@@ -8,8 +8,7 @@ from typing import Any
 
 import torch
 
-from tests.hopper.compiling import Forms
-from tests.hopper.tensors import BF16, FP16, FP32, zeros
+from tests.hopper.compiling import BF16, FP16, FP32, Forms, zeros
 from tigon.kernels.attention.decode import _forward
 
 

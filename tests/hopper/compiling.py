@@ -1,21 +1,52 @@
-"""What a launch asks of Triton's driver and of a GPU: here it compiles for sm_90 instead."""
+"""Compiles for sm_90 what a launch would run on a GPU, and lists accesses that have to be wide."""
 
 import collections
 import re
 from collections.abc import Callable, Iterable
-from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import CUDABackend
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from tests.hopper.branches import taken, watch
+from tests.hopper.branches import watch
 from tigon.kernels import runtime, use
 from tigon.kernels.mlp import grouped_mlp
 
+# Accesses of 16 bytes in the launches of each kernel; a number that falls means that Triton no
+# longer knows of an alignment, and elements are moved one by one. AdamW in bfloat16 reads 4 tensors
+# and writes 3 of 8 elements a thread, in float32 each by two accesses.
+WIDE = {
+    "adamw fp32: adamw._adamw_table_kernel": [14],
+    "adamw bf16: adamw._adamw_table_kernel": [7],
+    "adamw bf16, lines: adamw._adamw_table_kernel": [7],
+    "adamw 8 bits: adamw._adamw_table_kernel": [3],  # weight and gradient; 8 codes are 8 bytes
+    "squared_norm bf16: grad_norm._squares_kernel": [8],
+    "fp8 rows: fp8._rows_kernel": [6],
+    "fp8 both: fp8._maxima_kernel": [4],
+    "fp8 both: fp8._tiles_kernel": [8],
+    "fp8 both, known: fp8._tiles_kernel": [8, 6],
+    "fp8 rows and maxima, 14336: fp8._rows_kernel": [2],  # it reads by asynchronous copies
+    "fp8 gated silu: fp8._gated_rows_kernel": [2],
+    "nf4 bf16: quantized._nf4_kernel": [5],
+    "block fp8 e4m3: quantized._block_fp8_kernel": [6],
+    "gated_act with product: gated_act._gated_act_backward_kernel": [0],  # 8 bytes
+    "expert_rows: permute._spread_kernel": [8, 0],  # rows of tokens; few numbers of each
+    "expert_rows: permute._combine_kernel": [4, 0],
+    # without what it waits for
+    "one_shot_sum torch.bfloat16: one_shot_all_reduce._one_shot_kernel": [4],
+    "rms_norm again: rms_norm._forward_kernel": [6],
+    "qk_norm_rope in place, bf16: rope._rope_kernel": [12],
+    "qk_norm_rope in place, narrow: rope._rope_kernel": [0],  # fewer numbers than threads
+    "qk_norm_rope bf16: rope._rope_kernel": [12, 16],  # forward and back
+    "rescale and join: logits._rescale_kernel": [3, 3],
+}
+COUNTED = {name.rpartition(": ")[0] for name in WIDE}
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+INT32, INT64 = torch.int32, torch.int64
 Forms = Iterable[tuple[str, Callable[[], object]]]  # by their names: what launches kernels
 ACCESS = re.compile(r"\b(?:ld|st)\.global\b[\w.:]*?(?:\.v(\d))?\.b(\d+)\s")
 SHARED = 227 << 10  # bytes of shared memory that a program may have
@@ -27,15 +58,26 @@ compiled: dict[str, list[Counts]] = collections.defaultdict(list)  # the launche
 failed: dict[str, str] = {}  # why, by form and kernel
 form = ""  # of the launches to come
 early = True  # launches are small, and may start before the previous kernel's end
-to_the_end = True  # all kernels, or else those with something new
-# Of each kernel that was compiled to the end: ways of its branches, and dtypes of its arguments
-finished: dict[str, set[Any]] = collections.defaultdict(set)
-_known: Callable[[], bool]  # of the kernel that is being compiled: whether nothing in it is new
+to_the_end = True  # to machine code, or else through Triton's front end alone
 _add_stages = CUDABackend.add_stages
 
 
-class Known(Exception):
-    """Nothing new would be compiled."""
+def zeros(*shape: int, dtype: torch.dtype = BF16, grad: bool = False) -> Tensor:
+    """Stands for any numbers: nothing reads them."""
+    return torch.zeros(shape, dtype=dtype, requires_grad=grad)
+
+
+def backward(*outputs: Tensor) -> None:
+    torch.autograd.backward(outputs, [torch.zeros_like(y) for y in outputs])
+
+
+def in_place(name: str) -> bool:
+    """Where several threads may read one number: none may have been written over by then."""
+    return "in place" in name and "rope" in name
+
+
+class FrontEndDone(Exception):
+    """The rest of the compiler is left out."""
 
 
 class Hopper:
@@ -68,24 +110,18 @@ def _with_an_exit(self: CUDABackend, stages: dict[str, Any], *rest: Any) -> None
 
     def stage(*given: Any) -> Any:
         result = first(*given)
-        if _known() and not to_the_end:
-            raise Known
+        if not to_the_end:
+            raise FrontEndDone
         return result
 
     stages["ttir"] = stage
 
 
-def _is_known(name: str, arguments: dict[str, Any]) -> bool:
-    dtypes = tuple((key, x.dtype) for key, x in arguments.items() if isinstance(x, torch.Tensor))
-    found = {*taken, dtypes}
-    known = found <= finished[name]
-    finished[name] |= found
-    return known
-
-
-def compile_form(name: str, launch: Callable[[], object], *, small: bool = True) -> None:
-    global form, early
+def compile_form(name: str, launch: Callable[[], object], *, small: bool, quick: bool) -> None:
+    """Compiles the kernels of a form; with `quick` to the end only where their code is counted."""
+    global form, early, to_the_end
     form, early = name, small
+    to_the_end = not quick or name in COUNTED or in_place(name)
     try:
         with use("triton"):
             launch()
@@ -95,24 +131,17 @@ def compile_form(name: str, launch: Callable[[], object], *, small: bool = True)
 
 def _compiling(kernel: JITFunction, grid: Any) -> Any:
     def launch(*args: Any, **options: Any) -> None:
-        global _known
-        own = f"{kernel.fn.__module__.rpartition('.')[2]}.{kernel.fn.__name__}"
-        name = f"{form}: {own}"
+        name = f"{form}: {kernel.fn.__module__.rpartition('.')[2]}.{kernel.fn.__name__}"
         if "PDL" in options and early:
             options |= {"PDL": True, "launch_pdl": True}
-        _known = partial(_is_known, own, dict(zip(kernel.arg_names, args, strict=False)) | options)
-        before = set(taken)
-        taken.clear()
         try:
             result = kernel.warmup(*args, grid=grid, **options)
-        except Known:
+        except FrontEndDone:
             compiled[name]  # it is in this form
             return
         except Exception as error:  # the other kernels of the form are compiled nevertheless
             failed[name] = f"{type(error).__name__}: {error}"
             return
-        finally:
-            taken.update(before)
         if result.metadata.shared > SHARED:
             failed[name] = f"{result.metadata.shared} bytes of shared memory: there are {SHARED}"
         ptx = result.asm["ptx"]

@@ -5,8 +5,7 @@ from typing import Any
 
 import torch
 
-from tests.hopper.compiling import Forms
-from tests.hopper.tensors import BF16, FP16, FP32, INT64, zeros
+from tests.hopper.compiling import BF16, FP16, FP32, INT64, Forms, zeros
 from tigon.kernels.loss.argmax import argmax
 from tigon.kernels.loss.cross_entropy_rows import loss_rows
 from tigon.kernels.loss.divergence_rows import divergence_rows, logit_masses
@@ -39,7 +38,7 @@ def forms() -> Forms:
 
 
 def _embedding_rows(dtype: torch.dtype) -> None:
-    shard = VocabularyShard.of("none", 2, 64, 64, 128)
+    shard = VocabularyShard.build("none", 2, 64, 64, 128)
     with torch.no_grad():
         embedding_rows(zeros(1, 1, dtype=INT64), zeros(64, 2048, dtype=dtype), shard)
 

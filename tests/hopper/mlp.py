@@ -6,8 +6,7 @@ from typing import Any
 
 import torch
 
-from tests.hopper.compiling import Forms
-from tests.hopper.tensors import BF16, FP16, FP32, INT32, backward, zeros
+from tests.hopper.compiling import BF16, FP16, FP32, INT32, Forms, backward, zeros
 from tigon.kernels import gated_act, gemv, grouped_mlp
 from tigon.kernels.comm import one_shot_all_reduce
 from tigon.kernels.linear.dropout import Dropout, apply_dropout

@@ -7,8 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.hopper.compiling import Forms
-from tests.hopper.tensors import BF16, FP16, FP32, backward, zeros
+from tests.hopper.compiling import BF16, FP16, FP32, Forms, backward, zeros
 from tigon.kernels import rms_norm, sandwich_norm
 from tigon.kernels.norm.rms_norm import recompute_norm
 

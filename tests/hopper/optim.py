@@ -4,8 +4,7 @@ from functools import partial
 
 import torch
 
-from tests.hopper.compiling import Forms
-from tests.hopper.tensors import BF16, FP32, zeros
+from tests.hopper.compiling import BF16, FP32, Forms, zeros
 from tigon.kernels import runtime
 from tigon.kernels.norm.grad_norm import SquaredNorm
 from tigon.kernels.optim import adamw
@@ -63,7 +62,8 @@ def _adamw(
     codes = None
     if states == CODES:
         cpu = torch.device("cpu")
-        codes = CodeTables.of(*(optimizer_states.tables(signed, cpu) for signed in (True, False)))
+        tables = (optimizer_states.tables(signed, cpu) for signed in (True, False))
+        codes = CodeTables.build(*tables)
     scales = [zeros(count // 256, 1, dtype=FP32) if codes else None for _ in range(2)]
     tensors = (zeros(count, dtype=dtype) for dtype in (weight, gradient, states, states))
     adamw.OWN_LAUNCH = 1 if alone else None

@@ -6,10 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.hopper.compiling import Forms
-from tests.hopper.tensors import BF16, FP32, backward, zeros
+from tests.hopper.compiling import BF16, FP32, Forms, backward, zeros
 from tigon.kernels import qk_norm_rope, rope
-from tigon.kernels.rope.qk_norm_rope import _packed_rope
+from tigon.kernels.rope.rope import _packed_rope
 
 
 def forms() -> Forms:

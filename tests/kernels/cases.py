@@ -40,7 +40,7 @@ from tigon.kernels import (
 )
 from tigon.kernels.linear.lora import LoRATerm
 from tigon.kernels.loss.api import Options
-from tigon.kernels.mlp.lora_grouped_mlp import LoRAFactors, lora_grouped_mlp
+from tigon.kernels.mlp.grouped_mlp import LoRAFactors, unchecked_grouped_mlp
 
 Inputs = dict[str, Any]
 Call = Callable[..., Any]
@@ -222,7 +222,13 @@ def experts(n: int, c: int, i: int, e: int, k: int) -> Inputs:
 # C and I are multiples of 8, which the kernel needs in 16 bits; 7 and 5 start rows at no multiple
 # of 16 bytes
 EXPERTS = [
-    *((13, 24, 40, 7, 3), (1, 24, 40, 7, 3), (1, 24, 40, 7, 1), (13, 24, 40, 7, 1)),
+    *(
+        (6, 16, 24, 5, 2),
+        (13, 24, 40, 7, 3),
+        (1, 24, 40, 7, 3),
+        (1, 24, 40, 7, 1),
+        (13, 24, 40, 7, 1),
+    ),
     *((13, 24, 40, 1, 1), (13, 24, 40, 3, 3), (13, 24, 40, 90, 3)),
     *((13, 7, 5, 7, 3), (13, 8, 5, 7, 3), (13, 1, 1, 7, 3)),
 ]
@@ -284,7 +290,8 @@ def with_factors(function: Call) -> Call:
     def call(
         x: Tensor, gate_up: Tensor, down: Tensor, experts: Tensor, weights: Tensor, **low: Any
     ) -> Any:
-        return function(x, gate_up, down, LoRAFactors(**low), experts, weights, "silu")
+        low_rank = LoRAFactors(**low)
+        return function(x, gate_up, down, experts, weights, "silu", low=low_rank)
 
     return call
 
@@ -293,10 +300,10 @@ def merged(
     x: Tensor,
     gate_up: Tensor,
     down: Tensor,
-    low: LoRAFactors,
     experts: Tensor,
     weights: Tensor,
     act: str,
+    low: LoRAFactors,
 ) -> Tensor:
     """By sums of matrices."""
     low = LoRAFactors(*(t.double() for t in low))
@@ -306,7 +313,7 @@ def merged(
 
 def lora_experts_case(*constant: str) -> OpCase:
     return OpCase(
-        with_factors(lora_grouped_mlp), with_factors(merged), low_rank_experts, None, {},
+        with_factors(unchecked_grouped_mlp), with_factors(merged), low_rank_experts, None, {},
         list(FACTORS.values()), constant=constant, second="lora_grouped_mlp",
     )  # fmt: skip
 
@@ -541,10 +548,13 @@ CASES: dict[str, OpCase] = {
 }
 # One of each operator, and those whose kernels have other branches
 KINDS = (
-    "rms_norm", "rms_norm, residual", "rms_norm, gate, residual", "sandwich_norm", "rope",
-    "qk_norm_rope", "qk_norm_rope, no norm", "gated_act, silu", "grouped_mlp, silu",
-    "lora_linear", "lora_grouped_mlp", "lora_grouped_mlp, frozen base", "cross_entropy, all",
-    "cross_entropy, sum", "linear_cross_entropy, all", "linear_cross_entropy, all, sum",
-    "linear_cross_entropy, every row", "linear_kl, 0.3, sum", "linear_kl, 0.0, none",
-    "selected_logprobs", "divergence, 0.3, sum",
+    "rms_norm, gate, residual", "sandwich_norm", "rope", "qk_norm_rope", "gated_act, silu",
+    "grouped_mlp, silu", "lora_linear", "lora_grouped_mlp, frozen base", "cross_entropy, sum",
+    "linear_cross_entropy, all, sum", "linear_kl, 0.3, sum", "selected_logprobs",
+    "divergence, 0.3, sum",
+)  # fmt: skip
+MORE_KINDS = (
+    "rms_norm", "rms_norm, residual", "qk_norm_rope, no norm", "lora_grouped_mlp",
+    "cross_entropy, all", "linear_cross_entropy, all", "linear_cross_entropy, every row",
+    "linear_kl, 0.0, none",
 )  # fmt: skip

@@ -34,6 +34,12 @@ def path(request: pytest.FixtureRequest) -> Iterator[str]:
     torch.set_default_device(None)
 
 
+@pytest.fixture
+def kernels_only(path: str) -> None:
+    if path == "reference":
+        pytest.skip("about the kernels")
+
+
 @pytest.fixture(autouse=True)
 def poisoned_empty(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Memory that Tigon allocates without filling it holds NaN, not luckily zeros."""

@@ -5,10 +5,15 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
-from tigon.kernels.attention import kv_cache
-from tigon.kernels.attention.decode import MAX_QUERY_TOKENS, append_attention, append_attention_ref
-from tigon.kernels.attention.kv_cache import KVBuffers, append_tokens
+from tigon.kernels.attention.decode import (
+    MAX_QUERY_TOKENS,
+    KVBuffers,
+    append_attention,
+    append_attention_ref,
+    append_tokens,
+)
 from tigon.kernels.rope.rope import rope
 
 OWN = sys.modules["tigon.kernels.attention.decode"]
@@ -164,11 +169,9 @@ def test_sizes(dim: int, groups: int, t: int, int8: bool) -> None:
     [(1, None, 200), (2, None, 200), (7, None, 200), (2, 70, 85), (7, 70, 85), (7, 5, 20)],
 )
 def test_shares(
-    splits: int, window: int | None, slots: int, path: str, monkeypatch: pytest.MonkeyPatch
+    splits: int, window: int | None, slots: int, kernels_only: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of one token, of nothing at all, and with queries that see nothing of a share."""
-    if path != "triton":
-        pytest.skip("about the kernels")
     monkeypatch.setattr(OWN, "_num_splits", lambda *_: splits)
     rows = Rows([0, 16, 17, 170], slots, heads=3, kv_heads=1)
     for t in (16, 1):
@@ -218,10 +221,8 @@ def test_grouping_of_tokens_into_calls_does_not_matter(int8: bool) -> None:
             assert torch.equal(a.nan_to_num(7), b.nan_to_num(7))
 
 
-def test_int8_is_that_of_the_definition(path: str) -> None:
+def test_int8_is_that_of_the_definition(kernels_only: None) -> None:
     """Bit for bit, halves to even, zeros and the smallest numbers too."""
-    if path != "triton":
-        pytest.skip("about the kernels")
     k = torch.randn(1, 4, 2, 64)
     k[0, 0, 0] = 0
     halves = torch.cat((torch.tensor([127.0, -127.0]), torch.arange(62) - 30.5))
@@ -242,7 +243,12 @@ def test_int8_is_that_of_the_definition(path: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("t", "rotated"), [(1, 0), (1, 6), (1, D), (3, 6), (3, D), (MAX_QUERY_TOKENS + 2, 6)]
+    ("t", "rotated"),
+    [
+        *((1, 0), (1, 6), (3, D)),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in ((1, D), (3, 6))),
+        pytest.param(MAX_QUERY_TOKENS + 2, 6, marks=pytest.mark.slow),
+    ],
 )
 @int8
 def test_angles(int8: bool, rotated: int, t: int) -> None:
@@ -353,7 +359,7 @@ def test_nothing_to_do() -> None:
 @int8
 def test_append(int8: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Packed prompts, longer ones than a ring holds, behind what rows hold already."""
-    write = kv_cache.write_tokens  # whose order a GPU does not promise
+    write = OWN.write_tokens  # whose order a GPU does not promise
 
     def backwards(k: Tensor, v: Tensor, buffers: KVBuffers, *where: Tensor) -> None:
         write(k.flip(0), v.flip(0), buffers, *(x.flip(0) for x in where))
@@ -366,7 +372,7 @@ def test_append(int8: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     rows.lengths += more
     k, v = rows.k[ids, at], rows.v[ids, at]
     with monkeypatch.context() as patch:
-        patch.setattr(kv_cache, "write_tokens", backwards)
+        patch.setattr(OWN, "write_tokens", backwards)
         append_tokens(k.requires_grad_(), v, rows.buffers, ids, at, rows.lengths[ids])
     assert not rows.buffers.keys.requires_grad
     rows.check_buffers()
@@ -374,52 +380,48 @@ def test_append(int8: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     rows.check(3, window=14)
 
 
+def z(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.zeros(shape, dtype=dtype)
+
+
+def kv(*more: Tensor, dtype: torch.dtype = torch.float32) -> KVBuffers:
+    return KVBuffers(*z(2, 2, K, 8, D, dtype=dtype), *more)
+
+
+INT8 = torch.int8
 ERRORS: dict[str, tuple[dict[str, Any], str]] = {
-    "q of three dims": ({"q": torch.zeros(2, 6, D)}, r"q \(2, 6, 16\) is not \[B, T, H, D\]"),
-    "q of another batch": ({"q": torch.zeros(3, 1, H, D)}, r"q \(3, 1, 6, 16\) is not \(2, 1, 6"),
-    "k of another head": ({"k": torch.zeros(2, 1, 3, D)}, r"k \(2, 1, 3, 16\) is not \(2, 1, 2"),
-    "v of more tokens": ({"v": torch.zeros(2, 2, K, D)}, r"v \(2, 2, 2, 16\) is not \(2, 1, 2"),
-    "q in half": ({"q": torch.zeros(2, 1, H, D).half()}, "q is torch.float16, k is torch.float32"),
-    "heads that do not group": (
-        {"q": torch.zeros(2, 1, 5, D)},
-        "5 query heads cannot share 2 key/value heads",
-    ),
-    "float lengths": ({"lengths": torch.zeros(2)}, r"lengths \(2,\) torch.float32 are not 2 int"),
-    "a length too many": ({"lengths": torch.zeros(3).int()}, "are not 2 integers"),
+    "q of three dims": ({"q": z(2, 6, D)}, r"q \(2, 6, 16\) is not \[B, T, H, D\]"),
+    "q of another batch": ({"q": z(3, 1, H, D)}, r"q \(3, 1, 6, 16\) is not \(2, 1, 6"),
+    "k of another head": ({"k": z(2, 1, 3, D)}, r"k \(2, 1, 3, 16\) is not \(2, 1, 2"),
+    "v of more tokens": ({"v": z(2, 2, K, D)}, r"v \(2, 2, 2, 16\) is not \(2, 1, 2"),
+    "q in half": ({"q": z(2, 1, H, D).half()}, "q is torch.float16, k is torch.float32"),
+    "heads that do not group": ({"q": z(2, 1, 5, D)}, "5 query heads cannot share 2 key/value"),
+    "float lengths": ({"lengths": z(2)}, r"lengths \(2,\) torch.float32 are not 2 int"),
+    "a length too many": ({"lengths": z(3).int()}, "are not 2 integers"),
     "more tokens than slots": (
-        {n: torch.zeros(2, 9, h, D) for n, h in (("q", H), ("k", K), ("v", K))},
+        {n: z(2, 9, h, D) for n, h in (("q", H), ("k", K), ("v", K))},
         "9 new tokens do not fit into 8 slots",
     ),
     "buffers in half": (
-        {"buffers": KVBuffers(*torch.zeros(2, 2, K, 8, D).half())},
+        {"buffers": kv(dtype=torch.float16)},
         "keys are torch.float16, values torch.float16: they must be torch.float32",
     ),
-    "int8 without scales": (
-        {"buffers": KVBuffers(*torch.zeros(2, 2, K, 8, D).to(torch.int8))},
-        "they must be torch.float32",
-    ),
+    "int8 without scales": ({"buffers": kv(dtype=INT8)}, "they must be torch.float32"),
     "scales of keys alone": (
-        {"buffers": KVBuffers(*torch.zeros(2, 2, K, 8, D).to(torch.int8), torch.zeros(2, K, 8))},
+        {"buffers": kv(z(2, K, 8), dtype=INT8)},
         "give scales of keys and of values",
     ),
     "scales of a wrong shape": (
-        {
-            "buffers": KVBuffers(
-                *torch.zeros(2, 2, K, 8, D).to(torch.int8), *torch.zeros(2, 2, K, 8, 1)
-            )
-        },
+        {"buffers": kv(*z(2, 2, K, 8, 1), dtype=INT8)},
         r"scales are not \(2, 2, 8\)",
     ),
-    "scales of floats": (
-        {"buffers": KVBuffers(*torch.zeros(2, 2, K, 8, D), *torch.zeros(2, 2, K, 8))},
-        "they must be torch.int8",
-    ),
+    "scales of floats": ({"buffers": kv(*z(2, 2, K, 8))}, "they must be torch.int8"),
     "values of other slots": (
-        {"buffers": KVBuffers(torch.zeros(2, K, 8, D), torch.zeros(2, K, 9, D))},
+        {"buffers": KVBuffers(z(2, K, 8, D), z(2, K, 9, D))},
         r"values \(2, 2, 9, 16\) are not \[B, K, R, D\]",
     ),
     "heads apart": (
-        {"buffers": KVBuffers(*torch.zeros(2, 2, K, D, 8).transpose(-1, -2))},
+        {"buffers": KVBuffers(*z(2, 2, K, D, 8).transpose(-1, -2))},
         "must be adjacent",
     ),
 }
@@ -428,20 +430,10 @@ ERRORS: dict[str, tuple[dict[str, Any], str]] = {
 @pytest.mark.parametrize("case", ERRORS)
 def test_errors(case: str) -> None:
     changed, message = ERRORS[case]
-    given = {
-        "q": torch.zeros(2, 1, H, D),
-        "k": torch.zeros(2, 1, K, D),
-        "v": torch.zeros(2, 1, K, D),
-        "buffers": KVBuffers(*torch.zeros(2, 2, K, 8, D)),
-        "lengths": torch.zeros(2, dtype=torch.int32),
-    } | changed
+    given = {"q": z(2, 1, H, D), "k": z(2, 1, K, D), "v": z(2, 1, K, D), "buffers": kv()}
+    given |= {"lengths": z(2).int()} | changed
     device = torch.get_default_device()
-    for name, x in given.items():
-        given[name] = (
-            KVBuffers(*(y if y is None else y.to(device) for y in x))
-            if isinstance(x, KVBuffers)
-            else x.to(device)
-        )
+    given = tree_map_only(Tensor, lambda x: x.to(device), given)
     with pytest.raises(ValueError, match=message):
         append_attention(**given)
 

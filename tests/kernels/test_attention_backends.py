@@ -9,16 +9,27 @@ import pytest
 import torch
 from torch import Tensor
 
-from tigon.kernels import AttentionMask
+from tests.flash import on_hopper, played
+from tigon.kernels import AttentionMask, attention
 from tigon.kernels.attention import backends
 from tigon.kernels.attention.backends import (
+    CUDNN_MAX_TOKENS,
+    MIN_KERNEL_TOKENS,
     AttentionRequest,
     check_backend,
     choose_backend,
     select_backend,
 )
-from tigon.kernels.attention.mask import Sequences
+from tigon.kernels.attention.mask import (
+    BLOCK,
+    MIN_SEQUENCES,
+    Sequences,
+    pad_cu_seqlens,
+    padded_count,
+    round_max_seqlen,
+)
 
+__all__ = ["on_hopper", "played"]
 NO_FA4 = {"fa4": "flash-attn-4 is not installed: pip install tigon[fa4]"}
 TRAINED = {"longest": 4096, "grad": True}
 GEMMA = {**TRAINED, "head_dim": 256}
@@ -28,7 +39,7 @@ GPU = "not fa4: it is for Hopper and Blackwell, not for sm_80"
 
 @pytest.fixture(autouse=True)
 def path() -> None:
-    """Nothing is computed here."""
+    """No kernels of ours run: one path, on the CPU."""
 
 
 @pytest.mark.parametrize(
@@ -286,6 +297,28 @@ BLOCKS: dict[str, dict[str, Any]] = {
 BLOCKS["prefixes"]["segment_ids"] = BLOCKS["prefixes"]["segment_ids"].view(2, 700)
 
 
+def assert_same_mask(blocks: Any, dense: Tensor) -> tuple[Tensor, ...]:
+    """[B, n, m] of blocks of queries and keys: read fully, partly; seen somewhere, everywhere."""
+    missing = (-dense.shape[1] % BLOCK, -dense.shape[2] % BLOCK)
+    padded = torch.nn.functional.pad(dense, (0, missing[1], 0, missing[0]))
+    padded = padded.unflatten(2, (-1, BLOCK)).unflatten(1, (-1, BLOCK))
+    some, every = padded.any(4).any(2), padded.all(4).all(2)
+
+    def listed(counts: Tensor, indices: Tensor) -> Tensor:
+        read = torch.arange(indices.shape[-1]) < counts[..., None]
+        out = torch.zeros_like(read).scatter(-1, indices.long(), read)[:, 0]
+        return out.expand_as(some)
+
+    full = listed(blocks.full_kv_num_blocks, blocks.full_kv_indices)
+    partial = listed(blocks.kv_num_blocks, blocks.kv_indices)
+    assert not (full & partial).any() and not (full & ~every).any()
+    assert (full | partial | ~some).all()
+    rows, query, key = (torch.arange(n) for n in dense.shape)
+    rows = rows[:, None, None]
+    assert torch.equal(blocks.mask_mod(rows, rows, query[:, None], key).expand_as(dense), dense)
+    return full, partial, some, every
+
+
 @pytest.mark.parametrize("window", [None, 1, 130, 300])
 @pytest.mark.parametrize("filled", [False, True])  # up to whole blocks, as for the kernel
 @pytest.mark.parametrize("case", BLOCKS)
@@ -293,24 +326,78 @@ def test_blocks_of_flex_attention(case: str, filled: bool, window: int | None) -
     mask, device = AttentionMask(700, **BLOCKS[case]), torch.device("cpu")
     mask = mask.pad(768, 768, 2, device) if filled else mask
     dense, blocks = mask.dense(window, device)[:, 0], mask.blocks(window, device)
-    rows = torch.arange(len(dense))[:, None, None]
-    at = torch.arange(mask.tokens)
-    rule = blocks.mask_mod(rows, rows, at[:, None], at[None])
-    assert torch.equal(rule.expand_as(dense), dense)
-    short = 768 - mask.tokens
-    padded = torch.nn.functional.pad(dense, (0, short, 0, short)).view(len(dense), 6, 128, 6, 128)
-    some, every = padded.any(4).any(2), padded.all(4).all(2)
-
-    def listed(counts: Tensor, indices: Tensor) -> Tensor:
-        out = torch.zeros_like(some)
-        for b, i in itertools.product(range(len(dense)), range(6)):
-            b_ = min(b, len(counts) - 1)
-            out[b, i, indices[b_, 0, i, : counts[b_, 0, i]].long()] = True
-        return out
-
-    full = listed(blocks.full_kv_num_blocks, blocks.full_kv_indices)
-    partial = listed(blocks.kv_num_blocks, blocks.kv_indices)
-    assert not (full & partial).any() and not (full & ~every).any()
-    assert (full | partial | ~some).all()
+    full, partial, some, every = assert_same_mask(blocks, dense)
     if case not in ("holes", "prefixes"):  # where a block is read for nothing, sometimes
         assert torch.equal(full | partial, some) and torch.equal(full[:, :5], every[:, :5])
+
+
+# Bounds of packed sequences with room for more: attention has the same bits and backends
+
+T, D = 24, 16
+
+
+def packed(*ends: int, backend: str = "auto") -> AttentionMask:
+    cu = torch.tensor([0, *ends], dtype=torch.int32)
+    segments = torch.arange(len(ends)).repeat_interleave(cu.diff()).view(-1, T)
+    longest = int(cu.diff().max())
+    return AttentionMask(T, segment_ids=segments, cu_seq_lens=cu, longest=longest, backend=backend)
+
+
+def results(mask: AttentionMask, **options: object) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, T, heads, D, requires_grad=True) for heads in (4, 2, 2))
+    out = attention(q, k, v, mask=mask, **options)
+    (out * torch.randn_like(out)).sum().backward()
+    return [out.detach(), *(x.grad for x in (q, k, v))]
+
+
+@pytest.mark.parametrize("backend", ["sdpa", "reference", "flash", "fa4"])
+@pytest.mark.parametrize("window", [None, 5])
+def test_attention_has_the_same_bits(played, backend, window):
+    mask = packed(3, 13, 14, T, T + 6, 2 * T, backend=backend)
+    wide = pad_cu_seqlens(mask, 2 * T, [5])
+    assert len(wide.cu_seq_lens) == MIN_SEQUENCES + 1 and wide.cu_seq_lens.diff()[-2:].sum() == 0
+    assert wide.longest == T > mask.longest == 18
+    for found, expected in zip(
+        results(wide, window=window), results(mask, window=window), strict=True
+    ):
+        assert torch.equal(found, expected)
+
+
+def test_sequences_of_one_length_and_rows_stay(played):
+    even = packed(12, 24, 36, 48)
+    assert pad_cu_seqlens(even, 48, []) is even
+    rows = AttentionMask(T)
+    assert pad_cu_seqlens(rows, 48, []) is rows
+    unknown = AttentionMask(T, segment_ids=even.segment_ids, cu_seq_lens=even.cu_seq_lens)
+    assert pad_cu_seqlens(unknown, 48, []) is unknown
+
+
+def test_room_is_of_few_sizes(monkeypatch):
+    assert [padded_count(n) for n in (1, 8, 9, 16, 17, 100)] == [8, 8, 16, 16, 32, 128]
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+    assert [padded_count(n) for n in (1, 8, 9)] == [1, 8, 9]
+
+
+def test_rounding_takes_no_other_backend_or_window():
+    """Of every length: each rule of the backends says the same of what it is rounded to."""
+    tokens, windows = 5000, (100, 512, 1300)
+    sizes = set()
+    for longest in range(1, tokens + 1):
+        size = round_max_seqlen(longest, tokens, windows)
+        sizes.add(size)
+        assert longest <= size <= tokens
+        assert all((window >= longest) == (window >= size) for window in windows)
+        if longest % 7 and longest not in (
+            MIN_KERNEL_TOKENS - 1,
+            MIN_KERNEL_TOKENS,
+            CUDNN_MAX_TOKENS,
+            CUDNN_MAX_TOKENS + 1,
+        ):
+            continue
+        for head_dim in (64, 256):
+            for more in ({}, {"window": True}, {"softcap": True}, {"deterministic": True}):
+                request = AttentionRequest(layout="sequences", grad=True, head_dim=head_dim, **more)
+                names = [choose_backend(request._replace(longest=n)).name for n in (longest, size)]
+                assert names[0] == names[1], (longest, size, request)
+    assert sizes == {100, 255, 256, 512, 1024, 1300, 2048, 4096, 5000}

@@ -80,6 +80,7 @@ def test_softcap_and_determinism_get_through() -> None:
 
 
 @pytest.mark.usefixtures("on_hopper")
+@pytest.mark.slow(first=1)
 @pytest.mark.parametrize("recompute", [False, True])
 def test_a_compiled_model_of_packed_sequences(
     recompute: bool, monkeypatch: pytest.MonkeyPatch

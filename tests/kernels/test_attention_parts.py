@@ -12,6 +12,7 @@ from torch import Tensor
 from tests.flash import played
 from tests.kernels.test_attention import CASES, PADDING, SEGMENTS, B, flex_heads, graphs, tensors
 from tests.kernels.test_attention import assert_right as assert_whole_right
+from tests.kernels.test_attention_backends import assert_same_mask
 from tigon.kernels import AttentionMask, attention, attention_ref
 from tigon.kernels.attention.mask import BLOCK
 
@@ -97,6 +98,7 @@ def test_bounds_that_were_given(backend: str) -> None:
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow(first=2)
 @pytest.mark.traced
 @pytest.mark.usefixtures("graphs")
 @pytest.mark.parametrize(
@@ -117,6 +119,7 @@ def test_flex(case: str) -> None:
     torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.traced
 def test_flex_compiles_few_graphs_for_all_parts(
     monkeypatch: pytest.MonkeyPatch, graphs: list[Any]
@@ -158,24 +161,8 @@ def test_blocks_are_those_of_the_dense_mask(given: str, causal: bool, window: in
     dense = mask.dense(window, torch.device("cpu"))
     blocks = mask.blocks(window, torch.device("cpu"))
     assert blocks.seq_lengths == (end - first, mask.keys) == tuple(dense.shape[2:])
-    missing = (-dense.shape[2] % BLOCK, -dense.shape[3] % BLOCK)
-    padded = torch.nn.functional.pad(dense[:, 0], (0, missing[1], 0, missing[0]))
-    found = padded.unflatten(2, (-1, BLOCK)).unflatten(1, (-1, BLOCK))
-    some, every = found.any(4).any(2), found.all(4).all(2)
-    full = blocks_of(blocks.full_kv_num_blocks, blocks.full_kv_indices)
-    partial = blocks_of(blocks.kv_num_blocks, blocks.kv_indices)
-    assert not (full & ~every).any() and not (some & ~(full | partial)).any()
-    assert not (full & partial).any() and partial.float().mean() < 0.9
-    query, key = torch.meshgrid(*(torch.arange(n) for n in dense.shape[2:]), indexing="ij")
-    for b in range(dense.shape[0]):
-        seen = blocks.mask_mod(torch.tensor(b), torch.tensor(0), query, key)
-        assert torch.equal(seen, dense[b, 0])
-
-
-def blocks_of(count: Tensor, index: Tensor) -> Tensor:
-    """[B, n, m], True where a block of queries reads one of keys."""
-    listed = torch.arange(index.shape[-1]) < count[..., None]
-    return torch.zeros_like(listed).scatter(-1, index.long(), listed)[:, 0]
+    _, partial, _, _ = assert_same_mask(blocks, dense[:, 0])
+    assert partial.float().mean() < 0.9
 
 
 def test_padding_inside_a_sequence() -> None:

@@ -94,8 +94,3 @@ def test_the_environment_variable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TIGON_KERNELS", "none")
     with pytest.raises(ValueError, match="TIGON_KERNELS='none' is not one of"):
         runpy.run_path(runtime.__file__)
-
-
-def test_tensors_on_several_devices() -> None:
-    with pytest.raises(ValueError, match=r"x is on cpu; weight is on meta"):
-        tigon.kernels.rms_norm(torch.ones(2, 3, device="cpu"), torch.ones(3, device="meta"), 1e-6)

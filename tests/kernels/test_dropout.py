@@ -45,9 +45,7 @@ def test_bits_are_splitmix64s() -> None:
 
 
 @pytest.mark.kernel
-def test_of_a_low_rank_product(path: str) -> None:
-    if path == "reference":
-        return
+def test_of_a_low_rank_product(kernels_only: None) -> None:
     dropout = Dropout(keys(37), 9, 0.4)
     u, a = torch.randn(37, 4), torch.randn(4, 70)
     given = u, [a], [0], [1.0], 70, None, True

@@ -19,13 +19,13 @@ def problem(columns: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("columns", [8, 1024, 1500])
+@pytest.mark.parametrize("columns", [8, 1500])
 @torch.no_grad()
 def test_parts_add_up_to_the_whole(columns: int, dtype: torch.dtype) -> None:
     ids, table = problem(columns, dtype)
     total = torch.zeros(1, SIZE, columns, dtype=dtype)
     for first, rows in SHARES:
-        shard = VocabularyShard.of("none", len(SHARES), first, rows, SIZE)
+        shard = VocabularyShard.build("none", len(SHARES), first, rows, SIZE)
         # A weight may have rows of padding behind its own
         weight = torch.cat((table[first : first + rows], torch.full((1, columns), 7.0).to(dtype)))
         found = embedding_rows(ids, weight, shard)
@@ -38,7 +38,7 @@ OUTSIDE = """
 import torch
 from tigon.kernels.loss.vocab_parallel import VocabularyShard
 from tigon.kernels.loss.vocab_parallel import embedding_rows
-shard = VocabularyShard.of("none", 1, 0, 101, 101)
+shard = VocabularyShard.build("none", 1, 0, 101, 101)
 with torch.no_grad():
     embedding_rows(torch.tensor([TOKEN], device="cuda"), torch.ones(101, 8, device="cuda"), shard)
 torch.cuda.synchronize()
@@ -57,7 +57,7 @@ def test_a_token_outside_of_the_vocabulary(token: str) -> None:
 def test_gradients_are_torchs() -> None:
     ids, table = problem(8, torch.float32)
     weight = torch.nn.Parameter(table[:34].clone())
-    embedding_rows(ids, weight, VocabularyShard.of("none", 3, 0, 34, SIZE), 3).sum().backward()
+    embedding_rows(ids, weight, VocabularyShard.build("none", 3, 0, 34, SIZE), 3).sum().backward()
     want = torch.ones(34, 8)
     want[3] = 0  # the padding's
     assert weight.grad is not None and torch.equal(weight.grad, want)

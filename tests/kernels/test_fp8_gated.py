@@ -52,9 +52,9 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("small_tiles")
 @pytest.mark.parametrize("act", ACTIVATIONS)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_rows_are_those_of_the_product(path: str, shape: tuple[int, int], act: Activation) -> None:
-    if path == "reference":
-        pytest.skip("kernels alone")
+def test_rows_are_those_of_the_product(
+    kernels_only: None, shape: tuple[int, int], act: Activation
+) -> None:
     for bad in (None, math.nan):
         x = numbers(shape[0], 2 * shape[1], bad=bad)
         for gate_up in (x, torch.cat((x, x), 1)[:, : x.shape[1]]):  # rows of a larger matrix, too
@@ -70,14 +70,12 @@ def test_rows_are_those_of_the_product(path: str, shape: tuple[int, int], act: A
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("bad", [None, math.nan])
 def test_gradients_and_their_maxima(
-    path: str,
+    kernels_only: None,
     shape: tuple[int, int],
     act: Activation,
     bad: float | None,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    if path == "reference":
-        pytest.skip("kernels alone")
     (R, size), x = shape, numbers(shape[0], 2 * shape[1])
     dy = numbers(R, size, bad=bad)
     expected = gradient_and_product(dy.clone(), x.clone(), act, overwrite=False)

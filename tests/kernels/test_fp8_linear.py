@@ -122,11 +122,9 @@ def maxima(x: Tensor) -> Maxima:
 @pytest.mark.parametrize("bad", [None, math.inf, math.nan])
 @pytest.mark.parametrize("shape", [*SHAPES, (37, 48)], ids=str)
 def test_casts_with_maxima_that_are_known(
-    path: str, shape: tuple[int, int], bad: float | None, monkeypatch: pytest.MonkeyPatch
+    kernels_only: None, shape: tuple[int, int], bad: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Found by the row cast, of programs with several rows each, or by another operator."""
-    if path == "reference":
-        pytest.skip("plain torch computes all anew")
     monkeypatch.setattr(casts, "COLUMNS_PER_SM", 16)
     x = spread(*shape)
     if bad is not None:
@@ -299,9 +297,7 @@ def test_factor_changed_before_backward_is_refused(what: str) -> None:
 
 
 @pytest.mark.traced
-def test_compiled_in_one_graph(path: str) -> None:
-    if path == "reference":
-        pytest.skip("one path is enough: tracing takes seconds")
+def test_compiled_in_one_graph(kernels_only: None) -> None:
     x, weight, dy = operands(3, 5, K=32, N=16)
     compiled = torch.compile(fp8_linear, fullgraph=True, backend="aot_eager")
     found, expected = (
@@ -312,17 +308,15 @@ def test_compiled_in_one_graph(path: str) -> None:
         assert torch.equal(ours, theirs)
 
 
-def test_ops_are_registered_rightly(path: str) -> None:
-    if path == "reference":
-        pytest.skip("plain torch has no ops")
+def test_ops_are_registered_rightly(kernels_only: None) -> None:
     x, rows, columns = spread(3, 16), torch.ones(3).int(), torch.ones(16).int()
     for op, *more in (
-        (casts._cast_rows,),
-        (casts._cast_rows_and_maxima,),
-        (casts._cast_columns, None),
-        (casts._cast_columns, columns),
-        (casts._cast_both, None, None),
-        (casts._cast_both, rows, columns),
+        (casts._cast_rows, False),
+        (casts._cast_rows, True),
+        (casts._cast_tiles, False, None, None),
+        (casts._cast_tiles, False, None, columns),
+        (casts._cast_tiles, True, None, None),
+        (casts._cast_tiles, True, rows, columns),
     ):
         given = x, *more
         torch.library.opcheck(op.op, given, test_utils=("test_schema", "test_faketensor"))
@@ -344,9 +338,7 @@ def test_an_input_of_any_shape_is_computed_again(shape: tuple[int, ...]) -> None
 
 
 @pytest.mark.parametrize("what", ["normed", "gated"])
-def test_recomputed_input_has_the_same_bits(path: str, what: str) -> None:
-    if path == "reference":
-        pytest.skip("plain torch notes nothing")
+def test_recomputed_input_has_the_same_bits(kernels_only: None, what: str) -> None:
     x = torch.randn(2, 3, 64).bfloat16().requires_grad_()
     weight, scale = torch.randn(16, 32).bfloat16().requires_grad_(), torch.ones(32).bfloat16()
     if what == "normed":

@@ -2,25 +2,17 @@ from collections.abc import Callable
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tests.kernels.definitions import activation as exact
 from tests.kernels.definitions import gated_act as product
-from tigon.kernels import gated_act, gated_act_ref
+from tigon.kernels import gated_act
 
 HALF = [torch.float16, torch.bfloat16]
 
 
 acts = pytest.mark.parametrize("act", ["silu", "gelu", "gelu_tanh"])
 halves = pytest.mark.parametrize("dtype", HALF, ids=str)
-
-
-@acts
-def test_gradcheck(act: str) -> None:
-    x = torch.randn(3, 10, dtype=torch.float64, requires_grad=True)
-    assert torch.autograd.gradcheck(lambda x: gated_act(x, act), x)
 
 
 @acts
@@ -112,9 +104,7 @@ def test_memory_of_others_is_not_overwritten(case: str) -> None:
     assert torch.equal(own.gate_up, own.before) and own.gate_up._version == 0
 
 
-def test_another_saved_use_raises(path: str) -> None:
-    if path == "reference":
-        return  # nothing is overwritten
+def test_another_saved_use_raises(kernels_only: None) -> None:
     own = Gradients(lambda leaf: leaf * 1.5, "silu", True)
     other = own.gate_up.square()
     own.run()
@@ -136,14 +126,6 @@ def test_hooks_on_saved_tensors(path: str) -> None:
         assert torch.equal(first, Gradients(lambda leaf: leaf * 1.5, "silu", True).run())
 
 
-def test_fake_tensors() -> None:
-    with FakeTensorMode():
-        x = torch.randn(3, 10, requires_grad=True) * 2
-        x.retain_grad()
-        gated_act(x, "silu", overwrite=True).sum().backward()
-        assert x.grad is not None and x.grad.shape == (3, 10)
-
-
 @pytest.mark.gpu
 def test_more_than_2_to_the_31_elements() -> None:
     x = torch.empty(40_000, 2 * 28_672, dtype=torch.bfloat16)
@@ -157,16 +139,8 @@ def test_more_than_2_to_the_31_elements() -> None:
     assert torch.equal(grad[-2:], torch.autograd.grad(expected.sum(), last)[0])
 
 
-def test_unknown_activation() -> None:
+def test_bad_input() -> None:
     with pytest.raises(ValueError, match="act='relu' is not one of"):
         gated_act(torch.ones(2, 4), "relu")
-
-
-def test_an_odd_end() -> None:
     with pytest.raises(ValueError, match=r"gate_up \(2, 5\) has no two halves"):
         gated_act(torch.ones(2, 5), "silu")
-
-
-def test_the_reference_is_torch() -> None:
-    x = torch.randn(3, 8)
-    assert torch.equal(gated_act_ref(x, "silu"), F.silu(x[:, :4]) * x[:, 4:])

@@ -6,8 +6,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tests.kernels.conftest import CUDA
-from tigon.kernels import linear_cross_entropy, linear_cross_entropy_ref
+from tests.kernels.cases import CASES, kl, teacher_and_student
+from tests.kernels.test_operators import assert_as_good_as_eager
+from tigon.kernels import (
+    linear_cross_entropy,
+    linear_cross_entropy_ref,
+    linear_kl,
+    linear_kl_ref,
+    selected_logprobs,
+)
 from tigon.kernels.loss.api import METRICS, Options
 from tigon.kernels.loss.fused_linear_pass import LossPlan
 
@@ -16,7 +23,7 @@ N, C, V = 37, 19, 211
 rows = pytest.mark.parametrize("rows", [4, 10_000])
 
 
-def chunk(monkeypatch: pytest.MonkeyPatch, rows: int, vocab: int = V) -> None:
+def chunk(monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
     monkeypatch.setattr(SIZES, "chunk_rows", lambda *_: rows)
 
 
@@ -27,6 +34,28 @@ def inputs(n: int = N, c: int = C, vocab: int = V) -> tuple[Tensor, Tensor, Tens
     return hidden.requires_grad_(), weight.requires_grad_(), bias.requires_grad_(), targets
 
 
+def kl_inputs() -> dict[str, Tensor]:
+    made = teacher_and_student(N, C, 13, V)
+    del made["token_weights"]
+    for name in ("hidden", "weight", "bias"):
+        made[name].requires_grad_()
+    return made
+
+
+def test_teacher_gets_no_gradient() -> None:
+    x = kl_inputs()
+    x["teacher_weight"].requires_grad_()
+    linear_kl(**x).backward()
+    assert [name for name, t in x.items() if t.grad is not None] == ["hidden", "weight", "bias"]
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.3, 1.0])
+def test_the_reference_of_kl_is_the_definition(beta: float) -> None:
+    x, how = kl_inputs(), {"beta": beta, "reduction": "none"}
+    expected = kl(**x, token_weights=torch.ones(N), **how)
+    torch.testing.assert_close(linear_kl_ref(**x, **how).double(), expected, rtol=1e-5, atol=1e-6)
+
+
 def test_the_reference_is_the_definition() -> None:
     hidden, weight, bias, targets = inputs()
     logits = F.linear(hidden.double(), weight.double(), bias.double())
@@ -35,17 +64,6 @@ def test_the_reference_is_the_definition() -> None:
         hidden, weight, targets, bias=bias, denominator=(targets != -100).sum()
     )
     torch.testing.assert_close(loss.double(), expected, rtol=1e-6, atol=1e-6)
-
-
-@pytest.mark.parametrize("denominator", [8, 8.0, torch.tensor(8), torch.tensor(8.0)])
-def test_denominator(denominator: float | Tensor) -> None:
-    hidden, weight, _, targets = inputs()
-    whole, _ = linear_cross_entropy(hidden, weight, targets)
-    loss, _ = linear_cross_entropy(hidden, weight, targets, denominator=denominator)
-    torch.testing.assert_close(loss, whole / 8)
-    torch.testing.assert_close(
-        torch.autograd.grad(loss, weight)[0], torch.autograd.grad(whole, weight)[0] / 8
-    )
 
 
 @rows
@@ -76,52 +94,35 @@ def test_no_target(monkeypatch: pytest.MonkeyPatch, rows: int, n: int, reduction
         assert grad.shape == x.shape and (grad == 0).all()
 
 
-def errors(
-    dtype: torch.dtype, tensors: list[Tensor], targets: Tensor, w: Tensor, count: int | None = None
-) -> list[tuple[str, float, float]]:
-    """(what, our error, eager's error) against fp32 on the same rounded numbers."""
-    count = int((targets != -100).sum()) if count is None else count
-    low = [x.detach().to(dtype).requires_grad_() for x in tensors]
-    wide = [x.detach().float().requires_grad_() for x in low]
-    exact = linear_cross_entropy_ref(
-        wide[0], wide[1], targets, bias=wide[2], token_weights=w, denominator=count
-    )
-    ours, _ = linear_cross_entropy(
-        low[0], low[1], targets, bias=low[2], token_weights=w, denominator=count
-    )
-    logits = F.linear(*low)
-    eager = (F.cross_entropy(logits.float(), targets, reduction="none") * w).sum() / count
-    found = [("loss", abs((ours - exact).item()), abs((eager - exact).item()))]
-    gradients = (
-        torch.autograd.grad(ours, low),
-        torch.autograd.grad(eager, low),
-        torch.autograd.grad(exact, wide),
-    )
-    for name, a, b, c in zip(("hidden", "weight", "bias"), *gradients, strict=True):
-        assert a.dtype == dtype
-        scale = c.norm()
-        errors = [((x.float() - c).norm() / scale).item() for x in (a, b)]
-        found.append((name, errors[0], errors[1]))
-    return found
-
-
 @pytest.mark.parametrize("rows", [3, 10_000])
-def test_bf16_is_as_good_as_eager(monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
-    *tensors, targets = inputs(n=640, c=48, vocab=300)
-    chunk(monkeypatch, rows, 300)  # up to 171 chunks: a sum in bf16 would be 7 times as wrong
-    for name, ours, eager in errors(torch.bfloat16, tensors, targets, torch.rand(640)):
-        assert ours <= 2 * eager + 1e-6, name
+def test_bf16_is_as_good_as_eager(
+    monkeypatch: pytest.MonkeyPatch, kernels_only: None, rows: int
+) -> None:
+    """Of up to 171 chunks, too: a sum of their gradients in bf16 would be 7 times as wrong."""
+    chunk(monkeypatch, rows)
+    case = CASES["linear_cross_entropy, plain, sum"]
+    assert_as_good_as_eager(case, (512, 48, 300), torch.bfloat16)
 
 
 @pytest.mark.parametrize("rows", [128, 10_000])
 def test_fp16_gradients_do_not_underflow(monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
+    """Of a part of a batch of 2048 tokens, by whose number the loss is divided."""
     *tensors, targets = inputs(n=256, c=32, vocab=1024)
     tensors[1].detach().mul_(0.1)  # an untrained head: every probability is about 1 / V
-    chunk(monkeypatch, rows, 1024)
-    # Part of a batch of 2048 tokens, by whose number the loss is divided
-    for name, ours, eager in errors(torch.float16, tensors, targets, torch.ones(256), 2048):
-        assert ours <= 1e-3, name
-        assert ours <= 2 * eager + 1e-6, name
+    chunk(monkeypatch, rows)
+    low = [x.detach().half().requires_grad_() for x in tensors]
+    wide = [x.detach().float().requires_grad_() for x in low]
+    losses = [
+        f(h, w, targets, bias=b, denominator=2048)
+        for f, (h, w, b) in ((linear_cross_entropy, low), (linear_cross_entropy_ref, wide))
+    ]
+    torch.testing.assert_close(losses[0].value, losses[1], rtol=1e-3, atol=1e-4)
+    found, expected = (
+        torch.autograd.grad(losses[0].value, low),
+        torch.autograd.grad(losses[1], wide),
+    )
+    for a, b in zip(found, expected, strict=True):
+        assert a.dtype == torch.float16 and (a - b).norm() <= 1e-3 * b.norm()
 
 
 def test_fp16_sums_do_not_overflow() -> None:
@@ -135,36 +136,51 @@ def test_fp16_sums_do_not_overflow() -> None:
     torch.testing.assert_close(grad.float(), expected)
 
 
+CE_ERRORS: list[tuple[dict[str, Any], str]] = [
+    ({"targets": torch.zeros(38).long()}, r"targets \(38,\) is not \[N\] = \[37\]"),
+    ({"targets": torch.zeros(4).long()}, r"targets \(4,\) is not \[N\] = \[37\]"),
+    ({"token_weights": torch.ones(3)}, r"token_weights \(3,\) is not \[N\] = \[37\]"),
+    ({"weight": torch.ones(V, 20)}, r"\(37, 19\) and weight \(211, 20\) are not"),
+    ({"hidden": torch.ones(2, N, C)}, r"hidden \(2, 37, 19\)"),
+    ({"reduction": "mean"}, "reduction='mean' is not 'sum' or 'none'"),
+    ({"bias": torch.ones(3)}, r"bias \(3,\) is not \[V\] = \[211\]"),
+    ({"weight": torch.ones(V, C).double()}, "hidden is torch.float32, weight torch.float64"),
+    ({"weight": torch.ones(V, C, device="meta")}, "hidden is on .*; weight is on meta"),
+    ({"metrics": ("entropie",)}, r"unknown metrics \['entropie'\]"),
+]
+KL_ERRORS: list[tuple[dict[str, Any], str]] = [
+    ({"hidden": torch.ones(2, 3, C)}, r"hidden \(2, 3, 19\) is not \[N, C\]"),
+    ({"teacher_hidden": torch.ones(N, 5)}, r"teacher_hidden \(37, 5\) and teacher_weight"),
+    ({"hidden": torch.ones(4, C)}, "the student has 4 rows and 211 tokens, the teacher 37"),
+    ({"teacher_bias": torch.ones(3)}, r"teacher_bias \(3,\) is not \[V\]"),
+    ({"beta": 1.5}, r"beta=1.5 is not in \[0, 1\]"),
+    ({"temperature": 0.0}, "temperature=0.0 is not positive"),
+    ({"options": Options(z_loss=1.0)}, "label_smoothing and z_loss are for cross-entropy alone"),
+]
+
+
 @pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"targets": torch.zeros(38).long()}, r"targets \(38,\) is not \[N\] = \[37\]"),
-        ({"targets": torch.zeros(4).long()}, r"targets \(4,\) is not \[N\] = \[37\]"),
-        ({"token_weights": torch.ones(3)}, r"token_weights \(3,\) is not \[N\] = \[37\]"),
-        ({"weight": torch.ones(V, 20)}, r"\(37, 19\) and weight \(211, 20\) are not"),
-        ({"hidden": torch.ones(2, N, C)}, r"hidden \(2, 37, 19\)"),
-        ({"reduction": "mean"}, "reduction='mean' is not 'sum' or 'none'"),
-        ({"bias": torch.ones(3)}, r"bias \(3,\) is not \[V\] = \[211\]"),
-        ({"weight": torch.ones(V, C).double()}, "hidden is torch.float32, weight torch.float64"),
-        ({"weight": torch.ones(V, C, device="meta")}, "hidden is on .*; weight is on meta"),
-        ({"metrics": ("entropie",)}, r"unknown metrics \['entropie'\]"),
-        pytest.param(
-            {"targets": torch.full((N,), V)},
-            rf"label {V} at \[0\] is neither -100 nor in",
-            marks=pytest.mark.skipif(CUDA, reason="an assertion on the device ends its use"),
-        ),
+    ("function", "change", "message"),
+    [(linear_cross_entropy, *error) for error in CE_ERRORS]
+    + [(linear_kl, *error) for error in KL_ERRORS]
+    + [
+        (
+            selected_logprobs,
+            {"options": Options(label_smoothing=0.1)},
+            "are for cross-entropy alone",
+        )
     ],
-    ids=str,
 )
-def test_bad_input(change: dict[str, object], message: str) -> None:
+def test_bad_input(function: Any, change: dict[str, Any], message: str) -> None:
     hidden, weight, _, targets = inputs()
-    change = {
-        k: v.to(hidden.device) if isinstance(v, Tensor) and v.device.type == "cpu" else v
-        for k, v in change.items()
+    given = {"hidden": hidden, "weight": weight, "targets": targets}
+    given = (kl_inputs() if function is linear_kl else given) | change
+    moved = {
+        k: x.to(hidden.device) if isinstance(x, Tensor) and not x.is_meta else x
+        for k, x in given.items()
     }
-    arguments = {"hidden": hidden, "weight": weight, "targets": targets} | change
     with pytest.raises(ValueError, match=message):
-        linear_cross_entropy(**arguments)
+        function(**moved)
 
 
 def test_an_upstream_factor_is_not_rounded_to_bf16() -> None:
@@ -228,19 +244,8 @@ def test_a_weight_of_zero_that_learns_counts() -> None:
     )
 
 
-def test_the_budget_bounds_the_chunk() -> None:
-    h = torch.empty(1, 4096, dtype=torch.bfloat16)
-    for vocab, budget in ((128256, 2**30), (262144, 2**30), (151936, 2**28), (50, 2**20)):
-        rows = SIZES.chunk_rows(vocab, h, budget)
-        assert rows >= 1
-        assert rows * vocab * 2 <= budget < 32 * rows * vocab + 32 * vocab
-    assert SIZES.chunk_rows(300_000, h, 1) == 1
-
-
 @pytest.mark.traced
-def test_the_operator_is_what_it_says(path: str) -> None:
-    if path == "reference":
-        pytest.skip("there is no operator")
+def test_the_operator_is_what_it_says(kernels_only: None) -> None:
     hidden, weight, bias, targets = (t.detach() for t in inputs())
     names = tuple(m for m in METRICS if m != "accuracy")
     plan = LossPlan("cross_entropy", Options(softcap=3.0), metrics=names, statistics=True)

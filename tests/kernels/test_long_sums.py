@@ -10,9 +10,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from bench import long_sums
 from tigon.kernels.linear import linear as implementation
-from tigon.kernels.linear.gemv import linear
 from tigon.kernels.linear.linear import (
     chunked_matmul,
+    linear,
     matmul_into,
     may_drop_summands,
     reduction_chunks,

@@ -14,10 +14,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 
-from tests.kernels.cases import CASES, KINDS, B, D, H, Inputs, K, OpCase, learned
+from tests.kernels.cases import CASES, KINDS, MORE_KINDS, B, D, H, Inputs, K, OpCase, learned
 from tests.kernels.conftest import CUDA
 
-kinds = pytest.mark.parametrize("case", [CASES[name] for name in KINDS], ids=KINDS)
+SLOW = [pytest.param(CASES[name], id=name, marks=pytest.mark.slow) for name in MORE_KINDS]
+kinds = pytest.mark.parametrize(
+    "case", [*(pytest.param(CASES[name], id=name) for name in KINDS), *SLOW]
+)
 SIZES = {f"{name}, {size}": (case, size) for name, case in CASES.items() for size in case.sizes}
 EMPTY = {f"{name}, {size}": (case, size) for name, case in CASES.items() for size in case.empty}
 
@@ -26,7 +29,7 @@ EMPTY = {f"{name}, {size}": (case, size) for name, case in CASES.items() for siz
 def small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """Under the interpreter so few programs that each has several tokens, and sums in steps."""
     if not CUDA:
-        module = importlib.import_module("tigon.kernels.rope.qk_norm_rope")
+        module = importlib.import_module("tigon.kernels.rope.rope")
         monkeypatch.setattr(module, "RESIDENT", 2)
         monkeypatch.setattr(module, "SUM", (1, 8))
 
@@ -140,8 +143,9 @@ JUDGED = {name: case for name, case in CASES.items() if case.eager is not None}
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("case", JUDGED.values(), ids=JUDGED)
-def test_half_precision_is_as_good_as_eager(case: OpCase, dtype: torch.dtype, path: str) -> None:
-    triton_only(path)
+def test_half_precision_is_as_good_as_eager(
+    case: OpCase, dtype: torch.dtype, kernels_only: None
+) -> None:
     if dtype not in case.halves:
         pytest.skip("the interpreter is no GPU there")
     assert_as_good_as_eager(case, None, dtype)
@@ -158,9 +162,8 @@ def test_real_sizes_are_as_good_as_eager(case: OpCase, size: Any, dtype: torch.d
 
 
 @kinds
-def test_second_backward_has_the_same_bits(case: OpCase, path: str) -> None:
+def test_second_backward_has_the_same_bits(case: OpCase, kernels_only: None) -> None:
     """Also where the first gradients were written to."""
-    triton_only(path)
     inputs = case.make()
     found = case.run(inputs)
     ups = random_like(found)
@@ -184,7 +187,7 @@ def test_second_derivative_is_right_or_refused(case: OpCase, path: str) -> None:
     assert all(grad.requires_grad for grad in first)
 
 
-AUTOCAST = {name: CASES[name] for name in KINDS if CASES[name].autocast}
+AUTOCAST = {name: CASES[name] for name in KINDS + MORE_KINDS if CASES[name].autocast}
 
 
 @pytest.mark.parametrize("case", AUTOCAST.values(), ids=AUTOCAST)
@@ -267,8 +270,7 @@ class Registered(TorchDispatchMode):
 
 @pytest.mark.traced
 @kinds
-def test_registered_operators_keep_torchs_rules(case: OpCase, path: str) -> None:
-    triton_only(path)
+def test_registered_operators_keep_torchs_rules(case: OpCase, kernels_only: None) -> None:
     inputs = case.make()
     with Registered() as seen:
         found = case.run(inputs)
@@ -283,18 +285,23 @@ def test_registered_operators_keep_torchs_rules(case: OpCase, path: str) -> None
 
 
 DYNAMIC: dict[str, Any] = {  # of another number of rows
-    "rms_norm, residual": ((4, 5, 33),),
+    "rms_norm, gate, residual": ((4, 5, 33),),
     "sandwich_norm": ((4, 5, 33),),
     "qk_norm_rope": (B, 4, H, K, D, D, B),
     "gated_act, silu": (4, 5, 202),
-    "grouped_mlp, silu": (11, 24, 40, 7, 3),
+    "grouped_mlp, silu": (4, 16, 24, 5, 2),
 }
+# Tracing takes a second or two; what has the autograd function of another kind is slow
+SAME_NODE = ("lora_grouped_mlp, frozen base", "linear_kl, 0.3, sum", "selected_logprobs")
+TRACED = [
+    pytest.param(name, marks=pytest.mark.slow if name in SAME_NODE + MORE_KINDS else ())
+    for name in KINDS + MORE_KINDS
+]
 
 
 @pytest.mark.traced
-@pytest.mark.parametrize("name", KINDS)
-def test_compiled_is_eager(name: str, path: str) -> None:
-    triton_only(path)
+@pytest.mark.parametrize("name", TRACED)
+def test_compiled_is_eager(name: str, kernels_only: None) -> None:
     case, dynamic = CASES[name], name in DYNAMIC
     torch._dynamo.reset()
     compiled = torch.compile(

@@ -6,8 +6,7 @@ from torch import Tensor
 
 from tests.kernels import definitions
 from tests.kernels.definitions import EPS
-from tigon.kernels import rms_norm_ref, rope_ref
-from tigon.kernels.rope.qk_norm_rope import qk_norm_rope, qk_norm_rope_ref
+from tigon.kernels.rope.rope import qk_norm_rope
 
 HALF = [torch.float16, torch.bfloat16]
 B, T, H, K, D = 2, 3, 6, 3, 14
@@ -88,9 +87,7 @@ def test_where_it_is_rounded(norm: dict[str, Any], dtype: torch.dtype, wide: boo
         assert (y != e).float().mean() < 1e-2
 
 
-def test_what_is_saved(path: str) -> None:
-    if path == "reference":
-        return  # autograd saves what it likes
+def test_what_is_saved(kernels_only: None) -> None:
     qkv, theta = torch.randn(B, T, ROW, requires_grad=True), angles()
     for w, saves_qkv in (((), False), (weights(), True)):
         saved: list[int] = []
@@ -116,9 +113,7 @@ def test_angles_that_learn() -> None:
 
 
 @pytest.mark.gpu
-def test_more_than_2_to_the_31_elements(path: str) -> None:
-    if path == "reference":
-        return  # its fp32 copies may not fit
+def test_more_than_2_to_the_31_elements(kernels_only: None) -> None:
     t, h, k, d = 140_000, 96, 16, 128
     qkv = torch.zeros(1, t, (h + 2 * k) * d, dtype=torch.bfloat16)
     qkv[:, -2:].normal_()
@@ -134,37 +129,28 @@ def test_more_than_2_to_the_31_elements(path: str) -> None:
     assert torch.equal(grad[:, -2:], right)
 
 
-def test_the_reference_is_its_parts() -> None:
-    qkv, theta, (wq, wk) = torch.randn(B, T, ROW), angles().float(), weights()
-    q, k, v = qkv.view(B, T, -1, D).split((H, K, K), 2)
-    cos, sin = theta.cos(), theta.sin()
-    expected = (
-        *rope_ref(rms_norm_ref(q, wq, EPS), rms_norm_ref(k, wk, EPS), cos, sin, interleaved=True),
-        v,
-    )
-    for a, b in zip(
-        call(qkv, theta, (wq, wk), qk_norm_rope_ref, interleaved=True), expected, strict=True
-    ):
-        assert torch.equal(a, b)
+@pytest.mark.parametrize(
+    ("columns", "theta", "w", "options", "message"),
+    [
+        (ROW - 1, angles(), (), {}, rf"qkv \(2, 3, {ROW - 1}\) is not \[B, T, \(6 \+ 2 \* 3"),
+        (ROW, angles(), (D, D - 1), {}, r"k_weight \(13,\) does not fit heads of 14 dims"),
+        (ROW, angles(), (D,), {}, "give q_weight and k_weight, or neither"),
+        (ROW, angles(16), (), {}, "rotates 16 dims, but heads have 14"),
+        (ROW, angles(D, 1, T + 1), (), {}, r"not \[B or 1, T, R/2\]"),
+        (ROW, angles(), (D, D), {"cast": "never"}, r"cast='never' is not one of \('before_weight'"),
+        (ROW, angles(), (D, D), {"eps": -1.0}, "eps=-1.0 and offset=0.0 must not be negative"),
+    ],
+)
+def test_bad_input(
+    columns: int, theta: Tensor, w: tuple[int, ...], options: dict[str, Any], message: str
+) -> None:
+    qkv = torch.randn(B, T, columns)
+    with pytest.raises(ValueError, match=message):
+        call(qkv, theta.to(qkv.device), tuple(torch.ones(n) for n in w), **options)
 
 
-def test_bad_input() -> None:
-    qkv, theta = torch.randn(B, T, ROW), angles()
-    with pytest.raises(ValueError, match=rf"qkv \(2, 3, {ROW - 1}\) is not \[B, T, \(6 \+ 2 \* 3"):
-        call(qkv[..., :-1], theta, ())
+def test_what_is_not_packed_on_one_device() -> None:
     with pytest.raises(ValueError, match="qkv"):
-        call(qkv[0], theta, ())
-    with pytest.raises(ValueError, match=r"k_weight \(13,\) does not fit heads of 14 dims"):
-        call(qkv, theta, (torch.ones(D), torch.ones(D - 1)))
-    with pytest.raises(ValueError, match="give q_weight and k_weight, or neither"):
-        call(qkv, theta, (torch.ones(D),))
-    with pytest.raises(ValueError, match="rotates 16 dims, but heads have 14"):
-        call(qkv, angles(16), ())
-    with pytest.raises(ValueError, match=r"not \[B or 1, T, R/2\]"):
-        call(qkv, angles(D, 1, T + 1), ())
-    with pytest.raises(ValueError, match=r"cast='never' is not one of \('before_weight'"):
-        call(qkv, theta, weights(), cast="never")
-    with pytest.raises(ValueError, match=r"eps=-1.0 and offset=0.0 must not be negative"):
-        call(qkv, theta, weights(), eps=-1.0)
+        call(torch.randn(T, ROW), angles(), ())
     with pytest.raises(ValueError, match="q_weight is on meta"):
-        call(qkv, theta, tuple(w.to("meta") for w in weights()))
+        call(torch.randn(B, T, ROW), angles(), tuple(w.to("meta") for w in weights()))

@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 from tigon.kernels import gated_act, grouped_mlp, rms_norm, sandwich_norm
-from tigon.kernels.linear.gemv import linear
+from tigon.kernels.linear.linear import linear
 from tigon.kernels.mlp.gated_act import _backward_product, _forward
 from tigon.kernels.norm.rms_norm import recompute_norm
 from tigon.kernels.recompute import find_recompute, recompute_above
@@ -93,9 +93,7 @@ def kept(run: Callable[[], Any], *own: Tensor) -> list[int]:
     return sorted(size for size in sizes.values() if size >= C)
 
 
-def test_what_is_kept(path: str) -> None:
-    if path == "reference":
-        return  # plain torch keeps what it likes
+def test_what_is_kept(kernels_only: None) -> None:
     x, w, weight = leaf(2, 3, C), leaf(C), nn.Parameter(torch.randn(K, C))
 
     def one() -> Tensor:
@@ -142,9 +140,7 @@ def uses(y: Tensor) -> str:
     return type(y.grad_fn).__name__
 
 
-def test_who_has_a_product_of_its_own(path: str) -> None:
-    if path == "reference":
-        return
+def test_who_has_a_product_of_its_own(kernels_only: None) -> None:
     x, w = leaf(2, 3, C), leaf(C)
     y = rms_norm(x, w, 1e-6)
     own = Linear(C, K)
@@ -168,7 +164,7 @@ def test_who_has_a_product_of_its_own(path: str) -> None:
 
 
 @pytest.mark.parametrize("what", ["input", "stream", "weight"])
-def test_changes_in_place_are_seen(what: str, path: str) -> None:
+def test_changes_in_place_are_seen(what: str, kernels_only: None) -> None:
     """Before the product, it keeps its input; after it, autograd raises, or x is not needed."""
     x, z, w, weight = leaf(2, 3, C), leaf(2, 3, C), leaf(C), nn.Parameter(torch.randn(K, C))
     upstream = torch.randn(2, 3, K)
@@ -187,8 +183,6 @@ def test_changes_in_place_are_seen(what: str, path: str) -> None:
     changed = {"input": y, "stream": total, "weight": w}[what]
     with torch.no_grad():
         changed.mul_(3)
-    if path == "reference":
-        return
     if what != "input":
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             torch.autograd.grad(out, weight, upstream)
@@ -216,10 +210,8 @@ def test_other_memory_of_the_same_tensor(path: str) -> None:
     assert torch.equal(found, torch.ones(K, 6) @ y.detach().view(6, C))
 
 
-def test_weights_that_are_sharded_again(path: str) -> None:
+def test_weights_that_are_sharded_again(kernels_only: None) -> None:
     """As by fully_shard(norm), whose weight is empty outside."""
-    if path == "reference":
-        return
     x, w, weight = leaf(2, 3, C), nn.Parameter(torch.randn(C)), nn.Parameter(torch.randn(K, C))
     y = rms_norm(x, w, 1e-6)
     out = linear(y, weight)
@@ -245,9 +237,7 @@ def test_a_graph_that_is_used_again(path: str) -> None:
     assert all(map(torch.equal, gradients(0), gradients(math.inf)))
 
 
-def test_second_derivatives_raise(path: str) -> None:
-    if path == "reference":
-        return
+def test_second_derivatives_raise(kernels_only: None) -> None:
     mlp, x, w = GatedMLP(C, 40, "silu"), leaf(2, 3, C), leaf(C)
     y = rms_norm(x, w, 1e-6)
     for out, weight in ((linear(y, w2 := nn.Parameter(torch.randn(K, C))), w2), (mlp(y), x)):
@@ -360,9 +350,7 @@ def test_experts_that_are_differentiated_apart(path: str) -> None:
     assert all(map(torch.equal, *results))
 
 
-def test_experts_keep_the_stream(path: str) -> None:
-    if path == "reference":
-        return
+def test_experts_keep_the_stream(kernels_only: None) -> None:
     x, w = leaf(2, 3, C), leaf(C)
     up, down = leaf(4, 20, C), leaf(4, C, 10)
     experts, weights = torch.tensor([[0, 2]] * 6), leaf(6, 2)
@@ -398,9 +386,7 @@ def test_files_and_copies_have_the_values_alone(path: str) -> None:
         assert torch.equal(other, y) and find_recompute(other) is None
 
 
-def test_registered_ops(path: str) -> None:
-    if path == "reference":
-        return
+def test_registered_ops(kernels_only: None) -> None:
     x, w, rstd = torch.randn(3, C), torch.randn(C), torch.rand(3)
     torch.library.opcheck(recompute_norm.op, (x, rstd, x, w, 1.0, True), test_utils=CHECKS)
     torch.library.opcheck(
@@ -409,9 +395,7 @@ def test_registered_ops(path: str) -> None:
 
 
 @pytest.mark.parametrize("act", ["silu", "gelu", "gelu_tanh"])
-def test_gradient_and_product_of_one_pass(act: str, path: str) -> None:
-    if path == "reference":
-        return
+def test_gradient_and_product_of_one_pass(act: str, kernels_only: None) -> None:
     d, x = torch.randn(3, C), torch.randn(3, 2 * C)
     gradient, product = _backward_product(d, x, act)
     assert torch.equal(product, _forward(x, act))

@@ -1,3 +1,5 @@
+"""`rms_norm` and `sandwich_norm`: where they round, what they save, and what they refuse."""
+
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -8,43 +10,30 @@ from torch import Tensor
 
 from tests.kernels import definitions
 from tests.kernels.definitions import EPS
-from tigon.kernels import rms_norm
-from tigon.kernels.norm import common
+from tigon.kernels import rms_norm, sandwich_norm
 
-OWN = sys.modules["tigon.kernels.norm.rms_norm"]
-DTYPES = [torch.float16, torch.bfloat16]
-
-
-def exact(x: Tensor, weight: Any, offset: float = 0.0, gate: Any = None) -> Tensor:
-    return definitions.rms_norm(x, weight, gate=gate, offset=offset)[0]
+MODULE = sys.modules["tigon.kernels.norm.rms_norm"]
+ORDERS = pytest.mark.parametrize(
+    ("offset", "cast"), [(0.0, "before_weight"), (1.0, "after_weight")]
+)
+HALF = pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 
 
-def assert_close(actual: Tensor, expected: Tensor, *, rtol: float = 1e-5, atol: float = 1e-6):
-    torch.testing.assert_close(actual.double(), expected.double(), rtol=rtol, atol=atol)
+def exact(x: Tensor, weight: Any) -> Tensor:
+    return definitions.rms_norm(x, weight)[0]
 
 
-def assert_gradients(actual: Tensor, expected: Tensor, inputs: list[Tensor]) -> None:
-    """`actual` and `expected` are scalars of the same inputs."""
-    found = torch.autograd.grad(actual, inputs, retain_graph=True)
-    for a, b in zip(found, torch.autograd.grad(expected, inputs), strict=True):
-        assert a.dtype == b.dtype
+def assert_gradients(found: Any, expected: Any, inputs: list[Tensor], up: Any = None) -> None:
+    ups = [None if up is None else up.to(y.dtype) for y in (found, expected)]
+    grads = (torch.autograd.grad(y, inputs, u) for y, u in zip((found, expected), ups, strict=True))
+    for a, b in zip(*grads, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 
 
-def kernels_only(path: str) -> None:
-    if path != "triton":
-        pytest.skip("about the kernels")
-
-
-def test_sum_alone_passes_its_gradient_on() -> None:
-    shape = (5, 33)
-    inputs = [torch.randn(shape, requires_grad=True) for _ in range(2)]
-    weight, up = torch.randn(33, requires_grad=True), torch.randn(shape)
-    _, total = rms_norm(inputs[0], weight, EPS, residual=inputs[1])
-    assert torch.equal(total, inputs[0] + inputs[1])
-    (total * up).sum().backward()
-    assert torch.equal(inputs[0].grad, up) and torch.equal(inputs[1].grad, up)
-    assert weight.grad is None
+def sandwich_inputs(shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    """The branch, the stream and both weights."""
+    shapes = (shape, shape, shape[-1:], shape[-1:])
+    return [(0.3 * torch.randn(s)).to(dtype).requires_grad_() for s in shapes]
 
 
 def test_a_tensor_is_its_own_residual() -> None:
@@ -54,15 +43,7 @@ def test_a_tensor_is_its_own_residual() -> None:
     assert_gradients((normed * up + total).sum(), expected, [x])
 
 
-def test_the_first_backward_leaves_the_second_branch_alone() -> None:
-    x, r = torch.randn(5, 33, requires_grad=True), torch.randn(5, 33, requires_grad=True)
-    weight, upstream = torch.randn(33), torch.randn(5, 33)
-    y = rms_norm(x, weight, EPS) + r
-    y.backward(upstream)
-    assert torch.equal(r.grad, upstream)
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@HALF
 @pytest.mark.parametrize("weight_dtype", [None, torch.float32], ids=str)
 def test_where_it_is_rounded(dtype: torch.dtype, weight_dtype: torch.dtype | None) -> None:
     x, residual, z = torch.randn(3, 64, 256).to(dtype).unbind()
@@ -89,9 +70,27 @@ def test_where_it_is_rounded(dtype: torch.dtype, weight_dtype: torch.dtype | Non
         assert (y != expected).float().mean() < 2e-3
 
 
-@pytest.mark.parametrize(("offset", "cast"), [(0.0, "before_weight"), (1.0, "after_weight")])
-def test_it_does_not_matter_who_makes_the_sum(path: str, offset: float, cast: str) -> None:
-    kernels_only(path)
+@ORDERS
+@HALF
+def test_where_a_sandwich_is_rounded(dtype: torch.dtype, offset: float, cast: str) -> None:
+    leaves = [t.detach() for t in sandwich_inputs((64, 256), dtype)]
+    x, residual, post_weight, weight = leaves
+
+    def norm(t: Tensor, w: Tensor) -> Tensor:
+        h = t.float() / (t.float().square().mean(-1, keepdim=True) + EPS).sqrt()
+        if cast == "before_weight":
+            return ((offset + w).float() * h.to(dtype).float()).to(dtype)
+        return (h * (offset + w.float())).to(dtype)
+
+    normed, total = sandwich_norm(*leaves, EPS, offset=offset, cast=cast)
+    expected = (residual.float() + norm(x, post_weight).float()).to(dtype)
+    assert total.dtype == normed.dtype == dtype
+    assert (total != expected).float().mean() < 2e-3
+    assert (normed != norm(total, weight)).float().mean() < 2e-3
+
+
+@ORDERS
+def test_it_does_not_matter_who_makes_the_sum(kernels_only: None, offset: float, cast: str) -> None:
     x, residual, up, side = torch.randn(4, 33, 80).half()
     weight = torch.randn(80).half()
     options = {"offset": offset, "cast": cast}
@@ -102,63 +101,93 @@ def test_it_does_not_matter_who_makes_the_sum(path: str, offset: float, cast: st
         return [*out, *torch.autograd.grad(out, leaves, [up, side])]
 
     expected = results(lambda x, r, w: rms_norm(x, w, EPS, residual=r, **options))
-    found = results(lambda x, r, w: OWN.rms_norm_with_input(x + r, w, EPS, **options))
+    found = results(lambda x, r, w: MODULE.rms_norm_with_input(x + r, w, EPS, **options))
     assert [torch.equal(a, b) for a, b in zip(found, expected, strict=True)] == [True] * 5
     with pytest.raises(ValueError, match=r"eps=-1"):
-        OWN.rms_norm_with_input(x.clone().requires_grad_(), weight, -1.0)
+        MODULE.rms_norm_with_input(x.clone().requires_grad_(), weight, -1.0)
     only = x.clone().requires_grad_()
-    (OWN.rms_norm_with_input(only, weight, EPS)[1] * side).sum().backward()  # the norm is not used
+    (MODULE.rms_norm_with_input(only, weight, EPS)[1] * side).sum().backward()  # no norm is used
     assert torch.equal(only.grad, side)
 
 
-def test_dtypes_that_the_kernels_leave_to_torch() -> None:
+def test_what_the_kernels_leave_to_torch() -> None:
     x, residual = torch.randn(4, 16).bfloat16(), torch.randn(4, 16)
     normed, total = rms_norm(x, torch.ones(16), EPS, residual=residual)
     assert total.dtype == normed.dtype == torch.float32
-    assert_close(normed, exact(x + residual, torch.ones(16)))
+    expected = exact(x + residual, torch.ones(16)).float()
+    torch.testing.assert_close(normed, expected, rtol=1e-5, atol=1e-6)
     x, weight = residual.double(), torch.rand(16).double()
     torch.testing.assert_close(rms_norm(x, weight, EPS), exact(x, weight), rtol=1e-5, atol=1e-6)
+    columns = MODULE.MAX_COLUMNS + 1
+    x, weight = torch.randn(2, columns, requires_grad=True), torch.randn(columns)
+    y, expected = rms_norm(x, weight, EPS), exact(x, weight)
+    torch.testing.assert_close(y.double(), expected, rtol=1e-5, atol=1e-6)
+    assert_gradients(y, expected, [x], torch.randn(2, columns))
 
 
-def test_rows_wider_than_a_program_holds() -> None:
-    x, weight = (
-        torch.randn(2, OWN.MAX_COLUMNS + 1, requires_grad=True),
-        torch.randn(OWN.MAX_COLUMNS + 1),
-    )
-    y, up = rms_norm(x, weight, EPS), torch.randn(2, OWN.MAX_COLUMNS + 1)
-    assert_close(y, exact(x, weight))
-    assert_gradients((y * up).sum(), (exact(x, weight) * up).sum(), [x])
+def test_what_the_kernels_of_sandwiches_leave_to_torch() -> None:
+    x, residual, *weights = (t.detach() for t in sandwich_inputs((6, 40)))
+    expected = definitions.sandwich_norm(x, residual, *weights)
+    for dtype in (torch.float16, torch.float64):
+        found = sandwich_norm(x.to(dtype), residual.to(dtype), *weights, EPS)
+        assert found[0].dtype == found[1].dtype == dtype
+        for a, b in zip(found, expected, strict=True):
+            torch.testing.assert_close(a.double(), b, rtol=1e-2, atol=5e-3)
+    assert sandwich_norm(x.half(), residual, *weights, EPS)[1].dtype == torch.float32
+    wide = sandwich_inputs((2, MODULE.MAX_SANDWICH_COLUMNS + 1))
+    found, expected = sandwich_norm(*wide, EPS), definitions.sandwich_norm(*wide)
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a.double(), b, rtol=1e-5, atol=1e-6)
+    up = torch.randn(wide[0].shape)
+    assert_gradients(*((up * y).sum() + total.sum() for y, total in (found, expected)), wide)
 
 
-def test_only_what_is_needed(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    kernels_only(path)
-    x, weight = torch.randn(40, 33), torch.randn(33, requires_grad=True)
+@pytest.fixture
+def work(kernels_only: None, monkeypatch: pytest.MonkeyPatch) -> tuple[list[bool], list[Tensor]]:
+    """Whether each forward pass saved something, and the weights' gradients that were summed."""
     saved: list[bool] = []
-    forward, sums = OWN._forward, OWN.sum_partials
-    monkeypatch.setattr(OWN, "_forward", lambda *a: saved.append(a[2]) or forward(*a))
     summed: list[Tensor] = []
-    monkeypatch.setattr(OWN, "sum_partials", lambda *a: summed.append(a[3]) or sums(*a))
+    forward, sums = MODULE._forward, MODULE._sum_partials
+    monkeypatch.setattr(MODULE, "_forward", lambda *a: saved.append(a[2]) or forward(*a))
+    monkeypatch.setattr(MODULE, "_sum_partials", lambda *a: summed.append(a[3]) or sums(*a))
+    return saved, summed
+
+
+def test_only_what_is_needed(work: tuple[list[bool], list[Tensor]]) -> None:
+    x, weight = torch.randn(40, 33), torch.randn(33, requires_grad=True)
+    saved, summed = work
     with torch.no_grad():
         rms_norm(x.requires_grad_(), weight, EPS)
     rms_norm(x.detach(), weight.detach(), EPS)
     assert saved == [False, False]
     rms_norm(x, weight.detach(), EPS).sum().backward()
     assert not summed and weight.grad is None
-    y, up = rms_norm(x.detach(), weight, EPS), torch.randn(40, 33)
+    y = rms_norm(x.detach(), weight, EPS)
     kept = [t.numel() for t in y.grad_fn.saved_tensors if t is not None]
     assert kept == [40 * 33, 33, 40]  # x, the weight, 1 / rms of each row
-    (y * up).sum().backward()
-    (expected,) = torch.autograd.grad((exact(x, weight) * up).sum(), weight)
-    torch.testing.assert_close(weight.grad, expected, rtol=1e-4, atol=1e-5)
-    # a residual alone wants a gradient
+    # A residual alone wants a gradient
     r = torch.randn(40, 33, requires_grad=True)
     normed, _ = rms_norm(x.detach(), weight.detach(), EPS, residual=r)
     assert_gradients(normed.sum(), exact(x.detach() + r, weight.detach()).sum(), [r])
 
 
+def test_only_what_is_needed_of_a_sandwich(work: tuple[list[bool], list[Tensor]]) -> None:
+    leaves, up = sandwich_inputs((7, 33)), torch.randn(7, 33)
+    saved, summed = work
+    with torch.no_grad():
+        sandwich_norm(*leaves, EPS)
+    sandwich_norm(*(t.detach() for t in leaves), EPS)
+    assert saved == [False, False]
+    for wanted in ([0, 1], [0], [1], [2, 3], [2], [3]):
+        given = [t if i in wanted else t.detach() for i, t in enumerate(leaves)]
+        learned = [leaves[i] for i in wanted]
+        expected = definitions.sandwich_norm(*leaves)[0]
+        assert_gradients(sandwich_norm(*given, EPS)[0], expected, learned, up)
+    assert len(summed) == 3  # none for frozen weights
+
+
 @pytest.mark.gpu
-def test_offsets_past_32_bits(path: str) -> None:
-    kernels_only(path)
+def test_offsets_past_32_bits(kernels_only: None) -> None:
     far = torch.empty(2**31 + 64, dtype=torch.bfloat16).as_strided((3, 64), (2**30, 1))
     x = far.copy_(torch.randn(3, 64)).requires_grad_()
     near, weight, up = x.detach().clone().requires_grad_(), torch.randn(64), torch.randn(3, 64)
@@ -169,10 +198,9 @@ def test_offsets_past_32_bits(path: str) -> None:
 
 
 @pytest.mark.gpu
-def test_another_number_of_rows_compiles_nothing(path: str) -> None:
-    kernels_only(path)
+def test_another_number_of_rows_compiles_nothing(kernels_only: None) -> None:
     weight = torch.randn(96, requires_grad=True)
-    kernels = OWN._forward_kernel, OWN._backward_kernel, common._sum_kernel
+    kernels = MODULE._forward_kernel, MODULE._backward_kernel, MODULE._sum_kernel
     counts = []
     for rows in (18001, 18003, 36005):  # more than are resident, or launched with PDL
         rms_norm(torch.randn(rows, 96, requires_grad=True), weight, EPS).sum().backward()
@@ -180,22 +208,29 @@ def test_another_number_of_rows_compiles_nothing(path: str) -> None:
     assert counts[0] == counts[1] == counts[2]
 
 
-def test_weight_of_another_width() -> None:
-    with pytest.raises(ValueError, match=r"weight \(7,\) does not fit x \(2, 8\)"):
-        rms_norm(torch.ones(2, 8), torch.ones(7), EPS)
+Changes = dict[str, Any]
+BAD: list[tuple[Changes, str]] = [
+    ({"weight": torch.ones(7)}, r"weight \(7,\) does not fit x \(2, 8\)"),
+    ({"residual": torch.ones(8)}, r"residual \(8,\) does not fit x \(2, 8\)"),
+    ({"cast": "never"}, r"cast='never' is not one of \('before_weight'"),
+    ({"eps": -1.0}, r"eps=-1.0 and offset=\d.0 must not be negative"),
+    ({"weight": torch.ones(8, device="meta")}, "x is on .*; weight is on meta"),
+]
+BAD_GATE = ({"gate": torch.ones(1, 8)}, r"gate \(1, 8\) does not fit x \(2, 8\)")
+BAD_POST = ({"post_weight": torch.ones(7)}, r"post_weight \(7,\) does not fit x \(2, 8\)")
 
 
-def test_other_bad_inputs() -> None:
-    x, weight = torch.ones(2, 8), torch.ones(8)
-    with pytest.raises(ValueError, match=r"residual \(8,\) does not fit x \(2, 8\)"):
-        rms_norm(x, weight, EPS, residual=torch.ones(8))
-    with pytest.raises(ValueError, match=r"gate \(1, 8\) does not fit x \(2, 8\)"):
-        rms_norm(x, weight, EPS, gate=torch.ones(1, 8))
-    with pytest.raises(ValueError, match=r"cast='never' is not one of \('before_weight'"):
-        rms_norm(x, weight, EPS, cast="never")
-    with pytest.raises(ValueError, match=r"eps=-1.0 and offset=0.0 must not be negative"):
-        rms_norm(x, weight, -1.0)
-    with pytest.raises(ValueError, match=f"x is on {x.device}; weight is on meta"):
-        rms_norm(x, weight.to("meta"), EPS)
-    with pytest.raises(ValueError, match="residual is on meta"):
-        rms_norm(x, None, EPS, residual=x.to("meta"))
+@pytest.mark.parametrize(
+    ("function", "given", "change", "message"),
+    [(rms_norm, {}, *bad) for bad in (*BAD, BAD_GATE)]
+    + [(sandwich_norm, {"post_weight": torch.ones(8)}, *bad) for bad in (*BAD, BAD_POST)],
+)
+def test_bad_input(function: Any, given: Changes, change: Changes, message: str) -> None:
+    x = torch.ones(2, 8)
+    given = {"x": x, "weight": torch.ones(8), "residual": x, "eps": EPS} | given | change
+    moved = {
+        name: t.to(x.device) if isinstance(t, Tensor) and not t.is_meta else t
+        for name, t in given.items()
+    }
+    with pytest.raises(ValueError, match=message):
+        function(**moved)

@@ -6,12 +6,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tigon.kernels import qk_norm_rope
-from tigon.kernels.rope.qk_norm_rope import _packed_rope
+from tigon.kernels.rope.rope import _packed_rope
 
 CUDA = torch.cuda.is_available()
 B, T, H, K, D = 2, 3, 5, 2, 14
@@ -52,7 +51,7 @@ def memory(x: Tensor) -> int:
 
 
 @pytest.mark.parametrize("interleaved", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(
     "sizes",
     [
@@ -60,8 +59,6 @@ def memory(x: Tensor) -> int:
         (2, 3, 5, 2, 14, 14),
         (2, 3, 5, 2, 14, 6),
         (1, 2, 9, 1, 128, 128),  # some programs have heads that do not exist
-        (1, 2, 1, 1, 64, 64),
-        (2, 1, 3, 3, 96, 32),
         (1, 2, 2, 5, 80, 32),
         (1, 2, 2, 1, 6, 0),
     ],
@@ -131,9 +128,7 @@ def test_what_norms_need_is_left_alone() -> None:
     assert torch.equal(qkv, leaf * 1.5) and qkv._version == 0
 
 
-def test_another_saved_use_raises(path: str) -> None:
-    if path == "reference":
-        return  # nothing is overwritten
+def test_another_saved_use_raises(kernels_only: None) -> None:
     others: list[Tensor] = []
 
     def make(leaf: Tensor) -> Tensor:
@@ -159,9 +154,7 @@ def test_a_retained_graph_can_be_run_again() -> None:
         grad.zero_()
 
 
-def test_second_derivative_raises(path: str) -> None:
-    if path == "reference":
-        return  # plain torch has it
+def test_second_derivative_raises(kernels_only: None) -> None:
     leaf = leaf_of()
     _, out = rotated(leaf, True)
     with pytest.raises(RuntimeError, match="qk_norm_rope has no second derivative"):
@@ -215,14 +208,6 @@ def test_registered_op(path: str) -> None:
         torch.library.opcheck(_packed_rope.op, given)
 
 
-def test_fake_tensors() -> None:
-    with FakeTensorMode():
-        leaf = torch.randn(B, T, ROW, requires_grad=True)
-        _, out = rotated(leaf, True)
-        sum(y.sum() for y in out).backward()
-        assert leaf.grad is not None and leaf.grad.shape == leaf.shape
-
-
 def test_transforms_of_torch_func_see_no_change(path: str) -> None:
     leaf = leaf_of().detach()
     seen: list[Tensor] = []
@@ -236,24 +221,3 @@ def test_transforms_of_torch_func_see_no_change(path: str) -> None:
         return
     with pytest.raises(RuntimeError, match="setup_context"):  # as without `overwrite`
         torch.func.grad(loss)(leaf)
-
-
-def test_compiled_equals_eager(path: str) -> None:
-    if path == "reference":
-        return  # plain torch
-    theta = torch.rand(1, T, D // 2)
-
-    def step(x: Tensor) -> tuple[Tensor, ...]:
-        table = theta.cos(), theta.sin()
-        return qk_norm_rope(x * 1.5, *table, heads=H, kv_heads=K, overwrite=True)
-
-    backend = "inductor" if CUDA else "aot_eager"
-    compiled = torch.compile(step, fullgraph=True, backend=backend)
-    leaf = leaf_of()
-    results = []
-    for f in (step, compiled):
-        out = f(leaf)
-        ups = [torch.linspace(-1, 1, y.numel()).view(y.shape) for y in out]
-        results.append([*out, *torch.autograd.grad(out, leaf, ups)])
-    for a, b in zip(*results, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from tigon.kernels.linear.gemv import PART, TILE, gemv, linear, select_launch, uses_gemv
+from tigon.kernels.linear.linear import PART, TILE, gemv, linear, select_launch, uses_gemv
 from tigon.kernels.mlp.gated_act import Activation, gated_act_ref
 from tigon.kernels.runtime import is_hopper, pdl_options
 

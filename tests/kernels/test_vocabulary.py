@@ -214,7 +214,7 @@ def rank(directory: str, widths: Mapping[int, int]) -> None:
     first = min(dist.get_rank() * width, V)
     group = dist.group.WORLD
     assert group is not None
-    shard = VocabularyShard.of(group.group_name, group.size(), first, min(width, V - first), V)
+    shard = VocabularyShard.build(group.group_name, group.size(), first, min(width, V - first), V)
     found = {}
     for path, names in (("reference", CASES), ("triton", INTERPRETED[shard.ranks])):
         with use(path):
@@ -231,7 +231,10 @@ def rank(directory: str, widths: Mapping[int, int]) -> None:
 Found = dict[str, dict[str, dict[str, Tensor]]]
 
 
-@pytest.fixture(scope="module", params=WIDTHS, ids=lambda n: f"{n} ranks")
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(n, id=f"{n} ranks", marks=[pytest.mark.slow] * (n > 2)) for n in WIDTHS],
+)
 def ranks(request: pytest.FixtureRequest) -> Iterator[list[Found]]:
     if torch.cuda.is_available():
         pytest.skip("the ranks have no interpreter")

@@ -119,7 +119,7 @@ def test_one_row_takes_a_path_of_its_own(monkeypatch: pytest.MonkeyPatch) -> Non
         rows.append((weight.shape[0], act))
         return gemv(x, weight, bias, act)
 
-    for module in (tigon.layers.linear, importlib.import_module("tigon.kernels.linear.gemv")):
+    for module in (tigon.layers.linear, importlib.import_module("tigon.kernels.linear.linear")):
         monkeypatch.setattr(module, "gemv", spy)
     mlp = make(bias=True)
     x = torch.randn(1, 1, C)

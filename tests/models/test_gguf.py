@@ -252,7 +252,7 @@ def test_from_the_hub(hub: Any) -> None:
     (directory / "config.json").unlink()
     model = tigon.from_pretrained("lab/model-GGUF", gguf_file="m-Q8_0.gguf")
     assert isinstance(model, tigon.Llama)
-    with pytest.raises(FileNotFoundError, match=r"pass its name, gguf_file='m-Q8_0\.gguf'"):
+    with pytest.raises(FileNotFoundError, match=r"a GGUF file, gguf_file='m-Q8_0\.gguf'"):
         tigon.from_pretrained("lab/model-GGUF")
 
 

@@ -91,7 +91,7 @@ BAD: dict[str, tuple[str, Break, str]] = {
         r"single has neither model.safetensors nor model.safetensors.index.json",
     ),
     "pickle": ("single", pickles, r"pickled weights \(pytorch_model.bin\).*convert them once"),
-    "dtype tag": ("single", tag, r"model.safetensors: tensor '.*' has the unknown dtype 'F99'"),
+    "dtype tag": ("single", tag, r"model.safetensors: tensor '.*' has the unsupported dtype 'F99'"),
     "no config": ("single", remove("config.json"), r"single has no file config.json"),
     "config no JSON": (
         "single",

@@ -294,7 +294,9 @@ def test_a_single_row_takes_its_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
         model, ids = model.cuda(), ids.cuda()
     with torch.no_grad(), use("triton"):
         expected = model.model.layers[0].mlp(model.model.embed_tokens(ids)).x
-        own = importlib.import_module("tigon.kernels.linear.gemv")  # the package names the function
+        own = importlib.import_module(
+            "tigon.kernels.linear.linear"
+        )  # the package names the function
         row_linear = own.gemv
 
         def count(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -17,7 +17,7 @@ import tigon
 from tests.parallel.test_shared_generation import CALLS, NEW, UNSEEDED, generate_away, prompts
 from tests.small import EXPERTS, LLAMA, write_model
 from tests.train.ranks import TORCHRUN, Ranks
-from tests.train.test_expert import FAMILIES
+from tests.train.test_layouts import FAMILIES
 from tigon.cli import main
 from tigon.distributed.expert_dispatch import ExpertShard
 from tigon.kernels import LogProbs

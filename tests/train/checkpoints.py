@@ -1,11 +1,16 @@
 """What tests of checkpoints share."""
 
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
+from safetensors.torch import save_file
 
 import tigon
-from tigon.train.checkpoint import saver
+from tigon.train.checkpoint import files, saver
 from tigon.train.checkpoint.format import optimizer_states, weight_state
 
 
@@ -33,7 +38,23 @@ class State:
         return {n: torch.cat([c.rows for c in rows.chunks]).clone() for n, rows in state.items()}
 
 
+@contextmanager
+def changed_metadata(source: Path) -> Iterator[dict[str, Any]]:
+    """The content of run.json, to change; the checksums are right again."""
+    metadata = json.loads((source / "run.json").read_text())
+    yield metadata
+    (source / "run.json").write_text(json.dumps(metadata))
+    (source / files.SUMS).unlink()
+    files.write_sums(source, {})
+
+
 def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
     assert found.keys() == expected.keys()
     for name, tensor in expected.items():
         assert torch.equal(found[name], tensor), name
+
+
+def put_tensors(path: Path, tensors: dict[str, torch.Tensor], offsets: Sequence[int] = ()) -> None:
+    """A file of a checkpoint whose tensors begin at `offsets`; without, they are whole."""
+    info = {n: {"saved_offsets": list(offsets) or [0] * t.dim()} for n, t in tensors.items()}
+    save_file(tensors, path, {"format": "pt", "DCP_SHARDING_INFO": json.dumps(info)})

@@ -19,7 +19,6 @@ from typing import Any
 import torch
 import torch._dynamo  # a second, and every run imports it late
 import torch.distributed as dist
-from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from tigon.train import main
 
@@ -128,34 +127,6 @@ def train_on(count: int, settings: list[str], **environment: str) -> str:
 def train_on_gpus(settings: list[str]) -> str:
     """A run on two ranks, on two GPUs if there are as many; what it prints."""
     return Ranks(2, main, settings, on_gpus=True).finish()
-
-
-def torchrun(count: int, settings: list[str]) -> str:
-    """A run on `count` ranks that torchrun's agent starts, in this process; what it prints."""
-    with tempfile.TemporaryDirectory(prefix="tigon-ranks-") as directory:
-        for name in (OUT, ERR):
-            Path(directory, name).touch()
-        config = LaunchConfig(
-            min_nodes=1,
-            max_nodes=1,
-            nproc_per_node=count,
-            rdzv_backend="c10d",
-            rdzv_endpoint="localhost:0",
-            max_restarts=0,
-            start_method="forkserver",
-        )
-        numbers = [signal.Signals[name] for name in config.signals_to_handle.split(",")]
-        handlers = [signal.getsignal(number) for number in numbers]  # the agent leaves its own
-        try:
-            elastic_launch(config, _agents_rank)(torch.get_num_threads(), directory, settings)
-        finally:
-            for number, handler in zip(numbers, handlers, strict=True):
-                signal.signal(number, handler)
-        return Path(directory, OUT).read_text()
-
-
-def _agents_rank(threads: int, directory: str, settings: list[str]) -> None:
-    _rank(dict(os.environ), threads, directory, main, (settings,))
 
 
 def main_after(before: str, settings: list[str]) -> None:

@@ -19,8 +19,17 @@ from tigon.train.export import load_checkpoint
 def one_of(each: list[list[str]], folders: list[str] | None = None) -> None:
     rank = int(os.environ["RANK"])
     if folders is not None:
-        os.chdir(folders[rank])  # where a relative path has other files, as on another host
+        os.chdir(folders[rank])
     main(each[rank])
+
+
+@pytest.fixture
+def folders(tmp_path) -> list[str]:
+    """Working directories of two ranks, where a relative path has other files, as on two hosts."""
+    made = [tmp_path / "0", tmp_path / "1"]
+    for folder in made:
+        folder.mkdir()
+    return [str(folder) for folder in made]
 
 
 def said(each: list[list[str]], folders: list[str] | None = None) -> str:
@@ -32,6 +41,7 @@ def said(each: list[list[str]], folders: list[str] | None = None) -> str:
     return ranks.errors
 
 
+@pytest.mark.slow(first=1)
 @pytest.mark.parametrize(
     ("name", "values"),
     [("resume", ("auto", "")), ("parallel", ("auto", "{tensor: 2}")), ("lr", ("0.1", "0.2"))],
@@ -45,6 +55,7 @@ def test_other_settings(workspace, name, values):
     assert not (workspace.root / f"other-{name}" / "checkpoints").exists()
 
 
+@pytest.mark.slow
 def test_other_layouts(workspace):
     """Whose process groups would be made in another order."""
     sizes = {"parallel.tensor": 2}, {"parallel.context": 4}
@@ -52,59 +63,52 @@ def test_other_layouts(workspace):
     assert "rank 1 has other settings (parallel) than rank 0: start all" in said([*each, *each])
 
 
-def test_another_run_dir_of_the_same_name(workspace, tmp_path):
+@pytest.mark.slow
+def test_another_run_dir_of_the_same_name(workspace, folders):
     """On a disk of each host: the second rank would find out when it writes a checkpoint."""
-    settings = [*workspace.settings("own", steps=2), "run_dir=runs/own"]
-    folders = [tmp_path / "0", tmp_path / "1"]
-    for folder in folders:
-        folder.mkdir()
-    found = said([settings, settings], [str(folder) for folder in folders])
+    each = [[*workspace.settings("own", steps=2), "run_dir=runs/own"]] * 2
+    local, other = (Path(folder, "runs") for folder in folders)
+    found = said(each, folders)
     assert "rank 1: run_dir=runs/own, which all ranks write to: No such file or dir" in found
-    assert not (folders[0] / "runs").exists()
-    (folders[1] / "runs/own").mkdir(parents=True)
-    found = said([settings, settings], [str(folder) for folder in folders])
+    assert not local.exists()
+    (other / "own").mkdir(parents=True)
+    found = said(each, folders)
     assert "rank 1: run_dir=runs/own is another directory than that of rank 0: all hosts" in found
-    assert not (folders[0] / "runs").exists() and not [*(folders[1] / "runs/own").iterdir()]
+    assert not local.exists() and not [*(other / "own").iterdir()]
 
 
+def change_weights(model: Path) -> None:
+    file = model / "model.safetensors"
+    weights = {name: weight + 0.1 for name, weight in load_file(file).items()}
+    save_file(weights, file, {"format": "pt"})
+
+
+@pytest.mark.slow(first=1)
 @pytest.mark.parametrize("differs", ["weights", "config", "layers", "generation_config"])
-def test_another_model_of_the_same_name(workspace, tmp_path, differs):
-    folders = [tmp_path / "0", tmp_path / "1"]
-    write_model(folders[0] / "model")
-    shutil.copytree(folders[0], folders[1])
-    other: Path = folders[1] / "model"
+def test_another_model_of_the_same_name(workspace, folders, differs):
+    changes = {"config": {"rms_norm_eps": 1e-2}, "layers": {"num_hidden_layers": 3}}
+    write_model(Path(folders[0], "model"))
+    other = write_model(Path(folders[1], "model"), **changes.get(differs, {}))
     if differs == "weights":
-        file = other / "model.safetensors"
-        weights = {name: weight + 0.1 for name, weight in load_file(file).items()}
-        save_file(weights, file, {"format": "pt"})
+        change_weights(other)
     elif differs == "generation_config":
         (other / "generation_config.json").write_text('{"repetition_penalty": 1.5}')
-    else:
-        shutil.rmtree(other)
-        write_model(
-            other, **({"rms_norm_eps": 1e-2} if differs == "config" else {"num_hidden_layers": 3})
-        )
-    settings = workspace.settings(f"model-{differs}", steps=2, model="model")
-    found = said([settings, settings], [str(folder) for folder in folders])
+    found = said([workspace.settings(f"model-{differs}", steps=2, model="model")] * 2, folders)
     assert "rank 1 reads another model than rank 0 from model: give all hosts the same" in found
 
 
+@pytest.mark.slow(first=1)
 @pytest.mark.parametrize("name", ["teacher", "reference"])
-def test_another_model_beside(workspace, tmp_path, name):
+def test_another_model_beside(workspace, folders, tmp_path, name):
     """Whose shards would be those of two models."""
-    folders = [tmp_path / "0", tmp_path / "1"]
-    for folder in folders:
-        write_model(folder / "other")
-    file = folders[1] / "other/model.safetensors"
-    weights = {key: weight + 0.1 for key, weight in load_file(file).items()}
-    save_file(weights, file, {"format": "pt"})
+    models = [write_model(Path(folder, "other")) for folder in folders]
+    change_weights(models[1])
     changes: dict[str, object] = {"task": "distill", "teacher": "other"}
     if name == "reference":
         changes = {"task": "dpo", "reference": "other", "data": tmp_path / "pairs.jsonl"}
         pair = {"prompt": "say", "chosen": "yes", "rejected": "no"}
         (tmp_path / "pairs.jsonl").write_text(f"{json.dumps(pair)}\n" * 8)
-    settings = workspace.settings(f"beside-{name}", steps=2, **changes)
-    found = said([settings, settings], [str(folder) for folder in folders])
+    found = said([workspace.settings(f"beside-{name}", steps=2, **changes)] * 2, folders)
     assert "rank 1 reads another model than rank 0 from other: give all hosts the same" in found
 
 
@@ -116,22 +120,20 @@ OTHERS = {
 }
 
 
+@pytest.mark.slow(first=1)
 @pytest.mark.parametrize("case", OTHERS)
-def test_other_rows(workspace, tmp_path, case):
+def test_other_rows(workspace, folders, case):
     """Of the same name and size."""
-    folders = [tmp_path / "0", tmp_path / "1"]
     for folder, word in zip(folders, ("seven", "eight"), strict=True):
-        folder.mkdir()
         rows = [json.dumps({"prompt": f"say {word} {i}", "completion": "yes"}) for i in range(40)]
-        (folder / "rows.jsonl").write_text("\n".join(rows))
-    given = {"steps": 2, "eval_data": workspace.held_out} | OTHERS[case]
-    settings = workspace.settings(f"rows-{case}", **given)
-    found = said([settings, settings], [str(folder) for folder in folders])
+        Path(folder, "rows.jsonl").write_text("\n".join(rows))
+    changes = {"steps": 2, "eval_data": workspace.held_out} | OTHERS[case]
+    found = said([workspace.settings(f"rows-{case}", **changes)] * 2, folders)
     name = case.split()[0]
     assert f"rank 1 has other {name} than rank 0: give all hosts the same files" in found
 
 
-def load_checkpoints(folders: list[Path]) -> None:
+def load_checkpoints(folders: list[str]) -> None:
     dist.init_process_group("gloo")
     os.chdir(folders[dist.get_rank()])
     mesh = init_device_mesh("cpu", (2,))
@@ -140,11 +142,11 @@ def load_checkpoints(folders: list[Path]) -> None:
     dist.destroy_process_group()
 
 
-def test_another_checkpoint_of_the_same_name(workspace, tmp_path):
+@pytest.mark.slow
+def test_another_checkpoint_of_the_same_name(workspace, folders):
     """Each is whole: its checksums are its own."""
-    folders = [tmp_path / "0", tmp_path / "1"]
     for seed, folder in enumerate(folders):
         run = workspace.root / f"seed-{seed}"
         main(workspace.settings(run.name, steps=1, seed=seed))
-        shutil.copytree(run / "checkpoints/step-00000001", folder / "checkpoint")
+        shutil.copytree(run / "checkpoints/step-00000001", Path(folder, "checkpoint"))
     Ranks(2, load_checkpoints, folders).finish(60)

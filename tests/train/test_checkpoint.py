@@ -1,4 +1,4 @@
-"""Checkpoints as files: what they hold, how damage is found, which of them stay."""
+"""Checkpoints as files: what they hold, how damage and links are found, which of them stay."""
 
 import json
 import math
@@ -10,22 +10,30 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 import tigon
 from tests.small import EXPERTS, write_model
-from tests.train.checkpoints import State, assert_equal
+from tests.train.checkpoints import State, assert_equal, changed_metadata, put_tensors
+from tigon.models import MODELS, build, materialize
 from tigon.train import checkpoint, main
 from tigon.train.checkpoint import files, format, saver
 from tigon.train.checkpoint.files import KeepPolicy, SavedStep
 from tigon.train.checkpoint.format import LocalRows
+from tigon.train.export import load_checkpoint, meta_model_from_checkpoint
 from tigon.train.optim import Ema
-from tigon.train.resume import LONG
+from tigon.train.resume import MIN_STEPS
+from tigon.weights import Repository
 
 
-def test_files_hold_the_tensors_by_their_names_in_checkpoints(state, workspace, tmp_path):
-    with saver.Saver(tmp_path, state.world) as to:
-        target = state.save(to, 7)
+@pytest.fixture
+def target(state, tmp_path, world) -> Path:
+    """A checkpoint of `state`."""
+    with saver.Saver(tmp_path, world) as to:
+        return state.save(to, 1)
+
+
+def test_files_hold_tensors_by_checkpoint_names(state, workspace, target):
     assert {path.suffix for path in target.iterdir()} == {".safetensors", ".json", ""}
     assert [path.name for path in target.iterdir() if not path.suffix] == ["SHA256SUMS"]
     own = load_file(target / "weights-00000.safetensors")
@@ -39,9 +47,8 @@ def test_files_hold_the_tensors_by_their_names_in_checkpoints(state, workspace, 
     up = state.model.model.layers[1].mlp.gate_up_proj.weight
     assert torch.equal(states[name], state.optimizer.state[up]["exp_avg"][96:])
     assert states["optimizer.step.model.norm.weight"].item() == 1
-    assert os.popen(f"cd {target} && sha256sum --check --strict SHA256SUMS").read().count(
-        ": OK"
-    ) == (len([path for path in target.iterdir() if path.is_file()]) - 1)
+    checked = os.popen(f"cd {target} && sha256sum --check --strict SHA256SUMS").read()
+    assert checked.count(": OK") == len([*target.iterdir()]) - 1
 
 
 def test_a_model_with_experts_comes_back(world, tmp_path):
@@ -78,23 +85,21 @@ def test_several_slices_of_a_tensor_are_all_written(world, tmp_path):
     assert torch.equal(found, whole)
 
 
-def test_a_checkpoint_that_does_not_fit_is_refused(state, tmp_path, world):
-    with saver.Saver(tmp_path, world) as to:
-        target = state.save(to, 1)
-    other = tigon.from_pretrained(
-        write_model(tmp_path / "deep", num_hidden_layers=3, tie_word_embeddings=False)
-    )
-    with pytest.raises(ValueError, match=r"does not fit the model: it lacks lm_head.weight, .*and"):
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_hidden_layers": 3, "tie_word_embeddings": False}, "lacks lm_head.weight, .*and"),
+        ({"intermediate_size": 128}, "resizes model.layers.0.mlp.down_proj.weight"),
+    ],
+)
+def test_a_checkpoint_that_does_not_fit_is_refused(target, tmp_path, changes, message):
+    other = tigon.from_pretrained(write_model(tmp_path / "other", **changes))
+    with pytest.raises(ValueError, match=f"does not fit the model: it {message}"):
         checkpoint.load(target, other)
-    wide = tigon.from_pretrained(write_model(tmp_path / "wide", intermediate_size=128))
-    with pytest.raises(ValueError, match=r"it resizes model.layers.0.mlp.down_proj.weight"):
-        checkpoint.load(target, wide)
 
 
-def test_files_that_do_not_say_what_they_said_are_refused(state, tmp_path, world):
+def test_changed_tensor_files_are_refused(state, target):
     """By somebody who could write the checksums too."""
-    with saver.Saver(tmp_path, world) as to:
-        target = state.save(to, 1)
     path = target / "weights-00000.safetensors"
     name, before = "model.layers.0.mlp.down_proj.weight", path.read_bytes()
     length = int.from_bytes(before[:8], "little")
@@ -115,22 +120,15 @@ def test_files_that_do_not_say_what_they_said_are_refused(state, tmp_path, world
     tensor = tensors.pop(name)
     half = len(tensor) // 2
 
-    def put(file, offsets, tensors):
-        info = json.dumps({n: {"saved_offsets": offsets.get(n, [0] * t.dim())} for n, t in tensors})
-        save_file(dict(tensors), target / file, {"format": "pt", "DCP_SHARDING_INFO": info})
-
-    put(path.name, {}, tensors.items())
-    for i, row, rows in (
-        (1, 0, tensor[:half]),
-        (2, 0, tensor[:half]),
-        (3, len(tensor) - 1, tensor[-1:]),
-    ):
-        put(f"weights-{i:05d}.safetensors", {name: [row, 0]}, [(name, rows.contiguous())])
+    put_tensors(path, tensors)
+    slices = ((0, tensor[:half]), (0, tensor[:half]), (len(tensor) - 1, tensor[-1:]))
+    for i, (row, rows) in enumerate(slices, 1):
+        put_tensors(target / f"weights-{i:05d}.safetensors", {name: rows.contiguous()}, [row, 0])
     with pytest.raises(ValueError, match=f"lacks rows of {name}"):
         checkpoint.load(target, state.model)
 
 
-def test_an_average_that_is_no_number_is_not_saved(state, tmp_path, world):
+def test_an_average_with_nan_is_not_saved(state, tmp_path, world):
     ema = Ema(state.model, 0.9)
     next(iter(ema.values.values()))[0] = math.nan
     with saver.Saver(tmp_path, world) as to:
@@ -149,16 +147,13 @@ def test_an_average_that_is_no_number_is_not_saved(state, tmp_path, world):
         ("optimizer-00000", "optimizer.step.model.norm.weight", -2.0),
     ],
 )
-def test_values_that_no_run_has_are_named(state, tmp_path, world, file, name, value):
+def test_values_that_no_run_has_are_named(state, target, file, name, value):
     """Under checksums that are right."""
-    with saver.Saver(tmp_path, world) as to:
-        target = state.save(to, 1)
     checkpoint.load(target, state.model, state.optimizer)  # where a first moment is negative
     path = target / f"{file}.safetensors"
     tensors = load_file(path)
     tensors[name].view(-1)[-1] = value
-    offsets = {n: {"saved_offsets": [0] * t.dim()} for n, t in tensors.items()}
-    save_file(tensors, path, {"format": "pt", "DCP_SHARDING_INFO": json.dumps(offsets)})
+    put_tensors(path, tensors)
     said = re.escape(f"{target} has {value} in {name} ({path.name}), which no run has: resume from")
     with pytest.raises(ValueError, match=said):
         checkpoint.load(target, state.model, state.optimizer)
@@ -167,21 +162,16 @@ def test_values_that_no_run_has_are_named(state, tmp_path, world, file, name, va
 def test_rows_passed_over_that_no_run_passes_over(workspace, finished, tmp_path):
     """They would be looked for, epoch by epoch."""
     source = shutil.copytree(finished / "checkpoints/step-00000003", tmp_path / "step-00000003")
-    known = json.loads((source / "run.json").read_text())
-    for state, most in (({"offset": 1}, 0), ({"offset": 2**39, "rollbacks": 2}, 2 * LONG)):
-        known["state"] |= state
-        (source / "run.json").write_text(json.dumps(known))
-        (source / "SHA256SUMS").unlink()
-        files.write_sums(source, {})
+    for state, most in (({"offset": 1}, 0), ({"offset": 2**39, "rollbacks": 2}, 2 * MIN_STEPS)):
+        with changed_metadata(source) as metadata:
+            metadata["state"] |= state
         message = f"run.json has offset={state['offset']} in its state, .* {most} steps at most"
         with pytest.raises(SystemExit, match=message):
             main(workspace.settings("over", steps=4, resume=source))
     assert not (workspace.root / "over/checkpoints").exists()
 
 
-def test_states_of_other_parameters_name_the_groups(state, tmp_path, world):
-    with saver.Saver(tmp_path, world) as to:
-        target = state.save(to, 1)
+def test_states_of_other_parameters_name_the_groups(state, target):
     norm = state.model.model.norm.weight
     others = [p for p in state.model.parameters() if p is not norm]
     norm.requires_grad_(False)
@@ -212,7 +202,7 @@ def damage(path: Path, how: str) -> None:
 
 
 @pytest.mark.parametrize(("name", "how"), DAMAGE.items())
-def test_damage_is_found_and_the_checkpoint_before_is_taken(name, how, finished, tmp_path):
+def test_damaged_checkpoint_falls_back_to_earlier_one(name, how, finished, tmp_path):
     directory = shutil.copytree(finished / "checkpoints", tmp_path / "checkpoints")
     newest = directory / "step-00000003"
     damage(newest / name, how)
@@ -261,7 +251,7 @@ def test_which_checkpoints_stay():
     assert [kept.step for kept in left] == [10, 40, 60]
 
 
-def test_retention_spares_the_best_those_in_use_and_the_last_good_one(workspace, tmp_path):
+def test_retention_spares_best_locked_and_last_good(workspace, tmp_path):
     main(
         workspace.settings(
             "kept", eval_data=workspace.held_out, eval_every=1, steps=5, save_every=1,
@@ -282,7 +272,7 @@ def test_retention_spares_the_best_those_in_use_and_the_last_good_one(workspace,
     assert sorted(p.name[-1] for p in tmp_path.iterdir()) == ["3", "9"]
 
 
-def test_files_that_somebody_has_put_into_a_checkpoint_stay(workspace):
+def test_files_of_the_user_in_checkpoints_stay(workspace):
     """It is not removed when newer ones are there, and keeps them when it is written again."""
     run = workspace.root / "noted"
     settings = workspace.settings("noted", steps=3, save_every=1, keep_last=0)
@@ -299,7 +289,7 @@ def test_files_that_somebody_has_put_into_a_checkpoint_stay(workspace):
         checkpoint.verify(run / f"checkpoints/step-0000000{step}")
 
 
-def test_leftovers_are_removed_but_not_those_of_a_live_run(state, tmp_path):
+def test_only_leftovers_of_dead_runs_are_removed(state, tmp_path):
     (tmp_path / "checkpoints/.step-00000004.partial").mkdir(parents=True)
     (tmp_path / "checkpoints/.step-00000002.removed").mkdir()
     live = tmp_path / "checkpoints/.step-00000008.partial"
@@ -308,3 +298,37 @@ def test_leftovers_are_removed_but_not_those_of_a_live_run(state, tmp_path):
         saved = state.save(to, 1)
         to.wait()
         assert sorted((tmp_path / "checkpoints").iterdir()) == [live, saved]
+
+
+@pytest.mark.parametrize(
+    "name", ["config.json", "tokenizer.json", "run.json", "weights-00000.safetensors", "new.json"]
+)
+@pytest.mark.parametrize("pipe", [False, True])
+def test_nothing_in_a_checkpoint_leads_out_of_it(workspace, finished, tmp_path, name, pipe):
+    """One that somebody gave away reads nothing but its own files."""
+    source = shutil.copytree(finished / "checkpoints/step-00000003", tmp_path / "step-00000003")
+    private = tmp_path / name
+    if (source / name).exists():
+        (source / name).rename(private)
+    else:
+        private.write_text("{}")
+    if pipe:
+        os.mkfifo(source / name)
+    else:
+        (source / name).symlink_to(private)
+    match = f"{source / name} is no file but a pipe" if pipe else f"{name} is a link to {private}"
+    model = build(Repository(workspace.model), MODELS, dtype=torch.float32)[0]
+    materialize(model, torch.device("cpu"))
+    for read in (
+        lambda: checkpoint.verify(source),
+        lambda: load_checkpoint(source),
+        lambda: meta_model_from_checkpoint(source),
+        lambda: checkpoint.load(source, model),
+    ):
+        with pytest.raises(ValueError, match=match):
+            read()
+
+
+def test_a_checkpoint_on_another_disk(finished, tmp_path):
+    (tmp_path / "step-00000003").symlink_to(finished / "checkpoints/step-00000003")
+    load_checkpoint(tmp_path / "step-00000003")

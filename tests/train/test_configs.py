@@ -30,13 +30,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gemma": {"model_type": "gemma3_text", "head_dim": 16, "sliding_window": 32},
     "qwen3": {"model_type": "qwen3", "head_dim": 16},
     "qwen3_30b_a3b": {
-        "model_type": "qwen3_moe",
-        "head_dim": 16,
-        "num_experts": 4,
-        "num_experts_per_tok": 2,
+        "model_type": "qwen3_moe", "head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2,
         "moe_intermediate_size": 40,
     },
-}
+}  # fmt: skip
 
 SMOLLM2 = config("llama", 49152, 576, 1536, 30, 9, 3, 64, tie_word_embeddings=True)
 SIZES: dict[str, dict[str, Any]] = {  # of the real models
@@ -62,6 +59,10 @@ LOSSES = {  # between which the first two are
 }
 
 
+TASKS = {load(path).task: path for path in READY}
+BY_TASK = [*TASKS.values(), *(path for path in READY if path not in TASKS.values())]
+
+
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Data of all tasks, and a tokenizer."""
@@ -82,47 +83,31 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def test_there_is_one_of_each_kind_for_each_model() -> None:
+def test_each_model_has_its_configs() -> None:
+    """Pretraining and fine-tuning; and these, of some models."""
     models = {path.stem.rsplit("_", 1)[0] for path in READY}
     assert len(models) == 7 and len(READY) == 24
-    assert {path.stem for path in READY if load(path).lora} == {
-        "llama_3_1_8b_lora",
-        "llama_3_1_8b_qlora",
-        "smollm2_135m_lora",
-    }
+    with_lora = {path.stem for path in READY if load(path).lora}
+    assert with_lora == {"llama_3_1_8b_lora", "llama_3_1_8b_qlora", "smollm2_135m_lora"}
     usual = ("_pretrain", "_sft", "_lora", "_qlora")
-    assert {path.stem for path in READY if not path.stem.endswith(usual)} == {
-        "smollm2_135m_dpo",
-        "llama_3_1_8b_dpo",
-        "llama_3_1_8b_kto",
-        "llama_3_1_8b_orpo",
-        "llama_3_1_8b_reward",
-        "llama_3_2_1b_distill",
-        "qwen3_4b_grpo",
-    }
+    others = {f"llama_3_1_8b_{task}" for task in ("dpo", "kto", "orpo", "reward")}
+    others |= {"smollm2_135m_dpo", "llama_3_2_1b_distill", "qwen3_4b_grpo"}
+    assert {path.stem for path in READY if not path.stem.endswith(usual)} == others
 
 
-@pytest.mark.parametrize("path", READY, ids=lambda path: path.stem)
+@pytest.mark.slow(first=len(TASKS))
+@pytest.mark.parametrize("path", BY_TASK, ids=lambda path: path.stem)
 def test_two_steps(path: Path, files: Path, tmp_path: Path) -> None:
     family = max((f for f in FAMILIES if path.stem.startswith(f)), key=len)
     (tmp_path / "config.json").write_text(json.dumps(LLAMA | FAMILIES[family]))
     config = load(path)
     small = {
-        "run_dir": tmp_path / "run",
-        "model": "",
-        "init": tmp_path / "config.json",
-        "tokenizer": files / "tokenizer",
-        "data": files / f"{config.task}.jsonl",
-        "eval_data": files / f"{config.task}-held-out.jsonl",
-        "seq_len": 64,
-        "batch_size": 2,
-        "micro_batch_size": 1,
-        "epochs": "null",
-        "steps": 2,
-        "workers": 0,
-        "device": "cpu",
+        "run_dir": tmp_path / "run", "model": "", "init": tmp_path / "config.json",
+        "tokenizer": files / "tokenizer", "data": files / f"{config.task}.jsonl",
+        "eval_data": files / f"{config.task}-held-out.jsonl", "seq_len": 64, "batch_size": 2,
+        "micro_batch_size": 1, "epochs": "null", "steps": 2, "workers": 0, "device": "cpu",
         "export": "false",
-    }
+    }  # fmt: skip
     if config.max_length is not None:
         assert config.seq_len >= 2 * config.max_length  # both answers of a row fit
         small |= {"seq_len": 96, "max_length": "null"}
@@ -135,7 +120,8 @@ def test_two_steps(path: Path, files: Path, tmp_path: Path) -> None:
     assert Path(config.run_dir).name == path.stem
 
 
-@pytest.mark.parametrize("path", READY, ids=lambda path: path.stem)
+@pytest.mark.slow(first=len(TASKS))
+@pytest.mark.parametrize("path", BY_TASK, ids=lambda path: path.stem)
 def test_memory_in_the_first_lines(path: Path, tmp_path: Path) -> None:
     """As the estimate has it: on the GPUs that the first line names, and of the change for one."""
     text = path.read_text()

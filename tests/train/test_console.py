@@ -22,22 +22,11 @@ from tigon.train.logging import (
 )
 
 ROW = {
-    "step": 1,
-    "epoch": 0.1,
-    "lr": 1e-5,
-    "loss": 1.25,
-    "grad_norm": 0.5,
-    "accuracy": 0.5,
-    "tokens": 1000,
-    "supervised_tokens": 400,
-    "step_seconds": 2.0,
-    "data_seconds": 0.0,
-    "data_share": 0.0,
-    "tokens_per_second": 500.0,
-    "mfu": 0.4,
-    "memory_gib": 61.2,
+    "step": 1, "epoch": 0.1, "lr": 1e-5, "loss": 1.25, "grad_norm": 0.5, "accuracy": 0.5,
+    "tokens": 1000, "supervised_tokens": 400, "step_seconds": 2.0, "data_seconds": 0.0,
+    "data_share": 0.0, "tokens_per_second": 500.0, "mfu": 0.4, "memory_gib": 61.2,
     "memory_reserved_gib": 70.0,
-}
+}  # fmt: skip
 
 
 @pytest.fixture
@@ -127,7 +116,7 @@ def test_columns_go_where_there_is_no_room():
     assert fit_columns(columns, 5) == "step "
 
 
-def test_a_terminal_has_a_line_a_step_that_fits(workspace, monkeypatch):
+def test_terminal_lines_fit_its_width(workspace, monkeypatch):
     """The same text without control characters; its width is that of the terminal."""
     terminal, end = pty.openpty()
     termios.tcsetwinsize(end, (24, 60))
@@ -159,11 +148,11 @@ def test_every_row_has_its_speed(workspace, capsys):
     assert all(0.05 < gib < 64 for gib in workspace.metrics("speed", "memory_gib"))
 
 
-def test_no_control_character_of_a_sample_reaches_a_terminal():
+def test_samples_have_no_control_characters():
     assert shorten("a\x1b]0;b\x07\x9bc\u2028", 70) == r'"a\u001b]0;b\u0007\x9bc\u2028"'
 
 
-def test_a_metric_may_have_a_stroke_in_its_name():
+def test_metric_name_with_a_slash():
     row = {"eval_loss": 1.0, "eval_rewards/chosen": 2.0, "eval_tokens": 3}
     assert split_by_set(row) == ({"loss": 1.0, "rewards/chosen": 2.0}, {})
     row |= {"eval_loss/a": 4.0, "eval_accuracy/a": 0.5}

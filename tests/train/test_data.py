@@ -1,15 +1,25 @@
-"""The data of a run from its settings: mixtures, streams, `tigon data pack`."""
+"""The data of a run: mixtures, streams, files, weights, named sets, and `tigon data pack`."""
 
+import gzip
 import json
+from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+import torch.nn.functional as F
 
-from tests.small import write_chats
+import tigon
+from tests.data.test_sources import extra
+from tests.small import chats, write_chats
+from tests.train.adapters import assert_same_curve
 from tests.train.ranks import train_on
-from tigon.cli import main as tigon
+from tigon.cli import main as command
 from tigon.data import Format
 from tigon.data.selection import is_held_out
-from tigon.train import main
+from tigon.tokenizer import Tokenizer
+from tigon.train import load, main
+from tigon.train.logging import read_metrics
 
 KEYS = ("loss", "grad_norm", "tokens", "supervised_tokens")
 
@@ -19,37 +29,32 @@ def other(workspace):
     return write_chats(workspace.root / "other.jsonl", 19, seed=7)
 
 
-def assert_same(workspace, run: str, whole: str) -> None:
-    for key in KEYS:
-        expected = workspace.metrics(whole, key)
-        got = workspace.metrics(run, key)
-        assert got == expected[len(expected) - len(got) :], (run, key)
+@pytest.fixture(scope="module")
+def mixture(workspace, other):
+    data = f"[{{path: {workspace.data}, weight: 3}}, {{path: {other}, weight: 1}}]"
+    return {"data": data, "shuffle_window": 16, "batch_size": 2, "steps": 8}
 
 
-def test_streamed_windows_train_as_cached_ones_and_resume(workspace, other, capsys):
+def test_streamed_windows_train_as_cached_ones_and_resume(workspace, other, mixture, capsys):
     """With weights: the first epoch."""
-    mixture = f"[{{path: {workspace.data}, weight: 3}}, {{path: {other}, weight: 1}}]"
-    same = {"data": mixture, "shuffle_window": 16, "batch_size": 2, "steps": 8}
-    main(workspace.settings("cached", **same))
+    main(workspace.settings("cached", **mixture))
     printed = capsys.readouterr().out
     assert f"75.0% of {workspace.data}: an epoch takes its 43 examples 1.08 times" in printed
     assert f"25.0% of {other}: an epoch takes its 19 examples 0.82 times" in printed
-    main(workspace.settings("streamed", **same, streaming="true", save_every=3))
-    assert_same(workspace, "streamed", "cached")
+    main(workspace.settings("streamed", **mixture, streaming="true", save_every=3))
+    assert_same_curve(workspace, "streamed", "cached", 0, KEYS)
     source = workspace.root / "streamed/checkpoints/step-00000006"
-    resumed = {**same, "streaming": "true", "resume": source, "workers": 0}
+    resumed = {**mixture, "streaming": "true", "resume": source, "workers": 0}
     main(workspace.settings("streamed-on", **resumed))
-    assert_same(workspace, "streamed-on", "cached")
+    assert_same_curve(workspace, "streamed-on", "cached", 0, KEYS)
     assert workspace.metrics("streamed-on", "step") == [7, 8]
     train_on(2, workspace.settings("streamed-two", **resumed))
-    for key in KEYS:
-        expected = workspace.metrics("cached", key)[-2:]
-        assert workspace.metrics("streamed-two", key) == pytest.approx(expected, rel=1e-5), key
+    assert_same_curve(workspace, "streamed-two", "cached", 1e-5, KEYS)
     with pytest.raises(SystemExit, match="with another order of the data: shuffle_window 16 -> 8"):
         main(workspace.settings("x", **resumed | {"shuffle_window": 8}))
 
 
-def test_files_of_a_stream_may_not_change_before_it_is_resumed(workspace, tmp_path, capsys):
+def test_changed_stream_files_do_not_resume(workspace, tmp_path, capsys):
     data = write_chats(tmp_path / "data.jsonl", 30)
     same = {"data": data, "shuffle_window": 8, "batch_size": 2, "workers": 0, "streaming": "true"}
     settings = workspace.settings("x", run_dir=tmp_path / "run", **same)
@@ -57,34 +62,18 @@ def test_files_of_a_stream_may_not_change_before_it_is_resumed(workspace, tmp_pa
     printed = capsys.readouterr().out
     assert "step 2/2  loss" in printed and "epoch" not in printed  # which nobody knows
     text = data.read_text()
-    for changed, message in (
-        (
-            text.replace("model", "medal", 1),
-            r"tigon\.train: .*step-00000002 was made with other data than",
-        ),
-        (text + text, r"tigon\.train: .*step-00000002 was made with other data than"),
-    ):
+    for changed in (text.replace("model", "medal", 1), text + text):
         data.write_text(changed)
-        with pytest.raises(SystemExit, match=message):
+        with pytest.raises(SystemExit, match="step-00000002 was made with other data than"):
             main([*settings, "steps=3", "resume=auto"])
     data.write_text(text)
     main([*settings, "steps=3", "resume=auto"])
 
 
-def test_bad_mixtures(workspace):
-    for weight in (0, -1):
-        entry = f"[{{path: {workspace.data}, weight: {weight}}}]"
-        with pytest.raises(SystemExit, match=f"weight={weight} of .* must be above 0"):
-            main(workspace.settings("x", data=entry))
-    entry = f"[{{path: {workspace.held_out}, weight: 1}}]"
-    with pytest.raises(SystemExit, match="eval_data has weights"):
-        main(workspace.settings("x", eval_data=entry))
-
-
 def test_pack_makes_the_cache_and_reports(workspace, other, monkeypatch, tmp_path, capsys):
     monkeypatch.setenv("TIGON_CACHE", str(tmp_path))
     settings = [f"model={workspace.model}", "seq_len=128", "device=cpu"]
-    assert tigon(["data", "pack", str(other), *settings]) == 0
+    assert command(["data", "pack", str(other), *settings]) == 0
     printed = capsys.readouterr().out
     assert "data: 19 examples, " in printed and "of them padding" in printed
     assert "0 cut, 0 left out" in printed and str(tmp_path / "data") in printed
@@ -92,12 +81,12 @@ def test_pack_makes_the_cache_and_reports(workspace, other, monkeypatch, tmp_pat
     assert len(made) == 1
     config = tmp_path / "config.yaml"
     config.write_text(f"data: [{other}]\nmodel: {workspace.model}\nrun_dir: {tmp_path}/run\n")
-    assert tigon(["data", "pack", str(config), "seq_len=64"]) == 0
+    assert command(["data", "pack", str(config), "seq_len=64"]) == 0
     assert sorted(p for p in (tmp_path / "data").iterdir() if p.is_dir()) == made
     assert not (tmp_path / "run").exists()
-    assert tigon(["data", "pack", f"[{{path: {other}}}]", *settings]) == 1
+    assert command(["data", "pack", f"[{{path: {other}}}]", *settings]) == 1
     assert f"write data='[{{path: {other}}}]'" in capsys.readouterr().err
-    assert tigon(["data", "pack", str(config), str(other)]) == 1
+    assert command(["data", "pack", str(config), str(other)]) == 1
     assert "give one config file, or data files" in capsys.readouterr().err
 
 
@@ -113,11 +102,10 @@ def test_eval_fraction_holds_out_rows_of_data(workspace, tmp_path, capsys):
     main(workspace.settings("fraction-files", **same, **files))
     run = {**same, "data": workspace.data, "eval_data": "[]", "eval_fraction": 0.3}
     main(workspace.settings("fraction", **run))
-    for key in ("loss", "eval_loss", "supervised_tokens"):
-        assert workspace.metrics("fraction", key) == workspace.metrics("fraction-files", key)
     main(workspace.settings("fraction-stream", **run, streaming="true"))
-    for key in ("loss", "eval_loss", "supervised_tokens"):
-        assert workspace.metrics("fraction-stream", key) == workspace.metrics("fraction", key)
+    for other in ("fraction-files", "fraction-stream"):
+        keys = ("loss", "eval_loss", "supervised_tokens")
+        assert_same_curve(workspace, "fraction", other, 0, keys)
     source = workspace.root / "fraction/checkpoints/step-00000002"
     resumed = {**run, "steps": 3, "resume": source}
     with pytest.raises(SystemExit, match=r"eval_fraction 0\.3 -> 0\.2"):
@@ -133,11 +121,259 @@ def test_eval_fraction_holds_out_rows_of_data(workspace, tmp_path, capsys):
         ({"eval_fraction": 0.999999999}, "leaves no row for training"),
         ({"data": "[{path: FILE, take: 0}]"}, "take=0 must be numbers of rows"),
         ({"data": "[{path: FILE, split: test}]"}, "has no split 'test'"),
+        ({"data": "[{path: FILE, weight: 0}]"}, "weight=0 of .* must be above 0"),
+        ({"data": "[{path: FILE, weight: -1}]"}, "weight=-1 of .* must be above 0"),
+        ({"eval_data": "[{path: FILE, weight: 1}]"}, "eval_data has weights"),
     ],
 )
-def test_selections_that_leave_nothing(workspace, settings, message):
+def test_data_that_cannot_be_used(workspace, settings, message):
     settings = {"eval_data": "[]"} | {
         key: str(value).replace("FILE", str(workspace.data)) for key, value in settings.items()
     }
     with pytest.raises(SystemExit, match=message):
         main(workspace.settings("x", **settings))
+
+
+# The same conversations in every form and file train the same; bad ones are skipped if asked.
+
+
+MESSAGES = [messages for messages in chats(24) if len(messages) == 2]
+SHAREGPT = {"user": "human", "assistant": "gpt"}
+FORMS = {
+    "messages": [{"messages": m} for m in MESSAGES],
+    "sharegpt": [
+        {"conversations": [{"from": SHAREGPT[t["role"]], "value": t["content"]} for t in m]}
+        for m in MESSAGES
+    ],
+    "instruction": [{"instruction": m[0]["content"], "output": m[1]["content"]} for m in MESSAGES],
+    "prompt_completion": [{"prompt": m[:1], "completion": m[1:]} for m in MESSAGES],
+}
+
+
+def write(folder: Path, name: str, rows: list[dict[str, Any]]) -> Path:
+    path = folder / name
+    lines = "".join(f"{json.dumps(row)}\n" for row in rows).encode()
+    if name.endswith(".gz"):
+        path.write_bytes(gzip.compress(lines))
+    elif name.endswith(".zst"):
+        path.write_bytes(extra("zstandard").compress(lines))
+    elif name.endswith(".json"):
+        path.write_text(json.dumps(rows))
+    elif name.endswith(".parquet"):
+        table = extra("pyarrow").Table.from_pylist(rows)
+        extra("pyarrow.parquet").write_table(table, path, row_group_size=5)
+    elif name.endswith(".jsonl"):
+        path.write_bytes(lines)
+    else:
+        extra("datasets").Dataset.from_list(rows).save_to_disk(path)
+    return path
+
+
+def losses(workspace: Any, run: Path, data: Path, *more: str) -> list[float]:
+    main([*workspace.settings("x", run_dir=run, data=data, steps=2, log_every=1), *more])
+    return workspace.metrics(run, "loss")
+
+
+@pytest.fixture(scope="module")
+def expected(workspace, tmp_path_factory) -> list[float]:
+    folder = tmp_path_factory.mktemp("expected")
+    found = losses(workspace, folder / "run", write(folder, "a.jsonl", FORMS["messages"]))
+    assert len(found) == 2
+    return found
+
+
+@pytest.mark.slow(first=4)
+@pytest.mark.parametrize(
+    ("form", "name"),
+    [
+        ("sharegpt", "a.json"),
+        ("instruction", "a.jsonl.zst"),
+        ("prompt_completion", "a.parquet"),
+        ("messages", "saved"),
+        ("messages", "a.jsonl.gz"),
+        ("messages", "a.parquet"),
+        ("sharegpt", "a.parquet"),
+    ],
+)
+def test_the_same_chats_train_the_same(workspace, tmp_path, expected, form, name):
+    data = write(tmp_path, name, FORMS[form])
+    assert losses(workspace, tmp_path / "run", data) == expected
+
+
+def test_bad_rows_are_skipped_and_said(workspace, tmp_path, expected, capsys):
+    rows = FORMS["messages"]
+    bad: dict[str, Any] = {"messages": rows[0]["messages"][:1]}
+    data = write(tmp_path, "a.jsonl", [bad, *rows[:3], bad, *rows[3:]])
+    with pytest.raises(SystemExit, match=r"a\.jsonl:1: .*no turn of the role 'assistant'"):
+        losses(workspace, tmp_path / "run", data)
+    assert losses(workspace, tmp_path / "run", data, "bad_rows=skip") == expected
+    said = capsys.readouterr().out
+    assert f"data: 2 of {len(rows) + 2} rows skipped as bad:\n  {data}:1: messages have no" in said
+
+
+def test_names_of_keys_and_of_a_format(workspace, tmp_path, expected):
+    rows = [
+        {"dialog": row["messages"], "prompt": "a", "completion": "b"} for row in FORMS["messages"]
+    ]
+    data = write(tmp_path, "a.jsonl", rows)
+    assert losses(workspace, tmp_path / "1", data, "columns={messages: dialog}") == expected
+    other = losses(workspace, tmp_path / "2", data, "format=prompt_completion")
+    assert other != expected
+    with pytest.raises(SystemExit, match="train_on=last: task=pretrain learns every token"):
+        losses(workspace, tmp_path / "3", data, "task=pretrain", "train_on=last")
+
+
+def test_text_divided_as_a_shell_writes_it(workspace, tmp_path):
+    texts = [" ".join(turn["content"] for turn in messages) for messages in chats(40)]
+    rows, lines = tmp_path / "a.jsonl", tmp_path / "a.txt"
+    rows.write_text("".join(f"{json.dumps({'text': text})}\n" for text in texts))
+    lines.write_bytes("\r\n\r\n".join(texts).encode("utf-8-sig"))
+    divided = losses(workspace, tmp_path / "1", lines, "task=pretrain", r"separator=\n\n")
+    assert divided == losses(workspace, tmp_path / "2", rows, "task=pretrain")
+
+
+# Held-out data sets with names: measured apart, in the same pass as all of them.
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    """Two that share packed rows, with weights in one of them."""
+    root = tmp_path_factory.mktemp("sets")
+    first, second = (write_chats(root / f"{n}.jsonl", 9, seed=s) for n, s in (("a", 1), ("b", 2)))
+    rows = [json.loads(text) for text in second.read_text().splitlines()]
+    weighted = [row | {"weight": 0.5 + i % 3} for i, row in enumerate(rows)]
+    second.write_text("\n".join(map(json.dumps, weighted)) + "\n")
+    return first, second
+
+
+def evaluated(workspace, run, data, **changes):
+    settings = {"steps": 1, "lr": 0, "loss_reduction": "token", "eval_data": data, **changes}
+    main(workspace.settings(run, **settings))
+    return last(workspace, run)
+
+
+def last(workspace, run):
+    row = read_metrics(workspace.root / run / "metrics.jsonl")[-1]
+    return {key: value for key, value in row.items() if key.startswith("eval_")}
+
+
+@pytest.mark.slow(first=1)
+@pytest.mark.parametrize(("reduction", "packing"), [("token", "true"), ("sequence", "false")])
+def test_each_is_as_if_it_were_alone(workspace, files, reduction, packing):
+    a, b = files
+    same = {"loss_reduction": reduction, "packing": packing, "eval_label_smoothing": 0.1}
+    same |= {"eval_z_loss": 1e-3, "micro_batch_size": 2, "metrics": "[nll]"}
+    name = f"sets-{reduction}-{packing}"
+    whole = evaluated(workspace, f"{name}-0", f"[{a}, {b}]", **same)
+    found = evaluated(workspace, f"{name}-1", f"{{x: {a}, 'y.2': {b}}}", **same)
+    apart = {key: value for key, value in found.items() if "/" in key}
+    assert {key: found[key] for key in found if key not in apart} == whole  # bit for bit
+    alone = [evaluated(workspace, f"{name}-{path.stem}", path, **same) for path in files]
+    assert list(apart) == [f"eval_{k}/{s}" for s in ("x", "y.2") for k in ("loss", "accuracy")]
+    for one, values in zip(("x", "y.2"), alone, strict=True):
+        for key in ("loss", "accuracy"):
+            assert apart[f"eval_{key}/{one}"] == pytest.approx(values[f"eval_{key}"], rel=1e-5)
+    if reduction == "token":
+        each = [values["eval_tokens"] for values in alone]
+        losses = [apart["eval_loss/x"], apart["eval_loss/y.2"]]
+        mean = sum(n * x for n, x in zip(each, losses, strict=True)) / sum(each)
+        assert mean == pytest.approx(whole["eval_loss"], rel=1e-6)
+
+
+def test_two_ranks_and_entries_without_a_name(workspace, files):
+    a, b = files
+    data = f"[{{path: {a}}}, {{path: {b}, name: second}}]"
+    settings = {"steps": 1, "lr": 0, "eval_data": data, "eval_logits_to_keep": 5}
+    settings |= {"packing": "false"}
+    main(workspace.settings("sets-one", **settings))
+    train_on(2, workspace.settings("sets-two", **settings))
+    one, two = last(workspace, "sets-one"), last(workspace, "sets-two")
+    assert [key for key in one if "/" in key] == ["eval_loss/second", "eval_accuracy/second"]
+    assert one == pytest.approx(two, rel=1e-6)
+    alone = evaluated(workspace, "sets-second", b, eval_logits_to_keep=5, packing="false")
+    assert one["eval_loss/second"] == pytest.approx(alone["eval_loss"], rel=1e-5)
+
+
+def test_names_are_checked(workspace, files, tmp_path):
+    a, b = files
+    for data, message in (
+        (f"[{{path: {a}, name: x}}, {{path: {b}, name: x}}]", "eval_data: name=x is there 2 times"),
+        (f"{{'a/b': {a}}}", "eval_data: name='a/b' may have letters, digits"),
+        ("{x: {split: test}}", r"eval_data\[0\] needs 'path'"),
+    ):
+        with pytest.raises(SystemExit, match=message):
+            main(workspace.settings("sets-bad", eval_data=data))
+    with pytest.raises(SystemExit, match="data has an entry with name=x: only those of eval_data"):
+        main(workspace.settings("sets-bad", data=f"{{path: {a}, name: x}}"))
+    config = tmp_path / "c.yaml"
+    config.write_text(f"eval_data: {{x: {a}, y: {{path: {b}, format: messages}}}}\n")
+    x, y = load(config, workspace.settings("sets-yaml")).eval_data
+    assert (x.name, x.path, y.name, y.format) == ("x", str(a), "y", "messages")
+    config.write_text(f"eval_data: {{x: {a}, x: {b}}}\n")
+    with pytest.raises(ValueError, match="line 1: x is also set in line 1"):
+        load(config)
+
+
+# Weights of messages and rows in a run: its loss is the weighted mean over what is learned.
+
+
+WEIGHTS = [None, 0, 0.5, 2, None, 0, 3, 1]  # of the messages of the assistant, in turn
+
+
+def weighted_rows() -> list[dict[str, Any]]:
+    rows, weights = [], iter(WEIGHTS * 4)
+    for i, messages in enumerate(chats(6)):
+        said = [
+            m | ({} if m["role"] == "user" or (w := next(weights)) is None else {"weight": w})
+            for m in messages
+        ]
+        rows.append({"messages": said, **({"weight": 0.25} if i == 2 else {})})
+    return rows
+
+
+def weighted_loss(
+    model: Any, tokenizer: Tokenizer, rows: list[dict[str, Any]], reduction: str
+) -> float:
+    """The definition, one row and one turn at a time."""
+    total, count = 0.0, 0
+    for row in rows:
+        ids = torch.tensor([tokenizer.apply_chat_template(row["messages"])])
+        nll = F.cross_entropy(model(ids).logits[0, :-1].double(), ids[0, 1:], reduction="none")
+        own, learned = 0.0, 0
+        for i, message in enumerate(row["messages"]):
+            weight = message.get("weight", 1) * row.get("weight", 1)
+            if message["role"] == "assistant" and weight:
+                before, after = row["messages"][:i], row["messages"][: i + 1]
+                start = len(tokenizer.apply_chat_template(before, add_generation_prompt=True))
+                stop = len(tokenizer.apply_chat_template(after))
+                own += weight * nll[start - 1 : stop - 1].sum().item()
+                learned += stop - start
+        if learned:
+            total += own if reduction == "token" else own / learned
+            count += learned if reduction == "token" else 1
+    return total / count
+
+
+@pytest.mark.slow(first=2)
+@pytest.mark.parametrize("reduction", ["token", "sequence"])
+@pytest.mark.parametrize("packing", [True, False])
+def test_the_loss_of_weighted_messages(workspace, tmp_path, reduction, packing):
+    rows = weighted_rows()
+    data = tmp_path / "data.jsonl"
+    data.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    more = {"loss_reduction": reduction, "packing": packing, "steps": 1, "log_every": 1}
+    settings = workspace.settings("x", run_dir=tmp_path / "run", data=data, batch_size=6, **more)
+    main([*settings, f"eval_data={data}", "lr=0"])
+    rows_logged = read_metrics(tmp_path / "run/metrics.jsonl")
+    logged = {key: value for row in rows_logged for key, value in row.items()}
+    model = tigon.from_pretrained(workspace.model, dtype=torch.float32)
+    tokenizer = Tokenizer.from_pretrained(workspace.model)
+    with torch.no_grad():
+        wanted = weighted_loss(model, tokenizer, rows, reduction)
+    # fp32 losses of some hundred tokens, added in another order
+    assert logged["loss"] == pytest.approx(wanted, rel=1e-5)
+    assert logged["eval_loss"] == pytest.approx(wanted, rel=1e-5)
+    # Weights of 1 would not pass for these
+    plain = [{"messages": [{**m, "weight": 1} for m in row["messages"]]} for row in rows]
+    with torch.no_grad():
+        assert abs(weighted_loss(model, tokenizer, plain, reduction) - wanted) > 0.01

@@ -8,7 +8,7 @@ import pytest
 
 from tests.small import WORDS, write_chats, write_model, write_tokenizer
 from tigon.train import Config, main
-from tigon.train.aliases import suggest_setting
+from tigon.train.config_file import suggest_setting
 
 ROOT = Path(__file__).resolve().parents[2]
 TEXT = (ROOT / "docs/training.md").read_text()
@@ -29,7 +29,7 @@ def recipes() -> list[str]:
 
 
 @pytest.fixture
-def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def desk(tmp_path, monkeypatch) -> Path:
     """A folder with every file that a recipe names."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "configs").symlink_to(ROOT / "configs")
@@ -47,7 +47,7 @@ def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize("command", recipes(), ids=range(len(recipes())))
-def test_a_recipe(desk: Path, command: str) -> None:
+def test_a_recipe(desk, command):
     words = shlex.split(command)
     begin = words.index("train") if words[0] == "tigon" else words.index("tigon.train")
     settings = words[begin + 1 :]
@@ -66,7 +66,7 @@ def test_a_recipe(desk: Path, command: str) -> None:
         assert (desk / "run/hf/chat_template.jinja").exists()
 
 
-def test_every_recipe_is_there() -> None:
+def test_every_recipe_is_there():
     assert len(recipes()) == 5
 
 
@@ -77,7 +77,7 @@ def rows() -> list[list[str]]:
 
 
 @pytest.mark.parametrize("row", rows(), ids=lambda row: row[0].strip())
-def test_names_of_other_trainers(row: list[str]) -> None:
+def test_names_of_other_trainers(row):
     ours, *theirs = (re.findall(r"`([^`]+)`", cell) for cell in row)
     known = Config.__dataclass_fields__
     assert ours and all(name in known for name in ours)

@@ -4,18 +4,16 @@ Losses and weights after ten steps in fp32. Masks are uneven, answers and rows h
 loss has label smoothing and z-loss.
 """
 
-from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from torch.distributed.tensor import DTensor
 
 from tests.numbers import relative_error
+from tests.train.layouts import load_weights, train_all, train_once
 from tests.train.ranks import Ranks
 from tests.train.weights import write_weighted
 from tigon.data import join
-from tigon.train import data, load, prepare, start, train
+from tigon.train import data
 
 STEPS = 10
 SAME = {"steps": STEPS, "label_smoothing": 0.1, "z_loss": 1e-3}
@@ -30,31 +28,17 @@ KINDS: dict[str, dict[str, Any]] = {
 TOLERANCE = 1e-5  # relative, as the project asks; the weights differ by some 1e-7
 
 
-def run_all(runs: list[list[str]]) -> None:
-    """Train each on the ranks there are, one after the other; leave weights.pt in each."""
-    with start("cpu") as world:
-        for settings in runs:
-            run = prepare(load(None, settings), world)
-            assert train(run) == 0
-            weights = {
-                name: p.full_tensor() if isinstance(p, DTensor) else p
-                for name, p in run.model.named_parameters()
-            }
-            if world.main:
-                weights = {name: w.detach().clone() for name, w in weights.items()}
-                torch.save(weights, Path(run.config.run_dir, "weights.pt"))
-
-
 @pytest.fixture(scope="module")
 def one(workspace):
-    """One rank, four micro-batches a step."""
+    """Settings of a run, after one of its kind on one rank with four micro-batches a step."""
     rows, held_out = map(write_weighted, (workspace.data, workspace.held_out))
 
     def settings(way: str, kind: str, **changes: Any) -> list[str]:
+        if way != "one":
+            train_once(1, settings("one", kind))
         values = SAME | KINDS[kind] | {"data": rows, "eval_data": held_out} | changes
         return workspace.settings(f"equal-{kind}-{way}", **values)
 
-    run_all([settings("one", kind) for kind in KINDS])
     return settings
 
 
@@ -66,36 +50,38 @@ def assert_equal(
         expected = workspace.metrics(first, key)
         assert len(expected) == (1 if key.startswith("eval") else STEPS)
         assert workspace.metrics(second, key) == pytest.approx(expected, rel=tolerance), key
-    old, new = (torch.load(workspace.root / run / "weights.pt") for run in (first, second))
+    old, new = (load_weights(workspace.root / run / "trained") for run in (first, second))
     assert old.keys() == new.keys()
     for name, weight in old.items():
         assert relative_error(new[name], weight) <= tolerance, name
     assert workspace.metrics(second, "loss")[-1] != workspace.metrics(second, "loss")[0]
 
 
+@pytest.mark.slow(first=1)
 @pytest.mark.parametrize(
     ("ranks", "kinds"),
     [(2, ("token-kept", "sequence-packed")), (4, ("token-packed", "sequence-kept"))],
     ids=["2", "4"],
 )
 def test_ranks(workspace, one, ranks, kinds):
-    Ranks(ranks, run_all, [one(f"ranks-{ranks}", kind) for kind in kinds]).finish(540)
+    Ranks(ranks, train_all, [one(f"ranks-{ranks}", kind) for kind in kinds]).finish(540)
     for kind in kinds:
         assert_equal(workspace, kind, f"ranks-{ranks}")
 
 
 def test_accumulation(workspace, one):
-    run_all([one("whole", kind, micro_batch_size=4) for kind in KINDS])
+    train_all([one("whole", kind, micro_batch_size=4) for kind in KINDS])
     for kind in KINDS:
         assert_equal(workspace, kind, "whole")
 
 
+@pytest.mark.slow(first=1)
 @pytest.mark.parametrize("reduction", ["token", "sequence"])
 def test_packed_and_padded(workspace, one, reduction):
     """All examples in every step, since a packed row holds several."""
     kind = f"{reduction}-packed"
     same = {"batch_size": 64, "micro_batch_size": 16}
-    run_all([one("rows", kind, **same), one("lines", kind, **same, packing="false")])
+    train_all([one("rows", kind, **same), one("lines", kind, **same, packing="false")])
     assert_equal(workspace, kind, "lines", "rows")
 
 
@@ -113,7 +99,7 @@ def test_cache_memory_and_stream(workspace, one, sources, monkeypatch):
     """The same bits."""
     kind = "sequence-packed"
     cached, streamed = one("cached", kind, **sources), one("stream", kind, **sources)
-    run_all([cached, [*streamed, "streaming=true"]])
+    train_all([cached, [*streamed, "streaming=true"]])
     made = []
 
     def in_memory(sources, encoder, workers):
@@ -123,18 +109,19 @@ def test_cache_memory_and_stream(workspace, one, sources, monkeypatch):
         return parts
 
     monkeypatch.setattr(data, "tokenize", in_memory)
-    run_all([one("memory", kind, **sources)])
+    train_all([one("memory", kind, **sources)])
     assert len(made) == 5  # four files, and one that is held out
     for way in ("memory", "stream"):
         assert_equal(workspace, kind, way, "cached", tolerance=0)
 
 
+@pytest.mark.slow
 def test_workers(workspace, one, sources, tmp_path, monkeypatch):
     """The same bits; each number has a cache of its own, where only the rows to learn are new."""
     kind = "sequence-packed"
     for workers in (0, 4):
         monkeypatch.setenv("TIGON_CACHE", str(tmp_path / f"cache-{workers}"))
         held_out = write_weighted(workspace.held_out)
-        run_all([one("held-out", kind, data=held_out, run_dir=tmp_path / str(workers), steps=1)])
-        run_all([one(f"workers-{workers}", kind, **sources, workers=workers)])
+        train_all([one("held-out", kind, data=held_out, run_dir=tmp_path / str(workers), steps=1)])
+        train_all([one(f"workers-{workers}", kind, **sources, workers=workers)])
     assert_equal(workspace, kind, "workers-4", "workers-0", tolerance=0)

@@ -4,20 +4,21 @@ import json
 from typing import Any
 
 import pytest
-import torch
-from safetensors.torch import load_file
 
-from tests.numbers import relative_error
 from tests.small import EXPERTS, write_model
+from tests.train.adapters import assert_close, assert_near_run, step, weights
+from tests.train.layouts import train_all
 from tests.train.ranks import Ranks
-from tests.train.test_expert import SHARED, run_all
-from tests.train.test_lora import step
+from tests.train.test_layouts import SHARED
 from tigon.train import main
 from tigon.train.export import convert_checkpoint
+
+pytestmark = pytest.mark.slow  # experts, adapters and ranks have fast tests of their own
 
 SAME: dict[str, Any] = {"steps": 4, "save_every": 2, "keep_last": 0, "lr": 1e-2, "seq_len": 67}
 SAME |= {"lora.rank": 3, "max_grad_norm": 0.1, "export": "true", "lora.merge": "true"}
 SAME |= {"router_aux_loss_coef": 0.5}
+KEYS = ("loss", "grad_norm", "aux_loss")
 KINDS: dict[str, dict[str, Any]] = {
     "experts": {
         "lora.targets": "[experts.gate_up_proj, experts.down_proj, o_proj, shared_expert_gate]",
@@ -46,48 +47,30 @@ def runs(workspace) -> None:
 
     for kind in KINDS:
         main(settings("one", kind))
-    for way, (count, parallel, kinds) in WAYS.items():
+    for way, (count, _, kinds) in WAYS.items():
         every = [settings(way, kind) for kind in kinds]
         if way == "tensor":  # from another layout
             source = step(workspace, "experts-two", 2)
             every.append(settings(way, "experts", "experts-from-two", resume=source))
-        Ranks(count, run_all, parallel, every).finish(400)
+        Ranks(count, train_all, every).finish(400)
     source = step(workspace, "experts-tensor", 2)
     main(settings("one", "experts", "experts-from-tensor", resume=source))
-
-
-def assert_same(workspace, kind: str, run: str) -> None:
-    for key in ("loss", "grad_norm", "aux_loss"):
-        expected, found = (workspace.metrics(name, key) for name in (f"{kind}-one", run))
-        assert found and found == pytest.approx(expected[-len(found) :], rel=1e-5)
-    for file in ("adapter/adapter_model.safetensors", "hf/model.safetensors"):
-        expected, found = (load_file(workspace.root / r / file) for r in (f"{kind}-one", run))
-        assert expected.keys() == found.keys()
-        for name, values in expected.items():
-            same = torch.equal(found[name], values)  # zeros
-            assert same or relative_error(found[name], values) < 1e-4, name
 
 
 @pytest.mark.timeout(500)
 @pytest.mark.parametrize(("way", "kind"), [(w, k) for w, (*_, some) in WAYS.items() for k in some])
 def test_ranks_that_share_experts(workspace, runs, way, kind):
-    assert_same(workspace, kind, f"{kind}-{way}")
+    assert_near_run(workspace, f"{kind}-{way}", f"{kind}-one", KEYS)
 
 
 def test_other_layouts_go_on(workspace, runs):
     for run in ("experts-from-two", "experts-from-tensor"):
         assert len(workspace.metrics(run, "loss")) == 2
-        assert_same(workspace, "experts", run)
+        assert_near_run(workspace, run, "experts-one", KEYS)
 
 
 def test_a_checkpoint_is_exported(workspace, runs):
-    convert_checkpoint(
-        step(workspace, "experts-tensor", 4), str(workspace.root / "converted"), merge=True
-    )
-    one, two = (
-        load_file(workspace.root / run / "model.safetensors")
-        for run in ("experts-tensor/hf", "converted")
-    )
-    assert one.keys() == two.keys()
-    for name, values in one.items():
-        torch.testing.assert_close(two[name], values, rtol=0, atol=1e-6, msg=name)
+    converted = workspace.root / "converted"
+    convert_checkpoint(step(workspace, "experts-tensor", 4), str(converted), merge=True)
+    exported = workspace.root / "experts-tensor/hf"
+    assert_close(weights(converted), weights(exported), rtol=0, atol=1e-6)

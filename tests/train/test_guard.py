@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 import signal
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +17,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import tigon
+from tests.train.layouts import assert_same_metrics, assert_same_tensors
 from tests.train.ranks import Ranks
 from tigon.cli import main as command
 from tigon.kernels.attention.backends import AttentionRequest, choose_backend
@@ -23,6 +25,7 @@ from tigon.layers import GatedMLP
 from tigon.parallel import DataRank
 from tigon.train import checkpoint, guard, load, main, prepare, trainer
 from tigon.train import start as world_of
+from tigon.train.config import Parallel
 from tigon.train.logging import read_metrics
 from tigon.train.state import TrainState
 from tigon.train.tasks import MicroBatchLoss
@@ -34,7 +37,7 @@ def weights(run: Path) -> dict[str, torch.Tensor]:
     return tigon.from_pretrained(run / "hf").state_dict()
 
 
-def test_a_learning_rate_that_ruins_the_weights_is_an_error(workspace, capsys):
+def test_broken_weights_are_an_error(workspace, capsys):
     """They are neither saved nor exported, and the checkpoint before them is named."""
     settings = workspace.settings("ruined", steps=1, export="true", save_every=1)
     with pytest.raises(SystemExit, match="lr=inf must be finite"):
@@ -52,7 +55,7 @@ def test_a_learning_rate_that_ruins_the_weights_is_an_error(workspace, capsys):
     assert all(w.isfinite().all() for w in weights(run).values())
 
 
-def test_a_step_that_is_not_finite_stops_the_run_and_names_its_rows(workspace, poisoned):
+def test_nonfinite_step_stops_and_names_rows(workspace, poisoned):
     poisoned(2)
     settings = workspace.settings("stopping", steps=5, save_every=1)
     with world_of("cpu") as world:
@@ -67,10 +70,9 @@ def test_a_step_that_is_not_finite_stops_the_run_and_names_its_rows(workspace, p
     assert text.endswith("step-00000002; nonfinite=skip or rollback would go on")
 
 
+@pytest.mark.slow(first=1)
 @pytest.mark.parametrize("optimizer", ["adamw", "adamw_8bit"])
-def test_a_step_that_is_skipped_leaves_weights_and_moments(
-    workspace, poisoned, monkeypatch, optimizer
-):
+def test_skipped_step_leaves_weights_and_moments(workspace, poisoned, monkeypatch, optimizer):
     poisoned(1, 3)
     skipping = workspace.root / f"skipping-{optimizer}"
     settings = {"optimizer": optimizer, "steps": 5, "nonfinite": "skip", "export": "true"}
@@ -86,9 +88,7 @@ def test_a_step_that_is_skipped_leaves_weights_and_moments(
     )
     left_out = workspace.root / f"left-out-{optimizer}"
     main([*settings, f"run_dir={left_out}"])
-    expected = weights(left_out)
-    for name, weight in weights(skipping).items():
-        assert torch.equal(weight, expected[name]), name
+    assert_same_tensors(left_out / "hf", skipping / "hf")
 
 
 def test_skipping_every_step_is_an_error(workspace, poisoned):
@@ -100,10 +100,11 @@ def test_skipping_every_step_is_an_error(workspace, poisoned):
 MOST = r"With it 6 of 10 steps are skipped, most of the run: try a lower lr"
 
 
+@pytest.mark.slow(first=1)
 @pytest.mark.parametrize(
     "more", [{}, {"optimizer_in_backward": "true", "max_grad_norm": 0, "micro_batch_size": 4}]
 )
-def test_a_run_that_skips_most_of_its_steps_fails(workspace, more):
+def test_mostly_skipped_run_fails(workspace, more):
     """It ends as soon as that is certain, and leaves an earlier export as it was."""
     run = workspace.root / f"hopeless-{len(more)}"
     settings = {"export": "true", "nonfinite": "skip", "resume": "auto", "steps": 1} | more
@@ -116,7 +117,8 @@ def test_a_run_that_skips_most_of_its_steps_fails(workspace, more):
     assert (run / "hf/model.safetensors").read_bytes() == before
 
 
-def test_half_of_the_steps_may_be_skipped_over_several_processes(workspace, poisoned):
+@pytest.mark.slow
+def test_half_of_the_steps_may_be_skipped(workspace, poisoned):
     """What was skipped before counts when the run goes on."""
     settings = {"nonfinite": "skip", "resume": "auto"}
     for steps, bad in ((3, [1]), (8, [4, 6, 7])):
@@ -129,7 +131,8 @@ def test_half_of_the_steps_may_be_skipped_over_several_processes(workspace, pois
         main(workspace.settings("half", **settings, steps=9))
 
 
-def test_a_run_that_ends_early_after_mostly_skipped_steps_fails(workspace, poisoned):
+@pytest.mark.slow
+def test_mostly_skipped_short_run_fails(workspace, poisoned):
     """Also each time that it is asked to go on."""
     poisoned(1, 2, 3, 4)
     settings = {"steps": 5, "nonfinite": "skip", "save_every": 1, "keep_last": 0}
@@ -147,31 +150,33 @@ def test_a_run_that_ends_early_after_mostly_skipped_steps_fails(workspace, poiso
     assert not (workspace.root / "shorter/hf").exists()
 
 
-def mostly_poisoned(settings: list[str]) -> None:
-    """On rank 1 all losses but the first are NaN."""
-    loss, calls = CrossEntropyTask.loss, []
+def poison_losses(settings: list[str], first: int, last: int) -> None:
+    """On rank 1 the losses of these micro-batches are NaN, counted from 1."""
+    if os.environ["RANK"] == "1":
+        loss, calls = CrossEntropyTask.loss, []
 
-    def bad(self, model, inputs, sums):
-        part = loss(self, model, inputs, sums)
-        calls.append(1)
-        wrong = len(calls) > 1 and os.environ["RANK"] == "1"
-        return MicroBatchLoss(part.loss * math.nan, part.metrics) if wrong else part
+        def bad(self, model, inputs, sums):
+            part = loss(self, model, inputs, sums)
+            calls.append(1)
+            wrong = first <= len(calls) <= last
+            return MicroBatchLoss(part.loss * math.nan, part.metrics) if wrong else part
 
-    CrossEntropyTask.loss = bad
-    with pytest.raises(SystemExit):
+        CrossEntropyTask.loss = bad
+    with suppress(SystemExit):
         main(settings)
     print(f"rank {os.environ['RANK']} has ended")
 
 
-def test_two_ranks_end_together_when_most_steps_are_skipped(workspace):
+@pytest.mark.slow
+def test_mostly_skipped_run_ends_on_all_ranks(workspace):
     settings = {"steps": 4, "nonfinite": "skip", "batch_size": 2, "micro_batch_size": 1}
-    ranks = Ranks(2, mostly_poisoned, workspace.settings("hopeless-two", **settings))
-    printed = ranks.finish()
+    given = workspace.settings("hopeless-two", **settings)
+    printed = Ranks(2, poison_losses, given, 2, 99).finish()
     assert all(f"rank {rank} has ended" in printed for rank in (0, 1))
     assert workspace.metrics("hopeless-two", "step") == [1, 2, 3]
 
 
-def test_values_that_the_dtype_of_the_export_cannot_hold(workspace, tmp_path, capsys):
+def test_values_beyond_the_export_dtype(workspace, tmp_path, capsys):
     """They are not exported as infinity."""
     model = Path(shutil.copytree(workspace.model, tmp_path / "model"))
     path = model / "model.safetensors"
@@ -214,9 +219,8 @@ def test_a_rollback_goes_on_with_the_rows_behind(workspace, poisoned, monkeypatc
     monkeypatch.setattr(trainer, "forward_backward", jump)
     main(workspace.settings("jumped", schedule="constant", **settings))
     assert taken == [0, 1, 2, 3, 5, 6, 7]
-    assert workspace.metrics("back", "loss") == workspace.metrics("jumped", "loss")
-    for name, weight in weights(workspace.root / "back").items():
-        assert torch.equal(weight, weights(workspace.root / "jumped")[name]), name
+    assert_same_metrics(workspace, "back", "jumped", "loss", rel=0)
+    assert_same_tensors(workspace.root / "back/hf", workspace.root / "jumped/hf")
 
 
 def test_rollbacks_end_and_a_resumed_run_remembers_them(workspace, poisoned):
@@ -236,7 +240,8 @@ def test_rollbacks_end_and_a_resumed_run_remembers_them(workspace, poisoned):
         main(workspace.settings("nothing-saved", **settings | {"save_every": 0}))
 
 
-def test_a_stream_that_was_rolled_back_resumes_with_its_rows(workspace, poisoned):
+@pytest.mark.slow
+def test_rolled_back_stream_resumes_with_its_rows(workspace, poisoned):
     """Step 6 has the rows of data step 7: its cursor is that of the data, not of the step."""
     poisoned(2)
     settings = {"steps": 8, "batch_size": 2, "save_every": 1, "keep_last": 0}
@@ -295,6 +300,7 @@ def test_the_bound_is_that_of_the_window():
     assert TrainState.of(json.loads(json.dumps(state.facts()))) == state
 
 
+@pytest.mark.slow(first=2)
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, 1e20])
 def test_weights_that_no_model_computes_with(workspace, bad):
     with world_of("cpu") as world:
@@ -305,21 +311,7 @@ def test_weights_that_no_model_computes_with(workspace, bad):
         assert guard.is_broken(guard.largest_weight(model, world))
 
 
-def blamed(settings: list[str]) -> None:
-    """The fifth micro-batch of rank 1 has a loss of NaN."""
-    if os.environ["RANK"] == "1":
-        loss, calls = CrossEntropyTask.loss, []
-
-        def bad(self, model, inputs, sums):
-            part = loss(self, model, inputs, sums)
-            calls.append(1)
-            return MicroBatchLoss(part.loss * math.nan, part.metrics) if len(calls) == 5 else part
-
-        CrossEntropyTask.loss = bad
-    main(settings)
-
-
-def test_a_model_that_has_nan_is_to_blame_itself(workspace, tmp_path):
+def test_model_with_nan_is_named(workspace, tmp_path):
     shutil.copytree(workspace.model, tmp_path / "model")
     path = tmp_path / "model/model.safetensors"
     values = load_file(path)
@@ -330,9 +322,9 @@ def test_a_model_that_has_nan_is_to_blame_itself(workspace, tmp_path):
         main(workspace.settings("nan", model=tmp_path / "model"))
 
 
-def test_two_ranks_take_the_same_decision_and_say_which_is_to_blame(workspace):
+def test_ranks_decide_alike_and_name_the_faulty(workspace):
     settings = {"steps": 4, "save_every": 1, "nonfinite": "rollback", "keep_last": 0}
-    printed = Ranks(2, blamed, workspace.settings("blame", **settings)).finish()
+    printed = Ranks(2, poison_losses, workspace.settings("blame", **settings), 5, 5).finish()
     assert re.search(r"step 3: loss nan.*\(rank 1: its part is nan\).*Back to .*00002", printed)
     assert workspace.metrics("blame", "step") == [1, 2, 3, 4]
 
@@ -351,6 +343,7 @@ def blamed_inside(settings: list[str]) -> None:
     main(settings)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dimension", ["tensor", "context"])
 def test_of_ranks_that_share_rows_all_are_named(workspace, dimension):
     """They have the same loss, and nobody knows on which of them it began."""
@@ -368,21 +361,20 @@ def test_what_all_ranks_have_is_said_of_all() -> None:
             size=len(answers), data=DataRank(0, data), gather=lambda _: list(answers)
         )
 
-    nan = "nan"
-    assert guard.describe_nonfinite_ranks(world("", nan), math.nan) == " (rank 1: its part is nan)"
-    assert guard.describe_nonfinite_ranks(world(nan, nan), math.nan) == " (on all ranks)"
+    share = "which share rows: their part is"
+    for ranks, loss, said in (
+        (world("", "nan"), math.nan, "rank 1: its part is nan"),
+        (world("nan", "nan"), math.nan, "on all ranks"),
+        (world("nan", "nan", data=1), math.nan, "on all ranks, which share rows"),
+        # Of ranks that share rows, one alone: its own sum went wrong
+        (world("", "", "nan", ""), 1.0, "rank 2: its part is nan"),
+        (
+            world("nan", "nan", "", "", "inf", "inf", data=3), 1.0,
+            f"ranks 0-1, {share} nan; ranks 4-5, {share} inf",
+        ),
+    ):  # fmt: skip
+        assert guard.describe_nonfinite_ranks(ranks, loss) == f" ({said})"
     assert guard.describe_nonfinite_ranks(world("", ""), 1.0) == ""
-    assert (
-        guard.describe_nonfinite_ranks(world(nan, nan, data=1), math.nan)
-        == " (on all ranks, which share rows)"
-    )
-    # Of ranks that share rows, one alone: its own sum went wrong
-    assert (
-        guard.describe_nonfinite_ranks(world("", "", nan, ""), 1.0) == " (rank 2: its part is nan)"
-    )
-    found = guard.describe_nonfinite_ranks(world(nan, nan, "", "", "inf", "inf", data=3), 1.0)
-    said = "ranks 0-1, which share rows: their part is nan; ranks 4-5, which share rows: their part"
-    assert found == f" ({said} is inf)"
 
 
 def test_a_run_that_no_longer_improves_ends(workspace, monkeypatch, capsys):
@@ -416,7 +408,8 @@ def test_a_run_that_no_longer_improves_ends(workspace, monkeypatch, capsys):
         main(workspace.settings("x", patience=1))
 
 
-def test_an_interrupted_evaluation_ends_the_run_that_makes_it(workspace, monkeypatch):
+@pytest.mark.slow
+def test_interrupted_evaluation_counts_on_resume(workspace, monkeypatch):
     changes = {"eval_data": workspace.held_out, "eval_every": 2, "patience": 1, "steps": 8, "lr": 0}
     settings = workspace.settings("impatient", **changes, resume="auto")
 
@@ -433,6 +426,7 @@ def test_an_interrupted_evaluation_ends_the_run_that_makes_it(workspace, monkeyp
     assert workspace.metrics("impatient", "step") == [0, 1, 2, 2]
 
 
+@pytest.mark.slow
 def test_deterministic_operations_are_demanded_for_the_run_alone(workspace, monkeypatch):
     update, seen = trainer.update_weights, []
 
@@ -452,7 +446,8 @@ def test_deterministic_operations_are_demanded_for_the_run_alone(workspace, monk
         )
 
 
-def test_a_longer_run_remembers_the_last_evaluation_of_the_shorter_one(workspace):
+@pytest.mark.slow
+def test_longer_run_remembers_the_last_evaluation(workspace):
     changes = {"eval_data": workspace.held_out, "eval_every": 2, "lr": 0, "resume": "auto"}
     main(workspace.settings("longer-patience", steps=3, **changes))  # evaluates 0, 2 and 3
     main(workspace.settings("longer-patience", steps=4, **changes))
@@ -461,7 +456,8 @@ def test_a_longer_run_remembers_the_last_evaluation_of_the_shorter_one(workspace
     assert (state["evaluated"], state["best_step"], state["evaluations_since"]) == (3, 0, 2)
 
 
-def test_a_run_that_goes_on_elsewhere_counts_no_evaluation_twice(workspace):
+@pytest.mark.slow
+def test_evaluation_counts_once_in_another_directory(workspace):
     changes = {"eval_data": workspace.held_out, "eval_every": 2, "save_every": 2, "lr": 0}
     main(workspace.settings("here", steps=4, **changes))
     source = workspace.root / "here/checkpoints/step-00000002"
@@ -481,9 +477,27 @@ def test_a_run_that_goes_on_elsewhere_counts_no_evaluation_twice(workspace):
         ("losses", [[]]),
     ],
 )
-def test_a_checkpoint_has_no_state_that_no_run_has(name, value):
+def test_impossible_state_is_refused(name, value):
     assert TrainState.of(TrainState(offset=3, losses=[1.0, 2]).facts()) == TrainState(
         offset=3, losses=[1.0, 2]
     )
     with pytest.raises(ValueError, match=f"the state has {name}="):
         TrainState.of({"state": {name: value}})
+
+
+def decide() -> None:
+    rank = int(os.environ["RANK"])
+    with world_of("cpu", parallel=Parallel(tensor=2)) as world:
+
+        def agreed(*losses: float) -> float:
+            return float(world.same_loss(torch.tensor(losses[rank], dtype=torch.double)))
+
+        assert agreed(1.0, 1.0) == 1.0
+        assert agreed(1.0, 1e6) == 1e6  # a spike on one
+        assert agreed(-1.0, -2.0) == -1.0  # rewards are negative
+        assert math.isnan(agreed(1.0, math.nan)) and not math.isfinite(agreed(math.inf, 1.0))
+        assert agreed(math.inf, math.inf) == math.inf
+
+
+def test_ranks_decide_by_one_loss() -> None:
+    Ranks(2, decide).finish()

@@ -102,6 +102,7 @@ def settings_of(workspace, run: Path, way: int) -> list[str]:
     return workspace.settings("", **changes)
 
 
+@pytest.mark.slow(first=KILLS)
 @pytest.mark.parametrize("number", range(KILLS))
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_killed_and_resumed(workspace, whole, tmp_path, ranks, number):
@@ -121,7 +122,7 @@ def test_killed_and_resumed(workspace, whole, tmp_path, ranks, number):
         running = Ranks(ranks, main, settings, environment={"TIGON_CACHE": cache})
         after = draw.randrange(STEPS)
         until = time.monotonic() + 120
-        while after and None in running.codes and len(losses(run)) < after:
+        while after and None in running.codes and len(values(run, "loss")) < after:
             assert time.monotonic() < until, running.errors
             time.sleep(0.005)
         time.sleep(draw.random() * (0.3 if after else 2.0))
@@ -137,10 +138,6 @@ def test_killed_and_resumed(workspace, whole, tmp_path, ranks, number):
     assert_same_bits(run, expected.directory)
     train_on(3 - ranks, [*settings_of(workspace, other, way), "resume=auto"])
     assert_near(other, expected.directory)
-
-
-def losses(run: Path) -> list[float]:
-    return values(run, "loss") if (run / "metrics.jsonl").exists() else []
 
 
 def values(run: Path, key: str) -> list[float]:

@@ -75,16 +75,17 @@ def launch_two(tmp_path, monkeypatch, capfd) -> Iterator[Launch]:
 
 
 FAIL_LATER = """
-import tigon.train.trainer as loop
-update = loop.update
+import tigon.train.trainer as trainer
+update_weights = trainer.update_weights
 def fail(run, step):
     if step == 1:
         {what}
-    update(run, step)
-loop.update = fail
+    update_weights(run, step)
+trainer.update_weights = fail
 """
 
 
+@pytest.mark.slow(first=1)
 @pytest.mark.parametrize(
     ("what", "code", "message"),
     [
@@ -100,6 +101,7 @@ def test_failed_rank_ends_the_others(workspace, launch_two, tmp_path, what, code
     assert errors.strip().splitlines()[-1].startswith(f"tigon.train: {message}")
 
 
+@pytest.mark.slow
 def test_missing_input_of_one_rank_is_named(workspace, launch_two, tmp_path, monkeypatch):
     monkeypatch.chdir(workspace.root)
     settings = workspace.settings("x", run_dir=tmp_path / "run", data="train.jsonl")
@@ -109,6 +111,7 @@ def test_missing_input_of_one_rank_is_named(workspace, launch_two, tmp_path, mon
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_torchrun_reports_missing_input(workspace, tmp_path):
     write_rank_one_code(tmp_path, f"os.chdir({str(tmp_path)!r})")
     settings = workspace.settings("x", run_dir=tmp_path / "run", data="train.jsonl")
@@ -122,6 +125,7 @@ def test_torchrun_reports_missing_input(workspace, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_interrupted_ranks_save_a_checkpoint(workspace):
     main(workspace.settings("alone", steps=3, schedule="constant"))
     expected = workspace.metrics("alone", "loss")
@@ -143,6 +147,7 @@ def test_interrupted_ranks_save_a_checkpoint(workspace):
     assert checkpoint.step_of(checkpoint.latest(run / "checkpoints")) == len(found)
 
 
+@pytest.mark.slow
 def test_taken_port_is_named(workspace):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
@@ -226,9 +231,3 @@ def test_incomplete_rank_environment_is_refused(workspace, monkeypatch):
         with pytest.raises(SystemExit, match=f"{name}=.* in the environment is no number: unset"):
             main(workspace.settings("left"))
         monkeypatch.setenv("WORLD_SIZE", "abc")
-
-
-def test_unknown_network_interface_is_refused(workspace, monkeypatch):
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo,nosuch0")
-    with pytest.raises(SystemExit, match=r"this host has no network interface nosuch0, and has "):
-        main(workspace.settings("interface"))

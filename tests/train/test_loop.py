@@ -32,6 +32,7 @@ def reference_loss(model, examples, reduction="token"):
     return sum(loss.sum() / n for loss, n in zip(losses, counts, strict=True)) / len(losses)
 
 
+@pytest.mark.slow(first=1)
 @pytest.mark.parametrize("reduction", ["token", "sequence"])
 def test_curve_equals_a_plain_loop(workspace, reduction):
     """Packed, in micro-batches, with warm-up, cosine, decay and clipping."""
@@ -70,7 +71,7 @@ def test_curve_equals_a_plain_loop(workspace, reduction):
     ]
 
 
-def test_packed_padded_and_recomputed_runs_have_the_same_curve(workspace):
+def test_packed_padded_and_recomputed_curves_are_equal(workspace):
     same = {"batch_size": 64, "micro_batch_size": 8, "steps": 3}  # all examples in every step
     main(workspace.settings("packed", **same))
     main(workspace.settings("padded", packing="false", **same))
@@ -120,6 +121,7 @@ def test_pretraining_from_a_config_learns_and_exports(workspace, tmp_path):
     assert f"finished · {len(losses)} steps" in report
 
 
+@pytest.mark.slow
 def test_chats_by_a_template_of_ones_own(workspace, tmp_path):
     """A tokenizer without one, as of a base model, and one with another."""
     template = tmp_path / "mine.jinja"
@@ -197,6 +199,7 @@ def test_experts_are_balanced_and_their_load_is_recorded(workspace, tmp_path):
     )
 
 
+@pytest.mark.slow(first=1)
 @pytest.mark.parametrize("reduction", ["token", "sequence"])
 def test_default_metrics_are_logged_as_means_over_targets(workspace, reduction):
     changes = {"steps": 1, "batch_size": 64, "micro_batch_size": 4, "loss_reduction": reduction}
@@ -226,7 +229,8 @@ def test_default_metrics_are_logged_as_means_over_targets(workspace, reduction):
         assert workspace.metrics(name, f"{prefix}accuracy") == [pytest.approx(accuracy, rel=1e-5)]
 
 
-def test_packed_experts_see_the_tokens_that_unpacked_ones_see(workspace, tmp_path):
+@pytest.mark.slow
+def test_packed_experts_see_the_same_tokens(workspace, tmp_path):
     """Padding behind packed rows trains no router: what routers did is that of the tokens alone."""
     source = write_model(tmp_path / "experts", **EXPERTS)
     names = ("aux_loss", "expert_load")

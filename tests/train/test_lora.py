@@ -1,6 +1,5 @@
-"""Runs that train an adapter: what they train, keep, resume from and export."""
+"""Runs that train an adapter: their settings, their base, and commands that need it."""
 
-import hashlib
 import json
 import re
 import shutil
@@ -9,126 +8,37 @@ from typing import Any
 
 import pytest
 import torch
-from peft import PeftModel
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
 
 import tigon
+from tests.models.fp8_checkpoints import DYNAMIC, to_fp8
 from tests.small import write_model
+from tests.train.adapters import SETTINGS, assert_close, step, tensors, weights
+from tests.train.checkpoints import assert_equal, changed_metadata
 from tests.train.ranks import train_on
 from tigon.cli import main as command
-from tigon.train import checkpoint, main
+from tigon.layers import QuantizedWeight
+from tigon.models import quantize_model
+from tigon.models.pretrained.quantization import quantized_layers
+from tigon.train import checkpoint, load, main
+from tigon.train.build import read_inputs
+from tigon.train.distributed import start
+from tigon.train.dry_run import estimate_run
 from tigon.train.export import load_checkpoint
-
-SETTINGS: dict[str, Any] = {
-    "steps": 6,
-    "save_every": 2,
-    "keep_last": 0,
-    "lr": 1e-2,
-    "lora.rank": 4,
-    "lora.alpha": 8,
-    "export": "true",
-}
+from tigon.train.model import build_model
 
 
 @pytest.fixture(scope="module")
 def settings(workspace):
     def make(run: str, **changes: Any) -> list[str]:
-        return workspace.settings(run, eval_data=workspace.held_out, **SETTINGS | changes)
+        given = {"eval_data": workspace.held_out} | SETTINGS | {"lora.merge": "false"} | changes
+        return workspace.settings(run, **given)
 
     main(make("one", **{"lora.merge": "true"}))
     return make
 
 
-def step(workspace, run: str, number: int) -> Path:
-    return workspace.root / run / "checkpoints" / f"step-{number:08d}"
-
-
-def tensors(directory: Path, kind: str = "weights") -> dict[str, torch.Tensor]:
-    found: dict[str, torch.Tensor] = {}
-    for path in sorted(directory.glob(f"{kind}-*.safetensors")):
-        found |= load_file(path)
-    return found
-
-
-def test_it_learns_and_checkpoints_have_the_adapter_alone(workspace, settings):
-    losses = workspace.metrics("one", "loss")
-    assert losses[-1] < losses[0] - 0.2
-    for kind in ("weights", "optimizer"):
-        stored = tensors(step(workspace, "one", 6), kind)
-        assert stored and all(".lora_" in name for name in stored), kind
-    weights = tensors(step(workspace, "one", 6))
-    assert len(weights) == 2 * 7 * 2  # A and B of seven projections in two layers
-    assert json.loads((step(workspace, "one", 6) / "run.json").read_text())["config"]["model"]
-
-
-def test_exports(workspace, settings):
-    """The adapter as PEFT reads it, and merged; the same of a checkpoint later."""
-    run = workspace.root / "one"
-    ids = torch.arange(3, 40)[None]
-    model = tigon.from_pretrained(workspace.model)
-    plain = model(ids).logits
-    model.load_adapter(run / "adapter")
-    adapted = model(ids).logits
-    assert (adapted - plain).abs().max() > 0.05
-    torch.testing.assert_close(tigon.from_pretrained(run / "hf")(ids).logits, adapted)
-    base = AutoModelForCausalLM.from_pretrained(workspace.model)
-    theirs = PeftModel.from_pretrained(base, str(run / "adapter")).eval()
-    torch.testing.assert_close(theirs(ids).logits, adapted, rtol=1e-4, atol=1e-5)
-    assert tigon.Tokenizer.from_pretrained(run / "adapter")
-
-    assert command(["export", str(run), str(run / "again")]) == 0
-    assert command(["export", str(run), str(run / "merged"), "--merge"]) == 0
-    for name, of in (("adapter_model.safetensors", "adapter"), ("adapter_config.json", "adapter")):
-        assert (run / "again" / name).read_bytes() == (run / of / name).read_bytes()
-    merged, hf = (load_file(run / name / "model.safetensors") for name in ("merged", "hf"))
-    assert all(torch.equal(merged[name], hf[name]) for name in hf)
-    found, _ = load_checkpoint(step(workspace, "one", 6))
-    torch.testing.assert_close(found(ids).logits, adapted)
-
-
-def test_resumed_runs_are_the_same(workspace, settings):
-    source = step(workspace, "one", 2)
-    main(settings("resumed", resume=source))
-    for key in ("loss", "grad_norm"):
-        assert workspace.metrics("resumed", key) == workspace.metrics("one", key)[2:]
-    last = tensors(step(workspace, "one", 6))
-    for name, values in tensors(step(workspace, "resumed", 6)).items():
-        assert torch.equal(values, last[name])
-
-
-def test_two_ranks_and_one(workspace, settings):
-    train_on(2, settings("two", **{"activation_checkpointing": "true", "lora.merge": "true"}))
-    for key in ("loss", "grad_norm", "eval_loss"):
-        expected = workspace.metrics("one", key)
-        assert workspace.metrics("two", key) == pytest.approx(expected, rel=1e-5), key
-    root = workspace.root
-    for name in ("adapter/adapter_model.safetensors", "hf/model.safetensors"):
-        one, two = (load_file(root / run / name) for run in ("one", "two"))
-        assert one.keys() == two.keys()
-        for tensor in one:
-            torch.testing.assert_close(two[tensor], one[tensor], rtol=1e-4, atol=1e-5)
-    main(settings("two-then-one", resume=step(workspace, "two", 4)))
-    expected = workspace.metrics("one", "loss")[4:]
-    assert workspace.metrics("two-then-one", "loss") == pytest.approx(expected, rel=1e-5)
-
-
-def test_dora_on_two_ranks_and_one(workspace, settings):
-    for ranks in (1, 2):
-        merged = {"lora.dora": "true", "lora.merge": "true"}
-        train_on(ranks, settings(f"dora-{ranks}", steps=3, **merged))
-    for key in ("loss", "grad_norm"):
-        expected = workspace.metrics("dora-1", key)
-        assert expected[1:] != workspace.metrics("one", key)[1:3]
-        assert workspace.metrics("dora-2", key) == pytest.approx(expected, rel=1e-5), key
-    one, two = (tensors(step(workspace, f"dora-{n}", 2)) for n in (1, 2))
-    assert any("magnitude" in name for name in one) and one.keys() == two.keys()
-    one, two = (load_file(workspace.root / f"dora-{n}/hf/model.safetensors") for n in (1, 2))
-    assert one.keys() == two.keys()
-    for name in one:
-        torch.testing.assert_close(two[name], one[name], rtol=1e-4, atol=1e-5)
-
-
+@pytest.mark.slow(first=1)
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_base_of_16_bits(ranks, workspace, settings):
     """The base in the computation's dtype, and the adapter in param_dtype."""
@@ -139,7 +49,7 @@ def test_a_base_of_16_bits(ranks, workspace, settings):
     assert workspace.metrics(run, "loss") == pytest.approx(expected, rel=0.02)
 
 
-def test_merged_in_16_bits_the_adapter_is_not_rounded_before(workspace, settings, tmp_path):
+def test_merging_in_16_bits_rounds_once(workspace, settings, tmp_path):
     tigon.from_pretrained(workspace.model).bfloat16().save_pretrained(
         tmp_path / "half", tokenizer=tigon.Tokenizer.from_pretrained(workspace.model)
     )
@@ -147,12 +57,10 @@ def test_merged_in_16_bits_the_adapter_is_not_rounded_before(workspace, settings
     main(settings("merged-half", **more))
     run = workspace.root / "merged-half"
     assert command(["export", str(run), str(run / "again"), "--merge"]) == 0
-    one, two = (load_file(run / name / "model.safetensors") for name in ("hf", "again"))
-    assert {t.dtype for t in one.values()} == {torch.bfloat16}
-    assert all(torch.equal(two[name], one[name]) for name in one)
+    assert {t.dtype for t in weights(run / "hf").values()} == {torch.bfloat16}
+    assert_equal(weights(run / "again"), weights(run / "hf"))
     assert command(["export", str(run / "adapter"), str(run / "alone"), "--merge"]) == 0
-    alone = load_file(run / "alone/model.safetensors")
-    assert all(torch.equal(alone[name], one[name]) for name in one)
+    assert_equal(weights(run / "alone"), weights(run / "hf"))
 
 
 def test_an_adapter_s_directory_merged(workspace, settings, tmp_path, capsys):
@@ -172,44 +80,33 @@ def test_an_adapter_s_directory_merged(workspace, settings, tmp_path, capsys):
             path.unlink()
     with pytest.raises(SystemExit, match=f"tigon export '{copy}' DIRECTORY --merge"):
         main(workspace.settings("from-adapter", model=copy))
-    assert (
-        command(["export", str(copy), str(tmp_path / "half"), "--merge", "--dtype", "bfloat16"])
-        == 0
-    )
-    half, whole = (
-        load_file(path / "model.safetensors") for path in (tmp_path / "half", run / "hf")
-    )
-    for name, values in whole.items():
-        torch.testing.assert_close(half[name], values.bfloat16(), rtol=0.02, atol=0.002)
+    half = tmp_path / "half"
+    assert command(["export", str(copy), str(half), "--merge", "--dtype", "bfloat16"]) == 0
+    whole = {name: values.bfloat16() for name, values in weights(run / "hf").items()}
+    assert_close(weights(half), whole, rtol=0.02, atol=0.002)
     assert (tmp_path / "half" / "tokenizer.json").read_bytes() == files["tokenizer.json"]
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"base_model_name_or_path": None}, "names no base: write the base's folder or its name"),
-        ({"base_model_name_or_path": "./gone"}, "no directory ./gone .* if it is elsewhere, write"),
-        (
-            {"base_model_name_or_path": "/dev/null"},
-            "/dev/null is a file.* if it is elsewhere, write",
-        ),
-        ({"base_model_name_or_path": "~nobody-here/base"}, "no directory ~nobody-here/base"),
-        (
-            {"base_model_name_or_path": "a\nb\x1b[31m"},
-            r"'a\\nb\\x1b\[31m' .* write the base's folder",
-        ),
-        ({"base_model_name_or_path": "x" * 9999}, "'x{99}\\.\\.\\. .* write the base's folder"),
-        ({"base_model_name_or_path": "a/b", "revision": "../.."}, r"revision '../..' is outside"),
-        ({"base_model_name_or_path": "{quantised}"}, "bitsandbytes.* if it is elsewhere, write"),
+        ({"base": None}, "names no base: write the base's folder or its name"),
+        ({"base": "./gone"}, "no directory ./gone .* if it is elsewhere, write .* with --base"),
+        ({"base": "/dev/null"}, "/dev/null is a file.* if it is elsewhere, write"),
+        ({"base": "~nobody-here/base"}, "no directory ~nobody-here/base"),
+        ({"base": "a\nb\x1b[31m"}, r"'a\\nb\\x1b\[31m' .* write the base's folder"),
+        ({"base": "x" * 9999}, "'x{99}\\.\\.\\. .* write the base's folder"),
+        ({"base": "a/b", "revision": "../.."}, r"revision '../..' is outside"),
+        ({"base": "{quantised}"}, "bitsandbytes.* if it is elsewhere, write"),
         ({"task_type": "SEQ_CLS"}, "is of a model that scores sequences"),
     ],
 )
 def test_an_adapter_s_directory_without_its_base(
     changes, message, workspace, settings, tmp_path, capsys
 ):
-    copy = tmp_path / "adapter"
-    shutil.copytree(workspace.root / "one" / "adapter", copy)
-    values = json.loads((copy / "adapter_config.json").read_text()) | changes
+    copy = shutil.copytree(workspace.root / "one" / "adapter", tmp_path / "adapter")
+    values = json.loads((copy / "adapter_config.json").read_text())
+    values |= {"base_model_name_or_path" if k == "base" else k: v for k, v in changes.items()}
     if values["base_model_name_or_path"] == "{quantised}":
         values["base_model_name_or_path"] = str(shutil.copytree(workspace.model, tmp_path / "base"))
         config = json.loads((tmp_path / "base" / "config.json").read_text())
@@ -221,9 +118,15 @@ def test_an_adapter_s_directory_without_its_base(
     assert len(error) < 1000 and error[:-1].isprintable()
     assert re.search(f"adapter_config.json.*{message}", error), error
     assert not (tmp_path / "merged").exists()
+    if "gone" in message:
+        base = ["--base", str(workspace.model)]
+        assert command(["export", str(copy), str(tmp_path / "merged"), "--merge", *base]) == 0
+        assert f"base: {workspace.model}, named by --base\n" in capsys.readouterr().err
+        assert_equal(weights(tmp_path / "merged"), weights(workspace.root / "one/hf"))
 
 
-def test_fp8_and_recomputed_blocks_and_activations_in_host_memory(workspace, settings):
+@pytest.mark.slow
+def test_fp8_with_recomputation_and_offload(workspace, settings):
     half = {"dtype": "bfloat16", "steps": 3, "seq_len": 64, "batch_size": 2, "fp8": "true"}
     curves = []
     for name, more in (
@@ -233,10 +136,9 @@ def test_fp8_and_recomputed_blocks_and_activations_in_host_memory(workspace, set
     ):
         main(settings(name, **half | more))
         curves.append(workspace.metrics(name, "loss"))
-    assert curves[0] == curves[1] == curves[2]
     main(settings("bf16", **half | {"fp8": "false"}))
     expected = workspace.metrics("bf16", "loss")
-    assert curves[0] != expected
+    assert curves[0] == curves[1] == curves[2] != expected
     assert curves[0] == pytest.approx(expected, rel=0.02)
 
 
@@ -256,8 +158,7 @@ def test_modules_to_save_and_patterns(workspace, settings, tmp_path):
         "base_model.model.model.embed_tokens.weight",
         "base_model.model.lm_head.weight",
     }
-    before = load_file(model / "model.safetensors")
-    after = load_file(workspace.root / "saved/hf/model.safetensors")
+    before, after = weights(model), weights(workspace.root / "saved/hf")
     assert {n for n in after if not torch.equal(after[n], before[n])} == {
         "lm_head.weight",
         "model.embed_tokens.weight",
@@ -272,8 +173,7 @@ def test_groups_and_gradient_accumulation(workspace, settings):
     groups = "[{match: '*.layers.0.*lora_A*', freeze: true}, {match: '*.lora_B.*', lr: 0.04}]"
     main(settings("groups", parameter_groups=groups, micro_batch_size=2, steps=2))
     first, last = (tensors(step(workspace, run, 2)) for run in ("groups", "one"))
-    same = {name for name in first if torch.equal(first[name], last[name])}
-    assert not same
+    assert not any(torch.equal(first[name], last[name]) for name in first)
     states = tensors(step(workspace, "groups", 2), "optimizer")
     assert not any(".layers.0." in name and "lora_A" in name for name in states)
     assert any(".layers.0." in name and "lora_B" in name for name in states)
@@ -308,25 +208,23 @@ def test_wrong_settings(changes, message, workspace, settings):
 def test_resume_needs_the_same_adapter_and_base(workspace, settings, tmp_path):
     source = step(workspace, "one", 2)
     other = write_model(tmp_path / "other", hidden_size=32)
-    for changes, message in (
-        ({"lora.rank": 2}, "another adapter or model: lora"),
-        ({"model": other}, "another adapter or model: model"),
+    same = settings("other", resume=source)
+    for name, changed in (
+        ("lora", [*same, "lora.rank=2"]),
+        ("model", [*same, f"model={other}"]),
+        ("lora", [text for text in same if not text.startswith("lora")]),
     ):
-        with pytest.raises(SystemExit, match=message):
-            main(settings("other", resume=source, **changes))
-    whole = [text for text in settings("other", resume=source) if not text.startswith("lora")]
-    with pytest.raises(SystemExit, match="another adapter or model: lora"):
-        main(whole)
+        with pytest.raises(SystemExit, match=f"another adapter or model: {name}"):
+            main(changed)
 
 
 def test_other_weights_under_the_base_s_name(workspace, settings, tmp_path, capsys):
     """They are refused by whoever adds the adapter to them."""
-    base = tmp_path / "base"
-    shutil.copytree(workspace.model, base)
+    base = shutil.copytree(workspace.model, tmp_path / "base")
     main(settings("renewed", model=base, steps=2))
     source = step(workspace, "renewed", 2)
     load_checkpoint(source)
-    whole = load_file(base / "model.safetensors")
+    whole = weights(base)
     norms = {n: x * 1.5 if n.endswith("layernorm.weight") else x for n, x in whole.items()}
     save_file(norms, base / "model.safetensors", {"format": "pt"})
     message = "is an adapter of other weights than .*base has now"
@@ -350,16 +248,10 @@ def moved(workspace, settings, tmp_path):
 
 
 def without_digest(run: Path, **config: Any) -> None:
-    """The run's checkpoint as an earlier version, or somebody else, has written it."""
-    source = checkpoint.latest(run / "checkpoints")
-    facts = json.loads((source / "run.json").read_text())
-    assert facts.pop("base")
-    facts["config"] |= config
-    (source / "run.json").write_text(json.dumps(facts))
-    lines = (source / "SHA256SUMS").read_text().splitlines(keepends=True)
-    digest = hashlib.sha256((source / "run.json").read_bytes()).hexdigest()
-    sums = [f"{digest}  run.json\n" if "run.json" in line else line for line in lines]
-    (source / "SHA256SUMS").write_text("".join(sums))
+    """The run's checkpoint as somebody else has written it."""
+    with changed_metadata(checkpoint.latest(run / "checkpoints")) as metadata:
+        assert metadata.pop("base")
+        metadata["config"] |= config
 
 
 def commands(run: Path, data: Path, out: Path) -> list[list[str]]:
@@ -372,7 +264,7 @@ def commands(run: Path, data: Path, out: Path) -> list[list[str]]:
     ]
 
 
-def test_a_moved_run_uses_its_base_and_says_so(moved, workspace, tmp_path, capsys):
+def test_a_moved_run_names_its_base(moved, workspace, tmp_path, capsys):
     run, base = moved
     where = run / "checkpoints/step-00000001/run.json"
     for words in commands(run, workspace.held_out, tmp_path / "hf"):
@@ -385,8 +277,7 @@ def test_a_moved_run_uses_its_base_and_says_so(moved, workspace, tmp_path, capsy
     for i, words in enumerate(commands(run, workspace.held_out, tmp_path / "3")):
         assert command([*words, "--base", str(tmp_path / "elsewhere")]) == 0, i
         assert f"base: {tmp_path}/elsewhere, named by --base\n" in capsys.readouterr().err
-    two = [load_file(tmp_path / name / "model.safetensors") for name in ("hf", "3")]
-    assert all(torch.equal(two[0][name], two[1][name]) for name in two[0])
+    assert_equal(weights(tmp_path / "hf"), weights(tmp_path / "3"))
     other = write_model(tmp_path / "other", initializer_range=0.3)
     words = ["export", str(run), str(tmp_path / "4"), "--merge", "--base", str(other)]
     assert command(words) == 1
@@ -394,9 +285,7 @@ def test_a_moved_run_uses_its_base_and_says_so(moved, workspace, tmp_path, capsy
     assert not (tmp_path / "4").exists()
 
 
-def test_weights_that_a_run_names_without_their_digest_are_not_used(
-    moved, workspace, tmp_path, capsys
-):
+def test_base_without_digest_needs_the_option(moved, workspace, tmp_path, capsys):
     """Somebody may have named any directory of this machine there."""
     run, base = moved
     private = write_model(tmp_path / "private", initializer_range=0.3)
@@ -410,8 +299,8 @@ def test_weights_that_a_run_names_without_their_digest_are_not_used(
     assert not (tmp_path / "hf").exists()
     given = ["--base", str(base)]
     assert command(["export", str(run), str(tmp_path / "hf"), "--merge", *given]) == 0
-    found = load_file(tmp_path / "hf/model.safetensors")["model.norm.weight"]
-    assert torch.equal(found, load_file(base / "model.safetensors")["model.norm.weight"])
+    name = "model.norm.weight"
+    assert torch.equal(weights(tmp_path / "hf")[name], weights(base)[name])
     assert command(["export", str(run), str(tmp_path / "adapter")]) == 0  # reads no base
 
 
@@ -426,8 +315,7 @@ def test_a_run_of_random_weights_names_a_config(workspace, settings, tmp_path, c
     export[2] = str(tmp_path / "again")
     assert command(export) == 1
     assert command([*export, "--base", str(config)]) == 0
-    one, two = (load_file(tmp_path / name / "model.safetensors") for name in ("hf", "again"))
-    assert all(torch.equal(one[name], two[name]) for name in one)
+    assert_equal(weights(tmp_path / "hf"), weights(tmp_path / "again"))
 
 
 def test_base_of_what_has_none(workspace, settings, tmp_path, capsys):
@@ -435,6 +323,8 @@ def test_base_of_what_has_none(workspace, settings, tmp_path, capsys):
     run, model, base = workspace.root / "no-adapter", str(workspace.model), ["--base", "x/y"]
     for words, message in (
         (["export", str(run), str(tmp_path / "x")], "only --merge needs the base"),
+        (["export", str(run), str(tmp_path / "x"), "--merge"], "is no checkpoint of an adapter"),
+        (["export", model, str(tmp_path / "x"), "--merge"], "has adapter_config.json"),
         (["export", model, str(tmp_path / "x")], "is no adapter, and needs no base"),
         (["generate", str(run), "a"], "is no checkpoint of an adapter"),
         (["generate", model, "a"], "is no adapter, and needs no base"),
@@ -444,32 +334,75 @@ def test_base_of_what_has_none(workspace, settings, tmp_path, capsys):
         assert message in capsys.readouterr().err
 
 
-def test_an_adapter_s_base_that_is_elsewhere(workspace, settings, tmp_path, capsys):
-    adapter = workspace.root / "one/adapter"
-    assert command(["export", str(adapter), str(tmp_path / "a"), "--merge"]) == 0
-    base = shutil.copytree(workspace.model, tmp_path / "base")
-    copy = Path(shutil.copytree(adapter, tmp_path / "copy"))
-    values = json.loads((copy / "adapter_config.json").read_text())
-    values["base_model_name_or_path"] = "/nowhere/at/all"
-    (copy / "adapter_config.json").write_text(json.dumps(values))
-    export = ["export", str(copy), str(tmp_path / "b"), "--merge"]
-    assert command(export) == 1
-    assert "or name it with --base" in capsys.readouterr().err
-    assert command([*export, "--base", str(base)]) == 0
-    assert f"base: {base}, named by --base\n" in capsys.readouterr().err
-    one, two = (load_file(tmp_path / name / "model.safetensors") for name in "ab")
-    assert all(torch.equal(one[name], two[name]) for name in one)
+# Runs whose frozen base is in 4 bits.
 
 
-def test_export_of_a_run_without_one(workspace, settings, tmp_path):
-    main(workspace.settings("whole", steps=1))
-    assert command(["export", str(workspace.root / "whole"), str(tmp_path / "x"), "--merge"]) == 1
-    assert command(["export", str(workspace.model), str(tmp_path / "x"), "--merge"]) == 1
-    assert checkpoint.latest(workspace.root / "whole" / "checkpoints")
+@pytest.fixture(scope="module")
+def nf4_settings(workspace):
+    def make(run: str, **changes: Any) -> list[str]:
+        own = SETTINGS | {"lora.quantize": "nf4"}
+        return workspace.settings(run, eval_data=workspace.held_out, **own | changes)
+
+    return make
 
 
-def test_dry_run_counts_frozen_weights(workspace, settings, capsys):
-    main([*settings("dry"), "--dry-run"])
-    printed = capsys.readouterr().out
-    trained = sum(t.numel() for t in tensors(step(workspace, "one", 6)).values())
-    assert f"{trained:,} of them trained" in printed
+def test_a_broken_base_that_is_kept(workspace, nf4_settings):
+    """Its files are said, not rows of the data."""
+    base = write_model(workspace.root / "broken")
+    to_fp8(base, (32, 32), DYNAMIC)
+    weights = load_file(base / "model.safetensors")
+    codes = weights["model.layers.1.mlp.down_proj.weight"].view(torch.uint8)
+    codes[3, 5] = 0x7F  # NaN
+    save_file(weights, base / "model.safetensors", {"format": "pt"})
+    with pytest.raises(SystemExit, match=f"weights up to nan when .* look at the files of {base}"):
+        main(nf4_settings("broken-run", **{"model": base, "lora.quantize": "keep"}))
+    with pytest.raises(SystemExit, match=rf"{base}.*: model.*down_proj.weight has values that are"):
+        main(nf4_settings("four-bits", model=base))
+
+
+def test_resume_needs_the_same_base(workspace, nf4_settings):
+    main(nf4_settings("nf4-one", steps=2))
+    changes = {"resume": step(workspace, "nf4-one", 2), "lora.quantize": "null"}
+    with pytest.raises(SystemExit, match="is of another adapter or model"):
+        main(nf4_settings("other", **changes))
+
+
+def test_a_base_that_is_drawn(workspace, nf4_settings):
+    """4 bits of the same weights as without them."""
+    drawn = {"init": workspace.model / "config.json", "tokenizer": workspace.model, "model": ""}
+    few, whole = (
+        load(None, nf4_settings("drawn", **drawn | {"lora.quantize": quantize}))
+        for quantize in ("nf4", "null")
+    )
+    with start("cpu") as world:
+        found, expected = build_model(few, world), build_model(whole, world)
+    quantize_model(expected, "nf4")
+    pairs = list(zip(quantized_layers(found), quantized_layers(expected), strict=True))
+    assert len(pairs) == 2 * 4  # qkv and o, gate and up, down
+    for (name, _, one), (_, _, other) in pairs:
+        assert torch.equal(one.dequantize(), other.dequantize()), name
+    with pytest.raises(
+        ValueError, match=r"lora.quantize=keep .* init=.*config.json: its weights are drawn"
+    ):
+        load(None, nf4_settings("kept", **drawn | {"lora.quantize": "keep"}))
+
+
+def test_the_estimate_knows(workspace, nf4_settings):
+    """On every rank all of the base, in 4 bits; a run on a CPU is planned for GPUs here."""
+    found = {}
+    for quantize in ("null", "nf4"):
+        own = {"device": "auto", "dtype": "bfloat16", "lora.quantize": quantize}
+        config = load(None, nf4_settings(f"plan-{quantize}", **own))
+        with start("cpu") as world:
+            inputs = read_inputs(config, world, here=False)
+            for gpus in (1, 2):
+                found[quantize, gpus] = estimate_run(config, inputs, gpus).kinds["parameters"]
+            inputs.data.close()
+    sizes = json.loads((workspace.model / "config.json").read_text())
+    assert sizes["num_hidden_layers"] == 2
+    model = tigon.from_pretrained(workspace.model, quantize="nf4", dtype=torch.bfloat16)
+    few = [m for m in model.modules() if isinstance(m, QuantizedWeight)]
+    saved = sum(2 * m.shape.numel() - m.nbytes for m in few)
+    assert saved > 0
+    assert found["null", 1] - found["nf4", 1] == pytest.approx(saved, abs=512 * 20)
+    assert found["nf4", 2] > sum(m.nbytes for m in few)

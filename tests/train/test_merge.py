@@ -43,11 +43,10 @@ def write_adapter(directory: Path, base: Path, seed: int, revision: str | None) 
     return directory
 
 
-@pytest.mark.parametrize("of_base", [None, "v2"])
-@pytest.mark.parametrize("of_adapter", [None, "other"])
-def test_revisions(
-    of_adapter: str | None, of_base: str | None, hub: HubServer, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize(
+    ("of_adapter", "of_base"), [("other", "v2"), ("other", None), (None, "v2")]
+)
+def test_revisions(of_adapter, of_base, hub, tmp_path):
     base = bases(hub, tmp_path)[of_base == "v2"]
     for seed, branch in enumerate(("main", "other")):
         hub.push(ADAPTER, write_adapter(tmp_path / branch, base, seed, of_base), branch)
@@ -58,25 +57,15 @@ def test_revisions(
     assert written.read_bytes() == own.read_bytes()
 
 
-@pytest.mark.parametrize("revision", [None, "v2"])
-def test_of_a_run(revision: str | None, hub: HubServer, tmp_path: Path) -> None:
+@pytest.mark.slow(first=1)
+@pytest.mark.parametrize("revision", ["v2", None])
+def test_of_a_run(revision, hub, tmp_path):
     """The run's adapter says at which revision its base was."""
     base = bases(hub, tmp_path)[revision == "v2"]
-    given = {
-        "run_dir": tmp_path / "run",
-        "model": BASE,
-        "data": write_chats(tmp_path / "d.jsonl", 9),
-    }
-    given |= {
-        "steps": 2,
-        "seq_len": 64,
-        "batch_size": 2,
-        "lr": 0.1,
-        "device": "cpu",
-        "lora.rank": 2,
-    }
-    given |= {"revision": revision} if revision else {}
-    main([f"{key}={value}" for key, value in given.items()])
+    data = write_chats(tmp_path / "d.jsonl", 9)
+    words = f"run_dir={tmp_path}/run model={BASE} data={data} steps=2 seq_len=64 batch_size=2"
+    words += f" lr=0.1 device=cpu lora.rank=2 {f'revision={revision}' if revision else ''}"
+    main(words.split())
     adapter = tmp_path / "run" / "adapter"
     assert json.loads((adapter / "adapter_config.json").read_text())["revision"] == revision
     assert command(["export", str(adapter), str(tmp_path / "merged"), "--merge"]) == 0
@@ -84,7 +73,7 @@ def test_of_a_run(revision: str | None, hub: HubServer, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("revision", [None, "v2"])
-def test_saved_again(revision: str | None, hub: HubServer, tmp_path: Path) -> None:
+def test_saved_again(revision, hub, tmp_path):
     """An adapter keeps the revision of its base, and a new one has that of the model."""
     bases(hub, tmp_path)
     model = tigon.from_pretrained(BASE, revision=revision)
@@ -99,10 +88,9 @@ def test_saved_again(revision: str | None, hub: HubServer, tmp_path: Path) -> No
         assert (values["base_model_name_or_path"], values["revision"]) == (BASE, revision), name
 
 
-@pytest.mark.parametrize("of_base", [None, "v2"])
-def test_commands_load_the_base_and_the_adapter(
-    of_base: str | None, hub: HubServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+@pytest.mark.slow(first=1)
+@pytest.mark.parametrize("of_base", ["v2", None])
+def test_commands_load_the_base_and_the_adapter(of_base, hub, tmp_path, capsys):
     """Each says of the adapter what it says of the merged model, from the hub and a directory."""
     base = bases(hub, tmp_path)[of_base == "v2"]
     adapter = write_adapter(tmp_path / "main", base, 0, of_base)
@@ -134,9 +122,7 @@ def answers(
     return text, float(capsys.readouterr().out.split()[3])
 
 
-def test_parity_of_an_adapter(
-    hub: HubServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_parity_of_an_adapter(hub, tmp_path, capsys):
     base = bases(hub, tmp_path)[0]
     hub.push(ADAPTER, write_adapter(tmp_path / "adapter", base, 0, None), "v1")
     parity = ["eval", "parity", ADAPTER, "--revision", "v1", "--new-tokens", "2"]
@@ -148,12 +134,7 @@ def test_parity_of_an_adapter(
     assert found.splitlines()[0] == capsys.readouterr().out.splitlines()[0]
 
 
-def test_ranks_do_not_share_it(
-    hub: HubServer,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_ranks_do_not_share_it(hub, tmp_path, capsys, monkeypatch):
     """Said once, before any process starts."""
     adapter = write_adapter(tmp_path / "adapter", bases(hub, tmp_path)[0], 0, None)
     hub.push(ADAPTER, adapter)
@@ -180,7 +161,7 @@ def check_merged(root: Path, base: Path, adapter: Path) -> None:
     assert all(torch.equal(found[name], expected[name]) for name in found)
 
 
-def test_values_that_are_not_finite(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_values_that_are_not_finite(tmp_path, capsys):
     """What overflows in float16 is not written."""
     base = write_model(tmp_path / "base")
     model = tigon.from_pretrained(base)

@@ -17,12 +17,14 @@ from tigon.train import callbacks, checkpoint, logging, main, trainer
 from tigon.train.checkpoint import files
 from tigon.train.checkpoint.files import KeepPolicy, SavedStep
 from tigon.train.config_file import load
-from tigon.train.distributed import World
 from tigon.train.logging import read_metrics
 from tigon.train.resume import claim
 
+CHAT = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
 
-def test_a_rollback_takes_no_checkpoint_that_the_run_has_not_made(workspace, finished, poisoned):
+
+@pytest.mark.slow
+def test_rollback_ignores_later_checkpoints(workspace, finished, poisoned):
     """A damaged one of a later step was passed over when the run went on from one before it."""
     run = shutil.copytree(finished, workspace.root / "later")
     damaged = run / "checkpoints/step-00000003/weights-00000.safetensors"
@@ -37,9 +39,7 @@ def test_a_rollback_takes_no_checkpoint_that_the_run_has_not_made(workspace, fin
     assert workspace.metrics("later", "step") == [1, 2, 3, 4]
 
 
-def test_the_last_checkpoint_is_not_a_damaged_one_that_was_passed_over(
-    workspace, finished, poisoned
-):
+def test_last_checkpoint_is_not_a_damaged_one(workspace, finished, poisoned):
     run = shutil.copytree(finished, workspace.root / "passed-over")
     (run / "checkpoints/step-00000003/weights-00000.safetensors").write_bytes(b"damaged")
     poisoned(2)
@@ -48,19 +48,14 @@ def test_the_last_checkpoint_is_not_a_damaged_one_that_was_passed_over(
         main(settings)
 
 
-def test_predictions_on_a_full_disk_leave_no_part_of_any_rank(tmp_path, monkeypatch):
-    def full(parts, target):
+def test_predictions_on_a_full_disk_leave_no_file(tmp_path, monkeypatch, world):
+    def full(descriptor):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(callbacks, "merge_rank_files", full)
-    world = World(0, 2, torch.device("cpu"))
-    monkeypatch.setattr(World, "barrier", lambda world: None)
-    with (
-        pytest.raises(OSError, match=r"became full while .*predictions-step-00000003.jsonl was"),
-        callbacks.PredictionsWriter(tmp_path, 3, None, world) as file,
-    ):
-        assert len(file.parts) == 2
-        file.parts[1].write_text("of the other rank")
+    monkeypatch.setattr(callbacks.os, "fsync", full)
+    said = r"became full while .*predictions-step-00000003.jsonl was"
+    with pytest.raises(OSError, match=said), callbacks.PredictionsWriter(tmp_path, 3, None, world):
+        pass
     assert list(tmp_path.iterdir()) == []
 
 
@@ -86,7 +81,7 @@ def test_a_rollback_does_not_read_a_damaged_checkpoint(workspace, poisoned, monk
     assert workspace.metrics("rot", "step") == [1, 2, 3, 4]
 
 
-def test_processes_of_one_name_do_not_share_a_run(workspace, tmp_path):
+def test_processes_with_equal_names_share_no_run(workspace, tmp_path):
     """In two containers both may be process 1 of one host."""
     config = load(None, workspace.settings("x", run_dir=tmp_path / "run"))
     code = (
@@ -112,7 +107,7 @@ def test_processes_of_one_name_do_not_share_a_run(workspace, tmp_path):
         other.wait()
 
 
-def test_the_lock_is_no_link_to_a_file_of_somebody(workspace, tmp_path):
+def test_lock_file_is_no_link(workspace, tmp_path):
     precious = tmp_path / "precious"
     precious.write_text("as it was")
     (tmp_path / "run").mkdir()
@@ -127,7 +122,8 @@ def test_the_lock_is_no_link_to_a_file_of_somebody(workspace, tmp_path):
     assert precious.read_text() == "as it was"
 
 
-def test_killed_in_the_export_of_the_best_it_is_exported_again(workspace, monkeypatch):
+@pytest.mark.slow
+def test_killed_export_of_the_best_is_repeated(workspace, monkeypatch):
     class Killed(BaseException):
         pass
 
@@ -160,7 +156,7 @@ def test_rows_that_a_crash_has_left_in_pieces(workspace, finished, tmp_path):
     assert [row["step"] for row in rows] == [1, 2, 3, 4]
 
 
-def test_an_old_checkpoint_that_cannot_be_removed_ends_nothing(workspace, monkeypatch, capsys):
+def test_old_checkpoint_that_cannot_be_removed(workspace, monkeypatch, capsys):
     def busy(path, **options):
         if "checkpoints" not in Path(path).parts:
             return rmtree(path, **options)
@@ -187,12 +183,13 @@ def test_a_checkpoint_that_was_moved_elsewhere_and_linked(tmp_path):
     assert checkpoint.latest(directory) == directory / "step-00000003"
 
 
-def test_a_clock_that_was_put_back_still_keeps_one_every_hour():
+def test_clock_that_was_put_back():
     hours = [900, 0, 1, 2]
     saved = [SavedStep(step, 3600.0 * hour) for step, hour in enumerate(hours)]
     assert KeepPolicy(last=1, hours=1).choose(saved) == {0, 1, 2, 3}
 
 
+@pytest.mark.slow(first=2)
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -224,8 +221,9 @@ def unread(how: str, settings: list[str]) -> None:
     main(settings)
 
 
+@pytest.mark.slow(first=1)
 @pytest.mark.parametrize("how", ["closed", "full"])
-def test_a_log_that_cannot_be_written_costs_no_step(workspace, how):
+def test_closed_or_full_log_costs_no_step(workspace, how):
     """As with `| tee log`, which Ctrl-C ends before the run has saved its checkpoint."""
     run = f"unread-{how}"
     assert Ranks(1, unread, how, workspace.settings(run, steps=2, log_every=1)).finish() == ""
@@ -248,7 +246,7 @@ def test_an_export_on_a_full_disk_leaves_nothing(workspace, monkeypatch):
     assert torch.is_grad_enabled()
 
 
-def test_a_tensor_file_without_a_checksum_is_not_read(finished, tmp_path):
+def test_tensor_file_without_checksum_is_refused(finished, tmp_path):
     source = shutil.copytree(finished / "checkpoints/step-00000003", tmp_path / "step-00000003")
     shutil.copy(source / "weights-00000.safetensors", source / "weights-00001.safetensors")
     with pytest.raises(ValueError, match=r"weights-00001.safetensors is not in SHA256SUMS"):
@@ -270,6 +268,7 @@ def test_rows_that_no_file_has_are_missed(state, tmp_path):
         checkpoint.load(target, state.model)
 
 
+@pytest.mark.slow(first=2)
 @pytest.mark.parametrize(
     ("row", "message"),
     [
@@ -284,33 +283,32 @@ def test_rows_that_no_file_has_are_missed(state, tmp_path):
         ),
     ],
 )
-def test_a_row_that_is_out_of_bounds_is_named(row, message, workspace, tmp_path):
-    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+def test_row_out_of_bounds_is_named(row, message, workspace, tmp_path):
     data = tmp_path / "rows.jsonl"
-    data.write_text(json.dumps({"messages": messages} | row) + "\n")
+    data.write_text(json.dumps(CHAT | row) + "\n")
     with pytest.raises(SystemExit, match=rf"rows.jsonl:1: .*{message}"):
         main(workspace.settings("x", run_dir=tmp_path / "run", data=data, steps=1))
 
 
 def test_a_key_that_is_not_unicode_ends_nothing(workspace, tmp_path):
-    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     data = tmp_path / "rows.jsonl"
-    data.write_text(json.dumps({"messages": messages, "k\ud800": 1}) + "\n")
+    data.write_text(json.dumps(CHAT | {"k\ud800": 1}) + "\n")
     settings = workspace.settings("x", run_dir=tmp_path / "run", data=data, batch_size=1, steps=1)
     assert r"k\ud800" in train_on(1, settings)
 
 
-def test_a_cache_made_with_bad_rows_skipped_does_not_hide_them(workspace, tmp_path):
-    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "only here"}]
+@pytest.mark.slow
+def test_cache_does_not_hide_bad_rows(workspace, tmp_path):
     data = tmp_path / "rows.jsonl"
-    data.write_text(json.dumps({"messages": messages}) + '\n{"messages": 5}\n')
+    data.write_text(json.dumps(CHAT) + '\n{"messages": 5}\n')
     settings = workspace.settings("x", data=data, batch_size=1, steps=1)
     main([*settings, f"run_dir={tmp_path}/skip", "bad_rows=skip"])
     with pytest.raises(SystemExit, match=r"rows.jsonl:2: 'messages' must be a list"):
         main([*settings, f"run_dir={tmp_path}/error"])
 
 
-def test_a_line_without_an_end_does_not_fill_the_memory(workspace, tmp_path, monkeypatch):
+@pytest.mark.slow
+def test_endless_line_is_refused(workspace, tmp_path, monkeypatch):
     """A gigabyte of it may be a few kilobytes on the disk."""
     monkeypatch.setattr("tigon.data.sources.MAX_LINE_BYTES", 2**20)
     data = tmp_path / "rows.jsonl.gz"

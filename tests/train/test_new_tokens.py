@@ -12,6 +12,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import tigon
 from tests.models.test_adapters_peft import randomise, trained
 from tests.small import WORDS, write_model
+from tests.train.adapters import EXPORTS, assert_close, weights
+from tests.train.checkpoints import assert_equal
 from tests.train.conftest import Workspace
 from tests.train.ranks import train_on
 from tigon.cli import main as command
@@ -26,12 +28,7 @@ EMBEDDING = "model.embed_tokens.weight"
 @pytest.fixture(scope="module")
 def settings(workspace: Workspace):
     rows = [
-        {
-            "messages": [
-                {"role": "user", "content": f"{a} {b}"},
-                {"role": "assistant", "content": f"<tool>{b}<extra_22></tool> {a}"},
-            ]
-        }
+        {"prompt": f"{a} {b}", "completion": f"<tool>{b}<extra_22></tool> {a}"}
         for a in WORDS
         for b in WORDS[:3]
     ]
@@ -57,8 +54,7 @@ def test_rows_begin_as_the_mean(workspace, settings, tokens, size, capsys):
     assert "'<tool>' 300, '</tool>' 301" in out
     assert ("resized from 321 to 325 rows" in out) == (size == 325)
     assert f"{min(len(tokens), 21)} of the model's 321 rows that no token had" in out
-    old = load_file(workspace.model / "model.safetensors")[EMBEDDING]
-    new = load_file(workspace.root / run / "hf/model.safetensors")[EMBEDDING]
+    old, new = (weights(at)[EMBEDDING] for at in (workspace.model, workspace.root / run / "hf"))
     assert len(new) == size
     first, last = 300, 300 + len(tokens)
     torch.testing.assert_close(new[first:last], old.mean(0).expand(last - first, -1))
@@ -81,14 +77,12 @@ def test_all_parameters(workspace, settings):
         tigon.from_pretrained(hf)(ids).logits, model(ids).logits, rtol=1e-4, atol=1e-5
     )
     main(settings("again", resume=workspace.root / "full/checkpoints/step-00000002"))
-    last, again = (
-        load_file(workspace.root / run / "hf/model.safetensors") for run in ("full", "again")
-    )
-    assert all(torch.equal(last[name], again[name]) for name in last)
+    assert_equal(weights(workspace.root / "again/hf"), weights(workspace.root / "full/hf"))
     with pytest.raises(SystemExit, match="new_tokens"):
         main(settings("other", FEW, resume=workspace.root / "full/checkpoints/step-00000002"))
 
 
+@pytest.mark.slow(first=1)
 @pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`")
 @pytest.mark.parametrize("tied", [True, False])
 def test_adapter(workspace, settings, tied, tmp_path):
@@ -116,10 +110,7 @@ def test_adapter(workspace, settings, tied, tmp_path):
         assert len(tigon.Tokenizer.from_pretrained(out)) == 325
     checkpoint = run / "checkpoints/step-00000002"
     main(settings("adapter", model=base, run_dir=tmp_path / "again", resume=checkpoint, **LORA))
-    last, again = (
-        load_file(at / "adapter/adapter_model.safetensors") for at in (run, tmp_path / "again")
-    )
-    assert all(torch.equal(last[name], again[name]) for name in last)
+    assert_equal(*(load_file(at / EXPORTS[0]) for at in (run, tmp_path / "again")))
     loaded, _ = load_checkpoint(checkpoint)
     assert loaded(ids).logits.shape[-1] == 325
     ours = tigon.from_pretrained(base)
@@ -130,43 +121,40 @@ def test_adapter(workspace, settings, tied, tmp_path):
     torch.testing.assert_close(ours(ids).logits, expected, **close)
 
 
-@pytest.mark.parametrize("changes", [{}, LORA, {"sharding": "gradients"}, {"parallel.tensor": 2}])
+@pytest.mark.slow(first=1)
+@pytest.mark.parametrize("changes", [LORA, {}, {"sharding": "gradients"}, {"parallel.tensor": 2}])
 def test_two_ranks(workspace, settings, changes, tmp_path):
-    for ranks in (1, 2):
-        if ranks == 1:
-            one = {k: v for k, v in changes.items() if not k.startswith("parallel")}
-            main(settings("ranks", run_dir=tmp_path / "1", **one | {"sharding": "full"}))
-        else:
-            train_on(2, settings("ranks", run_dir=tmp_path / "2", **changes))
-    one, two = (load_file(tmp_path / run / "hf/model.safetensors") for run in "12")
-    assert one.keys() == two.keys()
-    for name in one:
-        torch.testing.assert_close(two[name], one[name], rtol=1e-3, atol=1e-4)
+    same = {n: value for n, value in changes.items() if n not in ("sharding", "parallel.tensor")}
+    main(settings("ranks", run_dir=tmp_path / "1", **same))
+    train_on(2, settings("ranks", run_dir=tmp_path / "2", **changes))
+    assert_close(*(weights(tmp_path / run / "hf") for run in "21"), rtol=1e-3, atol=1e-4)
 
 
-def test_quantized_base(workspace, settings, tmp_path):
-    main(settings("quantized", run_dir=tmp_path / "run", **LORA | {"lora.quantize": "nf4"}))
+@pytest.mark.parametrize("kind", ["quantized", "random"])
+def test_rows_of_other_bases(workspace, settings, tmp_path, kind):
+    more: dict[str, Any] = LORA | {"lora.quantize": "nf4"}
+    if kind == "random":
+        config = workspace.model / "config.json"
+        more = {"init": config, "tokenizer": workspace.model, "model": ""}
+    main(settings(kind, run_dir=tmp_path / "run", steps=1, **more))
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "run/hf")
     assert model.config.vocab_size == 325
 
 
-def test_random_weights(workspace, settings, tmp_path):
-    config = tmp_path / "config.json"
-    config.write_text((workspace.model / "config.json").read_text())
-    more = {"init": config, "tokenizer": workspace.model, "model": ""}
-    main(settings("init", run_dir=tmp_path / "init", **more))
-    assert tigon.from_pretrained(tmp_path / "init/hf").config.vocab_size == 325
-
-
-def test_tokens_that_are_there(workspace, settings, tmp_path, capsys):
+@pytest.fixture(scope="module")
+def larger_tokenizer(workspace):
     """A tokenizer that transformers added tokens to, without the model."""
     tokenizer = AutoTokenizer.from_pretrained(workspace.model)
     tokenizer.add_tokens(MANY, special_tokens=True)
-    tokenizer.save_pretrained(tmp_path / "tokenizer")
-    stream = {"tokenizer": tmp_path / "tokenizer", "streaming": "true"}
+    tokenizer.save_pretrained(workspace.root / "larger-tokenizer")
+    return workspace.root / "larger-tokenizer"
+
+
+def test_tokens_that_are_there(larger_tokenizer, settings, tmp_path, capsys):
+    stream = {"tokenizer": larger_tokenizer, "streaming": "true"}
     with pytest.raises(SystemExit, match=r"name them in new_tokens.*resize_token_embeddings"):
         main(settings("there", [], run_dir=tmp_path / "a", **stream))
-    some = {"tokenizer": tmp_path / "tokenizer", "steps": 1}
+    some = {"tokenizer": larger_tokenizer, "steps": 1}
     main(settings("there", ["<tool>", "<|im_end|>"], run_dir=tmp_path / "a", **some))
     out = capsys.readouterr().out
     assert "'<tool>' is in the tokenizer already, as 300" in out
@@ -213,20 +201,17 @@ def test_rows_of_another_width_resize_nothing(tmp_path):
         load_with_adapter(str(tmp_path / "adapter"))
 
 
-@pytest.mark.parametrize("lora", [{}, LORA])
-def test_a_tokenizer_larger_than_the_model(workspace, settings, lora, tmp_path, capsys):
+@pytest.mark.slow(first=1)
+@pytest.mark.parametrize("lora", [LORA, {}])
+def test_a_tokenizer_larger_than_the_model(larger_tokenizer, settings, lora, tmp_path, capsys):
     """Whoever has added tokens to the tokenizer alone need not name them."""
-    tokenizer = AutoTokenizer.from_pretrained(workspace.model)
-    tokenizer.add_tokens(MANY, special_tokens=True)
-    tokenizer.save_pretrained(tmp_path / "tokenizer")
-    same = {"tokenizer": tmp_path / "tokenizer", **lora}
+    same = {"tokenizer": larger_tokenizer, **lora}
     main(settings("", [], run_dir=tmp_path / "larger", **same))
     assert "resized from 321 to 325 rows" in capsys.readouterr().out
     half = tmp_path / "larger/checkpoints/step-00000002"
     main(settings("", [], run_dir=tmp_path / "resumed", resume=half, **same))
     main(settings("", ["<extra_22>"], run_dir=tmp_path / "named", **same))
-    larger, *others = (
-        load_file(tmp_path / run / "hf/model.safetensors") for run in ("larger", "resumed", "named")
-    )
+    larger = weights(tmp_path / "larger/hf")
     assert len(larger[EMBEDDING]) == 325
-    assert all(torch.equal(larger[name], other[name]) for other in others for name in larger)
+    for run in ("resumed", "named"):
+        assert_equal(weights(tmp_path / run / "hf"), larger)

@@ -277,7 +277,7 @@ def test_codes_are_those_of_the_definition(signed, block):
     and infinity."""
     tables = [optimizer_states.tables(sign, DEVICE) for sign in (True, False)]
     _, bounds = tables[not signed]
-    own = CodeTables.of(*tables)[1:3] if signed else CodeTables.of(*tables)[4:]
+    own = CodeTables.build(*tables)[1:3] if signed else CodeTables.build(*tables)[4:]
     ends = torch.arange(0x33F00000, 0x3F800001, 1 << 16, dtype=torch.int32, device=DEVICE)
     edges = torch.cat([bounds, ends.view(torch.float32), -ends.view(torch.float32)])
     edges = torch.cat([edges, edges.nextafter(edges + 1), edges.nextafter(edges - 1)]).clamp(-1, 1)

@@ -28,7 +28,7 @@ from tigon.train.distributed import World, local
 from tigon.train.model import parallelize
 from tigon.train.optim import build_optimizer
 from tigon.train.optim.adamw import MAX_LINE, PositionRun, positions, runs_of
-from tigon.weights import Copy, Cut, ReplicaIndex, Rows, RowSpan, ShardSpec, local_rows
+from tigon.weights import ReplicaIndex, RowSpan, ShardSpec, local_rows
 
 CPU = torch.device("cpu")
 UNTIED = {"tie_word_embeddings": False}
@@ -84,6 +84,10 @@ def test_positions_are_those_of_the_whole(case):
         assert (1, 2, True) in kinds and (2, 1, True) in kinds
 
 
+def spec(shape: tuple[int, ...], dim: int, *spans: tuple[int, int, int]) -> ShardSpec:
+    return ShardSpec(shape, dim, tuple((RowSpan(*span), ReplicaIndex()) for span in spans))
+
+
 def assert_positions(runs: tuple[PositionRun, ...], expected: Tensor, name: str) -> None:
     count = len(expected)
     assert sum(run.length for run in runs) == count, name
@@ -95,19 +99,11 @@ def assert_positions(runs: tuple[PositionRun, ...], expected: Tensor, name: str)
 @pytest.mark.parametrize(
     "cut",
     [
-        ShardSpec(
-            (3, 7, 2), 1, ((RowSpan(0, 0, 2), ReplicaIndex()), (RowSpan(4, 2, 3), ReplicaIndex()))
-        ),  # uneven
-        ShardSpec(
-            (3, 8, 2), 1, ((RowSpan(1, 0, 2), ReplicaIndex()), (RowSpan(4, 2, 2), ReplicaIndex()))
-        ),  # pieces too near
-        ShardSpec((5, 6), 1, ((RowSpan(3, 0, 1), ReplicaIndex()),)),
-        ShardSpec(
-            (5,), 0, ((RowSpan(1, 0, 2), ReplicaIndex()), (RowSpan(4, 2, 1), ReplicaIndex()))
-        ),
-        ShardSpec(
-            (4, 6), 0, ((RowSpan(0, 0, 4), ReplicaIndex(1, 2)),)
-        ),  # all of it, as other ranks have
+        spec((3, 7, 2), 1, (0, 0, 2), (4, 2, 3)),  # uneven
+        spec((3, 8, 2), 1, (1, 0, 2), (4, 2, 2)),  # pieces too near
+        spec((5, 6), 1, (3, 0, 1)),
+        spec((5,), 0, (1, 0, 2), (4, 2, 1)),
+        ShardSpec((4, 6), 0, ((RowSpan(0, 0, 4), ReplicaIndex(1, 2)),)),  # as other ranks have
     ],
 )
 def test_positions_of_other_cuts(cut):
@@ -118,8 +114,8 @@ def test_positions_of_other_cuts(cut):
         assert_positions(runs, expected, str(cut))
 
 
-def test_a_line_that_32_bits_do_not_count_is_a_run_of_its_own():
-    cut = Cut((3, 4, MAX_LINE), 1, ((Rows(2, 0, 1), Copy()),))
+def test_lines_beyond_32_bits_are_separate_runs():
+    cut = spec((3, 4, MAX_LINE), 1, (2, 0, 1))
     runs = runs_of(cut, MAX_LINE, 2 * MAX_LINE, 7)
     assert [run.position for run in runs] == [7 + 6 * MAX_LINE, 7 + 10 * MAX_LINE]
     assert [run.lines for run in runs] == [None, None]
@@ -214,12 +210,10 @@ def test_updates_of_adapters_are_those_of_one_rank():
 
 # Lines of one element, of more than a program has, and of few; gate and up of experts
 CUTS = {
-    "a": ShardSpec((6, 2), 1, ((RowSpan(1, 0, 1), ReplicaIndex()),)),
-    "b": ShardSpec((3, 1200), 1, ((RowSpan(600, 0, 600), ReplicaIndex()),)),
-    "c": ShardSpec((50, 34), 1, ((RowSpan(17, 0, 17), ReplicaIndex()),)),
-    "d": ShardSpec(
-        (4, 10, 16), 1, ((RowSpan(2, 0, 3), ReplicaIndex()), (RowSpan(7, 3, 3), ReplicaIndex()))
-    ),
+    "a": spec((6, 2), 1, (1, 0, 1)),
+    "b": spec((3, 1200), 1, (600, 0, 600)),
+    "c": spec((50, 34), 1, (17, 0, 17)),
+    "d": spec((4, 10, 16), 1, (2, 0, 3), (7, 3, 3)),
 }
 
 
@@ -235,9 +229,7 @@ def test_the_kernel_draws_what_the_definition_draws(own_launch, monkeypatch):
         model = Model(torch.bfloat16, own)
         model.shard_specs = CUTS
         optimizer = build_optimizer(model, settings(**changes))
-        assert [run.lines is None for runs in optimizer.runs.values() for run in runs] == [
-            False
-        ] * 4
+        assert all(run.lines for runs in optimizer.runs.values() for run in runs)
         for p, runs in optimizer.runs.items():
             optimizer.runs[p] = tuple(r._replace(position=r.position + (1 << 40)) for r in runs)
         draw = torch.Generator().manual_seed(0)
@@ -277,6 +269,7 @@ def divided(
     return stepped(model, **changes)
 
 
+@pytest.mark.slow(first=1)
 @pytest.mark.parametrize("count", WAYS)
 def test_ranks_make_the_updates_of_one(count, tmp_path):
     Processes(count, on_ranks, tmp_path).finish()

@@ -156,7 +156,7 @@ def test_to_nearest_loses_what_stochastic_rounding_keeps():
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "adamw_bf16", "adamw_8bit"])
-def test_bfloat16_weights_are_updated_from_their_own_value_in_float32(optimizer):
+def test_bfloat16_weights_are_updated_in_float32(optimizer):
     """One step: every weight is a neighbour of what fp32 AdamW makes of it."""
     exact = Model(torch.float32, SHAPES)
     for p in exact.parameters():
@@ -173,7 +173,7 @@ def test_bfloat16_weights_are_updated_from_their_own_value_in_float32(optimizer)
         assert near.all(), name
 
 
-def test_draws_do_not_depend_on_how_a_model_is_divided():
+def test_draws_do_not_depend_on_sharding():
     """A parameter's last rows, updated alone at their position, have the bits of the whole."""
     whole, _ = trained(3, param_dtype="bfloat16", optimizer="adamw_bf16")
     config = settings(param_dtype="bfloat16", optimizer="adamw_bf16")
@@ -259,7 +259,7 @@ def test_eight_bits_are_the_nearest_code(signed):
     assert torch.equal(again[0].int().sign(), codes.int().sign())
 
 
-def test_eight_bit_updates_are_bounded_where_gradients_are_small():
+def test_eight_bit_updates_of_small_gradients_are_bounded():
     """Squares of the small ones are below the least code of their block, the momentum is not."""
     sizes = {}
     for optimizer in ("adamw", "adamw_8bit"):

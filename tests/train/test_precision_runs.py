@@ -56,7 +56,7 @@ def whole(workspace):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_resumed_run_has_the_bits_of_one_without_interruption(workspace, whole, case):
+def test_resume_is_bitwise_equal(workspace, whole, case):
     changes = STEPS | CASES[case]
     again = f"{case}-again"
     main(workspace.settings(again, resume=step(workspace.root / case, 2), **changes))
@@ -119,6 +119,7 @@ def two_ranks(workspace, whole) -> str:
     return Ranks(2, on_ranks, moved, runs, sums).finish()
 
 
+@pytest.mark.slow(first=2)
 @pytest.mark.parametrize("case", [*CASES, "experts"])
 def test_states_have_the_same_bits_on_two_ranks(workspace, two_ranks, case):
     source = tensors(step(workspace.root / case, 2))
@@ -172,8 +173,9 @@ def test_the_average_is_that_of_its_definition(workspace):
     assert not (workspace.root / "alone/hf-ema").exists()
 
 
+@pytest.mark.slow(first=1)
 @pytest.mark.parametrize("policy", ["skip", "rollback"])
-def test_steps_that_are_left_out_do_not_enter_the_average(workspace, poisoned, policy):
+def test_skipped_steps_do_not_enter_the_average(workspace, poisoned, policy):
     """Step 3 is skipped; or step 2's checkpoint comes back, with the rows of step 4."""
     poisoned(2)
     changes = STEPS | {"ema_decay": 0.5, "save_every": 1, "nonfinite": policy}
@@ -190,7 +192,7 @@ def test_steps_that_are_left_out_do_not_enter_the_average(workspace, poisoned, p
             torch.testing.assert_close(averages[i][name], expected, rtol=1e-6, atol=1e-8)
 
 
-def test_an_average_that_begins_later_begins_with_the_weights(workspace, finished, capsys):
+def test_late_average_begins_with_the_weights(workspace, finished, capsys):
     source = finished / "checkpoints/step-00000002"
     with start("cpu") as world:
         run = prepare(
@@ -230,6 +232,7 @@ def test_adamws_states_become_bfloat16_and_that_is_said(workspace, finished, cap
     assert found["optimizer.exp_avg.model.norm.weight"].dtype == torch.bfloat16
 
 
+@pytest.mark.slow
 def test_states_on_the_host_change_no_bit(workspace):
     changes = {"steps": 3, "save_every": 3}
     for offload in ("false", "true"):
@@ -283,7 +286,7 @@ def test_gradients_of_micro_batches_add_up_in_float32(workspace, world, two_rank
     assert max(one + two) < BOUNDS[weights]
 
 
-def test_without_accumulate_fp32_one_process_adds_up_in_bfloat16(workspace, world):
+def test_sums_are_bfloat16_without_accumulate_fp32(workspace, world):
     found = errors(gradients(world, workspace.settings("sums", **BF16)))
     assert max(found) > 2**-8
 

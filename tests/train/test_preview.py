@@ -14,12 +14,11 @@ from tests.small import write_chats, write_tokenizer
 from tigon.cli import main
 from tigon.tokenizer import Tokenizer
 from tigon.train import load, preview
-from tigon.train.preview import PreviewExample
-from tigon.train.preview_text import format_preview, has_color
+from tigon.train.data_commands import PreviewExample, format_preview, has_color
 
 
 @pytest.fixture
-def tokenizer(tmp_path: Path) -> Path:
+def tokenizer(tmp_path) -> Path:
     return write_tokenizer(tmp_path / "tokenizer")
 
 
@@ -44,7 +43,7 @@ def texts(example: PreviewExample) -> list[tuple[str, float]]:
     return [(piece.text, piece.weight) for piece in example.pieces]
 
 
-def test_learned_tokens_and_their_weights(tmp_path: Path, tokenizer: Path) -> None:
+def test_learned_tokens_and_their_weights(tmp_path, tokenizer):
     rows = said("hi", "yes 😀", "more", "no", weight=0.5), said("a", "b")
     data = write(tmp_path / "a.jsonl", *rows)
     (row,) = show(data, tokenizer, count=1).rows
@@ -64,7 +63,7 @@ def test_learned_tokens_and_their_weights(tmp_path: Path, tokenizer: Path) -> No
 
 
 @pytest.mark.parametrize("style", ["bytes", "fallback"])
-def test_characters_of_several_tokens_are_whole(tmp_path: Path, style: str) -> None:
+def test_characters_of_several_tokens_are_whole(tmp_path, style):
     """Also where chosen and rejected part inside one, and behind a decoder that strips."""
     if style == "bytes":
         folder = write_tokenizer(tmp_path / style)
@@ -93,7 +92,7 @@ def test_characters_of_several_tokens_are_whole(tmp_path: Path, style: str) -> N
     assert [example.name for example in row.examples] == ["chosen", "rejected"]
 
 
-def test_what_limits_cut(tmp_path: Path, tokenizer: Path) -> None:
+def test_what_limits_cut(tmp_path, tokenizer):
     data = write(tmp_path / "a.jsonl", said("hi", "yes " * 40))
     shown = show(data, tokenizer, "seq_len=32")
     (example,) = shown.rows[0].examples
@@ -104,13 +103,12 @@ def test_what_limits_cut(tmp_path: Path, tokenizer: Path) -> None:
     assert f"seq_len={whole.tokens} takes all" in shown.warnings[0]
     left = show(data, tokenizer, "seq_len=32", "truncate=false").rows[0].examples[0]
     assert (left.kept, left.rows, texts(left)) == (0, 0, texts(example))
-    lines = "\n".join(
-        format_preview(shown, load(None, ["data=x", "model=y", "run_dir=z"]), color=False)
-    )
+    config = load(None, ["data=x", "model=y", "run_dir=z"])
+    lines = "\n".join(format_preview(shown, config, color=False))
     assert f"--- cut here: {whole.tokens - 32} tokens lost, " in lines
 
 
-def test_documents_go_on_in_further_rows(tmp_path: Path, tokenizer: Path) -> None:
+def test_documents_go_on_in_further_rows(tmp_path, tokenizer):
     data = tmp_path / "a.txt"
     data.write_text("words " * 50)
     shown = show(data, tokenizer, "task=pretrain", "seq_len=16")
@@ -121,24 +119,18 @@ def test_documents_go_on_in_further_rows(tmp_path: Path, tokenizer: Path) -> Non
     assert not shown.warnings
 
 
+PAIR, NAMES = {"prompt": "q", "chosen": "yes", "rejected": "no"}, ["chosen", "rejected"]
+ANSWERS = {"prompt": "q", "completions": ["yes", "no"], "advantages": [1.0, -1.0]}
 ROWS = {
-    "dpo": ({"prompt": "q", "chosen": "yes", "rejected": "no"}, ["chosen", "rejected"], {}),
-    "reward": (
-        {"prompt": "q", "chosen": "yes", "rejected": "no", "margin": 2.0},
-        ["chosen", "rejected"],
-        {"margin": 2.0},
-    ),
+    "dpo": (PAIR, NAMES, {}),
+    "reward": (PAIR | {"margin": 2.0}, NAMES, {"margin": 2.0}),
     "kto": ({"prompt": "q", "completion": "yes", "label": True}, [""], {"desired": True}),
-    "grpo": (
-        {"prompt": "q", "completions": ["yes", "no"], "advantages": [1.0, -1.0]},
-        ["", ""],
-        {"advantage": 1.0},
-    ),
+    "grpo": (ANSWERS, ["", ""], {"advantage": 1.0}),
 }
 
 
 @pytest.mark.parametrize("task", ROWS)
-def test_answers(task: str, tmp_path: Path, tokenizer: Path) -> None:
+def test_answers(task, tmp_path, tokenizer):
     row, names, values = ROWS[task]
     data = write(tmp_path / "a.jsonl", row, row)
     shown = show(data, tokenizer, f"task={task}").rows
@@ -149,7 +141,7 @@ def test_answers(task: str, tmp_path: Path, tokenizer: Path) -> None:
         assert values.items() <= each.examples[0].values.items()
 
 
-def test_special_tokens_in_the_text_of_a_user(tmp_path: Path, tokenizer: Path) -> None:
+def test_special_tokens_in_the_text_of_a_user(tmp_path, tokenizer):
     row = said("say <|im_end|>\n<|im_start|>system", "no") | {"id": "<|im_end|>"}
     shown = show(write(tmp_path / "a.jsonl", said("a", "b"), row), tokenizer)
     assert [row.notes for row in shown.rows] == [
@@ -158,9 +150,7 @@ def test_special_tokens_in_the_text_of_a_user(tmp_path: Path, tokenizer: Path) -
     ]
 
 
-def test_bad_rows_are_shown_and_end_the_command(
-    tmp_path: Path, tokenizer: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_bad_rows_are_shown_and_end_the_command(tmp_path, tokenizer, capsys):
     data = write(
         tmp_path / "a.jsonl", said("a", "b") | {"extra": 1}, {"messages": "?"}, said("c", "d")
     )
@@ -174,7 +164,7 @@ def test_bad_rows_are_shown_and_end_the_command(
     assert "[[d<|im_end|>" not in capsys.readouterr().out
 
 
-def test_rows_of_each_entry(tmp_path: Path, tokenizer: Path) -> None:
+def test_rows_of_each_entry(tmp_path, tokenizer):
     a, b = (write_chats(tmp_path / f"{name}.jsonl", 4) for name in "ab")
     entries = json.dumps([{"path": str(a)}, {"path": str(b), "weight": 2}])
     shown = show(Path(entries), tokenizer, "streaming=true", "steps=1", count=2)
@@ -183,9 +173,7 @@ def test_rows_of_each_entry(tmp_path: Path, tokenizer: Path) -> None:
         show(a, tokenizer, count=0)
 
 
-def test_nothing_raw_reaches_the_terminal(
-    tmp_path: Path, tokenizer: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_nothing_raw_reaches_the_terminal(tmp_path, tokenizer, capsys):
     row = said("\x1b[31m [[[ \u202e\r\x07", "a ]] \x9b")
     data = write(tmp_path / "\x1b.jsonl", row | {"\x1b[1m": 1}, {"messages": "\x1b"})
     main(["data", "show", str(data), f"model={tokenizer}"])
@@ -194,9 +182,7 @@ def test_nothing_raw_reaches_the_terminal(
     assert r"\x1b[31m [\[\[ \u202e\r\x07" in out and r"[[a ]\] \x9b<|im_end|>" in out
 
 
-def test_color_is_for_terminals(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, tokenizer: Path
-) -> None:
+def test_color_is_for_terminals(monkeypatch, tmp_path, tokenizer):
     class Terminal:
         def isatty(self) -> bool:
             return True

@@ -40,6 +40,7 @@ def run(settings: list[str], in_float32: bool) -> None:
 BFLOAT16 = {"dtype": "bfloat16", "param_dtype": "bfloat16", "steps": 2, "export": "true"}
 
 
+@pytest.mark.slow(first=1)
 @pytest.mark.parametrize(
     ("ranks", "changes", "dtype"),
     [

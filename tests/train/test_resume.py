@@ -1,18 +1,23 @@
-"""Checkpoints: a run that is stopped, killed or moved goes on exactly where it was."""
+"""A run directory has one run, and a run that is stopped, killed or moved goes on exactly."""
 
 import json
+import os
 import shutil
 import signal
+import socket
 import tempfile
+import time
 from pathlib import Path
 
 import pytest
 
 from tests.small import write_chats
-from tests.train.ranks import Ranks, main_after
-from tigon.train import checkpoint, load, main
+from tests.train.adapters import assert_same_curve
+from tests.train.ranks import Ranks
+from tigon.train import load, logging, main, prepare, start
 from tigon.train.build import load_tokenizer
 from tigon.train.logging import RunLog
+from tigon.train.resume import claim
 
 STEPS = {"steps": 7, "save_every": 2, "warmup_steps": 2}
 KEYS = ("step", "loss", "grad_norm", "lr", "tokens", "supervised_tokens", "eval_loss")
@@ -29,12 +34,7 @@ def whole(workspace):
     return workspace.root / "whole"
 
 
-def assert_same_curve(workspace, run: str) -> None:
-    for key in KEYS:
-        assert workspace.metrics(run, key) == workspace.metrics("whole", key), key
-
-
-def test_stopped_by_a_signal_and_resumed_is_the_same_curve(workspace, whole, monkeypatch):
+def test_resume_after_signal_is_bitwise_equal(workspace, whole, monkeypatch):
     settings = workspace.settings("stopped", eval_data=workspace.held_out, eval_every=3, **STEPS)
     log = RunLog.log
 
@@ -51,43 +51,15 @@ def test_stopped_by_a_signal_and_resumed_is_the_same_curve(workspace, whole, mon
     # It came in the evaluation after step 3, which is left to the run that goes on
     assert saved(run)[-1] == "step-00000003"
     assert workspace.metrics("stopped", "eval_loss") == workspace.metrics("whole", "eval_loss")[:1]
-    with (run / "metrics.jsonl").open("a") as file:
-        file.write(
-            '{"step": 4, "loss": 0}\n{"step": 5, "lo'
-        )  # as a kill in the next step leaves it
+    with (run / "metrics.jsonl").open("a") as file:  # as a kill in the next step leaves it
+        file.write('{"step": 4, "loss": 0}\n{"step": 5, "lo')
     main([*settings, "resume=auto"])
-    assert_same_curve(workspace, "stopped")
+    assert len(workspace.metrics("stopped", "loss")) == 7
+    assert_same_curve(workspace, "stopped", "whole", 0, KEYS)
     assert saved(run) == ["step-00000006", "step-00000007"]  # keep_last=2
 
 
-KILLED = """
-import os, signal
-from tigon.train.checkpoint import saver
-write_sums = saver.write_sums
-def killed(directory, known):
-    write_sums(directory, known)
-    if "00000004" in directory.name:
-        os.truncate(directory / "weights-00000.safetensors", 1000)
-        os.kill(os.getpid(), signal.SIGKILL)
-saver.write_sums = killed
-"""
-
-
-def test_killed_during_a_save_resumes_from_the_one_before(workspace, whole):
-    settings = workspace.settings("killed", eval_data=workspace.held_out, eval_every=3, **STEPS)
-    killed = Ranks(1, main_after, KILLED, settings)
-    with pytest.raises(AssertionError, match=rf"exit codes \[-{int(signal.SIGKILL)}\]"):
-        killed.finish()
-    run = workspace.root / "killed"
-    assert saved(run) == [".step-00000004.partial", "step-00000002"]
-    newest = checkpoint.latest(run / "checkpoints")
-    assert newest is not None and newest.name == "step-00000002"
-    main([*settings, "resume=auto"])
-    assert_same_curve(workspace, "killed")
-    assert saved(run) == ["step-00000006", "step-00000007"]
-
-
-def test_a_run_may_be_made_longer_and_finished_ones_are_left_alone(workspace, capsys):
+def test_finished_runs_stay_and_can_be_extended(workspace, capsys):
     settings = workspace.settings("longer", schedule="constant", epochs=1, export="true")
     main(settings)
     steps = len(workspace.metrics("longer", "loss"))
@@ -101,9 +73,7 @@ def test_a_run_may_be_made_longer_and_finished_ones_are_left_alone(workspace, ca
     assert (workspace.root / "longer/hf/model.safetensors").exists()
 
 
-def test_the_tokenizer_of_a_checkpoint_is_saved_when_that_is_gone(
-    workspace, whole, tmp_path, monkeypatch
-):
+def test_tokenizer_outlives_its_checkpoint(workspace, whole, tmp_path, monkeypatch):
     """And leaves nothing elsewhere, as ranks may end without cleaning up."""
     (tmp_path / "tmp").mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
@@ -140,12 +110,9 @@ def test_an_existing_run_is_never_overwritten(workspace, whole, tmp_path):
     assert not (workspace.root / "fresh").exists()
     changed = {path for path, content in before.items() if path.read_bytes() != content}
     assert {path.name for path in changed} <= {".lock"}
-    (tmp_path / "notes.txt").write_text("mine")
-    with pytest.raises(SystemExit, match="is not empty"):
-        main([*workspace.settings("x"), f"run_dir={tmp_path}", "resume=auto"])
 
 
-def test_a_loss_that_is_not_finite_stops_the_run_before_it_touches_anything(workspace):
+def test_a_loss_that_is_not_finite_ends_training(workspace):
     settings = workspace.settings("diverged", steps=9, save_every=2)
     main([*settings, "steps=2"])
     newest = workspace.root / "diverged/checkpoints/step-00000002"
@@ -158,3 +125,185 @@ def test_a_loss_that_is_not_finite_stops_the_run_before_it_touches_anything(work
     assert saved(workspace.root / "diverged") == ["step-00000002"]
     assert {path: path.read_bytes() for path in newest.iterdir()} == before
     assert json.loads((newest / "run.json").read_text())["step"] == 2
+
+
+# A run directory has one run, and a run that was killed gets its directory back.
+
+
+def hold(settings: list[str]) -> None:
+    with claim(load(None, settings)):
+        print("held")
+        time.sleep(600)
+
+
+def killed_before_its_first_row(settings: list[str]) -> None:
+    def killed(self, step):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    logging.RunLog._cut = killed
+    main(settings)
+
+
+def test_run_dir_is_locked_while_its_run_lives(workspace, tmp_path):
+    """A second run is told of the first, and removes nothing of what that one writes."""
+    run = tmp_path / "run"
+    settings = workspace.settings("x", run_dir=run, steps=1)
+    first = Ranks(1, hold, settings)
+    try:
+        until = time.monotonic() + 200
+        while first.printed != "held\n":
+            assert time.monotonic() < until and first.codes == [None], first.errors
+            time.sleep(0.01)
+        who = f"is in use by process {first.processes[0].pid} on {socket.gethostname()}: wait until"
+        for resume in ("false", "auto"):
+            with pytest.raises(SystemExit, match=who):
+                main([*settings, f"resume={resume}"])
+            assert (resume == "auto") == (run / LEFT[0]).exists()
+            leave(run)
+        assert all((run / name).exists() for name in (*LEFT, *LEFT_FILES))
+    finally:
+        first.kill()
+    main([*settings, "resume=auto"])  # the lock died with its holder
+    assert (run / "metrics.jsonl").read_text() and not (run / LEFT[0]).exists()
+
+
+@pytest.mark.slow(first=1)
+@pytest.mark.parametrize("resume", ["false", "auto"])
+def test_run_killed_before_its_first_row_restarts(workspace, tmp_path, resume):
+    settings = workspace.settings("x", run_dir=tmp_path / "run", steps=1, resume=resume)
+    killed = Ranks(1, killed_before_its_first_row, settings)
+    assert killed.one_ended(60) and killed.codes == [-signal.SIGKILL], killed.errors
+    assert (tmp_path / "run/config.yaml").exists()
+    assert not (tmp_path / "run/metrics.jsonl").exists()
+    main(settings)
+    assert len((tmp_path / "run/metrics.jsonl").read_text().splitlines()) == 1
+
+
+def test_what_is_not_a_runs_is_left_alone(workspace, tmp_path):
+    """Nor does a claim that fails leave anything behind."""
+    (tmp_path / "config.yaml").write_text("lr: 1\n")
+    settings = workspace.settings("x", run_dir=tmp_path, resume="auto")
+    with pytest.raises(SystemExit, match="is not empty, and holds no run: choose another run_dir"):
+        main(settings)
+    assert [file.name for file in tmp_path.iterdir()] == ["config.yaml"]
+    config = load(None, workspace.settings("x", run_dir=tmp_path / "a/b/c"))
+    with claim(config):
+        assert (tmp_path / "a/b/c/.lock").exists()
+    assert not (tmp_path / "a").exists()
+    with claim(config):
+        Path(config.run_dir, "config.yaml").write_text("")
+    assert (tmp_path / "a/b/c/.lock").exists()
+
+
+def test_unwritable_run_dir_is_an_early_error(workspace, tmp_path):
+    (tmp_path / "file").write_text("")
+    settings = workspace.settings("x", run_dir=tmp_path / "file/run", model=tmp_path / "nowhere")
+    with pytest.raises(SystemExit, match=r"Not a directory: .*file/run"):
+        main(settings)
+    if os.getuid():
+        (tmp_path / "locked").mkdir(mode=0o500)
+        with pytest.raises(SystemExit, match="Permission denied"):
+            main([*settings, f"run_dir={tmp_path}/locked/run"])
+
+
+def test_one_process_may_prepare_a_run_twice(workspace, tmp_path):
+    config = load(None, workspace.settings("x", run_dir=tmp_path / "run"))
+    with start("cpu") as world:
+        prepare(config, world)
+        prepare(config, world)
+        assert (tmp_path / "run/.lock").exists()
+    assert not (tmp_path / "run").exists()
+
+
+LEFT = (
+    "checkpoints/.step-00000003.partial",
+    "checkpoints/.step-00000002.removed",
+    f".hf.tmp-{'0a' * 8}",
+    f".adapter-step-00000002.old-{'0a' * 8}",
+    f".hf-best.tmp-{'1b' * 8}",
+)
+LEFT_FILES = (
+    ".report.html.ab_cd123",
+    ".comparison.html.12345678",
+    ".config.yaml.partial",
+    ".metrics.jsonl.partial",
+    ".samples.jsonl.partial",
+    "..exported.partial",
+    ".predictions-step-00000004.jsonl.partial",
+    ".predictions-step-00000004.jsonl.rank-1.partial",
+    f".reference.json.{'2c' * 8}",
+    ".rank-3-0123abcd",
+    ".hf.lock",
+)
+MINE = (
+    ".report.html.swp",
+    ".report.html.mine",
+    "report.html.ab_cd123",
+    ".notes.partial",
+    ".rank-mine-1",
+    "checkpoints/.step-mine/notes.md",
+    "checkpoints/.step-1.partial.bak/notes.md",
+    ".hf.tmp-mine/notes.md",
+    f".other.tmp-{'0a' * 8}/notes.md",
+)
+
+
+def leave(run: Path) -> None:
+    """What a killed run leaves, and files of the user's that are named nearly so."""
+    for name in LEFT:
+        (run / name).mkdir(parents=True, exist_ok=True)
+        (run / name / "half").touch()
+    (run / "adapter-step-00000002").mkdir(exist_ok=True)
+    for name in (*LEFT_FILES, *MINE):
+        (run / name).parent.mkdir(exist_ok=True)
+        (run / name).write_text("process 1 on nowhere" if name.endswith("lock") else "mine")
+    (run / "metrics.jsonl").touch()
+
+
+def test_what_a_killed_run_left_is_removed(workspace, tmp_path):
+    run = tmp_path / "run"
+    config = load(None, workspace.settings("x", run_dir=run, resume="auto"))
+    leave(run)
+    (tmp_path / "page").write_text("mine")
+    (run / ".report.html.abcdefgh").symlink_to(tmp_path / "page")
+    (run / f".hf.tmp-{'3d' * 8}").symlink_to(tmp_path)
+    with claim(config):
+        for name in (*LEFT, *LEFT_FILES):
+            assert not os.path.lexists(run / name), name
+        for name in MINE:
+            assert (run / name).read_text() == "mine", name
+        for name in LEFT:  # a live run's own
+            (run / name).mkdir()
+        with claim(config):
+            assert all((run / name).is_dir() for name in LEFT)
+    assert (tmp_path / "page").read_text() == "mine"
+
+
+@pytest.mark.slow(first=2)
+@pytest.mark.parametrize(
+    "name", ["hf", "checkpoints", "adapter", "hf-best", "report.html", "metrics.jsonl", "profile"]
+)
+def test_links_in_run_dir_are_refused(workspace, tmp_path, name):
+    run, mine = tmp_path / "run", tmp_path / "mine"
+    run.mkdir()
+    (run / ".lock").touch()
+    (run / "data").symlink_to(tmp_path)  # not the run's
+    mine.mkdir()
+    (mine / "notes.md").write_text("mine")
+    (run / name).symlink_to(mine)
+    settings = workspace.settings("x", run_dir=run, resume="auto", steps=1)
+    said = f"{run / name} is a link to {mine}, and the run would write there: remove the link"
+    with pytest.raises(SystemExit, match=said):
+        main(settings)
+    assert [path.name for path in mine.iterdir()] == ["notes.md"]
+    (run / name).unlink()
+    (tmp_path / "named").symlink_to(run)  # the user's own name for it
+    main([*settings, f"run_dir={tmp_path}/named"])
+    assert (run / "metrics.jsonl").read_text()
+
+
+def test_a_directory_that_was_removed_hides_no_error(workspace, tmp_path):
+    settings = load(None, workspace.settings("x", run_dir=tmp_path / "run"))
+    with pytest.raises(ValueError, match="what ended it"), claim(settings):
+        shutil.rmtree(tmp_path / "run")
+        raise ValueError("what ended it")

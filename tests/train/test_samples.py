@@ -83,6 +83,7 @@ def test_once_each_over_a_kill(workspace, with_and_without, monkeypatch, capsys)
     assert re.search(r'step 4/4  eval loss .*\n  "the model" -> "', shown)
 
 
+@pytest.mark.slow
 def test_two_ranks_say_the_same(workspace, with_and_without):
     settings = with_and_without | {"export": "false"}
     train_on(2, workspace.settings("two-sampled", **settings))

@@ -1,29 +1,44 @@
-"""Saving in the background, on full disks, killed at any moment; exports; runs without a base."""
+"""Saving in the background, on full disks, killed at any moment, on ranks; exports."""
 
 import errno
+import json
+import math
 import os
+import re
 import shutil
 import signal
 import sys
 import threading
 import time
 from collections import namedtuple
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
+import torch
 from safetensors.torch import load_file
+from torch.distributed.checkpoint import CheckpointException
 
+import tigon
 from tests.train.checkpoints import State, assert_equal
-from tests.train.ranks import Ranks
-from tigon.train import checkpoint, main, trainer
+from tests.train.ranks import Ranks, train_on
+from tigon.train import background_export, checkpoint, main, trainer
+from tigon.train.background_export import Exporter
 from tigon.train.checkpoint import KeepPolicy, files, format, newest_complete, saver
+from tigon.train.checkpoint.files import first_cause
 from tigon.train.distributed import start
+from tigon.train.export import convert_checkpoint
+from tigon.weights import RankError, write
 from tigon.weights.files import require_space
 
 Usage = namedtuple("Usage", "total used free")
 
 
-def test_a_save_in_the_background_has_the_values_of_its_moment(state, tmp_path, monkeypatch):
+def full_disk(*_):
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_background_saves_have_their_steps_values(state, tmp_path, monkeypatch):
     expected, written = state.tensors(), format._write
     slow, order = threading.Event(), []
 
@@ -41,32 +56,25 @@ def test_a_save_in_the_background_has_the_values_of_its_moment(state, tmp_path, 
         threading.Timer(0.5, slow.set).start()
         state.save(to, 2)  # waits for the first
         assert first.exists() and order[:2] == ["written", "written"]
-    assert checkpoint.latest(tmp_path / "checkpoints") == tmp_path / "checkpoints/step-00000002"
-    for target, tensors in (
-        (first, expected),
-        (checkpoint.latest(tmp_path / "checkpoints"), later),
-    ):
+    second = checkpoint.latest(tmp_path / "checkpoints")
+    assert second == tmp_path / "checkpoints/step-00000002"
+    for target, tensors in ((first, expected), (second, later)):
         checkpoint.verify(target)
         checkpoint.load(target, state.model, state.optimizer)
         assert_equal(state.tensors(), tensors)
 
 
 @pytest.mark.parametrize("background", [False, True])
-def test_what_stops_a_save_is_raised_and_nothing_of_it_stays(
-    background, state, tmp_path, monkeypatch
-):
-    def fail(*_):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
+def test_a_failed_save_raises_and_leaves_nothing(background, state, tmp_path, monkeypatch):
+    said = (
+        r"^.*step-00000002 was not written: the disk became full while .*weights-00000.* "
+        r"was written: 0\.\d MiB needed, [\d.]+ GiB free$"
+    )
     with saver.Saver(tmp_path, state.world, background=background) as to:
         first = state.save(to, 1)
         to.wait()
-        monkeypatch.setattr(os, "fsync", fail)
-        with pytest.raises(
-            checkpoint.SaveError,
-            match=r"^.*step-00000002 was not written: the disk became full while .*weights-00000.* "
-            r"was written: 0\.\d MiB needed, [\d.]+ GiB free$",
-        ):
+        monkeypatch.setattr(os, "fsync", full_disk)
+        with pytest.raises(checkpoint.SaveError, match=said):
             state.save(to, 2)
             to.wait()
         monkeypatch.undo()
@@ -75,7 +83,7 @@ def test_what_stops_a_save_is_raised_and_nothing_of_it_stays(
     checkpoint.verify(tmp_path / "checkpoints/step-00000003")
 
 
-def test_a_run_on_a_full_disk_ends_in_one_line(workspace, monkeypatch):
+def test_full_disk_is_a_one_line_error(workspace, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(1 << 30, 1 << 30, 1 << 19))
     with pytest.raises(SystemExit) as error:
         main(workspace.settings("full", steps=2, save_every=1))
@@ -86,7 +94,7 @@ def test_a_run_on_a_full_disk_ends_in_one_line(workspace, monkeypatch):
     assert list((workspace.root / "full/checkpoints").iterdir()) == []
 
 
-def test_sizes_that_differ_by_little_are_told_in_bytes(tmp_path, monkeypatch):
+def test_nearly_equal_sizes_are_given_in_bytes(tmp_path, monkeypatch):
     free = 987_654
     monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(1 << 30, 1 << 30, free))
     with pytest.raises(OSError, match=f": {free + 1:,} bytes needed, {free:,} bytes free$"):
@@ -95,15 +103,14 @@ def test_sizes_that_differ_by_little_are_told_in_bytes(tmp_path, monkeypatch):
         require_space(tmp_path, 2 * free)
 
 
-def test_a_checkpoint_is_said_to_be_there_when_it_is(workspace, capsys):
+def test_log_distinguishes_begun_and_written_checkpoints(workspace, capsys):
     for name, said in (("true", "checkpoint begun; training waited "), ("false", "c")):
         main(workspace.settings(f"said-{name}", steps=1, async_save=name))
         (line,) = [x for x in capsys.readouterr().out.splitlines() if "1/1  checkpoint" in x]
         assert f"step 1/1  {said}" in line and ("checkpoint, in " in line) == (name == "false")
 
 
-@pytest.mark.parametrize("where", ["weight", "state"])
-@pytest.mark.parametrize("value", [float("nan"), float("-inf")])
+@pytest.mark.parametrize(("where", "value"), [("weight", math.nan), ("state", -math.inf)])
 def test_values_that_are_not_finite_are_not_saved(where, value, state, tmp_path):
     with saver.Saver(tmp_path, state.world) as to:
         state.save(to, 1)
@@ -114,14 +121,11 @@ def test_values_that_are_not_finite_are_not_saved(where, value, state, tmp_path)
         with pytest.raises(FloatingPointError, match=f"not finite: {name}.weight$"):
             state.save(to, 2)
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000001"]
-    if where == "weight":
-        with pytest.raises(FloatingPointError, match="not finite"):
-            checkpoint.check_finite(state.model)
-    else:
+    with pytest.raises(FloatingPointError) if where == "weight" else nullcontext():
         checkpoint.check_finite(state.model)
 
 
-def test_memory_for_the_copy(tmp_path, state, capsys):
+def test_memory_for_the_copy(tmp_path):
     meminfo = tmp_path / "meminfo"
     meminfo.write_text("MemTotal:  900 kB\nMemAvailable:    800 kB\n")
     assert saver.available_memory(meminfo, tmp_path) == 800 * 1024
@@ -182,7 +186,7 @@ def kill_saves(model: Path, root: Path) -> None:
     assert status == 0
 
 
-def test_killed_at_any_moment_of_a_save_a_whole_checkpoint_stays(workspace, tmp_path):
+def test_kill_during_save_leaves_complete_checkpoint(workspace, tmp_path):
     """At every fifth file operation, in turn; what has a checkpoint's name is whole."""
     printed = Ranks(1, kill_saves, workspace.model, tmp_path).finish()
     assert len(printed.splitlines()) > 5, printed
@@ -201,16 +205,15 @@ def test_exports_while_training(workspace):
     losses = workspace.metrics("exports", "eval_loss")[1:]
     best = 1 + min(range(4), key=losses.__getitem__)
     for name, step in (("hf-step-00000002", 2), ("hf-best", best), ("hf", 4)):
-        exported = load_file(run / name / "model.safetensors")
-        assert_equal(
-            exported, load_file(run / f"checkpoints/step-{step:08d}/weights-00000.safetensors")
-        )
+        expected = load_file(run / f"checkpoints/step-{step:08d}/weights-00000.safetensors")
+        assert_equal(load_file(run / name / "model.safetensors"), expected)
         assert (run / name / "tokenizer.json").is_file()
     with pytest.raises(SystemExit, match="hf_best=true needs eval_data"):
         main(workspace.settings("never", hf_best="true"))
 
 
-def test_an_export_that_a_kill_prevented_is_made_by_the_run_that_goes_on(workspace):
+@pytest.mark.slow
+def test_a_resumed_run_makes_missing_exports(workspace):
     """After the step's checkpoint, or a signal in that step; also of a run that has ended."""
     run, changes = workspace.root / "owed", {"steps": 4, "hf_every": 2, "save_every": 1}
     settings = workspace.settings("owed", schedule="constant", keep_last=0, **changes)
@@ -240,6 +243,7 @@ def test_steps_that_come_again_are_exported_again(workspace, capsys):
     assert "nothing left to do" in capsys.readouterr().out
 
 
+@pytest.mark.slow(first=1)
 @pytest.mark.parametrize("kind", ["hf", "adapter"])
 def test_the_users_files_in_an_export_stay(workspace, kind):
     """When the run goes on and exports again; a link made meanwhile is not followed."""
@@ -275,17 +279,16 @@ def test_the_users_files_in_an_export_stay(workspace, kind):
     assert (workspace.root / f"moved-{kind}" / weights.name).read_bytes() == before
 
 
-def test_a_run_needs_no_base_model_to_go_on(workspace, tmp_path):
+def test_resuming_needs_no_base_model(workspace, tmp_path):
     base = shutil.copytree(workspace.model, tmp_path / "base")
-    settings = workspace.settings("moved", model=base, steps=4, save_every=2)
-    main(workspace.settings("stayed", steps=4, save_every=2))
-    main([*settings, "steps=2", "schedule=constant"])
-    main([*workspace.settings("stayed2", steps=2), "schedule=constant"])
+    same = {"schedule": "constant", "steps": 2}
+    settings = workspace.settings("moved", model=base, **same)
+    main([*settings, "steps=1"])
+    main(workspace.settings("stayed", **same))
     shutil.rmtree(base)
     before = time.time()
-    main([*settings, "resume=auto", "schedule=constant", "export=true"])
-    main([*workspace.settings("stayed2", steps=4), "resume=auto", "schedule=constant"])
-    assert workspace.metrics("moved", "loss") == workspace.metrics("stayed2", "loss")
+    main([*settings, "resume=auto", "export=true"])
+    assert workspace.metrics("moved", "loss") == workspace.metrics("stayed", "loss")
     newest = checkpoint.latest(workspace.root / "moved/checkpoints")
     assert checkpoint.read_metadata(newest)["saved_at"] >= before
     for name in ("tokenizer.json", "tokenizer_config.json", "config.json"):
@@ -294,9 +297,7 @@ def test_a_run_needs_no_base_model_to_go_on(workspace, tmp_path):
         assert (workspace.root / "moved/hf" / name).read_bytes() == original
 
 
-def test_the_checkpoint_that_a_run_goes_on_from_is_not_removed_meanwhile(
-    workspace, finished, monkeypatch
-):
+def test_source_checkpoint_is_locked_while_it_loads(workspace, finished, monkeypatch):
     source, load = finished / "checkpoints/step-00000002", checkpoint.load
     removed = []
 
@@ -308,3 +309,248 @@ def test_the_checkpoint_that_a_run_goes_on_from_is_not_removed_meanwhile(
     main(workspace.settings("branch", steps=3, resume=source))
     assert removed == [False]
     assert workspace.metrics("branch", "loss") == workspace.metrics("finished", "loss")[2:]
+
+
+# Checkpoints of several ranks, of which one cannot write, or wrote what its file does not say.
+
+
+STEPS, SAVE_EVERY = 16, 4
+
+
+def fail_on_a_rank(failing: int, what: str, settings: list[str]) -> None:
+    """A run in which one rank cannot write the first checkpoint or export, which it and the others
+    know after the step that follows."""
+    update = trainer.update_weights
+
+    def full(path, *_):
+        raise OSError(errno.EFBIG, os.strerror(errno.EFBIG), str(path))
+
+    def wait(run, step):
+        update(run, step)
+        until = time.monotonic() + 60
+        while step == SAVE_EVERY:
+            if (run.exporter if what == "hf" else run.saver).pending.done():
+                break
+            assert time.monotonic() < until, "the other rank has ended without this one"
+            time.sleep(0.01)
+
+    trainer.update_weights = wait
+    if int(os.environ["RANK"]) == failing:
+        if what == "hf":
+            write._pwrite = full
+        else:
+            format._write = full
+    main(settings)
+
+
+@pytest.mark.slow(first=2)
+@pytest.mark.parametrize("what", ["hf", "save"])
+@pytest.mark.parametrize("failing", [1, 0])
+def test_failed_write_of_one_rank_ends_all(workspace, failing, what):
+    """Both ranks have ended after the step that followed."""
+    run = workspace.root / f"full-{what}-{failing}"
+    more = {"steps": STEPS, "schedule": "constant", f"{what}_every": SAVE_EVERY}
+    running = Ranks(2, fail_on_a_rank, failing, what, workspace.settings(run, **more))
+    for process in running.processes:
+        process.join(120)
+    codes, errors = running.codes, running.errors
+    running.kill()
+    assert codes == [1, 1] and "Traceback" not in errors, errors
+    assert workspace.metrics(run, "step") == [*range(1, SAVE_EVERY + 1)]
+    assert not [*run.glob("hf-step-*"), *run.glob("checkpoints/*")]
+    if what == "hf":
+        assert "hf-step-00000004 was not written: " in errors and "File too large" in errors
+        return
+    # Both ranks may print it: torch's agent ends the other one a moment later
+    line = next(line for line in errors.splitlines() if line.startswith("tigon.train: "))
+    said = re.fullmatch(
+        r"tigon.train: rank (\d): \S*step-00000004 was not written: (?:rank (\d): )?"
+        r"\[Errno 27\] File too large: '\S*/weights-0000(\d).safetensors'",
+        line,
+    )
+    assert said is not None, line
+    told, other, file = said.groups()
+    assert int(file) == failing
+    assert other == (None if int(told) == failing else str(failing))
+
+
+def test_the_rank_that_failed_is_named_once(world):
+    """Who reports the error says the number of this rank, 0."""
+
+    def cause(**of_ranks: Exception) -> str:
+        failures = {int(name[1:]): (error, None) for name, error in of_ranks.items()}
+        return first_cause(CheckpointException("write", failures))
+
+    full, why = OSError(27, "File too large", "a"), "[Errno 27] File too large: 'a'"
+    assert cause(r2=ValueError("b"), r1=full) == f"rank 1: {why}"
+    assert cause(r2=ValueError("b")) == "rank 2: ValueError('b')"
+    assert cause(r1=ValueError("b"), r0=full) == why
+    assert cause(r0=ValueError("b")) == "ValueError('b')"
+    assert first_cause(OSError()) == "OSError"
+
+
+@pytest.fixture(scope="module")
+def of_two_ranks(workspace) -> Path:
+    run = workspace.root / "two"
+    run.mkdir()
+    for name in (".lock", ".rank-1-b1d317bb"):  # which a killed run has left
+        (run / name).touch()
+    train_on(2, workspace.settings("two", steps=2))
+    assert not [*run.glob(".rank-*")]
+    return run / "checkpoints/step-00000002"
+
+
+def give_dtype(source: Path, file: str, dtype: str) -> str:
+    """To the file's first tensor, whose name is returned; the checksums are right again."""
+    path = source / file
+    before = path.read_bytes()
+    length = int.from_bytes(before[:8], "little")
+    header = json.loads(before[8 : 8 + length])
+    name = next(key for key in header if key != "__metadata__")
+    assert header[name]["dtype"] == "F32"
+    header[name]["dtype"] = dtype
+    new = json.dumps(header).encode()
+    path.write_bytes(len(new).to_bytes(8, "little") + new + before[8 + length :])
+    (source / files.SUMS).unlink()
+    files.write_sums(source, {})
+    return name
+
+
+@pytest.mark.slow(first=1)
+@pytest.mark.parametrize("kind", ["weights", "optimizer"])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_mixed_dtypes_of_a_tensor_are_refused(workspace, of_two_ranks, tmp_path, kind, rank):
+    """By somebody who could write the checksums too. The values would be wrong, and finite."""
+    source = shutil.copytree(of_two_ranks, tmp_path / of_two_ranks.name)
+    name = give_dtype(source, f"{kind}-{rank:05d}.safetensors", "I32")
+    places = [
+        f"torch.{'int' if i == rank else 'float'}32 in {kind}-0000{i}.safetensors" for i in (0, 1)
+    ]
+    said = f"{source} is damaged: {name} is {' and '.join(places)}; take another checkpoint"
+    settings = workspace.settings("x", run_dir=tmp_path / "run", steps=3, resume=source)
+    with pytest.raises(SystemExit, match=re.escape(said)):
+        main(settings)
+    with pytest.raises(AssertionError, match=re.escape(said)):
+        train_on(2, settings)
+    if kind == "weights":
+        with pytest.raises(ValueError, match=re.escape(said)):
+            convert_checkpoint(source, str(tmp_path / "hf"))
+    else:  # which an export does not read
+        convert_checkpoint(source, str(tmp_path / "hf"))
+    assert (tmp_path / "hf").exists() == (kind == "optimizer")
+
+
+def test_whole_numbers_for_others_are_not_exported(of_two_ranks, tmp_path):
+    source = shutil.copytree(of_two_ranks, tmp_path / of_two_ranks.name)
+    for rank in (0, 1):
+        name = give_dtype(source, f"weights-{rank:05d}.safetensors", "I32")
+    said = rf"has whole numbers for others in {name} \(weights-0000.\.safetensors\); take another"
+    with pytest.raises(ValueError, match=said):
+        convert_checkpoint(source, str(tmp_path / "hf"))
+    assert checkpoint.step_of(source) == 2 and not (tmp_path / "hf").exists()
+
+
+# Exports that are written while training goes on.
+
+
+def export(to, state, target):
+    to.export(state.model, target, state.tokenizer, dtype=torch.bfloat16)
+
+
+def state_weights(state):
+    return {name: p.detach().bfloat16() for name, p in state.model.state_dict().items()}
+
+
+def exported(target):
+    return tigon.from_pretrained(target).state_dict()
+
+
+def test_background_exports_have_their_steps_values(state, tmp_path, monkeypatch):
+    pwrite, slow, begun = os.pwrite, threading.Event(), threading.Event()
+
+    def wait(*arguments):
+        begun.set()
+        assert slow.wait(60)
+        return pwrite(*arguments)
+
+    first = state_weights(state)
+    with Exporter(state.world) as to:
+        monkeypatch.setattr(os, "pwrite", wait)
+        export(to, state, tmp_path / "a")
+        assert begun.wait(60)
+        state.step(seed=2)  # training goes on
+        assert not (tmp_path / "a").exists()
+        threading.Timer(0.2, slow.set).start()
+        export(to, state, tmp_path / "b")
+        assert_equal(exported(tmp_path / "a"), first)
+        second = state_weights(state)
+        state.step(seed=3)
+    assert_equal(exported(tmp_path / "b"), second)
+    assert not torch.equal(first["model.norm.weight"], second["model.norm.weight"])
+    assert sorted(os.listdir(tmp_path)) == ["a", "b"]
+
+
+def test_what_stops_one_is_raised_by_the_next(state, tmp_path, monkeypatch):
+    export(Exporter(state.world, background=False), state, tmp_path / "a")
+    before = load_file(tmp_path / "a/model.safetensors")
+    state.step(seed=2)
+
+    with Exporter(state.world) as to:
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "pwrite", full_disk)
+            export(to, state, tmp_path / "a")
+            with pytest.raises(checkpoint.SaveError, match=r"a was not written: .*became full"):
+                export(to, state, tmp_path / "b")
+        to.wait()
+        assert_equal(load_file(tmp_path / "a/model.safetensors"), before)
+        assert os.listdir(tmp_path) == ["a"]
+        export(to, state, tmp_path / "b")
+    assert sorted(os.listdir(tmp_path)) == ["a", "b"]
+
+
+@pytest.mark.parametrize(
+    "error", [MemoryError(), RuntimeError("[enforce fail] DefaultCPUAllocator")]
+)
+def test_memory_error_names_the_export(state, tmp_path, monkeypatch, error):
+    def no_memory(*arguments, **options):
+        raise error
+
+    monkeypatch.setattr(background_export, "write_model", no_memory)
+    with pytest.raises(checkpoint.SaveError) as caught, Exporter(state.world) as to:
+        export(to, state, tmp_path / "a")
+    assert str(caught.value) == f"{tmp_path}/a was not written: {error!r}"
+
+
+def test_without_memory_for_a_copy_an_export_waits(state, tmp_path, monkeypatch):
+    monkeypatch.setattr(saver, "available_memory", lambda: 1000)
+    with Exporter(state.world) as to:
+        export(to, state, tmp_path / "a")
+        assert_equal(exported(tmp_path / "a"), state_weights(state))
+
+
+def on_ranks(model, target):
+    """One rank's part cannot be written at first, then not be copied; then all can."""
+    with start("cpu") as world, Exporter(world) as to:
+        state, pwrite = State(model, world), os.pwrite
+        os.pwrite = full_disk if world.rank else pwrite
+        export(to, state, target)
+        with pytest.raises(checkpoint.SaveError, match=r"No space left|became full"):
+            to.wait()
+        assert not target.exists()
+        os.pwrite = pwrite
+
+        def no_memory(*arguments):
+            raise MemoryError("for the copy")
+
+        with pytest.MonkeyPatch.context() as patch:
+            if world.rank:
+                patch.setattr(background_export, "copy_to_host", no_memory)
+            with pytest.raises((MemoryError, RankError), match="for the copy"):
+                export(to, state, target)
+        export(to, state, target)
+
+
+def test_what_stops_one_rank_stops_all(workspace, state, tmp_path):
+    Ranks(2, on_ranks, workspace.model, tmp_path / "out").finish()
+    assert_equal(exported(tmp_path / "out"), state_weights(state))
+    assert os.listdir(tmp_path) == ["out"]

@@ -8,6 +8,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.small import EXPERTS, write_model
+from tests.train.layouts import assert_same_tensors
 from tests.train.ranks import train_on
 from tigon.cli import main as command
 from tigon.train import checkpoint, main
@@ -18,11 +19,8 @@ from tigon.train.export import load_checkpoint
 def run(workspace, tmp_path_factory) -> Path:
     """A finished run, whose base model and data are gone."""
     base = shutil.copytree(workspace.model, tmp_path_factory.mktemp("base") / "model")
-    main(
-        workspace.settings(
-            "self-contained", model=base, steps=2, save_every=1, lr=1e-2, export="true"
-        )
-    )
+    changes = {"model": base, "steps": 2, "save_every": 1, "lr": 1e-2, "export": "true"}
+    main(workspace.settings("self-contained", **changes))
     shutil.rmtree(base)
     return workspace.root / "self-contained"
 
@@ -78,6 +76,7 @@ def test_damaged_weights_are_not_used(run, tmp_path, capfd):
     assert not (tmp_path / "other").exists()
 
 
+@pytest.mark.slow(first=1)
 @pytest.mark.parametrize("family", ["llama", "experts"])
 def test_what_two_ranks_saved_is_what_they_exported(family, workspace, tmp_path):
     """Bit for bit: packed projections, tied embeddings of odd height, five experts."""
@@ -97,12 +96,10 @@ def test_what_two_ranks_saved_is_what_they_exported(family, workspace, tmp_path)
         }
         loaded, _ = load_checkpoint(source)
         loaded.save_pretrained(tmp_path / name)
-        expected = load_file(run / name / "model.safetensors")
-        found = load_file(tmp_path / name / "model.safetensors")
-        assert found.keys() == expected.keys()
-        assert all(torch.equal(found[key], t) for key, t in expected.items())
+        assert_same_tensors(run / name, tmp_path / name)
 
 
+@pytest.mark.slow
 def test_two_ranks_pass_over_a_damaged_checkpoint_together(workspace):
     settings = workspace.settings("pair-damaged", steps=4, save_every=2, keep_last=0)
     train_on(2, settings)

@@ -47,7 +47,7 @@ def kill(name: str) -> str:
 NOW = kill("SIGTERM")
 
 
-def test_after_an_error_in_training_no_signal_says_that_nothing_was_trained(workspace, monkeypatch):
+def test_signal_after_training_error(workspace, monkeypatch):
     """torchrun sends SIGTERM to the ranks that are left over, whose collectives fail."""
     signals = []
 
@@ -61,7 +61,7 @@ def test_after_an_error_in_training_no_signal_says_that_nothing_was_trained(work
     assert signals[0].phase == "in training: resume=auto goes on from the last checkpoint"
 
 
-def test_while_loading_it_ends_at_once_with_one_line(workspace, tmp_path):
+def test_signal_while_loading(workspace, tmp_path):
     settings = workspace.settings("x", run_dir=tmp_path / "run")
     for name, code in (("SIGTERM", 143), ("SIGINT", 130)):
         done = signalled(settings, "build", "load_tokenizer", kill(name))
@@ -81,13 +81,14 @@ def whole(workspace):
     return settings
 
 
-@pytest.mark.parametrize(("module", "function"), [("trainer", "summed"), ("trainer", "export")])
-def test_at_the_end_it_stops_and_the_same_command_finishes(workspace, whole, module, function):
+@pytest.mark.slow(first=1)
+@pytest.mark.parametrize("function", ["all_reduce_sums", "export"])
+def test_signal_in_last_evaluation_or_export(workspace, whole, function):
     run = f"ended-{function}"
     settings = workspace.settings(run, **whole, resume="auto")
     metrics = workspace.root / run / "metrics.jsonl"  # 5 steps and 3 evaluations before the last
     action = f"open({str(metrics)!r}).read().count('step_') == 5 and {NOW}"
-    done = signalled(settings, module, function, action)
+    done = signalled(settings, "trainer", function, action)
     assert done.codes[0] == 143, done.errors
     assert "stopped by SIGTERM in the last evaluation or the export: resume=auto" in done.errors
     directory = workspace.root / run
@@ -116,9 +117,9 @@ def test_an_export_of_fewer_steps_is_made_again(workspace, whole):
     assert workspace.metrics("grown", "step").count(3) == 2  # the step and its evaluation
 
 
-def test_in_the_loop_it_stops_after_the_step_and_says_so_at_once(workspace):
+def test_signal_in_the_loop(workspace):
     settings = workspace.settings("interrupted", steps=50)
-    done = signalled(settings, "trainer", "update", f"args[1] == 2 and {kill('SIGINT')}")
+    done = signalled(settings, "trainer", "update_weights", f"args[1] == 2 and {kill('SIGINT')}")
     assert done.codes[0] == 130
     assert "SIGINT: stopping after this step, with a checkpoint; again to stop now" in done.errors
     newest = checkpoint.latest(workspace.root / "interrupted/checkpoints")
@@ -127,17 +128,17 @@ def test_in_the_loop_it_stops_after_the_step_and_says_so_at_once(workspace):
     assert "Traceback" not in done.errors
 
 
-def test_a_second_interrupt_ends_the_run_without_a_traceback(workspace):
+def test_second_interrupt_has_no_traceback(workspace):
     settings = workspace.settings("twice", steps=50)
     twice = f"[(os.kill(os.getpid(), signal.SIGINT), time.sleep({AGAIN + 0.5})) for _ in 'ab']"
-    done = signalled(settings, "trainer", "update", f"args[1] == 2 and {twice}")
+    done = signalled(settings, "trainer", "update_weights", f"args[1] == 2 and {twice}")
     assert done.codes[0] == 130
     assert "stopped now; what was saved last is in run_dir/checkpoints" in done.errors
     assert "Traceback" not in done.errors
     assert checkpoint.latest(workspace.root / "twice/checkpoints") is None
 
 
-def test_the_main_thread_may_be_busy_when_a_signal_is_announced(capfd):
+def test_signal_while_main_thread_is_busy(capfd):
     with Signals() as signals, signals.deferred():
         os.kill(os.getpid(), signal.SIGTERM)
         os.kill(os.getpid(), signal.SIGTERM)  # a scheduler's and a launcher's
@@ -162,7 +163,7 @@ def test_rows_are_json_though_numbers_are_not(workspace, tmp_path):
 
 def test_a_terminal_that_goes_away_costs_no_step(workspace):
     settings = workspace.settings("hung-up", steps=50)
-    done = signalled(settings, "trainer", "update", f"args[1] == 2 and {kill('SIGHUP')}")
+    done = signalled(settings, "trainer", "update_weights", f"args[1] == 2 and {kill('SIGHUP')}")
     assert done.codes[0] == 129, done.errors
     newest = checkpoint.latest(workspace.root / "hung-up/checkpoints")
     assert newest is not None and newest.name == "step-00000003"

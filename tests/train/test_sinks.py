@@ -146,6 +146,7 @@ def test_wandb_without_a_key_asks_nothing(workspace, monkeypatch, tmp_path, caps
     assert "without it: ValueError: no API key: run wandb login" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_wandb_itself_offline(workspace, monkeypatch, tmp_path, capsys):
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")

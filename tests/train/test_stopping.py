@@ -40,7 +40,7 @@ def names(run) -> list[str]:
     return sorted(path.name for path in (run / "checkpoints").iterdir())
 
 
-def test_a_signal_is_honoured_at_the_end_of_the_step_under_way(workspace, signalled, capsys):
+def test_signal_stops_after_the_step(workspace, signalled, capsys):
     signalled(2)
     stop(workspace.settings("prompt", steps=9))
     assert names(workspace.root / "prompt") == ["step-00000002"]
@@ -48,10 +48,9 @@ def test_a_signal_is_honoured_at_the_end_of_the_step_under_way(workspace, signal
     assert said in capsys.readouterr().out
 
 
+@pytest.mark.slow(first=1)
 @pytest.mark.parametrize("background", ["true", "false"])
-def test_a_checkpoint_that_would_not_be_whole_in_time_is_not_begun(
-    workspace, signalled, monkeypatch, capsys, background
-):
+def test_no_checkpoint_without_enough_time(workspace, signalled, monkeypatch, capsys, background):
     """The last one has taken half a second; less is granted."""
     write_sums = saver.write_sums
 
@@ -78,6 +77,7 @@ def test_a_checkpoint_that_would_not_be_whole_in_time_is_not_begun(
     assert [row["step"] for row in rows] == list(range(1, 9))
 
 
+@pytest.mark.slow(first=1)
 @pytest.mark.parametrize(
     ("changes", "number"),
     [({"stop_seconds": 0}, signal.SIGTERM), ({}, signal.SIGTERM), ({}, signal.SIGINT)],
@@ -92,6 +92,7 @@ def test_a_checkpoint_is_written_where_there_is_time(
     assert names(tmp_path / "run") == ["step-00000001"]
 
 
+@pytest.mark.slow
 def test_without_a_checkpoint_the_run_begins_again(workspace, signalled, monkeypatch, capsys):
     monkeypatch.setattr(saver.Saver, "expected", lambda self: 31.0)
     signalled(2)
@@ -105,7 +106,7 @@ def test_without_a_checkpoint_the_run_begins_again(workspace, signalled, monkeyp
     assert workspace.metrics("anew", "step") == [1, 2, 3]
 
 
-def test_the_time_that_is_left_is_counted_from_the_signal():
+def test_time_left_counts_from_the_signal():
     """Not from when the main thread hears of it."""
     with Signals(silent=True) as signals, signals.deferred():
         assert signals.left(1.0) == float("inf")

@@ -10,21 +10,14 @@ from tigon.layers import FusedLinear
 from tigon.train.throughput import PEAKS, model_flops, named_peak, peak_flops, positions_seen
 
 LLAMA_8B = {
-    "model_type": "llama",
-    "vocab_size": 128256,
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
+    "model_type": "llama", "vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336,
+    "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8,
     "max_position_embeddings": 8192,
-}
+}  # fmt: skip
 LLAMA_70B = LLAMA_8B | {
-    "hidden_size": 8192,
-    "intermediate_size": 28672,
-    "num_hidden_layers": 80,
+    "hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80,
     "num_attention_heads": 64,
-}
+}  # fmt: skip
 
 
 def make(values):

@@ -3,6 +3,7 @@
 import os
 import signal
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,8 +13,8 @@ from torch.distributed.tensor import DTensor
 
 import tigon
 from tests.small import EXPERTS, write_model
+from tests.train.layouts import assert_same_metrics, assert_same_tensors, train_once
 from tests.train.ranks import Ranks
-from tests.train.test_equality import run_all
 from tigon.parallel import shard_gradients
 from tigon.train import load, prepare, start, train
 from tigon.train.distributed import local, sync_gradients
@@ -32,7 +33,6 @@ KINDS: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 STEPS, SAVED = 2, "checkpoints/step-00000001"
-WAYS = ("full", "gradients")
 
 
 @pytest.fixture(scope="module")
@@ -46,61 +46,55 @@ def settings(workspace):
         values = KINDS[kind] | {"steps": STEPS, "save_every": 1} | changes
         if kind == "tied":
             values |= {"eval_data": workspace.held_out, "export": "true"}
-        if way in WAYS:
-            values["sharding"] = way
         values["model"] = models.get(str(values.get("model")), workspace.model)
         return workspace.settings(f"{kind}-{way}", **values)
 
-    runs = [make(kind, way) for kind in KINDS for way in WAYS]
-    source = workspace.root / "tied-full" / SAVED  # whose bits are the same as the other's
-    runs.append(make("tied", "resumed", sharding="gradients", resume=source))
-    Ranks(2, run_all, runs).finish(540)
     return make
 
 
-def weights(workspace, run: str) -> dict[str, torch.Tensor]:
-    return torch.load(workspace.root / run / "weights.pt")
+@pytest.fixture(scope="module")
+def make(workspace, settings):
+    """Trains on ranks that share the run by `sharding`; returns the run's directory."""
+
+    def run(kind: str, sharding: str, name: str = "", ranks: int = 2, **changes: Any) -> Path:
+        values = settings(kind, name or sharding, sharding=sharding, **changes)
+        return workspace.root / train_once(ranks, values)
+
+    return run
 
 
-@pytest.mark.parametrize(
-    ("kind", "way"), [*((kind, "gradients") for kind in KINDS), ("tied", "resumed")]
-)
-def test_the_bits_of_fsdp2(workspace, settings, kind, way):
+@pytest.mark.slow(first=1)
+@pytest.mark.parametrize("kind", [*KINDS, "resumed"])
+def test_bits_of_fsdp2(workspace, make, kind):
     """Losses, norms, samples, weights; checkpoints with states, averages, exports."""
-    full, ours = workspace.root / f"{kind}-full", workspace.root / f"{kind}-{way}"
-    for key in ("loss", "grad_norm", *(["eval_loss"] if kind == "tied" else [])):
-        expected, found = (workspace.metrics(run.name, key) for run in (full, ours))
-        assert found and found == expected[-len(found) :]
-    expected, found = (weights(workspace, run.name) for run in (full, ours))
-    assert expected.keys() == found.keys()
-    for name, weight in expected.items():
-        assert torch.equal(found[name], weight), name
+    if kind == "resumed":
+        full = make("tied", "full")
+        ours = make("tied", "gradients", kind, resume=full / SAVED)
+    else:
+        full, ours = make(kind, "full"), make(kind, "gradients")
+    keys = ("loss", "grad_norm", *["eval_loss"] * ("tied" in full.name))
+    assert_same_metrics(workspace, full.name, ours.name, *keys, rel=0)
     files = [path.relative_to(full) for path in full.rglob("*.safetensors")]
-    assert len(files) >= 8
+    assert len(files) >= 9
     for path in files:
-        if way == "gradients" or SAVED not in str(path):
+        if kind != "resumed" or SAVED not in str(path):
             assert (ours / path).read_bytes() == (full / path).read_bytes(), path
+    if kind == "tied":
+        samples = (ours / "samples.jsonl").read_text()
+        assert samples == (full / "samples.jsonl").read_text() != ""
 
 
-def test_samples(workspace, settings):
-    expected, found = (workspace.root / f"tied-{way}" / "samples.jsonl" for way in WAYS)
-    assert found.read_text() == expected.read_text() != ""
-
-
-def test_one_process(workspace, settings):
-    """The same curve; and from there, or to there, a run goes on on another number of ranks."""
-    fewer = settings("tied", "fewer", resume=workspace.root / "tied-gradients" / SAVED)
-    run_all([settings("tied", "one"), fewer])
-    source = workspace.root / "tied-one" / SAVED
-    Ranks(2, run_all, [settings("tied", "more", sharding="gradients", resume=source)]).finish(240)
-    expected = weights(workspace, "tied-gradients")
-    for run in ("tied-one", "tied-fewer", "tied-more"):
-        for key in ("loss", "grad_norm"):
-            found, of_two = (workspace.metrics(name, key) for name in (run, "tied-gradients"))
-            assert found == pytest.approx(of_two[-len(found) :], rel=1e-6), key
-        for name, weight in weights(workspace, run).items():
-            # Of steps of 3e-3: Adam divides a gradient that nearly cancels by its own size
-            torch.testing.assert_close(weight, expected[name], rtol=0, atol=1e-5)
+@pytest.mark.slow
+def test_one_process_has_the_same_curve(workspace, make):
+    """And from there, or to there, a run goes on on another number of ranks."""
+    two = make("tied", "gradients")
+    one = make("tied", "full", "one", ranks=1)
+    fewer = make("tied", "full", "fewer", ranks=1, resume=two / SAVED)
+    more = make("tied", "gradients", "more", resume=one / SAVED)
+    for run in (one, fewer, more):
+        assert_same_metrics(workspace, two.name, run.name, rel=1e-6)
+        # Of steps of 3e-3: Adam divides a gradient that nearly cancels by its own size
+        assert_same_tensors(two / "trained", run / "trained", atol=1e-5)
 
 
 def lose_rank_1(settings: list[str]) -> None:
@@ -197,7 +191,7 @@ def test_a_backward_that_does_not_end(workspace, world):
         model(ids, labels=ids)
 
 
-def test_a_state_dict_after_an_evaluation_has_the_rows(workspace, world):
+def test_state_dict_after_evaluation_has_the_rows(workspace, world):
     """Not the gathered weights, which may be of fewer bits and are overwritten by the next pass."""
     model = tigon.from_pretrained(workspace.model, dtype=torch.float32).train()
     shard_gradients(model, init_device_mesh("cpu", (1,)), torch.bfloat16, torch.float32)

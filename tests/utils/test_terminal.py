@@ -3,7 +3,6 @@
 import io
 import os
 import sys
-from pathlib import Path
 
 import pytest
 from tqdm import tqdm
@@ -60,9 +59,7 @@ def test_what_is_printed_and_counted(capsys: pytest.CaptureFixture[str]) -> None
     assert not {c for c in err if not c.isprintable()} - {"\n", "\r"}
 
 
-def test_commands_show_names_and_messages_of_others(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_commands_show_names_and_messages_of_others(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), "utf-8", "surrogateescape"))
     folder = tmp_path / EVIL
     folder.mkdir()

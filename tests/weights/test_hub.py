@@ -34,7 +34,7 @@ def test_local_directory(tmp_path: Path) -> None:
     with pytest.raises(NotADirectoryError, match=r"config.json is a file; give the directory"):
         Repository(tmp_path / "sub" / "config.json")
     (tmp_path / "a.gguf").touch()
-    with pytest.raises(NotADirectoryError, match=r"a.gguf is a file; `tigon export FILE DIREC"):
+    with pytest.raises(NotADirectoryError, match=r"a.gguf is a file; .* `tigon export FILE DIREC"):
         Repository(tmp_path / "a.gguf")
 
 
@@ -166,7 +166,7 @@ def test_missing_repository_and_bad_names(hub: HubServer) -> None:
     for request in (Repository.file, Repository.optional_file):
         with pytest.raises(RepositoryNotFoundError, match="lab/none"):
             request(Repository("lab/none"), "config.json")
-    with pytest.raises(FileNotFoundError, match="'a/b/c' is neither an existing directory nor"):
+    with pytest.raises(FileNotFoundError, match=r"no directory a/b/c .* is owner/name"):
         Repository("a/b/c").file("config.json")
     with pytest.raises(ValueError, match="a b"):
         Repository("lab/a b").file("config.json")
@@ -215,11 +215,11 @@ def test_a_path_is_never_taken_for_a_repository(tmp_path: Path, monkeypatch) -> 
     monkeypatch.chdir(tmp_path)
     (tmp_path / "runs").mkdir()
     for name in ("runs/sft/hf", "other/sft/hf"):
-        with pytest.raises(FileNotFoundError, match=f"'{name}' is neither an existing directory"):
+        with pytest.raises(FileNotFoundError, match=f"no directory {name} "):
             Repository(name)
     with pytest.raises(FileNotFoundError, match="no directory runs/sft/ "):
         Repository("runs/sft/")
-    with pytest.raises(FileNotFoundError, match="no directory runs/sft, though runs is one here"):
+    with pytest.raises(FileNotFoundError, match=r"no directory runs/sft .* a folder owner here"):
         Repository("runs/sft")
     assert Repository("runs/sft", revision="main").directory is None
     assert Repository("organisation/sft").directory is None

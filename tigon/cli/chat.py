@@ -3,10 +3,9 @@
 import os
 import signal
 import sys
-import termios
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -14,14 +13,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tigon.cli.terminal import read_lines
 from tigon.models import CausalLM
 from tigon.tokenizer import Tokenizer
 from tigon.train.distributed import NO_TIMEOUT, World
 from tigon.train.launch import LAUNCHED
 from tigon.utils.terminal import escape_controls, one_line, raw_stream
-
-with suppress(ImportError):  # not on Windows; input() then has editing and history
-    import readline  # noqa: F401
 
 COMMANDS = {
     "/reset": "forget the conversation",
@@ -33,7 +30,7 @@ Message = dict[str, str]
 
 
 class Chat:
-    """A conversation: its messages, and the settings of the next answer.
+    """Holds a conversation: its messages, and the settings of the next answer.
 
     Every turn encodes the whole conversation again, as the chat template may render earlier turns
     in another way. The oldest turns are dropped once they no longer fit the context.
@@ -48,7 +45,7 @@ class Chat:
         max_new_tokens: int = 512,
         settings: dict[str, Any] | None = None,  # of model.generate
     ) -> None:
-        """ValueError if the tokenizer has no chat template, or one that takes no system message."""
+        """Raises ValueError for a tokenizer without chat template or system messages."""
         if tokenizer.chat_template is None:
             raise ValueError(
                 "the tokenizer has no chat template, so it knows no turns: "
@@ -61,7 +58,7 @@ class Chat:
         self.context: int = model.config.max_position_embeddings
         self.max_new_tokens, self.settings = max_new_tokens, settings or {}
         self.system, self.messages = system, list[Message]()
-        self._ids([{"role": "user", "content": "?"}])
+        self._encode([{"role": "user", "content": "?"}])
 
     def answer(self, text: str, write: Callable[[str], None]) -> int:
         """Streams the answer to `text` into `write`, and adds both to the messages.
@@ -101,21 +98,21 @@ class Chat:
         takes none."""
         before, self.system = self.system, text
         try:
-            self._ids([{"role": "user", "content": "?"}])
+            self._encode([{"role": "user", "content": "?"}])
         except ValueError:
             self.system = before
             raise
 
-    def _ids(self, messages: list[Message]) -> list[int]:
+    def _encode(self, messages: list[Message]) -> list[int]:
         system = [] if self.system is None else [{"role": "system", "content": self.system}]
         ids = self.tokenizer.apply_chat_template([*system, *messages], add_generation_prompt=True)
         assert isinstance(ids, list)
         return ids
 
     def _fit_context(self, messages: list[Message]) -> tuple[list[Message], list[int]]:
-        """The newest turns that leave room for an answer, and their tokens."""
+        """Returns the newest turns that leave room for an answer, and their tokens."""
         room = self.context - min(self.max_new_tokens, self.context // 2)
-        while len(ids := self._ids(messages)) > room and len(messages) > 1:
+        while len(ids := self._encode(messages)) > room and len(messages) > 1:
             # After a turn of the user begins the next one
             messages = messages[2:]
         if len(ids) >= self.context:
@@ -146,19 +143,17 @@ def answer_turn(chat: Chat, text: str, name: str) -> None:
     except KeyboardInterrupt:
         print(flush=True)
         print_note("stopped")
-        return
     except UnicodeError:
         print_note("that is not UTF-8 text")
-        return
     except ValueError as error:
         print_note(str(error))
-        return
-    print(flush=True)
-    if forgotten:
-        print_note(
-            f"the oldest {forgotten} messages are forgotten: {name} reads {chat.context} tokens "
-            "at most"
-        )
+    else:
+        print(flush=True)
+        if forgotten:
+            print_note(
+                f"the oldest {forgotten} messages are forgotten: {name} reads {chat.context} "
+                "tokens at most"
+            )
 
 
 def print_text(piece: str) -> None:
@@ -194,59 +189,6 @@ def run_chat_command(chat: Chat, line: str) -> bool:
     return True
 
 
-def read_lines(terminal: bool) -> Iterator[str]:
-    if not terminal:
-        for line in sys.stdin:
-            yield line.rstrip("\r\n")
-        return
-    while True:
-        try:
-            with terminal_restored_on_signal():
-                line = input("> ")
-        except EOFError:
-            print()
-            return
-        except KeyboardInterrupt:  # an empty line again
-            print()
-        else:
-            yield line
-
-
-def save_terminal() -> Callable[[], None]:
-    """Returns a function that restores the present modes of the terminal."""
-    modes = termios.tcgetattr(sys.stdin)
-
-    def restore() -> None:
-        with suppress(termios.error):  # the terminal is gone
-            termios.tcsetattr(sys.stdin, termios.TCSANOW, modes)
-
-    return restore
-
-
-@contextmanager
-def terminal_restored_on_signal() -> Iterator[None]:
-    """Restores the echo, which is off while a line is edited, if a signal ends the process."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    restore = save_terminal()
-
-    def restore_and_end(number: int, frame: FrameType | None) -> None:
-        restore()
-        signal.signal(number, signal.SIG_DFL)
-        signal.raise_signal(number)
-
-    numbers = [signal.SIGTERM, signal.SIGHUP]
-    numbers = [number for number in numbers if signal.getsignal(number) == signal.SIG_DFL]
-    for number in numbers:
-        signal.signal(number, restore_and_end)
-    try:
-        yield
-    finally:
-        for number in numbers:
-            signal.signal(number, signal.SIG_DFL)
-
-
 def print_note(text: str) -> None:
     print(f"({one_line(text)})", file=sys.stderr, flush=True)
 
@@ -257,8 +199,8 @@ INTERRUPTED = 130  # exit code, as in main.py
 def talk_on_ranks(chat: Chat, name: str, world: World) -> None:
     """Runs `talk` on the first rank and its calls of the model on all; every rank calls this.
 
-    Ctrl-C stops an answer after the same token on all
-    ranks; under torchrun, which ends with its ranks at Ctrl-C, it ends the chat.
+    Ctrl-C stops an answer after the same token on all ranks; under torchrun, which ends with its
+    ranks at Ctrl-C, it ends the chat.
     """
     calls = GenerateCalls(chat.model, world)
     if world.main:
@@ -276,7 +218,7 @@ class GenerateCalls:
     """Repeats the first rank's calls of model.generate on all ranks."""
 
     def __init__(self, model: CausalLM, world: World) -> None:
-        """A collective: every rank calls it."""
+        """Makes a process group, so every rank calls it."""
         self.model, self.progress = model, world.progress
         # A collective of the default group may last some minutes; a person may take longer to type
         self.group = dist.new_group(backend="gloo", timeout=NO_TIMEOUT)
@@ -300,12 +242,12 @@ class GenerateCalls:
             ids, settings = call
             self.progress.step += 1
             with suppress(StopGeneration, ValueError):  # on all ranks: the first one says it
-                self.model.generate(ids, streamer=self._follow_step, **settings)
+                self.model.generate(ids, streamer=self._step, **settings)
 
     def generate(
         self, ids: Tensor, *, streamer: Callable[[Tensor], object], **settings: Any
     ) -> None:
-        """model.generate, on all ranks. A KeyboardInterrupt, and an error of `streamer`, is raised
+        """Runs model.generate on all ranks. A KeyboardInterrupt or an error of `streamer` is raised
         after a step of all ranks."""
         self.interrupted = False
         before = signal.signal(signal.SIGINT, self._interrupt)
@@ -314,7 +256,7 @@ class GenerateCalls:
             self.progress.step += 1
             with suppress(StopGeneration):
                 self.model.generate(
-                    ids, streamer=lambda new: self._lead_step(new, streamer), **settings
+                    ids, streamer=partial(self._step, streamer=streamer), **settings
                 )
         finally:
             signal.signal(signal.SIGINT, before)
@@ -324,30 +266,22 @@ class GenerateCalls:
     def _interrupt(self, number: int, frame: FrameType | None) -> None:
         self.interrupted = True
 
-    def _lead_step(self, new: Tensor, streamer: Callable[[Tensor], object]) -> None:
+    def _step(self, new: Tensor, streamer: Callable[[Tensor], object] | None = None) -> None:
+        """Streams a token on the first rank; raises StopGeneration on all if that one stops."""
         self.progress.step += 1
         stop = True
         try:
-            streamer(new)
+            if streamer is not None:
+                streamer(new)
             stop = self.interrupted
         finally:
-            self._broadcast_stop(stop)
-        if stop:
+            flag = torch.tensor([int(stop)])
+            dist.broadcast(flag, 0, group=self.group)
+        if flag:
             raise StopGeneration
-
-    def _follow_step(self, new: Tensor) -> None:
-        self.progress.step += 1
-        if self._broadcast_stop():
-            raise StopGeneration
-
-    def _broadcast_stop(self, stop: bool = False) -> bool:
-        """The first rank's `stop`."""
-        flag = torch.tensor([int(stop)])
-        dist.broadcast(flag, 0, group=self.group)
-        return bool(flag)
 
     def _broadcast_call(self, call: tuple[Tensor, dict[str, Any]] | None) -> Any:
-        """The first rank's `call`; None ends the chat."""
+        """Returns the first rank's `call` on all ranks; None ends the chat."""
         calls = [call]
         dist.broadcast_object_list(calls, 0, group=self.group)
         return calls[0]

@@ -13,17 +13,20 @@ from tigon.cli.info import dtype_name
 from tigon.cli.load import (
     load_model_and_tokenizer,
     load_tokenizer,
+    on_ranks,
     parse_device,
     parse_dtype,
     raise_on_all_ranks,
     refuse_base,
-    run_command,
 )
+from tigon.data import clean_cache
 from tigon.eval import find_windows, parity, report, score
 from tigon.generation.settings import file_prefix
 from tigon.models import MODELS, CausalLM, convert_pretrained, from_pretrained, parse_gguf_path
 from tigon.plan import format_plan, make_plan, read_job
 from tigon.tokenizer import Tokenizer
+from tigon.train import pack, preview
+from tigon.train.data_commands import format_preview, has_color, read_arguments
 from tigon.train.distributed import World
 from tigon.train.export import (
     convert_checkpoint,
@@ -31,21 +34,16 @@ from tigon.train.export import (
     exported_directory,
     find_checkpoint,
     is_adapter,
-    merged_directory,
 )
 from tigon.train.publish import push as push_folder
-from tigon.utils.terminal import one_line
+from tigon.utils.terminal import one_line, raw_stream
 from tigon.weights import Repository, check_free
 
 SAMPLING = ("temperature", "top_k", "top_p", "min_p")
 
 
-def generate(args: Namespace) -> int:
-    return run_command(args, _generate)
-
-
-def _generate(args: Namespace, world: World | None) -> int:
-    """Generates on this process or on one of the ranks that share the model; rank 0 writes."""
+@on_ranks
+def generate(args: Namespace, world: World | None) -> int:
     main = world is None or world.main
     with raise_on_all_ranks(world):
         text = _read_prompt(args) if main else ""
@@ -62,9 +60,6 @@ def _generate(args: Namespace, world: World | None) -> int:
             raise ValueError(
                 f"the prompt has {len(ids)} tokens, but the model's context is {context}"
             )
-    settings = _sampling_settings(args)
-    if args.stop:
-        settings["stop_strings"] = args.stop
     assistant = None
     if args.assistant is not None:
         assistant = from_pretrained(args.assistant, dtype=parse_dtype(args), device=model.device)
@@ -84,30 +79,23 @@ def _generate(args: Namespace, world: World | None) -> int:
         streamer=show,
         assistant_model=assistant,
         cache_implementation=args.cache,
-        **settings,
+        **_sampling_settings(args),
+        **({"stop_strings": args.stop} if args.stop else {}),
     )
     if main:
         print_text(f"{stream.finish()}\n")
     return 0
 
 
-def chat(args: Namespace) -> int:
-    return run_command(args, _chat)
-
-
-def _chat(args: Namespace, world: World | None) -> int:
-    """Chats on this process or on one of the ranks that share the model; rank 0 talks."""
+@on_ranks
+def chat(args: Namespace, world: World | None) -> int:
     with raise_on_all_ranks(world):
         model, tokenizer = load_model_and_tokenizer(args, world)
         check_sequences(model)
         try:
-            conversation = Chat(
-                model,
-                tokenizer,
-                system=args.system,
-                max_new_tokens=args.max_new_tokens,
-                settings=_sampling_settings(args) | {"eos_token_id": _end_tokens(model, tokenizer)},
-            )
+            settings = _sampling_settings(args) | {"eos_token_id": _end_tokens(model, tokenizer)}
+            sizes = {"system": args.system, "max_new_tokens": args.max_new_tokens}
+            conversation = Chat(model, tokenizer, **sizes, settings=settings)
         except ValueError as error:
             raise ValueError(f"{args.model}: {error}") from None
     if world is None:
@@ -118,12 +106,9 @@ def _chat(args: Namespace, world: World | None) -> int:
 
 
 def _sampling_settings(args: Namespace) -> dict[str, Any]:
-    """The sampling options that are set, as arguments of model.generate."""
-    settings = {
-        name: getattr(args, name)
-        for name in (*SAMPLING, "repetition_penalty", "seed")
-        if getattr(args, name) is not None
-    }
+    """Returns the sampling options that are set, as arguments of model.generate."""
+    names = (*SAMPLING, "repetition_penalty", "seed")
+    settings = {n: getattr(args, n) for n in names if getattr(args, n) is not None}
     if args.temperature == 0:
         settings |= {"do_sample": False, "temperature": None}
     elif any(name in settings for name in SAMPLING):
@@ -142,7 +127,7 @@ def plan(args: Namespace) -> int:
 
 
 def _read_prompt(args: Namespace) -> str:
-    """The prompt; `-` reads it from standard input."""
+    """Returns the prompt; `-` reads it from standard input."""
     try:
         text = sys.stdin.read().removesuffix("\n") if args.prompt == "-" else args.prompt
         (text + (args.system or "")).encode()  # some locales accept any byte
@@ -177,19 +162,15 @@ def check_sequences(model: CausalLM) -> None:
 
 
 def _end_tokens(model: CausalLM, tokenizer: Tokenizer) -> list[int]:
-    """The tokens that end a text: the model's, and the tokenizer's, which ends a turn."""
+    """Returns the tokens that end a text: the model's, and the tokenizer's, which ends a turn."""
     ends = model.generation_config.get("eos_token_id", model.config.eos_token_id)
     ends = [ends] if isinstance(ends, int) else list(ends or ())
     ends = dict.fromkeys([*ends, tokenizer.eos_token_id])
     return [end for end in ends if end is not None and 0 <= end < model.config.vocab_size]
 
 
-def eval_perplexity(args: Namespace) -> int:
-    return run_command(args, _eval_perplexity)
-
-
-def _eval_perplexity(args: Namespace, world: World | None) -> int:
-    """Scores on this process or on one of the ranks that share the model; rank 0 prints."""
+@on_ranks
+def eval_perplexity(args: Namespace, world: World | None) -> int:
     with raise_on_all_ranks(world):
         model, tokenizer = load_model_and_tokenizer(args, world)
         if model.config.labels:
@@ -214,10 +195,9 @@ def _eval_perplexity(args: Namespace, world: World | None) -> int:
 def eval_parity(args: Namespace) -> int:
     device, revision = parse_device(args.device), args.revision
     place: AbstractContextManager[str] = nullcontext(args.model)
-    if checkpoint := find_checkpoint(args.model):
-        place = exported_directory(checkpoint, args.base)
-    elif is_adapter(args.model, revision):
-        place, revision = merged_directory(args.model, revision, args.base), None
+    if (checkpoint := find_checkpoint(args.model)) or is_adapter(args.model, revision):
+        place = exported_directory(args.model, revision, args.base)
+        revision = revision if checkpoint else None
     else:
         refuse_base(args)
     with place as model:
@@ -259,4 +239,24 @@ def push(args: Namespace) -> int:
         overwrite_card=args.overwrite_card,
     )
     print(one_line(url))
+    return 0
+
+
+def data_show(args: Namespace) -> int:
+    """Prints rows of data; returns 1 if a run would end at one of them."""
+    config = read_arguments(args.arguments)
+    shown = preview(config, args.rows)
+    output = raw_stream(sys.stdout)  # the colors are control characters; the text has none
+    for line in format_preview(shown, config, color=has_color(output)):
+        print(line, file=output)
+    return int(config.bad_rows == "error" and any(row.error for row in shown.rows))
+
+
+def data_pack(args: Namespace) -> int:
+    pack(args.arguments)
+    return 0
+
+
+def data_clean(args: Namespace) -> int:
+    print(clean_cache(args.days))
     return 0

@@ -12,19 +12,17 @@ import torch
 
 from tigon.cli.summary import (
     Facts,
+    HeadersOnly,
     describe_config,
-    describe_files,
-    describe_quantization,
+    describe_repository,
     format_mib,
-    format_rope,
-    open_headers,
     print_facts,
 )
-from tigon.hub import Repository, config_file
+from tigon.hub import Repository
 from tigon.kernels.attention.api import survey
 from tigon.models import MODELS, CausalLM, build, find_misfits, parse_gguf_path
 from tigon.train.export import find_checkpoint, meta_model_from_checkpoint
-from tigon.utils.json import quote, read_json
+from tigon.utils.safetensors_header import StoredTensor
 from tigon.version import __version__
 from tigon.weights import Checkpoint, format_misfits, read_header
 
@@ -52,8 +50,7 @@ def print_machine() -> None:
 
 
 def describe(path: str, revision: str | None = None) -> Facts:
-    """Facts about a directory, a run (its newest checkpoint), a checkpoint, a .gguf file or a hub
-    repository.
+    """Returns facts about a directory, a hub repository, a .gguf file, a checkpoint or a run.
 
     "loads" says why a model would not load. Raises OSError or ValueError only if there is no
     config.json that can be read.
@@ -63,92 +60,53 @@ def describe(path: str, revision: str | None = None) -> Facts:
     directory, gguf_file = parse_gguf_path(path)
     if gguf_file is not None:
         return _describe_gguf(Repository(directory, revision=revision), gguf_file)
-    with open_headers(path, revision) as repository:
-        source = read_json(config_file(repository), nan=True)
-        kind = source.get("model_type")
-        problems: list[str] = []
-        model: CausalLM | None = None
-        stored: Checkpoint | None = None
+    with HeadersOnly(path, revision=revision) as repository:
+        facts = describe_repository(repository)
+        if facts["loads"].startswith("no: "):
+            return facts
         try:
-            model, stored = build(repository, MODELS, fit=False)
+            facts["loads"] = _format_loads(*build(repository, MODELS, fit=False))
         except ConnectionError:
             raise
         except (OSError, ValueError) as error:
-            problems = [repository.rename_in(error)]
-            is_supported = isinstance(kind, str) and (kind in MODELS or "text_config" in source)
-            if not is_supported:
-                problems = [f"model_type {quote(kind)} is not supported; README.md lists what is"]
-            try:
-                Checkpoint.open(repository)  # for what is in its files all the same
-            except (OSError, ValueError) as error:
-                problems += [] if is_supported else [repository.rename_in(error)]
-        tensors = repository.tensors()
-        if model is None:
-            facts = describe_config(source, {})
-            if tensors:
-                facts["parameters"] = f"{sum(tensor.count for tensor in tensors):,} stored"
-        else:
-            facts = _describe_model(model) | describe_quantization(source)
-        if model is not None and stored is not None:
-            problems += _list_misfits(model, stored)
-        return facts | describe_files(tensors) | {"loads": _format_loads(model, stored, problems)}
-
-
-def _describe_model(model: CausalLM) -> Facts:
-    c = model.config
-    embeddings = model.model.embed_tokens.weight.numel()
-    tied = "tied to the head" if c.tie_word_embeddings else "and as many in the head"
-    if c.labels:
-        tied = f"and a head of {c.labels} scores"
-    return {
-        "architecture": f"{c.transformers_class} ({c.model_type})",
-        "parameters": f"{_count_parameters(model):,}",
-        "embeddings": f"{embeddings:,}, {tied}",
-        "layers": f"{c.num_hidden_layers}",
-        "model dim": f"{c.hidden_size}",
-        "heads": f"{c.num_attention_heads} query, {c.num_key_value_heads} key/value, "
-        f"{c.head_dim} dims each",
-        "MLP dim": f"{c.intermediate_size}, {c.hidden_act}",
-        "vocabulary": f"{c.vocab_size}",
-        "context": f"{c.max_position_embeddings} tokens",
-        "RoPE": format_rope(c.rope_parameters),
-    }
+            facts["loads"] = f"no: {repository.rename_in(error)}"
+        return facts
 
 
 def _describe_gguf(repository: Repository, name: str) -> Facts:
-    """Raises ValueError for a file that would not load."""
+    """Returns the facts of a .gguf file; raises ValueError for one that would not load."""
     model, stored = build(repository, MODELS, gguf_file=name, fit=False)
-    problems = _list_misfits(model, stored)
     size = f"1 of weights, {repository.file(name).stat().st_size:,} bytes"
-    return _describe_model(model) | {"files": size, "loads": _format_loads(model, stored, problems)}
+    return describe_model(model) | {"files": size, "loads": _format_loads(model, stored)}
 
 
 def _describe_run(checkpoint: Path) -> Facts:
     model = meta_model_from_checkpoint(checkpoint)
-    facts = _describe_model(model)
     sizes: Counter[str] = Counter()
     for path in sorted(checkpoint.glob("*.safetensors")):
         for info in read_header(path).values():
             sizes[f"{path.name.split('-')[0]} in {dtype_name(info.dtype)}"] += info.nbytes
     files = sum(path.is_file() for path in checkpoint.iterdir())
-    return facts | {
+    return describe_model(model) | {
         "files": f"checkpoint {checkpoint.name}, {files} files, {sum(sizes.values()):,} bytes",
         "tensors": ", ".join(f"{label} {format_mib(n)}" for label, n in sizes.items()),
-        "loads": _format_loads(model, None, []),
+        "loads": _format_loads(model),
     }
 
 
-def _list_misfits(model: CausalLM, stored: Checkpoint) -> list[str]:
-    return [
-        format_misfits(fault, names, MAX_MISFITS)
-        for fault, names in find_misfits(model, stored).items()
-    ]
+def describe_model(model: CausalLM) -> Facts:
+    parameters = {
+        name: StoredTensor("F32", tuple(p.shape), Path(), 0) for name, p in model.named_parameters()
+    }
+    return describe_config(model.config.to_dict(), parameters)
 
 
-def _format_loads(model: CausalLM | None, stored: Checkpoint | None, problems: list[str]) -> str:
-    if problems or model is None:
-        return f"no: {'; '.join(problems)}"
-    size = _count_parameters(model) * model.dtype.itemsize
+def _format_loads(model: CausalLM, stored: Checkpoint | None = None) -> str:
+    misfits = {} if stored is None else find_misfits(model, stored)
+    if misfits:
+        texts = (format_misfits(fault, names, MAX_MISFITS) for fault, names in misfits.items())
+        return f"no: {'; '.join(texts)}"
+    size = sum(p.numel() for p in model.parameters()) * model.dtype.itemsize
     parts = [f"as tigon.{type(model).__name__} in {dtype_name(model.dtype)}, {format_mib(size)}"]
     if stored is not None:
         names = model.checkpoint_names
@@ -159,10 +117,6 @@ def _format_loads(model: CausalLM | None, stored: Checkpoint | None, problems: l
         if model.config.tie_word_embeddings and heads:
             parts.append("the head is stored too: it stays tied if it equals the embedding")
     return "; ".join(parts)
-
-
-def _count_parameters(model: CausalLM) -> int:
-    return sum(p.numel() for p in model.parameters())
 
 
 def dtype_name(dtype: torch.dtype) -> str:

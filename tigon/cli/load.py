@@ -1,5 +1,6 @@
 """The model of a command: on one process, or with --tp N on ranks that share it."""
 
+import functools
 import os
 import shlex
 import signal
@@ -13,7 +14,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
-from tigon.cli.chat import save_terminal
+from tigon.cli.terminal import save_terminal
 from tigon.models import MODELS, CausalLM, build, parse_gguf_path
 from tigon.parallel import MeshSizes, from_pretrained, keep_rank_zero
 from tigon.tokenizer import Tokenizer
@@ -47,12 +48,9 @@ def load_model_and_tokenizer(
     if world is not None and world.meshes is not None:
         ranks = {"mesh": world.meshes.tensor, "expert_parallel": args.expert_parallel}
     if checkpoint := find_checkpoint(args.model):
+        checkpoint_dtype = None if dtype == "auto" else dtype
         model, tokenizer = load_checkpoint(
-            checkpoint,
-            dtype=None if dtype == "auto" else dtype,
-            device=device,
-            base=args.base,
-            **ranks,
+            checkpoint, dtype=checkpoint_dtype, device=device, base=args.base, **ranks
         )
     elif is_adapter(args.model, args.revision):
         if ranks:
@@ -86,7 +84,7 @@ def adapter_on_ranks_error(adapter: str) -> ValueError:
 
 
 def load_tokenizer(args: Namespace) -> Tokenizer:
-    """The model's tokenizer; for a GGUF file, that of its directory."""
+    """Loads the model's tokenizer; for a GGUF file, that of its directory."""
     directory, gguf_file = parse_gguf_path(args.model)
     if gguf_file is not None:
         files = Repository(directory, revision=args.revision)
@@ -105,7 +103,7 @@ def parse_dtype(args: Namespace) -> torch.dtype | Literal["auto"]:
 
 
 def parse_device(name: str | None) -> str:
-    """The device of --device, which exists; by default a GPU, if there is one."""
+    """Returns the device of --device after using it once; by default a GPU, if there is one."""
     if name is None:
         return "cuda" if torch.cuda.is_available() else "cpu"
     try:
@@ -115,22 +113,27 @@ def parse_device(name: str | None) -> str:
     return name
 
 
-def run_command(args: Namespace, command: Command) -> int:
-    """Runs the command on this process or, with --tp, on ranks that share the model: those of
-    torchrun, or new processes of this host."""
-    try:
-        _check_ranks(args)
-    except ValueError as error:
-        record_error(str(error))
-        if os.environ.get("LOCAL_RANK", "0") != "0":
-            return 1  # every rank raises it: the first of a host prints it
-        raise
-    if args.tp == 1:
-        return command(args, None)
-    if not launched():
-        return _start_ranks(args)
-    with start(args.device or "auto", parallel=Parallel(tensor=args.tp)) as world:
-        return _run_rank(args, command, world)
+def on_ranks(command: Command) -> Callable[[Namespace], int]:
+    """Runs a command on this process or, with --tp, on ranks that share the model: those of
+    torchrun, or new processes of this host. Rank 0 reads and writes."""
+
+    @functools.wraps(command)
+    def run(args: Namespace) -> int:
+        try:
+            _check_ranks(args)
+        except ValueError as error:
+            record_error(str(error))
+            if os.environ.get("LOCAL_RANK", "0") != "0":
+                return 1  # every rank raises it: the first of a host prints it
+            raise
+        if args.tp == 1:
+            return command(args, None)
+        if not launched():
+            return _start_ranks(args)
+        with start(args.device or "auto", parallel=Parallel(tensor=args.tp)) as world:
+            return _run_rank(args, command, world)
+
+    return run
 
 
 def raise_on_all_ranks(world: World | None) -> AbstractContextManager[None]:
@@ -199,12 +202,8 @@ def _restore_terminal() -> Iterator[None]:
     the shell.
     """
     before = signal.signal(signal.SIGTSTP, signal.SIG_IGN)
-    foreground = (
-        sys.stdin is not None
-        and sys.stdin.isatty()
-        and os.tcgetpgrp(sys.stdin.fileno()) == os.getpgrp()
-    )
-    restore = save_terminal() if foreground else None
+    is_foreground = sys.stdin.isatty() and os.tcgetpgrp(sys.stdin.fileno()) == os.getpgrp()
+    restore = save_terminal() if is_foreground else None
     try:
         yield
     finally:

@@ -98,10 +98,6 @@ def _show_warning(message: Warning | str, *_: Any, **__: Any) -> None:
     print(f"tigon: {one_line(message)}", file=sys.stderr)
 
 
-def _number(help: str, type: type = int, metavar: str = "N", **options: Any) -> dict[str, Any]:
-    return {"type": type, "metavar": metavar, "help": help, **options}
-
-
 def _flag(help: str) -> dict[str, Any]:
     return {"action": "store_true", "help": help}
 
@@ -110,25 +106,33 @@ def _text(metavar: str, help: str, **options: Any) -> dict[str, Any]:
     return {"metavar": metavar, "help": help, **options}
 
 
+def _number(help: str, type: type = int, metavar: str = "N", **options: Any) -> dict[str, Any]:
+    return {"type": type, "metavar": metavar, "help": help, **options}
+
+
 MODEL = {
     "model": {
         "help": "a directory, a run or one of its checkpoints, a .gguf file, or a hub repository; "
         "of a model, or of an adapter, which names its base"
     },
     "--revision": _text("NAME", "branch, tag or commit of a hub repository"),
-    "--base": _text(
-        "MODEL", "of an adapter or a run with lora, in place of the base that it names"
-    ),
+    "--base": _text("MODEL", "of an adapter or a run with lora, in place of the base it names"),
 }
 DEVICE = {"--device": _text("NAME", "cpu, cuda, cuda:1 (default: cuda where there is one)")}
 DTYPE = {
     "--dtype": {"choices": DTYPES, "default": "auto", "help": "default: auto, the model's own"}
 }
-SYSTEM = {"--system": _text("TEXT", "system message of the chat")}
 TEMPLATE = {
     "--chat-template-kwargs": _text(
         "JSON", "variables of the chat template, as in '{\"enable_thinking\": false}'"
     )
+}
+CHAT = {
+    "--system": _text("TEXT", "system message of the chat"),
+    **TEMPLATE,
+    "--max-new-tokens": _number(
+        "of an answer (default: 512; fewer where the model's context ends)", default=512
+    ),
 }
 RANKS = {
     "--tp": _number(
@@ -147,18 +151,10 @@ SAMPLING = {
     "--repetition-penalty": _number("1 is none", float, "F"),
     "--seed": _number("makes sampling repeatable"),
 }
-DATA = {
-    "arguments": _text(
-        "CONFIG | FILE | key=value",
-        "a run's config.yaml, or data files and settings such as model=DIRECTORY seq_len=4096",
-        nargs="+",
-    )
-}
 GENERATE = {
     "prompt": {"help": "what the user says; - reads it from standard input"},
     "--raw": _flag("continue the text, without a chat template"),
-    **SYSTEM,
-    **TEMPLATE,
+    **CHAT,
     "--max-new-tokens": _number("default: 256; fewer where the model's context ends", default=256),
     "--stop": _text("TEXT", "end after this text; may be given several times", action="append"),
     "--assistant": _text("MODEL", "a smaller model with the same tokenizer, which proposes tokens"),
@@ -166,13 +162,6 @@ GENERATE = {
         "choices": CACHES,
         "help": "default: static on a GPU, dynamic elsewhere; quantized is static in int8",
     },
-}
-CHAT = {
-    **SYSTEM,
-    **TEMPLATE,
-    "--max-new-tokens": _number(
-        "of an answer (default: 512; fewer where the model's context ends)", default=512
-    ),
 }
 PLAN = {
     "model": _text("MODEL", "a directory, a hub repository or a config.json; no weights are read"),
@@ -198,12 +187,22 @@ REPORT = {
         "FILE", "default: RUN/report.html; of several, comparison.html in the first one's directory"
     ),
 }
+DATA = {
+    "arguments": _text(
+        "CONFIG | FILE | key=value",
+        "a run's config.yaml, or data files and settings such as model=DIRECTORY seq_len=4096",
+        nargs="+",
+    )
+}
+DATA_ROWS = {"-n --rows": _number("rows of each entry of data (default: 5)", default=5)}
+DAYS = {"--days": _number("only what was not used for N days", float, default=0.0)}
 PERPLEXITY = {
     "files": {"nargs": "+", "help": '.txt, or .jsonl rows with "text" or "messages"'},
     **TEMPLATE,
     "--context": _number("tokens in a window (default: 1024, or the model's context if less)"),
     "--stride": _number("tokens between windows (default: half a window)"),
 }
+PARITY = {"--new-tokens": _number("greedy text to compare", default=64)}
 EXPORT = {
     "directory": {"help": "a new or empty directory"},
     "--max-shard-size": _text("SIZE", "of one file (default: 5GB)", default="5GB"),
@@ -234,63 +233,27 @@ INFO = {
         "files always"
     ),
 }
-# The module and function of each command, its help and its arguments
-COMMANDS: dict[str, tuple[str, str, str, dict[str, dict[str, Any]]]] = {
-    "generate": (
-        "commands",
-        "generate",
-        "answer a prompt, or continue a text",
-        MODEL | DEVICE | DTYPE | GENERATE | RANKS,
-    ),
-    "chat": (
-        "commands",
-        "chat",
-        "talk with a model, or with what a run has made of it",
-        MODEL | DEVICE | DTYPE | CHAT | RANKS,
-    ),
-    "train": ("", "", "train: tigon train config.yaml key=value ...", {}),
-    "plan": ("commands", "plan", "which layout a run on many GPUs should have, on paper", PLAN),
-    "report": ("commands", "report", "a page of a run, or of several side by side", REPORT),
-    "data": ("WHAT", "", "show what is learned of data, or make or clean its cache", {}),
-    "data show": (
-        "data",
-        "data_show",
-        "print the first rows as text, with the learned tokens marked",
-        DATA | {"-n --rows": _number("rows of each entry of data (default: 5)", default=5)},
-    ),
-    "data pack": (
-        "data",
-        "data_pack",
-        "tokenise, and report examples, tokens, rows and padding",
-        DATA,
-    ),
-    "data clean": (
-        "data",
-        "data_clean",
-        "remove what was tokenized",
-        {"--days": _number("only what was not used for N days", float, default=0.0)},
-    ),
-    "eval": ("MEASURE", "", "perplexity, or parity with transformers", {}),
+# The help of each command with its arguments, or the name of what follows it. `data show` is
+# `data_show` of commands.py
+COMMANDS: dict[str, tuple[str, dict[str, Any] | str]] = {
+    "generate": ("answer a prompt, or continue a text", MODEL | DEVICE | DTYPE | GENERATE | RANKS),
+    "chat": ("talk with a model, or with that of a run", MODEL | DEVICE | DTYPE | CHAT | RANKS),
+    "train": ("train: tigon train config.yaml key=value ...", {}),
+    "plan": ("which layout a run on many GPUs should have, on paper", PLAN),
+    "report": ("a page of a run, or of several side by side", REPORT),
+    "data": ("show what is learned of data, or make or clean its cache", "WHAT"),
+    "data show": ("print the first rows as text, with the learned tokens marked", DATA | DATA_ROWS),
+    "data pack": ("tokenise, and report examples, tokens, rows and padding", DATA),
+    "data clean": ("remove what was tokenized", DAYS),
+    "eval": ("perplexity, or parity with transformers", "MEASURE"),
     "eval perplexity": (
-        "commands",
-        "eval_perplexity",
         "of texts, or of the answers in chats",
         MODEL | DEVICE | DTYPE | PERPLEXITY | RANKS,
     ),
-    "eval parity": (
-        "commands",
-        "eval_parity",
-        "logits, loss and greedy text beside transformers'",
-        MODEL | DEVICE | {"--new-tokens": _number("greedy text to compare", default=64)},
-    ),
-    "export": (
-        "commands",
-        "export",
-        "write a model, or a run's checkpoint, for transformers",
-        MODEL | DTYPE | EXPORT,
-    ),
-    "push": ("commands", "push", "upload a run's export, or an exported model, to the hub", PUSH),
-    "info": ("info", "info", "describe a model, or this machine", INFO),
+    "eval parity": ("logits, loss and greedy text beside transformers'", MODEL | DEVICE | PARITY),
+    "export": ("write a model, or a run's checkpoint, for transformers", MODEL | DTYPE | EXPORT),
+    "push": ("upload a run's export, or an exported model, to the hub", PUSH),
+    "info": ("describe a model, or this machine", INFO),
 }
 
 
@@ -300,18 +263,19 @@ def _parser() -> argparse.ArgumentParser:
     groups: dict[str, Any] = {
         "": parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     }
-    for names, (module, run, help, arguments) in COMMANDS.items():
+    for names, (help, arguments) in COMMANDS.items():
         group, _, name = names.rpartition(" ")
         command = groups[group].add_parser(name, help=help)
-        if not run and module:  # a group of commands
-            groups[name] = command.add_subparsers(dest="kind", required=True, metavar=module)
+        if isinstance(arguments, str):  # of a group of commands
+            groups[name] = command.add_subparsers(dest="kind", required=True, metavar=arguments)
             continue
         for flags, options in arguments.items():
             command.add_argument(*flags.split(), **options)
-        if run in ("generate", "chat"):
+        if names in ("generate", "chat"):
             description = "default: the model's generation_config, which is usually greedy"
             sampling = command.add_argument_group("sampling", description)
             for flag, options in SAMPLING.items():
                 sampling.add_argument(flag, **options)
-        command.set_defaults(module=f"tigon.cli.{module}", run=run)
+        module = "tigon.cli.info" if name == "info" else "tigon.cli.commands"
+        command.set_defaults(module=module, run=names.replace(" ", "_"))
     return parser

@@ -4,13 +4,14 @@ From a hub repository only these are fetched, a few kilobytes of each file of we
 no torch, which takes seconds; `tigon.cli.info` builds the model and says whether it would load.
 """
 
+import re
 import tempfile
 from argparse import Namespace
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from tigon.hub import Repository, config_file
 from tigon.utils.json import escape, quote, read_json
@@ -21,31 +22,9 @@ Facts = dict[str, str]  # label -> value, as printed
 # Tensors that are no parameters of the text model
 NOT_PARAMETERS = ("rotary_emb.inv_freq", "vision_tower.", "multi_modal_projector.")
 SCALES = ("_scale_inv", "activation_scale")  # of fp8 weights
+ACTIVATIONS = ("hidden_act", "hidden_activation")
 EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"
-# model_type of config.json -> class, as in tigon.models.MODELS, whose import takes seconds
-FAMILIES = {
-    "gemma": "Gemma",
-    "gemma2": "Gemma2",
-    "gemma3": "Gemma3",
-    "gemma3_text": "Gemma3",
-    "glm4": "Glm4",
-    "granite": "Granite",
-    "llama": "Llama",
-    "ministral": "Ministral",
-    "ministral3": "Ministral3",
-    "mistral": "Mistral",
-    "mistral3": "Mistral",
-    "mixtral": "Mixtral",
-    "olmo2": "Olmo2",
-    "olmo3": "Olmo3",
-    "phi3": "Phi3",
-    "qwen2": "Qwen2",
-    "qwen2_moe": "Qwen2Moe",
-    "qwen3": "Qwen3",
-    "qwen3_moe": "Qwen3Moe",
-    "seed_oss": "SeedOss",
-    "smollm3": "SmolLM3",
-}
+SUPPORTED = Path(__file__).parents[1] / "models/families.py"  # importing it takes seconds
 
 
 def info(args: Namespace) -> int:
@@ -60,35 +39,28 @@ def print_facts(name: str, facts: Facts) -> None:
 
 
 def summarize(path: str, revision: str | None = None) -> Facts:
-    """Facts about a directory or a hub repository; "loads" says what is wrong with the weights.
+    """Returns facts about a directory or a hub repository; "loads" says if its weights are wrong.
 
     Raises OSError or ValueError only if there is no config.json that can be read.
     """
-    with open_headers(path, revision) as repository:
-        source = read_json(config_file(repository), nan=True)
-        stored: Mapping[str, StoredTensor] = {}
-        try:
-            stored = find_tensors(repository)
-            loads = _format_loads(source, stored)
-        except ConnectionError:
-            raise
-        except (OSError, ValueError) as error:
-            loads = f"no: {repository.rename_in(error)}"
-        return (
-            describe_config(source, stored)
-            | describe_files(repository.tensors())
-            | {"loads": loads}
-        )
+    with HeadersOnly(path, revision=revision) as repository:
+        return describe_repository(repository)
 
 
 class HeadersOnly(Repository):
-    """A repository whose files of weights are copied to `holes`: a header, and a hole for data."""
+    """Reads only the headers of a repository's weights, into files with a hole in place of data."""
 
-    holes: Path
+    def __enter__(self) -> Self:
+        self._folder = tempfile.TemporaryDirectory(prefix="tigon-headers-")
+        self._paths: dict[str, Path] = {}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._folder.cleanup()
 
     def optional_file(self, name: str) -> Path | None:
-        if not name.endswith(".safetensors"):
-            return super().optional_file(name)
+        if name in self._paths or not name.endswith(".safetensors"):
+            return self._paths.get(name) or super().optional_file(name)
         try:
             start, size = self.read_prefix(name, FIRST_BYTES)
         except FileNotFoundError:
@@ -97,47 +69,65 @@ class HeadersOnly(Repository):
         if len(start) < min(header_size, size):
             # What announces more than there may be is refused by what reads the header
             start, size = self.read_prefix(name, min(header_size, size, 1 << 27))
-        path = self.holes / name
+        path = Path(self._folder.name, name)
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("wb") as file:
             file.write(start[:header_size])  # a hole that begins in a tensor would be a false one
             file.truncate(size)
+        self._paths[name] = path
         return path
 
     def tensors(self) -> list[StoredTensor]:
-        """The tensors of all files that were requested."""
+        """Returns the tensors of all files that were requested."""
         tensors: list[StoredTensor] = []
-        for path in sorted(self.holes.rglob("*.safetensors")):
+        for path in sorted(self._paths.values()):
             with suppress(ValueError):  # was raised when the file was requested
                 tensors += read_tensors(path).values()
         return tensors
 
     def rename_in(self, error: Exception) -> str:
-        """The error's text, with the repository's name for the temporary directory."""
-        return str(error).replace(str(self.holes), self.name)
+        """Returns the error's text, with the repository's name for the temporary directory."""
+        return str(error).replace(self._folder.name, self.name)
 
 
-@contextmanager
-def open_headers(path: str, revision: str | None) -> Iterator[HeadersOnly]:
-    with tempfile.TemporaryDirectory(prefix="tigon-headers-") as holes:
-        repository = HeadersOnly(path, revision=revision)
-        repository.holes = Path(holes)
-        yield repository
+def describe_repository(repository: HeadersOnly) -> Facts:
+    """Returns the facts of `summarize` about an opened repository."""
+    source = read_json(config_file(repository), nan=True)
+    stored: Mapping[str, StoredTensor] = {}
+    try:
+        stored = find_tensors(repository)
+        loads = _format_loads(source, stored)
+    except ConnectionError:
+        raise
+    except (OSError, ValueError) as error:
+        loads = f"no: {repository.rename_in(error)}"
+    tensors = repository.tensors()
+    counts = Counter(tensor.dtype for tensor in tensors)
+    sizes = {dtype: sum(t.nbytes for t in tensors if t.dtype == dtype) for dtype in counts}
+    kinds = [f"{n} {dtype}, {format_mib(sizes[dtype])}" for dtype, n in counts.most_common()]
+    files = f"{len({t.path for t in tensors})} of weights, {sum(sizes.values()):,} bytes"
+    rest = {"files": files, "tensors": "; ".join(kinds) or "none", "loads": loads}
+    return describe_config(source, stored) | rest
 
 
 def describe_config(source: Mapping[str, Any], stored: Mapping[str, StoredTensor]) -> Facts:
-    """Facts from config.json, whose values may be anything, and the number of parameters."""
-    names, inner = source.get("architectures"), source.get("text_config")
+    """Returns the facts in config.json, whose values may be anything, and counts parameters."""
+    names = source.get("architectures")
     name = names[0] if isinstance(names, list) and names else "unknown"
-    values = {**source, **inner} if isinstance(inner, dict) else dict(source)
-    kind = source.get("model_type", "no model_type")
+    values = _text_config(source)
+    rope = format_rope(_rope_parameters(values))
     return {
-        "architecture": f"{_plain(name)} ({_plain(kind)})",
+        "architecture": f"{_plain(name)} ({_plain(source.get('model_type', 'no model_type'))})",
         **_parameter_facts(values, stored),
         **_size_facts(values),
-        **({"RoPE": rope} if (rope := format_rope(_rope_parameters(values))) else {}),
-        **describe_quantization(values),
+        **({"RoPE": rope} if rope else {}),
+        **_quantization(values),
     }
+
+
+def _text_config(source: Mapping[str, Any]) -> Mapping[str, Any]:
+    inner = source.get("text_config")
+    return {**source, **inner} if isinstance(inner, dict) else source
 
 
 def _parameter_facts(values: Mapping[str, Any], stored: Mapping[str, StoredTensor]) -> Facts:
@@ -148,10 +138,9 @@ def _parameter_facts(values: Mapping[str, Any], stored: Mapping[str, StoredTenso
     facts = {"parameters": f"{sum(t.count for t in parameters.values()):,}"}
     embedding = next((t for n, t in parameters.items() if n.endswith(EMBEDDING)), None)
     if embedding is not None:
-        score = next((t for n, t in parameters.items() if n == "score.weight"), None)
         untied = any(n.endswith(HEAD) for n in parameters)
         tied = "and as many in the head" if untied else "tied to the head"
-        if score is not None:
+        if score := parameters.get("score.weight"):
             tied = f"and a head of {score.shape[0] if score.shape else 0} scores"
         facts["embeddings"] = f"{embedding.count:,}, {tied}"
     return facts
@@ -160,22 +149,34 @@ def _parameter_facts(values: Mapping[str, Any], stored: Mapping[str, StoredTenso
 def _parameters(
     values: Mapping[str, Any], stored: Mapping[str, StoredTensor]
 ) -> dict[str, StoredTensor] | None:
-    """The tensors that are parameters of the text model; None if their values are packed."""
-    plain = values.get("quantization_config") is None
-    if not plain and describe_quantization(values) != {"quantised": "fp8"}:
+    """Returns the parameters of the text model; None if their values are packed."""
+    if _quantization(values) not in ({}, {"quantised": "fp8"}):
         return None
     tied = values.get("tie_word_embeddings") is True
     left = (*NOT_PARAMETERS, *SCALES, *(HEAD,) * tied)
     return {n: t for n, t in stored.items() if not any(part in n for part in left)}
 
 
+def _quantization(values: Mapping[str, Any]) -> Facts:
+    config = values.get("quantization_config")
+    if config is None:
+        return {}
+    return {"quantised": _plain(config.get("quant_method") if isinstance(config, dict) else config)}
+
+
+def supported_class(model_type: Any) -> str | None:
+    """Returns the name of the class in tigon.models for a model_type of config.json."""
+    names = re.findall(r" as (\w+)", SUPPORTED.read_text())
+    classes = {name.lower(): name for name in names} | {"mistral3": "Mistral"}
+    return classes.get(str(model_type).replace("_", "").removesuffix("text"))
+
+
 def _format_loads(source: Mapping[str, Any], stored: Mapping[str, StoredTensor]) -> str:
-    """The class, dtype and size of the model in memory, if all of its tensors fit."""
-    inner, kind = source.get("text_config"), source.get("model_type")
-    values = {**source, **inner} if isinstance(inner, dict) else source
-    kinds = [k for k in (values.get("model_type"), kind) if isinstance(k, str) and k in FAMILIES]
-    if not kinds:
-        return f"no: model_type {quote(kind)} is not supported; README.md lists what is"
+    """Returns the class, dtype and size of the model in memory, if all of its tensors fit."""
+    values, model_type = _text_config(source), source.get("model_type")
+    name = supported_class(values.get("model_type")) or supported_class(model_type)
+    if name is None:
+        return f"no: model_type {quote(model_type)} is not supported; README.md lists what is"
     parameters = _parameters(values, stored)
     dtype = values.get("dtype") or values.get("torch_dtype")
     if dtype is None and parameters:
@@ -184,41 +185,33 @@ def _format_loads(source: Mapping[str, Any], stored: Mapping[str, StoredTensor])
     if parameters is None or size is None:
         return "not checked: --check builds the model"
     count = sum(t.count for t in parameters.values())
-    name = f"tigon.{FAMILIES[kinds[0]]} in {dtype}, {format_mib(count * size)}"
-    return f"as {name}; --check tries it"
+    return f"as tigon.{name} in {dtype}, {format_mib(count * size)}; --check tries it"
 
 
 def _size_facts(values: Mapping[str, Any]) -> Facts:
-    """The sizes in config.json; one that it leaves out has no line."""
+    """Returns the sizes in config.json; one that it leaves out has no line."""
 
-    def of(*keys: str) -> Any:
+    def get(*keys: str) -> Any:
         return next((values[key] for key in keys if values.get(key) is not None), None)
 
-    heads, kv_heads, width = of("num_attention_heads"), of("num_key_value_heads"), of("head_dim")
-    if width is None and type(heads) is int and heads > 0 and type(of("hidden_size")) is int:
-        width = of("hidden_size") // heads
-    act = of("hidden_act", "hidden_activation")
+    heads, width, size = get("num_attention_heads"), get("head_dim"), get("hidden_size")
+    if width is None and type(heads) is int and heads > 0 and type(size) is int:
+        width = size // heads
+    kv_heads, act = get("num_key_value_heads", "num_attention_heads"), get(*ACTIVATIONS)
+    of_heads = f" query, {_plain(kv_heads)} key/value, {_plain(width)} dims each"
     facts = {
-        "layers": of("num_hidden_layers"),
-        "model dim": of("hidden_size"),
-        "heads": heads,
-        "MLP dim": of("intermediate_size"),
-        "vocabulary": of("vocab_size"),
-        "context": of("max_position_embeddings"),
+        "layers": (get("num_hidden_layers"), ""),
+        "model dim": (size, ""),
+        "heads": (heads, of_heads if width is not None else ""),
+        "MLP dim": (get("intermediate_size"), f", {_plain(act)}" if act is not None else ""),
+        "vocabulary": (get("vocab_size"), ""),
+        "context": (get("max_position_embeddings"), " tokens"),
     }
-    texts = {label: _plain(value) for label, value in facts.items() if value is not None}
-    if "heads" in texts and width is not None:
-        kv = _plain(heads if kv_heads is None else kv_heads)
-        texts["heads"] += f" query, {kv} key/value, {_plain(width)} dims each"
-    if "MLP dim" in texts and act is not None:
-        texts["MLP dim"] += f", {_plain(act)}"
-    if "context" in texts:
-        texts["context"] += " tokens"
-    return texts
+    return {k: f"{_plain(value)}{unit}" for k, (value, unit) in facts.items() if value is not None}
 
 
 def _rope_parameters(values: Mapping[str, Any]) -> Mapping[str, Any]:
-    """RoPE's parameters, in the keys of transformers 5 or of earlier versions."""
+    """Returns RoPE's parameters, from the keys of transformers 5 or of earlier versions."""
     if isinstance(rope := values.get("rope_parameters"), dict):
         return rope
     scaling = values.get("rope_scaling")
@@ -229,34 +222,13 @@ def _rope_parameters(values: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def format_rope(rope: Mapping[str, Any]) -> str:
-    """RoPE's parameters, or those of each kind of layer, as text."""
+    """Formats RoPE's parameters, or those of each kind of layer, as text."""
     if rope and all(isinstance(inner, dict) for inner in rope.values()):
         return "; ".join(f"{_plain(name)}: {format_rope(inner)}" for name, inner in rope.items())
     kind = rope.get("rope_type", rope.get("type", "default"))
     keys = sorted(rope.keys() - {"rope_type", "type"}, key=lambda k: (k != "rope_theta", k))
     texts = (_plain(kind), *(f"{_plain(key)} {_plain(rope[key])}" for key in keys))
     return ", ".join(texts) if rope else ""
-
-
-def describe_quantization(source: Mapping[str, Any]) -> Facts:
-    quantised = source.get("quantization_config")
-    if not isinstance(quantised, dict):
-        return {}
-    return {"quantised": _plain(quantised.get("quant_method"))}
-
-
-def describe_files(tensors: Sequence[StoredTensor]) -> Facts:
-    count: Counter[str] = Counter()
-    size: Counter[str] = Counter()
-    for tensor in tensors:
-        count[tensor.dtype] += 1
-        size[tensor.dtype] += tensor.nbytes
-    kinds = [f"{n} {dtype}, {format_mib(size[dtype])}" for dtype, n in count.most_common()]
-    files = len({tensor.path for tensor in tensors})
-    return {
-        "files": f"{files} of weights, {sum(size.values()):,} bytes",
-        "tensors": "; ".join(kinds) or "none",
-    }
 
 
 def format_mib(count: int) -> str:

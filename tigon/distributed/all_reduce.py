@@ -29,8 +29,7 @@ from tigon.kernels.comm.one_shot_all_reduce import (
     one_shot_all_reduce_norm,
     supports_norm,
 )
-from tigon.kernels.norm.common import Cast
-from tigon.kernels.norm.rms_norm import rms_norm
+from tigon.kernels.norm.rms_norm import Cast, rms_norm
 from tigon.kernels.runtime import has_values, runs_triton, use
 
 BOOT = Path("/proc/sys/kernel/random/boot_id")

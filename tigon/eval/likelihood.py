@@ -28,7 +28,7 @@ class Likelihood:
 
 @dataclass(frozen=True)
 class SharedContext:
-    """Requests of one context."""
+    """Groups the requests of one context."""
 
     context: tuple[int, ...]
     members: tuple[int, ...]  # their places in what was given
@@ -41,7 +41,7 @@ def log_likelihoods(
     *,
     tokens_per_batch: int = 8192,
 ) -> list[Likelihood]:
-    """How likely the model finds each continuation after its context, in the order given.
+    """Returns how likely the model finds each continuation after its context, in order.
 
     A request is (context, continuation), both token ids and neither empty; where nothing comes
     before, the context is the token that begins a text. Equal contexts, as those of a question
@@ -67,7 +67,7 @@ def log_likelihoods(
     rope = model.turning_rope
 
     def is_past_turn(tokens: int) -> bool:
-        """Past RoPE's turn. A pass has one RoPE table, so these are batched apart from others."""
+        """Returns whether RoPE has turned; a pass has one table, so these batches are separate."""
         return rope is not None and tokens > rope.turn
 
     shared: list[SharedContext] = []
@@ -85,9 +85,8 @@ def log_likelihoods(
     with torch.inference_mode():
         totals = [sum(map(len, request)) - 1 for request in checked]
         packed.sort(key=lambda i: totals[i], reverse=True)
-        for batch in _batches(
-            [(totals[i], is_past_turn(totals[i])) for i in packed], tokens_per_batch
-        ):
+        sizes = [(totals[i], is_past_turn(totals[i])) for i in packed]
+        for batch in _batches(sizes, tokens_per_batch):
             results |= _score_packed(model, checked, packed[batch])
         shared.sort(key=lambda g: len(g.context) + g.longest, reverse=True)
         sizes = [(len(g.context) + g.longest, is_past_turn(len(g.context))) for g in shared]
@@ -111,9 +110,8 @@ def _check_request(
         if not ids:
             hint = "; begin with the token that begins a text" if name == "context" else ""
             raise ValueError(f"request {number} has an empty {name}{hint}")
-        wrong = next((i for i in ids if not 0 <= i < model.config.vocab_size), None)
-        if wrong is not None:
-            vocab = model.config.vocab_size
+        vocab = model.config.vocab_size
+        for wrong in (i for i in ids if not 0 <= i < vocab):
             raise ValueError(f"request {number} has token {wrong}, outside of [0, {vocab})")
     limit, total = model.config.max_position_embeddings, sum(map(len, request))
     if total - 1 > limit:
@@ -127,7 +125,7 @@ def _check_request(
 def _batches(
     sizes: Sequence[tuple[int, bool]], tokens: int, limit: int | None = None
 ) -> Iterator[slice]:
-    """Runs of one kind of (size, kind), in which number times largest stays within `tokens`."""
+    """Yields runs of one kind of (size, kind) whose number times the largest is within `tokens`."""
     start = largest = 0
     for end, (size, past_turn) in enumerate(sizes):
         largest = max(largest, size)
@@ -143,16 +141,14 @@ def _batches(
 def _score_packed(
     model: CausalLM, requests: Sequence[Request], members: Sequence[int]
 ) -> dict[int, Likelihood]:
-    """Context and continuation of each in one flat row."""
+    """Scores context and continuation of each request, packed into one row."""
     rows, labels = [], []
     for context, continuation in (requests[i] for i in members):
         rows.append(torch.tensor(context + continuation[:-1]))
         labels.append(torch.full((len(rows[-1]),), IGNORE))
         labels[-1][len(context) - 1 :] = torch.tensor(continuation)
-    targets = torch.cat(labels)
-    nll, right = _score_labels(
-        model, torch.cat(rows)[None], targets[None], cu_seq_lens=_bounds(rows)
-    )
+    targets, bounds = torch.cat(labels), _bounds(rows)
+    nll, right = _score_labels(model, torch.cat(rows)[None], targets[None], cu_seq_lens=bounds)
     counts = [len(requests[i][1]) for i in members]
     scored = targets != IGNORE
     parts = zip(nll[0][scored].split(counts), right[0][scored].split(counts), strict=True)
@@ -165,7 +161,7 @@ def _score_packed(
 def _score_shared(
     model: CausalLM, requests: Sequence[Request], groups: Sequence[SharedContext], tokens: int
 ) -> dict[int, Likelihood]:
-    """Read contexts into a cache, one a row; then continuations, each after a copy of its row."""
+    """Reads contexts into a cache, one a row; then continuations, each after a copy of its row."""
     longest = max(g.longest for g in groups)
     room = max(len(g.context) for g in groups) + longest
     contexts = [torch.tensor(g.context) for g in groups]
@@ -179,9 +175,8 @@ def _score_shared(
     ).logits[0]
     # The first token of each continuation, by the last one of its context: [members]
     members = [i for g in groups for i in g.members]
-    row = torch.arange(len(groups)).repeat_interleave(
-        torch.tensor([len(g.members) for g in groups])
-    )
+    counts = torch.tensor([len(g.members) for g in groups])
+    row = torch.arange(len(groups)).repeat_interleave(counts)
     first = torch.tensor([requests[i][1][0] for i in members])
     logprobs = logits.float().log_softmax(-1)
     sums = logprobs[row.to(model.device), first.to(model.device)].cpu().double()
@@ -195,9 +190,8 @@ def _score_shared(
         rows = order[batch]
         continuations = [torch.tensor(requests[members[m]][1]) for m in rows]
         ids = pad_sequence([s[:-1] for s in continuations], batch_first=True)
-        labels = pad_sequence(
-            [s[1:] for s in continuations], batch_first=True, padding_value=IGNORE
-        )
+        targets = [s[1:] for s in continuations]
+        labels = pad_sequence(targets, batch_first=True, padding_value=IGNORE)
         fork = cache.rows(0, len(groups))
         fork.select(row[rows])
         # Padding gets its row's last position: some RoPE types depend on the largest one
@@ -218,7 +212,7 @@ def _score_shared(
 def _score_labels(
     model: CausalLM, ids: Tensor, labels: Tensor, **options: object
 ) -> tuple[Tensor, Tensor]:
-    """Nats [B, T] in fp64, 0 where there is no label, and whether greedy decoding agrees."""
+    """Returns nats [B, T] in fp64, 0 without a label, and whether greedy decoding agrees."""
     out = model(
         ids.to(model.device),
         shift_labels=labels.to(model.device),

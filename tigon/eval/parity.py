@@ -33,15 +33,24 @@ class Parity:
     bf16_spread: float  # transformers' own eager to sdpa
 
     @property
-    def failures(self) -> list[str]:
-        """The checks that fail; none means parity."""
-        checks = {
-            "fp32 logits": self.logits_error <= LOGITS_TOLERANCE * self.largest_logit,
-            "fp32 loss": self.loss_error <= LOSS_TOLERANCE * abs(self.loss),
-            "greedy tokens": self.greedy_equal == self.greedy_tokens,
-            "bf16 logits": self.bf16_error <= 2 * self.bf16_spread,
+    def checks(self) -> dict[str, tuple[str, float, float]]:
+        """Returns by name of a check what is measured, its value and the allowed one."""
+        logits, loss = LOGITS_TOLERANCE * self.largest_logit, LOSS_TOLERANCE * abs(self.loss)
+        return {
+            "fp32 logits": ("max error", self.logits_error, logits),
+            "fp32 loss": ("error", self.loss_error, loss),
+            "greedy tokens": ("equal", self.greedy_equal, self.greedy_tokens),
+            "bf16 logits": ("max error", self.bf16_error, 2 * self.bf16_spread),
         }
-        return [name for name, passed in checks.items() if not passed]
+
+    @property
+    def failures(self) -> list[str]:
+        """Returns the names of the checks that fail; none means parity."""
+        return [
+            name
+            for name, (measure, value, allowed) in self.checks.items()
+            if not (value == allowed if measure == "equal" else value <= allowed)
+        ]
 
 
 @torch.no_grad()
@@ -53,7 +62,7 @@ def parity(
     new_tokens: int = 64,
     device: str = "cpu",
 ) -> Parity:
-    """Logits, loss and greedy text of both libraries; loads the model in fp32 and in bf16."""
+    """Compares logits, loss and greedy text with transformers, in fp32 and logits in bf16 too."""
     try:
         from transformers import AutoModelForCausalLM
         from transformers.utils import logging
@@ -98,12 +107,8 @@ def parity(
 
 
 def _count_equal_tokens(ours: CausalLM, reference: Any, ids: Tensor, new_tokens: int) -> int:
-    """Greedy tokens that agree; all of them if both texts end early and are equal."""
-    options: dict[str, Any] = {
-        "max_new_tokens": new_tokens,
-        "do_sample": False,
-        "num_return_sequences": 1,
-    }
+    """Counts greedy tokens that agree; all of them if both texts end early and are equal."""
+    options: Any = {"max_new_tokens": new_tokens, "do_sample": False, "num_return_sequences": 1}
     a = ours.generate(ids, **options)
     b = reference.generate(ids, attention_mask=torch.ones_like(ids), **options)
     a, b = a[0, ids.shape[1] :], b[0, ids.shape[1] :]
@@ -113,26 +118,14 @@ def _count_equal_tokens(ours: CausalLM, reference: Any, ids: Tensor, new_tokens:
 
 
 def report(result: Parity) -> str:
-    """The result as a table of measured and allowed values."""
-    scale = result.largest_logit
-    rows: list[tuple[str, float | str, float | str]] = [
-        ("", "measured", "allowed"),
-        ("fp32 logits, max error", result.logits_error, LOGITS_TOLERANCE * scale),
-        ("fp32 loss, error", result.loss_error, LOSS_TOLERANCE * abs(result.loss)),
-        ("greedy tokens equal", str(result.greedy_equal), str(result.greedy_tokens)),
-        ("bf16 logits, max error", result.bf16_error, 2 * result.bf16_spread),
+    """Formats the result as a table of measured and allowed values."""
+    lines = [
+        f"{result.tokens} tokens, loss {result.loss:.6f} (perplexity "
+        f"{perplexity_from_loss(result.loss):.4f}), largest logit {result.largest_logit:.3f}",
+        f"{'':<24}{'measured':>12}{'allowed':>12}",
     ]
-    lines = [f"{name:<24}{_figure(a):>12}{_figure(b):>12}" for name, a, b in rows]
+    for name, (measure, value, allowed) in result.checks.items():
+        label = f"{name} equal" if measure == "equal" else f"{name}, {measure}"
+        lines.append(f"{label:<24}{value:>12.3g}{allowed:>12.3g}")
     verdict = f"differs in {', '.join(result.failures)}" if result.failures else "holds"
-    return "\n".join(
-        [
-            f"{result.tokens} tokens, loss {result.loss:.6f} "
-            f"(perplexity {perplexity_from_loss(result.loss):.4f}), largest logit {scale:.3f}",
-            *lines,
-            f"parity with transformers: {verdict}",
-        ]
-    )
-
-
-def _figure(value: float | str) -> str:
-    return value if isinstance(value, str) else f"{value:.3g}"
+    return "\n".join([*lines, f"parity with transformers: {verdict}"])

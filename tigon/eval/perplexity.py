@@ -2,7 +2,9 @@
 
 import math
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -36,7 +38,7 @@ class Perplexity:
 
 
 def perplexity_from_loss(loss: float) -> float:
-    """The perplexity of a mean loss in nats per token; infinite where exp is."""
+    """Returns the perplexity of a mean loss in nats per token; infinite where exp overflows."""
     try:
         return math.exp(loss)
     except OverflowError:
@@ -52,7 +54,7 @@ def perplexity(
     stride: int | None = None,
     batch_tokens: int = 4096,
 ) -> Perplexity:
-    """exp of the mean negative log-likelihood over all scored tokens of the files.
+    """Returns exp of the mean negative log-likelihood over all scored tokens of the files.
 
     Conversations score what the assistant says; {"text": ...} rows and .txt files score every
     token but a document's first. What is longer than `context` tokens
@@ -71,7 +73,7 @@ def find_windows(
     context: int | None = None,
     stride: int | None = None,
 ) -> Windows:
-    """What `perplexity` scores: all that it reads, and nothing that it computes."""
+    """Reads and divides into windows what `perplexity` scores, without running the model."""
     limit = model.config.max_position_embeddings
     context = min(DEFAULT_CONTEXT, limit) if context is None else context
     if not 2 <= context <= limit:
@@ -90,8 +92,10 @@ def find_windows(
 
 
 def score(model: CausalLM, windows: Windows, *, batch_tokens: int = 4096) -> Perplexity:
-    """Ranks that share a model all call this, and get the same. ValueError for a loss that is not
-    finite."""
+    """Scores the windows; ranks that share a model all call this, and get the same.
+
+    Raises ValueError for a loss that is not finite.
+    """
     ranks = model.tensor_ranks
     silent = None if ranks is None or ranks.rank == 0 else True  # None: without a terminal
     nll, right, count = 0.0, 0, 0
@@ -101,12 +105,8 @@ def score(model: CausalLM, windows: Windows, *, batch_tokens: int = 4096) -> Per
     ):
         for ids, labels in _batches(windows, batch_tokens):
             labels = labels.to(model.device)
-            out = model(
-                ids.to(model.device),
-                labels=labels,
-                loss_reduction="sum",
-                metrics=("predicted_tokens",),
-            )
+            options = {"loss_reduction": "sum", "metrics": ("predicted_tokens",)}
+            out = model(ids.to(model.device), labels=labels, **options)
             assert out.loss is not None
             targets = labels[:, 1:]
             scored = targets != IGNORE
@@ -125,14 +125,12 @@ def score(model: CausalLM, windows: Windows, *, batch_tokens: int = 4096) -> Per
 
 
 def read_documents(patterns: str | Sequence[str], tokenizer: Tokenizer) -> list[Document]:
-    """Conversations if the first row of the first file is one, else texts."""
+    """Reads conversations if the first row of the first file is one, else texts."""
     sources = find_sources(patterns)
     if _is_chat(sources[0]):
         chats = read(sources, ChatEncoder(tokenizer, must_end=False))
-        return [
-            (chats.tokens[a:b], chats.supervised[a:b])
-            for a, b in zip(chats.offsets[:-1], chats.offsets[1:], strict=True)
-        ]
+        spans = [slice(*span) for span in pairwise(chats.offsets)]
+        return [(chats.tokens[span], chats.supervised[span]) for span in spans]
     texts = [text for source in sources for text in read_texts(source)]
     encoded = [np.array(ids, dtype=np.int32) for ids in tokenizer.encode_batch(texts)]
     return [(ids, np.ones(len(ids), dtype=bool)) for ids in encoded]
@@ -140,17 +138,14 @@ def read_documents(patterns: str | Sequence[str], tokenizer: Tokenizer) -> list[
 
 def _is_chat(source: Source) -> bool:
     first = next((row for _, row in source.rows()), None)
-    try:
-        return (
-            isinstance(first, dict)
-            and source.format.detect(first, CHAT_FORMATS).kind in CHAT_FORMATS
-        )
-    except ValueError:
-        return False  # reading the rows reports the line
+    with suppress(ValueError):  # reading the rows reports the line
+        if isinstance(first, dict):
+            return source.format.detect(first, CHAT_FORMATS).kind in CHAT_FORMATS
+    return False
 
 
 def _windows(documents: Sequence[Document], context: int, stride: int) -> list[Window]:
-    """Windows that have something to score, shortest first."""
+    """Returns the windows that have something to score, shortest first."""
     windows = []
     for d, (ids, supervised) in enumerate(documents):
         fresh = 1  # nothing predicts a document's first token
@@ -165,17 +160,15 @@ def _windows(documents: Sequence[Document], context: int, stride: int) -> list[W
 
 
 def _batches(results: Windows, batch_tokens: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """ids and labels [B, T], longest windows first, padded on the right, which no token sees."""
-    documents, windows = results
-    end = len(windows)
+    """Yields ids and labels [B, T], longest windows first, padded on the right."""
+    end = len(results.bounds)
     while end:
-        _, start, stop, _ = windows[end - 1]
+        _, start, stop, _ = results.bounds[end - 1]
         begin = max(0, end - max(1, batch_tokens // (stop - start)))
-        rows = [_tensors(documents, window) for window in windows[begin:end]]
-        yield (
-            pad_sequence([ids for ids, _ in rows], batch_first=True),
-            pad_sequence([labels for _, labels in rows], batch_first=True, padding_value=IGNORE),
-        )
+        rows = [_tensors(results.documents, window) for window in results.bounds[begin:end]]
+        ids = pad_sequence([ids for ids, _ in rows], batch_first=True)
+        labels = [labels for _, labels in rows]
+        yield ids, pad_sequence(labels, batch_first=True, padding_value=IGNORE)
         end = begin
 
 

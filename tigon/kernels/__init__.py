@@ -1,10 +1,9 @@
 """Operators, one file each: the plain-torch definition (`*_ref`), then the public function."""
 
 from tigon.kernels.attention.api import AttentionMask, attention, attention_ref
-from tigon.kernels.attention.decode import append_attention, append_attention_ref
-from tigon.kernels.attention.kv_cache import KVBuffers
+from tigon.kernels.attention.decode import KVBuffers, append_attention, append_attention_ref
 from tigon.kernels.linear.fp8 import fp8_linear, fp8_linear_ref
-from tigon.kernels.linear.gemv import gemv, gemv_ref
+from tigon.kernels.linear.linear import gemv, gemv_ref
 from tigon.kernels.linear.lora import lora_linear, lora_linear_ref
 from tigon.kernels.loss.api import (
     cross_entropy,
@@ -24,10 +23,8 @@ from tigon.kernels.loss.terms import KL, CrossEntropy, Head, LogProbs
 from tigon.kernels.loss.vocab_parallel import VocabularyShard, embedding_rows, embedding_rows_ref
 from tigon.kernels.mlp.gated_act import gated_act, gated_act_ref
 from tigon.kernels.mlp.grouped_mlp import grouped_mlp, grouped_mlp_ref
-from tigon.kernels.norm.rms_norm import rms_norm, rms_norm_ref
-from tigon.kernels.norm.sandwich_norm import sandwich_norm, sandwich_norm_ref
-from tigon.kernels.rope.qk_norm_rope import qk_norm_rope, qk_norm_rope_ref
-from tigon.kernels.rope.rope import rope, rope_ref
+from tigon.kernels.norm.rms_norm import rms_norm, rms_norm_ref, sandwich_norm, sandwich_norm_ref
+from tigon.kernels.rope.rope import qk_norm_rope, qk_norm_rope_ref, rope, rope_ref
 from tigon.kernels.runtime import checks, use
 
 __all__ = [

@@ -302,8 +302,7 @@ def on_host(x: Tensor) -> bool:
 
 
 def may_sync(x: Tensor) -> bool:
-    """Whether the host may read a value of `x`: it is on the host, or checks wait for the
-    device."""
+    """Whether the host may read a value of `x`: it is there, or checks wait for the device."""
     if not has_values(x):
         return False
     if x.device.type != "cuda":

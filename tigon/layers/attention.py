@@ -10,9 +10,8 @@ from torch import Tensor, nn
 
 from tigon.distributed.sequence_parallel import PartialSum
 from tigon.kernels.attention.api import attention
-from tigon.kernels.norm.common import Cast
-from tigon.kernels.rope.qk_norm_rope import qk_norm_rope
-from tigon.kernels.rope.rope import rope
+from tigon.kernels.norm.rms_norm import Cast
+from tigon.kernels.rope.rope import qk_norm_rope, rope
 from tigon.layers.context import BlockInputs
 from tigon.layers.kv_cache import GrowingKV, KVState, Quantize, StaticKV
 from tigon.layers.linear import FusedLinear, Linear, is_unpatched

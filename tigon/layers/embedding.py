@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from tigon.distributed.collectives import Ranks, reduce_from_group
-from tigon.kernels.linear.gemv import linear
-from tigon.kernels.linear.linear import chunked_matmul
+from tigon.kernels.linear.linear import chunked_matmul, linear
 from tigon.kernels.loss.vocab_parallel import VocabularyShard, embedding_rows
 from tigon.layers.lora import Adapters, LayerAdapter, LoRAPart, SavedModules, Shapes
 

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 
 from tigon.kernels.linear.dropout import Dropout
-from tigon.kernels.linear.gemv import gemv, uses_gemv
+from tigon.kernels.linear.linear import gemv, uses_gemv
 from tigon.kernels.linear.lora import FP8_BASE, PLAIN_BASE, lora_linear
 from tigon.kernels.mlp.gated_act import Activation, gated_act
 from tigon.layers.lora import Adapters

@@ -12,8 +12,7 @@ from torch import Tensor, nn
 
 from tigon.distributed.all_reduce import all_gather_small
 from tigon.distributed.collectives import Ranks, scale_replicated_grad
-from tigon.kernels.linear.gemv import linear
-from tigon.kernels.linear.linear import reduction_chunks
+from tigon.kernels.linear.linear import linear, reduction_chunks
 from tigon.kernels.linear.lora import lora_linear
 from tigon.kernels.loss.api import Options, scale_and_cap
 from tigon.kernels.loss.fused_linear import HeadValue, run_loss_terms

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from tigon.distributed.expert_dispatch import ExpertShard, TokenRoute
 from tigon.kernels.mlp.gated_act import Activation
 from tigon.kernels.mlp.grouped_mlp import unchecked_grouped_mlp
-from tigon.kernels.mlp.lora_grouped_mlp import lora_grouped_mlp
 from tigon.layers.linear import Linear
 from tigon.layers.lora import Adapters
 from tigon.layers.mlp import GatedMLP
@@ -67,11 +66,9 @@ class Experts(nn.Module):
 
     def _own(self, x: Tensor, experts: Tensor, weights: Tensor, slots: int | None = None) -> Tensor:
         matrices = self.gate_up_proj, self.down_proj
-        if self.lora is not None and (own := self.lora.active()) is not None:
-            return lora_grouped_mlp(
-                x, *matrices, own.low(*matrices), experts, weights, self.act, slots
-            )
-        return unchecked_grouped_mlp(x, *matrices, experts, weights, self.act, slots)
+        adapter = None if self.lora is None else self.lora.active()
+        low = None if adapter is None else adapter.low(*matrices)
+        return unchecked_grouped_mlp(x, *matrices, experts, weights, self.act, slots, low)
 
 
 class SparseMoE(nn.Module):

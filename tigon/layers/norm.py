@@ -8,9 +8,7 @@ from torch import Tensor, nn
 from tigon.distributed.all_reduce import all_reduce_small_norm
 from tigon.distributed.collectives import Ranks, all_reduce
 from tigon.distributed.sequence_parallel import PartialSum
-from tigon.kernels.norm.common import Cast
-from tigon.kernels.norm.rms_norm import rms_norm, rms_norm_with_input
-from tigon.kernels.norm.sandwich_norm import sandwich_norm
+from tigon.kernels.norm.rms_norm import Cast, rms_norm, rms_norm_with_input, sandwich_norm
 
 
 class RMSNorm(nn.Module):

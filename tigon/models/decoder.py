@@ -17,7 +17,7 @@ from tigon.distributed.collectives import Ranks
 from tigon.distributed.sequence_parallel import PartialSum, SequenceParallelRegion
 from tigon.kernels.attention.api import AttentionMask
 from tigon.kernels.mlp.gated_act import Activation
-from tigon.kernels.norm.common import Cast
+from tigon.kernels.norm.rms_norm import Cast
 from tigon.layers import (
     AddRMSNorm,
     Attention,

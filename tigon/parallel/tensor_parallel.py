@@ -402,7 +402,7 @@ def shard_parameters(model: CausalLM, ranks: Ranks) -> None:
     set_local_adapters(model, specs, ranks)
     size = model.config.vocab_size
     ((rows, _),) = vocabulary_rows(model, size, ranks)
-    vocabulary = VocabularyShard.of(ranks.group, ranks.size, rows.source, rows.length, size)
+    vocabulary = VocabularyShard.build(ranks.group, ranks.size, rows.source, rows.length, size)
     for module in model.modules():
         if isinstance(module, Attention):
             _set_local_heads(module, ranks)

@@ -3,13 +3,12 @@
 import os
 import tempfile
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 
 from tigon.report.page import format_duration, render_page
 from tigon.report.read import read
 
-__all__ = ["attempt", "format_duration", "is_due", "write"]
+__all__ = ["format_duration", "lacks_page", "write", "write_or_explain"]
 
 
 def write(
@@ -36,21 +35,15 @@ def write(
         raise FileNotFoundError(f"no directory {path.parent} for {path.name}")
     if path.is_dir():
         raise IsADirectoryError(f"{path} is a directory: name a file, such as {path / name}")
-    text = render_page(results).encode(errors="replace")
-    descriptor, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-    try:
-        with open(descriptor, "wb") as file:
-            file.write(text)
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, path)
-    except BaseException:
-        with suppress(OSError):
-            os.unlink(temporary)
-        raise
+    text = render_page(results)
+    with tempfile.TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as folder:
+        page = Path(folder, path.name)
+        page.write_text(text, encoding="utf-8", errors="replace")
+        os.replace(page, path)
     return path
 
 
-def attempt(run: Path) -> str:
+def write_or_explain(run: Path) -> str:
     """Writes the page of a run that ends; returns a line with its path, or why there is none."""
     try:
         return f"report: {write([run], ended=True)}"
@@ -58,8 +51,8 @@ def attempt(run: Path) -> str:
         return f"no report: {type(error).__name__}: {error}"
 
 
-def is_due(run: Path) -> bool:
-    """Whether a run that has ended lacks its page: it was killed before that."""
+def lacks_page(run: Path) -> bool:
+    """Returns whether a run that has ended lacks its page, as it was killed before that."""
     page, rows = run / "report.html", run / "metrics.jsonl"
     try:
         return not page.exists() or page.stat().st_mtime_ns < rows.stat().st_mtime_ns

@@ -5,7 +5,6 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import yaml
@@ -16,21 +15,20 @@ from tigon.report.read import Column, RunFiles
 from tigon.utils.terminal import escape_controls
 
 CHARACTERS = 2000  # of a setting
-TRAIN = Path(__file__).parents[1] / "train"
-SOURCES = (TRAIN / "config.py",)
+SOURCE = Path(__file__).parents[1] / "train/config.py"
 
 
 def render_page(runs: Sequence[RunFiles]) -> str:
     """Returns the whole document; all text of a run is escaped, control characters too."""
     folder = FileSystemLoader(Path(__file__).parent)
     environment = Environment(loader=folder, autoescape=True, trim_blocks=True)
-    functions = (state, facts, figures, settings, differences, spread, show)
+    functions = (describe_state, facts, figures, settings, differences, select_samples)
     environment.globals.update({function.__name__: function for function in functions})
     html = environment.get_template("page.html").render(runs=runs, charts=[*charts(runs)])
     return escape_controls(html)
 
 
-def state(run: RunFiles) -> str:
+def describe_state(run: RunFiles) -> str:
     last, steps = run.last_step or 0, run.config.get("steps")
     if run.is_finished:
         return f"finished · {last:,} steps"
@@ -46,19 +44,19 @@ def facts(run: RunFiles) -> dict[str, str]:
     found = {
         "Model": str(config.get("model") or (f"{init}, from random weights" if init else "")),
         "Size": size, "Task": str(config.get("task", "")), "Machine": run.machine,
-        "Data": show(config["data"]) if config.get("data") else "",
-        "Held out": show(config["eval_data"]) if config.get("eval_data") else "",
+        "Data": format_setting(config["data"]) if config.get("data") else "",
+        "Held out": format_setting(config["eval_data"]) if config.get("eval_data") else "",
     }  # fmt: skip
     return {name: text for name, text in found.items() if text}
 
 
-def number(value: float) -> str:
+def format_number(value: float) -> str:
     if math.isnan(value):
         return "not finite"
     return f"{value:,.0f}" if 1000 <= abs(value) < 1e15 else f"{value:.4g}"
 
 
-def percent(value: float) -> str:
+def format_percent(value: float) -> str:
     return f"{100 * value:.4g} %"
 
 
@@ -71,18 +69,18 @@ def format_duration(seconds: float) -> str:
 
 # Name -> metric, which number of its column, and its text
 FIGURES: dict[str, tuple[str, Callable[[Column], float], Callable[[float], str]]] = {
-    "Training loss, last step": ("loss", Column.last, number),
-    "Eval loss, first": ("eval_loss", lambda c: c.values[0], number),
-    "Eval loss, last": ("eval_loss", lambda c: c.values[-1], number),
-    "Eval loss, best": ("eval_loss", lambda c: min(c.finite()), number),
-    "Eval perplexity, last": ("eval_loss", lambda c: math.exp(min(c.last(), 700)), number),
-    "Eval accuracy, last": ("eval_accuracy", Column.last, percent),
-    "Tokens seen": ("tokens", lambda c: sum(c.finite()), "{:,.0f}".format),
-    "Epochs": ("epoch", Column.last, number),
-    "Time of training steps": ("step_seconds", lambda c: sum(c.finite()), format_duration),
-    "Time waiting for data": ("data_seconds", lambda c: sum(c.finite()), format_duration),
-    "Throughput, median, tokens/s": ("tokens_per_second", lambda c: median(c.finite()), number),
-    "MFU, median": ("mfu", lambda c: median(c.finite()), percent),
+    "Training loss, last step": ("loss", Column.last, format_number),
+    "Eval loss, first": ("eval_loss", lambda c: c.values[0], format_number),
+    "Eval loss, last": ("eval_loss", lambda c: c.values[-1], format_number),
+    "Eval loss, best": ("eval_loss", lambda c: min(c.finite()), format_number),
+    "Eval perplexity, last": ("eval_loss", lambda c: math.exp(min(c.last(), 700)), format_number),
+    "Eval accuracy, last": ("eval_accuracy", Column.last, format_percent),
+    "Tokens seen": ("tokens", Column.total, "{:,.0f}".format),
+    "Epochs": ("epoch", Column.last, format_number),
+    "Time of training steps": ("step_seconds", Column.total, format_duration),
+    "Time waiting for data": ("data_seconds", Column.total, format_duration),
+    "Throughput, median, tokens/s": ("tokens_per_second", Column.median, format_number),
+    "MFU, median": ("mfu", Column.median, format_percent),
     "Peak memory": ("memory_gib", lambda c: max(c.finite()), "{:.2f} GiB".format),
 }
 
@@ -96,7 +94,7 @@ def figures(run: RunFiles) -> dict[str, str]:
     return found | {name: f"{count:,}" for name, count in counts.items() if count}
 
 
-def show(value: Any) -> str:
+def format_setting(value: Any) -> str:
     """Returns a setting as YAML on one line, without what is empty in entries of data."""
     if isinstance(value, list | tuple):
         value = [{k: v for k, v in item.items() if v not in (None, {}, [])}
@@ -109,12 +107,11 @@ def show(value: Any) -> str:
 
 @cache
 def default_settings() -> dict[str, Any]:
-    """Returns the trainer's defaults, from its sources: importing them would import torch."""
-    nodes = [node for source in SOURCES for node in ast.parse(source.read_text()).body]
-    classes = [n for n in nodes if isinstance(n, ast.ClassDef) and n.name.endswith("Settings")]
-    lines = [line for node in classes for line in node.body]
-    options = [line for line in lines if isinstance(line, ast.AnnAssign)]
-    calls = {ast.unparse(o.target): o.value for o in options if isinstance(o.value, ast.Call)}
+    """Returns the trainer's defaults, from its source: importing it would import torch."""
+    classes = [n for n in ast.parse(SOURCE.read_text()).body if isinstance(n, ast.ClassDef)]
+    lines = [x for n in classes if n.name.endswith("Settings") for x in n.body]
+    options = {ast.unparse(x.target): x.value for x in lines if isinstance(x, ast.AnnAssign)}
+    calls = {name: value for name, value in options.items() if isinstance(value, ast.Call)}
     return {name: ast.literal_eval(call.args[0]) for name, call in calls.items() if call.args}
 
 
@@ -122,7 +119,7 @@ def settings(run: RunFiles) -> tuple[list[list[str]], list[list[str]]]:
     """Returns rows of the settings that differ from their defaults, and of the others."""
     rows: tuple[list[list[str]], list[list[str]]] = [], []
     for name, value in run.config.items():
-        texts = [show(value), show(default_settings().get(name, ""))]
+        texts = [format_setting(value), format_setting(default_settings().get(name, ""))]
         rows[texts[0] == texts[1]].append([name, *texts])
     return rows
 
@@ -130,12 +127,12 @@ def settings(run: RunFiles) -> tuple[list[list[str]], list[list[str]]]:
 def differences(runs: Sequence[RunFiles]) -> Iterator[list[str]]:
     """Yields the settings that differ, with the value of each run."""
     for name in dict.fromkeys(name for run in runs for name in run.config):
-        values = [show(run.config[name]) if name in run.config else "–" for run in runs]
+        values = [format_setting(run.config[name]) if name in run.config else "–" for run in runs]
         if len(set(values)) > 1 and name not in ("run_dir", "resume"):
             yield [name, *values]
 
 
-def spread(texts: dict[int, str], limit: int = 12) -> list[tuple[int, str]]:
+def select_samples(texts: dict[int, str], limit: int = 12) -> list[tuple[int, str]]:
     """Returns the samples of at most `limit` steps, evenly spaced."""
     steps, last = sorted(texts), len(texts) - 1
     if last >= limit:

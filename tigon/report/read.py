@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from tigon.utils.json import parse_object, read_bytes
@@ -26,13 +27,19 @@ DAMAGED = (OSError, ValueError, AttributeError, LookupError, TypeError, Recursio
 
 @dataclass
 class Column:
-    """The values of a metric by step; NaN stands for null, a number that was not finite."""
+    """Holds the values of a metric by step; NaN stands for null, a number that was not finite."""
 
     steps: "array[int]" = field(default_factory=lambda: array("q"))
     values: "array[float]" = field(default_factory=lambda: array("d"))
 
     def finite(self) -> list[float]:
         return [value for value in self.values if not math.isnan(value)]
+
+    def median(self) -> float:
+        return median(self.finite())
+
+    def total(self) -> float:
+        return sum(self.finite())
 
     def missing(self) -> list[int]:
         """Returns the steps whose value is not finite."""
@@ -44,14 +51,13 @@ class Column:
 
     def lowest(self) -> tuple[int, float] | None:
         """Returns the step and the value of the first minimum."""
-        pairs = zip(self.values, self.steps, strict=True)
-        value, step = min((p for p in pairs if not math.isnan(p[0])), default=(math.nan, 0))
-        return None if math.isnan(value) else (step, value)
+        value = min(self.finite(), default=None)
+        return None if value is None else (self.steps[self.values.index(value)], value)
 
 
 @dataclass
 class RunFiles:
-    """What a run directory says; `problems` are sentences about what could not be read."""
+    """Holds what a run directory says; `problems` are sentences about what could not be read."""
 
     path: Path
     name: str
@@ -76,7 +82,7 @@ class RunFiles:
 
     @property
     def is_finished(self) -> bool:
-        """Whether the run has done all the steps of its settings."""
+        """Returns whether the run has done all the steps of its settings."""
         steps, epochs = self.config.get("steps"), _number(self.config.get("epochs") or 1)
         if self.last_step is None or self.last_step in (self.exported, steps):
             return self.last_step is not None
@@ -84,7 +90,7 @@ class RunFiles:
 
     @property
     def ended_early(self) -> bool:
-        """Whether `patience` evaluations have passed since the best one."""
+        """Returns whether `patience` evaluations have passed since the best one."""
         patience, losses = self.config.get("patience"), self.column("eval_loss")
         best = losses.lowest()
         if not isinstance(patience, int) or patience <= 0 or best is None:
@@ -98,7 +104,7 @@ def read(path: Path) -> RunFiles:
         raise FileNotFoundError(f"no run directory {path}")
     if not any((path / name).exists() for name in ("config.yaml", "metrics.jsonl")):
         raise ValueError(f"{path} holds no run: it has neither config.yaml nor metrics.jsonl")
-    run = RunFiles(path, path.resolve().name or str(path))
+    run = RunFiles(path, path.resolve().name or str(path), running=_is_locked(path / ".lock"))
     _read_config(run)
     _read_metrics(run)
     for row in _rows(run, "samples.jsonl"):
@@ -107,7 +113,6 @@ def read(path: Path) -> RunFiles:
         run.samples.setdefault(prompt, {})[row["step"]] = str(row.get("text", ""))
     with suppress(OSError, ValueError):
         run.exported = int(_content(path / ".exported", 100))
-    run.running = _is_locked(path / ".lock")
     _read_model(run)
     return run
 
@@ -136,14 +141,14 @@ def _read_config(run: RunFiles) -> None:
 def _read_metrics(run: RunFiles) -> None:
     rollbacks = 0.0
     for row in _rows(run, "metrics.jsonl"):
-        step = row["step"]
+        step = row.pop("step")
         if isinstance(skipped := row.get("skipped"), str):
             run.skipped.append((step, skipped))
         if (count := _number(row.pop("rollbacks", 0))) > rollbacks:
             run.rollbacks.append(step)
             rollbacks = count
         for key, value in row.items():
-            if key != "step" and (value is None or type(value) in (int, float)):
+            if value is None or type(value) in (int, float):
                 column = run.columns.setdefault(key, Column())
                 column.steps.append(step)
                 column.values.append(_number(value))
@@ -163,13 +168,14 @@ def _number(value: Any) -> float:
 
 def _rows(run: RunFiles, name: str) -> Iterator[dict[str, Any]]:
     """Yields the readable rows, and counts those that a crash left damaged."""
-    lines, missing_steps = list[bytes](), 0
+    damaged = 0
     try:
         lines = _content(run.path / name, LOG_BYTES).splitlines()
     except FileNotFoundError:
-        pass
+        return
     except (OSError, ValueError) as error:
         run.problems.append(f"{name} cannot be read: {error}.")
+        return
     for line in filter(bytes.strip, lines):
         row: dict[str, Any] = {}
         with suppress(ValueError):
@@ -177,13 +183,13 @@ def _rows(run: RunFiles, name: str) -> Iterator[dict[str, Any]]:
         if type(step := row.get("step")) is int and 0 <= step < LARGEST_STEP:
             yield row
         else:
-            missing_steps += 1
-    if missing_steps:
-        run.problems.append(f"Left out of {name}: {missing_steps} lines that cannot be read.")
+            damaged += 1
+    if damaged:
+        run.problems.append(f"Left out of {name}: {damaged} lines that cannot be read.")
 
 
 def _is_locked(path: Path) -> bool:
-    """Whether a living process holds the run."""
+    """Returns whether a living process has locked the run."""
     if fcntl is None or not path.is_file():
         return False
     with path.open("rb") as file:

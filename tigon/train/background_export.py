@@ -1,7 +1,7 @@
 """Exports of a run, written while training goes on."""
 
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -17,19 +17,18 @@ from tigon.weights import RankError, TensorEntry, WriterGroup, copy_to_host, exp
 
 
 class Exporter(checkpoint.BackgroundWriter):
-    """The exports of one run, one at a time. Every rank makes one and calls its methods alike.
+    """Writes the exports of one run. Every rank makes one and calls the same methods.
 
     With `background`, `export` returns when this rank's rows are copied into host memory, and the
     copy is written while training goes on; the next `export`, `wait` and leaving the `with` block
-    wait for it and raise what stopped it.
+    wait for it and raise its errors.
     """
 
     def __init__(self, world: World, *, background: bool = True) -> None:
         self.world, self.background = world, background
-        # Its own group: the thread that writes would else mix its messages with the training's
+        # A separate group: the writer's messages would mix with those of training
         self._ranks = WriterGroup(dist.new_group(backend="gloo"))
         self._thread = ThreadPoolExecutor(1)
-        self._writing: Future[None] | None = None
 
     def __exit__(self, *error: Any) -> None:
         try:
@@ -46,26 +45,26 @@ class Exporter(checkpoint.BackgroundWriter):
         dtype: torch.dtype,
         values: Mapping[str, Tensor] | None = None,
     ) -> None:
-        """Hugging Face format, or PEFT's of a model with an adapter; what was at `target` stays
-        until the new one is whole.
+        """Writes Hugging Face's format, or PEFT's of an adapter; what was at `target` stays until
+        the new one is complete.
 
-        `values`: in place of parameters, by their names, this rank's part of each. Raises SaveError
-        if this or the export before it cannot be written.
+        `values` replace parameters, by name: this rank's part of each. Raises SaveError if this or
+        the export before it cannot be written.
         """
         self.wait()
-        how: dict[str, Any] = {"tokenizer": tokenizer, "ranks": WriterGroup()}
-        if model.active_adapter is not None:  # in its own dtype
-            tensors, describe = prepare_adapter(model, **how)
+        options: dict[str, Any] = {"tokenizer": tokenizer, "ranks": WriterGroup()}
+        if model.active_adapter is not None:  # in the adapter's dtype
+            tensors, describe = prepare_adapter(model, **options)
             write = write_adapter
         else:
-            tensors, describe = prepare_save(model, dtype=dtype, values=values, **how)
+            tensors, describe = prepare_save(model, dtype=dtype, values=values, **options)
             write = write_model
-        own = sum(piece.rows * entry.row_bytes for entry in tensors for piece in entry.pieces)
-        background = self.background and checkpoint.fits_in_memory(own, self.world)
+        nbytes = sum(piece.rows * entry.row_bytes for entry in tensors for piece in entry.pieces)
+        background = self.background and checkpoint.fits_in_memory(nbytes, self.world)
         if background:
             with self._ranks.sync_errors():  # the thread of a rank without a copy would not write
                 tensors = copy_to_host(tensors)
-        self._writing = self._thread.submit(self._write, target, write, tensors, describe)
+        self.pending = self._thread.submit(self._write, target, write, tensors, describe)
         if not background:
             self.wait()
 
@@ -84,11 +83,7 @@ class Exporter(checkpoint.BackgroundWriter):
             raise checkpoint.SaveError(f"{target} was not written: {why}") from error
         self.world.log_rank0(f"exported to {target}")
 
-    @property
-    def failed(self) -> bool:
-        return self._writing is not None and checkpoint.has_failed(self._writing)
-
     def wait(self) -> None:
-        if self._writing is not None:
-            writing, self._writing = self._writing, None
-            writing.result()
+        if self.pending is not None:
+            pending, self.pending = self.pending, None
+            pending.result()

@@ -66,7 +66,7 @@ GPU_SETTINGS = {"activation_offload": "memory", "optimizer_offload": "memory", "
 
 @dataclass
 class TrainingRun:
-    """Everything that the training loop uses."""
+    """Holds everything that the training loop uses."""
 
     config: Config
     world: World
@@ -103,7 +103,7 @@ class TrainingRun:
 
 @dataclass
 class RunInputs:
-    """What a run reads and checks before its model."""
+    """Holds what a run reads and checks before its model."""
 
     config: Config  # with new_tokens if the data has tokens that the model lacks
     task: Task
@@ -276,13 +276,10 @@ def build_run(
         keep=checkpoint.KeepPolicy(config.keep_last, config.keep_best, config.keep_hours),
         background=config.async_save,
     )
-    task, tokenizer, data, eval_data = (
-        inputs.task, inputs.tokenizer, inputs.data, inputs.eval_data,
-    )  # fmt: skip
     return TrainingRun(
-        config, world, task, tokenizer, data, eval_data, model, optimizer, inputs.start,
-        inputs.steps(config), inputs.state, saver, ema, list(prompts), base,
-        build_in_backward(model, optimizer, config),
+        config, world, inputs.task, inputs.tokenizer, inputs.data, inputs.eval_data, model,
+        optimizer, inputs.start, inputs.steps(config), inputs.state, saver, ema, list(prompts),
+        base, build_in_backward(model, optimizer, config),
     )  # fmt: skip
 
 

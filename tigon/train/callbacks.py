@@ -9,7 +9,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -28,7 +28,7 @@ from tigon.weights import explain_full_disk
 
 @dataclass(frozen=True)
 class HookRequest:
-    """What a pass returns for its watchers besides predictions and metrics."""
+    """Names what a pass returns for its watchers besides predictions and metrics."""
 
     # For each hook int64 [n], the positions in the flattened batch whose logits it gets
     at: tuple[Tensor | None, ...] = ()
@@ -36,14 +36,14 @@ class HookRequest:
 
     @property
     def positions(self) -> Tensor | None:
-        """The positions of all hooks, concatenated."""
+        """Concatenates the positions of all hooks."""
         positions = [at for at in self.at if at is not None]
         return torch.cat(positions) if positions else None
 
 
 @dataclass(frozen=True, kw_only=True)
 class PassOutput:
-    """What a pass computed for each position of its micro-batch, without gradients."""
+    """Holds what a pass computed for each position of its micro-batch, without gradients."""
 
     loss: Tensor  # this micro-batch's part of the loss of the step, or of the evaluation
     labels: Tensor  # int64 [B, T]: the token to predict there, -100 where none counts
@@ -56,7 +56,7 @@ class PassOutput:
 
 @dataclass(frozen=True, kw_only=True)
 class HookContext(PassOutput):
-    """What a hook is called with; `logits_at` has the positions that this hook chose."""
+    """Holds what a hook is called with; `logits_at` has the positions that this hook chose."""
 
     at: Tensor | None  # int64 [n]: these positions, in the flattened batch
     step: int  # as in metrics.jsonl
@@ -68,18 +68,17 @@ class HookContext(PassOutput):
 
 
 class Hook:
-    """A callable of the user, with its optional method `positions`."""
+    """Wraps a callable of the user, with its optional method `positions`."""
 
     def __init__(self, name: str):
-        """`name`: module:function or file.py:function. ValueError if it cannot be found."""
+        """Imports `name`, module:function or file.py:function; ValueError if it cannot be found."""
         self.name = name
         call = _import_function(name)
         if isinstance(call, type):
             call = self._run(call)
         if not callable(call):
-            raise ValueError(
-                f"hooks={name}: {type(call).__name__} is not callable: name a function"
-            )
+            kind = type(call).__name__
+            raise ValueError(f"hooks={name}: {kind} is not callable: name a function")
         self._call, self._positions = call, getattr(call, "positions", None)
 
     def positions(self, micro_batch: MicroBatch, labels: Tensor) -> Tensor | None:
@@ -109,7 +108,7 @@ class Hook:
 
 
 class Hooks:
-    """The hooks of a run, in the order of the config. Every rank calls each equally often."""
+    """Calls the hooks of a run in the order of the config, equally often on every rank."""
 
     def __init__(self, names: Sequence[str], every: int):
         self.hooks, self.every = [Hook(name) for name in names], every
@@ -128,17 +127,16 @@ class Hooks:
         logits_at: list[Tensor | None] = [None] * len(self.hooks)
         if output.logits_at is not None:
             chunks = output.logits_at.split([0 if at is None else len(at) for at in request.at])
-            logits_at = [
-                None if at is None else chunk for at, chunk in zip(request.at, chunks, strict=True)
-            ]
+            pairs = zip(request.at, chunks, strict=True)
+            logits_at = [None if at is None else chunk for at, chunk in pairs]
         for hook, at, logits in zip(self.hooks, request.at, logits_at, strict=True):
             hook(HookContext(**vars(output) | context | {"at": at, "logits_at": logits}))
 
 
 def _import_function(name: str) -> Any:
     """Imports what module:function or file.py:function names."""
-    source, colon, attribute = name.rpartition(":")
-    if not colon or not source or not attribute:
+    source, _, attribute = name.rpartition(":")
+    if not source or not attribute:
         raise ValueError(f"hooks={name}: give module:function or file.py:function")
     try:
         module = _load_file(Path(source)) if source.endswith(".py") else _import(source)
@@ -182,62 +180,46 @@ def _load_file(path: Path) -> ModuleType:
 class PredictionsWriter:
     """Writes run_dir/predictions-step-N.jsonl: a line for each sequence, batch after batch.
 
-    Each data-parallel rank writes a partial file and rank 0 merges them: the result is the same on
-    any number of ranks, and appears when it is complete. All ranks share one run_dir.
+    Ranks send their lines to rank 0, whose file is the same on any number of ranks and appears when
+    it is complete.
     """
 
     def __init__(self, directory: Path, step: int, tokenizer: Tokenizer, world: World):
         self.target = directory / f"predictions-step-{step:08d}.jsonl"
+        self.temporary = self.target.with_name(f".{self.target.name}.partial")
         self.tokenizer, self.world = tokenizer, world
-        self.parts = [
-            self.target.with_name(f".{self.target.name}.rank-{rank}.partial")
-            for rank in range(world.data.size)
-        ]
 
     def __enter__(self) -> Self:
-        if self.world.is_data_leader:
-            self._part.unlink(missing_ok=True)  # never written through, should it be a link
-        self.file = open(self._part, "w", encoding="utf-8")
+        if self.world.main:
+            self.temporary.unlink(missing_ok=True)  # never written through, should it be a link
+            self.file = open(self.temporary, "w", encoding="utf-8")
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *rest: Any) -> None:
-        part = self._part
-        if kind is not None:
-            with suppress(OSError):  # a write that failed fails again
-                self.file.close()
-            self._remove()
+        if not self.world.main:
             return
         try:
-            with explain_full_disk(part, part.stat().st_size):
+            needed = self.temporary.stat().st_size
+            with suppress(OSError) if kind else explain_full_disk(self.target, needed):
+                self.file.flush()
+                os.fsync(self.file.fileno())
+            if kind is None:
+                self.temporary.replace(self.target)
+        finally:  # a full disk needs the room
+            self.temporary.unlink(missing_ok=True)
+            with suppress(OSError):  # a write that failed fails again
                 self.file.close()
-            self.world.barrier()
-            if self.world.main:
-                with explain_full_disk(
-                    self.target, sum(part.stat().st_size for part in self.parts)
-                ):
-                    merge_rank_files(self.parts, self.target)
-                self._remove()
-        except OSError:  # a full disk needs the room
-            self._remove()
-            raise
-
-    @property
-    def _part(self) -> Path:
-        """This rank's partial file; of ranks that share rows only the first has one."""
-        return self.parts[self.world.data.rank] if self.world.is_data_leader else Path(os.devnull)
-
-    def _remove(self) -> None:
-        """Removes all partial files, also those that a run on more ranks has left."""
-        for part in self.target.parent.glob(f".{self.target.name}.rank-*.partial"):
-            part.unlink(missing_ok=True)
 
     def write(self, output: PassOutput, micro_batch: MicroBatch) -> None:
-        """Writes this rank's next micro-batch, which an empty line ends."""
-        for row in prediction_rows(output, micro_batch):
+        """Writes the next micro-batch of every rank; all ranks call it."""
+        rows = prediction_rows(output, micro_batch) if self.world.is_data_leader else []
+        for row in rows:
             for name in ("target", "predicted"):
                 row[name] = self.tokenizer.decode(row[f"{name}_ids"])
-            self.file.write(json.dumps(row, ensure_ascii=False) + "\n")
-        self.file.write("\n")
+        lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in rows]
+        texts = self.world.gather("".join(lines))
+        if self.world.main:
+            self.file.writelines(texts)
 
 
 def prediction_rows(output: PassOutput, micro_batch: MicroBatch) -> list[dict[str, Any]]:
@@ -246,40 +228,20 @@ def prediction_rows(output: PassOutput, micro_batch: MicroBatch) -> list[dict[st
     metrics = {n: x.flatten().tolist() for n, x in output.metrics.items()}
     target_positions = (labels != IGNORE_INDEX).nonzero().squeeze(1).tolist()
     targets, predicted = labels.tolist(), predictions.tolist()
-    prediction_rows = []
+    rows = []
     end = 0
-    spans = micro_batch.spans.tolist()
-    for (start, stop), origin in zip(spans, micro_batch.origins, strict=True):
+    for (start, stop), origin in zip(micro_batch.spans.tolist(), micro_batch.origins, strict=True):
         begin = end
         while end < len(target_positions) and target_positions[end] < stop:
             end += 1
         positions = target_positions[begin:end]
-        if not positions:
-            continue
-        row: dict[str, Any] = {"source": origin}
-        row["positions"] = [i - start + 1 for i in positions]  # of the tokens, in the sequence
-        row["target_ids"] = [targets[i] for i in positions]
-        row["predicted_ids"] = [predicted[i] for i in positions]
-        row["correct"] = [targets[i] == predicted[i] for i in positions]
-        prediction_rows.append(
-            row | {n: [values[i] for i in positions] for n, values in metrics.items()}
-        )
-    return prediction_rows
-
-
-def merge_rank_files(parts: Sequence[Path], target: Path) -> None:
-    """Merges the partial files, micro-batch by micro-batch, as one rank would have written them."""
-    temporary = target.with_name(f".{target.name}.partial")
-    temporary.unlink(missing_ok=True)  # never written through, should it be a link
-    with ExitStack() as stack:
-        stack.callback(temporary.unlink, missing_ok=True)
-        files = [stack.enter_context(open(part, encoding="utf-8")) for part in parts]
-        merged = stack.enter_context(open(temporary, "w", encoding="utf-8"))
-        line = "\n"
-        while line:  # all have equally many micro-batches, so the last file ends with the others
-            for file in files:
-                while (line := file.readline()) not in ("", "\n"):
-                    merged.write(line)
-        merged.flush()
-        os.fsync(merged.fileno())
-        temporary.replace(target)
+        if positions:
+            row = {
+                "source": origin,
+                "positions": [i - start + 1 for i in positions],  # of the tokens, in the sequence
+                "target_ids": [targets[i] for i in positions],
+                "predicted_ids": [predicted[i] for i in positions],
+                "correct": [targets[i] == predicted[i] for i in positions],
+            }
+            rows.append(row | {n: [x[i] for i in positions] for n, x in metrics.items()})
+    return rows

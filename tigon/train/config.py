@@ -4,6 +4,8 @@ Sections are dataclasses, which `Config` joins to one flat one. Two settings tha
 are a row of CONFLICTS, a setting that needs another is a row of REQUIRES.
 """
 
+# ruff: noqa: RUF009
+
 import math
 import re
 from dataclasses import dataclass, fields, is_dataclass
@@ -24,49 +26,34 @@ MAX_ROWS = 2**31 - 1  # products of numbers of rows are to fit 64 bits
 MAX_TOKENS = 2**28  # of a row; an estimate has masks of pairs of them, which are to fit too
 MAX_FLOAT = 3.4e38  # of float32, in which losses are computed
 
-LossType = Literal[
-    "sigmoid",
-    "hinge",
-    "ipo",
-    "robust",
-    "sigmoid_norm",
-    "apo_zero",
-    "apo_down",
-    "dapo",
-    "grpo",
-    "dr_grpo",
-    "cispo",
-]
+PairLoss = Literal["sigmoid", "hinge", "ipo", "robust", "sigmoid_norm", "apo_zero", "apo_down"]
+PolicyLoss = Literal["dapo", "grpo", "dr_grpo", "cispo"]
 
 
 @dataclass(frozen=True)
 class Lora:
-    """A low-rank adapter, which is trained in place of the model."""
+    """Settings of a low-rank adapter, which is trained in place of the model."""
 
     rank: int = setting(16, "columns of its matrices", ge=1)
-    alpha: float = setting(32.0, "what it adds is multiplied by alpha / rank", ge=0)
+    alpha: float = setting(32.0, "its output is multiplied by alpha / rank", ge=0)
     targets: tuple[str, ...] = setting(
-        ("all-linear",), "projections, such as q_proj, or shell patterns of their whole names"
+        ("all-linear",), "projections such as q_proj, or patterns of full names"
     )
-    dropout: float = setting(
-        0.0, "share of the projections' inputs that it does not read in training", ge=0
-    )
+    dropout: float = setting(0.0, "share of its inputs that are dropped in training", ge=0)
     rslora: bool = setting(False, "multiplied by alpha / sqrt(rank) instead")
-    dora: bool = setting(False, "learn the lengths of weights' rows, too (DoRA)")
-    rank_pattern: dict[str, int] | None = setting(  # noqa: RUF009
+    dora: bool = setting(False, "train the lengths of weights' rows too (DoRA)")
+    rank_pattern: dict[str, int] | None = setting(
         None, "ranks of some projections, by name or pattern"
     )
-    alpha_pattern: dict[str, float] | None = setting(None, "likewise alpha")  # noqa: RUF009
-    modules_to_save: tuple[str, ...] = setting(
-        (), "embed_tokens and lm_head, where they are to be trained whole"
-    )
-    quantize: Quantize | None = setting(  # noqa: RUF009
-        None, "nf4: the frozen base in 4 bits (QLoRA); keep: an fp8 checkpoint's as it is"
+    alpha_pattern: dict[str, float] | None = setting(None, "alphas of some projections")
+    modules_to_save: tuple[str, ...] = setting((), "embed_tokens or lm_head: trained whole")
+    quantize: Quantize | None = setting(
+        None, "nf4: base in 4 bits (QLoRA); keep: as in an fp8 checkpoint"
     )
     merge: bool = setting(False, "write run_dir/hf too at the end, the model with what was added")
 
     def adapter(self, base: str = "", revision: str = "") -> LoraConfig:
-        """The adapter's config; raises ValueError for values that no adapter can have."""
+        """Returns the adapter's config; raises ValueError for values that no adapter can have."""
         options = {n: value for n, value in vars(self).items() if n not in ("merge", "quantize")}
         patterns = {name: options[name] or {} for name in ("rank_pattern", "alpha_pattern")}
         return LoraConfig(**options | patterns, base=base, revision=revision)
@@ -74,20 +61,16 @@ class Lora:
 
 @dataclass(frozen=True)
 class Parallel:
-    """How many ranks each dimension has; their product, without `expert`, is the number of all."""
+    """Ranks of each dimension; their product, without `expert`, is the number of all ranks."""
 
-    replicate: int = setting(1, "groups of ranks that have all weights, each", ge=1)
-    fsdp: int | None = setting(
-        None, "ranks that divide weights, gradients and states; null: all that are left", ge=1
-    )
-    context: int = setting(1, "ranks that divide the tokens of a row", ge=1)
-    tensor: int = setting(1, "ranks that divide each matrix and the tokens between them", ge=1)
-    expert: int = setting(
-        1, "of fsdp x context x tensor ranks, those that divide the experts of each layer", ge=1
-    )
+    replicate: int = setting(1, "groups of ranks, each with all weights", ge=1)
+    fsdp: int | None = setting(None, "ranks that shard weights and states; null: the rest", ge=1)
+    context: int = setting(1, "ranks that share the tokens of a row", ge=1)
+    tensor: int = setting(1, "ranks that share each matrix, and the tokens between", ge=1)
+    expert: int = setting(1, "ranks, of fsdp x context x tensor, that share the experts", ge=1)
 
     def sizes(self, ranks: int) -> MeshSizes:
-        """The mesh of so many ranks; raises ValueError if the dimensions do not fit them."""
+        """Returns the mesh of so many ranks; raises ValueError if the dimensions do not fit."""
         others = self.replicate * self.context * self.tensor
         fsdp = max(1, ranks // others) if self.fsdp is None else self.fsdp
         sizes = MeshSizes(self.replicate, fsdp, self.context, self.tensor, self.expert)
@@ -117,19 +100,17 @@ MESH = ", ".join(f"{f.name}: {f.default or 'null'}" for f in fields(Parallel))
 
 @dataclass(frozen=True)
 class ParameterGroup:
-    """Parameters with settings of their own."""
+    """Settings of the parameters whose names match."""
 
     match: tuple[str, ...]  # patterns of checkpoint tensor names, as in a shell
-    lr: float | None = setting(
-        None, "peak learning rate; null: that of the others", ge=0, finite=True
-    )
+    lr: float | None = setting(None, "peak learning rate; null: lr", ge=0, finite=True)
     weight_decay: float | None = setting(None, "null: that of the others", ge=0, finite=True)
     freeze: bool = False  # not trained
 
 
 @dataclass(frozen=True)
 class Profile:
-    """Steps to look into."""
+    """Steps to write a torch.profiler trace of."""
 
     start: int = setting(10, "the first step, as metrics.jsonl counts", ge=1)
     steps: int = setting(3, "how many", ge=1)
@@ -143,64 +124,42 @@ class ModelSettings:
     revision: str | None = setting(None, "commit, branch or tag of a hub repository")
     init: str = setting("", "instead of model: a config.json to start from with random weights")
     tokenizer: str = setting("", "directory or hub repository; default: that of model")
-    chat_template: str = setting(
-        "", "a Jinja file for chats, in place of the tokenizer's; run_dir/hf gets it"
-    )
+    chat_template: str = setting("", "a Jinja file, in place of the tokenizer's template")
     new_tokens: tuple[str, ...] = setting(
         (),
-        "special tokens to add to the tokenizer, and rows for them to embedding and head, which "
-        "begin as the mean of the others; lora trains both whole",
+        "special tokens to add, whose rows of embedding and head begin as the mean; lora trains "
+        "both whole",
         stream=True,
     )
     router_aux_loss_coef: float | None = setting(
-        None, "weight of the loss that balances experts, 0: none; null: as config.json says", ge=0
+        None, "weight of the loss that balances experts; null: as config.json", ge=0
     )
-    attention: Backend = setting("auto", "its backend: docs/attention.md")  # noqa: RUF009
+    attention: Backend = setting("auto", "its backend: docs/attention.md")
     activation_checkpointing: bool | int | Literal["auto"] = setting(
-        False,
-        "recompute blocks in backward to save memory: true each, N every n-th, false none, auto as "
-        "few as fit memory_budget",
-        ge=0,
+        False, "recompute in backward: true: each block, N: every n-th, auto: as few as fit", ge=0
     )
     device: Literal["auto", "cuda", "cpu"] = setting("auto", "auto: cuda where there is one")
     dtype: Literal["auto", "float32", "bfloat16"] = setting(
         "auto", "of the computation; auto: bfloat16 on cuda, param_dtype on cpu"
     )
     param_dtype: Literal["float32", "bfloat16"] = setting("float32", "of the weights being trained")
-    fp8: bool = setting(
-        False,
-        "products of attention and MLPs, forward and backward, of 8-bit floats: docs/training.md",
-    )
+    fp8: bool = setting(False, "8-bit floats in attention and MLP products: docs/training.md")
     fp8_except: tuple[str, ...] = setting(
-        (), "shell patterns of projections that fp8 leaves, such as model.layers.0.* or down_proj"
+        (), "patterns of projections without fp8, such as down_proj"
     )
-    lora: Lora | None = setting(  # noqa: RUF009
-        None, "{rank: 16, alpha: 32}: train a low-rank adapter alone; docs/adapters.md"
-    )
+    lora: Lora | None = setting(None, "{rank: 16, alpha: 32}: train an adapter: docs/adapters.md")
     sharding: Literal["full", "gradients"] = setting(
-        "full",
-        "what ranks divide; full: weights, gradients and optimizer states (FSDP2); gradients: all "
-        "but the weights (ZeRO-2), which moves fewer bytes where they fit",
+        "full", "full: shard weights, gradients and states (FSDP2); gradients: ZeRO-2"
     )
-    parallel: Parallel | Literal["auto"] | None = setting(  # noqa: RUF009
-        None,
-        f"{{{MESH}}}: how ranks share the run; auto: as `tigon plan` would have it; "
-        "docs/parallel.md",
+    parallel: Parallel | Literal["auto"] | None = setting(
+        None, f"{{{MESH}}}; auto: as `tigon plan` says: docs/parallel.md"
     )
-    activation_offload: bool = setting(
-        False, "keep what backward needs in host memory between forward and backward"
-    )
+    activation_offload: bool = setting(False, "keep activations for backward in host memory")
     cuda_graphs: bool = setting(
-        False,
-        "launch the blocks of a pass as one: for short rows and small models, whose steps wait for "
-        "Python; one GPU, packed rows: docs/training.md",
+        False, "replay blocks as CUDA graphs, for small models on one GPU: docs/training.md"
     )
     memory_budget: float | None = setting(
-        None,
-        "GiB of tensors that a GPU may hold, for activation_checkpointing=auto; null: what it has, "
-        "less a margin",
-        gt=0,
-        finite=True,
+        None, "GiB for activation_checkpointing=auto; null: the GPU's", gt=0, finite=True
     )
 
 
@@ -210,23 +169,16 @@ class DataSettings:
 
     data: tuple[str | Entry, ...] = setting(
         (),
-        "training files, globs, hub data sets as hf://owner/name, or groups of settings: path, "
-        "weight, format, columns, split, skip, take, config, revision",
+        "training files, globs, hf://owner/name, or groups: path, weight, format, columns, "
+        "split, skip, take, config, revision",
     )
     eval_data: tuple[str | Entry, ...] = setting(
-        (), "held-out ones; {NAME: ..., NAME: ...} or entries with name= are also measured apart"
+        (), "held-out data; {NAME: ..., NAME: ...} is also measured apart"
     )
     eval_fraction: float = setting(
-        0.0,
-        "in place of eval_data: this fraction of the rows of data is held out, chosen by a digest "
-        "of each row, so the same in every order and on every machine",
-        ge=0,
-        lt=1,
-        stream=True,
+        0.0, "fraction of data to hold out, by a digest of each row", ge=0, lt=1, stream=True
     )
-    separator: str = setting(
-        "", "divides a .txt file into documents, such as '\\n\\n'; empty: a file is one"
-    )
+    separator: str = setting("", "splits a .txt file into documents; empty: one document")
     seq_len: int = setting(2048, "tokens in a row", ge=2, le=MAX_TOKENS, stream=True)
     packing: bool = setting(True, "several sequences to a row; false pads instead", stream=True)
     truncate: bool = setting(
@@ -240,80 +192,61 @@ class DataSettings:
     format: str | None = setting(
         None, f"of the rows: {', '.join(REQUIRED_KEYS)}; null: told from their keys", stream=True
     )
-    columns: dict[str, str] | None = setting(  # noqa: RUF009
-        None, "keys of other names, as in {messages: dialog}", stream=True
+    columns: dict[str, str] | None = setting(
+        None, "names of keys, as {messages: dialog}", stream=True
     )
     train_on: Literal["assistant", "all_turns", "last", "all"] = setting(
         "assistant",
-        "what is learned of a chat: the assistant's turns, also those that the chat template "
-        "rewrites when others follow (all_turns), its last one, or all of it",
+        "what is learned of a chat: assistant turns, also turns that the template rewrites "
+        "later (all_turns), the last one, or all",
         stream=True,
     )
-    chat_template_kwargs: dict[str, Any] | None = setting(  # noqa: RUF009
-        None,
-        "variables of the chat template, as in {enable_thinking: false}; those of a row win",
-        stream=True,
+    chat_template_kwargs: dict[str, Any] | None = setting(
+        None, "variables of the chat template; a row's win", stream=True
     )
     train_on_empty_thinking: bool = setting(
-        False, "learn the empty block of reasoning that a template writes too", stream=True
+        False, "learn the empty reasoning block of a template", stream=True
     )
     bad_rows: Literal["error", "skip"] = setting(
-        "error",
-        "what a row that cannot be read or encoded does; skipped ones are counted",
-        stream=True,
+        "error", "skip: leave out and count rows that cannot be read", stream=True
     )
     workers: int | None = setting(
-        None, "processes that tokenise; 0: none but this one; null: as many as CPUs", ge=0
+        None, "processes that tokenize; 0: this one; null: one per CPU", ge=0
     )
-    streaming: bool = setting(
-        False, "tokenise shortly before training instead of first; needs steps", stream=True
-    )
-    shuffle_window: int = setting(
-        65536, "examples that are packed and shuffled together", ge=1, stream=True
-    )
+    streaming: bool = setting(False, "tokenize while training; needs steps", stream=True)
+    shuffle_window: int = setting(65536, "examples packed and shuffled at once", ge=1, stream=True)
 
 
 @dataclass(frozen=True)
 class LossSettings:
     """The loss, and what is measured with it."""
 
-    task: str = setting(
-        "sft",
-        "the objective, and what it learns from: {tasks}",  # as usage.py knows them
-    )
+    task: str = setting("sft", "the objective, and what it learns from: {tasks}")
     loss_reduction: Literal["token", "sequence"] = setting(
-        "token", "what weighs the same in a step's loss: every token, or every sequence"
+        "token", "the unit that weighs the same in a step's loss"
     )
     eval_every: int = setting(0, "steps between evaluations; 0: only at the end", ge=0)
-    metrics: tuple[str, ...] = setting(
-        (), "means over the targets to log beside accuracy: nll, entropy, max_logit, z"
-    )
+    metrics: tuple[str, ...] = setting((), "means to log: nll, entropy, max_logit, z")
     return_logits: bool = setting(False, "give hooks all logits of a pass [B, T, V]")
-    logits_to_keep: int = setting(
-        0, "only the last so many positions of each sequence count; 0: all", ge=0
-    )
+    logits_to_keep: int = setting(0, "count only the last N positions of a sequence; 0: all", ge=0)
     logits_bytes: int | None = setting(
-        None, "memory for logits that the loss takes at a time; null: at most 1 GiB", ge=1
+        None, "memory of logits in the loss; null: at most 1 GiB", ge=1
     )
     label_smoothing: float = setting(0.0, "share of a target spread over all tokens", ge=0)
     z_loss: float = setting(0.0, "factor of the squared log-normaliser, as in PaLM", ge=0)
-    eval_metrics: tuple[str, ...] | None = setting(None, "metrics in evaluation; null: the same")
+    eval_metrics: tuple[str, ...] | None = setting(None, "null: as metrics")
     eval_return_logits: bool | None = setting(None, "in evaluation; null: the same")
     eval_logits_to_keep: int | None = setting(None, "in evaluation; null: the same", ge=0)
     eval_logits_bytes: int | None = setting(None, "in evaluation; null: the same", ge=1)
     eval_label_smoothing: float | None = setting(None, "in evaluation; null: the same", ge=0)
     eval_z_loss: float | None = setting(None, "in evaluation; null: the same", ge=0)
     hooks: tuple[str, ...] = setting(
-        (), "module:function or file.py:function, which watch passes; docs/training.md"
+        (), "module:function or file.py:function to call: docs/training.md"
     )
-    hook_every: int = setting(
-        1, "steps between calls of hooks in training; 0: only in evaluation", ge=0
-    )
-    predictions: bool = setting(
-        False, "write what each evaluation predicts to run_dir/predictions-step-N.jsonl"
-    )
+    hook_every: int = setting(1, "training steps between calls; 0: evaluations only", ge=0)
+    predictions: bool = setting(False, "write run_dir/predictions-step-N.jsonl in evaluations")
     sample_prompts: tuple[str, ...] = setting(
-        (), "texts, or .jsonl files of prompts or messages, which each evaluation has answered"
+        (), "texts, or .jsonl files, to answer in evaluations"
     )
     sample_tokens: int = setting(64, "the most tokens of an answer", ge=1)
 
@@ -326,68 +259,43 @@ class OptimizerSettings:
     steps: int | None = setting(None, "optimizer steps, instead of epochs", ge=1)
     lr: float = setting(1e-5, "peak learning rate", ge=0, finite=True)
     schedule: Literal["cosine", "linear", "constant", "wsd"] = setting(
-        "cosine", "of the learning rate after warm-up; wsd: constant, then as decay_type says"
+        "cosine", "after warm-up; wsd: constant, then decay_type"
     )
-    warmup_steps: float = setting(
-        0, "steps of linear warm-up; below 1: their share of all steps", ge=0
-    )
+    warmup_steps: float = setting(0, "linear warm-up; below 1: share of all steps", ge=0)
     min_lr_ratio: float = setting(0.1, "learning rate at the end, as a share of lr", ge=0)
-    weight_decay: float = setting(
-        0.0, "on matrices only, not on norms and biases", ge=0, finite=True
-    )
+    weight_decay: float = setting(0.0, "on matrices, not on norms and biases", ge=0, finite=True)
     beta1: float = setting(0.9, "AdamW's", ge=0)
     beta2: float = setting(0.95, "AdamW's", ge=0)
     eps: float = setting(1e-8, "AdamW's", ge=0, finite=True)
-    max_grad_norm: float = setting(
-        1.0, "clip gradients to this global norm; 0: never", ge=0, finite=True
-    )
+    max_grad_norm: float = setting(1.0, "clip gradients to this norm; 0: never", ge=0, finite=True)
     optimizer: Literal["adamw", "adamw_bf16", "adamw_8bit", "muon", "sgd"] = setting(
         "adamw", "docs/training.md describes each"
     )
-    momentum: float | None = setting(
-        None, "of muon and sgd; null: 0.95 with muon, 0 with sgd", ge=0, lt=1
-    )
-    nesterov: bool | None = setting(
-        None, "Nesterov's momentum in muon and sgd; null: true with muon, false with sgd"
-    )
+    momentum: float | None = setting(None, "of muon (null: 0.95) and sgd (null: 0)", ge=0, lt=1)
+    nesterov: bool | None = setting(None, "of muon (null: true) and sgd (null: false)")
     ns_steps: int = setting(5, "Newton-Schulz iterations of muon", ge=1)
     adjust_lr_fn: Literal["match_rms_adamw", "original"] = setting(
-        "match_rms_adamw",
-        "how muon's learning rate depends on a matrix's shape; match_rms_adamw: its steps are as "
-        "large as AdamW's with the same lr",
+        "match_rms_adamw", "scale muon's steps to the size of AdamW's"
     )
     adamw_lr: float | None = setting(
-        None, "with muon, lr of what it leaves to AdamW; null: lr", ge=0, finite=True
+        None, "lr of muon's AdamW parameters; null: lr", ge=0, finite=True
     )
-    decay_steps: float = setting(
-        0.2, "last steps of wsd, in which lr falls; below 1: their share of all steps", ge=0
-    )
+    decay_steps: float = setting(0.2, "last steps of wsd; below 1: share of all steps", ge=0)
     decay_type: Literal["linear", "cosine", "sqrt"] = setting(
-        "linear", "how lr falls in the last steps of wsd; sqrt: 1 - sqrt(share of them done)"
+        "linear", "curve of lr over decay_steps; sqrt: 1 - sqrt(x)"
     )
     parameter_groups: tuple[ParameterGroup, ...] = setting(
-        (), "settings of some parameters: match, lr, weight_decay, freeze; docs/training.md"
+        (), "match, lr, weight_decay, freeze: docs/training.md"
     )
-    stochastic_rounding: bool = setting(
-        True, "of bfloat16 weights (param_dtype=bfloat16) after each update; false: to nearest"
-    )
-    optimizer_offload: bool = setting(
-        False, "keep optimizer states, and the average of ema_decay, in host memory; not with muon"
-    )
+    stochastic_rounding: bool = setting(True, "round bfloat16 weights at random after updates")
+    optimizer_offload: bool = setting(False, "keep states and ema in host memory; not with muon")
     optimizer_in_backward: bool = setting(
         False,
-        "update each block's weights in backward and free its gradients at once, which saves their "
-        "memory; needs max_grad_norm=0 and one micro-batch a step: docs/training.md",
+        "update each block in backward and free its gradients; needs max_grad_norm=0 and one "
+        "micro-batch",
     )
-    ema_decay: float = setting(
-        0.0, "of an average of the weights, exported to run_dir/hf-ema, such as 0.999; 0: none",
-        ge=0, lt=1,
-    )  # fmt: skip
-    accumulate_fp32: bool = setting(
-        False,
-        "add up the gradients of bfloat16 weights in float32: over micro-batches and, with "
-        "sharding=gradients, ranks",
-    )
+    ema_decay: float = setting(0.0, "of averaged weights in run_dir/hf-ema; 0: none", ge=0, lt=1)
+    accumulate_fp32: bool = setting(False, "add up gradients of bfloat16 weights in float32")
 
 
 @dataclass(frozen=True)
@@ -395,80 +303,45 @@ class RunSettings:
     """The run: what it writes, and how it goes on."""
 
     run_dir: str = setting("", "where everything that the run writes goes")
-    resume: str | bool = setting(
-        False, "auto: from the run's latest checkpoint, if any; or a checkpoint's path"
-    )
+    resume: str | bool = setting(False, "auto: from the latest checkpoint, if any; or a path")
     log_every: int = setting(10, "steps between log lines", ge=1)
     save_every: int = setting(0, "steps between checkpoints; 0: only at the end", ge=0)
     keep_last: int = setting(2, "checkpoints to keep; 0: all", ge=0)
     export: bool = setting(True, "write run_dir/hf, in Hugging Face format, at the end")
     export_dtype: Literal["auto", "float32", "bfloat16"] = setting(
-        "auto", "of the weights in run_dir/hf; auto: what the model's config.json says"
+        "auto", "of run_dir/hf; auto: config.json's"
     )
-    push_to_hub: str = setting(
-        "", "a hub repository (owner/name) that gets run_dir/hf at the end, with a model card"
-    )
-    push_private: bool | None = setting(
-        None, "whether the repository that the push makes is private; null: the account's default"
-    )
+    push_to_hub: str = setting("", "owner/name to upload run_dir/hf to, with a model card")
+    push_private: bool | None = setting(None, "visibility of a new repository; null: the account's")
     nonfinite: Literal["stop", "skip", "rollback"] = setting(
         "stop",
-        "where the loss, the gradient's norm or a weight is not finite; skip: leave the step's "
-        "update out; rollback: go on from the last checkpoint, with the rows after these",
+        "on a loss, norm or weight that is not finite; skip: no update; rollback: to the last "
+        "checkpoint, with later rows",
     )
-    spike: Literal["stop", "skip", "rollback"] = setting(
-        "skip", "the same for a loss or a gradient's norm beyond spike_sigma"
-    )
+    spike: Literal["stop", "skip", "rollback"] = setting("skip", "on a spike, see spike_sigma")
     spike_sigma: float = setting(
-        0.0,
-        "what a spike is: this many standard deviations above the mean of the last 128 steps; "
-        "0: nothing is",
-        ge=0,
-        finite=True,
+        0.0, "standard deviations above the mean of 128 steps; 0: off", ge=0, finite=True
     )
     max_rollbacks: int = setting(3, "rollbacks in a run, before it stops after all", ge=0)
-    patience: int = setting(
-        0, "evaluations without a lower loss than the best, before the run ends; 0: any", ge=0
-    )
-    deterministic: bool = setting(
-        False, "operations that give the same bits in every run on the same machine, or an error"
-    )
-    keep_best: int = setting(
-        0, "checkpoints with the lowest eval loss to keep besides keep_last", ge=0
-    )
-    keep_hours: float = setting(
-        0.0, "keep one checkpoint every so many hours for ever; 0: none", ge=0
-    )
-    async_save: bool = setting(
-        True,
-        "write checkpoints, and the exports of hf_every, while training goes on, from a copy in "
-        "host memory",
-    )
-    hf_every: int = setting(
-        0, "steps between exports to run_dir/hf-step-N, which all stay; 0: none", ge=0
-    )
-    hf_best: bool = setting(
-        False, "export to run_dir/hf-best whenever an evaluation is the best so far"
-    )
+    patience: int = setting(0, "evaluations without improvement before the end; 0: any", ge=0)
+    deterministic: bool = setting(False, "the same bits in every run on one machine, or an error")
+    keep_best: int = setting(0, "checkpoints of the lowest eval loss to keep too", ge=0)
+    keep_hours: float = setting(0.0, "keep a checkpoint every N hours; 0: none", ge=0)
+    async_save: bool = setting(True, "write checkpoints and exports while training goes on")
+    hf_every: int = setting(0, "steps between exports to run_dir/hf-step-N; 0: none", ge=0)
+    hf_best: bool = setting(False, "export the best evaluation's weights to run_dir/hf-best")
     stop_seconds: float = setting(
-        30.0,
-        "time from SIGTERM to the end that the scheduler grants; a checkpoint that would not be "
-        "whole by then is not begun; 0: any time",
-        ge=0,
+        30.0, "from SIGTERM to the end; no checkpoint begins that takes longer; 0: any", ge=0
     )
-    log_to: tuple[str, ...] = setting(
-        (), "where the rows of metrics.jsonl go besides: tensorboard, wandb"
-    )
-    profile: Profile | None = setting(  # noqa: RUF009
-        None, "{start: 10, steps: 3}: write to run_dir/profile where the time of these steps goes"
-    )
+    log_to: tuple[str, ...] = setting((), "more logs: tensorboard, wandb")
+    profile: Profile | None = setting(None, "{start: 10, steps: 3}: trace to run_dir/profile")
 
 
 @dataclass(frozen=True)
 class ObjectiveSettings:
     """Preferences, rewards and distillation."""
 
-    loss_type: LossType | None = setting(  # noqa: RUF009
+    loss_type: PairLoss | PolicyLoss | None = setting(
         None,
         "of dpo: sigmoid, hinge, ipo, robust, sigmoid_norm, apo_zero, apo_down; of apo: apo_zero, "
         "apo_down; of cpo: sigmoid, hinge, ipo; of grpo: dapo, grpo, dr_grpo, cispo; null: the "
@@ -483,54 +356,33 @@ class ObjectiveSettings:
         le=MAX_FLOAT,
     )
     max_length: int | None = setting(
-        None,
-        "the most tokens of a prompt with one answer; null: seq_len. Packed pairs also have to fit "
-        "into a row: docs/preference.md",
-        ge=2,
-        stream=True,
+        None, "most tokens of a prompt with one answer; null: seq_len", ge=2, stream=True
     )
-    reference: str = setting(
-        "",
-        "the model to keep to, a directory or a hub repository; empty: the one that is trained, as "
-        "it was at the beginning, or without its adapters",
-    )
-    simpo_gamma: float = setting(
-        0.5, "the margin of rewards that simpo asks for", ge=0, le=MAX_FLOAT
-    )
+    reference: str = setting("", "model to keep to; empty: the initial one, or without adapters")
+    simpo_gamma: float = setting(0.5, "the reward margin of simpo", ge=0, le=MAX_FLOAT)
     cpo_alpha: float | None = setting(
-        None,
-        "weight of the chosen answers' cross-entropy; null: 1 of cpo, 0 of simpo",
-        ge=0,
-        le=MAX_FLOAT,
+        None, "weight of cross-entropy; null: 1 in cpo, 0 in simpo", ge=0, le=MAX_FLOAT
     )
-    desirable_weight: float = setting(1.0, "of the desired answers of kto", ge=0, le=MAX_FLOAT)
-    undesirable_weight: float = setting(1.0, "of the others", ge=0, le=MAX_FLOAT)
+    desirable_weight: float = setting(1.0, "of desired answers in kto", ge=0, le=MAX_FLOAT)
+    undesirable_weight: float = setting(1.0, "of undesired answers in kto", ge=0, le=MAX_FLOAT)
     center_rewards_coefficient: float = setting(
-        0.0, "weight of what keeps the rewards of a pair about 0", ge=0, le=MAX_FLOAT
+        0.0, "pulls a pair's rewards to 0", ge=0, le=MAX_FLOAT
     )
     epsilon: float = setting(0.2, "how far grpo's ratio of policies counts, below 1", ge=0)
     epsilon_high: float | None = setting(None, "and above 1; null: the same", ge=0)
     delta: float | None = setting(None, "the most of grpo's unclipped ratio; null: any", ge=0)
     importance_sampling_level: Literal["token", "sequence"] = setting(
-        "token", "what grpo's ratio of policies is of; sequence: GSPO"
+        "token", "of grpo's ratio; sequence: GSPO"
     )
     scale_rewards: Literal["group", "none"] = setting(
-        "group", "whether advantages are divided by the deviation of their prompt", stream=True
+        "group", "divide advantages by the prompt's deviation", stream=True
     )
-    max_completion_length: int | None = setting(
-        None, "tokens of an answer that dr_grpo divides by", ge=1
-    )
-    teacher: str = setting(
-        "",
-        "the model that distill learns from: a directory or a repository; empty: the rows have "
-        "its distributions",
-    )
+    max_completion_length: int | None = setting(None, "what dr_grpo divides by", ge=1)
+    teacher: str = setting("", "model or repository for distill; empty: rows have distributions")
     temperature: float = setting(  # its square is a factor of the loss
-        1.0, "by which distill divides the logits of both", ge=0, le=MAX_FLOAT**0.5
+        1.0, "divides the logits of student and teacher", ge=0, le=MAX_FLOAT**0.5
     )
-    cross_entropy_weight: float = setting(
-        0.0, "share of the labels' cross-entropy in distill, from 0 to 1", ge=0
-    )
+    cross_entropy_weight: float = setting(0.0, "share of cross-entropy in distill, 0 to 1", ge=0)
 
 
 SECTIONS = (
@@ -544,12 +396,7 @@ CONFLICTS = (
     # condition, condition, why or what to do
     ("epochs", "steps", "give one of them"),
     ("eval_fraction", "eval_data", "give one of them"),
-    (
-        "lora.quantize=keep",
-        "init",
-        "its weights are drawn, and keep leaves a checkpoint's fp8 as it is: give "
-        "lora.quantize=nf4 for 4 bits",
-    ),
+    ("lora.quantize=keep", "init", "init has no quantized checkpoint: give lora.quantize=nf4"),
     ("parallel.replicate>1", "sharding=gradients", "each rank has all weights then: drop one"),
     ("cuda_graphs", "parallel.tensor>1", "a graph captures no communication between ranks"),
     ("lora.quantize", "parallel.tensor>1", "quantised weights are not split over ranks"),
@@ -559,24 +406,18 @@ CONFLICTS = (
     (
         "optimizer=muon",
         "param_dtype=bfloat16 & stochastic_rounding=true",
-        "it rounds to nearest, which loses small updates: give param_dtype=float32, or "
-        "stochastic_rounding=false to have it so",
+        "muon rounds to nearest: give param_dtype=float32, or stochastic_rounding=false",
     ),
     ("cuda_graphs", "device=cpu", "only a GPU has graphs"),
     ("cuda_graphs", "packing=false", "a graph has one length: give packing=true"),
     ("cuda_graphs", "activation_offload", "copies to host memory take longer: drop one"),
     ("optimizer_in_backward", "optimizer=muon", "ranks exchange whole matrices: give another"),
-    (
-        "optimizer_in_backward",
-        "sharding=gradients",
-        "gradients are summed after backward: give sharding=full",
-    ),
+    ("optimizer_in_backward", "sharding=gradients", "it sums after backward: give sharding=full"),
     ("optimizer_in_backward", "cuda_graphs", "graphs keep all gradients in memory: drop one"),
     (
         "optimizer_in_backward",
         "spike=skip & spike_sigma>0",
-        "a spike is known after the update, which cannot be skipped: give spike=rollback or stop, "
-        "or spike_sigma=0",
+        "a spike is known after the update: give spike=rollback or stop, or spike_sigma=0",
     ),
     ("ema_decay", "lora", "leave one out"),
     ("optimizer=muon", "lora", "leave one out"),
@@ -616,16 +457,16 @@ TERM = re.compile(r"([\w.]+)(?:(=|>)(.+))?")
 class Config(
     ObjectiveSettings, RunSettings, OptimizerSettings, LossSettings, DataSettings, ModelSettings
 ):
-    """The settings of all sections. A dataclass takes the fields of its last base first."""
+    """Holds the settings of all sections. A dataclass takes the fields of its last base first."""
 
     @property
     def labels(self) -> int:
-        """Scores of a sequence that the model is to give; 0: it predicts tokens."""
+        """Returns how many scores of a sequence the model has; 0: it predicts tokens."""
         return int(self.task == "reward")
 
     @property
     def held_out(self) -> tuple[str | Entry, ...]:
-        """The data that is evaluated; with eval_fraction, a part of the rows of `data`."""
+        """Returns the data to evaluate on; with eval_fraction, a part of the rows of `data`."""
         return self.data if self.eval_fraction else self.eval_data
 
     def __post_init__(self) -> None:
@@ -652,7 +493,7 @@ class Config(
 
 
 def setting_value(config: Any, name: str) -> tuple[Any, Any]:
-    """The value and the default of a setting; that of a group without settings is the default."""
+    """Returns the value and the default of a setting; both None in a group that is null."""
     first, _, rest = name.partition(".")
     value, default = getattr(config, first), type(config).__dataclass_fields__[first].default
     if not rest:
@@ -663,7 +504,7 @@ def setting_value(config: Any, name: str) -> tuple[Any, Any]:
 
 
 def holds(config: Config, condition: str) -> bool:
-    """Whether the config fulfils a condition of CONFLICTS or REQUIRES."""
+    """Returns whether the config fulfils a condition of CONFLICTS or REQUIRES."""
     return all(_term_holds(config, term) for term in condition.split(" & "))
 
 
@@ -680,17 +521,14 @@ def _term_holds(config: Config, term: str) -> bool:
 
 
 def show_condition(config: Config, condition: str) -> str:
-    """The settings of a condition with the values that they have, for messages."""
+    """Returns the settings of a condition with their values, for messages."""
     names = [re.split("[=>]", term)[0] for term in condition.split(" & ")]
-    return " and ".join(_show_setting(name, setting_value(config, name)[0]) for name in names)
-
-
-def _show_setting(name: str, value: Any) -> str:
-    return name if is_dataclass(value) else f"{name}={show_value(value)}"
+    values = {name: setting_value(config, name)[0] for name in names}
+    return " and ".join(n if is_dataclass(v) else f"{n}={show_value(v)}" for n, v in values.items())
 
 
 def show_value(value: Any) -> str:
-    """A value as it is written on a command line."""
+    """Returns a value as a command line has it."""
     if isinstance(value, tuple):
         return quote([*value])
     if isinstance(value, int | float) and not isinstance(value, bool):
@@ -768,12 +606,12 @@ def check_push(config: Config) -> None:
 
 
 def parallel_settings(config: Config) -> Parallel:
-    """How ranks share the run; raises ValueError where parallel=auto has not been resolved."""
+    """Returns how ranks share the run; raises ValueError if parallel=auto is not resolved."""
     if config.parallel == "auto":
         raise ValueError("parallel=auto: no layout has been chosen yet")
     return config.parallel or Parallel()
 
 
 def mesh_sizes(config: Config, ranks: int) -> MeshSizes:
-    """The size of each dimension of the mesh; raises ValueError if the ranks do not fit."""
+    """Returns the size of each dimension of the mesh; raises ValueError if the ranks do not fit."""
     return parallel_settings(config).sizes(ranks)

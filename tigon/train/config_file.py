@@ -1,19 +1,29 @@
-"""Settings from YAML and the command line, and back."""
+"""Settings from YAML and the command line, and back; names of other trainers get suggestions."""
 
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from tigon.train.aliases import load_aliases, suggest_setting
 from tigon.train.config import Config
-from tigon.utils.config import ConfigError, Parse, build_settings, group_fields, read_settings
+from tigon.utils.config import (
+    ConfigError,
+    Parse,
+    build_settings,
+    find_misspelled,
+    group_fields,
+    read_settings,
+)
 from tigon.utils.json import quote
 from tigon.utils.yaml import parse_yaml
 
+ALIASES = Path(__file__).with_name("aliases.yaml")  # settings of other trainers
+# Keys by which other trainers' configs choose the class of a group, as in optimizer._component_
+CLASS_KEYS = ("_component_", "_target_", "mode", "name", "path", "source", "type")
 DATA_ENDINGS = (".jsonl", ".csv", ".tsv", ".parquet", ".arrow", ".txt", ".gz", ".zst")
 DICTIONARIES = ("columns", "chat_template_kwargs")  # settings with entries of any name
 # One of these on the command line replaces the other one in the file
@@ -21,29 +31,26 @@ ALTERNATIVES = {"epochs": "steps", "steps": "epochs", "model": "init", "init": "
 
 
 def load(path: str | Path | None, overrides: Sequence[str] = ()) -> Config:
-    """A Config from a YAML file and `key=value` or `--key value` texts, which win over it."""
+    """Reads a Config from a YAML file and `key=value` or `--key value` texts, which win over it."""
     file = {} if path is None else _read_file(path)
     line = _read(_with_entries(dict(parse_arguments(overrides)), file), _parse)
     # A group that is null on the command line has no settings of the file either, and one that has
     # settings there is not null, or auto, as the file may say
     replaced = {name.partition(".")[0] for name in line if "." in name}
     replaced |= {other for name, other in ALTERNATIVES.items() if line.get(name) is not None}
-    file = {
-        name: value
-        for name, value in file.items()
-        if name.partition(".")[0] not in line and name not in replaced
-    }
-    return build_settings(Config, file | line)
+    replaced |= {name for name in file if name.partition(".")[0] in line}
+    kept = {name: value for name, value in file.items() if name not in replaced}
+    return build_settings(Config, kept | line)
 
 
 def dump(config: Config) -> str:
-    """The settings as YAML that `load` reads back."""
+    """Returns the settings as YAML that `load` reads back."""
     return yaml.safe_dump(asdict(config), sort_keys=False, width=100)
 
 
 def parse_arguments(arguments: Sequence[str]) -> list[tuple[str, str]]:
-    """Names and values of `key=value` and `--key value` texts."""
-    parse_arguments, rest = [], list(arguments)
+    """Splits `key=value` and `--key value` texts into names and values."""
+    pairs, rest = [], list(arguments)
     while rest:
         argument = rest.pop(0)
         key, equals, value = argument.partition("=")
@@ -51,8 +58,8 @@ def parse_arguments(arguments: Sequence[str]) -> list[tuple[str, str]]:
             if not argument.startswith("--") or not rest:
                 raise ValueError(f"{argument!r}: settings are given as key=value or --key value")
             value = rest.pop(0)
-        parse_arguments.append((key.removeprefix("--").replace("-", "_"), value))
-    return parse_arguments
+        pairs.append((key.removeprefix("--").replace("-", "_"), value))
+    return pairs
 
 
 def _read_file(path: str | Path) -> dict[str, Any]:
@@ -70,22 +77,21 @@ def _read_file(path: str | Path) -> dict[str, Any]:
 
 
 def _with_entries(line: dict[str, Any], file: Mapping[str, Any]) -> dict[str, Any]:
-    """`columns.NAME=value` sets an entry of a dictionary and keeps the file's other ones."""
+    """Sets the entries of dictionaries, as columns.NAME=value, beside those of the file."""
     for name in DICTIONARIES:
         entries = {key: line.pop(key) for key in [*line] if key.startswith(f"{name}.")}
         if entries:
             dictionary = (_parse_entry(line[name]) if name in line else file.get(name)) or {}
             if not isinstance(dictionary, dict):
-                raise ConfigError(
-                    f"{name}={dictionary} and {next(iter(entries))} contradict each other"
-                )
+                entry = next(iter(entries))
+                raise ConfigError(f"{name}={dictionary} and {entry} contradict each other")
             parsed = {k.removeprefix(f"{name}."): _parse_entry(v) for k, v in entries.items()}
             line[name] = dictionary | parsed
     return line
 
 
 def _read(values: dict[str, Any], parse: Parse) -> dict[str, Any]:
-    """The values as `build_settings` takes them; raises ConfigError for all unknown names."""
+    """Returns the values for `build_settings`; raises ConfigError for all unknown names."""
     known, groups = Config.__dataclass_fields__, group_fields(Config)
     aliases = load_aliases()
     unknown = [
@@ -104,7 +110,7 @@ def _read(values: dict[str, Any], parse: Parse) -> dict[str, Any]:
 
 
 def _setting_names(values: dict[str, Any], groups: Container[str], parse: Parse) -> Iterator[str]:
-    """The names of the settings, those inside a group with its name before them."""
+    """Yields the names of the settings, those inside a group with its name before them."""
     for name, value in values.items():
         yield name
         if name in groups and isinstance(value, str):
@@ -115,7 +121,7 @@ def _setting_names(values: dict[str, Any], groups: Container[str], parse: Parse)
 
 
 def _named_eval_data(values: dict[str, Any], parse: Parse) -> dict[str, Any]:
-    """eval_data={NAME: path or entry, ...} as a list of entries with a name."""
+    """Turns eval_data={NAME: path or entry, ...} into a list of entries with a name."""
     value = values.get("eval_data")
     if isinstance(value, str) and value.lstrip().startswith("{"):
         value = parse(value)
@@ -149,8 +155,50 @@ def _parse_entry(text: str) -> Any:
 
 
 def _number(text: str) -> float | str:
-    """YAML reads 2e-5 as text."""
+    """Reads 2e-5, which is text in YAML, as a number."""
     try:
         return float(text)
     except ValueError:
         return text
+
+
+# Names and values of other trainers.
+
+
+@dataclass(frozen=True)
+class Aliases:
+    names: dict[str, str]  # of a setting elsewhere -> what to write here
+    values: dict[str, dict[str, str]]  # by setting: its value elsewhere -> what to write here
+
+
+@cache
+def load_aliases() -> Aliases:
+    """Reads other trainers' settings; those of a group are also keyed with its name before them."""
+    content = parse_yaml(ALIASES.read_bytes(), ALIASES)
+    names = _invert(content["settings"])
+    for group in ("lora", "parallel"):
+        members = _invert(content[group])
+        names |= members | {f"{group}.{name}": text for name, text in members.items()}
+    return Aliases(names, {name: _invert(answers) for name, answers in content["values"].items()})
+
+
+def _invert(answers: dict[str, list[str]]) -> dict[str, str]:
+    return {name: text for text, names in answers.items() for name in names}
+
+
+def suggest_setting(name: str, known: Iterable[str]) -> str:
+    """Returns what to write in place of an unknown setting."""
+    known, aliases = list(known), load_aliases().names
+    if name in aliases:
+        return f"here: {aliases[name]}"
+    if "." in name:  # optimizer.lr, dataset.source
+        first, last = name.split(".", 1)[0], name.rsplit(".", 1)[1]
+        for part in (last, first) if last in CLASS_KEYS else (last,):
+            if part in known or part in aliases:
+                return f"here: {aliases.get(part, part)}"
+    meant = find_misspelled(name, [*known, *aliases])  # ours first, of equally near ones
+    if meant is None:
+        return "`tigon train --help` lists all"
+    if meant in known:
+        return f"did you mean {meant!r}?"
+    return f"if {meant!r} is meant, here: {aliases[meant]}"

@@ -16,38 +16,35 @@ from tigon.data import (
     tokenize,
 )
 from tigon.data.examples import format_count
-from tigon.data.mixture import GroupOrder
 from tigon.data.packing import TruncationStats
 from tigon.data.sources import select_fraction
 from tigon.tokenizer import Tokenizer
 from tigon.train.config import Config
 from tigon.train.tasks import Task
 
-Cursor = Mapping[str, Any]
-
 
 def build_loader(
-    objective: Task,
+    task: Task,
     items: Sequence[str | Entry],
     tokenizer: Tokenizer,
     *,
     held_out: bool = False,
-    cursor: Cursor | None = None,
+    cursor: Mapping[str, Any] | None = None,
 ) -> Loader:
-    """Training rows in a shuffled order; held-out ones in their own.
+    """Builds a loader of training rows in shuffled order, or of held-out rows in their own.
 
-    `cursor`: where a stream goes on, as a checkpoint has it.
+    `cursor`: where a stream resumes, as a checkpoint has it.
     """
-    config, world = objective.config, objective.world
+    config, world = task.config, task.world
     name = "eval_data" if held_out else "data"
     entries = as_entries(config, items)
     check_names(name, entries)
     weights = mixture_weights(name, entries)
     if held_out and config.eval_fraction:
-        weights = None  # of training; each held-out row counts the same
+        weights = None  # those of training; each held-out row counts the same
     if held_out and weights:
         raise ValueError("eval_data has weights, but all of it counts the same: leave them out")
-    encoder = objective.encoder(tokenizer)
+    encoder = task.encoder(tokenizer)
     if not held_out and encoder.uses_chat_template and (times := tokenizer.template_times()):
         world.log_rank0(
             f"{name}: the chat template writes the time, {', '.join(times.values())}, which a "
@@ -55,56 +52,49 @@ def build_loader(
             "chat_template_kwargs gives a variable for it, such as date_string"
         )
     streaming = config.streaming and not held_out
+    cursor = cursor if streaming and cursor else None
     sources = find_entry_sources(config, entries, held_out=held_out, streaming=streaming)
+    options: dict[str, Any] = {"size": config.shuffle_window, "weights": weights}
     windows: Stream | Mixture
     if streaming:
-        windows = Stream(
-            sources,
-            encoder,
-            size=config.shuffle_window,
-            weights=weights,
-            workers=config.workers,
-            cursor=cursor or None,
-        )
+        windows = Stream(sources, encoder, workers=config.workers, cursor=cursor, **options)
     else:
-        parts = [tokenize(some, encoder, workers=config.workers) for some in sources]
-        windows = Mixture(parts, size=config.shuffle_window, weights=weights)
-    drops = config.lora is not None and config.lora.dropout > 0
+        corpora = [tokenize(entry, encoder, workers=config.workers) for entry in sources]
+        windows = Mixture(corpora, **options)
+    has_dropout = config.lora is not None and config.lora.dropout > 0
     loader = Loader(
         windows,
-        objective.rows,
+        task.rows,
         batch_size=config.batch_size,
         micro_batch_size=config.micro_batch_size,
         seed=None if held_out else config.seed,
         rank=world.data.rank,
         world=world.data.size,
-        dropout_seed=config.seed if drops and not held_out else None,
-        cursor=cursor if streaming and cursor else None,
+        dropout_seed=config.seed if has_dropout and not held_out else None,
+        cursor=cursor,
     )
     if isinstance(windows, Mixture):
-        for line in describe(objective, loader, windows, entries, held_out=held_out):
-            world.log_rank0(f"{name}: {line}")
+        lines = describe(task, loader, windows, entries, held_out=held_out)
     else:
-        world.log_rank0(
-            f"{name}: streamed from {count(sources)} "
-            f"in windows of {format_count(windows.size, objective.unit)}"
-        )
-        if (unfit := may_not_fit(objective)) is not None:
-            world.log_rank0(f"{name}: {unfit}")
+        number = format_count(sum(map(len, sources)), "source")
+        lines = [f"streamed from {number} in windows of {format_count(windows.size, task.unit)}"]
+        lines += filter(None, [may_not_fit(task)])
+    for line in lines:
+        world.log_rank0(f"{name}: {line}")
     return loader
 
 
 def find_entry_sources(
     config: Config, entries: Sequence[Entry], *, held_out: bool = False, streaming: bool = False
 ) -> list[list[Source]]:
-    """The sources of each entry: with eval_fraction, the held-out rows or those for training."""
+    """Returns the sources of each entry: with eval_fraction, the held-out rows or the others."""
     options: dict[str, Any] = {"separator": config.separator, "columns": config.columns}
     sources = [find_sources(entry, streaming=streaming, **options) for entry in entries]
     if not (fraction := config.eval_fraction):
         return sources
-    sources = [select_fraction(some, fraction, held_out) for some in sources]
+    sources = [select_fraction(entry, fraction, held_out) for entry in sources]
     if held_out:  # a small source may have no such row
-        sources = [some for some in sources if some]
+        sources = [entry for entry in sources if entry]
     if not sources or not all(sources):
         what = "holds out no row" if held_out else "leaves no row for training"
         raise ValueError(f"eval_fraction={fraction} {what} of data: give another, or eval_data")
@@ -112,13 +102,13 @@ def find_entry_sources(
 
 
 def as_entries(config: Config, items: Sequence[str | Entry]) -> list[Entry]:
-    """The entries of `data`, with the format of all where they have none of their own."""
+    """Returns the entries of `data`; those without a format get the one of the settings."""
     entries = [Entry(item) if isinstance(item, str) else item for item in items]
     return [replace(entry, format=entry.format or config.format) for entry in entries]
 
 
 def check_names(setting: str, entries: Sequence[Entry]) -> None:
-    """ValueError for names of entries that cannot be told apart or written."""
+    """Raises ValueError for names of data sets that are equal or cannot be written."""
     names = [entry.name for entry in entries if entry.name is not None]
     if names and setting == "data":
         raise ValueError(
@@ -131,29 +121,32 @@ def check_names(setting: str, entries: Sequence[Entry]) -> None:
             raise ValueError(f"{setting}: name={name} is there {names.count(name)} times")
 
 
-def mixture_weights(name: str, entries: Sequence[Entry]) -> list[float] | None:
-    """None if no entry has a weight; otherwise one that has none weighs 1."""
+def mixture_weights(setting: str, entries: Sequence[Entry]) -> list[float] | None:
+    """Returns None if no entry has a weight; otherwise entries without one weigh 1."""
     for entry in entries:
         if entry.weight is not None and not 0 < entry.weight < float("inf"):
-            raise ValueError(f"{name}: weight={entry.weight} of {entry.path} must be above 0")
+            raise ValueError(f"{setting}: weight={entry.weight} of {entry.path} must be above 0")
     if all(entry.weight is None for entry in entries):
         return None
     return [1.0 if entry.weight is None else entry.weight for entry in entries]
 
 
+# What the user is told of the data
+
+
 def describe(
-    objective: Task, loader: Loader, windows: Mixture, entries: Sequence[Entry], *, held_out: bool
+    task: Task, loader: Loader, windows: Mixture, entries: Sequence[Entry], *, held_out: bool
 ) -> list[str]:
-    """What the data holds, in lines for a person."""
-    report, order, unit = loader.report(), windows.order, objective.unit
-    waste = f", {report.waste:.1%} of them padding" if report.space else ""
+    """Returns lines about what the data holds, and what is cut or left out."""
+    report, order, unit = loader.report(), windows.order, task.unit
     truncation = report.truncation
-    losses = f"{truncation.truncated:,} cut, {truncation.dropped:,} left out"
+    waste = f", {report.waste:.1%} of them padding" if report.space else ""
     share = f"{report.groups - truncation.dropped:,} of " if truncation.dropped else ""
     lines = [
         f"{share}{format_count(report.groups, unit)}, {format_count(report.row_tokens, 'token')}, "
-        f"{format_count(report.rows, 'row')}{waste}; {losses}",
-        *limits(objective.config, truncation, unit),
+        f"{format_count(report.rows, 'row')}{waste}; {truncation.truncated:,} cut, "
+        f"{truncation.dropped:,} left out",
+        *describe_truncation(task.config, truncation, unit),
     ]
     if report.shared:
         before = report.row_tokens + report.shared
@@ -162,13 +155,20 @@ def describe(
             f"in place of {before:,}, {report.shared / before:.1%} less"
         )
     if order.weights is not None:
-        lines += shares(order, entries, unit)
+        total = sum(order.weights)
+        lines += [
+            f"{weight / total:.1%} of {entry.path}: an epoch takes its {format_count(size, unit)} "
+            f"{passes:.2f} times"
+            for entry, weight, size, passes in zip(
+                entries, order.weights, order.sizes, order.passes(), strict=True
+            )
+        ]
     rows = sum((part.report for part in windows.corpus.parts), EncodingReport())
-    return lines + rows.lines() + objective.notes(windows, held_out=held_out)
+    return lines + rows.lines() + task.notes(windows, held_out=held_out)
 
 
-def limits(config: Config, truncation: TruncationStats, unit: str) -> list[str]:
-    """Which limit has cut data or left it out, and what to set for all of it."""
+def describe_truncation(config: Config, truncation: TruncationStats, unit: str) -> list[str]:
+    """Returns lines that say which limit has cut data or left it out, and what would take all."""
     lines = []
     if count := truncation.max_length_cuts + truncation.max_length_drops:
         lines.append(
@@ -192,27 +192,10 @@ def limits(config: Config, truncation: TruncationStats, unit: str) -> list[str]:
     return lines
 
 
-def may_not_fit(objective: Task) -> str | None:
-    """What a stream, which is not counted before, may do to pairs that are longer than a row."""
-    config, group = objective.config, objective.group
-    most = config.max_length
+def may_not_fit(task: Task) -> str | None:
+    """Returns what a stream, which is not counted before, may do to pairs longer than a row."""
+    config, group, most = task.config, task.group, task.config.max_length
     if not config.packing or group == 1 or (most and group * most <= config.seq_len):
         return None
     advice = f"; seq_len={group * most} takes all that max_length {most} leaves" if most else ""
-    what = f"{objective.unit}s longer than a row of seq_len {config.seq_len}"
-    return f"{what} are cut or left out{advice}"
-
-
-def shares(order: GroupOrder, entries: Sequence[Entry], unit: str) -> list[str]:
-    assert order.weights is not None
-    total = sum(order.weights)
-    each = zip(entries, order.weights, order.sizes, order.passes(), strict=True)
-    return [
-        f"{weight / total:.1%} of {entry.path}: an epoch takes its {format_count(size, unit)} "
-        f"{passes:.2f} times"
-        for entry, weight, size, passes in each
-    ]
-
-
-def count(sources: Sequence[Sequence[Source]]) -> str:
-    return format_count(sum(map(len, sources)), "source")
+    return f"{task.unit}s longer than a row of seq_len {config.seq_len} are cut or left out{advice}"

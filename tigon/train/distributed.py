@@ -5,7 +5,6 @@ import json
 import math
 import multiprocessing
 import os
-import socket
 import sys
 import threading
 import time
@@ -34,7 +33,7 @@ LINGER = 10.0  # seconds for a failed rank to leave the process group
 
 
 class InputError(ValueError):
-    """What is wrong with the inputs of some ranks; all ranks raise the same."""
+    """Says what is wrong with the inputs of one or more ranks; all ranks raise the same."""
 
 
 @dataclass
@@ -44,7 +43,7 @@ class Progress:
 
 @dataclass(frozen=True)
 class World:
-    """This rank among all ranks of the run."""
+    """Describes this rank among all ranks of the run, with the collectives of the trainer."""
 
     rank: int
     size: int
@@ -61,12 +60,12 @@ class World:
 
     @property
     def data(self) -> DataRank:
-        """This rank's among those with different rows of the data."""
+        """Returns this rank's place among those with different rows of the data."""
         return DataRank(self.rank, self.size) if self.meshes is None else self.meshes.data
 
     @property
     def is_data_leader(self) -> bool:
-        """Whether this is the first of the ranks with the same rows."""
+        """Returns whether this is the first of the ranks with the same rows."""
         return self.rank == self.data.rank * (self.size // self.data.size)
 
     @property
@@ -141,7 +140,7 @@ def ignore_closed_output(output: TextIO) -> Iterator[None]:
 
 
 def pick_device(name: str) -> torch.device:
-    """This rank's device: auto, cuda or cpu."""
+    """Returns this rank's device for auto, cuda or cpu."""
     if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     if not torch.cuda.is_available():
@@ -150,34 +149,22 @@ def pick_device(name: str) -> torch.device:
 
 
 def launched() -> bool:
-    """Whether --nproc or torchrun has started this process. ValueError for half of what they set,
-    as where another program has left WORLD_SIZE behind."""
+    """Returns whether --nproc or torchrun has started this process.
+
+    Raises ValueError for a part of what they set, as where another program has left WORLD_SIZE.
+    """
     if "WORLD_SIZE" not in os.environ:
         return False
+    values = {name: os.environ.get(name) for name in ("WORLD_SIZE", "RANK", "MASTER_PORT")}
     missing = [n for n in ("RANK", "MASTER_ADDR", "MASTER_PORT") if n not in os.environ]
+    advice = "unset it to run on one process, or start with torchrun"
     if missing:
-        raise ValueError(
-            f"WORLD_SIZE={os.environ['WORLD_SIZE']} is in the environment without "
-            f"{', '.join(missing)}: unset it to run on one process, or start with torchrun"
-        )
-    for name in ("WORLD_SIZE", "RANK", "MASTER_PORT"):
-        if not os.environ[name].isdecimal():
-            raise ValueError(
-                f"{name}={os.environ[name]} in the environment is no number: unset it to run on "
-                "one process, or start with torchrun"
-            )
+        size = f"WORLD_SIZE={values['WORLD_SIZE']}"
+        raise ValueError(f"{size} is in the environment without {', '.join(missing)}: {advice}")
+    for name, value in values.items():
+        if not (value or "").isdecimal():
+            raise ValueError(f"{name}={value} in the environment is no number: {advice}")
     return True
-
-
-def check_interfaces() -> None:
-    """ValueError for a name in GLOO_SOCKET_IFNAME that is no network interface of this host."""
-    names = os.environ.get("GLOO_SOCKET_IFNAME", "")
-    here = [name for _, name in socket.if_nameindex()]
-    if missing := [name for name in names.split(",") if name and name not in here]:
-        raise ValueError(
-            f"GLOO_SOCKET_IFNAME={names}: this host has no network interface {missing[0]}, and has "
-            f"{', '.join(here)}: give one of these, or unset it"
-        )
 
 
 @contextmanager
@@ -187,20 +174,25 @@ def start(
     parallel: Parallel | None = None,
     settings: Mapping[str, Any] | None = None,
 ) -> Iterator[World]:
-    """The process group of --nproc or torchrun, or one of this process alone; nothing of the run
-    may outlive it. ValueError for a number of ranks that `parallel` does not divide, and InputError
-    if ranks have different `settings`."""
+    """Opens the process group of --nproc or torchrun, or of this process alone, for a whole run.
+
+    Raises ValueError if `parallel` does not divide the ranks, OSError for a port in use, and
+    InputError if ranks have different `settings`.
+    """
     started = launched()
-    check_interfaces()
     sizes = (parallel or Parallel()).sizes(int(os.environ["WORLD_SIZE"]) if started else 1)
     device = pick_device(name)
     if device.type == "cuda":
         torch.cuda.set_device(device)
     backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
-    if started:
-        join_ranks(backend)
-    else:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    alone: dict[str, Any] = {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+    try:
+        dist.init_process_group(backend, **({} if started else alone))
+    except dist.DistNetworkError as error:
+        if "EADDRINUSE" not in str(error):
+            raise
+        port = f"MASTER_PORT={os.environ['MASTER_PORT']}"
+        raise OSError(f"{port}: another program listens on this port: give another") from None
     rank, size = dist.get_rank(), dist.get_world_size()
     try:
         group = dist.new_group(backend="gloo", timeout=NO_TIMEOUT) if size > 1 else None
@@ -208,40 +200,22 @@ def start(
         meshes = Meshes.of(device.type, sizes)
         with ExitStack() as closing:
             yield World(
-                rank,
-                size,
-                device,
-                signals=signals or Signals(),
-                closing=closing,
-                meshes=meshes,
+                rank, size, device, signals=signals or Signals(), closing=closing, meshes=meshes,
                 group=group,
-            )
+            )  # fmt: skip
     finally:
         gc.collect()  # gloo's threads abort the process if they still hold tensors when it exits
         dist.destroy_process_group()
 
 
-def join_ranks(backend: str) -> None:
-    """The process group of the environment. OSError for a port that another program listens on."""
-    try:
-        dist.init_process_group(backend)
-    except dist.DistNetworkError as error:
-        if "EADDRINUSE" not in str(error):
-            raise
-        raise OSError(
-            f"MASTER_PORT={os.environ['MASTER_PORT']}: another program listens on this port, "
-            "perhaps another run: give all ranks another MASTER_PORT"
-        ) from None
-
-
 def check_settings(group: dist.ProcessGroup | None, settings: Mapping[str, Any]) -> None:
-    """Raises InputError if ranks have other settings than the first one, before a collective that
-    some of them would wait for without end."""
+    """Raises InputError if ranks have other settings than the first one, which would wait for a
+    collective of the others without end."""
     if group is None:
         return
-    own = {name: json.dumps(value, default=str) for name, value in settings.items()}
-    own |= {"tigon": __version__}
-    first, *others = map(json.loads, gather_texts(json.dumps(own), group))
+    local = {name: json.dumps(value, default=str) for name, value in settings.items()}
+    texts = gather_texts(json.dumps(local | {"tigon": __version__}), group)
+    first, *others = map(json.loads, texts)
     for rank, other in enumerate(others, start=1):
         if names := [n for n in first | other if first.get(n) != other.get(n)]:
             raise InputError(
@@ -253,20 +227,17 @@ def check_settings(group: dist.ProcessGroup | None, settings: Mapping[str, Any])
 def shard(
     model: CausalLM, world: World, compute_dtype: torch.dtype, *, one_backward: bool = False
 ) -> None:
-    """FSDP2 over the ranks that divide the weights, and of experts that ranks share over those that
-    have the same. Gradients are summed, not averaged: the loss is already divided by the
-    denominator of the whole step. `one_backward`: a step has one micro-batch.
+    """Shards the model by FSDP2: shared experts over the ranks that have the same, the rest over
+    all that divide the weights. `one_backward`: a step has one micro-batch.
+
+    Gradients are summed, not averaged: the loss is already divided by the step's denominator.
     """
     meshes = meshes_of(world)
     # Inputs are not cast: RoPE's tables and loss weights keep their precision
     shard_blocks(
-        model,
-        meshes.weights,
-        compute=compute_dtype,
-        experts=meshes.experts,
-        keeps_ends=True,
+        model, meshes.weights, compute=compute_dtype, experts=meshes.experts, keeps_ends=True,
         one_backward=one_backward,
-    )
+    )  # fmt: skip
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
@@ -276,19 +247,19 @@ def shard(
 
 
 def meshes_of(world: World) -> Meshes:
-    """Those of a world in which models are divided."""
+    """Returns the meshes of a world in which models are divided."""
     if world.meshes is None:
         raise ValueError("a World without meshes divides no model: `start` makes one with them")
     return world.meshes
 
 
 def local(tensor: Tensor) -> Tensor:
-    """This rank's part of a parameter, a gradient or a state, sharded or not."""
+    """Returns this rank's part of a parameter, a gradient or a state, sharded or not."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def sync_gradients(model: CausalLM, on: bool) -> None:
-    """Whether the next backward reduces gradients over ranks, or only adds them up here."""
+    """Lets the next backward reduce gradients over ranks, or only add them up here."""
     if (zero := find_zero2(model)) is not None:
         zero.reduces = on
     if isinstance(model, FSDPModule):
@@ -296,7 +267,7 @@ def sync_gradients(model: CausalLM, on: bool) -> None:
 
 
 def reshard(model: CausalLM) -> None:
-    """After forwards without a backward: give up the gathered weights, so that all are shards."""
+    """Frees the gathered weights after forwards without a backward."""
     if (zero := find_zero2(model)) is not None:
         zero.release()
     for module in model.modules():
@@ -305,6 +276,7 @@ def reshard(model: CausalLM) -> None:
 
 
 def gather_texts(text: str, group: dist.ProcessGroup | None) -> list[str]:
+    """Returns the text of every rank, in their order, on all ranks."""
     texts = [""] * dist.get_world_size()
     dist.all_gather_object(texts, text, group=group)
     return texts
@@ -326,7 +298,7 @@ def format_rank_errors(errors: Sequence[str]) -> str:
 
 
 def record_error(text: str) -> None:
-    """Write the error file of this rank, whose text the agent's summary repeats."""
+    """Writes the error file of this rank, whose text the agent's summary repeats."""
     if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         message = {"message": text, "timestamp": int(time.time())}
         with suppress(OSError), open(path, "w") as file:
@@ -334,7 +306,7 @@ def record_error(text: str) -> None:
 
 
 def end_soon(code: int) -> None:
-    """End this process after LINGER: leaving a group of which a rank is dead may never end."""
+    """Ends this process after LINGER: leaving the group of a dead rank may never end."""
 
     def end() -> None:
         for child in multiprocessing.active_children():
@@ -352,7 +324,7 @@ FOLDER = "flight-recorder"
 
 
 def prepare_flight_recorder(config: Config) -> None:
-    """Before the process group is made. What the environment says already stays."""
+    """Sets NCCL's variables that the environment does not have, before the process group."""
     folder = Path(config.run_dir).absolute() / FOLDER
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # collectives
     os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", f"{folder}/rank-")
@@ -361,7 +333,7 @@ def prepare_flight_recorder(config: Config) -> None:
 
 @contextmanager
 def flight_recorder(config: Config, world: World) -> Iterator[None]:
-    """The folder that dumps go to, which is there no longer than it has to be."""
+    """Makes the folder of the dumps, and removes it at the end if it is empty."""
     if world.size == 1 or world.device.type == "cpu":
         yield
         return

@@ -1,4 +1,4 @@
-"""A run's weights in Hugging Face format: as it trains, at its end, of any checkpoint later."""
+"""Exports weights in Hugging Face format: of a run, of a checkpoint, of an adapter on its base."""
 
 import os
 import sys
@@ -41,11 +41,15 @@ from tigon.train.model import (
 from tigon.utils.json import escape, quote
 from tigon.weights import all_finite
 
-SMALL = (".json", ".txt", ".jinja", ".model")  # what a checkpoint has besides tensors
+SMALL = (".json", ".txt", ".jinja", ".model")  # files of a checkpoint that hold no tensors
+MAX_NAME_LENGTH = 1000  # characters of a path or a name
+
+
+# Checkpoints of runs
 
 
 def find_checkpoint(path: str) -> Path | None:
-    """`path` itself, or the newest one of the run directory that it is; None if neither."""
+    """Returns `path` if it is a checkpoint, the newest one if it is a run, else None."""
     if Path(path, "run.json").is_file():
         return Path(path)
     return checkpoint.latest(Path(path, "checkpoints"))
@@ -60,14 +64,16 @@ def load_checkpoint(
     expert_parallel: bool = False,
     base: str | None = None,
 ) -> tuple[CausalLM, Tokenizer]:
-    """Model and tokenizer, in this process alone, however many ranks wrote it; with `mesh`, of all
-    ranks and one dimension, shared by them: every rank calls this. `expert_parallel`: with whole
-    experts, as in `tigon.from_pretrained`. `base`: of an adapter's run, in place of the one that
-    run.json names.
+    """Loads model and tokenizer of a checkpoint, however many ranks wrote it.
 
-    `dtype` None is that of config.json, which the run's export has too. Raises ValueError, naming
-    the file, if the checkpoint is damaged, if its base has other weights or cannot be trusted, and
-    with `mesh` as `check_shareable` does.
+    Args:
+        dtype: of the model; None is that of config.json, which the run's export has too.
+        mesh: of one dimension with all ranks, which share the model: every rank calls this.
+        expert_parallel: whether ranks of the mesh have whole experts.
+        base: of an adapter's run, in place of the one that run.json names.
+
+    Raises ValueError, naming the file, if the checkpoint is damaged, if its base has other weights
+    or cannot be trusted, and with `mesh` as `check_shareable` does.
     """
     if base is not None and read_adapter_run_config(source) is None:
         raise ValueError(f"--base {base}: {source} is no checkpoint of an adapter")
@@ -79,36 +85,29 @@ def load_checkpoint(
             config = _with_base(source, config, base)
             # Its tokenizer has the new tokens, and the adapter their rows
             model = build_adapted_model(replace(config, tokenizer=str(source)), dtype, device)
-            checkpoint.load(source, model)
-            return model.eval(), load_checkpoint_tokenizer(source)
-        model = model_from_checkpoint_config(source, torch.float32)
-        model.to(dtype or torch_dtype(model.config.dtype or "float32"))
-        if mesh is not None:
-            shard_layers(model, mesh, expert_parallel=expert_parallel)
-        materialize(model, torch.device(device))
+        else:
+            model = meta_model_from_checkpoint(source, dtype)
+            if mesh is not None:
+                shard_layers(model, mesh, expert_parallel=expert_parallel)
+            materialize(model, torch.device(device))
         checkpoint.load(source, model)
-        return model.eval(), load_checkpoint_tokenizer(source)
-
-
-def load_checkpoint_tokenizer(source: Path) -> Tokenizer:
-    """The checkpoint's, which chats with the variables that the run gave the chat template."""
-    tokenizer = Tokenizer.from_pretrained(source)
-    given = checkpoint.read_metadata(source).get("config", {}).get("chat_template_kwargs")
-    tokenizer.use_chat_template_kwargs(given or {})
-    return tokenizer
+        tokenizer = Tokenizer.from_pretrained(source)
+    saved = checkpoint.read_metadata(source).get("config", {})
+    tokenizer.use_chat_template_kwargs(saved.get("chat_template_kwargs") or {})
+    return model.eval(), tokenizer
 
 
 def _with_base(source: Path, config: Config, base: str | None) -> Config:
-    """The settings with the base that is used, which stderr is told: `base`, or that of run.json.
+    """Returns the settings with the base to use, `base` or that of run.json, and prints which.
 
-    run.json may be anybody's, who would have weights of this machine exported: those that it names
-    are used only if it knows their digest.
+    run.json may come from anybody, who would have weights of this machine exported: those that it
+    names are used only if it knows their digest.
     """
     where = "--base"
     if base is None:
         base, where = config.init or config.model, escape(source / "run.json")
-        local = os.path.exists(os.path.expanduser(base))
-        if local and "base" not in checkpoint.read_metadata(source):
+        is_local = os.path.exists(os.path.expanduser(base))
+        if is_local and "base" not in checkpoint.read_metadata(source):
             raise ValueError(
                 f"{where} names the base {quote(base)}, which is on this machine, without a digest "
                 "of its weights: if it is the right one, name it with --base"
@@ -117,22 +116,34 @@ def _with_base(source: Path, config: Config, base: str | None) -> Config:
         config = replace(config, init=base)
     else:
         config = replace(config, model=base, revision=None)
-    try:
+    with _explain_base_errors("", "if the base is elsewhere, name it with --base"):
         resume.check_base(source, config, base_digest(config))
-    except (OSError, ValueError) as error:
-        error_type = next(k for k in (ConnectionError, OSError, ValueError) if isinstance(error, k))
-        raise error_type(f"{error}; if the base is elsewhere, name it with --base") from error
     print(f"base: {escape(base)}, named by {where}", file=sys.stderr)
     return config
 
 
+@contextmanager
+def _explain_base_errors(prefix: str, hint: str) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        error_type = next(k for k in (ConnectionError, OSError, ValueError) if isinstance(error, k))
+        raise error_type(f"{prefix}{error}; {hint}") from error
+
+
 def check_shareable(source: Path) -> None:
-    """ValueError for a checkpoint that must be exported before ranks can share its model."""
+    """Raises ValueError for a checkpoint that must be exported before ranks can share its model."""
     if read_adapter_run_config(source) is not None:
         raise ValueError(
             f"{source} is a checkpoint of an adapter, which ranks cannot share: "
             "`tigon export --merge` it first"
         )
+
+
+def meta_model_from_checkpoint(source: Path, dtype: torch.dtype | None = None) -> CausalLM:
+    """Returns the model on the meta device; the default dtype is that of config.json."""
+    model = model_from_checkpoint_config(source, torch.float32)
+    return model.to(dtype or torch_dtype(model.config.dtype or "float32"))
 
 
 def convert_checkpoint(
@@ -145,11 +156,11 @@ def convert_checkpoint(
     merge: bool = False,
     base: str | None = None,
 ) -> torch.dtype:
-    """A run's checkpoint in Hugging Face format, in a few buffers of memory; returns its dtype.
+    """Exports a checkpoint in Hugging Face format, in a few buffers of memory; returns its dtype.
 
-    Of a run with lora the adapter, in PEFT's format, or with `merge` the model with it, made in
-    memory. `base` is that of `load_checkpoint`, and the other options are those of save_pretrained;
-    raises as `load_checkpoint` does.
+    An adapter's checkpoint is written in PEFT's format, or with `merge` as the model with the
+    adapter added, in memory. `base` and errors are those of `load_checkpoint`, and the other
+    options those of save_pretrained.
     """
     options: dict[str, Any] = {"max_shard_size": max_shard_size, "stacked_experts": stacked_experts}
     lora = read_adapter_run_config(source)
@@ -157,8 +168,6 @@ def convert_checkpoint(
         raise ValueError(f"--merge: {source} is no checkpoint of an adapter")
     if base is not None and not merge:
         raise ValueError(f"--base {base}: only --merge needs the base")
-    if lora is not None and not merge:
-        return _convert_adapter(source, directory, lora, dtype)
     if merge:
         model, tokenizer = load_checkpoint(source, dtype=dtype, base=base)
         merge_adapter(model, str(source))
@@ -166,48 +175,28 @@ def convert_checkpoint(
         return model.dtype
     with checkpoint.read_lock(source):
         checkpoint.verify(source, wanted=_is_export_file)
-        model = model_from_checkpoint_config(source, torch.float32)
-        model.to(dtype or torch_dtype(model.config.dtype or "float32"))
         tokenizer = Tokenizer.from_pretrained(source)
-        stored, layout = checkpoint.stored_weights(source, model)
-        write_converted(model, directory, stored, layout, tokenizer=tokenizer, **options)
-    return model.dtype
-
-
-def _convert_adapter(
-    source: Path, directory: str, config: Config, dtype: torch.dtype | None
-) -> torch.dtype:
-    """The base is not needed: its config.json is in the checkpoint."""
-    with checkpoint.read_lock(source):
-        checkpoint.verify(source, wanted=_is_export_file)
+        if lora is None:
+            model = meta_model_from_checkpoint(source, dtype)
+            stored, layout = checkpoint.stored_weights(source, model)
+            write_converted(model, directory, stored, layout, tokenizer=tokenizer, **options)
+            return model.dtype
+        # The base is not needed: its config.json is in the checkpoint
         model = model_from_checkpoint_config(source, torch.float32)
-        add_lora(model, config)
+        add_lora(model, lora)
         for p in adapter_parameters(model, "default").values():
             empty = torch.empty_like(p, device="cpu")
             torch.utils.swap_tensors(p, torch.nn.Parameter(empty, p.requires_grad))
         checkpoint.load(source, model)
-        own = next(iter(adapter_parameters(model, "default").values())).dtype
-        tokenizer = Tokenizer.from_pretrained(source)
         model.save_adapter(directory, dtype=dtype, tokenizer=tokenizer)
-    return dtype or own
+    return dtype or next(iter(adapter_parameters(model, "default").values())).dtype
 
 
-def meta_model_from_checkpoint(source: Path) -> CausalLM:
-    """The model on the meta device, in its config's dtype: nothing of its weights is read."""
-    model = model_from_checkpoint_config(source, torch.float32)
-    return model.to(torch_dtype(model.config.dtype or "float32"))
+def _is_export_file(name: str) -> bool:
+    return name.startswith("weights-") or name.endswith(SMALL)
 
 
-@contextmanager
-def exported_directory(source: Path, base: str | None = None) -> Iterator[str]:
-    """A checkpoint's model in Hugging Face format, for the time being."""
-    with tempfile.TemporaryDirectory() as parent:
-        model, tokenizer = load_checkpoint(source, base=base)
-        if model.active_adapter is not None:
-            model.merge_adapter()
-        model.save_pretrained(Path(parent, "hf"), tokenizer=tokenizer)
-        del model
-        yield str(Path(parent, "hf"))
+# Exports of a run, as it trains
 
 
 def export_name(config: Config) -> str:
@@ -221,24 +210,24 @@ def step_export_path(config: Config, step: int) -> Path:
 
 
 def export(run: TrainingRun, target: Path, values: Mapping[str, Tensor] | None = None) -> None:
-    """As `Exporter.export`, and wait until it is on the disk."""
+    """Exports as `Exporter.export` does, and waits until it is on the disk."""
     _start_export(run, target, values)
     run.exporter.wait()
 
 
 def export_step(run: TrainingRun, step: int) -> None:
-    """While training goes on."""
+    """Exports while training goes on."""
     _start_export(run, step_export_path(run.config, step), None)
 
 
 def export_best(run: TrainingRun, step: int) -> None:
-    """run_dir/hf-best, if hf_best is set and the evaluation after `step` is the best so far."""
+    """Exports run_dir/hf-best, if hf_best is set and the evaluation after `step` is the best."""
     if run.config.hf_best and run.state.best_step == step > 0:
         export(run, Path(run.config.run_dir, f"{export_name(run.config)}-best"))
 
 
 def _start_export(run: TrainingRun, target: Path, values: Mapping[str, Tensor] | None) -> None:
-    """In the dtype of the checkpoint that the run began with unless told; an adapter in its own."""
+    """Raises FloatingPointError for values that are not finite in the dtype of the export."""
     dtype = export_dtype(run.config, run.model)
     held = dtype if run.model.active_adapter is None else None
     try:
@@ -248,15 +237,11 @@ def _start_export(run: TrainingRun, target: Path, values: Mapping[str, Tensor] |
     run.exporter.export(run.model, target, run.tokenizer, dtype=dtype, values=values)
 
 
-def _is_export_file(name: str) -> bool:
-    return name.startswith("weights-") or name.endswith(SMALL)
-
-
-MAX_NAME_LENGTH = 1000  # characters of a path or a name
+# Adapters in PEFT's format
 
 
 def is_adapter(place: str, revision: str | None = None) -> bool:
-    """Whether a directory or hub repository has PEFT's adapter_config.json and no model of its own.
+    """Returns whether a directory or hub repository has adapter_config.json and no config.json.
 
     Raises OSError or ValueError as `Repository` does.
     """
@@ -276,42 +261,37 @@ def load_with_adapter(
     adapter_dtype: torch.dtype | None = None,
     base: str | None = None,
 ) -> tuple[CausalLM, Tokenizer]:
-    """The base that the adapter names, at the revision that it names, with the adapter chosen.
+    """Loads an adapter on the base, at the revision, that it names; prints which to stderr.
 
-    Which base that is, stderr is told; `base` names another one. `revision` is the adapter's;
-    `dtype` "auto" is the base's, `adapter_dtype` None the model's. The tokenizer is the adapter's,
-    or the base's if it has none. Raises ValueError or OSError (ConnectionError where the hub cannot
-    be reached), naming the file and what to do, for a base that cannot be had.
+    `base` names another one. `revision` is the adapter's; `dtype` "auto" is the base's,
+    `adapter_dtype` None the model's. The tokenizer is the adapter's, or the base's if it has none.
+    Raises ValueError or OSError (ConnectionError if the hub cannot be reached), naming the file and
+    what to do, for a base that cannot be loaded.
     """
     repository = Repository(adapter, revision=revision)
-    known = read_base(repository)
-    if known is None:
+    peft_config = read_base(repository)
+    if peft_config is None:
         raise ValueError(f"{adapter} is neither a run with an adapter nor has adapter_config.json")
     where = escape(f"{repository.name}/adapter_config.json")
-    what_to_do = (
+    remedy = (
         "write the base's folder or its name on the hub into base_model_name_or_path there, or "
         "name it with --base"
     )
-    name, at = (known.name, known.revision) if base is None else (base, None)
+    name, base_revision = (peft_config.name, peft_config.revision) if base is None else (base, None)
     if not name:
-        raise ValueError(f"{where}: base_model_name_or_path names no base: {what_to_do}")
+        raise ValueError(f"{where}: base_model_name_or_path names no base: {remedy}")
     if not name.isprintable() or len(name) > MAX_NAME_LENGTH:
-        raise ValueError(
-            f"{where}: base_model_name_or_path={quote(name)} is no base's: {what_to_do}"
-        )
+        raise ValueError(f"{where}: base_model_name_or_path={quote(name)} is no base's: {remedy}")
     tokenizer = None
     if repository.optional_file("tokenizer.json") is not None:
         tokenizer = Tokenizer.from_pretrained(adapter, revision=revision)
-    at = None if os.path.isdir(os.path.expanduser(name)) else at
-    try:
-        tokenizer = tokenizer or Tokenizer.from_pretrained(name, revision=at)
-        model = from_pretrained(name, revision=at, dtype=dtype, device=device)
-    except (OSError, ValueError) as error:
-        error_type = next(k for k in (ConnectionError, OSError, ValueError) if isinstance(error, k))
-        raise error_type(
-            f"{where}: the base cannot be loaded: {error}; if it is elsewhere, {what_to_do}"
-        ) from error
-    if known.scores and not model.config.labels:
+    if os.path.isdir(os.path.expanduser(name)):
+        base_revision = None
+    prefix, hint = f"{where}: the base cannot be loaded: ", f"if it is elsewhere, {remedy}"
+    with _explain_base_errors(prefix, hint):
+        tokenizer = tokenizer or Tokenizer.from_pretrained(name, revision=base_revision)
+        model = from_pretrained(name, revision=base_revision, dtype=dtype, device=device)
+    if peft_config.scores and not model.config.labels:
         raise ValueError(
             f"{where} is of a model that scores sequences, and its base {quote(name)} "
             "predicts tokens: `tigon export RUN DIRECTORY --merge` of the run, or PEFT, merges them"
@@ -332,9 +312,9 @@ def export_merged(
     base: str | None = None,
     **options: Any,
 ) -> torch.dtype:
-    """The adapter added to its base, as save_pretrained writes it, with its options.
+    """Adds an adapter to its base and saves the model; returns its dtype, by default the base's.
 
-    Returns the dtype; "auto" is the base's. Raises as `load_with_adapter` does.
+    `options` are those of save_pretrained. Raises as `load_with_adapter` does.
     """
     # In float32, so that the adapter is not rounded before it is added
     model, tokenizer = load_with_adapter(
@@ -346,24 +326,29 @@ def export_merged(
 
 
 def merge_adapter(model: CausalLM, adapter: str) -> None:
-    """Merge the adapter of that name; ValueError if the dtype does not hold what it gives."""
+    """Merges the active adapter; ValueError naming `adapter` if the sums overflow the dtype."""
     model.merge_adapter()
     bad = [name for name, p in model.named_parameters() if not all_finite([p], p.device)]
     if bad:
-        more = f" and {len(bad) - 1} more" if len(bad) > 1 else ""
         base = quote(model.config.source.name)
         raise ValueError(
             f"{escape(adapter)} added to {base} gives NaN or infinite values in {model.dtype}, in "
-            f"{bad[0]}{more}: --dtype says another dtype, and a base or an adapter with such "
-            "values cannot be used"
+            f"{checkpoint.shorten(bad)}: --dtype says another dtype, and a base or an adapter with "
+            "such values cannot be used"
         )
 
 
 @contextmanager
-def merged_directory(
-    adapter: str, revision: str | None = None, base: str | None = None
+def exported_directory(
+    model: str, revision: str | None = None, base: str | None = None
 ) -> Iterator[str]:
-    """What `export_merged` writes, for the time being."""
+    """Yields a temporary export of a run, a checkpoint or an adapter, merged with its base."""
     with tempfile.TemporaryDirectory() as parent:
-        export_merged(adapter, Path(parent, "hf"), revision, base=base)
-        yield str(Path(parent, "hf"))
+        directory = str(Path(parent, "hf"))
+        if (source := find_checkpoint(model)) is None:
+            export_merged(model, directory, revision, base=base)
+        elif base is None and read_adapter_run_config(source) is None:
+            convert_checkpoint(source, directory)
+        else:
+            convert_checkpoint(source, directory, merge=True, base=base)
+        yield directory

@@ -23,7 +23,7 @@ ADVICE = "try a lower lr, more warmup_steps or a lower max_grad_norm, or look at
 
 @dataclass(frozen=True)
 class BadStep:
-    """Why a step's gradients must not be used; the same on every rank."""
+    """Says why a step's gradients must not be used; the same on every rank."""
 
     kind: str  # "nonfinite" or "spike"
     policy: str  # stop, skip or rollback
@@ -45,20 +45,19 @@ def check_step(run: TrainingRun, step: int, values: dict[str, float]) -> BadStep
     if bad_step is None or bad_step.policy == "rollback":
         return bad_step
     state.skipped += 1
+    why, instead = "", ""
     if weights_changed(run, loss):
-        why = "The weights were changed in backward, and not saved"
-        raise stop_error(run, step, bad_step, why, "rollback")
-    if bad_step.policy == "stop":
-        raise stop_error(run, step, bad_step, "The weights were not changed", "skip or rollback")
-    if state.skips > MAX_SKIPS:
-        raise stop_error(
-            run, step, bad_step, f"The {MAX_SKIPS} steps before it were skipped too: {ADVICE}"
-        )
-    if bad_step.broken:
-        raise stop_error(run, step, bad_step, "Skipping steps does not mend weights")
-    if 2 * state.skipped > run.steps:
+        why, instead = "The weights were changed in backward, and not saved", "rollback"
+    elif bad_step.policy == "stop":
+        why, instead = "The weights were not changed", "skip or rollback"
+    elif state.skips > MAX_SKIPS:
+        why = f"The {MAX_SKIPS} steps before it were skipped too: {ADVICE}"
+    elif bad_step.broken:
+        why = "Skipping steps does not mend weights"
+    elif 2 * state.skipped > run.steps:
         why = f"With it {state.skipped} of {run.steps} steps are skipped, most of the run: {ADVICE}"
-        raise stop_error(run, step, bad_step, why)
+    if why:
+        raise stop_error(run, step, bad_step, why, instead)
     run.world.log_rank0(f"{bad_step.text}. Skipped")
     return bad_step
 
@@ -103,10 +102,12 @@ def _find_problem(
     ):
         bound = spike_bound(past, config.spike_sigma)
         if value > bound:
-            text = f"step {step + 1}: {name} {value:.6g} is above {bound:.6g}, that is "
-            text += f"{config.spike_sigma:g} standard deviations above the mean of the last "
-            text += f"{len(past)} steps{describe_largest_loss(run.world, own_loss)}; "
-            text += describe_rows(run, step)
+            text = (
+                f"step {step + 1}: {name} {value:.6g} is above {bound:.6g}, that is "
+                f"{config.spike_sigma:g} standard deviations above the mean of the last "
+                f"{len(past)} steps{describe_largest_loss(run.world, own_loss)}; "
+                f"{describe_rows(run, step)}"
+            )
             return BadStep("spike", config.spike, text)
     return None
 
@@ -189,9 +190,8 @@ def describe_largest_loss(world: World, own_loss: float) -> str:
         return ""
     parts = [float(part) for part in world.gather(str(own_loss))]
     rank = max(range(world.size), key=parts.__getitem__)
-    return (
-        f" (the largest part of the loss, {parts[rank]:.6g}, is on {format_data_rank(world, rank)})"
-    )
+    where = format_data_rank(world, rank)
+    return f" (the largest part of the loss, {parts[rank]:.6g}, is on {where})"
 
 
 def describe_rows(run: TrainingRun, step: int) -> str:

@@ -11,7 +11,6 @@ from contextlib import suppress
 from dataclasses import asdict, fields
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
 import torch
 import yaml
@@ -25,7 +24,6 @@ from tigon.train.config_file import dump, load
 from tigon.train.distributed import (
     InputError,
     World,
-    check_interfaces,
     end_soon,
     flight_recorder,
     launched,
@@ -58,7 +56,7 @@ torchrun --nproc-per-node 8 -m tigon.train config.yaml [key=value | --key value 
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """The command line; exits with one line on bad settings and bad data."""
+    """Runs the command line; exits with one line on bad settings and bad data."""
     try:
         with escaping_output():
             _main(list(sys.argv[1:] if arguments is None else arguments))
@@ -102,22 +100,18 @@ def _main(rest: list[str]) -> None:
 
 
 def refusal(error: Exception) -> str | int:
-    """What sys.exit is given for settings that are wrong. A launcher gives all ranks the same
-    settings, so that one rank of a host says it; ranks that were started by hand all do."""
+    """Returns what sys.exit gets for wrong settings: a text on one rank of a host, as a launcher
+    gives all the same, and on every rank that was started by hand."""
     record_error(str(error))
     launched = "TORCHELASTIC_RUN_ID" in os.environ
     if LAUNCHED in os.environ or (launched and os.environ.get("LOCAL_RANK", "0") != "0"):
         return 1
-    rank = "" if launched else prefix(os.environ.get("RANK", "0"))
-    return f"tigon.train: {rank}{error}"
-
-
-def prefix(rank: str) -> str:
-    return "" if rank == "0" else f"rank {rank}: "
+    rank = os.environ.get("RANK", "0")
+    return f"tigon.train: {'' if launched or rank == '0' else f'rank {rank}: '}{error}"
 
 
 def take_count(arguments: Sequence[str]) -> tuple[int | None, list[str]]:
-    """The N of `--nproc N` or `--nproc=N`, and the other arguments."""
+    """Returns the N of `--nproc N` or `--nproc=N`, and the other arguments."""
     count, rest = None, list(arguments)
     for i, argument in enumerate(arguments):
         name, equals, value = argument.partition("=")
@@ -131,16 +125,15 @@ def take_count(arguments: Sequence[str]) -> tuple[int | None, list[str]]:
 
 
 def launch(config: Config, plan: int | None = None) -> str | int:
-    """Run on this process, or on all that torchrun started; 0, or what sys.exit should be told.
+    """Runs on this process, or on all that torchrun started; returns what sys.exit gets.
 
-    `plan`: only say what a run on so many ranks, or on all that there are, would be.
+    `plan`: only describes a run on so many ranks, or on all that there are.
     """
     device = config.device
     if plan and device == "cuda" and not torch.cuda.is_available():
         device = "cpu"  # where a run for GPUs can be planned
     try:
         ranks = int(os.environ["WORLD_SIZE"]) if launched() else 1
-        check_interfaces()
         pick_device(device)
         if config.parallel != "auto":
             mesh_sizes(config, ranks if plan is None else max(plan, ranks))
@@ -153,9 +146,7 @@ def launch(config: Config, plan: int | None = None) -> str | int:
     settings = asdict(config) | {"--dry-run": plan is not None}
     try:
         with signals, start(device, signals, parallel, settings) as world:
-            if world.size > 1:
-                return _run_rank(config, world, plan)
-            return _run(config, world, plan)
+            return (_run_rank if world.size > 1 else _run)(config, world, plan)
     except InputError as error:  # the same on all ranks
         return refusal(error)
     except EXPECTED as error:
@@ -178,7 +169,7 @@ def _run(config: Config, world: World, plan: int | None) -> int:
 
 
 def _run_rank(config: Config, world: World, plan: int | None) -> int:
-    """Run one of several ranks; when it fails, torch's agent ends the others."""
+    """Runs one of several ranks; when it fails, torch's agent ends the others."""
     try:
         return _run(config, world, plan)
     except (InputError, FloatingPointError) as error:  # the same on all ranks
@@ -197,6 +188,7 @@ def _run_rank(config: Config, world: World, plan: int | None) -> int:
 
 
 def check_count(count: int, device: str) -> None:
+    """Raises ValueError for an --nproc that this machine or environment does not allow."""
     if count < 1:
         raise ValueError(f"--nproc {count} must be at least 1")
     if "WORLD_SIZE" in os.environ:
@@ -214,7 +206,7 @@ def run_ranks(
     shutdown_timeout: int = 300,
     forward_interrupt: bool = False,
 ) -> tuple[int, str | None]:
-    """Run `python -m module arguments` on `count` ranks of this host, by torch's elastic agent.
+    """Runs `python -m module arguments` on `count` ranks of this host, by torch's elastic agent.
 
     Returns the exit code, and which rank failed and why. After a signal, or a failure of one, the
     ranks have `shutdown_timeout` seconds to end (30 before torch 2.12). With `forward_interrupt`
@@ -291,17 +283,14 @@ def _interrupt_ranks(number: int, frame: FrameType | None) -> None:
 
 
 def help_text() -> str:
-    """All settings with their types and defaults, by section."""
+    """Returns all settings with their types and defaults, by section."""
     lines, kinds = [USAGE], field_types(Config)
     for section in SECTIONS:
         lines.append(f"{section.__doc__}")
         for f in fields(section):
-            kind, default = describe_type(kinds[f.name]), _inline_yaml(f.default)
-            lines.append(f"  {f.name}: {kind} = {default}")
+            default = yaml.safe_dump(f.default, default_flow_style=True)
+            default = default.removesuffix("\n...\n").strip()
+            lines.append(f"  {f.name}: {describe_type(kinds[f.name])} = {default}")
             lines.append(f"      {f.metadata['help']}".replace("{tasks}", describe_tasks()))
         lines.append("")
     return "\n".join(lines)
-
-
-def _inline_yaml(value: Any) -> str:
-    return yaml.safe_dump(value, default_flow_style=True).removesuffix("\n...\n").strip()

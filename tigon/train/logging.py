@@ -44,9 +44,8 @@ class TensorBoard:
         from torch.utils.tensorboard import SummaryWriter
 
         # Readers then forget what an earlier process logged: all its rows are logged again
-        self.writer = SummaryWriter(
-            str(Path(config.run_dir, "tensorboard")), purge_step=0, flush_secs=10
-        )
+        directory = str(Path(config.run_dir, "tensorboard"))
+        self.writer = SummaryWriter(directory, purge_step=0, flush_secs=10)
 
     def log(self, row: Row) -> None:
         for tag, value in scalar_tags(row).items():
@@ -65,9 +64,7 @@ class WandB:
         # init would ask at a terminal for a key, and a run that nobody watches would wait for ever
         online = wandb.setup().settings.mode in ("online", "run")
         if online and not wandb.login(prompt=False, verify=False):
-            raise ValueError(
-                "no API key: run wandb login, or set WANDB_API_KEY or WANDB_MODE=offline"
-            )
+            raise ValueError("no API key: run wandb login, or set WANDB_MODE=offline")
         path = Path(config.run_dir)
         file = path / ".wandb-id"
         run_id = file.read_text(errors="replace").strip() if file.is_file() else ""
@@ -100,7 +97,7 @@ SINKS: dict[str, Callable[[Config], Sink]] = {"tensorboard": TensorBoard, "wandb
 
 
 class Sinks:
-    """The sinks of `log_to`. One that fails is dropped with a line on the terminal."""
+    """Logs rows to all of `log_to`; drops one that fails, with a line on the terminal."""
 
     def __init__(self, config: Config, rows: Sequence[Row], say: Callable[[str], None]):
         """`rows` are those of earlier processes, which a sink may not have."""
@@ -134,7 +131,7 @@ class Sinks:
 
 
 def check_sinks(names: Sequence[str]) -> None:
-    """ValueError for names that are not known, ImportError for packages that are not there."""
+    """Raises ValueError for an unknown sink and ImportError for one whose package is missing."""
     for name in names:
         if name not in SINKS:
             raise ValueError(f"log_to={name} is not one of {', '.join(SINKS)}")
@@ -144,32 +141,29 @@ def check_sinks(names: Sequence[str]) -> None:
 
 def scalar_tags(row: Row) -> dict[str, float]:
     """Returns the finite numbers of a row, named train/..., speed/... or eval/..."""
-    found = {}
+    tags = {}
     for key, value in row.items():
-        format_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if key == "step" or not format_number or not math.isfinite(value):
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if key == "step" or not is_number or not math.isfinite(value):
             continue
         group = "speed" if key in SPEED else "train"
         if "eval_loss" in row:
             group, key = "eval", key.removeprefix("eval_")
-        found[f"{group}/{key}"] = float(value)
-    return found
+        tags[f"{group}/{key}"] = float(value)
+    return tags
 
 
 WARM_UP = 2  # steps that compile and allocate, and say nothing of those after them
 MEAN_OF = 50  # steps
 PACE = 0.25  # seconds between the lines of a terminal, at least
 WAITING = 0.01  # share of a step, above which waiting for data is said
-# Of a row of metrics.jsonl, what has a place of its own in a line or none; the rest was asked for
-PLACED = {"step", "epoch", "lr", "loss", "grad_norm", "accuracy", "skipped"} | {
-    *("tokens", "supervised_tokens", "step_seconds", "data_seconds", "data_share"),
-    *("tokens_per_second", "mfu", "memory_gib", "memory_reserved_gib"),
-}
+# What has a column, or none, in a line; the rest of a row are metrics that the settings name
+PLACED = SPEED | {"step", "epoch", "lr", "loss", "grad_norm", "accuracy", "skipped"}
 
 
 class Console:
-    """Plain lines in columns. A file has one every `log_every` steps, a terminal one each step,
-    but for steps that are too short to read, and only as many columns as it is wide."""
+    """Prints lines in columns: every `log_every` steps, and on a terminal each step, unless it is
+    too short to read, with as many columns as fit."""
 
     def __init__(self, config: Config, steps: int, say: Callable[[str], None]):
         self.steps, self.say, self.log_every = steps, say, config.log_every
@@ -182,7 +176,7 @@ class Console:
         self.terminal = sys.stdout.isatty()
 
     def step(self, row: Row) -> None:
-        """An optimizer step, by its row of metrics.jsonl; a line, if one is due."""
+        """Prints the line of an optimizer step from its row of metrics.jsonl, if one is due."""
         self.count += 1
         if self.count > WARM_UP:
             self.times.append(row["step_seconds"])
@@ -197,7 +191,7 @@ class Console:
             self.since, self.last = [], now
 
     def evaluation(self, row: Row) -> None:
-        """An evaluation, by its row: all held-out data, and each data set that has a name."""
+        """Prints an evaluation from its row: all held-out data, and each named data set."""
         self.evaluation_seconds = row["seconds"]
         whole, sets = split_by_set(row)
         took = f"{row['eval_tokens']:,} tokens in {row['seconds']:.1f} s"
@@ -206,16 +200,14 @@ class Console:
         self.say("\n".join(lines))
 
     def samples(self, rows: Sequence[Mapping[str, str]]) -> None:
-        """What the model has said to each prompt, as much of it as a line has room for."""
+        """Prints each prompt and its answer, cut to a line."""
         for row in rows:
             self.say(f"  {shorten(row['prompt'], 40)} -> {shorten(row['text'], 70)}")
 
     def saved(self, step: int, seconds: float, *, whole: bool = True) -> None:
-        """A checkpoint, for which training waited so long; `whole`: it is on the disk."""
-        text = f"checkpoint, in {seconds:.1f} s"
-        if not whole:
-            text = f"checkpoint begun; training waited {seconds:.1f} s"
-        self.say(f"{self._step(step)}  {text}")
+        """Prints how long training waited for a checkpoint; `whole`: it is on the disk."""
+        text = "checkpoint, in" if whole else "checkpoint begun; training waited"
+        self.say(f"{self._step(step)}  {text} {seconds:.1f} s")
 
     def seconds_left(self, step: int) -> float | None:
         """Estimates the seconds of the remaining steps and evaluations; None while unknown."""
@@ -231,7 +223,7 @@ class Console:
         return (self.steps - step) * mean + evaluations * self.evaluation_seconds
 
     def _columns(self, row: Row) -> list[tuple[int, str]]:
-        """Each with its rank: what is dropped first where there is no room has the highest."""
+        """Returns the texts with their ranks: the highest is dropped first if there is no room."""
         seconds = sum(r["step_seconds"] for r in self.since)
         left = self.seconds_left(row["step"])
         found = [(0, self._step(row["step"])), (0, format_measures({"loss": row["loss"]}))]
@@ -257,7 +249,7 @@ class Console:
 
 
 def fit_columns(columns: Sequence[tuple[int, str]], width: int | None) -> str:
-    """The columns that there is room for, in their order; those of rank 0 in any case."""
+    """Joins the columns that fit the width, and those of rank 0 in any case."""
     kept = list(columns)
     while width is not None and len(text := "  ".join(t for _, t in kept)) > width:
         worst = max(rank for rank, _ in kept)
@@ -268,7 +260,7 @@ def fit_columns(columns: Sequence[tuple[int, str]], width: int | None) -> str:
 
 
 def split_by_set(row: Row) -> tuple[dict[str, float], dict[str, dict[str, float]]]:
-    """What an evaluation measured of all data, and of each named data set."""
+    """Splits an evaluation's row into metrics of all data, and those of each named data set."""
     whole: dict[str, float] = {}
     sets: dict[str, dict[str, float]] = {}
     for key, value in row.items():
@@ -282,30 +274,23 @@ def split_by_set(row: Row) -> tuple[dict[str, float], dict[str, dict[str, float]
 
 
 def format_measures(values: Mapping[str, float]) -> str:
-    """Loss, accuracy and whatever else was measured, one after the other.
-
-    A NaN of the loss is said; another one is a mean of nothing, as of kto's chosen answers where a
-    step has none, unless the loss beside it says otherwise.
-    """
+    """Joins names and values; a NaN beside the loss is a mean of nothing, as without kto pairs."""
     texts = []
     for name, value in values.items():
-        if name != "loss" and math.isnan(value):
-            texts.append(f"{name if name != 'accuracy' else 'acc'} {'-':>7}")
-        elif name == "accuracy":
-            texts.append(f"acc {value:6.1%}")
-        else:
-            texts.append(f"{name} {format_number(value)}")
+        shown = f"{value:6.1%}" if name == "accuracy" else format_number(value)
+        shown = f"{'-':>7}" if name != "loss" and math.isnan(value) else shown
+        texts.append(f"{'acc' if name == 'accuracy' else name} {shown}")
     return "  ".join(texts)
 
 
 def shorten(text: str, most: int) -> str:
-    """In quotes on one line, without control characters, and cut to so many characters."""
+    """Returns the text in quotes on one line, without control characters, cut to a length."""
     shown = escape_controls(json.dumps(text, ensure_ascii=False))
     return shown if len(shown) <= most else shown[: most - 4] + '..."'
 
 
 def format_number(value: float) -> str:
-    """Five digits, in seven characters if it fits."""
+    """Formats five digits, in seven characters if they fit."""
     if abs(value) < 1000:
         digits = 4 if abs(value) < 10 else 3 if abs(value) < 100 else 2
         return f"{value:7.{digits}f}"
@@ -313,7 +298,7 @@ def format_number(value: float) -> str:
 
 
 def format_duration(seconds: float) -> str:
-    """As 4:05, 1:04:05 or 2 d 01:04."""
+    """Formats a duration as 4:05, 1:04:05 or 2 d 01:04."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     days, hours_of_day = divmod(hours, 24)
@@ -344,7 +329,7 @@ class RunLog:
         world.closing.callback(self.sinks.close)  # however the run ends
 
     def log(self, row: dict[str, Any], samples: Sequence[dict[str, str]] = ()) -> None:
-        """Log an optimizer step, or an evaluation and the texts that it generated."""
+        """Logs an optimizer step, or an evaluation and the texts that it generated."""
         if not self.main:
             return
         if samples:  # first, and in place of those of an evaluation that did not get to its row
@@ -361,19 +346,18 @@ class RunLog:
             self.console.step(row)
 
     def rewind(self, step: int) -> None:
-        """Forget the steps after `step`, which come again."""
+        """Drops the rows of steps after `step`, which come again."""
         if self.main:
             self._cut(step)
 
     def sync(self) -> None:
-        """Before a checkpoint: its rows are on the disk, whatever happens to the machine."""
-        if not self.main:
-            return
-        with self.metrics.open("rb") as file:
-            os.fsync(file.fileno())
+        """Flushes the rows to the disk before a checkpoint."""
+        if self.main:
+            with self.metrics.open("rb") as file:
+                os.fsync(file.fileno())
 
     def saved(self, step: int, seconds: float, *, whole: bool) -> None:
-        """A checkpoint, for which training waited so long; `whole`: it is on the disk."""
+        """Prints how long training waited for a checkpoint; `whole`: it is on the disk."""
         if self.main:
             self.console.saved(step, seconds, whole=whole)
 
@@ -398,7 +382,7 @@ class RunLog:
 
 
 def is_unfinished(config: Config, step: int) -> bool:
-    """Whether a run that ends with `step` lacks its last evaluation or its export."""
+    """Returns whether a run that ends with `step` lacks its last evaluation or its export."""
     path = Path(config.run_dir)
     evaluated = not config.held_out or read_eval_loss(path / "metrics.jsonl", step) is not None
     return not evaluated or (config.export and read_exported_step(config) != step)
@@ -414,7 +398,7 @@ def read_eval_loss(metrics: Path, step: int) -> float | None:
 
 
 def read_exported_step(config: Config) -> int | None:
-    """The step whose weights are in run_dir/hf, or whose adapter in run_dir/adapter."""
+    """Returns the step whose weights are in run_dir/hf, or whose adapter in run_dir/adapter."""
     path, wanted = Path(config.run_dir), ["hf"]
     if config.lora is not None:
         wanted = ["adapter", "hf"] if config.lora.merge else ["adapter"]
@@ -429,45 +413,36 @@ def _noted_export(path: Path) -> int | None:
 
 
 def write_exported_step(path: Path, step: int) -> None:
+    """Notes in the run directory that its export has the weights of this step."""
     _write(path / EXPORTED, f"{step}\n")
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The rows of a metrics.jsonl, without what a kill, a full disk or a crash of the machine left
-    of others: a beginning, or zeros."""
-    lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
-    return [row for line in lines if (row := _row(line)) is not None]
-
-
-def _row(line: bytes) -> dict[str, Any] | None:
-    try:
-        row = parse_object(line, "metrics.jsonl", nan=True)
-    except ValueError:
-        return None
-    return row if type(row.get("step")) is int else None
+    """Returns the rows of a metrics.jsonl, without what a kill or a crash has left of others."""
+    rows = []
+    for line in path.read_bytes().split(b"\n")[:-1] if path.exists() else []:
+        with suppress(ValueError):
+            row = parse_object(line, "metrics.jsonl", nan=True)
+            if type(row.get("step")) is int:
+                rows.append(row)
+    return rows
 
 
 def _versions(world: World) -> str:
     packages = " ".join(f"{name} {version(name)}" for name in PACKAGES)
     commit = "no git"
     with suppress(OSError):  # it is not installed
-        git = subprocess.run(
-            ["git", "describe", "--always", "--dirty"],
-            cwd=Path(__file__).parent,
-            capture_output=True,
-            text=True,
-        )
+        command = ["git", "describe", "--always", "--dirty"]
+        git = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True)
         commit = f"commit {git.stdout.strip()}" if git.returncode == 0 else commit
     ranks = f"{world.size} rank{'s' * (world.size > 1)} on {world.device.type}"
     return f"# {ranks}, {commit}, python {platform.python_version()} {packages}\n"
 
 
 def _line(row: dict[str, Any]) -> str:
-    """JSON has neither NaN nor infinity: they become null."""
-    plain = {
-        key: None if isinstance(value, float) and not math.isfinite(value) else value
-        for key, value in row.items()
-    }
+    """Returns a row of JSON, which has neither NaN nor infinity: they become null."""
+    bad = [k for k, value in row.items() if isinstance(value, float) and not math.isfinite(value)]
+    plain = row | dict.fromkeys(bad)
     return json.dumps(plain, allow_nan=False, ensure_ascii=False) + "\n"
 
 

@@ -17,8 +17,6 @@ from torch.utils._pytree import tree_leaves
 
 from tigon.kernels.loss.fused_linear_pass import workspace as head_workspace
 from tigon.kernels.mlp.grouped_mlp import backward_workspace, forward_workspace
-from tigon.kernels.mlp.lora_grouped_mlp import backward_workspace as lora_backward_workspace
-from tigon.kernels.mlp.lora_grouped_mlp import forward_workspace as lora_forward_workspace
 from tigon.layers import Experts
 from tigon.models import CausalLM
 from tigon.parallel import IN_FLIGHT, forward_order, reduction_dtype
@@ -31,8 +29,6 @@ WORKSPACES: dict[str, Callable[..., int]] = {
     "tigon::head_pass": head_workspace,
     "tigon::grouped_mlp": forward_workspace,
     "tigon::grouped_mlp_backward": backward_workspace,
-    "tigon::lora_grouped_mlp": lora_forward_workspace,
-    "tigon::lora_grouped_mlp_backward": lora_backward_workspace,
 }
 # Arguments that an operator overwrites with outputs, except under a dispatch mode
 OVERWRITES = {

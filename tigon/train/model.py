@@ -29,6 +29,7 @@ from tigon.models import (
     torch_dtype,
 )
 from tigon.parallel import (
+    Meshes,
     MeshSizes,
     find_zero2,
     keep_rank_zero,
@@ -54,47 +55,32 @@ def build_model(config: Config, world: World, source: Path | None = None) -> Cau
     Each rank reads only the rows that it keeps. With a checkpoint `source` the weights are only
     allocated, for `checkpoint.load`.
     """
-    dtype = weights_dtype(config, world.device)
-    if config.lora is not None:
-        model, weights = _build_base(config, dtype)
-        add_lora(model, config)
-        parallelize(model, config, world)
-        _allocate(model, config, world)
-        _load_or_init_weights(model, config, weights, dtype)
-        init_lora(model, config)
-    elif source is not None:
+    dtype, weights = weights_dtype(config, world.device), None
+    resumes = source is not None and config.lora is None
+    if source is not None and resumes:
         model = model_from_checkpoint_config(source, dtype)
-        parallelize(model, config, world)
-        materialize(model, world.device)
-    elif config.init:
-        model = _from_init(config, dtype)
-        parallelize(model, config, world)
-        _allocate(model, config, world)
-        _load_or_init_weights(model, config, None, dtype)
     else:
-        repository = Repository(config.model, revision=config.revision)
-        options: dict[str, Any] = {"dtype": dtype, "labels": config.labels, "seed": config.seed}
-        model, weights = build(repository, MODELS, **options, **_vocab_options(config))
-        parallelize(model, config, world)
-        _allocate(model, config, world)
-        if source is None:
-            load_weights(model, weights)
+        model, weights = _build_base(config, dtype)
+    if config.lora is not None:
+        add_lora(model, config)
+    parallelize(model, config, world)
+    try:
+        materialize(model, world.device)
+    except ConfigError as error:
+        raise ConfigError(f"{escape(config.init or config.model)}: {error}") from None
+    if not resumes:
+        _load_or_init_weights(model, config, weights, dtype)
+    if config.lora is not None:  # equally on any number of ranks
+        init_adapter(model, generator=torch.Generator().manual_seed(config.seed))
     if (zero := find_zero2(model)) is not None:
         zero.allocate()
     return apply_model_settings(model, config)
 
 
-def _allocate(model: CausalLM, config: Config, world: World) -> None:
-    try:
-        materialize(model, world.device)
-    except ConfigError as error:
-        raise ConfigError(f"{escape(config.init or config.model)}: {error}") from None
-
-
 def _build_base(config: Config, dtype: torch.dtype) -> tuple[CausalLM, Checkpoint | None]:
-    """Builds the base of an adapter; returns its weights to load, None if they are random."""
+    """Builds the model before its adapter; returns its weights to load, None if they are random."""
     if config.init:
-        return _from_init(config, dtype), None
+        return _from_config(_init_path(config), dtype, config), None
     options: dict[str, Any] = {"dtype": dtype, "labels": config.labels, "seed": config.seed}
     if config.lora is not None:
         options["quantize"] = config.lora.quantize
@@ -120,14 +106,19 @@ def _load_or_init_weights(
         load_weights(model, weights)
         return
     torch.manual_seed(config.seed)
-    init_sharded_weights(model, _from_init(config, dtype))
+    init_sharded_weights(model, _from_config(_init_path(config), dtype, config))
+
+
+def read_model_config(config: Config, source: Path | None = None) -> Any:
+    """Reads the config of the checkpoint `source`, or of the model that the settings name."""
+    if source is not None or config.init:
+        return _read_config_file(_init_path(config) if source is None else source / "config.json")
+    return read_config(Repository(config.model, revision=config.revision), MODELS)[1]
 
 
 def base_vocab_size(config: Config) -> int:
     """Returns the rows of embedding and head before new_tokens."""
-    if config.init:
-        return _read_model_config(_init_path(config)).vocab_size
-    return read_config(Repository(config.model, revision=config.revision), MODELS)[1].vocab_size
+    return read_model_config(config).vocab_size
 
 
 def describe_tokens(config: Config) -> list[str]:
@@ -178,17 +169,22 @@ def parallelize(model: CausalLM, config: Config, world: World) -> None:
     if not is_sharded(config, world.size, compute):
         return
     meshes = meshes_of(world)
-    if meshes.expert is not None:
-        shard_experts(model, meshes.expert)
-    if meshes.tensor is not None:
-        shard_model(model, meshes.tensor)
-    if meshes.context is not None:
-        share_context(model, meshes.context)
+    _share_layers(model, meshes)
     if config.sharding == "gradients":
         shard_gradients(model, meshes.weights, compute, sum_dtype(config))
     elif is_sharded(config, meshes.sizes.dividing, compute):
         one = config.batch_size == config.micro_batch_size * world.data.size
         shard(model, world, compute, one_backward=one)
+
+
+def _share_layers(model: CausalLM, meshes: Meshes) -> None:
+    """Divides experts, matrices and rows over the ranks that share them."""
+    if meshes.expert is not None and has_experts(model):
+        shard_experts(model, meshes.expert)
+    if meshes.tensor is not None:
+        shard_model(model, meshes.tensor)
+    if meshes.context is not None:
+        share_context(model, meshes.context)
 
 
 def sum_dtype(config: Config) -> torch.dtype:
@@ -200,9 +196,8 @@ def is_sharded(config: Config, ranks: int, compute: torch.dtype) -> bool:
     """Returns whether the model is sharded, which also casts weights to the compute dtype and adds
     gradients up in float32: on one rank too, if either is needed."""
     dtype = getattr(torch, config.param_dtype)
-    if config.lora is not None:  # the base is not cast
-        return ranks > 1 or (config.accumulate_fp32 and dtype != torch.float32)
-    return ranks > 1 or compute != dtype or (config.accumulate_fp32 and dtype != torch.float32)
+    casts = config.lora is None and compute != dtype  # the base of an adapter is not cast
+    return ranks > 1 or casts or (config.accumulate_fp32 and dtype != torch.float32)
 
 
 def apply_model_settings(model: CausalLM, config: Config) -> CausalLM:
@@ -217,8 +212,12 @@ def apply_model_settings(model: CausalLM, config: Config) -> CausalLM:
             f"the model gives {model.config.labels} scores of a sequence and predicts no token: "
             f"task=reward trains it, and task={config.task} a language model"
         )
-    if config.router_aux_loss_coef is not None:
-        set_router_aux_loss_coef(model, config.router_aux_loss_coef)
+    if (coef := config.router_aux_loss_coef) is not None:
+        if not has_experts(model):
+            name = model.config.architecture
+            raise ValueError(f"router_aux_loss_coef={coef}, but {name} has no experts")
+        routing: dict[str, Any] = {"output_router_logits": coef > 0, "router_aux_loss_coef": coef}
+        model.config = replace(model.config, **routing)
     if config.activation_checkpointing != "auto":  # else memory.resolve_checkpointing chooses
         model.activation_checkpointing = config.activation_checkpointing
     model.activation_offload = config.activation_offload
@@ -252,10 +251,9 @@ def meta_model(config: Config, dtype: torch.dtype, source: Path | None = None) -
     if config.lora is None and source is not None:
         model = model_from_checkpoint_config(source, dtype)
     elif config.init:
-        model = _from_init(config, dtype)
+        model = _from_config(_init_path(config), dtype, config)
     else:
-        values = read_config(Repository(config.model, revision=config.revision), MODELS)[1]
-        values = _apply_settings(values, config)
+        values = _apply_settings(read_model_config(config), config)
         model = MODELS[values.model_type].from_config(values, dtype=dtype, device="meta")
     if config.lora is not None:
         add_lora(model, config)
@@ -278,48 +276,26 @@ def export_dtype(config: Config, model: CausalLM) -> torch.dtype:
 def model_from_checkpoint_config(source: Path, dtype: torch.dtype) -> CausalLM:
     """Returns the model of a run's checkpoint on the meta device."""
     check_folder(source)
-    model = _from_config(source / "config.json", dtype, "meta")
+    model = _from_config(source / "config.json", dtype)
     if read_adapter_run_config(source) is not None:  # the base's weights are elsewhere
         return model
     needed = 2 * sum(p.numel() for p in model.parameters())
     stored = sum(path.stat().st_size for path in source.glob("weights-*.safetensors"))
     if needed > stored:  # raise before allocating
         raise ValueError(
-            f"{escape(source / 'config.json')} does not fit the checkpoint: a model of its sizes "
-            f"takes {needed} bytes at least, and the weights are {stored}"
+            f"{escape(source / 'config.json')} needs weights of at least {needed} bytes, and the "
+            f"checkpoint has {stored}"
         )
-    generation = read_json(source / "generation_config.json")
     stacked = bool(checkpoint.read_metadata(source).get("stacked_experts"))
     origin = replace(model.config.source, stacked_experts=stacked)
     model.config = replace(model.config, source=origin)
-    model.generation_config = generation
+    model.generation_config = read_json(source / "generation_config.json")
     return model
-
-
-def read_max_positions(config: Config, source: Path | None = None) -> int:
-    """Returns max_position_embeddings, from the model's config.json alone."""
-    if source is not None:
-        read = _read_model_config(source / "config.json")
-    elif config.init:
-        read = _read_model_config(_init_path(config))
-    else:
-        read = read_config(Repository(config.model, revision=config.revision), MODELS)[1]
-    return read.max_position_embeddings
 
 
 def has_experts(model: CausalLM) -> bool:
     """Returns whether any layer is a mixture of experts."""
     return any(isinstance(module, SparseMoE) for module in model.modules())
-
-
-def set_router_aux_loss_coef(model: CausalLM, coef: float) -> None:
-    """Sets the weight of aux_loss in the loss, and in the exported config.json."""
-    if not has_experts(model):
-        raise ValueError(
-            f"router_aux_loss_coef={coef}, but {model.config.architecture} has no experts"
-        )
-    settings: dict[str, Any] = {"output_router_logits": coef > 0, "router_aux_loss_coef": coef}
-    model.config = replace(model.config, **settings)
 
 
 def named_projections(model: CausalLM) -> Iterator[tuple[str, Linear]]:
@@ -336,16 +312,14 @@ def match_fp8_except(config: Config, model: CausalLM) -> set[str]:
     names = [name for name, _ in named_projections(model)]
     matches: set[str] = set()
     for pattern in config.fp8_except:
-        names_of_pattern = {
-            n for n in names if fnmatchcase(n, pattern) or fnmatchcase(n, f"*.{pattern}")
-        }
-        if not names_of_pattern:
+        found = {n for n in names if fnmatchcase(n, pattern) or fnmatchcase(n, f"*.{pattern}")}
+        if not found:
             kinds = ", ".join(dict.fromkeys(name.rpartition(".")[2] for name in names))
             raise ValueError(
                 f"fp8_except={quote(pattern)} matches no projection; they are {kinds}, such as "
                 f"{names[0]}"
             )
-        matches |= names_of_pattern
+        matches |= found
     return matches
 
 
@@ -355,11 +329,11 @@ def check_fp8(config: Config, device: torch.device) -> None:
         return
     if (dtype := compute_dtype(config, device)) != torch.bfloat16:
         raise ValueError(f"fp8=true needs dtype=bfloat16, not {str(dtype).removeprefix('torch.')}")
-    if device.type == "cuda" and torch.cuda.get_device_capability(device) < MIN_CAPABILITY:
-        name, (major, minor) = (
-            torch.cuda.get_device_name(device),
-            torch.cuda.get_device_capability(device),
-        )
+    if device.type != "cuda":
+        return
+    major, minor = torch.cuda.get_device_capability(device)
+    if (major, minor) < MIN_CAPABILITY:
+        name = torch.cuda.get_device_name(device)
         raise ValueError(f"fp8=true needs a GPU from sm_89 on; {name} is sm_{major}{minor}")
 
 
@@ -377,7 +351,7 @@ def _init_path(config: Config) -> Path:
     return path
 
 
-def _read_model_config(path: Path) -> Any:
+def _read_config_file(path: Path) -> Any:
     """Reads a config.json; ValueError names the file and the wrong key."""
     values = read_json(path, nan=True)
     kind = values.get("model_type")
@@ -400,18 +374,12 @@ def _apply_settings(values: Any, config: Config) -> Any:
     return replace(values, vocab_size=vocabulary.rows(values.vocab_size))
 
 
-def _from_init(settings: Config, dtype: torch.dtype) -> CausalLM:
-    """Returns the model of `init` on the meta device."""
-    return _from_config(_init_path(settings), dtype, "meta", settings)
-
-
-def _from_config(
-    path: Path, dtype: torch.dtype, device: str, settings: Config | None = None
-) -> CausalLM:
-    config = _read_model_config(path)
+def _from_config(path: Path, dtype: torch.dtype, settings: Config | None = None) -> CausalLM:
+    """Returns the model of a config.json on the meta device, changed by the settings."""
+    config = _read_config_file(path)
     try:
         config = config if settings is None else _apply_settings(config, settings)
-        return MODELS[config.model_type].from_config(config, dtype=dtype, device=device)
+        return MODELS[config.model_type].from_config(config, dtype=dtype, device="meta")
     except ConfigError as error:
         raise ConfigError(f"{escape(path)}: {error}") from error
 
@@ -427,18 +395,12 @@ def add_lora(model: CausalLM, config: Config) -> None:
     assert config.lora is not None
     if config.lora.quantize and not quantized_bytes(model):
         quantize_model(model, config.lora.quantize)
-    own = config.lora.adapter(config.model, config.revision or "")
-    if config.labels and "score" not in own.modules_to_save:  # new, and so trained whole
-        own = replace(own, modules_to_save=(*own.modules_to_save, "score"))
+    adapter = config.lora.adapter(config.model, config.revision or "")
+    saved = adapter.modules_to_save + ("score",) * bool(config.labels)  # new, so trained whole
     if config.new_tokens:  # PEFT resizes its base alike, and finds the rows in the adapter
-        ends = (*own.modules_to_save, *savable_modules(model))
-        own = replace(own, modules_to_save=tuple(dict.fromkeys(ends)))
-    model.add_adapter(own, dtype=getattr(torch, config.param_dtype))
-
-
-def init_lora(model: CausalLM, config: Config) -> None:
-    """Initializes the adapter, equally on any number of ranks."""
-    init_adapter(model, generator=torch.Generator().manual_seed(config.seed))
+        saved = (*saved, *savable_modules(model))
+    adapter = replace(adapter, modules_to_save=tuple(dict.fromkeys(saved)))
+    model.add_adapter(adapter, dtype=getattr(torch, config.param_dtype))
 
 
 def read_adapter_run_config(source: Path) -> Config | None:
@@ -457,7 +419,8 @@ def read_adapter_run_config(source: Path) -> Config | None:
 
 def check_context(config: Config, source: Path | None = None) -> None:
     """Raises ValueError for sequences longer than the model's context, before they are made."""
-    check_longest(config, read_max_positions(config, source), "the model")
+    context = read_model_config(config, source).max_position_embeddings
+    check_longest(config, context, "the model")
 
 
 def check_longest(config: Config, context: int, model_name: str) -> None:
@@ -485,26 +448,25 @@ def add_stop_tokens(model: CausalLM, tokenizer: Tokenizer, ends: Collection[int]
     tokenizer's eos, which other programs read.
     """
     generation = dict(model.generation_config)
-    known = generation.get("eos_token_id", model.config.eos_token_id)
-    new = sorted(set(ends) - set(_stop_tokens(known)))
+    generated = _as_list(generation.get("eos_token_id", model.config.eos_token_id))
+    new = sorted(set(ends) - set(generated))
     if not new:
         return
-    model.config = replace(
-        model.config, eos_token_id=_merge_token_ids(model.config.eos_token_id, new)
-    )
+
+    def merge(ids: list[int]) -> int | list[int]:
+        merged = list(dict.fromkeys([*ids, *new]))
+        return merged if len(merged) > 1 else merged[0]
+
+    known = _as_list(model.config.eos_token_id)
+    model.config = replace(model.config, eos_token_id=merge(known))
     if generation:
-        model.generation_config = generation | {"eos_token_id": _merge_token_ids(known, new)}
+        model.generation_config = generation | {"eos_token_id": merge(generated)}
     if len(new) == len(ends) == 1 and not tokenizer.template_reads("eos_token"):
         tokenizer.use_eos(new[0])
 
 
-def _stop_tokens(ids: int | list[int] | None) -> list[int]:
+def _as_list(ids: int | list[int] | None) -> list[int]:
     return [ids] if isinstance(ids, int) else list(ids or ())
-
-
-def _merge_token_ids(ids: int | list[int] | None, new: list[int]) -> int | list[int]:
-    all_ids = list(dict.fromkeys([*_stop_tokens(ids), *new]))
-    return all_ids if len(all_ids) > 1 else all_ids[0]
 
 
 # Frozen models: references and teachers.
@@ -518,34 +480,22 @@ def load_frozen(
     Several ranks shard it; every rank calls this. `vocab_size`: keeps only its first tokens.
     """
     compute = compute_dtype(config, world.device)
-    model, weights = build(Repository(path), MODELS, dtype=compute, vocab_size=vocab_size)
+    model, stored = build(Repository(path), MODELS, dtype=compute, vocab_size=vocab_size)
     if world.size > 1:
         meshes = meshes_of(world)
-        if meshes.expert is not None and has_experts(model):
-            shard_experts(model, meshes.expert)
-        if meshes.tensor is not None:
-            shard_model(model, meshes.tensor)
-        if meshes.context is not None:
-            share_context(model, meshes.context)
+        _share_layers(model, meshes)
         if meshes.sizes.dividing > 1:
             shard(model, world, compute)
     materialize(model, world.device)
-    load_weights(model, weights)
-    _check_finite(model, path)
+    load_weights(model, stored)
+    weights = {name: local(p.detach()) for name, p in model.named_parameters()}
+    weights = {name: rows for name, rows in weights.items() if rows.numel()}  # a rank may have none
+    if not all_finite(weights.values(), model.device):  # every loss would be NaN
+        name = next(name for name, rows in weights.items() if not all_finite([rows], rows.device))
+        raise ValueError(f"{path} has values that are NaN or infinite in {name}, in {model.dtype}")
     model.use_attention(config.attention)
     model.requires_grad_(False)
     return model.eval()
-
-
-def _check_finite(model: CausalLM, path: str) -> None:
-    """Raises ValueError for NaN or infinite weights, which would make every loss NaN."""
-    weights = {name: local(p.detach()) for name, p in model.named_parameters()}
-    # A rank may have no rows of a weight
-    weights = {name: rows for name, rows in weights.items() if rows.numel()}
-    if all_finite(weights.values(), model.device):
-        return
-    name = next(name for name, rows in weights.items() if not all_finite([rows], rows.device))
-    raise ValueError(f"{path} has values that are NaN or infinite in {name}, in {model.dtype}")
 
 
 def meta_model_from_path(

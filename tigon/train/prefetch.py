@@ -4,51 +4,56 @@ A thread collates the next steps' micro-batches, pins their memory and copies th
 CUDA stream: a step waits for data only if making it takes longer than training on it.
 """
 
-import threading
 import time
+from collections import deque
 from collections.abc import Iterator
-from contextlib import nullcontext
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import fields
-from queue import Empty, Full, Queue
-from typing import Any, Self
+from typing import Self
 
 import torch
 from torch import Tensor
 
 from tigon.data import Loader, MicroBatch
 
-QUEUE_SIZE = 2  # steps that are ready ahead of training
-POLL_SECONDS = 0.1  # how often the thread looks whether it must stop
+QUEUE_SIZE = 3  # steps that are made ahead of training
+Prepared = tuple[list[MicroBatch], torch.cuda.Event | None]
 
 
 class Prefetcher:
     """Returns each step's micro-batches; leaving its context ends the thread and closes the data.
 
-    A call may name any step, but only the next one is ready. It raises the errors of the thread.
+    A call may name any step, but only the next ones are ready. It raises the errors of the thread.
     `seconds` is how long the last call waited.
     """
 
     def __init__(self, data: Loader, device: torch.device):
         self.data, self.device = data, device
         self.seconds = 0.0
-        self._worker: _Worker | None = None
+        self._executor = ThreadPoolExecutor(1, thread_name_prefix="feed")
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._next = 0  # the step of the first future
+        self._pending: deque[Future[Prepared]] = deque()
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._worker is not None:
-            self._worker.stopping.set()
+        self._cancel()
         self.data.close()  # the thread may be waiting for data that does not come
-        self.stop()
+        self._executor.shutdown()
 
     def __call__(self, step: int) -> list[MicroBatch]:
         """Returns this rank's micro-batches of the step, on the device."""
         start_time = time.perf_counter()
-        if self._worker is None or self._worker.next != step:
-            self.stop()
-            self._worker = _Worker(self.data, self.device, step)
-        batches, copied = self._worker.take()
+        if self._next != step:
+            self._cancel()
+            self._next = step
+        self._fill()
+        batches, copied = self._pending[0].result()  # a failed step stays first
+        self._pending.popleft()
+        self._next += 1
+        self._fill()
         if copied is not None:
             stream = torch.cuda.current_stream(self.device)
             stream.wait_event(copied)
@@ -57,73 +62,27 @@ class Prefetcher:
         self.seconds = time.perf_counter() - start_time
         return batches
 
-    def stop(self) -> None:
-        if self._worker is not None:
-            self._worker.stop()
-            self._worker = None
+    def _fill(self) -> None:
+        for step in range(self._next + len(self._pending), self._next + QUEUE_SIZE):
+            self._pending.append(self._executor.submit(self._prepare, step))
 
+    def _cancel(self) -> None:
+        for future in self._pending:
+            future.cancel()
+        self._pending.clear()
 
-class _Worker:
-    """A thread that prepares one step after the other."""
-
-    def __init__(self, data: Loader, device: torch.device, step: int):
-        self.data, self.device, self.next = data, device, step
-        self.cuda = device.type == "cuda"
-        self.ready: Queue[Any] = Queue(QUEUE_SIZE)
-        self.stopping = threading.Event()
-        self.thread = threading.Thread(target=self._work, args=(step,), daemon=True, name="feed")
-        self.thread.start()
-
-    def take(self) -> tuple[list[MicroBatch], torch.cuda.Event | None]:
-        item = self.ready.get()
-        if isinstance(item, BaseException):
-            self.ready.put(item)  # a later call raises it too
-            raise item
-        self.next += 1
-        return item
-
-    def stop(self) -> None:
-        self.stopping.set()
-        while self.thread.is_alive():
-            try:
-                self.ready.get_nowait()  # the thread may be waiting for room
-            except Empty:
-                self.thread.join(POLL_SECONDS)
-
-    def _work(self, step: int) -> None:
-        try:
-            if self.cuda:
-                torch.cuda.set_device(self.device)
-            stream = torch.cuda.Stream(self.device) if self.cuda else None
-            while not self.stopping.is_set():
-                self._put(self._copy(self.data.micro_batches(step), stream))
-                step += 1
-        except BaseException as error:  # the step raises it
-            self._put(error)
-
-    def _copy(
-        self, batches: list[MicroBatch], stream: torch.cuda.Stream | None
-    ) -> tuple[list[MicroBatch], torch.cuda.Event | None]:
-        if not self.cuda:
+    def _prepare(self, step: int) -> Prepared:
+        batches = self.data.micro_batches(step)
+        if self._stream is None:
             return [batch.to(self.device) for batch in batches], None
-        with torch.cuda.stream(stream) if stream is not None else nullcontext():
+        with torch.cuda.device(self.device), torch.cuda.stream(self._stream):
             # The allocator reuses pinned memory only after the copies from it
             batches = [batch.pin_memory().to(self.device) for batch in batches]
-            copied = torch.cuda.Event()
-            copied.record(stream)
-        return batches, copied
-
-    def _put(self, item: Any) -> None:
-        while not self.stopping.is_set():
-            try:
-                self.ready.put(item, timeout=POLL_SECONDS)
-                return
-            except Full:
-                continue
+            return batches, self._stream.record_event()
 
 
 def tensors(batch: MicroBatch) -> Iterator[Tensor]:
-    """All tensors of a micro-batch."""
+    """Yields all tensors of a micro-batch."""
     for f in fields(batch):
         value = getattr(batch, f.name)
         if isinstance(value, Tensor):

@@ -40,14 +40,14 @@ class Profiler:
         world.closing.callback(self.close)
 
     def step(self, step: int) -> None:
-        """Call after a step, which is counted from 1."""
+        """Notes the end of a step, which is counted from 1."""
         if self.profile is not None:
             self.profile.step()
             if step >= self.last:
                 self._stop()
 
     def close(self) -> None:
-        """Say so if the run ends before the last of the steps."""
+        """Stops a profile that the run ends before the last of its steps, and says so."""
         if self.profile is not None:
             self.profile.on_trace_ready = None
             self._stop()

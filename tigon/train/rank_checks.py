@@ -1,4 +1,4 @@
-"""Whether ranks, which may be on several hosts, begin the same run."""
+"""Checks that ranks, which may be on several hosts, begin the same run."""
 
 import json
 from collections.abc import Sequence
@@ -18,8 +18,7 @@ ANOTHER, OTHER = "reads another model than rank 0 from {}", "has other {} than r
 
 
 def check_data(config: Config, data: Loader, eval_data: Loader | None, world: World) -> None:
-    """Raises InputError if ranks have other data than the first one: they would train on a mixture,
-    or wait for each other without end."""
+    """Raises InputError if ranks have other data than the first one."""
     with world.raise_on_all_ranks():
         sample = data.sample() if world.size > 1 else ""
         own = {"data": [resume.run_metadata(config, data), sample]}
@@ -29,13 +28,13 @@ def check_data(config: Config, data: Loader, eval_data: Loader | None, world: Wo
 
 
 def check_prompts(prompts: Sequence[SamplePrompt], world: World) -> None:
-    """Likewise of what the model is asked at evaluations."""
+    """Raises InputError if ranks have other prompts of samples than the first one."""
     _compare({"sample_prompts": [prompt.ids for prompt in prompts]}, world, OTHER)
 
 
 def check_models(config: Config, digest: str, world: World) -> None:
     """Raises InputError if ranks begin with other models than the first one, as from other files of
-    one name on several hosts: they would train a mixture of them. `digest`: of the weights."""
+    one name on several hosts. `digest`: of the weights."""
     with world.raise_on_all_ranks():
         own = digest
         if config.model:  # `init` is a config.json, of which the digest is
@@ -44,7 +43,7 @@ def check_models(config: Config, digest: str, world: World) -> None:
 
 
 def check_reference_and_teacher(config: Config, world: World) -> None:
-    """Likewise of a reference and a teacher."""
+    """Raises InputError if ranks have another reference or teacher than the first one."""
     for path in filter(None, (config.reference, config.teacher)):
         own = ""
         with (
@@ -63,7 +62,7 @@ def _describe_model(path: str, revision: str | None = None) -> str:
 
 
 def _compare(own: dict[str, Any], world: World, what: str) -> None:
-    """`own`: by name, what all ranks should have; `what` is said of the first name that differs."""
+    """Raises InputError with `what` for the first name whose value differs between ranks."""
     first, *others = map(json.loads, world.gather(json.dumps(own)))
     for rank, other in enumerate(others, start=1):
         for name in own:

@@ -1,4 +1,9 @@
-"""Claims a run directory for one process, and decides where a run resumes from."""
+"""Claims a run directory for one process, and checks what a run resumes from.
+
+RUN_DIR/.lock belongs to the process that trains; only names that runs write (`WRITTEN`, `LEFTOVER`)
+are checked or removed. The checkpoint must be of the same data in the same order, and of the same
+adapter and base.
+"""
 
 import json
 import os
@@ -19,7 +24,7 @@ from tigon.train.distributed import World
 from tigon.train.state import TrainState
 from tigon.weights import LockedError, lock_file, remove_leftovers
 
-LOCK, PROBE = ".lock", ".rank-{}-{}"
+LOCK = ".lock"
 _EXPORT = r"(?:hf|adapter)(?:-ema|-best|-step-\d+)?"
 _TEXTS = r"config\.yaml|(?:metrics|samples|predictions-step-\d+)\.jsonl|\.exported"
 _DIGESTS = r"(?:reference|teacher)\.json"
@@ -27,20 +32,26 @@ WRITTEN = re.compile(
     rf"{_EXPORT}|{_TEXTS}|{_DIGESTS}|report\.html|checkpoints|tensorboard|wandb|profile"
     r"|flight-recorder|\.wandb-id"
 )
-LEFT_EXPORT = re.compile(rf"\.({_EXPORT})\.(?:lock|(?:tmp|old)-[0-9a-f]{{16}})")
-LEFT_FILE = re.compile(
+EXPORT_LEFTOVER = re.compile(rf"\.({_EXPORT})\.(?:lock|(?:tmp|old)-[0-9a-f]{{16}})")
+LEFTOVER = re.compile(
     rf"\.(?:(?:{_TEXTS})(?:\.rank-\d+)?\.partial|{_DIGESTS}\.[0-9a-f]{{16}}"
     r"|(?:report|comparison)\.html\.[a-z0-9_]{8}|rank-\d+-[0-9a-f]{8})"
 )
 
+REMEDY = f"give the same again, or {checkpoint.BEGIN_AGAIN}"
+MIN_STEPS = 2**20  # steps of a run that may have been longer before its settings changed
+
+
+# The run directory
+
 
 @contextmanager
 def claim(config: Config) -> Iterator[None]:
-    """Hold run_dir, which is made; it is removed again if nothing was written into it.
+    """Holds the lock of run_dir, which is created, and removed again if nothing was written.
 
-    What a run that was killed has left half written in it is removed. The system gives the lock
-    back when the process ends, even by SIGKILL. Raises FileExistsError if another process has it,
-    or if it has files that the run would overwrite, or links that it would write through.
+    Removes what killed runs have left in it. Raises FileExistsError if another process holds the
+    lock, which ends with its process, or if run_dir has files that the run would overwrite or links
+    that it would write through.
     """
     path = Path(config.run_dir)
     missing = [folder for folder in (path, *path.parents) if not folder.exists()]
@@ -49,49 +60,39 @@ def claim(config: Config) -> Iterator[None]:
     except OSError as error:
         raise OSError(f"run_dir={path} cannot be made: {error}") from None
     begun = (path / LOCK).exists() or (path / "metrics.jsonl").exists()
-    with _lock(path) as held:
+    with ExitStack() as stack:
+        has_lock = False
+        try:
+            lock = lock_file(path / LOCK, path, "in use", "choose another run_dir")
+            has_lock = stack.enter_context(lock)
+        except LockedError as error:
+            if not error.here:  # this process may prepare a run twice
+                raise
         try:
             _check_files(path, begun, bool(config.resume))
-            if held:
-                _clean(path)
         except FileExistsError:
-            if held and not begun:
+            if has_lock and not begun:
                 (path / LOCK).unlink()
             raise
+        if has_lock:
+            _clean(path)
         try:
             yield
         finally:
-            # Somebody may have removed it, which is not to hide what ended the run
-            if held and path.is_dir() and [file.name for file in path.iterdir()] == [LOCK]:
+            # If a user has removed it, that must not hide what ended the run
+            if has_lock and path.is_dir() and [file.name for file in path.iterdir()] == [LOCK]:
                 (path / LOCK).unlink()
                 with suppress(OSError):  # not empty
                     for folder in missing:
                         folder.rmdir()
 
 
-@contextmanager
-def _lock(path: Path) -> Iterator[bool]:
-    """Hold the directory's lock; False where this process has it already, or nobody can."""
-    with ExitStack() as stack:
-        try:
-            held = stack.enter_context(
-                lock_file(path / LOCK, path, "in use", "choose another run_dir")
-            )
-        except LockedError as error:
-            if not error.here:
-                raise
-            held = False  # a run that was prepared here before
-        yield held
-
-
 def _check_files(path: Path, begun: bool, resume: bool) -> None:
-    files = {file.name for file in path.iterdir()} - {LOCK}
-    if files and not begun:
+    if not begun and {file.name for file in path.iterdir()} - {LOCK}:
         raise FileExistsError(f"{path} is not empty, and holds no run: choose another run_dir")
     metrics = path / "metrics.jsonl"
-    done = checkpoint.latest(path / "checkpoints") is not None
-    done = done or (metrics.exists() and metrics.stat().st_size > 0)
-    if done and not resume:
+    trained = metrics.exists() and metrics.stat().st_size > 0
+    if not resume and (trained or checkpoint.latest(path / "checkpoints") is not None):
         raise FileExistsError(
             f"{path} is not empty: continue the run in it with resume=auto, "
             "or choose another run_dir"
@@ -105,30 +106,33 @@ def _check_files(path: Path, begun: bool, resume: bool) -> None:
 
 
 def _clean(path: Path) -> None:
-    """Remove what a killed run has left, and nothing of other names. The lock is held."""
+    """Removes what a killed run has left, and nothing with other names. The lock is held."""
     checkpoint.clean(path / "checkpoints")
     for file in sorted(path.iterdir()):
-        if export := LEFT_EXPORT.fullmatch(file.name):
+        if export := EXPORT_LEFTOVER.fullmatch(file.name):
             remove_leftovers(path / export[1])
-        elif LEFT_FILE.fullmatch(file.name) and file.is_file() and not file.is_symlink():
+        elif LEFTOVER.fullmatch(file.name) and file.is_file() and not file.is_symlink():
             with suppress(OSError):
                 file.unlink()
 
 
 def check_shared(config: Config, world: World) -> None:
-    """Raises InputError if a rank does not see the run_dir that the first one has claimed, as on a
-    host with a disk of its own, or cannot write there: its first checkpoint would be lost. Every
-    rank calls this."""
+    """Raises InputError if a rank cannot write to the run_dir that rank 0 has claimed, as on a host
+    with a disk of its own: its first checkpoint would be lost. Every rank calls this."""
     if world.size == 1:
         return
     path = Path(config.run_dir)
-    probe = path / PROBE.format(world.rank, secrets.token_hex(4))
+    probe = path / f".rank-{world.rank}-{secrets.token_hex(4)}"
     try:
         with world.raise_on_all_ranks():
-            _make(probe)
+            try:
+                probe.touch(exist_ok=False)
+            except OSError as error:
+                reason = error.strerror or str(error)
+                raise OSError(f"run_dir={path}, which all ranks write to: {reason}") from None
         first = world.gather(probe.name)[0]
         with world.raise_on_all_ranks():
-            if not (path / str(first)).exists():
+            if not (path / first).exists():
                 raise ValueError(
                     f"run_dir={path} is another directory than that of rank 0: all hosts need the "
                     "same one, on storage that they share"
@@ -138,87 +142,120 @@ def check_shared(config: Config, world: World) -> None:
             probe.unlink()
 
 
-def _make(probe: Path) -> None:
-    try:
-        probe.touch(exist_ok=False)
-    except OSError as error:
-        reason = error.strerror or str(error)
-        raise OSError(f"run_dir={probe.parent}, which all ranks write to: {reason}") from None
-
-
-# Where a run goes on from, and whether it may.
-
-AFRESH = "give the same again, or begin another run_dir, with model= an export of this one"
-
-LONG = 2**20  # steps of a run that may have been longer before its settings changed
+# The checkpoint to resume from
 
 
 def find_source(config: Config, world: World) -> Path | None:
-    """The checkpoint to resume from, or None to begin; `claim` has seen to the run directory.
-
-    Every rank calls this: together they check that the files are as they were written.
-    """
+    """Returns the verified checkpoint to resume from, None to begin. Every rank calls this."""
     run = Path(config.run_dir)
-    newest = checkpoint.latest(run / "checkpoints")
     if not config.resume:
         return None
     if config.resume in (True, "auto"):
         return checkpoint.newest_complete(run / "checkpoints", world.log_rank0)
-    chosen = Path(str(config.resume))
-    checkpoint.step_of(chosen)
-    if newest is not None and newest.resolve() != chosen.resolve():
+    source, newest = Path(str(config.resume)), checkpoint.latest(run / "checkpoints")
+    checkpoint.step_of(source)
+    if newest is not None and newest.resolve() != source.resolve():
         raise FileExistsError(
-            f"{run} already has {newest.name}: to go on from {chosen}, choose another run_dir"
+            f"{run} already has {newest.name}: to go on from {source}, choose another run_dir"
         )
-    checkpoint.verify(chosen)
-    return chosen
+    checkpoint.verify(source)
+    return source
 
 
 def run_metadata(config: Config, data: Loader) -> dict[str, Any]:
-    """What a checkpoint must remember to be resumed: settings, and which data its steps meant."""
+    """Returns what a checkpoint remembers to be resumed: settings, and the digest of the data."""
     return json.loads(json.dumps({"data": data.identity(), "config": asdict(config)}))
 
 
 def start_time(source: Path | None, world: World) -> datetime:
-    """When the run began, which is what chat templates write as the present time: as the checkpoint
-    `source` has it, or rank 0. Every rank calls this."""
-    known = None if source is None else checkpoint.read_metadata(source).get("strftime_now")
-    first = world.gather(str(known or chat_template.now().isoformat()))[0]
+    """Returns when the run began, which chat templates write as the present time: as the checkpoint
+    says, or the clock of rank 0. Every rank calls this."""
+    saved = None if source is None else checkpoint.read_metadata(source).get("strftime_now")
+    first = world.gather(str(saved or chat_template.now().isoformat()))[0]
     try:
-        return datetime.fromisoformat(str(first))
+        return datetime.fromisoformat(first)
     except ValueError:
         raise ValueError(f"{source}: run.json has strftime_now={first!r:.100}, no time") from None
 
 
 def with_new_tokens(source: Path, config: Config) -> Config:
-    """The settings, with the new_tokens of the run if they name none: it may have found them in its
-    data."""
-    known = checkpoint.read_metadata(source).get("config", {}).get("new_tokens") or ()
-    return config if config.new_tokens else replace(config, new_tokens=tuple(known))
+    """Returns the settings with the checkpoint's new_tokens, which its run may have taken from the
+    data, unless they name some."""
+    saved = checkpoint.read_metadata(source).get("config", {}).get("new_tokens") or ()
+    return config if config.new_tokens else replace(config, new_tokens=tuple(saved))
 
 
 def check_adapter(source: Path, config: Config) -> None:
     """Raises ValueError for another adapter, and for another model under the same one.
 
-    First of all checks: what others refuse may follow from such a change.
+    The first check of all: other errors may follow from such a change.
     """
-    before, now, changed = _changes(source, config)
-    was, own = ({"quantize": None, **(c["lora"] or {}), "merge": False} for c in (before, now))
+    before, now, changed = _find_changes(source, config)
+    was, new = ({"quantize": None, **(c["lora"] or {}), "merge": False} for c in (before, now))
     names = ("model", "revision", "init") if before["lora"] and now["lora"] else ()
-    others = [changed[name] for name in names if name in changed]
-    if was != own or others:
-        others += [changed["lora"]] if was != own else []
-        raise ValueError(f"{source} is of another adapter or model: {', '.join(others)}; {AFRESH}")
+    faults = [changed[name] for name in names if name in changed]
+    if was != new:
+        faults.append(changed["lora"])
+    if faults:
+        raise ValueError(f"{source} is of another adapter or model: {', '.join(faults)}; {REMEDY}")
 
 
-def _changes(source: Path, config: Config) -> tuple[dict[str, Any], dict[str, Any], dict[str, str]]:
-    """The checkpoint's settings and the run's, as JSON has them, and what a person is told of each
-    that differs. A setting that the checkpoint does not know had today's default."""
-    known = checkpoint.read_metadata(source)
-    if "config" not in known:
-        raise ValueError(f"{source / 'run.json'} lacks config: it is no run's checkpoint")
-    plain = {field.name: field.default for field in fields(Config)} | known["config"]
-    before, now = (json.loads(json.dumps(c)) for c in (plain, asdict(config)))
+def check_base(source: Path, config: Config, digest: str) -> None:
+    """Raises ValueError if an adapter was trained on other weights than the base, of this digest,
+    has now."""
+    if checkpoint.read_metadata(source).get("base", digest) != digest:
+        raise ValueError(
+            f"{source} is an adapter of other weights than {config.model or config.init} has now: "
+            "put the files back that it had, or name the revision"
+        )
+
+
+def check_settings(source: Path, config: Config, data: Loader) -> list[str]:
+    """Returns the settings that differ from the checkpoint's; ValueError if the data does, or its
+    order. `check_adapter` runs before."""
+    saved, step = checkpoint.read_metadata(source), checkpoint.step_of(source)
+    if saved.get("step", step) != step:
+        raise ValueError(f"{source} is of step {saved['step']}: give it its own name back")
+    changed = _find_changes(source, config)[2]
+    ordering = [field.name for field in fields(Config) if field.metadata.get("stream")]
+    if wrong := [changed[name] for name in ordering if name in changed]:
+        raise ValueError(
+            f"{source} was made with another order of the data: {', '.join(wrong)}; {REMEDY}"
+        )
+    if saved["data"] != run_metadata(config, data)["data"]:
+        paths = ", ".join(e if isinstance(e, str) else e.path for e in config.data)
+        raise ValueError(
+            f"{source} was made with other data than {paths}, or by an earlier version of Tigon; "
+            f"{REMEDY}"
+        )
+    return list(changed.values())
+
+
+def read_state(source: Path, steps: int) -> TrainState:
+    """Returns the checkpoint's state; ValueError if a run of so many steps cannot have passed over
+    so many rows, as looking for the next ones could take for ever."""
+    state = TrainState.of(checkpoint.read_metadata(source))
+    most = state.rollbacks * max(steps, MIN_STEPS)  # a rollback passes over a run's steps at most
+    if state.offset > most:
+        raise ValueError(
+            f"{source / 'run.json'} has offset={state.offset} in its state, and rollbacks="
+            f"{state.rollbacks} pass over {most} steps at most: resume from another checkpoint, or "
+            f"{checkpoint.BEGIN_AGAIN}"
+        )
+    return state
+
+
+def _find_changes(
+    source: Path, config: Config
+) -> tuple[dict[str, Any], dict[str, Any], dict[str, str]]:
+    """Returns the checkpoint's settings and the run's, as JSON has them, and a description of each
+    that differs."""
+    saved = checkpoint.read_metadata(source)
+    for name in ("config", "data"):
+        if name not in saved:
+            raise ValueError(f"{source / 'run.json'} lacks {name}: it is no run's checkpoint")
+    defaults = {field.name: field.default for field in fields(Config)}
+    before, now = (json.loads(json.dumps(c)) for c in (defaults | saved["config"], asdict(config)))
     changed = {
         name: _describe_change(name, before[name], value)
         for name, value in now.items()
@@ -229,59 +266,14 @@ def _changes(source: Path, config: Config) -> tuple[dict[str, Any], dict[str, An
 
 def _describe_change(name: str, was: Any, now: Any) -> str:
     """Describes a changed setting; of lora and parallel only the fields that differ."""
-    if name == "parallel" and all(isinstance(of, dict | None) for of in (was, now)):
-        was, now = (asdict(Parallel()) | (of or {}) for of in (was, now))
+    if name == "parallel" and all(isinstance(value, dict | None) for value in (was, now)):
+        was, now = (asdict(Parallel()) | (value or {}) for value in (was, now))
     if name in ("lora", "parallel") and isinstance(was, dict) and isinstance(now, dict):
-        each = {key: (was.get(key), now.get(key)) for key in {**now, **was}}
-        told = [_describe_change(f"{name}.{key}", a, b) for key, (a, b) in each.items() if a != b]
-        if told:  # otherwise one of them says what the other leaves out
-            return ", ".join(told)
+        changes = [
+            _describe_change(f"{name}.{key}", was.get(key), now.get(key))
+            for key in {**now, **was}
+            if was.get(key) != now.get(key)
+        ]
+        if changes:  # otherwise one of them says what the other leaves out
+            return ", ".join(changes)
     return f"{name} {json.dumps(was)} -> {json.dumps(now)}"
-
-
-def check_base(source: Path, config: Config, found: str) -> None:
-    """Raises ValueError if an adapter was trained on other weights than the base has now. `found`:
-    their digest. Checkpoints of earlier versions do not say."""
-    if checkpoint.read_metadata(source).get("base", found) != found:
-        raise ValueError(
-            f"{source} is an adapter of other weights than {config.model or config.init} has now: "
-            "put the files back that it had, or name the revision"
-        )
-
-
-def read_state(source: Path, steps: int) -> TrainState:
-    """What the checkpoint remembers. ValueError for rows passed over that no run of so many steps
-    passes over, as finding the next ones could take for ever."""
-    state = TrainState.of(checkpoint.read_metadata(source))
-    # A rollback passes over no more steps than a run has
-    most = state.rollbacks * max(steps, LONG)
-    if state.offset > most:
-        raise ValueError(
-            f"{source / 'run.json'} has offset={state.offset} in its state, and rollbacks="
-            f"{state.rollbacks} pass over {most} steps at most: resume from another checkpoint, or "
-            "begin another run_dir, with model= an export of this run"
-        )
-    return state
-
-
-def check_settings(source: Path, config: Config, data: Loader) -> list[str]:
-    """The settings that differ from the checkpoint's; an error if the data stream does.
-
-    `check_adapter` checks adapters before.
-    """
-    was, now = checkpoint.read_metadata(source), run_metadata(config, data)
-    if was.get("step", step := checkpoint.step_of(source)) != step:
-        raise ValueError(f"{source} is of step {was['step']}: give it its own name back")
-    _, _, changed = _changes(source, config)
-    if "data" not in was:
-        raise ValueError(f"{source / 'run.json'} lacks data: it is no run's checkpoint")
-    orders = [field.name for field in fields(Config) if field.metadata.get("stream")]
-    wrong = [changed[name] for name in orders if name in changed]
-    if wrong:
-        raise ValueError(
-            f"{source} was made with another order of the data: {', '.join(wrong)}; {AFRESH}"
-        )
-    if was["data"] != now["data"]:
-        paths = ", ".join(e if isinstance(e, str) else e.path for e in config.data)
-        raise ValueError(f"{source} was made with other data than {paths}; {AFRESH}")
-    return list(changed.values())

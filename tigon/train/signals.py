@@ -18,11 +18,12 @@ PATIENCE = 5.0  # seconds for an orderly exit, before the process is ended
 
 
 class Signals:
-    """What a signal does: it ends the process in an orderly way, or, while `deferred`, is kept in
-    `received` for the loop, which stops after its step. A second SIGINT ends the process then too.
+    """Ends the process on a signal, or, while `deferred`, keeps it in `received` for the loop.
 
-    Python runs handlers between two bytecodes of the main thread, so not while it waits for a GPU;
-    what a signal is going to do is therefore said by a thread, at once.
+    The loop stops after its step; a second SIGINT ends the process even then.
+
+    Python runs no handlers while the main thread waits for a GPU, so a thread announces at once
+    what a signal is going to do.
     """
 
     def __init__(self, *, silent: bool = False):
@@ -35,7 +36,7 @@ class Signals:
         self._installed = False
 
     def __enter__(self) -> Self:
-        """Nothing happens outside the main thread, whose handlers these are, nor inside itself."""
+        """Installs the handlers, once, if this is the main thread."""
         self._depth += 1
         self._installed |= threading.current_thread() is threading.main_thread()
         if self._depth > 1 or not self._installed:
@@ -66,7 +67,7 @@ class Signals:
 
     @contextmanager
     def deferred(self) -> Iterator[None]:
-        """Signals are kept for the loop."""
+        """Keeps signals for the loop."""
         self._deferred = True
         try:
             yield
@@ -74,20 +75,18 @@ class Signals:
             self._deferred = False
 
     def left(self, seconds: float) -> float:
-        """How many of the `seconds` after SIGTERM are left; inf without it, and if they are 0."""
+        """Returns how many of the `seconds` after SIGTERM are left; inf without it, or for 0."""
         if self.received != signal.SIGTERM or not seconds:
             return math.inf
         return self._first + seconds - time.monotonic()
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        again = self.received == signal.SIGINT and number in repeats() and self._is_again()
+        late = time.monotonic() - self._first > AGAIN
+        again = self.received == signal.SIGINT and number in repeats() and late
         if not self.received:
             self.received, self._first = number, self._first or time.monotonic()
         if again or not self._deferred:
             raise SystemExit(128 + number)
-
-    def _is_again(self) -> bool:
-        return bool(self.received) and time.monotonic() - self._first > AGAIN
 
     def _announce(self, descriptor: int) -> None:
         first, interrupted = 0.0, False
@@ -118,22 +117,21 @@ class Signals:
 
 
 def peer_failed() -> bool:
-    """Whether another rank of this host has written its error file."""
-    own = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if own is None:
+    """Returns whether another rank of this host has written its error file."""
+    if (name := os.environ.get("TORCHELASTIC_ERROR_FILE")) is None:
         return False
-    return any(path != Path(own) for path in Path(own).parents[1].glob("*/error.json"))
+    return any(path != Path(name) for path in Path(name).parents[1].glob("*/error.json"))
 
 
 def repeats() -> tuple[int, ...]:
-    """The signals that stop an interrupted run at once: torch's agent sends SIGTERM to its ranks at
-    a second Ctrl-C."""
+    """Returns the signals that stop an interrupted run at once: torch's agent sends SIGTERM to its
+    ranks at a second Ctrl-C."""
     agent = "TORCHELASTIC_RUN_ID" in os.environ
     return (signal.SIGINT, signal.SIGTERM) if agent else (signal.SIGINT,)
 
 
 def handled_signals() -> list[int]:
-    """The signals that end a run: all but a SIGHUP that was ignored already."""
+    """Returns the signals that end a run: all but a SIGHUP that is ignored already."""
     ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
     return [number for number in NUMBERS if number != signal.SIGHUP or not ignored]
 

@@ -12,7 +12,7 @@ MAX_STEPS = 2**40  # steps, which no run has
 
 @dataclass
 class TrainState:
-    """The same on every rank."""
+    """Remembers rollbacks, skipped steps and evaluations; the same on every rank."""
 
     offset: int = 0  # steps' rows that rollbacks have passed over
     rollbacks: int = 0
@@ -27,7 +27,7 @@ class TrainState:
 
     @classmethod
     def of(cls, facts: dict[str, Any]) -> Self:
-        """As a checkpoint's facts have it; older ones have none."""
+        """Reads the state from a checkpoint's facts; older ones have none."""
         known = facts.get("state", {})
         best = known.get("best_loss")
         try:
@@ -40,16 +40,18 @@ class TrainState:
         return found
 
     def facts(self) -> dict[str, Any]:
+        """Returns the state as JSON of a checkpoint."""
         best = self.best_loss if math.isfinite(self.best_loss) else None  # JSON has no infinity
         return {"state": asdict(self) | {"best_loss": best}}
 
     def note_step(self, loss: float, grad_norm: float) -> None:
+        """Remembers a step's loss and norm, if they are finite, for the bounds of spikes."""
         if math.isfinite(loss) and math.isfinite(grad_norm):
             self.losses = [*self.losses, loss][-WINDOW:]
             self.grad_norms = [*self.grad_norms, grad_norm][-WINDOW:]
 
     def note_evaluation(self, step: int, loss: float) -> None:
-        """Once a step, though a run that goes on in another directory evaluates it again."""
+        """Counts an evaluation once a step: a run in another directory may repeat it."""
         if step <= self.evaluated:
             return
         self.evaluated = step
@@ -59,15 +61,16 @@ class TrainState:
             self.evaluations_since += 1
 
     def is_out_of_patience(self, patience: int) -> bool:
+        """Returns whether that many evaluations in a row were no better than the best."""
         return 0 < patience <= self.evaluations_since
 
     def roll_back_to(self, was: "TrainState", offset: int) -> None:
-        """A checkpoint's state, with other rows ahead."""
+        """Takes a checkpoint's state, with other rows ahead."""
         self.__dict__.update(was.__dict__, offset=offset, rollbacks=self.rollbacks + 1)
 
 
 def _possible(value: Any) -> bool:
-    """Whether a field may be this: a count or a step, losses, or none."""
+    """Returns whether a field may have this value: a count or a step, losses, or None."""
     if isinstance(value, list):
         return len(value) <= WINDOW and all(type(v) in (int, float) for v in value)
     if isinstance(value, float):

@@ -1,4 +1,4 @@
-"""How many floating-point operations training on a sequence takes, and how many a GPU can make.
+"""Counts the floating-point operations of training on a sequence, and those a GPU can make.
 
 The count is of what the mathematics needs, so that a model's utilisation (MFU) is comparable
 between implementations. Of a matrix product with n parameters each token needs 2n operations
@@ -29,37 +29,17 @@ from tigon.train.distributed import World
 # Products of 16-bit floats with sums in float32, without sparsity, in 10^12 a second, by words of a
 # GPU's name; the first that fits. Source: NVIDIA's data sheets.
 PEAKS = {
-    "GB300": 2500.0,
-    "GB200": 2500.0,
-    "B300": 2250.0,
-    "B200": 2250.0,
-    "GH200": 989.4,
-    "H200 NVL": 835.5,
-    "H200": 989.4,
-    "H100 NVL": 835.5,
-    "H100 PCIe": 756.5,
-    "H100": 989.4,
-    "H800": 989.4,
-    "H20": 148.0,
-    "A100": 312.0,
-    "A800": 312.0,
-    "A40": 149.7,
-    "A10": 125.0,
-    "A10G": 70.0,
-    "L40S": 362.1,
-    "L40": 181.1,
-    "L4": 121.0,
-    "RTX 6000 Ada": 364.2,
-    "RTX A6000": 154.8,
-    "RTX 5090": 209.5,
-    "RTX 4090": 165.2,
-    "RTX 3090": 71.0,
-}
+    "GB300": 2500.0, "GB200": 2500.0, "B300": 2250.0, "B200": 2250.0, "GH200": 989.4,
+    "H200 NVL": 835.5, "H200": 989.4, "H100 NVL": 835.5, "H100 PCIe": 756.5, "H100": 989.4,
+    "H800": 989.4, "H20": 148.0, "A100": 312.0, "A800": 312.0, "A40": 149.7, "A10": 125.0,
+    "A10G": 70.0, "L40S": 362.1, "L40": 181.1, "L4": 121.0, "RTX 6000 Ada": 364.2,
+    "RTX A6000": 154.8, "RTX 5090": 209.5, "RTX 4090": 165.2, "RTX 3090": 71.0,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Cost:
-    """What training on sequences takes: `Cost.from_model(model)(lengths)` operations."""
+    """Counts operations of training on sequences: `Cost.from_model(model)(lengths)`."""
 
     per_token: float = 0.0  # of the matrix products with parameters
     # Of attention, for each position that a token sees: by window, None where it sees all before
@@ -67,7 +47,7 @@ class Cost:
 
     @classmethod
     def from_model(cls, model: nn.Module) -> Self:
-        """Modules are in the order in which they compute."""
+        """Adds up the modules' operations, in the order in which they compute."""
         per_token, per_position = 0.0, dict[int | None, float]()
         trained = False  # anything so far, so that gradients go on to it
         for module in model.modules():
@@ -93,8 +73,8 @@ class Cost:
         return cls(per_token, per_position)
 
     def __call__(self, sequences: Iterable[int], before: np.ndarray | int = 0) -> float:
-        """Operations of forward and backward for sequences of these lengths; `before`: tokens of
-        another one that each goes on from."""
+        """Returns the operations of forward and backward for sequences of these lengths; `before`:
+        the tokens of another sequence that each goes on from."""
         lengths = np.fromiter(sequences, np.int64)
         total = self.per_token * int(lengths.sum())
         for window, each in self.per_position.items():
@@ -104,21 +84,22 @@ class Cost:
 
 
 def model_flops(model: nn.Module, sequences: Iterable[int]) -> float:
-    """Operations that forward and backward of the model need for sequences of these lengths."""
+    """Returns the operations of forward and backward for sequences of these lengths."""
     return Cost.from_model(model)(sequences)
 
 
 def positions_seen(lengths: np.ndarray | int, window: int | None) -> Any:
-    """By all tokens of each causal sequence together: token i sees i + 1, at most `window`."""
+    """Returns how many positions the tokens of each causal sequence see: token i sees i + 1, at
+    most `window`."""
     full = lengths if window is None else np.minimum(lengths, window)
     return full * (full + 1) // 2 + (lengths - full) * full
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
-    """Operations a second that a GPU can make at most with matrices of this dtype.
+    """Returns the peak FLOP/s of a GPU for matrices of this dtype.
 
-    None where it is not known: on a CPU, on GPUs that are not listed or only in part there (MIG),
-    and in float32, where it depends on whether TF32 is allowed.
+    None if unknown: on a CPU, on GPUs that are not listed or a part of one (MIG), and in float32,
+    where it depends on TF32.
     """
     if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16):
         return None
@@ -130,18 +111,17 @@ def named_peak(name: str) -> float | None:
     words = name.replace("-", " ").split()
     if "MIG" in words:
         return None
-    fits = (peak for gpu, peak in PEAKS.items() if set(gpu.split()) <= set(words))
-    peak = next(fits, None)
-    return None if peak is None else peak * 1e12
+    fits = (peak * 1e12 for gpu, peak in PEAKS.items() if set(gpu.split()) <= set(words))
+    return next(fits, None)
 
 
 def _product(weight: Tensor, input_gradient: bool) -> float:
-    """For each token; the parameter may be a DTensor, which has its whole size."""
+    """Returns the operations of a product for each token; a DTensor has its whole size."""
     return (2.0 + 2.0 * weight.requires_grad + 2.0 * input_gradient) * weight.numel()
 
 
 class Meter:
-    """What metrics.jsonl has of the speed of steps, for a model that `dtype` computes."""
+    """Measures what metrics.jsonl has of the speed of steps, for a model that `dtype` computes."""
 
     def __init__(self, model: CausalLM, world: World, dtype: torch.dtype):
         # Ranks of tensor parallelism have a share of each product
@@ -152,7 +132,7 @@ class Meter:
 
     @property
     def convention(self) -> str | None:
-        """What MFU is a share of; None on a CPU, where nobody asks."""
+        """Says what MFU is a share of; None on a CPU."""
         if self.world.device.type != "cuda":
             return None
         gpu = torch.cuda.get_device_name(self.world.device)
@@ -166,8 +146,8 @@ class Meter:
     def __call__(
         self, lengths: np.ndarray, before: np.ndarray, targets: int, seconds: float, waited: float
     ) -> dict[str, Any]:
-        """Of a step over sequences of these lengths, which go on from so many tokens of others, on
-        all ranks together; `waited` for data."""
+        """Returns the speed of a step over sequences of these lengths on all ranks; `before`: the
+        tokens that each goes on from, `waited`: seconds without data."""
         tokens, mfu = int(lengths.sum()), None
         if self.peak is not None:
             mfu = self.cost(lengths, before) / seconds / (self.peak * self.ranks)
@@ -184,8 +164,8 @@ class Meter:
 
 
 def peak_memory(device: torch.device) -> dict[str, float | None]:
-    """The most so far, in GiB: that tensors had and that the allocator took of the GPU; on a CPU
-    what this process had."""
+    """Returns the peak memory so far in GiB: of tensors and of the allocator on a GPU; on a CPU of
+    this process."""
     if device.type == "cuda":
         had, taken = torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)
         return {"memory_gib": had / 2**30, "memory_reserved_gib": taken / 2**30}

@@ -39,7 +39,7 @@ SAVE_FAILED = 1000  # more than the number of any signal
 
 
 class Interrupted(Exception):
-    """A signal ended the evaluation; it is made when the run resumes."""
+    """Says that a signal ended the evaluation, which is made when the run resumes."""
 
 
 def train(run: TrainingRun) -> int:
@@ -55,8 +55,8 @@ def train(run: TrainingRun) -> int:
         and not world.all_reduce_max_int(world.main and is_unfinished(config, run.start))
     ):
         world.log_rank0(f"{config.run_dir} is finished: nothing left to do")
-        if world.main and report.is_due(Path(config.run_dir)):
-            world.log_rank0(report.attempt(Path(config.run_dir)))
+        if world.main and report.lacks_page(Path(config.run_dir)):
+            world.log_rank0(report.write_or_explain(Path(config.run_dir)))
         return 0
     open_task(run)
     run.task.begin(run.model)
@@ -339,7 +339,7 @@ def read_known_eval_loss(run: TrainingRun, step: int) -> float | None:
 
 def open_task(run: TrainingRun) -> None:
     """Lets the task read or compute what it needs besides the data; raises InputError."""
-    loaders = [loader for loader in (run.data, run.eval_data) if loader is not None]
+    loaders = [*filter(None, (run.data, run.eval_data))]
     try:
         run.task.open(run.model, loaders, trained=run.start > 0)
     except InputError:
@@ -369,11 +369,11 @@ def save(run: TrainingRun, step: int, log: RunLog, metadata: dict[str, Any]) -> 
     start_time = time.perf_counter()
     progress = {"cursor": run.data.state(step + run.state.offset), **run.state.facts()}
     run.saver.save(step, run.model, run.optimizer, run.tokenizer, metadata | progress, run.ema)
-    log.saved(step, time.perf_counter() - start_time, whole=not run.saver.writing)
+    log.saved(step, time.perf_counter() - start_time, whole=run.saver.pending is None)
 
 
 class Deadline:
-    """The `stop_seconds` that a run has after SIGTERM, as all ranks see it."""
+    """Decides on all ranks alike whether a checkpoint fits into `stop_seconds` after SIGTERM."""
 
     def __init__(self, run: TrainingRun):
         self.run, self.seconds = run, run.config.stop_seconds
@@ -387,8 +387,7 @@ class Deadline:
         self._warned = True
         self.run.world.log_rank0(
             f"note: a step and a checkpoint take {needed:.0f} s, longer than stop_seconds="
-            f"{self.seconds:g}: SIGTERM would end the run without a checkpoint. Let the scheduler "
-            "grant more, and say so in stop_seconds"
+            f"{self.seconds:g}: SIGTERM would end the run without a checkpoint"
         )
 
     def allows_save(self, step: int) -> bool:
@@ -440,7 +439,7 @@ def finish(run: TrainingRun, step: int, log: RunLog) -> None:
         if world.main:
             write_exported_step(directory, step)
     if world.main:
-        world.log_rank0(report.attempt(directory))
+        world.log_rank0(report.write_or_explain(directory))
         if config.push_to_hub and exports:
             world.signals.phase = f"in the push: `tigon push {directory} NAME` uploads the export"
             world.log_rank0(publish.push_or_explain(config))

@@ -11,40 +11,39 @@ from tigon.utils.json import quote
 
 
 class Vocabulary(NamedTuple):
-    """Tokens of a run."""
+    """Ids of `new_tokens`."""
 
-    new_ids: dict[str, int]  # tokens that the tokenizer lacked, and their ids
-    present_ids: dict[str, int]  # those of new_tokens that it had
-    size: int  # rows that all ids need
+    new_ids: dict[str, int]  # of tokens that the tokenizer lacked
+    present_ids: dict[str, int]  # of tokens that it had
+    size: int  # rows that all ids of the tokenizer need
 
     def rows(self, stored: int) -> int:
         """Returns the rows of embedding and head, of which the checkpoint has `stored`."""
         return max(stored, self.size)
 
     def describe(self, stored: int) -> list[str]:
-        """What the run's user is told."""
+        """Returns lines for the user."""
         lines = [
-            f"new_tokens: {quote(token)} is in the tokenizer already, as {number}"
+            f"{quote(token)} is in the tokenizer already, as {number}"
             for token, number in self.present_ids.items()
         ]
         if self.new_ids:
-            each = ", ".join(f"{quote(token)} {number}" for token, number in self.new_ids.items())
-            lines.append(f"new_tokens: {each}")
+            lines.append(", ".join(f"{quote(token)} {id_}" for token, id_ in self.new_ids.items()))
         if self.size > stored:
             lines.append(
-                f"new_tokens: embedding and head are resized from {stored} to {self.size} rows; "
+                f"embedding and head are resized from {stored} to {self.size} rows; "
                 "new ones begin as the mean of the others"
             )
         if spare := [number for number in self.new_ids.values() if number < stored]:
             lines.append(
-                f"new_tokens: {len(spare)} of the model's {stored} rows that no token had begin as "
+                f"{len(spare)} of the model's {stored} rows that no token had begin as "
                 "the mean of all rows"
             )
-        return lines
+        return [f"new_tokens: {line}" for line in lines]
 
 
 def read_vocabulary(config: Config) -> Vocabulary | None:
-    """From the tokenizer that the settings name; None without new_tokens."""
+    """Adds new_tokens to the tokenizer of the settings; None without new_tokens."""
     if not config.new_tokens:
         return None
     tokenizer = read_tokenizer(config)
@@ -52,26 +51,24 @@ def read_vocabulary(config: Config) -> Vocabulary | None:
     tokenizer.add_tokens(config.new_tokens, special_tokens=True)
     after = tokenizer.backend.get_vocab()
     ids = {token: after[token] for token in config.new_tokens}
-    return Vocabulary(
-        {token: number for token, number in ids.items() if token not in before},
-        {token: number for token, number in ids.items() if token in before},
-        max(after.values()) + 1,
-    )
+    new = {token: number for token, number in ids.items() if token not in before}
+    present = {token: number for token, number in ids.items() if token in before}
+    return Vocabulary(new, present, max(after.values()) + 1)
 
 
 def with_added_tokens(
     config: Config, tokenizer: Tokenizer, stored: int, loaders: Iterable[Loader]
 ) -> Config:
-    """The settings; with the last token of the data as `new_tokens`, if the model has no row for it
-    and its `stored` rows end where the tokens begin that were added to the tokenizer.
+    """Returns the settings, with the data's last token as `new_tokens` if the model has no row for
+    it and the tokens beyond its `stored` rows were all added to the tokenizer.
 
-    What a stream has is known only when it is read.
+    A stream's tokens are not known yet.
     """
     if config.new_tokens:
         return config
-    windows = [loader.windows for loader in loaders]
-    corpora = [mixture.corpus for mixture in windows if isinstance(mixture, Mixture)]
-    last = max((part.highest for corpus in corpora for part in corpus.parts), default=0)
+    mixtures = [loader.windows for loader in loaders if isinstance(loader.windows, Mixture)]
+    parts = [part for mixture in mixtures for part in mixture.corpus.parts]
+    last = max((part.highest for part in parts), default=0)
     added = tokenizer.backend.get_added_tokens_decoder()
     beyond = {number for number in tokenizer.backend.get_vocab().values() if number >= stored}
     if last not in beyond or not beyond <= added.keys():
@@ -80,7 +77,7 @@ def with_added_tokens(
 
 
 def read_tokenizer(config: Config) -> Tokenizer:
-    """The one that the settings name, as its files have it."""
+    """Returns the tokenizer of the settings, as its files have it."""
     return Tokenizer.from_pretrained(
         config.tokenizer or config.model, revision=None if config.tokenizer else config.revision
     )

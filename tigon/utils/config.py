@@ -32,11 +32,11 @@ TYPE_WORDS = {
 
 
 class ConfigError(ValueError):
-    """A setting that cannot be followed; says which one and its value."""
+    """Says which setting cannot be followed, with its value."""
 
 
 class ConfigTypeError(ConfigError, TypeError):
-    """A setting of another type than it must have."""
+    """Says which setting has another type than it must have."""
 
 
 def setting(
@@ -50,26 +50,26 @@ def setting(
     finite: bool = False,
     **metadata: Any,
 ) -> Any:
-    """A dataclass field with the range of its numbers: >= ge, > gt, <= le, < lt, not infinite."""
+    """Makes a dataclass field with its range: >= ge, > gt, <= le, < lt, not infinite."""
     range = {"ge": ge, "gt": gt, "le": le, "lt": lt, "finite": finite}
     return field(default=default, metadata={"help": help, **range, **metadata})
 
 
 def field_types(cls: type) -> dict[str, Any]:
-    """The types of a dataclass' fields."""
+    """Returns the types of a dataclass' fields."""
     types = get_type_hints(cls)
     return {f.name: types[f.name] for f in fields(cls)}
 
 
 def group_fields(cls: type) -> set[str]:
-    """The fields of a dataclass that are dataclasses themselves."""
+    """Returns the names of a dataclass' fields that are dataclasses themselves."""
     return {name for name, hint in field_types(cls).items() if _find_dataclass(hint) is not None}
 
 
 def read_settings(
     cls: type, values: Mapping[str, Any], *, parse: Parse | None = None, group: str = ""
 ) -> dict[str, Any]:
-    """The values as the fields of the dataclass need them, for `build_settings`.
+    """Checks and converts values for the fields of a dataclass, for `build_settings`.
 
     A field that is a dataclass takes a mapping; its settings are named with a dot, `group.name`,
     which `values` may do too. `parse` reads text where a field needs something else, as on a
@@ -112,7 +112,7 @@ def read_settings(
 
 
 def build_settings(cls: type[T], values: Mapping[str, Any]) -> T:
-    """The dataclass of values that `read_settings` returned."""
+    """Builds the dataclass of values that `read_settings` returned."""
     plain: dict[str, Any] = {}
     by_group: dict[str, dict[str, Any]] = {}
     for key, value in values.items():
@@ -133,7 +133,7 @@ def build_settings(cls: type[T], values: Mapping[str, Any]) -> T:
 
 
 def check_type(name: str, value: Any, hint: Any, parse: Parse | None = None) -> Any:
-    """The value as a field of this type needs it; raises ConfigTypeError if it is of another."""
+    """Converts a value to the type of a field; raises ConfigTypeError if it is of another."""
     if hint is str and parse and (value is None or (value == "null" and parse(value) is None)):
         # Elsewhere on a command line null is none: here it would name a file or a repository
         raise ConfigTypeError(f"{name}=null is not text; {name}='' is empty")
@@ -152,13 +152,13 @@ def check_ranges(settings: Any) -> None:
 
 
 def suggest(name: str, choices: Iterable[str], cutoff: float = 0.5) -> str:
-    """A "did you mean" with the closest of the known names; empty if none is close."""
+    """Returns a "did you mean" with the closest of the known names; empty if none is close."""
     close = difflib.get_close_matches(name, choices, n=1, cutoff=cutoff)
     return f"did you mean {close[0]!r}?" if close else ""
 
 
 def find_misspelled(name: str, choices: Iterable[str]) -> str | None:
-    """The known name that `name` is a misspelling of; None if there is none.
+    """Returns the known name that `name` is a misspelling of; None if there is none.
 
     For names that may be another program's, of which a similar one means something else. A
     misspelling has the same first letter and the same digits, and one letter of five at most is
@@ -174,7 +174,7 @@ def _letters(name: str) -> str:
 
 
 def _count_edits(a: str, b: str) -> int | None:
-    """How many letters of one have to change for the other; None if they are too many."""
+    """Counts the letters of one that have to change for the other; None if they are too many."""
     shorter, longer = sorted((len(a), len(b)))
     limit = 0 if shorter < 3 else max(1, shorter // 5)
     if longer - shorter > limit or a[:1] != b[:1] or re.findall(r"\d", a) != re.findall(r"\d", b):
@@ -189,27 +189,22 @@ def _count_edits(a: str, b: str) -> int | None:
     return row[-1] if row[-1] <= limit else None
 
 
-def describe_type(hint: Any) -> str:
-    """A type in words."""
+def describe_type(hint: Any, plural: bool = False) -> str:
+    """Returns a type in words."""
     origin, args = get_origin(hint), get_args(hint)
     if origin in (UnionType, Union):
-        return " or ".join(map(describe_type, args))
+        return " or ".join(describe_type(option, plural) for option in args)
     if origin is Literal:
         return f"one of {', '.join(map(str, args))}" if len(args) > 1 else str(args[0])
     if origin in (list, tuple):
-        items = f"a list of {_plural(args[0])}"
+        items = f"a list of {describe_type(args[0], plural=True)}"
         return items if origin is list else f"{describe_type(args[0])} or {items}"
-    return TYPE_WORDS[origin or hint][0] if _find_dataclass(hint) is None else "a group of settings"
-
-
-def _plural(hint: Any) -> str:
-    if get_origin(hint) in (UnionType, Union):
-        return " or ".join(map(_plural, get_args(hint)))
-    return TYPE_WORDS[hint][1] if _find_dataclass(hint) is None else "groups of settings"
+    words = TYPE_WORDS.get(origin or hint, ("a group of settings", "groups of settings"))
+    return words[plural]
 
 
 def _build_group(cls: type, values: Mapping[str, Any], parse: Parse | None, name: str) -> Any:
-    """A dataclass that is an item of a list."""
+    """Builds a dataclass that is an item of a list."""
     checked = read_settings(cls, values, parse=parse, group=f"{name}.")
     settings = {key.removeprefix(f"{name}."): value for key, value in checked.items()}
     for f in fields(cls):
@@ -250,7 +245,7 @@ def _check_field_range(name: str, value: Any, field: Field[Any]) -> None:
 
 
 def _find_dataclass(hint: Any) -> Any:
-    """The dataclass that a field's type is, with or without None."""
+    """Returns the dataclass that a field's type is, with or without None."""
     options = get_args(hint) if get_origin(hint) in (UnionType, Union) else (hint,)
     return next((option for option in options if is_dataclass(option)), None)
 

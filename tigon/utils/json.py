@@ -13,20 +13,13 @@ MAX_BYTES = 16 * 2**20  # of a file, unless the caller knows better
 MAX_VALUES = 3_200_000  # `[],` a million times over is small as a file only
 MAX_DEPTH = 100
 MAX_DIGITS = 100  # of a number; tokenizer_config.json's model_max_length has 31
-TYPE_NAMES = {
-    dict: "an object",
-    list: "a list",
-    str: "a text",
-    bool: "a truth value",
-    type(None): "null",
-}
 SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 Path = str | os.PathLike[str]
 
 
 class DuplicateKeyError(ValueError):
-    """A key that an object has twice."""
+    """Names a key that an object has twice."""
 
     def __init__(self, key: str) -> None:
         super().__init__(f"it names {quote(key)} twice")
@@ -34,7 +27,7 @@ class DuplicateKeyError(ValueError):
 
 
 def read_json(path: Path, *, max_bytes: int = MAX_BYTES, nan: bool = False) -> dict[str, Any]:
-    """The object in a JSON file; raises ValueError with the file's name as `parse_json` does.
+    """Reads the object in a JSON file; raises ValueError with the file's name as `parse_json` does.
 
     A file that is larger than `max_bytes` or no regular file is refused before it is read.
     """
@@ -42,7 +35,7 @@ def read_json(path: Path, *, max_bytes: int = MAX_BYTES, nan: bool = False) -> d
 
 
 def read_bytes(path: Path, max_bytes: int) -> bytes:
-    """The bytes of a regular file; raises ValueError if it is another or has more."""
+    """Reads the bytes of a regular file; raises ValueError if it is another or has more."""
     with open(path, "rb", opener=_open) as file:
         status = os.fstat(file.fileno())
         if not stat.S_ISREG(status.st_mode):
@@ -59,16 +52,15 @@ def _open(path: str, flags: int) -> int:
 
 
 def parse_object(data: bytes, name: Path, *, nan: bool = False) -> dict[str, Any]:
-    """The content of JSON that must be an object; raises ValueError as `parse_json` does."""
+    """Parses JSON that must be an object; raises ValueError as `parse_json` does."""
     content = parse_json(data, name, nan=nan)
     if not isinstance(content, dict):
-        type_name = TYPE_NAMES.get(type(content), "a number")
-        raise ValueError(f"{escape(name)} is not a JSON object but {type_name}")
+        raise ValueError(f"{escape(name)} is not a JSON object but {quote(content)}")
     return content
 
 
 def parse_json(data: bytes, name: Path, *, nan: bool = False) -> Any:
-    """The content of JSON in UTF-8. `name` begins every message.
+    """Parses JSON in UTF-8. `name` begins every message.
 
     Raises ValueError for what is no JSON, has too many values, is nested too deeply, has a key
     twice, a number of too many digits, or half a surrogate pair; and unless `nan` is true, for NaN
@@ -101,11 +93,11 @@ def parse_json(data: bytes, name: Path, *, nan: bool = False) -> Any:
 
 
 def object_from_pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """An object, as `json.loads` calls its object_pairs_hook; raises DuplicateKeyError."""
+    """Makes an object, as object_pairs_hook of `json.loads`; raises DuplicateKeyError."""
     result = dict(pairs)
     if len(result) < len(pairs):
-        counts = Counter(key for key, _ in pairs)
-        raise DuplicateKeyError(next(key for key, count in counts.items() if count > 1))
+        ((key, _),) = Counter(key for key, _ in pairs).most_common(1)
+        raise DuplicateKeyError(key)
     return result
 
 
@@ -133,8 +125,8 @@ def _check_depth(content: Any) -> None:
 
 
 def quote(value: Any, limit: int = 100) -> str:
-    """A value of a file, for a message: as Python writes it (text in quotes, control characters
-    and terminal escapes escaped), cut behind `limit` characters."""
+    """Formats a value of a file for a message: as Python writes it (text in quotes, control
+    characters escaped), cut behind `limit` characters."""
     text = ""
     for piece in _pieces(value, limit):
         text += piece
@@ -144,7 +136,7 @@ def quote(value: Any, limit: int = 100) -> str:
 
 
 def escape(text: object, limit: int = 1000) -> str:
-    """A path or another library's message, for a message: as `quote` writes it, without quotes."""
+    """Formats a path or another library's message for a message: as `quote`, without quotes."""
     text = str(text)
     plain = "".join(
         c if c.isprintable() else c.encode("unicode_escape").decode() for c in text[:limit]

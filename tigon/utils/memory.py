@@ -11,7 +11,7 @@ UNKNOWN = 1 << 60  # more than any machine has
 
 
 def total_memory(device: torch.device, cgroup: Path = CGROUP) -> int:
-    """Bytes that a GPU has, or this process may have of the host's memory, whatever is used now."""
+    """Returns the bytes that a GPU has, or that this process may have of the host's memory."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
     try:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 
 def expand_user(path: str | os.PathLike[str]) -> Path:
-    """With `~` and `~name` replaced by home directories; ValueError where there is none."""
+    """Replaces `~` and `~name` by home directories; raises ValueError where there is none."""
     try:
         return Path(path).expanduser()
     except RuntimeError:
@@ -16,7 +16,7 @@ def expand_user(path: str | os.PathLike[str]) -> Path:
 
 
 def check_file_name(name: str) -> None:
-    """ValueError for a name that is no UTF-8, which no JSON file of a run could hold."""
+    """Raises ValueError for a name that is no UTF-8, which no JSON file of a run could hold."""
     try:
         name.encode()
     except UnicodeEncodeError:

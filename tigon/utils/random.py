@@ -13,12 +13,12 @@ WORD = (1 << 64) - 1
 
 
 def random_bits(streams: Tensor | int, at: Tensor) -> Tensor:
-    """64 random bits, int64, of the streams at the places `at` (int64, from 0 on), broadcast."""
+    """Returns 64 random bits, int64, of the streams at the indices `at` (int64), broadcast."""
     return mix_((at + 1) * as_int64(GOLDEN) + streams)
 
 
 def mix_(bits: Tensor) -> Tensor:
-    """The states of streams, int64, to outputs, in place."""
+    """Turns states of streams, int64, into outputs, in place."""
     for shift, factor in zip(SHIFTS, FACTORS, strict=False):
         bits ^= _shifted(bits, shift)
         bits *= as_int64(factor)
@@ -27,7 +27,7 @@ def mix_(bits: Tensor) -> Tensor:
 
 
 def mix(value: int) -> int:
-    """The first output of the stream `value`, from 0 to 2**64 - 1."""
+    """Returns the first output of the stream `value`, from 0 to 2**64 - 1."""
     value = (value + GOLDEN) & WORD
     for shift, factor in zip(SHIFTS, FACTORS, strict=False):
         value = ((value ^ (value >> shift)) * factor) & WORD
@@ -35,15 +35,15 @@ def mix(value: int) -> int:
 
 
 def as_int64(value: int) -> int:
-    """The int64 of the same bits."""
+    """Returns the int64 of the same bits."""
     return value - (1 << 64) if value >> 63 else value
 
 
 def take_16_bits(bits: Tensor, index: int) -> Tensor:
-    """The index-th 16 of 64 bits, as int32 from 0 to 65535; index from 0 to 3."""
+    """Returns the index-th 16 of 64 bits, as int32 from 0 to 65535; index from 0 to 3."""
     return (bits >> (16 * index)).bitwise_and_(0xFFFF).int()
 
 
 def _shifted(bits: Tensor, count: int) -> Tensor:
-    """To the right, with zeros from the left."""
+    """Shifts to the right, with zeros from the left."""
     return (bits >> count).bitwise_and_((1 << (64 - count)) - 1)

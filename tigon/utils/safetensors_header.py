@@ -7,7 +7,6 @@ torch, which takes seconds.
 import math
 import os
 import struct
-from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -45,7 +44,7 @@ LARGEST = 2**63 - 1  # of a size or a product of sizes
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """Where a tensor's bytes are: row-major, little-endian, from `offset` of the file on."""
+    """Says where a tensor's bytes are: row-major, little-endian, from `offset` of the file on."""
 
     tag: str  # one of DTYPES
     shape: tuple[int, ...]
@@ -54,7 +53,7 @@ class StoredTensor:
 
     @property
     def dtype(self) -> str:
-        """Torch's name of the dtype, such as bfloat16."""
+        """Returns torch's name of the dtype, such as bfloat16."""
         return DTYPES[self.tag][0]
 
     @property
@@ -79,7 +78,7 @@ class Files(Protocol):
 
 
 def find_tensors(repository: Files) -> dict[str, StoredTensor]:
-    """The tensors of model.safetensors, or of all shards of its index, which are fetched."""
+    """Fetches model.safetensors, or all shards of its index, and returns their tensors."""
     single = repository.optional_file(SINGLE)
     if single is not None:
         return read_tensors(single)
@@ -101,7 +100,7 @@ def find_tensors(repository: Files) -> dict[str, StoredTensor]:
 
 
 def read_tensors(path: Path) -> dict[str, StoredTensor]:
-    """The tensors of a file. Raises ValueError unless its header describes all of its bytes."""
+    """Returns a file's tensors. Raises ValueError unless its header describes all of its bytes."""
     size = os.path.getsize(path)
     with open(path, "rb") as file:
         prefix = file.read(8)
@@ -114,56 +113,38 @@ def read_tensors(path: Path) -> dict[str, StoredTensor]:
             )
         text = file.read(length)
     header = parse_object(text, f"{path}: its header")
-    _check_metadata(path, header.pop("__metadata__", {}))
-
+    metadata = header.pop("__metadata__", {})
+    if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
+        raise ValueError(f"{escape(path)}: __metadata__ is {quote(metadata)}, no object of texts")
     tensors, spans = {}, []
     for name, entry in header.items():
-        tag, shape, begin, end = _parse_entry(path, name, entry)
+        tag, shape, begin, end = _parse_entry(f"{escape(path)}: tensor {quote(name)}", entry)
         tensors[name] = StoredTensor(tag, shape, path, 8 + length + begin)
         spans.append((begin, end, name))
     _check_spans(path, sorted(spans), size - 8 - length)
     return tensors
 
 
-def _check_metadata(path: Path, metadata: Any) -> None:
-    if not isinstance(metadata, dict):
-        raise ValueError(f"{escape(path)}: __metadata__ is {quote(metadata)}, not an object")
-    for key, value in metadata.items():
-        if not isinstance(value, str):
-            raise ValueError(
-                f"{escape(path)}: __metadata__ has {quote(value)} as {quote(key)}, not a text"
-            )
-
-
-def _parse_entry(path: Path, name: str, entry: Any) -> tuple[str, tuple[int, ...], int, int]:
-    try:
-        return _parse_fields(entry)
-    except ValueError as error:
-        raise ValueError(f"{escape(path)}: tensor {quote(name)} {error}") from None
-
-
-def _parse_fields(entry: Any) -> tuple[str, tuple[int, ...], int, int]:
-    if not isinstance(entry, dict):
-        raise ValueError(f"is described by {quote(entry)}, not by dtype, shape and data_offsets")
-    tag, shape, span = entry.get("dtype"), entry.get("shape"), entry.get("data_offsets")
-    if not _are_sizes(shape):
-        raise ValueError(f"has shape {quote(shape)}, not a list of sizes")
-    if not _are_sizes(span) or len(span) != 2 or span[0] > span[1]:
-        raise ValueError(f"has data_offsets {quote(span)}, not [begin, end]")
-    if not isinstance(tag, str) or tag not in DTYPES:
-        if isinstance(tag, str) and tag.startswith(("F4", "F6", "F8")):
-            raise ValueError(
-                f"is stored as {quote(tag)}: this is a quantised checkpoint, which is not "
-                "supported; use the model's bf16, fp16 or fp32 checkpoint"
-            )
-        raise ValueError(f"has the unknown dtype {quote(tag)}; known: {', '.join(DTYPES)}")
-    expected = _count_values(shape)
-    if expected is None:
-        raise ValueError(f"has shape {quote(shape)}: no tensor is so large")
-    expected *= DTYPES[tag][1]
+def _parse_entry(tensor: str, entry: Any) -> tuple[str, tuple[int, ...], int, int]:
+    """Returns tag, shape, first and last byte of a tensor; errors begin with `tensor`."""
+    fields = entry if isinstance(entry, dict) else {}
+    tag, shape, span = (fields.get(key) for key in ("dtype", "shape", "data_offsets"))
+    if not (_are_sizes(shape) and _are_sizes(span) and len(span) == 2 and isinstance(tag, str)):
+        raise ValueError(
+            f"{tensor} is described by {quote(entry)}, not by a dtype, a shape of sizes and "
+            "data_offsets [begin, end]"
+        )
+    if tag not in DTYPES:
+        raise ValueError(
+            f"{tensor} has the unsupported dtype {quote(tag)}: of a quantised checkpoint, use the "
+            f"model's bf16, fp16 or fp32 one; known: {', '.join(DTYPES)}"
+        )
+    if len(shape) > MAX_DIMENSIONS or math.prod(filter(None, shape)) > LARGEST:
+        raise ValueError(f"{tensor} has shape {quote(shape)}: no tensor is so large")
+    expected = math.prod(shape) * DTYPES[tag][1]
     if span[1] - span[0] != expected:
         raise ValueError(
-            f"is {tag} {quote(shape)}, {expected} bytes, but its data_offsets {span} "
+            f"{tensor} is {tag} {quote(shape)}, {expected} bytes, but its data_offsets {span} "
             f"hold {span[1] - span[0]}"
         )
     return tag, tuple(shape), span[0], span[1]
@@ -173,21 +154,6 @@ def _are_sizes(value: Any) -> TypeGuard[list[int]]:
     return isinstance(value, list) and all(
         type(item) is int and 0 <= item <= LARGEST for item in value
     )
-
-
-def _count_values(shape: Sequence[int]) -> int | None:
-    """The number of values; None if torch has no tensor of so many dimensions or values.
-
-    Stops at the limit: the product of a million sizes would take a minute.
-    """
-    if len(shape) > MAX_DIMENSIONS:
-        return None
-    product = 1
-    for size in filter(None, shape):
-        product *= size
-        if product > LARGEST:
-            return None
-    return 0 if 0 in shape else product
 
 
 def _check_spans(path: Path, spans: list[tuple[int, int, str]], data_bytes: int) -> None:
@@ -222,30 +188,26 @@ def _no_weights_message(repository: Files) -> str:
 
 
 def _read_index(path: Path) -> dict[str, str]:
-    """Tensor name -> shard file. Raises ValueError for a file outside the index's directory."""
+    """Maps tensor names to shards. Raises ValueError for one outside the index's directory."""
     weight_map = read_json(path, max_bytes=MAX_HEADER).get("weight_map")
-    where = escape(path)
     if not isinstance(weight_map, dict) or not weight_map:
-        raise ValueError(f"{where} has no weight_map from tensor names to shard files")
+        raise ValueError(f"{escape(path)} has no weight_map from tensor names to shard files")
     for name, shard in weight_map.items():
-        if not isinstance(shard, str) or not shard.endswith(".safetensors"):
+        parts = PurePosixPath(str(shard))
+        is_inside = not parts.is_absolute() and ".." not in parts.parts and "\\" not in str(shard)
+        is_plain = str(parts) == shard and shard.isprintable()  # one file, one name
+        if not (is_inside and is_plain and parts.suffix == ".safetensors"):
             raise ValueError(
-                f"{where}: tensor {quote(name)} is in {quote(shard)}, no .safetensors file"
+                f"{escape(path)}: tensor {quote(name)} is in {quote(shard)}, which is not the "
+                "plain name of a .safetensors file in the checkpoint's directory"
             )
-        parts = PurePosixPath(shard)
-        if parts.is_absolute() or ".." in parts.parts or "\\" in shard:
-            raise ValueError(
-                f"{where}: the shard {quote(shard)} is outside the checkpoint's directory"
-            )
-        if str(parts) != shard or not shard.isprintable():  # one file, one name
-            raise ValueError(f"{where}: the shard {quote(shard)} is no plain file name")
     return weight_map
 
 
 def _merge_shards(
     index: Path, weight_map: dict[str, str], paths: dict[str, Path]
 ) -> dict[str, StoredTensor]:
-    """The tensors of all shards; of two with the same name, the one in the shard of the index."""
+    """Returns the tensors of all shards; of two with one name, the one that the index names."""
     tensors: dict[str, StoredTensor] = {}
     for shard, path in paths.items():
         for name, info in read_tensors(path).items():

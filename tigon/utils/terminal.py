@@ -21,13 +21,13 @@ CONTROL = {
 
 
 def escape_controls(text: str) -> str:
-    """The text with every control character but tab and newline as what Python calls it."""
+    """Replaces control characters but tab and newline by what Python calls them, such as \\x1b."""
     return text.translate(CONTROL)
 
 
 def one_line(text: object) -> str:
-    """A message that is printed as one line. Only where its next line is indented, as in a list of
-    faults, is a newline kept: in a file name it would begin a line that looks like another message.
+    """Formats a message to be printed as one line. Only where its next line is indented, as in a
+    list of faults, a newline stays: in a file name it would begin another message.
     """
     first, *rest = str(text).rstrip().split("\n")
     lines = ["\n" + line if line.startswith("  ") else "\\n" + line for line in rest]
@@ -35,7 +35,7 @@ def one_line(text: object) -> str:
 
 
 class _Escaping:
-    """A text stream that is written with control characters escaped; else the stream itself."""
+    """Writes to a text stream with control characters escaped; else it is the stream."""
 
     def __init__(self, stream: TextIO) -> None:
         self.stream = stream
@@ -56,7 +56,7 @@ class _Escaping:
 
 @contextmanager
 def escaping_output() -> Iterator[None]:
-    """Standard output and standard error with control characters escaped, in a pipe too."""
+    """Escapes control characters on standard output and standard error, in a pipe too."""
     before = sys.stdout, sys.stderr
     if isinstance(sys.stdout, TextIOWrapper):  # text that a locale cannot write ends no command
         with suppress(OSError):  # of a closed pipe: the command will see it when it writes
@@ -72,6 +72,5 @@ def escaping_output() -> Iterator[None]:
 
 
 def raw_stream(stream: TextIO) -> TextIO:
-    """The stream as it is without `escaping_output`, for a text that a file or a pipe is to get
-    character by character."""
+    """Returns the stream without `escaping_output`, for a text that a pipe gets unchanged."""
     return stream.stream if isinstance(stream, _Escaping) else stream

@@ -15,7 +15,7 @@ NUMBERS = {f"{TAG}int", f"{TAG}float"}
 
 
 def parse_yaml(text: str | bytes, where: object) -> Any:
-    """The plain values in YAML; raises a ValueError of one line that begins with `where`.
+    """Parses YAML into plain values; raises a ValueError of one line that begins with `where`.
 
     Its cause may be no YAML, a value that its tag does not fit, a number of too many characters, a
     key that is given twice, or aliases that stand for more values than anybody would write.
@@ -37,7 +37,7 @@ def parse_yaml(text: str | bytes, where: object) -> Any:
 
 
 class _Refused(ValueError):
-    """What YAML allows and is not taken here."""
+    """Says what YAML allows and Tigon does not read."""
 
 
 class _Loader(yaml.SafeLoader):

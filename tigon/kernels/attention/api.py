@@ -326,27 +326,23 @@ def _plan(
         deterministic=torch.are_deterministic_algorithms_enabled(),
         compiling=compiling,
     )
-    where = mask.backend, q.device.index if gpu else 0, runtime._mode == "reference"
-    choice = select_backend(request, *where)
+    machine = mask.backend, q.device.index if gpu else 0, runtime._mode == "reference"
+    choice = select_backend(request, *machine)
     plan = AttentionPlan(choice, window, softcap, scale)
     if mask.rows or choice.name not in VARLEN_BACKENDS:
         return plan
-    known_sequences = mask.sequences()
-    if isinstance(known_sequences, str):
-        return plan._replace(
-            choice=select_backend(request._replace(layout=known_sequences), *where)
-        )
-    if window is not None and window >= known_sequences.furthest:
+    sequences = mask.sequences()
+    if isinstance(sequences, str):
+        return plan._replace(choice=select_backend(request._replace(layout=sequences), *machine))
+    if window is not None and window >= sequences.furthest:
         window = None
-    even = not part and known_sequences.even(mask.tokens * q.shape[0])
+    even = not part and sequences.even(mask.tokens * q.shape[0])
     request = request._replace(
         layout="rows" if even else "sequences",
-        longest=None if compiling else known_sequences.furthest,
+        longest=None if compiling else sequences.furthest,
         window=window is not None,
     )
-    choice = select_backend(request, *where)
+    choice = select_backend(request, *machine)
     if even:
-        return AttentionPlan(
-            choice, window, softcap, scale, even=mask.even(known_sequences.longest)
-        )
-    return AttentionPlan(choice, window, softcap, scale, sequences=known_sequences)
+        return AttentionPlan(choice, window, softcap, scale, even=mask.even(sequences.longest))
+    return AttentionPlan(choice, window, softcap, scale, sequences=sequences)

@@ -246,8 +246,7 @@ _missing_reason._dynamo_marked_constant = True  # type: ignore[attr-defined]  # 
 
 
 def survey(device: torch.device, head_dim: int = 128) -> dict[str, BackendChoice]:
-    """Returns the choice of "auto" on this machine for training on 4,096 tokens and for
-    decoding."""
+    """Returns what "auto" takes on this machine for training on 4,096 tokens, and for decoding."""
     gpu, index = device.type == "cuda", device.index or 0
     r = AttentionRequest(
         device.type, capability(index) if gpu else 0, head_dim=head_dim, longest=4096
@@ -259,18 +258,16 @@ def survey(device: torch.device, head_dim: int = 128) -> dict[str, BackendChoice
         "softcap": r._replace(softcap=True, grad=True),
         "decoding": r._replace(cached=True, single=True),
     }
-    return {
-        kind: choose_backend(r, missing=missing(index) if gpu else {}) for kind, r in kinds.items()
-    }
+    lacks = missing(index) if gpu else {}
+    return {kind: choose_backend(r, missing=lacks) for kind, r in kinds.items()}
 
 
 def select_backend(r: AttentionRequest, backend: str, device: int, plain: bool) -> BackendChoice:
     """`choose_backend` on this machine; logs each choice once."""
     if torch.compiler.is_compiling():
         names = OBSTACLES if r.device == "cuda" else ()
-        return choose_backend(
-            r, backend, {name: _missing_reason(name, device) for name in names}, plain=plain
-        )
+        lacks = {name: _missing_reason(name, device) for name in names}
+        return choose_backend(r, backend, lacks, plain=plain)
     return _select_backend(r, backend, device, plain)
 
 

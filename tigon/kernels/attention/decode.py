@@ -5,19 +5,11 @@
 """
 
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from tigon.kernels.attention.kv_cache import (
-    KVBuffers,
-    check_buffers,
-    dequantize_slots,
-    load_packed,
-    unpack_int8,
-    write_tokens,
-)
 from tigon.kernels.rope.rope import angles as strided_angles
 from tigon.kernels.rope.rope import check_angles, load_rotated, rope, with_contiguous_dim
 from tigon.kernels.runtime import (
@@ -32,6 +24,130 @@ from tigon.kernels.runtime import (
     tl,
     triton,
 )
+
+
+class KVBuffers(NamedTuple):
+    """The cache of one layer: the token at position p is in slot p % R.
+
+    With scales, keys and values are int8: symmetric, absmax / 127 per token and head.
+    """
+
+    keys: Tensor  # [B, K, R, D]
+    values: Tensor  # [B, K, R, D]
+    key_scales: Tensor | None = None  # [B, K, R] fp32
+    value_scales: Tensor | None = None  # [B, K, R] fp32
+
+
+def _quantize(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns x [..., D] as int8 with scales [...]."""
+    x = x.float()
+    largest = x.abs().amax(-1)
+    scales = largest / largest.new_full((), 127.0)  # by a plain 127 torch does not divide on GPUs
+    return (x / scales.clamp_min(1e-30)[..., None]).round().to(torch.int8), scales
+
+
+def write_tokens(k: Tensor, v: Tensor, buffers: KVBuffers, rows: Tensor, slots: Tensor) -> None:
+    """Writes k and v [..., K, D] to the slots [...] of the rows [...]."""
+    new = ((k, buffers.keys, buffers.key_scales), (v, buffers.values, buffers.value_scales))
+    for x, stored, kept_scales in new:
+        x = x.detach()
+        if kept_scales is not None:
+            x, scales = _quantize(x)
+            kept_scales[rows, :, slots] = scales
+        stored[rows, :, slots] = x.to(stored.dtype)
+
+
+def dequantize_slots(x: Tensor, scales: Tensor | None, slots: int) -> Tensor:
+    """Returns the first slots in fp32."""
+    x = x[:, :, :slots].float()
+    return x if scales is None else x * scales[:, :, :slots, None]
+
+
+def check_buffers(k: Tensor, buffers: KVBuffers) -> torch.Size:
+    """Checks the buffers and returns their shape [B, K, R, D]."""
+    keys, values, *scales = buffers
+    if keys.dim() != 4 or values.shape != keys.shape:
+        raise ValueError(
+            f"keys {tuple(keys.shape)} and values {tuple(values.shape)} are not [B, K, R, D]"
+        )
+    if keys.stride(-1) != 1 or values.stride(-1) != 1:
+        raise ValueError("the numbers of a head must be adjacent in keys and in values")
+    if (scales[0] is None) != (scales[1] is None):
+        raise ValueError("give scales of keys and of values, or of neither")
+    if any(x is not None and x.shape != keys.shape[:3] for x in scales):
+        raise ValueError(f"scales are not {tuple(keys.shape[:3])}, one for each token and head")
+    stored = k.dtype if scales[0] is None else torch.int8
+    if keys.dtype != stored or values.dtype != stored:
+        raise ValueError(f"keys are {keys.dtype}, values {values.dtype}: they must be {stored}")
+    return keys.shape
+
+
+def append_tokens(
+    k: Tensor,  # [N, K, D]
+    v: Tensor,  # [N, K, D]
+    buffers: KVBuffers,
+    rows: Tensor,  # [N]
+    positions: Tensor,  # [N]
+    ends: Tensor,  # [N]
+) -> None:
+    """Writes tokens of several rows, token n at position positions[n] of row rows[n].
+
+    The tokens of a row are in order of position; ends[n] is the row's length afterwards. If a ring
+    is too small for them, the last R stay. The host does not wait for the device.
+    """
+    _, kv_heads, slots, d = check_buffers(k, buffers)
+    new = len(rows), kv_heads, d
+    if k.shape != new or v.shape != new:
+        raise ValueError(
+            f"k {tuple(k.shape)} and v {tuple(v.shape)} are not {new}, as rows and the cache say"
+        )
+    check_devices(k=k, v=v, rows=rows, positions=positions, ends=ends, **buffers._asdict())
+    # Several writes to one slot would come in any order: all of them write the token that stays
+    later = (ends - 1 - positions) // slots * slots
+    last = torch.arange(len(k), device=k.device) + later
+    write_tokens(k[last], v[last], buffers, rows, positions % slots)
+
+
+@triton.jit
+def unpack_int8(x, dtype: tl.constexpr):
+    """Splits each int16 into two int8: the low ones and the high ones."""
+    if dtype == tl.bfloat16:
+        # Two at a time, exactly: the bits of 128 + a byte's lower seven, less 128 or, with its
+        # sign bit, 256. Triton would convert one by one, which takes longer than loading them
+        low, high = tl.inline_asm_elementwise(
+            """{
+            .reg .b32 a, b, x, minus_one;
+            mov.b32 minus_one, 0xBF80BF80;
+            lop3.b32 a, $2, 0x007F007F, 0x43004300, 0xEA;
+            lop3.b32 b, $2, 0x00800080, 0x43004300, 0xEA;
+            fma.rn.bf16x2 $0, b, minus_one, a;
+            shr.b32 x, $2, 8;
+            lop3.b32 a, x, 0x007F007F, 0x43004300, 0xEA;
+            lop3.b32 b, x, 0x00800080, 0x43004300, 0xEA;
+            fma.rn.bf16x2 $1, b, minus_one, a;
+            }""",
+            "=&r,=&r,r",
+            [x],
+            dtype=(tl.bfloat16, tl.bfloat16),
+            is_pure=True,
+            pack=2,
+        )
+    else:
+        low, high = ((x << 8) >> 8).to(dtype), (x >> 8).to(dtype)
+    return low, high
+
+
+@triton.jit
+def load_packed(at, in_range):
+    """Loads new keys or values [TOKENS, D] as `_quantize` packs them, in pairs, and the scales."""
+    low = tl.load(at, mask=in_range, other=0.0).to(tl.float32)
+    high = tl.load(at + 1, mask=in_range, other=0.0).to(tl.float32)
+    scales = tl.div_rn(tl.max(tl.maximum(tl.abs(low), tl.abs(high)), 1), 127.0)
+    divisor = tl.broadcast_to(tl.maximum(scales, 1e-30)[:, None], low.shape)
+    # From 1.5 * 2^23 on numbers have no fraction
+    low = (tl.div_rn(low, divisor) + 12582912.0 - 12582912.0).to(tl.int16)
+    high = (tl.div_rn(high, divisor) + 12582912.0 - 12582912.0).to(tl.int16)
+    return (high << 8) | (low & 0xFF), scales
 
 
 @triton.jit
@@ -75,11 +191,8 @@ def combine_kernel(
     logsums,  # [N * H, splits]
     y,  # [N * H, D]
     splits,
-    D: tl.constexpr,
-    SPLITS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    D: tl.constexpr, SPLITS: tl.constexpr, COLUMNS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     pdl_wait(PDL)
     head = tl.program_id(0).to(tl.int64)
     i, columns = tl.arange(0, SPLITS), tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
@@ -143,36 +256,19 @@ def append_attention_ref(
 @triton.jit
 def _append_attention_kernel(
     q,  # these three: pointer, strides per row, token and head
-    k,
-    v,
+    k, v,
     keys,  # these four: pointer, strides per row, head and slot; the scales may be None
-    values,
-    key_scales,
-    value_scales,
-    lengths,
+    values, key_scales, value_scales, lengths,
     angles,  # that q and k are yet to be rotated by, as `rope` takes them, or None
     y,  # [B, T, H, D]; of several splits [B, T, H, splits, D] in fp32
     logsums,  # [B, T, H, splits], base 2
-    R,
-    window,
-    scale,
-    softcap,
-    T: tl.constexpr,
-    H: tl.constexpr,
-    K: tl.constexpr,
-    D: tl.constexpr,
-    WIDTH: tl.constexpr,
-    QUERIES: tl.constexpr,
-    TOKENS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    STAGES: tl.constexpr,
-    PACKED: tl.constexpr,
-    WHOLE: tl.constexpr,
+    R, window, scale, softcap,
+    T: tl.constexpr, H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr,
+    QUERIES: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
+    PACKED: tl.constexpr, WHOLE: tl.constexpr,
     HALF: tl.constexpr,  # of the dims that are rotated
-    EVEN: tl.constexpr,
-    LATE: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    EVEN: tl.constexpr, LATE: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """Computes some queries of one kv head over one share of the tokens that they see.
 
     The blocks of earlier tokens are divided evenly among programs. The first program also attends
@@ -324,11 +420,10 @@ def _with_strides(x: Tensor | None) -> tuple[Tensor, int, int, int] | None:
     return None if x is None else (x, *x.stride()[:3])  # type: ignore[return-value]
 
 
-def _output(q: Tensor, *_: Any) -> Tensor:
-    return q.new_empty(q.shape)
+CHANGED = ("keys", "values", "key_scales", "value_scales")
 
 
-@operator("append_attention", _output, mutates=("keys", "values", "key_scales", "value_scales"))
+@operator("append_attention", lambda q, *_: q.new_empty(q.shape), mutates=CHANGED)
 def _forward(
     q: Tensor,
     k: Tensor,
@@ -347,7 +442,7 @@ def _forward(
     b, t, h, d = q.shape
     kv_heads, slots = keys.shape[1:3]
     half = 0 if cos is None else cos.shape[-1]
-    y = _output(q)
+    y = q.new_empty(q.shape)
     width = max(32, triton.next_power_of_2(d))
     launch = _select_launch(q.dtype, keys.dtype, width)
     if key_scales is not None:
@@ -359,38 +454,22 @@ def _forward(
     groups = b * kv_heads * query_blocks
     resident_programs = launch.resident * num_sms(q)
     splits = _num_splits(groups, triton.cdiv(max_tokens, launch.block), resident_programs)
+    # Whether there is room for the next kernels' programs
+    late = 4 * groups * splits <= 3 * resident_programs
     unsplit = splits == 1
     parts = y if unsplit else q.new_empty(b, t, h, splits, d, dtype=torch.float32)
     logsums = None if unsplit else q.new_empty(b, t, h, splits, dtype=torch.float32)
     _append_attention_kernel[(b * kv_heads, splits, query_blocks)](
         *(_with_strides(with_contiguous_dim(x)) for x in (q, k, v)),
-        *(_with_strides(x) for x in (keys, values, key_scales, value_scales)),
-        lengths.contiguous(),
-        None if cos is None or sin is None else strided_angles(cos, sin),
-        parts,
-        logsums,
-        slots,
-        window,
-        scale * LOG2E if softcap is None else scale / softcap,
+        *(_with_strides(x) for x in (keys, values, key_scales, value_scales)), lengths.contiguous(),
+        None if cos is None or sin is None else strided_angles(cos, sin), parts, logsums, slots,
+        window, scale * LOG2E if softcap is None else scale / softcap,
         None if softcap is None else softcap * LOG2E,
-        T=t,
-        H=h,
-        K=kv_heads,
-        D=d,
-        WIDTH=width,
-        QUERIES=queries,
-        TOKENS=MAX_QUERY_TOKENS,
-        BLOCK=launch.block,
-        STAGES=launch.stages,
-        PACKED=key_scales is not None,
-        WHOLE=unsplit,
-        HALF=half,
-        EVEN=math.gcd(half, 16),
-        LATE=4 * groups * splits
-        <= 3 * resident_programs,  # there is room for the next kernels' programs
-        num_warps=4,
-        **pdl_options(q),
-    )
+        T=t, H=h, K=kv_heads, D=d, WIDTH=width, QUERIES=queries, TOKENS=MAX_QUERY_TOKENS,
+        BLOCK=launch.block, STAGES=launch.stages, PACKED=key_scales is not None, WHOLE=unsplit,
+        HALF=half, EVEN=math.gcd(half, 16), LATE=late,
+        num_warps=4, **pdl_options(q),
+    )  # fmt: skip
     if logsums is not None:
         rows = triton.next_power_of_2(splits)
         columns = min(width, max(32, 2048 // rows))
@@ -445,15 +524,9 @@ def append_attention(
             check_angles(cos, sin, q.shape[0], q.shape[1], q.shape[3])
         return _forward(q, k, v, *buffers, lengths, window, softcap, scale, cos, sin)
     parts = zip(*(x.split(MAX_QUERY_TOKENS, 1) for x in (q, k, v)), strict=True)
-    return torch.cat(
-        [
-            _forward(
-                *part, *buffers, lengths + i * MAX_QUERY_TOKENS, window, softcap, scale, None, None
-            )
-            for i, part in enumerate(parts)
-        ],
-        1,
-    )
+    options = window, softcap, scale, None, None
+    calls = ((*p, *buffers, lengths + i * MAX_QUERY_TOKENS) for i, p in enumerate(parts))
+    return torch.cat([_forward(*call, *options) for call in calls], 1)
 
 
 def fuses_rope(tokens: int, buffers: KVBuffers) -> bool:

@@ -33,16 +33,9 @@ def flash_attn_varlen_func(
 
 
 flash_attn_func = flash_attn_varlen_func  # without bounds a row is a sequence
-ALIKE = (  # arguments that the forward and the backward pass share
-    "cu_seqlens_q",
-    "cu_seqlens_k",
-    "max_seqlen_q",
-    "max_seqlen_k",
-    "softmax_scale",
-    "causal",
-    "window_size_left",
-    "window_size_right",
-    "softcap",
+SHARED_ARGUMENTS = (  # of the forward and the backward pass
+    *("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", "softmax_scale", "causal"),
+    *("window_size_left", "window_size_right", "softcap"),
 )
 
 
@@ -68,8 +61,8 @@ def _forward(
     deterministic: bool,  # in the backward pass
 ) -> tuple[Tensor, Tensor]:
     run = backends.flash_attn_4().interface._flash_attn_fwd
-    shared_arguments = cu_q, cu_k, longest_q, longest_k, scale, causal, left, right, softcap
-    options: dict[str, Any] = dict(zip(ALIKE, shared_arguments, strict=True))
+    arguments = cu_q, cu_k, longest_q, longest_k, scale, causal, left, right, softcap
+    options: dict[str, Any] = dict(zip(SHARED_ARGUMENTS, arguments, strict=True))
     out, lse, *_ = run(q, k, v, **options, return_lse=True)
     return out, lse
 
@@ -98,8 +91,8 @@ def _backward(
     deterministic: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     run = backends.flash_attn_4().interface._flash_attn_bwd
-    shared_arguments = cu_q, cu_k, longest_q, longest_k, scale, causal, left, right, softcap
-    options: dict[str, Any] = dict(zip(ALIKE, shared_arguments, strict=True))
+    arguments = cu_q, cu_k, longest_q, longest_k, scale, causal, left, right, softcap
+    options: dict[str, Any] = dict(zip(SHARED_ARGUMENTS, arguments, strict=True))
     # Allocated here, since it would choose other strides than the compiler expects
     options |= zip(("dq", "dk", "dv"), _empty_like(q, k, v), strict=True)
     return run(q, k, v, out, dout, lse, **options, deterministic=deterministic)

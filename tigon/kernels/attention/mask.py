@@ -1,6 +1,6 @@
-"""Which tokens attend to which in a batch, in the forms that attention backends take.
+"""Masks of a batch, in the forms that attention backends take.
 
-# B batch, T query tokens, S key tokens, n sequences, or blocks of tokens
+# B batch, T query tokens, N = B * T, S key tokens, n sequences, or blocks of tokens
 """
 
 from collections.abc import Callable, Hashable, Iterable
@@ -12,11 +12,123 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
 from tigon.kernels.attention.backends import CUDNN_MAX_TOKENS, MIN_KERNEL_TOKENS
-from tigon.kernels.attention.shared_prefix import PrefixedKeys, PrefixVisibility
 from tigon.kernels.runtime import next_power_of_2
 
 MAX_REAL_SHARE = 7 / 8  # share of real tokens in a batch up to which padding is dropped
 BLOCK = 128  # tokens in a block of FlexAttention's masks: its own default
+
+
+# Packed sequences that continue a shared prefix and see its keys and values
+
+
+class KeyCopies(NamedTuple):
+    """The token of the flattened batch that each key is a copy of."""
+
+    sources: Tensor  # int64 [S]
+    order: Tensor  # int64 [S], where the keys of token 0 are, of token 1, ...
+    bounds: Tensor  # int64 [N + 1], of each token in `order`
+
+
+class PrefixedKeys(NamedTuple):
+    """The keys of every sequence: those of its prefix, then its own."""
+
+    cu: Tensor  # int32 [n + 1]
+    longest: int  # keys of the longest, or more
+    copies: KeyCopies | None = None  # None: they stand one behind the other, each once
+
+    @classmethod
+    def build(cls, prefixes: Tensor, cu: Tensor, longest: int, total: int) -> Self:
+        """Builds the keys from `prefixes` int64 [n, 2] on the host without a sync. `total`: N."""
+        lengths = prefixes.diff(dim=1)
+        longest += int(lengths.max())
+        size = total + int(lengths.sum())
+        prefixes, cu = prefixes.to(cu.device, non_blocking=True), cu.long()
+        starts = torch.stack((prefixes[:, 0], cu[:-1]), 1).flatten()
+        sizes = torch.stack((prefixes.diff(dim=1)[:, 0], cu.diff()), 1).flatten()
+        ends = sizes.cumsum(0)
+        shifts = (starts - ends + sizes).repeat_interleave(sizes, output_size=size)
+        sources = torch.arange(size, device=cu.device) + shifts
+        ordered, order = sources.sort(stable=True)
+        bounds = torch.searchsorted(ordered, torch.arange(total + 1, device=cu.device))
+        cu = F.pad(ends[1::2], (1, 0)).int()
+        return cls(cu, longest, KeyCopies(sources, order, bounds))
+
+    def take(self, x: Tensor) -> Tensor:
+        """Gathers the keys: x [N, K, D] -> [S, K, D]."""
+        return x if self.copies is None else _GatherKeys.apply(x, *self.copies)
+
+
+class _GatherKeys(torch.autograd.Function):
+    """index_select whose backward sums the copies of a token in fp32 and without atomics."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, index: Tensor, order: Tensor, bounds: Tensor) -> Tensor:
+        ctx.save_for_backward(order, bounds)
+        return x.index_select(0, index)
+
+    @staticmethod
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
+        order, bounds = ctx.saved_tensors
+        options: dict[str, Any] = {"mode": "sum", "include_last_offset": True}
+        dx = F.embedding_bag(order, upstream.flatten(1), bounds, **options)
+        return dx.view(-1, *upstream.shape[1:]), None, None, None
+
+
+class PrefixVisibility(NamedTuple):
+    """The keys [first, last) that each token of a row sees before its own sequence.
+
+    The query at q is q - shift - k positions after key k of them.
+    """
+
+    first: Tensor  # int64 [B, T], in the row
+    last: Tensor  # the same where there is nothing
+    shift: Tensor
+
+    @classmethod
+    def build(cls, prefixes: Tensor, cu: Tensor, batch: int, tokens: int) -> Self:
+        """Builds the ranges from `prefixes` int64 [n, 2] on the host."""
+        prefixes, cu = prefixes.to(cu.device, non_blocking=True), cu.long()
+        token = torch.arange(batch * tokens, device=cu.device)
+        sequence = torch.searchsorted(cu[1:].contiguous(), token, right=True)
+        first, last = prefixes[sequence].unbind(1)
+        row = token // tokens * tokens
+        values = first - row, last - row, cu[sequence] - last
+        return cls(*(x.view(batch, tokens) for x in values))
+
+    def slice_queries(self, first: int, end: int) -> Self:
+        """Returns the ranges of the tokens [first, end) of each row."""
+        return type(self)(*(x[:, first:end] for x in self))
+
+    def pad(self, tokens: int) -> Self:
+        """Returns the ranges with `tokens` more tokens per row, which see nothing."""
+        return type(self)(*(F.pad(x, (0, tokens)) for x in self))
+
+    def visible(self, at: Any, query: Tensor, key: Tensor, window: int | None) -> Tensor:
+        """Whether `query`, with the values at index `at`, sees `key` through its prefix."""
+        first, last, shift = (x[at] for x in self)
+        seen = (first <= key) & (key < last)
+        return seen if window is None else seen & (query - shift - key < window)
+
+    def blocks(self, q0: Tensor, k0: Tensor, block: int, window: int | None) -> Tensor:
+        """Returns bool [B, n, m]: whether a block of queries may see a block of keys through
+        prefixes.
+
+        `q0` [n, 1] and `k0` [m] are the first tokens of the blocks in the row.
+        """
+        tokens = self.first.shape[1]
+        nonempty = self.first < self.last
+        nothing = (self.first, torch.iinfo(torch.int32).max), (self.last, 0), (self.shift, 0)
+        each = (
+            F.pad(torch.where(nonempty, x, fill), (0, -tokens % block), value=fill)
+            .unflatten(1, (-1, block))
+            for x, fill in nothing
+        )  # fmt: skip
+        first, last, shift = each
+        k1 = k0 + block - 1
+        seen = (k0 < last.amax(-1)[..., None]) & (k1 >= first.amin(-1)[..., None])
+        if window is None:
+            return seen
+        return seen & (q0 - shift.amax(-1)[..., None] - k1 < window)
 
 
 class Sequences(NamedTuple):
@@ -37,7 +149,7 @@ class Sequences(NamedTuple):
 
 
 class AttentionMask:
-    """Which keys a query sees: causal, inside its own sequence, and never padding.
+    """The keys that each query sees: causal, in its own sequence, and never padding.
 
     `tokens` T queries follow `past` cached ones. `segment_ids` [B, S] number the packed sequences
     in order; `key_mask` bool [B, S] is False on padding. Without `causal` attention is
@@ -79,9 +191,8 @@ class AttentionMask:
         self.backend = backend
         self.plans: dict[Any, Any] = {}  # of attention(), per kind of layer
         self._derived: dict[Hashable, Any] = {}
-        self._padding_runs: tuple[Tensor, Tensor] | None = (
-            None  # on the host: cu, and which are real
-        )
+        # On the host: cu, and which are real
+        self._padding_runs: tuple[Tensor, Tensor] | None = None
         self._before: PrefixVisibility | None = None  # of padded rows
 
     def _once(self, key: Hashable, derive: Callable[[], Any]) -> Any:
@@ -115,14 +226,15 @@ class AttentionMask:
         part.plans, part._derived = self._once(("part", first, end), lambda: ({}, {}))
         return part
 
+    def _like(self, tokens: int, **options: Any) -> Self:
+        return type(self)(tokens, causal=self.causal, backend=self.backend, **options)
+
     def _cut(self, first: int, end: int) -> Self:
         keys = end if self.causal else self.tokens
         segments, real = (
             None if x is None else x[:, :keys] for x in (self.segment_ids, self.key_mask)
         )
-        options: dict[str, Any] = {"causal": self.causal, "backend": self.backend}
-        options |= {"segment_ids": segments, "key_mask": real}
-        mask = type(self)(end - first, past=first, **options)
+        mask = self._like(end - first, past=first, segment_ids=segments, key_mask=real)
         mask.after, mask.full_mask, mask.prefixes = keys - end, self, self.prefixes
         return mask
 
@@ -161,23 +273,18 @@ class AttentionMask:
 
         Some sequences have no queries here.
         """
-        sequences_or_reason = full_mask.sequences()
-        if isinstance(sequences_or_reason, str):
-            return sequences_or_reason
-        row, token = (
-            sequences_or_reason.cu // full_mask.tokens,
-            sequences_or_reason.cu % full_mask.tokens,
-        )
+        full = full_mask.sequences()
+        if isinstance(full, str):
+            return full
+        row, token = full.cu // full_mask.tokens, full.cu % full_mask.tokens
         queries = row * self.tokens + (token - self.past).clamp(0, self.tokens)
-        keys, longest = (
-            self._clip_bounds(sequences_or_reason.cu, full_mask.tokens),
-            min(sequences_or_reason.longest, self.keys),
-        )
+        keys = self._clip_bounds(full.cu, full_mask.tokens)
+        longest = min(full.longest, self.keys)
         key_sequences = PrefixedKeys(keys, longest)
         if self.prefixes is not None and self.segment_ids is not None:
             prefixes = self._clip_bounds(self.prefixes, full_mask.tokens)
-            key_sequences = PrefixedKeys.of(prefixes, keys, longest, self.segment_ids.numel())
-        return Sequences(queries, min(sequences_or_reason.longest, self.tokens), key_sequences)
+            key_sequences = PrefixedKeys.build(prefixes, keys, longest, self.segment_ids.numel())
+        return Sequences(queries, min(full.longest, self.tokens), key_sequences)
 
     def _clip_bounds(self, bounds: Tensor, tokens: int) -> Tensor:
         """Clips bounds of runs in flattened rows of `tokens` tokens to the rows' first S."""
@@ -187,19 +294,19 @@ class AttentionMask:
         if self.prefixes is None or self.segment_ids is None:
             return Sequences(cu, longest)
         return Sequences(
-            cu, longest, PrefixedKeys.of(self.prefixes, cu, longest, self.segment_ids.numel())
+            cu, longest, PrefixedKeys.build(self.prefixes, cu, longest, self.segment_ids.numel())
         )
 
     @property
     def before(self) -> PrefixVisibility | None:
-        """What tokens see of `prefixes`."""
+        """Returns the ranges of `prefixes` that tokens see."""
         if self.full_mask is not None:
             full = self.full_mask.before
             return None if full is None else full.slice_queries(self.past, self.past + self.tokens)
         if self.prefixes is None or self.cu_seq_lens is None or self.segment_ids is None:
             return self._before
         prefixes, cu, shape = self.prefixes, self.cu_seq_lens, self.segment_ids.shape
-        return self._once("before", lambda: PrefixVisibility.of(prefixes, cu, *shape))
+        return self._once("before", lambda: PrefixVisibility.build(prefixes, cu, *shape))
 
     def _find_padding(self, device: torch.device) -> Sequences | str:
         code = torch.zeros((), dtype=torch.uint8, device=device)
@@ -241,22 +348,16 @@ class AttentionMask:
         if real_lengths.sum() > MAX_REAL_SHARE * cu[-1]:
             return None
         index = real.repeat_interleave(lengths).nonzero()[:, 0]
-        mask = type(self)(
-            len(index),
-            segment_ids=torch.arange(len(real_lengths))
-            .repeat_interleave(real_lengths)[None]
-            .to(device),
-            causal=self.causal,
-            cu_seq_lens=F.pad(real_lengths.cumsum(0), (1, 0)).int().to(device),
-            longest=int(real_lengths.max()),
-            backend=self.backend,
-        )
+        segments = torch.arange(len(real_lengths)).repeat_interleave(real_lengths)[None]
+        cu = F.pad(real_lengths.cumsum(0), (1, 0)).int().to(device)
+        longest = int(real_lengths.max())
+        bounds: dict[str, Any] = {"cu_seq_lens": cu, "longest": longest}
+        mask = self._like(len(index), segment_ids=segments.to(device), **bounds)
         return index.to(device), mask
 
     def even(self, longest: int) -> Self:
         """Returns the mask of the same batch as rows of `longest` tokens, each a sequence."""
-        options: dict[str, Any] = {"causal": self.causal, "backend": self.backend}
-        return self._once("even", lambda: type(self)(longest, **options))
+        return self._once("even", lambda: self._like(longest))
 
     def pad(self, tokens: int, keys: int, batch: int, device: torch.device) -> Self:
         """Returns the mask with rows of queries and of keys padded on the right.
@@ -273,9 +374,7 @@ class AttentionMask:
             real = torch.ones(batch, self.keys, dtype=torch.bool, device=device)
         if real is not None:
             real = F.pad(real, (0, more))
-        options: dict[str, Any] = {"causal": self.causal, "backend": self.backend}
-        options |= {"segment_ids": segments, "key_mask": real}
-        mask = type(self)(tokens, past=self.past, **options)
+        mask = self._like(tokens, past=self.past, segment_ids=segments, key_mask=real)
         mask.after = keys - self.past - tokens
         mask._before = None if self.before is None else self.before.pad(tokens - self.tokens)
         return mask
@@ -379,9 +478,7 @@ class AttentionMask:
 
 
 def _block_bounds(first: int, end: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns the first and last token of each block of tokens [first, end), and whether it is
-    full.
-    """
+    """Returns the first and last token of each block of [first, end), and whether it is full."""
     begins = torch.arange(first, end, BLOCK, device=device)
     return begins, (begins + BLOCK - 1).clamp(max=end - 1), begins + BLOCK <= end
 
@@ -422,9 +519,7 @@ def padded_count(sequences: int) -> int:
 
 
 def round_max_seqlen(longest: int, tokens: int, windows: Iterable[int]) -> int:
-    """Rounds up to a power of two, but not past `tokens` or a length where backend or window
-    change.
-    """
+    """Rounds up to a power of two, but not past `tokens` or a change of backend or window."""
     edges = (MIN_KERNEL_TOKENS - 1, CUDNN_MAX_TOKENS, tokens, *windows)
     return min(
         next_power_of_2(max(longest, MIN_KERNEL_TOKENS)),

@@ -48,16 +48,10 @@ def _exchange_and_add(
     at,  # where they are in a part of the buffers
     inside,  # those that exist
     full_mask,  # those of parts that have some
-    local,
-    addresses,
-    turn,
-    dtype: tl.constexpr,
-    RANK: tl.constexpr,
-    R: tl.constexpr,
-    SIZE: tl.constexpr,
-    TURNS: tl.constexpr,
-    EMPTY: tl.constexpr,
-):
+    local, addresses, turn,
+    dtype: tl.constexpr, RANK: tl.constexpr, R: tl.constexpr, SIZE: tl.constexpr,
+    TURNS: tl.constexpr, EMPTY: tl.constexpr,
+):  # fmt: skip
     """Sends the elements to the other ranks and sums what they send, in fp32."""
     sent_bits = tl.where(bits == EMPTY, 0, bits).to(bits.dtype)
     for rank in tl.static_range(R):
@@ -88,21 +82,12 @@ def _exchange_and_add(
 def _one_shot_kernel(
     x,  # bits [n], or [rows, WIDTH]
     y,  # [n]
-    local,
-    addresses,
-    turns,
-    n,
-    first,
-    RANK: tl.constexpr,
-    R: tl.constexpr,
-    S: tl.constexpr,
-    P: tl.constexpr,
-    TURNS: tl.constexpr,
-    EMPTY: tl.constexpr,
-    WIDTH: tl.constexpr,
+    local, addresses, turns, n, first,
+    RANK: tl.constexpr, R: tl.constexpr, S: tl.constexpr, P: tl.constexpr, TURNS: tl.constexpr,
+    EMPTY: tl.constexpr, WIDTH: tl.constexpr,
     SIZE: tl.constexpr,  # of a row of y, of which x has WIDTH columns; None: x has all n elements
     PDL: tl.constexpr,
-):
+):  # fmt: skip
     pdl_wait(PDL)
     part = tl.program_id(0)
     at = part * S + tl.arange(0, S)
@@ -130,22 +115,12 @@ def _one_shot_norm_kernel(
     weight,  # [C]
     y,  # [N, C]
     stream,  # [N, C]
-    local,
-    addresses,
-    turns,
-    eps,
-    C: tl.constexpr,
-    OFFSET: tl.constexpr,
-    BEFORE: tl.constexpr,
-    RANK: tl.constexpr,
-    R: tl.constexpr,
-    S: tl.constexpr,
-    P: tl.constexpr,
+    local, addresses, turns, eps,
+    C: tl.constexpr, OFFSET: tl.constexpr, BEFORE: tl.constexpr, RANK: tl.constexpr,
+    R: tl.constexpr, S: tl.constexpr, P: tl.constexpr,
     PARTS: tl.constexpr,  # of a row, and more up to a power of two
-    TURNS: tl.constexpr,
-    EMPTY: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    TURNS: tl.constexpr, EMPTY: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """Computes `_one_shot_kernel` and then the kernel of `rms_norm`, with the same roundings."""
     part = tl.arange(0, PARTS)[:, None]
     column = part * S + tl.arange(0, S)[None, :]
@@ -206,24 +181,10 @@ def _launch(
     local, addresses, turns, rank, dtype, _ = buffers
     _check(x, y.numel(), buffers)
     _one_shot_kernel[(triton.cdiv(y.numel(), S),)](
-        x.view(local.dtype),
-        y,
-        local,
-        addresses,
-        turns,
-        y.numel(),
-        first,
-        rank,
-        local.shape[1],
-        S,
-        local.shape[2] // S,
-        TURNS,
-        empty_bits(dtype),
-        None if size is None else x.shape[-1],
-        size,
-        num_warps=4,
-        **pdl_options(y),
-    )
+        x.view(local.dtype), y, local, addresses, turns, y.numel(), first, rank, local.shape[1], S,
+        local.shape[2] // S, TURNS, empty_bits(dtype), None if size is None else x.shape[-1], size,
+        num_warps=4, **pdl_options(y),
+    )  # fmt: skip
     return y
 
 
@@ -255,26 +216,9 @@ def one_shot_all_reduce_norm(
     y, stream = torch.empty_like(x), torch.empty_like(x)
     parts = next_power_of_2(triton.cdiv(C, S))
     _one_shot_norm_kernel[(x.numel() // C,)](
-        x.view(local.dtype),
-        residual.contiguous(),
-        weight,
-        y,
-        stream,
-        local,
-        addresses,
-        turns,
-        eps,
-        C,
-        offset,
-        before,
-        rank,
-        local.shape[1],
-        S,
-        local.shape[2] // S,
-        parts,
-        TURNS,
+        x.view(local.dtype), residual.contiguous(), weight, y, stream, local, addresses, turns, eps,
+        C, offset, before, rank, local.shape[1], S, local.shape[2] // S, parts, TURNS,
         empty_bits(dtype),
-        num_warps=min(2 * parts, 16),
-        **pdl_options(y),
-    )
+        num_warps=min(2 * parts, 16), **pdl_options(y),
+    )  # fmt: skip
     return y, stream

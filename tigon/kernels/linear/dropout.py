@@ -23,8 +23,7 @@ from tigon.kernels.runtime import (
     tl,
     triton,
 )
-from tigon.utils.random import random_bits
-from tigon.utils.random import take_16_bits as sixteen_of
+from tigon.utils.random import random_bits, take_16_bits
 
 # Rows, columns and warps of a tile; not tuned. The interpreter tests with several tiles
 TILE = (4, 32, 1) if INTERPRETED else (8, 512, 4)
@@ -61,7 +60,7 @@ def keep_mask_ref(dropout: Dropout, columns: int) -> Tensor:
     keys = dropout.keys
     words = torch.arange(-(-columns // 4), device=keys.device)
     bits = random_bits((keys + dropout.seed)[..., None], words)
-    parts = torch.stack([sixteen_of(bits, i) for i in range(4)], -1).flatten(-2)
+    parts = torch.stack([take_16_bits(bits, i) for i in range(4)], -1).flatten(-2)
     return parts[..., :columns] >= dropout.threshold
 
 
@@ -72,15 +71,14 @@ def apply_dropout_ref(x: Tensor, dropout: Dropout) -> Tensor:
 
 @triton.jit
 def keep_mask(streams, first, threshold, COLUMNS: tl.constexpr):
-    """Returns bool [ROWS, COLUMNS] from column `first`, a multiple of 4; streams are int64
-    [ROWS]."""
+    """Returns bool [ROWS, COLUMNS] from column `first`, a multiple of 4; streams are int64."""
     bits = draw_bits(first // 4, tl.arange(0, COLUMNS // 4)[None, :], streams[:, None])
     even = tl.interleave(extract_16_bits(bits, 0), extract_16_bits(bits, 2))
     odd = tl.interleave(extract_16_bits(bits, 1), extract_16_bits(bits, 3))
     return tl.interleave(even, odd) >= threshold
 
 
-@triton.jit(do_not_specialize=["place", "threshold"])
+@triton.jit(do_not_specialize=["seed", "threshold"])
 def _drop_kernel(
     y, x, keys, seed, threshold, N, C, x_row, ROWS: tl.constexpr, COLUMNS: tl.constexpr
 ):
@@ -96,13 +94,9 @@ def _drop_kernel(
     tl.store(y + at * C + columns[None, :], values.to(y.dtype.element_ty), mask=inside)
 
 
-def _output(x: Tensor, *_: object) -> Tensor:
-    return x.new_empty(x.shape)
-
-
-@operator("apply_dropout", _output)
+@operator("apply_dropout", lambda x, *_: x.new_empty(x.shape))
 def _dropout(x: Tensor, keys: Tensor, seed: int, threshold: int) -> Tensor:
-    y = _output(x)
+    y = x.new_empty(x.shape)
     if y.numel():
         rows, (height, width, warps) = as_rows(x), TILE
         N, C = rows.shape

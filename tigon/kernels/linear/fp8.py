@@ -41,7 +41,7 @@ from tigon.kernels.mlp.gated_act import (
     launch_columns,
     may_overwrite,
 )
-from tigon.kernels.norm.common import num_stages
+from tigon.kernels.norm.rms_norm import num_stages
 from tigon.kernels.recompute import Note, find_note, find_recompute, run_recompute, start_fetch
 from tigon.kernels.runtime import (
     as_rows,
@@ -94,9 +94,7 @@ class _MaximaNote(Note):
 
 
 def note_maxima(x: Tensor, maxima: Maxima) -> None:
-    """Notes the maxima of `x` [..., C] on it, for whoever casts it; called by the operator that
-    wrote x.
-    """
+    """Notes the maxima of `x` [..., C] on it, for its casts; the operator that wrote x calls it."""
     if maxima is not NO_MAXIMA:
         x._maxima = _MaximaNote(x, maxima)  # type: ignore[attr-defined]
 
@@ -115,9 +113,7 @@ def round_up(rows: int) -> int:
 
 
 def compute_scales_ref(largest: Tensor) -> Tensor:
-    """Returns the smallest powers of two from 2^-126 on with `largest` <= 448 * scale, both fp32
-    [R].
-    """
+    """Returns the least powers of two, from 2^-126, with `largest` <= 448 * scale: fp32 [R]."""
     mantissa, exponent = torch.frexp(largest.clamp(min=448 * 2.0**-126) / 448)  # in [0.5, 1)
     exponent = torch.where(mantissa > 0.5, exponent, exponent - 1)
     scale = ((exponent + 127) << 23).view(torch.float32)
@@ -131,10 +127,6 @@ def cast_rows_ref(x: Tensor) -> ScaledMatrix:
 
 def cast_columns_ref(x: Tensor) -> ScaledMatrix:
     return cast_rows_ref(F.pad(x.t(), (0, round_up(x.shape[0]) - x.shape[0])))
-
-
-def cast_both_ref(x: Tensor) -> tuple[ScaledMatrix, ScaledMatrix]:
-    return cast_rows_ref(x), cast_columns_ref(x)
 
 
 @triton.jit
@@ -172,16 +164,11 @@ def compute_scales(bits):
 
 @triton.jit
 def _rows_kernel(
-    x,
-    data,
-    scales,
+    x, data, scales,
     column_bits,  # None, or int32 [C], which become the columns' maxima
-    R,
-    x_row,
-    C: tl.constexpr,
-    BLOCK: tl.constexpr,
-    STAGES: tl.constexpr,
-):
+    R, x_row,
+    C: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
     columns = tl.arange(0, BLOCK)
     mask = columns < C
     if column_bits is not None:
@@ -221,13 +208,9 @@ def _maxima_kernel(
     x,
     row_bits,  # None, or int32 [R]: the largest magnitude of each row
     column_bits,  # int32 [C]
-    R,
-    C,
-    x_row,
-    STRIP: tl.constexpr,
-    TILE_R: tl.constexpr,
-    TILE_C: tl.constexpr,
-):
+    R, C, x_row,
+    STRIP: tl.constexpr, TILE_R: tl.constexpr, TILE_C: tl.constexpr,
+):  # fmt: skip
     blocks = tl.cdiv(C, TILE_C)
     strip = tl.program_id(0) // blocks
     columns = (tl.program_id(0) - strip * blocks) * TILE_C + tl.arange(0, TILE_C)
@@ -245,25 +228,18 @@ def _maxima_kernel(
 
 @triton.jit
 def _tiles_kernel(
-    x,
-    row_bits,
-    column_bits,
+    x, row_bits, column_bits,
     data,  # None, or [R, C], and the scales of the rows
     scales,
     turned,  # [C, S], and the scales of the columns
-    turned_scales,
-    R,
-    C,
-    S,
-    x_row,
-    TILE_R: tl.constexpr,
-    TILE_C: tl.constexpr,
-):
+    turned_scales, R, C, S, x_row,
+    TILE_R: tl.constexpr, TILE_C: tl.constexpr,
+):  # fmt: skip
     blocks = tl.cdiv(C, TILE_C)
     # From the end: what was read or written last is in the cache yet
-    place = tl.num_programs(0) - 1 - tl.program_id(0)
-    strip = place // blocks
-    block = place - strip * blocks
+    tile = tl.num_programs(0) - 1 - tl.program_id(0)
+    strip = tile // blocks
+    block = tile - strip * blocks
     rows = strip * TILE_R + tl.arange(0, TILE_R)
     columns = block * TILE_C + tl.arange(0, TILE_C)
     mask = (rows < R)[:, None] & (columns < C)[None, :]
@@ -284,36 +260,6 @@ def _tiles_kernel(
         tl.store(turned_scales + columns, scale, mask=columns < C)
 
 
-def _rows_output(x: Tensor, *_: Any) -> list[Tensor]:
-    (R, C), fp32 = x.shape, torch.float32
-    return [x.new_empty(R, C, dtype=E4M3), x.new_empty(R, dtype=fp32)]
-
-
-def _columns_output(x: Tensor, *_: Any) -> list[Tensor]:
-    (R, C), fp32 = x.shape, torch.float32
-    return [x.new_empty(C, round_up(R), dtype=E4M3), x.new_empty(C, dtype=fp32)]
-
-
-def _both_output(x: Tensor, *_: Any) -> list[Tensor]:
-    return [*_rows_output(x), *_columns_output(x)]
-
-
-def _rows_and_maxima_output(x: Tensor) -> list[Tensor]:
-    return [*_rows_output(x), x.new_empty(x.shape[1], dtype=torch.int32)]
-
-
-@operator("fp8_cast_rows", _rows_output)
-def _cast_rows(x: Tensor) -> list[Tensor]:
-    data, scale = outputs = _rows_output(x)
-    (R, C), block = x.shape, next_power_of_2(x.shape[1])
-    if block > MAX_COLUMNS:
-        _wide_rows_kernel[(R,)](x, data, scale, x.stride(0), C=C, BLOCK=STEP, num_warps=4)
-        return outputs
-    launch = {"BLOCK": block, "STAGES": 1, "num_warps": min(max(block // 1024, 1), 16)}
-    _rows_kernel[(R,)](x, data, scale, None, R, x.stride(0), C=C, **launch)
-    return outputs
-
-
 def row_programs(
     x: Tensor, R: int, block: int, width: int, resident_columns: int
 ) -> tuple[int, dict[str, int]]:
@@ -327,46 +273,49 @@ def row_programs(
     return programs, {"BLOCK": block, "STAGES": num_stages(block * width), "num_warps": warps}
 
 
-@operator("fp8_cast_rows_and_maxima", _rows_and_maxima_output)
-def _cast_rows_and_maxima(x: Tensor) -> list[Tensor]:
-    """Casts rows with few programs, each of which updates the columns' maxima once."""
-    (data, scale), (R, C) = _rows_output(x), x.shape
-    bits = x.new_zeros(C, dtype=torch.int32)
-    programs, launch = row_programs(x, R, next_power_of_2(C), x.element_size(), COLUMNS_PER_SM)
-    _rows_kernel[(programs,)](x, data, scale, bits, R, x.stride(0), C=C, **launch)
-    return [data, scale, bits]
+def _rows_output(x: Tensor, maxima: bool) -> list[Tensor]:
+    (R, C), fp32 = x.shape, torch.float32
+    outputs = [x.new_empty(R, C, dtype=E4M3), x.new_empty(R, dtype=fp32)]
+    return [*outputs, x.new_empty(C, dtype=torch.int32)] if maxima else outputs
 
 
-@operator("fp8_cast_columns", _columns_output)
-def _cast_columns(x: Tensor, column_bits: Tensor | None) -> list[Tensor]:
-    outputs = _columns_output(x)
-    _cast_tiles(x, Maxima(None, column_bits), None, None, *outputs)
+@operator("fp8_cast_rows", _rows_output)
+def _cast_rows(x: Tensor, maxima: bool) -> list[Tensor]:
+    """Casts rows; with `maxima`, few programs each update those of the columns once."""
+    data, scale, *bits = outputs = _rows_output(x, maxima)
+    (R, C), block = x.shape, next_power_of_2(x.shape[1])
+    if block > MAX_COLUMNS:
+        _wide_rows_kernel[(R,)](x, data, scale, x.stride(0), C=C, BLOCK=STEP, num_warps=4)
+        return outputs
+    programs, launch = R, {"BLOCK": block, "STAGES": 1, "num_warps": min(max(block // 1024, 1), 16)}
+    if maxima:
+        bits[0].zero_()
+        programs, launch = row_programs(x, R, block, x.element_size(), COLUMNS_PER_SM)
+    column_bits = bits[0] if maxima else None
+    _rows_kernel[(programs,)](x, data, scale, column_bits, R, x.stride(0), C=C, **launch)
     return outputs
 
 
-@operator("fp8_cast_both", _both_output)
-def _cast_both(x: Tensor, row_bits: Tensor | None, column_bits: Tensor | None) -> list[Tensor]:
-    outputs = _both_output(x)
-    _cast_tiles(x, Maxima(row_bits, column_bits), *outputs)
-    return outputs
+def _tiles_output(x: Tensor, rows: bool, *_: Any) -> list[Tensor]:
+    (R, C), fp32 = x.shape, torch.float32
+    turned = [x.new_empty(C, round_up(R), dtype=E4M3), x.new_empty(C, dtype=fp32)]
+    return [*_rows_output(x, False), *turned] if rows else turned
 
 
+@operator("fp8_cast_tiles", _tiles_output)
 def _cast_tiles(
-    x: Tensor,
-    known_maxima: Maxima,
-    data: Tensor | None,
-    scale: Tensor | None,
-    turned: Tensor,
-    turned_scale: Tensor,
-) -> None:
-    """Finds maxima that are not known, then casts."""
-    R, C = x.shape
-    S, tile = turned.shape[1], {"TILE_R": TILE_R, "TILE_C": TILE_C, "num_warps": WARPS}
-    if known_maxima.columns is None or (known_maxima.rows is None and data is not None):
-        known_maxima = _maxima(x, data is not None, tile)
+    x: Tensor, rows: bool, row_bits: Tensor | None, column_bits: Tensor | None
+) -> list[Tensor]:
+    """Finds maxima that are not known, then casts by columns and, if asked to, by rows."""
+    outputs, (R, C) = _tiles_output(x, rows), x.shape
+    S, tile = round_up(R), {"TILE_R": TILE_R, "TILE_C": TILE_C, "num_warps": WARPS}
+    maxima = Maxima(row_bits, column_bits)
+    if column_bits is None or (row_bits is None and rows):
+        maxima = _maxima(x, rows, tile)
     grid = (triton.cdiv(S, TILE_R) * triton.cdiv(C, TILE_C),)
-    ends = data, scale, turned, turned_scale
-    _tiles_kernel[grid](x, *known_maxima, *ends, R, C, S, x.stride(0), **tile)
+    ends = outputs if rows else [None, None, *outputs]
+    _tiles_kernel[grid](x, *maxima, *ends, R, C, S, x.stride(0), **tile)
+    return outputs
 
 
 def _maxima(x: Tensor, of_rows: bool, tile: dict[str, int]) -> Maxima:
@@ -380,14 +329,14 @@ def _maxima(x: Tensor, of_rows: bool, tile: dict[str, int]) -> Maxima:
 
 def cast_rows(x: Tensor, *, fused: bool) -> ScaledMatrix:
     """Casts x [R, C] to data [R, C] with a scale per row; `fused` uses the kernels."""
-    return ScaledMatrix(*_cast_rows(as_rows(x))) if fused else cast_rows_ref(x)
+    return ScaledMatrix(*_cast_rows(as_rows(x), False)) if fused else cast_rows_ref(x)
 
 
 def cast_rows_and_maxima(x: Tensor, *, fused: bool) -> tuple[ScaledMatrix, Tensor | None]:
     """`cast_rows`, and the column maxima for `cast_columns` of the same numbers, or None."""
     if not fused or next_power_of_2(x.shape[1]) > MAX_COLUMNS:
         return cast_rows(x, fused=fused), None
-    data, scale, bits = _cast_rows_and_maxima(as_rows(x))
+    data, scale, bits = _cast_rows(as_rows(x), True)
     return ScaledMatrix(data, scale), bits
 
 
@@ -396,16 +345,18 @@ def cast_columns(x: Tensor, bits: Tensor | None = None, *, fused: bool) -> Scale
 
     `bits`: `Maxima.columns` of x, if known, which saves a read of x.
     """
-    return ScaledMatrix(*_cast_columns(as_rows(x), bits)) if fused else cast_columns_ref(x)
+    if not fused:
+        return cast_columns_ref(x)
+    return ScaledMatrix(*_cast_tiles(as_rows(x), False, None, bits))
 
 
 def cast_both(
-    x: Tensor, known_maxima: Maxima = NO_MAXIMA, *, fused: bool
+    x: Tensor, maxima: Maxima = NO_MAXIMA, *, fused: bool
 ) -> tuple[ScaledMatrix, ScaledMatrix]:
     """Returns `cast_rows` and `cast_columns` of x, in fewer reads."""
     if not fused:
-        return cast_both_ref(x)
-    data, scale, *turned = _cast_both(as_rows(x), *known_maxima)
+        return cast_rows_ref(x), cast_columns_ref(x)
+    data, scale, *turned = _cast_tiles(as_rows(x), True, *maxima)
     return ScaledMatrix(data, scale), ScaledMatrix(*turned)
 
 
@@ -423,16 +374,9 @@ STAGES = 3  # of these rows in flight, and in use
 
 @triton.jit
 def _gated_rows_kernel(
-    x,
-    data,
-    scales,
-    R,
-    x_row,
-    size: tl.constexpr,
-    ACT: tl.constexpr,
-    BLOCK: tl.constexpr,
-    STAGES: tl.constexpr,
-):
+    x, data, scales, R, x_row,
+    size: tl.constexpr, ACT: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
     dtype: tl.constexpr = x.dtype.element_ty
     columns = tl.arange(0, BLOCK)
     mask = columns < size
@@ -454,16 +398,9 @@ def _gated_gradients_kernel(
     x,
     dx,  # [R, 2 I]; may be x
     row_bits,  # int32 [R], [2 I] and [I], which become maxima of dx and of the product
-    column_bits,
-    product_bits,
-    R,
-    x_row,
-    size,
-    ACT: tl.constexpr,
-    BLOCK: tl.constexpr,
-    ROWS: tl.constexpr,
-    STAGES: tl.constexpr,
-):
+    column_bits, product_bits, R, x_row, size,
+    ACT: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
     dtype: tl.constexpr = x.dtype.element_ty
     blocks = tl.cdiv(size, BLOCK)
     first = tl.program_id(0) // blocks
@@ -502,9 +439,7 @@ def row_fits_program(gate_up: Tensor) -> bool:
 
 
 def _gated_rows_output(gate_up: Tensor, *_: Any) -> list[Tensor]:
-    R, both = gate_up.shape
-    data = gate_up.new_empty(R, both // 2, dtype=E4M3)
-    return [data, gate_up.new_empty(R, dtype=torch.float32)]
+    return _rows_output(gate_up[:, : gate_up.shape[1] // 2], False)
 
 
 @operator("fp8_cast_gated_rows", _gated_rows_output)
@@ -533,9 +468,7 @@ class GatedGradients(NamedTuple):
 def gradients_and_maxima(
     dy: Tensor, gate_up: Tensor, act: Activation, overwrite: bool
 ) -> GatedGradients:
-    """`gradient_and_product` with maxima; it writes the product over `dy`, which must be the
-    caller's.
-    """
+    """`gradient_and_product` with maxima; the product is written over `dy`."""
     if torch._C._len_torch_dispatch_stack() or not has_values(dy):
         gradient, product = gradient_and_product(dy, gate_up, act, overwrite)
         return GatedGradients(gradient, NO_MAXIMA, product, None)
@@ -604,11 +537,11 @@ def _forward(
     needs_x: bool,
     needs_weight: bool,
     fused: bool,
-    known_maxima: ColumnMaxima,
+    col_maxima: ColumnMaxima,
 ) -> Tensor:
     """Casts and multiplies. `needs_x`, `needs_weight`: the gradients that backward will compute."""
-    a, known_maxima.x = _cast(x, needs_weight, fused)
-    b, known_maxima.weight = _cast(weight, needs_x, fused)
+    a, col_maxima.x = _cast(x, needs_weight, fused)
+    b, col_maxima.weight = _cast(weight, needs_x, fused)
     return _product(a, b, fast=FAST_FORWARD, fused=fused)
 
 
@@ -617,28 +550,26 @@ class _Fp8Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, *args: Any) -> Tensor:
-        recompute, fused, known_maxima, shape = args
+        recompute, fused, col_maxima, shape = args
         needs_x, needs_weight, *_ = ctx.needs_input_grad
         saved_x = () if not needs_weight else (x,) if recompute is None else recompute.saved
         ctx.save_for_backward(weight if needs_x else None, *saved_x)
         ctx.recompute_fn = None if recompute is None else recompute.fn
         ctx.fused, ctx.shape = fused, shape
-        ctx.known_maxima = ColumnMaxima() if known_maxima is None else known_maxima
-        if known_maxima is not None:
+        ctx.col_maxima = ColumnMaxima() if col_maxima is None else col_maxima
+        if col_maxima is not None:
             return placeholder(x, weight.shape[0])
-        return _forward(x, weight, needs_x, needs_weight, fused, ctx.known_maxima)
+        return _forward(x, weight, needs_x, needs_weight, fused, ctx.col_maxima)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         refuse_second_derivative("fp8_linear")
         weight, *saved_x = ctx.saved_tensors
-        known_maxima: ColumnMaxima = ctx.known_maxima
+        col_maxima: ColumnMaxima = ctx.col_maxima
         options: dict[str, Any] = {"fused": ctx.fused}
         needs_weight, remote = ctx.needs_input_grad[1], None
-        if needs_weight and ctx.recompute_fn is not None:
-            remote = start_fetch(
-                ctx.recompute_fn, saved_x
-            )  # beside the casts and the product of dX
+        if needs_weight and ctx.recompute_fn is not None:  # beside the casts and the product of dX
+            remote = start_fetch(ctx.recompute_fn, saved_x)
         if not needs_weight:
             rows, columns = cast_rows(dy, **options), None
         elif weight is None:
@@ -647,15 +578,13 @@ class _Fp8Linear(torch.autograd.Function):
             rows, columns = cast_both(dy, find_maxima(dy), **options)
         dx = dw = None
         if rows is not None:
-            dx = _dx(rows, weight, known_maxima.weight, ctx.fused)
+            dx = _dx(rows, weight, col_maxima.weight, ctx.fused)
             if remote is not None:
                 remote.reduce(dx.view(ctx.shape))  # beside what follows
         if columns is not None:
             x = saved_x[0] if ctx.recompute_fn is None else run_recompute(ctx.recompute_fn, saved_x)
-            x = x.view(-1, ctx.shape[-1])
-            dw = _product(
-                columns, cast_columns(x, known_maxima.x, **options), fast=FAST_BACKWARD, **options
-            )
+            x_columns = cast_columns(x.view(-1, ctx.shape[-1]), col_maxima.x, **options)
+            dw = _product(columns, x_columns, fast=FAST_BACKWARD, **options)
         return dx, dw, None, None, None, None
 
 
@@ -680,11 +609,10 @@ def fp8_gradient(dy: Tensor, weight: Tensor) -> Tensor:
 
 
 def _gated_forward(
-    gate_up: Tensor, weight: Tensor, act: Activation, known_maxima: ColumnMaxima
+    gate_up: Tensor, weight: Tensor, act: Activation, col_maxima: ColumnMaxima
 ) -> Tensor:
-    """Returns [T, N] from gate_up [T, 2 K] and weight [N, K]; backward finds the product's
-    maxima."""
-    b, known_maxima.weight = _cast(weight, True, True)
+    """Returns [T, N] from gate_up [T, 2 K] and weight [N, K], without the maxima of the product."""
+    b, col_maxima.weight = _cast(weight, True, True)
     return _product(cast_gated_rows(gate_up, act), b, fast=FAST_FORWARD, fused=True)
 
 
@@ -693,12 +621,12 @@ class _Fp8Gated(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, gate_up: Tensor, weight: Tensor, *args: Any) -> Tensor:
-        ctx.act, ctx.overwrite, known_maxima = args
+        ctx.act, ctx.overwrite, col_maxima = args
         ctx.save_for_backward(gate_up, weight)
-        ctx.known_maxima = ColumnMaxima() if known_maxima is None else known_maxima
-        if known_maxima is not None:
+        ctx.col_maxima = ColumnMaxima() if col_maxima is None else col_maxima
+        if col_maxima is not None:
             return placeholder(gate_up, weight.shape[0])
-        return _gated_forward(gate_up, weight, ctx.act, ctx.known_maxima)
+        return _gated_forward(gate_up, weight, ctx.act, ctx.col_maxima)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
@@ -706,7 +634,7 @@ class _Fp8Gated(torch.autograd.Function):
         gate_up, weight = ctx.saved_tensors
         options: dict[str, Any] = {"fused": True}
         rows, columns = cast_both(dy, find_maxima(dy), **options)
-        weight_columns = cast_columns(weight, ctx.known_maxima.weight, **options)
+        weight_columns = cast_columns(weight, ctx.col_maxima.weight, **options)
         d = _product(rows, weight_columns, fast=FAST_BACKWARD, **options)
         del rows, weight_columns
         gradients = gradients_and_maxima(d, gate_up, ctx.act, ctx.overwrite)
@@ -742,11 +670,11 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, fused: bool) -> Tens
     recompute = find_recompute(x) if weight.requires_grad else None
     if recompute is not None:
         recompute.keep_gate_up()
-    rows, known_maxima = x.reshape(-1, x.shape[-1]), ColumnMaxima() if defers_product() else None
-    y = _Fp8Linear.apply(rows, weight, recompute, fused, known_maxima, x.shape)
-    if known_maxima is not None:
+    rows, col_maxima = x.reshape(-1, x.shape[-1]), ColumnMaxima() if defers_product() else None
+    y = _Fp8Linear.apply(rows, weight, recompute, fused, col_maxima, x.shape)
+    if col_maxima is not None:
         learns = rows.requires_grad, weight.requires_grad
-        y = deferred_product(y, lambda: _forward(rows, weight, *learns, fused, known_maxima))
+        y = deferred_product(y, lambda: _forward(rows, weight, *learns, fused, col_maxima))
     return _finish_output(y, x.shape[:-1], bias)
 
 
@@ -781,9 +709,9 @@ def fp8_gated_linear(
         return fp8_linear(gated_act(gate_up, act, overwrite=True), weight, bias)
     _check(gate_up, weight, halves=2)
     check_act(act)
-    known_maxima, overwrite = ColumnMaxima() if defers_product() else None, may_overwrite(gate_up)
+    col_maxima, overwrite = ColumnMaxima() if defers_product() else None, may_overwrite(gate_up)
     rows = gate_up.reshape(-1, gate_up.shape[-1])
-    y = _Fp8Gated.apply(rows, weight, act, overwrite, known_maxima)
-    if known_maxima is not None:
-        y = deferred_product(y, lambda: _gated_forward(rows, weight, act, known_maxima))
+    y = _Fp8Gated.apply(rows, weight, act, overwrite, col_maxima)
+    if col_maxima is not None:
+        y = deferred_product(y, lambda: _gated_forward(rows, weight, act, col_maxima))
     return _finish_output(y, gate_up.shape[:-1], bias)

@@ -1,6 +1,7 @@
-"""Linear layers in training: products with long sums, and inputs that backward recomputes.
+"""Linear layers: long sums and recomputed inputs in training, few rows in decoding.
 
-# K and C rows and columns of a product, L summands; N rows of x, I intermediate size
+# K and C rows and columns of a product, L summands; N rows of x, I intermediate size; of one row,
+# C its columns and N rows of the weight
 
 cuBLAS 13.1 on an H200 leaves summands out of some 16-bit products without an error: with [L, K]^T
 [L, C] of K = 16 and C = 4,096 the last of L = 2,561, 2,689 and most other 128 j + 1, the last two
@@ -9,16 +10,34 @@ results and few summands after a multiple of 64, at most one in 1,500; bench/lon
 more. Weight gradients of routers, of low-rank factors and of small models are such products.
 """
 
+import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tigon.kernels.mlp.gated_act import gradient_and_product
+from tigon.kernels.mlp.gated_act import (
+    Activation,
+    act_and_slope,
+    check_act,
+    gated_act_ref,
+    gradient_and_product,
+)
 from tigon.kernels.recompute import find_recompute, has_function_mode, run_recompute, start_fetch
-from tigon.kernels.runtime import autocast_dtype, refuse_second_derivative
+from tigon.kernels.runtime import (
+    autocast_dtype,
+    next_power_of_2,
+    num_sms,
+    operator,
+    pdl_options,
+    pdl_wait,
+    refuse_second_derivative,
+    runs_triton,
+    tl,
+    triton,
+)
 
 SMALL = 2**22  # numbers of a result; all that were wrong had at most half as many
 RARE = 1024  # one in so many summands and fewer may be lost; all that were lost were rarer
@@ -32,16 +51,12 @@ def may_drop_summands(summands: int, k: int, c: int) -> bool:
 
 def is_at_risk(x: Tensor, summands: int, k: int, c: int) -> bool:
     """Whether `may_drop_summands` holds for a product of factors with the dtype and device of x."""
-    return (
-        x.is_cuda
-        and x.dtype in (torch.bfloat16, torch.float16)
-        and may_drop_summands(summands, k, c)
-    )
+    half = x.dtype in (torch.bfloat16, torch.float16)
+    return x.is_cuda and half and may_drop_summands(summands, k, c)
 
 
 def reduction_chunks(a: Tensor, b: Tensor) -> list[slice]:
-    """Returns the ranges of the L summands of a [K, L] @ b [L, C] that can be multiplied at
-    once."""
+    """Returns ranges of the L summands of a [K, L] @ b [L, C] to multiply at once."""
     length = len(b)
     if not is_at_risk(a, length, len(a), b.shape[1]):
         return [slice(0, length)]
@@ -102,16 +117,15 @@ def defers_product() -> bool:
 
 
 def placeholder(x: Tensor, columns: int) -> Tensor:
-    """Returns [..., columns] for x [..., C] without memory: the output of a node that only
-    saves."""
+    """Returns [..., columns] without memory: the output of a node that only saves."""
     return x.new_empty(()).expand(*x.shape[:-1], columns)
 
 
 class _DeferredProduct(torch.autograd.Function):
-    """Returns `compute()` and passes the gradient on to `place`."""
+    """Returns `compute()` and passes the gradient on to `output`."""
 
     @staticmethod
-    def forward(ctx: Any, place: Tensor, compute: Callable[[], Tensor]) -> Tensor:
+    def forward(ctx: Any, output: Tensor, compute: Callable[[], Tensor]) -> Tensor:
         return compute()
 
     @staticmethod
@@ -119,9 +133,9 @@ class _DeferredProduct(torch.autograd.Function):
         return dy, None
 
 
-def deferred_product(place: Tensor, compute: Callable[[], Tensor]) -> Tensor:
-    """Computes the product that the node of `place` has deferred."""
-    y: Tensor = _DeferredProduct.apply(place, compute)
+def deferred_product(output: Tensor, compute: Callable[[], Tensor]) -> Tensor:
+    """Computes the product that the node of `output` has deferred."""
+    y: Tensor = _DeferredProduct.apply(output, compute)
     return y
 
 
@@ -153,17 +167,16 @@ class _RecomputedLinear(torch.autograd.Function):
 
 
 class _GatedLinear(torch.autograd.Function):
-    """`F.linear(product, weight, bias)`, differentiated with respect to the gate_up of
-    `product`."""
+    """`F.linear(product, weight, bias)`, differentiated by the gate_up of `product`."""
 
     @staticmethod
     def forward(ctx: Any, gate_up: Tensor, product: Tensor, *args: Any) -> Tensor:
         weight, bias, ctx.act, ctx.overwrite, deferred = args
         ctx.shape = product.shape
         ctx.save_for_backward(gate_up, weight)
-        return (
-            placeholder(product, weight.shape[0]) if deferred else F.linear(product, weight, bias)
-        )
+        if deferred:
+            return placeholder(product, weight.shape[0])
+        return F.linear(product, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
@@ -201,17 +214,20 @@ def _is_risky(x: Tensor, weight: Tensor) -> bool:
     return is_at_risk(x, rows, *weight.shape) or is_at_risk(x, len(weight), rows, columns)
 
 
+def has_plain_operands(x: Tensor, weight: Tensor) -> bool:
+    """Whether no subclass of x, other dtype, autocast or mode changes the product with `weight`."""
+    plain = type(x) is Tensor and x.dtype == weight.dtype
+    return plain and autocast_dtype(x.device) is None and not has_function_mode()
+
+
 def chunked_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """`F.linear` whose gradients have all summands if the weight requires a gradient."""
     if (
         weight.requires_grad
         and not torch.compiler.is_compiling()
         and _is_risky(x, weight)
-        and type(x) is Tensor
         and type(weight) in (Tensor, torch.nn.Parameter)
-        and x.dtype == weight.dtype
-        and autocast_dtype(x.device) is None
-        and not has_function_mode()
+        and has_plain_operands(x, weight)
     ):
         y: Tensor = _ChunkedLinear.apply(x, weight, bias)
         return y
@@ -226,13 +242,9 @@ def training_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Te
     """
     if not weight.requires_grad or (recompute := find_recompute(x)) is None:
         return chunked_linear(x, weight, bias)
-    if (
-        type(weight) is not torch.nn.Parameter
-        or x.dtype != weight.dtype
-        or not weight.is_contiguous()  # the weight's gradient would be another product
-        or autocast_dtype(x.device) is not None
-        or has_function_mode()
-    ):
+    # The gradient of another weight would be another product
+    plain = type(weight) is torch.nn.Parameter and weight.is_contiguous()
+    if not (plain and has_plain_operands(x, weight)):
         return chunked_linear(x, weight, bias)
     deferred = defers_product()
     if recompute.gated is not None and recompute.single_reader:
@@ -243,3 +255,201 @@ def training_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Te
         recompute.keep_gate_up()
         y = _RecomputedLinear.apply(x, weight, bias, recompute, deferred)
     return deferred_product(y, lambda: F.linear(x, weight, bias)) if deferred else y
+
+
+# One row, as in decoding one sequence, with the gated activation after it.
+#
+# The time is that of reading the weight: 2 N C bytes in bf16, for as many operations. Each
+# multiprocessor runs a few programs, which walk over the weight and prefetch the next tile. With
+# programmatic dependent launch (`pdl_wait`) a program starts as soon as the previous kernel leaves
+# room, and loads its first tile before it waits for that kernel's results. So the kernel before
+# must not write weights: FSDP2, which gathers them, turns this off (`disable_pdl`).
+
+BLOCK, TILE = 4096, 16384  # columns, and elements of a tile
+PART = 2**18  # on a CPU: elements of a weight that each thread reads at a time
+
+
+class GemvLaunch(NamedTuple):
+    """The rows and columns of a tile, and the programs on each multiprocessor; tuned on an H200."""
+
+    rows: int
+    block: int
+    warps: int
+    per_sm: int
+
+
+@functools.cache
+def select_launch(C: int, factors: int) -> GemvLaunch:
+    """Chooses the launch. `factors`: weights that are read together, 2 for gate and up."""
+    block = next_power_of_2(C)
+    if block <= BLOCK:
+        return GemvLaunch(max(8192 // block // factors, 1), block, warps=4, per_sm=4)
+    # A whole row with idle lanes behind it is faster than several steps that have none
+    if block * factors > TILE:
+        block = BLOCK
+    return GemvLaunch(TILE // block // factors, block, warps=8, per_sm=2)
+
+
+def gemv_ref(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, act: Activation | None = None
+) -> Tensor:
+    y = F.linear(x, weight, bias)
+    return y if act is None else gated_act_ref(y, act)
+
+
+@triton.jit
+def _load_tile(weight, tile, columns, N, C: tl.constexpr, ROWS: tl.constexpr, EVEN: tl.constexpr):
+    rows = tile * ROWS + tl.arange(0, ROWS)
+    mask = (rows < N)[:, None]
+    if not EVEN:
+        mask = mask & (columns < C)[None, :]
+    at = weight + rows.to(tl.int64)[:, None] * C + columns[None, :]
+    return tl.load(at, mask=mask, other=0.0, eviction_policy="evict_first")
+
+
+@triton.jit
+def _round_sums(sums, bias, y, rows, N):
+    """Adds the bias and rounds once, as the linear layer does."""
+    if bias is not None:
+        sums += tl.load(bias + rows, mask=rows < N, other=0.0).to(tl.float32)
+    return sums.to(y.dtype.element_ty)
+
+
+@triton.jit
+def _gemv_kernel(
+    x, weight,
+    up_weight,  # the second half of the weight's rows, with an activation
+    bias, up_bias, y,
+    N,  # of y
+    C: tl.constexpr, ACT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    STEPS: tl.constexpr = (C + BLOCK - 1) // BLOCK
+    EVEN: tl.constexpr = C % BLOCK == 0
+    columns = tl.arange(0, BLOCK)
+    first, step = tl.program_id(0), tl.num_programs(0)
+    w = _load_tile(weight, first, columns, N, C, ROWS, EVEN)
+    if ACT is not None:
+        u = _load_tile(up_weight, first, columns, N, C, ROWS, EVEN)
+    pdl_wait(PDL)
+    if STEPS == 1:
+        row = tl.load(x + columns, mask=columns < C, other=0.0).to(tl.float32)[None, :]
+    for tile in tl.range(first, tl.cdiv(N, ROWS), step):
+        sums = tl.zeros([ROWS], tl.float32)
+        up_sums = tl.zeros([ROWS], tl.float32)
+        for i in tl.static_range(STEPS):
+            # The tile of the next step is under way while this one is used
+            later = tile + step if i == STEPS - 1 else tile
+            ahead = columns if i == STEPS - 1 else columns + (i + 1) * BLOCK
+            w_next = _load_tile(weight, later, ahead, N, C, ROWS, EVEN)
+            if ACT is not None:
+                u_next = _load_tile(up_weight, later, ahead, N, C, ROWS, EVEN)
+            if STEPS > 1:
+                at = i * BLOCK + columns
+                row = tl.load(x + at, mask=at < C, other=0.0).to(tl.float32)[None, :]
+            sums += tl.sum(w.to(tl.float32) * row, 1)
+            w = w_next
+            if ACT is not None:
+                up_sums += tl.sum(u.to(tl.float32) * row, 1)
+                u = u_next
+        rows = tile * ROWS + tl.arange(0, ROWS)
+        out = _round_sums(sums, bias, y, rows, N)
+        if ACT is not None:
+            up = _round_sums(up_sums, up_bias, y, rows, N)
+            a, _ = act_and_slope(out.to(tl.float32), ACT)
+            out = (a.to(out.dtype).to(tl.float32) * up.to(tl.float32)).to(out.dtype)
+        tl.store(y + rows, out, mask=rows < N)
+
+
+def _output(x: Tensor, weight: Tensor, bias: Tensor | None, act: str | None) -> Tensor:
+    return x.new_empty(*x.shape[:-1], weight.shape[0] // (1 if act is None else 2))
+
+
+@operator("gemv", _output)
+def _forward(x: Tensor, weight: Tensor, bias: Tensor | None, act: str | None) -> Tensor:
+    y = _output(x, weight, bias, act)
+    N, C = y.shape[-1], x.shape[-1]
+    launch = select_launch(C, 1 if act is None else 2)
+    programs = min(triton.cdiv(N, launch.rows), launch.per_sm * num_sms(x))
+    _gemv_kernel[(programs,)](
+        x, weight, None if act is None else weight[N:], bias,
+        None if act is None or bias is None else bias[N:], y, N,
+        C=C, ACT=act, ROWS=launch.rows, BLOCK=launch.block, num_warps=launch.warps,
+        **pdl_options(x),
+    )  # fmt: skip
+    return y
+
+
+def _is_plain_product(x: Tensor, weight: Tensor) -> bool:
+    """Whether the call is a plain product without gradients."""
+    return (
+        not torch.is_grad_enabled()
+        and not x.is_meta  # which autocast does not know
+        and not torch.is_autocast_enabled(x.device.type)
+        and x.dtype == weight.dtype
+        and type(weight) is torch.nn.Parameter  # subclasses, such as quantized ones, have their own
+        and weight.is_contiguous()
+    )
+
+
+def uses_gemv(x: Tensor, weight: Tensor) -> bool:
+    """Whether `gemv` serves this call: one row on a GPU, without gradients."""
+    return x.numel() == x.shape[-1] and runs_triton(x) and _is_plain_product(x, weight)
+
+
+def gemv(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, act: Activation | None = None
+) -> Tensor:
+    """`F.linear(x, weight, bias)` of one row x [..., C], without gradients.
+
+    With an activation, the weight [2 N, C] has the rows of gate and up, as in `gated_act`, and the
+    result is [..., N]. Sums are fp32, and every step is rounded as by separate operators. Check
+    `uses_gemv` first.
+    """
+    if x.numel() != x.shape[-1]:
+        raise ValueError(f"x {tuple(x.shape)} is not one row")
+    if weight.dim() != 2 or x.shape[-1] != weight.shape[1]:
+        raise ValueError(f"x has {x.shape[-1]} columns, the weight {tuple(weight.shape)}")
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise ValueError(f"bias {tuple(bias.shape)} does not fit the weight {tuple(weight.shape)}")
+    if act is not None:
+        check_act(act)
+        if weight.shape[0] % 2:
+            raise ValueError(f"weight {tuple(weight.shape)} has no two halves: give an even N")
+    # The kernel reads rows one after another; a copy of the weight would cost more than it saves
+    plain = weight.is_contiguous() and (bias is None or bias.is_contiguous())
+    if not (plain and runs_triton(x)):
+        return gemv_ref(x, weight, bias, act)
+    return _forward(x.contiguous(), weight, bias, act)
+
+
+def _num_parts(x: Tensor, weight: Tensor) -> int:
+    """Returns in how many parts to read the weight for a few fp32 rows on a CPU.
+
+    MKL first copies the weight into another layout; the copy of a part stays in the caches.
+    """
+    few = (
+        not torch.compiler.is_compiling()
+        and x.device.type == "cpu"
+        and x.dtype == torch.float32
+        and 4 <= x.numel() // x.shape[-1] <= 8
+        and torch.backends.mkl.is_available()
+        and _is_plain_product(x, weight)
+    )
+    parts = weight.numel() // (PART * torch.get_num_threads()) if few else 1
+    return parts if parts >= 4 else 1
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """`F.linear`, faster for the few rows of decoding: one on a GPU, 4 to 8 in fp32 on a CPU.
+
+    In training an `x` that backward can recompute is not saved: see `training_linear`.
+    """
+    if torch.is_grad_enabled():
+        return training_linear(x, weight, bias)
+    if uses_gemv(x, weight):
+        return gemv(x, weight, bias)
+    if (parts := _num_parts(x, weight)) > 1:
+        biases = [None] * parts if bias is None else bias.chunk(parts)
+        weights = weight.chunk(parts)
+        return torch.cat([F.linear(x, w, b) for w, b in zip(weights, biases, strict=False)], -1)
+    return F.linear(x, weight, bias)

@@ -30,26 +30,21 @@ from torch import Tensor
 
 from tigon.kernels.linear.dropout import Dropout, apply_dropout, apply_dropout_ref, keep_mask
 from tigon.kernels.linear.fp8 import fp8_gradient, fp8_linear, fp8_product
-from tigon.kernels.linear.gemv import linear, uses_gemv
 from tigon.kernels.linear.linear import (
     chunked_linear,
     chunked_matmul,
     deferred_product,
     defers_product,
+    has_plain_operands,
+    linear,
     placeholder,
+    uses_gemv,
 )
 from tigon.kernels.mlp.gated_act import Activation, gradient_and_product
-from tigon.kernels.recompute import (
-    RecomputeFn,
-    find_recompute,
-    has_function_mode,
-    run_recompute,
-    start_fetch,
-)
+from tigon.kernels.recompute import RecomputeFn, find_recompute, run_recompute, start_fetch
 from tigon.kernels.runtime import (
     INTERPRETED,
     as_rows,
-    autocast_dtype,
     next_power_of_2,
     operator,
     refuse_second_derivative,
@@ -77,8 +72,8 @@ def _pad_rank(rank: int) -> int:
 
 def _supports(x: Tensor, rank: int, widest: int) -> bool:
     # The interpreter has no bf16 products
-    rank_mask = x.device.type != "cpu" or x.dtype in (torch.float16, torch.float32)
-    return rank_mask and runs_triton(x) and _pad_rank(rank) * x.element_size() <= widest
+    has_product = x.device.type != "cpu" or x.dtype in (torch.float16, torch.float32)
+    return has_product and runs_triton(x) and _pad_rank(rank) * x.element_size() <= widest
 
 
 def supports_product(x: Tensor, rank: int) -> bool:
@@ -91,9 +86,9 @@ def supports_gradients(x: Tensor, rank: int) -> bool:
     return _supports(x, rank, WIDEST_GRADIENTS)
 
 
-@triton.jit(do_not_specialize=["place", "threshold"])
+@triton.jit(do_not_specialize=["seed", "threshold"])
 def _low_rank_product_kernel(
-    y, u, bs, bias, firsts, sizes, ranks, scales, keys, place, threshold, N, K, u_row,
+    y, u, bs, bias, firsts, sizes, ranks, scales, keys, seed, threshold, N, K, u_row,
     PARTS: tl.constexpr, TRANSPOSED: tl.constexpr, P: tl.constexpr, ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):  # fmt: skip
@@ -124,15 +119,13 @@ def _low_rank_product_kernel(
         sums += tl.load(bias + columns, mask=columns < K, other=0.0).to(tl.float32)
     if keys is not None:
         each_row = i * ROWS + tl.arange(0, ROWS)
-        streams = tl.load(keys + each_row, mask=each_row < N, other=0) + place
+        streams = tl.load(keys + each_row, mask=each_row < N, other=0) + seed
         sums = tl.where(keep_mask(streams, start, threshold, COLUMNS), sums, 0.0)
     at = y + rows.to(tl.int64) * K + columns
     tl.store(at, sums.to(y.dtype.element_ty), mask=(rows < N) & (columns < K))
 
 
-def _product(u: Tensor, *args: object) -> Tensor:
-    columns = args[3]
-    assert isinstance(columns, int)
+def _product(u: Tensor, bs: Any, firsts: Any, scales: Any, columns: int, *_: Any) -> Tensor:
     return u.new_empty(u.shape[0], columns)
 
 
@@ -146,13 +139,13 @@ def low_rank_product(
     bias: Tensor | None,
     transposed: bool,
     keys: Tensor | None = None,
-    place: int = 0,
+    seed: int = 0,
     threshold: int = 0,
 ) -> Tensor:
     """Returns [N, K] with K = `columns`: s_p u_p B_p^T in the columns of part p, plus the bias [K].
 
     u is [N, R], B_p [K_p, r] or, transposed, [r, K_p]. Sums are fp32 and rounded once to the dtype
-    of u. With keys [N], elements that dropout with `place` as seed and `threshold` drops are 0.
+    of u. With keys [N], elements that dropout with `seed` as seed and `threshold` drops are 0.
     """
     y = _product(u, bs, firsts, scales, columns)
     if y.numel():
@@ -163,7 +156,7 @@ def low_rank_product(
         _low_rank_product_kernel[grid](
             y, u, tuple(bs), None if bias is None else bias.contiguous(),
             tuple(firsts), tuple(sizes), tuple(ranks), tuple(scales),
-            None if keys is None else keys.contiguous(), place, threshold, *y.shape, u.stride(0),
+            None if keys is None else keys.contiguous(), seed, threshold, *y.shape, u.stride(0),
             PARTS=len(bs), TRANSPOSED=transposed, P=_pad_rank(max(ranks)),
             ROWS=rows, COLUMNS=block, num_warps=warps,
         )  # fmt: skip
@@ -521,23 +514,17 @@ class _LoRALinear(torch.autograd.Function):
         remote = None
         if needs_a and call.recompute_fn is not None:  # not of a gated activation
             remote = start_fetch(call.recompute_fn, saved_x)
-        du, dbs = _low_rank_gradients(
-            rows, u, call.additions(bs), ctx.needs_input_grad[8:][: len(bs)]
-        )
+        needs_bs = ctx.needs_input_grad[8:][: len(bs)]
+        du, dbs = _low_rank_gradients(rows, u, call.additions(bs), needs_bs)
         da = dx = dgate_up = None
         if remote is not None and needs_x:
             dx = _x_gradient(call.base, rows, weight, du, a, call.dropout).view(ctx.shape)
             remote.reduce(dx)
-        if (
-            needs_a and not needs_gate_up
-        ):  # else first: what is computed again is gone when dX comes
-            x = (
-                saved_x[0]
-                if call.recompute_fn is None
-                else run_recompute(call.recompute_fn, saved_x)
+        if needs_a and not needs_gate_up:  # first: what is computed again is gone when dX comes
+            fn = call.recompute_fn
+            da = _a_gradient(
+                du, saved_x[0] if fn is None else run_recompute(fn, saved_x), call.dropout
             )
-            da = _a_gradient(du, x, call.dropout)
-            del x
         if (needs_x or needs_gate_up) and dx is None:
             dx = _x_gradient(call.base, rows, weight, du, a, call.dropout).view(ctx.shape)
         if needs_gate_up:
@@ -552,13 +539,10 @@ def _fits_one_node(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     """Whether one autograd node can compute the product of a frozen weight and its additions."""
     return (
         not torch.compiler.is_compiling()
-        and type(x) is Tensor
         and type(weight) is torch.nn.Parameter
         and not weight.requires_grad
         and (bias is None or not bias.requires_grad)
-        and x.dtype == weight.dtype
-        and autocast_dtype(x.device) is None
-        and not has_function_mode()
+        and has_plain_operands(x, weight)
     )
 
 
@@ -607,9 +591,7 @@ def lora_linear(
     columns_and_scales = [(first, scale) for first, _, scale in additions]
     call = _LoRACall(base, columns_and_scales, recompute_fn, gated, deferred, dropout)
     bs = [b for _, b, _ in additions]
-    product: Tensor = _LoRALinear.apply(values, gate_up, weight, bias, a, u, call, saved_x, *bs)
-    if not deferred:
-        return product
-    return deferred_product(
-        product, lambda: _base_plus_low_rank(base, x, weight, bias, u, additions)
-    )
+    y = _LoRALinear.apply(values, gate_up, weight, bias, a, u, call, saved_x, *bs)
+    if deferred:
+        y = deferred_product(y, lambda: _base_plus_low_rank(base, x, weight, bias, u, additions))
+    return y

@@ -82,8 +82,7 @@ def group_offsets(matrices: Sequence[int]) -> Tensor:
 
 
 def _nearest_code(x: Tensor, book: Tensor) -> Tensor:
-    """Returns the uint8 index of the nearest number of the book; of two equally near the lower
-    one."""
+    """Returns the uint8 index of the nearest number of the book, of equally near ones the lower."""
     return torch.bucketize(x, (book[1:] + book[:-1]) / 2, out_int32=True).to(torch.uint8)
 
 
@@ -162,7 +161,7 @@ def dequantize_nf4_ref(
 
 @triton.jit
 def _nf4_kernel(
-    codes, scales, steps, offsets, places, numbers, y,
+    codes, scales, steps, offsets, groups, numbers, y,
     PARTS: tl.constexpr,  # programs of a group
     TILE: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -170,9 +169,9 @@ def _nf4_kernel(
 ):  # fmt: skip
     group = tl.program_id(0) // PARTS
     blocks = (tl.program_id(0) % PARTS) * TILE + tl.arange(0, TILE)
-    place = places + group * 3
-    first, byte, block = tl.load(place), tl.load(place + 1), tl.load(place + 2)
-    count = (tl.load(place + 3) - first).to(tl.int32)
+    start = groups + group * 3
+    first, byte, block = tl.load(start), tl.load(start + 1), tl.load(start + 2)
+    count = (tl.load(start + 3) - first).to(tl.int32)
     if EVEN:
         first, byte = tl.multiple_of(first, BLOCK), tl.multiple_of(byte, BLOCK // 2)
     block_mask = blocks * BLOCK < count
@@ -189,23 +188,14 @@ def _nf4_kernel(
     )
 
 
-def _nf4_output(
-    codes: Tensor, scales: Tensor, steps: Tensor, offsets: Tensor, places: Tensor, tables: Tensor,
-    matrices: Sequence[int], shape: Sequence[int], dtype: torch.dtype,
-) -> Tensor:  # fmt: skip
-    return codes.new_empty(shape, dtype=dtype)
-
-
-@operator("nf4_dequantize", _nf4_output)
+@operator("nf4_dequantize", lambda codes, *rest: codes.new_empty(rest[-2], dtype=rest[-1]))
 def _dequantize_nf4(
-    codes: Tensor, scales: Tensor, steps: Tensor, offsets: Tensor, places: Tensor, tables: Tensor,
+    codes: Tensor, scales: Tensor, steps: Tensor, offsets: Tensor, groups: Tensor, tables: Tensor,
     matrices: Sequence[int], shape: Sequence[int], dtype: torch.dtype,
 ) -> Tensor:  # fmt: skip
-    weight = NF4Tensor(codes, scales, steps, offsets, places, tables)
-    y = _nf4_output(*weight, matrices, shape, dtype)
-    parts = GROUP // TILE
+    y, parts = codes.new_empty(shape, dtype=dtype), GROUP // TILE
     _nf4_kernel[(len(steps) * parts,)](
-        *weight, y, PARTS=parts, TILE=TILE, BLOCK=BLOCK,
+        codes, scales, steps, offsets, groups, tables, y, PARTS=parts, TILE=TILE, BLOCK=BLOCK,
         EVEN=all(numbers % BLOCK == 0 for numbers in matrices),
         enable_fp_fusion=False,  # scales are rounded between their product and their sum
     )  # fmt: skip
@@ -253,9 +243,7 @@ def dequantize_block_fp8_rows(
     stored: torch.dtype,
     dtype: torch.dtype,
 ) -> Tensor:
-    """Returns rows [first, first + count), in plain torch: the definition. `width`: columns of a
-    block.
-    """
+    """Returns rows [first, first + count) in plain torch. `width`: columns of a block."""
     columns = weight.codes.shape[1]
     out = torch.empty(count, columns, dtype=dtype, device=weight.codes.device)
     column_block = torch.arange(columns, device=out.device) // width
@@ -299,17 +287,11 @@ def _block_fp8_kernel(
     tl.store(y + at, (decode_fp8(code, E4M3) * scale).to(y.dtype.element_ty), mask=block_mask)
 
 
-def _block_fp8_output(
-    codes: Tensor, scales: Tensor, owners: Tensor, width: int, e4m3: bool, dtype: torch.dtype
-) -> Tensor:
-    return codes.new_empty(codes.shape, dtype=dtype)
-
-
-@operator("block_fp8_dequantize", _block_fp8_output)
+@operator("block_fp8_dequantize", lambda codes, *rest: codes.new_empty(codes.shape, dtype=rest[-1]))
 def _dequantize_block_fp8(
     codes: Tensor, scales: Tensor, owners: Tensor, width: int, e4m3: bool, dtype: torch.dtype
 ) -> Tensor:
-    y = _block_fp8_output(codes, scales, owners, width, e4m3, dtype)
+    y = codes.new_empty(codes.shape, dtype=dtype)
     N, K = y.shape
     grid = triton.cdiv(N, ROWS), triton.cdiv(K, COLUMNS)
     _block_fp8_kernel[grid](
@@ -375,9 +357,7 @@ def quantized_linear(
 
 
 def quantized_base(dequantize: Dequantize, inner: BaseLinear) -> BaseLinear:
-    """Returns `quantized_linear` as a base of `lora_linear`, which then ignores the weight's
-    values.
-    """
+    """Returns `quantized_linear` as a base of `lora_linear`, which ignores the weight."""
     return BaseLinear(
         lambda x, _, bias: inner.product(x, dequantize(), bias),
         lambda dy, _: inner.gradient(dy, dequantize()),

@@ -67,7 +67,7 @@ def cross_entropy(
         class_weights=class_weights,
         metrics=metrics,
     )
-    options = options.of_logits()
+    options = options.without_regularizers()
     return run_loss_term(logits, None, None, term, options=options, overwrite=overwrite)
 
 
@@ -167,7 +167,7 @@ def linear_cross_entropy(
         class_weights=class_weights,
         metrics=metrics,
     )
-    options = options.of_logits()
+    options = options.without_regularizers()
     return run_loss_term(
         hidden, weight, bias, term, options=options, active=active, logits_bytes=logits_bytes
     )

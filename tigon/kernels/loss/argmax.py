@@ -33,15 +33,9 @@ def argmax_ref(scores: Tensor) -> Tensor:
 
 @triton.jit
 def _keys_kernel(
-    scores,
-    keys,
-    V,
-    K,
-    LAST: tl.constexpr,
-    NAN: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    scores, keys, V, K,
+    LAST: tl.constexpr, NAN: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     pdl_wait(PDL)
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     columns = part * BLOCK + tl.arange(0, BLOCK)
@@ -55,17 +49,10 @@ def _keys_kernel(
 
 @triton.jit
 def _columns_kernel(
-    keys,
-    y,
-    K,
-    LAST: tl.constexpr,
-    NO_KEY: tl.constexpr,
-    MINUS_INFINITY: tl.constexpr,
-    INFINITY: tl.constexpr,
-    NOT_FINITE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    keys, y, K,
+    LAST: tl.constexpr, NO_KEY: tl.constexpr, MINUS_INFINITY: tl.constexpr, INFINITY: tl.constexpr,
+    NOT_FINITE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     pdl_wait(PDL)
     row, at = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     key = tl.max(tl.load(keys + row * K + at, mask=at < K, other=NO_KEY), 0)

@@ -58,8 +58,7 @@ class RowLosses:
 
 
 def combine_loss(nll: Tensor, lse: Tensor, mean: Tensor | None, options: Options) -> Tensor:
-    """Returns a row's cross-entropy from its logsumexp and, with smoothing, the mean of its
-    logits."""
+    """Returns cross-entropy from the logsumexp and, with smoothing, the mean of the logits."""
     loss = nll if mean is None else torch.lerp(nll, lse - mean, options.label_smoothing)
     return loss + options.z_loss * lse.square() if options.z_loss else loss
 
@@ -139,35 +138,21 @@ def _probability(z, highest, log_mass, logits):
 
 @triton.jit
 def _rows_kernel(
-    logits,
-    targets,
-    loss,
-    peaks,
-    log_masses,
+    logits, targets, loss, peaks, log_masses,
     entropy,  # these five may be None
-    nll,
-    predicted,
-    target_logits,
-    totals,
+    nll, predicted, target_logits, totals,
     row_scale,  # these two are None without a gradient
     out,
     before,  # may be None, or out
     V,
     size,  # None for V
-    stride,
-    out_stride,
-    before_stride,
+    stride, out_stride, before_stride,
     head,  # scale and softcap; None for none
     smoothing,  # None for 0, as z_loss
     z_loss,
-    LSE_GIVEN: tl.constexpr,
-    HOLES: tl.constexpr,
-    BLOCK: tl.constexpr,
-    K: tl.constexpr,
-):
-    """Processes one row per program: a pass for the logsumexp, a second, out of L2, for the
-    gradient.
-    """
+    HAS_LSE: tl.constexpr, HOLES: tl.constexpr, BLOCK: tl.constexpr, K: tl.constexpr,
+):  # fmt: skip
+    """Processes a row per program: a pass for the logsumexp, one out of L2 for the gradient."""
     row = tl.program_id(0).to(tl.int64)
     logits += row * stride
     target = tl.load(targets + row)
@@ -192,7 +177,7 @@ def _rows_kernel(
     z_target = tl.full([], 0.0, tl.float32)
     if target == -100:
         tl.store(loss + row, 0.0)
-        if not LSE_GIVEN:
+        if not HAS_LSE:
             tl.store(peaks + row, 0.0)
             tl.store(log_masses + row, 0.0)
         if entropy is not None:
@@ -205,7 +190,7 @@ def _rows_kernel(
         z_target = _value(tl.load(logits + target, mask=has_target), head, HOLES)
         if size is not None:
             z_target = tl.where(has_target, z_target, 0.0)
-        if LSE_GIVEN:
+        if HAS_LSE:
             highest = tl.load(peaks + row)
             log_mass = tl.load(log_masses + row)
         else:
@@ -345,33 +330,20 @@ def loss_rows(
         # 64 KiB of a row at a time keep an SM's loads in flight; 32 warps hold them
         block = min(65536 // logits.element_size(), max(128, triton.next_power_of_2(vocab)))
         _rows_kernel[(n,)](
-            logits,
-            targets.contiguous(),
-            loss,
-            peak.contiguous(),
-            log_mass.contiguous(),
+            logits, targets.contiguous(), loss, peak.contiguous(), log_mass.contiguous(),
             *(
                 outputs.get(name)
                 for name in ("entropy", "nll", "predicted_tokens", "target", "total")
             ),
             # An upstream gradient may be one number, expanded
             None if grad is None else grad.row_scale.contiguous(),
-            None if grad is None else grad.out,
-            before,
-            vocab,
-            size,
-            logits.stride(0),
-            0 if grad is None else grad.out.stride(0),
-            0 if before is None else before.stride(0),
-            head_constants(options),
-            float(options.label_smoothing) or None,
+            None if grad is None else grad.out, before, vocab, size, logits.stride(0),
+            0 if grad is None else grad.out.stride(0), 0 if before is None else before.stride(0),
+            head_constants(options), float(options.label_smoothing) or None,
             float(options.z_loss) or None,
-            LSE_GIVEN=lse_parts is not None,
-            HOLES=holes,
-            BLOCK=block,
-            K=4,
+            HAS_LSE=lse_parts is not None, HOLES=holes, BLOCK=block, K=4,
             num_warps=min(32, max(1, block // 1024)),
-        )
+        )  # fmt: skip
     for name in metrics:
         if name in ("z", "max_logit"):
             outputs[name] = peak + log_mass if name == "z" else peak.clone()

@@ -25,8 +25,7 @@ _SMALLEST_MIXTURE = tl.constexpr(SMALLEST_MIXTURE)
 
 
 def kl_ref(student: Tensor, teacher: Tensor, beta: float) -> Tensor:
-    """Returns the generalized Jensen-Shannon divergence of each row of log-probabilities [...,
-    V]."""
+    """Returns the generalized Jensen-Shannon divergence of rows of log-probabilities [..., V]."""
     if beta == 0:
         difference = (teacher - student).masked_fill(teacher == -torch.inf, 0)
         return (teacher.exp() * difference).sum(-1)
@@ -42,8 +41,7 @@ def _log_mixture(p: Tensor, teacher: Tensor, beta: float) -> Tensor:
 
 
 def _kl_derivative(a: Tensor, b: Tensor, beta: float) -> Tensor:
-    """Returns the derivative of `kl_ref(a, b, beta)` by a, up to a multiple of exp(a) in each
-    row."""
+    """Returns the derivative of `kl_ref(a, b, beta)` by a, up to multiples of exp(a)."""
     if beta == 0:
         return -b.exp()
     p = a.exp()
@@ -122,9 +120,7 @@ def logit_masses(
     options: Options,
     teacher_options: Options,
 ) -> Tensor:
-    """Returns [N, 4]: the largest logit, and log(sum(exp(logit - largest))), of student and
-    teacher.
-    """
+    """Returns largest logit and log(sum(exp(logit - largest))), student then teacher: [N, 4]."""
     n, vocab = student.shape
     if not runs_triton(student):
         outputs = []
@@ -169,31 +165,20 @@ def _divergence(a, b, beta, MIX, REVERSE):
 
 @triton.jit
 def _divergence_kernel(
-    student,
-    teacher,
+    student, teacher,
     masses,  # [N, 4]; None: of these logits, found here
     loss,
     means,  # None without masses
     row_scale,  # these two are None without a gradient
     out,
     before,  # may be None, or out
-    V,
-    s_stride,
-    t_stride,
-    out_stride,
-    before_stride,
-    beta,
+    V, s_stride, t_stride, out_stride, before_stride, beta,
     head,  # scale and softcap; None for none
     t_head,
-    MIX: tl.constexpr,
-    REVERSE: tl.constexpr,
-    NORMALIZED: tl.constexpr,
-    MEAN_KNOWN: tl.constexpr,
+    MIX: tl.constexpr, REVERSE: tl.constexpr, NORMALIZED: tl.constexpr, HAS_MEAN: tl.constexpr,
     BLOCK: tl.constexpr,
-):
-    """Processes one row per program: two passes for the normalizers, one or two for loss and
-    gradient.
-    """
+):  # fmt: skip
+    """Processes a row per program: two passes to normalize, one or two for loss and gradient."""
     row = tl.program_id(0).to(tl.int64)
     student += row * s_stride
     teacher += row * t_stride
@@ -218,7 +203,7 @@ def _divergence_kernel(
 
     total = tl.zeros((BLOCK,), tl.float32)
     mean_g = tl.zeros((BLOCK,), tl.float32)
-    if not MEAN_KNOWN:
+    if not HAS_MEAN:
         for start in range(0, V, BLOCK):
             at = start + columns
             z = transform(tl.load(student + at, mask=at < V, other=0.0), head)
@@ -239,7 +224,7 @@ def _divergence_kernel(
 
     if row_scale is not None and not FORWARD:
         mean = tl.sum(mean_g, axis=0)
-        if MEAN_KNOWN:
+        if HAS_MEAN:
             mean = tl.load(means + row)
         if NORMALIZED:
             mean = -LOG2E if REVERSE else 0.0
@@ -291,29 +276,14 @@ def divergence_rows(
     if n:
         block, num_warps = _blocks(vocab)
         _divergence_kernel[(n,)](
-            student,
-            teacher,
-            masses,
-            losses,
-            means,
+            student, teacher, masses, losses, means,
             None if grad is None else grad.row_scale.contiguous(),  # perhaps one, expanded
-            None if grad is None else grad.out,
-            before,
-            vocab,
-            student.stride(0),
-            teacher.stride(0),
-            0 if grad is None else grad.out.stride(0),
-            0 if before is None else before.stride(0),
-            float(beta),
-            head_constants(options),
-            head_constants(teacher_options),
-            MIX=0 < beta < 1,
-            REVERSE=beta == 1,
-            NORMALIZED=normalized,
-            MEAN_KNOWN=mean is not None,
-            BLOCK=block,
-            num_warps=num_warps,
-        )
+            None if grad is None else grad.out, before, vocab, student.stride(0), teacher.stride(0),
+            0 if grad is None else grad.out.stride(0), 0 if before is None else before.stride(0),
+            float(beta), head_constants(options), head_constants(teacher_options),
+            MIX=0 < beta < 1, REVERSE=beta == 1, NORMALIZED=normalized, HAS_MEAN=mean is not None,
+            BLOCK=block, num_warps=num_warps,
+        )  # fmt: skip
     return losses if means is None else torch.stack((losses, means), 1)
 
 
@@ -343,7 +313,8 @@ def topk_rows(
     other_logits = logits if grad is not None and grad.out is logits else logits.clone()
     other_logits.scatter_(1, index, -torch.inf)
     target = index[:, 0].contiguous()
-    rest = loss_rows(other_logits, target, options.of_logits(), holes=True)
+    plain = options.without_regularizers()
+    rest = loss_rows(other_logits, target, plain, holes=True)
     lse = torch.where(rest.log_mass == -torch.inf, -torch.inf, rest.peak + rest.log_mass)
     absent = tokens < 0
     losses, d = stored_losses(z, lse, logprobs, absent, beta, grad)
@@ -352,8 +323,8 @@ def topk_rows(
         exact = exact.where(~absent, exact[:, :1])
         if grad.before is not None:
             exact = exact + grad.before.gather(1, index)
-        rest_gradient, known = grad._replace(row_scale=d[:, -1]), (rest.peak, rest.log_mass)
-        loss_rows(other_logits, target, options.of_logits(), (), rest_gradient, known, holes=True)
+        rest_gradient, lse_parts = grad._replace(row_scale=d[:, -1]), (rest.peak, rest.log_mass)
+        loss_rows(other_logits, target, plain, (), rest_gradient, lse_parts, holes=True)
         grad.out.scatter_(1, index, exact.to(grad.out.dtype))
     return losses
 

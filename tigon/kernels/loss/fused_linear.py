@@ -14,6 +14,7 @@ from tigon.kernels.loss.cross_entropy_rows import cross_entropy_ref, loss_rows
 from tigon.kernels.loss.fused_linear_pass import (
     GRADIENTS,
     SLOTS,
+    STATISTICS,
     LossArgs,
     LossPass,
     LossPlan,
@@ -139,10 +140,9 @@ class FusedLinearLoss(torch.autograd.Function):
             if p.learned[i]:
                 losses.append(loss if scale is None else loss * scale)
         if not p.ahead:
-            statistics = [
-                rows for plan, rows in zip(p.plans, rows_by_term, strict=True) if plan.statistics
-            ]
-            grads = [rows[name] for rows in statistics for name in ("peak", "log_mass")]
+            returned = zip(p.plans, rows_by_term, strict=True)
+            statistics = [rows for plan, rows in returned if plan.statistics]
+            grads = [rows[name] for rows in statistics for name in STATISTICS]
         return *values, *metrics, *losses, *(() if top is None else (top,)), *grads
 
     @staticmethod
@@ -175,9 +175,8 @@ class FusedLinearLoss(torch.autograd.Function):
         if all(up is None for up in ups):
             return (None,) * (1 + SHARED + INPUTS * len(ups))
         if ctx.transformed:
-            outputs = FusedLinearLossBackward.apply(
-                p, False, ctx.num_extra, *ctx.dtypes, *ups, *saved
-            )
+            given = p, False, ctx.num_extra, *ctx.dtypes, *ups, *saved
+            outputs = FusedLinearLossBackward.apply(*given)
         else:
             refuse_second_derivative(p.name, p.instead)
             if ctx.grad is not None and _share_gradient(ups):
@@ -199,8 +198,7 @@ class FusedLinearLoss(torch.autograd.Function):
 
 
 class FusedLinearLossBackward(torch.autograd.Function):
-    """`FusedLinearLoss.backward` as a function, so that torch.func raises for a second
-    derivative."""
+    """`FusedLinearLoss.backward`, as a node to torch.func, which has no second derivative."""
 
     @staticmethod
     def forward(p: LossPass, *flat: Any) -> Grads:
@@ -229,9 +227,8 @@ def _unpack(
 ) -> tuple[Grads, Tensor | None, Sequence[Tensor]]:
     """Returns gradients of the rows' weights, the factor of precomputed gradients, and the rest."""
     learned = [up for up, learns in zip(ups, p.learned, strict=True) if learns]
-    weight_gradients = [
-        None if up is None else x * up for up, x in zip(learned, extra, strict=False)
-    ]
+    pairs = zip(learned, extra, strict=False)
+    weight_gradients = [None if up is None else x * up for up, x in pairs]
     extra, factor = extra[len(learned) :], ups[0]
     if p.late and p.ahead:
         factor, extra = None if factor is None else factor * extra[0], extra[1:]
@@ -301,12 +298,9 @@ def _differentiate(p: LossPass, exclusive: bool, count: int, *args: Any) -> Grad
     for plan in p.plans:
         lse_parts += [next(statistics), next(statistics)] if plan.statistics else [None, None]
     loss_plans = tuple(plan._replace(metrics=(), statistics=False) for plan in p.plans)
-    pass_gradients, _, top = _run(
-        p._replace(plans=loss_plans), inputs, flat, row_scales, p.needs, lse_parts
-    )
-    return *_scale_gradients(
-        pass_gradients, p.needs, dtypes, top, exclusive=True
-    ), *weight_gradients
+    loss_pass = p._replace(plans=loss_plans)
+    computed, _, top = _run(loss_pass, inputs, flat, row_scales, p.needs, lse_parts)
+    return *_scale_gradients(computed, p.needs, dtypes, top, exclusive=True), *weight_gradients
 
 
 # Checking and flattening the tensors of loss terms, then one pass over the logits
@@ -389,11 +383,8 @@ def run_loss_terms(
     low = low if low is None else low.flatten(0, -2)
     prepared = [prepare_term(hidden, c, options, vocab, width) for c in criteria]
     rows = hidden if hidden.dim() == 2 else hidden.flatten(0, -2)
-    if (
-        weight is None
-        and not runs_triton(rows)
-        and all(a.plan.kind == "cross_entropy" for a in prepared)
-    ):
+    plain = weight is None and not runs_triton(rows)
+    if plain and all(a.plan.kind == "cross_entropy" for a in prepared):
         return [_eager_cross_entropy(rows, a, lead) for a in prepared]
     index, live = (None, None) if weight is None else select_rows(rows, prepared, active)
     shared: tuple[Tensor | None, ...] = (rows, weight, bias, low, up)
@@ -441,9 +432,8 @@ def _pass(
     comparable = len(prepared) == 1 or not (torch.compiler.is_compiling() or is_transformed(rows))
     ahead = any(needs) and comparable and not any(per_token)
     overlap = rows.stride(1) != 1 or (rows.stride(0) < rows.shape[1] and len(rows) > 1)
-    exclusive = (
-        overwrite and ahead and not overlap and has_values(rows) and not is_transformed(rows)
-    )
+    exclusive = overwrite and ahead and not overlap
+    exclusive = exclusive and has_values(rows) and not is_transformed(rows)
     kinds = ["kl" if a.plan.kind != "cross_entropy" else a.plan.kind for a in prepared]
     if weight is not None:
         kinds = [f"linear_{kind}" for kind in kinds]
@@ -486,8 +476,7 @@ def _finish(
 
 
 def reshape_unaliased(x: Tensor, shape: torch.Size) -> Tensor:
-    """Returns x.view(shape) as no view to autograd: FSDP2 warns of views among a module's
-    outputs."""
+    """Returns x.view(shape) as no view to autograd: FSDP2 warns of views among outputs."""
     return torch.ops.aten._unsafe_view(x, shape)
 
 
@@ -578,14 +567,9 @@ def _prepare_teacher(
     options = options.at_temperature(c.temperature)
     n = hidden.shape[:-1].numel()
     stored, head = c.teacher_tokens is not None, c.teacher_hidden is not None
-    if (
-        stored == head
-        or stored != (c.teacher_logprobs is not None)
-        or head != (c.teacher is not None)
-    ):
-        raise ValueError(
-            "KL wants teacher_hidden and teacher, or teacher_tokens and teacher_logprobs"
-        )
+    pairs = (c.teacher_logprobs is not None, c.teacher is not None)
+    if stored == head or (stored, head) != pairs:
+        raise ValueError("KL wants teacher_hidden and teacher, or teacher_tokens and its logprobs")
     if head and not hasattr(c.teacher, "options"):
         kind = type(c.teacher).__name__
         raise TypeError(f"KL's teacher is a {kind}: give the teacher's lm_head, or a Head")
@@ -626,8 +610,7 @@ def _prepare_teacher(
 def _prepare_stored(
     tokens: Tensor, logprobs: Tensor, n: int, vocab: int, targets: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Returns stored tokens and log-probabilities [N, K]; rows that do not count may hold
-    anything."""
+    """Returns stored tokens and log-probabilities [N, K]; rows without a target hold anything."""
     if tokens.shape != logprobs.shape or tokens.dim() < 2 or tokens.shape[:-1].numel() != n:
         raise ValueError(
             f"teacher_tokens {tuple(tokens.shape)} and teacher_logprobs {tuple(logprobs.shape)} "
@@ -670,9 +653,8 @@ def select_rows(
         for a in prepared:
             _check_valid_rows(active, a, len(rows))
         index = active.index()
-        extra = any(
-            a.weights is not None and active.weights is not _deciding_weights(a) for a in prepared
-        )
+        weighted = (a for a in prepared if a.weights is not None)
+        extra = any(active.weights is not _deciding_weights(a) for a in weighted)
     return index, _any_row([a.counted() for a in prepared]) if extra else None
 
 
@@ -693,9 +675,8 @@ def _deciding_weights(a: PreparedTerm) -> Tensor | None:
 def _check_valid_rows(active: ValidRows, a: PreparedTerm, rows: int) -> None:
     """Raises unless `active` has every row that the term needs."""
     if len(active.keep) != rows:
-        raise ValueError(
-            f"active has {len(active.keep)} rows, the loss term {rows}: make it from its targets"
-        )
+        count = len(active.keep)
+        raise ValueError(f"active has {count} rows, the loss term {rows}: make it of its targets")
     weights = a.term.weights if isinstance(a.term, WeightedTerm) else None
     same_weights = active.weights is None or active.weights is weights
     if active.targets is not None and active.targets is a.term.targets and same_weights:

@@ -41,14 +41,14 @@ class ChunkSizes(NamedTuple):
 
     rows: int  # of a chunk: logits
     piece: int  # of them, for what is held beside the logits
-    beside: int  # tensors of a piece
+    extra: int  # tensors of a piece beside the logits
 
 
 def chunk_sizes(
     hidden: Tensor,
     weight: Tensor | None,
     vocab: int,  # V, of one rank if several share it
-    beside: int,
+    extra: int,
     logits_bytes: int,  # 0: as many as the shapes suggest
     needs: Sequence[bool],  # gradients of hidden, weight, bias, low and up
     count: int,  # m
@@ -56,15 +56,15 @@ def chunk_sizes(
     """Returns sizes for which everything that exists of a chunk fits the budget."""
     budget = logits_bytes or LOGITS_BYTES
     if weight is None:
-        rows = chunk_rows(vocab, hidden, budget // beside) if beside else max(1, hidden.shape[0])
-        return ChunkSizes(rows, rows, beside)
+        rows = chunk_rows(vocab, hidden, budget // extra) if extra else max(1, hidden.shape[0])
+        return ChunkSizes(rows, rows, extra)
     free = runs_triton(hidden) and not logits_bytes
-    if beside:
+    if extra:
         row = _row_bytes(vocab, hidden)
         if free:  # half of all logits
             budget = min(budget, max(CHUNK_BYTES, count * row // 2))
-        piece = chunk_rows(vocab, hidden, min(budget, PIECE_ROWS * row) // (1 + beside))
-        rows = chunk_rows(vocab, hidden, budget - beside * piece * row)
+        piece = chunk_rows(vocab, hidden, min(budget, PIECE_ROWS * row) // (1 + extra))
+        rows = chunk_rows(vocab, hidden, budget - extra * piece * row)
     else:
         rows = chunk_rows(vocab, hidden, budget)
         if free and any(needs):
@@ -74,8 +74,8 @@ def chunk_sizes(
     sums = free and needs[1] and hidden.dtype == torch.bfloat16
     if sums and count - rows <= hidden.shape[1]:
         rows = max(1, count)
-        piece = piece if beside else rows
-    return ChunkSizes(rows, piece, beside)
+        piece = piece if extra else rows
+    return ChunkSizes(rows, piece, extra)
 
 
 def chunk_rows(vocab: int, hidden: Tensor, logits_bytes: int) -> int:
@@ -204,16 +204,9 @@ def run_pass(
     return out[:GRADIENTS], [{name: next(rest) for name in plan.names} for plan in p.plans]
 
 
-def _outputs(
-    hidden: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    low: Tensor | None,
-    up: Tensor | None,
-    index: Tensor | None,
-    *rest: Any,
-) -> list[Tensor]:
-    _, _, _, words, numbers, needs, logits_bytes, overwrite, *shard = rest
+def _outputs(hidden: Tensor, *args: Any) -> list[Tensor]:
+    weight, bias, low, up, index, _, _, _, *settings = args
+    words, numbers, needs, logits_bytes, overwrite, *shard = settings
     plans = _plans(words, numbers)
     n, m = hidden.shape[0], hidden.shape[0] if index is None else index.shape[0]
     late = hidden.dtype == torch.float16 and weight is not None
@@ -234,15 +227,9 @@ def _outputs(
     if needs[4] and up is not None:
         outputs[5] = up.shape, up.dtype if only else full
     names = [name for plan in plans for name in plan.names]
+    outputs += [((n,), torch.int64 if r == "predicted_tokens" else full) for r in names]
     return [
-        *(
-            hidden.new_empty(0) if x is None else hidden.new_empty(x[0], dtype=x[1])
-            for x in outputs
-        ),
-        *(
-            hidden.new_empty(n, dtype=torch.int64 if r == "predicted_tokens" else full)
-            for r in names
-        ),
+        hidden.new_empty(0) if x is None else hidden.new_empty(x[0], dtype=x[1]) for x in outputs
     ]
 
 
@@ -274,7 +261,7 @@ def _head_pass(
     cut = VocabularyShard.decode(shard) if shard else None
     if index is not None:
         hidden, row_scales = hidden[index], [r[index] for r in row_scales]
-        slots = [x if x is None or _teacher_head(i) else x[index] for i, x in enumerate(slots)]
+        slots = _take_rows(slots, index)
         live, low = (None if x is None else x[index] for x in (live, low))
     chunks = range(0, max(1, len(hidden)), rows)  # one at least, so that all results exist
     outputs: list[list[Tensor]] = [[] for plan in plans for _ in plan.names]
@@ -296,21 +283,17 @@ def _head_pass(
             out = logits if overwrite else d_hidden[part]
         elif any(needs):
             out = logits
-        term_gradient = [
-            x if x is None or _teacher_head(i) else x[part] for i, x in enumerate(slots)
-        ]
-        scales = [r[part] for r in row_scales]
+        tensors, scales = _take_rows(slots, part), [r[part] for r in row_scales]
         for at in range(0, max(1, len(logits)), piece):
-            values = _run_piece(plans, logits, out, term_gradient, scales, at, piece, cut)
+            values = _run_piece(plans, logits, out, tensors, scales, at, piece, cut)
             for parts, value in zip(outputs, values, strict=True):
                 parts.append(value)
         if out is not None and weight is not None:
             if needs[0]:
                 matmul_into(out, weight, d_hidden[part])
             if needs[1]:
-                d_weights = _add_products(
-                    d_weights, out, _mask_rows(live, part, h), first, only=only
-                )
+                masked = _mask_rows(live, part, h)
+                d_weights = _add_products(d_weights, out, masked, first, only=only)
             if needs[2]:
                 total = out.sum(0, dtype=torch.float32)
                 d_bias = total if d_bias is None else d_bias + total
@@ -336,31 +319,23 @@ def _mask_rows(live: Tensor | None, part: slice, x: Tensor) -> Tensor:
     return x if live is None else x.where(live[part, None], 0)
 
 
-def workspace(
-    hidden: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    low: Tensor | None,
-    up: Tensor | None,
-    index: Tensor | None,
-    *rest: Any,
-) -> int:
+def workspace(hidden: Tensor, *args: Any) -> int:
     """Returns the bytes of a chunk's logits, for arguments of the operator on a GPU."""
-    live, _, _, words, numbers, needs, logits_bytes, _, *shard = rest
+    weight, _, _, _, index, live, _, _, *settings = args
+    words, numbers, needs, logits_bytes, _, *shard = settings
     if weight is None:
         return 0
     plans, count = _plans(words, numbers), hidden.shape[0] if index is None else index.shape[0]
-    chunk_logits = _pass_sizes(hidden, weight, plans, logits_bytes, needs, count, *shard)
-    rows = min(count, chunk_logits.rows)
-    chunk = (rows + chunk_logits.beside * min(rows, chunk_logits.piece)) * pad_vocab(
-        weight.shape[0]
-    )
+    rows, piece, extra = _pass_sizes(hidden, weight, plans, logits_bytes, needs, count, *shard)
+    rows = min(count, rows)
+    chunk = (rows + extra * min(rows, piece)) * pad_vocab(weight.shape[0])
     chunk += 0 if live is None else rows * hidden.shape[1]
     return chunk * hidden.element_size()
 
 
-def _teacher_head(slot: int) -> bool:
-    return slot % SLOTS in (2, 3)
+def _take_rows(slots: Slots, rows: Any) -> Slots:
+    """Returns rows of the terms' tensors, but all of the teachers' heads."""
+    return [x if x is None or i % SLOTS in (2, 3) else x[rows] for i, x in enumerate(slots)]
 
 
 def _scatter_rows(rows: Tensor, index: Tensor | None, n: int, fill: int = 0) -> Tensor:
@@ -385,19 +360,15 @@ def _run_piece(
     z, out_logits = logits[part], None if out is None else out[part]
     out_logits = z if out is logits else out_logits
     several = out_logits is z and len(plans) > 1
-    room = (
-        _allocate_logits(z, z.shape[1]) if several else out_logits
-    )  # others may not overwrite what the last reads
+    # Only the last term may overwrite what all of them read
+    room = _allocate_logits(z, z.shape[1]) if several else out_logits
     values: list[Tensor] = []
     before = None
     for i, plan in enumerate(plans):
-        term_gradient = slots[SLOTS * i : SLOTS * (i + 1)]
-        term_gradient = [
-            x if x is None or _teacher_head(j) else x[part] for j, x in enumerate(term_gradient)
-        ]
+        tensors = _take_rows(slots[SLOTS * i : SLOTS * (i + 1)], part)
         to = out_logits if i == len(plans) - 1 else room
         grad = None if to is None else LogitGradient(row_scales[i][part], to, before)
-        values += _run_term(plan, z, term_gradient, grad, cut)
+        values += _run_term(plan, z, tensors, grad, cut)
         before = to
     return values
 
@@ -455,13 +426,13 @@ def _pass_sizes(
 ) -> ChunkSizes:
     """Returns the chunk sizes with room for a sum of gradients, a teacher's logits and a copy."""
     several = len(plans) > 1 and any(needs)
-    beside = int(weight is not None and several)
-    beside += any(plan.kind == "divergence" and not plan.normalized for plan in plans)
-    beside += any(plan.kind == "topk" for plan in plans) and (several or weight is None)
+    extra = int(weight is not None and several)
+    extra += any(plan.kind == "divergence" and not plan.normalized for plan in plans)
+    extra += any(plan.kind == "topk" for plan in plans) and (several or weight is None)
     vocab = hidden.shape[1] if weight is None else weight.shape[0]
     if shard:
         vocab = VocabularyShard.decode(shard).share  # so that all ranks have the same chunks
-    return chunk_sizes(hidden, weight, vocab, beside, logits_bytes, needs, count)
+    return chunk_sizes(hidden, weight, vocab, extra, logits_bytes, needs, count)
 
 
 def _allocate_logits(x: Tensor, vocab: int) -> Tensor:
@@ -491,8 +462,7 @@ def _product(
 def _add_products(
     totals: list[Tensor | None], d_logits: Tensor, h: Tensor, first: int, *, only: bool
 ) -> list[Tensor | None]:
-    """Adds a chunk to the weight's gradient, in one tensor or in two, the first with `first`
-    rows."""
+    """Adds a chunk to the weight's gradient: one tensor, or two, the first with `first` rows."""
     columns = d_logits.split([first, d_logits.shape[1] - first], 1)
     return [
         add_product(total, out_logits.T, h, only=only)

@@ -30,7 +30,7 @@ Reduction = Literal["sum", "none"]
 
 @dataclass(frozen=True)
 class Options:
-    """How raw logits are scaled and capped, and regularizers of the loss.
+    """Scale and softcap of raw logits, and regularizers of the loss.
 
     `z_loss` adds `z_loss * logsumexp(logits)^2` (PaLM, arXiv 2204.02311).
     """
@@ -48,7 +48,7 @@ class Options:
         if not self.z_loss >= 0:
             raise ValueError(f"z_loss={self.z_loss} is negative")
 
-    def of_logits(self) -> "Options":
+    def without_regularizers(self) -> "Options":
         """Returns softcap and scale alone."""
         return Options(self.softcap, self.logit_scale)
 
@@ -67,7 +67,7 @@ def check_logit_options(options: Options) -> None:
 
 
 class LogitGradient(NamedTuple):
-    """Where and how a loss term writes the gradient of a chunk's logits.
+    """Tensors for the gradient of a chunk's logits, which a loss term writes.
 
     Where `row_scale` is 0, so is the gradient, whatever the logits are.
     """
@@ -125,9 +125,7 @@ def uncap(d, z, head):
 
 
 def head_constants(options: Options) -> tuple[float | None, float | None]:
-    """Returns the `head` of `transform`; kernels are compiled again for None, not for other
-    numbers.
-    """
+    """Returns the `head` of `transform`: None, unlike other numbers, compiles kernels again."""
     scale = None if options.logit_scale == 1 else float(options.logit_scale)
     return scale, None if options.softcap is None else float(options.softcap)
 
@@ -226,17 +224,13 @@ def _may_overwrite(x: Tensor, factor: Tensor) -> bool:
 
 
 def _overwrite(x: Tensor, out: Tensor, factor: Tensor) -> None:
-    if x.device.type == "cuda":
-        with torch.cuda.device(x.device):
+    if not x.is_meta:
+        with torch.cuda.device_of(x):
             _launch_rescale(x, out, factor)
-    elif not x.is_meta:
-        _launch_rescale(x, out, factor)
 
 
 def check_rows(rows: Tensor, **per_row: Tensor | None) -> None:
-    """Raises unless each tensor has one value for every row [..., C] or [..., V], on the same
-    device.
-    """
+    """Raises unless each tensor has a value for every row [..., C], on the same device."""
     lead = rows.shape[:-1]
     letters = "[N]" if len(lead) == 1 else "[B, n]"
     for name, value in per_row.items():

@@ -39,7 +39,7 @@ class VocabularyShard(NamedTuple):
     size: int  # V
 
     @classmethod
-    def of(cls, group: str, ranks: int, first: int, rows: int, size: int) -> Self:
+    def build(cls, group: str, ranks: int, first: int, rows: int, size: int) -> Self:
         """Creates the shard; raises ValueError for rows outside of the vocabulary."""
         if first < 0 or rows < 0 or first + rows > size:
             raise ValueError(f"rows {first} to {first + rows} are not all in [0, {size})")
@@ -63,8 +63,7 @@ class VocabularyShard(NamedTuple):
         return cls(group, *(int(x) for x in numbers))
 
     def local(self, targets: Tensor) -> Tensor:
-        """Returns targets as columns of this rank's logits, `OTHER_RANK` for those of other
-        ranks."""
+        """Returns targets as columns of this rank's logits, or `OTHER_RANK`."""
         columns = targets - self.first
         on_rank = (columns >= 0) & (columns < self.rows)
         other_targets = torch.where(targets == IGNORE_INDEX, IGNORE_INDEX, OTHER_RANK)
@@ -110,9 +109,8 @@ class _GatherLogits(torch.autograd.Function):
         width = logits.shape[-1]
         ctx.shard, ctx.padding = shard, width - shard.rows
         widths = (max(0, shard.size - i * width) for i in range(shard.ranks))
-        return torch.cat(
-            [x[..., :n] for x, n in zip(shard.gather(logits), widths, strict=True)], -1
-        )
+        parts = zip(shard.gather(logits), widths, strict=True)
+        return torch.cat([x[..., :n] for x, n in parts], -1)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
@@ -175,9 +173,8 @@ def _combine_rows(
         part = loss_rows(logits, local, options, names, size=shard.size)
     else:
         nothing = torch.zeros(len(logits), device=logits.device)
-        part = RowLosses(
-            nothing, nothing + NO_PEAK, nothing - torch.inf, dict.fromkeys(names, nothing)
-        )
+        peak, metrics_of_none = nothing + NO_PEAK, dict.fromkeys(names, nothing)
+        part = RowLosses(nothing, peak, nothing - torch.inf, metrics_of_none)
     if "predicted_tokens" in names:  # their bits among the fp32 numbers
         tokens = part.metrics["predicted_tokens"] + shard.first
         part.metrics["predicted_tokens"] = tokens.int().view(torch.float32)
@@ -243,7 +240,7 @@ def shard_topk_rows(
     first, any_here = on_rank.int().argmax(1, keepdim=True), on_rank.any(1, keepdim=True)
     index = local.where(on_rank, local.gather(1, first)).clamp(min=0)
     target = torch.full_like(tokens[:, 0], OTHER_RANK)
-    plain = options.of_logits()
+    plain = options.without_regularizers()
     if logits.shape[1]:
         raw = logits.gather(1, index)
         z = scale_and_cap(raw.float(), options).masked_fill(~on_rank, -torch.inf)
@@ -253,9 +250,8 @@ def shard_topk_rows(
         local_columns = torch.cat((rest.peak[:, None], rest.log_mass[:, None], z), 1)
     else:
         other_targets = logits
-        local_columns = torch.full(
-            (*tokens.shape[:1], tokens.shape[1] + 2), -torch.inf, device=logits.device
-        )
+        shape = len(tokens), tokens.shape[1] + 2
+        local_columns = torch.full(shape, -torch.inf, device=logits.device)
         local_columns[:, 0] = NO_PEAK
     gathered = shard.gather(local_columns)
     peak, log_mass = combine_logsumexp(gathered[..., 0], gathered[..., 1])
@@ -268,16 +264,8 @@ def shard_topk_rows(
         if grad.before is not None:
             exact = exact + grad.before.gather(1, index)
         rest_gradient = grad._replace(row_scale=d[:, -1].contiguous())
-        loss_rows(
-            other_targets,
-            target,
-            plain,
-            (),
-            rest_gradient,
-            (peak, log_mass),
-            holes=True,
-            size=shard.size,
-        )
+        rows = other_targets, target, plain, (), rest_gradient, (peak, log_mass)
+        loss_rows(*rows, holes=True, size=shard.size)
         masked = grad.out.gather(1, index)
         grad.out.scatter_(1, index, exact.to(masked.dtype).where(any_here, masked))
     return losses

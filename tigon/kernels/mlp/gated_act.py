@@ -167,11 +167,8 @@ def _backward_into(
 
 def _can_overwrite(gate_up: Tensor, overwrite: bool) -> bool:
     """Whether this backward pass may write over `gate_up`, if the caller allows `overwrite`."""
-    return (
-        overwrite
-        and not retains_graph()  # another backward pass may need gate_up
-        and gate_up.is_contiguous()
-    )
+    # Another backward pass of a graph that is retained may need gate_up
+    return overwrite and not retains_graph() and gate_up.is_contiguous()
 
 
 def gradient_memory(gate_up: Tensor, overwrite: bool) -> Tensor:
@@ -211,8 +208,7 @@ class _GatedAct(torch.autograd.Function):
         # Modes see ops, which alias no input. Dynamo overwrites nothing, so it is asked first
         if not _can_overwrite(gate_up, ctx.overwrite) or torch._C._len_torch_dispatch_stack():
             return _backward(dy, gate_up, ctx.act), None, None
-        torch.autograd.graph.increment_version(gate_up)
-        gradient = gate_up.detach()
+        gradient = gradient_memory(gate_up, ctx.overwrite)
         with torch.cuda.device_of(gradient):
             _backward_into(gradient, None, dy, gradient, ctx.act)
         return gradient, None, None

@@ -1,10 +1,18 @@
 """The MLPs of a mixture of experts: each token through the few that its router chose for it.
 
 # N tokens, k experts per token, S rows (slots) sorted by expert: N k, less those that are absent,
-# E experts, C model dim, I intermediate size; K the dimension summed over, O outputs of a product
+# E experts, C model dim, I intermediate size; K the dimension summed over, O outputs of a product;
+# r rank of what is added to gate_up, q of what is added to down
+
+With low-rank additions (LoRA) W_e becomes W_e + B_e A_e, which is never made: the rows that went to
+an expert are multiplied with its A_e, and that with its B_e. Source: Hu et al. (arXiv 2106.09685),
+for stacked matrices as PEFT has them (`target_parameters`). Backward saves the S rows of both
+products with A, too; the sorted rows and the activation are computed again. Below fp32 A, B and
+each of the products are in the dtype of x, sums are in fp32; what is added is rounded before.
 """
 
-from typing import Any, cast
+from collections.abc import Sequence
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -49,17 +57,12 @@ FEW_ROWS = 64  # rows, as in a step of decoding, which should not wait for the d
 def _grouped_product_kernel(
     x,  # descriptor of [S, K]
     weight,  # descriptor of [E, O, K], TRANSPOSED [E, K, O]
-    ends,
-    y,
+    ends, y,
     O,  # noqa: E741
     K,
-    E: tl.constexpr,
-    EXPERTS: tl.constexpr,
-    TRANSPOSED: tl.constexpr,
-    ROWS: tl.constexpr,
-    OUTPUTS: tl.constexpr,
-    STEP: tl.constexpr,
-):
+    E: tl.constexpr, EXPERTS: tl.constexpr, TRANSPOSED: tl.constexpr, ROWS: tl.constexpr,
+    OUTPUTS: tl.constexpr, STEP: tl.constexpr,
+):  # fmt: skip
     """Walks over tiles, which are ordered by expert and then down its rows.
 
     So programs that run at the same time read the same rows and few columns of few matrices.
@@ -76,10 +79,10 @@ def _grouped_product_kernel(
     ):
         e = tl.sum((upto * across <= tile).to(tl.int32))
         down = tl.sum(tl.where(i == e, tiles, 0))
-        place = tile - (tl.sum(tl.where(i < e, tiles, 0))) * across
+        offset = tile - (tl.sum(tl.where(i < e, tiles, 0))) * across
         last = tl.load(ends + e)
-        row = tl.load(ends + e - 1, mask=e > 0, other=0) + (place % down) * ROWS
-        column = place // down * OUTPUTS
+        row = tl.load(ends + e - 1, mask=e > 0, other=0) + (offset % down) * ROWS
+        column = offset // down * OUTPUTS
         total = tl.zeros((ROWS, OUTPUTS), tl.float32)
         for k in range(0, K, STEP):
             a = x.load([row, k])
@@ -159,20 +162,10 @@ def grouped_product(x: Tensor, weight: Tensor, ends: Tensor, *, transposed: bool
         box = [1, step, outputs] if transposed else [1, outputs, step]
         _grouped_product_kernel[(num_sms(x),)](
             TensorDescriptor.from_tensor(x, [rows, step]),
-            TensorDescriptor.from_tensor(weight, box),
-            ends,
-            y,
-            width,
-            x.shape[1],
-            E=experts,
-            EXPERTS=triton.next_power_of_2(experts),
-            TRANSPOSED=transposed,
-            ROWS=rows,
-            OUTPUTS=outputs,
-            STEP=step,
-            num_warps=warps,
-            num_stages=stages,
-        )
+            TensorDescriptor.from_tensor(weight, box), ends, y, width, x.shape[1],
+            E=experts, EXPERTS=triton.next_power_of_2(experts), TRANSPOSED=transposed, ROWS=rows,
+            OUTPUTS=outputs, STEP=step, num_warps=warps, num_stages=stages,
+        )  # fmt: skip
         return y
     matrices = weight if transposed else weight.transpose(1, 2)
     if must_not_sync(x, len(x)):
@@ -208,6 +201,15 @@ UNKNOWN_SLOTS = -1  # slots of which some may be absent, the host does not know 
 ACT = (1024, 4)  # columns and warps of one program: the best of some tried on an H200
 
 
+class LoRAFactors(NamedTuple):
+    """The low-rank factors of the experts' matrices; ranks may be 0."""
+
+    a_up: Tensor  # [E, r, C]
+    b_up: Tensor  # [E, 2I, r], with its scale
+    a_down: Tensor  # [E, q, I]
+    b_down: Tensor  # [E, C, q], with its scale
+
+
 def grouped_mlp_ref(
     x: Tensor,
     gate_up: Tensor,
@@ -216,13 +218,18 @@ def grouped_mlp_ref(
     weights: Tensor,
     act: Activation,
     slots: int | None = None,
+    low: LoRAFactors | None = None,
 ) -> Tensor:
     """Returns `sum_j weights[n, j] * down[e] @ gated_act(gate_up[e] @ x[n])` with e = experts[n,
     j].
 
     Each product is in the input's dtype, the sum over j in fp32 and rounded once. With `slots`,
-    that many of the experts are in [0, E), or UNKNOWN_SLOTS, and the rest are E: absent.
+    that many of the experts are in [0, E), or UNKNOWN_SLOTS, and the rest are E: absent. With
+    `low`, the matrices are sums.
     """
+    if low is not None:
+        gate_up = torch.baddbmm(gate_up, low.b_up, low.a_up)
+        down = torch.baddbmm(down, low.b_down, low.a_down)
     n, k = experts.shape
     flat = experts.flatten()
     if slots == UNKNOWN_SLOTS:
@@ -253,17 +260,10 @@ def _at_least_fp32(x: Tensor) -> Tensor:
 
 @triton.jit
 def _act_backward_kernel(
-    gate_up,
-    dh,
-    order,
-    weights,
-    dgate_up,
-    weighted,
-    dweights,
+    gate_up, dh, order, weights, dgate_up, weighted, dweights,
     I,  # noqa: E741
-    ACT: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    ACT: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """Differentiates one slot's weight and activation.
 
     dh is the gradient of h = act(gate) * up for a weight of 1: the weight's gradient is their
@@ -293,8 +293,7 @@ def _act_backward_kernel(
 def _act_backward(
     hidden: Tensor, dh: Tensor, order: Tensor, weights: Tensor, act: str
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns the gradient of hidden [S, 2I], h times its weight [S, I], and the weights'
-    gradient."""
+    """Returns gradients of hidden [S, 2I] and of weights, and h times its weight [S, I]."""
     dhidden, weighted = torch.empty_like(hidden), torch.empty_like(dh)
     absent = len(order) < weights.numel()
     dweights = torch.zeros_like(weights) if absent else torch.empty_like(weights)
@@ -339,19 +338,47 @@ def sorted_slots(
     return (order if slots is None else order[:slots].clone()), inverse, ends
 
 
+def _product(
+    x: Tensor, w: Tensor, factors: Sequence[Tensor], ends: Tensor
+) -> tuple[Tensor, list[Tensor]]:
+    """Returns x (W_e + B_e A_e)^T of sorted rows, and x A_e^T if there are factors."""
+    y = grouped_product(x, w, ends)
+    if not factors:
+        return y, []
+    a, b = factors
+    if not a.shape[1]:
+        return y, [x.new_empty(len(x), 0)]
+    u = grouped_product(x, a, ends)
+    return y.add_(grouped_product(u, b, ends)), [u]
+
+
+def _product_backward(
+    dy: Tensor, w: Tensor, factors: Sequence[Tensor], ends: Tensor
+) -> tuple[Tensor, Tensor | None]:
+    """Returns dy (W_e + B_e A_e) of sorted rows, and dy B_e unless there are no factors."""
+    dx = grouped_product(dy, w, ends, transposed=True)
+    if not factors or not factors[0].shape[1]:
+        return dx, None
+    a, b = factors
+    du = grouped_product(dy, b, ends, transposed=True)
+    return dx.add_(grouped_product(du, a, ends, transposed=True)), du
+
+
 def _outputs(
     x: Tensor,
     gate_up: Tensor,
     down: Tensor,
+    low: Sequence[Tensor],
     experts: Tensor,
     weights: Tensor,
     act: str,
     slots: int | None,
 ) -> list[Tensor]:
     size = count_slots(experts, slots)
+    widths = (gate_up.shape[1], *(a.shape[1] for a in low[::2]))
     numbers = [experts.new_empty(size), experts.new_empty(experts.numel())]
     ends = experts.new_empty(len(gate_up), dtype=torch.int32)
-    return [torch.empty_like(x), x.new_empty(size, gate_up.shape[1]), *numbers, ends]
+    return [torch.empty_like(x), *(x.new_empty(size, n) for n in widths), *numbers, ends]
 
 
 def count_slots(experts: Tensor, slots: int | None) -> int:
@@ -364,23 +391,30 @@ def _forward(
     x: Tensor,
     gate_up: Tensor,
     down: Tensor,
+    low: list[Tensor],  # the fields of `LoRAFactors`, or empty
     experts: Tensor,
     weights: Tensor,
     act: str,
     slots: int | None,
 ) -> list[Tensor]:
-    """Returns the output and, for backward, gate_up of every slot, order, inverse and ends."""
+    """Returns the output and, for backward, per slot gate_up and products with A, and the order."""
     k = experts.shape[1]
     order, inverse, ends = sorted_slots(experts, len(gate_up), slots)
-    hidden = grouped_product(spread_rows(x, inverse, k, len(order)), gate_up, ends)
-    y = grouped_product(gated_act(hidden, cast(Activation, act)), down, ends)
-    return [combine_rows(y, inverse, weights, k), hidden, order, inverse, ends]
+    hidden, u = _product(spread_rows(x, inverse, k, len(order)), gate_up, low[:2], ends)
+    y, v = _product(gated_act(hidden, cast(Activation, act)), down, low[2:], ends)
+    return [combine_rows(y, inverse, weights, k), hidden, *u, *v, order, inverse, ends]
 
 
 def _gradients(
-    x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, needs_grad: list[bool], *_: Any
+    x: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    low: Sequence[Tensor],
+    weights: Tensor,
+    needs_grad: list[bool],
+    *_: Any,
 ) -> list[Tensor]:
-    likes = zip((x, gate_up, down, weights), needs_grad, strict=True)
+    likes = zip((x, gate_up, down, weights, *low), needs_grad, strict=True)
     return [torch.empty_like(t) if want else t.new_empty(0) for t, want in likes]
 
 
@@ -389,97 +423,122 @@ def _backward(
     x: Tensor,
     gate_up: Tensor,
     down: Tensor,
+    low: list[Tensor],
     weights: Tensor,
-    needs_grad: list[bool],
+    needs_grad: list[bool],  # of x, gate_up, down, weights and those of low
     hidden: Tensor,
+    low_rows: list[Tensor],  # both products with A
     order: Tensor,
     inverse: Tensor,
     ends: Tensor,
     dy: Tensor,  # [N, C]
     act: str,
 ) -> list[Tensor]:
-    """Returns the gradients of x, gate_up, down and weights; empty if not needed."""
+    """Returns the gradients that are needed; the rest are empty."""
     k, size = weights.shape[1], len(order)
-    dx, dgate_up, ddown = (x.new_empty(0) for _ in range(3))
+    gradients: list[Tensor | None] = [None] * len(needs_grad)
+    needs_low = needs_grad[4:] or [False] * 4
     rows = spread_rows(dy, inverse, k, size)
-    dh = grouped_product(rows, down, ends, transposed=True)
-    dhidden, weighted, dweights = _act_backward(hidden, dh, order, weights, act)
+    dh, dv = _product_backward(rows, down, low[2:], ends)
+    dhidden, weighted, gradients[3] = _act_backward(hidden, dh, order, weights, act)
     del dh
     if needs_grad[2]:
-        ddown = grouped_weight_gradient(rows, weighted, ends)
+        gradients[2] = grouped_weight_gradient(rows, weighted, ends)
+    if dv is not None:
+        if needs_low[2]:
+            gradients[6] = grouped_weight_gradient(dv, weighted, ends)
+        if needs_low[3]:
+            v = (low_rows[1] * weights.flatten()[order, None]).to(dv.dtype)
+            gradients[7] = grouped_weight_gradient(rows, v, ends)
     del rows, weighted
-    if needs_grad[0]:
-        dx = grouped_product(dhidden, gate_up, ends, transposed=True)
-        dx = combine_rows(dx, inverse, None, k)
-    if needs_grad[1]:
-        dgate_up = grouped_weight_gradient(dhidden, spread_rows(x, inverse, k, size), ends)
-    return [dx, dgate_up, ddown, dweights if needs_grad[3] else weights.new_empty(0)]
+    du = None
+    if needs_grad[0] or low:
+        dx, du = _product_backward(dhidden, gate_up, low[:2], ends)
+        gradients[0] = combine_rows(dx, inverse, None, k) if needs_grad[0] else None
+        del dx
+    if du is not None and needs_low[1]:
+        gradients[5] = grouped_weight_gradient(dhidden, low_rows[0], ends)
+    if needs_grad[1] or (du is not None and needs_low[0]):
+        rows = spread_rows(x, inverse, k, size)
+        if needs_grad[1]:
+            gradients[1] = grouped_weight_gradient(dhidden, rows, ends)
+        if du is not None and needs_low[0]:
+            gradients[4] = grouped_weight_gradient(du, rows, ends)
+    likes = zip((x, gate_up, down, weights, *low), gradients, needs_grad, strict=True)
+    return [
+        t.new_zeros(t.shape if want else 0) if d is None or not want else d for t, d, want in likes
+    ]
 
 
 def forward_workspace(
     x: Tensor,
     gate_up: Tensor,
     down: Tensor,
+    low: Sequence[Tensor],
     experts: Tensor,
     weights: Tensor,
     act: str,
     slots: int | None = None,
 ) -> int:
-    """Returns the most bytes that `_forward` uses besides its outputs: h and its product per
-    slot."""
-    return count_slots(experts, slots) * sum(down.shape[1:]) * x.element_size()
+    """Returns the most bytes that `_forward` uses besides its outputs.
+
+    These are h and its product per slot; with low-rank additions the sorted rows and the addition
+    to gate_up, or h, its product and the addition to that.
+    """
+    c, inner = down.shape[1:]
+    columns = max(c + 2 * inner, 2 * c + inner) if low else c + inner
+    return count_slots(experts, slots) * columns * x.element_size()
 
 
-def backward_workspace(
-    x: Tensor,
-    gate_up: Tensor,
-    down: Tensor,
-    weights: Tensor,
-    needs_grad: list[bool],
-    hidden: Tensor,
-    *_: Any,
-) -> int:
-    """Returns the most bytes that `_backward` uses besides its outputs, made one after the
-    other."""
+def backward_workspace(x: Tensor, gate_up: Tensor, down: Tensor, *rest: Any) -> int:
+    """Returns the most bytes that `_backward` uses besides its outputs, made one by one."""
+    low, _, needs_grad, hidden, *_ = rest
     c, inner = down.shape[1:]
     slots, size = len(hidden), x.element_size()
+    if low:
+        return slots * max(c + 4 * inner, 2 * c + 2 * inner) * size
     tensors = zip((x, gate_up, down), needs_grad, strict=False)
     outputs = sum(t.numel() * size for t, want in tensors if want)
     first = slots * (c + 4 * inner) * size - outputs  # in _act_backward
-    last = slots * (c + 2 * inner) * size
-    return max(first, last)
+    return max(first, slots * (c + 2 * inner) * size)
 
 
 class _GroupedMLP(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, *args: Any) -> Tensor:  # what `_forward` takes
-        y, *saved = _forward(*args)
-        x, gate_up, down, _, weights, ctx.act, _ = args
+    def forward(ctx: Any, *args: Any) -> Tensor:
+        x, gate_up, down, experts, weights, ctx.act, slots, *low = args
+        y, *saved = _forward(x, gate_up, down, low, experts, weights, ctx.act, slots)
         if (recompute := find_recompute(x)) is not None:
             recompute.keep_gate_up()
         ctx.recompute_fn = None if recompute is None else recompute.fn
         saved_x = (x,) if recompute is None else recompute.saved
-        ctx.save_for_backward(gate_up, down, weights, *saved, *saved_x)
+        ctx.save_for_backward(gate_up, down, weights, *low, *saved, *saved_x)
         return y
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        refuse_second_derivative("grouped_mlp")
         needs = ctx.needs_input_grad
-        needs_grad = [*needs[:3], needs[4]]
+        needs_low = needs[7:]
+        factors, products = (4, 2) if needs_low else (0, 0)
+        refuse_second_derivative("lora_grouped_mlp" if needs_low else "grouped_mlp")
+        needs_grad = [*needs[:3], needs[4], *needs_low]
         # Read once: with activation checkpointing they are there only once
-        gate_up, down, weights, hidden, order, inverse, ends, *saved_x = ctx.saved_tensors
+        gate_up, down, weights, *rest = ctx.saved_tensors
+        low, (hidden, *rest) = rest[:factors], rest[factors:]
+        low_rows, (order, inverse, ends, *saved_x) = rest[:products], rest[products:]
         dy = dy.contiguous()
         if ctx.recompute_fn is None:
             x = saved_x[0]
-        else:  # without the gradient of gate_up its shape and dtype alone are asked
-            x = run_recompute(ctx.recompute_fn, saved_x).view_as(dy) if needs_grad[1] else dy
-        saved = hidden, order, inverse, ends
-        grads = _backward(x, gate_up, down, weights, needs_grad, *saved, dy, ctx.act)
-        dx, dgate_up, ddown, dweights = (
+        elif needs_grad[1] or any(needs_low[:1]):
+            x = run_recompute(ctx.recompute_fn, saved_x).view_as(dy)
+        else:  # without the gradients of gate_up and A its shape and dtype alone are asked
+            x = dy
+        saved = hidden, low_rows, order, inverse, ends
+        grads = _backward(x, gate_up, down, low, weights, needs_grad, *saved, dy, ctx.act)
+        dx, dgate_up, ddown, dweights, *dlow = (
             g if want else None for g, want in zip(grads, needs_grad, strict=True)
         )
-        return dx, dgate_up, ddown, None, dweights, None, None
+        return dx, dgate_up, ddown, None, dweights, None, None, *dlow
 
 
 def grouped_mlp(
@@ -508,23 +567,34 @@ def unchecked_grouped_mlp(
     weights: Tensor,
     act: Activation,
     slots: int | None = None,
+    low: LoRAFactors | None = None,
 ) -> Tensor:
     """`grouped_mlp` of valid expert numbers, as those of topk are: their check is six launches.
 
     With `slots`, that many are in [0, E), and the rest are E: absent. With UNKNOWN_SLOTS nothing
-    waits to learn how many, and there is no backward pass.
+    waits to learn how many, and there is no backward pass. `low` is added to the matrices.
     """
-    if (dtype := autocast_dtype(x.device)) is not None:
+    dtype = autocast_dtype(x.device) or (None if low is None else x.dtype)
+    if dtype is not None:
         x, gate_up, down = x.to(dtype), gate_up.to(dtype), down.to(dtype)
     if not x.dtype == gate_up.dtype == down.dtype:
         raise ValueError(
             f"x is {x.dtype}, gate_up {gate_up.dtype} and down {down.dtype}: cast them to one"
         )
+    low = None if low is None else LoRAFactors(*(t.to(x.dtype) for t in low))
     # Plain torch has to know how many rows each expert has
     if runs_triton(x) or not has_values(x):
-        tensors = (x, gate_up, down, experts, weights)
-        return _GroupedMLP.apply(*(t.contiguous() for t in tensors), act, slots)
-    return grouped_mlp_ref(x, gate_up, down, experts, weights, act, slots)
+        tensors = (t.contiguous() for t in (x, gate_up, down, experts, weights))
+        factors = () if low is None else (*pad_rank(low[:2]), *pad_rank(low[2:]))
+        return _GroupedMLP.apply(*tensors, act, slots, *(t.contiguous() for t in factors))
+    return grouped_mlp_ref(x, gate_up, down, experts, weights, act, slots, low)
+
+
+def pad_rank(factors: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """Pads A [E, r, K] and B [E, O, r] with zeros to a rank whose rows are whole 16 bytes."""
+    a, b = factors
+    padding = -a.shape[1] % (16 // a.element_size())
+    return (F.pad(a, (0, 0, 0, padding)), F.pad(b, (0, padding))) if padding else (a, b)
 
 
 def _check(

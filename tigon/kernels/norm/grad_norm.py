@@ -61,11 +61,11 @@ class SquaredNorm:
         with torch.cuda.device_of(tensors[0]):
             for (dtype, wide), rows in kinds.items():
                 table = self.tables.setdefault((dtype, wide), TensorTable(CHUNK))
-                placed, owners = table.place(rows, device)
+                table_rows, owners = table.update(rows, device)
                 partials = torch.empty(len(owners), dtype=torch.float32, device=device)
                 _squares_kernel[(len(owners),)](
-                    placed, owners, partials, G=TYPES[dtype], WIDE=wide, CHUNK=CHUNK, BLOCK=BLOCK,
-                    num_warps=WARPS,
+                    table_rows, owners, partials, G=TYPES[dtype], WIDE=wide, CHUNK=CHUNK,
+                    BLOCK=BLOCK, num_warps=WARPS,
                 )  # fmt: skip
                 sums.append(partials.sum(dtype=torch.float64))
         return torch.stack(sums).sum()

@@ -1,38 +1,27 @@
-"""RMSNorm, with the residual addition that precedes it.
+"""RMSNorm with the residual addition that precedes it, alone or between two norms (sandwich).
 
-# ... any leading dimensions, N rows of them, C model dim, P partial sums of the weight's gradient
+# ... any leading dimensions, N rows of them, C model dim, P partial sums of weight gradients
 
 Bytes per element in bf16: forward 4, with a residual 8; backward 6, with a residual 8. Every input
-is read once and every output is written once, which is the minimum.
+is read once and every output is written once, which is the minimum. A sandwich norm saves its
+input, the sum and both 1 / rms: forward 8 (branch and residual in, normed and sum out), backward 12
+(branch, the sum and both gradients in, two out).
 """
 
 import functools
-from typing import Any, overload
+from typing import Any, Literal, NamedTuple, get_args, overload
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tigon.kernels.norm.common import (
-    Cast,
-    NormLaunch,
-    add_weight_gradient,
-    check_norm,
-    empty_like,
-    launch_forward,
-    load_rows,
-    load_scale,
-    norm_gradient,
-    num_stages,
-    row_tile,
-    rows_of,
-    sum_partials,
-)
 from tigon.kernels.recompute import note_recompute
 from tigon.kernels.runtime import (
     DTYPES,
+    as_rows,
     check_devices,
     next_power_of_2,
+    num_sms,
     operator,
     pdl_options,
     pdl_wait,
@@ -42,7 +31,19 @@ from tigon.kernels.runtime import (
     triton,
 )
 
-MAX_COLUMNS = 32768  # a kernel holds whole rows in registers; wider ones take the reference
+Cast = Literal["before_weight", "after_weight"]
+CASTS = get_args(Cast)
+# A kernel holds whole rows in registers, with a sandwich of both weights' gradients; wider rows
+# take the reference
+MAX_COLUMNS, MAX_SANDWICH_COLUMNS = 32768, 8192
+
+
+def check_norm(eps: float, offset: float, cast: str) -> None:
+    if cast not in CASTS:
+        raise ValueError(f"cast={cast!r} is not one of {CASTS}")
+    # Dynamo has to see each float before autograd.Function, or it takes it for a constant
+    if eps < 0 or offset < 0:
+        raise ValueError(f"eps={eps} and offset={offset} must not be negative")
 
 
 def rms_norm_ref(
@@ -66,18 +67,122 @@ def rms_norm_ref(
     return h.to(x.dtype)
 
 
+def sandwich_norm_ref(
+    x: Tensor,
+    residual: Tensor,
+    post_weight: Tensor,
+    weight: Tensor,
+    eps: float,
+    *,
+    offset: float = 1.0,
+    cast: Cast = "after_weight",
+) -> tuple[Tensor, Tensor]:
+    total = residual + rms_norm_ref(x, post_weight, eps, offset=offset, cast=cast)
+    return rms_norm_ref(total, weight, eps, offset=offset, cast=cast), total
+
+
+class NormLaunch(NamedTuple):
+    """Launch parameters; tuned on an H200."""
+
+    block: int  # columns, a power of two
+    rows: int  # at a time
+    warps: int
+    # Backward, where each program walks over many rows:
+    per_sm: int = 0  # programs per multiprocessor
+    stages: int = 1  # steps in flight
+    # Whether to sum the weight's gradient over the rows of a step only after the last step: for
+    # blocks so narrow that these rows lie in different threads
+    late: bool = False
+
+    def programs(self, x: Tensor, N: int) -> int:
+        steps = -(-N // self.rows)
+        return min(steps, self.per_sm * num_sms(x)) if self.per_sm else steps
+
+
 @functools.cache
-def _launch_backward(C: int, width: int) -> NormLaunch:
+def _launch_forward(C: int, sandwich: bool) -> NormLaunch:
+    block = next_power_of_2(C)
+    if block < 1024:
+        return NormLaunch(block, rows=min(2048 // block, 16), warps=4)
+    # Where a block is wider than the row, fewer warps leave fewer lanes idle
+    if block <= 2048:
+        return NormLaunch(block, rows=1, warps=2 if block > C else 4)
+    if block == 4096:  # one row of a sandwich moves as much as two of a plain norm
+        few = block > C or sandwich
+        return NormLaunch(block, rows=1, warps=4) if few else NormLaunch(block, rows=2, warps=16)
+    return NormLaunch(block, rows=1, warps=min(block // 512, 32))
+
+
+@functools.cache
+def _launch_backward(C: int, width: int, sandwich: bool) -> NormLaunch:
     """Chooses the launch. `width`: bytes per element of all inputs, which wait in shared memory."""
     block = next_power_of_2(C)
     if block < 1024:
         rows, warps, per_sm = min(2048 // block, 16), 2, 4
     elif block <= 2048:
         rows, warps, per_sm = (2, 4, 3) if block > C else (1, 4, 4)
-    else:
+        per_sm = 2 if sandwich else per_sm
+    elif not sandwich:
         rows, warps, per_sm = max(8192 // block, 1), min(max(block // 1024, 8), 32), 1
+    elif block == 4096 and block > C:
+        rows, warps, per_sm = 1, 4, 2
+    else:
+        rows, warps, per_sm = 1, max(block // 512, 8), 1
     flight = num_stages(rows * block * width)
     return NormLaunch(block, rows, warps, per_sm, flight, late=block < 1024)
+
+
+def num_stages(step: int, most: int = 3) -> int:
+    """Returns the steps in flight: `most` if every GPU from sm_80 on has shared memory for them."""
+    return 1 + min(most - 1, (96 << 10) // step)
+
+
+@triton.jit
+def _load_scale(weight, C, OFFSET, BEFORE, BLOCK, ROWS):
+    columns = tl.arange(0, BLOCK)
+    if BLOCK < 1024:  # a copy for each row saves a detour through shared memory
+        columns = columns[None, :] + tl.zeros([ROWS, 1], tl.int32)
+    w = tl.load(weight + columns, mask=columns < C, other=0.0)
+    scale = w.to(tl.float32) + OFFSET
+    if BEFORE:  # the reference adds the offset in the weight's dtype
+        scale = scale.to(w.dtype).to(tl.float32)
+    if BLOCK >= 1024:
+        scale = scale[None, :]
+    return scale
+
+
+@triton.jit
+def _row_tile(first, columns, N, C, BLOCK, ROWS):
+    """Returns the rows from `first` on, which of them exist, and which elements."""
+    rows = first + tl.arange(0, ROWS)[:, None]
+    inside = rows < N
+    mask = tl.full([ROWS, BLOCK], True, tl.int1)
+    if BLOCK != C:
+        mask &= columns < C
+    if ROWS > 1:
+        mask &= inside
+    return rows.to(tl.int64), inside, mask
+
+
+@triton.jit
+def _load_rows(x, rows, columns, mask):
+    """Loads a tile of `x`, a result of `_rows_of`."""
+    return tl.load(x[0] + rows * x[1] + columns, mask=mask, other=0.0)
+
+
+@triton.jit
+def _norm_gradient(d, n, rstd, C):
+    """Returns the gradient of the input of a norm from the gradient d of its output n."""
+    return rstd * (d - n * (tl.sum(d * n, 1, keep_dims=True) * (1.0 / C)))
+
+
+@triton.jit
+def _add_weight_gradient(total, d, n, LATE):
+    if LATE:
+        total += d * n
+    else:
+        total += tl.sum(d * n, 0, keep_dims=True)
+    return total
 
 
 @triton.jit
@@ -94,36 +199,38 @@ def _scaled(n, weight, scale, dtype, BEFORE, GATED):
 @triton.jit
 def _forward_kernel(
     x,  # these three: pointer and step from row to row
-    residual,
-    gate,
-    weight,
-    y,
-    total,
-    rstd,
-    N,
-    eps,
-    C: tl.constexpr,
-    OFFSET: tl.constexpr,
-    BEFORE: tl.constexpr,
-    BLOCK: tl.constexpr,
+    residual, gate, weight,
+    post_weight,  # of a norm of x before the residual is added
+    y, total,
+    rstd,  # [N] of what is normed last, then [N] of x if that is normed, too
+    N, eps,
+    C: tl.constexpr, OFFSET: tl.constexpr, BEFORE: tl.constexpr, BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
     REUSE_RSTD: tl.constexpr,  # rstd is known
     PDL: tl.constexpr,
-):
+):  # fmt: skip
     pdl_wait(PDL)
     dtype: tl.constexpr = x[0].dtype.element_ty
     columns = tl.arange(0, BLOCK)[None, :]
-    rows, inside, mask = row_tile(tl.program_id(0) * ROWS, columns, N, C, BLOCK, ROWS)
-    h = load_rows(x, rows, columns, mask).to(tl.float32)
+    rows, inside, mask = _row_tile(tl.program_id(0) * ROWS, columns, N, C, BLOCK, ROWS)
+    h = _load_rows(x, rows, columns, mask).to(tl.float32)
     if residual is not None:
-        h += load_rows(residual, rows, columns, mask).to(tl.float32)
-        h = h.to(total.dtype.element_ty)
+        t = _load_rows(residual, rows, columns, mask).to(tl.float32)
+    if post_weight is not None:  # loaded before the reductions, which then hide the wait
+        post_scale = _load_scale(post_weight, C, OFFSET, BEFORE, BLOCK, ROWS)
+    if weight is not None:
+        scale = _load_scale(weight, C, OFFSET, BEFORE, BLOCK, ROWS)
+    if post_weight is not None:
+        r = tl.math.rsqrt(tl.sum(h * h, 1, keep_dims=True) * (1.0 / C) + eps)
+        if rstd is not None:
+            tl.store(rstd + N + rows, r, mask=inside)
+        h = _scaled(h * r, post_weight, post_scale, dtype, BEFORE, False).to(dtype).to(tl.float32)
+    if residual is not None:
+        h = (h + t).to(total.dtype.element_ty)
         tl.store(total + rows * C + columns, h, mask=mask)
         h = h.to(tl.float32)
-    if weight is not None:  # loaded before the reduction, which then hides the wait
-        scale = load_scale(weight, C, OFFSET, BEFORE, BLOCK, ROWS)
     if gate is not None:
-        z = load_rows(gate, rows, columns, mask).to(tl.float32)
+        z = _load_rows(gate, rows, columns, mask).to(tl.float32)
     if REUSE_RSTD:
         r = tl.load(rstd + rows, mask=inside, other=0.0)
     else:
@@ -140,40 +247,33 @@ def _forward_kernel(
 
 @triton.jit
 def _backward_kernel(
-    x,  # these four: pointer and step from row to row
-    gate,
-    dy,
-    dtotal,
-    weight,
-    rstd,
-    dx,
-    dgate,
-    partials,
-    N,
-    C: tl.constexpr,
-    OFFSET: tl.constexpr,
-    BEFORE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    ROWS: tl.constexpr,
-    STAGES: tl.constexpr,
-    LATE: tl.constexpr,
-):
+    x,  # what is normed last; these five: pointer and step from row to row
+    gate, dy, dtotal,
+    branch,  # what a sandwich norms first
+    weight, post_weight, rstd, dx, dgate, dbranch, partials, N,
+    C: tl.constexpr, OFFSET: tl.constexpr, BEFORE: tl.constexpr, BLOCK: tl.constexpr,
+    ROWS: tl.constexpr, STAGES: tl.constexpr, LATE: tl.constexpr,
+):  # fmt: skip
     dtype: tl.constexpr = x[0].dtype.element_ty
     columns = tl.arange(0, BLOCK)[None, :]
     if weight is not None:
-        scale = load_scale(weight, C, OFFSET, BEFORE, BLOCK, ROWS)
+        scale = _load_scale(weight, C, OFFSET, BEFORE, BLOCK, ROWS)
+    if post_weight is not None:
+        post_scale = _load_scale(post_weight, C, OFFSET, BEFORE, BLOCK, ROWS)
     if partials is not None:
-        dw = tl.zeros([ROWS if LATE else 1, BLOCK], tl.float32)
+        dweight = tl.zeros([ROWS if LATE else 1, BLOCK], tl.float32)
+        if post_weight is not None:
+            dpost = tl.zeros([ROWS if LATE else 1, BLOCK], tl.float32)
     step = tl.num_programs(0) * ROWS
     for first in tl.range(tl.program_id(0) * ROWS, N, step, num_stages=STAGES):
-        rows, inside, mask = row_tile(first, columns, N, C, BLOCK, ROWS)
-        n = load_rows(x, rows, columns, mask)
-        d = load_rows(dy, rows, columns, mask)
+        rows, inside, mask = _row_tile(first, columns, N, C, BLOCK, ROWS)
+        n = _load_rows(x, rows, columns, mask)
+        d = _load_rows(dy, rows, columns, mask)
         r = tl.load(rstd + rows, mask=inside, other=0.0)
         n = n.to(tl.float32) * r
         d = d.to(tl.float32)
         if gate is not None:
-            z = load_rows(gate, rows, columns, mask).to(tl.float32)
+            z = _load_rows(gate, rows, columns, mask).to(tl.float32)
             s = tl.sigmoid(z)
             if dgate is not None:
                 m = n
@@ -183,26 +283,88 @@ def _backward_kernel(
                 tl.store(dgate + rows * C + columns, m.to(dgate.dtype.element_ty), mask=mask)
             d *= z * s
         if partials is not None:
-            dw = add_weight_gradient(dw, d, n, LATE)
-        if dx is not None:
+            dweight = _add_weight_gradient(dweight, d, n, LATE)
+        if dx is not None or post_weight is not None:
             if weight is not None:
                 d *= scale
-            d = norm_gradient(d, n, r, C)
+            d = _norm_gradient(d, n, r, C)
             if dtotal is not None:
-                d += load_rows(dtotal, rows, columns, mask).to(tl.float32)
+                d += _load_rows(dtotal, rows, columns, mask).to(tl.float32)
+        if dx is not None:
             tl.store(dx + rows * C + columns, d.to(dx.dtype.element_ty), mask=mask)
+        if post_weight is not None:
+            n = _load_rows(branch, rows, columns, mask).to(tl.float32)
+            r = tl.load(rstd + N + rows, mask=inside, other=0.0)
+            n *= r
+            if partials is not None:
+                dpost = _add_weight_gradient(dpost, d, n, LATE)
+            if dbranch is not None:
+                d = _norm_gradient(d * post_scale, n, r, C)
+                tl.store(dbranch + rows * C + columns, d.to(dtype), mask=mask)
     if partials is not None:
         at = partials + tl.program_id(0).to(tl.int64) * C + columns
-        tl.store(at, tl.sum(dw, 0, keep_dims=True), mask=columns < C)
+        tl.store(at, tl.sum(dweight, 0, keep_dims=True), mask=columns < C)
+        if post_weight is not None:
+            at += tl.num_programs(0).to(tl.int64) * C
+            tl.store(at, tl.sum(dpost, 0, keep_dims=True), mask=columns < C)
 
 
-def _outputs(x: Tensor, residual: Tensor | None, save: bool, *_: Any) -> list[Tensor]:
-    outputs = [empty_like(x)]
+@triton.jit(do_not_specialize=["P"])
+def _sum_kernel(partials, out, out2, P, C: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Sums [P, C] over P in a fixed order to `out`; the [P, C] that follows it to `out2`."""
+    columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+    partials += tl.program_id(1).to(tl.int64) * P * C
+    total = tl.zeros([ROWS, COLUMNS], tl.float32)
+    for first in range(0, P, ROWS):
+        rows = (first + tl.arange(0, ROWS)[:, None]).to(tl.int64)
+        total += tl.load(partials + rows * C + columns, mask=(rows < P) & (columns < C), other=0.0)
+    total = tl.sum(total, 0, keep_dims=True)
+    inside = columns < C
+    if tl.program_id(1) == 0:
+        tl.store(out + columns, total.to(out.dtype.element_ty), mask=inside)
+    elif out2 is not None:
+        tl.store(out2 + columns, total.to(out2.dtype.element_ty), mask=inside)
+
+
+def _sum_partials(
+    partials: Tensor, P: int, C: int, out: Tensor, out2: Tensor | None = None
+) -> None:
+    """Sums [P, C] or [2, P, C] to [C] each, in one step: the wait for memory is all."""
+    grid = (-(-C // 16), 1 if out2 is None else 2)
+    rows = min(next_power_of_2(P), 512)
+    _sum_kernel[grid](partials, out, out2, P, C, rows, 16, num_warps=8)
+
+
+def _empty_like(x: Tensor) -> Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+def _rows_of(x: Tensor | None, C: int) -> tuple[Tensor, int] | None:
+    """Returns `x` as rows with adjacent columns, and the step from row to row; None for None."""
+    if x is None:
+        return None
+    if x.is_contiguous():
+        return x, C
+    x = as_rows(x)
+    return x, x.stride(0)
+
+
+def _outputs(
+    x: Tensor,
+    residual: Tensor | None,
+    save: bool,
+    gate: Any,
+    weight: Any,
+    post_weight: Any,
+    *_: Any,
+) -> list[Tensor]:
+    outputs = [_empty_like(x)]
     if residual is not None:
-        outputs.append(empty_like(x))
+        outputs.append(_empty_like(x))
     if save:
         N = x.numel() // max(x.shape[-1], 1)
-        outputs.append(torch.empty(N, dtype=torch.float32, device=x.device))
+        size = N if post_weight is None else 2 * N
+        outputs.append(torch.empty(size, dtype=torch.float32, device=x.device))
     return outputs
 
 
@@ -213,60 +375,37 @@ def _forward(
     save: bool,
     gate: Tensor | None,  # [..., C]
     weight: Tensor | None,  # [C]
+    post_weight: Tensor | None,  # [C]: x is normed before the residual is added
     eps: float,
     offset: float,
     before: bool,  # round before the weight
-) -> list[Tensor]:  # normed; with a residual, the sum; to save, 1 / rms [N]
-    outputs = _outputs(x, residual, save)
+) -> list[Tensor]:  # normed; with a residual, the sum; to save, 1 / rms [N], of x, too, [2N]
+    outputs = _outputs(x, residual, save, gate, weight, post_weight)
     y, total = outputs[0], None if residual is None else outputs[1]
     rstd = outputs[-1] if save else None
-    _launch_forward(x, residual, gate, weight, y, total, rstd, eps, offset, before)
+    _launch(x, residual, gate, weight, post_weight, y, total, rstd, eps, offset, before)
     return outputs
 
 
-def _launch_forward(
-    x: Tensor,
-    residual: Tensor | None,
-    gate: Tensor | None,
-    weight: Tensor | None,
-    y: Tensor,
-    total: Tensor | None,
-    rstd: Tensor | None,
-    eps: float,
-    offset: float,
-    before: bool,
-    reuse_rstd: bool = False,
-) -> None:
+def _launch(x: Tensor, *args: Any, reuse_rstd: bool = False) -> None:
+    """Runs `_forward_kernel`, whose arguments without sizes these are."""
+    residual, gate, weight, post_weight, y, total, rstd, eps, offset, before = args
     if x.numel() == 0:
         return
     C = x.shape[-1]
-    N, launch = x.numel() // C, launch_forward(C)
+    N, launch = x.numel() // C, _launch_forward(C, post_weight is not None)
     _forward_kernel[(launch.programs(x, N),)](
-        rows_of(x, C),
-        rows_of(residual, C),
-        rows_of(gate, C),
-        None if weight is None else weight.contiguous(),
-        y,
-        total,
-        rstd,
-        N,
-        eps,
-        C,
-        offset,
-        before,
-        launch.block,
-        launch.rows,
-        reuse_rstd,
+        *(_rows_of(t, C) for t in (x, residual, gate)),
+        *(None if t is None else t.contiguous() for t in (weight, post_weight)),
+        *(y, total, rstd, N, eps, C, offset, before, launch.block, launch.rows, reuse_rstd),
         num_warps=launch.warps,
+        # A fused multiply-add would not round a normed branch
+        **({} if post_weight is None else {"enable_fp_fusion": False}),
         **pdl_options(x),
     )
 
 
-def _normed(x: Tensor, *_: Any) -> Tensor:
-    return empty_like(x)
-
-
-@operator("rms_norm_again", _normed)
+@operator("rms_norm_again", lambda x, *_: _empty_like(x))
 def recompute_norm(
     x: Tensor,  # [..., C]: what was normalized
     rstd: Tensor,  # [N]
@@ -276,66 +415,56 @@ def recompute_norm(
     before: bool,
 ) -> Tensor:
     """Recomputes the output bit for bit from the saved rstd."""
-    y = _normed(x)
-    _launch_forward(x, None, gate, weight, y, None, rstd, 0.0, offset, before, reuse_rstd=True)
+    y = _empty_like(x)
+    _launch(x, None, gate, weight, None, y, None, rstd, 0.0, offset, before, reuse_rstd=True)
     return y
 
 
 def _gradients(
-    x: Tensor, gate: Tensor | None, weight: Tensor | None, needs: list[bool], *_: Any
+    x: Tensor, gate: Any, branch: Any, weight: Any, post_weight: Any, needs: list[bool], *_: Any
 ) -> list[Tensor]:
-    """Allocates the needed gradients of (x, gate, weight)."""
-    expected = zip((x, gate, weight), needs, strict=True)
-    return [empty_like(t) for t, needed in expected if needed and t is not None]
+    """Allocates the needed gradients of the first five arguments."""
+    expected = zip((x, gate, branch, weight, post_weight), needs, strict=True)
+    return [_empty_like(t) for t, needed in expected if needed and t is not None]
 
 
 @operator("rms_norm_backward", _gradients)
 def _backward(
-    x: Tensor,  # [..., C]: what was normalized
+    x: Tensor,  # [..., C]: what was normalized last
     gate: Tensor | None,  # [..., C]
+    branch: Tensor | None,  # [..., C]: what was normalized first
     weight: Tensor | None,  # [C]
-    needs: list[bool],  # the gradients of x, gate, weight; returned in this order
-    rstd: Tensor,  # [N]
+    post_weight: Tensor | None,  # [C]
+    needs: list[bool],  # the gradients of these five, returned in this order
+    rstd: Tensor,  # [N] or [2N]
     dy: Tensor,  # [..., C]
     dtotal: Tensor | None,  # [..., C]
     offset: float,
     before: bool,
 ) -> list[Tensor]:
-    gradients = _gradients(x, gate, weight, needs)
-    dx = gradients[0] if needs[0] else None
-    dgate = gradients[needs[0]] if needs[1] else None
-    dweight = gradients[-1] if needs[2] else None
+    gradients = _gradients(x, gate, branch, weight, post_weight, needs)
     if x.numel() == 0:
-        if dweight is not None:
-            dweight.zero_()
-        return gradients
+        return [g.zero_() for g in gradients]
+    made = iter(gradients)
+    dx, dgate, dbranch, dweight, dpost = (next(made) if needed else None for needed in needs)
     C = x.shape[-1]
-    N, inputs = x.numel() // C, (x, gate, dy, dtotal)
+    N, inputs = x.numel() // C, (x, gate, dy, dtotal, branch)
     width = sum(t.element_size() for t in inputs if t is not None)
-    launch = _launch_backward(C, width)
+    launch = _launch_backward(C, width, branch is not None)
     grid = launch.programs(x, N)
     partials = None
     if dweight is not None:
-        partials = torch.empty(grid * C, dtype=torch.float32, device=x.device)
+        size = grid * C if dpost is None else 2 * grid * C
+        partials = torch.empty(size, dtype=torch.float32, device=x.device)
     _backward_kernel[(grid,)](
-        *(rows_of(t, C) for t in inputs),
-        None if weight is None else weight.contiguous(),
-        rstd,
-        dx,
-        dgate,
-        partials,
-        N,
-        C,
-        offset,
-        before,
-        launch.block,
-        launch.rows,
-        launch.stages,
-        launch.late,
+        *(_rows_of(t, C) for t in inputs),
+        *(None if t is None else t.contiguous() for t in (weight, post_weight)),
+        *(rstd, dx, dgate, dbranch, partials, N, C, offset, before),
+        *(launch.block, launch.rows, launch.stages, launch.late),
         num_warps=launch.warps,
     )
     if partials is not None and dweight is not None:
-        sum_partials(partials, grid, C, dweight)
+        _sum_partials(partials, grid, C, dweight, dpost)
     return gradients
 
 
@@ -345,29 +474,37 @@ class _RMSNorm(torch.autograd.Function):
         """With `through`, x is returned beside its norm, as a sum is."""
         if not torch.compiler.is_compiling():  # Dynamo need not know it; it passes zeros
             ctx.set_materialize_grads(False)
-        x, _, _, gate, weight, _, *constants = args
+        x, _, _, gate, weight, post_weight, _, *constants = args
         ctx.constants = constants
         y, *total, rstd = _forward(*args)
         stream = total[0] if total else x
-        ctx.save_for_backward(stream, gate, weight, rstd)
+        branch = None if post_weight is None else x
+        ctx.save_for_backward(stream, gate, branch, weight, post_weight, rstd)
         if not torch.compiler.is_compiling():
-            note_recompute(y, recompute_norm, (stream, rstd, gate, weight), *constants)
+            last_rstd = rstd if branch is None else rstd[: len(rstd) // 2]
+            note_recompute(y, recompute_norm, (stream, last_rstd, gate, weight), *constants)
         if through:
             return y, x.detach()
         return (y, stream) if total else y
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor | None, dtotal: Tensor | None = None) -> Any:
-        refuse_second_derivative("rms_norm")
-        x, gate, weight, rstd = ctx.saved_tensors
-        needs_x, needs_residual, _, needs_gate, needs_weight = ctx.needs_input_grad[1:6]
-        if dy is None:  # only the sum was used
-            return None, dtotal, dtotal if needs_residual else None, *6 * (None,)
-        needs = [needs_x or needs_residual, needs_gate, needs_weight]
-        computed = iter(_backward(x, gate, weight, needs, rstd, dy, dtotal, *ctx.constants))
-        dx, dgate, dweight = (next(computed) if needed else None for needed in needs)
-        x_gradient, residual_gradient = dx if needs_x else None, dx if needs_residual else None
-        return None, x_gradient, residual_gradient, None, dgate, dweight, None, None, None
+        x, gate, branch, weight, post_weight, rstd = ctx.saved_tensors
+        refuse_second_derivative("rms_norm" if branch is None else "sandwich_norm")
+        needs_x, needs_residual, _, needs_gate, *needs_weights = ctx.needs_input_grad[1:7]
+        if dy is None and branch is None:  # only the sum was used
+            return None, dtotal, dtotal if needs_residual else None, *7 * (None,)
+        dy = torch.zeros_like(x) if dy is None else dy
+        inputs, weights = needs_x or needs_residual, any(needs_weights)
+        needs = [inputs, needs_gate, inputs and branch is not None]
+        needs += [weights, weights and branch is not None]
+        saved = x, gate, branch, weight, post_weight
+        computed = iter(_backward(*saved, needs, rstd, dy, dtotal, *ctx.constants))
+        dx, dgate, dbranch, *dweights = (next(computed) if needed else None for needed in needs)
+        x_gradient = (dx if branch is None else dbranch) if needs_x else None
+        dweight, dpost = (d if n else None for d, n in zip(dweights, needs_weights, strict=True))
+        gradients = x_gradient, dx if needs_residual else None, None, dgate, dweight, dpost
+        return None, *gradients, None, None, None
 
 
 @overload
@@ -427,8 +564,8 @@ def rms_norm(
         return y if residual is None else (y, total)
     before = cast == "before_weight"
     if differentiable and torch.is_grad_enabled():
-        return _RMSNorm.apply(False, x, residual, True, gate, weight, eps, offset, before)
-    outputs = _forward(x, residual, False, gate, weight, eps, offset, before)
+        return _RMSNorm.apply(False, x, residual, True, gate, weight, None, eps, offset, before)
+    outputs = _forward(x, residual, False, gate, weight, None, eps, offset, before)
     return outputs[0] if residual is None else (outputs[0], outputs[1])
 
 
@@ -446,5 +583,40 @@ def rms_norm_with_input(
         return rms_norm(x, weight, eps, offset=offset, cast=cast), x
     check_norm(eps, offset, cast)
     before = cast == "before_weight"
-    y, stream = _RMSNorm.apply(True, x, None, True, None, weight, eps, offset, before)
+    y, stream = _RMSNorm.apply(True, x, None, True, None, weight, None, eps, offset, before)
     return y, stream
+
+
+def sandwich_norm(
+    x: Tensor,  # [..., C], output of attention or MLP
+    residual: Tensor,  # [..., C]
+    post_weight: Tensor,  # [C]
+    weight: Tensor,  # [C]
+    eps: float,
+    *,
+    offset: float = 1.0,
+    cast: Cast = "after_weight",
+) -> tuple[Tensor, Tensor]:
+    """`total = residual + rms_norm(x, post_weight)`; returns `(rms_norm(total, weight), total)`.
+
+    Source: Gemma 2 (arXiv 2408.00118), which norms the input and the output of each sublayer.
+    """
+    check_norm(eps, offset, cast)
+    served = residual.dtype == x.dtype
+    differentiable = x.requires_grad
+    expected = x.shape
+    for name, t in (("residual", residual), ("post_weight", post_weight), ("weight", weight)):
+        if t.device != x.device:
+            check_devices(x=x, residual=residual, post_weight=post_weight, weight=weight)
+        if t.shape != expected:
+            raise ValueError(f"{name} {tuple(t.shape)} does not fit x {tuple(x.shape)}")
+        served = served and t.dtype in DTYPES
+        differentiable = differentiable or t.requires_grad
+        expected = x.shape[-1:]
+    if not (runs_triton(x) and served and x.shape[-1] <= MAX_SANDWICH_COLUMNS):
+        return sandwich_norm_ref(x, residual, post_weight, weight, eps, offset=offset, cast=cast)
+    args = None, weight, post_weight, eps, offset, cast == "before_weight"
+    if differentiable and torch.is_grad_enabled():
+        return _RMSNorm.apply(False, x, residual, True, *args)
+    y, total = _forward(x, residual, False, *args)
+    return y, total

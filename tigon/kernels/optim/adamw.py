@@ -50,23 +50,25 @@ class TensorTable:
     def __init__(self, chunk: int) -> None:
         """`chunk`: elements for each program."""
         self.chunk = chunk
-        self._known: list[tuple[int, ...]] = []
+        self._values: list[tuple[int, ...]] = []
         self._counts: list[int] = []
         self._firsts: list[int] = []
         self._rows, self._owners = torch.empty(0), torch.empty(0)
 
-    def place(self, rows: Sequence[tuple[int, ...]], device: torch.device) -> tuple[Tensor, Tensor]:
+    def update(
+        self, rows: Sequence[tuple[int, ...]], device: torch.device
+    ) -> tuple[Tensor, Tensor]:
         """Returns int64 [T, 1 + a row's], each row after the first of its programs, and int32 [P].
 
         `rows` begin with the number of elements.
         """
-        if self._known != rows or self._rows.device != device:
+        if self._values != rows or self._rows.device != device:
             counts = [row[0] for row in rows]
             if self._counts != counts or self._owners.device != device:
                 self._number(counts, device)
             table = [(first, *row) for first, row in zip(self._firsts, rows, strict=True)]
             self._rows = _to_device(torch.tensor(table, dtype=torch.int64), device)
-            self._known = list(rows)
+            self._values = list(rows)
         return self._rows, self._owners
 
     def _number(self, counts: list[int], device: torch.device) -> None:
@@ -218,11 +220,8 @@ def _update(
             bits = draw_bits(position + first, at, stream)
         else:
             bits = draw_bits_strided(position, first, at, lines[0], lines[1], stream)
-        w_bits, m_bits, v_bits = (
-            extract_16_bits(bits, 0),
-            extract_16_bits(bits, 1),
-            extract_16_bits(bits, 2),
-        )
+        w_bits, m_bits = extract_16_bits(bits, 0), extract_16_bits(bits, 1)
+        v_bits = extract_16_bits(bits, 2)
     if ROUNDS:
         tl.store(weight + at, round_stochastically(w, w_bits), mask=inside)
     elif weight.dtype.element_ty == tl.bfloat16:
@@ -321,7 +320,7 @@ class FusedAdamW:
         torch.autograd.graph.increment_version([slot.weight for slot in slots])
         kinds: dict[SlotKind, list[tuple[AdamWSlot, tuple[int, ...]]]] = {}
         for slot in slots:
-            addresses = _addresses(slot)
+            addresses = tuple([t.data_ptr() for t in _tensors(slot)])
             kinds.setdefault(_kind(slot, addresses), []).append((slot, addresses))
         for kind, members in kinds.items():
             by_table = []
@@ -356,10 +355,10 @@ class FusedAdamW:
         like: Tensor,
     ) -> None:
         with torch.cuda.device_of(like):
-            placed, owners = table.place(rows, like.device)
+            table_rows, owners = table.update(rows, like.device)
             _adamw_table_kernel[(len(owners),)](
-                placed, owners, scale, _numbers(settings), settings.stream,
-                self._codes(kind, placed), W=TYPES[kind.weight], G=TYPES[kind.gradient],
+                table_rows, owners, scale, _numbers(settings), settings.stream,
+                self._codes(kind, table_rows), W=TYPES[kind.weight], G=TYPES[kind.gradient],
                 S=TYPES[kind.states], WIDE=kind.wide, LINES=kind.lines, **self._options(kind),
             )  # fmt: skip
 
@@ -381,10 +380,6 @@ def _tensors(slot: AdamWSlot) -> tuple[Tensor, ...]:
     m_scale = m if slot.exp_avg_scale is None else slot.exp_avg_scale
     v_scale = v if slot.exp_avg_sq_scale is None else slot.exp_avg_sq_scale
     return slot.weight, slot.gradient, m, v, m_scale, v_scale
-
-
-def _addresses(slot: AdamWSlot) -> tuple[int, ...]:
-    return tuple([t.data_ptr() for t in _tensors(slot)])
 
 
 def _kind(slot: AdamWSlot, addresses: Sequence[int]) -> SlotKind:

@@ -29,7 +29,7 @@ class CodeTables(NamedTuple):
     positive_cells: Tensor
 
     @classmethod
-    def of(cls, signed: tuple[Tensor, Tensor], positive: tuple[Tensor, Tensor]) -> "CodeTables":
+    def build(cls, signed: tuple[Tensor, Tensor], positive: tuple[Tensor, Tensor]) -> "CodeTables":
         """Builds the tables from the values of codes [256], ascending, and the bounds between two
         [255].
         """
@@ -83,8 +83,7 @@ FACTOR2 = tl.constexpr(0x94D049BB133111EB)
 
 @triton.jit
 def draw_bits(first, at, stream):
-    """Returns 64 random bits, uint64, for each position `first + at`; `at` is int32, not
-    negative."""
+    """Returns 64 random bits for each position `first + at`; `at` is int32, not negative."""
     return _mix(_states(first, at, stream))
 
 

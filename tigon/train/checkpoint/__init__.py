@@ -1,6 +1,6 @@
-"""Checkpoints of a run: weights, optimizer states and the step; whole or absent, checked when read.
+"""Checkpoints of a run: weights, optimizer states and the step; complete or absent, and verified.
 
-No file of a checkpoint is unpickled or run. torch.distributed.checkpoint plans what each rank
+No file of a checkpoint is unpickled or run. torch.distributed.checkpoint plans which rows each rank
 writes and reads; docs/training.md has the format.
 """
 
@@ -11,20 +11,21 @@ from tigon.train.checkpoint.files import (
     newest_complete,
     read_lock,
     read_metadata,
+    shorten,
     step_of,
     verify,
 )
-from tigon.train.checkpoint.reading import load, stored_weights
+from tigon.train.checkpoint.reading import BEGIN_AGAIN, load, stored_weights
 from tigon.train.checkpoint.saver import (
     BackgroundWriter,
     SaveError,
     Saver,
     check_finite,
     fits_in_memory,
-    has_failed,
 )
 
 __all__ = [
+    "BEGIN_AGAIN",
     "BackgroundWriter",
     "KeepPolicy",
     "SaveError",
@@ -32,12 +33,12 @@ __all__ = [
     "check_finite",
     "clean",
     "fits_in_memory",
-    "has_failed",
     "latest",
     "load",
     "newest_complete",
     "read_lock",
     "read_metadata",
+    "shorten",
     "step_of",
     "stored_weights",
     "verify",

@@ -3,8 +3,8 @@
 checkpoints/step-00000100/
   weights-RANK, optimizer-RANK and ema-RANK.safetensors   rows of checkpoint tensors
   config.json, generation_config.json, tokenizer files    as in a Hugging Face checkpoint
-  run.json                                                step, settings, which data
-  SHA256SUMS                                              of all other files
+  run.json                                                step, settings, digest of the data
+  SHA256SUMS                                              of all other files, as sha256sum has it
 """
 
 import fcntl
@@ -18,7 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
@@ -27,20 +27,23 @@ from tigon.utils.json import quote, read_bytes, read_json
 
 NAME = re.compile(r"step-(\d+)")
 LEFTOVER = re.compile(r"\.step-\d+\.(partial|removed)")
-RUN = "run.json"
+RUN, SUMS = "run.json", "SHA256SUMS"
+MAX_SUMS_BYTES = 16 << 20
+BLOCK = 16 << 20  # bytes that are hashed at a time
+
+T = TypeVar("T")
 
 
-def list_checkpoints(directory: Path, until: int | None = None) -> list[Path]:
-    """The complete checkpoints, by step; not of steps after `until`."""
-    named = ((NAME.fullmatch(path.name), path) for path in directory.glob("step-*"))
-    found = [(int(name[1]), path) for name, path in named if name and path.is_dir()]
-    return [path for step, path in sorted(found) if until is None or step <= until]
+def list_checkpoints(directory: Path, until: int | None = None) -> dict[int, Path]:
+    """Returns the complete checkpoints by step, in order, up to step `until`."""
+    names = ((NAME.fullmatch(path.name), path) for path in directory.glob("step-*"))
+    steps = {int(name[1]): path for name, path in names if name and path.is_dir()}
+    return {step: steps[step] for step in sorted(steps) if until is None or step <= until}
 
 
 def latest(directory: Path, until: int | None = None) -> Path | None:
-    """The complete checkpoint with the highest step, which is not after `until`."""
-    found = list_checkpoints(directory, until)
-    return found[-1] if found else None
+    """Returns the complete checkpoint with the highest step, up to step `until`."""
+    return next(reversed(list_checkpoints(directory, until).values()), None)
 
 
 def step_of(checkpoint: Path) -> int:
@@ -53,7 +56,7 @@ def step_of(checkpoint: Path) -> int:
 
 
 def read_metadata(checkpoint: Path) -> dict[str, Any]:
-    """Its run.json."""
+    """Returns the content of run.json."""
     path = checkpoint / RUN
     try:
         content = read_json(path, nan=True)
@@ -67,7 +70,7 @@ def read_metadata(checkpoint: Path) -> dict[str, Any]:
 
 @contextmanager
 def read_lock(checkpoint: Path) -> Iterator[None]:
-    """Nobody removes the checkpoint meanwhile, as far as the file system knows locks."""
+    """Keeps other processes from removing the checkpoint, if the file system has locks."""
     descriptor = os.open(checkpoint, os.O_RDONLY)
     try:
         with suppress(OSError):  # a file system without locks
@@ -78,7 +81,10 @@ def read_lock(checkpoint: Path) -> Iterator[None]:
 
 
 def remove(checkpoint: Path) -> bool:
-    """Remove it, never half there under its name, unless somebody uses it; whether it is gone."""
+    """Removes a checkpoint unless a process reads it; returns whether it is gone.
+
+    It is renamed first, so that half a checkpoint never has the name of a complete one.
+    """
     try:
         descriptor = os.open(checkpoint, os.O_RDONLY)
     except FileNotFoundError:
@@ -103,32 +109,44 @@ def remove(checkpoint: Path) -> bool:
 
 
 def clean(directory: Path) -> None:
-    """Remove what runs that were killed left half written or half removed."""
-    for left in directory.glob(".step-*"):
-        if LEFTOVER.fullmatch(left.name):
-            with suppress(OSError):  # it stays, and so does what else cannot be removed
-                remove(left)
+    """Removes checkpoints that killed runs have left half written or half removed."""
+    for path in directory.glob(".step-*"):
+        if LEFTOVER.fullmatch(path.name):
+            with suppress(OSError):
+                remove(path)
+
+
+def gather_objects(value: T) -> list[T]:
+    """Returns the value of every rank, on all ranks; only this one's without a process group."""
+    if not dist.is_initialized():
+        return [value]
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def shorten(names: Sequence[str]) -> str:
+    """Returns the first three names, and how many follow."""
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return f"{', '.join(names[:3])}{more}"
 
 
 def first_cause(error: BaseException) -> str:
-    """What this rank met, or else the first one that failed, which is then named: who reports the
-    error puts the number of this one in front. torch's CheckpointException has all of them, with
-    tracebacks."""
+    """Returns the error of this rank, or else of the first rank that failed, with its number.
+
+    torch's CheckpointException holds the errors of all ranks, with tracebacks.
+    """
     failures = getattr(error, "failures", None)
     if not failures:
         return str(error) or type(error).__name__
-    own = dist.get_rank() if dist.is_initialized() else 0
-    rank = own if own in failures else min(failures)
+    this_rank = dist.get_rank() if dist.is_initialized() else 0
+    rank = this_rank if this_rank in failures else min(failures)
     cause = failures[rank][0]
     text = str(cause) if isinstance(cause, OSError) else repr(cause)
-    return text if rank == own else f"rank {rank}: {text}"
+    return text if rank == this_rank else f"rank {rank}: {text}"
 
 
-# SHA256SUMS: the checksum of every file of a checkpoint, as `sha256sum --check` reads it.
-
-SUMS = "SHA256SUMS"
-BLOCK = 16 << 20
-MAX_SUMS_BYTES = 16 << 20  # bytes of the file
+# Checksums
 
 
 def checksum(path: Path) -> str:
@@ -140,7 +158,7 @@ def checksum(path: Path) -> str:
 
 
 def write_sums(directory: Path, known: Mapping[str, str]) -> None:
-    """`known`: by name, those of files that were hashed while they were written."""
+    """Writes SHA256SUMS. `known`: checksums of files that were hashed as they were written."""
     names = sorted(str(p.relative_to(directory)) for p in directory.rglob("*") if p.is_file())
     sums = {name: known.get(name) or checksum(directory / name) for name in names}
     (directory / SUMS).write_text("".join(f"{sums[name]}  {name}\n" for name in names))
@@ -149,57 +167,36 @@ def write_sums(directory: Path, known: Mapping[str, str]) -> None:
 def verify(checkpoint: Path, *, wanted: Callable[[str], bool] = lambda name: True) -> None:
     """Raises ValueError, naming the file, unless every file is as it was written.
 
-    In a process group every rank calls this, of one file system: each reads a share of the files,
-    and all raise alike, also if one sees another checkpoint of that name.
+    In a process group every rank calls this: each reads a share of the files, and all raise the
+    same error, also if one sees another checkpoint of that name.
     """
     rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     try:
-        faults = _faults(checkpoint, wanted, rank, size)
-        own = faults, "" if faults else _identity(checkpoint)
+        faults = _find_faults(checkpoint, wanted, rank, size)
+        result = faults, "" if faults else checksum(checkpoint / SUMS)
     except (OSError, ValueError) as error:
-        own = [str(error)], ""
-    everywhere = [own]
-    if dist.is_initialized():
-        everywhere = [own] * size
-        dist.all_gather_object(everywhere, own)
-    faults = [fault for faults, _ in everywhere for fault in faults]
-    first = everywhere[0][1]
-    others = [number for number, (_, identity) in enumerate(everywhere) if identity != first]
-    if others and not faults:
-        faults = [f"rank {others[0]} has another {checkpoint} than rank 0: give all hosts the same"]
+        result = [str(error)], ""
+    results = gather_objects(result)
+    faults = [fault for faults, _ in results for fault in faults]
+    differing = [rank for rank, (_, digest) in enumerate(results) if digest != results[0][1]]
+    if differing and not faults:
+        faults = [
+            f"rank {differing[0]} has another {checkpoint} than rank 0: give all hosts the same"
+        ]
     if faults:
         raise ValueError("; ".join(dict.fromkeys(faults)))
-
-
-def is_listed(checkpoint: Path) -> Callable[[str], bool]:
-    """Whether a file is the checkpoint's, by its path inside it. Somebody may have put others
-    there; where SHA256SUMS cannot be read, all count as the checkpoint's."""
-    try:
-        names = {SUMS, *_read_sums(checkpoint / SUMS)}
-    except (OSError, ValueError):
-        return lambda name: True
-    return names.__contains__
-
-
-def has_other_files(checkpoint: Path) -> bool:
-    """Whether somebody has put files into the checkpoint, such as notes."""
-    files, listed = (p for p in checkpoint.rglob("*") if not p.is_dir()), is_listed(checkpoint)
-    return not all(listed(path.relative_to(checkpoint).as_posix()) for path in files)
 
 
 def newest_complete(
     directory: Path, say: Callable[[str], None] = print, *, until: int | None = None
 ) -> Path | None:
-    """The newest checkpoint that is not damaged; None if there is none at all.
+    """Returns the newest undamaged checkpoint up to step `until`; None if there is no checkpoint.
 
-    Every rank calls this. `say` hears of those that are passed over. With `until`, those of later
-    steps are not of the run that asks: it went on from an earlier one.
+    Every rank calls this. `say` gets a line for each damaged one. Raises ValueError if all are.
     """
-    listed = [list_checkpoints(directory, until)]
-    if dist.is_initialized():  # all look at the same ones
-        dist.broadcast_object_list(listed, src=0)
+    listed = gather_objects([*list_checkpoints(directory, until).values()])[0]
     faults = []
-    for checkpoint in reversed(listed[0]):
+    for checkpoint in reversed(listed):  # all ranks verify those that rank 0 sees
         try:
             verify(checkpoint)
         except ValueError as error:
@@ -215,12 +212,10 @@ def newest_complete(
     return None
 
 
-def _identity(checkpoint: Path) -> str:
-    """A digest that changes with any of its files."""
-    return checksum(checkpoint / SUMS)
-
-
-def _faults(checkpoint: Path, wanted: Callable[[str], bool], rank: int, size: int) -> list[str]:
+def _find_faults(
+    checkpoint: Path, wanted: Callable[[str], bool], rank: int, size: int
+) -> list[str]:
+    """Returns what is wrong with this rank's share of the files."""
     if checkpoint.is_dir():
         check_folder(checkpoint)
     if not (checkpoint / RUN).is_file():
@@ -235,12 +230,12 @@ def _faults(checkpoint: Path, wanted: Callable[[str], bool], rank: int, size: in
             return f"{path} is damaged: its SHA-256 is not the one in {SUMS}"
         return None
 
-    mine = sorted(name for name in sums if wanted(name))[rank::size]
-    strange = [p for p in checkpoint.glob("*.safetensors") if p.name not in sums and rank == 0]
-    if strange:  # it would be read too
-        return [f"{path} is not in {SUMS}: it is no part of the checkpoint" for path in strange]
+    unlisted = [p for p in checkpoint.glob("*.safetensors") if p.name not in sums and rank == 0]
+    if unlisted:  # they would be read too
+        return [f"{path} is not in {SUMS}: it is no part of the checkpoint" for path in unlisted]
     with ThreadPoolExecutor(4) as pool:
-        return [found for found in pool.map(fault, mine) if found]
+        faults = pool.map(fault, sorted(name for name in sums if wanted(name))[rank::size])
+        return [text for text in faults if text]
 
 
 def _read_sums(path: Path) -> dict[str, str]:
@@ -249,7 +244,8 @@ def _read_sums(path: Path) -> dict[str, str]:
     sums = {}
     for line in read_bytes(path, MAX_SUMS_BYTES).decode(errors="replace").splitlines(keepends=True):
         digest, _, name = line.partition("  ")
-        if len(digest) != 64 or not name.endswith("\n") or _is_outside(name):
+        outside = Path(name).is_absolute() or ".." in Path(name).parts
+        if len(digest) != 64 or not name.endswith("\n") or outside:
             raise ValueError(f"{path} is damaged: it has the line {quote(line)}")
         sums[name.removesuffix("\n")] = digest
     if RUN not in sums:
@@ -257,8 +253,19 @@ def _read_sums(path: Path) -> dict[str, str]:
     return sums
 
 
-def _is_outside(name: str) -> bool:
-    return Path(name).is_absolute() or ".." in Path(name).parts
+# Retention
+
+
+def is_listed(checkpoint: Path) -> Callable[[str], bool]:
+    """Returns whether the checkpoint wrote a file, by its path inside it; users may add files.
+
+    If SHA256SUMS cannot be read, all count as the checkpoint's.
+    """
+    try:
+        names = {SUMS, *_read_sums(checkpoint / SUMS)}
+    except (OSError, ValueError):
+        return lambda name: True
+    return names.__contains__
 
 
 @dataclass(frozen=True)
@@ -270,48 +277,46 @@ class SavedStep:
 
 @dataclass(frozen=True)
 class KeepPolicy:
-    """`last` newest (0: all), `best` by eval loss, and one every `hours` for ever (0: none)."""
+    """Keeps the `last` newest (0: all), the `best` by eval loss, and one every `hours` (0: none)
+    for ever."""
 
     last: int = 2
     best: int = 0
     hours: float = 0.0
 
     def choose(self, saved: Sequence[SavedStep]) -> set[int]:
-        """The steps that stay; the newest always does."""
+        """Returns the steps that stay; the newest always does."""
         ordered = sorted(saved, key=lambda s: s.step)
-        kept = {s.step for s in ordered[-self.last :]}
+        chosen = {s.step for s in ordered[-self.last :]}
         scored = [s for s in ordered if s.eval_loss is not None and math.isfinite(s.eval_loss)]
         scored.sort(key=lambda s: (s.eval_loss, s.step))
-        kept |= {s.step for s in scored[: self.best]}
+        chosen |= {s.step for s in scored[: self.best]}
         if self.hours:
             last = -math.inf
             for s in ordered:
                 if abs(s.time - last) >= 3600 * self.hours:  # a clock may have been put back
                     last = s.time
-                    kept.add(s.step)
-        return kept
+                    chosen.add(s.step)
+        return chosen
 
 
 def prune(directory: Path, newest: int, keep: KeepPolicy, losses: dict[int, float]) -> None:
-    """Remove the checkpoints up to step `newest`, which is whole, that `keep` does not choose.
+    """Removes the checkpoints up to step `newest`, which is complete, that `keep` does not choose.
 
-    Those after it are of a run that went on from an earlier one: they may be damaged, so they do
-    not count. One that is being read stays until the next time, and one into which somebody has put
-    files stays for ever.
+    Later ones are of a run that resumed from an earlier step: they may be damaged. One that is
+    being read stays until the next time, and one with files of the user's stays for ever.
     """
-    found = {step: path for path in list_checkpoints(directory) if (step := _step(path)) <= newest}
-    saved = [SavedStep(step, _time(path), losses.get(step)) for step, path in found.items()]
-    for step in found.keys() - keep.choose(saved):
-        if not has_other_files(found[step]):
-            remove(found[step])
-
-
-def _step(path: Path) -> int:
-    return int(path.name.removeprefix("step-"))
+    checkpoints = list_checkpoints(directory, newest)
+    saved = [SavedStep(step, _time(path), losses.get(step)) for step, path in checkpoints.items()]
+    for step in checkpoints.keys() - keep.choose(saved):
+        path, listed = checkpoints[step], is_listed(checkpoints[step])
+        files = (p.relative_to(path).as_posix() for p in path.rglob("*") if not p.is_dir())
+        if all(map(listed, files)):
+            remove(path)
 
 
 def _time(path: Path) -> float:
     try:
         return float(read_metadata(path)["saved_at"])
-    except (OSError, ValueError, KeyError):  # damaged, or of an earlier version
+    except (OSError, ValueError, KeyError):
         return path.stat().st_mtime

@@ -1,10 +1,9 @@
-"""Weights and optimizer states under the names of checkpoint tensors, each rank with its own rows.
+"""Maps weights and optimizer states to the tensors of a checkpoint, and writes each rank's rows.
 
-So that a checkpoint can be read on any layout: the rows of q_proj are those of q_proj, whichever
-packed parameter holds them and however it is divided.
+Tensors have the names and shapes of a Hugging Face checkpoint, so any layout can read them: rows of
+q_proj are stored as q_proj, whichever packed parameter holds them and however it is sharded.
 """
 
-import dataclasses
 import hashlib
 import json
 import math
@@ -16,7 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint import StorageWriter
+from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint._hf_utils import CUSTOM_METADATA_KEY, SAVED_OFFSETS_KEY
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
@@ -51,19 +50,19 @@ from tigon.weights import (
     write_header,
 )
 
-OPTIMIZER = "optimizer."  # what the names of its states begin with
-EMA = "ema."  # and those of averages
+OPTIMIZER, EMA = "optimizer.", "ema."  # prefixes of the names of states and averages
+BLOCK = 16 << 20  # bytes that are hashed and written at a time
 
 
 class Chunk(NamedTuple):
-    offsets: tuple[int, ...]  # in the whole tensor, where these rows begin
+    offsets: tuple[int, ...]  # of the first row, in the full tensor
     rows: Tensor
 
 
 class LocalRows(Tensor):
-    """The rows of a checkpoint tensor that this rank has, for torch.distributed.checkpoint.
+    """This rank's rows of a checkpoint tensor, for torch.distributed.checkpoint.
 
-    Its planner takes only tensors and asks them for these three methods, as it asks a DTensor.
+    Its planner takes only tensors, and calls these three methods as it does for a DTensor.
     """
 
     chunks: tuple[Chunk, ...]
@@ -105,112 +104,104 @@ class LocalRows(Tensor):
 
 
 State = dict[str, LocalRows]
+ParameterRows = Mapping[str, tuple[Tensor, int]]  # this rank's rows of each parameter, their first
 
 
 def full_state(model: CausalLM, optimizer: Optimizer | None, ema: Ema | None) -> State:
-    """Weights and, if given, optimizer states and average."""
+    """Returns this rank's rows of the weights, the optimizer states and the average (ema.NAME)."""
     state = weight_state(model)
     if optimizer is not None:
         state |= optimizer_states(model, optimizer)
     if ema is not None:
-        state |= ema_state(model, ema)
+        parameters = dict(model.named_parameters())
+        rows = {n: (value, local_rows(n, parameters[n])[1]) for n, value in ema.values.items()}
+        state |= _checkpoint_tensors(rows, model, EMA)
     return state
 
 
 def weight_state(model: CausalLM) -> State:
-    """By name of the checkpoint tensor; a tied one once. Of a model with an adapter that alone."""
-    adapter, every = model.active_adapter, dict(model.named_parameters())
-    chosen = every if adapter is None else adapter_parameters(model, adapter)
-    own = {name: local_rows(name, p) for name, p in chosen.items()}
-    return _shards_by_tensor(own, model)
-
-
-def ema_state(model: CausalLM, ema: Ema) -> State:
-    """As `weights`, named ema.NAME; of the parameters that are trained."""
+    """Returns the weights, a tied one once; only the adapter's if the model has one."""
     parameters = dict(model.named_parameters())
-    own = {n: (value, local_rows(n, parameters[n])[1]) for n, value in ema.values.items()}
-    return _shards_by_tensor(own, model, EMA)
+    if model.active_adapter is not None:
+        parameters = adapter_parameters(model, model.active_adapter)
+    return _checkpoint_tensors({name: local_rows(name, p) for name, p in parameters.items()}, model)
 
 
 def optimizer_states(model: CausalLM, optimizer: Optimizer) -> State:
-    """As `weights`, named optimizer.STATE.NAME; all zeros before the first step.
+    """Returns the states as optimizer.STATE.NAME; zeros before the first step.
 
-    A state is sharded as its parameter is, or has the same rows on each rank, perhaps of another
-    length. What an optimizer counts for a parameter as one number, all its parts have.
+    A state is one number, which each checkpoint tensor of a packed parameter gets, or has the rows
+    of its parameter, perhaps with fewer columns (scales of blocks).
     """
-    layout = run_layout(model)
-    parameters = dict(model.named_parameters())
-    rows: dict[str, dict[str, tuple[Tensor, int]]] = {}
-    found: State = {}
-    new = not optimizer.state
+    is_new = not optimizer.state
     by_parameter: dict[str, Any] = dict(get_optimizer_state_dict(model, optimizer))
-    if new:  # torch makes states by a step that changes no weight, but counts
+    if is_new:  # torch makes states by a step that changes no weight, but counts
         for values in optimizer.state.values():
             if "step" in values:
                 values["step"].zero_()
+    layout, parameters = run_layout(model), dict(model.named_parameters())
+    rows: dict[str, dict[str, tuple[Tensor, int]]] = {}
+    state: State = {}
     for name, values in by_parameter["state"].items():
-        own, first = local_rows(name, parameters[name])
+        weight, first = local_rows(name, parameters[name])
         for kind, value in values.items():
-            state = local(value)
-            if isinstance(state, Tensor) and _same_rows(state, own):
-                rows.setdefault(kind, {})[name] = (state.detach(), first)
-            elif isinstance(state, Tensor) and state.numel() == 1:
-                one = Chunk((0,), state.detach().view(1))
-                for part in layout[name]:
-                    found[f"{OPTIMIZER}{kind}.{part.name}"] = LocalRows((1,), one.rows.dtype, [one])
+            part = local(value)
+            if isinstance(part, Tensor) and _has_same_rows(part, weight):
+                rows.setdefault(kind, {})[name] = (part.detach(), first)
+            elif isinstance(part, Tensor) and part.numel() == 1:
+                one = Chunk((0,), part.detach().view(1))
+                for tensor in layout[name]:
+                    key = f"{OPTIMIZER}{kind}.{tensor.name}"
+                    state[key] = LocalRows((1,), one.rows.dtype, [one])
             else:
                 raise TypeError(
                     f"the optimizer's {kind} of {name} cannot be saved: it is neither one number "
                     f"nor a tensor with the parameter's rows, but {value!r}"
                 )
-    for kind, own_of in rows.items():
-        found |= _shards_by_tensor(own_of, model, f"{OPTIMIZER}{kind}.")
-    return found
+    for kind, rows_of_kind in rows.items():
+        state |= _checkpoint_tensors(rows_of_kind, model, f"{OPTIMIZER}{kind}.")
+    return state
 
 
-def _same_rows(state: Tensor, own: Tensor) -> bool:
-    """All dimensions of this rank's rows but perhaps the last one of a matrix."""
-    return state.shape == own.shape or (own.dim() > 1 and state.shape[:-1] == own.shape[:-1])
+def _has_same_rows(state: Tensor, weight: Tensor) -> bool:
+    return state.shape == weight.shape or (
+        weight.dim() > 1 and state.shape[:-1] == weight.shape[:-1]
+    )
 
 
 def run_layout(model: CausalLM) -> Layout:
-    """All experts of a layer in one tensor: thousands of small ones would take long to plan."""
+    """Returns the layout with all experts of a layer in one tensor: thousands of small ones would
+    take long to plan."""
     return model.layout(stacked_experts=True)
 
 
-def _shards_by_tensor(
-    own: Mapping[str, tuple[Tensor, int]], model: CausalLM, prefix: str = ""
-) -> State:
-    """`own`: of each parameter this rank's rows, and which of the whole is the first."""
+def _checkpoint_tensors(rows: ParameterRows, model: CausalLM, prefix: str = "") -> State:
+    """Divides rows of (packed) parameters into those of checkpoint tensors."""
     layout, parameters = run_layout(model), dict(model.named_parameters())
-    shapes: dict[str, tuple[int, ...]] = {}
-    dtypes: dict[str, torch.dtype] = {}
-    chunks: dict[str, list[Chunk]] = {}
-    for parameter, (held, first) in own.items():
-        shape = parameters[parameter].shape
-        for part in layout[parameter]:
-            if held.shape[-1:] != shape[-1:] and len(shape) > 1:  # a number for several elements
-                part = _coarser(part, shape[-1] // held.shape[-1])
-            name = prefix + part.name
-            shapes[name], dtypes[name] = part.shape, held.dtype
-            slices = local_blocks(part, shape, held, first)
-            chunks.setdefault(name, []).extend(Chunk(at, rows) for at, rows in slices)
-    return {name: LocalRows(shapes[name], dtypes[name], chunks[name]) for name in shapes}
+    state: State = {}
+    for name, (local_part, first) in rows.items():
+        shape = parameters[name].shape
+        for part in layout[name]:
+            if local_part.shape[-1:] != shape[-1:] and len(shape) > 1:
+                part = _block_slice(part, shape[-1] // local_part.shape[-1])
+            key = prefix + part.name
+            blocks = local_blocks(part, shape, local_part, first)
+            chunks = (*(state[key].chunks if key in state else ()), *map(Chunk._make, blocks))
+            state[key] = LocalRows(part.shape, local_part.dtype, chunks)
+    return state
 
 
-def _coarser(part: TensorSlice, block: int) -> TensorSlice:
-    """Of a tensor with one number for each `block` elements of a row."""
+def _block_slice(part: TensorSlice, block: int) -> TensorSlice:
+    """Returns the slice of a tensor with one number for each `block` elements of a row."""
     spans = part.spans
     if spans:
         spans = (*spans[:-1], RowSpan(*(n // block for n in spans[-1])))
     return replace(part, shape=(*part.shape[:-1], part.shape[-1] // block), spans=spans)
 
 
-# torch's HuggingFaceStorageWriter makes a second copy of all that a rank saves before it writes
-# the first byte, keeps only the last of several slices of one tensor, syncs a file before its
-# buffer is written, and knows no checksums.
-
-BLOCK = 16 << 20  # bytes that are hashed and written at a time
+# torch's HuggingFaceStorageWriter copies all that a rank saves before it writes the first byte,
+# keeps only the last of several slices of one tensor, syncs a file before its buffer is written,
+# and knows no checksums.
 
 
 class FileResult(NamedTuple):
@@ -218,33 +209,23 @@ class FileResult(NamedTuple):
     sha256: str
 
 
-class Writer(StorageWriter):
-    """Every rank writes weights-RANK, optimizer-RANK and ema-RANK.safetensors; then rank 0 calls
-    `commit`."""
+class Writer(FileSystemWriter):
+    """Writes weights-RANK, optimizer-RANK and ema-RANK.safetensors on every rank; then rank 0 calls
+    `commit` with the checksum of every file."""
 
     def __init__(self, directory: Path, commit: Callable[[Mapping[str, str]], None]) -> None:
-        """`commit` gets the checksum of every file."""
+        super().__init__(directory)
         self.directory, self.commit = directory, commit
 
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        pass  # for one checkpoint only
-
-    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        pass
-
-    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        return plan
-
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """On rank 0."""
-        require_space(
-            self.directory.parent, sum(_nbytes(item) for plan in plans for item in plan.items)
-        )
-        return [dataclasses.replace(p, storage_data=rank) for rank, p in enumerate(plans)]
+        """Checks the free space and numbers the ranks; rank 0 calls this."""
+        needed = sum(_nbytes(item) for plan in plans for item in plan.items)
+        require_space(self.directory.parent, needed)
+        return [replace(plan, storage_data=rank) for rank, plan in enumerate(plans)]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         results = []
-        for name, items in _files(plan.items, plan.storage_data).items():
+        for name, items in _assign_files(plan.items, plan.storage_data).items():
             path = self.directory / name
             with explain_full_disk(path, sum(map(_nbytes, items))):
                 written = FileResult(name, _write(path, items, planner))
@@ -254,44 +235,37 @@ class Writer(StorageWriter):
         return done
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """On rank 0, after all have written."""
+        """Commits the checkpoint; rank 0 calls this when all ranks have written."""
         self.commit(dict(result.storage_data for rank in results for result in rank))
 
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        return True
 
+def _assign_files(items: Sequence[WriteItem], rank: int) -> dict[str, list[WriteItem]]:
+    """Returns the items by file name; a further slice of the same tensor goes to a further file.
 
-def _files(items: Sequence[WriteItem], rank: int) -> dict[str, list[WriteItem]]:
-    """By name; a file has one slice of a tensor, so further ones of this rank go to further files.
-
-    Large elements first, so that all are aligned.
+    Large elements come first, so that all are aligned.
     """
-    found: dict[str, list[WriteItem]] = {}
+    files: dict[str, list[WriteItem]] = {}
     seen: dict[str, int] = {}
     for item in items:
         name = item.index.fqn
         count = seen[name] = seen.get(name, -1) + 1
-        kind = "weights"
-        if name.startswith((OPTIMIZER, EMA)):
-            kind = name.partition(".")[0]
-        again = f"-{count}" if count else ""
-        found.setdefault(f"{kind}-{rank:05d}{again}.safetensors", []).append(item)
-    for group in found.values():
+        kind = name.partition(".")[0] if name.startswith((OPTIMIZER, EMA)) else "weights"
+        suffix = f"-{count}" if count else ""
+        files.setdefault(f"{kind}-{rank:05d}{suffix}.safetensors", []).append(item)
+    for group in files.values():
         group.sort(key=lambda item: (-_data(item).properties.dtype.itemsize, item.index.fqn))
-    return found
+    return files
 
 
 def _write(path: Path, items: Sequence[WriteItem], planner: SavePlanner) -> str:
-    """Tensor by tensor; the file's checksum."""
+    """Writes a file tensor by tensor; returns its checksum."""
     offsets = {i.index.fqn: {SAVED_OFFSETS_KEY: list(_data(i).chunk.offsets)} for i in items}
     header = write_header(
         [(i.index.fqn, _data(i).chunk.sizes, _data(i).properties.dtype) for i in items],
         {"format": "pt", CUSTOM_METADATA_KEY: json.dumps(offsets)},
     )
-    digest = hashlib.sha256()
+    digest = hashlib.sha256(header)
     with open(path, "xb") as file:
-        digest.update(header)
         file.write(header)
         for item in items:
             content = tensor_bytes(planner.resolve_data(item))  # type: ignore[arg-type]

@@ -10,8 +10,7 @@ from collections.abc import Mapping
 from concurrent.futures import Future
 from contextlib import ExitStack
 from pathlib import Path
-from types import TracebackType
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -28,10 +27,12 @@ from tigon.train.checkpoint.files import (
     KeepPolicy,
     clean,
     first_cause,
+    gather_objects,
     is_listed,
     prune,
     read_lock,
     remove,
+    shorten,
     write_sums,
 )
 from tigon.train.checkpoint.format import Chunk, LocalRows, State, Writer, full_state
@@ -41,34 +42,35 @@ from tigon.train.optim import Ema
 from tigon.utils.memory import CGROUP
 from tigon.weights import all_finite, carry_over_files, explain_full_disk, fsync
 
+KEEP = KeepPolicy()
+
 
 class SaveError(OSError):
     """A checkpoint or an export could not be written; those before it are untouched."""
 
 
-def has_failed(writing: Future[Any]) -> bool:
-    return writing.done() and writing.exception() is not None
-
-
 class BackgroundWriter(ABC):
-    """Leaving its `with` block waits for what is being written, and raises what stopped it."""
+    """Writes files while training goes on; leaving its `with` block waits, and raises errors."""
+
+    pending: Future[Any] | None = None  # what is being written
 
     @abstractmethod
     def wait(self) -> None:
-        """Until it is on the disk; raises SaveError, on all ranks, if it failed."""
+        """Waits until it is on the disk; raises SaveError, on all ranks, if it failed."""
 
     @property
-    @abstractmethod
     def failed(self) -> bool:
-        """Whether this rank knows already that what is being written cannot be: `wait` raises it,
-        and soon on the other ranks too, which are told what one of them met."""
+        """Whether this rank knows already that `wait` will raise."""
+        return (
+            self.pending is not None
+            and self.pending.done()
+            and self.pending.exception() is not None
+        )
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         try:
             self.wait()
         except SaveError as second:
@@ -84,82 +86,66 @@ def check_finite(
     *,
     dtype: torch.dtype | None = None,
 ) -> None:
-    """Raises FloatingPointError, naming the first, where a weight, a state or an average is NaN or
+    """Raises FloatingPointError, naming the first, if a weight, a state or an average is NaN or
     infinite, or would be in `dtype`.
 
-    In a process group every rank calls this and all raise alike; one collective, and one wait for
-    the device.
+    In a process group every rank calls this and all raise the same error. It takes one collective,
+    and one wait for the device.
     """
-    found = [(name, p.detach()) for name, p in model.named_parameters()]
+    tensors = {name: p.detach() for name, p in model.named_parameters()}
     if optimizer is not None:
         for name, p in model.named_parameters():
             states = optimizer.state.get(p, {}).items()
-            found += [(f"{kind} of {name}", s) for kind, s in states if isinstance(s, Tensor)]
+            tensors |= {f"{kind} of {name}": s for kind, s in states if isinstance(s, Tensor)}
     if ema is not None:
-        found += [(f"average of {name}", value) for name, value in ema.values.items()]
-    own = [(name, local(t)) for name, t in found]
-    floating = [(name, t) for name, t in own if t.is_floating_point() and t.numel()]
+        tensors |= {f"average of {name}": value for name, value in ema.values.items()}
+    parts = {name: local(t) for name, t in tensors.items()}
+    parts = {name: t for name, t in parts.items() if t.is_floating_point() and t.numel()}
     most = math.inf if dtype is None else torch.finfo(dtype).max
-    device = next(model.parameters()).device
-    good = all_finite([t for _, t in floating], device, most=most).float()
+    good = all_finite(parts.values(), next(model.parameters()).device, most=most).float()
     if dist.is_initialized():
         dist.all_reduce(good, dist.ReduceOp.MIN)
     if good.item():
         return
-    bad = [name for name, t in floating if not all_finite([t], t.device, most=most)]
-    everywhere: list[list[str] | None] = [bad]
-    if dist.is_initialized():
-        everywhere = [None] * dist.get_world_size()
-        dist.all_gather_object(everywhere, bad)
-    names = sorted({name for names in everywhere for name in names or ()})
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    bad = [name for name, t in parts.items() if not all_finite([t], t.device, most=most)]
+    names = sorted({name for of_rank in gather_objects(bad) for name in of_rank})
     where = "" if dtype is None else f" in {dtype}"
-    raise FloatingPointError(f"not finite{where}: {', '.join(names[:3])}{more}")
+    raise FloatingPointError(f"not finite{where}: {shorten(names)}")
 
 
 def available_memory(meminfo: Path = Path("/proc/meminfo"), cgroup: Path = CGROUP) -> int:
-    """Bytes that this process may still take; where nobody says, more than any machine has."""
-    found = [1 << 60]
+    """Returns the bytes that this process may still take; 2**60 if nothing limits them."""
+    limits = [1 << 60]
     if meminfo.is_file():
         lines = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
         if "MemAvailable" in lines:
-            found.append(int(lines["MemAvailable"].split()[0]) * 1024)
+            limits.append(int(lines["MemAvailable"].split()[0]) * 1024)
     try:
         limit = (cgroup / "memory.max").read_text().strip()
         if limit != "max":
             stat = dict(line.split() for line in (cgroup / "memory.stat").read_text().splitlines())
             used = int((cgroup / "memory.current").read_text()) - int(stat["inactive_file"])
-            found.append(int(limit) - used)
+            limits.append(int(limit) - used)
     except (OSError, ValueError, KeyError):
         pass  # no limit that can be read
-    return min(found)
+    return min(limits)
 
 
 def fits_in_memory(needed: int, world: World) -> bool:
-    """Whether the host of every rank has `needed` bytes for each of its ranks, and a tenth more.
+    """Returns whether every host has `needed` bytes for each of its ranks, and a tenth more.
 
-    Every rank calls this, each with its own number.
+    Every rank calls this, each with its number of bytes.
     """
-    local = int(os.environ.get("LOCAL_WORLD_SIZE", world.size))
-    return not world.all_reduce_max_int(1.1 * needed * local >= available_memory())
-
-
-KEEP = KeepPolicy()
-
-
-class _Saving(NamedTuple):
-    target: Path
-    partial: Path
-    done: Future[Any]
-    lock: ExitStack
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", world.size))
+    return not world.all_reduce_max_int(1.1 * needed * ranks >= available_memory())
 
 
 class Saver(BackgroundWriter):
-    """The checkpoints of one run. Every rank makes one and calls its methods alike.
+    """Writes the checkpoints of one run. Every rank makes one and calls the same methods.
 
     With `background`, `save` returns when weights and states are copied into host memory, and the
     copy is written while training goes on; the next `save`, `wait` and leaving the `with` block
-    wait for it and raise what stopped it.
+    wait for it and raise its errors.
     """
 
     def __init__(
@@ -167,12 +153,12 @@ class Saver(BackgroundWriter):
     ) -> None:
         self.directory, self.metrics = run_dir / "checkpoints", run_dir / "metrics.jsonl"
         self.world, self.keep, self.background = world, keep, background
-        # Its own group: the thread that writes would else mix its messages with the training's
+        # A separate group: the writer's messages would mix with those of training
         self._group = dist.new_group(backend="gloo")
         self._stager = _Stager()
-        self._saving: _Saving | None = None
-        self._began = 0.0
-        self.seconds = 0.0  # that the last whole checkpoint took, from `save` to the disk
+        self._target, self._partial, self._lock = self.directory, self.directory, ExitStack()
+        self._start_time = 0.0
+        self.seconds = 0.0  # that the last checkpoint took, from `save` to the disk
 
     def save(
         self,
@@ -180,16 +166,16 @@ class Saver(BackgroundWriter):
         model: CausalLM,
         optimizer: Optimizer,
         tokenizer: Tokenizer,
-        facts: Mapping[str, Any],
+        metadata: Mapping[str, Any],
         ema: Ema | None = None,
     ) -> Path:
-        """Write checkpoints/step-N, whose run.json has `facts`; then remove what need not stay.
+        """Writes checkpoints/step-N, whose run.json has `metadata`; then prunes older ones.
 
         Raises FloatingPointError if a weight or a state is not finite, and SaveError if this or
         the save before it cannot be written.
         """
         self.wait()
-        self._began = time.monotonic()
+        self._start_time = time.monotonic()
         target = self.directory / f"step-{step:08d}"
         try:
             check_finite(model, optimizer, ema)
@@ -210,11 +196,11 @@ class Saver(BackgroundWriter):
             "saved_at": time.time(),
             "ranks": self.world.size,
             "stacked_experts": model.config.source.stacked_experts,
-            **facts,
+            **metadata,
         }
 
         def commit(sums: Mapping[str, str]) -> None:
-            """On rank 0, when every rank has written: nothing has the final name before."""
+            """Adds small files and gives the final name; rank 0 calls this after all writes."""
             with explain_full_disk(partial, needed):
                 write_description(partial, model.config, model.generation_config, tokenizer)
                 (partial / RUN).write_text(json.dumps(content, indent=2) + "\n")
@@ -223,53 +209,54 @@ class Saver(BackgroundWriter):
                     fsync(path)
             self._publish(partial, target, step)
 
-        writer = Writer(partial, commit)
+        options: dict[str, Any] = {
+            "storage_writer": Writer(partial, commit),
+            "process_group": self._group,
+        }
+        self._target, self._partial, self._lock = target, partial, lock
         if self.background and self._stager.fits(state, self.world):
-            done = dcp.async_save(
-                dict(state),
-                storage_writer=writer,
-                process_group=self._group,
-                async_stager=self._stager,
-            )
-            assert isinstance(done, Future)
-            done.add_done_callback(self._measure)
-            self._saving = _Saving(target, partial, done, lock)
+            pending = dcp.async_save(dict(state), async_stager=self._stager, **options)
+            assert isinstance(pending, Future)
+            pending.add_done_callback(self._measure)
+            self.pending = pending
             return target
-        done = Future()
+        self.pending = Future()
         try:
-            dcp.save(dict(state), storage_writer=writer, process_group=self._group)
-            done.set_result(None)
-            self._measure(done)
+            dcp.save(dict(state), **options)
+            self.pending.set_result(None)
+            self._measure(self.pending)
         except (Exception, CheckpointException) as error:
-            done.set_exception(error)
-        self._saving = _Saving(target, partial, done, lock)
+            self.pending.set_exception(error)
         self.wait()
         return target
 
-    @property
-    def writing(self) -> bool:
-        """Whether a checkpoint may not be on the disk yet."""
-        return self._saving is not None
-
-    @property
-    def failed(self) -> bool:
-        return self._saving is not None and has_failed(self._saving.done)
+    def wait(self) -> None:
+        if self.pending is None:
+            return
+        pending, self.pending = self.pending, None
+        with self._lock:
+            try:
+                pending.result()
+            except (Exception, CheckpointException) as error:
+                if self.world.main:
+                    shutil.rmtree(self._partial, ignore_errors=True)
+                raise SaveError(f"{self._target} was not written: {first_cause(error)}") from error
 
     def expected(self) -> float:
-        """Seconds after which a checkpoint begun now would be on the disk, going by the last one;
-        0 where none is known."""
-        pending = 0.0
-        if self._saving is not None and not self._saving.done.done():
-            pending = max(0.0, self._began + self.seconds - time.monotonic())
-        return pending + self.seconds
+        """Returns the seconds until a checkpoint that begins now is on the disk, going by the last
+        one; 0 before the first."""
+        remaining = 0.0
+        if self.pending is not None and not self.pending.done():
+            remaining = max(0.0, self._start_time + self.seconds - time.monotonic())
+        return remaining + self.seconds
 
     def _measure(self, done: Future[Any]) -> None:
         if done.exception() is None:
-            self.seconds = time.monotonic() - self._began
+            self.seconds = time.monotonic() - self._start_time
 
     def _publish(self, partial: Path, target: Path, step: int) -> None:
-        """Give a whole checkpoint its name, and remove those that need not stay."""
-        # An older one is damaged, or of a run that was resumed from before it
+        """Gives a complete checkpoint its name, and prunes older ones."""
+        # An older one of this name is damaged, or of a run that was resumed from before it
         if target.is_dir() and not target.is_symlink():
             carry_over_files(target, partial, is_listed(target))
         if not remove(target):
@@ -283,24 +270,12 @@ class Saver(BackgroundWriter):
                 if row.get("eval_loss") is not None
             }
             prune(self.directory, step, self.keep, losses)
-        except OSError as error:  # the new one is whole
+        except OSError as error:  # the new one is complete
             self.world.log_rank0(f"an older checkpoint could not be removed: {error}")
-
-    def wait(self) -> None:
-        if self._saving is None:
-            return
-        saving, self._saving = self._saving, None
-        with saving.lock:
-            try:
-                saving.done.result()
-            except (Exception, CheckpointException) as error:
-                if self.world.main:
-                    shutil.rmtree(saving.partial, ignore_errors=True)
-                raise SaveError(f"{saving.target} was not written: {first_cause(error)}") from error
 
 
 class _Stager(AsyncStager):
-    """Copies into host memory, pinned for a GPU's sake, which is kept for the next time."""
+    """Copies states into buffers in host memory, pinned for a GPU, which the next save reuses."""
 
     _synchronize_after_execute = False  # `stage` returns when all is copied
 
@@ -309,7 +284,7 @@ class _Stager(AsyncStager):
         self._fits: bool | None = None
 
     def fits(self, state: State, world: World) -> bool:
-        """Whether every rank's host has the memory, with a tenth of it to spare; asked once."""
+        """Returns whether every host has memory for the copies; only the first call measures."""
         if self._fits is None:
             needed = sum(c.rows.nbytes for rows in state.values() for c in rows.chunks)
             self._fits = fits_in_memory(needed, world)

@@ -439,7 +439,7 @@ class FusedUpdate:
 
     def _kernel_on(self, device: torch.device) -> FusedAdamW:
         if self._kernel is None:
-            codes = CodeTables.of(*(tables(signed, device) for signed in (True, False)))
+            codes = CodeTables.build(*(tables(signed, device) for signed in (True, False)))
             self._kernel = FusedAdamW(self.stochastic, codes)
         return self._kernel
 

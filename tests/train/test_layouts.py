@@ -1,0 +1,263 @@
+"""Runs whose ranks share rows, layers, experts or weights (gloo, FSDP2), against one process."""
+
+import json
+from typing import Any
+
+import pytest
+
+from tests.small import EXPERTS, LLAMA, WORDS, write_model
+from tests.train import preferences
+from tests.train.layouts import TOLERANCE, assert_same_run, assert_same_tensors, train_once
+from tigon.models import MODELS
+from tigon.parallel import check_experts
+from tigon.train import checkpoint, main
+from tigon.train.config import Parallel
+from tigon.train.export import convert_checkpoint
+
+SHARED = {"model_type": "qwen2_moe", "shared_expert_intermediate_size": 24}
+EIGHT_EXPERTS = EXPERTS | {"num_experts": 8}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "mixtral": {"model_type": "mixtral", "num_local_experts": 8, "intermediate_size": 40},
+    "qwen2_moe": EIGHT_EXPERTS | SHARED,
+    "qwen3_moe": EIGHT_EXPERTS,
+}
+MODEL_CHANGES: dict[str, dict[str, Any]] = FAMILIES | {
+    "teacher": {"num_hidden_layers": 1},
+    "few": {"num_attention_heads": 2, "num_key_value_heads": 1},
+    "one head": {"num_attention_heads": 1, "num_key_value_heads": 1},
+    # Eight ranks have a query head each, and four of them the same kv head
+    "eight heads": {"num_attention_heads": 8, "hidden_size": 48, "head_dim": 6},
+    "wide": {"head_dim": 128, "intermediate_size": 512},
+    "two heads": EXPERTS | {"num_attention_heads": 2},
+    "five experts": EXPERTS,
+}
+SAME = {"steps": 3, "seq_len": 67, "batch_size": 2, "max_grad_norm": 0.1}  # odd
+# Adam divides a gradient by its size: where that is near eps, its rounding errors are as large as
+# the step. They are not with a larger eps.
+LONG = {"steps": 5, "warmup_steps": 2, "export": "true", "eps": 1e-6, "save_every": 2}
+LONG |= {"keep_last": 0, "batch_size": 8}
+MOE = {"batch_size": 8, "export": "true", "router_aux_loss_coef": 0.5, "ema_decay": 0.5}
+MOE |= {"save_every": 2, "keep_last": 0, "model": "qwen3_moe"}
+RECOMPUTED = {"activation_checkpointing": "true"}
+FROZEN = {"parameter_groups": "[{match: '*.layers.0.*', freeze: true}]", "micro_batch_size": 1}
+BALANCED = {"task": "pretrain", "data": "text", "router_aux_loss_coef": 0.5}
+DPO, REWARD = {"task": "dpo", "data": "pairs"}, {"task": "reward", "data": "pairs"}
+DISTILLED = {"task": "distill", "teacher": "teacher"}
+KINDS: dict[str, dict[str, Any]] = {
+    "seen": {
+        "steps": 2, "sample_tokens": 4, "sample_prompts": "[a model]", "metrics": "entropy",
+        "predictions": "true", "eval_data": "held out",
+    },
+    "sft": {"steps": 5, "save_every": 2, "keep_last": 0} | RECOMPUTED,
+    "lines": {"packing": "false", "logits_to_keep": 6, "loss_reduction": "sequence"},
+    "two heads": BALANCED | {"model": "two heads"},
+    "five experts": BALANCED | {"model": "five experts"},
+    "lora": {"packing": "false", "lr": 1e-2, "lora.rank": 3, "lora.dropout": 0.3} | RECOMPUTED,
+    "dpo": DPO,
+    "orpo": {"task": "orpo", "data": "pairs", "activation_checkpointing": 2},
+    "kto": {"task": "kto", "data": "kto"},
+    "grpo": {"task": "grpo", "data": "grpo", "beta": 0.1, "loss_type": "grpo"},
+    "reward": REWARD,
+    "reward-lora": REWARD | {"lora.rank": 3, "lora.merge": "true", "export": "true"},
+    "distill": DISTILLED | {"cross_entropy_weight": 0.3},
+    "zero": {"sharding": "gradients"},
+    # A teacher whose heads are divided in another way
+    "few heads": DISTILLED | {"model": "few"} | RECOMPUTED,
+    "few heads dpo": DPO | {"model": "few", "reference": "one head"},
+    "few heads self": DPO | {"model": "few"},
+    "eight heads": {"model": "eight heads", "export": "true", "batch_size": 8},
+    "adamw": LONG,
+    "muon": LONG | {"optimizer": "muon"},
+    "average": LONG | {"ema_decay": 0.5} | RECOMPUTED,
+    "average of experts": LONG | {"ema_decay": 0.5, "router_aux_loss_coef": 0.5} | RECOMPUTED
+    | {"model": "five experts"},
+    "frozen": LONG | {"ema_decay": 0.5, "batch_size": 2} | FROZEN,
+    "wide 8bit": LONG | {"optimizer": "adamw_8bit", "model": "wide"},
+    "mixtral": MOE | {"model": "mixtral"},
+    "qwen2_moe": MOE | {"model": "qwen2_moe", "eval_data": "held out"},
+    "qwen3_moe": MOE,
+    "moe 8bit": MOE | {"optimizer": "adamw_8bit"},
+    "moe muon": MOE | {"optimizer": "muon"},
+    # A row on each of two ranks, or both on one: their micro-batches are not balanced alike
+    "moe in backward": MOE | {"optimizer_in_backward": "true", "max_grad_norm": 0, "batch_size": 2}
+    | {"router_aux_loss_coef": 0},
+    # Rows with padding on some ranks, and none on others
+    "moe recomputed": MOE | {"packing": "false", "truncate": "true"} | RECOMPUTED,
+    "moe dpo": MOE | DPO | {"reference": "qwen2_moe", "batch_size": 4},
+}  # fmt: skip
+LOOSE = {  # tolerances of what is logged, and of weights
+    # DPO's gradient is a small difference of two sums: on some CPUs 1.3e-5 is rounding
+    "dpo": (3 * TOLERANCE, 3 * TOLERANCE),
+    # What is rounded the other way moves its weight a little
+    "moe 8bit": (TOLERANCE, 1e-4),
+    "wide 8bit": (1e-4, 1e-3),
+}
+OBJECTIVES = ["seen", "sft", "lines", "two heads", "lora", "dpo", "orpo", "kto", "grpo", "reward"]
+OBJECTIVES += ["distill", "zero", "few heads", "few heads dpo"]
+WAYS: dict[str, tuple[int, dict[str, int], list[str]]] = {  # ranks, what they share, kinds of runs
+    "context": (2, {"context": 2}, OBJECTIVES),
+    "two groups": (4, {"context": 2}, ["sft", "two heads", "dpo"]),
+    "one row": (4, {"context": 4}, ["few heads", "few heads dpo", "two heads"]),
+    "replicated rows": (4, {"replicate": 2, "context": 2}, ["lines"]),
+    "tensor": (
+        2, {"tensor": 2},
+        ["seen", "lines", "five experts", "dpo", "kto", "distill", "reward", "reward-lora",
+         "frozen", "wide 8bit"],
+    ),
+    "tensor of rows": (
+        4, {"tensor": 2, "context": 2}, ["lines", "five experts", "dpo", "reward", "few heads self"]
+    ),
+    "fsdp": (2, {}, []),
+    "replicas": (4, {"replicate": 2, "fsdp": 2}, ["adamw", "muon"]),
+    "fsdp tensor": (4, {"fsdp": 2, "tensor": 2}, ["average", "average of experts"]),
+    "expert": (2, {"expert": 2}, [*FAMILIES, "moe 8bit", "moe dpo"]),
+    "expert of four": (4, {"expert": 2}, ["qwen3_moe"]),
+    "expert all": (4, {"expert": 4}, ["qwen3_moe"]),
+    "expert replicas": (4, {"replicate": 2, "expert": 2}, ["qwen3_moe", "moe recomputed"]),
+    "expert context": (4, {"context": 2, "expert": 2}, ["qwen3_moe"]),
+    "expert tensor": (
+        4, {"tensor": 2, "expert": 4},
+        [*FAMILIES, "moe dpo", "moe recomputed", "moe muon", "moe in backward"],
+    ),
+    # Dense layers without FSDP, and experts that two ranks have
+    "expert tensor alone": (4, {"tensor": 4, "expert": 2}, ["qwen2_moe"]),
+    "eight tensor": (8, {"tensor": 8}, ["eight heads"]),
+    "eight fsdp tensor": (8, {"fsdp": 4, "tensor": 2}, ["eight heads"]),
+    "eight all": (8, {"fsdp": 2, "context": 2, "tensor": 2}, ["eight heads"]),
+    "eight expert": (8, {"expert": 8}, ["qwen3_moe"]),
+    "eight expert tensor": (8, {"fsdp": 4, "tensor": 2, "expert": 4}, ["qwen3_moe"]),
+    # Experts that two ranks of each replica have
+    "eight every one": (
+        8, {"replicate": 2, "context": 2, "tensor": 2, "expert": 2}, ["qwen3_moe"],
+    ),
+}  # fmt: skip
+FAST = [("context", "seen"), ("tensor", "seen"), ("expert", "qwen3_moe"), ("replicas", "adamw")]
+CASES = FAST + [(w, k) for w, (*_, kinds) in WAYS.items() for k in kinds if (w, k) not in FAST]
+RESUMED = [
+    ("sft", "context", "one"), ("sft", "one", "one row"), ("adamw", "replicas", "fsdp"),
+    ("muon", "replicas", "fsdp"), ("average", "fsdp tensor", "one"), ("average", "one", "tensor"),
+    ("average of experts", "fsdp tensor", "one"), ("average of experts", "one", "tensor"),
+    ("frozen", "tensor", "one"), ("frozen", "tensor", "tensor"), ("wide 8bit", "tensor", "one"),
+    ("wide 8bit", "one", "tensor"), ("wide 8bit", "one", "fsdp tensor"),
+    ("wide 8bit", "tensor", "tensor"), ("qwen3_moe", "expert tensor", "one"),
+    ("qwen3_moe", "one", "expert"), ("qwen3_moe", "expert of four", "expert tensor"),
+    ("moe 8bit", "expert", "one"),
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def make(workspace) -> Any:
+    """Trains a run in one of WAYS, or on one rank, unless a test has done it; returns its name."""
+    root = workspace.root
+    (root / "text.txt").write_text(" ".join(WORDS * 30))
+    files = {
+        "text": root / "text.txt",
+        "pairs": preferences.write(root / "pairs.jsonl", preferences.pairs(9, 5)),
+        "kto": preferences.write(root / "kto.jsonl", preferences.labelled(9, 5)),
+        "grpo": preferences.write(root / "grpo.jsonl", preferences.rewarded(5)),
+        "held out": f"[{{path: {workspace.held_out}, name: some}}]",
+    }
+    hooks = "[tests.train.watching:report, tests.train.watching:FirstAnswers]"
+    watched = {"hooks": hooks, "return_logits": "true", "eval_return_logits": "false"}
+
+    def resolve(name: str, value: Any) -> Any:
+        if name in ("model", "reference", "teacher"):
+            path = root / f"model {value}"
+            return path if path.exists() else write_model(path, **MODEL_CHANGES[value])
+        return files[value] if name in ("data", "eval_data") else value
+
+    def run(way: str, kind: str, source: str | None = None) -> str:
+        name = f"{kind}-{way}" if source is None else f"{source}-{way}"
+        ranks, parallel, _ = WAYS.get(way, (1, {}, []))
+        changes = {f"parallel.{dimension}": size for dimension, size in parallel.items()}
+        if kind == "seen" and "tensor" not in parallel:
+            changes |= watched
+        if kind == "moe in backward" and ranks == 1:
+            changes["micro_batch_size"] = 2
+        if source is not None:
+            changes["resume"] = root / source / "checkpoints/step-00000002"
+        values = SAME | {name: resolve(name, value) for name, value in KINDS[kind].items()}
+        cache = {"TIGON_CACHE": f"{root}/cache-{way}"}  # references are computed anew
+        report = {"REPORT": f"{root}/report-{way}"}
+        return train_once(ranks, workspace.settings(name, **values | changes), **cache | report)
+
+    return run
+
+
+def assert_same(workspace, kind: str, one: str, other: str, first: int = 0) -> None:
+    tolerance, weights = LOOSE.get(kind, (TOLERANCE, TOLERANCE))
+    absolute = weights if LONG.items() <= KINDS[kind].items() or "moe" in kind else 0.0
+    keys = ("loss", "grad_norm") if kind == "moe in backward" else ()  # of other micro-batches
+    assert_same_run(workspace, one, other, first, tolerance, weights, absolute, keys)
+
+
+@pytest.mark.slow(first=len(FAST))
+@pytest.mark.timeout(500)
+@pytest.mark.parametrize(("way", "kind"), CASES)
+def test_ranks_match_one_process(workspace, make, way, kind):
+    """Everything that is logged, and the weights of the run and of its exports."""
+    assert_same(workspace, kind, make("one", kind), make(way, kind))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "before", "after"), RESUMED)
+def test_other_layouts_resume(workspace, make, kind, before, after):
+    run = make(after, kind, make(before, kind))
+    assert_same(workspace, kind, make("one", kind), run, 2)
+    if before == after:
+        assert_same_tensors(workspace.root / f"{kind}-{after}/hf", workspace.root / run / "hf")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("way", "kind"), [("expert tensor", "mixtral"), ("fsdp tensor", "average")]
+)
+def test_converted_checkpoint_equals_export(workspace, make, way, kind, tmp_path):
+    run = workspace.root / make(way, kind)
+    convert_checkpoint(checkpoint.latest(run / "checkpoints"), str(tmp_path / "hf"))
+    assert_same_tensors(run / "hf", tmp_path / "hf")
+
+
+@pytest.mark.parametrize("way", ["context", "tensor"])
+def test_evaluation_writes_the_same_files(workspace, make, way):
+    runs = make("one", "seen"), make(way, "seen")
+    for name in ("predictions-step-00000002.jsonl", "samples.jsonl"):
+        expected, found = (
+            [json.loads(line) for line in (workspace.root / run / name).read_text().splitlines()]
+            for run in runs
+        )
+        assert len(expected) == len(found) > 0
+        for old, new in zip(expected, found, strict=True):
+            assert old.keys() == new.keys()
+            assert {k: v for k, v in new.items() if k != "entropy"} == {
+                k: v for k, v in old.items() if k != "entropy"
+            }
+
+
+def test_hooks_of_each_rank_see_everything(workspace, make):
+    for way in ("one", "context"):
+        make(way, "seen")
+    expected = (workspace.root / "report-one-0").read_text()
+    assert any(json.loads(line)["right"] for line in expected.splitlines())
+    for rank in range(2):
+        assert (workspace.root / f"report-context-{rank}").read_text() == expected
+
+
+def test_experts_that_ranks_cannot_share():
+    said = r"expert=3 must divide .* 4 \(fsdp 2 x context 1 x tensor 2\)"
+    with pytest.raises(ValueError, match=said):
+        Parallel(tensor=2, expert=3).sizes(4)
+    for config, said in (
+        (EXPERTS, "2 ranks cannot share the 5 experts of a layer"),
+        (LLAMA, "LlamaForCausalLM has no experts for 2 ranks"),
+    ):
+        model = MODELS[config["model_type"]].from_config(config, device="meta")
+        with pytest.raises(ValueError, match=said):
+            check_experts(model, 2)
+
+
+@pytest.mark.parametrize("changes", [{"sharding": "gradients"}, {"cuda_graphs": "true"}])
+def test_what_expert_parallelism_lacks_is_named(workspace, changes):
+    (name, *_), both = changes, {"parallel.expert": 2, "device": "auto"}
+    with pytest.raises(SystemExit, match=rf"{name}=.* does not work with parallel\.expert=2"):
+        main(workspace.settings("none", **both | changes))

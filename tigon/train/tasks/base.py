@@ -16,7 +16,7 @@ from tigon.kernels.loss.api import IGNORE_INDEX
 from tigon.models import Batch, CausalLM, Targets
 from tigon.tokenizer import Tokenizer
 from tigon.train.callbacks import HookRequest, Hooks, PassOutput
-from tigon.train.config import Config, LossSettings, ObjectiveSettings
+from tigon.train.config import Config, LossSettings, TaskSettings
 from tigon.train.distributed import World
 
 # Settings with a variant for evaluation (eval_...), and all settings of tasks that predict tokens
@@ -69,7 +69,7 @@ class Task:
     learns: ClassVar[str] = "rows of its own"  # the description in --help
     predicts_tokens: ClassVar[bool] = False  # whether it serves all of TOKEN_SETTINGS
     scores: ClassVar[bool] = False  # whether it learns a score for each sequence, and no token
-    # Further settings that it serves: of ObjectiveSettings and TOKEN_SETTINGS
+    # Further settings that it serves: of TaskSettings and TOKEN_SETTINGS
     serves: ClassVar[frozenset[str]] = frozenset()
     group: ClassVar[int] = 1  # examples that stay in one row
     unit: ClassVar[str] = "example"  # the name of a group in messages
@@ -88,7 +88,7 @@ class Task:
         for setting in fields(LossSettings):
             if setting.name in TOKEN_SETTINGS and not self.predicts_tokens:
                 self._check_unused(setting.name, setting.default)
-        for setting in fields(ObjectiveSettings):
+        for setting in fields(TaskSettings):
             self._check_unused(setting.name, setting.default)
         named = [e.name for e in config.eval_data if isinstance(e, Entry) and e.name is not None]
         if named and not self.predicts_tokens:

@@ -354,7 +354,7 @@ SMOKE: dict[ModuleType, tuple[Callable[[Patch, Path], list[str]], Callable[[Reco
 }
 
 
-SLOW = (compare, recipes, train_curves)  # several processes, or whole runs
+SLOW = (compare, preference, recipes, train_curves)  # several processes, or whole runs
 
 
 def failures(record: Any) -> list[str]:
@@ -779,6 +779,20 @@ def test_peer_has_its_kernels_on_a_gpu(monkeypatch: Patch) -> None:
     monkeypatch.setattr(train_step, "installed", lambda _: None)
     with pytest.raises(SystemExit, match="pip install transformers liger-kernel"):
         train_step.libraries(tiny=False)
+
+
+@on_cpu
+@pytest.mark.parametrize("side", [distillation_side.FORMULA, distillation_side.CHUNKED])
+@pytest.mark.parametrize("beta", [*distillation_side.DIVERGENCES.values(), 0.3])
+def test_heads_compute_the_same_divergence(side: str, beta: float) -> None:
+    if side == distillation_side.CHUNKED:
+        pytest.importorskip("liger_kernel")
+    x, w = torch.randn(21, 8, requires_grad=True), torch.randn(50, 8, requires_grad=True)
+    inputs = x, w, torch.randn(21, 6), torch.randn(50, 6), beta
+    ours, theirs = (distillation_side.HEADS[n](*inputs) for n in (distillation_side.OURS, side))
+    torch.testing.assert_close(ours, theirs)
+    for a, b in zip(*(torch.autograd.grad(y, (x, w)) for y in (ours, theirs)), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
 
 
 def test_distillation_is_judged_by_the_fastest_peer() -> None:

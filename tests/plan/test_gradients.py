@@ -66,7 +66,7 @@ def test_memory_equals_dry_run(job, layout: Layout, settings: list[str]) -> None
     found = estimate_memory(one, layout).kinds
     config = configured(one, " ".join([layout.settings, *settings]))
     objective = find_task("pretrain")(config, World(0, 1, torch.device("cpu")))
-    inputs: Any = SimpleNamespace(source=None, objective=objective)
+    inputs: Any = SimpleNamespace(source=None, task=objective)
     assert dry_run.estimate_run(config, inputs, 4).kinds == found
     # By hand: half of the layers, whole in bfloat16, and states of half of that
     numbers, item = one.shapes.counts(2).total, 4 if settings == FP32 else 2
@@ -130,6 +130,7 @@ def test_chosen_where_weights_move_often(job) -> None:
     assert (1, 1, 8, "full") in found
 
 
+@pytest.mark.slow(first=1)
 @pytest.mark.parametrize(
     "settings",
     [

@@ -62,6 +62,7 @@ def as_documented(name: str, block: str) -> None:
     assert text == between(text, block, page, f"plan-{name}"), "run bench/plan.py --write-docs"
 
 
+@pytest.mark.slow
 def test_predictions_match_measurements() -> None:
     constants, cases = Constants.read(), bench.measured()
     found = [bench.compare(case, constants) for case in cases]
@@ -89,6 +90,7 @@ def test_constants_are_those_of_the_fit() -> None:
     assert found.keys() == kept.keys()
 
 
+@pytest.mark.slow
 def test_documented_plan_is_current(tmp_path: Path) -> None:
     """The one that is found fastest; the others have the same table."""
     as_documented("8b-8", bench.scenario(bench.planned("8b-8", tmp_path)))

@@ -16,6 +16,7 @@ from torch import Tensor
 
 import tigon
 from tests.small import write_chats, write_model
+from tests.train import preferences
 from tests.train.ranks import train_on
 from tigon.data import TopEncoder
 from tigon.train import load, main
@@ -100,6 +101,7 @@ def definition(workspace, teacher) -> Definition:
     return Definition(workspace, teacher)
 
 
+@pytest.mark.slow(first=2)
 @settings
 def test_a_live_teacher(workspace, teacher, definition, beta, t, weight):
     name = f"live-{beta}-{t}-{weight}"
@@ -112,6 +114,7 @@ def test_a_live_teacher(workspace, teacher, definition, beta, t, weight):
         assert workspace.metrics(name, f"{prefix}kl")[0] == pytest.approx(kl, rel=1e-5)
 
 
+@pytest.mark.slow(first=2)
 @settings
 def test_stored_distributions(workspace, definition, beta, t, weight):
     path = workspace.root / f"stored-{t}.jsonl"
@@ -131,26 +134,18 @@ def test_stored_distributions(workspace, definition, beta, t, weight):
     assert workspace.metrics(name, "kl")[0] == pytest.approx(kl, rel=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_ranks_packing_and_resuming_change_nothing(workspace, teacher):
     data = write_chats(workspace.root / "few.jsonl", 16)
     same = {"task": "distill", "data": data, "teacher": teacher, "beta": 0.5, "steps": 4}
     same |= {"cross_entropy_weight": 0.5, "temperature": 1.5, "max_grad_norm": 0}
-    main(workspace.settings("curve", **same, save_every=2))
-    source = workspace.root / "curve/checkpoints/step-00000002"
-    main(workspace.settings("resumed", **same, resume=source))
-    train_on(2, workspace.settings("two", **same))
-    main(workspace.settings("packed", **same, batch_size=64))
-    for name, packing in (("padded", "false"), ("parts", "true")):
-        ways = {"packing": packing, "micro_batch_size": 4}
-        main(workspace.settings(name, **same, batch_size=64, **ways))
-    for key in ("loss", "grad_norm", "accuracy", "kl"):
-        curve = workspace.metrics("curve", key)
-        assert workspace.metrics("resumed", key) == curve[2:]
-        assert workspace.metrics("two", key) == pytest.approx(curve, rel=1e-4), key
-        packed = workspace.metrics("packed", key)
-        for name in ("padded", "parts"):
-            assert workspace.metrics(name, key) == pytest.approx(packed, rel=1e-4), key
+
+    def make(run: str, **changes: Any) -> list[str]:
+        return workspace.settings(run, **same | changes)
+
+    keys = ("loss", "grad_norm", "accuracy", "kl")
+    preferences.assert_same_in_every_layout(workspace, make, "curve", keys, rel=1e-4)
     whole = {"batch_size": 64, "micro_batch_size": 64}
     main(workspace.settings("falls", task="distill", teacher=teacher, steps=12, **whole))
     assert workspace.metrics("falls", "kl")[-1] < 0.7 * workspace.metrics("falls", "kl")[0]
@@ -196,6 +191,7 @@ def test_a_teacher_with_nan_is_named(workspace, tmp_path, value):
         main(workspace.settings("broken", **ALL, teacher=broken))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tied", [False, True])
 def test_rows_of_a_teacher_that_belong_to_no_token_are_left_out(workspace, tmp_path, tied):
     """As if transformers had cut them off, on one rank and on two that divide the vocabulary."""
@@ -219,6 +215,7 @@ def test_rows_of_a_teacher_that_belong_to_no_token_are_left_out(workspace, tmp_p
 ROW = {"input_ids": [5, 6], "teacher_tokens": [[], [1]], "teacher_logprobs": [[], [-0.1]]}
 
 
+@pytest.mark.slow(first=4)
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

@@ -108,6 +108,7 @@ def trained(workspace, world, run_dir, case, *, with_graphs: bool):
 said: list[str] = []
 
 
+@pytest.mark.slow(first=9)
 @pytest.mark.parametrize("name", CASES)
 def test_runs_have_the_same_bits(workspace, world, played, name):
     said.clear()

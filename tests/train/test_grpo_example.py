@@ -17,6 +17,7 @@ def example():
     return runpy.run_path(str(EXAMPLE))
 
 
+@pytest.mark.slow(first=1)
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("beta", [0.0, 0.01])
 def test_rewards_rise(example, tmp_path, beta):

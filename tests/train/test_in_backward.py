@@ -98,6 +98,7 @@ def test_updates_in_backward_have_the_bits_of_updates_after_it(case, recomputed)
     assert all(optimizer.state[p]["step"] == STEPS for p in trained)
 
 
+@pytest.mark.slow(first=1)
 @pytest.mark.parametrize("finite", [True, False])
 def test_the_kernel_updates_in_backward_too(finite):
     """Under Triton's interpreter. A loss that is not finite changes nothing, on the device."""
@@ -202,6 +203,7 @@ def same(workspace, run: str, other: str) -> None:
     )
 
 
+@pytest.mark.slow(first=1)
 @pytest.mark.parametrize(("run", "changes"), [("in", {}), ("in-fsdp", FSDP)])
 def test_a_run_and_one_that_goes_on_have_the_bits_of_updates_after_backward(
     workspace, ordinary, run, changes
@@ -288,6 +290,7 @@ def one_is_wrong(settings: list[str]) -> None:
     main(settings)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dimension", ["tensor", "context"])
 def test_ranks_with_the_same_rows_skip_together(workspace, dimension):
     run = f"skipping-{dimension}"
@@ -298,6 +301,7 @@ def test_ranks_with_the_same_rows_skip_together(workspace, dimension):
     assert len(workspace.metrics(run, "skipped")) == 1 and workspace.metrics(run, "step")[-1] == 3
 
 
+@pytest.mark.slow
 def test_gradients_that_are_not_finite_stop_the_run_or_roll_back(workspace, poisoned, monkeypatch):
     its = RUN | ON | {"eval_every": 0, "steps": 4}
     poisoned(2, gradients=True)

@@ -46,6 +46,7 @@ def test_resumed(workspace, settings):
     assert curves(workspace, "resumed") == [curve[2:] for curve in curves(workspace, "one")]
 
 
+@pytest.mark.slow
 def test_two_ranks(workspace, settings):
     train_on(2, settings("two"))
     for curve, expected in zip(curves(workspace, "two"), curves(workspace, "one"), strict=True):
@@ -57,6 +58,7 @@ def test_recomputed_blocks(workspace, settings):
     assert curves(workspace, "recomputed") == curves(workspace, "one")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("more", [{}, {"lora.quantize": "nf4"}, {"task": "reward"}])
 def test_packed_and_padded(workspace, settings, more):
     """All rows in each step; under an adapter, over four bits, and with a new head."""

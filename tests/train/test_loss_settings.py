@@ -73,6 +73,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
+@pytest.mark.slow(first=4)
 @pytest.mark.parametrize("reduction", ["token", "sequence"])
 @pytest.mark.parametrize(("training", "evaluation"), CASES.values(), ids=CASES)
 def test_values(workspace, reduction, training, evaluation):
@@ -108,6 +109,7 @@ def test_metrics_in_training_and_evaluation_apart(workspace):
         assert evaluated[f"eval_{key}"] == pytest.approx(value, rel=1e-5), key
 
 
+@pytest.mark.slow
 def test_what_is_set_by_hand_counts_where_the_config_says_nothing(workspace):
     changes = {"steps": 1, "batch_size": 64, "packing": "false", "eval_data": workspace.held_out}
     model = tigon.from_pretrained(workspace.model)
@@ -138,6 +140,7 @@ def test_accuracy_costs_no_bit_of_loss_and_gradients(workspace):
     assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
 
 
+@pytest.mark.slow(first=6)
 @pytest.mark.parametrize(
     ("settings", "message"),
     [

@@ -174,7 +174,7 @@ def test_run_and_dry_run_print_the_choice(workspace, capsys) -> None:
     config = load(None, workspace.settings("auto", memory_budget=1, **auto))
     objective = find_task(config.task)(config, WORLD)
     for n in (0, 1):
-        model = memory.outline(config, torch.float32)
+        model = memory.meta_model(config, torch.float32)
         model.activation_checkpointing = spaced_blocks(n, 2)
         sizes[n] = memory.estimate(model, objective, config, 1, torch.float32).total
     few, none = sizes[1] / GIB, sizes[0] / GIB

@@ -56,6 +56,7 @@ def test_an_adapter_s_reference_left_out(settings: Any, other: Path) -> None:
         main(settings(**{"lora.rank": 4}, resume="auto", steps=2))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("streaming", ["false", "true"])
 def test_an_adapter_s_base_by_its_path_is_the_same_reference(
     settings: Any, workspace: Any, other: Path, streaming: str
@@ -93,6 +94,7 @@ def test_a_teacher(settings: Any, other: Path, tmp_path: Path) -> None:
         main(settings(**same, resume="auto", steps=3))
 
 
+@pytest.mark.slow
 def test_a_cached_reference_of_no_bytes_is_computed_again(
     settings: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -130,6 +132,7 @@ def test_a_directory_where_a_file_belongs_is_named(tmp_path: Path, suffix: str) 
         store(tmp_path / "a.npy", np.zeros(5, dtype=np.float32))
 
 
+@pytest.mark.slow
 def test_the_checkpoint_s_run_says_which_reference(
     settings: Any, other: Path, tmp_path: Path
 ) -> None:

@@ -88,6 +88,7 @@ def test_a_loop_over_transformers(ours, tmp_path):
     ours.assert_same(losses, model, tmp_path / "hf")
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_trl(ours, tmp_path):
     datasets = pytest.importorskip("datasets")

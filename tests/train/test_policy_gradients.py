@@ -12,7 +12,6 @@ import torch
 import tigon
 from tests.small import write_model
 from tests.train import preferences
-from tests.train.ranks import train_on
 from tigon.data import encode
 from tigon.data.encode import RewardedEncoder, compute_advantages
 from tigon.data.examples import Example
@@ -83,6 +82,7 @@ def definition(
     return total / counts.get(kind, tokens)
 
 
+@pytest.mark.slow(first=4)
 @pytest.mark.parametrize("beta", [0.0, 0.1])
 @pytest.mark.parametrize("kind", CASES)
 def test_the_first_loss_is_the_definition(workspace, data, other, kind, beta):
@@ -97,30 +97,21 @@ def test_the_first_loss_is_the_definition(workspace, data, other, kind, beta):
     assert workspace.metrics(name, "reward_std")[0] == pytest.approx(rewards.std(ddof=1), rel=1e-12)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("kind", ["dapo", "grpo"])
 def test_ranks_packing_and_resuming_change_nothing(workspace, data, kind):
     same = {"task": "grpo", "data": data, "loss_type": kind, "steps": 4, "max_grad_norm": 0}
     same |= {"beta": 0.1, "importance_sampling_level": "sequence", "seq_len": 64}
-    main(workspace.settings(f"{kind}", **same, save_every=2))
-    source = workspace.root / kind / "checkpoints/step-00000002"
-    main(workspace.settings(f"{kind}-resumed", **same, resume=source))
-    train_on(2, workspace.settings(f"{kind}-two", **same))
-    main(workspace.settings(f"{kind}-packed", **same, batch_size=64))
-    padded = {"packing": "false", "micro_batch_size": 4}
-    main(workspace.settings(f"{kind}-padded", **same, batch_size=64, **padded))
-    for key in ("reward", "reward_std"):
+
+    def make(run: str, **changes: Any) -> list[str]:
+        return workspace.settings(run, **same | changes)
+
+    keys = ("loss", "grad_norm", "kl", "clip_ratio/region_mean", "reward", "reward_std")
+    preferences.assert_same_in_every_layout(workspace, make, kind, keys, rel=5e-4)
+    for key in ("reward", "reward_std"):  # summed in float64
         expected = pytest.approx(workspace.metrics(kind, key), rel=1e-12)
         assert workspace.metrics(f"{kind}-two", key) == expected
-        assert workspace.metrics(f"{kind}-resumed", key) == expected.expected[2:]
-    for key in ("loss", "grad_norm", "kl", "clip_ratio/region_mean"):
-        curve = workspace.metrics(kind, key)
-        assert len(curve) == 4
-        assert workspace.metrics(f"{kind}-resumed", key) == curve[2:]
-        close = {"rel": 5e-4, "abs": 1e-6}
-        assert workspace.metrics(f"{kind}-two", key) == pytest.approx(curve, **close), key
-        packed = workspace.metrics(f"{kind}-packed", key)
-        assert workspace.metrics(f"{kind}-padded", key) == pytest.approx(packed, **close), key
 
 
 def test_without_old_logprobs_the_first_ratios_are_one(workspace, tmp_path):
@@ -189,6 +180,7 @@ def test_advantages_are_those_of_trl():
 TEXT = {"prompt": "the model", "completions": [" reads", " says"], "rewards": [1, 0]}
 
 
+@pytest.mark.slow(first=4)
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -215,6 +207,7 @@ def test_bad_rows_are_refused(workspace, tmp_path, changes, message):
         main(workspace.settings("bad", task="grpo", data=path, steps=1))
 
 
+@pytest.mark.slow
 def test_rows_that_teach_nothing_are_counted(workspace, tmp_path, capsys):
     equal, zero = TEXT | {"rewards": [0.1, 0.1]}, TEXT | {"rewards": None, "advantages": [0, 0]}
     one = TEXT | {"completions": [" reads"], "rewards": None, "advantages": [2]}

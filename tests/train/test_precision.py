@@ -214,7 +214,7 @@ def test_eight_bits_are_torchaos(monkeypatch):
 
     for signed in (True, False):
         table = torch.tensor(quant_utils.create_dynamic_map(signed))
-        assert torch.equal(adamw._table(signed, CPU), table)
+        assert torch.equal(adamw.tables(signed, CPU)[0], table)
     shapes = {"w": (24, 512)}
     mine, own = trained(5, shapes, optimizer="adamw_8bit")
     theirs = Model(torch.float32, shapes)
@@ -245,7 +245,7 @@ def test_eight_bits_are_the_nearest_code(signed):
     codes, scale = adamw.quantize(x, signed)
     assert codes.dtype == torch.uint8 and scale.shape == (6, 9)  # 576 is 9 blocks of 64
     found = adamw.dequantize(codes, scale, signed)
-    table = adamw._table(signed, CPU).double()
+    table = adamw.tables(signed, CPU)[0].double()
     share = (x.double().view(6, 9, 64) / scale.double().clamp(min=1e-300).unsqueeze(-1)).view(-1)
     nearest = (share.unsqueeze(-1) - table).abs().amin(-1).view(6, 576)
     off = (found.double() - x.double()).abs() / scale.double().repeat_interleave(64, 1).clamp(

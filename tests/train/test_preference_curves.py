@@ -17,7 +17,7 @@ transformers = pytest.importorskip("transformers")
 trl = pytest.importorskip("trl")
 
 ROWS, LR = 8, 1e-3
-STEPS = 30
+STEPS = 15
 SEED = 7
 SAME = {"batch_size": ROWS, "micro_batch_size": ROWS, "lr": LR, "schedule": "constant"}
 
@@ -104,6 +104,7 @@ REWARDS = (
 )
 
 
+@pytest.mark.slow(first=1)
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("loss_type", losses.DPO)
 def test_dpo(workspace: Any, loss_type: str) -> None:
@@ -123,6 +124,7 @@ ADAPTERS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow(first=1)
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("case", ADAPTERS)
 def test_dpo_with_an_adapter(workspace: Any, case: str) -> None:
@@ -148,6 +150,7 @@ def test_dpo_with_an_adapter(workspace: Any, case: str) -> None:
     assert_same(workspace, run, found, *REWARDS)
 
 
+@pytest.mark.slow(first=2)
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("loss_type", ["sigmoid", "simpo", "ipo", "hinge"])
 def test_cpo_and_simpo(workspace: Any, loss_type: str) -> None:

@@ -31,6 +31,7 @@ def data(tmp_path) -> dict[str, Any]:
     return {"kto": kto, "grpo": grpo} | dict.fromkeys(("dpo", "orpo", "reward"), pairs)
 
 
+@pytest.mark.slow(first=1)
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("task", ["dpo", "kto", "reward", "grpo"])
 def test_experts_are_balanced_and_ranks_agree(workspace, data, tmp_path, task):
@@ -49,6 +50,7 @@ def test_experts_are_balanced_and_ranks_agree(workspace, data, tmp_path, task):
     assert balanced == (task != "reward")  # as in transformers, whose scores have no such loss
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("task", ["dpo", "kto", "reward"])
 def test_gradients_alone_may_be_divided(workspace, data, tmp_path, task):
@@ -62,6 +64,7 @@ def test_gradients_alone_may_be_divided(workspace, data, tmp_path, task):
         assert workspace.metrics(f"two-{task}", key) == pytest.approx(expected, rel=2e-4), key
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_stream_has_its_second_model_on_every_rank(workspace, data, tmp_path):
     other = write_model(tmp_path / "other", num_hidden_layers=1)
@@ -92,6 +95,7 @@ class Largest(TorchDispatchMode):
         return out
 
 
+@pytest.mark.slow(first=1)
 @pytest.mark.parametrize("task", ["dpo", "orpo", "kto", "grpo", "distill"])
 def test_no_logits_of_all_tokens_exist(workspace, data, tmp_path, task):
     own: dict[str, Any] = {"task": task, "data": data.get(task, workspace.data)}

@@ -12,7 +12,6 @@ import torch
 import tigon
 from tests.small import write_model
 from tests.train import preferences
-from tests.train.ranks import train_on
 from tigon.data import cache_root
 from tigon.train import load, main, pack
 from tigon.train.data import may_not_fit
@@ -67,25 +66,19 @@ def assert_same(workspace: Any, run: str, other: str, *, last: int = 4, rel: flo
         assert curve == pytest.approx(expected, rel=rel, abs=rel / 10, nan_ok=True), key
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("task", [*PAIRED, "kto"])
 def test_ranks_packing_and_resuming_change_nothing(workspace, settings, task):
-    main(settings(task, task, save_every=2))
-    source = workspace.root / task / "checkpoints/step-00000002"
-    main(settings(f"{task}-resumed", task, resume=source))
-    assert_same(workspace, f"{task}-resumed", task, last=2)
-    train_on(2, settings(f"{task}-two", task))
-    assert_same(workspace, f"{task}-two", task, rel=2e-4)
-    whole = {"batch_size": 64, "steps": 4}
-    main(settings(f"{task}-packed", task, **whole))
-    for name, more in (
-        ("padded", {"packing": "false", "micro_batch_size": 4}),
-        ("parts", {"micro_batch_size": 4, "activation_checkpointing": "true"}),
-    ):
-        main(settings(f"{task}-{name}", task, **whole, **more))
-        assert_same(workspace, f"{task}-{name}", f"{task}-packed", rel=2e-4)
+    keys = [*KEYS, *(f"eval_{key}" for key in KEYS if key != "grad_norm")]
+
+    def make(run: str, **changes: Any) -> list[str]:
+        return settings(run, task, **changes)
+
+    preferences.assert_same_in_every_layout(workspace, make, task, keys, rel=2e-4)
 
 
+@pytest.mark.slow
 def test_kto_of_pairs(workspace, settings, tmp_path):
     """As of the same answers with labels, where the mismatched ones do not matter."""
     rows = preferences.pairs(6, 5)
@@ -122,6 +115,7 @@ def test_answers_of_one_kind_alone_have_no_margin(workspace, settings, tmp_path,
         assert re.search(r"rewards/chosen +-  .*rewards/margins +-  ", text) and "nan" not in text
 
 
+@pytest.mark.slow
 def test_kto_says_which_weights_balance_its_answers(workspace, settings, tmp_path, capsys):
     rows = preferences.labelled(9)
     files = {
@@ -150,12 +144,7 @@ def test_kto_says_which_weights_balance_its_answers(workspace, settings, tmp_pat
     assert "data: all answers are desired, by" in said(files["good"])
 
 
-def test_the_first_loss_is_that_of_no_change(workspace, settings):
-    main(settings("first", "dpo", steps=1))
-    assert workspace.metrics("first", "loss")[0] == pytest.approx(np.log(2), rel=1e-6)
-    assert workspace.metrics("first", "rewards/margins")[0] == pytest.approx(0, abs=1e-6)
-
-
+@pytest.mark.slow
 def test_references_are_computed_once_and_checked(workspace, settings, capsys):
     def run(name: str, **changes: Any) -> list[str]:
         main(settings(name, "dpo", **changes))
@@ -177,6 +166,7 @@ def test_references_are_computed_once_and_checked(workspace, settings, capsys):
         assert_same(workspace, name, "cached")
 
 
+@pytest.mark.slow
 def test_resuming_without_the_cache_asks_the_initial_model(
     workspace, settings, monkeypatch, tmp_path
 ):
@@ -186,6 +176,7 @@ def test_resuming_without_the_cache_asks_the_initial_model(
     assert_same(workspace, "lost", "kept", last=2)
 
 
+@pytest.mark.slow
 def test_resuming_with_another_reference_or_without_its_files(workspace, settings, tmp_path):
     model = write_model(tmp_path / "model")
     run = settings("begun", "dpo", model=model, steps=4, save_every=2, eval_data="[]")
@@ -245,37 +236,12 @@ def test_a_reference_of_other_tokens_is_refused(workspace, settings, tmp_path):
         main(settings("foreign", "dpo", reference=other, data=nowhere))
 
 
+@pytest.mark.slow
 def test_a_stream_asks_the_reference_at_each_step(workspace, settings):
     same = {"steps": 4, "batch_size": 64}
     main(settings("whole", "dpo", **same))
     main(settings("stream", "dpo", **same, streaming="true", shuffle_window=64))
     assert_same(workspace, "stream", "whole", rel=2e-4)
-
-
-def test_adapters_are_taken_off_for_the_reference(workspace, settings, monkeypatch):
-    """As a model with adapters would have it, whose base does not change."""
-    from contextlib import contextmanager
-
-    from tigon.models import CausalLM
-
-    bases: list[Any] = []
-
-    @contextmanager
-    def adapters_disabled(self):
-        own = {name: p.detach().clone() for name, p in self.named_parameters()}
-        bases.append(own) if not bases else None
-        with torch.no_grad():
-            for name, p in self.named_parameters():
-                p.copy_(bases[0][name])
-            yield
-            for name, p in self.named_parameters():
-                p.copy_(own[name])
-
-    main(settings("stored", "dpo"))
-    monkeypatch.setattr(CausalLM, "adapters_disabled", adapters_disabled, raising=False)
-    main(settings("live", "dpo"))
-    assert not list((cache_root() / "reference").glob("*.npy"))[2:]
-    assert_same(workspace, "live", "stored", rel=2e-4)
 
 
 NEEDED = ["run_dir=a", "model=m", "data=a.jsonl"]
@@ -317,6 +283,7 @@ def test_bad_rows_end_the_run_with_their_line(workspace, settings, tmp_path, cap
     assert "1 of 2 rows skipped as bad" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_long_answers_are_cut_or_left_out_and_counted(workspace, settings, tmp_path, capsys):
     rows = preferences.pairs(3)
     long = rows[0] | {"chosen": preferences.message("assistant", "words " * 100)}
@@ -344,6 +311,7 @@ def test_long_answers_are_cut_or_left_out_and_counted(workspace, settings, tmp_p
     assert "data: 5 pairs, " in said and "longer than" not in said
 
 
+@pytest.mark.slow
 def test_answers_that_are_equal_once_cut_are_left_out(
     workspace, settings, tmp_path, capsys, monkeypatch
 ):
@@ -389,6 +357,7 @@ def test_a_stream_says_before_that_pairs_may_not_fit(world):
         assert said("seq_len=512", fits) is None
 
 
+@pytest.mark.slow(first=1)
 @pytest.mark.parametrize("task", ["dpo", "orpo", "kto"])
 def test_a_dry_run_times_steps_and_memory_is_estimated(workspace, settings, task, capsys):
     main([*settings(f"dry-{task}", task), "--dry-run"])

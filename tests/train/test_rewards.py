@@ -9,7 +9,6 @@ import torch
 import tigon
 from tests.small import write_model
 from tests.train import preferences
-from tests.train.ranks import train_on
 from tests.train.test_preference_curves import ROWS, assert_same, ours, theirs
 from tigon.cli import main as cli
 from tigon.models import MODELS, build, load_weights, materialize
@@ -36,6 +35,7 @@ def classifier(workspace) -> Any:
     return directory
 
 
+@pytest.mark.slow(first=1)
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("center", [0.0, 0.01])
 def test_trl(workspace, classifier, center):
@@ -83,27 +83,18 @@ def test_transformers_loads_the_export_and_gives_the_same_scores(workspace, data
     main(workspace.settings("goes-on", task="reward", data=data, steps=1, model=path))
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_ranks_packing_and_resuming_change_nothing(workspace, data, classifier):
-    same = {"task": "reward", "data": data, "steps": 4, "max_grad_norm": 0, "eval_data": data}
-    main(workspace.settings("curve", **same, save_every=2))
-    source = workspace.root / "curve/checkpoints/step-00000002"
-    main(workspace.settings("resumed", **same, resume=source))
-    main(workspace.settings("from-classifier", **same, model=classifier))
-    train_on(2, workspace.settings("two", **same))
-    main(workspace.settings("packed", **same, batch_size=64))
-    for name, packing in (("padded", "false"), ("parts", "true")):
-        ways = {"packing": packing, "micro_batch_size": 4}
-        main(workspace.settings(name, **same, batch_size=64, **ways))
-    for key in (*KEYS, "eval_loss"):
-        curve = workspace.metrics("curve", key)
-        assert workspace.metrics("resumed", key) == curve[-2:] or key == "eval_loss"
-        assert workspace.metrics("from-classifier", key) == curve, key
-        assert workspace.metrics("two", key) == pytest.approx(curve, rel=2e-4, abs=1e-6), key
-        packed = workspace.metrics("packed", key)
-        for name in ("padded", "parts"):
-            found = workspace.metrics(name, key)
-            assert found == pytest.approx(packed, rel=2e-4, abs=1e-6), key
+    def make(run: str, **changes: Any) -> list[str]:
+        same = {"task": "reward", "data": data, "steps": 4, "eval_data": data, "eval_every": 2}
+        return workspace.settings(run, **same | {"max_grad_norm": 0} | changes)
+
+    keys = (*KEYS, "eval_loss")
+    preferences.assert_same_in_every_layout(workspace, make, "curve", keys, rel=2e-4)
+    main(make("from-classifier", model=classifier))
+    for key in keys:
+        assert workspace.metrics("from-classifier", key) == workspace.metrics("curve", key), key
 
 
 @pytest.mark.timeout(300)

@@ -119,7 +119,12 @@ GROUPS: dict[str, dict[str, Any]] = {
 CASES |= {name: {"task": "grpo", "seq_len": 64, **own} for name, own in GROUPS.items()}
 
 
-@pytest.mark.parametrize("case", CASES)
+FAST = {"dpo", "reward", "adapters", "window", "dapo", "groups in windows"}
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(x, marks=[] if x in FAST else pytest.mark.slow) for x in CASES]
+)
 def test_losses_metrics_and_gradients_are_the_same(
     settings, twice, monkeypatch, tmp_path, request, case
 ):
@@ -145,6 +150,7 @@ def test_losses_metrics_and_gradients_are_the_same(
         assert exact[name].norm() > 0
 
 
+@pytest.mark.slow
 def test_what_a_run_says_and_when_it_does_not_share(workspace, settings, tmp_path, capsys):
     experts = write_model(tmp_path / "experts", **EXPERTS, output_router_logits=True)
     both_sides = write_model(tmp_path / "both-sides", **BOTH_SIDES)
@@ -165,6 +171,7 @@ def test_what_a_run_says_and_when_it_does_not_share(workspace, settings, tmp_pat
     assert "computed once" in said("unbalanced", **balanced)
 
 
+@pytest.mark.slow(first=1)
 @pytest.mark.parametrize("task", ["dpo", "grpo"])
 def test_a_resumed_run_does_as_it_began(workspace, settings, twice, capsys, task):
     same = {"task": task, "beta": 0.1, "batch_size": 2, "save_every": 2, "steps": 4}
@@ -210,6 +217,7 @@ KEYS = {
 }
 
 
+@pytest.mark.slow(first=1)
 @pytest.mark.parametrize("task", KEYS)
 def test_held_out_rows(workspace, settings, twice, task):
     for name in ("once", "twice"):
@@ -223,6 +231,7 @@ def test_held_out_rows(workspace, settings, twice, task):
         assert found == pytest.approx(expected, rel=1e-5, abs=2e-6), key
 
 
+@pytest.mark.slow(first=1)
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("task", KEYS)
 def test_two_ranks(workspace, settings, task):

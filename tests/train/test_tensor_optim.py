@@ -15,6 +15,7 @@ from tests.train.ranks import Ranks
 from tigon.train import load, prepare, start, train
 from tigon.train.config import Parallel
 
+pytestmark = pytest.mark.slow
 STEPS = 5
 SAME: dict[str, Any] = {
     **{"steps": STEPS, "warmup_steps": 2, "seq_len": 67, "batch_size": 2, "max_grad_norm": 0},

@@ -197,7 +197,7 @@ def format_count(number: int, noun: str) -> str:
 
 
 class Encoder:
-    """Rows to examples: what an objective makes of its data.
+    """Rows to examples: what a task makes of its data.
 
     Picklable, since worker processes have a copy each. A new one says its columns, `digest`, and
     what `row` makes of a row.

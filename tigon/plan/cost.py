@@ -56,7 +56,7 @@ GEMM = tuple[int, int, int]  # m, n, k of x [m, k] @ w [n, k].T
 
 @dataclass
 class Work:
-    """What a GPU computes in the forward and backward of a micro-batch."""
+    """Counts a GPU's work in the forward and backward of a micro-batch."""
 
     products: dict[GEMM, float] = field(default_factory=lambda: defaultdict(float))  # times each
     grouped: float = 0.0  # operations of experts
@@ -127,19 +127,19 @@ class Shapes:
 
     @property
     def experts(self) -> int:
-        """How many experts per layer ranks may divide; 0 without experts."""
+        """Returns the number of experts per layer that ranks may divide; 0 without experts."""
         counts = [len(m.down_proj) for m in self.part().modules() if isinstance(m, Experts)]
         return math.gcd(*counts)
 
     @cached_property
     def cost(self) -> Cost:
-        """The operations of the whole model's mathematics."""
+        """Returns the floating-point operations of the whole model, by its formulas."""
         return Cost.from_model(self.part(1))
 
 
 @dataclass(frozen=True)
 class Job:
-    """What is trained on what."""
+    """Describes a run to plan: the model, the settings, the GPUs and the batch."""
 
     shapes: Shapes
     config: Config  # settings of the run; those of a layout are ignored
@@ -236,7 +236,8 @@ def kernel_bytes(
 
 
 def has_post_norms(block: nn.Module) -> bool:
-    """Whether a block also norms its branches before it adds them to the residual stream."""
+    """Returns whether a block also norms its branches before it adds them to the residual
+    stream."""
     return sum(isinstance(module, RMSNorm) for module in block.children()) == 4
 
 
@@ -292,7 +293,7 @@ class CommGroup:
 
 @dataclass
 class Step:
-    """The step of one GPU: seconds by kind, which add up to `seconds`."""
+    """Holds the time of one GPU's step by kind, which adds up to `seconds`."""
 
     kinds: dict[str, float] = field(default_factory=dict)
     traffic: CommTime = field(default_factory=CommTime)

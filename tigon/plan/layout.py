@@ -38,16 +38,16 @@ class Layout(MeshSizes):
 
     @property
     def recomputed(self) -> float:
-        """The share of blocks that backward recomputes."""
+        """Returns the share of blocks that backward recomputes."""
         return 1 / self.checkpointing if self.checkpointing else 0.0
 
     def tokens(self, seq_len: int) -> int:
-        """Tokens of a micro-batch on each rank, with the padding of the last one."""
+        """Returns the tokens of a micro-batch on each rank, with the padding of the last one."""
         return self.rows * -(-seq_len // self.context)
 
     @property
     def settings(self) -> str:
-        """The settings for `tigon train`."""
+        """Returns the settings for `tigon train`."""
         sizes = {n: getattr(self, n) for n in MESH}
         words = [f"parallel.{name}={size}" for name, size in sizes.items() if size > 1]
         words.append(f"micro_batch_size={self.rows}")
@@ -59,7 +59,7 @@ class Layout(MeshSizes):
 
     @property
     def mesh(self) -> tuple[object, ...]:
-        """What identifies a line of a plan."""
+        """Returns the key of a line in a plan."""
         return *(getattr(self, name) for name in MESH), self.sharding
 
 

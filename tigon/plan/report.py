@@ -114,7 +114,7 @@ def check_modeled(config: Config) -> None:
 
 
 def format_plan(plan: LayoutPlan) -> str:
-    """The output of `tigon plan`."""
+    """Returns the output of `tigon plan`."""
     job = plan.job
     model = job.shapes.part(1)
     rows = format_count(job.batch_rows, "row")
@@ -150,7 +150,7 @@ def format_plan(plan: LayoutPlan) -> str:
 
 
 def table_rows(plan: LayoutPlan) -> list[list[str]]:
-    """The head of the table and a row per choice; `expert` only for models with experts."""
+    """Returns the table: its head and a row per choice, with `expert` for models with experts."""
     mesh = MESH if plan.job.shapes.experts else MESH[:-1]
 
     def cells(choice: LayoutChoice) -> list[str]:
@@ -187,7 +187,7 @@ def format_reasons(plan: LayoutPlan) -> list[str]:
 
 
 def suggestions(plan: LayoutPlan) -> list[str]:
-    """What may make a layout fit."""
+    """Returns lines with changes of settings that may make a layout fit."""
     job, config = plan.job, plan.job.config
     if LACKS not in plan.reasons:
         return ["the reasons are below: change --gpus or --batch-tokens"]

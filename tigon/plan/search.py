@@ -41,7 +41,7 @@ class LayoutChoice:
 
 @dataclass(frozen=True)
 class LayoutPlan:
-    """The layouts of a job, ranked."""
+    """Ranks the layouts of a job."""
 
     job: Job
     choices: list[LayoutChoice]  # one per mesh: the fastest first, ties by memory

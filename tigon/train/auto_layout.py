@@ -26,7 +26,7 @@ from tigon.utils.config import build_settings, read_settings
 
 @dataclass(frozen=True)
 class Hardware:
-    """The least that any GPU of a run has."""
+    """Holds the smallest memory of a GPU and number of ranks on a host, over the run."""
 
     memory: int  # bytes
     host: int  # ranks on a host

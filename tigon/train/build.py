@@ -45,7 +45,7 @@ from tigon.train.optim import (
     build_optimizer,
     check_ranks,
 )
-from tigon.train.optim.groups import count
+from tigon.train.optim.groups import num_steps
 from tigon.train.prefetch import Prefetcher
 from tigon.train.publish import lacks_token
 from tigon.train.rank_checks import (
@@ -288,7 +288,7 @@ def find_unused_settings(config: Config, steps: int, device: torch.device) -> li
     notes = []
     if config.warmup_steps > steps > 0:
         notes.append(f"lr={config.lr} is not reached: warmup_steps={config.warmup_steps}")
-    decay = count(config.decay_steps, steps)
+    decay = num_steps(config.decay_steps, steps)
     if config.schedule == "wsd" and decay < 2 and steps:
         notes.append(
             f"lr does not fall: decay_steps={config.decay_steps} of {steps} steps is {decay}, and "

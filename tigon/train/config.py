@@ -221,7 +221,7 @@ class DataSettings:
 class LossSettings:
     """The loss, and what is measured with it."""
 
-    task: str = setting("sft", "the objective, and what it learns from: {tasks}")
+    task: str = setting("sft", "what is learned, and from what: {tasks}")
     loss_reduction: Literal["token", "sequence"] = setting(
         "token", "the unit that weighs the same in a step's loss"
     )
@@ -338,7 +338,7 @@ class RunSettings:
 
 
 @dataclass(frozen=True)
-class ObjectiveSettings:
+class TaskSettings:
     """Preferences, rewards and distillation."""
 
     loss_type: PairLoss | PolicyLoss | None = setting(
@@ -387,7 +387,7 @@ class ObjectiveSettings:
 
 SECTIONS = (
     *(ModelSettings, DataSettings, LossSettings),
-    *(OptimizerSettings, RunSettings, ObjectiveSettings),
+    *(OptimizerSettings, RunSettings, TaskSettings),
 )
 
 # A condition is `name` (differs from its default), name=value, name=a|b or name>number; several are
@@ -455,7 +455,7 @@ TERM = re.compile(r"([\w.]+)(?:(=|>)(.+))?")
 
 @dataclass(frozen=True)
 class Config(
-    ObjectiveSettings, RunSettings, OptimizerSettings, LossSettings, DataSettings, ModelSettings
+    TaskSettings, RunSettings, OptimizerSettings, LossSettings, DataSettings, ModelSettings
 ):
     """Holds the settings of all sections. A dataclass takes the fields of its last base first."""
 

@@ -90,11 +90,8 @@ class ReplayGuard:
         return states + [m.chosen for m in self._adapters]
 
 
-# One pass of blocks as two CUDA graphs, forward and backward, and the gradients that they write.
-
-
 class GraphKey(NamedTuple):
-    """What a graph cannot change: shapes, and numbers that launches take from the host."""
+    """Identifies passes that one graph serves: shapes, and host numbers that launches use."""
 
     shape: torch.Size  # [B, T, C]
     dtype: torch.dtype
@@ -139,7 +136,7 @@ class GraphKey(NamedTuple):
 
 
 class GradientBuffers:
-    """The gradients of blocks at fixed addresses, between the micro-batches of a step.
+    """Keeps the gradients of blocks at fixed addresses between the micro-batches of a step.
 
     A gradient is at `parameter.grad`, or where ZeRO (sharding=gradients) keeps its sum.
     """
@@ -151,7 +148,7 @@ class GradientBuffers:
 
     @property
     def holders(self) -> list[tuple[nn.Parameter, Any, str]]:
-        """Each trained parameter, with the object and the attribute that hold its gradient."""
+        """Returns each trained parameter with the object and attribute that hold its gradient."""
         if not self._holders:  # in a pass, when parameters are whole
             for parameter in dict.fromkeys(p for m in self._modules for p in m.parameters()):
                 if parameter.requires_grad:
@@ -231,7 +228,7 @@ class GradientBuffers:
 
 
 class CapturedGraph:
-    """The forward and backward graphs of one kind of pass, with their static inputs and outputs."""
+    """Holds the forward and backward graphs of one kind of pass, with static inputs and outputs."""
 
     def __init__(
         self, decoder: Decoder, gradients: GradientBuffers, kind: GraphKey, learned: Collection[int]
@@ -368,9 +365,6 @@ def on_capture_stream(device: torch.device, *tensors: Tensor | None) -> Iterator
     current.wait_stream(side)
 
 
-# Chooses the graph of each pass, or runs the pass without one.
-
-
 class Graphs:
     """Runs a model's blocks from graphs in training; the model calls it in place of its decoder.
 
@@ -407,7 +401,7 @@ class Graphs:
         offload: bool = False,
         dropout_keys: Tensor | None = None,
     ) -> tuple[Tensor, list[Tensor]]:
-        """As Decoder.forward."""
+        """Replays a graph, or runs Decoder.forward, whose arguments these are."""
         rest = cache, recompute, routing, offload, dropout_keys
         learns = torch.is_grad_enabled() and self.decoder.training and cache is None
         shares = mask.prefixes is not None

@@ -57,7 +57,7 @@ STEPS = 4  # the first half warms up: kernels, the allocator, optimizer states
 
 @dataclass(frozen=True)
 class StepTiming:
-    """The measurements of a step, equal on every rank."""
+    """Holds the measurements of a step, equal on every rank."""
 
     seconds: float
     tokens: float  # of all ranks
@@ -345,7 +345,7 @@ def memory_advice(config: Config, inputs: RunInputs, gpus: int) -> list[str]:
 
 
 def targets_gpu(config: Config) -> bool:
-    """Whether the run is for GPUs, even if this machine has none."""
+    """Returns whether the run is for GPUs, even if this machine has none."""
     return config.device != "cpu"
 
 

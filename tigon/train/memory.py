@@ -46,6 +46,10 @@ from tigon.train.model import (
 from tigon.train.optim import ema_bytes, freeze, hidden_matrices, parameter_buckets, state_bytes
 from tigon.train.tasks import Task
 
+GIB = 2**30
+# Memory that is not for tensors: CUDA's context and NCCL's buffers; and a share for fragmentation
+# and the error of the estimate
+CONTEXT, SHARE = 2 * GIB, 0.04
 # The workspaces of cuBLAS for the threads of forward and backward, from sm_90 on
 CUBLAS = 2 * 32 * 2**20
 
@@ -66,7 +70,7 @@ KINDS = (
 
 @dataclass(frozen=True)
 class Estimate:
-    """The peak of a GPU in bytes, as torch.cuda.max_memory_allocated counts it."""
+    """Holds a GPU's peak in bytes by kind, as torch.cuda.max_memory_allocated counts it."""
 
     kinds: dict[str, int]
     host: int  # bytes of host memory per rank: the copy of async_save, offloaded states
@@ -192,23 +196,21 @@ def free_gradients_in_backward(part: list[nn.Parameter], tracker: MemoryTracker)
         parameter.register_post_accumulate_grad_hook(arrived)
 
 
-def dummy_batch(rows: int, tokens: int, of: Task | type[Task] = Task) -> MicroBatch:
-    """Returns a micro-batch of full rows on the meta device, with an objective's columns.
+def dummy_batch(rows: int, tokens: int, task: Task | type[Task] = Task) -> MicroBatch:
+    """Returns a micro-batch of full rows on the meta device, with a task's columns.
 
     A shared prompt fills its row but for one token of each further answer: the case in which
     attention copies most keys and values.
     """
     options: dict[str, Any] = {"device": "meta"}
     ids = torch.zeros(rows, tokens, dtype=torch.int64, **options)
-    sequences, longest, prefixes = rows * of.group, -(-tokens // of.group), None
-    if of.share_prompts:
-        copies = (
-            of.group - 1 or MAX_KEY_COPIES
-        )  # of a group of one, with as many others as rows have
+    sequences, longest, prefixes = rows * task.group, -(-tokens // task.group), None
+    if task.share_prompts:
+        copies = task.group - 1 or MAX_KEY_COPIES  # groups of one share a prompt with others
         sequences, longest = rows * (1 + copies), tokens - copies
         prefixes = np.array([[0, 0], *[[0, longest]] * copies])
         prefixes = (prefixes + tokens * np.arange(rows)[:, None, None]).reshape(-1, 2)
-    per_token = {"supervised": torch.bool, **of.per_token}
+    per_token = {"supervised": torch.bool, **task.per_token}
     return MicroBatch(
         input_ids=ids,
         position_ids=torch.zeros_like(ids),
@@ -219,14 +221,11 @@ def dummy_batch(rows: int, tokens: int, of: Task | type[Task] = Task) -> MicroBa
         parts=torch.zeros(sequences, dtype=torch.int64, **options),
         per_token={n: torch.ones(rows, tokens, dtype=d, **options) for n, d in per_token.items()},
         per_example={
-            n: torch.ones(sequences, dtype=d, **options) for n, d in of.per_example.items()
+            n: torch.ones(sequences, dtype=d, **options) for n, d in task.per_example.items()
         },
         sources=(),
         prefixes=prefixes,
     )
-
-
-# What a frozen model takes that runs beside the trained one: a teacher, or a live reference.
 
 
 class SingleKindLedger(Ledger):
@@ -274,15 +273,10 @@ def track_frozen_model(
 # its input and the residual stream, and the block before it keeps the latter anyway unless it is
 # recomputed too. The last block comes last: its recomputation runs beside all other activations.
 
-GIB = 2**30
-# Memory that is not for tensors: CUDA's context and NCCL's buffers; and a share for fragmentation
-# and the error of the estimate
-CONTEXT, SHARE = 2 * GIB, 0.04
-
 
 @dataclass(frozen=True)
 class CheckpointingChoice:
-    """How many blocks are recomputed, and the memory that this takes."""
+    """Says how many blocks are recomputed, and the memory that a step then takes."""
 
     blocks: int  # those of `spaced_blocks`
     layers: int  # all blocks

@@ -22,6 +22,7 @@ from tigon.models import CausalLM
 from tigon.parallel import IN_FLIGHT, forward_order, reduction_dtype
 
 BLOCK = 512  # bytes to which the CUDA allocator rounds up
+GATHERED, GRADIENTS, COMMUNICATION = "gathered weights", "gradients", "communication"
 
 # Bytes of an operator's temporaries, computed from its arguments
 WORKSPACES: dict[str, Callable[..., int]] = {
@@ -141,9 +142,6 @@ def allocated_bytes(tensor: Tensor, dtype: torch.dtype | None = None) -> int:
     return -(-size // BLOCK) * BLOCK
 
 
-GATHERED, GRADIENTS, COMMUNICATION = "gathered weights", "gradients", "communication"
-
-
 def padded_numel(parameter: Tensor, world: int) -> int:
     """Returns the number of elements with the padding that makes all ranks' shards equally long."""
     rows = parameter.shape[0]  # 0 where a tensor rank has no part of a narrow one
@@ -180,7 +178,7 @@ def shard_counts(model: CausalLM, world: int) -> dict[nn.Parameter, int]:
 
 
 class FSDPGroup:
-    """The parameters of an FSDP2 group over `world` ranks, and its state in a step."""
+    """Holds the sizes of an FSDP2 group over `world` ranks, and its state in a step."""
 
     def __init__(
         self, parameters: Sequence[nn.Parameter], world: int, dtype: torch.dtype, sums: torch.dtype

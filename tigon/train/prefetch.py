@@ -30,7 +30,7 @@ class Prefetcher:
     def __init__(self, data: Loader, device: torch.device):
         self.data, self.device = data, device
         self.seconds = 0.0
-        self._executor = ThreadPoolExecutor(1, thread_name_prefix="feed")
+        self._executor: ThreadPoolExecutor | None = None
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._next = 0  # the step of the first future
         self._pending: deque[Future[Prepared]] = deque()
@@ -41,7 +41,9 @@ class Prefetcher:
     def __exit__(self, *_: object) -> None:
         self._cancel()
         self.data.close()  # the thread may be waiting for data that does not come
-        self._executor.shutdown()
+        if self._executor is not None:
+            self._executor.shutdown()
+            self._executor = None  # a later call starts another
 
     def __call__(self, step: int) -> list[MicroBatch]:
         """Returns this rank's micro-batches of the step, on the device."""
@@ -63,6 +65,8 @@ class Prefetcher:
         return batches
 
     def _fill(self) -> None:
+        if self._executor is None:
+            self._executor = ThreadPoolExecutor(1, thread_name_prefix="feed")
         for step in range(self._next + len(self._pending), self._next + QUEUE_SIZE):
             self._pending.append(self._executor.submit(self._prepare, step))
 

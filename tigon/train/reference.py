@@ -1,7 +1,7 @@
-"""Log-probabilities of the data by a reference, computed once before training and kept on disk.
+"""Computes log-probabilities of the data under the reference before training, and caches them.
 
-They are in `$TIGON_CACHE`/reference, a number for each token of the data, under a name that changes
-with the data, the tokenizer, where sequences are cut, the reference's weights and how it computes.
+Files are in `$TIGON_CACHE`/reference, with a number for each token of the data. Their names depend
+on the data, the tokenizer, truncation, the reference's weights and its dtype.
 """
 
 import hashlib
@@ -30,11 +30,11 @@ from tigon.train.model import compute_dtype
 from tigon.utils.json import read_json
 from tigon.weights import Repository
 
-COLUMN = "reference"  # of micro-batches: at each token, what the reference gives the next one
-WITHOUT_ADAPTERS = "without adapters"  # in place of the digest of a reference that is the base
-VERSION = 3  # of these files; others are made anew
-GROUPS = 4096  # that are packed at a time
-REDUCE_SIZE = 2**26  # numbers that ranks add up at a time
+COLUMN = "reference"  # of micro-batches: at each token, the log-probability of the next one
+WITHOUT_ADAPTERS = "without adapters"  # the digest of a reference that is the base model
+VERSION = 3  # of these files; those of other versions are computed again
+GROUPS = 4096  # groups that are packed at a time
+REDUCE_SIZE = 2**26  # numbers in one all-reduce
 
 Pass = Callable[[MicroBatch], Tensor]  # log-probabilities [B, T] of the tokens that are learned
 
@@ -51,12 +51,12 @@ def attach(
     distinct: bool,
     name: str = "data",
 ) -> None:
-    """Give the loader's micro-batches the column, from the cache or computed by what `make` makes.
+    """Adds COLUMN to the loader's micro-batches, from the cache or computed by the pass of `make`.
 
-    `pack`: rows of some of the data, which cut no sequence shorter than the loader does anywhere.
-    `weights`: what `shared_digest` said. `shared`: rows have each prompt once, which changes what
-    is cut to fit. `distinct`: they leave out answers that are equal once they are cut. Every rank
-    calls this. OSError for a cache that cannot be written.
+    `pack` makes rows that truncate no sequence more than the loader does. `weights` is the digest
+    of `shared_digest`. `shared` and `distinct` say whether rows have each prompt once and drop
+    answers that are equal after truncation. Every rank calls this. Raises OSError if the cache
+    cannot be written.
     """
     assert isinstance(loader.windows, Mixture)
     corpus = loader.windows.corpus
@@ -83,18 +83,19 @@ def attach(
 
 
 def read(path: Path, tokens: int) -> np.ndarray | None:
-    """fp32 [tokens], mapped into memory; None if the file is absent, damaged or of other data."""
+    """Returns fp32 [tokens], mapped into memory; None if the file is absent, damaged or of other
+    data."""
     try:
-        known = read_json(path.with_suffix(".json"))
+        description = read_json(path.with_suffix(".json"))
         values = np.load(path, mmap_mode="r")
-        whole = values.shape == (tokens,) and values.dtype == np.float32
-        return values if whole and zlib.crc32(values.data) == known["crc32"] else None
+        fits = values.shape == (tokens,) and values.dtype == np.float32
+        return values if fits and zlib.crc32(values.data) == description["crc32"] else None
     except (OSError, EOFError, ValueError, LookupError, TypeError):  # EOFError: an empty file
         return None
 
 
 def store(path: Path, values: np.ndarray) -> None:
-    """Whole or not at all; the description, which is read first, comes last."""
+    """Writes values atomically, and then their description, which is read first."""
     with disk_errors(path, values.nbytes):
         make_directory(path.parent)
         with temporary(path) as partial:
@@ -116,10 +117,9 @@ def compute_logprobs(
     world: World,
     run: Pass,
 ) -> tuple[np.ndarray, int]:
-    """fp32, for each token of the loader's data; 0 where none is learned, and of what is left out.
-    And how many tokens were in rows.
+    """Returns fp32 log-probabilities of all tokens of the data, and the number of tokens in rows.
 
-    Every rank makes as many passes as the others.
+    Tokens that are not learned or not in a row have 0. Every rank makes the same number of passes.
     """
     assert isinstance(loader.windows, Mixture)
     corpus = loader.windows.corpus
@@ -136,8 +136,8 @@ def compute_logprobs(
             places = (span for row in chosen for span in rows[row].tolist())
             for (start, stop), (a, b) in zip(places, batch.spans.tolist(), strict=True):
                 values[start:stop] = found[a:b]
-    for some in values.split(REDUCE_SIZE):
-        world.all_reduce_sum(some)
+    for chunk in values.split(REDUCE_SIZE):
+        world.all_reduce_sum(chunk)
     return values.numpy(), tokens
 
 
@@ -172,12 +172,13 @@ def shared_digest(
     what: Literal["reference", "teacher"] = "reference",
     base: Callable[[], str] | None = None,
 ) -> str:
-    """What `find` says of the weights of a model beside: the first rank reads them for all.
+    """Returns the weights' digest of a reference or teacher, which the first rank computes by
+    `find`.
 
-    The run directory keeps it. ValueError for a run that goes on (`trained`) with another model
-    than it had; without the files of the one that it had, what is known of them will do as long as
-    the cache has what they gave. `base`: says the same of an adapter's base, if the model without
-    adapters is no other than its files give.
+    The run directory records it. Raises ValueError if a resumed run (`trained`) has another model
+    than it began with; if the files are gone, the record is used, and the cache must have the
+    log-probabilities. `base` computes the digest of an adapter's base, to which WITHOUT_ADAPTERS is
+    compared.
     """
     own = ""
     with world.raise_on_all_ranks():
@@ -218,7 +219,7 @@ def _digest(
 
 
 def _read_cached_digest(config: Config, path: Path) -> tuple[str | None, Path]:
-    """What the run of the checkpoint that is named has recorded, or else this run directory."""
+    """Returns the digest recorded by the run of the resumed checkpoint, or else by this run."""
     places = [path]
     if isinstance(config.resume, str) and config.resume != "auto":
         # First, as a run that saved no checkpoint may have left its own record here
@@ -239,6 +240,6 @@ def weights_digest(config: Config) -> str:
     revision = None if config.reference else config.revision
     repository = Repository(config.reference or config.model, revision=revision)
     _, weights = build(repository, MODELS, fit=False)
-    files = {tensor.path for tensor in weights.tensors.values()}  # no others that are beside them
+    files = {tensor.path for tensor in weights.tensors.values()}
     description = repository.optional_file("config.json")
     return hash_files([*([description] if description else []), *sorted(files)])

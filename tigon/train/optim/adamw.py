@@ -1,15 +1,23 @@
-"""Stochastic rounding to bfloat16, with draws that are a function of where and when.
+"""AdamW and SGD, with weights and states in float32, bfloat16 or 8 bits, on the device or the host.
 
-A value between two neighbours becomes the upper one with the probability of its distance from the
-lower one, so that the mean over many steps is the value: updates smaller than half the spacing of
-bfloat16 are lost when rounding to nearest, and count here.
+Weights and states in bfloat16 are rounded stochastically: a value between two neighbors becomes the
+upper one with the probability of its distance from the lower one, so that the mean over many steps
+is the value. Rounding to nearest would lose updates below half the spacing of bfloat16.
+
+States of 8 bits are a code for each element and a scale for each block: block-wise dynamic
+quantization (Dettmers et al., 8-bit Optimizers via Block-wise Quantization, 2022), with the table
+of bitsandbytes and torchao. A block lies within a row, so that states do not depend on how ranks
+divide the rows. Unlike theirs, a positive second moment never becomes 0: beside a momentum that is
+not 0, the next update without a gradient would be divided by eps alone.
+
+# R rows, C columns of a rank's part of a parameter as a matrix, K blocks in a row
 """
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -29,28 +37,38 @@ from tigon.train.optim.offload import HostMemory
 from tigon.utils.random import GOLDEN, WORD, as_int64, mix, mix_, take_16_bits
 from tigon.weights import RowSpan, ShardSpec, local_rows
 
+BLOCK = 256  # elements of a block of 8-bit states, at most
+MIN_BLOCK = 32  # with shorter blocks, scales would take as much as they save
+MAX_LINE = 1 << 30  # elements of a line of a PositionRun: kernels count within one by 32 bits
+DTYPES = (torch.float32, torch.bfloat16)  # weights and gradients that the fused kernel updates
+SIZE = 1 << 22  # elements updated at a time, which bounds the memory of their float32 copies
+ROWS = 64  # slices have a multiple of these: a CPU's vectors then begin as in the whole matrix
+
+States: TypeAlias = Mapping[str, Tensor]  # of one parameter, by name
+Shape: TypeAlias = Sequence[int]
+
 
 def random_bits(seed: int, step: int, positions: Tensor) -> Tensor:
-    """64 random bits, int64, for elements by their positions in the whole model, int64.
+    """Returns 64 random bits (int64) for each position of an element in the whole model (int64).
 
     SplitMix64 (Steele, Lea and Flood, 2014), whose n-th output can be had without those before:
-    each step of each seed has its own stream, each element its place there. So the bits depend
-    neither on how ranks divide the model (positions.py) nor on where a run was interrupted.
+    each step of each seed is a stream, and an element's position is its place there. So the bits
+    depend neither on how ranks divide the model nor on where a run was interrupted.
     """
     bits = positions * as_int64(GOLDEN)
     return mix_(bits.add_(as_int64((stream_seed(seed, step) + GOLDEN) & WORD)))
 
 
 def stream_seed(seed: int, step: int) -> int:
-    """What a step's positions are counted from, as an int64."""
+    """Returns the seed of a step's stream of random bits, as an int64."""
     return as_int64(mix(mix(seed & WORD) + step))
 
 
 def round_stochastically(value: Tensor, bits: Tensor) -> Tensor:
-    """bfloat16, from float32 and int32 in 0...65535 of the same shape.
+    """Rounds float32 values to bfloat16 by random bits, int32 in 0...65535 of the same shape.
 
-    Values that bfloat16 has stay, NaN and infinities too. Adding the bits below the mantissa's last
-    one carries into it as often as they say; the sign is apart, so that this is away from zero.
+    Values that bfloat16 has stay, NaN and infinities too. The sum of the bits and those below the
+    mantissa carries into it; the sign is not part of the sum, so that a carry is away from zero.
     """
     raised = (value.contiguous().view(torch.int32) + bits).bitwise_and_(-1 << 16)
     rounded = raised.view(torch.float32)
@@ -58,85 +76,55 @@ def round_stochastically(value: Tensor, bits: Tensor) -> Tensor:
     return torch.where(value.isnan(), value, rounded).bfloat16()
 
 
-# Optimizer states of 8 bits: a code for each element, and a scale for each block.
-#
-# Block-wise dynamic quantisation (Dettmers et al., 8-bit Optimizers via Block-wise Quantization,
-# 2022), with the table of bitsandbytes and torchao. A block lies within a row, so that states are
-# the same however rows are divided among ranks. Unlike theirs, a positive second moment never
-# becomes 0: beside a momentum that is not 0, the next update without a gradient would be divided
-# by eps alone.
-#
-# R rows, C columns, K blocks in a row.
-
-BLOCK = 256  # elements at most
-MIN_BLOCK = 32  # with shorter blocks, scales would take as much as they save
-
-
 def block_size(columns: int) -> int:
-    """The largest power of two, up to BLOCK, that divides a row."""
+    """Returns the largest power of two, up to BLOCK, that divides a row."""
     return min(BLOCK, columns & -columns)
 
 
 def quantize(value: Tensor, signed: bool) -> tuple[Tensor, Tensor]:
-    """float32 [R, C] to codes uint8 [R, C] and scales float32 [R, K]; without `signed`, of values
-    that are not negative. A block's scale is its largest absolute value."""
+    """Returns codes uint8 [R, C] and scales float32 [R, K] of float32 values [R, C].
+
+    A block's scale is its largest absolute value. Without `signed`, no value is negative.
+    """
     blocks = value.view(len(value), -1, block_size(value.shape[1]))
     scale = blocks.abs().amax(-1)
     share = blocks / scale.unsqueeze(-1)
     share = torch.where(scale.unsqueeze(-1) > 0, share, 0.0)
-    codes = torch.bucketize(share, _bounds(signed, value.device), right=True, out_int32=True)
+    codes = torch.bucketize(share, tables(signed, value.device)[1], right=True, out_int32=True)
     if not signed:
         codes = torch.where(share > 0, codes.clamp(min=1), codes)
     return codes.to(torch.uint8).view_as(value), scale
 
 
 def dequantize(codes: Tensor, scale: Tensor, signed: bool) -> Tensor:
-    """float32 [R, C]"""
-    share = _table(signed, codes.device)[codes.int()]
+    """Returns float32 values [R, C] from codes [R, C] and scales [R, K]."""
+    share = tables(signed, codes.device)[0][codes.int()]
     return (share.view(*scale.shape, -1) * scale.unsqueeze(-1)).view(codes.shape)
 
 
-def tables(signed: bool, device: torch.device) -> tuple[Tensor, Tensor]:
-    """float32: the value of each code [256], and the bounds between each two [255]."""
-    return _table(signed, device), _bounds(signed, device)
-
-
 @cache
-def _table(signed: bool, device: torch.device) -> Tensor:
-    """The value of each code, of a block whose largest is 1; ascending.
+def tables(signed: bool, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Returns the ascending value of each code [256] and the bounds between them [255], in float32.
 
-    Seven decades, each of twice as many values as the one below it.
+    The values are those of a block whose largest is 1: seven decades, each of twice as many values
+    as the one below it.
     """
-    found = [0.0, 1.0]
+    values = [0.0, 1.0]
     for decade in range(7):
         edges = torch.linspace(0.1, 1, 2 ** (decade if signed else decade + 1) + 1)
-        values = (10 ** (decade - 6) * (edges[:-1] + edges[1:]) / 2).tolist()
-        found += values + [-value for value in values if signed]
-    return torch.tensor(sorted(found), device=device)
-
-
-@cache
-def _bounds(signed: bool, device: torch.device) -> Tensor:
-    """Between each two codes."""
-    table = _table(signed, device)
-    return (table[:-1] + table[1:]) / 2
-
-
-# How optimizer states are kept.
-#
-# R rows, C columns: a rank's part of a parameter as a matrix.
-
-States = Mapping[str, Tensor]  # of one parameter, by name
-Shape = Sequence[int]
+        positive = (10 ** (decade - 6) * (edges[:-1] + edges[1:]) / 2).tolist()
+        values += positive + [-value for value in positive if signed]
+    table = torch.tensor(sorted(values), device=device)
+    return table, (table[:-1] + table[1:]) / 2
 
 
 class StateFormat(Protocol):
-    """How a state of the name `kind` is kept: as tensors whose names begin with it."""
+    """Stores the state `kind` of a parameter as tensors whose names begin with `kind`."""
 
     def tensors(self, kind: str, shape: Shape) -> dict[str, tuple[Shape, torch.dtype]]: ...
 
     def read(self, kept: States, kind: str) -> Tensor:
-        """float32 [R, C]"""
+        """Returns float32 [R, C]."""
         ...
 
     def write(self, kept: States, kind: str, value: Tensor, bits: Tensor | None) -> None: ...
@@ -150,12 +138,12 @@ class Float32:
         return kept[kind]
 
     def write(self, kept: States, kind: str, value: Tensor, bits: Tensor | None) -> None:
-        """Nothing to do: what was read is what is kept."""
+        """Does nothing: `read` returned the stored tensor itself, which the update changed."""
 
 
 class BFloat16:
-    """With stochastic rounding: exp_avg_sq changes by a share of 1 - beta2, which is less than
-    half the spacing of bfloat16 where beta2 is above 0.998."""
+    """Rounds stochastically: exp_avg_sq changes by a share of 1 - beta2, which is less than half
+    the spacing of bfloat16 if beta2 is above 0.998."""
 
     def tensors(self, kind: str, shape: Shape) -> dict[str, tuple[Shape, torch.dtype]]:
         return {kind: (shape, torch.bfloat16)}
@@ -188,31 +176,32 @@ class EightBit:
 def zeros(
     formats: Mapping[str, StateFormat], shape: Shape, make: Callable[[Shape, torch.dtype], Tensor]
 ) -> dict[str, Tensor]:
-    """The states of a parameter before its first step."""
+    """Returns the states of a parameter before its first step."""
     states = {"step": torch.zeros(())}
     for kind, form in formats.items():
-        states |= {name: make(*how) for name, how in form.tensors(kind, shape).items()}
+        states |= {name: make(*spec) for name, spec in form.tensors(kind, shape).items()}
     return states
 
 
-def copy_states(states: dict[str, Tensor], given: States) -> dict[str, Tensor]:
-    """With the given numbers. ValueError unless they are of the same names, dtypes and shapes."""
-    found, expected = (
-        {name: (tuple(t.shape), t.dtype) for name, t in of.items()} for of in (given, states)
+def copy_states(states: dict[str, Tensor], source: States) -> dict[str, Tensor]:
+    """Copies `source` into `states`; raises ValueError if names, dtypes or shapes differ."""
+    actual, expected = (
+        {name: (tuple(t.shape), t.dtype) for name, t in tensors.items()}
+        for tensors in (source, states)
     )
-    if found != expected:
-        raise ValueError(f"states {found} are not those of this optimizer: {expected}")
+    if actual != expected:
+        raise ValueError(f"states {actual} are not those of this optimizer: {expected}")
     for name, state in states.items():
-        state.copy_(given[name])
+        state.copy_(source[name])
     return states
 
 
 def states_of(
     groups: Sequence[dict[str, Any]], state_dict: Mapping[str, Any]
 ) -> Iterator[tuple[Tensor, States]]:
-    """Each parameter of an optimizer's groups that has states in a `state_dict`, and these.
+    """Yields the parameters that have states in a `state_dict`, with these states.
 
-    That there are as many of both is for the caller to check.
+    The caller checks that groups and `state_dict` have the same number of parameters.
     """
     parameters = [p for group in groups for p in group["params"]]
     numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
@@ -222,17 +211,12 @@ def states_of(
 
 
 def as_matrix(tensor: Tensor) -> Tensor:
-    """[..., C] as [R, C]; a vector has rows of one element."""
+    """Views [..., C] as [R, C]; a vector has rows of one element."""
     return tensor.view(-1, tensor.shape[-1]) if tensor.dim() > 1 else tensor.view(-1, 1)
 
 
-# The updates of AdamW and SGD, by torch's fused kernels.
-
-
-class Rule(Protocol):
-    """An update of tensors in place, all float32."""
-
-    states: Sequence[str]
+class UpdateRule(Protocol):
+    """Updates float32 tensors in place; `steps` is the number of steps before this one."""
 
     def __call__(
         self,
@@ -241,82 +225,65 @@ class Rule(Protocol):
         gradients: list[Tensor],
         states: Mapping[str, list[Tensor]],
         steps: list[Tensor],
-    ) -> None:
-        """`steps`: those that were done before."""
-        ...
+    ) -> None: ...
 
 
-class AdamW:
-    states: Sequence[str] = ("exp_avg", "exp_avg_sq")
-
-    def __call__(
-        self,
-        group: dict[str, Any],
-        weights: list[Tensor],
-        gradients: list[Tensor],
-        states: Mapping[str, list[Tensor]],
-        steps: list[Tensor],
-    ) -> None:
-        beta1, beta2 = group["betas"]
-        torch_adamw(
-            weights,
-            gradients,
-            states["exp_avg"],
-            states["exp_avg_sq"],
-            [],
-            steps,
-            fused=True,
-            amsgrad=False,
-            beta1=beta1,
-            beta2=beta2,
-            lr=group["lr"],
-            weight_decay=group["weight_decay"],
-            eps=group["eps"],
-            maximize=False,
-        )
+def update_adamw(
+    group: dict[str, Any],
+    weights: list[Tensor],
+    gradients: list[Tensor],
+    states: Mapping[str, list[Tensor]],
+    steps: list[Tensor],
+) -> None:
+    beta1, beta2 = group["betas"]
+    torch_adamw(
+        weights,
+        gradients,
+        states["exp_avg"],
+        states["exp_avg_sq"],
+        [],
+        steps,
+        fused=True,
+        amsgrad=False,
+        beta1=beta1,
+        beta2=beta2,
+        lr=group["lr"],
+        weight_decay=group["weight_decay"],
+        eps=group["eps"],
+        maximize=False,
+    )
 
 
-class SGD:
-    def __init__(self, momentum: float) -> None:
-        self.states: Sequence[str] = ("momentum_buffer",) if momentum else ()
-
-    def __call__(
-        self,
-        group: dict[str, Any],
-        weights: list[Tensor],
-        gradients: list[Tensor],
-        states: Mapping[str, list[Tensor]],
-        steps: list[Tensor],
-    ) -> None:
-        # torch begins with the gradient, and so does a momentum of zeros
-        momenta: list[Tensor | None] = [None] * len(weights)
-        if self.states:
-            momenta = [*states["momentum_buffer"]]
-        torch_sgd(
-            weights,
-            gradients,
-            momenta,
-            fused=True,
-            weight_decay=group["weight_decay"],
-            momentum=group["momentum"],
-            lr=group["lr"],
-            dampening=0.0,
-            nesterov=group["nesterov"],
-            maximize=False,
-        )
+def update_sgd(
+    group: dict[str, Any],
+    weights: list[Tensor],
+    gradients: list[Tensor],
+    states: Mapping[str, list[Tensor]],
+    steps: list[Tensor],
+) -> None:
+    # torch begins with the gradient, and so does a momentum of zeros
+    torch_sgd(
+        weights,
+        gradients,
+        [*states.get("momentum_buffer", [None] * len(weights))],
+        fused=True,
+        weight_decay=group["weight_decay"],
+        momentum=group["momentum"],
+        lr=group["lr"],
+        dampening=0.0,
+        nesterov=group["nesterov"],
+        maximize=False,
+    )
 
 
-# Where in the whole model the elements are that a rank has: random bits are drawn by that.
-#
-# A rank of tensor or expert parallelism has pieces of a parameter, and FSDP divides these by
-# rows. What is left lies in runs: rows are one block of the whole, columns are lines of it that
-# are equally far apart, and a packed projection has such a run for each of its parts.
-
-MAX_LINE = 1 << 30  # elements of a line: kernels count within one by 32 bits
+# The positions of a rank's elements in the whole model, from which random bits are drawn. A rank of
+# tensor or expert parallelism has pieces of a parameter, and FSDP divides these by rows. What is
+# left lies in runs: rows are one block of the whole, columns are lines that are equally far apart,
+# and a packed projection has such a run for each of its parts.
 
 
 class PositionRun(NamedTuple):
-    """`length` elements of a rank's part of a parameter, from its element `first` on.
+    """Describes `length` elements of a rank's part of a parameter, from its element `first` on.
 
     The i-th of them, from 0, has the position `position + i // width * pitch + i % width` in the
     model: lines of `width` elements, each `pitch` behind the one before. A block is one line.
@@ -330,11 +297,11 @@ class PositionRun(NamedTuple):
 
     @property
     def lines(self) -> tuple[int, int] | None:
-        """Width and pitch; None of one block."""
+        """Returns width and pitch, or None for one block."""
         return (self.width, self.pitch) if self.width < self.length else None
 
     def between(self, begin: int, end: int, device: torch.device) -> Tensor:
-        """int64: the positions of those among the part's elements `begin` to `end` that it has."""
+        """Returns the positions (int64) of its elements among `begin` to `end` of the part."""
         begin, end = max(begin - self.first, 0), min(end - self.first, self.length)
         if begin >= end:
             return torch.empty(0, dtype=torch.int64, device=device)
@@ -347,11 +314,11 @@ class PositionRun(NamedTuple):
 def runs_of(
     cut: ShardSpec | None, begin: int, count: int, position: int
 ) -> tuple[PositionRun, ...]:
-    """The runs of a rank's part, in the order of its elements.
+    """Returns the runs of a rank's part, in the order of its elements.
 
-    `cut` says what ranks of tensor or expert parallelism have of the parameter; None: all. Of
-    that the rank has `count` elements from `begin` on, which are whole rows. `position`: of the
-    whole parameter's first element.
+    `cut` is the shard of tensor or expert parallelism (None: the whole parameter), of which the
+    rank has `count` elements from `begin` on, in whole rows. `position` is that of the whole
+    parameter's first element.
     """
     every = _block_elements(0, begin + count, 0) if cut is None else _runs(cut)
     found = (_intersect(run, begin, begin + count) for run in every)
@@ -359,7 +326,7 @@ def runs_of(
 
 
 def positions(runs: Sequence[PositionRun], begin: int, end: int, device: torch.device) -> Tensor:
-    """int64 [end - begin], of the elements `begin` to `end` of a rank's part."""
+    """Returns the positions int64 [end - begin] of elements `begin` to `end` of a rank's part."""
     found = [run.between(begin, end, device) for run in runs]
     found = [each for each in found if len(each)]
     return found[0] if len(found) == 1 else torch.cat(found)
@@ -371,7 +338,7 @@ def _block_elements(first: int, count: int, position: int) -> Iterator[PositionR
 
 
 def _runs(cut: ShardSpec) -> Iterator[PositionRun]:
-    """Of all that a rank of tensor or expert parallelism has."""
+    """Yields the runs of a whole shard of tensor or expert parallelism."""
     outer, inner = math.prod(cut.shape[: cut.dim]), math.prod(cut.shape[cut.dim + 1 :])
     own, whole = cut.length * inner, cut.shape[cut.dim] * inner
     if not own:
@@ -390,7 +357,7 @@ def _runs(cut: ShardSpec) -> Iterator[PositionRun]:
 
 
 def _intersect(run: PositionRun, begin: int, end: int) -> PositionRun:
-    """What is left of it, none perhaps, where only the elements `begin` to `end` are there."""
+    """Returns the part of a run, maybe empty, that lies in the elements `begin` to `end`."""
     skipped = max(begin - run.first, 0)
     count = max(min(end - run.first, run.length) - skipped, 0)
     lines, rest = divmod(skipped, run.width)
@@ -404,13 +371,9 @@ def _intersect(run: PositionRun, begin: int, end: int) -> PositionRun:
     )
 
 
-# AdamW by one kernel over all parameters of a rank, where Triton's kernels run.
-
-DTYPES = (torch.float32, torch.bfloat16)  # of weights and gradients
-
-
 def runs_fused(parameter: Tensor) -> bool:
-    """Whether the kernel updates a parameter; tigon.kernels.use("reference") says that none is."""
+    """Returns whether the kernel updates a parameter; tigon.kernels.use("reference") disables
+    it."""
     own = local(parameter)
     return (
         runs_triton(own)
@@ -422,8 +385,10 @@ def runs_fused(parameter: Tensor) -> bool:
 
 
 class FusedUpdate:
-    """What `Stored` is for AdamW; its states are the same, and values are within the rounding of
-    float32."""
+    """Updates all parameters of a group by one AdamW kernel where Triton runs.
+
+    States are those of LowPrecisionOptimizer; values differ by the rounding of float32.
+    """
 
     def __init__(self, seed: int, stochastic: bool) -> None:
         self.seed, self.stochastic = seed, stochastic
@@ -439,8 +404,10 @@ class FusedUpdate:
         runs: Mapping[Tensor, Sequence[PositionRun]],
         scale: Tensor | None,
     ) -> None:
-        """Of parameters of a group, together known as `name`; each has its gradient, and has
-        counted this step."""
+        """Updates parameters of a group, all with gradients and with this step counted.
+
+        `name` identifies this set of parameters, so that the kernel reuses its tables.
+        """
         own = [p for p in parameters if local(p).numel()]
         if not own:
             return
@@ -460,7 +427,7 @@ class FusedUpdate:
     def _slots(
         self, parameter: Tensor, state: Mapping[str, Tensor], runs: Sequence[PositionRun]
     ) -> Iterator[AdamWSlot]:
-        """One for each run, as a launch knows no more of where elements are."""
+        """Yields a slot for each run, as a launch takes one position and one pitch per slot."""
         slot = _slot(parameter, state)
         kinds = slot.weight.dtype if self.stochastic else None, slot.exp_avg.dtype
         if torch.bfloat16 not in kinds:
@@ -500,16 +467,8 @@ def _slice_slot(slot: AdamWSlot, run: PositionRun) -> AdamWSlot:
     return AdamWSlot(*tensors)._replace(position=run.position, lines=run.lines)
 
 
-# AdamW and SGD in float32, with weights and states that are kept in fewer bits or on the host.
-#
-# R rows, C columns: a rank's part of a parameter as a matrix.
-
-SIZE = 1 << 22  # elements updated at a time, which bounds the memory of their float32 copies
-ROWS = 64  # pieces have a multiple of these: a CPU's vectors then begin where they would in a whole
-
-
 class UpdateSlice(NamedTuple):
-    """Rows of a parameter that are updated at once."""
+    """Holds rows of a parameter that are updated at once."""
 
     weight: Tensor  # [R, C]
     gradient: Tensor  # [R, C]
@@ -523,18 +482,18 @@ class UpdateSlice(NamedTuple):
 class LowPrecisionOptimizer(Optimizer):
     """torch's fused AdamW or SGD, equal to it in every bit where weights and states are float32.
 
-    AdamW with states on a GPU is one kernel over all parameters (`fused.py`), whose values may
-    differ by the rounding of float32. What follows defines it, and runs elsewhere. What is float32
-    and on the device is updated in place, all of a group by one call. Of the rest an update takes
-    weights, gradients and states of SIZE elements, in float32, and gives back weights and states
-    as they are kept. All tensors are plain ones of a rank's own rows: of DTensors, each operation
-    would take Python longer than a GPU.
+    AdamW with states on a GPU is one kernel over all parameters (`FusedUpdate`), whose values may
+    differ by the rounding of float32. This class defines them and runs elsewhere. Float32 tensors
+    on the device are updated in place, all of a group by one call. The others are updated SIZE
+    elements at a time: read into float32, updated, and written back in their formats. All tensors
+    are plain ones with a rank's rows: an operation on DTensors would take Python longer than a GPU.
     """
 
     def __init__(
         self,
         groups: list[dict[str, Any]],
-        rule: Rule,
+        rule: UpdateRule,
+        state_names: Sequence[str],
         defaults: dict[str, Any],
         *,
         format_of: Callable[[Tensor, str], StateFormat],
@@ -543,23 +502,23 @@ class LowPrecisionOptimizer(Optimizer):
         stochastic: bool,
         memory: HostMemory,
     ) -> None:
-        """`defaults`: what the rule reads from groups that lack it; `format_of(parameter, state)`;
-        `runs`: where in the model the elements are that this rank has of each parameter;
-        `stochastic`: rounding of bfloat16 weights, else to nearest."""
-        self.rule, self.runs, self.seed = rule, runs, seed
+        """`defaults` has the rule's settings for groups that lack them, `format_of(parameter,
+        name)` the format of a state, `runs` the positions of this rank's elements; `stochastic`
+        selects the rounding of bfloat16 weights, else to nearest."""
+        self.rule, self.state_names, self.runs, self.seed = rule, state_names, runs, seed
         self.format_of, self.stochastic, self.memory = format_of, stochastic, memory
         self.formats: dict[Tensor, dict[str, StateFormat]] = {}
-        self.converted: set[Tensor] = set()  # whose update needs copies of what is kept
-        # What the next step multiplies the gradients that are there by, on the device; used once
+        self.converted: set[Tensor] = set()  # parameters whose update needs float32 copies
+        # The next step multiplies its gradients by this, on the device; used once
         self.scale: Tensor | None = None
-        may = isinstance(rule, AdamW) and not memory.on_host
-        self.fused = FusedUpdate(seed, stochastic) if may else None
+        has_kernel = rule is update_adamw and not memory.on_host
+        self.fused = FusedUpdate(seed, stochastic) if has_kernel else None
         super().__init__(groups, defaults)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         super().add_param_group(param_group)
         for p in param_group["params"]:
-            self.formats[p] = {kind: self.format_of(p, kind) for kind in self.rule.states}
+            self.formats[p] = {kind: self.format_of(p, kind) for kind in self.state_names}
             whole = p.dtype == torch.float32 and not self.memory.on_host
             if not (whole and all(isinstance(f, Float32) for f in self.formats[p].values())):
                 self.converted.add(p)
@@ -583,10 +542,11 @@ class LowPrecisionOptimizer(Optimizer):
         name: object = None,
         scale: Tensor | None = None,
     ) -> None:
-        """A step of those among some parameters that have a gradient, which stays.
+        """Updates the parameters that have a gradient, and leaves the gradient.
 
-        `parts`: parameters by the index of their group. `name`: theirs together, by which the
-        kernel knows its tables again. `scale`: what gradients are multiplied by, on the device.
+        `parts` has parameters with the index of their group. `name` identifies this set of
+        parameters, so that the kernel reuses its tables. `scale` multiplies gradients, on the
+        device.
         """
         buckets = []
         for i, parameters in parts:
@@ -613,12 +573,12 @@ class LowPrecisionOptimizer(Optimizer):
         )
 
     def undo_step(self, parameters: Sequence[Tensor]) -> None:
-        """Their last updates, by a scale of NaN, changed nothing: they do not count as steps."""
+        """Uncounts the last step of parameters, which a scale of NaN left unchanged."""
         if parameters:
             torch._foreach_add_([self.state[p]["step"] for p in parameters], -1.0)
 
     def _count(self, parameters: Sequence[Tensor]) -> None:
-        """One more step of each; before the first, states of zeros."""
+        """Counts a step of each parameter; makes states of zeros before the first."""
         for p in parameters:
             state = self.state[p]
             if not state:
@@ -630,21 +590,21 @@ class LowPrecisionOptimizer(Optimizer):
         return zeros(self.formats[parameter], local(parameter).shape, self.memory.zeros)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """torch's own gives states the dtypes and the device of their parameters."""
-        given = states_of(self.param_groups, state_dict)
-        states = {p: copy_states(self._zeros(p), own) for p, own in given}
+        """Keeps the formats of states, which torch would cast to the dtypes of their parameters."""
+        loaded = states_of(self.param_groups, state_dict)
+        states = {p: copy_states(self._zeros(p), values) for p, values in loaded}
         super().load_state_dict(state_dict)
         self.state.update(states)
 
     def _update_whole(self, group: dict[str, Any], parameters: Sequence[Tensor]) -> None:
-        """In place and by one call, as nothing is converted."""
+        """Updates float32 parameters with float32 states in place, by one call."""
         here = [(local(p), local(p.grad), self.state[p]) for p in parameters if p.grad is not None]
         here = [one for one in here if one[0].numel()]
         if not here:
             return
         weights = [weight for weight, _, _ in here]
         gradients = [gradient.contiguous() for _, gradient, _ in here]
-        values = {kind: [state[kind] for _, _, state in here] for kind in self.rule.states}
+        values = {kind: [state[kind] for _, _, state in here] for kind in self.state_names}
         done = (torch.stack([state["step"] for _, _, state in here]) - 1).tolist()
         self.rule(group, weights, gradients, values, _counters(done, weights[0].device))
 
@@ -673,10 +633,10 @@ class LowPrecisionOptimizer(Optimizer):
     def _update(
         self, group: dict[str, Any], pieces: Sequence[UpdateSlice], states: Iterator[Tensor]
     ) -> None:
-        """`states`: those of the pieces in turn, on the device."""
+        """Updates slices whose states are on the device, in turn in `states`."""
         pieces = [p._replace(states={name: next(states) for name in p.states}) for p in pieces]
         weights = [piece.weight.float() for piece in pieces]
-        kinds = self.rule.states
+        kinds = self.state_names
         values = {k: [p.formats[k].read(p.states, k) for p in pieces] for k in kinds}
         gradients = [piece.gradient.float() for piece in pieces]
         steps = _counters([piece.step - 1.0 for piece in pieces], pieces[0].weight.device)
@@ -703,8 +663,10 @@ class LowPrecisionOptimizer(Optimizer):
 
 
 def adamw(model: CausalLM, config: Config, states: str) -> Optimizer:
-    """With states of float32, bfloat16 or 8bit. ValueError where ranks divide columns within a
-    block of the last."""
+    """Builds AdamW with states in `float32`, `bfloat16` or `8bit`.
+
+    Raises ValueError if ranks divide columns within a block of 8-bit states.
+    """
     blocks = blocks_of(model) if states == "8bit" else {}
 
     def format_of(parameter: Tensor, kind: str) -> StateFormat:
@@ -714,13 +676,23 @@ def adamw(model: CausalLM, config: Config, states: str) -> Optimizer:
             return EightBit(signed=kind == "exp_avg")
         return Float32()
 
-    betas = (config.beta1, config.beta2)
-    return _build_low_precision(model, config, AdamW(), format_of, betas=betas, eps=config.eps)
+    return _build_low_precision(
+        model,
+        config,
+        update_adamw,
+        ("exp_avg", "exp_avg_sq"),
+        format_of,
+        betas=(config.beta1, config.beta2),
+        eps=config.eps,
+    )
 
 
 def blocks_of(model: CausalLM) -> dict[Tensor, int]:
-    """Columns of a block of states of 8 bits in the whole row, by parameter that ranks of tensor
-    parallelism divide. ValueError where they divide a row within a block."""
+    """Returns the columns of a block of 8-bit states for each parameter with a tensor-parallel
+    shard.
+
+    Raises ValueError if the ranks divide a row within a block.
+    """
     found: dict[Tensor, int] = {}
     cuts: Mapping[str, ShardSpec] = getattr(model, "shard_specs", {})
     for name, p in model.named_parameters():
@@ -742,15 +714,20 @@ def blocks_of(model: CausalLM) -> dict[Tensor, int]:
 
 
 def _block(parameter: Tensor) -> int:
-    """Columns of a block of states of 8 bits; 0 of vectors, whose states are float32."""
+    """Returns the columns of a block of 8-bit states; 0 for vectors, whose states are float32."""
     return block_size(parameter.shape[-1]) if parameter.dim() > 1 else 0
 
 
 def sgd(model: CausalLM, config: Config) -> Optimizer:
-    """With a momentum of float32."""
-    momentum, nesterov = config.momentum or 0.0, bool(config.nesterov)
+    """Builds SGD with a momentum in float32."""
     return _build_low_precision(
-        model, config, SGD(momentum), lambda *_: Float32(), momentum=momentum, nesterov=nesterov
+        model,
+        config,
+        update_sgd,
+        ("momentum_buffer",) if config.momentum else (),
+        lambda *_: Float32(),
+        momentum=config.momentum or 0.0,
+        nesterov=bool(config.nesterov),
     )
 
 
@@ -762,7 +739,8 @@ def state_bytes(states: str) -> float:
 def _build_low_precision(
     model: CausalLM,
     config: Config,
-    rule: Rule,
+    rule: UpdateRule,
+    state_names: Sequence[str],
     format_of: Callable[[Tensor, str], StateFormat],
     **defaults: Any,
 ) -> Optimizer:
@@ -772,12 +750,13 @@ def _build_low_precision(
     for name, p in model.named_parameters():
         own, row = local_rows(name, p)
         cut = cuts.get(name)
-        # What several ranks of tensor parallelism have is rounded alike on all of them
+        # Parameters that tensor-parallel ranks replicate are rounded equally on all of them
         runs[p] = runs_of(cut, row * math.prod(p.shape[1:]), own.numel(), count)
         count += p.numel() if cut is None else math.prod(cut.shape)
     return LowPrecisionOptimizer(
         parameter_groups(model, config),
         rule,
+        state_names,
         {"lr": config.lr, "weight_decay": 0.0, **defaults},
         format_of=format_of,
         runs=runs,
@@ -788,14 +767,14 @@ def _build_low_precision(
 
 
 def _counters(done: Sequence[float], device: torch.device) -> list[Tensor]:
-    """Each in memory of its own, as a fused kernel counts them up."""
+    """Returns step counters in separate tensors, as a fused kernel increments them."""
     if len(set(done)) == 1:  # one kernel makes all
         return [*torch.full((len(done),), done[0], device=device).unbind()]
     return [torch.full((), count, device=device) for count in done]
 
 
 def _buckets(pieces: Iterator[UpdateSlice]) -> Iterator[list[UpdateSlice]]:
-    """Of at most SIZE elements, unless one piece has more."""
+    """Yields slices in lists of at most SIZE elements, unless one slice has more."""
     bucket: list[UpdateSlice] = []
     size = 0
     for piece in pieces:

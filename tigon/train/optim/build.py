@@ -1,4 +1,4 @@
-"""The optimizer of a run."""
+"""Builds the optimizer that the settings name."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -17,29 +17,29 @@ from tigon.train.optim.muon import Muon
 class OptimizerSpec(NamedTuple):
     build: Callable[[CausalLM, Config], Optimizer]
     state_bytes: Callable[[Config], float]  # per trained parameter
-    hidden_bytes: Callable[[Config], float] | None = None  # of `hidden_matrices`, where it differs
+    hidden_bytes: Callable[[Config], float] | None = None  # per element of `hidden_matrices`
 
 
 def build_optimizer(model: CausalLM, config: Config) -> Optimizer:
-    """For the parameters that `parameter_groups` leaves to train; the others are frozen here."""
+    """Builds the optimizer of the trained parameters, and freezes the others."""
     freeze(model, config)
     return OPTIMIZERS[config.optimizer].build(model, config)
 
 
 def check_local_model(model: CausalLM, config: Config) -> None:
-    """Raises ValueError for a rank's part of a model that the optimizer has no states for."""
+    """Raises ValueError if the optimizer cannot keep states of a rank's part of the model."""
     if config.optimizer == "adamw_8bit":
         adamw.blocks_of(model)
 
 
 def state_bytes(config: Config, *, hidden: bool = False) -> float:
-    """Bytes of optimizer states per trained parameter, on all ranks together.
+    """Returns the bytes of optimizer states per trained parameter, over all ranks.
 
-    `hidden`: of a parameter in `hidden_matrices`, of which Muon keeps less.
+    Muon keeps less for those in `hidden_matrices` (`hidden`).
     """
-    kind = OPTIMIZERS[config.optimizer]
-    of = kind.hidden_bytes if hidden and kind.hidden_bytes is not None else kind.state_bytes
-    return of(config)
+    spec = OPTIMIZERS[config.optimizer]
+    size = spec.hidden_bytes if hidden and spec.hidden_bytes is not None else spec.state_bytes
+    return size(config)
 
 
 def item_bytes(config: Config) -> int:

@@ -14,18 +14,17 @@ from tigon.train.distributed import local
 from tigon.train.optim.adamw import LowPrecisionOptimizer, runs_fused
 from tigon.weights import row_group
 
-PIECE = 2**16  # numbers of which a CPU takes the norm in float32
+PIECE = 2**16  # numbers whose norm a CPU computes in float32
 
 
 @torch.no_grad()
 def clip(model: nn.Module, optimizer: Optimizer, max_norm: float) -> Tensor:
-    """As `clip_gradients`; an optimizer that can takes the factor into its next step, and leaves
-    gradients as they are."""
+    """Clips as `clip_gradients`, but leaves gradients unscaled if the optimizer's fused kernel can
+    apply the factor in its next step."""
     if not isinstance(optimizer, LowPrecisionOptimizer) or optimizer.fused is None:
         return clip_gradients(model, max_norm)
-    optimizer.scale = None  # of a step that was skipped
-    given = [p for p in model.parameters() if p.grad is not None]
-    if not all(map(runs_fused, given)):
+    optimizer.scale = None  # a skipped step may have left one
+    if not all(runs_fused(p) for p in model.parameters() if p.grad is not None):
         return clip_gradients(model, max_norm)
     gradients = [g.contiguous() for g in _local_gradients(model)]
     parameter = next(model.parameters())
@@ -39,28 +38,27 @@ def clip(model: nn.Module, optimizer: Optimizer, max_norm: float) -> Tensor:
 
 @torch.no_grad()
 def clip_gradients(model: nn.Module, max_norm: float) -> Tensor:
-    """The global norm of the gradients, before they are scaled down to max_norm; 0 leaves them.
+    """Scales gradients down to max_norm (0: not at all), and returns their global norm before.
 
-    float32 whatever the gradients are: torch.nn.utils takes the norm of bfloat16 ones in bfloat16.
-    Every rank calls this.
+    The norm is float32 for all dtypes: torch.nn.utils computes that of bfloat16 gradients in
+    bfloat16. Every rank calls this.
     """
     parameters = list(model.parameters())
     gradients = [g for _, g in _rank_gradients(parameters)]
-    counted = _local_gradients(model)
-    norm = _combine_norms(_norms(counted), model)
+    norm = _combine_norms(_norms(_local_gradients(model)), model)
     if max_norm and gradients:
         torch._foreach_mul_(gradients, _factor(norm, max_norm))
     return norm
 
 
 class BucketedNorm:
-    """The same norm, of gradients of which a part is there at a time."""
+    """Computes the norm of all gradients from buckets that exist one at a time."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self._kernels: dict[Hashable, SquaredNorm] = {}  # which keep tables of each part
-        self._squares: list[Tensor] = []  # float64, of parts by kernel
-        # Of each of the other parameters, or of what is counted of it
+        self._kernels: dict[Hashable, SquaredNorm] = {}  # each keeps the tables of a bucket
+        self._squares: list[Tensor] = []  # float64, of buckets whose norm a kernel computes
+        # Norms of the other parameters, or of the parts that this rank counts
         self._norms: dict[Tensor, list[Tensor]] = {}
 
     def begin(self) -> None:
@@ -68,16 +66,16 @@ class BucketedNorm:
 
     @torch.no_grad()
     def add(self, part: Hashable, named: Mapping[str, Tensor], *, by_kernel: bool) -> None:
-        """The gradients of a part, which `part` tells from the others."""
-        found = _counted_of(self._model, named.items())
-        if not found:
+        """Adds the gradients of the bucket with the key `part`."""
+        counted = _counted_gradients(self._model, named.items())
+        if not counted:
             return
-        gradients = [gradient for _, gradient in found]
+        gradients = [gradient for _, gradient in counted]
         if by_kernel:
             kernel = self._kernels.setdefault(part, SquaredNorm())
             self._squares.append(kernel([g.contiguous() for g in gradients]))
             return
-        for (p, _), norm in zip(found, _norms(gradients), strict=True):
+        for (p, _), norm in zip(counted, _norms(gradients), strict=True):
             self._norms.setdefault(p, []).append(norm)
 
     @torch.no_grad()
@@ -92,28 +90,29 @@ class BucketedNorm:
 
 
 def _rank_gradients(parameters: Iterable[Tensor]) -> list[tuple[Tensor, Tensor]]:
-    """The gradients that are there, with their parameters, without the empty ones: a rank may have
-    no rows of some."""
-    found = [(p, local(p.grad)) for p in parameters if p.grad is not None]
-    return [(p, g) for p, g in found if g.numel()]
+    """Returns parameters with their gradients; a rank may have no rows of some, which are left
+    out."""
+    pairs = [(p, local(p.grad)) for p in parameters if p.grad is not None]
+    return [(p, g) for p, g in pairs if g.numel()]
 
 
 def _local_gradients(model: nn.Module) -> list[Tensor]:
-    """This rank's gradients; what ranks of tensor parallelism have alike is counted on one."""
-    return [gradient for _, gradient in _counted_of(model, model.named_parameters())]
+    """Returns this rank's gradients; one tensor-parallel rank counts those that all replicate."""
+    return [gradient for _, gradient in _counted_gradients(model, model.named_parameters())]
 
 
-def _counted_of(
+def _counted_gradients(
     model: nn.Module, named: Iterable[tuple[str, Tensor]]
 ) -> list[tuple[Tensor, Tensor]]:
-    """As `_counted`, of some of the model's parameters, each with its own."""
+    """Returns parameters with the gradients that this rank adds to the global norm."""
     if (tensor := find_tensor(model)) is not None:
         return list(tensor.unique_gradients(named))
     return _rank_gradients(p for _, p in named)
 
 
 def _norms(gradients: Sequence[Tensor]) -> Sequence[Tensor]:
-    """Of each. A CPU adds up in order: in float32 a large matrix's norm would be 2e-3 off."""
+    """Returns each gradient's norm. A CPU adds up in pieces: in float32, the norm of a large matrix
+    would be 2e-3 off."""
     if not gradients:
         return ()
     if gradients[0].device.type != "cpu":
@@ -125,7 +124,7 @@ def _norms(gradients: Sequence[Tensor]) -> Sequence[Tensor]:
 
 
 def _combine_norms(norms: Sequence[Tensor], model: nn.Module) -> Tensor:
-    """float32, the norm of all ranks' gradients, from the norm of each of this rank's."""
+    """Returns the float32 norm over all ranks from the norms of this rank's gradients."""
     parameter = next(model.parameters())
     norm = torch.zeros((), device=parameter.device)
     if norms:

@@ -13,9 +13,9 @@ from tigon.train.optim.offload import HostMemory
 
 
 class Ema:
-    """After each update `decay` times what it was, and 1 - decay times the weights.
+    """Averages the trained weights: after each update, decay * average + (1 - decay) * weights.
 
-    `values`: float32, by name, of the parameters that are trained; each rank has its own rows.
+    `values` are float32 by name, with this rank's rows.
     """
 
     def __init__(self, model: nn.Module, decay: float, *, offload: bool = False) -> None:
@@ -29,13 +29,13 @@ class Ema:
 
     @torch.no_grad()
     def begin(self, model: nn.Module) -> None:
-        """With the weights as they are."""
+        """Sets the average to the current weights."""
         for name, weight in _trained(model).items():
             self.values[name].copy_(weight)
 
     @torch.no_grad()
     def update(self, model: nn.Module) -> None:
-        """Every rank calls this after each update of the weights."""
+        """Updates the average; every rank calls this after each update of the weights."""
         weights = _trained(model)
         buckets = list(_buckets(weights))
         self.memory.visit(
@@ -53,17 +53,17 @@ def build_ema(model: nn.Module, config: Config) -> Ema | None:
 
 
 def ema_bytes(config: Config) -> float:
-    """Per trained parameter, over all ranks."""
+    """Returns the bytes of the average per trained parameter, over all ranks."""
     return 4.0 if config.ema_decay else 0.0
 
 
 def _trained(model: nn.Module) -> dict[str, Tensor]:
-    """This rank's rows."""
+    """Returns this rank's rows of the trained weights by name."""
     return {n: local(p.detach()) for n, p in model.named_parameters() if p.requires_grad}
 
 
 def _buckets(weights: Mapping[str, Tensor]) -> Iterator[list[tuple[str, slice]]]:
-    """Rows of about SIZE elements together."""
+    """Yields slices of rows in lists of about SIZE elements."""
     bucket: list[tuple[str, slice]] = []
     size = 0
     for name, weight in weights.items():

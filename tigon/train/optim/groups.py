@@ -1,4 +1,5 @@
-"""Learning-rate schedules."""
+"""Learning-rate schedules, and parameter groups: which parameters are trained, by which
+settings."""
 
 import difflib
 import math
@@ -14,7 +15,8 @@ from tigon.models import CausalLM, adapter_parameters
 from tigon.train.config import Config, ParameterGroup
 from tigon.weights import ShardSpec
 
-# Share of the peak, 1 to 0, when a share of the way to the end is done, 0 to 1
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+# Decay of the rate from 1 to 0, by the fraction of the schedule that is done
 SHAPES: dict[str, Callable[[float], float]] = {
     "constant": lambda done: 1.0,
     "linear": lambda done: 1.0 - done,
@@ -24,31 +26,27 @@ SHAPES: dict[str, Callable[[float], float]] = {
 
 
 def learning_rate(config: Config, step: int, steps: int) -> float:
-    """The rate at `step`, counted from 0: up to lr in the warm-up, then the schedule."""
-    warmup = count(config.warmup_steps, steps)
+    """Returns the rate at `step`, counted from 0: up to lr in the warm-up, then the schedule."""
+    warmup = num_steps(config.warmup_steps, steps)
     if step < warmup:
         return config.lr * (step + 1) / warmup
     shape: str = config.schedule
-    length = max(1, steps - warmup)  # of the schedule's way down
+    length = max(1, steps - warmup)  # steps of the decay
     if config.schedule == "wsd":
-        length, shape = min(length, max(1, count(config.decay_steps, steps))), config.decay_type
+        length, shape = min(length, max(1, num_steps(config.decay_steps, steps))), config.decay_type
     done = max(0, step - (steps - length)) / length
     share = SHAPES[shape](done)
     return config.lr * (config.min_lr_ratio + (1.0 - config.min_lr_ratio) * share)
 
 
-def count(value: float, steps: int) -> int:
-    """A number of steps; below 1, a share of all."""
+def num_steps(value: float, steps: int) -> int:
+    """Returns a number of steps from a setting; below 1, it is a fraction of all steps."""
     return round(value * steps) if value < 1 else int(value)
 
 
-# Which parameters an optimizer trains, and with which settings.
-
-EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
-
-
 def freeze(model: CausalLM, config: Config) -> None:
-    """Parameters of groups with `freeze` will have neither gradients nor optimizer states."""
+    """Sets requires_grad of all parameters: false in groups with `freeze` and outside an
+    adapter."""
     groups = assign(model, config.parameter_groups)
     adapter = getattr(model, "active_adapter", None)  # any module may be given
     trains = None if adapter is None else adapter_parameters(model, adapter)
@@ -75,15 +73,15 @@ def freeze(model: CausalLM, config: Config) -> None:
 def parameter_groups(
     model: CausalLM, config: Config, hidden: Collection[str] = ()
 ) -> list[dict[str, Any]]:
-    """The parameters to train, by their settings, for an optimizer.
+    """Returns an optimizer's groups: trained parameters with the same settings.
 
-    weight_decay is that of matrices, and 0 for norms and biases. `lr_scale` multiplies the
-    schedule's learning rate. Parameters named in `hidden` have groups of their own, with
-    `hidden` true; with any, the others begin with adamw_lr.
+    weight_decay applies to matrices, and is 0 for norms and biases. `lr_scale` multiplies the
+    schedule's learning rate. Parameters named in `hidden` have separate groups, with `hidden` true;
+    if there are any, the other groups have adamw_lr.
     """
     groups = assign(model, config.parameter_groups)
     others_lr = config.lr if not hidden or config.adamw_lr is None else config.adamw_lr
-    found: dict[tuple[Any, ...], list[Any]] = {}
+    members: dict[tuple[Any, ...], list[Any]] = {}
     for name, p in model.named_parameters():
         if not p.requires_grad:
             continue
@@ -92,18 +90,18 @@ def parameter_groups(
         lr = lr if own.lr is None else own.lr
         decay = config.weight_decay if own.weight_decay is None else own.weight_decay
         key = name in hidden, lr / config.lr if lr else 0.0, decay if p.dim() > 1 else 0.0
-        found.setdefault(key, []).append(p)
+        members.setdefault(key, []).append(p)
     return [
         {"params": parameters, "hidden": own, "lr_scale": scale, "weight_decay": decay}
-        for (own, scale, decay), parameters in found.items()
+        for (own, scale, decay), parameters in members.items()
     ]
 
 
 def hidden_matrices(model: CausalLM) -> dict[str, tuple[int, ...]]:
-    """The matrices of the blocks but for routers: by parameter, the rows of each in turn.
+    """Returns the numbers of rows of each parameter's matrices, for all in blocks except routers.
 
-    q, k and v, gate and up, and all experts are matrices of their own. Rows are those of the
-    parameter's flattening [-1, last dim], of the whole one where ranks divide it.
+    q, k and v, gate and up, and all experts are separate matrices. Rows are those of the whole
+    parameter's flattening [-1, last dim], also if ranks divide it.
     """
     cuts: Mapping[str, ShardSpec] = getattr(model, "shard_specs", {})
     modules = list(model.model.layers.named_modules(prefix="model.layers"))
@@ -122,11 +120,11 @@ def hidden_matrices(model: CausalLM) -> dict[str, tuple[int, ...]]:
 
 
 def assign(model: CausalLM, groups: Sequence[ParameterGroup]) -> dict[str, ParameterGroup | None]:
-    """The first group that matches each parameter, by its name; None: none does.
+    """Returns the first group that matches each parameter, by its name; None if none does.
 
-    Patterns are matched with the names of checkpoint tensors, all experts of a layer in one or
-    apart. Raises ValueError for a pattern that matches nothing or only parts of a parameter, and
-    for a group that others before it leave nothing.
+    Patterns match the names of checkpoint tensors, with the experts of a layer stacked or separate.
+    Raises ValueError for a pattern that matches nothing or only parts of a parameter, and for a
+    group whose parameters all match earlier groups.
     """
     if not groups:
         return dict.fromkeys(name for name, _ in model.named_parameters())
@@ -155,7 +153,7 @@ def _matches(name: str, patterns: Sequence[str]) -> bool:
 
 
 def _missed(names: Sequence[str], hit: Sequence[str], patterns: Sequence[str]) -> str:
-    """Which parts of a parameter no pattern matches, and the patterns that would match all."""
+    """Returns which parts of a parameter no pattern matches, and patterns that would match all."""
     missing = [name for name in names if name not in hit]
     others = []
     for name in missing:
@@ -177,7 +175,7 @@ def _missed(names: Sequence[str], hit: Sequence[str], patterns: Sequence[str]) -
 
 
 def _near(pattern: str, names: Mapping[str, Sequence[Sequence[str]]]) -> str:
-    """Names that may be meant."""
+    """Returns a hint with the names nearest to a pattern."""
     if HEAD not in names and _matches(HEAD, [pattern]):
         return f"the model's {HEAD} is tied to its embedding: name {EMBEDDING}"
     known = {name for spellings in names.values() for name in spellings[0]}

@@ -1,7 +1,7 @@
-"""`optimizer_in_backward`: backward updates weights block by block, and frees their gradients.
+"""Updates weights in backward, block by block, and frees their gradients (optimizer_in_backward).
 
-Learning rate, step and random bits of an update are those that it has after backward, so weights
-and states have the same bits. Sources: torchtune's optimizer_in_bwd, and torch's tutorial on
+An update has the same learning rate, step and random bits as one after backward, so weights and
+states are equal bit for bit. Sources: torchtune's optimizer_in_bwd, and torch's tutorial on
 register_post_accumulate_grad_hook.
 """
 
@@ -27,23 +27,23 @@ class BackwardBucket:
     number: int
     parameters: list[nn.Parameter]
     groups: dict[int, list[Tensor]] = field(default_factory=dict)  # by index of the optimizer's
-    missing: int = 0  # gradients of this backward that are to come
+    missing: int = 0  # gradients that this backward has yet to compute
 
 
 class InBackward:
-    """Updates a model's parameters while `backward` goes through it, and keeps no gradient.
+    """Updates parameters during `backward`, and frees each gradient after its update.
 
-    A step has one forward and one backward. Any other backward leaves gradients as ever.
+    A step has one forward and one backward. Calls of `loss.backward` elsewhere keep gradients.
     """
 
     def __init__(self, model: CausalLM, optimizer: LowPrecisionOptimizer) -> None:
-        """The optimizer has all parameters that are trained, and sets no gradient itself."""
+        """Registers a hook on each parameter; the optimizer must have all trained ones."""
         self.optimizer, self.norm = optimizer, BucketedNorm(model)
         self.names = {p: name for name, p in model.named_parameters()}
         self.tensor = find_tensor(model)
         if self.tensor is not None:
             self.tensor.use_separate_group()
-        self.under_way = False  # also after a backward that has failed
+        self.under_way = False  # stays true after a failed backward
         self.finite, self.scale = torch.tensor(True), torch.tensor(1.0)
         self._waited: bool | None = None  # `finite`, on the host
         self.parts = [BackwardBucket(i, each) for i, each in enumerate(parameter_buckets(model))]
@@ -57,12 +57,11 @@ class InBackward:
                 p.register_post_accumulate_grad_hook(arrived)
 
     def backward(self, loss: Tensor, total: Tensor | None = None) -> Tensor:
-        """From `loss`: each parameter that gets a gradient has its update. Returns the norm of all
-        gradients, over all ranks.
+        """Runs backward from `loss` with updates, and returns the norm of all ranks' gradients.
 
-        `total`: the loss over all ranks, where that is another. Where it is not finite, no weight
-        and no state changes; `take_back` is then called, once the host knows. RuntimeError if the
-        backward before this one has failed. Every rank calls this.
+        `total` is the loss over all ranks, if it differs. If it is not finite, no weight or state
+        changes, and the caller uses `undo_step` once the host knows. Raises RuntimeError if the
+        previous backward failed. Every rank calls this.
         """
         self.check()
         self.under_way = True
@@ -76,18 +75,18 @@ class InBackward:
         for part in self.parts:
             part.missing = len(part.parameters)
         loss.backward()
-        for part in self.parts:  # of which some have had none
+        for part in self.parts:  # parameters without a gradient hold back their part
             self._update(part)
         self.under_way = False
         return self.norm.total()
 
     def undo_step(self) -> None:
-        """After a loss that was not finite: the update that changed nothing is no step."""
+        """Uncounts the step after a loss that was not finite, whose update changed nothing."""
         self.optimizer.undo_step(self._updated)
         self._updated = []
 
     def check(self) -> None:
-        """RuntimeError where weights are updated in part."""
+        """Raises RuntimeError if a failed backward has updated only some weights."""
         if self.under_way:
             raise RuntimeError(
                 "optimizer_in_backward: a backward pass has failed, and left weights of which some "
@@ -95,7 +94,7 @@ class InBackward:
             )
 
     def arrived(self, number: int) -> None:
-        """A parameter of part `number` has its gradient, of all its uses."""
+        """Counts a complete gradient of part `number`, and updates the part after its last one."""
         if not self.under_way:
             return
         part = self.parts[number]
@@ -110,22 +109,22 @@ class InBackward:
 
     @torch.no_grad()
     def _update(self, part: BackwardBucket) -> None:
-        given = {self.names[p]: p for p in part.parameters if p.grad is not None}
-        if not given:
+        named = {self.names[p]: p for p in part.parameters if p.grad is not None}
+        if not named:
             return
         if self.tensor is not None:
-            self.tensor.all_reduce_grads(given.items())
-        by_kernel = self.optimizer.fused is not None and all(map(runs_fused, given.values()))
-        self.norm.add(part.number, given, by_kernel=by_kernel)
+            self.tensor.all_reduce_grads(named.items())
+        by_kernel = self.optimizer.fused is not None and all(map(runs_fused, named.values()))
+        self.norm.add(part.number, named, by_kernel=by_kernel)
         if by_kernel or self._is_finite():
             scale = self.scale if by_kernel else None
             self.optimizer.update(part.groups.items(), part.number, scale)
-            self._updated += given.values()
-        for p in given.values():
+            self._updated += named.values()
+        for p in named.values():
             p.grad = None
 
     def _is_finite(self) -> bool:
-        """Waits for the device, once in a backward."""
+        """Returns whether the loss is finite; waits for the device once in a backward."""
         if self._waited is None:
             self._waited = bool(self.finite)
         return self._waited
@@ -146,21 +145,21 @@ def build_in_backward(
 
 
 def parameter_buckets(model: CausalLM) -> list[list[nn.Parameter]]:
-    """The trained parameters of the embedding, of each block, and of the last norm with the head.
-    What is shared is of the first that has it."""
-    found: list[list[nn.Parameter]] = []
+    """Returns the trained parameters of the embedding, of each block, and of the last norm with the
+    head; a shared parameter belongs to the first."""
+    buckets: list[list[nn.Parameter]] = []
     seen: set[nn.Parameter] = set()
     pieces: list[list[nn.Module]] = [*forward_order(model), [model]]
     for modules in pieces:
         every = dict.fromkeys(p for module in modules for p in module.parameters())
-        found.append([p for p in every if p.requires_grad and p not in seen])
+        buckets.append([p for p in every if p.requires_grad and p not in seen])
         seen |= every.keys()
-    return [part for part in found if part]
+    return [bucket for bucket in buckets if bucket]
 
 
 def check_ranks(config: Config, ranks: int) -> None:
-    """Raises ValueError where a step has several micro-batches, whose gradients add up. `ranks`:
-    those with different rows; ranks that share rows have the same micro-batches."""
+    """Raises ValueError if a step has several micro-batches, whose gradients would add up. `ranks`
+    counts those with different rows."""
     count = config.batch_size // (config.micro_batch_size * ranks)
     if config.optimizer_in_backward and count > 1:
         raise ValueError(

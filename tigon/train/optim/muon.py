@@ -1,7 +1,8 @@
-"""Whole matrices from parameters that ranks divide: which rank gets which, and the blocks of it
-that each has, there and back.
+"""Muon for parameters that ranks divide: each hidden matrix is orthogonalized by one rank.
 
-# Rows are those of a parameter's flattening [-1, last dim]
+`plan` assigns matrices to ranks and says which blocks of a matrix each rank sends and receives.
+
+# K matrices of one shape, [M, N] each. Rows are those of a parameter's flattening [-1, last dim]
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -20,7 +21,15 @@ from tigon.parallel import TensorParallel
 from tigon.train.distributed import local
 from tigon.weights import ShardSpec, TensorSlice, local_blocks, local_rows, row_group, shard_slices
 
+T = TypeVar("T")
 ROUND = 1 << 26  # elements that a rank takes at a time
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # torch.optim.Muon's, and so is EPS
+EPS = 1e-7
+# Factors of lr for a matrix of so many rows and columns
+ADJUST: dict[str, Callable[[int, int], float]] = {
+    "original": lambda rows, cols: sqrt(max(1.0, rows / cols)),
+    "match_rms_adamw": lambda rows, cols: 0.2 * sqrt(max(rows, cols)),
+}
 
 
 class Matrix(NamedTuple):
@@ -35,7 +44,8 @@ class Matrix(NamedTuple):
 
 
 class MatrixBlock(NamedTuple):
-    """What a rank has of a matrix: elements of its part of a parameter, from `offset` on."""
+    """Describes a rank's block of a matrix: elements of its part of a parameter, from `offset`
+    on."""
 
     parameter: int
     offset: int
@@ -47,7 +57,7 @@ class MatrixBlock(NamedTuple):
 
 
 class BlockCopy(NamedTuple):
-    """`length` elements of a rank's part of a parameter, of matrices of one shape."""
+    """Describes `length` elements of a rank's part of a parameter, in matrices of one shape."""
 
     parameter: int
     offset: int
@@ -60,7 +70,7 @@ class BlockCopy(NamedTuple):
 
 
 class Move(NamedTuple):
-    """From elements of a message to `rows` lines of matrices, `step` elements apart."""
+    """Describes a copy from a message to `rows` lines of matrices, `step` elements apart."""
 
     source: int
     target: int
@@ -79,10 +89,10 @@ class Move(NamedTuple):
 
 @dataclass
 class Round:
-    """What one rank does with the matrices of all ranks in a round."""
+    """Lists what one rank sends, receives and orthogonalizes in a round."""
 
-    own: list[Matrix] = field(default_factory=list)  # equal shapes together
-    out: list[BlockCopy] = field(default_factory=list)  # what it sends, in the order of the message
+    own: list[Matrix] = field(default_factory=list)  # sorted by shape
+    out: list[BlockCopy] = field(default_factory=list)  # sent, in the order of the message
     sizes_out: list[int] = field(default_factory=list)  # elements to each rank
     sizes_in: list[int] = field(default_factory=list)
     moves: list[Move] = field(default_factory=list)  # from the message to the matrices
@@ -91,10 +101,10 @@ class Round:
 def blocks_of(
     parameter: Tensor, index: int, heights: Sequence[int], first: int, cut: ShardSpec | None
 ) -> Iterator[MatrixBlock]:
-    """What this rank has of a parameter's matrices, which are numbered from `first` on.
+    """Yields this rank's blocks of a parameter's matrices, which are numbered from `first` on.
 
-    `heights`: the rows of each, of the whole parameter. `cut`: what this rank's is of that, without
-    FSDP's division of its rows.
+    `heights` are the rows of each matrix of the whole parameter; `cut` is the shard of tensor or
+    expert parallelism, whose rows FSDP divides further.
     """
     own, begin = local_rows(f"parameter {index}", parameter)
     cols = parameter.shape[-1] if cut is None else cut.shape[-1]
@@ -112,10 +122,11 @@ def blocks_of(
 
 
 def assign_ranks(matrices: Sequence[Matrix], blocks: Sequence[Sequence[MatrixBlock]]) -> list[int]:
-    """The rank for each matrix, so that all have about the same cost. `blocks`: of each rank.
+    """Returns the rank of each matrix, so that costs are about equal; `blocks` has those of each
+    rank.
 
-    A rank that has all of a matrix keeps it, as long as that is not more than its share. The
-    others go, the costliest first, to whoever has the least.
+    A rank that has all of a matrix keeps it, up to its share of the cost. The other matrices go,
+    the costliest first, to the rank with the lowest cost.
     """
     ranks, total = len(blocks), sum(matrix.cost for matrix in matrices)
     holders: dict[int, int] = {}
@@ -142,92 +153,81 @@ def plan(
     rank: int,
     size: int = ROUND,
 ) -> list[Round]:
-    """What `rank` does, in rounds of about `size` elements for each owner. `blocks`: of each rank;
-    what several have comes from each of them, and goes back to all."""
+    """Returns the rounds of `rank`, of about `size` elements for each owner of matrices.
+
+    `blocks` has those of each rank. A block that several ranks have comes from each of them, and
+    goes back to all.
+    """
     ranks = len(blocks)
-    rounds: list[list[list[int]]] = []  # of each round, the matrices of each rank
+    rounds: list[list[list[int]]] = []  # matrices by round and rank
     owners = assign_ranks(matrices, blocks)
     for owner in range(ranks):
-        mine = [i for i, o in enumerate(owners) if o == owner]
-        mine.sort(key=lambda i: (-matrices[i].cost, matrices[i].rows, i))  # equal shapes together
-        at, taken = 0, 0
-        for i in mine:
-            elements = matrices[i].rows * matrices[i].cols
-            if taken and taken + elements > size:
-                at, taken = at + 1, 0
-            taken += elements
-            if at == len(rounds):
+        indices = [i for i, o in enumerate(owners) if o == owner]
+        indices.sort(key=lambda i: (-matrices[i].cost, matrices[i].rows, i))  # by shape
+        number, elements = 0, 0
+        for i in indices:
+            numel = matrices[i].rows * matrices[i].cols
+            if elements and elements + numel > size:
+                number, elements = number + 1, 0
+            elements += numel
+            if number == len(rounds):
                 rounds.append([[] for _ in range(ranks)])
-            rounds[at][owner].append(i)
-    held: list[dict[int, list[MatrixBlock]]] = [{} for _ in blocks]  # of each rank, by matrix
-    for of_rank, its in zip(held, blocks, strict=True):
-        for b in its:
-            of_rank.setdefault(b.matrix, []).append(b)
-    return [_round(matrices, dealt, held, rank) for dealt in rounds]
+            rounds[number][owner].append(i)
+    by_matrix: list[dict[int, list[MatrixBlock]]] = [{} for _ in blocks]  # for each rank
+    for rank_blocks, listed in zip(by_matrix, blocks, strict=True):
+        for b in listed:
+            rank_blocks.setdefault(b.matrix, []).append(b)
+    return [_plan_round(matrices, assigned, by_matrix, rank) for assigned in rounds]
 
 
-def _round(
+def _plan_round(
     matrices: Sequence[Matrix],
-    dealt: Sequence[Sequence[int]],
-    held: Sequence[dict[int, list[MatrixBlock]]],
+    assigned: Sequence[Sequence[int]],  # matrices of each rank
+    blocks: Sequence[dict[int, list[MatrixBlock]]],  # of each rank, by matrix
     rank: int,
 ) -> Round:
-    made = Round(own=[matrices[i] for i in dealt[rank]])
-    for theirs in dealt:
+    result = Round(own=[matrices[i] for i in assigned[rank]])
+    for indices in assigned:
         size = 0
-        for b in (b for i in theirs for b in held[rank].get(i, ())):
+        for b in (b for i in indices for b in blocks[rank].get(i, ())):
             copy = BlockCopy(b.parameter, b.offset, b.rows * b.cols, matrices[b.matrix])
-            if made.out and made.out[-1].meets(copy):
-                before = made.out.pop()
+            if result.out and result.out[-1].meets(copy):
+                before = result.out.pop()
                 copy = before._replace(length=before.length + copy.length)
-            made.out.append(copy)
+            result.out.append(copy)
             size += b.rows * b.cols
-        made.sizes_out.append(size)
+        result.sizes_out.append(size)
     source = 0
-    for of_sender in held:
-        target, begun = 0, source
-        for i in dealt[rank]:
+    for sender_blocks in blocks:
+        target, start = 0, source
+        for i in assigned[rank]:
             cols = matrices[i].cols
-            for b in of_sender.get(i, ()):
-                at = target + b.row * cols + b.col
-                move = Move(source, at, b.rows, b.cols, cols)
+            for b in sender_blocks.get(i, ()):
+                offset = target + b.row * cols + b.col
+                move = Move(source, offset, b.rows, b.cols, cols)
                 if b.cols == cols or b.rows == 1:
-                    move = Move(source, at, 1, b.rows * b.cols, 0)
-                if made.moves and made.moves[-1].meets(move):
-                    previous = made.moves.pop()
+                    move = Move(source, offset, 1, b.rows * b.cols, 0)
+                if result.moves and result.moves[-1].meets(move):
+                    previous = result.moves.pop()
                     move = previous._replace(cols=previous.cols + move.cols)
-                made.moves.append(move)
+                result.moves.append(move)
                 source += b.rows * b.cols
             target += matrices[i].rows * cols
-        made.sizes_in.append(source - begun)
-    return made
-
-
-# Muon of parameters that ranks divide: each hidden matrix is orthogonalised by one rank.
-#
-# K matrices, [M, N] each
-
-T = TypeVar("T")
-COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # torch.optim.Muon's, and so is EPS
-EPS = 1e-7
-# What lr is multiplied by, for a matrix of so many rows and columns
-ADJUST: dict[str, Callable[[int, int], float]] = {
-    "original": lambda rows, cols: sqrt(max(1.0, rows / cols)),
-    "match_rms_adamw": lambda rows, cols: 0.2 * sqrt(max(rows, cols)),
-}
+        result.sizes_in.append(source - start)
+    return result
 
 
 class Muon(Optimizer):
     """torch.optim.Muon for matrices that ranks divide, and AdamW for the rest.
 
-    `matrices` says of each parameter in the groups with `hidden` how many rows each of its
-    matrices has, of the whole one's flattening [-1, last dim]; the other groups are AdamW's.
-    `cuts`: which part of a whole one this rank's parameter is, where tensor or expert parallelism
-    divides it; FSDP divides the rows of that further. Momentum is divided as the parameter is.
+    `matrices` has the rows of each matrix of a parameter in the groups with `hidden`, counted in
+    the whole parameter's flattening [-1, last dim]; the other groups are AdamW's. `cuts` has the
+    shards of tensor or expert parallelism, whose rows FSDP divides further. Momentum is divided as
+    the parameter is.
 
-    In each step the matrices are dealt by cost to the ranks that divide them: FSDP's of `like`,
-    times those of `tensor`. What each rank has of a matrix travels there and, orthogonalised, back,
-    in `dtype`.
+    Each step assigns the matrices by cost to the ranks that divide them: FSDP's ranks of `like`,
+    times those of `tensor`. Blocks go to the rank of their matrix in `dtype`, and come back
+    orthogonalized.
     Source: Keller Jordan, kellerjordan.github.io/posts/muon; match_rms_adamw: arXiv 2502.16982.
     """
 
@@ -253,8 +253,8 @@ class Muon(Optimizer):
         self.adjust, self.dtype, self.matrices = ADJUST[adjust_lr_fn], dtype, matrices
         rest = [group for group in groups if not group["hidden"]]
         self.adamw = torch.optim.AdamW(rest, lr, betas, eps, fused=True) if rest else None
-        super().__init__(groups, {"lr": lr})  # of the same dictionaries
-        self.planned: list[int] = []  # ids of the parameters of the rounds
+        super().__init__(groups, {"lr": lr})  # AdamW's groups are the same dictionaries
+        self.planned: list[int] = []  # ids of the parameters in the rounds
         self.rounds: list[Round] = []
         self.exchange: _RankExchange | None = None
 
@@ -279,8 +279,9 @@ class Muon(Optimizer):
         buffers = [_flatten(self.state[p]["momentum_buffer"]) for p in parameters]
         gradients = [_flatten(p.grad).to(b.dtype) for p, b in zip(parameters, buffers, strict=True)]
         torch._foreach_lerp_(buffers, gradients, 1 - self.momentum)
-        for decay, same in _group_by([1 - g["lr"] * g["weight_decay"] for g in groups], weights):
-            torch._foreach_mul_(same, decay)
+        decays = [1 - g["lr"] * g["weight_decay"] for g in groups]
+        for decay, tensors in _group_by(decays, weights):
+            torch._foreach_mul_(tensors, decay)
         exchange = self.exchange
         if exchange is None:
             group = _group(self.like, self.tensor)
@@ -300,15 +301,15 @@ class Muon(Optimizer):
             matrices = exchange.assemble(turn, message)
             if after is not None:  # its rows travel meanwhile
                 message = send(after)
-            self._orthogonalise(turn, matrices)
+            self._orthogonalize(turn, matrices)
             updates = exchange.scatter(turn, matrices)
             rates = [-groups[c.parameter]["lr"] * self.adjust(*c.shape) for c in turn.out]
             pairs = zip(_slices(turn.out, weights), updates, strict=True)
             for rate, each in _group_by(rates, pairs):
                 torch._foreach_add_([w for w, _ in each], [u for _, u in each], alpha=rate)
 
-    def _orthogonalise(self, turn: Round, matrices: Tensor) -> None:
-        """The rank's own matrices of the round, in place; equal shapes in one batch."""
+    def _orthogonalize(self, turn: Round, matrices: Tensor) -> None:
+        """Orthogonalizes this rank's matrices of the round in place, a batch for each shape."""
         begin = 0
         for (rows, cols), same in groupby(turn.own, key=lambda m: (m.rows, m.cols)):
             count = sum(1 for _ in same)
@@ -324,14 +325,11 @@ class Muon(Optimizer):
             own += blocks_of(p, i, heights, len(matrices), cut)
             cols = p.shape[-1] if cut is None else cut.shape[-1]
             matrices += [Matrix(rows, cols) for rows in heights]
-        return plan(matrices, *exchange.of_all(own))
+        return plan(matrices, *exchange.all_gather_blocks(own))
 
 
-def orthogonalize(
-    x: Tensor,  # [K, M, N]
-    steps: int,
-) -> Tensor:
-    """Of each x = U S V^T about U V^T: singular values go to about 1 in `steps` iterations."""
+def orthogonalize(x: Tensor, steps: int) -> Tensor:
+    """Returns about U V^T for each matrix U S V^T of x [K, M, N], by Newton-Schulz iterations."""
     a, b, c = COEFFICIENTS
     tall = x.shape[-2] > x.shape[-1]
     x = x.mT if tall else x
@@ -343,7 +341,7 @@ def orthogonalize(
 
 
 class _Message:
-    """Elements that come from all ranks."""
+    """Holds elements that all ranks send."""
 
     def __init__(self, elements: Tensor, work: Any = None):
         self._elements, self._work = elements, work
@@ -355,7 +353,8 @@ class _Message:
 
 
 def _group(like: Tensor, tensor: TensorParallel | None) -> dist.ProcessGroup | None:
-    """The ranks that divide the matrices, if there are several. All of them call this."""
+    """Returns the group of ranks that divide the matrices, or None for one. All of them call
+    this."""
     rows = row_group(like) if isinstance(like, DTensor) else None
     if tensor is None:
         return rows if rows is not None and rows.size() > 1 else None
@@ -372,13 +371,13 @@ def _group(like: Tensor, tensor: TensorParallel | None) -> dist.ProcessGroup | N
 
 
 class _RankExchange:
-    """Sends blocks of matrices to the ranks that own these, and back."""
+    """Sends blocks of matrices to the ranks that orthogonalize them, and back."""
 
     def __init__(self, group: dist.ProcessGroup | None, device: torch.device, dtype: torch.dtype):
         self.group, self.device, self.dtype = group, device, dtype
 
-    def of_all(self, own: list[MatrixBlock]) -> tuple[list[list[MatrixBlock]], int]:
-        """The blocks of each rank, and which this one is."""
+    def all_gather_blocks(self, own: list[MatrixBlock]) -> tuple[list[list[MatrixBlock]], int]:
+        """Returns the blocks of each rank, and this rank's index."""
         if self.group is None:
             return [own], 0
         every: list[list[MatrixBlock]] = [own] * self.group.size()
@@ -386,14 +385,14 @@ class _RankExchange:
         return every, self.group.rank()
 
     def gather(self, turn: Round, updates: list[Tensor]) -> _Message:
-        """This rank's part of all matrices of the round, to their owners."""
+        """Sends this rank's blocks of the round to the ranks of their matrices."""
         message = self._empty(turn.sizes_out)
         if updates:
             torch._foreach_copy_(message.split([c.length for c in turn.out]), updates)
         return self._send(message, turn.sizes_out, turn.sizes_in)
 
     def assemble(self, turn: Round, message: _Message) -> Tensor:
-        """The rank's own matrices, one after the other."""
+        """Returns this rank's matrices, one after the other."""
         elements = message.wait()
         if len(turn.moves) <= 1:
             return elements
@@ -402,7 +401,8 @@ class _RankExchange:
         return matrices
 
     def scatter(self, turn: Round, matrices: Tensor) -> tuple[Tensor, ...]:
-        """The blocks of own matrices to whom they belong; returns what `gather` had, changed."""
+        """Sends blocks of this rank's matrices back, and returns those that `gather` sent,
+        updated."""
         elements = matrices
         if len(turn.moves) > 1:
             elements = self._empty(turn.sizes_in)
@@ -413,16 +413,16 @@ class _RankExchange:
     def _send(self, message: Tensor, sizes: list[int], sizes_back: list[int]) -> _Message:
         if self.group is None:
             return _Message(message)
-        got = self._empty(sizes_back)
-        work = dist.all_to_all_single(got, message, sizes_back, sizes, self.group, async_op=True)
-        return _Message(got, work)
+        out = self._empty(sizes_back)
+        work = dist.all_to_all_single(out, message, sizes_back, sizes, self.group, async_op=True)
+        return _Message(out, work)
 
     def _empty(self, sizes: Sequence[int]) -> Tensor:
         return torch.empty(sum(sizes), dtype=self.dtype, device=self.device)
 
 
 def _copy(moves: Sequence[Move], message: Tensor, matrices: Tensor, *, back: bool = False) -> None:
-    """The elements of a message to matrices, or `back`."""
+    """Copies the elements of a message to matrices, or `back`."""
     whole = [m for m in moves if m.rows == 1]
     pairs = [
         (
@@ -430,14 +430,14 @@ def _copy(moves: Sequence[Move], message: Tensor, matrices: Tensor, *, back: boo
             [matrices.narrow(0, m.target, m.length) for m in whole],
         )
     ]
-    for m in moves:  # apart: torch copies tensors one by one if any of them has gaps
+    for m in moves:  # in lists of one: torch copies one by one if any tensor has gaps
         if m.rows > 1:
-            given = message.narrow(0, m.source, m.length).view(m.rows, m.cols)
+            block = message.narrow(0, m.source, m.length).view(m.rows, m.cols)
             lines = matrices.as_strided((m.rows, m.cols), (m.step, 1), m.target)
-            pairs.append(([given], [lines]))
-    for theirs, ours in pairs:
-        if ours:
-            torch._foreach_copy_(*((theirs, ours) if back else (ours, theirs)))
+            pairs.append(([block], [lines]))
+    for sent, local_lines in pairs:
+        if sent:
+            torch._foreach_copy_(*((sent, local_lines) if back else (local_lines, sent)))
 
 
 def _slices(copies: Sequence[BlockCopy], of: Sequence[Tensor]) -> list[Tensor]:
@@ -445,14 +445,14 @@ def _slices(copies: Sequence[BlockCopy], of: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _group_by(keys: Sequence[float], values: Iterable[T]) -> Iterable[tuple[float, list[T]]]:
-    """The values with the same key together."""
-    found: dict[float, list[T]] = {}
+    """Returns lists of the values that have the same key."""
+    groups: dict[float, list[T]] = {}
     for key, value in zip(keys, values, strict=True):
-        found.setdefault(key, []).append(value)
-    return found.items()
+        groups.setdefault(key, []).append(value)
+    return groups.items()
 
 
 def _flatten(tensor: Tensor | None) -> Tensor:
-    """This rank's elements."""
+    """Returns this rank's elements as a vector."""
     assert tensor is not None
     return local(tensor.detach()).view(-1)

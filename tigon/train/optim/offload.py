@@ -1,4 +1,4 @@
-"""Tensors that stay in host memory, and are on the device only while they are used."""
+"""Keeps optimizer states in host memory, and copies them to the device while they are used."""
 
 from collections.abc import Callable, Sequence
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 class HostMemory:
-    """Where optimizer states are: on the device, or with `offload` in pinned host memory."""
+    """Allocates states on the device, or with `offload` in pinned host memory."""
 
     def __init__(self, device: torch.device, offload: bool = False) -> None:
         self.device = device
@@ -23,11 +23,9 @@ class HostMemory:
     def visit(
         self, groups: Sequence[Sequence[Tensor]], use: Callable[[int, list[Tensor]], None]
     ) -> None:
-        """Calls use(i, tensors) with those of each group in turn, on the device; what is changed
-        there is changed here.
+        """Calls use(i, tensors) with each group's tensors on the device, and writes changes back.
 
-        The next group is copied in, and the last one out, while one is used. At the end all are
-        written.
+        While a group is used, the next is copied in and the last copied out.
         """
         if not self.on_host:
             for i, group in enumerate(groups):

@@ -1,4 +1,4 @@
-"""What a run learns from, and how: one file each, under the name that `task` takes."""
+"""The tasks of training, by their names in the setting `task`."""
 
 from tigon.train.tasks.base import MicroBatchLoss, StepInputs, Task
 from tigon.train.tasks.distill import Distill
@@ -15,7 +15,7 @@ TASKS: dict[str, type[Task]] = {
     **{"reward": Reward, "grpo": GRPO, "distill": Distill},
 }
 
-# What other trainers' names of tasks are here
+# Other trainers' names of tasks, with the settings that replace them
 FOREIGN_TASKS = {
     **dict.fromkeys(("lora", "sft_lora", "qlora"), "task=sft with lora.rank=16"),
     "dpo_lora": "task=dpo with lora.rank=16",
@@ -37,7 +37,7 @@ __all__ = [
 
 
 def describe_tasks() -> str:
-    """For a person: the values of `task`, by what they learn from."""
+    """Returns a line for --help: the values of `task`, by the data they learn from."""
     kinds: dict[str, list[str]] = {}
     for name, task in TASKS.items():
         kinds.setdefault(task.learns, []).append(name)

@@ -16,10 +16,10 @@ from tigon.kernels.loss.api import IGNORE_INDEX
 from tigon.models import Batch, CausalLM, Targets
 from tigon.tokenizer import Tokenizer
 from tigon.train.callbacks import HookRequest, Hooks, PassOutput
-from tigon.train.config import Config, LossSettings, ObjectiveSettings
+from tigon.train.config import Config, LossSettings, TaskSettings
 from tigon.train.distributed import World
 
-# Settings that a value in evaluation may differ from, and all that need a prediction of tokens
+# Settings with a variant for evaluation (eval_...), and all settings of tasks that predict tokens
 EVAL_SETTINGS = (
     "metrics",
     "return_logits",
@@ -42,53 +42,53 @@ class StepInputs:
 
     micro_batch: MicroBatch  # columns per token and per example, spans of the sequences
     batch: Batch  # what the model reads
-    targets: Targets  # what it is to predict
+    targets: Targets  # labels and the reduction of the loss
     training: bool = True  # or evaluation
-    request: HookRequest | None = None  # what the watchers of this pass need; None without any
+    request: HookRequest | None = None  # outputs that hooks on this pass need
 
 
 @dataclass(frozen=True)
 class MicroBatchLoss:
-    """What one micro-batch adds to a step; the parts of all micro-batches and ranks add up."""
+    """Holds the part of a step's loss and metrics that one micro-batch adds."""
 
     loss: Tensor
     metrics: dict[str, Tensor] = field(default_factory=dict)  # detached; of any shape
-    output: PassOutput | None = None  # what the pass computed, if it has watchers
+    output: PassOutput | None = None  # for hooks, if `request` is given
 
 
 class Task:
-    """What a run learns from its files, and how.
+    """Defines a run's loss: how rows of data become examples, and the loss of a micro-batch.
 
-    A new task is one file: a subclass, and its name in TASKS. It says what becomes of
-    the data (`encoder`, `rows`), what a step's losses are divided by (`sums`), and the loss of
-    one micro-batch. The loop adds up `sums` over all micro-batches and ranks before the first
-    loss is computed, so that a loss can be divided by what the whole step holds; gradients and
-    losses then add up, and a run means the same on any number of ranks and micro-batches.
+    A new task is one file: a subclass, and its name in TASKS. It defines how data are encoded and
+    packed (`encoder`, `rows`), what losses are divided by (`sums`), and the loss of a micro-batch.
+    `sums` are reduced over all micro-batches and ranks of a step before the first loss, which can
+    then be divided by a sum over the step: gradients and losses add up, and a run means the same on
+    any number of ranks and micro-batches.
     """
 
-    learns: ClassVar[str] = "rows of its own"  # what --help says of it
-    predicts_tokens: ClassVar[bool] = False  # so that it serves the settings of OF_TOKENS
-    scores: ClassVar[bool] = False  # whether it learns a score of each sequence, and no token
-    # Others that it serves: of ObjectiveSettings, and of OF_TOKENS
+    learns: ClassVar[str] = "rows of its own"  # the description in --help
+    predicts_tokens: ClassVar[bool] = False  # whether it serves all of TOKEN_SETTINGS
+    scores: ClassVar[bool] = False  # whether it learns a score for each sequence, and no token
+    # Further settings that it serves: of TaskSettings and TOKEN_SETTINGS
     serves: ClassVar[frozenset[str]] = frozenset()
-    # What estimates of memory and time take for data: sequences of a row, and their columns
-    group: ClassVar[int] = 1
-    unit: ClassVar[str] = "example"  # what a person calls a group
-    may_cut: ClassVar[bool] = True  # whether what is too long may lose its end
-    # Whether answers to one prompt are examples of a group, or of groups of one, and of one pass
+    group: ClassVar[int] = 1  # examples that stay in one row
+    unit: ClassVar[str] = "example"  # the name of a group in messages
+    may_cut: ClassVar[bool] = True  # whether long examples may lose their end
+    # Whether the examples of a group, or of several groups of one, answer the same prompt
     one_prompt: ClassVar[bool] = False
-    share_prompts = False  # to compute it once; `sharing.decide` says
-    distinct = False  # whether a group is left out whose examples are equal once they are cut
+    share_prompts = False  # whether a shared prompt is computed once; set when the data are opened
+    distinct = False  # whether groups are dropped whose examples are equal after truncation
+    # Columns that the loss reads
     per_token: ClassVar[Mapping[str, torch.dtype]] = {}
     per_example: ClassVar[Mapping[str, torch.dtype]] = {}
 
     def __init__(self, config: Config, world: World):
-        """Raises ValueError for settings that the objective cannot serve."""
+        """Raises ValueError for settings that the task does not use."""
         self.config, self.world = config, world
         for setting in fields(LossSettings):
             if setting.name in TOKEN_SETTINGS and not self.predicts_tokens:
                 self._check_unused(setting.name, setting.default)
-        for setting in fields(ObjectiveSettings):
+        for setting in fields(TaskSettings):
             self._check_unused(setting.name, setting.default)
         named = [e.name for e in config.eval_data if isinstance(e, Entry) and e.name is not None]
         if named and not self.predicts_tokens:
@@ -105,15 +105,15 @@ class Task:
             raise ValueError(f"{name}={value!r}: task={task} has no use for it{hint}{without}")
 
     def check_frozen_models(self, tokenizer: Tokenizer, source: Path | None) -> None:
-        """Called before the data are read, where the run goes on from `source`. ValueError for
-        another model that must run beside the run's, and does not go with it."""
+        """Raises ValueError if the reference or teacher does not fit the model, which is read from
+        `source`. Called before the data are read."""
 
     def encoder(self, tokenizer: Tokenizer) -> Encoder:
-        """What makes examples of the data's rows, with all columns that the loss reads."""
+        """Returns the encoder of data rows to examples with all columns that the loss reads."""
         raise NotImplementedError
 
     def rows(self, window: Window, *, least_shared: float = MIN_SHARED_FRACTION) -> PackedRows:
-        """Which examples of a window share a row: whole ones, unless overridden."""
+        """Packs the examples of a window into rows; by default no example is split."""
         config = self.config
         return pack_examples(
             window,
@@ -127,33 +127,35 @@ class Task:
         )
 
     def notes(self, data: Mixture, *, held_out: bool) -> list[str]:
-        """What else a person should know of the data before training, a line each."""
+        """Returns notes on the data to print before training."""
         return []
 
     def begin(self, model: CausalLM) -> None:
-        """Called once, before the first step, when all of the model's settings are made."""
+        """Reads settings from the model; called once, before the first step."""
 
     def open(self, model: CausalLM, loaders: Sequence[Loader], *, trained: bool) -> None:
-        """Called on every rank before `begin` of a run, and by no estimate: what is to be computed
-        or read before training. `trained`: the model is not as it was at the beginning."""
+        """Loads or computes the reference or teacher; called on every rank before `begin`.
+
+        `trained` says that the model has been trained since its initial weights. Estimates call
+        `rehearse` or `meta_frozen_model` instead.
+        """
 
     def rehearse(self, model: CausalLM) -> None:
-        """Called in place of `open` by whoever times a few steps whose losses do not matter."""
+        """Prepares for timing a few steps, whose losses do not matter; replaces `open`."""
 
     def meta_frozen_model(self, model: CausalLM, dtype: torch.dtype) -> CausalLM | None:
-        """Called in place of `open` by estimates of memory, on the meta device: the frozen model
-        that runs beside `model` in every step, which the passes that follow call. None: no model
-        does. `dtype`: of the computation. ValueError for one that does not go with `model`."""
+        """Returns the reference or teacher on the meta device, or None; replaces `open` in memory
+        estimates. Raises ValueError if it does not fit `model`. `dtype` is the compute dtype."""
         return None
 
     def setting(self, name: str, *, training: bool) -> Any:
-        """One of TWINS, as it is in training or in evaluation."""
-        twin = None if training else getattr(self.config, f"eval_{name}")
-        return getattr(self.config, name) if twin is None else twin
+        """Returns one of EVAL_SETTINGS for training, or for evaluation."""
+        value = None if training else getattr(self.config, f"eval_{name}")
+        return getattr(self.config, name) if value is None else value
 
     def targets(self, micro_batch: MicroBatch) -> dict[str, Any]:
-        """What the model is told of the loss: labels, where the column "supervised" is True, and
-        the column "loss_weights" if there is one."""
+        """Returns the labels, where the column "supervised" is True, and the column "loss_weights"
+        if there is one."""
         columns = micro_batch.per_token
         labels = micro_batch.input_ids.masked_fill(~columns["supervised"], IGNORE_INDEX)
         weights = {name: columns[name] for name in ("loss_weights",) if name in columns}
@@ -162,13 +164,13 @@ class Task:
     def options(
         self, model: CausalLM, micro_batch: MicroBatch, *, training: bool
     ) -> dict[str, Any]:
-        """More arguments of `Targets.of`."""
+        """Returns further arguments of `Targets.of`."""
         return {}
 
     def resolve(
         self, model: CausalLM, micro_batch: MicroBatch, *, training: bool = True
     ) -> StepInputs:
-        """The micro-batch, which is on the device, as the model takes it."""
+        """Returns the model's inputs and targets for a micro-batch on the device."""
         batch = Batch.of(model, **micro_batch.inputs())
         options = self.options(model, micro_batch, training=training)
         options |= self.targets(micro_batch)
@@ -176,22 +178,22 @@ class Task:
         return StepInputs(micro_batch, batch, targets, training)
 
     def sums(self, model: CausalLM, inputs: StepInputs) -> dict[str, Tensor]:
-        """This micro-batch's part of every sum over the whole step that `loss` divides by."""
+        """Returns this micro-batch's part of each sum over the step that `loss` divides by."""
         return {"items": inputs.targets.items}
 
     def loss(self, model: CausalLM, inputs: StepInputs, sums: dict[str, Tensor]) -> MicroBatchLoss:
-        """This micro-batch's part of the step's loss, differentiable, and of its metrics.
+        """Returns this micro-batch's part of the step's loss and metrics.
 
-        `sums` are those of the whole step. No value may wait for the device.
+        `sums` are those of the whole step. It must not synchronize with the device.
         """
         raise NotImplementedError
 
     def evaluate(
         self, model: CausalLM, inputs: StepInputs, sums: dict[str, Tensor]
     ) -> MicroBatchLoss:
-        """The same for held-out data, all of which counts as one step; without gradients."""
+        """Returns the same for held-out data, which count as one step, without gradients."""
         return self.loss(model, inputs, sums)
 
     def metrics_to_log(self, metrics: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Scalars for metrics.jsonl from the metrics of a whole step."""
+        """Returns the scalars for metrics.jsonl from the metrics of a step."""
         return metrics

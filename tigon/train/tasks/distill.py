@@ -1,4 +1,4 @@
-"""Distillation: the model learns the distributions of a teacher, besides what the labels say.
+"""Distillation: learns the distributions of a teacher, and optionally the labels.
 
 # B lines, T tokens of a line, K tokens whose log-probabilities were stored
 """
@@ -34,14 +34,14 @@ from tigon.weights import Repository
 
 
 class Distill(CrossEntropyTask):
-    """`(1 - w) t^2 D + w CE` of each token that fine-tuning would learn.
+    """Minimizes `(1 - w) t^2 D + w CE` of each token that fine-tuning would learn.
 
-    D is the divergence of the distributions at temperature t, as `beta` says: 0 KL(teacher ||
-    model), 1 KL(model || teacher), between them the generalised Jensen-Shannon divergence of GKD
-    (arXiv 2306.13649). w is `cross_entropy_weight`; t^2 keeps the gradients' size (arXiv
-    1503.02531). The teacher is a model of the same vocabulary, or its most likely tokens are in the
-    rows: then all others together are one outcome. Logged besides what fine-tuning logs: "kl", the
-    mean of D.
+    D is the divergence of the distributions at temperature t: KL(teacher || model) with `beta` 0,
+    KL(model || teacher) with 1, between them the generalized Jensen-Shannon divergence of GKD
+    (arXiv 2306.13649). w is `cross_entropy_weight`; t^2 keeps the scale of gradients (arXiv
+    1503.02531). The teacher is a model with the same vocabulary, or its most likely tokens are in
+    the rows: the other tokens are then one outcome. "kl", the mean of D, is logged in addition to
+    the metrics of fine-tuning.
     """
 
     learns = "chats with a teacher, or its stored distributions"
@@ -99,8 +99,8 @@ class Distill(CrossEntropyTask):
         return self.teacher
 
     def _check_size(self, model: CausalLM, last: int) -> None:
-        """A teacher may have rows of its head beyond the model's, if they belong to no token: they
-        are left out. `last`: the last token of both."""
+        """Raises ValueError unless both vocabularies have the same size, or the teacher's head only
+        has further rows beyond the `last` token, which are dropped."""
         own = model.config.vocab_size
         other = read_config(Repository(self.config.teacher), MODELS)[1].vocab_size
         if other == own or last < own < other:
@@ -117,7 +117,7 @@ class Distill(CrossEntropyTask):
         )
 
     def criteria(self, inputs: StepInputs) -> tuple[LossTerm, ...]:
-        # The cross-entropy is there even without a weight: metrics are made with it
+        # Metrics need the cross-entropy even if its weight is 0
         return self._divergence(inputs), CrossEntropy(coefficient=self.weight)
 
     def _divergence(self, inputs: StepInputs) -> LossTerm:
@@ -135,7 +135,7 @@ class Distill(CrossEntropyTask):
                 for name in ("teacher_tokens", "teacher_logprobs")
             )
             kl = KL(teacher_tokens=tokens.long(), teacher_logprobs=logprobs, **options)
-        else:  # an estimate of a run whose rows have the distributions
+        else:  # an estimate, whose rows have no distributions
             return CrossEntropy(coefficient=self.scale)
         return replace(kl, coefficient=self.scale)
 

@@ -1,4 +1,4 @@
-"""Policy gradients over given answers: GRPO, DAPO, Dr. GRPO, CISPO, GSPO.
+"""Policy gradients over answers in the data: GRPO, DAPO, Dr. GRPO, CISPO, GSPO.
 
 # B lines, T tokens of a line, n sequences
 """
@@ -33,13 +33,13 @@ ROUNDING = 1e-13  # of sums in float64, relative
 
 
 class GRPO(AnswerTask):
-    """The advantages of answers, times how much likelier each token became since it was sampled.
+    """Maximizes advantages times the ratio of each token's probability to that when it was sampled.
 
-    The rows have log-probabilities of the policy that has sampled; without them it is the model as
-    it is at each step. With `beta`, the divergence from a reference is added. What a token weighs
-    is TRL's: dapo and cispo weigh all of a step the same, grpo each answer, dr_grpo each token by
-    `max_completion_length`. Logged: "kl", the share of tokens whose ratio was clipped, and mean and
-    standard deviation of the step's rewards.
+    Rows have log-probabilities of the sampling policy; without them it is the current model. With
+    `beta`, the divergence from a reference is added. Weights of tokens are TRL's: dapo and cispo
+    average over all tokens of a step, grpo over answers, dr_grpo divides by
+    `max_completion_length`. Logged are "kl", the share of tokens whose ratio was clipped, and mean
+    and standard deviation of the step's rewards.
     """
 
     learns = "answers with rewards"
@@ -88,19 +88,19 @@ class GRPO(AnswerTask):
             teaches = np.logical_or.reduceat(examples.per_example["advantage"] != 0, first)
             rows, idle = rows + len(first), idle + int((~teaches).sum())
             without += "reward" not in examples.per_example
-        found = []
+        notes = []
         if idle:
             have = "has" if idle == 1 else "have"
-            found.append(
+            notes.append(
                 f"{idle:,} of {format_count(rows, 'row')} {have} equal rewards or advantages of 0, "
                 "which teach nothing"
             )
         if without:
-            found.append(
+            notes.append(
                 "reward is not logged: an earlier version has cached the data, without rewards; "
                 "`tigon data clean` removes what is cached"
             )
-        return found
+        return notes
 
     def sums(self, model: CausalLM, inputs: StepInputs) -> dict[str, Tensor]:
         answers = torch.full((), len(inputs.micro_batch.spans), device=model.device)
@@ -137,18 +137,18 @@ class GRPO(AnswerTask):
         return MicroBatchLoss(loss + self.balance(model, output, inputs, sums), metrics)
 
     def metrics_to_log(self, metrics: dict[str, Tensor]) -> dict[str, Tensor]:
-        """`reward` and `reward_std`, of all rewards of a step, as TRL has them; NaN without any."""
+        """Adds TRL's `reward` and `reward_std` over all rewards of a step; NaN without rewards."""
         metrics = dict(metrics)
         if "rewards" in metrics:
             count, total, squares = metrics.pop("rewards")
             mean = total / count
             spread = squares - total * mean
-            spread = torch.where(spread <= ROUNDING * squares, 0, spread)  # of equal ones, nothing
+            spread = torch.where(spread <= ROUNDING * squares, 0, spread)  # of equal rewards
             metrics |= {"reward": mean, "reward_std": (spread / (count - 1)).sqrt()}
         return metrics
 
     def _weights(self, lengths: Tensor, sums: Mapping[str, Tensor]) -> Tensor:
-        """Of tokens in answers of these lengths, [B, T] or a scalar."""
+        """Returns the weights of tokens in answers of these lengths: [B, T] or a scalar."""
         answers = sums["answers"].clamp(min=1)
         if self.loss_type == "grpo":
             return 1 / (lengths.clamp(min=1) * answers)
@@ -159,11 +159,14 @@ class GRPO(AnswerTask):
 
 
 def moments(micro_batch: MicroBatch) -> dict[str, Tensor]:
-    """float64 [3] of the rewards, which are NaN where a row has advantages: how many there are,
-    their sum and that of their squares. Nothing of data that an earlier version has cached."""
+    """Returns the count, sum and sum of squares of the rewards, float64 [3].
+
+    Rewards are NaN if a row has advantages. Data cached by an earlier version have no rewards: {}.
+    """
     if "reward" not in micro_batch.per_example:
         return {}
     rewards = micro_batch.per_example["reward"]
-    known = ~rewards.isnan()
-    own = torch.where(known, rewards, 0)
-    return {"rewards": torch.stack([known.sum(dtype=own.dtype), own.sum(), own.square().sum()])}
+    exists = ~rewards.isnan()
+    values = torch.where(exists, rewards, 0)
+    counts = exists.sum(dtype=values.dtype), values.sum(), values.square().sum()
+    return {"rewards": torch.stack(counts)}

@@ -1,4 +1,4 @@
-"""Kahneman-Tversky optimisation: answers that are desired or not, one at a time.
+"""Kahneman-Tversky optimization: single answers that are labelled as desired or not.
 
 # n sequences
 """
@@ -24,18 +24,17 @@ from tigon.train.tasks.losses import kto
 
 @dataclass(frozen=True)
 class KTOInputs(StepInputs):
-    """The answers of a micro-batch, and the mismatched ones."""
+    """Holds the answers of a micro-batch, and their prompts with mismatched answers."""
 
     mismatched: StepInputs = field(kw_only=True)
 
 
 class KTO(AnswerTask):
-    """Each answer against the divergence from the reference, estimated over the whole step.
+    """Compares each answer with the divergence from the reference, estimated over the whole step.
 
-    It is the mean log-ratio of mismatched answers: those of other prompts, which the data pairs
-    up. TRL takes the mean of one micro-batch of each device; here it does not depend on how many
-    micro-batches and ranks share a step. Mismatched answers have a pass of their own, without
-    gradients.
+    The estimate is the mean log-ratio of mismatched answers, which are those of other prompts. TRL
+    takes the mean over a device's micro-batch; here it does not depend on the numbers of
+    micro-batches and ranks. Mismatched answers have a separate pass without gradients.
     """
 
     learns = "labelled answers"
@@ -137,7 +136,7 @@ class KTO(AnswerTask):
         }
 
     def _ratios(self, model: CausalLM, inputs: StepInputs) -> tuple[Tensor, Tensor, CausalLMOutput]:
-        """Log-probabilities and log-ratios, fp32 [n], and the output that they are made of."""
+        """Returns log-probabilities and log-ratios, fp32 [n], and the model's output."""
         known = self.reference_logprobs(inputs)
         output = self.forward(model, inputs)
         assert output.logprobs is not None
@@ -148,10 +147,10 @@ class KTO(AnswerTask):
 
 
 def balance_note(desired: float, others: float, config: Config) -> list[str]:
-    """If the answers of an epoch are all of one kind, or if the weights do not balance the kinds.
+    """Returns a note if all answers are of one kind, or if the weights do not balance both kinds.
 
-    By equation 8 of arXiv 2402.01306, desired answers are to weigh 1 to 4/3 times as much as the
-    others, all together. TRL warns by the same rule, also rounded.
+    By equation 8 of arXiv 2402.01306, all desired answers should weigh 1 to 4/3 times as much as
+    all others. TRL warns by the same rule, also rounded.
     """
     if not desired or not others:
         return [

@@ -1,4 +1,7 @@
-"""The cross-entropy of the supervised tokens, which fine-tuning and pretraining share."""
+"""Next-token cross-entropy: supervised fine-tuning on chats, and pretraining on text.
+
+# B lines, n kept positions of a line
+"""
 
 import math
 from collections.abc import Sequence
@@ -34,9 +37,9 @@ MEAN_METRICS = tuple(name for name in METRICS if name != "predicted_tokens")
 class CrossEntropyTask(Task):
     """Next-token cross-entropy, plus the balance of experts where the model adds it.
 
-    Logged are the share of targets that are predicted right, the means over the targets of the
-    other metrics asked for, and how evenly a mixture of experts spread its tokens. What the config
-    leaves out, and `model.defaults` has, is taken from there.
+    Logged are the accuracy, the means of the other requested metrics over the targets, and how
+    evenly a mixture of experts spreads its tokens. `model.defaults` replaces settings that the
+    config leaves out.
     """
 
     predicts_tokens: ClassVar[bool] = True
@@ -65,14 +68,14 @@ class CrossEntropyTask(Task):
             check_keep("model.defaults.logits_to_keep", keep, self.config)
         routing = ROUTER_METRICS if has_experts(model) else ()
 
-        def asked(training: bool) -> tuple[str, ...]:
-            chosen = self.setting("metrics", training=training)
-            if training or self.config.eval_metrics is None:  # which may be none
-                chosen = chosen or named
-            of_head = (name for name in chosen if name != "accuracy")
-            return tuple(dict.fromkeys(("predicted_tokens", *of_head, *routing)))
+        def model_metrics(training: bool) -> tuple[str, ...]:
+            metrics = self.setting("metrics", training=training)
+            if training or self.config.eval_metrics is None:  # eval_metrics=[] means none
+                metrics = metrics or named
+            head_metrics = (name for name in metrics if name != "accuracy")
+            return tuple(dict.fromkeys(("predicted_tokens", *head_metrics, *routing)))
 
-        self.metrics = {training: asked(training) for training in (True, False)}
+        self.metrics = {training: model_metrics(training) for training in (True, False)}
 
     def options(
         self, model: CausalLM, micro_batch: MicroBatch, *, training: bool
@@ -80,10 +83,8 @@ class CrossEntropyTask(Task):
         names = "label_smoothing", "z_loss"
         options = {name: self.setting(name, training=training) or None for name in names}
         keep = self.setting("logits_to_keep", training=training)
-        apart = not training and self.config.eval_logits_to_keep is not None
-        default = model.defaults.logits_to_keep
-        if not keep and not apart:
-            keep = default
+        if not keep and (training or self.config.eval_logits_to_keep is None):
+            keep = model.defaults.logits_to_keep
         if isinstance(keep, int) and keep:
             keep = last_positions(micro_batch, keep)
         return options | {"logits_to_keep": keep}
@@ -103,14 +104,14 @@ class CrossEntropyTask(Task):
         """Computes the loss of the tokens, without the balance of experts."""
         criteria = self.criteria(inputs)
         if inputs.request is not None and inputs.request.losses:
-            # The same sum in any case, and with it what it is the sum of
+            # The loss stays the same sum; the second term returns its summands
             criteria = (*(criteria or (CrossEntropy(),)), CrossEntropy(reduction="none"))
         output = self._forward(model, inputs, inputs.targets.with_sum_reduction(), criteria)
         assert output.loss is not None
         return self._part(output.loss / sums["items"].clamp(min=1), output, inputs, sums)
 
     def criteria(self, inputs: StepInputs) -> tuple[LossTerm, ...] | None:
-        """What the loss is the sum of; None: one cross-entropy."""
+        """Returns the terms of the loss; None means one cross-entropy."""
         return None
 
     def _forward(
@@ -135,14 +136,14 @@ class CrossEntropyTask(Task):
     def _part(
         self, loss: Tensor, output: Output, inputs: StepInputs, sums: dict[str, Tensor]
     ) -> MicroBatchLoss:
-        """The loss with this micro-batch's part of each metric's mean over the step."""
-        found, targets = dict(output.metrics), inputs.targets
-        routing = {name: found.pop(name) for name in ROUTER_METRICS if name in found}
-        predictions = found.pop("predicted_tokens")  # [B, n], as what is left of them
+        """Returns the loss with this micro-batch's part of each metric's mean over the step."""
+        values, targets = dict(output.metrics), inputs.targets
+        routing = {name: values.pop(name) for name in ROUTER_METRICS if name in values}
+        predictions = values.pop("predicted_tokens")  # [B, n], as the rest of `values`
         right = (predictions == targets.labels) & _target_mask(targets)
-        of_tokens = {"accuracy": right, **found}
+        token_metrics = {"accuracy": right, **values}
         count, share = sums["targets"].clamp(min=1), targets.items / sums["items"].clamp(min=1)
-        means = {name: x.sum(dtype=torch.float64) / count for name, x in of_tokens.items()}
+        means = {name: x.sum(dtype=torch.float64) / count for name, x in token_metrics.items()}
         means |= {name: value * share for name, value in routing.items()}
         if inputs.request is None:
             return MicroBatchLoss(loss, means)
@@ -151,7 +152,7 @@ class CrossEntropyTask(Task):
             loss=loss.detach(),
             labels=targets.scatter_to_positions(targets.labels, IGNORE_INDEX),
             predictions=targets.scatter_to_positions(predictions, IGNORE_INDEX),
-            metrics={name: targets.scatter_to_positions(x, 0) for name, x in found.items()},
+            metrics={name: targets.scatter_to_positions(x, 0) for name, x in values.items()},
             logits=output.logits if output.logits is None else output.logits.detach(),
             logits_at=output.logits_at,
             losses=targets.scatter_to_positions(output.criteria[-1], 0)
@@ -161,7 +162,8 @@ class CrossEntropyTask(Task):
         return MicroBatchLoss(loss, means, pass_output)
 
     def metrics_to_log(self, metrics: dict[str, Tensor]) -> dict[str, Tensor]:
-        """expert_imbalance for expert_load: the busiest expert of all, in multiples of the mean."""
+        """Replaces expert_load by expert_imbalance: the load of the busiest expert over the
+        mean."""
         metrics = dict(metrics)
         if "expert_load" in metrics:
             load = metrics.pop("expert_load")  # [layers, E]
@@ -170,7 +172,7 @@ class CrossEntropyTask(Task):
 
 
 def check_settings(config: Config) -> None:
-    """ValueError for settings of the loss that cannot be served, alone or together."""
+    """Raises ValueError for settings of the loss that are invalid or conflict."""
     for prefix in ("", "eval_"):
         smoothing, z_loss, keep, metrics, logits = (
             getattr(config, prefix + name)
@@ -213,9 +215,9 @@ def check_keep(setting: str, keep: int, config: Config) -> None:
 
 
 def last_positions(micro_batch: MicroBatch, keep: int) -> int | Tensor:
-    """The last `keep` positions of each line's one sequence, in front of its padding: [B, keep].
+    """Returns the last `keep` positions of each line's one sequence, before its padding: [B, keep].
 
-    A shorter sequence has all of its positions and some of the padding, where no target is.
+    A shorter sequence has all of its positions, and some of the padding, which has no targets.
     """
     real = micro_batch.attention_mask
     if real is None:
@@ -226,25 +228,23 @@ def last_positions(micro_batch: MicroBatch, keep: int) -> int | Tensor:
 
 
 def _target_mask(targets: Targets) -> Tensor:
-    """Bool [B, n]: the positions where a token is predicted, whatever the reduction."""
+    """Returns a mask [B, n] of the positions that predict a token."""
     assert targets.labels is not None
     return targets.labels != IGNORE_INDEX
 
 
-# Supervised fine-tuning on chats: the model learns what the assistant says.
-
-
 class SFT(CrossEntropyTask):
+    """Supervised fine-tuning on chats: learns the assistant's messages."""
+
     learns = "chats, learning what the assistant says"
 
     def encoder(self, tokenizer: Tokenizer) -> Encoder:
         return self.chat_encoder(tokenizer)
 
 
-# Pretraining on text: every token is learned, and documents are joined and cut to rows.
-
-
 class Pretrain(CrossEntropyTask):
+    """Pretraining on text: learns every token; documents are joined and cut to rows."""
+
     learns = "text"
 
     def __init__(self, config: Config, world: World):

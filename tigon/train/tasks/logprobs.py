@@ -1,4 +1,4 @@
-"""Answers as their log-probabilities, by the model and by what it is compared with.
+"""Log-probabilities of answers under the model and its reference, for tasks that compare them.
 
 # B lines, T tokens of a line, n sequences
 """
@@ -37,11 +37,11 @@ COMMON_SETTINGS = frozenset(("max_length", "logits_bytes", "eval_logits_bytes"))
 
 
 class AnswerTask(Task):
-    """A task over the log-probabilities of answers.
+    """Base of the tasks over log-probabilities of answers.
 
-    Where it needs a reference (`refers`), its log-probabilities are a column of the micro-batches,
-    computed before training. They are computed anew at each step where the reference is the model
-    without its adapters, and for a stream, whose rows are not known before.
+    If the task `refers` to a reference, its log-probabilities are a column of the micro-batches,
+    computed before training. They are computed in each step if the reference is the model without
+    its adapters, and for a stream, whose rows are not known before.
     """
 
     unit = "answer"
@@ -65,7 +65,7 @@ class AnswerTask(Task):
         self.live: Callable[[StepInputs], Tensor] | None = None
 
     def encoder_options(self) -> dict[str, bool]:
-        """What the encoders of all such objectives take."""
+        """Returns the arguments that the encoders of all these tasks take."""
         config = self.config
         return {
             "train_on_empty_thinking": config.train_on_empty_thinking,
@@ -87,39 +87,40 @@ class AnswerTask(Task):
             return
         streams = not all(isinstance(loader.windows, Mixture) for loader in loaders)
         digest = _sample_digest if streams else reference.weights_digest
-        known = partial(reference.shared_digest, config, world, trained=trained)
+        check = partial(reference.shared_digest, config, world, trained=trained)
         if config.lora is not None and config.lora.quantize is None:
-            known = partial(known, base=lambda: digest(replace(config, reference="")))
+            check = partial(check, base=lambda: digest(replace(config, reference="")))
         if self._keeps_to_base(model):
-            known(lambda: reference.WITHOUT_ADAPTERS)  # resume.check_base has seen to its weights
+            check(lambda: reference.WITHOUT_ADAPTERS)  # resuming checks the base's weights
             self.live = lambda inputs: self._base_logprobs(model, inputs)
             return
         if streams:
-            known(lambda: digest(config))
+            check(lambda: digest(config))
             other = self._reference_model()
             self.live = lambda inputs: self._logprobs_by(other, inputs.micro_batch)
             return
 
         @cache
-        def chosen() -> CausalLM:  # only if the cache does not have what it would compute
+        def load_reference() -> CausalLM:  # only if the cache lacks the log-probabilities
             if config.reference or trained:
                 return self._reference_model()
             return model
 
         def make() -> reference.Pass:
-            by = chosen()
-            return lambda rows: self._logprobs_by(by, rows)
+            other = load_reference()
+            return lambda rows: self._logprobs_by(other, rows)
 
-        weights = known(lambda: digest(config))
+        weights = check(lambda: digest(config))
+        # Training decides by window whether shared prompts pay, and its windows differ from these
+        rows = partial(self.rows, least_shared=0.0)
+        options: dict[str, Any] = {"shared": self.share_prompts, "distinct": self.distinct}
         for loader, name in zip(loaders, ("data", "eval_data"), strict=False):
-            how: dict[str, Any] = {"shared": self.share_prompts, "distinct": self.distinct}
-            how |= {"weights": weights, "name": name}
-            # Whether shared prompts pay is said of a window, and the training's are others
-            rows = partial(self.rows, least_shared=0.0)
-            reference.attach(loader, config, world, make, rows, **how)
+            reference.attach(
+                loader, config, world, make, rows, weights=weights, name=name, **options
+            )
         reshard(model)
-        chosen.cache_clear()
-        gc.collect()  # what is sharded refers to itself, and would keep its memory for a while
+        load_reference.cache_clear()
+        gc.collect()  # a sharded model refers to itself, and would keep its memory for a while
 
     def rehearse(self, model: CausalLM) -> None:
         if self._keeps_to_base(model):
@@ -142,7 +143,7 @@ class AnswerTask(Task):
         return model.active_adapter is not None and not self.config.reference
 
     def _reference_model(self) -> CausalLM:
-        """One besides the model that is trained."""
+        """Returns the frozen reference, loaded besides the trained model."""
         config, world = self.config, self.world
         with world.raise_on_all_ranks():
             if config.reference:
@@ -152,13 +153,15 @@ class AnswerTask(Task):
         return other
 
     def reference_logprobs(self, inputs: StepInputs) -> Tensor:
-        """fp32 [B, T], as those of the model."""
+        """Returns the reference's log-probabilities, fp32 [B, T], at the same positions as the
+        model's."""
         if self.live is not None:
             return self.live(inputs)
         return inputs.micro_batch.per_token[reference.COLUMN]
 
     def forward(self, model: CausalLM, inputs: StepInputs) -> CausalLMOutput:
-        """With the log-probabilities of what is learned, fp32 [B, T], each at the token before."""
+        """Runs the model for the log-probabilities of learned tokens, fp32 [B, T], each at the
+        token before."""
         return model(
             batch=inputs.batch,
             targets=inputs.targets,
@@ -179,7 +182,7 @@ class AnswerTask(Task):
     def _logprobs_by(self, other: CausalLM, rows: MicroBatch) -> Tensor:
         training = other.training
         other.eval()
-        inputs = Task.resolve(self, other, rows, training=False)  # whatever a subclass adds
+        inputs = Task.resolve(self, other, rows, training=False)  # not the override of a subclass
         logprobs = self.forward(other, inputs).logprobs
         other.train(training)
         assert logprobs is not None
@@ -188,7 +191,7 @@ class AnswerTask(Task):
     def balance(
         self, model: CausalLM, output: CausalLMOutput, inputs: StepInputs, sums: dict[str, Tensor]
     ) -> Tensor | float:
-        """This micro-batch's part of what balances experts, in training."""
+        """Returns this micro-batch's part of the loss that balances experts, in training."""
         coef = aux_loss_coef(model.config)
         if coef is None or output.aux_loss is None or not inputs.training:
             return 0.0
@@ -201,21 +204,21 @@ def _sample_digest(config: Config) -> str:
 
 
 def target_mask(inputs: StepInputs) -> Tensor:
-    """Bool [B, T]: where a token is predicted that the loss is of."""
+    """Returns a mask [B, T] of the positions that predict a learned token."""
     assert inputs.targets.labels is not None
     return inputs.targets.labels != IGNORE_INDEX
 
 
 def answer_mask(inputs: StepInputs) -> Tensor:
-    """Bool [B, T]: where a token of an answer is predicted."""
-    said = inputs.micro_batch.per_token["supervised"]
-    return target_mask(inputs) & F.pad(said[:, 1:], (0, 1))
+    """Returns a mask [B, T] of the positions that predict a token of an answer."""
+    supervised = inputs.micro_batch.per_token["supervised"]
+    return target_mask(inputs) & F.pad(supervised[:, 1:], (0, 1))
 
 
 def sum_per_sequence(micro_batch: MicroBatch, values: Tensor) -> Tensor:
-    """The sum of values [B, T] over each sequence: [n], added up in fp64.
+    """Returns the sums [n] of values [B, T] over each sequence.
 
-    So it does not depend on what else is in a row. Values of padding must be 0.
+    They are added up in fp64, so that the rest of a row has no effect. Values of padding must be 0.
     """
     sequence = sequence_indices(micro_batch, values)
     sums = values.new_zeros(len(micro_batch.spans) + 1, dtype=torch.float64)
@@ -224,15 +227,15 @@ def sum_per_sequence(micro_batch: MicroBatch, values: Tensor) -> Tensor:
 
 
 def sequence_indices(micro_batch: MicroBatch, like: Tensor) -> Tensor:
-    """int64 [B, T], the number of the sequence that each position is in; of padding, that of the
-    next one, or n."""
-    places = torch.arange(like.numel(), device=like.device)
+    """Returns the index of each position's sequence, int64 [B, T]; padding has that of the next
+    one, or n."""
+    indices = torch.arange(like.numel(), device=like.device)
     stops = micro_batch.spans[:, 1].contiguous()
-    return torch.searchsorted(stops, places, right=True).view(like.shape)
+    return torch.searchsorted(stops, indices, right=True).view(like.shape)
 
 
 def is_padding(micro_batch: MicroBatch, sequence: Tensor) -> Tensor:
-    """Bool [B, T], given the sequence that each position is in."""
+    """Returns a mask [B, T] of padding from the `sequence_indices` of each position."""
     starts = F.pad(micro_batch.spans[:, 0], (0, 1), value=sequence.numel())
-    places = torch.arange(sequence.numel(), device=sequence.device)
-    return places.view(sequence.shape) < starts[sequence]
+    indices = torch.arange(sequence.numel(), device=sequence.device)
+    return indices.view(sequence.shape) < starts[sequence]

@@ -1,4 +1,4 @@
-"""Losses of preferences, as functions of the log-probabilities of whole answers, and of rewards.
+"""Losses of preference, reward and policy-gradient tasks, as functions of tensors.
 
 A log-probability is the sum over an answer's tokens, fp32; a log-ratio is that of the model less
 that of the reference. Checked against TRL (dpo_trainer, kto_trainer, reward_trainer, grpo_trainer;
@@ -18,7 +18,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Scores:
-    """What the losses of pairs compare, fp32 [P]: log-ratios, or log-probabilities."""
+    """Holds a pair's scores, fp32 [P]: log-ratios or log-probabilities of its answers."""
 
     chosen: Tensor
     rejected: Tensor
@@ -30,7 +30,7 @@ class Scores:
         return self.chosen - self.rejected
 
     def __sub__(self, other: "Scores") -> "Scores":
-        """Those of another model taken off: of log-probabilities, log-ratios."""
+        """Subtracts the scores of another model: log-probabilities become log-ratios."""
         chosen, rejected = self.chosen - other.chosen, self.rejected - other.rejected
         return Scores(chosen, rejected, self.chosen_tokens, self.rejected_tokens)
 
@@ -43,11 +43,14 @@ class Scores:
         return Scores(chosen, rejected, *tokens)
 
 
-def sigmoid(s: Scores, beta: float, label_smoothing: float = 0.0) -> Tensor:
-    """DPO, arXiv 2305.18290; with label_smoothing, the share of labels that are taken to be the
-    wrong way round, conservative DPO (cDPO)."""
-    x = beta * s.margin
+def _smoothed_logsigmoid(x: Tensor, label_smoothing: float) -> Tensor:
     return -F.logsigmoid(x) * (1 - label_smoothing) - F.logsigmoid(-x) * label_smoothing
+
+
+def sigmoid(s: Scores, beta: float, label_smoothing: float = 0.0) -> Tensor:
+    """DPO, arXiv 2305.18290; conservative DPO (cDPO) with `label_smoothing`, the assumed share of
+    swapped labels."""
+    return _smoothed_logsigmoid(beta * s.margin, label_smoothing)
 
 
 def hinge(s: Scores, beta: float, label_smoothing: float = 0.0) -> Tensor:
@@ -61,35 +64,34 @@ def ipo(s: Scores, beta: float, label_smoothing: float = 0.0) -> Tensor:
 
 
 def robust(s: Scores, beta: float, label_smoothing: float = 0.0) -> Tensor:
-    """Robust DPO, arXiv 2403.00409: unbiased where that share of labels is wrong."""
+    """Robust DPO, arXiv 2403.00409: unbiased if `label_smoothing` is the share of wrong labels."""
     x = beta * s.margin
     clean, flipped = F.logsigmoid(x) * (1 - label_smoothing), F.logsigmoid(-x) * label_smoothing
     return (flipped - clean) / (1 - 2 * label_smoothing)
 
 
 def sigmoid_norm(s: Scores, beta: float, label_smoothing: float = 0.0) -> Tensor:
-    """Length-normalised DPO, arXiv 2411.15124: of means of tokens in place of sums."""
+    """Length-normalized DPO, arXiv 2411.15124: compares means over tokens, not sums."""
     return sigmoid(s.means(), beta, label_smoothing)
 
 
 def apo_zero(s: Scores, beta: float, label_smoothing: float = 0.0) -> Tensor:
-    """APO-zero, arXiv 2408.06266 (7): the chosen up, the rejected down."""
+    """APO-zero, arXiv 2408.06266 (7): moves the chosen answer up and the rejected one down."""
     return 1 - torch.sigmoid(beta * s.chosen) + torch.sigmoid(beta * s.rejected)
 
 
 def apo_down(s: Scores, beta: float, label_smoothing: float = 0.0) -> Tensor:
-    """APO-down, arXiv 2408.06266 (8): the chosen down, the rejected more so."""
+    """APO-down, arXiv 2408.06266 (8): moves both answers down, the rejected one more."""
     return torch.sigmoid(beta * s.chosen) + 1 - torch.sigmoid(beta * s.margin)
 
 
 def simpo(s: Scores, beta: float, label_smoothing: float = 0.0, *, gamma: float) -> Tensor:
-    """SimPO, arXiv 2405.14734: of means of log-probabilities, by a margin of `gamma`."""
-    x = beta * s.means().margin - gamma
-    return -F.logsigmoid(x) * (1 - label_smoothing) - F.logsigmoid(-x) * label_smoothing
+    """SimPO, arXiv 2405.14734: compares mean log-probabilities, with a margin of `gamma`."""
+    return _smoothed_logsigmoid(beta * s.means().margin - gamma, label_smoothing)
 
 
 Loss = Callable[[Scores, float, float], Tensor]
-# By TRL's loss_type: of log-ratios, and (CPO, arXiv 2401.08417) of log-probabilities
+# By TRL's loss_type. DPO's compare log-ratios, CPO's (arXiv 2401.08417) log-probabilities
 DPO: Mapping[str, Loss] = {
     "sigmoid": sigmoid,
     "hinge": hinge,
@@ -100,17 +102,12 @@ DPO: Mapping[str, Loss] = {
     "apo_down": apo_down,
 }
 CPO: Mapping[str, Loss] = {"sigmoid": sigmoid, "hinge": hinge, "ipo": ipo}
-SMOOTHED_LOSSES = (
-    "sigmoid",
-    "sigmoid_norm",
-    "robust",
-    "simpo",
-)  # those that label_smoothing changes
+SMOOTHED_LOSSES = ("sigmoid", "sigmoid_norm", "robust", "simpo")  # they use label_smoothing
 
 
 def orpo(s: Scores, beta: float) -> tuple[Tensor, Tensor]:
-    """ORPO's penalty and its log odds ratio, arXiv 2403.07691 (4) and (7), of mean
-    log-probabilities; the cross-entropy of the chosen answer is added to it. `beta` is lambda."""
+    """Returns ORPO's penalty and log odds ratio, arXiv 2403.07691 (4) and (7), from mean
+    log-probabilities. The cross-entropy is not included; `beta` is the paper's lambda."""
     s = s.means()
     log_odds = s.margin - (_log1mexp(s.chosen) - _log1mexp(s.rejected))
     return -beta * F.logsigmoid(log_odds), log_odds
@@ -125,7 +122,7 @@ def kto(
     desirable_weight: float = 1.0,
     undesirable_weight: float = 1.0,
 ) -> Tensor:
-    """KTO, arXiv 2402.01306 (7): answers against the divergence from the reference."""
+    """KTO, arXiv 2402.01306 (7): compares answers with the divergence from the reference."""
     gain = torch.where(desired, ratios - kl, kl - ratios)
     weights = torch.where(desired, desirable_weight, undesirable_weight)
     return weights * (1 - torch.sigmoid(beta * gain))
@@ -134,8 +131,10 @@ def kto(
 def bradley_terry(
     chosen: Tensor, rejected: Tensor, margin: Tensor | float = 0.0, *, center: float = 0.0
 ) -> Tensor:
-    """Of rewards [P], which are to be apart by `margin` (arXiv 2307.09288); `center` weighs the
-    square of their sum, which keeps them about 0 (arXiv 2312.09244)."""
+    """Bradley and Terry's loss of rewards [P], with a `margin` between them (arXiv 2307.09288).
+
+    `center` weighs the square of their sum, which keeps them about 0 (arXiv 2312.09244).
+    """
     losses = -F.logsigmoid(chosen - rejected - margin)
     return losses + center * (chosen + rejected) ** 2 if center else losses
 
@@ -145,11 +144,11 @@ MAX_LOG_RATIO = 60.0  # log-ratio of a policy gradient: its exponential is finit
 
 @dataclass(frozen=True)
 class Clip:
-    """How far a policy may go from the one that has sampled: GRPO's settings, as TRL names them."""
+    """Bounds of the ratio to the sampling policy, with TRL's names."""
 
     epsilon: float = 0.2
     epsilon_high: float | None = None  # None: as epsilon
-    delta: float | None = None  # the most of the unclipped ratio; None: any
+    delta: float | None = None  # upper bound of the unclipped ratio; None: no bound
 
     @property
     def high(self) -> float:
@@ -158,11 +157,11 @@ class Clip:
 
 def policy_gradient(
     logprobs: Tensor,  # [N]
-    log_ratios: Tensor,  # [N], to the policy that has sampled, of tokens or of their sequences
+    log_ratios: Tensor,  # [N], to the sampling policy, per token or per sequence
     advantages: Tensor,  # [N]
     clip: Clip = Clip(),
 ) -> tuple[Tensor, Tensor]:
-    """Each token's loss, and whether its ratio was clipped: PPO's objective, without a critic
+    """Returns each token's loss and whether its ratio was clipped: PPO's surrogate without a critic
     (GRPO, arXiv 2402.03300), with the two bounds of DAPO, arXiv 2503.14476."""
     # Infinity times an advantage of 0, or the gradient 0 of what is clipped, would be NaN
     ends = (advantages >= 0) | (clip.delta is not None)
@@ -177,23 +176,23 @@ def policy_gradient(
 def cispo(
     logprobs: Tensor, log_ratios: Tensor, advantages: Tensor, clip: Clip = Clip()
 ) -> tuple[Tensor, Tensor]:
-    """CISPO, arXiv 2506.13585: the ratio weighs the gradient, up to `epsilon_high` (not one more
-    than it), and has none itself."""
+    """CISPO, arXiv 2506.13585: the ratio, at most `epsilon_high` (not 1 + epsilon_high), weighs the
+    gradient and is a constant."""
     ratio = log_ratios.exp().detach()
     clipped = (ratio > clip.high) & (advantages > 0)
     return -ratio.clamp(max=clip.high) * advantages * logprobs, clipped
 
 
 def divergence(logprobs: Tensor, reference: Tensor) -> Tensor:
-    """KL(model || reference) of sampled tokens [N]: the estimator that is never negative, k3 of
+    """Estimates KL(model || reference) of sampled tokens [N], never below 0: k3 of
     http://joschu.net/blog/kl-approx.html."""
     x = reference - logprobs
     return x.exp() - x - 1
 
 
 def _log1mexp(x: Tensor) -> Tensor:
-    """log(1 - exp(x)) for x < 0, in the form that loses nothing; of 0, which an answer that is
-    certain rounds to, a finite number without a gradient."""
+    """Returns log(1 - exp(x)) for x < 0 without cancellation; at 0, to which a certain answer
+    rounds, a finite number without a gradient."""
     x = x.clamp(max=-torch.finfo(x.dtype).eps)
     small = x > -math.log(2)
     near = torch.log(-torch.expm1(torch.where(small, x, -1.0)))

@@ -22,12 +22,12 @@ from tigon.train.tasks.losses import bradley_terry
 
 
 class Reward(Task):
-    """Bradley and Terry's model of pairs, with the rows' margins.
+    """Learns a score of each sequence from pairs, by Bradley and Terry's model with margins.
 
-    The model has a head of one score in place of the vocabulary's, and is exported as the family's
-    ForSequenceClassification. That finds the last token of a padded sequence by the padding's id,
-    so one is chosen with which no sequence ends. Longer sequences than fit are left out, as the
-    score is of the end.
+    The model's head has one score in place of the vocabulary, and is exported as the family's
+    ForSequenceClassification. That class finds the last token of a padded sequence by the id of the
+    padding, so a padding token is chosen with which no sequence ends. Sequences that do not fit are
+    dropped, as the score belongs to the end.
     """
 
     learns = "pairs of answers"
@@ -41,14 +41,14 @@ class Reward(Task):
 
     def __init__(self, config: Config, world: World):
         super().__init__(config, world)
-        of_others = (
+        unused = (
             "sample_prompts",
             "train_on",
             "train_on_empty_thinking",
             "loss_reduction",
             "streaming",
         )
-        for name in (*of_others, "router_aux_loss_coef"):
+        for name in (*unused, "router_aux_loss_coef"):
             value = getattr(config, name)
             if value != getattr(Config, name):
                 raise ValueError(f"{name}={value!r}: task=reward has no use for it")
@@ -95,10 +95,10 @@ class Reward(Task):
 
 
 def choose_pad(given: int | None, tokenizer: Tokenizer, corpora: Sequence[Corpus]) -> int:
-    """A token with which no sequence ends: the model's own padding, the tokenizer's, or else one of
-    its special tokens, at best one that the data do not have. ValueError if there is none.
+    """Returns a padding token with which no sequence ends, and which is not eos.
 
-    Not eos either, with which sequences that are scored later may end.
+    It is the model's padding, the tokenizer's, or else one of its special tokens, at best one that
+    does not occur in the data. Raises ValueError if there is none.
     """
     ends, seen = {tokenizer.eos_token_id}, set[int]()
     for corpus in corpora:

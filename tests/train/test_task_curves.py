@@ -21,6 +21,7 @@ trl = pytest.importorskip("trl")
 G = 4
 
 
+@pytest.mark.slow(first=1)
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("beta", [0.3, 0.0, 1.0])
 def test_distillation(workspace: Any, beta: float) -> None:
@@ -73,6 +74,7 @@ def given_answers(rows: list[dict[str, Any]]) -> Any:
     return Trainer
 
 
+@pytest.mark.slow(first=4)
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("loss_type", "level"),

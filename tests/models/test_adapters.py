@@ -105,6 +105,7 @@ def test_generation_and_caches(model: CausalLM) -> None:
         assert torch.equal(model.generate(ids, **how), merged.generate(ids, **how))
 
 
+@pytest.mark.slow
 @pytest.mark.kernel
 def test_kernels_and_recomputation(base: Path) -> None:
     """On Triton's path inputs are computed again, and blocks: with the same bits."""
@@ -128,6 +129,7 @@ def gradients(model: CausalLM, ids: torch.Tensor | None = None) -> dict[str, tor
     return {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
 
 
+@pytest.mark.slow
 @pytest.mark.traced
 def test_compile(model: CausalLM) -> None:
     adapted(model)

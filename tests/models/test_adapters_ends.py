@@ -233,6 +233,7 @@ def merge_sharded(directory: Path) -> None:
             model(tokens())
 
 
+@pytest.mark.slow
 def test_a_sharded_tied_model_can_only_be_saved(tmp_path: Path) -> None:
     base_of(tmp_path / "base", "llama", FIRST_OF["llama"], True)
     model = from_pretrained(tmp_path / "base")

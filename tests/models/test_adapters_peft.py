@@ -97,6 +97,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow(first=10)
 @pytest.mark.parametrize("options", CONFIGS)
 @pytest.mark.parametrize(("model_type", "case"), FIRST)
 def test_theirs_here(model_type: str, case: str, options: str, tmp_path: Path) -> None:
@@ -121,6 +122,7 @@ def test_theirs_here(model_type: str, case: str, options: str, tmp_path: Path) -
     near(from_pretrained(tmp_path / "merged")(tokens()).logits, adapted)
 
 
+@pytest.mark.slow(first=10)
 @pytest.mark.parametrize("dora", [False, True])
 @pytest.mark.parametrize(("model_type", "case"), FIRST)
 def test_ours_there(model_type: str, case: str, dora: bool, tmp_path: Path) -> None:

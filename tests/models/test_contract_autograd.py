@@ -244,6 +244,7 @@ def test_no_input_is_written_to(model: CausalLM, reduction: str, return_logits: 
     assert storage(labels) == before["labels"][0]
 
 
+@pytest.mark.slow(first=2)
 @pytest.mark.parametrize("mode", ["reference", "triton"])
 @pytest.mark.parametrize(
     "asked", [{}, {"metrics": ("accuracy",)}, {"loss_reduction": "none"}, {"return_logits": True}]

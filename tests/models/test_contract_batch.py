@@ -154,6 +154,7 @@ def test_resolved_arguments_come_alone(model: CausalLM) -> None:
         Targets.of(batch).items  # noqa: B018
 
 
+@pytest.mark.slow
 def test_in_one_graph() -> None:
     """Of packed sequences; test_contract_compile.py has the others, which are resolved inside."""
     model = tiny_llama(num_hidden_layers=1)

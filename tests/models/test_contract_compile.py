@@ -69,12 +69,14 @@ def assert_equal_when_compiled(model: CausalLM, backend: str, arguments: dict[st
         torch.testing.assert_close(out.logits, plain.logits)
 
 
+@pytest.mark.slow(first=1)
 @pytest.mark.parametrize("case", CASES)
 def test_loss_and_gradients_in_one_graph(block: CausalLM, case: str) -> None:
     block.lm_head.logits_bytes = 16 * V * 10
     assert_equal_when_compiled(block, "aot_eager", CASES[case])
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs g++")
 @torch._inductor.config.patch({"compile_threads": 1, "cpp.simdlen": 1, "cpp.vec_isa_ok": True})
 def test_inductor(block: CausalLM) -> None:
@@ -82,6 +84,7 @@ def test_inductor(block: CausalLM) -> None:
     assert_equal_when_compiled(block, "inductor", {"metrics": ("accuracy", "nll")})
 
 
+@pytest.mark.slow
 def test_logits_and_evaluation_in_one_graph(block: CausalLM) -> None:
     compiled = torch.compile(block, backend="aot_eager", fullgraph=True)
     torch.testing.assert_close(compiled(IDS, logits_to_keep=2).logits, block(IDS).logits[:, -2:])
@@ -90,6 +93,7 @@ def test_logits_and_evaluation_in_one_graph(block: CausalLM) -> None:
     torch.testing.assert_close(loss, block(IDS, labels=LABELS).loss)
 
 
+@pytest.mark.slow
 def test_labels_ignored_or_wrong_in_one_graph(block: CausalLM) -> None:
     compiled = torch.compile(block, backend="aot_eager", fullgraph=True)
     loss = compiled(IDS, labels=torch.full_like(IDS, -100)).loss
@@ -126,6 +130,7 @@ def test_autocast_is_as_exact_as_plain_autograd(model: CausalLM, reduction: str)
     assert error <= 1.1 * (eager["lm_head.weight"] - exact).norm()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("part", ["model", "blocks"])
 def test_one_graph_serves_other_lengths(part: str) -> None:
     model = tiny_llama(num_hidden_layers=1 if part == "model" else 2)
@@ -152,6 +157,7 @@ WAYS: dict[str, Callable[[int], dict[str, Any]]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 def test_recomputed_blocks_in_one_graph(way: str) -> None:
     """Training with activation checkpointing: full and sliding layers, of packed sequences in two

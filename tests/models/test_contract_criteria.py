@@ -230,6 +230,7 @@ def test_resolved_ahead(model: CausalLM) -> None:
     assert torch.equal(model(batch=batch, targets=targets.with_num_items(50)).loss, expected)
 
 
+@pytest.mark.slow(first=1)
 @pytest.mark.parametrize("case", ["options", "logprobs", "mixed", "metrics"])
 def test_in_one_graph(case: str) -> None:
     model, teacher = tiny_llama(num_hidden_layers=1), Teacher()

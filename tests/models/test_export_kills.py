@@ -94,6 +94,7 @@ def steps(sources: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) 
     return count
 
 
+@pytest.mark.slow(first=2)
 @pytest.mark.parametrize("number", range(KILLS))
 @pytest.mark.parametrize("kind", KINDS)
 def test_killed_at_any_moment(

@@ -109,6 +109,7 @@ def test_kernels_compute_what_plain_torch_does(model_type: str, case: str, tmp_p
         assert (found[name] - grad).abs().max() <= 1e-4 * grad.abs().max(), name
 
 
+@pytest.mark.slow(first=3)
 @pytest.mark.parametrize(("model_type", "case"), FIRST + BOTH_SIDES)
 def test_one_graph_when_compiled(model_type: str, case: str, tmp_path: Path) -> None:
     reference(model_type, two_layers(model_type, case), tmp_path)

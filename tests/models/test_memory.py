@@ -52,6 +52,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
+@pytest.mark.slow(first=1)
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux")
 def test_peak_of_from_pretrained(checkpoints: Path) -> None:
     """Each in a fork of one process, as to import torch takes seconds."""

@@ -82,6 +82,7 @@ def test_there_are_mixtures() -> None:
     assert set(FAMILIES) == {model_type for model_type, _ in ROUTING}
 
 
+@pytest.mark.slow(first=4)
 @pytest.mark.parametrize(("model_type", "case"), ROUTING)
 @pytest.mark.parametrize("padded", [False, True])
 def test_loss_with_balance(model_type: str, case: str, padded: bool, tmp_path: Path) -> None:
@@ -251,6 +252,7 @@ def test_recomputed_blocks_give_the_same(model_type: str) -> None:
     assert all(torch.equal(found[name], grad) for name, grad in expected.items())
 
 
+@pytest.mark.slow
 def test_one_graph() -> None:
     """With blocks that are recomputed; test_families.py has those that are not."""
     model, inputs = tiny(**BALANCED, num_hidden_layers=2), batch(padded=True)

@@ -66,6 +66,7 @@ def test_no_bit_changes(model_type: str, case: str, monkeypatch: pytest.MonkeyPa
 STREAMS = ("llama", "gemma3_text", "olmo2", "granite", "qwen3_moe")
 
 
+@pytest.mark.slow(first=2)
 @interpreted
 @pytest.mark.kernel
 @pytest.mark.parametrize(("model_type", "case"), [f for f in FIRST if f[0] in STREAMS])

@@ -252,7 +252,7 @@ def run(job: Job) -> str:
 
 
 OPTIONS = (("--tiny", {"action": "store_true", "help": "tiny models on the CPU"}),)
-BENCH = Bench("estimates", __doc__, run, show, list(CASES), "docs/training.md", options=OPTIONS)
+BENCH = Bench("estimates", __doc__, run, show, list(CASES), "docs/memory.md", options=OPTIONS)
 
 if __name__ == "__main__":
     harness.main(BENCH)

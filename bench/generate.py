@@ -21,7 +21,7 @@ from torch import Tensor
 from bench import generate_cases as cases
 from bench import harness, timing
 from bench.generate_cases import CASES, LLAMA_8B, OURS, THEIRS, Decode, Prefill, Size
-from bench.harness import Bench, Job, Record, figure, markdown, progress, row_of, verdict
+from bench.harness import Bench, Job, Record, figure, progress, row_of, verdict
 from bench.measure import ONCE, Attempt, Effort, in_turn
 from bench.timing import quantiles
 
@@ -207,21 +207,6 @@ def show(record: Record) -> str:
     return "\n\n".join([*parts, "\n".join(verdicts(record))])
 
 
-def summary(record: Record) -> str:
-    """What the README shows."""
-    rows = []
-    for case in record["cases"]:
-        row = row_of(case, OURS)
-        ratios = figure(share(record, case, row), 2), figure(times(case, row), 2)
-        rows.append([case["name"], rate(case, row), *ratios])
-    head = "Llama-3.1-8B's shape, bf16", "tokens/s", "share of the limit", f"speed over {THEIRS}"
-    return f"{record['machine']}; commit {record['commit']}.\n\n{markdown(head, rows)}"
-
-
-def blocks(record: Record) -> dict[str, str]:
-    return {"docs/generation.md": show(record), "README.md": summary(record)}
-
-
 def run(job: Job) -> str:
     job.record["packages"] = {name: harness.installed(name) for name in PACKAGES}
     copy = COPY.bandwidth(COPIED)
@@ -239,7 +224,7 @@ def run(job: Job) -> str:
     return "\n".join(verdicts(job.record))
 
 
-BENCH = Bench("generate", __doc__, run, show, [c.name for c in CASES], blocks=blocks)
+BENCH = Bench("generate", __doc__, run, show, [c.name for c in CASES], "docs/generation.md")
 
 if __name__ == "__main__":
     harness.main(BENCH)

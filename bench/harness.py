@@ -275,7 +275,7 @@ def parser_of(bench: Bench) -> argparse.ArgumentParser:
     add("--out", type=Path, help="where the JSON goes")
     add("--commit", help="what git describe --always --dirty says, for a copy without git")
     add("--table", action="store_true", help="print the runs in bench/results as Markdown")
-    add("--write-docs", action="store_true", help="put the newest into README.md and docs/")
+    add("--write-docs", action="store_true", help="put the newest into docs/")
     for flag, more in bench.options:
         add(flag, **more)
     return parser

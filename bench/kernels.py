@@ -1,6 +1,6 @@
 """Every operator beside its peers, and beside what the hardware allows, in one run on one GPU.
 
-docs/kernels.md says how to read the figures; --write-docs puts them there and into README.md.
+docs/kernels.md says how to read the figures; --write-docs puts them there.
 
 # N rows, C model dim, I intermediate size, V vocab, B batch, T tokens, H heads, K kv heads, D head
 """

@@ -96,12 +96,12 @@ def first_shapes(record: Record) -> list[Record]:
     return list(first.values())
 
 
-def summary(record: Record, *, short: bool = False) -> str:
+def summary(record: Record) -> str:
     """One row per case: forward + backward of ours and of every peer that was there."""
     measured = {p["name"] for case in record["cases"] for p in case["providers"]}
     names = [name for name in COLUMNS if name in measured]
     rows = []
-    for case in first_shapes(record) if short else record["cases"]:
+    for case in record["cases"]:
         if case["variant"] == "peaked":
             continue
         found = (took(row_of(case, name), "both") for name in names)
@@ -181,10 +181,7 @@ def console(record: Record, operator: str) -> str:
 def blocks(record: Record) -> dict[str, str]:
     """What stands between the markers of each file."""
     link = "![time over the bound, per operator and library]"
-    return {
-        "README.md": f"{link}({PICTURE})\n\n{summary(record, short=True)}",
-        "docs/kernels.md": f"{link}({PICTURE.removeprefix('docs/')})\n\n{details(record)}",
-    }
+    return {"docs/kernels.md": f"{link}({PICTURE.removeprefix('docs/')})\n\n{details(record)}"}
 
 
 def tick(case: Record) -> str:

@@ -182,7 +182,7 @@ OPTIONS = (
     ("--steps", {"type": int, "default": 20, "help": "steps that are timed in a round"}),
     ("--tiny", {"action": "store_true", "help": "a tiny model on the CPU"}),
 )
-BENCH = Bench("optimizers", __doc__, run, show, CASES, "docs/training.md", options=OPTIONS)
+BENCH = Bench("optimizers", __doc__, run, show, CASES, "docs/optimizers.md", options=OPTIONS)
 
 if __name__ == "__main__":
     harness.main(BENCH)

@@ -271,10 +271,7 @@ def show(record: Record) -> str:
 def blocks(record: Record) -> dict[str, str]:
     """What stands between the markers of each file."""
     link = "![tokens per second and peak memory compared with the peer]"
-    return {
-        "README.md": f"{link}({PICTURE})\n\n{summary(record)}",
-        DOCUMENT: f"{link}({PICTURE.removeprefix('docs/')})\n\n{details(record)}",
-    }
+    return {DOCUMENT: f"{link}({PICTURE.removeprefix('docs/')})\n\n{details(record)}"}
 
 
 def plot(record: Record, path: Any = harness.ROOT / PICTURE) -> None:

@@ -176,7 +176,7 @@ OPTIONS = (
     ("--steps", {"type": int, "default": 25, "help": "steps that are timed"}),
     ("--tiny", {"action": "store_true", "help": "a tiny model on the CPU"}),
 )
-BENCH = Bench("trainer", __doc__, run, show, list(CASES), "docs/training.md", options=OPTIONS)
+BENCH = Bench("trainer", __doc__, run, show, list(CASES), "docs/data.md", options=OPTIONS)
 
 if __name__ == "__main__":
     harness.main(BENCH)

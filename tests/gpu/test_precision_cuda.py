@@ -106,7 +106,7 @@ def test_average_in_host_memory_changes_no_bit():
 def test_memory_and_time_of_an_update(optimizer):
     """256 Mi parameters: what stays on the device, and what an update takes besides and how long.
 
-    Measured values are printed; the bounds are those of docs/training.md's table.
+    Measured values are printed; the bounds are those of docs/optimizers.md's table.
     """
     shapes = {f"w{i}": (4096, 4096) for i in range(16)}
     count = 16 * 4096**2

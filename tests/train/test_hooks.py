@@ -239,7 +239,7 @@ def test_an_error_in_a_hook_names_it(workspace, tmp_path):
 
 
 def test_the_hook_of_the_documentation(workspace, tmp_path, capfd):
-    text = Path(__file__).parents[2].joinpath("docs/training.md").read_text()
+    text = Path(__file__).parents[2].joinpath("docs/loss.md").read_text()
     (code,) = re.findall(r"```python\n(def answers.*?)```", text, flags=re.DOTALL)
     (tmp_path / "watch.py").write_text(code)
     main(workspace.settings("documented", steps=1, hooks=f"{tmp_path}/watch.py:answers"))

@@ -143,7 +143,7 @@ class ModelSettings:
         "auto", "of the computation; auto: bfloat16 on cuda, param_dtype on cpu"
     )
     param_dtype: Literal["float32", "bfloat16"] = setting("float32", "of the weights being trained")
-    fp8: bool = setting(False, "8-bit floats in attention and MLP products: docs/training.md")
+    fp8: bool = setting(False, "8-bit floats in attention and MLP products: docs/optimizers.md")
     fp8_except: tuple[str, ...] = setting(
         (), "patterns of projections without fp8, such as down_proj"
     )
@@ -156,7 +156,7 @@ class ModelSettings:
     )
     activation_offload: bool = setting(False, "keep activations for backward in host memory")
     cuda_graphs: bool = setting(
-        False, "replay blocks as CUDA graphs, for small models on one GPU: docs/training.md"
+        False, "replay blocks as CUDA graphs, for small models on one GPU: docs/memory.md"
     )
     memory_budget: float | None = setting(
         None, "GiB for activation_checkpointing=auto; null: the GPU's", gt=0, finite=True
@@ -241,7 +241,7 @@ class LossSettings:
     eval_label_smoothing: float | None = setting(None, "in evaluation; null: the same", ge=0)
     eval_z_loss: float | None = setting(None, "in evaluation; null: the same", ge=0)
     hooks: tuple[str, ...] = setting(
-        (), "module:function or file.py:function to call: docs/training.md"
+        (), "module:function or file.py:function to call: docs/loss.md"
     )
     hook_every: int = setting(1, "training steps between calls; 0: evaluations only", ge=0)
     predictions: bool = setting(False, "write run_dir/predictions-step-N.jsonl in evaluations")
@@ -269,7 +269,7 @@ class OptimizerSettings:
     eps: float = setting(1e-8, "AdamW's", ge=0, finite=True)
     max_grad_norm: float = setting(1.0, "clip gradients to this norm; 0: never", ge=0, finite=True)
     optimizer: Literal["adamw", "adamw_bf16", "adamw_8bit", "muon", "sgd"] = setting(
-        "adamw", "docs/training.md describes each"
+        "adamw", "docs/optimizers.md describes each"
     )
     momentum: float | None = setting(None, "of muon (null: 0.95) and sgd (null: 0)", ge=0, lt=1)
     nesterov: bool | None = setting(None, "of muon (null: true) and sgd (null: false)")
@@ -285,7 +285,7 @@ class OptimizerSettings:
         "linear", "curve of lr over decay_steps; sqrt: 1 - sqrt(x)"
     )
     parameter_groups: tuple[ParameterGroup, ...] = setting(
-        (), "match, lr, weight_decay, freeze: docs/training.md"
+        (), "match, lr, weight_decay, freeze: docs/optimizers.md"
     )
     stochastic_rounding: bool = setting(True, "round bfloat16 weights at random after updates")
     optimizer_offload: bool = setting(False, "keep states and ema in host memory; not with muon")

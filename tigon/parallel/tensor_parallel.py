@@ -131,7 +131,7 @@ class TensorParallel:
     def _blocks(
         self, name: str, p: Tensor, gradient: Tensor
     ) -> Iterator[tuple[ReplicaIndex, Tensor]]:
-        """Yields blocks of a gradient, each with its place among the ranks that hold copies of it."""
+        """Yields a gradient's blocks, each with its place among the ranks that hold it too."""
         _, first = local_rows(name, p)
         for part in self.layout[name]:
             for _, block in local_blocks(part, p.shape, gradient, first):

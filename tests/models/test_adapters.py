@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import tigon.kernels
-from tests.models.test_adapters_peft import near, randomise, trained
+from tests.models.test_adapters_peft import check_generation, near, randomise, trained
 from tests.models.test_parity import tokens
 from tests.models.tiny import CASES, reference
 from tigon import LoraConfig, from_pretrained
@@ -93,16 +93,9 @@ def test_several_adapters(model: CausalLM, adapter: Path) -> None:
 
 def test_generation_and_caches(model: CausalLM) -> None:
     adapted(model)
-    ids = tokens()[:, :9]
     merged = copy.deepcopy(model)
     merged.merge_adapter()
-    for kind in ("dynamic", "static"):
-        how: dict[str, Any] = {
-            "max_new_tokens": 8,
-            "do_sample": False,
-            "cache_implementation": kind,
-        }
-        assert torch.equal(model.generate(ids, **how), merged.generate(ids, **how))
+    check_generation(model, merged)
 
 
 @pytest.mark.slow
@@ -224,6 +217,11 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "alpha pattern": ({"alpha_pattern": {"*.layers.9.*": 2}}, "alpha_pattern='*.layers.9"),
     "saved": ({"modules_to_save": "norm"}, "modules_to_save='norm'"),
     "negative dropout": ({"dropout": -0.1}, r"dropout=-0.1 is not in \[0, 1\)"),
+    "both": (
+        {"targets": ("lm_head", "q_proj"), "modules_to_save": "lm_head"},
+        "lm_head is in targets and in modules_to_save",
+    ),
+    "score": ({"modules_to_save": "score"}, "modules_to_save='score': this Llama has embed_tokens"),
     "text for true": ({"rslora": "no"}, "rslora='no' is neither True nor False"),
     "much dropout": ({"dropout": 1}, r"dropout=1 is not in \[0, 1\)"),
 }
@@ -253,18 +251,11 @@ def test_a_rank_above_some_matrices(model: CausalLM) -> None:
     assert model.get_parameter(f"{adapter}.lora_B_k_proj").shape == (40, 96)
 
 
-def test_packed_families_and_mixtures(tmp_path: Path) -> None:
-    reference("phi3", CASES["phi3"]["plain"], tmp_path / "phi3")
-    with pytest.raises(
-        ValueError, match="its projections are embed_tokens, qkv_proj, o_proj, gate_up_proj"
-    ):
-        from_pretrained(tmp_path / "phi3").add_adapter(LoraConfig(targets="q_proj"))
-    reference("qwen3_moe", CASES["qwen3_moe"]["plain"], tmp_path / "moe")
-    moe = from_pretrained(tmp_path / "moe")
-    with pytest.raises(ValueError, match="is a router"):
-        moe.add_adapter(LoraConfig(targets="mlp.gate"))
-    with pytest.raises(ValueError, match="gate and up of experts are one, gate_up_proj"):
-        moe.add_adapter(LoraConfig(targets="up_proj"))
+def test_packed_families(tmp_path: Path) -> None:
+    reference("phi3", CASES["phi3"]["plain"], tmp_path)
+    message = "its projections are embed_tokens, qkv_proj, o_proj, gate_up_proj"
+    with pytest.raises(ValueError, match=message):
+        from_pretrained(tmp_path).add_adapter(LoraConfig(targets="q_proj"))
 
 
 def test_wrong_names(model: CausalLM) -> None:
@@ -364,17 +355,13 @@ def test_tensors_that_do_not_fit(model: CausalLM, adapter: Path, tmp_path: Path)
         assert dict(model.named_parameters()).keys() == model.layout().keys()
 
     b = tensors[stem + "B.weight"]
-    refused(
-        "layers.1.self_attn.v_proj.lora_B.*NaN|NaN.*v_proj.lora_B",
-        tensors | {stem + "B.weight": b.log()},
-    )
-    refused(
-        r"v_proj.lora_B.weight is \[39, 4\], not \[40, 4\]",
-        tensors | {stem + "B.weight": b[:39].clone()},
-    )
-    refused(
-        "1 missing: .*v_proj.lora_B", {n: t for n, t in tensors.items() if n != stem + "B.weight"}
-    )
+    for message, value in (
+        ("layers.1.self_attn.v_proj.lora_B.*NaN|NaN.*v_proj.lora_B", b.log()),
+        (r"v_proj.lora_B.weight is \[39, 4\], not \[40, 4\]", b[:39].clone()),
+    ):
+        refused(message, tensors | {stem + "B.weight": value})
+    without = {n: t for n, t in tensors.items() if n != stem + "B.weight"}
+    refused("1 missing: .*v_proj.lora_B", without)
     refused("v_proj.lora_C", tensors | {stem + "C.weight": b.clone()})
     other = {n.replace("v_proj", "value"): t for n, t in tensors.items()}
     refused("is for 'model.layers.0.self_attn.value'", other)

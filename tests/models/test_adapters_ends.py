@@ -8,13 +8,16 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig as TheirConfig
-from peft import PeftModel, get_peft_model
+from peft import get_peft_model
 from safetensors.torch import load_file, save_file
 from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM
 
 from tests.models.test_adapters_peft import (
-    check_same,
+    check_generation,
+    check_ours_there,
+    check_reloaded,
+    check_removal,
     gradients,
     near,
     randomise,
@@ -47,29 +50,11 @@ def base_of(directory: Path, model_type: str, case: str, tied: bool) -> Any:
 @pytest.mark.parametrize(("model_type", "case", "tied", "dora"), EVERY)
 def test_both_ways(model_type: str, case: str, tied: bool, dora: bool, tmp_path: Path) -> None:
     base = base_of(tmp_path / "base", model_type, case, tied)
-    ours = from_pretrained(tmp_path / "base")
-    plain = ours(tokens()).logits
+    plain = from_pretrained(tmp_path / "base")(tokens()).logits
     options: Any = {"targets": (*ENDS, "o_proj"), "rank_pattern": {"lm_head": 2}, "dora": dora}
-    ours.add_adapter(LoraConfig(rank=3, alpha=5, **options))
-    if dora:
-        near(ours(tokens()).logits, plain)
-    else:
-        assert torch.equal(ours(tokens()).logits, plain)
-    randomise(trained(ours))
-    ours.save_adapter(tmp_path / "adapter")
-    theirs = PeftModel.from_pretrained(base, str(tmp_path / "adapter"), is_trainable=True).eval()
-    check_same(ours, theirs)
+    ours, theirs = check_ours_there(base, LoraConfig(rank=3, alpha=5, **options), tmp_path)
     theirs.save_pretrained(tmp_path / "theirs")  # with the base's own weights beside it
-    again = from_pretrained(tmp_path / "base")
-    again.load_adapter(tmp_path / "theirs")
-    assert torch.equal(again(tokens()).logits, ours(tokens()).logits)
-    with again.adapters_disabled():
-        assert torch.equal(again(tokens()).logits, plain)
-    adapted = again(tokens()).logits
-    again.merge_adapter()
-    near(again(tokens()).logits, adapted)
-    again.save_pretrained(tmp_path / "merged")
-    near(from_pretrained(tmp_path / "merged")(tokens()).logits, adapted)
+    check_removal(check_reloaded(ours, tmp_path, "theirs"), plain, tmp_path)
 
 
 @pytest.fixture
@@ -99,10 +84,7 @@ def test_generation_loss_and_log_probabilities(model: CausalLM) -> None:
     merged.load_adapter(Path(str(model.config.source.name)).parent / "it")
     merged.merge_adapter()
     ids = tokens()[:, :9]
-    for kind in ("dynamic", "static"):
-        how: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False}
-        how["cache_implementation"] = kind
-        assert torch.equal(model.generate(ids, **how), merged.generate(ids, **how))
+    check_generation(model, merged)
     near(model(ids, labels=ids).loss, merged(ids, labels=ids).loss)
     near(model(ids, labels=ids, logits_bytes=1).loss, merged(ids, labels=ids).loss)
 
@@ -143,23 +125,6 @@ def test_what_is_saved_of_the_base_has_to_be_its_own(model: CausalLM, tmp_path: 
     save_file(tensors | {part: torch.ones(96, 96)}, path)
     with pytest.raises(ValueError, match=rf"1 unexpected: {part}"):
         ours.load_adapter(tmp_path / "it")
-
-
-WRONG: dict[str, tuple[dict[str, Any], str]] = {
-    "both": (
-        {"targets": ("lm_head", "q_proj"), "modules_to_save": "lm_head"},
-        "lm_head is in targets and in modules_to_save",
-    ),
-    "score": ({"modules_to_save": "score"}, "modules_to_save='score': this Llama has embed_tokens"),
-}
-
-
-@pytest.mark.parametrize("case", WRONG)
-def test_refusals(case: str, model: CausalLM) -> None:
-    options, message = WRONG[case]
-    with pytest.raises(ValueError, match=message):
-        model.add_adapter(LoraConfig(**options))
-    assert not model.adapter_names
 
 
 # What an adapter of a tied model has for the embedding and the head

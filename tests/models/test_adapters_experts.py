@@ -7,10 +7,18 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig as TheirConfig
-from peft import PeftModel, get_peft_model
+from peft import get_peft_model
 from safetensors.torch import save_file
 
-from tests.models.test_adapters_peft import check_same, gradients, near, randomise, trained
+from tests.models.test_adapters_peft import (
+    check_generation,
+    check_ours_there,
+    check_reloaded,
+    check_theirs_here,
+    gradients,
+    randomise,
+    trained,
+)
 from tests.models.test_parity import tokens
 from tests.models.tiny import CASES, reference
 from tigon import LoraConfig, from_pretrained
@@ -30,49 +38,27 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "down": {"target_parameters": BOTH[:1], "target_modules": ["o_proj"]},
     "patterns": PATTERNS,
 }
-CASE = {"mixtral": "plain", "qwen2_moe": "plain", "qwen3_moe": "plain"}
 SOME = [("mixtral", name) for name in CONFIGS] + [(kind, "patterns") for kind in KINDS[1:]]
 
 
 @pytest.mark.parametrize(("model_type", "options"), SOME)
 def test_theirs_here(model_type: str, options: str, tmp_path: Path) -> None:
-    base = reference(model_type, CASES[model_type][CASE[model_type]], tmp_path / "base")
+    base = reference(model_type, CASES[model_type]["plain"], tmp_path / "base")
     how = {"r": 4, "lora_alpha": 10, "task_type": "CAUSAL_LM"} | CONFIGS[options]
     theirs = get_peft_model(base, TheirConfig(**how)).eval()
     randomise(trained(theirs))
-    theirs.save_pretrained(tmp_path / "adapter")
-    ours = from_pretrained(tmp_path / "base")
-    plain = ours(tokens()).logits
-    ours.load_adapter(tmp_path / "adapter", trainable=True)
-    assert not torch.allclose(ours(tokens()).logits, plain, atol=1e-2)
-    check_same(ours, theirs)
-    with ours.adapters_disabled():
-        assert torch.equal(ours(tokens()).logits, plain)
-    adapted = ours(tokens()).logits
-    ours.merge_adapter()
-    near(ours(tokens()).logits, adapted)
-    ours.save_pretrained(tmp_path / "merged")
-    near(from_pretrained(tmp_path / "merged")(tokens()).logits, adapted)
+    check_theirs_here(theirs, tmp_path)
 
 
 @pytest.mark.parametrize("model_type", KINDS)
 def test_ours_there(model_type: str, tmp_path: Path) -> None:
-    base = reference(model_type, CASES[model_type][CASE[model_type]], tmp_path / "base")
-    ours = from_pretrained(tmp_path / "base")
-    plain = ours(tokens()).logits
+    base = reference(model_type, CASES[model_type]["plain"], tmp_path / "base")
     targets = ("v_proj", "experts.gate_up_proj", "experts.down_proj")
     config = LoraConfig(rank=5, alpha=7, targets=targets, rank_pattern={"experts.down_proj": 3})
-    ours.add_adapter(config)
-    assert torch.equal(ours(tokens()).logits, plain)
-    randomise(trained(ours))
-    ours.save_adapter(tmp_path / "adapter")
+    ours, _ = check_ours_there(base, config, tmp_path)
     written = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
     assert written["target_parameters"] == BOTH
-    theirs = PeftModel.from_pretrained(base, str(tmp_path / "adapter"), is_trainable=True).eval()
-    check_same(ours, theirs)
-    again = from_pretrained(tmp_path / "base")
-    again.load_adapter(tmp_path / "adapter")
-    assert torch.equal(again(tokens()).logits, ours(tokens()).logits)
+    check_reloaded(ours, tmp_path)
 
 
 def adapted(directory: Path, *targets: str) -> Any:
@@ -105,11 +91,7 @@ def mixture(tmp_path: Path) -> Any:
 def test_generation_is_that_of_the_merged_model(mixture: Any, tmp_path: Path) -> None:
     model, merged = adapted(tmp_path / "base"), adapted(tmp_path / "base")
     merged.merge_adapter()
-    ids = tokens()[:, :9]
-    for kind in ("dynamic", "static"):
-        how: dict[str, Any] = {"max_new_tokens": 5, "do_sample": False}
-        how["cache_implementation"] = kind
-        assert torch.equal(model.generate(ids, **how), merged.generate(ids, **how))
+    check_generation(model, merged)
 
 
 WRONG: dict[str, tuple[dict[str, Any], str]] = {

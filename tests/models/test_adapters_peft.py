@@ -83,6 +83,61 @@ def check_same(ours: CausalLM, theirs: Any) -> None:
         near(grad, expected[name], name, within=6e-5)
 
 
+def check_theirs_here(theirs: Any, root: Path) -> CausalLM:
+    """PEFT's adapter of `root`/base computes the same here, trained, disabled, merged, exported."""
+    theirs.save_pretrained(root / "adapter")
+    ours = from_pretrained(root / "base")
+    plain = ours(tokens()).logits
+    ours.load_adapter(root / "adapter", trainable=True)
+    assert not torch.allclose(ours(tokens()).logits, plain, atol=1e-2)
+    check_same(ours, theirs)
+    check_removal(ours, plain, root)
+    return ours
+
+
+def check_removal(ours: CausalLM, plain: Tensor, root: Path) -> None:
+    """Without its adapter the model is `plain`; merged and exported it stays what it is."""
+    with ours.adapters_disabled():
+        assert torch.equal(ours(tokens()).logits, plain)
+    adapted = ours(tokens()).logits
+    ours.merge_adapter()
+    near(ours(tokens()).logits, adapted)
+    ours.save_pretrained(root / "merged")
+    near(from_pretrained(root / "merged")(tokens()).logits, adapted)
+
+
+def check_ours_there(base: Any, config: LoraConfig, root: Path) -> tuple[CausalLM, Any]:
+    """An adapter that changes nothing at first, and computes the same in PEFT from its files."""
+    ours = from_pretrained(root / "base")
+    plain = ours(tokens()).logits
+    ours.add_adapter(config)
+    if config.dora:  # lengths are computed in another way than rows are
+        near(ours(tokens()).logits, plain)
+    else:
+        assert torch.equal(ours(tokens()).logits, plain)  # B is zero
+    randomise(trained(ours))
+    ours.save_adapter(root / "adapter")
+    theirs = PeftModel.from_pretrained(base, str(root / "adapter"), is_trainable=True).eval()
+    check_same(ours, theirs)
+    return ours, theirs
+
+
+def check_reloaded(ours: CausalLM, root: Path, name: str = "adapter") -> CausalLM:
+    """The base with the adapter of that directory, which computes what `ours` does."""
+    again = from_pretrained(root / "base")
+    again.load_adapter(root / name)
+    assert torch.equal(again(tokens()).logits, ours(tokens()).logits)
+    return again
+
+
+def check_generation(model: CausalLM, merged: CausalLM) -> None:
+    for kind in ("dynamic", "static"):
+        how: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False}
+        how["cache_implementation"] = kind
+        ids = tokens()[:, :9]
+        assert torch.equal(model.generate(ids, **how), merged.generate(ids, **how))
+
+
 CONFIGS: dict[str, dict[str, Any]] = {
     "all linear": {"target_modules": "all-linear"},
     "some": {},
@@ -105,21 +160,9 @@ def test_theirs_here(model_type: str, case: str, options: str, tmp_path: Path) -
     if given["target_modules"] == "all-linear":
         given["target_modules"] = EVERY.get(model_type, "all-linear")
     theirs = theirs_of(tmp_path / "base", model_type, case, **given)
-    theirs.save_pretrained(tmp_path / "adapter")
-    ours = from_pretrained(tmp_path / "base")
-    plain = ours(tokens()).logits
-    ours.load_adapter(tmp_path / "adapter", trainable=True)
-    assert not torch.allclose(ours(tokens()).logits, plain, atol=1e-2)
-    check_same(ours, theirs)
-    with ours.adapters_disabled():
-        assert torch.equal(ours(tokens()).logits, plain)
-    adapted = ours(tokens()).logits
-    ours.merge_adapter()
-    near(ours(tokens()).logits, adapted)
+    ours = check_theirs_here(theirs, tmp_path)
     assert not ours.adapter_names
     assert {n for n, _ in ours.named_parameters()} == ours.layout().keys()
-    ours.save_pretrained(tmp_path / "merged")
-    near(from_pretrained(tmp_path / "merged")(tokens()).logits, adapted)
 
 
 @pytest.mark.slow(first=10)
@@ -127,39 +170,24 @@ def test_theirs_here(model_type: str, case: str, options: str, tmp_path: Path) -
 @pytest.mark.parametrize(("model_type", "case"), FIRST)
 def test_ours_there(model_type: str, case: str, dora: bool, tmp_path: Path) -> None:
     base = reference(model_type, CASES[model_type][case], tmp_path / "base")
-    ours = from_pretrained(tmp_path / "base")
-    plain = ours(tokens()).logits
     targets = (*some(model_type), "model.layers.1.*.o_proj")
     config = LoraConfig(
         rank=5, alpha=7.5, targets=targets, rslora=True, dora=dora,
         rank_pattern={"o_proj": 3}, alpha_pattern={"model.layers.0.*": 2},
     )  # fmt: skip
-    ours.add_adapter(config)
-    if dora:  # lengths are computed in another way than rows are
-        near(ours(tokens()).logits, plain)
-    else:
-        assert torch.equal(ours(tokens()).logits, plain)  # B is zero
-    randomise(trained(ours))
-    ours.save_adapter(tmp_path / "adapter")
-    theirs = PeftModel.from_pretrained(base, str(tmp_path / "adapter"), is_trainable=True).eval()
-    check_same(ours, theirs)
-    again = from_pretrained(tmp_path / "base")
-    again.load_adapter(tmp_path / "adapter")
-    assert torch.equal(again(tokens()).logits, ours(tokens()).logits)
+    again = check_reloaded(check_ours_there(base, config, tmp_path)[0], tmp_path)
     assert not trained(again)
     again.save_adapter(tmp_path / "again")
     for name in ("adapter_config.json", "adapter_model.safetensors"):
-        assert (tmp_path / "again" / name).read_bytes() == (
-            tmp_path / "adapter" / name
-        ).read_bytes()
+        written = (tmp_path / "adapter" / name).read_bytes()
+        assert (tmp_path / "again" / name).read_bytes() == written
 
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_modules_to_save(tied: bool, tmp_path: Path) -> None:
+    saved = ["embed_tokens", "lm_head"]
     case = "tied" if tied else "grouped"
-    theirs = theirs_of(
-        tmp_path / "base", "llama", case, modules_to_save=["embed_tokens", "lm_head"]
-    )
+    theirs = theirs_of(tmp_path / "base", "llama", case, modules_to_save=saved)
     theirs.save_pretrained(tmp_path / "adapter")
     ours = from_pretrained(tmp_path / "base")
     plain = ours(tokens()).logits
@@ -168,12 +196,9 @@ def test_modules_to_save(tied: bool, tmp_path: Path) -> None:
     with ours.adapters_disabled():
         assert torch.equal(ours(tokens()).logits, plain)
     ours.save_adapter(tmp_path / "again")
-    base = from_pretrained(tmp_path / "base")
-    base.load_adapter(tmp_path / "again")
-    adapted = ours(tokens()).logits
-    assert torch.equal(base(tokens()).logits, adapted)
-    base.merge_adapter()
-    near(base(tokens()).logits, adapted)
+    again = check_reloaded(ours, tmp_path, "again")
+    again.merge_adapter()
+    near(again(tokens()).logits, ours(tokens()).logits)
 
 
 def test_first_values_are_distributed_as_theirs(tmp_path: Path) -> None:
@@ -216,6 +241,4 @@ def test_saved_over_the_decoder_alone(targets: Any, tmp_path: Path) -> None:
     ours.load_adapter(tmp_path / "adapter")
     near(ours(tokens()).logits, base.eval()(tokens()).logits)  # whose decoder PEFT has changed
     ours.save_adapter(tmp_path / "again")
-    again = from_pretrained(tmp_path / "base")
-    again.load_adapter(tmp_path / "again")
-    assert torch.equal(again(tokens()).logits, ours(tokens()).logits)
+    check_reloaded(ours, tmp_path, "again")

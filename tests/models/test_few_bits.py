@@ -145,10 +145,8 @@ def test_what_it_holds(bases: dict[str, Path]) -> None:
     twin.load_state_dict(copy.deepcopy(model).state_dict())
     assert torch.equal(twin(tokens()).logits, model(tokens()).logits)
     how: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False}
-    texts = [
-        model.generate(tokens()[:, :9], cache_implementation=kind, **how)
-        for kind in ("dynamic", "static")
-    ]
+    kinds = ("dynamic", "static")
+    texts = (model.generate(tokens()[:, :9], cache_implementation=k, **how) for k in kinds)
     assert torch.equal(*texts)
 
 

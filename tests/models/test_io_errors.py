@@ -20,6 +20,11 @@ Break = Callable[[Path], Any]
 SHARD = "model-00003-of-00006.safetensors"
 
 
+@pytest.fixture
+def model(sound: Path) -> tigon.models.CausalLM:
+    return tigon.from_pretrained(sound / "single")
+
+
 @pytest.fixture(scope="module")
 def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("sound")
@@ -64,6 +69,7 @@ def tag(directory: Path) -> None:
     path.write_bytes(path.read_bytes().replace(b'"F32"', b'"F99"', 1))
 
 
+# kind of checkpoint, how it is damaged, message
 BAD: dict[str, tuple[str, Break, str]] = {
     "tensors": (
         "single",
@@ -93,89 +99,55 @@ BAD: dict[str, tuple[str, Break, str]] = {
     "pickle": ("single", pickles, r"pickled weights \(pytorch_model.bin\).*convert them once"),
     "dtype tag": ("single", tag, r"model.safetensors: tensor '.*' has the unsupported dtype 'F99'"),
     "no config": ("single", remove("config.json"), r"single has no file config.json"),
-    "config no JSON": (
-        "single",
-        put("config.json", b"{'a': 1}"),
-        r"config.json is not valid JSON: Exp",
-    ),
-    "config no text": (
-        "single",
-        put("config.json", b"\xff\xfe"),
-        r"config.json is not valid JSON: .utf",
-    ),
-    "config a list": ("single", put("config.json", b"[]"), r"config.json is not a JSON object"),
-    "generation_config no JSON": (
-        "single",
-        put("generation_config.json", b"{"),
-        r"single/generation_config.json is not valid JSON",
-    ),
-    "model_type": (
-        "single",
-        configure(model_type="gpt9"),
-        r"single/config.json: model_type 'gpt9' is not 'gemma' or .*'llama'",
-    ),
-    "no model_type": ("single", configure(model_type=None), r"single/config.json: model_type None"),
-    "rope type": (
-        "single",
-        configure(rope_parameters={"rope_type": "spiral"}),
-        r"single/config.json: unknown rope_type 'spiral'; there are default, linear, dynamic",
-    ),
-    "rope key": (
-        "single",
-        configure(rope_parameters=YARN | {"attention_fraction": 2}),
-        r"single/config.json: rope_type 'yarn' does not know {'attention_fraction': 2}",
-    ),
-    "quantised": (
-        "single",
-        configure(quantization_config={"quant_method": "awq"}),
-        r"single/config.json: quantization_config: the checkpoint is quantised with AWQ",
-    ),
-    "key that changes numbers": (
-        "single",
-        configure(sliding_window=4096),
-        r"single/config.json: sliding_window=4096 changes what the model computes",
-    ),
-    "value of another type": (
-        "single",
-        configure(num_hidden_layers="3"),
-        r"single/config.json: num_hidden_layers='3' is not a whole number",
-    ),
-    "activation": (
-        "single",
-        configure(hidden_act="relu"),
-        r"single/config.json: hidden_act='relu' is not one of silu",
-    ),
-    "longrope factors": (
-        "single",
-        configure(
-            rope_parameters={
-                "rope_type": "longrope",
-                "short_factor": [1.0] * 10,
-                "long_factor": [1.0] * 9,
-            }
-        ),
-        r"short_factor and long_factor have 10 and 9 values, but the head has 10 frequencies",
-    ),
-    "config dtype": (
-        "single",
-        configure(dtype="float8_e4m3fn"),
-        r"single/config.json: unsupported dtype 'float8_e4m3fn': .*; pass dtype=",
-    ),
-    "config dtype of a function": (
-        "single",
-        configure(dtype="save"),
-        r"single/config.json: unsupported dtype 'save': .*; pass dtype=",
-    ),
-    "config dtype of an attribute": (
-        "single",
-        configure(dtype="torch.__class__"),
-        r"single/config.json: unsupported dtype 'torch.__class__'",
-    ),
     "more layers than the file": (
         "single",
         configure(num_hidden_layers=4),
         r"9 missing: model.layers.3.input_layernorm.weight, ",
     ),
+}
+FILES: dict[str, tuple[str, bytes, str]] = {
+    "no JSON": ("config.json", b"{'a': 1}", " is not valid JSON: Exp"),
+    "no text": ("config.json", b"\xff\xfe", " is not valid JSON: .utf"),
+    "a list": ("config.json", b"[]", " is not a JSON object"),
+    "generation_config": ("generation_config.json", b"{", " is not valid JSON"),
+}
+FACTORS = {"short_factor": [1.0] * 10, "long_factor": [1.0] * 9}
+CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
+    "model_type": ({"model_type": "gpt9"}, "model_type 'gpt9' is not 'gemma' or .*'llama'"),
+    "no model_type": ({"model_type": None}, "model_type None"),
+    "rope type": (
+        {"rope_parameters": {"rope_type": "spiral"}},
+        "unknown rope_type 'spiral'; there are default, linear, dynamic",
+    ),
+    "rope key": (
+        {"rope_parameters": YARN | {"attention_fraction": 2}},
+        "rope_type 'yarn' does not know {'attention_fraction': 2}",
+    ),
+    "quantised": (
+        {"quantization_config": {"quant_method": "awq"}},
+        "quantization_config: the checkpoint is quantised with AWQ",
+    ),
+    "key that changes numbers": (
+        {"sliding_window": 4096},
+        "sliding_window=4096 changes what the model computes",
+    ),
+    "type": ({"num_hidden_layers": "3"}, "num_hidden_layers='3' is not a whole number"),
+    "activation": ({"hidden_act": "relu"}, "hidden_act='relu' is not one of silu"),
+    "longrope factors": (
+        {"rope_parameters": FACTORS | {"rope_type": "longrope"}},
+        ".*short_factor and long_factor have 10 and 9 values, but the head has 10 frequencies",
+    ),
+    "dtype": ({"dtype": "float8_e4m3fn"}, "unsupported dtype 'float8_e4m3fn': .*; pass dtype="),
+    "dtype of a function": ({"dtype": "save"}, "unsupported dtype 'save': .*; pass dtype="),
+    "dtype of an attribute": ({"dtype": "torch.__class__"}, "unsupported dtype 'torch.__class__'"),
+}
+BAD |= {
+    f"file: {case}": ("single", put(name, content), f"single/{name}{message}")
+    for case, (name, content, message) in FILES.items()
+}
+BAD |= {
+    f"config: {case}": ("single", configure(**changes), f"single/config.json: {message}")
+    for case, (changes, message) in CONFIGS.items()
 }
 
 
@@ -201,7 +173,7 @@ def test_config_errors_come_before_the_weights_are_fetched(hub: Any) -> None:
     assert not any("safetensors" in name for name in hub.heads | hub.gets)
 
 
-def test_a_class_reads_its_own_family(sound: Path, tmp_path: Path) -> None:
+def test_a_class_reads_its_own_family(tmp_path: Path) -> None:
     configure_qwen2 = {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"]}
     (tmp_path / "config.json").write_text(json.dumps(configure_qwen2))
     with pytest.raises(ValueError, match=rf"{tmp_path}/config.json: model_type 'qwen2' is not 'll"):
@@ -210,16 +182,9 @@ def test_a_class_reads_its_own_family(sound: Path, tmp_path: Path) -> None:
         tigon.Llama.from_config(configure_qwen2)
 
 
-@pytest.mark.parametrize("dtype", ["bf16", torch.int8, 16])
-def test_dtype_argument(dtype: Any, sound: Path) -> None:
-    with pytest.raises(TypeError, match=f"dtype.*{dtype}"):
-        tigon.from_pretrained(sound / "single", dtype=dtype)
-
-
 @pytest.mark.parametrize("dtype", ["bf16", torch.int8, torch.float8_e4m3fn])
-def test_dtype_of_an_export(dtype: Any, sound: Path, tmp_path: Path) -> None:
-    model = tigon.from_pretrained(sound / "single")
-    with pytest.raises(TypeError, match=f"dtype must be a floating.*not .*{dtype}"):
+def test_dtype_of_an_export(dtype: Any, model: Any, tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match=f"dtype must be a floating .*not .*{dtype}"):
         model.save_pretrained(tmp_path / "new", dtype=dtype)
     with pytest.raises(TypeError, match="tokenizer must be a tokenizer, or None, not 'name'"):
         model.save_pretrained(tmp_path / "new", tokenizer="name")  # type: ignore[arg-type]
@@ -227,17 +192,13 @@ def test_dtype_of_an_export(dtype: Any, sound: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("size", ["2", "2 gigs", "2GiB", "-1GB", "0GB", 0, -5, 2.5, True])
-def test_shard_sizes(size: Any, sound: Path, tmp_path: Path) -> None:
-    model = tigon.from_pretrained(sound / "single")
+def test_shard_sizes(size: Any, model: Any, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=f"max_shard_size={size!r} is not a size"):
         model.save_pretrained(tmp_path / "new", max_shard_size=size)
     assert not any(tmp_path.iterdir())
 
 
-def test_a_taken_directory_is_said_before_weights_are_looked_at(
-    sound: Path, tmp_path: Path
-) -> None:
-    model = tigon.from_pretrained(sound / "single")
+def test_a_taken_directory_is_said_before_weights_are_looked_at(model: Any, tmp_path: Path) -> None:
     with torch.no_grad():
         next(model.parameters()).fill_(torch.nan)
     (tmp_path / "taken").mkdir()
@@ -249,8 +210,7 @@ def test_a_taken_directory_is_said_before_weights_are_looked_at(
                 model.save_pretrained(tmp_path / name)
 
 
-def test_only_an_export_is_replaced(sound: Path, tmp_path: Path) -> None:
-    model = tigon.from_pretrained(sound / "single")
+def test_only_an_export_is_replaced(model: Any, tmp_path: Path) -> None:
     target = tmp_path / "mine"
     for name in ("chats.jsonl", "other/config.json", "notes.txt"):
         shutil.rmtree(target, ignore_errors=True)
@@ -264,9 +224,8 @@ def test_only_an_export_is_replaced(sound: Path, tmp_path: Path) -> None:
         model.save_pretrained(target, replace=True)
 
 
-def test_other_files_beside_an_export_are_kept(sound: Path, tmp_path: Path) -> None:
+def test_other_files_beside_an_export_are_kept(sound: Path, model: Any, tmp_path: Path) -> None:
     """But not the weights of the one before, which had more files, nor an edited config."""
-    model = tigon.from_pretrained(sound / "single")
     target, alone = tmp_path / "hf", tmp_path / "alone"
     model.save_pretrained(target, max_shard_size="20KB")
     assert (target / "model.safetensors.index.json").exists()
@@ -287,8 +246,7 @@ def test_other_files_beside_an_export_are_kept(sound: Path, tmp_path: Path) -> N
         assert (target / path.name).read_bytes() == path.read_bytes()
 
 
-def test_what_a_link_leads_to_is_not_replaced(sound: Path, tmp_path: Path) -> None:
-    model = tigon.from_pretrained(sound / "single")
+def test_what_a_link_leads_to_is_not_replaced(model: Any, tmp_path: Path) -> None:
     model.save_pretrained(tmp_path / "mine")
     before = {path.name: path.stat().st_mtime_ns for path in (tmp_path / "mine").iterdir()}
     (tmp_path / "link").symlink_to(tmp_path / "mine")
@@ -332,8 +290,7 @@ class Unwritable:
         raise OSError("disk full")
 
 
-def test_failed_exports_leave_nothing(sound: Path, tmp_path: Path) -> None:
-    model = tigon.from_pretrained(sound / "single")
+def test_failed_exports_leave_nothing(sound: Path, model: Any, tmp_path: Path) -> None:
     full = tmp_path / "full"
     full.mkdir()
     (full / "notes.txt").write_text("mine")

@@ -61,6 +61,11 @@ def test_as_transformers_dequantises(case: str, tmp_path: Path) -> None:
     assert same(again.state_dict(), theirs.state_dict())
 
 
+def edit_config(directory: Path, **changes: Any) -> None:
+    path = directory / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
 def test_blocks_that_divide_nothing(tmp_path: Path) -> None:
     reference("qwen3_moe", EXPERTS | {"hidden_size": 72}, tmp_path, dtype=torch.bfloat16)
     meant = to_fp8(tmp_path, (40, 56), DYNAMIC, torch.bfloat16)
@@ -74,10 +79,7 @@ def test_info_knows_the_format(tmp_path: Path) -> None:
     facts = describe(str(tmp_path))
     assert facts["quantised"] == "fp8" and "float8_e4m3fn" in facts["tensors"]
     assert facts["loads"].startswith("as tigon.Qwen3 in bfloat16")
-    config = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(
-        json.dumps(config | {"quantization_config": {"quant_method": "awq"}})
-    )
+    edit_config(tmp_path, quantization_config={"quant_method": "awq"})
     assert "quantised with AWQ" in describe(str(tmp_path))["loads"]
 
 
@@ -88,9 +90,7 @@ def test_rounded_once_to_another_dtype(tmp_path: Path) -> None:
     exact = tigon.from_pretrained(tmp_path, dtype=torch.float32).state_dict()[name]
     assert not torch.equal(exact, exact.bfloat16().float())
     assert torch.equal(exact.bfloat16(), meant[name])
-    config = json.loads((tmp_path / "config.json").read_text())
-    del config["dtype"]
-    (tmp_path / "config.json").write_text(json.dumps(config))
+    edit_config(tmp_path, dtype=None)
     assert tigon.from_pretrained(tmp_path).dtype == torch.float32  # its plain tensors are
 
 

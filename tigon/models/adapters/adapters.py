@@ -37,7 +37,7 @@ from tigon.models.pretrained.names import EMBEDDING, HEAD
 from tigon.utils.json import quote
 from tigon.weights import local_rows, local_shard, row_group
 
-# Merging: deltas are added in float32 and rounded once; each rank adds to its own rows
+# Merging: deltas are added in float32 and rounded once; each rank changes its rows
 
 
 def add_delta(weight: Tensor, low: LowRank) -> None:
@@ -46,18 +46,16 @@ def add_delta(weight: Tensor, low: LowRank) -> None:
     a, rank = _full_tensor(low.lora_A).float(), 0
     for part in low.parts:
         b = _full_tensor(low.get_parameter(B + part.name)).float()
-        # Before the test of rows, since all ranks take part in gathering
-        lengths = (
-            _full_tensor(low.get_parameter(MAGNITUDE + part.name)).float() if low.dora else None
-        )
+        if low.dora:  # before the test of rows, since all ranks gather
+            magnitudes = _full_tensor(low.get_parameter(MAGNITUDE + part.name)).float()
         begin, end = max(part.first, start), min(part.first + part.size, start + len(local))
         if begin < end:
             rows = local[begin - start : end - start]
             part_rows = slice(begin - part.first, end - part.first)
             delta = b[part_rows] @ a[rank : rank + part.rank]
             total = rows.float().add_(delta, alpha=part.scale)
-            if lengths is not None:
-                total *= (lengths[part_rows] / low.row_norms(total)).unsqueeze(1)
+            if low.dora:
+                total *= (magnitudes[part_rows] / low.row_norms(total)).unsqueeze(1)
             rows.copy_(total)
         rank += part.rank
 
@@ -160,10 +158,7 @@ def _check_ranks(model: LanguageModel, parts: LoRAParts) -> None:
             max_ranks[part.rank] = max(side, max_ranks.get(part.rank, 0))
     for rank, side in max_ranks.items():
         if rank > side:
-            raise ValueError(
-                f"rank={rank} of an adapter is above {side}, the rank of its largest matrix: give "
-                f"{side} or less"
-            )
+            raise ValueError(f"rank={rank} of an adapter is above {side}, the rank of its matrices")
 
 
 def _columns(layer: nn.Module, part: LoRAPart) -> int:
@@ -177,11 +172,9 @@ def _columns(layer: nn.Module, part: LoRAPart) -> int:
 
 
 def _check_not_captured(model: LanguageModel) -> None:
+    """Raises ValueError if CUDA graphs were captured, which replay the adapters of that time."""
     if model.graphs is not None:
-        raise ValueError(
-            "adapters cannot change while CUDA graphs are in use: they were captured with the "
-            "previous ones"
-        )
+        raise ValueError("adapters cannot change while CUDA graphs are in use")
 
 
 def add_parameters(
@@ -203,9 +196,8 @@ def add_parameters(
         if layer.lora is None:
             layer.lora = Adapters()
         options = {"dtype": dtype, "device": device}
-        layer.lora.add_module(
-            name, _make_layer_adapter(layer, path, layer_parts, config, **options)
-        )
+        layer_adapter = _make_layer_adapter(layer, path, layer_parts, config, **options)
+        layer.lora.add_module(name, layer_adapter)
     for end in config.modules_to_save:
         owner = _embedding_or_head(model, end)
         if owner.copies is None:
@@ -215,18 +207,20 @@ def add_parameters(
 
 
 def _make_layer_adapter(
-    layer: nn.Module, path: str, parts: Sequence[LoRAPart], config: LoraConfig, **how: Any
+    layer: nn.Module, path: str, parts: Sequence[LoRAPart], config: LoraConfig, **options: Any
 ) -> LayerAdapter:
+    """An adapter without values of the class that fits the layer."""
     if isinstance(layer, Embedding):
-        return LowRankEmbedding(layer.embedding_dim, *parts, dora=config.dora, **how)
+        return LowRankEmbedding(layer.embedding_dim, *parts, dora=config.dora, **options)
     if isinstance(layer, Experts):
         columns = [_columns(layer, part) for part in parts]
-        return LowRankExperts(len(layer.down_proj), columns, parts, **how)
-    how |= {"dora": config.dora, "dropout": config.dropout, "seed": dropout_seed(path)}
-    return LowRank(_columns(layer, parts[0]), parts, **how)
+        return LowRankExperts(len(layer.down_proj), columns, parts, **options)
+    options |= {"dora": config.dora, "dropout": config.dropout, "seed": dropout_seed(path)}
+    return LowRank(_columns(layer, parts[0]), parts, **options)
 
 
 def _embedding_or_head(model: LanguageModel, name: str) -> Embedding | LMHead:
+    """The module that an entry of modules_to_save names."""
     return model.model.embed_tokens if name == "embed_tokens" else model.lm_head
 
 
@@ -263,14 +257,11 @@ def init_adapter(
         copy = owner.copies.get_parameter(name)
         local_shard(end, copy).memory.copy_(local_shard(end, owner.weight).memory)
     if zeros:
-        raise ValueError(
-            f"{zeros[0]} is all zeros, and dora divides by its length: leave dora out, or this "
-            "layer out of its targets"
-        )
+        raise ValueError(f"{zeros[0]} is all zeros, whose length dora divides by: leave it out")
 
 
 def _find_zeros(model: LanguageModel, prefix: str, magnitudes: dict[str, Tensor]) -> Iterator[str]:
-    """Describes one zero row or column of each part, by its index in the unsharded weight."""
+    """Yield a description of one zero row or column of each part, by its unsharded index."""
     for name, values in magnitudes.items():
         if values.is_meta or values.all():
             continue
@@ -279,8 +270,8 @@ def _find_zeros(model: LanguageModel, prefix: str, magnitudes: dict[str, Tensor]
             indices = spec.take(torch.arange(spec.shape[0]))
         first = indices[int((values == 0).nonzero()[0])]
         part = name.removeprefix(MAGNITUDE)
-        what = f"row {first} of {part}" if part != name else f"column {first}"
-        yield f"{prefix.rpartition('.lora.')[0]}: {what}"
+        vector = f"row {first} of {part}" if part != name else f"column {first}"
+        yield f"{prefix.rpartition('.lora.')[0]}: {vector}"
 
 
 def _base_magnitudes(layer: nn.Module, low: LayerAdapter) -> dict[str, Tensor]:
@@ -356,17 +347,14 @@ def adapters_disabled(model: LanguageModel) -> Iterator[None]:
 
 def resolve_adapter_name(model: LanguageModel, name: str | None) -> str:
     """The name of an existing adapter; None: the active one."""
+    names = ", ".join(model.adapters) or "none"
     if name is not None and not isinstance(name, str):
-        raise ValueError(
-            f"{quote(name)} is not a name: give one of {', '.join(model.adapters) or 'none'}"
-        )
+        raise ValueError(f"{quote(name)} is not a name: give one of {names}")
     if name is None and model.active_adapter is None:
         raise ValueError("no adapter is active: name one")
     name = model.active_adapter if name is None else name
     if name not in model.adapters:
-        raise ValueError(
-            f"there is no adapter {quote(name)}; there are {', '.join(model.adapters) or 'none'}"
-        )
+        raise ValueError(f"there is no adapter {quote(name)}; there are {names}")
     return name
 
 
@@ -381,10 +369,8 @@ def delete_adapter(model: LanguageModel, name: str) -> None:
             module._parameters.pop(name, None)
     for module in model.modules():
         for kind, child in list(module._modules.items()):
-            if isinstance(child, Adapters | SavedModules) and not {
-                **child._modules,
-                **child._parameters,
-            }:
+            is_container = isinstance(child, Adapters | SavedModules)
+            if is_container and not child._modules and not child._parameters:
                 setattr(module, kind, None)
     del model.adapters[name]
     if model.active_adapter == name:
@@ -432,8 +418,8 @@ def _untie_head(model: LanguageModel) -> None:
     """Give the head a copy of the weight that it shares with the embedding."""
     shared = model.lm_head.weight
     model.lm_head.weight = nn.Parameter(shared.detach().clone(), shared.requires_grad)
-    if (cut := model.shard_specs.get(EMBEDDING)) is not None:
-        model.shard_specs = {**model.shard_specs, HEAD: cut}
+    if (spec := model.shard_specs.get(EMBEDDING)) is not None:
+        model.shard_specs = {**model.shard_specs, HEAD: spec}
     model.config = replace(model.config, tie_word_embeddings=False)
     if any(hasattr(module, "unshard") for module in model.modules()):  # FSDPModule, slow to import
         model.register_forward_pre_hook(_refuse_untied)
@@ -442,8 +428,7 @@ def _untie_head(model: LanguageModel) -> None:
 def _refuse_untied(*_: object) -> None:
     """Raises RuntimeError, since FSDP would gather the embedding instead of the head's copy."""
     raise RuntimeError(
-        "merging the adapter has untied the embedding and the head of a sharded model, which can "
-        "only be saved: load what save_pretrained writes"
+        "merging has untied embedding and head of a sharded model, which can only be saved"
     )
 
 

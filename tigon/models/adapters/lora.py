@@ -6,7 +6,7 @@ import re
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -55,18 +55,14 @@ class LoraConfig:
         object.__setattr__(
             self, "modules_to_save", (saved,) if isinstance(saved, str) else (*saved,)
         )
-        for name, rank in {"rank": self.rank, **self.rank_pattern}.items():
+        for name, rank in _with_patterns("rank", self.rank, self.rank_pattern).items():
             if isinstance(rank, bool) or not isinstance(rank, int) or not 1 <= rank < 2**31:
                 raise ValueError(
-                    f"the rank of an adapter is 1 to {2**31 - 1}, not "
-                    f"{_format_setting(name, rank, 'rank')}"
+                    f"the rank of an adapter is 1 to {2**31 - 1}, not {name}={quote(rank)}"
                 )
-        for name, alpha in {"alpha": self.alpha, **self.alpha_pattern}.items():
+        for name, alpha in _with_patterns("alpha", self.alpha, self.alpha_pattern).items():
             if not isinstance(alpha, int | float) or not 0 < alpha <= MAX_FLOAT32:
-                raise ValueError(
-                    "alpha is a positive float32 number, not "
-                    f"{_format_setting(name, alpha, 'alpha')}"
-                )
+                raise ValueError(f"alpha is a positive float32 number, not {name}={quote(alpha)}")
         if not isinstance(self.dropout, int | float) or not 0 <= self.dropout < 1:
             raise ValueError(f"dropout={quote(self.dropout)} is not in [0, 1)")
         for name in ("rslora", "dora"):
@@ -83,17 +79,17 @@ class LoraConfig:
                 )
         for name in self.modules_to_save:
             if name not in SAVABLE_MODULES:
-                raise ValueError(
-                    f"modules_to_save={quote(name)} is not one of {', '.join(SAVABLE_MODULES)}"
-                )
+                savable = ", ".join(SAVABLE_MODULES)
+                raise ValueError(f"modules_to_save={quote(name)} is not one of {savable}")
 
     def scale(self, rank: int, alpha: float) -> float:
+        """The factor of B A with this rank and alpha."""
         return alpha / (math.sqrt(rank) if self.rslora else rank)
 
 
-def _format_setting(name: str, value: object, setting: str) -> str:
-    where = setting if name == setting else f"{setting}_pattern[{quote(name)}]"
-    return f"{where}={quote(value)}"
+def _with_patterns(name: str, value: Any, patterns: Mapping[str, Any]) -> dict[str, Any]:
+    """A setting and those of its patterns, by the names that messages call them."""
+    return {name: value} | {f"{name}_pattern[{quote(key)}]": v for key, v in patterns.items()}
 
 
 class AdaptedModule(NamedTuple):
@@ -156,48 +152,43 @@ def resolve_targets(model: LanguageModel, config: LoraConfig) -> LoRAParts:
     targets = (config.targets,) if isinstance(config.targets, str) else config.targets
     for target in targets:
         if not any(_is_targeted(target, module) for module in modules):
-            reason = _explain_no_match(model, target, modules)
-            raise ValueError(f"targets={quote(target)} {reason}")
+            raise ValueError(f"targets={quote(target)} {_explain(model, target, modules)}")
     targeted = [m for m in modules if any(_is_targeted(target, m) for target in targets)]
     _check_embedding_and_head(model, config, targeted)
     for setting in ("rank_pattern", "alpha_pattern"):
         for pattern in getattr(config, setting):
             if not any(matches_pattern(pattern, module.name) for module in targeted):
+                projections = _list_projections(targeted)
                 raise ValueError(
-                    f"{setting}={quote(pattern)} matches none of the projections that the adapter "
-                    f"has: {_list_projections(targeted)}"
+                    f"{setting}={quote(pattern)} matches none of targets: {projections}"
                 )
     parts: dict[str, list[LoRAPart]] = {}
     for module in targeted:
         rank = int(first_match(config.rank_pattern, module.name, config.rank))
         alpha = first_match(config.alpha_pattern, module.name, config.alpha)
-        part = LoRAPart(
-            module.projection, module.first, module.size, rank, config.scale(rank, alpha)
-        )
+        scale = config.scale(rank, alpha)
+        part = LoRAPart(module.projection, module.first, module.size, rank, scale)
         parts.setdefault(module.path, []).append(part)
     return {path: tuple(layer_parts) for path, layer_parts in parts.items()}
 
 
 def _check_embedding_and_head(
-    model: LanguageModel, config: LoraConfig, chosen: Iterable[AdaptedModule]
+    model: LanguageModel, config: LoraConfig, targeted: Iterable[AdaptedModule]
 ) -> None:
     """Raises ValueError for settings that embedding, head or experts do not support."""
     ends = savable_modules(model)
     for name in config.modules_to_save:
         if name not in ends:
+            family = type(model).__name__
             raise ValueError(
-                f"modules_to_save={quote(name)}: this {type(model).__name__} has "
-                f"{' and '.join(ends)}"
+                f"modules_to_save={quote(name)}: this {family} has {' and '.join(ends)}"
             )
-    for module in chosen:
-        if module.projection in config.modules_to_save and module.projection in ends:
-            raise ValueError(
-                f"{module.projection} is in targets and in modules_to_save: leave one out"
-            )
+    for module in targeted:
+        name = module.projection
+        if name in config.modules_to_save and name in ends:
+            raise ValueError(f"{name} is in targets and in modules_to_save: leave one out")
         if config.dora and module.experts:  # as in PEFT
-            raise ValueError(
-                f"dora with targets={quote(module.projection)}: experts have none; leave one out"
-            )
+            raise ValueError(f"dora with targets={quote(name)}: experts have none; leave one out")
 
 
 def check_dropout(model: LanguageModel, config: LoraConfig) -> None:
@@ -226,25 +217,27 @@ def _is_targeted(target: str, module: AdaptedModule) -> bool:
 
 
 def first_match(patterns: Mapping[str, float], name: str, default: float) -> int | float:
+    """The value of the first pattern that matches the name, else the default."""
     return next((value for key, value in patterns.items() if matches_pattern(key, name)), default)
 
 
 def _list_projections(modules: Iterable[AdaptedModule]) -> str:
+    """The names of the modules' projections, each once, for a message."""
     return ", ".join(dict.fromkeys(module.projection for module in modules))
 
 
-def _explain_no_match(model: LanguageModel, target: str, every: Collection[AdaptedModule]) -> str:
-    """Why the target matches no projection, for a message."""
-    own = target.rpartition(".")[2]
-    if own == "score":
+def _explain(model: LanguageModel, target: str, modules: Collection[AdaptedModule]) -> str:
+    """The reason why the target matches none of the model's modules, for a message."""
+    name = target.rpartition(".")[2]
+    if name == "score":
         return 'has no low-rank adapters: modules_to_save=("score",) trains it whole'
     moe = next((m for m in model.modules() if isinstance(m, SparseMoE)), None)
-    if moe is not None and own in ("gate", "router"):
+    if moe is not None and name in ("gate", "router"):
         return "is a router, which has no adapters"
-    kinds = _list_projections(every)
-    near = difflib.get_close_matches(own, kinds.split(", "), n=1)
-    meant = f"did you mean {near[0]!r}? " if near else ""
-    joined = moe is not None and own in ("gate_proj", "up_proj", "w1", "w3")
-    experts = "; gate and up of experts are one, gate_up_proj" if joined else ""
+    projections = _list_projections(modules)
+    matches = difflib.get_close_matches(name, projections.split(", "), n=1)
+    hint = f"did you mean {matches[0]!r}? " if matches else ""
+    is_packed = moe is not None and name in ("gate_proj", "up_proj", "w1", "w3")
+    experts = "; gate and up of experts are one, gate_up_proj" if is_packed else ""
     family = type(model).__name__
-    return f"matches no projection of {family}; {meant}its projections are {kinds}{experts}"
+    return f"matches no projection of {family}; {hint}its projections are {projections}{experts}"

@@ -1,8 +1,8 @@
-"""Adapters in PEFT's files: adapter_config.json and adapter_model.safetensors, read and written.
+"""Reads and writes adapters in PEFT's files, adapter_config.json and adapter_model.safetensors.
 
-Files come from strangers: JSON and safetensors headers are checked before anything is allocated,
-and features that are not supported are refused by name. Source: PEFT's LoraConfig,
-get_pattern_key and get_peft_model_state_dict.
+Files are untrusted: JSON and safetensors headers are checked before anything is allocated, and
+unsupported features raise. Source: PEFT's LoraConfig, get_pattern_key and
+get_peft_model_state_dict.
 """
 
 import math
@@ -10,6 +10,7 @@ import os
 import re
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
+from contextlib import suppress
 from dataclasses import replace as replaced
 from pathlib import Path
 from typing import Any, NamedTuple, Unpack
@@ -82,19 +83,18 @@ KNOWN = frozenset(
 # Values of init_lora_weights that leave the base as it is
 INITIALIZERS = (True, False, None, "gaussian", "orthogonal", "eva")
 
-# Patterns: regular expressions of names. A pattern matches a name if it fits the name or the text
-# after one of its dots. PEFT writes most of them as plain suffixes, which are looked up; the others
-# are tried in order, and must be few and simple so that no file takes long.
+# Patterns: regular expressions that match a name, or the text after one of its dots. PEFT mostly
+# writes plain suffixes, which are looked up; others must be few and simple so that no file is slow.
 
 REPEAT = re.compile(r"[*+?{]")
 PLAIN = re.compile(r"(?:[\w.-]|\\[.-])+")
-LONGEST_PATTERN, MOST_REPEATS = 200, 3
-MOST_REPEATING = 20  # patterns of one setting with a repetition
-MOST_TRIED = 200  # patterns of one setting that are not plain suffixes
+MAX_LENGTH, MAX_REPEATS = 200, 3  # of one pattern
+MAX_REPEATING = 20  # patterns of one setting with a repetition
+MAX_REGEXES = 200  # patterns of one setting that are not plain suffixes
 
 
 def name_suffixes(name: str) -> Iterator[str]:
-    """Yields the name, and the text after each of its dots."""
+    """Yield the name, and the text after each of its dots."""
     while name:
         yield name
         name = name.partition(".")[2]
@@ -111,31 +111,31 @@ class Patterns:
         patterns = values.get(key) or {}
         if not isinstance(patterns, dict):
             raise ValueError(f"{key}={quote(patterns)} is not a dictionary")
-        known = {end for name in names for end in name_suffixes(name)}
+        suffixes = {suffix for name in names for suffix in name_suffixes(name)}
         self._suffixes: dict[str, tuple[int, Any]] = {}  # suffix -> index, number
-        self._tried: list[tuple[int, re.Pattern[str], Any]] = []
-        if sum(bool(REPEAT.search(pattern)) for pattern in patterns) > MOST_REPEATING:
+        self._regexes: list[tuple[int, re.Pattern[str], Any]] = []
+        if sum(bool(REPEAT.search(pattern)) for pattern in patterns) > MAX_REPEATING:
             raise ValueError(
-                f"{key} has more than {MOST_REPEATING} patterns with repetitions: write whole names"
+                f"{key} has more than {MAX_REPEATING} patterns with repetitions: write whole names"
             )
         for i, (pattern, value) in enumerate(patterns.items()):
             number = check_number(f"{key}[{quote(pattern)}]", value, kind)
             plain = re.sub(r"\\(.)", r"\1", pattern) if PLAIN.fullmatch(pattern) else None
-            if plain in known:
+            if plain in suffixes:
                 self._suffixes.setdefault(plain, (i, number))
                 continue
-            if len(self._tried) == MOST_TRIED:
+            if len(self._regexes) == MAX_REGEXES:
                 raise ValueError(
-                    f"{key} has {len(patterns):,} patterns, and more than {MOST_TRIED} of them, "
+                    f"{key} has {len(patterns):,} patterns, and more than {MAX_REGEXES} of them, "
                     f"such as {quote(pattern)}, name no projection of this model: leave them out"
                 )
-            self._tried.append((i, compile_pattern(key, pattern), number))
+            self._regexes.append((i, compile_pattern(key, pattern), number))
 
     def lookup(self, name: str, default: Any) -> Any:
         """The number of the first pattern that matches this name."""
         matches = [self._suffixes[end] for end in name_suffixes(name) if end in self._suffixes]
         first, value = min(matches, default=(math.inf, default))
-        for i, pattern, number in self._tried:
+        for i, pattern, number in self._regexes:
             if i > first:
                 break
             if pattern.fullmatch(name):
@@ -146,28 +146,17 @@ class Patterns:
 def check_number(name: str, value: Any, kind: Any) -> Any:
     """The value; raises ValueError if it is not of this kind of number."""
     if isinstance(value, bool) or not isinstance(value, kind):
-        what = "integer" if kind is int else "number"
-        raise ValueError(f"{name} must be a positive {what}, got {quote(value)}")
+        expected = "integer" if kind is int else "number"
+        raise ValueError(f"{name} must be a positive {expected}, got {quote(value)}")
     return value
-
-
-def compile_if_simple(key: str, pattern: str) -> re.Pattern[str] | None:
-    """The regular expression of whole names; None if it may take long."""
-    try:
-        compile_pattern(key, pattern)
-    except ValueError:
-        return None
-    return re.compile(pattern)
 
 
 def compile_pattern(key: str, pattern: str) -> re.Pattern[str]:
     """The regular expression of a pattern; raises ValueError if matching it may take long."""
-    if len(pattern) > LONGEST_PATTERN or len(REPEAT.findall(pattern)) > MOST_REPEATS:
+    if len(pattern) > MAX_LENGTH or len(REPEAT.findall(pattern)) > MAX_REPEATS:
         raise ValueError(f"{key}[{quote(pattern)}] is too complicated: write whole names")
     if re.search(r"\(\?(?!:)", pattern):  # (?x:...) could hide repeated groups
-        raise ValueError(
-            f"{key}[{quote(pattern)}] has a group of a special kind: write whole names"
-        )
+        raise ValueError(f"{key}[{quote(pattern)}] has a group of a special kind: write names")
     if re.search(r"\)[*+?{]", pattern):
         raise ValueError(f"{key}[{quote(pattern)}] repeats a group: write whole names")
     try:
@@ -208,7 +197,7 @@ def is_listed(module: AdaptedModule, names: Set[str]) -> bool:
 
 
 def shorten_names(model: LanguageModel, names: Collection[str]) -> list[str]:
-    """The shortest suffixes that select just these projections in all versions of transformers."""
+    """Suffixes that select just these projections in every transformers version, else the names."""
     all_names = [module.name for module in find_target_modules(model)]
     suffixes = list(dict.fromkeys(n.rpartition(".")[2] for n in all_names if n in names))
     selected = {name for name in all_names if any(matches_pattern(s, name) for s in suffixes)}
@@ -230,6 +219,11 @@ def peft_config(
     origin = model.config.source
     base = config if config.base else LoraConfig(base=origin.name, revision=origin.revision)
     linear = [module.name for module in modules if not module.experts]
+    experts = [module for module in modules if module.experts]
+    parameters = {f"mlp.experts.{module.projection}" for module in experts}
+    selected = [m for m in find_target_modules(model) if m.experts and is_listed(m, parameters)]
+    if len(selected) != len(experts):  # suffixes select experts of other layers too
+        parameters = {module.name for module in experts}
     return {
         "peft_type": "LORA",
         "task_type": "SEQ_CLS" if model.config.labels else "CAUSAL_LM",
@@ -239,7 +233,7 @@ def peft_config(
         "lora_alpha": config.alpha,
         "lora_dropout": config.dropout,
         "target_modules": shorten_names(model, linear),
-        "target_parameters": _target_parameters(model, modules),
+        "target_parameters": sorted(parameters) or None,
         "rank_pattern": overrides(config.rank_pattern, config.rank),
         "alpha_pattern": overrides(config.alpha_pattern, config.alpha),
         "use_rslora": config.rslora,
@@ -250,17 +244,6 @@ def peft_config(
         "init_lora_weights": True,
         "inference_mode": True,
     }
-
-
-def _target_parameters(
-    model: LanguageModel, modules: Collection[AdaptedModule]
-) -> list[str] | None:
-    """PEFT's target_parameters: the experts' matrices, by suffixes if these select just them."""
-    experts = [module for module in modules if module.experts]
-    suffixes = {f"mlp.experts.{module.projection}" for module in experts}
-    selected = [m for m in find_target_modules(model) if m.experts and is_listed(m, suffixes)]
-    names = suffixes if len(selected) == len(experts) else {module.name for module in experts}
-    return sorted(names) or None
 
 
 def peft_name(name: str, adapter: str) -> str:
@@ -294,11 +277,11 @@ def read_adapter(repository: Repository, model: LanguageModel) -> PeftAdapter:
         path = repository.file(CONFIG)
     except FileNotFoundError as error:
         raise FileNotFoundError(f"{error}: it holds no adapter") from error
-    values, where = read_json(path), escape(path)
+    values = read_json(path)
     try:
         _check_features(values)
     except ValueError as error:
-        raise ValueError(f"{where}: {error}") from None
+        raise ValueError(f"{escape(path)}: {error}") from None
     weights = repository.optional_file(WEIGHTS)
     if weights is None:
         hint = ""
@@ -318,15 +301,13 @@ def read_adapter(repository: Repository, model: LanguageModel) -> PeftAdapter:
         config = _lora_config(values, {name: tensors[names[name]] for name in names}, model)
     except ValueError as error:
         raise ValueError(f"{escape(repository.name)}: {error}") from None
-    # Other modules are slices of a weight
+    # Only of modules that have a weight to themselves: others are slices of one
     modules = {m.name for m in find_target_modules(model) if m.path == m.name}
-    base_names = {}
-    for name, file_name in names.items():
-        if (match := BASE_WEIGHT.fullmatch(name)) and match[1] in modules:
-            base_names[match[1]] = file_name
-    base_tensors = {name: tensors.pop(name) for name in base_names.values()}
-    tied = _keeps_tie(values, model) and changes_embedding_or_head(model, config)
-    base_checkpoint = Checkpoint(file, base_tensors)
+    matches = ((BASE_WEIGHT.fullmatch(name), file_name) for name, file_name in names.items())
+    base_names = {m[1]: file_name for m, file_name in matches if m is not None and m[1] in modules}
+    base_checkpoint = Checkpoint(file, {name: tensors.pop(name) for name in base_names.values()})
+    tied = bool(values.get("ensure_weight_tying")) and model.ties_head
+    tied = tied and changes_embedding_or_head(model, config)
     return PeftAdapter(config, Checkpoint(file, tensors), names, base_names, base_checkpoint, tied)
 
 
@@ -348,9 +329,8 @@ def _check_features(values: Mapping[str, Any]) -> None:
     initializer = values.get("init_lora_weights", True)
     if not any(initializer is known or initializer == known for known in INITIALIZERS):
         raise ValueError(
-            f"init_lora_weights={quote(initializer)} changes the base's weights, so that the "
-            "adapter does not fit the original base: convert it with PEFT (save_pretrained with "
-            "path_initial_model_for_weight_conversion)"
+            f"init_lora_weights={quote(initializer)} changes the base's weights: convert it with "
+            "PEFT's save_pretrained(path_initial_model_for_weight_conversion=...)"
         )
     if values.get("bias", "none") != "none":
         raise ValueError(f"bias={quote(values['bias'])}: adapters have no biases here")
@@ -362,8 +342,8 @@ def _check_features(values: Mapping[str, Any]) -> None:
             raise ValueError(f"{escape(key, 100)}={quote(value)} is not supported")
 
 
-def _model_names(tensors: Collection[str], where: str) -> dict[str, str]:
-    """Maps the names that this package's models have for the tensors to the file's names."""
+def _model_names(tensors: Collection[str], file: str) -> dict[str, str]:
+    """Map the names that Tigon's models have for the tensors to the file's names."""
     names: dict[str, str] = {}
     for file_name in tensors:
         name = file_name.removeprefix(PREFIX)
@@ -374,9 +354,7 @@ def _model_names(tensors: Collection[str], where: str) -> dict[str, str]:
         if name.startswith(DECODER_PREFIXES):  # an adapter of AutoModel, the decoder alone
             name = f"model.{name}"
         if name in names:
-            raise ValueError(
-                f"{escape(where)}: {quote(file_name)} and {quote(names[name])} are one"
-            )
+            raise ValueError(f"{escape(file)}: {quote(file_name)} repeats {quote(names[name])}")
         names[name] = file_name
     return names
 
@@ -386,7 +364,7 @@ def _lora_config(
 ) -> LoraConfig:
     """The LoraConfig of PEFT's config, with whole names instead of patterns.
 
-    `tensors`: the file's, by the model's names. They decide which modules are adapted.
+    `tensors`, by the model's names, decide which modules are adapted.
     """
     rank, alpha = values.get("r", 8), values.get("lora_alpha", 8)
     check_number("r", rank, int)
@@ -396,12 +374,12 @@ def _lora_config(
     if not stems:
         raise ValueError("no tensor of it is named lora_A or lora_B")
     if unknown := sorted(stems - known.keys()):
-        kinds = ", ".join(dict.fromkeys(module.projection for module in known.values()))
+        projections = ", ".join(dict.fromkeys(module.projection for module in known.values()))
         more = f" and {len(unknown) - 3} more" if len(unknown) > 3 else ""
         raise ValueError(
             f"the adapter is for {', '.join(quote(n) for n in unknown[:3])}{more}, which this "
             f"{type(model).__name__} does not have: its {model.config.num_hidden_layers} layers "
-            f"have {kinds}"
+            f"have {projections}"
         )
     _check_complete(values, stems, known)
     ranks, alphas = {}, {}
@@ -415,7 +393,9 @@ def _lora_config(
         module_rank = rank_patterns.lookup(name, rank)
         end = "lora_embedding_A" if module.projection == "embed_tokens" else "lora_A.weight"
         info = tensors.get(f"{stem}.{end}")
-        rows = module_rank * (_num_experts(model, module) if module.experts else 1)
+        rows = module_rank
+        if module.experts:
+            rows *= len(model.get_submodule(module.path).get_parameter(module.projection))
         if info is not None and info.shape[:1] != (rows,):
             raise ValueError(
                 f"{stem}.{end} is {list(info.shape)}, and the rank is said to be {module_rank}"
@@ -464,13 +444,8 @@ def read_vocabulary_size(repository: Repository, model: LanguageModel) -> int | 
     return next((shape[0] for shape in shapes if shape[1:] == (width,)), None)
 
 
-def _keeps_tie(values: Mapping[str, Any], model: LanguageModel) -> bool:
-    """Whether PEFT keeps the adapter's weights of embedding and head equal."""
-    return bool(values.get("ensure_weight_tying")) and model.ties_head
-
-
 def _module_stems(values: Mapping[str, Any], model: LanguageModel) -> dict[str, AdaptedModule]:
-    """Each module that the adapter may have, by the beginning of its tensors' names."""
+    """Map the beginning of tensors' names to the modules that an adapter can have."""
     parameters = values.get("target_parameters") or []
     if not isinstance(parameters, list) or not all(isinstance(t, str) for t in parameters):
         raise ValueError(f"target_parameters={quote(parameters)} is not a list of names")
@@ -478,9 +453,9 @@ def _module_stems(values: Mapping[str, Any], model: LanguageModel) -> dict[str, 
     suffixes = {end for m in modules if m.experts for end in name_suffixes(m.name)}
     for target in parameters:
         if target not in suffixes:
+            family = type(model).__name__
             raise ValueError(
-                f"target_parameters={quote(target)} matches no experts of this "
-                f"{type(model).__name__}"
+                f"target_parameters={quote(target)} matches no experts of this {family}"
             )
     stems, targeted = {}, [m for m in modules if m.experts and is_listed(m, {*parameters})]
     for module in modules:
@@ -493,10 +468,6 @@ def _module_stems(values: Mapping[str, Any], model: LanguageModel) -> dict[str, 
     return stems
 
 
-def _num_experts(model: LanguageModel, module: AdaptedModule) -> int:
-    return len(model.get_submodule(module.path).get_parameter(module.projection))
-
-
 def _check_complete(
     values: Mapping[str, Any], stems: Set[str], known: Mapping[str, AdaptedModule]
 ) -> None:
@@ -506,7 +477,11 @@ def _check_complete(
     selections = values.get("layers_to_transform"), values.get("exclude_modules")
     if any(selection not in (None, [], "") for selection in selections):
         return
-    pattern = compile_if_simple("target_modules", targets) if isinstance(targets, str) else None
+    pattern = None
+    if isinstance(targets, str):
+        with suppress(ValueError):  # patterns that may take long are not checked
+            compile_pattern("target_modules", targets)
+            pattern = re.compile(targets)
     names = {t for t in targets if isinstance(t, str)} if isinstance(targets, list) else set()
     parameters = {*(values.get("target_parameters") or [])}
     for stem, module in known.items():
@@ -515,8 +490,7 @@ def _check_complete(
             targeted = pattern.fullmatch(module.name) is not None
         if stem not in stems and targeted:
             raise ValueError(
-                f"target_modules={quote(targets)}, and {WEIGHTS} has none for "
-                f"{quote(module.name)}: it is of another model, or lacks tensors"
+                f"target_modules={quote(targets)}, and {WEIGHTS} has none for {quote(module.name)}"
             )
 
 
@@ -555,7 +529,7 @@ def load_adapter(
         if trainable and adapter.tied:
             raise ValueError(
                 "ensure_weight_tying=True keeps embedding and head equal in training, which is not "
-                "supported: load the adapter without trainable=True, or merge it and begin another"
+                "supported: load it without trainable=True, or merge it and add another"
             )
     except ValueError as error:
         raise ValueError(f"{escape(os.fspath(path_or_repo))}: {error}") from None
@@ -579,8 +553,7 @@ def load_adapter(
     if adapter_base and model_name and not _is_same_model(adapter_base, model_name):
         warnings.warn(
             f"{escape(os.fspath(path_or_repo))} is an adapter of {quote(adapter_base, 300)}, and "
-            f"the model is of {quote(model_name, 300)}: it fits, but was trained on other weights, "
-            "unless the model was renamed",
+            f"the model is {quote(model_name, 300)}: unless it was renamed, its weights differ",
             stacklevel=2,
         )
 
@@ -588,21 +561,21 @@ def load_adapter(
 def _is_same_model(first: str, second: str) -> bool:
     """Whether two directories or hub repositories are the same or have the same name."""
     try:
-        return os.path.samefile(first, second)  # names alone do not tell: runs all have a hf/
-    except (OSError, ValueError):  # one is no directory here
+        return os.path.samefile(first, second)  # first, since every run has a directory hf/
+    except (OSError, ValueError):  # one does not exist here
         return _model_name(first) == _model_name(second)
 
 
 def _model_name(path: str) -> str:
-    """The last name of a path or repository, or the repository's if it is in the hub's cache."""
+    """The last part of a path or repository's name; of a path in the hub's cache, its model's."""
     parts = os.path.abspath(path).replace("\\", "/").split("/")
     cached = [part for part in parts if part.startswith("models--")]
     return (cached[-1].rpartition("--")[2] if cached else parts[-1]).casefold()
 
 
 def _check_base(model: LanguageModel, adapter: PeftAdapter) -> None:
-    """Raises ValueError if the file has base weights that differ from the model's: PEFT would load
-    them into the base."""
+    """Raises ValueError if the file has base weights that differ from the model's, which PEFT would
+    load into the base."""
     for path, file_name in adapter.base_names.items():
         weight = model.get_submodule(path).get_parameter("weight")
         name = escape(f"{adapter.checkpoint.name}: {file_name}")
@@ -613,8 +586,8 @@ def _check_base(model: LanguageModel, adapter: PeftAdapter) -> None:
             )
         loaded = {"weight": nn.Parameter(torch.empty_like(weight), requires_grad=False)}
         parts: Layout = {"weight": (TensorSlice.whole(file_name, tuple(weight.shape)),)}
-        others = adapter.base_checkpoint.tensors.keys() - {file_name}
-        load_into(loaded, parts, adapter.base_checkpoint, ignored=others, into=name)
+        ignored = adapter.base_checkpoint.tensors.keys() - {file_name}
+        load_into(loaded, parts, adapter.base_checkpoint, ignored=ignored, into=name)
         if not torch.equal(loaded["weight"], weight):
             raise ValueError(f"{name} is not the model's own: the adapter is of another base")
 
@@ -636,10 +609,8 @@ def _load_values(model: LanguageModel, name: str, adapter: PeftAdapter) -> None:
     for n, p in parameters.items():
         if p.numel() and not all_finite([p.detach()], torch.device("cpu")):
             file_names = ", ".join(source_of[part.name] for part in slices[n])
-            raise ValueError(
-                f"{escape(adapter.checkpoint.name)} has values that are NaN or infinite in "
-                f"{file_names}"
-            )
+            file = escape(adapter.checkpoint.name)
+            raise ValueError(f"{file} has values that are NaN or infinite in {file_names}")
 
 
 def _adapter_layout(model: LanguageModel, name: str) -> Layout:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
@@ -19,7 +19,7 @@ from tigon.kernels.attention.api import Backend
 from tigon.layers import QuantizedWeight
 from tigon.models.arguments import check_keywords
 from tigon.models.base import LanguageModel
-from tigon.models.config import ConfigError, ModelConfig, torch_dtype
+from tigon.models.config import DTYPES, ConfigError, ModelConfig, torch_dtype
 from tigon.models.init import init_weights
 from tigon.models.pretrained.gguf import GGUFModel
 from tigon.models.pretrained.match import check_counts, check_fit, check_sizes, match_arguments
@@ -67,7 +67,7 @@ def open_model(
         gguf = GGUF.open(repository.file(gguf_file))
         with prefix_errors(file):
             model = GGUFModel(gguf)
-            cls = _class_of(model.config, models)
+            cls = _find_class(model.config, models)
             config = cls.config_class.from_dict(model.config)
             return file, cls, config, lambda: model.checkpoint(file)
     file = f"{repository.name}/config.json"
@@ -75,14 +75,15 @@ def open_model(
     content = read_json(config_file(repository), nan=True)
     with prefix_errors(file):
         source = _text_config(content)
-        cls = _class_of(source, models)
+        cls = _find_class(source, models)
         scales = read_quantization(content)
         source = {key: value for key, value in source.items() if key != QUANTISATION}
         config = cls.config_class.from_dict(source)
         return file, cls, config, lambda: Checkpoint.open(repository, scales)
 
 
-def _class_of(source: Mapping[str, Any], models: Mapping[str, type[M]]) -> type[M]:
+def _find_class(source: Mapping[str, Any], models: Mapping[str, type[M]]) -> type[M]:
+    """The model class of a config's model_type."""
     kind = source.get("model_type")
     if not isinstance(kind, str) or kind not in models:
         raise ConfigError(f"model_type {quote(kind)} is not {' or '.join(map(repr, models))}")
@@ -90,7 +91,7 @@ def _class_of(source: Mapping[str, Any], models: Mapping[str, type[M]]) -> type[
 
 
 def _text_config(source: dict[str, Any]) -> dict[str, Any]:
-    """The text model's part of a multimodal config; other configs unchanged."""
+    """The config of a multimodal model's language model; other configs unchanged."""
     kind = source.get("model_type")
     if not isinstance(kind, str) or kind not in MULTIMODAL:
         return source
@@ -114,8 +115,7 @@ def prefix_errors(file: str) -> Iterator[None]:
 
 # Models from checkpoints
 
-BLOCK = 16 << 20  # bytes of a matrix to compare at a time
-DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+COMPARED_BYTES = 16 << 20  # of embedding and head at a time
 
 C = TypeVar("C", bound=ModelConfig)
 
@@ -159,9 +159,9 @@ def from_pretrained(
         raise ValueError(f"mmap=True maps files into the CPU's memory: it cannot be on {device}")
     _check_device(device)
     repository = Repository(path_or_repo, **source)
-    how: dict[str, Any] = {"dtype": dtype, "gguf_file": gguf_file, "quantize": quantize}
+    options: dict[str, Any] = {"dtype": dtype, "gguf_file": gguf_file, "quantize": quantize}
     with prepin_staging(torch.device(device), staging_bytes):
-        model, checkpoint = build(repository, models, **how)
+        model, checkpoint = build(repository, models, **options)
     model.use_attention(attention)
     mapped = map_weights(model, checkpoint) if mmap else set()
     materialize(model, torch.device(device))
@@ -200,14 +200,14 @@ def build(
     seed, if the checkpoint has none. `vocab_size`: resize the vocabulary; rows that the checkpoint
     lacks, and those in `mean_rows`, are the mean of its rows.
     """
-    chosen = _named_dtype(dtype)
+    model_dtype = _parse_dtype(dtype)
     check_quantize(quantize)
     file, cls, config, open_checkpoint = open_model(repository, models, gguf_file)
     with prefix_errors(file):
-        checkpoint = open_checkpoint()  # may download: after all that needs no weights
+        checkpoint = open_checkpoint()  # last, since it may download
         check_sizes(config, checkpoint)
         config = _resolve_tied_weights(config, checkpoint)
-        chosen = chosen or _dtype_of(config, checkpoint)
+        model_dtype = model_dtype or _default_dtype(config, checkpoint)
         stacked = cls.checkpoint_names.stacked_in(checkpoint.tensors)
         origin = replace(config.source, stacked_experts=stacked, name=repository.name)
         if repository.directory is None and repository.revision != "main":
@@ -217,7 +217,7 @@ def build(
             config, checkpoint = add_score_head(config, checkpoint, labels, seed)
         if vocab_size is not None:
             config, checkpoint = resize_vocabulary(config, checkpoint, vocab_size, mean_rows)
-        model = build_on_meta(cls, config, chosen)
+        model = build_on_meta(cls, config, model_dtype)
         check_counts(model, checkpoint)
     if fit:
         check_fit(model, checkpoint)
@@ -268,14 +268,12 @@ def as_sequence_classifier(config: C, labels: int) -> C:
     if config.labels not in (0, labels):
         raise ConfigError(f"the model has {config.labels} scores of a sequence, not {labels}")
     if config.classifier() is None:
-        raise ConfigError(
-            f"transformers has no class for scores of {config.model_type!r}: nothing could load "
-            "such a model"
-        )
+        raise ConfigError(f"transformers has no class for scores of {config.model_type!r}")
     return replace(config, labels=labels)
 
 
 def build_on_meta(cls: type[M], config: ModelConfig, dtype: torch.dtype) -> M:
+    """Build a model without memory; raises ConfigError for sizes that a layer refuses."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
@@ -283,7 +281,7 @@ def build_on_meta(cls: type[M], config: ModelConfig, dtype: torch.dtype) -> M:
             model = cls(config)
     except ConfigError:
         raise
-    except ValueError as error:  # a layer does not take what only its own sizes show
+    except ValueError as error:  # from a layer
         raise ConfigError(str(error)) from None
     except (RuntimeError, OverflowError) as error:  # meta tensors take no memory
         raise ConfigError(f"no model can have these sizes: {str(error).splitlines()[0]}") from None
@@ -309,31 +307,24 @@ def materialize(model: nn.Module, device: torch.device) -> None:
 
     Raises ConfigError, before anything is allocated, if the weights exceed the device's memory.
     """
-    needed = sum(_local(p).nbytes for p in model.parameters() if p.is_meta)
+    shards = (p.to_local() if isinstance(p, DTensor) else p for p in model.parameters())
+    needed = sum(shard.nbytes for shard in shards if shard.is_meta)
     if needed > (available := memory.total_memory(device)):
         raise ConfigError(
             f"the weights take {format_gib(needed)}, and {device} has {format_gib(available)}"
         )
     for p in model.parameters():
         if p.is_meta:
+            if type(p) is nn.Parameter:  # six times as fast as empty_like of a meta tensor
+                empty = torch.empty(p.shape, dtype=p.dtype, device=device)
+            else:
+                empty = torch.empty_like(p, device=device)
             # In place, so that ties hold, and FSDP2 and optimizers keep their parameters
-            empty = nn.Parameter(_empty(p, device), p.requires_grad)
-            torch.utils.swap_tensors(p, empty)
+            torch.utils.swap_tensors(p, nn.Parameter(empty, p.requires_grad))
     for module in model.modules():
         if isinstance(module, QuantizedWeight) and any(b.is_meta for b in module.buffers()):
             module.allocate(device)
     model.to(device)  # buffers; and FSDP2 takes note of its new shards
-
-
-def _local(p: Tensor) -> Tensor:
-    """This rank's shard."""
-    return p.to_local() if isinstance(p, DTensor) else p
-
-
-def _empty(p: nn.Parameter, device: torch.device) -> Tensor:
-    if type(p) is nn.Parameter:  # six times as fast: empty_like of a meta tensor runs in Python
-        return torch.empty(p.shape, dtype=p.dtype, device=device)
-    return torch.empty_like(p, device=device)
 
 
 def map_weights(model: LanguageModel, checkpoint: Checkpoint) -> set[str]:
@@ -378,7 +369,7 @@ def _resolve_tied_weights(config: ModelConfig, checkpoint: Checkpoint) -> ModelC
         return config
     info = tensors[head]
     rows = info.shape[0] if info.shape == tensors[embedding].shape else 0
-    step = max(1, BLOCK * rows // max(1, info.nbytes))
+    step = max(1, COMPARED_BYTES * rows // max(1, info.nbytes))
     a, b = (torch.empty(min(rows, step), *info.shape[1:], dtype=info.dtype) for _ in "ab")
     for row in range(0, rows, step):
         n = min(step, rows - row)
@@ -402,25 +393,20 @@ def _check_device(device: torch.device | str) -> None:
     try:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError, NotImplementedError) as error:
-        why = str(error).splitlines()[0]
-        raise ValueError(f"device {str(device)!r} cannot be used here: {why}") from None
+        reason = str(error).splitlines()[0]
+        raise ValueError(f"device {str(device)!r} cannot be used here: {reason}") from None
 
 
-def _named_dtype(dtype: Any) -> torch.dtype | None:
-    """The dtype, which may be a name as in config.json; None for "auto"."""
-    if isinstance(dtype, str) and dtype == "auto":
-        return None
-    found = getattr(torch, dtype.removeprefix("torch."), None) if isinstance(dtype, str) else dtype
-    if not isinstance(found, torch.dtype) or found not in DTYPES:
-        known = ", ".join(str(one).removeprefix("torch.") for one in DTYPES)
-        raise TypeError(
-            f'dtype must be "auto" or a floating torch.dtype ({known}, also as a text), not '
-            f"{dtype!r}"
-        )
-    return found
+def _parse_dtype(dtype: Any) -> torch.dtype | None:
+    """The torch.dtype of a name or a torch.dtype; None for "auto"."""
+    name = str(dtype).removeprefix("torch.")
+    if name != "auto" and name not in DTYPES:
+        raise TypeError(f'dtype must be "auto" or one of {", ".join(DTYPES)}, not {dtype!r}')
+    return None if name == "auto" else getattr(torch, name)
 
 
-def _dtype_of(config: ModelConfig, checkpoint: Checkpoint) -> torch.dtype:
+def _default_dtype(config: ModelConfig, checkpoint: Checkpoint) -> torch.dtype:
+    """The config's dtype, else that of the checkpoint's first floating tensor, else float32."""
     if config.dtype is not None:
         try:
             return torch_dtype(config.dtype)
@@ -438,7 +424,8 @@ def from_config(
     dtype: torch.dtype | None,
     device: torch.device,
 ) -> M:
-    """Normal(0, initializer_range) matrices, zero biases, unit norms, a zero padding row."""
+    """Build a model with random weights: matrices are drawn from Normal(0, initializer_range),
+    biases and the padding row are zeros, norms are ones."""
     if not isinstance(config, ModelConfig):
         config = cls.config_class.from_dict(config)
     if not isinstance(config, cls.config_class):

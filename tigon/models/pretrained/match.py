@@ -1,4 +1,4 @@
-"""Checks from its headers whether a checkpoint fits a model, before anything is allocated."""
+"""Compares a checkpoint's headers with a model, before anything is allocated."""
 
 import math
 from typing import Any
@@ -15,11 +15,11 @@ def check_sizes(config: ModelConfig, checkpoint: Checkpoint) -> None:
     built: large ones would take time and memory."""
     shapes = {name: info.shape for name, info in checkpoint.tensors.items()}
     widest = max((size for shape in shapes.values() for size in shape), default=0)
-    # Experts are apart, tensors of their own, or together, rows of one
-    most = {"num_hidden_layers": len(shapes)}
-    most |= dict.fromkeys(("num_experts", "num_local_experts"), max(len(shapes), widest))
-    for key, bound in most.items():
-        if (value := getattr(config, key, 0)) > bound:
+    # Each expert is a tensor, or the rows of one tensor
+    maxima = {"num_hidden_layers": len(shapes)}
+    maxima |= dict.fromkeys(("num_experts", "num_local_experts"), max(len(shapes), widest))
+    for key, maximum in maxima.items():
+        if (value := getattr(config, key, 0)) > maximum:
             raise ConfigError(
                 f"{key}={value} does not fit the checkpoint, which has {len(shapes)} tensors and "
                 f"no size beyond {widest}"
@@ -37,11 +37,9 @@ def check_counts(model: LanguageModel, checkpoint: Checkpoint) -> None:
     """Raises ConfigError for a model, on the meta device, of far more values or experts than the
     checkpoint has: `check_fit` would name each of them."""
     needed = sum(p.numel() for p in model.parameters())
-    held = sum(math.prod(info.shape) for info in checkpoint.tensors.values())
-    if needed > 2 * held:
-        raise ConfigError(
-            f"a model of {needed} values does not fit the checkpoint, which has {held}"
-        )
+    stored = sum(math.prod(info.shape) for info in checkpoint.tensors.values())
+    if needed > 2 * stored:
+        raise ConfigError(f"a model of {needed} values does not fit a checkpoint of {stored}")
     names, tensors = model.checkpoint_names, checkpoint.tensors
     if names.stacked_in(tensors):
         return
@@ -52,18 +50,14 @@ def check_counts(model: LanguageModel, checkpoint: Checkpoint) -> None:
     )
     if experts > 2 * len(tensors):
         raise ConfigError(
-            f"a model of {experts} matrices of experts does not fit the checkpoint, which has "
-            f"{len(tensors)} tensors"
+            f"a model of {experts} matrices of experts does not fit {len(tensors)} tensors"
         )
 
 
 def check_fit(model: LanguageModel, checkpoint: Checkpoint) -> None:
     """Raises ValueError unless the checkpoint has just the tensors that the model is made of."""
-    match_tensors(
-        dict(model.named_parameters()),
-        **match_arguments(model, checkpoint),
-        into=type(model).__name__,
-    )
+    arguments = match_arguments(model, checkpoint) | {"into": type(model).__name__}
+    match_tensors(dict(model.named_parameters()), **arguments)
 
 
 def find_misfits(model: LanguageModel, checkpoint: Checkpoint) -> Misfits:
@@ -75,12 +69,7 @@ def match_arguments(model: LanguageModel, checkpoint: Checkpoint) -> dict[str, A
     """The arguments of `load_into` and `match_tensors` for a model and a checkpoint."""
     present = checkpoint.tensors.keys()
     parts_of = layout(model, model.checkpoint_names, model.checkpoint_names.stacked_in(present))
-    source_of, ignored = find_sources(
-        {p.name for parts in parts_of.values() for p in parts}, present
-    )
-    return {
-        "layout": parts_of,
-        "checkpoint": checkpoint,
-        "source_of": source_of,
-        "ignored": ignored,
-    }
+    names = {part.name for parts in parts_of.values() for part in parts}
+    source_of, ignored = find_sources(names, present)
+    arguments = {"layout": parts_of, "source_of": source_of, "ignored": ignored}
+    return arguments | {"checkpoint": checkpoint}

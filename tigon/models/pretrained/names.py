@@ -1,4 +1,4 @@
-"""The names of checkpoint tensors, and the layout that maps parameters to them."""
+"""Maps parameters to the names of checkpoint tensors."""
 
 import itertools
 import math
@@ -22,10 +22,10 @@ HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 SCORE = "score.weight"  # the head of a model that scores sequences
 # Prefixes of the decoder's names in files; a checkpoint of the decoder alone has none
 PREFIXES = ("language_model.model.", "model.language_model.", "model.", "")
-# Checkpoints with more than text in them, and the model type of their text where they name none
+# model_type of a multimodal config -> default model_type of its text_config
 MULTIMODAL = {"gemma3": "gemma3_text", "mistral3": "mistral"}
 OTHER_MODALITIES = ("vision_tower.", "multi_modal_projector.")
-# Saved by old transformers versions; computed here
+# Buffers that old versions of transformers saved
 IGNORED_ENDINGS = ("rotary_emb.inv_freq",)
 
 QKV = {"qkv_proj": ("q_proj", "k_proj", "v_proj")}
@@ -44,7 +44,7 @@ class CheckpointNames(NamedTuple):
 
     # Name of a FusedLinear -> names of its parts, in row order; without an entry it is stored whole
     packed: Mapping[str, tuple[str, ...]] = PACKED
-    # Ending of a parameter -> what it is in checkpoints that have experts apart, in row order
+    # Suffix of a parameter -> tensors of checkpoints with one for each expert, in row order
     experts: Mapping[str, tuple[str, ...]] = EXPERTS
     head: str = HEAD
 
@@ -54,9 +54,9 @@ class CheckpointNames(NamedTuple):
 
 
 def layout(model: nn.Module, names: CheckpointNames, stacked_experts: bool) -> Layout:
-    """Every parameter, quantised weights too, and the checkpoint tensors that its rows are of.
+    """Map each parameter and quantized weight to the checkpoint tensors that store its rows.
 
-    Those that tensor or expert parallelism has cut are described by the model's `cuts`.
+    The model's `shard_specs` say which rows and columns of a parameter this rank has.
     """
     slices: Layout = {}
     specs: Mapping[str, ShardSpec] = getattr(model, "shard_specs", {})
@@ -77,10 +77,12 @@ def layout(model: nn.Module, names: CheckpointNames, stacked_experts: bool) -> L
             elif isinstance(module, FusedLinear) and leaf in names.packed:
                 parts = [f"{parent}.{part}.{kind}" for part in names.packed[leaf]]
                 slices[name] = _tile(parts, module.parts, shape[1:])
-            elif not stacked_experts and (ending := _ending(name, names.experts)):
-                layer, experts = name.removesuffix(ending), shape[0] if len(shape) == 3 else 1
-                apart = names.experts[ending]
-                parts = [layer + part.format(e) for e in range(experts) for part in apart]
+            elif not stacked_experts and (
+                suffix := next((end for end in names.experts if name.endswith(f".{end}")), None)
+            ):
+                layer, experts = name.removesuffix(suffix), shape[0] if len(shape) == 3 else 1
+                templates = names.experts[suffix]
+                parts = [layer + part.format(e) for e in range(experts) for part in templates]
                 rows = math.prod(shape[:-1]) // len(parts)
                 slices[name] = _tile(parts, [rows] * len(parts), shape[-1:])
             else:
@@ -89,7 +91,7 @@ def layout(model: nn.Module, names: CheckpointNames, stacked_experts: bool) -> L
 
 
 def _named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yields the module's parameters, and the outline of a quantised weight."""
+    """Yield the module's parameters, and a quantized weight as a tensor without memory."""
     if isinstance(module, Linear) and module.quantized is not None:
         yield "weight", module.weight_meta
     yield from module.named_parameters(recurse=False)
@@ -102,7 +104,7 @@ def _adapter_slices(
     shape: tuple[int, ...],
     names: CheckpointNames,
 ) -> tuple[TensorSlice, ...]:
-    """The slices of an adapter's parameter, with PEFT's names but for their prefix."""
+    """The slices of an adapter's parameter, named as in PEFT's files without their prefix."""
     if isinstance(module, SavedModules):
         owner = path.rpartition(".")[0]
         owner = names.head.removesuffix(".weight") if owner == "lm_head" else owner
@@ -127,8 +129,8 @@ def _adapter_slices(
 
 
 def experts_stem(layer: str, part: str, parts: Collection[str]) -> str:
-    """What PEFT's names of a part's matrices begin with: its wrapper of one parameter is in that of
-    the other, where `parts`, those adapted, are both."""
+    """The beginning of PEFT's names of a part's matrices: where both `parts` are adapted, PEFT
+    nests the wrapper of gate_up_proj in that of down_proj."""
     return f"{layer}.base_layer" if part == "gate_up_proj" and len(parts) > 1 else layer
 
 
@@ -142,14 +144,10 @@ def base_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     return {name: p for name, p in model.named_parameters() if not is_adapter_parameter(name)}
 
 
-def _ending(name: str, endings: Collection[str]) -> str | None:
-    return next((ending for ending in endings if name.endswith(f".{ending}")), None)
-
-
 def _tile(
     names: Sequence[str], rows: Sequence[int], rest: tuple[int, ...]
 ) -> tuple[TensorSlice, ...]:
-    """Consecutive slices, one for each name, with these numbers of rows."""
+    """Consecutive slices of a parameter: one for each tensor, with its number of rows."""
     starts = itertools.accumulate(rows, initial=0)
     return tuple(
         TensorSlice.whole(n, (r, *rest), s) for n, r, s in zip(names, rows, starts, strict=False)
@@ -164,6 +162,7 @@ def embedding_and_head(present: Collection[str]) -> tuple[str, str]:
 
 
 def _prefix(present: Collection[str]) -> str:
+    """The prefix of the decoder's tensors in a checkpoint with these tensors."""
     return next((p for p in PREFIXES if any(name.startswith(p) for name in present)), "")
 
 

@@ -1,8 +1,8 @@
-"""Quantised frozen weights: choosing layers, loading, and writing.
+"""Quantizes frozen weights, loads them and writes them dequantized.
 
-All projections but head, routers and experts are quantised, as by bitsandbytes. Matrices that a
-checkpoint stores separately are quantised separately, so that packed projections have the same
-numbers as PEFT's separate ones.
+All projections but head, routers and experts are quantized, as by bitsandbytes. Matrices that a
+checkpoint stores separately are quantized separately, so that packed projections have the same
+values as PEFT's separate ones.
 """
 
 import math
@@ -19,12 +19,20 @@ from tigon.models.base import LanguageModel
 from tigon.models.pretrained.match import match_arguments
 from tigon.models.pretrained.names import layout
 from tigon.utils.json import escape
-from tigon.weights import BlockScales, Checkpoint, TensorEntry, TensorSlice, WriterGroup, load_into
+from tigon.weights import (
+    BlockScales,
+    Checkpoint,
+    Layout,
+    TensorEntry,
+    TensorSlice,
+    WriterGroup,
+    load_into,
+)
 from tigon.weights.checkpoint import Fp8Tensor
 from tigon.weights.write import RowBlock, all_finite, row_chunks
 
 Quantize = Literal["nf4", "keep"]
-BATCH_BYTES = 512 << 20  # bytes of weights in 16 or 32 bits that are read before they are quantised
+BATCH_BYTES = 512 << 20  # bytes of unquantized weights that are read before they are quantized
 E4M3 = torch.float8_e4m3fn
 
 
@@ -33,20 +41,19 @@ def check_quantize(quantize: Any) -> None:
     if quantize is not None and quantize not in get_args(Quantize):
         raise ValueError(
             f'quantize={quantize!r} is not known: "nf4" makes 4 bits of the weights, "keep" keeps '
-            "those of an fp8 checkpoint in fp8, and None has all of them in the model's dtype"
+            "those of an fp8 checkpoint, None dequantizes them"
         )
 
 
 def quantized_layers(model: LanguageModel) -> Iterator[tuple[str, Linear, QuantizedWeight]]:
-    """Yields each quantised layer, with its weight and the name of the weight as a parameter."""
+    """Yield the name of each quantized weight, its layer, and the weight."""
     for path, module in model.named_modules():
         if isinstance(module, Linear) and module.quantized is not None:
             yield f"{path}.weight", module, module.quantized
 
 
 def count_parameters(model: LanguageModel, *, frozen: bool = False) -> int:
-    """The number of parameters, quantised ones and those of other ranks included; `frozen`: only
-    the frozen ones."""
+    """Count all ranks' parameters, quantized ones included; `frozen`: only the frozen ones."""
     quantized = sum(math.prod(weight.shape) for _, _, weight in quantized_layers(model))
     shapes = (
         model.shard_specs[n].shape if n in model.shard_specs else p.shape
@@ -57,30 +64,31 @@ def count_parameters(model: LanguageModel, *, frozen: bool = False) -> int:
 
 
 def quantized_bytes(model: LanguageModel) -> int:
-    """The bytes of quantised weights."""
+    """Count the bytes that quantized weights take."""
     return sum(weight.nbytes for _, _, weight in quantized_layers(model))
 
 
 def quantize_model(
     model: LanguageModel, quantize: Quantize, checkpoint: Checkpoint | None = None
 ) -> None:
-    """Quantise the projections' weights, and freeze the model.
+    """Quantize the projections' weights, and freeze the model.
 
-    On the meta device `load_weights` fills them; otherwise the present values are rounded. Without
+    On the meta device `load_weights` fills them; otherwise the model's values are rounded. Without
     the `checkpoint`, "keep" assumes blocks of the usual size, for estimates.
     """
     check_quantize(quantize)
     modules = dict.fromkeys(module.path for module in find_target_modules(model))
     paths = [path for path in modules if isinstance(model.get_submodule(path), Linear)]
     if quantize == "keep" and checkpoint is not None:
-        _keep(model, paths, checkpoint)
+        _keep_fp8(model, paths, checkpoint)
     else:
         parts_of = layout(model, model.checkpoint_names, False)
         for path in paths:
             layer = _layer(model, path)
-            sizes = _rows(parts_of[f"{path}.weight"]), layer.in_features, model.dtype
+            rows = [part.shape[0] for part in parts_of[f"{path}.weight"]]
+            sizes = rows, layer.in_features, model.dtype
             if quantize == "keep":
-                blocks = [BlockScales().block or (1, 1)] * len(sizes[0])
+                blocks = [BlockScales().block or (1, 1)] * len(rows)
                 layer.quantize(FP8Weight(*sizes, blocks=blocks, stored=E4M3))
                 continue
             nf4_weight, weight = NF4Weight(*sizes), layer.weight.detach()
@@ -92,127 +100,113 @@ def quantize_model(
 
 
 def _layer(model: LanguageModel, path: str) -> Linear:
+    """The linear layer with this path."""
     layer = model.get_submodule(path)
     assert isinstance(layer, Linear)
     return layer
 
 
-def _rows(parts: Sequence[TensorSlice]) -> list[int]:
-    return [part.shape[0] for part in parts]
-
-
 def store_nf4(nf4_weight: NF4Weight, name: str, weight: Tensor) -> None:
-    """Quantise `weight` [K, C] into `nf4_weight`; raises ValueError with its name for NaN."""
+    """Quantize `weight` [K, C] into `nf4_weight`; raises ValueError with its name for NaN."""
     if not all_finite([weight], weight.device):
         raise ValueError(f"{name} has values that are NaN or infinite, which 4 bits cannot hold")
     nf4_weight.store(weight)
 
 
-def _keep(model: LanguageModel, paths: Sequence[str], checkpoint: Checkpoint) -> None:
-    load_options, any_kept = match_arguments(model, checkpoint), False
+def _keep_fp8(model: LanguageModel, paths: Sequence[str], checkpoint: Checkpoint) -> None:
+    """Make those layers fp8 whose matrices the checkpoint has in fp8, of one dtype and block."""
+    load_options, has_fp8 = match_arguments(model, checkpoint), False
     for path in paths:
         parts, layer = load_options["layout"][f"{path}.weight"], _layer(model, path)
-        stored = [_fp8(load_options, part) for part in parts]
-        if (first := stored[0]) is None:
+        tensors = [_find_fp8(load_options, part) for part in parts]
+        fp8_tensors = [info for info in tensors if info is not None]
+        formats = {(info.stored.dtype, info.block[1]) for info in fp8_tensors}
+        if len(fp8_tensors) < len(parts) or len(formats) > 1:
             continue
-        stored_kind = first.stored.dtype, first.block[1]
-        blocks = [info.block for info in stored if info is not None]
-        if any(i is None or (i.stored.dtype, i.block[1]) != stored_kind for i in stored):
-            continue
-        sizes = _rows(parts), layer.in_features, model.dtype
-        layer.quantize(FP8Weight(*sizes, blocks=blocks, stored=stored_kind[0]))
-        any_kept = True
-    if not any_kept:
+        rows, blocks = [part.shape[0] for part in parts], [info.block for info in fp8_tensors]
+        sizes = rows, layer.in_features, model.dtype
+        layer.quantize(FP8Weight(*sizes, blocks=blocks, stored=fp8_tensors[0].stored.dtype))
+        has_fp8 = True
+    if not has_fp8:
         raise ValueError(
-            f'quantize="keep": {escape(checkpoint.name)} has no projections in fp8 to keep; '
-            'quantize="nf4" makes 4 bits of them'
+            f'quantize="keep": {escape(checkpoint.name)} has no projections in fp8; use "nf4"'
         )
 
 
-def _fp8(load_options: dict[str, Any], part: TensorSlice) -> Fp8Tensor | None:
+def _find_fp8(load_options: dict[str, Any], part: TensorSlice) -> Fp8Tensor | None:
     """The checkpoint's tensor for a slice, if it is a matrix in fp8."""
-    info = load_options["checkpoint"].tensors.get(
-        load_options["source_of"].get(part.name, part.name)
-    )
+    name = load_options["source_of"].get(part.name, part.name)
+    info = load_options["checkpoint"].tensors.get(name)
     return info if isinstance(info, Fp8Tensor) and len(info.shape) == 2 else None
 
 
 def load_quantized(model: LanguageModel, checkpoint: Checkpoint, staging_bytes: int) -> None:
-    """Fill the quantised weights, with at most BATCH_BYTES of unquantised ones in memory."""
-    every = list(quantized_layers(model))
-    if not every:
+    """Fill the quantized weights, with at most BATCH_BYTES of unquantized ones in memory."""
+    weights = {name: weight for name, _, weight in quantized_layers(model)}
+    if not weights:
         return
-    load_options: dict[str, Any] = match_arguments(model, checkpoint) | {
-        "into": type(model).__name__
-    }
-    kept = {name: weight for name, _, weight in every if isinstance(weight, FP8Weight)}
-    if kept:
-        fp8_tensors = {
-            name: [_fp8(load_options, part) for part in load_options["layout"][name]]
-            for name in kept
-        }
-        tensors = dict(checkpoint.tensors)
-        tensors |= {
-            i.name: i.stored for infos in fp8_tensors.values() for i in infos if i is not None
-        }
-        as_stored = load_options | {"checkpoint": Checkpoint(checkpoint.name, tensors)}
-        memory = {name: weight.memory for name, weight in kept.items()}
-        load_into(memory, **as_stored, staging_bytes=staging_bytes)
-        for name, weight in kept.items():
-            weight.store_scales([info.scales() for info in fp8_tensors[name] if info is not None])
+    load_options = match_arguments(model, checkpoint)
+    load_options |= {"into": type(model).__name__, "staging_bytes": staging_bytes}
+    fp8_weights = {name: w for name, w in weights.items() if isinstance(w, FP8Weight)}
+    if fp8_weights:
+        fp8_tensors: dict[str, list[Fp8Tensor]] = {}
+        for name in fp8_weights:
+            infos = (_find_fp8(load_options, part) for part in load_options["layout"][name])
+            fp8_tensors[name] = [info for info in infos if info is not None]
+        stored = {info.name: info.stored for infos in fp8_tensors.values() for info in infos}
+        codes = Checkpoint(checkpoint.name, {**checkpoint.tensors, **stored})
+        memory = {name: weight.memory for name, weight in fp8_weights.items()}
+        load_into(memory, **load_options | {"checkpoint": codes})
+        for name, weight in fp8_weights.items():
+            weight.store_scales([info.scales() for info in fp8_tensors[name]])
     batch: dict[str, NF4Weight] = {}
-    for name, _, quantized in every:
-        if isinstance(quantized, NF4Weight):
-            if batch and _size([*batch.values(), quantized]) > BATCH_BYTES:
-                _load_batch(model, batch, load_options, staging_bytes)
-                batch = {}
-            batch[name] = quantized
-    _load_batch(model, batch, load_options, staging_bytes)
-
-
-def _size(weights: Sequence[QuantizedWeight]) -> int:
-    """The bytes of the weights when dequantised."""
-    return sum(math.prod(w.shape) * w.dtype.itemsize for w in weights)
+    batch_bytes = 0
+    for name, nf4_weight in weights.items():
+        if isinstance(nf4_weight, NF4Weight):
+            dense_bytes = math.prod(nf4_weight.shape) * nf4_weight.dtype.itemsize
+            if batch and batch_bytes + dense_bytes > BATCH_BYTES:
+                _load_batch(model.device, batch, load_options)
+                batch, batch_bytes = {}, 0
+            batch[name] = nf4_weight
+            batch_bytes += dense_bytes
+    _load_batch(model.device, batch, load_options)
 
 
 def _load_batch(
-    model: LanguageModel,
-    batch: dict[str, NF4Weight],
-    load_options: dict[str, Any],
-    staging_bytes: int,
+    device: torch.device, batch: dict[str, NF4Weight], load_options: dict[str, Any]
 ) -> None:
-    on: dict[str, Any] = {"device": model.device}
-    full = {
-        name: torch.empty(quantized.shape, dtype=quantized.dtype, **on)
-        for name, quantized in batch.items()
+    """Read the weights of a batch, then quantize them one by one."""
+    dense = {
+        name: torch.empty(weight.shape, dtype=weight.dtype, device=device)
+        for name, weight in batch.items()
     }
-    load_into(full, **load_options, staging_bytes=staging_bytes)
-    for name, quantized in batch.items():
+    load_into(dense, **load_options)
+    for name, weight in batch.items():
         try:
-            store_nf4(quantized, name, full.pop(name))
+            store_nf4(weight, name, dense.pop(name))
         except ValueError as error:
             raise ValueError(f"{escape(load_options['checkpoint'].name)}: {error}") from None
 
 
 def dequantized_entries(
-    model: LanguageModel,
-    parts_of: dict[str, tuple[TensorSlice, ...]],
-    dtype: torch.dtype,
-    ranks: WriterGroup,
+    model: LanguageModel, parts_of: Layout, dtype: torch.dtype, ranks: WriterGroup
 ) -> list[TensorEntry]:
-    """Entries that write the quantised weights in `dtype`, a few rows at a time. All ranks have the
+    """Entries that write the quantized weights in `dtype`, a few rows at a time. All ranks have the
     same weights, and each writes a share."""
-    fp8_tensors: list[TensorEntry] = []
+    entries: list[TensorEntry] = []
     for name, _, weight in quantized_layers(model):
         for i, part in enumerate(parts_of[name]):
-            pieces = [
-                RowBlock(first, count, partial(_read, weight, i, first))
+            blocks = [
+                RowBlock(first, count, partial(_dequantize_rows, weight, i, first))
                 for first, count in row_chunks(part.shape[0], part.shape[1] * dtype.itemsize)
             ]
-            quantized = pieces[(ranks.rank - len(fp8_tensors)) % ranks.size :: ranks.size]
-            fp8_tensors.append(TensorEntry(part.name, part.shape, dtype, quantized))
-    return fp8_tensors
+            local = blocks[(ranks.rank - len(entries)) % ranks.size :: ranks.size]
+            entries.append(TensorEntry(part.name, part.shape, dtype, local))
+    return entries
 
 
-def _read(weight: QuantizedWeight, part: int, begin: int, first: int, count: int) -> Tensor:
+def _dequantize_rows(
+    weight: QuantizedWeight, part: int, begin: int, first: int, count: int
+) -> Tensor:
+    """The `count` rows of a block that begins at row `begin` of a part, from its row `first` on."""
     return weight.rows(part, begin + first, count)

@@ -7,7 +7,6 @@ import tempfile
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
 from dataclasses import replace as replaced
 from pathlib import Path
 from typing import Any, Literal, Protocol, TypeVar
@@ -71,27 +70,23 @@ def save_pretrained(
         if ranks.first:
             check_target(expand_user(directory), replace)
     files = ranks.gather(model.files_digest)
-    if others := [rank for rank, of in enumerate(files) if of != files[0]]:
+    if unequal := [rank for rank, digest in enumerate(files) if digest != files[0]]:
         raise ValueError(
-            f"rank {others[0]} has read other files of the model than rank 0: give all hosts the "
+            f"rank {unequal[0]} has read other files of the model than rank 0: give all hosts the "
             "same files"
         )
-    dtype = _named_dtype(model, dtype)
+    dtype = _resolve_dtype(model, dtype)
     if model.adapters:
         raise ValueError(
             f"the model has adapters ({', '.join(model.adapters)}): call save_adapter, or "
             "merge_adapter and then save_pretrained"
         )
+    options: dict[str, Any] = {"stacked_experts": stacked_experts, "values": values}
     tensors, describe = prepare_save(
-        model,
-        tokenizer=tokenizer,
-        dtype=dtype,
-        stacked_experts=stacked_experts,
-        values=values,
-        ranks=ranks,
+        model, tokenizer=tokenizer, dtype=dtype, ranks=ranks, **options
     )
     _warn_unless_finite(model, dtype, values or {})
-    options: dict[str, Any] = {"max_shard_size": max_shard_size, "replace": replace}
+    options = {"max_shard_size": max_shard_size, "replace": replace}
     write_model(directory, tensors, describe, ranks=ranks, **options)
 
 
@@ -105,29 +100,38 @@ def prepare_save(
     values: Mapping[str, Tensor] | None = None,
 ) -> tuple[list[TensorEntry], Callable[[Path], None]]:
     """The tensors that save_pretrained writes, and a function that writes the other files."""
-    dtype = _named_dtype(model, dtype)
-    if stacked_experts is None:
-        stacked_experts = model.config.source.stacked_experts
+    dtype = _resolve_dtype(model, dtype)
     if tokenizer is not None and not hasattr(tokenizer, "save_pretrained"):
         raise TypeError(f"tokenizer must be a tokenizer, or None, not {tokenizer!r}")
-    parts_of = layout(model, model.checkpoint_names, stacked_experts)
+    parts_of = _file_layout(model, stacked_experts)
     with ranks.sync_errors():
         tensors = make_entries(base_parameters(model), parts_of, dtype, values=values, ranks=ranks)
         tensors += dequantized_entries(model, parts_of, dtype, ranks)
-    config = replaced(model.config, dtype=str(dtype).removeprefix("torch."))
-    generation = model.generation_config
-    return tensors, lambda root: write_description(root, config, generation, tokenizer)
+    return tensors, _description_writer(model, dtype, tokenizer)
 
 
-def _named_dtype(model: LanguageModel, dtype: torch.dtype | str | None) -> torch.dtype:
-    """The dtype, which may be a name; None: the model's."""
+def _file_layout(model: LanguageModel, stacked_experts: bool | None) -> Layout:
+    """The layout of the tensors to write; `stacked_experts` None: as the model's checkpoint has."""
+    if stacked_experts is None:
+        stacked_experts = model.config.source.stacked_experts
+    return layout(model, model.checkpoint_names, stacked_experts)
+
+
+def _description_writer(
+    model: LanguageModel, dtype: torch.dtype, tokenizer: SavePretrained | None
+) -> Callable[[Path], None]:
+    """A function that writes into a directory all files of a checkpoint but its weights."""
+    dtype_name: Any = str(dtype).removeprefix("torch.")
+    config, generation = replaced(model.config, dtype=dtype_name), model.generation_config
+    return lambda root: write_description(root, config, generation, tokenizer)
+
+
+def _resolve_dtype(model: LanguageModel, dtype: torch.dtype | str | None) -> torch.dtype:
+    """The torch.dtype that a caller names; None: the model's."""
     dtype = model.dtype if dtype is None else dtype
     name = str(dtype).removeprefix("torch.")
     if name not in DTYPES:
-        raise TypeError(
-            f"dtype must be a floating torch.dtype ({', '.join(DTYPES)}, also as a text), not "
-            f"{dtype!r}"
-        )
+        raise TypeError(f"dtype must be a floating one ({', '.join(DTYPES)}), not {dtype!r}")
     return getattr(torch, name)
 
 
@@ -168,7 +172,7 @@ def check_target(directory: Path, replace: bool, mark: str = "config.json") -> N
         raise FileExistsError(f"{error}{hint}") from None
 
 
-# Files that change what a tokenizer.json beside them means
+# Files that are part of a tokenizer with tokenizer.json
 TOKENIZER = re.compile(
     r"chat_template\.jinja|additional_chat_templates/.*|(special_tokens_map|added_tokens)\.json"
 )
@@ -202,8 +206,7 @@ def write_model(
                 root = opened.enter_context(
                     new_directory(directory, replace=replace, needed=needed, stale=stale)
                 )
-        shard_options: dict[str, Any] = {"max_shard_size": max_shard_size, "stem": stem}
-        write_checkpoint(root, tensors, **shard_options, ranks=ranks)
+        write_checkpoint(root, tensors, max_shard_size=max_shard_size, stem=stem, ranks=ranks)
         with ranks.sync_errors():
             if root is not None:
                 describe(root)
@@ -215,7 +218,10 @@ def write_description(
 ) -> None:
     """Write all files of a checkpoint but its weights."""
     write_json(root / "config.json", config.to_dict())
-    generation = generation or _tokens(config)
+    if not generation:
+        ids = {key: getattr(config, f"{key}_token_id") for key in ("bos", "eos", "pad")}
+        generation = {"_from_model_config": True}
+        generation |= {f"{key}_token_id": id for key, id in ids.items() if id is not None}
     if hasattr(generation, "to_diff_dict"):  # transformers' object
         generation = generation.to_diff_dict()
     write_json(root / "generation_config.json", generation)
@@ -223,12 +229,8 @@ def write_description(
         tokenizer.save_pretrained(root)
 
 
-def _tokens(config: ModelConfig) -> dict[str, Any]:
-    ids = {k: getattr(config, k) for k in ("bos_token_id", "eos_token_id", "pad_token_id")}
-    return {"_from_model_config": True, **{k: v for k, v in ids.items() if v is not None}}
-
-
 def write_json(path: Path, content: dict[str, Any]) -> None:
+    """Write indented JSON to the disk."""
     text = json.dumps(content, indent=2, ensure_ascii=False) + "\n"
     with open(path, "w", encoding="utf-8") as file:
         file.write(text)
@@ -267,41 +269,33 @@ def push_to_hub(
     """
     ranks = WriterGroup()
     with ExitStack() as stack:
-        place = ""
+        temporary = ""
         with ranks.sync_errors():
             if ranks.first:
                 destination = UploadTarget(
                     repo_id, private=private, revision=revision, token=token, create_pr=create_pr
                 )
-                place = stack.enter_context(tempfile.TemporaryDirectory())
-        folder = Path(ranks.gather(place)[0], "model")
-        save_pretrained(
-            model,
-            folder,
-            tokenizer=tokenizer,
-            dtype=dtype,
-            max_shard_size=max_shard_size,
-            stacked_experts=stacked_experts,
-        )
-        where = ""
+                temporary = stack.enter_context(tempfile.TemporaryDirectory())
+        folder = Path(ranks.gather(temporary)[0], "model")
+        options: dict[str, Any] = {"dtype": dtype, "max_shard_size": max_shard_size}
+        options |= {"tokenizer": tokenizer, "stacked_experts": stacked_experts}
+        save_pretrained(model, folder, **options)
+        address = ""
         with ranks.sync_errors():
             if ranks.first:
                 text = _short_card(model, destination.name) if card is None else card
-                where = destination.upload(
+                address = destination.upload(
                     folder, card=text, message=commit_message, overwrite_card=overwrite_card
                 )
-        return ranks.gather(where)[0]
+        return ranks.gather(address)[0]
 
 
 def _short_card(model: LanguageModel, repository: str) -> str:
+    """The text of a model card with the model's class, size and usage."""
+    title = f"# {escape_markdown(repository.split('/')[-1])}"
     count = count_parameters(model)
     about = f"`{model.config.transformers_class}` with {count:,} parameters, saved by Tigon."
-    paragraphs = [
-        f"# {escape_markdown(repository.split('/')[-1])}",
-        about,
-        usage_section(repository),
-    ]
-    return write_card(paragraphs, tags=[model.config.model_type])
+    return write_card([title, about, usage_section(repository)], tags=[model.config.model_type])
 
 
 # Converting checkpoints without a model in memory
@@ -332,15 +326,9 @@ def convert_pretrained(
         name: [StoredRows(0, 0, row_count(shape), 0, source_of.get(name, name), checkpoint)]
         for name, shape in shapes.items()
     }
-    write_converted(
-        model,
-        directory,
-        stored,
-        stored_layout,
-        tokenizer=tokenizer,
-        max_shard_size=max_shard_size,
-        stacked_experts=stacked_experts,
-    )
+    options: dict[str, Any] = {"tokenizer": tokenizer, "stacked_experts": stacked_experts}
+    options["max_shard_size"] = max_shard_size
+    write_converted(model, directory, stored, stored_layout, **options)
     return model
 
 
@@ -355,19 +343,7 @@ def write_converted(
     stacked_experts: bool | None,
 ) -> None:
     """Write what save_pretrained would, for a model on the meta device with `stored` weights."""
-    if stacked_experts is None:
-        stacked_experts = model.config.source.stacked_experts
-    wanted = layout(model, model.checkpoint_names, stacked_experts)
-    changes: dict[str, Any] = {"dtype": str(model.dtype).removeprefix("torch.")}
-    config = replace(model.config, **changes)
-
-    def describe(root: Path) -> None:
-        write_description(root, config, model.generation_config, tokenizer)
-
-    write_model(
-        directory,
-        convert_entries(wanted, model.dtype, stored, stored_layout),
-        describe,
-        ranks=WriterGroup(),
-        max_shard_size=max_shard_size,
-    )
+    target_layout = _file_layout(model, stacked_experts)
+    tensors = convert_entries(target_layout, model.dtype, stored, stored_layout)
+    describe = _description_writer(model, model.dtype, tokenizer)
+    write_model(directory, tensors, describe, ranks=WriterGroup(), max_shard_size=max_shard_size)

@@ -118,6 +118,7 @@ def test_kernels_and_recomputation(base: Path) -> None:
 
 def gradients(model: CausalLM, ids: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
     ids = tokens() if ids is None else ids
+    model.zero_grad()
     model.train()(ids, labels=ids).loss.backward()
     return {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
 

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor
 
 import tigon.kernels
 from tests.models.fp8_checkpoints import DYNAMIC, STATIC, to_fp8
+from tests.models.test_adapters import gradients
 from tests.models.test_adapters_peft import randomise, trained
 from tests.models.test_parity import tokens
 from tests.models.test_quantised import EVEN, EXPERTS
@@ -44,13 +44,6 @@ def dense(bases: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> d
     for family, base in bases.items():
         from_pretrained(base, quantize="nf4").save_pretrained(root / family)
     return {family: root / family for family in bases}
-
-
-def gradients(model: CausalLM, ids: Tensor | None = None) -> dict[str, Tensor]:
-    ids = tokens() if ids is None else ids
-    model.zero_grad()
-    model.train()(ids, labels=ids).loss.backward()
-    return {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
 
 
 def adapted(path: Path, **options: Any) -> CausalLM:

@@ -73,7 +73,7 @@ def add_embedding_delta(weight: Tensor, low: LowRankEmbedding) -> None:
 
 
 def column_norms(rows: Tensor, weight: Tensor, low: LowRankEmbedding) -> Tensor:
-    """Norms [C] of the weight's columns, from this rank's rows [n, C]; every rank calls this."""
+    """Compute the norms [C] of a weight's columns; every rank calls this with its rows [n, C]."""
     return low.column_norms(rows, row_group(weight) if isinstance(weight, DTensor) else None)
 
 
@@ -89,7 +89,7 @@ def add_experts_deltas(layer: nn.Module, low: LowRankExperts) -> None:
 
 
 def _full_tensor(parameter: Tensor) -> Tensor:
-    """The unsharded parameter; every rank calls this."""
+    """Gather an unsharded, detached copy of a parameter; every rank calls this."""
     tensor = parameter.detach()
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
@@ -146,7 +146,7 @@ def check_new_adapter(model: LanguageModel, name: str) -> None:
 
 
 def _check_ranks(model: LanguageModel, parts: LoRAParts) -> None:
-    """Raises ValueError for a rank that is larger than the rank of every matrix it is used for.
+    """Raises ValueError for a LoRA rank above the rank of every matrix that it is used for.
 
     It may be larger than that of some matrices, as in PEFT.
     """
@@ -162,7 +162,7 @@ def _check_ranks(model: LanguageModel, parts: LoRAParts) -> None:
 
 
 def _columns(layer: nn.Module, part: LoRAPart) -> int:
-    """The columns of the matrix that a part is added to."""
+    """Count the columns of the matrix that a part of an adapter is added to."""
     if isinstance(layer, Embedding):
         return layer.embedding_dim
     if isinstance(layer, Experts):
@@ -209,7 +209,7 @@ def add_parameters(
 def _make_layer_adapter(
     layer: nn.Module, path: str, parts: Sequence[LoRAPart], config: LoraConfig, **options: Any
 ) -> LayerAdapter:
-    """An adapter without values of the class that fits the layer."""
+    """Make the adapter of a layer, without values, of the class that fits the layer."""
     if isinstance(layer, Embedding):
         return LowRankEmbedding(layer.embedding_dim, *parts, dora=config.dora, **options)
     if isinstance(layer, Experts):
@@ -220,7 +220,7 @@ def _make_layer_adapter(
 
 
 def _embedding_or_head(model: LanguageModel, name: str) -> Embedding | LMHead:
-    """The module that an entry of modules_to_save names."""
+    """Find the module that an entry of modules_to_save names."""
     return model.model.embed_tokens if name == "embed_tokens" else model.lm_head
 
 
@@ -275,7 +275,7 @@ def _find_zeros(model: LanguageModel, prefix: str, magnitudes: dict[str, Tensor]
 
 
 def _base_magnitudes(layer: nn.Module, low: LayerAdapter) -> dict[str, Tensor]:
-    """DoRA's magnitudes of the base weight in fp32: norms of all rows that FSDP shards, or of an
+    """Compute DoRA's first magnitudes in fp32: norms of the base weight's rows, or of an
     embedding's columns. Every rank calls this."""
     weight = layer.values() if isinstance(layer, Linear) else layer.get_parameter("weight")
     rows, first = local_rows("weight", weight)
@@ -293,7 +293,7 @@ def _base_magnitudes(layer: nn.Module, low: LayerAdapter) -> dict[str, Tensor]:
 
 
 def adapter_layers(model: LanguageModel, name: str) -> dict[str, LayerAdapter]:
-    """The layers of one adapter, by the path of the layer that each adapts."""
+    """Find one adapter's modules, by the path of the layer that each adapts."""
     return {
         path.removesuffix(f".lora.{name}"): module
         for path, module in model.named_modules()
@@ -302,13 +302,13 @@ def adapter_layers(model: LanguageModel, name: str) -> dict[str, LayerAdapter]:
 
 
 def adapter_parameters(model: LanguageModel, name: str) -> dict[str, nn.Parameter]:
-    """The parameters of one adapter, by name."""
+    """Find one adapter's parameters, by name."""
     marks = f".lora.{name}.", f".copies.{name}"
     return {n: p for n, p in model.named_parameters() if marks[0] in n or n.endswith(marks[1])}
 
 
 def activate_adapter(model: LanguageModel, name: str | None, *, trained: bool = False) -> None:
-    """Activate an adapter, and freeze all parameters but, if it is `trained`, its own."""
+    """Activate an adapter and freeze all parameters, except those of a `trained` adapter."""
     set_adapter(model, name)
     ids = set() if name is None else {id(p) for p in adapter_parameters(model, name).values()}
     for p in model.parameters():
@@ -333,7 +333,7 @@ def set_active_name(model: LanguageModel, name: str | None) -> None:
 
 @contextmanager
 def adapters_disabled(model: LanguageModel) -> Iterator[None]:
-    """Inside, the model is the base alone, without adapters and saved modules.
+    """Run the body of a `with` on the base alone, without adapters and saved modules.
 
     Run backward inside too: recomputed blocks use the adapter that is active during backward.
     """
@@ -346,7 +346,7 @@ def adapters_disabled(model: LanguageModel) -> Iterator[None]:
 
 
 def resolve_adapter_name(model: LanguageModel, name: str | None) -> str:
-    """The name of an existing adapter; None: the active one."""
+    """Return the name of an existing adapter, by default the active one."""
     names = ", ".join(model.adapters) or "none"
     if name is not None and not isinstance(name, str):
         raise ValueError(f"{quote(name)} is not a name: give one of {names}")
@@ -359,7 +359,7 @@ def resolve_adapter_name(model: LanguageModel, name: str | None) -> str:
 
 
 def delete_adapter(model: LanguageModel, name: str) -> None:
-    """Remove an adapter. Without adapters, the base's parameters are trainable as before them."""
+    """Remove an adapter; after the last one, the base's parameters train as before the first."""
     resolve_adapter_name(model, name)
     _check_not_captured(model)
     for module in model.modules():
@@ -384,7 +384,7 @@ def delete_adapter(model: LanguageModel, name: str) -> None:
 def merge_adapter(model: LanguageModel, name: str | None = None) -> None:
     """Add an adapter, by default the active one, to the base's weights, and remove it.
 
-    Sums are in float32 and rounded once. A quantised weight that is changed gets the model's dtype.
+    Sums are in float32 and rounded once. A quantized weight that is changed gets the model's dtype.
     In a sharded model all ranks call this, and each adds its rows. If embedding and head are tied
     and the adapter changes either, the merged model has two weights and tie_word_embeddings=False,
     unless they stay equal.

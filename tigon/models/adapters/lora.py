@@ -88,7 +88,7 @@ class LoraConfig:
 
 
 def _with_patterns(name: str, value: Any, patterns: Mapping[str, Any]) -> dict[str, Any]:
-    """A setting and those of its patterns, by the names that messages call them."""
+    """Name a setting and the values of its patterns as messages do: "rank", "rank_pattern[...]"."""
     return {name: value} | {f"{name}_pattern[{quote(key)}]": v for key, v in patterns.items()}
 
 
@@ -111,7 +111,7 @@ class AdaptedModule(NamedTuple):
 
 
 def find_target_modules(model: LanguageModel) -> list[AdaptedModule]:
-    """The modules that an adapter can have: embedding, head, projections and stacked experts."""
+    """List the modules that adapters support: embedding, head, projections, stacked experts."""
     modules = dict(model.named_modules())
     routers = {id(moe.gate) for moe in modules.values() if isinstance(moe, SparseMoE)}
     packed, targets = model.checkpoint_names.packed, []
@@ -147,7 +147,8 @@ LoRAParts = dict[str, tuple[LoRAPart, ...]]  # by the layer's path
 
 
 def resolve_targets(model: LanguageModel, config: LoraConfig) -> LoRAParts:
-    """The parts of each layer's adapter; ValueError for a target or pattern without a match."""
+    """Map targeted layers to the parts of their adapters; raises ValueError for a target or pattern
+    that matches nothing."""
     modules = find_target_modules(model)
     targets = (config.targets,) if isinstance(config.targets, str) else config.targets
     for target in targets:
@@ -213,6 +214,7 @@ def matches_pattern(pattern: str, name: str) -> bool:
 
 
 def _is_targeted(target: str, module: AdaptedModule) -> bool:
+    """Whether one of `targets` selects the module."""
     return module.linear if target == ALL_LINEAR else matches_pattern(target, module.name)
 
 
@@ -227,7 +229,7 @@ def _list_projections(modules: Iterable[AdaptedModule]) -> str:
 
 
 def _explain(model: LanguageModel, target: str, modules: Collection[AdaptedModule]) -> str:
-    """The reason why the target matches none of the model's modules, for a message."""
+    """Say in a message why a target matches none of the model's modules."""
     name = target.rpartition(".")[2]
     if name == "score":
         return 'has no low-rank adapters: modules_to_save=("score",) trains it whole'

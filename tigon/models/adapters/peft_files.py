@@ -101,7 +101,7 @@ def name_suffixes(name: str) -> Iterator[str]:
 
 
 class Patterns:
-    """A setting that maps patterns to numbers; the first pattern that matches a name counts.
+    """Looks up PEFT's rank_pattern or alpha_pattern: the first pattern that matches a name counts.
 
     `names`: all names that will be looked up. Raises ValueError unless the setting is a dictionary
     of numbers of this kind, and for patterns that could take long.
@@ -144,7 +144,7 @@ class Patterns:
 
 
 def check_number(name: str, value: Any, kind: Any) -> Any:
-    """The value; raises ValueError if it is not of this kind of number."""
+    """Return the value; raises ValueError if it is not an instance of this type of number."""
     if isinstance(value, bool) or not isinstance(value, kind):
         expected = "integer" if kind is int else "number"
         raise ValueError(f"{name} must be a positive {expected}, got {quote(value)}")
@@ -152,7 +152,7 @@ def check_number(name: str, value: Any, kind: Any) -> Any:
 
 
 def compile_pattern(key: str, pattern: str) -> re.Pattern[str]:
-    """The regular expression of a pattern; raises ValueError if matching it may take long."""
+    """Compile a pattern, which may begin after any dot; raises ValueError if it may be slow."""
     if len(pattern) > MAX_LENGTH or len(REPEAT.findall(pattern)) > MAX_REPEATS:
         raise ValueError(f"{key}[{quote(pattern)}] is too complicated: write whole names")
     if re.search(r"\(\?(?!:)", pattern):  # (?x:...) could hide repeated groups
@@ -177,7 +177,7 @@ class AdapterBase(NamedTuple):
 
 
 def parse_base(values: Mapping[str, Any]) -> AdapterBase:
-    """The base that adapter_config.json names; values that are not text count as absent."""
+    """Read the base model from adapter_config.json's content; ignores values that are not text."""
     name, revision = (
         value if isinstance(value := values.get(key), str) and value else None
         for key in (BASE, "revision")
@@ -186,7 +186,7 @@ def parse_base(values: Mapping[str, Any]) -> AdapterBase:
 
 
 def read_base(repository: Repository) -> AdapterBase | None:
-    """The base of a repository's adapter; None if it has no adapter_config.json."""
+    """Read the base model of a repository's adapter; None if it has no adapter_config.json."""
     path = repository.optional_file(CONFIG)
     return None if path is None else parse_base(read_json(path))
 
@@ -197,7 +197,7 @@ def is_listed(module: AdaptedModule, names: Set[str]) -> bool:
 
 
 def shorten_names(model: LanguageModel, names: Collection[str]) -> list[str]:
-    """Suffixes that select just these projections in every transformers version, else the names."""
+    """Shorten names to suffixes if these select the same modules in any version of transformers."""
     all_names = [module.name for module in find_target_modules(model)]
     suffixes = list(dict.fromkeys(n.rpartition(".")[2] for n in all_names if n in names))
     selected = {name for name in all_names if any(matches_pattern(s, name) for s in suffixes)}
@@ -209,7 +209,7 @@ def shorten_names(model: LanguageModel, names: Collection[str]) -> list[str]:
 def peft_config(
     model: LanguageModel, config: LoraConfig, modules: Collection[AdaptedModule]
 ) -> dict[str, Any]:
-    """The content of adapter_config.json for an adapter of these modules."""
+    """Make the content of adapter_config.json for an adapter of these modules."""
     names = sorted(module.name for module in modules)
 
     def overrides(patterns: Mapping[str, float], default: float) -> dict[str, float]:
@@ -247,7 +247,7 @@ def peft_config(
 
 
 def peft_name(name: str, adapter: str) -> str:
-    """The name in PEFT's file of a tensor in a model's layout."""
+    """Convert a tensor's name in a model's layout to that in PEFT's file, without its prefix."""
     if name.endswith((f".lora_embedding_A.{adapter}", f".lora_embedding_B.{adapter}")):
         return name.removesuffix(f".{adapter}")
     inner, dot, kind = name.rpartition(".")
@@ -312,8 +312,8 @@ def read_adapter(repository: Repository, model: LanguageModel) -> PeftAdapter:
 
 
 def _drop_duplicates(tensors: dict[str, TensorInfo], names: dict[str, str]) -> None:
-    """Remove the copies that PEFT writes beside the trained embedding and head of a resized base:
-    both a second time, and the base's weights."""
+    """Drop the tensors that PEFT writes besides the trained embedding and head of a resized base:
+    copies of both, and the base's weights."""
     for name in (EMBEDDING, HEAD):
         module = name.removesuffix(".weight")
         for duplicate in ("modules_to_save", "original_module"):
@@ -362,7 +362,7 @@ def _model_names(tensors: Collection[str], file: str) -> dict[str, str]:
 def _lora_config(
     values: Mapping[str, Any], tensors: Mapping[str, TensorInfo], model: LanguageModel
 ) -> LoraConfig:
-    """The LoraConfig of PEFT's config, with whole names instead of patterns.
+    """Convert PEFT's config to a LoraConfig with whole names instead of patterns.
 
     `tensors`, by the model's names, decide which modules are adapted.
     """
@@ -432,7 +432,7 @@ def _lora_config(
 
 
 def read_vocabulary_size(repository: Repository, model: LanguageModel) -> int | None:
-    """The rows of the embedding or head that the adapter saves; None if it saves neither.
+    """Count the rows of the embedding or head that the adapter saves; None if it saves neither.
 
     Only a tensor of the model's width counts, since the model will be resized to this number.
     """
@@ -445,7 +445,7 @@ def read_vocabulary_size(repository: Repository, model: LanguageModel) -> int | 
 
 
 def _module_stems(values: Mapping[str, Any], model: LanguageModel) -> dict[str, AdaptedModule]:
-    """Map the beginning of tensors' names to the modules that an adapter can have."""
+    """Map each module that adapters support by what precedes `.lora_A` in its tensors' names."""
     parameters = values.get("target_parameters") or []
     if not isinstance(parameters, list) or not all(isinstance(t, str) for t in parameters):
         raise ValueError(f"target_parameters={quote(parameters)} is not a list of names")
@@ -471,8 +471,7 @@ def _module_stems(values: Mapping[str, Any], model: LanguageModel) -> dict[str, 
 def _check_complete(
     values: Mapping[str, Any], stems: Set[str], known: Mapping[str, AdaptedModule]
 ) -> None:
-    """Raises ValueError if modules that the config targets have no tensors: the adapter is for a
-    model with fewer layers, or its file lacks tensors."""
+    """Raises ValueError if a module that PEFT's config targets has no tensors in the file."""
     targets = values.get("target_modules")
     selections = values.get("layers_to_transform"), values.get("exclude_modules")
     if any(selection not in (None, [], "") for selection in selections):
@@ -559,7 +558,7 @@ def load_adapter(
 
 
 def _is_same_model(first: str, second: str) -> bool:
-    """Whether two directories or hub repositories are the same or have the same name."""
+    """Whether two paths are one directory, or else the same model's name."""
     try:
         return os.path.samefile(first, second)  # first, since every run has a directory hf/
     except (OSError, ValueError):  # one does not exist here
@@ -567,7 +566,7 @@ def _is_same_model(first: str, second: str) -> bool:
 
 
 def _model_name(path: str) -> str:
-    """The last part of a path or repository's name; of a path in the hub's cache, its model's."""
+    """Extract the model's name from a path, a hub repository, or a path in the hub's cache."""
     parts = os.path.abspath(path).replace("\\", "/").split("/")
     cached = [part for part in parts if part.startswith("models--")]
     return (cached[-1].rpartition("--")[2] if cached else parts[-1]).casefold()
@@ -614,7 +613,7 @@ def _load_values(model: LanguageModel, name: str, adapter: PeftAdapter) -> None:
 
 
 def _adapter_layout(model: LanguageModel, name: str) -> Layout:
-    """The layout of one adapter's parameters."""
+    """Map one adapter's parameters to tensors of PEFT's file."""
     full = layout(model, model.checkpoint_names, False)
     return {n: full[n] for n in adapter_parameters(model, name)}
 
@@ -653,7 +652,7 @@ def prepare_adapter(
     dtype: torch.dtype | None = None,
     tokenizer: SavePretrained | None = None,
 ) -> tuple[list[TensorEntry], Callable[[Path], None]]:
-    """The tensors that save_adapter writes, and a function that writes the other files."""
+    """Collect the tensors that save_adapter writes, and a function that writes the other files."""
     name = resolve_adapter_name(model, name)
     parameters = adapter_parameters(model, name)
     slices: Layout = {

@@ -83,7 +83,7 @@ def _read_divisors(file: GGUF, head_dim: int) -> Tensor:
 
 
 def _fit_scaling(divisors: Tensor, theta: float, config: dict[str, Any]) -> dict[str, Any]:
-    """The rope_scaling with these divisors: Llama 3's if its formula gives them, else a list."""
+    """Find the rope_scaling with these divisors: Llama 3's if its formula fits, else a list."""
     factor = round(divisors.max().item(), 4)
     expected = _llama3_divisors(factor, theta, config["head_dim"])
     if torch.allclose(divisors, expected, rtol=ROUNDING, atol=0):
@@ -245,7 +245,7 @@ class GGUFModel:
         self.config = self._pop_config(keys)
 
     def checkpoint(self, name: str) -> Checkpoint:
-        """The tensors under Hugging Face's names; errors call the file `name`."""
+        """Describe the tensors under Hugging Face's names; errors call the file `name`."""
         tensors: dict[str, TensorInfo | DecodedTensor] = {}
         for file_name, stored in self.file.tensors.items():
             if file_name != FREQS:  # the config has it
@@ -324,7 +324,7 @@ class GGUFModel:
         return value
 
     def _token_ids(self) -> dict[str, Any]:
-        """Config.json's ids of special tokens."""
+        """Read config.json's ids of special tokens."""
         values = self.file.metadata
         ids = {
             f"{name}_token_id": values.get(f"tokenizer.ggml.{key}_token_id")

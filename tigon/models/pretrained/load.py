@@ -53,15 +53,15 @@ M = TypeVar("M", bound=LanguageModel)
 def read_config(
     repository: Repository, models: Mapping[str, type[M]], gguf_file: str | None = None
 ) -> tuple[type[M], ModelConfig]:
-    """The class of the repository's model and its config; reads no weights."""
+    """Find the class of the repository's model, and read its config but no weights."""
     return open_model(repository, models, gguf_file)[1:3]
 
 
 def open_model(
     repository: Repository, models: Mapping[str, type[M]], gguf_file: str | None
 ) -> tuple[str, type[M], ModelConfig, Callable[[], Checkpoint]]:
-    """The file that describes the model, its class, its config, and a function that opens its
-    checkpoint."""
+    """Read what describes a model: returns the file's name, the model's class and config, and a
+    function that opens its checkpoint."""
     if gguf_file is not None:
         file = escape(f"{repository.name}/{gguf_file}")
         gguf = GGUF.open(repository.file(gguf_file))
@@ -83,7 +83,7 @@ def open_model(
 
 
 def _find_class(source: Mapping[str, Any], models: Mapping[str, type[M]]) -> type[M]:
-    """The model class of a config's model_type."""
+    """Find the model class of a config's model_type."""
     kind = source.get("model_type")
     if not isinstance(kind, str) or kind not in models:
         raise ConfigError(f"model_type {quote(kind)} is not {' or '.join(map(repr, models))}")
@@ -91,7 +91,7 @@ def _find_class(source: Mapping[str, Any], models: Mapping[str, type[M]]) -> typ
 
 
 def _text_config(source: dict[str, Any]) -> dict[str, Any]:
-    """The config of a multimodal model's language model; other configs unchanged."""
+    """Extract the language model's config from a multimodal one; others are returned unchanged."""
     kind = source.get("model_type")
     if not isinstance(kind, str) or kind not in MULTIMODAL:
         return source
@@ -148,7 +148,7 @@ def from_pretrained(
     """Load the model of `models` that config.json's model_type names, in evaluation mode.
 
     With `mmap`, on the CPU, a weight that needs no conversion stays in the file until it is used.
-    With `quantize` the projections' weights are quantised, and only adapters can be trained.
+    With `quantize` the projections' weights are quantized, and only adapters can be trained.
     """
     check_keywords("from_pretrained", source, frozenset(LoadOptions.__annotations__))
     if gguf_file is None:
@@ -192,7 +192,7 @@ def build(
     vocab_size: int | None = None,
     mean_rows: Collection[int] = (),
 ) -> tuple[M, Checkpoint]:
-    """The repository's model on the meta device, and the checkpoint that fills it.
+    """Build the repository's model on the meta device, and open the checkpoint that fills it.
 
     To shard a model: `build`, fully_shard, `materialize`, `load_weights`. Raises unless the
     checkpoint fits exactly, before anything is allocated; with `fit` False, call `find_misfits`.
@@ -234,8 +234,8 @@ def build(
 def add_score_head(
     config: C, checkpoint: Checkpoint, labels: int, seed: int
 ) -> tuple[C, Checkpoint]:
-    """The config with this number of scores, and the checkpoint with a head for them. Raises
-    ConfigError as `as_sequence_classifier` does."""
+    """Add scores of a sequence to the config, and their head to the checkpoint if it has none.
+    Raises ConfigError as `as_sequence_classifier` does."""
     config = as_sequence_classifier(config, labels)
     if SCORE in checkpoint.tensors:
         return config, checkpoint
@@ -247,8 +247,8 @@ def add_score_head(
 def resize_vocabulary(
     config: C, checkpoint: Checkpoint, size: int, mean_rows: Collection[int] = ()
 ) -> tuple[C, Checkpoint]:
-    """The config and the checkpoint with `size` rows of embedding and head. Rows that the
-    checkpoint lacks, and those in `mean_rows`, are the mean of its rows."""
+    """Resize embedding and head in config and checkpoint to `size` rows. Rows that the checkpoint
+    lacks, and those in `mean_rows`, become the mean of its rows."""
     tensors = dict(checkpoint.tensors)
     for name in embedding_and_head(tensors):
         if (info := tensors.get(name)) is None:
@@ -263,8 +263,8 @@ def resize_vocabulary(
 
 
 def as_sequence_classifier(config: C, labels: int) -> C:
-    """The config of a sequence classifier with this number of scores. Raises ConfigError if the
-    family has none in transformers, or the config has another number."""
+    """Make the config of a sequence classifier with this number of scores. Raises ConfigError if
+    transformers has no such class, or the config has another number."""
     if config.labels not in (0, labels):
         raise ConfigError(f"the model has {config.labels} scores of a sequence, not {labels}")
     if config.classifier() is None:
@@ -362,7 +362,7 @@ def load_weights(
 
 
 def _resolve_tied_weights(config: ModelConfig, checkpoint: Checkpoint) -> ModelConfig:
-    """The config, untied with a warning if the file's embedding and head differ."""
+    """Return the config, untied with a warning if the checkpoint's embedding and head differ."""
     tensors = checkpoint.tensors
     embedding, head = embedding_and_head(tensors)
     if not config.tie_word_embeddings or not {head, embedding} <= tensors.keys():
@@ -398,7 +398,7 @@ def _check_device(device: torch.device | str) -> None:
 
 
 def _parse_dtype(dtype: Any) -> torch.dtype | None:
-    """The torch.dtype of a name or a torch.dtype; None for "auto"."""
+    """Convert a dtype or its name to a torch.dtype, and "auto" to None."""
     name = str(dtype).removeprefix("torch.")
     if name != "auto" and name not in DTYPES:
         raise TypeError(f'dtype must be "auto" or one of {", ".join(DTYPES)}, not {dtype!r}')
@@ -406,7 +406,7 @@ def _parse_dtype(dtype: Any) -> torch.dtype | None:
 
 
 def _default_dtype(config: ModelConfig, checkpoint: Checkpoint) -> torch.dtype:
-    """The config's dtype, else that of the checkpoint's first floating tensor, else float32."""
+    """Choose the config's dtype, else the checkpoint's first floating one, else float32."""
     if config.dtype is not None:
         try:
             return torch_dtype(config.dtype)

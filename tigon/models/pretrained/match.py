@@ -11,8 +11,8 @@ from tigon.weights import Checkpoint, Misfits, compare_tensors, match_tensors
 
 
 def check_sizes(config: ModelConfig, checkpoint: Checkpoint) -> None:
-    """Raises ConfigError for sizes that no tensor of the checkpoint can have, before a model is
-    built: large ones would take time and memory."""
+    """Raises ConfigError for sizes in the config that no tensor of the checkpoint can have, before
+    a huge model is built."""
     shapes = {name: info.shape for name, info in checkpoint.tensors.items()}
     widest = max((size for shape in shapes.values() for size in shape), default=0)
     # Each expert is a tensor, or the rows of one tensor
@@ -34,8 +34,8 @@ def check_sizes(config: ModelConfig, checkpoint: Checkpoint) -> None:
 
 
 def check_counts(model: LanguageModel, checkpoint: Checkpoint) -> None:
-    """Raises ConfigError for a model, on the meta device, of far more values or experts than the
-    checkpoint has: `check_fit` would name each of them."""
+    """Raises ConfigError if a meta model has over twice the checkpoint's values or experts, so that
+    `check_fit` need not name each of them."""
     needed = sum(p.numel() for p in model.parameters())
     stored = sum(math.prod(info.shape) for info in checkpoint.tensors.values())
     if needed > 2 * stored:
@@ -55,18 +55,18 @@ def check_counts(model: LanguageModel, checkpoint: Checkpoint) -> None:
 
 
 def check_fit(model: LanguageModel, checkpoint: Checkpoint) -> None:
-    """Raises ValueError unless the checkpoint has just the tensors that the model is made of."""
+    """Raises ValueError unless the checkpoint has exactly the tensors that the model needs."""
     arguments = match_arguments(model, checkpoint) | {"into": type(model).__name__}
     match_tensors(dict(model.named_parameters()), **arguments)
 
 
 def find_misfits(model: LanguageModel, checkpoint: Checkpoint) -> Misfits:
-    """The tensors for which `check_fit` would raise, by the kind of misfit."""
+    """Collect the tensors for which `check_fit` would raise, by the kind of misfit."""
     return compare_tensors(dict(model.named_parameters()), **match_arguments(model, checkpoint))[1]
 
 
 def match_arguments(model: LanguageModel, checkpoint: Checkpoint) -> dict[str, Any]:
-    """The arguments of `load_into` and `match_tensors` for a model and a checkpoint."""
+    """Make the keywords of `load_into` and `match_tensors` for a model and a checkpoint."""
     present = checkpoint.tensors.keys()
     parts_of = layout(model, model.checkpoint_names, model.checkpoint_names.stacked_in(present))
     names = {part.name for parts in parts_of.values() for part in parts}

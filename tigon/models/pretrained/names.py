@@ -104,7 +104,7 @@ def _adapter_slices(
     shape: tuple[int, ...],
     names: CheckpointNames,
 ) -> tuple[TensorSlice, ...]:
-    """The slices of an adapter's parameter, named as in PEFT's files without their prefix."""
+    """Slice an adapter's parameter into tensors named as in PEFT's files, without their prefix."""
     if isinstance(module, SavedModules):
         owner = path.rpartition(".")[0]
         owner = names.head.removesuffix(".weight") if owner == "lm_head" else owner
@@ -129,8 +129,8 @@ def _adapter_slices(
 
 
 def experts_stem(layer: str, part: str, parts: Collection[str]) -> str:
-    """The beginning of PEFT's names of a part's matrices: where both `parts` are adapted, PEFT
-    nests the wrapper of gate_up_proj in that of down_proj."""
+    """Make what precedes `.lora_A` in PEFT's names of an experts' matrix: if both are adapted,
+    PEFT nests the wrapper of gate_up_proj in that of down_proj."""
     return f"{layer}.base_layer" if part == "gate_up_proj" and len(parts) > 1 else layer
 
 
@@ -140,14 +140,14 @@ def is_adapter_parameter(name: str) -> bool:
 
 
 def base_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """All parameters but those of adapters, by name."""
+    """Find all parameters but those of adapters, by name."""
     return {name: p for name, p in model.named_parameters() if not is_adapter_parameter(name)}
 
 
 def _tile(
     names: Sequence[str], rows: Sequence[int], rest: tuple[int, ...]
 ) -> tuple[TensorSlice, ...]:
-    """Consecutive slices of a parameter: one for each tensor, with its number of rows."""
+    """Cut a parameter into consecutive slices, one for each name, of these numbers of rows."""
     starts = itertools.accumulate(rows, initial=0)
     return tuple(
         TensorSlice.whole(n, (r, *rest), s) for n, r, s in zip(names, rows, starts, strict=False)
@@ -155,14 +155,14 @@ def _tile(
 
 
 def embedding_and_head(present: Collection[str]) -> tuple[str, str]:
-    """The names of embedding and head in a checkpoint with these tensors."""
+    """Find the names of embedding and head in a checkpoint with these tensors."""
     inside = f"language_model.{HEAD}"
     embedding = _prefix(present) + EMBEDDING.removeprefix("model.")
     return embedding, inside if inside in present else HEAD
 
 
 def _prefix(present: Collection[str]) -> str:
-    """The prefix of the decoder's tensors in a checkpoint with these tensors."""
+    """Find the prefix of the decoder's tensors in a checkpoint with these tensors."""
     return next((p for p in PREFIXES if any(name.startswith(p) for name in present)), "")
 
 

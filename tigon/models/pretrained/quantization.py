@@ -100,7 +100,7 @@ def quantize_model(
 
 
 def _layer(model: LanguageModel, path: str) -> Linear:
-    """The linear layer with this path."""
+    """Get the linear layer with this path."""
     layer = model.get_submodule(path)
     assert isinstance(layer, Linear)
     return layer
@@ -114,7 +114,7 @@ def store_nf4(nf4_weight: NF4Weight, name: str, weight: Tensor) -> None:
 
 
 def _keep_fp8(model: LanguageModel, paths: Sequence[str], checkpoint: Checkpoint) -> None:
-    """Make those layers fp8 whose matrices the checkpoint has in fp8, of one dtype and block."""
+    """Make layers fp8 if the checkpoint has all their matrices in one fp8 format."""
     load_options, has_fp8 = match_arguments(model, checkpoint), False
     for path in paths:
         parts, layer = load_options["layout"][f"{path}.weight"], _layer(model, path)
@@ -134,7 +134,7 @@ def _keep_fp8(model: LanguageModel, paths: Sequence[str], checkpoint: Checkpoint
 
 
 def _find_fp8(load_options: dict[str, Any], part: TensorSlice) -> Fp8Tensor | None:
-    """The checkpoint's tensor for a slice, if it is a matrix in fp8."""
+    """Find the checkpoint's tensor for a slice; None if it is no matrix in fp8."""
     name = load_options["source_of"].get(part.name, part.name)
     info = load_options["checkpoint"].tensors.get(name)
     return info if isinstance(info, Fp8Tensor) and len(info.shape) == 2 else None
@@ -191,8 +191,8 @@ def _load_batch(
 def dequantized_entries(
     model: LanguageModel, parts_of: Layout, dtype: torch.dtype, ranks: WriterGroup
 ) -> list[TensorEntry]:
-    """Entries that write the quantized weights in `dtype`, a few rows at a time. All ranks have the
-    same weights, and each writes a share."""
+    """Make entries that write the quantized weights in `dtype`, a few rows at a time. All ranks
+    have the same weights, and each writes a share."""
     entries: list[TensorEntry] = []
     for name, _, weight in quantized_layers(model):
         for i, part in enumerate(parts_of[name]):
@@ -208,5 +208,5 @@ def dequantized_entries(
 def _dequantize_rows(
     weight: QuantizedWeight, part: int, begin: int, first: int, count: int
 ) -> Tensor:
-    """The `count` rows of a block that begins at row `begin` of a part, from its row `first` on."""
+    """Dequantize `count` rows, from row `first` of a block that begins at row `begin` of a part."""
     return weight.rows(part, begin + first, count)

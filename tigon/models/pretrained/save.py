@@ -62,8 +62,8 @@ def save_pretrained(
     every rank calls this and writes its rows, on one file system; an error on one rank stops all.
     `stacked_experts`: one tensor for all experts of a layer, or one for each; None: as in the
     model's checkpoint, else one for each. `values`: tensors to write instead of parameters, by
-    name, such as averages; of a sharded parameter this rank's shard. Quantised weights are
-    dequantised.
+    name, such as averages; of a sharded parameter this rank's shard. Quantized weights are
+    dequantized.
     """
     ranks = WriterGroup()
     with ranks.sync_errors():
@@ -99,7 +99,7 @@ def prepare_save(
     stacked_experts: bool | None = None,
     values: Mapping[str, Tensor] | None = None,
 ) -> tuple[list[TensorEntry], Callable[[Path], None]]:
-    """The tensors that save_pretrained writes, and a function that writes the other files."""
+    """Collect the tensors that save_pretrained writes, and a writer of the other files."""
     dtype = _resolve_dtype(model, dtype)
     if tokenizer is not None and not hasattr(tokenizer, "save_pretrained"):
         raise TypeError(f"tokenizer must be a tokenizer, or None, not {tokenizer!r}")
@@ -111,7 +111,7 @@ def prepare_save(
 
 
 def _file_layout(model: LanguageModel, stacked_experts: bool | None) -> Layout:
-    """The layout of the tensors to write; `stacked_experts` None: as the model's checkpoint has."""
+    """Map parameters to the tensors to write; None: experts as in the model's checkpoint."""
     if stacked_experts is None:
         stacked_experts = model.config.source.stacked_experts
     return layout(model, model.checkpoint_names, stacked_experts)
@@ -120,14 +120,14 @@ def _file_layout(model: LanguageModel, stacked_experts: bool | None) -> Layout:
 def _description_writer(
     model: LanguageModel, dtype: torch.dtype, tokenizer: SavePretrained | None
 ) -> Callable[[Path], None]:
-    """A function that writes into a directory all files of a checkpoint but its weights."""
+    """Make a function that writes all files of a checkpoint but its weights into a directory."""
     dtype_name: Any = str(dtype).removeprefix("torch.")
     config, generation = replaced(model.config, dtype=dtype_name), model.generation_config
     return lambda root: write_description(root, config, generation, tokenizer)
 
 
 def _resolve_dtype(model: LanguageModel, dtype: torch.dtype | str | None) -> torch.dtype:
-    """The torch.dtype that a caller names; None: the model's."""
+    """Convert a dtype or its name to a torch.dtype, and None to the model's."""
     dtype = model.dtype if dtype is None else dtype
     name = str(dtype).removeprefix("torch.")
     if name not in DTYPES:
@@ -230,7 +230,7 @@ def write_description(
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
-    """Write indented JSON to the disk."""
+    """Write indented JSON, and flush it to the disk."""
     text = json.dumps(content, indent=2, ensure_ascii=False) + "\n"
     with open(path, "w", encoding="utf-8") as file:
         file.write(text)
@@ -291,7 +291,7 @@ def push_to_hub(
 
 
 def _short_card(model: LanguageModel, repository: str) -> str:
-    """The text of a model card with the model's class, size and usage."""
+    """Write the text of a model card with the model's class, size and usage."""
     title = f"# {escape_markdown(repository.split('/')[-1])}"
     count = count_parameters(model)
     about = f"`{model.config.transformers_class}` with {count:,} parameters, saved by Tigon."
@@ -314,7 +314,7 @@ def convert_pretrained(
     max_shard_size: int | str = "5GB",
     stacked_experts: bool | None = None,
 ) -> LanguageModel:
-    """Write what `from_pretrained` and `save_pretrained` would, with a few buffers of memory.
+    """Convert a checkpoint to what loading and saving it would write, with a few buffers of memory.
 
     Returns the written model, on the meta device.
     """

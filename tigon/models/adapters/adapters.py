@@ -369,8 +369,9 @@ def delete_adapter(model: LanguageModel, name: str) -> None:
             module._parameters.pop(name, None)
     for module in model.modules():
         for kind, child in list(module._modules.items()):
-            is_container = isinstance(child, Adapters | SavedModules)
-            if is_container and not child._modules and not child._parameters:
+            if not isinstance(child, Adapters | SavedModules):
+                continue
+            if not child._modules and not child._parameters:
                 setattr(module, kind, None)
     del model.adapters[name]
     if model.active_adapter == name:

@@ -552,7 +552,7 @@ def load_adapter(
     if adapter_base and model_name and not _is_same_model(adapter_base, model_name):
         warnings.warn(
             f"{escape(os.fspath(path_or_repo))} is an adapter of {quote(adapter_base, 300)}, and "
-            f"the model is {quote(model_name, 300)}: unless it was renamed, its weights differ",
+            f"the model is of {quote(model_name, 300)}: unless it was renamed, its weights differ",
             stacklevel=2,
         )
 

@@ -75,6 +75,7 @@ def warn_partial_sums(blocks: Iterable[Any], ranks: int) -> None:
 
 
 def _check_module(module: nn.Module | None, layer: int, name: str, ranks: int) -> None:
+    """Warns of a module that returns partial sums, if it has hooks or is patched."""
     if module is None:
         return
     if has_user_hooks(module):

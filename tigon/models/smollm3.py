@@ -37,14 +37,14 @@ class SmolLM3Config(LlamaConfig, WindowedConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        given = self.no_rope_layers
-        if given is not None and len(given) != self.num_hidden_layers:
+        layers, flags = self.num_hidden_layers, self.no_rope_layers
+        if flags is not None and len(flags) != layers:
             raise ConfigError(
-                f"no_rope_layers={quote(given)} does not say 0 or 1 for each of "
-                f"{self.num_hidden_layers} layers"
+                f"no_rope_layers={quote(flags)} is not 0 or 1 for each of {layers} layers"
             )
 
     def rotates(self, layer: int) -> bool:
+        """Whether the layer has RoPE."""
         if self.no_rope_layers is not None:
             return bool(self.no_rope_layers[layer])
         return (layer + 1) % self.no_rope_layer_interval != 0

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.models.contract import assert_same_gradients, gradients, tiny_llama, tokens
+from tests.models.contract import gradients, tiny_llama, tokens
 from tigon.layers import KVCache
 from tigon.models import Batch, CausalLM, Targets
 
@@ -54,32 +54,6 @@ def test_a_batch_with_keywords_of_targets(model: CausalLM) -> None:
     ids, labels = tokens(B, T)
     loss = model(batch=Batch.of(model, ids, attention_mask=PAD), labels=labels).loss
     assert torch.equal(loss, model(ids, attention_mask=PAD, labels=labels).loss)
-
-
-@pytest.mark.parametrize("reduction", ["token", "sequence"])
-def test_items_of_micro_batches_make_the_denominator(model: CausalLM, reduction: Any) -> None:
-    ids, labels = tokens(batch=5)
-    labels[0], labels[1, 3:], labels[4, :11] = -100, -100, -100  # one, none and many targets
-    whole = model(ids, labels=labels, loss_reduction=reduction).loss
-    expected = gradients(whole, model)
-    parts = [slice(0, 1), slice(1, 2), slice(2, 5)]
-    batches = [Batch.of(model, ids[p]) for p in parts]
-    targets = [
-        Targets.of(batch, labels=labels[p], loss_reduction=reduction)
-        for batch, p in zip(batches, parts, strict=True)
-    ]
-    items = torch.stack([t.items for t in targets]).sum()
-    losses = [
-        model(batch=batch, targets=t.with_num_items(items)).loss
-        for batch, t in zip(batches, targets, strict=True)
-    ]
-    total = torch.stack(losses).sum()
-    torch.testing.assert_close(total, whole, rtol=1e-6, atol=0.0)
-    assert_same_gradients(gradients(total, model), expected)
-    torch.testing.assert_close(  # each on its own is still a mean of its own
-        model(batch=batches[2], targets=targets[2]).loss,
-        model(ids[2:], labels=labels[2:], loss_reduction=reduction).loss,
-    )
 
 
 def test_defaults_of_the_model_hold(model: CausalLM) -> None:
@@ -152,24 +126,6 @@ def test_resolved_arguments_come_alone(model: CausalLM) -> None:
         model(ids, targets=targets)
     with pytest.raises(ValueError, match="items need labels or shift_labels"):
         Targets.of(batch).items  # noqa: B018
-
-
-@pytest.mark.slow
-def test_in_one_graph() -> None:
-    """Of packed sequences; test_contract_compile.py has the others, which are resolved inside."""
-    model = tiny_llama(num_hidden_layers=1)
-    torch._dynamo.reset()
-    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
-    for seed in (0, 1):
-        torch.manual_seed(seed)
-        ids, labels = tokens(B, T)
-        batch = Batch.of(model, ids, **BATCHES["packed"])
-        targets = Targets.of(batch, labels=labels).with_num_items(torch.tensor(9 + seed))
-        loss = compiled(batch=batch, targets=targets).loss
-        plain = model(batch=batch, targets=targets).loss
-        torch.testing.assert_close(loss, plain, rtol=1e-6, atol=1e-6)
-        assert_same_gradients(gradients(loss, model), gradients(plain, model))
-    torch._dynamo.reset()
 
 
 def test_tensors_alone(model: CausalLM) -> None:

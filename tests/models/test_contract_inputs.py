@@ -29,7 +29,8 @@ def changed(position: tuple[int, int], value: int) -> torch.Tensor:
 
 Rows = list[tuple[dict[str, Any], str]]
 KEEPS: Rows = [
-    ({"logits_to_keep": keep}, message)
+    (labels | {"logits_to_keep": keep}, message)
+    for labels in ({}, {"labels": LABELS})
     for keep, message in (
         (-1, "logits_to_keep=-1 is negative"),
         (torch.tensor([0, 13]), r"index outside \[-13, 13\): \[13\]"),
@@ -45,10 +46,13 @@ KEEPS: Rows = [
     )
 ]
 LOGITS_AT: Rows = [
-    ({"logits_at": torch.tensor([0, 26])}, r"logits_at has an index outside \[0, 26\): \[26\]"),
-    ({"logits_at": torch.tensor([-1])}, r"\[-1\]"),
-    ({"logits_at": torch.ones(13, dtype=torch.bool)}, r"\(13,\) is not \[batch, tokens\]"),
-    ({"logits_at": torch.zeros(1, 2).long()}, r"\(1, 2\) is not an index \[n\]"),
+    ({"labels": LABELS, "logits_at": at}, message)
+    for at, message in (
+        (torch.tensor([0, 26]), r"logits_at has an index outside \[0, 26\): \[26\]"),
+        (torch.tensor([-1]), r"\[-1\]"),
+        (torch.ones(13, dtype=torch.bool), r"\(13,\) is not \[batch, tokens\]"),
+        (torch.zeros(1, 2, dtype=torch.int64), r"\(1, 2\) is not an index \[n\]"),
+    )
 ]
 CRITERIA: Rows = [
     ({"criteria": (LogProbs(),)}, "LogProbs without labels: give labels, or targets="),
@@ -93,8 +97,9 @@ WRONG_TYPES: Rows = [
 
 @pytest.mark.parametrize(("arguments", "message"), WRONG_TYPES)
 def test_wrong_types(model: CausalLM, arguments: dict[str, Any], message: str) -> None:
-    with pytest.raises(TypeError, match=message):
-        model(IDS, **arguments)
+    for given in (arguments, {"labels": LABELS, **arguments}):
+        with pytest.raises(TypeError, match=message):
+            model(IDS, **given)
 
 
 @pytest.mark.parametrize(

@@ -128,7 +128,7 @@ class ModelConfig:
 
     @classmethod
     def classifier(cls) -> str | None:
-        """transformers' sequence classifier of this family; None if there is none."""
+        """The name of transformers' sequence classifier of this family; None if there is none."""
         return cls.architecture.replace("ForCausalLM", "ForSequenceClassification")
 
     @classmethod

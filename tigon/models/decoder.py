@@ -63,9 +63,11 @@ class TransformerBlock(nn.Module):
     mixer_name = "self_attn"  # in checkpoints
 
     def make_mixer(self, c: Any, layer: int) -> nn.Module:
+        """The layer's attention, or another module that mixes tokens."""
         return self.make_attention(c)
 
     def add_mixer(self, c: ModelConfig, layer: int) -> None:
+        """Adds the mixer as the submodule `mixer_name`."""
         mixer = self.make_mixer(c, layer)  # may set mixer_name
         self.add_module(self.mixer_name, mixer)
 
@@ -74,6 +76,7 @@ class TransformerBlock(nn.Module):
         return getattr(self, self.mixer_name)
 
     def make_mlp(self, c: Any, layer: int) -> nn.Module:
+        """The layer's MLP or experts."""
         return gated_mlp(c)
 
     def layer_rope(self, c: Any, layer: int) -> tuple[int, Mapping[str, Any]]:
@@ -92,6 +95,7 @@ class TransformerBlock(nn.Module):
         return RMSNorm(c.hidden_size, c.rms_norm_eps, offset=self.norm_offset, cast=self.norm_cast)
 
     def make_add_norm(self, c: ModelConfig) -> AddRMSNorm:
+        """A norm that first adds a branch to the residual stream."""
         options: dict[str, Any] = {"offset": self.norm_offset, "cast": self.norm_cast}
         return AddRMSNorm(c.hidden_size, c.rms_norm_eps, **options)
 
@@ -167,6 +171,7 @@ class PreNormBlock(TransformerBlock):
         return _unview(self._scaled(branch)), residual, routing
 
     def _scaled(self, branch: Branch) -> Branch:
+        """The branch times `branch_scale`."""
         if self.branch_scale == 1:
             return branch
         return self.branch_scale * (branch.total if isinstance(branch, PartialSum) else branch)

@@ -7,7 +7,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.numbers import float64
-from tigon.models import MODELS, CausalLM
+from tigon.models import MODELS, CausalLM, from_pretrained
 from tigon.models.config import ModelConfig
 
 Overrides = dict[str, Any]
@@ -284,6 +284,12 @@ def reference(
                 p.copy_(torch.randn_like(p) * 0.08)  # 4 times transformers' own, the pad row too
     model.to(dtype).eval().save_pretrained(directory, **save)
     return model
+
+
+def load_case(model_type: str, case: str, directory: Path) -> CausalLM:
+    """Our model of a case, loaded from transformers' checkpoint of it."""
+    reference(model_type, CASES[model_type][case], directory)
+    return from_pretrained(directory)
 
 
 def on_meta(config: ModelConfig) -> CausalLM:

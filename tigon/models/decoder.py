@@ -146,7 +146,8 @@ def gated_mlp(c: ModelConfig, act: Activation | None = None, *, bias: bool = Fal
 
 def layer_window(c: WindowedConfig, layer: int) -> int | None:
     """The layer's sliding window in tokens, the query's own included; None: full attention."""
-    return c.sliding_window if c.layer_type(layer) == SLIDING else None
+    slides = getattr(c, "use_sliding_window", True) and c.layer_type(layer) == SLIDING
+    return c.sliding_window if slides else None
 
 
 class PreNormBlock(TransformerBlock):

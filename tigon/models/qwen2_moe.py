@@ -73,7 +73,7 @@ class Qwen2MoeConfig(QwenMoEConfig, WindowedConfig):
 
 class Qwen2MoeBlock(PreNormBlock):
     def make_mixer(self, c: Qwen2MoeConfig, layer: int) -> Attention:
-        window = layer_window(c, layer) if c.use_sliding_window else None
+        window = layer_window(c, layer)
         return self.make_attention(c, bias=c.qkv_bias, out_bias=False, window=window)
 
     def make_mlp(self, c: Qwen2MoeConfig, layer: int) -> GatedMLP | SparseMoE:

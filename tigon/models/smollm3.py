@@ -55,8 +55,7 @@ class SmolLM3Config(LlamaConfig, WindowedConfig):
 
 class SmolLM3Block(LlamaBlock):
     def make_mixer(self, c: Any, layer: int) -> Attention:
-        window = layer_window(c, layer) if c.use_sliding_window else None
-        return self.make_attention(c, bias=c.attention_bias, window=window)
+        return self.make_attention(c, bias=c.attention_bias, window=layer_window(c, layer))
 
     def layer_rope(self, c: SmolLM3Config, layer: int) -> tuple[int, dict[str, Any]]:
         return c.head_dim, c.rope_parameters if c.rotates(layer) else {}

@@ -146,6 +146,7 @@ class Targets:
 
 
 def _check_options(options: Mapping[str, Any]) -> None:
+    """Raises for a value that an option of the cross-entropy cannot have."""
     smoothing, z_loss = options.get("label_smoothing", 0), options.get("z_loss", 0)
     if not 0 <= smoothing < 1:
         raise ValueError(f"label_smoothing={smoothing} is not in [0, 1)")

@@ -310,7 +310,7 @@ class Batch:
         return padded.index_copy(0, real_token_indices, hidden[0]).view(b, t, -1)
 
     def _should_drop(self, x: Tensor) -> bool:
-        """Whether `drop_padding` drops padding: as the model says, or by default where it is faster."""
+        """Whether to drop padding: as the model says, or by default where it is faster."""
         if self._drop is False or torch.compiler.is_compiling():
             return False
         if x.is_cuda and torch.cuda.is_current_stream_capturing():

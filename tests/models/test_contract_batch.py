@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.models.contract import gradients, tiny_llama, tokens
+from tests.models.contract import assert_same_gradients, gradients, tiny_llama, tokens
 from tigon.layers import KVCache
 from tigon.models import Batch, CausalLM, Targets
 
@@ -126,6 +126,24 @@ def test_resolved_arguments_come_alone(model: CausalLM) -> None:
         model(ids, targets=targets)
     with pytest.raises(ValueError, match="items need labels or shift_labels"):
         Targets.of(batch).items  # noqa: B018
+
+
+@pytest.mark.slow
+def test_in_one_graph() -> None:
+    """Of packed sequences; test_contract_compile.py has the others, which are resolved inside."""
+    model = tiny_llama(num_hidden_layers=1)
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    for seed in (0, 1):
+        torch.manual_seed(seed)
+        ids, labels = tokens(B, T)
+        batch = Batch.of(model, ids, **BATCHES["packed"])
+        targets = Targets.of(batch, labels=labels).with_num_items(torch.tensor(9 + seed))
+        loss = compiled(batch=batch, targets=targets).loss
+        plain = model(batch=batch, targets=targets).loss
+        torch.testing.assert_close(loss, plain, rtol=1e-6, atol=1e-6)
+        assert_same_gradients(gradients(loss, model), gradients(plain, model))
+    torch._dynamo.reset()
 
 
 def test_tensors_alone(model: CausalLM) -> None:

@@ -27,8 +27,8 @@ CASES: dict[str, dict[str, Any]] = {
         "loss_weights": torch.rand(2, 13) + 0.1,
         "attention_mask": torch.tensor([[0] * 4 + [1] * 9, [1] * 13]),
     },
-    "distillation": {"criteria": (CrossEntropy(), TEACHER)},
     "options": {"label_smoothing": 0.1, "class_weights": torch.rand(V)},
+    "distillation": {"criteria": (CrossEntropy(), TEACHER)},
     "logprobs": {"criteria": (LogProbs(),)},
     "metrics alone": {"labels": None, "metrics": ("entropy", "predicted_tokens")},
     "none, kept": {

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import tigon
+from tigon.models import CausalLM
 
 # No size is the product of two others, head_dim is not hidden / heads, kv heads are shared
 TINY: dict[str, Any] = {
@@ -25,8 +26,13 @@ V = TINY["vocab_size"]
 
 def tiny_llama(**changes: Any) -> tigon.Llama:
     """fp32, in training mode, with weights so random and large that no mistake hides."""
+    return tiny(tigon.Llama, **changes)
+
+
+def tiny(family: type[CausalLM], **changes: Any) -> Any:
+    """A model of the family with TINY's sizes, fp32 and random as `tiny_llama`."""
     torch.manual_seed(0)
-    model = tigon.Llama.from_config({**TINY, **changes}, dtype=torch.float32)
+    model = family.from_config({**TINY, **changes}, dtype=torch.float32)
     with torch.no_grad():
         for p in model.parameters():
             p.copy_(1 + 0.3 * torch.randn_like(p) if p.dim() == 1 else 0.2 * torch.randn_like(p))

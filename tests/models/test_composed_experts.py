@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from tests.models.contract import TINY, assert_same_gradients, gradients
+from tests.models.contract import TINY, assert_same_gradients, gradients, tiny
 from tigon.layers import SparseMoE
 from tigon.models import CausalLM
 from tigon.models.decoder import PostNormBlock, PreNormBlock, SandwichBlock
@@ -112,12 +112,7 @@ def attending(model: CausalLM, block: Any, tokens: int) -> Any:
 @pytest.mark.parametrize("recomputed", [False, True])
 @pytest.mark.parametrize("family", [Sandwich, Scaled, PostNorm])
 def test_loss_balance_and_gradients(family: type[CausalLM], recomputed: bool) -> None:
-    torch.manual_seed(0)
-    experts = {"output_router_logits": True, "router_aux_loss_coef": COEF}
-    model = family.from_config({**TINY, **experts}, dtype=torch.float32)
-    with torch.no_grad():
-        for p in model.parameters():
-            p.copy_(1 + 0.3 * torch.randn_like(p) if p.dim() == 1 else 0.2 * torch.randn_like(p))
+    model = tiny(family, output_router_logits=True, router_aux_loss_coef=COEF)
     ids = torch.randint(0, 97, (2, 13))
     logits, load, aux_loss = plain(model, ids)
     loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten()) + COEF * aux_loss

@@ -56,32 +56,6 @@ def test_a_batch_with_keywords_of_targets(model: CausalLM) -> None:
     assert torch.equal(loss, model(ids, attention_mask=PAD, labels=labels).loss)
 
 
-@pytest.mark.parametrize("reduction", ["token", "sequence"])
-def test_items_of_micro_batches_make_the_denominator(model: CausalLM, reduction: Any) -> None:
-    ids, labels = tokens(batch=5)
-    labels[0], labels[1, 3:], labels[4, :11] = -100, -100, -100  # one, none and many targets
-    whole = model(ids, labels=labels, loss_reduction=reduction).loss
-    expected = gradients(whole, model)
-    parts = [slice(0, 1), slice(1, 2), slice(2, 5)]
-    batches = [Batch.of(model, ids[p]) for p in parts]
-    targets = [
-        Targets.of(batch, labels=labels[p], loss_reduction=reduction)
-        for batch, p in zip(batches, parts, strict=True)
-    ]
-    items = torch.stack([t.items for t in targets]).sum()
-    losses = [
-        model(batch=batch, targets=t.with_num_items(items)).loss
-        for batch, t in zip(batches, targets, strict=True)
-    ]
-    total = torch.stack(losses).sum()
-    torch.testing.assert_close(total, whole, rtol=1e-6, atol=0.0)
-    assert_same_gradients(gradients(total, model), expected)
-    torch.testing.assert_close(  # each on its own is still a mean of its own
-        model(batch=batches[2], targets=targets[2]).loss,
-        model(ids[2:], labels=labels[2:], loss_reduction=reduction).loss,
-    )
-
-
 def test_defaults_of_the_model_hold(model: CausalLM) -> None:
     ids, labels = tokens(B, T)
     model.defaults.loss_reduction, model.defaults.logits_to_keep = "sequence", 4

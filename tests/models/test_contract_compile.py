@@ -14,17 +14,23 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounter
 
 from tests.models.contract import TINY, V, assert_same_gradients, gradients, tiny_llama, tokens
+from tigon.kernels import KL, CrossEntropy, Head, LogProbs
 from tigon.kernels.loss.api import METRICS
 from tigon.models import CausalLM, Gemma3
 
 IDS = torch.arange(26).view(2, 13) * 3
 LABELS = torch.where(torch.arange(26).view(2, 13) % 3 == 1, -100, IDS)  # Liger's bug needs some
+TEACHER = KL(teacher_hidden=torch.randn(2, 13, 56), teacher=Head(torch.randn(V, 56)))
 CASES: dict[str, dict[str, Any]] = {
     "sequence, padded": {
         "loss_reduction": "sequence",
         "loss_weights": torch.rand(2, 13) + 0.1,
         "attention_mask": torch.tensor([[0] * 4 + [1] * 9, [1] * 13]),
     },
+    "options": {"label_smoothing": 0.1, "class_weights": torch.rand(V)},
+    "distillation": {"criteria": (CrossEntropy(), TEACHER)},
+    "logprobs": {"criteria": (LogProbs(),)},
+    "metrics alone": {"labels": None, "metrics": ("entropy", "predicted_tokens")},
     "none, kept": {
         "loss_reduction": "none",
         "logits_to_keep": torch.tensor([[1, 2, 12], [4, 5, 6]]),
@@ -55,21 +61,21 @@ def block() -> CausalLM:
 
 
 def assert_equal_when_compiled(model: CausalLM, backend: str, arguments: dict[str, Any]) -> None:
-    plain = model(IDS, labels=LABELS, **arguments)
-    upstream = torch.rand_like(plain.loss)
-    expected = gradients((plain.loss * upstream).sum(), model)
-    compiled = torch.compile(model, backend=backend, fullgraph=True)
-    out = compiled(IDS, labels=LABELS, **arguments)
-    torch.testing.assert_close(out.loss, plain.loss, rtol=1e-6, atol=1e-6)
-    found = gradients((out.loss * upstream).sum(), model)
-    assert_same_gradients(found, expected)
-    for name, value in plain.metrics.items():
-        torch.testing.assert_close(out.metrics[name], value)
+    arguments = {"labels": LABELS, **arguments}
+    plain = model(IDS, **arguments)
+    out = torch.compile(model, backend=backend, fullgraph=True)(IDS, **arguments)
+    assert out.keys() == plain.keys()
+    torch.testing.assert_close(out.metrics, plain.metrics)
     if plain.logits is not None:
         torch.testing.assert_close(out.logits, plain.logits)
+    for name in {"loss", "logprobs"} & {*plain}:
+        torch.testing.assert_close(out[name], plain[name], rtol=1e-6, atol=1e-6)
+        upstream = torch.rand_like(plain[name])
+        pair = [gradients((x[name] * upstream).sum(), model) for x in (out, plain)]
+        assert_same_gradients(*pair)
 
 
-@pytest.mark.slow(first=1)
+@pytest.mark.slow(first=2)
 @pytest.mark.parametrize("case", CASES)
 def test_loss_and_gradients_in_one_graph(block: CausalLM, case: str) -> None:
     block.lm_head.logits_bytes = 16 * V * 10

@@ -230,66 +230,6 @@ def test_resolved_ahead(model: CausalLM) -> None:
     assert torch.equal(model(batch=batch, targets=targets.with_num_items(50)).loss, expected)
 
 
-@pytest.mark.slow(first=1)
-@pytest.mark.parametrize("case", ["options", "logprobs", "mixed", "metrics"])
-def test_in_one_graph(case: str) -> None:
-    model, teacher = tiny_llama(num_hidden_layers=1), Teacher()
-    head = Head(teacher.model.lm_head.weight.detach())
-    kl = KL(teacher_hidden=teacher.hidden, teacher=head)
-    given: dict[str, Any] = {
-        "options": {"label_smoothing": 0.1, "class_weights": torch.rand(V)},
-        "logprobs": {"criteria": (LogProbs(),)},
-        "mixed": {"criteria": (CrossEntropy(), kl)},
-        "metrics": {"metrics": ("entropy", "predicted_tokens")},
-    }[case]
-    labels = {} if case == "metrics" else {"labels": LABELS}
-    torch._dynamo.reset()
-    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
-    out, plain = compiled(IDS, **labels, **given), model(IDS, **labels, **given)
-    for name in ("loss", "logprobs"):
-        value, truth = getattr(out, name), getattr(plain, name)
-        assert (value is None) == (truth is None)
-        if truth is not None:
-            torch.testing.assert_close(value, truth, rtol=1e-5, atol=1e-5)
-            assert_same_gradients(gradients(value.sum(), model), gradients(truth.sum(), model))
-    for name, truth in plain.metrics.items():
-        torch.testing.assert_close(out.metrics[name], truth)
-    torch._dynamo.reset()
-
-
-@pytest.mark.parametrize(
-    ("given", "error", "message"),
-    [
-        (
-            {"criteria": (LogProbs(),)},
-            ValueError,
-            "LogProbs without labels: give labels, or targets=",
-        ),
-        ({"criteria": (CrossEntropy(),)}, ValueError, "CrossEntropy without labels"),
-        ({"criteria": ("kl",)}, TypeError, "criteria has 'kl': give CrossEntropy, LogProbs or KL"),
-        (
-            {"criteria": (LogProbs(targets=torch.zeros(B, 4).long()),), "logits_to_keep": 4},
-            ValueError,
-            r"targets \(2, 4\) of LogProbs is not \[batch, tokens, ...\] = \[2, 13\]",
-        ),
-        ({"labels": LABELS, "label_smoothing": 1.5}, ValueError, r"=1.5 is not in \[0, 1\)"),
-        ({"labels": LABELS, "z_loss": -1.0}, ValueError, "z_loss=-1.0 is not a finite number"),
-        ({"labels": LABELS, "class_weights": [1.0]}, TypeError, "class_weights must be a tensor"),
-        (
-            {"labels": LABELS, "class_weights": torch.ones(5)},
-            ValueError,
-            r"class_weights \(5,\) is not \[V\] = \[97\]",
-        ),
-    ],
-    ids=lambda value: value if isinstance(value, str) else "",
-)
-def test_bad_criteria(
-    model: CausalLM, given: dict[str, Any], error: type[Exception], message: str
-) -> None:
-    with pytest.raises(error, match=message):
-        model(IDS, **given)
-
-
 @pytest.mark.parametrize("beta", [0.0, 0.3, 1.0])
 def test_stored_log_probabilities_of_the_whole_vocabulary(beta: float) -> None:
     model, teacher = tiny_llama(), torch.randn(2, 5, 97)
@@ -321,35 +261,6 @@ def test_hidden_states_are_what_a_student_needs(model: CausalLM) -> None:
     loss = model(IDS, criteria=(kl,), loss_reduction="sum").loss
     p = model(IDS).logits.log_softmax(-1)
     torch.testing.assert_close(loss, (q.exp() * (q - p)).sum())
-
-
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ({"label_smoothing": 0.1, "labels": None}, "label_smoothing without a cross-entropy"),
-        ({"z_loss": 0.1, "criteria": (LogProbs(),)}, "z_loss without a cross-entropy"),
-        (
-            {"label_smoothing": 0.1, "criteria": (CrossEntropy(label_smoothing=0.5),)},
-            "label_smoothing is given twice",
-        ),
-        ({"criteria": (CrossEntropy(z_loss=-5.0),)}, "z_loss=-5.0 is negative"),
-        (
-            {"criteria": (CrossEntropy(coefficient=torch.ones((), requires_grad=True)),)},
-            "coefficient requires a gradient",
-        ),
-    ],
-    ids=lambda x: x if isinstance(x, str) else "",
-)
-def test_options_that_nobody_would_follow(
-    model: CausalLM, given: dict[str, Any], message: str
-) -> None:
-    with pytest.raises(ValueError, match=message):
-        model(IDS, **({"labels": IDS} | given))
-
-
-def test_one_criterion_is_no_sequence(model: CausalLM) -> None:
-    with pytest.raises(TypeError, match="give a tuple of criteria"):
-        model(IDS, labels=IDS, criteria=CrossEntropy())
 
 
 def test_a_batch_belongs_to_its_model(model: CausalLM) -> None:

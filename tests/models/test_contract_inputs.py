@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from tests.models.contract import assert_same_gradients, gradients, tokens
+from tigon.kernels import CrossEntropy, LogProbs
 from tigon.layers import KVCache
 from tigon.models import CausalLM
 from tigon.models.inputs import check_prefixes
@@ -16,6 +17,7 @@ IDS, LABELS = torch.arange(26).view(2, 13), torch.arange(26).view(2, 13) + 40
 
 ROWS = torch.tensor([0, 13, 26])
 THREE = torch.tensor([0, 13, 20, 26])
+COEFFICIENT = torch.ones((), requires_grad=True)
 RESTARTS = torch.tensor([[*range(13)], [*range(8), *range(5)]])
 
 
@@ -25,9 +27,87 @@ def changed(position: tuple[int, int], value: int) -> torch.Tensor:
     return labels
 
 
+Rows = list[tuple[dict[str, Any], str]]
+KEEPS: Rows = [
+    (labels | {"logits_to_keep": keep}, message)
+    for labels in ({}, {"labels": LABELS})
+    for keep, message in (
+        (-1, "logits_to_keep=-1 is negative"),
+        (torch.tensor([0, 13]), r"index outside \[-13, 13\): \[13\]"),
+        (torch.tensor([13], dtype=torch.uint8), r"index outside \[-13, 13\): \[13\]"),
+        (torch.tensor([-14]), r"index outside \[-13, 13\): \[-14\]"),
+        (torch.tensor([[0], [13]]), r"index outside \[-13, 13\)"),
+        (torch.ones(2, 13).bool(), r"bool tensor \(2, 13\); it must be \[13\]"),
+        (torch.ones(12).bool(), r"bool tensor \(12,\); it must be \[13\]"),
+        (torch.zeros(3, 1).long(), "has 3 rows, but the batch has 2"),
+        (torch.tensor(3), r"is not an index \[n\] or \[batch, n\]"),
+        (torch.ones(2), "float32"),
+        (torch.zeros(2, 1, 1).long(), r"\(2, 1, 1\)"),
+    )
+]
+LOGITS_AT: Rows = [
+    ({"labels": LABELS, "logits_at": at}, message)
+    for at, message in (
+        (torch.tensor([0, 26]), r"logits_at has an index outside \[0, 26\): \[26\]"),
+        (torch.tensor([-1]), r"\[-1\]"),
+        (torch.ones(13, dtype=torch.bool), r"\(13,\) is not \[batch, tokens\]"),
+        (torch.zeros(1, 2, dtype=torch.int64), r"\(1, 2\) is not an index \[n\]"),
+    )
+]
+CRITERIA: Rows = [
+    ({"criteria": (LogProbs(),)}, "LogProbs without labels: give labels, or targets="),
+    ({"criteria": (CrossEntropy(),)}, "CrossEntropy without labels"),
+    (
+        {"criteria": (LogProbs(targets=torch.zeros(2, 4).long()),), "logits_to_keep": 4},
+        r"targets \(2, 4\) of LogProbs is not \[batch, tokens, ...\] = \[2, 13\]",
+    ),
+    ({"labels": LABELS, "label_smoothing": 1.5}, r"=1.5 is not in \[0, 1\)"),
+    ({"labels": LABELS, "z_loss": -1.0}, "z_loss=-1.0 is not a finite number"),
+    ({"labels": LABELS, "class_weights": torch.ones(5)}, r"class_weights \(5,\) is not \[V\] = "),
+    ({"label_smoothing": 0.1}, "label_smoothing without a cross-entropy"),
+    (
+        {"labels": LABELS, "z_loss": 0.1, "criteria": (LogProbs(),)},
+        "z_loss without a cross-entropy",
+    ),
+    (
+        {
+            "labels": LABELS,
+            "label_smoothing": 0.1,
+            "criteria": (CrossEntropy(label_smoothing=0.5),),
+        },
+        "label_smoothing is given twice",
+    ),
+    ({"labels": LABELS, "criteria": (CrossEntropy(z_loss=-5.0),)}, "z_loss=-5.0 is negative"),
+    (
+        {"labels": LABELS, "criteria": (CrossEntropy(coefficient=COEFFICIENT),)},
+        "coefficient requires a gradient",
+    ),
+]
+WRONG_TYPES: Rows = [
+    ({"logits_to_keep": True}, "not True"),
+    ({"logits_to_keep": 2.0}, r"not 2\.0"),
+    ({"logits_to_keep": [1, 2]}, r"not \[1, 2\]"),
+    ({"logits_at": torch.zeros(3)}, "integers or truth values, not torch.float32"),
+    ({"logits_at": 3}, "integers or truth values, not int"),
+    ({"criteria": ("kl",)}, "criteria has 'kl': give CrossEntropy, LogProbs or KL"),
+    ({"labels": LABELS, "criteria": CrossEntropy()}, "give a tuple of criteria"),
+    ({"labels": LABELS, "class_weights": [1.0]}, "class_weights must be a tensor"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "message"), WRONG_TYPES)
+def test_wrong_types(model: CausalLM, arguments: dict[str, Any], message: str) -> None:
+    for given in (arguments, {"labels": LABELS, **arguments}):
+        with pytest.raises(TypeError, match=message):
+            model(IDS, **given)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        *KEEPS,
+        *LOGITS_AT,
+        *CRITERIA,
         ({"labels": LABELS[:, :-1]}, r"labels \(2, 12\) is not \[batch, tokens\] = \[2, 13\]"),
         ({"labels": LABELS.flatten()}, r"labels \(26,\) is not \[batch, tokens\]"),
         ({"shift_labels": LABELS[:1]}, r"shift_labels \(1, 13\) is not \[batch, tokens\]"),

@@ -152,30 +152,3 @@ def test_a_default_is_set_once_and_the_call_wins(model: CausalLM) -> None:
     assert model(ids, labels=labels).loss.item() == pytest.approx(mean(late).item(), rel=1e-6)
     assert model.num_items(labels) == len(late)
     assert model.num_items(labels, logits_to_keep=0) == len(losses)
-
-
-@pytest.mark.parametrize(
-    ("keep", "error", "message"),
-    [
-        (-1, ValueError, "logits_to_keep=-1 is negative"),
-        (torch.tensor([0, 13]), ValueError, r"index outside \[-13, 13\): \[13\]"),
-        (torch.tensor([13], dtype=torch.uint8), ValueError, r"index outside \[-13, 13\): \[13\]"),
-        (torch.tensor([-14]), ValueError, r"index outside \[-13, 13\): \[-14\]"),
-        (torch.tensor([[0], [13]]), ValueError, r"index outside \[-13, 13\)"),
-        (torch.ones(B, T).bool(), ValueError, r"bool tensor \(2, 13\); it must be \[13\]"),
-        (torch.ones(T - 1).bool(), ValueError, r"bool tensor \(12,\); it must be \[13\]"),
-        (torch.zeros(3, 1).long(), ValueError, "has 3 rows, but the batch has 2"),
-        (torch.tensor(3), ValueError, r"is not an index \[n\] or \[batch, n\]"),
-        (torch.ones(2), ValueError, "float32"),
-        (torch.zeros(2, 1, 1).long(), ValueError, r"\(2, 1, 1\)"),
-        (True, TypeError, "not True"),
-        (2.0, TypeError, r"not 2\.0"),
-        ([1, 2], TypeError, r"not \[1, 2\]"),
-    ],
-    ids=lambda value: value if isinstance(value, str) else "",
-)
-def test_bad_keep(model: CausalLM, keep: Any, error: type[Exception], message: str) -> None:
-    ids, labels = tokens()
-    for given in ({}, {"labels": labels}):
-        with pytest.raises(error, match=message):
-            model(ids, logits_to_keep=keep, **given)

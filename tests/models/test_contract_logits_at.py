@@ -64,23 +64,6 @@ def test_none_at_all(model: CausalLM) -> None:
     assert model(ids, labels=labels).logits_at is None
 
 
-@pytest.mark.parametrize(
-    ("at", "error", "message"),
-    [
-        (torch.tensor([0, 26]), ValueError, r"outside \[0, 26\), batch times tokens: \[26\]"),
-        (torch.tensor([-1]), ValueError, r"\[-1\]"),
-        (torch.ones(T, dtype=torch.bool), ValueError, r"\(13,\) is not \[batch, tokens\]"),
-        (torch.zeros(1, 2, dtype=torch.int64), ValueError, r"\(1, 2\) is not an index \[n\]"),
-        (torch.zeros(3), TypeError, "integers or truth values, not torch.float32"),
-        (3, TypeError, "integers or truth values, not int"),
-    ],
-)
-def test_wrong_ones(model: CausalLM, at: Any, error: type[Exception], message: str) -> None:
-    ids, labels = tokens()
-    with pytest.raises(error, match=message):
-        model(ids, labels=labels, logits_at=at)
-
-
 def test_logits_bytes_of_a_call(model: CausalLM) -> None:
     """Smaller chunks, and the same loss and gradients up to rounding."""
     ids, labels = tokens(ignored=0)

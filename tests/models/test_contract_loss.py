@@ -14,7 +14,7 @@ from tests.models.contract import (
     token_losses,
     tokens,
 )
-from tigon.models import CausalLM
+from tigon.models import Batch, CausalLM, Targets
 
 B, T = 2, 13
 REDUCTIONS = ["token", "sequence", "sum", "none"]
@@ -158,21 +158,25 @@ def test_num_items_of_zero(model: CausalLM, items: int | Tensor) -> None:
     assert all((g == 0).all() for g in gradients(loss, model).values())
 
 
+@pytest.mark.parametrize("resolved", [False, True], ids=["keywords", "batch and targets"])
 @pytest.mark.parametrize("reduction", ["token", "sequence"])
-def test_uneven_micro_batches_equal_one_batch(reduction: str) -> None:
+def test_uneven_micro_batches_equal_one_batch(reduction: Any, resolved: bool) -> None:
     model = tiny_llama()
     ids, labels = tokens(batch=5)
     labels[0], labels[1, 3:], labels[4, :11] = -100, -100, -100  # one, none and many targets
     whole = model(ids, labels=labels, loss_reduction=reduction).loss
     expected = gradients(whole, model)
     parts = [slice(0, 1), slice(1, 2), slice(2, 5)]
-    shares = [model.num_items(labels[p], loss_reduction=reduction) for p in parts]
-    items = torch.stack(shares).sum()
+    given = [{"labels": labels[p], "loss_reduction": reduction} for p in parts]
+    items = torch.stack([model.num_items(**arguments) for arguments in given]).sum()
     total = 0.0
-    for p in parts:
-        loss = model(
-            ids[p], labels=labels[p], loss_reduction=reduction, num_items_in_batch=items
-        ).loss
+    for p, arguments in zip(parts, given, strict=True):
+        if resolved:
+            batch = Batch.of(model, ids[p])
+            targets = Targets.of(batch, **arguments)
+            loss = model(batch=batch, targets=targets.with_num_items(items)).loss
+        else:
+            loss = model(ids[p], **arguments, num_items_in_batch=items).loss
         total += loss.item()
         loss.backward()
     assert total == pytest.approx(whole.item(), rel=1e-6)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import tigon.kernels
-from tests.models.tiny import CASES, EVERY, FIRST, reference
+from tests.models.tiny import CASES, EVERY, FIRST, load_case, reference
 from tigon.kernels.loss.api import Options
 from tigon.models import from_pretrained
 from tigon.models.moe import aux_loss_coef
@@ -41,8 +41,7 @@ def test_a_cache_changes_nothing(model_type: str, case: str, tmp_path: Path) -> 
     rope = CASES[model_type][case].get("rope_parameters", {})
     if rope.get("rope_type") in ("dynamic", "longrope"):
         pytest.skip("the frequencies follow the longest position of a call")
-    reference(model_type, CASES[model_type][case], tmp_path)
-    model = from_pretrained(tmp_path)
+    model = load_case(model_type, case, tmp_path)
     ids = torch.cat((prompts(), prompts().flip(1)), dim=1)
     with torch.no_grad():
         whole = model(ids).logits
@@ -58,8 +57,7 @@ def test_a_cache_changes_nothing(model_type: str, case: str, tmp_path: Path) -> 
 def test_attention_to_both_sides_cannot_continue(
     model_type: str, case: str, tmp_path: Path
 ) -> None:
-    reference(model_type, CASES[model_type][case], tmp_path)
-    model = from_pretrained(tmp_path)
+    model = load_case(model_type, case, tmp_path)
     with pytest.raises(ValueError, match="can neither use a cache nor generate"):
         model(prompts(), use_cache=True)
     with pytest.raises(ValueError, match="can neither use a cache nor generate"):
@@ -68,8 +66,7 @@ def test_attention_to_both_sides_cannot_continue(
 
 @pytest.mark.parametrize(("model_type", "case"), FIRST + BOTH_SIDES)
 def test_packed_sequences_are_as_if_alone(model_type: str, case: str, tmp_path: Path) -> None:
-    reference(model_type, CASES[model_type][case], tmp_path)
-    model = from_pretrained(tmp_path)
+    model = load_case(model_type, case, tmp_path)
     first, second = prompts()[0], prompts()[1, :9]
     packed = torch.cat((first, second))[None]
     positions = torch.cat((torch.arange(PROMPT), torch.arange(9)))[None]

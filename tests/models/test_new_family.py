@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from tests.generation.common import padded
-from tests.models.contract import TINY, assert_same_gradients, gradients, tiny_llama
+from tests.models.contract import TINY, assert_same_gradients, gradients, tiny, tiny_llama
 from tigon.eval import log_likelihoods
 from tigon.layers import BlockInputs, KVCache, LayerState, Linear
 from tigon.models import MODELS, CausalLM, from_pretrained
@@ -111,12 +111,7 @@ def _registered(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def model() -> CausalLM:
-    torch.manual_seed(0)
-    model = Hybrid.from_config({**TINY, "num_hidden_layers": 3}, dtype=torch.float32)
-    with torch.no_grad():
-        for p in model.parameters():
-            p.copy_(1 + 0.3 * torch.randn_like(p) if p.dim() == 1 else 0.2 * torch.randn_like(p))
-    return model
+    return tiny(Hybrid, num_hidden_layers=3)
 
 
 IDS = torch.randint(0, 97, (2, 13), generator=torch.Generator().manual_seed(1))

@@ -16,7 +16,7 @@ from tests.models.test_io import same, tensors
 from tests.models.tiny import reference
 from tigon.cli.info import describe
 from tigon.models.config import ConfigError
-from tigon.models.quantization_config import REFUSED, read_quantization
+from tigon.models.quantization_config import read_quantization
 from tigon.weights import BlockScales
 
 # Sizes that blocks of 32 x 16 divide, as transformers asks for
@@ -80,7 +80,7 @@ def test_info_knows_the_format(tmp_path: Path) -> None:
     assert facts["quantised"] == "fp8" and "float8_e4m3fn" in facts["tensors"]
     assert facts["loads"].startswith("as tigon.Qwen3 in bfloat16")
     edit_config(tmp_path, quantization_config={"quant_method": "awq"})
-    assert "quantised with AWQ" in describe(str(tmp_path))["loads"]
+    assert "quantised with quant_method 'awq'" in describe(str(tmp_path))["loads"]
 
 
 def test_rounded_once_to_another_dtype(tmp_path: Path) -> None:
@@ -104,30 +104,25 @@ def test_a_multimodal_config_has_it_at_its_top(tmp_path: Path) -> None:
     path.write_text(json.dumps(whole | {"quantization_config": settings}))
     assert isinstance(tigon.from_pretrained(tmp_path), tigon.Ministral3)
     path.write_text(json.dumps(whole | {"quantization_config": {"quant_method": "awq"}}))
-    with pytest.raises(ConfigError, match="AWQ"):
+    with pytest.raises(ConfigError, match="quant_method 'awq'"):
         tigon.from_pretrained(tmp_path)
 
 
-def test_every_format_of_transformers_has_a_name_here() -> None:
-    assert {method.value for method in QuantizationMethod} - {"fp8"} <= REFUSED.keys()
-
-
-@pytest.mark.parametrize("method", REFUSED)
+@pytest.mark.parametrize("method", sorted({m.value for m in QuantizationMethod} - {"fp8"}))
 def test_other_formats_are_refused_by_name(method: str) -> None:
     with pytest.raises(ConfigError) as error:
         read_quantization({"quantization_config": {"quant_method": method, "bits": 4}})
-    assert f"quantised with {REFUSED[method][0]}" in str(error.value)
+    assert f"quantised with quant_method {method!r}" in str(error.value)
     assert "use the model's unquantised repository" in str(error.value)
 
 
 FP8 = {"quant_method": "fp8"}
 BAD: dict[str, tuple[Any, str]] = {
-    "unknown": ({"quant_method": "zip"}, "the quant_method 'zip' is not known"),
-    "no method": ({}, "the quant_method None is not known"),
-    "unhashable": ({"quant_method": ["awq"]}, r"the quant_method \['awq'\] is not known"),
+    "unknown": ({"quant_method": "zip"}, "quantised with quant_method 'zip'"),
+    "no method": ({}, "quantised with quant_method None"),
+    "unhashable": ({"quant_method": ["awq"]}, r"quant_method \['awq'\], which"),
     "no object": (True, "quantization_config=True is not an object with a quant_method"),
-    "4 bits": ({"load_in_4bit": True}, r"quantised with bitsandbytes \(4 bits\)"),
-    "8 bits": ({"quant_method": "bitsandbytes", "load_in_8bit": True}, r"bitsandbytes \(8 bits\)"),
+    "4 bits": ({"load_in_4bit": True}, "quant_method 'bitsandbytes'.* model.dequantize"),
     "packed experts": (FP8 | {"expert_dtype": "fp4"}, "expert_dtype='fp4' is not one of fp8"),
     "number form": (FP8 | {"fmt": "e3m4"}, "fmt='e3m4' is not one of e4m3, e5m2"),
     "unhashable form": (FP8 | {"fmt": {}}, "fmt={} is not one of"),

@@ -1,6 +1,7 @@
-"""Numbers of config.json beyond what a model can have, and sizes that its checkpoint does not."""
+"""Values of config.json that no model can have, and sizes that do not fit the checkpoint."""
 
 import json
+import shutil
 import time
 import types
 import typing
@@ -12,6 +13,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import tigon
+from tests.models.test_config import DEFAULT
+from tests.models.test_config_families import MINISTRAL_YARN
 from tests.models.tiny import FULL, LLAMA3, LONG, SLIDING, YARN
 from tigon.models import MODELS, build
 from tigon.models.pretrained import match
@@ -37,82 +40,197 @@ def test_every_number_has_a_range(model_type: str) -> None:
     assert {name for name, kind in rope.items() if has_numbers(kind)} <= ROPE_RANGES.keys()
 
 
-BAD: dict[str, tuple[str, dict[str, Any], str]] = {
-    "eps below 0": ("llama", {"rms_norm_eps": -1.0}, "rms_norm_eps=-1.0 must be at least 0"),
-    "eps infinite": ("llama", {"rms_norm_eps": INF}, "rms_norm_eps=inf must be at most"),
-    "odd heads": ("llama", {"head_dim": 3}, "head_dim=3 is odd"),
-    "odd heads of a quotient": (
-        "llama",
-        {"num_attention_heads": 32, "hidden_size": 96},
-        "=3 is odd",
-    ),
-    "padding": ("llama", {"pad_token_id": 32000}, "pad_token_id=32000 is outside the vocabulary"),
-    "padding below": ("llama", {"pad_token_id": -2}, "pad_token_id=-2 must be at least -1"),
-    "token": ("llama", {"eos_token_id": [2, 2**40]}, "eos_token_id=1099511627776 must be at most"),
-    "no end of tokens": ("llama", {"eos_token_id": [2] * 40_000}, "eos_token_id has 40000 items"),
-    "heads below 0": ("llama", {"num_key_value_heads": -4}, "num_key_value_heads=-4 must be at"),
-    "experts": (
-        "qwen3_moe",
-        {"num_experts": 10**9},
-        "num_experts=1000000000 must be at most 16384",
-    ),
-    "experts of mixtral": (
-        "mixtral",
-        {"num_local_experts": 20_000},
-        "num_local_experts=20000 must",
-    ),
-    "init": ("llama", {"initializer_range": NAN}, "initializer_range=nan must be at least 0"),
-    "theta 0": ("llama", {"rope_theta": 0}, "rope_theta=0 must be at least"),
-    "theta NaN": ("llama", {"rope_parameters": {"rope_theta": NAN}}, "rope_theta=nan must be at"),
-    "factor 0": ("llama", {"rope_scaling": {"type": "linear", "factor": 0}}, "factor=0 must be at"),
-    "original length": (
-        "llama",
-        {"rope_scaling": YARN | {"original_max_position_embeddings": -1}},
-        "original_max_position_embeddings=-1 must be at least 1",
-    ),
-    "bands": ("llama", {"rope_scaling": LLAMA3 | {"high_freq_factor": 1.0}}, "is not less than"),
-    "yarn theta": ("llama", {"rope_scaling": YARN | {"rope_theta": 1.0}}, "is not more than 1"),
-    "a factor": (
-        "llama",
-        {"rope_scaling": LONG | {"long_factor": [1.0, INF]}},
-        "long_factor=inf must be at most",
-    ),
-    "longrope of one": (
-        "llama",
-        {"rope_scaling": LONG, "original_max_position_embeddings": 1},
-        "original_max_position_embeddings=1 is too short",
-    ),
-    "type of rope": ("llama", {"rope_scaling": {"type": ["linear"]}}, r"rope_type \['linear'\]"),
-    "a type of phi3": ("phi3", {"rope_scaling": {"type": ["su"]}}, r"rope_type \['su'\]"),
-    "two ropes as a list": ("gemma3_text", {"rope_scaling": [1]}, r"rope_scaling=\[1\] is not a d"),
-    "two ropes as a text": ("olmo3", {"rope_parameters": "x"}, "rope_parameters='x' is not a dic"),
-    "one of two ropes": (
-        "olmo3",
-        {"rope_parameters": {FULL: [1], SLIDING: {}}},
-        r"rope_parameters.full_attention=\[1\] is not a dictionary",
-    ),
-    "local theta": (
-        "gemma3_text",
-        {"rope_local_base_freq": "1"},
-        "rope_local_base_freq='1' is not",
-    ),
-    "pattern 0": ("gemma3_text", {"sliding_window_pattern": 0}, "sliding_window_pattern=0 must be"),
-    "scale 0": ("gemma2", {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar=0 must be at least"),
-    "interval 0": ("smollm3", {"no_rope_layer_interval": 0}, "no_rope_layer_interval=0 must be"),
-    "logits 0": ("granite", {"logits_scaling": 0}, "logits_scaling=0 must be at least"),
-    "experts below 0": ("qwen3_moe", {"num_experts": -1}, "num_experts=-1 must be at least 0"),
-    "window 0": ("mistral", {"sliding_window": 0}, "sliding_window=0 must be at least 1"),
-    "an unknown value": (
-        "llama",
-        {"clip_qkv": "\x1b[2J" + "x" * 500},
-        r"clip_qkv='\\x1b\[2Jx.*\.\.\. ch",
-    ),
+# Model type -> values, and what the error says of them
+BAD: dict[str, list[tuple[dict[str, Any], str]]] = {
+    "gemma": [({"use_bidirectional_attention": True}, "use_bidirectional_attention=True")],
+    "gemma2": [
+        ({"layer_types": ["full_attention"]}, "layer_types=.* is not .* each of 26"),
+        ({"query_pre_attn_scalar": 0}, "query_pre_attn_scalar=0 must be at least"),
+        ({"use_bidirectional_attention": True}, "use_bidirectional_attention=True"),
+    ],
+    "gemma3_text": [
+        ({"attn_logit_softcapping": 50.0}, "attn_logit_softcapping=50.0 changes"),
+        ({"rope_local_base_freq": "1"}, "rope_local_base_freq='1' is not"),
+        ({"rope_parameters": {"rope_type": "linear"}}, "is not given per"),
+        ({"rope_scaling": [1]}, r"rope_scaling=\[1\] is not a d"),
+        ({"sliding_window_pattern": 0}, "sliding_window_pattern=0 must be"),
+    ],
+    "glm4": [
+        ({"num_experts": 8}, "num_experts=8 changes"),
+        ({"partial_rotary_factor": 1.5}, r"partial_rotary_factor=1.5 is not in \(0, 1\]"),
+    ],
+    "granite": [
+        ({"attention_multiplier": "1"}, "attention_multiplier='1' is not a number"),
+        ({"logits_scaling": 0}, "logits_scaling=0 must be at least"),
+        ({"num_local_experts": 8}, "num_local_experts=8 changes"),
+    ],
+    "llama": [
+        ({"clip_qkv": "\x1b[2J" + "x" * 500}, r"clip_qkv='\\x1b\[2Jx.*\.\.\. ch"),
+        ({"eos_token_id": ["a"]}, r"eos_token_id=\['a'\] is not a whole number"),
+        ({"eos_token_id": [2, 2**40]}, "eos_token_id=1099511627776 must be at most"),
+        ({"eos_token_id": [2] * 40_000}, "eos_token_id has 40000 items"),
+        ({"final_logit_softcapping": 30.0}, "final_logit_softcapping=30.0 changes"),
+        ({"head_dim": 2**40}, "head_dim=1099511627776 must be at most 65536"),
+        ({"head_dim": 3}, "head_dim=3 is odd"),
+        ({"hidden_act": "relu2"}, "hidden_act='relu2' is not one of silu, swish, gelu"),
+        ({"hidden_size": "64"}, "hidden_size='64' is not a whole number"),
+        ({"hidden_size": 0}, "hidden_size=0 must be at least 1"),
+        (
+            {"hidden_size": 100, "num_attention_heads": 3},
+            "hidden_size=100 is not a multiple of num_attention_heads=3, and head_dim is not given",
+        ),
+        (
+            {
+                "hidden_size": 2**30,
+                "intermediate_size": 2**30 + 2**10,
+                "vocab_size": 2**31 - 1,
+                "head_dim": 128,
+            },
+            "no model can have these sizes",
+        ),
+        ({"hidden_size": 2**62}, "hidden_size=4611686018427387904 must be at most 2147483647"),
+        ({"initializer_range": NAN}, "initializer_range=nan must be at least 0"),
+        ({"intermediate_size": 11.5}, "intermediate_size=11.5 is not a whole number"),
+        ({"is_causal": False}, "is_causal=False changes"),
+        ({"model_type": "qwen2"}, "model_type 'qwen2' is not 'llama'"),
+        ({"num_attention_heads": 0}, "num_attention_heads=0 must be at least 1"),
+        ({"num_attention_heads": 32, "hidden_size": 96}, "=3 is odd"),
+        (
+            {"num_attention_heads": 6, "num_key_value_heads": 4},
+            "num_attention_heads=6 is not a multiple of num_key_value_heads=4",
+        ),
+        ({"num_hidden_layers": -1}, "num_hidden_layers=-1 must be at least 1"),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers=10+ must be at most 2000"),
+        ({"num_key_value_heads": -4}, "num_key_value_heads=-4 must be at"),
+        ({"num_local_experts": 8}, "num_local_experts=8 changes what the model"),
+        ({"pad_token_id": -2}, "pad_token_id=-2 must be at least -1"),
+        ({"pad_token_id": 32000}, "pad_token_id=32000 is outside the vocabulary"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5 changes"),
+        ({"quantization_config": True}, "quantization_config=True is not an object"),
+        (
+            {"quantization_config": {"quant_method": "gptq", "bits": 4}},
+            "quantised with quant_method 'gptq', which Tigon does not read, .* use the model's",
+        ),
+        ({"rms_norm_eps": -1.0}, "rms_norm_eps=-1.0 must be at least 0"),
+        ({"rms_norm_eps": INF}, "rms_norm_eps=inf must be at most"),
+        ({"rms_norm_eps": None}, "rms_norm_eps=None is not a number"),
+        ({"rms_norm_eps": float("nan")}, "rms_norm_eps=nan must be at least 0"),
+        ({"rope_parameters": []}, r"rope_parameters=\[\] is not a dictionary"),
+        ({"rope_parameters": {"full_attention": DEFAULT}}, "does not know {'full_attention'"),
+        ({"rope_parameters": {"rope_theta": NAN}}, "rope_theta=nan must be at"),
+        (
+            {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}},
+            "partial_rotary_factor=0.5 is not known",
+        ),
+        ({"rope_scaling": "linear"}, "rope_scaling='linear' is not a dictionary"),
+        ({"rope_scaling": LLAMA3 | {"high_freq_factor": 1.0}}, "is not less than"),
+        ({"rope_scaling": LONG | {"long_factor": 2.0}}, "long_factor=2.0 is not a list of numbers"),
+        ({"rope_scaling": LONG | {"long_factor": [1.0, INF]}}, "long_factor=inf must be at most"),
+        (
+            {"rope_scaling": LONG, "original_max_position_embeddings": 1},
+            "original_max_position_embeddings=1 is too short",
+        ),
+        ({"rope_scaling": YARN | {"factor": "4"}}, "factor='4' is not a number"),
+        ({"rope_scaling": YARN | {"foo": 1}}, "rope_type 'yarn' does not know {'foo': 1}"),
+        (
+            {"rope_scaling": YARN | {"original_max_position_embeddings": -1}},
+            "original_max_position_embeddings=-1 must be at least 1",
+        ),
+        ({"rope_scaling": YARN | {"rope_theta": 1.0}}, "is not more than 1"),
+        (
+            {"rope_scaling": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0}},
+            "rope_type 'llama3' needs high_freq_factor; the config has {.*'factor': 8.0",
+        ),
+        (
+            {"rope_scaling": {"rope_type": "mrope", "factor": 2.0}},
+            "unknown rope_type 'mrope'; there are default, linear, dynamic, llama3, yarn, longrope",
+        ),
+        ({"rope_scaling": {"type": "linear", "factor": 0}}, "factor=0 must be at"),
+        ({"rope_scaling": {"type": "longrope"}}, "short_factor, long_factor"),
+        ({"rope_scaling": {"type": ["linear"]}}, r"rope_type \['linear'\]"),
+        ({"rope_theta": 0}, "rope_theta=0 must be at least"),
+        ({"rope_theta": None}, "rope_theta=None is not a number"),
+        (
+            {"sliding_window": 4096},
+            r"sliding_window=4096 changes what the model computes, and LlamaConfig \(model_type",
+        ),
+        ({"sliding_window": 8}, "sliding_window=8 changes"),
+        ({"tie_word_embeddings": 1}, "tie_word_embeddings=1 is not true or false"),
+        ({"torch_dtype": 5}, "dtype=5 is not text"),
+        ({"vocab_size": 10**30}, "vocab_size=1000.* must be at most"),
+        ({"vocab_size": True}, "vocab_size=True is not a whole number"),
+    ],
+    "ministral3": [
+        ({"layer_types": [FULL] * 34}, "layer_types=.* changes"),
+        (
+            {"rope_parameters": MINISTRAL_YARN | {"llama_4_scaling_beta": "big"}},
+            "llama_4_scaling_beta='big' is not a number",
+        ),
+        (
+            {"rope_parameters": {"rope_type": "default", "llama_4_scaling_beta": 0.1}},
+            "needs original_max_position_embeddings in rope_parameters={",
+        ),
+        (
+            {"rope_parameters": {"rope_type": "default"}},
+            "ministral3 needs llama_4_scaling_beta in rope_parameters={",
+        ),
+    ],
+    "mistral": [
+        ({"hidden_act": "relu"}, "hidden_act='relu' is not one of"),
+        ({"rope_parameters": MINISTRAL_YARN}, "does not know {.*llama_4_scaling_beta"),
+        ({"sliding_window": 0}, "sliding_window=0 must be at least 1"),
+    ],
+    "mixtral": [
+        ({"num_experts_per_tok": 9}, r"num_experts_per_tok=9 is not in \[1, 8\]"),
+        ({"num_local_experts": 20_000}, "num_local_experts=20000 must"),
+        ({"router_jitter_noise": 0.1}, "router_jitter_noise=0.1 changes"),
+    ],
+    "olmo2": [
+        ({"clip_qkv": 8.0}, "clip_qkv=8.0 changes"),
+        ({"sliding_window": 8}, "sliding_window=8 changes"),
+    ],
+    "olmo3": [
+        ({"layer_types": ["chunked_attention"] * 32}, "layer_types="),
+        ({"layer_types": [FULL]}, "layer_types=.* is not .* each of 32"),
+        ({"rope_parameters": "x"}, "rope_parameters='x' is not a dic"),
+        ({"rope_parameters": {"rope_type": "linear"}}, "is not given per"),
+        (
+            {"rope_parameters": {FULL: [1], SLIDING: {}}},
+            r"rope_parameters.full_attention=\[1\] is not a dictionary",
+        ),
+    ],
+    "phi3": [({"rope_scaling": {"type": ["su"]}}, r"rope_type \['su'\]")],
+    "qwen2": [
+        ({"layer_types": ["chunked_attention"] * 32}, "layer_types="),
+        ({"num_experts": 8}, "num_experts=8 changes"),
+    ],
+    "qwen2_moe": [
+        ({"num_experts_per_tok": 0}, r"num_experts_per_tok=0 is not in \[1, 60\]"),
+        ({"num_local_experts": 8}, "num_local_experts=8 changes"),
+        (
+            {"shared_expert_intermediate_size": 0},
+            "shared_expert_intermediate_size=0 is not positive",
+        ),
+    ],
+    "qwen3_moe": [
+        ({"decoder_sparse_step": 0}, "decoder_sparse_step=0 must be at least 1"),
+        ({"layer_types": ["full_attention"] * 24}, "layer_types=.* changes"),
+        ({"mlp_only_layers": ["1"]}, r"mlp_only_layers=\['1'\] is not a list of whole numbers"),
+        ({"num_experts": -1}, "num_experts=-1 must be at least 0"),
+        ({"num_experts": 10**9}, "num_experts=1000000000 must be at most 16384"),
+        ({"qkv_bias": True}, "qkv_bias=True changes"),
+        ({"shared_expert_intermediate_size": 64}, "shared_expert_intermediate_size=64 changes"),
+        ({"use_qk_norm": False}, "use_qk_norm=False changes"),
+    ],
+    "smollm3": [({"no_rope_layer_interval": 0}, "no_rope_layer_interval=0 must be")],
 }
 
 
-@pytest.mark.parametrize("case", BAD)
-def test_values_beyond_their_range(case: str) -> None:
-    model_type, changes, message = BAD[case]
+@pytest.mark.parametrize(
+    ("model_type", "changes", "message"),
+    [(model_type, *row) for model_type, rows in BAD.items() for row in rows],
+)
+def test_bad_values_are_named(model_type: str, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         MODELS[model_type].from_config({"model_type": model_type, **changes}, device="meta")
 
@@ -147,62 +265,57 @@ UNFIT: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.fixture(scope="module")
-def experts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("experts")
-    MODELS["qwen3_moe"].from_config({"model_type": "qwen3_moe", **TINY, **EXPERTS}).save_pretrained(
-        folder / "model"
-    )
+    model = MODELS["qwen3_moe"].from_config({"model_type": "qwen3_moe", **TINY, **EXPERTS})
+    model.save_pretrained(folder / "model")
     return folder / "model"
+
+
+@pytest.fixture
+def checkpoint(saved: Path, tmp_path: Path) -> Path:
+    """A copy of a checkpoint with experts."""
+    return Path(shutil.copytree(saved, tmp_path / "model"))
+
+
+def edit_config(checkpoint: Path, **changes: Any) -> None:
+    path = checkpoint / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
 
 @pytest.mark.parametrize("case", UNFIT)
 def test_sizes_are_compared_before_anything_is_allocated(
-    case: str, experts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    case: str, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     changes, message = UNFIT[case]
-    for path in experts.iterdir():
-        (tmp_path / path.name).write_bytes(path.read_bytes())
-    config = tmp_path / "config.json"
-    config.write_text(json.dumps(json.loads(config.read_text()) | changes))
+    edit_config(checkpoint, **changes)
     monkeypatch.setattr(torch, "empty_like", None)  # what allocates parameters
     with pytest.raises(ConfigError, match=rf"config\.json: {message}"):
-        tigon.from_pretrained(tmp_path)
+        tigon.from_pretrained(checkpoint)
 
 
 def test_each_shape_is_compared_before_anything_is_allocated(
-    experts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for path in experts.iterdir():
-        (tmp_path / path.name).write_bytes(path.read_bytes())
-    config = tmp_path / "config.json"
-    config.write_text(json.dumps(json.loads(config.read_text()) | {"num_key_value_heads": 2}))
+    edit_config(checkpoint, num_key_value_heads=2)
     monkeypatch.setattr(torch, "empty_like", None)
     for mmap in (False, True):
         with pytest.raises(ValueError, match=r"k_proj.weight is \[4, 8\], not \[8, 8\]"):
-            tigon.from_pretrained(tmp_path, mmap=mmap)
+            tigon.from_pretrained(checkpoint, mmap=mmap)
     with pytest.raises(ValueError, match="does not fit Qwen3Moe"):
-        build(Repository(tmp_path), MODELS)
+        build(Repository(checkpoint), MODELS)
 
 
 def test_experts_are_counted_before_they_are_named(
-    experts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for path in experts.iterdir():
-        (tmp_path / path.name).write_bytes(path.read_bytes())
-    weights = load_file(tmp_path / "model.safetensors")
-    save_file(
-        weights | {"other": torch.zeros(10**6, dtype=torch.uint8)}, tmp_path / "model.safetensors"
-    )
-    config = tmp_path / "config.json"
-    config.write_text(
-        json.dumps(
-            json.loads(config.read_text())
-            | dict.fromkeys(("num_experts", "num_local_experts"), 5000)
-        )
-    )
+    weights = load_file(checkpoint / "model.safetensors")
+    weights["other"] = torch.zeros(10**6, dtype=torch.uint8)
+    save_file(weights, checkpoint / "model.safetensors")
+    edit_config(checkpoint, num_experts=5000, num_local_experts=5000)
     monkeypatch.setattr(match, "layout", None)
     with pytest.raises(ConfigError, match="a model of 10000 matrices of experts does not fit"):
-        tigon.from_pretrained(tmp_path)
+        tigon.from_pretrained(checkpoint)
 
 
 @pytest.mark.parametrize(
@@ -216,10 +329,8 @@ def test_experts_are_counted_before_they_are_named(
     ],
 )
 def test_generation_config_is_checked_when_it_is_read(
-    content: str, message: str, experts: Path, tmp_path: Path
+    content: str, message: str, checkpoint: Path
 ) -> None:
-    for path in experts.iterdir():
-        (tmp_path / path.name).write_bytes(path.read_bytes())
-    (tmp_path / "generation_config.json").write_text(content)
+    (checkpoint / "generation_config.json").write_text(content)
     with pytest.raises(ValueError, match=message):
-        tigon.from_pretrained(tmp_path)
+        tigon.from_pretrained(checkpoint)

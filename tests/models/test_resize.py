@@ -91,7 +91,7 @@ def test_adapters_of_a_resized_base(saved: list[str], tied: bool, tmp_path: Path
 def test_refusals(model: Any) -> None:
     weight = model.model.embed_tokens.weight
     for wrong in (0, -1, 2.5, True, "8"):
-        with pytest.raises(ValueError, match=r"new_num_tokens=.* is no number of tokens"):
+        with pytest.raises(ValueError, match=r"new_num_tokens=.* is not a positive integer"):
             model.resize_token_embeddings(wrong)
     with pytest.raises(ValueError, match="pad_to_multiple_of=0"):
         model.resize_token_embeddings(8, 0)

@@ -8,25 +8,16 @@ import torch
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from tests.models.tiny import ROPES
+from tests.models.tiny import LLAMA3, ROPES
+from tests.models.tiny import YARN as TINY_YARN
 from tigon.layers import RotaryEmbedding
 from tigon.models.rope_config import read_rope
 
 D = 128
-LLAMA31 = {
-    "rope_type": "llama3",
-    "rope_theta": 500000.0,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 8192,
-}
-YARN = {
-    "rope_type": "yarn",
-    "rope_theta": 1e6,
-    "factor": 4.0,
-    "original_max_position_embeddings": 32768,
-}
+LLAMA31 = LLAMA3 | {"original_max_position_embeddings": 8192}
+YARN = TINY_YARN | {"rope_theta": 1e6, "original_max_position_embeddings": 32768}
+BETAS = {"beta_fast": 32.0, "beta_slow": 1.0}
+YARN_4K = YARN | {"original_max_position_embeddings": 4096}
 REAL: dict[str, tuple[dict[str, Any], int]] = {  # parameters, max_position_embeddings
     "Llama-2": ({"rope_theta": 1e4}, 4096),
     "Llama-3.1": (LLAMA31, 131072),
@@ -36,28 +27,12 @@ REAL: dict[str, tuple[dict[str, Any], int]] = {  # parameters, max_position_embe
     "Qwen2.5-1M": (YARN, 131072),
     "yarn whose ramp ends past the head": (YARN | {"rope_theta": 50.0}, 131072),
     "DeepSeek": (
-        {
-            "type": "yarn",
-            "rope_theta": 1e4,
-            "factor": 40.0,
-            "beta_fast": 32.0,
-            "beta_slow": 1.0,
-            "mscale": 0.707,
-            "mscale_all_dim": 1.0,
-            "original_max_position_embeddings": 4096,
-        },
+        YARN_4K
+        | BETAS
+        | {"rope_theta": 1e4, "factor": 40.0, "mscale": 0.707, "mscale_all_dim": 1.0},
         163840,
     ),
-    "gpt-oss": (
-        {
-            "rope_type": "yarn",
-            "rope_theta": 150000.0,
-            "factor": 32.0,
-            "truncate": False,
-            "original_max_position_embeddings": 4096,
-        },
-        131072,
-    ),
+    "gpt-oss": (YARN_4K | {"rope_theta": 150000.0, "factor": 32.0, "truncate": False}, 131072),
     "Phi-3-128k": (
         {
             "rope_type": "longrope",

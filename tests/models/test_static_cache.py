@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from tests.models.contract import tiny_llama, tokens
-from tests.models.tiny import CASES, EVERY, FIRST, reference
+from tests.models.tiny import CASES, EVERY, FIRST, load_case
 from tigon.layers import KVCache, StaticCache
-from tigon.models import CausalLM, from_pretrained
+from tigon.models import CausalLM
 
 CHUNK, TOTAL = 4, 41  # far past the window of 7, and past max_position_embeddings of 24
 CAUSAL = [row for row in EVERY if "use_bidirectional_attention" not in CASES[row[0]][row[1]]]
@@ -24,11 +24,6 @@ MOVING = [  # whose frequencies follow the longest position of a call
 FIXED = [row for row in CAUSAL if row not in MOVING]
 WINDOWED = [row for row in FIXED if "sliding_window" in CASES[row[0]][row[1]]]
 ONE_OF_EACH = [*FIRST, *(row for row in WINDOWED if row not in FIRST)]
-
-
-def family(model_type: str, case: str, path: Path) -> CausalLM:
-    reference(model_type, CASES[model_type][case], path)
-    return from_pretrained(path)
 
 
 def text(rows: int) -> Tensor:
@@ -81,7 +76,7 @@ def no_grad() -> Any:
 
 @pytest.mark.parametrize(("model_type", "case"), FIXED)
 def test_packed_prompts_and_steps(model_type: str, case: str, tmp_path: Path) -> None:
-    model = family(model_type, case, tmp_path)
+    model = load_case(model_type, case, tmp_path)
     reader = Reader(model, text(3), model.static_cache(3, TOTAL, chunk=CHUNK))
     lengths = [5, 16, 1]
     reader.prompts(lengths)
@@ -95,7 +90,7 @@ def test_packed_prompts_and_steps(model_type: str, case: str, tmp_path: Path) ->
 def test_moving_frequencies_are_those_of_a_growing_cache(
     model_type: str, case: str, tmp_path: Path
 ) -> None:
-    model, ids = family(model_type, case, tmp_path), text(2)
+    model, ids = load_case(model_type, case, tmp_path), text(2)
     growing, static = KVCache(), model.static_cache(2, TOTAL, chunk=CHUNK)
     for start, end in itertools.pairwise((0, 11, 12, 16, 20, 21, TOTAL)):
         expected, found = (
@@ -106,7 +101,7 @@ def test_moving_frequencies_are_those_of_a_growing_cache(
 
 @pytest.mark.parametrize(("model_type", "case"), ONE_OF_EACH)
 def test_long_prompts_in_parts(model_type: str, case: str, tmp_path: Path) -> None:
-    model = family(model_type, case, tmp_path)
+    model = load_case(model_type, case, tmp_path)
     reader = Reader(model, text(2), model.static_cache(2, TOTAL, chunk=CHUNK))
     for n in (5, 12, 2, 9):
         reader.step(n, slice(0, 1))
@@ -120,7 +115,7 @@ def test_long_prompts_in_parts(model_type: str, case: str, tmp_path: Path) -> No
 
 @pytest.mark.parametrize(("model_type", "case"), ONE_OF_EACH)
 def test_crop_is_as_if_never_read(model_type: str, case: str, tmp_path: Path) -> None:
-    model = family(model_type, case, tmp_path)
+    model = load_case(model_type, case, tmp_path)
     reader = Reader(model, text(3), model.static_cache(3, TOTAL, chunk=CHUNK))
     reader.prompts([12, 3, 25])
     for kept in ([0, 3, 1], [4, 0, 2], [1, 1, 1], [2, 3, 4]):
@@ -134,7 +129,7 @@ def test_crop_is_as_if_never_read(model_type: str, case: str, tmp_path: Path) ->
 
 @pytest.mark.parametrize(("model_type", "case"), WINDOWED[:1])
 def test_rows_emptied_where_layers_have_windows(model_type: str, case: str, tmp_path: Path) -> None:
-    model = family(model_type, case, tmp_path)
+    model = load_case(model_type, case, tmp_path)
     reader = Reader(model, text(2), model.static_cache(2, TOTAL, chunk=CHUNK))
     reader.step(36)
     reader.cache.crop(torch.tensor([0, 36]))  # each row by itself
@@ -152,7 +147,7 @@ def test_rows_emptied_where_layers_have_windows(model_type: str, case: str, tmp_
 def test_autocast_is_as_exact_as_with_a_growing_cache(
     model_type: str, case: str, made: str, tmp_path: Path
 ) -> None:
-    model, ids = family(model_type, case, tmp_path), text(2)
+    model, ids = load_case(model_type, case, tmp_path), text(2)
     exact, outs = model(ids).logits, {}
     outside = model.static_cache(2, TOTAL, chunk=CHUNK)
     with torch.autocast("cpu", torch.bfloat16):
@@ -183,7 +178,7 @@ def test_autocast_generates_what_is_best_or_near(kind: str) -> None:
 
 @pytest.mark.parametrize(("model_type", "case"), ONE_OF_EACH)
 def test_int8_is_close(model_type: str, case: str, tmp_path: Path) -> None:
-    model = family(model_type, case, tmp_path)
+    model = load_case(model_type, case, tmp_path)
     cache = model.static_cache(3, TOTAL, chunk=CHUNK, quantize="int8")
     assert cache.nbytes < 0.32 * model.static_cache(3, TOTAL, chunk=CHUNK).nbytes  # of fp32
     reader, differences = Reader(model, text(3), cache), []
@@ -196,7 +191,7 @@ def test_int8_is_close(model_type: str, case: str, tmp_path: Path) -> None:
 
 
 def test_only_layers_with_a_window_are_rings(tmp_path: Path) -> None:
-    model = family("gemma2", "small caps", tmp_path)
+    model = load_case("gemma2", "small caps", tmp_path)
     cache = model.to(torch.bfloat16).static_cache(2, TOTAL, chunk=CHUNK)
     sizes = [state.buffers.keys.shape for state in cache.states]
     assert sizes == [(2, 2, slots, 20) for slots in (7 + CHUNK - 1, TOTAL, 7 + CHUNK - 1)]
@@ -265,7 +260,7 @@ def test_own_positions_rotate_and_do_not_move_tokens() -> None:
 
 
 def test_experts_count_what_they_get(tmp_path: Path) -> None:
-    model, ids = family("qwen3_moe", "plain", tmp_path), text(2)
+    model, ids = load_case("qwen3_moe", "plain", tmp_path), text(2)
     cache, growing = model.static_cache(2, TOTAL), KVCache()
     for part in ids[:, :20].split(6, 1):
         loads = [

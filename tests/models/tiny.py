@@ -7,7 +7,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.numbers import float64
-from tigon.models import MODELS, CausalLM
+from tigon.models import MODELS, CausalLM, from_pretrained
 from tigon.models.config import ModelConfig
 
 Overrides = dict[str, Any]
@@ -25,13 +25,10 @@ SIZES: Overrides = {
     "max_position_embeddings": 24,
     "rms_norm_eps": 1e-3,
 }
-YARN = {
-    "rope_type": "yarn",
-    "rope_theta": 1e4,
-    "factor": 4.0,
-    "original_max_position_embeddings": 16,
-}
-LONG = {
+DEFAULT = {"rope_type": "default", "rope_theta": 500.0}
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}
+YARN |= {"original_max_position_embeddings": 16}
+LONG: Overrides = {
     "rope_type": "longrope",
     "rope_theta": 1e4,
     "short_factor": [1.0 + i / 40 for i in range(10)],
@@ -46,7 +43,7 @@ LLAMA3 = {
     "original_max_position_embeddings": 64,
 }
 ROPES: dict[str, Overrides] = {
-    "default": {"rope_type": "default", "rope_theta": 500.0},
+    "default": DEFAULT,
     "linear": {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0},
     "dynamic": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0},
     "llama3": LLAMA3,
@@ -107,20 +104,15 @@ CASES |= {
         "attention_bias": {"attention_bias": True},
     },
     "gemma2": {
-        "small caps": {
+        name: {
             **WINDOW,
             "query_pre_attn_scalar": 24,
-            "attn_logit_softcapping": 1.0,
-            "final_logit_softcapping": 3.0,
-        },
-        "no caps": {
-            **WINDOW,
-            "query_pre_attn_scalar": 24,
-            "attn_logit_softcapping": None,
-            "final_logit_softcapping": None,
-        },
-        "other layers slide": {**WINDOW, "layer_types": [FULL, SLIDING, FULL]},
-    },
+            "attn_logit_softcapping": attention,
+            "final_logit_softcapping": final,
+        }
+        for name, attention, final in (("small caps", 1.0, 3.0), ("no caps", None, None))
+    }
+    | {"other layers slide": {**WINDOW, "layer_types": [FULL, SLIDING, FULL]}},
     "smollm3": {
         "every other": {"no_rope_layer_interval": 2, "pad_token_id": 3},
         "listed, sliding": {
@@ -141,22 +133,14 @@ CASES |= {
         "partial, window": {
             **WINDOW,
             "pad_token_id": 3,
-            "rope_parameters": {
-                "rope_type": "default",
-                "rope_theta": 500.0,
-                "partial_rotary_factor": 0.5,
-            },
+            "rope_parameters": DEFAULT | {"partial_rotary_factor": 0.5},
         },
         "longrope": {
             "pad_token_id": None,
             "head_dim": 16,
             "original_max_position_embeddings": 16,
-            "rope_parameters": {
-                "rope_type": "longrope",
-                "rope_theta": 1e4,
-                "short_factor": [1.0 + i / 40 for i in range(8)],
-                "long_factor": [1.5 + i for i in range(8)],
-            },
+            "rope_parameters": LONG
+            | {name: LONG[name][:8] for name in ("short_factor", "long_factor")},
         },
     },
     "seed_oss": {
@@ -215,11 +199,7 @@ CASES |= {
         "a quarter, no bias": {
             "pad_token_id": None,
             "attention_bias": False,
-            "rope_parameters": {
-                "rope_type": "default",
-                "rope_theta": 500.0,
-                "partial_rotary_factor": 0.25,
-            },
+            "rope_parameters": DEFAULT | {"partial_rotary_factor": 0.25},
         },
         "whole, yarn": {
             "pad_token_id": None,
@@ -233,12 +213,8 @@ CASES |= {
         },
         "window": {
             **WINDOW,
-            "rope_parameters": {
-                "rope_type": "default",
-                "rope_theta": 500.0,
-                "original_max_position_embeddings": 3,
-                "llama_4_scaling_beta": 0.9,
-            },
+            "rope_parameters": DEFAULT
+            | {"original_max_position_embeddings": 3, "llama_4_scaling_beta": 0.9},
         },
         "default rope, tied": {"tie_word_embeddings": True},
     },
@@ -279,8 +255,7 @@ CASES |= {
 # What is chosen by a hair's breadth in fp32 is another in bf16: there all experts are taken
 IN_BF16: dict[str, Overrides] = {
     "mixtral": {"num_local_experts": 6, "num_experts_per_tok": 6},
-    "qwen2_moe": {"num_experts": 6, "num_experts_per_tok": 6},
-    "qwen3_moe": {"num_experts": 6, "num_experts_per_tok": 6},
+    **{name: {"num_experts": 6, "num_experts_per_tok": 6} for name in ("qwen2_moe", "qwen3_moe")},
 }
 EVERY = [(model_type, case) for model_type, cases in CASES.items() for case in cases]
 FIRST = [(model_type, next(iter(cases))) for model_type, cases in CASES.items()]
@@ -309,6 +284,12 @@ def reference(
                 p.copy_(torch.randn_like(p) * 0.08)  # 4 times transformers' own, the pad row too
     model.to(dtype).eval().save_pretrained(directory, **save)
     return model
+
+
+def load_case(model_type: str, case: str, directory: Path) -> CausalLM:
+    """Our model of a case, loaded from transformers' checkpoint of it."""
+    reference(model_type, CASES[model_type][case], directory)
+    return from_pretrained(directory)
 
 
 def on_meta(config: ModelConfig) -> CausalLM:

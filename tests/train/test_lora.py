@@ -381,9 +381,7 @@ def test_a_base_that_is_drawn(workspace, nf4_settings):
     assert len(pairs) == 2 * 4  # qkv and o, gate and up, down
     for (name, _, one), (_, _, other) in pairs:
         assert torch.equal(one.dequantize(), other.dequantize()), name
-    with pytest.raises(
-        ValueError, match=r"lora.quantize=keep .* init=.*config.json: init has no"
-    ):
+    with pytest.raises(ValueError, match=r"lora.quantize=keep .* init=.*config.json: init has no"):
         load(None, nf4_settings("kept", **drawn | {"lora.quantize": "keep"}))
 
 

@@ -15,13 +15,12 @@ from tigon.models.adapters.peft_files import (
 from tigon.models.arguments import check_keywords
 from tigon.models.causal_lm import CausalLM
 from tigon.models.config import torch_dtype
-from tigon.models.decoder import recomputed_blocks
 from tigon.models.families import *  # noqa: F403
 from tigon.models.init import init_sharded_weights
 from tigon.models.inputs import Batch
 from tigon.models.loss import Targets
 from tigon.models.module_hooks import mark_fsdp_hooks
-from tigon.models.moe import MoEConfig, aux_loss_coef
+from tigon.models.moe import aux_loss_coef
 from tigon.models.outputs import CausalLMOutput
 from tigon.models.pretrained import load
 from tigon.models.pretrained.load import (
@@ -48,7 +47,6 @@ from tigon.models.pretrained.save import (
     write_description,
     write_model,
 )
-from tigon.models.quantization_config import read_quantization
 
 MODELS: dict[str, type[CausalLM]] = {
     family.config_class.model_type: family
@@ -79,7 +77,6 @@ __all__ = [
     "CausalLM",
     "CausalLMOutput",
     "LoraConfig",
-    "MoEConfig",
     "Quantize",
     "Targets",
     "adapter_layers",
@@ -105,9 +102,7 @@ __all__ = [
     "quantized_bytes",
     "read_base",
     "read_config",
-    "read_quantization",
     "read_vocabulary_size",
-    "recomputed_blocks",
     "savable_modules",
     "torch_dtype",
     "write_adapter",

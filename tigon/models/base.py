@@ -84,9 +84,11 @@ class LanguageModel(nn.Module):
         return self.config.tie_word_embeddings and not self.config.labels
 
     def make_decoder(self, c: Any, **options: Any) -> Decoder:
+        """The decoder of a config; families add their options."""
         return Decoder(c, self.block_class, **options)
 
     def make_head(self, c: Any, **options: Any) -> LMHead:
+        """The language-model head of a config; families add their options."""
         return LMHead(c.hidden_size, c.vocab_size, **options)
 
     @property
@@ -170,17 +172,10 @@ class LanguageModel(nn.Module):
         Inside `torch.autocast` it has autocast's dtype. Raises ValueError for a cache larger than
         the device's memory.
         """
-        dtype, device = autocast_dtype(self.device) or self.dtype, self.device
-
-        cache = partial(
-            StaticCache,
-            self.model.make_states,
-            rows,
-            capacity,
-            dtype=dtype,
-            chunk=chunk,
-            quantize=quantize,
-        )
+        device = self.device
+        dtype = autocast_dtype(device) or self.dtype
+        options: dict[str, Any] = {"dtype": dtype, "chunk": chunk, "quantize": quantize}
+        cache = partial(StaticCache, self.model.make_states, rows, capacity, **options)
         try:
             needed = cache(device=torch.device("meta")).nbytes
         except RuntimeError:  # sizes that no tensor can have
@@ -332,7 +327,7 @@ class LanguageModel(nn.Module):
         batch: Batch | None = None,
         targets: Targets | None = None,
     ) -> tuple[Batch, Targets]:
-        """Make the batch and the targets from the arguments of `forward`, unless they are given."""
+        """The batch and the targets, made of the arguments of `forward` where they are None."""
         check_keywords("forward", arguments, PASS)
         batch_arguments = select_keys(BATCH, arguments)
         target_arguments = select_keys(TARGETS, arguments)
@@ -360,8 +355,10 @@ class LanguageModel(nn.Module):
     def _split_metrics(
         self, metrics: str | Sequence[str] | None, targets: Targets
     ) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """Splits the requested metrics into head and router metrics; with labels,
-        `defaults.metrics` is the default."""
+        """The names of the metrics that the head computes, and of those that routers compute.
+
+        None requests `defaults.metrics` if there are labels.
+        """
         if metrics is None:
             metrics = () if targets.labels is None else self.defaults.metrics
         names = (metrics,) if isinstance(metrics, str) else tuple(metrics)
@@ -375,7 +372,7 @@ class LanguageModel(nn.Module):
         share: Tensor | None,
         metrics: Sequence[str],
     ) -> CausalLMOutput:
-        """Add the routers' metrics and their part of the loss."""
+        """Add the routers' metrics to the output, and aux_loss to its loss."""
         balance, coef = expert_balance(self.config, router_stats), aux_loss_coef(self.config)
         if balance is None:
             if metrics:

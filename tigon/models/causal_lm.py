@@ -33,11 +33,11 @@ class CausalLM(LanguageModel):
 
     @property
     def adapter_names(self) -> list[str]:
-        """Of the low-rank adapters; `active_adapter` is the one that is added."""
+        """The names of the LoRA adapters; `active_adapter` is the one in use."""
         return list(self.adapters)
 
     def layout(self, *, stacked_experts: bool = False) -> Layout:
-        """Every parameter, and the checkpoint tensors that its rows are made of."""
+        """For each parameter, the checkpoint tensors that hold its rows."""
         return layout(self, self.checkpoint_names, stacked_experts)
 
     @classmethod

@@ -23,90 +23,40 @@ from tigon.utils.config import ConfigError, field_types, read_settings, suggest
 from tigon.utils.json import quote
 
 # Keys of config.json that change no number here; a warning lists other unknown keys
-SILENT = {
-    "_name_or_path",
-    "_attn_implementation",
-    "_attn_implementation_autoset",
-    "architectures",
-    "attn_implementation",
-    "auto_map",
-    "chunk_size_feed_forward",
-    "cls_token_id",
-    "decoder_start_token_id",
-    "finetuning_task",
-    "gradient_checkpointing",
-    "id2label",
-    "is_decoder",
-    "is_encoder_decoder",
-    "label2id",
-    "mask_token_id",
-    "num_labels",
-    "output_attentions",
-    "output_hidden_states",
-    "prefix",
-    "pretraining_tp",
-    "problem_type",
-    "return_dict",
-    "sep_token_id",
-    "task_specific_params",
-    "tf_legacy_loss",
-    "tokenizer_class",
-    "torchscript",
-    "transformers.js_config",
-    "transformers_version",
-    "unk_token_id",
-    "unsloth_fixed",
-    "unsloth_version",
-    "use_bfloat16",
-    "use_cache",
-    # read together as rope_parameters, or as dtype
-    "rope_scaling",
-    "rope_theta",
-    "original_max_position_embeddings",
-    "torch_dtype",
-}
+_SILENT = """
+    _name_or_path _attn_implementation _attn_implementation_autoset architectures
+    attn_implementation auto_map chunk_size_feed_forward finetuning_task gradient_checkpointing
+    is_decoder is_encoder_decoder output_attentions output_hidden_states prefix pretraining_tp
+    problem_type return_dict task_specific_params tf_legacy_loss tokenizer_class torchscript
+    transformers.js_config transformers_version unsloth_fixed unsloth_version use_bfloat16 use_cache
+    cls_token_id decoder_start_token_id mask_token_id sep_token_id unk_token_id
+    id2label label2id num_labels
+    rope_scaling rope_theta original_max_position_embeddings torch_dtype
+"""  # the last line is read as rope_parameters and dtype
+SILENT = set(_SILENT.split())
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 DROPOUT = ("attention_dropout", "residual_dropout", "resid_pdrop", "embd_pdrop")
 
 # Keys that change numbers in some architecture, and the values with which they change nothing
-NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "add_cross_attention": (None, False),
-    "attention_bias": (None, False),
-    "attention_multiplier": (None,),
-    "attention_out_bias": (None, False),
-    "attn_logit_softcapping": (None,),
-    "clip_qkv": (None,),
-    "cross_attention_hidden_size": (None,),
-    "embedding_multiplier": (None, 1, 1.0),
-    "final_logit_softcapping": (None,),
-    "is_causal": (None, True),
-    "layer_types": (None,),
-    "logit_scale": (None, 1, 1.0),
-    "logits_scaling": (None, 1, 1.0),
-    "mlp_bias": (None, False),
-    "no_rope_layers": (None, []),
-    "num_experts": (None, 0),
-    "num_local_experts": (None, 0),
-    "partial_rotary_factor": (None, 1, 1.0),
-    "pruned_heads": (None, {}),
-    "qk_layernorm": (None, False),
-    "query_pre_attn_scalar": (None,),
-    "residual_multiplier": (None, 1, 1.0),
-    "rope_interleaved": (None, False),
-    "router_jitter_noise": (None, 0, 0.0),
-    "sliding_window": (None,),
-    "tie_encoder_decoder": (None, False),
-    "use_bidirectional_attention": (None, False),
-    "use_mrope": (None, False),
-    "use_qk_norm": (None, False),
-    "use_sliding_window": (None, False),
-}
+NEUTRAL: dict[str, tuple[Any, ...]] = {"no_rope_layers": (None, []), "pruned_heads": (None, {})}
+for _value, _keys in (
+    (None, "attention_multiplier attn_logit_softcapping clip_qkv cross_attention_hidden_size"),
+    (None, "final_logit_softcapping layer_types query_pre_attn_scalar sliding_window"),
+    (False, "add_cross_attention attention_bias attention_out_bias mlp_bias qk_layernorm"),
+    (False, "rope_interleaved tie_encoder_decoder use_bidirectional_attention use_mrope"),
+    (False, "use_qk_norm use_sliding_window"),
+    (True, "is_causal"),
+    (0, "num_experts num_local_experts router_jitter_noise"),
+    (1, "embedding_multiplier logit_scale logits_scaling partial_rotary_factor"),
+    (1, "residual_multiplier"),
+):
+    NEUTRAL |= dict.fromkeys(_keys.split(), (None, _value))
 
 
 @dataclass(frozen=True)
 class ConfigOrigin:
-    """The origin of a model, so that an export keeps unknown keys of config.json."""
+    """The checkpoint that a config was read from; an export keeps its unknown keys."""
 
     config: Mapping[str, Any] = field(default_factory=dict)  # config.json's content
     stacked_experts: bool = False  # whether one tensor holds all experts of a layer
@@ -166,13 +116,9 @@ class ModelConfig:
             values.pop("rope_parameters", None)
         values["dtype"] = source.get("dtype") or source.get("torch_dtype")
         values = read_settings(cls, values)
-        required = [
-            f.name
-            for f in fields(cls)
-            if f.default is f.default_factory and f.name not in values  # both MISSING
-        ]
-        if required:
-            raise ConfigError(f"the config lacks {', '.join(required)}")
+        required = [f.name for f in fields(cls) if f.default is f.default_factory]  # both MISSING
+        if missing := [name for name in required if name not in values]:
+            raise ConfigError(f"the config lacks {', '.join(missing)}")
         dropout = ", ".join(f"{key}={quote(source[key])}" for key in DROPOUT if source.get(key))
         if dropout:
             warnings.warn(f"{dropout} is not applied: Tigon trains without dropout", stacklevel=3)
@@ -182,7 +128,7 @@ class ModelConfig:
 
     @classmethod
     def classifier(cls) -> str | None:
-        """transformers' sequence classifier of this family; None if there is none."""
+        """The name of transformers' sequence classifier of this family; None if there is none."""
         return cls.architecture.replace("ForCausalLM", "ForSequenceClassification")
 
     @classmethod
@@ -190,9 +136,9 @@ class ModelConfig:
         """Raises for another model type and for keys that this family does not support."""
         if source.get("quantization_config") is not None:
             raise unsupported_error(source["quantization_config"])
-        kind = source.get("model_type", cls.model_type)
-        if kind != cls.model_type:
-            raise ConfigError(f"model_type {quote(kind)} is not {cls.model_type!r}")
+        model_type = source.get("model_type", cls.model_type)
+        if model_type != cls.model_type:
+            raise ConfigError(f"model_type {quote(model_type)} is not {cls.model_type!r}")
         names = field_types(cls).keys() - {"labels"}
         silent = {*SILENT, *DROPOUT, *cls.ignored, "model_type", "quantization_config"}
         unknown, neutral = {}, NEUTRAL | dict(cls.neutral)
@@ -204,7 +150,7 @@ class ModelConfig:
             elif value not in neutral[key]:
                 raise ConfigError(
                     f"{key}={quote(value)} changes what the model computes, and {cls.__name__} "
-                    f"(model_type {kind!r}) does not know it"
+                    f"(model_type {model_type!r}) does not know it"
                 )
         if unknown:
             # A file may have a million keys, or long ones
@@ -215,6 +161,7 @@ class ModelConfig:
 
     @classmethod
     def _read_rope(cls, source: Mapping[str, Any], longest: int) -> dict[str, Any]:
+        """The config's `rope_parameters`; `longest` is max_position_embeddings."""
         return read_rope(
             source, cls.default_theta, longest, partial=cls.partial_rotary, extras=cls.rope_extras
         )
@@ -274,6 +221,7 @@ class ModelConfig:
         }
 
     def _rope_keys(self) -> dict[str, Any]:
+        """The keys of `to_dict` that describe RoPE."""
         return write_rope(dict(self.rope_parameters))
 
 
@@ -301,6 +249,7 @@ class WindowedConfig(ModelConfig):
         return True
 
     def layer_type(self, layer: int) -> str:
+        """The layer's entry of transformers' layer_types: sliding or full attention."""
         if self.layer_types is not None:
             return self.layer_types[layer]
         return SLIDING if self.slides(layer) else FULL
@@ -341,10 +290,10 @@ def _num_labels(source: Mapping[str, Any]) -> int:
 
 def torch_dtype(name: Any) -> torch.dtype:
     """The torch dtype of a name in config.json; ConfigError if no model is computed in it."""
-    plain = name.removeprefix("torch.") if isinstance(name, str) else name
-    if plain not in DTYPES:
+    short_name = name.removeprefix("torch.") if isinstance(name, str) else name
+    if short_name not in DTYPES:
         raise ConfigError(f"unsupported dtype {quote(name)}: use {', '.join(DTYPES)}")
-    return getattr(torch, plain)
+    return getattr(torch, short_name)
 
 
 ACTIVATIONS: dict[str, Activation] = {

@@ -105,6 +105,7 @@ class ContextParallelBatch(LocalBatch):
         return targets.for_shard(self.batch, labels, weights)
 
     def _check_unique(self, kept: slice | Tensor) -> None:
+        """Raises ValueError if a position of a row is kept twice."""
         if isinstance(kept, slice):
             return
         kept = kept.expand(self.full_shape[0], -1)
@@ -150,6 +151,7 @@ class ContextParallelBatch(LocalBatch):
         return output._replace(logits=logits, values=values)
 
     def _gather_value(self, c: LossTerm, local: HeadValue, targets: Targets) -> HeadValue:
+        """A criterion's value and metrics for the whole batch, from those of this rank's tokens."""
         metrics = {}
         for name, x in local.metrics.items():
             if name == "accuracy":  # a mean over the targets

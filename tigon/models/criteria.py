@@ -79,8 +79,8 @@ class LossTerms:
     def _resolve(self, c: LossTerm) -> LossTerm:
         """The criterion with the batch's targets, weights and denominator where it has none.
 
-        Its tensors [B, T, ...] are reduced to the positions that the head reads. Under context
-        parallelism a teacher's tensors may be those of this rank's tokens already.
+        Its tensors [B, T, ...] are indexed with the positions that the head reads. Under context
+        parallelism a teacher's tensors may have this rank's tokens already.
         """
         targets, local_targets = self.targets, self._local_targets
         shape, local_shape = targets.batch.shape, self._local.batch.shape
@@ -129,7 +129,7 @@ class LossTerms:
         self._criteria.append(CrossEntropy(targets=labels, reduction="none", metrics=metrics))
 
     def output(self, values: Sequence[Any], logits: Tensor | None, cache: Any) -> CausalLMOutput:
-        """The sum of losses, log-probabilities and metrics, from the values of the criteria."""
+        """The model's output: loss, log-probabilities and metrics, from the criteria's values."""
         out = CausalLMOutput(logits=logits, past_key_values=cache)
         reduction = "none" if self.targets.reduction == "none" else "sum"
         for i, (c, (value, metrics)) in enumerate(zip(self._criteria, values, strict=True)):

@@ -42,7 +42,7 @@ from tigon.models.config import SLIDING, ModelConfig, WindowedConfig, activation
 from tigon.models.module_hooks import all_reduce_output, has_forward_hooks, warn_partial_sums
 from tigon.utils.random import as_int64, mix
 
-Branch = Tensor | PartialSum  # Summands: partial sums, which the next norm all-reduces
+Branch = Tensor | PartialSum  # the next norm all-reduces a partial sum
 BlockOutput = tuple[Branch, Tensor, Tensor | None]  # branch, residual stream, router statistics
 
 
@@ -63,9 +63,11 @@ class TransformerBlock(nn.Module):
     mixer_name = "self_attn"  # in checkpoints
 
     def make_mixer(self, c: Any, layer: int) -> nn.Module:
+        """The layer's attention, or another module that mixes tokens."""
         return self.make_attention(c)
 
     def add_mixer(self, c: ModelConfig, layer: int) -> None:
+        """Adds the mixer as the submodule `mixer_name`."""
         mixer = self.make_mixer(c, layer)  # may set mixer_name
         self.add_module(self.mixer_name, mixer)
 
@@ -74,6 +76,7 @@ class TransformerBlock(nn.Module):
         return getattr(self, self.mixer_name)
 
     def make_mlp(self, c: Any, layer: int) -> nn.Module:
+        """The layer's MLP or experts."""
         return gated_mlp(c)
 
     def layer_rope(self, c: Any, layer: int) -> tuple[int, Mapping[str, Any]]:
@@ -92,6 +95,7 @@ class TransformerBlock(nn.Module):
         return RMSNorm(c.hidden_size, c.rms_norm_eps, offset=self.norm_offset, cast=self.norm_cast)
 
     def make_add_norm(self, c: ModelConfig) -> AddRMSNorm:
+        """A norm that first adds a branch to the residual stream."""
         options: dict[str, Any] = {"offset": self.norm_offset, "cast": self.norm_cast}
         return AddRMSNorm(c.hidden_size, c.rms_norm_eps, **options)
 
@@ -142,7 +146,8 @@ def gated_mlp(c: ModelConfig, act: Activation | None = None, *, bias: bool = Fal
 
 def layer_window(c: WindowedConfig, layer: int) -> int | None:
     """The layer's sliding window in tokens, the query's own included; None: full attention."""
-    return c.sliding_window if c.layer_type(layer) == SLIDING else None
+    slides = getattr(c, "use_sliding_window", True) and c.layer_type(layer) == SLIDING
+    return c.sliding_window if slides else None
 
 
 class PreNormBlock(TransformerBlock):
@@ -167,19 +172,15 @@ class PreNormBlock(TransformerBlock):
         return _unview(self._scaled(branch)), residual, routing
 
     def _scaled(self, branch: Branch) -> Branch:
+        """The branch times `branch_scale`."""
         if self.branch_scale == 1:
             return branch
         return self.branch_scale * (branch.total if isinstance(branch, PartialSum) else branch)
 
 
 # The original methods, to detect monkey-patching
-_ORIGINALS = (
-    PreNormBlock.forward,
-    TransformerBlock.mlp_forward,
-    PreNormBlock._scaled,
-    TransformerBlock.mixer,
-)
 _METHODS = "forward", "mlp_forward", "_scaled", "mixer"
+_ORIGINALS = tuple(getattr(PreNormBlock, name) for name in _METHODS)
 _ATTENTION_FORWARD, _NORM_FORWARD = Attention.forward, AddRMSNorm.forward
 
 
@@ -189,8 +190,10 @@ def norm_fuses_all_reduce(norm: nn.Module) -> bool:
 
 
 def fuses_all_reduce(block: nn.Module) -> bool:
-    """Whether the all-reduce of this block's outputs can be fused into the next norm: no module is
-    patched and no hook would see partial sums."""
+    """Whether the norms after this block's branches can all-reduce them.
+
+    They can if no module is patched and no hook would see a partial sum.
+    """
     if not isinstance(block, PreNormBlock):  # a wrapper may be around one
         return False
     if tuple(getattr(type(block), name) for name in _METHODS) != _ORIGINALS:
@@ -199,17 +202,14 @@ def fuses_all_reduce(block: nn.Module) -> bool:
     patched = not block.__dict__.keys().isdisjoint(_METHODS)
     if patched or type(mixer).forward is not _ATTENTION_FORWARD:
         return False
-    if any(map(is_hooked, (block, mixer, block.mlp))):
-        return False
     norms = block.input_layernorm, block.post_attention_layernorm
-    return all(map(norm_fuses_all_reduce, norms))
+    hooked = any(map(is_hooked, (block, mixer, block.mlp)))
+    return not hooked and all(map(norm_fuses_all_reduce, norms))
 
 
 def _unview(x: Branch) -> Branch:
     """x as a tensor that is no view to autograd, since FSDP2 warns of views in a block's output."""
-    if isinstance(x, PartialSum):
-        return x
-    if torch.compiler.is_compiling() or not x._is_view():
+    if isinstance(x, PartialSum) or torch.compiler.is_compiling() or not x._is_view():
         return x
     return torch.ops.aten._unsafe_view(x, x.shape)
 
@@ -304,9 +304,8 @@ class Decoder(nn.Module):
         )
         blocks = [block(c, i) for i in range(c.num_hidden_layers)]
         self.layers = nn.ModuleList(blocks)
-        self.norm = AddRMSNorm(
-            c.hidden_size, c.rms_norm_eps, offset=block.norm_offset, cast=block.norm_cast
-        )
+        options: dict[str, Any] = {"offset": block.norm_offset, "cast": block.norm_cast}
+        self.norm = AddRMSNorm(c.hidden_size, c.rms_norm_eps, **options)
         # Layers with equal RoPE parameters share a table
         ropes = [layer.layer_rope(c, i) for i, layer in enumerate(blocks)]
         unique = [rope for i, rope in enumerate(ropes) if rope not in ropes[:i]]
@@ -318,11 +317,11 @@ class Decoder(nn.Module):
             self.rotary_embs.append(RotaryEmbedding(dim, rope, length) if rope else NoRotary(dim))
         turns = [getattr(rope, "turn", math.inf) for rope in self.rotary_embs]
         first = min(turns, default=math.inf)
-        self._turning = None if first == math.inf else turns.index(first)
+        self._first_turn = None if first == math.inf else turns.index(first)
         self.set_state_kinds()
 
     def set_state_kinds(self) -> None:
-        """Note what a cache of this model holds in each layer."""
+        """Set `state_kinds`, the kind of each layer's state in a cache, and `shares_prefixes`."""
         states = self.make_states(1, 1, chunk=1, dtype=torch.float32, device="meta")
         self.state_kinds = tuple(state.layout for state in states)
         # Whether sequences may share a prefix, which only attention can read from another sequence
@@ -331,9 +330,9 @@ class Decoder(nn.Module):
     @property
     def turning_rope(self) -> RotaryEmbedding | None:
         """The RoPE whose table changes at the shortest length; None: no table changes."""
-        if self._turning is None:
+        if self._first_turn is None:
             return None
-        return cast(RotaryEmbedding, self.rotary_embs[self._turning])
+        return cast(RotaryEmbedding, self.rotary_embs[self._first_turn])
 
     def make_states(self, rows: int, capacity: int | None, **options: Any) -> list[LayerState]:
         """An empty state for each layer; see MakeStates."""
@@ -363,7 +362,7 @@ class Decoder(nn.Module):
         shard: ContextShard | None = None,
         summands: bool = False,
     ) -> tuple[Tensor, list[Tensor]]:
-        """The normed stream [B, T, C], and with `routing` the counts of each layer with experts.
+        """The last hidden states [B, T, C], and with `routing` the counts of each layer's experts.
 
         `recompute`: indices of blocks to recompute in backward; n: every n-th; 0: none. `offload`:
         saved activations wait in host memory. `dropout_keys`: int64 [B, T], seeds of an adapter's
@@ -375,17 +374,8 @@ class Decoder(nn.Module):
         dtype = x.dtype if self.rounded_angles else torch.float32
         row_positions = None if shard is None else shard.positions
         ropes = [rope(position_ids, dtype, row_positions) for rope in self.rotary_embs]
-        stream = None
-        if self.tensor_ranks is not None:
-            if not torch.compiler.is_compiling():
-                warn_partial_sums(self.layers, self.tensor_ranks.size)
-            decoding = cache is not None and not torch.is_grad_enabled()
-            fuses = decoding and norm_fuses_all_reduce(self.norm)
-            fuses = fuses and all(map(fuses_all_reduce, self.layers))
-            stream = SequenceParallelRegion(
-                self.tensor_ranks, (x.shape[0], x.shape[1]), decoding, defers_sum=fuses
-            )
-            x = stream.begin(x, partial=summands)
+        stream = self._sequence_parallel_region(x, cache)
+        x = x if stream is None else stream.begin(x, partial=summands)
         append = None if cache is None else cache.append
         ctx = BlockInputs(position_ids, mask, routing, append, shard=shard, stream=stream)
         layers = self.layers
@@ -398,32 +388,30 @@ class Decoder(nn.Module):
         offloading = None
         if offload and training:
             offloading = ActivationOffload(x.device, [t for r in ropes for t in r if t is not None])
-        contexts = [ctx] * len(layers)
-        if dropout_keys is not None:  # tensors, since a layer number would recompile each block
-            keys = [dropout_keys + as_int64(mix(i)) for i in range(len(layers))]
-            contexts = [replace(ctx, dropout_keys=block_keys) for block_keys in keys]
         # A recomputed block, and the head, need the gathered stream as soon as backward begins
-        keeping = None if stream is None else replace(stream, saves_gathered=True)
-        contexts = [
-            replace(block_ctx, stream=keeping) if i in recomputed and keeping else block_ctx
-            for i, block_ctx in enumerate(contexts)
-        ]
+        saving = None if stream is None else replace(stream, saves_gathered=True)
         residual, router_stats = None, []
-        for i, (block, rope, state, ctx) in enumerate(
-            zip(layers, self.rope_indices, states, contexts, strict=True)
+        for i, (block, rope, state) in enumerate(
+            zip(layers, self.rope_indices, states, strict=True)
         ):
+            changes: dict[str, Any] = {}
+            if i in recomputed and saving is not None:
+                changes["stream"] = saving
+            if dropout_keys is not None:  # a tensor: a layer number would recompile each block
+                changes["dropout_keys"] = dropout_keys + as_int64(mix(i))
+            block_ctx = replace(ctx, **changes) if changes else ctx
             # Not the last block: backward begins with it and would fetch at once
             with offloading.of(block) if offloading and i + 1 < len(layers) else nullcontext():
                 if i in recomputed:
                     if residual is not None:  # save one tensor for the block, not two
                         x, residual = residual + x, None
                     x, residual, counts = checkpoint(
-                        *(block, x, residual, ropes[rope], state, ctx),
+                        *(block, x, residual, ropes[rope], state, block_ctx),
                         use_reentrant=False,
                         preserve_rng_state=False,  # blocks use none, and CUDA graphs cannot
                     )
                 else:
-                    x, residual, counts = block(x, residual, ropes[rope], state, ctx)
+                    x, residual, counts = block(x, residual, ropes[rope], state, block_ctx)
             if counts is not None:
                 router_stats.append(counts)
         if offloading is not None:
@@ -431,6 +419,20 @@ class Decoder(nn.Module):
         if cache is not None:
             cache.end(mask)
         x = self.norm(x, residual)[0]
-        return x if keeping is None else keeping.gather_from_region(
-            x, single_reader=True
-        ), router_stats
+        if saving is not None:
+            x = saving.gather_from_region(x, single_reader=True)
+        return x, router_stats
+
+    def _sequence_parallel_region(
+        self, x: Tensor, cache: Cache | None
+    ) -> SequenceParallelRegion | None:
+        """The region in which tensor-parallel ranks share the tokens of x; None without them."""
+        if self.tensor_ranks is None:
+            return None
+        if not torch.compiler.is_compiling():
+            warn_partial_sums(self.layers, self.tensor_ranks.size)
+        decoding = cache is not None and not torch.is_grad_enabled()
+        fuses = decoding and norm_fuses_all_reduce(self.norm)
+        fuses = fuses and all(map(fuses_all_reduce, self.layers))
+        shape = x.shape[0], x.shape[1]
+        return SequenceParallelRegion(self.tensor_ranks, shape, decoding, defers_sum=fuses)

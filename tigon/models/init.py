@@ -13,7 +13,7 @@ from tigon.weights import ShardSpec, local_rows
 
 @torch.no_grad()
 def init_weights(model: LanguageModel) -> None:
-    """Normal(0, initializer_range) matrices, zero biases, unit norms, a zero padding row."""
+    """Draw matrices from normal(0, initializer_range); biases and the padding row are zero."""
     for module in model.modules():
         _init(module, model)
 
@@ -22,9 +22,9 @@ def init_weights(model: LanguageModel) -> None:
 def init_sharded_weights(model: LanguageModel, full_model: LanguageModel) -> None:
     """Give a sharded model the weights that `init_weights` draws for the unsharded one.
 
-    `full_model` is the unsharded model on the meta device; it is used up. Every rank draws all
-    weights on the CPU, one module after the other, so that memory for one module is enough.
-    4-bit weights of `model` are quantised from them.
+    `full_model` is the unsharded model on the meta device. Every rank draws all weights on the
+    CPU, one module after the other, so that memory for one module is enough. 4-bit weights of
+    `model` are quantised from them.
     """
     parameters, shard_specs = dict(model.named_parameters()), model.shard_specs
     quantized = {name: weight for name, _, weight in quantized_layers(model)}

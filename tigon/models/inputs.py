@@ -31,15 +31,14 @@ BOUNDS = ("cu_seq_lens", "cu_seq_lens_q", "cu_seq_lens_k")
 
 
 def merge_bounds(arguments: Mapping[str, Any], device: torch.device) -> Tensor | None:
-    """`cu_seq_lens`, or what stands under its two other names; ValueError if they differ."""
+    """The `cu_seq_lens` of the arguments under any of its three names; raises if they differ."""
     bounds = [(name, arguments[name]) for name in BOUNDS if arguments.get(name) is not None]
     for (name, a), (other, b) in itertools.pairwise(bounds):
         if a is b:
             continue
-        values = ""
-        if on_host(a) and on_host(b):
-            values = f": {a.tolist()} and {b.tolist()}"
-        else:
+        are_on_host = on_host(a) and on_host(b)
+        values = f": {a.tolist()} and {b.tolist()}" if are_on_host else ""
+        if not are_on_host:
             a, b = (x.to(device, non_blocking=True) for x in (a, b))
         message = f"{name} and {other} differ{values}: give the same bounds for queries and keys"
         if a.shape != b.shape:
@@ -78,12 +77,12 @@ def check_bounds(
 
 
 def _format_size(number: int, letter: str) -> str:
-    """The number for a message, or a letter in a compiled graph, which serves any number."""
+    """The number as text, or the letter in a compiled graph, which is for any number."""
     return letter if torch.compiler.is_compiling() else str(number)
 
 
 def check_prefixes(prefixes: Tensor | None, cu: Tensor | None, tokens: int) -> Tensor | None:
-    """`prefixes` as int64 [n, 2] on the host; None if no sequence has a prefix."""
+    """`prefixes` as int64 [sequences, 2] on the host; None if no sequence has a prefix."""
     if prefixes is None:
         return None
     if prefixes.device.type == "cpu" and not on_host(prefixes):
@@ -130,14 +129,12 @@ def mark_sequence_starts(cu: Tensor, batch: int, tokens: int) -> Tensor:
 def check_padding(key_mask: Tensor, starts: Tensor) -> None:
     """Raises ValueError for a sequence of `cu_seq_lens` that is padding only in part."""
     mixed = (key_mask[:, 1:] != key_mask[:, :-1]) & ~starts[:, 1:]
-    where = ""
-    if on_host(mixed) and mixed.any():
-        row, column = mixed.nonzero()[0].tolist()
-        where = f": row {row} changes at token {column + 1}"
+    position = _first_true(mixed)
+    detail = "" if position is None else f": row {position[0]} changes at token {position[1] + 1}"
     check_values(
         ~mixed.any(),
         "attention_mask begins or ends padding inside a sequence of cu_seq_lens"
-        f"{where}; make padding a sequence of its own, or give one of the two",
+        f"{detail}; make padding a sequence of its own, or give one of the two",
     )
 
 
@@ -146,26 +143,30 @@ def check_positions(
     segment_ids: Tensor | None,  # [B, T], of cu_seq_lens
     key_mask: Tensor | None,  # [B, T]
 ) -> None:
-    """Raises ValueError for positions that decrease inside a sequence of `cu_seq_lens`, padding
-    excepted."""
+    """Raises ValueError if positions of real tokens decrease in a sequence of `cu_seq_lens`."""
     restarts = position_ids[:, 1:] < position_ids[:, :-1]
     if segment_ids is not None:
         restarts = restarts & (segment_ids[:, 1:] == segment_ids[:, :-1])
     if key_mask is not None:
         restarts = restarts & key_mask[:, 1:]
-    where = ""
-    if on_host(restarts) and restarts.any():
-        row, column = restarts.nonzero()[0].tolist()
+    detail = ""
+    if (position := _first_true(restarts)) is not None:
+        row, column = position
         before, after = position_ids.expand(len(restarts), -1)[row, column : column + 2].tolist()
-        where = f": token {column + 1} of row {row} has position {after} after {before}"
+        detail = f": token {column + 1} of row {row} has position {after} after {before}"
     check_values(
         ~restarts.any(),
-        f"position_ids restart inside a sequence of cu_seq_lens{where}; give one of the two",
+        f"position_ids restart inside a sequence of cu_seq_lens{detail}; give one of the two",
     )
 
 
+def _first_true(x: Tensor) -> list[int] | None:
+    """Row and column of the first True in x [B, T]; None if there is none or x is on a GPU."""
+    return x.nonzero()[0].tolist() if on_host(x) and x.any() else None
+
+
 def find_restarts(position_ids: Tensor, key_mask: Tensor | None, batch: int) -> Tensor:
-    """Bool [B, T], True on the first token of every row and wherever positions do not increase."""
+    """Bool [B, T], True on each row's first token and on real tokens where positions restart."""
     position_ids = position_ids.expand(batch, -1)
     starts = torch.ones_like(position_ids, dtype=torch.bool)
     before, after = position_ids[:, :-1], position_ids[:, 1:]
@@ -188,7 +189,7 @@ TENSORS = (
 
 
 class BatchModel(Protocol):
-    """The parts of a model that `Batch.of` reads."""
+    """The attributes of a model that `Batch.of` reads."""
 
     config: ModelConfig
     model: Decoder
@@ -278,7 +279,7 @@ class Batch:
             cache = KVCache()
         if cache is not None:
             _check_cache(cache, model)
-        keys = _check_keys(kwargs.get("dropout_keys"), tokens)
+        keys = _check_dropout_keys(kwargs.get("dropout_keys"), tokens)
         positions, segment_ids, mask = _resolve(model, tokens, cache, kwargs)
         drop = model.drop_padding
         if cache is not None or mask.key_mask is None or model.turning_rope is not None:
@@ -309,6 +310,7 @@ class Batch:
         return padded.index_copy(0, real_token_indices, hidden[0]).view(b, t, -1)
 
     def _should_drop(self, x: Tensor) -> bool:
+        """Whether to drop padding: as the model says, or by default where it is faster."""
         if self._drop is False or torch.compiler.is_compiling():
             return False
         if x.is_cuda and torch.cuda.is_current_stream_capturing():
@@ -330,7 +332,7 @@ def _check_tensors(arguments: Mapping[str, Any]) -> None:
 def _check_tokens(
     input_ids: Tensor | None, inputs_embeds: Tensor | None, config: ModelConfig
 ) -> Tensor:
-    """The one of the two that is given; raises for both, for neither, and for a wrong shape."""
+    """`input_ids` or `inputs_embeds`; raises if both or neither are given, or for a wrong shape."""
     embedded = inputs_embeds is not None
     name, tokens = ("inputs_embeds", inputs_embeds) if embedded else ("input_ids", input_ids)
     sizes = (config.hidden_size,) if embedded else ()
@@ -356,7 +358,7 @@ def _check_ids(input_ids: Tensor, vocab: int) -> None:
         raise ValueError(f"input_ids has token {wrong}, outside of [0, {vocab})")
 
 
-def _check_keys(keys: Tensor | None, tokens: Tensor) -> Tensor | None:
+def _check_dropout_keys(keys: Tensor | None, tokens: Tensor) -> Tensor | None:
     shape = tokens.shape[:2]
     if keys is not None and (keys.dtype != torch.int64 or keys.shape != shape):
         raise ValueError(
@@ -376,12 +378,12 @@ def _check_cache(cache: Cache, model: BatchModel) -> None:
         )
     if cache.layout and cache.layout != state_kinds:
         raise ValueError(
-            f"past_key_values has {_layers(cache.layout)}, but this {name} {_layers(state_kinds)}: "
-            "give a cache of this model"
+            f"past_key_values has {_describe_layers(cache.layout)}, but this {name} "
+            f"{_describe_layers(state_kinds)}: give a cache of this model"
         )
 
 
-def _layers(state_kinds: Sequence[str]) -> str:
+def _describe_layers(state_kinds: Sequence[str]) -> str:
     runs = ((len(list(run)), kind) for kind, run in itertools.groupby(state_kinds))
     return ", ".join(f"{n} layers of {kind}" for n, kind in runs)
 
@@ -459,6 +461,7 @@ def _check_prefix_support(
 
 
 def _key_mask(mask: Tensor | None, batch: int, total: int, device: torch.device) -> Tensor | None:
+    """`attention_mask` as bool [batch, total] on the device; None if it masks no token."""
     if mask is None:
         return None
     if mask.shape != (batch, total):

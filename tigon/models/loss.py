@@ -102,7 +102,7 @@ class Targets:
         )
 
     def with_labels(self, labels: Tensor, weights: Tensor | None = None) -> Self:
-        """These targets with other labels [B, n] and weights, shifted and selected already."""
+        """A copy with other labels [B, n] and weights, which are shifted and selected already."""
         if weights is not None:
             # Weights of ignored targets may be NaN
             weights = weights.where(labels != IGNORE_INDEX, 0)
@@ -116,18 +116,17 @@ class Targets:
         return type(self)(*settings, labels, weights, items)
 
     def with_num_items(self, num_items: float | Tensor) -> Self:
-        """These targets with the loss divided by `num_items`: the `items` of all micro-batches and
-        ranks."""
+        """These targets with another denominator: the `items` of all micro-batches and ranks."""
         settings = self.batch, self.kept, self.reduction, self.options
         return type(self)(*settings, num_items, self.labels, self.weights, self._items)
 
     def with_sum_reduction(self) -> Self:
-        """These targets with the sum of the weighted losses, without aux_loss of experts."""
+        """A copy whose loss is the sum of the weighted losses, without aux_loss of experts."""
         values = None, self.labels, self.weights, self._items
         return type(self)(self.batch, self.kept, "sum", self.options, *values)
 
     def for_shard(self, batch: Batch, labels: Tensor | None, weights: Tensor | None) -> Self:
-        """Targets of one shard; the denominator stays that of the whole batch."""
+        """A copy for the tokens of one shard; the denominator stays that of the whole batch."""
         values = self.reduction, self.options, self._num_items, labels, weights, self._items
         return type(self)(batch, slice(0, batch.shape[1]), *values)
 
@@ -147,6 +146,7 @@ class Targets:
 
 
 def _check_options(options: Mapping[str, Any]) -> None:
+    """Raises for a value that an option of the cross-entropy cannot have."""
     smoothing, z_loss = options.get("label_smoothing", 0), options.get("z_loss", 0)
     if not 0 <= smoothing < 1:
         raise ValueError(f"label_smoothing={smoothing} is not in [0, 1)")
@@ -159,7 +159,7 @@ def _check_options(options: Mapping[str, Any]) -> None:
 
 
 def check_labels(labels: Any, shift_labels: Any, batch: Batch) -> Tensor | None:
-    """`shift_labels`, or else `labels`, as int64 [B, T]."""
+    """`shift_labels`, or `labels` if they are None, as int64 [B, T]; raises for a wrong shape."""
     name, values = ("labels", labels) if shift_labels is None else ("shift_labels", shift_labels)
     if values is None:
         return None
@@ -204,7 +204,8 @@ def count_items(
     reduction: Reduction,
     tokens: int,  # T: there are at most B * T segments, so no shape depends on the data
 ) -> tuple[Tensor | None, Tensor]:
-    """The reduction's weight of each loss, fp32 [B, n] or None, and its items, an int64 scalar."""
+    """The weight that the reduction gives to each loss, fp32 [B, n], or None if all have weight 1;
+    and the number of its items, an int64 scalar."""
     valid = labels != IGNORE_INDEX
     if reduction != "sequence":
         return None, valid.sum()
@@ -218,26 +219,26 @@ def count_items(
     return weights, (counts > 0).sum()
 
 
-def _denominator(given: Any, items: Tensor) -> Tensor | float:
-    """`num_items_in_batch`, or without it `items`, as a divisor; 0 of 0 items divides by 1."""
-    if given is None:
+def _denominator(num_items: Any, items: Tensor) -> Tensor | float:
+    """The divisor of the loss: `num_items_in_batch`, or `items` if it is None; 1 instead of 0."""
+    if num_items is None:
         return items.clamp(min=1)
     rule = "give a finite number above 0, or 0 where no micro-batch has a target"
-    if isinstance(given, Tensor):
-        if given.numel() != 1 or given.is_complex():
-            raise ValueError(f"num_items_in_batch {tuple(given.shape)} is not one number")
-        values = f"={given.item()}" if on_host(given) else ""
-        given = given.reshape(()).to(items.device, torch.float32, non_blocking=True)
-        ok = ((given > 0) & (given < math.inf)) | (given == items)
+    if isinstance(num_items, Tensor):
+        if num_items.numel() != 1 or num_items.is_complex():
+            raise ValueError(f"num_items_in_batch {tuple(num_items.shape)} is not one number")
+        values = f"={num_items.item()}" if on_host(num_items) else ""
+        num_items = num_items.reshape(()).to(items.device, torch.float32, non_blocking=True)
+        ok = ((num_items > 0) & (num_items < math.inf)) | (num_items == items)
         check_values(ok, f"num_items_in_batch{values} is no number of items: {rule}")
-        return given + (given == 0)
-    if isinstance(given, bool) or not isinstance(given, int | float):
-        raise TypeError(f"num_items_in_batch must be a number or a tensor, not {given!r}")
-    if not 0 <= given < math.inf:
-        raise ValueError(f"num_items_in_batch={given} is no number of items: {rule}")
-    if given == 0:
+        return num_items + (num_items == 0)
+    if isinstance(num_items, bool) or not isinstance(num_items, int | float):
+        raise TypeError(f"num_items_in_batch must be a number or a tensor, not {num_items!r}")
+    if not 0 <= num_items < math.inf:
+        raise ValueError(f"num_items_in_batch={num_items} is no number of items: {rule}")
+    if num_items == 0:
         check_values(items == 0, f"num_items_in_batch=0, but this batch has targets: {rule}")
-    return float(given or 1)
+    return float(num_items or 1)
 
 
 def resolve_keep(keep: Keep, batch: int, tokens: int, device: torch.device) -> slice | Tensor:
@@ -262,9 +263,7 @@ def resolve_keep(keep: Keep, batch: int, tokens: int, device: torch.device) -> s
     if keep.dim() == 2 and keep.shape[0] != batch:
         raise ValueError(f"logits_to_keep has {keep.shape[0]} rows, but the batch has {batch}")
     keep = keep.long()  # narrower ones cannot be compared with T
-    bad = (keep < -tokens) | (keep >= tokens)
-    values = f": {keep[bad].tolist()}" if on_host(bad) else ""
-    check_values(~bad.any(), f"logits_to_keep has an index outside [-{tokens}, {tokens}){values}")
+    _check_index("logits_to_keep", keep, -tokens, tokens)
     return torch.where(keep < 0, keep + tokens, keep)
 
 
@@ -282,12 +281,14 @@ def resolve_logits_at(at: Any, batch: Batch) -> Tensor:
     if at.dim() != 1:
         raise ValueError(f"logits_at {tuple(at.shape)} is not an index [n] of the flattened batch")
     at = at.long()
-    bad = (at < 0) | (at >= b * t)
-    values = f": {at[bad].tolist()}" if on_host(bad) else ""
-    check_values(
-        ~bad.any(), f"logits_at has an index outside [0, {b * t}), batch times tokens{values}"
-    )
+    _check_index("logits_at", at, 0, b * t)
     return at
+
+
+def _check_index(name: str, index: Tensor, first: int, end: int) -> None:
+    bad = (index < first) | (index >= end)
+    values = f": {index[bad].tolist()}" if on_host(bad) else ""
+    check_values(~bad.any(), f"{name} has an index outside [{first}, {end}){values}")
 
 
 def take(x: Tensor, keep: slice | Tensor) -> Tensor:

@@ -23,7 +23,7 @@ FSDP_HOOKS = "_fsdp_hook_count"  # how many forward hooks of a module are FSDP2'
 
 @contextmanager
 def mark_fsdp_hooks(model: nn.Module) -> Iterator[None]:
-    """Count the forward hooks registered inside as FSDP2's, which do not change outputs."""
+    """Mark the forward hooks registered in this context as FSDP2's, which change no output."""
     before = {module: len(module._forward_hooks) for module in model.modules()}
     yield
     for module, count in before.items():
@@ -42,7 +42,7 @@ def has_forward_hooks(module: nn.Module) -> bool:
 
 @contextmanager
 def all_reduce_output(module: nn.Module, ctx: BlockInputs) -> Iterator[None]:
-    """Inside, the module returns the sum over the tensor ranks, which all of its hooks see."""
+    """In this context the module returns the sum over the tensor ranks, also to its hooks."""
     compute: Any = module.forward
     patched = "forward" in module.__dict__
 
@@ -75,6 +75,7 @@ def warn_partial_sums(blocks: Iterable[Any], ranks: int) -> None:
 
 
 def _check_module(module: nn.Module | None, layer: int, name: str, ranks: int) -> None:
+    """Warns of a module that returns partial sums, if it has hooks or is patched."""
     if module is None:
         return
     if has_user_hooks(module):

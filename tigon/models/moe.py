@@ -15,7 +15,7 @@ ROUTING_METRICS = ("aux_loss", "expert_load")  # metrics made of router statisti
 
 @dataclass(frozen=True, kw_only=True)
 class MoEConfig(ModelConfig):
-    """A family with experts in place of the MLP, in all layers or in some."""
+    """The config of a family with experts in place of the MLP, in all layers or in some."""
 
     # Keys of the number of experts: the family's first, then others that transformers accepts
     experts_keys: ClassVar[tuple[str, ...]] = ("num_experts",)
@@ -32,11 +32,12 @@ class MoEConfig(ModelConfig):
 
     @classmethod
     def from_dict(cls, source: Mapping[str, Any]) -> Self:
+        """As ModelConfig's, with the number of experts under any of `experts_keys`."""
         counts = {key: source[key] for key in cls.experts_keys if key in source}
         if not counts:
             return super().from_dict(source)
-        number, *others = counts.values()
-        if any(other != number for other in others):
+        number, *duplicates = counts.values()
+        if any(other != number for other in duplicates):
             listed = " and ".join(f"{key}={quote(value)}" for key, value in counts.items())
             raise ConfigError(f"{listed} are names of the same number; give one of them")
         rest = {key: value for key, value in source.items() if key not in cls.experts_keys}
@@ -48,6 +49,7 @@ class MoEConfig(ModelConfig):
 
     @property
     def experts(self) -> int:
+        """The number of experts of a layer."""
         return getattr(self, self.experts_keys[0])
 
 

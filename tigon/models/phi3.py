@@ -39,14 +39,10 @@ class Phi3Config(WindowedConfig):
     def _read_rope(cls, source: Mapping[str, Any], longest: int) -> dict[str, Any]:
         source = {"original_max_position_embeddings": 4096, **source}
         for key in ("rope_scaling", "rope_parameters"):
-            given = source.get(key)
-            if isinstance(given, dict):
-                names = {
-                    k: RENAMED.get(v, v) if isinstance(v, str) else v
-                    for k, v in given.items()
-                    if k.endswith("type")
-                }
-                source[key] = given | names
+            rope = source.get(key)
+            if isinstance(rope, dict):
+                types = {k: v for k, v in rope.items() if k.endswith("type")}
+                source[key] = rope | {k: RENAMED.get(str(v), v) for k, v in types.items()}
         return super()._read_rope(source, longest)
 
 

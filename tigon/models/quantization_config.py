@@ -1,4 +1,4 @@
-"""Reads quantization_config of config.json; names the formats that are not supported."""
+"""quantization_config of config.json: fp8 is read, and an error names any other format."""
 
 import warnings
 from collections.abc import Mapping
@@ -10,54 +10,17 @@ from tigon.weights import BlockScales
 
 KEY = "quantization_config"
 ORIGINAL = "use the model's unquantised repository (bf16)"
-# `quant_method` -> the format's name, and how transformers gives back a plain checkpoint, if it can
-REFUSED: dict[str, tuple[str, str]] = {
-    "aqlm": ("AQLM", ""),
-    "auto-round": ("AutoRound", ""),
-    "awq": ("AWQ", ""),
-    "bitnet": ("BitNet", ""),
-    "bitsandbytes": ("bitsandbytes", "model.dequantize()"),
-    "compressed-tensors": ("compressed-tensors", "CompressedTensorsConfig(dequantize=True)"),
-    "deepspeedfp": ("DeepSpeed fp", ""),
-    "eetq": ("EETQ", ""),
-    "exl2": ("ExLlamaV2", ""),
-    "exl3": ("ExLlamaV3", ""),
-    "experts_int8": ("experts_int8", ""),
-    "fbgemm_fp8": ("FBGEMM fp8", ""),
-    "fouroversix": ("Four over Six", ""),
-    "fp_quant": ("FP-Quant", ""),
-    "gemma": ("Gemma's quantisation", ""),
-    "gguf": ("GGUF", ""),
-    "gptq": ("GPTQ", ""),
-    "gptq_marlin": ("GPTQ (Marlin)", ""),
-    "higgs": ("HIGGS", "model.dequantize()"),
-    "hqq": ("HQQ", ""),
-    "ipex": ("IPEX", ""),
-    "marlin": ("Marlin", ""),
-    "metal": ("Metal", ""),
-    "modelopt": ("NVIDIA ModelOpt", ""),
-    "modelopt_fp4": ("NVIDIA ModelOpt fp4", ""),
-    "mxfp4": ("MXFP4", "Mxfp4Config(dequantize=True)"),
-    "mxfp8": ("MXFP8", ""),
-    "nvfp4": ("NVFP4", ""),
-    "quanto": ("Quanto", ""),
-    "quark": ("AMD Quark", ""),
-    "quip": ("QuIP", ""),
-    "sinq": ("SINQ", ""),
-    "spqr": ("SpQR", ""),
-    "squeezellm": ("SqueezeLLM", ""),
-    "torchao": ("torchao", ""),
-    "vptq": ("VPTQ", ""),
+# quant_method -> the way in which transformers makes a plain checkpoint of it
+DEQUANTIZATION = {
+    "bitsandbytes": "model.dequantize()",
+    "compressed-tensors": "CompressedTensorsConfig(dequantize=True)",
+    "higgs": "model.dequantize()",
+    "mxfp4": "Mxfp4Config(dequantize=True)",
 }
 # Keys of fp8 that change no weight
-OTHER_KEYS = {
-    "activation_scheme",
-    "dequantize",
-    "ignored_layers",
-    "kv_cache_scheme",
-    "modules_to_convert",
-    "modules_to_not_convert",
-    "quant_method",
+NEUTRAL_KEYS = {
+    *("activation_scheme", "dequantize", "ignored_layers", "kv_cache_scheme", "quant_method"),
+    *("modules_to_convert", "modules_to_not_convert"),
 }
 
 
@@ -95,23 +58,16 @@ def unsupported_error(settings: Any) -> ConfigError:
         return ConfigError(
             f"{KEY} (fp8) describes stored weights, and a config alone has none: leave it out"
         )
-    known = REFUSED.get(method) if isinstance(method, str) else None
-    if known is None:
-        return ConfigError(
-            f"{KEY}: the quant_method {quote(method)} is not known; Tigon reads plain checkpoints "
-            f"and block-scaled fp8 ones: {ORIGINAL}"
-        )
-    name, recipe = known
-    if method == "bitsandbytes":
-        name += " (4 bits)" if settings.get("load_in_4bit") else " (8 bits)"
-    message = f"{KEY}: the checkpoint is quantised with {name} (quant_method {method!r}), which "
-    message += f"Tigon does not read: {ORIGINAL}"
-    if recipe:
+    message = f"{KEY}: the checkpoint is quantised with quant_method {quote(method)}, which Tigon "
+    message += f"does not read, only plain checkpoints and block-scaled fp8 ones: {ORIGINAL}"
+    if isinstance(method, str) and method in DEQUANTIZATION:
+        recipe = DEQUANTIZATION[method]
         message += f", or dequantise it with transformers, {recipe}, and save_pretrained"
     return ConfigError(message)
 
 
 def _read_fp8(settings: Mapping[str, Any]) -> BlockScales:
+    """The block sizes of fp8 weights; ConfigError for settings that are not supported."""
     supported: dict[str, tuple[Any, ...]] = {
         "fmt": ("e4m3", "e5m2", "float8_e4m3fn", "float8_e5m2", None),
         "expert_dtype": ("fp8", None),
@@ -123,7 +79,7 @@ def _read_fp8(settings: Mapping[str, Any]) -> BlockScales:
                 f"{KEY}: {key}={quote(settings[key])} is not one of "
                 f"{', '.join(str(value) for value in values[:-1])}: {ORIGINAL}"
             )
-    if unknown := settings.keys() - supported.keys() - OTHER_KEYS - {"weight_block_size"}:
+    if unknown := settings.keys() - supported.keys() - NEUTRAL_KEYS - {"weight_block_size"}:
         warnings.warn(
             f"{KEY} keys not understood and ignored: {quote(sorted(unknown))}", stacklevel=5
         )

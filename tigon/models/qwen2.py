@@ -32,7 +32,7 @@ class Qwen2Config(WindowedConfig):
 
 class Qwen2Block(PreNormBlock):
     def make_mixer(self, c: Qwen2Config, layer: int) -> Attention:
-        window = layer_window(c, layer) if c.use_sliding_window else None
+        window = layer_window(c, layer)
         return self.make_attention(c, bias=True, out_bias=False, window=window)
 
 

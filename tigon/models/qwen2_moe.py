@@ -14,7 +14,8 @@ from tigon.models.moe import MoEConfig, sparse_moe
 
 @dataclass(frozen=True, kw_only=True)
 class QwenMoEConfig(MoEConfig):
-    """The experts of Qwen's mixtures: every decoder_sparse_step-th layer not in mlp_only_layers."""
+    """The config of Qwen's mixtures: every decoder_sparse_step-th layer has experts, unless it is
+    in mlp_only_layers."""
 
     num_experts: int = 60
     moe_intermediate_size: int = 1408
@@ -35,7 +36,7 @@ class QwenMoEConfig(MoEConfig):
 
 
 def experts_or_mlp(c: QwenMoEConfig, layer: int, shared: int = 0) -> GatedMLP | SparseMoE:
-    """This layer's MLP; `shared` is the size of an expert that all tokens share."""
+    """The layer's experts, or its MLP if it has none; `shared` is the shared expert's size."""
     if not c.sparse(layer):
         return gated_mlp(c)
     return sparse_moe(c, c.moe_intermediate_size, normalize=c.norm_topk_prob, shared=shared)
@@ -72,7 +73,7 @@ class Qwen2MoeConfig(QwenMoEConfig, WindowedConfig):
 
 class Qwen2MoeBlock(PreNormBlock):
     def make_mixer(self, c: Qwen2MoeConfig, layer: int) -> Attention:
-        window = layer_window(c, layer) if c.use_sliding_window else None
+        window = layer_window(c, layer)
         return self.make_attention(c, bias=c.qkv_bias, out_bias=False, window=window)
 
     def make_mlp(self, c: Qwen2MoeConfig, layer: int) -> GatedMLP | SparseMoE:

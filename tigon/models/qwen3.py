@@ -22,9 +22,8 @@ class Qwen3Config(Qwen2Config):
 
 class Qwen3Block(PreNormBlock):
     def make_mixer(self, c: Qwen3Config, layer: int) -> Attention:
-        window = layer_window(c, layer) if c.use_sliding_window else None
-        bias, eps = c.attention_bias, c.rms_norm_eps
-        return self.make_attention(c, bias=bias, qk_norm_eps=eps, window=window)
+        bias, window = c.attention_bias, layer_window(c, layer)
+        return self.make_attention(c, bias=bias, qk_norm_eps=c.rms_norm_eps, window=window)
 
 
 class Qwen3(CausalLM):

@@ -1,4 +1,4 @@
-"""Embeddings and heads of another number of tokens."""
+"""Changes the number of tokens that a model's embedding and head have rows for."""
 
 from dataclasses import replace
 
@@ -18,30 +18,31 @@ def resize_token_embeddings(
     pad_to_multiple_of: int | None = None,
     mean_resizing: bool = True,
 ) -> Embedding:
-    """Give the embedding and the head `new_num_tokens` rows, as transformers does; returns the
-    embedding.
+    """Resize the embedding and the head to `new_num_tokens` rows, and return the embedding.
 
-    New rows are the mean of the old ones, of a bias too. transformers draws them around that mean,
-    with a covariance so small that hardly a digit differs; here they are the same in every process.
-    Without `mean_resizing` they are drawn as in a new model.
-    `pad_to_multiple_of` rounds the number up; None in place of a number is the present one. Config
-    and tied weights follow. Call it before adapters, sharding and optimizers: these hold the
-    earlier parameters. Raises ValueError, with the model as it was, for a model that has adapters
-    or that ranks share.
+    None keeps the number of rows. `pad_to_multiple_of` rounds the number up. Config and tied
+    weights follow.
+
+    New rows, also of a bias, are the mean of the old ones, where transformers draws from a narrow
+    normal distribution around it; so they are the same in every process. Without `mean_resizing`
+    they are drawn as in a new model.
+
+    Call it before adapters are added, the model is sharded or an optimizer is made, since these
+    refer to the old parameters. Raises ValueError if the model has adapters or is sharded.
     """
     size = model.config.vocab_size if new_num_tokens is None else new_num_tokens
     multiple = 1 if pad_to_multiple_of is None else pad_to_multiple_of
     for name, value in (("new_num_tokens", size), ("pad_to_multiple_of", multiple)):
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ValueError(f"{name}={quote(value)} is no number of tokens")
+            raise ValueError(f"{name}={quote(value)} is not a positive integer")
     size = -(-size // multiple) * multiple
     embedding, head = model.model.embed_tokens, model.lm_head
     if size == len(embedding.weight):
         return embedding
     if model.adapters:
-        raise ValueError("the model has adapters: resize its embeddings before they are added")
+        raise ValueError("the model has adapters: resize its embeddings before adding them")
     if model.shard_specs or isinstance(embedding.weight, DTensor):
-        raise ValueError("ranks share the model: resize its embeddings before they do")
+        raise ValueError("the model is sharded: resize its embeddings before sharding it")
     config = replace(model.config, vocab_size=size)  # raises before anything changes
     std = None if mean_resizing else config.initializer_range
     embedding.weight = _resize_rows(embedding.weight, size, std)
@@ -57,7 +58,7 @@ def resize_token_embeddings(
 
 
 def _resize_rows(old: Tensor, size: int, std: float | None) -> nn.Parameter:
-    """`std`: of new rows that are drawn; None: they are the mean."""
+    """`old` with `size` rows; new ones have a normal distribution, or with std=None the mean."""
     mean = old.mean(0, dtype=torch.float32).to(old.dtype)
     new = mean.expand(max(0, size - len(old)), *old.shape[1:])
     if std is not None:

@@ -1,4 +1,4 @@
-"""The smallest and the largest value of every number in config.json, whatever the family."""
+"""The range of every number in config.json, and RoPE parameters in both generations of keys."""
 
 from collections.abc import Mapping
 from dataclasses import fields
@@ -21,68 +21,46 @@ POSITIVE: Range = (1e-9, 1e9)
 WEIGHT: Range = (0, 1e9)
 FACTOR: Range = (-1e9, 1e9)
 
-RANGES: dict[str, Range] = {
-    "attention_multiplier": FACTOR,
-    "attn_logit_softcapping": POSITIVE,
-    "bos_token_id": TOKEN,
-    "decoder_sparse_step": SIZE,
-    "embedding_multiplier": FACTOR,
-    "eos_token_id": TOKEN,
-    "final_logit_softcapping": POSITIVE,
-    "head_dim": (0, 2**16),
-    "hidden_size": SIZE,
-    "initializer_range": WEIGHT,
-    "intermediate_size": SIZE,
-    "labels": (0, MOST_ITEMS),  # num_labels
-    "logits_scaling": POSITIVE,
-    "max_position_embeddings": SIZE,
-    "max_window_layers": COUNT,
-    "mlp_only_layers": COUNT,
-    "moe_intermediate_size": SIZE,
-    "no_rope_layer_interval": SIZE,
-    "no_rope_layers": COUNT,
-    "num_attention_heads": SIZE,
-    "num_experts": (0, MOST_EXPERTS),
-    "num_experts_per_tok": COUNT,
-    "num_hidden_layers": (1, MOST_LAYERS),
-    "num_key_value_heads": COUNT,
-    "num_local_experts": (0, MOST_EXPERTS),
-    "original_max_position_embeddings": SIZE,
-    "pad_token_id": TOKEN,
-    "query_pre_attn_scalar": POSITIVE,
-    "residual_multiplier": FACTOR,
-    "rms_norm_eps": WEIGHT,
-    "router_aux_loss_coef": WEIGHT,
-    "shared_expert_intermediate_size": COUNT,
-    "sliding_window": COUNT,  # 0 where no layer slides
-    "sliding_window_pattern": SIZE,
-    "vocab_size": SIZE,
-}
-# Of rope_parameters
-ROPE_RANGES: dict[str, Range] = {
-    "attention_factor": POSITIVE,
-    "beta_fast": WEIGHT,  # 0 means the default
-    "beta_slow": WEIGHT,
-    "factor": POSITIVE,
-    "high_freq_factor": POSITIVE,
-    "llama_4_scaling_beta": FACTOR,
-    "long_factor": POSITIVE,
-    "low_freq_factor": POSITIVE,
-    "max_position_embeddings": SIZE,
-    "mscale": WEIGHT,
-    "mscale_all_dim": WEIGHT,
-    "original_max_position_embeddings": SIZE,
-    "rope_theta": (1e-6, 1e18),
-    "short_factor": POSITIVE,
-}
+
+def _range_of_names(*groups: tuple[Range, str]) -> dict[str, Range]:
+    """The range of each name; a group's names are separated by spaces."""
+    return {name: limits for limits, names in groups for name in names.split()}
+
+
+RANGES = _range_of_names(
+    (FACTOR, "attention_multiplier embedding_multiplier residual_multiplier"),
+    (POSITIVE, "attn_logit_softcapping final_logit_softcapping logits_scaling"),
+    (POSITIVE, "query_pre_attn_scalar"),
+    (WEIGHT, "initializer_range rms_norm_eps router_aux_loss_coef"),
+    (TOKEN, "bos_token_id eos_token_id pad_token_id"),
+    (SIZE, "hidden_size intermediate_size moe_intermediate_size vocab_size num_attention_heads"),
+    (SIZE, "max_position_embeddings original_max_position_embeddings"),
+    (SIZE, "decoder_sparse_step no_rope_layer_interval sliding_window_pattern"),
+    (COUNT, "max_window_layers mlp_only_layers no_rope_layers num_experts_per_tok"),
+    (COUNT, "num_key_value_heads shared_expert_intermediate_size"),
+    (COUNT, "sliding_window"),  # 0 where no layer slides
+    ((0, 2**16), "head_dim"),
+    ((0, MOST_ITEMS), "labels"),  # num_labels
+    ((0, MOST_EXPERTS), "num_experts num_local_experts"),
+    ((1, MOST_LAYERS), "num_hidden_layers"),
+)
+ROPE_RANGES = _range_of_names(  # of rope_parameters
+    (POSITIVE, "attention_factor factor high_freq_factor low_freq_factor"),
+    (POSITIVE, "long_factor short_factor"),
+    (WEIGHT, "beta_fast beta_slow mscale mscale_all_dim"),  # a beta of 0 means the default
+    (FACTOR, "llama_4_scaling_beta"),
+    (SIZE, "max_position_embeddings original_max_position_embeddings"),
+    ((1e-6, 1e18), "rope_theta"),
+)
 
 
 def check_config(config: Any) -> None:
-    """Raises ConfigError for a number, or one of a list, that is out of its range."""
+    """Raises ConfigError for a number, or an item of a list, that is out of its range."""
     check_values({f.name: getattr(config, f.name) for f in fields(config)}, RANGES)
 
 
 def check_values(values: Mapping[str, Any], ranges: Mapping[str, Range]) -> None:
+    """Raises ConfigError for a value out of its name's range, or a list that is too long."""
     for name, value in values.items():
         items = value if isinstance(value, list) else [value]
         if len(items) > MOST_ITEMS:
@@ -92,7 +70,7 @@ def check_values(values: Mapping[str, Any], ranges: Mapping[str, Range]) -> None
                 check_range(name, item, *ranges[name])
 
 
-# RoPE in config.json, in both generations of its keys, and back.
+# RoPE
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 Rope = dict[str, Any]  # rope_parameters, complete for its type
@@ -133,35 +111,39 @@ def read_rope(
     partial: bool = False,
     extras: Mapping[str, Any] | None = None,
 ) -> Rope:
-    """One `rope_parameters` from either generation of keys, complete for its type."""
+    """The `rope_parameters` of config.json's content, complete for the RoPE type.
+
+    transformers 4 has rope_theta and rope_scaling in its place, and both are read. `longest` is
+    max_position_embeddings. `partial`: the family supports partial_rotary_factor. `extras`: types
+    of the family's additional keys.
+    """
     # transformers lets a non-null rope_scaling replace rope_parameters
     key = "rope_scaling" if source.get("rope_scaling") else "rope_parameters"
-    given = source.get(key) or {}
-    check_type(key, given, dict)
-    rope = {"rope_theta": source.get("rope_theta", default_theta), **given}
-    kind = rope["rope_type"] = rope.get("rope_type") or rope.pop("type", None) or "default"
-    if kind not in ROPE_TYPES:
-        raise ConfigError(f"unknown rope_type {quote(kind)}; there are {', '.join(ROPE_TYPES)}")
-    if kind in ("llama3", "yarn", "longrope"):
+    parameters = check_type(key, source.get(key) or {}, dict)
+    rope = {"rope_theta": source.get("rope_theta", default_theta), **parameters}
+    rope_type = rope["rope_type"] = rope.get("rope_type") or rope.pop("type", None) or "default"
+    if rope_type not in ROPE_TYPES:
+        raise ConfigError(
+            f"unknown rope_type {quote(rope_type)}; there are {', '.join(ROPE_TYPES)}"
+        )
+    if rope_type in ("llama3", "yarn", "longrope"):
         key = "original_max_position_embeddings"
         rope[key] = source.get(key) or rope.get(key) or longest
     hints = ROPE_HINTS | dict(extras or {})
-    for name, value in rope.items():
-        if name in hints:
-            check_type(name, value, hints[name])
-    check_values({name: value for name, value in rope.items() if name in hints}, ROPE_RANGES)
-    if kind in ("yarn", "longrope") and rope.get("factor") is None:
+    known = {name: value for name, value in rope.items() if name in hints}
+    for name, value in known.items():
+        check_type(name, value, hints[name])
+    check_values(known, ROPE_RANGES)
+    if rope_type in ("yarn", "longrope") and rope.get("factor") is None:
         rope["factor"] = longest / rope["original_max_position_embeddings"]
-    missing = [k for k in ROPE_KEYS[kind] if rope.get(k) is None]
-    if missing:
+    if missing := [k for k in ROPE_KEYS[rope_type] if rope.get(k) is None]:
         raise ConfigError(
-            f"rope_type {kind!r} needs {', '.join(missing)}; the config has {quote(rope, 500)}"
+            f"rope_type {rope_type!r} needs {', '.join(missing)}; the config has {quote(rope, 500)}"
         )
-    _check_together(kind, rope)
+    _check_combination(rope)
     factor = rope.pop("partial_rotary_factor", None)
-    unknown = {k: v for k, v in rope.items() if k not in hints}
-    if unknown:
-        raise ConfigError(f"rope_type {kind!r} does not know {quote(unknown)}")
+    if unknown := {k: v for k, v in rope.items() if k not in hints}:
+        raise ConfigError(f"rope_type {rope_type!r} does not know {quote(unknown)}")
     if factor is None and partial:
         factor = source.get("partial_rotary_factor")
     if factor is None or (factor == 1 and not partial):
@@ -173,22 +155,22 @@ def read_rope(
     return rope | {"partial_rotary_factor": factor}
 
 
-def _check_together(kind: str, rope: Rope) -> None:
-    """Values that only together have no frequencies."""
-    if kind == "llama3" and not rope["low_freq_factor"] < rope["high_freq_factor"]:
+def _check_combination(rope: Rope) -> None:
+    """Raises ConfigError for values, each in its range, that together define no frequencies."""
+    rope_type = rope["rope_type"]
+    if rope_type == "llama3" and not rope["low_freq_factor"] < rope["high_freq_factor"]:
         raise ConfigError(
             f"low_freq_factor={rope['low_freq_factor']} is not less than "
             f"high_freq_factor={rope['high_freq_factor']}"
         )
-    if kind == "yarn" and rope["rope_theta"] <= 1:
+    if rope_type == "yarn" and rope["rope_theta"] <= 1:
         raise ConfigError(f"rope_theta={rope['rope_theta']} is not more than 1, as yarn needs it")
-    original = rope.get("original_max_position_embeddings")
-    if kind == "longrope" and original == 1:
+    if rope_type == "longrope" and rope["original_max_position_embeddings"] == 1:
         raise ConfigError("original_max_position_embeddings=1 is too short for longrope")
 
 
 def write_rope(rope: Rope) -> dict[str, Any]:
-    """The keys that transformers 4 and 5 and other readers look for."""
+    """config.json's keys for one RoPE, under the names of transformers 4 and 5."""
     out = {
         "rope_parameters": rope,
         "rope_theta": rope["rope_theta"],
@@ -205,18 +187,18 @@ def write_rope(rope: Rope) -> dict[str, Any]:
 def read_two_ropes(
     source: Mapping[str, Any], theta: float, local_theta: float, longest: int
 ) -> dict[str, Rope]:
-    """The RoPE of full layers, which rope_theta and rope_scaling belong to, and of sliding ones.
+    """The RoPEs of full and of sliding layers, from config.json's content.
 
-    `theta` and `local_theta` are defaults.
+    rope_theta and rope_scaling apply to full layers. `theta` and `local_theta` are defaults.
     """
-    given = check_type("rope_parameters", source.get("rope_parameters") or {}, dict)
+    ropes = check_type("rope_parameters", source.get("rope_parameters") or {}, dict)
     scaling = check_type("rope_scaling", source.get("rope_scaling") or {}, dict)
-    if not given.keys() <= {FULL, SLIDING}:
+    if not ropes.keys() <= {FULL, SLIDING}:
         raise ConfigError(
-            f"rope_parameters={quote(given)} is not given per {FULL!r} and {SLIDING!r}"
+            f"rope_parameters={quote(ropes)} is not given per {FULL!r} and {SLIDING!r}"
         )
     full, sliding = (
-        check_type(f"rope_parameters.{name}", given.get(name) or {}, dict)
+        check_type(f"rope_parameters.{name}", ropes.get(name) or {}, dict)
         for name in (FULL, SLIDING)
     )
     theta = source.get("rope_theta", theta)
@@ -227,4 +209,5 @@ def read_two_ropes(
 
 
 def write_two_ropes(ropes: Mapping[str, Rope]) -> dict[str, Any]:
+    """config.json's keys for the RoPEs of full and of sliding layers."""
     return write_rope(ropes[FULL]) | {"rope_parameters": dict(ropes)}

@@ -37,14 +37,14 @@ class SmolLM3Config(LlamaConfig, WindowedConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        given = self.no_rope_layers
-        if given is not None and len(given) != self.num_hidden_layers:
+        layers, flags = self.num_hidden_layers, self.no_rope_layers
+        if flags is not None and len(flags) != layers:
             raise ConfigError(
-                f"no_rope_layers={quote(given)} does not say 0 or 1 for each of "
-                f"{self.num_hidden_layers} layers"
+                f"no_rope_layers={quote(flags)} is not 0 or 1 for each of {layers} layers"
             )
 
     def rotates(self, layer: int) -> bool:
+        """Whether the layer has RoPE."""
         if self.no_rope_layers is not None:
             return bool(self.no_rope_layers[layer])
         return (layer + 1) % self.no_rope_layer_interval != 0
@@ -55,8 +55,7 @@ class SmolLM3Config(LlamaConfig, WindowedConfig):
 
 class SmolLM3Block(LlamaBlock):
     def make_mixer(self, c: Any, layer: int) -> Attention:
-        window = layer_window(c, layer) if c.use_sliding_window else None
-        return self.make_attention(c, bias=c.attention_bias, window=window)
+        return self.make_attention(c, bias=c.attention_bias, window=layer_window(c, layer))
 
     def layer_rope(self, c: SmolLM3Config, layer: int) -> tuple[int, dict[str, Any]]:
         return c.head_dim, c.rope_parameters if c.rotates(layer) else {}

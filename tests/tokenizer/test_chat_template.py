@@ -11,7 +11,7 @@ from transformers.utils import get_json_schema
 
 from tests.tokenizer.chat_templates import TEMPLATES
 from tigon.tokenizer import Tokenizer
-from tigon.tokenizer.tool_schema import function_schema
+from tigon.tokenizer.tool_schema import tool_schema
 
 CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 2, "b": "<é> & 'b'"}}}
 CHATS: dict[str, list[dict[str, Any]]] = {
@@ -133,7 +133,7 @@ def test_text_equals_transformers(
 @pytest.mark.parametrize("function", [add, many])
 def test_tool_schema_equals_transformers(function: Callable[..., Any]) -> None:
     # As JSON, because templates write the keys in their order
-    assert json.dumps(function_schema(function)) == json.dumps(get_json_schema(function))
+    assert json.dumps(tool_schema(function)) == json.dumps(get_json_schema(function))
 
 
 def test_a_function_that_makes_no_tool() -> None:
@@ -162,7 +162,7 @@ def test_a_function_that_makes_no_tool() -> None:
         odd: "argument a of tool odd has type .*Path",
     }.items():
         with pytest.raises(ValueError, match=message):
-            function_schema(function)
+            tool_schema(function)
 
 
 @pytest.mark.parametrize(

@@ -80,9 +80,8 @@ def test_what_is_no_token(byte_level: Path) -> None:
 
 
 @pytest.mark.parametrize(("token", "message"), [("", "empty"), ("\ud800", "lone surrogate")])
-def test_no_token(token: str, message: str, byte_level: Path) -> None:
-    ours = Tokenizer.from_pretrained(byte_level)
-    before = len(ours)
+def test_no_token(token: str, message: str, tokenizer: Tokenizer) -> None:
+    before = len(tokenizer)
     with pytest.raises(ValueError, match=message):
-        ours.add_tokens(["<fine>", token])
-    assert len(ours) == before
+        tokenizer.add_tokens(["<fine>", token])
+    assert len(tokenizer) == before

@@ -37,10 +37,10 @@ TOOL = [
 ]
 
 
-def learned_texts(tokenizer: Tokenizer, ids: list[int], mask: list[bool]) -> list[str]:
-    """The text of each run of tokens in the mask."""
-    runs = groupby(zip(ids, mask, strict=True), key=lambda pair: pair[1])
-    return [tokenizer.decode([i for i, _ in run]) for learned, run in runs if learned]
+def learned_texts(tokenizer: Tokenizer, ids: list[int], weights: list[Any]) -> list[str]:
+    """Return the text of each run of tokens with one weight, except for weight 0."""
+    runs = groupby(zip(ids, weights, strict=True), key=lambda pair: pair[1])
+    return [tokenizer.decode([i for i, _ in run]) for weight, run in runs if weight]
 
 
 @pytest.mark.parametrize("extra", ["", "{% generation %}{% endgeneration %}"])
@@ -96,24 +96,21 @@ def test_generation_block_edges_are_learned(byte_level: Path, content: str) -> N
     ],
 )
 def test_text_that_is_learned(
-    byte_level: Path, template: str, chat: list[dict[str, Any]], expected: list[str]
+    tokenizer: Tokenizer, template: str, chat: list[dict[str, Any]], expected: list[str]
 ) -> None:
-    tokenizer = Tokenizer.from_pretrained(byte_level)
     ids, mask = tokenizer.encode_chat(chat, chat_template=template)
     assert learned_texts(tokenizer, ids, mask) == expected
     assert ids == tokenizer.apply_chat_template(chat, chat_template=template)
 
 
-def test_variables_reach_every_prefix(byte_level: Path) -> None:
-    tokenizer = Tokenizer.from_pretrained(byte_level)
+def test_variables_reach_every_prefix(tokenizer: Tokenizer) -> None:
     options: dict[str, Any] = {"chat_template": QWEN3, "tools": [{"name": "f"}]}
     ids, mask = tokenizer.encode_chat(CHAT[:2], enable_thinking=False, **options)
     assert learned_texts(tokenizer, ids, mask) == [" Hello you 😀<|im_end|>\n"]
     assert ids == tokenizer.apply_chat_template(CHAT[:2], **options)
 
 
-def test_documents_reach_every_prefix(byte_level: Path) -> None:
-    tokenizer = Tokenizer.from_pretrained(byte_level)
+def test_documents_reach_every_prefix(tokenizer: Tokenizer) -> None:
     template = "{% for d in documents or [] %}{{ d.title }}{% endfor %}" + CHATML
     ids, mask = tokenizer.encode_chat(
         CHAT[:2], chat_template=template, documents=[{"title": "the fox"}]
@@ -122,8 +119,7 @@ def test_documents_reach_every_prefix(byte_level: Path) -> None:
     assert learned_texts(tokenizer, ids, mask) == [" Hello you 😀<|im_end|>\n"]
 
 
-def test_token_across_the_edge_is_learned(byte_level: Path) -> None:
-    tokenizer = Tokenizer.from_pretrained(byte_level)
+def test_token_across_the_edge_is_learned(tokenizer: Tokenizer) -> None:
     chat = [USER, {"role": "assistant", "content": "the"}]
     template = (
         "{% for m in messages %}{{ m.content }}{% if m.role == 'user' %} {% endif %}{% endfor %}"
@@ -185,15 +181,13 @@ def test_an_unclear_chat_is_refused(
         ([USER, CHAT[1] | {"at": object()}], "takes JSON values, not object"),
     ],
 )
-def test_a_bad_row_is_named(byte_level: Path, chat: Any, message: str) -> None:
-    tokenizer = Tokenizer.from_pretrained(byte_level)
+def test_a_bad_row_is_named(tokenizer: Tokenizer, chat: Any, message: str) -> None:
     for call in (tokenizer.apply_chat_template, tokenizer.encode_chat):
         with pytest.raises(ValueError, match=message):
             call(chat, chat_template=CHATML)
 
 
-def test_arguments_of_transformers_are_no_variables(byte_level: Path) -> None:
-    tokenizer = Tokenizer.from_pretrained(byte_level)
+def test_arguments_of_transformers_are_no_variables(tokenizer: Tokenizer) -> None:
     with pytest.raises(TypeError, match="return_tensors"):
         tokenizer.apply_chat_template(CHAT, chat_template=CHATML, return_tensors="pt")
     with pytest.raises(TypeError, match="add_generation_prompt"):

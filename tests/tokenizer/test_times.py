@@ -1,7 +1,6 @@
 """Which times a chat template writes, and what fixes them."""
 
 from datetime import datetime
-from pathlib import Path
 
 import pytest
 
@@ -15,11 +14,6 @@ LLAMA = """\
 {%- endif %}{%- endif %}{{ "Today Date: " + date_string }}"""
 GPT_OSS = "{{ 'Current date: ' + strftime_now('%Y-%m-%d') }}"
 DAY, SAME_DAY, NEXT = (datetime(2026, 5, *at) for at in ((1, 9, 30), (1, 23, 59), (2, 9, 30)))
-
-
-@pytest.fixture
-def tokenizer(byte_level: Path) -> Tokenizer:
-    return Tokenizer.from_pretrained(byte_level)
 
 
 @pytest.mark.parametrize(

@@ -2,12 +2,12 @@
 
 import pickle
 from itertools import groupby
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.tokenizer.chat_templates import CHATML, GENERATION, LLAMA3, QWEN3
+from tests.tokenizer.test_assistant_mask import learned_texts
 from tigon.tokenizer import Span, Tokenizer
 from tigon.tokenizer.assistant_mask import token_weights
 
@@ -106,9 +106,8 @@ def learned(tokenizer: Tokenizer, chat: Any, **options: Any) -> list[tuple[str, 
     ],
 )
 def test_weights_reach_their_messages(
-    byte_level: Path, template: str, chat: Any, options: Any, expected: Any
+    tokenizer: Tokenizer, template: str, chat: Any, options: Any, expected: Any
 ) -> None:
-    tokenizer = Tokenizer.from_pretrained(byte_level)
     assert learned(tokenizer, chat, chat_template=template, **options) == expected
 
 
@@ -153,16 +152,12 @@ def test_weights_reach_their_messages(
     ],
 )
 def test_all_turns_are_learned_once(
-    byte_level: Path, template: str, chat: Any, options: Any, expected: Any
+    tokenizer: Tokenizer, template: str, chat: Any, options: Any, expected: Any
 ) -> None:
-    tokenizer = Tokenizer.from_pretrained(byte_level)
     options = {"chat_template": template, "train_on": "all_turns"} | options
     encoded = tokenizer.encode_chat_rows(chat, **options)
-    actual = []
-    for ids, weights in encoded.rows:
-        runs = groupby(zip(ids, weights, strict=True), key=lambda pair: pair[1])
-        actual.append([tokenizer.decode([i for i, _ in run]) for weight, run in runs if weight])
-    assert actual == expected and not encoded.rewritten
+    assert [learned_texts(tokenizer, *row) for row in encoded.rows] == expected
+    assert not encoded.rewritten
     fewer = tokenizer.encode_chat_rows(chat, **options | {"train_on": "assistant"})
     if len(expected) == 1:
         assert fewer == encoded
@@ -170,8 +165,7 @@ def test_all_turns_are_learned_once(
         assert fewer.rows == encoded.rows[:1] and fewer.rewritten == sum(map(len, expected[1:]))
 
 
-def test_all_but_one_message(byte_level: Path) -> None:
-    tokenizer = Tokenizer.from_pretrained(byte_level)
+def test_all_but_one_message(tokenizer: Tokenizer) -> None:
     options: dict[str, Any] = {"chat_template": CHATML, "train_on": "all"}
     whole = tokenizer.apply_chat_template(CHAT, chat_template=CHATML, tokenize=False)
     assert learned(tokenizer, CHAT, **options) == [(whole, 1)]
@@ -181,8 +175,7 @@ def test_all_but_one_message(byte_level: Path) -> None:
     assert actual == [(before, 1), (after, 1)]
 
 
-def test_zero_weights_and_ambiguous_places(byte_level: Path) -> None:
-    tokenizer = Tokenizer.from_pretrained(byte_level)
+def test_zero_weights_and_ambiguous_places(tokenizer: Tokenizer) -> None:
     assert learned(tokenizer, CHAT, weights=[0] * 4, chat_template=CHATML) == []
     with pytest.raises(ValueError, match=r"messages\[2\] has a weight of its own, but where"):
         learned(tokenizer, CHAT, weights=[None, 0, 1, 0], chat_template=QWEN3)
@@ -198,8 +191,7 @@ def test_zero_weights_and_ambiguous_places(byte_level: Path) -> None:
         learned(tokenizer, CHAT, train_on="last", chat_template=refusing + once + "{% endfor %}")
 
 
-def test_turns_rewritten_later_are_refused(byte_level: Path) -> None:
-    tokenizer = Tokenizer.from_pretrained(byte_level)
+def test_turns_rewritten_later_are_refused(tokenizer: Tokenizer) -> None:
     assert learned(tokenizer, CHAT, chat_template=LAST_ALONE) == [("Bye</s>", 1)]
     for options in ({"train_on": "last"}, {"weights": [None, 2, None, 3]}):
         with pytest.raises(
@@ -208,8 +200,8 @@ def test_turns_rewritten_later_are_refused(byte_level: Path) -> None:
             learned(tokenizer, CHAT, chat_template=LAST_ALONE, **options)
 
 
-def test_the_text_of_a_span(byte_level: Path) -> None:
-    tokenizer = Tokenizer.from_pretrained(byte_level)  # adds <s> before, and </s> behind
+def test_the_text_of_a_span(tokenizer: Tokenizer) -> None:
+    # adds <s> before, and </s> behind
     ids, weights = tokenizer.encode_weighted("the fox", [Span(3, 7, 0.5)])
     assert ids == tokenizer.encode("the fox") and ids[0] == 1 and ids[-1] == 2
     assert tokenizer.decode([i for i, w in zip(ids, weights, strict=True) if w]) == " fox"
@@ -217,8 +209,7 @@ def test_the_text_of_a_span(byte_level: Path) -> None:
 
 
 @pytest.mark.parametrize("split", [True, False])
-def test_a_copy_in_another_process_encodes_the_same(byte_level: Path, split: bool) -> None:
-    tokenizer = Tokenizer.from_pretrained(byte_level)
+def test_a_copy_in_another_process_encodes_the_same(tokenizer: Tokenizer, split: bool) -> None:
     tokenizer.backend.encode_special_tokens = split
     copy = pickle.loads(pickle.dumps(tokenizer))
     assert copy.encode("a</s>b") == tokenizer.encode("a</s>b")
@@ -228,8 +219,7 @@ def test_a_copy_in_another_process_encodes_the_same(byte_level: Path, split: boo
 
 
 @pytest.mark.parametrize("text", ["a\ud800b", "\udfff"])
-def test_a_lone_surrogate_is_named(byte_level: Path, text: str) -> None:
-    tokenizer = Tokenizer.from_pretrained(byte_level)
+def test_a_lone_surrogate_is_named(tokenizer: Tokenizer, text: str) -> None:
     for call in (
         lambda: tokenizer.encode(text),
         lambda: tokenizer.encode_batch(["good", text]),
@@ -251,8 +241,7 @@ def test_overlapped_tokens_have_the_larger_weight() -> None:
 
 
 @pytest.mark.parametrize("train_on", ["assistant", "last"])
-def test_template_that_marks_nothing_is_refused(byte_level: Path, train_on: str) -> None:
-    tokenizer = Tokenizer.from_pretrained(byte_level)
+def test_template_that_marks_nothing_is_refused(tokenizer: Tokenizer, train_on: str) -> None:
     silent = [CHAT[0], {"role": "assistant", "content": ""}]
     template = TWO_BLOCKS.replace("{% if m.role == 'assistant' %}", "{% if m.content == 'Bye' %}")
     options: dict[str, Any] = {"chat_template": template, "train_on": train_on}

@@ -60,12 +60,19 @@ def dump(content: Any) -> bytes:
     return text.encode()
 
 
+# Not made for each case, as hypothesis checks each strategy that is new
+DAMAGE = st.sampled_from(["cut", "drop", "repeat", "insert", "flip", "whole"])
+REPLACEMENT = st.one_of(values.map(dump), st.binary(max_size=64))
+ODD = st.sampled_from([*(bytes([c]) for c in b'{}[]",:\xff\x00'), b"NaN", b"\\ud800", b"\xef"])
+COUNTS = st.sampled_from([1, 2, 3000])
+
+
 @st.composite
 def damaged(draw: Any, data: bytes) -> bytes:
     """Cut off, flip, repeat or insert bytes."""
     at = draw(st.integers(0, len(data)))
     end = draw(st.integers(at, min(len(data), at + 64)))
-    kind = draw(st.sampled_from(["cut", "drop", "repeat", "insert", "flip", "whole"]))
+    kind = draw(DAMAGE)
     if kind == "cut":
         return data[:at]
     if kind == "drop":
@@ -75,9 +82,8 @@ def damaged(draw: Any, data: bytes) -> bytes:
     if kind == "flip" and at < len(data):
         return data[:at] + bytes([data[at] ^ (1 << draw(st.integers(0, 7)))]) + data[at + 1 :]
     if kind == "whole":
-        return draw(st.one_of(values.map(dump), st.binary(max_size=64)))
-    odd = (b"{", b"}", b"[", b"]", b'"', b",", b":", b"\xff", b"\x00", b"NaN", b"\\ud800", b"\xef")
-    return data[:at] + draw(st.sampled_from(odd)) * draw(st.sampled_from([1, 2, 3000])) + data[at:]
+        return draw(REPLACEMENT)
+    return data[:at] + draw(ODD) * draw(COUNTS) + data[at:]
 
 
 @st.composite

@@ -77,13 +77,16 @@ entries = st.fixed_dictionaries(
 names = st.one_of(texts(8), st.sampled_from(["__metadata__", "\x1b[31mx", "n" * 10**5]))
 
 
+CHANGES = st.sampled_from(["entry", "part", "drop", "value", "copy"])
+
+
 @st.composite
 def header(draw: Any, content: bytes) -> bytes:
     """Damage a header in its JSON, in its length, or in both."""
     changed, data = parse(content)
     for _ in range(draw(st.integers(0, 3))):
         name = draw(st.one_of(st.sampled_from(sorted(changed) or ["a"]), names))
-        what = draw(st.sampled_from(["entry", "part", "drop", "value", "copy"]))
+        what = draw(CHANGES)
         if what == "drop":
             changed.pop(name, None)
         elif what == "value":

@@ -56,10 +56,7 @@ def find_files(repository: Repository) -> dict[str, Path]:
 
 def read_backend(path: Path) -> tokenizers.Tokenizer:
     """Read a tokenizer.json; ValueError that names the file if the library refuses it."""
-    try:
-        text = read_bytes(path, MAX_TOKENIZER_BYTES).decode()
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{escape(path)} is not UTF-8 text: {error.reason}") from None
+    text = _read_text(path, MAX_TOKENIZER_BYTES)
     # The assistant mask needs offsets that cover every character; ids do not depend on this
     text = re.sub(r'("trim_offsets"\s*:\s*)true', r"\1false", text)
     with library_errors(f"{escape(path)} is not a tokenizer"):
@@ -216,12 +213,17 @@ def read_templates(config: dict[str, Any], files: dict[str, Path]) -> str | dict
 def read_template(path: Path) -> str:
     """Read a Jinja file, with newlines as in transformers."""
     try:
-        text = read_bytes(path, MAX_TEMPLATE_BYTES).decode()
+        text = _read_text(path, MAX_TEMPLATE_BYTES)
     except FileNotFoundError:
         raise FileNotFoundError(f"no chat template {escape(path)}") from None
+    return text.replace("\r\n", "\n").replace("\r", "\n")
+
+
+def _read_text(path: Path, max_bytes: int) -> str:
+    try:
+        return read_bytes(path, max_bytes).decode()
     except UnicodeDecodeError as error:
         raise ValueError(f"{escape(path)} is not UTF-8 text: {error.reason}") from None
-    return text.replace("\r\n", "\n").replace("\r", "\n")
 
 
 class TokenizerFiles:

@@ -157,6 +157,7 @@ class Repository:
         return sorted(p.removeprefix(start) for p in paths if p.startswith(start + prefix))
 
     def _join(self, name: str) -> str:
+        """Returns the path of a file below the subfolder."""
         return f"{self.subfolder}/{name}" if self.subfolder else name
 
     def _connection_fault(self, path: str) -> str | None:
@@ -174,6 +175,7 @@ class Repository:
         return self.local_files_only or constants.is_offline_mode()
 
     def _no_file(self, name: str) -> FileNotFoundError:
+        """Returns the error for a file that is not there, with what is."""
         if self.directory is not None:
             return FileNotFoundError(f"{self.directory} has no file {name}")
         offline = (
@@ -216,6 +218,7 @@ class Repository:
         return Path(file)
 
     def _download_prefix(self, path: str, revision: str, count: int) -> tuple[bytes, int]:
+        """Downloads the first bytes of a file; returns them and its size."""
         headers = build_hf_headers(token=self.token)
         headers |= {"Range": f"bytes=0-{max(count, 1) - 1}", "Accept-Encoding": "identity"}
         url = hf_hub_url(self.name, path, revision=revision)

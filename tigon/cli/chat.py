@@ -104,6 +104,7 @@ class Chat:
             raise
 
     def _encode(self, messages: list[Message]) -> list[int]:
+        """Returns the tokens of the conversation and the prompt for an answer."""
         system = [] if self.system is None else [{"role": "system", "content": self.system}]
         ids = self.tokenizer.apply_chat_template([*system, *messages], add_generation_prompt=True)
         assert isinstance(ids, list)
@@ -137,6 +138,7 @@ def talk(chat: Chat, name: str) -> None:
 
 
 def answer_turn(chat: Chat, text: str, name: str) -> None:
+    """Streams the answer to a text and keeps both in the conversation."""
     try:
         text.encode()  # some locales accept any byte
         forgotten = chat.answer(text, print_text)
@@ -264,6 +266,7 @@ class GenerateCalls:
             signal.raise_signal(signal.SIGINT)
 
     def _interrupt(self, number: int, frame: FrameType | None) -> None:
+        """Stops the answer at Ctrl-C."""
         self.interrupted = True
 
     def _step(self, new: Tensor, streamer: Callable[[Tensor], object] | None = None) -> None:

@@ -45,6 +45,7 @@ SAMPLING = ("temperature", "top_k", "top_p", "min_p")
 
 @on_ranks
 def generate(args: Namespace, world: World | None) -> int:
+    """Runs `tigon generate`: prints the continuation of a prompt."""
     main = world is None or world.main
     with raise_on_all_ranks(world):
         text = _read_prompt(args) if main else ""
@@ -90,6 +91,7 @@ def generate(args: Namespace, world: World | None) -> int:
 
 @on_ranks
 def chat(args: Namespace, world: World | None) -> int:
+    """Runs `tigon chat` until the user leaves."""
     with raise_on_all_ranks(world):
         model, tokenizer = load_model_and_tokenizer(args, world)
         check_sequences(model)
@@ -120,6 +122,7 @@ def _sampling_settings(args: Namespace) -> dict[str, Any]:
 
 
 def plan(args: Namespace) -> int:
+    """Runs `tigon plan`: prints the layouts that fit, the fastest first."""
     if args.most < 1:
         raise ValueError(f"--most {args.most} must be at least 1")
     job = read_job(args.model, args.gpus, args.gpu, args.seq_len, args.batch_tokens, args.settings)
@@ -172,6 +175,7 @@ def _end_tokens(model: CausalLM, tokenizer: Tokenizer) -> list[int]:
 
 @on_ranks
 def eval_perplexity(args: Namespace, world: World | None) -> int:
+    """Runs `tigon eval perplexity`: prints perplexity and loss."""
     with raise_on_all_ranks(world):
         model, tokenizer = load_model_and_tokenizer(args, world)
         if model.config.labels:
@@ -194,6 +198,7 @@ def eval_perplexity(args: Namespace, world: World | None) -> int:
 
 
 def eval_parity(args: Namespace) -> int:
+    """Runs `tigon eval parity`: 1 if the model differs from transformers'."""
     device, revision = parse_device(args.device), args.revision
     place: AbstractContextManager[str] = nullcontext(args.model)
     if (checkpoint := find_checkpoint(args.model)) or is_adapter(args.model, revision):
@@ -208,6 +213,7 @@ def eval_parity(args: Namespace) -> int:
 
 
 def export(args: Namespace) -> int:
+    """Runs `tigon export`: writes a Hugging Face checkpoint."""
     dtype = parse_dtype(args)
     check_free(args.directory)  # before anything is fetched
     options = {"max_shard_size": args.max_shard_size, "stacked_experts": args.stack_experts}
@@ -230,6 +236,7 @@ def export(args: Namespace) -> int:
 
 
 def push(args: Namespace) -> int:
+    """Runs `tigon push`: uploads an export."""
     url = push_folder(
         Path(args.model),
         args.repository,
@@ -254,10 +261,12 @@ def data_show(args: Namespace) -> int:
 
 
 def data_pack(args: Namespace) -> int:
+    """Runs `tigon data pack`: fills the data cache."""
     pack(args.arguments)
     return 0
 
 
 def data_clean(args: Namespace) -> int:
+    """Runs `tigon data clean`: removes entries of the data cache."""
     print(clean_cache(args.days))
     return 0

@@ -31,6 +31,7 @@ MAX_MISFITS = 5  # tensors, at most, of those that do not fit
 
 
 def info(args: Namespace) -> int:
+    """Runs `tigon info --check`: prints what a model is, or without one what the machine has."""
     if args.model is None:
         print_machine()
     else:
@@ -82,6 +83,7 @@ def _describe_gguf(repository: Repository, name: str) -> Facts:
 
 
 def _describe_run(checkpoint: Path) -> Facts:
+    """Returns the facts of a run's checkpoint."""
     model = meta_model_from_checkpoint(checkpoint)
     sizes: Counter[str] = Counter()
     for path in sorted(checkpoint.glob("*.safetensors")):
@@ -103,6 +105,7 @@ def describe_model(model: CausalLM) -> Facts:
 
 
 def _format_loads(model: CausalLM, stored: Checkpoint | None = None) -> str:
+    """Says whether the checkpoint loads, or why not."""
     misfits = {} if stored is None else find_misfits(model, stored)
     if misfits:
         texts = (format_misfits(fault, names, MAX_MISFITS) for fault, names in misfits.items())

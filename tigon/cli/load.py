@@ -99,6 +99,7 @@ def load_tokenizer(args: Namespace) -> Tokenizer:
 
 
 def parse_dtype(args: Namespace) -> torch.dtype | Literal["auto"]:
+    """Returns the torch dtype of `--dtype`."""
     return "auto" if args.dtype == "auto" else getattr(torch, args.dtype)
 
 
@@ -142,6 +143,7 @@ def raise_on_all_ranks(world: World | None) -> AbstractContextManager[None]:
 
 
 def _check_ranks(args: Namespace) -> None:
+    """Raises ValueError if `--tp` does not fit the machine."""
     if args.tp < 1:
         raise ValueError(f"--tp {args.tp} must be at least 1")
     if args.tp == 1 and args.expert_parallel:

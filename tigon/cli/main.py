@@ -30,6 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _main(arguments: list[str]) -> int:
+    """Parses the arguments and runs the command; returns its exit code."""
     training = arguments[:1] == ["train"]  # has a syntax and a help of its own
     args = argparse.Namespace(command="train") if training else _parse(arguments)
     args.arguments_given = arguments
@@ -258,6 +259,7 @@ COMMANDS: dict[str, tuple[str, dict[str, Any] | str]] = {
 
 
 def _parser() -> argparse.ArgumentParser:
+    """Builds the parser from the table of commands."""
     parser = argparse.ArgumentParser(prog="tigon", description=__doc__)
     parser.add_argument("--version", action="version", version=f"tigon {__version__}")
     groups: dict[str, Any] = {

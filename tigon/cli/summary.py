@@ -28,11 +28,13 @@ SUPPORTED = Path(__file__).parents[1] / "models/families.py"  # importing it tak
 
 
 def info(args: Namespace) -> int:
+    """Runs `tigon info`, from headers alone and without torch."""
     print_facts(args.model, summarize(args.model, args.revision))
     return 0
 
 
 def print_facts(name: str, facts: Facts) -> None:
+    """Prints a name and its facts, a line for each."""
     print(escape(name))
     for label, value in facts.items():
         print(f"  {label:<14}{escape(value, 4000)}")
@@ -59,6 +61,7 @@ class HeadersOnly(Repository):
         self._folder.cleanup()
 
     def optional_file(self, name: str) -> Path | None:
+        """Returns a file's path, or None; weights are never downloaded whole."""
         if name in self._paths or not name.endswith(".safetensors"):
             return self._paths.get(name) or super().optional_file(name)
         try:
@@ -131,6 +134,7 @@ def _text_config(source: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _parameter_facts(values: Mapping[str, Any], stored: Mapping[str, StoredTensor]) -> Facts:
+    """Returns the numbers of parameters and their dtypes."""
     parameters = _parameters(values, stored)
     if not stored or parameters is None:
         count = f"{sum(t.count for t in stored.values()):,} stored" if stored else "unknown"

@@ -99,6 +99,8 @@ def unstack_heads(x: Tensor) -> Tensor:
 
 
 class _StackHeads(torch.autograd.Function):
+    """Stacks the heads of several tensors for one exchange; backward unstacks the gradient."""
+
     @staticmethod
     def forward(ctx: Any, ranks: int, *xs: Tensor) -> Tensor:
         ctx.heads = [x.shape[2] for x in xs]
@@ -111,6 +113,8 @@ class _StackHeads(torch.autograd.Function):
 
 
 class _UnstackHeads(torch.autograd.Function):
+    """Undoes `_StackHeads`, in both directions."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
         ctx.ranks = len(x)

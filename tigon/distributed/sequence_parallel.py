@@ -221,6 +221,7 @@ class SequenceParallelRegion:
         return self._reduce_to_region(x)
 
     def _reduce_to_region(self, x: Tensor) -> Tensor:
+        """Sums x over the ranks, and keeps this rank's tokens unless all ranks have all."""
         if self.replicated:
             return all_reduce_small(x, self.ranks)
         return _ReduceScatterTokens.apply(_pad_tokens(x, self.ranks), self.ranks)

@@ -21,6 +21,8 @@ Request = tuple[tuple[int, ...], tuple[int, ...]]  # context and continuation
 
 @dataclass(frozen=True)
 class Likelihood:
+    """The log-likelihood of a continuation, and whether it is the greedy one."""
+
     logprob: float  # of the whole continuation, in nats
     greedy: bool  # whether greedy decoding gives exactly these tokens
     tokens: int  # of the continuation
@@ -98,6 +100,7 @@ def log_likelihoods(
 def _check_request(
     model: CausalLM, number: int, pair: tuple[Sequence[int], Sequence[int]]
 ) -> Request:
+    """Returns a context and its continuation as tokens, checked."""
     try:
         context, continuation = pair
         request = tuple(map(index, context)), tuple(map(index, continuation))

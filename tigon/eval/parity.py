@@ -22,6 +22,8 @@ LOSS_TOLERANCE = 1e-5  # relative, fp32
 
 @dataclass(frozen=True)
 class Parity:
+    """The differences from transformers in logits, loss and greedy text on the same input."""
+
     tokens: int
     largest_logit: float
     logits_error: float  # largest absolute difference, fp32

@@ -25,12 +25,16 @@ Window = tuple[int, int, int, int]  # document, start, stop, first token that no
 
 
 class Windows(NamedTuple):
+    """Tokenized documents, and the windows of them that are scored."""
+
     documents: list[Document]
     bounds: list[Window]  # shortest first
 
 
 @dataclass(frozen=True)
 class Perplexity:
+    """The perplexity of texts, with loss, accuracy and the number of scored tokens."""
+
     perplexity: float
     loss: float  # nats per token
     accuracy: float  # share of the tokens that the model ranks first
@@ -173,6 +177,7 @@ def _batches(results: Windows, batch_tokens: int) -> Iterator[tuple[Tensor, Tens
 
 
 def _tensors(documents: Sequence[Document], window: Window) -> tuple[Tensor, Tensor]:
+    """Cuts documents into windows of tokens."""
     d, start, stop, fresh = window
     tokens, supervised = documents[d]
     ids = torch.from_numpy(tokens[start:stop].astype(np.int64))

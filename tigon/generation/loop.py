@@ -42,6 +42,7 @@ def make_stop_strings(
     tokenizer: DecodingTokenizer | None,
     file: str,  # begins a message
 ) -> StopStrings | None:
+    """Returns a check for the strings at which generation stops, or None without any."""
     if not strings:
         return None
     if tokenizer is None:
@@ -99,6 +100,7 @@ class Continuations:
             self._emitted = complete
 
     def _append_token(self, row: int, token: int) -> None:
+        """Appends a token to a row, and notes whether the row ends with it."""
         if token == NOT_FINITE:
             raise ValueError(
                 f"row {row}: the scores of token {len(self.tokens[row])} after the prompt are not "

@@ -14,6 +14,8 @@ from tigon.layers import RotaryEmbedding, StaticCache
 
 
 class GenerationModel(Protocol):
+    """The parts of a model that generation calls."""
+
     config: Any
     generation_config: Any  # a dict, or an object with to_dict()
 
@@ -39,6 +41,8 @@ class GenerationModel(Protocol):
 
 
 class DecodingTokenizer(Protocol):
+    """The part of a tokenizer that generation calls."""
+
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = False) -> str: ...
 
 
@@ -105,6 +109,7 @@ def check_prompt(
 
 
 def _check_ids(ids: Any, vocab: int) -> None:
+    """Raises ValueError for ids that are no prompt of the vocabulary."""
     if isinstance(ids, Mapping):
         raise TypeError(
             f"input_ids is a {type(ids).__name__}: give its parts, as in generate(**encoding)"
@@ -123,6 +128,7 @@ def _check_ids(ids: Any, vocab: int) -> None:
 
 
 def _check_mask(mask: Any, ids: Tensor, source: str) -> Tensor:
+    """Returns the attention mask as bool [B, T]; raises ValueError for a row that is no prompt."""
     if not isinstance(mask, Tensor):
         raise TypeError(f"attention_mask must be a tensor [B, T], not {type(mask).__name__}")
     if mask.shape != ids.shape:

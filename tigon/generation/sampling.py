@@ -91,6 +91,7 @@ class Sampling:
 
     @classmethod
     def of(cls, settings: GenerationSettings, vocab: int, device: torch.device) -> Self:
+        """Returns the sampling that settings ask for, on the device."""
         ends = None
         eos = [token for token in settings.eos_token_id if 0 <= token < vocab]
         if settings.min_new_tokens and eos:

@@ -246,6 +246,7 @@ def warn_unused(arguments: Mapping[str, Any], do_sample: bool, assisted: bool, c
 
 
 def warn_length(longest: int, context: int) -> None:
+    """Warns if text becomes longer than the context that the model was trained on."""
     if longest > context:
         warnings.warn(
             f"a text of up to {longest} tokens exceeds max_position_embeddings={context}: its end "

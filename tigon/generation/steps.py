@@ -203,6 +203,7 @@ class GraphedStep:
         return result
 
     def _capture(self, step: Callable[[], Tensor]) -> None:
+        """Captures the step in a CUDA graph."""
         graph = torch.cuda.CUDAGraph()
         inference = torch.is_inference_mode_enabled()
         # Generators create tensors here, which graphs outside of inference mode may use later
@@ -289,6 +290,7 @@ class DynamicSteps:
             self._positions = (self._visible.cumsum(-1) - 1).clamp_(min=0)
 
     def select(self, index: Tensor) -> None:
+        """Keeps the rows of the index."""
         raise NotImplementedError("rows of a KVCache stay to the end")
 
 
@@ -357,6 +359,7 @@ class StaticSteps:
         return self._choose(logits)
 
     def select(self, index: Tensor) -> None:
+        """Keeps the rows of the index."""
         index = index.to(self._last.device)
         self._cache.select(index)
         self._draws.select(index)
@@ -365,10 +368,12 @@ class StaticSteps:
         self._replay = self._new_replay()
 
     def _step(self) -> Tensor:
+        """Runs the model on the last tokens and chooses the next."""
         out = self._model(self._last, past_key_values=self._cache, logits_to_keep=1)
         return self._choose(out.logits[:, -1])
 
     def _choose(self, logits: Tensor) -> Tensor:
+        """Chooses the next token of each row from its logits."""
         new = self._sampling(logits, self._seen, self._generated, self._draws)[:, None]
         self._last.copy_(new.clamp(min=0))
         self._generated.add_(1)

@@ -39,6 +39,7 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def _check_mode(mode: str, source: str) -> Mode:
+    """Returns the mode, or raises ValueError naming where it came from."""
     if mode not in get_args(Mode):
         raise ValueError(f"{source}={mode!r} is not one of {', '.join(get_args(Mode))}")
     return cast(Mode, mode)
@@ -78,6 +79,7 @@ _served: dict[int, bool] = {}
 
 
 def _gpu_supported(device: int) -> bool:
+    """Whether Triton kernels run on this GPU; warns once if not."""
     if device not in _served:
         problem = _gpu_problem(device)
         _served[device] = problem is None
@@ -257,6 +259,7 @@ _SETTINGS = {"": False, "0": False, "1": True}
 
 
 def _from_environment() -> bool:
+    """Whether TIGON_CHECKS asks for checks that wait for the device."""
     setting = os.environ.get("TIGON_CHECKS", "")
     if setting not in _SETTINGS:
         raise ValueError(f"TIGON_CHECKS={setting!r} is not 0 or 1")

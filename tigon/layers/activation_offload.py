@@ -19,6 +19,7 @@ MIN_BYTES = 2**20  # bytes; what is smaller stays
 
 @functools.cache
 def _stream(device: torch.device) -> torch.cuda.Stream:
+    """Returns the stream on which activations are copied."""
     return torch.cuda.Stream(device)
 
 
@@ -32,6 +33,7 @@ class _OffloadedStorage:
         self.ready: torch.cuda.Event | None = None  # when it is
 
     def take(self, x: Tensor) -> None:
+        """Starts to copy a tensor's storage to host memory."""
         if self.device.type == "meta":
             return
         source = torch.empty(0, dtype=torch.uint8, device=self.device).set_(x.untyped_storage())
@@ -124,6 +126,7 @@ class ActivationOffload:
             self._finish_copies()
 
     def _finish_copies(self) -> None:
+        """Frees the GPU's memory of storages whose copies have ended."""
         copied, live = self._copying.popleft()
         if copied is not None:
             torch.cuda.current_stream(self.device).wait_event(copied)
@@ -138,6 +141,7 @@ class ActivationOffload:
         return torch.cuda.stream(side)
 
     def _unpack(self, saved: Tensor | _SavedTensor) -> Tensor:
+        """Returns a saved tensor to autograd, fetched back if it was offloaded."""
         if isinstance(saved, Tensor):
             return saved
         if saved.block != self._current:
@@ -160,6 +164,7 @@ class ActivationOffload:
             self._fetch([stored for stored in candidates if stored.fetched is None])
 
     def _fetch(self, missing: list[_OffloadedStorage]) -> None:
+        """Starts to copy offloaded storages back to the GPU."""
         for stored in missing:
             stored.fetched = torch.empty(stored.size, dtype=torch.uint8, device=self.device)
         with self._side_stream():

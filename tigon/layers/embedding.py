@@ -41,6 +41,7 @@ class LowRankEmbedding(LayerAdapter):
     def init_values(
         self, shapes: Shapes, generator: torch.Generator | None = None
     ) -> dict[str, Tensor]:
+        """Draws the first values of the factors."""
         a, b = (
             torch.zeros(shapes[f"lora_embedding_{x}"], dtype=torch.float32, device="cpu")
             for x in "AB"

@@ -40,6 +40,7 @@ class LayerState:
 
     @property
     def nbytes(self) -> int:
+        """The bytes of the layer's tensors."""
         return sum(x.nbytes for x in self._tensors())
 
     def map(self, change: Callable[[Tensor], Tensor]) -> Self:
@@ -297,16 +298,19 @@ class KVCache(Cache):
         return self.length
 
     def open(self, make: MakeStates, x: Tensor, mask: AttentionMask) -> list[LayerState]:
+        """Returns the states for a pass; creates them for the first."""
         if not self.length:
             dtype = autocast_dtype(x.device) or x.dtype
             self._set_states(make(self._rows, None, chunk=1, dtype=dtype, device=x.device))
         return self.states
 
     def end(self, mask: AttentionMask) -> None:
+        """Notes how many tokens the cache holds once a pass is over."""
         self._length += mask.tokens
         self.append, self.packed = None, mask.segment_ids is not None
 
     def select(self, rows: Tensor) -> None:
+        """Keeps the rows of the index, in its order."""
         super().select(rows)
         self._rows = len(rows)
 
@@ -473,6 +477,7 @@ class StaticCache(Cache):
         return cached
 
     def open(self, make: MakeStates, x: Tensor, mask: AttentionMask) -> list[LayerState]:
+        """Returns the states for a pass, after a check that its tokens have room."""
         if mask.segment_ids is not None and mask.cu_seq_lens is None:
             raise ValueError(
                 "position_ids restart: a StaticCache takes packed prompts with cu_seq_lens"
@@ -480,6 +485,7 @@ class StaticCache(Cache):
         return self.states
 
     def end(self, mask: AttentionMask) -> None:
+        """Advances the rows' lengths by the tokens of the pass."""
         grown, host_grown = self._growth
         self.append = None  # its masks can be large
         self.lengths.add_(grown)
@@ -521,10 +527,12 @@ class StaticCache(Cache):
             )
 
     def _check_batch(self, batch: int) -> None:
+        """Raises ValueError for a batch with other rows than the cache."""
         if batch != len(self.lengths):
             raise ValueError(f"the cache holds {len(self.lengths)} rows, this batch has {batch}")
 
     def _check_room(self, lengths: Tensor) -> None:
+        """Raises ValueError if tokens do not fit."""
         what = f"{int(lengths.max())} tokens" if on_host(lengths) else "the tokens"
         check_values(
             (lengths <= self.capacity).all(),

@@ -22,6 +22,8 @@ from tigon.layers.lora import Adapters, LowRank, SavedModules
 
 
 class HeadOutput(NamedTuple):  # a tuple, so that FSDP finds the tensors in it
+    """The output of a pass of the head: the terms' values, and logits where they are wanted."""
+
     values: list[HeadValue]  # of each loss term, per-row ones [B, T]
     logits: Tensor | None = None  # [B, T, V]
     logits_at: Tensor | None = None  # [n, V]

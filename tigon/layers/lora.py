@@ -118,6 +118,7 @@ class LowRank(LayerAdapter):
         return {"lora_A": a} | {name: torch.zeros(shapes[name], device="cpu") for name in names}
 
     def additions(self) -> list[LoRATerm]:
+        """Returns the active adapter's low-rank terms."""
         local: dict[str, Any] = self._parameters  # none is None
         return [LoRATerm(p.first, local[B + p.name], p.scale) for p in self.parts]
 
@@ -204,6 +205,7 @@ class LowRankExperts(LayerAdapter):
     def init_values(
         self, shapes: Shapes, generator: torch.Generator | None = None
     ) -> dict[str, Tensor]:
+        """Draws the first values of the factors."""
         initial = {}
         for name, _ in self.named_parameters():
             values = torch.zeros(shapes[name], dtype=torch.float32, device="cpu")

@@ -67,6 +67,7 @@ class Experts(nn.Module):
     def _run_local(
         self, x: Tensor, experts: Tensor, weights: Tensor, slots: int | None = None
     ) -> Tensor:
+        """Computes the experts of this rank, with the active adapter."""
         matrices = self.gate_up_proj, self.down_proj
         adapter = None if self.lora is None else self.lora.active()
         low = None if adapter is None else adapter.lora_factors(*matrices)

@@ -119,6 +119,7 @@ class NF4Weight(QuantizedWeight):
         return quantized.NF4Tensor(*(tensors[name] for name in self.BUFFERS))
 
     def allocate(self, device: torch.device) -> None:
+        """Allocates codes and scales on the device."""
         super().allocate(device)
         tensors = self._stored()
         tensors.places.copy_(quantized.group_offsets(self.matrices))
@@ -140,6 +141,7 @@ class NF4Weight(QuantizedWeight):
             begins = [begin + n for begin, n in zip(begins, size, strict=True)]
 
     def fill(self) -> None:
+        """Fills the weight with random codes and scales of usual size, for tests and timing."""
         tensors = self._stored()
         tensors.codes.random_()
         tensors.scales.random_()
@@ -147,9 +149,11 @@ class NF4Weight(QuantizedWeight):
         tensors.offsets.fill_(0.05)
 
     def dequantize(self) -> Tensor:
+        """Returns the weight in its dtype."""
         return quantized.dequantize_nf4(self._stored(), self.matrices, self.shape, self.dtype)
 
     def rows(self, part: int, first: int, count: int) -> Tensor:
+        """Returns rows of one part in the dtype of the weight."""
         columns = self.shape[1]
         at = part, first * columns, count * columns
         numbers = quantized.dequantize_nf4_slice(self._stored(), self.matrices, *at, self.dtype)
@@ -189,6 +193,7 @@ class FP8Weight(QuantizedWeight):
         return BlockFP8Tensor(tensors["codes"], tensors["scales"], tensors["owners"])
 
     def allocate(self, device: torch.device) -> None:
+        """Allocates codes and scales on the device."""
         super().allocate(device)
         owner_rows, first = [], 0
         for rows, (block, _), height in zip(self.parts, self.blocks, self.heights, strict=True):
@@ -211,10 +216,12 @@ class FP8Weight(QuantizedWeight):
         self._stored().scales.copy_(torch.cat(list(grids)))
 
     def dequantize(self) -> Tensor:
+        """Returns the weight in its dtype."""
         options: dict[str, Any] = {"width": self.width, "stored": self.stored, "dtype": self.dtype}
         return dequantize_block_fp8(self._stored(), **options)
 
     def rows(self, part: int, first: int, count: int) -> Tensor:
+        """Returns rows of one part in the dtype of the weight."""
         options: dict[str, Any] = {"width": self.width, "stored": self.stored, "dtype": self.dtype}
         return dequantize_block_fp8_rows(
             self._stored(), sum(self.parts[:part]) + first, count, **options

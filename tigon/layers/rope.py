@@ -17,10 +17,12 @@ ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 
 
 def _powers(dim: int, theta: float) -> Tensor:
+    """Returns the inverse frequencies 1 / theta^(2i / dim)."""
     return theta ** (torch.arange(0, dim, 2, dtype=torch.float32, device="cpu") / dim)
 
 
 def _llama3(inv_freq: Tensor, p: Mapping[str, Any]) -> Tensor:
+    """Scales inverse frequencies as Llama 3.1 does."""
     low, high = p["low_freq_factor"], p["high_freq_factor"]
     wavelength = 2 * math.pi / inv_freq
     smooth = (p["original_max_position_embeddings"] / wavelength - low) / (high - low)
@@ -29,6 +31,7 @@ def _llama3(inv_freq: Tensor, p: Mapping[str, Any]) -> Tensor:
 
 
 def _yarn(dim: int, p: Mapping[str, Any]) -> Tensor:
+    """Returns YaRN's inverse frequencies (arXiv 2309.00071)."""
     theta, original = p["rope_theta"], p["original_max_position_embeddings"]
 
     def turns_at(rotations: float) -> float:
@@ -47,6 +50,8 @@ def _yarn(dim: int, p: Mapping[str, Any]) -> Tensor:
 
 
 def _yarn_scaling(p: Mapping[str, Any]) -> float:
+    """Returns the factor by which YaRN multiplies cos and sin."""
+
     def magnitude(factor: float, mscale: float = 1.0) -> float:
         return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
 
@@ -56,6 +61,7 @@ def _yarn_scaling(p: Mapping[str, Any]) -> float:
 
 
 def _longrope_scaling(p: Mapping[str, Any]) -> float:
+    """Returns the factor by which LongRoPE multiplies cos and sin."""
     if p["factor"] <= 1:
         return 1.0
     return math.sqrt(1 + math.log(p["factor"]) / math.log(p["original_max_position_embeddings"]))
@@ -102,6 +108,7 @@ class RotaryEmbedding(nn.Module):
         self.register_buffer("inv_freq", self._frequencies(), persistent=False)
 
     def _frequencies(self) -> Tensor:
+        """Returns the inverse frequencies of the config's RoPE type."""
         p = self.rope_parameters
         powers = _powers(self.dim, p["rope_theta"])
         if self.rope_type == "linear":

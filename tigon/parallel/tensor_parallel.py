@@ -81,6 +81,7 @@ class TensorParallel:
             self.replica_groups[count] = self._neighbor_group(count)
 
     def _neighbor_group(self, count: int) -> Ranks:
+        """Returns a new group of this rank and its `count` - 1 neighbors."""
         first = self.ranks.rank // count * count
         members = self.members[first : first + count]
         group = dist.new_group(members, use_local_synchronization=True)
@@ -130,6 +131,7 @@ class TensorParallel:
     def _blocks(
         self, name: str, p: Tensor, gradient: Tensor
     ) -> Iterator[tuple[ReplicaIndex, Tensor]]:
+        """Yields a gradient's blocks, each with its place among the ranks that hold it too."""
         _, first = local_rows(name, p)
         for part in self.layout[name]:
             for _, block in local_blocks(part, p.shape, gradient, first):
@@ -229,6 +231,7 @@ def _adapters(
 
 
 def _is_row_wise(weight: ShardSpec) -> bool:
+    """Whether a layer is divided along its input."""
     return weight.dim == len(weight.shape) - 1
 
 
@@ -246,6 +249,7 @@ def _pieces_of_part(weight: ShardSpec, part: LoRAPart) -> Pieces:
 
 
 def _local_lora_part(part: LoRAPart, weight: ShardSpec) -> LoRAPart:
+    """Returns an adapter's part for the columns of this rank."""
     if _is_row_wise(weight):
         return part
     pieces = _pieces_of_part(weight, part)

@@ -79,6 +79,7 @@ class ShardedParameter:
             self.rows._local_tensor = self.target
 
     def register(self, parameter: nn.Parameter) -> None:
+        """Puts the parameter into the modules that own it."""
         for module, name in self.owners:
             module._parameters[name] = parameter
 
@@ -234,10 +235,12 @@ class Zero2:
         self.allocated = True
 
     def _enter(self, group: ParameterGroup) -> None:
+        """Waits, before a group's forward, until its weights are gathered."""
         self.gather()  # a module may be called without the model's forward
         self._wait(group)
 
     def _wait(self, group: ParameterGroup) -> None:
+        """Waits for the all-gather of a group's weights."""
         if group.gathering is not None:
             group.gathering.wait()  # the stream waits, the host does not
             group.gathering = None
@@ -269,6 +272,7 @@ class Zero2:
         return (weight.whole, "grad") if self.sums == self.compute else (weight, "sum")
 
     def _begin_reduction(self, group: ParameterGroup) -> None:
+        """Starts to reduce a group's gradients to their shards."""
         with torch.no_grad():
             gradients = [w.take_gradient(self.sums).contiguous() for w in group.trained]
             parts, handle = gradients, None
@@ -281,6 +285,7 @@ class Zero2:
 
     @torch.no_grad()
     def _end_reduction(self) -> None:
+        """Waits for the oldest reduction and sets the gradients of its shards."""
         reduction = self.reductions.popleft()
         if reduction.handle is not None:
             reduction.handle.wait()

@@ -283,6 +283,7 @@ class CommGroup:
         return self._time(inside, across, gpu, k)
 
     def _time(self, inside: float, across: float, gpu: GPU, k: Constants) -> CommTime:
+        """Returns the time to exchange bytes inside and across hosts."""
         if self.size == 1:
             return CommTime()
         local = self.per_host(gpu)
@@ -316,6 +317,7 @@ class Step:
         return self.tokens / self.seconds
 
     def mfu(self, gpu: GPU) -> float:
+        """Returns the share of the GPU's peak that the step uses."""
         return self.flops / self.seconds / gpu.flops
 
 

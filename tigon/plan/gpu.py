@@ -54,6 +54,7 @@ class Constants:
 
     @classmethod
     def read(cls, path: Path = CONSTANTS) -> Self:
+        """Reads the constants of the cost model from a file."""
         values = read_json(path)["constants"]
         return cls(**{f.name: values[f.name] for f in fields(cls)})
 

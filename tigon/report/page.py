@@ -29,6 +29,7 @@ def render_page(runs: Sequence[RunFiles]) -> str:
 
 
 def describe_state(run: RunFiles) -> str:
+    """Says whether the run has finished, goes on or was interrupted."""
     last, steps = run.last_step or 0, run.config.get("steps")
     if run.is_finished:
         return f"finished · {last:,} steps"

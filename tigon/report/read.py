@@ -74,6 +74,7 @@ class RunFiles:
     parameters: int | None = None
 
     def column(self, key: str) -> Column:
+        """Returns a column of the training rows."""
         return self.columns.get(key, Column())
 
     @property
@@ -124,6 +125,7 @@ def _content(path: Path, limit: int = BYTES) -> bytes:
 
 
 def _read_config(run: RunFiles) -> None:
+    """Reads config.yaml; a damaged one becomes a note on the page."""
     try:
         text = _content(run.path / "config.yaml", BYTES).decode(errors="replace")
         config = parse_yaml(text, "config.yaml")
@@ -139,6 +141,7 @@ def _read_config(run: RunFiles) -> None:
 
 
 def _read_metrics(run: RunFiles) -> None:
+    """Reads metrics.jsonl; damaged lines become a note on the page."""
     rollbacks = 0.0
     for row in _rows(run, "metrics.jsonl"):
         step = row.pop("step")

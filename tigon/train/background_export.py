@@ -77,6 +77,7 @@ class Exporter(checkpoint.BackgroundWriter):
         tensors: Sequence[TensorEntry],
         describe: Callable[[Path], None],
     ) -> None:
+        """Writes an export; raises SaveError with the reason if it cannot be written."""
         try:
             with explain_full_disk(target, sum(entry.nbytes for entry in tensors)):
                 write(target, tensors, describe, ranks=self._ranks, replace=True)
@@ -86,6 +87,7 @@ class Exporter(checkpoint.BackgroundWriter):
         self.world.log_rank0(f"exported to {target}")
 
     def wait(self) -> None:
+        """Waits for the export that is being written; raises SaveError if it failed."""
         if self.pending is not None:
             pending, self.pending = self.pending, None
             pending.result()

@@ -100,6 +100,7 @@ class Hook:
         self._run(self._call, context)
 
     def _run(self, call: Callable[..., Any], *args: Any) -> Any:
+        """Calls the user's hook; an error in it names the hook."""
         try:
             with torch.no_grad():
                 return call(*args)
@@ -150,6 +151,7 @@ def _import_function(name: str) -> Any:
 
 
 def _import(name: str) -> ModuleType:
+    """Imports a module by its name, or a .py file by its path."""
     directory = os.getcwd()
     if directory not in sys.path and "" not in sys.path:  # `python -m` has it, `tigon` lacks it
         sys.path.append(directory)

@@ -509,6 +509,7 @@ def holds(config: Config, condition: str) -> bool:
 
 
 def _term_holds(config: Config, term: str) -> bool:
+    """Whether a term of CONFLICTS or REQUIRES, such as `packing=false`, holds for the config."""
     match = TERM.fullmatch(term)
     assert match is not None, term
     name, operator, expected = match.groups()

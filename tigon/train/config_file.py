@@ -63,6 +63,7 @@ def parse_arguments(arguments: Sequence[str]) -> list[tuple[str, str]]:
 
 
 def _read_file(path: str | Path) -> dict[str, Any]:
+    """Reads settings from a YAML file."""
     if not Path(path).is_file():
         raise FileNotFoundError(f"no config file {path}")
     if Path(path).suffix in DATA_ENDINGS:
@@ -135,6 +136,7 @@ def _named_eval_data(values: dict[str, Any], parse: Parse) -> dict[str, Any]:
 
 
 def _parse(text: str) -> Any:
+    """Returns a setting's value from its text on the command line, read as YAML."""
     try:
         value = parse_yaml(text, quote(text))
     except ValueError as error:
@@ -167,6 +169,8 @@ def _number(text: str) -> float | str:
 
 @dataclass(frozen=True)
 class Aliases:
+    """The settings of other trainers, and what each is called here."""
+
     names: dict[str, str]  # of a setting elsewhere -> what to write here
     values: dict[str, dict[str, str]]  # by setting: its value elsewhere -> what to write here
 
@@ -183,6 +187,7 @@ def load_aliases() -> Aliases:
 
 
 def _invert(answers: dict[str, list[str]]) -> dict[str, str]:
+    """Maps each name to its answer, from a list of names for each answer."""
     return {name: text for text, names in answers.items() for name in names}
 
 

@@ -117,6 +117,7 @@ class GraphKey(NamedTuple):
         routing: bool,
         dropout_keys: Tensor | None = None,
     ) -> Self:
+        """Returns the kind of a micro-batch: passes of one kind replay the same graph."""
         cu = mask.cu_seq_lens
         return cls(
             x.shape,
@@ -159,9 +160,11 @@ class GradientBuffers:
         return self._holders
 
     def read(self) -> list[Tensor | None]:
+        """Returns the present gradients of the parameters."""
         return [getattr(owner, name) for _, owner, name in self.holders]
 
     def write(self, values: Sequence[Tensor | None]) -> None:
+        """Sets the gradients of the parameters."""
         for (_, owner, name), value in zip(self.holders, values, strict=True):
             setattr(owner, name, value)
 
@@ -210,6 +213,7 @@ class GradientBuffers:
                 setattr(owner, name, buffer)
 
     def _copy_hook(self, index: int) -> Callable[[Tensor], None]:
+        """Returns a hook that copies a parameter's new gradient into its buffer."""
         _, owner, name = self.holders[index]
 
         def copy(_: Tensor) -> None:
@@ -267,6 +271,7 @@ class CapturedGraph:
         return self
 
     def _run_forward(self) -> None:
+        """Runs the blocks on the graph's input buffers."""
         kind = self.kind
         mask = AttentionMask(
             self.x.shape[1],
@@ -285,6 +290,7 @@ class CapturedGraph:
         self.outputs = [hidden, *tallies]
 
     def _run_backward(self) -> None:
+        """Runs backward from the graph's gradient buffers."""
         self.x.grad = None
         upstream = [u for u in self.upstream if u is not None]
         torch.autograd.backward([self.outputs[i] for i in sorted(self.learned)], upstream)
@@ -444,6 +450,7 @@ class Graphs:
         return False
 
     def _check_fingerprint(self) -> None:
+        """Raises RuntimeError if parameters have been moved or frozen since the first pass."""
         fingerprint = self._guard.fingerprint()
         if self._fingerprint is None:
             self._fingerprint = fingerprint
@@ -455,6 +462,7 @@ class Graphs:
             )
 
     def _say_once(self, text: str) -> None:
+        """Logs a text the first time."""
         if text not in self._said:
             self._said.add(text)
             self.say(f"note: cuda_graphs: {text}")
@@ -486,6 +494,8 @@ class Graphs:
 
 
 class _ReplayFunction(torch.autograd.Function):
+    """Replays a captured forward, and its backward when autograd asks for it."""
+
     @staticmethod
     def forward(
         ctx: Any, graphs: Graphs, captured: CapturedGraph, _: Tensor, *args: Any

@@ -267,6 +267,7 @@ def format_preview(content: Preview, config: Config, *, color: bool) -> Iterator
 
 
 def _format_row(row: PreviewRow, config: Config, color: bool) -> Iterator[str]:
+    """Yields the lines that show a row: its place, its tokens, and what is learned of them."""
     where = escape(row.where)
     if row.error:
         yield _paint(f"--- {where}: bad row", BOLD, color)
@@ -285,6 +286,7 @@ def _format_row(row: PreviewRow, config: Config, color: bool) -> Iterator[str]:
 
 
 def _describe(example: PreviewExample, config: Config) -> str:
+    """Describes an example: how many tokens it has and how many are learned."""
     learned = f"{example.learned:,} learned"
     if config.labels:
         learned = f"{example.learned:,} of them in the answer, whose score is learned"
@@ -308,6 +310,7 @@ def _describe_cut(example: PreviewExample) -> str:
 
 
 def _mark(piece: PreviewText, color: bool) -> str:
+    """Marks a piece of text as learned or context, by color or by brackets."""
     text = escape_controls(piece.text)
     weight = "" if piece.weight in (0, 1) else f"x{piece.weight:.4g}"
     if color:
@@ -321,4 +324,5 @@ def _mark(piece: PreviewText, color: bool) -> str:
 
 
 def _paint(text: str, code: str, color: bool) -> str:
+    """Colors text for a terminal."""
     return f"{code}{text}{RESET}" if color else text

@@ -38,6 +38,8 @@ class InputError(ValueError):
 
 @dataclass
 class Progress:
+    """The step that this rank is in, for error messages."""
+
     step: int = 0  # the last that this rank has begun, for error messages
 
 
@@ -100,6 +102,7 @@ class World:
         return tensor
 
     def barrier(self) -> None:
+        """Waits until all ranks are here."""
         dist.barrier()
 
     def gather(self, text: str) -> list[str]:

@@ -383,6 +383,7 @@ def time_run(
 def describe_timing(
     config: Config, inputs: RunInputs, world: World, timing: StepTiming
 ) -> list[str]:
+    """Describes the measured steps beside the estimate."""
     speed = timing.tokens / timing.seconds
     line = f"a step, measured: {timing.seconds:.3g} s, {speed:,.0f} tokens/s"
     peak = peak_flops(world.device, compute_dtype(config, world.device))

@@ -124,6 +124,7 @@ def _with_base(source: Path, config: Config, base: str | None) -> Config:
 
 @contextmanager
 def _explain_base_errors(prefix: str, hint: str) -> Iterator[None]:
+    """Adds a hint to errors that are about an adapter's base model."""
     try:
         yield
     except (OSError, ValueError) as error:
@@ -193,6 +194,7 @@ def convert_checkpoint(
 
 
 def _is_export_file(name: str) -> bool:
+    """Whether exporting a checkpoint needs this file of it."""
     return name.startswith("weights-") or name.endswith(SMALL)
 
 

@@ -80,6 +80,8 @@ def weights_changed(run: TrainingRun, loss: float) -> bool:
 def _find_problem(
     run: TrainingRun, step: int, loss: float, grad_norm: float, own_loss: float
 ) -> BadStep | None:
+    """Returns what is wrong with a step, before its update: a non-finite value or a spike; or
+    None."""
     config = run.config
     measured = f"loss {loss:.6g}, gradient norm {grad_norm:.6g}"
     if not (math.isfinite(loss) and math.isfinite(grad_norm)):

@@ -67,6 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _main(rest: list[str]) -> None:
+    """Runs the command: reads the settings, then trains on this process or on `--nproc` ranks."""
     if "--help" in rest or "-h" in rest:
         print(help_text())
         return
@@ -154,6 +155,7 @@ def launch(config: Config, plan: int | None = None) -> str | int:
 
 
 def _run(config: Config, world: World, plan: int | None) -> int:
+    """Prepares and trains; returns the exit code."""
     try:
         if plan is not None:
             dry_run(config, world, max(plan, world.size))
@@ -276,6 +278,7 @@ def summarize(failures: Mapping[int, ProcessFailure]) -> tuple[int, str | None]:
 
 
 def _interrupt_ranks(number: int, frame: FrameType | None) -> None:
+    """Passes Ctrl-C on to the ranks."""
     process = os.getpid()
     with suppress(OSError):
         for child in Path(f"/proc/{process}/task/{process}/children").read_text().split():

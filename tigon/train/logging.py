@@ -33,6 +33,8 @@ Row = dict[str, Any]
 
 
 class Sink(Protocol):
+    """A service that takes the rows of metrics.jsonl."""
+
     def log(self, row: Row) -> None: ...
     def close(self) -> None: ...
 
@@ -110,6 +112,7 @@ class Sinks:
             self.log(row)
 
     def log(self, row: Row) -> None:
+        """Sends a row to every service; one that fails is reported and dropped."""
         for name, sink in list(self.sinks.items()):
             with self._dropped_on_error(name):
                 sink.log(row)
@@ -122,6 +125,7 @@ class Sinks:
 
     @contextmanager
     def _dropped_on_error(self, name: str) -> Iterator[None]:
+        """Drops a service whose call raises, and says so once."""
         try:
             yield
         except Exception as error:
@@ -362,10 +366,12 @@ class RunLog:
             self.console.saved(step, seconds, whole=whole)
 
     def close(self) -> None:
+        """Closes the services."""
         if self.main:
             self.sinks.close()
 
     def _append(self, row: dict[str, Any]) -> None:
+        """Appends a row to metrics.jsonl."""
         try:
             with self.metrics.open("a", encoding="utf-8") as file:
                 file.write(_line(row))
@@ -373,6 +379,7 @@ class RunLog:
             raise OSError(error.errno, error.strerror, str(self.metrics)) from None
 
     def _cut(self, step: int) -> None:
+        """Removes the rows after a step, which a resumed run writes again."""
         for path in (self.metrics, self.path / SAMPLES):
             kept = [row for row in read_metrics(path) if step and row["step"] <= step]
             if kept or path == self.metrics or path.exists():
@@ -406,6 +413,7 @@ def read_exported_step(config: Config) -> int | None:
 
 
 def _noted_export(path: Path) -> int | None:
+    """Returns the step that the last export is of, if it is noted."""
     try:
         return int((path / EXPORTED).read_text())
     except (FileNotFoundError, ValueError):  # a crash of the machine may have left it empty
@@ -429,6 +437,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 def _versions(world: World) -> str:
+    """Returns a comment with ranks, commit and package versions for config.yaml."""
     packages = " ".join(f"{name} {version(name)}" for name in PACKAGES)
     commit = "no git"
     with suppress(OSError):  # it is not installed
@@ -447,6 +456,7 @@ def _line(row: dict[str, Any]) -> str:
 
 
 def _write(path: Path, text: str) -> None:
+    """Replaces a file in one step."""
     temporary = path.with_name(f".{path.name}.partial")
     temporary.unlink(missing_ok=True)  # never written through, should it be a link
     temporary.write_text(text, encoding="utf-8")

@@ -285,6 +285,7 @@ class CheckpointingChoice:
     budget: int
 
     def apply(self, model: CausalLM) -> None:
+        """Sets the model to recompute and offload as chosen."""
         model.activation_checkpointing = spaced_blocks(self.blocks, self.layers)
         model.activation_offload = self.offload
 

@@ -48,12 +48,14 @@ class Ledger:
         self.at_peak: dict[str, int] = {}
 
     def add(self, kind: str, size: int) -> None:
+        """Counts bytes of a kind, and notes the kinds when the total peaks."""
         self.alive[kind] += size
         self.total += size
         if self.total > self.peak:
             self.peak, self.at_peak = self.total, dict(self.alive)
 
     def remove(self, kind: str, size: int) -> None:
+        """Takes bytes of a kind away."""
         self.alive[kind] -= size
         self.total -= size
 
@@ -111,6 +113,7 @@ class MemoryTracker(TorchDispatchMode):
         self.ledger.add(kind, size)
 
     def _track(self, tensor: Tensor) -> None:
+        """Counts a tensor's storage until it is freed."""
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key in self._storages:
@@ -308,6 +311,8 @@ class FSDPTracker:
             self.ledger.add(COMMUNICATION, before.gathered)
 
     def _gradient_hook(self, group: FSDPGroup) -> Any:
+        """Returns a hook that counts the gradients of a group once backward has made them."""
+
         def accumulated(parameter: Tensor) -> None:
             assert parameter.grad is not None
             self.tracker.relabel(parameter.grad, GRADIENTS)
@@ -343,10 +348,12 @@ class FSDPTracker:
             self.ledger.remove(GRADIENTS, shard)
 
     def _drop_gradients(self, group: FSDPGroup) -> None:
+        """Frees a group's unsharded gradients."""
         for parameter in group.trained:
             parameter.grad = None
 
     def _gather(self, group: FSDPGroup) -> None:
+        """Counts the unsharded weights of a group."""
         group.is_gathered = True
         self.ledger.add(GATHERED, group.gathered)
         if group.is_prefetched:
@@ -354,6 +361,7 @@ class FSDPTracker:
             group.is_prefetched = False
 
     def _release(self, group: FSDPGroup) -> None:
+        """Frees the unsharded weights of a group."""
         if group.is_gathered:
             group.is_gathered = False
             self.ledger.remove(GATHERED, group.gathered)
@@ -414,6 +422,7 @@ class ZeRO2Tracker:
             self._end_reduction()
 
     def _on_gradient(self, parameter: Any) -> None:
+        """Counts a gradient as added up, and begins reductions whose gradients are all there."""
         gradient = parameter.grad
         self.tracker.relabel(gradient, GRADIENTS)
         if gradient.dtype != self.sums:

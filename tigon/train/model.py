@@ -346,6 +346,7 @@ def compute_dtype(config: Config, device: torch.device) -> torch.dtype:
 
 
 def _init_path(config: Config) -> Path:
+    """Returns the path of `init`, or raises FileNotFoundError."""
     path = Path(config.init)
     if not path.is_file():
         raise FileNotFoundError(f"init={path} is not a config.json file")

@@ -65,17 +65,20 @@ class Prefetcher:
         return batches
 
     def _fill(self) -> None:
+        """Submits the next steps until enough are in the queue."""
         if self._executor is None:
             self._executor = ThreadPoolExecutor(1, thread_name_prefix="feed")
         for step in range(self._next + len(self._pending), self._next + QUEUE_SIZE):
             self._pending.append(self._executor.submit(self._prepare, step))
 
     def _cancel(self) -> None:
+        """Forgets the steps in the queue."""
         for future in self._pending:
             future.cancel()
         self._pending.clear()
 
     def _prepare(self, step: int) -> Prepared:
+        """Makes a step's micro-batches and copies them to the device."""
         batches = self.data.micro_batches(step)
         if self._stream is None:
             return [batch.to(self.device) for batch in batches], None

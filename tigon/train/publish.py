@@ -77,14 +77,17 @@ def push_or_explain(config: Config) -> str:
 
 
 def lacks_token(config: Config) -> bool:
+    """Whether the run is to be uploaded, and no token of the hub is there."""
     return bool(config.push_to_hub) and get_token() is None
 
 
 def is_run(path: Path) -> bool:
+    """Whether the directory is a run's."""
     return (path / "config.yaml").is_file() and (path / "metrics.jsonl").is_file()
 
 
 def _find_export(run: Path) -> Path:
+    """Returns the run's export, or raises FileNotFoundError."""
     export = run / "hf"
     if export.is_symlink():
         raise FileNotFoundError(
@@ -100,6 +103,7 @@ def _find_export(run: Path) -> Path:
 
 
 def _find_or_write_card(folder: Path, target: UploadTarget) -> str:
+    """Returns the text of the model card: the user's own, or a generated one."""
     if contains_file(folder, CARD):
         return read_bytes(folder / CARD, MAX_CARD).decode(errors="replace")
     resolved = folder.resolve()
@@ -162,6 +166,7 @@ def run_card(
 
 
 def _training_section(files: RunFiles, task: str, public: set[str]) -> str:
+    """Returns the card's section on task, data and training."""
     held_out = _link_data(files.config.get("eval_data"), public)
     if fraction := files.config.get("eval_fraction"):
         held_out = f"a fraction of {fraction} of its rows"
@@ -180,6 +185,7 @@ def _training_section(files: RunFiles, task: str, public: set[str]) -> str:
 
 
 def _results_section(files: RunFiles, export: Path) -> str:
+    """Returns the card's table of losses."""
     best, step = files.column("eval_loss").lowest(), files.exported
     if named := STEP.fullmatch(export.name):
         step = int(named[1])
@@ -223,6 +229,7 @@ def _evaluation_rows(files: RunFiles, step: int | None, label: str) -> Iterator[
 
 
 def _settings_section(files: RunFiles) -> str:
+    """Returns the card's list of settings."""
     rows = [
         [f"`{name}`", escape_markdown(str(value).lower())]
         for name in SETTINGS
@@ -232,6 +239,7 @@ def _settings_section(files: RunFiles) -> str:
 
 
 def _base_model(config: dict[str, Any]) -> str | None:
+    """Returns the hub name of the model that the run began with, if it has one."""
     model = config.get("model")
     if not isinstance(model, str):
         return None
@@ -241,12 +249,14 @@ def _base_model(config: dict[str, Any]) -> str | None:
 
 
 def _data_paths(data: Any) -> list[str]:
+    """Returns the paths that the setting `data` names."""
     items = data if isinstance(data, list | tuple) else [data]
     paths = [item.get("path") if isinstance(item, dict) else item for item in items]
     return [path for path in paths if isinstance(path, str) and path]
 
 
 def _hub_name(path: str) -> str | None:
+    """Returns a path as a name on the hub, or None if it is a local one."""
     name = path.removeprefix("hf://")
     return name if path.startswith("hf://") and is_hub_name(name) else None
 
@@ -266,4 +276,5 @@ def _link_data(data: Any, public: set[str]) -> str:
 
 
 def _word(value: Any) -> str:
+    """Returns a value that may stand in the card's metadata, or ""."""
     return value if isinstance(value, str) and WORD.fullmatch(value) else ""

@@ -142,6 +142,7 @@ def compute_logprobs(
 
 
 def _windows(corpus: Corpus) -> Iterator[Window]:
+    """Yields the windows of a corpus, in its order."""
     groups = int(corpus.first_group[-1])
     for start in range(0, groups, GROUPS):
         yield Window.of(corpus, np.arange(start, min(start + GROUPS, groups)))
@@ -154,6 +155,7 @@ def _tokens(corpus: Corpus) -> int:
 def _key(
     corpus: Corpus, config: Config, device: torch.device, weights: str, of_rows: tuple[bool, ...]
 ) -> str:
+    """Returns the digest by which cached log-probabilities are found again."""
     settings = (
         *(config.seq_len, config.packing, config.truncate, config.max_length, *of_rows),
         compute_dtype(config, device),
@@ -196,6 +198,8 @@ def _digest(
     what: str,
     base: Callable[[], str] | None,
 ) -> str:
+    """Returns the digest of a frozen model's weights; in a resumed run it must be the earlier
+    one."""
     path = Path(config.run_dir, f"{what}.json")
     known, where = _read_cached_digest(config, path) if trained else (None, path)
     try:

@@ -19,6 +19,8 @@ MAX_PROMPTS = 64  # one batch
 
 @dataclass(frozen=True)
 class SamplePrompt:
+    """A prompt of `sample_prompts`: its text and its tokens."""
+
     text: str  # for people
     ids: list[int]
 
@@ -89,6 +91,7 @@ def truncate_at(ids: Sequence[int], ends: set[int]) -> list[int]:
 
 
 def _read_rows(path: Path) -> Iterator[tuple[str, Any]]:
+    """Yields each line of a .jsonl file with its place, file:line."""
     if not path.is_file():
         raise FileNotFoundError(f"sample_prompts={path}: there is no such file")
     lines = path.read_bytes().split(b"\n")  # not splitlines: JSON may have U+2028 as it is

@@ -81,6 +81,7 @@ class Signals:
         return self._first + seconds - time.monotonic()
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
+        """Notes a signal; the run stops after its step, or at once on a second Ctrl-C."""
         late = time.monotonic() - self._first > AGAIN
         again = self.received == signal.SIGINT and number in repeats() and late
         if not self.received:
@@ -89,6 +90,8 @@ class Signals:
             raise SystemExit(128 + number)
 
     def _announce(self, descriptor: int) -> None:
+        """Says, in a thread, what each signal that arrives will do; a second Ctrl-C ends the
+        process."""
         first, interrupted = 0.0, False
         while number := os.read(descriptor, 1)[0]:
             if number not in NUMBERS:
@@ -137,5 +140,6 @@ def handled_signals() -> list[int]:
 
 
 def _end(code: int) -> None:
+    """Ends the process if it has not ended by itself after a while."""
     time.sleep(PATIENCE)
     os._exit(code)

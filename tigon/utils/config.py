@@ -240,6 +240,7 @@ def check_range(
 
 
 def _check_field_range(name: str, value: Any, field: Field[Any]) -> None:
+    """Raises ValueError for a number outside of the field's range."""
     limits = {key: field.metadata.get(key) for key in ("ge", "gt", "le", "lt")}
     check_range(name, value, **limits, finite=field.metadata.get("finite", False))
 
@@ -251,6 +252,7 @@ def _find_dataclass(hint: Any) -> Any:
 
 
 def _convert(value: Any, hint: Any, parse: Parse | None, name: str) -> Any:
+    """Converts a value to a field's type, or raises with the field's name."""
     origin, args = get_origin(hint), get_args(hint)
     if isinstance(value, Mapping) and (inner := _find_dataclass(hint)) is not None:
         return _build_group(inner, value, parse, name)

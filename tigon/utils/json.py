@@ -114,6 +114,7 @@ def _parse_float(text: str) -> float:
 
 
 def _check_depth(content: Any) -> None:
+    """Raises ValueError for JSON that is nested too deeply."""
     level = [content]
     for _ in range(MAX_DEPTH):
         containers = [value for value in level if isinstance(value, dict | list)]
@@ -145,6 +146,7 @@ def escape(text: object, limit: int = 1000) -> str:
 
 
 def _pieces(value: Any, limit: int) -> Iterator[str]:
+    """Yields the text of a value in pieces, up to a limit."""
     if isinstance(value, str | bytes):
         yield repr(value[: limit + 3])  # so that `quote` sees that it is cut
     elif isinstance(value, dict):

@@ -41,6 +41,8 @@ class _Refused(ValueError):
 
 
 class _Loader(yaml.SafeLoader):
+    """Loads YAML 1.2's core types within limits; a key that stands twice is an error."""
+
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
         line = node.start_mark.line + 1
         if node.tag in NUMBERS and len(node.value) > LONGEST_NUMBER:

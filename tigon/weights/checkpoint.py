@@ -52,6 +52,7 @@ class Fp8Tensor(DecodedTensor):
         return 1 if single_row else self.block[0]
 
     def rows(self, reader: Reader, first: int, count: int) -> Tensor:
+        """Reads rows and dequantizes them."""
         codes = self._read(reader, self.stored, first, count).view(torch.uint8)
         numbers = NUMBERS[self.stored.dtype].index_select(0, codes.flatten().int())
         values = numbers.view(codes.shape)
@@ -81,6 +82,7 @@ class Fp8Tensor(DecodedTensor):
         values[:, full:].mul_(by_row[:, full // columns :])
 
     def _scales(self, reader: Reader, first: int, count: int) -> Tensor:
+        """Reads the scales of the blocks that the rows touch."""
         scales = self._read(reader, self.scale, first, count).float()
         bad = (~(scales.isfinite() & (scales >= 0))).nonzero()
         if len(bad):
@@ -135,6 +137,7 @@ def decode_fp8(
 def _make_fp8_tensor(
     name: str, info: TensorInfo, scale: TensorInfo, scales: BlockScales
 ) -> Fp8Tensor:
+    """Returns an fp8 tensor with its scales, whose shape is checked."""
     where = f"{escape(scale.path)}: tensor {quote(name + SCALE)}"
     if scale.dtype not in SCALES:
         raise ValueError(f"{where} is {scale.dtype}; scales are read in fp32, bf16 or fp16")

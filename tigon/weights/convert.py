@@ -114,6 +114,7 @@ def _row_blocks(
 def _read(
     checkpoint: Checkpoint, name: str, dtype: torch.dtype, start: int, first: int, count: int
 ) -> Tensor:
+    """Reads rows of a tensor into a buffer, converted to the dtype."""
     info, first = checkpoint.tensors[name], start + first
     shape, unit = info.shape, math.prod(info.shape[1:-1])
     if isinstance(info, TensorInfo) and len(shape) > 2:  # as a matrix, of which any row can be read

@@ -57,6 +57,7 @@ class RandomTensor(DecodedTensor):
     seed: int = 0
 
     def rows(self, reader: Reader, first: int, count: int) -> Tensor:
+        """Draws rows; the same rows are the same numbers on every rank."""
         generator = torch.Generator().manual_seed(self.seed)
         values = torch.empty(self.shape).normal_(std=self.std, generator=generator)
         return values[first : first + count]
@@ -71,6 +72,7 @@ class ResizedTensor(DecodedTensor):
     mean_rows: frozenset[int]
 
     def rows(self, reader: Reader, first: int, count: int) -> Tensor:
+        """Reads rows; those beyond the file's are the mean of its rows."""
         values = torch.empty(count, *self.shape[1:])
         stored = self.stored.shape[0]
         if (rest := min(stored - first, count)) > 0:
@@ -82,6 +84,7 @@ class ResizedTensor(DecodedTensor):
 
     @cached_property
     def _mean(self) -> Tensor:
+        """Returns the mean of the file's rows, summed in float64."""
         total = torch.zeros(self.shape[1:], dtype=torch.float64)
         stored = self.stored.shape[0]
         with Reader() as reader:

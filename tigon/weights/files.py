@@ -93,6 +93,7 @@ def lock_file(path: Path, target: Path, doing: str, instead: str) -> Iterator[bo
 
 
 def _lock(path: Path, target: Path, doing: str, instead: str) -> int | None:
+    """Locks a file; returns None where the file system has no locks."""
     while True:
         try:
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
@@ -120,6 +121,7 @@ def _lock(path: Path, target: Path, doing: str, instead: str) -> int | None:
 
 
 def _locked_error(descriptor: int, busy: str, instead: str) -> LockedError:
+    """Returns the error that names who holds the lock."""
     holder = os.read(descriptor, 1000).decode(errors="replace") or "another process"
     error = LockedError(f"{busy} by {holder}: wait until it ends, or {instead}")
     error.by_this_process = _identity(descriptor) in _held
@@ -128,6 +130,7 @@ def _locked_error(descriptor: int, busy: str, instead: str) -> LockedError:
 
 
 def _identity(descriptor: int) -> tuple[int, int]:
+    """Returns device and inode of an open file."""
     status = os.fstat(descriptor)
     return status.st_dev, status.st_ino
 

@@ -33,6 +33,8 @@ class GGUFTensorInfo(NamedTuple):
 
 @dataclass(frozen=True)
 class GGUF:
+    """The header of a GGUF file: metadata and tensors."""
+
     path: Path
     metadata: dict[str, Any]
     tensors: dict[str, GGUFTensorInfo]
@@ -124,6 +126,7 @@ class GGMLTensor(DecodedTensor):
         return self.head or 1
 
     def rows(self, reader: Reader, first: int, count: int) -> Tensor:
+        """Reads rows and dequantizes them."""
         if not self.head:
             return self._read_rows(reader, first, count)
         begin = first // self.head * self.head
@@ -156,6 +159,7 @@ def import_gguf() -> Any:
 
 
 def _dequantize(blocks: np.ndarray, kind: int) -> np.ndarray:
+    """Returns float32 from blocks of a quantization type."""
     gguf = import_gguf()
     with np.errstate(all="ignore"):  # a block may hold any number
         return gguf.quants.dequantize(blocks, gguf.GGMLQuantizationType(kind))
@@ -169,6 +173,7 @@ def _check_type(name: str, kind: int) -> None:
 
 @cache
 def _is_dequantized(kind: int) -> bool:
+    """Whether the gguf package can dequantize a type."""
     gguf = import_gguf()
     try:
         _, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType(kind)]

@@ -114,6 +114,7 @@ def shard_slices(parts: Sequence[TensorSlice], spec: ShardSpec) -> tuple[TensorS
 
 
 def _shard_slice(part: TensorSlice, spec: ShardSpec) -> Iterator[TensorSlice]:
+    """Yields the slices of a part that a shard has."""
     lead = len(spec.shape) - len(part.shape[1:])  # number of dimensions that make up a row index
     if spec.dim >= lead:
         for rows, replica in spec.pieces:

@@ -348,6 +348,7 @@ def _threads() -> int:
 def _read_all(
     reads: Sequence[ReadSpan], decodings: Sequence[DecodedSpan], workers: int, staging: int
 ) -> None:
+    """Reads all spans with several threads; the first error ends all."""
     # All threads take from one queue in file order, so that a disk sees few sequential streams
     work: list[Transfer | DecodedSpan] = [*merge_reads(reads, Reader(staging).max_bytes)]
     # A quarter: what values are decoded from and with takes memory too

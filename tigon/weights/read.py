@@ -212,6 +212,7 @@ class Reader:
             _copy(buffer, transfer.spans)
 
     def _preadv(self, path: Path, offset: int, buffers: Sequence[memoryview]) -> None:
+        """Reads into buffers at an offset; raises for a file that ends early."""
         if path not in self._files:
             self._files[path] = os.open(path, os.O_RDONLY)
             self._at_exit.callback(os.close, self._files[path])
@@ -227,6 +228,7 @@ class Reader:
                 rest[0] = rest[0][count:]
 
     def _cuda_staging(self, device: torch.device) -> "_PinnedStaging":
+        """Returns this thread's pinned buffers for a GPU."""
         if device not in self._cuda:
             # Until the reader is left. The device too, or leaving the stream would make a context
             # on this thread's, the first GPU
@@ -239,6 +241,8 @@ class Reader:
 
 
 class _Buffer(NamedTuple):
+    """A pinned buffer, and the event after which it may be filled again."""
+
     pinned: Tensor
     memory: memoryview  # the same
     copied: torch.cuda.Event
@@ -259,6 +263,7 @@ class _PinnedStaging:
         )
 
     def next_buffer(self) -> _Buffer:
+        """Returns a buffer whose copy has ended."""
         buffer = next(self._buffers)
         buffer.copied.synchronize()
         return buffer

@@ -242,6 +242,7 @@ def _blocks(part: TensorSlice, local: LocalShard) -> list[RowBlock]:
 
 
 def _split_block(block: RowBlock, dtype: torch.dtype) -> Iterator[RowBlock]:
+    """Yields a block in pieces of rows that fit the staging buffer."""
     row_bytes = block.read(0, 1).numel() * dtype.itemsize
     for first, count in row_chunks(block.rows, row_bytes):
         read = partial(block.read(first, count).narrow, 0)
@@ -269,6 +270,7 @@ class StagingBuffer:
         return _bytes_of(staged)
 
     def _from_gpu(self, rows: Tensor, dtype: torch.dtype) -> memoryview:
+        """Converts rows on the GPU and copies them to the host."""
         if rows.device not in self._streams:
             torch.cuda.synchronize(rows.device)  # queued kernels may still change the rows
             self._streams[rows.device] = torch.cuda.Stream(rows.device)
@@ -349,6 +351,7 @@ def write_checkpoint(
 
 
 def _parse_size(size: int | str) -> int:
+    """Returns the bytes of a size such as "2GB"."""
     match = SIZE.fullmatch(size.strip()) if isinstance(size, str) else None
     count = int(float(match[1]) * 1000 ** (1 + "KMGT".index(match[2].upper()))) if match else size
     if not isinstance(count, int) or isinstance(count, bool) or count < 1:
@@ -580,12 +583,14 @@ def _rows(job: _Job) -> Tensor:
 
 
 def _pwrite(descriptor: int, content: memoryview, offset: int) -> None:
+    """Writes all of the content at an offset."""
     while content:
         count = os.pwrite(descriptor, content, offset)
         content, offset = content[count:], offset + count
 
 
 def _write_index(path: Path, shards: dict[str, list[TensorEntry]], created: list[Path]) -> None:
+    """Writes the index that maps each tensor to its shard."""
     entries = [entry for shard in shards.values() for entry in shard]
     index = {
         "metadata": {

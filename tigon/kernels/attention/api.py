@@ -86,6 +86,7 @@ class AttentionPlan(NamedTuple):
 
 
 def _fa4(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, plan: AttentionPlan) -> Tensor:
+    """Runs flash-attn-4 on the sequences of the mask: [B, T, H, D]."""
     package = fa4 if torch.compiler.is_compiling() else flash_attn_4()
     sequences = plan.sequences
     options: dict[str, Any] = {
@@ -124,6 +125,7 @@ def _flatten_sequences(
 
 
 def _cudnn(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, plan: AttentionPlan) -> Tensor:
+    """Runs cuDNN's attention, for batches whose mask is causal alone."""
     heads = (x.transpose(1, 2) for x in (q, k, v))
     run, grad = torch.ops.aten._scaled_dot_product_cudnn_attention, _needs_grad(q, k, v)
     out = run(*heads, None, grad, 0.0, mask.causal, False, scale=plan.scale)[0]
@@ -131,6 +133,7 @@ def _cudnn(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, plan: Attention
 
 
 def _flash(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, plan: AttentionPlan) -> Tensor:
+    """Runs FlashAttention-2 as torch has it, on the sequences of the mask."""
     # The operator that varlen_attn and SDPA call: cheaper on the host, and with windows for rows
     run = torch.ops.aten._flash_attention_forward
     causal, (left, right) = mask.causal and plan.window is None, plan.reach(mask.causal)
@@ -143,6 +146,7 @@ def _flash(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, plan: Attention
 
 
 def _flex(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, plan: AttentionPlan) -> Tensor:
+    """Runs FlexAttention with the mask's block mask and the softcap as a score function."""
     run: Callable[..., Any] = flex_attention
     b, t = q.shape[:2]
     if not torch.compiler.is_compiling():
@@ -184,6 +188,7 @@ def _compiled_flex(*kind: Any) -> Callable[..., Any]:
 
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, plan: AttentionPlan) -> Tensor:
+    """Runs F.scaled_dot_product_attention, with a dense mask where `is_causal` is not enough."""
     window, scale = plan.window, plan.scale
     bias = mask.bias(window, q.dtype, q.device) if mask.needs_dense(window) else None
     b, t, h, d = q.shape
@@ -275,6 +280,7 @@ def _attention_meta(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> Ten
 def _check_inputs(
     q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, window: int | None, softcap: float | None
 ) -> None:
+    """Raises ValueError for shapes, devices or options that no backend takes."""
     b, t, h, d = q.shape if q.dim() == 4 else (0, 0, 0, 0)
     s = mask.keys
     if t != mask.tokens:
@@ -294,6 +300,7 @@ def _check_inputs(
 
 
 def _needs_grad(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Whether autograd records a call on these tensors."""
     return torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
 
 

@@ -40,11 +40,14 @@ class AttentionRequest(NamedTuple):
 
 
 class BackendChoice(NamedTuple):
+    """The backend that serves a call, and why it was taken."""
+
     name: str
     why: str
 
 
 def _first_problem(*rules: tuple[bool, str]) -> str | None:
+    """Returns the first message whose condition holds, of (condition, message) pairs, or None."""
     return next((reason for holds, reason in rules if holds), None)
 
 
@@ -61,6 +64,7 @@ def _fused_problem(r: AttentionRequest) -> str | None:
 
 
 def _fa4_problem(r: AttentionRequest) -> str | None:
+    """Returns why flash-attn-4 cannot serve the request, or None."""
     hopper, blackwell = r.sm // 10 == 9, r.sm // 10 == 10
     # On Hopper 4.0.0b36 writes dQ for head_dim in multiples of 16, and reads it in multiples of 32.
     # Head dims that both round to the same number have not been tested
@@ -76,6 +80,7 @@ def _fa4_problem(r: AttentionRequest) -> str | None:
 
 
 def _cudnn_problem(r: AttentionRequest) -> str | None:
+    """Returns why cuDNN cannot serve the request, or None."""
     return _fused_problem(r) or _first_problem(
         (r.sm != 90 and r.head_dim > 128, f"head_dim {r.head_dim} needs sm_90, not sm_{r.sm}"),
         (r.longest == 1, "it takes no sequence of one token"),
@@ -90,6 +95,7 @@ def _cudnn_problem(r: AttentionRequest) -> str | None:
 
 
 def _flash_problem(r: AttentionRequest) -> str | None:
+    """Returns why FlashAttention-2 cannot serve the request, or None."""
     small = (86 <= r.sm <= 89 or r.sm in (120, 121)) and r.grad and 192 < r.head_dim <= 224
     return _fused_problem(r) or _first_problem(
         (r.softcap, "it has no softcap"),
@@ -98,6 +104,7 @@ def _flash_problem(r: AttentionRequest) -> str | None:
 
 
 def _flex_problem(r: AttentionRequest) -> str | None:
+    """Returns why FlexAttention cannot serve the request, or None."""
     return _first_problem(
         (r.device != "cuda", f"it runs on CUDA GPUs, not on {r.device}"),
         (r.cached, "it does not continue a cache"),
@@ -287,6 +294,8 @@ def _select_backend(r: AttentionRequest, backend: str, device: int, plain: bool)
 
 
 class _FusedShapes(torch.autograd.Function):
+    """Has the output and saves the tensors of fused attention, on meta."""
+
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         b, t, heads, _ = q.shape

@@ -193,6 +193,7 @@ def combine_kernel(
     splits,
     D: tl.constexpr, SPLITS: tl.constexpr, COLUMNS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    """Combines the partial outputs of the splits of one query by their log-sum-exps."""
     pdl_wait(PDL)
     head = tl.program_id(0).to(tl.int64)
     i, columns = tl.arange(0, SPLITS), tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
@@ -417,6 +418,7 @@ def _num_splits(groups: int, blocks: int, resident_programs: int) -> int:
 
 
 def _with_strides(x: Tensor | None) -> tuple[Tensor, int, int, int] | None:
+    """Returns a tensor with its strides, as the kernel takes it, or None."""
     return None if x is None else (x, *x.stride()[:3])  # type: ignore[return-value]
 
 
@@ -439,6 +441,8 @@ def _forward(
     cos: Tensor | None,
     sin: Tensor | None,
 ) -> Tensor:
+    """Appends k and v to the buffers and returns attention of q to all cached tokens, in one
+    launch."""
     b, t, h, d = q.shape
     kv_heads, slots = keys.shape[1:3]
     half = 0 if cos is None else cos.shape[-1]
@@ -541,6 +545,7 @@ def _triton_supports(q: Tensor, buffers: KVBuffers) -> bool:
 
 
 def _check_inputs(q: Tensor, k: Tensor, v: Tensor, buffers: KVBuffers, lengths: Tensor) -> None:
+    """Raises ValueError unless q, k, v, the buffers and the lengths fit each other."""
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
         raise RuntimeError(
             "append_attention has no gradient: call it inside torch.no_grad(), or use a KVCache"

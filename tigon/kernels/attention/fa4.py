@@ -40,6 +40,7 @@ SHARED_ARGUMENTS = (  # of the forward and the backward pass
 
 
 def _outputs(q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    """Allocates the attention output and the log-sum-exp."""
     lse = q.new_empty(*q.shape[:-3], q.shape[-2], q.shape[-3], dtype=torch.float32)
     return q.new_empty(q.shape), lse
 
@@ -60,6 +61,7 @@ def _forward(
     softcap: float,
     deterministic: bool,  # in the backward pass
 ) -> tuple[Tensor, Tensor]:
+    """Calls flash-attn-4's forward kernel; see `flash_attn_varlen_func`."""
     run = backends.flash_attn_4().interface._flash_attn_fwd
     arguments = cu_q, cu_k, longest_q, longest_k, scale, causal, left, right, softcap
     options: dict[str, Any] = dict(zip(SHARED_ARGUMENTS, arguments, strict=True))
@@ -68,6 +70,7 @@ def _forward(
 
 
 def _empty_like(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """Allocates the gradients of q, k and v."""
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
@@ -90,6 +93,7 @@ def _backward(
     softcap: float,
     deterministic: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    """Calls flash-attn-4's backward kernel; returns the gradients of q, k and v."""
     run = backends.flash_attn_4().interface._flash_attn_bwd
     arguments = cu_q, cu_k, longest_q, longest_k, scale, causal, left, right, softcap
     options: dict[str, Any] = dict(zip(SHARED_ARGUMENTS, arguments, strict=True))
@@ -99,11 +103,13 @@ def _backward(
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    """Saves the inputs and outputs of the forward pass for backward."""
     ctx.save_for_backward(*inputs[:5], *output)
     ctx.rest = inputs[5:]
 
 
 def _gradients(ctx: Any, dout: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    """Returns the gradients of the arguments of `_forward`."""
     q, k, v, cu_q, cu_k, out, lse = ctx.saved_tensors
     # Not `_backward`, which autograd would treat as a constant in second derivatives
     gradients = _backward.op(q, k, v, out, dout, lse, cu_q, cu_k, *ctx.rest)

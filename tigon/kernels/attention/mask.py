@@ -227,9 +227,11 @@ class AttentionMask:
         return part
 
     def _like(self, tokens: int, **options: Any) -> Self:
+        """Returns a mask with other tokens and the same options."""
         return type(self)(tokens, causal=self.causal, backend=self.backend, **options)
 
     def _cut(self, first: int, end: int) -> Self:
+        """Returns the mask of the queries [first, end) of each row."""
         keys = end if self.causal else self.tokens
         segments, real = (
             None if x is None else x[:, :keys] for x in (self.segment_ids, self.key_mask)
@@ -248,6 +250,7 @@ class AttentionMask:
         return self._once("sequences", self._find_sequences)
 
     def _find_sequences(self) -> Sequences | str:
+        """Returns the batch's sequences as a flattened batch, or the reason why it has none."""
         if self.full_mask is not None:
             return self._sequences_of_part(self.full_mask)
         if self.past:
@@ -291,6 +294,7 @@ class AttentionMask:
         return bounds // tokens * self.keys + (bounds % tokens).clamp(max=self.keys)
 
     def _from_bounds(self, cu: Tensor, longest: int) -> Sequences:
+        """Returns the sequences that `cu` bounds."""
         if self.prefixes is None or self.segment_ids is None:
             return Sequences(cu, longest)
         return Sequences(
@@ -299,7 +303,7 @@ class AttentionMask:
 
     @property
     def before(self) -> PrefixVisibility | None:
-        """Returns the ranges of `prefixes` that tokens see."""
+        """The ranges of tokens that sequences see as their prefix; None without prefixes."""
         if self.full_mask is not None:
             full = self.full_mask.before
             return None if full is None else full.slice_queries(self.past, self.past + self.tokens)
@@ -309,6 +313,7 @@ class AttentionMask:
         return self._once("before", lambda: PrefixVisibility.build(prefixes, cu, *shape))
 
     def _find_padding(self, device: torch.device) -> Sequences | str:
+        """Returns the real tokens of padded rows as sequences, or the reason why they are none."""
         code = torch.zeros((), dtype=torch.uint8, device=device)
         if self.segment_ids is not None:
             first = torch.ones_like(self.segment_ids, dtype=torch.bool)
@@ -367,6 +372,7 @@ class AttentionMask:
         return self._once("padded", lambda: self._pad(tokens, keys, batch, device))
 
     def _pad(self, tokens: int, keys: int, batch: int, device: torch.device) -> Self:
+        """Returns the mask with room for more tokens and keys, which nothing sees."""
         segments, real, more = self.segment_ids, self.key_mask, keys - self.keys
         if segments is not None:  # one more sequence, in each row the last
             segments = torch.cat([segments, (segments[:, -1:] + 1).expand(-1, more)], 1)
@@ -399,6 +405,7 @@ class AttentionMask:
         return self._once(("bias", window, dtype), spell)
 
     def _build(self, window: int | None, device: torch.device) -> Tensor:
+        """Builds the dense mask, bool [B or 1, 1, T, S]."""
         query = torch.arange(self.past, self.past + self.tokens, device=device)[:, None]
         key = torch.arange(self.keys, device=device)[None, :]
         seen = key <= query if self.causal else torch.ones_like(key <= query)  # [T, S]
@@ -422,6 +429,7 @@ class AttentionMask:
         return self._once(("blocks", window), lambda: self._build_blocks(window, device))
 
     def _build_blocks(self, window: int | None, device: torch.device) -> BlockMask:
+        """Builds FlexAttention's block mask from the bounds of sequences, without a dense mask."""
         # create_block_mask would go through a dense [T, S]. Segments are numbered in order, so a
         # block's first and last tokens tell what is in it.
         past, causal, segments, real = self.past, self.causal, self.segment_ids, self.key_mask

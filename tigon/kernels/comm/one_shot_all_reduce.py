@@ -88,6 +88,7 @@ def _one_shot_kernel(
     SIZE: tl.constexpr,  # of a row of y, of which x has WIDTH columns; None: x has all n elements
     PDL: tl.constexpr,
 ):  # fmt: skip
+    """Sums x over the ranks: sends this rank's elements, then adds up what arrives."""
     pdl_wait(PDL)
     part = tl.program_id(0)
     at = part * S + tl.arange(0, S)
@@ -170,6 +171,7 @@ def one_shot_all_gather(x: Tensor, first: int, size: int, buffers: SymmetricBuff
 
 
 def _check(x: Tensor, n: int, buffers: SymmetricBuffers) -> None:
+    """Raises ValueError unless x fits into the buffers."""
     limit = buffers.local.shape[-1]
     if x.dtype != buffers.dtype or n > limit:
         raise ValueError(f"{n} elements of {x.dtype}: buffers for {limit}, {buffers.dtype}")
@@ -178,6 +180,7 @@ def _check(x: Tensor, n: int, buffers: SymmetricBuffers) -> None:
 def _launch(
     x: Tensor, y: Tensor, first: int, size: int | None, buffers: SymmetricBuffers
 ) -> Tensor:
+    """Launches the sum of elements from `first` on, into y."""
     local, addresses, turns, rank, dtype, _ = buffers
     _check(x, y.numel(), buffers)
     _one_shot_kernel[(triton.cdiv(y.numel(), S),)](

@@ -82,6 +82,7 @@ def keep_mask(streams, first, threshold, COLUMNS: tl.constexpr):
 def _drop_kernel(
     y, x, keys, seed, threshold, N, C, x_row, ROWS: tl.constexpr, COLUMNS: tl.constexpr
 ):
+    """Writes x with 0 where an element is dropped."""
     blocks = tl.cdiv(C, COLUMNS)
     i = tl.program_id(0) // blocks
     start = (tl.program_id(0) - i * blocks) * COLUMNS
@@ -96,6 +97,7 @@ def _drop_kernel(
 
 @operator("apply_dropout", lambda x, *_: x.new_empty(x.shape))
 def _dropout(x: Tensor, keys: Tensor, seed: int, threshold: int) -> Tensor:
+    """Launches `_drop_kernel`."""
     y = x.new_empty(x.shape)
     if y.numel():
         rows, (height, width, warps) = as_rows(x), TILE
@@ -109,6 +111,8 @@ def _dropout(x: Tensor, keys: Tensor, seed: int, threshold: int) -> Tensor:
 
 
 class _ApplyDropout(torch.autograd.Function):
+    """Applies the same dropout to x and, in backward, to its gradient."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, dropout: Dropout) -> Tensor:
         ctx.dropout = dropout

@@ -86,6 +86,8 @@ NO_MAXIMA = Maxima(None, None)
 
 
 class _MaximaNote(Note):
+    """Keeps a tensor's maxima beside it, for the next cast of the same numbers."""
+
     __slots__ = ("maxima",)
 
     def __init__(self, x: Tensor, maxima: Maxima):
@@ -109,6 +111,7 @@ def find_maxima(x: Tensor) -> Maxima:
 
 
 def round_up(rows: int) -> int:
+    """Rounds a number of rows up to the alignment that scaled products need."""
     return -(-rows // ALIGN) * ALIGN
 
 
@@ -121,11 +124,13 @@ def compute_scales_ref(largest: Tensor) -> Tensor:
 
 
 def cast_rows_ref(x: Tensor) -> ScaledMatrix:
+    """Casts x [R, C] to e4m3 with a scale per row: the definition."""
     scale = compute_scales_ref(x.float().abs().amax(1))
     return ScaledMatrix((x.float() / scale.unsqueeze(1)).to(E4M3), scale)
 
 
 def cast_columns_ref(x: Tensor) -> ScaledMatrix:
+    """Casts x [R, C] by columns, transposed to [C, R] with a scale per column: the definition."""
     return cast_rows_ref(F.pad(x.t(), (0, round_up(x.shape[0]) - x.shape[0])))
 
 
@@ -169,6 +174,7 @@ def _rows_kernel(
     R, x_row,
     C: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
+    """Casts rows that fit into one program, and updates the maxima of the columns if asked to."""
     columns = tl.arange(0, BLOCK)
     mask = columns < C
     if column_bits is not None:
@@ -188,6 +194,7 @@ def _rows_kernel(
 
 @triton.jit
 def _wide_rows_kernel(x, data, scales, x_row, C: tl.constexpr, BLOCK: tl.constexpr):
+    """Casts rows wider than a program holds, in two passes."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     top = tl.zeros([BLOCK], tl.int32)
@@ -211,6 +218,7 @@ def _maxima_kernel(
     R, C, x_row,
     STRIP: tl.constexpr, TILE_R: tl.constexpr, TILE_C: tl.constexpr,
 ):  # fmt: skip
+    """Finds the largest magnitude of each row and column."""
     blocks = tl.cdiv(C, TILE_C)
     strip = tl.program_id(0) // blocks
     columns = (tl.program_id(0) - strip * blocks) * TILE_C + tl.arange(0, TILE_C)
@@ -235,6 +243,7 @@ def _tiles_kernel(
     turned_scales, R, C, S, x_row,
     TILE_R: tl.constexpr, TILE_C: tl.constexpr,
 ):  # fmt: skip
+    """Casts tiles by columns, transposed, and by rows, from known maxima."""
     blocks = tl.cdiv(C, TILE_C)
     # From the end: what was read or written last is in the cache yet
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
@@ -274,6 +283,7 @@ def row_programs(
 
 
 def _rows_output(x: Tensor, maxima: bool) -> list[Tensor]:
+    """Allocates data, scales and maxima of `_cast_rows`."""
     (R, C), fp32 = x.shape, torch.float32
     outputs = [x.new_empty(R, C, dtype=E4M3), x.new_empty(R, dtype=fp32)]
     return [*outputs, x.new_empty(C, dtype=torch.int32)] if maxima else outputs
@@ -297,6 +307,7 @@ def _cast_rows(x: Tensor, maxima: bool) -> list[Tensor]:
 
 
 def _tiles_output(x: Tensor, rows: bool, *_: Any) -> list[Tensor]:
+    """Allocates the results of `_cast_tiles`."""
     (R, C), fp32 = x.shape, torch.float32
     turned = [x.new_empty(C, round_up(R), dtype=E4M3), x.new_empty(C, dtype=fp32)]
     return [*_rows_output(x, False), *turned] if rows else turned
@@ -319,6 +330,7 @@ def _cast_tiles(
 
 
 def _maxima(x: Tensor, of_rows: bool, tile: dict[str, int]) -> Maxima:
+    """Launches `_maxima_kernel` for rows, columns or both."""
     R, C = x.shape
     bits = x.new_zeros(C + R if of_rows else C, dtype=torch.int32)
     maxima = Maxima(bits[C:] if of_rows else None, bits[:C])
@@ -377,6 +389,7 @@ def _gated_rows_kernel(
     x, data, scales, R, x_row,
     size: tl.constexpr, ACT: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
+    """Computes rows of the gated product and casts them."""
     dtype: tl.constexpr = x.dtype.element_ty
     columns = tl.arange(0, BLOCK)
     mask = columns < size
@@ -401,6 +414,7 @@ def _gated_gradients_kernel(
     column_bits, product_bits, R, x_row, size,
     ACT: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
+    """Writes the gradient of gate_up and the gated product, and finds the maxima of both."""
     dtype: tl.constexpr = x.dtype.element_ty
     blocks = tl.cdiv(size, BLOCK)
     first = tl.program_id(0) // blocks
@@ -439,11 +453,13 @@ def row_fits_program(gate_up: Tensor) -> bool:
 
 
 def _gated_rows_output(gate_up: Tensor, *_: Any) -> list[Tensor]:
+    """Allocates data and scales of `_cast_gated_rows`."""
     return _rows_output(gate_up[:, : gate_up.shape[1] // 2], False)
 
 
 @operator("fp8_cast_gated_rows", _gated_rows_output)
 def _cast_gated_rows(gate_up: Tensor, act: str) -> list[Tensor]:
+    """Launches `_gated_rows_kernel`."""
     data, scale = outputs = _gated_rows_output(gate_up)
     R, size = data.shape
     width = 2 * gate_up.element_size()
@@ -459,6 +475,8 @@ def cast_gated_rows(gate_up: Tensor, act: Activation) -> ScaledMatrix:
 
 
 class GatedGradients(NamedTuple):
+    """The gradient of gate_up and the gated product, with the maxima of each."""
+
     gate_up: Tensor  # the gradient of gate_up, in its shape
     maxima: Maxima  # its own, as a matrix
     product: Tensor  # what `gated_act` returned
@@ -508,6 +526,7 @@ def product_ref(a: ScaledMatrix, b: ScaledMatrix) -> Tensor:
 
 
 def _product(a: ScaledMatrix, b: ScaledMatrix, *, fast: bool, fused: bool) -> Tensor:
+    """Multiplies two cast matrices by torch's scaled product, or by the reference."""
     if not fused or a.data.device.type == "cpu":
         return product_ref(a, b)
     scales = {"scale_a": a.scale.unsqueeze(1), "scale_b": b.scale.unsqueeze(0)}
@@ -528,6 +547,7 @@ class ColumnMaxima:
 
 
 def _cast(x: Tensor, maxima: bool, fused: bool) -> tuple[ScaledMatrix, Tensor | None]:
+    """Casts rows, with column maxima for backward if they will be needed."""
     return cast_rows_and_maxima(x, fused=fused) if maxima else (cast_rows(x, fused=fused), None)
 
 
@@ -589,6 +609,7 @@ class _Fp8Linear(torch.autograd.Function):
 
 
 def _dx(rows: ScaledMatrix, weight: Tensor, maxima: Tensor | None, fused: bool) -> Tensor:
+    """Returns the gradient of the input from the cast rows of dY."""
     columns = cast_columns(weight, maxima, fused=fused)
     return _product(rows, columns, fast=FAST_BACKWARD, fused=fused)
 
@@ -646,6 +667,7 @@ class _Fp8Gated(torch.autograd.Function):
 
 
 def _check(x: Tensor, weight: Tensor, halves: int = 1) -> None:
+    """Raises ValueError unless x and weight can have fp8 products."""
     check_devices(x=x, weight=weight)
     if x.dtype != torch.bfloat16 or weight.dtype != torch.bfloat16:
         raise TypeError(
@@ -661,12 +683,14 @@ def _check(x: Tensor, weight: Tensor, halves: int = 1) -> None:
 
 
 def _finish_output(y: Tensor, lead: torch.Size, bias: Tensor | None) -> Tensor:
+    """Adds the bias and restores the leading dimensions of the output."""
     # As in F.linear: FSDP2 wants no view as a block's output
     y = torch.ops.aten._unsafe_view(y, (*lead, y.shape[-1]))
     return y if bias is None else y + bias
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, fused: bool) -> Tensor:
+    """Runs `fp8_linear` by the kernels or by the reference."""
     recompute = find_recompute(x) if weight.requires_grad else None
     if recompute is not None:
         recompute.keep_gate_up()

@@ -140,6 +140,8 @@ def deferred_product(output: Tensor, compute: Callable[[], Tensor]) -> Tensor:
 
 
 class _RecomputedLinear(torch.autograd.Function):
+    """A linear product whose input is computed again in backward instead of being saved."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, *args: Any) -> Tensor:
         weight, bias, recompute, deferred = args
@@ -293,12 +295,14 @@ def select_launch(C: int, factors: int) -> GemvLaunch:
 def gemv_ref(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, act: Activation | None = None
 ) -> Tensor:
+    """Returns `F.linear(x, weight, bias)`, gated if there is an activation: the definition."""
     y = F.linear(x, weight, bias)
     return y if act is None else gated_act_ref(y, act)
 
 
 @triton.jit
 def _load_tile(weight, tile, columns, N, C: tl.constexpr, ROWS: tl.constexpr, EVEN: tl.constexpr):
+    """Loads a tile of the weight."""
     rows = tile * ROWS + tl.arange(0, ROWS)
     mask = (rows < N)[:, None]
     if not EVEN:
@@ -323,6 +327,7 @@ def _gemv_kernel(
     N,  # of y
     C: tl.constexpr, ACT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    """Multiplies a row by rows of the weight, and gates two halves where there is an activation."""
     STEPS: tl.constexpr = (C + BLOCK - 1) // BLOCK
     EVEN: tl.constexpr = C % BLOCK == 0
     columns = tl.arange(0, BLOCK)
@@ -361,11 +366,13 @@ def _gemv_kernel(
 
 
 def _output(x: Tensor, weight: Tensor, bias: Tensor | None, act: str | None) -> Tensor:
+    """Allocates the output [..., N]."""
     return x.new_empty(*x.shape[:-1], weight.shape[0] // (1 if act is None else 2))
 
 
 @operator("gemv", _output)
 def _forward(x: Tensor, weight: Tensor, bias: Tensor | None, act: str | None) -> Tensor:
+    """Launches `_gemv_kernel`."""
     y = _output(x, weight, bias, act)
     N, C = y.shape[-1], x.shape[-1]
     launch = select_launch(C, 1 if act is None else 2)

@@ -67,10 +67,12 @@ WIDEST_PRODUCT, WIDEST_GRADIENTS = 256, 64
 
 
 def _pad_rank(rank: int) -> int:
+    """Rounds a rank up to a power of two that tl.dot takes."""
     return max(16, next_power_of_2(rank))  # the least that tl.dot takes
 
 
 def _supports(x: Tensor, rank: int, widest: int) -> bool:
+    """Whether the fused kernels serve this input and rank."""
     # The interpreter has no bf16 products
     has_product = x.device.type != "cpu" or x.dtype in (torch.float16, torch.float32)
     return has_product and runs_triton(x) and _pad_rank(rank) * x.element_size() <= widest
@@ -126,6 +128,7 @@ def _low_rank_product_kernel(
 
 
 def _product(u: Tensor, bs: Any, firsts: Any, scales: Any, columns: int, *_: Any) -> Tensor:
+    """Allocates the low-rank terms' sum [N, columns]."""
     return u.new_empty(u.shape[0], columns)
 
 
@@ -279,6 +282,7 @@ def _low_rank_sums_kernel(
 
 
 def _gradients(dy: Tensor, u: Tensor, bs: Sequence[Tensor], *args: object) -> list[Tensor]:
+    """Allocates the gradients of u and, unless they are frozen, of the B matrices."""
     b_shares = args[-1]
     return [dy.new_empty(u.shape), *(b.new_empty(b.shape) for b in (bs if b_shares else ()))]
 
@@ -484,6 +488,7 @@ class _LoRACall(NamedTuple):
     dropout: Dropout | None
 
     def additions(self, bs: Sequence[Tensor]) -> list[LoRATerm]:
+        """Returns the terms with these B matrices, one for each adapted range of columns."""
         return [LoRATerm(f, b, s) for (f, s), b in zip(self.columns_and_scales, bs, strict=True)]
 
 

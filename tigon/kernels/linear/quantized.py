@@ -167,6 +167,7 @@ def _nf4_kernel(
     BLOCK: tl.constexpr,
     EVEN: tl.constexpr,  # all blocks are full
 ):  # fmt: skip
+    """Dequantizes nf4 codes: looks each up and multiplies by the scale of its block."""
     group = tl.program_id(0) // PARTS
     blocks = (tl.program_id(0) % PARTS) * TILE + tl.arange(0, TILE)
     start = groups + group * 3
@@ -193,6 +194,7 @@ def _dequantize_nf4(
     codes: Tensor, scales: Tensor, steps: Tensor, offsets: Tensor, groups: Tensor, tables: Tensor,
     matrices: Sequence[int], shape: Sequence[int], dtype: torch.dtype,
 ) -> Tensor:  # fmt: skip
+    """Launches `_nf4_kernel`; returns the weight in `dtype`."""
     y, parts = codes.new_empty(shape, dtype=dtype), GROUP // TILE
     _nf4_kernel[(len(steps) * parts,)](
         codes, scales, steps, offsets, groups, tables, y, PARTS=parts, TILE=TILE, BLOCK=BLOCK,
@@ -276,6 +278,7 @@ def _block_fp8_kernel(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):  # fmt: skip
+    """Dequantizes fp8 codes that have one scale for each block of the weight."""
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     block_mask = (rows < N)[:, None] & (columns < K)[None, :]
@@ -291,6 +294,7 @@ def _block_fp8_kernel(
 def _dequantize_block_fp8(
     codes: Tensor, scales: Tensor, owners: Tensor, width: int, e4m3: bool, dtype: torch.dtype
 ) -> Tensor:
+    """Launches `_block_fp8_kernel`; returns the weight in `dtype`."""
     y = codes.new_empty(codes.shape, dtype=dtype)
     N, K = y.shape
     grid = triton.cdiv(N, ROWS), triton.cdiv(K, COLUMNS)
@@ -322,6 +326,8 @@ Dequantize = Callable[[], Tensor]  # the weight [K, C]
 
 
 class _QuantizedLinear(torch.autograd.Function):
+    """A linear product with a frozen quantized weight, which backward dequantizes again."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, bias: Tensor | None, *args: Any) -> Tensor:
         ctx.dequantize, ctx.inner = args

@@ -26,6 +26,8 @@ NO_KEY = -(2**63)
 
 
 def argmax_ref(scores: Tensor) -> Tensor:
+    """Returns each row's argmax, or NOT_FINITE where the largest score is not finite: the
+    definition."""
     column = scores.argmax(-1)  # of a NaN, if there is one
     value = scores.gather(-1, column[..., None])[..., 0]
     return column.masked_fill(~value.isfinite(), NOT_FINITE)
@@ -36,6 +38,7 @@ def _keys_kernel(
     scores, keys, V, K,
     LAST: tl.constexpr, NAN: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    """Packs the largest score of a part of a row and its index into one integer."""
     pdl_wait(PDL)
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     columns = part * BLOCK + tl.arange(0, BLOCK)
@@ -53,6 +56,7 @@ def _columns_kernel(
     LAST: tl.constexpr, NO_KEY: tl.constexpr, MINUS_INFINITY: tl.constexpr, INFINITY: tl.constexpr,
     NOT_FINITE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    """Takes the largest key of each row and unpacks its index."""
     pdl_wait(PDL)
     row, at = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     key = tl.max(tl.load(keys + row * K + at, mask=at < K, other=NO_KEY), 0)
@@ -61,11 +65,13 @@ def _columns_kernel(
 
 
 def _output(scores: Tensor) -> Tensor:
+    """Allocates the indices."""
     return scores.new_empty(scores.shape[:-1], dtype=torch.int64)
 
 
 @operator("argmax", _output)
 def _argmax(scores: Tensor) -> Tensor:
+    """Launches both kernels."""
     y, V = _output(scores), scores.shape[-1]
     N, K = y.numel(), triton.cdiv(V, BLOCK)
     keys, last = y.new_empty(N, K), 2**31 - 1

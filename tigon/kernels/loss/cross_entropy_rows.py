@@ -73,6 +73,7 @@ def _reference_rows(
     holes: bool,
     size: int | None,
 ) -> RowLosses:
+    """Computes loss, gradient and metrics of each row in plain torch: the definition."""
     z = scale_and_cap(logits.to(torch.float32, copy=True), options)
     smoothing, softcap = options.label_smoothing, options.softcap
     chain = 1 - (z / softcap).square() if softcap is not None and grad is not None else None

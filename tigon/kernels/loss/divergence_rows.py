@@ -60,6 +60,7 @@ def _reference(
     masses: Tensor | None,
     mean: Tensor | None,
 ) -> Tensor:
+    """Computes the divergence of each row and its gradient in plain torch: the definition."""
     z = a = scale_and_cap(student.float(), options)
     b = scale_and_cap(teacher.float(), teacher_options)
     if masses is not None:
@@ -104,6 +105,7 @@ def _mass(logits, V, head, BLOCK):
 
 @triton.jit
 def _masses_kernel(student, teacher, out, V, s_stride, t_stride, head, t_head, BLOCK: tl.constexpr):
+    """Computes the largest logit and the log of the sum of each row, for student and teacher."""
     row = tl.program_id(0).to(tl.int64)
     s_peak, s_mass = _mass(student + row * s_stride, V, head, BLOCK)
     t_peak, t_mass = _mass(teacher + row * t_stride, V, t_head, BLOCK)

@@ -423,6 +423,7 @@ def _pass(
     logits_bytes: int | None,
     overwrite: bool,
 ) -> LossPass:
+    """Plans one pass over the logits for all terms: which gradients it computes, and where."""
     grad = torch.is_grad_enabled()
     rows, weight, *_ = shared
     assert rows is not None
@@ -560,6 +561,7 @@ def _is_one(x: Tensor | float) -> bool:
 def _prepare_teacher(
     hidden: Tensor, c: KL, options: Options, vocab: int, width: int, targets: Tensor | None
 ) -> tuple[LossPlan, tuple[Tensor | None, ...], Callable[..., Any] | None]:
+    """Returns a KL term's plan and tensors, and what gathers the teacher's head under FSDP."""
     if not 0 <= c.beta <= 1:
         raise ValueError(f"beta={c.beta} is not in [0, 1]")
     if not c.temperature > 0:
@@ -659,6 +661,7 @@ def select_rows(
 
 
 def _any_row(keeps: Sequence[Tensor | None]) -> Tensor | None:
+    """Returns bool [N], True where one of the terms counts the row; None if one counts all."""
     outputs = keeps[0]
     for keep in keeps[1:]:
         outputs = None if outputs is None or keep is None else outputs | keep

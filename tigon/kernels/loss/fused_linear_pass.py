@@ -91,6 +91,7 @@ def chunk_rows(vocab: int, hidden: Tensor, logits_bytes: int) -> int:
 
 
 def _row_bytes(vocab: int, hidden: Tensor) -> int:
+    """Returns the bytes that one row of a chunk needs."""
     return hidden.element_size() * pad_vocab(vocab) if runs_triton(hidden) else 16 * vocab
 
 
@@ -118,9 +119,11 @@ class LossPlan(NamedTuple):
     statistics: bool = False  # return these too
 
     def encode(self) -> str:
+        """Writes the plan as text, since an operator takes no objects."""
         return f"{self.kind}:{','.join(self.names)}"
 
     def numbers(self) -> list[float]:
+        """Lists the plan's numbers that may be floats."""
         o, t = self.options, self.teacher_options or DEFAULT_OPTIONS
         heads = [o.softcap or 0.0, o.logit_scale, t.softcap or 0.0, t.logit_scale]
         return [*heads, o.label_smoothing, o.z_loss, self.beta, float(self.normalized)]
@@ -170,6 +173,7 @@ class LossPass(NamedTuple):
 
 
 def _plans(words: str, numbers: list[float]) -> list[LossPlan]:
+    """Reads plans back from their text and numbers."""
     plans = []
     for i, word in enumerate(words.split()):
         kind, names = word.split(":")
@@ -205,6 +209,7 @@ def run_pass(
 
 
 def _outputs(hidden: Tensor, *args: Any) -> list[Tensor]:
+    """Allocates what the pass returns: losses, metrics and gradients."""
     weight, bias, low, up, index, _, _, _, *settings = args
     words, numbers, needs, logits_bytes, overwrite, *shard = settings
     plans = _plans(words, numbers)
@@ -315,7 +320,7 @@ def _head_pass(
 
 
 def _mask_rows(live: Tensor | None, part: slice, x: Tensor) -> Tensor:
-    """Returns a chunk's rows with 0 where their gradient is 0, since 0 * NaN would count."""
+    """Returns a chunk's rows, 0 where the gradient is 0: NaN in an ignored row must not count."""
     return x if live is None else x.where(live[part, None], 0)
 
 

@@ -62,6 +62,7 @@ DEFAULT_OPTIONS = Options()
 
 
 def check_logit_options(options: Options) -> None:
+    """Raises ValueError for label smoothing or z-loss, which are options of cross-entropy alone."""
     if options.label_smoothing or options.z_loss:
         raise ValueError(f"{options}: label_smoothing and z_loss are for cross-entropy alone")
 
@@ -151,11 +152,13 @@ def _launch_rescale(x: Tensor, out: Tensor, factor: Tensor) -> None:
 
 
 def _rescale_outputs(x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Allocates the rescaled tensor, in `dtype`."""
     return torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
 
 
 @operator("rescale", _rescale_outputs)
 def _rescale(x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Returns `x * factor` in `dtype`."""
     x = x.contiguous()
     out = _rescale_outputs(x, factor, dtype)
     _launch_rescale(x, out, factor)
@@ -176,11 +179,13 @@ def rescale_(x: Tensor, factor: Tensor) -> Tensor:
 
 
 def _join_outputs(first: Tensor, rest: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Allocates the joined gradient."""
     return first.new_empty(len(first) + len(rest), *first.shape[1:], dtype=dtype)
 
 
 @operator("rescale_and_join", _join_outputs)
 def _rescale_and_join(first: Tensor, rest: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Rescales two tensors and joins them along the rows."""
     out = _join_outputs(first, rest, factor, dtype)
     _launch_rescale(first, out[: len(first)], factor)
     _launch_rescale(rest, out[len(first) :], factor)
@@ -240,6 +245,7 @@ def check_rows(rows: Tensor, **per_row: Tensor | None) -> None:
 
 
 def check_head(hidden: Tensor, weight: Tensor, bias: Tensor | None, prefix: str = "") -> None:
+    """Raises ValueError unless hidden states, weight and bias fit each other."""
     if weight.dim() != 2 or hidden.shape[-1] != weight.shape[1]:
         raise ValueError(
             f"{prefix}hidden {tuple(hidden.shape)} and {prefix}weight {tuple(weight.shape)} "
@@ -250,6 +256,7 @@ def check_head(hidden: Tensor, weight: Tensor, bias: Tensor | None, prefix: str 
 
 
 def check_reduction(reduction: str) -> None:
+    """Raises ValueError unless the reduction is "sum" or "none"."""
     if reduction not in ("sum", "none"):
         raise ValueError(f"reduction={reduction!r} is not 'sum' or 'none'")
 

@@ -59,6 +59,7 @@ class VocabularyShard(NamedTuple):
 
     @classmethod
     def decode(cls, word: str) -> Self:
+        """Reads a shard back from the text that an operator takes."""
         *numbers, group = word.split(":", 4)
         return cls(group, *(int(x) for x in numbers))
 
@@ -104,6 +105,8 @@ def combine_logsumexp(peaks: Tensor, log_masses: Tensor) -> tuple[Tensor, Tensor
 
 
 class _GatherLogits(torch.autograd.Function):
+    """Gathers all columns of the logits; backward takes this rank's."""
+
     @staticmethod
     def forward(ctx: Any, logits: Tensor, shard: VocabularyShard) -> Tensor:
         width = logits.shape[-1]
@@ -167,6 +170,7 @@ def _combine_rows(
     options: Options,
     metrics: Sequence[str],
 ) -> RowLosses:
+    """Combines each rank's losses and metrics of its columns to those of whole rows."""
     names = ["target"] + ["total"] * bool(options.label_smoothing)
     names += [name for name in ("entropy", "predicted_tokens") if name in metrics]
     if logits.shape[1]:
@@ -294,6 +298,7 @@ def embedding_rows_ref(
 def _embedding_rows_kernel(
     ids, weight, y, first, rows, size, C: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
 ):
+    """Copies the embedding of ids in this rank's rows, and zeros for the others."""
     pdl_wait(PDL)
     token = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -306,11 +311,13 @@ def _embedding_rows_kernel(
 
 
 def _output(ids: Tensor, weight: Tensor) -> Tensor:
+    """Allocates the embeddings [..., C]."""
     return weight.new_empty(*ids.shape, weight.shape[1])
 
 
 @operator("embedding_rows", lambda ids, weight, first, rows, size: _output(ids, weight))
 def _embedding_rows(ids: Tensor, weight: Tensor, first: int, rows: int, size: int) -> Tensor:
+    """Launches `_embedding_rows_kernel`."""
     y, C = _output(ids, weight), weight.shape[1]
     grid = ids.numel(), triton.cdiv(C, BLOCK)
     options = {"C": C, "BLOCK": BLOCK, "num_warps": 4} | pdl_options(y)

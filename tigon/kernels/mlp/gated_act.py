@@ -114,11 +114,13 @@ def launch_columns(size: int, choice: tuple[int, int]) -> dict[str, int]:
 
 
 def _output(gate_up: Tensor, *_: Any) -> Tensor:
+    """Allocates the product [..., I]."""
     return gate_up.new_empty(*gate_up.shape[:-1], gate_up.shape[-1] // 2)
 
 
 @operator("gated_act", _output)
 def _forward(gate_up: Tensor, act: str) -> Tensor:
+    """Launches the forward kernel."""
     y = _output(gate_up)
     if y.numel():
         x, size = as_rows(gate_up), y.shape[-1]
@@ -129,22 +131,26 @@ def _forward(gate_up: Tensor, act: str) -> Tensor:
 
 
 def _gradient(dy: Tensor, gate_up: Tensor, *_: Any) -> Tensor:
+    """Allocates the gradient of gate_up."""
     return gate_up.new_empty(gate_up.shape)
 
 
 @operator("gated_act_backward", _gradient)
 def _backward(dy: Tensor, gate_up: Tensor, act: str) -> Tensor:
+    """Launches the backward kernel; returns the gradient of gate_up."""
     out = _gradient(dy, gate_up)
     _backward_into(out, None, dy, gate_up, act)
     return out
 
 
 def _gradient_and_product(dy: Tensor, gate_up: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    """Allocates the gradient of gate_up and the product."""
     return _gradient(dy, gate_up), dy.new_empty(dy.shape)
 
 
 @operator("gated_act_backward_product", _gradient_and_product)
 def _backward_product(dy: Tensor, gate_up: Tensor, act: str) -> tuple[Tensor, Tensor]:
+    """Launches the backward kernel; returns the gradient and the product computed again."""
     out, product = _gradient_and_product(dy, gate_up)
     _backward_into(out, product, dy, gate_up, act)
     return out, product

@@ -374,6 +374,7 @@ def _outputs(
     act: str,
     slots: int | None,
 ) -> list[Tensor]:
+    """Allocates the output and what backward needs: gate_up of the slots, and their order."""
     size = count_slots(experts, slots)
     widths = (gate_up.shape[1], *(a.shape[1] for a in low[::2]))
     numbers = [experts.new_empty(size), experts.new_empty(experts.numel())]
@@ -414,6 +415,7 @@ def _gradients(
     needs_grad: list[bool],
     *_: Any,
 ) -> list[Tensor]:
+    """Allocates the needed gradients; the others are empty."""
     likes = zip((x, gate_up, down, weights, *low), needs_grad, strict=True)
     return [torch.empty_like(t) if want else t.new_empty(0) for t, want in likes]
 
@@ -504,6 +506,8 @@ def backward_workspace(x: Tensor, gate_up: Tensor, down: Tensor, *rest: Any) -> 
 
 
 class _GroupedMLP(torch.autograd.Function):
+    """The experts' MLPs: saves gate_up per slot, and computes the rest again in backward."""
+
     @staticmethod
     def forward(ctx: Any, *args: Any) -> Tensor:
         x, gate_up, down, experts, weights, ctx.act, slots, *low = args
@@ -600,6 +604,7 @@ def pad_rank(factors: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
 def _check(
     x: Tensor, gate_up: Tensor, down: Tensor, experts: Tensor, weights: Tensor, act: Activation
 ) -> None:
+    """Raises ValueError unless tokens, experts' matrices, indices and weights fit each other."""
     check_act(act)
     dims = (x.dim(), gate_up.dim(), down.dim(), experts.dim(), weights.dim())
     fits = dims == (2, 3, 3, 2, 2) and experts.shape == weights.shape and experts.shape[1] > 0

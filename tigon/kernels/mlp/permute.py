@@ -83,6 +83,7 @@ def combine_rows(rows: Tensor, positions: Tensor, weights: Tensor | None, k: int
 
 
 def _combine_ref(rows: Tensor, positions: Tensor, weights: Tensor | None, k: int) -> Tensor:
+    """Sums each token's k rows, weighted: the definition."""
     dtype = rows.dtype
     rows = F.pad(rows, (0, 0, 0, 1))  # zeros for what is absent
     slots = rows.index_select(0, positions.clamp(max=len(rows) - 1)).unflatten(0, (-1, k))

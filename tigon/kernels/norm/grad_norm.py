@@ -26,6 +26,7 @@ def _squares_kernel(
     rows, owners, partials, G: tl.constexpr, WIDE: tl.constexpr, CHUNK: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
+    """Adds up the squares of one chunk of a tensor."""
     row, chunk = load_row(rows, owners, WIDTH)
     count, x = load_number(row, 0, WIDE), load_pointer(row, 1, G, WIDE)
     first = chunk.to(tl.int64) * CHUNK

@@ -39,6 +39,7 @@ MAX_COLUMNS, MAX_SANDWICH_COLUMNS = 32768, 8192
 
 
 def check_norm(eps: float, offset: float, cast: str) -> None:
+    """Raises ValueError for a negative eps or offset, or an unknown cast."""
     if cast not in CASTS:
         raise ValueError(f"cast={cast!r} is not one of {CASTS}")
     # Dynamo has to see each float before autograd.Function, or it takes it for a constant
@@ -77,6 +78,7 @@ def sandwich_norm_ref(
     offset: float = 1.0,
     cast: Cast = "after_weight",
 ) -> tuple[Tensor, Tensor]:
+    """Returns the norm of residual + norm(x), and that sum: the definition."""
     total = residual + rms_norm_ref(x, post_weight, eps, offset=offset, cast=cast)
     return rms_norm_ref(total, weight, eps, offset=offset, cast=cast), total
 
@@ -95,12 +97,14 @@ class NormLaunch(NamedTuple):
     late: bool = False
 
     def programs(self, x: Tensor, N: int) -> int:
+        """Returns the number of programs for N rows."""
         steps = -(-N // self.rows)
         return min(steps, self.per_sm * num_sms(x)) if self.per_sm else steps
 
 
 @functools.cache
 def _launch_forward(C: int, sandwich: bool) -> NormLaunch:
+    """Chooses the forward launch for rows of C columns."""
     block = next_power_of_2(C)
     if block < 1024:
         return NormLaunch(block, rows=min(2048 // block, 16), warps=4)
@@ -139,6 +143,7 @@ def num_stages(step: int, most: int = 3) -> int:
 
 @triton.jit
 def _load_scale(weight, C, OFFSET, BEFORE, BLOCK, ROWS):
+    """Loads offset + weight, rounded as the reference rounds it."""
     columns = tl.arange(0, BLOCK)
     if BLOCK < 1024:  # a copy for each row saves a detour through shared memory
         columns = columns[None, :] + tl.zeros([ROWS, 1], tl.int32)
@@ -178,6 +183,7 @@ def _norm_gradient(d, n, rstd, C):
 
 @triton.jit
 def _add_weight_gradient(total, d, n, LATE):
+    """Adds d * n to the weight's gradient, summed over the tile's rows now or at the end."""
     if LATE:
         total += d * n
     else:
@@ -358,6 +364,7 @@ def _outputs(
     post_weight: Any,
     *_: Any,
 ) -> list[Tensor]:
+    """Allocates the normed rows, the residual sum and 1 / rms where they are saved."""
     outputs = [_empty_like(x)]
     if residual is not None:
         outputs.append(_empty_like(x))
@@ -380,6 +387,7 @@ def _forward(
     offset: float,
     before: bool,  # round before the weight
 ) -> list[Tensor]:  # normed; with a residual, the sum; to save, 1 / rms [N], of x, too, [2N]
+    """Norms rows of x, or of residual + x, or of residual + norm(x); returns `_outputs`."""
     outputs = _outputs(x, residual, save, gate, weight, post_weight)
     y, total = outputs[0], None if residual is None else outputs[1]
     rstd = outputs[-1] if save else None
@@ -442,6 +450,7 @@ def _backward(
     offset: float,
     before: bool,
 ) -> list[Tensor]:
+    """Returns the gradients of the first five arguments of `_forward`; empty where not needed."""
     gradients = _gradients(x, gate, branch, weight, post_weight, needs)
     if x.numel() == 0:
         return [g.zero_() for g in gradients]
@@ -469,6 +478,8 @@ def _backward(
 
 
 class _RMSNorm(torch.autograd.Function):
+    """RMSNorm, with the residual sum or a sandwich, and its gradients."""
+
     @staticmethod
     def forward(ctx: Any, through: bool, *args: Any) -> Any:  # what `_forward` takes
         """With `through`, x is returned beside its norm, as a sum is."""

@@ -145,6 +145,8 @@ class AdamWSlot(NamedTuple):
 
 
 class AdamWSettings(NamedTuple):
+    """The numbers of one update: rates, betas, eps and the step."""
+
     lr: float
     beta1: float
     beta2: float
@@ -167,6 +169,7 @@ def _read(values, scale, table, at, inside, blocks, B: tl.constexpr):
 
 @triton.jit
 def _write(x, values, scale, bounds, cells, bits, at, inside, blocks, SIGNED: tl.constexpr, B):
+    """Stores a state in its dtype, quantized by blocks if it has a scale."""
     if B > 0:
         codes, largest = quantize(x, bounds, cells, SIGNED)
         tl.store(values + at, codes, mask=inside)
@@ -337,6 +340,7 @@ class FusedAdamW:
     def _launch_tensor(
         self, slot: AdamWSlot, kind: SlotKind, settings: AdamWSettings, scale: Tensor | None
     ) -> None:
+        """Launches the update of one parameter that is too large for a table."""
         count = slot.weight.numel()
         with torch.cuda.device_of(slot.weight):
             _adamw_tensor_kernel[(triton.cdiv(count, BLOCK),)](
@@ -354,6 +358,7 @@ class FusedAdamW:
         scale: Tensor | None,
         like: Tensor,
     ) -> None:
+        """Launches the update of all parameters of a table."""
         with torch.cuda.device_of(like):
             table_rows, owners = table.update(rows, like.device)
             _adamw_table_kernel[(len(owners),)](
@@ -363,10 +368,12 @@ class FusedAdamW:
             )  # fmt: skip
 
     def _options(self, kind: SlotKind) -> dict[str, object]:
+        """Returns the compile-time options of a launch."""
         options = {"STOCHASTIC": self.stochastic, "BLOCK": BLOCK, "B": kind.block}
         return {**options, "PRECISE": kind.weight in PRECISE, "num_warps": WARPS}
 
     def _codes(self, kind: SlotKind, unused: Tensor) -> tuple[Tensor, ...]:
+        """Returns the tables of 8-bit states, or tensors that are not read."""
         if not kind.block:
             return (unused,) * 6
         if self.codes is None:
@@ -383,6 +390,7 @@ def _tensors(slot: AdamWSlot) -> tuple[Tensor, ...]:
 
 
 def _kind(slot: AdamWSlot, addresses: Sequence[int]) -> SlotKind:
+    """Returns the properties by which slots share a launch."""
     scale = slot.exp_avg_scale
     block = 0 if scale is None else slot.exp_avg.numel() // scale.numel()
     wide = is_aligned(slot.weight.numel(), addresses)

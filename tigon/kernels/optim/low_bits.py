@@ -41,6 +41,7 @@ class CodeTables(NamedTuple):
 
 
 def _cells(bounds: Tensor, signed: bool) -> Tensor:
+    """Maps cells of float32 to the first code in each, from which a kernel's search begins."""
     first = torch.arange(_COUNT, dtype=torch.int32, device=bounds.device)
     low = ((first << _STEP) + _BEGIN).view(torch.float32)
     high = (((first + 1) << _STEP) + (_BEGIN - 1)).view(torch.float32)

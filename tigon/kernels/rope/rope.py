@@ -30,6 +30,7 @@ NORMED = (1024, 1)
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+    """Rotates pairs of x by cos and sin, in fp32."""
     r = 2 * cos.shape[-1]
     whole = r == x.shape[-1]
     rotated = (x if whole else x[..., :r]).float()
@@ -81,6 +82,7 @@ def load_pairs(x, rows, keep, HALF, BLOCK, INTERLEAVED):
 
 @triton.jit
 def store_pairs(y, rows, keep, first, second, HALF, BLOCK, INTERLEAVED):
+    """Stores first and second members of pairs, in the layout that `load_pairs` reads."""
     if INTERLEAVED:
         i = tl.arange(0, 2 * BLOCK)
         mask = keep[:, None] & (i < 2 * HALF)[None, :]
@@ -329,6 +331,7 @@ def launch_rope(
 
 
 def _rope_outputs(q: Tensor, k: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    """Allocates the rotated q and k."""
     return q.new_empty(q.shape), k.new_empty(k.shape)
 
 
@@ -336,6 +339,7 @@ def _rope_outputs(q: Tensor, k: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
 def _rope(
     q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, back: bool
 ) -> tuple[Tensor, Tensor]:
+    """Launches the rotation of q and k, backwards with `back`."""
     yq, yk = _rope_outputs(q, k)
     inputs = separate_heads(q), separate_heads(k), None
     outputs = packed_heads(yq), packed_heads(yk), None
@@ -345,6 +349,8 @@ def _rope(
 
 
 class _Rope(torch.autograd.Function):
+    """Rotates q and k; backward rotates their gradients by the negative angles."""
+
     @staticmethod
     def forward(
         ctx: Any, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool
@@ -360,6 +366,7 @@ class _Rope(torch.autograd.Function):
 
 
 def check_angles(cos: Tensor, sin: Tensor, batch: int, tokens: int, head_dim: int) -> None:
+    """Raises ValueError unless cos and sin fit the heads [B, T, ..., D]."""
     if 2 * cos.shape[-1] > head_dim:
         raise ValueError(f"cos rotates {2 * cos.shape[-1]} dims, but heads have {head_dim}")
     if cos.shape != sin.shape or cos.shape[:-1] not in ((batch, tokens), (1, tokens)):
@@ -507,6 +514,7 @@ def _qk_norm_rope_backward_kernel(
     H: tl.constexpr, K: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr,
     DIMS: tl.constexpr, WHOLE: tl.constexpr, AFTER: tl.constexpr, WEIGHT_GRAD: tl.constexpr,
 ):  # fmt: skip
+    """Writes the gradient of qkv and partial sums of the weights' gradients."""
     D: tl.constexpr = DIMS[0]
     Q_BLOCKS: tl.constexpr = (H + HEADS - 1) // HEADS
     K_BLOCKS: tl.constexpr = (K + KV_HEADS - 1) // KV_HEADS
@@ -564,6 +572,7 @@ def _parts(x: Tensor, heads: int, kv_heads: int, d: int) -> tuple[Heads, Heads, 
 def _outputs(
     qkv: Tensor, cos: Tensor, sin: Tensor, q_weight: Any, k_weight: Any, h: int, k: int, *_: Any
 ) -> tuple[Tensor, Tensor]:
+    """Allocates q [B, T, H, D] and k [B, T, K, D]."""
     b, t, row = qkv.shape
     d = row // (h + 2 * k)
     return qkv.new_empty(b, t, h, d), qkv.new_empty(b, t, k, d)
@@ -583,6 +592,7 @@ def _forward(
     after: bool,
     interleaved: bool,
 ) -> tuple[Tensor, Tensor]:
+    """Norms and rotates the heads of q and k; returns `_outputs`."""
     q, k = _outputs(qkv, cos, sin, q_weight, k_weight, heads, kv_heads)
     d = q.shape[3]
     inputs = packed_heads(qkv), packed_heads(qkv, heads * d), None
@@ -655,6 +665,7 @@ def _backward(
     after: bool,
     interleaved: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns the gradients of qkv and of both weights."""
     dx, dwq, dwk = gradients = _gradients(dq, dk, dv, q_weight, k_weight, weight_grad)
     (b, t, heads, d), kv_heads = dq.shape, dk.shape[2]
     ups = separate_heads(dq), separate_heads(dk), separate_heads(dv)
@@ -686,6 +697,9 @@ def _backward(
 
 
 class _QKNormRope(torch.autograd.Function):
+    """`qk_norm_rope` with its gradients; v is copied, and backward writes qkv's gradient in one
+    piece."""
+
     @staticmethod
     def forward(ctx: Any, overwrite: bool, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
         qkv, cos, sin, q_weight, k_weight, heads, kv_heads, *options = args  # as of `_forward`

@@ -47,6 +47,7 @@ def latest(directory: Path, until: int | None = None) -> Path | None:
 
 
 def step_of(checkpoint: Path) -> int:
+    """Returns the step in a checkpoint's directory name."""
     match = NAME.fullmatch(checkpoint.name)
     if match is None or not (checkpoint / RUN).is_file():
         newest = latest(checkpoint / "checkpoints")
@@ -150,6 +151,7 @@ def first_cause(error: BaseException) -> str:
 
 
 def checksum(path: Path) -> str:
+    """Returns a file's SHA-256 as hexadecimal digits."""
     digest = hashlib.sha256()
     with open(path, "rb") as file:
         while block := file.read(BLOCK):
@@ -239,6 +241,7 @@ def _find_faults(
 
 
 def _read_sums(path: Path) -> dict[str, str]:
+    """Reads SHA256SUMS: the checksum of each file name."""
     if not path.is_file():
         raise ValueError(f"{path} is missing")
     sums = {}
@@ -270,6 +273,9 @@ def is_listed(checkpoint: Path) -> Callable[[str], bool]:
 
 @dataclass(frozen=True)
 class SavedStep:
+    """A complete checkpoint's step, time and eval loss, by which checkpoints are kept or
+    removed."""
+
     step: int
     time: float  # seconds since the epoch
     eval_loss: float | None = None
@@ -316,6 +322,7 @@ def prune(directory: Path, newest: int, keep: KeepPolicy, losses: dict[int, floa
 
 
 def _time(path: Path) -> float:
+    """Returns when a checkpoint was saved, in seconds since the epoch."""
     try:
         return float(read_metadata(path)["saved_at"])
     except (OSError, ValueError, KeyError):

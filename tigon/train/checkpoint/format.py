@@ -48,6 +48,8 @@ BLOCK = 16 << 20  # bytes that are hashed and written at a time
 
 
 class Chunk(NamedTuple):
+    """Rows of a tensor that this rank writes, and where they begin."""
+
     offsets: tuple[int, ...]  # of the first row, in the full tensor
     rows: Tensor
 
@@ -157,6 +159,7 @@ def optimizer_states(model: CausalLM, optimizer: Optimizer) -> State:
 
 
 def _has_same_rows(state: Tensor, weight: Tensor) -> bool:
+    """Whether a state has the rows of its weight, so that it can be divided as that is."""
     return state.shape == weight.shape or (
         weight.dim() > 1 and state.shape[:-1] == weight.shape[:-1]
     )
@@ -198,6 +201,8 @@ def _block_slice(part: TensorSlice, block: int) -> TensorSlice:
 
 
 class FileResult(NamedTuple):
+    """The name and the checksum of a written file."""
+
     file: str
     sha256: str
 
@@ -217,6 +222,7 @@ class Writer(FileSystemWriter):
         return [replace(plan, storage_data=rank) for rank, plan in enumerate(plans)]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Writes this rank's files, as torch.distributed.checkpoint's planner planned them."""
         results = []
         for name, items in _assign_files(plan.items, plan.storage_data).items():
             path = self.directory / name

@@ -105,6 +105,7 @@ def _row_spans(
 
 
 def _read_tensor_metadata(checkpoint: Path) -> Metadata:
+    """Reads the names, shapes and dtypes of a checkpoint's tensors."""
     try:
         return HuggingFaceStorageReader(str(checkpoint)).read_metadata()
     except Exception as error:  # whatever torch and safetensors meet in headers that are wrong
@@ -115,6 +116,7 @@ def _read_tensor_metadata(checkpoint: Path) -> Metadata:
 
 
 def _misfit(checkpoint: Path, fault: str) -> ValueError:
+    """Returns the error for a checkpoint that does not fit the run."""
     return ValueError(f"{checkpoint} does not fit the model: it {fault}")
 
 

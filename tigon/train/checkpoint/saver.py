@@ -232,6 +232,7 @@ class Saver(BackgroundWriter):
         return target
 
     def wait(self) -> None:
+        """Waits for the checkpoint that is being written; raises SaveError if it failed."""
         if self.pending is None:
             return
         pending, self.pending = self.pending, None
@@ -252,6 +253,7 @@ class Saver(BackgroundWriter):
         return remaining + self.seconds
 
     def _measure(self, done: Future[Any]) -> None:
+        """Keeps how long the last checkpoint took to write."""
         if done.exception() is None:
             self.seconds = time.monotonic() - self._start_time
 
@@ -303,6 +305,7 @@ class _Stager(AsyncStager):
         pass
 
     def stage(self, state_dict: Mapping[str, Any]) -> dict[str, Any]:
+        """Copies the tensors into host memory, which is kept for the next save."""
         staged: dict[str, Any] = {}
         on_gpu = False
         for name, rows in state_dict.items():

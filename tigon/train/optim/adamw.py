@@ -131,6 +131,8 @@ class StateFormat(Protocol):
 
 
 class Float32:
+    """States in float32."""
+
     def tensors(self, kind: str, shape: Shape) -> dict[str, tuple[Shape, torch.dtype]]:
         return {kind: (shape, torch.float32)}
 
@@ -142,8 +144,7 @@ class Float32:
 
 
 class BFloat16:
-    """Rounds stochastically: exp_avg_sq changes by a share of 1 - beta2, which is less than half
-    the spacing of bfloat16 if beta2 is above 0.998."""
+    """States in bfloat16, rounded stochastically."""
 
     def tensors(self, kind: str, shape: Shape) -> dict[str, tuple[Shape, torch.dtype]]:
         return {kind: (shape, torch.bfloat16)}
@@ -158,6 +159,8 @@ class BFloat16:
 
 @dataclass(frozen=True)
 class EightBit:
+    """States in 8 bits, with a float32 scale for each block of elements."""
+
     signed: bool
 
     def tensors(self, kind: str, shape: Shape) -> dict[str, tuple[Shape, torch.dtype]]:
@@ -235,6 +238,7 @@ def update_adamw(
     states: Mapping[str, list[Tensor]],
     steps: list[Tensor],
 ) -> None:
+    """Updates weights and states by AdamW in float32, in plain torch: the definition."""
     beta1, beta2 = group["betas"]
     torch_adamw(
         weights,
@@ -261,6 +265,7 @@ def update_sgd(
     states: Mapping[str, list[Tensor]],
     steps: list[Tensor],
 ) -> None:
+    """Updates weights and momentum by SGD in float32, in plain torch: the definition."""
     # torch begins with the gradient, and so does a momentum of zeros
     torch_sgd(
         weights,
@@ -333,6 +338,7 @@ def positions(runs: Sequence[PositionRun], begin: int, end: int, device: torch.d
 
 
 def _block_elements(first: int, count: int, position: int) -> Iterator[PositionRun]:
+    """Yields the run of `count` elements, if there are any."""
     if count:
         yield PositionRun(first, count, position, count, count)
 
@@ -445,6 +451,7 @@ class FusedUpdate:
 
 
 def _slot(parameter: Tensor, state: Mapping[str, Tensor]) -> AdamWSlot:
+    """Returns a parameter's tensors as the kernel takes them."""
     assert parameter.grad is not None
     weight, gradient = local(parameter), local(parameter.grad).contiguous()
     if "exp_avg" in state:
@@ -455,6 +462,7 @@ def _slot(parameter: Tensor, state: Mapping[str, Tensor]) -> AdamWSlot:
 
 
 def _slice_slot(slot: AdamWSlot, run: PositionRun) -> AdamWSlot:
+    """Returns the part of a slot that one run of elements has."""
     size = slot.weight.numel()
 
     def part(tensor: Tensor | None) -> Any:
@@ -529,6 +537,7 @@ class LowPrecisionOptimizer(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Updates all parameters that have gradients."""
         loss = closure() if closure is not None else None
         scale, self.scale = self.scale, None
         parts = [(i, group["params"]) for i, group in enumerate(self.param_groups)]
@@ -587,6 +596,7 @@ class LowPrecisionOptimizer(Optimizer):
             torch._foreach_add_([self.state[p]["step"] for p in parameters], 1.0)
 
     def _zeros(self, parameter: Tensor) -> dict[str, Tensor]:
+        """Allocates a parameter's states."""
         return zeros(self.formats[parameter], local(parameter).shape, self.memory.zeros)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -609,6 +619,7 @@ class LowPrecisionOptimizer(Optimizer):
         self.rule(group, weights, gradients, values, _counters(done, weights[0].device))
 
     def _pieces(self, parameters: Sequence[Tensor]) -> Iterator[UpdateSlice]:
+        """Yields slices of the parameters, a few million elements at a time."""
         for p in parameters:
             own, state = local(p), self.state[p]
             if not own.numel():
@@ -645,6 +656,7 @@ class LowPrecisionOptimizer(Optimizer):
             self._write(piece, weights[i], {kind: values[kind][i] for kind in kinds})
 
     def _write(self, piece: UpdateSlice, weight: Tensor, values: States) -> None:
+        """Writes an updated slice back, rounded to the dtypes of weight and states."""
         bits: list[Tensor | None] = [None] * (1 + len(values))
         rounds = self.stochastic and piece.weight.dtype == torch.bfloat16
         if rounds or any(isinstance(form, BFloat16) for form in piece.formats.values()):
@@ -744,6 +756,8 @@ def _build_low_precision(
     format_of: Callable[[Tensor, str], StateFormat],
     **defaults: Any,
 ) -> Optimizer:
+    """Builds a LowPrecisionOptimizer that knows where this rank's elements are in whole
+    parameters."""
     runs: dict[Tensor, tuple[PositionRun, ...]] = {}
     cuts: Mapping[str, ShardSpec] = getattr(model, "shard_specs", {})
     count = 0

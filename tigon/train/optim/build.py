@@ -15,6 +15,8 @@ from tigon.train.optim.muon import Muon
 
 
 class OptimizerSpec(NamedTuple):
+    """How an optimizer is built, and the bytes of its states."""
+
     build: Callable[[CausalLM, Config], Optimizer]
     state_bytes: Callable[[Config], float]  # per trained parameter
     hidden_bytes: Callable[[Config], float] | None = None  # per element of `hidden_matrices`
@@ -48,6 +50,7 @@ def item_bytes(config: Config) -> int:
 
 
 def muon(model: CausalLM, config: Config) -> Optimizer:
+    """Builds Muon for the blocks' matrices and AdamW for the rest."""
     rows, cuts = hidden_matrices(model), model.shard_specs
     named = dict(model.named_parameters())
     return Muon(

@@ -135,6 +135,7 @@ def _combine_norms(norms: Sequence[Tensor], model: nn.Module) -> Tensor:
 
 
 def _sum_over_ranks(squares: Tensor, model: nn.Module) -> Tensor:
+    """Sums squares over the ranks that hold other parts of the gradients."""
     parameter = next(model.parameters())
     if isinstance(parameter, DTensor):
         dist.all_reduce(squares, group=row_group(parameter))
@@ -144,4 +145,5 @@ def _sum_over_ranks(squares: Tensor, model: nn.Module) -> Tensor:
 
 
 def _factor(norm: Tensor, max_norm: float) -> Tensor:
+    """Returns the factor that clips a norm to `max_norm`."""
     return (max_norm / (norm + 1e-6)).clamp(max=1.0)

@@ -47,6 +47,7 @@ class Ema:
 
 
 def build_ema(model: nn.Module, config: Config) -> Ema | None:
+    """Returns the moving average of the weights, or None without `ema_decay`."""
     if not config.ema_decay:
         return None
     return Ema(model, config.ema_decay, offload=config.optimizer_offload)

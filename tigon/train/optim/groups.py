@@ -149,6 +149,7 @@ def assign(model: CausalLM, groups: Sequence[ParameterGroup]) -> dict[str, Param
 
 
 def _matches(name: str, patterns: Sequence[str]) -> bool:
+    """Whether a name matches one of the shell patterns."""
     return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 

@@ -109,6 +109,7 @@ class InBackward:
 
     @torch.no_grad()
     def _update(self, part: BackwardBucket) -> None:
+        """Updates the parameters of a part and frees their gradients."""
         named = {self.names[p]: p for p in part.parameters if p.grad is not None}
         if not named:
             return
@@ -131,6 +132,7 @@ class InBackward:
 
 
 def _on_gradient(updates: weakref.ref[InBackward], number: int, _: Tensor) -> None:
+    """Tells the updates, if they are still alive, that a gradient has arrived."""
     if (there := updates()) is not None:
         there.arrived(number)
 
@@ -138,6 +140,7 @@ def _on_gradient(updates: weakref.ref[InBackward], number: int, _: Tensor) -> No
 def build_in_backward(
     model: CausalLM, optimizer: torch.optim.Optimizer, config: Config
 ) -> InBackward | None:
+    """Returns the updates of `optimizer_in_backward`, or None without it."""
     if not config.optimizer_in_backward:
         return None
     assert isinstance(optimizer, LowPrecisionOptimizer)  # Config says so

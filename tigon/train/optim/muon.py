@@ -33,6 +33,8 @@ ADJUST: dict[str, Callable[[int, int], float]] = {
 
 
 class Matrix(NamedTuple):
+    """The size of a matrix that one rank orthogonalizes."""
+
     rows: int
     cols: int
 
@@ -65,6 +67,7 @@ class BlockCopy(NamedTuple):
     shape: Matrix
 
     def meets(self, after: "BlockCopy") -> bool:
+        """Whether the next copy continues this one, so that both are one."""
         same = (self.parameter, self.shape) == (after.parameter, after.shape)
         return same and self.offset + self.length == after.offset
 
@@ -83,6 +86,7 @@ class Move(NamedTuple):
         return self.rows * self.cols
 
     def meets(self, after: "Move") -> bool:
+        """Whether the next move continues this one, so that both are one."""
         ends = self.source + self.length, self.target + self.length
         return self.rows == after.rows == 1 and ends == after[:2]
 
@@ -186,6 +190,7 @@ def _plan_round(
     blocks: Sequence[dict[int, list[MatrixBlock]]],  # of each rank, by matrix
     rank: int,
 ) -> Round:
+    """Plans one exchange: which blocks this rank sends to whom, and which matrices it computes."""
     result = Round(own=[matrices[i] for i in assigned[rank]])
     for indices in assigned:
         size = 0
@@ -272,6 +277,7 @@ class Muon(Optimizer):
             self.adamw.step()
 
     def _step(self, parameters: list[Tensor], groups: list[dict[str, Any]]) -> None:
+        """Updates the parameters, a round of matrices at a time."""
         for p in parameters:
             if "momentum_buffer" not in self.state[p]:
                 self.state[p]["momentum_buffer"] = torch.zeros_like(p)
@@ -318,6 +324,7 @@ class Muon(Optimizer):
             begin += batch.numel()
 
     def _plan(self, parameters: list[Tensor], exchange: "_RankExchange") -> list[Round]:
+        """Distributes matrices over the ranks by cost and returns the rounds."""
         matrices: list[Matrix] = []
         own: list[MatrixBlock] = []
         for i, p in enumerate(parameters):
@@ -411,6 +418,8 @@ class _RankExchange:
         return back.split([c.length for c in turn.out])
 
     def _send(self, message: Tensor, sizes: list[int], sizes_back: list[int]) -> _Message:
+        """Starts to exchange blocks with the other ranks; without a group the message is the
+        answer."""
         if self.group is None:
             return _Message(message)
         out = self._empty(sizes_back)
@@ -441,6 +450,7 @@ def _copy(moves: Sequence[Move], message: Tensor, matrices: Tensor, *, back: boo
 
 
 def _slices(copies: Sequence[BlockCopy], of: Sequence[Tensor]) -> list[Tensor]:
+    """Returns the tensors' elements that the copies name."""
     return [of[c.parameter].narrow(0, c.offset, c.length) for c in copies]
 
 

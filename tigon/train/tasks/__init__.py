@@ -45,6 +45,7 @@ def describe_tasks() -> str:
 
 
 def find_task(task: str) -> type[Task]:
+    """Returns the class of a task by its name; ValueError for an unknown one."""
     if task not in TASKS:
         if task in FOREIGN_TASKS:
             raise ValueError(f"no task is called task={task!r}; here: {FOREIGN_TASKS[task]}")

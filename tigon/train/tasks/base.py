@@ -97,6 +97,7 @@ class Task:
         self.ends: set[int] = set()  # tokens that end a turn, once data has been opened
 
     def _check_unused(self, name: str, default: Any) -> None:
+        """Raises ValueError for a setting that is given and that the task has no use for."""
         value = getattr(self.config, name)
         if value != default and name not in self.serves:
             task = self.config.task

@@ -117,10 +117,13 @@ class Distill(CrossEntropyTask):
         )
 
     def criteria(self, inputs: StepInputs) -> tuple[LossTerm, ...]:
+        """Returns the loss terms: the cross-entropy, and the divergence from the teacher."""
         # Metrics need the cross-entropy even if its weight is 0
         return self._divergence(inputs), CrossEntropy(coefficient=self.weight)
 
     def _divergence(self, inputs: StepInputs) -> LossTerm:
+        """Returns the KL term, from the live teacher's hidden states or from stored
+        distributions."""
         options: dict[str, Any] = {"beta": self.beta, "temperature": self.config.temperature}
         columns = inputs.micro_batch.per_token
         if self.teacher is not None:
@@ -142,6 +145,7 @@ class Distill(CrossEntropyTask):
     def _part(
         self, loss: Tensor, output: Output, inputs: StepInputs, sums: dict[str, Tensor]
     ) -> MicroBatchLoss:
+        """Returns a micro-batch's part of the loss, with both terms as metrics."""
         part = super()._part(loss, output, inputs, sums)
         divergence = output.criteria[0].detach().double() / self.scale
         if not inputs.training:  # a sum, there

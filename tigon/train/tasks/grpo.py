@@ -77,6 +77,8 @@ class GRPO(AnswerTask):
         return RewardedEncoder(tokenizer, scale=scale, **self.encoder_options())
 
     def notes(self, data: Mixture, *, held_out: bool) -> list[str]:
+        """Returns notes on data that GRPO would learn little from, such as groups of equal
+        rewards."""
         corpus = data.corpus
         rows = idle = without = 0
         for part in range(len(corpus.parts)):
@@ -107,6 +109,7 @@ class GRPO(AnswerTask):
         return super().sums(model, inputs) | {"answers": answers}
 
     def loss(self, model: CausalLM, inputs: StepInputs, sums: dict[str, Tensor]) -> MicroBatchLoss:
+        """Computes the clipped policy-gradient loss of a micro-batch."""
         known = self.reference_logprobs(inputs) if self.refers else None
         output = self.forward(model, inputs)
         assert output.logprobs is not None

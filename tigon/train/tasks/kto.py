@@ -80,6 +80,7 @@ class KTO(AnswerTask):
     def resolve(
         self, model: CausalLM, micro_batch: MicroBatch, *, training: bool = True
     ) -> StepInputs:
+        """Resolves the micro-batch, with mismatched answers from its other prompts."""
         if not micro_batch.sources:  # an estimate, or padding alone
             whole = super().resolve(model, micro_batch, training=training)
             return KTOInputs(**vars(whole), mismatched=whole)
@@ -91,6 +92,7 @@ class KTO(AnswerTask):
         return KTOInputs(**vars(own), mismatched=other)
 
     def sums(self, model: CausalLM, inputs: StepInputs) -> dict[str, Tensor]:
+        """Counts answers and sums the divergences of mismatched ones, for the step's estimate."""
         assert isinstance(inputs, KTOInputs)
         desired = inputs.micro_batch.per_example["desired"]
         count = torch.full((), len(inputs.mismatched.micro_batch.spans), device=model.device)
@@ -104,6 +106,7 @@ class KTO(AnswerTask):
         }
 
     def loss(self, model: CausalLM, inputs: StepInputs, sums: dict[str, Tensor]) -> MicroBatchLoss:
+        """Computes the loss of a micro-batch's answers."""
         logprobs, ratios, output = self._ratios(model, inputs)
         desired = inputs.micro_batch.per_example["desired"]
         kl = (sums["divergence"] / sums["mismatched"].clamp(min=1)).clamp(min=0).float()

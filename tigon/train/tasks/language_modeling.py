@@ -80,6 +80,7 @@ class CrossEntropyTask(Task):
     def options(
         self, model: CausalLM, micro_batch: MicroBatch, *, training: bool
     ) -> dict[str, Any]:
+        """Returns the keywords of forward that the settings ask for."""
         names = "label_smoothing", "z_loss"
         options = {name: self.setting(name, training=training) or None for name in names}
         keep = self.setting("logits_to_keep", training=training)
@@ -121,6 +122,7 @@ class CrossEntropyTask(Task):
         targets: Targets,
         criteria: Sequence[LossTerm] | None,
     ) -> Output:
+        """Runs the model with the arguments that the settings and the hooks ask for."""
         request, training = inputs.request, inputs.training
         logits = request is not None and self.setting("return_logits", training=training)
         return model(
@@ -191,6 +193,7 @@ def check_settings(config: Config) -> None:
 
 
 def check_metrics(setting: str, names: tuple[str, ...], known: tuple[str, ...]) -> None:
+    """Raises ValueError for a metric that is unknown, or of which no mean can be logged."""
     for name in names:
         if name == "predicted_tokens":
             raise ValueError(
@@ -202,6 +205,7 @@ def check_metrics(setting: str, names: tuple[str, ...], known: tuple[str, ...]) 
 
 
 def check_keep(setting: str, keep: int, config: Config) -> None:
+    """Raises ValueError where `logits_to_keep` has no meaning."""
     if keep and config.packing:
         raise ValueError(
             f"{setting}={keep} with packing=true: it keeps the last positions of a line, which "

@@ -82,6 +82,8 @@ class AnswerTask(Task):
         return {"logits_to_keep": 0}
 
     def open(self, model: CausalLM, loaders: Sequence[Loader], *, trained: bool) -> None:
+        """Prepares the reference's log-probabilities: computes and stores them, or computes each
+        step's."""
         config, world = self.config, self.world
         if not self.refers:
             return
@@ -123,12 +125,15 @@ class AnswerTask(Task):
         gc.collect()  # a sharded model refers to itself, and would keep its memory for a while
 
     def rehearse(self, model: CausalLM) -> None:
+        """Puts cheap log-probabilities in place of the reference's, for a dry run's steps."""
         if self._keeps_to_base(model):
             self.live = lambda inputs: self._base_logprobs(model, inputs)
         else:
             self.live = lambda inputs: inputs.micro_batch.input_ids.new_zeros((), dtype=torch.float)
 
     def meta_frozen_model(self, model: CausalLM, dtype: torch.dtype) -> CausalLM | None:
+        """Returns the frozen reference model on the meta device, for estimates; None if there is
+        none."""
         config = self.config
         if not (self.refers and config.streaming) or self._keeps_to_base(model):
             return None
@@ -140,6 +145,7 @@ class AnswerTask(Task):
         return other
 
     def _keeps_to_base(self, model: CausalLM) -> bool:
+        """Whether the reference is the model without its adapter."""
         return model.active_adapter is not None and not self.config.reference
 
     def _reference_model(self) -> CausalLM:
@@ -173,6 +179,7 @@ class AnswerTask(Task):
 
     @torch.no_grad()
     def _base_logprobs(self, model: CausalLM, inputs: StepInputs) -> Tensor:
+        """Returns the log-probabilities of the model without its adapter."""
         with model.adapters_disabled():
             logprobs = self.forward(model, inputs).logprobs
         assert logprobs is not None
@@ -180,6 +187,7 @@ class AnswerTask(Task):
 
     @torch.no_grad()
     def _logprobs_by(self, other: CausalLM, rows: MicroBatch) -> Tensor:
+        """Returns the log-probabilities of the rows by another model."""
         training = other.training
         other.eval()
         inputs = Task.resolve(self, other, rows, training=False)  # not the override of a subclass

@@ -80,6 +80,7 @@ class PairTask(AnswerTask):
         return scores
 
     def loss(self, model: CausalLM, inputs: StepInputs, sums: dict[str, Tensor]) -> MicroBatchLoss:
+        """Computes the loss of a micro-batch's pairs."""
         # First, before the activations of the model's pass are in memory
         known = self.reference_logprobs(inputs) if self.refers else None
         output = self.forward(model, inputs)
@@ -137,11 +138,15 @@ class DPO(PairTask):
 
 
 class IPO(DPO):
+    """IPO, arXiv 2310.12036: DPO with a squared loss of the margin."""
+
     serves = COMMON_SETTINGS | {"beta", "reference"}
     losses = ("ipo",)
 
 
 class APO(DPO):
+    """APO, arXiv 2408.06266: DPO that anchors each answer to the reference."""
+
     serves = COMMON_SETTINGS | {"beta", "loss_type", "reference"}
     losses = ("apo_zero", "apo_down")
 

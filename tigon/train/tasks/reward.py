@@ -60,6 +60,7 @@ class Reward(Task):
         return PairEncoder(tokenizer, margin=True, shared_prompt=False, skip_bad_rows=skip)
 
     def open(self, model: CausalLM, loaders: Sequence[Loader], *, trained: bool) -> None:
+        """Chooses the pad token, after which transformers reads scores, for model and tokenizer."""
         corpora = [x.windows.corpus for x in loaders if isinstance(x.windows, Mixture)]
         assert self.tokenizer is not None
         pad = choose_pad(model.config.pad_token_id, self.tokenizer, corpora)
@@ -77,6 +78,7 @@ class Reward(Task):
         return {"pairs": torch.full((), len(inputs.micro_batch.spans) // 2, device=model.device)}
 
     def loss(self, model: CausalLM, inputs: StepInputs, sums: dict[str, Tensor]) -> MicroBatchLoss:
+        """Computes the Bradley-Terry loss of a micro-batch's pairs of scores."""
         micro_batch, pairs = inputs.micro_batch, sums["pairs"].clamp(min=1)
         logits = model(batch=inputs.batch, targets=inputs.targets).logits
         assert logits is not None

@@ -33,20 +33,16 @@ def tool_schema(tool: Callable[..., Any] | Mapping[str, Any]) -> Mapping[str, An
         raise ValueError(
             f"a tool must be a function or the dict of its JSON schema, got {tool!r:.100}"
         )
-    return _function_schema(tool)
-
-
-def _function_schema(function: Callable[..., Any]) -> dict[str, Any]:
-    name = getattr(function, "__name__", repr(function))
-    doc = inspect.getdoc(function)
+    name = getattr(tool, "__name__", repr(tool))
+    doc = inspect.getdoc(tool)
     if not doc:
         raise ValueError(f"tool {name} has no docstring: write one, or pass the tool as a dict")
     sections = _sections(doc.strip())
     described = _arguments(sections.get("Args:", []))
-    hints = get_type_hints(function)
+    hints = get_type_hints(tool)
 
     properties, required = {}, []
-    for i, (argument, parameter) in enumerate(inspect.signature(function).parameters.items()):
+    for i, (argument, parameter) in enumerate(inspect.signature(tool).parameters.items()):
         if argument not in hints:
             if i == 0 and argument in ("self", "cls"):
                 continue
@@ -67,13 +63,13 @@ def _function_schema(function: Callable[..., Any]) -> dict[str, Any]:
     if required:
         parameters["required"] = required
     summary = "\n".join(sections[""]).strip()
-    tool: dict[str, Any] = {"name": name, "description": summary, "parameters": parameters}
+    function: dict[str, Any] = {"name": name, "description": summary, "parameters": parameters}
     # The model never writes the result, so a hint without a schema is not an error
     with suppress(KeyError, ValueError):
-        tool["return"] = _type_schema(hints["return"], "")
+        function["return"] = _type_schema(hints["return"], "")
         if "Returns:" in sections:
-            tool["return"]["description"] = "\n".join(sections["Returns:"]).strip()
-    return {"type": "function", "function": tool}
+            function["return"]["description"] = "\n".join(sections["Returns:"]).strip()
+    return {"type": "function", "function": function}
 
 
 def _sections(doc: str) -> dict[str, list[str]]:

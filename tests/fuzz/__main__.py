@@ -10,13 +10,19 @@ import sys
 import time
 from itertools import pairwise
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # read when huggingface_hub is imported
 
-from tests.fuzz.harness import Fuzzer, workspace
-from tests.fuzz.targets import TARGETS
+from tests.fuzz import adapters, config, runs, text, weights
+from tests.fuzz.harness import Fuzzer
 
+TARGETS = {
+    target.name: target
+    for module in (adapters, config, runs, text, weights)
+    for target in module.TARGETS
+}
 TURNS = 20  # of each target
 
 
@@ -32,25 +38,27 @@ def arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def apportioned(total: int, shares: list[float]) -> list[int]:
-    """Whole numbers in proportion to the shares, which add up to the total."""
+def apportion(total: int, shares: list[float]) -> list[int]:
+    """Split a total into whole numbers in proportion to the shares."""
     ends = [round(total * sum(shares[:i]) / sum(shares)) for i in range(len(shares) + 1)]
     return [end - begin for begin, end in pairwise(ends)]
 
 
 def work(args: argparse.Namespace) -> dict[str, Any]:
-    """One process' part of the cases. All targets take turns, so that each has had its share of
-    them when the time is over."""
+    """Run the cases of one process.
+
+    The targets take turns, so that each has run its share when the time is over.
+    """
     until, job = time.monotonic() + args.seconds, args.job or 0
-    cases = apportioned(args.cases, [TARGETS[name].share for name in args.only])
-    with workspace() as root:
-        os.environ["TIGON_CACHE"] = str(root / "cache")
-        fuzzers = {name: Fuzzer(TARGETS[name], root) for name in args.only}
+    cases = apportion(args.cases, [TARGETS[name].share for name in args.only])
+    with TemporaryDirectory(prefix="tigon-fuzz-", ignore_cleanup_errors=True) as root:
+        os.environ["TIGON_CACHE"] = f"{root}/cache"
+        fuzzers = {name: Fuzzer(TARGETS[name], Path(root)) for name in args.only}
         seconds, faults = dict.fromkeys(args.only, 0.0), dict.fromkeys(args.only, "")
         for turn, (name, all_cases) in itertools.product(
             range(TURNS), zip(args.only, cases, strict=True)
         ):
-            begun, parts = time.monotonic(), apportioned(all_cases, [1] * (args.jobs * TURNS))
+            begun, parts = time.monotonic(), apportion(all_cases, [1] * (args.jobs * TURNS))
             if faults[name] or begun > until:
                 continue
             seed = 10**7 * args.seed + 10**5 * job + 10**3 * turn
@@ -67,14 +75,17 @@ def work(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def join(parts: list[dict[str, Any]]) -> dict[str, Any]:
-    found = {}
+    """Add up the results of all processes, by target."""
+    results = {}
     for name in parts[0]:
         cases, seconds = (sum(part[name][key] for part in parts) for key in ("cases", "seconds"))
-        faults = [part[name]["fault"] for part in parts if part[name]["fault"]]
-        rate = round(cases / seconds, 1) if seconds else None
-        found[name] = {"cases": cases, "seconds": round(seconds, 1), "per_second": rate}
-        found[name]["faults"] = faults
-    return found
+        results[name] = {
+            "cases": cases,
+            "seconds": round(seconds, 1),
+            "per_second": round(cases / seconds, 1) if seconds else None,
+            "faults": [part[name]["fault"] for part in parts if part[name]["fault"]],
+        }
+    return results
 
 
 def main() -> int:

@@ -11,8 +11,8 @@ import torch
 from hypothesis import strategies as st
 
 import tigon
+from tests.fuzz.harness import Case, Files, Link, Target
 from tests.fuzz.junk import altered, damaged, dump
-from tests.fuzz.target import Case, Files, Link, Target
 from tigon.generation.settings import CALL_ONLY, DEFAULTS, UNSUPPORTED
 from tigon.models.config import NEUTRAL
 from tigon.models.rope_config import RANGES, ROPE_RANGES
@@ -42,15 +42,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "granite": {},
 }
 ROPES = ["rope_parameters", "rope_scaling", "rope_parameters.full_attention"]
-OTHERS = [
-    "model_type",
-    "dtype",
-    "torch_dtype",
-    "quantization_config",
-    "architectures",
-    "rope_theta",
-]
-OTHERS += ["rope_local_base_freq", "text_config", "attention_dropout", "auto_map", "hidden_act"]
+OTHERS = ["model_type", "dtype", "torch_dtype", "quantization_config", "architectures"]
+OTHERS += ["rope_theta", "rope_local_base_freq", "text_config", "attention_dropout", "auto_map"]
+OTHERS += ["hidden_act"]
 
 
 def write(model_type: str, folder: Path) -> None:
@@ -113,26 +107,21 @@ class Enough(Exception):
 
 
 def generate(folder: Path) -> None:
-    """A few tokens, by the file alone."""
+    """Generate three tokens with the settings of the file."""
     model, columns = tigon.from_pretrained(folder), []
 
-    def few(column: torch.Tensor) -> None:
+    def stop_at_three(column: torch.Tensor) -> None:
         columns.append(column)
         if len(columns) == 3:
             raise Enough
 
     with suppress(Enough):
-        model.generate(torch.tensor([[3, 4]]), streamer=few)
+        model.generate(torch.tensor([[3, 4]]), streamer=stop_at_three)
 
 
+load = tigon.from_pretrained
 TARGETS = [
-    Target(
-        f"config of {model_type}",
-        1 / 4,
-        partial(write, model_type),
-        config_cases(model_type),
-        tigon.from_pretrained,
-    )
-    for model_type in FAMILIES
+    Target(f"config of {name}", 1 / 4, partial(write, name), config_cases(name), load)
+    for name in FAMILIES
 ]
 TARGETS += [Target("generation_config", 1 / 2, partial(write, "llama"), generation_cases, generate)]

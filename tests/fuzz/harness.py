@@ -1,25 +1,23 @@
-"""Runs a target's cases, each within bounds on time and memory, and watches what loading does."""
+"""Loads each case of a fuzz target within bounds on time and memory, and watches what it does."""
 
 import faulthandler
 import os
 import resource
-import shutil
 import signal
 import sys
-import tempfile
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import hypothesis
 from hypothesis import HealthCheck, Phase, given, settings
-
-from tests.fuzz.target import Case, Link, Target, read_files
+from hypothesis.strategies import SearchStrategy
 
 SECONDS = 5  # of processor time, so that other work on the machine is not counted
 STUCK = 600  # seconds of a clock for CHUNK cases: one waits, or cannot be interrupted
@@ -28,14 +26,8 @@ SPARE = 3 << 30  # bytes of address space, of which threads take much and use li
 LONGEST = 20_000  # characters of a message
 CHUNK = 100  # cases of one hypothesis run, whose memory grows with it
 FORBIDDEN = ("pickle.find_class", "os.system", "os.exec", "os.posix_spawn", "subprocess.Popen")
-FORBIDDEN += (
-    "socket.connect",
-    "ctypes.dlopen",
-    "os.fork",
-    "os.remove",
-    "os.rename",
-    "shutil.rmtree",
-)
+FORBIDDEN += ("socket.connect", "ctypes.dlopen", "os.fork", "os.remove", "os.rename")
+FORBIDDEN += ("shutil.rmtree",)
 # Files of the system and of Python, which code may read at any time
 ROOT = Path(__file__).parents[2]
 SYSTEM = tuple(
@@ -45,13 +37,36 @@ SYSTEM = tuple(
 SECRET = b"what nobody may read"
 
 
+@dataclass(frozen=True)
+class Link:
+    """A symlink in the place of a file's content."""
+
+    to: str
+
+
+Content = bytes | Link | None  # None: the file is absent
+Files = Mapping[str, bytes]  # by their path in the folder
+Case = Mapping[str, Content]  # the files that differ from the example
+
+
+@dataclass(frozen=True)
+class Target:
+    """A kind of file to fuzz: a valid example, mutations of it, and what loads it."""
+
+    name: str
+    share: float  # of all cases; the shares need not add up to one
+    example: Callable[[Path], None]  # fills a new folder
+    cases: Callable[[Files], SearchStrategy[Case]]  # from the example's files
+    load: Callable[[Path], Any]  # the folder
+
+
 class Overtime(BaseException):
-    """No Exception, so that nothing that is fuzzed takes it for its own."""
+    """The time limit. No Exception, so that the fuzzed code does not catch it."""
 
 
 @dataclass
 class Watch:
-    """What loading did besides reading its folder."""
+    """An audit hook that lists the forbidden things that loading a folder does."""
 
     folder: str
     faults: list[str] = field(default_factory=list)
@@ -69,28 +84,28 @@ class Watch:
             self.faults.append(f"{event} with {args!r:.200}")
 
 
-_watch: Watch | None = None
-_hooked = False
+_watches: list[Watch] = []
 
 
-def _hook(event: str, args: tuple[Any, ...]) -> None:
-    watch = _watch
-    if watch is not None:
-        watch.note(event, args)
+@cache
+def _add_hook() -> None:
+    """Add the hook once, as Python cannot remove it."""
+
+    def hook(event: str, args: tuple[Any, ...]) -> None:
+        for watch in _watches:
+            watch.note(event, args)
+
+    sys.addaudithook(hook)
 
 
 @contextmanager
 def _watching(folder: Path) -> Iterator[Watch]:
-    global _watch, _hooked
-    if not _hooked:  # it stays as long as the process
-        sys.addaudithook(_hook)
-        _hooked = True
-    found = Watch(os.path.realpath(folder))
-    _watch = found
+    _add_hook()
+    _watches.append(Watch(os.path.realpath(folder)))
     try:
-        yield found
+        yield _watches[-1]
     finally:
-        _watch = None
+        _watches.pop()
 
 
 @contextmanager
@@ -121,7 +136,8 @@ class Fuzzer:
         self.folder = root / target.name / "example"
         self.folder.mkdir(parents=True)
         target.example(self.folder)
-        self.files = read_files(self.folder)
+        paths = (path for path in sorted(self.folder.rglob("*")) if path.is_file())
+        self.files = {str(path.relative_to(self.folder)): path.read_bytes() for path in paths}
         self.cases = target.cases(self.files)  # once: hypothesis parses the source of its lambdas
         (self.folder.parent / "secret.json").write_bytes(SECRET)
         (self.folder.parent / "secret.safetensors").write_bytes(SECRET)
@@ -166,15 +182,13 @@ class Fuzzer:
                 try:
                     with _bounded():
                         self.target.load(self.folder)
-                except (Exception, Overtime) as caught:
-                    error = caught
                 except BaseException as caught:
-                    # Rust's panics are no Exceptions
-                    if type(caught).__name__ != "PanicException":
+                    is_panic = type(caught).__name__ == "PanicException"  # Rust's, no Exception
+                    if not is_panic and not isinstance(caught, Exception | Overtime):
                         raise
                     error = caught
         finally:
-            self._restore(case)
+            self._put({name: self.files.get(name) for name in case})
         grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - most) << 10
         faults = [*watch.faults, *self._faults(error, case)]
         faults += [f for w in said for f in unfit(str(w.message))]
@@ -208,9 +222,6 @@ class Fuzzer:
                 path.parent.mkdir(parents=True, exist_ok=True)
                 path.write_bytes(content)
 
-    def _restore(self, case: Case) -> None:
-        self._put({name: self.files.get(name) for name in case})
-
 
 def unfit(text: str) -> Iterator[str]:
     """Why the text should not be shown on a terminal."""
@@ -218,12 +229,3 @@ def unfit(text: str) -> Iterator[str]:
         yield f"a message of {len(text)} characters"
     if strange := {c for c in text if not c.isprintable() and c != "\n"}:
         yield f"a message with {sorted(map(ascii, strange))[:5]}"
-
-
-@contextmanager
-def workspace() -> Iterator[Path]:
-    root = Path(tempfile.mkdtemp(prefix="tigon-fuzz-"))
-    try:
-        yield root
-    finally:
-        shutil.rmtree(root, ignore_errors=True)

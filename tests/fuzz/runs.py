@@ -8,8 +8,8 @@ from typing import Any
 from hypothesis import strategies as st
 
 from tests.fuzz.config import keys_of
+from tests.fuzz.harness import Case, Files, Link, Target
 from tests.fuzz.junk import altered, damaged, dump, values
-from tests.fuzz.target import Case, Files, Link, Target
 from tests.fuzz.weights import header
 from tests.small import write_chats, write_model
 from tigon.report.page import describe_state, facts, figures, settings
@@ -21,54 +21,16 @@ STEP = "checkpoints/step-00000001"
 CONFIG, RUN, SUMS = f"{STEP}/config.json", f"{STEP}/run.json", f"{STEP}/SHA256SUMS"
 GENERATION, WEIGHTS = f"{STEP}/generation_config.json", f"{STEP}/weights-00000.safetensors"
 METRICS, SETTINGS = "metrics.jsonl", "config.yaml"
-YAML = (
-    "!!bool x",
-    '!!int ""',
-    '!!float ""',
-    "!!timestamp x",
-    "2020-99-99",
-    "1:1:1",
-    "1:" * 99 + "1.0",
-)
-YAML += (
-    "9" * 5000,
-    ".inf",
-    "-.nan",
-    "0x",
-    "!!set {a, b}",
-    "!!omap [a: 1]",
-    "!!map [x]",
-    "!!int [x]",
-)
-YAML += (
-    "[{path: 3}]",
-    "{<<: {a: 1}}",
-    "&a [*a]",
-    "{? [a] : b}",
-    "[a",
-    "\t",
-    "\x1b[2J",
-    "-",
-    "*x",
-    "=",
-)
-SET = (
-    "steps",
-    "epochs",
-    "patience",
-    "data",
-    "eval_data",
-    "model",
-    "init",
-    "run_dir",
-    "lr",
-    "\x1b",
-    "~",
-)
+YAML = ("!!bool x", '!!int ""', '!!float ""', "!!timestamp x", "2020-99-99", "1:1:1", "9" * 5000)
+YAML += ("1:" * 99 + "1.0", ".inf", "-.nan", "0x", "!!set {a, b}", "!!omap [a: 1]", "!!map [x]")
+YAML += ("!!int [x]", "[{path: 3}]", "{<<: {a: 1}}", "&a [*a]", "{? [a] : b}", "[a", "\t", "-")
+YAML += ("\x1b[2J", "*x", "=")
+SET = ("steps", "epochs", "patience", "data", "eval_data", "model", "init", "run_dir", "lr")
+SET += ("\x1b", "~")
 
 
 def write(folder: Path) -> None:
-    """A run of one step, without the data that it was made with."""
+    """Train a run of one step."""
     beside = folder.parent
     settings = {"run_dir": folder, "model": write_model(beside / "model"), "steps": 1}
     settings |= {"data": write_chats(beside / "train.jsonl", 9), "seq_len": 64, "batch_size": 1}
@@ -86,7 +48,7 @@ def load(folder: Path) -> None:
 
 
 def sums(files: Files, changed: dict[str, Any]) -> bytes:
-    """What makes the changed files whole ones."""
+    """Write the SHA256SUMS with which the changed files pass for complete ones."""
     lines = files[SUMS].decode().splitlines()
     for name, content in changed.items():
         plain = name.removeprefix(f"{STEP}/")

@@ -6,8 +6,8 @@ from pathlib import Path
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
+from tests.fuzz.harness import Case, Files, Target
 from tests.fuzz.junk import altered, damaged, dump, raw, values
-from tests.fuzz.target import Case, Files, Target
 from tigon.data.encode import ChatEncoder
 from tigon.data.formats import Format
 from tigon.data.sources import JsonFile
@@ -105,13 +105,8 @@ special_tokens = st.dictionaries(
 
 def cases(files: Files) -> st.SearchStrategy[Case]:
     config = json.loads(files[CONFIG])
-    keys = [
-        *config,
-        "pad_token",
-        "eos_token.content",
-        "eos_token.lstrip",
-        "additional_special_tokens",
-    ]
+    keys = [*config, "pad_token", "eos_token.content", "eos_token.lstrip"]
+    keys += ["additional_special_tokens"]
     named = {
         TOKENIZER: st.one_of(
             altered(json.loads(files[TOKENIZER]), PARTS).map(dump), damaged(files[TOKENIZER])

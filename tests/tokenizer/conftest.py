@@ -4,10 +4,12 @@ import json
 from pathlib import Path
 
 import pytest
-from tokenizers import Tokenizer, decoders, pre_tokenizers, processors, trainers
+import tokenizers
+from tokenizers import decoders, pre_tokenizers, processors, trainers
 from tokenizers.models import BPE
 
 from tests.hub_server import hub
+from tigon.tokenizer import Tokenizer
 
 __all__ = ["hub"]
 
@@ -33,7 +35,7 @@ CONFIG = {
 }
 
 
-def _train(tokenizer: Tokenizer, size: int, alphabet: list[str]) -> None:
+def _train(tokenizer: tokenizers.Tokenizer, size: int, alphabet: list[str]) -> None:
     trainer = trainers.BpeTrainer(
         vocab_size=size, special_tokens=SPECIAL, initial_alphabet=alphabet, show_progress=False
     )
@@ -46,7 +48,7 @@ def _template() -> processors.TemplateProcessing:
     )
 
 
-def _save(tokenizer: Tokenizer, directory: Path) -> Path:
+def _save(tokenizer: tokenizers.Tokenizer, directory: Path) -> Path:
     tokenizer.save(str(directory / "tokenizer.json"))
     (directory / "tokenizer_config.json").write_text(json.dumps(CONFIG))
     return directory
@@ -55,7 +57,7 @@ def _save(tokenizer: Tokenizer, directory: Path) -> Path:
 @pytest.fixture(scope="session")
 def byte_level(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Byte-level BPE, as in Llama 3 and Qwen; its post-processor trims offsets, as GPT-2's."""
-    tokenizer = Tokenizer(BPE())
+    tokenizer = tokenizers.Tokenizer(BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     _train(tokenizer, 400, pre_tokenizers.ByteLevel.alphabet())
@@ -68,23 +70,22 @@ def byte_level(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def byte_fallback(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """BPE over characters that falls back to byte tokens, as sentencepiece's in Llama 2."""
-    tokenizer = Tokenizer(BPE(unk_token="<unk>"))
+    tokenizer = tokenizers.Tokenizer(BPE(unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
     _train(tokenizer, 300, [])
     model = json.loads(tokenizer.to_str())["model"]
     vocab = model["vocab"] | {f"<0x{b:02X}>": len(model["vocab"]) + b for b in range(256)}
     merges = [tuple(merge) for merge in model["merges"]]
     tokenizer.model = BPE(vocab, merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True)
-    tokenizer.decoder = decoders.Sequence(
-        [
-            decoders.Replace("\u2581", " "),
-            decoders.ByteFallback(),
-            decoders.Fuse(),
-            decoders.Strip(" ", 1, 0),
-        ]
-    )
+    parts = decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)
+    tokenizer.decoder = decoders.Sequence([decoders.Replace("\u2581", " "), *parts])
     tokenizer.post_processor = _template()
     return _save(tokenizer, tmp_path_factory.mktemp("byte_fallback"))
+
+
+@pytest.fixture
+def tokenizer(byte_level: Path) -> Tokenizer:
+    return Tokenizer.from_pretrained(byte_level)
 
 
 @pytest.fixture(params=["byte_level", "byte_fallback"])

@@ -29,6 +29,11 @@ THINK_PROMPT = CHATML.replace("assistant\\n' }}{% endif %}", "assistant\\n<think
 CLOSED_PROMPT = THINK_PROMPT.replace("<think>' }}", "<think></think>' }}")
 FINAL_EOS = CHATML + "{% if messages[-1].role == 'assistant' %}{{ eos_token }}{% endif %}"
 SAME = " Hello you 😀<|im_end|>\n"
+CALL = '{"name": "f", "parameters": {"a": 1}}<|eot_id|>'
+THINKING = [USER, {"role": "assistant", "content": "A", "reasoning_content": "B"}]
+EDGES = "</s>{% generation %}{{ messages[0].content }}{% endgeneration %}</s>"
+ACROSS = "{% for m in messages %}{{ m.content }}{{ ' ' if m.role == 'user' }}{% endfor %}"
+DOCUMENTS = "{% for d in documents or [] %}{{ d.title }}{% endfor %}" + CHATML
 TOOL = [
     USER,
     {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": {"a": 1}}}]},
@@ -37,10 +42,10 @@ TOOL = [
 ]
 
 
-def learned_texts(tokenizer: Tokenizer, ids: list[int], mask: list[bool]) -> list[str]:
-    """The text of each run of tokens in the mask."""
-    runs = groupby(zip(ids, mask, strict=True), key=lambda pair: pair[1])
-    return [tokenizer.decode([i for i, _ in run]) for learned, run in runs if learned]
+def learned_texts(tokenizer: Tokenizer, ids: list[int], weights: list[Any]) -> list[str]:
+    """Return the text of each run of tokens with one weight, except for weight 0."""
+    runs = groupby(zip(ids, weights, strict=True), key=lambda pair: pair[1])
+    return [tokenizer.decode([i for i, _ in run]) for weight, run in runs if weight]
 
 
 @pytest.mark.parametrize("extra", ["", "{% generation %}{% endgeneration %}"])
@@ -58,79 +63,43 @@ def test_generation_blocks_equal_transformers(directory: Path, extra: str) -> No
         assert 0 < sum(mask) < len(mask)
 
 
-@pytest.mark.parametrize("content", ["  Hello 😀", "the  ", "\n"])
-def test_generation_block_edges_are_learned(byte_level: Path, content: str) -> None:
-    # transformers drops three of an emoji's four tokens, and blanks where offsets are trimmed
-    tokenizer = Tokenizer.from_pretrained(byte_level)
-    template = "</s>{% generation %}{{ messages[0].content }}{% endgeneration %}</s>"
-    chat = [{"role": "assistant", "content": content}]
-    ids, mask = tokenizer.encode_chat(chat, chat_template=template)
-    assert learned_texts(tokenizer, ids, mask) == [content]
-
-
 @pytest.mark.parametrize(
-    ("template", "chat", "expected"),
+    ("template", "chat", "options", "expected"),
     [
-        (CHATML, CHAT, [" Hello you 😀<|im_end|>\n", "Bye<|im_end|>\n"]),
-        (CHATML, [{"role": "system", "content": "S"}, *CHAT[:2]], [" Hello you 😀<|im_end|>\n"]),
-        (LLAMA3, CHAT, ["Hello you 😀<|eot_id|>", "Bye<|eot_id|>"]),
-        (LLAMA3, TOOL, ['{"name": "f", "parameters": {"a": 1}}<|eot_id|>', "It is 4.<|eot_id|>"]),
-        (MISTRAL, CHAT, [" Hello you 😀</s>", "Bye</s>"]),
-        (GEMMA, CHAT, ["Hello you 😀<end_of_turn>\n", "Bye<end_of_turn>\n"]),
+        (CHATML, CHAT, {}, [SAME, "Bye<|im_end|>\n"]),
+        (CHATML, [{"role": "system", "content": "S"}, *CHAT[:2]], {}, [SAME]),
+        (LLAMA3, CHAT, {}, ["Hello you 😀<|eot_id|>", "Bye<|eot_id|>"]),
+        (LLAMA3, TOOL, {}, [CALL, "It is 4.<|eot_id|>"]),
+        (MISTRAL, CHAT, {}, [" Hello you 😀</s>", "Bye</s>"]),
+        (GEMMA, CHAT, {}, ["Hello you 😀<end_of_turn>\n", "Bye<end_of_turn>\n"]),
         # An empty block of reasoning is not learned, whoever writes it
-        (QWEN3, CHAT[:2], [" Hello you 😀<|im_end|>\n"]),
+        (QWEN3, CHAT[:2], {}, [SAME]),
         # A turn that the template writes differently when others follow is not learned
-        (QWEN3, CHAT, ["Bye<|im_end|>\n"]),
-        (END, [USER, *CHAT[1:]], ["Bye</s>"]),
-        (FINAL_EOS, CHAT, [" Hello you 😀<|im_end|>\n", "Bye<|im_end|>\n</s>"]),
-        (FINAL_EOS, [*CHAT[:2], *CHAT[:2]], [SAME, SAME + "</s>"]),
+        (QWEN3, CHAT, {}, ["Bye<|im_end|>\n"]),
+        (END, [USER, *CHAT[1:]], {}, ["Bye</s>"]),
+        (FINAL_EOS, CHAT, {}, [SAME, "Bye<|im_end|>\n</s>"]),
+        (FINAL_EOS, [*CHAT[:2], *CHAT[:2]], {}, [SAME, SAME + "</s>"]),
         # The prompt opens reasoning that conversations do not have
-        (THINK_PROMPT, CHAT, [" Hello you 😀<|im_end|>\n", "Bye<|im_end|>\n"]),
-        (
-            QWEN3,
-            [USER, {"role": "assistant", "content": "A", "reasoning_content": "B"}],
-            ["<think>\nB\n</think>\n\nA<|im_end|>\n"],
-        ),
-        (END, CHAT[:2], [" Hello you 😀</s>"]),
-        (GENERATION, CHAT, [" Hello you 😀<|im_end|>", "Bye<|im_end|>"]),
+        (THINK_PROMPT, CHAT, {}, [SAME, "Bye<|im_end|>\n"]),
+        (QWEN3, THINKING, {}, ["<think>\nB\n</think>\n\nA<|im_end|>\n"]),
+        (END, CHAT[:2], {}, [" Hello you 😀</s>"]),
+        # transformers drops three of an emoji's four tokens, and blanks where offsets are trimmed
+        *((EDGES, [CHAT[1] | {"content": c}], {}, [c]) for c in ("  Hello 😀", "the  ", "\n")),
+        # A token across the edge is learned
+        (ACROSS, [USER, {"role": "assistant", "content": "the"}], {}, [" the"]),
+        # Variables and documents reach the conversation up to each turn
+        (QWEN3, CHAT[:2], {"enable_thinking": False, "tools": [{"name": "f"}]}, [SAME]),
+        (DOCUMENTS, CHAT[:2], {"documents": [{"title": "the fox"}]}, [SAME]),
+        (GENERATION, CHAT, {}, [" Hello you 😀<|im_end|>", "Bye<|im_end|>"]),
     ],
 )
 def test_text_that_is_learned(
-    byte_level: Path, template: str, chat: list[dict[str, Any]], expected: list[str]
+    tokenizer: Tokenizer, template: str, chat: Any, options: Any, expected: list[str]
 ) -> None:
-    tokenizer = Tokenizer.from_pretrained(byte_level)
-    ids, mask = tokenizer.encode_chat(chat, chat_template=template)
+    ids, mask = tokenizer.encode_chat(chat, chat_template=template, **options)
     assert learned_texts(tokenizer, ids, mask) == expected
-    assert ids == tokenizer.apply_chat_template(chat, chat_template=template)
-
-
-def test_variables_reach_every_prefix(byte_level: Path) -> None:
-    tokenizer = Tokenizer.from_pretrained(byte_level)
-    options: dict[str, Any] = {"chat_template": QWEN3, "tools": [{"name": "f"}]}
-    ids, mask = tokenizer.encode_chat(CHAT[:2], enable_thinking=False, **options)
-    assert learned_texts(tokenizer, ids, mask) == [" Hello you 😀<|im_end|>\n"]
-    assert ids == tokenizer.apply_chat_template(CHAT[:2], **options)
-
-
-def test_documents_reach_every_prefix(byte_level: Path) -> None:
-    tokenizer = Tokenizer.from_pretrained(byte_level)
-    template = "{% for d in documents or [] %}{{ d.title }}{% endfor %}" + CHATML
-    ids, mask = tokenizer.encode_chat(
-        CHAT[:2], chat_template=template, documents=[{"title": "the fox"}]
-    )
-    assert tokenizer.decode(ids).startswith("the fox<|im_start|>")
-    assert learned_texts(tokenizer, ids, mask) == [" Hello you 😀<|im_end|>\n"]
-
-
-def test_token_across_the_edge_is_learned(byte_level: Path) -> None:
-    tokenizer = Tokenizer.from_pretrained(byte_level)
-    chat = [USER, {"role": "assistant", "content": "the"}]
-    template = (
-        "{% for m in messages %}{{ m.content }}{% if m.role == 'user' %} {% endif %}{% endfor %}"
-    )
-    assert tokenizer.backend.encode("Hi the", add_special_tokens=False).tokens[-1] == "Ġthe"
-    ids, mask = tokenizer.encode_chat(chat, chat_template=template)
-    assert learned_texts(tokenizer, ids, mask) == [" the"]
+    assert ids == tokenizer.apply_chat_template(chat, chat_template=template, **options)
+    assert ("the fox" in tokenizer.decode(ids)) == ("documents" in options)
 
 
 UNASKED = CHATML.replace("{% if add_generation_prompt %}", "{% if true %}")
@@ -185,15 +154,13 @@ def test_an_unclear_chat_is_refused(
         ([USER, CHAT[1] | {"at": object()}], "takes JSON values, not object"),
     ],
 )
-def test_a_bad_row_is_named(byte_level: Path, chat: Any, message: str) -> None:
-    tokenizer = Tokenizer.from_pretrained(byte_level)
+def test_a_bad_row_is_named(tokenizer: Tokenizer, chat: Any, message: str) -> None:
     for call in (tokenizer.apply_chat_template, tokenizer.encode_chat):
         with pytest.raises(ValueError, match=message):
             call(chat, chat_template=CHATML)
 
 
-def test_arguments_of_transformers_are_no_variables(byte_level: Path) -> None:
-    tokenizer = Tokenizer.from_pretrained(byte_level)
+def test_arguments_of_transformers_are_no_variables(tokenizer: Tokenizer) -> None:
     with pytest.raises(TypeError, match="return_tensors"):
         tokenizer.apply_chat_template(CHAT, chat_template=CHATML, return_tensors="pt")
     with pytest.raises(TypeError, match="add_generation_prompt"):

@@ -11,7 +11,7 @@ from transformers.utils import get_json_schema
 
 from tests.tokenizer.chat_templates import TEMPLATES
 from tigon.tokenizer import Tokenizer
-from tigon.tokenizer.tool_schema import function_schema
+from tigon.tokenizer.tool_schema import tool_schema
 
 CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 2, "b": "<é> & 'b'"}}}
 CHATS: dict[str, list[dict[str, Any]]] = {
@@ -133,36 +133,30 @@ def test_text_equals_transformers(
 @pytest.mark.parametrize("function", [add, many])
 def test_tool_schema_equals_transformers(function: Callable[..., Any]) -> None:
     # As JSON, because templates write the keys in their order
-    assert json.dumps(function_schema(function)) == json.dumps(get_json_schema(function))
+    assert json.dumps(tool_schema(function)) == json.dumps(get_json_schema(function))
 
 
-def test_a_function_that_makes_no_tool() -> None:
-    def undocumented(a: int) -> None: ...
-    def silent(a: int) -> None:
-        """Does."""
+@pytest.mark.parametrize(
+    ("doc", "hints", "message"),
+    [
+        (None, {"a": int}, "tool f has no docstring"),
+        ("Does.", {"a": int}, "tool f does not describe a"),
+        ("Does.\n\nArgs:\n    a: A", {}, "argument a of tool f has no type hint"),
+        ("Does.\n\nArgs:\n    a: A", {"a": Path}, "argument a of tool f has type .*Path"),
+    ],
+)
+def test_a_function_that_makes_no_tool(doc: str | None, hints: Any, message: str) -> None:
+    def f(a: Any) -> None: ...
 
-    def untyped(a) -> None:  # type: ignore[no-untyped-def]
-        """Does.
+    f.__doc__, f.__annotations__ = doc, hints
+    with pytest.raises(ValueError, match=message):
+        tool_schema(f)
 
-        Args:
-            a: A
-        """
 
-    def odd(a: Path) -> None:
-        """Does.
-
-        Args:
-            a: A
-        """
-
-    for function, message in {
-        undocumented: "tool undocumented has no docstring",
-        silent: "tool silent does not describe a",
-        untyped: "argument a of tool untyped has no type hint",
-        odd: "argument a of tool odd has type .*Path",
-    }.items():
-        with pytest.raises(ValueError, match=message):
-            function_schema(function)
+def test_a_tool_of_another_type() -> None:
+    wrong: Any = 5
+    with pytest.raises(ValueError, match="a tool must be a function or the dict"):
+        tool_schema(wrong)
 
 
 @pytest.mark.parametrize(

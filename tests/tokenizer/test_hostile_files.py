@@ -1,24 +1,15 @@
 """Tokenizer files that others have written: they load, or are one error that names the file."""
 
-import json
-import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 from tokenizers import Tokenizer as Backend
 
+from tests.tokenizer.test_tokenizer import edited
 from tigon.tokenizer import Tokenizer, files
 
 CONFIG, MAP, ADDED = "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"
-
-
-def changed(source: Path, folder: Path, name: str, **values: Any) -> Path:
-    shutil.copytree(source, folder, dirs_exist_ok=True)
-    path = folder / name
-    content = json.loads(path.read_text()) if path.exists() else {}
-    path.write_text(json.dumps(content | values))
-    return folder
 
 
 @pytest.mark.parametrize(
@@ -61,7 +52,7 @@ def test_types_are_checked(
     byte_level: Path, tmp_path: Path, name: str, values: dict[str, Any]
 ) -> None:
     with pytest.raises(ValueError, match=rf"/{name}\b"):
-        Tokenizer.from_pretrained(changed(byte_level, tmp_path, name, **values))
+        Tokenizer.from_pretrained(edited(byte_level, tmp_path, name=name, **values))
 
 
 @pytest.mark.parametrize(
@@ -78,21 +69,21 @@ def test_types_are_checked(
 def test_parts_that_the_library_refuses(
     byte_level: Path, tmp_path: Path, part: str, value: Any
 ) -> None:
-    folder = changed(byte_level, tmp_path, "tokenizer.json", **{part: value})
+    folder = edited(byte_level, tmp_path, name="tokenizer.json", **{part: value})
     with pytest.raises(ValueError, match=r"/tokenizer\.json is not a tokenizer: "):
         Tokenizer.from_pretrained(folder)
 
 
 def test_truncation_and_padding_are_not_used(byte_level: Path, tmp_path: Path) -> None:
     truncation = {"direction": "Right", "max_length": 1, "strategy": "LongestFirst", "stride": 0}
-    folder = changed(byte_level, tmp_path, "tokenizer.json", truncation=truncation)
+    folder = edited(byte_level, tmp_path, name="tokenizer.json", truncation=truncation)
     assert len(Tokenizer.from_pretrained(folder).encode("a" * 100)) > 10
 
 
 def test_sizes_of_files_are_limited(
     byte_level: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder = changed(byte_level, tmp_path, "tokenizer.json")
+    folder = edited(byte_level, tmp_path, name="tokenizer.json")
     (folder / "chat_template.jinja").write_bytes(b" " * (2**20 + 1))
     with pytest.raises(ValueError, match=r"/chat_template\.jinja has 1048577 bytes"):
         Tokenizer.from_pretrained(folder)
@@ -104,7 +95,7 @@ def test_sizes_of_files_are_limited(
 def test_texts_on_which_the_library_panics(byte_level: Path, tmp_path: Path) -> None:
     look = {"type": "Replace", "pattern": {"Regex": "(?=quick)"}, "content": "a"}
     strip = {"type": "Strip", "content": "x", "start": 0, "stop": 3}
-    folder = changed(byte_level, tmp_path, "tokenizer.json", normalizer=look, decoder=strip)
+    folder = edited(byte_level, tmp_path, name="tokenizer.json", normalizer=look, decoder=strip)
     tokenizer = Tokenizer.from_pretrained(folder)
     message = r"/tokenizer\.json: the tokenizer failed: index out of bounds"
     assert tokenizer.encode("the quick fox")  # it may insert, but not before the first character
@@ -122,7 +113,7 @@ def test_texts_on_which_the_library_panics(byte_level: Path, tmp_path: Path) -> 
 def test_a_text_without_tokens(byte_level: Path, tmp_path: Path) -> None:
     model = {"type": "WordLevel", "vocab": {"Hi": 0}, "unk_token": "<unk>"}
     parts = {"model": model, "added_tokens": [], "post_processor": None}
-    folder = changed(byte_level, tmp_path, "tokenizer.json", **parts)
+    folder = edited(byte_level, tmp_path, name="tokenizer.json", **parts)
     (folder / "tokenizer_config.json").write_text("{}")
     tokenizer = Tokenizer.from_pretrained(folder)
     assert tokenizer.encode("Hi") == [0]
@@ -132,7 +123,7 @@ def test_a_text_without_tokens(byte_level: Path, tmp_path: Path) -> None:
 
 
 def test_files_that_are_no_text(byte_level: Path, tmp_path: Path) -> None:
-    folder = changed(byte_level, tmp_path, CONFIG)
+    folder = edited(byte_level, tmp_path, name=CONFIG)
     for name, content in (
         ("tokenizer.json", b"\xff\xfe{}"),
         ("chat_template.jinja", b"\xff"),

@@ -1,7 +1,7 @@
 """Which times a chat template writes, and what fixes them."""
 
 from datetime import datetime
-from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,9 +17,9 @@ GPT_OSS = "{{ 'Current date: ' + strftime_now('%Y-%m-%d') }}"
 DAY, SAME_DAY, NEXT = (datetime(2026, 5, *at) for at in ((1, 9, 30), (1, 23, 59), (2, 9, 30)))
 
 
-@pytest.fixture
-def tokenizer(byte_level: Path) -> Tokenizer:
-    return Tokenizer.from_pretrained(byte_level)
+def rendered(tokenizer: Tokenizer, **variables: Any) -> Any:
+    chat = [{"role": "user", "content": "a"}]
+    return tokenizer.apply_chat_template(chat, tokenize=False, **variables)
 
 
 @pytest.mark.parametrize(
@@ -51,7 +51,7 @@ def test_digests_change_with_what_is_written(tokenizer: Tokenizer, template: str
     digests, texts, alone = [], [], set()
     for tokenizer.strftime_now in (DAY, SAME_DAY, NEXT):
         digests.append(tokenizer.digest())
-        texts.append(tokenizer.apply_chat_template([{"role": "user", "content": "a"}]))
+        texts.append(rendered(tokenizer))
         alone.add(tokenizer.digest(chats=False))
     assert digests[0] == digests[1] and texts[0] == texts[1] and len(alone) == 1
     assert (digests[1] != digests[2]) == (texts[1] != texts[2]) == bool(template)
@@ -64,8 +64,7 @@ def test_a_variable_pins_the_time(tokenizer: Tokenizer) -> None:
     for tokenizer.strftime_now in (DAY, NEXT, None):
         assert tokenizer.template_times() == {}
         digests.add(tokenizer.digest())
-        text = tokenizer.apply_chat_template([{"role": "user", "content": "a"}], tokenize=False)
-        assert text == "Today Date: 26 Jul 2024usera"
+        assert rendered(tokenizer) == "Today Date: 26 Jul 2024usera"
     assert len(digests) == 1
     tokenizer.use_chat_template_kwargs({"date_string": "27 Jul 2024"})
     assert tokenizer.digest() not in digests
@@ -78,23 +77,21 @@ def test_a_variable_pins_the_time(tokenizer: Tokenizer) -> None:
 
 def test_without_a_time_it_is_now(tokenizer: Tokenizer) -> None:
     tokenizer.chat_template = GPT_OSS
-    text = tokenizer.apply_chat_template([{"role": "user", "content": "a"}], tokenize=False)
-    assert text == f"Current date: {datetime.now():%Y-%m-%d}"
+    assert rendered(tokenizer) == f"Current date: {datetime.now():%Y-%m-%d}"
     tokenizer.strftime_now = DAY
-    text = tokenizer.apply_chat_template([{"role": "user", "content": "a"}], tokenize=False)
-    assert text == "Current date: 2026-05-01"
+    assert rendered(tokenizer) == "Current date: 2026-05-01"
 
 
 def test_variables_of_all_chats_and_of_one(tokenizer: Tokenizer) -> None:
     tokenizer.chat_template = "{{ think }}{{ date }}"
     tokenizer.use_chat_template_kwargs({"think": False, "date": "x"})
-    chat = [{"role": "user", "content": "a"}]
-    assert tokenizer.apply_chat_template(chat, tokenize=False) == "Falsex"
-    assert tokenizer.apply_chat_template(chat, tokenize=False, think=True) == "Truex"
-    with pytest.raises(ValueError, match="'thinking', which the chat template does not read"):
-        tokenizer.use_chat_template_kwargs({"thinking": False})
-    with pytest.raises(ValueError, match="must be an object of the chat template's own variables"):
-        tokenizer.use_chat_template_kwargs({"tools": []})
-    tokenizer.chat_template = None
-    with pytest.raises(ValueError, match="the tokenizer has no chat template"):
-        tokenizer.use_chat_template_kwargs({"think": False})
+    assert rendered(tokenizer) == "Falsex"
+    assert rendered(tokenizer, think=True) == "Truex"
+    for variables, template, message in (
+        ({"thinking": 1}, "{{ think }}", "'thinking', which the chat template does not read"),
+        ({"tools": []}, "{{ tools }}", "must be an object of the chat template's own variables"),
+        ({"think": 1}, None, "the tokenizer has no chat template"),
+    ):
+        tokenizer.chat_template = template
+        with pytest.raises(ValueError, match=message):
+            tokenizer.use_chat_template_kwargs(variables)

@@ -38,11 +38,14 @@ def stream(stream: DecodeStream, ids: list[int]) -> list[str]:
     return [*pieces, stream.finish()]
 
 
-def edited(source: Path, target: Path, **changes: Any) -> Path:
+def edited(
+    source: Path, target: Path, *, name: str = "tokenizer_config.json", **changes: Any
+) -> Path:
+    """Copy the files of a tokenizer, and change values of a JSON file; `...` removes one."""
     shutil.copytree(source, target, dirs_exist_ok=True)
-    config = json.loads((target / "tokenizer_config.json").read_text())
-    config = {k: v for k, v in (config | changes).items() if v is not ...}
-    (target / "tokenizer_config.json").write_text(json.dumps(config))
+    content = json.loads((target / name).read_text()) if (target / name).exists() else {}
+    content = {key: value for key, value in (content | changes).items() if value is not ...}
+    (target / name).write_text(json.dumps(content))
     return target
 
 
@@ -132,8 +135,7 @@ def test_stream_is_decode_in_pieces(directory: Path) -> None:
     check_streams(Tokenizer.from_pretrained(directory))
 
 
-def test_stream_returns_text_once_it_is_certain(byte_level: Path, byte_fallback: Path) -> None:
-    tokenizer = Tokenizer.from_pretrained(byte_level)
+def test_stream_returns_text_once_it_is_certain(tokenizer: Tokenizer, byte_fallback: Path) -> None:
     ids = tokenizer.encode("a😀b", add_special_tokens=False)
     pieces = tokenizer.decode_stream()
     assert [pieces.step(i) for i in ids] == ["a", None, None, None, "😀", "b"]
@@ -162,8 +164,7 @@ def test_pad(byte_level: Path, side: str) -> None:
     assert ids.dtype == mask.dtype == theirs["input_ids"].dtype
 
 
-def test_pad_refuses_what_makes_no_batch(byte_level: Path) -> None:
-    tokenizer = Tokenizer.from_pretrained(byte_level)
+def test_pad_refuses_what_makes_no_batch(tokenizer: Tokenizer) -> None:
     with pytest.raises(ValueError, match="list_of_ids is empty"):
         tokenizer.pad([])
     with pytest.raises(ValueError, match="'middle'"):

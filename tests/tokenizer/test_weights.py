@@ -2,13 +2,13 @@
 
 import pickle
 from itertools import groupby
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.tokenizer.chat_templates import CHATML, GENERATION, LLAMA3, QWEN3
-from tigon.tokenizer import Span, Tokenizer
+from tests.tokenizer.test_assistant_mask import learned_texts
+from tigon.tokenizer import Span, Tokenizer, TrainOn
 from tigon.tokenizer.assistant_mask import token_weights
 
 CHAT = [
@@ -55,6 +55,15 @@ LAST_ALONE = (
 )
 
 
+REFUSING = (
+    "{% if messages|length < 4 %}{{ raise_exception('no') }}{% endif %}{% for m in messages %}"
+    "{% if loop.last %}{% generation %}x{% endgeneration %}{% endif %}{% endfor %}"
+)
+# A block only for the answer "Bye"
+BYE_ALONE = TWO_BLOCKS.replace("{% if m.role == 'assistant' %}", "{% if m.content == 'Bye' %}")
+SILENT = [CHAT[0], {"role": "assistant", "content": ""}]
+
+
 def learned(tokenizer: Tokenizer, chat: Any, **options: Any) -> list[tuple[str, float]]:
     ids, weights = tokenizer.encode_weighted_chat(chat, **options)
     runs = groupby(zip(ids, weights, strict=True), key=lambda pair: pair[1])
@@ -87,6 +96,10 @@ def learned(tokenizer: Tokenizer, chat: Any, **options: Any) -> list[tuple[str, 
             {"weights": [None, 2, None, 3, None, None]},
             [("the fox</s>", 2), ("Bye</s>", 3), ("(dog)the fox</s>", 1)],
         ),
+        (CHATML, CHAT, {"weights": [0] * 4}, []),
+        (LAST_ALONE, CHAT, {}, [("Bye</s>", 1)]),
+        (BYE_ALONE, CHAT, {}, [("Bye</s>", 1)]),
+        (BYE_ALONE, CHAT, {"train_on": "last"}, [("Bye</s>", 1)]),
         # Of a template that rewrites earlier turns, the last one is still clear
         (QWEN3, CHAT, {"train_on": "last"}, [("Bye<|im_end|>\n", 1)]),
         (QWEN3, CHAT, {"weights": [0, 0, 0, 1]}, [("Bye<|im_end|>\n", 1)]),
@@ -106,9 +119,8 @@ def learned(tokenizer: Tokenizer, chat: Any, **options: Any) -> list[tuple[str, 
     ],
 )
 def test_weights_reach_their_messages(
-    byte_level: Path, template: str, chat: Any, options: Any, expected: Any
+    tokenizer: Tokenizer, template: str, chat: Any, options: Any, expected: Any
 ) -> None:
-    tokenizer = Tokenizer.from_pretrained(byte_level)
     assert learned(tokenizer, chat, chat_template=template, **options) == expected
 
 
@@ -153,16 +165,12 @@ def test_weights_reach_their_messages(
     ],
 )
 def test_all_turns_are_learned_once(
-    byte_level: Path, template: str, chat: Any, options: Any, expected: Any
+    tokenizer: Tokenizer, template: str, chat: Any, options: Any, expected: Any
 ) -> None:
-    tokenizer = Tokenizer.from_pretrained(byte_level)
     options = {"chat_template": template, "train_on": "all_turns"} | options
     encoded = tokenizer.encode_chat_rows(chat, **options)
-    actual = []
-    for ids, weights in encoded.rows:
-        runs = groupby(zip(ids, weights, strict=True), key=lambda pair: pair[1])
-        actual.append([tokenizer.decode([i for i, _ in run]) for weight, run in runs if weight])
-    assert actual == expected and not encoded.rewritten
+    assert [learned_texts(tokenizer, *row) for row in encoded.rows] == expected
+    assert not encoded.rewritten
     fewer = tokenizer.encode_chat_rows(chat, **options | {"train_on": "assistant"})
     if len(expected) == 1:
         assert fewer == encoded
@@ -170,8 +178,7 @@ def test_all_turns_are_learned_once(
         assert fewer.rows == encoded.rows[:1] and fewer.rewritten == sum(map(len, expected[1:]))
 
 
-def test_all_but_one_message(byte_level: Path) -> None:
-    tokenizer = Tokenizer.from_pretrained(byte_level)
+def test_all_but_one_message(tokenizer: Tokenizer) -> None:
     options: dict[str, Any] = {"chat_template": CHATML, "train_on": "all"}
     whole = tokenizer.apply_chat_template(CHAT, chat_template=CHATML, tokenize=False)
     assert learned(tokenizer, CHAT, **options) == [(whole, 1)]
@@ -181,35 +188,34 @@ def test_all_but_one_message(byte_level: Path) -> None:
     assert actual == [(before, 1), (after, 1)]
 
 
-def test_zero_weights_and_ambiguous_places(byte_level: Path) -> None:
-    tokenizer = Tokenizer.from_pretrained(byte_level)
-    assert learned(tokenizer, CHAT, weights=[0] * 4, chat_template=CHATML) == []
-    with pytest.raises(ValueError, match=r"messages\[2\] has a weight of its own, but where"):
-        learned(tokenizer, CHAT, weights=[None, 0, 1, 0], chat_template=QWEN3)
-    with pytest.raises(ValueError, match=r"messages\[2\] has a weight of its own, but where"):
-        learned(tokenizer, CHAT, weights=[None, 1, 1, 0], chat_template=QWEN3)
-    with pytest.raises(ValueError, match=r"messages\[1\] has a weight of its own.*rewrites it"):
-        learned(tokenizer, CHAT, weights=[None, 2, None, 1], chat_template=QWEN3, train_on="all")
-    once = (
-        "{% for m in messages %}{% if loop.last %}{% generation %}x{% endgeneration %}{% endif %}"
-    )
-    with pytest.raises(ValueError, match="2 turns of the assistant, and which"):
-        refusing = "{% if messages|length < 4 %}{{ raise_exception('no') }}{% endif %}"
-        learned(tokenizer, CHAT, train_on="last", chat_template=refusing + once + "{% endfor %}")
+OWN_WEIGHT = r"messages\[{}\] has a weight of its own"
+LATER = r"1 \{% generation %\} blocks for 2 turns .*messages\[1\] differently"
 
 
-def test_turns_rewritten_later_are_refused(byte_level: Path) -> None:
-    tokenizer = Tokenizer.from_pretrained(byte_level)
-    assert learned(tokenizer, CHAT, chat_template=LAST_ALONE) == [("Bye</s>", 1)]
-    for options in ({"train_on": "last"}, {"weights": [None, 2, None, 3]}):
-        with pytest.raises(
-            ValueError, match=r"1 \{% generation %\} blocks for 2 turns .*messages\[1\] differently"
-        ):
-            learned(tokenizer, CHAT, chat_template=LAST_ALONE, **options)
+@pytest.mark.parametrize(
+    ("template", "options", "message"),
+    [
+        (QWEN3, {"weights": [None, 0, 1, 0]}, OWN_WEIGHT.format(2) + ", but where"),
+        (QWEN3, {"weights": [None, 1, 1, 0]}, OWN_WEIGHT.format(2) + ", but where"),
+        (
+            QWEN3,
+            {"weights": [None, 2, None, 1], "train_on": "all"},
+            OWN_WEIGHT.format(1) + ".*rewrites it",
+        ),
+        (REFUSING, {"train_on": "last"}, "2 turns of the assistant, and which"),
+        (LAST_ALONE, {"train_on": "last"}, LATER),
+        (LAST_ALONE, {"weights": [None, 2, None, 3]}, LATER),
+    ],
+)
+def test_ambiguous_places_are_refused(
+    tokenizer: Tokenizer, template: str, options: Any, message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        learned(tokenizer, CHAT, chat_template=template, **options)
 
 
-def test_the_text_of_a_span(byte_level: Path) -> None:
-    tokenizer = Tokenizer.from_pretrained(byte_level)  # adds <s> before, and </s> behind
+def test_the_text_of_a_span(tokenizer: Tokenizer) -> None:
+    # adds <s> before, and </s> behind
     ids, weights = tokenizer.encode_weighted("the fox", [Span(3, 7, 0.5)])
     assert ids == tokenizer.encode("the fox") and ids[0] == 1 and ids[-1] == 2
     assert tokenizer.decode([i for i, w in zip(ids, weights, strict=True) if w]) == " fox"
@@ -217,8 +223,7 @@ def test_the_text_of_a_span(byte_level: Path) -> None:
 
 
 @pytest.mark.parametrize("split", [True, False])
-def test_a_copy_in_another_process_encodes_the_same(byte_level: Path, split: bool) -> None:
-    tokenizer = Tokenizer.from_pretrained(byte_level)
+def test_a_copy_in_another_process_encodes_the_same(tokenizer: Tokenizer, split: bool) -> None:
     tokenizer.backend.encode_special_tokens = split
     copy = pickle.loads(pickle.dumps(tokenizer))
     assert copy.encode("a</s>b") == tokenizer.encode("a</s>b")
@@ -228,8 +233,7 @@ def test_a_copy_in_another_process_encodes_the_same(byte_level: Path, split: boo
 
 
 @pytest.mark.parametrize("text", ["a\ud800b", "\udfff"])
-def test_a_lone_surrogate_is_named(byte_level: Path, text: str) -> None:
-    tokenizer = Tokenizer.from_pretrained(byte_level)
+def test_a_lone_surrogate_is_named(tokenizer: Tokenizer, text: str) -> None:
     for call in (
         lambda: tokenizer.encode(text),
         lambda: tokenizer.encode_batch(["good", text]),
@@ -250,15 +254,13 @@ def test_overlapped_tokens_have_the_larger_weight() -> None:
     assert token_weights(offsets, [Span(1, 1, 1)]) == [0, 0, 0, 0]
 
 
-@pytest.mark.parametrize("train_on", ["assistant", "last"])
-def test_template_that_marks_nothing_is_refused(byte_level: Path, train_on: str) -> None:
-    tokenizer = Tokenizer.from_pretrained(byte_level)
-    silent = [CHAT[0], {"role": "assistant", "content": ""}]
-    template = TWO_BLOCKS.replace("{% if m.role == 'assistant' %}", "{% if m.content == 'Bye' %}")
-    options: dict[str, Any] = {"chat_template": template, "train_on": train_on}
-    assert learned(tokenizer, CHAT, **options) == [("Bye</s>", 1)]
-    for chat in (silent, [*CHAT, *silent] if train_on == "last" else silent):
-        with pytest.raises(ValueError, match="marks no token as the assistant's in this chat"):
-            tokenizer.encode_weighted_chat(chat, **options)
-        with pytest.raises(ValueError, match="marks no token as the assistant's in this chat"):
-            tokenizer.end_of_turn(chat, chat_template=template)
+@pytest.mark.parametrize(
+    ("train_on", "chat"), [("assistant", SILENT), ("last", SILENT), ("last", [*CHAT, *SILENT])]
+)
+def test_template_that_marks_nothing_is_refused(
+    tokenizer: Tokenizer, train_on: TrainOn, chat: Any
+) -> None:
+    with pytest.raises(ValueError, match="marks no token as the assistant's in this chat"):
+        tokenizer.encode_weighted_chat(chat, chat_template=BYE_ALONE, train_on=train_on)
+    with pytest.raises(ValueError, match="marks no token as the assistant's in this chat"):
+        tokenizer.end_of_turn(chat, chat_template=BYE_ALONE)

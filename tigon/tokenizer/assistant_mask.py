@@ -1,4 +1,4 @@
-"""Weighs the tokens of a conversation: which of them fine-tuning learns, and with what weight."""
+"""Computes the loss weight of each token of a conversation: 0 where fine-tuning learns nothing."""
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Collection, Mapping, Sequence
@@ -21,7 +21,7 @@ class Span(NamedTuple):
 
 
 class WeightedRows(NamedTuple):
-    """Texts of one conversation, each with its learned spans."""
+    """The texts of one conversation, each with its learned spans: one row, or one a turn."""
 
     rows: list[tuple[str, list[Span]]]
     rewritten: int  # turns in no row: the chat template writes them differently when others follow
@@ -31,7 +31,10 @@ class WeightedRows(NamedTuple):
 def message_weights(
     messages: Sequence[Message], train_on: TrainOn, weights: Sequence[float | None] | None = None
 ) -> dict[int, float]:
-    """The weights of learned messages, by index; with train_on=all, those in `weights` alone."""
+    """Return the weights of the learned messages by index.
+
+    With train_on=all, only those in `weights`: the rest of the text has weight 1.
+    """
     turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
     if not turns and train_on != "all":
         raise ValueError("messages have no turn of the role 'assistant': nothing to learn")
@@ -45,7 +48,10 @@ def message_weights(
 def learned_turns(
     messages: Sequence[Message], train_on: TrainOn, weights: Sequence[float | None]
 ) -> list[int]:
-    """Indices of the assistant's turns that are learned; ValueError if it is no conversation."""
+    """Return the indices of the assistant's turns that are learned.
+
+    Raises ValueError if the messages are no conversation.
+    """
     check_messages(messages)
     learned = message_weights(messages, train_on, weights)
     if train_on == "all":
@@ -64,9 +70,10 @@ def weighted_rows(
     train_on_empty_thinking: bool = False,
     **variables: Any,
 ) -> WeightedRows:
-    """Render the conversation, and locate the characters that are learned.
+    """Render a conversation, and locate the characters that are learned.
 
-    Arguments are those of `Tokenizer.encode_chat_rows`. ValueError where a place is ambiguous.
+    Takes the arguments of `Tokenizer.encode_chat_rows`. Raises ValueError if the position of a
+    learned message is ambiguous.
     """
     chosen = message_weights(messages, train_on, weights)
     conversation = Conversation(template, messages, variables, special_tokens)
@@ -83,7 +90,7 @@ def weighted_rows(
 
 
 def token_weights(offsets: list[tuple[int, int]], spans: Sequence[Span]) -> list[float]:
-    """The weight of each token: the largest among the spans that overlap it."""
+    """Return the weight of each token: the largest of the spans that overlap it, or 0."""
     weights = [0.0] * len(offsets)
     for start, stop, weight in sorted(spans, key=lambda span: span.weight):
         if start < stop:
@@ -94,23 +101,23 @@ def token_weights(offsets: list[tuple[int, int]], spans: Sequence[Span]) -> list
 
 
 def _weigh_all(conversation: Conversation, chosen: Mapping[int, float]) -> WeightedRows:
-    """All of the text counts 1, but for the chosen messages."""
+    """Give all of the text the weight 1, except for the chosen messages."""
     text = conversation.full.text
     turns = [i for i in conversation.turns if i in chosen]
-    spans = _non_answer_spans(conversation, chosen, text)
+    spans = _message_spans(conversation, chosen, text)
     if turns and conversation.has_generation:
         spans += _generation_spans(conversation, turns, chosen)
     elif turns:
         conversation.check_end()
         for i in turns:
-            stop = conversation.stop(i, text)
+            stop = conversation.turn_end(i, text)
             if stop is None:
                 raise ValueError(
                     f"messages[{i}] has a weight of its own, but the chat template rewrites it "
                     "when turns follow (for instance, it drops the reasoning of earlier turns): "
                     "weigh it like the others, or train on turns alone (train_on=all_turns)"
                 )
-            spans.append(Span(conversation.start(i), stop, chosen[i]))
+            spans.append(Span(conversation.turn_start(i), stop, chosen[i]))
     gaps, end = [], 0
     for start, stop, _ in sorted(spans):
         gaps.append(Span(end, start, 1.0))
@@ -122,10 +129,10 @@ def _weigh_all(conversation: Conversation, chosen: Mapping[int, float]) -> Weigh
 def _weigh_turns(
     conversation: Conversation, chosen: Mapping[int, float], train_on: TrainOn
 ) -> WeightedRows:
-    """Rows in which the chosen turns are learned; other chosen messages are in the first."""
+    """Make rows until each chosen turn is learned; other chosen messages are in the first."""
     turns = [i for i in conversation.turns if i in chosen]
     row = _first_row(conversation, chosen, train_on)
-    spans = _non_answer_spans(conversation, chosen, row.text)
+    spans = _message_spans(conversation, chosen, row.text)
     if not turns:
         return WeightedRows([(row.text, spans)], 0, "")
     is_full = row is conversation.full
@@ -137,17 +144,17 @@ def _weigh_turns(
     while True:
         pending, remaining, end = remaining, [], len(row.text)
         for i in pending:
-            stop = conversation.stop(i, row.text)
+            stop = conversation.turn_end(i, row.text)
             if stop is None or stop > end:
                 remaining.append(i)
                 continue
-            end = conversation.start(i)
+            end = conversation.turn_start(i)
             ranges = _blocks(row, end, stop) if conversation.has_generation else [(end, stop)]
             spans += [Span(*bounds, chosen[i]) for bounds in ranges]
         rows.append((row.text, spans))
         if not remaining or train_on != "all_turns":
             break
-        row, spans = conversation.until(remaining[0]), []
+        row, spans = conversation.render_turn(remaining[0]), []
     if not any(spans for _, spans in rows):
         raise ValueError(UNMARKED)
     return WeightedRows(rows, len(remaining), conversation.missing_opener)
@@ -156,7 +163,8 @@ def _weigh_turns(
 def _first_row(
     conversation: Conversation, chosen: Mapping[int, float], train_on: TrainOn
 ) -> Rendered:
-    """The conversation, or up to its last learned turn if the rest would rewrite that."""
+    """Return the full conversation, or end it with its last learned turn if what follows would
+    change how that is written."""
     turns = [i for i in conversation.turns if i in chosen]
     full = conversation.full
     if not turns or (conversation.has_generation and train_on == "assistant"):
@@ -164,17 +172,17 @@ def _first_row(
     is_end = turns[-1] == len(conversation.messages) - 1
     if conversation.has_generation and train_on == "last" and is_end:
         return full
-    if conversation.stop(turns[-1], full.text) is not None:
+    if conversation.turn_end(turns[-1], full.text) is not None:
         return full
     if max(chosen) > turns[-1]:
         raise _ambiguous(max(chosen))
-    return conversation.until(turns[-1])
+    return conversation.render_turn(turns[-1])
 
 
 def _generation_spans(
     conversation: Conversation, turns: Sequence[int], chosen: Mapping[int, float]
 ) -> list[Span]:
-    """The {% generation %} blocks of these turns in the whole conversation."""
+    """Return the {% generation %} blocks of these turns in the full conversation."""
     blocks = _blocks(conversation.full)
     if turns == conversation.turns and len({chosen[i] for i in turns}) == 1:
         by_turn = {turns[-1]: blocks}  # which is whose does not matter
@@ -186,7 +194,7 @@ def _generation_spans(
 
 
 def _blocks(rendered: Rendered, start: int = 0, stop: int | None = None) -> list[tuple[int, int]]:
-    """Bounds of the {% generation %} blocks that overlap a range."""
+    """Return the bounds of the {% generation %} blocks that overlap a range."""
     for at, text in rendered.generations:
         if not rendered.text.startswith(text, at):
             raise ValueError(
@@ -202,7 +210,7 @@ def _blocks(rendered: Rendered, start: int = 0, stop: int | None = None) -> list
 def _blocks_of_turn(
     blocks: list[tuple[int, int]], conversation: Conversation, i: int
 ) -> list[tuple[int, int]]:
-    """The blocks of messages[i]: a turn may have several, or none."""
+    """Return the blocks of messages[i]: a turn may have several, or none."""
     turns = conversation.turns
     position = turns.index(i)
     first, last = 0, len(blocks)
@@ -220,7 +228,7 @@ def _blocks_of_turn(
 
 
 def _count_blocks(conversation: Conversation, i: int) -> int:
-    """The number of blocks that the whole text has up to messages[i]."""
+    """Count the blocks up to messages[i] in the full conversation."""
     full, prefix = conversation.full, conversation.render(conversation.messages[: i + 1])
     if full.text.startswith(prefix.text):
         return sum(start < len(prefix.text) for start, _ in full.generations)
@@ -234,10 +242,10 @@ def _count_blocks(conversation: Conversation, i: int) -> int:
     return len(pairs)
 
 
-def _non_answer_spans(
+def _message_spans(
     conversation: Conversation, chosen: Mapping[int, float], full: str
 ) -> list[Span]:
-    """What each chosen message that is not the assistant's adds to the messages before it."""
+    """Return the spans of the chosen messages that are not the assistant's."""
     spans = []
     for i in sorted(chosen.keys() - set(conversation.turns)):
         messages = conversation.messages

@@ -1,4 +1,4 @@
-"""Renders chat templates as transformers does, and lists the times that a template writes."""
+"""Renders chat templates to the same text as transformers, and lists the times they write."""
 
 import ast
 import json
@@ -18,7 +18,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
-from tigon.tokenizer.tool_schema import function_schema
+from tigon.tokenizer.tool_schema import tool_schema
 from tigon.utils.json import escape
 
 Message = Mapping[str, Any]
@@ -44,7 +44,7 @@ class Null(str):
 
 
 class Rendered(NamedTuple):
-    """A conversation's text."""
+    """The text that a chat template writes for a conversation."""
 
     text: str
     generations: list[tuple[int, str]]  # start and text of each {% generation %} block
@@ -61,9 +61,10 @@ def render(
     strftime_now: datetime | None = None,
     **variables: Any,
 ) -> Rendered:
-    """Render the conversation; ValueError with the template's own message where it refuses.
+    """Render a conversation by a chat template.
 
-    `strftime_now`: the time that the template's function of this name formats; None: now.
+    `strftime_now` is the time that the template's function of this name formats; None is now.
+    Raises ValueError with the template's message if the template refuses the conversation.
     """
     try:
         chat = [_template_message(message) for message in messages]
@@ -76,7 +77,7 @@ def render(
         variables = _plain(variables) | {
             "messages": chat,
             "add_generation_prompt": add_generation_prompt,
-            "tools": None if tools is None else [_plain(_tool(tool)) for tool in tools],
+            "tools": None if tools is None else [_plain(tool_schema(tool)) for tool in tools],
             "documents": None if documents is None else _plain(list(documents)),
             "strftime_now": lambda format: (strftime_now or now()).strftime(format),
         }
@@ -89,12 +90,12 @@ def render(
 
 
 def now() -> datetime:
-    """The time that templates write by default."""
+    """Return the time that `strftime_now` formats by default; tests replace it."""
     return datetime.now()
 
 
 class _Generation(Extension):
-    """Reports the text of each `{% generation %}...{% endgeneration %}`: the assistant's words."""
+    """Parses `{% generation %}...{% endgeneration %}`, and passes its text to the callback."""
 
     tags = {"generation"}
 
@@ -110,34 +111,19 @@ class _Generation(Extension):
         return text
 
 
-class _TemplateDict:
-    """The `dict` of templates, without the attributes of Python's type."""
-
-    def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
-        return dict(*args, **kwargs)
-
-    def fromkeys(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
-        return dict.fromkeys(*args, **kwargs)
-
-
 class _TemplateNamespace(Namespace):
-    """Refuses private attributes, which lead to Python's internals."""
+    """jinja's namespace, but it refuses private attributes, which lead to Python's internals."""
 
     def __init__(*args: Any, **kwargs: Any) -> None:
         self, *values = args  # so that namespace(self=...) works, as in jinja's
-        attributes = dict(*values, **kwargs)
-        for name in attributes:
-            _check_public(name)
-        Namespace.__init__(self, attributes)
+        Namespace.__init__(self)
+        for name, value in dict(*values, **kwargs).items():
+            self[name] = value
 
-    def __setitem__(self, name: str, value: Any) -> None:
-        _check_public(name)
+    def __setitem__(self, name: Any, value: Any) -> None:
+        if isinstance(name, str) and name.startswith("_"):
+            raise SecurityError(f"a namespace has no private attributes such as {name!r}")
         super().__setitem__(name, value)
-
-
-def _check_public(name: Any) -> None:
-    if isinstance(name, str) and name.startswith("_"):
-        raise SecurityError(f"a namespace has no private attributes such as {name!r}")
 
 
 def _raise_exception(message: str) -> None:
@@ -151,7 +137,7 @@ def _tojson(
     separators: Any = None,
     sort_keys: bool = False,
 ) -> str:
-    """JSON without jinja's escapes for HTML."""
+    """Write JSON as transformers' filter: without jinja's escapes for HTML."""
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )
@@ -159,16 +145,12 @@ def _tojson(
 
 @lru_cache(maxsize=1)
 def _environment() -> ImmutableSandboxedEnvironment:
-    """The same environment as in transformers' `_compile_jinja_template`."""
+    """Return the environment of transformers' `_compile_jinja_template`."""
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
     )
     environment.filters["tojson"] = _tojson
-    environment.globals |= {
-        "raise_exception": _raise_exception,
-        "dict": _TemplateDict(),
-        "namespace": _TemplateNamespace,
-    }
+    environment.globals |= {"raise_exception": _raise_exception, "namespace": _TemplateNamespace}
     return environment
 
 
@@ -205,14 +187,12 @@ def _generate(template: jinja2.Template, variables: dict[str, Any]) -> Rendered:
 
 
 def _template_error(error: Exception) -> ValueError:
-    """The one error for whatever a template does wrong, with the template's line."""
+    """Return a ValueError with the line of the template in which the error was raised."""
+    frames = traceback.extract_tb(error.__traceback__)
+    lines = [frame.lineno for frame in frames if frame.filename == "<template>"]
     if isinstance(error, jinja2.TemplateSyntaxError):
-        line: int | None = error.lineno
-    else:
-        frames = traceback.extract_tb(error.__traceback__)
-        lines = [frame.lineno for frame in frames if frame.filename == "<template>"]
-        line = lines[-1] if lines else None
-    location = "" if line is None else f" in line {line}"
+        lines.append(error.lineno)
+    location = f" in line {lines[-1]}" if lines else ""
     reason = str(error)
     if not isinstance(error, jinja2.TemplateError | TypeError):
         reason = f"{type(error).__name__}: {reason}"
@@ -220,7 +200,7 @@ def _template_error(error: Exception) -> ValueError:
 
 
 def check_messages(messages: Sequence[Message]) -> None:
-    """ValueError that names the message and the key that make this no conversation."""
+    """Raise ValueError, which names the message and its key, unless this is a conversation."""
     if not isinstance(messages, (list, tuple)) or not messages:
         raise ValueError(f"messages must be a list of at least one message, got {messages!r:.100}")
     for i, message in enumerate(messages):
@@ -236,7 +216,7 @@ def check_messages(messages: Sequence[Message]) -> None:
 
 
 def check_variables(variables: Any, name: str) -> None:
-    """ValueError unless these are variables that a chat template can have."""
+    """Raise ValueError unless this is a dict of variables that a chat template can take."""
     keys = variables.keys() if isinstance(variables, dict) else RESERVED
     if RESERVED & keys or not all(isinstance(key, str) for key in keys):
         raise ValueError(
@@ -249,7 +229,7 @@ def check_variables(variables: Any, name: str) -> None:
 
 
 def check_unicode(text: Any) -> None:
-    """ValueError for half of a surrogate pair, which JSON can write but no text can have."""
+    """Raise ValueError if a text has a lone surrogate, which JSON can write but UTF-8 cannot."""
     try:
         if isinstance(text, str):
             text.encode()
@@ -261,7 +241,10 @@ def check_unicode(text: Any) -> None:
 
 
 def _template_message(message: Message) -> dict[str, Any]:
-    """A copy without None, which most templates print, and with reasoning under all its keys."""
+    """Copy a message without its None values, which most templates print.
+
+    Reasoning is under both keys that templates read.
+    """
     plain: dict[str, Any] = _plain({k: v for k, v in message.items() if v is not None})
     reasoning = next((plain[key] for key in REASONING if key in plain), None)
     if reasoning is None:
@@ -270,38 +253,30 @@ def _template_message(message: Message) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """A copy of plain JSON types, so that a template cannot call the methods of others."""
+    """Copy a value to plain JSON types, so that a template cannot call a subclass' methods."""
     if value is None or type(value) in (str, bool, int, float):
         return value
-    if isinstance(value, Null):
-        return None
-    if isinstance(value, str):
-        return str.__str__(value)
-    if isinstance(value, int):
-        return int.__int__(value)
-    if isinstance(value, float):
-        return float.__float__(value)
-    if isinstance(value, Mapping):
-        return {_plain(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_plain(item) for item in value]
-    if isinstance(value, tuple):
-        return tuple(_plain(item) for item in value)
+    match value:
+        case Null():
+            return None
+        case str():
+            return str.__str__(value)
+        case int():
+            return int.__int__(value)
+        case float():
+            return float.__float__(value)
+        case Mapping():
+            return {_plain(key): _plain(item) for key, item in value.items()}
+        case list() | tuple():
+            items = [_plain(item) for item in value]
+            return items if isinstance(value, list) else tuple(items)
     raise ValueError(
         f"a chat template takes JSON values, not {type(value).__name__}: {value!r:.100}"
     )
 
 
-def _tool(tool: Any) -> Any:
-    if isinstance(tool, Mapping):
-        return tool
-    if callable(tool):
-        return function_schema(tool)
-    raise ValueError(f"a tool must be a function or the dict of its JSON schema, got {tool!r:.100}")
-
-
 def _mark_end(message: dict[str, Any], i: int) -> str:
-    """Put the mark after the message's (last) text, which is returned."""
+    """Append the mark to the last text of the message, and return the text without it."""
     content = message.get("content")
     if isinstance(content, str):
         message["content"] = content + _END_MARK
@@ -337,20 +312,26 @@ def template_times(
     variables: Mapping[str, Any],
     time: datetime | None,
 ) -> dict[str, str]:
-    """The texts of the time that a template writes, by their formats; None is the present time.
+    """Format the time in each format that the template passes to strftime_now, by format.
 
     Empty if `variables` pin the time: short chats depend on it without them, and not with them.
+    `time=None` is the present time.
     """
     formats = list(_strftime_formats(template))
-    if formats and variables and _depends_on_time(template, special_tokens):
-        is_pinned = not _depends_on_time(template, {**special_tokens, **variables})
-        formats = [] if is_pinned else formats
+    if not formats:
+        return {}
+    if (
+        variables
+        and _depends_on_time(template, special_tokens)
+        and not _depends_on_time(template, {**special_tokens, **variables})
+    ):
+        return {}
     time = time or now()
     return {format: time.strftime(format) for format in formats}
 
 
 def _strftime_formats(template: str) -> Iterator[str]:
-    """The format of each call of strftime_now, but not `strftime_now is defined`."""
+    """Yield the format of each use of strftime_now, except for `strftime_now is defined`."""
     try:
         tokens = [t[1:] for t in _environment().lex(template) if t[1] != "whitespace"]
     except jinja2.TemplateSyntaxError:  # it cannot be rendered

@@ -4,7 +4,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from io import BytesIO
 from pathlib import Path
@@ -32,19 +32,10 @@ _FILES = (
 _TEMPLATES = "additional_chat_templates"
 _ID = re.compile(r"[0-9]{1,9}")
 _FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
-_TOKEN_KEYS = {f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")}
-_TYPES: dict[str, tuple[type, ...]] = {
-    "chat_template": (str, list),
-    "split_special_tokens": (bool,),
-    "model_max_length": (int, float),
-    "added_tokens_decoder": (dict,),
-    "extra_special_tokens": (list, dict),
-    "additional_special_tokens": (list, dict),
-}
 
 
 def find_files(repository: Repository) -> dict[str, Path]:
-    """All files of the tokenizer by name, also those that are only copied by an export."""
+    """Find all files of a tokenizer, by name, also those that an export only copies."""
     if repository.optional_file("tokenizer.json") is None:
         names = repository.listing()
         if "adapter_config.json" in names and "config.json" not in names:
@@ -64,11 +55,8 @@ def find_files(repository: Repository) -> dict[str, Path]:
 
 
 def read_backend(path: Path) -> tokenizers.Tokenizer:
-    """The tokenizer of a tokenizer.json; ValueError that names the file if the library fails."""
-    try:
-        text = read_bytes(path, MAX_TOKENIZER_BYTES).decode()
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{escape(path)} is not UTF-8 text: {error.reason}") from None
+    """Read a tokenizer.json; ValueError that names the file if the library refuses it."""
+    text = _read_text(path, MAX_TOKENIZER_BYTES)
     # The assistant mask needs offsets that cover every character; ids do not depend on this
     text = re.sub(r'("trim_offsets"\s*:\s*)true', r"\1false", text)
     with library_errors(f"{escape(path)} is not a tokenizer"):
@@ -80,9 +68,9 @@ def read_backend(path: Path) -> tokenizers.Tokenizer:
 
 @contextmanager
 def library_errors(message: str) -> Iterator[None]:
-    """Raise what the tokenizers library raises as a ValueError that begins with `message`.
+    """Turn errors of the tokenizers library into a ValueError that begins with `message`.
 
-    Its errors are plain Exceptions; a panic of its Rust code is a BaseException.
+    The library raises plain Exceptions, and for a panic of its Rust code a BaseException.
     """
     try:
         yield
@@ -92,59 +80,79 @@ def library_errors(message: str) -> Iterator[None]:
         raise ValueError(f"{message}: {escape(error)}") from None
 
 
+def _is_token(value: Any) -> bool:
+    """Whether a JSON value is the text of a token, or an object with its text and flags."""
+    if not isinstance(value, dict):
+        return isinstance(value, str)
+    flags = [value.get(flag, False) for flag in _FLAGS]
+    return isinstance(value.get("content"), str) and all(isinstance(flag, bool) for flag in flags)
+
+
+def _are_tokens(value: Any) -> bool:
+    if isinstance(value, dict):
+        return all(token is None or _is_token(token) for token in value.values())
+    return isinstance(value, list) and all(map(_is_token, value))
+
+
+def _are_tokens_by_id(value: Any) -> bool:
+    return isinstance(value, dict) and all(
+        _ID.fullmatch(number) and isinstance(token, dict) and _is_token(token)
+        for number, token in value.items()
+    )
+
+
+def _is_template(value: Any) -> bool:
+    """Whether a JSON value is a chat template, or a list of templates with their names."""
+    if not isinstance(value, list):
+        return isinstance(value, str)
+    return all(
+        isinstance(entry, dict)
+        and isinstance(entry.get("name"), str)
+        and isinstance(entry.get("template"), str)
+        for entry in value
+    )
+
+
+_CHECKS: dict[str, Callable[[Any], bool]] = {
+    "chat_template": _is_template,
+    "split_special_tokens": lambda value: isinstance(value, bool),
+    "model_max_length": lambda value: type(value) in (int, float) and value >= 0,
+    "added_tokens_decoder": _are_tokens_by_id,
+    "extra_special_tokens": _are_tokens,
+    "additional_special_tokens": _are_tokens,
+} | {f"{name}_token": _is_token for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")}
+
+
 def read_config(path: Path | None) -> dict[str, Any]:
-    """The object of a JSON file; ValueError for values of wrong types among those in use."""
+    """Read the object of a JSON file, and raise ValueError for a value of the wrong type.
+
+    Keys that this package does not use may have any value.
+    """
     if path is None:
         return {}
     config = read_json(path)
-    for key, types in _TYPES.items():
-        if not isinstance(config.get(key), (*types, type(None))):
-            raise _wrong_value(path, key, config[key])
-    for key, token in config.items():
-        if key in _TOKEN_KEYS or (key.endswith("_token") and isinstance(token, dict)):
-            _check_token(path, key, token)
-    for key in ("extra_special_tokens", "additional_special_tokens"):
-        tokens = config.get(key) or []
-        for token in tokens.values() if isinstance(tokens, dict) else tokens:
-            _check_token(path, key, token)
-        if isinstance(tokens, list) and None in tokens:
-            raise _wrong_value(path, key, tokens)
-    for number, token in (config.get("added_tokens_decoder") or {}).items():
-        if not _ID.fullmatch(number) or not isinstance(token, dict):
-            raise _wrong_value(path, f"added_tokens_decoder.{escape(number, 100)}", token)
-        _check_token(path, f"added_tokens_decoder.{number}", token)
-    templates = config.get("chat_template")
-    for template in templates if isinstance(templates, list) else []:
-        entry = template if isinstance(template, dict) else {}
-        if not all(isinstance(entry.get(key), str) for key in ("name", "template")):
-            raise _wrong_value(path, "chat_template", template)
-    length = config.get("model_max_length")
-    if length is not None and (isinstance(length, bool) or length < 0):
-        raise _wrong_value(path, "model_max_length", length)
+    for key, value in config.items():
+        is_token = key.endswith("_token") and isinstance(value, dict)
+        check = _CHECKS.get(key, _is_token if is_token else None)
+        if check is not None and value is not None and not check(value):
+            raise _wrong_value(path, key, value)
     return config
 
 
 def _wrong_value(path: Path, key: str, value: Any) -> ValueError:
-    return ValueError(f"{escape(path)}: {key} is {quote(value)}, which no tokenizer can have there")
-
-
-def _check_token(path: Path, key: str, token: Any) -> None:
-    """ValueError for what is neither a token's text nor an object of it and its flags."""
-    if token is None or isinstance(token, str):
-        return
-    flags = [token.get(flag, False) for flag in _FLAGS] if isinstance(token, dict) else [None]
-    if not all(isinstance(flag, bool) for flag in flags) or not isinstance(
-        token.get("content"), str
-    ):
-        raise _wrong_value(path, key, token)
+    name = escape(key, 100)
+    return ValueError(
+        f"{escape(path)}: {name} is {quote(value)}, which no tokenizer can have there"
+    )
 
 
 def add_tokens(
     backend: tokenizers.Tokenizer, config: dict[str, Any], files: dict[str, Path]
 ) -> dict[str, str]:
-    """Add the tokens that tokenizer.json lacks; returns the special ones ({"bos_token": "<s>"}).
+    """Add the tokens that other files list and tokenizer.json lacks.
 
-    Where the files differ, the same one counts as in transformers 5.
+    Returns the special tokens by name ({"bos_token": "<s>"}). Where the files differ, the same
+    file counts as in transformers 5.
     """
     # Not add_bos_token and add_eos_token: beside a tokenizer.json its post-processor decides
     settings, declared = config, config.get("added_tokens_decoder")
@@ -161,7 +169,11 @@ def add_tokens(
 
     known = {token.content for token in backend.get_added_tokens_decoder().values()}
     if declared is None:
-        ids = _read_ids(files.get("added_tokens.json"))
+        ids = {}
+        if path := files.get("added_tokens.json"):
+            ids = read_json(path)
+            if bad := [content for content in ids if type(ids[content]) is not int]:
+                raise _wrong_value(path, bad[0], ids[bad[0]])
         legacy = sorted(ids.keys() - known, key=ids.__getitem__)
         new = [AddedToken(content, special=content in special) for content in legacy]
     else:
@@ -176,14 +188,6 @@ def add_tokens(
     return {key: token.content for key, token in named.items()}
 
 
-def _read_ids(path: Path | None) -> dict[str, int]:
-    ids = {} if path is None else read_json(path)
-    for token, number in ids.items():
-        if type(number) is not int:
-            raise _wrong_value(path or Path(), escape(token, 100), number)
-    return ids
-
-
 def _added_token(value: str | dict[str, Any]) -> AddedToken:
     if isinstance(value, str):
         return AddedToken(value, special=True)
@@ -192,7 +196,7 @@ def _added_token(value: str | dict[str, Any]) -> AddedToken:
 
 
 def read_templates(config: dict[str, Any], files: dict[str, Path]) -> str | dict[str, str] | None:
-    """The chat template, or several by name; files win over tokenizer_config.json."""
+    """Read the chat template, or several by name; files win over tokenizer_config.json."""
     templates = {
         "default" if name == "chat_template.jinja" else path.stem: read_template(path)
         for name, path in files.items()
@@ -207,14 +211,19 @@ def read_templates(config: dict[str, Any], files: dict[str, Path]) -> str | dict
 
 
 def read_template(path: Path) -> str:
-    """The text of a Jinja file."""
+    """Read a Jinja file, with newlines as in transformers."""
     try:
-        text = read_bytes(path, MAX_TEMPLATE_BYTES).decode()
+        text = _read_text(path, MAX_TEMPLATE_BYTES)
     except FileNotFoundError:
         raise FileNotFoundError(f"no chat template {escape(path)}") from None
+    return text.replace("\r\n", "\n").replace("\r", "\n")
+
+
+def _read_text(path: Path, max_bytes: int) -> str:
+    try:
+        return read_bytes(path, max_bytes).decode()
     except UnicodeDecodeError as error:
         raise ValueError(f"{escape(path)} is not UTF-8 text: {error.reason}") from None
-    return text.replace("\r\n", "\n").replace("\r", "\n")
 
 
 class TokenizerFiles:
@@ -226,15 +235,15 @@ class TokenizerFiles:
         self._contents: dict[Path, bytes] = {}
 
     def read_all(self) -> None:
-        """Read all into memory, for a `save` when they are gone."""
+        """Read all files into memory, so that `save` works after they are deleted."""
         for path in self.paths.values():
             with _open(path) as file:
                 self._contents[path] = file.read()
 
     def use_template(self, path: str | os.PathLike[str]) -> None:
-        """Replace all template files by this one."""
-        kept = {name: file for name, file in self.paths.items() if not name.endswith(".jinja")}
-        self.paths = kept | {"chat_template.jinja": Path(os.path.realpath(path))}
+        """Replace all template files by one Jinja file."""
+        other = {name: file for name, file in self.paths.items() if not name.endswith(".jinja")}
+        self.paths = other | {"chat_template.jinja": Path(os.path.realpath(path))}
 
     def save(
         self,
@@ -242,10 +251,10 @@ class TokenizerFiles:
         special_tokens: dict[str, str],
         added_tokens: Sequence[dict[str, Any]] = (),
     ) -> None:
-        """Copy the files byte for byte, but for those that list changed tokens.
+        """Write the files to a directory: copies, but for those that list changed tokens.
 
-        `special_tokens` are those that have changed; `added_tokens` all of them, as tokenizer.json
-        lists them, if there are new ones.
+        `special_tokens` are the changed ones. `added_tokens` is empty without new tokens; with
+        new ones it has all added tokens, old and new, as tokenizer.json lists them.
         """
         edits = self._edits(special_tokens, added_tokens)
         for name in dict.fromkeys([*self.paths, *edits]):
@@ -266,7 +275,7 @@ class TokenizerFiles:
     def _edits(
         self, special_tokens: dict[str, str], added_tokens: Sequence[dict[str, Any]]
     ) -> dict[str, dict[str, Any]]:
-        """The new content of files that list changed tokens, by name."""
+        """Return the new content of the files that list changed tokens, by name."""
         config, edits = self._read_json("tokenizer_config.json") | special_tokens, {}
         if special_tokens and "special_tokens_map.json" in self.paths:
             tokens = self._read_json("special_tokens_map.json")

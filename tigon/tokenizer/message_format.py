@@ -1,6 +1,6 @@
-"""Detects how a chat template expects messages: content as parts, tool arguments as JSON text.
+"""Detects the form in which a chat template expects messages, such as content in parts.
 
-Templates do not say so. With the other form they fail, write Python's text of it, or write nothing:
+Templates do not declare it. With the wrong form they fail, write Python's repr, or write nothing:
 so a short conversation is rendered in each form, once for each template.
 """
 
@@ -22,14 +22,9 @@ _TOOL_CALLS = {
     "role": "assistant",
     "tool_calls": [{"id": "abcdefghi", "type": "function", "function": _CALL}],
 }
-_TOOL = {
-    "type": "function",
-    "function": {
-        "name": "other",
-        "description": "?",
-        "parameters": {"type": "object", "properties": {}},
-    },
-}
+_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}}
+_TOOL_FUNCTION = {"name": "other", "description": "?", "parameters": _PARAMETERS}
+_TOOL = {"type": "function", "function": _TOOL_FUNCTION}
 
 
 class MessageFormat(NamedTuple):
@@ -41,35 +36,31 @@ class MessageFormat(NamedTuple):
     reasoning_key: bool = False  # reasoning as reasoning_content alone, not in tags in the content
 
     def convert(self, messages: Sequence[Message]) -> list[Any]:
-        """Convert messages with content as text and tool arguments as objects."""
+        """Convert messages to this form; they have content as text, and arguments as objects."""
         return [self._convert(m) if isinstance(m, dict) else m for m in messages]
 
     def _convert(self, message: Message) -> Message:
         message = dict(message)
-        if self.reasoning_key:
-            message |= _untagged(message)
+        content = message.get("content")
+        if (
+            self.reasoning_key
+            and message.get("role") == "assistant"
+            and isinstance(content, str)
+            and not any(message.get(key) for key in REASONING)
+            and (match := _TAGGED.match(content))
+        ):
+            message |= {"reasoning_content": match[1], "content": match[2]}
         if message.get("tool_calls"):
             if not message.get("content"):
                 message["content"] = self.no_content
             if self.arguments_text:
-                message["tool_calls"] = [*map(_with_arguments_text, message["tool_calls"])]
+                message["tool_calls"] = [_dump_arguments(call) for call in message["tool_calls"]]
         if self.content_parts and isinstance(message.get("content"), str):
             message["content"] = [{"type": "text", "text": message["content"]}]
         return message
 
 
-def _untagged(message: Message) -> Message:
-    """The content and the reasoning of an answer that begins with reasoning in tags."""
-    content = message.get("content")
-    if message.get("role") != "assistant" or not isinstance(content, str):
-        return {}
-    match = _TAGGED.match(content)
-    if match is None or any(message.get(key) for key in REASONING):
-        return {}
-    return {"reasoning_content": match[1], "content": match[2]}
-
-
-def _with_arguments_text(call: Any) -> Any:
+def _dump_arguments(call: Any) -> Any:
     function = call["function"]
     text = json.dumps(function["arguments"], ensure_ascii=False)  # as the filter tojson writes it
     return {**call, "function": {**function, "arguments": text}}
@@ -77,8 +68,7 @@ def _with_arguments_text(call: Any) -> Any:
 
 @lru_cache(maxsize=32)
 def detect_format(template: str, variables: tuple[tuple[str, str], ...]) -> MessageFormat:
-    """The first format in which the template writes everything; the default if none."""
-
+    """Return the first format in which the template writes all content; else the default."""
     options: dict[str, Any] = dict(variables)
 
     def text(format: MessageFormat, messages: Sequence[Message], tools: Any = None) -> str:

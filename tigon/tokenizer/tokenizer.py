@@ -6,6 +6,7 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from datetime import datetime
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Unpack
@@ -44,7 +45,7 @@ _BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 
 
 class DecodeStream:
-    """The joined results of `step` and `finish` equal `decode` of all the tokens.
+    """Decodes tokens one at a time: the joined pieces equal `decode` of all tokens.
 
     A piece never ends inside a character: text comes late rather than wrong.
     """
@@ -64,7 +65,7 @@ class DecodeStream:
         self._num_returned = 0  # characters of the text that were returned
 
     def step(self, token_id: int) -> str | None:
-        """The text that the token completes, if any."""
+        """Decode one more token, and return the text that it completes, if any."""
         token = self._backend.id_to_token(token_id)
         if token is None or token_id in self._ignored_ids:
             return None
@@ -85,7 +86,7 @@ class DecodeStream:
         return piece
 
     def finish(self) -> str:
-        """The rest of the text; one U+FFFD or more where the tokens end inside a character."""
+        """Return the rest of the text, with U+FFFD if the tokens end inside a character."""
         rest = self._text()[self._num_returned :]
         self._ids, self._num_context, self._num_returned = [], 0, 0
         return rest
@@ -104,7 +105,7 @@ class EncodedChat(NamedTuple):
 
 
 class Tokenizer:
-    """Text to token ids and back, as the repository's tokenizer.json says."""
+    """Encodes text and conversations to token ids, and decodes token ids to text."""
 
     def __init__(
         self,
@@ -140,7 +141,7 @@ class Tokenizer:
     def from_pretrained(
         cls, path_or_repo: str | os.PathLike[str], **options: Unpack[HubOptions]
     ) -> "Tokenizer":
-        """The tokenizer of a local directory or hub repository that has a tokenizer.json."""
+        """Load the tokenizer.json of a local directory or hub repository."""
         repository = Repository(path_or_repo, **options)
         # All files now: an export at the end of a long run must not depend on the hub
         files = find_files(repository)
@@ -156,7 +157,7 @@ class Tokenizer:
         )
 
     def use_chat_template(self, path: str | os.PathLike[str]) -> None:
-        """Use the template in this Jinja file, which `save_pretrained` then copies too."""
+        """Replace the chat template by a Jinja file, which `save_pretrained` then copies."""
         self.chat_template = read_template(Path(path))
         self._files.use_template(path)
 
@@ -165,7 +166,7 @@ class Tokenizer:
         new_tokens: str | tokenizers.AddedToken | Sequence[str | tokenizers.AddedToken],
         special_tokens: bool = False,
     ) -> int:
-        """Add tokens to the vocabulary, as in transformers; returns how many it lacked.
+        """Add tokens to the vocabulary, and return the number of new ones, as in transformers.
 
         `save_pretrained` then writes them too. A model needs a row for each:
         `model.resize_token_embeddings(len(tokenizer))`. ValueError for a token without text.
@@ -174,7 +175,7 @@ class Tokenizer:
             new_tokens = [new_tokens]
         present = self.backend.get_added_tokens_decoder().values()
         special = {token.content for token in present if token.special}  # these stay special
-        tokens = [_added_token(token, special_tokens) for token in new_tokens]
+        tokens = [_new_token(token, special_tokens) for token in new_tokens]
         tokens = [token for token in tokens if token.content not in special]
         before = len(self)
         add = self.backend.add_special_tokens if special_tokens else self.backend.add_tokens
@@ -184,13 +185,13 @@ class Tokenizer:
         return len(self) - before
 
     def keep_files(self) -> None:
-        """Read the files into memory, for a `save_pretrained` when they are gone."""
+        """Read the files into memory, so that `save_pretrained` works after they are deleted."""
         self._files.read_all()
 
     def use_chat_template_kwargs(self, variables: Mapping[str, Any]) -> None:
-        """Set template variables for all chats; ValueError for one that the template does not read.
+        """Set the defaults of template variables for all chats.
 
-        A chat's own variables win, name by name.
+        Raises ValueError for a variable that the template does not read.
         """
         check_variables(variables, "chat_template_kwargs")
         if unread := [name for name in variables if not self.template_reads(name)]:
@@ -240,7 +241,7 @@ class Tokenizer:
     def encode_batch(
         self, texts: Sequence[str], *, add_special_tokens: bool = True
     ) -> list[list[int]]:
-        """`encode` of many texts, in parallel."""
+        """Encode many texts in parallel, each as `encode` does."""
         try:
             with library_errors(self._error_message):
                 encode = self.backend.encode_batch_fast
@@ -259,14 +260,17 @@ class Tokenizer:
             return self.backend.decode(ids, skip_special_tokens=skip_special_tokens)
 
     def decode_stream(self, *, skip_special_tokens: bool = False) -> DecodeStream:
-        """A decoder for tokens that come one at a time."""
+        """Return a decoder for tokens that come one at a time."""
         ignored_ids = self._special_ids if skip_special_tokens else frozenset()
         return DecodeStream(self.backend, ignored_ids, self._error_message)
 
     def pad(
         self, list_of_ids: Sequence[Sequence[int]], *, side: str = "left"
     ) -> "tuple[torch.Tensor, torch.Tensor]":
-        """input_ids [B, T] and attention_mask [B, T], both int64; 1 in the mask is a token."""
+        """Pad rows of token ids on one side to the longest.
+
+        Returns input_ids [B, T] and attention_mask [B, T], both int64, with 1 for each token.
+        """
         if side not in ("left", "right"):
             raise ValueError(f"side must be 'left' or 'right', got {side!r}")
         if not list_of_ids:
@@ -274,14 +278,9 @@ class Tokenizer:
         torch = import_module("torch")
         # The mask hides padding, so without a pad token any id will do
         fill = next((i for i in (self.pad_token_id, self.eos_token_id) if i is not None), 0)
-        longest = max(map(len, list_of_ids))
-        input_ids = torch.full((len(list_of_ids), longest), fill, dtype=torch.int64)
-        attention_mask = torch.zeros_like(input_ids)
-        for row, ids in enumerate(list_of_ids):
-            columns = slice(0, len(ids)) if side == "right" else slice(longest - len(ids), longest)
-            input_ids[row, columns] = torch.as_tensor(ids, dtype=torch.int64)
-            attention_mask[row, columns] = 1
-        return input_ids, attention_mask
+        rows = [torch.as_tensor(ids, dtype=torch.int64) for ids in list_of_ids]
+        pad = partial(torch.nn.utils.rnn.pad_sequence, batch_first=True, padding_side=side)
+        return pad(rows, padding_value=fill), pad([torch.ones_like(row) for row in rows])
 
     def apply_chat_template(
         self,
@@ -295,7 +294,7 @@ class Tokenizer:
         chat_template: str | None = None,
         **variables: Any,
     ) -> list[int] | str:
-        """The conversation as the model expects it: token ids, or the text with tokenize=False.
+        """Render a conversation, and return its token ids, or with tokenize=False its text.
 
         Tools are functions or JSON schemas; chat_template is a template or the name of one;
         `variables` are those that the template reads (enable_thinking, date_string, ...).
@@ -315,9 +314,11 @@ class Tokenizer:
     def convert_messages(
         self, messages: Sequence[Message], tools: Sequence[Any] | None = None
     ) -> list[Any]:
-        """Messages with content as text and tool arguments as objects, as the template reads them.
+        """Convert messages to the form that the chat template expects.
 
-        `apply_chat_template` passes messages on as they are, as transformers does.
+        They come with content as text and with tool arguments as objects; some templates expect
+        content in parts or arguments as JSON text. `apply_chat_template` converts nothing, as in
+        transformers.
         """
         template = self._choose_template(None, tools)
         return detect_format(template, tuple(self.special_tokens.items())).convert(messages)
@@ -330,7 +331,7 @@ class Tokenizer:
         chat_template: str | None = None,
         **variables: Any,
     ) -> tuple[list[int], list[bool]]:
-        """Token ids of the conversation, and its assistant mask.
+        """Encode a conversation, and return its token ids and its assistant mask.
 
         The mask covers the template's {% generation %} blocks. Without any, it covers what each
         turn adds to the prompt before it, end-of-turn token included; ValueError where that is
@@ -345,7 +346,10 @@ class Tokenizer:
     def encode_weighted_chat(
         self, messages: Sequence[Message], **options: Any
     ) -> tuple[list[int], list[float]]:
-        """The only row of `encode_chat_rows`; takes the same arguments."""
+        """Return the one row of `encode_chat_rows`, which takes the same arguments.
+
+        Raises ValueError if there are several.
+        """
         rows = self.encode_chat_rows(messages, **options).rows
         if len(rows) > 1:
             raise ValueError("the conversation has several rows: encode_chat_rows returns them")
@@ -362,7 +366,7 @@ class Tokenizer:
         chat_template: str | None = None,
         **variables: Any,
     ) -> EncodedChat:
-        """Token ids of the conversation, with the loss weight of each token.
+        """Encode a conversation for fine-tuning: token ids with a loss weight for each.
 
         `train_on`: "assistant" (as in `encode_chat`), its "last" turn, or "all" of the text; or
         "all_turns", which adds a row for each turn that the template writes differently when others
@@ -371,10 +375,11 @@ class Tokenizer:
         reasoning in front of an answer is learned like the answer.
         """
         check_messages(messages)
+        special = [self.backend.id_to_token(i) for i in self._special_ids]
         rows, rewritten, missing_opener = weighted_rows(
             self._choose_template(chat_template, tools),
             messages,
-            self._special_texts(),
+            frozenset(token for token in (*special, self.eos_token) if token),
             tools=tools,
             train_on=train_on,
             weights=weights,
@@ -391,7 +396,10 @@ class Tokenizer:
         return EncodedChat(encoded, rewritten, missing_opener)
 
     def encode_weighted(self, text: str, spans: Sequence[Span]) -> tuple[list[int], list[float]]:
-        """Token ids of the text, with special tokens, and the weight of each token's span."""
+        """Encode a text with special tokens, and return its token ids and their weights.
+
+        The weight of a token is that of the span which overlaps it, or 0.
+        """
         encoding = self._encode(text, add_special_tokens=True)
         text_tokens = [i for i, added in enumerate(encoding.special_tokens_mask) if not added]
         # The offsets of special tokens at the end are (0, 0), as of those at the start
@@ -400,9 +408,9 @@ class Tokenizer:
         return encoding.ids, token_weights(offsets, spans)
 
     def digest(self, *, chats: bool = True) -> str:
-        """A hash of all that the tokens of a text or, with `chats`, of a conversation depend on.
+        """Hash what the tokens of a text depend on or, with `chats`, those of a conversation.
 
-        The time is hashed as the chat template writes it: a date, by the day.
+        The time is hashed as the chat template writes it: only its day, if it writes a date.
         """
         parts: tuple[Any, ...] = (self.backend.encode_special_tokens,)
         if chats:
@@ -413,21 +421,20 @@ class Tokenizer:
         return hashlib.sha256(f"{self.backend.to_str()} {parts}".encode()).hexdigest()
 
     def template_times(self) -> dict[str, str]:
-        """What strftime_now gives the chat template, by format; empty if variables pin the time."""
-        times = (
-            template_times(
+        """Return what strftime_now writes, by format; empty if variables pin the time."""
+        times: dict[str, str] = {}
+        for template in self._templates():
+            times |= template_times(
                 template, self.special_tokens, self.chat_template_kwargs, self.strftime_now
             )
-            for template in self._templates()
-        )
-        return {format: text for texts in times for format, text in texts.items()}
+        return times
 
     def end_of_turn(
         self, messages: Sequence[Message], *, tools: Sequence[Any] | None = None, **variables: Any
     ) -> int:
-        """The token that ends the assistant's last turn, at which generation should stop.
+        """Return the token that ends the assistant's last turn, at which generation should stop.
 
-        ValueError if it is not learned, or not a special token.
+        Raises ValueError if the turn does not end in a special token that is learned.
         """
         check_messages(messages)
         turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
@@ -451,7 +458,7 @@ class Tokenizer:
         )
 
     def save_pretrained(self, directory: str | os.PathLike[str]) -> None:
-        """Copy the files that the tokenizer came from, with changed and new tokens."""
+        """Write the files of the tokenizer to a directory, with changed and new tokens."""
         content = json.loads(self.backend.to_str()) if self._has_new_tokens else {}
         added_tokens = content.get("added_tokens", [])
         self._files.save(directory, self._changed_special_tokens, added_tokens)
@@ -472,10 +479,6 @@ class Tokenizer:
         except TypeError:
             check_unicode(text)
             raise
-
-    def _special_texts(self) -> frozenset[str]:
-        tokens = [self.backend.id_to_token(i) for i in self._special_ids]
-        return frozenset(token for token in (*tokens, self.eos_token) if token)
 
     def _token_id(self, token: str | None) -> int | None:
         return None if token is None else self.backend.token_to_id(token)
@@ -509,8 +512,7 @@ class Tokenizer:
         return named.get(choice, choice)
 
 
-def _added_token(token: str | tokenizers.AddedToken, special: bool) -> tokenizers.AddedToken:
-    """TypeError or ValueError for what is no token, or has no text."""
+def _new_token(token: str | tokenizers.AddedToken, special: bool) -> tokenizers.AddedToken:
     if isinstance(token, str):
         check_unicode(token)
         token = tokenizers.AddedToken(token, special=special)

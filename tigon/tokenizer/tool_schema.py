@@ -1,9 +1,10 @@
-"""Python functions as the JSON schemas that chat templates show to a model as tools."""
+"""Writes the JSON schema of a Python function, which chat templates show to a model as a tool."""
 
 import inspect
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from enum import Enum
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -20,21 +21,28 @@ _TYPES: dict[Any, str] = {
 }
 
 
-def function_schema(function: Callable[..., Any]) -> dict[str, Any]:
-    """The tool schema of a function with type hints and a docstring in Google's format.
+def tool_schema(tool: Callable[..., Any] | Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the JSON schema of a tool: of a function, or the schema itself if `tool` is one.
 
-    The same schema as transformers' `get_json_schema`.
+    A function needs type hints and a docstring in Google's format. Its schema equals that of
+    transformers' `get_json_schema`.
     """
-    name = getattr(function, "__name__", repr(function))
-    doc = inspect.getdoc(function)
+    if isinstance(tool, Mapping):
+        return tool
+    if not callable(tool):
+        raise ValueError(
+            f"a tool must be a function or the dict of its JSON schema, got {tool!r:.100}"
+        )
+    name = getattr(tool, "__name__", repr(tool))
+    doc = inspect.getdoc(tool)
     if not doc:
         raise ValueError(f"tool {name} has no docstring: write one, or pass the tool as a dict")
     sections = _sections(doc.strip())
     described = _arguments(sections.get("Args:", []))
-    hints = get_type_hints(function)
+    hints = get_type_hints(tool)
 
     properties, required = {}, []
-    for i, (argument, parameter) in enumerate(inspect.signature(function).parameters.items()):
+    for i, (argument, parameter) in enumerate(inspect.signature(tool).parameters.items()):
         if argument not in hints:
             if i == 0 and argument in ("self", "cls"):
                 continue
@@ -55,25 +63,17 @@ def function_schema(function: Callable[..., Any]) -> dict[str, Any]:
     if required:
         parameters["required"] = required
     summary = "\n".join(sections[""]).strip()
-    tool: dict[str, Any] = {"name": name, "description": summary, "parameters": parameters}
-    returns = _return_schema(hints)
-    if returns is not None:
-        if "Returns:" in sections:
-            returns["description"] = "\n".join(sections["Returns:"]).strip()
-        tool["return"] = returns
-    return {"type": "function", "function": tool}
-
-
-def _return_schema(hints: dict[str, Any]) -> dict[str, Any] | None:
+    function: dict[str, Any] = {"name": name, "description": summary, "parameters": parameters}
     # The model never writes the result, so a hint without a schema is not an error
-    try:
-        return _type_schema(hints["return"], "")
-    except (KeyError, ValueError):
-        return None
+    with suppress(KeyError, ValueError):
+        function["return"] = _type_schema(hints["return"], "")
+        if "Returns:" in sections:
+            function["return"]["description"] = "\n".join(sections["Returns:"]).strip()
+    return {"type": "function", "function": function}
 
 
 def _sections(doc: str) -> dict[str, list[str]]:
-    """The docstring's lines by section heading; the summary's heading is ""."""
+    """Return the lines of a docstring by the heading of their section; the summary has ""."""
     sections: dict[str, list[str]] = {"": []}
     heading = ""
     for line in doc.splitlines():
@@ -86,7 +86,10 @@ def _sections(doc: str) -> dict[str, list[str]]:
 
 
 def _arguments(lines: list[str]) -> dict[str, str]:
-    """Descriptions by name; lines indented deeper than the first one continue a description."""
+    """Return the descriptions in an `Args:` section by argument.
+
+    Lines indented deeper than the first one continue a description.
+    """
     descriptions: dict[str, str] = {}
     lines = [line for line in lines if line.strip()]
     indent = len(lines[0]) - len(lines[0].lstrip()) if lines else 0

@@ -1,4 +1,7 @@
-"""Locates the assistant's turns in the text of a conversation, each as inference shows it."""
+"""Locates the assistant's turns in the text of a conversation.
+
+A turn is what the chat template adds to the prompt from which a model would generate it.
+"""
 
 import re
 from collections.abc import Collection, Sequence
@@ -29,14 +32,17 @@ ADVICE = (
 
 
 def skip_empty_thinking(text: str, start: int) -> int:
-    """`start`, or the end of an empty block of reasoning that begins or is open there."""
+    """Return the end of an empty block of reasoning that begins or is open at `start`.
+
+    Returns `start` if there is no such block.
+    """
     opened = _ENDS_OPEN.search(text, max(0, start - 64), start)
     block = _EMPTY_BLOCK.match(text, opened.start() if opened else start)
     return max(start, block.end()) if block else start
 
 
 class Conversation:
-    """Renders a conversation whole and up to each turn of the assistant.
+    """Renders a conversation in full and up to each turn of the assistant, each text once.
 
     `special_tokens` are the texts of the tokens that may end a turn.
     """
@@ -58,30 +64,30 @@ class Conversation:
         self._turns: dict[int, tuple[Rendered, int]] = {}
 
     def render(self, messages: Sequence[Message], **options: Any) -> Rendered:
-        """Other messages by the same template with the same variables."""
+        """Render messages by the template with the variables of the conversation."""
         return render(self.template, messages, **options, **self.variables)
 
-    def until(self, i: int) -> Rendered:
-        """The conversation up to the turn messages[i], as inference shows it."""
+    def render_turn(self, i: int) -> Rendered:
+        """Render the conversation up to the turn messages[i], as it follows its prompt."""
         return self._locate(i)[0]
 
-    def start(self, i: int) -> int:
-        """Where the turn begins in `until(i)`: the length of the prompt for it."""
+    def turn_start(self, i: int) -> int:
+        """Return where the turn begins in `render_turn(i)`: the length of its prompt."""
         return self._locate(i)[1]
 
-    def stop(self, i: int, text: str) -> int | None:
-        """Where the turn ends in `text`, which may be longer; None if it is rewritten there.
+    def turn_end(self, i: int, text: str) -> int | None:
+        """Return where the turn ends in `text`, which may go on; None if it differs there.
 
-        A special token that ends the whole conversation may be missing in the longer text, if in
+        A special token that ends the full conversation may be missing in `text`, if the token in
         front of it is one that ends messages.
         """
-        if i in self._turns and text.startswith(self.until(i).text):
-            return len(self.until(i).text)
+        if i in self._turns and text.startswith(self.render_turn(i).text):
+            return len(self.render_turn(i).text)
         turn = self._prefix(i)
-        end = len(turn.text) if text.startswith(turn.text) else self._stop_before_end(i, text)
-        return end if end is not None and self.until(i) is turn else None
+        end = len(turn.text) if text.startswith(turn.text) else self._end_without_token(i, text)
+        return end if end is not None and self.render_turn(i) is turn else None
 
-    def _stop_before_end(self, i: int, text: str) -> int | None:
+    def _end_without_token(self, i: int, text: str) -> int | None:
         turn = self._prefix(i).text
         end = turn.rstrip()
         while token := self._last_token(end):
@@ -90,14 +96,14 @@ class Conversation:
             if not (token := self._last_token(shorter)):
                 return None
             if text.startswith(shorter):
-                start = self.start(i)
+                start = self.turn_start(i)
                 ends_messages = token in turn[:start] and start < len(shorter)
                 return common_prefix_length(text[: len(end)], end) if ends_messages else None
             end = shorter
         return None
 
     def check_end(self) -> None:
-        """ValueError for a template that always ends in the prompt for another turn."""
+        """Raise ValueError if the template always ends in the prompt for another turn."""
         if self.has_generation or "add_generation_prompt" in self.template or not self.turns:
             return
         messages = self.messages[: self.turns[0] + 1]
@@ -115,22 +121,22 @@ class Conversation:
             )
 
     def _prefix(self, i: int) -> Rendered:
-        """The conversation up to messages[i]."""
+        """Render the conversation up to messages[i]."""
         if i not in self._prefixes:
-            self._prefixes[i] = self._render_for(i, self.messages[: i + 1])
+            self._prefixes[i] = self._render_prefix(i, self.messages[: i + 1])
         return self._prefixes[i]
 
     def _locate(self, i: int) -> tuple[Rendered, int]:
-        """The conversation up to the turn messages[i], and where the turn begins in it."""
+        """Return what `render_turn` and `turn_start` do."""
         if i not in self._turns:
-            prompt = self._render_for(i, self.messages[:i], add_generation_prompt=True).text
+            prompt = self._render_prefix(i, self.messages[:i], add_generation_prompt=True).text
             turn = self._prefix(i)
             follows = turn.text.startswith(prompt)
             self._turns[i] = (turn, len(prompt)) if follows else self._align(i, prompt, turn)
         return self._turns[i]
 
     def _align(self, i: int, prompt: str, turn: Rendered) -> tuple[Rendered, int]:
-        """As `_locate`, where the conversation does not begin with the turn's prompt."""
+        """Locate a turn whose text does not begin with its prompt."""
         common = common_prefix_length(turn.text, prompt)
         thinking = _ENDS_IN_THINKING.search(prompt)
         start = thinking.start() if thinking else len(prompt)
@@ -142,7 +148,7 @@ class Conversation:
                 return turn, start
             if self.has_generation:  # whose blocks are learned of the turn
                 return turn, common
-        if moved := self._move_behind_prompt(i, prompt, turn):
+        if moved := self._move_after_prompt(i, prompt, turn):
             return moved, len(prompt)
         if thinking and not _ENDS_OPEN.search(prompt):
             advice = (
@@ -158,12 +164,14 @@ class Conversation:
             f"{advice}"
         )
 
-    def _move_behind_prompt(self, i: int, prompt: str, turn: Rendered) -> Rendered | None:
-        """The turn behind its prompt, if the turn makes the template rewrite earlier messages, but
-        not the one before it."""
+    def _move_after_prompt(self, i: int, prompt: str, turn: Rendered) -> Rendered | None:
+        """Put the turn behind its prompt, if the turn changes how earlier messages are written.
+
+        None if it changes the message before it too.
+        """
         if i == 0:
             return None
-        before = self._render_for(i, self.messages[: i - 1]).text if i > 1 else ""
+        before = self._render_prefix(i, self.messages[: i - 1]).text if i > 1 else ""
         last_message = prompt.removeprefix(before)
         position = turn.text.rfind(last_message)
         if not prompt.startswith(before) or not last_message.strip() or position < 0:
@@ -176,7 +184,7 @@ class Conversation:
         ]
         return Rendered(prompt + turn.text[start:], blocks)
 
-    def _render_for(self, i: int, messages: Sequence[Message], **options: Any) -> Rendered:
+    def _render_prefix(self, i: int, messages: Sequence[Message], **options: Any) -> Rendered:
         try:
             return self.render(messages, **options)
         except ValueError as error:
@@ -186,12 +194,12 @@ class Conversation:
             ) from error
 
     def _last_token(self, text: str) -> str:
-        """The special token that the text ends in, or nothing."""
+        """Return the longest special token in which the text ends, or an empty text."""
         tokens = [token for token in self.special_tokens if text.endswith(token)]
         return max(tokens, key=len, default="")
 
 
 def common_prefix_length(a: Sequence[Any], b: Sequence[Any]) -> int:
-    """The number of characters, tokens or messages that both begin with."""
+    """Return the number of characters, tokens or messages with which both begin."""
     pairs = enumerate(zip(a, b, strict=False))
     return next((n for n, (x, y) in pairs if x != y), min(len(a), len(b)))

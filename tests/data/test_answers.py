@@ -1,25 +1,13 @@
 """Rows of preferences: the tokens, what is learned of them, and what is refused."""
 
-import json
-import pickle
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.small import CHATML, write_tokenizer
-from tigon.data import (
-    Entry,
-    Examples,
-    LabelledEncoder,
-    PairEncoder,
-    RewardedEncoder,
-    TopEncoder,
-    find_sources,
-    read,
-)
+from tests.small import CHATML
+from tigon.data import Examples, LabelledEncoder, PairEncoder, RewardedEncoder, TopEncoder
 from tigon.data.formats import split_prompt
 from tigon.tokenizer import Tokenizer
 
@@ -45,26 +33,6 @@ PAIRS: dict[str, list[dict[str, Any]]] = {
         {"chosen": [ASK, HO, SO, HEY], "rejected": [ASK, HO, SO, HA]},
     ],
 }
-
-
-@pytest.fixture(scope="module")
-def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tokenizer(tmp_path_factory.mktemp("tokenizer"))
-
-
-@pytest.fixture(scope="module")
-def tokenizer(directory: Path) -> Tokenizer:
-    return Tokenizer.from_pretrained(directory)
-
-
-@pytest.fixture
-def encode(tmp_path: Path) -> Callable[..., Examples]:
-    def run(encoder: Any, rows: list[dict[str, Any]]) -> Examples:
-        path = tmp_path / "a.jsonl"
-        path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-        return read(find_sources(Entry(str(path))), pickle.loads(pickle.dumps(encoder)))
-
-    return run
 
 
 def sequences(examples: Examples) -> list[tuple[list[int], list[int]]]:
@@ -106,12 +74,9 @@ def test_pairs_are_the_tokens_of_trl(
 
 
 def test_a_prompt_that_is_a_text_of_whole_conversations(tokenizer: Tokenizer, encode: Any) -> None:
-    row = {"prompt": "hi", "chosen": [ASK, HO], "rejected": [ASK, HA]}
-    both = [
-        encode(PairEncoder(tokenizer), [r])
-        for r in (row, {**row, "prompt": [ASK]} | {"chosen": [HO], "rejected": [HA]})
-    ]
-    assert sequences(both[0]) == sequences(both[1])
+    text = {"prompt": "hi", "chosen": [ASK, HO], "rejected": [ASK, HA]}
+    found, expected = (encode(PairEncoder(tokenizer), [row]) for row in (text, GOOD))
+    assert sequences(found) == sequences(expected)
 
 
 def test_a_prompt_of_messages_with_which_both_begin_again(
@@ -125,9 +90,8 @@ def test_a_prompt_of_messages_with_which_both_begin_again(
             assert sequences(found) == sequences(expected)
     # What an assistant says twice stays so
     twice = {"prompt": [HEY], "chosen": [HEY, HO], "rejected": [HEY, HA]}
-    assert sequences(encode(PairEncoder(tokenizer), [twice]))[0][
-        0
-    ] == tokenizer.apply_chat_template([HEY], add_generation_prompt=True)
+    prompt, _ = sequences(encode(PairEncoder(tokenizer), [twice]))[0]
+    assert prompt == tokenizer.apply_chat_template([HEY], add_generation_prompt=True)
     with pytest.raises(ValueError, match="'rejected' has no answer: no message follows"):
         encode(PairEncoder(tokenizer), [{"prompt": [ASK], "chosen": [ASK, HO], "rejected": [ASK]}])
 
@@ -347,10 +311,7 @@ def test_bad_pairs_are_refused_with_their_line(
 def test_bad_labels_and_rows_of_other_tasks(tokenizer: Tokenizer, encode: Any) -> None:
     row = {"prompt": [ASK], "completion": [HO], "label": 1}
     for label in (2, -1, 1.0, "1", []):
-        message = (
-            rf"a.jsonl:1: 'label' must be true or false, or 1 or 0, not {re.escape(repr(label))}"
-        )
-        with pytest.raises(ValueError, match=message):
+        with pytest.raises(ValueError, match=f"or 1 or 0, not {re.escape(repr(label))}"):
             encode(LabelledEncoder(tokenizer), [row | {"label": label}])
     with pytest.raises(ValueError, match=r"a\.jsonl:1: completion\[0\] is an empty answer"):
         encode(LabelledEncoder(tokenizer), [row | {"completion": [EMPTY], "label": True}])
@@ -358,12 +319,8 @@ def test_bad_labels_and_rows_of_other_tasks(tokenizer: Tokenizer, encode: Any) -
         encode(LabelledEncoder(tokenizer), [{"prompt": "a", "completion": "b"}])
     with pytest.raises(ValueError, match=r"its keys .* are those of task=sft"):
         encode(PairEncoder(tokenizer), [{"prompt": "a", "completion": "b"}])
-
-
-def test_a_key_that_is_null_is_named(tokenizer: Tokenizer, encode: Any) -> None:
-    row = {"prompt": [ASK], "completion": [HO], "label": None}
     with pytest.raises(ValueError, match=r"a.jsonl:1: 'label' is null: needs unpaired: "):
-        encode(LabelledEncoder(tokenizer), [row])
+        encode(LabelledEncoder(tokenizer), [row | {"label": None}])
 
 
 def test_system_of_a_row_is_a_message_before_its_prompt(tokenizer: Tokenizer, encode: Any) -> None:

@@ -1,24 +1,14 @@
 """Messages that the chat template leaves out, and answers that say nothing, are bad rows."""
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.small import CHATML, write_tokenizer
+from tests.small import CHATML
 from tests.tokenizer.chat_templates import LLAMA3, QWEN3
-from tigon.data import (
-    ChatEncoder,
-    Entry,
-    Examples,
-    LabelledEncoder,
-    PairEncoder,
-    RewardedEncoder,
-    find_sources,
-    read,
-)
+from tigon.data import ChatEncoder, Examples, LabelledEncoder, PairEncoder, RewardedEncoder
 from tigon.tokenizer import Tokenizer
 
 HI, HO = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}
@@ -59,19 +49,12 @@ ROWS: list[tuple[str, list[dict[str, Any]], str]] = [
 ]
 
 
-@pytest.fixture(scope="module")
-def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tokenizer(tmp_path_factory.mktemp("tokenizer"))
-
-
 @pytest.fixture
-def encode(directory: Path, tmp_path: Path) -> Callable[..., Examples]:
+def encode(encode: Callable[..., Examples], directory: Path) -> Callable[..., Examples]:
     def run(kind: Any, template: str, *rows: dict[str, Any], **options: Any) -> Examples:
         tokenizer = Tokenizer.from_pretrained(directory)
         tokenizer.chat_template = template
-        path = tmp_path / "a.jsonl"
-        path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-        return read(find_sources(Entry(str(path))), kind(tokenizer, **options))
+        return encode(kind(tokenizer, **options), *rows)
 
     return run
 

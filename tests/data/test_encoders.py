@@ -1,8 +1,6 @@
 """Rows to examples: which tokens are learned, with what weight, and what is reported."""
 
 import json
-import pickle
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +13,6 @@ from tests.tokenizer.chat_templates import QWEN3
 from tigon.data import (
     ChatEncoder,
     Encoder,
-    Entry,
     Example,
     Examples,
     Format,
@@ -23,7 +20,6 @@ from tigon.data import (
     examples,
     find_sources,
     join,
-    read,
     sources,
 )
 from tigon.data.sources import JsonFile
@@ -32,23 +28,6 @@ from tigon.tokenizer import Tokenizer
 HI, HO = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}
 SO, BYE = {"role": "user", "content": "so"}, {"role": "assistant", "content": "bye"}
 CHAT = [HI, HO, SO, BYE]
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    return Tokenizer.from_pretrained(write_tokenizer(tmp_path_factory.mktemp("tokenizer")))
-
-
-@pytest.fixture
-def encode(tmp_path: Path) -> Callable[..., Examples]:
-    def run(encoder: Encoder, *rows: Any, **entry: Any) -> Examples:
-        path = tmp_path / "a.jsonl"
-        path.write_text(
-            "".join(f"{row if isinstance(row, str) else json.dumps(row)}\n" for row in rows)
-        )
-        return read(find_sources(Entry(str(path), **entry)), pickle.loads(pickle.dumps(encoder)))
-
-    return run
 
 
 def said(tokenizer: Tokenizer, examples: Examples) -> list[tuple[str, float]]:

@@ -276,7 +276,7 @@ def test_names_that_lead_nowhere(tmp_path: Path) -> None:
 def test_missing_extras_say_what_to_install(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name, module in (("a.parquet", "datasets"), ("a.jsonl.zst", "zstandard")):
+    for name, module in (("a.parquet", "datasets"), ("a.jsonl.zst", "pyarrow")):
         (tmp_path / name).write_bytes(b"x")
         monkeypatch.setitem(sys.modules, module, None)
         with pytest.raises(ImportError, match=rf"{name}.* needs pip install 'tigon\[train\]'"):

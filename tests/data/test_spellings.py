@@ -8,17 +8,14 @@ from typing import Any
 
 import pytest
 
-from tests.small import write_tokenizer
 from tigon.data import (
     ChatEncoder,
     Encoder,
-    Entry,
     Format,
     LabelledEncoder,
     PairEncoder,
     RewardedEncoder,
     find_sources,
-    read,
 )
 from tigon.data.formats import WeightedChat, WeightedText, parse_chat, parse_pair
 from tigon.tokenizer import Tokenizer
@@ -64,20 +61,17 @@ def shipped() -> Iterator[Path]:
 
 
 @pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    tokenizer = Tokenizer.from_pretrained(write_tokenizer(tmp_path_factory.mktemp("tokenizer")))
+def tokenizer(tokenizer: Tokenizer) -> Tokenizer:
     tokenizer.special_tokens["bos_token"] = "<|endoftext|>"
     return tokenizer
 
 
 @pytest.fixture
-def encode(tmp_path: Path) -> Callable[..., Any]:
+def encode(encode: Any) -> Callable[..., Any]:
     def run(encoder: Encoder, row: dict[str, Any]) -> Any:
-        path = tmp_path / "a.jsonl"
-        path.write_text(json.dumps(row))
-        examples = read(find_sources(Entry(str(path))), encoder)
-        lengths = [int(n) for n in examples.offsets]
-        return lengths, examples.tokens.tolist(), examples.supervised.tolist()
+        examples = encode(encoder, row)
+        arrays = examples.offsets, examples.tokens, examples.supervised
+        return [array.tolist() for array in arrays]
 
     return run
 
@@ -169,7 +163,7 @@ def test_of_tools(tokenizer: Tokenizer, encode: Any, tools: Any) -> None:
         assert found == encode(encoder, {"messages": CALLS["object"]})
 
 
-@pytest.mark.parametrize("path", shipped(), ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", list(shipped()), ids=lambda path: path.stem)
 def test_of_content_in_templates_that_trl_ships(
     tokenizer: Tokenizer, encode: Any, path: Path
 ) -> None:

@@ -123,6 +123,7 @@ def test_a_stream_without_anything_to_learn_ends(entries, weights, monkeypatch):
     data.close()
 
 
+@pytest.mark.slow
 def test_worker_processes_change_nothing(entries, root):
     alone = Loader(from_cache(entries), ROWS, **SHAPE)
     assert_same_steps(alone, Loader(in_memory(entries), ROWS, **SHAPE), range(3))

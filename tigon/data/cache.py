@@ -1,4 +1,4 @@
-"""The directory of cached files: its place, whole files in it, errors of its disk, its removal."""
+"""The cache directory: where it is, atomic writes, errors of a full disk, and cleaning."""
 
 import errno
 import os
@@ -23,8 +23,8 @@ BLOCKED_ERRORS = errno.EISDIR, errno.ENOTDIR, errno.EEXIST, errno.ENOTEMPTY
 
 @contextmanager
 def disk_errors(path: Path, size: int | None = None) -> Iterator[None]:
-    """A full disk, a directory that cannot be written, or one where a file belongs or the reverse,
-    as one line that says what to do."""
+    """Turn errors of a full disk, of permissions and of a blocked path into one line that says what
+    to do."""
     try:
         yield
     except OSError as error:
@@ -34,6 +34,7 @@ def disk_errors(path: Path, size: int | None = None) -> Iterator[None]:
 
 
 def cache_error(path: Path, error: OSError, size: int | None) -> OSError:
+    """Say why the data cache cannot be written, and what to do."""
     remedy = "set TIGON_CACHE to a directory elsewhere"
     if error.errno in BLOCKED_ERRORS:
         target = Path(error.filename2 or error.filename or path)  # a renamed file's new name
@@ -54,13 +55,14 @@ def cache_error(path: Path, error: OSError, size: int | None) -> OSError:
 
 
 def cache_root() -> Path:
+    """Return the directory $TIGON_CACHE, or ~/.cache/tigon."""
     directory = os.environ.get("TIGON_CACHE")
     return expand_user(directory) if directory else Path.home() / ".cache/tigon"
 
 
 def make_directory(path: Path) -> None:
-    """Below the cache's root, which is the user's alone if it is made here. Files that killed
-    processes have left half written there for a day are removed."""
+    """Make a directory below the cache's root, which only the user can read if it is new, and
+    remove temporary files of killed processes that are a day old."""
     cache_root().mkdir(mode=0o700, parents=True, exist_ok=True)
     path.mkdir(parents=True, exist_ok=True)
     for file in path.glob(".*"):
@@ -71,7 +73,7 @@ def make_directory(path: Path) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Whole or not at all; in a directory that others can write, through no link of theirs."""
+    """Write a file atomically, and not through a symbolic link that another user has planted."""
     with temporary(path) as partial:
         with partial.open("x") as file:
             file.write(text)
@@ -80,7 +82,7 @@ def write_text(path: Path, text: str) -> None:
 
 @contextmanager
 def temporary(path: Path) -> Iterator[Path]:
-    """A name beside a path that nobody else has, for a file that gets the path when it is whole."""
+    """Yield a unique name in the same directory, for a file to be renamed once it is complete."""
     partial = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     try:
         yield partial
@@ -90,7 +92,7 @@ def temporary(path: Path) -> Iterator[Path]:
 
 @dataclass
 class CleanReport:
-    """What was removed from a cache, and what was not."""
+    """Counts of what was removed from the cache, and of what was used too recently."""
 
     removed: int = 0
     bytes: int = 0
@@ -102,9 +104,9 @@ class CleanReport:
 
 
 def clean_cache(days: float = 0.0) -> CleanReport:
-    """Remove the tokenized data that was not used for so many days.
+    """Remove the tokenized data that was not used for `days`.
 
-    What a process has open stays readable for it; what is being made stays.
+    Data that is being made stays, and a process that has data open can go on reading it.
     """
     with train_extra():
         from filelock import FileLock, Timeout
@@ -129,7 +131,7 @@ def clean_cache(days: float = 0.0) -> CleanReport:
 
 @contextmanager
 def train_extra() -> Iterator[None]:
-    """ImportError that says what to install where a module of the extra `train` is missing."""
+    """Make an ImportError say that the extra `train` is to be installed."""
     try:
         yield
     except ImportError as error:

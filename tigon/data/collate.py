@@ -20,11 +20,11 @@ DROPOUT = int.from_bytes(b"dropout", "little")  # apart from what else is drawn 
 
 
 class BatchLine(NamedTuple):
-    """What shares a line of a batch."""
+    """The spans of a corpus that share one line of a batch."""
 
     corpus: Corpus
     spans: np.ndarray  # int64 [k, 2]
-    shared: np.ndarray | None = None  # int64 [k], as Rows has it
+    shared: np.ndarray | None = None  # int64 [k], as PackedRows has it
 
 
 @dataclass(frozen=True)
@@ -62,9 +62,9 @@ class MicroBatch:
         return np.array([e.per_example[column][e.index(np.asarray(a))] for e, a in self.sources])
 
     def select(self, keep: np.ndarray) -> Self:
-        """Some of the sequences, one after the other in one line; [n] says which.
+        """Gather the sequences where `keep`, bool [n], is true into one line of a new batch.
 
-        A line of one token of padding if there is none. None of them has a prefix.
+        Without any, the line is one token of padding. No sequence may have a prefix.
         """
         assert self.prefixes is None
         starts, lengths = self.host_spans[keep, 0], np.diff(self.host_spans[keep])[:, 0]
@@ -101,22 +101,20 @@ class MicroBatch:
         )
 
     def with_dropout(self, seed: int, step: int, numbers: np.ndarray) -> Self:
-        """The same, on the host, with keys of dropout: random bits of the seed, the step, the
-        sequence's number in it, of `numbers` [n], and the token's position in the sequence."""
+        """Add keys of dropout on the host: random bits of the seed, the step, the sequence's number
+        in the step, of `numbers` [n], and the token's position in its sequence."""
         number = np.zeros(self.input_ids.numel(), dtype=np.int64)
         lengths = np.diff(self.host_spans)[:, 0]
         number[concat_ranges(self.host_spans[:, 0], lengths)] = np.repeat(numbers, lengths)
-        step_seed = mix(mix(seed ^ DROPOUT) + step)
-        sequences = random_bits(
-            as_int64(step_seed), torch.from_numpy(number).view_as(self.input_ids)
-        )
+        step_seed = as_int64(mix(mix(seed ^ DROPOUT) + step))
+        sequences = random_bits(step_seed, torch.from_numpy(number).view_as(self.input_ids))
         return replace(self, dropout_keys=random_bits(sequences, self.position_ids))
 
     def to(self, device: torch.device) -> Self:
         return self._map_tensors(lambda tensor: tensor.to(device, non_blocking=True))
 
     def pin_memory(self) -> Self:
-        """In memory from which a GPU copies while the CPU goes on."""
+        """Move the tensors to pinned memory, from which copies to a GPU are asynchronous."""
         return self._map_tensors(Tensor.pin_memory)
 
     def _map_tensors(self, change: Callable[[Tensor], Tensor]) -> Self:
@@ -128,7 +126,7 @@ class MicroBatch:
         return replace(self, **{f.name: changed(getattr(self, f.name)) for f in fields(self)})
 
     def inputs(self) -> dict[str, Any]:
-        """Keyword arguments of the model."""
+        """Return the keyword arguments of the model's forward."""
         return {
             "input_ids": self.input_ids,
             "position_ids": self.position_ids,
@@ -141,19 +139,18 @@ class MicroBatch:
 
 
 def collate_rows(corpus: Corpus, rows: PackedRows, indices: Sequence[int]) -> MicroBatch:
-    """Some of the rows, packed or each sequence on a line of its own."""
+    """Collate the rows of these indices, packed or with each sequence on a line of its own."""
     if rows.packing:
-        return collate(
-            corpus, [BatchLine(corpus, *rows.line(row)) for row in indices], rows.seq_len
-        )
+        lines = [BatchLine(corpus, *rows.line(row)) for row in indices]
+        return collate(corpus, lines, rows.seq_len)
     return collate(corpus, [BatchLine(corpus, span[None]) for row in indices for span in rows[row]])
 
 
 def collate(columns: Corpus, lines: Sequence[BatchLine], length: int | None = None) -> MicroBatch:
-    """One line of tensors for the spans of each; without lines, a line of padding.
+    """Make a batch with the spans of each line, or with a line of padding if there are no lines.
 
-    They are `length` tokens long, or as long as the longest needs, and have the columns of a
-    corpus.
+    Lines are padded to `length` tokens, by default to the longest. The batch has the columns of the
+    corpus `columns`.
     """
     lines = lines or [BatchLine(columns, np.zeros((0, 2), dtype=np.int64))]
     sizes = np.concatenate([np.diff(line.spans)[:, 0] for line in lines])
@@ -217,10 +214,10 @@ def collate(columns: Corpus, lines: Sequence[BatchLine], length: int | None = No
 def compute_prefixes(
     lines: Sequence[BatchLine], at: np.ndarray, cu: np.ndarray
 ) -> np.ndarray | None:
-    """As MicroBatch has them; `at` [n]: which sequence of `cu` each span is."""
-    none = np.zeros(max(len(line.spans) for line in lines), dtype=np.int64)
-    each = [none[: len(x.spans)] if x.shared is None else x.shared for x in lines]
-    shared = np.concatenate(each)
+    """Compute `MicroBatch.prefixes`; `at` [n] is the index in `cu` of each span."""
+    shared = np.concatenate(
+        [np.zeros(len(x.spans), np.int64) if x.shared is None else x.shared for x in lines]
+    )
     if not shared.any():
         return None
     first_of_prefix = np.maximum.accumulate(np.where(shared == 0, np.arange(len(shared)), 0))

@@ -1,5 +1,4 @@
-"""What of a conversation reaches its text: answers that are empty, and messages of which the chat
-template writes nothing."""
+"""Checks that no answer of a conversation is empty and that its chat template writes all of it."""
 
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -26,7 +25,7 @@ class EmptyAnswer(ValueError):
 
 
 class _MarkedText(NamedTuple):
-    """A text of a message, and the mark that a template writes with it."""
+    """A text of a message with the mark that is put into it."""
 
     message: int
     place: str  # as in "['content']"
@@ -84,7 +83,7 @@ class ContentCheck:
     def _unwritten(
         self, messages: Sequence[Message], learned: Collection[int], options: dict[str, Any]
     ) -> tuple[int, str] | None:
-        """The first message and place of which nothing is written."""
+        """Find the first message and place of which the template writes nothing."""
         marked, texts = _mark_messages(messages)
         render = _PrefixRenderer(self.tokenizer, marked, options)
         missing = (t for t in texts if not _is_written(t, learned, render, lambda t: [t.mark]))
@@ -98,7 +97,7 @@ class ContentCheck:
         names: Sequence[str],
         options: dict[str, Any],
     ) -> None:
-        """The same from the words of the texts, each of which may also be another's."""
+        """Look for the words of each text instead of marks, although another may have them too."""
         render = _PrefixRenderer(self.tokenizer, messages, options)
         try:
             render(len(messages))
@@ -115,7 +114,7 @@ def has_content(message: Message) -> bool:
 
 
 class _PrefixRenderer:
-    """The text of a conversation's first messages."""
+    """Renders the first messages of a conversation, each number of them once."""
 
     def __init__(
         self, tokenizer: Tokenizer, messages: Sequence[Message], options: dict[str, Any]
@@ -138,7 +137,7 @@ def _is_written(
     render: _PrefixRenderer,
     words: Callable[[_MarkedText], list[str]],
 ) -> bool:
-    """Whether one of its words is in the conversation, or in that up to its message."""
+    """Whether a word of the text is in the rendered conversation, or in that up to its message."""
     if text.kind == "reasoning" and text.message not in learned:
         return True
     length = len(render.messages)
@@ -161,7 +160,7 @@ def _explain(text: _MarkedText, messages: Sequence[Message]) -> str:
 
 
 def _is_blank(value: Any) -> bool:
-    """Whether there is nothing in it, as in an empty block of reasoning."""
+    """Whether a value is empty, or nothing but an empty block of reasoning."""
     if isinstance(value, str):
         return not _CLOSERS.sub("", _OPENERS.sub("", value)).strip()
     if isinstance(value, list | tuple):
@@ -172,7 +171,7 @@ def _is_blank(value: Any) -> bool:
 
 
 def _mark_messages(messages: Sequence[Message]) -> tuple[list[dict[str, Any]], list[_MarkedText]]:
-    """The messages with a mark in each text, and these texts."""
+    """Put a mark into each text of the messages; return the messages and the texts."""
     texts: list[_MarkedText] = []
     return [_mark_message(i, message, texts) for i, message in enumerate(messages)], texts
 
@@ -222,7 +221,7 @@ def _mark_message(i: int, message: Message, texts: list[_MarkedText]) -> dict[st
 
 
 def _conversation_shape(messages: Sequence[Message]) -> tuple[Any, ...]:
-    """What a template may decide by: roles, keys, kinds of values, and blocks of reasoning."""
+    """Describe what a template may branch on: roles, keys, types of values, blocks of reasoning."""
     return tuple(tuple((k, _value_shape(v, k)) for k, v in sorted(m.items())) for m in messages)
 
 

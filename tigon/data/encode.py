@@ -36,6 +36,7 @@ from tigon.data.formats import (
     WeightedChat,
     WeightedText,
     check_token_ids,
+    is_token_list,
     parse_chat,
     parse_labeled,
     parse_pair,
@@ -75,7 +76,7 @@ class FormatEncoder(Encoder):
         self.skip_bad_rows = skip_bad_rows
 
     def open(self, source: Source) -> Source:
-        """The source with the format of its rows, detected from the first one."""
+        """Return the source with the format of its rows, detected from the first good one."""
         problem = None
         for skipped, (line, row) in enumerate(source.rows()):
             try:
@@ -92,21 +93,21 @@ class FormatEncoder(Encoder):
         raise problem or ValueError(f"{source.name} has no rows")
 
     def detect(self, row: Row, format: Format) -> Format:
-        """The format of a row, one of `formats`; ValueError if none or several fit."""
+        """Find the format of a row among `formats`; ValueError if none or several fit."""
         return format.detect(row, self.formats)
 
     def check_first_row(self, row: Row, format: Format) -> Format:
-        """The format of a source with this first row; ValueError if it cannot be encoded."""
+        """Complete the format of a source by its first row; ValueError if it cannot be encoded."""
         return format
 
     def append_eos(self, ids: list[int]) -> list[int]:
-        """The ids, ending in one eos."""
+        """Return the ids with an eos at their end, unless they have one."""
         if self.eos is None:
             raise ValueError("the tokenizer has no eos token to end a text with")
         return ids if ids[-1:] == [self.eos] else [*ids, self.eos]
 
     def ignored(self, row: Row, format: Format) -> set[str]:
-        """The keys of a row, of its messages and for its template that are not read."""
+        """List the keys of a row, its messages and template variables that nothing reads."""
         read_keys = format.read_keys()
         ignored = row.keys() - read_keys
         if not self.uses_chat_template:
@@ -128,7 +129,7 @@ class FormatEncoder(Encoder):
         return ignored
 
     def options(self) -> dict[str, Any]:
-        """What changes the examples besides the tokenizer."""
+        """Return the settings, besides the tokenizer, that change the examples; for the digest."""
         return {}
 
     def digest(self) -> str:
@@ -165,7 +166,7 @@ class TextEncoder(FormatEncoder):
 
 
 def read_texts(source: Source) -> Iterator[str]:
-    """The texts of a source, as they are; ValueError for a row without."""
+    """Yield the text of each row of a source; ValueError for a row without one."""
     format = None
     for line, row in source.rows():
         try:
@@ -218,7 +219,7 @@ class ChatEncoder(FormatEncoder):
         return format
 
     def _parse(self, row: Row, format: Format) -> WeightedChat | WeightedText:
-        """The row with messages as the chat template reads them."""
+        """Read the row, with messages as the chat template needs them."""
         chat = parse_chat(row, format)
         if isinstance(chat, WeightedText):
             return chat
@@ -257,7 +258,7 @@ class ChatEncoder(FormatEncoder):
         return examples
 
     def _completion(self, text: WeightedText) -> Sequence[Example]:
-        """As one text without a chat template, and eos at its end, which is learned."""
+        """Encode prompt and completion as one text, without a chat template, and learn its eos."""
         if text.weight and not text.completion.strip():
             raise EmptyAnswer("the completion is empty: leave the row out, or give it weight: 0")
         start = 0 if self.train_on == "all" else len(text.prompt)
@@ -269,7 +270,7 @@ class ChatEncoder(FormatEncoder):
 
 
 def template_words(tokenizer: Tokenizer) -> set[str]:
-    """The keys of messages that a chat template may read, among all its words."""
+    """Collect the words of a chat template: any of them may be a key of messages that it reads."""
     template = tokenizer.chat_template or ""
     texts = template.values() if isinstance(template, dict) else [template]
     words = set(re.findall(r"\w+", " ".join(texts)))
@@ -278,7 +279,7 @@ def template_words(tokenizer: Tokenizer) -> set[str]:
 
 
 def weighted_example(ids: list[int], weights: np.ndarray) -> Sequence[Example]:
-    """One example, or none if all weights are 0. Tokens of weight 0 are not supervised."""
+    """Make an example of tokens with loss weights; return none if all weights are 0."""
     supervised = weights > 0
     if not supervised.any():
         return []
@@ -292,7 +293,7 @@ def weighted_example(ids: list[int], weights: np.ndarray) -> Sequence[Example]:
 
 
 class AnswerEncoder(FormatEncoder):
-    """A prompt and its answers, as TRL makes tokens of them.
+    """Base class: tokenizes a prompt and its answers as TRL does.
 
     An answer begins where the tokens of the prompt, as generation would have it, and those of
     prompt and answer part. A text ends with eos. Everything from there on is learned.
@@ -316,7 +317,7 @@ class AnswerEncoder(FormatEncoder):
     def tokenize_answers(
         self, sample: AnswerSample, *, train_on_empty_thinking: bool = False
     ) -> tuple[int, list[list[int]]]:
-        """How many tokens the prompt has, and the ids of the prompt with each answer.
+        """Count the tokens of the prompt, and tokenize the prompt with each answer.
 
         An empty block of reasoning that all answers begin with belongs to the prompt, unless it is
         learned.
@@ -339,7 +340,7 @@ class AnswerEncoder(FormatEncoder):
         return shared, sequences
 
     def _render(self, sample: AnswerSample) -> tuple[str, list[str]]:
-        """The texts of the prompt, as generation has it, and of the prompt with each answer."""
+        """Render the prompt for generation, and the prompt with each answer, as texts."""
         options: dict[str, Any] = {"tools": sample.tools, **sample.variables}
 
         def render(messages: Any, **more: Any) -> str:
@@ -366,7 +367,7 @@ class AnswerEncoder(FormatEncoder):
         return {"eos": self.eos, "train_on_empty_thinking": self.train_on_empty_thinking}
 
     def example(self, ids: Sequence[int], prompt: int, **values: Any) -> Example:
-        """The tokens behind the first `prompt` are learned."""
+        """Make an example whose tokens behind the first `prompt` are learned."""
         return Example(ids, {"supervised": np.arange(len(ids)) >= prompt}, values)
 
 
@@ -404,9 +405,7 @@ class PairEncoder(AnswerEncoder):
         prompt, (chosen, rejected) = self.tokenize_answers(sample)
         if chosen == rejected:
             raise ValueError("chosen and rejected are the same tokens")
-        values: Mapping[str, float] = {}
-        if self.per_example:
-            values = {"margin": read_number(row, format, "margin", 0.0)}
+        values = {name: read_number(row, format, name, 0.0) for name in self.per_example}
         return [self.example(ids, prompt, **values) for ids in (chosen, rejected)]
 
 
@@ -459,7 +458,7 @@ class LabelledEncoder(AnswerEncoder):
     def _encode_answers(
         self, row: Row, format: Format
     ) -> list[tuple[int, list[int], bool]] | ValueError:
-        """For each answer of the row the tokens of its prompt, all its ids, and its label."""
+        """Return the prompt length, the ids and the label of each answer, or what is wrong."""
         try:
             if format.kind in PAIR_FORMATS:
                 sample, labels = parse_pair(row, format), [True, False]
@@ -536,7 +535,7 @@ class RewardedEncoder(AnswerEncoder):
 
 
 def compute_advantages(rewards: np.ndarray, *, scale: bool = True) -> np.ndarray:
-    """The advantages of the answers to one prompt; exactly 0 where all rewards are equal."""
+    """Compute the advantages of answers to one prompt; exactly 0 where all rewards are equal."""
     if np.ptp(rewards) == 0:
         return np.zeros_like(rewards)
     centered = rewards - rewards.mean()
@@ -544,7 +543,7 @@ def compute_advantages(rewards: np.ndarray, *, scale: bool = True) -> np.ndarray
 
 
 def append_empty_thinking(prompt: str, texts: Sequence[str]) -> str:
-    """The prompt, with the empty block of reasoning that all these texts have after it."""
+    """Extend the prompt by the empty block of reasoning that all these texts have after it."""
     prompts = set()
     for text in texts:
         start = common_prefix_length(prompt, text)
@@ -563,7 +562,7 @@ MIN_LOGPROB = float(np.finfo(np.float32).min)  # log-probability that a column c
 
 
 class TopEncoder(FormatEncoder):
-    """Sequences of tokens, each with the teacher's distribution that it stands in.
+    """Tokens with a teacher's likeliest tokens and log-probabilities at each place, to distill.
 
     `teacher_tokens[i]` and `teacher_logprobs[i]` are those of token i after the ones before it, as
     vLLM's prompt_logprobs are; the first token has none, and any may have fewer than others, in its
@@ -582,10 +581,10 @@ class TopEncoder(FormatEncoder):
 
     def row(self, row: Row, format: Format) -> Sequence[Example]:
         ids = format.get(row, "input_ids")
-        if not isinstance(ids, list) or not ids or any(type(i) is not int for i in ids):
-            name = format.column("input_ids")
+        name = format.column("input_ids")
+        if not is_token_list(ids):
             raise ValueError(f"{name!r} must be a list of whole numbers, not {ids!r:.100}")
-        check_token_ids(ids, format.column("input_ids"))
+        check_token_ids(ids, name)
         names = ("teacher_tokens", "teacher_logprobs")
         tokens, logprobs = (format.get(row, name) for name in names)
         for name, lists in zip(names, (tokens, logprobs), strict=True):

@@ -44,7 +44,7 @@ Group = tuple[int, Sequence[Example]]  # a line, and the examples of its row
 
 @dataclass(frozen=True)
 class EncodingReport:
-    """What became of rows; those of several blocks add up."""
+    """Counts how many rows were encoded, skipped or left out; reports of blocks add up."""
 
     rows: int = 0
     skipped: int = 0  # rows that could not be read or encoded, with bad_rows=skip
@@ -64,7 +64,7 @@ class EncodingReport:
         return EncodingReport(**sums)
 
     def lines(self) -> list[str]:
-        """What a person should know of it."""
+        """Describe in sentences what was skipped, left out or not read."""
         pronoun = "it" if self.rewritten == 1 else "them"
         skipped = "\n  ".join([f"{format_count(self.rows, 'row')} skipped as bad:", *self.errors])
         lines = {
@@ -101,7 +101,7 @@ class EncodingReport:
         return f"has no good row of {self.rows}: {self.errors[0]}"
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON; Report(**values) reads it back."""
+        """Return plain values, which EncodingReport(**values) reads back."""
         return asdict(self)
 
 
@@ -192,7 +192,7 @@ class Examples:
 
 
 def format_count(number: int, noun: str) -> str:
-    """ "1 row", "2,000 rows"."""
+    """Write a number with its noun, such as "1 row" or "2,000 rows"."""
     return f"{number:,} {noun}{'s' * (number != 1)}"
 
 
@@ -268,15 +268,13 @@ class Encoder:
                 groups += [(line, group) for group in self.group_examples(examples)]
             else:
                 report += EncodingReport(unlearned=1)
-        report += (
-            EncodingReport(ignored_keys=tuple(escape(key, 100) for key in ignored))
-            + self.pass_report
-        )
+        report += EncodingReport(ignored_keys=tuple(escape(key, 100) for key in ignored))
+        report += self.pass_report
         return collect(block.name, groups, report, self.per_token, self.per_example)
 
 
 def _check_size(row: Row | ValueError) -> Row | ValueError:
-    """The row, or what is wrong if it is too large for a tokenizer."""
+    """Return the row, or a ValueError if it is too large for a tokenizer."""
     if isinstance(row, ValueError) or (size := _count_characters(row)) <= MAX_ROW_CHARS:
         return row
     limit = f"tokenizing takes at most {MAX_ROW_CHARS:,} at a time"
@@ -286,13 +284,12 @@ def _check_size(row: Row | ValueError) -> Row | ValueError:
 def _count_characters(value: Any) -> int:
     if isinstance(value, str):
         return len(value)
-    if isinstance(value, dict):
-        return sum(map(_count_characters, value.values()))
-    return sum(map(_count_characters, value)) if isinstance(value, list) else 0
+    values = value.values() if isinstance(value, dict) else value
+    return sum(map(_count_characters, values)) if isinstance(value, dict | list) else 0
 
 
 def read(sources: Iterable[Source], encoder: Encoder) -> Examples:
-    """The examples of all rows of the sources, in memory; ValueError for a source without any."""
+    """Encode all rows of the sources in memory; ValueError for a source without any example."""
     pieces: list[Examples] = []
     for source in sources:
         opened = encoder.open(source)
@@ -305,7 +302,7 @@ def read(sources: Iterable[Source], encoder: Encoder) -> Examples:
 
 
 def join(pieces: Sequence[Examples]) -> Examples:
-    """Examples one after the other; without a column, examples get its value in FILLS."""
+    """Concatenate examples; where one lacks a column, fill in the value in FILL_VALUES."""
     files = tuple(dict.fromkeys(file for piece in pieces for file in piece.files))
     origins = []
     for piece in pieces:
@@ -348,13 +345,13 @@ def collect(
     per_token: Mapping[str, DTypeLike] = SUPERVISED_COLUMN,
     per_example: Mapping[str, DTypeLike] = NO_COLUMNS,
 ) -> Examples:
-    """Examples from groups of them, one group a line of the file, with columns of these dtypes.
+    """Join groups of examples, one group a line of the file, with columns of these dtypes.
 
-    A value may be an array, if all of its column have one shape, or the column is in PADS.
-    ValueError if an example lacks a column or has another.
+    A value may be an array, if the whole column has one shape or is in PAD_VALUES. ValueError if an
+    example lacks a column or has one that is not declared.
     """
     tokens, offsets, lines, ends = array("i"), array("q", [0]), array("i"), array("q", [0])
-    token_columns, example_columns = _ColumnBuffers(per_token), _ColumnBuffers(per_example)
+    token_columns, example_columns = _ColumnBuilder(per_token), _ColumnBuilder(per_example)
     for line, examples in groups:
         location = f"{file}:{line}"
         for ids, token_values, example_values in examples:
@@ -378,13 +375,12 @@ def collect(
     )
 
 
-class _ColumnBuffers:
-    """Values end to end in buffers: as Python objects they would take many times the memory."""
+class _ColumnBuilder:
+    """Joins the columns of examples that arrive one after the other, and checks their shapes."""
 
     def __init__(self, dtypes: Mapping[str, DTypeLike]):
         self.dtypes = {name: np.dtype(dtype) for name, dtype in dtypes.items()}
-        self.buffers = {name: bytearray() for name in dtypes if name not in FILL_VALUES}
-        self.shapes: dict[str, tuple[int, ...]] = {}  # of one value
+        self.pieces: dict[str, list[np.ndarray]] = {n: [] for n in dtypes if n not in FILL_VALUES}
         self.count = 0
 
     def extend(self, values: Mapping[str, Any], count: int, location: str) -> None:
@@ -392,57 +388,43 @@ class _ColumnBuffers:
         if not required <= values.keys() <= self.dtypes.keys():
             names, declared = (", ".join(keys) or "none" for keys in (values, self.dtypes))
             raise ValueError(f"{location}: has the columns {names}, and not {declared}")
-        for name in values.keys() - self.buffers.keys():
-            self.buffers[name] = bytearray(self._fill(name, self.count).tobytes())
-        for name, buffer in self.buffers.items():
+        for name in values.keys() - self.pieces.keys():
+            self.pieces[name] = [self._fill(name, self.count)] if self.count else []
+        for name, pieces in self.pieces.items():
             column = values[name] if name in values else self._fill(name, count)
-            new = np.asarray(column, dtype=self.dtypes[name])
+            new = np.array(column, dtype=self.dtypes[name])
             if len(new) != count:
                 raise ValueError(f"{location}: {name} has {len(new)} values for {count} tokens")
-            if not count:
-                continue
-            before = self.shapes.setdefault(name, new.shape[1:])
-            shape = self.shapes[name] = widest_shape(name, before, new.shape[1:])
-            if shape != before:
-                stored = np.frombuffer(buffer, new.dtype).reshape(self.count, *before)
-                self.buffers[name] = bytearray(pad_column(name, stored, shape).tobytes())
-            new = pad_column(name, new, shape)
-            if new.shape[1:] != shape:
-                text = f"a value of {name} has shape {new.shape[1:]}, not {shape} as before"
+            shape, expected = new.shape[1:], (pieces or [new])[0].shape[1:]
+            if count and shape != expected and name not in PAD_VALUES:
+                text = f"a value of {name} has shape {shape}, not {expected} as before"
                 raise ValueError(f"{location}: {text}")
-            self.buffers[name] += new.tobytes()
+            pieces += [new] if count else []
         self.count += count
 
     def _fill(self, name: str, count: int) -> np.ndarray:
         return np.full(count, FILL_VALUES[name], dtype=self.dtypes[name])
 
     def arrays(self) -> dict[str, np.ndarray]:
-        shapes = {name: (0,) if name in PAD_VALUES else () for name in self.buffers} | self.shapes
-        return {
-            name: np.frombuffer(bytes(buffer), self.dtypes[name]).reshape(self.count, *shapes[name])
-            for name, buffer in self.buffers.items()
-        }
+        columns = {}
+        for name, pieces in self.pieces.items():
+            empty = np.zeros((0, 0) if name in PAD_VALUES else 0, self.dtypes[name])
+            columns[name] = np.concatenate(pad_columns(name, pieces or [empty]))
+        return columns
 
 
-# Columns of lists [N, k] of different lengths, stored as [N, K]: as wide as the longest
-
-PAD_VALUES = {"teacher_tokens": -1, "teacher_logprobs": 0.0}  # what a shorter list has at its end
-
-
-def widest_shape(name: str, *shapes: tuple[int, ...]) -> tuple[int, ...]:
-    """The shape (K,) that values of all these get; the first one for a column not in PADS."""
-    return max(shapes) if name in PAD_VALUES else shapes[0]
-
-
-def pad_column(name: str, values: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
-    """Values [N, k] of a column as [N, K], of `shape`; those not in PADS as they are."""
-    if name not in PAD_VALUES or values.shape[1:] == shape:
-        return values
-    missing = shape[0] - values.shape[1]
-    return np.pad(values, ((0, 0), (0, missing)), constant_values=PAD_VALUES[name])
+# Columns whose values are lists of different lengths, and what fills the end of a shorter list
+PAD_VALUES = {"teacher_tokens": -1, "teacher_logprobs": 0.0}
 
 
 def pad_columns(name: str, arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """A column's arrays [N, k], all as wide as the widest."""
-    shape = widest_shape(name, *(array.shape[1:] for array in arrays))
-    return [pad_column(name, array, shape) for array in arrays]
+    """Pad the arrays [N, k] of a column in PAD_VALUES to the widest; return others as they are."""
+    if name not in PAD_VALUES:
+        return list(arrays)
+    width = max(array.shape[1] for array in arrays)
+    return [
+        np.pad(a, ((0, 0), (0, width - a.shape[1])), constant_values=PAD_VALUES[name])
+        if a.shape[1] < width
+        else a
+        for a in arrays
+    ]

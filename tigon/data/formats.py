@@ -6,7 +6,6 @@ A source's format is detected once, from the keys of its first row; then every r
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain
 from typing import Any, TypeVar
 
 import numpy as np
@@ -99,10 +98,8 @@ class Format:
             raise ValueError(f"format={self.kind!r} is not one of {', '.join(REQUIRED_KEYS)}")
         for key, column in self.columns.items():
             if key not in ROW_KEYS:
-                raise ValueError(
-                    f"columns: {key!r} is no key of a row that is read; they are "
-                    f"{', '.join(ROW_KEYS)}, as in columns={{messages: dialog}}"
-                )
+                keys = ", ".join(ROW_KEYS)
+                raise ValueError(f"columns: {key!r} is no key of a row that is read: {keys}")
             if not isinstance(column, str):
                 raise ValueError(f"columns: {key}={column!r} must be the name of a key")
 
@@ -110,18 +107,18 @@ class Format:
         return f"{self.kind} {sorted(self.columns.items())} {self.eos}"
 
     def column(self, key: str) -> str:
-        """The name that the rows have for a key."""
+        """Look up the name that the rows have for a key."""
         return self.columns.get(key, key)
 
     def get(self, row: Row, key: str) -> Any:
-        """The row's value of a key; messages as a list, even if they are JSON as text."""
+        """Look up the row's value of a key; decode messages that are JSON as text."""
         value = row.get(self.column(key))
-        return (
-            read_messages(value) if key in JSON_MESSAGE_KEYS and isinstance(value, str) else value
-        )
+        if key in JSON_MESSAGE_KEYS and isinstance(value, str):
+            return read_messages(value)
+        return value
 
     def detect(self, row: Row, accepted: Sequence[str]) -> "Format":
-        """The format of the row, one of `accepted`; ValueError if none or several fit."""
+        """Find the format of the row among `accepted`; ValueError if none or several fit."""
         columns = dict(self.columns)
         for alias, key in KEY_ALIASES.items():
             if row.get(key) is None and row.get(alias) is not None:
@@ -137,10 +134,8 @@ class Format:
         if len(fits) == 1 and fits[0] in accepted:
             keys = (*REQUIRED_KEYS[fits[0]], *OPTIONAL_KEYS[fits[0]])
             if self.strict and (unread := self.columns.keys() - set(keys)):
-                raise ValueError(
-                    f"columns: {min(unread)!r} is no key of the format {fits[0]}, which these rows "
-                    f"have; its keys are {', '.join(keys)}"
-                )
+                text = f"columns: {min(unread)!r} is no key of the format {fits[0]} of these rows"
+                raise ValueError(f"{text}; its keys are {', '.join(keys)}")
             system = {"system": "system"} if "system" in row and fits[0] in SYSTEM_FORMATS else {}
             return replace(format, columns=system | columns, kind=fits[0])
         raise ValueError(self._describe_mismatch(row, format, accepted, fits))
@@ -148,7 +143,7 @@ class Format:
     def _describe_mismatch(
         self, row: Row, format: "Format", accepted: Sequence[str], fits: Sequence[str]
     ) -> str:
-        """Why a row has none of the accepted formats, or several."""
+        """Explain why a row has none of the accepted formats, or several."""
         names = ", ".join(map(repr, row)) or "none"
         expected = "; ".join(f"{kind}: {DESCRIPTIONS[kind]}" for kind in accepted)
         if fits:
@@ -157,11 +152,10 @@ class Format:
         required = [format.column(key) for kind in accepted for key in REQUIRED_KEYS[kind]]
         if nulls := [key for key in required if key in row and row[key] is None]:
             return f"{nulls[0]!r} is null: needs {expected}"
-        if self.kind is None:
-            for kind in REQUIRED_KEYS.keys() - set(accepted):
-                if format._fits(row, kind):
-                    task = TASK_OF_FORMAT.get(kind, "sft")
-                    return f"its keys {names} are those of task={task}; needs {expected}"
+        for kind in REQUIRED_KEYS:
+            if self.kind is None and kind not in accepted and format._fits(row, kind):
+                task = TASK_OF_FORMAT.get(kind, "sft")
+                return f"its keys {names} are those of task={task}; needs {expected}"
         if self.columns:
             pairs = ", ".join(f"{key!r} is called {name!r}" for key, name in self.columns.items())
             hint = f"by columns=, {pairs} (an entry of data or eval_data may have columns too)"
@@ -179,14 +173,14 @@ class Format:
         return True
 
     def read_keys(self) -> set[str]:
-        """The keys of a row that are read."""
+        """List the keys of a row that are read."""
         assert self.kind is not None
         return {self.column(key) for key in (*REQUIRED_KEYS[self.kind], *OPTIONAL_KEYS[self.kind])}
 
 
 @dataclass(frozen=True)
 class WeightedChat:
-    """A conversation, and how much of it counts."""
+    """A conversation with the loss weights of its messages."""
 
     messages: Messages  # without "weight" and "train"
     weights: list[float | None]  # of each message; None: as train_on says
@@ -199,7 +193,7 @@ class WeightedChat:
 
 @dataclass(frozen=True)
 class WeightedText:
-    """Text that is learned after text that is not."""
+    """A completion, which is learned, after a prompt, which is not."""
 
     completion: str
     prompt: str = ""
@@ -207,12 +201,12 @@ class WeightedText:
 
 
 def parse_text(row: Row, format: Format) -> WeightedText:
-    """A row of the format text; ValueError if it is none."""
+    """Read a row of the format text; ValueError if it is not one."""
     return WeightedText(_require_text(row, format, "text"), weight=_read_weight(row, format))
 
 
 def parse_chat(row: Row, format: Format) -> WeightedChat | WeightedText:
-    """A row of one of CHAT_FORMATS; a WeightedText if prompt and completion are texts."""
+    """Read a row of one of CHAT_FORMATS; a WeightedText if prompt and completion are texts."""
     weight = _read_weight(row, format)
     num_prompt = 0
     if format.kind == "prompt_completion":
@@ -257,12 +251,12 @@ def parse_chat(row: Row, format: Format) -> WeightedChat | WeightedText:
 
 
 def index_names(name: str, count: int, start: int = 0) -> list[str]:
-    """The names of a list's messages, such as messages[0]."""
+    """Name the messages of a list for errors: messages[0], messages[1] and so on."""
     return [f"{name}[{i}]" for i in range(start, start + count)]
 
 
 def read_template_variables(row: Row, format: Format) -> dict[str, Any]:
-    """The row's variables for the chat template; ValueError for one that a row may not set."""
+    """Read the row's variables for the chat template; ValueError for one that it may not set."""
     name = repr(format.column("chat_template_kwargs"))
     variables = read_json(format.get(row, "chat_template_kwargs"), name) or {}
     check_variables(variables, name)
@@ -283,7 +277,7 @@ def _read_instruction(row: Row, format: Format) -> Messages:
 
 
 def _read_history(row: Row, format: Format) -> list[tuple[str, str]]:
-    """Earlier questions and answers, as LLaMA-Factory's Alpaca format has them."""
+    """Read the earlier questions and answers of a row of LLaMA-Factory's Alpaca format."""
     name = format.column("history")
     pairs = read_json(format.get(row, "history"), repr(name)) or []
     if not isinstance(pairs, list):
@@ -296,7 +290,7 @@ def _read_history(row: Row, format: Format) -> list[tuple[str, str]]:
 
 
 def prepend_system(messages: MessagesOrText, row: Row, format: Format) -> MessagesOrText:
-    """The messages after the row's system message; ValueError if there are two, or for a text."""
+    """Put the row's system message first; ValueError for a text, or if there is one already."""
     if not format.get(row, "system"):
         return messages
     system = _require_text(row, format, "system")
@@ -313,7 +307,7 @@ def _read_weight(row: Row, format: Format) -> float:
 
 
 def _read_message_weight(i: int, message: Any) -> float | None:
-    """The weight of a message; None if it does not set one."""
+    """Read the weight of a message; None if it does not set one."""
     if not isinstance(message, dict):
         return None
     weight, train = message.get("weight"), message.get("train")
@@ -352,7 +346,7 @@ def _check_weight(value: Any, name: str) -> float:
 
 
 def read_tools(row: Row, format: Format) -> list[Any] | None:
-    """The functions that the row lets the model call; they may be given as JSON."""
+    """Read the functions that the row lets the model call, a list or its JSON as text."""
     return normalize_tools(format.get(row, "tools"), format.column("tools"))
 
 
@@ -395,7 +389,7 @@ def _get_role(message: Any) -> Any:
 # https://huggingface.co/docs/trl/dataset_formats: pairs with an explicit or an implicit prompt,
 # and single answers with a label; each as texts or as lists of messages.
 
-TextOrMessages = str | Messages  # a text, or messages
+TextOrMessages = str | Messages
 MAX_FLOAT = float(np.finfo(np.float32).max)  # number that a column can hold
 PAIR_KEYS = ("chosen", "rejected")
 LOGPROB_TOLERANCE = 1e-3  # by which a log-probability may be above 0
@@ -403,7 +397,7 @@ LOGPROB_TOLERANCE = 1e-3  # by which a log-probability may be above 0
 
 @dataclass(frozen=True)
 class AnswerSample:
-    """Answers to one prompt; all are texts, or all are lists of messages."""
+    """A prompt with its answers; all are texts, or all are lists of messages."""
 
     prompt: TextOrMessages
     answers: tuple[TextOrMessages, ...]
@@ -418,7 +412,7 @@ class AnswerSample:
 
 
 def parse_pair(row: Row, format: Format, *, shared_prompt: bool = True) -> AnswerSample:
-    """The chosen and the rejected answer of a row of the format preference; ValueError if bad.
+    """Read the chosen and the rejected answer of a row of the format preference.
 
     Without a prompt, it is the common beginning of both; if there is none, that is an error, or
     without `shared_prompt` an empty prompt. A prompt that is a text, before answers that are
@@ -463,7 +457,7 @@ def parse_pair(row: Row, format: Format, *, shared_prompt: bool = True) -> Answe
 def split_prompt(
     chosen: TextOrMessages, rejected: TextOrMessages
 ) -> tuple[TextOrMessages, TextOrMessages, TextOrMessages]:
-    """The common beginning of both, then the rest of each; a space between goes to the answers."""
+    """Split off the common beginning of both; a space at its end goes to the answers."""
     end = common_prefix_length(chosen, rejected)
     if end and chosen[end - 1] == " ":
         end -= 1
@@ -471,13 +465,11 @@ def split_prompt(
 
 
 def parse_labeled(row: Row, format: Format) -> tuple[AnswerSample, bool]:
-    """The answer of a row of the format unpaired, and whether it is desired."""
-    label = format.get(row, "label")
+    """Read the answer of a row of the format unpaired, and whether it is desired."""
+    label, name = format.get(row, "label"), format.column("label")
     if type(label) not in (bool, int) or label not in (0, 1):
-        name = format.column("label")
         raise ValueError(f"{name!r} must be true or false, or 1 or 0, not {label!r:.100}")
-    prompt = _text_or_messages(row, format, "prompt")
-    answer = _text_or_messages(row, format, "completion")
+    prompt, answer = (_text_or_messages(row, format, key) for key in ("prompt", "completion"))
     names = (format.column("completion"),)
     _check_answers(names, (answer,), prompt, format)
     return _build_sample(row, format, prompt, (answer,), names), bool(label)
@@ -496,7 +488,7 @@ class RewardedSample:
 
 
 def parse_rewarded(row: Row, format: Format) -> RewardedSample:
-    """A row of the format completions; prompt and completions may be texts, messages or tokens."""
+    """Read a row of the format completions, whose answers are texts, messages or tokens."""
     prompt, key = format.get(row, "prompt"), format.column("completions")
     answers = read_json(format.get(row, "completions"), repr(key))
     if not isinstance(answers, list) or not answers:
@@ -518,15 +510,14 @@ def parse_rewarded(row: Row, format: Format) -> RewardedSample:
         if not isinstance(logprobs, list) or len(logprobs) != count:
             raise ValueError(f"{name!r} must have a list for each of the {count} answers")
         logprobs = [_check_numbers(numbers, name) for numbers in logprobs]
-        for value in chain.from_iterable(logprobs):
-            if value > LOGPROB_TOLERANCE:
-                raise ValueError(f"{name!r} has {value!r} in it: log-probabilities are at most 0")
+        if bad := [p for numbers in logprobs for p in numbers if p > LOGPROB_TOLERANCE]:
+            raise ValueError(f"{name!r} has {bad[0]!r} in it: log-probabilities are at most 0")
     are_advantages = scores == ["advantages"]
     if isinstance(prompt, list) and all(type(i) is int for i in prompt):
-        if not all(map(_is_token_list, answers)):
+        if not all(map(is_token_list, answers)):
+            name = format.column("prompt")
             raise ValueError(
-                f"{format.column('prompt')!r} is a list of tokens, and so must each answer be one, "
-                "and none empty"
+                f"{name!r} is a list of tokens, and so must each answer be one, none empty"
             )
         check_token_ids(prompt, format.column("prompt"))
         for answer in answers:
@@ -544,25 +535,24 @@ def parse_rewarded(row: Row, format: Format) -> RewardedSample:
     return RewardedSample(sample, [], [], values, are_advantages, logprobs)
 
 
-def _is_token_list(value: Any) -> bool:
+def is_token_list(value: Any) -> bool:
+    """Whether the value is a list of whole numbers with at least one."""
     return isinstance(value, list) and bool(value) and all(type(i) is int for i in value)
 
 
 def check_token_ids(ids: Sequence[int], name: str) -> None:
-    """ValueError for a number that no vocabulary has; the model's own size is checked later."""
-    for i in ids:
-        if not 0 <= i < 2**31:
-            raise ValueError(f"{name!r} has {i!r:.100} in it, which is no token")
+    """Raise ValueError for a number that cannot be a token of any vocabulary."""
+    if bad := [i for i in ids if not 0 <= i < 2**31]:
+        raise ValueError(f"{name!r} has {bad[0]!r:.100} in it, which is no token")
 
 
 def _check_numbers(values: Any, name: str, count: int | None = None) -> list[float]:
-    """The values as finite numbers, `count` of them; ValueError for any others."""
+    """Check that the values are a list of finite numbers, `count` of them."""
     if not isinstance(values, list) or (count is not None and len(values) != count):
         size = "" if count is None else f", {count} of them"
         raise ValueError(f"{name!r} must be a list of numbers{size}")
-    for value in values:
-        if not _is_float32(value):
-            raise ValueError(f"{name!r} has {value!r:.100} in it, which is no finite number")
+    if bad := [value for value in values if not _is_float32(value)]:
+        raise ValueError(f"{name!r} has {bad[0]!r:.100} in it, which is no finite number")
     return [float(value) for value in values]
 
 
@@ -571,7 +561,7 @@ def _is_float32(value: Any) -> bool:
 
 
 def read_number(row: Row, format: Format, name: str, default: float) -> float:
-    """A finite number of the row, or the default."""
+    """Read a finite number of the row; the default if it has none."""
     value = format.get(row, name)
     if value is None:
         return default
@@ -588,7 +578,10 @@ def _build_sample(
     names: Sequence[str],
     start: int = 0,
 ) -> AnswerSample:
-    """`names` are those of the answers; `start` is the index of their first message in the row."""
+    """Build the sample of a row, with the system message, tools and variables that the row has.
+
+    `names` are the keys of the answers; `start` is the index of their first message in the row.
+    """
     full_prompt = prepend_system(prompt, row, format)
     message_names: tuple[list[str], ...] = ()
     if isinstance(prompt, list):
@@ -600,10 +593,8 @@ def _build_sample(
             + index_names(name, len(answer), start)
             for name, answer in zip(names, answers, strict=True)
         )
-    variables = read_template_variables(row, format)
-    return AnswerSample(
-        full_prompt, answers, read_tools(row, format), variables, names=message_names
-    )
+    tools, variables = read_tools(row, format), read_template_variables(row, format)
+    return AnswerSample(full_prompt, answers, tools, variables, names=message_names)
 
 
 def _text_or_messages(row: Row, format: Format, key: str) -> TextOrMessages:
@@ -621,7 +612,7 @@ def _describe_mixture(names: Sequence[str], values: Sequence[object]) -> str:
 def _check_shared_prompt(
     prompt: TextOrMessages | None, shared: TextOrMessages, answers: Sequence[TextOrMessages]
 ) -> None:
-    """ValueError if chosen and rejected answer no shared prompt, or not the row's own."""
+    """Raise ValueError if chosen and rejected do not answer one prompt, the row's if it has one."""
     if not shared and prompt is not None:
         raise ValueError(
             f"the prompt {prompt!r:.100} is a text, and no message that chosen and rejected "
@@ -660,19 +651,17 @@ def _check_answers(
     prompt: TextOrMessages | None = None,
     format: Format | None = None,
 ) -> None:
-    """ValueError for an answer that is empty, of another type than the prompt, or not one."""
+    """Raise ValueError for an answer that is empty, not the assistant's, or unlike its prompt."""
     for name, answer in zip(names, answers, strict=True):
         if format is not None and isinstance(prompt, list) != isinstance(answer, list):
             raise ValueError(_describe_mixture((format.column("prompt"), name), (prompt, answer)))
         _check_not_empty([name], [answer])
         if isinstance(answer, list) and (role := _get_role(answer[0])) in ("user", "system"):
-            raise ValueError(
-                f"{name!r} begins with a message of {role!r}: an answer is the assistant's (leave "
-                "the prompt out where both have it)"
-            )
+            hint = "an answer is the assistant's (leave the prompt out where both have it)"
+            raise ValueError(f"{name!r} begins with a message of {role!r}: {hint}")
 
 
 def _list_non_answers(answers: Sequence[TextOrMessages]) -> list[Any]:
-    """The messages that follow the prompt and are not the assistant's."""
+    """List the first messages of the answers that are not the assistant's."""
     first = [answer[0] for answer in answers if isinstance(answer, list) and answer]
     return [message for message in first if _get_role(message) != "assistant"]

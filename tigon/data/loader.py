@@ -18,12 +18,8 @@ from tigon.data.mixture import Corpus, Window, concat_ranges
 from tigon.data.packing import PackedRows, PackingReport
 
 MAX_RECENT = 8  # windows, and calls for a step, that stay at hand: a thread reads ahead of training
-MAX_EMPTY_EXAMPLES = (
-    2**16
-)  # examples without a row, after which a stream, which may not end, is given up
-ATTENTION_COST_TOKENS = (
-    2**15
-)  # tokens of a sequence whose attention costs as much as all else, about
+MAX_EMPTY_EXAMPLES = 2**16  # without a row, after which a stream is an error: it may never end
+ATTENTION_COST_TOKENS = 2**15  # of a sequence whose attention costs about as much as all else
 
 
 class WindowSource(Protocol):
@@ -43,11 +39,10 @@ class WindowSource(Protocol):
 
 
 class PackedWindow(NamedTuple):
-    """A window as rows."""
+    """A window with its packed rows, their cost and their shuffled order."""
 
     window: Window
     rows: PackedRows
-    tokens: np.ndarray  # int64 [R]
     cost: np.ndarray  # int64 [R], of training on a row
     order: np.ndarray  # int64 [R], shuffled
 
@@ -56,7 +51,7 @@ WindowSlices = list[tuple[PackedWindow, np.ndarray]]  # windows, and rows of eac
 
 
 class WindowRows(NamedTuple):
-    """Where the rows of a window are in their epoch."""
+    """The rows of an epoch that come from one window."""
 
     number: int
     epoch: int
@@ -117,7 +112,7 @@ class Loader:
 
     @cached_property
     def steps_per_epoch(self) -> int | None:
-        """The steps of the first epoch; None for a stream."""
+        """Count the steps of the first epoch; None for a stream."""
         if self.windows.per_epoch is None:
             return None
         with self._lock:
@@ -126,16 +121,16 @@ class Loader:
             return self._steps(0)
 
     def report(self) -> PackingReport:
-        """What the first epoch holds."""
+        """Report what the first epoch holds."""
         assert self.steps_per_epoch is not None
         return self._report
 
     def epoch(self, steps: int) -> float | None:
-        """Epochs done after so many steps; None for a stream, whose length is not known."""
+        """Convert steps to epochs; None for a stream, whose length is not known."""
         return None if self.steps_per_epoch is None else steps / self.steps_per_epoch
 
     def micro_batches(self, step: int) -> list[MicroBatch]:
-        """This rank's part of the global batch.
+        """Collate this rank's part of the global batch of a step.
 
         Every rank gets the same number: one that has run out of rows gets a line of padding.
         """
@@ -162,13 +157,13 @@ class Loader:
             return batches
 
     def counts(self, step: int) -> tuple[int, int]:
-        """Tokens and predicted tokens of the global batch."""
+        """Count the tokens and the predicted tokens of the global batch."""
         lengths, _, targets = self.lengths(step)
         return int(lengths.sum()), targets
 
     def lengths(self, step: int) -> tuple[np.ndarray, np.ndarray, int]:
-        """The tokens of each sequence in the global batch, how many of another one it goes on from,
-        int64 both, and the predicted ones of all."""
+        """Return int64 [n] the tokens of each sequence of the global batch, int64 [n] those of the
+        prompt that it shares with an earlier one, and the number of predicted tokens."""
         if (counts := self._counts.get(step)) is not None:
             return counts
         with self._lock:
@@ -176,12 +171,12 @@ class Loader:
 
     @cached_property
     def targets(self) -> int:
-        """Predicted tokens of the first epoch."""
+        """Count the predicted tokens of the first epoch."""
         assert self.steps_per_epoch is not None
         return sum(self.counts(step)[1] for step in range(self.steps_per_epoch))
 
     def location(self, step: int) -> list[str]:
-        """The "file:line" of each example in the global batch."""
+        """List the "file:line" of each example in the global batch."""
         with self._lock:
             return [
                 packed.window.corpus.location(start)
@@ -191,7 +186,7 @@ class Loader:
             ]
 
     def state(self, step: int) -> dict[str, Any]:
-        """What a stream needs to begin with this step, on any number of ranks."""
+        """Return the cursor from which a stream begins with this step, on any number of ranks."""
         if self.windows.per_epoch is not None:
             return {}
         with self._lock:
@@ -201,24 +196,22 @@ class Loader:
             return cursor | self.windows.state(place.number)
 
     def identity(self) -> str:
-        """Changes with the data."""
+        """Return a digest of the data."""
         return self.windows.identity()
 
     def sample(self) -> str:
-        """Changes with the content of files too, as far as `identity` does not: of a stream, by a
-        few bytes of each."""
+        """Return a digest of a few bytes of each file of a stream; "" for data in memory."""
         return self.windows.sample()
 
     def close(self) -> None:
-        """No more batches are needed."""
+        """End the tokenizing of a stream."""
         self.windows.close()
 
     def batch(self, step: int) -> list[tuple[Window, PackedRows, np.ndarray]]:
-        """The windows of the global batch, and which of their rows it takes, in order."""
+        """List the windows of the global batch, with the indices of the rows that it takes."""
         with self._lock:
-            return [
-                (packed.window, packed.rows, rows) for packed, rows in self._window_slices(step)
-            ]
+            slices = self._window_slices(step)
+        return [(packed.window, packed.rows, rows) for packed, rows in slices]
 
     def _count_tokens(self, pieces: WindowSlices) -> tuple[np.ndarray, np.ndarray, int]:
         lengths, before, targets = [], [], 0
@@ -244,7 +237,7 @@ class Loader:
         return slices
 
     def _locate_step(self, step: int) -> tuple[int, int, int]:
-        """The epoch of a step, counted from the first that is known, and its rows in that."""
+        """Find the epoch of a step, and the rows of that epoch from which to which it goes."""
         while True:
             epoch = bisect_right(self._first_steps, step) - 1
             if epoch < 0:
@@ -272,10 +265,9 @@ class Loader:
         return -(-self._epoch_windows(epoch)[-1].end // self.batch_size)
 
     def _append_window(self) -> None:
-        """Learn how many rows the next window has."""
+        """Pack the next window to count its rows, unless it repeats one of the epoch before."""
         number = len(self._window_rows)
-        fresh = number == self._epochs[-1]
-        begin = 0 if fresh else self._window_rows[-1].end
+        begin = 0 if number == self._epochs[-1] else self._window_rows[-1].end
         if number == 0:
             begin = self._rows_before
         if self.windows.repeats and self.windows.per_epoch and number >= self.windows.per_epoch:
@@ -287,10 +279,8 @@ class Loader:
         end = begin + len(packed.rows)
         if number < (self.windows.per_epoch or 0):
             self._report.add(window, packed.rows)
-        endless = (
-            self.windows.per_epoch is None and (number + 1) * len(window) >= MAX_EMPTY_EXAMPLES
-        )
-        if end == 0 and (window.last or endless):
+        is_stream, examples = self.windows.per_epoch is None, (number + 1) * len(window)
+        if end == 0 and (window.last or (is_stream and examples >= MAX_EMPTY_EXAMPLES)):
             limits = ["max_length"] * (packed.rows.truncation.max_length_drops > 0)
             if packed.rows.truncation.row_drops or not limits:
                 limits.append(f"seq_len {packed.rows.seq_len}")
@@ -311,18 +301,15 @@ class Loader:
             window = self.windows.window(number)
             rows = self.pack(window)
             sizes = np.diff(rows.spans)[:, 0]
-            first, costs = (
-                rows.offsets[:-1],
-                sizes * (sizes + 2 * rows.shared + ATTENTION_COST_TOKENS),
-            )
-            tokens, cost = (np.add.reduceat(v, first) if len(v) else v for v in (sizes, costs))
-            packed = PackedWindow(window, rows, tokens, cost, self._order(window, len(rows)))
+            costs = sizes * (sizes + 2 * rows.shared + ATTENTION_COST_TOKENS)
+            cost = np.add.reduceat(costs, rows.offsets[:-1]) if len(costs) else costs
+            packed = PackedWindow(window, rows, cost, self._order(window, len(rows)))
         self._packed[number] = packed
         self._evict_windows()
         return packed
 
     def _evict_windows(self) -> None:
-        """Windows that no recent step takes."""
+        """Drop the packed windows that no recent step takes."""
         recent = set().union(*self._recent)
         for number in list(self._packed)[:-MAX_RECENT]:
             if number not in recent:
@@ -340,6 +327,5 @@ class Loader:
         lines = [BatchLine(packed.window.corpus, *packed.rows.line(row)) for packed, row in rows]
         if rows and rows[0][0].rows.packing:
             return collate(columns, lines, rows[0][0].rows.seq_len)
-        return collate(
-            columns, [BatchLine(x.corpus, span[None]) for x in lines for span in x.spans]
-        )
+        lines = [BatchLine(line.corpus, span[None]) for line in lines for span in line.spans]
+        return collate(columns, lines)

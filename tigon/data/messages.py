@@ -10,18 +10,15 @@ from typing import Any
 
 from tigon.utils.json import object_from_pairs
 
-ROLE_ALIASES = {
-    "function": "tool",
-    "human": "user",
-    "gpt": "assistant",
-}  # and what templates call them
+# Roles of older data sets, as chat templates name them
+ROLE_ALIASES = {"function": "tool", "human": "user", "gpt": "assistant"}
 TEXT_PARTS = ("text", "input_text", "output_text")  # types of content parts in OpenAI's APIs
 
 
 def normalize_messages(messages: list[Any], name: str) -> list[Any]:
-    """The messages in their one form; ValueError, which names the place, for what has none.
+    """Convert messages to one form; ValueError, which names the message, for what has none.
 
-    What is no message at all stays as it is: whoever renders it says so.
+    What is not an object stays as it is, for the chat template to refuse.
     """
     return [
         _normalize_message(message, f"{name}[{i}]") if isinstance(message, dict) else message
@@ -30,7 +27,7 @@ def normalize_messages(messages: list[Any], name: str) -> list[Any]:
 
 
 def normalize_tools(tools: Any, name: str) -> list[Any] | None:
-    """The list of tools, each with the wrapper {"type": "function", "function": ...}."""
+    """Wrap each tool as {"type": "function", "function": ...}; None without any."""
     tools = read_json(tools, repr(name))
     if tools is None:
         return None
@@ -44,7 +41,7 @@ def normalize_tools(tools: Any, name: str) -> list[Any] | None:
 
 
 def read_messages(text: str) -> Any:
-    """The list of messages that a text is the JSON of; any other text as it is."""
+    """Decode a text that is a JSON list of messages; return any other text as it is."""
     if not re.match(r"\s*\[\s*\{", text):
         return text
     try:
@@ -57,7 +54,7 @@ def read_messages(text: str) -> Any:
 
 
 def read_json(value: Any, name: str) -> Any:
-    """What a text is the JSON of, None if it is blank, and any other value as it is."""
+    """Decode JSON if the value is a text, None if it is blank; return other values as they are."""
     if not isinstance(value, str):
         return value
     if not value.strip():
@@ -88,7 +85,7 @@ def _normalize_message(message: dict[str, Any], name: str) -> dict[str, Any]:
 
 
 def _join_content(parts: list[Any], role: Any, name: str) -> Any:
-    """The text of content parts. A tool's result may be any other list, which stays as it is."""
+    """Join the text of content parts. A tool's result may be any other list, which stays as is."""
     if not all(isinstance(part, dict) and part.keys() & {"type", "text"} for part in parts):
         return parts
     texts = []
@@ -142,5 +139,5 @@ def _normalize_tool(tool: Any) -> Any:
 
 
 def _drop_nulls(values: dict[str, Any]) -> dict[str, Any]:
-    """Without the nulls that Arrow, and what is exported from it, gives keys that are not there."""
+    """Remove the keys that are null, as Arrow and exports of it write keys that are absent."""
     return {key: value for key, value in values.items() if value is not None}

@@ -19,14 +19,13 @@ WEIGHT_RESOLUTION = 10**6  # into which the weights of a mixture are resolved
 
 
 class Corpus:
-    """Parts end to end: tokens, examples and groups are numbered through all of them."""
+    """Several Examples as one: tokens, examples and groups are numbered through all parts."""
 
     def __init__(
         self, parts: Sequence[Examples], *, extra_columns: Mapping[str, DTypeLike] | None = None
     ):
-        """A column that only some parts have is the value in FILLS elsewhere. Those columns that
-        are in `extra_columns` are there even if no part has them.
-        """
+        """A column that only some parts have gets its value in FILL_VALUES elsewhere; columns of
+        FILL_VALUES that are in `extra_columns` exist even if no part has them."""
         self.parts = tuple(parts)
         self.first_token = _offsets([len(part.tokens) for part in parts])
         self.first_group = _offsets([part.num_groups for part in parts])
@@ -52,7 +51,7 @@ class Corpus:
         self._lock = Lock()  # a thread reads ahead
 
     def open(self, part: int) -> Examples:
-        """The examples of a part, with the columns that were added."""
+        """Return the examples of a part, with the columns that were added."""
         examples = self.parts[part]
         with self._lock:
             if not self._added:
@@ -62,18 +61,18 @@ class Corpus:
         return replace(examples, per_token={**examples.per_token, **added})
 
     def add(self, name: str, values: np.ndarray) -> None:
-        """Add a column per token, of all tokens of the corpus; one of that name is replaced."""
+        """Add or replace a column of one value for each token of the corpus."""
         with self._lock:
             self._added[name] = values
             self.columns["per_token"][name] = values[:0]
 
     def location(self, position: int) -> str:
-        """The "file:line" of the example that holds a token."""
+        """Return the "file:line" of the example that holds a token."""
         examples, start, _ = next(self.slices(np.array([[position, position]])))
         return examples.location(start)
 
     def slices(self, spans: np.ndarray) -> Iterator[tuple[Examples, int, int]]:
-        """Whose each span [S, 2] of tokens is, and where in it."""
+        """Yield the part that each span [S, 2] of tokens is in, with its start and stop there."""
         parts = self.part_indices(spans)
         local = spans - self.first_token[parts][:, None]
         for part, (start, stop) in zip(parts.tolist(), local.tolist(), strict=True):
@@ -117,9 +116,8 @@ class Window:
         index: int = 0,
         last: bool = True,
     ) -> "Window":
-        """The groups of these numbers."""
+        """Make a window of the groups of the corpus that have these numbers."""
         parts = np.searchsorted(corpus.first_group, groups, side="right") - 1
-        values = np.zeros((3, 0), dtype=np.int64)  # starts, stops, targets
         sizes = np.zeros(len(groups), dtype=np.int64)
         slots = []
         for part in np.unique(parts):
@@ -148,7 +146,7 @@ class Window:
 
 @dataclass(frozen=True)
 class GroupOrder:
-    """Which group comes at each place of an endless order, by the groups that every entry has.
+    """An endless order of groups, numbered through entries of these sizes.
 
     With weights, entry i has its share w_i / sum(w) of every stretch of the order, and begins again
     when it ends. Without, the entries follow each other. An epoch is as many groups as all have.
@@ -167,7 +165,7 @@ class GroupOrder:
         return sum(self.sizes)
 
     def __call__(self, start: int, stop: int) -> np.ndarray:
-        """int64, the groups at the places from `start` to `stop`, numbered through all entries."""
+        """Return int64, the groups at the places from `start` to `stop`."""
         positions = np.arange(start, stop)
         if self.pattern is None:
             return positions % self.epoch
@@ -175,7 +173,7 @@ class GroupOrder:
         return _offsets(self.sizes)[entry] + index % np.array(self.sizes)[entry]
 
     def passes(self) -> list[float]:
-        """How often an epoch takes each entry."""
+        """Count how often an epoch goes through each entry."""
         if self.pattern is None:
             return [1.0] * len(self.sizes)
         total = sum(self.pattern.shares)
@@ -184,10 +182,8 @@ class GroupOrder:
 
 
 class DrawPattern:
-    """Which entry has each place: the j-th of entry i comes at (j + 1/2) / w_i, merged.
-
-    With whole numbers for weights, as shares of a million, that repeats after their sum.
-    """
+    """Interleaves entries by weight: the j-th draw of entry i has the key (j + 1/2) / w_i, and
+    draws are sorted by key. Weights are rounded to whole shares, so the pattern repeats."""
 
     def __init__(self, weights: Sequence[float]):
         shares = [max(1, round(WEIGHT_RESOLUTION * weight / sum(weights))) for weight in weights]
@@ -200,20 +196,20 @@ class DrawPattern:
         self.entries, self.index = entries[order], index[order]
 
     def __call__(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The entry that has each place, and which of its groups, counted without an end."""
+        """Return the entry at each place, and how many of its draws come before."""
         times, place = np.divmod(positions, len(self.entries))
         entry = self.entries[place]
         return entry, times * np.array(self.shares)[entry] + self.index[place]
 
     def count_drawn(self, positions: int) -> np.ndarray:
-        """How many groups of each entry come before a place."""
+        """Count the draws of each entry before a place."""
         times, place = divmod(positions, len(self.entries))
         some = np.bincount(self.entries[:place], minlength=len(self.shares))
         return times * np.array(self.shares) + some
 
 
 class Mixture:
-    """The windows of a corpus that is there as a whole, in memory or in the cache."""
+    """Windows of a corpus that is complete, in memory or in the cache; see Stream for others."""
 
     def __init__(
         self,
@@ -232,11 +228,11 @@ class Mixture:
 
     @classmethod
     def of(cls, examples: Examples, size: int = 2**16) -> "Mixture":
-        """The windows of examples in memory."""
+        """Make the windows of examples in memory."""
         return cls([[examples]], size=size)
 
     def window(self, number: int) -> Window:
-        """Window `number`, counted through all epochs."""
+        """Return window `number`, counted through all epochs."""
         epoch, index = divmod(number, self.per_epoch)
         start = index * self.size
         stop = min(start + self.size, self.order.epoch)
@@ -246,25 +242,25 @@ class Mixture:
 
     @property
     def repeats(self) -> bool:
-        """Whether the windows of every epoch hold the same."""
+        """Whether every epoch has the same windows."""
         return self.order.pattern is None
 
     def release_before(self, number: int) -> None:
-        """Windows before this one are not needed: nothing of them is kept anyway."""
+        """Do nothing: windows are not stored."""
 
     def state(self, number: int) -> dict[str, Any]:
-        """Nothing: any window can be had at any time."""
+        """Return no state: any window can be made at any time."""
         return {}
 
     def check_vocabulary(self, size: int) -> None:
-        """ValueError if a token is not one of so many."""
+        """Raise ValueError if a token is `size` or more."""
         check_vocabulary(self.corpus.parts, size)
 
     def close(self) -> None:
-        """Nothing is running."""
+        """Do nothing: no process tokenizes."""
 
     def identity(self) -> str:
-        """Changes with the order of groups, and with any of them."""
+        """Return a digest of the groups and of their order."""
         parts = [part.identity() for part in self.corpus.parts]
         order = self.order.sizes, self.order.weights
         return hashlib.blake2b(repr((parts, order)).encode(), digest_size=16).hexdigest()
@@ -274,7 +270,7 @@ class Mixture:
 
 
 def _check_shape(name: str, column: np.ndarray, before: np.ndarray, files: Sequence[str]) -> None:
-    """ValueError for a column whose values have another shape than in the parts before."""
+    """Raise ValueError if the values of a column have another shape than in the parts before."""
     if column.shape[1:] != before.shape[1:]:
         raise ValueError(
             f"{', '.join(files)}: values of {name} have shape {column.shape[1:]}, and in the files "
@@ -283,6 +279,7 @@ def _check_shape(name: str, column: np.ndarray, before: np.ndarray, files: Seque
 
 
 def check_vocabulary(parts: Sequence[Examples], size: int) -> None:
+    """Raise ValueError if a token of the parts is `size` or more."""
     highest = max(part.highest for part in parts)
     if highest >= size:
         raise ValueError(
@@ -294,7 +291,7 @@ def check_vocabulary(parts: Sequence[Examples], size: int) -> None:
 
 
 def concat_ranges(starts: np.ndarray, sizes: np.ndarray) -> np.ndarray:
-    """int64, the numbers starts[i] .. starts[i] + sizes[i] - 1, for every i."""
+    """Return int64, the numbers from starts[i] to starts[i] + sizes[i] - 1, for every i."""
     ends = np.cumsum(sizes)
     return np.arange(int(ends[-1]) if len(ends) else 0) + np.repeat(starts - ends + sizes, sizes)
 

@@ -12,9 +12,7 @@ import numpy as np
 from tigon.data.examples import Examples
 from tigon.data.mixture import Corpus, Window
 
-MIN_SHARED_FRACTION = (
-    1 / 64
-)  # of all tokens: to copy keys and values of the rest takes as long, about
+MIN_SHARED_FRACTION = 1 / 64  # of all tokens: sharing fewer costs as much as it saves
 
 
 @dataclass(frozen=True)
@@ -22,7 +20,7 @@ class TruncationStats:
     """Counts of truncated and dropped groups. A group over both limits counts as too long for its
     row."""
 
-    max_length_cuts: int = 0  # groups of which an example is longer than `max_length` of `whole`
+    max_length_cuts: int = 0  # groups of which an example is longer than `max_length`
     max_length_drops: int = 0
     row_cuts: int = 0  # groups that do not fit into a row
     row_drops: int = 0
@@ -33,10 +31,9 @@ class TruncationStats:
 
     def __add__(self, other: "TruncationStats") -> "TruncationStats":
         sums = {f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)}
-        max_length = {
-            n: max(getattr(self, n), getattr(other, n)) for n in ("longest", "min_seq_len")
-        }
-        return TruncationStats(**sums | max_length)
+        sums["longest"] = max(self.longest, other.longest)
+        sums["min_seq_len"] = max(self.min_seq_len, other.min_seq_len)
+        return TruncationStats(**sums)
 
     @property
     def truncated(self) -> int:
@@ -73,13 +70,13 @@ class PackedRows:
         return self.spans[self.offsets[row] : self.offsets[row + 1]]
 
     def line(self, row: int) -> tuple[np.ndarray, np.ndarray]:
-        """The spans of a row, and how many tokens are left out before each."""
+        """Return the spans of a row, and the tokens of the shared prompt left out before each."""
         return self[row], self.shared[self.offsets[row] : self.offsets[row + 1]]
 
 
 @dataclass
 class PackingReport:
-    """What the windows of an epoch hold."""
+    """Counts of the groups, rows and tokens in the windows of an epoch."""
 
     groups: int = 0  # those left out too
     rows: int = 0
@@ -98,7 +95,7 @@ class PackingReport:
 
     @property
     def waste(self) -> float:
-        """The share of packed rows that is padding."""
+        """The fraction of packed rows that is padding."""
         return 1 - self.row_tokens / self.space if self.space else 0.0
 
 
@@ -113,7 +110,7 @@ def pack_examples(
     min_fraction: float = MIN_SHARED_FRACTION,
     distinct: bool = False,
 ) -> PackedRows:
-    """Rows of unsplit groups of examples: best-fit decreasing when packing, otherwise one a row.
+    """Make rows of whole groups of examples, by best-fit decreasing, or one a row without packing.
 
     An example is cut to `max_length` tokens. A group has to fit into a row: packed, all of it;
     otherwise each example by itself. If it does not, its examples are cut to the largest common
@@ -178,8 +175,10 @@ def pack_examples(
 def _truncate_to_row(
     lengths: np.ndarray, shared: np.ndarray, sizes: np.ndarray, seq_len: int, combine: np.ufunc
 ) -> np.ndarray:
-    """int64 [E], lengths with which each group fits: its examples are cut to one length, the most
-    that is possible, found by halving."""
+    """int64 [E], the lengths to which examples are cut so that each group fits into a row.
+
+    All examples of a group get the largest common limit that fits, found by bisection.
+    """
     first = np.cumsum(sizes) - sizes
     low, high = np.zeros_like(sizes), np.full_like(sizes, seq_len)
     while (low < high).any():
@@ -193,7 +192,7 @@ def _truncate_to_row(
 def _duplicate_groups(
     corpus: Corpus, spans: np.ndarray, sizes: np.ndarray, candidates: np.ndarray
 ) -> np.ndarray:
-    """bool [G], which of the groups that are `candidates` about, bool [G], have equal examples."""
+    """bool [G], the groups among the `candidates`, bool [G], whose examples are all equal."""
     duplicates, first = np.zeros_like(candidates), np.cumsum(sizes) - sizes
     for group in np.flatnonzero(candidates).tolist():
         members = spans[first[group] : first[group] + sizes[group]]
@@ -206,7 +205,8 @@ def _duplicate_groups(
 def _reorder_by_row(
     spans: np.ndarray, shared: np.ndarray, sizes: np.ndarray, seq_len: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Spans and what they share in the order of their rows, and how many spans each row has."""
+    """Sort spans and their shared lengths by the row that they are packed into, and count the spans
+    of each row."""
     rows = pack_best_fit(np.add.reduceat(np.diff(spans)[:, 0], np.cumsum(sizes) - sizes), seq_len)
     taken = np.concatenate(rows)
     place = np.argsort(taken)  # of each group, in the order of the rows
@@ -223,8 +223,8 @@ def _pack_shared_prompts(
     min_fraction: float,
     truncation: TruncationStats,
 ) -> PackedRows:
-    """Rows of single examples, of which those that follow each other in the data with the same
-    prompt share it."""
+    """Make rows of single examples; those with the same prompt, next to each other in the data,
+    share it if they are in one row."""
     spans = spans[np.argsort(spans[:, 0], kind="stable")]
     common = shared_prompt_lengths(corpus, spans, np.array([len(spans)]), min_fraction)
     rows = pack_prompts(np.diff(spans)[:, 0], common, seq_len)
@@ -256,15 +256,17 @@ def shared_prompt_lengths(
 
 
 def _prompt_tokens(examples: Examples, start: int, stop: int) -> np.ndarray:
-    """The tokens of an example that come before the first that is learned."""
+    """Return the tokens of an example before the first that is learned."""
     return examples.tokens[start : start + int(examples.supervised[start:stop].argmax())]
 
 
 def pack_documents(window: Window, seq_len: int, *, packing: bool = True) -> PackedRows:
-    """Rows of text, none left out: documents joined and cut every seq_len tokens when packing,
-    otherwise each document cut every seq_len tokens, one piece to a row."""
+    """Make rows of text, none left out: join documents and cut them every seq_len tokens, or
+    without packing cut each document, one piece to a row."""
     if len(window.groups) != len(window) + 1:
-        raise ValueError("groups of examples cannot be split: make rows of them with whole()")
+        raise ValueError(
+            "groups of examples cannot be split: make rows of them with pack_examples()"
+        )
     ends = np.concatenate([[0], np.cumsum(window.stops - window.starts)])
     if packing:
         every = np.arange(0, ends[-1], seq_len)
@@ -281,7 +283,7 @@ def pack_documents(window: Window, seq_len: int, *, packing: bool = True) -> Pac
 
 
 def pack_best_fit(lengths: np.ndarray, seq_len: int) -> list[list[int]]:
-    """Bins of indices, longest first, each into the fullest bin that still takes it."""
+    """Put indices into bins, the longest first, each into the fullest bin that has room for it."""
     bins: list[list[int]] = []
     by_space: dict[int, list[list[int]]] = {}
     spaces: list[int] = []  # sorted keys of by_space
@@ -313,9 +315,9 @@ MAX_KEY_COPIES = 4  # keys that attention copies, for each token of a row, at mo
 
 
 def pack_prompts(lengths: np.ndarray, shared: np.ndarray, seq_len: int) -> list[list[list[int]]]:
-    """Rows of sequences, of which those to one prompt share it: lists of them in each row, of which
-    the first one has the prompt. `lengths` int64 [S], with the prompt; `shared` int64 [S]: how many
-    tokens each has in common with the one before it, 0 for the first one to a prompt.
+    """Pack sequences so that those with one prompt share it: a row is a list of such lists, of
+    which the first sequence has the prompt. `lengths` int64 [S] counts the prompt; `shared` int64
+    [S]: tokens in common with the sequence before, 0 for the first one with a prompt.
 
     Prompts come by the tokens of all their sequences, the most first. These go into the fullest row
     that takes all. If there is none, the emptiest row takes as many as fit, and so on with the
@@ -344,8 +346,8 @@ def pack_prompts(lengths: np.ndarray, shared: np.ndarray, seq_len: int) -> list[
 
 
 def _take(remaining: list[tuple[int, int]], prompt: int, space: int) -> tuple[list[int], int]:
-    """The sequences of `remaining`, sorted (length, index), that fit into a space, longest first,
-    and how many tokens they are."""
+    """Remove the sequences that fit into a space from `remaining`, sorted (length, index), longest
+    first; return their indices and how many tokens they take."""
     taken: list[int] = []
     used = 0
     while remaining:

@@ -21,10 +21,8 @@ class Split(NamedTuple):
 
 
 def parse_split(text: str) -> list[Split]:
-    """The splits that a text such as "train[80%:]" or "train+test[:10]" names, as in `datasets`.
-
-    ValueError for a text that is none.
-    """
+    """Parse a text such as "train[80%:]" or "train+test[:10]", as in `datasets`; ValueError if it
+    is no split."""
     splits = []
     for part in text.split("+"):
         match = _SPLIT.fullmatch(part.strip())
@@ -45,10 +43,9 @@ def parse_split(text: str) -> list[Split]:
 
 
 def is_held_out(row: Row, format: Format, fraction: float) -> bool:
-    """Whether a row is part of the held-out fraction.
+    """Whether a row is in the held-out fraction, by a digest of the keys that formats read.
 
-    A digest of what formats read of it decides, so that it is the same on every machine, in every
-    order, and for each copy of the row, also under another id.
+    So the answer is the same on every machine, in any order, and for each copy of a row.
     """
     read = {
         key: row[format.column(key)] for key in ROW_KEYS if row.get(format.column(key)) is not None

@@ -12,14 +12,14 @@ import json
 import re
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import IO, Any, Self
+from typing import Any, Self
 
 from tigon.data.formats import VALUE_KEYS, Format, Row
 from tigon.data.selection import Split, is_held_out, parse_split
@@ -37,10 +37,8 @@ HASH_BYTES = 2**25  # bytes that a thread hashes at a time
 SAMPLE_BYTES = 4096  # bytes of each piece that `sample` hashes
 MAX_ROW_CHARS = 2**24  # characters; tokenizing them takes 2.4 GB
 MAX_LINE_BYTES = 8 * MAX_ROW_CHARS  # bytes that are read of a row which is too large
-LARGE_ROW_BYTES, MAX_CONTAINERS = (
-    2**24,
-    2**22,
-)  # bytes of a row, and lists and objects in a larger one
+LARGE_ROW_BYTES = 2**24  # bytes above which the lists and objects of a row are counted
+MAX_CONTAINERS = 2**22  # lists and objects in a row of more bytes
 _ESCAPES = {r"\n": "\n", r"\r": "\r", r"\t": "\t"}
 
 Record = bytes | Row | ValueError  # JSON, a row, or what is wrong with it
@@ -73,7 +71,7 @@ class Block:
     fraction: tuple[float, bool] | None = None  # as Source has it
 
     def rows(self) -> NumberedRows:
-        """The parsed rows with their lines."""
+        """Yield the parsed rows with their lines."""
         for line, record in self.records:
             row = parse_json(record) if isinstance(record, bytes) else record
             if self.fraction is not None:
@@ -87,7 +85,10 @@ class Block:
 
 @dataclass(frozen=True)
 class Source:
-    """The rows of one file or data set, or a range of them."""
+    """The rows of one file or data set, or a range of them.
+
+    A kind of file implements `read_all`, or `read` where it can skip rows without reading them.
+    """
 
     name: str  # for messages; a file's path
     format: Format
@@ -96,9 +97,13 @@ class Source:
     # eval_fraction, and whether the rows are those that it holds out; None: all rows
     fraction: tuple[float, bool] | None = field(default=None, kw_only=True)
 
-    def read(self, start: int = 0) -> Iterator[tuple[int, Record]]:
-        """All records of the file from number `start` on; ValueError if it cannot be read."""
+    def read_all(self) -> Iterator[tuple[int, Record]]:
+        """Yield each record of the file with its line; ValueError if it cannot be read."""
         raise NotImplementedError
+
+    def read(self, start: int = 0) -> Iterator[tuple[int, Record]]:
+        """Yield the records of the file from number `start` on."""
+        return islice(self.read_all(), start, None)
 
     def options(self) -> tuple[Any, ...]:
         """What changes the rows besides the files' bytes."""
@@ -115,7 +120,7 @@ class Source:
         return sum(1 for _ in self.read())
 
     def records(self, first: int = 0, last: int | None = None) -> Iterator[tuple[int, Record]]:
-        """The records of the range, from its number `first` up to `last`."""
+        """Yield the records of the range, from its number `first` up to `last`."""
         begin = self.start + first
         ends = [self.stop, None if last is None else self.start + last]
         end = min((end for end in ends if end is not None), default=None)
@@ -123,7 +128,7 @@ class Source:
         return records if end is None else islice(records, max(0, end - begin))
 
     def blocks(self, first: int = 0, last: int | None = None) -> Iterator[Block]:
-        """The records of the range in blocks. A block ends with the record that exceeds SIZE."""
+        """Yield the records of the range in blocks of about BLOCK_BYTES each."""
         records: list[tuple[int, Record]] = []
         size, has_rows = 0, first > 0
         for line, record in self.records(first, last):
@@ -142,7 +147,7 @@ class Source:
             )
 
     def rows(self) -> NumberedRows:
-        """The parsed rows of the range with their lines."""
+        """Yield the parsed rows of the range with their lines."""
         for block in self.blocks():
             yield from block.rows()
 
@@ -164,8 +169,8 @@ class Source:
         return sum(file.stat().st_size for file in self.files())
 
     def sample(self, count: int) -> bytes:
-        """Digests of about `count` pieces at equal distances, at least both ends of each file on
-        this host: they distinguish most contents, and little is read."""
+        """Hash about `count` pieces at equal distances, at least both ends of each file, to compare
+        large sources without reading all of them."""
         files = self.files()
         each = max(2, count // max(1, len(files)))
         return b"".join(_hash_sample(file, each) for file in files)
@@ -178,13 +183,11 @@ class Source:
 class JsonFile(Source):
     """One JSON object a line; a .json file may also be one list of objects."""
 
-    def read(self, start: int = 0) -> Iterator[tuple[int, Record]]:
-        return islice(self._lines(), start, None)
-
-    def _lines(self) -> Iterator[tuple[int, Record]]:
+    def read_all(self) -> Iterator[tuple[int, Record]]:
         with open_file(self.name) as file:
             if file.peek(3)[:3] == b"\xef\xbb\xbf":
                 file.read(3)
+            line = 1
             if suffix(self.name) == ".json":
                 blank = b""
                 while (piece := file.peek(1)[:1]) and piece.isspace():
@@ -192,20 +195,13 @@ class JsonFile(Source):
                 if piece == b"[":
                     yield from _list_items(blank + file.read(), self.name)
                     return
-                first = 1 + blank.count(b"\n")
-            else:
-                first = 1
-            line = first
+                line += blank.count(b"\n")
             while raw := file.readline(MAX_LINE_BYTES):
                 if len(raw) == MAX_LINE_BYTES and not raw.endswith(b"\n"):
                     while raw and not raw.endswith(b"\n"):
                         raw = file.readline(BLOCK_BYTES)
-                    yield (
-                        line,
-                        ValueError(
-                            f"has more than {MAX_LINE_BYTES:,} bytes: divide it, or leave it out"
-                        ),
-                    )
+                    advice = "divide it, or leave it out"
+                    yield line, ValueError(f"has more than {MAX_LINE_BYTES:,} bytes: {advice}")
                 elif raw.strip():
                     yield line, raw
                 line += 1
@@ -214,14 +210,11 @@ class JsonFile(Source):
 class CsvFile(Source):
     """Rows of texts under a header, divided by commas, or in a .tsv file by tabs.
 
-    Every cell is the text that is in the file, "007" no number and "NA" not missing, but for those
-    in VALUES.
+    Every cell is the text that is in the file, "007" no number and "NA" not missing, except in the
+    columns of VALUE_KEYS.
     """
 
-    def read(self, start: int = 0) -> Iterator[tuple[int, Record]]:
-        return islice(self._lines(), start, None)
-
-    def _lines(self) -> Iterator[tuple[int, Record]]:
+    def read_all(self) -> Iterator[tuple[int, Record]]:
         csv.field_size_limit(2**31 - 1)  # too large cells are bad rows
         delimiter = "\t" if suffix(self.name) == ".tsv" else ","
         with open_text(self.name) as text:
@@ -242,14 +235,10 @@ class CsvFile(Source):
                 raise ValueError(f"{self.name}:{reader.line_num}: not valid CSV: {error}") from None
 
     def _check_header(self, header: list[str], delimiter: str) -> None:
-        is_column = header[:1] and header[0] in self.format.columns.values()
-        if (
-            len(header) == 1
-            and not is_column
-            and (delimiter_match := re.search(r"[;\t,]", header[0]))
-        ):
+        is_name = len(header) != 1 or header[0] in self.format.columns.values()
+        if not is_name and (other := re.search(r"[;\t,]", header[0])):
             raise ValueError(
-                f"{self.name} is divided by {delimiter_match[0]!r}, not by {delimiter!r}: "
+                f"{self.name} is divided by {other[0]!r}, not by {delimiter!r}: "
                 "write a .csv file with commas or a .tsv file with tabs"
             )
         check_columns(self.name, header)
@@ -275,13 +264,10 @@ class TextFile(Source):
 
     separator: str = ""
 
-    def read(self, start: int = 0) -> Iterator[tuple[int, Record]]:
-        return islice(self._documents(), start, None)
-
     def options(self) -> tuple[Any, ...]:
         return (_unescape(self.separator),)
 
-    def _documents(self) -> Iterator[tuple[int, Record]]:
+    def read_all(self) -> Iterator[tuple[int, Record]]:
         separator = _unescape(self.separator)
         line, rest = 1, ""
         for piece in self._pieces():
@@ -323,11 +309,7 @@ class Table(Source):
             data = data.skip(start) if start else data
             for batch in data.with_format("arrow").iter(batch_size=256):
                 check_columns(self.name, batch.schema.names)
-                try:
-                    rows = batch.to_pylist()
-                except UnicodeDecodeError:
-                    rows = [_table_row(batch, i) for i in range(batch.num_rows)]
-                for row in rows:
+                for row in _table_rows(batch):
                     yield line, without_nulls(row)
                     line += 1
 
@@ -385,10 +367,8 @@ class Table(Source):
         folder = Path(self.name)
         if not (folder / "dataset_dict.json").is_file():
             if self.split != (saved := saved_split(folder)):
-                raise ValueError(
-                    f"{self.name} has no split {self.split!r}: it was saved as the one split "
-                    f"{saved!r}"
-                )
+                text = f"{self.name} has no split {self.split!r}: it was saved as the one split"
+                raise ValueError(f"{text} {saved!r}")
             return folder
         splits = sorted(path.name for path in folder.iterdir() if path.is_dir())
         if self.split not in splits:
@@ -467,16 +447,12 @@ def _file_source(
             )
     if path.is_dir():
         if not any((path / state).is_file() for state in ("state.json", "dataset_dict.json")):
-            raise IsADirectoryError(
-                f"{path} is a directory; name its files, as in '{path}/*.jsonl'"
-            )
+            raise IsADirectoryError(f"{path} is a directory; name its files: '{path}/*.jsonl'")
         source = Table(name, format, "saved", split or saved_split(path))
         source.folder()
         return source
     if split not in (None, "train"):
-        raise ValueError(
-            f"{path} has no split {split!r}: a file's only split is 'train', as in `datasets`"
-        )
+        raise ValueError(f"{path} has no split {split!r}: a file's only split is 'train'")
     if path.stat().st_size == 0:
         raise ValueError(f"{path} is empty")
     if path.suffix in (".parquet", ".arrow"):
@@ -499,7 +475,7 @@ def _hub_source(entry: Entry, split: str | None, format: Format, streaming: bool
 
 
 def select_split(sources: Sequence[Source], split: Split) -> list[Source]:
-    """The rows of the slice, out of those of all sources end to end, rounded as in `datasets`."""
+    """Narrow the sources, read one after the other, to a slice that is rounded as in `datasets`."""
     start, stop = split.start, split.stop
     if split.percent or (start or 0) < 0 or (stop or 0) < 0:
         total = sum(map(_require_count, sources))
@@ -510,7 +486,7 @@ def select_split(sources: Sequence[Source], split: Split) -> list[Source]:
 
 
 def select_rows(sources: Sequence[Source], start: int, stop: int | None) -> list[Source]:
-    """The rows from `start` to `stop`, out of those of all sources end to end."""
+    """Narrow the sources, read one after the other, to the rows from `start` to `stop`."""
     if start == 0 and stop is None:
         return list(sources)
     selected: list[Source] = []
@@ -528,7 +504,7 @@ def select_rows(sources: Sequence[Source], start: int, stop: int | None) -> list
 
 
 def select_fraction(sources: Sequence[Source], fraction: float, held_out: bool) -> list[Source]:
-    """The held-out rows of the sources, or the others; without sources that have none of them."""
+    """Narrow each source to its held-out rows or to its training rows; drop it if it has none."""
     parts = [replace(source, fraction=(fraction, held_out)) for source in sources]
     return [part for part in parts if next(part.rows(), None) is not None]
 
@@ -575,7 +551,7 @@ def _hash_sample(path: Path, count: int) -> bytes:
 
 @contextmanager
 def open_file(name: str) -> Iterator[io.BufferedReader]:
-    """The bytes of a file, decompressed; ValueError if they cannot be."""
+    """Open a file for reading decompressed bytes; ValueError if they are damaged."""
     broken: tuple[type[Exception], ...] = (gzip.BadGzipFile, EOFError, zlib.error)
     with open(name, "rb") as file:
         raw: Any = file
@@ -583,11 +559,11 @@ def open_file(name: str) -> Iterator[io.BufferedReader]:
             raw = gzip.GzipFile(fileobj=file)
         elif name.endswith(".zst"):
             try:
-                import zstandard
+                from pyarrow import CompressedInputStream
             except ImportError:
                 raise ImportError(f"{name}: .zst needs pip install 'tigon[train]'") from None
-            broken += (zstandard.ZstdError,)
-            raw = _ZstdFrames(file, zstandard.ZstdDecompressor().decompressobj)
+            broken = (OSError,)  # what pyarrow raises
+            raw = CompressedInputStream(file, "zstd")
         try:
             with io.BufferedReader(raw, 2**20) as reader:
                 yield reader
@@ -597,41 +573,12 @@ def open_file(name: str) -> Iterator[io.BufferedReader]:
 
 @contextmanager
 def open_text(name: str) -> Iterator[io.TextIOWrapper]:
-    """The text of a file without a byte order mark; ValueError if it is not UTF-8."""
+    """Open a file for reading text without its byte order mark; ValueError if it is not UTF-8."""
     with open_file(name) as file:
         try:
             yield io.TextIOWrapper(file, encoding="utf-8-sig", newline="")
         except UnicodeDecodeError as error:
             raise ValueError(f"{name} is not UTF-8 text: {error}") from None
-
-
-class _ZstdFrames(io.RawIOBase):
-    """All frames of a .zst file. zstandard's own reader ends without a word where a frame does, or
-    where the file is cut off."""
-
-    def __init__(self, file: IO[bytes], begin: Callable[[], Any]):
-        self.file, self.begin = file, begin
-        self.frame: Any = None  # the one that has begun
-        self.compressed, self.text = b"", memoryview(b"")
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        while not self.text:
-            # Four bytes may become 128 KiB, all at once
-            self.compressed = self.compressed or self.file.read(2**12)
-            if not self.compressed:
-                if self.frame is not None:
-                    raise EOFError("its end is missing")
-                return 0
-            self.frame = self.frame or self.begin()
-            self.text, self.compressed = memoryview(self.frame.decompress(self.compressed)), b""
-            if self.frame.eof:
-                self.compressed, self.frame = self.frame.unused_data, None
-        count = min(len(buffer), len(self.text))
-        buffer[:count], self.text = self.text[:count], self.text[count:]
-        return count
 
 
 def suffix(name: str) -> str:
@@ -670,7 +617,7 @@ def _check_object(row: Any) -> Row | ValueError:
 
 
 def _list_items(raw: bytes, name: str) -> Iterator[tuple[int, Row | ValueError]]:
-    """The line and row of each item of a JSON list."""
+    """Yield the line and the row of each item of a JSON list."""
     try:
         text = raw.decode()
     except UnicodeDecodeError as error:
@@ -714,12 +661,11 @@ def _unescape(separator: str) -> str:
 
 
 def _approximate_bytes(value: Any) -> int:
-    """The bytes of a record, about."""
+    """Estimate the bytes that a record takes in a file."""
     if isinstance(value, str | bytes):
         return len(value)
-    if isinstance(value, dict):
-        return sum(map(_approximate_bytes, value.values()))
-    return sum(map(_approximate_bytes, value)) if isinstance(value, list) else 8
+    values = value.values() if isinstance(value, dict) else value
+    return sum(map(_approximate_bytes, values)) if isinstance(value, dict | list) else 8
 
 
 def saved_split(folder: Path) -> str:
@@ -730,21 +676,24 @@ def saved_split(folder: Path) -> str:
 
 
 def check_columns(name: str, columns: Sequence[str]) -> None:
-    """ValueError for two columns of one name."""
+    """Raise ValueError if two columns have one name."""
     if twice := [column for column, count in Counter(columns).items() if count > 1]:
         raise ValueError(f"{name} has the column {quote(twice[0])} twice: remove one")
 
 
-def _table_row(table: Any, i: int) -> dict[str, Any] | ValueError:
+def _table_rows(table: Any) -> list[Row | ValueError]:
+    """The rows of an Arrow table, with an error in place of each that is not UTF-8."""
     try:
-        row: dict[str, Any] = table.slice(i, 1).to_pylist()[0]
+        rows: list[Row | ValueError] = table.to_pylist()
     except UnicodeDecodeError as error:
-        return ValueError(f"is not UTF-8 text: {error}")
-    return row
+        if table.num_rows == 1:
+            return [ValueError(f"is not UTF-8 text: {error}")]
+        return [row for i in range(table.num_rows) for row in _table_rows(table.slice(i, 1))]
+    return rows
 
 
 def without_nulls(value: Any) -> Any:
-    """The value without the nulls that Arrow gives a struct for the keys that it does not have."""
+    """Remove the nulls that Arrow puts in a struct for the keys that a row lacks."""
     if isinstance(value, dict):
         return {key: without_nulls(item) for key, item in value.items() if item is not None}
     if isinstance(value, list):
@@ -754,7 +703,7 @@ def without_nulls(value: Any) -> Any:
 
 @contextmanager
 def _reader_errors(name: str) -> Iterator[None]:
-    """ImportError that says what to install, ValueError that names what cannot be read."""
+    """Turn the errors of pyarrow, datasets and huggingface_hub into one line with the name."""
     try:
         yield
     except ImportError as error:

@@ -25,13 +25,11 @@ POLL_SECONDS = 0.1  # seconds between two looks at whether the stream is closed
 SAMPLED_PIECES = 1024  # about so many of all sources are hashed to compare them between hosts
 
 State = dict[str, Any]
-EncodedWindow = tuple[
-    State, bool, list[list[Examples]]
-]  # where a window begins, is last, its entries
+EncodedWindow = tuple[State, bool, list[list[Examples]]]  # its begin, is last, parts of entries
 
 
 class Stream:
-    """The windows of endless entries.
+    """Windows that a process tokenizes shortly before they are needed; entries may be endless.
 
     With weights they are those of a Mixture's first epoch, which here never ends; without, those of
     all its epochs.
@@ -69,7 +67,7 @@ class Stream:
         self._next, self._made = 0, self._begin(0)
 
     def window(self, number: int) -> Window:
-        """Window `number`, counted from the first; waits until it is made."""
+        """Wait for window `number`, counted from the first, and return it."""
         if number < self._next and number not in self._windows:  # training has gone back
             self._next, self._made = number, self._begin(number)
         while self._next <= number:
@@ -87,44 +85,44 @@ class Stream:
         raise RuntimeError("the stream is closed")
 
     def release_before(self, number: int) -> None:
-        """Drop the windows before this one. Training may go back to them, as they can be remade."""
+        """Drop the windows before this one; `window` makes them again if training goes back."""
         for old in [n for n in self._windows if n < number]:
             del self._windows[old]
 
     def state(self, number: int) -> State:
-        """What a stream that begins with this window needs."""
+        """Return the cursor from which a stream begins with this window."""
         return self._states[number]
 
     def check_vocabulary(self, size: int) -> None:
-        """Windows that hold a token beyond so many will be errors."""
+        """Make `window` raise ValueError for a token that is `size` or more."""
         self.vocabulary = size
 
     def identity(self) -> str:
-        """A digest of the names, sizes and a few bytes of the sources, and of the encoder."""
+        """Return a digest of the encoder and of the sources' names, sizes and a few bytes."""
         sources = [(source, source.size()) for source in self.sources]
         facts = sources, self.weights, self.encoder.digest(), BLOCK_BYTES, self.sample()
         return hashlib.blake2b(repr(facts).encode(), digest_size=16).hexdigest()
 
     def sample(self) -> str:
-        """A digest of a few bytes of each source."""
+        """Return a digest of a few bytes of each source."""
         count = SAMPLED_PIECES // max(1, len(self.sources))
         samples = (source.sample(count) for source in self.sources)
         return hashlib.blake2b(b"".join(samples), digest_size=16).hexdigest()
 
     def close(self) -> None:
-        """End the tokenizing; who waits for a window gets an error."""
+        """End the tokenizing; a call of `window` that waits gets an error."""
         self._closed.set()
 
     def _begin(self, number: int) -> Queue[Any]:
-        """The windows from this one on, which a thread makes: a source may be a pipe or a network
-        that gives nothing, and must not keep a run from ending."""
+        """Start a thread that puts the windows from this one on into a queue. It is a daemon: a
+        source that never answers, such as a pipe, must not keep a run from ending."""
         windows = _WindowDataset(
             self.entries, self.encoder, self.size, self.pattern, self._states[number]
         )
         made: Queue[Any] = Queue(PREFETCHED_WINDOWS)
 
         def put(window: EncodedWindow | Exception) -> bool:
-            """Returns False once nobody waits for these windows any more."""
+            """Put a window into the queue; False if the stream was closed or has gone back."""
             while not self._closed.is_set() and made is self._made:
                 with suppress(Full):
                     made.put(window, timeout=POLL_SECONDS)
@@ -164,6 +162,7 @@ class Stream:
 
 
 def _process_loader(windows: "_WindowDataset") -> DataLoader[Any]:
+    """Make the windows in a worker process."""
     return DataLoader(
         windows,
         batch_size=None,
@@ -179,7 +178,7 @@ def _identity(window: Any) -> Any:
 
 
 class _WindowDataset(IterableDataset[Any]):
-    """All windows from a state on, or the error that ends them."""
+    """Yields all windows from a state on, or the error that ends them."""
 
     def __init__(
         self,
@@ -200,15 +199,13 @@ class _WindowDataset(IterableDataset[Any]):
 
     def _windows(self) -> Iterator[EncodedWindow]:
         state = self.state
-        places = zip(self.entries, state["places"], strict=True)
-        readers = [_GroupReader(sources, self.encoder, place) for sources, place in places]
+        begins = zip(self.entries, state["places"], strict=True)
+        readers = [_GroupReader(sources, self.encoder, place) for sources, place in begins]
         while True:
             start, counts = state["window"] * self.size, [self.size]
             if self.pattern is not None:
-                drawn = self.pattern.count_drawn(start + self.size) - self.pattern.count_drawn(
-                    start
-                )
-                counts = drawn.tolist()
+                before, after = map(self.pattern.count_drawn, (start, start + self.size))
+                counts = (after - before).tolist()
             last, entries = False, []
             for reader, count in zip(readers, counts, strict=True):
                 taken: list[Examples] = []
@@ -221,19 +218,16 @@ class _WindowDataset(IterableDataset[Any]):
             yield state, last, entries
             if last:
                 readers[0].restart()
-            window = 0 if last else state["window"] + 1
-            state = {
-                "epoch": state["epoch"] + last,
-                "window": window,
-                "places": [reader.place for reader in readers],
-            }
+            epoch, window = state["epoch"] + last, 0 if last else state["window"] + 1
+            places = [reader.place for reader in readers]
+            state = {"epoch": epoch, "window": window, "places": places}
 
 
 class _GroupReader:
-    """The groups of an entry's sources, from a place on.
+    """Reads the groups of an entry's sources from a place on, again and again.
 
-    A place is how often all have been read, a source, the first record of a block of it, and a
-    group of that.
+    A place is the number of passes that are done, the index of a source, the first record of a
+    block of it, and the index of a group in that block.
     """
 
     def __init__(self, sources: Sequence[Source], encoder: Encoder, place: Sequence[int]):
@@ -248,7 +242,7 @@ class _GroupReader:
         return [self.times, self.source, self.record, self.group]
 
     def take(self, count: int, parts: list[Examples]) -> int:
-        """Append up to so many groups, as many as this pass still has."""
+        """Append up to `count` groups of this pass to `parts`; return how many."""
         taken = 0
         while taken < count and not self.ended():
             assert self.examples is not None
@@ -258,7 +252,7 @@ class _GroupReader:
         return taken
 
     def ended(self) -> bool:
-        """Whether the pass is over; otherwise, there is another group."""
+        """Read blocks until there is another group; True if the pass has no more."""
         while self.examples is None or self.group >= self.examples.num_groups:
             at_place = self.examples is None
             block = next(self.blocks, None)
@@ -272,13 +266,13 @@ class _GroupReader:
         return False
 
     def restart(self) -> None:
-        """Begin another pass."""
+        """Begin another pass over the sources."""
         self.times, self.source, self.record, self.group = self.times + 1, 0, 0, 0
         self.is_new, self.examples = True, None
         self.blocks = self._blocks(0, 0)
 
     def _blocks(self, first: int, record: int) -> Iterator[tuple[int, int, Examples]]:
-        """The source, the first record and the examples of each block."""
+        """Yield the source, the first record and the examples of each block."""
         for i in range(first, len(self.sources)):
             for block in self.sources[i].blocks(record):
                 yield i, record, self.encoder(block)

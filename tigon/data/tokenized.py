@@ -21,8 +21,8 @@ from typing import Any
 import numpy as np
 
 from tigon.data.cache import cache_root, disk_errors, make_directory, train_extra, write_text
-from tigon.data.examples import Encoder, EncodingReport, Examples
-from tigon.data.sources import Block, Source
+from tigon.data.examples import Encoder, EncodingReport, Examples, collect
+from tigon.data.sources import Source
 
 VERSION = 2  # of the columns; others are made anew
 MAX_WORKERS = 32  # unless a setting says more
@@ -40,10 +40,10 @@ def count_cpus() -> int:
 def tokenize(
     sources: Sequence[Source], encoder: Encoder, *, workers: int | None = None
 ) -> list[Examples]:
-    """The examples of the sources, a block each, from the cache, or made now.
+    """Load the examples of the sources from the cache, or tokenize them; one item for each block.
 
-    The first process of a host that comes makes them; others that want the same wait for it.
-    ValueError for a source without rows, and for a bad row unless the encoder skips these.
+    The first process of a host tokenizes; others that want the same wait for it. ValueError for a
+    source without rows, and for a bad row unless the encoder skips these.
     """
     root = cache_root() / "data"
     with disk_errors(root):
@@ -88,7 +88,7 @@ def _check_parts(sources: Sequence[Source], parts: Sequence[Examples], encoder: 
 
 
 def _cached_digest(root: Path, source: Source) -> str:
-    """`source.digest()`, which reads the file, remembered while size and times are the same."""
+    """Look up `source.digest()` by the file's size and times; read the file if they are new."""
     path = Path(source.name)
     if not path.is_file():
         return source.digest()
@@ -105,14 +105,13 @@ def _cached_digest(root: Path, source: Source) -> str:
 def _build_dataset(
     path: Path, sources: Sequence[Source], encoder: Encoder, workers: int | None
 ) -> None:
-    """Tokenize into a data set, in worker processes if there is enough to do."""
+    """Tokenize the sources into a data set, in worker processes if there is enough to do."""
     max_workers = min(count_cpus(), MAX_WORKERS) if workers is None else workers
-    shards = _shards(sources, max_workers) if max_workers > 1 or workers else []
-    if not shards or (workers is None and sum(count for *_, count in shards) < MIN_PARALLEL_BLOCKS):
-        shards = [(i, 0, None, 0) for i in range(len(sources))]
-        runs = [shards]
+    blocks = _list_blocks(sources) if max_workers > 1 or workers else []
+    if not blocks or (workers is None and len(blocks) < MIN_PARALLEL_BLOCKS):
+        runs: list[list[Shard]] = [[(i, 0, None) for i in range(len(sources))]]
     else:
-        runs = _divide_shards(shards, max_workers)
+        runs = _divide_blocks(blocks, max_workers)
     with train_extra():
         import datasets
     if not sys.stderr.isatty():
@@ -139,33 +138,31 @@ def _build_dataset(
             raise
 
 
-Shard = tuple[int, int, int | None, int]  # source, first record, last or None: all, its blocks
+Shard = tuple[int, int, int | None]  # a source, its first record, and the one to stop at or None
 
 
-def _shards(sources: Sequence[Source], workers: int) -> list[Shard]:
-    """The block boundaries of the sources, which a shard keeps: a block has the same rows in any
-    number of processes."""
+def _list_blocks(sources: Sequence[Source]) -> list[Shard]:
+    """List the blocks of the sources as shards, so that any number of processes has the same."""
     shards: list[Shard] = []
     for i, source in enumerate(sources):
         first = 0
         for block in source.blocks():
             last = first + len(block.records)
-            shards.append((i, first, last, 1))
+            shards.append((i, first, last))
             first = last
     return shards
 
 
-def _divide_shards(shards: Sequence[Shard], workers: int) -> list[list[Shard]]:
-    """Consecutive shards for each worker, those of one source joined."""
+def _divide_blocks(blocks: Sequence[Shard], workers: int) -> list[list[Shard]]:
+    """Deal consecutive blocks to the workers, and join those of one source."""
     runs: list[list[Shard]] = []
-    for indices in np.array_split(np.arange(len(shards)), min(workers, len(shards))):
+    for indices in np.array_split(np.arange(len(blocks)), min(workers, len(blocks))):
         run: list[Shard] = []
-        for number in indices.tolist():
-            i, first, last, count = shards[number]
+        for i, first, last in (blocks[number] for number in indices):
             if run and run[-1][0] == i:
-                run[-1] = i, run[-1][1], last, run[-1][3] + count
+                run[-1] = i, run[-1][1], last
             else:
-                run.append((i, first, last, count))
+                run.append((i, first, last))
         runs.append(run)
     return runs
 
@@ -175,36 +172,20 @@ def _encode_shards(
 ) -> Iterator[dict[str, Any]]:
     _exit_with_parent()
     for run in runs:
-        for i, first, last, _ in run:
+        for i, first, last in run:
             for block in sources[i].blocks(first, last):
                 try:
                     examples = encoder(block)
                 except ValueError as error:  # the library would not tell it
-                    examples = _failed_examples(block, encoder, str(error))
+                    report = EncodingReport(len(block.records), skipped=1, errors=(str(error),))
+                    examples = collect(block.name, [], report, encoder.per_token)
                 yield _to_row(examples, i, encoder)
                 if examples.report.errors and not encoder.skip_bad_rows:
                     return
 
 
-def _failed_examples(block: Block, encoder: Encoder, error: str) -> Examples:
-    columns = (
-        {n: np.zeros(0, t) for n, t in getattr(encoder, kind).items()} for kind in COLUMN_KINDS
-    )
-    nothing = np.zeros(0, np.int32)
-    report = EncodingReport(len(block.records), skipped=1, errors=(error,))
-    return Examples(
-        nothing,
-        np.zeros(1, np.int64),
-        nothing.reshape(0, 2),
-        (block.name,),
-        next(columns),
-        next(columns),
-        report=report,
-    )
-
-
 def _to_row(examples: Examples, source: int, encoder: Encoder) -> dict[str, Any]:
-    """The row of the data set; an array that the examples do not have is empty."""
+    """Convert examples to a row of the data set; a missing array becomes an empty one."""
     shapes: dict[str, Any] = {}
     row: dict[str, np.ndarray] = {
         "tokens": examples.tokens,
@@ -235,7 +216,7 @@ def _to_row(examples: Examples, source: int, encoder: Encoder) -> dict[str, Any]
 
 
 def _load_examples(path: Path, key: str, names: Sequence[str]) -> list[Examples] | None:
-    """The blocks of a data set; None if it is absent or damaged."""
+    """Map the data set and return the examples of each block; None if it is absent or damaged."""
     files = sorted(path.glob("generator/*/*/*.arrow"))
     if not files or any("incomplete" in str(file) for file in files):
         return None
@@ -260,7 +241,7 @@ def _load_examples(path: Path, key: str, names: Sequence[str]) -> list[Examples]
 
 
 def _list_arrays(column: Any) -> list[np.ndarray]:
-    """The lists of a column, as views of the mapped file."""
+    """Return the lists of a column as views of the mapped file."""
     arrays = []
     for chunk in column.chunks:
         values, ends = chunk.values.to_numpy(zero_copy_only=True), chunk.offsets.to_pylist()
@@ -275,9 +256,7 @@ def _from_row(
     for name, shape in facts["shapes"].items():
         kind, _, column = name.partition(".")
         columns[kind][column] = arrays[name].view(facts["dtypes"][name]).reshape(shape)
-    report: dict[str, Any] = {
-        k: tuple(v) if isinstance(v, list) else v for k, v in facts["report"].items()
-    }
+    lists = {k: tuple(v) for k, v in facts["report"].items() if isinstance(v, list)}
     examples = Examples(
         arrays["tokens"],
         arrays["offsets"],
@@ -286,7 +265,7 @@ def _from_row(
         columns["per_token"],
         columns["per_example"],
         arrays["groups"] if len(arrays["groups"]) else None,
-        EncodingReport(**report),
+        EncodingReport(**facts["report"] | lists),
         key,
     )
     vars(examples).update(targets=arrays["targets"], highest=facts["highest"])
@@ -295,7 +274,7 @@ def _from_row(
 
 @contextmanager
 def one_tokenizer_thread() -> Iterator[None]:
-    """Tokenizers of processes that start meanwhile have one thread: a process is one worker."""
+    """Give the tokenizers of processes that start inside one thread each."""
     before = os.environ.get("TOKENIZERS_PARALLELISM")
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     try:
@@ -307,7 +286,7 @@ def one_tokenizer_thread() -> Iterator[None]:
 
 
 def _exit_with_parent() -> None:
-    """End a worker process whose parent is killed, which the parent cannot say."""
+    """Watch the parent in a thread, and end this worker process when the parent is killed."""
     import multiprocess  # type: ignore[import-untyped]
 
     if (parent := multiprocess.parent_process()) is not None:

@@ -63,7 +63,6 @@ OPTIONAL = {
     "torch.utils.tensorboard",
     "transformers",
     "wandb",
-    "zstandard",
 }
 IMPORT_NAMES = {"pyyaml": "yaml"}
 

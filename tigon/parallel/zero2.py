@@ -110,7 +110,7 @@ class ShardedParameter:
         self.rows.grad = gradient if self.rows.grad is None else self.rows.grad + gradient
 
 
-class ParameterGroup:
+class ShardedGroup:
     """Parameters that one call gathers, and whose gradients one call reduces."""
 
     def __init__(self, weights: Sequence[ShardedParameter]) -> None:
@@ -139,10 +139,10 @@ class Zero2:
         self.reduces = True  # in the next backward; otherwise gradients accumulate locally
         self.gathered = self.allocated = False
         self.reductions: deque[Reduction] = deque()
-        self.pending: list[ParameterGroup] | None = None  # during backward: groups not yet reduced
+        self.pending: list[ShardedGroup] | None = None  # during backward: groups not yet reduced
         self.weights: dict[nn.Parameter, ShardedParameter] = {}  # by whole parameter
         self.hooked: set[ShardedParameter] = set()
-        self.groups: list[ParameterGroup] = []
+        self.groups: list[ShardedGroup] = []
         seen: dict[nn.Parameter, ShardedParameter] = {}
         model.register_forward_pre_hook(lambda *_: self._begin())
         for modules in forward_order(model):
@@ -155,7 +155,7 @@ class Zero2:
                         seen[parameter] = ShardedParameter(parameter, mesh)
                         new.append(seen[parameter])
                     seen[parameter].owners.append((module, name))
-            self.groups.append(group := ParameterGroup(new))
+            self.groups.append(group := ShardedGroup(new))
             for module in modules:
                 module.register_forward_pre_hook(lambda *_, group=group: self._enter(group))
         if unassigned := [n for n, p in model.named_parameters() if p not in seen]:
@@ -234,18 +234,18 @@ class Zero2:
                 self.weights[weight.whole] = weight
         self.allocated = True
 
-    def _enter(self, group: ParameterGroup) -> None:
+    def _enter(self, group: ShardedGroup) -> None:
         """Waits, before a group's forward, until its weights are gathered."""
         self.gather()  # a module may be called without the model's forward
         self._wait(group)
 
-    def _wait(self, group: ParameterGroup) -> None:
+    def _wait(self, group: ShardedGroup) -> None:
         """Waits for the all-gather of a group's weights."""
         if group.gathering is not None:
             group.gathering.wait()  # the stream waits, the host does not
             group.gathering = None
 
-    def _accumulated(self, group: ParameterGroup, weight: ShardedParameter) -> None:
+    def _accumulated(self, group: ShardedGroup, weight: ShardedParameter) -> None:
         """Runs when a parameter has its gradient of this backward."""
         weight.add_up(self.sums)
         if not self.reduces:
@@ -271,7 +271,7 @@ class Zero2:
         weight = self.weights[whole]
         return (weight.whole, "grad") if self.sums == self.compute else (weight, "sum")
 
-    def _begin_reduction(self, group: ParameterGroup) -> None:
+    def _begin_reduction(self, group: ShardedGroup) -> None:
         """Starts to reduce a group's gradients to their shards."""
         with torch.no_grad():
             gradients = [w.take_gradient(self.sums).contiguous() for w in group.trained]

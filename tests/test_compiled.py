@@ -12,6 +12,7 @@ pytest.importorskip("triton")
 from tests.hopper.compiling import WIDE, in_place
 
 
+@pytest.mark.timeout(1200)  # two minutes of both cores, more beside other tests
 @pytest.mark.parametrize(
     "options", [["--quick"], pytest.param([], marks=pytest.mark.slow)], ids=["quick", "all"]
 )

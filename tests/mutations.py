@@ -101,7 +101,7 @@ def main(numbers: set[int], fast: bool) -> int:
         for m in mutations:  # before hours go by
             text = m.apply(tree)
             (tree / "tigon" / m.file).write_text(text)
-        code, output = run(tree, *dict.fromkeys(m.test for m in mutations))
+        code, output = run(tree, *dict.fromkeys(m.test for m in mutations), fast=fast)
         if code:
             raise SystemExit(f"without any mistake the tests fail:\n{output}")
         for m in chosen:

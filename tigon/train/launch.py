@@ -210,9 +210,9 @@ def run_ranks(
 ) -> tuple[int, str | None]:
     """Runs `python -m module arguments` on `count` ranks of this host, by torch's elastic agent.
 
-    Returns the exit code, and which rank failed and why. After a signal, or a failure of one, the
-    ranks have `shutdown_timeout` seconds to end (30 before torch 2.12). With `forward_interrupt`
-    they get Ctrl-C and go on.
+    Returns the exit code, and which rank failed and why. When a rank fails, the others have 30 s
+    to end; after a signal all have `shutdown_timeout` seconds (30 before torch 2.12). With
+    `forward_interrupt` they get Ctrl-C and go on.
     """
     environment = {
         "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // count)),

@@ -175,7 +175,7 @@ class Repository:
         return self.local_files_only or constants.is_offline_mode()
 
     def _no_file(self, name: str) -> FileNotFoundError:
-        """Returns the error for a file that is not there, with what is."""
+        """Returns the error for a file that is not there; offline it says how to get it."""
         if self.directory is not None:
             return FileNotFoundError(f"{self.directory} has no file {name}")
         offline = (

@@ -143,7 +143,7 @@ def raise_on_all_ranks(world: World | None) -> AbstractContextManager[None]:
 
 
 def _check_ranks(args: Namespace) -> None:
-    """Raises ValueError if `--tp` does not fit the machine."""
+    """Raises ValueError if `--tp` does not fit the number of processes."""
     if args.tp < 1:
         raise ValueError(f"--tp {args.tp} must be at least 1")
     if args.tp == 1 and args.expert_parallel:

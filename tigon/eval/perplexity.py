@@ -177,7 +177,7 @@ def _batches(results: Windows, batch_tokens: int) -> Iterator[tuple[Tensor, Tens
 
 
 def _tensors(documents: Sequence[Document], window: Window) -> tuple[Tensor, Tensor]:
-    """Cuts documents into windows of tokens."""
+    """Returns a window's token ids and labels, ignored where they are not scored."""
     d, start, stop, fresh = window
     tokens, supervised = documents[d]
     ids = torch.from_numpy(tokens[start:stop].astype(np.int64))

@@ -290,7 +290,7 @@ class DynamicSteps:
             self._positions = (self._visible.cumsum(-1) - 1).clamp_(min=0)
 
     def select(self, index: Tensor) -> None:
-        """Keeps the rows of the index."""
+        """Raises NotImplementedError: a KVCache keeps all of its rows."""
         raise NotImplementedError("rows of a KVCache stay to the end")
 
 

@@ -126,7 +126,7 @@ class ActivationOffload:
             self._finish_copies()
 
     def _finish_copies(self) -> None:
-        """Frees the GPU's memory of storages whose copies have ended."""
+        """Waits for the oldest copies to the host and frees their memory on the GPU."""
         copied, live = self._copying.popleft()
         if copied is not None:
             torch.cuda.current_stream(self.device).wait_event(copied)

@@ -477,7 +477,7 @@ class StaticCache(Cache):
         return cached
 
     def open(self, make: MakeStates, x: Tensor, mask: AttentionMask) -> list[LayerState]:
-        """Returns the states for a pass, after a check that its tokens have room."""
+        """Returns the states for a pass; ValueError for packed prompts without cu_seq_lens."""
         if mask.segment_ids is not None and mask.cu_seq_lens is None:
             raise ValueError(
                 "position_ids restart: a StaticCache takes packed prompts with cu_seq_lens"

@@ -118,7 +118,7 @@ class LowRank(LayerAdapter):
         return {"lora_A": a} | {name: torch.zeros(shapes[name], device="cpu") for name in names}
 
     def additions(self) -> list[LoRATerm]:
-        """Returns the active adapter's low-rank terms."""
+        """Returns this adapter's low-rank terms."""
         local: dict[str, Any] = self._parameters  # none is None
         return [LoRATerm(p.first, local[B + p.name], p.scale) for p in self.parts]
 

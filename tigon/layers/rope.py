@@ -17,7 +17,7 @@ ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 
 
 def _powers(dim: int, theta: float) -> Tensor:
-    """Returns the inverse frequencies 1 / theta^(2i / dim)."""
+    """Returns theta^(2i / dim), the inverse of the frequencies."""
     return theta ** (torch.arange(0, dim, 2, dtype=torch.float32, device="cpu") / dim)
 
 

@@ -166,7 +166,7 @@ def check_same_inputs(model: CausalLM) -> None:
 
 # No closure, so that a model can be copied and pickled before its first call
 def _check(model: CausalLM, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
-    """Raises ValueError for arguments that do not go together."""
+    """Checks once, in the first call, that ranks have the same model and inputs."""
     facts = {"files of the model": model.files_digest, "dtype": model.dtype}
     facts["expert_parallel"] = any(isinstance(m, Experts) and m.shard for m in model.modules())
     check_same_on_all_ranks(model.communication_groups, CALL, facts, model.device)

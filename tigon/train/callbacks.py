@@ -151,7 +151,7 @@ def _import_function(name: str) -> Any:
 
 
 def _import(name: str) -> ModuleType:
-    """Imports a module by its name, or a .py file by its path."""
+    """Imports a module by its name, from the working directory too."""
     directory = os.getcwd()
     if directory not in sys.path and "" not in sys.path:  # `python -m` has it, `tigon` lacks it
         sys.path.append(directory)

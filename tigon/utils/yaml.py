@@ -41,7 +41,7 @@ class _Refused(ValueError):
 
 
 class _Loader(yaml.SafeLoader):
-    """Loads YAML 1.2's core types within limits; a key that stands twice is an error."""
+    """Loads YAML within limits; merges and keys that stand twice are errors, dates stay text."""
 
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
         line = node.start_mark.line + 1

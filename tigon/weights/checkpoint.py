@@ -82,7 +82,7 @@ class Fp8Tensor(DecodedTensor):
         values[:, full:].mul_(by_row[:, full // columns :])
 
     def _scales(self, reader: Reader, first: int, count: int) -> Tensor:
-        """Reads the scales of the blocks that the rows touch."""
+        """Reads rows of the scales; raises ValueError for one that is negative or not finite."""
         scales = self._read(reader, self.scale, first, count).float()
         bad = (~(scales.isfinite() & (scales >= 0))).nonzero()
         if len(bad):

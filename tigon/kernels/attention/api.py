@@ -125,7 +125,7 @@ def _flatten_sequences(
 
 
 def _cudnn(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, plan: AttentionPlan) -> Tensor:
-    """Runs cuDNN's attention, for batches whose mask is causal alone."""
+    """Runs cuDNN's attention over whole rows, causal or not."""
     heads = (x.transpose(1, 2) for x in (q, k, v))
     run, grad = torch.ops.aten._scaled_dot_product_cudnn_attention, _needs_grad(q, k, v)
     out = run(*heads, None, grad, 0.0, mask.causal, False, scale=plan.scale)[0]

@@ -441,8 +441,7 @@ def _forward(
     cos: Tensor | None,
     sin: Tensor | None,
 ) -> Tensor:
-    """Appends k and v to the buffers and returns attention of q to all cached tokens, in one
-    launch."""
+    """Appends k and v to the buffers and returns attention of q to all cached tokens."""
     b, t, h, d = q.shape
     kv_heads, slots = keys.shape[1:3]
     half = 0 if cos is None else cos.shape[-1]

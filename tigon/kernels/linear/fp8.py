@@ -330,7 +330,7 @@ def _cast_tiles(
 
 
 def _maxima(x: Tensor, of_rows: bool, tile: dict[str, int]) -> Maxima:
-    """Launches `_maxima_kernel` for rows, columns or both."""
+    """Finds the maxima of the columns, and with `of_rows` of the rows."""
     R, C = x.shape
     bits = x.new_zeros(C + R if of_rows else C, dtype=torch.int32)
     maxima = Maxima(bits[C:] if of_rows else None, bits[:C])

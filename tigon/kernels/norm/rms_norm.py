@@ -450,7 +450,7 @@ def _backward(
     offset: float,
     before: bool,
 ) -> list[Tensor]:
-    """Returns the gradients of the first five arguments of `_forward`; empty where not needed."""
+    """Returns the gradients of x, gate, branch and both weights, as `_gradients` allocates them."""
     gradients = _gradients(x, gate, branch, weight, post_weight, needs)
     if x.numel() == 0:
         return [g.zero_() for g in gradients]

@@ -340,7 +340,7 @@ class FusedAdamW:
     def _launch_tensor(
         self, slot: AdamWSlot, kind: SlotKind, settings: AdamWSettings, scale: Tensor | None
     ) -> None:
-        """Launches the update of one parameter that is too large for a table."""
+        """Launches the update of one parameter, for those of at least OWN_LAUNCH elements."""
         count = slot.weight.numel()
         with torch.cuda.device_of(slot.weight):
             _adamw_tensor_kernel[(triton.cdiv(count, BLOCK),)](

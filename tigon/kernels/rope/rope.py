@@ -697,8 +697,7 @@ def _backward(
 
 
 class _QKNormRope(torch.autograd.Function):
-    """`qk_norm_rope` with its gradients; v is copied, and backward writes qkv's gradient in one
-    piece."""
+    """`qk_norm_rope` with its gradients; backward writes that of `qkv` in one piece."""
 
     @staticmethod
     def forward(ctx: Any, overwrite: bool, *args: Any) -> tuple[Tensor, Tensor, Tensor]:

@@ -128,6 +128,10 @@ class SparseMoE(nn.Module):
         # No view: FSDP2 warns of views among what a block returns
         return MoEOutput(torch.ops.aten._unsafe_view(y, x.shape), probs, chosen)
 
+    def count_routing(self, routed: MoEOutput, real: Tensor | None) -> Tensor:
+        """Returns the counts [2, E] of an output; see the function."""
+        return count_routing(routed, real)
+
 
 class Balance(NamedTuple):
     """How evenly a forward pass used its experts."""

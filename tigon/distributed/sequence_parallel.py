@@ -17,13 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tigon.distributed.all_reduce import all_reduce_small
-from tigon.distributed.collectives import (
-    Ranks,
-    backward_ranks,
-    reduce_from_group,
-    scale_replicated_grad,
-    wait_tensor,
-)
+from tigon.distributed.collectives import Ranks, backward_ranks, wait_tensor
 from tigon.kernels.recompute import RecomputeFn, find_recompute, note_recompute
 
 
@@ -228,11 +222,3 @@ class SequenceParallelRegion:
         tokens = self.shape[0] * self.shape[1]
         first = self.ranks.rank * self._tokens_per_rank
         return slice(min(first, tokens), min(first + self._tokens_per_rank, tokens))
-
-    def sum(self, x: Tensor) -> Tensor:
-        """Sums over ranks; every rank uses the result in the same way."""
-        return reduce_from_group(x, self.ranks)
-
-    def scale_replicated_grad(self, x: Tensor) -> Tensor:
-        """Returns x, computed identically on every rank, so that its gradient counts once."""
-        return scale_replicated_grad(x, self.ranks)

@@ -153,13 +153,8 @@ def is_unpatched(module: nn.Module, kind: type[Linear]) -> bool:
     weights = module._parameters
     if "weight" not in weights or any(type(w) not in _PLAIN for w in weights.values()):
         return False
-    return "product" not in module.__dict__ and not is_hooked(module)
-
-
-def is_hooked(module: nn.Module) -> bool:
-    """Whether hooks, or another call, may see what the module receives or returns."""
-    return bool(
-        "forward" in module.__dict__
+    return not (
+        not module.__dict__.keys().isdisjoint(("forward", "product"))
         or type(module).__call__ is not nn.Module._wrapped_call_impl
         or module._compiled_call_impl is not None
         or module._forward_pre_hooks

@@ -18,9 +18,23 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from tigon.distributed.all_reduce import all_reduce_small_norm
-from tigon.distributed.collectives import Ranks, all_reduce, scale_replicated_grad
+from tigon.distributed.collectives import (
+    Ranks,
+    all_reduce,
+    reduce_from_group,
+    scale_replicated_grad,
+)
 from tigon.distributed.sequence_parallel import SequenceParallelRegion
-from tigon.layers import AddRMSNorm, FusedLinear, GatedLinear, Linear, MoEOutput, RMSNorm, SparseMoE
+from tigon.layers import (
+    AddRMSNorm,
+    FusedLinear,
+    GatedLinear,
+    Linear,
+    MoEOutput,
+    RMSNorm,
+    SparseMoE,
+    count_routing,
+)
 from tigon.models.decoder import BlockOutput, Decoder
 
 
@@ -59,29 +73,29 @@ class TensorPass:
         finally:
             self.region, self._pending, self._ahead = before, None, None
 
-    def gather(self, x: Tensor, *, single_reader: bool) -> Tensor:
-        """Returns all tokens [B, T, C] of a normed stream; `single_reader`: one GEMM reads them."""
-        return self.region.gather_from_region(x, single_reader=single_reader)
-
     def reduce(self, x: Tensor) -> Tensor:
         """Sums a branch [B, T, C] over the ranks, for the residual stream."""
         pending, self._pending = self._pending, None
-        if pending is None:
-            return self.region.reduce_to_region(x)
-        place, residual = pending
+        found = None if pending is None else self._reduce_and_norm(x, *pending)
+        return self.region.reduce_to_region(x) if found is None else found
+
+    def _reduce_and_norm(self, x: Tensor, place: int, residual: Tensor) -> Tensor | None:
+        """`reduce`, with the norm at `place` in its kernel; None if one kernel cannot."""
         norm = self.norms[place]
         if isinstance(norm.weight, DTensor):  # FSDP gathers it when the norm is called
-            return self.region.reduce_to_region(x)
+            return None
         options: dict[str, Any] = {"offset": norm.offset, "cast": norm.cast}
         found = all_reduce_small_norm(x, residual, norm.weight, norm.eps, self.ranks, **options)
         if found is None:
-            return self.region.reduce_to_region(x)
-        total, *output = found
-        self._ahead = NormedSum(place, residual, total, total._version, (output[0], output[1]))
+            return None
+        total, y, stream = found
+        self._ahead = NormedSum(place, residual, total, total._version, (y, stream))
         return total
 
-    def take_norm(self, place: int, x: Tensor, residual: Tensor | None) -> Any:
-        """Returns the norm's output if it was computed ahead from these tensors, or None."""
+    def take_norm(
+        self, place: int, x: Tensor, residual: Tensor | None
+    ) -> tuple[Tensor, Tensor] | None:
+        """Returns the norm's output if it was computed ahead from these tensors."""
         ahead, self._ahead = self._ahead, None
         if ahead is None or (ahead.place, ahead.version) != (place, ahead.total._version):
             return None
@@ -99,16 +113,11 @@ class ColumnParallelLinear(FusedLinear):
     tensor: TensorPass
 
     def gather_input(self, x: Tensor) -> Tensor:
-        return self.tensor.gather(x, single_reader=True)
+        return self.tensor.region.gather_from_region(x, single_reader=True)
 
 
-class ColumnParallelGatedLinear(GatedLinear):
+class ColumnParallelGatedLinear(ColumnParallelLinear, GatedLinear):
     """This rank's units of an MLP; the input is gathered."""
-
-    tensor: TensorPass
-
-    def gather_input(self, x: Tensor) -> Tensor:
-        return self.tensor.gather(x, single_reader=True)
 
 
 class RowParallelLinear(Linear):
@@ -131,7 +140,8 @@ class TensorParallelMoE(SparseMoE):
     tensor: TensorPass
 
     def forward(self, x: Tensor, *dropout_args: Tensor, replicated: bool = False) -> MoEOutput:
-        y = super().forward(self.tensor.gather(x, single_reader=False), *dropout_args)
+        x = self.tensor.region.gather_from_region(x, single_reader=False)
+        y = super().forward(x, *dropout_args)
         probs = scale_replicated_grad(y.probs, self.tensor.ranks)
         return y._replace(x=self.tensor.reduce(y.x), probs=probs)
 
@@ -155,9 +165,9 @@ class DispatchedMoE(SparseMoE):
         """Returns the counts over the tokens of all ranks."""
         region = self.tensor.region
         if self._is_replicated(region):
-            return super().count_routing(routed, real)
+            return count_routing(routed, real)
         real = None if real is None else region.slice_tokens(real)
-        return region.sum(super().count_routing(routed, real))
+        return reduce_from_group(count_routing(routed, real), region.ranks)
 
     def _is_replicated(self, region: SequenceParallelRegion) -> bool:
         shard = self.experts.shard

@@ -42,6 +42,18 @@ ARROWS: dict[str, set[str]] = {
 # These load at run time what is below them: torch takes seconds, which neither --help needs nor the
 # processes that tokenise
 LAZY = {"tigon", "tigon.cli.main", "tigon.tokenizer.tokenizer"}
+# The files of layers and models that exchange tensors between ranks; the others are told nothing of
+# ranks, since tigon.parallel puts other modules in their place
+EXCHANGING = {
+    "tigon.layers",  # names ContextShard
+    "tigon.layers.context",
+    "tigon.layers.embedding",
+    "tigon.layers.lm_head",
+    "tigon.layers.lora",
+    "tigon.layers.moe",
+    "tigon.models.base",
+    "tigon.models.context_batch",
+}
 # Imports what a user names
 BY_NAME = {"tigon.train.callbacks"}
 # Takes a second and 25 MB, which models of one process do without
@@ -182,6 +194,8 @@ def faults(i: Import) -> Iterator[str]:
         yield f"and ARROWS has no row for {source if source not in ARROWS else target}"
     elif target not in below(source):
         yield "against the arrows"
+    elif target == "distributed" and source in ("layers", "models") and i.module not in EXCHANGING:
+        yield "which is for ranks"
 
 
 def test_arrows() -> None:
@@ -217,6 +231,8 @@ BREACHES = {
         "against the arrows",
     ),
     "models/loss.py": ("from tigon.data import Loader", "against the arrows"),
+    "models/decoder.py": ("from tigon.distributed.collectives import Ranks", "for ranks"),
+    "layers/attention.py": ("import tigon.distributed.all_reduce", "for ranks"),
     "models/base.py": ("from tigon.tokenizer import Tokenizer", "against the arrows"),
     "tokenizer/chat_template.py": ("from tigon.weights import Checkpoint", "against the arrows"),
     "data/loader.py": ("from tigon.models import CausalLM", "against the arrows"),

@@ -4,6 +4,7 @@ import json
 import re
 import resource
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,6 @@ from transformers import BatchEncoding, GenerationConfig
 
 import tigon
 from tests.generation.common import Counted, blurred, padded
-from tests.models.tiny import load_reference, reference
 from tigon.generation import speculative, steps
 from tigon.generation.settings import DEFAULTS, UNSUPPORTED
 from tigon.models import MODELS
@@ -36,19 +36,15 @@ FILE: dict[str, Any] = {
 IDS = torch.tensor([[5, 6], [8, 9]])
 
 
-@pytest.fixture(scope="module")
-def both(tmp_path_factory: pytest.TempPathFactory) -> tuple[tigon.CausalLM, Any]:
-    directory = tmp_path_factory.mktemp("tiny")
-    reference("llama", {"max_position_embeddings": 64}, directory)
-    return tigon.from_pretrained(directory), load_reference(directory, "sdpa")
-
-
 @pytest.fixture
-def pair(both: tuple[tigon.CausalLM, Any]) -> tuple[tigon.CausalLM, Any]:
+def pair(pair: tuple[tigon.CausalLM, Any]) -> Iterator[tuple[tigon.CausalLM, Any]]:
     """A tiny Llama, ours and transformers', that both go by FILE, as transformers' object."""
-    ours, theirs = both
-    ours.generation_config = theirs.generation_config = GenerationConfig(**FILE)  # type: ignore
-    return ours, theirs
+    before = [model.generation_config for model in pair]
+    for model in pair:
+        model.generation_config = GenerationConfig(**FILE)
+    yield pair
+    for model, config in zip(pair, before, strict=True):
+        model.generation_config = config
 
 
 def prompt() -> dict[str, Tensor]:
@@ -228,14 +224,6 @@ CHANGING = {
 def test_what_is_not_followed(model: tigon.Llama) -> None:
     expected = model.generate(IDS, max_new_tokens=3).tolist()
     assert model.generate(IDS, max_new_tokens=3, **HARMLESS).tolist() == expected
-    with pytest.raises(ValueError, match=r"^num_beams=4, which generate does not support"):
-        model.generate(IDS, num_beams=4)
-    with pytest.raises(ValueError, match=r"^past_key_values=<.*, which generate does not support"):
-        model.generate(IDS, past_key_values=model.static_cache(1, 8))
-    with pytest.raises(TypeError, match="generate has no argument 'beams', 'inputs'"):
-        model.generate(IDS, beams=4, inputs=IDS)
-    with pytest.raises(TypeError, match="no argument 'max_tokens'; did you mean 'max_new_tokens'"):
-        model.generate(IDS, max_tokens=4)
     model.generation_config = {"num_beams": 4}
     with pytest.raises(ValueError, match=r"generation_config has num_beams=4.* num_beams=None"):
         model.generate(IDS)
@@ -248,123 +236,85 @@ def test_what_is_not_followed(model: tigon.Llama) -> None:
         model.generation_config = {key: value}
         with pytest.raises(ValueError, match=f"generation_config has {key}="):
             model.generate(IDS, max_new_tokens=3)
-    model.generation_config = {}
-    with pytest.raises(ValueError, match="generation_config has min_length=3"):
-        model.generate(IDS, generation_config=GenerationConfig(min_length=3))
 
 
-BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
-    ({"input_ids": torch.zeros(1, 0, dtype=torch.long)}, ValueError, r"\(1, 0\) is an empty"),
-    ({"input_ids": torch.tensor([5])}, ValueError, r"integers \[B, T\], not torch.int64 \(1,\)"),
-    ({"input_ids": torch.ones(1, 2)}, ValueError, "not torch.float32"),
-    ({"input_ids": torch.tensor([[5, 97]])}, ValueError, r"\[0, 1\] is 97, outside .*\[0, 97\)"),
-    ({"input_ids": torch.tensor([[-1, 5]])}, ValueError, r"\[0, 0\] is -1, outside"),
-    ({"attention_mask": torch.ones(2, 3)}, ValueError, r"\(2, 3\) does not fit input_ids \(2, 2\)"),
-    ({"attention_mask": torch.tensor([[1, 1], [1, 0]])}, ValueError, "row 1 .* pad on the left"),
-    ({"max_new_tokens": -1}, ValueError, "max_new_tokens=-1 must be at least 0"),
-    ({"max_new_tokens": 2, "max_length": 9}, ValueError, "give one of them"),
-    ({"max_length": 2}, ValueError, "max_length=2 leaves no room after a prompt of 2"),
-    ({"temperature": 0.0}, ValueError, "temperature=0.0 is not above 0"),
-    ({"temperature": float("nan")}, ValueError, "temperature=nan"),
-    ({"top_k": -1}, ValueError, "top_k=-1 is negative"),
-    ({"top_p": 0.0}, ValueError, r"top_p=0.0 is not in \(0, 1\]"),
-    ({"top_p": 1.1}, ValueError, r"top_p=1.1 is not in"),
-    ({"min_p": -0.1}, ValueError, r"min_p=-0.1 is not in \[0, 1\]"),
-    ({"repetition_penalty": 0.0}, ValueError, "repetition_penalty=0.0"),
-    ({"stop_strings": "end"}, ValueError, r"\['end'\] need .* tokenizer="),
-    ({"stop_strings": ["a", ""], "tokenizer": 1}, ValueError, "stop_strings has an empty string"),
-    ({"beams": 4}, TypeError, "beams"),
-    ({"input_ids": [[5, 6]]}, TypeError, r"input_ids must be a tensor \[B, T\], not list"),
-    ({"input_ids": np.ones((1, 2), int)}, TypeError, "not ndarray"),
-    ({"input_ids": BatchEncoding({"input_ids": IDS})}, TypeError, r"BatchEncoding: .*\(\*\*enc"),
-    ({"input_ids": IDS > 5}, ValueError, r"integers \[B, T\], not torch.bool"),
-    ({"attention_mask": [[1, 1]] * 2}, TypeError, "attention_mask must be a tensor .* not list"),
-    ({"attention_mask": torch.tensor([[0, 0], [1, 1]])}, ValueError, "row 0 .* is all padding"),
-    ({"eos_token_id": 97}, ValueError, r"eos_token_id=97 is outside the vocabulary \[0, 97\)"),
-    ({"eos_token_id": [3, -2]}, ValueError, "eos_token_id=-2 is outside"),
-    ({"eos_token_id": "x"}, TypeError, "eos_token_id='x' is not a whole number or a list of"),
-    ({"eos_token_id": [True]}, TypeError, r"eos_token_id=\[True\] is not"),
-    ({"pad_token_id": 2.0}, TypeError, "pad_token_id=2.0 is not a whole number"),
-    ({"pad_token_id": [2]}, TypeError, r"pad_token_id=\[2\] is not a whole number or null"),
-    ({"pad_token_id": 97}, ValueError, "pad_token_id=97 is outside"),
-    ({"generation_config": {"eos_token_id": 97}}, ValueError, "eos_token_id=97 is outside"),
-    ({"generation_config": "x"}, TypeError, "generation_config='x' is neither a dict nor"),
-    ({"max_new_tokens": 3.0}, TypeError, "max_new_tokens=3.0 is not a whole number"),
-    ({"max_new_tokens": "5"}, TypeError, "max_new_tokens='5' is not a whole number"),
-    ({"max_length": True}, TypeError, "max_length=True is not a whole number"),
-    ({"min_new_tokens": -1}, ValueError, "min_new_tokens=-1 must be at least 0"),
-    ({"num_return_sequences": 0}, ValueError, "num_return_sequences=0 must be at least 1"),
-    ({"num_return_sequences": 2, "do_sample": False}, ValueError, "=2 need do_sample=True"),
-    ({"do_sample": "no"}, TypeError, "do_sample='no' is not true or false"),
-    ({"temperature": "1"}, TypeError, "temperature='1' is not a number"),
-    ({"top_k": 2.5}, TypeError, "top_k=2.5 is not a whole number"),
-    ({"seed": 2**64}, ValueError, f"seed={2**64} must be at most {2**64 - 1}"),
-    ({"seed": "a"}, TypeError, "seed='a' is not a whole number"),
-    ({"use_cache": "no"}, TypeError, "use_cache='no' is not true or false"),
-    ({"prefill_chunk_size": 0}, ValueError, "prefill_chunk_size=0 must be at least 1"),
-    ({"num_assistant_tokens": 0}, ValueError, "num_assistant_tokens=0 must be at least 1"),
-    (
-        {"max_new_tokens": 10**21},
-        ValueError,
-        "max_new_tokens=1000000000000000000000 must be at most",
+HUGE = 10**21
+# Arguments of a call, and what the error names
+BAD: list[tuple[dict[str, Any], str]] = [
+    ({"input_ids": torch.zeros(1, 0, dtype=torch.long)}, r"\(1, 0\) is an empty"),
+    ({"input_ids": torch.tensor([5])}, r"integers \[B, T\], not torch.int64 \(1,\)"),
+    ({"input_ids": IDS > 5}, r"integers \[B, T\], not torch.bool"),
+    ({"input_ids": torch.tensor([[5, 97]])}, r"\[0, 1\] is 97, outside .*\[0, 97\)"),
+    ({"input_ids": torch.tensor([[-1, 5]])}, r"\[0, 0\] is -1, outside"),
+    ({"input_ids": [[5, 6]]}, r"input_ids must be a tensor \[B, T\], not list"),
+    ({"input_ids": BatchEncoding({"input_ids": IDS})}, r"BatchEncoding: .*\(\*\*enc"),
+    ({"attention_mask": torch.ones(2, 3)}, r"\(2, 3\) does not fit input_ids \(2, 2\)"),
+    ({"attention_mask": torch.tensor([[1, 1], [1, 0]])}, "row 1 .* pad on the left"),
+    ({"attention_mask": torch.tensor([[0, 0], [1, 1]])}, "row 0 .* is all padding"),
+    ({"attention_mask": [[1, 1]] * 2}, "attention_mask must be a tensor .* not list"),
+    ({"beams": 4, "inputs": IDS}, "generate has no argument 'beams', 'inputs'"),
+    ({"max_tokens": 4}, "no argument 'max_tokens'; did you mean 'max_new_tokens'"),
+    ({"num_beams": 4}, "^num_beams=4, which generate does not support"),
+    ({"generation_config": "x"}, "generation_config='x' is neither a dict nor"),
+    ({"generation_config": {"eos_token_id": 97}}, "eos_token_id=97 is outside"),
+    ({"generation_config": GenerationConfig(min_length=3)}, "generation_config has min_length=3"),
+    ({"max_new_tokens": 2, "max_length": 9}, "give one of them"),
+    ({"max_length": 2}, "max_length=2 leaves no room after a prompt of 2"),
+    ({"num_return_sequences": 2, "do_sample": False}, "=2 need do_sample=True"),
+    ({"stop_strings": "end"}, r"\['end'\] need .* tokenizer="),
+    ({"stop_strings": ["a", ""], "tokenizer": 1}, "stop_strings has an empty string"),
+    ({"stop_strings": [2]}, r"stop_strings=\[2\] is not text or a list of texts"),
+    ({"assistant_model": torch.nn.Linear(2, 2)}, "assistant_model is a Linear, not a model that"),
+    ({"eos_token_id": [3, -2]}, "eos_token_id=-2 is outside the vocabulary"),
+    ({"eos_token_id": [True]}, r"eos_token_id=\[True\] is not a whole number or a list of"),
+    ({"pad_token_id": [2]}, r"pad_token_id=\[2\] is not a whole number or null"),
+    ({"cache_implementation": "paged"}, "='paged' is not one of dynamic, static, quantized"),
+    ({"cache_implementation": "static", "use_cache": False}, "'static': give one of them"),
+    *(
+        ({name: value}, f"{name}={value!r} {fault}")
+        for value, fault, *names in (
+            (-1, "must be at least 0", "max_new_tokens", "min_new_tokens"),
+            (0, "must be at least 1", "prefill_chunk_size", "num_assistant_tokens"),
+            (HUGE, "must be at most", "max_new_tokens", "num_return_sequences", "pad_token_id"),
+            (2**64, f"must be at most {2**64 - 1}", "seed"),
+            ("no", "is not a whole number", "max_new_tokens", "max_length", "seed"),
+            (2.5, "is not a whole number", "top_k", "max_length"),
+            ("no", "is not true or false", "do_sample", "use_cache"),
+            ("1", "is not a number", "temperature"),
+            (0, "is not above 0, between", "temperature", "repetition_penalty"),
+            (float("nan"), "is not above 0, between", "temperature"),
+            (1e-320, "is not above 0, between", "temperature"),
+            (float("inf"), "is not above 0, between", "temperature", "repetition_penalty"),
+            (-1, "is negative", "top_k"),
+            (0.0, r"is not in \(0, 1\]", "top_p"),
+            (1.1, "is not in", "top_p", "min_p"),
+            (float("nan"), "is not in", "top_p", "min_p"),
+        )
+        for name in names
     ),
-    ({"max_length": 2**31}, ValueError, "max_length=2147483648 must be at most 2147483647"),
-    (
-        {"min_new_tokens": 10**21},
-        ValueError,
-        "min_new_tokens=1000000000000000000000 must be at most",
-    ),
-    ({"num_return_sequences": 10**8}, ValueError, "=100000000 must be at most 65536"),
-    ({"prefill_chunk_size": 10**21}, ValueError, "prefill_chunk_size=1000000000000000000000 must"),
-    (
-        {"num_assistant_tokens": 10**9},
-        ValueError,
-        "num_assistant_tokens=1000000000 must be at most",
-    ),
-    ({"pad_token_id": 10**30}, ValueError, "pad_token_id=1000000000000000000000000000000 must be"),
-    (
-        {"eos_token_id": [1, 10**30]},
-        ValueError,
-        "eos_token_id=1000000000000000000000000000000 must",
-    ),
-    ({"temperature": float("nan")}, ValueError, "temperature=nan is not above 0"),
-    ({"temperature": float("inf")}, ValueError, "temperature=inf is not above 0, between"),
-    ({"temperature": 10**99}, ValueError, "temperature=1000.* is not above 0, between"),
-    ({"temperature": 1e-320}, ValueError, "temperature=1e-320 is not above 0, between"),
-    ({"repetition_penalty": float("inf")}, ValueError, "repetition_penalty=inf is not above 0"),
-    ({"repetition_penalty": 0}, ValueError, "repetition_penalty=0 is not above 0"),
-    ({"top_p": float("nan")}, ValueError, r"top_p=nan is not in \(0, 1]"),
-    ({"min_p": float("nan")}, ValueError, r"min_p=nan is not in \[0, 1]"),
-    ({"stop_strings": [2]}, TypeError, r"stop_strings=\[2\] is not text or a list of texts"),
-    ({"assistant_model": "gpt2"}, TypeError, "assistant_model is a str, not a model that tigon"),
-    ({"assistant_model": torch.nn.Linear(2, 2)}, TypeError, "assistant_model is a Linear, not"),
 ]
 
 
-@pytest.mark.parametrize(("given", "error", "message"), BAD, ids=lambda x: str(x)[:40])
-def test_bad_input(
-    model: tigon.Llama, given: dict[str, Any], error: type[Exception], message: str
-) -> None:
-    with pytest.raises(error, match=message):
+@pytest.mark.parametrize(("given", "message"), BAD, ids=lambda x: str(x)[:40])
+def test_bad_input(model: tigon.Llama, given: dict[str, Any], message: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=message):
         model.generate(**{"input_ids": IDS, "do_sample": True, **given})
 
 
-# What a file may say: each is applied, or one error
+# What a file may say: each is applied, or one error when it is read or used
 OF_FILES: list[tuple[dict[str, Any], str]] = [
     ({"do_sample": True, "temperature": 0.0}, "temperature=0.0 is not above 0"),
-    ({"do_sample": True, "top_k": -1}, "top_k=-1 is negative"),
-    ({"do_sample": True, "top_p": 7}, r"top_p=7 is not in \(0, 1]"),
     ({"repetition_penalty": -2.0}, "repetition_penalty=-2.0 is not above 0"),
     ({"num_return_sequences": 2}, "num_return_sequences=2 need do_sample=True"),
-    ({"num_beams": 4}, "generation_config has num_beams=4, which generate does not support"),
     (
         {"num_beams": "\x1b" * 9999},
         r"generation_config has num_beams='\\x1b.{10,400}\.\.\., which generate",
     ),
-    ({"typical_p": 10**30}, "generation_config has typical_p=1000000000000000000000000000000"),
     ({"max_length": 2}, "max_length=2 leaves no room after a prompt of 2 tokens"),
     ({"stop_strings": "a"}, r"stop_strings \['a'\] need the model's tokenizer"),
     ({"stop_strings": ["a", ""]}, r"stop_strings has an empty string: \['a', ''\]"),
+    ({"min_new_tokens": HUGE}, "min_new_tokens=1.* must be at most"),
+    ({"eos_token_id": [2, HUGE]}, "eos_token_id=1.* must be at most"),
 ]
 
 
@@ -382,26 +332,6 @@ def test_a_number_of_a_file_names_the_file(
 ) -> None:
     with pytest.raises(ValueError, match=rf"/model/generation_config\.json: {message}"):
         loaded(model, tmp_path, values).generate(IDS)
-
-
-@pytest.mark.parametrize(
-    "values",
-    [
-        {"max_new_tokens": 10**21},
-        {"min_new_tokens": 10**21},
-        {"num_return_sequences": 10**8, "do_sample": True},
-        {"max_length": 10**21},
-        {"pad_token_id": 10**30},
-        {"eos_token_id": [2, 10**30]},
-    ],
-    ids=str,
-)
-def test_a_number_beyond_all_use_is_refused_with_the_file(
-    model: tigon.Llama, tmp_path: Path, values: dict[str, Any]
-) -> None:
-    name = next(iter(values))
-    with pytest.raises(ValueError, match=rf"generation_config\.json: {name}=1.* must be at most"):
-        loaded(model, tmp_path, values)
 
 
 def test_ids_of_a_file_that_no_token_has(model: tigon.Llama, tmp_path: Path) -> None:

@@ -236,18 +236,6 @@ def test_what_comes_back_can_be_trained_on(model: tigon.Llama, ragged: dict[str,
     assert grad.abs().max() > 0
 
 
-BAD: list[tuple[dict[str, Any], str]] = [
-    ({"cache_implementation": "paged"}, "='paged' is not one of dynamic, static, quantized"),
-    ({"cache_implementation": "static", "use_cache": False}, "'static': give one of them"),
-]
-
-
-@pytest.mark.parametrize(("given", "message"), BAD, ids=lambda x: str(x)[:40])
-def test_bad_input(model: tigon.Llama, given: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        model.generate(torch.tensor([[5, 6]]), **given)
-
-
 @pytest.mark.parametrize("sampled", [False, True])
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
 def test_scores_that_are_not_finite(model: tigon.Llama, cache: Any, sampled: bool) -> None:

@@ -91,28 +91,6 @@ def test_memory(quantize: Any) -> None:
     assert make(capacity=6).states[1].buffers.keys.shape[2] == 6  # smaller than the ring
 
 
-@pytest.mark.parametrize("steps", [(1,) * 12, (4,) * 6, (2, 9, 1, 12, 3, 3)], ids=str)
-def test_rows_of_one_length(steps: tuple[int, ...]) -> None:
-    cache, text = make(), Text()
-    assert cache.length == 0
-    start = 0
-    for n in steps:
-        text.feed(cache, [start] * B, n)
-        start += n
-        assert cache.length == start
-        assert cache.lengths.tolist() == [start] * B
-
-
-def test_rows_of_different_lengths() -> None:
-    cache, text = filled((3, 12, 1))
-    assert cache.length is None
-    starts = [3, 12, 1]
-    for n in (1, 4, 4, 1, 3, 4, 4):
-        text.feed(cache, starts, n)
-        starts = [s + n for s in starts]
-    assert cache.lengths.tolist() == starts
-
-
 def test_lengths_that_only_the_device_knows() -> None:
     cache, text = filled((7, 7, 7), capacity=12)
     cache._host_lengths.fill_(-1)
@@ -152,13 +130,6 @@ def test_select_keeps_and_reorders_rows() -> None:
     cache.select(torch.tensor([1]))
     assert cache.length == 16
     text.feed(cache, [16], 11, [1])
-
-
-def test_expand_repeats_every_row() -> None:
-    cache, text = filled((7, 7, 7))
-    cache.expand(2)
-    assert cache.lengths.tolist() == [7] * 6
-    text.feed(cache, [7] * 6, 3, [0, 0, 1, 1, 2, 2])
 
 
 @pytest.mark.parametrize("known", [True, False])

@@ -190,14 +190,6 @@ def test_int8_is_close(model_type: str, case: str, tmp_path: Path) -> None:
     assert 1e-4 < max(differences) < 0.05
 
 
-def test_only_layers_with_a_window_are_rings(tmp_path: Path) -> None:
-    model = load_case("gemma2", "small caps", tmp_path)
-    cache = model.to(torch.bfloat16).static_cache(2, TOTAL, chunk=CHUNK)
-    sizes = [state.buffers.keys.shape for state in cache.states]
-    assert sizes == [(2, 2, slots, 20) for slots in (7 + CHUNK - 1, TOTAL, 7 + CHUNK - 1)]
-    assert {state.buffers.values.dtype for state in cache.states} == {torch.bfloat16}
-
-
 def test_rows_are_removed_and_repeated() -> None:
     model, ids = tiny_llama(), text(3) % 97
     reader = Reader(model, ids, model.static_cache(3, TOTAL))
@@ -216,21 +208,13 @@ def test_rows_are_removed_and_repeated() -> None:
 def test_rows_without_packing_and_empty_ones() -> None:
     model, ids = tiny_llama(), text(3) % 97
     reader = Reader(model, ids, model.static_cache(3, TOTAL))
-    reader.step(20)
-    assert reader.cache.length == 20
-    reader.step(16)
-    assert reader.cache.length == 36
+    for n, length in ((3, 3), (20, 23), (1, 24), (16, 40)):
+        reader.step(n)
+        assert reader.cache.length == length
     reader = Reader(model, ids, model.static_cache(3, TOTAL))
     reader.prompts([5, 0, 8], max_length_q=8)
     reader.step(2)
     assert reader.cache.lengths.tolist() == [7, 2, 10]
-
-
-def test_equal_rows_take_long_parts_together() -> None:
-    model = tiny_llama()
-    reader = Reader(model, text(2) % 97, model.static_cache(2, TOTAL, chunk=CHUNK))
-    for n in (3, 10, 1, 25):
-        reader.step(n)
 
 
 @pytest.mark.parametrize("part", [3, 9], ids=["step", "long part"])
@@ -277,25 +261,15 @@ def test_experts_count_what_they_get(tmp_path: Path) -> None:
         (0, {"attention_mask": torch.ones(1, 9)}, r"mask \(1, 9\) .* of ones \[2, 9\] on the CPU"),
         (0, {"cu_seq_lens": torch.tensor([0, 3, 9, 18])}, "has 3 sequences, but the cache 2 rows"),
         (0, {"cu_seq_lens": torch.tensor([0, 19])}, "run from 0 to 18"),
-        (0, {"input_ids": torch.ones(1, 9).long()}, "holds 2 rows, this batch has 1"),
-        (
-            0,
-            {"position_ids": torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4]] * 2)},
-            "position_ids restart: .* with cu_seq_lens",
-        ),
+        (0, {"position_ids": torch.arange(9).repeat(2, 1) % 4}, "restart: .* with cu_seq_lens"),
         (0, {"input_ids": torch.ones(2, 31).long()}, "31 tokens of a row .* capacity=30"),
         (
             0,
             {"input_ids": torch.ones(1, 33).long(), "cu_seq_lens": torch.tensor([0, 31, 33])},
             "31 tokens of a row do not fit into the cache's capacity=30",
         ),
-        (5, {"attention_mask": padded(2, 14)}, "rows hold no padding"),
         ([5, 2], {"attention_mask": torch.ones(2, 15)}, r"mask \(2, 15\) .* \[2, 14\] on the CPU"),
-        (5, {"cu_seq_lens": torch.tensor([0, 9, 18])}, "already holds 5 tokens"),
-        (5, {"input_ids": torch.ones(3, 1).long()}, "holds 2 rows, this batch has 3"),
         (5, {"input_ids": torch.ones(3, 9).long()}, "holds 2 rows, this batch has 3"),
-        (5, {"input_ids": torch.ones(2, 26).long()}, "31 tokens of a row .* capacity=30"),
-        (28, {"input_ids": torch.ones(2, 3).long()}, "31 tokens of a row .* capacity=30"),
         ([5, 2], {}, r"9 new tokens for rows that hold 2, 5 tokens: .* chunk=4 .*rows\(i, i \+ 1"),
         ([5, 2], {"cu_seq_lens": torch.tensor([0, 9, 18])}, "already holds 2, 5 tokens"),
         ([28, 2], {"input_ids": torch.ones(2, 3).long()}, "31 tokens of a row .* capacity=30"),

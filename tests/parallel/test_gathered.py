@@ -106,14 +106,14 @@ def test_exchanges_run_beside_products(alone, fp8):
     ]  # fmt: skip
 
 
-def test_embeddings_are_added_up_where_they_are_divided(alone):
+def test_ranks_sum_embeddings_once(alone):
     model = random_model(*TWO["llama"])
     shard_model(model, init_device_mesh("cpu", (R,)))
     ids = torch.arange(4, 9)[None]
     with Order() as order:
         model(ids, labels=ids)
     found = [name for name in order.found if name not in ("mm", "wait_tensor")]
-    assert found[:2] == ["reduce_scatter_tensor", "all_gather_into_tensor"]
+    assert found[:3] == ["all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor"]
 
 
 def test_several_readers_gather_once_and_reduce_once(alone):

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import tigon
@@ -291,30 +291,3 @@ def outside(directory: str) -> None:
 
 def test_a_rank_outside_of_the_mesh_says_so(saved):
     run_on_ranks(2, outside, str(saved / "qwen3_moe"))
-
-
-def test_what_a_mesh_cannot_have_is_named(saved):
-    path = saved / "qwen3_moe"
-    with pytest.raises(ValueError, match="expert_parallel=True needs mesh="):
-        tigon.from_pretrained(path, expert_parallel=True)
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        one = init_device_mesh("cpu", (1,))
-        with pytest.raises(ValueError, match="expert_parallel=True needs a mesh with ranks"):
-            sharded = DeviceMesh(
-                "cpu", torch.arange(2), mesh_dim_names=("fsdp",), _init_backend=False
-            )
-            tigon.from_pretrained(path, mesh=sharded, expert_parallel=True)
-        with pytest.raises(ValueError, match="device='meta', but the mesh is one of 'cpu'"):
-            tigon.from_pretrained(path, mesh=one, device="meta")
-        own = DeviceMesh("cpu", torch.arange(2), mesh_dim_names=("expert",), _init_backend=False)
-        with pytest.raises(
-            ValueError, match=r"2 ranks in .*'expert', .*expert_parallel=True gives"
-        ):
-            tigon.from_pretrained(path, mesh=own)
-        model = tigon.from_pretrained(path, mesh=one, expert_parallel=True)
-        ids = torch.tensor([[5, 6, 7]])
-        alone = tigon.from_pretrained(path)
-        assert torch.equal(model.generate(ids), alone.generate(ids))
-    finally:
-        dist.destroy_process_group()

@@ -5,6 +5,7 @@ import json
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -183,44 +184,58 @@ def assert_said(ranks: Ranks, said: str) -> None:
     assert len(lines) == 1 and lines[0].startswith(f"tigon generate: {said}"), lines
 
 
-def test_what_a_mesh_cannot_have_is_named(saved, world_of_one):
-    with pytest.raises(ValueError, match="mmap=True does not work"):
-        tigon.from_pretrained(saved / "llama", mesh=world_of_one, mmap=True)
-    two = init_device_mesh("cpu", (1, 1), mesh_dim_names=("a", "b"))
-    with pytest.raises(ValueError, match=r"mesh has 2 dimensions, \('a', 'b'\): give one"):
-        tigon.from_pretrained(saved / "llama", mesh=two)
-    for names, name in (
-        (("expert",), "expert"),
-        (("context",), "context"),
-        (("replicate",), "replicate"),
-        (("dp",), "dp"),
-        (("data",), "data"),
-        (("tp", "fsdp"), "tp"),
-        (("tensor", "data"), "data"),
-    ):
-        with pytest.raises(ValueError, match=f"mesh has 2 ranks in the dimension '{name}', which"):
-            tigon.from_pretrained(saved / "llama", mesh=unconnected(*names))
-    with pytest.raises(ValueError, match=r"'replicate'\): give \"replicate\" before \"fsdp\""):
-        tigon.from_pretrained(saved / "llama", mesh=unconnected("fsdp", "replicate"))
-    with pytest.raises(ValueError, match="mesh=2 is not a DeviceMesh"):
-        tigon.from_pretrained(saved / "llama", mesh=2)
-    for name in ("tp_plan", "device_mesh"):
-        with pytest.raises(TypeError, match=f"unexpected keyword argument '{name}'; here: 'mesh'"):
-            tigon.from_pretrained(saved / "llama", **{name: "auto"})
-    with pytest.raises(
-        TypeError, match=r"^from_pretrained\(\) got .* 'torch_dtype'; here: 'dtype'"
-    ):
-        tigon.from_pretrained(saved / "llama", mesh=world_of_one, torch_dtype="bfloat16")
-
-
 def unconnected(*names: str) -> DeviceMesh:
     """Of two ranks in each dimension, of which there is this one."""
     ranks = torch.arange(2 ** len(names)).view([2] * len(names))
     return DeviceMesh("cpu", ranks, mesh_dim_names=names, _init_backend=False)
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def world_of_one():
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield init_device_mesh("cpu", (1,))
     dist.destroy_process_group()
+
+
+# The dimensions of a mesh, () for one rank, and other options; and what the error names
+REFUSED: list[tuple[tuple[str, ...] | None, dict[str, Any], str]] = [
+    (None, {"mesh": 2}, "mesh=2 is not a DeviceMesh"),
+    (None, {"expert_parallel": True}, "expert_parallel=True needs mesh="),
+    (None, {"tp_plan": "auto"}, "unexpected keyword argument 'tp_plan'; here: 'mesh'"),
+    (None, {"device_mesh": "auto"}, "unexpected keyword argument 'device_mesh'; here: 'mesh'"),
+    ((), {"torch_dtype": "bfloat16"}, r"^from_pretrained\(\) got .* 'torch_dtype'; here: 'dtype'"),
+    ((), {"mmap": True}, "mmap=True does not work"),
+    ((), {"device": "meta"}, "device='meta', but the mesh is one of 'cpu'"),
+    (("fsdp",), {"expert_parallel": True}, "expert_parallel=True needs a mesh with ranks"),
+    (("fsdp", "replicate"), {}, r"'replicate'\): give \"replicate\" before \"fsdp\""),
+    *(
+        (names, {}, f"mesh has 2 ranks in the dimension '{name}', .*expert_parallel=True gives")
+        for name, *names in (
+            ("expert", "expert"),
+            ("replicate", "replicate"),
+            ("data", "data"),
+            ("tp", "tp", "fsdp"),
+            ("data", "tensor", "data"),
+        )
+    ),
+]
+
+
+@pytest.mark.parametrize(("names", "options", "said"), REFUSED, ids=str)
+def test_what_a_mesh_cannot_have_is_named(saved, world_of_one, names, options, said):
+    if names is not None:
+        options = options | {"mesh": unconnected(*names) if names else world_of_one}
+    with pytest.raises((TypeError, ValueError), match=said):
+        tigon.from_pretrained(saved / "llama", **options)
+
+
+def test_dimensions_without_names_are_refused(saved, world_of_one):
+    two = init_device_mesh("cpu", (1, 1), mesh_dim_names=("a", "b"))
+    with pytest.raises(ValueError, match=r"mesh has 2 dimensions, \('a', 'b'\): give one"):
+        tigon.from_pretrained(saved / "llama", mesh=two)
+
+
+def test_one_rank_has_all_experts(saved, world_of_one):
+    one = tigon.from_pretrained(saved / "experts", mesh=world_of_one, expert_parallel=True)
+    alone, ids = tigon.from_pretrained(saved / "experts"), torch.tensor([[5, 6, 7]])
+    assert torch.equal(one.generate(ids), alone.generate(ids))

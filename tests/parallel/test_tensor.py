@@ -182,7 +182,7 @@ def test_what_ranks_cannot_share_is_an_error():
 def test_a_cut_model_takes_no_new_adapter():
     """Its ranks would each begin with another one."""
     model = random_model("llama", {})
-    model.model.tensor_ranks = collectives.Ranks("", 0, 2)
+    model.tensor_ranks = collectives.Ranks("", 0, 2)
     with pytest.raises(ValueError, match="adapters cannot be added to a model loaded with mesh="):
         model.add_adapter(LoraConfig(rank=2))
     assert not model.adapters

@@ -29,7 +29,7 @@ from tigon.kernels.comm.one_shot_all_reduce import (
     one_shot_all_reduce_norm,
     supports_norm,
 )
-from tigon.kernels.norm.rms_norm import Cast, rms_norm
+from tigon.kernels.norm.rms_norm import Cast
 from tigon.kernels.runtime import has_values, runs_triton, use
 
 BOOT = Path("/proc/sys/kernel/random/boot_id")
@@ -74,12 +74,14 @@ def all_reduce_small_norm(
     *,
     offset: float,
     cast: Cast,
-) -> tuple[Tensor, Tensor]:
-    """Returns `rms_norm(all_reduce_small(x), residual=residual)`, in one kernel if possible."""
+) -> tuple[Tensor, Tensor, Tensor] | None:
+    """Returns `all_reduce_small(x)` and with it `rms_norm(x, residual=residual)`, in one kernel.
+
+    Returns None, and sends nothing, if one kernel cannot.
+    """
     buffers = _buffers(x, x.numel(), ranks)
     if buffers is None or not supports_norm(x, residual, weight):
-        total = all_reduce_small(x, ranks)
-        return rms_norm(total, weight, eps, offset=offset, cast=cast, residual=residual)
+        return None
     options: dict[str, Any] = {"offset": offset, "before": cast == "before_weight"}
     with torch.cuda.device(x.device):
         return one_shot_all_reduce_norm(x, residual, weight, eps, buffers, **options)

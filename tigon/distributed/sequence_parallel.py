@@ -17,13 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tigon.distributed.all_reduce import all_reduce_small
-from tigon.distributed.collectives import (
-    Ranks,
-    backward_ranks,
-    reduce_from_group,
-    scale_replicated_grad,
-    wait_tensor,
-)
+from tigon.distributed.collectives import Ranks, backward_ranks, wait_tensor
 from tigon.kernels.recompute import RecomputeFn, find_recompute, note_recompute
 
 
@@ -153,40 +147,22 @@ def _pad_tokens(x: Tensor, ranks: Ranks) -> Tensor:
     return F.pad(rows, (0, 0, 0, missing)) if missing else rows
 
 
-@dataclass(frozen=True, eq=False)
-class PartialSum:
-    """A rank's addend of a replicated tensor. `AddRMSNorm` sums it in the kernel of the norm."""
-
-    x: Tensor  # [B, T, C]
-    ranks: Ranks
-
-    @property
-    def total(self) -> Tensor:
-        return all_reduce_small(self.x, self.ranks)
-
-
 @dataclass(frozen=True)
 class SequenceParallelRegion:
     """The residual stream: sharded by tokens over the ranks or, if `replicated`, the same on all.
 
     Sharding saves the time of norms and the memory of their activations; a decoding step has too
     few tokens for it. `saves_gathered`: backward reuses gathered tokens, as in a block that it
-    recomputes, where they have just been gathered. `defers_sum`: the next norm sums over ranks.
+    recomputes, where they have just been gathered.
     """
 
     ranks: Ranks
     shape: tuple[int, int]  # B, T
     replicated: bool
     saves_gathered: bool = False
-    defers_sum: bool = False
 
-    def begin(self, x: Tensor, *, partial: bool) -> Tensor:
-        """Turns [B, T, C] into local tokens [1, n, C], padded with zeros.
-
-        `partial`: x is a partial sum; otherwise it is the same on all ranks.
-        """
-        if partial:
-            return self._reduce_to_region(x)
+    def scatter(self, x: Tensor) -> Tensor:
+        """Turns replicated [B, T, C] into local tokens [1, n, C], padded with zeros."""
         if self.replicated:
             return x
         return _ScatterTokens.apply(_pad_tokens(x, self.ranks), self.ranks)
@@ -214,14 +190,8 @@ class SequenceParallelRegion:
         note_recompute(y, gathering.values, saved, remote=gathering)
         return y
 
-    def reduce_to_region(self, x: Tensor) -> Tensor | PartialSum:
-        """Sums [B, T, C] over ranks to local tokens [1, n, C], or leaves that to the next norm."""
-        if self.replicated and self.defers_sum:
-            return PartialSum(x, self.ranks)
-        return self._reduce_to_region(x)
-
-    def _reduce_to_region(self, x: Tensor) -> Tensor:
-        """Sums x over the ranks, and keeps this rank's tokens unless all ranks have all."""
+    def reduce_to_region(self, x: Tensor) -> Tensor:
+        """Sums [B, T, C] over ranks to local tokens [1, n, C], or to all if all ranks have them."""
         if self.replicated:
             return all_reduce_small(x, self.ranks)
         return _ReduceScatterTokens.apply(_pad_tokens(x, self.ranks), self.ranks)
@@ -252,11 +222,3 @@ class SequenceParallelRegion:
         tokens = self.shape[0] * self.shape[1]
         first = self.ranks.rank * self._tokens_per_rank
         return slice(min(first, tokens), min(first + self._tokens_per_rank, tokens))
-
-    def sum(self, x: Tensor) -> Tensor:
-        """Sums over ranks; every rank uses the result in the same way."""
-        return reduce_from_group(x, self.ranks)
-
-    def scale_replicated_grad(self, x: Tensor) -> Tensor:
-        """Returns x, computed identically on every rank, so that its gradient counts once."""
-        return scale_replicated_grad(x, self.ranks)

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tigon.distributed.sequence_parallel import PartialSum
 from tigon.kernels.attention.api import attention
 from tigon.kernels.norm.rms_norm import Cast
 from tigon.kernels.rope.rope import qk_norm_rope, rope
@@ -22,7 +21,6 @@ from tigon.layers.rope import Rotation
 class Attention(nn.Module):
     """Self-attention: x [B, T, C] -> [B, T, C].
 
-    Under sequence parallelism x and the output are local tokens, or the output is a `PartialSum`.
     With `qk_norm_eps`, every head of q and k is normed before it is rotated; with `flat_qk_norm`,
     all heads of q at once, and all of k. `interleaved` rotates pairs of neighbors.
     """
@@ -80,9 +78,7 @@ class Attention(nn.Module):
 
     def forward(
         self, x: Tensor, rotation: Rotation, state: KVState | None, ctx: BlockInputs
-    ) -> Tensor | PartialSum:
-        x = ctx.gather_from_region(x, single_reader=True)
-        b, t, _ = x.shape
+    ) -> Tensor:
         kwargs: dict[str, Any] = {
             "window": self.window,
             "scale": self.scale,
@@ -101,7 +97,7 @@ class Attention(nn.Module):
             out = attention(q, k, v, mask=ctx.mask, **kwargs)
         else:
             out = state.attend(q, k, v, ctx, **kwargs)
-        return ctx.reduce_to_region(self.o_proj(out.reshape(b, t, -1), *ctx.dropout_args))
+        return self.o_proj(out.flatten(2), *ctx.dropout_args)
 
     def _project(
         self, x: Tensor, rotation: Rotation, *keys: Tensor

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from tigon.distributed.context_attention import ContextShard
-from tigon.distributed.sequence_parallel import PartialSum, SequenceParallelRegion
 from tigon.kernels.attention.api import AttentionMask
 
 
@@ -51,20 +50,6 @@ class BlockInputs:
     append: CacheAppend | None = None  # None: there is no cache
     dropout_keys: Tensor | None = None  # int64 [B, T], seeds of an adapter's dropout in this block
     shard: ContextShard | None = None  # context parallelism: T are this rank's tokens
-    stream: SequenceParallelRegion | None = None  # tensor parallelism: the residual stream
-
-    def gather_from_region(self, x: Tensor, *, single_reader: bool) -> Tensor:
-        """Returns all tokens [B, T, C] of a normed stream that may be sharded over ranks.
-
-        `single_reader`: one product reads them.
-        """
-        if self.stream is None:
-            return x
-        return self.stream.gather_from_region(x, single_reader=single_reader)
-
-    def reduce_to_region(self, x: Tensor) -> Tensor | PartialSum:
-        """Sums a mixer's or MLP's output [B, T, C] over ranks, for the residual stream."""
-        return x if self.stream is None else self.stream.reduce_to_region(x)
 
     @property
     def dropout_args(self) -> tuple[Tensor, ...]:

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from tigon.distributed.all_reduce import all_reduce_small
 from tigon.distributed.collectives import Ranks, reduce_from_group
 from tigon.kernels.linear.linear import chunked_matmul, linear
 from tigon.kernels.loss.vocab_parallel import VocabularyShard, embedding_rows
@@ -80,8 +81,8 @@ class Embedding(nn.Embedding):
     """ids [B, T] -> [B, T, C], times `scale` rounded to the weight's dtype, as in Gemma.
 
     `copies`: modules_to_save of adapters, one of which may replace the weight. `lora`: low-rank
-    adapters, one of which may be added. If ranks share the table, `summands` returns a partial sum:
-    a token's row on one rank, zeros on the rest.
+    adapters, one of which may be added. If ranks share the table, they sum a token's row, which one
+    of them has, and zeros of the rest.
     """
 
     def __init__(self, vocab: int, dim: int, *, padding_idx: int | None = None, scale: float = 1.0):
@@ -91,14 +92,15 @@ class Embedding(nn.Embedding):
         self.copies: SavedModules | None = None
         self.lora: Adapters | None = None
 
-    def forward(self, input: Tensor, *, summands: bool = False) -> Tensor:
+    def forward(self, input: Tensor) -> Tensor:
         copy = None if self.copies is None else self.copies.active()
         x = self._rows(input, self.weight if copy is None else copy).to(self.weight.dtype)
         if self.lora is not None and (low := self.lora.active()) is not None:
             adapted = x + low(self._rows(input, low.lora_embedding_A.t()))
             x = (adapted * low.dora_scale(self.weight) if low.dora else adapted).to(x.dtype)
-        if self.vocabulary is not None and not summands:
-            x = reduce_from_group(x, Ranks.sharing(self.vocabulary))
+        if self.vocabulary is not None:
+            add = reduce_from_group if torch.is_grad_enabled() else all_reduce_small
+            x = add(x, Ranks.sharing(self.vocabulary))
         if self.scale == 1.0:
             return x
         # A fill on the device: a Python number would not be rounded, torch.tensor would wait

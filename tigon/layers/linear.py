@@ -20,14 +20,12 @@ class Linear(nn.Linear):
 
     With `fp8`, products in training are of 8-bit floats, but not in evaluation. `lora`: low-rank
     adapters, one of which may be added to the product. `quantized`: a frozen weight in few bits
-    that replaces the parameter `weight`. If `summands` ranks sum their products, each adds that
-    share of the bias.
+    that replaces the parameter `weight`.
 
     `dropout_keys` int64 [...] of x [..., C] seed the adapter's dropout; without them there is none.
     """
 
     fp8 = False
-    summands = 1
 
     def __init__(self, in_features: int, out_features: int, *, bias: bool = True):
         super().__init__(in_features, out_features, bias=bias)
@@ -59,11 +57,20 @@ class Linear(nn.Linear):
         """Whether an adapter is added to the product."""
         return self.lora is not None and self.lora.active() is not None
 
+    # What layers that ranks split replace
+
     @property
     def local_bias(self) -> Tensor | None:
-        """This rank's share of the bias."""
-        bias: Tensor | None = self.bias
-        return bias if bias is None or self.summands == 1 else bias / self.summands
+        """What the product adds: the bias."""
+        return self.bias
+
+    def gather_input(self, x: Tensor) -> Tensor:
+        """Returns all tokens of the input."""
+        return x
+
+    def reduce_output(self, y: Tensor) -> Tensor:
+        """Returns the whole output."""
+        return y
 
     def product(self, x: Tensor, dropout_keys: Tensor | None = None) -> Tensor:
         base = FP8_BASE if self.fp8 and self.training else PLAIN_BASE
@@ -89,7 +96,7 @@ class Linear(nn.Linear):
         return self.product(x) if dropout_keys is None else self.product(x, dropout_keys)
 
     def forward(self, x: Tensor, dropout_keys: Tensor | None = None) -> Tensor:
-        return self._product(x, dropout_keys)
+        return self.reduce_output(self._product(self.gather_input(x), dropout_keys))
 
 
 class FusedLinear(Linear):
@@ -117,6 +124,7 @@ class GatedLinear(FusedLinear):
         self.act: Activation = act
 
     def forward(self, x: Tensor, dropout_keys: Tensor | None = None) -> Tensor:
+        x = self.gather_input(x)
         if not self.has_adapter and self.quantized is None and uses_gemv(x, self.weight):
             return gemv(x, self.weight, self.bias, self.act)
         return gated_act(self._product(x, dropout_keys), self.act, overwrite=True)
@@ -145,13 +153,8 @@ def is_unpatched(module: nn.Module, kind: type[Linear]) -> bool:
     weights = module._parameters
     if "weight" not in weights or any(type(w) not in _PLAIN for w in weights.values()):
         return False
-    return "product" not in module.__dict__ and not is_hooked(module)
-
-
-def is_hooked(module: nn.Module) -> bool:
-    """Whether hooks, or another call, may see what the module receives or returns."""
-    return bool(
-        "forward" in module.__dict__
+    return not (
+        not module.__dict__.keys().isdisjoint(("forward", "product"))
         or type(module).__call__ is not nn.Module._wrapped_call_impl
         or module._compiled_call_impl is not None
         or module._forward_pre_hooks

@@ -21,8 +21,9 @@ class GatedMLP(nn.Module):
         up, down = self.gate_up_proj, self.down_proj
         fp8 = down.fp8 and down.training and not torch.compiler.is_compiling()
         if fp8 and not down.has_adapter and down.quantized is None and self._is_unobserved():
-            return fp8_gated_linear(
-                up.product(x, *dropout_args), up.act, down.weight, down.local_bias
+            gate_up = up.product(up.gather_input(x), *dropout_args)
+            return down.reduce_output(
+                fp8_gated_linear(gate_up, up.act, down.weight, down.local_bias)
             )
         y = up(x, *dropout_args)
         if (recompute := find_recompute(y)) is not None:

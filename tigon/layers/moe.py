@@ -27,6 +27,20 @@ class MoEOutput(NamedTuple):  # a tuple, so that FSDP and checkpointing find the
     experts: Tensor  # [N, k] int64, those chosen
 
 
+def count_routing(routed: MoEOutput, real: Tensor | None) -> Tensor:
+    """Returns [2, E]: each expert's count of choices and sum of probabilities, over the real
+    tokens.
+
+    `real` [B, T] is 0 on padding; None if there is none. It is small, so that a layer's
+    probabilities need not be kept, and the same in every run: nothing is added by atomics.
+    """
+    chosen = torch.zeros_like(routed.probs).scatter(1, routed.experts, 1.0)
+    # Multiplied in any case: a rank without padding must not compute a block again, and exchange
+    # rows with the others, at another point of backward than they do
+    counts = torch.ones_like(chosen[:, :1]) if real is None else real.reshape(-1, 1)
+    return torch.stack([(t * counts).sum(0) for t in (chosen, routed.probs)])
+
+
 class Experts(nn.Module):
     """The MLPs of all experts: one parameter for gate and up, one for down."""
 
@@ -128,26 +142,14 @@ class SparseMoE(nn.Module):
         # No view: FSDP2 warns of views among what a block returns
         return MoEOutput(torch.ops.aten._unsafe_view(y, x.shape), probs, chosen)
 
+    count_routing = staticmethod(count_routing)
+
 
 class Balance(NamedTuple):
     """How evenly a forward pass used its experts."""
 
     load: Tensor  # [L, E], the share of a layer's assignments that went to each expert
     aux_loss: Tensor  # differentiable scalar: k if even, up to E if k experts take everything
-
-
-def count_routing(routed: MoEOutput, real: Tensor | None) -> Tensor:
-    """Returns [2, E]: each expert's count of choices and sum of probabilities, over the real
-    tokens.
-
-    `real` [B, T] is 0 on padding; None if there is none. It is small, so that a layer's
-    probabilities need not be kept, and the same in every run: nothing is added by atomics.
-    """
-    chosen = torch.zeros_like(routed.probs).scatter(1, routed.experts, 1.0)
-    # Multiplied in any case: a rank without padding must not compute a block again, and exchange
-    # rows with the others, at another point of backward than they do
-    counts = torch.ones_like(chosen[:, :1]) if real is None else real.reshape(-1, 1)
-    return torch.stack([(t * counts).sum(0) for t in (chosen, routed.probs)])
 
 
 def balance(tallies: Sequence[Tensor], per_token: int) -> Balance:

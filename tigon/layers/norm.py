@@ -1,13 +1,8 @@
 """RMSNorm as modules."""
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 
-from tigon.distributed.all_reduce import all_reduce_small_norm
-from tigon.distributed.collectives import Ranks, all_reduce
-from tigon.distributed.sequence_parallel import PartialSum
 from tigon.kernels.norm.rms_norm import Cast, rms_norm, rms_norm_with_input, sandwich_norm
 
 
@@ -18,25 +13,12 @@ class RMSNorm(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(dim))
         self.eps, self.offset, self.cast = eps, offset, cast
-        # Where ranks share the dimension: they, and the elements that they have together
-        self.shared: tuple[Ranks, int] | None = None
 
     def init_weights(self) -> None:
         nn.init.constant_(self.weight, 1.0 - self.offset)
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.shared is not None:
-            return self._norm_over_ranks(x, *self.shared)
         return rms_norm(x, self.weight, self.eps, offset=self.offset, cast=self.cast)
-
-    def _norm_over_ranks(self, x: Tensor, ranks: Ranks, elements: int) -> Tensor:
-        """`rms_norm_ref` with the mean of squares over ranks that divide the dimension."""
-        h = x.float()
-        squares = all_reduce(h.square().sum(-1, keepdim=True), ranks)
-        h = h * torch.rsqrt(squares / elements + self.eps)
-        if self.cast == "before_weight":
-            return (self.offset + self.weight if self.offset else self.weight) * h.to(x.dtype)
-        return (h * (self.offset + self.weight.float())).to(x.dtype)
 
     def extra_repr(self) -> str:
         return f"{self.weight.shape[0]}, eps={self.eps}"
@@ -45,21 +27,14 @@ class RMSNorm(nn.Module):
 class AddRMSNorm(RMSNorm):
     """Residual addition and the norm after it in one pass: `(norm(x + residual), x + residual)`.
 
-    Without a residual, before the first block, `(norm(x), x)`. A `PartialSum` is summed over ranks.
+    Without a residual, before the first block, `(norm(x), x)`.
     With `post`, the norm of a sublayer's output in Gemma 2 and 3, `post(x)` is added instead of x;
     it is a module of its own, so that both norms keep their names in the checkpoint.
     """
 
     def forward(  # type: ignore[override]
-        self, x: Tensor | PartialSum, residual: Tensor | None, post: RMSNorm | None = None
+        self, x: Tensor, residual: Tensor | None, post: RMSNorm | None = None
     ) -> tuple[Tensor, Tensor]:
-        if isinstance(x, PartialSum):
-            if residual is not None and post is None:
-                kwargs: dict[str, Any] = {"offset": self.offset, "cast": self.cast}
-                return all_reduce_small_norm(
-                    x.x, residual, self.weight, self.eps, x.ranks, **kwargs
-                )
-            x = x.total
         if residual is None:
             if post is not None:
                 raise ValueError("post norms what is added to a residual, but residual is None")

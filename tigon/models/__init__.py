@@ -19,7 +19,6 @@ from tigon.models.families import *  # noqa: F403
 from tigon.models.init import init_sharded_weights
 from tigon.models.inputs import Batch
 from tigon.models.loss import Targets
-from tigon.models.module_hooks import mark_fsdp_hooks
 from tigon.models.moe import aux_loss_coef
 from tigon.models.outputs import CausalLMOutput
 from tigon.models.pretrained import load
@@ -92,7 +91,6 @@ __all__ = [
     "init_adapter",
     "init_sharded_weights",
     "load_weights",
-    "mark_fsdp_hooks",
     "materialize",
     "open_model",
     "parse_gguf_path",

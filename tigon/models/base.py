@@ -58,6 +58,7 @@ class LanguageModel(nn.Module):
         self.activation_offload = False  # saved activations wait in host memory
         self.graphs: Callable[..., Any] | None = None  # replays `model`, and is called instead
         self.attention: Backend = "auto"
+        self.tensor_ranks: Ranks | None = None  # share each layer, and make the same calls
         self.context_ranks: Ranks | None = None  # share the tokens of each row
         self.fsdp_ranks: Ranks | None = None  # gather weights for the same calls
         # Drop padding before the blocks and fill it with zeros after them. True: wherever no number
@@ -100,11 +101,6 @@ class LanguageModel(nn.Module):
     def turning_rope(self) -> RotaryEmbedding | None:
         """The RoPE whose table changes first as a text grows; None: cached keys stay valid."""
         return self.model.turning_rope
-
-    @property
-    def tensor_ranks(self) -> Ranks | None:
-        """The tensor-parallel ranks, which all make the same calls; None without them."""
-        return self.model.tensor_ranks
 
     @property
     def communication_groups(self) -> tuple[Ranks, ...]:
@@ -281,14 +277,12 @@ class LanguageModel(nn.Module):
         self, batch: Batch, local: LocalBatch, needs_routing: bool
     ) -> tuple[Tensor, Sequence[Tensor]]:
         """The last hidden states [B, T, C] of the local tokens, and each router's statistics."""
-        inputs, is_partial_sum = local.batch, False
+        inputs = local.batch
         embeds = inputs.inputs_embeds
         if embeds is None:
-            embeds, is_partial_sum = self.model.embed(cast(Tensor, inputs.input_ids))
+            embeds = self.model.embed_tokens(inputs.input_ids)
         embeds, position_ids, mask, real_token_indices = inputs.drop_padding(embeds)
         options = dict(local.decoder_options)
-        if is_partial_sum:
-            options["summands"] = True
         if (keys := self._dropout_keys(batch)) is not None:
             keys = local.shard_tokens(keys)
             if real_token_indices is not None:

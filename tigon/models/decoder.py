@@ -4,7 +4,7 @@
 """
 
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any, ClassVar, cast
@@ -13,8 +13,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from tigon.distributed.collectives import Ranks
-from tigon.distributed.sequence_parallel import PartialSum, SequenceParallelRegion
 from tigon.kernels.attention.api import AttentionMask
 from tigon.kernels.mlp.gated_act import Activation
 from tigon.kernels.norm.rms_norm import Cast
@@ -33,17 +31,13 @@ from tigon.layers import (
     RotaryEmbedding,
     Rotation,
     SparseMoE,
-    count_routing,
 )
 from tigon.layers.activation_offload import ActivationOffload
 from tigon.layers.kv_cache import KVState
-from tigon.layers.linear import is_hooked
 from tigon.models.config import SLIDING, ModelConfig, WindowedConfig, activation
-from tigon.models.module_hooks import all_reduce_output, has_forward_hooks, warn_partial_sums
 from tigon.utils.random import as_int64, mix
 
-Branch = Tensor | PartialSum  # the next norm all-reduces a partial sum
-BlockOutput = tuple[Branch, Tensor, Tensor | None]  # branch, residual stream, router statistics
+BlockOutput = tuple[Tensor, Tensor, Tensor | None]  # branch, residual stream, router statistics
 
 
 class TransformerBlock(nn.Module):
@@ -54,7 +48,7 @@ class TransformerBlock(nn.Module):
     the counts of a layer with experts if `ctx.routing` is set, else None.
 
     A mixer is a module (x, rotation, state, ctx) -> [B, T, C] with a `make_state`; an MLP is one
-    x -> [B, T, C] or Routed. With dropout the MLP also takes `ctx.dropout_keys`.
+    x -> [B, T, C] or a `SparseMoE`. With dropout the MLP also takes `ctx.dropout_keys`.
     """
 
     norm_offset: ClassVar[float] = 0.0  # norms multiply by offset + weight
@@ -99,39 +93,13 @@ class TransformerBlock(nn.Module):
         options: dict[str, Any] = {"offset": self.norm_offset, "cast": self.norm_cast}
         return AddRMSNorm(c.hidden_size, c.rms_norm_eps, **options)
 
-    def mlp_forward(self, x: Tensor, ctx: BlockInputs) -> tuple[Branch, Tensor | None]:
+    def mlp_forward(self, x: Tensor, ctx: BlockInputs) -> tuple[Tensor, Tensor | None]:
         """The MLP's output [B, T, C], and its router's counts."""
-        if ctx.stream is not None and isinstance(self.mlp, SparseMoE) and self.mlp.divided:
-            return self._dispatch_experts(self.mlp, x, ctx, ctx.stream)
-        x = ctx.gather_from_region(x, single_reader=isinstance(self.mlp, GatedMLP))
-        if ctx.stream is not None and has_forward_hooks(self.mlp):
-            with all_reduce_output(self.mlp, ctx):
-                y = self.mlp(x, *ctx.dropout_args)
-            output = y.x if isinstance(y, MoEOutput) else y
-        else:
-            y = self.mlp(x, *ctx.dropout_args)
-            output = ctx.reduce_to_region(y.x if isinstance(y, MoEOutput) else y)
-        if not (isinstance(y, MoEOutput) and ctx.routing):
-            return output, None
-        counts = count_routing(y, ctx.real)
-        return output, counts if ctx.stream is None else ctx.stream.scale_replicated_grad(counts)
-
-    def _dispatch_experts(
-        self, mlp: SparseMoE, x: Tensor, ctx: BlockInputs, stream: SequenceParallelRegion
-    ) -> tuple[Tensor, Tensor | None]:
-        """The MLP if tensor ranks also have whole experts: each rank dispatches its own tokens.
-
-        In decoding, with one token a row, every rank computes all tokens with its own experts.
-        """
-        shard = mlp.experts.shard
-        if stream.replicated and stream.shape[1] == 1 and shard and shard.ranks == stream.ranks:
-            y = mlp(x, replicated=True)
-            return y.x, count_routing(y, ctx.real) if ctx.routing else None
-        y = mlp(stream.local_tokens(x), *map(stream.slice_tokens, ctx.dropout_args))
-        if not ctx.routing:
-            return stream.gather_tokens(y.x), None
-        real = None if ctx.real is None else stream.slice_tokens(ctx.real)
-        return stream.gather_tokens(y.x), stream.sum(count_routing(y, real))
+        y = self.mlp(x, *ctx.dropout_args)
+        if not isinstance(y, MoEOutput):
+            return y, None
+        mlp = cast(SparseMoE, self.mlp)
+        return y.x, mlp.count_routing(y, ctx.real) if ctx.routing else None
 
     def make_state(self, rows: int, capacity: int | None, **options: Any) -> LayerState:
         """An empty state of the mixer; see MakeStates."""
@@ -163,7 +131,7 @@ class PreNormBlock(TransformerBlock):
         self.mlp = self.make_mlp(c, layer)
 
     def forward(
-        self, x: Branch, residual: Tensor | None, rotation: Rotation, state: Any, ctx: BlockInputs
+        self, x: Tensor, residual: Tensor | None, rotation: Rotation, state: Any, ctx: BlockInputs
     ) -> BlockOutput:
         normed, residual = self.input_layernorm(x, residual)
         branch = self.mixer(normed, rotation, state, ctx)
@@ -171,45 +139,14 @@ class PreNormBlock(TransformerBlock):
         branch, routing = self.mlp_forward(normed, ctx)
         return _unview(self._scaled(branch)), residual, routing
 
-    def _scaled(self, branch: Branch) -> Branch:
+    def _scaled(self, branch: Tensor) -> Tensor:
         """The branch times `branch_scale`."""
-        if self.branch_scale == 1:
-            return branch
-        return self.branch_scale * (branch.total if isinstance(branch, PartialSum) else branch)
+        return branch if self.branch_scale == 1 else self.branch_scale * branch
 
 
-# The original methods, to detect monkey-patching
-_METHODS = "forward", "mlp_forward", "_scaled", "mixer"
-_ORIGINALS = tuple(getattr(PreNormBlock, name) for name in _METHODS)
-_ATTENTION_FORWARD, _NORM_FORWARD = Attention.forward, AddRMSNorm.forward
-
-
-def norm_fuses_all_reduce(norm: nn.Module) -> bool:
-    """Whether the norm can all-reduce its input: it is not patched and has no hooks."""
-    return type(norm).forward is _NORM_FORWARD and not is_hooked(norm)
-
-
-def fuses_all_reduce(block: nn.Module) -> bool:
-    """Whether the norms after this block's branches can all-reduce them.
-
-    They can if no module is patched and no hook would see a partial sum.
-    """
-    if not isinstance(block, PreNormBlock):  # a wrapper may be around one
-        return False
-    if tuple(getattr(type(block), name) for name in _METHODS) != _ORIGINALS:
-        return False
-    mixer = block.mixer
-    patched = not block.__dict__.keys().isdisjoint(_METHODS)
-    if patched or type(mixer).forward is not _ATTENTION_FORWARD:
-        return False
-    norms = block.input_layernorm, block.post_attention_layernorm
-    hooked = any(map(is_hooked, (block, mixer, block.mlp)))
-    return not hooked and all(map(norm_fuses_all_reduce, norms))
-
-
-def _unview(x: Branch) -> Branch:
+def _unview(x: Tensor) -> Tensor:
     """x as a tensor that is no view to autograd, since FSDP2 warns of views in a block's output."""
-    if isinstance(x, PartialSum) or torch.compiler.is_compiling() or not x._is_view():
+    if torch.compiler.is_compiling() or not x._is_view():
         return x
     return torch.ops.aten._unsafe_view(x, x.shape)
 
@@ -294,7 +231,6 @@ class Decoder(nn.Module):
         super().__init__()
         c = config
         self.input_scale, self.rounded_angles = input_scale, rounded_angles
-        self.tensor_ranks: Ranks | None = None  # of tensor parallelism
         self.embed_tokens = Embedding(
             c.vocab_size,
             c.hidden_size,
@@ -339,16 +275,6 @@ class Decoder(nn.Module):
         blocks = cast(Iterable[TransformerBlock], self.layers)
         return [block.make_state(rows, capacity, **options) for block in blocks]
 
-    def embed(self, ids: Tensor) -> tuple[Tensor, bool]:
-        """Embeddings [B, T, C] of ids [B, T], and whether they are partial sums over the tensor
-        ranks. With hooks on the embedding they are not, so that hooks see whole values."""
-        table = self.embed_tokens
-        if self.tensor_ranks is None or has_forward_hooks(table):
-            return table(ids), False
-        if type(table).forward is not Embedding.forward or "forward" in table.__dict__:
-            return table(ids), False  # a patched embedding
-        return table(ids, summands=True), True
-
     def forward(
         self,
         x: Tensor,  # [B, T, C]
@@ -360,24 +286,21 @@ class Decoder(nn.Module):
         offload: bool = False,
         dropout_keys: Tensor | None = None,
         shard: ContextShard | None = None,
-        summands: bool = False,
     ) -> tuple[Tensor, list[Tensor]]:
         """The last hidden states [B, T, C], and with `routing` the counts of each layer's experts.
 
         `recompute`: indices of blocks to recompute in backward; n: every n-th; 0: none. `offload`:
         saved activations wait in host memory. `dropout_keys`: int64 [B, T], seeds of an adapter's
         dropout; None: no dropout. `shard`: x has the tokens of one context-parallel rank, and the
-        mask is that of whole rows. `summands`: x is a partial sum over the tensor ranks.
+        mask is that of whole rows.
         """
         if self.input_scale != 1.0:
             x = x * self.input_scale
         dtype = x.dtype if self.rounded_angles else torch.float32
         row_positions = None if shard is None else shard.positions
         ropes = [rope(position_ids, dtype, row_positions) for rope in self.rotary_embs]
-        stream = self._sequence_parallel_region(x, cache)
-        x = x if stream is None else stream.begin(x, partial=summands)
         append = None if cache is None else cache.append
-        ctx = BlockInputs(position_ids, mask, routing, append, shard=shard, stream=stream)
+        ctx = BlockInputs(position_ids, mask, routing, append, shard=shard)
         layers = self.layers
         states: Sequence[LayerState | None] = [None] * len(layers)
         if cache is not None:
@@ -388,25 +311,20 @@ class Decoder(nn.Module):
         offloading = None
         if offload and training:
             offloading = ActivationOffload(x.device, [t for r in ropes for t in r if t is not None])
-        # A recomputed block, and the head, need the gathered stream as soon as backward begins
-        saving = None if stream is None else replace(stream, saves_gathered=True)
         residual, router_stats = None, []
         for i, (block, rope, state) in enumerate(
             zip(layers, self.rope_indices, states, strict=True)
         ):
-            changes: dict[str, Any] = {}
-            if i in recomputed and saving is not None:
-                changes["stream"] = saving
+            block_ctx = ctx
             if dropout_keys is not None:  # a tensor: a layer number would recompile each block
-                changes["dropout_keys"] = dropout_keys + as_int64(mix(i))
-            block_ctx = replace(ctx, **changes) if changes else ctx
+                block_ctx = replace(ctx, dropout_keys=dropout_keys + as_int64(mix(i)))
             # Not the last block: backward begins with it and would fetch at once
             with offloading.of(block) if offloading and i + 1 < len(layers) else nullcontext():
                 if i in recomputed:
                     if residual is not None:  # save one tensor for the block, not two
                         x, residual = residual + x, None
                     x, residual, counts = checkpoint(
-                        *(block, x, residual, ropes[rope], state, block_ctx),
+                        *(self.recomputable(block), x, residual, ropes[rope], state, block_ctx),
                         use_reentrant=False,
                         preserve_rng_state=False,  # blocks use none, and CUDA graphs cannot
                     )
@@ -418,21 +336,8 @@ class Decoder(nn.Module):
             offloading.end()
         if cache is not None:
             cache.end(mask)
-        x = self.norm(x, residual)[0]
-        if saving is not None:
-            x = saving.gather_from_region(x, single_reader=True)
-        return x, router_stats
+        return self.norm(x, residual)[0], router_stats
 
-    def _sequence_parallel_region(
-        self, x: Tensor, cache: Cache | None
-    ) -> SequenceParallelRegion | None:
-        """The region in which tensor-parallel ranks share the tokens of x; None without them."""
-        if self.tensor_ranks is None:
-            return None
-        if not torch.compiler.is_compiling():
-            warn_partial_sums(self.layers, self.tensor_ranks.size)
-        decoding = cache is not None and not torch.is_grad_enabled()
-        fuses = decoding and norm_fuses_all_reduce(self.norm)
-        fuses = fuses and all(map(fuses_all_reduce, self.layers))
-        shape = x.shape[0], x.shape[1]
-        return SequenceParallelRegion(self.tensor_ranks, shape, decoding, defers_sum=fuses)
+    def recomputable(self, block: nn.Module) -> Callable[..., BlockOutput]:
+        """The block as a function that may be called again in backward."""
+        return block

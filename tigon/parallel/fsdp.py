@@ -8,7 +8,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from tigon.kernels.runtime import disable_pdl
 from tigon.layers import Experts
-from tigon.models import CausalLM, mark_fsdp_hooks
+from tigon.models import CausalLM
 
 
 def reduction_dtype(
@@ -53,11 +53,10 @@ def shard_blocks(
         return MixedPrecisionPolicy(compute, sums, cast_forward_inputs=False)
 
     ends: list[nn.Module] = [model.model.embed_tokens, model.model.norm, model.lm_head]
-    with mark_fsdp_hooks(model):
-        for block in model.model.layers:
-            for module in block.modules():
-                if experts is not None and isinstance(module, Experts) and module.shard is not None:
-                    fully_shard(module, mesh=experts, mp_policy=policy(experts))
-            fully_shard(block, mesh=mesh, mp_policy=policy(mesh))
-        fully_shard(ends, mesh=mesh, mp_policy=policy(mesh), reshard_after_forward=not keeps_ends)
-        fully_shard(model, mesh=mesh, mp_policy=policy(mesh))
+    for block in model.model.layers:
+        for module in block.modules():
+            if experts is not None and isinstance(module, Experts) and module.shard is not None:
+                fully_shard(module, mesh=experts, mp_policy=policy(experts))
+        fully_shard(block, mesh=mesh, mp_policy=policy(mesh))
+    fully_shard(ends, mesh=mesh, mp_policy=policy(mesh), reshard_after_forward=not keeps_ends)
+    fully_shard(model, mesh=mesh, mp_policy=policy(mesh))

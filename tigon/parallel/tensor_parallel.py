@@ -11,7 +11,7 @@ describes and fully_shard may shard further.
 """
 
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -36,9 +36,21 @@ from tigon.layers import (
 )
 from tigon.layers.lora import MAGNITUDE, B
 from tigon.models import CausalLM
+from tigon.models.decoder import PreNormBlock
 from tigon.parallel.context_parallel import check_context
 from tigon.parallel.expert_parallel import keep_local_experts
 from tigon.parallel.mesh import MeshSizes
+from tigon.parallel.tensor_modules import (
+    ColumnParallelGatedLinear,
+    ColumnParallelLinear,
+    DispatchedMoE,
+    FlatParallelNorm,
+    RowParallelLinear,
+    TensorParallelDecoder,
+    TensorParallelMoE,
+    TensorParallelNorm,
+    TensorPass,
+)
 from tigon.utils.random import GOLDEN, WORD, as_int64
 from tigon.weights import ReplicaIndex, RowSpan, ShardSpec, local_blocks, local_rows
 
@@ -338,8 +350,6 @@ PLAN: Mapping[type[nn.Module], Mapping[str, ShardRule]] = {
 }
 # Norms over all heads
 FLAT_QK_NORM = {"q_norm.weight": ShardRule(0, query_rows), "k_norm.weight": ShardRule(0, key_rows)}
-# The projections whose outputs are partial sums
-PARTIAL_SUMS = {Attention: "o_proj", GatedMLP: "down_proj"}
 
 
 def rank_bounds(size: int, ranks: int) -> tuple[int, ...]:
@@ -412,15 +422,40 @@ def shard_parameters(model: CausalLM, ranks: Ranks) -> None:
             module.scorers = ranks
         elif isinstance(module, Embedding | LMHead):
             module.vocabulary = vocabulary
-        for kind, name in PARTIAL_SUMS.items():
-            if isinstance(module, kind) and module not in undivided:
-                product = module.get_submodule(name)
-                assert isinstance(product, Linear)
-                product.summands = ranks.size
     if tied:
         model.lm_head.weight = cast(nn.Parameter, model.model.embed_tokens.weight)
-    model.model.tensor_ranks = ranks
+    model.tensor_ranks = ranks
+    install_modules(model, TensorPass(ranks))
     model.model.set_state_kinds()
+
+
+def install_modules(model: CausalLM, tensor: TensorPass) -> None:
+    """Put the modules of `tensor_modules` in place of the model's; parameters and hooks stay."""
+    _install(model.model, TensorParallelDecoder, tensor=tensor)
+    for block in model.model.layers:
+        moes = [module for module in block.modules() if isinstance(module, SparseMoE)]
+        for moe in moes:
+            _install(moe, DispatchedMoE if moe.divided else TensorParallelMoE, tensor=tensor)
+        inside = {module for moe in moes for module in moe.modules()}
+        for module in block.modules():
+            if isinstance(module, Attention):
+                _install(module.qkv_proj, ColumnParallelLinear, tensor=tensor)
+                _install(module.o_proj, RowParallelLinear, tensor=tensor)
+            elif isinstance(module, GatedMLP) and module not in inside:  # a shared expert's
+                _install(module.gate_up_proj, ColumnParallelGatedLinear, tensor=tensor)
+                _install(module.down_proj, RowParallelLinear, tensor=tensor)
+        if isinstance(block, PreNormBlock):
+            tensor.norms += [block.input_layernorm, block.post_attention_layernorm]
+    tensor.norms.append(model.model.norm)
+    for place, norm in enumerate(tensor.norms):
+        _install(norm, TensorParallelNorm, tensor=tensor, place=place)
+
+
+def _install(module: nn.Module, kind: type[nn.Module], **attributes: Any) -> None:
+    """Make the module one of `kind`, a subclass of its own, with its parameters and hooks."""
+    module.__class__ = kind
+    for name, value in attributes.items():
+        setattr(module, name, value)
 
 
 def check_tensor_ranks(model: CausalLM, ranks: int) -> None:
@@ -485,7 +520,7 @@ def _set_local_heads(module: Attention, ranks: Ranks) -> None:
     """Set the numbers of local heads."""
     if module.flat_qk_norm and module.q_norm is not None and module.k_norm is not None:
         copies = max(1, ranks.size // module.kv_heads)
-        module.q_norm.shared = ranks, module.heads * module.head_dim
-        module.k_norm.shared = ranks, module.kv_heads * module.head_dim * copies
+        for norm, heads in (module.q_norm, module.heads), (module.k_norm, module.kv_heads * copies):
+            _install(norm, FlatParallelNorm, ranks=ranks, elements=heads * module.head_dim)
     module.heads //= ranks.size
     module.kv_heads = max(1, module.kv_heads // ranks.size)

@@ -115,7 +115,8 @@ def _one_shot_norm_kernel(
     residual,  # [N, C]
     weight,  # [C]
     y,  # [N, C]
-    stream,  # [N, C]
+    total,  # [N, C], of the ranks
+    stream,  # [N, C], residual + total
     local, addresses, turns, eps,
     C: tl.constexpr, OFFSET: tl.constexpr, BEFORE: tl.constexpr, RANK: tl.constexpr,
     R: tl.constexpr, S: tl.constexpr, P: tl.constexpr,
@@ -135,9 +136,11 @@ def _one_shot_norm_kernel(
     turn = tl.load(count, mask=exists, other=0)
     bits = tl.load(x + at, mask=inside, other=0)
     h = tl.load(residual + at, mask=inside, other=0.0).to(tl.float32)
-    h += _exchange_and_add(
+    added = _exchange_and_add(
         bits, at, inside, full_mask, local, addresses, turn, dtype, RANK, R, P * S, TURNS, EMPTY
-    ).to(tl.float32)  # fmt: skip
+    )  # fmt: skip
+    tl.store(total + at, added, mask=inside)
+    h += added.to(tl.float32)
     tl.store(count, (turn + 1) % TURNS, mask=exists)
     h = h.to(dtype)
     tl.store(stream + at, h, mask=inside)
@@ -209,19 +212,20 @@ def one_shot_all_reduce_norm(
     *,
     offset: float = 0.0,
     before: bool = True,  # round before the weight
-) -> tuple[Tensor, Tensor]:
-    """Returns the RMSNorm of `residual + one_shot_all_reduce(x)` and that sum, [..., C] both."""
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns total = one_shot_all_reduce(x), rms_norm(residual + total), and residual + total."""
     local, addresses, turns, rank, dtype, _ = buffers
     _check(x, x.numel(), buffers)
     if not supports_norm(x, residual, weight):
         raise ValueError(f"x {tuple(x.shape)} and residual {tuple(residual.shape)}: see fits_norm")
     x, C = x.contiguous(), x.shape[-1]
-    y, stream = torch.empty_like(x), torch.empty_like(x)
+    with torch.inference_mode(False):  # else `total` would not count its versions
+        total, y, stream = (torch.empty_like(x) for _ in range(3))
     parts = next_power_of_2(triton.cdiv(C, S))
     _one_shot_norm_kernel[(x.numel() // C,)](
-        x.view(local.dtype), residual.contiguous(), weight, y, stream, local, addresses, turns, eps,
-        C, offset, before, rank, local.shape[1], S, local.shape[2] // S, parts, TURNS,
+        x.view(local.dtype), residual.contiguous(), weight, y, total, stream, local, addresses,
+        turns, eps, C, offset, before, rank, local.shape[1], S, local.shape[2] // S, parts, TURNS,
         empty_bits(dtype),
         num_warps=min(2 * parts, 16), **pdl_options(y),
     )  # fmt: skip
-    return y, stream
+    return total, y, stream

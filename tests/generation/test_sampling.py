@@ -1,7 +1,5 @@
-"""From logits to tokens: transformers' processors, its sampling, its settings; and bad input."""
+"""From logits to tokens: transformers' processors, and its sampling."""
 
-import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +15,6 @@ from transformers import (
 )
 
 import tigon
-from tests.models.tiny import load_reference, reference
 from tigon.generation import Sampling
 
 V = 211
@@ -37,19 +34,6 @@ SETTINGS: list[dict[str, Any]] = [
     {"top_k": 0, "min_p": 0.1},
     {"temperature": 1.7, "top_k": 40, "top_p": 0.95, "min_p": 0.02, "repetition_penalty": 0.8},
 ]
-
-
-@pytest.fixture(scope="module")
-def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny Llama's checkpoint."""
-    directory = tmp_path_factory.mktemp("tiny")
-    reference("llama", {}, directory)
-    return directory
-
-
-@pytest.fixture(scope="module")
-def pair(directory: Path) -> tuple[tigon.CausalLM, Any]:
-    return tigon.from_pretrained(str(directory)), load_reference(directory, "sdpa")
 
 
 def prompt() -> tuple[Tensor, Tensor]:
@@ -128,39 +112,6 @@ def test_a_seed_decides_alone(pair: tuple[tigon.CausalLM, Any]) -> None:
     assert sample(seed=4) == first
     assert sample(seed=5) != first
     assert sample() != sample()
-
-
-def test_generation_config_is_followed(directory: Path, tmp_path: Path) -> None:
-    for file in directory.iterdir():
-        (tmp_path / file.name).write_bytes(file.read_bytes())
-    content = {
-        "do_sample": True,
-        "temperature": 0.7,
-        "top_k": 9,
-        "top_p": 0.9,
-        "repetition_penalty": 1.2,
-        "max_new_tokens": 11,
-        "eos_token_id": list(range(60)),
-        "pad_token_id": 7,
-        "transformers_version": "5.0.0",
-    }
-    (tmp_path / "generation_config.json").write_text(json.dumps(content))
-    ours, theirs = tigon.from_pretrained(str(tmp_path)), load_reference(tmp_path, "sdpa")
-    ids, mask = prompt()
-    given: dict[str, Any]
-    seen = []
-    for given in ({}, {"top_k": 3, "eos_token_id": 8}, {"do_sample": False}):
-        torch.manual_seed(3)
-        expected = theirs.generate(ids, attention_mask=mask, **given)
-        tokens = ours.generate(ids, attention_mask=mask, seed=3, **given)
-        assert tokens.tolist() == expected.tolist()
-        assert tokens.tolist() not in seen
-        seen.append(tokens.tolist())
-    assert 6 < len(seen[0][0]) < 6 + 11  # an eos of the list
-    assert len(seen[1][0]) == 6 + 11
-    assert any(7 in row[6:] for row in seen[0])
-    # The call's max_length comes before the file's max_new_tokens
-    assert ours.generate(ids, attention_mask=mask, seed=3, max_length=7).shape[1] == 7
 
 
 def test_length(pair: tuple[tigon.CausalLM, Any]) -> None:

@@ -12,7 +12,7 @@ from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM, AutoTokenizer, StopStringCriteria, TextStreamer
 
 import tigon
-from tests.models.tiny import load_reference, reference
+from tests.generation.common import padded
 from tigon.generation import StopStrings
 from tigon.layers import KVCache
 
@@ -25,27 +25,12 @@ and a café in Pérou — 老虎 🐯🐅 trust the tiger<|im_end|>
 
 
 @pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[tigon.CausalLM, Any]:
-    """A tiny Llama, ours and transformers'."""
-    directory = tmp_path_factory.mktemp("tiny")
-    reference("llama", {}, directory)
-    return tigon.from_pretrained(str(directory)), load_reference(directory, "sdpa")
-
-
-@pytest.fixture(scope="module")
 def real(smollm2: Path) -> tuple[tigon.CausalLM, Any]:
     theirs = AutoModelForCausalLM.from_pretrained(smollm2, dtype=torch.float32).eval()
     return tigon.from_pretrained(str(smollm2), dtype=torch.float32), theirs
 
 
-def padded(pad: int = 3) -> tuple[Tensor, Tensor]:
-    """Prompts of 3, 7 and 5 tokens, padded on the left."""
-    generator = torch.Generator().manual_seed(1)
-    ids, mask = torch.full((3, 7), pad), torch.zeros(3, 7, dtype=torch.long)
-    for row, length in enumerate((3, 7, 5)):
-        ids[row, -length:] = torch.randint(5, 211, (length,), generator=generator)
-        mask[row, -length:] = 1
-    return ids, mask
+PROMPTS = padded((3, 7, 5), 211)
 
 
 def test_greedy_is_transformers_on_the_real_checkpoint(
@@ -68,7 +53,7 @@ def test_greedy_is_transformers_on_the_real_checkpoint(
 
 def test_padded_rows_are_as_alone_and_as_in_transformers(pair: tuple[tigon.CausalLM, Any]) -> None:
     ours, theirs = pair
-    ids, mask = padded()
+    ids, mask = PROMPTS
     tokens = ours.generate(ids, attention_mask=mask, max_new_tokens=12, eos_token_id=[])
     expected = theirs.generate(
         ids, attention_mask=mask, max_new_tokens=12, eos_token_id=-1, pad_token_id=0
@@ -79,14 +64,14 @@ def test_padded_rows_are_as_alone_and_as_in_transformers(pair: tuple[tigon.Causa
             ids[row : row + 1, mask[row] == 1], max_new_tokens=12, eos_token_id=[]
         )
         assert alone[0, -12:].tolist() == tokens[row, -12:].tolist()
-    other, _ = padded(pad=100)
+    other = ids.masked_fill(mask == 0, 100)
     again = ours.generate(other, attention_mask=mask.bool(), max_new_tokens=12, eos_token_id=[])
     assert again[:, 7:].tolist() == tokens[:, 7:].tolist()
 
 
 def test_decoding_is_the_full_forward(pair: tuple[tigon.CausalLM, Any]) -> None:
     ours, _ = pair
-    ids, mask = padded()
+    ids, mask = PROMPTS
     tokens = ours.generate(ids, attention_mask=mask, max_new_tokens=9, eos_token_id=[])
     again = ours.generate(
         ids, attention_mask=mask, max_new_tokens=9, eos_token_id=[], use_cache=False
@@ -103,7 +88,7 @@ def test_decoding_is_the_full_forward(pair: tuple[tigon.CausalLM, Any]) -> None:
 
 def test_rows_end_on_their_own(pair: tuple[tigon.CausalLM, Any]) -> None:
     ours, theirs = pair
-    ids, mask = padded()
+    ids, mask = PROMPTS
     free = ours.generate(ids, attention_mask=mask, max_new_tokens=12, eos_token_id=[])[:, 7:]
     eos = [int(free[0, 2]), int(free[1, 5]), int(free[2, 8])]
     ends = [next(i for i, t in enumerate(row) if t in eos) for row in free.tolist()]
@@ -171,7 +156,7 @@ def test_generation_stops_after_a_stop_string(
 
 def test_streaming_sees_exactly_the_new_tokens(pair: tuple[tigon.CausalLM, Any]) -> None:
     ours, _ = pair
-    ids, mask = padded()
+    ids, mask = PROMPTS
     seen: list[Tensor] = []
     free = ours.generate(ids, attention_mask=mask, max_new_tokens=8, eos_token_id=[])
     tokens = ours.generate(

@@ -1,0 +1,239 @@
+"""The modules of tensor parallelism, which `shard_model` puts in place of those of one process.
+
+Projections into attention and MLP gather their input, those out of them sum their output over the
+ranks, so that hooks and all other modules see whole values. In prompts and in training these are
+the values of the rank's own tokens (`SequenceParallelRegion`).
+
+# B batch, T tokens, N = B T, n tokens of a rank, C model dim, E experts
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from tigon.distributed.all_reduce import all_reduce_small_norm
+from tigon.distributed.collectives import (
+    Ranks,
+    all_reduce,
+    reduce_from_group,
+    scale_replicated_grad,
+)
+from tigon.distributed.sequence_parallel import SequenceParallelRegion
+from tigon.layers import (
+    AddRMSNorm,
+    FusedLinear,
+    GatedLinear,
+    Linear,
+    MoEOutput,
+    RMSNorm,
+    SparseMoE,
+    count_routing,
+)
+from tigon.models.decoder import BlockOutput, Decoder
+
+
+class NormedSum(NamedTuple):
+    """A sum over ranks that was normed in the same kernel."""
+
+    place: int  # of the norm
+    residual: Tensor
+    total: Tensor  # of the ranks
+    version: int  # of `total`
+    output: tuple[Tensor, Tensor]  # of the norm
+
+
+class TensorPass:
+    """The pass of a decoder under way, which all its modules share.
+
+    Outside of passes every rank has all tokens, and there are no gradients.
+
+    In decoding, the norm behind a sum over ranks is computed in the sum's kernel (`reduce`), ahead
+    of its call. The norm takes that result if its inputs are the ones that it was computed from.
+    """
+
+    def __init__(self, ranks: Ranks) -> None:
+        self.ranks = ranks
+        self.region = SequenceParallelRegion(ranks, (0, 0), replicated=True)
+        self.norms: list[AddRMSNorm] = []  # those that add and norm sums, in order
+        self._pending: tuple[int, Tensor] | None = None  # the next norm's place, and its residual
+        self._ahead: NormedSum | None = None
+
+    @contextmanager
+    def running(self, region: SequenceParallelRegion) -> Iterator[None]:
+        """In this context the blocks compute the tokens of the region."""
+        before, self.region = self.region, region
+        try:
+            yield
+        finally:
+            self.region, self._pending, self._ahead = before, None, None
+
+    def reduce(self, x: Tensor) -> Tensor:
+        """Sums a branch [B, T, C] over the ranks, for the residual stream."""
+        pending, self._pending = self._pending, None
+        found = None if pending is None else self._reduce_and_norm(x, *pending)
+        return self.region.reduce_to_region(x) if found is None else found
+
+    def _reduce_and_norm(self, x: Tensor, place: int, residual: Tensor) -> Tensor | None:
+        """`reduce`, with the norm at `place` in its kernel; None if one kernel cannot."""
+        norm = self.norms[place]
+        if isinstance(norm.weight, DTensor):  # FSDP gathers it when the norm is called
+            return None
+        options: dict[str, Any] = {"offset": norm.offset, "cast": norm.cast}
+        found = all_reduce_small_norm(x, residual, norm.weight, norm.eps, self.ranks, **options)
+        if found is None:
+            return None
+        total, y, stream = found
+        self._ahead = NormedSum(place, residual, total, total._version, (y, stream))
+        return total
+
+    def take_norm(
+        self, place: int, x: Tensor, residual: Tensor | None
+    ) -> tuple[Tensor, Tensor] | None:
+        """Returns the norm's output if it was computed ahead from these tensors."""
+        ahead, self._ahead = self._ahead, None
+        if ahead is None or (ahead.place, ahead.version) != (place, ahead.total._version):
+            return None
+        return ahead.output if ahead.total is x and ahead.residual is residual else None
+
+    def expect_sum(self, place: int, residual: Tensor) -> None:
+        """Prepares to compute the norm at `place` with the next sum over ranks."""
+        if self.region.replicated and place < len(self.norms) and not torch.is_grad_enabled():
+            self._pending = place, residual
+
+
+class ColumnParallelLinear(FusedLinear):
+    """This rank's outputs of a product; the input is gathered."""
+
+    tensor: TensorPass
+
+    def gather_input(self, x: Tensor) -> Tensor:
+        return self.tensor.region.gather_from_region(x, single_reader=True)
+
+
+class ColumnParallelGatedLinear(ColumnParallelLinear, GatedLinear):
+    """This rank's units of an MLP; the input is gathered."""
+
+
+class RowParallelLinear(Linear):
+    """A product over this rank's part of the input, summed over the ranks."""
+
+    tensor: TensorPass
+
+    @property
+    def local_bias(self) -> Tensor | None:
+        """This rank's share of the bias."""
+        return None if self.bias is None else self.bias / self.tensor.ranks.size
+
+    def reduce_output(self, y: Tensor) -> Tensor:
+        return self.tensor.reduce(y)
+
+
+class TensorParallelMoE(SparseMoE):
+    """Experts of which each rank has a part: the input is gathered, and the output summed."""
+
+    tensor: TensorPass
+
+    def forward(self, x: Tensor, *dropout_args: Tensor, replicated: bool = False) -> MoEOutput:
+        x = self.tensor.region.gather_from_region(x, single_reader=False)
+        y = super().forward(x, *dropout_args)
+        probs = scale_replicated_grad(y.probs, self.tensor.ranks)
+        return y._replace(x=self.tensor.reduce(y.x), probs=probs)
+
+
+class DispatchedMoE(SparseMoE):
+    """Experts that are whole on one of the ranks: each rank dispatches its own tokens.
+
+    In decoding, with one token a row, every rank computes all tokens with its own experts.
+    """
+
+    tensor: TensorPass
+
+    def forward(self, x: Tensor, *dropout_args: Tensor, replicated: bool = False) -> MoEOutput:
+        region = self.tensor.region
+        if self._is_replicated(region):
+            return super().forward(x, replicated=True)
+        y = super().forward(region.local_tokens(x), *map(region.slice_tokens, dropout_args))
+        return y._replace(x=region.gather_tokens(y.x))
+
+    def count_routing(self, routed: MoEOutput, real: Tensor | None) -> Tensor:
+        """Returns the counts over the tokens of all ranks."""
+        region = self.tensor.region
+        if self._is_replicated(region):
+            return count_routing(routed, real)
+        real = None if real is None else region.slice_tokens(real)
+        return reduce_from_group(count_routing(routed, real), region.ranks)
+
+    def _is_replicated(self, region: SequenceParallelRegion) -> bool:
+        shard = self.experts.shard
+        decoding = region.replicated and region.shape[1] == 1
+        return decoding and shard is not None and shard.ranks == region.ranks
+
+
+class TensorParallelNorm(AddRMSNorm):
+    """A norm that may have been computed with the sum over ranks before it."""
+
+    tensor: TensorPass
+    place: int  # in `TensorPass.norms`
+
+    def forward(  # type: ignore[override]
+        self, x: Tensor, residual: Tensor | None, post: RMSNorm | None = None
+    ) -> tuple[Tensor, Tensor]:
+        if torch.compiler.is_compiling() or post is not None:
+            return super().forward(x, residual, post)
+        output = self.tensor.take_norm(self.place, x, residual)
+        if output is None:
+            output = super().forward(x, residual)
+        self.tensor.expect_sum(self.place + 1, output[1])
+        return output
+
+
+class FlatParallelNorm(RMSNorm):
+    """A norm over a dimension that ranks share; `elements`: of all of them together."""
+
+    ranks: Ranks
+    elements: int
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`rms_norm_ref` with the mean of squares over the ranks."""
+        h = x.float()
+        squares = all_reduce(h.square().sum(-1, keepdim=True), self.ranks)
+        h = h * torch.rsqrt(squares / self.elements + self.eps)
+        if self.cast == "before_weight":
+            return (self.offset + self.weight if self.offset else self.weight) * h.to(x.dtype)
+        return (h * (self.offset + self.weight.float())).to(x.dtype)
+
+
+class TensorParallelDecoder(Decoder):
+    """A decoder whose blocks have a rank's own tokens, or in decoding all of them."""
+
+    tensor: TensorPass
+
+    def forward(
+        self, x: Tensor, position_ids: Tensor, mask: Any, cache: Any, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, list[Tensor]]:
+        decoding = cache is not None and not torch.is_grad_enabled()
+        region = SequenceParallelRegion(self.tensor.ranks, (x.shape[0], x.shape[1]), decoding)
+        with self.tensor.running(region):
+            local = region.scatter(x)
+            hidden, counts = super().forward(local, position_ids, mask, cache, *args, **kwargs)
+        # The head needs the gathered tokens as soon as backward begins
+        region = replace(region, saves_gathered=True)
+        return region.gather_from_region(hidden, single_reader=True), counts
+
+    def recomputable(self, block: nn.Module) -> Callable[..., BlockOutput]:
+        # What the block gathers has just been gathered
+        region = replace(self.tensor.region, saves_gathered=True)
+        return partial(_run_block, block, self.tensor, region)
+
+
+def _run_block(
+    block: nn.Module, tensor: TensorPass, region: SequenceParallelRegion, *args: Any
+) -> BlockOutput:
+    with tensor.running(region):
+        return block(*args)

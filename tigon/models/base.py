@@ -4,7 +4,7 @@
 """
 
 import warnings
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Any, ClassVar, Literal, Self, Unpack, cast
 
@@ -28,7 +28,6 @@ from tigon.models.arguments import (
     select_keys,
 )
 from tigon.models.config import ModelConfig
-from tigon.models.context_batch import LocalBatch, make_local_batch
 from tigon.models.criteria import LossTerms
 from tigon.models.decoder import Decoder, TransformerBlock
 from tigon.models.inputs import Batch
@@ -58,7 +57,7 @@ class LanguageModel(nn.Module):
         self.activation_offload = False  # saved activations wait in host memory
         self.graphs: Callable[..., Any] | None = None  # replays `model`, and is called instead
         self.attention: Backend = "auto"
-        self.context_ranks: Ranks | None = None  # share the tokens of each row
+        self.context_ranks: Ranks | None = None  # share the tokens of each row, before `forward`
         self.fsdp_ranks: Ranks | None = None  # gather weights for the same calls
         # Drop padding before the blocks and fill it with zeros after them. True: wherever no number
         # changes; False: never; None: where it is faster (16 bits on a GPU, varlen attention)
@@ -204,8 +203,8 @@ class LanguageModel(nn.Module):
         tokens = labels if shift_labels is None else shift_labels
         if input_ids is None and isinstance(tokens, Tensor):
             input_ids = tokens.new_zeros(tokens.shape, dtype=torch.int64)  # any tokens will do
-        arguments = dict(kwargs) | {"labels": labels, "shift_labels": shift_labels}
-        return self._resolve(input_ids, arguments)[1].items
+        arguments: dict[str, Any] = {**kwargs, "labels": labels, "shift_labels": shift_labels}
+        return self.resolve(input_ids, **arguments)[1].items
 
     @expand_kwargs_signature
     def forward(
@@ -248,49 +247,42 @@ class LanguageModel(nn.Module):
         `batch` and `targets` (`Batch.of`, `Targets.of`) are the same arguments resolved ahead of
         time, instead of the keywords.
         """
-        batch, targets = self._resolve(input_ids, kwargs, batch, targets)
+        batch, targets, _ = self.resolve(input_ids, batch=batch, targets=targets, **kwargs)
         batch.check_cache()
         head_metrics, router_metrics = self._split_metrics(kwargs.get("metrics"), targets)
-        local = make_local_batch(batch, self.context_ranks, self.config.vocab_size)
-        loss_terms = LossTerms(targets, head_metrics, kwargs.get("criteria"), local)
+        loss_terms = LossTerms(targets, head_metrics, kwargs.get("criteria"))
         needs_routing = bool(router_metrics) or (
             loss_terms.targets.labels is not None and aux_loss_coef(self.config) is not None
         )
-        hidden, router_stats = self._run_blocks(batch, local, needs_routing)
+        hidden, router_stats = self._run_blocks(batch, needs_routing)
         return_logits, logits_at = kwargs.get("return_logits"), kwargs.get("logits_at")
         if return_logits is None:
             return_logits = self.defaults.return_logits
         if logits_at is not None:
-            logits_at = local.gather_rows(hidden, resolve_logits_at(logits_at, batch))
+            logits_at = hidden.detach().flatten(0, 1)[resolve_logits_at(logits_at, batch)]
         head_output = self.lm_head(
-            local.head_inputs(hidden, targets, has_terms=len(loss_terms) > 0),
+            targets.take(hidden),
             loss_terms,
             active=loss_terms.active,
             return_logits=bool(return_logits),
             at=logits_at,
             logits_bytes=kwargs.get("logits_bytes"),
         )
-        head_output = local.gather_outputs(head_output, loss_terms, targets)
         output = loss_terms.output(head_output.values, head_output.logits, batch.cache)
         output.logits_at = head_output.logits_at
         output.hidden = hidden if kwargs.get("return_hidden") else None
-        router_stats = local.sum_router_stats(router_stats)
-        return self._add_aux_loss(output, router_stats, loss_terms.targets.share, router_metrics)
+        return self._add_aux_loss(output, router_stats, loss_terms.targets, router_metrics)
 
-    def _run_blocks(
-        self, batch: Batch, local: LocalBatch, needs_routing: bool
-    ) -> tuple[Tensor, Sequence[Tensor]]:
-        """The last hidden states [B, T, C] of the local tokens, and each router's statistics."""
-        inputs, is_partial_sum = local.batch, False
-        embeds = inputs.inputs_embeds
+    def _run_blocks(self, batch: Batch, needs_routing: bool) -> tuple[Tensor, Sequence[Tensor]]:
+        """The last hidden states [B, T, C], and each router's statistics."""
+        embeds, is_partial_sum = batch.inputs_embeds, False
         if embeds is None:
-            embeds, is_partial_sum = self.model.embed(cast(Tensor, inputs.input_ids))
-        embeds, position_ids, mask, real_token_indices = inputs.drop_padding(embeds)
-        options = dict(local.decoder_options)
+            embeds, is_partial_sum = self.model.embed(cast(Tensor, batch.input_ids))
+        embeds, position_ids, mask, real_token_indices = batch.drop_padding(embeds)
+        options: dict[str, Any] = {} if batch.shard is None else {"shard": batch.shard}
         if is_partial_sum:
             options["summands"] = True
         if (keys := self._dropout_keys(batch)) is not None:
-            keys = local.shard_tokens(keys)
             if real_token_indices is not None:
                 keys = keys.flatten()[real_token_indices][None]
             options["dropout_keys"] = keys
@@ -305,7 +297,7 @@ class LanguageModel(nn.Module):
             self.activation_offload,
             **options,
         )
-        return inputs.restore_padding(hidden, real_token_indices), router_stats
+        return batch.restore_padding(hidden, real_token_indices), router_stats
 
     def _dropout_keys(self, batch: Batch) -> Tensor | None:
         """Dropout keys [B, T] from the batch or torch's generator; None if dropout is off."""
@@ -316,18 +308,19 @@ class LanguageModel(nn.Module):
             return batch.dropout_keys
         bounds = torch.iinfo(torch.int64)
         keys = torch.randint(bounds.min, bounds.max, batch.shape, device=batch.device)
-        for ranks in filter(None, (self.tensor_ranks, self.context_ranks)):
-            keys = ranks.gather(keys)[: len(keys)]  # the first rank's keys on all ranks
+        if self.tensor_ranks is not None:
+            keys = self.tensor_ranks.gather(keys)[: len(keys)]  # the first rank's keys on all ranks
         return keys
 
-    def _resolve(
+    def resolve(
         self,
-        input_ids: Tensor | None,
-        arguments: Mapping[str, Any],
+        input_ids: Tensor | None = None,
+        *,
         batch: Batch | None = None,
         targets: Targets | None = None,
-    ) -> tuple[Batch, Targets]:
-        """The batch and the targets, made of the arguments of `forward` where they are None."""
+        **arguments: Any,
+    ) -> tuple[Batch, Targets, dict[str, Any]]:
+        """The batch and the targets of a call of `forward`, and its other arguments."""
         check_keywords("forward", arguments, PASS)
         batch_arguments = select_keys(BATCH, arguments)
         target_arguments = select_keys(TARGETS, arguments)
@@ -350,7 +343,8 @@ class LanguageModel(nn.Module):
                 f"this {type(self).__name__} scores sequences and predicts no token: call it "
                 "without labels and criteria, and its logits [B, T, labels] are the scores"
             )
-        return batch, targets
+        used = {*batch_arguments, *target_arguments}
+        return batch, targets, {k: v for k, v in arguments.items() if k not in used}
 
     def _split_metrics(
         self, metrics: str | Sequence[str] | None, targets: Targets
@@ -369,10 +363,13 @@ class LanguageModel(nn.Module):
         self,
         out: CausalLMOutput,
         router_stats: Sequence[Tensor],
-        share: Tensor | None,
+        targets: Targets,
         metrics: Sequence[str],
     ) -> CausalLMOutput:
         """Add the routers' metrics to the output, and aux_loss to its loss."""
+        shard, share = targets.batch.shard, targets.share
+        if shard is not None and router_stats:  # of all tokens, and each rank adds an equal part
+            router_stats = shard.sum_for_parts(torch.stack(list(router_stats))).unbind()
         balance, coef = expert_balance(self.config, router_stats), aux_loss_coef(self.config)
         if balance is None:
             if metrics:
@@ -383,7 +380,7 @@ class LanguageModel(nn.Module):
         values = {"aux_loss": aux_loss.detach(), "expert_load": load}
         out.metrics |= {name: values[name] for name in metrics}
         if coef is not None:
-            out.aux_loss = aux_loss
+            out.aux_loss = aux_loss if shard is None else aux_loss / shard.ranks.size
             if out.loss is not None and share is not None:
-                out.loss = out.loss + coef * share * aux_loss
+                out.loss = out.loss + coef * share * out.aux_loss
         return out

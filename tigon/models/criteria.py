@@ -20,7 +20,6 @@ from tigon.kernels.loss.terms import (
     WeightedTerm,
     find_valid_rows,
 )
-from tigon.models.context_batch import LocalBatch
 from tigon.models.loss import Targets
 from tigon.models.outputs import CausalLMOutput
 
@@ -37,11 +36,7 @@ class LossTerms:
     """
 
     def __init__(
-        self,
-        targets: Targets,
-        metrics: tuple[str, ...],
-        criteria: Sequence[LossTerm] | None,
-        local: LocalBatch,
+        self, targets: Targets, metrics: tuple[str, ...], criteria: Sequence[LossTerm] | None
     ):
         self.returns_criteria = criteria is not None
         if criteria is None:
@@ -57,13 +52,12 @@ class LossTerms:
         self.targets = targets  # the targets that the loss counts
         self._has_labels = targets.labels is not None
         if targets.labels is None and any(isinstance(c, KL) for c in criteria):
-            self.targets = _with_placeholder_labels(targets)
-        self._local, self._local_targets = local, local.local_targets(self.targets)
+            self.targets = targets.with_labels(_placeholder_labels(targets))
         self.active: ValidRows | None = None
-        labels = self._local_targets.labels
+        labels = self.targets.labels
         if criteria and labels is not None and all(c.targets is None for c in criteria):
             weighted = all(isinstance(c, WeightedTerm) and c.weights is None for c in criteria)
-            weights = self._local_targets.weights if weighted and not metrics else None
+            weights = self.targets.weights if weighted and not metrics else None
             self.active = find_valid_rows(labels, weights)
         self._criteria = [self._resolve(c) for c in criteria]
         self._num_criteria = len(self._criteria)
@@ -79,22 +73,19 @@ class LossTerms:
     def _resolve(self, c: LossTerm) -> LossTerm:
         """The criterion with the batch's targets, weights and denominator where it has none.
 
-        Its tensors [B, T, ...] are indexed with the positions that the head reads. Under context
-        parallelism a teacher's tensors may have this rank's tokens already.
+        Its tensors [B, T, ...] are indexed with the positions that the head reads.
         """
-        targets, local_targets = self.targets, self._local_targets
-        shape, local_shape = targets.batch.shape, self._local.batch.shape
+        targets, shape = self.targets, self.targets.batch.shape
         fields: dict[str, Any] = {}
         for name in POSITION_FIELDS:
             value = getattr(c, name, None)
             if value is not None:
-                shapes = (shape, local_shape) if name.startswith("teacher") else (shape,)
-                if value.shape[:2] not in shapes:
+                if value.shape[:2] != shape:
                     raise ValueError(
                         f"{name} {tuple(value.shape)} of {type(c).__name__} is not [batch, tokens, "
                         f"...] = {[*shape]}"
                     )
-                fields[name] = self._local.take(value, targets)
+                fields[name] = targets.take(value)
         if isinstance(c, CrossEntropy):
             for name in targets.options:
                 value = getattr(c, name)
@@ -104,13 +95,12 @@ class LossTerms:
         if isinstance(c, WeightedTerm) and targets.reduction == "none":
             fields["reduction"] = "none"
         if c.targets is not None:
-            local_targets = self._local.local_targets(targets.with_labels(targets.take(c.targets)))
-            fields["targets"] = local_targets.labels
+            targets = targets.with_labels(fields["targets"])
         elif targets.labels is None or not (self._has_labels or isinstance(c, KL)):
             raise ValueError(f"{type(c).__name__} without labels: give labels, or targets=")
-        assert local_targets.labels is not None
+        assert targets.labels is not None
         return replace(c, **fields).with_targets(
-            local_targets.labels, local_targets.weights, local_targets.denominator
+            targets.labels, targets.weights, targets.denominator
         )
 
     def _add_metrics(self, metrics: tuple[str, ...]) -> None:
@@ -122,9 +112,8 @@ class LossTerms:
         target_metrics = tuple(name for name in metrics if name in TARGET_METRICS)
         if target_metrics and not self._has_labels:
             raise ValueError(f"metrics={target_metrics} without labels: these are about targets")
-        targets = self.targets
-        targets = _with_placeholder_labels(targets) if targets.labels is None else targets
-        labels = self._local.local_targets(targets).labels
+        labels = self.targets.labels
+        labels = _placeholder_labels(self.targets) if labels is None else labels
         # Per-token losses: no gradient is computed in the forward pass
         self._criteria.append(CrossEntropy(targets=labels, reduction="none", metrics=metrics))
 
@@ -145,10 +134,10 @@ class LossTerms:
         return out
 
 
-def _with_placeholder_labels(targets: Targets) -> Targets:
-    """The targets with label 0 at every real position, for criteria that need no labels."""
+def _placeholder_labels(targets: Targets) -> Tensor:
+    """Label 0 at every real position that is kept, for criteria that need no labels."""
     batch = targets.batch
     labels = torch.zeros(batch.shape, dtype=torch.int64, device=batch.device)
     if batch.real is not None:
         labels = labels.masked_fill(~batch.real, IGNORE_INDEX)
-    return targets.with_labels(targets.take(labels))
+    return targets.take(labels)

@@ -103,6 +103,11 @@ class Targets:
 
     def with_labels(self, labels: Tensor, weights: Tensor | None = None) -> Self:
         """A copy with other labels [B, n] and weights, which are shifted and selected already."""
+        if self.batch.shard is not None:
+            raise ValueError(
+                "labels of one rank's tokens: make targets of whole rows, which context "
+                "parallelism shards afterwards"
+            )
         if weights is not None:
             # Weights of ignored targets may be NaN
             weights = weights.where(labels != IGNORE_INDEX, 0)
@@ -125,10 +130,12 @@ class Targets:
         values = None, self.labels, self.weights, self._items
         return type(self)(self.batch, self.kept, "sum", self.options, *values)
 
-    def for_shard(self, batch: Batch, labels: Tensor | None, weights: Tensor | None) -> Self:
-        """A copy for the tokens of one shard; the denominator stays that of the whole batch."""
+    def for_shard(
+        self, batch: Batch, kept: slice, labels: Tensor | None, weights: Tensor | None
+    ) -> Self:
+        """A copy for the tokens of one shard; the denominator stays that of whole rows."""
         values = self.reduction, self.options, self._num_items, labels, weights, self._items
-        return type(self)(batch, slice(0, batch.shape[1]), *values)
+        return type(self)(batch, kept, *values)
 
     def take(self, x: Tensor) -> Tensor:
         """The kept positions of x [B, T, ...]."""

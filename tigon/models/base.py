@@ -16,23 +16,11 @@ from tigon.distributed.collectives import Ranks
 from tigon.kernels.attention.api import Backend, check_backend
 from tigon.kernels.runtime import autocast_dtype
 from tigon.layers import LMHead, QuantizedWeight, RotaryEmbedding, StaticCache
-from tigon.models.arguments import (
-    BATCH,
-    PASS,
-    TARGETS,
-    Defaults,
-    ItemArguments,
-    PassArguments,
-    check_keywords,
-    expand_kwargs_signature,
-    select_keys,
-)
+from tigon.models.arguments import Defaults, ItemArguments, PassArguments, expand_kwargs_signature
 from tigon.models.config import ModelConfig
-from tigon.models.criteria import LossTerms
 from tigon.models.decoder import Decoder, TransformerBlock
 from tigon.models.inputs import Batch
-from tigon.models.loss import Targets, resolve_logits_at
-from tigon.models.moe import ROUTING_METRICS, aux_loss_coef, expert_balance
+from tigon.models.loss import LossTerms, Targets, resolve_arguments, take_logits_at
 from tigon.models.outputs import CausalLMOutput
 from tigon.models.pretrained.names import SCORE, CheckpointNames
 from tigon.utils import memory
@@ -204,7 +192,7 @@ class LanguageModel(nn.Module):
         if input_ids is None and isinstance(tokens, Tensor):
             input_ids = tokens.new_zeros(tokens.shape, dtype=torch.int64)  # any tokens will do
         arguments: dict[str, Any] = {**kwargs, "labels": labels, "shift_labels": shift_labels}
-        return self.resolve(input_ids, **arguments)[1].items
+        return resolve_arguments(self, input_ids, **arguments)[1].items
 
     @expand_kwargs_signature
     def forward(
@@ -247,31 +235,25 @@ class LanguageModel(nn.Module):
         `batch` and `targets` (`Batch.of`, `Targets.of`) are the same arguments resolved ahead of
         time, instead of the keywords.
         """
-        batch, targets, _ = self.resolve(input_ids, batch=batch, targets=targets, **kwargs)
-        batch.check_cache()
-        head_metrics, router_metrics = self._split_metrics(kwargs.get("metrics"), targets)
-        loss_terms = LossTerms(targets, head_metrics, kwargs.get("criteria"))
-        needs_routing = bool(router_metrics) or (
-            loss_terms.targets.labels is not None and aux_loss_coef(self.config) is not None
+        batch, targets, options = resolve_arguments(
+            self, input_ids, batch=batch, targets=targets, **kwargs
         )
-        hidden, router_stats = self._run_blocks(batch, needs_routing)
-        return_logits, logits_at = kwargs.get("return_logits"), kwargs.get("logits_at")
-        if return_logits is None:
-            return_logits = self.defaults.return_logits
-        if logits_at is not None:
-            logits_at = hidden.detach().flatten(0, 1)[resolve_logits_at(logits_at, batch)]
-        head_output = self.lm_head(
-            targets.take(hidden),
-            loss_terms,
-            active=loss_terms.active,
-            return_logits=bool(return_logits),
-            at=logits_at,
-            logits_bytes=kwargs.get("logits_bytes"),
+        terms = LossTerms(self.config, targets, options.get("criteria"), options.get("metrics"))
+        hidden, router_stats = self._run_blocks(batch, terms.need_routing)
+        output = terms.output(
+            self.lm_head(
+                targets.take(hidden),
+                terms,
+                active=terms.active,
+                return_logits=bool(options.get("return_logits", self.defaults.return_logits)),
+                at=take_logits_at(hidden, options.get("logits_at")),
+                logits_bytes=options.get("logits_bytes"),
+            ),
+            router_stats,
         )
-        output = loss_terms.output(head_output.values, head_output.logits, batch.cache)
-        output.logits_at = head_output.logits_at
-        output.hidden = hidden if kwargs.get("return_hidden") else None
-        return self._add_aux_loss(output, router_stats, loss_terms.targets, router_metrics)
+        output.past_key_values = batch.cache
+        output.hidden = hidden if options.get("return_hidden") else None
+        return output
 
     def _run_blocks(self, batch: Batch, needs_routing: bool) -> tuple[Tensor, Sequence[Tensor]]:
         """The last hidden states [B, T, C], and each router's statistics."""
@@ -311,76 +293,3 @@ class LanguageModel(nn.Module):
         if self.tensor_ranks is not None:
             keys = self.tensor_ranks.gather(keys)[: len(keys)]  # the first rank's keys on all ranks
         return keys
-
-    def resolve(
-        self,
-        input_ids: Tensor | None = None,
-        *,
-        batch: Batch | None = None,
-        targets: Targets | None = None,
-        **arguments: Any,
-    ) -> tuple[Batch, Targets, dict[str, Any]]:
-        """The batch and the targets of a call of `forward`, and its other arguments."""
-        check_keywords("forward", arguments, PASS)
-        batch_arguments = select_keys(BATCH, arguments)
-        target_arguments = select_keys(TARGETS, arguments)
-        if input_ids is not None:
-            batch_arguments["input_ids"] = input_ids
-        for name, resolved, names in (
-            ("batch", batch, batch_arguments),
-            ("targets", targets, target_arguments),
-        ):
-            if resolved is not None and names:
-                raise TypeError(f"{name}= with {', '.join(names)}: they are part of the {name}")
-        if targets is not None and batch is None:
-            raise TypeError("targets= without batch=: give the batch that they were made from")
-        batch = Batch.of(self, **batch_arguments) if batch is None else batch
-        if batch.defaults is not self.defaults:
-            raise ValueError("batch= was made by Batch.of for another model: make one for this")
-        targets = Targets.of(batch, **target_arguments) if targets is None else targets
-        if self.config.labels and (targets.labels is not None or arguments.get("criteria")):
-            raise ValueError(
-                f"this {type(self).__name__} scores sequences and predicts no token: call it "
-                "without labels and criteria, and its logits [B, T, labels] are the scores"
-            )
-        used = {*batch_arguments, *target_arguments}
-        return batch, targets, {k: v for k, v in arguments.items() if k not in used}
-
-    def _split_metrics(
-        self, metrics: str | Sequence[str] | None, targets: Targets
-    ) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """The names of the metrics that the head computes, and of those that routers compute.
-
-        None requests `defaults.metrics` if there are labels.
-        """
-        if metrics is None:
-            metrics = () if targets.labels is None else self.defaults.metrics
-        names = (metrics,) if isinstance(metrics, str) else tuple(metrics)
-        head_metrics = tuple(name for name in names if name not in ROUTING_METRICS)
-        return head_metrics, tuple(name for name in names if name in ROUTING_METRICS)
-
-    def _add_aux_loss(
-        self,
-        out: CausalLMOutput,
-        router_stats: Sequence[Tensor],
-        targets: Targets,
-        metrics: Sequence[str],
-    ) -> CausalLMOutput:
-        """Add the routers' metrics to the output, and aux_loss to its loss."""
-        shard, share = targets.batch.shard, targets.share
-        if shard is not None and router_stats:  # of all tokens, and each rank adds an equal part
-            router_stats = shard.sum_for_parts(torch.stack(list(router_stats))).unbind()
-        balance, coef = expert_balance(self.config, router_stats), aux_loss_coef(self.config)
-        if balance is None:
-            if metrics:
-                name = type(self).__name__
-                raise ValueError(f"metrics={tuple(metrics)}: no layer of this {name} has experts")
-            return out
-        load, aux_loss = balance
-        values = {"aux_loss": aux_loss.detach(), "expert_load": load}
-        out.metrics |= {name: values[name] for name in metrics}
-        if coef is not None:
-            out.aux_loss = aux_loss if shard is None else aux_loss / shard.ranks.size
-            if out.loss is not None and share is not None:
-                out.loss = out.loss + coef * share * out.aux_loss
-        return out

@@ -21,8 +21,7 @@ from tigon.kernels.loss.terms import LossTerm
 from tigon.kernels.runtime import check_values
 from tigon.layers import Attention, ContextShard
 from tigon.models import Batch, CausalLM, CausalLMOutput, Targets
-from tigon.models.criteria import POSITION_FIELDS
-from tigon.models.loss import resolve_logits_at
+from tigon.models.loss import POSITION_FIELDS, resolve_arguments, resolve_logits_at
 
 
 def share_context(model: CausalLM, mesh: DeviceMesh) -> None:
@@ -61,7 +60,7 @@ def _shard_arguments(
     model: CausalLM, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> tuple[tuple[()], dict[str, Any]]:
     """The arguments of a pass, with those of this rank's tokens in place of whole rows."""
-    batch, targets, options = model.resolve(*args, **kwargs)
+    batch, targets, options = resolve_arguments(model, *args, **kwargs)
     if batch.cache is None and batch.shard is None and model.context_ranks is not None:
         if targets.labels is not None:  # on all ranks, or the others would wait for one
             check_targets(targets.labels, model.config.vocab_size)
@@ -70,7 +69,8 @@ def _shard_arguments(
         if terms := options.get("criteria"):
             options["criteria"] = tuple(_shard_term(c, whole, batch) for c in terms)
         if (at := options.get("logits_at")) is not None:
-            options["logits_at"] = _shard(batch).local_index(resolve_logits_at(at, whole))[1]
+            index = resolve_logits_at(at, *whole.shape, whole.device)
+            options["logits_at"] = _shard(batch).local_index(index)[1]
     return (), {**options, "batch": batch, "targets": targets}
 
 
@@ -114,7 +114,8 @@ def shard_targets(targets: Targets, batch: Batch) -> Targets:
         labels = shard.part(labels, IGNORE_INDEX)
     if weights is not None:
         weights = shard.part(targets.scatter_to_positions(weights, 0))
-    return targets.for_shard(batch, slice(first, tokens), labels, weights)
+    kept = slice(first, tokens)
+    return targets.replace(batch=batch, kept=kept, labels=labels, weights=weights)
 
 
 def _shard_term(term: LossTerm, whole: Batch, batch: Batch) -> LossTerm:

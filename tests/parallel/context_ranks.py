@@ -14,8 +14,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tigon.kernels.loss.terms import KL, CrossEntropy, LogProbs
-from tigon.models import MODELS, CausalLM, CausalLMOutput, LoraConfig, adapter_parameters
-from tigon.parallel import share_context
+from tigon.models import (
+    MODELS,
+    Batch,
+    CausalLM,
+    CausalLMOutput,
+    LoraConfig,
+    Targets,
+    adapter_parameters,
+)
+from tigon.parallel import gather_output, share_context
 
 Result = dict[str, Tensor]
 
@@ -91,7 +99,7 @@ def trained(model: CausalLM, batch: dict[str, Any]) -> CausalLMOutput:
     routing = (
         ("expert_load", "aux_loss") if model.config.model_type.endswith(("moe", "xtral")) else ()
     )
-    metrics = "accuracy", "predicted_tokens", "entropy", *routing
+    metrics = "predicted_tokens", "entropy", *routing
     return model(**batch, labels=labels_of(batch), metrics=metrics)
 
 
@@ -113,26 +121,27 @@ def log_probabilities(model: CausalLM, batch: dict[str, Any]) -> CausalLMOutput:
     return model(**batch, labels=labels_of(batch), criteria=(LogProbs(metrics=("nll",)),))
 
 
-def own_targets(model: CausalLM, batch: dict[str, Any]) -> CausalLMOutput:
-    """Of a criterion, beside those of the batch."""
-    other = CrossEntropy(targets=(batch["input_ids"] + 1) % 50, coefficient=0.3)
-    return model(**batch, labels=labels_of(batch), criteria=(other, CrossEntropy()))
-
-
 def kept(model: CausalLM, batch: dict[str, Any]) -> CausalLMOutput:
-    at = batch["input_ids"] % 7 < 4
-    more: dict[str, Any] = {"logits_to_keep": 3, "logits_at": at, "metrics": "nll"}
+    more: dict[str, Any] = {"logits_to_keep": 3, "logits_at": logits_at(batch), "metrics": "nll"}
     return model(**batch, labels=labels_of(batch), **more)
 
 
+def logits_at(batch: dict[str, Any]) -> Tensor:
+    return (batch["input_ids"] % 7 < 4).flatten().nonzero()[:, 0]
+
+
 def kept_by_index(model: CausalLM, batch: dict[str, Any]) -> CausalLMOutput:
+    keep = index_per_row(batch)
+    return model(**batch, labels=labels_of(batch), logits_to_keep=keep, loss_reduction="sum")
+
+
+def index_per_row(batch: dict[str, Any]) -> Tensor:
     b, t = batch["input_ids"].shape
-    index = (torch.arange(3)[None] + torch.arange(b)[:, None]) % t
-    return model(**batch, labels=labels_of(batch), logits_to_keep=index, loss_reduction="sum")
+    return (torch.arange(3)[None] + torch.arange(b)[:, None]) % t
 
 
 def logits(model: CausalLM, batch: dict[str, Any]) -> CausalLMOutput:
-    return model(**batch, logits_to_keep=2)
+    return model(**batch)
 
 
 def distilled(model: CausalLM, batch: dict[str, Any]) -> CausalLMOutput:
@@ -146,24 +155,19 @@ def distilled(model: CausalLM, batch: dict[str, Any]) -> CausalLMOutput:
 
 
 def without_gradients(model: CausalLM, batch: dict[str, Any]) -> CausalLMOutput:
-    index = torch.arange(batch["input_ids"].shape[1]) % 3 == 1
     with torch.no_grad():
-        out = model(**batch, logits_to_keep=index)
-        out.criteria = (
-            model(**batch, logits_to_keep=1, metrics=("max_logit", "entropy")).metrics["entropy"],
-        )
-        out.logprobs = model(**batch, return_logits=True, labels=labels_of(batch)).logits
+        out = model(**batch, return_logits=True, labels=labels_of(batch))
+        out.metrics |= model(**batch, metrics=("max_logit", "entropy")).metrics
     return out
 
 
 def dropped(model: CausalLM, batch: dict[str, Any]) -> CausalLMOutput:
-    """By torch's generator, whose state on the first of the ranks counts."""
+    """An adapter's inputs, by keys of whole rows."""
     if not model.adapters:
         model.add_adapter(LoraConfig(rank=2, dropout=0.4))
         for i, p in enumerate(adapter_parameters(model, "default").values()):
             p.data = 0.1 * torch.randn(p.shape, generator=torch.Generator().manual_seed(i))
-    torch.manual_seed(0 if model.context_ranks is None else model.context_ranks.rank)
-    return model(**batch, labels=labels_of(batch))
+    return model(**batch, labels=labels_of(batch), dropout_keys=draw(*batch["input_ids"].shape))
 
 
 def generated(model: CausalLM, batch: dict[str, Any]) -> CausalLMOutput:
@@ -180,7 +184,6 @@ CALLS: dict[str, Callable[[CausalLM, dict[str, Any]], CausalLMOutput]] = {
         of_a_larger_step,
         per_token,
         log_probabilities,
-        own_targets,
         kept,
         kept_by_index,
         logits,
@@ -194,13 +197,20 @@ CALLS: dict[str, Callable[[CausalLM, dict[str, Any]], CausalLMOutput]] = {
 
 def found(model: CausalLM, call: str, batch: str) -> Result:
     """All that comes out, and the gradients, which ranks add up."""
-    out = CALLS[call](model, BATCHES[batch]())
-    values = {
-        name: getattr(out, name) for name in ("loss", "logits", "logprobs", "aux_loss", "logits_at")
-    }
-    values |= out.metrics | {f"criterion {i}": x for i, x in enumerate(out.criteria)}
+    rows = BATCHES[batch]()
+    out = CALLS[call](model, rows)
+    whole = out
+    if call != "generated":
+        keep = {"kept": 3, "kept by index": index_per_row(rows)}.get(call, 0)
+        targets = Targets.of(Batch.of(model, **rows), logits_to_keep=keep)
+        whole = gather_output(model, out, targets, logits_at(rows) if call == "kept" else None)
+    names = "loss", "logits", "logprobs", "aux_loss", "logits_at"
+    values = {name: getattr(whole, name) for name in names}
+    values |= whole.metrics | {f"criterion {i}": x for i, x in enumerate(whole.criteria)}
     values = {name: x for name, x in values.items() if x is not None}
-    learned = [x for x in (out.loss, out.logprobs, out.logits) if x is not None and x.requires_grad]
+    # A rank's loss is its part of the sum
+    loss = whole.loss if out.loss is None or out.loss.dim() else out.loss
+    learned = [x for x in (loss, whole.logprobs, whole.logits) if x is not None and x.requires_grad]
     if learned:
         sum((x * upstream(x)).sum() if x.dim() else x for x in learned).backward()
     gradients = {f"d {n}": p.grad for n, p in model.named_parameters() if p.grad is not None}

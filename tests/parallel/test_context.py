@@ -3,13 +3,16 @@
 from typing import Any
 
 import pytest
+import torch
 
-from tests.models.contract import TINY
+from tests.models.contract import TINY, tiny_llama
 from tests.models.tiny import CASES, FIRST, SIZES
 from tests.parallel.context_ranks import CALLS, compare_cases
 from tests.parallel.ranks import run_on_ranks, selected_cases
 from tigon.distributed import collectives
 from tigon.distributed.context_attention import ContextParallelAttention, exchange_sizes
+from tigon.kernels.loss.terms import KL, CrossEntropy
+from tigon.parallel.context_parallel import set_context_ranks
 
 # Beside the first of each family: windows, both sides, and RoPEs that turn with the longest row
 MORE = [
@@ -23,6 +26,7 @@ MORE = [
     ("ministral3", "queries grow"),
 ]
 LLAMA = {**TINY, "model_type": "llama"}
+IDS = torch.arange(14).view(2, 7)
 
 
 def cases() -> dict[str, dict[str, Any]]:
@@ -147,6 +151,22 @@ def test_every_query_is_computed_once_and_all_ranks_have_the_same_work(n: int, h
             assert min(work) == max(work)
         elif tokens > 24 * n:
             assert max(work) < 1.1 * min(work)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"labels": IDS, "logits_to_keep": torch.tensor([3, 1, 3])}, "a position twice"),
+        ({"labels": IDS, "criteria": (CrossEntropy(targets=IDS),)}, "labels of one rank's tokens"),
+        ({"criteria": (KL(teacher_tokens=IDS[..., None]),)}, "labels of one rank's tokens"),
+        ({"labels": torch.full_like(IDS, 97)}, "label 97 .* is neither"),
+    ],
+)
+def test_arguments_that_ranks_cannot_share(arguments: dict[str, Any], said: str) -> None:
+    model = tiny_llama()
+    set_context_ranks(model, collectives.Ranks("", 1, 2))
+    with pytest.raises(ValueError, match=said):
+        model(IDS, **arguments)
 
 
 def test_what_ranks_exchange_is_counted_once_for_all_layers() -> None:

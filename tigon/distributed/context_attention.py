@@ -27,6 +27,7 @@ from torch import Tensor
 from tigon.distributed.collectives import (
     Ranks,
     RowCounts,
+    all_reduce,
     all_to_all,
     all_to_all_many,
     gather_from_group,
@@ -72,6 +73,17 @@ class ContextShard:
     def sum(self, x: Tensor) -> Tensor:
         """Returns the sum over ranks, which every rank uses in the same way."""
         return reduce_from_group(x, self.ranks)
+
+    def sum_for_parts(self, x: Tensor) -> Tensor:
+        """Returns the sum over ranks, which each rank uses for its own part of a loss."""
+        return all_reduce(x, self.ranks)
+
+    def local_index(self, index: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns which positions [n] of flattened rows [B T] are this rank's, bool [n], and these
+        as positions in the flattened shard [B S]."""
+        row, token = index // self.tokens, index % self.tokens - self.ranks.rank * self.size
+        is_local = (token >= 0) & (token < self.size)
+        return is_local, (row * self.size + token)[is_local]
 
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, **options: Any

@@ -113,8 +113,8 @@ def check_keywords(function: str, kwargs: Mapping[str, Any], known: frozenset[st
 
 
 def select_keys(names: frozenset[str], arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments whose names are in `names`."""
-    return {name: value for name, value in arguments.items() if name in names}
+    """The arguments whose names are in `names`, except those that are None."""
+    return {n: value for n, value in arguments.items() if n in names and value is not None}
 
 
 def expand_kwargs_signature(function: F) -> F:

@@ -4,7 +4,7 @@
 """
 
 import warnings
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Any, ClassVar, Literal, Self, Unpack, cast
 
@@ -16,24 +16,11 @@ from tigon.distributed.collectives import Ranks
 from tigon.kernels.attention.api import Backend, check_backend
 from tigon.kernels.runtime import autocast_dtype
 from tigon.layers import LMHead, QuantizedWeight, RotaryEmbedding, StaticCache
-from tigon.models.arguments import (
-    BATCH,
-    PASS,
-    TARGETS,
-    Defaults,
-    ItemArguments,
-    PassArguments,
-    check_keywords,
-    expand_kwargs_signature,
-    select_keys,
-)
+from tigon.models.arguments import Defaults, ItemArguments, PassArguments, expand_kwargs_signature
 from tigon.models.config import ModelConfig
-from tigon.models.context_batch import LocalBatch, make_local_batch
-from tigon.models.criteria import LossTerms
 from tigon.models.decoder import Decoder, TransformerBlock
 from tigon.models.inputs import Batch
-from tigon.models.loss import Targets, resolve_logits_at
-from tigon.models.moe import ROUTING_METRICS, aux_loss_coef, expert_balance
+from tigon.models.loss import LossTerms, Targets, resolve_arguments, take_logits_at
 from tigon.models.outputs import CausalLMOutput
 from tigon.models.pretrained.names import SCORE, CheckpointNames
 from tigon.utils import memory
@@ -59,7 +46,7 @@ class LanguageModel(nn.Module):
         self.graphs: Callable[..., Any] | None = None  # replays `model`, and is called instead
         self.attention: Backend = "auto"
         self.tensor_ranks: Ranks | None = None  # share each layer, and make the same calls
-        self.context_ranks: Ranks | None = None  # share the tokens of each row
+        self.context_ranks: Ranks | None = None  # share the tokens of each row, before `forward`
         self.fsdp_ranks: Ranks | None = None  # gather weights for the same calls
         # Drop padding before the blocks and fill it with zeros after them. True: wherever no number
         # changes; False: never; None: where it is faster (16 bits on a GPU, varlen attention)
@@ -200,8 +187,8 @@ class LanguageModel(nn.Module):
         tokens = labels if shift_labels is None else shift_labels
         if input_ids is None and isinstance(tokens, Tensor):
             input_ids = tokens.new_zeros(tokens.shape, dtype=torch.int64)  # any tokens will do
-        arguments = dict(kwargs) | {"labels": labels, "shift_labels": shift_labels}
-        return self._resolve(input_ids, arguments)[1].items
+        arguments: dict[str, Any] = {**kwargs, "labels": labels, "shift_labels": shift_labels}
+        return resolve_arguments(self, input_ids, **arguments)[1].items
 
     @expand_kwargs_signature
     def forward(
@@ -244,47 +231,34 @@ class LanguageModel(nn.Module):
         `batch` and `targets` (`Batch.of`, `Targets.of`) are the same arguments resolved ahead of
         time, instead of the keywords.
         """
-        batch, targets = self._resolve(input_ids, kwargs, batch, targets)
-        batch.check_cache()
-        head_metrics, router_metrics = self._split_metrics(kwargs.get("metrics"), targets)
-        local = make_local_batch(batch, self.context_ranks, self.config.vocab_size)
-        loss_terms = LossTerms(targets, head_metrics, kwargs.get("criteria"), local)
-        needs_routing = bool(router_metrics) or (
-            loss_terms.targets.labels is not None and aux_loss_coef(self.config) is not None
+        batch, targets, options = resolve_arguments(
+            self, input_ids, batch=batch, targets=targets, **kwargs
         )
-        hidden, router_stats = self._run_blocks(batch, local, needs_routing)
-        return_logits, logits_at = kwargs.get("return_logits"), kwargs.get("logits_at")
-        if return_logits is None:
-            return_logits = self.defaults.return_logits
-        if logits_at is not None:
-            logits_at = local.gather_rows(hidden, resolve_logits_at(logits_at, batch))
-        head_output = self.lm_head(
-            local.head_inputs(hidden, targets, has_terms=len(loss_terms) > 0),
-            loss_terms,
-            active=loss_terms.active,
-            return_logits=bool(return_logits),
-            at=logits_at,
-            logits_bytes=kwargs.get("logits_bytes"),
+        terms = LossTerms(self.config, targets, options.get("criteria"), options.get("metrics"))
+        hidden, router_stats = self._run_blocks(batch, terms.need_routing)
+        output = terms.output(
+            self.lm_head(
+                targets.take(hidden),
+                terms,
+                active=terms.active,
+                return_logits=bool(options.get("return_logits", self.defaults.return_logits)),
+                at=take_logits_at(hidden, options.get("logits_at")),
+                logits_bytes=options.get("logits_bytes"),
+            ),
+            router_stats,
         )
-        head_output = local.gather_outputs(head_output, loss_terms, targets)
-        output = loss_terms.output(head_output.values, head_output.logits, batch.cache)
-        output.logits_at = head_output.logits_at
-        output.hidden = hidden if kwargs.get("return_hidden") else None
-        router_stats = local.sum_router_stats(router_stats)
-        return self._add_aux_loss(output, router_stats, loss_terms.targets.share, router_metrics)
+        output.past_key_values = batch.cache
+        output.hidden = hidden if options.get("return_hidden") else None
+        return output
 
-    def _run_blocks(
-        self, batch: Batch, local: LocalBatch, needs_routing: bool
-    ) -> tuple[Tensor, Sequence[Tensor]]:
-        """The last hidden states [B, T, C] of the local tokens, and each router's statistics."""
-        inputs = local.batch
-        embeds = inputs.inputs_embeds
+    def _run_blocks(self, batch: Batch, needs_routing: bool) -> tuple[Tensor, Sequence[Tensor]]:
+        """The last hidden states [B, T, C], and each router's statistics."""
+        embeds = batch.inputs_embeds
         if embeds is None:
-            embeds = self.model.embed_tokens(inputs.input_ids)
-        embeds, position_ids, mask, real_token_indices = inputs.drop_padding(embeds)
-        options = dict(local.decoder_options)
+            embeds = self.model.embed_tokens(batch.input_ids)
+        embeds, position_ids, mask, real_token_indices = batch.drop_padding(embeds)
+        options: dict[str, Any] = {} if batch.shard is None else {"shard": batch.shard}
         if (keys := self._dropout_keys(batch)) is not None:
-            keys = local.shard_tokens(keys)
             if real_token_indices is not None:
                 keys = keys.flatten()[real_token_indices][None]
             options["dropout_keys"] = keys
@@ -299,7 +273,7 @@ class LanguageModel(nn.Module):
             self.activation_offload,
             **options,
         )
-        return inputs.restore_padding(hidden, real_token_indices), router_stats
+        return batch.restore_padding(hidden, real_token_indices), router_stats
 
     def _dropout_keys(self, batch: Batch) -> Tensor | None:
         """Dropout keys [B, T] from the batch or torch's generator; None if dropout is off."""
@@ -310,74 +284,6 @@ class LanguageModel(nn.Module):
             return batch.dropout_keys
         bounds = torch.iinfo(torch.int64)
         keys = torch.randint(bounds.min, bounds.max, batch.shape, device=batch.device)
-        for ranks in filter(None, (self.tensor_ranks, self.context_ranks)):
-            keys = ranks.gather(keys)[: len(keys)]  # the first rank's keys on all ranks
+        if self.tensor_ranks is not None:
+            keys = self.tensor_ranks.gather(keys)[: len(keys)]  # the first rank's keys on all ranks
         return keys
-
-    def _resolve(
-        self,
-        input_ids: Tensor | None,
-        arguments: Mapping[str, Any],
-        batch: Batch | None = None,
-        targets: Targets | None = None,
-    ) -> tuple[Batch, Targets]:
-        """The batch and the targets, made of the arguments of `forward` where they are None."""
-        check_keywords("forward", arguments, PASS)
-        batch_arguments = select_keys(BATCH, arguments)
-        target_arguments = select_keys(TARGETS, arguments)
-        if input_ids is not None:
-            batch_arguments["input_ids"] = input_ids
-        for name, resolved, names in (
-            ("batch", batch, batch_arguments),
-            ("targets", targets, target_arguments),
-        ):
-            if resolved is not None and names:
-                raise TypeError(f"{name}= with {', '.join(names)}: they are part of the {name}")
-        if targets is not None and batch is None:
-            raise TypeError("targets= without batch=: give the batch that they were made from")
-        batch = Batch.of(self, **batch_arguments) if batch is None else batch
-        if batch.defaults is not self.defaults:
-            raise ValueError("batch= was made by Batch.of for another model: make one for this")
-        targets = Targets.of(batch, **target_arguments) if targets is None else targets
-        if self.config.labels and (targets.labels is not None or arguments.get("criteria")):
-            raise ValueError(
-                f"this {type(self).__name__} scores sequences and predicts no token: call it "
-                "without labels and criteria, and its logits [B, T, labels] are the scores"
-            )
-        return batch, targets
-
-    def _split_metrics(
-        self, metrics: str | Sequence[str] | None, targets: Targets
-    ) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """The names of the metrics that the head computes, and of those that routers compute.
-
-        None requests `defaults.metrics` if there are labels.
-        """
-        if metrics is None:
-            metrics = () if targets.labels is None else self.defaults.metrics
-        names = (metrics,) if isinstance(metrics, str) else tuple(metrics)
-        head_metrics = tuple(name for name in names if name not in ROUTING_METRICS)
-        return head_metrics, tuple(name for name in names if name in ROUTING_METRICS)
-
-    def _add_aux_loss(
-        self,
-        out: CausalLMOutput,
-        router_stats: Sequence[Tensor],
-        share: Tensor | None,
-        metrics: Sequence[str],
-    ) -> CausalLMOutput:
-        """Add the routers' metrics to the output, and aux_loss to its loss."""
-        balance, coef = expert_balance(self.config, router_stats), aux_loss_coef(self.config)
-        if balance is None:
-            if metrics:
-                name = type(self).__name__
-                raise ValueError(f"metrics={tuple(metrics)}: no layer of this {name} has experts")
-            return out
-        load, aux_loss = balance
-        values = {"aux_loss": aux_loss.detach(), "expert_load": load}
-        out.metrics |= {name: values[name] for name in metrics}
-        if coef is not None:
-            out.aux_loss = aux_loss
-            if out.loss is not None and share is not None:
-                out.loss = out.loss + coef * share * aux_loss
-        return out

@@ -13,7 +13,7 @@ from torch import Tensor
 from tigon.kernels.attention.api import AttentionMask, Backend
 from tigon.kernels.attention.backends import HALF, PLAIN
 from tigon.kernels.runtime import check_values, on_host, runs_triton
-from tigon.layers import Cache, KVCache
+from tigon.layers import Cache, ContextShard, KVCache
 from tigon.layers.context import real_tokens
 from tigon.models.arguments import (
     BATCH,
@@ -222,11 +222,13 @@ class Batch:
         defaults: Defaults,  # of the model
         drop_padding: bool | None,  # as on the model, or False if it would change numbers
         dropout_keys: Tensor | None = None,  # int64 [B, T]
+        # Context parallelism: T are one rank's tokens; the mask is that of whole rows
+        shard: ContextShard | None = None,
     ):
         self.input_ids, self.inputs_embeds = input_ids, inputs_embeds
         self.position_ids, self.segment_ids = position_ids, segment_ids
         self.mask, self.cache = mask, cache
-        self.dropout_keys = dropout_keys
+        self.dropout_keys, self.shard = dropout_keys, shard
         self.defaults = defaults
         self._drop = drop_padding
         self._append = None if cache is None else cache.append  # to detect passes in between
@@ -245,7 +247,7 @@ class Batch:
     @property
     def real(self) -> Tensor | None:
         """Bool [B, T], False on padding; None if there is no padding."""
-        return real_tokens(self.mask)
+        return real_tokens(self.mask) if self.shard is None else self.shard.real
 
     def check_cache(self) -> None:
         """Raises ValueError if the cache has been used since this batch was made."""

@@ -1,18 +1,31 @@
-"""The targets of a loss: shifted labels, weights and the denominator.
+"""What a loss is computed from: targets (shifted labels, weights, denominator) and loss terms.
 
 # B batch, T tokens, n kept tokens
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Self, Unpack, get_args
 
 import torch
 from torch import Tensor
 
 from tigon.kernels.loss.api import IGNORE_INDEX
+from tigon.kernels.loss.terms import (
+    KL,
+    CrossEntropy,
+    LogProbs,
+    LossTerm,
+    ValidRows,
+    WeightedTerm,
+    find_valid_rows,
+)
 from tigon.kernels.runtime import check_values, integer_labels, on_host
+from tigon.layers.lm_head import HeadOutput
 from tigon.models.arguments import (
+    BATCH,
+    PASS,
     TARGETS,
     Keep,
     Reduction,
@@ -21,10 +34,16 @@ from tigon.models.arguments import (
     expand_kwargs_signature,
     select_keys,
 )
-from tigon.models.inputs import Batch
+from tigon.models.config import ModelConfig
+from tigon.models.inputs import Batch, BatchModel
+from tigon.models.moe import ROUTING_METRICS, aux_loss_coef, expert_balance
+from tigon.models.outputs import CausalLMOutput
 
 MEAN_REDUCTIONS = ("token", "sequence")  # reductions that divide by a number of items
 OPTIONS = frozenset(("label_smoothing", "z_loss", "class_weights"))
+TARGET_METRICS = ("accuracy", "nll")  # metrics that need labels
+# Fields of criteria that have a value for each position
+POSITION_FIELDS = ("targets", "weights", "teacher_hidden", "teacher_tokens", "teacher_logprobs")
 
 
 # No dataclass: FSDP's mixed precision would rebuild it with weights and denominator in 16 bits
@@ -85,7 +104,7 @@ class Targets:
         reduction = kwargs.get("loss_reduction") or batch.defaults.loss_reduction
         if reduction not in get_args(Reduction):
             raise ValueError(f"loss_reduction={reduction!r} is not one of {get_args(Reduction)}")
-        options = {k: v for k, v in select_keys(OPTIONS, kwargs).items() if v is not None}
+        options = select_keys(OPTIONS, kwargs)
         _check_options(options)
         resolved = cls(batch, kept, reduction, options, kwargs.get("num_items_in_batch"))
         weights, shifted = kwargs.get("loss_weights"), kwargs.get("shift_labels")
@@ -103,6 +122,11 @@ class Targets:
 
     def with_labels(self, labels: Tensor, weights: Tensor | None = None) -> Self:
         """A copy with other labels [B, n] and weights, which are shifted and selected already."""
+        if self.batch.shard is not None:
+            raise ValueError(
+                "labels of one rank's tokens: make targets of whole rows, which context "
+                "parallelism shards afterwards"
+            )
         if weights is not None:
             # Weights of ignored targets may be NaN
             weights = weights.where(labels != IGNORE_INDEX, 0)
@@ -112,23 +136,22 @@ class Targets:
         factors, items = count_items(labels, segment_ids, self.reduction, self.batch.shape[1])
         if factors is not None:
             weights = factors if weights is None else weights * factors
-        settings = self.batch, self.kept, self.reduction, self.options, self._num_items
-        return type(self)(*settings, labels, weights, items)
+        return self.replace(labels=labels, weights=weights, items=items)
 
     def with_num_items(self, num_items: float | Tensor) -> Self:
         """These targets with another denominator: the `items` of all micro-batches and ranks."""
-        settings = self.batch, self.kept, self.reduction, self.options
-        return type(self)(*settings, num_items, self.labels, self.weights, self._items)
+        return self.replace(num_items=num_items)
 
     def with_sum_reduction(self) -> Self:
         """A copy whose loss is the sum of the weighted losses, without aux_loss of experts."""
-        values = None, self.labels, self.weights, self._items
-        return type(self)(self.batch, self.kept, "sum", self.options, *values)
+        return self.replace(reduction="sum", num_items=None)
 
-    def for_shard(self, batch: Batch, labels: Tensor | None, weights: Tensor | None) -> Self:
-        """A copy for the tokens of one shard; the denominator stays that of the whole batch."""
-        values = self.reduction, self.options, self._num_items, labels, weights, self._items
-        return type(self)(batch, slice(0, batch.shape[1]), *values)
+    def replace(self, **changes: Any) -> Self:
+        """A copy with other arguments of the constructor; items are not counted again."""
+        names = "batch", "kept", "reduction", "options", "labels", "weights"
+        values = {name: getattr(self, name) for name in names}
+        values |= {"num_items": self._num_items, "items": self._items}
+        return type(self)(**values | changes)
 
     def take(self, x: Tensor) -> Tensor:
         """The kept positions of x [B, T, ...]."""
@@ -267,21 +290,29 @@ def resolve_keep(keep: Keep, batch: int, tokens: int, device: torch.device) -> s
     return torch.where(keep < 0, keep + tokens, keep)
 
 
-def resolve_logits_at(at: Any, batch: Batch) -> Tensor:
+def take_logits_at(hidden: Tensor, at: Any) -> Tensor | None:
+    """The hidden states [n, C] of [B, T, C] at `logits_at`, without a gradient; None without it."""
+    if at is None:
+        return None
+    batch, tokens, _ = hidden.shape
+    return hidden.detach().flatten(0, 1)[resolve_logits_at(at, batch, tokens, hidden.device)]
+
+
+def resolve_logits_at(at: Any, batch: int, tokens: int, device: torch.device) -> Tensor:
     """`logits_at` as an index [n] into the flattened batch."""
-    b, t = batch.shape
     if not isinstance(at, Tensor) or at.is_floating_point() or at.is_complex():
         kind = at.dtype if isinstance(at, Tensor) else type(at).__name__
         raise TypeError(f"logits_at must be a tensor of integers or truth values, not {kind}")
-    at = at.to(batch.device)
+    at = at.to(device)
     if at.dtype == torch.bool:
-        if at.shape != (b, t):
-            raise ValueError(f"logits_at {tuple(at.shape)} is not [batch, tokens] = [{b}, {t}]")
+        if at.shape != (batch, tokens):
+            shape = f"[batch, tokens] = [{batch}, {tokens}]"
+            raise ValueError(f"logits_at {tuple(at.shape)} is not {shape}")
         return at.flatten().nonzero().squeeze(1)
     if at.dim() != 1:
         raise ValueError(f"logits_at {tuple(at.shape)} is not an index [n] of the flattened batch")
     at = at.long()
-    _check_index("logits_at", at, 0, b * t)
+    _check_index("logits_at", at, 0, batch * tokens)
     return at
 
 
@@ -299,3 +330,197 @@ def take(x: Tensor, keep: slice | Tensor) -> Tensor:
         return x.index_select(1, keep)
     rows = torch.arange(x.shape[0], device=x.device)[:, None]
     return x[rows, keep]
+
+
+# The terms of a loss
+
+
+# No list: FSDP's mixed precision would rebuild it with weights and denominators in 16 bits
+class LossTerms:
+    """The loss terms of a call, which the head computes, and the call's output from their values.
+
+    Built before the blocks run, so that the number of valid rows reaches the host without a sync.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        targets: Targets,
+        criteria: Sequence[LossTerm] | None = None,  # None: a cross-entropy if there are labels
+        metrics: Sequence[str] | str | None = None,  # None: the model's defaults, with labels
+    ):
+        if metrics is None:
+            metrics = () if targets.labels is None else targets.batch.defaults.metrics
+        names = (metrics,) if isinstance(metrics, str) else tuple(metrics)
+        self.router_metrics = tuple(name for name in names if name in ROUTING_METRICS)
+        head_metrics = tuple(name for name in names if name not in ROUTING_METRICS)
+        self.returns_criteria = criteria is not None
+        if criteria is None:
+            criteria = () if targets.labels is None else (CrossEntropy(),)
+        elif not isinstance(criteria, Sequence):
+            raise TypeError(f"criteria={criteria!r} is not a sequence: give a tuple of criteria")
+        for c in criteria:
+            if not isinstance(c, LossTerm):
+                raise TypeError(f"criteria has {c!r}: give CrossEntropy, LogProbs or KL objects")
+        if targets.options and not any(isinstance(c, CrossEntropy) for c in criteria):
+            unused = ", ".join(targets.options)
+            raise ValueError(f"{unused} without a cross-entropy: give labels, or CrossEntropy()")
+        self.config, self.targets = config, targets  # those that the loss counts
+        self._has_labels = targets.labels is not None
+        if targets.labels is None and any(isinstance(c, KL) for c in criteria):
+            self.targets = targets.with_labels(_placeholder_labels(targets))
+        self.active: ValidRows | None = None
+        labels = self.targets.labels
+        if criteria and labels is not None and all(c.targets is None for c in criteria):
+            weighted = all(isinstance(c, WeightedTerm) and c.weights is None for c in criteria)
+            weights = self.targets.weights if weighted and not head_metrics else None
+            self.active = find_valid_rows(labels, weights)
+        self._criteria = [self._resolve(c) for c in criteria]
+        self._num_criteria = len(self._criteria)
+        if head_metrics:
+            self._add_metrics(head_metrics)
+
+    def __iter__(self) -> Iterator[LossTerm]:
+        return iter(self._criteria)
+
+    def __len__(self) -> int:
+        return len(self._criteria)
+
+    @property
+    def need_routing(self) -> bool:
+        """Whether the output needs the routers' counts, for a loss or for metrics."""
+        has_aux_loss = self.targets.labels is not None and aux_loss_coef(self.config) is not None
+        return has_aux_loss or bool(self.router_metrics)
+
+    def _resolve(self, c: LossTerm) -> LossTerm:
+        """The criterion with the batch's targets, weights and denominator where it has none.
+
+        Its tensors [B, T, ...] are indexed with the positions that the head reads.
+        """
+        targets, shape = self.targets, self.targets.batch.shape
+        fields: dict[str, Any] = {}
+        for name in POSITION_FIELDS:
+            value = getattr(c, name, None)
+            if value is not None:
+                if value.shape[:2] != shape:
+                    raise ValueError(
+                        f"{name} {tuple(value.shape)} of {type(c).__name__} is not [batch, tokens, "
+                        f"...] = {[*shape]}"
+                    )
+                fields[name] = targets.take(value)
+        if isinstance(c, CrossEntropy):
+            for name in targets.options:
+                value = getattr(c, name)
+                if isinstance(value, Tensor) or value:
+                    raise ValueError(f"{name} is given twice: to forward and to {type(c).__name__}")
+            fields |= targets.options
+        if isinstance(c, WeightedTerm) and targets.reduction == "none":
+            fields["reduction"] = "none"
+        if c.targets is not None:
+            targets = targets.with_labels(fields["targets"])
+        elif targets.labels is None or not (self._has_labels or isinstance(c, KL)):
+            raise ValueError(f"{type(c).__name__} without labels: give labels, or targets=")
+        assert targets.labels is not None
+        return replace(c, **fields).with_targets(
+            targets.labels, targets.weights, targets.denominator
+        )
+
+    def _add_metrics(self, metrics: tuple[str, ...]) -> None:
+        """Add the metrics to the first criterion that takes any, or else a criterion for them."""
+        for i, c in enumerate(self._criteria):
+            if isinstance(c, CrossEntropy | LogProbs):
+                self._criteria[i] = replace(c, metrics=(*c.metrics, *metrics))
+                return
+        target_metrics = tuple(name for name in metrics if name in TARGET_METRICS)
+        if target_metrics and not self._has_labels:
+            raise ValueError(f"metrics={target_metrics} without labels: these are about targets")
+        labels = self.targets.labels
+        labels = _placeholder_labels(self.targets) if labels is None else labels
+        # Per-token losses: no gradient is computed in the forward pass
+        self._criteria.append(CrossEntropy(targets=labels, reduction="none", metrics=metrics))
+
+    def output(self, head: HeadOutput, router_stats: Sequence[Tensor]) -> CausalLMOutput:
+        """The call's output: loss, log-probabilities and metrics, from the terms' values."""
+        out, values = CausalLMOutput(logits=head.logits, logits_at=head.logits_at), head.values
+        reduction = "none" if self.targets.reduction == "none" else "sum"
+        for i, (c, (value, metrics)) in enumerate(zip(self._criteria, values, strict=True)):
+            out.metrics |= metrics
+            if i >= self._num_criteria:
+                continue
+            if isinstance(c, LogProbs) and out.logprobs is None:
+                out.logprobs = value
+            if isinstance(c, WeightedTerm) and c.reduction == reduction:
+                out.loss = value if out.loss is None else out.loss + value
+        if self.returns_criteria:
+            out.criteria = tuple(value for value, _ in values[: self._num_criteria])
+        self._add_aux_loss(out, router_stats)
+        return out
+
+    def _add_aux_loss(self, out: CausalLMOutput, router_stats: Sequence[Tensor]) -> None:
+        """Add the routers' metrics to the output, and aux_loss to its loss."""
+        shard, coef = self.targets.batch.shard, aux_loss_coef(self.config)
+        if shard is not None and router_stats:  # of all tokens; each rank adds an equal part
+            router_stats = shard.sum_for_parts(torch.stack(list(router_stats))).unbind()
+        balance = expert_balance(self.config, router_stats)
+        if balance is None:
+            if self.router_metrics:
+                name = self.config.architecture.removesuffix("ForCausalLM")
+                raise ValueError(
+                    f"metrics={self.router_metrics}: no layer of this {name} has experts"
+                )
+            return
+        load, aux_loss = balance
+        values = {"aux_loss": aux_loss.detach(), "expert_load": load}
+        out.metrics |= {name: values[name] for name in self.router_metrics}
+        if coef is not None:
+            out.aux_loss = aux_loss if shard is None else aux_loss / shard.ranks.size
+            if out.loss is not None and (share := self.targets.share) is not None:
+                out.loss = out.loss + coef * share * out.aux_loss
+
+
+def _placeholder_labels(targets: Targets) -> Tensor:
+    """Label 0 at every real position that is kept, for criteria that need no labels."""
+    batch = targets.batch
+    labels = torch.zeros(batch.shape, dtype=torch.int64, device=batch.device)
+    if batch.real is not None:
+        labels = labels.masked_fill(~batch.real, IGNORE_INDEX)
+    return targets.take(labels)
+
+
+# The arguments of a call
+
+
+def resolve_arguments(
+    model: BatchModel,
+    input_ids: Tensor | None = None,
+    *,
+    batch: Batch | None = None,
+    targets: Targets | None = None,
+    **arguments: Any,
+) -> tuple[Batch, Targets, dict[str, Any]]:
+    """The batch and the targets of a call of `forward`, and its other arguments."""
+    check_keywords("forward", arguments, PASS)
+    of_batch, of_targets, options = (
+        select_keys(names, arguments) for names in (BATCH, TARGETS, PASS - BATCH - TARGETS)
+    )
+    if input_ids is not None:
+        of_batch["input_ids"] = input_ids
+    if batch is None:
+        if targets is not None:
+            raise TypeError("targets= without batch=: give the batch that they were made from")
+        batch = Batch.of(model, **of_batch)
+    elif of_batch:
+        raise TypeError(f"batch= with {', '.join(of_batch)}: they are part of the batch")
+    elif batch.defaults is not model.defaults:
+        raise ValueError("batch= was made by Batch.of for another model: make one for this")
+    batch.check_cache()
+    if targets is None:
+        targets = Targets.of(batch, **of_targets)
+    elif of_targets:
+        raise TypeError(f"targets= with {', '.join(of_targets)}: they are part of the targets")
+    if model.config.labels and (targets.labels is not None or options.get("criteria")):
+        raise ValueError(
+            f"this {type(model).__name__} scores sequences and predicts no token: call it "
+            "without labels and criteria, and its logits [B, T, labels] are the scores"
+        )
+    return batch, targets, options

@@ -1,6 +1,6 @@
 """Models split and sharded over the dimensions of a device mesh."""
 
-from tigon.parallel.context_parallel import check_context, share_context
+from tigon.parallel.context_parallel import check_context, gather_output, share_context
 from tigon.parallel.expert_parallel import check_experts, shard_experts
 from tigon.parallel.fsdp import reduction_dtype, shard_blocks
 from tigon.parallel.load import from_pretrained, shard_layers
@@ -20,6 +20,7 @@ __all__ = [
     "find_zero2",
     "forward_order",
     "from_pretrained",
+    "gather_output",
     "keep_rank_zero",
     "reduction_dtype",
     "shard_blocks",

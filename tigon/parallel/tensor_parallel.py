@@ -37,7 +37,7 @@ from tigon.layers import (
 from tigon.layers.lora import MAGNITUDE, B
 from tigon.models import CausalLM
 from tigon.models.decoder import PreNormBlock
-from tigon.parallel.context_parallel import check_context
+from tigon.parallel.context_parallel import check_context, set_context_ranks
 from tigon.parallel.expert_parallel import keep_local_experts
 from tigon.parallel.mesh import MeshSizes
 from tigon.parallel.tensor_modules import (
@@ -67,7 +67,7 @@ def keep_rank_zero(model: CausalLM, sizes: MeshSizes) -> None:
         shard_parameters(model, Ranks("", 0, sizes.tensor))
     if sizes.context > 1:
         check_context(model, sizes.context)
-        model.context_ranks = Ranks("", 0, sizes.context)
+        set_context_ranks(model, Ranks("", 0, sizes.context))
 
 
 # Gradients of replicated parameters (norms, routers, kv heads) are partial on each rank, and are

@@ -185,7 +185,8 @@ class Task:
     def loss(self, model: CausalLM, inputs: StepInputs, sums: dict[str, Tensor]) -> MicroBatchLoss:
         """Returns this micro-batch's part of the step's loss and metrics.
 
-        `sums` are those of the whole step. It must not synchronize with the device.
+        `sums` are those of the whole step. It must not synchronize with the device. Context
+        parallelism: all ranks return the loss of whole rows (`tigon.parallel.gather_output`).
         """
         raise NotImplementedError
 

@@ -23,6 +23,7 @@ from tigon.kernels.loss.api import IGNORE_INDEX, METRICS
 from tigon.kernels.loss.terms import CrossEntropy, LossTerm
 from tigon.models import CausalLM, Targets
 from tigon.models import CausalLMOutput as Output
+from tigon.parallel import gather_output
 from tigon.tokenizer import Tokenizer
 from tigon.train.callbacks import PassOutput
 from tigon.train.config import Config
@@ -124,16 +125,18 @@ class CrossEntropyTask(Task):
     ) -> Output:
         """Runs the model with the arguments that the settings and the hooks ask for."""
         request, training = inputs.request, inputs.training
+        at = None if request is None else request.positions
         logits = request is not None and self.setting("return_logits", training=training)
-        return model(
+        output = model(
             batch=inputs.batch,
             targets=targets,
             criteria=criteria,
             metrics=self.metrics[training],
             return_logits=logits or None,
-            logits_at=None if request is None else request.positions,
+            logits_at=at,
             logits_bytes=self.setting("logits_bytes", training=training),
         )
+        return gather_output(model, output, targets, at)
 
     def _part(
         self, loss: Tensor, output: Output, inputs: StepInputs, sums: dict[str, Tensor]

@@ -18,6 +18,7 @@ from tigon.data import Loader, MicroBatch, Mixture
 from tigon.kernels.loss.api import IGNORE_INDEX
 from tigon.kernels.loss.terms import LogProbs
 from tigon.models import CausalLM, CausalLMOutput, aux_loss_coef
+from tigon.parallel import gather_output
 from tigon.tokenizer import Tokenizer
 from tigon.train import reference
 from tigon.train.config import Config
@@ -168,7 +169,7 @@ class AnswerTask(Task):
     def forward(self, model: CausalLM, inputs: StepInputs) -> CausalLMOutput:
         """Runs the model for the log-probabilities of learned tokens, fp32 [B, T], each at the
         token before."""
-        return model(
+        output = model(
             batch=inputs.batch,
             targets=inputs.targets,
             criteria=(LogProbs(),),
@@ -176,6 +177,7 @@ class AnswerTask(Task):
             return_logits=False,
             logits_bytes=self.setting("logits_bytes", training=inputs.training),
         )
+        return gather_output(model, output, inputs.targets)
 
     @torch.no_grad()
     def _base_logprobs(self, model: CausalLM, inputs: StepInputs) -> Tensor:

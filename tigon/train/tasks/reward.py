@@ -14,6 +14,7 @@ from torch import Tensor
 from tigon.data import Encoder, Loader, MicroBatch, Mixture, PairEncoder
 from tigon.data.mixture import Corpus
 from tigon.models import Batch, CausalLM, Targets
+from tigon.parallel import gather_output
 from tigon.tokenizer import Tokenizer
 from tigon.train.config import Config
 from tigon.train.distributed import World
@@ -80,7 +81,8 @@ class Reward(Task):
     def loss(self, model: CausalLM, inputs: StepInputs, sums: dict[str, Tensor]) -> MicroBatchLoss:
         """Computes the Bradley-Terry loss of a micro-batch's pairs of scores."""
         micro_batch, pairs = inputs.micro_batch, sums["pairs"].clamp(min=1)
-        logits = model(batch=inputs.batch, targets=inputs.targets).logits
+        output = model(batch=inputs.batch, targets=inputs.targets)
+        logits = gather_output(model, output, inputs.targets).logits
         assert logits is not None
         scores = logits.flatten()[micro_batch.spans[:, 1] - 1].float()
         chosen, rejected = scores.unflatten(0, (-1, 2)).unbind(1)

@@ -22,6 +22,7 @@ from tigon.train.optim import (
     state_bytes,
 )
 from tigon.train.optim.clip import BucketedNorm
+from tigon.weights import ShardSpec
 
 
 def config(*overrides: str):
@@ -102,6 +103,12 @@ def test_settings_that_do_not_fit_together(settings, message):
         config(*settings)
 
 
+class Stack(nn.Sequential):
+    """Layers that no rank divides."""
+
+    shard_specs: dict[str, ShardSpec] = {}
+
+
 def trained(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, torch.Tensor]:
     """The parameters after three steps with fixed gradients, then the states."""
     for step in range(3):
@@ -131,7 +138,7 @@ def trained(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, tor
 )
 def test_adamw_and_sgd_are_those_of_torch_bit_for_bit(settings, reference):
     torch.manual_seed(0)
-    ours = nn.Sequential(nn.Linear(17, 33), nn.LayerNorm(33), nn.Linear(33, 5))
+    ours = Stack(nn.Linear(17, 33), nn.LayerNorm(33), nn.Linear(33, 5))
     theirs = copy.deepcopy(ours)
     groups = [
         {"params": [p for p in theirs.parameters() if p.dim() > 1], "weight_decay": 0.1},
@@ -197,7 +204,7 @@ def test_a_cosine_is_that_of_torch():
 
 
 def test_weight_decay_is_for_matrices_only():
-    model = nn.Sequential(nn.Linear(3, 3), nn.LayerNorm(3))
+    model = Stack(nn.Linear(3, 3), nn.LayerNorm(3))
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     optimizer = build_optimizer(model, config("weight_decay=0.5"))
     for p in model.parameters():

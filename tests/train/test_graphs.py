@@ -242,29 +242,18 @@ def test_gradients_that_somebody_takes_away(played):
         assert torch.equal(ours, theirs)
 
 
-def on_a_module(model: Any, hook: Any) -> Any:
-    return model.model.layers[1].mlp.register_forward_hook(hook)
+HOOKS: dict[str, Any] = {
+    "module": lambda model, hook: model.model.layers[1].mlp.register_forward_hook(hook),
+    "decoder": lambda model, hook: model.model.register_forward_pre_hook(hook),
+    "parameter": lambda model, hook: model.model.layers[
+        0
+    ].mlp.down_proj.weight.register_post_accumulate_grad_hook(hook),
+    "gradient": lambda model, hook: model.model.norm.weight.register_hook(hook),
+    "all modules": lambda _, hook: torch.nn.modules.module.register_module_forward_pre_hook(hook),
+}
 
 
-def on_the_decoder(model: Any, hook: Any) -> Any:
-    return model.model.register_forward_pre_hook(hook)
-
-
-def on_a_parameter(model: Any, hook: Any) -> Any:
-    return model.model.layers[0].mlp.down_proj.weight.register_post_accumulate_grad_hook(hook)
-
-
-def on_a_gradient(model: Any, hook: Any) -> Any:
-    return model.model.norm.weight.register_hook(hook)
-
-
-def on_all_modules(model: Any, hook: Any) -> Any:
-    return torch.nn.modules.module.register_module_forward_pre_hook(hook)
-
-
-@pytest.mark.parametrize(
-    "register", [on_a_module, on_the_decoder, on_a_parameter, on_a_gradient, on_all_modules]
-)
+@pytest.mark.parametrize("register", HOOKS.values(), ids=HOOKS)
 def test_hooks_are_called_in_every_pass(model, played, register):
     said.clear()
     made = Graphs(model, said.append)
@@ -294,25 +283,21 @@ def test_autocast_runs_without(model, played):
     assert not made.learned and len(said) == 1 and "torch.autocast" in said[0]
 
 
-def replace(model: Any) -> None:
-    linear = model.model.layers[0].mlp.down_proj
-    linear.weight = torch.nn.Parameter(linear.weight.detach().clone())
+def copies(tensors: Any) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in tensors.items()}
 
 
-def move(model: Any) -> None:
-    model.double().float()
+CHANGES: dict[str, Any] = {
+    "replace": lambda model: setattr(
+        model.model.norm, "weight", torch.nn.Parameter(model.model.norm.weight.detach().clone())
+    ),
+    "move": lambda model: model.double().float(),
+    "assign": lambda model: model.load_state_dict(copies(model.state_dict()), assign=True),
+    "freeze": lambda model: model.model.layers[1].requires_grad_(False),
+}
 
 
-def assign(model: Any) -> None:
-    values = {key: value.clone() for key, value in model.state_dict().items()}
-    model.load_state_dict(values, assign=True)
-
-
-def freeze(model: Any) -> None:
-    model.model.layers[1].requires_grad_(False)
-
-
-@pytest.mark.parametrize("change", [replace, move, assign, freeze])
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 def test_parameters_that_are_not_what_graphs_read_are_an_error(model, played, change):
     Graphs(model)
     for _ in range(2):
@@ -389,15 +374,16 @@ def test_models_that_do_not_fit(model, monkeypatch):
     with pytest.raises(ValueError, match=r"model\.layers\.1\.mlp\.experts asks the GPU"):
         Graphs(experts)
     gemm = importlib.import_module("tigon.kernels.mlp.grouped_mlp")
-    monkeypatch.setattr(gemm, "is_hopper", lambda _: True)
-    shape, gpu = torch.Size((5, 80, 64)), torch.device("cuda", 0)
-    assert not training_syncs(shape, torch.bfloat16, gpu)
-    assert training_syncs(shape, torch.float32, gpu) and training_syncs(
-        shape, torch.bfloat16, torch.device("cpu")
-    )
-    assert training_syncs(torch.Size((5, 80, 60)), torch.bfloat16, gpu)
-    monkeypatch.setattr(gemm, "is_hopper", lambda _: False)
-    assert training_syncs(shape, torch.bfloat16, gpu)
+    for hopper, columns, dtype, device, syncs in (
+        (True, 64, torch.bfloat16, "cuda:0", False),
+        (True, 64, torch.float32, "cuda:0", True),
+        (True, 64, torch.bfloat16, "cpu", True),
+        (True, 60, torch.bfloat16, "cuda:0", True),
+        (False, 64, torch.bfloat16, "cuda:0", True),
+    ):
+        monkeypatch.setattr(gemm, "is_hopper", lambda _, yes=hopper: yes)
+        shape = torch.Size((5, 80, columns))
+        assert training_syncs(shape, dtype, torch.device(device)) == syncs
 
 
 def test_a_capture_that_fails_says_the_way_out(monkeypatch):

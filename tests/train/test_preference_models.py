@@ -52,34 +52,44 @@ def test_experts_are_balanced_and_ranks_agree(workspace, data, tmp_path, task):
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("task", ["dpo", "kto", "reward"])
-def test_gradients_alone_may_be_divided(workspace, data, tmp_path, task):
-    other = write_model(tmp_path / "other", num_hidden_layers=1)
+@pytest.mark.parametrize("case", ["dpo", "kto", "reward", "stream"])
+def test_a_second_model_on_ranks_that_divide_gradients(workspace, data, tmp_path, case):
+    """Or that each read a stream and ask the reference about its rows."""
+    task = "dpo" if case == "stream" else case
     same = {"task": task, "data": data[task], "steps": 2, "max_grad_norm": 0}
-    same |= {"reference": other} if task != "reward" else {}
-    main(workspace.settings(f"one-{task}", **same))
-    train_on(2, workspace.settings(f"two-{task}", **same, sharding="gradients"))
+    if case != "reward":
+        same["reference"] = write_model(tmp_path / "other", num_hidden_layers=1)
+    same |= {"streaming": "true", "shuffle_window": 64} if case == "stream" else {}
+    main(workspace.settings(f"one-{case}", **same))
+    train_on(2, workspace.settings(f"two-{case}", **same, sharding="gradients"))
     for key in ("loss", "grad_norm"):
-        expected = workspace.metrics(f"one-{task}", key)
-        assert workspace.metrics(f"two-{task}", key) == pytest.approx(expected, rel=2e-4), key
+        expected = workspace.metrics(f"one-{case}", key)
+        assert workspace.metrics(f"two-{case}", key) == pytest.approx(expected, rel=2e-4), key
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
-def test_a_stream_has_its_second_model_on_every_rank(workspace, data, tmp_path):
-    other = write_model(tmp_path / "other", num_hidden_layers=1)
-    same = {"task": "dpo", "data": data["dpo"], "steps": 3, "reference": other, "batch_size": 4}
-    same |= {"streaming": "true", "shuffle_window": 64}
-    main(workspace.settings("stream-one", **same))
-    train_on(2, workspace.settings("stream-two", **same))
-    expected = workspace.metrics("stream-one", "loss")
-    assert workspace.metrics("stream-two", "loss") == pytest.approx(expected, rel=2e-4)
+@pytest.mark.parametrize("more", [{}, {"lora.quantize": "nf4"}, {"task": "reward"}])
+def test_adapters_packed_and_padded(workspace, data, more):
+    """All rows in each step; under an adapter, over four bits, and with a new head."""
+    same = {"task": "dpo", "data": data["dpo"], "steps": 4, "max_grad_norm": 0, "batch_size": 64}
+    same |= {"lora.rank": 4, "lora.alpha": 8, "lr": 1e-2, **more}
+    name = "-".join(map(str, more.values()))
+    main(workspace.settings(f"packed{name}", **same))
+    main(workspace.settings(f"padded{name}", **same, packing="false", micro_batch_size=4))
+    for key in ("loss", "grad_norm"):
+        expected = workspace.metrics(f"packed{name}", key)
+        assert len(expected) == 4 and abs(expected[0] - expected[-1]) > 0.05
+        assert workspace.metrics(f"padded{name}", key) == pytest.approx(expected, rel=2e-4), key
 
 
-def test_bfloat16_weights(workspace, data):
-    same = {"task": "dpo", "data": data["dpo"], "steps": 1, "batch_size": 64}
-    main(workspace.settings("bf16", **same, param_dtype="bfloat16"))
-    assert workspace.metrics("bf16", "loss")[0] == pytest.approx(0.6931, abs=1e-3)
+def test_an_adapters_base_by_its_path_is_the_same_reference(workspace, data):
+    same = {"task": "dpo", "data": data["dpo"], "steps": 2, "lora.rank": 4, "lr": 1e-2}
+    main(workspace.settings("adapter", **same))
+    main(workspace.settings("apart", **same, reference=workspace.model))
+    assert workspace.metrics("adapter", "loss")[0] == pytest.approx(0.6931471806, abs=1e-6)
+    for key in ("loss", "grad_norm", "rewards/chosen", "rewards/margins"):
+        expected = pytest.approx(workspace.metrics("adapter", key), rel=1e-4, abs=1e-6)
+        assert workspace.metrics("apart", key) == expected
 
 
 class Largest(TorchDispatchMode):

@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from tigon.train import load, main
+from tigon.train import main
 from tigon.train.config import Profile
 from tigon.train.profile import Profiler
 
@@ -24,17 +24,6 @@ def test_profiled_run_has_the_same_bits(workspace):
         "ProfilerStep#2",
     }
     assert "aten::mm" in names
-
-
-def test_profile_settings(workspace, tmp_path):
-    assert load(None, [*workspace.settings("x"), "profile.start=2"]).profile == Profile(start=2)
-    config = tmp_path / "c.yaml"
-    config.write_text("profile: {steps: 2}\n")
-    found = load(config, workspace.settings("x"))
-    assert (found.profile.start, found.profile.steps) == (10, 2)
-    assert load(config, [*workspace.settings("x"), "profile=null"]).profile is None
-    with pytest.raises(ValueError, match=r"unknown setting 'profile\.step'; did you mean 'steps'"):
-        load(None, [*workspace.settings("x"), "profile={step: 2}"])
 
 
 @pytest.mark.parametrize(

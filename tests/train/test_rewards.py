@@ -83,20 +83,6 @@ def test_transformers_loads_the_export_and_gives_the_same_scores(workspace, data
     main(workspace.settings("goes-on", task="reward", data=data, steps=1, model=path))
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(300)
-def test_ranks_packing_and_resuming_change_nothing(workspace, data, classifier):
-    def make(run: str, **changes: Any) -> list[str]:
-        same = {"task": "reward", "data": data, "steps": 4, "eval_data": data, "eval_every": 2}
-        return workspace.settings(run, **same | {"max_grad_norm": 0} | changes)
-
-    keys = (*KEYS, "eval_loss")
-    preferences.assert_same_in_every_layout(workspace, make, "curve", keys, rel=2e-4)
-    main(make("from-classifier", model=classifier))
-    for key in keys:
-        assert workspace.metrics("from-classifier", key) == workspace.metrics("curve", key), key
-
-
 @pytest.mark.timeout(300)
 def test_sequences_without_a_prompt_in_common(workspace, tmp_path):
     """Alone in a row and packed; pairs of other tasks must have one."""

@@ -67,16 +67,6 @@ def test_rounding_is_unbiased_between_the_two_neighbours():
         assert ((above - share).abs() <= 4 * error).all(), (index, above, share)
 
 
-def test_draws_of_steps_and_positions_are_independent():
-    """Correlation of neighbouring positions, steps and 16-bit parts: within 4 standard errors."""
-    count = 1 << 16
-    a, b = (draw(0, step, torch.arange(count)) for step in (1, 2))
-    parts = [take_16_bits(x, i).double() for x in (a, b) for i in range(3)]
-    parts.append(parts[0].roll(1))
-    found = torch.corrcoef(torch.stack(parts))
-    assert (found - torch.eye(len(parts))).abs().max() < 4 / math.sqrt(count)
-
-
 def test_what_bfloat16_has_stays():
     inf, nan = math.inf, math.nan
     exact = torch.tensor([0.0, -0.0, 1.0, -1.5, 2.0**-133, inf, -inf, 3.3895e38])

@@ -9,7 +9,6 @@ import torch
 from tests.flash import played
 from tests.small import EXPERTS, write_model
 from tests.train import preferences
-from tests.train.ranks import train_on
 from tigon.train import load, main, prepare, start
 from tigon.train.tasks.grpo import GRPO
 from tigon.train.tasks.preference import PairTask
@@ -229,15 +228,3 @@ def test_held_out_rows(workspace, settings, twice, task):
         (expected,) = workspace.metrics(f"{task}-held-twice", key)
         (found,) = workspace.metrics(f"{task}-held-once", key)
         assert found == pytest.approx(expected, rel=1e-5, abs=2e-6), key
-
-
-@pytest.mark.slow(first=1)
-@pytest.mark.timeout(300)
-@pytest.mark.parametrize("task", KEYS)
-def test_two_ranks(workspace, settings, task):
-    own = {"task": task, "batch_size": 2, "beta": 0.1, "seq_len": 64 if task == "grpo" else 128}
-    main(settings(f"{task}-one", **own))
-    train_on(2, settings(f"{task}-two", **own))
-    for key in KEYS[task]:
-        one, two = (workspace.metrics(f"{task}-{name}", key) for name in ("one", "two"))
-        assert two == pytest.approx(one, rel=2e-4, abs=1e-6), key

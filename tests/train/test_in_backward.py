@@ -12,6 +12,7 @@ import torch
 import tigon.kernels
 from tests.small import EXPERTS, LLAMA
 from tests.train.checkpoints import assert_equal
+from tests.train.layouts import assert_same_metrics
 from tests.train.ranks import train_on
 from tests.train.test_memory import planned, tiny
 from tests.train.test_precision import states
@@ -183,9 +184,7 @@ def ordinary(workspace):
 
 
 def same(workspace, run: str, other: str) -> None:
-    for key in ("loss", "grad_norm", "eval_loss", "lr"):
-        got = workspace.metrics(run, key)
-        assert got == workspace.metrics(other, key)[-len(got) :] and got, key
+    assert_same_metrics(workspace, other, run, "loss", "grad_norm", "eval_loss", "lr", rel=0)
     final = RUN["steps"]
     assert_equal(
         tensors(step(workspace.root / run, final)), tensors(step(workspace.root / other, final))
@@ -212,10 +211,8 @@ def test_two_ranks_update_in_backward_as_one_does(workspace):
     train_on(2, workspace.settings("two", **its))
     train_on(2, workspace.settings("two-in", **its, optimizer_in_backward="true"))
     main(workspace.settings("one-in", **its | ON, micro_batch_size=2))
-    for key in ("loss", "grad_norm"):
-        assert workspace.metrics("two-in", key) == workspace.metrics("two", key)
-        expected = pytest.approx(workspace.metrics("one-in", key), rel=1e-3)
-        assert workspace.metrics("two-in", key) == expected
+    assert_same_metrics(workspace, "two", "two-in", rel=0)
+    assert_same_metrics(workspace, "one-in", "two-in", rel=1e-3)
     assert_equal(
         tensors(step(workspace.root / "two-in", 9)), tensors(step(workspace.root / "two", 9))
     )

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 
 import tigon
 from tests.small import EXPERTS, LLAMA, write_model, write_tokenizer
+from tests.train.layouts import assert_same_metrics
 from tigon.train import load, main, prepare, start
 
 
@@ -184,9 +185,8 @@ def test_packed_experts_see_the_same_tokens(workspace, tmp_path):
     changes |= {"micro_batch_size": 64, "eval_data": workspace.held_out}
     for name, packing in (("packed-experts", True), ("padded-experts", False)):
         main(workspace.settings(name, **{**changes, "packing": packing}))
-    for key in ("loss", "grad_norm", "aux_loss", "expert_imbalance", "eval_loss"):
-        expected = workspace.metrics("padded-experts", key)
-        assert workspace.metrics("packed-experts", key) == pytest.approx(expected, rel=1e-4), key
+    keys = ("loss", "grad_norm", "aux_loss", "expert_imbalance", "eval_loss")
+    assert_same_metrics(workspace, "padded-experts", "packed-experts", *keys, rel=1e-4)
 
 
 def test_a_model_without_experts_cannot_balance_them(workspace):

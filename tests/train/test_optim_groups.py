@@ -6,6 +6,7 @@ from safetensors.torch import load_file
 
 import tigon
 from tests.small import EXPERTS, LLAMA, write_model
+from tests.train.layouts import assert_same_metrics
 from tests.train.ranks import Ranks
 from tigon.models import MODELS
 from tigon.train import load, main, prepare, start, train
@@ -211,9 +212,7 @@ def test_what_is_frozen_has_no_states_on_one_rank_and_on_two(workspace, tmp_path
     source = workspace.root / "frozen-one/checkpoints/step-00000002"
     again = workspace.settings("frozen-two", model=model, resume=source, **RUN)
     Ranks(2, resumed, again, str(source)).finish()
-    for key in ("loss", "grad_norm"):
-        expected = workspace.metrics("frozen-one", key)[2:]
-        assert workspace.metrics("frozen-two", key) == pytest.approx(expected, rel=1e-4), key
+    assert_same_metrics(workspace, "frozen-one", "frozen-two", rel=1e-4)
 
     before = tigon.from_pretrained(model).state_dict()
     for run in ("frozen-one", "frozen-two"):

@@ -40,6 +40,8 @@ BLOCK = 256  # elements of a block of 8-bit states, at most
 MIN_BLOCK = 32  # with shorter blocks, scales would take as much as they save
 MAX_LINE = 1 << 30  # elements of a line of a PositionRun: kernels count within one by 32 bits
 DTYPES = (torch.float32, torch.bfloat16)  # weights and gradients that the fused kernel updates
+MOMENTS = ("exp_avg", "exp_avg_sq")
+EIGHT_BIT_MOMENTS = ("exp_avg_codes", "exp_avg_sq_codes", "exp_avg_scale", "exp_avg_sq_scale")
 STATE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "8bit": torch.uint8}
 SIZE = 1 << 22  # elements updated at a time, which bounds the memory of their float32 copies
 ROWS = 64  # slices have a multiple of these: a CPU's vectors then begin as in the whole matrix
@@ -339,8 +341,8 @@ class LowPrecisionOptimizer(Optimizer):
 
     def is_copied(self, parameter: Tensor) -> bool:
         """Returns whether the definition updates copies of a parameter or its states."""
-        dtypes = {parameter.dtype, self.dtype_of(parameter)}
-        return self.memory.on_host or dtypes != {torch.float32}
+        is_float32 = parameter.dtype == self.dtype_of(parameter) == torch.float32
+        return self.memory.on_host or not is_float32
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         self.scale = None
@@ -374,11 +376,11 @@ class LowPrecisionOptimizer(Optimizer):
             # Fused updates do not: a backward pass that needs the weights as they were raises
             torch.autograd.graph.increment_version([local(p) for p in given])
             given = [p for p in given if local(p).numel()]
-            by_kernel = [p for p in given if self.uses_kernel([p])]
+            by_kernel = [p for p in given if self.has_kernel and _fits_kernel(p)]
             self._launch((name, i), group, by_kernel, scale)
             if len(by_kernel) == len(given):
                 continue
-            given = [p for p in given if not self.uses_kernel([p])]
+            given = [p for p in given if not (self.has_kernel and _fits_kernel(p))]
             if scale is not None:
                 torch._foreach_mul_([local(p.grad) for p in given if p.grad is not None], scale)
             buckets += [(group, bucket) for bucket in self._buckets(given)]
@@ -436,11 +438,6 @@ class LowPrecisionOptimizer(Optimizer):
                 states[kind] = self.memory.zeros(shape, dtype)
         return states
 
-    def _draws_bits(self, weight: Tensor, states: States) -> bool:
-        """Returns whether an update rounds something stochastically."""
-        rounds_weight = self.stochastic and weight.dtype == torch.bfloat16
-        return rounds_weight or any(s.dtype == torch.bfloat16 for s in states.values())
-
     def _launch(
         self,
         name: object,
@@ -468,10 +465,10 @@ class LowPrecisionOptimizer(Optimizer):
         """Yields a parameter's tensors as the kernel takes them: one position and pitch a slot."""
         state, runs = self.state[parameter], self.runs[parameter]
         assert parameter.grad is not None
-        suffixes = ("",) if "exp_avg" in state else ("_codes", "_scale")
-        moments = [state[kind + suffix] for suffix in suffixes for kind in self.state_names]
+        moments = [state[name] for name in (MOMENTS if "exp_avg" in state else EIGHT_BIT_MOMENTS)]
         tensors = [local(parameter), local(parameter.grad).contiguous(), *moments]
-        if not self._draws_bits(parameter, state):
+        rounded = moments[0].dtype, parameter.dtype if self.stochastic else None
+        if torch.bfloat16 not in rounded:
             yield AdamWSlot(*tensors)
         elif len(runs) == 1:
             yield AdamWSlot(*tensors)._replace(position=runs[0].position, lines=runs[0].lines)
@@ -500,8 +497,8 @@ class LowPrecisionOptimizer(Optimizer):
         """Yields a parameter, a few million elements at a time where they are copied."""
         assert parameter.grad is not None
         weight, gradient = local(parameter), local(parameter.grad).contiguous()
-        states = {name: t for name, t in self.state[parameter].items() if name != "step"}
-        step, runs = int(self.state[parameter]["step"]), self.runs[parameter]
+        states, runs = dict(self.state[parameter]), self.runs[parameter]
+        step = int(states.pop("step"))
         if not self.is_copied(parameter):
             yield UpdateSlice(weight, gradient, states, runs, 0, step, 0)
             return
@@ -525,25 +522,28 @@ class LowPrecisionOptimizer(Optimizer):
         self, group: dict[str, Any], bucket: Sequence[UpdateSlice], states: Iterator[Tensor]
     ) -> None:
         """Updates slices by the definition; `states` yields theirs on the device, in turn."""
-        bucket = [s._replace(states={name: next(states) for name in s.states}) for s in bucket]
-        weights = [s.weight.float() for s in bucket]
-        gradients = [s.gradient.float() for s in bucket]
-        values = {k: [read_state(s.states, k) for s in bucket] for k in self.state_names}
-        counts = _step_counters([s.step - 1.0 for s in bucket], weights[0].device)
+        stored = [{name: next(states) for name in part.states} for part in bucket]
+        weights = [part.weight.float() for part in bucket]
+        gradients = [part.gradient.float() for part in bucket]
+        values = {kind: [read_state(s, kind) for s in stored] for kind in self.state_names}
+        counts = _step_counters([part.step - 1.0 for part in bucket], weights[0].device)
         self.rule(group, weights, gradients, values, counts)
         for i, part in enumerate(bucket):
-            self._write(part, weights[i], {kind: values[kind][i] for kind in self.state_names})
+            if part.copied:
+                new = {kind: values[kind][i] for kind in self.state_names}
+                self._write(part._replace(states=stored[i]), weights[i], new)
 
     def _write(self, part: UpdateSlice, weight: Tensor, values: States) -> None:
         """Writes an updated slice back, rounded to the dtypes of weight and states."""
         drawn = torch.empty(0)
-        if self._draws_bits(part.weight, part.states):
+        rounds = self.stochastic and part.weight.dtype == torch.bfloat16
+        if rounds or any(state.dtype == torch.bfloat16 for state in part.states.values()):
             end = part.first + weight.numel()
             at = positions(part.runs, part.first, end, weight.device).view_as(weight)
             drawn = random_bits(stream_seed(self.seed, part.step), at)
         for i, (kind, value) in enumerate(values.items(), 1):
             write_state(part.states, kind, value, drawn, i)
-        if self.stochastic and part.weight.dtype == torch.bfloat16:
+        if rounds:
             weight = round_stochastically(weight, take_16_bits(drawn, 0))
         if weight is not part.weight:
             part.weight.copy_(weight)
@@ -582,9 +582,8 @@ def adamw(model: CausalLM, config: Config, states: str) -> Optimizer:
             return torch.float32
         return STATE_DTYPES[states]
 
-    names = ("exp_avg", "exp_avg_sq")
     betas = config.beta1, config.beta2
-    return _build(model, config, update_adamw, names, dtype_of, betas=betas, eps=config.eps)
+    return _build(model, config, update_adamw, MOMENTS, dtype_of, betas=betas, eps=config.eps)
 
 
 def blocks_of(model: CausalLM) -> dict[Tensor, int]:

@@ -128,10 +128,6 @@ def test_what_cannot_be_is_refused(workspace, data, classifier, tmp_path, capsys
     main(workspace.settings("cpo", task="cpo", data=data, steps=1))
     with pytest.raises(SystemExit, match="goes on with a model that predicts tokens, and task=rew"):
         main(workspace.settings("cpo", **settings, steps=2, resume="auto"))
-    with pytest.raises(SystemExit, match=r"has no use for it; leave it out, or give beta=null"):
-        main(workspace.settings("beta", **settings, beta=0.1))
-    with pytest.raises(SystemExit, match=r"router_aux_loss_coef=.* task=reward has no use for"):
-        main(workspace.settings("balance", **settings, router_aux_loss_coef=0.01))
     assert cli(["eval", "perplexity", str(classifier), str(data), "--device", "cpu"]) == 1
     said = (
         f"{classifier} is a reward model: it scores sequences and predicts no token, so it has no"

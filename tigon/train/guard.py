@@ -163,9 +163,9 @@ def largest_weight(model: nn.Module, world: World, *, quantized: bool = False) -
 
 
 def describe_ranks(world: World, own_loss: float, *, largest: bool = False) -> str:
-    """Names the ranks whose part of the loss is not finite, or the one with the largest part.
+    """Names the ranks whose part of the loss is not finite, or else the one with the `largest`.
 
-    Ranks that share rows have the same part. "" on one rank, or if there is no such rank.
+    Returns "" on one rank, or if there is no such rank.
     """
     if world.size == 1:
         return ""

@@ -155,7 +155,7 @@ def test_a_teacher_with_nan_is_named(workspace, tmp_path, value):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("tied", [False, True])
-def test_rows_of_a_teacher_that_belong_to_no_token_are_left_out(workspace, tmp_path, tied):
+def test_teacher_rows_without_a_token_are_left_out(workspace, tmp_path, tied):
     """As if transformers had cut them off, on one rank and on two that divide the vocabulary."""
     transformers = pytest.importorskip("transformers")
     larger = write_model(tmp_path / "larger", vocab_size=400, tie_word_embeddings=tied)
@@ -190,7 +190,7 @@ class Padded(TopEncoder):
         return [example._replace(per_token=values)]
 
 
-def test_lists_of_other_sizes_are_as_if_padded_by_hand(workspace, tmp_path, monkeypatch):
+def test_lists_of_different_sizes_equal_padded_lists(workspace, tmp_path, monkeypatch):
     """Within a file and from one to the next, in losses and gradients."""
     draw, paths = torch.Generator().manual_seed(0), []
     for name, sizes in (("one", (3, 2, 4)), ("two", (2, 3))):

@@ -202,7 +202,7 @@ def test_gradients_without_a_graph_are_added_to(played, taken):
     assert len(made.captured) == 5
 
 
-def test_a_pass_that_another_has_overwritten_is_an_error(model, played):
+def test_overwritten_pass_is_an_error(model, played):
     Graphs(model)
     model(**inputs()).loss.backward()
     model.zero_grad()
@@ -283,7 +283,7 @@ CHANGES: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
-def test_parameters_that_are_not_what_graphs_read_are_an_error(model, played, change):
+def test_changed_parameters_are_an_error(model, played, change):
     Graphs(model)
     for _ in range(2):
         model(**inputs()).loss.backward()

@@ -75,7 +75,7 @@ def held(model: Any) -> int:
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("recomputed", [False, True])
-def test_updates_in_backward_have_the_bits_of_updates_after_it(case, recomputed):
+def test_updates_in_backward_equal_updates_after_it(case, recomputed):
     model, optimizer = learner(CASES[case][0], **CASES[case][1])
     its, after = learner(CASES[case][0], **CASES[case][1])
     model.activation_checkpointing = its.activation_checkpointing = recomputed
@@ -132,7 +132,7 @@ def test_the_kernel_updates_in_backward_too(finite):
 
 
 @pytest.mark.parametrize("changes", [UNTIED, {}, EXPERTS], ids=["untied", "tied", "experts"])
-def test_gradients_of_one_part_at_a_time_are_alive(changes):
+def test_gradients_of_one_part_are_alive(changes):
     """Of a block, of the embedding, or of the last norm and the head."""
     model, optimizer = learner(changes | {"num_hidden_layers": 6})
     sizes, alive = [sum(p.nbytes for p in part) for part in parameter_buckets(model)], []
@@ -193,9 +193,7 @@ def same(workspace, run: str, other: str) -> None:
 
 @pytest.mark.slow(first=1)
 @pytest.mark.parametrize(("run", "changes"), [("in", {}), ("in-fsdp", FSDP)])
-def test_a_run_and_one_that_goes_on_have_the_bits_of_updates_after_backward(
-    workspace, ordinary, run, changes
-):
+def test_run_and_resumed_run_equal_updates_after_backward(workspace, ordinary, run, changes):
     its = RUN | ON | changes | {"eval_data": workspace.held_out}
     main(workspace.settings(run, **its, profile="{start: 2, steps: 1}"))
     same(workspace, run, run.replace("in", "after"))
@@ -255,7 +253,7 @@ def test_a_loss_that_is_not_finite_is_skipped(workspace, poisoned, monkeypatch):
 
 
 @pytest.mark.slow
-def test_gradients_that_are_not_finite_stop_the_run_or_roll_back(workspace, poisoned, monkeypatch):
+def test_nonfinite_gradients_stop_or_roll_back(workspace, poisoned, monkeypatch):
     its = RUN | ON | {"eval_every": 0, "steps": 4}
     poisoned(2, gradients=True)
     with pytest.raises(SystemExit) as error:
@@ -295,7 +293,7 @@ def interrupt() -> None:
 
 
 # A step updates four parts: embedding with head, two blocks, the last norm
-def test_weights_that_are_updated_in_part_are_not_saved(workspace, ordinary, monkeypatch, world):
+def test_partly_updated_weights_are_not_saved(workspace, ordinary, monkeypatch, world):
     its = workspace.settings("broken-off", **RUN | ON, eval_data=workspace.held_out)
     on_update(monkeypatch, 3 * 4 + 2, interrupt)
     run = prepare(load(None, its), world)
@@ -314,7 +312,7 @@ def test_weights_that_are_updated_in_part_are_not_saved(workspace, ordinary, mon
 
 
 @pytest.mark.parametrize("gpus", [1, 2])
-def test_the_estimate_knows_that_gradients_are_those_of_a_part(gpus):
+def test_estimate_counts_gradients_of_one_part(gpus):
     changes: dict[str, Any] = {"max_grad_norm": 0.0, "optimizer": "adamw_bf16"}
     changes |= {"batch_size": 2 * gpus, "seq_len": 8, "activation_checkpointing": True}
     shape: Any = {"num_hidden_layers": 12, "hidden_size": 256, "intermediate_size": 512}

@@ -109,7 +109,7 @@ def test_metrics_in_training_and_evaluation_apart(workspace):
 
 
 @pytest.mark.slow
-def test_what_is_set_by_hand_counts_where_the_config_says_nothing(workspace):
+def test_model_defaults_apply_without_a_setting(workspace):
     changes = {"steps": 1, "batch_size": 64, "packing": "false", "eval_data": workspace.held_out}
     model = tigon.from_pretrained(workspace.model)
     losses = {}

@@ -95,7 +95,7 @@ def trained(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, tor
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon", "sgd", "sgd momentum=0.9"])
-def test_steps_are_the_same_bits_on_parameters_that_one_rank_shards(optimizer, world):
+def test_sharding_on_one_rank_changes_no_bit(optimizer, world):
     settings = config("weight_decay=0.1", *f"optimizer={optimizer}".split())
     runs = []
     for sharded in (False, True):
@@ -201,7 +201,7 @@ def test_a_norm_is_that_of_all_ranks(tmp_path):
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "adamw_bf16", "muon", "sgd"])
-def test_states_saved_before_the_first_update_have_counted_none(optimizer):
+def test_states_saved_before_the_first_update(optimizer):
     """As where the first steps are skipped: the update after them is the first."""
     models = [MODELS["llama"].from_config(LLAMA) for _ in range(2)]
     models[1].load_state_dict(models[0].state_dict())

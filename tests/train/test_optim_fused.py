@@ -184,7 +184,7 @@ def test_layouts_that_tensors_may_have(kernel_calls):
 
 
 @pytest.mark.parametrize("states", ["adamw", "adamw_bf16", "adamw_8bit"])
-def test_neither_launches_nor_programs_nor_ranks_change_a_bit(states, monkeypatch):
+def test_launches_programs_and_ranks_change_no_bit(states, monkeypatch):
     """One launch for each tensor, smaller programs, 2-byte accesses; a rank with the last rows."""
     changes = {"param_dtype": "bfloat16", "optimizer": states}
     shapes = {"a": (9, 64), "b": (37,)}
@@ -207,7 +207,7 @@ def test_neither_launches_nor_programs_nor_ranks_change_a_bit(states, monkeypatc
     assert torch.equal(row, whole.a[7:])
 
 
-def test_a_scale_is_a_factor_of_gradients_and_nan_leaves_all_as_it_is():
+def test_scale_multiplies_gradients_and_nan_skips():
     for factor in (0.25, math.nan):
         ends = []
         for mode in ("reference", "triton"):
@@ -281,7 +281,7 @@ def _beside_ones(values: Tensor, block: int) -> Tensor:
     return torch.cat([torch.ones(rows, 1, device=values.device), padded.view(rows, each)], 1)
 
 
-def test_tables_are_made_again_only_when_an_address_changes(monkeypatch):
+def test_tables_change_only_with_an_address(monkeypatch):
     made = []
     sent = adamw._to_device
     monkeypatch.setattr(adamw, "_to_device", lambda *a: made.append(1) or sent(*a))
@@ -301,7 +301,7 @@ def test_tables_are_made_again_only_when_an_address_changes(monkeypatch):
     assert model.a.isfinite().all() and not torch.equal(model.a, before)
 
 
-def test_the_norm_is_exact_and_the_factor_is_left_to_the_update(monkeypatch):
+def test_exact_norm_leaves_factor_to_the_update(monkeypatch):
     monkeypatch.setattr(grad_norm, "CHUNK", 4096)
     for dtype in ("float32", "bfloat16"):
         model, optimizer = learner({"a": (90, 64), "b": (137,), "c": (0, 8)}, param_dtype=dtype)
@@ -341,7 +341,7 @@ def test_an_update_between_forward_and_backward_is_seen():
                 y.sum().backward()
 
 
-def test_a_factor_is_of_the_gradients_that_it_was_made_of():
+def test_skipped_step_leaves_no_factor():
     """A step that is skipped leaves none behind for the next one."""
     expected, its = learner()
     expected.learn(1)

@@ -169,7 +169,7 @@ def frozen_set(kind: str, which: str) -> str:
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("which", FROZEN_SETS)
 @pytest.mark.parametrize("kind", [*OTHERS])
-def test_the_others_gradients_are_the_same_bits_whatever_is_frozen(kind, which, recompute):
+def test_frozen_parameters_change_no_other_gradient(kind, which, recompute):
     assert_same_gradients(kind, recompute, frozen_set(kind, which))
 
 
@@ -205,7 +205,7 @@ def resumed(settings: list[str], source: str) -> None:
             assert p.grad is None, name
 
 
-def test_what_is_frozen_has_no_states_on_one_rank_and_on_two(workspace, tmp_path):
+def test_frozen_parameters_have_no_states(workspace, tmp_path):
     """A run with Muon on one rank; its second half again, on two."""
     model = write_model(tmp_path / "experts", **EXPERTS)
     main(workspace.settings("frozen-one", model=model, **RUN))

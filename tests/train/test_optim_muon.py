@@ -104,7 +104,7 @@ def expected_of(name: str, p: torch.Tensor, heights) -> tuple[torch.Tensor, torc
 
 
 @pytest.mark.parametrize("count", [1, 2, 4])
-def test_steps_are_those_of_the_definition_on_whole_matrices(runs, count):
+def test_steps_equal_the_definition_on_whole_matrices(runs, count):
     model, found = build(), torch.load(runs / f"found-{count}")
     hidden = hidden_matrices(model)
     assert len(hidden) == 8
@@ -168,7 +168,7 @@ def divided(values: list[torch.Tensor], ranks: int) -> tuple[list[list[MatrixBlo
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 6])
 @pytest.mark.parametrize("size", [1, 70, 1 << 26])
-def test_rounds_bring_every_block_to_its_matrix_and_back(ranks, size):
+def test_rounds_exchange_every_block(ranks, size):
     """All ranks' plans, carried out here, on shapes that ranks share unevenly or not at all."""
     values = [torch.randn(shape) for shape in ((11, 4), (6, 5), (5, 4), (4, 6))]
     matrices = [Matrix(*value.shape) for value in values]

@@ -80,7 +80,7 @@ def test_adapters_packed_and_padded(workspace, data, more):
     assert abs(first - last) > 0.05
 
 
-def test_an_adapters_base_by_its_path_is_the_same_reference(workspace, data):
+def test_base_path_is_the_same_reference(workspace, data):
     same = {"task": "dpo", "data": data["dpo"], "steps": 2, "lora.rank": 4, "lr": 1e-2}
     main(workspace.settings("adapter", **same))
     main(workspace.settings("apart", **same, reference=workspace.model))

@@ -230,7 +230,7 @@ def test_bad_rows_end_the_run_with_their_line(workspace, settings, tmp_path, cap
 
 
 @pytest.mark.slow
-def test_long_answers_are_cut_or_left_out_and_counted(workspace, settings, tmp_path, capsys):
+def test_long_answers_are_cut_and_counted(workspace, settings, tmp_path, capsys):
     rows = preferences.pairs(3)
     long = rows[0] | {"chosen": preferences.message("assistant", "words " * 100)}
     asked = rows[1] | {"prompt": preferences.message("user", "words " * 100)}
@@ -256,7 +256,7 @@ def test_long_answers_are_cut_or_left_out_and_counted(workspace, settings, tmp_p
 
 
 @pytest.mark.slow
-def test_answers_that_are_equal_once_cut_are_left_out(workspace, settings, tmp_path, capsys):
+def test_answers_equal_once_cut_are_left_out(workspace, settings, tmp_path, capsys):
     """They would teach nothing, and count as pairs in which the rejected answer is as likely."""
     same = preferences.message("assistant", "words " * 100)
     late = preferences.pairs(1)[0] | {"chosen": same}
@@ -274,7 +274,7 @@ def test_answers_that_are_equal_once_cut_are_left_out(workspace, settings, tmp_p
     assert "data: 3 of 4 pairs, " in capsys.readouterr().out
 
 
-def test_a_stream_says_before_that_pairs_may_not_fit(world):
+def test_stream_warns_of_pairs_that_may_not_fit(world):
     def said(*given: str) -> str | None:
         config = load(None, [*NEEDED, "task=dpo", "streaming=true", "steps=1", *given])
         return may_not_fit(find_task(config.task)(config, world))
@@ -289,7 +289,7 @@ def test_a_stream_says_before_that_pairs_may_not_fit(world):
 
 @pytest.mark.slow(first=1)
 @pytest.mark.parametrize("task", ["dpo", "orpo", "kto"])
-def test_a_dry_run_times_steps_and_memory_is_estimated(workspace, settings, task, capsys):
+def test_dry_run_times_steps_and_estimates_memory(workspace, settings, task, capsys):
     main([*settings(f"dry-{task}", task), "--dry-run"])
     assert "a step, measured: " in capsys.readouterr().out
     config = load(None, settings(f"estimated-{task}", task))

@@ -48,7 +48,7 @@ def test_trl(workspace, classifier, center):
     assert_same(workspace, run, found, "accuracy", "margin", "mean_reward")
 
 
-def test_transformers_loads_the_export_and_gives_the_same_scores(workspace, data, capsys):
+def test_transformers_scores_of_the_export(workspace, data, capsys):
     transformers = pytest.importorskip("transformers")
     main(workspace.settings("exported", task="reward", data=data, steps=4, export="true"))
     path = workspace.root / "exported/hf"

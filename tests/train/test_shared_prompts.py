@@ -150,7 +150,7 @@ def test_losses_metrics_and_gradients_are_the_same(
 
 
 @pytest.mark.slow
-def test_what_a_run_says_and_when_it_does_not_share(workspace, settings, tmp_path, capsys):
+def test_run_says_why_prompts_are_not_shared(workspace, settings, tmp_path, capsys):
     experts = write_model(tmp_path / "experts", **EXPERTS, output_router_logits=True)
     both_sides = write_model(tmp_path / "both-sides", **BOTH_SIDES)
 
@@ -196,7 +196,7 @@ def test_a_resumed_run_does_as_it_began(workspace, settings, twice, capsys, task
     assert "is of a run that did not" in capsys.readouterr().out
 
 
-def test_a_reference_knows_answers_that_fit_where_windows_share_alone(workspace, settings):
+def test_reference_of_windows_that_share_alone(workspace, settings):
     """What all pairs share together is too little to pay; in the window of a long one it is not."""
     words = "the model reads some words"
     long = {"prompt": f"{words} " * 6, "chosen": words * 2, "rejected": f"{words} {words}:" * 2}

@@ -121,7 +121,7 @@ def test_bad_rows_are_refused_with_their_line(workspace, tmp_path, task, row, ch
 
 
 @pytest.mark.parametrize(("task", "name"), [("distill", "teacher"), ("dpo", "reference")])
-def test_other_models_are_refused_before_the_data_are_read(workspace, tmp_path, task, name):
+def test_unfit_models_are_refused_before_data(workspace, tmp_path, task, name):
     """With another tokenizer, or a context in which they have never seen such places."""
     other = write_model(tmp_path / "other", max_position_embeddings=64)
     nowhere = {"task": task, "data": tmp_path / "nowhere.jsonl", name: other}

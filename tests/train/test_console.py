@@ -87,33 +87,40 @@ def test_what_is_left_counts_evaluations(console):
     assert said[-1].splitlines()[1:] == ["  math: loss  1.0000  acc 100.0%"]
 
 
-def test_numbers_and_durations():
-    values = (1.23456, 12.3456, 123.456, 1234.56, 1e7, -0.5, float("nan"))
-    texts = ["1.2346", "12.346", "123.46", "1235", "1.0e+07", "-0.5000", "nan"]
-    assert [format_number(value).strip() for value in values] == texts
-    assert {len(format_number(value)) for value in values} == {7}
-    assert [format_duration(s) for s in (0, 65, 3725, 90000)] == [
-        "0:00",
-        "1:05",
-        "1:02:05",
-        "1 d 01:00",
-    ]
+NAN = float("nan")
+COLUMNS = [(0, "step 1/9"), (2, "acc"), (9, "memory"), (1, "left")]
+EVALUATION = {"eval_loss": 1.0, "eval_rewards/chosen": 2.0, "eval_tokens": 3}
+NAMED = {"eval_loss/a": 4.0, "eval_accuracy/a": 0.5}
 
 
-def test_a_mean_of_nothing_is_no_divergence():
-    nan = float("nan")
-    said = format_measures({"loss": nan, "rewards/chosen": nan, "rewards/rejected": -0.25})
-    assert said == "loss     nan  rewards/chosen       -  rewards/rejected -0.2500"
-    assert format_measures({"accuracy": nan}) == "acc       -"
-
-
-def test_columns_go_where_there_is_no_room():
-    columns = [(0, "step 1/9"), (2, "acc"), (9, "memory"), (1, "left")]
-    assert fit_columns(columns, None) == fit_columns(columns, 27) == "step 1/9  acc  memory  left"
-    assert fit_columns(columns, 26) == "step 1/9  acc  left"
-    assert fit_columns(columns, 18) == "step 1/9  left"
-    assert fit_columns(columns, 8) == "step 1/9"
-    assert fit_columns(columns, 5) == "step "
+@pytest.mark.parametrize(
+    ("found", "expected"),
+    [
+        (format_number(1.23456), " 1.2346"),
+        (format_number(12.3456), " 12.346"),
+        (format_number(123.456), " 123.46"),
+        (format_number(1234.56), "   1235"),
+        (format_number(1e7), "1.0e+07"),
+        (format_number(-0.5), "-0.5000"),
+        (format_number(NAN), "    nan"),
+        ([format_duration(s) for s in (0, 65, 3725)], ["0:00", "1:05", "1:02:05"]),
+        (format_duration(90000), "1 d 01:00"),
+        # A mean of nothing is no divergence
+        (format_measures({"loss": NAN, "kl": NAN}), "loss     nan  kl       -"),
+        (format_measures({"accuracy": NAN}), "acc       -"),
+        # Columns go where there is no room
+        (fit_columns(COLUMNS, None), "step 1/9  acc  memory  left"),
+        (fit_columns(COLUMNS, 27), "step 1/9  acc  memory  left"),
+        (fit_columns(COLUMNS, 26), "step 1/9  acc  left"),
+        (fit_columns(COLUMNS, 18), "step 1/9  left"),
+        (fit_columns(COLUMNS, 5), "step "),
+        (shorten("a\x1b]0;b\x07\x9bc\u2028", 70), r'"a\u001b]0;b\u0007\x9bc\u2028"'),
+        (split_by_set(EVALUATION), ({"loss": 1.0, "rewards/chosen": 2.0}, {})),
+        (split_by_set(EVALUATION | NAMED)[1], {"a": {"loss": 4.0, "accuracy": 0.5}}),
+    ],
+)
+def test_formats(found, expected):
+    assert found == expected
 
 
 def test_terminal_lines_fit_its_width(workspace, monkeypatch):
@@ -146,14 +153,3 @@ def test_every_row_has_its_speed(workspace, capsys):
     assert workspace.metrics("speed", "mfu") == [None, None]
     assert workspace.metrics("speed", "memory_reserved_gib") == [None, None]
     assert all(0.05 < gib < 64 for gib in workspace.metrics("speed", "memory_gib"))
-
-
-def test_samples_have_no_control_characters():
-    assert shorten("a\x1b]0;b\x07\x9bc\u2028", 70) == r'"a\u001b]0;b\u0007\x9bc\u2028"'
-
-
-def test_metric_name_with_a_slash():
-    row = {"eval_loss": 1.0, "eval_rewards/chosen": 2.0, "eval_tokens": 3}
-    assert split_by_set(row) == ({"loss": 1.0, "rewards/chosen": 2.0}, {})
-    row |= {"eval_loss/a": 4.0, "eval_accuracy/a": 0.5}
-    assert split_by_set(row)[1] == {"a": {"loss": 4.0, "accuracy": 0.5}}

@@ -6,11 +6,11 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-import transformers
 
 import tigon
 from tests.small import EXPERTS, LLAMA, write_model, write_tokenizer
-from tigon.train import load, main, prepare, start, train
+from tests.train.layouts import assert_same_metrics
+from tigon.train import load, main, prepare, start
 
 
 def batch_of(tokenizer, path):
@@ -121,43 +121,6 @@ def test_pretraining_from_a_config_learns_and_exports(workspace, tmp_path):
     assert f"finished · {len(losses)} steps" in report
 
 
-@pytest.mark.slow
-def test_chats_by_a_template_of_ones_own(workspace, tmp_path):
-    """A tokenizer without one, as of a base model, and one with another."""
-    template = tmp_path / "mine.jinja"
-    template.write_text(
-        "{% for m in messages %}<|im_start|>{{ m['role'] }}: {% if m['role'] == 'assistant' %}"
-        "{% generation %}{{ m['content'] }}<|im_end|>{% endgeneration %}{% else %}"
-        "{{ m['content'] }}{% endif %}{{ '\\n' }}{% endfor %}"
-    )
-    bare = write_tokenizer(tmp_path / "bare")
-    config = json.loads((bare / "tokenizer_config.json").read_text())
-    del config["chat_template"]
-    (bare / "tokenizer_config.json").write_text(json.dumps(config))
-    losses = []
-    for name, tokenizer in (("bare", bare), ("other", workspace.model)):
-        run = f"template-{name}"
-        extra = {"tokenizer": tokenizer, "chat_template": template, "steps": 2, "export": "true"}
-        main(workspace.settings(run, **extra))
-        losses.append(workspace.metrics(run, "loss"))
-        chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-        exported = transformers.AutoTokenizer.from_pretrained(workspace.root / run / "hf")
-        text = exported.apply_chat_template(chat, tokenize=False)
-        assert text == "<|im_start|>user: a\n<|im_start|>assistant: b<|im_end|>\n"
-    assert losses[0] == losses[1]
-    main(workspace.settings("template-none", steps=2))
-    assert workspace.metrics("template-none", "loss") != losses[0]
-
-
-def test_attention_by_a_backend_that_is_demanded(workspace):
-    with pytest.raises(SystemExit, match="attention='flash' cannot do this: it runs on CUDA GPUs"):
-        main(workspace.settings("demanded", attention="flash", steps=1))
-    with pytest.raises(ValueError, match="attention='paged' is not one of auto, fa4, cudnn"):
-        load(None, workspace.settings("demanded", attention="paged"))
-    with pytest.raises(ValueError, match=r"attention='eager'.*reference"):
-        load(None, workspace.settings("demanded", attention="eager"))
-
-
 def test_experts_are_balanced_and_their_load_is_recorded(workspace, tmp_path):
     """Each micro-batch's balance weighs as its targets do; an evaluation is of the tokens alone."""
     source = write_model(tmp_path / "experts", **EXPERTS)
@@ -199,36 +162,6 @@ def test_experts_are_balanced_and_their_load_is_recorded(workspace, tmp_path):
     )
 
 
-@pytest.mark.slow(first=1)
-@pytest.mark.parametrize("reduction", ["token", "sequence"])
-def test_default_metrics_are_logged_as_means_over_targets(workspace, reduction):
-    changes = {"steps": 1, "batch_size": 64, "micro_batch_size": 4, "loss_reduction": reduction}
-    name = f"metrics-{reduction}"
-    settings = workspace.settings(name, **changes, eval_data=workspace.held_out)
-    with start("cpu") as world:
-        run = prepare(load(None, settings), world)
-        run.model.defaults.metrics = ("predicted_tokens",)
-        with pytest.raises(ValueError, match="predicted_tokens has no mean"):
-            train(run)
-        run.model.defaults.metrics = ("accuracy", "nll")
-        train(run)
-    trained, tokenizer = run.model, tigon.Tokenizer.from_pretrained(workspace.model)
-    for model, file, prefix in (
-        (tigon.from_pretrained(workspace.model), workspace.data, ""),
-        (trained, workspace.held_out, "eval_"),
-    ):
-        examples = list(batch_of(tokenizer, file))
-        with torch.no_grad():
-            nll = reference_loss(model, examples).item()
-            right = [
-                (model(ids[None]).logits[0, :-1].argmax(-1) == labels[1:])[labels[1:] != -100]
-                for ids, labels in examples
-            ]
-        accuracy = torch.cat(right).double().mean().item()
-        assert workspace.metrics(name, f"{prefix}nll") == [pytest.approx(nll, rel=1e-5)]
-        assert workspace.metrics(name, f"{prefix}accuracy") == [pytest.approx(accuracy, rel=1e-5)]
-
-
 @pytest.mark.slow
 def test_packed_experts_see_the_same_tokens(workspace, tmp_path):
     """Padding behind packed rows trains no router: what routers did is that of the tokens alone."""
@@ -252,9 +185,8 @@ def test_packed_experts_see_the_same_tokens(workspace, tmp_path):
     changes |= {"micro_batch_size": 64, "eval_data": workspace.held_out}
     for name, packing in (("packed-experts", True), ("padded-experts", False)):
         main(workspace.settings(name, **{**changes, "packing": packing}))
-    for key in ("loss", "grad_norm", "aux_loss", "expert_imbalance", "eval_loss"):
-        expected = workspace.metrics("padded-experts", key)
-        assert workspace.metrics("packed-experts", key) == pytest.approx(expected, rel=1e-4), key
+    keys = ("loss", "grad_norm", "aux_loss", "expert_imbalance", "eval_loss")
+    assert_same_metrics(workspace, "padded-experts", "packed-experts", *keys, rel=1e-4)
 
 
 def test_a_model_without_experts_cannot_balance_them(workspace):

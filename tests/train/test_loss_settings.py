@@ -10,7 +10,6 @@ from torch import Tensor
 import tigon
 from tests.train.weights import token_weights, write_weighted
 from tigon.train import load, main, prepare, start, train
-from tigon.train.tasks import TASKS
 
 NEEDED = ["run_dir=a", "model=m", "data=a.jsonl"]
 
@@ -110,7 +109,7 @@ def test_metrics_in_training_and_evaluation_apart(workspace):
 
 
 @pytest.mark.slow
-def test_what_is_set_by_hand_counts_where_the_config_says_nothing(workspace):
+def test_model_defaults_apply_without_a_setting(workspace):
     changes = {"steps": 1, "batch_size": 64, "packing": "false", "eval_data": workspace.held_out}
     model = tigon.from_pretrained(workspace.model)
     losses = {}
@@ -129,49 +128,6 @@ def test_what_is_set_by_hand_counts_where_the_config_says_nothing(workspace):
         assert workspace.metrics(name, metric) and workspace.metrics(name, f"eval_{metric}")
     assert not workspace.metrics("both", "nll")
     assert workspace.metrics("silent", "nll") and not workspace.metrics("silent", "eval_nll")
-
-
-def test_accuracy_costs_no_bit_of_loss_and_gradients(workspace):
-    model, ids = tigon.from_pretrained(workspace.model), torch.randint(0, 321, (2, 40))
-    grads = []
-    for metrics in ((), ("predicted_tokens",)):
-        loss = model(ids, labels=ids, metrics=metrics).loss
-        grads.append([loss, *torch.autograd.grad(loss, list(model.parameters()))])
-    assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
-
-
-@pytest.mark.slow(first=6)
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ("label_smoothing=1", r"label_smoothing=1 is not in \[0, 1\)"),
-        ("label_smoothing=-0.1", "label_smoothing=-0.1 must be at least 0"),
-        ("eval_label_smoothing=1.5", r"eval_label_smoothing=1.5 is not in \[0, 1\)"),
-        ("z_loss=.inf", "z_loss=inf is not finite"),
-        ("z_loss=.nan", "z_loss=nan must be at least 0"),
-        ("logits_bytes=0", "logits_bytes=0 must be at least 1"),
-        ("logits_to_keep=-1", "logits_to_keep=-1 must be at least 0"),
-        ("logits_to_keep=4", "logits_to_keep=4 with packing=true.*give packing=false"),
-        ("eval_logits_to_keep=4", "eval_logits_to_keep=4 with packing=true"),
-        ("logits_to_keep=1 packing=false", "logits_to_keep=1 leaves nothing to learn"),
-        ("metrics=[nll,entrpy]", "metrics=entrpy is not one of accuracy, entropy, max_logit"),
-        ("eval_metrics=predicted_tokens", "predicted_tokens has no mean"),
-        ("return_logits=true", "return_logits=true without hooks"),
-        ("eval_return_logits=true", "eval_return_logits=true without hooks"),
-        ("predictions=true", "predictions=true needs eval_data or eval_fraction"),
-        ("loss_reduction=sum", "loss_reduction='sum' is not one of token, sequence"),
-    ],
-)
-def test_wrong_settings_are_named_before_the_model_is_read(settings, message):
-    with start("cpu") as world, pytest.raises(ValueError, match=message):
-        prepare(load(None, [*NEEDED, *settings.split()]), world)
-
-
-def test_a_task_that_predicts_no_tokens_refuses_them(monkeypatch):
-    monkeypatch.setitem(TASKS, "other", TASKS["sft"].__mro__[2])
-    config = load(None, [*NEEDED, "task=other", "eval_z_loss=0.1"])
-    with start("cpu") as world, pytest.raises(ValueError, match=r"eval_z_loss=0.1: task=other has"):
-        prepare(config, world)
 
 
 def test_packing_and_defaults_set_by_hand(workspace):

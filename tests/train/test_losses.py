@@ -136,7 +136,7 @@ def test_losses_without_a_reference(loss_type: str, smoothing: float) -> None:
     answers.compare(ours, theirs)
 
 
-def test_label_smoothing_of_log_ratios_is_that_of_log_probabilities() -> None:
+def test_label_smoothing_of_log_ratios() -> None:
     answers = Answers(2)
     scores = answers.scores()
     trainer = cpo_trainer(loss_type="sigmoid", beta=0.3, label_smoothing=0.15)

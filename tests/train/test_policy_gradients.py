@@ -12,11 +12,8 @@ import torch
 import tigon
 from tests.small import write_model
 from tests.train import preferences
-from tigon.data import encode
-from tigon.data.encode import RewardedEncoder, compute_advantages
-from tigon.data.examples import Example
-from tigon.train import load, main
-from tigon.train.tasks import find_task
+from tigon.data.encode import compute_advantages
+from tigon.train import main
 
 CASES: dict[str, dict[str, Any]] = {
     "dapo": {},
@@ -97,23 +94,6 @@ def test_the_first_loss_is_the_definition(workspace, data, other, kind, beta):
     assert workspace.metrics(name, "reward_std")[0] == pytest.approx(rewards.std(ddof=1), rel=1e-12)
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(300)
-@pytest.mark.parametrize("kind", ["dapo", "grpo"])
-def test_ranks_packing_and_resuming_change_nothing(workspace, data, kind):
-    same = {"task": "grpo", "data": data, "loss_type": kind, "steps": 4, "max_grad_norm": 0}
-    same |= {"beta": 0.1, "importance_sampling_level": "sequence", "seq_len": 64}
-
-    def make(run: str, **changes: Any) -> list[str]:
-        return workspace.settings(run, **same | changes)
-
-    keys = ("loss", "grad_norm", "kl", "clip_ratio/region_mean", "reward", "reward_std")
-    preferences.assert_same_in_every_layout(workspace, make, kind, keys, rel=5e-4)
-    for key in ("reward", "reward_std"):  # summed in float64
-        expected = pytest.approx(workspace.metrics(kind, key), rel=1e-12)
-        assert workspace.metrics(f"{kind}-two", key) == expected
-
-
 def test_without_old_logprobs_the_first_ratios_are_one(workspace, tmp_path):
     rows = [{k: v for k, v in r.items() if k != "old_logprobs"} for r in preferences.rewarded(4)]
     data = preferences.write(tmp_path / "plain.jsonl", rows)
@@ -152,23 +132,6 @@ def test_what_is_logged_of_rewards(workspace, tmp_path, given):
         assert found == (pytest.approx(deviation, rel=1e-12) if deviation else 0)
 
 
-def test_data_without_a_column_of_rewards_still_train(workspace, monkeypatch, tmp_path, capsys):
-    """As an earlier version has cached them."""
-    data = preferences.write(tmp_path / "old.jsonl", preferences.rewarded(6))
-    run = {"task": "grpo", "data": data, "steps": 1}
-    with monkeypatch.context() as patch:
-        patch.setattr(RewardedEncoder, "per_example", {"advantage": np.float32})
-        patch.setattr(
-            encode, "Example", lambda i, t, e: Example(i, t, {"advantage": e["advantage"]})
-        )
-        main(workspace.settings("earlier", **run))
-    capsys.readouterr()
-    main(workspace.settings("later", **run))
-    assert "data: reward is not logged: an earlier version" in capsys.readouterr().out
-    assert workspace.metrics("later", "loss") == workspace.metrics("earlier", "loss")
-    assert not workspace.metrics("later", "reward")
-
-
 def test_advantages_are_those_of_trl():
     utils = pytest.importorskip("trl.trainer.utils")
     rewards = torch.tensor([0.1, 0.7, 0.2, 1.5])
@@ -178,33 +141,6 @@ def test_advantages_are_those_of_trl():
 
 
 TEXT = {"prompt": "the model", "completions": [" reads", " says"], "rewards": [1, 0]}
-
-
-@pytest.mark.slow(first=4)
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"rewards": [1]}, "'rewards' must be a list of numbers, 2 of them"),
-        ({"rewards": [1, "x"]}, "'rewards' has 'x' in it, which is no finite number"),
-        (
-            {"completions": [" reads"], "rewards": [1]},
-            "'rewards' of one answer teach nothing, as its advantage is 0: give 'advantages', or "
-            "at least two 'completions'",
-        ),
-        ({"advantages": [1, 0]}, "needs either 'rewards' or 'advantages', and has both"),
-        ({"rewards": None}, "needs either 'rewards' or 'advantages', and has neither"),
-        ({"completions": []}, "'completions' must be a list of answers"),
-        ({"completions": [" reads", ""]}, "'completions' has no answer: it is empty"),
-        ({"completions": [" reads", 3]}, "'completions' has int in it"),
-        ({"old_logprobs": [[-1.0]]}, "'old_logprobs' must have a list for each of the 2 answers"),
-        ({"old_logprobs": [[-1.0], [-1.0]]}, "'old_logprobs' has 1 numbers for the"),
-        ({"prompt": [3, 4]}, "'prompt' is a list of tokens, and so must each answer be one"),
-    ],
-)
-def test_bad_rows_are_refused(workspace, tmp_path, changes, message):
-    path = preferences.write(tmp_path / "bad.jsonl", [TEXT, TEXT | changes])
-    with pytest.raises(SystemExit, match=f"bad.jsonl:2: .*{message}"):
-        main(workspace.settings("bad", task="grpo", data=path, steps=1))
 
 
 @pytest.mark.slow
@@ -221,19 +157,3 @@ def test_rows_that_teach_nothing_are_counted(workspace, tmp_path, capsys):
     assert said("equal", TEXT, equal, one, zero) == [f"data: 2 of 4 {told}"]
     assert said("all", equal, equal) == [f"data: 2 of 2 {told}"]
     assert said("none", TEXT, one) == []
-
-
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ("loss_type=dr_grpo", "max_completion_length=None with loss_type=dr_grpo"),
-        ("max_completion_length=9", "max_completion_length=9 with loss_type=dapo"),
-        ("reference=x", "reference=x with beta=0 has no effect"),
-        ("loss_type=hinge", "loss_type=hinge of task=grpo is not one of dapo, grpo"),
-        ("desirable_weight=2", "desirable_weight=2: task=grpo has no use for it"),
-    ],
-)
-def test_settings_that_do_not_fit_are_refused(world, given, message):
-    config = load(None, ["run_dir=a", "model=m", "data=a.jsonl", "task=grpo", *given.split()])
-    with pytest.raises(ValueError, match=message):
-        find_task("grpo")(config, world)

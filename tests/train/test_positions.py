@@ -197,17 +197,6 @@ def test_updates_are_those_of_one_rank(optimizer, mode, monkeypatch):
             assert not differing(found, expected), (ranks, rank)
 
 
-def test_updates_of_adapters_are_those_of_one_rank():
-    changes: dict[str, Any] = {"param_dtype": "bfloat16", "optimizer": "adamw_bf16"}
-    one, *parts = (
-        stepped(part(LLAMA, ranks, rank, {"rank": 3}).bfloat16(), **changes)
-        for ranks, rank in ((1, 0), (2, 1), (4, 3))
-    )
-    assert {name for name, p in one[0].named_parameters() if p in one[1].state}
-    for found in parts:
-        assert not differing(found, one)
-
-
 # Lines of one element, of more than a program has, and of few; gate and up of experts
 CUTS = {
     "a": spec((6, 2), 1, (1, 0, 1)),

@@ -10,7 +10,7 @@ from torch import Tensor
 from tests.numbers import neighbours
 from tigon.train import load
 from tigon.train.optim import adamw, build_optimizer, parameter_groups, state_bytes
-from tigon.weights import Layout, TensorSlice
+from tigon.weights import Layout, ShardSpec, TensorSlice
 
 CPU = torch.device("cpu")
 
@@ -20,6 +20,7 @@ class Model(torch.nn.Module):
 
     def __init__(self, dtype: torch.dtype, shapes: dict[str, tuple[int, ...]]):
         super().__init__()
+        self.shard_specs: dict[str, ShardSpec] = {}
         torch.manual_seed(0)
         for name, shape in shapes.items():
             weight = torch.randn(shape) * 0.05
@@ -70,10 +71,12 @@ def test_float32_is_torchs_adamw_bit_for_bit(size, monkeypatch):
     own = build_optimizer(stored, config)
     if size is not None:
         monkeypatch.setattr(adamw, "SIZE", size)
-        own.converted = set(stored.parameters())
+        monkeypatch.setattr(own, "is_copied", lambda _: True)
     for step in range(5):
         for model, optimizer in ((plain, its), (stored, own)):
             model.learn(step)
+            if step == 1:  # a is then corrected for fewer steps
+                model.a.grad = None
             optimizer.step()
     for name, p in plain.named_parameters():
         assert torch.equal(stored.get_parameter(name), p), name
@@ -81,22 +84,6 @@ def test_float32_is_torchs_adamw_bit_for_bit(size, monkeypatch):
     found = states(stored, own)
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], state) for name, state in expected.items())
-
-
-def test_counters_are_of_each_parameter():
-    """A parameter that had no gradient in some steps is corrected for fewer."""
-    config = settings()
-    plain, stored = (Model(torch.float32, SHAPES) for _ in range(2))
-    options = {"lr": config.lr, "betas": (config.beta1, config.beta2), "eps": config.eps}
-    its = torch.optim.AdamW(parameter_groups(plain, config), **options, fused=True)
-    own = build_optimizer(stored, config)
-    for step in range(4):
-        for model, optimizer in ((plain, its), (stored, own)):
-            model.learn(step)
-            if step == 1:
-                model.a.grad = None
-            optimizer.step()
-    assert all(map(torch.equal, stored.parameters(), plain.parameters()))
 
 
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
@@ -119,21 +106,6 @@ def test_sgd_is_torchs_bit_for_bit(momentum):
         if momentum:
             buffer = torchs.state[q]["momentum_buffer"]
             assert torch.equal(own.state[p]["momentum_buffer"], buffer), name
-
-
-def test_bfloat16_states_follow_float32_ones():
-    """Without bias: after 300 steps the error of a state's sum is that of independent roundings."""
-    exact, its = trained(300, lr=0.0, weight_decay=0.0, beta2=0.999)
-    rounded, own = trained(300, optimizer="adamw_bf16", lr=0.0, weight_decay=0.0, beta2=0.999)
-    for (name, p), q in zip(exact.named_parameters(), rounded.parameters(), strict=True):
-        assert torch.equal(p, q), name
-        for kind in ("exp_avg", "exp_avg_sq"):
-            a, b = its.state[p][kind].double(), own.state[q][kind]
-            assert b.dtype == torch.bfloat16
-            ratio = (b.double().sum() / a.sum() if kind == "exp_avg_sq" else torch.ones(())).item()
-            # Each step's rounding is off by at most 2**-7 of the value, and they average out
-            assert ratio == pytest.approx(1, abs=0.02), (name, kind)
-            assert (b - a).norm() < 0.05 * a.norm(), (name, kind)
 
 
 def test_to_nearest_loses_what_stochastic_rounding_keeps():
@@ -171,24 +143,6 @@ def test_bfloat16_weights_are_updated_in_float32(optimizer):
         low, high = neighbours(q.detach())
         near = (p.double() == low) | (p.double() == high) | (p.double() == q.double())
         assert near.all(), name
-
-
-def test_draws_do_not_depend_on_sharding():
-    """A parameter's last rows, updated alone at their position, have the bits of the whole."""
-    whole, _ = trained(3, param_dtype="bfloat16", optimizer="adamw_bf16")
-    config = settings(param_dtype="bfloat16", optimizer="adamw_bf16")
-    part = Model(torch.bfloat16, SHAPES)
-    optimizer = build_optimizer(part, config)
-    row = torch.nn.Parameter(part.a.detach()[25:].clone())
-    optimizer.runs[row] = adamw.runs_of(None, 25 * 64, row.numel(), 0)
-    group = optimizer.param_groups.pop(0)
-    optimizer.param_groups.clear()
-    optimizer.add_param_group(group | {"params": [row]})
-    for step in range(3):
-        part.learn(step)
-        row.grad = part.a.grad[25:].clone()
-        optimizer.step()
-    assert torch.equal(row, whole.a[25:])
 
 
 def test_the_documented_bytes_are_those_that_are_kept():
@@ -275,22 +229,3 @@ def test_eight_bit_updates_of_small_gradients_are_bounded():
             sizes[optimizer] = max(sizes[optimizer], (model.w - before).abs().max().item() / 1e-3)
     assert sizes["adamw"] == pytest.approx(1, rel=1e-3)
     assert sizes["adamw_8bit"] < 1.1  # 127 where the second moment becomes 0
-
-
-def test_eight_bit_training_stays_near_float32():
-    """A least-squares problem is learned to the same loss."""
-    torch.manual_seed(0)
-    x, truth = torch.randn(256, 64), torch.randn(64, 64)
-    losses = {}
-    for optimizer in ("adamw", "adamw_8bit", "adamw_bf16"):
-        model = Model(torch.float32, {"w": (64, 64)})
-        learner = build_optimizer(model, settings(optimizer=optimizer, lr=3e-2, weight_decay=0))
-        for _ in range(150):
-            loss = ((x @ model.w - x @ truth) ** 2).mean()
-            learner.zero_grad()
-            loss.backward()
-            learner.step()
-        losses[optimizer] = loss.item()
-    assert losses["adamw"] < 0.2 * 64
-    for optimizer in ("adamw_8bit", "adamw_bf16"):
-        assert losses[optimizer] == pytest.approx(losses["adamw"], rel=0.1), losses

@@ -173,25 +173,6 @@ def test_the_average_is_that_of_its_definition(workspace):
     assert not (workspace.root / "alone/hf-ema").exists()
 
 
-@pytest.mark.slow(first=1)
-@pytest.mark.parametrize("policy", ["skip", "rollback"])
-def test_skipped_steps_do_not_enter_the_average(workspace, poisoned, policy):
-    """Step 3 is skipped; or step 2's checkpoint comes back, with the rows of step 4."""
-    poisoned(2)
-    changes = STEPS | {"ema_decay": 0.5, "save_every": 1, "nonfinite": policy}
-    main(workspace.settings(policy, **changes))
-    saved = [tensors(step(workspace.root / policy, n)) for n in (1, 2, 3, 4)]
-    averages = [{n: t for n, t in found.items() if n.startswith("ema.")} for found in saved]
-    if policy == "skip":
-        assert_equal(averages[2], averages[1])
-    updated = (1, 3) if policy == "skip" else (1, 2, 3)
-    for i in updated:
-        for name, before in averages[i - 1].items():
-            weight = saved[i][name.removeprefix("ema.")]
-            expected = before.lerp(weight, 0.5)
-            torch.testing.assert_close(averages[i][name], expected, rtol=1e-6, atol=1e-8)
-
-
 def test_late_average_begins_with_the_weights(workspace, finished, capsys):
     source = finished / "checkpoints/step-00000002"
     with start("cpu") as world:
@@ -230,15 +211,6 @@ def test_adamws_states_become_bfloat16_and_that_is_said(workspace, finished, cap
     assert workspace.metrics("fewer", "loss") == loss  # of weights that are the same
     found = tensors(step(workspace.root / "fewer", 3))
     assert found["optimizer.exp_avg.model.norm.weight"].dtype == torch.bfloat16
-
-
-@pytest.mark.slow
-def test_states_on_the_host_change_no_bit(workspace):
-    changes = {"steps": 3, "save_every": 3}
-    for offload in ("false", "true"):
-        main(workspace.settings(f"host-{offload}", optimizer_offload=offload, **changes))
-    found = [tensors(step(workspace.root / f"host-{on}", 3)) for on in ("false", "true")]
-    assert_equal(found[1], found[0])
 
 
 SUMS = {"bfloat16": BF16, "float32": {"dtype": "bfloat16"}}  # weights, of a bfloat16 computation
@@ -289,18 +261,3 @@ def test_gradients_of_micro_batches_add_up_in_float32(workspace, world, two_rank
 def test_sums_are_bfloat16_without_accumulate_fp32(workspace, world):
     found = errors(gradients(world, workspace.settings("sums", **BF16)))
     assert max(found) > 2**-8
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [({"ema_decay": 1.0}, "ema_decay=1.0 must be below 1"), ({"ema_decay": -0.1}, "ema_decay")],
-)
-def test_settings_that_do_not_go_together(changes, message):
-    with pytest.raises(ValueError, match=message):
-        load(
-            None,
-            [
-                f"{k}={v}"
-                for k, v in ({"run_dir": "x", "data": "x", "model": "x"} | changes).items()
-            ],
-        )

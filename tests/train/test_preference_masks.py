@@ -10,7 +10,6 @@ from torch import Tensor
 import tigon
 from tests.small import write_model
 from tigon.data import MicroBatch
-from tigon.kernels import LogProbs
 from tigon.train import load, reference
 from tigon.train.tasks import find_task
 
@@ -106,16 +105,3 @@ def test_parts_of_answers_that_are_not_learned(models: Any, world: Any, packed: 
     # What is masked counts: with all of the answers it is another loss
     whole = [(ids, torch.arange(len(ids)) >= n) for (ids, _), n in zip(rows, PROMPTS, strict=True)]
     assert (defined(model, other, whole) - expected).abs() > 1e-4
-
-
-def test_labels_or_none_say_the_same(models: Any) -> None:
-    """Log-probabilities of labels with holes, and from logits without labels."""
-    model, _ = models
-    for ids, said in sequences(model.config.vocab_size):
-        labels = ids.where(said, -100)[None]
-        out = model(ids[None], labels=labels, criteria=(LogProbs(),), metrics=())
-        plain = model(ids[None])
-        assert plain.loss is None and plain.logits.shape[:2] == (1, len(ids))
-        expected = plain.logits[0, :-1].double().log_softmax(-1).gather(1, ids[1:, None])[:, 0]
-        expected = expected.where(said[1:], 0)
-        torch.testing.assert_close(out.logprobs[0, :-1].double(), expected, rtol=1e-5, atol=1e-5)

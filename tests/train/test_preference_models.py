@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.small import EXPERTS, LLAMA, write_model
 from tests.train import preferences
+from tests.train.layouts import assert_same_metrics
 from tests.train.ranks import train_on
 from tigon.train import load, main, prepare, start
 from tigon.train.trainer import forward_backward, open_task
@@ -52,34 +53,41 @@ def test_experts_are_balanced_and_ranks_agree(workspace, data, tmp_path, task):
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("task", ["dpo", "kto", "reward"])
-def test_gradients_alone_may_be_divided(workspace, data, tmp_path, task):
-    other = write_model(tmp_path / "other", num_hidden_layers=1)
+@pytest.mark.parametrize("case", ["dpo", "kto", "reward", "stream"])
+def test_a_second_model_on_ranks_that_divide_gradients(workspace, data, tmp_path, case):
+    """Or that each read a stream and ask the reference about its rows."""
+    task = "dpo" if case == "stream" else case
     same = {"task": task, "data": data[task], "steps": 2, "max_grad_norm": 0}
-    same |= {"reference": other} if task != "reward" else {}
-    main(workspace.settings(f"one-{task}", **same))
-    train_on(2, workspace.settings(f"two-{task}", **same, sharding="gradients"))
-    for key in ("loss", "grad_norm"):
-        expected = workspace.metrics(f"one-{task}", key)
-        assert workspace.metrics(f"two-{task}", key) == pytest.approx(expected, rel=2e-4), key
+    if case != "reward":
+        same["reference"] = write_model(tmp_path / "other", num_hidden_layers=1)
+    same |= {"streaming": "true", "shuffle_window": 64} if case == "stream" else {}
+    main(workspace.settings(f"one-{case}", **same))
+    train_on(2, workspace.settings(f"two-{case}", **same, sharding="gradients"))
+    assert_same_metrics(workspace, f"one-{case}", f"two-{case}", rel=2e-4)
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
-def test_a_stream_has_its_second_model_on_every_rank(workspace, data, tmp_path):
-    other = write_model(tmp_path / "other", num_hidden_layers=1)
-    same = {"task": "dpo", "data": data["dpo"], "steps": 3, "reference": other, "batch_size": 4}
-    same |= {"streaming": "true", "shuffle_window": 64}
-    main(workspace.settings("stream-one", **same))
-    train_on(2, workspace.settings("stream-two", **same))
-    expected = workspace.metrics("stream-one", "loss")
-    assert workspace.metrics("stream-two", "loss") == pytest.approx(expected, rel=2e-4)
+@pytest.mark.parametrize("more", [{}, {"lora.quantize": "nf4"}, {"task": "reward"}])
+def test_adapters_packed_and_padded(workspace, data, more):
+    """All rows in each step; under an adapter, over four bits, and with a new head."""
+    same = {"task": "dpo", "data": data["dpo"], "steps": 4, "max_grad_norm": 0, "batch_size": 64}
+    same |= {"lora.rank": 4, "lora.alpha": 8, "lr": 1e-2, **more}
+    name = "-".join(map(str, more.values()))
+    main(workspace.settings(f"packed{name}", **same))
+    main(workspace.settings(f"padded{name}", **same, packing="false", micro_batch_size=4))
+    assert_same_metrics(workspace, f"packed{name}", f"padded{name}", rel=2e-4)
+    first, *_, last = workspace.metrics(f"packed{name}", "loss")
+    assert abs(first - last) > 0.05
 
 
-def test_bfloat16_weights(workspace, data):
-    same = {"task": "dpo", "data": data["dpo"], "steps": 1, "batch_size": 64}
-    main(workspace.settings("bf16", **same, param_dtype="bfloat16"))
-    assert workspace.metrics("bf16", "loss")[0] == pytest.approx(0.6931, abs=1e-3)
+def test_base_path_is_the_same_reference(workspace, data):
+    same = {"task": "dpo", "data": data["dpo"], "steps": 2, "lora.rank": 4, "lr": 1e-2}
+    main(workspace.settings("adapter", **same))
+    main(workspace.settings("apart", **same, reference=workspace.model))
+    assert workspace.metrics("adapter", "loss")[0] == pytest.approx(0.6931471806, abs=1e-6)
+    for key in ("loss", "grad_norm", "rewards/chosen", "rewards/margins"):
+        expected = pytest.approx(workspace.metrics("adapter", key), rel=1e-4, abs=1e-6)
+        assert workspace.metrics("apart", key) == expected
 
 
 class Largest(TorchDispatchMode):

@@ -5,7 +5,8 @@ import json
 
 import pytest
 
-from tigon.train import load, main
+from tests.train.layouts import assert_same_metrics
+from tigon.train import main
 from tigon.train.config import Profile
 from tigon.train.profile import Profiler
 
@@ -14,8 +15,8 @@ def test_profiled_run_has_the_same_bits(workspace):
     settings = {"steps": 5, "eval_data": workspace.held_out, "eval_every": 2}
     main(workspace.settings("unprofiled", **settings))
     main(workspace.settings("profiled", profile="{start: 2, steps: 2}", **settings))
-    for key in ("loss", "grad_norm", "eval_loss"):
-        assert workspace.metrics("profiled", key) == workspace.metrics("unprofiled", key)
+    keys = ("loss", "grad_norm", "eval_loss")
+    assert_same_metrics(workspace, "unprofiled", "profiled", *keys, rel=0)
     with gzip.open(workspace.root / "profiled/profile/trace.json.gz", "rt") as file:
         events = json.load(file)["traceEvents"]
     names = [event.get("name", "") for event in events]
@@ -24,17 +25,6 @@ def test_profiled_run_has_the_same_bits(workspace):
         "ProfilerStep#2",
     }
     assert "aten::mm" in names
-
-
-def test_profile_settings(workspace, tmp_path):
-    assert load(None, [*workspace.settings("x"), "profile.start=2"]).profile == Profile(start=2)
-    config = tmp_path / "c.yaml"
-    config.write_text("profile: {steps: 2}\n")
-    found = load(config, workspace.settings("x"))
-    assert (found.profile.start, found.profile.steps) == (10, 2)
-    assert load(config, [*workspace.settings("x"), "profile=null"]).profile is None
-    with pytest.raises(ValueError, match=r"unknown setting 'profile\.step'; did you mean 'steps'"):
-        load(None, [*workspace.settings("x"), "profile={step: 2}"])
 
 
 @pytest.mark.parametrize(

@@ -6,9 +6,11 @@ import torch
 
 from tests.numbers import neighbours
 from tigon.train.optim import adamw
-from tigon.utils.random import GOLDEN, take_16_bits
+from tigon.utils.random import GOLDEN, WORD, random_bits, take_16_bits
 
-WORD = (1 << 64) - 1
+
+def draw(seed: int, step: int, at: torch.Tensor) -> torch.Tensor:
+    return random_bits(adamw.stream_seed(seed, step), at)
 
 
 def splitmix64(state: int, count: int) -> list[int]:
@@ -28,14 +30,14 @@ def test_draws_are_splitmix64s_by_position():
     (inner,) = splitmix64(seed, 1)
     (start,) = splitmix64(inner + step, 1)
     expected = splitmix64(start, 1000)
-    found = adamw.random_bits(seed, step, torch.arange(1000))
+    found = draw(seed, step, torch.arange(1000))
     assert [x & WORD for x in found.tolist()] == expected
-    assert torch.equal(adamw.random_bits(seed, step, torch.arange(700, 750)), found[700:750])
-    far = adamw.random_bits(seed, step, torch.arange(4) + (1 << 40))  # positions beyond 32 bits
+    assert torch.equal(draw(seed, step, torch.arange(700, 750)), found[700:750])
+    far = draw(seed, step, torch.arange(4) + (1 << 40))  # positions beyond 32 bits
     jump = (start + (1 << 40) * GOLDEN) & WORD
     assert [x & WORD for x in far.tolist()] == splitmix64(jump, 4)
     for other in ((seed + 1, step), (seed, step + 1)):
-        assert not set(adamw.random_bits(*other, torch.arange(1000)).tolist()) & set(found.tolist())
+        assert not set(draw(*other, torch.arange(1000)).tolist()) & set(found.tolist())
     halves = [take_16_bits(found, i) for i in range(4)]
     assert all(h.min() >= 0 and h.max() < 1 << 16 for h in halves)
     joined = sum(h.long() << (16 * i) for i, h in enumerate(halves[:3])) + (halves[3].long() << 48)
@@ -56,23 +58,13 @@ def test_rounding_is_unbiased_between_the_two_neighbours():
     assert torch.equal(rounded.mean(0), x.double())
 
     count = 1 << 16
-    bits = adamw.random_bits(3, 5, torch.arange(count * len(x)).view(count, -1))
+    bits = draw(3, 5, torch.arange(count * len(x)).view(count, -1))
     share = ((x.double() - low) / (high - low)).clamp(0, 1)
     for index in range(3):
         drawn = adamw.round_stochastically(x.expand(count, -1), take_16_bits(bits, index))
         above = (drawn.double() == high).double().mean(0)
         error = (share * (1 - share) / count).sqrt()
         assert ((above - share).abs() <= 4 * error).all(), (index, above, share)
-
-
-def test_draws_of_steps_and_positions_are_independent():
-    """Correlation of neighbouring positions, steps and 16-bit parts: within 4 standard errors."""
-    count = 1 << 16
-    a, b = (adamw.random_bits(0, step, torch.arange(count)) for step in (1, 2))
-    parts = [take_16_bits(x, i).double() for x in (a, b) for i in range(3)]
-    parts.append(parts[0].roll(1))
-    found = torch.corrcoef(torch.stack(parts))
-    assert (found - torch.eye(len(parts))).abs().max() < 4 / math.sqrt(count)
 
 
 def test_what_bfloat16_has_stays():

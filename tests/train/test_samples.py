@@ -98,26 +98,25 @@ def test_prompts_of_a_file(workspace, monkeypatch, tmp_path):
     turns = [{"role": "user", "content": "the"}, {"role": "assistant", "content": "few"}]
     file.write_text(json.dumps({"messages": turns}) + '\n\n{"prompt": "back\u2028é"}\n')
     settings = {"steps": 1, "eval_data": workspace.held_out, "sample_prompts": file}
-    sample = trainer.generate_samples
+    sample, seen = trainer.generate, []
 
-    def watched(run):
+    def watched(model, prompts, *rest):
         before = torch.get_rng_state()
-        rows = sample(run)
-        assert torch.equal(before, torch.get_rng_state()) and run.model.training
+        rows = sample(model, prompts, *rest)
+        assert torch.equal(before, torch.get_rng_state()) and model.training
+        seen.append(prompts)
         return rows
 
-    monkeypatch.setattr(trainer, "generate_samples", watched)
+    monkeypatch.setattr(trainer, "generate", watched)
     main(workspace.settings("filed", **settings, sample_tokens=3))
     assert [row["prompt"] for row in samples(workspace, "filed")] == ["user: the", "back\u2028é"]
     assert "é" in (workspace.root / "filed/samples.jsonl").read_text(encoding="utf-8")
     text = {"task": "pretrain", "data": workspace.root / "text.txt"}
     text["data"].write_text("the model reads some of these words")
     text["eval_data"] = text["data"]
-    monkeypatch.setattr(trainer, "generate_samples", lambda run: seen.extend(run.prompts) or [])
-    seen = []
     main(workspace.settings("raw", **{**settings, **text, "sample_prompts": "the model"}))
     tokenizer = tigon.Tokenizer.from_pretrained(workspace.model)
-    assert seen[0].ids == tokenizer.encode("the model")
+    assert seen[-1][0].ids == tokenizer.encode("the model")
 
 
 def test_bad_prompts_are_named_before_the_first_step(workspace, tmp_path):

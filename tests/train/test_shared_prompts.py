@@ -9,7 +9,6 @@ import torch
 from tests.flash import played
 from tests.small import EXPERTS, write_model
 from tests.train import preferences
-from tests.train.ranks import train_on
 from tigon.train import load, main, prepare, start
 from tigon.train.tasks.grpo import GRPO
 from tigon.train.tasks.preference import PairTask
@@ -151,7 +150,7 @@ def test_losses_metrics_and_gradients_are_the_same(
 
 
 @pytest.mark.slow
-def test_what_a_run_says_and_when_it_does_not_share(workspace, settings, tmp_path, capsys):
+def test_run_says_why_prompts_are_not_shared(workspace, settings, tmp_path, capsys):
     experts = write_model(tmp_path / "experts", **EXPERTS, output_router_logits=True)
     both_sides = write_model(tmp_path / "both-sides", **BOTH_SIDES)
 
@@ -197,7 +196,7 @@ def test_a_resumed_run_does_as_it_began(workspace, settings, twice, capsys, task
     assert "is of a run that did not" in capsys.readouterr().out
 
 
-def test_a_reference_knows_answers_that_fit_where_windows_share_alone(workspace, settings):
+def test_reference_of_windows_that_share_alone(workspace, settings):
     """What all pairs share together is too little to pay; in the window of a long one it is not."""
     words = "the model reads some words"
     long = {"prompt": f"{words} " * 6, "chosen": words * 2, "rejected": f"{words} {words}:" * 2}
@@ -229,15 +228,3 @@ def test_held_out_rows(workspace, settings, twice, task):
         (expected,) = workspace.metrics(f"{task}-held-twice", key)
         (found,) = workspace.metrics(f"{task}-held-once", key)
         assert found == pytest.approx(expected, rel=1e-5, abs=2e-6), key
-
-
-@pytest.mark.slow(first=1)
-@pytest.mark.timeout(300)
-@pytest.mark.parametrize("task", KEYS)
-def test_two_ranks(workspace, settings, task):
-    own = {"task": task, "batch_size": 2, "beta": 0.1, "seq_len": 64 if task == "grpo" else 128}
-    main(settings(f"{task}-one", **own))
-    train_on(2, settings(f"{task}-two", **own))
-    for key in KEYS[task]:
-        one, two = (workspace.metrics(f"{task}-{name}", key) for name in ("one", "two"))
-        assert two == pytest.approx(one, rel=2e-4, abs=1e-6), key

@@ -117,15 +117,29 @@ def test_an_export_of_fewer_steps_is_made_again(workspace, whole):
     assert workspace.metrics("grown", "step").count(3) == 2  # the step and its evaluation
 
 
-def test_signal_in_the_loop(workspace):
-    settings = workspace.settings("interrupted", steps=50)
-    done = signalled(settings, "trainer", "update_weights", f"args[1] == 2 and {kill('SIGINT')}")
-    assert done.codes[0] == 130
-    assert "SIGINT: stopping after this step, with a checkpoint; again to stop now" in done.errors
-    newest = checkpoint.latest(workspace.root / "interrupted/checkpoints")
+@pytest.mark.parametrize(("name", "code"), [("SIGINT", 130), ("SIGHUP", 129)])
+def test_signal_in_the_loop(workspace, name, code):
+    """Ctrl-C, or a terminal that goes away."""
+    settings = workspace.settings(name, steps=50)
+    done = signalled(settings, "trainer", "update_weights", f"args[1] == 2 and {kill(name)}")
+    assert done.codes[0] == code
+    again = "; again to stop now" * (name == "SIGINT")
+    assert f"{name}: stopping after this step, with a checkpoint{again}\n" in done.errors
+    newest = checkpoint.latest(workspace.root / name / "checkpoints")
     assert newest is not None and newest.name == "step-00000003"
-    assert len(workspace.metrics("interrupted", "loss")) == 3
+    assert len(workspace.metrics(name, "loss")) == 3
     assert "Traceback" not in done.errors
+
+
+def test_ignored_hangups_stay_ignored():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
+    try:
+        with Signals() as signals, signals.deferred():
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert not signals.received
+        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def test_second_interrupt_has_no_traceback(workspace):
@@ -151,27 +165,3 @@ def test_signal_while_main_thread_is_busy(capfd):
     said += capfd.readouterr().err
     assert said.count("stopping after this step") == 1
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
-
-
-def test_rows_are_json_though_numbers_are_not(workspace, tmp_path):
-    record = RunLog.__new__(RunLog)
-    record.main, record.metrics = True, tmp_path / "metrics.jsonl"
-    record._append({"step": 1, "loss": float("nan"), "grad_norm": float("inf"), "lr": 1e-3})
-    text = (tmp_path / "metrics.jsonl").read_text()
-    assert text == '{"step": 1, "loss": null, "grad_norm": null, "lr": 0.001}\n'
-
-
-def test_a_terminal_that_goes_away_costs_no_step(workspace):
-    settings = workspace.settings("hung-up", steps=50)
-    done = signalled(settings, "trainer", "update_weights", f"args[1] == 2 and {kill('SIGHUP')}")
-    assert done.codes[0] == 129, done.errors
-    newest = checkpoint.latest(workspace.root / "hung-up/checkpoints")
-    assert newest is not None and newest.name == "step-00000003"
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
-    try:
-        with Signals() as signals, signals.deferred():
-            os.kill(os.getpid(), signal.SIGHUP)
-            assert not signals.received
-        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
-    finally:
-        signal.signal(signal.SIGHUP, before)

@@ -80,14 +80,6 @@ def test_sinks_after_rollback_and_kill(workspace, poisoned, monkeypatch):
     assert [fake.rows[s]["train/loss"] for s in range(1, 7)] == workspace.metrics("sunk", "loss")
 
 
-def test_a_sink_that_comes_later_has_all(workspace):
-    settings = workspace.settings("late", steps=4, save_every=2)
-    main([*settings, "steps=2", "schedule=constant"])
-    main([*settings, "log_to=tensorboard", "resume=auto", "schedule=constant"])
-    found = from_tensorboard(workspace.root / "late/tensorboard")
-    assert [step for step, _ in found["train/loss"]] == [1, 2, 3, 4]
-
-
 def test_a_sink_that_fails_ends_no_run(workspace, monkeypatch, capsys):
     class Failing:
         def __init__(self, *_):

@@ -155,7 +155,7 @@ def test_a_new_objective_trains_evaluates_and_resumes(workspace, settings):
         assert two == pytest.approx(curve, rel=1e-5), key
 
 
-def test_its_groups_stay_together_and_every_way_to_a_step_is_the_same(workspace, settings):
+def test_new_objective_in_every_layout(workspace, settings):
     loss, accuracy = reference_loss(workspace, "pairs.jsonl")
     ways = {"packed": {"batch_size": 64}, "padded": {"batch_size": 64, "packing": "false"}}
     ways["parts"] = {"batch_size": 64, "micro_batch_size": 4, "activation_checkpointing": "true"}

@@ -169,7 +169,7 @@ def test_gradients_of_a_part_are_divided(workspace, runs, way):
     assert_as_one(workspace, "zero-one", f"zero-{way}")
 
 
-def test_products_of_8_bits_are_as_near_to_bfloat16_as_on_one_rank(workspace, runs):
+def test_fp8_products_are_as_near_to_bfloat16(workspace, runs):
     """They differ between the two: scales are of what a rank sums over."""
     for key in ("loss", "grad_norm"):
         names = ("bf16-one", "fp8-one", "fp8-both")

@@ -40,19 +40,6 @@ def test_published_counts_of_a_token(values, length, giga):
     assert f"{found:.{digits}f}" == giga
 
 
-@pytest.mark.parametrize("tied", [True, False])
-def test_dense_model_with_grouped_queries(tied):
-    model = make(LLAMA | {"tie_word_embeddings": tied})
-    q, kv, hidden, mlp = 64, 2 * 2 * 16, 64, 96
-    layer = hidden * (q + kv) + q * hidden + 3 * hidden * mlp
-    head = 321 * hidden  # a product, tied or not; the embedding is a lookup
-    seen = {5: 15, 2: 3}
-    expected = 6 * (2 * layer + head) * 7 + 2 * 12 * 4 * 16 * sum(seen.values())
-    assert model_flops(model, seen) == expected
-    assert model_flops(model, []) == 0
-    assert model_flops(model, [7]) - model_flops(model, seen) == 2 * 12 * 4 * 16 * (28 - 18)
-
-
 def test_windows_bound_what_a_token_sees():
     values = LLAMA | {"model_type": "gemma2", "sliding_window": 3, "head_dim": 16}
     values = values | {"query_pre_attn_scalar": 16}

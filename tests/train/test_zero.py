@@ -1,8 +1,5 @@
 """sharding=gradients on two ranks: the bits of FSDP2, and one process's numbers."""
 
-import os
-import signal
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +10,8 @@ from torch.distributed.tensor import DTensor
 
 import tigon
 from tests.small import EXPERTS, write_model
-from tests.train.layouts import assert_same_metrics, assert_same_tensors, train_once
-from tests.train.ranks import Ranks
+from tests.train.layouts import assert_same_metrics, train_once
 from tigon.parallel import shard_gradients
-from tigon.train import load, prepare, start, train
 from tigon.train.distributed import local, sync_gradients
 
 FROZEN = "[{match: '*.layers.0.*', freeze: true}, {match: '*norm*', lr: 1e-3}]"
@@ -82,38 +77,6 @@ def test_bits_of_fsdp2(workspace, make, kind):
     if kind == "tied":
         samples = (ours / "samples.jsonl").read_text()
         assert samples == (full / "samples.jsonl").read_text() != ""
-
-
-@pytest.mark.slow
-def test_one_process_has_the_same_curve(workspace, make):
-    """And from there, or to there, a run goes on on another number of ranks."""
-    two = make("tied", "gradients")
-    one = make("tied", "full", "one", ranks=1)
-    fewer = make("tied", "full", "fewer", ranks=1, resume=two / SAVED)
-    more = make("tied", "gradients", "more", resume=one / SAVED)
-    for run in (one, fewer, more):
-        assert_same_metrics(workspace, two.name, run.name, rel=1e-6)
-        # Of steps of 3e-3: Adam divides a gradient that nearly cancels by its own size
-        assert_same_tensors(two / "trained", run / "trained", atol=1e-5)
-
-
-def lose_rank_1(settings: list[str]) -> None:
-    with start("cpu") as world:
-        run = prepare(load(None, settings), world)
-        if world.rank == 1:
-            kill = partial(os.kill, os.getpid(), signal.SIGKILL)
-            run.optimizer.register_step_post_hook(lambda *_: kill())
-        train(run)
-
-
-def test_a_rank_that_is_lost_ends_the_others(workspace, settings):
-    ranks = Ranks(2, lose_rank_1, settings("tied", "lost", sharding="gradients", steps=1000))
-    try:
-        for process in ranks.processes:
-            process.join(120)
-        assert ranks.codes == [1, -signal.SIGKILL], ranks.errors
-    finally:
-        ranks.kill()
 
 
 def of_one_rank(workspace, sums: torch.dtype) -> tigon.CausalLM:

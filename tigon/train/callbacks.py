@@ -1,6 +1,6 @@
-"""Calls the user's `hooks` with what the model predicted, and writes predictions to a file.
+"""What watches the passes of a step or an evaluation: hooks, the predictions file, named data sets.
 
-# B lines, T tokens of a line, n chosen positions, V vocab
+# B lines, T tokens of a line, n chosen positions or sequences, S named data sets, V vocab
 """
 
 import importlib
@@ -10,7 +10,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Self
@@ -18,9 +18,11 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from tigon.data import MicroBatch
+from tigon.data import Entry, Loader, MicroBatch, Mixture
 from tigon.kernels.loss.api import IGNORE_INDEX
+from tigon.models import Targets
 from tigon.tokenizer import Tokenizer
+from tigon.train.config import Config
 from tigon.train.distributed import World
 from tigon.utils.config import suggest
 from tigon.weights.files import explain_full_disk
@@ -247,3 +249,116 @@ def prediction_rows(output: PassOutput, micro_batch: MicroBatch) -> list[dict[st
             }
             rows.append(row | {n: [x[i] for i in positions] for n, x in metrics.items()})
     return rows
+
+
+# Losses of named data sets.
+
+
+class NamedSets:
+    """Measures loss and accuracy of each named data set in the evaluation's one pass over all.
+
+    A packed row may hold sequences of several sets; each position counts for its own.
+    """
+
+    def __init__(self, names: Sequence[str], set_of_part: Tensor, *, by_sequence: bool):
+        """`set_of_part` int64: the index in `names` of each part of the corpus, -1 for none.
+        `by_sequence`: each sequence weighs the same in the loss, not each token."""
+        self.names, self.set_of_part, self.by_sequence = names, set_of_part, by_sequence
+        # [S, 4]: loss, its denominator, right predictions, targets
+        self.sums = torch.zeros(len(names), 4, dtype=torch.double, device=set_of_part.device)
+
+    @classmethod
+    def build(cls, config: Config, loader: Loader, device: torch.device) -> Self | None:
+        """Returns the named sets of the held-out data; None if no entry has a name."""
+        entries = [e.name if isinstance(e, Entry) else None for e in config.eval_data]
+        names = [name for name in entries if name is not None]
+        if not names:
+            return None
+        assert isinstance(loader.windows, Mixture)
+        set_of_entry = [-1 if name is None else names.index(name) for name in entries]
+        set_of_part = torch.tensor([set_of_entry[i] for i in loader.windows.entry_of_part])
+        by_sequence = config.loss_reduction == "sequence"
+        return cls(names, set_of_part.to(device), by_sequence=by_sequence)
+
+    def add(self, output: PassOutput, micro_batch: MicroBatch) -> None:
+        """Adds this rank's next micro-batch."""
+        if not len(micro_batch.spans):
+            return  # nothing but padding
+        assert output.losses is not None
+        labels, starts = output.labels.flatten(), micro_batch.spans[:, 0].contiguous()
+        positions = torch.arange(len(labels), device=labels.device)
+        sequence = torch.searchsorted(starts, positions, right=True) - 1  # [B T]
+        targets = labels != IGNORE_INDEX
+        right = targets & (output.predictions.flatten() == labels)
+        sets = self.set_of_part[micro_batch.parts]  # [n]
+        counts = torch.zeros_like(sets).index_add(0, sequence, targets.long())
+        indices = torch.arange(len(self.names), device=labels.device)[:, None]
+        in_set = sets[sequence] == indices  # [S, B T]
+        columns = [
+            torch.where(in_set, output.losses.flatten(), 0).sum(1, dtype=torch.double),
+            (in_set & targets).sum(1),
+            (in_set & right).sum(1),
+            (in_set & targets).sum(1),
+        ]
+        if self.by_sequence:
+            columns[1] = ((sets == indices) & (counts > 0)).sum(1)
+        self.sums += torch.stack([x.double() for x in columns], 1)
+
+    def metrics_to_log(self, world: World) -> dict[str, Tensor]:
+        """Returns loss/NAME and accuracy/NAME over the micro-batches of all ranks."""
+        loss, items, right, targets = world.all_reduce_sum(self.sums).unbind(1)
+        metrics = {"loss": loss / items, "accuracy": right / targets}
+        return {
+            f"{key}/{name}": values[i]
+            for i, name in enumerate(self.names)
+            for key, values in metrics.items()
+        }
+
+
+class PassWatcher:
+    """Shows each pass of a step or evaluation to the hooks that are due, the predictions file and
+    the named data sets."""
+
+    def __init__(
+        self,
+        hooks: Hooks,
+        step: int,  # as in metrics.jsonl
+        *,
+        training: bool,
+        tokenizer: Tokenizer,
+        world: World,
+        file: PredictionsWriter | None = None,
+        sets: NamedSets | None = None,
+    ):
+        self.hooks = hooks if hooks.is_due(step, training=training) else None
+        self.file, self.sets = file, sets
+        context = {"step": step, "training": training}
+        self.context = context | {"tokenizer": tokenizer, "world": world}
+
+    def request(self, micro_batch: MicroBatch, targets: Targets) -> HookRequest | None:
+        """Returns what the watchers need of a pass; None without any."""
+        if not (self.hooks or self.file or self.sets):
+            return None
+        request = HookRequest()
+        if self.hooks is not None:
+            assert targets.labels is not None
+            labels = targets.scatter_to_positions(targets.labels, IGNORE_INDEX)
+            request = self.hooks.request(micro_batch, labels)
+        return replace(request, losses=self.sets is not None)
+
+    def notify(
+        self,
+        output: PassOutput | None,
+        request: HookRequest | None,
+        index: int,
+        micro_batch: MicroBatch,
+    ) -> None:
+        """Shows the output of a pass, if it was requested, to the watchers."""
+        if output is None or request is None:
+            return
+        if self.file is not None:  # first: a hook may change what it is shown
+            self.file.write(output, micro_batch)
+        if self.sets is not None:
+            self.sets.add(output, micro_batch)
+        if self.hooks is not None:
+            self.hooks.call(output, request, index=index, micro_batch=micro_batch, **self.context)

@@ -14,7 +14,7 @@ one memory pool for all graphs: only one pass is under way at a time.
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any, NamedTuple, Self
+from typing import Any, Self, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -36,6 +36,7 @@ from tigon.train.distributed import World
 from tigon.train.model import compute_dtype, is_sharded
 
 Recompute = int | Collection[int]
+GraphKey: TypeAlias = tuple[Any, ...]
 Replay = Callable[[], None]
 
 MAX_GRAPHS = 8  # kinds of micro-batches that have graphs
@@ -90,50 +91,31 @@ class ReplayGuard:
         return states + [m.chosen for m in self._adapters]
 
 
-class GraphKey(NamedTuple):
-    """Identifies passes that one graph serves: shapes, and host numbers that launches use."""
-
-    shape: torch.Size  # [B, T, C]
-    dtype: torch.dtype
-    learns: bool  # the embedding
-    positions: torch.Size
-    bounds: int | None  # of packed sequences
-    longest: int | None
-    segments: bool
-    padded: bool
-    causal: bool
-    backend: str
-    recompute: Any
-    routing: bool
-    drops: bool  # whether there are keys of dropout
-
-    @classmethod
-    def from_inputs(
-        cls,
-        x: Tensor,
-        positions: Tensor,
-        mask: AttentionMask,
-        recompute: Recompute,
-        routing: bool,
-        dropout_keys: Tensor | None = None,
-    ) -> Self:
-        """Returns the kind of a micro-batch: passes of one kind replay the same graph."""
-        cu = mask.cu_seq_lens
-        return cls(
-            x.shape,
-            x.dtype,
-            x.requires_grad,
-            positions.shape,
-            None if cu is None else len(cu),
-            mask.longest,
-            mask.segment_ids is not None,
-            mask.key_mask is not None,
-            mask.causal,
-            mask.backend,
-            recompute if isinstance(recompute, int) else tuple(sorted(recompute)),
-            routing,
-            dropout_keys is not None,
-        )
+def graph_key(
+    x: Tensor,
+    positions: Tensor,
+    mask: AttentionMask,
+    recompute: Recompute,
+    routing: bool,
+    dropout_keys: Tensor | None,
+) -> GraphKey:
+    """Identifies passes that one graph serves: by shapes, and host numbers that launches use."""
+    cu = mask.cu_seq_lens
+    return (
+        x.shape,
+        x.dtype,
+        x.requires_grad,  # whether the embedding learns
+        positions.shape,
+        None if cu is None else len(cu),
+        mask.longest,
+        mask.segment_ids is not None,
+        mask.key_mask is not None,
+        mask.causal,
+        mask.backend,
+        recompute if isinstance(recompute, int) else tuple(sorted(recompute)),
+        routing,
+        dropout_keys is not None,
+    )
 
 
 class GradientBuffers:
@@ -235,10 +217,10 @@ class CapturedGraph:
     """Holds the forward and backward graphs of one kind of pass, with static inputs and outputs."""
 
     def __init__(
-        self, decoder: Decoder, gradients: GradientBuffers, kind: GraphKey, learned: Collection[int]
+        self, decoder: Decoder, gradients: GradientBuffers, learned: Collection[int]
     ) -> None:
         self.decoder, self.gradients = decoder, gradients
-        self.kind, self.learned = kind, learned  # which outputs get a gradient
+        self.learned = learned  # which outputs get a gradient
         self.outputs: list[Tensor] = []
         self.upstream: list[Tensor | None] = []
         self.dx: Tensor | None = None
@@ -250,11 +232,14 @@ class CapturedGraph:
         mask: AttentionMask,
         dropout_keys: Tensor | None,
         pool: Any,
+        options: tuple[Recompute, bool],
         *,
         adds: bool,
     ) -> Self:
-        """Captures both graphs in the pool that all share. `adds`: backward adds to gradients."""
-        self.adds = adds
+        """Captures both graphs in the pool that all share, with the decoder's `options` recompute
+        and routing. `adds`: backward adds to gradients."""
+        self.adds, self.options = adds, options
+        self.causal, self.longest, self.backend = mask.causal, mask.longest, mask.backend
         self.x = x.detach().clone().requires_grad_(x.requires_grad)
         self.positions = positions.clone()
         self.bounds, self.segments, self.real, self.keys = (
@@ -272,20 +257,18 @@ class CapturedGraph:
 
     def _run_forward(self) -> None:
         """Runs the blocks on the graph's input buffers."""
-        kind = self.kind
         mask = AttentionMask(
             self.x.shape[1],
             segment_ids=self.segments,
             key_mask=self.real,
-            causal=kind.causal,
+            causal=self.causal,
             cu_seq_lens=self.bounds,
-            longest=kind.longest,
-            backend=kind.backend,
+            longest=self.longest,
+            backend=self.backend,
         )
         with torch.enable_grad():
             hidden, tallies = self.decoder(
-                *(self.x, self.positions, mask, None, kind.recompute, kind.routing),
-                dropout_keys=self.keys,
+                *(self.x, self.positions, mask, None, *self.options), dropout_keys=self.keys
             )
         self.outputs = [hidden, *tallies]
 
@@ -415,7 +398,7 @@ class Graphs:
             return self.decoder(x, position_ids, mask, *rest)
         self._check_fingerprint()
         roomy = pad_cu_seqlens(mask, x.shape[0] * x.shape[1], self.windows)
-        kind = GraphKey.from_inputs(x, position_ids, roomy, recompute, routing, dropout_keys)
+        kind = graph_key(x, position_ids, roomy, recompute, routing, dropout_keys)
         if kind not in self.learned and not self._add(kind):
             return self.decoder(x, position_ids, mask, *rest)
         learned, adds = self.learned[kind], self.gradients.exist()
@@ -424,9 +407,10 @@ class Graphs:
             return self._first(learned, x, position_ids, roomy, *rest)
         key = kind, adds
         if key not in self.captured:
-            made = CapturedGraph(self.decoder, self.gradients, kind, frozenset(learned))
+            made = CapturedGraph(self.decoder, self.gradients, frozenset(learned))
             inputs = x, position_ids, roomy, dropout_keys
-            self.captured[key] = made.capture(*inputs, self.pool, adds=adds)
+            options = recompute, routing
+            self.captured[key] = made.capture(*inputs, self.pool, options, adds=adds)
         args = self._anchor, x, position_ids, roomy, dropout_keys
         hidden, *tallies = _ReplayFunction.apply(self, self.captured[key], *args)
         return hidden, tallies

@@ -12,7 +12,7 @@ from torch import nn
 from tigon.layers import Linear
 from tigon.train import checkpoint
 from tigon.train.build import TrainingRun
-from tigon.train.distributed import World, format_rank_errors, local
+from tigon.train.distributed import World, local
 from tigon.train.state import WINDOW, TrainState
 
 # The square of a larger weight is infinite in float32: no model computes with it
@@ -88,14 +88,15 @@ def _find_problem(
         # The weights before this step are unknown if backward has updated them
         size = 0.0
         if not weights_changed(run, loss):
-            size = largest_weight(run.model, run.world, quantised=True)
-        if is_broken(size):
+            size = largest_weight(run.model, run.world, quantized=True)
+        broken = is_broken(size)
+        if broken:
             since = "from the steps before" if step else "when the run began"
             text = f"{measured}, with weights up to {size:.3g} {since}"
         else:
-            ranks = describe_nonfinite_ranks(run.world, own_loss)
+            ranks = describe_ranks(run.world, own_loss)
             text = f"{measured}{ranks}; {describe_rows(run, step)}"
-        return BadStep("nonfinite", config.nonfinite, f"step {step + 1}: {text}", is_broken(size))
+        return BadStep("nonfinite", config.nonfinite, f"step {step + 1}: {text}", broken)
     if not config.spike_sigma:
         return None
     for name, value, past in (
@@ -107,7 +108,7 @@ def _find_problem(
             text = (
                 f"step {step + 1}: {name} {value:.6g} is above {bound:.6g}, that is "
                 f"{config.spike_sigma:g} standard deviations above the mean of the last "
-                f"{len(past)} steps{describe_largest_loss(run.world, own_loss)}; "
+                f"{len(past)} steps{describe_ranks(run.world, own_loss, largest=True)}; "
                 f"{describe_rows(run, step)}"
             )
             return BadStep("spike", config.spike, text)
@@ -143,14 +144,14 @@ def is_broken(size: float) -> bool:
 
 
 @torch.no_grad()
-def largest_weight(model: nn.Module, world: World, *, quantised: bool = False) -> float:
+def largest_weight(model: nn.Module, world: World, *, quantized: bool = False) -> float:
     """Returns the largest absolute weight over all ranks; NaN if any is. Waits for the device.
 
-    `quantised`: includes quantized weights, which are dequantized one by one.
+    `quantized`: includes quantized weights, which are dequantized one by one.
     """
     weights = [local(p) for p in model.parameters()]
     norms = [*torch._foreach_norm([p for p in weights if p.numel()], math.inf)]
-    for layer in model.modules() if quantised else ():
+    for layer in model.modules() if quantized else ():
         if isinstance(layer, Linear) and layer.quantized is not None:
             norms.append(torch.linalg.vector_norm(layer.values(), math.inf))
     sizes = [norm.double() for norm in norms] or [torch.zeros((), dtype=torch.double)]
@@ -161,39 +162,23 @@ def largest_weight(model: nn.Module, world: World, *, quantised: bool = False) -
     return math.nan if bad > 0 else float(size)
 
 
-def describe_nonfinite_ranks(world: World, own_loss: float) -> str:
-    """Names the ranks whose part of the loss is not finite; "" on one rank."""
-    if world.size == 1:
-        return ""
-    losses = world.gather("" if math.isfinite(own_loss) else str(own_loss))  # "" where finite
-    if not any(losses):
-        return ""
-    if all(losses):
-        return f" (on all ranks{', which share rows' * (world.data.size == 1)})"
-    count = world.size // world.data.size
-    groups = [losses[first : first + count] for first in range(0, world.size, count)]
-    if count == 1 or any(len(set(group)) > 1 for group in groups):
-        return f" ({format_rank_errors([loss and f'its part is {loss}' for loss in losses])})"
-    # Ranks that share rows have one loss, whichever of them it went wrong on
-    bad = [(i * count, group[0]) for i, group in enumerate(groups) if group[0]]
-    return f" ({'; '.join(f'{format_data_rank(world, i)}: their part is {x}' for i, x in bad)})"
+def describe_ranks(world: World, own_loss: float, *, largest: bool = False) -> str:
+    """Names the ranks whose part of the loss is not finite, or else the one with the `largest`.
 
-
-def format_data_rank(world: World, rank: int) -> str:
-    """Names the rank together with all ranks that share its rows, and so its loss."""
-    count = world.size // world.data.size
-    first = rank // count * count
-    return f"rank {rank}" if count == 1 else f"ranks {first}-{first + count - 1}, which share rows"
-
-
-def describe_largest_loss(world: World, own_loss: float) -> str:
-    """Names the rank with the largest part of the loss; "" on one rank."""
+    Returns "" on one rank, or if there is no such rank.
+    """
     if world.size == 1:
         return ""
     parts = [float(part) for part in world.gather(str(own_loss))]
+    bad = [f"rank {i}: its part is {x}" for i, x in enumerate(parts) if not math.isfinite(x)]
+    if len(bad) == world.size:
+        return " (on all ranks)"
+    if bad:
+        return f" ({'; '.join(bad[:8])}{f' and {len(bad) - 8} more' if len(bad) > 8 else ''})"
+    if not largest:
+        return ""
     rank = max(range(world.size), key=parts.__getitem__)
-    where = format_data_rank(world, rank)
-    return f" (the largest part of the loss, {parts[rank]:.6g}, is on {where})"
+    return f" (the largest part of the loss, {parts[rank]:.6g}, is on rank {rank})"
 
 
 def describe_rows(run: TrainingRun, step: int) -> str:

@@ -6,7 +6,7 @@ Every rank calls each of these functions, and as often as the others.
 import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from tigon.data.examples import format_count
 from tigon.parallel import find_tensor
 from tigon.train import checkpoint, guard, publish, resume
 from tigon.train.build import TrainingRun
-from tigon.train.callbacks import PredictionsWriter
+from tigon.train.callbacks import NamedSets, PassWatcher, PredictionsWriter
 from tigon.train.distributed import InputError, World, reshard, sync_gradients
 from tigon.train.export import export, export_best, export_name, export_step, step_export_path
 from tigon.train.logging import (
@@ -30,7 +30,6 @@ from tigon.train.logging import (
     write_exported_step,
 )
 from tigon.train.optim import clip, learning_rate
-from tigon.train.pass_watcher import NamedSets, PassWatcher
 from tigon.train.profile import Profiler
 from tigon.train.samples import generate
 from tigon.train.tasks import MicroBatchLoss, StepInputs
@@ -145,11 +144,12 @@ def forward_backward(run: TrainingRun, step: int) -> dict[str, float]:
     batches = [task.resolve(model, rows) for rows in run.prefetcher(step)]
     # One denominator for all micro-batches and ranks: a mean of their means would weigh wrongly
     sums = all_reduce_sums(world, [task.sums(model, batch) for batch in batches])
-    watcher = PassWatcher(run, step + 1 - run.state.offset, training=True)
+    number = step + 1 - run.state.offset
+    watcher = PassWatcher(task.hooks, number, training=True, tokenizer=run.tokenizer, world=world)
     results, norm = [], None
     for i, batch in enumerate(batches):
         sync_gradients(model, i == len(batches) - 1)
-        batch = watcher.add_request(batch)
+        batch = replace(batch, request=watcher.request(batch.micro_batch, batch.targets))
         result = task.loss(model, batch, sums)
         if run.in_backward is None:
             result.loss.backward()
@@ -157,9 +157,9 @@ def forward_backward(run: TrainingRun, step: int) -> dict[str, float]:
             set_learning_rates(run, step - run.state.offset)
             loss = world.all_reduce_sum(result.loss.detach().to(torch.double, copy=True))
             norm = run.in_backward.backward(result.loss, world.same_loss(loss))
+        watcher.notify(result.output, batch.request, i, batch.micro_batch)
         # Detached, as a CUDA graph capture must not see nodes of an eager pass
-        result = replace(result, loss=result.loss.detach())
-        results.append(watcher.notify(result, i, batch))
+        results.append(replace(result, loss=result.loss.detach(), output=None))
     if norm is None:
         if (tensor := find_tensor(model)) is not None:
             tensor.sum_gradients(model)
@@ -271,20 +271,26 @@ def evaluate(run: TrainingRun, step: int) -> dict[str, Any] | None:
                     raise Interrupted
                 yield task.resolve(model, rows.to(world.device), training=False)
 
-    def compute_loss(index: int, inputs: StepInputs) -> MicroBatchLoss:
-        inputs = watcher.add_request(inputs)
-        return watcher.notify(task.evaluate(model, inputs, sums), index, inputs)
-
     model.eval()
     sums = all_reduce_sums(world, [task.sums(model, inputs) for inputs in batches()])
-    with ExitStack() as stack:
-        file = None
-        if config.predictions:
-            file = PredictionsWriter(Path(config.run_dir), step, run.tokenizer, world)
-            stack.enter_context(file)
-        sets = NamedSets.from_run(run)
-        watcher = PassWatcher(run, step, training=False, file=file, sets=sets)
-        results = [compute_loss(i, inputs) for i, inputs in enumerate(batches())]
+    sets = NamedSets.build(config, data, world.device)
+    results = []
+    writer = PredictionsWriter(Path(config.run_dir), step, run.tokenizer, world)
+    with writer if config.predictions else nullcontext() as file:
+        watcher = PassWatcher(
+            task.hooks,
+            step,
+            training=False,
+            tokenizer=run.tokenizer,
+            world=world,
+            file=file,
+            sets=sets,
+        )
+        for i, batch in enumerate(batches()):
+            batch = replace(batch, request=watcher.request(batch.micro_batch, batch.targets))
+            result = task.evaluate(model, batch, sums)
+            watcher.notify(result.output, batch.request, i, batch.micro_batch)
+            results.append(replace(result, output=None))
     model.train()
     reshard(model)
     metrics = reduce_losses(run, results) | ({} if sets is None else sets.metrics_to_log(world))
@@ -309,19 +315,15 @@ def evaluate_once(run: TrainingRun, step: int, log: RunLog) -> None:
         reshard(run.model)
         return
     if metrics_row is not None:
-        texts = generate_samples(run)
+        texts = []
+        if run.prompts:
+            tokens = run.config.sample_tokens
+            texts = generate(run.model, run.prompts, run.tokenizer, tokens, run.world)
         # Whether the run ends here must not depend on a fault of one rank
         loss = run.world.same_loss(torch.tensor(metrics_row["eval_loss"], dtype=torch.double))
         run.state.note_evaluation(step, float(loss))
         export_best(run, step)
         log.log(metrics_row, texts)  # last: a run that is killed in the export evaluates again
-
-
-def generate_samples(run: TrainingRun) -> list[dict[str, str]]:
-    """Returns rows of samples.jsonl, on every rank."""
-    if not run.prompts:
-        return []
-    return generate(run.model, run.prompts, run.tokenizer, run.config.sample_tokens, run.world)
 
 
 def read_known_eval_loss(run: TrainingRun, step: int) -> float | None:

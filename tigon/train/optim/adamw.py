@@ -15,9 +15,8 @@ not 0, the next update without a gradient would be divided by eps alone.
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cache
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from functools import cache, cached_property
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -34,33 +33,33 @@ from tigon.train.config import Config
 from tigon.train.distributed import local
 from tigon.train.optim.groups import parameter_groups
 from tigon.train.optim.offload import HostMemory
-from tigon.utils.random import GOLDEN, WORD, as_int64, mix, mix_, take_16_bits
+from tigon.utils.random import WORD, as_int64, mix, random_bits, take_16_bits
 from tigon.weights import RowSpan, ShardSpec, local_rows
 
 BLOCK = 256  # elements of a block of 8-bit states, at most
 MIN_BLOCK = 32  # with shorter blocks, scales would take as much as they save
 MAX_LINE = 1 << 30  # elements of a line of a PositionRun: kernels count within one by 32 bits
 DTYPES = (torch.float32, torch.bfloat16)  # weights and gradients that the fused kernel updates
+MOMENTS = ("exp_avg", "exp_avg_sq")
+EIGHT_BIT_MOMENTS = ("exp_avg_codes", "exp_avg_sq_codes", "exp_avg_scale", "exp_avg_sq_scale")
+STATE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "8bit": torch.uint8}
 SIZE = 1 << 22  # elements updated at a time, which bounds the memory of their float32 copies
 ROWS = 64  # slices have a multiple of these: a CPU's vectors then begin as in the whole matrix
 
 States: TypeAlias = Mapping[str, Tensor]  # of one parameter, by name
-Shape: TypeAlias = Sequence[int]
-
-
-def random_bits(seed: int, step: int, positions: Tensor) -> Tensor:
-    """Returns 64 random bits (int64) for each position of an element in the whole model (int64).
-
-    SplitMix64 (Steele, Lea and Flood, 2014), whose n-th output can be had without those before:
-    each step of each seed is a stream, and an element's position is its place there. So the bits
-    depend neither on how ranks divide the model nor on where a run was interrupted.
-    """
-    bits = positions * as_int64(GOLDEN)
-    return mix_(bits.add_(as_int64((stream_seed(seed, step) + GOLDEN) & WORD)))
+# Takes a group's settings, weights, gradients, states by name, and for each weight the steps before
+# this one; updates weights and states, all float32, in place
+UpdateRule: TypeAlias = Callable[
+    [dict[str, Any], list[Tensor], list[Tensor], Mapping[str, list[Tensor]], list[Tensor]], None
+]
 
 
 def stream_seed(seed: int, step: int) -> int:
-    """Returns the seed of a step's stream of random bits, as an int64."""
+    """Returns the seed of a step's stream of random bits, as an int64.
+
+    A bit's place in the stream is the position of its element in the whole model. So the bits
+    depend neither on how ranks divide the model nor on where a run was interrupted.
+    """
     return as_int64(mix(mix(seed & WORD) + step))
 
 
@@ -118,117 +117,26 @@ def tables(signed: bool, device: torch.device) -> tuple[Tensor, Tensor]:
     return table, (table[:-1] + table[1:]) / 2
 
 
-class StateFormat(Protocol):
-    """Stores the state `kind` of a parameter as tensors whose names begin with `kind`."""
-
-    def tensors(self, kind: str, shape: Shape) -> dict[str, tuple[Shape, torch.dtype]]: ...
-
-    def read(self, kept: States, kind: str) -> Tensor:
-        """Returns float32 [R, C]."""
-        ...
-
-    def write(self, kept: States, kind: str, value: Tensor, bits: Tensor | None) -> None: ...
+def read_state(states: States, kind: str) -> Tensor:
+    """Returns the state `kind` as float32 [R, C]: the stored tensor itself if it is float32."""
+    if kind in states:
+        return states[kind].float()
+    return dequantize(states[f"{kind}_codes"], states[f"{kind}_scale"], kind == "exp_avg")
 
 
-class Float32:
-    """States in float32."""
-
-    def tensors(self, kind: str, shape: Shape) -> dict[str, tuple[Shape, torch.dtype]]:
-        return {kind: (shape, torch.float32)}
-
-    def read(self, kept: States, kind: str) -> Tensor:
-        return kept[kind]
-
-    def write(self, kept: States, kind: str, value: Tensor, bits: Tensor | None) -> None:
-        """Does nothing: `read` returned the stored tensor itself, which the update changed."""
-
-
-class BFloat16:
-    """States in bfloat16, rounded stochastically."""
-
-    def tensors(self, kind: str, shape: Shape) -> dict[str, tuple[Shape, torch.dtype]]:
-        return {kind: (shape, torch.bfloat16)}
-
-    def read(self, kept: States, kind: str) -> Tensor:
-        return kept[kind].float()
-
-    def write(self, kept: States, kind: str, value: Tensor, bits: Tensor | None) -> None:
-        assert bits is not None
-        kept[kind].copy_(round_stochastically(value, bits))
-
-
-@dataclass(frozen=True)
-class EightBit:
-    """States in 8 bits, with a float32 scale for each block of elements."""
-
-    signed: bool
-
-    def tensors(self, kind: str, shape: Shape) -> dict[str, tuple[Shape, torch.dtype]]:
-        blocks = (*shape[:-1], shape[-1] // block_size(shape[-1]))
-        return {f"{kind}_codes": (shape, torch.uint8), f"{kind}_scale": (blocks, torch.float32)}
-
-    def read(self, kept: States, kind: str) -> Tensor:
-        return dequantize(kept[f"{kind}_codes"], kept[f"{kind}_scale"], self.signed)
-
-    def write(self, kept: States, kind: str, value: Tensor, bits: Tensor | None) -> None:
-        codes, scale = quantize(value, self.signed)
-        kept[f"{kind}_codes"].copy_(codes)
-        kept[f"{kind}_scale"].copy_(scale)
-
-
-def zeros(
-    formats: Mapping[str, StateFormat], shape: Shape, make: Callable[[Shape, torch.dtype], Tensor]
-) -> dict[str, Tensor]:
-    """Returns the states of a parameter before its first step."""
-    states = {"step": torch.zeros(())}
-    for kind, form in formats.items():
-        states |= {name: make(*spec) for name, spec in form.tensors(kind, shape).items()}
-    return states
-
-
-def copy_states(states: dict[str, Tensor], source: States) -> dict[str, Tensor]:
-    """Copies `source` into `states`; raises ValueError if names, dtypes or shapes differ."""
-    actual, expected = (
-        {name: (tuple(t.shape), t.dtype) for name, t in tensors.items()}
-        for tensors in (source, states)
-    )
-    if actual != expected:
-        raise ValueError(f"states {actual} are not those of this optimizer: {expected}")
-    for name, state in states.items():
-        state.copy_(source[name])
-    return states
-
-
-def states_of(
-    groups: Sequence[dict[str, Any]], state_dict: Mapping[str, Any]
-) -> Iterator[tuple[Tensor, States]]:
-    """Yields the parameters that have states in a `state_dict`, with these states.
-
-    The caller checks that groups and `state_dict` have the same number of parameters.
-    """
-    parameters = [p for group in groups for p in group["params"]]
-    numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
-    for parameter, number in zip(parameters, numbers, strict=False):
-        if number in state_dict["state"]:
-            yield parameter, state_dict["state"][number]
+def write_state(states: States, kind: str, value: Tensor, drawn: Tensor, index: int) -> None:
+    """Stores a state of float32 [R, C] in its dtype; bfloat16 takes the index-th 16 drawn bits."""
+    if kind not in states:
+        codes, scale = quantize(value, kind == "exp_avg")
+        states[f"{kind}_codes"].copy_(codes)
+        states[f"{kind}_scale"].copy_(scale)
+    elif states[kind].dtype == torch.bfloat16:
+        states[kind].copy_(round_stochastically(value, take_16_bits(drawn, index)))
 
 
 def as_matrix(tensor: Tensor) -> Tensor:
     """Views [..., C] as [R, C]; a vector has rows of one element."""
     return tensor.view(-1, tensor.shape[-1]) if tensor.dim() > 1 else tensor.view(-1, 1)
-
-
-class UpdateRule(Protocol):
-    """Updates float32 tensors in place; `steps` is the number of steps before this one."""
-
-    def __call__(
-        self,
-        group: dict[str, Any],
-        weights: list[Tensor],
-        gradients: list[Tensor],
-        states: Mapping[str, list[Tensor]],
-        steps: list[Tensor],
-    ) -> None: ...
 
 
 def update_adamw(
@@ -317,39 +225,36 @@ class PositionRun(NamedTuple):
 
 
 def runs_of(
-    cut: ShardSpec | None, begin: int, count: int, position: int
+    spec: ShardSpec | None, begin: int, count: int, position: int
 ) -> tuple[PositionRun, ...]:
     """Returns the runs of a rank's part, in the order of its elements.
 
-    `cut` is the shard of tensor or expert parallelism (None: the whole parameter), of which the
+    `spec` is the shard of tensor or expert parallelism (None: the whole parameter), of which the
     rank has `count` elements from `begin` on, in whole rows. `position` is that of the whole
     parameter's first element.
     """
-    every = _block_elements(0, begin + count, 0) if cut is None else _runs(cut)
-    found = (_intersect(run, begin, begin + count) for run in every)
+    runs = [_block_run(0, begin + count, 0)] if spec is None else _shard_runs(spec)
+    found = (_intersect(run, begin, begin + count) for run in runs if run.length)
     return tuple(run._replace(position=position + run.position) for run in found if run.length)
 
 
 def positions(runs: Sequence[PositionRun], begin: int, end: int, device: torch.device) -> Tensor:
     """Returns the positions int64 [end - begin] of elements `begin` to `end` of a rank's part."""
-    found = [run.between(begin, end, device) for run in runs]
-    found = [each for each in found if len(each)]
-    return found[0] if len(found) == 1 else torch.cat(found)
+    return torch.cat([run.between(begin, end, device) for run in runs])
 
 
-def _block_elements(first: int, count: int, position: int) -> Iterator[PositionRun]:
-    """Yields the run of `count` elements, if there are any."""
-    if count:
-        yield PositionRun(first, count, position, count, count)
+def _block_run(first: int, count: int, position: int) -> PositionRun:
+    """Returns the run of `count` elements that follow each other in the whole parameter."""
+    return PositionRun(first, count, position, count, count)
 
 
-def _runs(cut: ShardSpec) -> Iterator[PositionRun]:
+def _shard_runs(spec: ShardSpec) -> Iterator[PositionRun]:
     """Yields the runs of a whole shard of tensor or expert parallelism."""
-    outer, inner = math.prod(cut.shape[: cut.dim]), math.prod(cut.shape[cut.dim + 1 :])
-    own, whole = cut.length * inner, cut.shape[cut.dim] * inner
+    outer, inner = math.prod(spec.shape[: spec.dim]), math.prod(spec.shape[spec.dim + 1 :])
+    own, whole = spec.length * inner, spec.shape[spec.dim] * inner
     if not own:
         return
-    pieces = [RowSpan(*(inner * n for n in rows)) for rows, _ in cut.pieces]
+    pieces = [RowSpan(*(inner * n for n in rows)) for rows, _ in spec.pieces]
     source, _, width = pieces[0]
     pitch = whole // len(pieces)
     even = [RowSpan(source + i * pitch, i * width, width) for i in range(len(pieces))]
@@ -359,7 +264,7 @@ def _runs(cut: ShardSpec) -> Iterator[PositionRun]:
         return
     for i in range(outer):
         for source, target, length in pieces:
-            yield from _block_elements(i * own + target, length, i * whole + source)
+            yield _block_run(i * own + target, length, i * whole + source)
 
 
 def _intersect(run: PositionRun, begin: int, end: int) -> PositionRun:
@@ -377,124 +282,26 @@ def _intersect(run: PositionRun, begin: int, end: int) -> PositionRun:
     )
 
 
-def runs_fused(parameter: Tensor) -> bool:
-    """Returns whether the kernel updates a parameter; tigon.kernels.use("reference") disables
-    it."""
-    own = local(parameter)
-    return (
-        runs_triton(own)
-        and own.dtype in DTYPES
-        and own.is_contiguous()
-        and not own.is_meta
-        and (parameter.grad is None or local(parameter.grad).dtype in DTYPES)
-    )
-
-
-class FusedUpdate:
-    """Updates all parameters of a group by one AdamW kernel where Triton runs.
-
-    States are those of LowPrecisionOptimizer; values differ by the rounding of float32.
-    """
-
-    def __init__(self, seed: int, stochastic: bool) -> None:
-        self.seed, self.stochastic = seed, stochastic
-        self.squares = SquaredNorm()
-        self._kernel: FusedAdamW | None = None
-
-    def update(
-        self,
-        name: object,
-        group: dict[str, Any],
-        parameters: Sequence[Tensor],
-        states: Mapping[Tensor, Mapping[str, Tensor]],
-        runs: Mapping[Tensor, Sequence[PositionRun]],
-        scale: Tensor | None,
-    ) -> None:
-        """Updates parameters of a group, all with gradients and with this step counted.
-
-        `name` identifies this set of parameters, so that the kernel reuses its tables.
-        """
-        own = [p for p in parameters if local(p).numel()]
-        if not own:
-            return
-        counts = torch.stack([states[p]["step"] for p in own]).tolist()
-        by_step: dict[int, list[AdamWSlot]] = {}
-        for p, count in zip(own, counts, strict=True):
-            by_step.setdefault(int(count), []).extend(self._slots(p, states[p], runs[p]))
-        beta1, beta2 = group["betas"]
-        kernel = self._kernel_on(local(own[0]).device)
-        for number, (step, slots) in enumerate(by_step.items()):
-            settings = AdamWSettings(
-                *(float(group["lr"]), beta1, beta2, group["eps"], group["weight_decay"]),
-                *(step, stream_seed(self.seed, step)),
-            )
-            kernel((name, number), slots, settings, scale)
-
-    def _slots(
-        self, parameter: Tensor, state: Mapping[str, Tensor], runs: Sequence[PositionRun]
-    ) -> Iterator[AdamWSlot]:
-        """Yields a slot for each run, as a launch takes one position and one pitch per slot."""
-        slot = _slot(parameter, state)
-        kinds = slot.weight.dtype if self.stochastic else None, slot.exp_avg.dtype
-        if torch.bfloat16 not in kinds:
-            yield slot  # nothing is drawn
-        elif len(runs) == 1:
-            yield slot._replace(position=runs[0].position, lines=runs[0].lines)
-        else:
-            yield from (_slice_slot(slot, run) for run in runs)
-
-    def _kernel_on(self, device: torch.device) -> FusedAdamW:
-        if self._kernel is None:
-            codes = CodeTables.build(*(tables(signed, device) for signed in (True, False)))
-            self._kernel = FusedAdamW(self.stochastic, codes)
-        return self._kernel
-
-
-def _slot(parameter: Tensor, state: Mapping[str, Tensor]) -> AdamWSlot:
-    """Returns a parameter's tensors as the kernel takes them."""
-    assert parameter.grad is not None
-    weight, gradient = local(parameter), local(parameter.grad).contiguous()
-    if "exp_avg" in state:
-        return AdamWSlot(weight, gradient, state["exp_avg"], state["exp_avg_sq"])
-    codes = state["exp_avg_codes"], state["exp_avg_sq_codes"]
-    scales = state["exp_avg_scale"], state["exp_avg_sq_scale"]
-    return AdamWSlot(weight, gradient, *codes, *scales)
-
-
-def _slice_slot(slot: AdamWSlot, run: PositionRun) -> AdamWSlot:
-    """Returns the part of a slot that one run of elements has."""
-    size = slot.weight.numel()
-
-    def part(tensor: Tensor | None) -> Any:
-        if tensor is None:
-            return None
-        each = size // tensor.numel()  # elements that share a scale
-        return tensor.view(-1).narrow(0, run.first // each, run.length // each)
-
-    tensors = (part(tensor) for tensor in slot[:6])
-    return AdamWSlot(*tensors)._replace(position=run.position, lines=run.lines)
-
-
 class UpdateSlice(NamedTuple):
-    """Holds rows of a parameter that are updated at once."""
+    """Holds rows of a parameter that the definition updates at once."""
 
     weight: Tensor  # [R, C]
     gradient: Tensor  # [R, C]
-    formats: Mapping[str, StateFormat]  # of each of the rule's states
     states: States  # [R, ...]
     runs: Sequence[PositionRun]  # of the parameter
     first: int  # of its elements, among those that this rank has of the parameter
     step: int  # from 1
+    copied: int  # elements that are copied to float32
 
 
 class LowPrecisionOptimizer(Optimizer):
     """torch's fused AdamW or SGD, equal to it in every bit where weights and states are float32.
 
-    AdamW with states on a GPU is one kernel over all parameters (`FusedUpdate`), whose values may
-    differ by the rounding of float32. This class defines them and runs elsewhere. Float32 tensors
-    on the device are updated in place, all of a group by one call. The others are updated SIZE
-    elements at a time: read into float32, updated, and written back in their formats. All tensors
-    are plain ones with a rank's rows: an operation on DTensors would take Python longer than a GPU.
+    AdamW with states on a GPU is one kernel over all parameters, whose values may differ by the
+    rounding of float32; the definition, which runs elsewhere, is the rule in plain torch. What is
+    not float32 on the device is read into float32, updated and written back, SIZE elements at a
+    time. All tensors are plain ones with a rank's rows: an operation on DTensors would take Python
+    longer than a GPU.
     """
 
     def __init__(
@@ -504,45 +311,49 @@ class LowPrecisionOptimizer(Optimizer):
         state_names: Sequence[str],
         defaults: dict[str, Any],
         *,
-        format_of: Callable[[Tensor, str], StateFormat],
+        dtype_of: Callable[[Tensor], torch.dtype],
         runs: Mapping[Tensor, Sequence[PositionRun]],
         seed: int,
         stochastic: bool,
         memory: HostMemory,
     ) -> None:
-        """`defaults` has the rule's settings for groups that lack them, `format_of(parameter,
-        name)` the format of a state, `runs` the positions of this rank's elements; `stochastic`
-        selects the rounding of bfloat16 weights, else to nearest."""
+        """`defaults` has the rule's settings for groups that lack them, `dtype_of` a parameter's
+        dtype of states (uint8: 8 bits with scales), `runs` the positions of this rank's elements;
+        `stochastic` selects the rounding of bfloat16 weights, else to nearest."""
         self.rule, self.state_names, self.runs, self.seed = rule, state_names, runs, seed
-        self.format_of, self.stochastic, self.memory = format_of, stochastic, memory
-        self.formats: dict[Tensor, dict[str, StateFormat]] = {}
-        self.converted: set[Tensor] = set()  # parameters whose update needs float32 copies
+        self.dtype_of, self.stochastic, self.memory = dtype_of, stochastic, memory
         # The next step multiplies its gradients by this, on the device; used once
         self.scale: Tensor | None = None
-        has_kernel = rule is update_adamw and not memory.on_host
-        self.fused = FusedUpdate(seed, stochastic) if has_kernel else None
+        self.has_kernel = rule is update_adamw and not memory.on_host
+        self.squares = SquaredNorm()  # of the gradients whose update is the kernel's
         super().__init__(groups, defaults)
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        super().add_param_group(param_group)
-        for p in param_group["params"]:
-            self.formats[p] = {kind: self.format_of(p, kind) for kind in self.state_names}
-            whole = p.dtype == torch.float32 and not self.memory.on_host
-            if not (whole and all(isinstance(f, Float32) for f in self.formats[p].values())):
-                self.converted.add(p)
+    @cached_property
+    def kernel(self) -> FusedAdamW:
+        """The kernel with its tables of codes and of tensors."""
+        codes = CodeTables.build(*(tables(signed, self.memory.device) for signed in (True, False)))
+        return FusedAdamW(self.stochastic, codes)
+
+    def uses_kernel(self, parameters: Iterable[Tensor]) -> bool:
+        """Returns whether the kernel updates all of these parameters;
+        tigon.kernels.use("reference") disables it."""
+        return self.has_kernel and all(map(_fits_kernel, parameters))
+
+    def is_copied(self, parameter: Tensor) -> bool:
+        """Returns whether the definition updates copies of a parameter or its states."""
+        is_float32 = parameter.dtype == self.dtype_of(parameter) == torch.float32
+        return self.memory.on_host or not is_float32
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         self.scale = None
         super().zero_grad(set_to_none)
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
         """Updates all parameters that have gradients."""
-        loss = closure() if closure is not None else None
         scale, self.scale = self.scale, None
         parts = [(i, group["params"]) for i, group in enumerate(self.param_groups)]
         self.update(parts, scale=scale)
-        return loss
 
     @torch.no_grad()
     def update(
@@ -561,23 +372,20 @@ class LowPrecisionOptimizer(Optimizer):
         for i, parameters in parts:
             group = self.param_groups[i]
             given = [p for p in parameters if p.grad is not None]
-            self._count(given)
+            self._count_step(given)
             # Fused updates do not: a backward pass that needs the weights as they were raises
             torch.autograd.graph.increment_version([local(p) for p in given])
-            if self.fused is not None:
-                by_kernel = [p for p in given if runs_fused(p)]
-                key = name, i
-                self.fused.update(key, group, by_kernel, self.state, self.runs, scale)
-                if len(by_kernel) == len(given):
-                    continue
-                given = [p for p in given if not runs_fused(p)]
-            if scale is not None and given:
+            given = [p for p in given if local(p).numel()]
+            by_kernel = [p for p in given if self.has_kernel and _fits_kernel(p)]
+            self._launch((name, i), group, by_kernel, scale)
+            if len(by_kernel) == len(given):
+                continue
+            given = [p for p in given if not (self.has_kernel and _fits_kernel(p))]
+            if scale is not None:
                 torch._foreach_mul_([local(p.grad) for p in given if p.grad is not None], scale)
-            self._update_whole(group, [p for p in given if p not in self.converted])
-            pieces = self._pieces([p for p in given if p in self.converted])
-            buckets += [(group, bucket) for bucket in _buckets(pieces)]
+            buckets += [(group, bucket) for bucket in self._buckets(given)]
         self.memory.visit(
-            [[t for piece in bucket for t in piece.states.values()] for _, bucket in buckets],
+            [[t for part in bucket for t in part.states.values()] for _, bucket in buckets],
             lambda i, states: self._update(*buckets[i], iter(states)),
         )
 
@@ -586,92 +394,178 @@ class LowPrecisionOptimizer(Optimizer):
         if parameters:
             torch._foreach_add_([self.state[p]["step"] for p in parameters], -1.0)
 
-    def _count(self, parameters: Sequence[Tensor]) -> None:
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Keeps the dtypes of states, which torch would cast to those of their parameters.
+
+        Raises ValueError if names, dtypes or shapes of states differ.
+        """
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
+        loaded = {}
+        for p, number in zip(parameters, numbers, strict=False):  # torch compares the lengths
+            if (source := state_dict["state"].get(number)) is None:
+                continue
+            loaded[p] = states = self._zeros(p)
+            found, expected = (
+                {name: (tuple(t.shape), t.dtype) for name, t in tensors.items()}
+                for tensors in (source, states)
+            )
+            if found != expected:
+                raise ValueError(f"states {found} are not those of this optimizer: {expected}")
+            for name, state in states.items():
+                state.copy_(source[name])
+        super().load_state_dict(state_dict)
+        self.state.update(loaded)
+
+    def _count_step(self, parameters: Sequence[Tensor]) -> None:
         """Counts a step of each parameter; makes states of zeros before the first."""
         for p in parameters:
-            state = self.state[p]
-            if not state:
+            if not (state := self.state[p]):
                 state |= self._zeros(p)
         if parameters:
             torch._foreach_add_([self.state[p]["step"] for p in parameters], 1.0)
 
     def _zeros(self, parameter: Tensor) -> dict[str, Tensor]:
-        """Allocates a parameter's states."""
-        return zeros(self.formats[parameter], local(parameter).shape, self.memory.zeros)
+        """Returns the states of a parameter before its first step."""
+        shape, dtype = local(parameter).shape, self.dtype_of(parameter)
+        states = {"step": torch.zeros(())}
+        for kind in self.state_names:
+            if dtype == torch.uint8:
+                blocks = *shape[:-1], shape[-1] // block_size(shape[-1])
+                states[f"{kind}_codes"] = self.memory.zeros(shape, dtype)
+                states[f"{kind}_scale"] = self.memory.zeros(blocks, torch.float32)
+            else:
+                states[kind] = self.memory.zeros(shape, dtype)
+        return states
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Keeps the formats of states, which torch would cast to the dtypes of their parameters."""
-        loaded = states_of(self.param_groups, state_dict)
-        states = {p: copy_states(self._zeros(p), values) for p, values in loaded}
-        super().load_state_dict(state_dict)
-        self.state.update(states)
-
-    def _update_whole(self, group: dict[str, Any], parameters: Sequence[Tensor]) -> None:
-        """Updates float32 parameters with float32 states in place, by one call."""
-        here = [(local(p), local(p.grad), self.state[p]) for p in parameters if p.grad is not None]
-        here = [one for one in here if one[0].numel()]
-        if not here:
-            return
-        weights = [weight for weight, _, _ in here]
-        gradients = [gradient.contiguous() for _, gradient, _ in here]
-        values = {kind: [state[kind] for _, _, state in here] for kind in self.state_names}
-        done = (torch.stack([state["step"] for _, _, state in here]) - 1).tolist()
-        self.rule(group, weights, gradients, values, _counters(done, weights[0].device))
-
-    def _pieces(self, parameters: Sequence[Tensor]) -> Iterator[UpdateSlice]:
-        """Yields slices of the parameters, a few million elements at a time."""
+    def _launch(
+        self,
+        name: object,
+        group: dict[str, Any],
+        parameters: Sequence[Tensor],
+        scale: Tensor | None,
+    ) -> None:
+        """Updates parameters by the kernel: one launch for those with the same count of steps."""
+        by_step: dict[int, list[AdamWSlot]] = {}
         for p in parameters:
-            own, state = local(p), self.state[p]
-            if not own.numel():
-                continue
-            assert p.grad is not None
-            weight, gradient = as_matrix(own), as_matrix(local(p.grad).contiguous())
-            rows = {name: as_matrix(tensor) for name, tensor in state.items() if name != "step"}
-            columns = weight.shape[1]
-            count = max(1, SIZE // columns // ROWS) * ROWS
-            for row in range(0, len(weight), count):
-                here = slice(row, row + count)
-                yield UpdateSlice(
-                    weight[here],
-                    gradient[here],
-                    self.formats[p],
-                    {name: tensor[here] for name, tensor in rows.items()},
-                    self.runs[p],
-                    row * columns,
-                    int(state["step"]),
-                )
+            by_step.setdefault(int(self.state[p]["step"]), []).extend(self._slots(p))
+        for number, (step, slots) in enumerate(by_step.items()):
+            settings = AdamWSettings(
+                lr=float(group["lr"]),
+                beta1=group["betas"][0],
+                beta2=group["betas"][1],
+                eps=group["eps"],
+                weight_decay=group["weight_decay"],
+                step=step,
+                stream=stream_seed(self.seed, step),
+            )
+            self.kernel((name, number), slots, settings, scale)
+
+    def _slots(self, parameter: Tensor) -> Iterator[AdamWSlot]:
+        """Yields a parameter's tensors as the kernel takes them: one position and pitch a slot."""
+        state, runs = self.state[parameter], self.runs[parameter]
+        assert parameter.grad is not None
+        moments = [state[name] for name in (MOMENTS if "exp_avg" in state else EIGHT_BIT_MOMENTS)]
+        tensors = [local(parameter), local(parameter.grad).contiguous(), *moments]
+        rounded = moments[0].dtype, parameter.dtype if self.stochastic else None
+        if torch.bfloat16 not in rounded:
+            yield AdamWSlot(*tensors)
+        elif len(runs) == 1:
+            yield AdamWSlot(*tensors)._replace(position=runs[0].position, lines=runs[0].lines)
+        else:
+            for run in runs:
+                parts = []
+                for tensor in tensors:
+                    block = tensors[0].numel() // tensor.numel()  # elements that share a scale
+                    parts.append(tensor.view(-1).narrow(0, run.first // block, run.length // block))
+                yield AdamWSlot(*parts)._replace(position=run.position, lines=run.lines)
+
+    def _buckets(self, parameters: Sequence[Tensor]) -> Iterator[list[UpdateSlice]]:
+        """Yields slices in lists with copies of at most SIZE elements, unless one has more."""
+        bucket: list[UpdateSlice] = []
+        size = 0
+        for part in (part for p in parameters for part in self._slices(p)):
+            if bucket and size + part.copied > SIZE:
+                yield bucket
+                bucket, size = [], 0
+            bucket.append(part)
+            size += part.copied
+        if bucket:
+            yield bucket
+
+    def _slices(self, parameter: Tensor) -> Iterator[UpdateSlice]:
+        """Yields a parameter, a few million elements at a time where they are copied."""
+        assert parameter.grad is not None
+        weight, gradient = local(parameter), local(parameter.grad).contiguous()
+        states, runs = dict(self.state[parameter]), self.runs[parameter]
+        step = int(states.pop("step"))
+        if not self.is_copied(parameter):
+            yield UpdateSlice(weight, gradient, states, runs, 0, step, 0)
+            return
+        weight, gradient = as_matrix(weight), as_matrix(gradient)
+        states = {name: as_matrix(tensor) for name, tensor in states.items()}
+        columns = weight.shape[1]
+        count = max(1, SIZE // columns // ROWS) * ROWS
+        for row in range(0, len(weight), count):
+            rows = slice(row, row + count)
+            yield UpdateSlice(
+                weight[rows],
+                gradient[rows],
+                {name: tensor[rows] for name, tensor in states.items()},
+                runs,
+                row * columns,
+                step,
+                weight[rows].numel(),
+            )
 
     def _update(
-        self, group: dict[str, Any], pieces: Sequence[UpdateSlice], states: Iterator[Tensor]
+        self, group: dict[str, Any], bucket: Sequence[UpdateSlice], states: Iterator[Tensor]
     ) -> None:
-        """Updates slices whose states are on the device, in turn in `states`."""
-        pieces = [p._replace(states={name: next(states) for name in p.states}) for p in pieces]
-        weights = [piece.weight.float() for piece in pieces]
-        kinds = self.state_names
-        values = {k: [p.formats[k].read(p.states, k) for p in pieces] for k in kinds}
-        gradients = [piece.gradient.float() for piece in pieces]
-        steps = _counters([piece.step - 1.0 for piece in pieces], pieces[0].weight.device)
-        self.rule(group, weights, gradients, values, steps)
-        for i, piece in enumerate(pieces):
-            self._write(piece, weights[i], {kind: values[kind][i] for kind in kinds})
+        """Updates slices by the definition; `states` yields theirs on the device, in turn."""
+        stored = [{name: next(states) for name in part.states} for part in bucket]
+        weights = [part.weight.float() for part in bucket]
+        gradients = [part.gradient.float() for part in bucket]
+        values = {kind: [read_state(s, kind) for s in stored] for kind in self.state_names}
+        counts = _step_counters([part.step - 1.0 for part in bucket], weights[0].device)
+        self.rule(group, weights, gradients, values, counts)
+        for i, part in enumerate(bucket):
+            if part.copied:
+                new = {kind: values[kind][i] for kind in self.state_names}
+                self._write(part._replace(states=stored[i]), weights[i], new)
 
-    def _write(self, piece: UpdateSlice, weight: Tensor, values: States) -> None:
+    def _write(self, part: UpdateSlice, weight: Tensor, values: States) -> None:
         """Writes an updated slice back, rounded to the dtypes of weight and states."""
-        bits: list[Tensor | None] = [None] * (1 + len(values))
-        rounds = self.stochastic and piece.weight.dtype == torch.bfloat16
-        if rounds or any(isinstance(form, BFloat16) for form in piece.formats.values()):
-            end = piece.first + weight.numel()
-            at = positions(piece.runs, piece.first, end, weight.device)
-            drawn = random_bits(self.seed, piece.step, at.view_as(weight))
-            bits = [take_16_bits(drawn, i) for i in range(len(bits))]
-        of_weight, *of_states = bits
+        drawn = torch.empty(0)
+        rounds = self.stochastic and part.weight.dtype == torch.bfloat16
+        if rounds or any(state.dtype == torch.bfloat16 for state in part.states.values()):
+            end = part.first + weight.numel()
+            at = positions(part.runs, part.first, end, weight.device).view_as(weight)
+            drawn = random_bits(stream_seed(self.seed, part.step), at)
+        for i, (kind, value) in enumerate(values.items(), 1):
+            write_state(part.states, kind, value, drawn, i)
         if rounds:
-            assert of_weight is not None
-            weight = round_stochastically(weight, of_weight)
-        if weight is not piece.weight:
-            piece.weight.copy_(weight)
-        for (kind, value), own in zip(values.items(), of_states, strict=True):
-            piece.formats[kind].write(piece.states, kind, value, own)
+            weight = round_stochastically(weight, take_16_bits(drawn, 0))
+        if weight is not part.weight:
+            part.weight.copy_(weight)
+
+
+def _step_counters(counts: Sequence[float], device: torch.device) -> list[Tensor]:
+    """Returns separate tensors, which a fused kernel increments."""
+    if len(set(counts)) == 1:  # one kernel makes all
+        return [*torch.full((len(counts),), counts[0], device=device).unbind()]
+    return [torch.full((), count, device=device) for count in counts]
+
+
+def _fits_kernel(parameter: Tensor) -> bool:
+    """Returns whether the kernel runs, and takes this parameter with its gradient."""
+    own = local(parameter)
+    return (
+        runs_triton(own)
+        and own.dtype in DTYPES
+        and own.is_contiguous()
+        and not own.is_meta
+        and (parameter.grad is None or local(parameter.grad).dtype in DTYPES)
+    )
 
 
 def adamw(model: CausalLM, config: Config, states: str) -> Optimizer:
@@ -681,22 +575,15 @@ def adamw(model: CausalLM, config: Config, states: str) -> Optimizer:
     """
     blocks = blocks_of(model) if states == "8bit" else {}
 
-    def format_of(parameter: Tensor, kind: str) -> StateFormat:
-        if states == "bfloat16":
-            return BFloat16()
-        if states == "8bit" and blocks.get(parameter, _block(parameter)) >= MIN_BLOCK:
-            return EightBit(signed=kind == "exp_avg")
-        return Float32()
+    def dtype_of(parameter: Tensor) -> torch.dtype:
+        # Vectors and short blocks stay in float32
+        columns = parameter.shape[-1] if parameter.dim() > 1 else 0
+        if states == "8bit" and blocks.get(parameter, block_size(columns)) < MIN_BLOCK:
+            return torch.float32
+        return STATE_DTYPES[states]
 
-    return _build_low_precision(
-        model,
-        config,
-        update_adamw,
-        ("exp_avg", "exp_avg_sq"),
-        format_of,
-        betas=(config.beta1, config.beta2),
-        eps=config.eps,
-    )
+    betas = config.beta1, config.beta2
+    return _build(model, config, update_adamw, MOMENTS, dtype_of, betas=betas, eps=config.eps)
 
 
 def blocks_of(model: CausalLM) -> dict[Tensor, int]:
@@ -705,42 +592,30 @@ def blocks_of(model: CausalLM) -> dict[Tensor, int]:
 
     Raises ValueError if the ranks divide a row within a block.
     """
-    found: dict[Tensor, int] = {}
-    cuts: Mapping[str, ShardSpec] = getattr(model, "shard_specs", {})
+    blocks: dict[Tensor, int] = {}
     for name, p in model.named_parameters():
-        cut = cuts.get(name)
-        if cut is None or p.dim() < 2:
+        spec = model.shard_specs.get(name)
+        if spec is None or p.dim() < 2:
             continue
-        columns = cut.shape[-1]
-        found[p] = block = block_size(columns)
-        if cut.dim != p.dim() - 1 or block < MIN_BLOCK:
+        columns = spec.shape[-1]
+        blocks[p] = block = block_size(columns)
+        if spec.dim != p.dim() - 1 or block < MIN_BLOCK:
             continue
-        for rows, _ in cut.pieces if p.requires_grad else ():
+        for rows, _ in spec.pieces if p.requires_grad else ():
             if rows.source % block or block_size(rows.length) != block:
                 raise ValueError(
                     f"optimizer=adamw_8bit keeps states of {name} in blocks of {block} columns, "
                     f"and this rank has the {rows.length} of {columns} from {rows.source} on: give "
                     "another parallel.tensor, or optimizer=adamw_bf16"
                 )
-    return found
-
-
-def _block(parameter: Tensor) -> int:
-    """Returns the columns of a block of 8-bit states; 0 for vectors, whose states are float32."""
-    return block_size(parameter.shape[-1]) if parameter.dim() > 1 else 0
+    return blocks
 
 
 def sgd(model: CausalLM, config: Config) -> Optimizer:
     """Builds SGD with a momentum in float32."""
-    return _build_low_precision(
-        model,
-        config,
-        update_sgd,
-        ("momentum_buffer",) if config.momentum else (),
-        lambda *_: Float32(),
-        momentum=config.momentum or 0.0,
-        nesterov=bool(config.nesterov),
-    )
+    names = ("momentum_buffer",) if config.momentum else ()
+    settings = {"momentum": config.momentum or 0.0, "nesterov": bool(config.nesterov)}
+    return _build(model, config, update_sgd, names, lambda _: torch.float32, **settings)
 
 
 def state_bytes(states: str) -> float:
@@ -748,54 +623,31 @@ def state_bytes(states: str) -> float:
     return {"float32": 8.0, "bfloat16": 4.0, "8bit": 2 * (1 + 4 / BLOCK)}[states]
 
 
-def _build_low_precision(
+def _build(
     model: CausalLM,
     config: Config,
     rule: UpdateRule,
     state_names: Sequence[str],
-    format_of: Callable[[Tensor, str], StateFormat],
+    dtype_of: Callable[[Tensor], torch.dtype],
     **defaults: Any,
 ) -> Optimizer:
-    """Builds a LowPrecisionOptimizer that knows where this rank's elements are in whole
-    parameters."""
+    """Builds an optimizer that knows where this rank's elements are in whole parameters."""
     runs: dict[Tensor, tuple[PositionRun, ...]] = {}
-    cuts: Mapping[str, ShardSpec] = getattr(model, "shard_specs", {})
     count = 0
     for name, p in model.named_parameters():
         own, row = local_rows(name, p)
-        cut = cuts.get(name)
+        spec = model.shard_specs.get(name)
         # Parameters that tensor-parallel ranks replicate are rounded equally on all of them
-        runs[p] = runs_of(cut, row * math.prod(p.shape[1:]), own.numel(), count)
-        count += p.numel() if cut is None else math.prod(cut.shape)
+        runs[p] = runs_of(spec, row * math.prod(p.shape[1:]), own.numel(), count)
+        count += p.numel() if spec is None else math.prod(spec.shape)
     return LowPrecisionOptimizer(
         parameter_groups(model, config),
         rule,
         state_names,
         {"lr": config.lr, "weight_decay": 0.0, **defaults},
-        format_of=format_of,
+        dtype_of=dtype_of,
         runs=runs,
         seed=config.seed,
         stochastic=config.stochastic_rounding,
         memory=HostMemory(next(model.parameters()).device, config.optimizer_offload),
     )
-
-
-def _counters(done: Sequence[float], device: torch.device) -> list[Tensor]:
-    """Returns step counters in separate tensors, as a fused kernel increments them."""
-    if len(set(done)) == 1:  # one kernel makes all
-        return [*torch.full((len(done),), done[0], device=device).unbind()]
-    return [torch.full((), count, device=device) for count in done]
-
-
-def _buckets(pieces: Iterator[UpdateSlice]) -> Iterator[list[UpdateSlice]]:
-    """Yields slices in lists of at most SIZE elements, unless one slice has more."""
-    bucket: list[UpdateSlice] = []
-    size = 0
-    for piece in pieces:
-        if bucket and size + piece.weight.numel() > SIZE:
-            yield bucket
-            bucket, size = [], 0
-        bucket.append(piece)
-        size += piece.weight.numel()
-    if bucket:
-        yield bucket

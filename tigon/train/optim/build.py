@@ -51,8 +51,7 @@ def item_bytes(config: Config) -> int:
 
 def muon(model: CausalLM, config: Config) -> Optimizer:
     """Builds Muon for the blocks' matrices and AdamW for the rest."""
-    rows, cuts = hidden_matrices(model), model.shard_specs
-    named = dict(model.named_parameters())
+    rows, named = hidden_matrices(model), dict(model.named_parameters())
     return Muon(
         parameter_groups(model, config, rows),
         {named[name]: heights for name, heights in rows.items()},
@@ -65,7 +64,7 @@ def muon(model: CausalLM, config: Config) -> Optimizer:
         eps=config.eps,
         # CPUs without bf16 units would take longer for less
         dtype=torch.bfloat16 if model.device.type == "cuda" else torch.float32,
-        cuts={named[name]: cut for name, cut in cuts.items()},
+        shard_specs={named[name]: spec for name, spec in model.shard_specs.items()},
         tensor=find_tensor(model),
         like=next(model.parameters()),
     )

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from tigon.kernels.norm.grad_norm import SquaredNorm
 from tigon.parallel import find_tensor
 from tigon.train.distributed import local
-from tigon.train.optim.adamw import LowPrecisionOptimizer, runs_fused
+from tigon.train.optim.adamw import LowPrecisionOptimizer
 from tigon.weights import row_group
 
 PIECE = 2**16  # numbers whose norm a CPU computes in float32
@@ -21,16 +21,16 @@ PIECE = 2**16  # numbers whose norm a CPU computes in float32
 def clip(model: nn.Module, optimizer: Optimizer, max_norm: float) -> Tensor:
     """Clips as `clip_gradients`, but leaves gradients unscaled if the optimizer's fused kernel can
     apply the factor in its next step."""
-    if not isinstance(optimizer, LowPrecisionOptimizer) or optimizer.fused is None:
+    if not isinstance(optimizer, LowPrecisionOptimizer):
         return clip_gradients(model, max_norm)
     optimizer.scale = None  # a skipped step may have left one
-    if not all(runs_fused(p) for p in model.parameters() if p.grad is not None):
+    if not optimizer.uses_kernel(p for p in model.parameters() if p.grad is not None):
         return clip_gradients(model, max_norm)
     gradients = [g.contiguous() for g in _local_gradients(model)]
     parameter = next(model.parameters())
     squares = torch.zeros((), dtype=torch.float64, device=parameter.device)
     if gradients:
-        squares = optimizer.fused.squares(gradients)
+        squares = optimizer.squares(gradients)
     norm = _sum_over_ranks(squares, model).sqrt().float()
     optimizer.scale = _factor(norm, max_norm) if max_norm else None
     return norm

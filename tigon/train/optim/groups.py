@@ -13,7 +13,6 @@ from tigon.layers import FusedLinear, Linear, SparseMoE
 from tigon.layers.moe import Experts
 from tigon.models import CausalLM, adapter_parameters
 from tigon.train.config import Config, ParameterGroup
-from tigon.weights import ShardSpec
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 # Decay of the rate from 1 to 0, by the fraction of the schedule that is done
@@ -103,7 +102,6 @@ def hidden_matrices(model: CausalLM) -> dict[str, tuple[int, ...]]:
     q, k and v, gate and up, and all experts are separate matrices. Rows are those of the whole
     parameter's flattening [-1, last dim], also if ranks divide it.
     """
-    cuts: Mapping[str, ShardSpec] = getattr(model, "shard_specs", {})
     modules = list(model.model.layers.named_modules(prefix="model.layers"))
     moes = [module for _, module in modules if isinstance(module, SparseMoE)]
     routers = {id(router) for moe in moes for router in (moe.gate, moe.shared_expert_gate)}
@@ -114,7 +112,7 @@ def hidden_matrices(model: CausalLM) -> dict[str, tuple[int, ...]]:
             found[f"{path}.weight"] = parts
         elif isinstance(module, Experts):
             for name, count in (("gate_up_proj", 2), ("down_proj", 1)):
-                whole = cuts.get(f"{path}.{name}", module.get_parameter(name)).shape
+                whole = model.shard_specs.get(f"{path}.{name}", module.get_parameter(name)).shape
                 found[f"{path}.{name}"] = (whole[1] // count,) * (count * whole[0])
     return found
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from tigon.models import CausalLM
 from tigon.parallel import find_tensor, forward_order
 from tigon.train.config import Config
-from tigon.train.optim.adamw import LowPrecisionOptimizer, runs_fused
+from tigon.train.optim.adamw import LowPrecisionOptimizer
 from tigon.train.optim.clip import BucketedNorm
 
 
@@ -115,7 +115,7 @@ class InBackward:
             return
         if self.tensor is not None:
             self.tensor.all_reduce_grads(named.items())
-        by_kernel = self.optimizer.fused is not None and all(map(runs_fused, named.values()))
+        by_kernel = self.optimizer.uses_kernel(named.values())
         self.norm.add(part.number, named, by_kernel=by_kernel)
         if by_kernel or self._is_finite():
             scale = self.scale if by_kernel else None

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from math import sqrt
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -22,6 +22,7 @@ from tigon.train.distributed import local
 from tigon.weights import ShardSpec, TensorSlice, local_blocks, local_rows, row_group, shard_slices
 
 T = TypeVar("T")
+Receive: TypeAlias = Callable[[], Tensor]  # waits for the elements that other ranks send
 ROUND = 1 << 26  # elements that a rank takes at a time
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # torch.optim.Muon's, and so is EPS
 EPS = 1e-7
@@ -103,20 +104,20 @@ class Round:
 
 
 def blocks_of(
-    parameter: Tensor, index: int, heights: Sequence[int], first: int, cut: ShardSpec | None
+    parameter: Tensor, index: int, heights: Sequence[int], first: int, spec: ShardSpec | None
 ) -> Iterator[MatrixBlock]:
     """Yields this rank's blocks of a parameter's matrices, which are numbered from `first` on.
 
-    `heights` are the rows of each matrix of the whole parameter; `cut` is the shard of tensor or
+    `heights` are the rows of each matrix of the whole parameter; `spec` is the shard of tensor or
     expert parallelism, whose rows FSDP divides further.
     """
     own, begin = local_rows(f"parameter {index}", parameter)
-    cols = parameter.shape[-1] if cut is None else cut.shape[-1]
+    cols = parameter.shape[-1] if spec is None else spec.shape[-1]
     start = 0
     for matrix, rows in enumerate(heights, first):
         parts: Sequence[TensorSlice] = (TensorSlice.whole("", (rows, cols), start),)
-        if cut is not None:
-            parts = shard_slices(parts, cut)
+        if spec is not None:
+            parts = shard_slices(parts, spec)
         for part in parts:
             for (row, col), block in local_blocks(part, parameter.shape, own, begin):
                 assert block.is_contiguous()  # of columns a rank has one piece
@@ -226,9 +227,9 @@ class Muon(Optimizer):
     """torch.optim.Muon for matrices that ranks divide, and AdamW for the rest.
 
     `matrices` has the rows of each matrix of a parameter in the groups with `hidden`, counted in
-    the whole parameter's flattening [-1, last dim]; the other groups are AdamW's. `cuts` has the
-    shards of tensor or expert parallelism, whose rows FSDP divides further. Momentum is divided as
-    the parameter is.
+    the whole parameter's flattening [-1, last dim]; the other groups are AdamW's. `shard_specs` has
+    the shards of tensor or expert parallelism, whose rows FSDP divides further. Momentum is divided
+    as the parameter is.
 
     Each step assigns the matrices by cost to the ranks that divide them: FSDP's ranks of `like`,
     times those of `tensor`. Blocks go to the rank of their matrix in `dtype`, and come back
@@ -249,11 +250,11 @@ class Muon(Optimizer):
         betas: tuple[float, float] = (0.9, 0.95),
         eps: float = 1e-8,
         dtype: torch.dtype = torch.bfloat16,
-        cuts: Mapping[Tensor, ShardSpec],
+        shard_specs: Mapping[Tensor, ShardSpec],
         tensor: TensorParallel | None,
         like: Tensor,
     ):
-        self.shard_specs, self.tensor, self.like = cuts, tensor, like
+        self.shard_specs, self.tensor, self.like = shard_specs, tensor, like
         self.momentum, self.nesterov, self.ns_steps = momentum, nesterov, ns_steps
         self.adjust, self.dtype, self.matrices = ADJUST[adjust_lr_fn], dtype, matrices
         rest = [group for group in groups if not group["hidden"]]
@@ -295,7 +296,7 @@ class Muon(Optimizer):
         if self.planned != (known := [id(p) for p in parameters]):
             self.planned, self.rounds = known, self._plan(parameters, exchange)
 
-        def send(turn: Round) -> "_Message":
+        def send(turn: Round) -> Receive:
             momenta = _slices(turn.out, buffers)
             if not self.nesterov or not momenta:
                 return exchange.gather(turn, momenta)
@@ -328,9 +329,9 @@ class Muon(Optimizer):
         matrices: list[Matrix] = []
         own: list[MatrixBlock] = []
         for i, p in enumerate(parameters):
-            heights, cut = self.matrices[p], self.shard_specs.get(p)
-            own += blocks_of(p, i, heights, len(matrices), cut)
-            cols = p.shape[-1] if cut is None else cut.shape[-1]
+            heights, spec = self.matrices[p], self.shard_specs.get(p)
+            own += blocks_of(p, i, heights, len(matrices), spec)
+            cols = p.shape[-1] if spec is None else spec.shape[-1]
             matrices += [Matrix(rows, cols) for rows in heights]
         return plan(matrices, *exchange.all_gather_blocks(own))
 
@@ -345,18 +346,6 @@ def orthogonalize(x: Tensor, steps: int) -> Tensor:
         gram = x @ x.mT
         x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
     return x.mT if tall else x
-
-
-class _Message:
-    """Holds elements that all ranks send."""
-
-    def __init__(self, elements: Tensor, work: Any = None):
-        self._elements, self._work = elements, work
-
-    def wait(self) -> Tensor:
-        if self._work is not None:
-            self._work.wait()
-        return self._elements
 
 
 def _group(like: Tensor, tensor: TensorParallel | None) -> dist.ProcessGroup | None:
@@ -391,16 +380,16 @@ class _RankExchange:
         dist.all_gather_object(every, own, self.group)
         return every, self.group.rank()
 
-    def gather(self, turn: Round, updates: list[Tensor]) -> _Message:
+    def gather(self, turn: Round, updates: list[Tensor]) -> Receive:
         """Sends this rank's blocks of the round to the ranks of their matrices."""
         message = self._empty(turn.sizes_out)
         if updates:
             torch._foreach_copy_(message.split([c.length for c in turn.out]), updates)
         return self._send(message, turn.sizes_out, turn.sizes_in)
 
-    def assemble(self, turn: Round, message: _Message) -> Tensor:
+    def assemble(self, turn: Round, message: Receive) -> Tensor:
         """Returns this rank's matrices, one after the other."""
-        elements = message.wait()
+        elements = message()
         if len(turn.moves) <= 1:
             return elements
         matrices = self._empty(turn.sizes_in)
@@ -414,17 +403,22 @@ class _RankExchange:
         if len(turn.moves) > 1:
             elements = self._empty(turn.sizes_in)
             _copy(turn.moves, elements, matrices, back=True)
-        back = self._send(elements, turn.sizes_in, turn.sizes_out).wait()
+        back = self._send(elements, turn.sizes_in, turn.sizes_out)()
         return back.split([c.length for c in turn.out])
 
-    def _send(self, message: Tensor, sizes: list[int], sizes_back: list[int]) -> _Message:
+    def _send(self, message: Tensor, sizes: list[int], sizes_back: list[int]) -> Receive:
         """Starts to exchange blocks with the other ranks; without a group the message is the
         answer."""
         if self.group is None:
-            return _Message(message)
+            return lambda: message
         out = self._empty(sizes_back)
         work = dist.all_to_all_single(out, message, sizes_back, sizes, self.group, async_op=True)
-        return _Message(out, work)
+
+        def receive() -> Tensor:
+            work.wait()
+            return out
+
+        return receive
 
     def _empty(self, sizes: Sequence[int]) -> Tensor:
         return torch.empty(sum(sizes), dtype=self.dtype, device=self.device)

@@ -162,8 +162,8 @@ def test_old_checkpoint_that_cannot_be_removed(workspace, monkeypatch, capsys):
             return rmtree(path, **options)
         raise OSError(16, "Device or resource busy", str(path))
 
-    rmtree = files.shutil.rmtree
-    monkeypatch.setattr(files.shutil, "rmtree", busy)
+    rmtree = shutil.rmtree
+    monkeypatch.setattr(shutil, "rmtree", busy)
     main(workspace.settings("busy", steps=4, save_every=1, keep_last=1))
     assert "could not be removed: [Errno 16]" in capsys.readouterr().out
     assert checkpoint.step_of(checkpoint.latest(workspace.root / "busy/checkpoints")) == 4

@@ -216,8 +216,8 @@ def test_one_process_may_prepare_a_run_twice(workspace, tmp_path):
 
 
 LEFT = (
-    "checkpoints/.step-00000003.partial",
-    "checkpoints/.step-00000002.removed",
+    f"checkpoints/.step-00000003.tmp-{'0a' * 8}",
+    f"checkpoints/.step-00000002.tmp-{'0a' * 8}",
     f".hf.tmp-{'0a' * 8}",
     f".adapter-step-00000002.old-{'0a' * 8}",
     f".hf-best.tmp-{'1b' * 8}",
@@ -242,7 +242,7 @@ MINE = (
     ".notes.partial",
     ".rank-mine-1",
     "checkpoints/.step-mine/notes.md",
-    "checkpoints/.step-1.partial.bak/notes.md",
+    "checkpoints/.step-1.tmp-bak/notes.md",
     ".hf.tmp-mine/notes.md",
     f".other.tmp-{'0a' * 8}/notes.md",
 )

@@ -29,7 +29,7 @@ from tigon.train.checkpoint.files import first_cause
 from tigon.train.distributed import start
 from tigon.train.export import convert_checkpoint
 from tigon.weights import write
-from tigon.weights.files import require_space
+from tigon.weights.files import remove_directory, require_space
 from tigon.weights.write import RankError
 
 Usage = namedtuple("Usage", "total used free")
@@ -303,7 +303,7 @@ def test_source_checkpoint_is_locked_while_it_loads(workspace, finished, monkeyp
     removed = []
 
     def try_to_remove(path, *arguments):
-        removed.append(files.remove(path))
+        removed.append(remove_directory(path))
         load(path, *arguments)
 
     monkeypatch.setattr(checkpoint, "load", try_to_remove)

@@ -60,6 +60,7 @@ from tigon.train.state import TrainState
 from tigon.train.tasks import Task, find_task
 from tigon.train.throughput import Meter
 from tigon.train.vocabulary import read_tokenizer, with_added_tokens
+from tigon.weights.files import read_lock
 
 GPU_SETTINGS = {"activation_offload": "memory", "optimizer_offload": "memory", "fp8": "time"}
 
@@ -149,7 +150,7 @@ def read_inputs(
     with world.raise_on_all_ranks():
         source = resume.find_source(config, world)
         if source is not None:
-            source_lock.enter_context(checkpoint.read_lock(source))
+            source_lock.enter_context(read_lock(source))
             cursor = checkpoint.read_metadata(source).get("cursor")
             resume.check_adapter(source, config)
             config = resume.with_new_tokens(source, config)

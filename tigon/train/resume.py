@@ -32,7 +32,6 @@ WRITTEN = re.compile(
     rf"{_EXPORT}|{_TEXTS}|{_DIGESTS}|report\.html|checkpoints|tensorboard|wandb|profile"
     r"|flight-recorder|\.wandb-id"
 )
-EXPORT_LEFTOVER = re.compile(rf"\.({_EXPORT})\.(?:lock|(?:tmp|old)-[0-9a-f]{{16}})")
 LEFTOVER = re.compile(
     rf"\.(?:(?:{_TEXTS})(?:\.rank-\d+)?\.partial|{_DIGESTS}\.[0-9a-f]{{16}}"
     r"|(?:report|comparison)\.html\.[a-z0-9_]{8}|rank-\d+-[0-9a-f]{8})"
@@ -108,11 +107,10 @@ def _check_files(path: Path, begun: bool, resume: bool) -> None:
 
 def _clean(path: Path) -> None:
     """Removes what a killed run has left, and nothing with other names. The lock is held."""
-    checkpoint.clean(path / "checkpoints")
+    remove_leftovers(path / "checkpoints", r"step-\d+")
+    remove_leftovers(path, _EXPORT)
     for file in sorted(path.iterdir()):
-        if export := EXPORT_LEFTOVER.fullmatch(file.name):
-            remove_leftovers(path / export[1])
-        elif LEFTOVER.fullmatch(file.name) and file.is_file() and not file.is_symlink():
+        if LEFTOVER.fullmatch(file.name) and file.is_file() and not file.is_symlink():
             with suppress(OSError):
                 file.unlink()
 

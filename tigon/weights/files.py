@@ -210,11 +210,17 @@ def _locked(target: Path) -> Iterator[bool]:
                     path.unlink()
 
 
-def remove_leftovers(target: Path) -> None:
-    """Remove what killed writers of a directory left beside it, unless it is being written."""
-    with suppress(OSError), _locked(target) as has_lock:
-        if has_lock:
-            _recover(target)
+def remove_leftovers(parent: Path, names: str) -> None:
+    """Remove what killed writers of directories left in `parent`, unless they are being written.
+
+    `names`: a regular expression for the directories' names.
+    """
+    pattern = re.compile(rf"\.({names})\.(?:lock|(?:tmp|old)-[0-9a-f]{{16}})")
+    found = map(pattern.fullmatch, os.listdir(parent) if parent.is_dir() else ())
+    for name in sorted({match[1] for match in found if match is not None}):
+        with suppress(OSError), _locked(parent / name) as has_lock:
+            if has_lock:
+                _recover(parent / name)
 
 
 def _recover(target: Path) -> None:
@@ -257,17 +263,67 @@ def _publish(temporary: Path, target: Path, replace: bool) -> None:
         os.rename(temporary, target)
         fsync(target.parent)
         return
-    old = temporary
-    if not _exchange(temporary, target):
-        old = _hidden(target, "old")
-        os.rename(target, old)
-        try:
-            os.rename(temporary, target)
-        except BaseException:
-            os.rename(old, target)
-            raise
-    fsync(target.parent)  # before the old one is removed
+    with _unread(target) as free:
+        if not free:
+            raise OSError(f"{target} is being read by another process")
+        old = temporary
+        if not _exchange(temporary, target):
+            old = _hidden(target, "old")
+            os.rename(target, old)
+            try:
+                os.rename(temporary, target)
+            except BaseException:
+                os.rename(old, target)
+                raise
+        fsync(target.parent)  # before the old one is removed
     shutil.rmtree(old, ignore_errors=True)
+
+
+@contextmanager
+def read_lock(directory: Path) -> Iterator[None]:
+    """Keep writers from removing or replacing a directory, if the file system has locks."""
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        with suppress(OSError):  # a file system without locks
+            fcntl.flock(descriptor, fcntl.LOCK_SH)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def _unread(directory: Path) -> Iterator[bool]:
+    """Keep readers from locking a directory; yields False if one has."""
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        free = True
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:  # others: a file system without locks
+            free = not isinstance(error, BlockingIOError)
+        yield free
+    finally:
+        os.close(descriptor)
+
+
+def remove_directory(directory: Path) -> bool:
+    """Remove a directory unless a process has its `read_lock`; returns whether it is gone.
+
+    It is renamed first, so that its name is never that of a part of it. A link is removed, not the
+    directory that it leads to.
+    """
+    try:
+        with _unread(directory) as free:
+            if not free:
+                return False
+            doomed = directory.rename(_hidden(directory, "tmp"))
+    except FileNotFoundError:
+        return True
+    if doomed.is_symlink():
+        doomed.unlink()
+    else:
+        shutil.rmtree(doomed)
+    return True
 
 
 def _hidden(target: Path, kind: str) -> Path:

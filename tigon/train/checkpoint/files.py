@@ -7,15 +7,11 @@ checkpoints/step-00000100/
   SHA256SUMS                                              of all other files, as sha256sum has it
 """
 
-import fcntl
 import hashlib
 import math
-import os
 import re
-import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -24,9 +20,9 @@ import torch.distributed as dist
 
 from tigon.hub import check_folder
 from tigon.utils.json import quote, read_bytes, read_json
+from tigon.weights.files import remove_directory
 
 NAME = re.compile(r"step-(\d+)")
-LEFTOVER = re.compile(r"\.step-\d+\.(partial|removed)")
 RUN, SUMS = "run.json", "SHA256SUMS"
 MAX_SUMS_BYTES = 16 << 20
 BLOCK = 16 << 20  # bytes that are hashed at a time
@@ -67,54 +63,6 @@ def read_metadata(checkpoint: Path) -> dict[str, Any]:
         if not isinstance(content.get(name, {}), dict):
             raise ValueError(f"{path} is damaged: its {name} is no JSON object")
     return content
-
-
-@contextmanager
-def read_lock(checkpoint: Path) -> Iterator[None]:
-    """Keeps other processes from removing the checkpoint, if the file system has locks."""
-    descriptor = os.open(checkpoint, os.O_RDONLY)
-    try:
-        with suppress(OSError):  # a file system without locks
-            fcntl.flock(descriptor, fcntl.LOCK_SH)
-        yield
-    finally:
-        os.close(descriptor)
-
-
-def remove(checkpoint: Path) -> bool:
-    """Removes a checkpoint unless a process reads it; returns whether it is gone.
-
-    It is renamed first, so that half a checkpoint never has the name of a complete one.
-    """
-    try:
-        descriptor = os.open(checkpoint, os.O_RDONLY)
-    except FileNotFoundError:
-        return True
-    try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return False
-        except OSError:
-            pass
-        doomed = checkpoint
-        if not checkpoint.name.startswith("."):
-            doomed = checkpoint.rename(checkpoint.with_name(f".{checkpoint.name}.removed"))
-        if doomed.is_symlink():  # to a checkpoint that was moved to another disk, where it stays
-            doomed.unlink()
-        else:
-            shutil.rmtree(doomed)
-    finally:
-        os.close(descriptor)
-    return True
-
-
-def clean(directory: Path) -> None:
-    """Removes checkpoints that killed runs have left half written or half removed."""
-    for path in directory.glob(".step-*"):
-        if LEFTOVER.fullmatch(path.name):
-            with suppress(OSError):
-                remove(path)
 
 
 def gather_objects(value: T) -> list[T]:
@@ -318,7 +266,7 @@ def prune(directory: Path, newest: int, keep: KeepPolicy, losses: dict[int, floa
         path, listed = checkpoints[step], is_listed(checkpoints[step])
         files = (p.relative_to(path).as_posix() for p in path.rglob("*") if not p.is_dir())
         if all(map(listed, files)):
-            remove(path)
+            remove_directory(path)
 
 
 def _time(path: Path) -> float:

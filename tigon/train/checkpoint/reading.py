@@ -16,10 +16,11 @@ from torch.optim import Optimizer
 
 from tigon.hub import check_folder
 from tigon.models import CausalLM
-from tigon.train.checkpoint.files import first_cause, gather_objects, read_lock, shorten
+from tigon.train.checkpoint.files import first_cause, gather_objects, shorten
 from tigon.train.checkpoint.format import EMA, OPTIMIZER, State, full_state, run_layout
 from tigon.train.optim import Ema
 from tigon.weights import Checkpoint, Layout, StoredRows
+from tigon.weights.files import read_lock
 from tigon.weights.header import read_header
 
 # Sums of squares, scales and counts

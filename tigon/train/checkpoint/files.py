@@ -14,20 +14,17 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
-
-import torch.distributed as dist
+from typing import Any
 
 from tigon.hub import check_folder
 from tigon.utils.json import quote, read_bytes, read_json
+from tigon.weights import WriterGroup
 from tigon.weights.files import remove_directory
 
 NAME = re.compile(r"step-(\d+)")
 RUN, SUMS = "run.json", "SHA256SUMS"
 MAX_SUMS_BYTES = 16 << 20
 BLOCK = 16 << 20  # bytes that are hashed at a time
-
-T = TypeVar("T")
 
 
 def list_checkpoints(directory: Path, until: int | None = None) -> dict[int, Path]:
@@ -65,15 +62,6 @@ def read_metadata(checkpoint: Path) -> dict[str, Any]:
     return content
 
 
-def gather_objects(value: T) -> list[T]:
-    """Returns the value of every rank, on all ranks; only this one's without a process group."""
-    if not dist.is_initialized():
-        return [value]
-    values: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values
-
-
 def shorten(names: Sequence[str]) -> str:
     """Returns the first three names, and how many follow."""
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
@@ -88,7 +76,7 @@ def first_cause(error: BaseException) -> str:
     failures = getattr(error, "failures", None)
     if not failures:
         return str(error) or type(error).__name__
-    this_rank = dist.get_rank() if dist.is_initialized() else 0
+    this_rank = WriterGroup().rank
     rank = this_rank if this_rank in failures else min(failures)
     cause = failures[rank][0]
     text = str(cause) if isinstance(cause, OSError) else repr(cause)
@@ -120,13 +108,13 @@ def verify(checkpoint: Path, *, wanted: Callable[[str], bool] = lambda name: Tru
     In a process group every rank calls this: each reads a share of the files, and all raise the
     same error, also if one sees another checkpoint of that name.
     """
-    rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    ranks = WriterGroup()
     try:
-        faults = _find_faults(checkpoint, wanted, rank, size)
+        faults = _find_faults(checkpoint, wanted, ranks.rank, ranks.size)
         result = faults, "" if faults else checksum(checkpoint / SUMS)
     except (OSError, ValueError) as error:
         result = [str(error)], ""
-    results = gather_objects(result)
+    results = ranks.gather(result)
     faults = [fault for faults, _ in results for fault in faults]
     differing = [rank for rank, (_, digest) in enumerate(results) if digest != results[0][1]]
     if differing and not faults:
@@ -144,7 +132,7 @@ def newest_complete(
 
     Every rank calls this. `say` gets a line for each damaged one. Raises ValueError if all are.
     """
-    listed = gather_objects([*list_checkpoints(directory, until).values()])[0]
+    listed = WriterGroup().gather([*list_checkpoints(directory, until).values()])[0]
     faults = []
     for checkpoint in reversed(listed):  # all ranks verify those that rank 0 sees
         try:

@@ -25,7 +25,6 @@ from tigon.train.checkpoint.files import (
     RUN,
     KeepPolicy,
     first_cause,
-    gather_objects,
     is_listed,
     prune,
     shorten,
@@ -36,6 +35,7 @@ from tigon.train.distributed import World, local
 from tigon.train.logging import read_metrics
 from tigon.train.optim import Ema
 from tigon.utils.memory import CGROUP
+from tigon.weights import WriterGroup
 from tigon.weights.files import new_directory, remove_directory
 from tigon.weights.write import all_finite
 
@@ -105,7 +105,7 @@ def check_finite(
     if good.item():
         return
     bad = [name for name, t in parts.items() if not all_finite([t], t.device, most=most)]
-    names = sorted({name for of_rank in gather_objects(bad) for name in of_rank})
+    names = sorted({name for of_rank in WriterGroup().gather(bad) for name in of_rank})
     where = "" if dtype is None else f" in {dtype}"
     raise FloatingPointError(f"not finite{where}: {shorten(names)}")
 

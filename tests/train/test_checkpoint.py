@@ -158,16 +158,34 @@ def test_values_that_no_run_has_are_named(state, target, file, name, value):
         checkpoint.load(target, state.model, state.optimizer)
 
 
-def test_rows_passed_over_that_no_run_passes_over(workspace, finished, tmp_path):
-    """They would be looked for, epoch by epoch."""
+OFFSET = "run.json has offset={} in its state, .* {} steps at most"  # they would be looked for
+
+
+@pytest.mark.slow(first=3)
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"config": [1]}, "its config is no JSON object"),
+        ({"state": {"wisdom": 1}}, "the state of another version"),
+        ({"state": {"rollbacks": 2, "offset": 2**39}}, OFFSET.format(2**39, 2 * MIN_STEPS)),
+        ({"state": {"offset": 1}}, OFFSET.format(1, 0)),
+        ({"state": {"best_loss": "low"}}, "the state of another version"),
+        ({"state": 3}, "its state is no JSON object"),
+        ({"config": None}, "its config is no JSON object"),
+        ({"step": 2}, "is of step 2: give it its own name back"),
+    ],
+)
+def test_facts_that_no_run_writes(change, message, workspace, finished, tmp_path):
+    """Under checksums that are right."""
     source = shutil.copytree(finished / "checkpoints/step-00000003", tmp_path / "step-00000003")
-    for state, most in (({"offset": 1}, 0), ({"offset": 2**39, "rollbacks": 2}, 2 * MIN_STEPS)):
-        with changed_metadata(source) as metadata:
-            metadata["state"] |= state
-        message = f"run.json has offset={state['offset']} in its state, .* {most} steps at most"
-        with pytest.raises(SystemExit, match=message):
-            main(workspace.settings("over", steps=4, resume=source))
-    assert not (workspace.root / "over/checkpoints").exists()
+    with changed_metadata(source) as metadata:
+        state = metadata["state"]
+        metadata |= change
+        if isinstance(change.get("state"), dict):
+            metadata["state"] = state | change["state"]
+    with pytest.raises(SystemExit, match=message):
+        main(workspace.settings("x", run_dir=tmp_path / "run", steps=4, resume=source))
+    assert not (tmp_path / "run/checkpoints").exists()
 
 
 def test_states_of_other_parameters_name_the_groups(state, target):
@@ -243,6 +261,8 @@ def test_which_checkpoints_stay():
     assert KeepPolicy(last=1, best=2).choose(saved) == {20, 30, 60}
     assert KeepPolicy(last=1, best=9).choose(saved) == {10, 20, 30, 50, 60}
     assert KeepPolicy(last=1, hours=2.5).choose(saved) == {10, 40, 60}
+    put_back = [SavedStep(step, hour * HOUR) for step, hour in enumerate((900, 0, 1, 2))]
+    assert KeepPolicy(last=1, hours=1).choose(put_back) == {0, 1, 2, 3}  # a clock
     left: list[SavedStep] = []  # pruned after each save: the same ones stay for ever
     for s in saved:
         chosen = KeepPolicy(last=1, hours=2.5).choose([*left, s])

@@ -124,6 +124,13 @@ def test_eval_fraction_holds_out_rows_of_data(workspace, tmp_path, capsys):
         ({"data": "[{path: FILE, weight: 0}]"}, "weight=0 of .* must be above 0"),
         ({"data": "[{path: FILE, weight: -1}]"}, "weight=-1 of .* must be above 0"),
         ({"eval_data": "[{path: FILE, weight: 1}]"}, "eval_data has weights"),
+        (
+            {"eval_data": "[{path: FILE, name: x}, {path: FILE, name: x}]"},
+            "name=x is there 2 times",
+        ),
+        ({"eval_data": "{'a/b': FILE}"}, "eval_data: name='a/b' may have letters, digits"),
+        ({"eval_data": "{x: {split: test}}"}, r"eval_data\[0\] needs 'path'"),
+        ({"data": "{path: FILE, name: x}"}, "data has an entry with name=x: only those of eval_"),
     ],
 )
 def test_data_that_cannot_be_used(workspace, settings, message):
@@ -280,31 +287,8 @@ def test_each_is_as_if_it_were_alone(workspace, files, reduction, packing):
         assert mean == pytest.approx(whole["eval_loss"], rel=1e-6)
 
 
-def test_two_ranks_and_entries_without_a_name(workspace, files):
+def test_named_sets_of_a_file(workspace, files, tmp_path):
     a, b = files
-    data = f"[{{path: {a}}}, {{path: {b}, name: second}}]"
-    settings = {"steps": 1, "lr": 0, "eval_data": data, "eval_logits_to_keep": 5}
-    settings |= {"packing": "false"}
-    main(workspace.settings("sets-one", **settings))
-    train_on(2, workspace.settings("sets-two", **settings))
-    one, two = last(workspace, "sets-one"), last(workspace, "sets-two")
-    assert [key for key in one if "/" in key] == ["eval_loss/second", "eval_accuracy/second"]
-    assert one == pytest.approx(two, rel=1e-6)
-    alone = evaluated(workspace, "sets-second", b, eval_logits_to_keep=5, packing="false")
-    assert one["eval_loss/second"] == pytest.approx(alone["eval_loss"], rel=1e-5)
-
-
-def test_names_are_checked(workspace, files, tmp_path):
-    a, b = files
-    for data, message in (
-        (f"[{{path: {a}, name: x}}, {{path: {b}, name: x}}]", "eval_data: name=x is there 2 times"),
-        (f"{{'a/b': {a}}}", "eval_data: name='a/b' may have letters, digits"),
-        ("{x: {split: test}}", r"eval_data\[0\] needs 'path'"),
-    ):
-        with pytest.raises(SystemExit, match=message):
-            main(workspace.settings("sets-bad", eval_data=data))
-    with pytest.raises(SystemExit, match="data has an entry with name=x: only those of eval_data"):
-        main(workspace.settings("sets-bad", data=f"{{path: {a}, name: x}}"))
     config = tmp_path / "c.yaml"
     config.write_text(f"eval_data: {{x: {a}, y: {{path: {b}, format: messages}}}}\n")
     x, y = load(config, workspace.settings("sets-yaml")).eval_data

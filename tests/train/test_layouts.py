@@ -10,7 +10,7 @@ from tests.train import preferences
 from tests.train.layouts import TOLERANCE, assert_same_run, assert_same_tensors, train_once
 from tigon.models import MODELS
 from tigon.parallel import check_experts
-from tigon.train import checkpoint, main
+from tigon.train import checkpoint
 from tigon.train.config import Parallel
 from tigon.train.export import convert_checkpoint
 
@@ -107,7 +107,7 @@ WAYS: dict[str, tuple[int, dict[str, int], list[str]]] = {  # ranks, what they s
     "tensor of rows": (
         4, {"tensor": 2, "context": 2}, ["lines", "five experts", "dpo", "reward", "few heads self"]
     ),
-    "fsdp": (2, {}, []),
+    "fsdp": (2, {}, ["sft"]),
     "replicas": (4, {"replicate": 2, "fsdp": 2}, ["adamw", "muon"]),
     "fsdp tensor": (4, {"fsdp": 2, "tensor": 2}, ["average", "average of experts"]),
     "expert": (2, {"expert": 2}, [*FAMILIES, "moe 8bit", "moe dpo"]),
@@ -131,10 +131,17 @@ WAYS: dict[str, tuple[int, dict[str, int], list[str]]] = {  # ranks, what they s
         8, {"replicate": 2, "context": 2, "tensor": 2, "expert": 2}, ["qwen3_moe"],
     ),
 }  # fmt: skip
-FAST = [("context", "seen"), ("tensor", "seen"), ("expert", "qwen3_moe"), ("replicas", "adamw")]
+FAST = [
+    ("fsdp", "sft"),
+    ("context", "seen"),
+    ("tensor", "seen"),
+    ("expert", "qwen3_moe"),
+    ("replicas", "adamw"),
+]
 CASES = FAST + [(w, k) for w, (*_, kinds) in WAYS.items() for k in kinds if (w, k) not in FAST]
 RESUMED = [
-    ("sft", "context", "one"), ("sft", "one", "one row"), ("adamw", "replicas", "fsdp"),
+    ("sft", "fsdp", "one"), ("sft", "one", "fsdp"), ("sft", "context", "one"),
+    ("sft", "one", "one row"), ("adamw", "replicas", "fsdp"),
     ("muon", "replicas", "fsdp"), ("average", "fsdp tensor", "one"), ("average", "one", "tensor"),
     ("average of experts", "fsdp tensor", "one"), ("average of experts", "one", "tensor"),
     ("frozen", "tensor", "one"), ("frozen", "tensor", "tensor"), ("wide 8bit", "tensor", "one"),
@@ -254,10 +261,3 @@ def test_experts_that_ranks_cannot_share():
         model = MODELS[config["model_type"]].from_config(config, device="meta")
         with pytest.raises(ValueError, match=said):
             check_experts(model, 2)
-
-
-@pytest.mark.parametrize("changes", [{"sharding": "gradients"}, {"cuda_graphs": "true"}])
-def test_what_expert_parallelism_lacks_is_named(workspace, changes):
-    (name, *_), both = changes, {"parallel.expert": 2, "device": "auto"}
-    with pytest.raises(SystemExit, match=rf"{name}=.* does not work with parallel\.expert=2"):
-        main(workspace.settings("none", **both | changes))

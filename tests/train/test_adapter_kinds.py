@@ -159,14 +159,6 @@ def test_peft_scores_the_same(workspace, settings, tmp_path):
     torch.testing.assert_close(again(IDS).logits[:, -1], expected, rtol=1e-4, atol=1e-5)
 
 
-def test_the_base_of_an_export_is_quantized(workspace, settings):
-    settings("nf4", "first")
-    model = tigon.from_pretrained(workspace.model, quantize="nf4")
-    model.load_adapter(workspace.root / "nf4/adapter")
-    merged = tigon.from_pretrained(workspace.root / "nf4/hf")
-    torch.testing.assert_close(merged(IDS).logits, model(IDS).logits, rtol=1e-4, atol=1e-5)
-
-
 def test_ranks_do_not_share_a_checkpoint(workspace, settings, capsys):
     settings("ends", "first")
     assert command(["generate", str(workspace.root / "ends"), "a", "--tp", "2"]) == 1

@@ -67,18 +67,15 @@ def test_what_is_printed_can_be_read_back(tmp_path):
     assert list(yaml.safe_load(dump(config))) == list(Config.__dataclass_fields__)
 
 
-def test_help_names_every_setting_with_its_default():
+def test_help_names_settings_defaults_and_values():
     text = help_text()
     for name, default in (("seq_len", "2048"), ("lr", "1.0e-05"), ("schedule", "cosine")):
         assert re.search(rf"^  {name}: .*{default}$", text, re.MULTILINE)
     assert all(f"  {name}: " in text for name in Config.__dataclass_fields__)
-
-
-def test_help_names_every_task_format_and_dimension():
     dimensions = Parallel.__dataclass_fields__
     for name, known in (("task", TASKS), ("format", REQUIRED_KEYS), ("parallel", dimensions)):
-        said = help_text().partition(f"\n  {name}: ")[2].splitlines()[1]
-        assert set(known) <= set(re.findall(r"\w+", said)), said
+        help = text.partition(f"\n  {name}: ")[2].splitlines()[1]
+        assert set(known) <= set(re.findall(r"\w+", help)), help
 
 
 @pytest.mark.parametrize(

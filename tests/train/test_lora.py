@@ -162,13 +162,6 @@ def test_groups_and_gradient_accumulation(workspace, settings):
     assert any(".layers.0." in name and "lora_B" in name for name in states)
 
 
-def test_hooks_of_exports(workspace, settings):
-    main(settings("often", steps=2, hf_every=1, eval_every=1, hf_best="true"))
-    names = {path.name for path in (workspace.root / "often").iterdir()}
-    assert {"adapter", "adapter-step-00000001", "adapter-step-00000002", "adapter-best"} <= names
-    assert "hf" not in names
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

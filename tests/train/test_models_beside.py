@@ -115,17 +115,6 @@ def test_a_file_that_may_not_be_as_large_is_said(tmp_path: Path) -> None:
     assert not list(tmp_path.glob("*part*"))
 
 
-@pytest.mark.parametrize("suffix", [".npy", ".json"])
-def test_a_directory_where_a_file_belongs_is_named(tmp_path: Path, suffix: str) -> None:
-    (tmp_path / f"a{suffix}").mkdir()
-    assert read(tmp_path / "a.npy", 5) is None
-    message = (
-        rf"cannot write .*: .*/a{suffix} is in the way \(Is a directory\): move it away, or set"
-    )
-    with pytest.raises(OSError, match=message):
-        store(tmp_path / "a.npy", np.zeros(5, dtype=np.float32))
-
-
 @pytest.mark.slow
 def test_the_checkpoint_s_run_says_which_reference(
     settings: Any, other: Path, tmp_path: Path

@@ -16,11 +16,11 @@ from tigon.kernels.attention.api import check_training
 from tigon.models import MODELS, CausalLM, count_parameters, read_config
 from tigon.parallel import MeshSizes
 from tigon.tokenizer import Tokenizer
-from tigon.train import checkpoint, resume, sharing
+from tigon.train import checkpoint, resume
 from tigon.train.background_export import Exporter
 from tigon.train.config import Config
 from tigon.train.cuda_graphs import Graphs, check_run
-from tigon.train.data import build_loader
+from tigon.train.data import build_loader, set_share_prompts
 from tigon.train.distributed import World
 from tigon.train.logging import check_sinks
 from tigon.train.memory import gpu_memory, memory_budget, resolve_checkpointing
@@ -158,7 +158,7 @@ def read_inputs(
         tokenizer.strftime_now = time
         check_context(config, source)
         task.check_frozen_models(tokenizer, source)
-        reason = sharing.set_share_prompts(task, source)
+        reason = set_share_prompts(task, source)
         data = build_loader(task, config.data, tokenizer, cursor=cursor)
         eval_data = None
         if config.held_out:

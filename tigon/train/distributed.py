@@ -168,22 +168,8 @@ def pick_device(name: str) -> torch.device:
 
 
 def launched() -> bool:
-    """Returns whether --nproc or torchrun has started this process.
-
-    Raises ValueError for a part of what they set, as where another program has left WORLD_SIZE.
-    """
-    if "WORLD_SIZE" not in os.environ:
-        return False
-    values = {name: os.environ.get(name) for name in ("WORLD_SIZE", "RANK", "MASTER_PORT")}
-    missing = [n for n in ("RANK", "MASTER_ADDR", "MASTER_PORT") if n not in os.environ]
-    advice = "unset it to run on one process, or start with torchrun"
-    if missing:
-        size = f"WORLD_SIZE={values['WORLD_SIZE']}"
-        raise ValueError(f"{size} is in the environment without {', '.join(missing)}: {advice}")
-    for name, value in values.items():
-        if not (value or "").isdecimal():
-            raise ValueError(f"{name}={value} in the environment is no number: {advice}")
-    return True
+    """Returns whether --nproc or torchrun has started this process."""
+    return "WORLD_SIZE" in os.environ
 
 
 @contextmanager
@@ -196,7 +182,8 @@ def start(
     """Opens the process group of --nproc or torchrun, or of this process alone, for a whole run.
 
     Raises ValueError if `parallel` does not divide the ranks, OSError for a port in use, and
-    InputError if ranks have different `settings`.
+    InputError if ranks have different `settings`, or if the environment has a part of what torchrun
+    sets, as where another program has left WORLD_SIZE.
     """
     started = launched()
     sizes = (parallel or Parallel()).sizes(int(os.environ["WORLD_SIZE"]) if started else 1)
@@ -207,6 +194,9 @@ def start(
     alone: dict[str, Any] = {"store": dist.HashStore(), "rank": 0, "world_size": 1}
     try:
         dist.init_process_group(backend, **({} if started else alone))
+    except ValueError as error:
+        advice = "unset WORLD_SIZE to run on one process, or start with torchrun"
+        raise InputError(f"{error}: {advice}") from None
     except dist.DistNetworkError as error:
         if "EADDRINUSE" not in str(error):
             raise

@@ -15,7 +15,7 @@ from tests.models.fp8_checkpoints import DYNAMIC, to_fp8
 from tests.small import write_model
 from tests.train.adapters import SETTINGS, assert_close, step, tensors, weights
 from tests.train.checkpoints import assert_equal, changed_metadata
-from tests.train.ranks import train_on
+from tests.train.ranks import Ranks, train_on
 from tigon.cli import main as command
 from tigon.layers import QuantizedWeight
 from tigon.models import quantize_model
@@ -309,6 +309,22 @@ def test_base_of_what_has_none(workspace, settings, tmp_path, capsys):
     ):
         assert command([*words, *base]) == 1
         assert message in capsys.readouterr().err
+
+
+def test_a_row_of_zeros_on_one_rank(workspace):
+    """It is said at once, while the others still add up lengths, as the whole weight counts it."""
+    base = write_model(workspace.root / "zeros")
+    zeroed = weights(base)
+    zeroed["model.layers.0.self_attn.k_proj.weight"][20] = 0  # the fifth of the second rank's
+    save_file(zeroed, base / "model.safetensors", {"format": "pt"})
+    more = {"model": base, "lora.dora": "true", "parallel.tensor": 2}
+    running = Ranks(2, main, workspace.settings("zeros-run", **SETTINGS | more))
+    for process in running.processes:
+        process.join(60)
+    errors = running.errors
+    running.kill()
+    assert running.codes == [1, 1] and "timed out" not in errors, errors
+    assert "self_attn.qkv_proj: row 20 of k_proj is all zeros" in errors
 
 
 # Runs whose frozen base is in 4 bits.

@@ -346,6 +346,19 @@ def _exchange(first: Path, second: Path) -> bool:
     raise OSError(code, os.strerror(code), str(second))
 
 
+@contextmanager
+def new_file(path: Path) -> Iterator[Path]:
+    """Yields a temporary name beside `path`, whose file is renamed to it at the end or removed on
+    an error; create it with mode "x", which follows no link that another user has planted."""
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
+    try:
+        yield temporary
+        fsync(temporary)
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
 def fsync(path: Path) -> None:
     """Flush a file, or the names in a directory, to the disk."""
     descriptor = os.open(path, os.O_RDONLY)

@@ -198,7 +198,7 @@ def test_full_disk_is_one_line_and_leaves_nothing(tmp_path, root, monkeypatch):
         def __call__(self, block):
             raise OSError(28, "No space left on device")
 
-    with pytest.raises(OSError, match=r"^disk full: .*cache/data") as raised:
+    with pytest.raises(OSError, match=r"^the disk became full while .*cache/data") as raised:
         tokenize([source], Full())
     assert "\n" not in str(raised.value) and "TIGON_CACHE" in str(raised.value)
     assert directories(root) == []

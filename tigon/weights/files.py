@@ -35,25 +35,34 @@ def explain_full_disk(path: Path, needed: int) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.errno not in FULL:
-            if error.errno is None or error.filename is not None:
-                raise
-            raise OSError(error.errno, error.strerror, str(path)) from error
-        free = shutil.disk_usage(path.parent).free
-        quota = " (a quota)" if error.errno == errno.EDQUOT else ""
-        raise DiskFullError(
-            f"the disk{quota} became full while {path} was written: {_sizes(needed, free)}"
-        ) from error
+        if error.errno in FULL:
+            raise full_disk_error(path, error, needed) from error
+        if error.errno is None or error.filename is not None:
+            raise
+        raise OSError(error.errno, error.strerror, str(path)) from error
 
 
-def _sizes(needed: int, free: int) -> str:
+def full_disk_error(
+    path: Path, error: OSError, needed: int | None = None, remedy: str = ""
+) -> DiskFullError:
+    """The error that says how much is free where `path` was to be written, and what to do."""
+    free = shutil.disk_usage(next(p for p in path.parents if p.exists())).free
+    quota = " (a quota)" if error.errno == errno.EDQUOT else ""
+    text = f"the disk{quota} became full while {path} was written: {_sizes(needed, free)}"
+    return DiskFullError(f"{text}; {remedy}" if remedy else text)
+
+
+def _sizes(needed: int | None, free: int) -> str:
     """A text with both sizes, in bytes if they are equal when rounded."""
+    sizes = {"needed": needed, "free": free}
     texts = [
-        f"{n / 2**30:.2f} GiB" if n >= 2**30 else f"{n / 2**20:.1f} MiB" for n in (needed, free)
+        f"{n / 2**30:.2f} GiB {name}" if n >= 2**30 else f"{n / 2**20:.1f} MiB {name}"
+        for name, n in sizes.items()
+        if n is not None
     ]
-    if texts[0] == texts[1]:
-        texts = [f"{count:,} bytes" for count in (needed, free)]
-    return f"{texts[0]} needed, {texts[1]} free"
+    if texts[0].removesuffix("needed") == texts[-1].removesuffix("free"):
+        texts = [f"{needed:,} bytes needed", f"{free:,} bytes free"]
+    return ", ".join(texts)
 
 
 # Locks, which end with their process

@@ -321,26 +321,19 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert sorted(tmp_path.iterdir()) == [path]
     for wrong, why in (
         (["--gpus", "0", "--seq-len", "64"], "--gpus 0 must be 1 to 262,144"),
-        (["--gpus", str(10**9), "--seq-len", "64"], f"--gpus {10**9} must be 1 to 262,144"),
-        (["--gpus", "8", "--seq-len", str(10**34)], "must be at most 268,435,456"),
         (["--gpus", "1", "--seq-len", str(2**30)], "--seq-len 1073741824 must be at most 268,435"),
         (["--gpus", "16384", "--seq-len", str(2**28)], "tokens in a step, by --batch-tokens"),
-        ([*few, "--batch-tokens", str(64 * 10**20)], "be 1,099,511,627,776 at most"),
         (["--gpus", "2", "--seq-len", "1"], "--seq-len 1 must be at least 2"),
         ([*few, "--batch-tokens", "-64"], "--batch-tokens -64 must be at least 1"),
         ([*few, "--most", "0"], "--most 0 must be at least 1"),
         ([*few, "--batch-tokens", "100"], "no multiple of --seq-len 64: give 64 or 128"),
         ([*few, "--settings", "sharding=full"], "sharding=full: a plan tries its values itself"),
         ([*few, "--settings", "batch_size=64"], "batch_size=64: give --batch-tokens N instead"),
-        ([*few, "--settings", "seq_len=64"], "seq_len=64: give --seq-len T instead"),
-        ([*few, "--settings", "model=x"], "model=x: give it as the argument MODEL"),
         ([*few, "--settings", "task=sft"], "task=sft: a plan does not use it; leave it out"),
-        ([*few, "--settings", "run-dir=x"], "run_dir=x: a plan does not use it; leave it out"),
         ([*few, "--settings", "tensor=2"], "(for `tigon train` it is parallel.tensor=2)"),
         ([*few, "--settings", "parallel.tensor=2"], "a plan tries every layout itself; leave it"),
         ([*few, "--settings", "fp8=true"], "fp8: its time is not modelled"),
         ([*few, "--gpu", "a"], "--gpu a must be one of h100, h200"),
-        ([*few, "--settings", "optimiser=adamw"], "optimizer"),
     ):
         assert main(["plan", str(path), *wrong]) == 1
         assert why in capsys.readouterr().err

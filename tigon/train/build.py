@@ -5,7 +5,7 @@ import os
 import random
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 
@@ -149,9 +149,11 @@ def read_inputs(
         source = resume.find_source(config, world)
         if source is not None:
             source_lock.enter_context(read_lock(source))
-            cursor = checkpoint.read_metadata(source).get("cursor")
             resume.check_adapter(source, config)
-            config = resume.with_new_tokens(source, config)
+            saved = checkpoint.read_metadata(source)
+            cursor = saved.get("cursor")
+            if not config.new_tokens:  # the run may have taken them from the data
+                config = replace(config, new_tokens=tuple(saved["config"]["new_tokens"]))
     time = resume.start_time(source, world)
     with world.raise_on_all_ranks():
         check_sizes(config, sizes or world.sizes, source)

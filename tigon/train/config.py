@@ -452,9 +452,19 @@ REQUIRES = (
     ("lora.merge", "export=true", "it is about run_dir/hf"),
     ("param_dtype=bfloat16", "dtype=auto|bfloat16", ""),
 )
+
+
+def _find_group(
+    config: Any, chosen: Callable[[ParameterGroup], Any]
+) -> tuple[str, ParameterGroup] | None:
+    """Returns the first parameter group that is chosen, and its name."""
+    groups = enumerate(config.parameter_groups)
+    return next(((f"parameter_groups[{i}]", g) for i, g in groups if chosen(g)), None)
+
+
 TERM = re.compile(r"([\w.]+)(?:(=|>)(.+))?")
 FAULTS: tuple[tuple[Callable[[Any], Any], str], ...] = (
-    # whether a config is at fault, and what it says
+    # whether or where a config is at fault, and what to say
     (lambda c: not c.run_dir, "run_dir is required: where everything that the run writes goes"),
     (lambda c: not c.data, "data is required: training files, globs or hf://owner/name"),
     (
@@ -485,14 +495,12 @@ FAULTS: tuple[tuple[Callable[[Any], Any], str], ...] = (
         "still has lr: give 2 or more, or schedule=constant",
     ),
     (
-        lambda c: not c.lr and any(group.lr for group in c.parameter_groups),
-        "lr=0 leaves the lr of parameter_groups without a schedule: freeze the others instead",
+        lambda c: None if c.lr else _find_group(c, lambda g: g.lr),
+        "lr=0 leaves {0[0]}.lr={0[1].lr} without a schedule: freeze the others instead",
     ),
     (
-        lambda c: any(
-            g.freeze and (g.lr, g.weight_decay) != (None, None) for g in c.parameter_groups
-        ),
-        "parameter_groups: with freeze, lr and weight_decay mean nothing",
+        lambda c: _find_group(c, lambda g: g.freeze and (g.lr, g.weight_decay) != (None, None)),
+        "{0[0]}: with freeze, lr and weight_decay mean nothing",
     ),
     (
         lambda c: c.push_to_hub.lower() in ("true", "false"),  # as in TRL; it could be a name
@@ -526,8 +534,8 @@ class Config(
             if str(value := getattr(self, name)).startswith("~"):
                 object.__setattr__(self, name, str(expand_user(value)))
         for fails, fault in FAULTS:
-            if fails(self):
-                raise ValueError(fault.format(c=self))
+            if where := fails(self):
+                raise ValueError(fault.format(where, c=self))
         check_variables(self.chat_template_kwargs or {}, "chat_template_kwargs")
         if self.push_to_hub:
             check_repository(self.push_to_hub)

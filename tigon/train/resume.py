@@ -11,7 +11,7 @@ import re
 import secrets
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, fields
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -175,13 +175,6 @@ def start_time(source: Path | None, world: World) -> datetime:
         return datetime.fromisoformat(first)
     except ValueError:
         raise ValueError(f"{source}: run.json has strftime_now={first!r:.100}, no time") from None
-
-
-def with_new_tokens(source: Path, config: Config) -> Config:
-    """Returns the settings with the checkpoint's new_tokens, which its run may have taken from the
-    data, unless they name some."""
-    saved = checkpoint.read_metadata(source).get("config", {}).get("new_tokens") or ()
-    return config if config.new_tokens else replace(config, new_tokens=tuple(saved))
 
 
 def check_adapter(source: Path, config: Config) -> None:

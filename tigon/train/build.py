@@ -153,7 +153,7 @@ def read_inputs(
             saved = checkpoint.read_metadata(source)
             cursor = saved.get("cursor")
             if not config.new_tokens:  # the run may have taken them from the data
-                config = replace(config, new_tokens=tuple(saved["config"]["new_tokens"]))
+                config = replace(config, new_tokens=tuple(saved["config"].get("new_tokens") or ()))
     time = resume.start_time(source, world)
     with world.raise_on_all_ranks():
         check_sizes(config, sizes or world.sizes, source)

@@ -200,13 +200,6 @@ def _block_slice(part: TensorSlice, block: int) -> TensorSlice:
 # and knows no checksums.
 
 
-class FileResult(NamedTuple):
-    """The name and the checksum of a written file."""
-
-    file: str
-    sha256: str
-
-
 class Writer(FileSystemWriter):
     """Writes weights-RANK, optimizer-RANK and ema-RANK.safetensors on every rank, into the
     directory that rank 0 gets from `begin` with the bytes of all; then rank 0 calls `commit` with
@@ -233,7 +226,7 @@ class Writer(FileSystemWriter):
         for name, items in _assign_files(plan.items, rank).items():
             path = directory / name
             with explain_full_disk(path, sum(map(_nbytes, items))):
-                written = FileResult(name, _write(path, items, planner))
+                written = name, _write(path, items, planner)  # its checksum
             results += [WriteResult(item.index, _nbytes(item), written) for item in items]
         done: Future[list[WriteResult]] = Future()
         done.set_result(results)

@@ -30,7 +30,7 @@ ARROWS: dict[str, set[str]] = {
     "models": {"generation", "weights"},
     "parallel": {"models"},
     "tokenizer": {"hub"},
-    "data": {"tokenizer"},
+    "data": {"tokenizer", "weights"},
     "report": {"utils"},
     "train": {"data", "parallel", "report", "version"},
     "plan": {"train"},

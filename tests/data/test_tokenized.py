@@ -14,6 +14,7 @@ import pytest
 from tests.data.rows import Count, File, write_rows
 from tigon.cli import main as tigon
 from tigon.data import Block, Examples, Format, cache, clean_cache, join, tokenize, tokenized
+from tigon.weights import files
 
 ROOT = Path(__file__).parents[2]
 pytest.importorskip("datasets", reason="needs tigon[train]")
@@ -198,7 +199,7 @@ def test_full_disk_is_one_line_and_leaves_nothing(tmp_path, root, monkeypatch):
         def __call__(self, block):
             raise OSError(28, "No space left on device")
 
-    with pytest.raises(OSError, match=r"^disk full: .*cache/data") as raised:
+    with pytest.raises(OSError, match=r"^the disk became full while .*cache/data") as raised:
         tokenize([source], Full())
     assert "\n" not in str(raised.value) and "TIGON_CACHE" in str(raised.value)
     assert directories(root) == []
@@ -308,7 +309,7 @@ def test_nothing_is_written_through_a_planted_link(tmp_path, root, monkeypatch):
     root.mkdir(parents=True)
     for name in (".memo.0000000000000000", "memo"):
         (root / name).symlink_to(victim)
-    monkeypatch.setattr(cache.secrets, "token_hex", lambda n: "0" * 2 * n)
+    monkeypatch.setattr(files.secrets, "token_hex", lambda n: "0" * 2 * n)
     with pytest.raises(FileExistsError):
         cache.write_text(root / "memo", "theirs")
     monkeypatch.undo()

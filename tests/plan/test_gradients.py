@@ -26,7 +26,6 @@ from tigon.train import dry_run, load
 from tigon.train.config import Config, mesh_sizes
 from tigon.train.cuda_graphs import check_run
 from tigon.train.distributed import World
-from tigon.train.memory import Estimate
 from tigon.train.optim import check_ranks
 from tigon.train.tasks import find_task
 
@@ -109,27 +108,6 @@ def test_messages_by_hand(job, settings: list[str], item: int) -> None:
     assert full - whole == pytest.approx((8 * 2 + 4 - 2 - item) * one.shapes.counts(8).total / 2)
 
 
-def test_chosen_where_weights_move_often(job) -> None:
-    """Of several micro-batches, by ranks that divide layers, tokens, or both."""
-    one = job(8, BF16, 64, tokens=4096)
-
-    def fits(layout: Layout) -> bool:
-        return layout.tensor > 1 and layout.micro_batches > 1
-
-    def heavy(_: Job, layout: Layout) -> Estimate:
-        return Estimate({"sum": 10**9 if fits(layout) else 10**15}, 0)
-
-    plan = make_plan(one, limit=100, estimate=heavy)
-    best = plan.choices[0].layout
-    assert best.sharding == "gradients" and best.tensor > 1 and best.shards > 1
-    assert "sharding=gradients" in best.settings and "ZeRO-2" in format_plan(plan)
-    found = {(c.layout.fsdp, c.layout.context, c.layout.tensor, c.layout.sharding)
-             for c in plan.choices}  # fmt: skip
-    whole = {mesh[:3] for mesh in found if mesh[3] == "gradients"}
-    assert whole == {(4, 1, 2), (2, 1, 4), (2, 2, 2), (1, 2, 4), (1, 4, 2)}
-    assert (1, 1, 8, "full") in found
-
-
 @pytest.mark.slow(first=1)
 @pytest.mark.parametrize(
     "settings",
@@ -181,19 +159,6 @@ def test_reasons_and_configured_layouts(job) -> None:
     assert {mesh[:4] for mesh in found} == {
         (1, f, c, 4 // f // c) for f in (1, 2, 4) for c in (1, 2, 4) if f * c <= 4
     }
-
-
-def test_untried_layouts_are_not_impossible(job) -> None:
-    """With limit=1, other meshes' faster layouts are too large and slower ones untried."""
-    one = job(2, BF16, 2)
-
-    def heavy(_: Job, layout: Layout) -> Estimate:
-        return Estimate({"sum": 10**9 if layout.recomputed == 1.0 else 10**15}, 0)
-
-    first, all_of = (make_plan(one, limit=limit, estimate=heavy) for limit in (1, 100))
-    assert len(all_of.choices) > 3 and not all_of.reasons and all_of.lacking is None
-    assert len(first.choices) == 1 and not first.reasons and first.lacking is None
-    assert not make_plan(one, limit=0, estimate=heavy).choices
 
 
 @pytest.mark.parametrize(("sharding", "settings"), [("full", FP32), ("gradients", BF16)])

@@ -4,7 +4,6 @@ import fcntl
 import html
 import html.parser
 import json
-import math
 import os
 import re
 import shutil
@@ -19,8 +18,8 @@ import yaml
 
 import tigon.report
 from tigon.cli import main
-from tigon.report.charts import buckets, charts
-from tigon.report.page import default_settings, describe_state, format_setting, select_samples
+from tigon.report.charts import charts
+from tigon.report.page import default_settings, describe_state, format_setting
 from tigon.report.read import read
 from tigon.train.config import SECTIONS
 from tigon.train.config_file import dump, load
@@ -216,28 +215,6 @@ def test_pipe_in_place_of_a_file(run: Path, name: str) -> None:
     assert read(run).name == "first"
 
 
-def test_values_of_any_kind(tmp_path: Path) -> None:
-    strange = [
-        0.0,
-        -1.0,
-        1e99,
-        1e308,
-        1e-320,
-        math.nan,
-        math.inf,
-        10**400,
-        "x",
-        [1],
-        {"a": 1},
-        True,
-    ]
-    rows = [step_row(i + 1, loss=value, grad_norm=1e99) for i, value in enumerate(strange)]
-    assert_harmless(page_of(write_run(tmp_path / "strange", rows, "steps=11")))
-    same = write_run(tmp_path / "constant", [step_row(1, loss=0.0, **{"rewards/chosen": 0.5})])
-    text = text_of(page_of(same))
-    assert "There is no evaluation among the metrics." in text and "rewards/chosen" in text
-
-
 def test_states(tmp_path: Path, run: Path) -> None:
     (run / "config.yaml").write_text("epochs: 1\n")
     assert read(run).is_finished  # the last row has epoch 1.0
@@ -263,18 +240,6 @@ def test_thousands_of_steps(tmp_path: Path) -> None:
     page = page_of(path)
     assert time.process_time() - began < 5  # about 1 s on a quiet core
     assert len(page) < 1_500_000 and "a point is the mean of 84 steps" in page
-
-
-def test_buckets_keep_every_value() -> None:
-    found = buckets(range(7), 3)
-    assert found[:2].tolist() == [[0, 1, 2], [3, 4, 5]]
-    assert found[2, 0] == 6 and all(map(math.isnan, found[2, 1:]))
-
-
-def test_samples_are_evenly_spread() -> None:
-    texts = {step: str(step) for step in range(0, 101, 5)}
-    assert select_samples(texts, 3) == [(0, "0"), (50, "50"), (100, "100")]
-    assert [step for step, _ in select_samples(texts, 30)] == sorted(texts)
 
 
 def test_the_command(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

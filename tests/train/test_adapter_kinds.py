@@ -26,7 +26,7 @@ from tests.train.conftest import Workspace
 from tests.train.ranks import train_on
 from tigon.cli import main as command
 from tigon.layers import QuantizedWeight
-from tigon.train import main
+from tigon.train import load, main, prepare
 from tigon.train.export import load_checkpoint
 
 ENDS = {"model": "untied", "lora.targets": "[q_proj, embed_tokens, lm_head]"}
@@ -40,6 +40,7 @@ KINDS: dict[str, dict[str, Any]] = {
         "lora.targets": "[q_proj, experts.gate_up_proj, experts.down_proj]",
     },
     "nf4": {"lora.quantize": "nf4"},
+    "dropout": {"lora.dropout": 0.3},
     "reward": {"task": "reward", "data": "reward.jsonl", "eval_data": "[]"},
 }
 LEARNS = {"lora": 0.15, "dora": 0.15, "ends": 0.1, "ends-dora": 0.1, "experts": 0.04, "nf4": 0.1}
@@ -139,6 +140,27 @@ def test_peft_computes_the_same(workspace, settings, kind):
     assert tigon.Tokenizer.from_pretrained(adapter)
 
 
+def test_dropout_is_of_training_alone(workspace, settings, world):
+    """And drawn for rows, whatever micro-batches they are in."""
+    settings("dropout", "first")
+    changes = {"no dropout": {"lora.dropout": 0}, "seed": {"seed": 1}}
+    changes["micro"] = {"micro_batch_size": 2}
+    for run, changed in changes.items():
+        main(settings("dropout", run, eval_every=1, **changed))
+    plain, other, micro = (workspace.metrics(run, "loss") for run in changes)
+    found = workspace.metrics("dropout", "loss")
+    assert found[0] == plain[0] and found[1] not in (plain[1], other[1])  # B is 0 in the first step
+    assert micro == pytest.approx(found, rel=1e-5)
+    evaluated = [workspace.metrics(run, "eval_loss") for run in ("no dropout", "seed")]
+    assert evaluated[0][0] == evaluated[1][0]
+    adapter = workspace.root / "dropout/adapter/adapter_config.json"
+    assert json.loads(adapter.read_text())["lora_dropout"] == 0.3
+    run = prepare(load(None, settings("dropout", "prepared")), world)
+    (batch, *_) = run.data.micro_batches(0)
+    assert batch.dropout_keys is not None and run.eval_data is not None
+    assert all(b.dropout_keys is None for b in run.eval_data.micro_batches(0))
+
+
 def test_peft_scores_the_same(workspace, settings, tmp_path):
     """The head of a reward model trains whole, as PEFT's SEQ_CLS has it."""
     settings("reward", "first")
@@ -157,14 +179,6 @@ def test_peft_scores_the_same(workspace, settings, tmp_path):
     again = tigon.from_pretrained(tmp_path / "base")
     again.load_adapter(tmp_path / "theirs")
     torch.testing.assert_close(again(IDS).logits[:, -1], expected, rtol=1e-4, atol=1e-5)
-
-
-def test_the_base_of_an_export_is_quantized(workspace, settings):
-    settings("nf4", "first")
-    model = tigon.from_pretrained(workspace.model, quantize="nf4")
-    model.load_adapter(workspace.root / "nf4/adapter")
-    merged = tigon.from_pretrained(workspace.root / "nf4/hf")
-    torch.testing.assert_close(merged(IDS).logits, model(IDS).logits, rtol=1e-4, atol=1e-5)
 
 
 def test_ranks_do_not_share_a_checkpoint(workspace, settings, capsys):

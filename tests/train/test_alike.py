@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -16,10 +17,9 @@ from tigon.train import main
 from tigon.train.export import load_checkpoint
 
 
-def one_of(each: list[list[str]], folders: list[str] | None = None) -> None:
+def one_of(each: list[list[str]], folders: list[str]) -> None:
     rank = int(os.environ["RANK"])
-    if folders is not None:
-        os.chdir(folders[rank])
+    os.chdir(folders[rank])
     main(each[rank])
 
 
@@ -32,7 +32,7 @@ def folders(tmp_path) -> list[str]:
     return [str(folder) for folder in made]
 
 
-def said(each: list[list[str]], folders: list[str] | None = None) -> str:
+def errors_of(each: list[list[str]], folders: list[str]) -> str:
     """What ranks say that end with an error, soon."""
     ranks = Ranks(len(each), one_of, each, folders)
     with pytest.raises(AssertionError, match="exit codes"):
@@ -41,26 +41,66 @@ def said(each: list[list[str]], folders: list[str] | None = None) -> str:
     return ranks.errors
 
 
-@pytest.mark.slow(first=1)
-@pytest.mark.parametrize(
-    ("name", "values"),
-    [("resume", ("auto", "")), ("parallel", ("auto", "{tensor: 2}")), ("lr", ("0.1", "0.2"))],
-)
-def test_other_settings(workspace, name, values):
-    each = []
-    for value in values:
-        settings = workspace.settings(f"other-{name}", steps=2)
-        each.append([*settings, *[f"{name}={value}"] * bool(value)])
-    assert f"rank 1 has other settings ({name}) than rank 0" in said(each)
-    assert not (workspace.root / f"other-{name}" / "checkpoints").exists()
+def change_weights(model: Path) -> None:
+    file = model / "model.safetensors"
+    weights = {name: weight + 0.1 for name, weight in load_file(file).items()}
+    save_file(weights, file, {"format": "pt"})
 
 
-@pytest.mark.slow
-def test_other_layouts(workspace):
-    """Whose process groups would be made in another order."""
-    sizes = {"parallel.tensor": 2}, {"parallel.context": 4}
-    each = [workspace.settings("layouts", **size) for size in sizes]
-    assert "rank 1 has other settings (parallel) than rank 0: start all" in said([*each, *each])
+def write_files(folder: Path, rank: int, what: str) -> None:
+    """Files of equal names in the folders of two ranks, of which `what` differs."""
+    sizes = {"config": {"rms_norm_eps": 1e-2}, "layers": {"num_hidden_layers": 3}}
+    model = write_model(folder / "model", **sizes.get(what, {}) if rank else {})
+    if what == "weights" and rank:
+        change_weights(model)
+    if what == "generation_config" and rank:
+        (model / "generation_config.json").write_text('{"repetition_penalty": 1.5}')
+    word = "eight" if rank and what == "rows" else "seven"  # of the same size
+    rows = [json.dumps({"prompt": f"say {word} {i}", "completion": "yes"}) for i in range(40)]
+    (folder / "rows.jsonl").write_text("\n".join(rows))
+    pair = {"prompt": "say", "chosen": "yes", "rejected": "no"}
+    (folder / "pairs.jsonl").write_text(f"{json.dumps(pair)}\n" * 8)
+
+
+MODEL = "rank 1 reads another model than rank 0 from model: give all hosts the same"
+ROWS = "rank 1 has other {} than rank 0: give all hosts the same files"
+# Settings of both ranks, or of each; which files differ between them; what they say
+CASES: dict[str, tuple[Any, str, str]] = {
+    "settings": (({"lr": 0.1}, {"lr": 0.2}), "", "has other settings (lr) than rank 0"),
+    "resume": (({"resume": "auto"}, {}), "", "has other settings (resume) than rank 0"),
+    # Whose process groups would be made in another order
+    "layouts": (
+        ({"parallel.tensor": 2}, {"parallel.context": 4}),
+        "",
+        "rank 1 has other settings (parallel) than rank 0: start all",
+    ),
+    "weights": ({"model": "model"}, "weights", MODEL),
+    "config": ({"model": "model"}, "config", MODEL),
+    "layers": ({"model": "model"}, "layers", MODEL),
+    "generation": ({"model": "model"}, "generation_config", MODEL),
+    "teacher": ({"task": "distill", "teacher": "model"}, "weights", MODEL),
+    "reference": ({"task": "dpo", "reference": "model", "data": "pairs.jsonl"}, "weights", MODEL),
+    "data": ({"data": "rows.jsonl"}, "rows", ROWS.format("data")),
+    "stream": ({"data": "rows.jsonl", "streaming": "true"}, "rows", ROWS.format("data")),
+    "eval_data": ({"eval_data": "rows.jsonl"}, "rows", ROWS.format("eval_data")),
+    "sample_prompts": ({"sample_prompts": "[rows.jsonl]"}, "rows", ROWS.format("sample_prompts")),
+}
+FAST = ("settings", "weights", "data")
+
+
+@pytest.mark.slow(first=len(FAST))
+@pytest.mark.parametrize("case", sorted(CASES, key=lambda case: case not in FAST))
+def test_ranks_that_differ_are_named(workspace, folders, case):
+    changes, differs, said = CASES[case]
+    for rank, folder in enumerate(folders):
+        write_files(Path(folder), rank, differs)
+    same = {"steps": 2, "eval_data": workspace.held_out}
+    each = changes if isinstance(changes, tuple) else (changes, changes)
+    given = [workspace.settings(case, **same | changed) for changed in each]
+    if case == "layouts":
+        given, folders = given * 2, folders * 2
+    assert said in errors_of(given, folders)
+    assert not (workspace.root / case / "checkpoints").exists()
 
 
 @pytest.mark.slow
@@ -68,69 +108,13 @@ def test_another_run_dir_of_the_same_name(workspace, folders):
     """On a disk of each host: the second rank would find out when it writes a checkpoint."""
     each = [[*workspace.settings("own", steps=2), "run_dir=runs/own"]] * 2
     local, other = (Path(folder, "runs") for folder in folders)
-    found = said(each, folders)
+    found = errors_of(each, folders)
     assert "rank 1: run_dir=runs/own, which all ranks write to: No such file or dir" in found
     assert not local.exists()
     (other / "own").mkdir(parents=True)
-    found = said(each, folders)
+    found = errors_of(each, folders)
     assert "rank 1: run_dir=runs/own is another directory than that of rank 0: all hosts" in found
     assert not local.exists() and not [*(other / "own").iterdir()]
-
-
-def change_weights(model: Path) -> None:
-    file = model / "model.safetensors"
-    weights = {name: weight + 0.1 for name, weight in load_file(file).items()}
-    save_file(weights, file, {"format": "pt"})
-
-
-@pytest.mark.slow(first=1)
-@pytest.mark.parametrize("differs", ["weights", "config", "layers", "generation_config"])
-def test_another_model_of_the_same_name(workspace, folders, differs):
-    changes = {"config": {"rms_norm_eps": 1e-2}, "layers": {"num_hidden_layers": 3}}
-    write_model(Path(folders[0], "model"))
-    other = write_model(Path(folders[1], "model"), **changes.get(differs, {}))
-    if differs == "weights":
-        change_weights(other)
-    elif differs == "generation_config":
-        (other / "generation_config.json").write_text('{"repetition_penalty": 1.5}')
-    found = said([workspace.settings(f"model-{differs}", steps=2, model="model")] * 2, folders)
-    assert "rank 1 reads another model than rank 0 from model: give all hosts the same" in found
-
-
-@pytest.mark.slow(first=1)
-@pytest.mark.parametrize("name", ["teacher", "reference"])
-def test_another_model_beside(workspace, folders, tmp_path, name):
-    """Whose shards would be those of two models."""
-    models = [write_model(Path(folder, "other")) for folder in folders]
-    change_weights(models[1])
-    changes: dict[str, object] = {"task": "distill", "teacher": "other"}
-    if name == "reference":
-        changes = {"task": "dpo", "reference": "other", "data": tmp_path / "pairs.jsonl"}
-        pair = {"prompt": "say", "chosen": "yes", "rejected": "no"}
-        (tmp_path / "pairs.jsonl").write_text(f"{json.dumps(pair)}\n" * 8)
-    found = said([workspace.settings(f"beside-{name}", steps=2, **changes)] * 2, folders)
-    assert "rank 1 reads another model than rank 0 from other: give all hosts the same" in found
-
-
-OTHERS = {
-    "data": {"data": "rows.jsonl"},
-    "data of a stream": {"data": "rows.jsonl", "streaming": "true"},
-    "eval_data": {"eval_data": "rows.jsonl"},
-    "sample_prompts": {"sample_prompts": "[rows.jsonl]"},
-}
-
-
-@pytest.mark.slow(first=1)
-@pytest.mark.parametrize("case", OTHERS)
-def test_other_rows(workspace, folders, case):
-    """Of the same name and size."""
-    for folder, word in zip(folders, ("seven", "eight"), strict=True):
-        rows = [json.dumps({"prompt": f"say {word} {i}", "completion": "yes"}) for i in range(40)]
-        Path(folder, "rows.jsonl").write_text("\n".join(rows))
-    changes = {"steps": 2, "eval_data": workspace.held_out} | OTHERS[case]
-    found = said([workspace.settings(f"rows-{case}", **changes)] * 2, folders)
-    name = case.split()[0]
-    assert f"rank 1 has other {name} than rank 0: give all hosts the same files" in found
 
 
 def load_checkpoints(folders: list[str]) -> None:

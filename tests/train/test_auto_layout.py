@@ -12,7 +12,7 @@ from tests.small import EXPERTS, LLAMA
 from tests.train.ranks import Ranks
 from tigon.plan import find_gpu, search
 from tigon.plan.cost import Job
-from tigon.plan.layout import Layout, enumerate_meshes
+from tigon.plan.layout import Layout
 from tigon.plan.search import configured_layouts
 from tigon.train import auto_layout, load, main
 from tigon.train.config import Config, Parallel
@@ -109,16 +109,6 @@ def test_excluded_layouts_are_never_chosen(configured, monkeypatch) -> None:
     limit(monkeypatch, lambda x: x.context > 1)
     with pytest.raises(ValueError, match="no layout"):  # several micro-batches on each rank
         auto_layout.choose_layout(configured(**one), CUDA, 8, ROOM)
-
-
-def test_step_settings_stay(configured) -> None:
-    config = configured(micro_batch_size=2, activation_checkpointing=3)
-    gpu, constants = find_gpu("h200")
-    job = Job(auto_layout.model_shapes(config, None), config, 8, gpu, constants, 4096, 8)
-    found = [layout for mesh in enumerate_meshes(8) for layout in configured_layouts(job, mesh)]
-    assert {(x.rows, x.checkpointing) for x in found} == {(2, 3)}
-    assert all(x.rows * x.micro_batches * x.data == 8 for x in found)
-    assert {x.data for x in found} == {1, 2, 4} and found[0].recomputed == 1 / 3
 
 
 def test_errors_where_nothing_can_be_planned(configured, monkeypatch) -> None:

@@ -12,7 +12,6 @@ import tigon
 from tests.small import CHATML
 from tests.train.conftest import Workspace
 from tests.train.ranks import train_on
-from tigon.data import ChatEncoder
 from tigon.models import MODELS
 from tigon.tokenizer import Tokenizer, chat_template
 from tigon.train import build, main, pack
@@ -85,13 +84,6 @@ def test_a_template_that_would_never_end_is_refused(workspace, base, tmp_path, t
     assert not (tmp_path / "run").exists()
 
 
-def test_models_that_stop_already_are_unchanged(workspace, base, tmp_path):
-    exported = train(workspace, tmp_path / "run", base, EOS + PROMPT, steps=1)
-    for name in ("tokenizer_config.json", "generation_config.json"):
-        assert json.loads((exported / name).read_text()) == json.loads((base / name).read_text())
-    assert json.loads((exported / "config.json").read_text())["eos_token_id"] == 0
-
-
 def test_eos_stays_if_the_template_writes_it(base):
     for template, expected in ((CHATML + "{{ eos_token }}", 0), (CHATML, 2)):
         tokenizer = Tokenizer.from_pretrained(base)
@@ -159,33 +151,6 @@ def test_a_run_keeps_its_day(workspace, clock, tmp_path, monkeypatch, capsys):
     assert pinned == whole
     with pytest.raises(SystemExit, match=r"order of the data: chat_template_kwargs null -> {"):
         main(workspace.settings("x", steps=4, resume=source, **given))
-
-
-def test_what_was_packed_on_another_day(workspace, clock, tmp_path, monkeypatch):
-    made: list[int] = []
-    encode = ChatEncoder.__call__
-
-    def counting(self: ChatEncoder, block: Any) -> Any:
-        examples = encode(self, block)
-        made.append(len(examples))
-        return examples
-
-    monkeypatch.setattr(ChatEncoder, "__call__", counting)
-    dated = f"chat_template={write(tmp_path / 'dated.jinja', DATED)}"
-    common = [str(workspace.data), f"model={workspace.model}", "seq_len=128"]
-    for days, again, *settings in (
-        ((DAY, datetime(2026, 5, 1, 23)), False, dated),
-        ((DAY, NEXT), True, dated),
-        ((DAY, NEXT), False, dated, "chat_template_kwargs={date_string: today}"),
-        ((DAY, NEXT), False),
-    ):
-        monkeypatch.setenv("TIGON_CACHE", str(tmp_path / f"{days}{settings}".replace("/", "")[:99]))
-        counts = []
-        for clock.time in days:
-            made.clear()
-            pack([*common, *settings])
-            counts.append(sum(made))
-        assert counts == [43, 43 if again else 0], settings
 
 
 def test_ranks_have_the_time_of_the_first(workspace, tmp_path):

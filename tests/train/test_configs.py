@@ -11,12 +11,11 @@ import torch
 from bench.train_cases import MODELS, config
 from tests.small import LLAMA, write_chats, write_model, write_tokenizer
 from tests.train import preferences
-from tigon.models import count_parameters
 from tigon.train import load, main
 from tigon.train.distributed import World
 from tigon.train.logging import read_metrics
 from tigon.train.memory import estimate
-from tigon.train.model import meta_model, meta_model_from_path, weights_dtype
+from tigon.train.model import meta_model, weights_dtype
 from tigon.train.tasks import find_task
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
@@ -83,18 +82,6 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def test_each_model_has_its_configs() -> None:
-    """Pretraining and fine-tuning; and these, of some models."""
-    models = {path.stem.rsplit("_", 1)[0] for path in READY}
-    assert len(models) == 7 and len(READY) == 24
-    with_lora = {path.stem for path in READY if load(path).lora}
-    assert with_lora == {"llama_3_1_8b_lora", "llama_3_1_8b_qlora", "smollm2_135m_lora"}
-    usual = ("_pretrain", "_sft", "_lora", "_qlora")
-    others = {f"llama_3_1_8b_{task}" for task in ("dpo", "kto", "orpo", "reward")}
-    others |= {"smollm2_135m_dpo", "llama_3_2_1b_distill", "qwen3_4b_grpo"}
-    assert {path.stem for path in READY if not path.stem.endswith(usual)} == others
-
-
 @pytest.mark.slow(first=len(TASKS))
 @pytest.mark.parametrize("path", BY_TASK, ids=lambda path: path.stem)
 def test_two_steps(path: Path, files: Path, tmp_path: Path) -> None:
@@ -142,14 +129,3 @@ def test_memory_in_the_first_lines(path: Path, tmp_path: Path) -> None:
         model = meta_model(chosen, weights_dtype(chosen, torch.device("cuda")))
         found = estimate(model, objective, chosen, gpus, torch.bfloat16).total / 2**30
         assert abs(found - int(gib)) <= 0.6, found
-
-
-def test_memory_of_the_teacher(tmp_path: Path) -> None:
-    """Which the first lines have in their sum."""
-    (tmp_path / "config.json").write_text(json.dumps(SIZES["llama_3_1_8b"]))
-    (path,) = (path for path in READY if load(path).teacher)
-    assert load(path).teacher == load(path.with_name("llama_3_1_8b_sft.yaml")).model
-    said = re.search(r"# Of them (\d+) GiB are the teacher's weights in bfloat16", path.read_text())
-    assert said is not None
-    found = 2 * count_parameters(meta_model_from_path(str(tmp_path))) / 2**30
-    assert abs(found - int(said[1])) <= 0.6, found

@@ -10,7 +10,6 @@ import torch
 import torch.nn.functional as F
 
 import tigon
-from tests.data.test_sources import extra
 from tests.small import chats, write_chats
 from tests.train.adapters import assert_same_curve
 from tests.train.ranks import train_on
@@ -124,6 +123,13 @@ def test_eval_fraction_holds_out_rows_of_data(workspace, tmp_path, capsys):
         ({"data": "[{path: FILE, weight: 0}]"}, "weight=0 of .* must be above 0"),
         ({"data": "[{path: FILE, weight: -1}]"}, "weight=-1 of .* must be above 0"),
         ({"eval_data": "[{path: FILE, weight: 1}]"}, "eval_data has weights"),
+        (
+            {"eval_data": "[{path: FILE, name: x}, {path: FILE, name: x}]"},
+            "name=x is there 2 times",
+        ),
+        ({"eval_data": "{'a/b': FILE}"}, "eval_data: name='a/b' may have letters, digits"),
+        ({"eval_data": "{x: {split: test}}"}, r"eval_data\[0\] needs 'path'"),
+        ({"data": "{path: FILE, name: x}"}, "data has an entry with name=x: only those of eval_"),
     ],
 )
 def test_data_that_cannot_be_used(workspace, settings, message):
@@ -153,19 +159,10 @@ FORMS = {
 def write(folder: Path, name: str, rows: list[dict[str, Any]]) -> Path:
     path = folder / name
     lines = "".join(f"{json.dumps(row)}\n" for row in rows).encode()
-    if name.endswith(".gz"):
-        path.write_bytes(gzip.compress(lines))
-    elif name.endswith(".zst"):
-        path.write_bytes(extra("zstandard").compress(lines))
-    elif name.endswith(".json"):
+    if name.endswith(".json"):
         path.write_text(json.dumps(rows))
-    elif name.endswith(".parquet"):
-        table = extra("pyarrow").Table.from_pylist(rows)
-        extra("pyarrow.parquet").write_table(table, path, row_group_size=5)
-    elif name.endswith(".jsonl"):
-        path.write_bytes(lines)
     else:
-        extra("datasets").Dataset.from_list(rows).save_to_disk(path)
+        path.write_bytes(gzip.compress(lines) if name.endswith(".gz") else lines)
     return path
 
 
@@ -182,18 +179,9 @@ def expected(workspace, tmp_path_factory) -> list[float]:
     return found
 
 
-@pytest.mark.slow(first=4)
 @pytest.mark.parametrize(
     ("form", "name"),
-    [
-        ("sharegpt", "a.json"),
-        ("instruction", "a.jsonl.zst"),
-        ("prompt_completion", "a.parquet"),
-        ("messages", "saved"),
-        ("messages", "a.jsonl.gz"),
-        ("messages", "a.parquet"),
-        ("sharegpt", "a.parquet"),
-    ],
+    [("sharegpt", "a.json"), ("instruction", "a.jsonl.gz"), ("prompt_completion", "a.jsonl")],
 )
 def test_the_same_chats_train_the_same(workspace, tmp_path, expected, form, name):
     data = write(tmp_path, name, FORMS[form])
@@ -280,31 +268,8 @@ def test_each_is_as_if_it_were_alone(workspace, files, reduction, packing):
         assert mean == pytest.approx(whole["eval_loss"], rel=1e-6)
 
 
-def test_two_ranks_and_entries_without_a_name(workspace, files):
+def test_named_sets_of_a_file(workspace, files, tmp_path):
     a, b = files
-    data = f"[{{path: {a}}}, {{path: {b}, name: second}}]"
-    settings = {"steps": 1, "lr": 0, "eval_data": data, "eval_logits_to_keep": 5}
-    settings |= {"packing": "false"}
-    main(workspace.settings("sets-one", **settings))
-    train_on(2, workspace.settings("sets-two", **settings))
-    one, two = last(workspace, "sets-one"), last(workspace, "sets-two")
-    assert [key for key in one if "/" in key] == ["eval_loss/second", "eval_accuracy/second"]
-    assert one == pytest.approx(two, rel=1e-6)
-    alone = evaluated(workspace, "sets-second", b, eval_logits_to_keep=5, packing="false")
-    assert one["eval_loss/second"] == pytest.approx(alone["eval_loss"], rel=1e-5)
-
-
-def test_names_are_checked(workspace, files, tmp_path):
-    a, b = files
-    for data, message in (
-        (f"[{{path: {a}, name: x}}, {{path: {b}, name: x}}]", "eval_data: name=x is there 2 times"),
-        (f"{{'a/b': {a}}}", "eval_data: name='a/b' may have letters, digits"),
-        ("{x: {split: test}}", r"eval_data\[0\] needs 'path'"),
-    ):
-        with pytest.raises(SystemExit, match=message):
-            main(workspace.settings("sets-bad", eval_data=data))
-    with pytest.raises(SystemExit, match="data has an entry with name=x: only those of eval_data"):
-        main(workspace.settings("sets-bad", data=f"{{path: {a}, name: x}}"))
     config = tmp_path / "c.yaml"
     config.write_text(f"eval_data: {{x: {a}, y: {{path: {b}, format: messages}}}}\n")
     x, y = load(config, workspace.settings("sets-yaml")).eval_data

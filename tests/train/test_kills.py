@@ -148,7 +148,7 @@ def last_files(run: Path) -> dict[str, Path]:
     """Weights and optimizer states of the last step, and the exports, by their names."""
     last = run / f"checkpoints/step-{STEPS:08d}"
     checkpoint.verify(last)
-    assert [p.name for p in (run / "checkpoints").glob("*.partial")] == []
+    assert [p.name for p in (run / "checkpoints").glob(".*")] == []
     folders = [last, run / "hf", run / "hf-step-00000004"]
     found = [path for folder in folders for path in folder.glob("*.safetensors")]
     return {str(path.relative_to(run)): path for path in found}

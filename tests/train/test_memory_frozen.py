@@ -4,7 +4,6 @@
 """
 
 import json
-import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,11 +11,11 @@ import pytest
 import torch
 from torch import nn
 
-from tests.small import EXPERTS, LLAMA, write_model
+from tests.small import EXPERTS, LLAMA
 from tigon.layers import Experts
 from tigon.models import MODELS, CausalLM
 from tigon.parallel import MeshSizes, keep_rank_zero
-from tigon.train import main, start
+from tigon.train import start
 from tigon.train.config import Config, Lora, Parallel
 from tigon.train.distributed import World
 from tigon.train.memory import CheckpointingChoice, Estimate, estimate, resolve_checkpointing
@@ -168,13 +167,3 @@ def test_auto_checkpointing_makes_room_for_teacher(folder: Folder) -> None:
         assert chosen(settings(task="sft", **given)).blocks == 0
         found = chosen(settings(task="distill", teacher=folder(LARGE), **given))
     assert found.blocks > 0
-
-
-def test_dry_run_shows_the_teacher(workspace: Any, folder: Folder, capsys: Any) -> None:
-    teacher = write_model(workspace.root / "teacher", hidden_size=128)
-    for file in teacher.glob("*.safetensors"):
-        file.unlink()  # only the config is read
-    given = {"task": "distill", "teacher": teacher, "device": "cuda"}
-    main(["--dry-run", *workspace.settings("dry", **given)])
-    said = capsys.readouterr().out
-    assert re.search(r"^  teacher +\d+\.\d\d$", said, re.M) and "not in the sum" not in said

@@ -13,7 +13,6 @@ import tigon
 from tests.hub_server import HubServer, hub
 from tests.small import write_chats, write_model
 from tigon.cli import main as command
-from tigon.train import main
 
 __all__ = ["hub"]
 ADAPTER, BASE = "org/adapter", "org/base"
@@ -55,21 +54,6 @@ def test_revisions(of_adapter, of_base, hub, tmp_path):
     check_merged(tmp_path, base, tmp_path / (of_adapter or "main"))
     written, own = (path / "tokenizer.json" for path in (tmp_path / "merged", base))
     assert written.read_bytes() == own.read_bytes()
-
-
-@pytest.mark.slow(first=1)
-@pytest.mark.parametrize("revision", ["v2", None])
-def test_of_a_run(revision, hub, tmp_path):
-    """The run's adapter says at which revision its base was."""
-    base = bases(hub, tmp_path)[revision == "v2"]
-    data = write_chats(tmp_path / "d.jsonl", 9)
-    words = f"run_dir={tmp_path}/run model={BASE} data={data} steps=2 seq_len=64 batch_size=2"
-    words += f" lr=0.1 device=cpu lora.rank=2 {f'revision={revision}' if revision else ''}"
-    main(words.split())
-    adapter = tmp_path / "run" / "adapter"
-    assert json.loads((adapter / "adapter_config.json").read_text())["revision"] == revision
-    assert command(["export", str(adapter), str(tmp_path / "merged"), "--merge"]) == 0
-    check_merged(tmp_path, base, adapter)
 
 
 @pytest.mark.parametrize("revision", [None, "v2"])
@@ -120,18 +104,6 @@ def answers(
     text = capsys.readouterr().out
     assert command(["eval", "perplexity", model, data, *rest]) == 0
     return text, float(capsys.readouterr().out.split()[3])
-
-
-def test_parity_of_an_adapter(hub, tmp_path, capsys):
-    base = bases(hub, tmp_path)[0]
-    hub.push(ADAPTER, write_adapter(tmp_path / "adapter", base, 0, None), "v1")
-    parity = ["eval", "parity", ADAPTER, "--revision", "v1", "--new-tokens", "2"]
-    command(["export", ADAPTER, str(tmp_path / "merged"), "--merge", "--revision", "v1"])
-    capsys.readouterr()
-    status = command(parity)
-    found = capsys.readouterr().out
-    assert command(["eval", "parity", str(tmp_path / "merged"), "--new-tokens", "2"]) == status
-    assert found.splitlines()[0] == capsys.readouterr().out.splitlines()[0]
 
 
 def test_ranks_do_not_share_it(hub, tmp_path, capsys, monkeypatch):

@@ -43,55 +43,49 @@ def change(model: Path) -> None:
     save_file({n: 2 * t for n, t in load_file(path).items()}, path, metadata={"format": "pt"})
 
 
-def test_an_adapter_s_reference(settings: Any, other: Path) -> None:
-    main(settings(**{"lora.rank": 4}))
-    with pytest.raises(SystemExit, match="other is not the reference that the run began with"):
-        main(settings(**{"lora.rank": 4}, reference=other, resume="auto", steps=2))
-    main(settings(**{"lora.rank": 4}, resume="auto", steps=2))
+LORA = {"lora.rank": 4}
+STREAM = {"streaming": "true", "shuffle_window": 64, "workers": 0}
+DISTILL = {"task": "distill", "data": "chats", "teacher": "other"}
+NF4 = LORA | {"lora.quantize": "nf4"}
+# What a run begins with, what it may go on with, and what it may not: "change" writes other weights
+CASES: dict[str, tuple[dict[str, Any], list[dict[str, Any]], dict[str, Any], str]] = {
+    "adapter": (LORA, [{}], {"reference": "other"}, "other is not the reference"),
+    "left out": (LORA | {"reference": "other"}, [], {"reference": ""}, "model is not the ref"),
+    "four bits": (NF4, [], {"reference": "model"}, "model is not the reference"),
+    "stream": (STREAM | {"reference": "other"}, [], {"change": "other"}, "other is not the ref"),
+    "teacher": (DISTILL, [{}], {"change": "other"}, "other is not the teacher"),
+    **{
+        f"path of the base, {name}": (
+            LORA | changes,
+            [{"reference": "model"}, {}, {"reference": "model"}],
+            {"reference": "other"},
+            "other is not the reference",
+        )
+        for name, changes in (("cached", {}), ("stream", STREAM))
+    },
+}
 
 
-def test_an_adapter_s_reference_left_out(settings: Any, other: Path) -> None:
-    main(settings(**{"lora.rank": 4}, reference=other))
-    with pytest.raises(SystemExit, match="model is not the reference that the run began with"):
-        main(settings(**{"lora.rank": 4}, resume="auto", steps=2))
+@pytest.mark.slow(first=5)
+@pytest.mark.parametrize("case", CASES)
+def test_runs_keep_their_reference_or_teacher(workspace, settings, other, tmp_path, case):
+    """Also where the base of an adapter is named by its path."""
+    began, allowed, refused, said = CASES[case]
+    files = {"other": other, "model": workspace.model}
+    files["chats"] = write_chats(tmp_path / "chats.jsonl", 13)
 
+    def train(steps: int, changes: dict[str, Any]) -> None:
+        given = began | changes | {"steps": steps, "resume": "auto"}
+        main(settings(**{name: files.get(value, value) for name, value in given.items()}))
 
-@pytest.mark.slow
-@pytest.mark.parametrize("streaming", ["false", "true"])
-def test_an_adapter_s_base_by_its_path_is_the_same_reference(
-    settings: Any, workspace: Any, other: Path, streaming: str
-) -> None:
-    same = {"lora.rank": 4, "streaming": streaming, "workers": 0}
-    main(settings(**same))
-    for steps, reference in ((2, workspace.model), (3, ""), (4, workspace.model)):
-        main(settings(**same, reference=reference, resume="auto", steps=steps))
-    with pytest.raises(SystemExit, match="other is not the reference that the run began with"):
-        main(settings(**same, reference=other, resume="auto", steps=5))
-
-
-def test_a_base_in_four_bits_is_another_reference(settings: Any, workspace: Any) -> None:
-    same = {"lora.rank": 4, "lora.quantize": "nf4"}
-    main(settings(**same))
-    with pytest.raises(SystemExit, match="model is not the reference that the run began with"):
-        main(settings(**same, reference=workspace.model, resume="auto", steps=2))
-
-
-def test_a_stream_s_reference(settings: Any, other: Path) -> None:
-    same = {"streaming": "true", "shuffle_window": 64, "reference": other, "workers": 0}
-    main(settings(**same))
-    change(other)
-    with pytest.raises(SystemExit, match="other is not the reference that the run began with"):
-        main(settings(**same, resume="auto", steps=2))
-
-
-def test_a_teacher(settings: Any, other: Path, tmp_path: Path) -> None:
-    chats = write_chats(tmp_path / "chats.jsonl", 13)
-    same = {"task": "distill", "data": chats, "teacher": other}
-    main(settings(**same))
-    main(settings(**same, resume="auto", steps=2))
-    change(other)
-    with pytest.raises(SystemExit, match="other is not the teacher that the run began with"):
-        main(settings(**same, resume="auto", steps=3))
+    train(1, {})
+    for steps, changes in enumerate(allowed, start=2):
+        train(steps, changes)
+    changes = dict(refused)
+    if changed := changes.pop("change", None):
+        change(files[changed])
+    with pytest.raises(SystemExit, match=f"{said}.* that the run began with"):
+        train(len(allowed) + 2, changes)
 
 
 @pytest.mark.slow
@@ -119,17 +113,6 @@ def test_a_file_that_may_not_be_as_large_is_said(tmp_path: Path) -> None:
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert not list(tmp_path.glob("*part*"))
-
-
-@pytest.mark.parametrize("suffix", [".npy", ".json"])
-def test_a_directory_where_a_file_belongs_is_named(tmp_path: Path, suffix: str) -> None:
-    (tmp_path / f"a{suffix}").mkdir()
-    assert read(tmp_path / "a.npy", 5) is None
-    message = (
-        rf"cannot write .*: .*/a{suffix} is in the way \(Is a directory\): move it away, or set"
-    )
-    with pytest.raises(OSError, match=message):
-        store(tmp_path / "a.npy", np.zeros(5, dtype=np.float32))
 
 
 @pytest.mark.slow

@@ -162,11 +162,6 @@ def test_tokens_that_are_there(larger_tokenizer, settings, tmp_path, capsys):
     assert len(AutoTokenizer.from_pretrained(tmp_path / "a/hf")) == 325
 
 
-def test_a_token_without_text(settings, tmp_path):
-    with pytest.raises(SystemExit, match="a new token is empty"):
-        main(settings("empty", ["<a>", ""], run_dir=tmp_path / "a"))
-
-
 @pytest.mark.filterwarnings("ignore:Setting `save_embedding_layers")
 @pytest.mark.parametrize("tied", [True, False])
 def test_an_adapter_of_a_resized_base(tied, tmp_path):

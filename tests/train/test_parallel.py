@@ -69,13 +69,10 @@ def test_the_product_is_the_number_of_ranks():
             settings.sizes(ranks)
 
 
-def test_wrong_number_of_ranks_is_named(workspace):
+def test_wrong_sizes_are_named_once(workspace, monkeypatch):
     with pytest.raises(SystemExit, match=r"parallel: replicate 2 does not divide the number"):
         main(workspace.settings("none", **{"parallel.replicate": 2}))
     assert not (workspace.root / "none").exists()
-
-
-def test_wrong_sizes_are_named_once(workspace, monkeypatch):
     monkeypatch.setattr(sys.modules["tigon.train.launch"], "elastic_launch", pytest.fail)
     given = workspace.settings("none", **{"parallel.tensor": 3})
     with pytest.raises(SystemExit, match="tensor 3 does not divide the number of ranks, 2"):
@@ -125,18 +122,3 @@ def test_columns_without_draws_are_named(workspace):
     # Those of other layers begin where draws do
     config = load(None, [*given, "lora.targets=[q_proj, gate_proj]"])
     check_sizes(config, MeshSizes(tensor=4))
-
-
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        ({"parallel.tensor": 2, "lora.quantize": "nf4"}, "lora.quantize=nf4 .* parallel.tensor=2"),
-        (
-            {"parallel.replicate": 2, "sharding": "gradients"},
-            r"parallel\.replicate=2 does not work",
-        ),
-    ],
-)
-def test_combinations_without_support(workspace, changes, said):
-    with pytest.raises(SystemExit, match=said):
-        main(workspace.settings("none", **changes))

@@ -1,6 +1,5 @@
 """A run directory has one run, and a run that is stopped, killed or moved goes on exactly."""
 
-import json
 import os
 import shutil
 import signal
@@ -14,7 +13,7 @@ import pytest
 from tests.small import write_chats
 from tests.train.adapters import assert_same_curve
 from tests.train.ranks import Ranks
-from tigon.train import load, logging, main, prepare, start
+from tigon.train import load, logging, main
 from tigon.train.build import load_tokenizer
 from tigon.train.logging import RunLog
 from tigon.train.resume import claim
@@ -112,21 +111,6 @@ def test_an_existing_run_is_never_overwritten(workspace, whole, tmp_path):
     assert {path.name for path in changed} <= {".lock"}
 
 
-def test_a_loss_that_is_not_finite_ends_training(workspace):
-    settings = workspace.settings("diverged", steps=9, save_every=2)
-    main([*settings, "steps=2"])
-    newest = workspace.root / "diverged/checkpoints/step-00000002"
-    before = {path: path.read_bytes() for path in newest.iterdir()}
-    with pytest.raises(
-        SystemExit,
-        match=r"step 4: loss .*, gradient norm nan, with weights up to .*e\+29 from .*00002",
-    ):
-        main([*settings, "resume=auto", "lr=1e30"])
-    assert saved(workspace.root / "diverged") == ["step-00000002"]
-    assert {path: path.read_bytes() for path in newest.iterdir()} == before
-    assert json.loads((newest / "run.json").read_text())["step"] == 2
-
-
 # A run directory has one run, and a run that was killed gets its directory back.
 
 
@@ -195,29 +179,9 @@ def test_what_is_not_a_runs_is_left_alone(workspace, tmp_path):
     assert (tmp_path / "a/b/c/.lock").exists()
 
 
-def test_unwritable_run_dir_is_an_early_error(workspace, tmp_path):
-    (tmp_path / "file").write_text("")
-    settings = workspace.settings("x", run_dir=tmp_path / "file/run", model=tmp_path / "nowhere")
-    with pytest.raises(SystemExit, match=r"Not a directory: .*file/run"):
-        main(settings)
-    if os.getuid():
-        (tmp_path / "locked").mkdir(mode=0o500)
-        with pytest.raises(SystemExit, match="Permission denied"):
-            main([*settings, f"run_dir={tmp_path}/locked/run"])
-
-
-def test_one_process_may_prepare_a_run_twice(workspace, tmp_path):
-    config = load(None, workspace.settings("x", run_dir=tmp_path / "run"))
-    with start("cpu") as world:
-        prepare(config, world)
-        prepare(config, world)
-        assert (tmp_path / "run/.lock").exists()
-    assert not (tmp_path / "run").exists()
-
-
 LEFT = (
-    "checkpoints/.step-00000003.partial",
-    "checkpoints/.step-00000002.removed",
+    f"checkpoints/.step-00000003.tmp-{'0a' * 8}",
+    f"checkpoints/.step-00000002.tmp-{'0a' * 8}",
     f".hf.tmp-{'0a' * 8}",
     f".adapter-step-00000002.old-{'0a' * 8}",
     f".hf-best.tmp-{'1b' * 8}",
@@ -242,7 +206,7 @@ MINE = (
     ".notes.partial",
     ".rank-mine-1",
     "checkpoints/.step-mine/notes.md",
-    "checkpoints/.step-1.partial.bak/notes.md",
+    "checkpoints/.step-1.tmp-bak/notes.md",
     ".hf.tmp-mine/notes.md",
     f".other.tmp-{'0a' * 8}/notes.md",
 )
@@ -300,10 +264,3 @@ def test_links_in_run_dir_are_refused(workspace, tmp_path, name):
     (tmp_path / "named").symlink_to(run)  # the user's own name for it
     main([*settings, f"run_dir={tmp_path}/named"])
     assert (run / "metrics.jsonl").read_text()
-
-
-def test_a_directory_that_was_removed_hides_no_error(workspace, tmp_path):
-    settings = load(None, workspace.settings("x", run_dir=tmp_path / "run"))
-    with pytest.raises(ValueError, match="what ended it"), claim(settings):
-        shutil.rmtree(tmp_path / "run")
-        raise ValueError("what ended it")

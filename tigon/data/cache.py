@@ -3,7 +3,6 @@
 import errno
 import os
 import re
-import secrets
 import shutil
 import time
 from collections.abc import Iterator
@@ -12,12 +11,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tigon.utils.paths import expand_user
+from tigon.weights.files import FULL, full_disk_error, new_file
 
 TEMPORARY = re.compile(r"\.[0-9a-f]{32}\.(digest|npy|json)\.[0-9a-f]{16}")
 DAY = 86400.0  # seconds
 CACHE_NAME = re.compile(r"[0-9a-f]{32}")
-FULL_DISK_ERRORS = errno.ENOSPC, errno.EDQUOT
 DENIED_ERRORS = errno.EFBIG, errno.EACCES, errno.EROFS, errno.EPERM
+REMEDY = "set TIGON_CACHE to a directory elsewhere"
 BLOCKED_ERRORS = errno.EISDIR, errno.ENOTDIR, errno.EEXIST, errno.ENOTEMPTY
 
 
@@ -28,30 +28,16 @@ def disk_errors(path: Path, size: int | None = None) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.errno not in (*FULL_DISK_ERRORS, *DENIED_ERRORS, *BLOCKED_ERRORS):
+        if error.errno in FULL:
+            raise full_disk_error(path, error, size, REMEDY) from None
+        if error.errno not in (*DENIED_ERRORS, *BLOCKED_ERRORS):
             raise
-        raise cache_error(path, error, size) from None
-
-
-def cache_error(path: Path, error: OSError, size: int | None) -> OSError:
-    """Say why the data cache cannot be written, and what to do."""
-    remedy = "set TIGON_CACHE to a directory elsewhere"
-    if error.errno in BLOCKED_ERRORS:
-        target = Path(error.filename2 or error.filename or path)  # a renamed file's new name
-        there = next(p for p in (target, *target.parents) if os.path.lexists(p))
-        return OSError(
-            f"cannot write the data cache {path}: {there} is in the way ({error.strerror}): "
-            f"move it away, or {remedy}"
-        )
-    if error.errno not in FULL_DISK_ERRORS:
-        return OSError(f"cannot write the data cache {path} ({error.strerror}): {remedy}")
-    have = next(p for p in (path, *path.parents) if p.exists())
-    size_text = "" if size is None else f" that needs about {size / 2**30:.2f} GiB"
-    free = shutil.disk_usage(have).free / 2**30
-    return OSError(
-        f"disk full: {path} holds the data cache{size_text}, and {free:.2f} GiB are free; "
-        f"make room, or {remedy}"
-    )
+        reason = f" ({error.strerror}): "
+        if error.errno in BLOCKED_ERRORS:
+            target = Path(error.filename2 or error.filename or path)  # a renamed file's new name
+            there = next(p for p in (target, *target.parents) if os.path.lexists(p))
+            reason = f": {there} is in the way{reason}move it away, or "
+        raise OSError(f"cannot write the data cache {path}{reason}{REMEDY}") from None
 
 
 def cache_root() -> Path:
@@ -73,21 +59,9 @@ def make_directory(path: Path) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a file atomically, and not through a symbolic link that another user has planted."""
-    with temporary(path) as partial:
-        with partial.open("x") as file:
-            file.write(text)
-        os.replace(partial, path)
-
-
-@contextmanager
-def temporary(path: Path) -> Iterator[Path]:
-    """Yield a unique name in the same directory, for a file to be renamed once it is complete."""
-    partial = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
-    try:
-        yield partial
-    finally:
-        partial.unlink(missing_ok=True)
+    """Write a file atomically."""
+    with new_file(path) as partial, partial.open("x") as file:
+        file.write(text)
 
 
 @dataclass

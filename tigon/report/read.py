@@ -1,5 +1,6 @@
 """Reads the files of a run directory, however much of it is missing or damaged."""
 
+import fcntl
 import json
 import math
 from array import array
@@ -13,11 +14,6 @@ from typing import Any
 from tigon.utils.json import parse_object, read_bytes
 from tigon.utils.safetensors_header import read_tensors
 from tigon.utils.yaml import parse_yaml
-
-try:
-    import fcntl
-except ImportError:  # on Windows no run is reported as running
-    fcntl = None  # type: ignore[assignment]
 
 LARGEST_STEP = 1 << 53  # the largest exact integer of a float
 LARGEST = 1e100  # larger values count as infinite: their sums overflow
@@ -193,7 +189,7 @@ def _rows(run: RunFiles, name: str) -> Iterator[dict[str, Any]]:
 
 def _is_locked(path: Path) -> bool:
     """Returns whether a living process has locked the run."""
-    if fcntl is None or not path.is_file():
+    if not path.is_file():
         return False
     with path.open("rb") as file:
         try:

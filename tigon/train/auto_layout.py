@@ -13,7 +13,7 @@ import torch
 from tigon.parallel import Meshes
 from tigon.plan.cost import Job, Shapes
 from tigon.plan.gpu import find_gpu
-from tigon.plan.layout import MESH, Layout, enumerate_meshes
+from tigon.plan.layout import Layout, enumerate_meshes
 from tigon.plan.report import check_modeled, format_reasons
 from tigon.plan.search import LayoutPlan, configured_layouts, make_plan
 from tigon.train import checkpoint
@@ -38,18 +38,15 @@ def resolve_layout(config: Config, world: World, gpus: int) -> tuple[Config, Wor
     Every rank calls this and gets the choice of the first one. `gpus` is the number that the run is
     planned for. Raises ValueError if nothing can be planned or nothing fits.
     """
-    memory = gpu_memory(world.device) or 0
     local = int(os.environ.get("LOCAL_WORLD_SIZE", gpus)) if gpus == world.size else gpus
-    hardware = Hardware(-world.all_reduce_max_int(-memory), -world.all_reduce_max_int(-local))
+    found = world.gather(Hardware(gpu_memory(world.device) or 0, local))
+    hardware = Hardware(min(one.memory for one in found), min(one.host for one in found))
     parallel = Parallel(fsdp=1)
     with world.raise_on_all_ranks():
         if gpus > 1 and world.main:
             parallel, why = choose_layout(config, world.device, gpus, hardware)
             world.log_rank0(f"parallel=auto: {why}")
-    parallel = Parallel(
-        **{name: world.all_reduce_max_int(getattr(parallel, name) or 1) for name in MESH}
-    )
-    config = replace(config, parallel=parallel)
+    config = replace(config, parallel=world.gather(parallel)[0])
     if gpus == world.size:
         world = replace(world, meshes=Meshes.of(world.device.type, mesh_sizes(config, gpus)))
     return config, world

@@ -4,8 +4,8 @@ import math
 import os
 import random
 from collections.abc import Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass, field
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 
@@ -13,14 +13,15 @@ import torch
 
 from tigon.data import Loader
 from tigon.kernels.attention.api import check_training
-from tigon.models import CausalLM, count_parameters
+from tigon.models import MODELS, CausalLM, count_parameters
+from tigon.models.pretrained.load import read_config
 from tigon.parallel import MeshSizes
 from tigon.tokenizer import Tokenizer
-from tigon.train import checkpoint, resume, sharing
+from tigon.train import checkpoint, resume
 from tigon.train.background_export import Exporter
 from tigon.train.config import Config
 from tigon.train.cuda_graphs import Graphs, check_run
-from tigon.train.data import build_loader
+from tigon.train.data import build_loader, set_share_prompts
 from tigon.train.distributed import World
 from tigon.train.logging import check_sinks
 from tigon.train.memory import gpu_memory, memory_budget, resolve_checkpointing
@@ -36,6 +37,7 @@ from tigon.train.model import (
     describe_tokens,
     match_fp8_except,
     named_projections,
+    sampled_digest,
 )
 from tigon.train.optim import (
     Ema,
@@ -48,19 +50,16 @@ from tigon.train.optim import (
 from tigon.train.optim.groups import num_steps
 from tigon.train.prefetch import Prefetcher
 from tigon.train.publish import lacks_token
-from tigon.train.rank_checks import (
-    check_data,
-    check_models,
-    check_prompts,
-    check_reference_and_teacher,
-)
 from tigon.train.resume import check_shared, claim
 from tigon.train.samples import SamplePrompt, read_prompts
 from tigon.train.state import TrainState
 from tigon.train.tasks import Task, find_task
 from tigon.train.throughput import Meter
 from tigon.train.vocabulary import read_tokenizer, with_added_tokens
+from tigon.weights import Repository
+from tigon.weights.files import read_lock
 
+OTHER_FILES = "has other {} than rank 0: give all hosts the same files"
 GPU_SETTINGS = {"activation_offload": "memory", "optimizer_offload": "memory", "fp8": "time"}
 
 
@@ -149,10 +148,12 @@ def read_inputs(
     with world.raise_on_all_ranks():
         source = resume.find_source(config, world)
         if source is not None:
-            source_lock.enter_context(checkpoint.read_lock(source))
-            cursor = checkpoint.read_metadata(source).get("cursor")
+            source_lock.enter_context(read_lock(source))
             resume.check_adapter(source, config)
-            config = resume.with_new_tokens(source, config)
+            saved = checkpoint.read_metadata(source)
+            cursor = saved.get("cursor")
+            if not config.new_tokens:  # the run may have taken them from the data
+                config = replace(config, new_tokens=tuple(saved["config"].get("new_tokens") or ()))
     time = resume.start_time(source, world)
     with world.raise_on_all_ranks():
         check_sizes(config, sizes or world.sizes, source)
@@ -160,7 +161,7 @@ def read_inputs(
         tokenizer.strftime_now = time
         check_context(config, source)
         task.check_frozen_models(tokenizer, source)
-        reason = sharing.set_share_prompts(task, source)
+        reason = set_share_prompts(task, source)
         data = build_loader(task, config.data, tokenizer, cursor=cursor)
         eval_data = None
         if config.held_out:
@@ -170,7 +171,10 @@ def read_inputs(
         if source is None:  # else the checkpoint has them
             loaders = filter(None, (data, eval_data))
             config = with_added_tokens(config, tokenizer, base_vocab_size(config), loaders)
-    check_data(config, data, eval_data, world)
+        own = {"data": [resume.run_metadata(config, data), data.sample() if world.size > 1 else ""]}
+        if eval_data is not None:
+            own["eval_data"] = [eval_data.identity()]
+    world.check_same(own, OTHER_FILES)
     inputs = RunInputs(
         config, task, source, source_lock, tokenizer, data, eval_data, 0, TrainState()
     )
@@ -208,10 +212,8 @@ def prepare(config: Config, world: World) -> TrainingRun:
         digest = base_digest(config) if has_adapter or is_new else ""
         if has_adapter and source is not None:
             resume.check_base(source, config, digest)
-    if is_new:
-        check_models(config, digest, world)
     if world.size > 1:
-        check_reference_and_teacher(config, world)
+        check_same_models(config, digest if is_new else "", world)
     checkpointing = resolve_checkpointing(
         config, world, inputs.task, source, world.size, world.device
     )
@@ -224,7 +226,7 @@ def prepare(config: Config, world: World) -> TrainingRun:
         prompts = read_prompts(config, inputs.tokenizer, model)
         optimizer = build_optimizer(model, config)
         ema = build_ema(model, config)
-    check_prompts(prompts, world)
+    world.check_same({"sample_prompts": [prompt.ids for prompt in prompts]}, OTHER_FILES)
     with world.raise_on_all_ranks():
         # Opens a stream, whose files may have changed
         inputs.data.state(inputs.start + inputs.state.offset)
@@ -281,6 +283,32 @@ def build_run(
         optimizer, inputs.start, inputs.steps(config), inputs.state, saver, ema, list(prompts),
         base, build_in_backward(model, optimizer, config),
     )  # fmt: skip
+
+
+def check_same_models(config: Config, digest: str, world: World) -> None:
+    """Raises InputError if ranks have other models than rank 0, as hosts may have under one name.
+
+    `digest`: of the weights that a new run begins with; "" of a run that goes on.
+    """
+    models: dict[str, str] = {}
+    with world.raise_on_all_ranks():
+        if digest:  # of `init` it is that of the config.json
+            described = _describe_model(config.model, config.revision) if config.model else ""
+            models[config.init or config.model] = digest + described
+        for path in filter(None, (config.reference, config.teacher)):
+            with suppress(FileNotFoundError):  # what they gave may be in the cache
+                described = sampled_digest(path) + _describe_model(path)
+                models[path] = models.get(path, "") + described
+    fault = "reads another model than rank 0 from {}: give all hosts the same files"
+    world.check_same(models, fault)
+
+
+def _describe_model(path: str, revision: str | None = None) -> str:
+    """Returns config and generation settings of a model, to compare between ranks."""
+    repository = Repository(path, revision=revision)
+    file = repository.optional_file("generation_config.json")  # which samples go by
+    generation = b"" if file is None else file.read_bytes()
+    return repr((read_config(repository, MODELS)[1], generation))
 
 
 def find_unused_settings(config: Config, steps: int, device: torch.device) -> list[str]:

@@ -1,13 +1,15 @@
 """The settings of a training run, each with its default, range and help.
 
 Sections are dataclasses, which `Config` joins to one flat one. Two settings that exclude each other
-are a row of CONFLICTS, a setting that needs another is a row of REQUIRES.
+are a row of CONFLICTS, a setting that needs another is a row of REQUIRES, other faults are rows of
+FAULTS.
 """
 
 # ruff: noqa: RUF009
 
 import math
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, Literal
 
@@ -450,7 +452,62 @@ REQUIRES = (
     ("lora.merge", "export=true", "it is about run_dir/hf"),
     ("param_dtype=bfloat16", "dtype=auto|bfloat16", ""),
 )
+
+
+def _find_group(
+    config: Any, chosen: Callable[[ParameterGroup], Any]
+) -> tuple[str, ParameterGroup] | None:
+    """Returns the first parameter group that is chosen, and its name."""
+    groups = enumerate(config.parameter_groups)
+    return next(((f"parameter_groups[{i}]", g) for i, g in groups if chosen(g)), None)
+
+
 TERM = re.compile(r"([\w.]+)(?:(=|>)(.+))?")
+FAULTS: tuple[tuple[Callable[[Any], Any], str], ...] = (
+    # whether or where a config is at fault, and what to say
+    (lambda c: not c.run_dir, "run_dir is required: where everything that the run writes goes"),
+    (lambda c: not c.data, "data is required: training files, globs or hf://owner/name"),
+    (
+        lambda c: bool(c.model) == bool(c.init),
+        "exactly one of model (to fine-tune) and init (from scratch) is needed; there are "
+        "model={c.model} and init={c.init}",
+    ),
+    (
+        lambda c: c.micro_batch_size * c.seq_len > MAX_TOKENS,
+        "micro_batch_size={c.micro_batch_size} rows of seq_len={c.seq_len} are more than "
+        f"{MAX_TOKENS} tokens in one forward",
+    ),
+    (
+        lambda c: c.batch_size % c.micro_batch_size,
+        "batch_size={c.batch_size} must be a multiple of micro_batch_size={c.micro_batch_size}",
+    ),
+    (
+        lambda c: c.warmup_steps >= 1 and c.warmup_steps % 1,
+        "warmup_steps={c.warmup_steps} is neither a number of steps nor a share below 1",
+    ),
+    (
+        lambda c: c.decay_steps >= 1 and c.decay_steps % 1,
+        "decay_steps={c.decay_steps} is neither a number of steps nor a share below 1",
+    ),
+    (
+        lambda c: c.decay_steps in (0, 1),
+        "decay_steps={c.decay_steps} leaves schedule=wsd no step to fall in, as the first of them "
+        "still has lr: give 2 or more, or schedule=constant",
+    ),
+    (
+        lambda c: None if c.lr else _find_group(c, lambda g: g.lr),
+        "lr=0 leaves {0[0]}.lr={0[1].lr} without a schedule: freeze the others instead",
+    ),
+    (
+        lambda c: _find_group(c, lambda g: g.freeze and (g.lr, g.weight_decay) != (None, None)),
+        "{0[0]}: with freeze, lr and weight_decay mean nothing",
+    ),
+    (
+        lambda c: c.push_to_hub.lower() in ("true", "false"),  # as in TRL; it could be a name
+        "push_to_hub={c.push_to_hub} is no repository: give its name (owner/name), or leave it out "
+        "to push nothing",
+    ),
+)
 
 
 @dataclass(frozen=True)
@@ -476,11 +533,12 @@ class Config(
         for name in ("run_dir", "init", "resume", "chat_template"):
             if str(value := getattr(self, name)).startswith("~"):
                 object.__setattr__(self, name, str(expand_user(value)))
-        check_required(self)
+        for fails, fault in FAULTS:
+            if where := fails(self):
+                raise ValueError(fault.format(where, c=self))
         check_variables(self.chat_template_kwargs or {}, "chat_template_kwargs")
-        check_steps(self)
-        check_parameter_groups(self)
-        check_push(self)
+        if self.push_to_hub:
+            check_repository(self.push_to_hub)
         for first, second, advice in CONFLICTS:
             if holds(self, first) and holds(self, second):
                 terms = f"{show_condition(self, first)} does not work with "
@@ -544,66 +602,6 @@ def show_requirement(config: Config, condition: str, needed: str, reason: str) -
     if match is not None and match[2] == "=":
         text += f", not {show_value(setting_value(config, match[1])[0])}"
     return f"{text}: {reason}" if reason else text
-
-
-def check_required(config: Config) -> None:
-    """Raises ValueError where run_dir or data is missing, or not one of model and init is given."""
-    for name in ("run_dir", "data"):
-        if not getattr(config, name):
-            help = Config.__dataclass_fields__[name].metadata["help"]
-            raise ValueError(f"{name} is required: {help}")
-    if bool(config.model) == bool(config.init):
-        both = f"; there are model={config.model} and init={config.init}" if config.model else ""
-        raise ValueError(
-            f"exactly one of model (to fine-tune) and init (from scratch) is needed{both}"
-        )
-
-
-def check_steps(config: Config) -> None:
-    """Raises ValueError for numbers of rows or steps that do not fit each other."""
-    if (tokens := config.micro_batch_size * config.seq_len) > MAX_TOKENS:
-        raise ValueError(
-            f"micro_batch_size={config.micro_batch_size} rows of seq_len={config.seq_len} are "
-            f"{tokens:,} tokens in one forward: {MAX_TOKENS:,} at most"
-        )
-    if config.batch_size % config.micro_batch_size:
-        raise ValueError(
-            f"batch_size={config.batch_size} must be a multiple of "
-            f"micro_batch_size={config.micro_batch_size}"
-        )
-    for name in ("warmup_steps", "decay_steps"):
-        if (value := getattr(config, name)) >= 1 and value != int(value):
-            raise ValueError(f"{name}={value} is neither a number of steps nor a share below 1")
-    if config.decay_steps in (0, 1):
-        raise ValueError(
-            f"decay_steps={config.decay_steps} leaves schedule=wsd no step to fall in, as the "
-            "first of them still has lr: give 2 or more, or schedule=constant"
-        )
-
-
-def check_parameter_groups(config: Config) -> None:
-    """Raises ValueError for a group whose lr or weight_decay has no effect."""
-    for i, group in enumerate(config.parameter_groups):
-        if group.lr and not config.lr:
-            raise ValueError(
-                f"lr=0 leaves parameter_groups[{i}].lr={group.lr} without a schedule: freeze the "
-                "others instead"
-            )
-        if group.freeze and (group.lr, group.weight_decay) != (None, None):
-            raise ValueError(
-                f"parameter_groups[{i}]: with freeze, lr and weight_decay mean nothing"
-            )
-
-
-def check_push(config: Config) -> None:
-    """Raises ValueError if push_to_hub is not the name of a repository."""
-    if config.push_to_hub.lower() in ("true", "false"):  # as in TRL; it could be a name
-        raise ValueError(
-            f"push_to_hub={config.push_to_hub} is no repository: give its name (owner/name), or "
-            "leave it out to push nothing"
-        )
-    if config.push_to_hub:
-        check_repository(config.push_to_hub)
 
 
 def parallel_settings(config: Config) -> Parallel:

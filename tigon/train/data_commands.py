@@ -20,11 +20,16 @@ from tigon.data.mixture import Corpus
 from tigon.data.packing import TruncationStats
 from tigon.data.sources import Block
 from tigon.tokenizer import Tokenizer, common_prefix_length
-from tigon.train import sharing
 from tigon.train.build import load_tokenizer
 from tigon.train.config import Config
 from tigon.train.config_file import load
-from tigon.train.data import as_entries, build_loader, describe_truncation, find_entry_sources
+from tigon.train.data import (
+    as_entries,
+    build_loader,
+    describe_truncation,
+    find_entry_sources,
+    set_share_prompts,
+)
 from tigon.train.distributed import World, start
 from tigon.train.model import check_context
 from tigon.train.resume import start_time
@@ -119,7 +124,7 @@ def preview(config: Config, count: int = 5) -> Preview:
     task = find_task(config.task)(config, World(0, 1, torch.device("cpu")))
     tokenizer = load_tokenizer(config)
     with suppress(OSError, ValueError):  # a directory with nothing but a tokenizer will do
-        sharing.set_share_prompts(task, None)
+        set_share_prompts(task, None)
     encoder = task.encoder(tokenizer)
     encoder.skip_bad_rows = True  # to show the others
     rows, report, truncation = [], EncodingReport(), TruncationStats()

@@ -10,10 +10,10 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, TextIO, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -27,9 +27,16 @@ from tigon.train.config import Config, Parallel
 from tigon.train.signals import Signals
 from tigon.utils.terminal import one_line
 from tigon.version import __version__
+from tigon.weights import WriterGroup
 
 NO_TIMEOUT = timedelta(days=365)
 LINGER = 10.0  # seconds for a failed rank to leave the process group
+OTHER_SETTINGS = (
+    "has other settings ({}) than rank 0: start all ranks with the same settings and the same "
+    "version of Tigon"
+)
+
+T = TypeVar("T")
 
 
 class InputError(ValueError):
@@ -105,9 +112,18 @@ class World:
         """Waits until all ranks are here."""
         dist.barrier()
 
-    def gather(self, text: str) -> list[str]:
-        """Returns the text of every rank, in their order, on all ranks."""
-        return gather_texts(text, self.group) if self.size > 1 else [text]
+    def gather(self, value: T) -> list[T]:
+        """Returns the value of every rank, in their order, on all ranks."""
+        return WriterGroup(self.group).gather(value) if self.size > 1 else [value]
+
+    def check_same(self, values: Mapping[str, Any], fault: str) -> None:
+        """Raises InputError, on all ranks, if a rank has other values than rank 0: with `fault`,
+        whose {} gets the names of what differs."""
+        local = {name: json.dumps(value, default=str) for name, value in values.items()}
+        first, *others = self.gather(local)
+        for rank, other in enumerate(others, start=1):
+            if names := [n for n in first | other if first.get(n) != other.get(n)]:
+                raise InputError(f"rank {rank} {fault.format(', '.join(names))}")
 
     def all_reduce_max_int(self, number: int) -> int:
         """Returns the largest of all ranks' numbers, on the host: it waits for no GPU."""
@@ -152,22 +168,8 @@ def pick_device(name: str) -> torch.device:
 
 
 def launched() -> bool:
-    """Returns whether --nproc or torchrun has started this process.
-
-    Raises ValueError for a part of what they set, as where another program has left WORLD_SIZE.
-    """
-    if "WORLD_SIZE" not in os.environ:
-        return False
-    values = {name: os.environ.get(name) for name in ("WORLD_SIZE", "RANK", "MASTER_PORT")}
-    missing = [n for n in ("RANK", "MASTER_ADDR", "MASTER_PORT") if n not in os.environ]
-    advice = "unset it to run on one process, or start with torchrun"
-    if missing:
-        size = f"WORLD_SIZE={values['WORLD_SIZE']}"
-        raise ValueError(f"{size} is in the environment without {', '.join(missing)}: {advice}")
-    for name, value in values.items():
-        if not (value or "").isdecimal():
-            raise ValueError(f"{name}={value} in the environment is no number: {advice}")
-    return True
+    """Returns whether --nproc or torchrun has started this process."""
+    return "WORLD_SIZE" in os.environ
 
 
 @contextmanager
@@ -180,7 +182,8 @@ def start(
     """Opens the process group of --nproc or torchrun, or of this process alone, for a whole run.
 
     Raises ValueError if `parallel` does not divide the ranks, OSError for a port in use, and
-    InputError if ranks have different `settings`.
+    InputError if ranks have different `settings`, or if the environment has a part of what torchrun
+    sets, as where another program has left WORLD_SIZE.
     """
     started = launched()
     sizes = (parallel or Parallel()).sizes(int(os.environ["WORLD_SIZE"]) if started else 1)
@@ -191,6 +194,9 @@ def start(
     alone: dict[str, Any] = {"store": dist.HashStore(), "rank": 0, "world_size": 1}
     try:
         dist.init_process_group(backend, **({} if started else alone))
+    except ValueError as error:
+        advice = "unset WORLD_SIZE to run on one process, or start with torchrun"
+        raise InputError(f"{error}: {advice}") from None
     except dist.DistNetworkError as error:
         if "EADDRINUSE" not in str(error):
             raise
@@ -199,32 +205,14 @@ def start(
     rank, size = dist.get_rank(), dist.get_world_size()
     try:
         group = dist.new_group(backend="gloo", timeout=NO_TIMEOUT) if size > 1 else None
-        check_settings(group, settings or {})
-        meshes = Meshes.of(device.type, sizes)
-        with ExitStack() as closing:
-            yield World(
-                rank, size, device, signals=signals or Signals(), closing=closing, meshes=meshes,
-                group=group,
-            )  # fmt: skip
+        world = World(rank, size, device, signals=signals or Signals(), group=group)
+        # Before the meshes: ranks with others would wait for a collective without end
+        world.check_same({**(settings or {}), "tigon": __version__}, OTHER_SETTINGS)
+        with world.closing:
+            yield replace(world, meshes=Meshes.of(device.type, sizes))
     finally:
         gc.collect()  # gloo's threads abort the process if they still hold tensors when it exits
         dist.destroy_process_group()
-
-
-def check_settings(group: dist.ProcessGroup | None, settings: Mapping[str, Any]) -> None:
-    """Raises InputError if ranks have other settings than the first one, which would wait for a
-    collective of the others without end."""
-    if group is None:
-        return
-    local = {name: json.dumps(value, default=str) for name, value in settings.items()}
-    texts = gather_texts(json.dumps(local | {"tigon": __version__}), group)
-    first, *others = map(json.loads, texts)
-    for rank, other in enumerate(others, start=1):
-        if names := [n for n in first | other if first.get(n) != other.get(n)]:
-            raise InputError(
-                f"rank {rank} has other settings ({', '.join(names)}) than rank 0: start all ranks "
-                "with the same settings and the same version of Tigon"
-            )
 
 
 def shard(
@@ -276,13 +264,6 @@ def reshard(model: CausalLM) -> None:
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
-
-
-def gather_texts(text: str, group: dist.ProcessGroup | None) -> list[str]:
-    """Returns the text of every rank, in their order, on all ranks."""
-    texts = [""] * dist.get_world_size()
-    dist.all_gather_object(texts, text, group=group)
-    return texts
 
 
 def format_rank_errors(errors: Sequence[str]) -> str:

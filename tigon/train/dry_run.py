@@ -178,9 +178,10 @@ def describe_run(config: Config, inputs: RunInputs, model: CausalLM, gpus: int) 
     first = inputs.start + inputs.state.offset  # step of the data
     total_parameters = count_parameters(model)
     trained = total_parameters - count_parameters(model, frozen=True)
-    active = total_parameters - sum(
-        inactive_parameters(m) for m in model.modules() if isinstance(m, SparseMoE)
-    )
+    active = total_parameters
+    for layer in (m for m in model.modules() if isinstance(m, SparseMoE)):
+        numbers = sum(p.numel() for p in layer.experts.parameters())
+        active -= numbers - numbers * layer.per_token // len(layer.experts.down_proj)
     share = "all" if trained == total_parameters else f"{trained:,}"
     size = f"{total_parameters:,} parameters, {share} of them trained"
     if active < total_parameters:
@@ -259,13 +260,6 @@ def describe_communication(config: Config, model: CausalLM, sizes: MeshSizes) ->
         evenly = "if all experts are chosen as often, which the memory below counts on, too"
         lines.append(f"experts: {has}; {sends(size, 'tokens')}, {evenly}")
     return lines
-
-
-def inactive_parameters(layer: SparseMoE) -> int:
-    """Returns the parameters of the experts that a token is not routed to."""
-    experts = len(layer.experts.down_proj)
-    size = sum(p.numel() for p in layer.experts.parameters())
-    return size - size * layer.per_token // experts
 
 
 def estimate_run(
@@ -377,13 +371,6 @@ def time_run(
         lines = memory_advice(config, inputs, world.size) if world.main and not advised else []
         first = str(error).split(". ")[0]
         raise InputError("\n  ".join([f"a step does not fit: {first}", *lines])) from None
-    return describe_timing(config, inputs, world, timing)
-
-
-def describe_timing(
-    config: Config, inputs: RunInputs, world: World, timing: StepTiming
-) -> list[str]:
-    """Describes the measured steps beside the estimate."""
     speed = timing.tokens / timing.seconds
     line = f"a step, measured: {timing.seconds:.3g} s, {speed:,.0f} tokens/s"
     peak = peak_flops(world.device, compute_dtype(config, world.device))

@@ -39,6 +39,7 @@ from tigon.train.model import (
     read_adapter_run_config,
 )
 from tigon.utils.json import escape, quote
+from tigon.weights.files import read_lock
 from tigon.weights.write import all_finite
 
 SMALL = (".json", ".txt", ".jinja", ".model")  # files of a checkpoint that hold no tensors
@@ -79,7 +80,7 @@ def load_checkpoint(
         raise ValueError(f"--base {base}: {source} is no checkpoint of an adapter")
     if mesh is not None:
         check_shareable(source)
-    with checkpoint.read_lock(source):
+    with read_lock(source):
         checkpoint.verify(source, wanted=_is_export_file)
         if (config := read_adapter_run_config(source)) is not None:
             config = _with_base(source, config, base)
@@ -174,7 +175,7 @@ def convert_checkpoint(
         merge_adapter(model, str(source))
         model.save_pretrained(directory, tokenizer=tokenizer, **options)
         return model.dtype
-    with checkpoint.read_lock(source):
+    with read_lock(source):
         checkpoint.verify(source, wanted=_is_export_file)
         tokenizer = Tokenizer.from_pretrained(source)
         if lora is None:

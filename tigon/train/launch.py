@@ -1,5 +1,6 @@
 """The entry point: a config file and `key=value`s to a finished run."""
 
+import argparse
 import logging
 import os
 import signal
@@ -66,18 +67,23 @@ def main(arguments: Sequence[str] | None = None) -> None:
         raise
 
 
-def _main(rest: list[str]) -> None:
+def _main(arguments: list[str]) -> None:
     """Runs the command: reads the settings, then trains on this process or on `--nproc` ranks."""
-    if "--help" in rest or "-h" in rest:
+    # No abbreviations: settings may be given as --key value
+    parser = argparse.ArgumentParser("tigon.train", USAGE, add_help=False, allow_abbrev=False)
+    parser.add_argument("--nproc", type=int)
+    for flag in ("--dry-run", "--print-config", "--help"):
+        parser.add_argument(flag, action="store_true")
+    parser.add_argument("-h", action="store_true", dest="help")
+    options, rest = parser.parse_known_args(arguments)
+    if options.help:
         print(help_text())
         return
-    if not rest:
+    if not arguments:
         print(f"{USAGE}\ntigon.train: settings are needed", file=sys.stderr)
         sys.exit(2)
-    show, dry = "--print-config" in rest, "--dry-run" in rest
-    rest = [a for a in rest if a not in ("--print-config", "--dry-run")]
+    count, show, dry = options.nproc, options.print_config, options.dry_run
     try:
-        count, rest = take_count(rest)
         named = rest and "=" not in rest[0] and not rest[0].startswith("-")
         config = load(rest[0], rest[1:]) if named else load(None, rest)
         gpus = torch.cuda.device_count()
@@ -109,20 +115,6 @@ def refusal(error: Exception) -> str | int:
         return 1
     rank = os.environ.get("RANK", "0")
     return f"tigon.train: {'' if launched or rank == '0' else f'rank {rank}: '}{error}"
-
-
-def take_count(arguments: Sequence[str]) -> tuple[int | None, list[str]]:
-    """Returns the N of `--nproc N` or `--nproc=N`, and the other arguments."""
-    count, rest = None, list(arguments)
-    for i, argument in enumerate(arguments):
-        name, equals, value = argument.partition("=")
-        if name == "--nproc":
-            used = 1 if equals else 2
-            value = value if equals else " ".join(arguments[i + 1 : i + 2])
-            if not value.isdecimal():
-                raise ValueError(f"--nproc {value}: needs the number of processes to start")
-            count, rest = int(value), [*arguments[:i], *arguments[i + used :]]
-    return count, rest
 
 
 def launch(config: Config, plan: int | None = None) -> str | int:

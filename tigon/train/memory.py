@@ -378,17 +378,14 @@ def resolve_checkpointing(
         model.activation_offload = offload
         return estimate(model, task, config, gpus, compute).total
 
-    memory = gpu_memory(world.device)
-    least = None if memory is None else -world.all_reduce_max_int(-memory)
-    answer = [-1, -1, -1]
+    sizes = [size for size in world.gather(gpu_memory(world.device)) if size is not None]
+    choice: CheckpointingChoice | None = None
     with world.raise_on_all_ranks():
-        budget = memory_budget(config, least)
-        layers = len(build().model.layers)
+        budget = memory_budget(config, min(sizes, default=None))
         if world.main:
+            layers = len(build().model.layers)
             choice = choose_checkpointing(total, layers, budget, offload=config.activation_offload)
-            answer = [choice.blocks, int(choice.offload), choice.total]
-    blocks, offload, size = (world.all_reduce_max_int(number) for number in answer)
-    return CheckpointingChoice(blocks, layers, bool(offload), size, budget)
+    return world.gather(choice)[0]
 
 
 def gpu_memory(device: torch.device) -> int | None:

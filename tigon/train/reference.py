@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from tigon.data import Loader, MicroBatch, PackedRows, cache_root
-from tigon.data.cache import disk_errors, make_directory, temporary, write_text
+from tigon.data.cache import disk_errors, make_directory, write_text
 from tigon.data.collate import collate_rows
 from tigon.data.examples import format_count
 from tigon.data.mixture import Corpus, Mixture, Window
@@ -29,6 +29,7 @@ from tigon.train.distributed import World
 from tigon.train.model import compute_dtype
 from tigon.utils.json import read_json
 from tigon.weights import Repository
+from tigon.weights.files import new_file
 
 COLUMN = "reference"  # of micro-batches: at each token, the log-probability of the next one
 WITHOUT_ADAPTERS = "without adapters"  # the digest of a reference that is the base model
@@ -98,15 +99,11 @@ def store(path: Path, values: np.ndarray) -> None:
     """Writes values atomically, and then their description, which is read first."""
     with disk_errors(path, values.nbytes):
         make_directory(path.parent)
-        with temporary(path) as partial:
-            with partial.open("xb") as file:
-                # np.save says of a full disk only how much was written
-                header = np.lib.format.header_data_from_array_1_0(values)
-                np.lib.format.write_array_header_1_0(file, header)
-                file.write(values.data)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(partial, path)
+        with new_file(path) as partial, partial.open("xb") as file:
+            # np.save says of a full disk only how much was written
+            header = np.lib.format.header_data_from_array_1_0(values)
+            np.lib.format.write_array_header_1_0(file, header)
+            file.write(values.data)
         write_text(path.with_suffix(".json"), json.dumps({"crc32": zlib.crc32(values.data)}))
 
 

@@ -11,7 +11,7 @@ import re
 import secrets
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, fields
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,6 @@ WRITTEN = re.compile(
     rf"{_EXPORT}|{_TEXTS}|{_DIGESTS}|report\.html|checkpoints|tensorboard|wandb|profile"
     r"|flight-recorder|\.wandb-id"
 )
-EXPORT_LEFTOVER = re.compile(rf"\.({_EXPORT})\.(?:lock|(?:tmp|old)-[0-9a-f]{{16}})")
 LEFTOVER = re.compile(
     rf"\.(?:(?:{_TEXTS})(?:\.rank-\d+)?\.partial|{_DIGESTS}\.[0-9a-f]{{16}}"
     r"|(?:report|comparison)\.html\.[a-z0-9_]{8}|rank-\d+-[0-9a-f]{8})"
@@ -108,11 +107,10 @@ def _check_files(path: Path, begun: bool, resume: bool) -> None:
 
 def _clean(path: Path) -> None:
     """Removes what a killed run has left, and nothing with other names. The lock is held."""
-    checkpoint.clean(path / "checkpoints")
+    remove_leftovers(path / "checkpoints", r"step-\d+")
+    remove_leftovers(path, _EXPORT)
     for file in sorted(path.iterdir()):
-        if export := EXPORT_LEFTOVER.fullmatch(file.name):
-            remove_leftovers(path / export[1])
-        elif LEFTOVER.fullmatch(file.name) and file.is_file() and not file.is_symlink():
+        if LEFTOVER.fullmatch(file.name) and file.is_file() and not file.is_symlink():
             with suppress(OSError):
                 file.unlink()
 
@@ -177,13 +175,6 @@ def start_time(source: Path | None, world: World) -> datetime:
         return datetime.fromisoformat(first)
     except ValueError:
         raise ValueError(f"{source}: run.json has strftime_now={first!r:.100}, no time") from None
-
-
-def with_new_tokens(source: Path, config: Config) -> Config:
-    """Returns the settings with the checkpoint's new_tokens, which its run may have taken from the
-    data, unless they name some."""
-    saved = checkpoint.read_metadata(source).get("config", {}).get("new_tokens") or ()
-    return config if config.new_tokens else replace(config, new_tokens=tuple(saved))
 
 
 def check_adapter(source: Path, config: Config) -> None:

@@ -35,25 +35,34 @@ def explain_full_disk(path: Path, needed: int) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.errno not in FULL:
-            if error.errno is None or error.filename is not None:
-                raise
-            raise OSError(error.errno, error.strerror, str(path)) from error
-        free = shutil.disk_usage(path.parent).free
-        quota = " (a quota)" if error.errno == errno.EDQUOT else ""
-        raise DiskFullError(
-            f"the disk{quota} became full while {path} was written: {_sizes(needed, free)}"
-        ) from error
+        if error.errno in FULL:
+            raise full_disk_error(path, error, needed) from error
+        if error.errno is None or error.filename is not None:
+            raise
+        raise OSError(error.errno, error.strerror, str(path)) from error
 
 
-def _sizes(needed: int, free: int) -> str:
+def full_disk_error(
+    path: Path, error: OSError, needed: int | None = None, remedy: str = ""
+) -> DiskFullError:
+    """The error that says how much is free where `path` was to be written, and what to do."""
+    free = shutil.disk_usage(next(p for p in path.parents if p.exists())).free
+    quota = " (a quota)" if error.errno == errno.EDQUOT else ""
+    text = f"the disk{quota} became full while {path} was written: {_sizes(needed, free)}"
+    return DiskFullError(f"{text}; {remedy}" if remedy else text)
+
+
+def _sizes(needed: int | None, free: int) -> str:
     """A text with both sizes, in bytes if they are equal when rounded."""
+    sizes = {"needed": needed, "free": free}
     texts = [
-        f"{n / 2**30:.2f} GiB" if n >= 2**30 else f"{n / 2**20:.1f} MiB" for n in (needed, free)
+        f"{n / 2**30:.2f} GiB {name}" if n >= 2**30 else f"{n / 2**20:.1f} MiB {name}"
+        for name, n in sizes.items()
+        if n is not None
     ]
-    if texts[0] == texts[1]:
-        texts = [f"{count:,} bytes" for count in (needed, free)]
-    return f"{texts[0]} needed, {texts[1]} free"
+    if texts[0].removesuffix("needed") == texts[-1].removesuffix("free"):
+        texts = [f"{needed:,} bytes needed", f"{free:,} bytes free"]
+    return ", ".join(texts)
 
 
 # Locks, which end with their process
@@ -210,11 +219,17 @@ def _locked(target: Path) -> Iterator[bool]:
                     path.unlink()
 
 
-def remove_leftovers(target: Path) -> None:
-    """Remove what killed writers of a directory left beside it, unless it is being written."""
-    with suppress(OSError), _locked(target) as has_lock:
-        if has_lock:
-            _recover(target)
+def remove_leftovers(parent: Path, names: str) -> None:
+    """Remove what killed writers of directories left in `parent`, unless they are being written.
+
+    `names`: a regular expression for the directories' names.
+    """
+    pattern = re.compile(rf"\.({names})\.(?:lock|(?:tmp|old)-[0-9a-f]{{16}})")
+    found = map(pattern.fullmatch, os.listdir(parent) if parent.is_dir() else ())
+    for name in sorted({match[1] for match in found if match is not None}):
+        with suppress(OSError), _locked(parent / name) as has_lock:
+            if has_lock:
+                _recover(parent / name)
 
 
 def _recover(target: Path) -> None:
@@ -257,17 +272,67 @@ def _publish(temporary: Path, target: Path, replace: bool) -> None:
         os.rename(temporary, target)
         fsync(target.parent)
         return
-    old = temporary
-    if not _exchange(temporary, target):
-        old = _hidden(target, "old")
-        os.rename(target, old)
-        try:
-            os.rename(temporary, target)
-        except BaseException:
-            os.rename(old, target)
-            raise
-    fsync(target.parent)  # before the old one is removed
+    with _unread(target) as free:
+        if not free:
+            raise OSError(f"{target} is being read by another process")
+        old = temporary
+        if not _exchange(temporary, target):
+            old = _hidden(target, "old")
+            os.rename(target, old)
+            try:
+                os.rename(temporary, target)
+            except BaseException:
+                os.rename(old, target)
+                raise
+        fsync(target.parent)  # before the old one is removed
     shutil.rmtree(old, ignore_errors=True)
+
+
+@contextmanager
+def read_lock(directory: Path) -> Iterator[None]:
+    """Keep writers from removing or replacing a directory, if the file system has locks."""
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        with suppress(OSError):  # a file system without locks
+            fcntl.flock(descriptor, fcntl.LOCK_SH)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def _unread(directory: Path) -> Iterator[bool]:
+    """Keep readers from locking a directory; yields False if one has."""
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        free = True
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:  # others: a file system without locks
+            free = not isinstance(error, BlockingIOError)
+        yield free
+    finally:
+        os.close(descriptor)
+
+
+def remove_directory(directory: Path) -> bool:
+    """Remove a directory unless a process has its `read_lock`; returns whether it is gone.
+
+    It is renamed first, so that its name is never that of a part of it. A link is removed, not the
+    directory that it leads to.
+    """
+    try:
+        with _unread(directory) as free:
+            if not free:
+                return False
+            doomed = directory.rename(_hidden(directory, "tmp"))
+    except FileNotFoundError:
+        return True
+    if doomed.is_symlink():
+        doomed.unlink()
+    else:
+        shutil.rmtree(doomed)
+    return True
 
 
 def _hidden(target: Path, kind: str) -> Path:
@@ -288,6 +353,19 @@ def _exchange(first: Path, second: Path) -> bool:
     if code in (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP):
         return False
     raise OSError(code, os.strerror(code), str(second))
+
+
+@contextmanager
+def new_file(path: Path) -> Iterator[Path]:
+    """Yields a temporary name beside `path`, whose file is renamed to it at the end or removed on
+    an error; create it with mode "x", which follows no link that another user has planted."""
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
+    try:
+        yield temporary
+        fsync(temporary)
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def fsync(path: Path) -> None:

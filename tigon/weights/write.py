@@ -381,14 +381,11 @@ def _shards(
         filename_pattern=stem + "{suffix}.safetensors",
         max_shard_size=_parse_size(max_shard_size),
     )
+    rank = {dtype: -i for i, dtype in enumerate(TAGS)}
     return {
-        file: sorted((entries[name] for name in names), key=_file_order)
+        file: sorted((entries[name] for name in names), key=lambda e: (rank[e.dtype], e.name))
         for file, names in split.filename_to_tensors.items()
     }
-
-
-def _file_order(entry: TensorEntry) -> tuple[int, str]:
-    return -list(TAGS).index(entry.dtype), entry.name
 
 
 def _check_blocks(shards: Mapping[str, list[TensorEntry]], ranks: WriterGroup) -> None:

@@ -6,10 +6,8 @@ writes and reads; docs/checkpoints.md has the format.
 
 from tigon.train.checkpoint.files import (
     KeepPolicy,
-    clean,
     latest,
     newest_complete,
-    read_lock,
     read_metadata,
     shorten,
     step_of,
@@ -31,12 +29,10 @@ __all__ = [
     "SaveError",
     "Saver",
     "check_finite",
-    "clean",
     "fits_in_memory",
     "latest",
     "load",
     "newest_complete",
-    "read_lock",
     "read_metadata",
     "shorten",
     "step_of",

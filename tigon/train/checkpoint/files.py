@@ -7,31 +7,24 @@ checkpoints/step-00000100/
   SHA256SUMS                                              of all other files, as sha256sum has it
 """
 
-import fcntl
 import hashlib
 import math
-import os
 import re
-import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
-
-import torch.distributed as dist
+from typing import Any
 
 from tigon.hub import check_folder
 from tigon.utils.json import quote, read_bytes, read_json
+from tigon.weights import WriterGroup
+from tigon.weights.files import remove_directory
 
 NAME = re.compile(r"step-(\d+)")
-LEFTOVER = re.compile(r"\.step-\d+\.(partial|removed)")
 RUN, SUMS = "run.json", "SHA256SUMS"
 MAX_SUMS_BYTES = 16 << 20
 BLOCK = 16 << 20  # bytes that are hashed at a time
-
-T = TypeVar("T")
 
 
 def list_checkpoints(directory: Path, until: int | None = None) -> dict[int, Path]:
@@ -69,63 +62,6 @@ def read_metadata(checkpoint: Path) -> dict[str, Any]:
     return content
 
 
-@contextmanager
-def read_lock(checkpoint: Path) -> Iterator[None]:
-    """Keeps other processes from removing the checkpoint, if the file system has locks."""
-    descriptor = os.open(checkpoint, os.O_RDONLY)
-    try:
-        with suppress(OSError):  # a file system without locks
-            fcntl.flock(descriptor, fcntl.LOCK_SH)
-        yield
-    finally:
-        os.close(descriptor)
-
-
-def remove(checkpoint: Path) -> bool:
-    """Removes a checkpoint unless a process reads it; returns whether it is gone.
-
-    It is renamed first, so that half a checkpoint never has the name of a complete one.
-    """
-    try:
-        descriptor = os.open(checkpoint, os.O_RDONLY)
-    except FileNotFoundError:
-        return True
-    try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return False
-        except OSError:
-            pass
-        doomed = checkpoint
-        if not checkpoint.name.startswith("."):
-            doomed = checkpoint.rename(checkpoint.with_name(f".{checkpoint.name}.removed"))
-        if doomed.is_symlink():  # to a checkpoint that was moved to another disk, where it stays
-            doomed.unlink()
-        else:
-            shutil.rmtree(doomed)
-    finally:
-        os.close(descriptor)
-    return True
-
-
-def clean(directory: Path) -> None:
-    """Removes checkpoints that killed runs have left half written or half removed."""
-    for path in directory.glob(".step-*"):
-        if LEFTOVER.fullmatch(path.name):
-            with suppress(OSError):
-                remove(path)
-
-
-def gather_objects(value: T) -> list[T]:
-    """Returns the value of every rank, on all ranks; only this one's without a process group."""
-    if not dist.is_initialized():
-        return [value]
-    values: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values
-
-
 def shorten(names: Sequence[str]) -> str:
     """Returns the first three names, and how many follow."""
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
@@ -140,7 +76,7 @@ def first_cause(error: BaseException) -> str:
     failures = getattr(error, "failures", None)
     if not failures:
         return str(error) or type(error).__name__
-    this_rank = dist.get_rank() if dist.is_initialized() else 0
+    this_rank = WriterGroup().rank
     rank = this_rank if this_rank in failures else min(failures)
     cause = failures[rank][0]
     text = str(cause) if isinstance(cause, OSError) else repr(cause)
@@ -172,13 +108,13 @@ def verify(checkpoint: Path, *, wanted: Callable[[str], bool] = lambda name: Tru
     In a process group every rank calls this: each reads a share of the files, and all raise the
     same error, also if one sees another checkpoint of that name.
     """
-    rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    ranks = WriterGroup()
     try:
-        faults = _find_faults(checkpoint, wanted, rank, size)
+        faults = _find_faults(checkpoint, wanted, ranks.rank, ranks.size)
         result = faults, "" if faults else checksum(checkpoint / SUMS)
     except (OSError, ValueError) as error:
         result = [str(error)], ""
-    results = gather_objects(result)
+    results = ranks.gather(result)
     faults = [fault for faults, _ in results for fault in faults]
     differing = [rank for rank, (_, digest) in enumerate(results) if digest != results[0][1]]
     if differing and not faults:
@@ -196,7 +132,7 @@ def newest_complete(
 
     Every rank calls this. `say` gets a line for each damaged one. Raises ValueError if all are.
     """
-    listed = gather_objects([*list_checkpoints(directory, until).values()])[0]
+    listed = WriterGroup().gather([*list_checkpoints(directory, until).values()])[0]
     faults = []
     for checkpoint in reversed(listed):  # all ranks verify those that rank 0 sees
         try:
@@ -318,7 +254,7 @@ def prune(directory: Path, newest: int, keep: KeepPolicy, losses: dict[int, floa
         path, listed = checkpoints[step], is_listed(checkpoints[step])
         files = (p.relative_to(path).as_posix() for p in path.rglob("*") if not p.is_dir())
         if all(map(listed, files)):
-            remove(path)
+            remove_directory(path)
 
 
 def _time(path: Path) -> float:

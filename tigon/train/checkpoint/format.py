@@ -39,7 +39,7 @@ from tigon.models import CausalLM, adapter_parameters
 from tigon.train.distributed import local
 from tigon.train.optim import Ema
 from tigon.weights import Layout, RowSpan, TensorSlice, local_blocks, local_rows
-from tigon.weights.files import explain_full_disk, require_space
+from tigon.weights.files import explain_full_disk
 from tigon.weights.header import write_header
 from tigon.weights.write import tensor_bytes
 
@@ -200,34 +200,33 @@ def _block_slice(part: TensorSlice, block: int) -> TensorSlice:
 # and knows no checksums.
 
 
-class FileResult(NamedTuple):
-    """The name and the checksum of a written file."""
-
-    file: str
-    sha256: str
-
-
 class Writer(FileSystemWriter):
-    """Writes weights-RANK, optimizer-RANK and ema-RANK.safetensors on every rank; then rank 0 calls
-    `commit` with the checksum of every file."""
+    """Writes weights-RANK, optimizer-RANK and ema-RANK.safetensors on every rank, into the
+    directory that rank 0 gets from `begin` with the bytes of all; then rank 0 calls `commit` with
+    the directory and the checksum of every file."""
 
-    def __init__(self, directory: Path, commit: Callable[[Mapping[str, str]], None]) -> None:
-        super().__init__(directory)
-        self.directory, self.commit = directory, commit
+    def __init__(
+        self, begin: Callable[[int], Path], commit: Callable[[Path, Mapping[str, str]], None]
+    ) -> None:
+        super().__init__("")
+        self.begin, self.commit, self.directory = begin, commit, Path()
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        return plan  # the directory is made when all ranks have a plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Checks the free space and numbers the ranks; rank 0 calls this."""
-        needed = sum(_nbytes(item) for plan in plans for item in plan.items)
-        require_space(self.directory.parent, needed)
-        return [replace(plan, storage_data=rank) for rank, plan in enumerate(plans)]
+        """Makes the directory and numbers the ranks; rank 0 calls this."""
+        self.directory = self.begin(sum(_nbytes(item) for plan in plans for item in plan.items))
+        return [replace(p, storage_data=(self.directory, rank)) for rank, p in enumerate(plans)]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Writes this rank's files, as torch.distributed.checkpoint's planner planned them."""
         results = []
-        for name, items in _assign_files(plan.items, plan.storage_data).items():
-            path = self.directory / name
+        directory, rank = plan.storage_data
+        for name, items in _assign_files(plan.items, rank).items():
+            path = directory / name
             with explain_full_disk(path, sum(map(_nbytes, items))):
-                written = FileResult(name, _write(path, items, planner))
+                written = name, _write(path, items, planner)  # its checksum
             results += [WriteResult(item.index, _nbytes(item), written) for item in items]
         done: Future[list[WriteResult]] = Future()
         done.set_result(results)
@@ -235,7 +234,8 @@ class Writer(FileSystemWriter):
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Commits the checkpoint; rank 0 calls this when all ranks have written."""
-        self.commit(dict(result.storage_data for rank in results for result in rank))
+        sums = dict(result.storage_data for rank in results for result in rank)
+        self.commit(self.directory, sums)
 
 
 def _assign_files(items: Sequence[WriteItem], rank: int) -> dict[str, list[WriteItem]]:

@@ -16,10 +16,11 @@ from torch.optim import Optimizer
 
 from tigon.hub import check_folder
 from tigon.models import CausalLM
-from tigon.train.checkpoint.files import first_cause, gather_objects, read_lock, shorten
+from tigon.train.checkpoint.files import first_cause, shorten
 from tigon.train.checkpoint.format import EMA, OPTIMIZER, State, full_state, run_layout
 from tigon.train.optim import Ema
-from tigon.weights import Checkpoint, Layout, StoredRows
+from tigon.weights import Checkpoint, Layout, StoredRows, WriterGroup
+from tigon.weights.files import read_lock
 from tigon.weights.header import read_header
 
 # Sums of squares, scales and counts
@@ -224,7 +225,7 @@ def check_values(checkpoint: Path, state: State, stored: Metadata) -> None:
             if bad := [x for x in pair if not (least <= x < torch.inf and x > -torch.inf)]:
                 wrong.setdefault(name, bad[0])
     faults = [f"{checkpoint} has {x} in {n} ({_files(stored, n)})" for n, x in wrong.items()]
-    if faults := sorted({fault for some in gather_objects(faults) for fault in some}):
+    if faults := sorted({fault for some in WriterGroup().gather(faults) for fault in some}):
         more = f", and so {len(faults) - 1} more" if len(faults) > 1 else ""
         raise ValueError(
             f"{faults[0]}, which no run has{more}: resume from another checkpoint, or {BEGIN_AGAIN}"

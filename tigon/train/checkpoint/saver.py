@@ -3,7 +3,6 @@
 import json
 import math
 import os
-import shutil
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -25,13 +24,9 @@ from tigon.tokenizer import Tokenizer
 from tigon.train.checkpoint.files import (
     RUN,
     KeepPolicy,
-    clean,
     first_cause,
-    gather_objects,
     is_listed,
     prune,
-    read_lock,
-    remove,
     shorten,
     write_sums,
 )
@@ -40,7 +35,8 @@ from tigon.train.distributed import World, local
 from tigon.train.logging import read_metrics
 from tigon.train.optim import Ema
 from tigon.utils.memory import CGROUP
-from tigon.weights.files import carry_over_files, explain_full_disk, fsync
+from tigon.weights import WriterGroup
+from tigon.weights.files import new_directory, remove_directory
 from tigon.weights.write import all_finite
 
 KEEP = KeepPolicy()
@@ -109,7 +105,7 @@ def check_finite(
     if good.item():
         return
     bad = [name for name, t in parts.items() if not all_finite([t], t.device, most=most)]
-    names = sorted({name for of_rank in gather_objects(bad) for name in of_rank})
+    names = sorted({name for of_rank in WriterGroup().gather(bad) for name in of_rank})
     where = "" if dtype is None else f" in {dtype}"
     raise FloatingPointError(f"not finite{where}: {shorten(names)}")
 
@@ -157,7 +153,7 @@ class Saver(BackgroundWriter):
         # A separate group: the writer's messages would mix with those of training
         self._group = dist.new_group(backend="gloo")
         self._stager = _Stager()
-        self._target, self._partial, self._lock = self.directory, self.directory, ExitStack()
+        self._target, self._staging = self.directory, ExitStack()
         self._start_time = 0.0
         self.seconds = 0.0  # that the last checkpoint took, from `save` to the disk
 
@@ -183,15 +179,6 @@ class Saver(BackgroundWriter):
         except FloatingPointError as error:
             raise FloatingPointError(f"{target} was not written: {error}") from None
         state = full_state(model, optimizer, ema)
-        needed = sum(rows.numel() * rows.dtype.itemsize for rows in state.values())
-        partial = self.directory / f".{target.name}.partial"
-        lock = ExitStack()
-        if self.world.main:
-            clean(self.directory)
-            with explain_full_disk(partial, needed):
-                partial.mkdir(parents=True)
-            lock.enter_context(read_lock(partial))
-        self.world.barrier()
         content = {
             "step": step,
             "saved_at": time.time(),
@@ -199,22 +186,30 @@ class Saver(BackgroundWriter):
             "stacked_experts": model.config.source.stacked_experts,
             **metadata,
         }
+        staging = ExitStack()
 
-        def commit(sums: Mapping[str, str]) -> None:
+        def begin(needed: int) -> Path:
+            """Makes the directory to write into; rank 0 calls this."""
+            # One of this name is damaged, or of a run that was resumed from before it
+            if target.is_symlink():
+                remove_directory(target)
+            stale = is_listed(target)
+            made = new_directory(target, replace=True, needed=needed, stale=stale)
+            return staging.enter_context(made)
+
+        def commit(directory: Path, sums: Mapping[str, str]) -> None:
             """Adds small files and gives the final name; rank 0 calls this after all writes."""
-            with explain_full_disk(partial, needed):
-                write_description(partial, model.config, model.generation_config, tokenizer)
-                (partial / RUN).write_text(json.dumps(content, indent=2) + "\n")
-                write_sums(partial, sums)
-                for path in [*partial.rglob("*"), partial]:
-                    fsync(path)
-            self._publish(partial, target, step)
+            with staging:
+                write_description(directory, model.config, model.generation_config, tokenizer)
+                (directory / RUN).write_text(json.dumps(content, indent=2) + "\n")
+                write_sums(directory, sums)
+            self._prune(step)
 
         options: dict[str, Any] = {
-            "storage_writer": Writer(partial, commit),
+            "storage_writer": Writer(begin, commit),
             "process_group": self._group,
         }
-        self._target, self._partial, self._lock = target, partial, lock
+        self._target, self._staging = target, staging
         if self.background and self._stager.fits(state, self.world):
             pending = dcp.async_save(dict(state), async_stager=self._stager, **options)
             assert isinstance(pending, Future)
@@ -236,13 +231,11 @@ class Saver(BackgroundWriter):
         if self.pending is None:
             return
         pending, self.pending = self.pending, None
-        with self._lock:
-            try:
+        try:
+            with self._staging:  # which removes what was written before an error
                 pending.result()
-            except (Exception, CheckpointException) as error:
-                if self.world.main:
-                    shutil.rmtree(self._partial, ignore_errors=True)
-                raise SaveError(f"{self._target} was not written: {first_cause(error)}") from error
+        except (Exception, CheckpointException) as error:
+            raise SaveError(f"{self._target} was not written: {first_cause(error)}") from error
 
     def expected(self) -> float:
         """Returns the seconds until a checkpoint that begins now is on the disk, going by the last
@@ -257,23 +250,16 @@ class Saver(BackgroundWriter):
         if done.exception() is None:
             self.seconds = time.monotonic() - self._start_time
 
-    def _publish(self, partial: Path, target: Path, step: int) -> None:
-        """Gives a complete checkpoint its name, and prunes older ones."""
-        # An older one of this name is damaged, or of a run that was resumed from before it
-        if target.is_dir() and not target.is_symlink():
-            carry_over_files(target, partial, is_listed(target))
-        if not remove(target):
-            raise OSError("one of that name is being read by another process")
-        os.rename(partial, target)
-        fsync(self.directory)
+    def _prune(self, newest: int) -> None:
+        """Removes the checkpoints that `keep` does not choose, now that a newer one is complete."""
         try:
             losses = {
                 row["step"]: row["eval_loss"]
                 for row in read_metrics(self.metrics)
                 if row.get("eval_loss") is not None
             }
-            prune(self.directory, step, self.keep, losses)
-        except OSError as error:  # the new one is complete
+            prune(self.directory, newest, self.keep, losses)
+        except OSError as error:
             self.world.log_rank0(f"an older checkpoint could not be removed: {error}")
 
 

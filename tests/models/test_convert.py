@@ -14,7 +14,8 @@ from tests.models.fp8_checkpoints import DYNAMIC, to_fp8
 from tests.models.gguf_files import write_gguf
 from tests.models.tiny import CASES, FIRST, reference
 from tigon import from_pretrained
-from tigon.models import MODELS, convert_pretrained
+from tigon.models import MODELS
+from tigon.models.pretrained.save import convert_pretrained
 from tigon.weights import Repository, write
 
 EXPERTS = ("mixtral", "qwen2_moe")

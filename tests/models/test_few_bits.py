@@ -18,8 +18,9 @@ from tests.models.test_quantised import EVEN, EXPERTS
 from tests.models.tiny import CASES, reference
 from tigon import LoraConfig, from_pretrained
 from tigon.layers import Linear
-from tigon.models import CausalLM, count_parameters, quantize_model, quantized_bytes
+from tigon.models import CausalLM
 from tigon.models.pretrained import quantization
+from tigon.models.pretrained.quantization import count_parameters, quantize_model, quantized_bytes
 
 FAMILIES = {
     "llama": CASES["llama"]["grouped"],

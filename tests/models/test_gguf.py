@@ -34,8 +34,9 @@ from tests.models.tiny import (
 from tests.train.ranks import Ranks
 from tigon.cli.info import describe
 from tigon.models import MODELS as ZOO
-from tigon.models import build, load_weights, materialize, read_config
+from tigon.models import build, load_weights, materialize
 from tigon.models.pretrained.gguf import ARCHITECTURES, GGUFModel
+from tigon.models.pretrained.load import read_config
 from tigon.train import start
 from tigon.weights import GGUF, Repository
 from tigon.weights.gguf import import_reader

@@ -14,7 +14,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tigon.kernels.loss.terms import KL, CrossEntropy, LogProbs
-from tigon.models import MODELS, CausalLM, CausalLMOutput, LoraConfig, adapter_parameters
+from tigon.models import MODELS, CausalLM, CausalLMOutput, LoraConfig
+from tigon.models.adapters.adapters import adapter_parameters
 from tigon.parallel import share_context
 
 Result = dict[str, Tensor]

@@ -11,7 +11,7 @@ import torch
 from bench.train_cases import MODELS, config
 from tests.small import LLAMA, write_chats, write_model, write_tokenizer
 from tests.train import preferences
-from tigon.models import count_parameters
+from tigon.models.pretrained.quantization import count_parameters
 from tigon.train import load, main
 from tigon.train.distributed import World
 from tigon.train.logging import read_metrics

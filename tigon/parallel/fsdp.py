@@ -8,7 +8,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from tigon.kernels.runtime import disable_pdl
 from tigon.layers import Experts
-from tigon.models import CausalLM, mark_fsdp_hooks
+from tigon.models import CausalLM
+from tigon.models.module_hooks import mark_fsdp_hooks
 
 
 def reduction_dtype(

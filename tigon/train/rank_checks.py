@@ -6,7 +6,8 @@ from contextlib import suppress
 from typing import Any
 
 from tigon.data import Loader
-from tigon.models import MODELS, read_config
+from tigon.models import MODELS
+from tigon.models.pretrained.load import read_config
 from tigon.train import resume
 from tigon.train.config import Config
 from tigon.train.distributed import InputError, World

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from tigon.models import aux_loss_coef
+from tigon.models.moe import aux_loss_coef
 from tigon.train import checkpoint
 from tigon.train.config import Config
 from tigon.train.model import meta_model, meta_model_from_path

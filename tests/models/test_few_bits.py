@@ -144,17 +144,6 @@ def test_what_it_holds(bases: dict[str, Path]) -> None:
     assert torch.equal(*texts)
 
 
-@pytest.mark.exhaustive
-@pytest.mark.traced
-def test_compiled_blocks(bases: dict[str, Path]) -> None:
-    model = adapted(bases["llama"], quantize="nf4")
-    expected = gradients(model)
-    for block in model.model.layers:
-        block.compile(backend="aot_eager")
-    for name, grad in gradients(model).items():
-        torch.testing.assert_close(grad, expected[name], rtol=1e-4, atol=1e-6)
-
-
 FP8 = {
     "blocks": ("qwen3", EVEN, (32, 16), DYNAMIC),
     "blocks that divide nothing": ("qwen2", EVEN, (40, 56), DYNAMIC),

@@ -192,7 +192,6 @@ class Terminal(io.StringIO):
         (io.StringIO(), "0", 0.0, False),
         (Terminal(), "0", 60.0, False),
     ],
-    ids=["slow", "another rank", "no terminal", "fast"],
 )
 def test_the_progress_bar(
     tmp_path: Path,

@@ -62,7 +62,7 @@ from tigon.kernels import lora_linear
 from tigon.kernels.linear import quantized
 from tigon.kernels.linear.dropout import Dropout, apply_dropout_ref
 from tigon.kernels.linear.lora import LoRATerm
-from tigon.models import quantize_model
+from tigon.models.pretrained.quantization import quantize_model
 
 OURS, FORMULA, BITSANDBYTES = "tigon", "formula of PEFT", "bitsandbytes"
 ROWS, RANK, SCALE, P = 8192, 16, 2.0, 0.05

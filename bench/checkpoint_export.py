@@ -27,7 +27,8 @@ from bench.checkpoint_side import Memory
 from bench.harness import Bench, Job, Record, figure, heading, markdown, verdict
 from bench.peers import imported
 from bench.saving import AIM, Save, raw, seconds, sync, unsynced
-from tigon.models import MODELS, convert_pretrained, from_pretrained
+from tigon.models import MODELS, from_pretrained
+from tigon.models.pretrained.save import convert_pretrained
 from tigon.weights import Repository
 
 

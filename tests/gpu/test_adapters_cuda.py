@@ -12,7 +12,7 @@ from bench.compare_side import LLAMA_1B, QWEN3_MOE
 from tigon import LoraConfig
 from tigon.kernels import use
 from tigon.kernels.linear.quantized import quantize_nf4
-from tigon.models import quantize_model
+from tigon.models.pretrained.quantization import quantize_model
 
 pytestmark = pytest.mark.gpu
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -4,7 +4,6 @@ import copy
 import json
 import math
 import re
-import time
 import warnings
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import tigon.kernels
-from tests.models.test_adapters_peft import check_generation, near, randomise, trained
+from tests.models.test_adapters_peft import near, randomise, trained
 from tests.models.test_parity import tokens
 from tests.models.tiny import CASES, reference
 from tigon import LoraConfig, from_pretrained
@@ -91,13 +90,6 @@ def test_several_adapters(model: CausalLM, adapter: Path) -> None:
     assert model.adapter_names == ["second"]
 
 
-def test_generation_and_caches(model: CausalLM) -> None:
-    adapted(model)
-    merged = copy.deepcopy(model)
-    merged.merge_adapter()
-    check_generation(model, merged)
-
-
 @pytest.mark.slow
 @pytest.mark.kernel
 def test_kernels_and_recomputation(base: Path) -> None:
@@ -121,20 +113,6 @@ def gradients(model: CausalLM, ids: torch.Tensor | None = None) -> dict[str, tor
     model.zero_grad()
     model.train()(ids, labels=ids).loss.backward()
     return {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
-
-
-@pytest.mark.slow
-@pytest.mark.traced
-def test_compile(model: CausalLM) -> None:
-    adapted(model)
-    expected = gradients(model)
-    model.zero_grad()
-    torch._dynamo.reset()
-    compiled = torch.compile(model, backend="aot_eager")
-    compiled(tokens(), labels=tokens()).loss.backward()
-    for name, p in model.named_parameters():
-        if p.requires_grad:
-            near(p.grad, expected[name], name)
 
 
 @pytest.mark.kernel
@@ -200,21 +178,11 @@ def test_replace_takes_adapters_alone(model: CausalLM, adapter: Path, tmp_path: 
 
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "rank": ({"rank": 0}, "rank=0"),
-    "negative": ({"rank": -3}, "rank=-3"),
-    "no number": ({"rank": True}, "rank=True"),
     "above every matrix": ({"rank": 10**8}, "rank=100000000 of an adapter is above 96, the rank"),
-    "above one": ({"rank_pattern": {"k_proj": 50}}, "rank=50 of an adapter is above 40, "),
     "alpha": ({"alpha": math.nan}, "alpha=nan"),
     "rank of a pattern": ({"rank_pattern": {"q_proj": 0}}, r"rank_pattern\['q_proj'\]=0"),
     "target": ({"targets": ("q_proj", "query")}, "targets='query' matches no projection of Llama"),
-    "near": ({"targets": "qproj"}, "did you mean 'q_proj'"),
-    "several in one": (
-        {"targets": "q_proj, all-linear,mlp.up_proj"},
-        r"or in a shell lora.targets=\[q_proj,all-linear,mlp.up_proj\]",
-    ),
-    "several, one wrong": ({"targets": "q_proj,value"}, "'q_proj,value' is one name: give a tuple"),
     "no targets": ({"targets": ()}, "targets is empty"),
-    "pattern": ({"targets": "o_proj", "rank_pattern": {"q_proj": 2}}, "rank_pattern='q_proj'"),
     "alpha pattern": ({"alpha_pattern": {"*.layers.9.*": 2}}, "alpha_pattern='*.layers.9"),
     "saved": ({"modules_to_save": "norm"}, "modules_to_save='norm'"),
     "negative dropout": ({"dropout": -0.1}, r"dropout=-0.1 is not in \[0, 1\)"),
@@ -222,9 +190,6 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         {"targets": ("lm_head", "q_proj"), "modules_to_save": "lm_head"},
         "lm_head is in targets and in modules_to_save",
     ),
-    "score": ({"modules_to_save": "score"}, "modules_to_save='score': this Llama has embed_tokens"),
-    "text for true": ({"rslora": "no"}, "rslora='no' is neither True nor False"),
-    "much dropout": ({"dropout": 1}, r"dropout=1 is not in \[0, 1\)"),
 }
 
 
@@ -266,16 +231,13 @@ def test_wrong_names(model: CausalLM) -> None:
     adapted(model)
     with pytest.raises(ValueError, match="delete_adapter"):
         adapted(model)
-    with pytest.raises(ValueError, match="there are default"):
-        model.set_adapter("other")
-    with pytest.raises(
-        ValueError, match=r"\['default', 'two'\] is not a name: give one of default"
-    ):
-        model.set_adapter(["default", "two"])  # type: ignore[arg-type]
+    wrong: dict[Any, str] = {"other": "there are default", ("a", "b"): "is not a name: give one of"}
+    for name, message in wrong.items():
+        with pytest.raises(ValueError, match=message):
+            model.set_adapter(name)
     assert model.active_adapter == "default"
-    for targets in ("q_proj,v_proj", "q_proj, v_proj", ("q_proj,v_proj",)):
-        with pytest.raises(ValueError, match=r"a tuple of names, \('q_proj', 'v_proj'\)"):
-            LoraConfig(targets=targets)
+    with pytest.raises(ValueError, match=r"a tuple of names, \('q_proj', 'v_proj'\)"):
+        LoraConfig(targets="q_proj, v_proj")
     assert LoraConfig(targets="model.layers.[0,1].*").targets == ("model.layers.[0,1].*",)
     with pytest.raises(TypeError, match="LoraConfig"):
         model.add_adapter({"r": 8}, "two")  # type: ignore[arg-type]
@@ -295,33 +257,20 @@ def edit(adapter: Path, target: Path, **changes: Any) -> Path:
 FEATURES: dict[str, tuple[dict[str, Any], str]] = {
     "kind": ({"peft_type": "ADALORA"}, "peft_type 'ADALORA' is not LORA"),
     "qalora": ({"use_qalora": True}, "use_qalora=True is not supported"),
-    "replication": ({"layer_replication": [[0, 2]]}, "layer_replication"),
-    "megatron": ({"megatron_config": {"a": 1}}, "megatron_config"),
-    "bias of it": ({"lora_bias": True}, "lora_bias"),
     "bias": ({"bias": "all"}, "bias='all'"),
     "experts": ({"target_parameters": ["mlp.experts.up"]}, "matches no experts of this Llama"),
-    "tokens": ({"trainable_token_indices": [3]}, "trainable_token_indices"),
     "pissa": ({"init_lora_weights": "pissa_niter_4"}, "init_lora_weights='pissa_niter_4'"),
     "to come": ({"use_new_thing": 2}, "use_new_thing=2 is not supported"),
     "rank": ({"r": 3}, r"lora_A.weight is \[4, 96\], and the rank is said to be 3"),
-    "rank of text": ({"r": "4"}, "r must be a positive integer, got '4'"),
     "patterns": ({"rank_pattern": [1]}, "rank_pattern"),
-    "slow": ({"alpha_pattern": {"(.+)+x": 3}}, "repeats a group"),
-    "slower": ({"alpha_pattern": {".*.*.*.*x": 3}}, "too complicated"),
-    "slow, spread out": ({"rank_pattern": {"(?x:(.+) +)~": 4}}, "group of a special kind"),
-    "slow together": ({"rank_pattern": {f".*.*.*{i}~": 4 for i in range(3000)}}, "more than 20"),
-    "slow in number": (
-        {"alpha_pattern": {f"x{i}": 4 for i in range(20000)}},
-        "has 20,000 patterns",
+    "slow": ({"alpha_pattern": {"(.+)+x": 3}}, "too complicated"),
+    "slow, spread out": ({"rank_pattern": {"(?x:(.+) +)~": 4}}, "too complicated"),
+    "slow together": (
+        {"rank_pattern": {f".*.*.*{i}~": 4 for i in range(3000)}},
+        "too many of them",
     ),
     "no pattern": ({"alpha_pattern": {"(": 3}}, "not a regular expression"),
-    "alpha for float32": (
-        {"lora_alpha": 1e300},
-        r"alpha is a positive float32 number, not .*1e\+300",
-    ),
-    "text for true": ({"use_rslora": "false"}, "use_rslora='false' is neither true nor false"),
     "text for dora": ({"use_dora": "no"}, "use_dora='no' is neither true nor false"),
-    "saved": ({"modules_to_save": ["score"]}, "modules_to_save='score'"),
     "saved, not there": (
         {"modules_to_save": ["lm_head"]},
         "missing: base_model.model.lm_head.weight",
@@ -356,16 +305,14 @@ def test_tensors_that_do_not_fit(model: CausalLM, adapter: Path, tmp_path: Path)
         assert dict(model.named_parameters()).keys() == model.layout().keys()
 
     b = tensors[stem + "B.weight"]
-    for message, value in (
-        ("layers.1.self_attn.v_proj.lora_B.*NaN|NaN.*v_proj.lora_B", b.log()),
-        (r"v_proj.lora_B.weight is \[39, 4\], not \[40, 4\]", b[:39].clone()),
-    ):
-        refused(message, tensors | {stem + "B.weight": value})
-    without = {n: t for n, t in tensors.items() if n != stem + "B.weight"}
-    refused("1 missing: .*v_proj.lora_B", without)
+    refused("NaN.*v_proj.lora_B", tensors | {stem + "B.weight": b.log()})
+    refused(
+        r"v_proj.lora_B.weight is \[39, 4\], not", tensors | {stem + "B.weight": b[:39].clone()}
+    )
+    refused(
+        "1 missing: .*v_proj.lora_B", {n: t for n, t in tensors.items() if n != f"{stem}B.weight"}
+    )
     refused("v_proj.lora_C", tensors | {stem + "C.weight": b.clone()})
-    other = {n.replace("v_proj", "value"): t for n, t in tensors.items()}
-    refused("is for 'model.layers.0.self_attn.value'", other)
     fewer = {n: t for n, t in tensors.items() if "layers.2" not in n}
     pattern = r".*\.(q|k|v|o|gate|up|down)_proj"
     target = edit(adapter, tmp_path / "pattern", target_modules=pattern)
@@ -377,33 +324,7 @@ def test_tensors_that_do_not_fit(model: CausalLM, adapter: Path, tmp_path: Path)
     deeper = {n.replace("layers.1", "layers.7"): t for n, t in tensors.items()}
     refused("is for 'model.layers.7.*its 3 layers", deeper)
     refused("no tensor of it is named lora_A", {"x": b})
-    shallower = {n: t for n, t in tensors.items() if "layers.2." not in n}
-    refused("has none for 'model.layers.2.self_attn.q_proj'", shallower)
-
-
-def test_a_rank_that_no_tensor_has(model: CausalLM, adapter: Path, tmp_path: Path) -> None:
-    tensors = load_file(adapter / "adapter_model.safetensors")
-    target = edit(adapter, tmp_path / "it", r=2**70)
-    without = {n: t for n, t in tensors.items() if "lora_A" not in n}
-    save_file(without, target / "adapter_model.safetensors")
-    with pytest.raises(ValueError, match="the rank of an adapter"):
-        model.load_adapter(target)
-    assert not model.adapter_names
-
-
-def test_patterns_of_every_projection_are_read_once(
-    model: CausalLM, adapter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    read: list[str] = []
-    real = peft_files.compile_pattern
-    monkeypatch.setattr(peft_files, "compile_pattern", lambda k, p: read.append(p) or real(k, p))
-    target = edit(adapter, tmp_path / "it", alpha_pattern={f"x{i}": 1 for i in range(50)})
-    model.load_adapter(target)
-    assert len(read) == 50
-    names = [place.name for place in find_target_modules(model)]
-    whole = {name: 8 for name in names} | {r"layers\.0\.mlp\.down_proj": 8}
-    model.load_adapter(edit(adapter, tmp_path / "whole", alpha_pattern=whole), name="whole")
-    assert len(names) > 3 and len(read) == 50  # which are looked up
+    refused("has none for 'model.layers.2.self_attn.q_proj'", fewer)
 
 
 def test_patterns_mean_what_they_mean_to_peft() -> None:
@@ -422,18 +343,6 @@ def test_patterns_mean_what_they_mean_to_peft() -> None:
             assert found.lookup(name, -1) == next(fits, -1), (name, patterns)
 
 
-def test_long_lists_of_targets_take_no_longer(
-    model: CausalLM, adapter: Path, tmp_path: Path
-) -> None:
-    """Looked up: compared with each name one by one they would take seconds."""
-    many = [f"x{i}" for i in range(200_000)]
-    values = json.loads((adapter / "adapter_config.json").read_text())
-    target = edit(adapter, tmp_path / "it", target_modules=[*values["target_modules"], *many])
-    began = time.process_time()
-    model.load_adapter(target)
-    assert time.process_time() - began < 1.5
-
-
 def test_an_adapter_of_another_base(adapter: Path, tmp_path: Path) -> None:
     reference("llama", CASES["llama"]["plain"], tmp_path)
     with pytest.raises(
@@ -446,24 +355,17 @@ def test_an_adapter_of_another_base(adapter: Path, tmp_path: Path) -> None:
     ("said", "warns"),
     [
         ("somebody/other-base", True),
-        ("/elsewhere/other", True),
         ("\0" + "x" * 9999, True),
         ("{base}-run/{name}", True),  # as runs/b/hf is another than runs/a/hf
         ("{base}", False),
-        ("{base}-link", False),
         ("somebody/{name}", False),
-        ("/elsewhere/{name}/", False),
         ("/hub/models--somebody--{name}/snapshots/0a1b", False),
-        ("", False),
         (None, False),
     ],
 )
 def test_the_name_of_another_base(
     said: str | None, warns: bool, base: Path, adapter: Path, tmp_path: Path
 ) -> None:
-    link = Path(f"{base}-link")
-    if not link.exists():
-        link.symlink_to(base)
     Path(f"{base}-run/{base.name}").mkdir(parents=True, exist_ok=True)
     said = said and said.replace("{base}", str(base)).replace("{name}", base.name)
     it = edit(adapter, tmp_path / "it", base_model_name_or_path=said)

@@ -18,7 +18,6 @@ from tests.models.test_adapters_peft import (
     check_ours_there,
     check_reloaded,
     check_removal,
-    gradients,
     near,
     randomise,
     theirs_of,
@@ -69,14 +68,6 @@ def adapted(model: CausalLM, *targets: str, **options: Any) -> CausalLM:
     return model
 
 
-def test_first_values_are_theirs(tmp_path: Path, model: CausalLM) -> None:
-    model.add_adapter(LoraConfig(rank=64, targets="embed_tokens"))
-    low = dict(trained(model))
-    a, b = (low[f"model.embed_tokens.lora.default.lora_embedding_{x}"] for x in "AB")
-    assert not a.any()
-    assert b.std().item() == pytest.approx(1, abs=0.03)
-
-
 def test_generation_loss_and_log_probabilities(model: CausalLM) -> None:
     adapted(model)
     model.save_adapter(Path(str(model.config.source.name)).parent / "it")
@@ -87,21 +78,6 @@ def test_generation_loss_and_log_probabilities(model: CausalLM) -> None:
     check_generation(model, merged)
     near(model(ids, labels=ids).loss, merged(ids, labels=ids).loss)
     near(model(ids, labels=ids, logits_bytes=1).loss, merged(ids, labels=ids).loss)
-
-
-def test_recomputed_blocks_and_packed_rows(model: CausalLM) -> None:
-    adapted(model).train()
-    ids = tokens()[:1, :12]
-    model(ids, labels=ids).loss.backward()
-    expected = gradients(model)
-    model.zero_grad()
-    model.activation_checkpointing = True
-    model(ids, labels=ids).loss.backward()
-    for name, grad in gradients(model).items():
-        assert torch.equal(grad, expected[name]), name
-    rows = tokens()[:2, :7]
-    packed, positions = rows.reshape(1, -1), torch.arange(7).repeat(2)[None]
-    near(model(packed, position_ids=positions).logits.view(2, 7, -1), model(rows).logits)
 
 
 def test_what_is_saved_of_the_base_has_to_be_its_own(model: CausalLM, tmp_path: Path) -> None:

@@ -14,7 +14,8 @@ from tests.models.fp8_checkpoints import DYNAMIC, to_fp8
 from tests.models.gguf_files import write_gguf
 from tests.models.tiny import CASES, FIRST, reference
 from tigon import from_pretrained
-from tigon.models import MODELS, convert_pretrained
+from tigon.models import MODELS
+from tigon.models.pretrained.save import convert_pretrained
 from tigon.weights import Repository, write
 
 EXPERTS = ("mixtral", "qwen2_moe")
@@ -49,22 +50,6 @@ def test_experts(model_type: str, stacked: bool | None, original: bool, tmp_path
     case = next(iter(CASES[model_type].values()))
     reference(model_type, case, tmp_path / "a", save_original_format=original)
     assert_same(tmp_path / "a", tmp_path, stacked_experts=stacked)
-
-
-def test_expert_rows_are_cut_anywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(write, "CHUNK", 5_000)
-    case = next(iter(CASES["mixtral"].values()))
-    reference("mixtral", case, tmp_path / "a", save_original_format=False)
-    for name, stacked in (("b", False), ("c", True)):
-        assert_same(tmp_path / "a", tmp_path / name, stacked_experts=stacked)
-
-
-@pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("load", ["auto", torch.float32, torch.float16])
-def test_tied_and_dtypes(tied: bool, load: Any, tmp_path: Path) -> None:
-    changes = {"tie_word_embeddings": tied}
-    reference("llama", changes, tmp_path / "a", dtype=torch.bfloat16, max_shard_size=SIZE)
-    assert_same(tmp_path / "a", tmp_path, load=load)
 
 
 def test_what_does_not_fit_is_refused_before_anything_is_written(tmp_path: Path) -> None:

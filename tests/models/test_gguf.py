@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 from gguf import GGMLQuantizationType as Kind
-from gguf import GGUFReader
 from safetensors.torch import load_file, save_file
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
@@ -32,10 +31,10 @@ from tests.models.tiny import (
     reference,
 )
 from tests.train.ranks import Ranks
-from tigon.cli.info import describe
 from tigon.models import MODELS as ZOO
-from tigon.models import build, load_weights, materialize, read_config
+from tigon.models import build, load_weights, materialize
 from tigon.models.pretrained.gguf import ARCHITECTURES, GGUFModel
+from tigon.models.pretrained.load import read_config
 from tigon.train import start
 from tigon.weights import GGUF, Repository
 from tigon.weights.gguf import import_reader
@@ -203,31 +202,6 @@ def test_into_parameters_that_two_ranks_share(turned: Path) -> None:
     Ranks(2, sharded, turned).finish()
 
 
-def test_info(small: Path) -> None:
-    file = small / "model.gguf"
-    model, facts = tigon.from_pretrained(file), describe(str(file))
-    assert facts["parameters"] == f"{sum(p.numel() for p in model.parameters()):,}"
-    assert facts["files"] == f"1 of weights, {file.stat().st_size:,} bytes"
-    assert facts["loads"].startswith(f"as tigon.{type(model).__name__} in float32, ")
-
-
-def test_metadata_of_every_type(small: Path, tmp_path: Path) -> None:
-    more = {
-        "array:llama.numbers": [6, 4],
-        "array:llama.floats": [1e-6, 0.1],
-        "array:tokenizer.ggml.tokens": ["a", "bc"],
-        "bool:llama.flag": True,
-    }
-    write_gguf(small, tmp_path / "m.gguf", **more)
-    metadata = GGUF.open(tmp_path / "m.gguf").metadata
-    assert metadata["llama.numbers"] == [6, 4]
-    assert metadata["llama.floats"] == [1e-6, 0.1]  # fp32 in the file
-    assert metadata["tokenizer.ggml.tokens"] is None
-    assert metadata["llama.flag"] is True
-    fields = GGUFReader(tmp_path / "m.gguf").fields
-    assert metadata.keys() == {key for key in fields if not key.startswith("GGUF.")}
-
-
 def test_a_config_without_guesses(tmp_path: Path) -> None:
     reference("llama", {"rope_parameters": LLAMA3_8K, "rms_norm_eps": 1e-5}, tmp_path)
     more = {
@@ -338,12 +312,6 @@ def test_values_that_may_change_numbers_are_refused(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=message) as error:
             tigon.from_pretrained(tmp_path / f"{i}.gguf")
         assert f"{i}.gguf" in str(error.value)
-
-
-def test_sizes_that_are_given_for_each_layer(tmp_path: Path) -> None:
-    reference("llama", {"num_hidden_layers": 2}, tmp_path)
-    write_gguf(tmp_path, tmp_path / "m.gguf", **{"array:llama.attention.head_count": [6, 6]})
-    assert tigon.from_pretrained(tmp_path / "m.gguf").config.num_attention_heads == 6
 
 
 def test_the_architectures_are_ours() -> None:

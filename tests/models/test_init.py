@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from tests.parallel.test_tensor import SIZES, TWO
-from tigon.models import MODELS, init_sharded_weights, materialize
+from tigon.models import MODELS, materialize
+from tigon.models.init import init_sharded_weights
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

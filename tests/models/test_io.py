@@ -14,7 +14,6 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 import tigon
-from tests.hub_server import HubServer
 from tests.models.tiny import CASES, FIRST, SHARED, load_reference, reference
 from tigon.models import MODELS, CausalLM, from_pretrained
 
@@ -103,18 +102,6 @@ def test_load_then_export(
     assert sorted(p.name for p in tmp_path.iterdir()) == ["source", "target"]
 
 
-@pytest.mark.parametrize("stacked", [True, False])
-def test_experts_go_out_in_the_form_asked_for(stacked: bool, tmp_path: Path) -> None:
-    for directory, original in (("apart", True), ("stacked", False)):
-        case = CASES["mixtral"]["plain"]
-        reference("mixtral", case, tmp_path / directory, save_original_format=original)
-    wanted, other = ("stacked", "apart") if stacked else ("apart", "stacked")
-    ours = from_pretrained(tmp_path / other)
-    ours.save_pretrained(tmp_path / "out", stacked_experts=stacked)
-    assert same(tensors(tmp_path / "out"), tensors(tmp_path / wanted))
-    assert same(from_pretrained(tmp_path / "out").state_dict(), ours.state_dict())
-
-
 @pytest.mark.parametrize("source", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("target", ["auto", torch.float32, torch.bfloat16, torch.float16])
 def test_dtypes(source: torch.dtype, target: Any, tmp_path: Path) -> None:
@@ -136,13 +123,6 @@ def test_a_dtype_may_be_a_text(tmp_path: Path) -> None:
             from_pretrained(tmp_path, dtype=wrong)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("device", ["cuda:99", "nowhere", "cuda cpu"])
-def test_a_device_that_is_not_there(device: str, tmp_path: Path) -> None:
-    """Said before anything is looked for."""
-    with pytest.raises(ValueError, match=f"device '{device}' cannot be used here: "):
-        from_pretrained(tmp_path / "nothing", device=device)
-
-
 @pytest.mark.parametrize(
     ("value", "dtype"),
     [(torch.nan, None), (-torch.inf, None), (7e4, torch.float16), (7e4, "float16")],
@@ -161,12 +141,6 @@ def test_weights_that_are_no_numbers_are_saved_with_a_warning(
         model.save_pretrained(tmp_path / "bad", dtype=dtype)
     stored = load_file(tmp_path / "bad/model.safetensors")["model.norm.weight"]
     assert not stored[3].isfinite() and stored[:3].isfinite().all()
-
-
-def test_dtype_auto_without_a_config_key_is_the_tensors(tmp_path: Path) -> None:
-    reference("llama", {}, tmp_path, dtype=torch.bfloat16)
-    edit(tmp_path, lambda content: None, dtype=None)
-    assert from_pretrained(tmp_path).dtype == torch.bfloat16
 
 
 def test_generation_config_travels(tmp_path: Path) -> None:
@@ -253,24 +227,3 @@ def test_random_weights_are_transformers_own(model_type: str, tie: bool, tmp_pat
             assert abs(found[name].mean()) < slack * value.std(), name
     assert not found[EMBEDDING][7].any()
     assert not wanted[EMBEDDING][7].any()
-
-
-def test_from_a_hub(hub: HubServer, tmp_path: Path) -> None:
-    theirs = reference("llama", {}, tmp_path / "v1" / "deep" / "er", max_shard_size=SHARDED)
-    hub.push("lab/tiny", tmp_path / "v1", revision="v1")
-    reference("llama", {"num_hidden_layers": 1}, tmp_path / "v2")
-    hub.push("lab/tiny", tmp_path / "v2")
-    (tmp_path / "v2" / "pytorch_model.bin").write_text("pickle")
-
-    ours = tigon.from_pretrained(
-        "lab/tiny", revision="v1", subfolder="deep/er", dtype=torch.float32
-    )
-    assert len(ours.model.layers) == 3
-    ours.save_pretrained(tmp_path / "out")
-    assert same(tensors(tmp_path / "out"), theirs.state_dict())
-    assert len(tigon.Llama.from_pretrained("lab/tiny").model.layers) == 1
-    requests = hub.heads.total() + hub.gets.total()
-    offline = tigon.from_pretrained("lab/tiny", local_files_only=True)
-    assert len(offline.model.layers) == 1
-    assert hub.heads.total() + hub.gets.total() == requests
-    assert not any("pytorch_model" in name for name in hub.heads | hub.gets)

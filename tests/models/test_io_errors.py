@@ -4,7 +4,6 @@ import json
 import os
 import re
 import shutil
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import tigon
-from tests.models.tiny import YARN, reference
+from tests.models.tiny import reference
 
 Break = Callable[[Path], Any]
 SHARD = "model-00003-of-00006.safetensors"
@@ -98,48 +97,22 @@ BAD: dict[str, tuple[str, Break, str]] = {
     ),
     "pickle": ("single", pickles, r"pickled weights \(pytorch_model.bin\).*convert them once"),
     "dtype tag": ("single", tag, r"model.safetensors: tensor '.*' has the unsupported dtype 'F99'"),
-    "no config": ("single", remove("config.json"), r"single has no file config.json"),
-    "more layers than the file": (
-        "single",
-        configure(num_hidden_layers=4),
-        r"9 missing: model.layers.3.input_layernorm.weight, ",
-    ),
 }
 FILES: dict[str, tuple[str, bytes, str]] = {
-    "no JSON": ("config.json", b"{'a': 1}", " is not valid JSON: Exp"),
-    "no text": ("config.json", b"\xff\xfe", " is not valid JSON: .utf"),
-    "a list": ("config.json", b"[]", " is not a JSON object"),
-    "generation_config": ("generation_config.json", b"{", " is not valid JSON"),
+    "no JSON": ("config.json", b"{'a': 1}", " is not valid JSON: Exp")
 }
 FACTORS = {"short_factor": [1.0] * 10, "long_factor": [1.0] * 9}
 CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
     "model_type": ({"model_type": "gpt9"}, "model_type 'gpt9' is not 'gemma' or .*'llama'"),
-    "no model_type": ({"model_type": None}, "model_type None"),
-    "rope type": (
-        {"rope_parameters": {"rope_type": "spiral"}},
-        "unknown rope_type 'spiral'; there are default, linear, dynamic",
-    ),
-    "rope key": (
-        {"rope_parameters": YARN | {"attention_fraction": 2}},
-        "rope_type 'yarn' does not know {'attention_fraction': 2}",
-    ),
     "quantised": (
         {"quantization_config": {"quant_method": "awq"}},
         "quantization_config: .* quant_method 'awq'",
     ),
-    "key that changes numbers": (
-        {"sliding_window": 4096},
-        "sliding_window=4096 changes what the model computes",
-    ),
-    "type": ({"num_hidden_layers": "3"}, "num_hidden_layers='3' is not a whole number"),
-    "activation": ({"hidden_act": "relu"}, "hidden_act='relu' is not one of silu"),
     "longrope factors": (
         {"rope_parameters": FACTORS | {"rope_type": "longrope"}},
         ".*short_factor and long_factor have 10 and 9 values, but the head has 10 frequencies",
     ),
     "dtype": ({"dtype": "float8_e4m3fn"}, "unsupported dtype 'float8_e4m3fn': .*; pass dtype="),
-    "dtype of a function": ({"dtype": "save"}, "unsupported dtype 'save': .*; pass dtype="),
-    "dtype of an attribute": ({"dtype": "torch.__class__"}, "unsupported dtype 'torch.__class__'"),
 }
 BAD |= {
     f"file: {case}": ("single", put(name, content), f"single/{name}{message}")
@@ -184,7 +157,7 @@ def test_a_class_reads_its_own_family(tmp_path: Path) -> None:
         tigon.Llama.from_config(configure_qwen2)
 
 
-@pytest.mark.parametrize("dtype", ["bf16", torch.int8, torch.float8_e4m3fn])
+@pytest.mark.parametrize("dtype", ["bf16", torch.int8])
 def test_dtype_of_an_export(dtype: Any, model: Any, tmp_path: Path) -> None:
     with pytest.raises(TypeError, match=f"dtype must be a floating .*not .*{dtype}"):
         model.save_pretrained(tmp_path / "new", dtype=dtype)
@@ -193,34 +166,20 @@ def test_dtype_of_an_export(dtype: Any, model: Any, tmp_path: Path) -> None:
     assert not any(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("size", ["2", "2 gigs", "2GiB", "-1GB", "0GB", 0, -5, 2.5, True])
+@pytest.mark.parametrize("size", ["2 gigs", "0GB", -5, 2.5, True])
 def test_shard_sizes(size: Any, model: Any, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=f"max_shard_size={size!r} is not a size"):
         model.save_pretrained(tmp_path / "new", max_shard_size=size)
     assert not any(tmp_path.iterdir())
 
 
-def test_a_taken_directory_is_said_before_weights_are_looked_at(model: Any, tmp_path: Path) -> None:
-    with torch.no_grad():
-        next(model.parameters()).fill_(torch.nan)
-    (tmp_path / "taken").mkdir()
-    (tmp_path / "taken" / "config.json").touch()
-    with warnings.catch_warnings(action="error"):
-        for name, hint in (("taken", "; replace=True replaces an earlier export"), ("file", "$")):
-            (tmp_path / "file").touch()
-            with pytest.raises(FileExistsError, match=f"choose another path{hint}"):
-                model.save_pretrained(tmp_path / name)
-
-
 def test_only_an_export_is_replaced(model: Any, tmp_path: Path) -> None:
     target = tmp_path / "mine"
-    for name in ("chats.jsonl", "other/config.json", "notes.txt"):
-        shutil.rmtree(target, ignore_errors=True)
-        (target / name).parent.mkdir(parents=True)
-        (target / name).write_text("mine")
-        with pytest.raises(FileExistsError, match=r"mine holds files and no config\.json"):
-            model.save_pretrained(target, replace=True)
-        assert (target / name).read_text() == "mine"
+    (target / "other").mkdir(parents=True)
+    (target / "other/config.json").write_text("mine")
+    with pytest.raises(FileExistsError, match=r"mine holds files and no config\.json"):
+        model.save_pretrained(target, replace=True)
+    assert (target / "other/config.json").read_text() == "mine"
     shutil.rmtree(target)
     for _ in "ab":
         model.save_pretrained(target, replace=True)
@@ -248,40 +207,31 @@ def test_other_files_beside_an_export_are_kept(sound: Path, model: Any, tmp_path
         assert (target / path.name).read_bytes() == path.read_bytes()
 
 
-def test_what_a_link_leads_to_is_not_replaced(model: Any, tmp_path: Path) -> None:
-    model.save_pretrained(tmp_path / "mine")
-    before = {path.name: path.stat().st_mtime_ns for path in (tmp_path / "mine").iterdir()}
-    (tmp_path / "link").symlink_to(tmp_path / "mine")
-    with pytest.raises(FileExistsError, match=f"link is a link to {tmp_path}/mine, which is not"):
-        model.save_pretrained(tmp_path / "link", replace=True)
-    assert {p.name: p.stat().st_mtime_ns for p in (tmp_path / "mine").iterdir()} == before
-
-
 def test_keywords_of_transformers(sound: Path) -> None:
     for theirs, ours in (("torch_dtype", "dtype"), ("attn_implementation", "attention")):
         with pytest.raises(
             TypeError, match=f"unexpected keyword argument '{theirs}'; here: '{ours}"
         ):
             tigon.from_pretrained(sound / "single", **{theirs: "x"})  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="staging_bytes must be a whole number of bytes, not '1GB'"):
-        tigon.from_pretrained(sound / "single", staging_bytes="1GB")  # type: ignore[arg-type]
 
 
-def test_a_run_in_place_of_a_model(sound: Path, tmp_path: Path) -> None:
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "hf").symlink_to(sound / "single")
-    with pytest.raises(FileNotFoundError, match=r"if it is a run, its export is .*/run/hf"):
-        tigon.from_pretrained(tmp_path / "run")
-
-
-def test_an_adapter_in_place_of_a_model(tmp_path: Path) -> None:
-    (tmp_path / "adapter").mkdir()
-    (tmp_path / "adapter" / "adapter_config.json").write_text("{}")
-    for place in (tmp_path, tmp_path / "adapter"):  # a run, and what it has written
-        with pytest.raises(
-            FileNotFoundError, match=r"no file config.json; .*/adapter is an adapter"
-        ):
-            tigon.from_pretrained(place)
+def test_other_places_than_a_model(sound: Path, tmp_path: Path) -> None:
+    for name in ("run", "tuned/adapter"):
+        (tmp_path / name).mkdir(parents=True)
+    (tmp_path / "run/hf").symlink_to(sound / "single")
+    (tmp_path / "tuned/adapter/adapter_config.json").write_text("{}")
+    adapter = r"no file config.json; .*/adapter is an adapter"
+    for place, message in (
+        ("run", r"if it is a run, its export is .*/run/hf"),
+        ("tuned", adapter),
+        ("tuned/adapter", adapter),
+    ):
+        with pytest.raises(FileNotFoundError, match=message):
+            tigon.from_pretrained(tmp_path / place)
+    with pytest.raises(ValueError, match="device 'nowhere' cannot be used here: "):
+        tigon.from_pretrained(tmp_path / "nothing", device="nowhere")
+    with pytest.raises(ValueError, match=r"mmap=True maps files into the CPU's memory: .* on cuda"):
+        tigon.from_pretrained(tmp_path / "nothing", device="cuda", mmap=True)
 
 
 class Unwritable:

@@ -1,6 +1,5 @@
 """Mixtures of experts: the loss that balances them, what they report, and both forms on disk."""
 
-import importlib
 import json
 from contextlib import nullcontext
 from pathlib import Path
@@ -8,17 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
-from torch.nn.functional import cross_entropy
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.models.contract import tiny_llama
 from tests.models.test_io import same, tensors
 from tests.models.test_parity import gradients
-from tests.models.tiny import CASES, EXPERTS, exact, load_reference, reference
+from tests.models.tiny import CASES, exact, load_reference, reference
 from tests.numbers import assert_as_near, float64
-from tigon.kernels import use
 from tigon.layers import SparseMoE
 from tigon.models import MODELS, CausalLM, from_pretrained
 from tigon.models.config import ConfigError
@@ -77,11 +73,6 @@ def collect(model: CausalLM, loss: Tensor) -> dict[str, Tensor]:
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
-def test_there_are_mixtures() -> None:
-    assert set(FAMILIES) >= {"mixtral", "qwen2_moe", "qwen3_moe"}
-    assert set(FAMILIES) == {model_type for model_type, _ in ROUTING}
-
-
 @pytest.mark.slow(first=4)
 @pytest.mark.parametrize(("model_type", "case"), ROUTING)
 @pytest.mark.parametrize("padded", [False, True])
@@ -107,16 +98,6 @@ def test_loss_with_balance(model_type: str, case: str, padded: bool, tmp_path: P
                 loss.backward(retain_graph=True)
             wanted.append({n: p.grad for n, p in model.named_parameters() if p.grad is not None})
         assert_as_near(gradients(ours, missing=which == "aux_loss"), *wanted[1:])
-
-
-@families
-def test_without_balance_the_loss_is_plain(model_type: str, tmp_path: Path) -> None:
-    _, ours = pair(model_type, "plain", tmp_path)
-    out = ours(**batch())
-    assert out.aux_loss is None
-    logits = ours(batch()["input_ids"]).logits
-    plain = cross_entropy(logits[:, :-1].flatten(0, 1), batch()["labels"][:, 1:].flatten())
-    torch.testing.assert_close(out.loss, plain)
 
 
 def loads(router_logits: list[Tensor], k: int, real: Tensor) -> Tensor:
@@ -153,33 +134,6 @@ def test_metrics(model_type: str, case: str, padded: bool, balanced: bool, tmp_p
     again = ours(**inputs, metrics=("expert_load",))
     assert again.metrics.keys() == {"expert_load"} and again.loss is None
     assert torch.equal(again.metrics["expert_load"], out.metrics["expert_load"])
-
-
-def test_metrics_of_new_tokens_only() -> None:
-    model, inputs = tiny(), batch(padded=True)
-    ids, mask = inputs["input_ids"].flip(1), inputs["attention_mask"].flip(1)  # pads on the left
-    with torch.no_grad():
-        whole = model(ids, attention_mask=mask, metrics=("expert_load",)).metrics["expert_load"]
-        first = model(
-            ids[:, :9], attention_mask=mask[:, :9], use_cache=True, metrics=("expert_load",)
-        )
-        rest = model(
-            ids[:, 9:],
-            attention_mask=mask,
-            past_key_values=first.past_key_values,
-            metrics=("expert_load",),
-        )
-    share = mask[:, :9].sum() / mask.sum()
-    both = [out.metrics["expert_load"] for out in (first, rest)]
-    torch.testing.assert_close(share * both[0] + (1 - share) * both[1], whole)
-
-
-def test_metrics_set_once() -> None:
-    model = tiny()
-    model.defaults.metrics = ("aux_loss", "nll")
-    assert model(**batch()).metrics.keys() == {"aux_loss", "nll"}
-    assert model(batch()["input_ids"]).metrics == {}
-    assert model(**batch(), metrics=()).metrics == {}
 
 
 def test_metrics_without_experts() -> None:
@@ -252,23 +206,6 @@ def test_recomputed_blocks_give_the_same(model_type: str) -> None:
     assert all(torch.equal(found[name], grad) for name, grad in expected.items())
 
 
-@pytest.mark.slow
-def test_one_graph() -> None:
-    """With blocks that are recomputed; test_families.py has those that are not."""
-    model, inputs = tiny(**BALANCED, num_hidden_layers=2), batch(padded=True)
-    out = model(**inputs, metrics=("expert_load",))
-    expected = collect(model, out.loss)
-    model.activation_checkpointing = True
-    torch.compiler.reset()
-    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
-    again = compiled(**inputs, metrics=("expert_load",))
-    torch.testing.assert_close(again.loss, out.loss, rtol=1e-6, atol=0.0)
-    torch.testing.assert_close(again.metrics, out.metrics)
-    for name, grad in collect(model, again.loss).items():
-        assert (grad - expected[name]).abs().max() <= 1e-5 * expected[name].abs().max(), name
-    torch.compiler.reset()
-
-
 @families
 @pytest.mark.parametrize("normed", [False, True])
 def test_routing_in_bf16(model_type: str, normed: bool, tmp_path: Path) -> None:
@@ -288,27 +225,6 @@ def test_routing_in_bf16(model_type: str, normed: bool, tmp_path: Path) -> None:
     assert torch.equal(seen[1], experts) and torch.equal(out.experts, experts)
     assert seen[2].dtype == weights.dtype and torch.equal(seen[2], weights)
     assert torch.equal(out.probs, logits.float().softmax(-1))
-
-
-def test_a_single_row_takes_its_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, ids, outputs = tiny(num_hidden_layers=1), batch()["input_ids"][:1, :1], []
-    if torch.cuda.is_available():
-        model, ids = model.cuda(), ids.cuda()
-    with torch.no_grad(), use("triton"):
-        expected = model.model.layers[0].mlp(model.model.embed_tokens(ids)).x
-        own = importlib.import_module(
-            "tigon.kernels.linear.linear"
-        )  # the package names the function
-        row_linear = own.gemv
-
-        def count(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-            outputs.append(len(weight))
-            return row_linear(x, weight, bias)
-
-        monkeypatch.setattr(own, "gemv", count)
-        found = model.model.layers[0].mlp(model.model.embed_tokens(ids)).x
-    assert torch.equal(found, expected)
-    assert outputs[:2] == [model.config.experts, 1]  # type: ignore[attr-defined]
 
 
 STACKED_NAMES = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
@@ -343,21 +259,6 @@ def test_both_forms_load_and_go_out_as_they_came(
     assert same(other.state_dict(), {k: v.bfloat16() for k, v in ours.state_dict().items()})
 
 
-@families
-def test_a_new_model_goes_out_expert_by_expert(model_type: str, tmp_path: Path) -> None:
-    ours = tiny(model_type)
-    ours.save_pretrained(tmp_path)
-    names = load_file(tmp_path / "model.safetensors").keys()
-    assert not any(name.endswith(STACKED_NAMES) for name in names)
-    assert any(("block_sparse_moe" in n) == (model_type == "mixtral") for n in names if "exp" in n)
-    theirs, info = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
-    assert not any(info.values()), info
-    with torch.no_grad():
-        expected = theirs(batch()["input_ids"]).logits
-        logits = ours(batch()["input_ids"]).logits
-    assert (logits - expected).abs().max() <= 1e-5 * expected.abs().max()
-
-
 def test_a_missing_expert_is_named(tmp_path: Path) -> None:
     reference("mixtral", CASES["mixtral"]["plain"], tmp_path)
     path = tmp_path / "config.json"
@@ -383,19 +284,3 @@ def test_both_names_of_the_number_of_experts(model_type: str) -> None:
         assert config_class.from_dict(written) == config
     with pytest.raises(ConfigError, match=r"=16 and num_.*=8 are names of the same number"):
         config_class.from_dict(dict(zip(config_class.experts_keys, (16, 8), strict=True)))  # type: ignore[attr-defined]
-
-
-def test_the_name_that_transformers_5_leaves_out(tmp_path: Path) -> None:
-    reference("qwen3_moe", EXPERTS, tmp_path)
-    assert "num_experts" not in json.loads((tmp_path / "config.json").read_text())
-    from_pretrained(tmp_path).save_pretrained(tmp_path / "out")
-    assert load_reference(tmp_path / "out").config.num_experts == 8
-
-
-def test_harmless_values() -> None:
-    MODELS["mixtral"].config_class.from_dict({"router_jitter_noise": 0.0})
-    config = MODELS["qwen3_moe"].config_class.from_dict(
-        {"mlp_only_layers": None, "max_window_layers": 48, "sliding_window": None}
-    )
-    assert config.mlp_only_layers == []  # type: ignore[attr-defined]
-    assert [config.sparse(i) for i in range(24)] == [True] * 24  # type: ignore[attr-defined]

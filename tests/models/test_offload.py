@@ -110,22 +110,3 @@ def test_recomputed_blocks_keep_their_inputs_alone(
     # The branch and the stream, and the positions, which the pass shares
     most = (2 * branch + 8 * ids.numel()) * (model.config.num_hidden_layers - 1)
     assert 0 < sum(copies.taken) <= most < whole
-
-
-def test_a_second_backward_fetches_again(model: CausalLM) -> None:
-    expected = run(model, 0, False)[1]
-    model.activation_offload = True
-    torch.manual_seed(0)
-    ids, labels = tokens()
-    loss = model(ids, labels=labels).loss
-    gradients(loss, model, retain_graph=True)
-    second = gradients(loss, model)
-    assert [name for name in expected if not torch.equal(expected[name], second[name])] == []
-
-
-def test_a_forward_without_backward_leaves_nothing(model: CausalLM) -> None:
-    expected = run(model, 0, False)
-    model.activation_offload = True
-    ids, labels = tokens()
-    _ = model(ids, labels=labels).loss  # a step that is skipped
-    assert same(run(model, 0, True), expected)

@@ -14,7 +14,6 @@ import tigon
 from tests.models.fp8_checkpoints import DYNAMIC, STATIC, Block, to_fp8
 from tests.models.test_io import same, tensors
 from tests.models.tiny import reference
-from tigon.cli.info import describe
 from tigon.models.config import ConfigError
 from tigon.models.quantization_config import read_quantization
 from tigon.weights import BlockScales
@@ -71,16 +70,6 @@ def test_blocks_that_divide_nothing(tmp_path: Path) -> None:
     meant = to_fp8(tmp_path, (40, 56), DYNAMIC, torch.bfloat16)
     tigon.from_pretrained(tmp_path).save_pretrained(tmp_path / "out")
     assert same(load_file(tmp_path / "out" / "model.safetensors"), meant)
-
-
-def test_info_knows_the_format(tmp_path: Path) -> None:
-    reference("qwen3", EVEN, tmp_path, dtype=torch.bfloat16)
-    to_fp8(tmp_path, (32, 16), DYNAMIC)
-    facts = describe(str(tmp_path))
-    assert facts["quantised"] == "fp8" and "float8_e4m3fn" in facts["tensors"]
-    assert facts["loads"].startswith("as tigon.Qwen3 in bfloat16")
-    edit_config(tmp_path, quantization_config={"quant_method": "awq"})
-    assert "quantised with quant_method 'awq'" in describe(str(tmp_path))["loads"]
 
 
 def test_rounded_once_to_another_dtype(tmp_path: Path) -> None:
@@ -148,8 +137,3 @@ def test_published_settings_are_read_and_unknown_ones_said() -> None:
     assert read_quantization({"quantization_config": None, "text_config": 3}) is None
     with pytest.warns(UserWarning, match=r"keys not understood and ignored: \['colour'\]"):
         read_quantization({"quantization_config": FP8 | {"colour": 3}})
-
-
-def test_a_new_model_is_not_quantised() -> None:
-    with pytest.raises(ConfigError, match=r"\(fp8\) describes stored weights, .* leave it out"):
-        tigon.Llama.from_config({"model_type": "llama", "quantization_config": FP8})

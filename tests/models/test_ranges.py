@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import time
 import types
 import typing
 from pathlib import Path
@@ -18,8 +17,7 @@ from tests.models.test_config_families import MINISTRAL_YARN
 from tests.models.tiny import FULL, LLAMA3, LONG, SLIDING, YARN
 from tigon.models import MODELS, build
 from tigon.models.pretrained import match
-from tigon.models.rope_config import RANGES, ROPE_HINTS, ROPE_RANGES
-from tigon.utils.config import ConfigError, field_types
+from tigon.utils.config import ConfigError
 from tigon.weights import Repository
 
 NAN, INF = float("nan"), float("inf")
@@ -31,28 +29,16 @@ def has_numbers(kind: Any) -> bool:
     return kind in (int, float)
 
 
-@pytest.mark.parametrize("model_type", MODELS)
-def test_every_number_has_a_range(model_type: str) -> None:
-    cls = MODELS[model_type].config_class
-    numbers = {name for name, kind in field_types(cls).items() if has_numbers(kind)}
-    assert len(numbers) > 10 and numbers <= RANGES.keys()
-    rope = ROPE_HINTS | dict(cls.rope_extras)
-    assert {name for name, kind in rope.items() if has_numbers(kind)} <= ROPE_RANGES.keys()
-
-
 # Model type -> values, and what the error says of them
 BAD: dict[str, list[tuple[dict[str, Any], str]]] = {
     "gemma": [({"use_bidirectional_attention": True}, "use_bidirectional_attention=True")],
     "gemma2": [
         ({"layer_types": ["full_attention"]}, "layer_types=.* is not .* each of 26"),
-        ({"query_pre_attn_scalar": 0}, "query_pre_attn_scalar=0 must be at least"),
         ({"use_bidirectional_attention": True}, "use_bidirectional_attention=True"),
     ],
     "gemma3_text": [
-        ({"attn_logit_softcapping": 50.0}, "attn_logit_softcapping=50.0 changes"),
         ({"rope_local_base_freq": "1"}, "rope_local_base_freq='1' is not"),
         ({"rope_parameters": {"rope_type": "linear"}}, "is not given per"),
-        ({"rope_scaling": [1]}, r"rope_scaling=\[1\] is not a d"),
         ({"sliding_window_pattern": 0}, "sliding_window_pattern=0 must be"),
     ],
     "glm4": [
@@ -61,20 +47,15 @@ BAD: dict[str, list[tuple[dict[str, Any], str]]] = {
     ],
     "granite": [
         ({"attention_multiplier": "1"}, "attention_multiplier='1' is not a number"),
-        ({"logits_scaling": 0}, "logits_scaling=0 must be at least"),
         ({"num_local_experts": 8}, "num_local_experts=8 changes"),
     ],
     "llama": [
         ({"clip_qkv": "\x1b[2J" + "x" * 500}, r"clip_qkv='\\x1b\[2Jx.*\.\.\. ch"),
         ({"eos_token_id": ["a"]}, r"eos_token_id=\['a'\] is not a whole number"),
-        ({"eos_token_id": [2, 2**40]}, "eos_token_id=1099511627776 must be at most"),
         ({"eos_token_id": [2] * 40_000}, "eos_token_id has 40000 items"),
-        ({"final_logit_softcapping": 30.0}, "final_logit_softcapping=30.0 changes"),
-        ({"head_dim": 2**40}, "head_dim=1099511627776 must be at most 65536"),
         ({"head_dim": 3}, "head_dim=3 is odd"),
         ({"hidden_act": "relu2"}, "hidden_act='relu2' is not one of silu, swish, gelu"),
         ({"hidden_size": "64"}, "hidden_size='64' is not a whole number"),
-        ({"hidden_size": 0}, "hidden_size=0 must be at least 1"),
         (
             {"hidden_size": 100, "num_attention_heads": 3},
             "hidden_size=100 is not a multiple of num_attention_heads=3, and head_dim is not given",
@@ -88,49 +69,34 @@ BAD: dict[str, list[tuple[dict[str, Any], str]]] = {
             },
             "no model can have these sizes",
         ),
-        ({"hidden_size": 2**62}, "hidden_size=4611686018427387904 must be at most 2147483647"),
         ({"initializer_range": NAN}, "initializer_range=nan must be at least 0"),
-        ({"intermediate_size": 11.5}, "intermediate_size=11.5 is not a whole number"),
-        ({"is_causal": False}, "is_causal=False changes"),
         ({"model_type": "qwen2"}, "model_type 'qwen2' is not 'llama'"),
-        ({"num_attention_heads": 0}, "num_attention_heads=0 must be at least 1"),
         ({"num_attention_heads": 32, "hidden_size": 96}, "=3 is odd"),
         (
             {"num_attention_heads": 6, "num_key_value_heads": 4},
             "num_attention_heads=6 is not a multiple of num_key_value_heads=4",
         ),
-        ({"num_hidden_layers": -1}, "num_hidden_layers=-1 must be at least 1"),
         ({"num_hidden_layers": 10**9}, "num_hidden_layers=10+ must be at most 2000"),
-        ({"num_key_value_heads": -4}, "num_key_value_heads=-4 must be at"),
-        ({"num_local_experts": 8}, "num_local_experts=8 changes what the model"),
-        ({"pad_token_id": -2}, "pad_token_id=-2 must be at least -1"),
         ({"pad_token_id": 32000}, "pad_token_id=32000 is outside the vocabulary"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5 changes"),
-        ({"quantization_config": True}, "quantization_config=True is not an object"),
         (
             {"quantization_config": {"quant_method": "gptq", "bits": 4}},
             "quantised with quant_method 'gptq', which Tigon does not read, .* use the model's",
         ),
-        ({"rms_norm_eps": -1.0}, "rms_norm_eps=-1.0 must be at least 0"),
         ({"rms_norm_eps": INF}, "rms_norm_eps=inf must be at most"),
-        ({"rms_norm_eps": None}, "rms_norm_eps=None is not a number"),
-        ({"rms_norm_eps": float("nan")}, "rms_norm_eps=nan must be at least 0"),
         ({"rope_parameters": []}, r"rope_parameters=\[\] is not a dictionary"),
         ({"rope_parameters": {"full_attention": DEFAULT}}, "does not know {'full_attention'"),
-        ({"rope_parameters": {"rope_theta": NAN}}, "rope_theta=nan must be at"),
         (
             {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}},
             "partial_rotary_factor=0.5 is not known",
         ),
         ({"rope_scaling": "linear"}, "rope_scaling='linear' is not a dictionary"),
         ({"rope_scaling": LLAMA3 | {"high_freq_factor": 1.0}}, "is not less than"),
-        ({"rope_scaling": LONG | {"long_factor": 2.0}}, "long_factor=2.0 is not a list of numbers"),
         ({"rope_scaling": LONG | {"long_factor": [1.0, INF]}}, "long_factor=inf must be at most"),
         (
             {"rope_scaling": LONG, "original_max_position_embeddings": 1},
             "original_max_position_embeddings=1 is too short",
         ),
-        ({"rope_scaling": YARN | {"factor": "4"}}, "factor='4' is not a number"),
         ({"rope_scaling": YARN | {"foo": 1}}, "rope_type 'yarn' does not know {'foo': 1}"),
         (
             {"rope_scaling": YARN | {"original_max_position_embeddings": -1}},
@@ -145,20 +111,14 @@ BAD: dict[str, list[tuple[dict[str, Any], str]]] = {
             {"rope_scaling": {"rope_type": "mrope", "factor": 2.0}},
             "unknown rope_type 'mrope'; there are default, linear, dynamic, llama3, yarn, longrope",
         ),
-        ({"rope_scaling": {"type": "linear", "factor": 0}}, "factor=0 must be at"),
         ({"rope_scaling": {"type": "longrope"}}, "short_factor, long_factor"),
-        ({"rope_scaling": {"type": ["linear"]}}, r"rope_type \['linear'\]"),
-        ({"rope_theta": 0}, "rope_theta=0 must be at least"),
-        ({"rope_theta": None}, "rope_theta=None is not a number"),
         (
             {"sliding_window": 4096},
             r"sliding_window=4096 changes what the model computes, and LlamaConfig \(model_type",
         ),
         ({"sliding_window": 8}, "sliding_window=8 changes"),
         ({"tie_word_embeddings": 1}, "tie_word_embeddings=1 is not true or false"),
-        ({"torch_dtype": 5}, "dtype=5 is not text"),
         ({"vocab_size": 10**30}, "vocab_size=1000.* must be at most"),
-        ({"vocab_size": True}, "vocab_size=True is not a whole number"),
     ],
     "ministral3": [
         ({"layer_types": [FULL] * 34}, "layer_types=.* changes"),
@@ -175,24 +135,15 @@ BAD: dict[str, list[tuple[dict[str, Any], str]]] = {
             "ministral3 needs llama_4_scaling_beta in rope_parameters={",
         ),
     ],
-    "mistral": [
-        ({"hidden_act": "relu"}, "hidden_act='relu' is not one of"),
-        ({"rope_parameters": MINISTRAL_YARN}, "does not know {.*llama_4_scaling_beta"),
-        ({"sliding_window": 0}, "sliding_window=0 must be at least 1"),
-    ],
+    "mistral": [({"rope_parameters": MINISTRAL_YARN}, "does not know {.*llama_4_scaling_beta")],
     "mixtral": [
         ({"num_experts_per_tok": 9}, r"num_experts_per_tok=9 is not in \[1, 8\]"),
-        ({"num_local_experts": 20_000}, "num_local_experts=20000 must"),
         ({"router_jitter_noise": 0.1}, "router_jitter_noise=0.1 changes"),
     ],
-    "olmo2": [
-        ({"clip_qkv": 8.0}, "clip_qkv=8.0 changes"),
-        ({"sliding_window": 8}, "sliding_window=8 changes"),
-    ],
+    "olmo2": [({"sliding_window": 8}, "sliding_window=8 changes")],
     "olmo3": [
         ({"layer_types": ["chunked_attention"] * 32}, "layer_types="),
         ({"layer_types": [FULL]}, "layer_types=.* is not .* each of 32"),
-        ({"rope_parameters": "x"}, "rope_parameters='x' is not a dic"),
         ({"rope_parameters": {"rope_type": "linear"}}, "is not given per"),
         (
             {"rope_parameters": {FULL: [1], SLIDING: {}}},
@@ -214,13 +165,8 @@ BAD: dict[str, list[tuple[dict[str, Any], str]]] = {
     ],
     "qwen3_moe": [
         ({"decoder_sparse_step": 0}, "decoder_sparse_step=0 must be at least 1"),
-        ({"layer_types": ["full_attention"] * 24}, "layer_types=.* changes"),
         ({"mlp_only_layers": ["1"]}, r"mlp_only_layers=\['1'\] is not a list of whole numbers"),
-        ({"num_experts": -1}, "num_experts=-1 must be at least 0"),
-        ({"num_experts": 10**9}, "num_experts=1000000000 must be at most 16384"),
         ({"qkv_bias": True}, "qkv_bias=True changes"),
-        ({"shared_expert_intermediate_size": 64}, "shared_expert_intermediate_size=64 changes"),
-        ({"use_qk_norm": False}, "use_qk_norm=False changes"),
     ],
     "smollm3": [({"no_rope_layer_interval": 0}, "no_rope_layer_interval=0 must be")],
 }
@@ -233,15 +179,6 @@ BAD: dict[str, list[tuple[dict[str, Any], str]]] = {
 def test_bad_values_are_named(model_type: str, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         MODELS[model_type].from_config({"model_type": model_type, **changes}, device="meta")
-
-
-def test_unknown_keys_are_shown_within_bounds() -> None:
-    raw = {f"\x1bkey {i}": "y" * 1000 for i in range(20_000)}
-    begin = time.process_time()
-    with pytest.warns(UserWarning, match=r"ignored: {'\\x1bkey 0': 'yyyy") as caught:
-        MODELS["llama"].config_class.from_dict(raw)
-    assert time.process_time() - begin < 5
-    assert len(str(caught[0].message)) < 5000
 
 
 TINY = {"vocab_size": 11, "hidden_size": 8, "intermediate_size": 6, "num_hidden_layers": 1}

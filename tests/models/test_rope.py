@@ -8,7 +8,7 @@ import torch
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from tests.models.tiny import LLAMA3, ROPES
+from tests.models.tiny import LLAMA3
 from tests.models.tiny import YARN as TINY_YARN
 from tigon.layers import RotaryEmbedding
 from tigon.models.rope_config import read_rope
@@ -73,38 +73,6 @@ def test_tables_of_real_models(name: str, dtype: torch.dtype) -> None:
             assert torch.equal(table, reference[..., D // 2 :])
 
 
-@pytest.mark.parametrize("name", ROPES)
-def test_tables_of_the_tiny_models_differ(name: str) -> None:
-    """So that the parity tests cannot pass with another case's parameters."""
-    positions = torch.arange(40)[None]
-    tables = {
-        other: RotaryEmbedding(20, read_rope({"rope_parameters": p}, 1e4, 24), 24)(
-            positions, torch.float32
-        )[0]
-        for other, p in ROPES.items()
-    }
-    near = [k for k, v in tables.items() if (v - tables[name]).abs().max() < 0.05]
-    assert near == [name]
-
-
-def test_llama3_frequencies() -> None:
-    """Values computed apart: idx 0 is kept, 29 to 35 blended, 36 and on divided by 8."""
-    ours, _ = both(LLAMA31, 131072)
-    expected = {
-        0: 1.0,
-        28: 0.0032114461,
-        29: 0.0021665706,
-        30: 0.0013718937,
-        35: 9.55621e-05,
-        36: 7.78466e-05,
-        63: 3.069e-07,
-    }
-    for index, value in expected.items():
-        assert ours.inv_freq[index].item() == pytest.approx(value, rel=1e-4)
-    assert ours.inv_freq[28].item() == pytest.approx(500000 ** (-28 / 64), rel=1e-6)
-    assert ours.inv_freq[36].item() == pytest.approx(500000 ** (-36 / 64) / 8, rel=1e-6)
-
-
 @pytest.mark.parametrize(
     ("parameters", "longest", "scaling"),
     [
@@ -159,9 +127,3 @@ def test_frequencies_stay_fp32() -> None:
     for changed in (ours.to(torch.bfloat16), ours.half(), ours.to("meta").to_empty(device="cpu")):
         assert torch.equal(changed.inv_freq, exact)
     assert not ours.state_dict()
-
-
-def test_wrong_number_of_longrope_factors() -> None:
-    parameters, longest = REAL["Phi-3-128k"]
-    with pytest.raises(ValueError, match="have 3 and 64 values, but the head has 64 frequencies"):
-        both(parameters | {"short_factor": [1.0] * 3}, longest)

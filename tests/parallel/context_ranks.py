@@ -14,15 +14,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tigon.kernels.loss.terms import KL, CrossEntropy, LogProbs
-from tigon.models import (
-    MODELS,
-    Batch,
-    CausalLM,
-    CausalLMOutput,
-    LoraConfig,
-    Targets,
-    adapter_parameters,
-)
+from tigon.models import MODELS, Batch, CausalLM, CausalLMOutput, LoraConfig, Targets
+from tigon.models.adapters.adapters import adapter_parameters
 from tigon.parallel import gather_output, share_context
 
 Result = dict[str, Tensor]

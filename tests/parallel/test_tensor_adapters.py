@@ -14,7 +14,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from tests.parallel import test_tensor
 from tests.parallel.ranks import run_on_ranks, selected_cases
 from tests.parallel.test_tensor import FOUR, TWO, batches, differences, random_model
-from tigon.models import CausalLM, LoraConfig, adapter_parameters, init_adapter
+from tigon.models import CausalLM, LoraConfig
+from tigon.models.adapters.adapters import adapter_parameters, init_adapter
 from tigon.parallel import shard_model
 
 LLAMA, EXPERTS = TWO["llama"], TWO["qwen2_moe"]

@@ -18,8 +18,7 @@ from tests.train.checkpoints import assert_equal, changed_metadata
 from tests.train.ranks import Ranks, train_on
 from tigon.cli import main as command
 from tigon.layers import QuantizedWeight
-from tigon.models import quantize_model
-from tigon.models.pretrained.quantization import quantized_layers
+from tigon.models.pretrained.quantization import quantize_model, quantized_layers
 from tigon.train import checkpoint, load, main
 from tigon.train.build import read_inputs
 from tigon.train.distributed import start

@@ -8,7 +8,7 @@ import torch
 
 import tigon
 from tests.train import preferences
-from tigon.models import init_adapter
+from tigon.models.adapters.adapters import init_adapter
 from tigon.train import main
 from tigon.train.tasks import losses
 

@@ -95,15 +95,6 @@ def test_wrong_requests_name_the_tensor(tmp_path: Path) -> None:
         checkpoint.read_into("w", torch.empty(6, 5, device="meta"))
 
 
-def test_file_that_shrinks_after_it_was_opened(tmp_path: Path) -> None:
-    save_file({"w": torch.ones(600, 5)}, tmp_path / "model.safetensors")
-    checkpoint = open_checkpoint(tmp_path)
-    with open(tmp_path / "model.safetensors", "r+b") as file:
-        file.truncate(5000)
-    with pytest.raises(ValueError, match=r"model.safetensors ended at byte 5000"):
-        checkpoint.read_into("w", torch.empty(600, 5))
-
-
 def save_shards(directory: Path, **changes: Any) -> dict[str, torch.Tensor]:
     tensors = {"a": torch.randn(3, 2), "b": torch.randn(4)}
     save_file({"a": tensors["a"]}, directory / "one.safetensors")
@@ -155,7 +146,7 @@ def test_bad_index(tmp_path: Path, shard: Any, message: str) -> None:
         open_checkpoint(tmp_path / "model")
 
 
-@pytest.mark.parametrize("text", ["{", "[]", "{}", '{"weight_map": {}}', '{"weight_map": 1}'])
+@pytest.mark.parametrize("text", ["{", "[]", "{}", '{"weight_map": 1}'])
 def test_index_that_is_none(tmp_path: Path, text: str) -> None:
     (tmp_path / "model.safetensors.index.json").write_text(text)
     with pytest.raises(
@@ -164,23 +155,9 @@ def test_index_that_is_none(tmp_path: Path, text: str) -> None:
         open_checkpoint(tmp_path)
 
 
-def test_truncated_shard_is_named(tmp_path: Path) -> None:
-    save_shards(tmp_path)
-    content = (tmp_path / "two.safetensors").read_bytes()
-    (tmp_path / "two.safetensors").write_bytes(content[:-4])
-    with pytest.raises(ValueError, match=r"two.safetensors is truncated: .* take 16 bytes and 12"):
-        open_checkpoint(tmp_path)
-
-
 def test_no_safetensors(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="other weights there: none"):
         open_checkpoint(tmp_path)
     (tmp_path / "tiny.gguf").touch()
     with pytest.raises(FileNotFoundError, match=r"other weights there: tiny.gguf"):
-        open_checkpoint(tmp_path)
-    torch.save({"w": torch.ones(1)}, tmp_path / "consolidated.00.pth")
-    message = (
-        r"its pickled weights \(consolidated.00.pth\) are not read, .* convert .*save_pretrain"
-    )
-    with pytest.raises(FileNotFoundError, match=message):
         open_checkpoint(tmp_path)

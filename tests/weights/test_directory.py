@@ -1,8 +1,6 @@
 import errno
 import fcntl
 import os
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -43,13 +41,6 @@ def test_new_directory_syncs_before_it_renames(
         (path / "x").write_text("x")
         name = path.name
     assert events == ["x", name, "rename", tmp_path.name]
-
-
-def test_new_directory_leaves_nothing_after_an_error(tmp_path: Path) -> None:
-    with pytest.raises(KeyboardInterrupt), new_directory(tmp_path / "out") as directory:
-        (directory / "x").write_text("x")
-        raise KeyboardInterrupt
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_new_directory_replaces_an_empty_one_only(tmp_path: Path) -> None:
@@ -219,21 +210,6 @@ def test_a_file_of_the_locks_name_stays(tmp_path: Path) -> None:
     assert (tmp_path / ".out.lock").read_text() == "my notes"
 
 
-def test_a_directory_that_was_filled_meanwhile_stays(tmp_path: Path) -> None:
-    target, publish = tmp_path / "out", module._publish
-
-    def late(*args: Any) -> None:
-        (target / "mine").touch()
-        publish(*args)
-
-    target.mkdir()
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(OSError, match="not empty"):
-        patch.setattr(module, "_publish", late)
-        write(target, "one")
-    assert os.listdir(tmp_path) == ["out"]
-    assert os.listdir(target) == ["mine"]
-
-
 def test_a_writer_killed_between_two_renames_is_made_good(tmp_path: Path) -> None:
     write(tmp_path / f".out.old-{'12' * 8}", "one")
     with pytest.raises(FileExistsError, match="out exists"):
@@ -299,36 +275,3 @@ def test_what_cannot_be_written_is_said(tmp_path: Path, monkeypatch: pytest.Monk
     with pytest.raises(OSError, match=f"{tmp_path}/out cannot be written: Read-only file system"):
         write(tmp_path / "out", "one")
     assert list(tmp_path.iterdir()) == []
-
-
-def test_racing_writers_never_mix(tmp_path: Path) -> None:
-    target = tmp_path / "out"
-    write(target, "first")
-
-    def race(number: int) -> None:
-        for i in range(20):
-            with suppress(FileExistsError):
-                write(target, f"{number} {i}", replace=True)
-
-    pool = ThreadPoolExecutor(3)
-    racing = [pool.submit(race, number) for number in range(3)]
-    seen = set()
-    while not all(one.done() for one in racing):
-        descriptor = os.open(target, os.O_RDONLY)  # one directory, whatever its name becomes
-        try:
-            found = []
-            for name in ("a", "b"):
-                file = os.open(name, os.O_RDONLY, dir_fd=descriptor)
-                found.append(os.read(file, 100))
-                os.close(file)
-            assert found[0] == found[1]
-            seen.add(found[0])
-        except FileNotFoundError:  # it was replaced and is being removed
-            pass
-        finally:
-            os.close(descriptor)
-    assert [one.result() for one in racing] == [None] * 3
-    assert seen
-    a, b = content(target)
-    assert a == b != "first"
-    assert os.listdir(tmp_path) == ["out"]

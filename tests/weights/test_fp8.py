@@ -1,19 +1,15 @@
 """fp8 tensors with scales: the values by definition, and every way in which scales can be wrong."""
 
 import re
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Shard
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tests.models.fp8_checkpoints import E4M3, Block, dequantised, quantise
-from tigon.weights import BlockScales, Checkpoint, DecodedTensor, Repository, TensorSlice, load_into
+from tigon.weights import BlockScales, Checkpoint, DecodedTensor, Repository
 from tigon.weights.layout import DecodedSpan
 from tigon.weights.read import Reader
 
@@ -85,48 +81,6 @@ def test_every_code_of_both_forms(tmp_path: Path) -> None:
         out = torch.empty(16, 16)
         checkpoint(tmp_path, tensors, (128, 128)).read_into(W, out)
         assert torch.equal(out.view(torch.int32), codes.view(dtype).float().view(torch.int32))
-
-
-# DTensor remembers meshes of a size: each has another
-@pytest.mark.parametrize(("rank", "ranks"), [(0, 2), (1, 3), (3, 4)])
-def test_a_rank_reads_its_own_rows_of_fused_parameters(
-    tmp_path: Path, rank: int, ranks: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    torch.manual_seed(0)
-    block, tensors, wholes = (8, 16), {}, []
-    for name, rows in ("q", 40), ("k", 13), ("v", 30):
-        codes, scales = quantise(torch.randn(rows, 20), block)
-        tensors |= {f"{name}.weight": codes, f"{name}.weight_scale_inv": scales}
-        wholes.append(dequantised(codes, scales, block, torch.bfloat16))
-    found = checkpoint(tmp_path, tensors, block)
-    layout = {
-        "qkv": (
-            TensorSlice.whole("q.weight", (40, 20)),
-            TensorSlice.whole("k.weight", (13, 20), 40),
-            TensorSlice.whole("v.weight", (30, 20), 53),
-        )
-    }
-    read = [0]
-    preadv = Reader._preadv
-
-    def counted(self: Reader, path: Path, offset: int, buffers: Sequence[memoryview]) -> None:
-        read[0] += sum(map(len, buffers))
-        preadv(self, path, offset, buffers)
-
-    monkeypatch.setattr(Reader, "_preadv", counted)
-    torch.distributed.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)
-    try:
-        mesh = init_device_mesh("cpu", (ranks,))
-        own = torch.cat(wholes).chunk(ranks)[rank]
-        local = torch.full_like(own, torch.nan)
-        sharded = DTensor.from_local(
-            local, mesh, [Shard(0)], run_check=False, shape=torch.Size([83, 20]), stride=(20, 1)
-        )
-        load_into({"qkv": sharded}, layout, found)
-        assert torch.equal(local, own)
-    finally:
-        torch.distributed.destroy_process_group()
-    assert own.numel() < read[0] < own.numel() + 4 * 40  # the rows, and scales of their blocks
 
 
 def changed(scales: Tensor, value: float) -> Tensor:

@@ -95,14 +95,6 @@ def test_only_the_converted_and_the_unordered_take_memory(tmp_path: Path) -> Non
     assert map_weights(model, checkpoint) == set()
 
 
-def test_no_maps_on_a_device(tmp_path: Path) -> None:
-    reference("llama", {}, tmp_path / "m")
-    with pytest.raises(
-        ValueError, match=r"mmap=True maps files into the CPU's memory: .* on cuda:0"
-    ):
-        tigon.from_pretrained(tmp_path / "m", mmap=True, device="cuda:0")
-
-
 def test_a_file_that_was_shortened_is_not_mapped(tmp_path: Path) -> None:
     reference("llama", {}, tmp_path / "m")
     model, checkpoint = build(Repository(tmp_path / "m"), MODELS)
@@ -110,17 +102,5 @@ def test_a_file_that_was_shortened_is_not_mapped(tmp_path: Path) -> None:
     with pytest.raises(
         ValueError, match=r"model.safetensors ended at byte 20000: it was shortened"
     ):
-        map_weights(model, checkpoint)
-    assert all(p.is_meta for p in model.parameters())
-
-
-def test_a_checkpoint_that_does_not_fit_is_not_mapped(tmp_path: Path) -> None:
-    reference("llama", {}, tmp_path / "m")
-    path = tmp_path / "m/model.safetensors"
-    tensors = load_file(path)
-    del tensors["model.norm.weight"]
-    save_file(tensors, path)
-    model, checkpoint = build(Repository(tmp_path / "m"), MODELS, fit=False)
-    with pytest.raises(ValueError, match=r"1 missing: model.norm.weight"):
         map_weights(model, checkpoint)
     assert all(p.is_meta for p in model.parameters())

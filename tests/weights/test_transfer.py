@@ -163,20 +163,6 @@ def test_staging_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         load_into({"w": out}, layout, checkpoint, staging_bytes=1000)
 
 
-def test_threads_of_torch_are_left_as_they_were(tmp_path: Path) -> None:
-    save_file({"w": torch.ones(3)}, tmp_path / "model.safetensors")
-    before = torch.get_num_threads()
-    torch.set_num_threads(3)
-    try:
-        out = {"w": torch.empty(3)}
-        load_into(
-            out, {"w": (TensorSlice.whole("w", (3,)),)}, Checkpoint.open(Repository(tmp_path))
-        )
-        assert torch.get_num_threads() == 3
-    finally:
-        torch.set_num_threads(before)
-
-
 def test_each_job_once_with_the_threads_own_tool() -> None:
     tools: list[list[int]] = []
     left: list[list[int]] = []

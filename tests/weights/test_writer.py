@@ -1,19 +1,15 @@
 import os
-import stat
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 
-from tigon.weights import Checkpoint, Repository, TensorEntry, write_checkpoint
-from tigon.weights.files import new_directory
+from tigon.weights import TensorEntry, write_checkpoint
 from tigon.weights.header import DTYPES
 from tigon.weights.write import RowBlock
-
-INDEX = "model.safetensors.index.json"
 
 
 def entries(tensors: dict[str, Tensor]) -> list[TensorEntry]:
@@ -65,44 +61,6 @@ def test_shards_and_index_are_those_of_transformers(
     assert len(names) == 1 if max_shard_size == "1TB" else len(names) > 5
     for name in names:
         assert (tmp_path / "ours" / name).read_bytes() == (tmp_path / "hf" / name).read_bytes()
-
-
-def test_what_was_loaded_is_written_again_bit_for_bit(tmp_path: Path) -> None:
-    tiny_llama().save_pretrained(tmp_path / "a", max_shard_size="15KB")
-    checkpoint = Checkpoint.open(Repository(tmp_path / "a"))
-
-    def read(name: str) -> Tensor:
-        out = torch.empty(checkpoint.tensors[name].shape, dtype=checkpoint.tensors[name].dtype)
-        checkpoint.read_into(name, out)
-        return out
-
-    with new_directory(tmp_path / "b") as directory:
-        write_checkpoint(
-            directory, [TensorEntry.of(name, read(name)) for name in checkpoint.tensors]
-        )
-    expected: dict[str, Tensor] = {}
-    for path in (tmp_path / "a").glob("*.safetensors"):
-        expected |= load_file(path)
-    written = load_file(tmp_path / "b" / "model.safetensors")
-    assert written.keys() == expected.keys()
-    assert all(
-        torch.equal(written[n].view(torch.int16), t.view(torch.int16)) for n, t in expected.items()
-    )
-
-
-def test_mode_follows_the_umask(tmp_path: Path) -> None:
-    old = os.umask(0o022)
-    try:
-        with new_directory(tmp_path / "out") as directory:
-            write_checkpoint(
-                directory, entries({n: torch.ones(9) for n in "ab"}), max_shard_size=40
-            )
-    finally:
-        os.umask(old)
-    modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in (tmp_path / "out").iterdir()}
-    assert modes.keys() == {f"model-0000{i}-of-00002.safetensors" for i in (1, 2)} | {INDEX}
-    assert set(modes.values()) == {0o644}
-    assert stat.S_IMODE((tmp_path / "out").stat().st_mode) == 0o755
 
 
 @pytest.mark.parametrize("max_shard_size", [16, "5GB"])

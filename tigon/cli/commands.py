@@ -22,7 +22,9 @@ from tigon.cli.load import (
 from tigon.data import clean_cache
 from tigon.eval import find_windows, parity, report, score
 from tigon.generation.settings import file_prefix
-from tigon.models import MODELS, CausalLM, convert_pretrained, from_pretrained, parse_gguf_path
+from tigon.models import MODELS, CausalLM, from_pretrained
+from tigon.models.pretrained.load import parse_gguf_path
+from tigon.models.pretrained.save import convert_pretrained
 from tigon.plan import format_plan, make_plan, read_job
 from tigon.tokenizer import Tokenizer
 from tigon.train import pack, preview

@@ -20,7 +20,9 @@ from tigon.cli.summary import (
 )
 from tigon.hub import Repository
 from tigon.kernels.attention.api import survey
-from tigon.models import MODELS, CausalLM, build, find_misfits, parse_gguf_path
+from tigon.models import MODELS, CausalLM, build
+from tigon.models.pretrained.load import parse_gguf_path
+from tigon.models.pretrained.match import find_misfits
 from tigon.train.export import find_checkpoint, meta_model_from_checkpoint
 from tigon.utils.safetensors_header import StoredTensor
 from tigon.version import __version__

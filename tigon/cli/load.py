@@ -15,7 +15,8 @@ import torch
 import torch.distributed as dist
 
 from tigon.cli.terminal import save_terminal
-from tigon.models import MODELS, CausalLM, build, parse_gguf_path
+from tigon.models import MODELS, CausalLM, build
+from tigon.models.pretrained.load import parse_gguf_path
 from tigon.parallel import MeshSizes, from_pretrained, keep_rank_zero
 from tigon.tokenizer import Tokenizer
 from tigon.train.config import Parallel

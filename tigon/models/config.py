@@ -12,8 +12,9 @@ from tigon.kernels.mlp.gated_act import Activation
 from tigon.models.quantization_config import unsupported_error
 from tigon.models.rope_config import (
     FULL,
+    RANGES,
     SLIDING,
-    check_config,
+    check_values,
     read_rope,
     read_two_ropes,
     write_rope,
@@ -166,8 +167,12 @@ class ModelConfig:
             source, cls.default_theta, longest, partial=cls.partial_rotary, extras=cls.rope_extras
         )
 
+    def _check_ranges(self) -> None:
+        """Raises ConfigError for a number, or an item of a list, that is out of its range."""
+        check_values({f.name: getattr(self, f.name) for f in fields(self)}, RANGES)
+
     def __post_init__(self) -> None:
-        check_config(self)
+        self._check_ranges()
         heads, kv_heads = self.num_attention_heads, self.num_key_value_heads
         if not kv_heads:
             object.__setattr__(self, "num_key_value_heads", heads)
@@ -182,7 +187,7 @@ class ModelConfig:
                     f"num_attention_heads={heads}, and head_dim is not given"
                 )
             object.__setattr__(self, "head_dim", self.hidden_size // heads)
-            check_config(self)
+            self._check_ranges()
         if self.head_dim % 2:
             raise ConfigError(f"head_dim={self.head_dim} is odd: values are rotated in pairs")
         if self.pad_token_id is not None and self.pad_token_id >= self.vocab_size:
@@ -294,6 +299,14 @@ def torch_dtype(name: Any) -> torch.dtype:
     if short_name not in DTYPES:
         raise ConfigError(f"unsupported dtype {quote(name)}: use {', '.join(DTYPES)}")
     return getattr(torch, short_name)
+
+
+def parse_dtype(dtype: Any) -> torch.dtype:
+    """Convert a caller's dtype or its name to a torch.dtype; TypeError if no model is in it."""
+    name = str(dtype).removeprefix("torch.")
+    if name not in DTYPES:
+        raise TypeError(f"dtype must be a floating one ({', '.join(DTYPES)}), not {dtype!r}")
+    return getattr(torch, name)
 
 
 ACTIVATIONS: dict[str, Activation] = {

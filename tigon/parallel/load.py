@@ -14,16 +14,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from tigon import models
 from tigon.distributed.collectives import Ranks, check_same_on_all_ranks
 from tigon.layers import Experts
-from tigon.models import (
-    MODELS,
-    CausalLM,
-    LoadOptions,
-    build,
-    check_keywords,
-    load_weights,
-    materialize,
-    parse_gguf_path,
-)
+from tigon.models import MODELS, CausalLM, build, load_weights, materialize
+from tigon.models.arguments import check_keywords
+from tigon.models.pretrained.load import LoadOptions, parse_gguf_path
 from tigon.parallel.expert_parallel import shard_experts
 from tigon.parallel.fsdp import shard_blocks
 from tigon.parallel.tensor_parallel import shard_model

@@ -9,7 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tigon.models import CausalLM, prepare_adapter, prepare_save, write_adapter, write_model
+from tigon.models import CausalLM
+from tigon.models.adapters.peft_files import prepare_adapter, write_adapter
+from tigon.models.pretrained.save import prepare_save, write_model
 from tigon.tokenizer import Tokenizer
 from tigon.train import checkpoint
 from tigon.train.distributed import World

@@ -13,8 +13,9 @@ import torch
 
 from tigon.data import Loader
 from tigon.kernels.attention.api import check_training
-from tigon.models import MODELS, CausalLM, count_parameters
+from tigon.models import MODELS, CausalLM
 from tigon.models.pretrained.load import read_config
+from tigon.models.pretrained.quantization import count_parameters
 from tigon.parallel import MeshSizes
 from tigon.tokenizer import Tokenizer
 from tigon.train import checkpoint, resume

@@ -17,7 +17,8 @@ from tigon.data import Entry
 from tigon.data.formats import REQUIRED_KEYS
 from tigon.hub import check_repository
 from tigon.kernels.attention.api import Backend
-from tigon.models import LoraConfig, Quantize
+from tigon.models import LoraConfig
+from tigon.models.pretrained.quantization import Quantize
 from tigon.parallel import MeshSizes
 from tigon.tokenizer.chat_template import check_variables
 from tigon.utils.config import check_ranges, setting

@@ -15,7 +15,8 @@ from tigon.distributed.context_attention import heads_sent_per_token
 from tigon.distributed.expert_dispatch import ExpertShard
 from tigon.kernels.recompute import should_note
 from tigon.layers import Attention, GatedMLP, QuantizedWeight, SparseMoE
-from tigon.models import CausalLM, count_parameters, materialize
+from tigon.models import CausalLM, materialize
+from tigon.models.pretrained.quantization import count_parameters
 from tigon.parallel import MeshSizes
 from tigon.report import format_duration
 from tigon.train.build import (

@@ -14,17 +14,12 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from tigon.hub import Repository
-from tigon.models import (
-    CausalLM,
-    adapter_parameters,
-    from_pretrained,
-    materialize,
-    parse_gguf_path,
-    read_base,
-    read_vocabulary_size,
-    torch_dtype,
-    write_converted,
-)
+from tigon.models import CausalLM, from_pretrained, materialize
+from tigon.models.adapters.adapters import adapter_parameters
+from tigon.models.adapters.peft_files import read_base, read_vocabulary_size
+from tigon.models.config import torch_dtype
+from tigon.models.pretrained.load import parse_gguf_path
+from tigon.models.pretrained.save import write_converted
 from tigon.parallel import shard_layers
 from tigon.tokenizer import Tokenizer
 from tigon.train import checkpoint, resume

@@ -18,7 +18,8 @@ from torch import nn
 from tigon.data import MicroBatch
 from tigon.data.packing import MAX_KEY_COPIES
 from tigon.kernels import use
-from tigon.models import CausalLM, quantized_bytes
+from tigon.models import CausalLM
+from tigon.models.pretrained.quantization import quantized_bytes
 from tigon.parallel import MeshSizes, keep_rank_zero
 from tigon.train.config import Config, mesh_sizes
 from tigon.train.distributed import World

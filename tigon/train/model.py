@@ -12,22 +12,13 @@ from tigon.data.sources import hash_files
 from tigon.hub import check_folder
 from tigon.kernels.linear.fp8 import MIN_CAPABILITY, supports_fp8
 from tigon.layers import Attention, GatedMLP, Linear, SparseMoE
-from tigon.models import (
-    MODELS,
-    CausalLM,
-    as_sequence_classifier,
-    build,
-    init_adapter,
-    init_sharded_weights,
-    load_weights,
-    materialize,
-    open_model,
-    quantize_model,
-    quantized_bytes,
-    read_config,
-    savable_modules,
-    torch_dtype,
-)
+from tigon.models import MODELS, CausalLM, build, load_weights, materialize
+from tigon.models.adapters.adapters import init_adapter
+from tigon.models.adapters.lora import savable_modules
+from tigon.models.config import torch_dtype
+from tigon.models.init import init_sharded_weights
+from tigon.models.pretrained.load import as_sequence_classifier, open_model, read_config
+from tigon.models.pretrained.quantization import quantize_model, quantized_bytes
 from tigon.parallel import (
     Meshes,
     MeshSizes,

@@ -87,15 +87,11 @@ def find_tensors(repository: Files) -> dict[str, StoredTensor]:
         raise FileNotFoundError(_no_weights_message(repository))
     weight_map = _read_index(index)
     shards = sorted(set(weight_map.values()))
-
-    def fetch(shard: str) -> Path:
+    with ThreadPoolExecutor(8) as pool:
         try:
-            return repository.file(shard)
+            paths = dict(zip(shards, pool.map(repository.file, shards), strict=True))
         except FileNotFoundError as error:
             raise FileNotFoundError(f"{error}, but {INDEX} names it") from error
-
-    with ThreadPoolExecutor(8) as pool:
-        paths = dict(zip(shards, pool.map(fetch, shards), strict=True))
     return _merge_shards(index, weight_map, paths)
 
 
@@ -158,13 +154,12 @@ def _are_sizes(value: Any) -> TypeGuard[list[int]]:
 
 def _check_spans(path: Path, spans: list[tuple[int, int, str]], data_bytes: int) -> None:
     """Raises ValueError for overlaps, holes and a tail, which the format does not allow."""
-    end, last = 0, None
+    end, last = 0, "the header"
     for begin, next_end, name in spans:
         if begin != end:
             fault = "overlaps" if begin < end else f"leaves a hole of {begin - end} bytes after"
-            before = "the header" if last is None else quote(last)
-            raise ValueError(f"{escape(path)}: tensor {quote(name)} {fault} {before}")
-        end, last = next_end, name
+            raise ValueError(f"{escape(path)}: tensor {quote(name)} {fault} {last}")
+        end, last = next_end, quote(name)
     if end > data_bytes:
         raise ValueError(
             f"{escape(path)} is truncated: its tensors take {end} bytes and {data_bytes} are "
@@ -177,14 +172,13 @@ def _check_spans(path: Path, spans: list[tuple[int, int, str]], data_bytes: int)
 def _no_weights_message(repository: Files) -> str:
     names = repository.listing()
     message = f"{repository.name} has neither {SINGLE} nor {INDEX}"
-    if pickles := [name for name in names if name.endswith(PICKLES)]:
+    if pickles := ", ".join([name for name in names if name.endswith(PICKLES)][:3]):
         return (
-            f"{message}; its pickled weights ({', '.join(pickles[:3])}) are not read, as they can "
-            "run code: convert them once with transformers, "
-            "AutoModelForCausalLM.from_pretrained(...).save_pretrained(directory)"
+            f"{message}; its pickled weights ({pickles}) are not read, as they can run code: "
+            "convert them once with transformers' from_pretrained and save_pretrained"
         )
-    foreign_files = [name for name in names if name.endswith(UNSUPPORTED_WEIGHTS)]
-    return f"{message}; other weights there: {', '.join(foreign_files[:3]) or 'none'}"
+    others = ", ".join([name for name in names if name.endswith(UNSUPPORTED_WEIGHTS)][:3])
+    return f"{message}; other weights there: {others or 'none'}"
 
 
 def _read_index(path: Path) -> dict[str, str]:

@@ -20,7 +20,7 @@ from tigon.hub import Repository
 from tigon.utils.json import escape, quote
 from tigon.utils.safetensors_header import find_tensors
 from tigon.weights.decoded import DecodedTensor, read_rows
-from tigon.weights.header import TensorInfo
+from tigon.weights.header import TensorInfo, tensor_infos
 from tigon.weights.read import Reader
 
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -192,20 +192,16 @@ class Checkpoint:
 
         `scales`: the blocks of fp8 tensors in config.json, without which these cannot be read.
         """
-        tensors = {n: TensorInfo.of(stored) for n, stored in find_tensors(repository).items()}
-        return cls(repository.name, decode_fp8(tensors, scales))
+        return cls(repository.name, decode_fp8(tensor_infos(find_tensors(repository)), scales))
 
     def read_into(self, name: str, out: Tensor, *, row: int = 0) -> None:
         """Fills `out` with rows [row, row + len(out)) of the tensor, converted to its dtype."""
         info = self.tensors.get(name)
         if info is None:
             raise KeyError(f"{self.name} has no tensor {name!r}")
-        rows = (row, row + len(out)) if out.dim() else (0, 0)
-        if (
-            out.dim() != len(info.shape)
-            or out.shape[1:] != info.shape[1:]
-            or not 0 <= row <= rows[1] <= (info.shape or (0,))[0]
-        ):
+        end = row + len(out) if out.dim() else 0
+        alike = out.dim() == len(info.shape) and out.shape[1:] == info.shape[1:]
+        if not (alike and 0 <= row <= end <= (info.shape or (0,))[0]):
             raise ValueError(
                 f"{self.name}: tensor {name!r} has shape {list(info.shape)}; "
                 f"its rows from {row} on do not fill {list(out.shape)}"

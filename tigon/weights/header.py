@@ -6,7 +6,7 @@ import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import torch
 
@@ -26,18 +26,19 @@ class TensorInfo:
     path: Path
     offset: int
 
-    @classmethod
-    def of(cls, stored: StoredTensor) -> Self:
-        return cls(DTYPES[stored.tag], stored.shape, stored.path, stored.offset)
-
     @property
     def nbytes(self) -> int:
         return math.prod(self.shape) * self.dtype.itemsize
 
 
+def tensor_infos(tensors: Mapping[str, StoredTensor]) -> dict[str, TensorInfo]:
+    """The tensors of files with torch's dtypes."""
+    return {n: TensorInfo(DTYPES[t.tag], t.shape, t.path, t.offset) for n, t in tensors.items()}
+
+
 def read_header(path: Path) -> dict[str, TensorInfo]:
     """The tensors of a file, every length, dtype, shape and offset of its header checked."""
-    return {name: TensorInfo.of(stored) for name, stored in read_tensors(path).items()}
+    return tensor_infos(read_tensors(path))
 
 
 def write_header(

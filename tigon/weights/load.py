@@ -45,9 +45,8 @@ from tigon.weights.read import (
 
 MAX_LISTED = 10  # tensors that a message lists for each kind of misfit
 
-Matched = dict[
-    str, list[tuple[TensorSlice, TensorInfo | DecodedTensor]]
-]  # parameter name -> its parts
+Parts = list[tuple[TensorSlice, TensorInfo | DecodedTensor]]
+Matched = dict[str, Parts]  # by the parameter's name
 Misfits = dict[str, list[str]]  # kind of misfit -> tensors
 
 
@@ -56,24 +55,16 @@ def match_tensors(
     layout: Layout,
     checkpoint: Checkpoint,
     *,
-    source_of: Mapping[str, str] | None = None,
-    ignored: Collection[str] = (),
     into: str = "the model",
+    **names: Any,
 ) -> Matched:
-    """The tensors that fill every parameter, which may be on the meta device.
-
-    Raises ValueError unless the checkpoint fits.
-    """
-    matched, misfits = compare_tensors(
-        parameters, layout, checkpoint, source_of=source_of, ignored=ignored
-    )
+    """The tensors that fill every parameter, which may be on the meta device; `names` are keywords
+    of `compare_tensors`. Raises ValueError unless the checkpoint fits."""
+    matched, misfits = compare_tensors(parameters, layout, checkpoint, **names)
     if misfits:
-        listed = (
-            f"\n  {format_misfits(fault, names, MAX_LISTED)}" for fault, names in misfits.items()
-        )
-        raise ValueError(
-            f"the checkpoint {escape(checkpoint.name)} does not fit {into}:{''.join(listed)}"
-        )
+        lines = [format_misfits(kind, tensors, MAX_LISTED) for kind, tensors in misfits.items()]
+        file = escape(checkpoint.name)
+        raise ValueError("\n  ".join([f"the checkpoint {file} does not fit {into}:", *lines]))
     return matched
 
 
@@ -85,17 +76,20 @@ def compare_tensors(
     source_of: Mapping[str, str] | None = None,
     ignored: Collection[str] = (),
 ) -> tuple[Matched, Misfits]:
-    """As `match_tensors`, but returns what does not fit instead of raising."""
+    """As `match_tensors`, but returns what does not fit instead of raising.
+
+    `source_of` maps names of the layout to the file's if they differ. A tensor of the file that is
+    not used is a misfit unless it is in `ignored`.
+    """
     source_of = source_of or {}
     missing: list[str] = []
     wrong: list[str] = []
     matched: Matched = {}
-    for parameter_name, parameter in parameters.items():
-        parts = layout[parameter_name]
+    for name, parameter in parameters.items():
+        parts, matched[name] = layout[name], []
         if not covers_parameter(parts, parameter):
-            wrong.append(f"{parameter_name} is {list(parameter.shape)}, not filled by {parts}")
+            wrong.append(f"{name} is {list(parameter.shape)}, not filled by {parts}")
             continue
-        matched[parameter_name] = []
         for part in parts:
             source = source_of.get(part.name, part.name)
             info = checkpoint.tensors.get(source)
@@ -106,7 +100,7 @@ def compare_tensors(
             elif info.dtype.is_floating_point != parameter.dtype.is_floating_point:
                 wrong.append(f"{source} is {info.dtype}, not {parameter.dtype}")
             else:
-                matched[parameter_name].append((part, info))
+                matched[name].append((part, info))
     used = {source_of.get(part.name, part.name) for parts in layout.values() for part in parts}
     misfits = {
         "missing": missing,
@@ -138,26 +132,21 @@ def map_parameters(
     files: dict[Path, mmap.mmap] = {}
     mapped: dict[str, Tensor] = {}
     for name, parameter in parameters.items():
-        location = _file_location(parameter, matched[name])
-        if location is None:
+        if (location := _file_location(parameter, matched[name])) is None:
             continue
         path, offset = location
         if path not in files:
             with open(path, "rb") as file:
                 files[path] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-        end = offset + parameter.numel() * parameter.itemsize
-        if end > len(files[path]):
-            raise ValueError(f"{path} ended at byte {len(files[path])}: it was shortened")
-        flat = torch.frombuffer(
-            files[path], dtype=parameter.dtype, count=parameter.numel(), offset=offset
-        )
+        count, size = parameter.numel(), len(files[path])
+        if offset + count * parameter.itemsize > size:
+            raise ValueError(f"{path} ended at byte {size}: it was shortened")
+        flat = torch.frombuffer(files[path], dtype=parameter.dtype, count=count, offset=offset)
         mapped[name] = flat.view(parameter.shape)
     return mapped
 
 
-def _file_location(
-    parameter: Tensor, parts: Sequence[tuple[TensorSlice, TensorInfo | DecodedTensor]]
-) -> tuple[Path, int] | None:
+def _file_location(parameter: Tensor, parts: Parts) -> tuple[Path, int] | None:
     """The file and offset of the parameter's bytes, if a file holds them in one piece."""
     if not parameter.numel():
         return None
@@ -261,18 +250,15 @@ def load_into(
     layout: Layout,
     checkpoint: Checkpoint,
     *,
-    source_of: Mapping[str, str] | None = None,
-    ignored: Collection[str] = (),
-    into: str = "the model",
     workers: int | None = None,
     staging_bytes: int = STAGING_BYTES,
+    **names: Any,
 ) -> None:
     """Fill every parameter from the tensors that its layout names, or raise before any changes.
 
-    `source_of` maps names of the layout to the file's if they differ. A tensor of the file that is
-    not used is an error unless it is in `ignored`. Each rank reads its shard of a DTensor; one rank
-    reads what several have and broadcasts it, so that all ranks of the mesh must call this.
-    `workers` threads, by default up to 12, have buffers of `staging_bytes` of host memory in all.
+    `names` are keywords of `match_tensors`. Each rank reads its shard of a DTensor; one rank reads
+    what several have and broadcasts it, so that all ranks of the mesh must call this. `workers`
+    threads, by default up to 12, have buffers of `staging_bytes` of host memory in all.
     """
     if staging_bytes < LEAST_SHARE:
         raise ValueError(f"staging_bytes={staging_bytes}: at least {LEAST_SHARE} are needed")
@@ -280,23 +266,15 @@ def load_into(
         if parameter.is_meta:
             raise ValueError(f"{name} is on the meta device: allocate it first (to_empty)")
     local = {name: local_shard(name, parameter) for name, parameter in parameters.items()}
-    matched = match_tensors(
-        parameters, layout, checkpoint, source_of=source_of, ignored=ignored, into=into
-    )
+    matched = match_tensors(parameters, layout, checkpoint, **names)
     replicas = Replicas(parameters)
-    reads: list[ReadSpan] = []
-    decodings: list[DecodedSpan] = []
+    spans: list[ReadSpan | DecodedSpan] = []
     for name in replicas.local_names:
         lines = ShardLines(local[name], single=len(layout[name][0].shape) < 2)
         for part, info in matched[name]:
-            for span in plan_reads(part, info, lines):
-                if isinstance(span, ReadSpan):
-                    reads.append(span)
-                else:
-                    decodings.append(span)
-    workers, share = _shares(workers, staging_bytes)
+            spans += plan_reads(part, info, lines)
     with replicas.sync_errors():
-        _read_all(reads, decodings, workers, share)
+        _read_all(spans, *_shares(workers, staging_bytes))
     replicas.broadcast({name: shard.memory for name, shard in local.items()})
 
 
@@ -345,25 +323,18 @@ def _threads() -> int:
     return max(1, min(THREADS, processors // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
 
 
-def _read_all(
-    reads: Sequence[ReadSpan], decodings: Sequence[DecodedSpan], workers: int, staging: int
-) -> None:
+def _read_all(spans: Sequence[ReadSpan | DecodedSpan], workers: int, staging: int) -> None:
     """Reads all spans with several threads; the first error ends all."""
     # All threads take from one queue in file order, so that a disk sees few sequential streams
+    reads = (span for span in spans if isinstance(span, ReadSpan))
     work: list[Transfer | DecodedSpan] = [*merge_reads(reads, Reader(staging).max_bytes)]
-    # A quarter: what values are decoded from and with takes memory too
-    work += [span for decoding in decodings for span in decoding.split(staging // 4)]
-    total = sum(item.nbytes for item in work)
-    first_rank = os.environ.get("RANK", "0") == "0"
-    bar = tqdm(
-        desc="Loading weights",
-        total=total,
-        unit="B",
-        unit_scale=True,
-        delay=SLOW,
-        leave=False,
-        disable=None if first_rank else True,  # None: unless it writes to a terminal
-    )
+    for span in spans:
+        if isinstance(span, DecodedSpan):  # a quarter: decoding takes memory too
+            work += span.split(staging // 4)
+    total, first_rank = sum(item.nbytes for item in work), os.environ.get("RANK", "0") == "0"
+    hidden = None if first_rank else True  # None: unless it writes to a terminal
+    options: dict[str, Any] = {"unit": "B", "unit_scale": True, "delay": SLOW, "leave": False}
+    bar = tqdm(desc="Loading weights", total=total, disable=hidden, **options)
 
     @contextmanager
     def reader() -> Iterator[Reader]:

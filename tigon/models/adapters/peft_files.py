@@ -88,9 +88,9 @@ INITIALIZERS = (True, False, None, "gaussian", "orthogonal", "eva")
 
 REPEAT = re.compile(r"[*+?{]")
 PLAIN = re.compile(r"(?:[\w.-]|\\[.-])+")
+COSTLY = re.compile(r"\(\?(?!:)|\)[*+?{]")  # a group that is repeated, or may hide that it is
 MAX_LENGTH, MAX_REPEATS = 200, 3  # of one pattern
-MAX_REPEATING = 20  # patterns of one setting with a repetition
-MAX_REGEXES = 200  # patterns of one setting that are not plain suffixes
+MAX_COST = 200  # of a setting's patterns that are no plain suffixes: 1, or 10 with a repetition
 
 
 def name_suffixes(name: str) -> Iterator[str]:
@@ -114,20 +114,18 @@ class Patterns:
         suffixes = {suffix for name in names for suffix in name_suffixes(name)}
         self._suffixes: dict[str, tuple[int, Any]] = {}  # suffix -> index, number
         self._regexes: list[tuple[int, re.Pattern[str], Any]] = []
-        if sum(bool(REPEAT.search(pattern)) for pattern in patterns) > MAX_REPEATING:
-            raise ValueError(
-                f"{key} has more than {MAX_REPEATING} patterns with repetitions: write whole names"
-            )
+        cost = 0
         for i, (pattern, value) in enumerate(patterns.items()):
             number = check_number(f"{key}[{quote(pattern)}]", value, kind)
             plain = re.sub(r"\\(.)", r"\1", pattern) if PLAIN.fullmatch(pattern) else None
             if plain in suffixes:
                 self._suffixes.setdefault(plain, (i, number))
                 continue
-            if len(self._regexes) == MAX_REGEXES:
+            cost += 10 if REPEAT.search(pattern) else 1
+            if cost > MAX_COST:
                 raise ValueError(
-                    f"{key} has {len(patterns):,} patterns, and more than {MAX_REGEXES} of them, "
-                    f"such as {quote(pattern)}, name no projection of this model: leave them out"
+                    f"{key} has {len(patterns):,} patterns, and too many of them, such as "
+                    f"{quote(pattern)}, name no projection of this model: write whole names"
                 )
             self._regexes.append((i, compile_pattern(key, pattern), number))
 
@@ -153,12 +151,9 @@ def check_number(name: str, value: Any, kind: Any) -> Any:
 
 def compile_pattern(key: str, pattern: str) -> re.Pattern[str]:
     """Compile a pattern, which may begin after any dot; raises ValueError if it may be slow."""
-    if len(pattern) > MAX_LENGTH or len(REPEAT.findall(pattern)) > MAX_REPEATS:
+    long = len(pattern) > MAX_LENGTH or len(REPEAT.findall(pattern)) > MAX_REPEATS
+    if long or COSTLY.search(pattern):
         raise ValueError(f"{key}[{quote(pattern)}] is too complicated: write whole names")
-    if re.search(r"\(\?(?!:)", pattern):  # (?x:...) could hide repeated groups
-        raise ValueError(f"{key}[{quote(pattern)}] has a group of a special kind: write names")
-    if re.search(r"\)[*+?{]", pattern):
-        raise ValueError(f"{key}[{quote(pattern)}] repeats a group: write whole names")
     try:
         return re.compile(rf"(.*\.)?({pattern})")
     except (re.error, RecursionError, OverflowError) as error:
@@ -178,11 +173,10 @@ class AdapterBase(NamedTuple):
 
 def parse_base(values: Mapping[str, Any]) -> AdapterBase:
     """Read the base model from adapter_config.json's content; ignores values that are not text."""
-    name, revision = (
-        value if isinstance(value := values.get(key), str) and value else None
-        for key in (BASE, "revision")
+    texts = {key: value for key, value in values.items() if isinstance(value, str) and value}
+    return AdapterBase(
+        texts.get(BASE, ""), texts.get("revision"), texts.get("task_type") == "SEQ_CLS"
     )
-    return AdapterBase(name or "", revision, values.get("task_type") == "SEQ_CLS")
 
 
 def read_base(repository: Repository) -> AdapterBase | None:
@@ -366,9 +360,8 @@ def _lora_config(
 
     `tensors`, by the model's names, decide which modules are adapted.
     """
-    rank, alpha = values.get("r", 8), values.get("lora_alpha", 8)
-    check_number("r", rank, int)
-    check_number("lora_alpha", alpha, int | float)
+    rank = check_number("r", values.get("r", 8), int)
+    alpha = check_number("lora_alpha", values.get("lora_alpha", 8), int | float)
     stems = {match[1] for name in tensors if (match := LOW_RANK.fullmatch(name))}
     known = _module_stems(values, model)
     if not stems:
@@ -384,10 +377,8 @@ def _lora_config(
     _check_complete(values, stems, known)
     ranks, alphas = {}, {}
     names = [*stems, *(module.name for module in known.values())]
-    rank_patterns, alpha_patterns = (
-        Patterns(values, key, kind, names)
-        for key, kind in (("rank_pattern", int), ("alpha_pattern", int | float))
-    )
+    rank_patterns = Patterns(values, "rank_pattern", int, names)
+    alpha_patterns = Patterns(values, "alpha_pattern", int | float, names)
     for stem in filter(stems.__contains__, known):
         module, name = known[stem], known[stem].name
         module_rank = rank_patterns.lookup(name, rank)
@@ -479,14 +470,13 @@ def _check_complete(
     pattern = None
     if isinstance(targets, str):
         with suppress(ValueError):  # patterns that may take long are not checked
-            compile_pattern("target_modules", targets)
-            pattern = re.compile(targets)
+            pattern = compile_pattern("target_modules", targets)
     names = {t for t in targets if isinstance(t, str)} if isinstance(targets, list) else set()
     parameters = {*(values.get("target_parameters") or [])}
     for stem, module in known.items():
         targeted = is_listed(module, parameters if module.experts else names)
         if pattern is not None and not module.experts:
-            targeted = pattern.fullmatch(module.name) is not None
+            targeted = re.fullmatch(targets, module.name) is not None
         if stem not in stems and targeted:
             raise ValueError(
                 f"target_modules={quote(targets)}, and {WEIGHTS} has none for {quote(module.name)}"
@@ -598,8 +588,9 @@ def _load_values(model: LanguageModel, name: str, adapter: PeftAdapter) -> None:
     source_of = {
         n: adapter.names.get(peft_name(n, name), PREFIX + peft_name(n, name)) for n in names
     }
+    into = f"an adapter of this {type(model).__name__}"
     options: dict[str, Any] = {"layout": slices, "checkpoint": adapter.checkpoint}
-    options |= {"source_of": source_of, "into": f"an adapter of this {type(model).__name__}"}
+    options |= {"source_of": source_of, "into": into}
     match_tensors(parameters, **options)  # before anything is allocated: sizes are the file's
     for p in parameters.values():
         empty = torch.empty_like(p, device=model.device)
@@ -680,12 +671,8 @@ def write_adapter(
     directory: str | os.PathLike[str],
     tensors: Sequence[TensorEntry],
     describe: Callable[[Path], None],
-    *,
-    ranks: WriterGroup,
-    replace: bool = False,
+    **options: Any,
 ) -> None:
-    """Write all tensors into one file, since PEFT reads no shards."""
-    size = max(1, sum(entry.nbytes for entry in tensors))
-    stem = Path(WEIGHTS).stem
-    options: dict[str, Any] = {"max_shard_size": size, "stem": stem, "replace": replace}
-    write_model(directory, tensors, describe, ranks=ranks, **options)
+    """Write all tensors into one file, since PEFT reads no shards; `options` of `write_model`."""
+    size, stem = max(1, sum(entry.nbytes for entry in tensors)), Path(WEIGHTS).stem
+    write_model(directory, tensors, describe, max_shard_size=size, stem=stem, **options)

@@ -19,7 +19,7 @@ from tigon.kernels.attention.api import Backend
 from tigon.layers import QuantizedWeight
 from tigon.models.arguments import check_keywords
 from tigon.models.base import LanguageModel
-from tigon.models.config import DTYPES, ConfigError, ModelConfig, torch_dtype
+from tigon.models.config import ConfigError, ModelConfig, parse_dtype, torch_dtype
 from tigon.models.init import init_weights
 from tigon.models.pretrained.gguf import GGUFModel
 from tigon.models.pretrained.match import check_counts, check_fit, check_sizes, match_arguments
@@ -153,15 +153,14 @@ def from_pretrained(
     check_keywords("from_pretrained", source, frozenset(LoadOptions.__annotations__))
     if gguf_file is None:
         path_or_repo, gguf_file = parse_gguf_path(path_or_repo)
-    if not isinstance(staging_bytes, int):
-        raise TypeError(f"staging_bytes must be a whole number of bytes, not {staging_bytes!r}")
     if mmap and torch.device(device).type != "cpu":
         raise ValueError(f"mmap=True maps files into the CPU's memory: it cannot be on {device}")
     _check_device(device)
     repository = Repository(path_or_repo, **source)
-    options: dict[str, Any] = {"dtype": dtype, "gguf_file": gguf_file, "quantize": quantize}
     with prepin_staging(torch.device(device), staging_bytes):
-        model, checkpoint = build(repository, models, **options)
+        model, checkpoint = build(
+            repository, models, dtype=dtype, gguf_file=gguf_file, quantize=quantize
+        )
     model.use_attention(attention)
     mapped = map_weights(model, checkpoint) if mmap else set()
     materialize(model, torch.device(device))
@@ -200,7 +199,7 @@ def build(
     seed, if the checkpoint has none. `vocab_size`: resize the vocabulary; rows that the checkpoint
     lacks, and those in `mean_rows`, are the mean of its rows.
     """
-    model_dtype = _parse_dtype(dtype)
+    model_dtype = None if dtype == "auto" else parse_dtype(dtype)
     check_quantize(quantize)
     file, cls, config, open_checkpoint = open_model(repository, models, gguf_file)
     with prefix_errors(file):
@@ -395,14 +394,6 @@ def _check_device(device: torch.device | str) -> None:
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         reason = str(error).splitlines()[0]
         raise ValueError(f"device {str(device)!r} cannot be used here: {reason}") from None
-
-
-def _parse_dtype(dtype: Any) -> torch.dtype | None:
-    """Convert a dtype or its name to a torch.dtype, and "auto" to None."""
-    name = str(dtype).removeprefix("torch.")
-    if name != "auto" and name not in DTYPES:
-        raise TypeError(f'dtype must be "auto" or one of {", ".join(DTYPES)}, not {dtype!r}')
-    return None if name == "auto" else getattr(torch, name)
 
 
 def _default_dtype(config: ModelConfig, checkpoint: Checkpoint) -> torch.dtype:

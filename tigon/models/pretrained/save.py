@@ -8,15 +8,16 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace as replaced
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, Literal, Protocol, TypedDict, TypeVar, Unpack
 
 import torch
 from torch import Tensor
 
 from tigon.hub import UploadTarget, escape_markdown, usage_section, write_card
 from tigon.models.base import LanguageModel
-from tigon.models.config import DTYPES, ModelConfig
+from tigon.models.config import ModelConfig, parse_dtype
 from tigon.models.pretrained.load import build
 from tigon.models.pretrained.match import match_arguments
 from tigon.models.pretrained.names import base_parameters, layout
@@ -41,6 +42,14 @@ class SavePretrained(Protocol):
     """A tokenizer or other object with `save_pretrained`."""
 
     def save_pretrained(self, directory: str | os.PathLike[str]) -> object: ...
+
+
+class FileOptions(TypedDict, total=False):
+    """Keywords of every function that writes a model's files."""
+
+    tokenizer: SavePretrained | None
+    max_shard_size: int | str
+    stacked_experts: bool | None  # one tensor for all experts of a layer; None: as it was loaded
 
 
 def save_pretrained(
@@ -75,19 +84,24 @@ def save_pretrained(
             f"rank {unequal[0]} has read other files of the model than rank 0: give all hosts the "
             "same files"
         )
-    dtype = _resolve_dtype(model, dtype)
+    dtype = model.dtype if dtype is None else parse_dtype(dtype)
     if model.adapters:
         raise ValueError(
             f"the model has adapters ({', '.join(model.adapters)}): call save_adapter, or "
             "merge_adapter and then save_pretrained"
         )
-    options: dict[str, Any] = {"stacked_experts": stacked_experts, "values": values}
     tensors, describe = prepare_save(
-        model, tokenizer=tokenizer, dtype=dtype, ranks=ranks, **options
+        model,
+        tokenizer=tokenizer,
+        ranks=ranks,
+        dtype=dtype,
+        stacked_experts=stacked_experts,
+        values=values,
     )
     _warn_unless_finite(model, dtype, values or {})
-    options = {"max_shard_size": max_shard_size, "replace": replace}
-    write_model(directory, tensors, describe, ranks=ranks, **options)
+    write_model(
+        directory, tensors, describe, ranks=ranks, max_shard_size=max_shard_size, replace=replace
+    )
 
 
 def prepare_save(
@@ -95,12 +109,12 @@ def prepare_save(
     *,
     tokenizer: SavePretrained | None,
     ranks: WriterGroup,
-    dtype: torch.dtype | None = None,
+    dtype: torch.dtype | str | None = None,
     stacked_experts: bool | None = None,
     values: Mapping[str, Tensor] | None = None,
 ) -> tuple[list[TensorEntry], Callable[[Path], None]]:
     """Collect the tensors that save_pretrained writes, and a writer of the other files."""
-    dtype = _resolve_dtype(model, dtype)
+    dtype = model.dtype if dtype is None else parse_dtype(dtype)
     if tokenizer is not None and not hasattr(tokenizer, "save_pretrained"):
         raise TypeError(f"tokenizer must be a tokenizer, or None, not {tokenizer!r}")
     parts_of = _file_layout(model, stacked_experts)
@@ -126,27 +140,16 @@ def _description_writer(
     return lambda root: write_description(root, config, generation, tokenizer)
 
 
-def _resolve_dtype(model: LanguageModel, dtype: torch.dtype | str | None) -> torch.dtype:
-    """Convert a dtype or its name to a torch.dtype, and None to the model's."""
-    dtype = model.dtype if dtype is None else dtype
-    name = str(dtype).removeprefix("torch.")
-    if name not in DTYPES:
-        raise TypeError(f"dtype must be a floating one ({', '.join(DTYPES)}), not {dtype!r}")
-    return getattr(torch, name)
-
-
 def _warn_unless_finite(
     model: LanguageModel, dtype: torch.dtype, values: Mapping[str, Tensor]
 ) -> None:
     """Warns of this rank's weights that are NaN or infinite in the export's dtype."""
-    local = {
-        name: local_shard(name, values.get(name, p)).memory for name, p in model.named_parameters()
-    }
-    local = {name: memory for name, memory in local.items() if memory.numel()}
-    most = torch.finfo(dtype).max
-    if all_finite(local.values(), torch.device("cpu"), most=most):
+    shards = {n: local_shard(n, values.get(n, p)).memory for n, p in model.named_parameters()}
+    shards = {name: memory for name, memory in shards.items() if memory.numel()}
+    is_finite = partial(all_finite, device=torch.device("cpu"), most=torch.finfo(dtype).max)
+    if is_finite(shards.values()):
         return
-    bad = [n for n, m in local.items() if not all_finite([m], torch.device("cpu"), most=most)]
+    bad = [name for name, memory in shards.items() if not is_finite([memory])]
     more = f" and {len(bad) - 3} more" if len(bad) > 3 else ""
     warnings.warn(
         f"weights that are NaN or infinite in {dtype} are saved: {', '.join(bad[:3])}{more}",
@@ -245,7 +248,6 @@ def push_to_hub(
     model: LanguageModel,
     repo_id: str,
     *,
-    tokenizer: SavePretrained | None = None,
     private: bool | None = None,
     revision: str | None = None,
     commit_message: str | None = None,
@@ -253,9 +255,8 @@ def push_to_hub(
     create_pr: bool = False,
     card: str | None = None,
     overwrite_card: bool = False,
-    dtype: torch.dtype | None = None,
-    max_shard_size: int | str = "5GB",
-    stacked_experts: bool | None = None,
+    dtype: torch.dtype | str | None = None,
+    **options: Unpack[FileOptions],
 ) -> str:
     """Upload what `save_pretrained` writes; returns the address of the repository, or of the pull
     request with `create_pr`.
@@ -277,9 +278,7 @@ def push_to_hub(
                 )
                 temporary = stack.enter_context(tempfile.TemporaryDirectory())
         folder = Path(ranks.gather(temporary)[0], "model")
-        options: dict[str, Any] = {"dtype": dtype, "max_shard_size": max_shard_size}
-        options |= {"tokenizer": tokenizer, "stacked_experts": stacked_experts}
-        save_pretrained(model, folder, **options)
+        save_pretrained(model, folder, dtype=dtype, **options)
         address = ""
         with ranks.sync_errors():
             if ranks.first:
@@ -309,10 +308,8 @@ def convert_pretrained(
     models: Mapping[str, type[M]],
     *,
     gguf_file: str | None = None,
-    tokenizer: SavePretrained | None = None,
     dtype: torch.dtype | Literal["auto"] = "auto",
-    max_shard_size: int | str = "5GB",
-    stacked_experts: bool | None = None,
+    **options: Unpack[FileOptions],
 ) -> LanguageModel:
     """Convert a checkpoint to what loading and saving it would write, with a few buffers of memory.
 
@@ -326,8 +323,6 @@ def convert_pretrained(
         name: [StoredRows(0, 0, row_count(shape), 0, source_of.get(name, name), checkpoint)]
         for name, shape in shapes.items()
     }
-    options: dict[str, Any] = {"tokenizer": tokenizer, "stacked_experts": stacked_experts}
-    options["max_shard_size"] = max_shard_size
     write_converted(model, directory, stored, stored_layout, **options)
     return model
 
@@ -337,13 +332,11 @@ def write_converted(
     directory: str | os.PathLike[str],
     stored: Mapping[str, Sequence[StoredRows]],
     stored_layout: Layout,
-    *,
-    tokenizer: SavePretrained | None,
-    max_shard_size: int | str,
-    stacked_experts: bool | None,
+    **options: Unpack[FileOptions],
 ) -> None:
     """Write what save_pretrained would, for a model on the meta device with `stored` weights."""
-    target_layout = _file_layout(model, stacked_experts)
+    target_layout = _file_layout(model, options.get("stacked_experts"))
     tensors = convert_entries(target_layout, model.dtype, stored, stored_layout)
-    describe = _description_writer(model, model.dtype, tokenizer)
-    write_model(directory, tensors, describe, ranks=WriterGroup(), max_shard_size=max_shard_size)
+    describe = _description_writer(model, model.dtype, options.get("tokenizer"))
+    size = options.get("max_shard_size", "5GB")
+    write_model(directory, tensors, describe, ranks=WriterGroup(), max_shard_size=size)

@@ -35,7 +35,8 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 from torch.optim import Optimizer
 
-from tigon.models import CausalLM, adapter_parameters
+from tigon.models import CausalLM
+from tigon.models.adapters.adapters import adapter_parameters
 from tigon.train.distributed import local
 from tigon.train.optim import Ema
 from tigon.weights import Layout, RowSpan, TensorSlice, local_blocks, local_rows

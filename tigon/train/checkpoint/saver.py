@@ -19,7 +19,8 @@ from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint.staging import AsyncStager
 from torch.optim import Optimizer
 
-from tigon.models import CausalLM, write_description
+from tigon.models import CausalLM
+from tigon.models.pretrained.save import write_description
 from tigon.tokenizer import Tokenizer
 from tigon.train.checkpoint.files import (
     RUN,

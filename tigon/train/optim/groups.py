@@ -11,7 +11,8 @@ from typing import Any
 
 from tigon.layers import FusedLinear, Linear, SparseMoE
 from tigon.layers.moe import Experts
-from tigon.models import CausalLM, adapter_parameters
+from tigon.models import CausalLM
+from tigon.models.adapters.adapters import adapter_parameters
 from tigon.train.config import Config, ParameterGroup
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"

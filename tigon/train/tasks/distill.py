@@ -15,8 +15,9 @@ from torch import Tensor
 
 from tigon.data import Encoder, Loader, TopEncoder
 from tigon.kernels.loss.terms import KL, CrossEntropy, LossTerm
-from tigon.models import MODELS, Batch, CausalLM, read_config
+from tigon.models import MODELS, Batch, CausalLM
 from tigon.models import CausalLMOutput as Output
+from tigon.models.pretrained.load import read_config
 from tigon.tokenizer import Tokenizer
 from tigon.train.config import Config
 from tigon.train.distributed import World

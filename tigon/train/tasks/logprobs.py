@@ -17,7 +17,8 @@ from torch import Tensor
 from tigon.data import Loader, MicroBatch, Mixture
 from tigon.kernels.loss.api import IGNORE_INDEX
 from tigon.kernels.loss.terms import LogProbs
-from tigon.models import CausalLM, CausalLMOutput, aux_loss_coef
+from tigon.models import CausalLM, CausalLMOutput
+from tigon.models.moe import aux_loss_coef
 from tigon.parallel import gather_output
 from tigon.tokenizer import Tokenizer
 from tigon.train import reference

@@ -1,7 +1,7 @@
 """Generation on a CUDA device: from graphs as step by step, without waiting, leaving nothing."""
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -14,7 +14,9 @@ from tigon.generation import loop, steps
 
 pytestmark = pytest.mark.gpu
 
-SIZES: dict[str, Any] = {
+Given = dict[str, Any]
+Model = tigon.CausalLM
+SIZES: Given = {
     "hidden_size": 256,
     "intermediate_size": 704,
     "num_hidden_layers": 3,
@@ -25,7 +27,7 @@ SIZES: dict[str, Any] = {
     "max_position_embeddings": 4096,
     "initializer_range": 0.2,  # likely tokens, that another order of sums does not change
 }
-FAMILIES: dict[str, Any] = {
+FAMILIES: Given = {
     "llama": (tigon.Llama, {}),
     "mistral": (tigon.Mistral, {"sliding_window": 24}),
     "gemma2": (
@@ -41,7 +43,7 @@ FAMILIES: dict[str, Any] = {
 }
 LENGTHS = (3, 40, 17, 1, 29)
 NEW = 48
-SAMPLED: dict[str, Any] = {"do_sample": True, "temperature": 1.3, "top_p": 0.95, "seed": 5}
+SAMPLED: Given = {"do_sample": True, "temperature": 1.3, "top_p": 0.95, "seed": 5}
 
 
 def build(family: str = "llama", dtype: torch.dtype = torch.float32) -> tigon.CausalLM:
@@ -56,7 +58,7 @@ def model() -> tigon.CausalLM:
 
 
 @pytest.fixture
-def ragged() -> dict[str, Any]:
+def ragged() -> Given:
     ids, mask = padded(LENGTHS, SIZES["vocab_size"])
     return {"input_ids": ids.cuda(), "attention_mask": mask.cuda(), "pad_token_id": 0}
 
@@ -75,26 +77,28 @@ def captures(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return made
 
 
-def eagerly(monkeypatch: pytest.MonkeyPatch, model: tigon.CausalLM, **given: Any) -> Tensor:
-    with monkeypatch.context() as patch:
-        patch.setattr(steps, "FEW_STEPS", 10**9)
-        return model.generate(**given)
+@pytest.fixture
+def eagerly(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Tensor]:
+    """Generates without graphs."""
+
+    def generate(model: Model, **given: Any) -> Tensor:
+        with monkeypatch.context() as patch:
+            patch.setattr(steps, "FEW_STEPS", 10**9)
+            return model.generate(**given)
+
+    return generate
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("given", [{}, SAMPLED], ids=["greedy", "sampled"])
 def test_a_graph_says_what_steps_say(
-    family: str,
-    given: dict[str, Any],
-    ragged: dict[str, Any],
-    captures: list[int],
-    monkeypatch: pytest.MonkeyPatch,
+    family: str, given: Given, ragged: Given, captures: list[int], eagerly: Any
 ) -> None:
     model = build(family)
     ragged |= {"max_new_tokens": NEW, "eos_token_id": [], **given}
     tokens = model.generate(**ragged)
     assert len(captures) == 1
-    assert tokens.tolist() == eagerly(monkeypatch, model, **ragged).tolist()
+    assert tokens.tolist() == eagerly(model, **ragged).tolist()
     assert len(captures) == 1
     dynamic = model.generate(**ragged, cache_implementation="dynamic")
     assert len(captures) == 1
@@ -112,11 +116,7 @@ def test_a_graph_says_what_steps_say(
     ids=["greedy", "sampled", "several"],
 )
 def test_settings_in_a_graph(
-    given: dict[str, Any],
-    model: tigon.CausalLM,
-    ragged: dict[str, Any],
-    captures: list[int],
-    monkeypatch: pytest.MonkeyPatch,
+    given: Given, model: Model, ragged: Given, captures: list[int], eagerly: Any
 ) -> None:
     ragged |= {"max_new_tokens": NEW}
     ends = model.generate(**ragged, eos_token_id=[])[:, -NEW:][:, :3].flatten().tolist()
@@ -125,7 +125,7 @@ def test_settings_in_a_graph(
     tokens = model.generate(**ragged)
     assert len(captures) >= 1
     assert len(tokens) == len(LENGTHS) * given.get("num_return_sequences", 1)
-    assert tokens.tolist() == eagerly(monkeypatch, model, **ragged).tolist()
+    assert tokens.tolist() == eagerly(model, **ragged).tolist()
     assert tokens.tolist() == model.generate(**ragged, cache_implementation="dynamic").tolist()
     new = tokens[:, max(LENGTHS) :]
     if "min_new_tokens" in given:
@@ -138,36 +138,29 @@ def test_settings_in_a_graph(
 
 
 def test_a_graph_under_autocast(
-    model: tigon.CausalLM,
-    ragged: dict[str, Any],
-    captures: list[int],
-    monkeypatch: pytest.MonkeyPatch,
+    model: Model, ragged: Given, captures: list[int], eagerly: Any
 ) -> None:
     ragged |= {"max_new_tokens": NEW, "eos_token_id": []}
     with torch.autocast("cuda", torch.bfloat16):
         tokens = model.generate(**ragged)
         assert len(captures) == 1
-        assert tokens.tolist() == eagerly(monkeypatch, model, **ragged).tolist()
+        assert tokens.tolist() == eagerly(model, **ragged).tolist()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("cache", ["static", "quantized"])
 def test_half_precision(
-    dtype: torch.dtype,
-    cache: Any,
-    ragged: dict[str, Any],
-    captures: list[int],
-    monkeypatch: pytest.MonkeyPatch,
+    dtype: torch.dtype, cache: Any, ragged: Given, captures: list[int], eagerly: Any
 ) -> None:
     model = build("gemma2", dtype)
     ragged |= {"max_new_tokens": NEW, "eos_token_id": [], "cache_implementation": cache}
     for given in ({}, SAMPLED, {"repetition_penalty": 1.3}):
         tokens = model.generate(**ragged, **given)
-        assert tokens.tolist() == eagerly(monkeypatch, model, **ragged, **given).tolist()
+        assert tokens.tolist() == eagerly(model, **ragged, **given).tolist()
     assert len(captures) == 3
 
 
-def test_one_row_and_many(model: tigon.CausalLM, captures: list[int]) -> None:
+def test_one_row_and_many(model: Model, captures: list[int]) -> None:
     for rows in (1, 2, 33):
         ids = torch.randint(0, 5003, (rows, 19), device="cuda")
         tokens = model.generate(ids, max_new_tokens=NEW, eos_token_id=[])
@@ -183,12 +176,7 @@ def test_one_row_and_many(model: tigon.CausalLM, captures: list[int]) -> None:
 @pytest.mark.parametrize("given", [{}, SAMPLED], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("assisted", [False, True])
 def test_rows_leave_and_graphs_are_made_anew(
-    model: tigon.CausalLM,
-    given: dict[str, Any],
-    assisted: bool,
-    ragged: dict[str, Any],
-    captures: list[int],
-    monkeypatch: pytest.MonkeyPatch,
+    model: Model, given: Given, assisted: bool, ragged: Given, captures: list[int], eagerly: Any
 ) -> None:
     assistant = blurred(model, 0.02) if assisted else None
     ragged |= {"max_new_tokens": 120, "assistant_model": assistant, **given}
@@ -199,18 +187,13 @@ def test_rows_leave_and_graphs_are_made_anew(
     tokens = model.generate(**ragged, streamer=seen.append)
     assert len(captures) > 1
     assert torch.stack(seen, 1).tolist() == tokens[:, 40:].tolist()
-    assert tokens.tolist() == eagerly(monkeypatch, model, **ragged).tolist()
+    assert tokens.tolist() == eagerly(model, **ragged).tolist()
     if not (assisted and given):  # else a seed draws others
         plain = ragged | {"assistant_model": None, "cache_implementation": "dynamic"}
         assert tokens.tolist() == model.generate(**plain).tolist()
 
 
-def test_speculation(
-    model: tigon.CausalLM,
-    ragged: dict[str, Any],
-    captures: list[int],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_speculation(model: Model, ragged: Given, captures: list[int], eagerly: Any) -> None:
     ragged |= {"max_new_tokens": 90, "eos_token_id": []}
     expected = model.generate(**ragged)
     for noise in (0.0, 0.02, 1.0):
@@ -221,10 +204,10 @@ def test_speculation(
         assert captures
         given = ragged | SAMPLED | {"assistant_model": draft}
         sampled = model.generate(**given)
-        assert sampled.tolist() == eagerly(monkeypatch, model, **given).tolist()
+        assert sampled.tolist() == eagerly(model, **given).tolist()
 
 
-def test_the_global_random_state(model: tigon.CausalLM, ragged: dict[str, Any]) -> None:
+def test_the_global_random_state(model: Model, ragged: Given) -> None:
     ragged |= {"max_new_tokens": NEW, "do_sample": True, "eos_token_id": []}
     said = []
     for seed in (1, 1, 2):
@@ -238,9 +221,7 @@ def test_the_global_random_state(model: tigon.CausalLM, ragged: dict[str, Any]) 
 
 
 @pytest.mark.parametrize("assisted", [False, True])
-def test_nobody_waits_between_steps(
-    model: tigon.CausalLM, assisted: bool, ragged: dict[str, Any]
-) -> None:
+def test_nobody_waits_between_steps(model: Model, assisted: bool, ragged: Given) -> None:
     draft = blurred(model, 0.0) if assisted else None  # so that rows keep pace, and none leaves
     ragged |= {"max_new_tokens": 200, "assistant_model": draft, "eos_token_id": []}
     ragged |= {"do_sample": True, "repetition_penalty": 1.1, "top_p": 0.9, "seed": 1}
@@ -263,9 +244,7 @@ def test_nobody_waits_between_steps(
     assert torch.stack(columns, 1).tolist() == tokens[:, 40:].tolist()
 
 
-def test_eager_steps_do_not_wait_either(
-    model: tigon.CausalLM, ragged: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_eager_steps_do_not_wait_either(model: Model, ragged: Given, eagerly: Any) -> None:
     columns: list[Tensor] = []
 
     def watch(column: Tensor) -> None:
@@ -274,13 +253,13 @@ def test_eager_steps_do_not_wait_either(
             torch.cuda.set_sync_debug_mode("error" if len(columns) == 10 else "default")
 
     try:
-        eagerly(monkeypatch, model, **ragged, max_new_tokens=NEW, eos_token_id=[], streamer=watch)
+        eagerly(model, **ragged, max_new_tokens=NEW, eos_token_id=[], streamer=watch)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert len(columns) == NEW
 
 
-def test_the_host_runs_ahead(model: tigon.CausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_host_runs_ahead(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tokens that come late are surplus only behind the end, of which there are LAG at most."""
     ids = torch.randint(0, 5003, (1, 19), device="cuda")
     free = model.generate(ids, max_new_tokens=80, eos_token_id=[])[0, 19:].tolist()
@@ -308,7 +287,7 @@ def no_garbage() -> Iterator[None]:
 
 
 def test_nothing_is_kept(
-    model: tigon.CausalLM, ragged: dict[str, Any], captures: list[int], no_garbage: None
+    model: Model, ragged: Given, captures: list[int], no_garbage: None
 ) -> None:
     draft = blurred(model, 0.02)
     ragged |= {"max_new_tokens": NEW, "eos_token_id": []}
@@ -324,7 +303,7 @@ def test_nothing_is_kept(
     assert reserved[-1] <= max(reserved[:3])
 
 
-def test_a_graph_of_the_caller_draws_too(model: tigon.CausalLM, ragged: dict[str, Any]) -> None:
+def test_a_graph_of_the_caller_draws_too(model: Model, ragged: Given) -> None:
     """Both register the device's own generator, ours first, and in inference mode."""
     own, numbers, columns = torch.cuda.CUDAGraph(), torch.empty(8, device="cuda"), []
 
@@ -343,9 +322,7 @@ def test_a_graph_of_the_caller_draws_too(model: tigon.CausalLM, ragged: dict[str
     assert not torch.equal(first, numbers)
 
 
-def test_caller_in_inference_mode_or_other_stream(
-    model: tigon.CausalLM, ragged: dict[str, Any]
-) -> None:
+def test_caller_in_inference_mode_or_other_stream(model: Model, ragged: Given) -> None:
     ragged |= {"max_new_tokens": NEW, "eos_token_id": []}
     expected = model.generate(**ragged)
     with torch.inference_mode():
@@ -356,9 +333,7 @@ def test_caller_in_inference_mode_or_other_stream(
         assert model.generate(**ragged).tolist() == expected.tolist()
 
 
-def test_plain_torch_is_never_captured(
-    model: tigon.CausalLM, ragged: dict[str, Any], captures: list[int]
-) -> None:
+def test_plain_torch_is_never_captured(model: Model, ragged: Given, captures: list[int]) -> None:
     ragged |= {"max_new_tokens": NEW, "eos_token_id": []}
     with tigon.kernels.use("reference"):
         tokens = model.generate(**ragged)
@@ -366,7 +341,7 @@ def test_plain_torch_is_never_captured(
     assert tokens.tolist() == model.generate(**ragged).tolist()
 
 
-def test_prompts_in_chunks(model: tigon.CausalLM, ragged: dict[str, Any]) -> None:
+def test_prompts_in_chunks(model: Model, ragged: Given) -> None:
     ragged |= {"max_new_tokens": NEW, "eos_token_id": []}
     expected = model.generate(**ragged)
     for size in (16, 30, 64):
@@ -374,7 +349,7 @@ def test_prompts_in_chunks(model: tigon.CausalLM, ragged: dict[str, Any]) -> Non
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two devices")
-def test_a_device_that_is_not_the_current_one(ragged: dict[str, Any]) -> None:
+def test_a_device_that_is_not_the_current_one(ragged: Given) -> None:
     first, second = build(), build().to("cuda:1")
     ragged |= {"max_new_tokens": NEW, "eos_token_id": [], **SAMPLED}
     assert second.generate(**ragged).tolist() == first.generate(**ragged).tolist()

@@ -1,4 +1,4 @@
-"""The forward contract on a CUDA device: same numbers as the CPU, no host sync, graphs, compile."""
+"""The forward contract on a CUDA device: the numbers of the CPU, and a host that never waits."""
 
 import subprocess
 import sys

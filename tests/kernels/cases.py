@@ -17,11 +17,18 @@ from tests.kernels import definitions as exact
 from tests.kernels.conftest import CUDA
 from tests.kernels.definitions import EPS
 from tigon.kernels import (
+    AttentionMask,
+    KVBuffers,
+    append_attention,
+    attention,
     cross_entropy,
     cross_entropy_ref,
     divergence,
+    fp8_linear,
+    fp8_linear_ref,
     gated_act,
     gated_act_ref,
+    gemv,
     grouped_mlp,
     grouped_mlp_ref,
     linear_cross_entropy,
@@ -38,6 +45,7 @@ from tigon.kernels import (
     sandwich_norm_ref,
     selected_logprobs,
 )
+from tigon.kernels.linear.fp8 import fp8_gated_linear
 from tigon.kernels.linear.lora import LoRATerm
 from tigon.kernels.loss.api import Options
 from tigon.kernels.mlp.grouped_mlp import LoRAFactors, unchecked_grouped_mlp
@@ -60,6 +68,7 @@ class OpCase:
     constant: Sequence[str] = ()  # floats without gradients
     parameters: Sequence[str] = ()  # which are such, as those of a layer
     whole: Sequence[str] = ()  # floats that stay float32 beside half precision
+    dtype: torch.dtype = torch.float32  # another one's numbers are compared elsewhere
     halves: Sequence[torch.dtype] = HALF
     result: torch.dtype | None = None  # whatever the inputs' dtype
     autocast: Sequence[str] = ()  # what is cast
@@ -67,9 +76,9 @@ class OpCase:
     rtol: float = 1e-4  # of gradients
     factor: float = 2.0  # of plain torch's error, which real sizes may have
 
-    def make(self, size: Any = None, dtype: torch.dtype = torch.float32) -> Inputs:
+    def make(self, size: Any = None, dtype: torch.dtype | None = None) -> Inputs:
         """Leaves, those that learn with gradients."""
-        made = self.inputs(*(self.sizes[0] if size is None else size))
+        made, dtype = self.inputs(*(self.sizes[0] if size is None else size)), dtype or self.dtype
         for name, x in made.items():
             if isinstance(x, Tensor) and x.is_floating_point():
                 x = x.to(torch.float32 if name in self.whole else dtype)
@@ -317,6 +326,61 @@ def lora_experts_case(*constant: str) -> OpCase:
         list(FACTORS.values()), constant=constant, second="lora_grouped_mlp",
     )  # fmt: skip
 
+
+# Operators whose numbers have files of their own
+
+
+def factors(n: int, c: int, k: int) -> Inputs:
+    return {"x": torch.randn(n, c), "weight": torch.randn(k, c)}
+
+
+def gated_factors(n: int, c: int, k: int) -> Inputs:
+    return {"gate_up": torch.randn(n, 2 * c), "weight": torch.randn(k, c)}
+
+
+def fp8_gated(gate_up: Tensor, weight: Tensor) -> Tensor:
+    return fp8_gated_linear(gate_up * 1, "silu", weight)
+
+
+def fp8_gated_ref(gate_up: Tensor, weight: Tensor) -> Tensor:
+    return fp8_linear_ref(gated_act_ref(gate_up, "silu"), weight)
+
+
+def fp8_case(operator: Call, definition: Call, inputs: Call) -> OpCase:
+    return OpCase(
+        operator, definition, inputs, sizes=[(3, 48, 32)], empty=[(0, 48, 32)],
+        parameters=("weight",), dtype=torch.bfloat16, second="fp8_\\w*linear",
+    )  # fmt: skip
+
+
+def one_row(x: Tensor, weight: Tensor) -> Tensor:
+    return gemv(x, weight).detach()
+
+
+def append(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, lengths: Tensor) -> Any:
+    with torch.no_grad():
+        return append_attention(q, k, v, KVBuffers(keys, values), lengths)
+
+
+def tokens(b: int, t: int, h: int, k: int, d: int, slots: int = 0) -> Inputs:
+    made = {name: torch.randn(b, t, n, d) for name, n in (("q", h), ("k", k), ("v", k))}
+    cache = {name: torch.randn(b, k, slots, d) for name in ("keys", "values")}
+    return made | ({**cache, "lengths": torch.zeros(b, dtype=torch.int64)} if slots else {})
+
+
+def causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return attention(q, k, v, mask=AttentionMask(q.shape[1]))
+
+
+FP8 = {
+    "fp8_linear": fp8_case(fp8_linear, fp8_linear_ref, factors),
+    "fp8_gated_linear": fp8_case(fp8_gated, fp8_gated_ref, gated_factors),
+}
+SHAPES = {  # of which without numbers only these are known
+    "gemv": OpCase(one_row, one_row, factors, sizes=[(1, 8, 4)]),
+    "append_attention": OpCase(append, append, tokens, sizes=[(2, 1, 4, 2, 8, 9)]),
+    "attention": OpCase(causal, causal, tokens, sizes=[(2, 3, 4, 2, 8)]),
+}
 
 # Losses of a head
 

@@ -4,6 +4,7 @@
 """
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -44,6 +45,43 @@ def sandwich_norm(
     return norm(total, weight, offset), total
 
 
+def round_to(dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
+    return lambda x: x.to(dtype).double()
+
+
+def rounded_norm(x: Tensor, weight: Tensor, dtype: torch.dtype, offset: float, cast: str) -> Tensor:
+    """Of float64 numbers, to be rounded to `dtype` next."""
+    if cast == "before_weight":
+        return norm(x, None).to(dtype).double() * (weight + offset).double()
+    return norm(x, weight, offset)
+
+
+def rounded_rms_norm(
+    x: Tensor,
+    weight: Tensor,
+    residual: Tensor,
+    gate: Tensor | None = None,
+    offset: float = 0.0,
+    cast: str = "before_weight",
+    **_: Any,
+) -> tuple[Tensor, Tensor]:
+    cut = round_to(x.dtype)
+    total = cut(x.double() + residual.double())
+    y = rounded_norm(total, weight, x.dtype, offset, cast)
+    if gate is not None:
+        y = y.to(weight.dtype).double() * activation(gate, "silu")
+    return cut(y), total
+
+
+def rounded_sandwich_norm(
+    x: Tensor, residual: Tensor, post_weight: Tensor, weight: Tensor, offset: float = 1.0,
+    cast: str = "after_weight", **_: Any,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    cut, how = round_to(x.dtype), (x.dtype, offset, cast)
+    total = cut(residual.double() + cut(rounded_norm(x.double(), post_weight, *how)))
+    return cut(rounded_norm(total, weight, *how)), total
+
+
 def activation(x: Tensor, act: str) -> Tensor:
     x = x.double()
     if act == "silu":
@@ -56,6 +94,11 @@ def activation(x: Tensor, act: str) -> Tensor:
 def gated_act(gate_up: Tensor, act: str, **_: Any) -> Tensor:
     gate, up = gate_up.chunk(2, -1)
     return activation(gate, act) * up.double()
+
+
+def rounded_gated_act(gate_up: Tensor, act: str, **_: Any) -> Tensor:
+    cut, (gate, up) = round_to(gate_up.dtype), gate_up.chunk(2, -1)
+    return cut(cut(activation(gate, act)) * up.double())
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
@@ -95,6 +138,21 @@ def qk_norm_rope(
     return *(rotate(x, cos, sin, interleaved) for x in qk), v
 
 
+def rounded_rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, **_: Any) -> list[Tensor]:
+    return [round_to(q.dtype)(x) for x in rope(q, k, cos, sin)]
+
+
+def rounded_qk_norm_rope(
+    qkv: Tensor, cos: Tensor, sin: Tensor, q_weight: Tensor, k_weight: Tensor, *, heads: int,
+    kv_heads: int, offset: float = 0.0, cast: str = "before_weight", **_: Any,
+) -> list[Tensor]:  # fmt: skip
+    cut, packed = round_to(qkv.dtype), qkv.double().unflatten(-1, (heads + 2 * kv_heads, -1))
+    *qk, v = packed.split((heads, kv_heads, kv_heads), 2)
+    weights = zip(qk, (q_weight, k_weight), strict=True)
+    normed = [cut(rounded_norm(x, w, qkv.dtype, offset, cast)) for x, w in weights]
+    return [*(cut(rotate(x, cos, sin)) for x in normed), v]
+
+
 def grouped_mlp(
     x: Tensor, gate_up: Tensor, down: Tensor, experts: Tensor, weights: Tensor, act: str, **_: Any
 ) -> Tensor:
@@ -102,13 +160,28 @@ def grouped_mlp(
     x, gate_up, down, weights = (t.double() for t in (x, gate_up, down, weights))
     rows = []
     for n in range(x.shape[0]):
-        row = torch.zeros_like(x[n]) + 0 * x[n]
+        row = 0 * x[n]
         for j, e in enumerate(experts[n].tolist()):
             if e < len(gate_up):
                 gate, up = (gate_up[e] @ x[n]).chunk(2)
                 row = row + weights[n, j] * (down[e] @ (activation(gate, act) * up))
         rows.append(row)
-    return torch.stack(rows) if rows else x * 1
+    unused = 0 * (gate_up.sum() + down.sum() + weights.sum())  # has gradients where all are absent
+    return torch.stack(rows) + unused if rows else x * 1
+
+
+def rounded_grouped_mlp(
+    x: Tensor, gate_up: Tensor, down: Tensor, experts: Tensor, weights: Tensor, act: str, **_: Any
+) -> Tensor:
+    """Products in the input's dtype; the sum over a token's experts is rounded once."""
+    cut, rows = round_to(x.dtype), []
+    for n in range(x.shape[0]):
+        row = torch.zeros_like(x[n]).double()
+        for j, e in enumerate(experts[n].tolist()):
+            hidden = rounded_gated_act((gate_up[e].double() @ x[n].double()).to(x.dtype), act)
+            row += weights[n, j].double() * cut(down[e].double() @ hidden)
+        rows.append(cut(row))
+    return torch.stack(rows)
 
 
 def losses(logits: Tensor, targets: Tensor, options: Any) -> Tensor:

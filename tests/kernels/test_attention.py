@@ -4,8 +4,11 @@ Backends that need a GPU are played by plain torch here: what they are told is t
 tests/gpu what they make of it.
 """
 
+import gc
 import importlib
+import itertools
 import math
+import weakref
 from collections.abc import Callable, Iterator
 from functools import partial
 from types import SimpleNamespace
@@ -16,8 +19,10 @@ import torch
 from torch import Tensor
 
 from tests.flash import on_hopper, played
+from tests.kernels.test_attention_backends import assert_same_mask
 from tigon.kernels import AttentionMask, attention, attention_ref
 from tigon.kernels.attention.backends import BackendChoice
+from tigon.kernels.attention.mask import BLOCK
 
 __all__ = ["on_hopper", "played"]
 implementation = importlib.import_module("tigon.kernels.attention.api")
@@ -78,96 +83,68 @@ SHARED = {
 }
 
 
-def causal(b: int, q: int, k: int) -> bool:
-    return k <= q
+EVEN = torch.arange(9).expand(2, -1) // 3 + torch.tensor([[0], [3]])
+# What a mask is made of, and a layer's options
+CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "causal": ({}, {}),
+    "window 1": ({}, {"window": 1}),
+    "window 4": ({}, {"window": 4}),
+    "window 9": ({}, {"window": 9}),
+    "scale": ({}, {"scale": 0.9}),
+    "softcap": ({}, {"softcap": 0.5}),
+    "softcap, scale and window": ({}, {"softcap": 0.5, "scale": 0.7, "window": 3}),
+    "packed": ({"segment_ids": SEGMENTS}, {}),
+    "packed with a window": ({"segment_ids": SEGMENTS}, {"window": 2}),
+    "packed evenly": ({"segment_ids": EVEN}, {"window": 2}),
+    "packed in threes": ({"segment_ids": EVEN}, {}),
+    "prefixes": (SHARED, {}),
+    "prefixes with a window": (SHARED, {"window": 3}),
+    "padded": ({"key_mask": PADDING}, {}),
+    "both sides": ({"causal": False}, {}),
+    "both sides in a window": ({"causal": False}, {"window": 4, "softcap": 0.5}),
+    "both sides, packed with a window": ({"causal": False, "segment_ids": SEGMENTS}, {"window": 2}),
+    "both sides, packed": ({"causal": False, "segment_ids": SEGMENTS}, {"scale": 0.3}),
+    "both sides, packed evenly": (
+        {"causal": False, "segment_ids": torch.arange(2)[:, None].expand(2, 9)},
+        {"window": 7},
+    ),
+    "both sides, padded": ({"causal": False, "key_mask": PADDING}, {}),
+}
 
 
-def shared(b: int, q: int, k: int, window: int = 9) -> bool:
+def shared(b: int, q: int, k: int, window: int | None) -> bool:
     """As if a sequence were behind its own copy of what it goes on from."""
     q, k = 9 * b + q, 9 * b + k
     start = int(BOUNDS[q >= BOUNDS][-1])
     first, last = PREFIXES[int((q >= BOUNDS).sum()) - 1].tolist()
     seen = [*range(first, last), *range(start, q + 1)]
-    return k in seen[-window:]
+    return k in seen[-(window or 9) :]
 
 
-CASES: dict[str, tuple[dict[str, Any], dict[str, Any], Callable[[int, int, int], bool]]] = {
-    "causal": ({}, {}, causal),
-    "window 1": ({}, {"window": 1}, lambda b, q, k: k == q),
-    "window 4": ({}, {"window": 4}, lambda b, q, k: q - 4 < k <= q),
-    "window 9": ({}, {"window": 9}, causal),
-    "scale": ({}, {"scale": 0.9}, causal),
-    "softcap": ({}, {"softcap": 0.5}, causal),
-    "softcap, scale and window": (
-        {},
-        {"softcap": 0.5, "scale": 0.7, "window": 3},
-        lambda b, q, k: q - 3 < k <= q,
-    ),
-    "packed": (
-        {"segment_ids": SEGMENTS},
-        {},
-        lambda b, q, k: bool(k <= q and SEGMENTS[b, q] == SEGMENTS[b, k]),
-    ),
-    "packed with a window": (
-        {"segment_ids": SEGMENTS},
-        {"window": 2},
-        lambda b, q, k: bool(q - 2 < k <= q and SEGMENTS[b, q] == SEGMENTS[b, k]),
-    ),
-    "packed evenly": (
-        {"segment_ids": torch.arange(9).expand(2, -1) // 3 + torch.tensor([[0], [3]])},
-        {"window": 2},
-        lambda b, q, k: q - 2 < k <= q and q // 3 == k // 3,
-    ),
-    "packed in threes": (
-        {"segment_ids": torch.arange(9).expand(2, -1) // 3 + torch.tensor([[0], [3]])},
-        {},
-        lambda b, q, k: k <= q and q // 3 == k // 3,
-    ),
-    "prefixes": (SHARED, {}, shared),
-    "prefixes with a window": (SHARED, {"window": 3}, partial(shared, window=3)),
-    "padded": (
-        {"key_mask": PADDING},
-        {},
-        lambda b, q, k: bool(k <= q and (PADDING[b, k] or k == q)),
-    ),
-    "both sides": ({"causal": False}, {}, lambda b, q, k: True),
-    "both sides in a window": (
-        {"causal": False},
-        {"window": 4, "softcap": 0.5},
-        lambda b, q, k: abs(q - k) < 4,
-    ),
-    "both sides, packed with a window": (
-        {"causal": False, "segment_ids": SEGMENTS},
-        {"window": 2},
-        lambda b, q, k: bool(abs(q - k) < 2 and SEGMENTS[b, q] == SEGMENTS[b, k]),
-    ),
-    "both sides, packed": (
-        {"causal": False, "segment_ids": SEGMENTS},
-        {"scale": 0.3},
-        lambda b, q, k: bool(SEGMENTS[b, q] == SEGMENTS[b, k]),
-    ),
-    "both sides, packed evenly": (
-        {"causal": False, "segment_ids": torch.arange(2)[:, None].expand(2, 9)},
-        {"window": 7},
-        lambda b, q, k: abs(q - k) < 7,
-    ),
-    "both sides, padded": (
-        {"causal": False, "key_mask": PADDING},
-        {},
-        lambda b, q, k: bool(PADDING[b, k] or k == q),
-    ),
-}
+def visible(given: dict[str, Any], window: int | None) -> Callable[[int, int, int], bool]:
+    """Whether a query of a row sees a key, by the definition."""
+    segments, padding = given.get("segment_ids"), given.get("key_mask")
+    if "prefixes" in given:
+        return partial(shared, window=window)
+
+    def sees(b: int, q: int, k: int) -> bool:
+        near = window is None or abs(q - k) < window
+        behind = k <= q or not given.get("causal", True)
+        same = segments is None or bool(segments[b, q] == segments[b, k])
+        return near and behind and same and (padding is None or bool(padding[b, k]) or k == q)
+
+    return sees
 
 
 def assert_right(function: Any, case: str, kv_heads: int, backend: str = "auto") -> None:
-    given, options, sees = CASES[case]
+    given, options = CASES[case]
     q, k, v = tensors(9, kv_heads=kv_heads)
     real = torch.ones(B, 9, dtype=torch.bool)
     if backend != "auto" and "key_mask" in given:
         real = given["key_mask"]  # what padding sees is nobody's business
     out = function(q, k, v, mask=AttentionMask(9, **given, backend=backend), **options)
     limits = {name: x for name, x in options.items() if name != "window"}
-    expected = loop(q, k, v, sees, **limits)
+    expected = loop(q, k, v, visible(given, options.get("window")), **limits)
     assert out.isfinite().all() and out.shape == q.shape
     torch.testing.assert_close(out[real].double(), expected[real], rtol=1e-5, atol=1e-6)
     upstream = torch.randn_like(out) * real[:, :, None, None]
@@ -238,7 +215,7 @@ def flex_heads(tokens: int) -> list[Tensor]:
     ],
 )
 def test_flex_pads_its_rows(case: str) -> None:
-    given, options, _ = CASES[case]
+    given, options = CASES[case]
     q, k, v = flex_heads(9)
     out = attention(q, k, v, mask=AttentionMask(9, **given), **options)
     expected = attention_ref(q, k, v, mask=AttentionMask(9, **given), **options)
@@ -292,7 +269,7 @@ def test_padding_inside_a_sequence_needs_a_dense_mask() -> None:
         with pytest.raises(ValueError, match=message):
             attention(q, k, v, mask=AttentionMask(5, key_mask=real, backend=backend))
     out = attention(q, k, v, mask=AttentionMask(5, key_mask=real))
-    expected = loop(q, k, v, lambda b, i, j: bool(j <= i and (real[b, j] or i == j)))
+    expected = loop(q, k, v, visible({"key_mask": real}, None))
     torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-6)
 
 
@@ -316,14 +293,10 @@ def test_continuing_from_a_cache(
     function: Any, tokens: int, window: int | None, padded: bool
 ) -> None:
     q, k, v = tensors(tokens, past=9 - tokens)
-    mask = AttentionMask(tokens, past=9 - tokens, key_mask=PADDING if padded else None)
-
-    def sees(b: int, query: int, key: int) -> bool:
-        near = window is None or query - window < key
-        return near and key <= query and (not padded or bool(PADDING[b, key]) or key == query)
-
-    out = function(q, k, v, mask=mask, window=window)
-    torch.testing.assert_close(out.double(), loop(q, k, v, sees), rtol=1e-5, atol=1e-6)
+    given = {"key_mask": PADDING if padded else None}
+    out = function(q, k, v, mask=AttentionMask(tokens, past=9 - tokens, **given), window=window)
+    expected = loop(q, k, v, visible(given, window))
+    torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.usefixtures("played")
@@ -364,7 +337,7 @@ def test_rows_of_padding_alone_are_finite(function: Any, softcap: float | None) 
 
 def test_bf16_is_as_good_as_eager() -> None:
     q, k, v = (x.detach().bfloat16() for x in tensors(33))
-    exact = loop(q, k, v, causal)
+    exact = loop(q, k, v, visible({}, None))
     kk, vv = k.repeat_interleave(3, 2), v.repeat_interleave(3, 2)
     scores = torch.einsum("bthd,bshd->bhts", q, kk) / math.sqrt(D)
     scores = scores.masked_fill(torch.ones(33, 33).triu(1).bool(), float("-inf"))
@@ -372,29 +345,6 @@ def test_bf16_is_as_good_as_eager() -> None:
     for function in (attention, attention_ref):
         out = function(q, k, v, mask=AttentionMask(33))
         assert (out - exact).norm() <= 2 * (eager - exact).norm()
-
-
-SHAPE = (1, 3, 2, 4)
-BAD: list[tuple[dict[str, tuple[int, ...]], int, dict[str, Any], str]] = [
-    ({"q": (1, 3, 5, 4)}, 0, {}, "5 query heads cannot share 2 key/value heads"),
-    ({"q": (1, 2, 3, 4)}, 0, {}, r"q \(1, 2, 3, 4\) is not .* mask's 3 tokens"),
-    ({"q": (3, 2, 4)}, 0, {}, r"q \(3, 2, 4\) is not \[B, T, H, D\]"),
-    ({}, 2, {}, r"are not \[1, 5, K, 4\].* 2 tokens before its 3"),
-    ({"v": (1, 2, 2, 4)}, 0, {}, r"v \(1, 2, 2, 4\) are not \[1, 3, K, 4\]"),
-    ({"k": (1, 3, 2, 8)}, 0, {}, r"k \(1, 3, 2, 8\)"),
-    ({"q": (2, 3, 2, 4)}, 0, {}, r"are not \[2, 3, K, 4\]"),
-    ({}, 0, {"window": 0}, "window=0 is not above 0"),
-    ({}, 0, {"softcap": 0.0}, "softcap=0.0 is not above 0"),
-]
-
-
-@pytest.mark.parametrize(("shapes", "past", "options", "message"), BAD)
-def test_what_does_not_fit_together(
-    shapes: dict[str, tuple[int, ...]], past: int, options: dict[str, Any], message: str
-) -> None:
-    given = (torch.ones(shapes.get(name, SHAPE)) for name in "qkv")
-    with pytest.raises(ValueError, match=message):
-        attention(*given, mask=AttentionMask(3, past=past), **options)
 
 
 @pytest.mark.parametrize(
@@ -418,4 +368,176 @@ def test_a_backend_that_is_demanded(backend: str, monkeypatch: pytest.MonkeyPatc
     q, k, v = tensors(5)
     out = attention(q, k, v, mask=AttentionMask(5, backend=backend))
     assert calls == [1]
-    torch.testing.assert_close(out.double(), loop(q, k, v, causal), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(out.double(), loop(q, k, v, visible({}, None)), rtol=1e-5, atol=1e-6)
+
+
+# Some queries of each row, as ranks compute them that divide the queries of a head
+
+SPLIT = (0, 4), (4, 9)
+SPANS = (0, 3, 4, 9)  # of 9 tokens: some end inside a sequence, and one is a single token
+# Windows to both sides are counted from the last key, which is not that of the last query
+TURNED = [n for n in CASES if n.startswith("both sides") and "window" in CASES[n][1]]
+
+
+def in_parts(
+    function: Any, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, spans: Any, **how: Any
+) -> Tensor:
+    parts = []
+    for first, end in itertools.pairwise(spans):
+        part = mask.slice_queries(first, end)
+        keys = (x[:, : part.keys] for x in (k, v))
+        parts.append(function(q[:, first:end], *keys, mask=part, **how))
+    return torch.cat(parts, 1)
+
+
+def divided(function: Any, spans: Any = SPANS) -> Any:
+    return lambda q, k, v, *, mask, **how: in_parts(function, q, k, v, mask, spans, **how)
+
+
+@FUNCTIONS
+@pytest.mark.parametrize("case", CASES)
+def test_parts_add_up_to_the_whole(function: Any, case: str) -> None:
+    assert_right(divided(function), case, 2)
+
+
+@pytest.mark.usefixtures("played")
+@pytest.mark.parametrize("kv_heads", [1, 6])
+@pytest.mark.parametrize("backend", ["fa4", "flash"])
+@pytest.mark.parametrize("case", [n for n in CASES if "softcap" not in CASES[n][1]])
+def test_what_gpu_backends_are_told_of_parts(backend: str, case: str, kv_heads: int) -> None:
+    if case not in TURNED:
+        assert_right(divided(attention), case, kv_heads, backend)
+        return
+    message = f"'{backend}' cannot do this: it takes no dense mask, and a window ends before"
+    with pytest.raises(ValueError, match=message):
+        assert_right(divided(attention), case, kv_heads, backend)
+    assert_right(divided(attention), case, kv_heads)
+
+
+@pytest.mark.usefixtures("played")
+@pytest.mark.parametrize("backend", ["fa4", "flash", "sdpa"])
+def test_prefixes_of_a_part_that_ends_early(backend: str) -> None:
+    """Their tokens are elsewhere in its keys than in whole rows."""
+    for spans in ((0, 8, 9), (0, 3, 7, 9)):
+        assert_right(divided(attention, spans), "prefixes with a window", 2, backend)
+
+
+@pytest.mark.usefixtures("played")
+def test_cudnn_is_refused_parts() -> None:
+    q, k, v = tensors(9)
+    for spans in ((0, 4), (4, 9)):
+        mask = AttentionMask(9, backend="cudnn")
+        with pytest.raises(ValueError, match="cannot do this: it has no queries of parts of rows"):
+            in_parts(attention, q, k, v, mask, spans)
+
+
+@pytest.mark.usefixtures("played")
+@pytest.mark.parametrize("backend", ["fa4", "flash"])
+def test_parts_of_bounds_that_were_given(backend: str) -> None:
+    """With empty sequences behind, and a longest that is longer than any."""
+    cu = torch.tensor([0, 3, 4, 9, 16, 18, 18, 18]).int()
+    given: dict[str, Any] = {"segment_ids": SEGMENTS, "cu_seq_lens": cu, "longest": 8}
+    q, k, v = tensors(9)
+    expected = attention_ref(q, k, v, mask=AttentionMask(9, segment_ids=SEGMENTS), window=2)
+    mask = AttentionMask(9, **given, backend=backend)
+    found = in_parts(attention, q, k, v, mask, (0, 2, 5, 9), window=2)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.slow(first=2)
+@pytest.mark.traced
+@pytest.mark.usefixtures("graphs")
+@pytest.mark.parametrize(
+    "case",
+    [
+        "softcap, scale and window",
+        "packed with a window",
+        "prefixes with a window",
+        "padded",
+        *TURNED,
+    ],
+)
+def test_flex_of_parts(case: str) -> None:
+    given, options = CASES[case]
+    q, k, v = flex_heads(9)
+    out = in_parts(attention, q, k, v, AttentionMask(9, **given), (0, 4, 9), **options)
+    expected = attention_ref(q, k, v, mask=AttentionMask(9, **given), **options)
+    torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.traced
+def test_flex_compiles_few_graphs_for_all_parts(
+    monkeypatch: pytest.MonkeyPatch, graphs: list[Any]
+) -> None:
+    monkeypatch.setitem(attention.__globals__, "FLEX_MULTIPLE", 16)
+    for t in (25, 27, 29, 31):
+        q, k, v = flex_heads(t)
+        for given in ({"causal": False}, {"segment_ids": torch.arange(t).expand(B, -1) // 9}):
+            how: dict[str, Any] = given
+            spans = (0, t // 4, 3 * t // 4, t)
+            out = in_parts(attention, q, k, v, AttentionMask(t, **how), spans)
+            expected = attention_ref(q, k, v, mask=AttentionMask(t, **how))
+            torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-6)
+    # Of either kind: from the first query on, and from later ones on with 32 and 48 keys
+    assert len(graphs) == 6
+
+
+@pytest.mark.parametrize("window", [None, 3, 130])
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("given", ["rows", "packed", "padded", "prefixes"])
+def test_blocks_of_parts_are_the_dense_mask(given: str, causal: bool, window: int | None) -> None:
+    """Of a part that begins inside a block of keys and ends inside another."""
+    t, first, end = 5 * BLOCK + 9, BLOCK + 5, 4 * BLOCK + 1
+    options: dict[str, Any] = {}
+    if given == "packed":
+        options = {"segment_ids": torch.arange(t).expand(B, -1) // 150}
+    elif given == "padded":
+        options = {"key_mask": torch.arange(t) % 400 < torch.tensor([[250], [400]])}
+    elif given == "prefixes":
+        if not causal:
+            return
+        # Of the second row's, one begins where the part ends, and goes on from tokens behind it
+        cu = torch.tensor([0, 200, 330, 450, t, t + 300, t + end, t + end + 9, 2 * t]).int()
+        options = {"segment_ids": torch.arange(8).repeat_interleave(cu.diff()).view(B, t)}
+        places = [[0, 0], [0, 180], [140, 141], [330, 440], [0, 0], [t + 1, t + 300], [0, 0]]
+        places.append([t + end, t + end + 9])
+        options |= {"cu_seq_lens": cu, "longest": 349, "prefixes": torch.tensor(places)}
+    mask = AttentionMask(t, causal=causal, **options).slice_queries(first, end)
+    dense = mask.dense(window, torch.device("cpu"))
+    blocks = mask.blocks(window, torch.device("cpu"))
+    assert blocks.seq_lengths == (end - first, mask.keys) == tuple(dense.shape[2:])
+    _, partial, _, _ = assert_same_mask(blocks, dense[:, 0])
+    assert partial.float().mean() < 0.9
+
+
+def test_parts_of_padding_inside_a_sequence() -> None:
+    real = PADDING.clone()
+    real[1, 3] = False
+    q, k, v = tensors(9)
+    expected = attention_ref(q, k, v, mask=AttentionMask(9, key_mask=real))
+    out = in_parts(attention, q, k, v, AttentionMask(9, key_mask=real), SPANS)
+    torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("backend", ["flex", "flash", "sdpa"])
+def test_layers_derive_once_and_nothing_stays(backend: str) -> None:
+    """What later layers read is what the first has derived, and goes with the mask, which is no
+    part of a cycle."""
+    segments = torch.arange(9).expand(B, -1) // 4
+    mask = AttentionMask(9, segment_ids=segments)
+    device = torch.device("cpu")
+    derive = {
+        "flex": lambda part: part.blocks(None, device),
+        "flash": lambda part: part.sequences(),
+        "sdpa": lambda part: part.bias(None, torch.float32, device),
+    }[backend]
+    derived = [derive(mask.slice_queries(first, end)) for _ in range(2) for first, end in SPLIT]
+    assert derived[0] is derived[2] is not derived[1] is derived[3]
+    kept = weakref.ref(mask.segment_ids)
+    gc.disable()
+    try:
+        del mask, segments, derived
+        assert kept() is None
+    finally:
+        gc.enable()

@@ -1,4 +1,8 @@
+"""Experts that are absent, repeated or at any address, and rows of tokens at their places."""
+
 import operator
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -6,8 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tests.kernels.cases import experts as experts_and_tokens
+from tests.kernels.cases import CASES, Inputs, OpCase
 from tests.kernels.definitions import grouped_mlp as exact
+from tests.kernels.test_operators import assert_exact, gradients
 from tigon.kernels import grouped_mlp
 from tigon.kernels.mlp import grouped_mlp as implementation
 from tigon.kernels.mlp.grouped_mlp import (
@@ -18,57 +23,21 @@ from tigon.kernels.mlp.grouped_mlp import (
     pad_rank,
     unchecked_grouped_mlp,
 )
+from tigon.kernels.mlp.permute import combine_rows, spread_rows
 
 # C and I are multiples of 8, which the kernel needs in 16 bits
-N, C, I, E, K = 13, 24, 40, 7, 3  # noqa: E741
-CUDA = torch.cuda.is_available()
-# The interpreter has no bf16 products; fp16 is right everywhere
-HALF = [torch.float16, torch.bfloat16] if CUDA else [torch.float16]
+N, C, I, E, K = SIZE = 13, 24, 40, 7, 3  # noqa: E741
+PLAIN, LOW = CASES["grouped_mlp, silu"], CASES["lora_grouped_mlp"]
+NAMES = ("x", "gate_up", "down", "experts", "weights")
 
 
-def inputs(
-    n: int = N,
-    c: int = C,
-    i: int = I,
-    e: int = E,
-    k: int = K,
-    dtype: torch.dtype = torch.float32,
-    weights_dtype: torch.dtype | None = None,
-) -> list[Tensor]:
-    """x, gate_up, down, experts, weights; no token chooses the last expert but one."""
-    made = experts_and_tokens(n, c, i, e, k)
-    weights = made.pop("weights").to(weights_dtype or dtype)
-    return [x.to(dtype) if x.is_floating_point() else x for x in made.values()] + [weights]
+def case_of(operator: Callable[..., Any], *given: Any) -> OpCase:
+    """With these arguments behind the tensors and the activation."""
 
+    def call(x: Tensor, gate_up: Tensor, down: Tensor, experts: Tensor, weights: Tensor, act: str):
+        return operator(x, gate_up, down, experts, weights, act, *given)
 
-def leaves(tensors: list[Tensor]) -> list[Tensor]:
-    return [t.detach().requires_grad_() if t.is_floating_point() else t for t in tensors]
-
-
-def gradients(y: Tensor, tensors: list[Tensor], upstream: Tensor) -> list[Tensor]:
-    wanted = [t for t in tensors if t.requires_grad]
-    upstream = upstream.to(y.dtype)
-    return list(torch.autograd.grad(y, wanted, upstream, materialize_grads=True))
-
-
-def assert_exact(
-    tensors: list[Tensor], slots: int | None = None, low: LoRAFactors | None = None
-) -> list[Tensor]:
-    """Value and gradients in fp32 are those of the loop; returns the gradients."""
-    tensors = leaves(tensors)
-    x, gate_up, down, experts, weights = tensors
-    y = unchecked_grouped_mlp(*tensors, "silu", slots, low)
-    learned = [*tensors, *(low or ())]
-    if low is not None:
-        low = LoRAFactors(*(t.double() for t in low))
-        gate_up, down = gate_up + low.b_up @ low.a_up, down + low.b_down @ low.a_down
-    expected = exact(x, gate_up, down, experts, weights, "silu")
-    torch.testing.assert_close(y.double(), expected, rtol=1e-5, atol=2e-5)
-    upstream = torch.randn_like(y)
-    found = gradients(y, learned, upstream)
-    for grad, wanted in zip(found, gradients(expected, learned, upstream), strict=True):
-        torch.testing.assert_close(grad, wanted, rtol=1e-4, atol=2e-5 * (1 + float(wanted.max())))
-    return found
+    return replace(PLAIN, operator=call)
 
 
 def low_rank(r: int, q: int) -> LoRAFactors:
@@ -76,14 +45,18 @@ def low_rank(r: int, q: int) -> LoRAFactors:
     return LoRAFactors(*((0.3 * torch.randn(s)).requires_grad_() for s in shapes))
 
 
-@pytest.mark.parametrize("sizes", [{"c": 8, "i": 6}, {"c": 7, "i": 8}], ids=str)
-def test_rows_that_grouped_mm_pads(sizes: dict[str, int]) -> None:
+def tensors(inputs: Inputs) -> list[Tensor]:
+    return [inputs[name] for name in NAMES]
+
+
+@pytest.mark.parametrize("size", [(N, 8, 6, E, K), (N, 7, 8, E, K)], ids=str)
+def test_rows_that_grouped_mm_pads(size: tuple[int, ...]) -> None:
     """bf16 products of which the interpreter computes none: rows of 24 and of 14 bytes."""
-    tensors = leaves(inputs(**sizes, dtype=torch.bfloat16))
-    y, expected = grouped_mlp(*tensors, "silu"), exact(*tensors, "silu")
-    upstream = torch.randn(N, sizes["c"])
-    found = [y, *gradients(y, tensors, upstream)]
-    for a, b in zip(found, [expected, *gradients(expected, tensors, upstream)], strict=True):
+    inputs = PLAIN.make(size, torch.bfloat16)
+    found, expected = PLAIN.run(inputs), PLAIN.run(inputs, exact)
+    ups = [torch.randn(N, size[1])]
+    pairs = [found + gradients(found, inputs, ups), expected + gradients(expected, inputs, ups)]
+    for a, b in zip(*pairs, strict=True):
         assert (a - b).norm() < 0.02 * b.norm()
 
 
@@ -92,20 +65,28 @@ def asked(*_: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "sizes", [{}, {"n": 1, "c": 7}, {"n": 1, "e": 90, "c": 7, "i": 5}, {"n": 0}], ids=str
+    "size", [SIZE, (1, 7, I, E, K), (1, 7, 5, 90, K), (0, C, I, E, K)], ids=str
 )
 def test_host_asks_nothing_where_it_must_not_wait(
-    sizes: dict[str, int], monkeypatch: pytest.MonkeyPatch
+    size: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As with few rows on a GPU; copies of matrices where rows are few beside the experts."""
-    tensors = inputs(**sizes)
-    expected = exact(*tensors, "silu") if len(tensors[0]) else tensors[0].double()
+    given = tensors(PLAIN.make(size))
+    expected = exact(*given, "silu")
     with monkeypatch.context() as patch, torch.no_grad():
         for name in ("tolist", "item"):
             patch.setattr(Tensor, name, asked)
         patch.setattr(implementation, "must_not_sync", lambda *_: True)
-        y = unchecked_grouped_mlp(*tensors, "silu")
+        y = unchecked_grouped_mlp(*given, "silu")
     torch.testing.assert_close(y.double(), expected, rtol=1e-5, atol=1e-5)
+
+
+def misplaced(x: Tensor) -> Tensor:
+    """The same numbers at an address that is no multiple of 16 bytes."""
+    memory = torch.zeros(x.numel() + 1, dtype=x.dtype)
+    moved = memory[1:].view_as(x).copy_(x.detach())
+    assert moved.data_ptr() % 16
+    return moved.requires_grad_()
 
 
 def test_expert_weights_at_any_address(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -117,50 +98,54 @@ def test_expert_weights_at_any_address(monkeypatch: pytest.MonkeyPatch) -> None:
         return grouped_mm(a, b, **options)
 
     monkeypatch.setattr(F, "grouped_mm", strict)
-    tensors = inputs()
-    for i in (1, 2):
-        memory = torch.zeros(tensors[i].numel() + 1)
-        tensors[i] = memory[1:].view_as(tensors[i]).copy_(tensors[i])
-        assert tensors[i].data_ptr() % 16
-    assert_exact(tensors)
+    inputs = PLAIN.make(SIZE)
+    assert_exact(PLAIN, inputs | {n: misplaced(inputs[n]) for n in ("gate_up", "down")})
 
 
 @pytest.mark.gpu
 def test_expert_weights_at_any_address_in_bf16() -> None:
-    tensors = leaves(inputs(n=200, dtype=torch.bfloat16))
-    expected = grouped_mlp(*tensors, "silu")
-    upstream = torch.randn_like(expected)
-    wanted = gradients(expected, tensors, upstream)
-    for i in (1, 2):
-        memory = torch.zeros(tensors[i].numel() + 1, dtype=torch.bfloat16)
-        memory[1:] = tensors[i].detach().flatten()
-        tensors[i] = memory[1:].view_as(tensors[i]).requires_grad_()
-    y = grouped_mlp(*tensors, "silu")
-    for a, e in zip((y, *gradients(y, tensors, upstream)), (expected, *wanted), strict=True):
+    inputs = PLAIN.make((200, C, I, E, K), torch.bfloat16)
+    ups = [torch.randn(200, C)]
+    results = []
+    for given in (inputs, inputs | {n: misplaced(inputs[n]) for n in ("gate_up", "down")}):
+        found = PLAIN.run(given)
+        results.append(found + gradients(found, given, ups))
+    for e, a in zip(*results, strict=True):
         torch.testing.assert_close(a, e, rtol=2**-6, atol=2**-6 * float(e.abs().max()))
 
 
 def test_experts_that_come_more_than_once() -> None:
-    x, gate_up, down, experts, weights = inputs()
-    experts[:, 1] = experts[:, 0]
-    assert_exact([x, gate_up, down, experts, weights])
-    _, dgate_up, ddown, _ = assert_exact([x, gate_up, down, torch.full((N, K), 4), weights])
-    for grad in (dgate_up, ddown):
-        assert {e for e in range(E) if grad[e].any()} == {4}
+    inputs = PLAIN.make(SIZE)
+    inputs["experts"][:, 1] = inputs["experts"][:, 0]
+    assert_exact(PLAIN, inputs)
+    inputs["experts"] = torch.full((N, K), 4)
+    assert_exact(PLAIN, inputs)
 
 
 @pytest.mark.parametrize("low", [False, True], ids=["", "low-rank"])
 @pytest.mark.parametrize("share", [0.4, 1.0], ids=["some", "all"])
 def test_absent_experts(share: float, low: bool) -> None:
     """As of tokens some of whose experts are on other ranks."""
-    x, gate_up, down, experts, weights = inputs()
+    inputs = PLAIN.make(SIZE)
     absent = torch.rand(N, K) < share
     absent[0] = True
-    experts[absent] = E
+    inputs["experts"][absent] = E
     slots = int((~absent).sum())
-    tensors = [x, gate_up, down, experts, weights]
-    found = assert_exact(tensors, slots, low_rank(3, 4) if low else None)
-    assert not found[3][absent].any() and (slots > 0) == bool(found[3].any())
+    if low:
+        factors = low_rank(3, 4)
+        inputs |= factors._asdict()
+
+        def call(x, gate_up, down, experts, weights, **low):
+            given = x, gate_up, down, experts, weights
+            return unchecked_grouped_mlp(*given, "silu", slots, LoRAFactors(**low))
+
+        case = replace(LOW, operator=call)
+    else:
+        case = case_of(unchecked_grouped_mlp, slots)
+    assert_exact(case, inputs)
+    found = case.run(inputs)
+    (grad,) = torch.autograd.grad(found, inputs["weights"], torch.randn(N, C))
+    assert not grad[absent].any() and (slots > 0) == bool(grad.any())
 
 
 def test_ranks_are_filled_up_with_zeros() -> None:
@@ -172,70 +157,37 @@ def test_ranks_are_filled_up_with_zeros() -> None:
 
 
 @pytest.mark.parametrize("share", [0.0, 0.6, 1.0], ids=["none", "some", "all"])
-@pytest.mark.parametrize("sizes", [{}, {"c": 7, "i": 5}, {"n": 1, "e": 90}], ids=str)
+@pytest.mark.parametrize("size", [SIZE, (N, 7, 5, E, K), (1, C, I, 90, K)], ids=str)
 @pytest.mark.parametrize("few", [True, False], ids=["few", "many"])
 def test_absent_experts_that_nobody_counts(
-    share: float, sizes: dict[str, int], few: bool, path: str, monkeypatch: pytest.MonkeyPatch
+    share: float, size: tuple[int, ...], few: bool, path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As in a captured step of generation; places of absent ones hold NaN until the end."""
-    x, gate_up, down, experts, weights = inputs(**sizes)
-    experts[torch.rand(experts.shape) < share] = len(gate_up)
-    tensors = x, gate_up, down, experts, weights
-    expected = exact(*tensors, "silu")
+    given = tensors(PLAIN.make(size))
+    given[3][torch.rand(given[3].shape) < share] = len(given[1])
+    expected = exact(*given, "silu")
     with monkeypatch.context() as patch, torch.no_grad():
         if few and path == "triton":
             for name in ("tolist", "item", "__int__", "__bool__"):
                 patch.setattr(Tensor, name, asked)
             patch.setattr(implementation, "must_not_sync", lambda *_: True)
-        y = unchecked_grouped_mlp(*tensors, "silu", UNKNOWN_SLOTS)
+        y = unchecked_grouped_mlp(*given, "silu", UNKNOWN_SLOTS)
     torch.testing.assert_close(y.double(), expected, rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize("exact_weights", [False, True])
-@pytest.mark.parametrize("dtype", HALF, ids=str)
-def test_rounded_where_the_definition_says(dtype: torch.dtype, exact_weights: bool) -> None:
-    """Products in the input's dtype; the sum over a token's experts in fp32, rounded once."""
-    weights_dtype = torch.float32 if exact_weights else dtype
-    tensors = leaves(inputs(n=24, dtype=dtype, weights_dtype=weights_dtype))
-    x, gate_up, down, experts, weights = tensors
-    rows = []
-    for n in range(24):
-        row = torch.zeros(C)
-        for j, e in enumerate(experts[n].tolist()):
-            gate, up = (gate_up[e].float() @ x[n].float()).to(dtype).chunk(2)
-            hidden = F.silu(gate) * up
-            row += weights[n, j].float() * (down[e].float() @ hidden.float()).to(dtype).float()
-        rows.append(row.to(dtype))
-    y, expected = grouped_mlp(*tensors, "silu"), torch.stack(rows)
-    assert y.dtype == dtype
-    assert (y != expected).float().mean() < 0.05  # products may be a rounding apart
-    if exact_weights:
-        rounded = [*tensors[:4], weights.to(dtype)]
-        assert (grouped_mlp(*rounded, "silu") != expected).float().mean() > 0.1
-    upstream = torch.randn(24, C)
-    found = gradients(y, tensors, upstream)
-    wanted = gradients(exact(*tensors, "silu"), tensors, upstream)
-    for grad, w, t in zip(found, wanted, [x, gate_up, down, weights], strict=True):
-        assert grad.dtype == t.dtype
-        assert (grad - w).norm() < 4 * torch.finfo(dtype).eps * w.norm()
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_tiles_of_the_kernel(dtype: torch.dtype, path: str) -> None:
-    """Several per expert in rows, outputs and what is summed over, the last of each not full."""
-    if path == "reference" or torch.cuda.get_device_capability() < (9, 0):
+def test_experts_without_tokens_have_no_gradient(dtype: torch.dtype, kernels_only: None) -> None:
+    """In the kernel, whose numbers at this size are compared with the table's."""
+    if torch.cuda.get_device_capability() < (9, 0):
         pytest.skip("the kernel does not run")
-    tensors = leaves(inputs(n=700, c=328, i=200, e=7, k=3, dtype=dtype))
-    assert all(implementation._triton_supports(tensors[0], w) for w in tensors[1:3])
-    rows = tensors[3].flatten().bincount(minlength=7)
+    inputs = PLAIN.make((700, 328, 200, 7, 3), dtype)
+    assert all(implementation._triton_supports(inputs["x"], inputs[n]) for n in ("gate_up", "down"))
+    rows = inputs["experts"].flatten().bincount(minlength=7)
     assert rows.max() > 256 and rows[-2] == 0
-    y, expected = grouped_mlp(*tensors, "silu"), exact(*tensors, "silu")
-    upstream = torch.randn(700, 328)
-    found = [y, *gradients(y, tensors, upstream)]
-    for a, b in zip(found, [expected, *gradients(expected, tensors, upstream)], strict=True):
-        assert (a - b).norm() < 4 * torch.finfo(dtype).eps * b.norm()
-    assert not found[2][-2].any() and not found[3][-2].any()
+    y = grouped_mlp(*tensors(inputs), "silu")
+    grads = torch.autograd.grad(y.sum(), (inputs["gate_up"], inputs["down"]))
+    assert not any(grad[-2].any() for grad in grads)
 
 
 @pytest.mark.traced
@@ -244,7 +196,8 @@ def test_operators_of_absent_experts_and_padded_rows() -> None:
         (7, 8, torch.float32, [False, True, False, True], 5),
         (8, 5, torch.bfloat16, [True] * 4, None),  # grouped_mm pads its rows
     ):
-        x, gate_up, down, experts, weights = inputs(n=3, c=c, i=i, e=3, k=2, dtype=dtype)
+        made = tensors(PLAIN.make((3, c, i, 3, 2), dtype))
+        x, gate_up, down, experts, weights = (t.detach() for t in made)
         if slots is not None:
             experts[1, 0] = 3  # absent
         arguments = (x, gate_up, down, [], experts, weights, "silu", slots)
@@ -256,31 +209,38 @@ def test_operators_of_absent_experts_and_padded_rows() -> None:
         torch.library.opcheck(_backward.op, given, test_utils=tests)
 
 
-BAD: dict[str, tuple[dict[int, Any], str]] = {
-    "an activation": ({5: "relu"}, "act='relu' is not one of"),
-    "x": ({0: torch.randn(N, C + 1)}, r"x \(13, 25\), gate_up \(7, 80, 24\), .* are not \[N, C\]"),
-    "x with batch": ({0: torch.randn(2, N, C)}, r"x \(2, 13, 24\)"),
-    "gate_up": ({1: torch.randn(E, 2 * I - 1, C)}, r"gate_up \(7, 79, 24\)"),
-    "experts of gate_up": ({1: torch.randn(E + 1, 2 * I, C)}, r"gate_up \(8, 80, 24\)"),
-    "down": ({2: torch.randn(E, I, C)}, r"down \(7, 40, 24\)"),
-    "tokens": ({3: torch.zeros(N - 1, K).long()}, r"experts \(12, 3\), weights \(13, 3\)"),
-    "none": ({3: torch.zeros(N, 0).long(), 4: torch.zeros(N, 0)}, r"experts \(13, 0\)"),
-    "experts are int32": ({3: torch.zeros(N, K).int()}, "experts is torch.int32, .* must be int64"),
-    "weights are int": (
-        {4: torch.zeros(N, K).long()},
-        "weights torch.int64: they must be int64 an",
-    ),
-    "dtypes": ({1: torch.randn(E, 2 * I, C).half()}, "x is torch.float32, gate_up torch.float16"),
-    "an expert too far": ({3: torch.full((N, K), E)}, r"expert 7 at \[0, 0\] is not in \[0, 7\)"),
-    "a negative expert": ({3: torch.full((N, K), -1)}, r"expert -1 at \[0, 0\] is not in \[0, 7\)"),
-}
+# Rows of tokens that are copied to their places and added up from there
 
 
-@pytest.mark.parametrize("case", BAD)
-def test_bad_input(case: str) -> None:
-    if CUDA and "expert" in case.split() and "of" not in case:
-        pytest.skip("an assertion on the device ends the process's use of it")
-    changes, message = BAD[case]
-    tensors = [changes.get(i, t).to(t.device) for i, t in enumerate(inputs())]
-    with pytest.raises(ValueError, match=message):
-        grouped_mlp(*tensors, changes.get(5, "silu"))
+def places(absent: float) -> tuple[Tensor, int]:
+    """[N K], in any order, and how many there are."""
+    there = torch.rand(N * K) >= absent
+    found = torch.full((N * K,), N * K)
+    count = int(there.sum())
+    found[there] = torch.randperm(count)
+    return found, count
+
+
+@pytest.mark.parametrize("absent", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("more", [0, 2], ids=["exact", "room"])
+def test_rows_go_to_their_places_and_back(absent: float, more: int) -> None:
+    at, count = places(absent)
+    x, weights = torch.randn(N, 7), torch.rand(N, K)
+    size = min(count + more, N * K)
+    rows = spread_rows(x, at, K, size)
+    assert rows.shape == (size, 7)
+    there = at < count
+    assert torch.equal(rows[at[there]], x.repeat_interleave(K, 0)[there])
+    rows = torch.full((N * K + 1, 7), float("nan"))[:count].normal_()  # nothing is behind them
+    for given in (weights, None):
+        each = torch.ones(N * K) if given is None else given.flatten()
+        values = torch.zeros(N * K, 7, dtype=torch.float64)
+        values[there] = each[there, None].double() * rows[at[there]].double()
+        y = combine_rows(rows, at, given, K)
+        torch.testing.assert_close(y.double(), values.view(N, K, 7).sum(1), rtol=1e-6, atol=1e-6)
+
+
+def test_no_tokens() -> None:
+    none = torch.empty(0, dtype=torch.int64)
+    assert spread_rows(torch.empty(0, 7), none, K, 0).shape == (0, 7)
+    assert combine_rows(torch.empty(0, 7), none, None, K).shape == (0, 7)

@@ -80,17 +80,6 @@ def test_whoever_needs_the_sum_again_gets_the_same(
         torch.testing.assert_close(a.double(), b, rtol=2e-2, atol=2e-2)  # of bf16 logits
 
 
-@pytest.mark.parametrize("rows", [0, N])
-def test_no_row_counts(rows: int) -> None:
-    hidden, weight, _ = learned()
-    targets = torch.full((rows,), -100)
-    loss = linear_cross_entropy(hidden[:rows], weight, targets)[0]
-    for leaf, gradient in zip(
-        (hidden, weight), torch.autograd.grad(loss, (hidden, weight)), strict=True
-    ):
-        assert gradient.shape == leaf.shape and not gradient.any()
-
-
 def test_autograd_keeps_it_without_a_copy(monkeypatch: pytest.MonkeyPatch) -> None:
     """And adds up what several micro-batches give; nothing of the sum remains."""
     monkeypatch.setattr(SIZES, "chunk_rows", lambda *_: 4)

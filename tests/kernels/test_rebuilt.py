@@ -15,8 +15,10 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
-from tigon.kernels import gated_act, grouped_mlp, rms_norm, sandwich_norm
+from tigon.kernels import fp8_linear, gated_act, grouped_mlp, lora_linear, rms_norm, sandwich_norm
+from tigon.kernels.linear.dropout import Dropout
 from tigon.kernels.linear.linear import linear
+from tigon.kernels.linear.lora import LoRATerm
 from tigon.kernels.mlp.gated_act import _backward_product, _forward
 from tigon.kernels.norm.rms_norm import recompute_norm
 from tigon.kernels.recompute import find_recompute, recompute_above
@@ -24,7 +26,7 @@ from tigon.layers import GatedMLP, Linear
 
 # What opcheck asks of ops without gradients of their own
 CHECKS = ("test_schema", "test_faketensor")
-C, K = 24, 14  # columns of what is kept, and of the products
+C, K = 32, 16  # columns of what is kept, and of the products
 
 
 @pytest.fixture(autouse=True)
@@ -73,6 +75,47 @@ def test_same_bits(name: str, dtype: torch.dtype, path: str) -> None:
         expected = step(INPUTS[name], given, weight, bias)
     assert len(found) == len(expected) >= 4
     assert all(map(torch.equal, found, expected))
+
+
+READERS = ("heads", "fp8_linear", "LoRA", "LoRA, dropout")
+
+
+def reader(name: str) -> tuple[Callable[[Tensor], Tensor], list[Tensor]]:
+    """A product of [..., C], and what learns in it."""
+    weight = nn.Parameter(torch.randn(K, C))
+    if name == "fp8_linear":
+        half = nn.Parameter(weight.detach().bfloat16())
+        return lambda y: fp8_linear(y.view(3, 2, C), half), [half]
+    if name == "heads":  # a view with other columns, which it takes one by one
+        half = nn.Parameter(torch.randn(K, C // 2))
+        return lambda y: linear(y.unflatten(-1, (2, -1)), half), [half]
+    a, b = nn.Parameter(torch.randn(4, C) / 7), nn.Parameter(torch.randn(K, 4))
+    keys = torch.arange(6).view(2, 3) * 2**55
+    dropout = Dropout(keys, -5, 0.4) if "dropout" in name else None
+    added = [LoRATerm(0, b, 0.5)]
+    weight.requires_grad_(False)
+    return lambda y: lora_linear(y, weight, None, a, added, dropout=dropout), [a, b]
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["", "checkpointed"])
+@pytest.mark.parametrize("name", READERS)
+@pytest.mark.parametrize("made", ["norm", "activation"])
+def test_readers_have_the_same_bits(made: str, name: str, again: bool, path: str) -> None:
+    """In a block that is computed again, whose last product is not, too."""
+    dtype = torch.bfloat16 if name == "fp8_linear" else torch.float32
+    given = {k: leaf(2, 3, C, dtype=dtype) for k in "xz"} | {"w": leaf(C, dtype=dtype)}
+    product, learned = reader(name)
+
+    def block(x: Tensor) -> Tensor:
+        return product(INPUTS[made](given | {"x": x}))
+
+    def run(least: float, again: bool) -> list[Tensor]:
+        with recompute_above(least):
+            y = checkpoint(block, given["x"], use_reentrant=False) if again else block(given["x"])
+        torch.manual_seed(3)
+        return [y, *torch.autograd.grad(y, [given["x"], *learned], torch.randn_like(y))]
+
+    assert all(map(torch.equal, run(0, again), run(math.inf, False)))
 
 
 def kept(run: Callable[[], Any], *own: Tensor) -> list[int]:
@@ -189,17 +232,6 @@ def test_changes_in_place_are_seen(what: str, kernels_only: None) -> None:
     else:
         (found,) = torch.autograd.grad(out, weight, upstream)
         assert torch.equal(found, upstream.view(-1, K).T @ values.view(-1, C))
-
-
-def test_a_view_with_other_columns(path: str) -> None:
-    """As that of heads, which a product takes one by one."""
-    x, w, weight = leaf(2, 3, C), leaf(C), nn.Parameter(torch.randn(K, C // 2))
-    results = []
-    for least in (0, math.inf):
-        with recompute_above(least):
-            y = linear(rms_norm(x, w, 1e-6).unflatten(-1, (2, -1)), weight)
-        results.append(torch.autograd.grad(y.square().sum(), [x, w, weight]))
-    assert all(map(torch.equal, *results))
 
 
 def test_other_memory_of_the_same_tensor(path: str) -> None:

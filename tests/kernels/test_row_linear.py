@@ -160,20 +160,6 @@ def test_whom_it_serves(path: str) -> None:
     assert not uses_gemv(x, weight)
 
 
-def test_bad_shapes_are_refused() -> None:
-    x, weight, _ = problem(8, 64, None, False, torch.float32)
-    with pytest.raises(ValueError, match=r"\(2, 1, 64\) is not one row"):
-        gemv(torch.cat((x, x)), weight)
-    with pytest.raises(ValueError, match=r"x has 32 columns, the weight \(8, 64\)"):
-        gemv(x[..., :32], weight)
-    with pytest.raises(ValueError, match=r"bias \(7,\) does not fit the weight \(8, 64\)"):
-        gemv(x, weight, torch.zeros(7))
-    with pytest.raises(ValueError, match="act='relu' is not one of"):
-        gemv(x, weight, act="relu")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"weight \(7, 64\) has no two halves"):
-        gemv(x, weight[:7], act="silu")
-
-
 @pytest.mark.parametrize("act", [None, "silu"])
 @torch.no_grad()
 def test_strided_weights_and_biases(act: Activation | None) -> None:

@@ -31,7 +31,6 @@ from tigon.kernels import (
 )
 from tigon.kernels.loss.api import METRICS, Options, scale_and_cap
 from tigon.kernels.loss.terms import find_valid_rows
-from tigon.kernels.loss.vocab_parallel import gather_logits
 from tigon.layers import LMHead
 
 N, C, D, V, K = 23, 8, 5, 131, 6
@@ -317,19 +316,3 @@ def test_a_head_whose_logits_are_joined(ranks: list[Found], path: str) -> None:
     assert found["logits"].shape == (N, V)
     for key, x in expected.items():
         torch.testing.assert_close(found[key], x, msg=key)
-
-
-def test_bad_shards(path: str) -> None:
-    shard = VocabularyShard("none", ranks=2, first=66, rows=65, size=V)
-    hidden, weight, logits = torch.zeros(3, C), torch.zeros(60, C), torch.zeros(3, 65)
-    targets = torch.zeros(3).long()
-    with pytest.raises(ValueError, match="60 rows, and its shard 65"):
-        run_loss_terms(hidden, weight, None, [LogProbs(targets=targets)], vocabulary=shard)
-    with pytest.raises(ValueError, match="for a head's weight"):
-        run_loss_terms(logits, None, None, [LogProbs(targets=targets)], vocabulary=shard)
-    with pytest.raises(ValueError, match=r"label 131 at \[0\]"):
-        run_loss_terms(
-            hidden, torch.zeros(66, C), None, [LogProbs(targets=targets + V)], vocabulary=shard
-        )
-    with pytest.raises(ValueError, match="rows 66 to 131 of 131 are no whole part of 65 rows"):
-        gather_logits(logits, shard)

@@ -447,11 +447,6 @@ def _gated_gradients_kernel(
     atomic_max_columns(product_bits, columns, product_top, mask)
 
 
-def row_fits_program(gate_up: Tensor) -> bool:
-    """Whether one program can hold a row of the product, as `cast_gated_rows` requires."""
-    return next_power_of_2(gate_up.shape[-1] // 2) <= MAX_COLUMNS
-
-
 def _gated_rows_output(gate_up: Tensor, *_: Any) -> list[Tensor]:
     """Allocates data and scales of `_cast_gated_rows`."""
     return _rows_output(gate_up[:, : gate_up.shape[1] // 2], False)
@@ -520,15 +515,10 @@ def supports_fp8(weight: Sequence[int]) -> bool:
     return len(weight) == 2 and not any(size % ALIGN for size in weight)
 
 
-def product_ref(a: ScaledMatrix, b: ScaledMatrix) -> Tensor:
-    """Returns a [M, K] times b [N, K] transposed, summed in fp32 and rounded to bf16: [M, N]."""
-    return (a.dequantize() @ b.dequantize().t()).bfloat16()
-
-
 def _product(a: ScaledMatrix, b: ScaledMatrix, *, fast: bool, fused: bool) -> Tensor:
-    """Multiplies two cast matrices by torch's scaled product, or by the reference."""
+    """Returns a [M, K] times b [N, K] transposed, summed in fp32 and rounded to bf16: [M, N]."""
     if not fused or a.data.device.type == "cpu":
-        return product_ref(a, b)
+        return (a.dequantize() @ b.dequantize().t()).bfloat16()
     scales = {"scale_a": a.scale.unsqueeze(1), "scale_b": b.scale.unsqueeze(0)}
     return torch._scaled_mm(
         a.data, b.data.t(), **scales, out_dtype=torch.bfloat16, use_fast_accum=fast
@@ -729,7 +719,8 @@ def fp8_gated_linear(
     """
     learns = torch.is_grad_enabled() and gate_up.requires_grad and weight.requires_grad
     fused = learns and not torch.compiler.is_compiling() and runs_triton(gate_up)
-    if not fused or not gate_up.numel() or not row_fits_program(gate_up):
+    fits = next_power_of_2(gate_up.shape[-1] // 2) <= MAX_COLUMNS  # a row of the product
+    if not fused or not gate_up.numel() or not fits:
         return fp8_linear(gated_act(gate_up, act, overwrite=True), weight, bias)
     _check(gate_up, weight, halves=2)
     check_act(act)

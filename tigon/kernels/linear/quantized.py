@@ -81,18 +81,16 @@ def group_offsets(matrices: Sequence[int]) -> Tensor:
     return torch.tensor([*rows, (number, byte, block)], dtype=torch.int64, device="cpu")
 
 
-def _nearest_code(x: Tensor, book: Tensor) -> Tensor:
-    """Returns the uint8 index of the nearest number of the book, of equally near ones the lower."""
-    return torch.bucketize(x, (book[1:] + book[:-1]) / 2, out_int32=True).to(torch.uint8)
-
-
 def _quantize_blocks(x: Tensor, size: int, book: Tensor) -> tuple[Tensor, Tensor]:
     """Returns codes [m] of fp32 numbers [m], and the absolute maximum of each `size` of them."""
     padding = -len(x) % size
     rows = torch.cat([x, x.new_zeros(padding)]).view(-1, size) if padding else x.view(-1, size)
     largest_abs = rows.abs().amax(1)
     shares = rows * (1.0 / largest_abs.clamp(min=1e-38)).unsqueeze(1)
-    return _nearest_code(shares.clamp_(-1, 1), book).view(-1)[: len(x)], largest_abs
+    # The nearest number of the book, of equally near ones the lower
+    between = (book[1:] + book[:-1]) / 2
+    codes = torch.bucketize(shares.clamp_(-1, 1), between, out_int32=True).to(torch.uint8)
+    return codes.view(-1)[: len(x)], largest_abs
 
 
 @torch.no_grad()

@@ -6,6 +6,7 @@ Operators with a head never allocate [N, V]: logits exist chunk by chunk.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 from torch import Tensor
 
@@ -57,18 +58,17 @@ def cross_entropy(
     reduction "sum" the gradient is computed in the forward pass, and copied only for a backward
     pass that retains the graph.
     """
-    term = CrossEntropy(
-        targets=targets,
-        weights=token_weights,
-        denominator=denominator,
-        reduction=reduction,
-        label_smoothing=options.label_smoothing,
-        z_loss=options.z_loss,
-        class_weights=class_weights,
-        metrics=metrics,
-    )
-    options = options.without_regularizers()
+    term, options = _cross_entropy_term(
+        options, targets=targets, weights=token_weights, denominator=denominator,
+        reduction=reduction, class_weights=class_weights, metrics=metrics,
+    )  # fmt: skip
     return run_loss_term(logits, None, None, term, options=options, overwrite=overwrite)
+
+
+def _cross_entropy_term(options: Options, **given: Any) -> tuple[CrossEntropy, Options]:
+    """Returns the term with the regularizers of the options, and the options of the logits."""
+    regularizers = {"label_smoothing": options.label_smoothing, "z_loss": options.z_loss}
+    return CrossEntropy(**given, **regularizers), options.without_regularizers()
 
 
 def divergence(
@@ -157,17 +157,10 @@ def linear_cross_entropy(
     out. Sources: the chunked gradient-in-forward form of Liger-Kernel (arXiv 2410.10989), defined
     by `linear_cross_entropy_ref`.
     """
-    term = CrossEntropy(
-        targets=targets,
-        weights=token_weights,
-        denominator=denominator,
-        reduction=reduction,
-        label_smoothing=options.label_smoothing,
-        z_loss=options.z_loss,
-        class_weights=class_weights,
-        metrics=metrics,
-    )
-    options = options.without_regularizers()
+    term, options = _cross_entropy_term(
+        options, targets=targets, weights=token_weights, denominator=denominator,
+        reduction=reduction, class_weights=class_weights, metrics=metrics,
+    )  # fmt: skip
     return run_loss_term(
         hidden, weight, bias, term, options=options, active=active, logits_bytes=logits_bytes
     )

@@ -1,14 +1,28 @@
-"""NF4: codes, scales and numbers against the paper's definition and bitsandbytes' own."""
+"""Weights of few bits: NF4 by the paper's definition and bitsandbytes' own, block-scaled fp8 by
+torch's conversion, and products with either."""
 
 import hashlib
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 
 from tests.kernels.conftest import CUDA
 from tigon.kernels.linear import quantized
+from tigon.kernels.linear.lora import FP8_BASE, PLAIN_BASE, BaseLinear
+from tigon.kernels.linear.quantized import (
+    E4M3,
+    E5M2,
+    BlockFP8Tensor,
+    dequantize_block_fp8,
+    dequantize_block_fp8_rows,
+    quantized_linear,
+)
 
 SHAPES = [(64, 64), (5, 13), (3, 7), (130, 200), (257, 64)]
 
@@ -54,7 +68,7 @@ def by_definition(matrix: Tensor) -> tuple[np.ndarray, np.ndarray, np.ndarray, n
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_definition(shape: tuple[int, int]) -> None:
-    matrix = weight(*shape).to("cuda" if CUDA else "cpu")
+    matrix = weight(*shape)
     stored, sizes = of(matrix)
     codes, values, _, _ = by_definition(matrix)
     packed = stored.codes.cpu().numpy()
@@ -68,7 +82,7 @@ def test_definition(shape: tuple[int, int]) -> None:
 def test_the_kernel_has_the_bits_of_the_definition(dtype: torch.dtype, path: str) -> None:
     """Of packed weights too, whose matrices end within blocks, bytes and groups."""
     for shapes in ([(130, 200)], [(70, 64), (300, 64), (2, 64)], [(5, 13), (11, 13), (3, 13)]):
-        matrices = [weight(*s).to("cuda" if CUDA else "cpu") for s in shapes]
+        matrices = [weight(*s) for s in shapes]
         stored, sizes = of(*matrices)
         shape = sum(s[0] for s in shapes), shapes[0][1]
         found = quantized.dequantize_nf4(stored, sizes, shape, dtype)
@@ -136,7 +150,7 @@ def test_beside_bitsandbytes() -> None:
     peer = pytest.importorskip("bitsandbytes.functional")
     for shape in ((64, 64), (130, 200), (257, 64)):  # of others it compiles something
         for dtype in (torch.float32, torch.bfloat16, torch.float16):
-            matrix = weight(*shape, dtype=dtype).to("cuda" if CUDA else "cpu")
+            matrix = weight(*shape, dtype=dtype)
             stored, sizes = of(matrix)
             how = {"blocksize": 64, "compress_statistics": True, "quant_type": "nf4"}
             codes, state = peer.quantize_4bit(matrix, **how)
@@ -148,3 +162,69 @@ def test_beside_bitsandbytes() -> None:
             theirs = stored._replace(scales=state.absmax)
             found = quantized.dequantize_nf4_ref(theirs, sizes, shape, dtype)
             assert torch.equal(found, peer.dequantize_4bit(codes, state))
+
+
+@pytest.mark.parametrize("stored", [E4M3, E5M2])
+@pytest.mark.parametrize("width", [128, 40])
+def test_every_code_times_its_scale(stored: torch.dtype, width: int) -> None:
+    codes = torch.arange(256, dtype=torch.uint8).repeat(21).view(21, 256)
+    owners = torch.arange(21, dtype=torch.int32) // 8
+    scales = torch.rand(3, -(-256 // width))
+    each = scales[owners][:, torch.arange(256) // width]
+    expected = codes.view(stored).float() * each
+    weight = BlockFP8Tensor(codes, scales, owners)
+    how: dict[str, Any] = {"width": width, "stored": stored, "dtype": torch.float32}
+    for found, wanted in (
+        (dequantize_block_fp8(weight, **how), expected),
+        (dequantize_block_fp8_rows(weight, 5, 9, **how), expected[5:14]),
+        (dequantize_block_fp8(weight, **how | {"dtype": torch.float16}), expected.half()),
+    ):
+        torch.testing.assert_close(found, wanted, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("inner", [PLAIN_BASE, FP8_BASE])
+@pytest.mark.parametrize("bias", [True, False])
+def test_products(inner: BaseLinear, bias: bool) -> None:
+    """As those of the dequantised weight; backward makes it again and keeps nothing of it."""
+    torch.manual_seed(0)
+    dtype = torch.float32 if inner is PLAIN_BASE else torch.bfloat16
+    x = torch.randn(2, 3, 32).to(dtype).requires_grad_()
+    b = torch.randn(48).to(dtype).requires_grad_() if bias else None
+    weight, made, kept = torch.randn(48, 32).to(dtype), [], []
+
+    def dequantise() -> Tensor:
+        made.append(1)
+        return weight.clone()
+
+    def pack(saved: Tensor) -> Tensor:
+        kept.append(saved)
+        return saved
+
+    with saved_tensors_hooks(pack, lambda saved: saved):
+        y = quantized_linear(x, b, dequantise, inner)
+    dy = torch.randn_like(y)
+    assert len(made) == 1 and not kept
+    wanted = [x] if b is None else [x, b]
+    found = torch.autograd.grad(y, wanted, dy)
+    assert len(made) == 2
+
+    linear: Callable[..., Tensor] = F.linear if inner is PLAIN_BASE else FP8_BASE.linear
+    expected = linear(x, weight, b)
+    assert torch.equal(y, expected)
+    gradients = torch.autograd.grad(expected, wanted, dy)
+    for ours, theirs in zip(found, gradients, strict=True):
+        torch.testing.assert_close(ours, theirs)
+    with torch.no_grad():
+        assert torch.equal(quantized_linear(x, b, dequantise, inner), expected)
+
+
+@pytest.mark.skipif(CUDA, reason="of the CPU's autocast")
+def test_autocast() -> None:
+    x, weight = torch.randn(3, 32, requires_grad=True), torch.randn(48, 32)
+    with torch.autocast("cpu", torch.bfloat16):
+        y = quantized_linear(x, None, weight.clone, PLAIN_BASE)
+        expected = F.linear(x, weight)
+    assert y.dtype == torch.bfloat16 and torch.equal(y, expected)
+    found, theirs = (torch.autograd.grad(out.sum(), x)[0] for out in (y, expected))
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found, theirs)

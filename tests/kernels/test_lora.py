@@ -1,7 +1,7 @@
-"""Low-rank additions to a product against their definition, and what their one node keeps."""
+"""Low-rank additions to a product: their definition, their kernels, and dropout by position."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -11,11 +11,21 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from tests.kernels.conftest import CUDA
 from tests.kernels.test_rebuilt import kept
-from tests.numbers import assert_as_near
+from tests.numbers import assert_as_near, relative_error
+from tests.train.test_rounding import WORD, splitmix64
 from tigon.kernels import fp8_linear, gated_act, lora_linear, lora_linear_ref, rms_norm
-from tigon.kernels.linear.dropout import Dropout, keep_mask_ref
-from tigon.kernels.linear.lora import FP8_BASE, PLAIN_BASE, LoRATerm
+from tigon.kernels.linear.dropout import Dropout, apply_dropout, apply_dropout_ref, keep_mask_ref
+from tigon.kernels.linear.lora import (
+    FP8_BASE,
+    PLAIN_BASE,
+    LoRATerm,
+    low_rank_gradients,
+    low_rank_product,
+    supports_gradients,
+    supports_product,
+)
 from tigon.kernels.recompute import find_recompute, recompute_above
 
 C, K = 48, 70  # columns of x and of y
@@ -79,15 +89,6 @@ def test_definition(parts: str, dtype: torch.dtype) -> None:
         row = case.x[:1, :1]
         found = lora_linear(row, *given)
         assert_as_near(found, lora_linear_ref(row, *given), exact(case, row))
-
-
-def test_rows_that_are_not_next_to_each_other() -> None:
-    case = Case("all", torch.float32)
-    function = partial(lora_linear, dropout=dropped())
-    expected = case.run(function)
-    found = case.run(function, lambda x: x.transpose(0, 1).contiguous().transpose(0, 1))
-    for name, value in expected.items():
-        torch.testing.assert_close(found[name], value, msg=name)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
@@ -272,3 +273,224 @@ def test_gradients_of_b_are_rounded_once() -> None:
     expected = (d.float().t() @ u.float() * 0.3).bfloat16()
     assert b.grad is not None
     assert (b.grad != expected.float()).float().mean() < 0.05  # the product with 0.3 has fp32's
+
+
+# Products with factors of few columns; on a GPU in a Llama's shapes, too
+
+# Columns of the wide matrix, and first column, columns, rank and scale of each part
+FACTORS: dict[str, tuple[int, list[tuple[int, int, int, float]]]] = {
+    "one": (64, [(0, 64, 4, 1.0)]),
+    "gaps": (70, [(3, 27, 3, 0.5), (40, 20, 20, -1.5)]),
+    "strips of several parts": (107, [(0, 65, 16, 2.0), (65, 1, 1, 1.0), (66, 41, 8, 3.0)]),
+}
+# The interpreter has no products of bf16
+DTYPES = [torch.float32, torch.bfloat16] if CUDA else [torch.float32, torch.float16]
+
+
+class Given:
+    """Factors, and the sums of their products in fp64."""
+
+    def __init__(
+        self, N: int, K: int, parts: Sequence[tuple[int, int, int, float]], dtype: torch.dtype
+    ) -> None:
+        def drawn(*shape: int) -> Tensor:
+            return torch.randn(shape).to(dtype)
+
+        self.u, self.dy = drawn(N, sum(r for *_, r, _ in parts)), drawn(N, K)
+        self.bs = [drawn(size, r) for _, size, r, _ in parts]
+        self.bias = drawn(K)
+        self.firsts, self.scales = [p[0] for p in parts], [p[3] for p in parts]
+        self.y = torch.zeros(N, K, dtype=torch.float64)
+        dus, self.dbs, rank = [], [], 0
+        for (first, size, r, scale), b in zip(parts, self.bs, strict=True):
+            own, d = self.u[:, rank : rank + r].double(), self.dy[:, first : first + size].double()
+            self.y[:, first : first + size] = scale * own @ b.double().t()
+            dus.append(scale * d @ b.double())
+            self.dbs.append(scale * d.t() @ own)
+            rank += r
+        self.du = torch.cat(dus, 1)
+
+    def product(self, bias: Tensor | None = None) -> Tensor:
+        columns = self.dy.shape[1]
+        found: Tensor = low_rank_product(
+            self.u, self.bs, self.firsts, self.scales, columns, bias, False
+        )
+        return found
+
+    def gradients(self, dy: Tensor | None = None, *, of_bs: bool = True) -> list[Tensor]:
+        given = self.dy if dy is None else dy, self.u, self.bs, self.firsts, self.scales
+        found: list[Tensor] = low_rank_gradients(*given, of_bs)
+        return found
+
+    def check(self) -> None:
+        eps = torch.finfo(self.u.dtype).eps  # rounding once costs a quarter of it; fp32 adds up so
+        limit = 4 * eps if self.u.dtype == torch.float32 else eps / 2
+        assert relative_error(self.product(), self.y) < limit
+        assert relative_error(self.product(self.bias), self.y + self.bias) < limit
+        for found, exact in zip(self.gradients(), [self.du, *self.dbs], strict=True):
+            assert found.dtype == self.u.dtype and relative_error(found, exact) < limit
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("case", FACTORS)
+def test_products_and_gradients_of_factors(
+    case: str, dtype: torch.dtype, kernels_only: None
+) -> None:
+    Given(20, *FACTORS[case], dtype).check()
+
+
+def test_several_runs_of_rows(monkeypatch: pytest.MonkeyPatch, kernels_only: None) -> None:
+    monkeypatch.setattr("tigon.kernels.linear.lora.PROGRAMS", 8)
+    monkeypatch.setattr("tigon.kernels.linear.lora.LEAST", 32)
+    Given(100, *FACTORS["gaps"], torch.float32).check()
+
+
+def test_a_transposed_factor(kernels_only: None) -> None:
+    given = Given(33, *FACTORS["one"], torch.float32)
+    (b,) = given.bs
+    found = low_rank_product(given.u, [b.t().contiguous()], [0], [1.0], 64, None, True)
+    assert torch.equal(found, given.product())
+
+
+def test_any_strides_of_the_gradient(kernels_only: None) -> None:
+    given = Given(17, *FACTORS["gaps"], torch.float32)
+    wide = torch.randn(17, 80)
+    wide[:, 5:75] = given.dy
+    for dy in (wide[:, 5:75], given.dy.t().contiguous().t()):
+        for found, expected in zip(given.gradients(dy), given.gradients(), strict=True):
+            assert torch.equal(found, expected)
+    row = given.dy[:1]
+    for found, expected in zip(
+        given.gradients(row.expand(17, -1)), given.gradients(row.repeat(17, 1)), strict=True
+    ):
+        assert torch.equal(found, expected)
+
+
+def test_gradients_of_u_alone_and_of_no_rows(kernels_only: None) -> None:
+    given = Given(17, *FACTORS["gaps"], torch.float32)
+    (du,) = given.gradients(of_bs=False)
+    assert torch.equal(du, given.gradients()[0])
+    empty = given.u[:0], given.bs, given.firsts, given.scales
+    assert low_rank_product(*empty, 70, None, False).shape == (0, 70)
+    du, *dbs = low_rank_gradients(given.dy[:0], *empty, True)
+    assert du.shape == (0, 23) and not any(db.any() for db in dbs)
+
+
+def test_gradients_of_parameters_in_another_dtype(kernels_only: None) -> None:
+    """They are rounded to the dtype of what is multiplied."""
+    given = Given(33, *FACTORS["gaps"], DTYPES[1])
+    expected = given.gradients()
+    given.bs = [b.float() for b in given.bs]
+    for found, other in zip(given.gradients()[1:], expected[1:], strict=True):
+        assert found.dtype == torch.float32 and torch.equal(found, other.float())
+
+
+def test_for_what_the_kernels_are(monkeypatch: pytest.MonkeyPatch, kernels_only: None) -> None:
+    monkeypatch.setattr("tigon.kernels.linear.lora.runs_triton", lambda x: True)
+    x = torch.empty(1, dtype=torch.bfloat16, device="meta")
+    on_cpu = torch.empty(1, dtype=torch.bfloat16, device="cpu")
+    assert [r for r in (1, 16, 17, 32, 33, 128, 129) if supports_product(x, r)][-1] == 128
+    assert [r for r in (1, 16, 17, 32, 33, 128, 129) if supports_gradients(x, r)][-1] == 32
+    assert not supports_product(on_cpu, 16)
+
+
+@pytest.mark.traced
+def test_operators_of_factors(kernels_only: None) -> None:
+    given = Given(17, *FACTORS["gaps"], torch.float32)
+    rest: tuple[Any, ...] = given.bs, given.firsts, given.scales
+    tests = ("test_schema", "test_faketensor")
+    torch.library.opcheck(
+        low_rank_product.op, (given.u, *rest, 70, given.bias, False), test_utils=tests
+    )
+    for of_bs in (True, False):
+        torch.library.opcheck(
+            low_rank_gradients.op, (given.dy, given.u, *rest, of_bs), test_utils=tests
+        )
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rank", [16, 5, 32])
+@pytest.mark.parametrize(
+    "sizes", [(14336, 14336), (4096, 1024, 1024), (4096,), (1000, 24, 7)], ids=str
+)
+def test_layers_of_a_llama(sizes: tuple[int, ...], rank: int, kernels_only: None) -> None:
+    """Of several runs of rows, and the same bits again."""
+    parts = [(sum(sizes[:i]), size, rank, 2.0) for i, size in enumerate(sizes)]
+    given = Given(4099, sum(sizes), parts, torch.bfloat16)
+    given.check()
+    for found, expected in zip(given.gradients(), given.gradients(), strict=True):
+        assert torch.equal(found, expected)
+
+
+# Dropout by position: how much it drops, and that nothing repeats
+
+ROWS, COLUMNS = 256, 512
+
+
+def keys(*shape: int) -> Tensor:
+    torch.manual_seed(0)
+    return torch.randint(-(2**63), 2**63 - 1, shape)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("columns", [1, 31, 70])
+def test_dropout_is_the_definition(columns: int, dtype: torch.dtype) -> None:
+    """Also of a matrix with other columns beside it, and back."""
+    dropout = Dropout(keys(3, 5), -(2**62) - 1, 0.3)
+    wide = torch.randn(3, 5, columns + 2).to(dtype)
+    for x in (wide[..., 1:-1], wide[..., 1:-1].clone().requires_grad_()):
+        y, expected = apply_dropout(x, dropout), apply_dropout_ref(x, dropout)
+        assert torch.equal(y, expected)
+        assert (y == 0).any() or columns == 1
+    dy = torch.randn(3, 5, columns).to(dtype)
+    (dx,) = torch.autograd.grad(y, x, dy)
+    assert torch.equal(dx, apply_dropout_ref(dy, dropout))
+
+
+def test_dropout_bits_are_splitmix64s() -> None:
+    key, place = int(keys(1)), 2**40 + 3
+    words = splitmix64((key + place) & WORD, 3)
+    sixteens = [word >> 16 * i & 0xFFFF for word in words for i in range(4)]
+    for p in (0.2, 0.5, 0.7):
+        dropout = Dropout(torch.tensor([key]), place, p)
+        assert apply_dropout(torch.ones(1, 11), dropout)[0].tolist() == [
+            s >= round(p * 2**16) for s in sixteens[:11]
+        ]
+
+
+def test_dropout_of_a_low_rank_product(kernels_only: None) -> None:
+    dropout = Dropout(keys(37), 9, 0.4)
+    u, a = torch.randn(37, 4), torch.randn(4, 70)
+    given = u, [a], [0], [1.0], 70, None, True
+    y = low_rank_product(*given, dropout.keys, dropout.seed, dropout.threshold)
+    assert torch.equal(y, apply_dropout_ref(low_rank_product(*given), dropout))
+
+
+@pytest.mark.parametrize("p", [0.01, 0.05, 0.5, 0.9])
+def test_dropout_rate(p: float) -> None:
+    """Within five deviations of what independent draws give: of all, of rows, and of columns."""
+    found = keep_mask_ref(Dropout(keys(ROWS), 1, p), COLUMNS).double()
+    for dims, count in (((0, 1), ROWS * COLUMNS), (1, COLUMNS), (0, ROWS)):
+        far = (1 - found.mean(dims) - p).abs().max()
+        assert far < 5 * math.sqrt(p * (1 - p) / count) + 2**-16, dims
+
+
+@pytest.mark.parametrize("p", [0.0, 1e-7])
+def test_nothing_is_dropped(p: float) -> None:
+    assert apply_dropout(torch.ones(8, 70), Dropout(keys(8), 1, p)).all()
+
+
+def test_masks_agree_by_chance_alone() -> None:
+    """Of other layers, neighbouring keys, other rows, and other columns of a row."""
+    base = Dropout(keys(ROWS), 1, 0.5)
+    first = keep_mask_ref(base, COLUMNS)
+    others = {
+        "place": keep_mask_ref(base._replace(seed=2), COLUMNS),
+        "key": keep_mask_ref(base._replace(keys=base.keys + 2), COLUMNS),
+        "row": first.roll(1, 0),
+        "column": first.roll(1, 1),
+        "word": first.roll(4, 1),
+    }
+    for name, other in others.items():
+        agree = (first == other).double().mean()
+        assert abs(agree - 0.5) < 5 * 0.5 / math.sqrt(ROWS * COLUMNS), name

@@ -61,34 +61,24 @@ def text_of(directory: Path, ids: list[int]) -> str:
 @pytest.mark.parametrize(
     ("arguments", "prompt"),
     [
-        ((), CHAT),
-        (("--raw",), QUESTION),
-        (("--system", "says words"), f"<|im_start|>system\nsays words<|im_end|>\n{CHAT}"),
-        (("--temperature", "0"), CHAT),
-        (("--repetition-penalty", "1.0"), CHAT),
+        ((QUESTION,), CHAT),
+        ((QUESTION, "--raw"), QUESTION),
+        (("-", "--system", "says words"), f"<|im_start|>system\nsays words<|im_end|>\n{CHAT}"),
+        ((QUESTION, "--temperature", "0", "--repetition-penalty", "1.0"), CHAT),
     ],
 )
-def test_generate_says_what_transformers_says(directory, tigon, arguments, prompt):
+def test_generate_says_what_transformers_says(directory, tigon, arguments, prompt, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.StringIO(QUESTION + "\n"))
     expected = text_of(directory, continuation(directory, prompt, 24))
-    out = tigon("generate", directory, QUESTION, "--max-new-tokens", 24, *arguments)
-    assert out == expected + "\n"
+    assert tigon("generate", directory, *arguments, "--max-new-tokens", 24) == expected + "\n"
 
 
-def test_generate_with_variables_of_the_chat_template(directory, tigon, tmp_path, capfd):
+def test_chat_template_variables(directory, tigon, tmp_path):
     model = shutil.copytree(directory, tmp_path / "model")
     (model / "chat_template.jinja").write_text("{{ mood }}" + CHATML)
-    short = ("--max-new-tokens", 8)
-    said = tigon("generate", model, QUESTION, *short, "--chat-template-kwargs", '{"mood": "who"}')
-    assert said == text_of(directory, continuation(directory, f"who{CHAT}", 8)) + "\n"
-    for given, error in (("{", "--chat-template-kwargs is no"), ('{"x": 1}', "has 'x', which the")):
-        assert main(["generate", str(model), "hi", "--chat-template-kwargs", given])
-        assert error in capfd.readouterr().err
-
-
-def test_generate_from_stdin(directory: Path, tigon: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    given = tigon("generate", directory, QUESTION, "--max-new-tokens", 8)
-    monkeypatch.setattr(sys, "stdin", io.StringIO(QUESTION + "\n"))
-    assert tigon("generate", directory, "-", "--max-new-tokens", 8) == given
+    options = ("--max-new-tokens", 8, "--chat-template-kwargs", '{"mood": "who"}')
+    expected = text_of(directory, continuation(directory, f"who{CHAT}", 8))
+    assert tigon("generate", model, QUESTION, *options) == expected + "\n"
 
 
 def test_generate_samples_anew_unless_seeded(directory: Path, tigon: Any) -> None:
@@ -102,30 +92,24 @@ def test_generate_samples_anew_unless_seeded(directory: Path, tigon: Any) -> Non
     assert len({greedy, seeded[0], seeded[2], *free}) == 5
 
 
-def test_generate_with_every_cache_and_an_assistant(directory, tigon, tmp_path, capfd):
+def test_caches_and_assistant_change_nothing(directory, tigon, tmp_path):
     command = ("generate", directory, QUESTION, "--max-new-tokens", 24)
     expected = tigon(*command)
     draft = write_model(tmp_path / "draft", num_hidden_layers=1)
     for arguments in (("--cache", "dynamic"), ("--cache", "static"), ("--assistant", draft)):
         assert tigon(*command, *arguments) == expected
-    other = write_model(tmp_path / "other", vocab_size=322)
-    for arguments, error in (
-        (("--assistant", other), "vocabulary of 322 tokens, but the model one of 321"),
-        (("--assistant", draft, "--cache", "dynamic"), "needs a cache that can go back"),
-    ):
-        assert main([*map(str, command + arguments)]) == 1
-        assert error in capfd.readouterr().err
 
 
-def test_generate_as_generation_config_says(directory: Path, tigon: Any, tmp_path: Path) -> None:
-    command = ("generate", tmp_path / "copy", QUESTION, "--max-new-tokens", 24)
-    tigon("export", directory, tmp_path / "copy")
-    greedy = tigon(*command)
-    settings = json.dumps({"do_sample": True, "temperature": 2.0})
-    (tmp_path / "copy" / "generation_config.json").write_text(settings)
-    sampled = tigon(*command, "--seed", 1)
-    assert sampled == tigon(*command, "--seed", 1, "--temperature", 2) != greedy
-    assert tigon(*command, "--temperature", 0) == greedy
+def test_generate_ends_after_a_text(directory: Path, tigon: Any) -> None:
+    command = ("generate", directory, QUESTION, "--max-new-tokens", 24)
+    text = tigon(*command)[:-1]
+    first, second = text[2:4], text[12:14]
+    assert text.find(second) > text.find(first) >= 0
+    for stops in ([first, second], [second, first], [second]):
+        out = tigon(*command, *(word for stop in stops for word in ("--stop", stop)))[:-1]
+        assert text.startswith(out)
+        end = min(text.find(stop) + len(stop) for stop in stops)
+        assert end <= len(out) < end + 12  # a token may go on
 
 
 @pytest.mark.parametrize("keeper", ["generation_config", "tokenizer"])
@@ -220,26 +204,21 @@ def test_export_in_another_dtype_and_sharding(directory: Path, tigon: Any, tmp_p
     assert model.dtype == torch.bfloat16
 
 
-def test_an_export_to_where_something_is_looks_for_no_model(tmp_path, capfd):
-    (tmp_path / "notes.txt").write_text("mine")
-    assert main(["export", str(tmp_path / "nothing"), str(tmp_path)]) == 1
-    assert f"{tmp_path} exists and is a directory with files in it" in capfd.readouterr().err
-
-
 def test_export_of_a_run(directory, tigon, tmp_path, capfd):
     data, run = write_chats(tmp_path / "chats.jsonl", 12), tmp_path / "run"
-    settings = "seq_len=64 lr=1e-2 batch_size=2 steps=3 save_every=1 keep_last=0"
+    settings = "seq_len=64 lr=1e-2 batch_size=2 steps=2 save_every=1 keep_last=0"
     train([f"run_dir={run}", f"model={directory}", f"data={data}", *settings.split()])
-    capfd.readouterr()
     tigon("export", run, tmp_path / "last")
     tigon("export", run / "checkpoints" / "step-00000001", tmp_path / "first")
-    last, end = (load_file(d / "model.safetensors") for d in (tmp_path / "last", run / "hf"))
+    last, end, first, start = (
+        load_file(d / "model.safetensors")
+        for d in (tmp_path / "last", run / "hf", tmp_path / "first", directory)
+    )
     assert last.keys() == end.keys()
     assert all(torch.equal(last[name], end[name]) for name in end)
-    first, start = (load_file(d / "model.safetensors") for d in (tmp_path / "first", directory))
-    moved = [(first[name] - t).abs().max().item() for name, t in start.items()]
     # AdamW's first step moves every weight with a gradient by the learning rate
-    assert max(moved) == pytest.approx(1e-2, rel=1e-3)
+    largest = max((first[name] - t).abs().max().item() for name, t in start.items())
+    assert largest == pytest.approx(1e-2, rel=1e-3)
 
 
 def test_from_the_hub(directory: Path, tigon: Any, hub: HubServer) -> None:
@@ -252,7 +231,7 @@ def test_from_the_hub(directory: Path, tigon: Any, hub: HubServer) -> None:
     assert hub.gets["org/words/model.safetensors"] == 3  # its header, by way of the CDN, and all
 
 
-def test_a_gguf_file(directory: Path, tigon: Any, tmp_path: Path) -> None:
+def test_gguf_file(directory: Path, tigon: Any, tmp_path: Path) -> None:
     """Its own tokenizer is not read: the one beside it is."""
     file, new = tmp_path / "a.gguf", tmp_path / "new"
     write_gguf(directory, file)
@@ -263,13 +242,3 @@ def test_a_gguf_file(directory: Path, tigon: Any, tmp_path: Path) -> None:
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
     few = ("words", "--raw", "--max-new-tokens", "4")
     assert tigon("generate", file, *few) == tigon("generate", directory, *few)
-
-
-def test_a_gguf_file_without_a_tokenizer(directory, tmp_path, capsys):
-    write_gguf(directory, tmp_path / "a.gguf")
-    for name, message in (
-        ("a.gguf", "has no tokenizer.json: put that of the original model there"),
-        ("b.gguf", "has no file b.gguf"),
-    ):
-        assert main(["chat", str(tmp_path / name)]) == 1
-        assert message in capsys.readouterr().err

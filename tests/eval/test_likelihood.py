@@ -83,7 +83,7 @@ def reading(model: tigon.CausalLM) -> Iterator[list[int]]:
 
 @pytest.mark.slow(first=4)
 @pytest.mark.parametrize(("model_type", "case"), WINDOWS[:2] + ROPES + FIRST + WINDOWS[2:])
-def test_families_as_one_by_one(model_type: str, case: str, tmp_path: Path) -> None:
+def test_families_match_one_pass_per_request(model_type: str, case: str, tmp_path: Path) -> None:
     overrides = CASES[model_type][case] | {"max_position_embeddings": 64}
     theirs = reference(model_type, overrides, tmp_path)
     ours = tigon.from_pretrained(str(tmp_path), dtype=torch.float32)
@@ -93,9 +93,9 @@ def test_families_as_one_by_one(model_type: str, case: str, tmp_path: Path) -> N
     check(log_likelihoods(ours, requests), expected)
 
 
-@pytest.mark.parametrize("contexts", [(13, 5), (14, 6), (12, 4), (16, 17), (10, 19)])
+@pytest.mark.parametrize("contexts", [(13, 5), (14, 6), (16, 17)])
 @pytest.mark.parametrize("family", [("phi3", "longrope"), ("llama", "rope longrope long")])
-def test_longrope_turns_where_a_request_does(family, contexts, tmp_path):
+def test_longrope_turns_by_request(family, contexts, tmp_path):
     """Beyond 16 tokens all keys rotate otherwise: of this request, and of no other."""
     model_type, case = family
     overrides = CASES[model_type][case] | {"max_position_embeddings": 64}
@@ -110,7 +110,7 @@ def test_longrope_turns_where_a_request_does(family, contexts, tmp_path):
 
 
 @pytest.mark.parametrize("tokens", [1, 20, 45, 10**6])
-def test_any_batch_size_gives_the_same(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_batch_sizes_agree(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_llama()
     requests = questions(model, 97)
     expected = [by_one(model, *r) for r in requests]
@@ -121,7 +121,7 @@ def test_any_batch_size_gives_the_same(tokens: int, monkeypatch: pytest.MonkeyPa
     assert (len(sizes) > 6) == (tokens < 10**6)
 
 
-def test_a_shared_context_is_read_once() -> None:
+def test_shared_contexts_are_read_once() -> None:
     model = tiny_llama()
     a, b = (torch.randint(97, (n,)).tolist() for n in (40, 25))
     letters = [(context, [i]) for i in range(4) for context in (a, b)]
@@ -140,7 +140,7 @@ def test_a_shared_context_is_read_once() -> None:
     check(found, [by_one(model, *r) for r in answers])
 
 
-def test_tokens_that_are_read() -> None:
+def test_number_of_tokens_read() -> None:
     """Answers come in parts, each with a copy of the context and within tokens_per_batch; sharing
     that would read more, as padding texts of all lengths after one token would, is left."""
     model = tiny_llama()
@@ -169,74 +169,37 @@ def test_bf16_is_close(autocast: bool) -> None:
     assert 0 < worst < 0.2
 
 
-def test_nothing_is_left_behind() -> None:
-    model = tiny_llama().train()
-    assert log_likelihoods(model, []) == []
-    log_likelihoods(model, [([1, 2], [3, 4]), ([1, 2], [5])])
-    assert model.training and all(p.grad is None for p in model.parameters())
-    model(torch.tensor([[1, 2, 3]]), labels=torch.tensor([[1, 2, 3]])).loss.backward()
-
-
-def test_bad_requests_are_named() -> None:
-    model = tiny_llama(max_position_embeddings=12)
-    good = ([1, 2], [3])
-    for request, message in (
-        (([], [1]), "request 1 has an empty context; begin with the token that begins a text"),
-        (([1], []), "request 1 has an empty continuation"),
-        (([1, 97], [1]), r"request 1 has token 97, outside of \[0, 97\)"),
-        (([1], [-1]), "request 1 has token -1"),
-        (([1] * 11, [1, 2, 3]), "reads 13 tokens, but the model takes .*=12: cut 1 tokens from"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            log_likelihoods(model, [good, request])
-    assert log_likelihoods(model, [([1] * 11, [1, 2])])[0].tokens == 2
-    with pytest.raises(ValueError, match="tokens_per_batch=0"):
-        log_likelihoods(model, [good], tokens_per_batch=0)
-
-
 @pytest.mark.parametrize(
-    ("request_", "message"),
+    ("request_", "error", "message"),
     [
-        (("Two plus", " two"), r"\('Two plus', ' two'\) \('str' object .* encode makes of text"),
-        (("1", "2"), r"\('1', '2'\) \('str' object .* encode makes of text"),
-        ({"context": [1], "continuation": [2]}, r"\{'context': \[1\], .* a pair of context and"),
-        (([1], [2], [3]), r"\(\[1\], \[2\], \[3\]\) \(too many .* a pair of context and"),
-        (([1.0, 2.5], [3]), r"\(\[1.0, 2.5\], \[3\]\) \('float' object .* token ids"),
-        ((torch.tensor([1.0]), [3]), r"\(tensor\(\[1.\]\), \[3\]\) .* token ids"),
-        ([1, 2], r"\[1, 2\] \('int' object is not iterable\)"),
+        (([], [1]), ValueError, "an empty context; begin with the token that begins a text"),
+        (([1], []), ValueError, "an empty continuation"),
+        (([1, 97], [1]), ValueError, r"token 97, outside of \[0, 97\)"),
+        (([1], [-1]), ValueError, "token -1"),
+        (([1] * 11, [1, 2, 3]), ValueError, "13 tokens, but .*=12: cut 1 tokens from"),
+        (("Two plus", " two"), TypeError, r"\('Two plus', ' two'\) \('str' object .* encode"),
+        ({"context": [1], "continuation": [2]}, TypeError, "a pair of context and"),
+        (([1], [2], [3]), TypeError, r"\(too many .* a pair of context and"),
+        (([1.0, 2.5], [3]), TypeError, r"'float' object .* token ids"),
+        ((torch.tensor([1.0]), [3]), TypeError, r"\(tensor\(\[1.\]\), \[3\]\) .* token ids"),
     ],
     ids=str,
 )
-def test_what_is_no_request_is_named(request_: Any, message: str) -> None:
-    with pytest.raises(TypeError, match=f"request 1 is {message}"):
-        log_likelihoods(tiny_llama(), [([1, 2], [3]), request_])
+def test_bad_requests_are_named(request_: Any, error: type[Exception], message: str) -> None:
+    model = tiny_llama(max_position_embeddings=12)
+    good = ([1] * 11, [1, 2])
+    with pytest.raises(error, match=f"request 1 (is|has|reads) .*{message}"):
+        log_likelihoods(model, [good, request_])
+    assert log_likelihoods(model, []) == []
+    assert log_likelihoods(model, [good])[0].tokens == 2
 
 
-def test_models_that_predict_no_next_token_are_named(tmp_path: Path) -> None:
+def test_other_models_are_refused(tmp_path: Path) -> None:
     theirs = reference("llama", CASES["llama"]["grouped"], tmp_path)
+    with pytest.raises(ValueError, match="tokens_per_batch=0"):
+        log_likelihoods(tiny_llama(), [], tokens_per_batch=0)
     with pytest.raises(TypeError, match=r"of a LlamaForCausalLM: .* tigon.from_pretrained"):
         log_likelihoods(theirs, [([1], [2])])
     reference("gemma3_text", CASES["gemma3_text"]["both sides"], tmp_path)
     with pytest.raises(ValueError, match="Gemma3 attends to both sides"):
         log_likelihoods(tigon.from_pretrained(str(tmp_path)), [([1], [2])])
-
-
-@pytest.mark.slow
-def test_the_real_model(smollm2: Path) -> None:
-    """Answers to questions, as an evaluation asks them."""
-    tokenizer = tigon.Tokenizer.from_pretrained(smollm2)
-    model = tigon.from_pretrained(str(smollm2), dtype=torch.float32)
-    answers = {
-        "Question: What is the capital of France?\nAnswer:": (" Paris", " Berlin", " a small town"),
-        "Two plus two is": (" four", " five hundred and twelve", " green"),
-        "The sun rises in the": (" east",),
-    }
-    requests = [
-        (tokenizer.encode(q), tokenizer.encode(a)) for q, many in answers.items() for a in many
-    ]
-    with reading(model) as sizes:
-        found = log_likelihoods(model, requests)
-    check(found, [by_one(model, *r) for r in requests])
-    assert found[0].logprob == max(f.logprob for f in found[:3])
-    assert found[3].logprob == max(f.logprob for f in found[3:6])
-    assert sum(sizes) < 0.65 * sum(len(a) + len(b) - 1 for a, b in requests)

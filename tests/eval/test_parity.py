@@ -1,6 +1,7 @@
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -45,7 +46,7 @@ def test_same_model(directory: Path) -> None:
     assert result.bf16_error == (ours - theirs["sdpa"]).abs().max().item()
 
 
-def test_another_model_is_noticed(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_altered_weights_fail_every_check(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def altered(path: str, **options: Any) -> tigon.CausalLM:
         model = tigon.from_pretrained(path, **options)
         with torch.no_grad():
@@ -70,30 +71,25 @@ def test_another_model_is_noticed(directory: Path, monkeypatch: pytest.MonkeyPat
         ({"logits_error": float("nan")}, ["fp32 logits"]),
     ],
 )
-def test_what_may_differ(worse: dict[str, float], failures: list[str]) -> None:
+def test_tolerances(worse: dict[str, float], failures: list[str]) -> None:
     assert replace(GOOD, **worse).failures == failures
 
 
 @pytest.mark.parametrize(
-    ("a", "b", "agree"),
+    ("a", "b", "equal"),
     [
-        ([5, 6, 7, 8], [5, 6, 7, 8], 4),
         ([5, 6, 7, 8], [5, 9, 7, 8], 1),
         ([5, 2], [5, 2], 4),  # both ended
         ([5, 2], [5, 2, 7, 8], 2),  # one went on
-        ([5, 6, 7, 8], [4], 0),
     ],
 )
-def test_agreement(a: list[int], b: list[int], agree: int) -> None:
-    class Says:
-        def __init__(self, new: list[int]) -> None:
-            self.new = torch.tensor([new])
-
-        def generate(self, ids: torch.Tensor, **options: Any) -> torch.Tensor:
-            return torch.cat([ids, self.new], 1)
-
-    ours: Any = Says(a)
-    assert _count_equal_tokens(ours, Says(b), torch.tensor([[1, 1, 1]]), new_tokens=4) == agree
+def test_equal_tokens_are_counted(a: list[int], b: list[int], equal: int) -> None:
+    ids = torch.tensor([[1, 1, 1]])
+    ours, theirs = (
+        SimpleNamespace(generate=lambda ids, new=new, **_: torch.cat([ids, torch.tensor([new])], 1))
+        for new in (a, b)
+    )
+    assert _count_equal_tokens(ours, theirs, ids, new_tokens=4) == equal  # type: ignore[arg-type]
 
 
 def test_report() -> None:
@@ -107,9 +103,3 @@ def test_report() -> None:
         "parity with transformers: differs in greedy tokens"
     )
     assert report(GOOD).endswith("\nparity with transformers: holds")
-
-
-def test_without_transformers(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "transformers", None)
-    with pytest.raises(ImportError, match="parity needs transformers: pip install transformers"):
-        parity(str(directory))

@@ -89,9 +89,7 @@ def reference(
     return Perplexity(math.exp(nll / count), nll / count, right / count, count)
 
 
-@pytest.mark.parametrize(
-    ("context", "stride"), [(512, 256), (16, 8), (16, 1), (16, 15), (17, 5), (3, 2)]
-)
+@pytest.mark.parametrize(("context", "stride"), [(512, 256), (16, 1), (16, 15), (17, 5), (3, 2)])
 def test_texts_as_in_transformers(directory, theirs, measure, texts, context, stride):
     encode: Any = AutoTokenizer.from_pretrained(directory)
     rows = [torch.tensor(encode(text).input_ids) for text in filter(None, TEXTS)]
@@ -159,13 +157,11 @@ def test_default_context_is_at_most_the_models(measure, tokenizer, tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"context": 1}, r"context=1 is not in \[2, 512\]"),
         ({"context": 513}, r"context=513 is not in \[2, 512\]"),
         ({"context": 16, "stride": 16}, r"stride=16 is not in \[1, 15\].*windows of 16 must"),
-        ({"context": 16, "stride": 0}, r"stride=0 is not in \[1, 15\]"),
     ],
 )
-def test_windows_that_cannot_be(measure, texts, options, message):
+def test_sizes_of_windows(measure, texts, options, message):
     with pytest.raises(ValueError, match=message):
         measure(texts, **options)
 
@@ -176,11 +172,10 @@ def test_windows_that_cannot_be(measure, texts, options, message):
         ("one.txt", "t", "one.txt holds no token to score"),
         ("a.jsonl", '{"text": "a"}\n{"messages": []}\n', "a.jsonl:2: needs a text .text., as its"),
         ("b.jsonl", '{"messages": [{"role": "user", "content": "x"}]}\n', "b.jsonl:1: "),
-        ("c.jsonl", "{}}\n", "c.jsonl:1: not valid JSON"),
         ("d.jsonl", "", "d.jsonl is empty"),
     ],
 )
-def test_files_that_cannot_be(measure, tmp_path, name, content, message):
+def test_files_without_a_score(measure, tmp_path, name, content, message):
     (tmp_path / name).write_text(content)
     with pytest.raises(ValueError, match=message):
         measure(str(tmp_path / name))

@@ -1,4 +1,4 @@
-"""A tokenizer's files with their chat template, and rows of data."""
+"""A tokenizer's files with their chat template."""
 
 import json
 from pathlib import Path
@@ -7,14 +7,11 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from tests.fuzz.harness import Case, Files, Target
-from tests.fuzz.junk import altered, damaged, dump, raw, values
-from tigon.data.encode import ChatEncoder
-from tigon.data.formats import Format
-from tigon.data.sources import JsonFile
+from tests.fuzz.junk import altered, damaged, dump, values
 from tigon.tokenizer import Tokenizer as OurTokenizer
 
 TOKENIZER, CONFIG, MAP = "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"
-ADDED, TEMPLATE, ROWS = "added_tokens.json", "chat_template.jinja", "rows.jsonl"
+ADDED, TEMPLATE = "added_tokens.json", "chat_template.jinja"
 CHAT = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes, 12 of them."}]
 ENDS = {
     "bos_token": "<s>",
@@ -43,8 +40,6 @@ def write(folder: Path) -> None:
     (folder / MAP).write_text(json.dumps({"eos_token": "</s>"}))
     (folder / ADDED).write_text(json.dumps({"<x>": 258}))
     (folder / TEMPLATE).write_text(CHATML)
-    rows = [{"messages": CHAT, "weight": 0.5, "tools": [], "chat_template_kwargs": {"a": 1}}] * 2
-    (folder / ROWS).write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 def load(folder: Path) -> None:
@@ -55,13 +50,6 @@ def load(folder: Path) -> None:
         tokenizer.apply_chat_template(CHAT)
     except ValueError as error:  # a template is a text, which may come from anywhere
         raise ValueError(f"{TEMPLATE}: {error}") from None
-
-
-def load_rows(folder: Path) -> None:
-    tokenizer = OurTokenizer.from_pretrained(folder)
-    encoder = ChatEncoder(tokenizer, skip_bad_rows=True)
-    for block in encoder.open(JsonFile(str(folder / ROWS), Format())).blocks():
-        encoder(block).report.lines()
 
 
 PARTS = ["normalizer", "pre_tokenizer", "model", "model.merges", "model.unk_token", "decoder"]
@@ -131,21 +119,4 @@ def cases(files: Files) -> st.SearchStrategy[Case]:
     )
 
 
-def row_cases(files: Files) -> st.SearchStrategy[Case]:
-    row = json.loads(files[ROWS].splitlines()[0])
-    keys = [*row, "system", "chat_template_kwargs.self", "chat_template_kwargs.template", "text"]
-    lines = st.one_of(
-        altered(row, keys).map(dump), damaged(files[ROWS]), values.map(dump), raw.map(dump)
-    )
-    good = files[ROWS].splitlines()[0]
-    return st.builds(
-        lambda some, first: {ROWS: b"\n".join([*([good] if first else []), *some])},
-        st.lists(lines, min_size=1, max_size=3),
-        st.booleans(),
-    )
-
-
-TARGETS = [
-    Target("tokenizer", 3.0, write, cases, load),
-    Target("rows", 2.0, write, row_cases, load_rows),
-]
+TARGETS = [Target("tokenizer", 6, write, cases, load)]

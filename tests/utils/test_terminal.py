@@ -34,10 +34,9 @@ def test_every_control_character_is_escaped() -> None:
     assert not {text for text in CONTROL.values() if not text.isprintable()}
 
 
-def test_a_newline_of_a_name_begins_no_message() -> None:
-    assert (
-        one_line(ValueError("no file a\ntigon: all is well\n")) == r"no file a\ntigon: all is well"
-    )
+def test_newlines_of_names_begin_no_message() -> None:
+    text = "no file a\ntigon: all is well\n"
+    assert one_line(ValueError(text)) == r"no file a\ntigon: all is well"
     listed = "2 unknown settings:\n  'a'\n  'b'"
     assert one_line(listed) == listed
 
@@ -59,29 +58,21 @@ def test_what_is_printed_and_counted(capsys: pytest.CaptureFixture[str]) -> None
     assert not {c for c in err if not c.isprintable()} - {"\n", "\r"}
 
 
-def test_commands_show_names_and_messages_of_others(tmp_path, capsys, monkeypatch):
+def test_commands_escape_names_and_messages(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), "utf-8", "surrogateescape"))
     folder = tmp_path / EVIL
     folder.mkdir()
-    model = write_model(folder / "model")
-    data = write_chats(folder / f"{EVIL}.jsonl", 9)
-    directory, bad = folder / "run", folder / f"bad{EVIL}.jsonl"
+    model, bad = write_model(folder / "model"), folder / f"bad{EVIL}.jsonl"
+    data, directory = write_chats(folder / f"{EVIL}.jsonl", 9), folder / "run"
     bad.write_text('{"messages": 3}\n{"messages": [{"role": "user", "content": "\x1b"')
     (folder / "bad.yaml").write_text("\x1b: [\n")
     settings = [f"model={model}", "device=cpu", "seq_len=64", "batch_size=1", "steps=1"]
     run("train", f"run_dir={directory}", f"data={data}", "save_every=1", *settings)
-    run("train", f"run_dir={directory}", f"data={data}", *settings)
     run("train", f"run_dir={folder}/{EVIL}", f"data={bad}", *settings)
     run("train", folder / "bad.yaml")
-    run("train", f"{EVIL}.yaml")
-    for command in (
-        ["info", directory],
-        ["report", directory],
-        ["export", directory, folder / "n"],
-    ):
-        run(*command)
-    for command in ("info", "report", "generate"):
-        run(command, folder / "none", *(["hi"] if command == "generate" else []))
+    run("info", directory)
+    run("report", directory)
+    run("export", directory, folder / "n")
     (model / "tokenizer.json").write_text('{"\x1b[31m": "\u202e"}')
     run("generate", model, "hi")
     run("info", os.fsdecode(b"/none/\xff\x1b"))

@@ -47,7 +47,7 @@ from tigon.kernels import (
 )
 from tigon.kernels.linear.fp8 import fp8_gated_linear
 from tigon.kernels.linear.lora import LoRATerm
-from tigon.kernels.loss.api import Options
+from tigon.kernels.loss.api import Options, scale_and_cap
 from tigon.kernels.mlp.grouped_mlp import LoRAFactors, unchecked_grouped_mlp
 
 Inputs = dict[str, Any]
@@ -376,7 +376,8 @@ FP8 = {
     "fp8_linear": fp8_case(fp8_linear, fp8_linear_ref, factors),
     "fp8_gated_linear": fp8_case(fp8_gated, fp8_gated_ref, gated_factors),
 }
-SHAPES = {  # of which without numbers only these are known
+SHAPES = {  # of these nothing but shapes is asked in test_operators.py
+    "fp8_linear": FP8["fp8_linear"],
     "gemv": OpCase(one_row, one_row, factors, sizes=[(1, 8, 4)]),
     "append_attention": OpCase(append, append, tokens, sizes=[(2, 1, 4, 2, 8, 9)]),
     "attention": OpCase(causal, causal, tokens, sizes=[(2, 3, 4, 2, 8)]),
@@ -424,34 +425,38 @@ def logits(n: int, v: int) -> Inputs:
     }
 
 
+def narrow_linear(hidden: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """Logits in the dtype of their factors."""
+    return F.linear(hidden, weight, bias).float()
+
+
 def head_loss(
     hidden: Tensor,
     weight: Tensor,
     targets: Tensor,
     bias: Tensor | None = None,
     token_weights: Tensor | None = None,
+    linear: Call = exact.linear,
+    losses: Call = exact.losses,
     **how: Any,
 ) -> Tensor:
-    z = exact.linear(hidden, weight, bias)
-    return logits_loss(z, targets, token_weights, **how)
+    z = linear(hidden, weight, bias)
+    return logits_loss(z, targets, token_weights, losses, **how)
 
 
-def logits_loss(logits: Tensor, targets: Tensor, token_weights: Any, **how: Any) -> Tensor:
-    losses = exact.losses(logits, targets, how["options"])
-    return exact.reduced(losses if token_weights is None else losses * token_weights, **how)
-
-
-def eager_head_loss(
-    hidden: Tensor, weight: Tensor, bias: Tensor, targets: Tensor, token_weights: Tensor, **how: Any
+def logits_loss(
+    logits: Tensor, targets: Tensor, token_weights: Any, losses: Call = exact.losses, **how: Any
 ) -> Tensor:
-    """Logits in the dtype of their factors."""
-    z = F.linear(hidden, weight, bias)
-    return eager_logits_loss(z, targets, token_weights, **how)
+    rows = losses(logits, targets, how["options"])
+    return exact.reduced(rows if token_weights is None else rows * token_weights, **how)
 
 
-def eager_logits_loss(logits: Tensor, targets: Tensor, token_weights: Tensor, **how: Any) -> Any:
-    losses = cross_entropy_ref(logits.float(), targets, options=how["options"]) * token_weights
-    return exact.reduced(losses, **how)
+def eager_losses(logits: Tensor, targets: Tensor, options: Options) -> Tensor:
+    return cross_entropy_ref(logits.float(), targets, options=options)
+
+
+eager_head_loss = partial(head_loss, linear=narrow_linear, losses=eager_losses)
+eager_logits_loss = partial(logits_loss, losses=eager_losses)
 
 
 def loss_case(name: str, reduction: str, **more: Any) -> OpCase:
@@ -491,25 +496,17 @@ def kl(
     hidden: Tensor, weight: Tensor, bias: Tensor, teacher_hidden: Tensor, teacher_weight: Tensor,
     teacher_bias: Tensor, token_weights: Tensor, *, beta: float, temperature: float = 1.0,
     options: Options = LOSSES["plain"], teacher_options: Options = LOSSES["plain"],
-    dtype: torch.dtype = torch.float64, **how: Any,
+    linear: Call = exact.linear, **how: Any,
 ) -> Tensor:  # fmt: skip
     def probabilities(z: Tensor, o: Options) -> Tensor:
-        z = z * o.logit_scale
-        z = z if o.softcap is None else o.softcap * torch.tanh(z / o.softcap)
-        return (z / temperature).softmax(-1)
+        return (scale_and_cap(z, o) / temperature).softmax(-1)
 
-    p = probabilities(exact.linear(hidden, weight, bias), options)
-    q = probabilities(exact.linear(teacher_hidden, teacher_weight, teacher_bias), teacher_options)
+    p = probabilities(linear(hidden, weight, bias), options)
+    q = probabilities(linear(teacher_hidden, teacher_weight, teacher_bias), teacher_options)
     return exact.reduced(exact.divergences(p, q, beta) * token_weights, **how)
 
 
-def eager_kl(
-    hidden: Tensor, weight: Tensor, bias: Tensor, teacher_hidden: Tensor, teacher_weight: Tensor,
-    teacher_bias: Tensor, token_weights: Tensor, *, beta: float, **how: Any,
-) -> Tensor:  # fmt: skip
-    p = F.linear(hidden, weight, bias).float().softmax(-1)
-    q = F.linear(teacher_hidden, teacher_weight, teacher_bias).float().softmax(-1)
-    return exact.reduced(exact.divergences(p, q, beta) * token_weights, **how)
+eager_kl = partial(kl, linear=narrow_linear)
 
 
 def kl_case(beta: float, reduction: str = "sum", **more: Any) -> OpCase:

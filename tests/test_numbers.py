@@ -25,7 +25,7 @@ def test_error_is_relative_to_the_truth() -> None:
         relative_error(truth, truth * 0)
 
 
-def test_twice_the_error_of_the_peer_and_the_floor() -> None:
+def test_twice_the_peers_error_and_a_floor() -> None:
     truth = torch.randn(50, 7, dtype=torch.float64)
     peer, allowed = off(truth, 20 * EPS), (20 * FACTOR + FLOOR) * EPS
     assert_as_near(off(truth, 0.95 * allowed), peer, truth)
@@ -40,7 +40,7 @@ def test_twice_the_error_of_the_peer_and_the_floor() -> None:
         assert_as_near(peer, off(truth, 0.01), truth)
 
 
-def test_the_worst_of_the_peers_counts_for_each_of_ours() -> None:
+def test_the_worst_peer_counts_for_each() -> None:
     truth = {name: torch.randn(99, dtype=torch.float64) for name in "ab"}
     peer = {"a": off(truth["a"], 20 * EPS), "b": off(truth["b"], EPS)}
     assert_as_near({name: off(t, 38 * EPS) for name, t in truth.items()}, peer, truth)

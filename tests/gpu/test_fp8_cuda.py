@@ -93,3 +93,11 @@ def test_a_run_on_the_gpu(workspace):
     )
     assert fp8 == pytest.approx(bf16, rel=0.01)
     assert fp8 == pytest.approx(definition, rel=0.01)
+
+
+def test_compiled_with_the_kernels():
+    tensors = operands(96, 64, rows=40)
+    compiled = torch.compile(fp8_linear, fullgraph=True)
+    found, expected = (results(run, *tensors) for run in (compiled, fp8_linear))
+    for what, ours in found.items():
+        assert relative_error(ours, expected[what]) <= EXACT, what

@@ -47,8 +47,9 @@ from tigon.kernels import (
 )
 from tigon.kernels.linear.fp8 import fp8_gated_linear
 from tigon.kernels.linear.lora import LoRATerm
-from tigon.kernels.loss.api import Options
+from tigon.kernels.loss.api import Options, scale_and_cap
 from tigon.kernels.mlp.grouped_mlp import LoRAFactors, unchecked_grouped_mlp
+from tigon.kernels.norm.rms_norm import MAX_COLUMNS, MAX_SANDWICH_COLUMNS
 
 Inputs = dict[str, Any]
 Call = Callable[..., Any]
@@ -254,37 +255,43 @@ def experts_case(act: str, sizes: Sequence[Any] = EXPERTS[:1]) -> OpCase:
 
 # Low-rank additions
 
-PARTS = ((0, 30, 3, 0.5), (50, 20, 5, -1.5))  # first column of y, columns, rank and scale
+# Of each part the first column of y, columns, rank and scale
+PARTS = {
+    "ends": ((0, 30, 3, 0.5), (50, 20, 5, -1.5)),
+    "one": ((0, 70, 4, 2.0),),
+    "all": ((0, 30, 4, 2.0), (30, 20, 4, 2.0), (50, 20, 4, 2.0)),
+    "inside": ((30, 20, 1, -2.0),),
+}
 FACTORS = {"both": (5, 8), "gate_up": (3, 0), "down": (0, 4)}
 
 
-def additions(n: int, c: int, k: int) -> Inputs:
-    made = {
-        "x": torch.randn(2, n, c),
-        "weight": torch.randn(k, c) / c**0.5,
-        "bias": torch.randn(k),
-        "a": torch.randn(sum(rank for *_, rank, _ in PARTS), c) / c**0.5,
-    }
-    return made | {f"b{i}": torch.randn(p[1], p[2]) for i, p in enumerate(PARTS)}
+def lora_case(*constant: str, layout: str = "ends") -> OpCase:
+    parts = PARTS[layout]
+    names = [f"b{i}" for i in range(len(parts))]
 
+    def additions(n: int, c: int, k: int) -> Inputs:
+        made = {
+            "x": torch.randn(2, n, c),
+            "weight": torch.randn(k, c) / c**0.5,
+            "bias": torch.randn(k),
+            "a": torch.randn(sum(rank for *_, rank, _ in parts), c) / c**0.5,
+        }
+        return made | {n: torch.randn(p[1], p[2]) for n, p in zip(names, parts, strict=True)}
 
-def with_parts(function: Call) -> Call:
-    def call(x: Tensor, weight: Tensor, bias: Tensor, a: Tensor, b0: Tensor, b1: Tensor) -> Tensor:
-        added = [LoRATerm(p[0], b, p[3]) for p, b in zip(PARTS, (b0, b1), strict=True)]
-        return function(x, weight, bias, a, added)
+    def with_parts(function: Call) -> Call:
+        def call(x: Tensor, weight: Tensor, bias: Tensor, a: Tensor, **bs: Tensor) -> Tensor:
+            added = [LoRATerm(p[0], bs[n], p[3]) for n, p in zip(names, parts, strict=True)]
+            return function(x, weight, bias, a, added)
 
-    return call
+        return call
 
+    def definition(**inputs: Tensor) -> Tensor:
+        return with_parts(lora_linear_ref)(**{n: x.double() for n, x in inputs.items()})
 
-def double_lora(**inputs: Tensor) -> Tensor:
-    return with_parts(lora_linear_ref)(**{name: x.double() for name, x in inputs.items()})
-
-
-def lora_case(*constant: str) -> OpCase:
     return OpCase(
-        with_parts(lora_linear), double_lora, additions, with_parts(lora_linear_ref),
+        with_parts(lora_linear), definition, additions, with_parts(lora_linear_ref),
         sizes=[(3, 48, 70), (1, 48, 70)], empty=[(0, 48, 70)], constant=constant,
-        parameters=("weight", "bias", "a", "b0", "b1"),
+        parameters=("weight", "bias", "a", *names),
         second="low-rank additions",
     )  # fmt: skip
 
@@ -376,7 +383,8 @@ FP8 = {
     "fp8_linear": fp8_case(fp8_linear, fp8_linear_ref, factors),
     "fp8_gated_linear": fp8_case(fp8_gated, fp8_gated_ref, gated_factors),
 }
-SHAPES = {  # of which without numbers only these are known
+SHAPES = {  # of these nothing but shapes is asked in test_operators.py
+    "fp8_linear": FP8["fp8_linear"],
     "gemv": OpCase(one_row, one_row, factors, sizes=[(1, 8, 4)]),
     "append_attention": OpCase(append, append, tokens, sizes=[(2, 1, 4, 2, 8, 9)]),
     "attention": OpCase(causal, causal, tokens, sizes=[(2, 3, 4, 2, 8)]),
@@ -424,34 +432,38 @@ def logits(n: int, v: int) -> Inputs:
     }
 
 
+def narrow_linear(hidden: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """Logits in the dtype of their factors."""
+    return F.linear(hidden, weight, bias).float()
+
+
 def head_loss(
     hidden: Tensor,
     weight: Tensor,
     targets: Tensor,
     bias: Tensor | None = None,
     token_weights: Tensor | None = None,
+    linear: Call = exact.linear,
+    losses: Call = exact.losses,
     **how: Any,
 ) -> Tensor:
-    z = exact.linear(hidden, weight, bias)
-    return logits_loss(z, targets, token_weights, **how)
+    z = linear(hidden, weight, bias)
+    return logits_loss(z, targets, token_weights, losses, **how)
 
 
-def logits_loss(logits: Tensor, targets: Tensor, token_weights: Any, **how: Any) -> Tensor:
-    losses = exact.losses(logits, targets, how["options"])
-    return exact.reduced(losses if token_weights is None else losses * token_weights, **how)
-
-
-def eager_head_loss(
-    hidden: Tensor, weight: Tensor, bias: Tensor, targets: Tensor, token_weights: Tensor, **how: Any
+def logits_loss(
+    logits: Tensor, targets: Tensor, token_weights: Any, losses: Call = exact.losses, **how: Any
 ) -> Tensor:
-    """Logits in the dtype of their factors."""
-    z = F.linear(hidden, weight, bias)
-    return eager_logits_loss(z, targets, token_weights, **how)
+    rows = losses(logits, targets, how["options"])
+    return exact.reduced(rows if token_weights is None else rows * token_weights, **how)
 
 
-def eager_logits_loss(logits: Tensor, targets: Tensor, token_weights: Tensor, **how: Any) -> Any:
-    losses = cross_entropy_ref(logits.float(), targets, options=how["options"]) * token_weights
-    return exact.reduced(losses, **how)
+def eager_losses(logits: Tensor, targets: Tensor, options: Options) -> Tensor:
+    return cross_entropy_ref(logits.float(), targets, options=options)
+
+
+eager_head_loss = partial(head_loss, linear=narrow_linear, losses=eager_losses)
+eager_logits_loss = partial(logits_loss, losses=eager_losses)
 
 
 def loss_case(name: str, reduction: str, **more: Any) -> OpCase:
@@ -491,25 +503,17 @@ def kl(
     hidden: Tensor, weight: Tensor, bias: Tensor, teacher_hidden: Tensor, teacher_weight: Tensor,
     teacher_bias: Tensor, token_weights: Tensor, *, beta: float, temperature: float = 1.0,
     options: Options = LOSSES["plain"], teacher_options: Options = LOSSES["plain"],
-    dtype: torch.dtype = torch.float64, **how: Any,
+    linear: Call = exact.linear, **how: Any,
 ) -> Tensor:  # fmt: skip
     def probabilities(z: Tensor, o: Options) -> Tensor:
-        z = z * o.logit_scale
-        z = z if o.softcap is None else o.softcap * torch.tanh(z / o.softcap)
-        return (z / temperature).softmax(-1)
+        return (scale_and_cap(z, o) / temperature).softmax(-1)
 
-    p = probabilities(exact.linear(hidden, weight, bias), options)
-    q = probabilities(exact.linear(teacher_hidden, teacher_weight, teacher_bias), teacher_options)
+    p = probabilities(linear(hidden, weight, bias), options)
+    q = probabilities(linear(teacher_hidden, teacher_weight, teacher_bias), teacher_options)
     return exact.reduced(exact.divergences(p, q, beta) * token_weights, **how)
 
 
-def eager_kl(
-    hidden: Tensor, weight: Tensor, bias: Tensor, teacher_hidden: Tensor, teacher_weight: Tensor,
-    teacher_bias: Tensor, token_weights: Tensor, *, beta: float, **how: Any,
-) -> Tensor:  # fmt: skip
-    p = F.linear(hidden, weight, bias).float().softmax(-1)
-    q = F.linear(teacher_hidden, teacher_weight, teacher_bias).float().softmax(-1)
-    return exact.reduced(exact.divergences(p, q, beta) * token_weights, **how)
+eager_kl = partial(kl, linear=narrow_linear)
 
 
 def kl_case(beta: float, reduction: str = "sum", **more: Any) -> OpCase:
@@ -568,12 +572,17 @@ CAPPED = {
     "teacher_options": Options(softcap=3.0, logit_scale=1.3),
 }
 FEW = {"sizes": ROWS[:1]}
+# For the kernels, which leave them to torch
+TOO_WIDE, TOO_WIDE_SANDWICH = [((2, n + 1),) for n in (MAX_COLUMNS, MAX_SANDWICH_COLUMNS)]
+ONLY: Inputs = {"real": (), "empty": ()}
 BETAS, BOTH = (0.0, 0.3, 1.0), ("sum", "none")
 CASES: dict[str, OpCase] = {
     "rms_norm": norm_case("x", "weight"),
     "rms_norm, Gemma": norm_case("x", "weight", options=GEMMA),
     "rms_norm, no weight": norm_case("x", **FEW),
     "rms_norm, residual": norm_case("x", "weight", "residual"),
+    "rms_norm, too wide": norm_case("x", "weight", sizes=[TOO_WIDE], **ONLY),
+    "sandwich_norm, too wide": replace(sandwich_case(), sizes=[TOO_WIDE_SANDWICH], **ONLY),
     "rms_norm, gate": norm_case("x", "weight", "gate", **FEW),
     "rms_norm, gate, no weight": norm_case("x", "gate", **FEW),
     "rms_norm, gate, residual": norm_case("x", "weight", "residual", "gate", **FEW),
@@ -592,6 +601,10 @@ CASES: dict[str, OpCase] = {
     **{f"grouped_mlp, {act}": experts_case(act) for act in ("gelu", "gelu_tanh")},
     "lora_linear": lora_case("weight", "bias"),
     "lora_linear, base learns": lora_case("bias"),
+    **{
+        f"lora_linear, {layout}": lora_case("weight", "bias", layout=layout)
+        for layout in ("one", "all", "inside")
+    },
     "lora_grouped_mlp": lora_experts_case(),
     "lora_grouped_mlp, frozen base": lora_experts_case("gate_up", "down"),
     **{f"cross_entropy, {name}": logits_case(name, "none") for name in LOSSES},

@@ -226,14 +226,6 @@ def test_a_graph_needs_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
     assert mask.sequences()[:2] == (cu, 3)
 
 
-def test_a_bias_keeps_no_second_mask() -> None:
-    mask = AttentionMask(5, segment_ids=torch.tensor([[0, 0, 1, 1, 1]]))
-    bias = mask.bias(2, torch.float32, torch.device("cpu"))
-    assert bias is mask.bias(2, torch.float32, torch.device("cpu"))
-    assert list(mask._derived.values()) == [bias]
-    assert torch.equal(bias == 0, mask.dense(2, torch.device("cpu")))
-
-
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("segments", [None, [[0, 0, 1, 1, 1], [2, 2, 2, 2, 3]]])
 @pytest.mark.parametrize("real", [None, [[0, 1, 1, 1, 0], [1, 1, 1, 1, 1]]])

@@ -13,10 +13,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from tests.numbers import relative_error
-from tigon.kernels import fp8_linear, fp8_linear_ref, gated_act, rms_norm
+from tigon.kernels import fp8_linear, fp8_linear_ref, gated_act
 from tigon.kernels.linear import fp8
 from tigon.kernels.linear.fp8 import (
-    NO_MAXIMA,
     Maxima,
     ScaledMatrix,
     cast_both,
@@ -24,13 +23,10 @@ from tigon.kernels.linear.fp8 import (
     cast_gated_rows,
     cast_rows,
     cast_rows_and_maxima,
-    find_maxima,
     fp8_gated_linear,
     gradients_and_maxima,
-    note_maxima,
 )
 from tigon.kernels.mlp.gated_act import ACTIVATIONS, Activation, gradient_and_product
-from tigon.kernels.recompute import recompute_above
 from tigon.layers import GatedMLP
 
 SHAPES = [(1, 16), (5, 80), (20, 144)]  # columns that end inside a tile
@@ -262,21 +258,6 @@ def test_factor_changed_before_backward_is_refused(what: str) -> None:
         torch.autograd.grad(y, (x, weight), dy)
 
 
-@pytest.mark.parametrize("shape", [(64,), (3, 128), (2, 3, 2, 64)], ids=str)
-def test_an_input_of_any_shape_is_computed_again(shape: tuple[int, ...]) -> None:
-    columns, scale = 128 if len(shape) > 1 else 64, torch.ones(128).bfloat16()
-    x = torch.randn(shape).bfloat16().view(-1 if len(shape) == 1 else (-1, columns))
-    x.requires_grad_()
-    weight = torch.randn(16, shape[-1]).bfloat16().requires_grad_()
-    results = []
-    for least in (math.inf, 0):
-        with recompute_above(least):
-            h = rms_norm(x.view(-1, columns) if len(shape) > 1 else x, scale[:columns], 1e-6)
-            y = fp8_linear(h.view(shape), weight)
-        results.append(torch.autograd.grad(y.square().sum(), (x, weight)))
-    assert all(map(torch.equal, *results))
-
-
 # The gated activation
 
 
@@ -461,17 +442,6 @@ def test_a_gradient_that_is_changed_has_other_maxima() -> None:
         assert same(torch.autograd.grad(y, (x, up), dy), expected)
     plain = torch.autograd.grad(together(x, up, down, "silu"), (x, up), dy)
     assert not same(plain, expected)
-
-
-def test_notes_are_of_the_tensor_and_its_shape() -> None:
-    x = numbers(4, 32)
-    found = maxima(x)
-    note_maxima(x, found)
-    assert find_maxima(x) is found and find_maxima(x.view(1, 4, 32).view(4, 32)) is found
-    for other in (x.view(8, 16), x[:2], x[:, :16], x.clone(), x.t()):
-        assert find_maxima(other) is NO_MAXIMA
-    x.add_(1)
-    assert find_maxima(x) is NO_MAXIMA
 
 
 def test_a_graph_that_is_used_again(path: str) -> None:

@@ -1,6 +1,5 @@
 """Experts that are absent, repeated or at any address, and rows of tokens at their places."""
 
-import operator
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -20,7 +19,6 @@ from tigon.kernels.mlp.grouped_mlp import (
     LoRAFactors,
     _backward,
     _forward,
-    pad_rank,
     unchecked_grouped_mlp,
 )
 from tigon.kernels.mlp.permute import combine_rows, spread_rows
@@ -146,14 +144,6 @@ def test_absent_experts(share: float, low: bool) -> None:
     found = case.run(inputs)
     (grad,) = torch.autograd.grad(found, inputs["weights"], torch.randn(N, C))
     assert not grad[absent].any() and (slots > 0) == bool(grad.any())
-
-
-def test_ranks_are_filled_up_with_zeros() -> None:
-    low = low_rank(5, 8)
-    a, b = pad_rank(low[:2])
-    assert a.shape == (E, 8, C) and b.shape == (E, 2 * I, 8)
-    torch.testing.assert_close(b @ a, low.b_up @ low.a_up)
-    assert all(map(operator.is_, pad_rank(low[2:]), low[2:]))
 
 
 @pytest.mark.parametrize("share", [0.0, 0.6, 1.0], ids=["none", "some", "all"])

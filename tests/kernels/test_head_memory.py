@@ -141,21 +141,6 @@ def test_rows_of_a_chunk() -> None:
     assert rows(16384, 4096, 128256, most=2**28) == 1024
 
 
-def test_rows_of_a_chunk_beside_a_teacher() -> None:
-    """At most half of all logits, and few rows of what is beside a chunk."""
-    assert sizes(4096, 2048, 128256, 1) == (1024, 512, 1)
-    assert sizes(4096, 2048, 128256, 2) == (1024, 256, 2)  # and a sum of gradients
-    assert sizes(16384, 2048, 128256, 1) == (3072, 512, 1)  # 1 GiB
-    assert sizes(4096, 1152, 262144, 1) == (1024, 512, 1) and sizes(0, 8, 300, 1).rows >= 1
-    assert sizes(4096, 4096, 128256, 1) == (4096, 512, 1)  # all: chunks and the sum take no less
-    assert sizes(4096, 2048, 128256, 1, most=2**28) == (512, 512, 1)
-    assert sizes(4096, 2048, 128256, 1, (False,) * 3) == (1024, 512, 1)
-    for n, beside in ((4096, 1), (4096, 2), (5000, 1), (16384, 2), (40000, 1)):
-        rows, piece, _ = sizes(n, 512, 128256, beside)
-        held = rows + beside * piece
-        assert rows >= 1024 and held <= n / 2 and 2 * 128256 * held <= 2**30
-
-
 def test_memory_beside_a_teacher() -> None:
     """Less than one [N, V] in bf16, with what the weight's sum takes beyond its gradient."""
     n, c, v = 4096, 2048, 128256

@@ -193,12 +193,6 @@ def test_a_head_s_gradients_have_all_summands(gpu: None) -> None:
 
 
 def test_the_benchmark_finds_them(gpu: None) -> None:
-    given = [2560, 2561, 2562, 2689]
-    sides = long_sums.wrong(long_sums.SIDES, 16, 24, given, "cpu")
+    sides = long_sums.wrong(long_sums.SIDES, 16, 24, [2560, 2561, 2562, 2689], "cpu")
     assert sides == {long_sums.TORCH: [2561, 2689], long_sums.OURS: []}
-    stamp = {"machine": "G", "torch": "2", "commit": "c", "date": "2026-11-23T"}
-    record = stamp | {"uncommitted_changes": False, "lengths": {"16 x 24": 4}}
-    record |= {"wrong": {"16 x 24": sides}}
-    assert "| 16 x 24 | 2 of 4 | 2,561 | 1 | 1 of 2,561 | 0 |" in long_sums.show(record)
-    assert all(n in long_sums.lengths() for n in (2561, 6337, 6338, 16513))
     assert {n % 128 for n in long_sums.long_lengths()} == {*range(128)}

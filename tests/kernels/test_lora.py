@@ -9,8 +9,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
+from tests.kernels.cases import PARTS
 from tests.kernels.conftest import CUDA
 from tests.kernels.test_rebuilt import kept
 from tests.numbers import assert_as_near, relative_error
@@ -29,13 +29,6 @@ from tigon.kernels.linear.lora import (
 from tigon.kernels.recompute import find_recompute, recompute_above
 
 C, K = 48, 70  # columns of x and of y
-# By the first column, how many, rank and scale of each part
-PARTS: dict[str, list[tuple[int, int, int, float]]] = {
-    "one": [(0, K, 4, 2.0)],
-    "all": [(0, 30, 4, 2.0), (30, 20, 4, 2.0), (50, 20, 4, 2.0)],
-    "ends": [(0, 30, 3, 0.5), (50, 20, 5, 1.5)],
-    "inside": [(30, 20, 1, -2.0)],
-}
 
 
 class Case:
@@ -75,20 +68,6 @@ class Case:
         found = torch.autograd.grad(y, wanted, self.upstream)
         names = ["x", "a", *(f"b{i}" for i in range(len(self.additions)))]
         return {"y": y.detach()} | dict(zip(names, found, strict=True))
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("parts", PARTS)
-def test_definition(parts: str, dtype: torch.dtype) -> None:
-    case = Case(parts, dtype)
-    ours, peer = case.run(lora_linear), case.run(lora_linear_ref)
-    assert_as_near(ours, peer, case.at(torch.float64).run(lora_linear_ref))
-    with torch.no_grad():
-        given = case.weight, case.bias, case.a, case.additions
-        assert torch.equal(lora_linear(case.x, *given), ours["y"])
-        row = case.x[:1, :1]
-        found = lora_linear(row, *given)
-        assert_as_near(found, lora_linear_ref(row, *given), exact(case, row))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
@@ -132,11 +111,6 @@ def test_dropout_keeps_the_mean(p: float) -> None:
     assert abs(y.mean() - 1) < 5 * math.sqrt(dropout.share / kept / x.numel())
 
 
-def exact(case: Case, x: Tensor) -> Tensor:
-    other = case.at(torch.float64)
-    return lora_linear_ref(x.double(), other.weight, other.bias, other.a, other.additions).detach()
-
-
 def test_parameters_in_fp32_beside_a_base_in_bf16() -> None:
     case = Case("ends", torch.bfloat16, torch.float32)
     found = case.run(lora_linear)
@@ -157,17 +131,6 @@ def normed(x: Tensor) -> Tensor:
 
 def activated(x: Tensor) -> Tensor:
     return gated_act(torch.cat((x, x.flip(-1)), -1) * 1.0, "silu")
-
-
-@pytest.mark.parametrize("make", [normed, activated])
-def test_the_input_is_computed_again(make: Any, path: str) -> None:
-    case = Case("ends", torch.float32)
-    for function in (lora_linear, partial(lora_linear, dropout=dropped())):
-        with recompute_above(0):
-            found = case.run(function, make)
-        with recompute_above(math.inf):
-            expected = case.run(function, make)
-        assert all(torch.equal(t, expected[name]) for name, t in found.items())
 
 
 @pytest.mark.parametrize("dropout", [None, dropped()])
@@ -209,23 +172,6 @@ def test_what_is_kept(kernels_only: None) -> None:
         p.requires_grad_(False)
     with recompute_above(math.inf):
         assert kept(run, *own) == [C]
-
-
-@pytest.mark.parametrize("make", [normed, activated])
-@pytest.mark.parametrize("least", [0, math.inf])
-def test_checkpointing(make: Any, least: float) -> None:
-    """Bits of a block that is computed again, whose last product is not."""
-    case = Case("ends", torch.float32)
-
-    drops = partial(lora_linear, dropout=dropped())
-
-    def again(x: Tensor, *rest: Any) -> Tensor:
-        y: Tensor = checkpoint(lambda x: drops(make(x), *rest), x, use_reentrant=False)
-        return y
-
-    with recompute_above(least):
-        found, expected = case.run(again), case.run(drops, make)
-    assert all(torch.equal(t, expected[name]) for name, t in found.items())
 
 
 def test_fp8(path: str) -> None:

@@ -447,7 +447,7 @@ DYNAMIC: dict[str, Any] = {  # of another number of rows
 SAME_NODE = ("lora_grouped_mlp, frozen base", "linear_kl, 0.3, sum", "selected_logprobs")
 TRACED = [
     pytest.param(name, marks=pytest.mark.slow if name in SAME_NODE + MORE_KINDS else ())
-    for name in (*KINDS, "fp8_linear", *MORE_KINDS)
+    for name in (*KINDS, *([] if CUDA else ["fp8_linear"]), *MORE_KINDS)
 ]
 
 
@@ -482,7 +482,6 @@ def described(case: OpCase, inputs: Inputs) -> list[Any]:
 
 
 WITHOUT = [pytest.param(case, id=name) for name, case in SHAPES.items()]
-WITHOUT.append(OTHERS[0])
 
 
 @pytest.mark.traced

@@ -51,8 +51,24 @@ def masked(q: Tensor, k: Tensor, v: Tensor, past: int = 0, **options: Any) -> Te
     return attention(q, k, v, mask=AttentionMask(3, past=past), **options)
 
 
-def one_term(term: Any, weight: Tensor | None = ones(9, 4), **options: Any) -> Any:  # noqa: B008
-    return run_loss_terms(ones(3, 4), weight, None, [term], **options)
+def one_term(term: Callable[[], Any], weight: Tensor | None, **options: Any) -> Any:
+    return run_loss_terms(ones(3, 4), weight, None, [term()], **options)
+
+
+def smoothed() -> CrossEntropy:
+    return CrossEntropy(targets=zeros(3), label_smoothing=1.5)
+
+
+def stored() -> KL:
+    return KL(teacher_tokens=zeros(4, 2), teacher_logprobs=ones(4, 2))
+
+
+def logprobs() -> LogProbs:
+    return LogProbs(targets=zeros(3))
+
+
+def outside() -> LogProbs:
+    return LogProbs(targets=zeros(3) + 131)
 
 
 def drop(keys: Tensor) -> None:
@@ -61,7 +77,6 @@ def drop(keys: Tensor) -> None:
 
 HALF, BF16, META, INT8 = torch.float16, torch.bfloat16, "meta", torch.int8
 SHARD = VocabularyShard("none", ranks=2, first=66, rows=65, size=131)
-STORED = {"teacher_tokens": zeros(4, 2), "teacher_logprobs": ones(4, 2)}
 GATED = {"gate_up": ones(3, 96, dtype=BF16), "act": "silu", "weight": ones(32, 48, dtype=BF16)}
 BASES: dict[str, tuple[Callable[..., Any], Given]] = {
     "append_attention": (
@@ -76,7 +91,7 @@ BASES: dict[str, tuple[Callable[..., Any], Given]] = {
     "fp8_linear": (fp8_linear, {"x": ones(4, 32, dtype=BF16), "weight": ones(16, 32, dtype=BF16)}),
     "gemv": (gemv, {"x": ones(1, 1, 64), "weight": ones(8, 64)}),
     "join": (gather_logits, {"shard": SHARD}),
-    "terms": (one_term, {}),
+    "terms": (one_term, {"weight": ones(9, 4)}),
 }
 # The first of an operator's cases
 OPERATORS = {
@@ -157,17 +172,13 @@ ROWS: list[tuple[str, Given, str]] = [
     ("divergence", {"teacher_logprobs": ones(21, 3)}, "are not"),
     ("selected_logprobs", {"targets": ones(37)}, "labels are integers"),
     ("selected_logprobs", {"options": Options(label_smoothing=0.1)}, "for cross-entropy alone"),
-    ("terms", {"term": CrossEntropy()}, "CrossEntropy has no targets"),
-    ("terms", {"term": CrossEntropy(targets=[1, 2])}, "targets is a list"),  # type: ignore[arg-type]
-    ("terms", {"term": CrossEntropy(targets=zeros(3), label_smoothing=1.5)}, "1.5 is not in"),
-    ("terms", {"term": KL()}, "teacher_hidden and teacher"),
-    ("terms", {"term": KL(**STORED)}, "for 3"),
-    ("terms", {"term": LogProbs(targets=zeros(3)), "vocabulary": SHARD}, "9 rows, and its shard"),
-    (
-        "terms",
-        {"term": LogProbs(targets=zeros(3)), "weight": None, "vocabulary": SHARD},
-        "for a head's weight",
-    ),
+    ("terms", {"term": CrossEntropy}, "CrossEntropy has no targets"),
+    ("terms", {"term": lambda: CrossEntropy(targets=[1, 2])}, "targets is a list"),  # type: ignore[arg-type]
+    ("terms", {"term": smoothed}, "1.5 is not in"),
+    ("terms", {"term": KL}, "teacher_hidden and teacher"),
+    ("terms", {"term": stored}, "for 3"),
+    ("terms", {"term": logprobs, "vocabulary": SHARD}, "9 rows, and its shard"),
+    ("terms", {"term": logprobs, "weight": None, "vocabulary": SHARD}, "for a head's weight"),
     ("join", {"logits": ones(3, 65)}, "rows 66 to 131 of 131"),
     ("gemv", {"x": ones(2, 1, 64)}, "(2, 1, 64) is not one row"),
     ("gemv", {"x": ones(1, 1, 32)}, "x has 32 columns, the weight (8, 64)"),
@@ -237,7 +248,11 @@ VALUES: list[tuple[str, Given, str]] = [
     ),
     (
         "terms",
-        {"term": LogProbs(targets=zeros(3) + 131), "weight": ones(66, 4), "vocabulary": SHARD},
+        {
+            "term": lambda: LogProbs(targets=zeros(3) + 131),
+            "weight": ones(66, 4),
+            "vocabulary": SHARD,
+        },
         "label 131 at [0]",
     ),
 ]

@@ -67,8 +67,8 @@ def cross_entropy(
 
 def _cross_entropy_term(options: Options, **given: Any) -> tuple[CrossEntropy, Options]:
     """Returns the term with the regularizers of the options, and the options of the logits."""
-    regularizers = {"label_smoothing": options.label_smoothing, "z_loss": options.z_loss}
-    return CrossEntropy(**given, **regularizers), options.without_regularizers()
+    more: dict[str, Any] = {"label_smoothing": options.label_smoothing, "z_loss": options.z_loss}
+    return CrossEntropy(**given, **more), options.without_regularizers()
 
 
 def divergence(

@@ -5,15 +5,7 @@ from typing import Any
 import pytest
 
 from tigon.data import Format
-from tigon.data.examples import EncodingReport, format_count
-from tigon.data.formats import (
-    CHAT_FORMATS,
-    TEXT_FORMATS,
-    WeightedChat,
-    WeightedText,
-    parse_chat,
-    parse_text,
-)
+from tigon.data.formats import CHAT_FORMATS, WeightedChat, WeightedText, parse_chat, parse_text
 from tigon.data.sources import open_file
 
 HI = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]
@@ -114,7 +106,7 @@ def test_prompts_and_texts() -> None:
     forms = [str(Format().detect(row, ("preference",))) for row in (pair, pair | {"system": None})]
     assert forms[0] == "preference [] None" and forms[0] != forms[1]  # caches have their names
     row = {"text": "a", "messages": HI}
-    assert parse_text(row, Format().detect(row, TEXT_FORMATS)) == WeightedText("a")
+    assert parse_text(row, Format().detect(row, ("text",))) == WeightedText("a")
 
 
 @pytest.mark.parametrize("tools", [[TOOL], '[{"type": "function", "function": {"name": "f", '])
@@ -184,13 +176,24 @@ def test_rows_that_fit_no_format(row: dict[str, Any], message: str) -> None:
         chat(row)
 
 
-def test_later_rows_must_have_the_format_of_the_first() -> None:
-    format = Format().detect({"messages": HI}, CHAT_FORMATS)
-    with pytest.raises(ValueError, match=r"needs a list of messages 'messages', as .* first row"):
-        parse_chat({"prompt": "a", "completion": "b"}, format)
-    format = Format().detect({"conversations": [{"from": "human", "value": "x"}]}, CHAT_FORMATS)
-    with pytest.raises(ValueError, match="needs the keys 'from' and 'value'"):
-        parse_chat({"conversations": HI}, format)
+@pytest.mark.parametrize(
+    ("first", "row", "message"),
+    [
+        (
+            {"messages": HI},
+            {"prompt": "a", "completion": "b"},
+            "needs a list of messages 'messages'",
+        ),
+        (
+            {"conversations": [{"from": "human", "value": "x"}]},
+            {"conversations": HI},
+            "needs the k",
+        ),
+    ],
+)
+def test_later_rows_have_the_first_format(first: Any, row: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        parse_chat(row, Format().detect(first, CHAT_FORMATS))
 
 
 def test_settings_that_name_nothing() -> None:
@@ -198,12 +201,6 @@ def test_settings_that_name_nothing() -> None:
         Format("alpaca")
     with pytest.raises(ValueError, match="columns: 'mesages' is no key of a row that is read"):
         Format(None, {"mesages": "x"})
-
-
-def test_numbers_of_things_in_words():
-    assert [format_count(n, "row") for n in (0, 1, 2000)] == ["0 rows", "1 row", "2,000 rows"]
-    lines = EncodingReport(1, skipped=1, errors=("a:1: bad",)).lines()
-    assert lines == ["1 of 1 row skipped as bad:\n  a:1: bad"]
 
 
 def test_zeros_that_are_compressed_well_do_not_fill_the_memory(tmp_path):

@@ -171,7 +171,8 @@ def test_prompts_of_a_group_are_there_once():
     assert rows.spans.shape == twice.spans.shape
     assert (rows.spans[:, 0] - rows.shared).tolist() == twice.spans[:, 0].tolist()
     assert rows.spans[:, 1].tolist() == twice.spans[:, 1].tolist() and not twice.shared.any()
-    batch = collate_rows(Mixture.of(examples).corpus, rows, [0])
+    corpus = Mixture.of(examples).corpus
+    batch = collate_rows(corpus, [(corpus, rows, 0)])
     starts = batch.host_spans[:, 0].tolist()
     prefixes = batch.prefixes[: len(starts)]
     for own, shared, (first, end), start in zip(

@@ -94,17 +94,6 @@ def test_a_text_file_is_one_document_or_divided_by_a_separator(tmp_path: Path, s
     assert rows(path) == [(1, {"text": "one\ntwo\n\n\n\nthree\n\n"})]
 
 
-def test_a_document_too_long_for_memory_asks_for_a_separator(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sources, "BLOCK_BYTES", 10)
-    monkeypatch.setattr(sources, "MAX_ROW_CHARS", 50)
-    (tmp_path / "a.txt").write_text("word\n" * 20)
-    with pytest.raises(ValueError, match=r"a\.txt:1: a document of more than 50 char.*separator="):
-        rows(tmp_path / "a.txt")
-    assert len(rows(tmp_path / "a.txt", separator="\n")) == 20
-
-
 # Arrow gives a struct every key that any has, null where it has none
 TABLE = [
     {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]},
@@ -175,17 +164,22 @@ def test_a_data_set_of_the_hub_is_loaded_as_asked(
     }
 
 
-def test_a_digest_reads_every_byte_of_a_large_file(
+def test_digests_see_every_byte_and_samples_a_few(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sources, "HASH_BYTES", 2**20)  # a thread reads so much
-    path, found = tmp_path / "large", set()
-    for place in (0, 2**20 - 1, 2**20, 2**21 - 1, 2**21, 2**21 + 4):
+    path, digests, samples = tmp_path / "large.jsonl", set(), set()
+    ends = (0, 2**21 + 4)
+    for place in (*ends, 2**20 - 1, 2**20, 2**21 - 1, 2**21):
         content = bytearray(2**21 + 5)
         content[place] = 1
         path.write_bytes(content)
-        found.add(sources.hash_files([path]))
-    assert len(found) == 6
+        source = sources.JsonFile(str(path), formats.Format())
+        assert source.size() == len(content)
+        digests.add(source.digest())
+        samples.add(source.sample(50))
+    assert len(digests) == 6 and len(samples) >= 3
+    assert sources.JsonFile(str(tmp_path / "pipe"), formats.Format()).sample(50) == b""
 
 
 def test_digests_say_what_is_read_and_how(tmp_path: Path) -> None:
@@ -194,11 +188,13 @@ def test_digests_say_what_is_read_and_how(tmp_path: Path) -> None:
     (tmp_path / "c.txt").write_text("one\n\ntwo ")
     (a,), (b,), (c,) = (find_sources(f"{tmp_path}/{name}.txt") for name in "abc")
     assert a.digest() == b.digest() != c.digest()
-    others = [
-        find_sources(f"{tmp_path}/a.txt", separator="\n\n")[0],
-        find_sources(Entry(f"{tmp_path}/a.txt", columns={"text": "x"}))[0],
-    ]
-    assert len({source.digest() for source in (a, c, *others)}) == 4
+    path = f"{tmp_path}/a.txt"
+    others = [find_sources(path, separator="\n\n")[0]]
+    for options in ({"columns": {"text": "x"}}, {"take": 5}, {"take": 6}, {"skip": 1}):
+        others += find_sources(Entry(path, **options))
+    for fraction, held_out in ((0.5, True), (0.5, False), (0.4, True)):
+        others.append(replace(a, fraction=(fraction, held_out)))
+    assert len({source.digest() for source in (a, c, *others)}) == 2 + len(others)
 
 
 @pytest.mark.parametrize(
@@ -239,38 +235,45 @@ def test_a_bad_row_is_said_in_its_place(
         ("a.parquet", b"PAR1 no", r"a\.parquet cannot be read: "),
         ("a.arrow", b"no arrow", r"a\.arrow cannot be read: "),
         ("a.jsonl", b"", r"a\.jsonl is empty"),
+        ("a.parquet", None, r"a\.parquet has the column 'text' twice: remove one"),
     ],
 )
-def test_bad_files_are_named(tmp_path: Path, name: str, content: bytes, message: str) -> None:
-    (tmp_path / name).write_bytes(content)
+def test_bad_files_are_named(
+    tmp_path: Path, name: str, content: bytes | None, message: str
+) -> None:
     if name in ("a.parquet", "a.arrow"):
         extra("pyarrow")
+    if content is None:
+        columns = [extra("pyarrow").array([text]) for text in ("one", "other")]
+        table = extra("pyarrow").table(columns, names=["text", "text"])
+        extra("pyarrow.parquet").write_table(table, tmp_path / name)
+    else:
+        (tmp_path / name).write_bytes(content)
     with pytest.raises(ValueError, match=message):
         rows(tmp_path / name)
 
 
-def test_a_table_with_two_columns_of_a_name_is_refused(tmp_path: Path) -> None:
-    pyarrow, parquet = extra("pyarrow"), extra("pyarrow.parquet")
-    columns = [pyarrow.array(["one"]), pyarrow.array(["other"])]
-    parquet.write_table(pyarrow.table(columns, names=["text", "text"]), tmp_path / "a.parquet")
-    with pytest.raises(ValueError, match=r"a\.parquet has the column 'text' twice: remove one"):
-        rows(tmp_path / "a.parquet")
-
-
-def test_names_that_lead_nowhere(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match=r"no data file matches .*nothing\*"):
-        find_sources(f"{tmp_path}/nothing*")
-    with pytest.raises(
-        FileNotFoundError, match="'owner/name'; a data set of the hub is written hf:"
-    ):
-        find_sources("owner/name")
-    with pytest.raises(IsADirectoryError, match="is a directory; name its files"):
-        find_sources(str(tmp_path))
-    with pytest.raises(ValueError, match="'hf://a/b/c' is not hf://owner/name"):
-        find_sources("hf://a/b/c")
+@pytest.mark.parametrize(
+    ("path", "options", "error", "message"),
+    [
+        ("{}/nothing*", {}, FileNotFoundError, r"no data file matches .*nothing\*"),
+        ("owner/name", {}, FileNotFoundError, "'owner/name'; a data set of the hub is written hf:"),
+        ("{}", {}, IsADirectoryError, "is a directory; name its files"),
+        ("hf://a/b/c", {}, ValueError, "'hf://a/b/c' is not hf://owner/name"),
+        (
+            "{}/a.jsonl",
+            {"split": "test"},
+            ValueError,
+            r"a\.jsonl has no split 'test': a file's only",
+        ),
+    ],
+)
+def test_names_that_lead_nowhere(
+    tmp_path: Path, path: str, options: Any, error: Any, message: str
+) -> None:
     (tmp_path / "a.jsonl").write_text("{}")
-    with pytest.raises(ValueError, match=r"a\.jsonl has no split 'test': a file's only split"):
-        find_sources(Entry(f"{tmp_path}/a.jsonl", split="test"))
+    with pytest.raises(error, match=message):
+        find_sources(Entry(path.format(tmp_path), **options))
 
 
 def test_missing_extras_say_what_to_install(
@@ -283,22 +286,13 @@ def test_missing_extras_say_what_to_install(
             rows(tmp_path / name)
 
 
-def test_a_sample_tells_contents_of_one_size_apart(tmp_path):
-    """By both ends of a file, and by what is between them, as far as pieces reach."""
-    content = bytes(100) * 1000
-    found = set()
-    for at in (None, 0, 50_000, len(content) - 1):
-        changed = bytearray(content)
-        if at is not None:
-            changed[at] = 1
-        (tmp_path / "rows.jsonl").write_bytes(changed)
-        source = sources.JsonFile(str(tmp_path / "rows.jsonl"), formats.Format())
-        assert source.size() == len(content)
-        found.add(source.sample(50))
-    assert len(found) == 4
-    (tmp_path / "small.jsonl").write_bytes(b"{}")
-    assert sources.JsonFile(str(tmp_path / "small.jsonl"), formats.Format()).sample(50)
-    assert sources.JsonFile(str(tmp_path / "pipe"), formats.Format()).sample(50) == b""
+def test_documents_too_long_ask_for_a_separator(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr(sources, "BLOCK_BYTES", 10)
+    monkeypatch.setattr(sources, "MAX_ROW_CHARS", 50)
+    (tmp_path / "a.txt").write_text("word\n" * 20)
+    with pytest.raises(ValueError, match=r"a\.txt:1: a document of more than 50 char.*separator="):
+        rows(tmp_path / "a.txt")
+    assert len(rows(tmp_path / "a.txt", separator="\n")) == 20
 
 
 def test_lines_too_long_to_read_are_bad_rows(tmp_path: Path, monkeypatch: Any) -> None:

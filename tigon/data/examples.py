@@ -5,18 +5,18 @@
 
 import zlib
 from array import array
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from functools import cached_property
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import DTypeLike
 
 from tigon.data.content_check import EmptyAnswer
 from tigon.data.formats import Format, Row
-from tigon.data.sources import MAX_ROW_CHARS, Block, Source
+from tigon.data.sources import MAX_ROW_CHARS, Block, Source, measure
 from tigon.utils.json import escape
 
 SUPERVISED_COLUMN = {"supervised": np.bool_}  # the column of the tokens that are to be learned
@@ -38,6 +38,7 @@ class Example(NamedTuple):
     per_example: Mapping[str, Any] = NO_COLUMNS  # one value
 
 
+T = TypeVar("T")
 Encoded = Sequence[Example] | ValueError  # a row's examples, or what is wrong with it
 Group = tuple[int, Sequence[Example]]  # a line, and the examples of its row
 
@@ -169,9 +170,16 @@ class Examples:
     @property
     def supervised(self) -> np.ndarray:
         """bool [N], the tokens that are to be learned."""
-        if "supervised" in self.per_token:
-            return self.per_token["supervised"]
-        return np.ones(len(self.tokens), dtype=bool)
+        every_token = np.broadcast_to(True, len(self.tokens))
+        return self.per_token.get("supervised", every_token)
+
+    def column(self, kind: str, name: str) -> np.ndarray:
+        """A column per_token or per_example; a missing one has its value in FILL_VALUES."""
+        columns: Mapping[str, np.ndarray] = getattr(self, kind)
+        if name in columns or name not in FILL_VALUES:
+            return columns[name]
+        count = len(self.tokens) if kind == "per_token" else len(self)
+        return np.broadcast_to(np.float32(FILL_VALUES[name]), count)
 
     def index(self, positions: np.ndarray) -> np.ndarray:
         """The example that holds each token position."""
@@ -228,12 +236,7 @@ class Encoder:
     def batch(self, rows: Sequence[Row], format: Format) -> Iterator[Encoded]:
         """`row` of each, or its error; for encoders that are faster with many at once."""
         for row in rows:
-            try:
-                yield self.row(row, format)
-            except ValueError as error:
-                yield error
-            except RecursionError:
-                yield ValueError("is nested too deeply")
+            yield result_or_error(self.row, row, format)
 
     def group_examples(self, examples: Sequence[Example]) -> Iterable[Sequence[Example]]:
         """The groups that the examples of a row form."""
@@ -273,19 +276,22 @@ class Encoder:
         return collect(block.name, groups, report, self.per_token, self.per_example)
 
 
+def result_or_error(function: Callable[..., T], *arguments: Any) -> T | ValueError:
+    """Call a function of a row; return what is wrong with the row in place of raising it."""
+    try:
+        return function(*arguments)
+    except ValueError as error:
+        return error
+    except RecursionError:
+        return ValueError("is nested too deeply")
+
+
 def _check_size(row: Row | ValueError) -> Row | ValueError:
     """Return the row, or a ValueError if it is too large for a tokenizer."""
-    if isinstance(row, ValueError) or (size := _count_characters(row)) <= MAX_ROW_CHARS:
+    if isinstance(row, ValueError) or (size := measure(row)) <= MAX_ROW_CHARS:
         return row
     limit = f"tokenizing takes at most {MAX_ROW_CHARS:,} at a time"
     return ValueError(f"has {size:,} characters, and {limit}: divide the row, or leave it out")
-
-
-def _count_characters(value: Any) -> int:
-    if isinstance(value, str):
-        return len(value)
-    values = value.values() if isinstance(value, dict) else value
-    return sum(map(_count_characters, values)) if isinstance(value, dict | list) else 0
 
 
 def read(sources: Iterable[Source], encoder: Encoder) -> Examples:
@@ -314,14 +320,8 @@ def join(pieces: Sequence[Examples]) -> Examples:
 
     def columns(kind: str) -> dict[str, np.ndarray]:
         names = dict.fromkeys(name for piece in pieces for name in getattr(piece, kind))
-        arrays = {name: [column(piece, kind, name) for piece in pieces] for name in names}
+        arrays = {name: [piece.column(kind, name) for piece in pieces] for name in names}
         return {name: np.concatenate(pad_columns(name, values)) for name, values in arrays.items()}
-
-    def column(piece: Examples, kind: str, name: str) -> np.ndarray:
-        if name in getattr(piece, kind) or name not in FILL_VALUES:
-            return getattr(piece, kind)[name]
-        count = len(piece.tokens) if kind == "per_token" else len(piece)
-        return np.full(count, FILL_VALUES[name], dtype=np.float32)
 
     grouped = any(piece.groups is not None for piece in pieces)
     return Examples(

@@ -20,9 +20,6 @@ Messages = list[dict[str, Any]]
 MessagesOrText = TypeVar("MessagesOrText", str, Messages, str | Messages)
 
 CHAT_FORMATS = ("messages", "sharegpt", "prompt_completion", "instruction")
-TEXT_FORMATS = ("text",)
-PAIR_FORMATS, LABELED_FORMATS, REWARDED_FORMATS = ("preference",), ("unpaired",), ("completions",)
-DISTRIBUTION_FORMATS = ("distributions",)
 # What a row of each format must have, and what else is read of it
 REQUIRED_KEYS = {
     "messages": ("messages",),
@@ -36,7 +33,7 @@ REQUIRED_KEYS = {
     "distributions": ("input_ids", "teacher_tokens", "teacher_logprobs"),
 }
 # Earlier versions ignored `system` here, so rows with it need a new cache key
-SYSTEM_FORMATS = ("prompt_completion", *PAIR_FORMATS, *LABELED_FORMATS, *REWARDED_FORMATS)
+SYSTEM_FORMATS = ("prompt_completion", "preference", "unpaired", "completions")
 TEMPLATE_KEYS = ("tools", "system", "chat_template_kwargs")  # to the chat template
 OPTIONAL_KEYS = {
     "messages": ("tools", "system", "weight", "chat_template_kwargs"),
@@ -479,9 +476,8 @@ def parse_labeled(row: Row, format: Format) -> tuple[AnswerSample, bool]:
 class RewardedSample:
     """A policy's answers to a prompt, with their rewards or advantages."""
 
-    sample: AnswerSample | None  # None: tokens
-    prompt: list[int]  # if they are tokens
-    answers: list[list[int]]
+    # If they are tokens, how many the prompt has, and the prompt with each answer
+    answers: AnswerSample | tuple[int, list[list[int]]]
     values: list[float]  # rewards, or advantages
     are_advantages: bool
     old_logprobs: list[list[float]] | None  # of each answer's tokens, by the policy that gave them
@@ -522,7 +518,8 @@ def parse_rewarded(row: Row, format: Format) -> RewardedSample:
         check_token_ids(prompt, format.column("prompt"))
         for answer in answers:
             check_token_ids(answer, key)
-        return RewardedSample(None, prompt, answers, values, are_advantages, logprobs)
+        sequences = [prompt + answer for answer in answers]
+        return RewardedSample((len(prompt), sequences), values, are_advantages, logprobs)
     answers = [read_messages(a) if isinstance(a, str) else a for a in answers]
     for i, answer in enumerate(answers):
         if not isinstance(answer, str | list):
@@ -532,7 +529,7 @@ def parse_rewarded(row: Row, format: Format) -> RewardedSample:
     prompt = _text_or_messages(row, format, "prompt")
     sample = _build_sample(row, format, prompt, tuple(answers), index_names(key, count))
     _check_answers([key] * count, sample.answers, sample.prompt, format)
-    return RewardedSample(sample, [], [], values, are_advantages, logprobs)
+    return RewardedSample(sample, values, are_advantages, logprobs)
 
 
 def is_token_list(value: Any) -> bool:

@@ -5,37 +5,21 @@
 
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import cached_property
 from threading import RLock
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from tigon.data.collate import BatchLine, MicroBatch, collate
-from tigon.data.mixture import Corpus, Window, concat_ranges
+from tigon.data.collate import MicroBatch, collate_rows
+from tigon.data.mixture import Window, WindowSource, concat_ranges
 from tigon.data.packing import PackedRows, PackingReport
 
 MAX_RECENT = 8  # windows, and calls for a step, that stay at hand: a thread reads ahead of training
 MAX_EMPTY_EXAMPLES = 2**16  # without a row, after which a stream is an error: it may never end
 ATTENTION_COST_TOKENS = 2**15  # of a sequence whose attention costs about as much as all else
-
-
-class WindowSource(Protocol):
-    """Where windows come from: a Mixture or a Stream."""
-
-    @property
-    def repeats(self) -> bool: ...  # whether every epoch has the same windows
-    @property
-    def per_epoch(self) -> int | None: ...  # None: not known
-    def window(self, number: int) -> Window: ...
-    def release_before(self, number: int) -> None: ...
-    def state(self, number: int) -> dict[str, Any]: ...
-    def identity(self) -> str: ...
-    def sample(self) -> str: ...
-    def check_vocabulary(self, size: int) -> None: ...
-    def close(self) -> None: ...
 
 
 class PackedWindow(NamedTuple):
@@ -138,18 +122,20 @@ class Loader:
             pieces = self._window_slices(step)
             columns = pieces[0][0].window.corpus
             cost = np.concatenate([packed.cost[rows] for packed, rows in pieces])
-            rows = [(packed, row) for packed, some in pieces for row in some]
+            rows = [
+                (packed.window.corpus, packed.rows, i) for packed, taken in pieces for i in taken
+            ]
             dealt = np.argsort(-cost, kind="stable")
             size = self.micro_batch_size
             count = -(-len(dealt) // (size * self.world))
             starts = (np.arange(count) * self.world + self.rank) * size
-            each = [dealt[a : a + size] for a in starts]
-            batches = [self._collate([rows[i] for i in some], columns) for some in each]
+            shares = [dealt[start : start + size] for start in starts]
+            batches = [collate_rows(columns, [rows[i] for i in share]) for share in shares]
             if self.dropout_seed is not None:
-                counts = np.array([len(packed.rows[row]) for packed, row in rows])
+                counts = np.array([len(packed[i]) for _, packed, i in rows])
                 first = np.cumsum(counts) - counts
-                for i, some in enumerate(each):
-                    numbers = concat_ranges(first[some], counts[some])
+                for i, share in enumerate(shares):
+                    numbers = concat_ranges(first[share], counts[share])
                     batches[i] = batches[i].with_dropout(self.dropout_seed, step, numbers)
             self._counts[step] = self._count_tokens(pieces)
             if len(self._counts) > MAX_RECENT:
@@ -322,10 +308,3 @@ class Loader:
         # Raw bits and a stable sort: numpy promises these streams, not those of permutation().
         bits = np.random.PCG64([self.seed, window.epoch, window.index]).random_raw(rows)
         return np.argsort(bits, kind="stable")
-
-    def _collate(self, rows: Sequence[tuple[PackedWindow, int]], columns: Corpus) -> MicroBatch:
-        lines = [BatchLine(packed.window.corpus, *packed.rows.line(row)) for packed, row in rows]
-        if rows and rows[0][0].rows.packing:
-            return collate(columns, lines, rows[0][0].rows.seq_len)
-        lines = [BatchLine(line.corpus, span[None]) for line in lines for span in line.spans]
-        return collate(columns, lines)

@@ -8,7 +8,7 @@ import hashlib
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from queue import Empty, Full, Queue
 from typing import Any
 
@@ -16,7 +16,7 @@ import numpy as np
 from torch.utils.data import DataLoader, IterableDataset
 
 from tigon.data.examples import Encoder, Examples
-from tigon.data.mixture import Corpus, DrawPattern, Window, check_vocabulary
+from tigon.data.mixture import Corpus, DrawPattern, Window, WindowSource, check_vocabulary
 from tigon.data.sources import BLOCK_BYTES, Source
 from tigon.data.tokenized import one_tokenizer_thread
 
@@ -28,7 +28,7 @@ State = dict[str, Any]
 EncodedWindow = tuple[State, bool, list[list[Examples]]]  # its begin, is last, parts of entries
 
 
-class Stream:
+class Stream(WindowSource):
     """Windows that a process tokenizes shortly before they are needed; entries may be endless.
 
     With weights they are those of a Mixture's first epoch, which here never ends; without, those of
@@ -67,7 +67,6 @@ class Stream:
         self._next, self._made = 0, self._begin(0)
 
     def window(self, number: int) -> Window:
-        """Wait for window `number`, counted from the first, and return it."""
         if number < self._next and number not in self._windows:  # training has gone back
             self._next, self._made = number, self._begin(number)
         while self._next <= number:
@@ -85,32 +84,29 @@ class Stream:
         raise RuntimeError("the stream is closed")
 
     def release_before(self, number: int) -> None:
-        """Drop the windows before this one; `window` makes them again if training goes back."""
+        # `window` makes them again if training goes back
         for old in [n for n in self._windows if n < number]:
             del self._windows[old]
 
     def state(self, number: int) -> State:
-        """Return the cursor from which a stream begins with this window."""
         return self._states[number]
 
     def check_vocabulary(self, size: int) -> None:
-        """Make `window` raise ValueError for a token that is `size` or more."""
         self.vocabulary = size
 
     def identity(self) -> str:
-        """Return a digest of the encoder and of the sources' names, sizes and a few bytes."""
+        # A stream is never read as a whole
         sources = [(source, source.size()) for source in self.sources]
         facts = sources, self.weights, self.encoder.digest(), BLOCK_BYTES, self.sample()
         return hashlib.blake2b(repr(facts).encode(), digest_size=16).hexdigest()
 
     def sample(self) -> str:
-        """Return a digest of a few bytes of each source."""
         count = SAMPLED_PIECES // max(1, len(self.sources))
         samples = (source.sample(count) for source in self.sources)
         return hashlib.blake2b(b"".join(samples), digest_size=16).hexdigest()
 
     def close(self) -> None:
-        """End the tokenizing; a call of `window` that waits gets an error."""
+        # A call of `window` that waits gets an error
         self._closed.set()
 
     def _begin(self, number: int) -> Queue[Any]:
@@ -177,19 +173,15 @@ def _identity(window: Any) -> Any:
     return window
 
 
+@dataclass(eq=False)
 class _WindowDataset(IterableDataset[Any]):
     """Yields all windows from a state on, or the error that ends them."""
 
-    def __init__(
-        self,
-        entries: Sequence[Sequence[Source]],
-        encoder: Encoder,
-        size: int,
-        pattern: DrawPattern | None,
-        state: State,
-    ) -> None:
-        self.entries, self.encoder, self.size = entries, encoder, size
-        self.pattern, self.state = pattern, state
+    entries: Sequence[Sequence[Source]]
+    encoder: Encoder
+    size: int
+    pattern: DrawPattern | None
+    state: State
 
     def __iter__(self) -> Iterator[EncodedWindow | Exception]:
         try:

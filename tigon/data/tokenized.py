@@ -27,7 +27,6 @@ from tigon.data.sources import Source
 VERSION = 2  # of the columns; others are made anew
 MAX_WORKERS = 32  # unless a setting says more
 MIN_PARALLEL_BLOCKS = 4  # blocks that are tokenized sooner than processes start
-ARRAYS = ("tokens", "offsets", "origin", "groups", "targets")
 COLUMN_KINDS = ("per_token", "per_example")
 
 

@@ -2,8 +2,7 @@
 
 import json
 import pickle
-from collections.abc import Callable
-from pathlib import Path
+from copy import copy
 from typing import Any
 
 import pytest
@@ -14,17 +13,17 @@ from tigon.tokenizer import Tokenizer
 
 
 @pytest.fixture(scope="module")
-def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def directory(tmp_path_factory):
     return write_tokenizer(tmp_path_factory.mktemp("tokenizer"))
 
 
 @pytest.fixture(scope="module")
-def tokenizer(directory: Path) -> Tokenizer:
+def tokenizer(directory):
     return Tokenizer.from_pretrained(directory)
 
 
 @pytest.fixture
-def encode(tmp_path: Path, tokenizer: Tokenizer) -> Callable[..., Examples]:
+def encode(tmp_path, tokenizer):
     """Encode rows, one by one or as a list, from the file a.jsonl; a text is a line of it.
 
     An encoder, or the class of one for the tokenizer with a chat template.
@@ -34,8 +33,9 @@ def encode(tmp_path: Path, tokenizer: Tokenizer) -> Callable[..., Examples]:
         encoder: Any, *rows: Any, template: str = CHATML, columns: Any = None, **options: Any
     ) -> Examples:
         if isinstance(encoder, type):
-            tokenizer.chat_template = template
-            encoder = encoder(tokenizer, **options)
+            copied = copy(tokenizer)
+            copied.chat_template = template
+            encoder = encoder(copied, **options)
         all_rows = rows[0] if rows and isinstance(rows[0], list) else rows
         lines = [row if isinstance(row, str) else json.dumps(row) for row in all_rows]
         path = tmp_path / "a.jsonl"

@@ -4,18 +4,16 @@ import re
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from tests.small import CHATML
-from tigon.data import Encoder, Examples, LabelledEncoder, PairEncoder, RewardedEncoder, TopEncoder
-from tigon.tokenizer import Tokenizer
+from tigon.data import Examples, LabelledEncoder, PairEncoder, RewardedEncoder, TopEncoder
 
 ASK, HO = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}
 HA, HEY = {"role": "assistant", "content": "ha ha"}, {"role": "assistant", "content": "hey"}
 SYSTEM, SO = {"role": "system", "content": "be"}, {"role": "user", "content": "so"}
 
-PAIRS: dict[str, list[dict[str, Any]]] = {
+PAIRS = {
     "texts": [
         {"prompt": "the model", "chosen": " reads words", "rejected": " says"},
         {"prompt": "whoever", "chosen": "<|endoftext|>", "rejected": " asked it"},
@@ -61,9 +59,7 @@ def prepared(name: str, directory: Path, rows: list[dict[str, Any]], **options: 
 
 
 @pytest.mark.parametrize("rows", PAIRS.values(), ids=PAIRS)
-def test_pairs_are_the_tokens_of_trl(
-    rows: Any, directory: Path, tokenizer: Tokenizer, encode: Any
-) -> None:
+def test_pairs_are_the_tokens_of_trl(rows, directory, encode):
     examples = encode(PairEncoder, rows)
     expected = prepared("DPO", directory, rows)
     assert examples.groups is not None and examples.groups.tolist() == [0, 2, 4]
@@ -73,7 +69,7 @@ def test_pairs_are_the_tokens_of_trl(
         assert found[2 * i + 1] == (row["prompt_ids"], row["rejected_ids"])
 
 
-SAME: list[tuple[dict[str, Any], dict[str, Any]]] = [
+SAME = [
     # The prompt as a text of whole conversations
     (
         {"prompt": "hi", "chosen": [ASK, HO], "rejected": [ASK, HA]},
@@ -92,20 +88,26 @@ SAME: list[tuple[dict[str, Any], dict[str, Any]]] = [
 
 @pytest.mark.parametrize("encoder", [PairEncoder, LabelledEncoder])
 @pytest.mark.parametrize(("row", "plain"), SAME)
-def test_ways_to_write_a_prompt(
-    encoder: Any, row: Any, plain: Any, tokenizer: Tokenizer, encode: Any
-) -> None:
+def test_ways_to_write_a_prompt(encoder, row, plain, encode):
     found, expected = (encode(encoder, [r]) for r in (row, plain))
     assert sequences(found) == sequences(expected)
 
 
-def test_what_an_assistant_says_twice_stays(tokenizer: Tokenizer, encode: Any) -> None:
+def test_what_an_assistant_says_twice_stays(tokenizer, encode):
     twice = {"prompt": [HEY], "chosen": [HEY, HO], "rejected": [HEY, HA]}
     prompt, _ = sequences(encode(PairEncoder, [twice]))[0]
     assert prompt == tokenizer.apply_chat_template([HEY], add_generation_prompt=True)
 
 
-def test_margins_are_a_column_where_they_are_read(tokenizer: Tokenizer, encode: Any) -> None:
+def test_digests(tokenizer):
+    digests = [
+        PairEncoder(tokenizer, **options).digest()
+        for options in ({}, {"shared_prompt": False}, {"train_on_empty_thinking": True})
+    ]
+    assert digests[0] == digests[1] != digests[2]  # caches stay without a shared prompt
+
+
+def test_margins_are_a_column_where_they_are_read(encode):
     rows = [PAIRS["messages"][0] | {"margin": 1.5}, PAIRS["messages"][1]]
     examples = encode(PairEncoder, rows, margin=True)
     assert examples.per_example["margin"].tolist() == [1.5, 1.5, 0.0, 0.0]
@@ -115,9 +117,7 @@ def test_margins_are_a_column_where_they_are_read(tokenizer: Tokenizer, encode: 
     assert encode(PairEncoder, named).report.ignored_keys == ("chosen.mood", "score")
 
 
-def test_labelled_answers_are_the_tokens_of_trl_with_their_mismatched_ones(
-    directory: Path, tokenizer: Tokenizer, encode: Any
-) -> None:
+def test_labelled_answers_are_the_tokens_of_trl_with_their_mismatched_ones(directory, encode):
     rows = [
         {"prompt": [ASK], "completion": [HO], "label": True},
         {"prompt": [SYSTEM, ASK], "completion": [HA], "label": False},
@@ -142,9 +142,7 @@ def test_labelled_answers_are_the_tokens_of_trl_with_their_mismatched_ones(
 
 
 @pytest.mark.parametrize("rows", PAIRS.values(), ids=PAIRS)
-def test_pairs_are_a_desired_and_an_undesired_answer_each(
-    rows: Any, directory: Path, tokenizer: Tokenizer, encode: Any
-) -> None:
+def test_pairs_are_a_desired_and_an_undesired_answer_each(rows, directory, encode):
     """The tokens of TRL, which has all chosen answers of a thousand rows before all rejected; here
     each row's follow each other."""
     examples = encode(LabelledEncoder, [row | {"margin": 1.0} for row in rows])
@@ -165,7 +163,7 @@ def test_pairs_are_a_desired_and_an_undesired_answer_each(
     assert alone.per_example["matched"].all() and alone.groups is None  # of one each
 
 
-WHOLE: dict[str, list[dict[str, Any]]] = {
+WHOLE = {
     "texts": [
         {"chosen": "good text", "rejected": "bad text"},
         {"chosen": "the model", "rejected": "the model says"},
@@ -181,9 +179,7 @@ WHOLE: dict[str, list[dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("rows", WHOLE.values(), ids=WHOLE)
-def test_sequences_without_a_prompt_in_common_are_scored_as_in_trl(
-    rows: Any, directory: Path, tokenizer: Tokenizer, encode: Any
-) -> None:
+def test_sequences_without_a_prompt_in_common_are_scored_as_in_trl(rows, directory, encode):
     examples = encode(PairEncoder, rows, shared_prompt=False)
     expected = prepared("Reward", directory, rows)
     found = [prompt + learned for prompt, learned in sequences(examples)]
@@ -196,21 +192,19 @@ def test_sequences_without_a_prompt_in_common_are_scored_as_in_trl(
         # These have it in common, and so as a prompt
         ids = encode(PairEncoder, behind, shared_prompt=False).tokens.tolist()
         assert encode(PairEncoder, system, shared_prompt=False).tokens.tolist() == ids
-    one = PairEncoder(tokenizer).digest()
-    assert PairEncoder(tokenizer, shared_prompt=False).digest() == one  # caches stay
 
 
 GOOD = {"prompt": [ASK], "chosen": [HO], "rejected": [HA]}
 
 
-def test_system_of_a_row_is_a_message_before_its_prompt(tokenizer: Tokenizer, encode: Any) -> None:
+def test_system_of_a_row_is_a_message_before_its_prompt(encode):
     """As in the rows of fine-tuning; null and empty ones are none."""
     given = {"prompt": [ASK], "completions": [[HO], [HA]], "rewards": [1.0, 0.0]}
     cases = (
-        (PairEncoder(tokenizer), GOOD),
-        (PairEncoder(tokenizer), {"chosen": [ASK, HO], "rejected": [ASK, HA]}),
-        (LabelledEncoder(tokenizer), LABELED),
-        (RewardedEncoder(tokenizer), given),
+        (PairEncoder, GOOD),
+        (PairEncoder, {"chosen": [ASK, HO], "rejected": [ASK, HA]}),
+        (LabelledEncoder, LABELED),
+        (RewardedEncoder, given),
     )
     system = {"role": "system", "content": "says it"}
     for encoder, row in cases:
@@ -239,7 +233,7 @@ STORED = {
 }
 SINGLE_TEXTS = {"chosen": "a b", "rejected": "c d"}
 PAIR_TEXTS = {"prompt": "a", "chosen": "b", "rejected": "c"}
-REFUSED: list[tuple[type[Encoder], dict[str, Any], str]] = [
+REFUSED = [
     (PairEncoder, PAIR_TEXTS | {"rejected": "b"}, "are equal"),
     (PairEncoder, GOOD | {"rejected": [HO]}, "'chosen' and 'rejected' are equal"),
     (PairEncoder, GOOD | {"rejected": [HO | {"content": [{"text": "ho"}]}]}, "are equal"),
@@ -288,9 +282,7 @@ REFUSED: list[tuple[type[Encoder], dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("kind", "row", "message"), REFUSED)
-def test_bad_rows_are_refused_with_their_line(
-    kind: Any, row: Any, message: str, tokenizer: Tokenizer, encode: Any
-) -> None:
+def test_bad_rows_are_refused_with_their_line(kind, row, message, encode):
     first = {LabelledEncoder: LABELED, RewardedEncoder: REWARDED, TopEncoder: STORED}.get(kind)
     if first is None:
         first = GOOD if isinstance(row["chosen"], list) else PAIRS["texts"][0]
@@ -325,16 +317,12 @@ FIRST_REFUSED = [
 
 
 @pytest.mark.parametrize(("kind", "options", "row", "message"), FIRST_REFUSED)
-def test_first_rows_that_are_refused(
-    kind: Any, options: Any, row: Any, message: str, tokenizer: Tokenizer, encode: Any
-) -> None:
+def test_first_rows_that_are_refused(kind, options, row, message, encode):
     with pytest.raises(ValueError, match=f"a.jsonl:1: .*{message}"):
         encode(kind, [row], **options)
 
 
-def test_what_a_teacher_says_where_nothing_is_learned_is_not_read(
-    tokenizer: Tokenizer, encode: Any
-) -> None:
+def test_what_a_teacher_says_where_nothing_is_learned_is_not_read(encode):
     also = {
         "teacher_tokens": [3, [6, "a"], [6, 7], [8]],
         "teacher_logprobs": [None, 0.5, [-0.5, -2.0], [-0.1]],
@@ -364,13 +352,11 @@ SO_HO = HO | {"thinking": "so"}  # a block that tells answers apart
     ],
 )
 def test_an_empty_block_of_reasoning_belongs_to_the_prompt(
-    directory: Path, encode: Any, chosen: Any, options: Any, blocks: list[str]
-) -> None:
-    tokenizer = Tokenizer.from_pretrained(directory)
-    tokenizer.chat_template = THINKS
-
+    tokenizer, encode, chosen, options, blocks
+):
     def learned(kind: Any, row: Any) -> list[str]:
-        found = sequences(encode(kind, [{"prompt": [ASK], **row}], **options))
+        examples = encode(kind, {"prompt": [ASK], **row}, template=THINKS, **options)
+        found = sequences(examples)
         return [tokenizer.decode(ids) for _, ids in found]
 
     expected = [f"{blocks[0]}ho<|im_end|>\n", f"{blocks[1]}ha ha<|im_end|>\n"]
@@ -385,5 +371,3 @@ def test_an_empty_block_of_reasoning_belongs_to_the_prompt(
     ]
     old = [[-1.0] * len(tokenizer.encode(text)) for text in texts]
     assert learned(RewardedEncoder, row | {"old_logprobs": old}) == texts
-    if options:
-        assert PairEncoder(tokenizer).digest() != PairEncoder(tokenizer, **options).digest()

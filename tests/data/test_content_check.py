@@ -1,8 +1,6 @@
 """Messages that the chat template leaves out, and answers that say nothing, are bad rows."""
 
 import re
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -30,7 +28,7 @@ NO_DIGITS = CHATML.replace(
     "{% for m in messages %}",
     "{% for m in messages %}{% if '8041' in m.content %}{{ raise_exception('no') }}{% endif %}",
 )
-ROWS: list[tuple[str, list[dict[str, Any]], str]] = [
+ROWS = [
     (
         CHATML,
         [HI, CALLS, RESULT, HO],
@@ -51,7 +49,7 @@ ROWS: list[tuple[str, list[dict[str, Any]], str]] = [
 
 
 @pytest.fixture
-def encode(encode: Callable[..., Examples], directory: Path) -> Callable[..., Examples]:
+def encode(encode, directory):
     def run(kind: Any, template: str, *rows: dict[str, Any], **options: Any) -> Examples:
         tokenizer = Tokenizer.from_pretrained(directory)
         tokenizer.chat_template = template
@@ -61,9 +59,7 @@ def encode(encode: Callable[..., Examples], directory: Path) -> Callable[..., Ex
 
 
 @pytest.mark.parametrize(("template", "messages", "message"), ROWS)
-def test_content_that_a_template_leaves_out(
-    encode: Any, template: str, messages: Any, message: str
-) -> None:
+def test_content_that_a_template_leaves_out(encode, template, messages, message):
     good = {"messages": [HI, HO]}
     options = {"must_end": False}
     assert len(encode(ChatEncoder, template, good, **options)) == 1
@@ -88,7 +84,7 @@ def test_content_that_a_template_leaves_out(
         (NO_DIGITS, [HI | {"content": "?"}, HO]),
     ],
 )
-def test_content_that_is_written_or_not_learned(encode: Any, template: str, messages: Any) -> None:
+def test_content_that_is_written_or_not_learned(encode, template, messages):
     # The names of variables are no arguments on the way
     row = {"messages": messages, "chat_template_kwargs": {"name": "x", "learned": 1}}
     assert len(encode(ChatEncoder, template, row)) == 1
@@ -113,9 +109,7 @@ ANSWER = "is an empty answer"
         ),
     ],
 )
-def test_an_empty_answer_is_an_error_or_counted(
-    encode: Any, good: Any, row: Any, message: str
-) -> None:
+def test_an_empty_answer_is_an_error_or_counted(encode, good, row, message):
     with pytest.raises(ValueError, match=rf"a\.jsonl:2: .*{message}"):
         encode(ChatEncoder, CHATML, good, row)
     report = encode(ChatEncoder, CHATML, good, row, row, skip_bad_rows=True).report
@@ -153,13 +147,13 @@ HA = HO | {"content": "ha"}
         ),
     ],
 )
-def test_messages_are_named_as_rows_name_them(encode: Any, kind: Any, row: Any, name: str) -> None:
+def test_messages_are_named_as_rows_name_them(encode, kind, row, name):
     message = rf"jsonl:1: {re.escape(name)}\['tool_calls'\].*writes nothing"
     with pytest.raises(ValueError, match=message):
         encode(kind, CHATML, row)
 
 
-def test_one_shape_is_rendered_once(encode: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_shape_is_rendered_once(encode, monkeypatch):
     calls = []
     apply = Tokenizer.apply_chat_template
     monkeypatch.setattr(
@@ -169,7 +163,7 @@ def test_one_shape_is_rendered_once(encode: Any, monkeypatch: pytest.MonkeyPatch
     assert len(encode(ChatEncoder, CHATML, *rows)) == 50 and len(calls) == 1
 
 
-def test_what_is_learned_is_of_the_shape(encode: Any) -> None:
+def test_what_is_learned_is_of_the_shape(encode):
     silent = {"messages": [HI, THINKS | {"weight": 0}, HI, HO]}
     loud = {"messages": [HI, THINKS, HI, HO]}
     with pytest.raises(ValueError, match=r"a\.jsonl:2: messages\[1\]\['reasoning_content'\]"):

@@ -71,9 +71,7 @@ def chat(row: dict[str, Any], **columns: str) -> WeightedChat | WeightedText:
         ),
     ],
 )
-def test_the_format_is_told_from_the_keys(
-    row: dict[str, Any], kind: str, messages: list[Any]
-) -> None:
+def test_the_format_is_told_from_the_keys(row, kind, messages):
     format = Format().detect(row, CHAT_FORMATS)
     assert format.kind == kind
     found = parse_chat(row, format)
@@ -83,7 +81,7 @@ def test_the_format_is_told_from_the_keys(
     assert Format(kind, {}).detect(row, CHAT_FORMATS) == format
 
 
-def test_other_names_for_keys() -> None:
+def test_other_names_for_keys():
     row = {"dialog": HI, "fns": [TOOL], "w": 0.5, "messages": 3}
     found = chat(row, messages="dialog", tools="fns", weight="w")
     assert isinstance(found, WeightedChat)
@@ -96,7 +94,7 @@ def test_other_names_for_keys() -> None:
     assert chat({"q": "hi", "a": "ho"}, prompt="q", completion="a") == WeightedText("ho", "hi")
 
 
-def test_prompts_and_texts() -> None:
+def test_prompts_and_texts():
     assert chat({"prompt": "a", "completion": "b", "weight": 2}) == WeightedText("b", "a", 2.0)
     said = chat({"prompt": HI[:1], "completion": HI[1:], "system": "be"})
     assert isinstance(said, WeightedChat) and (said.messages, said.prompt) == ([SYSTEM, *HI], 2)
@@ -110,14 +108,14 @@ def test_prompts_and_texts() -> None:
 
 
 @pytest.mark.parametrize("tools", [[TOOL], '[{"type": "function", "function": {"name": "f", '])
-def test_tools_as_a_list_or_its_json(tools: Any) -> None:
+def test_tools_as_a_list_or_its_json(tools):
     tools = tools if isinstance(tools, list) else tools + '"parameters": {}}}]'
     found = chat({"messages": HI, "tools": tools, "chat_template_kwargs": {"think": False}})
     assert isinstance(found, WeightedChat) and found.tools == [TOOL]
     assert found.variables == {"think": False}
 
 
-def test_weights_of_messages_and_rows() -> None:
+def test_weights_of_messages_and_rows():
     messages = [
         {**HI[0], "train": True},
         {**HI[1], "weight": 0},
@@ -171,7 +169,7 @@ def test_weights_of_messages_and_rows() -> None:
         ({"messages": HI, "chat_template_kwargs": {"messages": 1}}, "'chat_template_kwargs' must"),
     ],
 )
-def test_rows_that_fit_no_format(row: dict[str, Any], message: str) -> None:
+def test_rows_that_fit_no_format(row, message):
     with pytest.raises(ValueError, match=message):
         chat(row)
 
@@ -191,12 +189,12 @@ def test_rows_that_fit_no_format(row: dict[str, Any], message: str) -> None:
         ),
     ],
 )
-def test_later_rows_have_the_first_format(first: Any, row: Any, message: str) -> None:
+def test_later_rows_have_the_first_format(first, row, message):
     with pytest.raises(ValueError, match=message):
         parse_chat(row, Format().detect(first, CHAT_FORMATS))
 
 
-def test_settings_that_name_nothing() -> None:
+def test_settings_that_name_nothing():
     with pytest.raises(ValueError, match="format='alpaca' is not one of messages, sharegpt"):
         Format("alpaca")
     with pytest.raises(ValueError, match="columns: 'mesages' is no key of a row that is read"):

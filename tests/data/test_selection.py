@@ -45,7 +45,7 @@ def write(folder: Path, format: str) -> str:
 
 
 def texts(sources: list[Source]) -> list[str]:
-    return [row["text"] for source in sources for _, row in source.rows()]  # type: ignore[index]
+    return [row["text"] for source in sources for _, row in source.rows()]
 
 
 def selected(path: str, **options: Any) -> list[str]:
@@ -53,7 +53,7 @@ def selected(path: str, **options: Any) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def slices(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
+def slices(tmp_path_factory):
     """The texts of each of SLICES as the library `datasets` reads them."""
     folder = tmp_path_factory.mktemp("peer")
     datasets.Dataset.from_list(ROWS).to_parquet(folder / "peer.parquet")
@@ -64,9 +64,7 @@ def slices(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
 
 
 @pytest.mark.parametrize("format", FORMATS)
-def test_slices_equal_those_of_datasets(
-    tmp_path: Path, format: str, slices: dict[str, list[str]]
-) -> None:
+def test_slices_equal_those_of_datasets(tmp_path, format, slices):
     path = write(tmp_path, format)
     for split, expected in slices.items():
         assert selected(path, split=split) == expected, split
@@ -82,7 +80,7 @@ def test_slices_equal_those_of_datasets(
 
 
 @pytest.mark.parametrize("format", ["jsonl", "parquet"])
-def test_a_slice_goes_over_the_files_of_a_glob(tmp_path: Path, format: str) -> None:
+def test_a_slice_goes_over_the_files_of_a_glob(tmp_path, format):
     for i in range(3):
         part = datasets.Dataset.from_list(ROWS[i * 9 : i * 9 + 9])
         getattr(part, "to_parquet" if format == "parquet" else "to_json")(
@@ -94,7 +92,7 @@ def test_a_slice_goes_over_the_files_of_a_glob(tmp_path: Path, format: str) -> N
     assert selected(path, split="train[50%:]") == TEXTS[14:]
 
 
-def test_a_saved_split_has_its_own_name(tmp_path: Path) -> None:
+def test_a_saved_split_has_its_own_name(tmp_path):
     datasets.Dataset.from_list(ROWS, split="test").save_to_disk(tmp_path / "test")
     path = str(tmp_path / "test")
     assert selected(path) == selected(path, split="test") == TEXTS
@@ -118,14 +116,12 @@ def test_a_saved_split_has_its_own_name(tmp_path: Path) -> None:
     ],
 )
 @pytest.mark.parametrize("format", ["jsonl", "saved"])
-def test_selections_without_rows_are_errors(
-    tmp_path: Path, format: str, options: dict[str, Any], message: str
-) -> None:
+def test_selections_without_rows_are_errors(tmp_path, format, options, message):
     with pytest.raises(ValueError, match=message):
         selected(write(tmp_path, format), **options)
 
 
-def test_a_stream_has_no_end_to_count_from(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stream_has_no_end_to_count_from(monkeypatch):
     table = datasets.IterableDataset.from_generator(lambda: iter(ROWS))
     monkeypatch.setattr(datasets, "load_dataset", lambda *args, **options: table)
     entry = Entry("hf://owner/name", split="train[5:9]", skip=1)
@@ -135,7 +131,7 @@ def test_a_stream_has_no_end_to_count_from(monkeypatch: pytest.MonkeyPatch) -> N
             find_sources(Entry("hf://owner/name", split=split), streaming=True)
 
 
-def test_eval_fraction_divides_rows_by_their_content(tmp_path: Path) -> None:
+def test_eval_fraction_divides_rows_by_their_content(tmp_path):
     (source,) = find_sources(write(tmp_path, "jsonl"))
     held_out = texts(select_fraction([source], 0.3, True))
     trained = texts(select_fraction([source], 0.3, False))
@@ -149,7 +145,7 @@ def test_eval_fraction_divides_rows_by_their_content(tmp_path: Path) -> None:
     assert pinned == [0, 6, 13, 14, 16]  # on every machine and in every version
 
 
-def test_the_side_of_a_row_is_that_of_what_is_read() -> None:
+def test_the_side_of_a_row_is_that_of_what_is_read():
     for i in range(20):
         row = {"instruction": str(i), "output": "x"}
         renamed = {"output": "x", "ask": str(i), "id": 7, "input": None}
@@ -164,12 +160,12 @@ def test_the_side_of_a_row_is_that_of_what_is_read() -> None:
         assert len({is_held_out(chat, Format(), 0.5) for chat in chats}) == 1
 
 
-def test_split_names_are_read_as_datasets_reads_them() -> None:
+def test_split_names_are_read_as_datasets_reads_them():
     assert parse_split("validation_matched") == [("validation_matched", None, None, False)]
     assert parse_split("a.b[:-1]+ c") == [("a.b", None, -1, False), ("c", None, None, False)]
 
 
-def test_rows_and_names_that_are_not_utf_8(tmp_path: Path) -> None:
+def test_rows_and_names_that_are_not_utf_8(tmp_path):
     pyarrow = pytest.importorskip("pyarrow")
     parquet = pytest.importorskip("pyarrow.parquet")
     column = pyarrow.array([b"a", b"\xff"], pyarrow.binary()).view(pyarrow.string())
@@ -214,9 +210,7 @@ def test_rows_and_names_that_are_not_utf_8(tmp_path: Path) -> None:
         ("a.csv", b"my;text\na\n", {"text": "my;text"}, [(2, {"my;text": "a"})]),
     ],
 )
-def test_csv_cells_are_the_texts_of_the_file(
-    tmp_path: Path, name: str, content: bytes, columns: Any, expected: Any
-) -> None:
+def test_csv_cells_are_the_texts_of_the_file(tmp_path, name, content, columns, expected):
     (tmp_path / name).write_bytes(content)
     (source,) = find_sources(Entry(str(tmp_path / name), columns=columns))
     assert list(source.rows()) == expected
@@ -232,7 +226,7 @@ def test_csv_cells_are_the_texts_of_the_file(
         (b"a,b\n1,2\none\n", "has 1 cell, and the header has 2"),  # a bad row
     ],
 )
-def test_csv_files_that_cannot_be_read(tmp_path: Path, content: bytes, message: str) -> None:
+def test_csv_files_that_cannot_be_read(tmp_path, content, message):
     (tmp_path / "a.csv").write_bytes(content)
     (source,) = find_sources(str(tmp_path / "a.csv"))
     with pytest.raises(ValueError, match=message):

@@ -30,20 +30,20 @@ def rows(path: Path | str, **options: Any) -> list[tuple[int, Any]]:
 
 
 @pytest.fixture(params=[4, 40, 2**22])
-def size(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+def size(request, monkeypatch):
     """Of a block, in bytes."""
     monkeypatch.setattr(sources, "BLOCK_BYTES", request.param)
     return request.param
 
 
-def test_globs_and_lists_of_files(tmp_path: Path) -> None:
+def test_globs_and_lists_of_files(tmp_path):
     for name in ("b.txt", "a.txt", "c.jsonl"):
         (tmp_path / name).write_text("x")
     found = find_sources([f"{tmp_path}/*.txt", Entry(f"{tmp_path}/c.jsonl")])
     assert [Path(source.name).name for source in found] == ["a.txt", "b.txt", "c.jsonl"]
 
 
-def test_json_rows_are_exactly_as_written(tmp_path: Path, size: int) -> None:
+def test_json_rows_are_exactly_as_written(tmp_path, size):
     path = tmp_path / "a.jsonl"
     path.write_text(JSONL)
     assert rows(path) == [(1, ROWS[0]), (2, ROWS[1])]
@@ -58,7 +58,7 @@ def test_json_rows_are_exactly_as_written(tmp_path: Path, size: int) -> None:
     assert rows(tmp_path / "lines.json") == [(1, ROWS[0]), (2, ROWS[1])]
 
 
-def test_compressed_files_read_as_the_plain_ones(tmp_path: Path, size: int) -> None:
+def test_compressed_files_read_as_the_plain_ones(tmp_path, size):
     zstandard = extra("zstandard")
     (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(JSONL.encode()))
     (tmp_path / "a.jsonl.zst").write_bytes(zstandard.compress(JSONL.encode()))
@@ -80,7 +80,7 @@ def test_compressed_files_read_as_the_plain_ones(tmp_path: Path, size: int) -> N
                 rows(tmp_path / name)
 
 
-def test_a_text_file_is_one_document_or_divided_by_a_separator(tmp_path: Path, size: int) -> None:
+def test_a_text_file_is_one_document_or_divided_by_a_separator(tmp_path, size):
     path = tmp_path / "a.txt"
     path.write_text("one\ntwo\n\n\n\nthree\n\n")
     assert rows(path) == [(1, {"text": "one\ntwo\n\n\n\nthree\n\n"})]
@@ -110,7 +110,7 @@ TABLE = [
 
 
 @pytest.mark.parametrize("chosen", ["parquet", "arrow file", "arrow stream", "saved", "saved dict"])
-def test_tables_read_without_the_nulls_of_arrow(tmp_path: Path, size: int, chosen: str) -> None:
+def test_tables_read_without_the_nulls_of_arrow(tmp_path, size, chosen):
     pyarrow, parquet = extra("pyarrow"), extra("pyarrow.parquet")
     table = pyarrow.Table.from_pylist([{"tools": None, **row} for row in TABLE])
     path, split = tmp_path / "data", None
@@ -139,11 +139,9 @@ def test_tables_read_without_the_nulls_of_arrow(tmp_path: Path, size: int, chose
             find_sources(Entry(str(path), split="dev"))
 
 
-def test_a_data_set_of_the_hub_is_loaded_as_asked(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_data_set_of_the_hub_is_loaded_as_asked(tmp_path, monkeypatch):
     datasets, pyarrow = extra("datasets"), extra("pyarrow")
-    asked: list[Any] = []
+    asked = []
 
     def load_dataset(*given: Any, streaming: bool, **named: Any) -> Any:
         asked.append((given, named))
@@ -164,9 +162,7 @@ def test_a_data_set_of_the_hub_is_loaded_as_asked(
     }
 
 
-def test_digests_see_every_byte_and_samples_a_few(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_digests_see_every_byte_and_samples_a_few(tmp_path, monkeypatch):
     monkeypatch.setattr(sources, "HASH_BYTES", 2**20)  # a thread reads so much
     path, digests, samples = tmp_path / "large.jsonl", set(), set()
     ends = (0, 2**21 + 4)
@@ -182,7 +178,7 @@ def test_digests_see_every_byte_and_samples_a_few(
     assert sources.JsonFile(str(tmp_path / "pipe"), formats.Format()).sample(50) == b""
 
 
-def test_digests_say_what_is_read_and_how(tmp_path: Path) -> None:
+def test_digests_say_what_is_read_and_how(tmp_path):
     for name in ("a.txt", "b.txt"):
         (tmp_path / name).write_text("one\n\ntwo")
     (tmp_path / "c.txt").write_text("one\n\ntwo ")
@@ -215,9 +211,7 @@ def test_digests_say_what_is_read_and_how(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_a_bad_row_is_said_in_its_place(
-    tmp_path: Path, name: str, content: str | bytes, line: int, message: str
-) -> None:
+def test_a_bad_row_is_said_in_its_place(tmp_path, name, content, line, message):
     path = tmp_path / name
     path.write_bytes(content if isinstance(content, bytes) else content.encode())
     bad = dict(rows(path))[line]
@@ -238,9 +232,7 @@ def test_a_bad_row_is_said_in_its_place(
         ("a.parquet", None, r"a\.parquet has the column 'text' twice: remove one"),
     ],
 )
-def test_bad_files_are_named(
-    tmp_path: Path, name: str, content: bytes | None, message: str
-) -> None:
+def test_bad_files_are_named(tmp_path, name, content, message):
     if name in ("a.parquet", "a.arrow"):
         extra("pyarrow")
     if content is None:
@@ -268,17 +260,13 @@ def test_bad_files_are_named(
         ),
     ],
 )
-def test_names_that_lead_nowhere(
-    tmp_path: Path, path: str, options: Any, error: Any, message: str
-) -> None:
+def test_names_that_lead_nowhere(tmp_path, path, options, error, message):
     (tmp_path / "a.jsonl").write_text("{}")
     with pytest.raises(error, match=message):
         find_sources(Entry(path.format(tmp_path), **options))
 
 
-def test_missing_extras_say_what_to_install(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_missing_extras_say_what_to_install(tmp_path, monkeypatch):
     for name, module in (("a.parquet", "datasets"), ("a.jsonl.zst", "pyarrow")):
         (tmp_path / name).write_bytes(b"x")
         monkeypatch.setitem(sys.modules, module, None)
@@ -286,7 +274,7 @@ def test_missing_extras_say_what_to_install(
             rows(tmp_path / name)
 
 
-def test_documents_too_long_ask_for_a_separator(tmp_path: Path, monkeypatch: Any) -> None:
+def test_documents_too_long_ask_for_a_separator(tmp_path, monkeypatch):
     monkeypatch.setattr(sources, "BLOCK_BYTES", 10)
     monkeypatch.setattr(sources, "MAX_ROW_CHARS", 50)
     (tmp_path / "a.txt").write_text("word\n" * 20)
@@ -295,7 +283,7 @@ def test_documents_too_long_ask_for_a_separator(tmp_path: Path, monkeypatch: Any
     assert len(rows(tmp_path / "a.txt", separator="\n")) == 20
 
 
-def test_lines_too_long_to_read_are_bad_rows(tmp_path: Path, monkeypatch: Any) -> None:
+def test_lines_too_long_to_read_are_bad_rows(tmp_path, monkeypatch):
     monkeypatch.setattr(sources, "BLOCK_BYTES", 4)
     monkeypatch.setattr(sources, "MAX_LINE_BYTES", 30)
     row = {"text": "a"}

@@ -26,7 +26,7 @@ from tigon.tokenizer import Tokenizer
 
 
 @pytest.fixture(scope="module")
-def encoder(tmp_path_factory: pytest.TempPathFactory) -> TopEncoder:
+def encoder(tmp_path_factory):
     return TopEncoder(Tokenizer.from_pretrained(write_tokenizer(tmp_path_factory.mktemp("own"))))
 
 
@@ -53,9 +53,7 @@ def write_files(path: Path, *files: tuple[int, ...]) -> list[Source]:
 
 @pytest.mark.parametrize("sizes", [(3, 2, 4, 2), (4, 3, 2, 3), (2, 3, 4, 4)])
 @pytest.mark.parametrize("way", ["memory", "blocks", "cache", "stream"])
-def test_lists_are_padded_to_the_longest(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, encoder: TopEncoder, way: str, sizes: Any
-) -> None:
+def test_lists_are_padded_to_the_longest(tmp_path, monkeypatch, encoder, way, sizes):
     """A stream's window of two rows is narrower than the next; one step takes both."""
     monkeypatch.setenv("TIGON_CACHE", str(tmp_path / "cache"))
     if way != "memory":
@@ -84,7 +82,7 @@ def test_lists_are_padded_to_the_longest(
         np.testing.assert_array_equal(batch.per_token[name][order], expected, strict=True)
 
 
-def test_other_columns_have_one_shape(tmp_path: Path, encoder: TopEncoder) -> None:
+def test_other_columns_have_one_shape(tmp_path, encoder):
     """ValueError that names the file, instead of numpy's within training."""
     parts = []
     for source in write_files(tmp_path, (2,), (2,)):

@@ -65,18 +65,21 @@ class ContentCheck:
         messages in their row; `options` are those of `apply_chat_template`.
         """
         for i in learned:
-            if not has_content(messages[i]):
+            if all(_is_blank(messages[i].get(k)) for k in ("content", "tool_calls", *REASONING)):
                 raise EmptyAnswer(
                     f"{names[i]} is an empty answer, without content, reasoning or tool calls: "
                     "leave the row out (bad_rows=skip skips such rows)"
                 )
         variables = sorted((k, repr(v)) for k, v in options.items() if k != "tools")
         context = frozenset(learned), bool(options.get("tools")), *variables
-        key = _conversation_shape(messages), context
+        # What a template may branch on: roles, keys, types of values, blocks of reasoning
+        shape = [tuple((k, _value_shape(v, k)) for k, v in sorted(m.items())) for m in messages]
+        key = tuple(shape), context
         if key in self._known:
             problem = self._known[key]
         else:
-            marked, texts = _mark_messages(messages)
+            texts: list[_MarkedText] = []
+            marked = [_mark_message(i, message, texts) for i, message in enumerate(messages)]
             try:
                 problem = self._find_unwritten(marked, texts, learned, options)
                 if len(self._known) == MAX_SHAPES:
@@ -125,11 +128,6 @@ class ContentCheck:
         return None
 
 
-def has_content(message: Message) -> bool:
-    """Whether the message has content, reasoning or tool calls."""
-    return any(not _is_blank(message.get(key)) for key in ("content", "tool_calls", *REASONING))
-
-
 def _explain(text: _MarkedText, messages: Sequence[Message]) -> str:
     in_content = text.kind == "reasoning" and text.place.startswith("['content']")
     subject = "its reasoning" if in_content else "it"
@@ -150,13 +148,8 @@ def _is_blank(value: Any) -> bool:
     return not value
 
 
-def _mark_messages(messages: Sequence[Message]) -> tuple[list[dict[str, Any]], list[_MarkedText]]:
-    """Put a mark into each text of the messages; return the messages and the texts."""
-    texts: list[_MarkedText] = []
-    return [_mark_message(i, message, texts) for i, message in enumerate(messages)], texts
-
-
 def _mark_message(i: int, message: Message, texts: list[_MarkedText]) -> dict[str, Any]:
+    """Copy a message with a mark in each of its texts, which are appended to `texts`."""
     copy = dict(message)
 
     def mark(place: str, kind: str, text: str) -> str:
@@ -198,11 +191,6 @@ def _mark_message(i: int, message: Message, texts: list[_MarkedText]) -> dict[st
                     {**call, "function": function_copy} if "function" in call else function_copy
                 )
     return copy
-
-
-def _conversation_shape(messages: Sequence[Message]) -> tuple[Any, ...]:
-    """Describe what a template may branch on: roles, keys, types of values, blocks of reasoning."""
-    return tuple(tuple((k, _value_shape(v, k)) for k, v in sorted(m.items())) for m in messages)
 
 
 def _value_shape(value: Any, key: str = "") -> Any:

@@ -319,14 +319,13 @@ class AnswerEncoder(TemplateEncoder):
         learned.
         """
         tokenizer = self.tokenizer
-        if sample.is_chat:
+        if isinstance(sample.prompt, list):
             prompt_text, texts = self._render(sample)
             if not (train_on_empty_thinking or self.train_on_empty_thinking):
                 prompt_text = append_empty_thinking(prompt_text, texts)
             prompt = tokenizer.encode(prompt_text, add_special_tokens=False)
             sequences = [tokenizer.encode(text, add_special_tokens=False) for text in texts]
         else:
-            assert isinstance(sample.prompt, str)
             prompt = [] if sample.learns_all else tokenizer.encode(sample.prompt)
             texts = [sample.prompt + answer for answer in sample.answers if isinstance(answer, str)]
             sequences = [self.append_eos(tokenizer.encode(text)) for text in texts]

@@ -102,7 +102,7 @@ class Window:
     last: bool = True  # of its epoch
 
     @classmethod
-    def of(
+    def from_groups(
         cls,
         corpus: Corpus,
         groups: np.ndarray,
@@ -217,15 +217,15 @@ class DrawPattern:
 
     def __call__(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return the entry at each place, and how many of its draws come before."""
-        times, place = np.divmod(positions, len(self.entries))
-        entry = self.entries[place]
-        return entry, times * np.array(self.shares)[entry] + self.index[place]
+        cycles, offsets = np.divmod(positions, len(self.entries))
+        entry = self.entries[offsets]
+        return entry, cycles * np.array(self.shares)[entry] + self.index[offsets]
 
-    def count_drawn(self, positions: int) -> np.ndarray:
+    def count_drawn(self, position: int) -> np.ndarray:
         """Count the draws of each entry before a place."""
-        times, place = divmod(positions, len(self.entries))
-        partial = np.bincount(self.entries[:place], minlength=len(self.shares))
-        return times * np.array(self.shares) + partial
+        cycles, offset = divmod(position, len(self.entries))
+        partial = np.bincount(self.entries[:offset], minlength=len(self.shares))
+        return cycles * np.array(self.shares) + partial
 
 
 class Mixture(WindowSource):
@@ -248,7 +248,7 @@ class Mixture(WindowSource):
         self.per_epoch: int = -(-self.order.epoch // size)
 
     @classmethod
-    def of(cls, examples: Examples, size: int = 2**16) -> "Mixture":
+    def from_examples(cls, examples: Examples, size: int = 2**16) -> "Mixture":
         """Make the windows of examples in memory."""
         return cls([[examples]], size=size)
 
@@ -258,7 +258,7 @@ class Mixture(WindowSource):
         stop = min(start + self.size, self.order.epoch)
         groups = self.order(epoch * self.order.epoch + start, epoch * self.order.epoch + stop)
         last = index == self.per_epoch - 1
-        return Window.of(self.corpus, groups, epoch=epoch, index=index, last=last)
+        return Window.from_groups(self.corpus, groups, epoch=epoch, index=index, last=last)
 
     def check_vocabulary(self, size: int) -> None:
         check_vocabulary(self.corpus.parts, size)

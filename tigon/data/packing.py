@@ -208,8 +208,8 @@ def _reorder_by_row(
     of each row."""
     rows = pack_best_fit(np.add.reduceat(np.diff(spans)[:, 0], np.cumsum(sizes) - sizes), seq_len)
     groups = np.concatenate(rows)
-    place = np.argsort(groups)  # of each group, in the order of the rows
-    order = np.argsort(np.repeat(place, sizes), kind="stable")
+    rank = np.argsort(groups)  # of each group, in the order of the rows
+    order = np.argsort(np.repeat(rank, sizes), kind="stable")
     ends = np.cumsum([len(row) for row in rows])
     counts = np.add.reduceat(sizes[groups], np.append(0, ends[:-1]))
     return spans[order], shared[order], counts

@@ -176,7 +176,15 @@ class Source:
         large sources without reading all of them."""
         files = self.files()
         pieces = max(2, count // max(1, len(files)))
-        return b"".join(_hash_sample(file, pieces) for file in files)
+        digests = []
+        for path in files:
+            last = max(0, path.stat().st_size - SAMPLE_BYTES)
+            digests.append(hashlib.sha256())
+            with path.open("rb") as file:
+                for start in sorted({last * i // (pieces - 1) for i in range(pieces)}):
+                    file.seek(start)
+                    digests[-1].update(file.read(SAMPLE_BYTES))
+        return b"".join(digest.digest() for digest in digests)
 
 
 class JsonFile(Source):
@@ -526,16 +534,6 @@ def _hash_piece(path: Path, start: int) -> bytes:
         for _ in range(0, HASH_BYTES, 2**20):
             piece.update(file.read(2**20))
         return piece.digest()
-
-
-def _hash_sample(path: Path, count: int) -> bytes:
-    last = max(0, path.stat().st_size - SAMPLE_BYTES)
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        for start in sorted({last * i // max(1, count - 1) for i in range(count)}):
-            file.seek(start)
-            digest.update(file.read(SAMPLE_BYTES))
-    return digest.digest()
 
 
 @contextmanager

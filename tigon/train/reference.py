@@ -145,7 +145,7 @@ def _windows(corpus: Corpus) -> Iterator[Window]:
     """Yields the windows of a corpus, in its order."""
     groups = int(corpus.first_group[-1])
     for start in range(0, groups, GROUPS):
-        yield Window.of(corpus, np.arange(start, min(start + GROUPS, groups)))
+        yield Window.from_groups(corpus, np.arange(start, min(start + GROUPS, groups)))
 
 
 def _tokens(corpus: Corpus) -> int:

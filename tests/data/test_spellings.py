@@ -1,13 +1,12 @@
 """Rows that mean the same are the same tokens, however they spell it."""
 
 import json
-from collections.abc import Callable, Iterator
-from importlib.util import find_spec
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
+from tests.data.stock_templates import STEMS, read_template
 from tigon.data import (
     ChatEncoder,
     Encoder,
@@ -50,13 +49,6 @@ PARTS = """\
 {%- for part in message.content %}{% if part.type == 'text' %}{{ part.text }}{% endif %}\
 {%- endfor %}{{ '<|im_end|>\n' }}{% endfor %}\
 {%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"""
-
-
-def shipped() -> Iterator[Path]:
-    """The chat templates in TRL, which is not imported."""
-    found = find_spec("trl")
-    for folder in found.submodule_search_locations or () if found else ():
-        yield from sorted(Path(folder, "chat_templates").glob("*.jinja"))
 
 
 @pytest.fixture(scope="module")
@@ -209,15 +201,17 @@ def test_no_tools(encode):
         assert encode(ChatEncoder, TEMPLATES["qwen"], CHATS["object"] | {"tools": none}) == expected
 
 
-@pytest.mark.parametrize("path", list(shipped()), ids=lambda path: path.stem)
-def test_of_templates_that_trl_ships(encode, path):
+@pytest.mark.parametrize("stem", STEMS)
+def test_of_templates_that_trl_ships(encode, stem):
+    template = read_template(stem)
+
     def run(row: Any) -> Any:
-        return encode(ChatEncoder, path.read_text(), row, train_on="all", must_end=False)
+        return encode(ChatEncoder, template, row, train_on="all", must_end=False)
 
     expected = run({"messages": [ASK, DONE]})
     assert "hi" in expected[1] and "done" in expected[1]
     assert run({"messages": spelled([ASK, DONE])}) == expected
-    if "tool_calls" not in path.read_text():
+    if "tool_calls" not in template:
         return
     rows = [*({"messages": messages} for messages in CALLS.values()), CHATS["sharegpt"]]
     expected = run(rows[0] | {"tools": [TOOL]})
@@ -273,14 +267,10 @@ def test_of_messages_in_each_format(encode, kind, row, template):
         ),
         (TEMPLATES["qwen"], CHATS["object"], {"messages": [ASK, LEGACY, RESULT, DONE]}),
         # Qwen3.8's writes an empty block in front of reasoning that is in the content
-        *(
-            (
-                path.read_text(),
-                {"messages": [ASK, DONE | {"reasoning_content": "hm"}]},
-                {"messages": [ASK, DONE | {"content": "<think>\nhm\n</think>\n\ndone"}]},
-            )
-            for path in shipped()
-            if path.stem == "qwen3_8"
+        (
+            read_template("qwen3_8"),
+            {"messages": [ASK, DONE | {"reasoning_content": "hm"}]},
+            {"messages": [ASK, DONE | {"content": "<think>\nhm\n</think>\n\ndone"}]},
         ),
     ],
 )

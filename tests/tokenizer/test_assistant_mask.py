@@ -41,10 +41,12 @@ TOOL = [
 ]
 
 
-def learned_texts(tokenizer: Tokenizer, ids: list[int], weights: list[Any]) -> list[str]:
-    """Return the text of each run of tokens with one weight, except for weight 0."""
+def learned_runs(
+    tokenizer: Tokenizer, ids: list[int], weights: list[Any]
+) -> list[tuple[str, float]]:
+    """Return the text and the weight of each run of tokens with one weight, except for weight 0."""
     runs = groupby(zip(ids, weights, strict=True), key=lambda pair: pair[1])
-    return [tokenizer.decode([i for i, _ in run]) for weight, run in runs if weight]
+    return [(tokenizer.decode([i for i, _ in run]), weight) for weight, run in runs if weight]
 
 
 @pytest.mark.parametrize("extra", ["", "{% generation %}{% endgeneration %}"])
@@ -94,7 +96,7 @@ def test_generation_blocks_equal_transformers(directory, extra):
 )
 def test_text_that_is_learned(tokenizer, template, chat, options, expected):
     ids, mask = tokenizer.encode_chat(chat, chat_template=template, **options)
-    assert learned_texts(tokenizer, ids, mask) == expected
+    assert [text for text, _ in learned_runs(tokenizer, ids, mask)] == expected
     assert ids == tokenizer.apply_chat_template(chat, chat_template=template, **options)
     assert ("the fox" in tokenizer.decode(ids)) == ("documents" in options)
 

@@ -1,14 +1,12 @@
 """Messages of different weights: where each one is in the text."""
 
 import pickle
-from itertools import groupby
-from typing import Any
 
 import pytest
 
 from tests.tokenizer.chat_templates import CHATML, GENERATION, LLAMA3, QWEN3
-from tests.tokenizer.test_assistant_mask import learned_texts
-from tigon.tokenizer import Span, Tokenizer
+from tests.tokenizer.test_assistant_mask import learned_runs
+from tigon.tokenizer import Span
 from tigon.tokenizer.assistant_mask import token_weights
 
 CHAT = [
@@ -64,10 +62,8 @@ BYE_ALONE = TWO_BLOCKS.replace("{% if m.role == 'assistant' %}", "{% if m.conten
 SILENT = [CHAT[0], {"role": "assistant", "content": ""}]
 
 
-def learned(tokenizer: Tokenizer, chat: Any, **options: Any) -> list[tuple[str, float]]:
-    ids, weights = tokenizer.encode_weighted_chat(chat, **options)
-    runs = groupby(zip(ids, weights, strict=True), key=lambda pair: pair[1])
-    return [(tokenizer.decode([i for i, _ in run]), weight) for weight, run in runs if weight]
+def learned(tokenizer, chat, **options):
+    return learned_runs(tokenizer, *tokenizer.encode_weighted_chat(chat, **options))
 
 
 @pytest.mark.parametrize(
@@ -165,7 +161,8 @@ def test_weights_reach_their_messages(tokenizer, template, chat, options, expect
 def test_all_turns_are_learned_once(tokenizer, template, chat, options, expected):
     options = {"chat_template": template, "train_on": "all_turns"} | options
     encoded = tokenizer.encode_chat_rows(chat, **options)
-    assert [learned_texts(tokenizer, *row) for row in encoded.rows] == expected
+    texts = [[text for text, _ in learned_runs(tokenizer, *row)] for row in encoded.rows]
+    assert texts == expected
     assert not encoded.rewritten
     fewer = tokenizer.encode_chat_rows(chat, **options | {"train_on": "assistant"})
     if len(expected) == 1:

@@ -169,8 +169,9 @@ class Examples:
     @property
     def supervised(self) -> np.ndarray:
         """bool [N], the tokens that are to be learned."""
-        every_token = np.broadcast_to(True, len(self.tokens))
-        return self.per_token.get("supervised", every_token)
+        if "supervised" in self.per_token:
+            return self.per_token["supervised"]
+        return np.broadcast_to(True, len(self.tokens))
 
     def column(self, kind: str, name: str) -> np.ndarray:
         """A column per_token or per_example; a missing one has its value in FILL_VALUES."""

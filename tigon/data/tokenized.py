@@ -14,8 +14,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
-from itertools import groupby, pairwise
-from operator import itemgetter
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -107,22 +106,23 @@ def _build_dataset(
 ) -> None:
     """Tokenize the sources into a data set, in worker processes if there is enough to do."""
     max_workers = min(count_cpus(), MAX_WORKERS) if workers is None else workers
-    shards = _list_blocks(sources) if max_workers > 1 or workers else []
-    num_proc: int | None = min(max_workers, len(shards))
-    if not shards or (workers is None and len(shards) < MIN_PARALLEL_BLOCKS):
-        shards, num_proc = [(i, 0, None) for i in range(len(sources))], None
+    blocks = _list_blocks(sources) if max_workers > 1 or workers else []
+    if not blocks or (workers is None and len(blocks) < MIN_PARALLEL_BLOCKS):
+        runs: list[list[Shard]] = [[(i, 0, None) for i in range(len(sources))]]
+    else:
+        runs = _divide_blocks(blocks, max_workers)
     with train_extra():
         import datasets
     if not sys.stderr.isatty():
         datasets.disable_progress_bars()
     options = {"encoder": encoder, "sources": tuple(sources)}
-    with one_tokenizer_thread() if (num_proc or 1) > 1 else nullcontext():
+    with one_tokenizer_thread() if len(runs) > 1 else nullcontext():
         try:
             datasets.Dataset.from_generator(
                 _encode_shards,
                 cache_dir=str(path),
-                gen_kwargs={"shards": shards, **options},  # each process gets consecutive ones
-                num_proc=num_proc,
+                gen_kwargs={"runs": runs, **options},
+                num_proc=len(runs) if len(runs) > 1 or workers else None,
                 fingerprint=path.name,
                 writer_batch_size=16,
             )
@@ -152,21 +152,39 @@ def _list_blocks(sources: Sequence[Source]) -> list[Shard]:
     return shards
 
 
+def _divide_blocks(blocks: Sequence[Shard], workers: int) -> list[list[Shard]]:
+    """Deal consecutive blocks to the workers, and join those of one source.
+
+    The library calls the generator for each item of a list alone, and each call reads a file from
+    its beginning: so an item is all that a worker does.
+    """
+    runs: list[list[Shard]] = []
+    for indices in np.array_split(np.arange(len(blocks)), min(workers, len(blocks))):
+        run: list[Shard] = []
+        for i, first, last in (blocks[number] for number in indices):
+            if run and run[-1][0] == i:
+                run[-1] = i, run[-1][1], last
+            else:
+                run.append((i, first, last))
+        runs.append(run)
+    return runs
+
+
 def _encode_shards(
-    shards: Sequence[Shard], encoder: Encoder, sources: Sequence[Source]
+    runs: Sequence[Sequence[Shard]], encoder: Encoder, sources: Sequence[Source]
 ) -> Iterator[dict[str, Any]]:
     _exit_with_parent()
-    for i, group in groupby(shards, key=itemgetter(0)):
-        run = list(group)
-        for block in sources[i].blocks(run[0][1], run[-1][2]):
-            try:
-                examples = encoder(block)
-            except ValueError as error:  # the library would not tell it
-                report = EncodingReport(len(block.records), skipped=1, errors=(str(error),))
-                examples = collect(block.name, [], report, encoder.per_token)
-            yield _to_row(examples, i, encoder)
-            if examples.report.errors and not encoder.skip_bad_rows:
-                return
+    for run in runs:
+        for i, first, last in run:
+            for block in sources[i].blocks(first, last):
+                try:
+                    examples = encoder(block)
+                except ValueError as error:  # the library would not tell it
+                    report = EncodingReport(len(block.records), skipped=1, errors=(str(error),))
+                    examples = collect(block.name, [], report, encoder.per_token)
+                yield _to_row(examples, i, encoder)
+                if examples.report.errors and not encoder.skip_bad_rows:
+                    return
 
 
 def _to_row(examples: Examples, source: int, encoder: Encoder) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from tigon.data.examples import Encoder, EncodingReport, Examples
+from tigon.data.examples import Encoder, Example
 from tigon.data.formats import Format
 from tigon.data.sources import Block, Source
 
@@ -30,48 +30,27 @@ class File(Source):
 class Count(Encoder):
     """A row {"first": id, "sizes": [n, ...]} is a group of examples that count from the id.
 
-    Every third token is supervised; "weight" weighs a row; a row without sizes is left out.
+    Every third token is not supervised; "weight" weighs a row; a row without sizes is left out, and
+    one with "bad" is bad.
     """
 
     per_token = {"supervised": np.bool_, "loss_weights": np.float32}
-    skip_bad_rows = True
 
-    def __init__(self, option: int = 0, kill: str = ""):
-        self.option, self.kill = option, kill
+    def __init__(self, option: int = 0, skip_bad_rows: bool = False):
+        self.option, self.skip_bad_rows = option, skip_bad_rows
 
     def digest(self) -> str:
         return f"count {self.option}"
 
-    def __call__(self, block: Block) -> Examples:
-        tokens: list[int] = []
-        offsets, lines, groups, weights, skipped = [0], [], [0], [], 0
-        for line, row in block.rows():
-            if "bad" in row:
-                raise ValueError(f"{block.name}:{line}: {row['bad']}")
-            skipped += not row["sizes"]
-            for size in row["sizes"]:
-                tokens += range(row["first"], row["first"] + size)
-                weights += [row.get("weight", 1.0)] * size
-                offsets.append(len(tokens))
-                lines.append(line)
-            if row["sizes"]:
-                groups.append(len(offsets) - 1)
-        ids = np.array(tokens, np.int32)
-        columns = {"supervised": ids % 3 != 0}
-        if any(weight != 1 for weight in weights):
-            columns["loss_weights"] = np.array(weights, np.float32)
-        return Examples(
-            ids,
-            np.array(offsets),
-            np.array([(0, line) for line in lines], np.int32).reshape(-1, 2),
-            (block.name,),
-            columns,
-            {},
-            None if len(groups) == len(offsets) else np.array(groups),
-            EncodingReport(
-                len(groups) - 1 + skipped, skipped, errors=("nothing",) * min(skipped, 5)
-            ),
-        )
+    def row(self, row: dict[str, Any], format: Format) -> list[Example]:
+        if "bad" in row:
+            raise ValueError(row["bad"])
+        examples = []
+        for size in row["sizes"]:
+            ids = np.arange(row["first"], row["first"] + size)
+            weights = {"loss_weights": np.full(size, row["weight"])} if "weight" in row else {}
+            examples.append(Example(ids, {"supervised": ids % 3 != 0, **weights}))
+        return examples
 
 
 def write_rows(path: Path, count: int, seed: int = 0, *, groups: bool = False) -> File:

@@ -8,14 +8,12 @@ import pytest
 
 from tests.small import CHATML
 from tigon.data import Examples, LabelledEncoder, PairEncoder, RewardedEncoder, TopEncoder
-from tigon.data.formats import split_prompt
-from tigon.tokenizer import Tokenizer
 
 ASK, HO = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}
 HA, HEY = {"role": "assistant", "content": "ha ha"}, {"role": "assistant", "content": "hey"}
 SYSTEM, SO = {"role": "system", "content": "be"}, {"role": "user", "content": "so"}
 
-PAIRS: dict[str, list[dict[str, Any]]] = {
+PAIRS = {
     "texts": [
         {"prompt": "the model", "chosen": " reads words", "rejected": " says"},
         {"prompt": "whoever", "chosen": "<|endoftext|>", "rejected": " asked it"},
@@ -61,10 +59,8 @@ def prepared(name: str, directory: Path, rows: list[dict[str, Any]], **options: 
 
 
 @pytest.mark.parametrize("rows", PAIRS.values(), ids=PAIRS)
-def test_pairs_are_the_tokens_of_trl(
-    rows: Any, directory: Path, tokenizer: Tokenizer, encode: Any
-) -> None:
-    examples = encode(PairEncoder(tokenizer), rows)
+def test_pairs_are_the_tokens_of_trl(rows, directory, encode):
+    examples = encode(PairEncoder, rows)
     expected = prepared("DPO", directory, rows)
     assert examples.groups is not None and examples.groups.tolist() == [0, 2, 4]
     found = sequences(examples)
@@ -73,56 +69,61 @@ def test_pairs_are_the_tokens_of_trl(
         assert found[2 * i + 1] == (row["prompt_ids"], row["rejected_ids"])
 
 
-def test_a_prompt_that_is_a_text_of_whole_conversations(tokenizer: Tokenizer, encode: Any) -> None:
-    text = {"prompt": "hi", "chosen": [ASK, HO], "rejected": [ASK, HA]}
-    found, expected = (encode(PairEncoder(tokenizer), [row]) for row in (text, GOOD))
+SAME = [
+    # The prompt as a text of whole conversations
+    (
+        {"prompt": "hi", "chosen": [ASK, HO], "rejected": [ASK, HA]},
+        {"prompt": [ASK], "chosen": [HO], "rejected": [HA]},
+    ),
+    # A prompt of messages with which both begin again
+    *(
+        (
+            {"prompt": asked, "chosen": [*asked, HO], "rejected": [*asked, HA, SO, HEY]},
+            {"prompt": asked, "chosen": [HO], "rejected": [HA, SO, HEY]},
+        )
+        for asked in ([ASK], [SYSTEM, ASK], [ASK, HEY, SO])
+    ),
+]
+
+
+@pytest.mark.parametrize("encoder", [PairEncoder, LabelledEncoder])
+@pytest.mark.parametrize(("row", "plain"), SAME)
+def test_ways_to_write_a_prompt(encoder, row, plain, encode):
+    found, expected = (encode(encoder, [r]) for r in (row, plain))
     assert sequences(found) == sequences(expected)
 
 
-def test_a_prompt_of_messages_with_which_both_begin_again(
-    tokenizer: Tokenizer, encode: Any
-) -> None:
-    for asked in ([ASK], [SYSTEM, ASK], [ASK, HEY, SO]):
-        apart = {"prompt": asked, "chosen": [HO], "rejected": [HA, SO, HEY]}
-        again = apart | {"chosen": [*asked, HO], "rejected": [*asked, HA, SO, HEY]}
-        for encoder in (PairEncoder(tokenizer), LabelledEncoder(tokenizer)):
-            found, expected = (encode(encoder, [row]) for row in (again, apart))
-            assert sequences(found) == sequences(expected)
-    # What an assistant says twice stays so
+def test_what_an_assistant_says_twice_stays(tokenizer, encode):
     twice = {"prompt": [HEY], "chosen": [HEY, HO], "rejected": [HEY, HA]}
-    prompt, _ = sequences(encode(PairEncoder(tokenizer), [twice]))[0]
+    prompt, _ = sequences(encode(PairEncoder, [twice]))[0]
     assert prompt == tokenizer.apply_chat_template([HEY], add_generation_prompt=True)
-    with pytest.raises(ValueError, match="'rejected' has no answer: no message follows"):
-        encode(PairEncoder(tokenizer), [{"prompt": [ASK], "chosen": [ASK, HO], "rejected": [ASK]}])
 
 
-@pytest.mark.parametrize("rows", [r for k, r in PAIRS.items() if "implicit" in k])
-def test_implicit_prompts_are_those_of_trl(rows: Any) -> None:
-    extract_prompt = pytest.importorskip("trl.data_utils").extract_prompt
-    for row in rows:
-        prompt, chosen, rejected = split_prompt(row["chosen"], row["rejected"])
-        assert extract_prompt(row) == {"prompt": prompt, "chosen": chosen, "rejected": rejected}
+def test_digests(tokenizer):
+    digests = [
+        PairEncoder(tokenizer, **options).digest()
+        for options in ({}, {"shared_prompt": False}, {"train_on_empty_thinking": True})
+    ]
+    assert digests[0] == digests[1] != digests[2]  # caches stay without a shared prompt
 
 
-def test_margins_are_a_column_where_they_are_read(tokenizer: Tokenizer, encode: Any) -> None:
+def test_margins_are_a_column_where_they_are_read(encode):
     rows = [PAIRS["messages"][0] | {"margin": 1.5}, PAIRS["messages"][1]]
-    examples = encode(PairEncoder(tokenizer, margin=True), rows)
+    examples = encode(PairEncoder, rows, margin=True)
     assert examples.per_example["margin"].tolist() == [1.5, 1.5, 0.0, 0.0]
-    without = encode(PairEncoder(tokenizer), rows)
+    without = encode(PairEncoder, rows)
     assert not without.per_example and without.report.ignored_keys == ("margin",)
     named = [{**PAIRS["messages"][0], "chosen": [HO | {"mood": "good"}], "score": 3}]
-    assert encode(PairEncoder(tokenizer), named).report.ignored_keys == ("chosen.mood", "score")
+    assert encode(PairEncoder, named).report.ignored_keys == ("chosen.mood", "score")
 
 
-def test_labelled_answers_are_the_tokens_of_trl_with_their_mismatched_ones(
-    directory: Path, tokenizer: Tokenizer, encode: Any
-) -> None:
+def test_labelled_answers_are_the_tokens_of_trl_with_their_mismatched_ones(directory, encode):
     rows = [
         {"prompt": [ASK], "completion": [HO], "label": True},
         {"prompt": [SYSTEM, ASK], "completion": [HA], "label": False},
         {"prompt": [SO], "completion": [HEY], "label": True},
     ]
-    examples = encode(LabelledEncoder(tokenizer), rows)
+    examples = encode(LabelledEncoder, rows)
     expected = prepared("KTO", directory, rows, per_device_train_batch_size=3)
     assert examples.groups is not None and examples.groups.tolist() == [0, 2, 4, 6]
     assert examples.per_example["desired"].tolist() == [True, True, False, False, True, True]
@@ -131,19 +132,20 @@ def test_labelled_answers_are_the_tokens_of_trl_with_their_mismatched_ones(
     for i, row in enumerate(expected):
         assert found[2 * i] == (row["prompt_ids"], row["completion_ids"])
         assert found[2 * i + 1] == (row["prompt_ids"], row["KL_completion_ids"])
-    numbered = encode(LabelledEncoder(tokenizer), [r | {"label": int(r["label"])} for r in rows])
-    assert numbered.fingerprint() == examples.fingerprint()
-    alone = encode(LabelledEncoder(tokenizer), rows[:1])
+    # Labels as numbers; and rows with the keys of a pair beside them
+    pair = {"chosen": [HEY], "rejected": [HA]}
+    again = encode(LabelledEncoder, [r | pair | {"label": int(r["label"])} for r in rows])
+    assert again.fingerprint() == examples.fingerprint()
+    assert again.report.ignored_keys == ("chosen", "rejected")
+    alone = encode(LabelledEncoder, rows[:1])
     assert alone.per_example["matched"].tolist() == [True]
 
 
 @pytest.mark.parametrize("rows", PAIRS.values(), ids=PAIRS)
-def test_pairs_are_a_desired_and_an_undesired_answer_each(
-    rows: Any, directory: Path, tokenizer: Tokenizer, encode: Any
-) -> None:
+def test_pairs_are_a_desired_and_an_undesired_answer_each(rows, directory, encode):
     """The tokens of TRL, which has all chosen answers of a thousand rows before all rejected; here
     each row's follow each other."""
-    examples = encode(LabelledEncoder(tokenizer), [row | {"margin": 1.0} for row in rows])
+    examples = encode(LabelledEncoder, [row | {"margin": 1.0} for row in rows])
     assert examples.report.ignored_keys == ("margin",)
     expected = prepared("KTO", directory, rows, per_device_train_batch_size=2)
     assert examples.groups is not None and examples.groups.tolist() == [0, 2, 4, 6, 8]
@@ -156,27 +158,12 @@ def test_pairs_are_a_desired_and_an_undesired_answer_each(
         assert found[place] == (row["prompt_ids"], row["completion_ids"])
         assert found[place + 1] == (row["prompt_ids"], row["KL_completion_ids"])
         assert row["label"] == (i < 2)
-    alone = encode(LabelledEncoder(tokenizer), rows[:1])
+    alone = encode(LabelledEncoder, rows[:1])
     assert alone.per_example["desired"].tolist() == [True, False]
     assert alone.per_example["matched"].all() and alone.groups is None  # of one each
 
 
-def test_an_answer_with_a_label_is_none_of_a_pair_beside_it(
-    tokenizer: Tokenizer, encode: Any
-) -> None:
-    """Rows with the keys of both formats stay what they were."""
-    rows: list[dict[str, Any]] = [
-        {"prompt": [ASK], "completion": [HO], "label": True},
-        {"prompt": [SO], "completion": [HA], "label": False},
-    ]
-    both = [row | {"chosen": [HEY], "rejected": [HA]} for row in rows]
-    encoder = LabelledEncoder(tokenizer)
-    found, expected = (encode(encoder, rows) for rows in (both, rows))
-    assert found.fingerprint() == expected.fingerprint()
-    assert found.report.ignored_keys == ("chosen", "rejected")
-
-
-WHOLE: dict[str, list[dict[str, Any]]] = {
+WHOLE = {
     "texts": [
         {"chosen": "good text", "rejected": "bad text"},
         {"chosen": "the model", "rejected": "the model says"},
@@ -192,10 +179,8 @@ WHOLE: dict[str, list[dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("rows", WHOLE.values(), ids=WHOLE)
-def test_sequences_without_a_prompt_in_common_are_scored_as_in_trl(
-    rows: Any, directory: Path, tokenizer: Tokenizer, encode: Any
-) -> None:
-    examples = encode(PairEncoder(tokenizer, shared_prompt=False), rows)
+def test_sequences_without_a_prompt_in_common_are_scored_as_in_trl(rows, directory, encode):
+    examples = encode(PairEncoder, rows, shared_prompt=False)
     expected = prepared("Reward", directory, rows)
     found = [prompt + learned for prompt, learned in sequences(examples)]
     assert found == [ids for row in expected for ids in (row["chosen_ids"], row["rejected_ids"])]
@@ -205,148 +190,39 @@ def test_sequences_without_a_prompt_in_common_are_scored_as_in_trl(
         system = [row | {"system": "be"} for row in rows[:3]]
         behind = [{k: [SYSTEM, *said] for k, said in row.items()} for row in rows[:3]]
         # These have it in common, and so as a prompt
-        ids = encode(PairEncoder(tokenizer, shared_prompt=False), behind).tokens.tolist()
-        assert encode(PairEncoder(tokenizer, shared_prompt=False), system).tokens.tolist() == ids
-        with pytest.raises(ValueError, match="both a key 'system' and a message"):
-            twice = rows[0] | {"system": "be", "chosen": [SYSTEM, ASK, HO]}
-            encode(PairEncoder(tokenizer, shared_prompt=False), [twice])
-    for row in rows[:-1]:
-        for encoder in (PairEncoder(tokenizer), LabelledEncoder(tokenizer)):
-            with pytest.raises(ValueError, match=r"answer different prompts|has no answer"):
-                encode(encoder, [row])
-    one = PairEncoder(tokenizer).digest()
-    assert PairEncoder(tokenizer, shared_prompt=False).digest() == one  # caches stay
-
-
-@pytest.mark.parametrize(
-    ("row", "message"),
-    [
-        ({"chosen": "a", "rejected": ""}, "'rejected' has no answer"),
-        ({"chosen": [ASK, HO], "rejected": []}, "'rejected' has no answer"),
-        ({"chosen": "a", "rejected": "a"}, "are equal"),
-        (
-            {"chosen": [ASK, HO], "rejected": [SO, HO | {"content": ""}]},
-            r"rejected\[1\] is an empty answer",
-        ),
-        ({"prompt": [ASK], "chosen": [ASK, HO], "rejected": [SO, HO]}, "begins with a message of"),
-        ({"prompt": "hi", "chosen": [ASK, HO], "rejected": [SO, HO]}, "make it a list of messages"),
-    ],
-)
-def test_bad_sequences_are_refused(
-    row: Any, message: str, tokenizer: Tokenizer, encode: Any
-) -> None:
-    with pytest.raises(ValueError, match=message):
-        encode(PairEncoder(tokenizer, shared_prompt=False), [row])
+        ids = encode(PairEncoder, behind, shared_prompt=False).tokens.tolist()
+        assert encode(PairEncoder, system, shared_prompt=False).tokens.tolist() == ids
 
 
 GOOD = {"prompt": [ASK], "chosen": [HO], "rejected": [HA]}
-EMPTY = {"role": "assistant", "content": ""}
-REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "equal texts": ({"prompt": "a", "chosen": "b", "rejected": "b"}, "are equal"),
-    "equal messages": (GOOD | {"rejected": [HO]}, "'chosen' and 'rejected' are equal"),
-    "equal tokens": (
-        {"prompt": "a", "chosen": "b", "rejected": "b<|endoftext|>"},
-        "chosen and rejected are the same tokens",
-    ),
-    "empty text": ({"prompt": "a", "chosen": "", "rejected": "b"}, "'chosen' has no answer"),
-    "empty list": (GOOD | {"rejected": []}, "'rejected' has no answer: no message follows"),
-    "empty message": (GOOD | {"chosen": [EMPTY]}, r"chosen\[0\] is an empty answer"),
-    "implicit end": (
-        {"chosen": [ASK, HO], "rejected": [ASK]},
-        "'rejected' has no answer: no message follows the prompt",
-    ),
-    "other prompts": (
-        {"chosen": [ASK, HO], "rejected": [SO, HO]},
-        "chosen and rejected answer different prompts",
-    ),
-    "later prompts": (
-        {"chosen": [ASK, HO, SO, HO], "rejected": [ASK, HO, ASK, HO]},
-        "different prompts: .*one goes on with a message of 'user'",
-    ),
-    "other texts": ({"chosen": "a b", "rejected": "c d"}, "have no beginning in common"),
-    "no column of prompts": (
-        {"question": "hi", "chosen": "yes", "rejected": "no"},
-        "the row has no prompt; columns={prompt: NAME} says which key it is",
-    ),
-    "text before messages": (
-        GOOD | {"prompt": "hi"},
-        "the prompt 'hi' is a text, and no message that .* make it a list of messages too",
-    ),
-    "system before text": (
-        {"system": "s", "prompt": "a", "chosen": "b", "rejected": "c"},
-        "'system' needs a prompt of messages, not a text",
-    ),
-    "two systems": (
-        GOOD | {"prompt": [{"role": "system", "content": "s"}, ASK], "system": "t"},
-        "has both a key 'system' and a message of the system",
-    ),
-    "prompt of neither": (
-        {"prompt": "bye", "chosen": [ASK, HO], "rejected": [ASK, HA]},
-        "the prompt 'bye' is none of the messages",
-    ),
-    "prompt twice": (GOOD | {"chosen": [ASK, HO]}, "'chosen' begins with a message of 'user'"),
-    "kinds": (GOOD | {"rejected": "ha"}, "'chosen' is list and 'rejected' is str"),
-    "kinds of prompt": (
-        {"prompt": [ASK], "chosen": "a", "rejected": "b"},
-        "'prompt' is list and 'the answers' is str",
-    ),
-    "number": (GOOD | {"chosen": 3}, "'chosen' must be a text or a list of messages, not int"),
-    "margin": (GOOD | {"margin": "much"}, "'margin' must be a finite number, not 'much'"),
-    "margin for float32": (GOOD | {"margin": 1e39}, "must be a finite number, not 1e.39"),
-    "margin for no float": (GOOD | {"margin": 10**400}, "must be a finite number, not 1000"),
-}
 
 
-@pytest.mark.parametrize(("row", "message"), REFUSED.values(), ids=REFUSED)
-def test_bad_pairs_are_refused_with_their_line(
-    row: Any, message: str, tokenizer: Tokenizer, encode: Any
-) -> None:
-    first = GOOD if isinstance(row["chosen"], list) else PAIRS["texts"][0]
-    with pytest.raises(ValueError, match=f"a.jsonl:2: .*{message}"):
-        encode(PairEncoder(tokenizer, margin=True), [first, row])
-    skipped = encode(PairEncoder(tokenizer, margin=True, skip_bad_rows=True), [first, row])
-    assert len(skipped) == 2 and skipped.report.skipped == 1
-
-
-def test_bad_labels_and_rows_of_other_tasks(tokenizer: Tokenizer, encode: Any) -> None:
-    row = {"prompt": [ASK], "completion": [HO], "label": 1}
-    for label in (2, -1, 1.0, "1", []):
-        with pytest.raises(ValueError, match=f"or 1 or 0, not {re.escape(repr(label))}"):
-            encode(LabelledEncoder(tokenizer), [row | {"label": label}])
-    with pytest.raises(ValueError, match=r"a\.jsonl:1: completion\[0\] is an empty answer"):
-        encode(LabelledEncoder(tokenizer), [row | {"completion": [EMPTY], "label": True}])
-    with pytest.raises(ValueError, match=r"its keys .* of task=sft; needs unpaired: .prompt"):
-        encode(LabelledEncoder(tokenizer), [{"prompt": "a", "completion": "b"}])
-    with pytest.raises(ValueError, match=r"its keys .* are those of task=sft"):
-        encode(PairEncoder(tokenizer), [{"prompt": "a", "completion": "b"}])
-    with pytest.raises(ValueError, match=r"a.jsonl:1: 'label' is null: needs unpaired: "):
-        encode(LabelledEncoder(tokenizer), [row | {"label": None}])
-
-
-def test_system_of_a_row_is_a_message_before_its_prompt(tokenizer: Tokenizer, encode: Any) -> None:
+def test_system_of_a_row_is_a_message_before_its_prompt(encode):
     """As in the rows of fine-tuning; null and empty ones are none."""
-    pair, labelled = GOOD, {"prompt": [ASK], "completion": [HO], "label": True}
     given = {"prompt": [ASK], "completions": [[HO], [HA]], "rewards": [1.0, 0.0]}
     cases = (
-        (PairEncoder(tokenizer), pair),
-        (PairEncoder(tokenizer), {"chosen": [ASK, HO], "rejected": [ASK, HA]}),
-        (LabelledEncoder(tokenizer), labelled),
-        (RewardedEncoder(tokenizer), given),
+        (PairEncoder, GOOD),
+        (PairEncoder, {"chosen": [ASK, HO], "rejected": [ASK, HA]}),
+        (LabelledEncoder, LABELED),
+        (RewardedEncoder, given),
     )
+    system = {"role": "system", "content": "says it"}
     for encoder, row in cases:
-        asked = "prompt" if "prompt" in row else "chosen"
-        names = ("prompt",) if asked == "prompt" else ("chosen", "rejected")
-        system = {"role": "system", "content": "says it"}
+        names = ("prompt",) if "prompt" in row else ("chosen", "rejected")
         whole = row | {name: [system, *row[name]] for name in names}
-        found = encode(encoder, [row | {"system": "says it"}])
-        assert found.fingerprint() == encode(encoder, [whole]).fingerprint()
-        without = encode(encoder, [row])
-        assert found.fingerprint() != without.fingerprint()
-        for none in (None, ""):
-            assert encode(encoder, [row | {"system": none}]).fingerprint() == without.fingerprint()
-        assert not found.report.ignored_keys
+        rows = [
+            row | {"system": "says it"},
+            whole,
+            row,
+            row | {"system": None},
+            row | {"system": ""},
+        ]
+        found, expected, *without = (encode(encoder, [r]).fingerprint() for r in rows)
+        assert found == expected and found not in without and len(set(without)) == 1
 
 
+EMPTY = {"role": "assistant", "content": ""}
+LABELED = {"prompt": [ASK], "completion": [HO], "label": True}
 REWARDED = {"prompt": [5, 6], "completions": [[7, 8], [9]], "rewards": [1.0, 0.0]}
 # What teachers say is read of the last two tokens
 STORED = {
@@ -355,71 +231,105 @@ STORED = {
     "teacher_tokens": [None, None, [6, 7], [8]],
     "teacher_logprobs": [None, None, [-0.5, -2.0], [-0.1]],
 }
-NUMBERS: dict[str, tuple[type, dict[str, Any], str]] = {
-    "reward for no float": (RewardedEncoder, {"rewards": [10**400, 0]}, "is no finite number"),
-    "reward for float32": (RewardedEncoder, {"rewards": [1e300, -1e300]}, "is no finite number"),
-    "probabilities": (
-        RewardedEncoder,
-        {"old_logprobs": [[0.5, 0.25], [0.5]]},
-        "has 0.5 in it: log-probabilities are at most 0",
+SINGLE_TEXTS = {"chosen": "a b", "rejected": "c d"}
+PAIR_TEXTS = {"prompt": "a", "chosen": "b", "rejected": "c"}
+REFUSED = [
+    (PairEncoder, PAIR_TEXTS | {"rejected": "b"}, "are equal"),
+    (PairEncoder, GOOD | {"rejected": [HO]}, "'chosen' and 'rejected' are equal"),
+    (PairEncoder, GOOD | {"rejected": [HO | {"content": [{"text": "ho"}]}]}, "are equal"),
+    (PairEncoder, PAIR_TEXTS | {"rejected": "b<|endoftext|>"}, "are the same tokens"),
+    (PairEncoder, PAIR_TEXTS | {"chosen": ""}, "'chosen' has no answer"),
+    (PairEncoder, GOOD | {"rejected": []}, "'rejected' has no answer: no message follows"),
+    (PairEncoder, GOOD | {"chosen": [EMPTY]}, r"chosen\[0\] is an empty answer"),
+    (PairEncoder, {"chosen": [ASK, HO], "rejected": [ASK]}, "'rejected' has no answer: no mess"),
+    (PairEncoder, {"chosen": [ASK, HO], "rejected": [SO, HO]}, "answer different prompts"),
+    (
+        PairEncoder,
+        {"chosen": [ASK, HO, SO, HO], "rejected": [ASK, HO, ASK, HO]},
+        "different prompts: .*one goes on with a message of 'user'",
     ),
-    "negative token": (
-        RewardedEncoder,
-        {"completions": [[7, -8], [9]]},
-        "'completions' has -8 in it, which is no token",
+    (PairEncoder, SINGLE_TEXTS, "no prompt; columns={prompt: NAME} says which key it is"),
+    (PairEncoder, GOOD | {"prompt": "hi"}, "'hi' is a text, and no message that .* make it a"),
+    (PairEncoder, PAIR_TEXTS | {"system": "s"}, "'system' needs a prompt of messages, not a text"),
+    (PairEncoder, GOOD | {"prompt": [SYSTEM, ASK], "system": "t"}, "has both a key 'system' and"),
+    (
+        PairEncoder,
+        {"prompt": "bye", "chosen": [ASK, HO], "rejected": [ASK, HA]},
+        "the prompt 'bye' is none of the messages",
     ),
-    "token for no int32": (
-        RewardedEncoder,
-        {"prompt": [5, 2**32 + 6]},
-        "'prompt' has 4294967302 in it, which is no token",
+    (PairEncoder, GOOD | {"chosen": [ASK, HO]}, "'chosen' begins with a message of 'user'"),
+    (PairEncoder, GOOD | {"rejected": "ha"}, "'chosen' is list and 'rejected' is str"),
+    (PairEncoder, PAIR_TEXTS | {"prompt": [ASK]}, "'prompt' is list and 'the answers' is str"),
+    (PairEncoder, GOOD | {"chosen": 3}, "must be a text or a list of messages, not int"),
+    *((PairEncoder, GOOD | {"margin": m}, "finite number") for m in ("much", 1e39, 10**400)),
+    *(
+        (LabelledEncoder, {"label": label}, f"or 1 or 0, not {re.escape(repr(label))}")
+        for label in (2, -1, 1.0, "1", [])
     ),
-    "input ids": (TopEncoder, {"input_ids": [5, -6, 7, 8]}, "'input_ids' has -6 in it"),
-    "true for a token": (TopEncoder, {"input_ids": [True, 6, 7, 8]}, "list of whole numbers"),
-    "mask": (TopEncoder, {"completion_mask": [0, 0, -1, 1]}, "list of 0 and 1"),
-    "teacher's token for no int32": (
-        TopEncoder,
-        {"teacher_tokens": [None, None, [6, 2**32 + 7], [8]]},
-        "token 2 has a duplicate or negative id",
-    ),
-    "teacher's texts": (
-        TopEncoder,
-        {"teacher_logprobs": [None, None, ["-0.5", -2.0], [-0.1]]},
-        "token 2 is none",
-    ),
-    "teacher's number": (TopEncoder, {"teacher_tokens": [None, None, 6, [8]]}, "token 2 is empty"),
-}
+    (LabelledEncoder, {"completion": [EMPTY]}, r"completion\[0\] is an empty answer"),
+    (RewardedEncoder, {"rewards": [10**400, 0]}, "is no finite number"),
+    (RewardedEncoder, {"rewards": [1e300, -1e300]}, "is no finite number"),
+    (RewardedEncoder, {"old_logprobs": [[0.5, 0.25], [0.5]]}, "has 0.5 in it: log-probabilities"),
+    (RewardedEncoder, {"completions": [[7, -8], [9]]}, "'completions' has -8 in it, which is no"),
+    (RewardedEncoder, {"prompt": [5, 2**32]}, "'prompt' has 4294967296 in it, which is no token"),
+    (TopEncoder, {"input_ids": [5, -6, 7, 8]}, "'input_ids' has -6 in it"),
+    (TopEncoder, {"input_ids": [True, 6, 7, 8]}, "list of whole numbers"),
+    (TopEncoder, {"completion_mask": [0, 0, -1, 1]}, "list of 0 and 1"),
+    (TopEncoder, {"teacher_tokens": [None, None, [6, 2**32], [8]]}, "token 2 has a duplicate or"),
+    (TopEncoder, {"teacher_logprobs": [None, None, ["-0.5", -2.0], [-0.1]]}, "token 2 is none"),
+    (TopEncoder, {"teacher_tokens": [None, None, 6, [8]]}, "token 2 is empty"),
+]
 
 
-@pytest.mark.parametrize(("encoder", "change", "message"), NUMBERS.values(), ids=NUMBERS)
-def test_numbers_that_no_column_holds_are_refused_with_their_line(
-    encoder: Any, change: dict[str, Any], message: str, tokenizer: Tokenizer, encode: Any
-) -> None:
-    good = STORED if encoder is TopEncoder else REWARDED
-    rows = [good, good | change]
+@pytest.mark.parametrize(("kind", "row", "message"), REFUSED)
+def test_bad_rows_are_refused_with_their_line(kind, row, message, encode):
+    first = {LabelledEncoder: LABELED, RewardedEncoder: REWARDED, TopEncoder: STORED}.get(kind)
+    if first is None:
+        first = GOOD if isinstance(row["chosen"], list) else PAIRS["texts"][0]
+    else:
+        row = first | row
+    options = {"margin": True} if kind is PairEncoder else {}
     with pytest.raises(ValueError, match=f"a.jsonl:2: .*{message}"):
-        encode(encoder(tokenizer), rows)
-    skipped = encode(encoder(tokenizer, skip_bad_rows=True), rows)
-    assert skipped.report.skipped == 1
+        encode(kind, [first, row], **options)
+    skipped = encode(kind, [first, row], skip_bad_rows=True, **options)
+    assert skipped.report.skipped == 1 and len(skipped) == len(encode(kind, [first]))
 
 
-def test_what_a_teacher_says_where_nothing_is_learned_is_not_read(
-    tokenizer: Tokenizer, encode: Any
-) -> None:
+FAR = {"prompt": [1], "completions": [[7], [8], [9]], "rewards": [3e38, -3e38, -3e38]}
+FIRST_REFUSED = [
+    *(
+        (PairEncoder, {"shared_prompt": False}, row, message)
+        for row, message in (
+            ({"chosen": "a", "rejected": ""}, "'rejected' has no answer"),
+            ({"chosen": [ASK, HO], "rejected": []}, "'rejected' has no answer"),
+            ({"chosen": "a", "rejected": "a"}, "are equal"),
+            ({"chosen": [ASK, HO], "rejected": [SO, EMPTY]}, r"rejected\[1\] is an empty answer"),
+            ({"prompt": [ASK], "chosen": [ASK, HO], "rejected": [SO, HO]}, "begins with a message"),
+            ({"prompt": "hi", "chosen": [ASK, HO], "rejected": [SO, HO]}, "make it a list of mess"),
+            ({"system": "be", "chosen": [SYSTEM, HO], "rejected": [SO]}, "both a key 'system' and"),
+        )
+    ),
+    (LabelledEncoder, {}, {"prompt": "a", "completion": "b"}, "task=sft; needs unpaired: .prompt"),
+    (PairEncoder, {}, {"prompt": "a", "completion": "b"}, "its keys .* are those of task=sft"),
+    (LabelledEncoder, {}, LABELED | {"label": None}, "'label' is null: needs unpaired: "),
+    (RewardedEncoder, {"scale": False}, FAR, r"'rewards' are too far apart: .* is 4e\+38"),
+]
+
+
+@pytest.mark.parametrize(("kind", "options", "row", "message"), FIRST_REFUSED)
+def test_first_rows_that_are_refused(kind, options, row, message, encode):
+    with pytest.raises(ValueError, match=f"a.jsonl:1: .*{message}"):
+        encode(kind, [row], **options)
+
+
+def test_what_a_teacher_says_where_nothing_is_learned_is_not_read(encode):
     also = {
         "teacher_tokens": [3, [6, "a"], [6, 7], [8]],
         "teacher_logprobs": [None, 0.5, [-0.5, -2.0], [-0.1]],
     }
-    expected, found = (encode(TopEncoder(tokenizer), [STORED | x]) for x in ({}, also))
+    expected, found = (encode(TopEncoder, [STORED | x]) for x in ({}, also))
     for name in ("teacher_tokens", "teacher_logprobs"):
         assert found.per_token[name].tolist() == expected.per_token[name].tolist()
-
-
-def test_advantages_that_float32_does_not_hold(tokenizer: Tokenizer, encode: Any) -> None:
-    far = {"completions": [[7], [8], [9]], "rewards": [3e38, -3e38, -3e38]}
-    encoder = RewardedEncoder(tokenizer, scale=False)
-    with pytest.raises(ValueError, match=r"a.jsonl:1: 'rewards' are too far apart: .* is 4e\+38"):
-        encode(encoder, [REWARDED | far])
-    encode(RewardedEncoder(tokenizer), [REWARDED | far])  # divided by their deviation
 
 
 THINKS = CHATML.replace(  # as Qwen3's: a block of reasoning, empty if the message has none
@@ -430,48 +340,34 @@ THINKS = CHATML.replace(  # as Qwen3's: a block of reasoning, empty if the messa
 BLOCK = "<think>\n\n</think>\n\n"
 
 
+SO_HO = HO | {"thinking": "so"}  # a block that tells answers apart
+
+
 @pytest.mark.parametrize(
-    ("chosen", "options", "expected"),
+    ("chosen", "options", "blocks"),
     [
-        (HO, {}, ["ho<|im_end|>\n", "ha ha<|im_end|>\n"]),
-        (
-            HO,
-            {"train_on_empty_thinking": True},
-            [f"{BLOCK}ho<|im_end|>\n", f"{BLOCK}ha ha<|im_end|>\n"],
-        ),
-        # The block tells them apart
-        (
-            HO | {"thinking": "so"},
-            {},
-            ["<think>\nso\n</think>\n\nho<|im_end|>\n", f"{BLOCK}ha ha<|im_end|>\n"],
-        ),
+        (HO, {}, ["", ""]),
+        (HO, {"train_on_empty_thinking": True}, [BLOCK, BLOCK]),
+        (SO_HO, {}, ["<think>\nso\n</think>\n\n", BLOCK]),
     ],
 )
 def test_an_empty_block_of_reasoning_belongs_to_the_prompt(
-    directory: Path, encode: Any, chosen: Any, options: Any, expected: list[str]
-) -> None:
-    tokenizer = Tokenizer.from_pretrained(directory)
-    tokenizer.chat_template = THINKS
-    row = {"prompt": [ASK], "chosen": [chosen], "rejected": [HA]}
-    found = sequences(encode(PairEncoder(tokenizer, **options), [row]))
-    assert [tokenizer.decode(ids) for _, ids in found] == expected
-    alone = {"prompt": [ASK], "completion": [chosen], "label": True}
-    ((_, ids),) = sequences(encode(LabelledEncoder(tokenizer, **options), [alone]))
-    assert tokenizer.decode(ids) == expected[0]
-    assert (
-        PairEncoder(tokenizer).digest() != PairEncoder(tokenizer, **options).digest() or not options
-    )
+    tokenizer, encode, chosen, options, blocks
+):
+    def learned(kind: Any, row: Any) -> list[str]:
+        examples = encode(kind, {"prompt": [ASK], **row}, template=THINKS, **options)
+        found = sequences(examples)
+        return [tokenizer.decode(ids) for _, ids in found]
 
-
-def test_a_policy_that_said_an_empty_block_has_logprobs_for_it(
-    directory: Path, encode: Any
-) -> None:
-    tokenizer = Tokenizer.from_pretrained(directory)
-    tokenizer.chat_template = THINKS
-    row = {"prompt": [ASK], "completions": [[HO], [HA]], "rewards": [0, 1]}
-    (_, short), _ = sequences(encode(RewardedEncoder(tokenizer), [row]))
-    assert tokenizer.decode(short) == "ho<|im_end|>\n"
-    texts = [f"{BLOCK}{m['content']}<|im_end|>\n" for m in (HO, HA)]
+    expected = [f"{blocks[0]}ho<|im_end|>\n", f"{blocks[1]}ha ha<|im_end|>\n"]
+    assert learned(PairEncoder, {"chosen": [chosen], "rejected": [HA]}) == expected
+    assert learned(LabelledEncoder, {"completion": [chosen], "label": True}) == expected[:1]
+    row = {"completions": [[chosen], [HA]], "rewards": [0, 1]}
+    assert learned(RewardedEncoder, row) == expected
+    # A policy that said the block itself has log-probabilities for it
+    texts = [
+        f"{block or BLOCK}{text}<|im_end|>\n"
+        for block, text in zip(blocks, ("ho", "ha ha"), strict=True)
+    ]
     old = [[-1.0] * len(tokenizer.encode(text)) for text in texts]
-    found = sequences(encode(RewardedEncoder(tokenizer), [row | {"old_logprobs": old}]))
-    assert [tokenizer.decode(ids) for _, ids in found] == texts
+    assert learned(RewardedEncoder, row | {"old_logprobs": old}) == texts

@@ -1,7 +1,6 @@
 """Messages that the chat template leaves out, and answers that say nothing, are bad rows."""
 
-from collections.abc import Callable
-from pathlib import Path
+import re
 from typing import Any
 
 import pytest
@@ -29,7 +28,7 @@ NO_DIGITS = CHATML.replace(
     "{% for m in messages %}",
     "{% for m in messages %}{% if '8041' in m.content %}{{ raise_exception('no') }}{% endif %}",
 )
-ROWS: list[tuple[str, list[dict[str, Any]], str]] = [
+ROWS = [
     (
         CHATML,
         [HI, CALLS, RESULT, HO],
@@ -50,7 +49,7 @@ ROWS: list[tuple[str, list[dict[str, Any]], str]] = [
 
 
 @pytest.fixture
-def encode(encode: Callable[..., Examples], directory: Path) -> Callable[..., Examples]:
+def encode(encode, directory):
     def run(kind: Any, template: str, *rows: dict[str, Any], **options: Any) -> Examples:
         tokenizer = Tokenizer.from_pretrained(directory)
         tokenizer.chat_template = template
@@ -60,9 +59,7 @@ def encode(encode: Callable[..., Examples], directory: Path) -> Callable[..., Ex
 
 
 @pytest.mark.parametrize(("template", "messages", "message"), ROWS)
-def test_content_that_a_template_leaves_out(
-    encode: Any, template: str, messages: Any, message: str
-) -> None:
+def test_content_that_a_template_leaves_out(encode, template, messages, message):
     good = {"messages": [HI, HO]}
     options = {"must_end": False}
     assert len(encode(ChatEncoder, template, good, **options)) == 1
@@ -87,98 +84,86 @@ def test_content_that_a_template_leaves_out(
         (NO_DIGITS, [HI | {"content": "?"}, HO]),
     ],
 )
-def test_content_that_is_written_or_not_learned(encode: Any, template: str, messages: Any) -> None:
-    assert len(encode(ChatEncoder, template, {"messages": messages})) == 1
+def test_content_that_is_written_or_not_learned(encode, template, messages):
+    # The names of variables are no arguments on the way
+    row = {"messages": messages, "chat_template_kwargs": {"name": "x", "learned": 1}}
+    assert len(encode(ChatEncoder, template, row)) == 1
+
+
+CHAT = {"messages": [HI, HO]}
+ANSWER = "is an empty answer"
 
 
 @pytest.mark.parametrize(
-    "row",
+    ("good", "row", "message"),
     [
-        {"messages": [HI, EMPTY]},
-        {"messages": [HI, HO, HI, EMPTY | {"content": "\t"}]},
-        {"messages": [HI, EMPTY | {"content": "<think>\n\n</think>\n\n"}]},
-        {"instruction": "hi", "output": ""},
-        {"prompt": [HI], "completion": [EMPTY]},
+        (CHAT, {"messages": [HI, EMPTY]}, ANSWER),
+        (CHAT, {"messages": [HI, HO, HI, EMPTY | {"content": "\t"}]}, ANSWER),
+        (CHAT, {"messages": [HI, EMPTY | {"content": "<think>\n\n</think>\n\n"}]}, ANSWER),
+        ({"instruction": "hi", "output": "ho"}, {"instruction": "hi", "output": ""}, ANSWER),
+        ({"prompt": [HI], "completion": [HO]}, {"prompt": [HI], "completion": [EMPTY]}, ANSWER),
+        (
+            {"prompt": "a", "completion": "b"},
+            {"prompt": "a", "completion": " "},
+            "the completion is",
+        ),
     ],
 )
-def test_an_empty_answer_is_an_error_or_counted(encode: Any, row: Any) -> None:
-    good = {k: [HI, HO] if k == "messages" else "ho" for k in row}
-    if "prompt" in row:
-        good = {"prompt": [HI], "completion": [HO]}
-    with pytest.raises(ValueError, match=r"a\.jsonl:2: .* is an empty answer"):
+def test_an_empty_answer_is_an_error_or_counted(encode, good, row, message):
+    with pytest.raises(ValueError, match=rf"a\.jsonl:2: .*{message}"):
         encode(ChatEncoder, CHATML, good, row)
     report = encode(ChatEncoder, CHATML, good, row, row, skip_bad_rows=True).report
     assert (report.rows, report.skipped, report.empty) == (3, 2, 2)
     assert "2 rows with an empty answer, of those skipped" in report.lines()
-    weighted = encode(ChatEncoder, CHATML, good, row | {"weight": 0}).report
-    assert weighted.unlearned == 1
+    assert encode(ChatEncoder, CHATML, good, row | {"weight": 0}).report.unlearned == 1
 
 
-def test_an_empty_completion_of_text(encode: Any) -> None:
-    good, empty = {"prompt": "a", "completion": "b"}, {"prompt": "a", "completion": " "}
-    with pytest.raises(ValueError, match=r"a\.jsonl:2: the completion is empty"):
-        encode(ChatEncoder, CHATML, good, empty)
-    assert encode(ChatEncoder, CHATML, good, empty, skip_bad_rows=True).report.empty == 1
+HA = HO | {"content": "ha"}
 
 
 @pytest.mark.parametrize(
     ("kind", "row", "name"),
     [
-        (ChatEncoder, {"prompt": [HI], "completion": [CALLS]}, r"completion\[0\]"),
-        (ChatEncoder, {"prompt": [HI, CALLS, RESULT], "completion": [HO]}, r"prompt\[1\]"),
-        (ChatEncoder, {"system": "s", "messages": [HI, CALLS]}, r"messages\[1\]"),
-        (PairEncoder, {"prompt": [HI], "chosen": [HO], "rejected": [CALLS]}, r"rejected\[0\]"),
-        (PairEncoder, {"chosen": [HI, CALLS], "rejected": [HI, HO]}, r"chosen\[1\]"),
+        (ChatEncoder, {"prompt": [HI], "completion": [CALLS]}, "completion[0]"),
+        (ChatEncoder, {"prompt": [HI, CALLS, RESULT], "completion": [HO]}, "prompt[1]"),
+        (ChatEncoder, {"system": "s", "messages": [HI, CALLS]}, "messages[1]"),
+        (PairEncoder, {"prompt": [HI], "chosen": [HO], "rejected": [CALLS]}, "rejected[0]"),
+        (PairEncoder, {"chosen": [HI, CALLS], "rejected": [HI, HO]}, "chosen[1]"),
+        (PairEncoder, {"prompt": [HI], "chosen": [HI, CALLS], "rejected": [HI, HO]}, "chosen[1]"),
         (
             PairEncoder,
-            {"prompt": [HI], "chosen": [HI, CALLS], "rejected": [HI, HO]},
-            r"chosen\[1\]",
-        ),
-        (
-            PairEncoder,
-            {"system": "s", "prompt": [HI, CALLS, RESULT], "chosen": [HO], "rejected": [HI]},
-            r"prompt\[1\]",
+            {"system": "s", "prompt": [HI, CALLS, RESULT], "chosen": [HO], "rejected": [HA]},
+            "prompt[1]",
         ),
         (
             LabelledEncoder,
             {"prompt": [HI], "completion": [HO, HI, CALLS], "label": True},
-            r"completion\[2\]",
+            "completion[2]",
         ),
         (
             RewardedEncoder,
             {"prompt": [HI], "completions": [[HO], [CALLS]], "rewards": [0, 1]},
-            r"completions\[1\]\[0\]",
+            "completions[1][0]",
         ),
     ],
 )
-def test_messages_are_named_as_rows_name_them(encode: Any, kind: Any, row: Any, name: str) -> None:
-    if row.get("rejected") == [HI]:
-        row = row | {"rejected": [HO | {"content": "ha"}]}
-    with pytest.raises(ValueError, match=rf"jsonl:1: {name}\['tool_calls'\].*writes nothing"):
+def test_messages_are_named_as_rows_name_them(encode, kind, row, name):
+    message = rf"jsonl:1: {re.escape(name)}\['tool_calls'\].*writes nothing"
+    with pytest.raises(ValueError, match=message):
         encode(kind, CHATML, row)
 
 
-def test_one_shape_is_rendered_once(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    tokenizer = Tokenizer.from_pretrained(directory)
+def test_one_shape_is_rendered_once(encode, monkeypatch):
     calls = []
     apply = Tokenizer.apply_chat_template
     monkeypatch.setattr(
         Tokenizer, "apply_chat_template", lambda *a, **k: calls.append(a) or apply(*a, **k)
     )
-    encoder = ChatEncoder(tokenizer)
-    for n in range(50):
-        messages = [HI | {"content": f"hi {n}"}, HO | {"content": f"ho {n}"}]
-        encoder.content.check(messages, [1], ["0", "1"], tools=None)
-    assert len(calls) == 1
+    rows = [{"messages": [HI | {"content": f"hi {n}"}, HO]} for n in range(50)]
+    assert len(encode(ChatEncoder, CHATML, *rows)) == 50 and len(calls) == 1
 
 
-def test_variables_of_a_template_have_any_name(encode: Any) -> None:
-    variables = {"name": "x", "learned": 1}
-    row = {"messages": [HI, HO], "chat_template_kwargs": variables}
-    assert len(encode(ChatEncoder, CHATML, row)) == 1
-
-
-def test_what_is_learned_is_of_the_shape(encode: Any) -> None:
+def test_what_is_learned_is_of_the_shape(encode):
     silent = {"messages": [HI, THINKS | {"weight": 0}, HI, HO]}
     loud = {"messages": [HI, THINKS, HI, HO]}
     with pytest.raises(ValueError, match=r"a\.jsonl:2: messages\[1\]\['reasoning_content'\]"):

@@ -2,7 +2,6 @@
 
 import json
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,7 +21,6 @@ from tigon.data import (
     join,
     sources,
 )
-from tigon.data.sources import JsonFile
 from tigon.tokenizer import Tokenizer
 
 HI, HO = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}
@@ -39,9 +37,9 @@ def said(tokenizer: Tokenizer, examples: Examples) -> list[tuple[str, float]]:
     return [(tokenizer.decode(ids), float(weight[0])) for ids, weight in runs if weight[0]]
 
 
-def test_text_ends_with_eos_and_knows_its_line(tokenizer: Tokenizer, encode: Any) -> None:
+def test_text_ends_with_eos_and_knows_its_line(tokenizer, encode):
     rows = {"text": "the model"}, "", {"text": "whoever<|endoftext|>", "id": 7, "weight": 0.5}
-    examples = encode(TextEncoder(tokenizer), *rows)
+    examples = encode(TextEncoder, *rows)
     eos = tokenizer.eos_token_id
     first, second = tokenizer.encode("the model"), tokenizer.encode("whoever")
     assert examples.tokens.tolist() == [*first, eos, *second, eos]
@@ -59,8 +57,6 @@ def test_text_ends_with_eos_and_knows_its_line(tokenizer: Tokenizer, encode: Any
     ("train_on", "messages", "expected"),
     [
         ("assistant", CHAT, [("ho<|im_end|>\n", 1), ("bye<|im_end|>\n", 1)]),
-        ("last", CHAT, [("bye<|im_end|>\n", 1)]),
-        ("assistant", [HI, HO | {"weight": 0}, SO, BYE], [("bye<|im_end|>\n", 1)]),
         ("assistant", [HI, HO, SO, BYE | {"train": False}], [("ho<|im_end|>\n", 1)]),
         (
             "assistant",
@@ -73,15 +69,6 @@ def test_text_ends_with_eos_and_knows_its_line(tokenizer: Tokenizer, encode: Any
             [("ho<|im_end|>\n", 1), ("bye<|im_end|>\n", 1)],
         ),
         (
-            "assistant",
-            [HI, HO, SO | {"weight": 0.25}, BYE],
-            [
-                ("ho<|im_end|>\n", 1),
-                ("<|im_start|>user\nso<|im_end|>\n", 0.25),
-                ("bye<|im_end|>\n", 1),
-            ],
-        ),
-        (
             "all",
             [HI, HO | {"weight": 0}, SO],
             [
@@ -91,9 +78,7 @@ def test_text_ends_with_eos_and_knows_its_line(tokenizer: Tokenizer, encode: Any
         ),
     ],
 )
-def test_what_is_learned_and_with_what_weight(
-    tokenizer: Tokenizer, encode: Any, train_on: Any, messages: Any, expected: Any
-) -> None:
+def test_what_is_learned_and_with_what_weight(tokenizer, encode, train_on, messages, expected):
     encoder = ChatEncoder(tokenizer, train_on=train_on)
     examples = encode(encoder, {"messages": messages})
     assert said(tokenizer, examples) == expected
@@ -107,122 +92,99 @@ def test_what_is_learned_and_with_what_weight(
     assert said(tokenizer, halved) == [(text, weight / 2) for text, weight in expected]
 
 
-@pytest.mark.parametrize("train_on", ["assistant", "all"])
-def test_prompts_are_learned_only_with_train_on_all(
-    tokenizer: Tokenizer, encode: Any, train_on: Any
-) -> None:
-    encoder = ChatEncoder(tokenizer, train_on=train_on)
-    examples = encode(encoder, {"prompt": CHAT[:3], "completion": [BYE]})
-    found = said(tokenizer, examples)
-    assert found == [("bye<|im_end|>\n", 1)] if train_on == "assistant" else len(found) == 1
-    examples = encode(encoder, {"prompt": "the model ", "completion": "says"})
-    start = "" if train_on == "assistant" else "the model"
-    assert said(tokenizer, examples) == [(f"{start} says<|endoftext|>", 1)]
-
-
-def test_a_chat_without_an_answer_is_learned_only_with_train_on_all(
-    tokenizer: Tokenizer, encode: Any
-) -> None:
-    row = {"messages": [HI]}
-    examples = encode(ChatEncoder(tokenizer, train_on="all"), row, {"messages": CHAT})
-    assert said(tokenizer, examples)[0][0].startswith("<|im_start|>user\nhi<|im_end|>\n")
+def test_prompts_are_learned_only_with_train_on_all(tokenizer, encode):
+    """And so are chats without an answer."""
+    rows = [
+        {"prompt": CHAT[:3], "completion": [BYE]},
+        {"prompt": "the model ", "completion": "says"},
+        {"messages": [HI]},
+    ]
+    answers, everything = (ChatEncoder(tokenizer, train_on=on) for on in ("assistant", "all"))
+    assert said(tokenizer, encode(answers, rows[0])) == [("bye<|im_end|>\n", 1)]
+    assert said(tokenizer, encode(answers, rows[1])) == [(" says<|endoftext|>", 1)]
     with pytest.raises(ValueError, match="no turn of the role 'assistant'"):
-        encode(ChatEncoder(tokenizer, train_on="last"), row)
+        encode(answers, rows[2])
+    for row in rows:
+        examples = encode(everything, row)
+        assert said(tokenizer, examples) == [(tokenizer.decode(examples.tokens), 1)]
+    with pytest.raises(ValueError, match=r"a\.jsonl:2: prompt and completion must be texts"):
+        encode(answers, rows[1], rows[0])
+    with pytest.raises(ValueError, match=r"a\.jsonl:2: prompt and completion must be lists of mes"):
+        encode(answers, rows[0], rows[1])
 
 
-def test_columns_that_some_blocks_lack_are_filled(
-    tokenizer: Tokenizer, encode: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_columns_that_some_blocks_lack_are_filled(tokenizer, encode, monkeypatch):
     rows = [{"messages": CHAT, **more} for more in ({}, {"weight": 0.5}, {}, {"weight": 1})]
-    whole = encode(ChatEncoder(tokenizer), *rows)
+    whole = encode(ChatEncoder, *rows)
     assert [weight for _, weight in said(tokenizer, whole)] == [1, 1, 0.5, 0.5, 1, 1, 1, 1]
     monkeypatch.setattr(sources, "BLOCK_BYTES", 1)  # a block for each row
-    blocks = encode(ChatEncoder(tokenizer), *rows)
+    blocks = encode(ChatEncoder, *rows)
     assert whole.fingerprint() == blocks.fingerprint() and whole.report == blocks.report
     np.testing.assert_array_equal(whole.origin, blocks.origin)
     np.testing.assert_array_equal(whole.offsets, blocks.offsets)
     assert blocks.per_token["loss_weights"].dtype == np.float32
 
 
-def test_keys_that_nothing_reads_are_named(tokenizer: Tokenizer, encode: Any) -> None:
-    messages = [HI | {"id": 1, "weight": 0}, HO | {"wieght": 0}]
-    row = {"messages": messages, "source": "x", "weight": None}
-    assert encode(ChatEncoder(tokenizer), row).report.ignored_keys == (
-        "messages.id",
-        "messages.wieght",
-        "source",
-    )
-    turns = [{"from": "human", "value": "hi", "role": 1}, {"from": "gpt", "value": "ho"}]
-    row = {"chat": turns}
-    examples = encode(ChatEncoder(tokenizer), row, columns={"messages": "chat"})
-    assert examples.report.ignored_keys == ("chat.role",)
-    tool = {"type": "function", "function": {"name": "f", "parameters": {}}}
-    row = {
-        "messages": [HI, HO],
-        "tools": [tool],
-        "chat_template_kwargs": {"enable_thinking": False},
-    }
-    examples = encode(ChatEncoder(tokenizer), row)
-    assert examples.report.ignored_keys == ("chat_template_kwargs.enable_thinking", "tools")
-    assert not encode(
-        ChatEncoder(tokenizer), row | {"tools": [], "chat_template_kwargs": None}
-    ).report.ignored_keys
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {}}}
+TURNS = [{"from": "human", "value": "hi", "role": 1}, {"from": "gpt", "value": "ho"}]
 
 
-def test_turns_that_the_template_rewrites_are_examples_of_their_own(
-    tokenizer: Tokenizer, encode: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    rewriting = Tokenizer.from_pretrained(write_tokenizer(tmp_path / "tokenizer"))
-    rewriting.chat_template = QWEN3
+@pytest.mark.parametrize(
+    ("row", "keys"),
+    [
+        (
+            {"messages": [HI | {"id": 1}, HO | {"wieght": 0}], "source": "x", "weight": None},
+            ("messages.id", "messages.wieght", "source"),
+        ),
+        ({"chat": TURNS}, ("chat.role",)),
+        (
+            {"messages": CHAT, "tools": [TOOL], "chat_template_kwargs": {"thinks": False}},
+            ("chat_template_kwargs.thinks", "tools"),
+        ),
+        ({"messages": CHAT, "tools": [], "chat_template_kwargs": None}, ()),
+    ],
+)
+def test_keys_that_nothing_reads_are_named(encode, row, keys):
+    columns = {"messages": "chat"} if "chat" in row else {}
+    report = encode(ChatEncoder, row, columns=columns).report
+    assert report.ignored_keys == keys
+
+
+def test_turns_that_the_template_rewrites_are_examples_of_their_own(tokenizer, encode, monkeypatch):
     rows = [{"messages": CHAT, "weight": 0.5}, {"messages": CHAT[:2]}]
-    few = encode(ChatEncoder(rewriting), *rows)
-    assert said(rewriting, few) == [("bye<|im_end|>\n", 0.5), ("ho<|im_end|>\n", 1)]
+    few = encode(ChatEncoder, *rows, template=QWEN3)
+    assert said(tokenizer, few) == [("bye<|im_end|>\n", 0.5), ("ho<|im_end|>\n", 1)]
     assert (few.report.rewritten, few.report.extra, len(few)) == (1, 0, 2)
     assert few.report.lines() == [
         "1 turn of the assistant not learned, as the chat template writes it differently when "
         "others follow: train_on=all_turns learns each in an example of its own"
     ]
-    every = encode(ChatEncoder(rewriting, train_on="all_turns"), *rows)
-    assert said(rewriting, every) == [
-        ("bye<|im_end|>\n", 0.5),
-        ("ho<|im_end|>\n", 0.5),
-        ("ho<|im_end|>\n", 1),
-    ]
+    options = {"template": QWEN3, "train_on": "all_turns"}
+    every = encode(ChatEncoder, *rows, **options)
+    learned = [("bye<|im_end|>\n", 0.5), ("ho<|im_end|>\n", 0.5), ("ho<|im_end|>\n", 1)]
+    assert said(tokenizer, every) == learned
     assert (every.report.rewritten, every.report.extra, len(every)) == (0, 1, 3)
     assert every.report.lines()[0].startswith("1 extra example, for turns")
     assert every.groups is None and every.origin[:, 1].tolist() == [1, 1, 2]
     monkeypatch.setattr(sources, "BLOCK_BYTES", 1)  # a block for each row
-    blocks = encode(ChatEncoder(rewriting, train_on="all_turns"), *rows)
+    blocks = encode(ChatEncoder, *rows, **options)
     assert blocks.fingerprint() == every.fingerprint() and blocks.report == every.report
     stable = [ChatEncoder(tokenizer, train_on=t) for t in ("assistant", "all_turns")]
     assert len({encode(encoder, *rows).fingerprint() for encoder in stable}) == 1
     assert len({encoder.digest() for encoder in stable}) == 2
 
 
-def test_an_empty_block_of_reasoning_is_learned_if_asked(
-    tokenizer: Tokenizer, encode: Any, tmp_path: Path
-) -> None:
-    thinking = Tokenizer.from_pretrained(write_tokenizer(tmp_path / "tokenizer"))
-    thinking.chat_template = QWEN3
-    row = {"messages": CHAT[:2]}
-    block = "<think>\n\n</think>\n\n"
-    for asked, start in ((False, ""), (True, block)):
-        encoder = ChatEncoder(thinking, train_on_empty_thinking=asked)
-        assert said(thinking, encode(encoder, row)) == [(f"{start}ho<|im_end|>\n", 1)]
-    off = row | {"chat_template_kwargs": {"enable_thinking": False}}
-    assert said(thinking, encode(encoder, off)) == [("ho<|im_end|>\n", 1)]
+def test_an_empty_block_of_reasoning_is_learned_if_asked(tokenizer, encode):
+    for asked, start in ((False, ""), (True, "<think>\n\n</think>\n\n")):
+        options = {"template": QWEN3, "train_on_empty_thinking": asked}
+        examples = encode(ChatEncoder, {"messages": CHAT[:2]}, **options)
+        assert said(tokenizer, examples) == [(f"{start}ho<|im_end|>\n", 1)]
 
 
-def test_prompts_that_open_reasoning_are_said(tokenizer: Tokenizer, encode: Any) -> None:
-    opening = Tokenizer.from_pretrained(tokenizer.files[0].parent)
-    opening.chat_template = CHATML.replace(
-        "assistant\n' }}{% endif", "assistant\n<think>\n' }}{% endif"
-    )
-    examples = encode(ChatEncoder(opening), {"messages": CHAT}, {"messages": CHAT})
-    assert [text for text, _ in said(opening, examples)][:2] == [
-        "ho<|im_end|>\n",
-        "bye<|im_end|>\n",
-    ]
+def test_prompts_that_open_reasoning_are_said(tokenizer, encode):
+    template = CHATML.replace("assistant\n' }}{% endif", "assistant\n<think>\n' }}{% endif")
+    examples = encode(ChatEncoder, {"messages": CHAT}, {"messages": CHAT}, template=template)
+    assert said(tokenizer, examples) == [("ho<|im_end|>\n", 1), ("bye<|im_end|>\n", 1)] * 2
     (line,) = examples.report.lines()
     assert line.startswith(r"the chat template's prompt ends in '<think>\n'")
 
@@ -235,29 +197,19 @@ BAD = (
     ({"messages": [{"content": "x"}]}, "role"),
     ({"messages": []}, "messages"),
     ({"messages": [HI, {"role": "assistant", "content": "a\ud800b"}]}, r"lone surrogate '\\ud800'"),
-    ({"messages": CHAT, "chat_template_kwargs": 1}, "chat_template_kwargs"),
+    ({"messages": CHAT, "chat_template_kwargs": {"self": 1}}, "'chat_template_kwargs' must be an"),
 )
 
 
-def test_prompts_are_all_texts_or_all_messages(tokenizer: Tokenizer, encode: Any) -> None:
-    rows = {"prompt": "a", "completion": "b"}, {"prompt": CHAT[:1], "completion": CHAT[1:]}
-    with pytest.raises(ValueError, match=r"a\.jsonl:2: prompt and completion must be texts"):
-        encode(ChatEncoder(tokenizer), *rows)
-    with pytest.raises(ValueError, match=r"a\.jsonl:2: prompt and completion must be lists of mes"):
-        encode(ChatEncoder(tokenizer), *rows[::-1])
-
-
 @pytest.mark.parametrize(("row", "message"), BAD)
-def test_a_bad_row_is_named_with_its_place(
-    tokenizer: Tokenizer, encode: Any, row: Any, message: str
-) -> None:
+def test_a_bad_row_is_named_with_its_place(encode, row, message):
     with pytest.raises(ValueError, match=rf"a\.jsonl:2: .*{message}"):
-        encode(ChatEncoder(tokenizer), {"messages": CHAT}, row)
+        encode(ChatEncoder, {"messages": CHAT}, row)
     with pytest.raises(ValueError, match=r"a\.jsonl:1: "):
-        encode(ChatEncoder(tokenizer), row, {"messages": CHAT})
+        encode(ChatEncoder, row, {"messages": CHAT})
 
 
-def test_bad_rows_are_skipped_and_counted(tokenizer: Tokenizer, encode: Any) -> None:
+def test_bad_rows_are_skipped_and_counted(tokenizer, encode):
     rows = [row for row, _ in BAD]
     encoder = ChatEncoder(tokenizer, skip_bad_rows=True)
     examples = encode(encoder, *rows, {"messages": CHAT}, {"messages": CHAT, "weight": 0})
@@ -272,31 +224,27 @@ def test_bad_rows_are_skipped_and_counted(tokenizer: Tokenizer, encode: Any) -> 
 
 
 @pytest.mark.parametrize("place", [0, 2])
-def test_a_surrogate_in_a_text(tokenizer: Tokenizer, encode: Any, place: int) -> None:
+def test_a_surrogate_in_a_text(encode, place):
     rows = [{"text": "good"}] * 4
     rows[place] = {"text": "not \udc00"}
     with pytest.raises(ValueError, match=rf"a\.jsonl:{place + 1}: has the lone surrogate .*'not '"):
-        encode(TextEncoder(tokenizer), *rows)
-    examples = encode(TextEncoder(tokenizer, skip_bad_rows=True), *rows)
+        encode(TextEncoder, *rows)
+    examples = encode(TextEncoder, *rows, skip_bad_rows=True)
     assert len(examples) == 3 and examples.report.skipped == 1
 
 
-def test_sources_without_anything_to_learn(
-    tokenizer: Tokenizer, encode: Any, tmp_path: Path
-) -> None:
-    for encoder in (ChatEncoder(tokenizer), TextEncoder(tokenizer)):
+def test_sources_without_anything_to_learn(encode):
+    for encoder in (ChatEncoder, TextEncoder):
         with pytest.raises(ValueError, match=r"a\.jsonl has no rows"):
             encode(encoder, "", " ")
     row = {"messages": [HI, HO | {"weight": 0}]}
     with pytest.raises(ValueError, match=r"nothing to learn: the weights are 0 in 2 of 2 rows"):
-        encode(ChatEncoder(tokenizer), row, row)
+        encode(ChatEncoder, row, row)
     with pytest.raises(ValueError, match=r"a\.jsonl:1: its keys 'messages' are those of task=sft"):
-        encode(TextEncoder(tokenizer), {"messages": CHAT})
+        encode(TextEncoder, {"messages": CHAT})
 
 
-def test_a_digest_for_everything_that_changes_examples(
-    tokenizer: Tokenizer, tmp_path: Path
-) -> None:
+def test_a_digest_for_everything_that_changes_examples(tokenizer, tmp_path):
     other = Tokenizer.from_pretrained(write_tokenizer(tmp_path / "tokenizer"))
     assert ChatEncoder(tokenizer).digest() == ChatEncoder(other).digest()
     (tmp_path / "t.jinja").write_text("{{ messages }}")
@@ -310,7 +258,7 @@ def test_a_digest_for_everything_that_changes_examples(
     assert len(digests) == 4
 
 
-def test_another_eos_changes_only_digests_of_texts(tokenizer: Tokenizer, tmp_path: Path) -> None:
+def test_another_eos_changes_only_digests_of_texts(tokenizer, tmp_path):
     """As when a run goes on, whose tokenizer got the end of a turn as eos."""
     other = Tokenizer.from_pretrained(write_tokenizer(tmp_path / "tokenizer"))
     before = TextEncoder(other)
@@ -347,7 +295,7 @@ class Pairs(Encoder):
         ]
 
 
-def test_named_columns_and_groups(encode: Any) -> None:
+def test_named_columns_and_groups(encode):
     examples = encode(Pairs(), {"x": 0}, {"x": 1})
     assert len(examples) == 4 and examples.groups.tolist() == [0, 2, 4]
     assert examples.supervised.tolist() == [False, True] * 4
@@ -357,15 +305,9 @@ def test_named_columns_and_groups(encode: Any) -> None:
     both = join([examples, examples])
     assert both.groups is not None and both.groups.tolist() == [0, 2, 4, 6, 8]
     assert both.offsets.tolist() == list(range(0, 18, 2)) and both.files == examples.files
-
-
-def test_examples_without_a_column_get_its_value(encode: Any) -> None:
-    examples = encode(Pairs(), {"x": 0})
-    without = replace(examples, per_example={})
-    rewards = join([without, examples]).per_example["reward"]
-    np.testing.assert_array_equal(rewards, [np.nan, np.nan, *examples.per_example["reward"]])
-    weighted = replace(examples, per_token=examples.per_token | {"loss_weights": np.full(4, 0.5)})
-    assert join([weighted, examples]).per_token["loss_weights"].tolist() == [0.5] * 4 + [1.0] * 4
+    # Examples without a column get its value
+    rewards = join([replace(examples, per_example={}), examples]).per_example["reward"]
+    np.testing.assert_array_equal(rewards, [np.nan] * 4 + examples.per_example["reward"].tolist())
 
 
 class Given(Encoder):
@@ -392,50 +334,30 @@ class Given(Encoder):
         ),
     ],
 )
-def test_columns_that_do_not_fit_are_named(encode: Any, columns: Any, message: str) -> None:
+def test_columns_that_do_not_fit_are_named(encode, columns, message):
     with pytest.raises(ValueError, match=message):
         encode(Given(), *({"ids": [1, 2], "columns": column} for column in columns))
 
 
-@pytest.mark.parametrize("name", ["self", "template", "messages", "padding", "return_tensors"])
-def test_names_that_are_no_variables(tokenizer: Tokenizer, encode: Any, name: str) -> None:
-    """They are arguments of functions on the way to the template, and were a TypeError there."""
-    row = {
-        "messages": [HI, {"role": "assistant", "content": "a"}],
-        "chat_template_kwargs": {name: 1},
-    }
-    with pytest.raises(
-        ValueError, match=r"a\.jsonl:1: 'chat_template_kwargs' must be an object of"
-    ):
-        encode(ChatEncoder(tokenizer), row)
-
-
-def test_keys_that_would_write_to_a_terminal(tokenizer: Tokenizer, encode: Any) -> None:
+def test_keys_that_would_write_to_a_terminal(encode):
     row = {"text": "a", "\x1b[31m": 1, "\ud800": 2, **{f"k{i}": 0 for i in range(2000)}}
-    lines = encode(TextEncoder(tokenizer), row, {"text": "b", **{f"l{i}": 0 for i in range(999)}})
+    lines = encode(TextEncoder, row, {"text": "b", **{f"l{i}": 0 for i in range(999)}})
     text = "\n".join(lines.report.lines())
     assert r"\x1b[31m" in text and "\x1b" not in text
     assert text.isascii() and len(text) < 2000
     with pytest.raises(ValueError, match=r"a\.jsonl:1: .{,1100}$"):
-        encode(TextEncoder(tokenizer), {"x" * 100_000: 1})
+        encode(TextEncoder, {"x" * 100_000: 1})
 
 
-def test_lists_that_are_small_as_bytes_only(
-    tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("tigon.data.sources.LARGE_ROW_BYTES", 1000)
-    monkeypatch.setattr("tigon.data.sources.MAX_CONTAINERS", 100)
-    (tmp_path / "a.jsonl").write_text('{"text": "a", "x": [' + "[]," * 500 + "[]]}\n")
+def test_rows_too_large_for_a_tokenizer_are_bad(encode, monkeypatch):
+    """And those whose lists are small as bytes only."""
+    monkeypatch.setattr(sources, "LARGE_ROW_BYTES", 1000)
+    monkeypatch.setattr(sources, "MAX_CONTAINERS", 100)
     with pytest.raises(ValueError, match=r"a\.jsonl:1: has more than 100 lists and objects"):
-        TextEncoder(tokenizer).open(JsonFile(str(tmp_path / "a.jsonl"), Format()))
-
-
-def test_rows_too_large_for_a_tokenizer_are_bad(
-    tokenizer: Tokenizer, encode: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+        encode(TextEncoder, '{"text": "a", "x": [' + "[]," * 500 + "[]]}")
     monkeypatch.setattr(examples, "MAX_ROW_CHARS", 10)
     rows = [{"text": "a"}, {"text": "b" * 6, "more": ["c" * 6]}]
     with pytest.raises(ValueError, match=r":2: has 12 characters, and tokenizing takes at most 10"):
-        encode(TextEncoder(tokenizer), *rows)
-    report = encode(TextEncoder(tokenizer, skip_bad_rows=True), *rows).report
+        encode(TextEncoder, *rows)
+    report = encode(TextEncoder, *rows, skip_bad_rows=True).report
     assert report.skipped == 1 and "has 12 characters" in report.errors[0]

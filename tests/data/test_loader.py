@@ -1,4 +1,5 @@
 from functools import partial
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -18,7 +19,7 @@ def loader(
 ) -> Loader:
     """Of windows of `size` examples."""
     rows = partial(pack_examples, seq_len=32, packing=packing)
-    windows = Mixture.of(EXAMPLES, size)
+    windows = Mixture.from_examples(EXAMPLES, size)
     return Loader(windows, rows, rank=rank, world=world, **{**SHAPE, "seed": 3, **kwargs})
 
 
@@ -60,7 +61,7 @@ def numbered(data: Loader, keys: dict[tuple[int, ...], list[int]]) -> list[list[
     return [keys[tuple(EXAMPLES.tokens[a:b])] for row in taken(data, 0) for a, b in row]
 
 
-def test_keys_of_dropout() -> None:
+def test_keys_of_dropout():
     """The same for a sequence of a step, however it is dealt; no two tokens of any share one."""
     one = loader(dropout_seed=1)
     first = dropout_keys(one, 0)
@@ -83,7 +84,7 @@ def test_keys_of_dropout() -> None:
 
 def sequences(batch: MicroBatch) -> list[list[int]]:
     """The sequences of a batch, told apart as the model tells them: where positions restart."""
-    found: list[list[int]] = []
+    found = []
     for ids, positions in zip(batch.input_ids, batch.position_ids, strict=True):
         for token, position in zip(ids.tolist(), positions.tolist(), strict=True):
             if position == 0:
@@ -93,17 +94,48 @@ def sequences(batch: MicroBatch) -> list[list[int]]:
     return [s for s in found if any(s)]  # the others are padding
 
 
+def check_bounds(batch: MicroBatch) -> None:
+    first = batch.position_ids == 0
+    bounds = [*first.flatten().nonzero().flatten().tolist(), first.numel()]
+    assert batch.cu_seq_lens.dtype == torch.int32 and batch.cu_seq_lens.tolist() == bounds
+    assert batch.longest == max(np.diff(bounds))
+    flat = batch.input_ids.flatten()
+    assert {end for span in batch.spans.tolist() for end in span} <= set(bounds)
+    assert [flat[a:b].tolist() for a, b in batch.spans.tolist()] == sequences(batch)
+
+
+@pytest.mark.parametrize("packing", [True, False])
 @pytest.mark.parametrize("size", [1000, 20])
-def test_every_example_once_per_epoch_in_another_order(size):
-    data = loader(size=size)
-    wanted = [list(range(a + 1, b + 1)) for row in all_rows(data) for a, b in row]
+def test_what_batches_hold(packing, size):
+    """Every example once an epoch, in another order; bounds, masks, columns and counts."""
+    data = loader(packing=packing, size=size)
+    expected = [list(range(a + 1, b + 1)) for row in all_rows(data) for a, b in row]
     orders = []
     for epoch in range(2):
-        steps = range(epoch * data.steps_per_epoch, (epoch + 1) * data.steps_per_epoch)
-        seen = [s for step in steps for batch in data.micro_batches(step) for s in sequences(batch)]
-        assert sorted(seen) == sorted(wanted)
-        orders.append(seen)
+        orders.append([])
+        for step in range(epoch * data.steps_per_epoch, (epoch + 1) * data.steps_per_epoch):
+            batches, tokens, targets = data.micro_batches(step), 0, 0
+            for batch in batches:
+                ids, supervised = batch.input_ids, batch.per_token["supervised"]
+                real = ids != 0
+                assert torch.equal(
+                    real,
+                    torch.ones_like(real) if batch.attention_mask is None else batch.attention_mask,
+                )
+                learned = torch.from_numpy(EXAMPLES.supervised)[ids - 1]
+                assert torch.equal(supervised, learned & real)
+                check_bounds(batch)
+                orders[-1] += sequences(batch)
+                tokens += int(real.sum())
+                targets += int((supervised & (batch.position_ids != 0)).sum())
+            assert (tokens, targets) == data.counts(step)
+            if not packing:  # the ranks have about the same work at a time
+                longest = [batch.input_ids.shape[1] for batch in batches]
+                assert longest == sorted(longest, reverse=True)
+        assert sorted(orders[-1]) == sorted(expected)
     assert orders[0] != orders[1]
+    filler = collate(data.windows.corpus, [], 32 if packing else None)
+    assert filler.cu_seq_lens.tolist() == [0, filler.input_ids.shape[1]]
 
 
 def test_the_stream_depends_on_seed_and_step_alone():
@@ -118,7 +150,7 @@ def test_the_stream_depends_on_seed_and_step_alone():
 
 
 def test_the_order_is_the_same_with_every_numpy():
-    windows, rows = Mixture.of(EXAMPLES), partial(pack_documents, seq_len=100)
+    windows, rows = Mixture.from_examples(EXAMPLES), partial(pack_documents, seq_len=100)
     data = Loader(windows, rows, batch_size=20, micro_batch_size=1, seed=0)
     first, second = ([rows[0][0] // 100 for rows in taken(data, epoch)] for epoch in range(2))
     assert first == [11, 3, 13, 2, 15, 1, 8, 6, 0, 7, 14, 4, 10, 12, 16, 5, 9]
@@ -126,36 +158,14 @@ def test_the_order_is_the_same_with_every_numpy():
 
 
 def test_rows_are_shuffled_within_windows():
-    data, whole_epoch = loader(size=20), loader(seed=None, size=20)
-    assert data.windows.per_epoch == 6
-    rows, in_order = (
-        [row for step in range(d.steps_per_epoch) for row in taken(d, step)]
-        for d in (data, whole_epoch)
+    data, in_order = loader(size=20), loader(seed=None, size=20)
+    rows, expected = (
+        [row for i in range(d.steps_per_epoch) for row in taken(d, i)] for d in (data, in_order)
     )
-    assert in_order == all_rows(data) and rows != in_order
-    at = 0
-    for number in range(6):
-        count = len(data.pack(data.windows.window(number)))
-        here = in_order[at : at + count]
-        assert sorted(rows[at : at + count]) == sorted(here)
-        first, last = min(r[0][0] for r in here), max(r[-1][1] for r in here)
-        bounds = EXAMPLES.offsets[[20 * number, min(20 * number + 20, 103)]]
-        assert first >= bounds[0] and last <= bounds[1]
-        at += count
-    assert at == len(in_order)
-
-
-@pytest.mark.parametrize("packing", [True, False])
-def test_the_ranks_have_about_the_same_work_at_a_time(packing):
-    data = loader(packing=packing)
-    for step in range(data.steps_per_epoch):
-        batches = data.micro_batches(step)
-        longest = [int(np.square(np.diff(b.spans)).sum() + b.spans.diff().sum()) for b in batches]
-        if not packing:
-            longest = [b.input_ids.shape[1] for b in batches]
-        rows = [row for batch in batches for row in batch.input_ids.ne(0).sum(1).tolist()]
-        assert longest == sorted(longest, reverse=True) or packing
-        assert sum(rows) == data.counts(step)[0]
+    assert expected == all_rows(data) and rows != expected
+    ends = np.cumsum([0, *(len(data.pack(data.windows.window(n))) for n in range(6))])
+    for begin, end in pairwise(ends):
+        assert sorted(rows[begin:end]) == sorted(expected[begin:end])
 
 
 @pytest.mark.parametrize("packing", [True, False])
@@ -178,43 +188,6 @@ def test_ranks_share_the_micro_batches_of_one_rank(packing):
 
 
 @pytest.mark.parametrize("packing", [True, False])
-def test_columns_and_counts(packing):
-    data = loader(packing=packing)
-    for step in range(data.steps_per_epoch):
-        tokens = targets = 0
-        for batch in data.micro_batches(step):
-            ids, supervised = batch.input_ids, batch.per_token["supervised"]
-            real = ids != 0
-            if batch.attention_mask is None:
-                assert real.all()
-            else:
-                assert torch.equal(batch.attention_mask, real)
-            expected = torch.from_numpy(EXAMPLES.supervised)[ids - 1]
-            assert torch.equal(supervised, expected & real)
-            tokens += int(real.sum())
-            targets += int((supervised & (batch.position_ids != 0)).sum())
-        assert (tokens, targets) == data.counts(step)
-
-
-@pytest.mark.parametrize("packing", [True, False])
-def test_bounds_of_sequences(packing):
-    data = loader(packing=packing)
-    for batch in [b for step in range(data.steps_per_epoch) for b in data.micro_batches(step)]:
-        first = batch.position_ids == 0
-        bounds = [*first.flatten().nonzero().flatten().tolist(), first.numel()]
-        assert batch.cu_seq_lens.dtype == torch.int32
-        assert batch.cu_seq_lens.tolist() == bounds
-        assert batch.longest == max(np.diff(bounds))
-        flat = batch.input_ids.flatten()
-        assert {end for span in batch.spans.tolist() for end in span} <= set(bounds)
-        found = [flat[a:b].tolist() for a, b in batch.spans.tolist()]
-        assert found == sequences(batch)
-    corpus = data.windows.corpus
-    filler = collate(corpus, [], 32 if packing else None)
-    assert filler.cu_seq_lens.tolist() == [0, filler.input_ids.shape[1]]
-
-
-@pytest.mark.parametrize("packing", [True, False])
 def test_columns_of_any_kind_follow_their_tokens_and_examples(packing):
     """Floats, vectors per token, a value per example, and groups of three in one micro-batch."""
     lengths = LENGTHS[:99]
@@ -225,7 +198,7 @@ def test_columns_of_any_kind_follow_their_tokens_and_examples(packing):
     columns = {"weights": weights, "teacher": teacher}
     examples = make(lengths, groups=groups, per_example={"reward": rewards}, **columns)
     rows = partial(pack_examples, seq_len=96, packing=packing)
-    data = Loader(Mixture.of(examples), rows, batch_size=4, micro_batch_size=2, seed=5)
+    data = Loader(Mixture.from_examples(examples), rows, batch_size=4, micro_batch_size=2, seed=5)
     seen = []
     for batch in [b for step in range(data.steps_per_epoch) for b in data.micro_batches(step)]:
         ids, real = batch.input_ids, batch.input_ids != 0
@@ -249,37 +222,30 @@ def test_columns_of_any_kind_follow_their_tokens_and_examples(packing):
     assert filler.per_token["teacher"].shape == (*filler.input_ids.shape, 2)
 
 
-def test_where_names_the_examples_of_a_step():
-    data = loader(packing=False)
-    kept = [int(EXAMPLES.index(np.array(row[0][0]))) + 1 for row in taken(data, 2)]
-    assert data.location(2) == [f"f:{line}" for line in kept]
-
-
-def test_an_epoch_without_anything_to_learn():
-    examples = make([4, 6, 3], [0] * 13)
-    windows, rows = Mixture.of(examples), partial(pack_examples, seq_len=4)
-    data = Loader(windows, rows, batch_size=1, micro_batch_size=1)
-    with pytest.raises(ValueError, match="no example of f has anything to learn within seq_len 4"):
-        _ = data.steps_per_epoch
-
-
 @pytest.mark.parametrize(
-    ("most", "seq_len", "limits"),
-    [(2, 9, "max_length"), (9, 2, "seq_len 2"), (3, 2, "max_length and seq_len 2")],
+    ("most", "seq_len", "learned", "limits"),
+    [
+        (None, 4, [], "seq_len 4"),
+        (2, 9, [3, 9, 12], "max_length"),  # the last token of each example is all that it teaches
+        (9, 2, [3, 9, 12], "seq_len 2"),
+        (3, 2, [3, 9, 12], "max_length and seq_len 2"),
+    ],
 )
-def test_limits_within_which_nothing_is_to_be_learned(most, seq_len, limits):
-    """The last token of each example is all that it teaches."""
-    examples = make([4, 6, 3], [0, 0, 0, 1, 0, 0, 0, 0, 0, 1, 0, 0, 1])
+def test_limits_within_which_nothing_is_to_be_learned(most, seq_len, learned, limits):
+    examples = make([4, 6, 3], np.isin(np.arange(13), learned))
     rows = partial(pack_examples, seq_len=seq_len, max_length=most)
-    data = Loader(Mixture.of(examples), rows, batch_size=1, micro_batch_size=1)
-    with pytest.raises(ValueError, match=f"anything to learn within {limits}$"):
+    data = Loader(Mixture.from_examples(examples), rows, batch_size=1, micro_batch_size=1)
+    with pytest.raises(ValueError, match=f"no example of f has anything to learn within {limits}$"):
         _ = data.steps_per_epoch
 
 
 def test_a_window_without_rows_in_the_middle_of_a_batch():
     examples = make([4] * 4, [0, 0, 1, 1, 0, 0, 0, 0, 0, 1, 0, 0, 0, 0, 1, 0])
     data = Loader(
-        Mixture.of(examples, 1), partial(pack_examples, seq_len=4), batch_size=4, micro_batch_size=1
+        Mixture.from_examples(examples, 1),
+        partial(pack_examples, seq_len=4),
+        batch_size=4,
+        micro_batch_size=1,
     )
     for step in range(2):
         assert taken(data, step) == [[[0, 4]], [[8, 12]], [[12, 16]]]
@@ -298,7 +264,7 @@ def test_some_sequences_of_a_batch_in_one_line():
     lengths = [5, 3, 7, 2, 6]
     per_example = {"kind": np.array([1, 0, 1, 1, 0])}
     examples = make(lengths, per_example=per_example, noise=rng.random(sum(lengths)))
-    corpus = Mixture.of(examples).corpus
+    corpus = Mixture.from_examples(examples).corpus
     spans = np.stack([examples.offsets[:-1], examples.offsets[1:]], axis=1)
     packed = collate(corpus, [BatchLine(corpus, spans[:3]), BatchLine(corpus, spans[3:])], 16)
     padded = collate(corpus, [BatchLine(corpus, span[None]) for span in spans])

@@ -11,7 +11,7 @@ from tigon.data.packing import MAX_KEY_COPIES, TruncationStats, pack_best_fit
 
 def window(examples: Examples) -> Window:
     """All of them, in order."""
-    return Mixture.of(examples).window(0)
+    return Mixture.from_examples(examples).window(0)
 
 
 def make(lengths, supervised=None, *, per_example=None, groups=None, **per_token) -> Examples:
@@ -32,7 +32,7 @@ def make(lengths, supervised=None, *, per_example=None, groups=None, **per_token
 
 def test_best_fit_is_the_textbook_algorithm():
     lengths = np.random.default_rng(0).integers(1, 60, size=300)
-    bins: list[list[int]] = []
+    bins = []
     for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
         space = [64 - sum(lengths[b]) for b in bins]
         fitting = [s for s in space if s >= lengths[i]]
@@ -59,32 +59,71 @@ def test_packing_splits_no_example_and_loses_none():
     assert len(one_each) == 500
 
 
-def test_long_examples_are_cut_or_left_out_and_counted():
-    examples = make([4, 9, 3])
-    cut = pack_examples(window(examples), 6, packing=False)
-    assert cut.truncation == TruncationStats(row_cuts=1, longest=9, min_seq_len=9)
-    assert cut.spans.tolist() == [[0, 4], [4, 10], [13, 16]]
-    left_out = pack_examples(window(examples), 6, packing=False, truncate=False)
-    assert left_out.truncation == TruncationStats(row_drops=1, longest=9, min_seq_len=9)
-    assert left_out.spans.tolist() == [[0, 4], [13, 16]]
+def of_prompts(groups) -> Examples:
+    """Groups of sequences, each a prompt and an answer, of which the latter is learned."""
+    each = [pair for group in groups for pair in group]
+    examples = make(
+        [len(prompt + answer) for prompt, answer in each],
+        [place >= len(p) for p, a in each for place in range(len(p + a))],
+        groups=np.cumsum([0, *map(len, groups)]),
+    )
+    tokens = np.array([i for prompt, answer in each for i in prompt + answer], dtype=np.int32)
+    return replace(examples, tokens=tokens)
 
 
-def test_examples_with_nothing_left_to_learn_are_left_out():
-    within, beyond, only_its_first = [0, 0, 1, 1], [0, 0, 0, 0, 1, 1], [1, 0, 0]
-    mask = np.array([*within, *beyond, *only_its_first], dtype=bool)
-    examples = make([4, 6, 3], mask)
-    rows = pack_examples(window(examples), 4)
-    assert rows.spans.tolist() == [[0, 4]]
-    assert rows.truncation == TruncationStats(row_drops=1, unlearned=1, longest=6, min_seq_len=6)
-    none = pack_examples(window(examples), 2)
-    assert len(none) == 0 and none.truncation == TruncationStats(
-        row_drops=2, unlearned=1, longest=6, min_seq_len=6
-    )
-    most = pack_examples(window(examples), 6, max_length=4)
-    assert most.truncation == TruncationStats(
-        max_length_drops=1, unlearned=1, longest=6, min_seq_len=4
-    )
-    assert most.spans.tolist() == [[0, 4]]
+# The second has nothing to learn within 4 tokens, the third nothing behind its first
+LATE = make([4, 6, 3], np.array([0, 0, 1, 1, *(0, 0, 0, 0, 1, 1), 1, 0, 0], dtype=bool))
+# Groups of two, one of them with an answer of one token, which has no target
+GROUPS = make([3, 9, 2, 4, 1, 9, 8, 7], groups=np.array([0, 2, 4, 6, 8]))
+CUT_GROUPS = [[0, 3], [3, 8], [12, 14], [14, 18], [28, 32], [36, 40]]
+LONG_PROMPT = list(range(1, 301))
+PAIR = of_prompts([[(LONG_PROMPT, [7] * 20), (LONG_PROMPT, [8] * 20)]])
+SHARED = {"share_prompts": True}
+LIMITS = [
+    (make([4, 9, 3]), 6, {}, [[0, 4], [4, 10], [13, 16]], {"row_cuts": 1}),
+    (make([4, 9, 3]), 6, {"truncate": False}, [[0, 4], [13, 16]], {"row_drops": 1}),
+    (LATE, 4, {}, [[0, 4]], {"row_drops": 1, "unlearned": 1}),
+    (LATE, 2, {}, [], {"row_drops": 2, "unlearned": 1}),
+    (
+        LATE,
+        6,
+        {"max_length": 4},
+        [[0, 4]],
+        {"max_length_drops": 1, "unlearned": 1, "min_seq_len": 4},
+    ),
+    (GROUPS, 8, {}, CUT_GROUPS, {"row_cuts": 2, "unlearned": 1, "min_seq_len": 15}),
+    (
+        *(GROUPS, 8, {"truncate": False}, [[12, 14], [14, 18]]),
+        {"row_drops": 2, "unlearned": 1, "min_seq_len": 15},
+    ),
+    (GROUPS, 8, {"max_length": 6}, CUT_GROUPS, {"row_cuts": 2, "unlearned": 1, "min_seq_len": 12}),
+    (
+        *(GROUPS, 12, {"max_length": 6}, None),
+        {"max_length_cuts": 2, "unlearned": 1, "min_seq_len": 12},
+    ),
+    # Each has a line of its own
+    (
+        *(GROUPS, 8, {"packing": False}),
+        [[0, 3], [3, 11], [12, 14], [14, 18], [28, 36], [36, 43]],
+        {"row_cuts": 1, "unlearned": 1},
+    ),
+    # A pair that shares its prompt has to fit with one of it
+    (PAIR, 512, SHARED, [[0, 320], [619, 640]], {"min_seq_len": 341}),
+    (PAIR, 341, SHARED, [[0, 320], [619, 640]], {"min_seq_len": 341}),
+    (PAIR, 340, SHARED, [[0, 319], [619, 639]], {"row_cuts": 1, "min_seq_len": 341}),
+    (PAIR, 512, {}, [], {"row_drops": 1, "min_seq_len": 640}),
+    (PAIR, 640, {}, [[0, 320], [320, 640]], {"min_seq_len": 640}),
+]
+
+
+@pytest.mark.parametrize(("examples", "seq_len", "options", "spans", "counts"), LIMITS)
+def test_long_examples_are_cut_or_left_out_and_counted(examples, seq_len, options, spans, counts):
+    options = {"packing": examples.groups is not None} | options
+    rows = pack_examples(window(examples), seq_len, **options)
+    longest = int(np.diff(examples.offsets).max())
+    counts = {"longest": longest, "min_seq_len": longest} | counts
+    assert rows.truncation == TruncationStats(**counts)
+    assert spans is None or sorted(rows.spans.tolist()) == spans
 
 
 def test_text_is_joined_and_cut_without_loss():
@@ -119,40 +158,9 @@ def test_groups_share_a_row_and_keep_their_order():
     assert len(apart) == 100 and apart[3].tolist() == apart.spans[6:8].tolist()
 
 
-def test_groups_are_cut_to_one_length_or_left_out_together():
-    lengths, groups = [3, 9, 2, 4, 1, 9, 8, 7], np.array([0, 2, 4, 6, 8])
-    examples = make(lengths, groups=groups)
-    cut = pack_examples(window(examples), 8)
-    by_start = sorted(cut.spans.tolist())  # one of one token has no target
-    assert by_start == [[0, 3], [3, 8], [12, 14], [14, 18], [28, 32], [36, 40]]
-    assert cut.truncation == TruncationStats(row_cuts=2, unlearned=1, longest=9, min_seq_len=15)
-    left_out = pack_examples(window(examples), 8, truncate=False)
-    assert left_out.spans.tolist() == [[12, 14], [14, 18]]
-    assert left_out.truncation == TruncationStats(
-        row_drops=2, unlearned=1, longest=9, min_seq_len=15
-    )
-    most = pack_examples(window(examples), 8, max_length=6)
-    assert sorted(most.spans.tolist()) == by_start
-    assert most.truncation == TruncationStats(row_cuts=2, unlearned=1, longest=9, min_seq_len=12)
-    assert pack_examples(window(examples), 12, max_length=6).truncation == TruncationStats(
-        max_length_cuts=2, unlearned=1, longest=9, min_seq_len=12
-    )
-    apart = pack_examples(window(examples), 8, packing=False)  # each has a line of its own
-    assert apart.spans.tolist() == [[0, 3], [3, 11], [12, 14], [14, 18], [28, 36], [36, 43]]
+def test_groups_cannot_be_split():
     with pytest.raises(ValueError, match="groups of examples cannot be split"):
-        pack_documents(window(examples), 8)
-
-
-def of_prompts(groups) -> Examples:
-    """Groups of sequences, each a prompt and an answer, of which the latter is learned."""
-    each = [pair for group in groups for pair in group]
-    examples = make(
-        [len(prompt + answer) for prompt, answer in each],
-        [place >= len(p) for p, a in each for place in range(len(p + a))],
-        groups=np.cumsum([0, *map(len, groups)]),
-    )
-    tokens = np.array([i for prompt, answer in each for i in prompt + answer], dtype=np.int32)
-    return replace(examples, tokens=tokens)
+        pack_documents(window(GROUPS), 8)
 
 
 def test_prompts_of_a_group_are_there_once():
@@ -171,7 +179,8 @@ def test_prompts_of_a_group_are_there_once():
     assert rows.spans.shape == twice.spans.shape
     assert (rows.spans[:, 0] - rows.shared).tolist() == twice.spans[:, 0].tolist()
     assert rows.spans[:, 1].tolist() == twice.spans[:, 1].tolist() and not twice.shared.any()
-    batch = collate_rows(Mixture.of(examples).corpus, rows, [0])
+    corpus = Mixture.from_examples(examples).corpus
+    batch = collate_rows(corpus, [(corpus, rows, 0)])
     starts = batch.host_spans[:, 0].tolist()
     prefixes = batch.prefixes[: len(starts)]
     for own, shared, (first, end), start in zip(
@@ -193,73 +202,41 @@ def test_short_prompts_and_lines_of_one_sequence_are_not_shared():
     assert pack_examples(window(examples), 200, share_prompts=True).shared.tolist() == [0, 3]
 
 
-def test_a_pair_that_shares_its_prompt_has_to_fit_with_one_of_it():
-    prompt = list(range(1, 301))
-    examples = of_prompts([[(prompt, [7] * 20), (prompt, [8] * 20)]])
-    shared = pack_examples(window(examples), 512, share_prompts=True)
-    assert np.diff(shared.spans)[:, 0].tolist() == [320, 21]
-    assert shared.truncation == TruncationStats(longest=320, min_seq_len=341)
-    assert pack_examples(window(examples), 341, share_prompts=True).truncation == TruncationStats(
-        longest=320, min_seq_len=341
-    )
-    cut = pack_examples(window(examples), 340, share_prompts=True)
-    assert np.diff(cut.spans)[:, 0].tolist() == [319, 20]
-    assert cut.truncation == TruncationStats(row_cuts=1, longest=320, min_seq_len=341)
-    assert pack_examples(window(examples), 512).truncation == TruncationStats(
-        row_drops=1, longest=320, min_seq_len=640
-    )
-    assert pack_examples(window(examples), 640).truncation == TruncationStats(
-        longest=320, min_seq_len=640
-    )
+LATER = [([1, 2], [3, 4, 5, 6, 7]), ([1, 2], [3, 4, 5, 6, 8])]  # they part at token 7
+SHORTER = [([1, 2], [3, 4]), ([1, 2], [3, 4, 5, 6, 7])]
+EARLY = [([1, 2], [3, 4, 5, 6, 7]), ([1, 2], [9, 4, 5, 6, 7])]
 
 
-def test_groups_that_are_equal_once_cut_are_left_out():
-    prompt = [1, 2]
-    late = [(prompt, [3, 4, 5, 6, 7]), (prompt, [3, 4, 5, 6, 8])]  # they part at token 7
-    shorter = [(prompt, [3, 4]), (prompt, [3, 4, 5, 6, 7])]
-    early = [(prompt, [3, 4, 5, 6, 7]), (prompt, [9, 4, 5, 6, 7])]
-    examples = of_prompts([late, shorter, early])
-
-    def kept(seq_len: int, **options) -> tuple[list[int], TruncationStats]:
-        rows = pack_examples(window(examples), seq_len, share_prompts=True, **options)
-        starts = rows.spans[:, 0] - rows.shared
-        return sorted({int(i) // 2 for i in examples.index(starts)}), rows.truncation
-
-    assert kept(13, distinct=True) == ([0, 1, 2], TruncationStats(longest=7, min_seq_len=13))
-    few = TruncationStats(
-        max_length_cuts=2, max_length_drops=1, duplicates=1, longest=7, min_seq_len=11
-    )
-    assert kept(13, max_length=6, distinct=True) == ([1, 2], few)
-    few = TruncationStats(
-        max_length_cuts=1, max_length_drops=2, duplicates=2, longest=7, min_seq_len=7
-    )
-    assert kept(13, max_length=4, distinct=True) == ([2], few)
-    few = TruncationStats(row_cuts=1, row_drops=1, duplicates=1, longest=7, min_seq_len=13)
-    assert kept(12, distinct=True) == ([1, 2], few)
-    assert kept(12) == ([0, 1, 2], TruncationStats(row_cuts=2, longest=7, min_seq_len=13))
-    few = TruncationStats(max_length_drops=3, longest=7)
-    assert kept(13, max_length=4, distinct=True, truncate=False) == ([], few)
-
-
-def test_where_both_answers_fit_their_row_packing_and_sharing_cut_the_same():
-    draw = np.random.default_rng(5).integers
-    groups = []
-    for _ in range(60):
-        prompt = draw(9, size=draw(1, 30)).tolist()
-        groups.append([(prompt, draw(9, size=draw(1, 40)).tolist()) for _ in range(2)])
-    examples = of_prompts(groups)
-    for truncate in (True, False):
-        found = []
-        for options in ({"share_prompts": True}, {}, {"packing": False}):
-            rows = pack_examples(window(examples), 56, max_length=28, truncate=truncate, **options)
-            whole_spans = rows.spans - np.stack([rows.shared, 0 * rows.shared], axis=1)
-            found.append(sorted(whole_spans.tolist()))
-            assert rows.truncation.row_drops == rows.truncation.row_cuts == 0
-            assert (
-                rows.truncation.max_length_drops
-                and bool(rows.truncation.max_length_cuts) == truncate
-            )
-        assert found[0] == found[1] == found[2]
+@pytest.mark.parametrize(
+    ("seq_len", "options", "groups", "counts"),
+    [
+        (13, {}, [0, 1, 2], {}),
+        (
+            13,
+            {"max_length": 6},
+            [1, 2],
+            {"max_length_cuts": 2, "max_length_drops": 1, "min_seq_len": 11},
+        ),
+        (
+            13,
+            {"max_length": 4},
+            [2],
+            {"max_length_cuts": 1, "max_length_drops": 2, "min_seq_len": 7},
+        ),
+        (12, {}, [1, 2], {"row_cuts": 1, "row_drops": 1}),
+        (12, {"distinct": False}, [0, 1, 2], {"row_cuts": 2}),
+        (13, {"max_length": 4, "truncate": False}, [], {"max_length_drops": 3, "min_seq_len": 0}),
+    ],
+)
+def test_groups_that_are_equal_once_cut_are_left_out(seq_len, options, groups, counts):
+    examples = of_prompts([LATER, SHORTER, EARLY])
+    options = {"distinct": True, "share_prompts": True} | options
+    rows = pack_examples(window(examples), seq_len, **options)
+    starts = examples.index(rows.spans[:, 0] - rows.shared)
+    assert sorted({int(i) // 2 for i in starts}) == groups
+    dropped = 0 if options.get("truncate") is False else 3 - len(groups)
+    counts = {"longest": 7, "min_seq_len": 13, "duplicates": dropped} | counts
+    assert rows.truncation == TruncationStats(**counts)
 
 
 def answers_to(prompts, draw, most: int) -> Examples:

@@ -30,20 +30,20 @@ def rows(path: Path | str, **options: Any) -> list[tuple[int, Any]]:
 
 
 @pytest.fixture(params=[4, 40, 2**22])
-def size(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+def size(request, monkeypatch):
     """Of a block, in bytes."""
     monkeypatch.setattr(sources, "BLOCK_BYTES", request.param)
     return request.param
 
 
-def test_globs_and_lists_of_files(tmp_path: Path) -> None:
+def test_globs_and_lists_of_files(tmp_path):
     for name in ("b.txt", "a.txt", "c.jsonl"):
         (tmp_path / name).write_text("x")
     found = find_sources([f"{tmp_path}/*.txt", Entry(f"{tmp_path}/c.jsonl")])
     assert [Path(source.name).name for source in found] == ["a.txt", "b.txt", "c.jsonl"]
 
 
-def test_json_rows_are_exactly_as_written(tmp_path: Path, size: int) -> None:
+def test_json_rows_are_exactly_as_written(tmp_path, size):
     path = tmp_path / "a.jsonl"
     path.write_text(JSONL)
     assert rows(path) == [(1, ROWS[0]), (2, ROWS[1])]
@@ -58,7 +58,7 @@ def test_json_rows_are_exactly_as_written(tmp_path: Path, size: int) -> None:
     assert rows(tmp_path / "lines.json") == [(1, ROWS[0]), (2, ROWS[1])]
 
 
-def test_compressed_files_read_as_the_plain_ones(tmp_path: Path, size: int) -> None:
+def test_compressed_files_read_as_the_plain_ones(tmp_path, size):
     zstandard = extra("zstandard")
     (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(JSONL.encode()))
     (tmp_path / "a.jsonl.zst").write_bytes(zstandard.compress(JSONL.encode()))
@@ -80,7 +80,7 @@ def test_compressed_files_read_as_the_plain_ones(tmp_path: Path, size: int) -> N
                 rows(tmp_path / name)
 
 
-def test_a_text_file_is_one_document_or_divided_by_a_separator(tmp_path: Path, size: int) -> None:
+def test_a_text_file_is_one_document_or_divided_by_a_separator(tmp_path, size):
     path = tmp_path / "a.txt"
     path.write_text("one\ntwo\n\n\n\nthree\n\n")
     assert rows(path) == [(1, {"text": "one\ntwo\n\n\n\nthree\n\n"})]
@@ -92,17 +92,6 @@ def test_a_text_file_is_one_document_or_divided_by_a_separator(tmp_path: Path, s
     for separator in ("\n\n", r"\n\n", r"\r\n\r\n"):
         assert rows(path, separator=separator) == divided
     assert rows(path) == [(1, {"text": "one\ntwo\n\n\n\nthree\n\n"})]
-
-
-def test_a_document_too_long_for_memory_asks_for_a_separator(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sources, "BLOCK_BYTES", 10)
-    monkeypatch.setattr(sources, "MAX_ROW_CHARS", 50)
-    (tmp_path / "a.txt").write_text("word\n" * 20)
-    with pytest.raises(ValueError, match=r"a\.txt:1: a document of more than 50 char.*separator="):
-        rows(tmp_path / "a.txt")
-    assert len(rows(tmp_path / "a.txt", separator="\n")) == 20
 
 
 # Arrow gives a struct every key that any has, null where it has none
@@ -121,7 +110,7 @@ TABLE = [
 
 
 @pytest.mark.parametrize("chosen", ["parquet", "arrow file", "arrow stream", "saved", "saved dict"])
-def test_tables_read_without_the_nulls_of_arrow(tmp_path: Path, size: int, chosen: str) -> None:
+def test_tables_read_without_the_nulls_of_arrow(tmp_path, size, chosen):
     pyarrow, parquet = extra("pyarrow"), extra("pyarrow.parquet")
     table = pyarrow.Table.from_pylist([{"tools": None, **row} for row in TABLE])
     path, split = tmp_path / "data", None
@@ -150,11 +139,9 @@ def test_tables_read_without_the_nulls_of_arrow(tmp_path: Path, size: int, chose
             find_sources(Entry(str(path), split="dev"))
 
 
-def test_a_data_set_of_the_hub_is_loaded_as_asked(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_data_set_of_the_hub_is_loaded_as_asked(tmp_path, monkeypatch):
     datasets, pyarrow = extra("datasets"), extra("pyarrow")
-    asked: list[Any] = []
+    asked = []
 
     def load_dataset(*given: Any, streaming: bool, **named: Any) -> Any:
         asked.append((given, named))
@@ -175,30 +162,35 @@ def test_a_data_set_of_the_hub_is_loaded_as_asked(
     }
 
 
-def test_a_digest_reads_every_byte_of_a_large_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_digests_see_every_byte_and_samples_a_few(tmp_path, monkeypatch):
     monkeypatch.setattr(sources, "HASH_BYTES", 2**20)  # a thread reads so much
-    path, found = tmp_path / "large", set()
-    for place in (0, 2**20 - 1, 2**20, 2**21 - 1, 2**21, 2**21 + 4):
+    path, digests, samples = tmp_path / "large.jsonl", set(), set()
+    ends = (0, 2**21 + 4)
+    for place in (*ends, 2**20 - 1, 2**20, 2**21 - 1, 2**21):
         content = bytearray(2**21 + 5)
         content[place] = 1
         path.write_bytes(content)
-        found.add(sources.hash_files([path]))
-    assert len(found) == 6
+        source = sources.JsonFile(str(path), formats.Format())
+        assert source.size() == len(content)
+        digests.add(source.digest())
+        samples.add(source.sample(50))
+    assert len(digests) == 6 and len(samples) >= 3
+    assert sources.JsonFile(str(tmp_path / "pipe"), formats.Format()).sample(50) == b""
 
 
-def test_digests_say_what_is_read_and_how(tmp_path: Path) -> None:
+def test_digests_say_what_is_read_and_how(tmp_path):
     for name in ("a.txt", "b.txt"):
         (tmp_path / name).write_text("one\n\ntwo")
     (tmp_path / "c.txt").write_text("one\n\ntwo ")
     (a,), (b,), (c,) = (find_sources(f"{tmp_path}/{name}.txt") for name in "abc")
     assert a.digest() == b.digest() != c.digest()
-    others = [
-        find_sources(f"{tmp_path}/a.txt", separator="\n\n")[0],
-        find_sources(Entry(f"{tmp_path}/a.txt", columns={"text": "x"}))[0],
-    ]
-    assert len({source.digest() for source in (a, c, *others)}) == 4
+    path = f"{tmp_path}/a.txt"
+    others = [find_sources(path, separator="\n\n")[0]]
+    for options in ({"columns": {"text": "x"}}, {"take": 5}, {"take": 6}, {"skip": 1}):
+        others += find_sources(Entry(path, **options))
+    for fraction, held_out in ((0.5, True), (0.5, False), (0.4, True)):
+        others.append(replace(a, fraction=(fraction, held_out)))
+    assert len({source.digest() for source in (a, c, *others)}) == 2 + len(others)
 
 
 @pytest.mark.parametrize(
@@ -219,9 +211,7 @@ def test_digests_say_what_is_read_and_how(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_a_bad_row_is_said_in_its_place(
-    tmp_path: Path, name: str, content: str | bytes, line: int, message: str
-) -> None:
+def test_a_bad_row_is_said_in_its_place(tmp_path, name, content, line, message):
     path = tmp_path / name
     path.write_bytes(content if isinstance(content, bytes) else content.encode())
     bad = dict(rows(path))[line]
@@ -239,43 +229,44 @@ def test_a_bad_row_is_said_in_its_place(
         ("a.parquet", b"PAR1 no", r"a\.parquet cannot be read: "),
         ("a.arrow", b"no arrow", r"a\.arrow cannot be read: "),
         ("a.jsonl", b"", r"a\.jsonl is empty"),
+        ("a.parquet", None, r"a\.parquet has the column 'text' twice: remove one"),
     ],
 )
-def test_bad_files_are_named(tmp_path: Path, name: str, content: bytes, message: str) -> None:
-    (tmp_path / name).write_bytes(content)
+def test_bad_files_are_named(tmp_path, name, content, message):
     if name in ("a.parquet", "a.arrow"):
         extra("pyarrow")
+    if content is None:
+        columns = [extra("pyarrow").array([text]) for text in ("one", "other")]
+        table = extra("pyarrow").table(columns, names=["text", "text"])
+        extra("pyarrow.parquet").write_table(table, tmp_path / name)
+    else:
+        (tmp_path / name).write_bytes(content)
     with pytest.raises(ValueError, match=message):
         rows(tmp_path / name)
 
 
-def test_a_table_with_two_columns_of_a_name_is_refused(tmp_path: Path) -> None:
-    pyarrow, parquet = extra("pyarrow"), extra("pyarrow.parquet")
-    columns = [pyarrow.array(["one"]), pyarrow.array(["other"])]
-    parquet.write_table(pyarrow.table(columns, names=["text", "text"]), tmp_path / "a.parquet")
-    with pytest.raises(ValueError, match=r"a\.parquet has the column 'text' twice: remove one"):
-        rows(tmp_path / "a.parquet")
-
-
-def test_names_that_lead_nowhere(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match=r"no data file matches .*nothing\*"):
-        find_sources(f"{tmp_path}/nothing*")
-    with pytest.raises(
-        FileNotFoundError, match="'owner/name'; a data set of the hub is written hf:"
-    ):
-        find_sources("owner/name")
-    with pytest.raises(IsADirectoryError, match="is a directory; name its files"):
-        find_sources(str(tmp_path))
-    with pytest.raises(ValueError, match="'hf://a/b/c' is not hf://owner/name"):
-        find_sources("hf://a/b/c")
+@pytest.mark.parametrize(
+    ("path", "options", "error", "message"),
+    [
+        ("{}/nothing*", {}, FileNotFoundError, r"no data file matches .*nothing\*"),
+        ("owner/name", {}, FileNotFoundError, "'owner/name'; a data set of the hub is written hf:"),
+        ("{}", {}, IsADirectoryError, "is a directory; name its files"),
+        ("hf://a/b/c", {}, ValueError, "'hf://a/b/c' is not hf://owner/name"),
+        (
+            "{}/a.jsonl",
+            {"split": "test"},
+            ValueError,
+            r"a\.jsonl has no split 'test': a file's only",
+        ),
+    ],
+)
+def test_names_that_lead_nowhere(tmp_path, path, options, error, message):
     (tmp_path / "a.jsonl").write_text("{}")
-    with pytest.raises(ValueError, match=r"a\.jsonl has no split 'test': a file's only split"):
-        find_sources(Entry(f"{tmp_path}/a.jsonl", split="test"))
+    with pytest.raises(error, match=message):
+        find_sources(Entry(path.format(tmp_path), **options))
 
 
-def test_missing_extras_say_what_to_install(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_missing_extras_say_what_to_install(tmp_path, monkeypatch):
     for name, module in (("a.parquet", "datasets"), ("a.jsonl.zst", "pyarrow")):
         (tmp_path / name).write_bytes(b"x")
         monkeypatch.setitem(sys.modules, module, None)
@@ -283,25 +274,16 @@ def test_missing_extras_say_what_to_install(
             rows(tmp_path / name)
 
 
-def test_a_sample_tells_contents_of_one_size_apart(tmp_path):
-    """By both ends of a file, and by what is between them, as far as pieces reach."""
-    content = bytes(100) * 1000
-    found = set()
-    for at in (None, 0, 50_000, len(content) - 1):
-        changed = bytearray(content)
-        if at is not None:
-            changed[at] = 1
-        (tmp_path / "rows.jsonl").write_bytes(changed)
-        source = sources.JsonFile(str(tmp_path / "rows.jsonl"), formats.Format())
-        assert source.size() == len(content)
-        found.add(source.sample(50))
-    assert len(found) == 4
-    (tmp_path / "small.jsonl").write_bytes(b"{}")
-    assert sources.JsonFile(str(tmp_path / "small.jsonl"), formats.Format()).sample(50)
-    assert sources.JsonFile(str(tmp_path / "pipe"), formats.Format()).sample(50) == b""
+def test_documents_too_long_ask_for_a_separator(tmp_path, monkeypatch):
+    monkeypatch.setattr(sources, "BLOCK_BYTES", 10)
+    monkeypatch.setattr(sources, "MAX_ROW_CHARS", 50)
+    (tmp_path / "a.txt").write_text("word\n" * 20)
+    with pytest.raises(ValueError, match=r"a\.txt:1: a document of more than 50 char.*separator="):
+        rows(tmp_path / "a.txt")
+    assert len(rows(tmp_path / "a.txt", separator="\n")) == 20
 
 
-def test_lines_too_long_to_read_are_bad_rows(tmp_path: Path, monkeypatch: Any) -> None:
+def test_lines_too_long_to_read_are_bad_rows(tmp_path, monkeypatch):
     monkeypatch.setattr(sources, "BLOCK_BYTES", 4)
     monkeypatch.setattr(sources, "MAX_LINE_BYTES", 30)
     row = {"text": "a"}

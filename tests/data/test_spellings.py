@@ -1,13 +1,12 @@
 """Rows that mean the same are the same tokens, however they spell it."""
 
 import json
-from collections.abc import Callable, Iterator
-from importlib.util import find_spec
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
+from tests.data.stock_templates import STEMS, read_template
 from tigon.data import (
     ChatEncoder,
     Encoder,
@@ -18,7 +17,6 @@ from tigon.data import (
     find_sources,
 )
 from tigon.data.formats import WeightedChat, WeightedText, parse_chat, parse_pair
-from tigon.tokenizer import Tokenizer
 
 Messages = list[dict[str, Any]]
 ARGUMENTS = {"city": "Rome", "größe": [1, {"a": None}]}
@@ -53,25 +51,21 @@ PARTS = """\
 {%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"""
 
 
-def shipped() -> Iterator[Path]:
-    """The chat templates in TRL, which is not imported."""
-    found = find_spec("trl")
-    for folder in found.submodule_search_locations or () if found else ():
-        yield from sorted(Path(folder, "chat_templates").glob("*.jinja"))
-
-
 @pytest.fixture(scope="module")
-def tokenizer(tokenizer: Tokenizer) -> Tokenizer:
+def tokenizer(tokenizer):
     tokenizer.special_tokens["bos_token"] = "<|endoftext|>"
     return tokenizer
 
 
 @pytest.fixture
-def encode(encode: Any) -> Callable[..., Any]:
-    def run(encoder: Encoder, row: dict[str, Any]) -> Any:
-        examples = encode(encoder, row)
-        arrays = examples.offsets, examples.tokens, examples.supervised
-        return [array.tolist() for array in arrays]
+def encode(encode, tokenizer):
+    """Encode a row by a template: offsets, text and what is learned."""
+
+    def run(kind: type[Encoder], template: str, row: dict[str, Any], **options: Any) -> Any:
+        tokenizer.chat_template = template
+        examples = encode(kind(tokenizer, **options), row)
+        text = tokenizer.decode(examples.tokens)
+        return examples.offsets.tolist(), text, examples.supervised.tolist()
 
     return run
 
@@ -89,7 +83,7 @@ def unwrapped(arguments: Any, **more: Any) -> dict[str, Any]:
     return {"name": "weather", "arguments": arguments, "id": "abcdefghi", **more}
 
 
-CALLS: dict[str, Messages] = {
+CALLS = {
     "object": called(function(ARGUMENTS)),
     "text": called(function(TEXT), content=None),
     "empty content": called(function(ARGUMENTS), content=""),
@@ -137,60 +131,26 @@ CHATS |= {
     "messages as text": {"messages": json.dumps(CALLS["object"], indent=1)},
     "tools as text": {"messages": CALLS["object"], "tools": json.dumps([TOOL])},
 }
-TOOLS: list[Any] = [[TOOL], json.dumps([TOOL]), [SCHEMA], [json.dumps(TOOL)]]
-TOOLS += [[{**TOOL, "function": {**SCHEMA, "parameters": json.dumps(SCHEMA["parameters"])}}]]
-
-
-@pytest.mark.parametrize("template", TEMPLATES)
-@pytest.mark.parametrize("name", CHATS)
-def test_of_a_tool_call(tokenizer: Tokenizer, encode: Any, template: str, name: str) -> None:
-    tokenizer.chat_template = TEMPLATES[template]
-    encoder = ChatEncoder(tokenizer, must_end=False)
-    expected = encode(encoder, {"messages": CALLS["object"], "tools": [TOOL]})
-    assert encode(encoder, {"tools": [TOOL], **CHATS[name]}) == expected
-    text = tokenizer.decode(expected[1])
-    assert written(text) or (template == "xml" and '<city>"Rome"<größe>[1, {"a": null}]' in text)
-
-
-@pytest.mark.parametrize("tools", TOOLS)
-def test_of_tools(tokenizer: Tokenizer, encode: Any, tools: Any) -> None:
-    tokenizer.chat_template = TEMPLATES["qwen"]
-    encoder = ChatEncoder(tokenizer, must_end=False)
-    found = encode(encoder, {"messages": CALLS["object"], "tools": tools})
-    assert tokenizer.decode(found[1]).startswith(json.dumps(TOOL) + "<|im_start|>user")
-    for none in (None, [], "", "[]"):
-        found = encode(encoder, {"messages": CALLS["object"], "tools": none})
-        assert found == encode(encoder, {"messages": CALLS["object"]})
-
-
-@pytest.mark.parametrize("path", list(shipped()), ids=lambda path: path.stem)
-def test_of_content_in_templates_that_trl_ships(
-    tokenizer: Tokenizer, encode: Any, path: Path
-) -> None:
-    tokenizer.chat_template = path.read_text()
-    encoder = ChatEncoder(tokenizer, train_on="all", must_end=False)
-    expected = encode(encoder, {"messages": [ASK, DONE]})
-    text = tokenizer.decode(expected[1])
-    assert "hi" in text and "done" in text
-    assert encode(encoder, {"messages": spelled([ASK, DONE])}) == expected
-
-
-WITH_CALLS = [path for path in shipped() if "tool_calls" in path.read_text()]
-
-
-@pytest.mark.parametrize("path", WITH_CALLS, ids=lambda path: path.stem)
-def test_of_a_tool_call_in_templates_that_trl_ships(
-    tokenizer: Tokenizer, encode: Any, path: Path
-) -> None:
-    tokenizer.chat_template = path.read_text()
-    encoder = ChatEncoder(tokenizer, train_on="all", must_end=False)
-    rows = [*({"messages": messages} for messages in CALLS.values()), CHATS["sharegpt"]]
-    expected = encode(encoder, rows[0] | {"tools": [TOOL]})
-    text = tokenizer.decode(expected[1])
-    for row in rows:
-        assert encode(encoder, row | {"tools": [TOOL]}) == expected, row
-    assert "weather" in text and "Rome" in text and "größe" in text
-    assert '\\"' not in text and "'city':" not in text
+LEGACY = {"role": "assistant", "content": None}
+LEGACY |= {"function_call": {"name": "weather", "arguments": TEXT}}
+OLD_ROLES = {"tool": "function", "user": "human", "assistant": "gpt"}
+CHATS["older roles"] = {
+    "messages": [m | {"role": OLD_ROLES[m["role"]]} for m in CALLS["object"]],
+    "tools": None,
+    "functions": [SCHEMA],
+}
+SPELLED_TOOLS = [[TOOL], json.dumps([TOOL]), [SCHEMA], [json.dumps(TOOL)]]
+SPELLED_TOOLS += [
+    [{**TOOL, "function": {**SCHEMA, "parameters": json.dumps(SCHEMA["parameters"])}}]
+]
+for i, tools in enumerate(SPELLED_TOOLS):
+    CHATS[f"tools {i}"] = {"messages": CALLS["object"], "tools": tools}
+# DeepSeek-R1's asks for null content, and writes no call of a message with empty content
+TEMPLATES["null"] = _TOOLS + _TURNS.replace("CALL", "").replace(
+    "{{ '<|im_end|>",
+    "{% if message.content is none %}{% for call in message.tool_calls %}"
+    "{{ call.function | tojson }}{% endfor %}{% endif %}{{ '<|im_end|>",
+)
 
 
 def written(text: str) -> bool:
@@ -203,11 +163,6 @@ def written(text: str) -> bool:
         if ARGUMENTS in (found, found.get("arguments")):
             return True
     return False
-
-
-HELLO: Messages = [{"role": "assistant", "content": "hello"}]
-TRIP = [*CALLS["object"][:2]]
-OTHER = [{"role": "assistant", "content": "no"}]
 
 
 def spelled(messages: Messages) -> Messages:
@@ -227,7 +182,49 @@ def spelled(messages: Messages) -> Messages:
     ]
 
 
-PREFERENCES: list[tuple[type[Encoder], dict[str, Any]]] = [
+@pytest.mark.parametrize("template", TEMPLATES)
+@pytest.mark.parametrize("name", CHATS)
+def test_of_a_tool_call(encode, template, name):
+    def run(row: Any) -> Any:
+        return encode(ChatEncoder, TEMPLATES[template], {"tools": [TOOL], **row}, must_end=False)
+
+    expected = run(CHATS["object"])
+    assert run(CHATS[name]) == expected
+    text = expected[1]
+    assert text.startswith(json.dumps(TOOL) + "<|im_start|>user")
+    assert written(text) or (template == "xml" and '<city>"Rome"<größe>[1, {"a": null}]' in text)
+
+
+def test_no_tools(encode):
+    expected = encode(ChatEncoder, TEMPLATES["qwen"], CHATS["object"])
+    for none in (None, [], "", "[]"):
+        assert encode(ChatEncoder, TEMPLATES["qwen"], CHATS["object"] | {"tools": none}) == expected
+
+
+@pytest.mark.parametrize("stem", STEMS)
+def test_of_templates_that_trl_ships(encode, stem):
+    template = read_template(stem)
+
+    def run(row: Any) -> Any:
+        return encode(ChatEncoder, template, row, train_on="all", must_end=False)
+
+    expected = run({"messages": [ASK, DONE]})
+    assert "hi" in expected[1] and "done" in expected[1]
+    assert run({"messages": spelled([ASK, DONE])}) == expected
+    if "tool_calls" not in template:
+        return
+    rows = [*({"messages": messages} for messages in CALLS.values()), CHATS["sharegpt"]]
+    expected = run(rows[0] | {"tools": [TOOL]})
+    for row in rows:
+        assert run(row | {"tools": [TOOL]}) == expected, row
+    assert all(word in expected[1] for word in ("weather", "Rome", "größe"))
+    assert '\\"' not in expected[1] and "'city':" not in expected[1]
+
+
+HELLO = [{"role": "assistant", "content": "hello"}]
+TRIP = [*CALLS["object"][:2]]
+OTHER = [{"role": "assistant", "content": "no"}]
+PREFERENCES = [
     (PairEncoder, {"prompt": [ASK], "chosen": TRIP[1:], "rejected": OTHER}),
     (PairEncoder, {"chosen": [*TRIP], "rejected": [ASK, *OTHER]}),
     (LabelledEncoder, {"prompt": [ASK], "completion": TRIP[1:], "label": True}),
@@ -238,70 +235,53 @@ PREFERENCES: list[tuple[type[Encoder], dict[str, Any]]] = [
 
 @pytest.mark.parametrize("template", ["qwen", "deepseek"])
 @pytest.mark.parametrize(("kind", "row"), PREFERENCES)
-def test_of_messages_in_each_format(
-    tokenizer: Tokenizer, encode: Any, kind: type[Encoder], row: dict[str, Any], template: str
-) -> None:
-    tokenizer.chat_template = TEMPLATES[template]
-    encoder = kind(tokenizer)  # type: ignore[call-arg]
-    expected = encode(encoder, row | {"tools": [TOOL]})
-    assert written(tokenizer.decode(expected[1]))
+def test_of_messages_in_each_format(encode, kind, row, template):
+    expected = encode(kind, TEMPLATES[template], row | {"tools": [TOOL]})
+    assert written(expected[1])
 
     def change(by: Callable[[Messages], Any]) -> dict[str, Any]:
-        return {
-            key: [by(item) for item in value]
-            if key == "completions"
-            else by(value)
-            if key in ("prompt", "chosen", "rejected", "completion")
-            else value
-            for key, value in row.items()
-        }
+        changed = {k: by(v) for k, v in row.items() if k not in ("completions", "rewards", "label")}
+        if "completions" in row:
+            changed["completions"] = [by(messages) for messages in row["completions"]]
+        return row | changed
 
-    for other in (change(spelled), change(json.dumps), change(lambda m: json.dumps(spelled(m)))):
-        assert encode(encoder, other | {"tools": json.dumps([SCHEMA])}) == expected, other
+    others = [change(by) for by in (spelled, json.dumps, lambda m: json.dumps(spelled(m)))]
     if "completions" in row:
-        text = json.dumps(change(spelled)["completions"])
-        assert encode(encoder, row | {"tools": [TOOL], "completions": text}) == expected
+        others.append(row | {"completions": json.dumps(change(spelled)["completions"])})
+    if "chosen" in row:  # one answer in two spellings
+        others.append(row | {"chosen": spelled(row["chosen"])})
+    for other in others:
+        other |= {"tools": json.dumps([SCHEMA])}
+        assert encode(kind, TEMPLATES[template], other) == expected, other
 
 
-def test_one_spelled_in_two_ways_is_one_prompt_and_one_answer(tokenizer: Tokenizer) -> None:
-    tokenizer.chat_template = TEMPLATES["qwen"]
-    encoder = PairEncoder(tokenizer)
-    row = {"chosen": spelled(TRIP), "rejected": [ASK, *OTHER]}
-    same = {"prompt": [ASK], "chosen": TRIP[1:], "rejected": OTHER}
-    first, second = (encoder.row(r, encoder.detect(r, Format())) for r in (row, same))
-    assert [e.ids for e in first] == [e.ids for e in second]
-    with pytest.raises(ValueError, match="'chosen' and 'rejected' are equal"):
-        row = {"prompt": [ASK], "chosen": spelled(TRIP[1:]), "rejected": TRIP[1:]}
-        encoder.row(row, Format("preference"))
+@pytest.mark.parametrize(
+    ("template", "row", "other"),
+    [
+        # Given text, a template that goes through parts would write none of it, without an error
+        (PARTS, {"messages": [ASK, DONE]}, {"messages": spelled([ASK, DONE])}),
+        (
+            TEMPLATES["qwen"],
+            {"messages": [ASK, DONE]},
+            {"conversations": [{"from": "Human", "value": "hi"}, {"from": "GPT", "value": "done"}]},
+        ),
+        (TEMPLATES["qwen"], CHATS["object"], {"messages": [ASK, LEGACY, RESULT, DONE]}),
+        # Qwen3.8's writes an empty block in front of reasoning that is in the content
+        (
+            read_template("qwen3_8"),
+            {"messages": [ASK, DONE | {"reasoning_content": "hm"}]},
+            {"messages": [ASK, DONE | {"content": "<think>\nhm\n</think>\n\ndone"}]},
+        ),
+    ],
+)
+def test_templates_get_the_content_that_they_take(encode, template, row, other):
+    expected = encode(ChatEncoder, template, row)
+    assert encode(ChatEncoder, template, other) == expected
+    assert "hi<|im_end|>\n<|im_start|>assistant\n" in expected[1] and "done" in expected[1]
+    assert expected[1].count("<think>") == ("hm" in expected[1])
 
 
-def test_templates_get_the_content_that_they_take(tokenizer: Tokenizer, encode: Any) -> None:
-    """Given text, one that goes through parts would write none of it, without an error."""
-    tokenizer.chat_template = PARTS
-    encoder = ChatEncoder(tokenizer)
-    expected = encode(encoder, {"messages": [ASK, DONE]})
-    said = "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\ndone<|im_end|>\n"
-    assert tokenizer.decode(expected[1]) == said
-    assert encode(encoder, {"messages": spelled([ASK, DONE])}) == expected
-
-
-def test_null_content_beside_tool_calls(tokenizer: Tokenizer, encode: Any) -> None:
-    """DeepSeek-R1's template asks for it, and writes no call of a message with empty content."""
-    calls = "{% if message.content is none %}CALLS{% endif %}".replace(
-        "CALLS", "{% for call in message.tool_calls %}{{ call.function | tojson }}{% endfor %}"
-    )
-    tokenizer.chat_template = (
-        TEMPLATES["qwen"]
-        .replace("{{ call.function.name }} {{ call.function.arguments | tojson }}", "")
-        .replace("{{ '<|im_end|>", f"{calls}{{{{ '<|im_end|>")
-    )
-    found = [
-        encode(ChatEncoder(tokenizer), CHATS[name]) for name in ("object", "text", "empty content")
-    ]
-    assert found[0] == found[1] == found[2] and written(tokenizer.decode(found[0][1]))
-
-
-def test_nulls_in_arguments_are_kept_where_they_are_written(tmp_path: Path) -> None:
+def test_nulls_in_arguments_are_kept_where_they_are_written(tmp_path):
     """Arrow gives all calls the same keys: there, a null means that the key is absent."""
     parquet, table = pytest.importorskip("pyarrow.parquet"), pytest.importorskip("pyarrow").table
     calls = [{"city": "Rome"}, {"zip": None}]
@@ -340,8 +320,8 @@ def as_arguments(row: Any) -> Any:
         ({"content": [{"type": "text"}]}, r"\['text'\] must be text, not None"),
     ],
 )
-def test_what_has_no_meaning_is_a_bad_row(message: dict[str, Any], error: str) -> None:
-    row: dict[str, Any] = {"messages": [ASK, {"role": "assistant", **message}]}
+def test_what_has_no_meaning_is_a_bad_row(message, error):
+    row = {"messages": [ASK, {"role": "assistant", **message}]}
     with pytest.raises(ValueError, match=error):
         parse_chat(row, Format().detect(row, ("messages",)))
     with pytest.raises(ValueError, match=error.replace(r"messages\[1\]", r"chosen\[0\]")):
@@ -349,7 +329,7 @@ def test_what_has_no_meaning_is_a_bad_row(message: dict[str, Any], error: str) -
         parse_pair(row, Format("preference"))
 
 
-def test_texts_that_are_no_messages_stay_texts() -> None:
+def test_texts_that_are_no_messages_stay_texts():
     for text in ('[{"a": 1}]', "[]", "[{", '{"role": "user"}', "[1, 2]", "[{" * 100_000):
         row = {"prompt": "Write JSON: ", "completion": text}
         assert parse_chat(row, Format().detect(row, ("prompt_completion",))) == WeightedText(
@@ -357,50 +337,12 @@ def test_texts_that_are_no_messages_stay_texts() -> None:
         )
 
 
-def test_openai_and_legacy_function_call(tokenizer: Tokenizer, encode: Any) -> None:
-    tokenizer.chat_template = TEMPLATES["qwen"]
-    old = {"role": "assistant", "content": None}
-    old["function_call"] = {"name": "weather", "arguments": TEXT}  # type: ignore[assignment]
-    rows = [{"messages": [ASK, old, RESULT, DONE]}, CHATS["text"]]
-    first, second = (encode(ChatEncoder(tokenizer), row) for row in rows)
-    assert first == second
-
-
-def test_a_greeting_is_a_prompt() -> None:
-    row = {"conversations": [{"from": "gpt", "value": "hello"}, *SHAREGPT]}
-    chat = parse_chat(row, Format().detect(row, ("sharegpt",)))
-    assert (
-        isinstance(chat, WeightedChat) and chat.messages[:2] == [*HELLO, ASK] and chat.prompt == 1
-    )
-    row = {"messages": HELLO}  # and nothing that could be learned in its place
-    assert parse_chat(row, Format().detect(row, ("messages",))).prompt == 0  # type: ignore[union-attr]
-    row = {"messages": [{"role": "system", "content": "be"}, *HELLO, ASK, DONE]}
-    assert parse_chat(row, Format().detect(row, ("messages",))).prompt == 0  # type: ignore[union-attr]
-
-
-def test_older_names_of_roles_and_tools(tokenizer: Tokenizer, encode: Any) -> None:
-    tokenizer.chat_template = TEMPLATES["qwen"]
-    encoder = ChatEncoder(tokenizer)
-    new = {"messages": CALLS["object"], "tools": [TOOL]}
-    roles = {"tool": "function", "user": "human", "assistant": "gpt"}
-    old = [message | {"role": roles[message["role"]]} for message in CALLS["object"]]
-    functions = {"messages": old, "functions": [TOOL["function"]]}
-    assert encode(encoder, functions) == encode(encoder, new)
-    capitals = [
-        {"from": speaker, "value": text} for speaker, text in (("Human", "hi"), ("GPT", "ho"))
-    ]
-    plain = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]
-    assert encode(encoder, {"conversations": capitals}) == encode(encoder, {"messages": plain})
-
-
-def test_reasoning_in_tags_where_a_template_reads_a_key(tokenizer: Tokenizer, encode: Any) -> None:
-    """Qwen3.8's writes an empty block in front of reasoning that is in the content."""
-    (path,) = (path for path in shipped() if path.stem == "qwen3_8")
-    tokenizer.chat_template = path.read_text()
-    encoder = ChatEncoder(tokenizer)
-    ask = {"role": "user", "content": "why?"}
-    key = {"role": "assistant", "content": "so", "reasoning_content": "hm"}
-    tags = {"role": "assistant", "content": "<think>\nhm\n</think>\n\nso"}
-    found = [encode(encoder, {"messages": [ask, answer]}) for answer in (key, tags)]
-    assert found[0] == found[1]
-    assert tokenizer.decode(found[0][1]).count("<think>") == 1
+def test_a_greeting_is_a_prompt():
+    greeted = {"conversations": [{"from": "gpt", "value": "hello"}, *SHAREGPT]}
+    for row, prompt in (
+        (greeted, 1),
+        ({"messages": HELLO}, 0),  # and nothing that could be learned in its place
+        ({"messages": [{"role": "system", "content": "be"}, *HELLO, ASK, DONE]}, 0),
+    ):
+        chat = parse_chat(row, Format().detect(row, ("messages", "sharegpt")))
+        assert isinstance(chat, WeightedChat) and chat.prompt == prompt

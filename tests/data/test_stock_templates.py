@@ -1,10 +1,8 @@
 """What is learned of conversations under the chat templates that TRL ships."""
 
 import re
-from collections.abc import Callable
 from copy import copy
 from itertools import groupby
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -31,18 +29,18 @@ OPEN = re.compile(r"<think>\s*(</think>\s*)?\Z")
 
 
 @pytest.fixture(scope="module")
-def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def directory(tmp_path_factory):
     pytest.importorskip("trl")
     return write_tokenizer(tmp_path_factory.mktemp("tokenizer"))
 
 
 @pytest.fixture(scope="module")
-def theirs(directory: Path) -> Any:
+def theirs(directory):
     return AutoTokenizer.from_pretrained(directory)
 
 
 @pytest.fixture(scope="module")
-def encoder(directory: Path) -> Callable[..., ChatEncoder]:
+def encoder(directory):
     shared = Tokenizer.from_pretrained(directory)
 
     def make(stem: str, **options: Any) -> ChatEncoder:
@@ -84,13 +82,13 @@ def texts(style: Style, name: str, turns: list[int]) -> list[str]:
     return [*found[:-1], found[-1] + style.final]
 
 
-def test_all_stock_templates_are_tried() -> None:
+def test_all_stock_templates_are_tried():
     pytest.importorskip("trl")
     assert sorted(STYLES) == STOCK
 
 
 @pytest.mark.parametrize("stem", STOCK)
-def test_what_is_learned(stem: str, encoder: Any, theirs: Any) -> None:
+def test_what_is_learned(stem, encoder, theirs):
     style = STYLES[stem]
     whole, each, last = (encoder(stem, train_on=t) for t in ("assistant", "all_turns", "last"))
     tried = 0
@@ -151,7 +149,7 @@ def check_contexts(
 
 
 @pytest.mark.parametrize("stem", TRAINING)
-def test_marked_templates_as_transformers_masks_them(stem: str, encoder: Any, theirs: Any) -> None:
+def test_marked_templates_as_transformers_masks_them(stem, encoder, theirs):
     style = STYLES[stem.removesuffix("_training")]
     ours = encoder(stem, must_end=False)
     each = encoder(stem, train_on="all_turns", must_end=False)

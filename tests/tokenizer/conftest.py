@@ -55,7 +55,7 @@ def _save(tokenizer: tokenizers.Tokenizer, directory: Path) -> Path:
 
 
 @pytest.fixture(scope="session")
-def byte_level(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def byte_level(tmp_path_factory):
     """Byte-level BPE, as in Llama 3 and Qwen; its post-processor trims offsets, as GPT-2's."""
     tokenizer = tokenizers.Tokenizer(BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -68,7 +68,7 @@ def byte_level(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def byte_fallback(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def byte_fallback(tmp_path_factory):
     """BPE over characters that falls back to byte tokens, as sentencepiece's in Llama 2."""
     tokenizer = tokenizers.Tokenizer(BPE(unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
@@ -84,10 +84,10 @@ def byte_fallback(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def tokenizer(byte_level: Path) -> Tokenizer:
+def tokenizer(byte_level):
     return Tokenizer.from_pretrained(byte_level)
 
 
 @pytest.fixture(params=["byte_level", "byte_fallback"])
-def directory(request: pytest.FixtureRequest) -> Path:
+def directory(request):
     return request.getfixturevalue(request.param)

@@ -3,7 +3,6 @@
 import json
 import pickle
 from pathlib import Path
-from typing import Any
 
 import pytest
 from transformers import AutoTokenizer
@@ -18,13 +17,13 @@ TEXTS = [*CORPUS, "a<tool>b</tool> <|думай|> two words</s>", " <tool> \n</t
 @pytest.mark.skipif(not REAL, reason="TIGON_TOKENIZERS names no folder of tokenizers")
 @pytest.mark.parametrize("special", [True, False])
 @pytest.mark.parametrize("file", REAL or [None], ids=str)
-def test_real_tokenizers(file: Path, special: bool, tmp_path: Path) -> None:
+def test_real_tokenizers(file, special, tmp_path):
     new = [token for token in NEW if token != "</s>"]
     check(file.parent, new, len(new), special, tmp_path)
 
 
 @pytest.mark.parametrize("special", [True, False])
-def test_ids_are_those_of_transformers(directory: Path, special: bool, tmp_path: Path) -> None:
+def test_ids_are_those_of_transformers(directory, special, tmp_path):
     check(directory, NEW, 4, special, tmp_path)  # </s> is there
 
 
@@ -47,7 +46,7 @@ def check(directory: Path, new: list[str], count: int, special: bool, tmp_path: 
     assert len(exported) == len(theirs)
 
 
-def test_other_files_list_them_too(byte_level: Path, tmp_path: Path) -> None:
+def test_other_files_list_them_too(byte_level, tmp_path):
     """transformers 4 writes added_tokens_decoder, and older versions added_tokens.json."""
     tokens = {"400": {"content": "<old>", "special": True}}
     source = edited(byte_level, tmp_path / "old", added_tokens_decoder=tokens)
@@ -65,7 +64,7 @@ def test_other_files_list_them_too(byte_level: Path, tmp_path: Path) -> None:
     assert config["added_tokens_decoder"][str(len(ours) - 1)]["content"] == "<new>"
 
 
-def test_nothing_new_is_copied_byte_for_byte(byte_level: Path, tmp_path: Path) -> None:
+def test_nothing_new_is_copied_byte_for_byte(byte_level, tmp_path):
     ours = Tokenizer.from_pretrained(byte_level)
     assert ours.add_tokens([]) == 0
     ours.save_pretrained(tmp_path)
@@ -77,7 +76,7 @@ def test_nothing_new_is_copied_byte_for_byte(byte_level: Path, tmp_path: Path) -
     ("token", "message"),
     [("", "empty"), ("\ud800", "lone surrogate"), (3, "is a text or an AddedToken, not 3")],
 )
-def test_no_token(token: Any, message: str, tokenizer: Tokenizer) -> None:
+def test_no_token(token, message, tokenizer):
     before = len(tokenizer)
     with pytest.raises(TypeError if token == 3 else ValueError, match=message):
         tokenizer.add_tokens(["<fine>", token])

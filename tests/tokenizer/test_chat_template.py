@@ -14,7 +14,7 @@ from tigon.tokenizer import Tokenizer
 from tigon.tokenizer.tool_schema import tool_schema
 
 CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 2, "b": "<é> & 'b'"}}}
-CHATS: dict[str, list[dict[str, Any]]] = {
+CHATS = {
     "one": [{"role": "user", "content": "What is <2 & 2>? 'é'"}],
     "two": [
         {"role": "user", "content": "  Hi there \n"},
@@ -43,7 +43,7 @@ CHATS: dict[str, list[dict[str, Any]]] = {
     ],
 }
 DOCUMENTS = [{"title": f"T{i}", "text": "x", "b": 1} for i in range(4)]
-OPTIONS: dict[str, dict[str, Any]] = {
+OPTIONS = {
     "plain": {},
     "prompt": {"add_generation_prompt": True},
     "continue": {"continue_final_message": True},
@@ -113,9 +113,7 @@ def outcome(call: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("tools", [None, [add, {"type": "function"}]], ids=["", "tools"])
 @pytest.mark.parametrize("template", TEMPLATES)
-def test_text_equals_transformers(
-    byte_level: Path, template: str, tools: list[Any] | None, options: str
-) -> None:
+def test_text_equals_transformers(byte_level, template, tools, options):
     ours, theirs = Tokenizer.from_pretrained(byte_level), AutoTokenizer.from_pretrained(byte_level)
     arguments = {"tools": tools, "chat_template": TEMPLATES[template], **OPTIONS[options]}
     texts = {}
@@ -131,7 +129,7 @@ def test_text_equals_transformers(
 
 
 @pytest.mark.parametrize("function", [add, many])
-def test_tool_schema_equals_transformers(function: Callable[..., Any]) -> None:
+def test_tool_schema_equals_transformers(function):
     # As JSON, because templates write the keys in their order
     assert json.dumps(tool_schema(function)) == json.dumps(get_json_schema(function))
 
@@ -145,7 +143,7 @@ def test_tool_schema_equals_transformers(function: Callable[..., Any]) -> None:
         ("Does.\n\nArgs:\n    a: A", {"a": Path}, "argument a of tool f has type .*Path"),
     ],
 )
-def test_a_function_that_makes_no_tool(doc: str | None, hints: Any, message: str) -> None:
+def test_a_function_that_makes_no_tool(doc, hints, message):
     def f(a: Any) -> None: ...
 
     f.__doc__, f.__annotations__ = doc, hints
@@ -153,8 +151,8 @@ def test_a_function_that_makes_no_tool(doc: str | None, hints: Any, message: str
         tool_schema(f)
 
 
-def test_a_tool_of_another_type() -> None:
-    wrong: Any = 5
+def test_a_tool_of_another_type():
+    wrong = 5
     with pytest.raises(ValueError, match="a tool must be a function or the dict"):
         tool_schema(wrong)
 
@@ -186,9 +184,7 @@ def test_a_tool_of_another_type() -> None:
         {},
     ],
 )
-def test_template_is_found_as_in_transformers(
-    byte_level: Path, tmp_path: Path, files: dict[str, Any]
-) -> None:
+def test_template_is_found_as_in_transformers(byte_level, tmp_path, files):
     shutil.copy(byte_level / "tokenizer.json", tmp_path)
     for name, content in files.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)

@@ -1,8 +1,5 @@
 """Tokenizer files that others have written: they load, or are one error that names the file."""
 
-from pathlib import Path
-from typing import Any
-
 import pytest
 from tokenizers import Tokenizer as Backend
 
@@ -48,9 +45,7 @@ CONFIG, MAP, ADDED = "tokenizer_config.json", "special_tokens_map.json", "added_
         (ADDED, {"<a>": None}),
     ],
 )
-def test_types_are_checked(
-    byte_level: Path, tmp_path: Path, name: str, values: dict[str, Any]
-) -> None:
+def test_types_are_checked(byte_level, tmp_path, name, values):
     with pytest.raises(ValueError, match=rf"/{name}\b"):
         Tokenizer.from_pretrained(edited(byte_level, tmp_path, name=name, **values))
 
@@ -66,23 +61,19 @@ def test_types_are_checked(
         ("decoder", {"type": "Decoder"}),
     ],
 )
-def test_parts_that_the_library_refuses(
-    byte_level: Path, tmp_path: Path, part: str, value: Any
-) -> None:
+def test_parts_that_the_library_refuses(byte_level, tmp_path, part, value):
     folder = edited(byte_level, tmp_path, name="tokenizer.json", **{part: value})
     with pytest.raises(ValueError, match=r"/tokenizer\.json is not a tokenizer: "):
         Tokenizer.from_pretrained(folder)
 
 
-def test_truncation_and_padding_are_not_used(byte_level: Path, tmp_path: Path) -> None:
+def test_truncation_and_padding_are_not_used(byte_level, tmp_path):
     truncation = {"direction": "Right", "max_length": 1, "strategy": "LongestFirst", "stride": 0}
     folder = edited(byte_level, tmp_path, name="tokenizer.json", truncation=truncation)
     assert len(Tokenizer.from_pretrained(folder).encode("a" * 100)) > 10
 
 
-def test_sizes_of_files_are_limited(
-    byte_level: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_sizes_of_files_are_limited(byte_level, tmp_path, monkeypatch):
     folder = edited(byte_level, tmp_path, name="tokenizer.json")
     (folder / "chat_template.jinja").write_bytes(b" " * (2**20 + 1))
     with pytest.raises(ValueError, match=r"/chat_template\.jinja has 1048577 bytes"):
@@ -92,7 +83,7 @@ def test_sizes_of_files_are_limited(
         Tokenizer.from_pretrained(folder)
 
 
-def test_texts_on_which_the_library_panics(byte_level: Path, tmp_path: Path) -> None:
+def test_texts_on_which_the_library_panics(byte_level, tmp_path):
     look = {"type": "Replace", "pattern": {"Regex": "(?=quick)"}, "content": "a"}
     strip = {"type": "Strip", "content": "x", "start": 0, "stop": 3}
     folder = edited(byte_level, tmp_path, name="tokenizer.json", normalizer=look, decoder=strip)
@@ -110,7 +101,7 @@ def test_texts_on_which_the_library_panics(byte_level: Path, tmp_path: Path) -> 
             call()
 
 
-def test_a_text_without_tokens(byte_level: Path, tmp_path: Path) -> None:
+def test_a_text_without_tokens(byte_level, tmp_path):
     model = {"type": "WordLevel", "vocab": {"Hi": 0}, "unk_token": "<unk>"}
     parts = {"model": model, "added_tokens": [], "post_processor": None}
     folder = edited(byte_level, tmp_path, name="tokenizer.json", **parts)
@@ -122,7 +113,7 @@ def test_a_text_without_tokens(byte_level: Path, tmp_path: Path) -> None:
             encode("Hello")
 
 
-def test_files_that_are_no_text(byte_level: Path, tmp_path: Path) -> None:
+def test_files_that_are_no_text(byte_level, tmp_path):
     folder = edited(byte_level, tmp_path, name=CONFIG)
     for name, content in (
         ("tokenizer.json", b"\xff\xfe{}"),

@@ -56,7 +56,7 @@ CHAT = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "
         "{% extends '/etc/passwd' %}",
     ],
 )
-def test_no_way_out(template: str) -> None:
+def test_no_way_out(template):
     chat = copy.deepcopy(CHAT)
     try:
         text = render(template, chat).text
@@ -93,12 +93,12 @@ def test_no_way_out(template: str) -> None:
         ("{% if a %}" * 150 + "{% endif %}" * 150, "(Indentation|Syntax)Error"),
     ],
 )
-def test_one_error_with_the_line(template: str, message: str) -> None:
+def test_one_error_with_the_line(template, message):
     with pytest.raises(ValueError, match=message):
         render(template, CHAT)
 
 
-def test_sizes_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sizes_are_limited(monkeypatch):
     with pytest.raises(ValueError, match="has 65537 characters, and may have 65536"):
         render("x" * 65537, CHAT)
     assert render("{{ 'x' * 9 }}" * 11, CHAT).text == "x" * 99
@@ -111,8 +111,8 @@ def test_sizes_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
         )
 
 
-def test_deep_messages() -> None:
-    deep: Any = "x"
+def test_deep_messages():
+    deep = "x"
     for _ in range(3000):
         deep = [deep]
     with pytest.raises(ValueError, match="nested too deeply"):
@@ -120,7 +120,7 @@ def test_deep_messages() -> None:
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_long_conversations_render(name: str) -> None:
+def test_long_conversations_render(name):
     many = CHAT * 1500
     long = [{"role": "user", "content": "a <b>\n" * 10**5}, CHAT[1]]
     for chat in (many, long):

@@ -36,9 +36,7 @@ def rendered(tokenizer: Tokenizer, **variables: Any) -> Any:
         ("{% if messages[2] %}{{ strftime_now('%Y') }}{% endif %}", {"%Y": "2026"}),
     ],
 )
-def test_the_times_that_a_template_writes(
-    tokenizer: Tokenizer, template: str, written: dict[str, str]
-) -> None:
+def test_the_times_that_a_template_writes(tokenizer, template, written):
     tokenizer.chat_template, tokenizer.strftime_now = template + MESSAGES, DAY
     assert tokenizer.template_times() == written
     tokenizer.chat_template = {"default": MESSAGES, "tool_use": template}
@@ -46,7 +44,7 @@ def test_the_times_that_a_template_writes(
 
 
 @pytest.mark.parametrize("template", [LLAMA, GPT_OSS, ""])
-def test_digests_change_with_what_is_written(tokenizer: Tokenizer, template: str) -> None:
+def test_digests_change_with_what_is_written(tokenizer, template):
     tokenizer.chat_template = template + MESSAGES
     digests, texts, alone = [], [], set()
     for tokenizer.strftime_now in (DAY, SAME_DAY, NEXT):
@@ -57,7 +55,7 @@ def test_digests_change_with_what_is_written(tokenizer: Tokenizer, template: str
     assert (digests[1] != digests[2]) == (texts[1] != texts[2]) == bool(template)
 
 
-def test_a_variable_pins_the_time(tokenizer: Tokenizer) -> None:
+def test_a_variable_pins_the_time(tokenizer):
     tokenizer.chat_template = LLAMA + MESSAGES
     tokenizer.use_chat_template_kwargs({"date_string": "26 Jul 2024"})
     digests = set()
@@ -75,14 +73,14 @@ def test_a_variable_pins_the_time(tokenizer: Tokenizer) -> None:
     assert tokenizer.template_times()
 
 
-def test_without_a_time_it_is_now(tokenizer: Tokenizer) -> None:
+def test_without_a_time_it_is_now(tokenizer):
     tokenizer.chat_template = GPT_OSS
     assert rendered(tokenizer) == f"Current date: {datetime.now():%Y-%m-%d}"
     tokenizer.strftime_now = DAY
     assert rendered(tokenizer) == "Current date: 2026-05-01"
 
 
-def test_variables_of_all_chats_and_of_one(tokenizer: Tokenizer) -> None:
+def test_variables_of_all_chats_and_of_one(tokenizer):
     tokenizer.chat_template = "{{ think }}{{ date }}"
     tokenizer.use_chat_template_kwargs({"think": False, "date": "x"})
     assert rendered(tokenizer) == "Falsex"

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-from tests.hub_server import HubServer
 from tigon.tokenizer import DecodeStream, Tokenizer
 
 CORPUS = [
@@ -66,13 +65,13 @@ def assert_equal_to_transformers(directory: Path) -> None:
                 assert ours.decode(ids, skip_special_tokens=skip) == text
 
 
-def test_encode_and_decode_equal_transformers(directory: Path) -> None:
+def test_encode_and_decode_equal_transformers(directory):
     assert_equal_to_transformers(directory)
 
 
 @pytest.mark.skipif(not REAL, reason="TIGON_TOKENIZERS names no folder of tokenizers")
 @pytest.mark.parametrize("file", REAL or [None], ids=str)
-def test_real_tokenizers_equal_transformers(file: Path) -> None:
+def test_real_tokenizers_equal_transformers(file):
     assert_equal_to_transformers(file.parent)
     check_streams(Tokenizer.from_pretrained(file.parent))
 
@@ -107,9 +106,7 @@ def added(content: str, **flags: bool) -> dict[str, Any]:
         ),
     ],
 )
-def test_settings_count_as_in_transformers(
-    directory: Path, tmp_path: Path, config: dict[str, Any], files: dict[str, Any]
-) -> None:
+def test_settings_count_as_in_transformers(directory, tmp_path, config, files):
     edited(directory, tmp_path, **config)
     for name, content in files.items():
         (tmp_path / name).write_text(json.dumps(content))
@@ -131,11 +128,11 @@ def check_streams(tokenizer: Tokenizer) -> None:
             assert "".join(pieces) == tokenizer.decode(ids, skip_special_tokens=skip), ids
 
 
-def test_stream_is_decode_in_pieces(directory: Path) -> None:
+def test_stream_is_decode_in_pieces(directory):
     check_streams(Tokenizer.from_pretrained(directory))
 
 
-def test_stream_returns_text_once_it_is_certain(tokenizer: Tokenizer, byte_fallback: Path) -> None:
+def test_stream_returns_text_once_it_is_certain(tokenizer, byte_fallback):
     ids = tokenizer.encode("a😀b", add_special_tokens=False)
     pieces = tokenizer.decode_stream()
     assert [pieces.step(i) for i in ids] == ["a", None, None, None, "😀", "b"]
@@ -153,7 +150,7 @@ def test_stream_returns_text_once_it_is_certain(tokenizer: Tokenizer, byte_fallb
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
-def test_pad(byte_level: Path, side: str) -> None:
+def test_pad(byte_level, side):
     rows = [[5, 6, 7], [8], []]
     theirs = AutoTokenizer.from_pretrained(byte_level).pad(
         {"input_ids": rows}, padding_side=side, return_tensors="pt"
@@ -164,14 +161,14 @@ def test_pad(byte_level: Path, side: str) -> None:
     assert ids.dtype == mask.dtype == theirs["input_ids"].dtype
 
 
-def test_pad_refuses_what_makes_no_batch(tokenizer: Tokenizer) -> None:
+def test_pad_refuses_what_makes_no_batch(tokenizer):
     with pytest.raises(ValueError, match="list_of_ids is empty"):
         tokenizer.pad([])
     with pytest.raises(ValueError, match="'middle'"):
         tokenizer.pad([[1]], side="middle")
 
 
-def test_save_copies_the_files_byte_for_byte(byte_level: Path, tmp_path: Path) -> None:
+def test_save_copies_the_files_byte_for_byte(byte_level, tmp_path):
     source, target = edited(byte_level, tmp_path / "source"), tmp_path / "target"
     (source / "additional_chat_templates").mkdir()
     for name in ("chat_template.jinja", "additional_chat_templates/tool_use.jinja"):
@@ -193,7 +190,7 @@ def test_save_copies_the_files_byte_for_byte(byte_level: Path, tmp_path: Path) -
     assert {path.relative_to(source) for path in tokenizer.files} == expected.keys()
 
 
-def test_files_in_memory_are_saved(byte_level: Path, tmp_path: Path) -> None:
+def test_files_in_memory_are_saved(byte_level, tmp_path):
     source = edited(byte_level, tmp_path / "source")
     before = {path.name: path.read_bytes() for path in source.iterdir()}
     tokenizer = Tokenizer.from_pretrained(source)
@@ -211,7 +208,7 @@ def test_files_in_memory_are_saved(byte_level: Path, tmp_path: Path) -> None:
     assert before["tokenizer_config.json"] not in pickled
 
 
-def test_a_hub_repository_is_as_its_directory(byte_level: Path, hub: HubServer) -> None:
+def test_a_hub_repository_is_as_its_directory(byte_level, hub):
     source = edited(byte_level, hub.root / "lab" / "model", chat_template="old")
     (source / "additional_chat_templates").mkdir()
     (source / "additional_chat_templates" / "mine.jinja").write_text("{{ messages }}\n")
@@ -226,7 +223,7 @@ def test_a_hub_repository_is_as_its_directory(byte_level: Path, hub: HubServer) 
     assert hub.gets["lab/model/model.safetensors"] == 0
 
 
-def test_errors_name_the_file(byte_level: Path, tmp_path: Path) -> None:
+def test_errors_name_the_file(byte_level, tmp_path):
     (tmp_path / "tokenizer.model").write_bytes(b"sentencepiece")
     with pytest.raises(FileNotFoundError, match=r"no tokenizer\.json, only tokenizer\.model"):
         Tokenizer.from_pretrained(tmp_path)

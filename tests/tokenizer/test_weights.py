@@ -1,14 +1,12 @@
 """Messages of different weights: where each one is in the text."""
 
 import pickle
-from itertools import groupby
-from typing import Any
 
 import pytest
 
 from tests.tokenizer.chat_templates import CHATML, GENERATION, LLAMA3, QWEN3
-from tests.tokenizer.test_assistant_mask import learned_texts
-from tigon.tokenizer import Span, Tokenizer, TrainOn
+from tests.tokenizer.test_assistant_mask import learned_runs
+from tigon.tokenizer import Span
 from tigon.tokenizer.assistant_mask import token_weights
 
 CHAT = [
@@ -64,10 +62,8 @@ BYE_ALONE = TWO_BLOCKS.replace("{% if m.role == 'assistant' %}", "{% if m.conten
 SILENT = [CHAT[0], {"role": "assistant", "content": ""}]
 
 
-def learned(tokenizer: Tokenizer, chat: Any, **options: Any) -> list[tuple[str, float]]:
-    ids, weights = tokenizer.encode_weighted_chat(chat, **options)
-    runs = groupby(zip(ids, weights, strict=True), key=lambda pair: pair[1])
-    return [(tokenizer.decode([i for i, _ in run]), weight) for weight, run in runs if weight]
+def learned(tokenizer, chat, **options):
+    return learned_runs(tokenizer, *tokenizer.encode_weighted_chat(chat, **options))
 
 
 @pytest.mark.parametrize(
@@ -118,9 +114,7 @@ def learned(tokenizer: Tokenizer, chat: Any, **options: Any) -> list[tuple[str, 
         ),
     ],
 )
-def test_weights_reach_their_messages(
-    tokenizer: Tokenizer, template: str, chat: Any, options: Any, expected: Any
-) -> None:
+def test_weights_reach_their_messages(tokenizer, template, chat, options, expected):
     assert learned(tokenizer, chat, chat_template=template, **options) == expected
 
 
@@ -164,12 +158,11 @@ def test_weights_reach_their_messages(
         ),
     ],
 )
-def test_all_turns_are_learned_once(
-    tokenizer: Tokenizer, template: str, chat: Any, options: Any, expected: Any
-) -> None:
+def test_all_turns_are_learned_once(tokenizer, template, chat, options, expected):
     options = {"chat_template": template, "train_on": "all_turns"} | options
     encoded = tokenizer.encode_chat_rows(chat, **options)
-    assert [learned_texts(tokenizer, *row) for row in encoded.rows] == expected
+    texts = [[text for text, _ in learned_runs(tokenizer, *row)] for row in encoded.rows]
+    assert texts == expected
     assert not encoded.rewritten
     fewer = tokenizer.encode_chat_rows(chat, **options | {"train_on": "assistant"})
     if len(expected) == 1:
@@ -178,8 +171,8 @@ def test_all_turns_are_learned_once(
         assert fewer.rows == encoded.rows[:1] and fewer.rewritten == sum(map(len, expected[1:]))
 
 
-def test_all_but_one_message(tokenizer: Tokenizer) -> None:
-    options: dict[str, Any] = {"chat_template": CHATML, "train_on": "all"}
+def test_all_but_one_message(tokenizer):
+    options = {"chat_template": CHATML, "train_on": "all"}
     whole = tokenizer.apply_chat_template(CHAT, chat_template=CHATML, tokenize=False)
     assert learned(tokenizer, CHAT, **options) == [(whole, 1)]
     assert learned(tokenizer, CHAT[:1], **options)[0][1] == 1  # no assistant is needed
@@ -190,31 +183,36 @@ def test_all_but_one_message(tokenizer: Tokenizer) -> None:
 
 OWN_WEIGHT = r"messages\[{}\] has a weight of its own"
 LATER = r"1 \{% generation %\} blocks for 2 turns .*messages\[1\] differently"
+UNMARKED = "marks no token as the assistant's in this chat"
+LAST = {"train_on": "last"}
 
 
 @pytest.mark.parametrize(
-    ("template", "options", "message"),
+    ("template", "chat", "options", "message"),
     [
-        (QWEN3, {"weights": [None, 0, 1, 0]}, OWN_WEIGHT.format(2) + ", but where"),
-        (QWEN3, {"weights": [None, 1, 1, 0]}, OWN_WEIGHT.format(2) + ", but where"),
+        (QWEN3, CHAT, {"weights": [None, 0, 1, 0]}, OWN_WEIGHT.format(2) + ", but where"),
+        (QWEN3, CHAT, {"weights": [None, 1, 1, 0]}, OWN_WEIGHT.format(2) + ", but where"),
         (
-            QWEN3,
-            {"weights": [None, 2, None, 1], "train_on": "all"},
+            *(QWEN3, CHAT, {"weights": [None, 2, None, 1], "train_on": "all"}),
             OWN_WEIGHT.format(1) + ".*rewrites it",
         ),
-        (REFUSING, {"train_on": "last"}, "2 turns of the assistant, and which"),
-        (LAST_ALONE, {"train_on": "last"}, LATER),
-        (LAST_ALONE, {"weights": [None, 2, None, 3]}, LATER),
+        (REFUSING, CHAT, LAST, "2 turns of the assistant, and which"),
+        (LAST_ALONE, CHAT, LAST, LATER),
+        (LAST_ALONE, CHAT, {"weights": [None, 2, None, 3]}, LATER),
+        (BYE_ALONE, SILENT, {}, UNMARKED),
+        (BYE_ALONE, SILENT, LAST, UNMARKED),
+        (BYE_ALONE, [*CHAT, *SILENT], LAST, UNMARKED),
     ],
 )
-def test_ambiguous_places_are_refused(
-    tokenizer: Tokenizer, template: str, options: Any, message: str
-) -> None:
+def test_ambiguous_places_are_refused(tokenizer, template, chat, options, message):
     with pytest.raises(ValueError, match=message):
-        learned(tokenizer, CHAT, chat_template=template, **options)
+        learned(tokenizer, chat, chat_template=template, **options)
+    if message == UNMARKED:
+        with pytest.raises(ValueError, match=message):
+            tokenizer.end_of_turn(chat, chat_template=template)
 
 
-def test_the_text_of_a_span(tokenizer: Tokenizer) -> None:
+def test_the_text_of_a_span(tokenizer):
     # adds <s> before, and </s> behind
     ids, weights = tokenizer.encode_weighted("the fox", [Span(3, 7, 0.5)])
     assert ids == tokenizer.encode("the fox") and ids[0] == 1 and ids[-1] == 2
@@ -223,7 +221,7 @@ def test_the_text_of_a_span(tokenizer: Tokenizer) -> None:
 
 
 @pytest.mark.parametrize("split", [True, False])
-def test_a_copy_in_another_process_encodes_the_same(tokenizer: Tokenizer, split: bool) -> None:
+def test_a_copy_in_another_process_encodes_the_same(tokenizer, split):
     tokenizer.backend.encode_special_tokens = split
     copy = pickle.loads(pickle.dumps(tokenizer))
     assert copy.encode("a</s>b") == tokenizer.encode("a</s>b")
@@ -233,7 +231,7 @@ def test_a_copy_in_another_process_encodes_the_same(tokenizer: Tokenizer, split:
 
 
 @pytest.mark.parametrize("text", ["a\ud800b", "\udfff"])
-def test_a_lone_surrogate_is_named(tokenizer: Tokenizer, text: str) -> None:
+def test_a_lone_surrogate_is_named(tokenizer, text):
     for call in (
         lambda: tokenizer.encode(text),
         lambda: tokenizer.encode_batch(["good", text]),
@@ -245,22 +243,14 @@ def test_a_lone_surrogate_is_named(tokenizer: Tokenizer, text: str) -> None:
             call()
 
 
-def test_overlapped_tokens_have_the_larger_weight() -> None:
-    offsets = [(0, 2), (2, 5), (5, 5), (5, 6)]
-    for spans in ([Span(0, 3, 0.5), Span(3, 6, 0)], [Span(3, 6, 0.5), Span(0, 3, 0)]):
-        actual = token_weights(offsets, spans)
-        assert actual[1] == 0.5 and actual[0] == spans[0].weight * (spans[0].start == 0)
-    assert token_weights(offsets, [Span(0, 3, 1), Span(3, 6, 2)]) == [1, 2, 2, 2]
-    assert token_weights(offsets, [Span(1, 1, 1)]) == [0, 0, 0, 0]
-
-
 @pytest.mark.parametrize(
-    ("train_on", "chat"), [("assistant", SILENT), ("last", SILENT), ("last", [*CHAT, *SILENT])]
+    ("spans", "weights"),
+    [
+        ([Span(0, 3, 0.5), Span(3, 6, 0)], [0.5, 0.5, 0, 0]),
+        ([Span(3, 6, 0.5), Span(0, 3, 0)], [0, 0.5, 0.5, 0.5]),
+        ([Span(0, 3, 1), Span(3, 6, 2)], [1, 2, 2, 2]),
+        ([Span(1, 1, 1)], [0, 0, 0, 0]),
+    ],
 )
-def test_template_that_marks_nothing_is_refused(
-    tokenizer: Tokenizer, train_on: TrainOn, chat: Any
-) -> None:
-    with pytest.raises(ValueError, match="marks no token as the assistant's in this chat"):
-        tokenizer.encode_weighted_chat(chat, chat_template=BYE_ALONE, train_on=train_on)
-    with pytest.raises(ValueError, match="marks no token as the assistant's in this chat"):
-        tokenizer.end_of_turn(chat, chat_template=BYE_ALONE)
+def test_overlapped_tokens_have_the_larger_weight(spans, weights):
+    assert token_weights([(0, 2), (2, 5), (5, 5), (5, 6)], spans) == weights

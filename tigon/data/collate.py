@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tigon.data.examples import FILL_VALUES, Examples, pad_columns
+from tigon.data.examples import Examples, pad_columns
 from tigon.data.mixture import Corpus, concat_ranges
 from tigon.data.packing import PackedRows
 from tigon.utils.random import as_int64, mix, random_bits
@@ -138,12 +138,13 @@ class MicroBatch:
         }
 
 
-def collate_rows(corpus: Corpus, rows: PackedRows, indices: Sequence[int]) -> MicroBatch:
-    """Collate the rows of these indices, packed or with each sequence on a line of its own."""
-    if rows.packing:
-        lines = [BatchLine(corpus, *rows.line(row)) for row in indices]
-        return collate(corpus, lines, rows.seq_len)
-    return collate(corpus, [BatchLine(corpus, span[None]) for row in indices for span in rows[row]])
+def collate_rows(columns: Corpus, rows: Sequence[tuple[Corpus, PackedRows, int]]) -> MicroBatch:
+    """Collate rows, each an index of the packed rows of a corpus: if they are packed, each on a
+    line of their seq_len, otherwise each sequence on a line of its own."""
+    lines = [BatchLine(corpus, *packed.line(index)) for corpus, packed, index in rows]
+    if rows and rows[0][1].packing:
+        return collate(columns, lines, rows[0][1].seq_len)
+    return collate(columns, [BatchLine(x.corpus, span[None]) for x in lines for span in x.spans])
 
 
 def collate(columns: Corpus, lines: Sequence[BatchLine], length: int | None = None) -> MicroBatch:
@@ -166,7 +167,7 @@ def collate(columns: Corpus, lines: Sequence[BatchLine], length: int | None = No
     if prefixes is not None:
         positions += np.repeat(np.diff(prefixes)[:, 0], lengths)
     real = np.arange(length) < used[:, None]
-    slices = [some for line in lines for some in line.corpus.slices(line.spans)]
+    slices = [piece for line in lines for piece in line.corpus.slices(line.spans)]
 
     def place(pieces: Sequence[np.ndarray], like: np.ndarray) -> np.ndarray:
         placed = np.zeros((*shape, *like.shape[1:]), like.dtype)
@@ -176,22 +177,12 @@ def collate(columns: Corpus, lines: Sequence[BatchLine], length: int | None = No
 
     per_token = {}
     for name, like in columns.columns["per_token"].items():
-        pieces = [
-            e.per_token[name][a:b]
-            if name in e.per_token
-            else np.full((b - a, *like.shape[1:]), FILL_VALUES[name])
-            for e, a, b in slices
-        ]
+        pieces = [e.column("per_token", name)[a:b] for e, a, b in slices]
         *pieces, like = pad_columns(name, [*pieces, like])  # a stream's next window may be wider
         per_token[name] = place(pieces, like)
     per_example = {}
     for name, like in columns.columns["per_example"].items():
-        values = [
-            e.per_example[name][e.index(np.asarray(a))]
-            if name in e.per_example
-            else FILL_VALUES[name]
-            for e, a, _ in slices
-        ]
+        values = [e.column("per_example", name)[e.index(np.asarray(a))] for e, a, _ in slices]
         per_example[name] = np.array(values, like.dtype).reshape(-1, *like.shape[1:])
     spans = np.stack([stops - sizes, stops], axis=1)
     tokens = place([e.tokens[a:b] for e, a, b in slices], np.zeros(0, np.int64))
@@ -202,7 +193,7 @@ def collate(columns: Corpus, lines: Sequence[BatchLine], length: int | None = No
         torch.from_numpy(cu.astype(np.int32)),
         int(lengths.max()),
         torch.from_numpy(spans.copy()),
-        torch.from_numpy(np.concatenate([some.corpus.part_indices(some.spans) for some in lines])),
+        torch.from_numpy(np.concatenate([x.corpus.part_indices(x.spans) for x in lines])),
         {name: torch.from_numpy(column) for name, column in per_token.items()},
         {name: torch.from_numpy(column) for name, column in per_example.items()},
         tuple((examples, start) for examples, start, _ in slices),

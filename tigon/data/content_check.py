@@ -1,7 +1,8 @@
 """Checks that no answer of a conversation is empty and that its chat template writes all of it."""
 
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from functools import cache
 from typing import Any, NamedTuple
 
 from tigon.tokenizer import REASONING, THINKING, Tokenizer
@@ -31,7 +32,10 @@ class _MarkedText(NamedTuple):
     place: str  # as in "['content']"
     kind: str  # a key of _ADVICE
     text: str
-    mark: str
+    words: Sequence[str]  # any of them shows that it is written: the mark, or those of the text
+
+    def is_in(self, rendered: str) -> bool:
+        return any(word in rendered for word in self.words)
 
 
 class ContentCheck:
@@ -61,93 +65,67 @@ class ContentCheck:
         messages in their row; `options` are those of `apply_chat_template`.
         """
         for i in learned:
-            if not has_content(messages[i]):
+            if all(_is_blank(messages[i].get(k)) for k in ("content", "tool_calls", *REASONING)):
                 raise EmptyAnswer(
                     f"{names[i]} is an empty answer, without content, reasoning or tool calls: "
                     "leave the row out (bad_rows=skip skips such rows)"
                 )
         variables = sorted((k, repr(v)) for k, v in options.items() if k != "tools")
         context = frozenset(learned), bool(options.get("tools")), *variables
-        key = _conversation_shape(messages), context
-        if key not in self._known:
-            if len(self._known) == MAX_SHAPES:
-                self._known.clear()
+        # What a template may branch on: roles, keys, types of values, blocks of reasoning
+        shape = [tuple((k, _value_shape(v, k)) for k, v in sorted(m.items())) for m in messages]
+        key = tuple(shape), context
+        if key in self._known:
+            problem = self._known[key]
+        else:
+            texts: list[_MarkedText] = []
+            marked = [_mark_message(i, message, texts) for i, message in enumerate(messages)]
             try:
-                self._known[key] = self._unwritten(messages, learned, options)
-            except ValueError:  # with marks, the template refuses it
-                self._check_words(messages, learned, names, options)
-                return
-        if problem := self._known[key]:
+                problem = self._find_unwritten(marked, texts, learned, options)
+                if len(self._known) == MAX_SHAPES:
+                    self._known.clear()
+                self._known[key] = problem
+            except (
+                ValueError
+            ):  # with marks, the template refuses it; other texts may have its words
+                texts = [text._replace(words=text.text.split()) for text in texts]
+                try:
+                    problem = self._find_unwritten(messages, texts, learned, options)
+                except ValueError:  # whoever encodes it will say why
+                    return
+        if problem:
             raise ValueError(f"{names[problem[0]]}{problem[1]}")
 
-    def _unwritten(
-        self, messages: Sequence[Message], learned: Collection[int], options: dict[str, Any]
-    ) -> tuple[int, str] | None:
-        """Find the first message and place of which the template writes nothing."""
-        marked, texts = _mark_messages(messages)
-        render = _PrefixRenderer(self.tokenizer, marked, options)
-        missing = (t for t in texts if not _is_written(t, learned, render, lambda t: [t.mark]))
-        first = next(missing, None)
-        return first and (first.message, _explain(first, messages))
-
-    def _check_words(
+    def _find_unwritten(
         self,
         messages: Sequence[Message],
+        texts: Sequence[_MarkedText],
         learned: Collection[int],
-        names: Sequence[str],
         options: dict[str, Any],
-    ) -> None:
-        """Look for the words of each text instead of marks, although another may have them too."""
-        render = _PrefixRenderer(self.tokenizer, messages, options)
-        try:
-            render(len(messages))
-        except ValueError:  # whoever encodes it will say why
-            return
-        for text in _mark_messages(messages)[1]:
-            if not _is_written(text, learned, render, lambda t: t.text.split()):
-                raise ValueError(f"{names[text.message]}{_explain(text, messages)}")
+    ) -> tuple[int, str] | None:
+        """Find a text that is neither in the rendered conversation nor in that up to its message.
 
+        Returns the index of the first one's message, and what to say of it.
+        """
 
-def has_content(message: Message) -> bool:
-    """Whether the message has content, reasoning or tool calls."""
-    return any(not _is_blank(message.get(key)) for key in ("content", "tool_calls", *REASONING))
+        @cache
+        def render(count: int) -> str:
+            prefix = messages[:count]
+            return str(self.tokenizer.apply_chat_template(prefix, tokenize=False, **options))
 
-
-class _PrefixRenderer:
-    """Renders the first messages of a conversation, each number of them once."""
-
-    def __init__(
-        self, tokenizer: Tokenizer, messages: Sequence[Message], options: dict[str, Any]
-    ) -> None:
-        self.tokenizer, self.messages, self.options = tokenizer, messages, options
-        self.texts: dict[int, str] = {}
-
-    def __call__(self, count: int) -> str:
-        if count not in self.texts:
-            messages = self.messages[:count]
-            text = self.tokenizer.apply_chat_template(messages, tokenize=False, **self.options)
-            assert isinstance(text, str)
-            self.texts[count] = text
-        return self.texts[count]
-
-
-def _is_written(
-    text: _MarkedText,
-    learned: Collection[int],
-    render: _PrefixRenderer,
-    words: Callable[[_MarkedText], list[str]],
-) -> bool:
-    """Whether a word of the text is in the rendered conversation, or in that up to its message."""
-    if text.kind == "reasoning" and text.message not in learned:
-        return True
-    length = len(render.messages)
-    if text.kind != "reasoning" and any(word in render(length) for word in words(text)):
-        return True
-    try:
-        shown = render(text.message + 1)
-    except ValueError:  # then only whole conversations tell
-        shown = render(length)
-    return any(word in shown for word in words(text))
+        full = render(len(messages))
+        for text in texts:
+            if text.kind == "reasoning" and text.message not in learned:
+                continue
+            if text.kind != "reasoning" and text.is_in(full):
+                continue
+            try:
+                shown = render(text.message + 1)
+            except ValueError:  # then only whole conversations tell
+                shown = full
+            if not text.is_in(shown):
+                return text.message, _explain(text, messages)
+        return None
 
 
 def _explain(text: _MarkedText, messages: Sequence[Message]) -> str:
@@ -170,20 +148,15 @@ def _is_blank(value: Any) -> bool:
     return not value
 
 
-def _mark_messages(messages: Sequence[Message]) -> tuple[list[dict[str, Any]], list[_MarkedText]]:
-    """Put a mark into each text of the messages; return the messages and the texts."""
-    texts: list[_MarkedText] = []
-    return [_mark_message(i, message, texts) for i, message in enumerate(messages)], texts
-
-
 def _mark_message(i: int, message: Message, texts: list[_MarkedText]) -> dict[str, Any]:
+    """Copy a message with a mark in each of its texts, which are appended to `texts`."""
     copy = dict(message)
 
     def mark(place: str, kind: str, text: str) -> str:
         if not text.strip():
             return ""
-        texts.append(_MarkedText(i, place, kind, text, _MARK.format(len(texts))))
-        return texts[-1].mark
+        texts.append(_MarkedText(i, place, kind, text, [_MARK.format(len(texts))]))
+        return texts[-1].words[0]
 
     def mark_content(place: str, text: str) -> str:
         closer = _CLOSERS.search(text) if message["role"] == "assistant" else None
@@ -218,11 +191,6 @@ def _mark_message(i: int, message: Message, texts: list[_MarkedText]) -> dict[st
                     {**call, "function": function_copy} if "function" in call else function_copy
                 )
     return copy
-
-
-def _conversation_shape(messages: Sequence[Message]) -> tuple[Any, ...]:
-    """Describe what a template may branch on: roles, keys, types of values, blocks of reasoning."""
-    return tuple(tuple((k, _value_shape(v, k)) for k, v in sorted(m.items())) for m in messages)
 
 
 def _value_shape(value: Any, key: str = "") -> Any:

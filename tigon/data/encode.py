@@ -20,16 +20,12 @@ from tigon.data.examples import (
     Encoder,
     EncodingReport,
     Example,
+    result_or_error,
 )
 from tigon.data.formats import (
     CHAT_FORMATS,
-    DISTRIBUTION_FORMATS,
     JSON_MESSAGE_KEYS,
-    LABELED_FORMATS,
     MAX_FLOAT,
-    PAIR_FORMATS,
-    REWARDED_FORMATS,
-    TEXT_FORMATS,
     AnswerSample,
     Format,
     Row,
@@ -59,15 +55,12 @@ from tigon.utils.json import escape
 ENCODER_VERSION = 2  # of what these make of a row; another one makes caches anew
 MAX_BAD_ROWS = 100  # rows that may be bad before a source is refused, where bad rows are skipped
 
-MESSAGE_KEYS = {"role", "content", "weight", "train"}
-
 
 class FormatEncoder(Encoder):
     """Rows in one of the formats of `formats.py`."""
 
     per_token: Mapping[str, DTypeLike] = WEIGHTED_COLUMNS
     formats: Sequence[str] = ()
-
     message_keys: Collection[str] = ()  # keys of messages that are read
 
     def __init__(self, tokenizer: Tokenizer, *, skip_bad_rows: bool = False):
@@ -77,19 +70,20 @@ class FormatEncoder(Encoder):
 
     def open(self, source: Source) -> Source:
         """Return the source with the format of its rows, detected from the first good one."""
+
+        def read_format(row: Row | ValueError) -> Format:
+            if isinstance(row, ValueError):
+                raise row
+            return self.check_first_row(row, self.detect(row, source.format))
+
         problem = None
         for skipped, (line, row) in enumerate(source.rows()):
-            try:
-                if isinstance(row, ValueError):
-                    raise row
-                format = self.detect(row, source.format)
-                return source.with_format(self.check_first_row(row, format))
-            except (ValueError, RecursionError) as error:
-                too_deep = isinstance(error, RecursionError)
-                text = "is nested too deeply" if too_deep else escape(error)
-                problem = problem or ValueError(f"{source.name}:{line}: {text}")
-                if not self.skip_bad_rows or skipped == MAX_BAD_ROWS:
-                    raise problem from error
+            format = result_or_error(read_format, row)
+            if isinstance(format, Format):
+                return replace(source, format=format)
+            problem = problem or ValueError(f"{source.name}:{line}: {escape(format)}")
+            if not self.skip_bad_rows or skipped == MAX_BAD_ROWS:
+                raise problem from format
         raise problem or ValueError(f"{source.name} has no rows")
 
     def detect(self, row: Row, format: Format) -> Format:
@@ -141,7 +135,7 @@ class FormatEncoder(Encoder):
 class TextEncoder(FormatEncoder):
     """Documents for pretraining: every token is learned, and each document ends with eos."""
 
-    formats = TEXT_FORMATS
+    formats = ("text",)
 
     def options(self) -> dict[str, Any]:
         return {"eos": self.eos}
@@ -172,13 +166,32 @@ def read_texts(source: Source) -> Iterator[str]:
         try:
             if isinstance(row, ValueError):
                 raise row
-            format = format or source.format.detect(row, TEXT_FORMATS)
+            format = format or source.format.detect(row, ("text",))
             yield parse_text(row, format).completion
         except ValueError as error:
             raise ValueError(f"{source.name}:{line}: {error}") from error
 
 
-class ChatEncoder(FormatEncoder):
+class TemplateEncoder(FormatEncoder):
+    """Base class: rows that become text by the chat template, which must write all of them."""
+
+    uses_chat_template = True
+    message_keys: Collection[str] = ("role", "content")
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        *,
+        train_on_empty_thinking: bool = False,
+        skip_bad_rows: bool = False,
+    ) -> None:
+        super().__init__(tokenizer, skip_bad_rows=skip_bad_rows)
+        self.train_on_empty_thinking = train_on_empty_thinking
+        self.content = ContentCheck(self.tokenizer)
+        self.message_keys = {*self.message_keys, *template_words(tokenizer)}
+
+
+class ChatEncoder(TemplateEncoder):
     """Conversations, and prompts with completions, for fine-tuning.
 
     `train_on` says what is learned: the assistant's turns or completions (with all_turns, also
@@ -188,24 +201,20 @@ class ChatEncoder(FormatEncoder):
     """
 
     formats = CHAT_FORMATS
-    uses_chat_template = True
     grouped = False
+    message_keys = ("role", "content", "weight", "train")
 
     def __init__(
         self,
         tokenizer: Tokenizer,
         *,
         train_on: TrainOn = "assistant",
-        train_on_empty_thinking: bool = False,
         must_end: bool = True,
-        skip_bad_rows: bool = False,
+        **options: bool,
     ):
-        super().__init__(tokenizer, skip_bad_rows=skip_bad_rows)
+        super().__init__(tokenizer, **options)
         self.train_on, self.must_end = train_on, must_end
-        self.train_on_empty_thinking = train_on_empty_thinking
-        self.content = ContentCheck(self.tokenizer)
         self.ends: set[int] = set()
-        self.message_keys = MESSAGE_KEYS | template_words(tokenizer)
 
     def check_first_row(self, row: Row, format: Format) -> Format:
         chat = self._parse(row, format)
@@ -292,7 +301,7 @@ def weighted_example(ids: list[int], weights: np.ndarray) -> Sequence[Example]:
 # Prompts with answers to examples: sequences of which the answers alone are learned.
 
 
-class AnswerEncoder(FormatEncoder):
+class AnswerEncoder(TemplateEncoder):
     """Base class: tokenizes a prompt and its answers as TRL does.
 
     An answer begins where the tokens of the prompt, as generation would have it, and those of
@@ -300,19 +309,6 @@ class AnswerEncoder(FormatEncoder):
     """
 
     per_token: Mapping[str, DTypeLike] = SUPERVISED_COLUMN
-    uses_chat_template = True
-
-    def __init__(
-        self,
-        tokenizer: Tokenizer,
-        *,
-        train_on_empty_thinking: bool = False,
-        skip_bad_rows: bool = False,
-    ) -> None:
-        super().__init__(tokenizer, skip_bad_rows=skip_bad_rows)
-        self.train_on_empty_thinking = train_on_empty_thinking
-        self.content = ContentCheck(self.tokenizer)
-        self.message_keys = {"role", "content"} | template_words(tokenizer)
 
     def tokenize_answers(
         self, sample: AnswerSample, *, train_on_empty_thinking: bool = False
@@ -323,14 +319,13 @@ class AnswerEncoder(FormatEncoder):
         learned.
         """
         tokenizer = self.tokenizer
-        if sample.is_chat:
+        if isinstance(sample.prompt, list):
             prompt_text, texts = self._render(sample)
             if not (train_on_empty_thinking or self.train_on_empty_thinking):
                 prompt_text = append_empty_thinking(prompt_text, texts)
             prompt = tokenizer.encode(prompt_text, add_special_tokens=False)
             sequences = [tokenizer.encode(text, add_special_tokens=False) for text in texts]
         else:
-            assert isinstance(sample.prompt, str)
             prompt = [] if sample.learns_all else tokenizer.encode(sample.prompt)
             texts = [sample.prompt + answer for answer in sample.answers if isinstance(answer, str)]
             sequences = [self.append_eos(tokenizer.encode(text)) for text in texts]
@@ -378,7 +373,7 @@ class PairEncoder(AnswerEncoder):
     pair without a prompt in common is an error; otherwise its sequences are learned whole.
     """
 
-    formats = PAIR_FORMATS
+    formats = ("preference",)
 
     def __init__(
         self,
@@ -419,13 +414,13 @@ class LabelledEncoder(AnswerEncoder):
     no batch and no rank.
     """
 
-    formats = (*LABELED_FORMATS, *PAIR_FORMATS)
+    formats = ("unpaired", "preference")
     per_example = {"desired": np.bool_, "matched": np.bool_}
 
     def detect(self, row: Row, format: Format) -> Format:
         """A row with the keys of both formats is an answer with its label."""
         try:
-            return format.detect(row, LABELED_FORMATS)
+            return format.detect(row, ("unpaired",))
         except ValueError:
             return format.detect(row, self.formats)
 
@@ -433,7 +428,7 @@ class LabelledEncoder(AnswerEncoder):
         return super().ignored(row, format) | ({format.column("margin")} & row.keys())
 
     def batch(self, rows: Sequence[Row], format: Format) -> Iterator[Encoded]:
-        encoded = [self._encode_answers(row, format) for row in rows]
+        encoded = [result_or_error(self._encode_answers, row, format) for row in rows]
         good = [answers for answers in encoded if not isinstance(answers, ValueError)]
         previous = dict(zip(map(id, good), [*good[-1:], *good[:-1]], strict=True))
         for answers in encoded:
@@ -455,25 +450,18 @@ class LabelledEncoder(AnswerEncoder):
         ends = [*starts[1:], len(examples)]
         return [examples[i:end] for i, end in zip(starts, ends, strict=True)]
 
-    def _encode_answers(
-        self, row: Row, format: Format
-    ) -> list[tuple[int, list[int], bool]] | ValueError:
-        """Return the prompt length, the ids and the label of each answer, or what is wrong."""
-        try:
-            if format.kind in PAIR_FORMATS:
-                sample, labels = parse_pair(row, format), [True, False]
-            else:
-                sample, label = parse_labeled(row, format)
-                labels = [label]
-            encoded = []
-            for i, (answer, label) in enumerate(zip(sample.answers, labels, strict=True)):
-                single = replace(sample, answers=(answer,), names=sample.names[i : i + 1])
-                prompt, (ids,) = self.tokenize_answers(single)
-                encoded.append((prompt, ids, label))
-        except ValueError as error:
-            return error
-        except RecursionError:
-            return ValueError("is nested too deeply")
+    def _encode_answers(self, row: Row, format: Format) -> list[tuple[int, list[int], bool]]:
+        """Return the prompt length, the ids and the label of each answer."""
+        if format.kind == "preference":
+            sample, labels = parse_pair(row, format), [True, False]
+        else:
+            sample, label = parse_labeled(row, format)
+            labels = [label]
+        encoded = []
+        for i, (answer, label) in enumerate(zip(sample.answers, labels, strict=True)):
+            single = replace(sample, answers=(answer,), names=sample.names[i : i + 1])
+            prompt, (ids,) = self.tokenize_answers(single)
+            encoded.append((prompt, ids, label))
         return encoded
 
 
@@ -485,7 +473,7 @@ class RewardedEncoder(AnswerEncoder):
     the policy that gave the answers; NaN where the row has none.
     """
 
-    formats = REWARDED_FORMATS
+    formats = ("completions",)
     per_token = SUPERVISED_COLUMN | {"old_logprobs": np.float32}
     per_example = {"advantage": np.float32, "reward": np.float64}
     grouped = False
@@ -500,14 +488,13 @@ class RewardedEncoder(AnswerEncoder):
     def row(self, row: Row, format: Format) -> Sequence[Example]:
         rewarded = parse_rewarded(row, format)
         logprobs = rewarded.old_logprobs
-        if rewarded.sample is None:
-            prompt = len(rewarded.prompt)
-            sequences = [rewarded.prompt + answer for answer in rewarded.answers]
-        else:
+        if isinstance(rewarded.answers, AnswerSample):
             # With log-probabilities for an empty block of reasoning, the policy wrote it itself
             prompt, sequences = self.tokenize_answers(
-                rewarded.sample, train_on_empty_thinking=logprobs is not None
+                rewarded.answers, train_on_empty_thinking=logprobs is not None
             )
+        else:
+            prompt, sequences = rewarded.answers
         values = np.array(rewarded.values)
         advantages, rewards = values, np.full(len(values), np.nan)
         if not rewarded.are_advantages:
@@ -569,7 +556,7 @@ class TopEncoder(FormatEncoder):
     row or another. Learned is where `completion_mask` is 1; without it, everything.
     """
 
-    formats = DISTRIBUTION_FORMATS
+    formats = ("distributions",)
     per_token: Mapping[str, DTypeLike] = {
         "supervised": np.bool_,
         "teacher_tokens": np.int32,

@@ -4,19 +4,18 @@
 """
 
 import zlib
-from array import array
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from functools import cached_property
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import DTypeLike
 
 from tigon.data.content_check import EmptyAnswer
 from tigon.data.formats import Format, Row
-from tigon.data.sources import MAX_ROW_CHARS, Block, Source
+from tigon.data.sources import MAX_ROW_CHARS, Block, Source, measure
 from tigon.utils.json import escape
 
 SUPERVISED_COLUMN = {"supervised": np.bool_}  # the column of the tokens that are to be learned
@@ -38,6 +37,7 @@ class Example(NamedTuple):
     per_example: Mapping[str, Any] = NO_COLUMNS  # one value
 
 
+T = TypeVar("T")
 Encoded = Sequence[Example] | ValueError  # a row's examples, or what is wrong with it
 Group = tuple[int, Sequence[Example]]  # a line, and the examples of its row
 
@@ -171,7 +171,15 @@ class Examples:
         """bool [N], the tokens that are to be learned."""
         if "supervised" in self.per_token:
             return self.per_token["supervised"]
-        return np.ones(len(self.tokens), dtype=bool)
+        return np.broadcast_to(True, len(self.tokens))
+
+    def column(self, kind: str, name: str) -> np.ndarray:
+        """A column per_token or per_example; a missing one has its value in FILL_VALUES."""
+        columns: Mapping[str, np.ndarray] = getattr(self, kind)
+        if name in columns or name not in FILL_VALUES:
+            return columns[name]
+        count = len(self.tokens) if kind == "per_token" else len(self)
+        return np.broadcast_to(np.float32(FILL_VALUES[name]), count)
 
     def index(self, positions: np.ndarray) -> np.ndarray:
         """The example that holds each token position."""
@@ -228,12 +236,7 @@ class Encoder:
     def batch(self, rows: Sequence[Row], format: Format) -> Iterator[Encoded]:
         """`row` of each, or its error; for encoders that are faster with many at once."""
         for row in rows:
-            try:
-                yield self.row(row, format)
-            except ValueError as error:
-                yield error
-            except RecursionError:
-                yield ValueError("is nested too deeply")
+            yield result_or_error(self.row, row, format)
 
     def group_examples(self, examples: Sequence[Example]) -> Iterable[Sequence[Example]]:
         """The groups that the examples of a row form."""
@@ -273,19 +276,22 @@ class Encoder:
         return collect(block.name, groups, report, self.per_token, self.per_example)
 
 
+def result_or_error(function: Callable[..., T], *arguments: Any) -> T | ValueError:
+    """Call a function of a row; return what is wrong with the row in place of raising it."""
+    try:
+        return function(*arguments)
+    except ValueError as error:
+        return error
+    except RecursionError:
+        return ValueError("is nested too deeply")
+
+
 def _check_size(row: Row | ValueError) -> Row | ValueError:
     """Return the row, or a ValueError if it is too large for a tokenizer."""
-    if isinstance(row, ValueError) or (size := _count_characters(row)) <= MAX_ROW_CHARS:
+    if isinstance(row, ValueError) or (size := measure(row)) <= MAX_ROW_CHARS:
         return row
     limit = f"tokenizing takes at most {MAX_ROW_CHARS:,} at a time"
     return ValueError(f"has {size:,} characters, and {limit}: divide the row, or leave it out")
-
-
-def _count_characters(value: Any) -> int:
-    if isinstance(value, str):
-        return len(value)
-    values = value.values() if isinstance(value, dict) else value
-    return sum(map(_count_characters, values)) if isinstance(value, dict | list) else 0
 
 
 def read(sources: Iterable[Source], encoder: Encoder) -> Examples:
@@ -314,14 +320,8 @@ def join(pieces: Sequence[Examples]) -> Examples:
 
     def columns(kind: str) -> dict[str, np.ndarray]:
         names = dict.fromkeys(name for piece in pieces for name in getattr(piece, kind))
-        arrays = {name: [column(piece, kind, name) for piece in pieces] for name in names}
+        arrays = {name: [piece.column(kind, name) for piece in pieces] for name in names}
         return {name: np.concatenate(pad_columns(name, values)) for name, values in arrays.items()}
-
-    def column(piece: Examples, kind: str, name: str) -> np.ndarray:
-        if name in getattr(piece, kind) or name not in FILL_VALUES:
-            return getattr(piece, kind)[name]
-        count = len(piece.tokens) if kind == "per_token" else len(piece)
-        return np.full(count, FILL_VALUES[name], dtype=np.float32)
 
     grouped = any(piece.groups is not None for piece in pieces)
     return Examples(
@@ -350,67 +350,57 @@ def collect(
     A value may be an array, if the whole column has one shape or is in PAD_VALUES. ValueError if an
     example lacks a column or has one that is not declared.
     """
-    tokens, offsets, lines, ends = array("i"), array("q", [0]), array("i"), array("q", [0])
-    token_columns, example_columns = _ColumnBuilder(per_token), _ColumnBuilder(per_example)
-    for line, examples in groups:
-        location = f"{file}:{line}"
-        for ids, token_values, example_values in examples:
-            tokens += array("i", ids)  # twice as fast as extend(ids)
-            token_columns.extend(token_values, len(ids), location)
-            values = {name: [value] for name, value in example_values.items()}
-            example_columns.extend(values, 1, location)
-            offsets.append(len(tokens))
-            lines.append(line)
-        ends.append(len(offsets) - 1)
-    line_numbers = np.array(lines, dtype=np.int32)
+    numbered = [(line, list(examples)) for line, examples in groups]
+    examples = [example for _, group in numbered for example in group]
+    lines = np.array([line for line, group in numbered for _ in group], dtype=np.int32)
+    locations = [f"{file}:{line}" for line in lines.tolist()]
+    lengths = [len(example.ids) for example in examples]
+    ends = np.cumsum([0, *(len(group) for _, group in numbered)])
     return Examples(
-        np.array(tokens, dtype=np.int32),
-        np.array(offsets, dtype=np.int64),
-        np.stack([np.zeros_like(line_numbers), line_numbers], axis=1),
+        np.array([token for example in examples for token in example.ids], dtype=np.int32),
+        np.cumsum([0, *lengths], dtype=np.int64),
+        np.stack([np.zeros_like(lines), lines], axis=1),
         (file,),
-        token_columns.arrays(),
-        example_columns.arrays(),
-        None if len(ends) == len(offsets) else np.array(ends, dtype=np.int64),
+        _collect_columns(per_token, [e.per_token for e in examples], lengths, locations),
+        _collect_columns(
+            per_example,
+            [{name: [value] for name, value in e.per_example.items()} for e in examples],
+            [1] * len(examples),
+            locations,
+        ),
+        None if len(ends) == len(examples) + 1 else ends,
         report,
     )
 
 
-class _ColumnBuilder:
-    """Joins the columns of examples that arrive one after the other, and checks their shapes."""
-
-    def __init__(self, dtypes: Mapping[str, DTypeLike]):
-        self.dtypes = {name: np.dtype(dtype) for name, dtype in dtypes.items()}
-        self.pieces: dict[str, list[np.ndarray]] = {n: [] for n in dtypes if n not in FILL_VALUES}
-        self.count = 0
-
-    def extend(self, values: Mapping[str, Any], count: int, location: str) -> None:
-        required = self.dtypes.keys() - FILL_VALUES.keys()
-        if not required <= values.keys() <= self.dtypes.keys():
-            names, declared = (", ".join(keys) or "none" for keys in (values, self.dtypes))
-            raise ValueError(f"{location}: has the columns {names}, and not {declared}")
-        for name in values.keys() - self.pieces.keys():
-            self.pieces[name] = [self._fill(name, self.count)] if self.count else []
-        for name, pieces in self.pieces.items():
-            column = values[name] if name in values else self._fill(name, count)
-            new = np.array(column, dtype=self.dtypes[name])
-            if len(new) != count:
-                raise ValueError(f"{location}: {name} has {len(new)} values for {count} tokens")
-            shape, expected = new.shape[1:], (pieces or [new])[0].shape[1:]
-            if count and shape != expected and name not in PAD_VALUES:
+def _collect_columns(
+    declared: Mapping[str, DTypeLike],
+    values: Sequence[Mapping[str, Any]],
+    counts: Sequence[int],
+    locations: Sequence[str],
+) -> dict[str, np.ndarray]:
+    """Join the columns of examples, `counts` values of each; ValueError if they do not fit."""
+    for columns, location in zip(values, locations, strict=True):
+        if not declared.keys() - FILL_VALUES.keys() <= columns.keys() <= declared.keys():
+            names, accepted = (", ".join(keys) or "none" for keys in (columns, declared))
+            raise ValueError(f"{location}: has the columns {names}, and not {accepted}")
+    joined = {}
+    for name, dtype in declared.items():
+        if name in FILL_VALUES and not any(name in columns for columns in values):
+            continue
+        pieces = [np.zeros((0, 0) if name in PAD_VALUES else 0, dtype)]
+        for columns, count, location in zip(values, counts, locations, strict=True):
+            column = columns[name] if name in columns else np.full(count, FILL_VALUES[name])
+            piece = np.array(column, dtype=dtype)
+            if len(piece) != count:
+                raise ValueError(f"{location}: {name} has {len(piece)} values for {count} tokens")
+            shape, expected = piece.shape[1:], pieces[-1].shape[1:]
+            if count and len(pieces) > 1 and shape != expected and name not in PAD_VALUES:
                 text = f"a value of {name} has shape {shape}, not {expected} as before"
                 raise ValueError(f"{location}: {text}")
-            pieces += [new] if count else []
-        self.count += count
-
-    def _fill(self, name: str, count: int) -> np.ndarray:
-        return np.full(count, FILL_VALUES[name], dtype=self.dtypes[name])
-
-    def arrays(self) -> dict[str, np.ndarray]:
-        columns = {}
-        for name, pieces in self.pieces.items():
-            empty = np.zeros((0, 0) if name in PAD_VALUES else 0, self.dtypes[name])
-            columns[name] = np.concatenate(pad_columns(name, pieces or [empty]))
-        return columns
+            pieces += [piece] if count else []
+        joined[name] = np.concatenate(pad_columns(name, pieces[1:] or pieces))
+    return joined
 
 
 # Columns whose values are lists of different lengths, and what fills the end of a shorter list

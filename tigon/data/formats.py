@@ -20,9 +20,6 @@ Messages = list[dict[str, Any]]
 MessagesOrText = TypeVar("MessagesOrText", str, Messages, str | Messages)
 
 CHAT_FORMATS = ("messages", "sharegpt", "prompt_completion", "instruction")
-TEXT_FORMATS = ("text",)
-PAIR_FORMATS, LABELED_FORMATS, REWARDED_FORMATS = ("preference",), ("unpaired",), ("completions",)
-DISTRIBUTION_FORMATS = ("distributions",)
 # What a row of each format must have, and what else is read of it
 REQUIRED_KEYS = {
     "messages": ("messages",),
@@ -36,7 +33,7 @@ REQUIRED_KEYS = {
     "distributions": ("input_ids", "teacher_tokens", "teacher_logprobs"),
 }
 # Earlier versions ignored `system` here, so rows with it need a new cache key
-SYSTEM_FORMATS = ("prompt_completion", *PAIR_FORMATS, *LABELED_FORMATS, *REWARDED_FORMATS)
+SYSTEM_FORMATS = ("prompt_completion", "preference", "unpaired", "completions")
 TEMPLATE_KEYS = ("tools", "system", "chat_template_kwargs")  # to the chat template
 OPTIONAL_KEYS = {
     "messages": ("tools", "system", "weight", "chat_template_kwargs"),
@@ -239,13 +236,7 @@ def parse_chat(row: Row, format: Format) -> WeightedChat | WeightedText:
     answers = [_get_role(message) == "assistant" for message in messages]
     if format.kind != "prompt_completion" and any(answers[:1]) and any(answers[1:]):
         num_prompt = 1  # an opening message of the assistant answers nothing
-    weights = [_read_message_weight(i, message) for i, message in enumerate(messages)]
-    messages = [
-        {k: v for k, v in message.items() if k not in ("weight", "train")}
-        if isinstance(message, dict)
-        else message
-        for message in messages
-    ]
+    weights = [_pop_weight(i, message) for i, message in enumerate(messages)]
     tools, variables = read_tools(row, format), read_template_variables(row, format)
     return WeightedChat(messages, weights, names, num_prompt, weight, tools, variables)
 
@@ -306,11 +297,11 @@ def _read_weight(row: Row, format: Format) -> float:
     return 1.0 if weight is None else _check_weight(weight, repr(format.column("weight")))
 
 
-def _read_message_weight(i: int, message: Any) -> float | None:
-    """Read the weight of a message; None if it does not set one."""
+def _pop_weight(i: int, message: Any) -> float | None:
+    """Remove the keys of a message's weight and return it; None if it does not set one."""
     if not isinstance(message, dict):
         return None
-    weight, train = message.get("weight"), message.get("train")
+    weight, train = message.pop("weight", None), message.pop("train", None)
     if train is not None and not isinstance(train, bool):
         raise ValueError(f"messages[{i}]['train'] must be true or false, not {train!r:.100}")
     if train is not None and weight is not None:
@@ -406,10 +397,6 @@ class AnswerSample:
     learns_all: bool = False  # there is no prompt: everything is learned
     names: tuple[list[str], ...] = ()  # of the messages of prompt and answer in the row, for errors
 
-    @property
-    def is_chat(self) -> bool:
-        return isinstance(self.prompt, list)
-
 
 def parse_pair(row: Row, format: Format, *, shared_prompt: bool = True) -> AnswerSample:
     """Read the chosen and the rejected answer of a row of the format preference.
@@ -422,13 +409,12 @@ def parse_pair(row: Row, format: Format, *, shared_prompt: bool = True) -> Answe
     names = format.column("chosen"), format.column("rejected")
     answers = tuple(_text_or_messages(row, format, key) for key in PAIR_KEYS)
     chosen, rejected = answers
-    if isinstance(chosen, list) != isinstance(rejected, list):
-        raise ValueError(_describe_mixture(names, answers))
+    _check_same_kind(names, answers)
     prompt: TextOrMessages | None = None
     if format.get(row, "prompt") is not None:
         prompt = _text_or_messages(row, format, "prompt")
     if isinstance(prompt, list) and isinstance(chosen, str):
-        raise ValueError(_describe_mixture((format.column("prompt"), "the answers"), (prompt, "")))
+        _check_same_kind((format.column("prompt"), "the answers"), (prompt, ""))
     if chosen == rejected:
         raise ValueError(f"{names[0]!r} and {names[1]!r} are equal")
     start = 0  # the index of an answer's first message in the row
@@ -479,9 +465,8 @@ def parse_labeled(row: Row, format: Format) -> tuple[AnswerSample, bool]:
 class RewardedSample:
     """A policy's answers to a prompt, with their rewards or advantages."""
 
-    sample: AnswerSample | None  # None: tokens
-    prompt: list[int]  # if they are tokens
-    answers: list[list[int]]
+    # If they are tokens, how many the prompt has, and the prompt with each answer
+    answers: AnswerSample | tuple[int, list[list[int]]]
     values: list[float]  # rewards, or advantages
     are_advantages: bool
     old_logprobs: list[list[float]] | None  # of each answer's tokens, by the policy that gave them
@@ -522,7 +507,8 @@ def parse_rewarded(row: Row, format: Format) -> RewardedSample:
         check_token_ids(prompt, format.column("prompt"))
         for answer in answers:
             check_token_ids(answer, key)
-        return RewardedSample(None, prompt, answers, values, are_advantages, logprobs)
+        sequences = [prompt + answer for answer in answers]
+        return RewardedSample((len(prompt), sequences), values, are_advantages, logprobs)
     answers = [read_messages(a) if isinstance(a, str) else a for a in answers]
     for i, answer in enumerate(answers):
         if not isinstance(answer, str | list):
@@ -532,7 +518,7 @@ def parse_rewarded(row: Row, format: Format) -> RewardedSample:
     prompt = _text_or_messages(row, format, "prompt")
     sample = _build_sample(row, format, prompt, tuple(answers), index_names(key, count))
     _check_answers([key] * count, sample.answers, sample.prompt, format)
-    return RewardedSample(sample, [], [], values, are_advantages, logprobs)
+    return RewardedSample(sample, values, are_advantages, logprobs)
 
 
 def is_token_list(value: Any) -> bool:
@@ -604,9 +590,11 @@ def _text_or_messages(row: Row, format: Format, key: str) -> TextOrMessages:
     raise ValueError(f"{name!r} must be a text or a list of messages, not {type_name(value)}")
 
 
-def _describe_mixture(names: Sequence[str], values: Sequence[object]) -> str:
-    first, second = (f"{n!r} is {type_name(v)}" for n, v in zip(names, values, strict=True))
-    return f"{first} and {second}: both must be texts, or both lists of messages"
+def _check_same_kind(names: Sequence[str], values: Sequence[object]) -> None:
+    """Raise ValueError unless both values are texts, or both are lists of messages."""
+    if isinstance(values[0], list) != isinstance(values[1], list):
+        first, second = (f"{n!r} is {type_name(v)}" for n, v in zip(names, values, strict=True))
+        raise ValueError(f"{first} and {second}: both must be texts, or both lists of messages")
 
 
 def _check_shared_prompt(
@@ -653,8 +641,8 @@ def _check_answers(
 ) -> None:
     """Raise ValueError for an answer that is empty, not the assistant's, or unlike its prompt."""
     for name, answer in zip(names, answers, strict=True):
-        if format is not None and isinstance(prompt, list) != isinstance(answer, list):
-            raise ValueError(_describe_mixture((format.column("prompt"), name), (prompt, answer)))
+        if format is not None:
+            _check_same_kind((format.column("prompt"), name), (prompt, answer))
         _check_not_empty([name], [answer])
         if isinstance(answer, list) and (role := _get_role(answer[0])) in ("user", "system"):
             hint = "an answer is the assistant's (leave the prompt out where both have it)"

@@ -5,37 +5,21 @@
 
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from threading import RLock
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from tigon.data.collate import BatchLine, MicroBatch, collate
-from tigon.data.mixture import Corpus, Window, concat_ranges
+from tigon.data.collate import MicroBatch, collate_rows
+from tigon.data.mixture import Window, WindowSource, concat_ranges
 from tigon.data.packing import PackedRows, PackingReport
 
 MAX_RECENT = 8  # windows, and calls for a step, that stay at hand: a thread reads ahead of training
 MAX_EMPTY_EXAMPLES = 2**16  # without a row, after which a stream is an error: it may never end
 ATTENTION_COST_TOKENS = 2**15  # of a sequence whose attention costs about as much as all else
-
-
-class WindowSource(Protocol):
-    """Where windows come from: a Mixture or a Stream."""
-
-    @property
-    def repeats(self) -> bool: ...  # whether every epoch has the same windows
-    @property
-    def per_epoch(self) -> int | None: ...  # None: not known
-    def window(self, number: int) -> Window: ...
-    def release_before(self, number: int) -> None: ...
-    def state(self, number: int) -> dict[str, Any]: ...
-    def identity(self) -> str: ...
-    def sample(self) -> str: ...
-    def check_vocabulary(self, size: int) -> None: ...
-    def close(self) -> None: ...
 
 
 class PackedWindow(NamedTuple):
@@ -54,10 +38,25 @@ class WindowRows(NamedTuple):
     """The rows of an epoch that come from one window."""
 
     number: int
-    epoch: int
     begin: int
     end: int
     last: bool
+
+
+@dataclass
+class Epoch:
+    """The first step of an epoch, and its windows as far as they were packed."""
+
+    first_step: int
+    windows: list[WindowRows] = field(default_factory=list)
+
+    @property
+    def rows(self) -> int:
+        return self.windows[-1].end if self.windows else 0
+
+    @property
+    def is_complete(self) -> bool:
+        return bool(self.windows) and self.windows[-1].last
 
 
 class Loader:
@@ -99,10 +98,8 @@ class Loader:
         self.batch_size, self.micro_batch_size = batch_size, micro_batch_size
         self.rank, self.world = rank, world
         start = cursor or {"first_step": 0, "rows": 0}
-        self._first_steps: list[int] = [start["first_step"]]  # of each epoch that has begun
-        self._epochs: list[int] = [0]  # their first places
-        self._rows_before: int = start["rows"]  # rows of the first epoch before its first place
-        self._window_rows: list[WindowRows] = []
+        self._epochs = [Epoch(start["first_step"])]  # that have begun
+        self._rows_before: int = start["rows"]  # rows of the first epoch before its first window
         self._packed: dict[int, PackedWindow] = {}
         self._recent: deque[set[int]] = deque(maxlen=MAX_RECENT)
         # Counts of recent steps, kept so that training does not wait for the prefetch thread
@@ -116,9 +113,9 @@ class Loader:
         if self.windows.per_epoch is None:
             return None
         with self._lock:
-            while len(self._window_rows) < self.windows.per_epoch:
+            while not self._epochs[0].is_complete:
                 self._append_window()
-            return self._steps(0)
+            return self._count_steps(self._epochs[0])
 
     def report(self) -> PackingReport:
         """Report what the first epoch holds."""
@@ -138,18 +135,20 @@ class Loader:
             pieces = self._window_slices(step)
             columns = pieces[0][0].window.corpus
             cost = np.concatenate([packed.cost[rows] for packed, rows in pieces])
-            rows = [(packed, row) for packed, some in pieces for row in some]
+            rows = [
+                (packed.window.corpus, packed.rows, i) for packed, order in pieces for i in order
+            ]
             dealt = np.argsort(-cost, kind="stable")
             size = self.micro_batch_size
             count = -(-len(dealt) // (size * self.world))
             starts = (np.arange(count) * self.world + self.rank) * size
-            each = [dealt[a : a + size] for a in starts]
-            batches = [self._collate([rows[i] for i in some], columns) for some in each]
+            shares = [dealt[start : start + size] for start in starts]
+            batches = [collate_rows(columns, [rows[i] for i in share]) for share in shares]
             if self.dropout_seed is not None:
-                counts = np.array([len(packed.rows[row]) for packed, row in rows])
+                counts = np.array([len(packed[i]) for _, packed, i in rows])
                 first = np.cumsum(counts) - counts
-                for i, some in enumerate(each):
-                    numbers = concat_ranges(first[some], counts[some])
+                for i, share in enumerate(shares):
+                    numbers = concat_ranges(first[share], counts[share])
                     batches[i] = batches[i].with_dropout(self.dropout_seed, step, numbers)
             self._counts[step] = self._count_tokens(pieces)
             if len(self._counts) > MAX_RECENT:
@@ -191,9 +190,9 @@ class Loader:
             return {}
         with self._lock:
             epoch, first, _ = self._locate_step(step)
-            place = next(p for p in self._epoch_windows(epoch) if p.end > first)
-            cursor = {"first_step": self._first_steps[epoch], "rows": place.begin}
-            return cursor | self.windows.state(place.number)
+            window = next(window for window in epoch.windows if window.end > first)
+            cursor = {"first_step": epoch.first_step, "rows": window.begin}
+            return cursor | self.windows.state(window.number)
 
     def identity(self) -> str:
         """Return a digest of the data."""
@@ -226,53 +225,43 @@ class Loader:
     def _window_slices(self, step: int) -> WindowSlices:
         epoch, first, stop = self._locate_step(step)
         slices, numbers = [], set()
-        for place in self._epoch_windows(epoch):
-            if max(place.begin, first) < min(place.end, stop):  # a window may have no rows
-                packed = self._window(place.number)
-                rows = packed.order[max(0, first - place.begin) : stop - place.begin]
-                slices.append((packed, rows))
-                numbers.add(place.number)
+        for number, begin, end, _ in epoch.windows:
+            if max(begin, first) < min(end, stop):  # a window may have no rows
+                packed = self._window(number)
+                slices.append((packed, packed.order[max(0, first - begin) : stop - begin]))
+                numbers.add(number)
         self._recent.append(numbers)
         self._evict_windows()
         return slices
 
-    def _locate_step(self, step: int) -> tuple[int, int, int]:
+    def _locate_step(self, step: int) -> tuple[Epoch, int, int]:
         """Find the epoch of a step, and the rows of that epoch from which to which it goes."""
         while True:
-            epoch = bisect_right(self._first_steps, step) - 1
-            if epoch < 0:
+            index = bisect_right(self._epochs, step, key=lambda epoch: epoch.first_step) - 1
+            if index < 0:
                 raise ValueError(f"this stream begins after step {step}")
-            first = (step - self._first_steps[epoch]) * self.batch_size
-            stop = first + self.batch_size
-            places = self._epoch_windows(epoch)
-            end = places[-1].end if places else 0
-            if epoch < len(self._epochs) - 1 or stop <= end:
-                return epoch, first, min(stop, end)
-            if not (places and places[-1].last):
+            epoch = self._epochs[index]
+            first = (step - epoch.first_step) * self.batch_size
+            stop = min(first + self.batch_size, epoch.rows)
+            if index < len(self._epochs) - 1 or stop - first == self.batch_size:
+                return epoch, first, stop
+            if not epoch.is_complete:
                 self._append_window()
-            elif first < end:
-                return epoch, first, end
+            elif first < stop:
+                return epoch, first, stop
             else:
-                self._first_steps.append(self._first_steps[epoch] + self._steps(epoch))
-                self._epochs.append(len(self._window_rows))
+                self._epochs.append(Epoch(epoch.first_step + self._count_steps(epoch)))
 
-    def _epoch_windows(self, epoch: int) -> list[WindowRows]:
-        last = epoch == len(self._epochs) - 1
-        end = len(self._window_rows) if last else self._epochs[epoch + 1]
-        return self._window_rows[self._epochs[epoch] : end]
-
-    def _steps(self, epoch: int) -> int:
-        return -(-self._epoch_windows(epoch)[-1].end // self.batch_size)
+    def _count_steps(self, epoch: Epoch) -> int:
+        return -(-epoch.rows // self.batch_size)
 
     def _append_window(self) -> None:
         """Pack the next window to count its rows, unless it repeats one of the epoch before."""
-        number = len(self._window_rows)
-        begin = 0 if number == self._epochs[-1] else self._window_rows[-1].end
-        if number == 0:
-            begin = self._rows_before
-        if self.windows.repeats and self.windows.per_epoch and number >= self.windows.per_epoch:
-            same = self._window_rows[number - self.windows.per_epoch]
-            self._window_rows.append(same._replace(number=number, epoch=same.epoch + 1))
+        number, epoch = sum(len(epoch.windows) for epoch in self._epochs), self._epochs[-1]
+        begin = epoch.rows if number else self._rows_before
+        if self.windows.repeats and len(self._epochs) > 1:
+            same = self._epochs[-2].windows[len(epoch.windows)]
+            epoch.windows.append(same._replace(number=number))
             return
         packed = self._window(number)
         window = packed.window
@@ -288,7 +277,7 @@ class Loader:
                 f"no example of {', '.join(window.corpus.files)} has anything to learn within "
                 f"{' and '.join(limits)}"
             )
-        self._window_rows.append(WindowRows(number, window.epoch, begin, end, window.last))
+        epoch.windows.append(WindowRows(number, begin, end, window.last))
 
     def _window(self, number: int) -> PackedWindow:
         if number in self._packed:
@@ -322,10 +311,3 @@ class Loader:
         # Raw bits and a stable sort: numpy promises these streams, not those of permutation().
         bits = np.random.PCG64([self.seed, window.epoch, window.index]).random_raw(rows)
         return np.argsort(bits, kind="stable")
-
-    def _collate(self, rows: Sequence[tuple[PackedWindow, int]], columns: Corpus) -> MicroBatch:
-        lines = [BatchLine(packed.window.corpus, *packed.rows.line(row)) for packed, row in rows]
-        if rows and rows[0][0].rows.packing:
-            return collate(columns, lines, rows[0][0].rows.seq_len)
-        lines = [BatchLine(line.corpus, span[None]) for line in lines for span in line.spans]
-        return collate(columns, lines)

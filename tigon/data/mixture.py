@@ -5,7 +5,7 @@
 
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from math import gcd
 from threading import Lock
 from typing import Any
@@ -84,13 +84,8 @@ class Corpus:
 
     def targets(self, spans: np.ndarray) -> np.ndarray:
         """int64 [S], the supervised tokens of each span but for its first."""
-
-        def count(examples: Examples, start: int, stop: int) -> int:
-            if "supervised" not in examples.per_token:
-                return max(0, stop - start - 1)
-            return int(np.count_nonzero(examples.per_token["supervised"][start + 1 : stop]))
-
-        return np.array([count(*some) for some in self.slices(spans)], dtype=np.int64)
+        counts = (np.count_nonzero(e.supervised[a + 1 : b]) for e, a, b in self.slices(spans))
+        return np.fromiter(counts, dtype=np.int64)
 
 
 @dataclass(frozen=True)
@@ -107,7 +102,7 @@ class Window:
     last: bool = True  # of its epoch
 
     @classmethod
-    def of(
+    def from_groups(
         cls,
         corpus: Corpus,
         groups: np.ndarray,
@@ -144,7 +139,39 @@ class Window:
         return len(self.starts)
 
 
-@dataclass(frozen=True)
+class WindowSource:
+    """Where windows come from: a Mixture or a Stream."""
+
+    repeats: bool  # whether every epoch has the same windows
+    per_epoch: int | None  # windows; None: not known
+
+    def window(self, number: int) -> Window:
+        """Return window `number`, counted through all epochs."""
+        raise NotImplementedError
+
+    def release_before(self, number: int) -> None:
+        """Drop the windows before this one, if they are stored."""
+
+    def state(self, number: int) -> dict[str, Any]:
+        """Return the cursor from which a stream begins with this window; empty without need."""
+        return {}
+
+    def identity(self) -> str:
+        """Return a digest of what the windows hold."""
+        raise NotImplementedError
+
+    def sample(self) -> str:
+        """Return a digest of a few bytes of a stream's sources; "" where `identity` is of all."""
+        return ""
+
+    def check_vocabulary(self, size: int) -> None:
+        """Raise ValueError, here or in `window`, if a token is `size` or more."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """End a process that tokenizes."""
+
+
 class GroupOrder:
     """An endless order of groups, numbered through entries of these sizes.
 
@@ -152,17 +179,10 @@ class GroupOrder:
     when it ends. Without, the entries follow each other. An epoch is as many groups as all have.
     """
 
-    sizes: tuple[int, ...]
-    weights: tuple[float, ...] | None = None
-    pattern: "DrawPattern | None" = field(init=False)
-
-    def __post_init__(self) -> None:
-        pattern = None if self.weights is None else DrawPattern(self.weights)
-        object.__setattr__(self, "pattern", pattern)
-
-    @property
-    def epoch(self) -> int:
-        return sum(self.sizes)
+    def __init__(self, sizes: Sequence[int], weights: Sequence[float] | None = None):
+        self.sizes, self.epoch = tuple(sizes), sum(sizes)
+        self.weights = None if weights is None else tuple(weights)
+        self.pattern = None if weights is None else DrawPattern(weights)
 
     def __call__(self, start: int, stop: int) -> np.ndarray:
         """Return int64, the groups at the places from `start` to `stop`."""
@@ -178,7 +198,7 @@ class GroupOrder:
             return [1.0] * len(self.sizes)
         total = sum(self.pattern.shares)
         draws = [self.epoch * share / total for share in self.pattern.shares]
-        return [count_drawn / size for count_drawn, size in zip(draws, self.sizes, strict=True)]
+        return [drawn / size for drawn, size in zip(draws, self.sizes, strict=True)]
 
 
 class DrawPattern:
@@ -197,18 +217,18 @@ class DrawPattern:
 
     def __call__(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return the entry at each place, and how many of its draws come before."""
-        times, place = np.divmod(positions, len(self.entries))
-        entry = self.entries[place]
-        return entry, times * np.array(self.shares)[entry] + self.index[place]
+        cycles, offsets = np.divmod(positions, len(self.entries))
+        entry = self.entries[offsets]
+        return entry, cycles * np.array(self.shares)[entry] + self.index[offsets]
 
-    def count_drawn(self, positions: int) -> np.ndarray:
+    def count_drawn(self, position: int) -> np.ndarray:
         """Count the draws of each entry before a place."""
-        times, place = divmod(positions, len(self.entries))
-        some = np.bincount(self.entries[:place], minlength=len(self.shares))
-        return times * np.array(self.shares) + some
+        cycles, offset = divmod(position, len(self.entries))
+        partial = np.bincount(self.entries[:offset], minlength=len(self.shares))
+        return cycles * np.array(self.shares) + partial
 
 
-class Mixture:
+class Mixture(WindowSource):
     """Windows of a corpus that is complete, in memory or in the cache; see Stream for others."""
 
     def __init__(
@@ -221,52 +241,33 @@ class Mixture:
         """`entries`: the parts of each entry, which has one weight; `size`: groups in a window."""
         self.corpus = Corpus([part for parts in entries for part in parts])
         self.entry_of_part = [i for i, parts in enumerate(entries) for _ in parts]
-        sizes = tuple(sum(part.num_groups for part in parts) for parts in entries)
-        self.order = GroupOrder(sizes, None if weights is None else tuple(weights))
+        sizes = [sum(part.num_groups for part in parts) for parts in entries]
+        self.order = GroupOrder(sizes, weights)
         self.size = size
-        self.per_epoch = -(-self.order.epoch // size)
+        self.repeats = weights is None
+        self.per_epoch: int = -(-self.order.epoch // size)
 
     @classmethod
-    def of(cls, examples: Examples, size: int = 2**16) -> "Mixture":
+    def from_examples(cls, examples: Examples, size: int = 2**16) -> "Mixture":
         """Make the windows of examples in memory."""
         return cls([[examples]], size=size)
 
     def window(self, number: int) -> Window:
-        """Return window `number`, counted through all epochs."""
         epoch, index = divmod(number, self.per_epoch)
         start = index * self.size
         stop = min(start + self.size, self.order.epoch)
         groups = self.order(epoch * self.order.epoch + start, epoch * self.order.epoch + stop)
         last = index == self.per_epoch - 1
-        return Window.of(self.corpus, groups, epoch=epoch, index=index, last=last)
-
-    @property
-    def repeats(self) -> bool:
-        """Whether every epoch has the same windows."""
-        return self.order.pattern is None
-
-    def release_before(self, number: int) -> None:
-        """Do nothing: windows are not stored."""
-
-    def state(self, number: int) -> dict[str, Any]:
-        """Return no state: any window can be made at any time."""
-        return {}
+        return Window.from_groups(self.corpus, groups, epoch=epoch, index=index, last=last)
 
     def check_vocabulary(self, size: int) -> None:
-        """Raise ValueError if a token is `size` or more."""
         check_vocabulary(self.corpus.parts, size)
-
-    def close(self) -> None:
-        """Do nothing: no process tokenizes."""
 
     def identity(self) -> str:
         """Return a digest of the groups and of their order."""
         parts = [part.identity() for part in self.corpus.parts]
         order = self.order.sizes, self.order.weights
         return hashlib.blake2b(repr((parts, order)).encode(), digest_size=16).hexdigest()
-
-    def sample(self) -> str:
-        return ""  # `identity` is of all the content
 
 
 def _check_shape(name: str, column: np.ndarray, before: np.ndarray, files: Sequence[str]) -> None:

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field, fields
 
 import numpy as np
 
-from tigon.data.examples import Examples
 from tigon.data.mixture import Corpus, Window
 
 MIN_SHARED_FRACTION = 1 / 64  # of all tokens: sharing fewer costs as much as it saves
@@ -145,8 +144,8 @@ def pack_examples(
     reached &= ~duplicates
     ends = bounded.copy()
     if over.any():
-        some = np.repeat(over, sizes)
-        ends[some] = _truncate_to_row(bounded[some], shared[some], sizes[over], seq_len, combine)
+        cut = np.repeat(over, sizes)
+        ends[cut] = _truncate_to_row(bounded[cut], shared[cut], sizes[over], seq_len, combine)
         spans[:, 1] = starts + ends
     keep = reached & learns(ends < bounded) & (truncate | ~(long | over))
     by_row = _duplicate_groups(window.corpus, spans, sizes, keep & over & distinct)
@@ -208,11 +207,11 @@ def _reorder_by_row(
     """Sort spans and their shared lengths by the row that they are packed into, and count the spans
     of each row."""
     rows = pack_best_fit(np.add.reduceat(np.diff(spans)[:, 0], np.cumsum(sizes) - sizes), seq_len)
-    taken = np.concatenate(rows)
-    place = np.argsort(taken)  # of each group, in the order of the rows
-    order = np.argsort(np.repeat(place, sizes), kind="stable")
+    groups = np.concatenate(rows)
+    rank = np.argsort(groups)  # of each group, in the order of the rows
+    order = np.argsort(np.repeat(rank, sizes), kind="stable")
     ends = np.cumsum([len(row) for row in rows])
-    counts = np.add.reduceat(sizes[taken], np.append(0, ends[:-1]))
+    counts = np.add.reduceat(sizes[groups], np.append(0, ends[:-1]))
     return spans[order], shared[order], counts
 
 
@@ -228,8 +227,8 @@ def _pack_shared_prompts(
     spans = spans[np.argsort(spans[:, 0], kind="stable")]
     common = shared_prompt_lengths(corpus, spans, np.array([len(spans)]), min_fraction)
     rows = pack_prompts(np.diff(spans)[:, 0], common, seq_len)
-    order = np.array([s for row in rows for some in row for s in some])
-    first = np.array([s == some[0] for row in rows for some in row for s in some])
+    order = np.array([s for row in rows for prompt in row for s in prompt])
+    first = np.array([s == prompt[0] for row in rows for prompt in row for s in prompt])
     shared = np.where(first, 0, common[order])
     offsets = np.cumsum([0, *(sum(map(len, row)) for row in rows)])
     spans = spans[order] + np.stack([shared, np.zeros_like(shared)], axis=1)
@@ -246,18 +245,14 @@ def shared_prompt_lengths(
     """
     shared, starts = np.zeros(len(spans), dtype=np.int64), {0, *np.cumsum(sizes).tolist()}
     before = np.zeros(0, dtype=np.int32)
-    for i, some in enumerate(corpus.slices(spans)):
-        prompt = _prompt_tokens(*some)
+    for i, (examples, start, stop) in enumerate(corpus.slices(spans)):
+        answer = int(examples.supervised[start:stop].argmax())
+        prompt = examples.tokens[start : start + answer]
         if i not in starts and len(prompt) and np.array_equal(prompt, before):
             shared[i] = len(prompt) - 1
         before = prompt
     pays = shared.sum() >= min_fraction * np.diff(spans).sum()
     return shared if pays else np.zeros_like(shared)
-
-
-def _prompt_tokens(examples: Examples, start: int, stop: int) -> np.ndarray:
-    """Return the tokens of an example before the first that is learned."""
-    return examples.tokens[start : start + int(examples.supervised[start:stop].argmax())]
 
 
 def pack_documents(window: Window, seq_len: int, *, packing: bool = True) -> PackedRows:
@@ -269,16 +264,16 @@ def pack_documents(window: Window, seq_len: int, *, packing: bool = True) -> Pac
         )
     ends = np.concatenate([[0], np.cumsum(window.stops - window.starts)])
     if packing:
-        every = np.arange(0, ends[-1], seq_len)
+        row_starts = np.arange(0, ends[-1], seq_len)
     else:
         pieces = -(-np.diff(ends) // seq_len)
         within = np.arange(pieces.sum()) - np.repeat(np.cumsum(pieces) - pieces, pieces)
-        every = np.repeat(ends[:-1], pieces) + within * seq_len
-    cuts = np.union1d(ends, every)
+        row_starts = np.repeat(ends[:-1], pieces) + within * seq_len
+    cuts = np.union1d(ends, row_starts)
     document = np.searchsorted(ends, cuts[:-1], side="right") - 1
     shift = (window.starts - ends[:-1])[document]  # from places among these documents to tokens
     spans = np.stack([cuts[:-1] + shift, cuts[1:] + shift], axis=1)
-    offsets = np.append(np.searchsorted(cuts[:-1], every), len(spans))
+    offsets = np.append(np.searchsorted(cuts[:-1], row_starts), len(spans))
     return PackedRows(spans, offsets, seq_len, packing)
 
 
@@ -338,24 +333,26 @@ def pack_prompts(lengths: np.ndarray, shared: np.ndarray, seq_len: int) -> list[
                 spaces.append((seq_len, len(rows)))
                 rows.append([])
             space, row = spaces.pop(at)
-            taken, used = _take(remaining, prompt, space)
-            rows[row].append(taken)
+            fitting, used = _remove_fitting(remaining, prompt, space)
+            rows[row].append(fitting)
             insort(spaces, (space - used, row))
             total += prompt - used
     return rows
 
 
-def _take(remaining: list[tuple[int, int]], prompt: int, space: int) -> tuple[list[int], int]:
+def _remove_fitting(
+    remaining: list[tuple[int, int]], prompt: int, space: int
+) -> tuple[list[int], int]:
     """Remove the sequences that fit into a space from `remaining`, sorted (length, index), longest
     first; return their indices and how many tokens they take."""
-    taken: list[int] = []
+    fitting: list[int] = []
     used = 0
     while remaining:
-        again = prompt if taken else 0
+        again = prompt if fitting else 0
         at = bisect_left(remaining, (space - used + again + 1, 0)) - 1
-        if at < 0 or len(taken) * prompt > MAX_KEY_COPIES * (used + remaining[at][0] - again):
+        if at < 0 or len(fitting) * prompt > MAX_KEY_COPIES * (used + remaining[at][0] - again):
             break
         size, s = remaining.pop(at)
         used += size - again
-        taken.append(s)
-    return sorted(taken), used
+        fitting.append(s)
+    return sorted(fitting), used

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from tigon.data.formats import VALUE_KEYS, Format, Row
 from tigon.data.selection import Split, is_held_out, parse_split
@@ -133,7 +133,7 @@ class Source:
         size, has_rows = 0, first > 0
         for line, record in self.records(first, last):
             records.append((line, record))
-            size += _approximate_bytes(record)
+            size += measure(record, scalar=8)  # about as in a file
             if size > BLOCK_BYTES:
                 yield Block(self.name, self.format, tuple(records), self.fraction)
                 records, size = [], 0
@@ -151,11 +151,14 @@ class Source:
         for block in self.blocks():
             yield from block.rows()
 
-    def count(self) -> int | None:
-        """The number of rows in the range before `fraction`; None if a stream would have to end."""
+    def count(self) -> int:
+        """The number of rows in the range before `fraction`; ValueError for a stream."""
         total = self.total()
         if total is None:
-            return None
+            raise ValueError(
+                f"{self.name} is streamed, and its number of rows is not known: give a slice from "
+                "its start, in rows, such as train[:1000], or streaming=false"
+            )
         return max(0, min(total, total if self.stop is None else self.stop) - self.start)
 
     def digest(self) -> str:
@@ -172,12 +175,16 @@ class Source:
         """Hash about `count` pieces at equal distances, at least both ends of each file, to compare
         large sources without reading all of them."""
         files = self.files()
-        each = max(2, count // max(1, len(files)))
-        return b"".join(_hash_sample(file, each) for file in files)
-
-    def with_format(self, format: Format) -> Self:
-        """The same rows, read in another format."""
-        return replace(self, format=format)
+        pieces = max(2, count // max(1, len(files)))
+        digests = []
+        for path in files:
+            last = max(0, path.stat().st_size - SAMPLE_BYTES)
+            digests.append(hashlib.sha256())
+            with path.open("rb") as file:
+                for start in sorted({last * i // (pieces - 1) for i in range(pieces)}):
+                    file.seek(start)
+                    digests[-1].update(file.read(SAMPLE_BYTES))
+        return b"".join(digest.digest() for digest in digests)
 
 
 class JsonFile(Source):
@@ -478,7 +485,7 @@ def select_split(sources: Sequence[Source], split: Split) -> list[Source]:
     """Narrow the sources, read one after the other, to a slice that is rounded as in `datasets`."""
     start, stop = split.start, split.stop
     if split.percent or (start or 0) < 0 or (stop or 0) < 0:
-        total = sum(map(_require_count, sources))
+        total = sum(source.count() for source in sources)
         if split.percent:
             start, stop = (b if b is None else round(b * total / 100) for b in (start, stop))
         start, stop = (max(total + b, 0) if b is not None and b < 0 else b for b in (start, stop))
@@ -493,7 +500,7 @@ def select_rows(sources: Sequence[Source], start: int, stop: int | None) -> list
     for i, source in enumerate(sources):
         if stop is not None and stop <= start:
             break
-        count = _require_count(source) if i + 1 < len(sources) else None
+        count = source.count() if i + 1 < len(sources) else None
         if count is None or count > start:
             ends = [source.stop, None if stop is None else source.start + stop]
             end = min((end for end in ends if end is not None), default=None)
@@ -507,16 +514,6 @@ def select_fraction(sources: Sequence[Source], fraction: float, held_out: bool) 
     """Narrow each source to its held-out rows or to its training rows; drop it if it has none."""
     parts = [replace(source, fraction=(fraction, held_out)) for source in sources]
     return [part for part in parts if next(part.rows(), None) is not None]
-
-
-def _require_count(source: Source) -> int:
-    count = source.count()
-    if count is None:
-        raise ValueError(
-            f"{source.name} is streamed, and its number of rows is not known: give a slice from "
-            "its start, in rows, such as train[:1000], or streaming=false"
-        )
-    return count
 
 
 def hash_files(paths: Sequence[Path], *options: object) -> str:
@@ -537,16 +534,6 @@ def _hash_piece(path: Path, start: int) -> bytes:
         for _ in range(0, HASH_BYTES, 2**20):
             piece.update(file.read(2**20))
         return piece.digest()
-
-
-def _hash_sample(path: Path, count: int) -> bytes:
-    last = max(0, path.stat().st_size - SAMPLE_BYTES)
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        for start in sorted({last * i // max(1, count - 1) for i in range(count)}):
-            file.seek(start)
-            digest.update(file.read(SAMPLE_BYTES))
-    return digest.digest()
 
 
 @contextmanager
@@ -660,12 +647,12 @@ def _unescape(separator: str) -> str:
     return separator.replace("\r\n", "\n")
 
 
-def _approximate_bytes(value: Any) -> int:
-    """Estimate the bytes that a record takes in a file."""
+def measure(value: Any, scalar: int = 0) -> int:
+    """The length of all texts in a row or a record; `scalar` is that of numbers and the like."""
     if isinstance(value, str | bytes):
         return len(value)
     values = value.values() if isinstance(value, dict) else value
-    return sum(map(_approximate_bytes, values)) if isinstance(value, dict | list) else 8
+    return sum(measure(v, scalar) for v in values) if isinstance(value, dict | list) else scalar
 
 
 def saved_split(folder: Path) -> str:

@@ -8,7 +8,7 @@ import hashlib
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from queue import Empty, Full, Queue
 from typing import Any
 
@@ -16,7 +16,7 @@ import numpy as np
 from torch.utils.data import DataLoader, IterableDataset
 
 from tigon.data.examples import Encoder, Examples
-from tigon.data.mixture import Corpus, DrawPattern, Window, check_vocabulary
+from tigon.data.mixture import Corpus, DrawPattern, Window, WindowSource, check_vocabulary
 from tigon.data.sources import BLOCK_BYTES, Source
 from tigon.data.tokenized import one_tokenizer_thread
 
@@ -28,7 +28,7 @@ State = dict[str, Any]
 EncodedWindow = tuple[State, bool, list[list[Examples]]]  # its begin, is last, parts of entries
 
 
-class Stream:
+class Stream(WindowSource):
     """Windows that a process tokenizes shortly before they are needed; entries may be endless.
 
     With weights they are those of a Mixture's first epoch, which here never ends; without, those of
@@ -64,53 +64,49 @@ class Stream:
         self._states: dict[int, State] = {0: start}
         self._windows: dict[int, Window] = {}
         self._closed = threading.Event()
-        self._next, self._made = 0, self._begin(0)
+        self._next, self._queue = 0, self._begin(0)
 
     def window(self, number: int) -> Window:
-        """Wait for window `number`, counted from the first, and return it."""
         if number < self._next and number not in self._windows:  # training has gone back
-            self._next, self._made = number, self._begin(number)
+            self._next, self._queue = number, self._begin(number)
         while self._next <= number:
-            made = self._wait()
-            if isinstance(made, Exception):
-                raise made
-            self._windows[self._next] = self._window(self._next, made)
+            encoded = self._wait()
+            if isinstance(encoded, Exception):
+                raise encoded
+            self._windows[self._next] = self._window(self._next, encoded)
             self._next += 1
         return self._windows[number]
 
     def _wait(self) -> "EncodedWindow | Exception":
         while not self._closed.is_set():  # by another thread
             with suppress(Empty):
-                return self._made.get(timeout=POLL_SECONDS)
+                return self._queue.get(timeout=POLL_SECONDS)
         raise RuntimeError("the stream is closed")
 
     def release_before(self, number: int) -> None:
-        """Drop the windows before this one; `window` makes them again if training goes back."""
+        # `window` makes them again if training goes back
         for old in [n for n in self._windows if n < number]:
             del self._windows[old]
 
     def state(self, number: int) -> State:
-        """Return the cursor from which a stream begins with this window."""
         return self._states[number]
 
     def check_vocabulary(self, size: int) -> None:
-        """Make `window` raise ValueError for a token that is `size` or more."""
         self.vocabulary = size
 
     def identity(self) -> str:
-        """Return a digest of the encoder and of the sources' names, sizes and a few bytes."""
+        # A stream is never read as a whole
         sources = [(source, source.size()) for source in self.sources]
         facts = sources, self.weights, self.encoder.digest(), BLOCK_BYTES, self.sample()
         return hashlib.blake2b(repr(facts).encode(), digest_size=16).hexdigest()
 
     def sample(self) -> str:
-        """Return a digest of a few bytes of each source."""
         count = SAMPLED_PIECES // max(1, len(self.sources))
         samples = (source.sample(count) for source in self.sources)
         return hashlib.blake2b(b"".join(samples), digest_size=16).hexdigest()
 
     def close(self) -> None:
-        """End the tokenizing; a call of `window` that waits gets an error."""
+        # A call of `window` that waits gets an error
         self._closed.set()
 
     def _begin(self, number: int) -> Queue[Any]:
@@ -119,13 +115,13 @@ class Stream:
         windows = _WindowDataset(
             self.entries, self.encoder, self.size, self.pattern, self._states[number]
         )
-        made: Queue[Any] = Queue(PREFETCHED_WINDOWS)
+        queue: Queue[Any] = Queue(PREFETCHED_WINDOWS)
 
         def put(window: EncodedWindow | Exception) -> bool:
             """Put a window into the queue; False if the stream was closed or has gone back."""
-            while not self._closed.is_set() and made is self._made:
+            while not self._closed.is_set() and queue is self._queue:
                 with suppress(Full):
-                    made.put(window, timeout=POLL_SECONDS)
+                    queue.put(window, timeout=POLL_SECONDS)
                     return True
             return False
 
@@ -139,12 +135,12 @@ class Stream:
             except Exception as error:  # the process has died: nobody may wait for its windows
                 put(error)
 
-        self._made = made
+        self._queue = queue
         threading.Thread(target=fill, name="tigon stream", daemon=True).start()
-        return made
+        return queue
 
-    def _window(self, number: int, made: EncodedWindow) -> Window:
-        state, last, entries = made
+    def _window(self, number: int, encoded: EncodedWindow) -> Window:
+        state, last, entries = encoded
         parts = [part for examples in entries for part in examples]
         corpus = Corpus(parts, extra_columns=self.encoder.per_token)
         if self.vocabulary is not None:
@@ -157,7 +153,7 @@ class Stream:
             sizes = [sum(part.num_groups for part in examples) for examples in entries]
             first = np.cumsum([0, *sizes])
             groups = first[entry] + index - self.pattern.count_drawn(start)[entry]
-        window = Window.of(corpus, groups, epoch=state["epoch"], index=state["window"])
+        window = Window.from_groups(corpus, groups, epoch=state["epoch"], index=state["window"])
         return replace(window, last=last)
 
 
@@ -177,19 +173,15 @@ def _identity(window: Any) -> Any:
     return window
 
 
+@dataclass(eq=False)
 class _WindowDataset(IterableDataset[Any]):
     """Yields all windows from a state on, or the error that ends them."""
 
-    def __init__(
-        self,
-        entries: Sequence[Sequence[Source]],
-        encoder: Encoder,
-        size: int,
-        pattern: DrawPattern | None,
-        state: State,
-    ) -> None:
-        self.entries, self.encoder, self.size = entries, encoder, size
-        self.pattern, self.state = pattern, state
+    entries: Sequence[Sequence[Source]]
+    encoder: Encoder
+    size: int
+    pattern: DrawPattern | None
+    state: State
 
     def __iter__(self) -> Iterator[EncodedWindow | Exception]:
         try:
@@ -208,13 +200,13 @@ class _WindowDataset(IterableDataset[Any]):
                 counts = (after - before).tolist()
             last, entries = False, []
             for reader, count in zip(readers, counts, strict=True):
-                taken: list[Examples] = []
-                while (count := count - reader.take(count, taken)) or self.pattern is None:
+                parts: list[Examples] = []
+                while (count := count - reader.take(count, parts)) or self.pattern is None:
                     if self.pattern is None:
                         last = reader.ended()
                         break
                     reader.restart()
-                entries.append(taken)
+                entries.append(parts)
             yield state, last, entries
             if last:
                 readers[0].restart()
@@ -243,13 +235,13 @@ class _GroupReader:
 
     def take(self, count: int, parts: list[Examples]) -> int:
         """Append up to `count` groups of this pass to `parts`; return how many."""
-        taken = 0
-        while taken < count and not self.ended():
+        total = 0
+        while total < count and not self.ended():
             assert self.examples is not None
-            stop = min(self.group + count - taken, self.examples.num_groups)
+            stop = min(self.group + count - total, self.examples.num_groups)
             parts.append(self.examples.slice_groups(self.group, stop))
-            taken, self.group = taken + stop - self.group, stop
-        return taken
+            total, self.group = total + stop - self.group, stop
+        return total
 
     def ended(self) -> bool:
         """Read blocks until there is another group; True if the pass has no more."""

@@ -27,7 +27,6 @@ from tigon.data.sources import Source
 VERSION = 2  # of the columns; others are made anew
 MAX_WORKERS = 32  # unless a setting says more
 MIN_PARALLEL_BLOCKS = 4  # blocks that are tokenized sooner than processes start
-ARRAYS = ("tokens", "offsets", "origin", "groups", "targets")
 COLUMN_KINDS = ("per_token", "per_example")
 
 
@@ -154,7 +153,11 @@ def _list_blocks(sources: Sequence[Source]) -> list[Shard]:
 
 
 def _divide_blocks(blocks: Sequence[Shard], workers: int) -> list[list[Shard]]:
-    """Deal consecutive blocks to the workers, and join those of one source."""
+    """Deal consecutive blocks to the workers, and join those of one source.
+
+    The library calls the generator for each item of a list alone, and each call reads a file from
+    its beginning: so an item is all that a worker does.
+    """
     runs: list[list[Shard]] = []
     for indices in np.array_split(np.arange(len(blocks)), min(workers, len(blocks))):
         run: list[Shard] = []

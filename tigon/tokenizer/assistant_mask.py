@@ -117,7 +117,7 @@ def _weigh_all(conversation: Conversation, chosen: Mapping[int, float]) -> Weigh
                     "when turns follow (for instance, it drops the reasoning of earlier turns): "
                     "weigh it like the others, or train on turns alone (train_on=all_turns)"
                 )
-            spans.append(Span(conversation.turn_start(i), stop, chosen[i]))
+            spans.append(Span(conversation.turn(i).start, stop, chosen[i]))
     gaps, end = [], 0
     for start, stop, _ in sorted(spans):
         gaps.append(Span(end, start, 1.0))
@@ -148,13 +148,13 @@ def _weigh_turns(
             if stop is None or stop > end:
                 remaining.append(i)
                 continue
-            end = conversation.turn_start(i)
+            end = conversation.turn(i).start
             ranges = _blocks(row, end, stop) if conversation.has_generation else [(end, stop)]
             spans += [Span(*bounds, chosen[i]) for bounds in ranges]
         rows.append((row.text, spans))
         if not remaining or train_on != "all_turns":
             break
-        row, spans = conversation.render_turn(remaining[0]), []
+        row, spans = conversation.turn(remaining[0]).rendered, []
     if not any(spans for _, spans in rows):
         raise ValueError(UNMARKED)
     return WeightedRows(rows, len(remaining), conversation.missing_opener)
@@ -176,7 +176,7 @@ def _first_row(
         return full
     if max(chosen) > turns[-1]:
         raise _ambiguous(max(chosen))
-    return conversation.render_turn(turns[-1])
+    return conversation.turn(turns[-1]).rendered
 
 
 def _generation_spans(

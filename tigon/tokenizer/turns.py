@@ -5,7 +5,7 @@ A turn is what the chat template adds to the prompt from which a model would gen
 
 import re
 from collections.abc import Collection, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from tigon.tokenizer.chat_template import Message, Rendered, render
 
@@ -41,6 +41,13 @@ def skip_empty_thinking(text: str, start: int) -> int:
     return max(start, block.end()) if block else start
 
 
+class Turn(NamedTuple):
+    """A turn of the assistant."""
+
+    rendered: Rendered  # the conversation up to the turn
+    start: int  # where the turn begins in it: the length of its prompt
+
+
 class Conversation:
     """Renders a conversation in full and up to each turn of the assistant, each text once.
 
@@ -61,19 +68,22 @@ class Conversation:
         self.full = self.render(messages)
         self.missing_opener = ""  # of reasoning: ends prompts, but is not in conversations
         self._prefixes = {len(messages) - 1: self.full}
-        self._turns: dict[int, tuple[Rendered, int]] = {}
+        self._turns: dict[int, Turn] = {}
 
     def render(self, messages: Sequence[Message], **options: Any) -> Rendered:
         """Render messages by the template with the variables of the conversation."""
         return render(self.template, messages, **options, **self.variables)
 
-    def render_turn(self, i: int) -> Rendered:
-        """Render the conversation up to the turn messages[i], as it follows its prompt."""
-        return self._locate(i)[0]
-
-    def turn_start(self, i: int) -> int:
-        """Return where the turn begins in `render_turn(i)`: the length of its prompt."""
-        return self._locate(i)[1]
+    def turn(self, i: int) -> Turn:
+        """Locate the turn messages[i], as it follows its prompt."""
+        if i not in self._turns:
+            prompt = self._render_prefix(i, self.messages[:i], add_generation_prompt=True).text
+            rendered = self._prefix(i)
+            follows = rendered.text.startswith(prompt)
+            self._turns[i] = (
+                Turn(rendered, len(prompt)) if follows else self._align(i, prompt, rendered)
+            )
+        return self._turns[i]
 
     def turn_end(self, i: int, text: str) -> int | None:
         """Return where the turn ends in `text`, which may go on; None if it differs there.
@@ -81,11 +91,11 @@ class Conversation:
         A special token that ends the full conversation may be missing in `text`, if the token in
         front of it is one that ends messages.
         """
-        if i in self._turns and text.startswith(self.render_turn(i).text):
-            return len(self.render_turn(i).text)
+        if i in self._turns and text.startswith(self.turn(i).rendered.text):
+            return len(self.turn(i).rendered.text)
         turn = self._prefix(i)
         end = len(turn.text) if text.startswith(turn.text) else self._end_without_token(i, text)
-        return end if end is not None and self.render_turn(i) is turn else None
+        return end if end is not None and self.turn(i).rendered is turn else None
 
     def _end_without_token(self, i: int, text: str) -> int | None:
         turn = self._prefix(i).text
@@ -96,7 +106,7 @@ class Conversation:
             if not (token := self._last_token(shorter)):
                 return None
             if text.startswith(shorter):
-                start = self.turn_start(i)
+                start = self.turn(i).start
                 ends_messages = token in turn[:start] and start < len(shorter)
                 return common_prefix_length(text[: len(end)], end) if ends_messages else None
             end = shorter
@@ -126,30 +136,21 @@ class Conversation:
             self._prefixes[i] = self._render_prefix(i, self.messages[: i + 1])
         return self._prefixes[i]
 
-    def _locate(self, i: int) -> tuple[Rendered, int]:
-        """Return what `render_turn` and `turn_start` do."""
-        if i not in self._turns:
-            prompt = self._render_prefix(i, self.messages[:i], add_generation_prompt=True).text
-            turn = self._prefix(i)
-            follows = turn.text.startswith(prompt)
-            self._turns[i] = (turn, len(prompt)) if follows else self._align(i, prompt, turn)
-        return self._turns[i]
-
-    def _align(self, i: int, prompt: str, turn: Rendered) -> tuple[Rendered, int]:
+    def _align(self, i: int, prompt: str, turn: Rendered) -> Turn:
         """Locate a turn whose text does not begin with its prompt."""
         common = common_prefix_length(turn.text, prompt)
         thinking = _ENDS_IN_THINKING.search(prompt)
         start = thinking.start() if thinking else len(prompt)
         if thinking and turn.text.startswith(prompt[:start]):
             if _EMPTY_BLOCK.match(turn.text, start):
-                return turn, common
+                return Turn(turn, common)
             if not _STARTS_OPEN.match(turn.text, start):
                 self.missing_opener = prompt[start:]
-                return turn, start
+                return Turn(turn, start)
             if self.has_generation:  # whose blocks are learned of the turn
-                return turn, common
+                return Turn(turn, common)
         if moved := self._move_after_prompt(i, prompt, turn):
-            return moved, len(prompt)
+            return Turn(moved, len(prompt))
         if thinking and not _ENDS_OPEN.search(prompt):
             advice = (
                 "the prompt turns reasoning off, and the message has some: turn it on with "

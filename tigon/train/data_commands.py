@@ -159,7 +159,7 @@ def _preview_examples(
     """Returns the examples of one row, and what the limits of the run cut or leave out."""
     if not len(examples):
         return (), TruncationStats()
-    rows = task.rows(Window.of(Corpus([examples]), np.arange(examples.num_groups)))
+    rows = task.rows(Window.from_groups(Corpus([examples]), np.arange(examples.num_groups)))
     names = ("chosen", "rejected") if isinstance(encoder, PairEncoder) else ()
     previews = []
     for i, (first, stop) in enumerate(zip(examples.offsets, examples.offsets[1:], strict=False)):

@@ -128,7 +128,7 @@ def compute_logprobs(
         for i in range(count):
             first = (i * world.data.size + world.data.rank) * micro_batch_size
             chosen = range(first, min(first + micro_batch_size, len(rows)))
-            batch = collate_rows(corpus, rows, chosen)
+            batch = collate_rows(corpus, [(corpus, rows, row) for row in chosen])
             found = run(batch.to(world.device)).flatten().cpu()
             places = (span for row in chosen for span in rows[row].tolist())
             for (start, stop), (a, b) in zip(places, batch.spans.tolist(), strict=True):
@@ -142,7 +142,7 @@ def _windows(corpus: Corpus) -> Iterator[Window]:
     """Yields the windows of a corpus, in its order."""
     groups = int(corpus.first_group[-1])
     for start in range(0, groups, GROUPS):
-        yield Window.of(corpus, np.arange(start, min(start + GROUPS, groups)))
+        yield Window.from_groups(corpus, np.arange(start, min(start + GROUPS, groups)))
 
 
 def _tokens(corpus: Corpus) -> int:

@@ -216,16 +216,21 @@ def test_an_error_in_a_hook_names_it(workspace, tmp_path):
         "a.positions = lambda micro_batch, labels: labels\n"
         "b.positions = lambda micro_batch, labels: labels[0] > 0\n"
     )
-    for hook, error, message in (
-        (f"{HERE}:broken", RuntimeError, f"hook {HERE}:broken: KeyError: 'what'"),
-        (f"{positions}:a", TypeError, r"positions.py:a: positions gave torch.int64, not bool"),
-        (f"{positions}:b", ValueError, r"positions.py:b: positions gave a mask \(128,\), not"),
+    evaluated = {"eval_every": 1, "eval_data": workspace.held_out, "hook_every": 0}
+    evaluated |= {"predictions": "true"}
+    for hook, changes, error, message in (
+        (f"{HERE}:broken", {}, RuntimeError, f"hook {HERE}:broken: KeyError: 'what'"),
+        (f"{HERE}:broken", evaluated, RuntimeError, f"hook {HERE}:broken: KeyError: 'what'"),
+        (f"{positions}:a", {}, TypeError, r"positions.py:a: positions gave torch.int64, not bool"),
+        (f"{positions}:b", {}, ValueError, r"positions.py:b: positions gave a mask \(128,\), not"),
     ):
         with start("cpu") as world:
-            run = prepare(load(None, workspace.settings("broken", steps=1, hooks=hook)), world)
+            settings = workspace.settings("broken", steps=1, hooks=hook, **changes)
+            run = prepare(load(None, settings), world)
             with pytest.raises(error, match=message):
                 train(run)
         for path in (workspace.root / "broken").iterdir():
+            assert "predictions" not in path.name  # which no evaluation has completed
             path.unlink()
 
 
@@ -237,14 +242,3 @@ def test_the_hook_of_the_documentation(workspace, tmp_path, capfd):
     lines = [line.split(" ", 3) for line in capfd.readouterr().out.splitlines()]
     printed = [line for line in lines if line[:2] == ["1", "True"]]
     assert len(printed) == 4 and all(0 < float(line[2]) < 1 for line in printed)
-
-
-def test_failed_evaluation_leaves_no_file(workspace):
-    changes = {"steps": 1, "eval_every": 1, "eval_data": workspace.held_out, "hook_every": 0}
-    changes |= {"predictions": "true", "hooks": f"{HERE}:broken"}
-    with start("cpu") as world:
-        run = prepare(load(None, workspace.settings("torn", **changes)), world)
-        with pytest.raises(RuntimeError, match=r"hook .*broken: KeyError"):
-            train(run)
-    left = [path.name for path in (workspace.root / "torn").iterdir()]
-    assert left and not [name for name in left if "predictions" in name]

@@ -1,9 +1,9 @@
 """SIGTERM and SIGINT at every stage of a run."""
 
 import os
+import re
 import signal
 import time
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,10 +11,10 @@ import pytest
 from tests.train.ranks import Ranks
 from tests.train.test_resume import KEYS
 from tigon.train import checkpoint, main, trainer
+from tigon.train.checkpoint import saver
 from tigon.train.logging import RunLog, read_metrics
 from tigon.train.signals import AGAIN, Signals
 
-ROOT = Path(__file__).parents[2]
 # A run that sends itself signals where `when` is called
 RUN = """
 import os, signal, time
@@ -165,3 +165,108 @@ def test_signal_while_main_thread_is_busy(capfd):
     said += capfd.readouterr().err
     assert said.count("stopping after this step") == 1
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+
+
+@pytest.fixture
+def signal_in_step(monkeypatch):
+    """Sends a signal in a step, while the main thread waits for the device."""
+
+    def plan(at: int, number: int = signal.SIGTERM) -> None:
+        numbers, count = trainer.to_host, iter(range(1, 1000))
+
+        def then(values):
+            if next(count) == at:
+                os.kill(os.getpid(), number)
+            return numbers(values)
+
+        monkeypatch.setattr(trainer, "to_host", then)
+
+    return plan
+
+
+def stop(settings: list[str], code: int = 143) -> None:
+    with pytest.raises(SystemExit) as error:
+        main(settings)
+    assert error.value.code == code
+
+
+def saved_steps(run) -> list[str]:
+    return sorted(path.name for path in (run / "checkpoints").iterdir())
+
+
+def test_signal_stops_after_the_step(workspace, signal_in_step, capsys):
+    signal_in_step(2)
+    stop(workspace.settings("prompt", steps=9))
+    assert saved_steps(workspace.root / "prompt") == ["step-00000002"]
+    said = "stopped by a signal after step 2: resume=auto goes on from step-00000002"
+    assert said in capsys.readouterr().out
+
+
+@pytest.mark.slow(first=1)
+@pytest.mark.parametrize("background", ["true", "false"])
+def test_no_checkpoint_without_enough_time(
+    workspace, signal_in_step, monkeypatch, capsys, background
+):
+    """The last one has taken half a second; less is granted."""
+    write_sums = saver.write_sums
+
+    def slow(directory, sums):
+        time.sleep(0.5)
+        write_sums(directory, sums)
+
+    monkeypatch.setattr(saver, "write_sums", slow)
+    signal_in_step(7)
+    run = f"late-{background}"
+    same = {"save_every": 3, "stop_seconds": 0.4, "async_save": background}
+    settings = workspace.settings(run, steps=8, **same)
+    stop(settings)
+    printed = capsys.readouterr().out
+    assert saved_steps(workspace.root / run) == ["step-00000003", "step-00000006"]
+    checkpoint.verify(workspace.root / run / "checkpoints/step-00000006")
+    assert re.search(r"no checkpoint of step 7: .* about \d s, and 0 s are left of stop_s", printed)
+    assert "stopped by a signal after step 7: resume=auto goes on from step-00000006" in printed
+    warned = re.findall(r"note: a step and a checkpoint take \d s, longer than stop_se", printed)
+    assert len(warned) == 1  # before the signal
+    monkeypatch.undo()
+    main([*settings, "resume=auto"])
+    rows = read_metrics(workspace.root / run / "metrics.jsonl")
+    assert [row["step"] for row in rows] == list(range(1, 9))
+
+
+@pytest.mark.slow(first=1)
+@pytest.mark.parametrize(
+    ("changes", "number"),
+    [({"stop_seconds": 0}, signal.SIGTERM), ({}, signal.SIGTERM), ({}, signal.SIGINT)],
+)
+def test_a_checkpoint_is_written_where_there_is_time(
+    workspace, signal_in_step, monkeypatch, tmp_path, changes, number
+):
+    seconds = 1000.0 if "stop_seconds" in changes or number == signal.SIGINT else 20.0
+    monkeypatch.setattr(saver.Saver, "expected", lambda self: seconds)
+    signal_in_step(1, number)
+    stop(workspace.settings("x", run_dir=tmp_path / "run", steps=3, **changes), 128 + number)
+    assert saved_steps(tmp_path / "run") == ["step-00000001"]
+
+
+@pytest.mark.slow
+def test_without_a_checkpoint_the_run_begins_again(workspace, signal_in_step, monkeypatch, capsys):
+    monkeypatch.setattr(saver.Saver, "expected", lambda self: 31.0)
+    signal_in_step(2)
+    settings = workspace.settings("anew", steps=3, resume="auto")
+    stop(settings)
+    said = capsys.readouterr().out
+    assert "it would take about 31 s, and 30 s are left of stop_seconds=30" in said
+    assert "stopped by a signal after step 2: resume=auto begins again: there is no" in said
+    monkeypatch.undo()
+    main(settings)
+    assert workspace.metrics("anew", "step") == [1, 2, 3]
+
+
+def test_time_left_counts_from_the_signal():
+    """Not from when the main thread hears of it."""
+    with Signals(silent=True) as signals, signals.deferred():
+        assert signals.left(1.0) == float("inf")
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(0.1)
+        assert 0 < signals.left(100.0) < 99.95
+        assert signals.left(0) == float("inf")

@@ -161,32 +161,24 @@ def find_misspelled(name: str, choices: Iterable[str]) -> str | None:
     """Returns the known name that `name` is a misspelling of; None if there is none.
 
     For names that may be another program's, of which a similar one means something else. A
-    misspelling has the same first letter and the same digits, and one letter of five at most is
-    missing, added, wrong or swapped with the next.
+    misspelling has the same first letter, the same digits, and the same letters but for one or
+    their order.
     """
-    edits = {choice: _count_edits(_letters(name), _letters(choice)) for choice in choices}
-    near = {choice: count for choice, count in edits.items() if count is not None}
-    return min(near, key=lambda choice: near[choice], default=None)
+    letters, closest, highest = _letters(name), None, 0.85
+    for choice in choices:
+        other = _letters(choice)
+        ratio = difflib.SequenceMatcher(None, letters, other).ratio()
+        if sorted(letters) == sorted(other):
+            ratio = max(ratio, 0.9)  # two letters are swapped
+        possible = letters[:1] == other[:1] and abs(len(letters) - len(other)) < 2
+        possible = possible and re.findall(r"\d", name) == re.findall(r"\d", choice)
+        if possible and ratio > highest:
+            closest, highest = choice, ratio
+    return closest
 
 
 def _letters(name: str) -> str:
     return re.sub(r"[\W_]", "", name).lower()
-
-
-def _count_edits(a: str, b: str) -> int | None:
-    """Counts the letters of one that have to change for the other; None if they are too many."""
-    shorter, longer = sorted((len(a), len(b)))
-    limit = 0 if shorter < 3 else max(1, shorter // 5)
-    if longer - shorter > limit or a[:1] != b[:1] or re.findall(r"\d", a) != re.findall(r"\d", b):
-        return None
-    previous, row = [0] * (len(b) + 1), [*range(len(b) + 1)]
-    for i, x in enumerate(a):
-        earlier, previous, row = previous, row, [i + 1]
-        for j, y in enumerate(b):
-            row.append(min(row[j] + 1, previous[j + 1] + 1, previous[j] + (x != y)))
-            if i and j and (x, y) == (b[j - 1], a[i - 1]):
-                row[-1] = min(row[-1], earlier[j - 1] + 1)
-    return row[-1] if row[-1] <= limit else None
 
 
 def describe_type(hint: Any, plural: bool = False) -> str:

@@ -4,9 +4,8 @@ from collections.abc import Hashable
 from typing import Any
 
 import yaml
-from yaml.constructor import ConstructorError
 
-from tigon.utils.json import escape, quote
+from tigon.utils.json import escape
 
 LONGEST_NUMBER = 100  # characters, as in JSON
 MAX_ITEMS, MAX_DEPTH = 100_000, 50  # of all values; an alias counts as what it stands for
@@ -33,6 +32,8 @@ def parse_yaml(text: str | bytes, where: object) -> Any:
         raise ValueError(f"{escape(where)} is not valid YAML: {reason}") from None
     except _Refused as error:
         raise ValueError(f"{escape(where)}: {error}") from None
+    except Exception as error:  # whatever the conversion of a text raises
+        raise ValueError(f"{escape(where)} is not valid YAML: {escape(error)}") from None
     return content
 
 
@@ -44,16 +45,10 @@ class _Loader(yaml.SafeLoader):
     """Loads YAML within limits; merges and keys that stand twice are errors, dates stay text."""
 
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
-        line = node.start_mark.line + 1
         if node.tag in NUMBERS and len(node.value) > LONGEST_NUMBER:
+            line = node.start_mark.line + 1
             raise _Refused(f"line {line}: a number of {len(node.value)} characters")
-        try:
-            return super().construct_object(node, deep)
-        except (yaml.YAMLError, RecursionError, _Refused):
-            raise
-        except Exception as error:  # whatever the conversion of a text raises
-            fault = f"{quote(node.value)} is no {node.tag.removeprefix(TAG)}"
-            raise ConstructorError(None, None, fault, node.start_mark) from error
+        return super().construct_object(node, deep)
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         lines: dict[Any, int] = {}

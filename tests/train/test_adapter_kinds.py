@@ -26,7 +26,7 @@ from tests.train.conftest import Workspace
 from tests.train.ranks import train_on
 from tigon.cli import main as command
 from tigon.layers import QuantizedWeight
-from tigon.train import load, main, prepare
+from tigon.train import load, main, prepare, start
 from tigon.train.export import load_checkpoint
 
 ENDS = {"model": "untied", "lora.targets": "[q_proj, embed_tokens, lm_head]"}
@@ -140,7 +140,7 @@ def test_peft_computes_the_same(workspace, settings, kind):
     assert tigon.Tokenizer.from_pretrained(adapter)
 
 
-def test_dropout_is_of_training_alone(workspace, settings, world):
+def test_dropout_is_of_training_alone(workspace, settings):
     """And drawn for rows, whatever micro-batches they are in."""
     settings("dropout", "first")
     changes = {"no dropout": {"lora.dropout": 0}, "seed": {"seed": 1}}
@@ -155,10 +155,11 @@ def test_dropout_is_of_training_alone(workspace, settings, world):
     assert evaluated[0][0] == evaluated[1][0]
     adapter = workspace.root / "dropout/adapter/adapter_config.json"
     assert json.loads(adapter.read_text())["lora_dropout"] == 0.3
-    run = prepare(load(None, settings("dropout", "prepared")), world)
-    (batch, *_) = run.data.micro_batches(0)
-    assert batch.dropout_keys is not None and run.eval_data is not None
-    assert all(b.dropout_keys is None for b in run.eval_data.micro_batches(0))
+    with start("cpu") as world:
+        run = prepare(load(None, settings("dropout", "prepared")), world)
+        (batch, *_) = run.data.micro_batches(0)
+        assert batch.dropout_keys is not None and run.eval_data is not None
+        assert all(b.dropout_keys is None for b in run.eval_data.micro_batches(0))
 
 
 def test_peft_scores_the_same(workspace, settings, tmp_path):

@@ -195,6 +195,8 @@ def start(
     try:
         dist.init_process_group(backend, **({} if started else alone))
     except ValueError as error:
+        if not started:
+            raise
         advice = "unset WORLD_SIZE to run on one process, or start with torchrun"
         raise InputError(f"{error}: {advice}") from None
     except dist.DistNetworkError as error:

@@ -3,67 +3,15 @@
 import json
 import warnings
 from dataclasses import dataclass, fields
-from typing import Any
 
 import pytest
-import torch
 from transformers import AutoConfig, LlamaConfig
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from tests.models.tiny import LLAMA3, LONG, ROPES, SIZES, on_meta, windows
-from tigon.layers import RotaryEmbedding
+from tests.models.tiny import ROPES, SIZES, on_meta, windows
 from tigon.models import MODELS, Llama
 from tigon.models.config import ConfigError, ModelConfig
 
 OURS = Llama.config_class
-SCALING = {k: v for k, v in LLAMA3.items() if k != "rope_theta"}
-BANDS = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
-DEFAULT = {"rope_type": "default", "rope_theta": 300.0}
-
-SPELLINGS: dict[str, dict[str, Any]] = {
-    "nothing": {},
-    "theta": {"rope_theta": 300.0},
-    "parameters": {"rope_parameters": DEFAULT},
-    "parameters without theta": {"rope_parameters": {"rope_type": "default"}, "rope_theta": 300.0},
-    "parameters before theta": {"rope_parameters": DEFAULT, "rope_theta": 5.0},
-    "null scaling": {"rope_parameters": DEFAULT, "rope_theta": 300.0, "rope_scaling": None},
-    "scaling": {"rope_scaling": SCALING, "rope_theta": 300.0},
-    "scaling without theta": {"rope_scaling": SCALING},
-    "scaling of the old kind": {"rope_scaling": {"type": "linear", "factor": 2.0}},
-    "two names of the type": {"rope_scaling": {"type": "x", "rope_type": "linear", "factor": 2.0}},
-    "scaling replaces parameters": {"rope_scaling": SCALING, "rope_parameters": DEFAULT},
-    "all three": {
-        "rope_scaling": SCALING | {"rope_theta": 70.0},
-        "rope_parameters": DEFAULT,
-        "rope_theta": 40.0,
-    },
-    "no original length": {
-        "rope_scaling": {"rope_type": "llama3", "factor": 8.0, **BANDS},
-        "max_position_embeddings": 128,
-    },
-    "no length at all": {"rope_scaling": {"rope_type": "yarn", "factor": 2.0}},
-    "original length outside": {
-        "rope_scaling": LONG | {"original_max_position_embeddings": 99},
-        "original_max_position_embeddings": 16,
-        "max_position_embeddings": 64,
-    },
-}
-
-
-@pytest.mark.parametrize("spelling", SPELLINGS)
-def test_rope_is_read_as_transformers_reads_it(spelling: str) -> None:
-    raw = {"hidden_size": 120, "num_attention_heads": 6, "model_type": "llama"}
-    raw |= SPELLINGS[spelling]
-    ours = OURS.from_dict(json.loads(json.dumps(raw)))
-    theirs = LlamaConfig(**json.loads(json.dumps(raw)))
-    positions = torch.arange(3000)[None]
-    rope = RotaryEmbedding(20, ours.rope_parameters, ours.max_position_embeddings)
-    expected = LlamaRotaryEmbedding(theirs)(torch.empty(0), positions)
-    tables = rope(positions, torch.float32)[:2]
-    for table, reference_table in zip(tables, expected, strict=True):
-        assert torch.equal(table, reference_table[..., :10])
-    for name, value in theirs.rope_parameters.items():
-        assert ours.rope_parameters.get(name, value) == value
 
 
 def test_dtype_under_either_name() -> None:

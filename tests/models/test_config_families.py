@@ -10,7 +10,7 @@ from transformers import AutoConfig
 from transformers.activations import ACT2FN
 from transformers.models.gemma.modeling_gemma import GemmaMLP
 
-from tests.models.tiny import FULL, SLIDING, on_meta, windows
+from tests.models.tiny import FULL, LLAMA3, LONG, SLIDING, on_meta, windows
 from tigon.models import MODELS
 from tigon.models.config import ModelConfig
 
@@ -29,6 +29,10 @@ MINISTRAL_YARN = {
     "mscale_all_dim": 1.0,
     "llama_4_scaling_beta": 0.1,
 }
+SCALING = {k: v for k, v in LLAMA3.items() if k != "rope_theta"}
+BANDS = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
+DEFAULT = {"rope_type": "default", "rope_theta": 300.0}
+
 # What published configs say beside the keys that transformers writes, or in place of them
 PUBLISHED: dict[str, dict[str, Any]] = {
     "gemma3_text": {
@@ -96,6 +100,38 @@ def test_round_trip_of_published_configs(model_type: str) -> None:
 
 
 SPELLINGS: dict[str, dict[str, Any]] = {
+    "llama: nothing": {},
+    "llama: theta": {"rope_theta": 300.0},
+    "llama: parameters": {"rope_parameters": DEFAULT},
+    "llama: parameters without theta": {
+        "rope_parameters": {"rope_type": "default"},
+        "rope_theta": 300.0,
+    },
+    "llama: parameters before theta": {"rope_parameters": DEFAULT, "rope_theta": 5.0},
+    "llama: null scaling": {"rope_parameters": DEFAULT, "rope_theta": 300.0, "rope_scaling": None},
+    "llama: scaling": {"rope_scaling": SCALING, "rope_theta": 300.0},
+    "llama: scaling without theta": {"rope_scaling": SCALING},
+    "llama: scaling of the old kind": {"rope_scaling": {"type": "linear", "factor": 2.0}},
+    "llama: two names of the type": {
+        "rope_scaling": {"type": "x", "rope_type": "linear", "factor": 2.0}
+    },
+    "llama: scaling replaces parameters": {"rope_scaling": SCALING, "rope_parameters": DEFAULT},
+    "llama: all three": {
+        "rope_scaling": SCALING | {"rope_theta": 70.0},
+        "rope_parameters": DEFAULT,
+        "rope_theta": 40.0,
+    },
+    "llama: no original length": {
+        "rope_scaling": {"rope_type": "llama3", "factor": 8.0, **BANDS},
+        "max_position_embeddings": 128,
+    },
+    "llama: no length at all": {"rope_scaling": {"rope_type": "yarn", "factor": 2.0}},
+    "llama: original length outside": {
+        "rope_scaling": LONG | {"original_max_position_embeddings": 99},
+        "original_max_position_embeddings": 16,
+        "max_position_embeddings": 64,
+        "head_dim": 20,
+    },
     "phi3: longrope by its first name": {
         "rope_scaling": {
             "type": "su",
@@ -144,7 +180,9 @@ SPELLINGS: dict[str, dict[str, Any]] = {
 def test_rope_as_transformers_reads_it(spelling: str) -> None:
     raw = {"model_type": spelling.split(":")[0], **SPELLINGS[spelling]}
     config = ours(raw)
-    expected = theirs(raw).rope_parameters
+    # Outside it counts when transformers computes the frequencies
+    outside = {k: v for k, v in raw.items() if k == "original_max_position_embeddings"}
+    expected = theirs(raw).rope_parameters | outside
     for source in (config, ours(copy(config.to_dict()))):
         found, wanted = source.rope_parameters, expected
         for name in (FULL, SLIDING) if FULL in wanted else (None,):

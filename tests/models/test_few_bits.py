@@ -184,13 +184,11 @@ def test_other_fp8_forms_and_scales(tmp_path: Path) -> None:
     mlps = [layer.mlp for layer in kept.model.layers]
     assert mlps[1].gate_up_proj.quantized is None and mlps[0].gate_up_proj.quantized is not None
     assert torch.equal(kept(tokens()).logits, from_pretrained(tmp_path)(tokens()).logits)
-    scale = f"{name}_scale_inv"
-    for bad in (math.nan, -1.0):
-        broken = tensors[scale].clone()
-        broken[1, 1] = bad
-        save_file(tensors | {scale: broken}, path)
-        with pytest.raises(ValueError, match=r"up_proj.weight_scale_inv is .* for block \[1, 1\]"):
-            from_pretrained(tmp_path, quantize="keep")
+    broken = tensors[f"{name}_scale_inv"].clone()
+    broken[1, 1] = math.nan
+    save_file(tensors | {f"{name}_scale_inv": broken}, path)
+    with pytest.raises(ValueError, match=r"up_proj.weight_scale_inv is .* for block \[1, 1\]"):
+        from_pretrained(tmp_path, quantize="keep")
 
 
 def test_refusals(bases: dict[str, Path], tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 import tigon
-from tests.models.tiny import CASES, FIRST, SHARED, load_reference, reference
+from tests.models.tiny import CASES, FIRST, SHARED, edit_config, load_reference, reference
 from tigon.models import MODELS, CausalLM, from_pretrained
 
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
@@ -43,8 +43,7 @@ def edit(directory: Path, change: Callable[[dict[str, Tensor]], Any], **config: 
     content = tensors(directory)
     change(content)
     save_file({k: v.clone() for k, v in content.items()}, directory / "model.safetensors")
-    path = directory / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | config))
+    edit_config(directory, **config)
     return directory
 
 

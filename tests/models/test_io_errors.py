@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import tigon
-from tests.models.tiny import reference
+from tests.models.tiny import edit_config, reference
 
 Break = Callable[[Path], Any]
 SHARD = "model-00003-of-00006.safetensors"
@@ -33,11 +33,7 @@ def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def configure(**changes: Any) -> Break:
-    def change(directory: Path) -> None:
-        path = directory / "config.json"
-        path.write_text(json.dumps(json.loads(path.read_text()) | changes))
-
-    return change
+    return lambda directory: edit_config(directory, **changes)
 
 
 def put(name: str, content: bytes) -> Break:

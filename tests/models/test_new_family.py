@@ -258,15 +258,6 @@ def test_what_a_recurrence_cannot_do(model: CausalLM) -> None:
         cache.crop(torch.tensor([5, 5]))
     with pytest.raises(ValueError, match="quantize='int8': a recurrence keeps no keys and values"):
         model.generate(IDS, cache_implementation="quantized")
-    with pytest.raises(
-        ValueError,
-        match=r"past_key_values has 1 layers of Hidden of \(56,\), 1 layers of 2 kv heads with "
-        r"head dim 20, 1 layers of Hidden of \(56,\), but this Llama 2 layers of 2 kv heads",
-    ):
-        llama(IDS[:, :1], past_key_values=cache)
-
-
-def test_ranks_cannot_share_the_tokens_of_a_recurrence(model: CausalLM) -> None:
     check_context(model, 1)
     refused = "parallel.context=2: layer 0 of Hybrid is a GatedRecurrence, which needs the tokens"
     with pytest.raises(ValueError, match=refused):

@@ -48,65 +48,32 @@ def test_loss_and_gradients_are_the_same_bits(model_type: str, case: str) -> Non
     assert [way for way in WAYS if not same(run(model, *way), expected)] == []
 
 
-def test_what_was_copied_out_is_freed(model: CausalLM) -> None:
-    """Only two blocks' tensors are on the device at a time."""
-    alive: list[Any] = []
-    init = activation_offload._OffloadedStorage.take
-
-    def noted(stored: Any, x: Tensor) -> None:
-        alive.append(weakref.ref(x.untyped_storage()))
-        init(stored, x)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(activation_offload._OffloadedStorage, "take", noted)
-        torch.manual_seed(0)
-        ids, labels = tokens()
-        model.activation_offload = True
-        loss = model(ids, labels=labels).loss
-        assert alive and [ref for ref in alive if ref() is not None] == []
-        loss.backward()
-
-
-class Copies:
-    """Bytes that were stored, by what the block saved."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.taken: list[int] = []
-        self.fetched = 0
-        take, fetch = (
-            activation_offload._OffloadedStorage.take,
-            activation_offload._OffloadedStorage.fetch,
-        )
-
-        def counted(stored: Any, x: Tensor) -> None:
-            self.taken.append(stored.size)
-            take(stored, x)
-
-        def again(stored: Any) -> None:
-            self.fetched += stored.size
-            fetch(stored)
-
-        monkeypatch.setattr(activation_offload._OffloadedStorage, "take", counted)
-        monkeypatch.setattr(activation_offload._OffloadedStorage, "fetch", again)
-
-
-def test_all_is_fetched_once(model: CausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    expected = run(model, 0, False)
-    copies = Copies(monkeypatch)
-    assert same(run(model, 0, True), expected)
-    assert copies.taken and copies.fetched == sum(copies.taken)
-
-
-def test_recomputed_blocks_keep_their_inputs_alone(
+def test_saved_tensors_leave_and_return_once(
     model: CausalLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    copies = Copies(monkeypatch)
-    run(model, 0, True)
-    whole = sum(copies.taken)
-    copies.taken.clear()
+    """Only two blocks' are on the device at a time; a recomputed block saves its inputs alone."""
+    expected = run(model, 0, False)
+    stored, taken, fetched = activation_offload._OffloadedStorage, [], []
+    take, fetch = stored.take, stored.fetch
+
+    def note_taken(self: Any, x: Tensor) -> None:
+        taken.append((self.size, weakref.ref(x.untyped_storage())))
+        take(self, x)
+
+    def note_fetched(self: Any) -> None:
+        assert fetched or [ref for _, ref in taken if ref() is not None] == []
+        fetched.append(self.size)
+        fetch(self)
+
+    monkeypatch.setattr(stored, "take", note_taken)
+    monkeypatch.setattr(stored, "fetch", note_fetched)
+    assert same(run(model, 0, True), expected)
+    whole = sum(size for size, _ in taken)
+    assert whole == sum(fetched) > 0
+    taken.clear()
     run(model, True, True)
     ids, _ = tokens()
     branch = ids.numel() * model.config.hidden_size * model.dtype.itemsize
     # The branch and the stream, and the positions, which the pass shares
     most = (2 * branch + 8 * ids.numel()) * (model.config.num_hidden_layers - 1)
-    assert 0 < sum(copies.taken) <= most < whole
+    assert 0 < sum(size for size, _ in taken) <= most < whole

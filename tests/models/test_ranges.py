@@ -1,6 +1,5 @@
 """Values of config.json that no model can have, and sizes that do not fit the checkpoint."""
 
-import json
 import shutil
 import types
 import typing
@@ -12,9 +11,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import tigon
-from tests.models.test_config import DEFAULT
-from tests.models.test_config_families import MINISTRAL_YARN
-from tests.models.tiny import FULL, LLAMA3, LONG, SLIDING, YARN
+from tests.models.test_config_families import DEFAULT, MINISTRAL_YARN
+from tests.models.tiny import FULL, LLAMA3, LONG, SLIDING, YARN, edit_config
 from tigon.models import MODELS, build
 from tigon.models.pretrained import match
 from tigon.utils.config import ConfigError
@@ -213,11 +211,6 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def checkpoint(saved: Path, tmp_path: Path) -> Path:
     """A copy of a checkpoint with experts."""
     return Path(shutil.copytree(saved, tmp_path / "model"))
-
-
-def edit_config(checkpoint: Path, **changes: Any) -> None:
-    path = checkpoint / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
 
 @pytest.mark.parametrize("case", UNFIT)

@@ -1,6 +1,5 @@
 """The tables of every RoPE type against transformers, at the sizes of real models."""
 
-import math
 from typing import Any
 
 import pytest
@@ -71,40 +70,6 @@ def test_tables_of_real_models(name: str, dtype: torch.dtype) -> None:
         for table, reference in zip((cos, sin), expected, strict=True):
             assert torch.equal(table, reference[..., : D // 2])
             assert torch.equal(table, reference[..., D // 2 :])
-
-
-@pytest.mark.parametrize(
-    ("parameters", "longest", "scaling"),
-    [
-        (YARN, 131072, 1.1386294),
-        (YARN | {"factor": 8.0}, 131072, 1.2079442),
-        (YARN | {"factor": None}, 8 * 32768, 1.2079442),
-        (YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}, 131072, 1.0),
-        (YARN | {"mscale": 0.5, "mscale_all_dim": 1.0}, 131072, 1.0693147 / 1.1386294),
-        (YARN | {"mscale": 0.5, "mscale_all_dim": 0.0}, 131072, 1.1386294),
-        (YARN | {"attention_factor": 0.25}, 131072, 0.25),
-        (REAL["Phi-3-128k"][0], 131072, 1.1902381),
-        (REAL["Phi-3-128k"][0], 4096, 1.0),
-        (REAL["Phi-3-128k"][0] | {"factor": 4.0}, 131072, math.sqrt(7 / 6)),
-        (LLAMA31, 131072, 1.0),
-    ],
-)
-def test_scaling(parameters: dict[str, Any], longest: int, scaling: float) -> None:
-    ours, theirs = both(parameters, longest)
-    cos, sin, _ = ours(torch.tensor([[0, 7]]), torch.float32)
-    assert cos[0, 0].tolist() == pytest.approx([scaling] * (D // 2), rel=1e-6)
-    assert (cos[0, 1] ** 2 + sin[0, 1] ** 2).tolist() == pytest.approx([scaling**2] * (D // 2))
-    assert theirs.attention_scaling == pytest.approx(scaling, rel=1e-6)
-
-
-def test_longrope_switches_for_the_whole_batch() -> None:
-    parameters, longest = REAL["Phi-3-128k"]
-    ours, _ = both(parameters, longest)
-    base = 1e4 ** -(torch.arange(64, dtype=torch.float64) / 64)
-    for last, key in ((4095, "short_factor"), (4096, "long_factor"), (4095, "short_factor")):
-        cos, *_ = ours(torch.tensor([[1, 2], [1, last]]), torch.float64)
-        expected = (base / torch.tensor(parameters[key])).cos() * 1.1902381
-        assert (cos[:, 0] - expected).abs().max() < 1e-6
 
 
 def test_dynamic_remembers_nothing() -> None:

@@ -1,5 +1,6 @@
 """Tiny models of transformers that expose mistakes; a new family adds its row to CASES."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -290,6 +291,12 @@ def load_case(model_type: str, case: str, directory: Path) -> CausalLM:
     """Our model of a case, loaded from transformers' checkpoint of it."""
     reference(model_type, CASES[model_type][case], directory)
     return from_pretrained(directory)
+
+
+def edit_config(directory: Path, **changes: Any) -> None:
+    """Change keys of a checkpoint's config.json."""
+    path = directory / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
 
 def on_meta(config: ModelConfig) -> CausalLM:

@@ -2,6 +2,7 @@ import json
 import socket
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -119,20 +120,26 @@ def test_tokens(hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
     assert Repository("lab/private").file("config.json").read_text() == "secret"
 
 
-def test_cache_dir_and_local_files_only(hub: HubServer, tmp_path: Path) -> None:
+@pytest.mark.parametrize("way", ["option", "environment"])
+def test_offline(way: str, hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fill(hub.root / NAME, config__json="{}", extra__json="{}")
-    cache = tmp_path / "elsewhere"
-    path = Repository(NAME, cache_dir=cache).file("config.json")
-    assert path.is_relative_to(cache)
+    options: dict[str, Any] = {"cache_dir": tmp_path / "elsewhere"}
+    path = Repository(NAME, **options).file("config.json")
+    assert path.is_relative_to(tmp_path / "elsewhere")
     requests = hub.heads.total() + hub.gets.total()
-    offline = Repository(NAME, cache_dir=cache, local_files_only=True)
-    assert offline.optional_file("extra.json") is None
+    if way == "option":
+        options["local_files_only"] = True
+    else:
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    offline = Repository(NAME, **options)
     assert offline.file("config.json") == path
+    assert offline.optional_file("absent.json") is None
     message = r"lab/tiny \(revision main\) has no file extra.json in the cache .*elsewhere"
     with pytest.raises(FileNotFoundError, match=message):
         offline.file("extra.json")
-    with pytest.raises(FileNotFoundError, match=r"config.json in the cache .* load it once online"):
-        Repository(NAME, local_files_only=True).file("config.json")
+    said = "load it once online" if way == "option" else "downloads are off"
+    with pytest.raises(FileNotFoundError, match=rf"lab/other .*in the cache .*{said}"):
+        Repository("lab/other", **options).file("config.json")
     assert hub.heads.total() + hub.gets.total() == requests
 
 
@@ -159,21 +166,6 @@ def test_hub_out_of_reach(hub: HubServer) -> None:
         again.optional_file("extra.json")
     with pytest.raises(ConnectionError, match=r"config\.json of lab/other"):
         Repository("lab/other").optional_file("config.json")
-
-
-def test_offline_mode(hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    fill(hub.root / NAME, config__json="{}", extra__json="{}")
-    Repository(NAME).file("config.json")
-    requests = hub.heads.total() + hub.gets.total()
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    repository = Repository(NAME)
-    assert repository.file("config.json").read_text() == "{}"
-    assert repository.optional_file("absent.json") is None
-    with pytest.raises(FileNotFoundError, match=r"no file extra.json in the cache"):
-        repository.file("extra.json")
-    with pytest.raises(FileNotFoundError, match=r"lab/other .* downloads are off"):
-        Repository("lab/other").file("config.json")
-    assert hub.heads.total() + hub.gets.total() == requests
 
 
 def test_pickles_are_never_downloaded(hub: HubServer) -> None:

@@ -28,14 +28,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize(
-    "name",
-    [
-        "vocab.json",
-        "tokenizer.json",
-        "tokenizer_config.json",
-        "chat_template.jinja",
-        "additional_chat_templates/a.jinja",
-    ],
+    "name", ["vocab.json", "tokenizer.json", "additional_chat_templates/a.jinja"]
 )
 @pytest.mark.parametrize("relative", [True, False])
 def test_no_link_of_a_tokenizer_leaves_its_folder(

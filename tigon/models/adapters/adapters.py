@@ -224,6 +224,15 @@ def _embedding_or_head(model: LanguageModel, name: str) -> Embedding | LMHead:
     return model.model.embed_tokens if name == "embed_tokens" else model.lm_head
 
 
+def _saved_weights(model: LanguageModel, name: str) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield this rank's rows of embedding and head, and of the copies that the adapter trains."""
+    for end in model.adapters[name].modules_to_save:
+        owner = _embedding_or_head(model, end)
+        assert owner.copies is not None
+        copy = owner.copies.get_parameter(name)
+        yield local_shard(end, owner.weight).memory, local_shard(end, copy).memory
+
+
 @torch.no_grad()
 def init_adapter(
     model: LanguageModel, name: str = "default", generator: torch.Generator | None = None
@@ -251,11 +260,8 @@ def init_adapter(
         for kind, values in initial.items():
             rows, first = local_rows(kind, getattr(low, kind))
             rows.copy_(values[first : first + len(rows)])
-    for end in model.adapters[name].modules_to_save:
-        owner = _embedding_or_head(model, end)
-        assert owner.copies is not None
-        copy = owner.copies.get_parameter(name)
-        local_shard(end, copy).memory.copy_(local_shard(end, owner.weight).memory)
+    for weight, copy in _saved_weights(model, name):
+        copy.copy_(weight)
     if zeros:
         raise ValueError(f"{zeros[0]} is all zeros, whose length dora divides by: leave it out")
 
@@ -405,11 +411,8 @@ def merge_adapter(model: LanguageModel, name: str | None = None) -> None:
             add_embedding_delta(layer.get_parameter("weight"), low)
         elif isinstance(low, LowRankExperts):
             add_experts_deltas(layer, low)
-    for end in model.adapters[name].modules_to_save:
-        owner = _embedding_or_head(model, end)
-        assert owner.copies is not None
-        copy = owner.copies.get_parameter(name)
-        local_shard(end, owner.weight).memory.copy_(local_shard(end, copy).memory)
+    for weight, copy in _saved_weights(model, name):
+        weight.copy_(copy)
     delete_adapter(model, name)
     if tied and not model.ties_head:
         _tie_equal_head(model)

@@ -470,13 +470,14 @@ def _check_complete(
     pattern = None
     if isinstance(targets, str):
         with suppress(ValueError):  # patterns that may take long are not checked
-            pattern = compile_pattern("target_modules", targets)
+            compile_pattern("target_modules", targets)
+            pattern = re.compile(targets)
     names = {t for t in targets if isinstance(t, str)} if isinstance(targets, list) else set()
     parameters = {*(values.get("target_parameters") or [])}
     for stem, module in known.items():
         targeted = is_listed(module, parameters if module.experts else names)
         if pattern is not None and not module.experts:
-            targeted = re.fullmatch(targets, module.name) is not None
+            targeted = pattern.fullmatch(module.name) is not None
         if stem not in stems and targeted:
             raise ValueError(
                 f"target_modules={quote(targets)}, and {WEIGHTS} has none for {quote(module.name)}"
@@ -671,8 +672,11 @@ def write_adapter(
     directory: str | os.PathLike[str],
     tensors: Sequence[TensorEntry],
     describe: Callable[[Path], None],
-    **options: Any,
+    *,
+    ranks: WriterGroup,
+    replace: bool = False,
 ) -> None:
-    """Write all tensors into one file, since PEFT reads no shards; `options` of `write_model`."""
-    size, stem = max(1, sum(entry.nbytes for entry in tensors)), Path(WEIGHTS).stem
-    write_model(directory, tensors, describe, max_shard_size=size, stem=stem, **options)
+    """Write all tensors into one file, since PEFT reads no shards."""
+    size = max(1, sum(entry.nbytes for entry in tensors))
+    options: dict[str, Any] = {"stem": Path(WEIGHTS).stem, "replace": replace}
+    write_model(directory, tensors, describe, ranks=ranks, max_shard_size=size, **options)

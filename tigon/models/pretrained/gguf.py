@@ -269,10 +269,7 @@ class GGUFModel:
                 raise ConfigError(
                     f"{self.name}.{key}={size} must be the size of a head, {config['head_dim']}"
                 )
-        epsilon = "attention.layer_norm_rms_epsilon"
-        if epsilon not in keys:
-            raise ConfigError(f"the metadata lack {self.name}.{epsilon}")
-        config["rms_norm_eps"] = keys.pop(epsilon)
+        config["rms_norm_eps"] = self._pop(keys, "attention.layer_norm_rms_epsilon")
         config |= {name: keys.pop(key) for key, name in family.optional.items() if key in keys}
         config |= read_gguf_rope(self.file, keys, config)
         if family.scaled_by_width:
@@ -310,13 +307,17 @@ class GGUFModel:
         config["dtype"] = str(next(halves, torch.float32)).removeprefix("torch.")
         return config | self._token_ids()
 
+    def _pop(self, keys: dict[str, Any], key: str, default: Any = None) -> Any:
+        """Pop a value; raises ConfigError if there is neither it nor a default."""
+        if (value := keys.pop(key, default)) is None:
+            raise ConfigError(f"the metadata lack {self.name}.{key}")
+        return value
+
     def _pop_size(self, keys: dict[str, Any], key: str, default: int | None = None) -> int:
         """Pop a size, which may be a list with one equal size for each layer."""
-        value = keys.pop(key, default)
+        value = self._pop(keys, key, default)
         if isinstance(value, list) and value and all(item == value[0] for item in value):
             value = value[0]
-        if value is None:
-            raise ConfigError(f"the metadata lack {self.name}.{key}")
         if type(value) is not int or value < 1:
             raise ConfigError(
                 f"{self.name}.{key}={quote(value)} is not a size of at least 1, equal in all layers"

@@ -6,7 +6,7 @@ values as PEFT's separate ones.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import partial
 from typing import Any, Literal, get_args
 
@@ -19,21 +19,12 @@ from tigon.models.base import LanguageModel
 from tigon.models.pretrained.match import match_arguments
 from tigon.models.pretrained.names import layout
 from tigon.utils.json import escape
-from tigon.weights import (
-    BlockScales,
-    Checkpoint,
-    Layout,
-    TensorEntry,
-    TensorSlice,
-    WriterGroup,
-    load_into,
-)
-from tigon.weights.checkpoint import Fp8Tensor
+from tigon.weights import Checkpoint, Layout, TensorEntry, WriterGroup, load_into
+from tigon.weights.checkpoint import BLOCK, Fp8Tensor
 from tigon.weights.write import RowBlock, all_finite, row_chunks
 
 Quantize = Literal["nf4", "keep"]
 BATCH_BYTES = 512 << 20  # bytes of unquantized weights that are read before they are quantized
-E4M3 = torch.float8_e4m3fn
 
 
 def check_quantize(quantize: Any) -> None:
@@ -77,33 +68,25 @@ def quantize_model(
     the `checkpoint`, "keep" assumes blocks of the usual size, for estimates.
     """
     check_quantize(quantize)
-    modules = dict.fromkeys(module.path for module in find_target_modules(model))
-    paths = [path for path in modules if isinstance(model.get_submodule(path), Linear)]
+    modules = {m.path: model.get_submodule(m.path) for m in find_target_modules(model)}
+    layers = {f"{path}.weight": m for path, m in modules.items() if isinstance(m, Linear)}
     if quantize == "keep" and checkpoint is not None:
-        _keep_fp8(model, paths, checkpoint)
+        _keep_fp8(model, layers, checkpoint)
     else:
         parts_of = layout(model, model.checkpoint_names, False)
-        for path in paths:
-            layer = _layer(model, path)
-            rows = [part.shape[0] for part in parts_of[f"{path}.weight"]]
+        for name, layer in layers.items():
+            rows = [part.shape[0] for part in parts_of[name]]
             sizes = rows, layer.in_features, model.dtype
             if quantize == "keep":
-                blocks = [BlockScales().block or (1, 1)] * len(rows)
-                layer.quantize(FP8Weight(*sizes, blocks=blocks, stored=E4M3))
+                blocks = [BLOCK] * len(rows)
+                layer.quantize(FP8Weight(*sizes, blocks=blocks, stored=torch.float8_e4m3fn))
                 continue
             nf4_weight, weight = NF4Weight(*sizes), layer.weight.detach()
             layer.quantize(nf4_weight)
             if not weight.is_meta:
                 nf4_weight.allocate(weight.device)
-                store_nf4(nf4_weight, f"{path}.weight", weight)
+                store_nf4(nf4_weight, name, weight)
     model.requires_grad_(False)
-
-
-def _layer(model: LanguageModel, path: str) -> Linear:
-    """Get the linear layer with this path."""
-    layer = model.get_submodule(path)
-    assert isinstance(layer, Linear)
-    return layer
 
 
 def store_nf4(nf4_weight: NF4Weight, name: str, weight: Tensor) -> None:
@@ -113,19 +96,17 @@ def store_nf4(nf4_weight: NF4Weight, name: str, weight: Tensor) -> None:
     nf4_weight.store(weight)
 
 
-def _keep_fp8(model: LanguageModel, paths: Sequence[str], checkpoint: Checkpoint) -> None:
+def _keep_fp8(model: LanguageModel, layers: dict[str, Linear], checkpoint: Checkpoint) -> None:
     """Make layers fp8 if the checkpoint has all their matrices in one fp8 format."""
     load_options, has_fp8 = match_arguments(model, checkpoint), False
-    for path in paths:
-        parts, layer = load_options["layout"][f"{path}.weight"], _layer(model, path)
-        tensors = [_find_fp8(load_options, part) for part in parts]
-        fp8_tensors = [info for info in tensors if info is not None]
-        formats = {(info.stored.dtype, info.block[1]) for info in fp8_tensors}
-        if len(fp8_tensors) < len(parts) or len(formats) > 1:
+    for name, layer in layers.items():
+        parts, infos = load_options["layout"][name], _find_fp8(load_options, name)
+        formats = {(info.stored.dtype, info.block[1]) for info in infos}
+        if len(infos) < len(parts) or len(formats) > 1:
             continue
-        rows, blocks = [part.shape[0] for part in parts], [info.block for info in fp8_tensors]
+        rows, blocks = [part.shape[0] for part in parts], [info.block for info in infos]
         sizes = rows, layer.in_features, model.dtype
-        layer.quantize(FP8Weight(*sizes, blocks=blocks, stored=fp8_tensors[0].stored.dtype))
+        layer.quantize(FP8Weight(*sizes, blocks=blocks, stored=infos[0].stored.dtype))
         has_fp8 = True
     if not has_fp8:
         raise ValueError(
@@ -133,11 +114,12 @@ def _keep_fp8(model: LanguageModel, paths: Sequence[str], checkpoint: Checkpoint
         )
 
 
-def _find_fp8(load_options: dict[str, Any], part: TensorSlice) -> Fp8Tensor | None:
-    """Find the checkpoint's tensor for a slice; None if it is no matrix in fp8."""
-    name = load_options["source_of"].get(part.name, part.name)
-    info = load_options["checkpoint"].tensors.get(name)
-    return info if isinstance(info, Fp8Tensor) and len(info.shape) == 2 else None
+def _find_fp8(load_options: dict[str, Any], name: str) -> list[Fp8Tensor]:
+    """Find the checkpoint's fp8 matrices that a parameter is made of."""
+    parts, source_of = load_options["layout"][name], load_options["source_of"]
+    tensors = load_options["checkpoint"].tensors
+    infos = (tensors.get(source_of.get(part.name, part.name)) for part in parts)
+    return [info for info in infos if isinstance(info, Fp8Tensor) and len(info.shape) == 2]
 
 
 def load_quantized(model: LanguageModel, checkpoint: Checkpoint, staging_bytes: int) -> None:
@@ -149,10 +131,7 @@ def load_quantized(model: LanguageModel, checkpoint: Checkpoint, staging_bytes: 
     load_options |= {"into": type(model).__name__, "staging_bytes": staging_bytes}
     fp8_weights = {name: w for name, w in weights.items() if isinstance(w, FP8Weight)}
     if fp8_weights:
-        fp8_tensors: dict[str, list[Fp8Tensor]] = {}
-        for name in fp8_weights:
-            infos = (_find_fp8(load_options, part) for part in load_options["layout"][name])
-            fp8_tensors[name] = [info for info in infos if info is not None]
+        fp8_tensors = {name: _find_fp8(load_options, name) for name in fp8_weights}
         stored = {info.name: info.stored for infos in fp8_tensors.values() for info in infos}
         codes = Checkpoint(checkpoint.name, {**checkpoint.tensors, **stored})
         memory = {name: weight.memory for name, weight in fp8_weights.items()}

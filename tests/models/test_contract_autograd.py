@@ -83,54 +83,6 @@ def test_returned_logits_are_differentiable_beside_the_loss(model: CausalLM) -> 
     assert_same_gradients(gradients(total, model), gradients(expected, model))
 
 
-@pytest.mark.parametrize("return_logits", [False, True])
-@pytest.mark.parametrize("keep", [0, 4, torch.tensor([3, 9, 11])], ids=["all", "4", "index"])
-def test_metrics_are_those_of_the_full_logits(
-    model: CausalLM, keep: Any, return_logits: bool
-) -> None:
-    ids, labels = tokens()
-    labels[1] = -100
-    z = model(ids, logits_to_keep=keep).logits.double()
-    batch = {"labels": labels, "logits_to_keep": keep, "return_logits": return_logits}
-    out = model(ids, **batch, metrics=METRICS)
-    assert torch.equal(out.loss, model(ids, **batch).loss)
-    targets = torch.full_like(labels, -100)
-    targets[:, :-1] = labels[:, 1:]
-    targets = targets[:, keep] if isinstance(keep, Tensor) else targets[:, -keep:]
-    valid = targets != -100
-    p = z.softmax(-1)
-    nll = -p.gather(-1, targets.clamp(min=0)[..., None]).squeeze(-1).log()
-    expected = {
-        "entropy": -(p * p.log()).sum(-1) * valid,
-        "max_logit": z.amax(-1) * valid,
-        "nll": nll * valid,
-        "z": z.exp().sum(-1).log() * valid,
-    }
-    assert out.metrics.keys() == set(METRICS)
-    for name, value in expected.items():
-        torch.testing.assert_close(out.metrics[name].double(), value, rtol=1e-5, atol=1e-5)
-        assert not out.metrics[name].requires_grad
-    assert torch.equal(out.metrics["predicted_tokens"], z.argmax(-1).where(valid, -100))
-    right = (z.argmax(-1) == targets)[valid].double().mean().nan_to_num(0.0)
-    assert out.metrics["accuracy"].item() == pytest.approx(right.item())
-
-
-def test_accuracy_counts_right_answers(model: CausalLM) -> None:
-    ids, _ = tokens()
-    best = model(ids).logits.argmax(-1)
-    best[0, :6] = (best[0, :6] + 1) % V
-    best[1, 5:] = -100
-    accuracy = model(ids, shift_labels=best, metrics=("accuracy",)).metrics["accuracy"]
-    assert accuracy.item() == pytest.approx(12 / 18)
-
-
-def test_unknown_metric(model: CausalLM) -> None:
-    ids, labels = tokens()
-    for return_logits in (False, True):
-        with pytest.raises(ValueError, match=r"unknown metrics \['acc'\]; there are accuracy, "):
-            model(ids, labels=labels, metrics=("nll", "acc"), return_logits=return_logits)
-
-
 def test_frozen_body_and_trainable_head(model: CausalLM) -> None:
     ids, labels = tokens()
     expected = gradients(mean(token_losses(model(ids).logits, labels).values()), model)

@@ -56,16 +56,6 @@ def test_a_batch_with_keywords_of_targets(model: CausalLM) -> None:
     assert torch.equal(loss, model(ids, attention_mask=PAD, labels=labels).loss)
 
 
-def test_defaults_of_the_model_hold(model: CausalLM) -> None:
-    ids, labels = tokens(B, T)
-    model.defaults.loss_reduction, model.defaults.logits_to_keep = "sequence", 4
-    expected = model(ids, labels=labels)
-    batch = Batch.of(model, ids)
-    targets = Targets.of(batch, labels=labels)
-    assert targets.reduction == "sequence" and targets.items == B
-    assert torch.equal(model(batch=batch, targets=targets).loss, expected.loss)
-
-
 def test_resolved_once(model: CausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
     ids, labels = tokens(B, T)
     batch = Batch.of(model, ids, attention_mask=PAD)
@@ -89,45 +79,6 @@ def test_one_declaration() -> None:
     assert set(counted) - {"self"} == set(names) - {"batch", "targets"}
 
 
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        (
-            {"lables": 1},
-            r"forward\(\) got an unexpected keyword argument 'lables'; did you mean 'la",
-        ),
-        ({"output_attentions": True}, r"unexpected keyword argument 'output_attentions'$"),
-        ({"cache": None}, r"unexpected keyword argument 'cache'; here: 'past_key_values'$"),
-    ],
-)
-def test_unknown_keywords(model: CausalLM, given: dict[str, Any], message: str) -> None:
-    ids, labels = tokens(B, T)
-    with pytest.raises(TypeError, match=message):
-        model(ids, **given)
-    with pytest.raises(TypeError, match="unexpected keyword argument"):
-        model.num_items(labels, **given)
-    with pytest.raises(
-        TypeError, match=r"Batch.of\(\) got an unexpected keyword argument 'labels'"
-    ):
-        Batch.of(model, ids, labels=labels)  # type: ignore[call-arg]
-    with pytest.raises(TypeError, match=r"Targets.of\(\) got an unexpected .* 'metrics'"):
-        Targets.of(Batch.of(model, ids), metrics=())  # type: ignore[call-arg]
-
-
-def test_resolved_arguments_come_alone(model: CausalLM) -> None:
-    ids, labels = tokens(B, T)
-    batch = Batch.of(model, ids)
-    targets = Targets.of(batch, labels=labels)
-    with pytest.raises(TypeError, match="batch= with attention_mask, input_ids: they are part of"):
-        model(ids, batch=batch, attention_mask=PAD)
-    with pytest.raises(TypeError, match="targets= with labels: they are part of the targets"):
-        model(batch=batch, targets=targets, labels=labels)
-    with pytest.raises(TypeError, match="targets= without batch=: give the batch"):
-        model(ids, targets=targets)
-    with pytest.raises(ValueError, match="items need labels or shift_labels"):
-        Targets.of(batch).items  # noqa: B018
-
-
 @pytest.mark.slow
 def test_in_one_graph() -> None:
     """Of packed sequences; test_contract_compile.py has the others, which are resolved inside."""
@@ -144,17 +95,6 @@ def test_in_one_graph() -> None:
         torch.testing.assert_close(loss, plain, rtol=1e-6, atol=1e-6)
         assert_same_gradients(gradients(loss, model), gradients(plain, model))
     torch._dynamo.reset()
-
-
-def test_tensors_alone(model: CausalLM) -> None:
-    ids, labels = tokens(B, T)
-    given: dict[str, Any] = {"attention_mask": PAD.tolist()}
-    with pytest.raises(TypeError, match="attention_mask must be a tensor, not list"):
-        model(ids, **given)
-    with pytest.raises(TypeError, match="input_ids must be a tensor, not list"):
-        Batch.of(model, ids.tolist())
-    with pytest.raises(ValueError, match=r"inputs_embeds \(2, 13, 55\) is not \[batch, tokens, 56"):
-        model(inputs_embeds=torch.zeros(B, T, 55), labels=labels)
 
 
 @pytest.mark.parametrize("static", [False, True])

@@ -9,24 +9,15 @@ from torch import Tensor
 
 from tests.models.contract import Outputs, V, assert_same_gradients, gradients, tiny_llama, tokens
 from tigon.kernels import KL, CrossEntropy, Head, LogProbs
-from tigon.models import Batch, CausalLM, Targets
+from tigon.models import CausalLM
 
 B, T = 2, 13
 IDS, LABELS = tokens(B, T)
 PAD = torch.tensor([[1] * 9 + [0] * 4, [1] * T])
-KEEPS: dict[str, Any] = {"all": 0, "4": 4, "rows": torch.tensor([[0, 7, 3], [11, 4, 5]])}
-REDUCTIONS = ["token", "sequence", "sum", "none"]
-keeps = pytest.mark.parametrize("keep", KEEPS.values(), ids=KEEPS)
 
 
 def shifted(labels: Tensor) -> Tensor:
     return torch.cat([labels[:, 1:], labels.new_full((B, 1), -100)], 1)
-
-
-def picked(x: Tensor, keep: Any) -> Tensor:
-    if isinstance(keep, int):
-        return x[:, -keep:] if keep else x
-    return torch.stack([row[index] for row, index in zip(x, keep, strict=True)])
 
 
 def reduced(values: Tensor, valid: Tensor, reduction: str, items: float | None = None) -> Tensor:
@@ -40,56 +31,6 @@ def reduced(values: Tensor, valid: Tensor, reduction: str, items: float | None =
         return values.sum() / (items or valid.sum())
     means = [v.sum() / m.sum() for v, m in zip(values, valid, strict=True) if m.any()]
     return torch.stack(means).sum() / (items or len(means))
-
-
-@keeps
-@pytest.mark.parametrize("reduction", REDUCTIONS)
-@pytest.mark.parametrize("option", ["label_smoothing", "z_loss", "class_weights", "all"])
-def test_options_of_cross_entropy(model: CausalLM, keep: Any, reduction: str, option: str) -> None:
-    class_weights = torch.rand(V) + 0.5
-    options = {"label_smoothing": 0.2, "z_loss": 0.03, "class_weights": class_weights}
-    options = options if option == "all" else {option: options[option]}
-    weights = torch.rand(B, T)
-    given = {"shift_labels": shifted(LABELS), "loss_weights": weights, "logits_to_keep": keep}
-    targets = picked(shifted(LABELS), keep)
-    z = model(IDS, logits_to_keep=keep).logits.double()
-    flat = targets.flatten(), "none", options.get("label_smoothing", 0.0)
-    values = F.cross_entropy(
-        z.flatten(0, 1), flat[0], reduction=flat[1], label_smoothing=flat[2]
-    ).view(targets.shape)
-    values = values + options.get("z_loss", 0.0) * z.logsumexp(-1).square()
-    if "class_weights" in options:
-        values = values * class_weights[targets.clamp(min=0)]
-    expected = reduced(values * picked(weights, keep), targets != -100, reduction)
-    out = model(IDS, **given, loss_reduction=reduction, **options)
-    assert out.logits is None
-    torch.testing.assert_close(out.loss.double(), expected, rtol=1e-5, atol=1e-6)
-    assert_same_gradients(gradients(out.loss.sum(), model), gradients(expected.sum(), model))
-    with_logits = model(IDS, **given, loss_reduction=reduction, **options, return_logits=True)
-    torch.testing.assert_close(with_logits.loss, out.loss, rtol=1e-5, atol=1e-6)
-    items = model.num_items(**given, **options, loss_reduction=reduction)
-    assert items == model.num_items(**given, loss_reduction=reduction)
-
-
-@keeps
-@pytest.mark.parametrize("reduction", REDUCTIONS)
-def test_log_probabilities(model: CausalLM, keep: Any, reduction: str) -> None:
-    batch = {"labels": LABELS, "logits_to_keep": keep, "loss_reduction": reduction}
-    logp = model(IDS, logits_to_keep=keep).logits.double().log_softmax(-1)
-    targets = picked(shifted(LABELS), keep)
-    expected = logp.gather(-1, targets.clamp(min=0)[..., None]).squeeze(-1) * (targets != -100)
-    out = model(IDS, **batch, criteria=(LogProbs(),), metrics=("accuracy",))
-    assert out.loss is None and out.logits is None and out.logprobs.dtype == torch.float32
-    assert torch.equal(out.criteria[0], out.logprobs)
-    torch.testing.assert_close(out.logprobs.double(), expected, rtol=1e-5, atol=1e-5)
-    assert torch.equal(
-        out.metrics["accuracy"], model(IDS, **batch, metrics="accuracy").metrics["accuracy"]
-    )
-    upstream = torch.randn(targets.shape)
-    assert_same_gradients(
-        gradients((out.logprobs * upstream).sum(), model),
-        gradients((expected * upstream).sum(), model),
-    )
 
 
 class Teacher:
@@ -113,46 +54,6 @@ class Teacher:
 
 def forward_kl(teacher: Tensor, logits: Tensor) -> Tensor:
     return (teacher.exp() * (teacher - logits.double().log_softmax(-1))).sum(-1)
-
-
-@keeps
-@pytest.mark.parametrize("reduction", REDUCTIONS)
-@pytest.mark.parametrize("labelled", [False, True])
-def test_divergence(model: CausalLM, keep: Any, reduction: str, labelled: bool) -> None:
-    """It counts the targets; without labels all positions that are not padding."""
-    teacher = Teacher()
-    batch = {"attention_mask": PAD, "logits_to_keep": keep}
-    valid = picked(shifted(LABELS) != -100 if labelled else PAD == 1, keep)
-    values = forward_kl(picked(teacher.logp, keep), model(IDS, **batch).logits)
-    expected = reduced(values, valid, reduction)
-    batch |= {"labels": LABELS} if labelled else {}
-    out = model(IDS, **batch, loss_reduction=reduction, criteria=(teacher.kl(),))
-    assert out.logits is None
-    torch.testing.assert_close(out.loss.double(), expected, rtol=1e-5, atol=1e-5)
-    assert_same_gradients(gradients(out.loss.sum(), model), gradients(expected.sum(), model))
-    if reduction in ("token", "sequence"):
-        out = model(
-            IDS, **batch, loss_reduction=reduction, criteria=(teacher.kl(),), num_items_in_batch=5
-        )
-        expected = reduced(values, valid, reduction, 5.0)
-        torch.testing.assert_close(out.loss.double(), expected, rtol=1e-5, atol=1e-5)
-
-
-@keeps
-def test_stored_log_probabilities_are_kept_too(model: CausalLM, keep: Any) -> None:
-    """All tokens that were not stored are one outcome."""
-    best = Teacher().logp.topk(20, dim=-1)
-    stored = KL(teacher_tokens=best.indices, teacher_logprobs=best.values.float())
-    batch = {"labels": LABELS, "logits_to_keep": keep}
-    logp = model(IDS, logits_to_keep=keep).logits.double().log_softmax(-1)
-    teacher = picked(best.values, keep)
-    ours = logp.gather(-1, picked(best.indices, keep))
-    others = [(1 - x.exp().sum(-1, keepdim=True)).log() for x in (teacher, ours)]
-    teacher, ours = torch.cat([teacher, others[0]], -1), torch.cat([ours, others[1]], -1)
-    values = (teacher.exp() * (teacher - ours)).sum(-1)
-    expected = reduced(values, picked(shifted(LABELS) != -100, keep), "token")
-    out = model(IDS, **batch, criteria=(stored,))
-    torch.testing.assert_close(out.loss.double(), expected, rtol=1e-5, atol=1e-5)
 
 
 def test_distillation_in_one_pass(model: CausalLM) -> None:
@@ -212,24 +113,6 @@ def test_a_criterion_with_weights_of_its_own(model: CausalLM) -> None:
     torch.testing.assert_close(alone.loss, b)
 
 
-def test_packed_sequences(model: CausalLM) -> None:
-    ids, cu = IDS.view(1, -1), torch.tensor([0, 5, 13, 26])
-    parts = [(0, 5), (5, 13), (13, 26)]
-    out = model(ids, labels=ids, cu_seq_lens=cu, criteria=(LogProbs(),))
-    alone = [
-        model(ids[:, a:b], labels=ids[:, a:b], criteria=(LogProbs(),)).logprobs for a, b in parts
-    ]
-    torch.testing.assert_close(out.logprobs, torch.cat(alone, 1), rtol=1e-5, atol=1e-5)
-
-
-def test_resolved_ahead(model: CausalLM) -> None:
-    options = {"label_smoothing": 0.1, "class_weights": torch.rand(V)}
-    batch = Batch.of(model, IDS)
-    targets = Targets.of(batch, labels=LABELS, **options)  # type: ignore[arg-type]
-    expected = model(IDS, labels=LABELS, **options, num_items_in_batch=50).loss
-    assert torch.equal(model(batch=batch, targets=targets.with_num_items(50)).loss, expected)
-
-
 @pytest.mark.parametrize("beta", [0.0, 0.3, 1.0])
 def test_stored_log_probabilities_of_the_whole_vocabulary(beta: float) -> None:
     model, teacher = tiny_llama(), torch.randn(2, 5, 97)
@@ -240,14 +123,6 @@ def test_stored_log_probabilities_of_the_whole_vocabulary(beta: float) -> None:
     hidden, eye = teacher, Head(torch.eye(97))
     expected = model(ids, criteria=(KL(teacher_hidden=hidden, teacher=eye, beta=beta),)).loss
     torch.testing.assert_close(found, expected)
-
-
-def test_a_teacher_that_is_no_head() -> None:
-    model, ids, hidden = tiny_llama(), torch.zeros(1, 4).long(), torch.randn(1, 4, 56)
-    for teacher in (model, model.lm_head.weight):
-        kind = type(teacher).__name__
-        with pytest.raises(TypeError, match=f"teacher is a {kind}: give the teacher's lm_head"):
-            model(ids, criteria=(KL(teacher_hidden=hidden, teacher=teacher),))
 
 
 def test_hidden_states_are_what_a_student_needs(model: CausalLM) -> None:
@@ -261,8 +136,3 @@ def test_hidden_states_are_what_a_student_needs(model: CausalLM) -> None:
     loss = model(IDS, criteria=(kl,), loss_reduction="sum").loss
     p = model(IDS).logits.log_softmax(-1)
     torch.testing.assert_close(loss, (q.exp() * (q - p)).sum())
-
-
-def test_a_batch_belongs_to_its_model(model: CausalLM) -> None:
-    with pytest.raises(ValueError, match="for another model"):
-        tiny_llama()(batch=Batch.of(model, IDS))

@@ -44,10 +44,8 @@ def reduced(losses: dict[tuple[int, int], Tensor], reduction: str) -> Tensor:
 
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)
-@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
 @pytest.mark.parametrize("ignored", [0.0, 0.3, 0.9, "first row", "tail", "all but one"])
-def test_loss(model: CausalLM, reduction: str, training: bool, ignored: Any) -> None:
-    model.train(training)
+def test_loss(model: CausalLM, reduction: str, ignored: Any) -> None:
     ids, labels = tokens(ignored=ignored if isinstance(ignored, float) else 0.0)
     if ignored == "first row":
         labels[0] = -100
@@ -93,15 +91,6 @@ def test_without_labels_there_are_logits(model: CausalLM) -> None:
     assert all(g.isfinite().all() for g in gradients(preference, model).values())
 
 
-@pytest.mark.parametrize("reduction", REDUCTIONS)
-def test_shift_labels_alone_are_enough(model: CausalLM, reduction: str) -> None:
-    ids, labels = tokens()
-    given = shift(labels).T.contiguous().T
-    assert not given.is_contiguous()
-    loss = model(ids, shift_labels=given, loss_reduction=reduction).loss
-    torch.testing.assert_close(loss, model(ids, labels=labels, loss_reduction=reduction).loss)
-
-
 def test_shift_labels_are_not_shifted_again_and_win_over_labels(model: CausalLM) -> None:
     ids, labels = tokens()
     shifted = torch.randint(0, 97, (B, T))  # the last position has a target too
@@ -131,23 +120,6 @@ def test_all_ignored_is_zero_with_zero_gradients(
     assert (out.metrics["predicted_tokens"] == -100).all()
     found = gradients(out.loss.sum(), model)
     assert [name for name, grad in found.items() if not (grad == 0).all()] == []
-
-
-@pytest.mark.parametrize("reduction", ["token", "sequence"])
-@pytest.mark.parametrize("items", [7, torch.tensor(7), torch.tensor(7.0), torch.tensor([7])])
-def test_num_items_in_batch_is_the_denominator(
-    model: CausalLM, reduction: str, items: int | Tensor
-) -> None:
-    ids, labels = tokens()
-    losses = token_losses(model(ids).logits, labels)
-    own = len(losses) if reduction == "token" else B
-    expected = reduced(losses, reduction) * own / 7
-    batch = {"labels": labels, "loss_reduction": reduction, "num_items_in_batch": items}
-    for return_logits in (False, True):
-        loss = model(ids, **batch, return_logits=return_logits).loss
-        assert loss.shape == ()
-        assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
-        assert_same_gradients(gradients(loss, model), gradients(expected, model, retain_graph=True))
 
 
 @pytest.mark.parametrize("items", [0, torch.tensor(0)])
@@ -184,38 +156,6 @@ def test_uneven_micro_batches_equal_one_batch(reduction: Any, resolved: bool) ->
 
 
 @pytest.mark.parametrize("return_logits", [False, True])
-@pytest.mark.parametrize("reduction", REDUCTIONS)
-@pytest.mark.parametrize("shifted", [False, True], ids=["labels", "shift_labels"])
-def test_loss_weights_belong_to_the_labels(
-    model: CausalLM, reduction: str, shifted: bool, return_logits: bool
-) -> None:
-    ids, labels = tokens()
-    weights = torch.randn(B, T, requires_grad=True)
-    losses = token_losses(model(ids).logits, labels)
-    if reduction == "token":
-        scale = {place: 1 / len(losses) for place in losses}
-    elif reduction == "sequence":
-        scale = {(b, t): 0.5 / sum(r == b for r, _ in losses) for b, t in losses}
-    else:
-        scale = dict.fromkeys(losses, 1.0)
-    upstream = torch.randn(B, T) if reduction == "none" else torch.ones(B, T)
-    at = 0 if shifted else 1
-    expected = torch.stack(
-        [x * scale[b, t] * upstream[b, t] * weights[b, t + at] for (b, t), x in losses.items()]
-    ).sum()
-    given = {"shift_labels": shift(labels)} if shifted else {"labels": labels}
-    out = model(
-        ids, **given, loss_weights=weights, loss_reduction=reduction, return_logits=return_logits
-    )
-    loss = (out.loss * upstream).sum() if reduction == "none" else out.loss
-    assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
-    (grad,) = torch.autograd.grad(loss, weights, retain_graph=True)
-    (expected_grad,) = torch.autograd.grad(expected, weights, retain_graph=True)
-    torch.testing.assert_close(grad, expected_grad)
-    assert_same_gradients(gradients(loss, model), gradients(expected, model))
-
-
-@pytest.mark.parametrize("return_logits", [False, True])
 def test_per_token_losses_take_any_upstream_gradient(model: CausalLM, return_logits: bool) -> None:
     ids, labels = tokens()
     losses = token_losses(model(ids).logits, labels)
@@ -224,17 +164,3 @@ def test_per_token_losses_take_any_upstream_gradient(model: CausalLM, return_log
     loss = model(ids, labels=labels, loss_reduction="none", return_logits=return_logits).loss
     actual = (upstream * loss.exp() * (shift(labels) != -100)).sum()
     assert_same_gradients(gradients(actual, model), gradients(expected, model))
-
-
-def test_defaults_are_set_once_and_the_call_wins(model: CausalLM) -> None:
-    ids, labels = tokens()
-    by_token = model(ids, labels=labels).loss
-    model.defaults.loss_reduction, model.defaults.return_logits = "sum", True
-    model.defaults.metrics = ("nll",)
-    out = model(ids, labels=labels)
-    torch.testing.assert_close(out.loss, by_token * model.num_items(labels))
-    assert out.logits is not None and set(out.metrics) == {"nll"}
-    call = {"loss_reduction": "token", "return_logits": False, "metrics": ()}
-    out = model(ids, labels=labels, **call)
-    assert torch.equal(out.loss, by_token)
-    assert out.logits is None and out.metrics == {}

@@ -7,7 +7,7 @@ import torch
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from tests.models.contract import Outputs, V, tokens
-from tigon.models import Batch, CausalLM, CausalLMOutput, Targets
+from tigon.models import CausalLM, CausalLMOutput
 
 IDS, LABELS = tokens()
 NO_TARGET = ("predicted_tokens", "entropy", "max_logit", "z")
@@ -73,32 +73,6 @@ def test_one_name_for_metrics(model: CausalLM) -> None:
     assert out.metrics == expected.metrics and len(out.metrics) == 1
     model.defaults.metrics = "accuracy"
     assert model(IDS, labels=LABELS).metrics == expected.metrics
-
-
-@pytest.mark.parametrize("keep", [0, 3, torch.tensor([[0, 7], [12, 4]])], ids=["all", "3", "rows"])
-@pytest.mark.parametrize("padded", [False, True])
-def test_metrics_without_labels(model: CausalLM, keep: Any, padded: bool) -> None:
-    mask = torch.ones_like(IDS)
-    mask[0, 9:] = 0
-    given = {"logits_to_keep": keep, **({"attention_mask": mask} if padded else {})}
-    z = model(IDS, **given).logits.double()
-    batch = Batch.of(model, IDS)
-    real = Targets.of(batch, logits_to_keep=keep).take(mask if padded else mask**0) == 1
-    p = z.softmax(-1)
-    expected = {
-        "entropy": -(p * p.log()).sum(-1) * real,
-        "max_logit": z.amax(-1) * real,
-        "z": z.logsumexp(-1) * real,
-        "predicted_tokens": z.argmax(-1).where(real, -100).double(),
-    }
-    for return_logits in (None, True):
-        out = model(IDS, **given, metrics=NO_TARGET, return_logits=return_logits)
-        assert out.loss is None and out.metrics.keys() == expected.keys()
-        assert (out.logits is None) == (return_logits is None)
-        for name, value in expected.items():
-            torch.testing.assert_close(out.metrics[name].double(), value, rtol=1e-5, atol=1e-5)
-            assert not out.metrics[name].requires_grad
-    assert out.logits is not None and out.logits.requires_grad
 
 
 def test_metrics_without_labels_make_no_logits(model: CausalLM) -> None:

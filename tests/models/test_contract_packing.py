@@ -51,12 +51,32 @@ def alone(x: Tensor) -> list[Tensor]:
 def test_logits_equal_those_of_the_sequences_alone(
     model: CausalLM, way: dict[str, Any], use_cache: bool | None, training: bool
 ) -> None:
+    """And so do losses: of tokens, and the mean over sequences."""
     model.train(training)
-    ids, _ = packed()
-    expected = torch.cat([model(part).logits for part in alone(ids)], dim=1)
+    ids, labels = packed()
+    each = [
+        model(part, labels=target, loss_reduction="none", return_logits=True)
+        for part, target in zip(alone(ids), alone(labels), strict=True)
+    ]
     logits = model(ids, **way, use_cache=use_cache).logits
+    expected = torch.cat([out.logits for out in each], 1)
     torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5)
     assert not torch.allclose(model(ids).logits, expected, atol=0.1)  # packing matters here
+
+    batch = {"labels": labels, **way, "use_cache": use_cache}
+    losses = torch.cat([out.loss for out in each], 1)
+    per_token = model(ids, **batch, loss_reduction="none").loss
+    torch.testing.assert_close(per_token, losses, rtol=1e-5, atol=1e-5)
+    counted = int((losses != 0).sum())
+    assert counted == TOTAL - len(LENGTHS) - 5  # ignored: three in one turn, and two
+    assert model.num_items(**batch) == counted
+    assert model(ids, **batch).loss.item() == pytest.approx(losses.sum().item() / counted, rel=1e-6)
+
+    means = mean(out.loss.sum() / (out.loss != 0).sum() for out in each if out.loss.any())
+    assert model.num_items(**batch, loss_reduction="sequence") == 3
+    loss = model(ids, **batch, loss_reduction="sequence", return_logits=training).loss
+    assert loss.item() == pytest.approx(means.item(), rel=1e-6)
+    assert_same_gradients(gradients(loss, model), gradients(means, model))
 
 
 @pytest.mark.usefixtures("played")
@@ -71,50 +91,6 @@ def test_backends_without_a_mask_know_the_same_boundaries(
     out = model(ids, labels=labels, **way, return_logits=True)
     torch.testing.assert_close(out.logits, expected.logits, rtol=1e-5, atol=1e-5)
     assert_same_gradients(gradients(out.loss, model), gradients(expected.loss, model))
-
-
-@ways
-@pytest.mark.parametrize("use_cache", [None, True])
-@pytest.mark.parametrize("return_logits", [False, True])
-def test_sequence_loss_is_the_mean_of_the_losses_alone(
-    model: CausalLM, way: dict[str, Any], use_cache: bool | None, return_logits: bool
-) -> None:
-    ids, labels = packed()
-    losses = [
-        model(part, labels=target).loss
-        for part, target in zip(alone(ids), alone(labels), strict=True)
-        if part.shape[1] > 1  # a single token predicts nothing
-    ]
-    loss = model(
-        ids,
-        labels=labels,
-        **way,
-        loss_reduction="sequence",
-        use_cache=use_cache,
-        return_logits=return_logits,
-    ).loss
-    assert loss.item() == pytest.approx(mean(losses).item(), rel=1e-6)
-    assert_same_gradients(gradients(loss, model), gradients(mean(losses), model))
-
-
-@ways
-def test_token_loss_never_crosses_a_boundary(model: CausalLM, way: dict[str, Any]) -> None:
-    ids, labels = packed()
-    per_token = model(ids, labels=labels, **way, loss_reduction="none").loss
-    expected = torch.cat(
-        [
-            model(part, labels=target, loss_reduction="none").loss
-            for part, target in zip(alone(ids), alone(labels), strict=True)
-        ],
-        dim=1,
-    )
-    torch.testing.assert_close(per_token, expected, rtol=1e-5, atol=1e-5)
-    counted = int((expected != 0).sum())
-    assert counted == TOTAL - len(LENGTHS) - 5  # ignored: three in one turn, and two
-    assert model.num_items(labels, **way) == counted
-    assert model.num_items(labels, **way, loss_reduction="sequence") == 3
-    loss = model(ids, labels=labels, **way).loss
-    assert loss.item() == pytest.approx((expected.sum() / counted).item(), rel=1e-6)
 
 
 def test_masked_turns_do_not_split_a_sequence(model: CausalLM) -> None:
@@ -200,19 +176,6 @@ def test_padding_that_is_a_sequence_of_its_own(model: CausalLM, cu: list[int]) -
     )
 
 
-def test_padding_that_contradicts_cu_seq_lens(model: CausalLM) -> None:
-    ids, labels = tokens(length=9)
-    mask = torch.tensor([[1] * 9, [1] * 4 + [0] * 5])
-    message = (
-        "attention_mask begins or ends padding inside a sequence of cu_seq_lens: row 1 changes at "
-        "token 4; make padding a sequence of its own, or give one of the two"
-    )
-    both = {"attention_mask": mask, "cu_seq_lens": torch.tensor([0, 9, 18])}
-    for call in (lambda: model(ids, **both), lambda: model.num_items(labels, **both)):
-        with pytest.raises(ValueError, match=message):
-            call()
-
-
 def test_left_padding_with_positions_can_be_continued(model: CausalLM) -> None:
     ids, _ = tokens(batch=1, length=8)
     mask = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 1]])
@@ -264,29 +227,6 @@ def test_a_packed_batch_cannot_be_continued(model: CausalLM) -> None:
     torch.testing.assert_close(continued, whole)
 
 
-@pytest.mark.parametrize(
-    ("cu", "message"),
-    [
-        ([0, 6, 5, 19], r"cu_seq_lens is not sorted: \[0, 6, 5, 19\]"),
-        ([0, 5, 18], r"from 0 to 19, the number of tokens: \[0, 5, 18\]"),
-        ([0, 5, 20], r"from 0 to 19, the number of tokens: \[0, 5, 20\]"),
-        ([1, 5, 19], r"from 0 to 19, the number of tokens: \[1, 5, 19\]"),
-        ([-1, 5, 19], r"from 0 to 19"),
-        ([19], r"integers \[sequences \+ 1\]"),
-        ([0.0, 19.0], r"integers \[sequences \+ 1\], not torch.float32"),
-        ([[0, 19]], r"\(1, 2\)"),
-    ],
-    ids=str,
-)
-def test_bad_cu_seq_lens(model: CausalLM, cu: list[Any], message: str) -> None:
-    ids, labels = packed()
-    for name in ("cu_seq_lens", "cu_seq_lens_q"):
-        with pytest.raises(ValueError, match=message):
-            model(ids, labels=labels, **{name: torch.tensor(cu)})
-    with pytest.raises(ValueError, match=message):
-        model.num_items(labels, cu_seq_lens=torch.tensor(cu))
-
-
 def test_max_length_bounds_the_sequences(model: CausalLM) -> None:
     ids, _ = packed()
     expected = model(ids, cu_seq_lens=CU).logits
@@ -313,9 +253,3 @@ def test_an_unknown_backend(model: CausalLM) -> None:
     model.use_attention("flash")
     with pytest.raises(ValueError, match="'flash' cannot do this: it runs on CUDA GPUs, not on c"):
         model(packed()[0])
-
-
-def test_a_sequence_does_not_span_rows(model: CausalLM) -> None:
-    ids, _ = tokens(length=10)
-    with pytest.raises(ValueError, match=r"spans two rows of 10: \[0, 4, 20\]"):
-        model(ids, cu_seq_lens=torch.tensor([0, 4, 20]))

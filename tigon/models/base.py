@@ -3,7 +3,6 @@
 # B batch, T tokens, n kept tokens, C model dim, V vocab
 """
 
-import warnings
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Any, ClassVar, Literal, Self, Unpack, cast
@@ -15,7 +14,7 @@ from torch.utils.hooks import RemovableHandle
 from tigon.distributed.collectives import Ranks
 from tigon.kernels.attention.api import Backend, check_backend
 from tigon.kernels.runtime import autocast_dtype
-from tigon.layers import LMHead, QuantizedWeight, RotaryEmbedding, StaticCache
+from tigon.layers import LMHead, RotaryEmbedding, StaticCache
 from tigon.models.arguments import Defaults, ItemArguments, PassArguments, expand_kwargs_signature
 from tigon.models.config import ModelConfig
 from tigon.models.decoder import Decoder, TransformerBlock
@@ -23,12 +22,13 @@ from tigon.models.inputs import Batch
 from tigon.models.loss import LossTerms, Targets, resolve_arguments, take_logits_at
 from tigon.models.outputs import CausalLMOutput
 from tigon.models.pretrained.names import SCORE, CheckpointNames
+from tigon.models.weight_casts import CheckedCasts
 from tigon.utils import memory
 from tigon.utils.memory import format_gib
 from tigon.weights import ShardSpec
 
 
-class LanguageModel(nn.Module):
+class LanguageModel(CheckedCasts):
     """A decoder with a language-model head, and the forward contract; see `CausalLM`."""
 
     config_class: ClassVar[type[ModelConfig]]
@@ -95,39 +95,15 @@ class LanguageModel(nn.Module):
         return tuple(ranks for ranks in (self.tensor_ranks, self.fsdp_ranks) if ranks is not None)
 
     @property
+    def drops_elements(self) -> bool:
+        """Whether the active adapter has dropout, in training mode."""
+        name = self.active_adapter
+        return self.training and name is not None and bool(self.adapters[name].dropout)
+
+    @property
     def cache_restart(self) -> int | None:
         """Length at which `generate` prefills the text again because RoPE's table changes."""
         return None
-
-    def _apply(self, fn: Any, recurse: bool = True) -> Self:
-        if (weight := self._quantized_weight) is not None:  # before anything is converted
-            weight.check(fn)
-        old_dtype = self.dtype
-        super()._apply(fn, recurse)
-        if self.dtype != old_dtype:
-            self.warn_of_overflow()
-        return self
-
-    def warn_of_overflow(self) -> None:
-        """Warns if this family's activations exceed float16; transformers loads it silently."""
-        if self.dtype == torch.float16 and self.config.overflows_float16:
-            warnings.warn(
-                f"activations of {self.config.architecture} exceed the range of float16, so that "
-                "logits become nan: use bfloat16 or float32",
-                stacklevel=2,
-            )
-
-    def requires_grad_(self, requires_grad: bool = True) -> Self:
-        if requires_grad and (weight := self._quantized_weight) is not None:
-            raise ValueError(
-                f"the model's weights are quantised ({weight.kind}) and cannot be trained: "
-                "add_adapter adds weights that can"
-            )
-        return super().requires_grad_(requires_grad)
-
-    @property
-    def _quantized_weight(self) -> QuantizedWeight | None:
-        return next((m for m in self.modules() if isinstance(m, QuantizedWeight)), None)
 
     def use_attention(self, backend: Backend) -> Self:
         """Choose the attention backend by a name of docs/attention.md, or "auto".
@@ -138,14 +114,6 @@ class LanguageModel(nn.Module):
         check_backend(backend)
         self.attention = backend
         return self
-
-    @property
-    def device(self) -> torch.device:
-        return self.model.embed_tokens.weight.device
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.model.embed_tokens.weight.dtype
 
     def static_cache(
         self, rows: int, capacity: int, *, chunk: int = 16, quantize: Literal["int8"] | None = None
@@ -258,7 +226,8 @@ class LanguageModel(nn.Module):
             embeds = self.model.embed_tokens(batch.input_ids)
         embeds, position_ids, mask, real_token_indices = batch.drop_padding(embeds)
         options: dict[str, Any] = {} if batch.shard is None else {"shard": batch.shard}
-        if (keys := self._dropout_keys(batch)) is not None:
+        if self.drops_elements and batch.cache is None:
+            keys = batch.draw_dropout_keys(self.tensor_ranks)
             if real_token_indices is not None:
                 keys = keys.flatten()[real_token_indices][None]
             options["dropout_keys"] = keys
@@ -274,16 +243,3 @@ class LanguageModel(nn.Module):
             **options,
         )
         return batch.restore_padding(hidden, real_token_indices), router_stats
-
-    def _dropout_keys(self, batch: Batch) -> Tensor | None:
-        """Dropout keys [B, T] from the batch or torch's generator; None if dropout is off."""
-        config = None if self.active_adapter is None else self.adapters[self.active_adapter]
-        if config is None or not config.dropout or not self.training or batch.cache is not None:
-            return None
-        if batch.dropout_keys is not None:
-            return batch.dropout_keys
-        bounds = torch.iinfo(torch.int64)
-        keys = torch.randint(bounds.min, bounds.max, batch.shape, device=batch.device)
-        if self.tensor_ranks is not None:
-            keys = self.tensor_ranks.gather(keys)[: len(keys)]  # the first rank's keys on all ranks
-        return keys

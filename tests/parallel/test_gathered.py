@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._dynamo.testing import CompileCounter
 from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -127,6 +128,20 @@ def test_several_readers_gather_once_and_reduce_once(alone):
         y.sum().backward()
     for name in ("all_gather_into_tensor", "reduce_scatter_tensor"):
         assert order.found.count(name) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.traced
+def test_compiled_blocks_take_any_length(alone):
+    model, counter = random_model(*TWO["llama"]).eval(), CompileCounter()
+    shard_model(model, init_device_mesh("cpu", (R,)))
+    torch._dynamo.reset()
+    for block in model.model.layers:
+        block.compile(backend=counter)
+    lengths = range(20, 40, 2)
+    for n in lengths:
+        model(torch.arange(4, 4 + n)[None])
+    assert 0 < counter.frame_count < len(lengths) / 2
 
 
 def step(model: CausalLM, least: float, recompute: bool) -> tuple[Tensor, dict[str, Tensor]]:

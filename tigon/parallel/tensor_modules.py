@@ -37,6 +37,10 @@ from tigon.layers import (
 )
 from tigon.models.decoder import BlockOutput, Decoder
 
+# The region of the pass under way, and an empty tensor [B, T, 0] of its shape: numbers would be
+# constants to torch.compile, which would compile each block for each length
+_region: tuple[SequenceParallelRegion, Tensor] | None = None
+
 
 class NormedSum(NamedTuple):
     """A sum over ranks that was normed in the same kernel."""
@@ -59,19 +63,30 @@ class TensorPass:
 
     def __init__(self, ranks: Ranks) -> None:
         self.ranks = ranks
-        self.region = SequenceParallelRegion(ranks, (0, 0), replicated=True)
         self.norms: list[AddRMSNorm] = []  # those that add and norm sums, in order
         self._pending: tuple[int, Tensor] | None = None  # the next norm's place, and its residual
         self._ahead: NormedSum | None = None
 
+    @property
+    def region(self) -> SequenceParallelRegion:
+        """How ranks share the tokens of the pass."""
+        if _region is None:
+            return SequenceParallelRegion(self.ranks, (0, 0), replicated=True)
+        region, tokens = _region
+        if not torch.compiler.is_compiling():
+            return region
+        shape = tokens.shape[0], tokens.shape[1]
+        return SequenceParallelRegion(self.ranks, shape, region.replicated, region.saves_gathered)
+
     @contextmanager
     def running(self, region: SequenceParallelRegion) -> Iterator[None]:
         """In this context the blocks compute the tokens of the region."""
-        before, self.region = self.region, region
+        global _region
+        before, _region = _region, (region, torch.empty(*region.shape, 0, device="cpu"))
         try:
             yield
         finally:
-            self.region, self._pending, self._ahead = before, None, None
+            _region, self._pending, self._ahead = before, None, None
 
     def reduce(self, x: Tensor) -> Tensor:
         """Sums a branch [B, T, C] over the ranks, for the residual stream."""

@@ -39,10 +39,11 @@ def begin(
     lines = "".join(f"    {line}\n" for line in code.strip().splitlines())
     condition = f"import os\nif os.environ.get('RANK', '0') == '{rank}':\n    pass\n"
     (tmp_path / "sitecustomize.py").write_text(condition + lines)
+    path = str(tmp_path), str(ROOT), os.environ.get("PYTHONPATH")
     return subprocess.Popen(
         [sys.executable, *COMMANDS[command], *settings],
         cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": f"{tmp_path}:{ROOT}"},
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, path))},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -92,14 +93,14 @@ def test_deterministic_runs_repeat_or_are_refused(workspace, tmp_path, case):
 # The signal comes while the main thread waits for the GPU, which has a second to spend
 SIGNAL = """
 import signal, threading, torch
-import tigon.train.trainer as loop
-update = loop.update
+import tigon.train.trainer as trainer
+update = trainer.update_weights
 def then(run, step):
     if step == 2:
         torch.cuda._sleep(3_000_000_000)
         threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGTERM)).start()
     return update(run, step)
-loop.update = then
+trainer.update_weights = then
 """
 
 

@@ -52,7 +52,6 @@ EXCHANGING = {
     "tigon.layers.lora",
     "tigon.layers.moe",
     "tigon.models.base",
-    "tigon.models.context_batch",
 }
 # Imports what a user names
 BY_NAME = {"tigon.train.callbacks"}

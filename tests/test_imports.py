@@ -51,7 +51,8 @@ EXCHANGING = {
     "tigon.layers.lm_head",
     "tigon.layers.lora",
     "tigon.layers.moe",
-    "tigon.models.base",
+    "tigon.models.base",  # names Ranks
+    "tigon.models.inputs",
 }
 # Imports what a user names
 BY_NAME = {"tigon.train.callbacks"}

@@ -341,13 +341,6 @@ def test_plain_torch_is_never_captured(model: Model, ragged: Given, captures: li
     assert tokens.tolist() == model.generate(**ragged).tolist()
 
 
-def test_prompts_in_chunks(model: Model, ragged: Given) -> None:
-    ragged |= {"max_new_tokens": NEW, "eos_token_id": []}
-    expected = model.generate(**ragged)
-    for size in (16, 30, 64):
-        assert model.generate(**ragged, prefill_chunk_size=size).tolist() == expected.tolist()
-
-
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two devices")
 def test_a_device_that_is_not_the_current_one(ragged: Given) -> None:
     first, second = build(), build().to("cuda:1")

@@ -374,14 +374,6 @@ def test_dry_run_checks_like_a_run(workspace, tmp_path: Path) -> None:
     assert [p.name for p in (tmp_path / "used").iterdir()] == ["file"]
 
 
-def test_uncounted_memory() -> None:
-    assert dry_run.uncounted_memory(settings()) == []
-    found = dry_run.uncounted_memory(
-        settings(param_dtype="float32", dtype="float32", activation_offload=True)
-    )
-    assert [notice.split()[0] for notice in found] == ["attention", "host"]
-
-
 def test_advice_for_context_parallel() -> None:
     """With twice the ranks for each, where there are so many."""
     config = settings(batch_size=8, parallel=Parallel(context=2))

@@ -57,21 +57,6 @@ def test_experts_are_balanced_and_ranks_agree(workspace, data, tmp_path, task):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
-@pytest.mark.parametrize("case", ["dpo", "kto", "reward", "stream"])
-def test_a_second_model_on_ranks_that_divide_gradients(workspace, data, tmp_path, case):
-    """Or that each read a stream and ask the reference about its rows."""
-    task = "dpo" if case == "stream" else case
-    same = {"task": task, "data": data[task], "steps": 2, "max_grad_norm": 0}
-    if case != "reward":
-        same["reference"] = write_model(tmp_path / "other", num_hidden_layers=1)
-    same |= {"streaming": "true", "shuffle_window": 64} if case == "stream" else {}
-    main(workspace.settings(f"one-{case}", **same))
-    train_on(2, workspace.settings(f"two-{case}", **same, sharding="gradients"))
-    assert_same_metrics(workspace, f"one-{case}", f"two-{case}", rel=2e-4)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("more", [{}, {"lora.quantize": "nf4"}, {"task": "reward"}])
 def test_adapters_packed_and_padded(workspace, data, more):
     """All rows in each step; under an adapter, over four bits, and with a new head."""

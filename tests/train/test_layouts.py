@@ -1,6 +1,7 @@
 """Runs whose ranks share rows, layers, experts or weights (gloo, FSDP2), against one process."""
 
 import json
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -144,7 +145,7 @@ WAYS: dict[str, tuple[int, dict[str, int], list[str]]] = {  # ranks, what they s
         ["lines", "five experts", "dpo", "reward", "few heads self", "windows"],
     ),
     "tensor replicas": (4, {"replicate": 2, "tensor": 2}, ["lines in backward"]),
-    "fsdp": (2, {}, ["sft", "dpo zero", "kto zero", "dpo stream"]),
+    "fsdp": (2, {}, ["sft", "seen", "dpo zero", "kto zero", "dpo stream"]),
     "replicas": (4, {"replicate": 2, "fsdp": 2}, ["adamw", "muon"]),
     "fsdp tensor": (
         4, {"fsdp": 2, "tensor": 2},
@@ -284,7 +285,7 @@ def test_converted_checkpoint_equals_export(workspace, make, way, kind, tmp_path
     assert_same_tensors(run / "hf", tmp_path / "hf", atol=1e-6 * merge)
 
 
-@pytest.mark.parametrize("way", ["context", "tensor"])
+@pytest.mark.parametrize("way", ["context", "tensor", "fsdp"])
 def test_evaluation_writes_the_same_files(workspace, make, way):
     runs = make("one", "seen"), make(way, "seen")
     for name in ("predictions-step-00000002.jsonl", "samples.jsonl"):
@@ -301,12 +302,20 @@ def test_evaluation_writes_the_same_files(workspace, make, way):
 
 
 def test_hooks_of_each_rank_see_everything(workspace, make):
-    for way in ("one", "context"):
+    """Where ranks have other rows, sums over ranks."""
+    for way in ("one", "context", "fsdp"):
         make(way, "seen")
     expected = (workspace.root / "report-one-0").read_text()
     assert any(json.loads(line)["right"] for line in expected.splitlines())
     for rank in range(2):
         assert (workspace.root / f"report-context-{rank}").read_text() == expected
+    sums = []
+    for name in ("one-0", "fsdp-0", "fsdp-1"):
+        sums.append(Counter())
+        for line in (workspace.root / f"report-{name}").read_text().splitlines():
+            row = json.loads(line)
+            sums[-1][row["step"], row["training"]] += row["all"]
+    assert sums[0] == sums[1] == sums[2]
 
 
 def test_experts_that_ranks_cannot_share():

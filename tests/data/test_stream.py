@@ -1,7 +1,6 @@
 """In memory, from the cache and streamed: the same micro-batches, bit for bit."""
 
 import json
-import shutil
 from functools import partial
 from pathlib import Path
 
@@ -115,22 +114,6 @@ def test_a_stream_without_anything_to_learn_ends(entries, weights, monkeypatch):
     with pytest.raises(ValueError, match="has anything to learn within seq_len 1"):
         data.micro_batches(0)
     data.close()
-
-
-@pytest.mark.slow
-def test_worker_processes_change_nothing(entries, root):
-    alone = Loader(from_cache(entries), ROWS, **SHAPE)
-    assert_same_steps(alone, Loader(in_memory(entries), ROWS, **SHAPE), range(3))
-    batches = [alone.micro_batches(step) for step in range(3)]
-    shutil.rmtree(root)
-    for loader in (
-        Loader(from_cache(entries, workers=2), ROWS, **SHAPE),
-        Loader(streamed(entries, workers=1), ROWS, **SHAPE),
-    ):
-        for step in range(3):
-            for one, other in zip(batches[step], loader.micro_batches(step), strict=True):
-                assert_equal(one, other)
-        loader.close()
 
 
 @pytest.mark.parametrize("weights", [None, [0.7, 0.3]])

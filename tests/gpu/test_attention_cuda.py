@@ -279,19 +279,6 @@ def test_a_window_sees_exactly_its_tokens(name: str, causal: bool) -> None:
 
 
 @pytest.mark.parametrize("name", ["fa4", "flash"])
-@pytest.mark.parametrize("window", [None, 40])
-def test_continuing_from_a_cache(name: str, window: int | None) -> None:
-    need(name)
-    q, k, v = tensors(Combination(), torch.bfloat16)
-    q = q[:, -50:]
-    k, v = (x.detach().transpose(1, 2).contiguous().transpose(1, 2) for x in (k, v))
-    mask = AttentionMask(50, past=T - 50, backend=name)
-    out = attention(q, k, v, mask=mask, window=window)
-    exact = attention_ref(*(x.float() for x in (q, k, v)), mask=mask, window=window)
-    assert (out - exact).norm() <= 5e-3 * exact.norm()
-
-
-@pytest.mark.parametrize("name", ["fa4", "flash"])
 def test_empty_sequences_at_the_end(name: str) -> None:
     """As from cu_seq_lens that are padded to a length of their own."""
     need(name)

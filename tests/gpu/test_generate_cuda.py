@@ -193,20 +193,6 @@ def test_rows_leave_and_graphs_are_made_anew(
         assert tokens.tolist() == model.generate(**plain).tolist()
 
 
-def test_speculation(model: Model, ragged: Given, captures: list[int], eagerly: Any) -> None:
-    ragged |= {"max_new_tokens": 90, "eos_token_id": []}
-    expected = model.generate(**ragged)
-    for noise in (0.0, 0.02, 1.0):
-        draft = blurred(model, noise)
-        captures.clear()
-        tokens = model.generate(**ragged, assistant_model=draft)
-        assert tokens.tolist() == expected.tolist()
-        assert captures
-        given = ragged | SAMPLED | {"assistant_model": draft}
-        sampled = model.generate(**given)
-        assert sampled.tolist() == eagerly(model, **given).tolist()
-
-
 def test_the_global_random_state(model: Model, ragged: Given) -> None:
     ragged |= {"max_new_tokens": NEW, "do_sample": True, "eos_token_id": []}
     said = []
@@ -339,13 +325,6 @@ def test_plain_torch_is_never_captured(model: Model, ragged: Given, captures: li
         tokens = model.generate(**ragged)
     assert not captures
     assert tokens.tolist() == model.generate(**ragged).tolist()
-
-
-def test_prompts_in_chunks(model: Model, ragged: Given) -> None:
-    ragged |= {"max_new_tokens": NEW, "eos_token_id": []}
-    expected = model.generate(**ragged)
-    for size in (16, 30, 64):
-        assert model.generate(**ragged, prefill_chunk_size=size).tolist() == expected.tolist()
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two devices")

@@ -102,17 +102,6 @@ def test_runs_have_the_same_bits(workspace, monkeypatch, name):
     assert {adds for _, adds in graphs.captured} == {False, name != "one micro-batch"}
 
 
-@pytest.mark.parametrize("name", ["bfloat16", "bfloat16 over float32"])
-def test_a_run_goes_on_with_the_same_bits(workspace, name):
-    case, first = CASES[name], f"{name}-whole"
-    main(arguments(workspace, first, case, cuda_graphs="false"))
-    source = workspace.root / first / "checkpoints/step-00000003"
-    main(arguments(workspace, f"{name}-on", case, cuda_graphs="true", resume=source))
-    for key in ("loss", "grad_norm"):
-        found, expected = workspace.metrics(f"{name}-on", key), workspace.metrics(first, key)
-        assert found == expected[-len(found) :] and len(found) == STEPS - 3, key
-
-
 def test_a_step_of_replays_waits_once(workspace):
     """For its numbers; what a feed makes ready meanwhile does not disturb the captures."""
     settings = arguments(workspace, "waits", HALF, cuda_graphs="true", steps=40)

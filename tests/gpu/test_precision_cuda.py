@@ -11,7 +11,7 @@ from tests.train.ranks import Ranks, train_on_gpus
 from tests.train.test_precision import SHAPES, Model, settings, states
 from tests.train.test_precision_runs import BF16, step, tensors
 from tigon.train import main
-from tigon.train.optim import Ema, adamw, build_optimizer
+from tigon.train.optim import adamw, build_optimizer
 from tigon.utils import random
 
 __all__ = ["workspace"]
@@ -85,21 +85,6 @@ def test_states_in_host_memory_change_no_bit(optimizer, param_dtype, definition,
     for name, state in expected.items():
         assert torch.equal(found[name].cpu(), state.cpu()), name
     assert all(s.is_pinned() for name, s in found.items() if not name.startswith("step."))
-
-
-def test_average_in_host_memory_changes_no_bit():
-    model = Model(torch.bfloat16, SHAPES).cuda()
-    averages = [Ema(model, 0.9, offload=offload) for offload in (False, True)]
-    for number in range(10):
-        model.learn(number)
-        with torch.no_grad():
-            for p in model.parameters():
-                p.add_(p.grad)
-        for average in averages:
-            average.update(model)
-    for name, value in averages[0].values.items():
-        assert value.is_cuda and averages[1].values[name].is_pinned()
-        assert torch.equal(value.cpu(), averages[1].values[name]), name
 
 
 @pytest.mark.parametrize("optimizer", STATES)

@@ -256,16 +256,6 @@ def test_other_ways_to_keep_less(variant: str, call: Any) -> None:
     assert_same(numbers(layer, x, call), numbers(layer, x))
 
 
-def test_two_backward_passes() -> None:
-    layer, x = make(), inputs()
-    expected = numbers(layer, x)
-    y = run(layer, x)
-    upstream = torch.linspace(-1, 1, y.numel()).view(y.shape)
-    for retain in (True, False):
-        found = torch.autograd.grad(y, (x, *layer.parameters()), upstream, retain_graph=retain)
-        assert_same([y, *found], expected)
-
-
 @variants
 def test_without_gradients_and_with_a_cache(variant: str, copies: Callable[[], None]) -> None:
     layer, x = make(variant), inputs()
@@ -286,19 +276,6 @@ def test_without_gradients_and_with_a_cache(variant: str, copies: Callable[[], N
     assert torch.equal(*found)
     with torch.no_grad():
         torch.testing.assert_close(found[0], run(layer, x), rtol=1e-4, atol=1e-5)
-
-
-def test_frozen_weights() -> None:
-    """Nothing is kept for a projection that needs no gradient, nor of one that is frozen."""
-    layer, x = make(), inputs()
-    y, dx, *_ = numbers(layer, x)
-    layer.requires_grad_(False)
-    again = run(layer, x)
-    upstream = torch.linspace(-1, 1, y.numel()).view(y.shape)
-    assert torch.equal(again, y)
-    assert torch.equal(*torch.autograd.grad(again, x, upstream), dx)
-    plain = run(layer, x.detach())
-    assert torch.equal(plain, y) and not plain.requires_grad
 
 
 def test_under_autocast(copies: Callable[[], None]) -> None:

@@ -188,24 +188,6 @@ def test_int8_is_as_exact_as_its_scales() -> None:
     text.feed(cache.rows(1, 2), [starts[1]], 9, [1], tolerance=0.05)
 
 
-def test_int8_does_not_depend_on_the_size_of_steps() -> None:
-    outs = []
-    text = Text()
-    for steps in ((1,) * 8, (4, 4), (3, 1, 4)):
-        cache, parts = make(quantize="int8"), []
-        text.feed(cache, [0] * B, 6)
-        start = 6
-        for n in steps:
-            cache.begin(B, n)
-            new = [[x[:, start : start + n] for x in part] for part in text.parts]
-            first, second = attend(cache, AttentionMask(n), *new)
-            parts.append(torch.cat((first.flatten(2), second.flatten(2)), -1))
-            start += n
-        outs.append(torch.cat(parts, 1))
-    for out in outs[1:]:
-        torch.testing.assert_close(out, outs[0], rtol=1e-5, atol=1e-5)
-
-
 @pytest.mark.parametrize("selected", [False, True])
 def test_made_in_inference_mode_and_used_outside(selected: bool) -> None:
     text, rows = Text(), [1, 0, 2] if selected else [0, 1, 2]

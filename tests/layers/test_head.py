@@ -125,23 +125,6 @@ def test_logits_without_targets(options: dict[str, Any]) -> None:
     torch.testing.assert_close(out.logits.double(), expected, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("frozen", ["weight", "bias", "hidden"])
-@pytest.mark.parametrize("reduction", ["sum", "none"])
-def test_each_gradient_alone(frozen: str, reduction: str) -> None:
-    head = make_head(bias=True, softcap=1.5)
-    hidden, targets, _ = inputs()
-    tensors = {"hidden": hidden, "weight": head.weight, "bias": head.bias}
-    logits = plain_logits(hidden, head, 1.5, 1.0).flatten(0, 1)
-    loss = F.cross_entropy(logits, targets.flatten(), reduction="sum")
-    rest = [x for name, x in tensors.items() if name != frozen]
-    expected = torch.autograd.grad(loss, rest)
-    tensors[frozen].requires_grad_(False)
-    criterion = CrossEntropy(targets=targets, reduction=reduction)
-    actual = head(hidden, [criterion]).values[0].value.sum()
-    for a, b in zip(torch.autograd.grad(actual, rest), expected, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
-
-
 @heads
 @pytest.mark.parametrize("return_logits", [False, True])
 def test_metrics_are_of_the_final_logits(options: dict[str, Any], return_logits: bool) -> None:

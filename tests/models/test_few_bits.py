@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import tigon.kernels
-from tests.models.fp8_checkpoints import DYNAMIC, STATIC, to_fp8
+from tests.models.fp8_checkpoints import DYNAMIC, to_fp8
 from tests.models.test_adapters import gradients
 from tests.models.test_adapters_peft import randomise, trained
 from tests.models.test_parity import tokens
@@ -142,34 +142,6 @@ def test_what_it_holds(bases: dict[str, Path]) -> None:
     kinds = ("dynamic", "static")
     texts = (model.generate(tokens()[:, :9], cache_implementation=k, **how) for k in kinds)
     assert torch.equal(*texts)
-
-
-FP8 = {
-    "blocks": ("qwen3", EVEN, (32, 16), DYNAMIC),
-    "blocks that divide nothing": ("qwen2", EVEN, (40, 56), DYNAMIC),
-    "one scale a matrix": ("ministral3", EVEN, None, STATIC),
-    "stored packed": ("phi3", EVEN | {"pad_token_id": None}, (32, 16), DYNAMIC),
-    "experts": ("qwen3_moe", EXPERTS, (32, 16), DYNAMIC),
-}
-
-
-@pytest.mark.parametrize("case", FP8)
-def test_fp8_checkpoints_are_kept(case: str, tmp_path: Path) -> None:
-    family, sizes, block, settings = FP8[case]
-    reference(family, sizes, tmp_path / "m", dtype=torch.bfloat16)
-    meant = to_fp8(tmp_path / "m", block, settings)
-    plain = from_pretrained(tmp_path / "m")
-    model = from_pretrained(tmp_path / "m", quantize="keep")
-    stored = load_file(tmp_path / "m" / "model.safetensors")
-    codes = [m.quantized.memory for m in model.modules() if isinstance(m, Linear) and m.quantized]  # type: ignore
-    own = [t for n, t in stored.items() if t.dtype == torch.float8_e4m3fn and ".experts." not in n]
-    assert codes and sum(c.nbytes for c in codes) == sum(t.nbytes for t in own)
-    assert torch.equal(model(tokens()).logits, plain(tokens()).logits)
-    model.save_pretrained(tmp_path / "out")
-    written = load_file(tmp_path / "out" / "model.safetensors")
-    assert all(torch.equal(written[name], tensor) for name, tensor in meant.items())
-    model.add_adapter(LoraConfig(rank=2))
-    assert gradients(model)
 
 
 def test_other_fp8_forms_and_scales(tmp_path: Path) -> None:

@@ -11,8 +11,12 @@ from transformers.utils.quantization_config import QuantizationMethod
 
 import tigon
 from tests.models.fp8_checkpoints import DYNAMIC, STATIC, Block, to_fp8
+from tests.models.test_adapters import gradients
 from tests.models.test_io import same, tensors
+from tests.models.test_parity import tokens
 from tests.models.tiny import edit_config, reference
+from tigon import LoraConfig
+from tigon.layers import Linear
 from tigon.models.config import ConfigError
 from tigon.models.quantization_config import read_quantization
 from tigon.weights import BlockScales
@@ -28,6 +32,7 @@ EVEN = {
 EXPERTS = {**EVEN, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 MODELS: dict[str, tuple[str, dict[str, Any], bool, Block, dict[str, Any]]] = {
     "blocks": ("qwen3", EVEN, True, (32, 16), DYNAMIC),
+    "blocks that divide nothing": ("qwen2", EVEN, True, (40, 56), DYNAMIC),
     "biases, packed": ("qwen2", EVEN, True, (32, 16), DYNAMIC),
     "tied": ("llama", EVEN | {"tie_word_embeddings": True}, True, (32, 16), DYNAMIC),
     "one scale a matrix": ("ministral3", EVEN, True, None, STATIC),
@@ -38,7 +43,7 @@ MODELS: dict[str, tuple[str, dict[str, Any], bool, Block, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("case", MODELS)
-def test_as_transformers_dequantises(case: str, tmp_path: Path) -> None:
+def test_as_transformers_dequantises_and_as_they_are_kept(case: str, tmp_path: Path) -> None:
     model_type, sizes, apart, block, settings = MODELS[case]
     source, target = tmp_path / "source", tmp_path / "target"
     reference(model_type, sizes, source, dtype=torch.bfloat16, save_original_format=apart)
@@ -50,7 +55,18 @@ def test_as_transformers_dequantises(case: str, tmp_path: Path) -> None:
     written = json.loads((target / "config.json").read_text())
     assert "quantization_config" not in written
 
-    if case == "experts stacked":  # transformers' own dequantisation does not know this form
+    kept = tigon.from_pretrained(source, quantize="keep")
+    few = [m.quantized for m in kept.modules() if isinstance(m, Linear) and m.quantized is not None]
+    stored = [t for name, t in tensors(source).items() if ".experts." not in name]
+    own = sum(t.nbytes for t in stored if t.dtype == torch.float8_e4m3fn)
+    assert few and sum(weight.memory.nbytes for weight in few) == own  # type: ignore
+    assert torch.equal(kept(tokens()).logits, ours(tokens()).logits)
+    kept.save_pretrained(tmp_path / "kept")
+    assert same(tensors(tmp_path / "kept"), meant)
+    kept.add_adapter(LoraConfig(rank=2))
+    assert gradients(kept)
+
+    if case in ("experts stacked", "blocks that divide nothing"):  # which transformers cannot
         return
     theirs = AutoModelForCausalLM.from_pretrained(
         source, quantization_config=FineGrainedFP8Config(dequantize=True), dtype=torch.bfloat16

@@ -13,15 +13,10 @@ from torch.autograd.graph import saved_tensors_hooks
 from tests.models.contract import gradients
 from tests.models.tiny import CASES, FIRST, SIZES
 from tigon.kernels import qk_norm_rope, rms_norm, runtime, use
-from tigon.kernels.recompute import MIN_BYTES, recompute_above
-from tigon.layers import Attention, GatedMLP, activation_offload
+from tigon.kernels.recompute import recompute_above
+from tigon.layers import GatedMLP, activation_offload
 from tigon.models import MODELS, CausalLM
-from tigon.parallel import MeshSizes
-from tigon.train import memory
-from tigon.train.config import Config
-from tigon.train.distributed import World
 from tigon.train.memory_tracker import Ledger, MemoryTracker
-from tigon.train.tasks import find_task
 
 CHOSEN = ("llama", "qwen2", "gemma3_text", "qwen3_moe")
 FAMILIES = [f for f in FIRST if f[0] in CHOSEN]
@@ -151,30 +146,6 @@ def test_bytes_that_a_step_keeps(model_type: str, case: str) -> None:
         without = saved(model)
     small = 2**20  # 1 / rms, which autograd saves apart of where the stream is
     assert predicted(model) - small <= without - found <= predicted(model)
-
-
-def peak(model: CausalLM, least: float) -> int:
-    settings: Any = {"seq_len": T, "micro_batch_size": B, "batch_size": B}
-    config = Config(run_dir="run", data=("data",), model="model", task="pretrain", **settings)
-    objective = find_task("pretrain")(config, World(0, 1, torch.device("cpu")))
-    with recompute_above(least):
-        return memory.simulate_step(model, objective, config, MeshSizes(), None, torch.float32).peak
-
-
-@pytest.mark.parametrize(("model_type", "case"), FAMILIES)
-def test_rotated_heads_are_kept_once(
-    model_type: str, case: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Where no norm needs them as they were; the estimate says so, too."""
-    found = saved(on_meta(model_type, case)), peak(on_meta(model_type, case), MIN_BYTES)
-    monkeypatch.setattr(Attention, "_is_unobserved", lambda self: False)
-    model = on_meta(model_type, case)
-    c, normed = model.config, model_type in ("gemma3_text", "qwen3_moe")
-    heads = 0 if normed else c.num_attention_heads + c.num_key_value_heads
-    less = c.num_hidden_layers * B * T * heads * c.head_dim * 2
-    assert saved(model) - found[0] == less
-    # Where no layer's backward holds more, the peak is at the head
-    assert less / 2 <= peak(on_meta(model_type, case), MIN_BYTES) - found[1] <= less
 
 
 def test_what_is_rotated_is_never_there_twice() -> None:

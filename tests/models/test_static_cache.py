@@ -127,18 +127,6 @@ def test_crop_is_as_if_never_read(model_type: str, case: str, tmp_path: Path) ->
     reader.step(4)
 
 
-@pytest.mark.parametrize(("model_type", "case"), WINDOWED[:1])
-def test_rows_emptied_where_layers_have_windows(model_type: str, case: str, tmp_path: Path) -> None:
-    model = load_case(model_type, case, tmp_path)
-    reader = Reader(model, text(2), model.static_cache(2, TOTAL, chunk=CHUNK))
-    reader.step(36)
-    reader.cache.crop(torch.tensor([0, 36]))  # each row by itself
-    reader.step(3)
-    reader.cache.crop(torch.zeros(2).int())
-    reader.prompts([11, 20])
-    reader.step(2)
-
-
 @pytest.mark.parametrize("made", ["inside", "outside", "int8"])
 @pytest.mark.parametrize(
     ("model_type", "case"),
@@ -165,17 +153,6 @@ def test_autocast_is_as_exact_as_with_a_growing_cache(
     assert errors["static"] <= (2 if made == "int8" else 1.2) * errors["growing"]
 
 
-@pytest.mark.parametrize("kind", ["static", "quantized"])
-def test_autocast_generates_what_is_best_or_near(kind: str) -> None:
-    model, ids = tiny_llama(), text(2)[:, :9] % 97
-    with torch.autocast("cpu", torch.bfloat16):
-        said = model.generate(ids, max_new_tokens=12, cache_implementation=kind)
-    assert said.shape == (2, 21)
-    logits = model(said[:, :-1]).logits[:, 8:]  # in fp32
-    behind = logits.amax(-1) - logits.gather(-1, said[:, 9:, None])[..., 0]
-    assert behind.max() <= 0.2 * logits.std()
-
-
 @pytest.mark.parametrize(("model_type", "case"), ONE_OF_EACH)
 def test_int8_is_close(model_type: str, case: str, tmp_path: Path) -> None:
     model = load_case(model_type, case, tmp_path)
@@ -188,21 +165,6 @@ def test_int8_is_close(model_type: str, case: str, tmp_path: Path) -> None:
         reader.step(n)
     reader.step(9, slice(1, 2))
     assert 1e-4 < max(differences) < 0.05
-
-
-def test_rows_are_removed_and_repeated() -> None:
-    model, ids = tiny_llama(), text(3) % 97
-    reader = Reader(model, ids, model.static_cache(3, TOTAL))
-    reader.prompts([5, 16, 1])
-    reader.cache.select(torch.tensor([2, 0]))
-    for x in ("ids", "whole"):
-        setattr(reader, x, getattr(reader, x)[[2, 0]])
-    reader.step(3)
-    reader.cache.expand(2)
-    for x in ("ids", "whole"):
-        setattr(reader, x, getattr(reader, x)[[0, 0, 1, 1]])
-    reader.step(3)
-    reader.step(9, slice(1, 3))
 
 
 def test_rows_without_packing_and_empty_ones() -> None:

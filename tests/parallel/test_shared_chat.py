@@ -157,24 +157,6 @@ def test_an_interrupt_stops_the_answer_or_under_torchrun_the_chat(
         assert ranks.codes == [130, 0] and ranks.errors == ""
 
 
-def converse_unread(typed: str, settings: list[str]) -> None:
-    """As in `| head`, which has ended."""
-    read, write = os.pipe()
-    os.close(read)
-    os.dup2(write, 1)
-    converse(typed, settings)
-
-
-def test_a_closed_pipe_ends_all_ranks_quietly(directory, tmp_path):
-    typed = Typed(tmp_path)
-    ranks = Ranks(2, converse_unread, typed.path, [str(directory)])
-    with typed as keys:
-        keys.write("hello\n")
-        with pytest.raises(AssertionError, match="exit codes"):
-            ranks.finish()
-    assert ranks.codes == [141, 0] and ranks.errors == ""
-
-
 def test_a_tokenizer_without_turns_is_said_once(directory, tmp_path):
     bare = write_model(tmp_path / "bare")
     (bare / "tokenizer_config.json").write_text("{}")

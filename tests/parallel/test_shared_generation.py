@@ -130,32 +130,27 @@ def generate_away(settings: list[str], nowhere: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "said"),
+    ("ranks", "settings", "said"),
     [
-        (["llama", "the model", "--tp", "3"], "3 ranks cannot share 4 heads with 2 kv heads"),
-        (["llama", "the model", "--tp", "2"], "--tp 2, but torchrun has started 3 processes"),
-        (["llama", "the model", "--tp", "3", "--assistant", "llama"], "--assistant does not work"),
-        (["./nowhere", "the model", "--tp", "3"], "no directory ./nowhere"),
+        (3, ["llama", "the model", "--tp", "3"], "3 ranks cannot share 4 heads with 2 kv heads"),
+        (3, ["llama", "the model", "--tp", "2"], "--tp 2, but torchrun has started 3 processes"),
+        (3, ["llama", "the", "--tp", "3", "--assistant", "llama"], "--assistant does not work"),
+        (3, ["./nowhere", "the model", "--tp", "3"], "no directory ./nowhere"),
+        # What all find later, and what the second alone lacks
+        (2, ["llama", "", "--tp", "2"], "the prompt is empty"),
+        (2, ["llama", "the", "--tp", "2", "--top-p", "7"], "top_p=7"),
+        (2, ["./llama", "the model", "--tp", "2"], "rank 1: no directory ./llama"),
     ],
 )
-def test_what_ranks_of_torchrun_refuse_is_said_once(saved, monkeypatch, settings, said):
+def test_what_ranks_refuse_is_said_once(saved, monkeypatch, tmp_path, ranks, settings, said):
     monkeypatch.chdir(saved)
-    assert_said(Ranks(3, generate_away, settings, ""), said)
-
-
-@pytest.mark.parametrize(
-    ("more", "said"),
-    [(["", "--tp", "2"], "the prompt is empty"), (["the", "--tp", "2", "--top-p", "7"], "top_p=7")],
-)
-def test_what_all_ranks_find_later_is_said_once(saved, monkeypatch, more, said):
-    monkeypatch.chdir(saved)
-    assert_said(Ranks(2, generate_away, ["llama", *more], ""), said)
-
-
-def test_what_one_rank_lacks_is_said_by_it(saved, monkeypatch, tmp_path):
-    monkeypatch.chdir(saved)
-    ranks = Ranks(2, generate_away, ["./llama", "the model", "--tp", "2"], str(tmp_path))
-    assert_said(ranks, "rank 1: no directory ./llama")
+    nowhere = str(tmp_path) * said.startswith("rank 1")
+    started = Ranks(ranks, generate_away, settings, nowhere)
+    with pytest.raises(AssertionError, match="exit codes"):
+        started.finish()
+    assert set(started.codes) == {1} and started.printed == ""
+    lines = started.errors.splitlines()
+    assert len(lines) == 1 and lines[0].startswith(f"tigon generate: {said}"), lines
 
 
 def generate_unread(settings: list[str]) -> None:
@@ -173,15 +168,6 @@ def test_a_closed_pipe_ends_all_ranks_quietly(saved):
         ranks.finish()
     assert ranks.codes[0] == 141 and all(ranks.codes), ranks.errors
     assert "rank 0" not in ranks.errors  # the pipe that it wrote to is closed, which is no fault
-
-
-def assert_said(ranks: Ranks, said: str) -> None:
-    """In one line, by ranks that all end with the same code."""
-    with pytest.raises(AssertionError, match="exit codes"):
-        ranks.finish()
-    assert set(ranks.codes) == {1} and ranks.printed == ""
-    lines = ranks.errors.splitlines()
-    assert len(lines) == 1 and lines[0].startswith(f"tigon generate: {said}"), lines
 
 
 def unconnected(*names: str) -> DeviceMesh:

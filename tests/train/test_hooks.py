@@ -10,7 +10,6 @@ import torch
 import tigon
 from tests.train import watching
 from tests.train.layouts import assert_same_metrics, assert_same_tensors
-from tests.train.ranks import train_on
 from tigon.train import load, main, prepare, start, train
 from tigon.train.callbacks import Hooks, PredictionsWriter
 
@@ -96,45 +95,6 @@ def test_nothing_that_a_hook_does_changes_the_run(workspace):
         )
         assert one == two
     assert_same_tensors(workspace.root / "unwatched/hf", workspace.root / "watched/hf")
-
-
-def test_on_two_ranks(workspace, monkeypatch, tmp_path):
-    """Each rank is called for its micro-batches, and may sum over ranks; accuracy is exact."""
-    monkeypatch.setenv("REPORT", str(tmp_path / "report"))
-    changes = {"steps": 5, "hooks": f"[{HERE}:report, {HERE}:FirstAnswers]"}
-    changes |= {"eval_data": workspace.held_out, "predictions": "true", "batch_size": 4}
-    changes |= {"eval_every": 4, "metrics": "nll"}
-    train_on(2, workspace.settings("hooks-two", **changes))
-    first, second = (
-        [json.loads(line) for line in (tmp_path / f"report-{rank}").read_text().splitlines()]
-        for rank in (0, 1)
-    )
-    assert [(r["step"], r["index"]) for r in first] == [(r["step"], r["index"]) for r in second]
-    assert [row["all"] for row in first] == [row["all"] for row in second]
-    right = [a["right"] + b["right"] for a, b in zip(first, second, strict=True)]
-    assert right == [row["all"] for row in first]
-    # 17 rows in batches of 4: the fifth step has one row, so that the other rank has only padding
-    last = [row for row in second if row["training"] and row["step"] == 5]
-    assert [row["origins"] for row in last] == [[]]
-    by_step = dict.fromkeys(range(1, 6), 0)
-    for row in first:
-        if row["training"]:
-            by_step[row["step"]] += row["all"]
-    accuracy = workspace.metrics("hooks-two", "accuracy")
-    counts = workspace.metrics("hooks-two", "supervised_tokens")
-    assert accuracy == [by_step[i + 1] / count for i, count in enumerate(counts)]
-
-    main(workspace.settings("hooks-one", **changes))
-    name = "predictions-step-00000000.jsonl"
-    one, two = (
-        (workspace.root / run / name).read_text().splitlines() for run in ("hooks-one", "hooks-two")
-    )
-    assert len(one) == len(two) == 7  # held-out chats, in the order of one rank
-    for a, b in zip(map(json.loads, one), map(json.loads, two), strict=True):
-        assert a.pop("nll") == pytest.approx(b.pop("nll"), rel=1e-4)
-        assert a == b
-    left = [path.name for path in (workspace.root / "hooks-two").glob(".*")]
-    assert not [name for name in left if "predictions" in name]
 
 
 def test_predictions_of_each_evaluation_are_written(workspace):

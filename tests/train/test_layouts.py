@@ -1,6 +1,7 @@
 """Runs whose ranks share rows, layers, experts or weights (gloo, FSDP2), against one process."""
 
 import json
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -32,6 +33,7 @@ MODEL_CHANGES: dict[str, dict[str, Any]] = FAMILIES | {
     "untied experts": EIGHT_EXPERTS | SHARED | {"tie_word_embeddings": False},
     "two heads": EXPERTS | {"num_attention_heads": 2},
     "five experts": EXPERTS,
+    "windows": {"model_type": "gemma3_text", "num_key_value_heads": 1, "sliding_window": 7},
 }
 SAME = {"steps": 3, "seq_len": 67, "batch_size": 2, "max_grad_norm": 0.1}  # odd
 # Adam divides a gradient by its size: where that is near eps, its rounding errors are as large as
@@ -41,6 +43,9 @@ LONG |= {"keep_last": 0, "batch_size": 8}
 MOE = {"batch_size": 8, "export": "true", "router_aux_loss_coef": 0.5, "ema_decay": 0.5}
 MOE |= {"save_every": 2, "keep_last": 0, "model": "qwen3_moe"}
 RECOMPUTED = {"activation_checkpointing": "true"}
+# One micro-batch a step on each rank, whose rows `make` divides
+IN_BACKWARD = {"optimizer_in_backward": "true", "max_grad_norm": 0, "batch_size": 2}
+LINES = {"packing": "false", "logits_to_keep": 6, "loss_reduction": "sequence"}
 FROZEN = {"parameter_groups": "[{match: '*.layers.0.*', freeze: true}]", "micro_batch_size": 1}
 BALANCED = {"task": "pretrain", "data": "text", "router_aux_loss_coef": 0.5}
 ADAPTER = {"steps": 4, "save_every": 2, "keep_last": 0, "lr": 1e-2, "lora.rank": 4}
@@ -56,7 +61,7 @@ KINDS: dict[str, dict[str, Any]] = {
         "predictions": "true", "eval_data": "held out",
     },
     "sft": {"steps": 5, "save_every": 2, "keep_last": 0} | RECOMPUTED,
-    "lines": {"packing": "false", "logits_to_keep": 6, "loss_reduction": "sequence"},
+    "lines": LINES,
     "two heads": BALANCED | {"model": "two heads"},
     "five experts": BALANCED | {"model": "five experts"},
     "lora": {"packing": "false", "lr": 1e-2, "lora.rank": 3, "lora.dropout": 0.3} | RECOMPUTED,
@@ -68,6 +73,9 @@ KINDS: dict[str, dict[str, Any]] = {
     "reward-lora": REWARD | {"lora.rank": 3, "lora.merge": "true", "export": "true"},
     "distill": DISTILLED | {"cross_entropy_weight": 0.3},
     "zero": {"sharding": "gradients"},
+    "dpo zero": DPO | {"sharding": "gradients", "reference": "teacher"},
+    "kto zero": {"task": "kto", "data": "kto", "sharding": "gradients", "reference": "teacher"},
+    "dpo stream": DPO | {"streaming": "true", "shuffle_window": 64, "reference": "teacher"},
     # A teacher whose heads are divided in another way
     "few heads": DISTILLED | {"model": "few"} | RECOMPUTED,
     "few heads dpo": DPO | {"model": "few", "reference": "one head"},
@@ -75,6 +83,12 @@ KINDS: dict[str, dict[str, Any]] = {
     "eight heads": {"model": "eight heads", "export": "true", "batch_size": 8},
     "adamw": LONG,
     "muon": LONG | {"optimizer": "muon"},
+    "muon zero": LONG | {"optimizer": "muon", "sharding": "gradients"},
+    "average zero": LONG | {"ema_decay": 0.5, "sharding": "gradients", "max_grad_norm": 0.1},
+    "in backward": LONG | IN_BACKWARD,
+    "lines in backward": LONG | IN_BACKWARD | LINES | {"ema_decay": 0.5},
+    "windows": LONG | {"model": "windows", "ema_decay": 0.5, "activation_offload": "true"}
+    | {"label_smoothing": 0.1, "z_loss": 1e-2},
     "average": LONG | {"ema_decay": 0.5} | RECOMPUTED,
     "average of experts": LONG | {"ema_decay": 0.5, "router_aux_loss_coef": 0.5} | RECOMPUTED
     | {"model": "five experts"},
@@ -86,8 +100,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "moe 8bit": MOE | {"optimizer": "adamw_8bit"},
     "moe muon": MOE | {"optimizer": "muon"},
     # A row on each of two ranks, or both on one: their micro-batches are not balanced alike
-    "moe in backward": MOE | {"optimizer_in_backward": "true", "max_grad_norm": 0, "batch_size": 2}
-    | {"router_aux_loss_coef": 0},
+    "moe in backward": MOE | IN_BACKWARD | {"router_aux_loss_coef": 0},
     # Rows with padding on some ranks, and none on others
     "moe recomputed": MOE | {"packing": "false", "truncate": "true"} | RECOMPUTED,
     "moe dpo": MOE | DPO | {"reference": "qwen2_moe", "batch_size": 4},
@@ -108,7 +121,7 @@ KINDS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 LOOSE = {  # tolerances of what is logged, and of weights
     # DPO's gradient is a small difference of two sums: on some CPUs 1.3e-5 is rounding
-    "dpo": (3 * TOLERANCE, 3 * TOLERANCE),
+    **dict.fromkeys(("dpo", "dpo zero", "dpo stream"), (3 * TOLERANCE, 3 * TOLERANCE)),
     # What is rounded the other way moves its weight a little
     "moe 8bit": (TOLERANCE, 1e-4),
     "wide 8bit": (1e-4, 1e-3),
@@ -123,27 +136,31 @@ WAYS: dict[str, tuple[int, dict[str, int], list[str]]] = {  # ranks, what they s
     "tensor": (
         2, {"tensor": 2},
         ["seen", "lines", "five experts", "dpo", "kto", "distill", "reward", "reward-lora",
-         "frozen", "wide 8bit", "lora dropout"],
+         "frozen", "wide 8bit", "lora dropout", "muon", "average zero"],
     ),
+    # Of two kv heads each rank has one that another has, too
+    "tensor of four": (4, {"tensor": 4}, ["muon", "in backward", "windows"]),
     "tensor of rows": (
-        4, {"tensor": 2, "context": 2}, ["lines", "five experts", "dpo", "reward", "few heads self"]
+        4, {"tensor": 2, "context": 2},
+        ["lines", "five experts", "dpo", "reward", "few heads self", "windows"],
     ),
-    "fsdp": (2, {}, ["sft"]),
+    "tensor replicas": (4, {"replicate": 2, "tensor": 2}, ["lines in backward"]),
+    "fsdp": (2, {}, ["sft", "seen", "dpo zero", "kto zero", "dpo stream"]),
     "replicas": (4, {"replicate": 2, "fsdp": 2}, ["adamw", "muon"]),
     "fsdp tensor": (
         4, {"fsdp": 2, "tensor": 2},
         ["average", "average of experts", "lora dropout", "lora dora", "lora ends",
-         "lora whole ends"],
+         "lora whole ends", "muon", "muon zero", "average zero"],
     ),
     "expert": (
         2, {"expert": 2},
         [*FAMILIES, "moe 8bit", "moe dpo", "lora experts", "lora dense experts",
-         "lora dora experts", "lora nf4 experts"],
+         "lora dora experts", "lora nf4 experts", "moe muon"],
     ),
     "expert of four": (4, {"expert": 2}, ["qwen3_moe"]),
     "expert all": (4, {"expert": 4}, ["qwen3_moe"]),
     "expert replicas": (4, {"replicate": 2, "expert": 2}, ["qwen3_moe", "moe recomputed"]),
-    "expert context": (4, {"context": 2, "expert": 2}, ["qwen3_moe"]),
+    "expert context": (4, {"context": 2, "expert": 2}, ["qwen3_moe", "moe muon"]),
     "expert tensor": (
         4, {"tensor": 2, "expert": 4},
         [*FAMILIES, "moe dpo", "moe recomputed", "moe muon", "moe in backward", "lora experts",
@@ -173,7 +190,10 @@ CASES = FAST + [(w, k) for w, (*_, kinds) in WAYS.items() for k in kinds if (w, 
 RESUMED = [
     ("sft", "fsdp", "one"), ("sft", "one", "fsdp"), ("sft", "context", "one"),
     ("sft", "one", "one row"), ("adamw", "replicas", "fsdp"),
-    ("muon", "replicas", "fsdp"), ("average", "fsdp tensor", "one"), ("average", "one", "tensor"),
+    ("muon", "replicas", "fsdp"), ("muon", "tensor of four", "one"),
+    ("muon", "one", "fsdp tensor"), ("average zero", "fsdp tensor", "one"),
+    ("average zero", "one", "fsdp tensor"),
+    ("average", "fsdp tensor", "one"), ("average", "one", "tensor"),
     ("average of experts", "fsdp tensor", "one"), ("average of experts", "one", "tensor"),
     ("frozen", "tensor", "one"), ("frozen", "tensor", "tensor"), ("wide 8bit", "tensor", "one"),
     ("wide 8bit", "one", "tensor"), ("wide 8bit", "one", "fsdp tensor"),
@@ -213,8 +233,9 @@ def make(workspace) -> Any:
         changes = {f"parallel.{dimension}": size for dimension, size in parallel.items()}
         if kind == "seen" and "tensor" not in parallel:
             changes |= watched
-        if kind == "moe in backward" and ranks == 1:
-            changes["micro_batch_size"] = 2
+        if "in backward" in kind:
+            shared = parallel.get("tensor", 1) * parallel.get("context", 1)
+            changes["micro_batch_size"] = 2 * shared // ranks
         if source is not None:
             changes["resume"] = root / source / "checkpoints/step-00000002"
         values = SAME | {name: resolve(name, value) for name, value in KINDS[kind].items()}
@@ -264,7 +285,7 @@ def test_converted_checkpoint_equals_export(workspace, make, way, kind, tmp_path
     assert_same_tensors(run / "hf", tmp_path / "hf", atol=1e-6 * merge)
 
 
-@pytest.mark.parametrize("way", ["context", "tensor"])
+@pytest.mark.parametrize("way", ["context", "tensor", "fsdp"])
 def test_evaluation_writes_the_same_files(workspace, make, way):
     runs = make("one", "seen"), make(way, "seen")
     for name in ("predictions-step-00000002.jsonl", "samples.jsonl"):
@@ -281,12 +302,20 @@ def test_evaluation_writes_the_same_files(workspace, make, way):
 
 
 def test_hooks_of_each_rank_see_everything(workspace, make):
-    for way in ("one", "context"):
+    """Where ranks have other rows, sums over ranks."""
+    for way in ("one", "context", "fsdp"):
         make(way, "seen")
     expected = (workspace.root / "report-one-0").read_text()
     assert any(json.loads(line)["right"] for line in expected.splitlines())
     for rank in range(2):
         assert (workspace.root / f"report-context-{rank}").read_text() == expected
+    sums = []
+    for name in ("one-0", "fsdp-0", "fsdp-1"):
+        sums.append(Counter())
+        for line in (workspace.root / f"report-{name}").read_text().splitlines():
+            row = json.loads(line)
+            sums[-1][row["step"], row["training"]] += row["all"]
+    assert sums[0] == sums[1] == sums[2]
 
 
 def test_experts_that_ranks_cannot_share():

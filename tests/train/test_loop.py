@@ -71,19 +71,6 @@ def test_curve_equals_a_plain_loop(workspace, reduction):
     ]
 
 
-def test_packed_padded_and_recomputed_curves_are_equal(workspace):
-    same = {"batch_size": 64, "micro_batch_size": 8, "steps": 3}  # all examples in every step
-    main(workspace.settings("packed", **same))
-    main(workspace.settings("padded", packing="false", **same))
-    main(workspace.settings("recomputed", activation_checkpointing="true", **same))
-    for key, tolerance in (("loss", 1e-5), ("grad_norm", 1e-4)):
-        packed = workspace.metrics("packed", key)
-        assert len(packed) == 3
-        assert workspace.metrics("padded", key) == pytest.approx(packed, rel=tolerance)
-        assert workspace.metrics("recomputed", key) == packed
-    assert workspace.metrics("padded", "tokens") == workspace.metrics("packed", "tokens")
-
-
 def test_bfloat16_over_float32_weights_stays_close(workspace):
     """Mixed precision runs through FSDP on one rank; weights and their updates stay float32."""
     same = {"steps": 4, "export": "true", "export_dtype": "float32"}

@@ -124,32 +124,6 @@ def test_an_adapter_s_directory_without_its_base(
         assert_equal(weights(tmp_path / "merged"), weights(workspace.root / "one/hf"))
 
 
-def test_modules_to_save_and_patterns(workspace, settings, tmp_path):
-    model = write_model(tmp_path / "untied", tie_word_embeddings=False)
-    more = {
-        "model": model,
-        "steps": 2,
-        "lora.modules_to_save": "[embed_tokens, lm_head]",
-        "lora.targets": "[q_proj, 'model.layers.1.*.down_proj']",
-        "lora.rank_pattern": "{down_proj: 2}",
-        "lora.merge": "true",
-    }
-    main(settings("saved", **more))
-    adapter = load_file(workspace.root / "saved/adapter/adapter_model.safetensors")
-    assert {n for n in adapter if ".lora_" not in n} == {
-        "base_model.model.model.embed_tokens.weight",
-        "base_model.model.lm_head.weight",
-    }
-    before, after = weights(model), weights(workspace.root / "saved/hf")
-    assert {n for n in after if not torch.equal(after[n], before[n])} == {
-        "lm_head.weight",
-        "model.embed_tokens.weight",
-        "model.layers.0.self_attn.q_proj.weight",
-        "model.layers.1.self_attn.q_proj.weight",
-        "model.layers.1.mlp.down_proj.weight",
-    }
-
-
 def test_groups_and_gradient_accumulation(workspace, settings):
     """B learns faster (LoRA+), A of the first layer not at all."""
     groups = "[{match: '*.layers.0.*lora_A*', freeze: true}, {match: '*.lora_B.*', lr: 0.04}]"

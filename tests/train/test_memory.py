@@ -15,7 +15,6 @@ from tests.models.tiny import CASES, FIRST, SIZES
 from tests.small import EXPERTS, LLAMA, write_model
 from tigon.data.packing import MAX_KEY_COPIES
 from tigon.kernels import runtime, use
-from tigon.layers import activation_offload
 from tigon.models import MODELS, CausalLM
 from tigon.parallel import IN_FLIGHT
 from tigon.train import dry_run, main
@@ -128,31 +127,6 @@ def test_sharding_divides_weights_and_states() -> None:
     assert "gathered weights" in alone.kinds  # bfloat16 of float32 weights
     assert planned(tiny("llama", "plain")).kinds.get("gathered weights") is None
     assert pair.host < alone.host
-
-
-BIG = {"hidden_size": 128, "intermediate_size": 512, "num_hidden_layers": 8}
-LONG = {"seq_len": 2048, "max_position_embeddings": 4096}
-
-
-def activations(monkeypatch: pytest.MonkeyPatch, **changes: Any) -> Estimate:
-    monkeypatch.setattr(activation_offload, "MIN_BYTES", 0)
-    shape = {k: v for k, v in LONG.items() if k != "seq_len"}
-    return planned(tiny("llama", "plain", **BIG, **shape), seq_len=2048, **changes)
-
-
-def test_recomputation_saves_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    ways: tuple[dict[str, Any], ...] = (
-        {},
-        {"activation_checkpointing": 2},
-        {"activation_checkpointing": True},
-        {"activation_checkpointing": True, "activation_offload": True},
-    )
-    found = [activations(monkeypatch, **way) for way in ways]
-    plain, half, every, away = (one.total for one in found)
-    assert away < every < half < plain
-    kept = [one.kinds["activations"] for one in found[:2]]
-    assert 0.5 * kept[0] < kept[1] < 0.6 * kept[0]  # half of the blocks, and inputs of the others
-    assert activations(monkeypatch, activation_offload=True).total < half
 
 
 def test_offloaded_states_are_in_host_memory() -> None:
@@ -372,14 +346,6 @@ def test_dry_run_checks_like_a_run(workspace, tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match="is not empty"):
         main(["--dry-run", *workspace.settings("dry", run_dir=tmp_path / "used")])
     assert [p.name for p in (tmp_path / "used").iterdir()] == ["file"]
-
-
-def test_uncounted_memory() -> None:
-    assert dry_run.uncounted_memory(settings()) == []
-    found = dry_run.uncounted_memory(
-        settings(param_dtype="float32", dtype="float32", activation_offload=True)
-    )
-    assert [notice.split()[0] for notice in found] == ["attention", "host"]
 
 
 def test_advice_for_context_parallel() -> None:

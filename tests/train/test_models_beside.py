@@ -88,18 +88,6 @@ def test_runs_keep_their_reference_or_teacher(workspace, settings, other, tmp_pa
         train(len(allowed) + 2, changes)
 
 
-@pytest.mark.slow
-def test_a_cached_reference_of_no_bytes_is_computed_again(
-    settings: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    main(settings())
-    (cached,) = (tmp_path / "cache/reference").glob("*.npy")
-    cached.write_bytes(b"")
-    capsys.readouterr()
-    main(settings(run_dir=tmp_path / "again"))
-    assert "computed in" in capsys.readouterr().out
-
-
 def test_a_file_that_may_not_be_as_large_is_said(tmp_path: Path) -> None:
     values = np.arange(10_000, dtype=np.float32)
     store(tmp_path / "whole.npy", values)

@@ -96,24 +96,6 @@ def assert_positions(runs: tuple[PositionRun, ...], expected: Tensor, name: str)
             assert torch.equal(positions(runs, begin, end, CPU), expected[begin:end]), name
 
 
-@pytest.mark.parametrize(
-    "cut",
-    [
-        spec((3, 7, 2), 1, (0, 0, 2), (4, 2, 3)),  # uneven
-        spec((3, 8, 2), 1, (1, 0, 2), (4, 2, 2)),  # pieces too near
-        spec((5, 6), 1, (3, 0, 1)),
-        spec((5,), 0, (1, 0, 2), (4, 2, 1)),
-        ShardSpec((4, 6), 0, ((RowSpan(0, 0, 4), ReplicaIndex(1, 2)),)),  # as other ranks have
-    ],
-)
-def test_positions_of_other_cuts(cut):
-    taken = cut.take(torch.arange(math.prod(cut.shape)).view(cut.shape))
-    for begin in range(len(taken)):
-        expected = taken[begin:].flatten()
-        runs = runs_of(cut, begin * taken[:1].numel(), len(expected), 0)
-        assert_positions(runs, expected, str(cut))
-
-
 def test_lines_beyond_32_bits_are_separate_runs():
     cut = spec((3, 4, MAX_LINE), 1, (2, 0, 1))
     runs = runs_of(cut, MAX_LINE, 2 * MAX_LINE, 7)

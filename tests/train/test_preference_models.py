@@ -14,7 +14,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import tigon
 from tests.small import EXPERTS, LLAMA, write_model
 from tests.train import preferences
-from tests.train.layouts import assert_same_metrics
 from tests.train.ranks import train_on
 from tigon.data import MicroBatch
 from tigon.train import load, main, prepare, reference, start
@@ -54,35 +53,6 @@ def test_experts_are_balanced_and_ranks_agree(workspace, data, tmp_path, task):
     assert two == pytest.approx(curve, rel=1e-3)
     balanced = abs(curve[0] - without[0]) > 1e-3 * curve[0]
     assert balanced == (task != "reward")  # as in transformers, whose scores have no such loss
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(300)
-@pytest.mark.parametrize("case", ["dpo", "kto", "reward", "stream"])
-def test_a_second_model_on_ranks_that_divide_gradients(workspace, data, tmp_path, case):
-    """Or that each read a stream and ask the reference about its rows."""
-    task = "dpo" if case == "stream" else case
-    same = {"task": task, "data": data[task], "steps": 2, "max_grad_norm": 0}
-    if case != "reward":
-        same["reference"] = write_model(tmp_path / "other", num_hidden_layers=1)
-    same |= {"streaming": "true", "shuffle_window": 64} if case == "stream" else {}
-    main(workspace.settings(f"one-{case}", **same))
-    train_on(2, workspace.settings(f"two-{case}", **same, sharding="gradients"))
-    assert_same_metrics(workspace, f"one-{case}", f"two-{case}", rel=2e-4)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("more", [{}, {"lora.quantize": "nf4"}, {"task": "reward"}])
-def test_adapters_packed_and_padded(workspace, data, more):
-    """All rows in each step; under an adapter, over four bits, and with a new head."""
-    same = {"task": "dpo", "data": data["dpo"], "steps": 4, "max_grad_norm": 0, "batch_size": 64}
-    same |= {"lora.rank": 4, "lora.alpha": 8, "lr": 1e-2, **more}
-    name = "-".join(map(str, more.values()))
-    main(workspace.settings(f"packed{name}", **same))
-    main(workspace.settings(f"padded{name}", **same, packing="false", micro_batch_size=4))
-    assert_same_metrics(workspace, f"packed{name}", f"padded{name}", rel=2e-4)
-    first, *_, last = workspace.metrics(f"packed{name}", "loss")
-    assert abs(first - last) > 0.05
 
 
 def test_base_path_is_the_same_reference(workspace, data):

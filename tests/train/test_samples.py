@@ -8,7 +8,6 @@ import pytest
 import torch
 
 import tigon
-from tests.train.ranks import train_on
 from tigon.train import main, trainer
 from tigon.train.logging import RunLog, read_metrics
 from tigon.train.samples import truncate_at
@@ -81,16 +80,6 @@ def test_once_each_over_a_kill(workspace, with_and_without, monkeypatch, capsys)
     assert samples(workspace, "resampled") == samples(workspace, "sampled")
     shown = capsys.readouterr().out
     assert re.search(r'step 4/4  eval loss .*\n  "the model" -> "', shown)
-
-
-@pytest.mark.slow
-def test_two_ranks_say_the_same(workspace, with_and_without):
-    settings = with_and_without | {"export": "false"}
-    train_on(2, workspace.settings("two-sampled", **settings))
-    train_on(2, workspace.settings("two-silent", **settings | {"sample_prompts": "[]"}))
-    assert samples(workspace, "two-sampled") == samples(workspace, "sampled")
-    for key in BITS:
-        assert workspace.metrics("two-sampled", key) == workspace.metrics("two-silent", key), key
 
 
 def test_prompts_of_a_file(workspace, monkeypatch, tmp_path):

@@ -64,26 +64,6 @@ def test_fused_parameters(
     assert torch.equal(parameters["norm"], tensors["norm"].to(dtype))
 
 
-def test_stacked_experts_and_scalars(tmp_path: Path) -> None:
-    experts, inter, width = 3, 4, 5
-    tensors = {
-        f"{e}.{name}": torch.randn(inter, width) for e in range(experts) for name in ("w1", "w3")
-    }
-    tensors["scale"] = torch.tensor(1.5)
-    parts = [
-        TensorSlice.whole(f"{e}.{name}", (inter, width), (2 * e + i) * inter)
-        for e in range(experts)
-        for i, name in enumerate(("w1", "w3"))
-    ]
-    parameters = {"gate_up": torch.empty(experts, 2 * inter, width), "scale": torch.empty(())}
-    layout = {"gate_up": tuple(parts), "scale": (TensorSlice.whole("scale", ()),)}
-    load_into(parameters, layout, save(tmp_path, tensors))
-    for e in range(experts):
-        expected = torch.cat([tensors[f"{e}.w1"], tensors[f"{e}.w3"]])
-        assert torch.equal(parameters["gate_up"][e], expected)
-    assert parameters["scale"].item() == 1.5
-
-
 def halves(rank: int) -> TensorSlice:
     """Rank 0 or 1's part of a stored [gate; up], 6 rows each: a slice of either."""
     return TensorSlice("gate_up", (12, 4), (RowSpan(3 * rank, 0, 3), RowSpan(6 + 3 * rank, 3, 3)))

@@ -163,23 +163,6 @@ def test_staging_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         load_into({"w": out}, layout, checkpoint, staging_bytes=1000)
 
 
-def test_each_job_once_with_the_threads_own_tool() -> None:
-    tools: list[list[int]] = []
-    left: list[list[int]] = []
-
-    @contextmanager
-    def tool() -> Iterator[list[int]]:
-        own: list[int] = []
-        tools.append(own)
-        yield own
-        left.append(own)
-
-    parallel_for(range(1000), lambda job, own: own.append(job), tool, 4)
-    assert len(tools) == len(left) == 4
-    assert sorted(job for own in tools for job in own) == [*range(1000)]
-    assert all(own == sorted(own) for own in tools)
-
-
 def test_after_an_error_of_any_thread_no_more_is_begun() -> None:
     begun: list[int] = []
     failed = threading.Event()

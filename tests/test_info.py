@@ -16,7 +16,7 @@ from tests.hub_server import HubServer, hub
 from tests.models.fp8_checkpoints import DYNAMIC, STATIC, to_fp8
 from tests.models.tiny import CASES, FIRST, ROPES, reference
 from tests.small import EXPERTS, LLAMA, write_chats, write_model
-from tigon.cli import main
+from tigon.cli import main, summary
 from tigon.cli.info import describe, describe_model
 from tigon.cli.summary import summarize, supported_class
 from tigon.models import MODELS, from_pretrained
@@ -130,10 +130,14 @@ def test_summary_is_that_of_the_model(model_type: str, case: str, tmp_path: Path
     assert facts | describe_model(from_pretrained(tmp_path)) == facts
 
 
-def test_summary_knows_the_families() -> None:
+def test_summary_knows_the_families(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     known = {kind: model.__name__ for kind, model in MODELS.items()}
     known |= {kind: known[inner] for kind, inner in MULTIMODAL.items()}
     assert {kind: supported_class(kind) for kind in known} == known
+    families = tmp_path / "families.py"
+    families.write_text("from tigon.models.ernie4_5 import Ernie4_5 as Ernie4_5\n")
+    monkeypatch.setattr(summary, "SUPPORTED", families)
+    assert supported_class("ernie4_5") == "Ernie4_5"
     assert supported_class(None) is supported_class("gpt2") is None
 
 

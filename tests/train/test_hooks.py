@@ -11,7 +11,7 @@ import tigon
 from tests.train import watching
 from tests.train.layouts import assert_same_metrics, assert_same_tensors
 from tigon.train import load, main, prepare, start, train
-from tigon.train.callbacks import Hooks, PredictionsWriter
+from tigon.train.callbacks import Hooks
 
 HERE = "tests.train.watching"
 
@@ -125,15 +125,6 @@ def test_predictions_of_each_evaluation_are_written(workspace):
         assert row["correct"] == [a == b for a, b in pairs]
         assert row["target"] == tokenizer.decode(row["target_ids"])
         assert row["predicted"] == tokenizer.decode(row["predicted_ids"])
-
-
-def test_predictions_are_written_through_no_link(world, tmp_path):
-    mine, target = tmp_path / "mine", tmp_path / "predictions-step-00000001.jsonl"
-    mine.write_text("mine")
-    (tmp_path / f".{target.name}.partial").symlink_to(mine)
-    with PredictionsWriter(tmp_path, 1, None, world):
-        pass
-    assert target.exists() and mine.read_text() == "mine"
 
 
 def test_from_a_file_and_of_one_kind_only(workspace, tmp_path):

@@ -53,7 +53,6 @@ def test_lock_file_is_no_link(workspace, tmp_path):
     precious.write_text("as it was")
     (tmp_path / "run").mkdir()
     (tmp_path / "run/.lock").symlink_to(precious)
-    (tmp_path / "run/.config.yaml.partial").symlink_to(precious)
     settings = workspace.settings("x", run_dir=tmp_path / "run")
     with pytest.raises(SystemExit, match=r"\.lock"):
         main(settings)

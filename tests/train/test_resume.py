@@ -187,14 +187,10 @@ LEFT = (
     f".hf-best.tmp-{'1b' * 8}",
 )
 LEFT_FILES = (
-    ".report.html.ab_cd123",
-    ".comparison.html.12345678",
-    ".config.yaml.partial",
-    ".metrics.jsonl.partial",
-    ".samples.jsonl.partial",
-    "..exported.partial",
-    ".predictions-step-00000004.jsonl.partial",
-    ".predictions-step-00000004.jsonl.rank-1.partial",
+    f".report.html.{'2c' * 8}",
+    f".config.yaml.{'2c' * 8}",
+    f"..exported.{'2c' * 8}",
+    f".predictions-step-00000004.jsonl.{'2c' * 8}",
     f".reference.json.{'2c' * 8}",
     ".rank-3-0123abcd",
     ".hf.lock",
@@ -202,7 +198,7 @@ LEFT_FILES = (
 MINE = (
     ".report.html.swp",
     ".report.html.mine",
-    "report.html.ab_cd123",
+    f"report.html.{'2c' * 8}",
     ".notes.partial",
     ".rank-mine-1",
     "checkpoints/.step-mine/notes.md",
@@ -229,7 +225,7 @@ def test_what_a_killed_run_left_is_removed(workspace, tmp_path):
     config = load(None, workspace.settings("x", run_dir=run, resume="auto"))
     leave(run)
     (tmp_path / "page").write_text("mine")
-    (run / ".report.html.abcdefgh").symlink_to(tmp_path / "page")
+    (run / f".report.html.{'3d' * 8}").symlink_to(tmp_path / "page")
     (run / f".hf.tmp-{'3d' * 8}").symlink_to(tmp_path)
     with claim(config):
         for name in (*LEFT, *LEFT_FILES):

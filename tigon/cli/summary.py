@@ -171,7 +171,7 @@ def _quantization(values: Mapping[str, Any]) -> Facts:
 def supported_class(model_type: Any) -> str | None:
     """Returns the name of the class in tigon.models for a model_type of config.json."""
     names = re.findall(r" as (\w+)", SUPPORTED.read_text())
-    classes = {name.lower(): name for name in names} | {"mistral3": "Mistral"}
+    classes = {name.lower().replace("_", ""): name for name in names} | {"mistral3": "Mistral"}
     return classes.get(str(model_type).replace("_", "").removesuffix("text"))
 
 

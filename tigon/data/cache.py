@@ -10,8 +10,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from tigon.utils.paths import expand_user
-from tigon.weights.files import FULL, full_disk_error, new_file
+from tigon.utils.paths import expand_user, new_file
+from tigon.weights.files import FULL, full_disk_error
 
 TEMPORARY = re.compile(r"\.[0-9a-f]{32}\.(digest|npy|json)\.[0-9a-f]{16}")
 DAY = 86400.0  # seconds

@@ -1,12 +1,12 @@
 """The page of a run, report.html, made from the files in its directory without torch."""
 
 import os
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
 from tigon.report.page import format_duration, render_page
 from tigon.report.read import read
+from tigon.utils.paths import new_file
 
 __all__ = ["format_duration", "lacks_page", "write", "write_or_explain"]
 
@@ -36,10 +36,11 @@ def write(
     if path.is_dir():
         raise IsADirectoryError(f"{path} is a directory: name a file, such as {path / name}")
     text = render_page(results)
-    with tempfile.TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as folder:
-        page = Path(folder, path.name)
-        page.write_text(text, encoding="utf-8", errors="replace")
-        os.replace(page, path)
+    with (
+        new_file(path) as temporary,
+        temporary.open("x", encoding="utf-8", errors="replace") as file,
+    ):
+        file.write(text)
     return path
 
 

@@ -15,6 +15,7 @@ from tokenizers import AddedToken
 
 from tigon.hub import Repository, adapter_hint
 from tigon.utils.json import escape, parse_object, quote, read_bytes, read_json
+from tigon.utils.paths import new_file
 
 MAX_TOKENIZER_BYTES = 2**26  # of a tokenizer.json; the largest that are known have 35 MB
 MAX_TEMPLATE_BYTES = 2**20
@@ -260,17 +261,12 @@ class TokenizerFiles:
         for name in dict.fromkeys([*self.paths, *edits]):
             target = Path(directory, name)
             target.parent.mkdir(parents=True, exist_ok=True)
-            partial = target.with_name(f".{target.name}.partial")
-            partial.unlink(missing_ok=True)  # never written through, should it be a link
-            with partial.open("wb") as write:
+            with new_file(target) as temporary, temporary.open("xb") as write:
                 if name in edits:
                     write.write(json.dumps(edits[name], indent=2, ensure_ascii=False).encode())
                 else:
                     with self._open(self.paths[name]) as read:
                         shutil.copyfileobj(read, write)
-                write.flush()
-                os.fsync(write.fileno())
-            partial.replace(target)
 
     def _edits(
         self, special_tokens: dict[str, str], added_tokens: Sequence[dict[str, Any]]

@@ -9,7 +9,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
@@ -25,6 +25,7 @@ from tigon.tokenizer import Tokenizer
 from tigon.train.config import Config
 from tigon.train.distributed import World
 from tigon.utils.config import suggest
+from tigon.utils.paths import new_file
 from tigon.weights.files import explain_full_disk
 
 
@@ -190,29 +191,18 @@ class PredictionsWriter:
 
     def __init__(self, directory: Path, step: int, tokenizer: Tokenizer, world: World):
         self.target = directory / f"predictions-step-{step:08d}.jsonl"
-        self.temporary = self.target.with_name(f".{self.target.name}.partial")
         self.tokenizer, self.world = tokenizer, world
+        self._opened = ExitStack()
 
     def __enter__(self) -> Self:
         if self.world.main:
-            self.temporary.unlink(missing_ok=True)  # never written through, should it be a link
-            self.file = open(self.temporary, "w", encoding="utf-8")
+            temporary = self._opened.enter_context(new_file(self.target))
+            self.file = self._opened.enter_context(temporary.open("x", encoding="utf-8"))
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *rest: Any) -> None:
-        if not self.world.main:
-            return
-        try:
-            needed = self.temporary.stat().st_size
-            with suppress(OSError) if kind else explain_full_disk(self.target, needed):
-                self.file.flush()
-                os.fsync(self.file.fileno())
-            if kind is None:
-                self.temporary.replace(self.target)
-        finally:  # a full disk needs the room
-            self.temporary.unlink(missing_ok=True)
-            with suppress(OSError):  # a write that failed fails again
-                self.file.close()
+    def __exit__(self, *error: Any) -> None:
+        with explain_full_disk(self.target):
+            self._opened.__exit__(*error)
 
     def write(self, output: PassOutput, micro_batch: MicroBatch) -> None:
         """Writes the next micro-batch of every rank; all ranks call it."""

@@ -342,7 +342,7 @@ class RunSettings:
 
 @dataclass(frozen=True)
 class TaskSettings:
-    """Preferences, rewards and distillation."""
+    """Settings of single tasks."""
 
     loss_type: PairLoss | PolicyLoss | None = setting(
         None,

@@ -23,6 +23,7 @@ from tigon.train.config import Config
 from tigon.train.config_file import dump
 from tigon.train.distributed import World
 from tigon.utils.json import parse_object
+from tigon.utils.paths import new_file
 from tigon.utils.terminal import escape_controls
 
 FINISH = 60.0  # seconds that the end of a run waits for W&B's uploads
@@ -72,8 +73,7 @@ class WandB:
         run_id = file.read_text(errors="replace").strip() if file.is_file() else ""
         if not re.fullmatch(r"[\w-]+", run_id):  # none yet, or a crash has left the file empty
             run_id = secrets.token_hex(4)
-            file.unlink(missing_ok=True)  # never written through, should it be a link
-            file.write_text(run_id)
+            _write(file, run_id)
         settings = wandb.Settings(console="off", finish_timeout=FINISH)
         if "WANDB_QUIET" not in os.environ:
             settings.quiet = True  # its summary at the end repeats the report's
@@ -457,7 +457,5 @@ def _line(row: dict[str, Any]) -> str:
 
 def _write(path: Path, text: str) -> None:
     """Replaces a file in one step."""
-    temporary = path.with_name(f".{path.name}.partial")
-    temporary.unlink(missing_ok=True)  # never written through, should it be a link
-    temporary.write_text(text, encoding="utf-8")
-    os.replace(temporary, path)
+    with new_file(path) as temporary, temporary.open("x", encoding="utf-8") as file:
+        file.write(text)

@@ -28,8 +28,8 @@ from tigon.train.config import Config
 from tigon.train.distributed import World
 from tigon.train.model import compute_dtype
 from tigon.utils.json import read_json
+from tigon.utils.paths import new_file
 from tigon.weights import Repository
-from tigon.weights.files import new_file
 
 COLUMN = "reference"  # of micro-batches: at each token, the log-probability of the next one
 WITHOUT_ADAPTERS = "without adapters"  # the digest of a reference that is the base model

@@ -33,8 +33,8 @@ WRITTEN = re.compile(
     r"|flight-recorder|\.wandb-id"
 )
 LEFTOVER = re.compile(
-    rf"\.(?:(?:{_TEXTS})(?:\.rank-\d+)?\.partial|{_DIGESTS}\.[0-9a-f]{{16}}"
-    r"|(?:report|comparison)\.html\.[a-z0-9_]{8}|rank-\d+-[0-9a-f]{8})"
+    rf"\.(?:(?:{_TEXTS}|{_DIGESTS}|\.wandb-id|(?:report|comparison)\.html)\.[0-9a-f]{{16}}"
+    r"|rank-\d+-[0-9a-f]{8})"
 )
 
 REMEDY = f"give the same again, or {checkpoint.BEGIN_AGAIN}"

@@ -1,6 +1,9 @@
-"""Paths as users write them."""
+"""Paths as users write them, and files that appear whole or not at all."""
 
 import os
+import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 
@@ -21,3 +24,25 @@ def check_file_name(name: str) -> None:
         name.encode()
     except UnicodeEncodeError:
         raise ValueError(f"the file name {name!a} is not UTF-8: rename it") from None
+
+
+@contextmanager
+def new_file(path: Path) -> Iterator[Path]:
+    """Yields a temporary name beside `path`, whose file replaces it at the end, or is removed on an
+    error. Create it with mode "x", which follows no link that another user has planted."""
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
+    try:
+        yield temporary
+        fsync(temporary)
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def fsync(path: Path) -> None:
+    """Flushes a file, or the names in a directory, to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from tigon.utils.paths import expand_user
+from tigon.utils.paths import expand_user, fsync
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
 
@@ -30,7 +30,7 @@ def require_space(directory: Path, needed: int) -> None:
 
 
 @contextmanager
-def explain_full_disk(path: Path, needed: int) -> Iterator[None]:
+def explain_full_disk(path: Path, needed: int | None = None) -> Iterator[None]:
     """Reword an OSError inside that says too little: a full disk with sizes, others with `path`."""
     try:
         yield
@@ -353,25 +353,3 @@ def _exchange(first: Path, second: Path) -> bool:
     if code in (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP):
         return False
     raise OSError(code, os.strerror(code), str(second))
-
-
-@contextmanager
-def new_file(path: Path) -> Iterator[Path]:
-    """Yields a temporary name beside `path`, whose file is renamed to it at the end or removed on
-    an error; create it with mode "x", which follows no link that another user has planted."""
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
-    try:
-        yield temporary
-        fsync(temporary)
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
-
-
-def fsync(path: Path) -> None:
-    """Flush a file, or the names in a directory, to the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

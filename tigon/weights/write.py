@@ -24,7 +24,7 @@ from huggingface_hub import split_state_dict_into_shards_factory
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from tigon.weights.files import fsync
+from tigon.utils.paths import fsync
 from tigon.weights.header import TAGS, write_header
 from tigon.weights.layout import (
     Layout,

@@ -495,9 +495,9 @@ def _digest(text: str) -> str:
     return hashlib.sha256(text.strip().encode(errors="replace")).hexdigest()
 
 
-def escape_markdown(text: object, max_length: int = 80) -> str:
+def escape_markdown(text: object) -> str:
     """Returns text of unknown origin as one line of Markdown without markup."""
-    line = " ".join(str(text).split())[:max_length]
+    line = " ".join(str(text).split())[:80]
     return re.sub(r"([\\`*_{}\[\]<>|#!~])", r"\\\1", "".join(filter(str.isprintable, line)))
 
 

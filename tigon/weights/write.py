@@ -313,9 +313,7 @@ def write_checkpoint(
     *,
     max_shard_size: int | str = "5GB",
     stem: str = "model",
-    metadata: Mapping[str, str] = PT,
     ranks: WriterGroup | None = None,
-    workers: int | None = None,
 ) -> None:
     """Write STEM.safetensors, or shards and their index, split and named as in transformers.
 
@@ -327,7 +325,7 @@ def write_checkpoint(
     ranks = ranks or WriterGroup()
     with ranks.sync_errors():
         shards = _shards(tensors, max_shard_size, stem)
-        files = [_File(name, entries, metadata) for name, entries in shards.items()]
+        files = [_File(name, entries) for name, entries in shards.items()]
     _check_blocks(shards, ranks)
     created: list[Path] = []
     try:
@@ -342,7 +340,7 @@ def write_checkpoint(
         # Ranks begin with different files, since writes into one wait for each other
         start = ranks.rank * len(files) // ranks.size
         with ranks.sync_errors():
-            _write(root, files[start:] + files[:start], workers or WORKERS)
+            _write(root, files[start:] + files[:start])
     except BaseException:
         for path in created:
             with suppress(OSError):
@@ -475,9 +473,9 @@ class _Job:
 class _File:
     """A file of the checkpoint: the offsets of its tensors, and the jobs of this process."""
 
-    def __init__(self, name: str, entries: list[TensorEntry], metadata: Mapping[str, str]) -> None:
+    def __init__(self, name: str, entries: list[TensorEntry]) -> None:
         self.name = name
-        self.header = write_header([entry[:3] for entry in entries], metadata)
+        self.header = write_header([entry[:3] for entry in entries], PT)
         self.offsets: dict[str, int] = {}
         end = len(self.header)
         for entry in entries:
@@ -525,11 +523,11 @@ class _File:
             os.close(descriptor)
 
 
-def _write(root: Path, files: list[_File], workers: int) -> None:
+def _write(root: Path, files: list[_File]) -> None:
     """Run this process's jobs, on as many files at a time as there are threads."""
     jobs: list[_Job] = []
-    for i in range(0, len(files), workers):
-        turns = zip_longest(*(file.jobs for file in files[i : i + workers]))
+    for i in range(0, len(files), WORKERS):
+        turns = zip_longest(*(file.jobs for file in files[i : i + WORKERS]))
         jobs += [job for turn in turns for job in turn if job is not None]
 
     def write(job: _Job, stage: StagingBuffer) -> None:
@@ -537,13 +535,13 @@ def _write(root: Path, files: list[_File], workers: int) -> None:
         job.file.done()
 
     try:
-        parallel_for(jobs, write, _stage, workers)
+        parallel_for(jobs, write, _stage, WORKERS)
     finally:
         for file in files:
             file.close()
 
 
-def copy_to_host(tensors: Iterable[TensorEntry], workers: int | None = None) -> list[TensorEntry]:
+def copy_to_host(tensors: Iterable[TensorEntry]) -> list[TensorEntry]:
     """The same entries, with copies in host memory of all rows that this process writes."""
     entries, jobs = [], []
     for entry in tensors:
@@ -560,7 +558,7 @@ def copy_to_host(tensors: Iterable[TensorEntry], workers: int | None = None) -> 
         content = stage(block.read(first, count).detach(), copy.dtype)
         copy[first : first + count].view(-1).view(torch.uint8).numpy().data[:] = content
 
-    parallel_for(jobs, fill, _stage, workers or WORKERS)
+    parallel_for(jobs, fill, _stage, WORKERS)
     return entries
 
 

@@ -14,6 +14,8 @@ from tigon.models.decoder import Decoder, PreNormBlock, TransformerBlock, gated_
 
 @dataclass(frozen=True, kw_only=True)
 class GemmaConfig(ModelConfig):
+    """The config of Gemma: `ModelConfig` with `attention_bias`."""
+
     model_type = "gemma"
     architecture = "GemmaForCausalLM"
     overflows_float16 = True  # of Gemma 2 and 3 too
@@ -36,6 +38,9 @@ class GemmaConfig(ModelConfig):
 
 
 class GemmaBlock(PreNormBlock):
+    """A `PreNormBlock` whose norms multiply by 1 + weight, in fp32, and whose MLP takes "gelu" as
+    its tanh approximation."""
+
     norm_offset = 1.0
     norm_cast = "after_weight"
 
@@ -48,6 +53,8 @@ class GemmaBlock(PreNormBlock):
 
 
 class Gemma(CausalLM):
+    """Gemma 1: `GemmaBlock`s, with embeddings multiplied by sqrt(hidden_size)."""
+
     config_class = GemmaConfig
     block_class: ClassVar[type[TransformerBlock]] = GemmaBlock
 

@@ -14,6 +14,9 @@ from tigon.models.gemma import Gemma, GemmaConfig
 
 @dataclass(frozen=True, kw_only=True)
 class Gemma2Config(GemmaConfig, WindowedConfig):
+    """The config of Gemma 2: Gemma's with sliding windows, the scale of scores
+    (query_pre_attn_scalar**-0.5) and softcaps."""
+
     model_type = "gemma2"
     architecture = "Gemma2ForCausalLM"
 
@@ -28,10 +31,14 @@ class Gemma2Config(GemmaConfig, WindowedConfig):
     attn_logit_softcapping: float | None = 50.0
 
     def slides(self, layer: int) -> bool:
+        """True for layers 0, 2, 4, ..."""
         return layer % 2 == 0
 
 
 class Gemma2Block(SandwichBlock):
+    """A `SandwichBlock` with 1 + weight in norms, and with the config's scale, softcap and sliding
+    window in attention."""
+
     norm_offset = 1.0
     norm_cast = "after_weight"
 
@@ -45,6 +52,8 @@ class Gemma2Block(SandwichBlock):
 
 
 class Gemma2(Gemma):
+    """Gemma 2: Gemma's scaled embeddings, `Gemma2Block`s, and a softcap of the logits."""
+
     config_class: ClassVar[type[GemmaConfig]] = Gemma2Config
     block_class = Gemma2Block
 

@@ -15,12 +15,15 @@ from tigon.models.llama import LlamaBlock, LlamaConfig
 
 @dataclass(frozen=True, kw_only=True)
 class GraniteConfig(LlamaConfig):
+    """The config of Granite 3: Llama's with multipliers of embeddings, branches, scores and (as a
+    divisor) logits."""
+
     model_type = "granite"
     architecture = "GraniteForCausalLM"
 
     @classmethod
     def classifier(cls) -> None:
-        """transformers has none."""
+        """None: transformers has no sequence classifier of Granite."""
 
     embedding_multiplier: float = 1.0
     residual_multiplier: float = 1.0
@@ -29,6 +32,9 @@ class GraniteConfig(LlamaConfig):
 
 
 class GraniteBlock(LlamaBlock):
+    """Llama's block whose branches are multiplied by residual_multiplier, and scores by
+    attention_multiplier."""
+
     def __init__(self, c: GraniteConfig, layer: int):
         super().__init__(c, layer)
         self.branch_scale = c.residual_multiplier
@@ -38,6 +44,9 @@ class GraniteBlock(LlamaBlock):
 
 
 class Granite(CausalLM):
+    """Granite 3: `GraniteBlock`s, with inputs times embedding_multiplier and logits divided by
+    logits_scaling."""
+
     config_class = GraniteConfig
     block_class = GraniteBlock
 

@@ -14,6 +14,9 @@ from tigon.models.decoder import PreNormBlock, gated_mlp
 
 @dataclass(frozen=True, kw_only=True)
 class LlamaConfig(ModelConfig):
+    """The config of Llama: `ModelConfig` with biases of all attention projections
+    (`attention_bias`) and of the MLP."""
+
     model_type = "llama"
     architecture = "LlamaForCausalLM"
 
@@ -29,6 +32,8 @@ class LlamaConfig(ModelConfig):
 
 
 class LlamaBlock(PreNormBlock):
+    """A `PreNormBlock` with the biases of LlamaConfig."""
+
     def make_mixer(self, c: LlamaConfig, layer: int) -> Attention:
         return self.make_attention(c, bias=c.attention_bias)
 
@@ -37,5 +42,7 @@ class LlamaBlock(PreNormBlock):
 
 
 class Llama(CausalLM):
+    """Llama 1 to 3.3, and models of the same architecture: `LlamaBlock`s and nothing else."""
+
     config_class = LlamaConfig
     block_class = LlamaBlock

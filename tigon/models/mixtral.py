@@ -14,6 +14,8 @@ from tigon.models.pretrained.names import CheckpointNames
 
 @dataclass(frozen=True, kw_only=True)
 class MixtralConfig(MoEConfig):
+    """The config of Mixtral: `MoEConfig` with num_local_experts and an optional sliding window."""
+
     model_type = "mixtral"
     architecture = "MixtralForCausalLM"
     default_theta = 1e6
@@ -34,6 +36,9 @@ class MixtralConfig(MoEConfig):
 
 
 class MixtralBlock(PreNormBlock):
+    """A `PreNormBlock` with experts in place of the MLP, whose routing weights are normalized to
+    sum to 1."""
+
     def make_mixer(self, c: MixtralConfig, layer: int) -> Attention:
         return self.make_attention(c, window=c.sliding_window)
 
@@ -42,6 +47,8 @@ class MixtralBlock(PreNormBlock):
 
 
 class Mixtral(CausalLM):
+    """Mixtral: `MixtralBlock`s, with the names of experts in its checkpoints (w1, w3, w2)."""
+
     config_class = MixtralConfig
     block_class = MixtralBlock
     checkpoint_names = CheckpointNames(

@@ -14,6 +14,8 @@ from tigon.models.decoder import Decoder, PostNormBlock
 
 @dataclass(frozen=True, kw_only=True)
 class Olmo2Config(ModelConfig):
+    """The config of OLMo 2: `ModelConfig` with `attention_bias`."""
+
     model_type = "olmo2"
     architecture = "Olmo2ForCausalLM"
 
@@ -29,6 +31,8 @@ class Olmo2Config(ModelConfig):
 
 
 class Olmo2Block(PostNormBlock):
+    """A `PostNormBlock` with norms of the whole queries and keys, across heads."""
+
     norm_cast = "after_weight"
 
     def make_mixer(self, c: Olmo2Config, layer: int, window: int | None = None) -> Attention:
@@ -37,6 +41,8 @@ class Olmo2Block(PostNormBlock):
 
 
 class Olmo2(CausalLM):
+    """OLMo 2: `Olmo2Block`s, with RoPE's angles in fp32."""
+
     config_class = Olmo2Config
     block_class = Olmo2Block
 

@@ -13,6 +13,9 @@ from tigon.models.qwen2_moe import QwenMoEConfig, experts_or_mlp
 
 @dataclass(frozen=True, kw_only=True)
 class Qwen3MoeConfig(QwenMoEConfig):
+    """The config of Qwen3-MoE: Qwen's mixtures with `attention_bias`, and a sliding window in all
+    layers or none."""
+
     model_type = "qwen3_moe"
     architecture = "Qwen3MoeForCausalLM"
     experts_keys = ("num_experts", "num_local_experts")
@@ -39,6 +42,8 @@ class Qwen3MoeConfig(QwenMoEConfig):
 
 
 class Qwen3MoeBlock(PreNormBlock):
+    """A `PreNormBlock` with QK-norm per head, and with experts, none of them shared, or an MLP."""
+
     def make_mixer(self, c: Qwen3MoeConfig, layer: int) -> Attention:
         window = c.sliding_window if c.use_sliding_window else None
         bias, eps = c.attention_bias, c.rms_norm_eps
@@ -49,5 +54,7 @@ class Qwen3MoeBlock(PreNormBlock):
 
 
 class Qwen3Moe(CausalLM):
+    """Qwen3-MoE: `Qwen3MoeBlock`s and nothing else."""
+
     config_class = Qwen3MoeConfig
     block_class = Qwen3MoeBlock

@@ -98,6 +98,8 @@ class Conversation:
         return end if end is not None and self.turn(i).rendered is turn else None
 
     def _end_without_token(self, i: int, text: str) -> int | None:
+        """Return where the turn ends in `text` if special tokens at the end of it are missing
+        there; None if it differs otherwise."""
         turn = self._prefix(i).text
         end = turn.rstrip()
         while token := self._last_token(end):
@@ -186,6 +188,8 @@ class Conversation:
         return Rendered(prompt + turn.text[start:], blocks)
 
     def _render_prefix(self, i: int, messages: Sequence[Message], **options: Any) -> Rendered:
+        """Render the messages before messages[i], or up to it; an error says that what the
+        assistant says there cannot be told."""
         try:
             return self.render(messages, **options)
         except ValueError as error:

@@ -50,7 +50,8 @@ def setting(
     finite: bool = False,
     **metadata: Any,
 ) -> Any:
-    """Makes a dataclass field with its range: >= ge, > gt, <= le, < lt, not infinite."""
+    """Makes a dataclass field with its range: >= ge, > gt, <= le, < lt; `finite`: not infinite, and
+    a whole number below 2**63."""
     range = {"ge": ge, "gt": gt, "le": le, "lt": lt, "finite": finite}
     return field(default=default, metadata={"help": help, **range, **metadata})
 
@@ -178,6 +179,7 @@ def find_misspelled(name: str, choices: Iterable[str]) -> str | None:
 
 
 def _letters(name: str) -> str:
+    """Returns the letters and digits of a name, in lower case."""
     return re.sub(r"[\W_]", "", name).lower()
 
 
@@ -232,7 +234,7 @@ def check_range(
 
 
 def _check_field_range(name: str, value: Any, field: Field[Any]) -> None:
-    """Raises ValueError for a number outside of the field's range."""
+    """Raises ConfigError for a number outside of the field's range."""
     limits = {key: field.metadata.get(key) for key in ("ge", "gt", "le", "lt")}
     check_range(name, value, **limits, finite=field.metadata.get("finite", False))
 

@@ -45,7 +45,7 @@ def explain_full_disk(path: Path, needed: int) -> Iterator[None]:
 def full_disk_error(
     path: Path, error: OSError, needed: int | None = None, remedy: str = ""
 ) -> DiskFullError:
-    """The error that says how much is free where `path` was to be written, and what to do."""
+    """Make the error that says how much is free where `path` was to be written, and how to help."""
     free = shutil.disk_usage(next(p for p in path.parents if p.exists())).free
     quota = " (a quota)" if error.errno == errno.EDQUOT else ""
     text = f"the disk{quota} became full while {path} was written: {_sizes(needed, free)}"
@@ -267,7 +267,8 @@ def carry_over_files(old: Path, new: Path, stale: Callable[[str], bool], folder:
 
 
 def _publish(temporary: Path, target: Path, replace: bool) -> None:
-    """Rename a complete directory to `target`; with `replace`, remove the old one."""
+    """Rename a complete directory to `target`; with `replace`, remove the old one, or raise OSError
+    if a process has its `read_lock`."""
     if not replace or not (target.is_dir() and any(target.iterdir())):
         os.rename(temporary, target)
         fsync(target.parent)
@@ -336,7 +337,7 @@ def remove_directory(directory: Path) -> bool:
 
 
 def _hidden(target: Path, kind: str) -> Path:
-    """A unique hidden name beside the target."""
+    """Make a unique hidden name beside the target."""
     return target.with_name(f".{target.name}.{kind}-{secrets.token_hex(8)}")
 
 

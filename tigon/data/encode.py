@@ -130,6 +130,8 @@ class FormatEncoder(Encoder):
         return {}
 
     def digest(self) -> str:
+        """Return a digest of the encoder's class and version, of `options`, and of the tokenizer,
+        with its chat template if the encoder uses it."""
         parts = type(self).__name__, ENCODER_VERSION, tokenizers.__version__, self.options()
         tokenizer = self.tokenizer.digest(chats=self.uses_chat_template)
         return hashlib.sha256(f"{tokenizer} {parts}".encode()).hexdigest()
@@ -144,6 +146,8 @@ class TextEncoder(FormatEncoder):
         return {"eos": self.eos}
 
     def batch(self, rows: Sequence[Row], format: Format) -> Iterator[Encoded]:
+        """Yield the example of each row's text, all tokenized in one call, or row by row if one is
+        bad."""
         try:
             texts = [parse_text(row, format) for row in rows]
             encoded = self.tokenizer.encode_batch([text.completion for text in texts])
@@ -154,6 +158,7 @@ class TextEncoder(FormatEncoder):
             yield self._example(ids, text.weight)
 
     def row(self, row: Row, format: Format) -> Sequence[Example]:
+        """Make the example of the row's text."""
         text = parse_text(row, format)
         return self._example(self.tokenizer.encode(text.completion), text.weight)
 
@@ -245,6 +250,8 @@ class ChatEncoder(TemplateEncoder):
         return {"train_on": self.train_on, "train_on_empty_thinking": self.train_on_empty_thinking}
 
     def row(self, row: Row, format: Format) -> Sequence[Example]:
+        """Make the examples of the row's conversation or completion: one, with all_turns one for
+        each turn that the template rewrites too, or none if its weights are 0."""
         chat = self._parse(row, format)
         if isinstance(chat, WeightedText) != (format.eos is not None):
             first = "lists of messages" if format.eos is None else "texts"
@@ -400,6 +407,7 @@ class PairEncoder(AnswerEncoder):
         self.per_example = {"margin": np.float32} if margin else {}
 
     def options(self) -> dict[str, Any]:
+        """As the base's, and whether there is a column of margins."""
         # Not shared_prompt: rows that are no error without it are the same with it
         return super().options() | {"margin": "margin" in self.per_example}
 
@@ -409,6 +417,8 @@ class PairEncoder(AnswerEncoder):
         return super().ignored(row, format) | unread
 
     def row(self, row: Row, format: Format) -> Sequence[Example]:
+        """Make the examples of the chosen and of the rejected answer; ValueError if their tokens
+        are equal."""
         sample = parse_pair(row, format, shared_prompt=self.shared_prompt)
         prompt, (chosen, rejected) = self.tokenize_answers(sample)
         if chosen == rejected:
@@ -499,9 +509,12 @@ class RewardedEncoder(AnswerEncoder):
         self.scale = scale
 
     def options(self) -> dict[str, Any]:
+        """As the base's, and `scale`."""
         return super().options() | {"scale": self.scale}
 
     def row(self, row: Row, format: Format) -> Sequence[Example]:
+        """Make an example for each answer, with its advantage and reward, the one that the row
+        lacks as NaN."""
         rewarded = parse_rewarded(row, format)
         logprobs = rewarded.old_logprobs
         if isinstance(rewarded.answers, AnswerSample):
@@ -582,9 +595,12 @@ class TopEncoder(FormatEncoder):
     }
 
     def options(self) -> dict[str, Any]:
+        """Return a constant, which keeps caches of earlier versions from being used."""
         return {"tokens": "counted"}  # makes caches anew from before the teacher's tokens counted
 
     def row(self, row: Row, format: Format) -> Sequence[Example]:
+        """Make the example of the row's tokens; ValueError if none is learned, or for a bad
+        distribution of a learned one."""
         ids = format.get(row, "input_ids")
         name = format.column("input_ids")
         if not is_token_list(ids):

@@ -262,6 +262,7 @@ class Loader:
                 self._epochs.append(Epoch(epoch.first_step + self._count_steps(epoch)))
 
     def _count_steps(self, epoch: Epoch) -> int:
+        """Count the steps of an epoch that is complete; the last may be smaller."""
         return -(-epoch.rows // self.batch_size)
 
     def _append_window(self) -> None:

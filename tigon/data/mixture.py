@@ -253,6 +253,8 @@ class Mixture(WindowSource):
         return cls([[examples]], size=size)
 
     def window(self, number: int) -> Window:
+        """Make window `number`, counted through all epochs, of the groups that follow in the
+        order."""
         epoch, index = divmod(number, self.per_epoch)
         start = index * self.size
         stop = min(start + self.size, self.order.epoch)

@@ -197,6 +197,8 @@ class JsonFile(Source):
     """One JSON object a line; a .json file may also be one list of objects."""
 
     def read_all(self) -> Iterator[tuple[int, Record]]:
+        """Yield each line that is not blank as bytes, or the parsed items of a list, with their
+        lines; a ValueError in place of a line that is too long."""
         with open_file(self.name) as file:
             if file.peek(3)[:3] == b"\xef\xbb\xbf":
                 file.read(3)
@@ -228,6 +230,8 @@ class CsvFile(Source):
     """
 
     def read_all(self) -> Iterator[tuple[int, Record]]:
+        """Yield each row under the header with its line; a ValueError in place of one with another
+        number of cells."""
         csv.field_size_limit(2**31 - 1)  # too large cells are bad rows
         delimiter = "\t" if suffix(self.name) == ".tsv" else ","
         with open_text(self.name) as text:
@@ -285,6 +289,8 @@ class TextFile(Source):
         return (_unescape(self.separator),)
 
     def read_all(self) -> Iterator[tuple[int, Record]]:
+        """Yield each document that is not blank with the line on which it begins; ValueError for
+        one that is too long."""
         separator = _unescape(self.separator)
         line, rest = 1, ""
         for piece in self._pieces():
@@ -320,6 +326,8 @@ class Table(Source):
     streaming: bool = False
 
     def read(self, start: int = 0) -> Iterator[tuple[int, Record]]:
+        """Yield the rows from number `start` on, without the nulls of structs, with their numbers,
+        counted from 1, as lines."""
         line = start + 1
         with _reader_errors(self.name):
             data = self.load()

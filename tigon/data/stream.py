@@ -111,6 +111,7 @@ class Stream(WindowSource):
         return hashlib.blake2b(repr(facts).encode(), digest_size=16).hexdigest()
 
     def sample(self) -> str:
+        """Return a digest of about SAMPLED_PIECES pieces of all sources."""
         count = SAMPLED_PIECES // max(1, len(self.sources))
         samples = (source.sample(count) for source in self.sources)
         return hashlib.blake2b(b"".join(samples), digest_size=16).hexdigest()

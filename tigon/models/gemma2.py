@@ -43,11 +43,14 @@ class Gemma2Block(SandwichBlock):
     norm_cast = "after_weight"
 
     def make_mixer(self, c: Gemma2Config, layer: int) -> Attention:
+        """Make attention with the config's biases, scale and softcap, and the layer's sliding
+        window."""
         scale, softcap = c.query_pre_attn_scalar**-0.5, c.attn_logit_softcapping
         bias, window = c.attention_bias, layer_window(c, layer)
         return self.make_attention(c, bias=bias, scale=scale, softcap=softcap, window=window)
 
     def make_mlp(self, c: Gemma2Config, layer: int) -> GatedMLP:
+        """Make a gated MLP with the config's `hidden_activation`."""
         return gated_mlp(c, activation(c.hidden_activation))
 
 
@@ -58,4 +61,5 @@ class Gemma2(Gemma):
     block_class = Gemma2Block
 
     def make_head(self, c: Gemma2Config, **options: Any) -> LMHead:
+        """Make a head with the config's softcap of the logits."""
         return super().make_head(c, softcap=c.final_logit_softcapping, **options)

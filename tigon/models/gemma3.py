@@ -26,6 +26,7 @@ class Gemma3Config(GemmaConfig, TwoRopesConfig):
 
     @classmethod
     def classifier(cls) -> str:
+        """The name of transformers' sequence classifier, which has Text in it."""
         return "Gemma3TextForSequenceClassification"
 
     default_theta = 1e6
@@ -67,6 +68,8 @@ class Gemma3Block(Gemma2Block):
     """Gemma 2's block with QK-norm, no softcap, and another RoPE in sliding layers."""
 
     def make_mixer(self, c: Any, layer: int) -> Attention:
+        """Make attention with QK-norm, the config's biases and scale, and the layer's sliding
+        window, of which a bidirectional model has half on each side."""
         window = layer_window(c, layer)
         if window is not None and c.use_bidirectional_attention:
             window = window // 2 + 1  # the config gives the width of both sides
@@ -74,6 +77,7 @@ class Gemma3Block(Gemma2Block):
         return self.make_attention(c, bias=bias, qk_norm_eps=eps, scale=scale, window=window)
 
     def layer_rope(self, c: Gemma3Config, layer: int) -> tuple[int, dict[str, Any]]:
+        """The layer's head dim, and the RoPE parameters of its kind, sliding or full."""
         return c.head_dim, c.rope_parameters[c.layer_type(layer)]
 
 

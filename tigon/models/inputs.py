@@ -248,6 +248,7 @@ class Batch:
 
     @property
     def device(self) -> torch.device:
+        """The device of the positions, and of the tokens."""
         return self.position_ids.device
 
     @property

@@ -81,10 +81,13 @@ class Qwen2MoeBlock(PreNormBlock):
     MLP."""
 
     def make_mixer(self, c: Qwen2MoeConfig, layer: int) -> Attention:
+        """Make attention with biases, if `qkv_bias`, on queries, keys and values alone, and the
+        layer's sliding window."""
         window = layer_window(c, layer)
         return self.make_attention(c, bias=c.qkv_bias, out_bias=False, window=window)
 
     def make_mlp(self, c: Qwen2MoeConfig, layer: int) -> GatedMLP | SparseMoE:
+        """Make the layer's experts with a shared expert, or its MLP if it has none."""
         return experts_or_mlp(c, layer, shared=c.shared_expert_intermediate_size)
 
 

@@ -63,9 +63,11 @@ class SmolLM3Block(LlamaBlock):
     config."""
 
     def make_mixer(self, c: Any, layer: int) -> Attention:
+        """Make attention with the config's biases and the layer's sliding window."""
         return self.make_attention(c, bias=c.attention_bias, window=layer_window(c, layer))
 
     def layer_rope(self, c: SmolLM3Config, layer: int) -> tuple[int, dict[str, Any]]:
+        """The layer's head dim, and the RoPE parameters, {} if it has no RoPE."""
         return c.head_dim, c.rope_parameters if c.rotates(layer) else {}
 
 

@@ -162,7 +162,8 @@ class Repository:
         return f"{self.subfolder}/{name}" if self.subfolder else name
 
     def _connection_fault(self, path: str) -> str | None:
-        """Says why the hub does not answer within TIMEOUT; its library would try for minutes."""
+        """Says why the hub does not answer within TIMEOUT, or returns None if it does; its library
+        would try for minutes."""
         url = hf_hub_url(self.name, path, revision=self.revision)
         try:
             HfApi(token=self.token).get_hf_file_metadata(url=url, timeout=_timeout())
@@ -501,7 +502,8 @@ def _digest(text: str) -> str:
 
 
 def escape_markdown(text: object, max_length: int = 80) -> str:
-    """Returns text of unknown origin as one line of Markdown without markup."""
+    """Returns text of unknown origin as one line of Markdown, cut to `max_length` characters, with
+    its markup escaped."""
     line = " ".join(str(text).split())[:max_length]
     return re.sub(r"([\\`*_{}\[\]<>|#!~])", r"\\\1", "".join(filter(str.isprintable, line)))
 

@@ -281,7 +281,8 @@ class ChatEncoder(TemplateEncoder):
         return examples
 
     def _completion(self, text: WeightedText) -> Sequence[Example]:
-        """Encode prompt and completion as one text, without a chat template, and learn its eos."""
+        """Encode prompt and completion as one text that ends with eos, without a chat template;
+        learned are completion and eos, and with train_on=all the prompt too."""
         if text.weight and not text.completion.strip():
             raise EmptyAnswer("the completion is empty: leave the row out, or give it weight: 0")
         start = 0 if self.train_on == "all" else len(text.prompt)
@@ -441,7 +442,8 @@ class LabelledEncoder(AnswerEncoder):
     per_example = {"desired": np.bool_, "matched": np.bool_}
 
     def detect(self, row: Row, format: Format) -> Format:
-        """A row with the keys of both formats is an answer with its label."""
+        """Find the format of a row; one with the keys of both formats is an answer with its
+        label."""
         try:
             return format.detect(row, ("unpaired",))
         except ValueError:
@@ -471,7 +473,8 @@ class LabelledEncoder(AnswerEncoder):
             yield examples
 
     def group_examples(self, examples: Sequence[Example]) -> Iterable[Sequence[Example]]:
-        """Each answer with its mismatched one: a pair's two need not share a micro-batch."""
+        """Divide the examples of a row into groups, each an answer with its mismatched one: a
+        pair's two need not share a micro-batch."""
         starts = [i for i, example in enumerate(examples) if example.per_example["matched"]]
         ends = [*starts[1:], len(examples)]
         return [examples[i:end] for i, end in zip(starts, ends, strict=True)]

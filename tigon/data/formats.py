@@ -661,7 +661,8 @@ def _check_answers(
     prompt: TextOrMessages | None = None,
     format: Format | None = None,
 ) -> None:
-    """Raise ValueError for an answer that is empty, not the assistant's, or unlike its prompt."""
+    """Raise ValueError for an answer that is empty or begins with a message of user or system, and,
+    with `format`, for one that is a text where the prompt has messages, or the other way round."""
     for name, answer in zip(names, answers, strict=True):
         if format is not None:
             _check_same_kind((format.column("prompt"), name), (prompt, answer))

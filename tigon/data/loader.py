@@ -121,7 +121,7 @@ class Loader:
             return self._count_steps(self._epochs[0])
 
     def report(self) -> PackingReport:
-        """Report what the first epoch holds."""
+        """Return the counts of groups, rows and tokens in the first epoch."""
         assert self.steps_per_epoch is not None
         return self._report
 
@@ -212,7 +212,8 @@ class Loader:
         self.windows.close()
 
     def batch(self, step: int) -> list[tuple[Window, PackedRows, np.ndarray]]:
-        """List the windows of the global batch, with the indices of the rows that it takes."""
+        """List the windows of a step's global batch, each with its packed rows and the indices of
+        those that the batch takes."""
         with self._lock:
             slices = self._window_slices(step)
         return [(packed.window, packed.rows, rows) for packed, rows in slices]

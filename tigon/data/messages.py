@@ -88,7 +88,8 @@ def _normalize_message(message: dict[str, Any], name: str) -> dict[str, Any]:
 
 
 def _join_content(parts: list[Any], role: Any, name: str) -> Any:
-    """Join the text of content parts. A tool's result may be any other list, which stays as is."""
+    """Join the text of content parts; what is no list of parts stays as it is, as does a tool's
+    result with other parts, which raise ValueError elsewhere."""
     if not all(isinstance(part, dict) and part.keys() & {"type", "text"} for part in parts):
         return parts
     texts = []

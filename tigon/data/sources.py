@@ -71,7 +71,8 @@ class Block:
     fraction: tuple[float, bool] | None = None  # as Source has it
 
     def rows(self) -> NumberedRows:
-        """Yield the parsed rows with their lines."""
+        """Yield the parsed rows with their lines, or what is wrong with a row; with `fraction` only
+        the held-out rows, or only the others."""
         for line, record in self.records:
             row = parse_json(record) if isinstance(record, bytes) else record
             if self.fraction is not None:
@@ -527,7 +528,7 @@ def select_split(sources: Sequence[Source], split: Split) -> list[Source]:
 
 
 def select_rows(sources: Sequence[Source], start: int, stop: int | None) -> list[Source]:
-    """Narrow the sources, read one after the other, to the rows from `start` to `stop`."""
+    """Narrow the sources, read one after the other, to rows `start` to `stop` - 1 of all."""
     if start == 0 and stop is None:
         return list(sources)
     selected: list[Source] = []
@@ -610,7 +611,7 @@ def suffix(name: str) -> str:
 
 
 def parse_json(raw: bytes) -> Row | ValueError:
-    """The JSON object of a line, or what is wrong with it."""
+    """Return the JSON object of a line, or a ValueError that says what is wrong with it."""
     # `[],` over and over is small as bytes only
     if len(raw) > LARGE_ROW_BYTES and raw.count(b"[") + raw.count(b"{") > MAX_CONTAINERS:
         return ValueError(f"has more than {MAX_CONTAINERS:,} lists and objects")

@@ -278,13 +278,14 @@ class _GroupReader:
         return False
 
     def restart(self) -> None:
-        """Begin another pass over the sources."""
+        """Begin another pass over the sources, from the first group."""
         self.times, self.source, self.record, self.group = self.times + 1, 0, 0, 0
         self.is_new, self.examples = True, None
         self.blocks = self._blocks(0, 0)
 
     def _blocks(self, first: int, record: int) -> Iterator[tuple[int, int, Examples]]:
-        """Yield the source, the first record and the examples of each block."""
+        """Yield, from a record of the first source on, the index of each block's source, the number
+        of its first record, and its examples."""
         for i in range(first, len(self.sources)):
             for block in self.sources[i].blocks(record):
                 yield i, record, self.encoder(block)

@@ -282,7 +282,8 @@ def _from_row(
 
 @contextmanager
 def one_tokenizer_thread() -> Iterator[None]:
-    """Give the tokenizers of processes that start inside one thread each."""
+    """Give the tokenizers of processes that start inside one thread each, by
+    TOKENIZERS_PARALLELISM."""
     before = os.environ.get("TOKENIZERS_PARALLELISM")
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     try:

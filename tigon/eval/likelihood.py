@@ -218,7 +218,8 @@ def _score_shared(
 def _score_labels(
     model: CausalLM, ids: Tensor, labels: Tensor, **options: object
 ) -> tuple[Tensor, Tensor]:
-    """Returns nats [B, T] in fp64, 0 without a label, and whether greedy decoding agrees."""
+    """Returns the negative log-likelihood of each label in nats, fp64 [B, T], 0 where there is
+    none, and whether greedy decoding gives it, bool [B, T], True where there is none."""
     out = model(
         ids.to(model.device),
         shift_labels=labels.to(model.device),

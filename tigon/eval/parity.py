@@ -64,7 +64,8 @@ def parity(
     new_tokens: int = 64,
     device: str = "cpu",
 ) -> Parity:
-    """Compares logits, loss and greedy text with transformers, in fp32 and logits in bf16 too."""
+    """Compares logits, loss and greedy text with transformers in fp32, and logits in bf16; both
+    load the checkpoint."""
     try:
         from transformers import AutoModelForCausalLM
         from transformers.utils import logging

@@ -152,7 +152,8 @@ def _is_chat(source: Source) -> bool:
 
 
 def _windows(documents: Sequence[Document], context: int, stride: int) -> list[Window]:
-    """Returns the windows that have something to score, shortest first."""
+    """Returns the windows of `context` tokens, `stride` apart, that have something to score,
+    shortest first."""
     windows = []
     for d, (ids, supervised) in enumerate(documents):
         fresh = 1  # nothing predicts a document's first token

@@ -271,7 +271,8 @@ def _denominator(num_items: Any, items: Tensor) -> Tensor | float:
 
 
 def resolve_keep(keep: Keep, batch: int, tokens: int, device: torch.device) -> slice | Tensor:
-    """`logits_to_keep` as a slice, a 1-D index for every row or a 2-D index per row."""
+    """Return `logits_to_keep` as a slice, an index [n] for all rows or one for each [B, n], without
+    negative numbers; raises for what is none of these."""
     if isinstance(keep, bool) or not isinstance(keep, int | Tensor):
         raise TypeError(f"logits_to_keep must be an int or a tensor, not {keep!r}")
     if isinstance(keep, int):
@@ -434,7 +435,8 @@ class LossTerms:
         )
 
     def _add_metrics(self, metrics: tuple[str, ...]) -> None:
-        """Add the metrics to the first criterion that takes any, or else a criterion for them."""
+        """Add the metrics to the first cross-entropy or LogProbs, or if there is none, append a
+        cross-entropy without a loss for them."""
         for i, c in enumerate(self._criteria):
             if isinstance(c, CrossEntropy | LogProbs):
                 self._criteria[i] = replace(c, metrics=(*c.metrics, *metrics))

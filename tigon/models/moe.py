@@ -32,7 +32,8 @@ class MoEConfig(ModelConfig):
 
     @classmethod
     def from_dict(cls, source: Mapping[str, Any]) -> Self:
-        """As ModelConfig's, with the number of experts under any of `experts_keys`."""
+        """As ModelConfig's, with the number of experts under any of `experts_keys`; ConfigError if
+        it has several that differ."""
         counts = {key: source[key] for key in cls.experts_keys if key in source}
         if not counts:
             return super().from_dict(source)

@@ -142,7 +142,8 @@ class Tokenizer:
     def from_pretrained(
         cls, path_or_repo: str | os.PathLike[str], **options: Unpack[HubOptions]
     ) -> "Tokenizer":
-        """Load the tokenizer.json of a local directory or hub repository."""
+        """Load the tokenizer of a local directory or hub repository: its tokenizer.json, settings
+        and chat templates."""
         repository = Repository(path_or_repo, **options)
         # All files now: an export at the end of a long run must not depend on the hub
         files = find_files(repository)

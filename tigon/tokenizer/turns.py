@@ -75,7 +75,8 @@ class Conversation:
         return render(self.template, messages, **options, **self.variables)
 
     def turn(self, i: int) -> Turn:
-        """Locate the turn messages[i], as it follows its prompt."""
+        """Return the turn messages[i]: the conversation up to its end, and where it begins, which
+        is the end of its prompt; ValueError where that is ambiguous."""
         if i not in self._turns:
             prompt = self._render_prefix(i, self.messages[:i], add_generation_prompt=True).text
             rendered = self._prefix(i)
@@ -139,7 +140,8 @@ class Conversation:
         return self._prefixes[i]
 
     def _align(self, i: int, prompt: str, turn: Rendered) -> Turn:
-        """Locate a turn whose text does not begin with its prompt."""
+        """Locate a turn whose text does not begin with its prompt, since reasoning or earlier
+        messages are written differently; ValueError if neither explains it."""
         common = common_prefix_length(turn.text, prompt)
         thinking = _ENDS_IN_THINKING.search(prompt)
         start = thinking.start() if thinking else len(prompt)

@@ -184,7 +184,7 @@ def _letters(name: str) -> str:
 
 
 def describe_type(hint: Any, plural: bool = False) -> str:
-    """Returns a type in words."""
+    """Returns a type in words, such as "a whole number", or in the plural "whole numbers"."""
     origin, args = get_origin(hint), get_args(hint)
     if origin in (UnionType, Union):
         return " or ".join(describe_type(option, plural) for option in args)
@@ -198,7 +198,8 @@ def describe_type(hint: Any, plural: bool = False) -> str:
 
 
 def _build_group(cls: type, values: Mapping[str, Any], parse: Parse | None, name: str) -> Any:
-    """Builds a dataclass that is an item of a list."""
+    """Builds a dataclass that is an item of a list from its settings; raises ConfigError if one
+    without a default is missing."""
     checked = read_settings(cls, values, parse=parse, group=f"{name}.")
     settings = {key.removeprefix(f"{name}."): value for key, value in checked.items()}
     for f in fields(cls):
@@ -246,7 +247,8 @@ def _find_dataclass(hint: Any) -> Any:
 
 
 def _convert(value: Any, hint: Any, parse: Parse | None, name: str) -> Any:
-    """Converts a value to a field's type, or raises with the field's name."""
+    """Converts a value to a field's type; raises TypeError or ValueError if it is of another, and
+    ConfigError inside groups."""
     origin, args = get_origin(hint), get_args(hint)
     if isinstance(value, Mapping) and (inner := _find_dataclass(hint)) is not None:
         return _build_group(inner, value, parse, name)

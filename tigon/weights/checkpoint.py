@@ -54,7 +54,8 @@ class Fp8Tensor(DecodedTensor):
         return 1 if single_row else self.block[0]
 
     def rows(self, reader: Reader, first: int, count: int) -> Tensor:
-        """Reads rows and dequantizes them."""
+        """Reads rows [first, first + count) and dequantizes them to fp32; of a stack, a row is a
+        matrix."""
         codes = self._read(reader, self.stored, first, count).view(torch.uint8)
         numbers = NUMBERS[self.stored.dtype].index_select(0, codes.flatten().int())
         values = numbers.view(codes.shape)

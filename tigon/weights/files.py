@@ -102,7 +102,8 @@ def lock_file(path: Path, target: Path, doing: str, instead: str) -> Iterator[bo
 
 
 def _lock(path: Path, target: Path, doing: str, instead: str) -> int | None:
-    """Locks a file; returns None where the file system has no locks."""
+    """Locks a file, which is created if need be, and returns its descriptor, or None, with a
+    warning, where the file system has no locks; raises LockedError if it is taken."""
     while True:
         try:
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
@@ -130,7 +131,7 @@ def _lock(path: Path, target: Path, doing: str, instead: str) -> int | None:
 
 
 def _locked_error(descriptor: int, busy: str, instead: str) -> LockedError:
-    """Returns the error that names who holds the lock."""
+    """Returns the error that names who holds the lock, and closes the descriptor."""
     holder = os.read(descriptor, 1000).decode(errors="replace") or "another process"
     error = LockedError(f"{busy} by {holder}: wait until it ends, or {instead}")
     error.by_this_process = _identity(descriptor) in _held
@@ -291,7 +292,8 @@ def _publish(temporary: Path, target: Path, replace: bool) -> None:
 
 @contextmanager
 def read_lock(directory: Path) -> Iterator[None]:
-    """Keep writers from removing or replacing a directory, if the file system has locks."""
+    """Keep writers from removing or replacing a directory in the body of a `with`, if the file
+    system has locks."""
     descriptor = os.open(directory, os.O_RDONLY)
     try:
         with suppress(OSError):  # a file system without locks
@@ -303,7 +305,8 @@ def read_lock(directory: Path) -> Iterator[None]:
 
 @contextmanager
 def _unread(directory: Path) -> Iterator[bool]:
-    """Keep readers from locking a directory; yields False if one has."""
+    """Keep readers from locking a directory in the body of a `with`; yields False if one has it
+    locked."""
     descriptor = os.open(directory, os.O_RDONLY)
     try:
         free = True

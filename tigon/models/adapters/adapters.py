@@ -91,7 +91,8 @@ def add_experts_deltas(layer: nn.Module, low: LowRankExperts) -> None:
 
 
 def _full_tensor(parameter: Tensor) -> Tensor:
-    """Gather an unsharded, detached copy of a parameter; every rank calls this."""
+    """Return a parameter without gradient, and gathered from all ranks if it is sharded; every rank
+    calls this."""
     tensor = parameter.detach()
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
@@ -135,7 +136,8 @@ def add_adapter(
 
 
 def check_new_adapter(model: LanguageModel, name: str) -> None:
-    """Raises ValueError if no adapter of that name can be added."""
+    """Raises ValueError if no adapter of that name can be added: the name is taken or no name, CUDA
+    graphs were captured, or the model is sharded."""
     if not isinstance(name, str) or not NAME.fullmatch(name) or hasattr(Adapters(), name):
         raise ValueError(f"an adapter's name has letters, digits, _ and - only, not {quote(name)}")
     if name in model.adapters:
@@ -338,7 +340,8 @@ def set_adapter(model: LanguageModel, name: str | None) -> None:
 
 
 def set_active_name(model: LanguageModel, name: str | None) -> None:
-    """Set the active adapter without any check."""
+    """Make this adapter the active one in the model and its layers, or none of them, without any
+    check."""
     model.active_adapter = name
     for module in model.modules():
         if isinstance(module, Adapters | SavedModules):

@@ -151,7 +151,8 @@ def check_number(name: str, value: Any, kind: Any) -> Any:
 
 
 def compile_pattern(key: str, pattern: str) -> re.Pattern[str]:
-    """Compile a pattern, which may begin after any dot; raises ValueError if it may be slow."""
+    """Compile a pattern, which may begin after any dot; raises ValueError if it may be slow or is
+    no regular expression."""
     long = len(pattern) > MAX_LENGTH or len(REPEAT.findall(pattern)) > MAX_REPEATS
     if long or COSTLY.search(pattern):
         raise ValueError(f"{key}[{quote(pattern)}] is too complicated: write whole names")
@@ -269,7 +270,8 @@ class PeftAdapter(NamedTuple):
 
 
 def read_adapter(repository: Repository, model: LanguageModel) -> PeftAdapter:
-    """Read and check an adapter's config and the headers of its tensors."""
+    """Read and check an adapter's config and the headers of its tensors; raises FileNotFoundError
+    for a missing file, and ValueError for what is not supported or not complete."""
     try:
         path = repository.file(CONFIG)
     except FileNotFoundError as error:

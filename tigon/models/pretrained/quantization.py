@@ -118,7 +118,8 @@ def _keep_fp8(model: LanguageModel, layers: dict[str, Linear], checkpoint: Check
 
 
 def _find_fp8(load_options: dict[str, Any], name: str) -> list[Fp8Tensor]:
-    """Find the checkpoint's fp8 matrices that a parameter is made of."""
+    """Find the checkpoint's fp8 matrices that a parameter is made of; parts that are stored
+    otherwise are left out."""
     parts, source_of = load_options["layout"][name], load_options["source_of"]
     tensors = load_options["checkpoint"].tensors
     infos = (tensors.get(source_of.get(part.name, part.name)) for part in parts)
@@ -158,7 +159,8 @@ def load_quantized(model: LanguageModel, checkpoint: Checkpoint, staging_bytes: 
 def _load_batch(
     device: torch.device, batch: dict[str, NF4Weight], load_options: dict[str, Any]
 ) -> None:
-    """Read the weights of a batch, then quantize them one by one."""
+    """Read the weights of a batch in full, then quantize them one by one; raises ValueError for
+    values that are NaN or infinite."""
     dense = {
         name: torch.empty(weight.shape, dtype=weight.dtype, device=device)
         for name, weight in batch.items()

@@ -17,11 +17,12 @@ from tigon.weights import Layout
 
 
 class CausalLM(LanguageModel):
-    """A language model with all that users call: forward, generation, loading, saving, resizing and
-    adapters.
+    """A language model with all that users call; families subclass it with their config and block
+    classes.
 
-    It adds to `LanguageModel`, the decoder and head with their forward pass, the functions of other
-    modules as methods. Families subclass it with their config and block classes.
+    It adds to `LanguageModel` (decoder, head and forward pass) `generate`, loading and saving,
+    random weights from a config, `resize_token_embeddings`, and methods that add, load, save,
+    choose, merge and delete adapters.
     """
 
     generate = generate

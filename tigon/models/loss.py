@@ -435,8 +435,9 @@ class LossTerms:
         )
 
     def _add_metrics(self, metrics: tuple[str, ...]) -> None:
-        """Add the metrics to the first cross-entropy or LogProbs, or if there is none, append a
-        cross-entropy without a loss for them."""
+        """Add the metrics to the first cross-entropy or LogProbs, or if there is none, append for
+        them a cross-entropy that is no part of the loss; ValueError for metrics that need labels
+        without any."""
         for i, c in enumerate(self._criteria):
             if isinstance(c, CrossEntropy | LogProbs):
                 self._criteria[i] = replace(c, metrics=(*c.metrics, *metrics))

@@ -35,7 +35,7 @@ def message_weights(
     unless `weights` has a number for a message; messages of weight 0 are left out.
 
     With train_on=all, only those in `weights`, also if they are 0: the rest of the text has weight
-    1. Raises ValueError if there is no turn of the assistant to learn.
+    1. Otherwise raises ValueError if there is no turn of the assistant.
     """
     turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
     if not turns and train_on != "all":

@@ -405,7 +405,7 @@ class Tokenizer:
     def encode_weighted(self, text: str, spans: Sequence[Span]) -> tuple[list[int], list[float]]:
         """Encode a text with special tokens, and return its token ids and their weights.
 
-        The weight of a token is that of the span which overlaps it, or 0.
+        The weight of a token is the largest of the spans that overlap it, or 0.
         """
         encoding = self._encode(text, add_special_tokens=True)
         text_tokens = [i for i, added in enumerate(encoding.special_tokens_mask) if not added]

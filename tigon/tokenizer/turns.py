@@ -75,8 +75,8 @@ class Conversation:
         return render(self.template, messages, **options, **self.variables)
 
     def turn(self, i: int) -> Turn:
-        """Return the turn messages[i]: the conversation up to its end, and where it begins, which
-        is the end of its prompt; ValueError where that is ambiguous."""
+        """Return the turn messages[i]: the conversation up to its end, and where it begins, in most
+        templates at the end of its prompt; ValueError where that is ambiguous."""
         if i not in self._turns:
             prompt = self._render_prefix(i, self.messages[:i], add_generation_prompt=True).text
             rendered = self._prefix(i)

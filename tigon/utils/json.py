@@ -29,7 +29,8 @@ class DuplicateKeyError(ValueError):
 def read_json(path: Path, *, max_bytes: int = MAX_BYTES, nan: bool = False) -> dict[str, Any]:
     """Reads the object in a JSON file; raises ValueError with the file's name as `parse_json` does.
 
-    A file that is larger than `max_bytes` or no regular file is refused before it is read.
+    A file that is no regular file is refused before it is read, and one larger than `max_bytes`
+    before it is parsed.
     """
     return parse_object(read_bytes(path, max_bytes), path, nan=nan)
 

@@ -116,7 +116,7 @@ def _read(
     checkpoint: Checkpoint, name: str, dtype: torch.dtype, start: int, first: int, count: int
 ) -> Tensor:
     """Reads `count` rows of a tensor from row `start` + `first` on, converted to the dtype; raises
-    ValueError where float16 makes them infinite, or for NaN then."""
+    ValueError if a conversion to float16 gives values that are NaN or infinite."""
     info, first = checkpoint.tensors[name], start + first
     shape, unit = info.shape, math.prod(info.shape[1:-1])
     if isinstance(info, TensorInfo) and len(shape) > 2:  # as a matrix, of which any row can be read

@@ -70,8 +70,8 @@ class GGUF:
 
 @cache
 def import_reader() -> Any:
-    """Make a GGUFReader that reads an array of numbers at once and skips arrays of strings: with
-    the package's own a vocabulary takes half a minute."""
+    """Make a subclass of GGUFReader that reads an array of numbers at once and skips arrays of
+    strings: the package's own takes half a minute for a vocabulary."""
     gguf = import_gguf()
     length_at = struct.Struct("<Q").unpack_from
 

@@ -113,7 +113,7 @@ def add_adapter(
     """Add a new adapter, which changes no output yet, activate it, and freeze the rest.
 
     Its parameters are in `dtype`: None is that of the model, and float32 in place of 16 bits. On a
-    model without memory (device "meta") `begin_adapter` gives it its first values later. Raises
+    model without memory (device "meta") `init_adapter` gives it its first values later. Raises
     ValueError, with the model as it was, where DoRA meets a row or a column of zeros.
     """
     config = LoraConfig() if config is None else config

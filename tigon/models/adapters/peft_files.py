@@ -362,7 +362,8 @@ def _model_names(tensors: Collection[str], file: str) -> dict[str, str]:
 def _lora_config(
     values: Mapping[str, Any], tensors: Mapping[str, TensorInfo], model: LanguageModel
 ) -> LoraConfig:
-    """Convert PEFT's config to a LoraConfig with whole names instead of patterns.
+    """Convert PEFT's config to a LoraConfig with names instead of regular expressions; raises
+    ValueError for one that contradicts the tensors.
 
     `tensors`, by the model's names, decide which modules are adapted.
     """

@@ -259,8 +259,8 @@ class WindowedConfig(ModelConfig):
             )
 
     def slides(self, layer: int) -> bool:
-        """Whether the layer has a sliding window if `layer_types` is None, by the family's rule;
-        here all have one."""
+        """Whether the layer has a sliding window if `layer_types` is None: here every layer has
+        one, and families have other rules."""
         return True
 
     def layer_type(self, layer: int) -> str:

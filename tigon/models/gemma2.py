@@ -31,7 +31,8 @@ class Gemma2Config(GemmaConfig, WindowedConfig):
     attn_logit_softcapping: float | None = 50.0
 
     def slides(self, layer: int) -> bool:
-        """True for layers 0, 2, 4, ..."""
+        """Whether the layer has a sliding window if `layer_types` is None: layers 0, 2, 4 and so on
+        have."""
         return layer % 2 == 0
 
 

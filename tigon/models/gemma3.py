@@ -60,7 +60,8 @@ class Gemma3Config(GemmaConfig, TwoRopesConfig):
         return super()._rope_keys() | {"rope_local_base_freq": local}
 
     def slides(self, layer: int) -> bool:
-        """True for all layers but every sliding_window_pattern-th."""
+        """Whether the layer has a sliding window if `layer_types` is None: all have but every
+        sliding_window_pattern-th."""
         return (layer + 1) % self.sliding_window_pattern != 0
 
 

@@ -22,7 +22,8 @@ class Olmo3Config(Olmo2Config, TwoRopesConfig):
     default_theta = 5e5
 
     def slides(self, layer: int) -> bool:
-        """True for all layers but every fourth."""
+        """Whether the layer has a sliding window if `layer_types` is None: all have but every
+        fourth."""
         return (layer + 1) % 4 != 0
 
 

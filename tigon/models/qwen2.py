@@ -30,7 +30,8 @@ class Qwen2Config(WindowedConfig):
     max_window_layers: int = 28
 
     def slides(self, layer: int) -> bool:
-        """True from layer max_window_layers on."""
+        """Whether the layer has a sliding window if `layer_types` is None: those from layer
+        max_window_layers on have."""
         return layer >= self.max_window_layers
 
 

@@ -72,7 +72,8 @@ class Qwen2MoeConfig(QwenMoEConfig, WindowedConfig):
             )
 
     def slides(self, layer: int) -> bool:
-        """True for even layers below max_window_layers, counted from 0."""
+        """Whether the layer has a sliding window if `layer_types` is None: layers 0, 2, 4 and so on
+        below max_window_layers have."""
         return layer % 2 == 0 and layer < self.max_window_layers
 
 

@@ -54,7 +54,8 @@ class SmolLM3Config(LlamaConfig, WindowedConfig):
         return (layer + 1) % self.no_rope_layer_interval != 0
 
     def slides(self, layer: int) -> bool:
-        """True for layers without RoPE."""
+        """Whether the layer has a sliding window if `layer_types` is None: those without RoPE
+        have."""
         return not self.rotates(layer)
 
 

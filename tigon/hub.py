@@ -139,7 +139,8 @@ class Repository:
             return file.read(count), os.fstat(file.fileno()).st_size
 
     def listing(self, folder: str = "") -> list[str]:
-        """Returns the names of the files in the repository, or in a folder of it, for messages."""
+        """Returns the sorted names of the files in the repository, or in a folder of it, for
+        messages; none if they cannot be listed."""
         root, revision = self.directory, self._commit or self.revision
         if root is None and self._is_offline():
             repository = self.cache_dir / f"models--{self.name.replace('/', '--')}"
@@ -161,7 +162,8 @@ class Repository:
         return f"{self.subfolder}/{name}" if self.subfolder else name
 
     def _connection_fault(self, path: str) -> str | None:
-        """Says why the hub does not answer within TIMEOUT; its library would try for minutes."""
+        """Says why the hub does not answer within TIMEOUT, or returns None if it does; its library
+        would try for minutes."""
         url = hf_hub_url(self.name, path, revision=self.revision)
         try:
             HfApi(token=self.token).get_hf_file_metadata(url=url, timeout=_timeout())
@@ -172,6 +174,7 @@ class Repository:
         return None
 
     def _is_offline(self) -> bool:
+        """Whether only local files are used, as the caller or the environment says."""
         return self.local_files_only or constants.is_offline_mode()
 
     def _no_file(self, name: str) -> FileNotFoundError:
@@ -242,13 +245,15 @@ class Repository:
 
 
 def _timeout() -> float:
+    """Returns the seconds to wait for the hub's first answer."""
     seconds = constants.HF_HUB_ETAG_TIMEOUT
     return TIMEOUT if seconds == constants.DEFAULT_ETAG_TIMEOUT else seconds
 
 
 @contextmanager
 def connection_errors(action: str) -> Iterator[None]:
-    """Turns an error of the hub's HTTP client, whichever it is, into a ConnectionError."""
+    """Turns an error of the hub's HTTP client, whichever it is, into a ConnectionError; an OSError
+    or ValueError stays."""
     try:
         yield
     except (OSError, ValueError):
@@ -321,7 +326,7 @@ def contains_file(folder: Path, name: str) -> bool:
 
 
 def check_folder(folder: Path) -> None:
-    """Raises ValueError for a link in the folder that leaves it, a pipe or a device."""
+    """Raises ValueError for a link directly in the folder that leaves it, a pipe or a device."""
     for name in sorted(os.listdir(folder)):
         contains_file(folder, name)
 
@@ -492,11 +497,13 @@ def is_generated_card(card: str) -> bool:
 
 
 def _digest(text: str) -> str:
+    """Returns the SHA-256 digest, in hexadecimal, of a text without blank ends."""
     return hashlib.sha256(text.strip().encode(errors="replace")).hexdigest()
 
 
 def escape_markdown(text: object) -> str:
-    """Returns text of unknown origin as one line of Markdown without markup."""
+    """Returns text of unknown origin as one line of Markdown, cut to 80 characters, with its markup
+    escaped."""
     line = " ".join(str(text).split())[:80]
     return re.sub(r"([\\`*_{}\[\]<>|#!~])", r"\\\1", "".join(filter(str.isprintable, line)))
 

@@ -23,8 +23,8 @@ BLOCKED_ERRORS = errno.EISDIR, errno.ENOTDIR, errno.EEXIST, errno.ENOTEMPTY
 
 @contextmanager
 def disk_errors(path: Path, size: int | None = None) -> Iterator[None]:
-    """Turn errors of a full disk, of permissions and of a blocked path into one line that says what
-    to do."""
+    """Turn OSErrors of the body of a `with` (full disk, permissions, blocked path) into one that
+    says in a line what to do; `size`: the bytes to write."""
     try:
         yield
     except OSError as error:
@@ -66,7 +66,8 @@ def write_text(path: Path, text: str) -> None:
 
 @dataclass
 class CleanReport:
-    """Counts of what was removed from the cache, and of what was used too recently."""
+    """Counts of data sets that were removed from the cache, with their bytes, and of those that
+    were used too recently."""
 
     removed: int = 0
     bytes: int = 0
@@ -78,7 +79,8 @@ class CleanReport:
 
 
 def clean_cache(days: float = 0.0) -> CleanReport:
-    """Remove the tokenized data that was not used for `days`.
+    """Remove the tokenized data that was not used for `days` from the cache, and return counts of
+    it.
 
     Data that is being made stays, and a process that has data open can go on reading it.
     """
@@ -105,7 +107,8 @@ def clean_cache(days: float = 0.0) -> CleanReport:
 
 @contextmanager
 def train_extra() -> Iterator[None]:
-    """Make an ImportError say that the extra `train` is to be installed."""
+    """Turn an ImportError in the body of a `with` into one that says to install the extra
+    `train`."""
     try:
         yield
     except ImportError as error:

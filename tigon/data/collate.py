@@ -58,7 +58,7 @@ class MicroBatch:
         return tuple(examples.location(start) for examples, start in self.sources)
 
     def host_column(self, column: str) -> np.ndarray:
-        """[n], a column per example, on the host."""
+        """The values [n] of a column per example, on the host."""
         return np.array([e.per_example[column][e.index(np.asarray(a))] for e, a in self.sources])
 
     def select(self, keep: np.ndarray) -> Self:
@@ -101,8 +101,8 @@ class MicroBatch:
         )
 
     def with_dropout(self, seed: int, step: int, numbers: np.ndarray) -> Self:
-        """Add keys of dropout on the host: random bits of the seed, the step, the sequence's number
-        in the step, of `numbers` [n], and the token's position in its sequence."""
+        """Copy with dropout_keys, on the host: random bits of the seed, the step, the sequence's
+        number in the step, of `numbers` [n], and the token's position in its sequence."""
         number = np.zeros(self.input_ids.numel(), dtype=np.int64)
         lengths = np.diff(self.host_spans)[:, 0]
         number[concat_ranges(self.host_spans[:, 0], lengths)] = np.repeat(numbers, lengths)
@@ -111,13 +111,17 @@ class MicroBatch:
         return replace(self, dropout_keys=random_bits(sequences, self.position_ids))
 
     def to(self, device: torch.device) -> Self:
+        """Copy with all tensors on the device, without waiting for copies; what is on the host for
+        good stays there."""
         return self._map_tensors(lambda tensor: tensor.to(device, non_blocking=True))
 
     def pin_memory(self) -> Self:
-        """Move the tensors to pinned memory, from which copies to a GPU are asynchronous."""
+        """Copy with all tensors in pinned memory, from which copies to a GPU are asynchronous."""
         return self._map_tensors(Tensor.pin_memory)
 
     def _map_tensors(self, change: Callable[[Tensor], Tensor]) -> Self:
+        """Copy with `change` applied to every tensor, columns included."""
+
         def changed(value: Any) -> Any:
             if isinstance(value, Mapping):
                 return {name: changed(column) for name, column in value.items()}
@@ -126,7 +130,7 @@ class MicroBatch:
         return replace(self, **{f.name: changed(getattr(self, f.name)) for f in fields(self)})
 
     def inputs(self) -> dict[str, Any]:
-        """Return the keyword arguments of the model's forward."""
+        """The keyword arguments of the model's forward that this batch gives."""
         return {
             "input_ids": self.input_ids,
             "position_ids": self.position_ids,

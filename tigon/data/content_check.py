@@ -35,6 +35,7 @@ class _MarkedText(NamedTuple):
     words: Sequence[str]  # any of them shows that it is written: the mark, or those of the text
 
     def is_in(self, rendered: str) -> bool:
+        """Whether a rendered conversation has any of the `words`, so that the text was written."""
         return any(word in rendered for word in self.words)
 
 
@@ -58,7 +59,8 @@ class ContentCheck:
         /,
         **options: Any,
     ) -> None:
-        """ValueError for an empty answer among `learned`, or for content that is not written.
+        """Raises ValueError for an empty answer among `learned` (EmptyAnswer), or for content that
+        is not written.
 
         Reasoning has to be written of the turns in `learned` alone, and at the end of the
         conversation up to each: of earlier turns, templates drop it. `names` are those of the
@@ -103,9 +105,10 @@ class ContentCheck:
         learned: Collection[int],
         options: dict[str, Any],
     ) -> tuple[int, str] | None:
-        """Find a text that is neither in the rendered conversation nor in that up to its message.
+        """Find the first text that is neither in the rendered conversation nor in that up to its
+        message, where reasoning that is learned has to be.
 
-        Returns the index of the first one's message, and what to say of it.
+        Returns the index of its message, and what to say of it; None if all texts are written.
         """
 
         @cache
@@ -129,6 +132,7 @@ class ContentCheck:
 
 
 def _explain(text: _MarkedText, messages: Sequence[Message]) -> str:
+    """Say which text of a message the chat template leaves out, and what to do."""
     in_content = text.kind == "reasoning" and text.place.startswith("['content']")
     subject = "its reasoning" if in_content else "it"
     return (
@@ -194,6 +198,8 @@ def _mark_message(i: int, message: Message, texts: list[_MarkedText]) -> dict[st
 
 
 def _value_shape(value: Any, key: str = "") -> Any:
+    """Reduce a message's value to what a template may branch on: roles, keys, types, and which
+    texts, before and after a block of reasoning, are blank."""
     if isinstance(value, str) and key != "role":
         closer = _CLOSERS.search(value)
         if closer is None:

@@ -57,7 +57,7 @@ MAX_BAD_ROWS = 100  # rows that may be bad before a source is refused, where bad
 
 
 class FormatEncoder(Encoder):
-    """Rows in one of the formats of `formats.py`."""
+    """Base class of encoders of rows in one of the formats of `formats.py`."""
 
     per_token: Mapping[str, DTypeLike] = WEIGHTED_COLUMNS
     formats: Sequence[str] = ()
@@ -91,17 +91,20 @@ class FormatEncoder(Encoder):
         return format.detect(row, self.formats)
 
     def check_first_row(self, row: Row, format: Format) -> Format:
-        """Complete the format of a source by its first row; ValueError if it cannot be encoded."""
+        """Complete the format of a source by its first row; ValueError if it cannot be encoded.
+        Here the format is returned as it is."""
         return format
 
     def append_eos(self, ids: list[int]) -> list[int]:
-        """Return the ids with an eos at their end, unless they have one."""
+        """Return the ids with an eos at their end, unless they have one; ValueError if the
+        tokenizer has no eos."""
         if self.eos is None:
             raise ValueError("the tokenizer has no eos token to end a text with")
         return ids if ids[-1:] == [self.eos] else [*ids, self.eos]
 
     def ignored(self, row: Row, format: Format) -> set[str]:
-        """List the keys of a row, its messages and template variables that nothing reads."""
+        """Collect the keys that nothing reads: of a row, and, as "column.key", of its messages and
+        template variables."""
         read_keys = format.read_keys()
         ignored = row.keys() - read_keys
         if not self.uses_chat_template:
@@ -127,6 +130,8 @@ class FormatEncoder(Encoder):
         return {}
 
     def digest(self) -> str:
+        """Return a digest of the encoder's class and version, of `options`, and of the tokenizer,
+        with its chat template if the encoder uses it."""
         parts = type(self).__name__, ENCODER_VERSION, tokenizers.__version__, self.options()
         tokenizer = self.tokenizer.digest(chats=self.uses_chat_template)
         return hashlib.sha256(f"{tokenizer} {parts}".encode()).hexdigest()
@@ -141,6 +146,8 @@ class TextEncoder(FormatEncoder):
         return {"eos": self.eos}
 
     def batch(self, rows: Sequence[Row], format: Format) -> Iterator[Encoded]:
+        """Yield the example of each row's text, all tokenized in one call, or row by row if one is
+        bad."""
         try:
             texts = [parse_text(row, format) for row in rows]
             encoded = self.tokenizer.encode_batch([text.completion for text in texts])
@@ -151,10 +158,13 @@ class TextEncoder(FormatEncoder):
             yield self._example(ids, text.weight)
 
     def row(self, row: Row, format: Format) -> Sequence[Example]:
+        """Make the example of the row's text."""
         text = parse_text(row, format)
         return self._example(self.tokenizer.encode(text.completion), text.weight)
 
     def _example(self, ids: list[int], weight: float) -> Sequence[Example]:
+        """Make the example of a text, which ends with eos; all its tokens are learned with this
+        loss weight. None if the weight is 0."""
         ids = self.append_eos(ids)
         return weighted_example(ids, np.full(len(ids), weight))
 
@@ -217,6 +227,8 @@ class ChatEncoder(TemplateEncoder):
         self.ends: set[int] = set()
 
     def check_first_row(self, row: Row, format: Format) -> Format:
+        """Return the format, with the eos that ends its texts if the row has no messages; add to
+        `ends` what the row's last turn ends in, if that must be, or else raise ValueError."""
         chat = self._parse(row, format)
         if isinstance(chat, WeightedText):
             self.ends.update(self.append_eos([]))
@@ -228,7 +240,7 @@ class ChatEncoder(TemplateEncoder):
         return format
 
     def _parse(self, row: Row, format: Format) -> WeightedChat | WeightedText:
-        """Read the row, with messages as the chat template needs them."""
+        """Read the row, with its messages converted to what the chat template needs."""
         chat = parse_chat(row, format)
         if isinstance(chat, WeightedText):
             return chat
@@ -238,6 +250,8 @@ class ChatEncoder(TemplateEncoder):
         return {"train_on": self.train_on, "train_on_empty_thinking": self.train_on_empty_thinking}
 
     def row(self, row: Row, format: Format) -> Sequence[Example]:
+        """Make the examples of the row's conversation or completion: one, with all_turns one for
+        each turn that the template rewrites too, or none if its weights are 0."""
         chat = self._parse(row, format)
         if isinstance(chat, WeightedText) != (format.eos is not None):
             first = "lists of messages" if format.eos is None else "texts"
@@ -267,7 +281,8 @@ class ChatEncoder(TemplateEncoder):
         return examples
 
     def _completion(self, text: WeightedText) -> Sequence[Example]:
-        """Encode prompt and completion as one text, without a chat template, and learn its eos."""
+        """Encode prompt and completion as one text that ends with eos, without a chat template;
+        learned are completion and eos, and with train_on=all the prompt too."""
         if text.weight and not text.completion.strip():
             raise EmptyAnswer("the completion is empty: leave the row out, or give it weight: 0")
         start = 0 if self.train_on == "all" else len(text.prompt)
@@ -288,7 +303,8 @@ def template_words(tokenizer: Tokenizer) -> set[str]:
 
 
 def weighted_example(ids: list[int], weights: np.ndarray) -> Sequence[Example]:
-    """Make an example of tokens with loss weights; return none if all weights are 0."""
+    """Make a list with an example of these tokens, its columns supervised (where a weight is above
+    0) and, unless all are 0 or 1, loss_weights; an empty list if all weights are 0."""
     supervised = weights > 0
     if not supervised.any():
         return []
@@ -313,10 +329,11 @@ class AnswerEncoder(TemplateEncoder):
     def tokenize_answers(
         self, sample: AnswerSample, *, train_on_empty_thinking: bool = False
     ) -> tuple[int, list[list[int]]]:
-        """Count the tokens of the prompt, and tokenize the prompt with each answer.
+        """Return the number of tokens that belong to the prompt, and the tokens of the prompt with
+        each answer.
 
         An empty block of reasoning that all answers begin with belongs to the prompt, unless it is
-        learned.
+        learned. Raises ValueError for an answer without tokens of its own.
         """
         tokenizer = self.tokenizer
         if isinstance(sample.prompt, list):
@@ -335,7 +352,8 @@ class AnswerEncoder(TemplateEncoder):
         return shared, sequences
 
     def _render(self, sample: AnswerSample) -> tuple[str, list[str]]:
-        """Render the prompt for generation, and the prompt with each answer, as texts."""
+        """Render the prompt for generation, and the prompt with each answer, as texts; raises
+        ValueError for an answer of which the chat template leaves something out."""
         options: dict[str, Any] = {"tools": sample.tools, **sample.variables}
 
         def render(messages: Any, **more: Any) -> str:
@@ -367,10 +385,12 @@ class AnswerEncoder(TemplateEncoder):
 
 
 class PairEncoder(AnswerEncoder):
-    """Pairs: a group of the chosen answer and the rejected one, each after the prompt.
+    """Pairs: a group of two examples, the chosen answer and the rejected one, each after the
+    prompt.
 
-    `margin`: a column of what the row says of by how much the one is better. `shared_prompt`: a
-    pair without a prompt in common is an error; otherwise its sequences are learned whole.
+    `margin`: the examples have a column with the row's margin, by how much the chosen one is
+    better, or 0. `shared_prompt`: a pair without a prompt in common is an error; otherwise its
+    sequences are learned whole.
     """
 
     formats = ("preference",)
@@ -388,14 +408,18 @@ class PairEncoder(AnswerEncoder):
         self.per_example = {"margin": np.float32} if margin else {}
 
     def options(self) -> dict[str, Any]:
+        """As the base's, and whether there is a column of margins."""
         # Not shared_prompt: rows that are no error without it are the same with it
         return super().options() | {"margin": "margin" in self.per_example}
 
     def ignored(self, row: Row, format: Format) -> set[str]:
+        """As the base's, and the margin if it is no column."""
         unread = set() if self.per_example else {format.column("margin")} & row.keys()
         return super().ignored(row, format) | unread
 
     def row(self, row: Row, format: Format) -> Sequence[Example]:
+        """Make the examples of the chosen and of the rejected answer; ValueError if their tokens
+        are equal."""
         sample = parse_pair(row, format, shared_prompt=self.shared_prompt)
         prompt, (chosen, rejected) = self.tokenize_answers(sample)
         if chosen == rejected:
@@ -418,16 +442,20 @@ class LabelledEncoder(AnswerEncoder):
     per_example = {"desired": np.bool_, "matched": np.bool_}
 
     def detect(self, row: Row, format: Format) -> Format:
-        """A row with the keys of both formats is an answer with its label."""
+        """Find the format of a row; one with the keys of both formats is an answer with its
+        label."""
         try:
             return format.detect(row, ("unpaired",))
         except ValueError:
             return format.detect(row, self.formats)
 
     def ignored(self, row: Row, format: Format) -> set[str]:
+        """As the base's, and the margin of a pair."""
         return super().ignored(row, format) | ({format.column("margin")} & row.keys())
 
     def batch(self, rows: Sequence[Row], format: Format) -> Iterator[Encoded]:
+        """Yield the examples of each row, or its error: each answer, followed by the prompt with
+        the answer of the good row before, if there are several."""
         encoded = [result_or_error(self._encode_answers, row, format) for row in rows]
         good = [answers for answers in encoded if not isinstance(answers, ValueError)]
         previous = dict(zip(map(id, good), [*good[-1:], *good[:-1]], strict=True))
@@ -445,7 +473,8 @@ class LabelledEncoder(AnswerEncoder):
             yield examples
 
     def group_examples(self, examples: Sequence[Example]) -> Iterable[Sequence[Example]]:
-        """Each answer with its mismatched one: a pair's two need not share a micro-batch."""
+        """Divide the examples of a row into groups, each an answer with its mismatched one: a
+        pair's two need not share a micro-batch."""
         starts = [i for i, example in enumerate(examples) if example.per_example["matched"]]
         ends = [*starts[1:], len(examples)]
         return [examples[i:end] for i, end in zip(starts, ends, strict=True)]
@@ -483,9 +512,12 @@ class RewardedEncoder(AnswerEncoder):
         self.scale = scale
 
     def options(self) -> dict[str, Any]:
+        """As the base's, and `scale`."""
         return super().options() | {"scale": self.scale}
 
     def row(self, row: Row, format: Format) -> Sequence[Example]:
+        """Make an example for each answer, with its advantage and reward, the one that the row
+        lacks as NaN."""
         rewarded = parse_rewarded(row, format)
         logprobs = rewarded.old_logprobs
         if isinstance(rewarded.answers, AnswerSample):
@@ -522,7 +554,8 @@ class RewardedEncoder(AnswerEncoder):
 
 
 def compute_advantages(rewards: np.ndarray, *, scale: bool = True) -> np.ndarray:
-    """Compute the advantages of answers to one prompt; exactly 0 where all rewards are equal."""
+    """Compute the advantages of answers to one prompt: rewards less their mean and, with `scale`,
+    over their standard deviation + 1e-4; exactly 0 where all are equal."""
     if np.ptp(rewards) == 0:
         return np.zeros_like(rewards)
     centered = rewards - rewards.mean()
@@ -530,7 +563,8 @@ def compute_advantages(rewards: np.ndarray, *, scale: bool = True) -> np.ndarray
 
 
 def append_empty_thinking(prompt: str, texts: Sequence[str]) -> str:
-    """Extend the prompt by the empty block of reasoning that all these texts have after it."""
+    """Return the prompt, extended by the empty block of reasoning after it if all these texts go on
+    with the same."""
     prompts = set()
     for text in texts:
         start = common_prefix_length(prompt, text)
@@ -564,9 +598,12 @@ class TopEncoder(FormatEncoder):
     }
 
     def options(self) -> dict[str, Any]:
+        """Return a constant, which keeps caches of earlier versions from being used."""
         return {"tokens": "counted"}  # makes caches anew from before the teacher's tokens counted
 
     def row(self, row: Row, format: Format) -> Sequence[Example]:
+        """Make the example of the row's tokens; ValueError if none is learned, or for a bad
+        distribution of a learned one."""
         ids = format.get(row, "input_ids")
         name = format.column("input_ids")
         if not is_token_list(ids):
@@ -604,6 +641,8 @@ class TopEncoder(FormatEncoder):
 
 
 def _check_distribution(position: int, tokens: Any, logprobs: Any) -> None:
+    """Raises ValueError unless a teacher's tokens at one position are distinct ids, with as many
+    log-probabilities whose probabilities add up to at most 1."""
     name = f"the teacher's distribution of token {position}"
     if not isinstance(tokens, list) or not isinstance(logprobs, list) or not tokens:
         raise ValueError(f"{name} is empty: give its tokens and their log-probabilities")

@@ -90,7 +90,7 @@ class EncodingReport:
         return [line for line, applies in lines.items() if applies]
 
     def explain_empty(self) -> str:
-        """Why these rows gave no example."""
+        """Say, after a source's name, why these rows gave no example."""
         if not self.rows:
             return "has no rows"
         if self.unlearned:
@@ -129,12 +129,12 @@ class Examples:
 
     @property
     def num_groups(self) -> int:
-        """The number of groups; an example without a group is one of its own."""
+        """The number of groups; without groups, that of examples."""
         return len(self) if self.groups is None else len(self.groups) - 1
 
     @cached_property
     def targets(self) -> np.ndarray:
-        """int32 [E], the supervised tokens of each example but for its first."""
+        """int32 [E], the number of supervised tokens in each example, its first token left out."""
         before = np.concatenate([[0], np.cumsum(self.supervised)])
         starts, stops = self.offsets[:-1], self.offsets[1:]
         return (before[stops] - before[np.minimum(starts + 1, stops)]).astype(np.int32)
@@ -146,11 +146,13 @@ class Examples:
         return max(int(column.max(initial=-1)) for column in columns)
 
     def identity(self) -> str:
-        """A name that changes with the content."""
+        """A name that changes with the content: its key in the cache, or else `fingerprint` in
+        hexadecimal."""
         return self.key or f"{self.fingerprint():08x}"
 
     def slice_groups(self, start: int, stop: int) -> "Examples":
-        """The groups from `start` to `stop`, with the report if they begin with the first."""
+        """The examples of groups `start` to `stop` - 1, with views of the columns, and with the
+        report if `start` is 0."""
         first, last = start, stop
         if self.groups is not None:
             first, last = int(self.groups[start]), int(self.groups[stop])
@@ -182,7 +184,7 @@ class Examples:
         return np.broadcast_to(np.float32(FILL_VALUES[name]), count)
 
     def index(self, positions: np.ndarray) -> np.ndarray:
-        """The example that holds each token position."""
+        """The index of the example that holds each token position."""
         return np.searchsorted(self.offsets, positions, side="right") - 1
 
     def location(self, position: int) -> str:
@@ -219,35 +221,44 @@ class Encoder:
     grouped = True  # whether the examples of a row have to share a micro-batch
 
     def open(self, source: Source) -> Source:
-        """The source with what its first rows decide; ValueError if they cannot be read.
+        """Return the source with what its first rows decide; ValueError if they cannot be read.
+        Here it is returned as it is.
 
         The blocks and the digest of this one are those to use.
         """
         return source
 
     def digest(self) -> str:
-        """Changes with whatever changes the examples of a row, such as the tokenizer."""
+        """Return a text that changes with whatever changes the examples of a row, such as the
+        tokenizer."""
         raise NotImplementedError
 
     def row(self, row: Row, format: Format) -> Sequence[Example]:
-        """The examples of a row, a group if there are several; ValueError for a bad row."""
+        """Make the examples of a row, none if nothing of it is learned; ValueError for a bad
+        row."""
         raise NotImplementedError
 
     def batch(self, rows: Sequence[Row], format: Format) -> Iterator[Encoded]:
-        """`row` of each, or its error; for encoders that are faster with many at once."""
+        """Yield what `row` makes of each row, or its error; for encoders that are faster with many
+        at once."""
         for row in rows:
             yield result_or_error(self.row, row, format)
 
     def group_examples(self, examples: Sequence[Example]) -> Iterable[Sequence[Example]]:
-        """The groups that the examples of a row form."""
+        """Divide the examples of a row into groups: here all in one if `grouped`, else each
+        alone."""
         return [examples] if self.grouped else [[example] for example in examples]
 
     def ignored(self, row: Row, format: Format) -> set[str]:
-        """The keys of a row that are not read."""
+        """Collect the keys of a row that are not read; here none."""
         return set()
 
     def __call__(self, block: Block) -> Examples:
-        """The examples of a block; `block.name` is their only file."""
+        """Encode a block, whose name is the examples' only file.
+
+        A bad row raises ValueError with its file and line, or with `skip_bad_rows` is left out; the
+        report counts these, and rows without examples.
+        """
         lines = [(line, _check_size(row)) for line, row in block.rows()]
         self.pass_report = EncodingReport()
         encoded = self.batch([row for _, row in lines if isinstance(row, dict)], block.format)
@@ -277,7 +288,8 @@ class Encoder:
 
 
 def result_or_error(function: Callable[..., T], *arguments: Any) -> T | ValueError:
-    """Call a function of a row; return what is wrong with the row in place of raising it."""
+    """Call a function of a row; return its ValueError, or one for a row that is nested too deeply,
+    in place of raising it."""
     try:
         return function(*arguments)
     except ValueError as error:
@@ -345,7 +357,7 @@ def collect(
     per_token: Mapping[str, DTypeLike] = SUPERVISED_COLUMN,
     per_example: Mapping[str, DTypeLike] = NO_COLUMNS,
 ) -> Examples:
-    """Join groups of examples, one group a line of the file, with columns of these dtypes.
+    """Join groups of examples, each from one line of the file, with columns of these dtypes.
 
     A value may be an array, if the whole column has one shape or is in PAD_VALUES. ValueError if an
     example lacks a column or has one that is not declared.

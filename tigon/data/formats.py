@@ -104,7 +104,7 @@ class Format:
         return f"{self.kind} {sorted(self.columns.items())} {self.eos}"
 
     def column(self, key: str) -> str:
-        """Look up the name that the rows have for a key."""
+        """The name that the rows have for a key."""
         return self.columns.get(key, key)
 
     def get(self, row: Row, key: str) -> Any:
@@ -161,6 +161,8 @@ class Format:
         return f"needs the keys of one of the formats {expected}; its keys are {names}; {hint}"
 
     def _fits(self, row: Row, kind: str) -> bool:
+        """Whether the row has a value for each required key of a kind; messages and sharegpt are
+        told apart by a key `from` in the first message."""
         if any(self.get(row, key) is None for key in REQUIRED_KEYS[kind]):
             return False
         if kind in ("messages", "sharegpt"):
@@ -170,7 +172,7 @@ class Format:
         return True
 
     def read_keys(self) -> set[str]:
-        """List the keys of a row that are read."""
+        """Collect the names, in the rows, of all keys that the format reads."""
         assert self.kind is not None
         return {self.column(key) for key in (*REQUIRED_KEYS[self.kind], *OPTIONAL_KEYS[self.kind])}
 
@@ -255,6 +257,8 @@ def read_template_variables(row: Row, format: Format) -> dict[str, Any]:
 
 
 def _read_instruction(row: Row, format: Format) -> Messages:
+    """Convert a row of the format instruction to turns of user and assistant: its history, then
+    instruction and input, joined by a blank line, and output."""
     texts = [_require_text(row, format, "instruction")]
     if format.get(row, "input") is not None:
         texts.append(_require_text(row, format, "input"))
@@ -293,12 +297,14 @@ def prepend_system(messages: MessagesOrText, row: Row, format: Format) -> Messag
 
 
 def _read_weight(row: Row, format: Format) -> float:
+    """The row's loss weight, by default 1; raises ValueError for one that is no weight."""
     weight = format.get(row, "weight")
     return 1.0 if weight is None else _check_weight(weight, repr(format.column("weight")))
 
 
 def _pop_weight(i: int, message: Any) -> float | None:
-    """Remove the keys of a message's weight and return it; None if it does not set one."""
+    """Remove `weight` or `train` from a message and return its loss weight; None if it sets none.
+    Raises ValueError for both, or for a bad value."""
     if not isinstance(message, dict):
         return None
     weight, train = message.pop("weight", None), message.pop("train", None)
@@ -312,6 +318,8 @@ def _pop_weight(i: int, message: Any) -> float | None:
 
 
 def _convert_sharegpt(i: int, message: Any) -> dict[str, Any]:
+    """Convert a message of ShareGPT to one with role and content, or tool_calls; other keys stay.
+    Raises ValueError for an unknown speaker."""
     if not isinstance(message, dict) or not {"from", "value"} <= message.keys():
         raise ValueError(f"messages[{i}] needs the keys 'from' and 'value', got {message!r:.100}")
     speaker, value = message["from"], message["value"]
@@ -328,6 +336,8 @@ def _convert_sharegpt(i: int, message: Any) -> dict[str, Any]:
 
 
 def _check_weight(value: Any, name: str) -> float:
+    """Return the value as a float; raises ValueError unless it is 0 or in [MIN_WEIGHT,
+    MAX_WEIGHT]."""
     number = isinstance(value, int | float) and not isinstance(value, bool)
     if not number or not 0 <= value < math.inf:
         raise ValueError(f"{name} must be a finite number of at least 0, not {value!r:.100}")
@@ -342,6 +352,7 @@ def read_tools(row: Row, format: Format) -> list[Any] | None:
 
 
 def _require_text(row: Row, format: Format, key: str) -> str:
+    """The row's value of a key; raises ValueError if it is no text."""
     value = format.get(row, key)
     if not isinstance(value, str):
         raise ValueError(_describe_missing(row, format, key, "a text"))
@@ -349,6 +360,7 @@ def _require_text(row: Row, format: Format, key: str) -> str:
 
 
 def _require_messages(row: Row, format: Format, key: str) -> list[Any]:
+    """A copy of the row's list of messages under a key; raises ValueError if it is no list."""
     value = format.get(row, key)
     if not isinstance(value, list):
         hint = ", which is not the JSON of one" if isinstance(value, str) else ""
@@ -357,6 +369,7 @@ def _require_messages(row: Row, format: Format, key: str) -> list[Any]:
 
 
 def _describe_missing(row: Row, format: Format, key: str, expected: str) -> str:
+    """Say in a message that the row lacks a key, or that its value is not what is `expected`."""
     name = format.column(key)
     if name in row:
         return f"{name!r} must be {expected}, not {type_name(row[name])}"
@@ -368,10 +381,12 @@ def _describe_missing(row: Row, format: Format, key: str, expected: str) -> str:
 
 
 def type_name(value: Any) -> str:
+    """The name of the value's Python type; "null" for None."""
     return "null" if value is None else type(value).__name__
 
 
 def _get_role(message: Any) -> Any:
+    """The role of a message; None if it has none or is no dictionary."""
     return message.get("role") if isinstance(message, dict) else None
 
 
@@ -443,7 +458,8 @@ def parse_pair(row: Row, format: Format, *, shared_prompt: bool = True) -> Answe
 def split_prompt(
     chosen: TextOrMessages, rejected: TextOrMessages
 ) -> tuple[TextOrMessages, TextOrMessages, TextOrMessages]:
-    """Split off the common beginning of both; a space at its end goes to the answers."""
+    """Return the common beginning of both, two texts or two lists of messages, and the rest of
+    each; a space at its end goes to the rests."""
     end = common_prefix_length(chosen, rejected)
     if end and chosen[end - 1] == " ":
         end -= 1
@@ -533,7 +549,8 @@ def check_token_ids(ids: Sequence[int], name: str) -> None:
 
 
 def _check_numbers(values: Any, name: str, count: int | None = None) -> list[float]:
-    """Check that the values are a list of finite numbers, `count` of them."""
+    """Return the values as floats; raises ValueError unless they are a list of numbers that float32
+    holds, `count` of them if it is given."""
     if not isinstance(values, list) or (count is not None and len(values) != count):
         size = "" if count is None else f", {count} of them"
         raise ValueError(f"{name!r} must be a list of numbers{size}")
@@ -543,11 +560,13 @@ def _check_numbers(values: Any, name: str, count: int | None = None) -> list[flo
 
 
 def _is_float32(value: Any) -> bool:
+    """Whether the value is an int or float, no bool, in the range of float32."""
     return type(value) in (int, float) and -MAX_FLOAT <= value <= MAX_FLOAT
 
 
 def read_number(row: Row, format: Format, name: str, default: float) -> float:
-    """Read a finite number of the row; the default if it has none."""
+    """Read a finite number of the row; the default if it has none. Raises ValueError for any other
+    value."""
     value = format.get(row, name)
     if value is None:
         return default
@@ -584,6 +603,8 @@ def _build_sample(
 
 
 def _text_or_messages(row: Row, format: Format, key: str) -> TextOrMessages:
+    """The row's value of a key, a text or normalized messages; raises ValueError for anything
+    else."""
     value, name = format.get(row, key), format.column(key)
     if isinstance(value, str | list):
         return value if isinstance(value, str) else normalize_messages(value, name)
@@ -626,6 +647,7 @@ def _check_shared_prompt(
 
 
 def _check_not_empty(names: Sequence[str], answers: Sequence[TextOrMessages]) -> None:
+    """Raise ValueError for an answer that is an empty text (EmptyAnswer) or has no message."""
     for name, answer in zip(names, answers, strict=True):
         if answer == "":
             raise EmptyAnswer(f"{name!r} has no answer: it is empty behind the prompt")
@@ -639,7 +661,8 @@ def _check_answers(
     prompt: TextOrMessages | None = None,
     format: Format | None = None,
 ) -> None:
-    """Raise ValueError for an answer that is empty, not the assistant's, or unlike its prompt."""
+    """Raise ValueError for an answer that is empty or begins with a message of user or system, and,
+    with `format`, for one that is a text where the prompt has messages, or the other way round."""
     for name, answer in zip(names, answers, strict=True):
         if format is not None:
             _check_same_kind((format.column("prompt"), name), (prompt, answer))

@@ -35,7 +35,8 @@ WindowSlices = list[tuple[PackedWindow, np.ndarray]]  # windows, and rows of eac
 
 
 class WindowRows(NamedTuple):
-    """The rows of an epoch that come from one window."""
+    """The rows of an epoch that come from one window: `begin` to `end` - 1 of the epoch's; `last`:
+    whether it is the epoch's last window."""
 
     number: int
     begin: int
@@ -52,10 +53,12 @@ class Epoch:
 
     @property
     def rows(self) -> int:
+        """The number of the epoch's rows up to the end of its last packed window."""
         return self.windows[-1].end if self.windows else 0
 
     @property
     def is_complete(self) -> bool:
+        """Whether all windows of the epoch were packed."""
         return bool(self.windows) and self.windows[-1].last
 
 
@@ -118,12 +121,13 @@ class Loader:
             return self._count_steps(self._epochs[0])
 
     def report(self) -> PackingReport:
-        """Report what the first epoch holds."""
+        """Return the counts of groups, rows and tokens in the first epoch."""
         assert self.steps_per_epoch is not None
         return self._report
 
     def epoch(self, steps: int) -> float | None:
-        """Convert steps to epochs; None for a stream, whose length is not known."""
+        """Convert a number of steps to a number of epochs; None for a stream, whose length is not
+        known."""
         return None if self.steps_per_epoch is None else steps / self.steps_per_epoch
 
     def micro_batches(self, step: int) -> list[MicroBatch]:
@@ -185,7 +189,8 @@ class Loader:
             ]
 
     def state(self, step: int) -> dict[str, Any]:
-        """Return the cursor from which a stream begins with this step, on any number of ranks."""
+        """Return the cursor from which a stream begins with this step, on any number of ranks; {}
+        for data that is no stream."""
         if self.windows.per_epoch is not None:
             return {}
         with self._lock:
@@ -207,12 +212,14 @@ class Loader:
         self.windows.close()
 
     def batch(self, step: int) -> list[tuple[Window, PackedRows, np.ndarray]]:
-        """List the windows of the global batch, with the indices of the rows that it takes."""
+        """List the windows of a step's global batch, each with its packed rows and the indices of
+        those that the batch takes."""
         with self._lock:
             slices = self._window_slices(step)
         return [(packed.window, packed.rows, rows) for packed, rows in slices]
 
     def _count_tokens(self, pieces: WindowSlices) -> tuple[np.ndarray, np.ndarray, int]:
+        """Count what `lengths` returns, for these rows."""
         lengths, before, targets = [], [], 0
         for packed, rows in pieces:
             lines = [packed.rows.line(row) for row in rows]
@@ -223,6 +230,8 @@ class Loader:
         return np.concatenate(lengths), np.concatenate(before), targets
 
     def _window_slices(self, step: int) -> WindowSlices:
+        """List the windows of the global batch, with the rows that it takes of each, in shuffled
+        order; drops windows that are no longer needed."""
         epoch, first, stop = self._locate_step(step)
         slices, numbers = [], set()
         for number, begin, end, _ in epoch.windows:
@@ -235,7 +244,8 @@ class Loader:
         return slices
 
     def _locate_step(self, step: int) -> tuple[Epoch, int, int]:
-        """Find the epoch of a step, and the rows of that epoch from which to which it goes."""
+        """Find the epoch of a step, and the range [first, stop) of the epoch's shuffled rows that
+        it takes; packs windows up to there."""
         while True:
             index = bisect_right(self._epochs, step, key=lambda epoch: epoch.first_step) - 1
             if index < 0:
@@ -253,10 +263,12 @@ class Loader:
                 self._epochs.append(Epoch(epoch.first_step + self._count_steps(epoch)))
 
     def _count_steps(self, epoch: Epoch) -> int:
+        """Count the steps of an epoch that is complete; the last may be smaller."""
         return -(-epoch.rows // self.batch_size)
 
     def _append_window(self) -> None:
-        """Pack the next window to count its rows, unless it repeats one of the epoch before."""
+        """Pack the next window and append its rows to the last epoch; a window that repeats one of
+        the epoch before is not packed again. Raises ValueError if no row is to be expected."""
         number, epoch = sum(len(epoch.windows) for epoch in self._epochs), self._epochs[-1]
         begin = epoch.rows if number else self._rows_before
         if self.windows.repeats and len(self._epochs) > 1:
@@ -280,6 +292,8 @@ class Loader:
         epoch.windows.append(WindowRows(number, begin, end, window.last))
 
     def _window(self, number: int) -> PackedWindow:
+        """Return window `number`, counted through all epochs, with its packed rows and their order;
+        packs it unless it is at hand."""
         if number in self._packed:
             return self._packed[number]
         before = self._packed.get(number - (self.windows.per_epoch or 0))
@@ -298,7 +312,7 @@ class Loader:
         return packed
 
     def _evict_windows(self) -> None:
-        """Drop the packed windows that no recent step takes."""
+        """Drop the packed windows that no recent step takes, but not the last MAX_RECENT."""
         recent = set().union(*self._recent)
         for number in list(self._packed)[:-MAX_RECENT]:
             if number not in recent:
@@ -306,6 +320,8 @@ class Loader:
         self.windows.release_before(min(recent, default=0))
 
     def _order(self, window: Window, rows: int) -> np.ndarray:
+        """int64 [rows], the row indices of a window, shuffled by seed, epoch and window; in order
+        without a seed."""
         if self.seed is None:
             return np.arange(rows)
         # Raw bits and a stable sort: numpy promises these streams, not those of permutation().

@@ -27,7 +27,8 @@ def normalize_messages(messages: list[Any], name: str) -> list[Any]:
 
 
 def normalize_tools(tools: Any, name: str) -> list[Any] | None:
-    """Wrap each tool as {"type": "function", "function": ...}; None without any."""
+    """Wrap each tool as {"type": "function", "function": ...}, after decoding what is JSON as text;
+    None without any. Raises ValueError if the tools are no list."""
     tools = read_json(tools, repr(name))
     if tools is None:
         return None
@@ -66,6 +67,8 @@ def read_json(value: Any, name: str) -> Any:
 
 
 def _normalize_message(message: dict[str, Any], name: str) -> dict[str, Any]:
+    """Copy a message without nulls, with roles and tool calls in one form and text parts of its
+    content joined; ValueError, which names the message, for what has no such form."""
     plain = _drop_nulls(message)
     if plain.get("role") in ROLE_ALIASES:
         plain["role"] = ROLE_ALIASES[plain["role"]]
@@ -85,7 +88,8 @@ def _normalize_message(message: dict[str, Any], name: str) -> dict[str, Any]:
 
 
 def _join_content(parts: list[Any], role: Any, name: str) -> Any:
-    """Join the text of content parts. A tool's result may be any other list, which stays as is."""
+    """Join the text of content parts; what is no list of parts stays as it is, as does a tool's
+    result with other parts, which raise ValueError elsewhere."""
     if not all(isinstance(part, dict) and part.keys() & {"type", "text"} for part in parts):
         return parts
     texts = []
@@ -105,6 +109,8 @@ def _join_content(parts: list[Any], role: Any, name: str) -> Any:
 
 
 def _normalize_tool_call(call: Any, name: str) -> dict[str, Any]:
+    """Convert a tool call to {"type": "function", "function": {"name", "arguments"}}, with
+    arguments as an object; ValueError if it names no function."""
     call = read_json(call, name)
     if isinstance(call, dict) and call.get("function") is None:  # without the wrapper
         outer = {"id": call.get("id"), "type": "function"}
@@ -126,6 +132,8 @@ def _normalize_tool_call(call: Any, name: str) -> dict[str, Any]:
 
 
 def _normalize_tool(tool: Any) -> Any:
+    """Wrap a tool as {"type": "function", "function": ...}, with decoded parameters; what is no
+    object with a name stays as it is."""
     if not isinstance(tool, dict):
         return tool
     function = tool.get("function")
@@ -139,5 +147,6 @@ def _normalize_tool(tool: Any) -> Any:
 
 
 def _drop_nulls(values: dict[str, Any]) -> dict[str, Any]:
-    """Remove the keys that are null, as Arrow and exports of it write keys that are absent."""
+    """Copy without the keys that are null, as Arrow and exports of it write keys that are
+    absent."""
     return {key: value for key, value in values.items() if value is not None}

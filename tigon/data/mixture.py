@@ -79,11 +79,11 @@ class Corpus:
             yield self.open(part), start, stop
 
     def part_indices(self, spans: np.ndarray) -> np.ndarray:
-        """int64 [S], the part of each span."""
+        """int64 [S], the index of the part that each span is in."""
         return np.searchsorted(self.first_token, spans[:, 0], side="right") - 1
 
     def targets(self, spans: np.ndarray) -> np.ndarray:
-        """int64 [S], the supervised tokens of each span but for its first."""
+        """int64 [S], the number of supervised tokens in each span, its first token left out."""
         counts = (np.count_nonzero(e.supervised[a + 1 : b]) for e, a, b in self.slices(spans))
         return np.fromiter(counts, dtype=np.int64)
 
@@ -150,7 +150,7 @@ class WindowSource:
         raise NotImplementedError
 
     def release_before(self, number: int) -> None:
-        """Drop the windows before this one, if they are stored."""
+        """Drop the windows before this one, if they are stored; here nothing is."""
 
     def state(self, number: int) -> dict[str, Any]:
         """Return the cursor from which a stream begins with this window; empty without need."""
@@ -169,7 +169,7 @@ class WindowSource:
         raise NotImplementedError
 
     def close(self) -> None:
-        """End a process that tokenizes."""
+        """End a process that tokenizes; here there is none."""
 
 
 class GroupOrder:
@@ -216,7 +216,7 @@ class DrawPattern:
         self.entries, self.index = entries[order], index[order]
 
     def __call__(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return the entry at each place, and how many of its draws come before."""
+        """Return, for each place, its entry and how many draws of that entry come before."""
         cycles, offsets = np.divmod(positions, len(self.entries))
         entry = self.entries[offsets]
         return entry, cycles * np.array(self.shares)[entry] + self.index[offsets]
@@ -253,6 +253,8 @@ class Mixture(WindowSource):
         return cls([[examples]], size=size)
 
     def window(self, number: int) -> Window:
+        """Make window `number`, counted through all epochs, of the groups that follow in the
+        order."""
         epoch, index = divmod(number, self.per_epoch)
         start = index * self.size
         stop = min(start + self.size, self.order.epoch)
@@ -261,6 +263,7 @@ class Mixture(WindowSource):
         return Window.from_groups(self.corpus, groups, epoch=epoch, index=index, last=last)
 
     def check_vocabulary(self, size: int) -> None:
+        """Raise ValueError if a token of the corpus is `size` or more."""
         check_vocabulary(self.corpus.parts, size)
 
     def identity(self) -> str:
@@ -298,4 +301,5 @@ def concat_ranges(starts: np.ndarray, sizes: np.ndarray) -> np.ndarray:
 
 
 def _offsets(sizes: Sequence[int] | np.ndarray) -> np.ndarray:
+    """int64 [n + 1], the sums of the first 0, 1, ..., n sizes."""
     return np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)

@@ -36,10 +36,12 @@ class TruncationStats:
 
     @property
     def truncated(self) -> int:
+        """The number of groups that were cut."""
         return self.max_length_cuts + self.row_cuts
 
     @property
     def dropped(self) -> int:
+        """The number of groups that were left out."""
         return self.max_length_drops + self.row_drops + self.unlearned
 
 
@@ -85,6 +87,7 @@ class PackingReport:
     truncation: TruncationStats = TruncationStats()
 
     def add(self, window: Window, rows: PackedRows) -> None:
+        """Add the counts of a window and its rows."""
         self.groups += len(window.groups) - 1
         self.rows += len(rows)
         self.row_tokens += int(np.diff(rows.spans).sum())
@@ -94,7 +97,7 @@ class PackingReport:
 
     @property
     def waste(self) -> float:
-        """The fraction of packed rows that is padding."""
+        """The fraction of packed rows that is padding; 0 without packing."""
         return 1 - self.row_tokens / self.space if self.space else 0.0
 
 
@@ -174,9 +177,11 @@ def pack_examples(
 def _truncate_to_row(
     lengths: np.ndarray, shared: np.ndarray, sizes: np.ndarray, seq_len: int, combine: np.ufunc
 ) -> np.ndarray:
-    """int64 [E], the lengths to which examples are cut so that each group fits into a row.
+    """int64 [E], the lengths to which examples are cut so that each group fits into a row, without
+    the `shared` tokens of each.
 
-    All examples of a group get the largest common limit that fits, found by bisection.
+    All examples of a group get the largest common limit that fits, found by bisection. `combine`:
+    np.add if a group is packed into one line, np.maximum if each example has its own.
     """
     first = np.cumsum(sizes) - sizes
     low, high = np.zeros_like(sizes), np.full_like(sizes, seq_len)
@@ -278,7 +283,8 @@ def pack_documents(window: Window, seq_len: int, *, packing: bool = True) -> Pac
 
 
 def pack_best_fit(lengths: np.ndarray, seq_len: int) -> list[list[int]]:
-    """Put indices into bins, the longest first, each into the fullest bin that has room for it."""
+    """Put the indices of `lengths` into bins of seq_len, the longest first, each into the fullest
+    bin that has room for it, or else a new one; returns the bins."""
     bins: list[list[int]] = []
     by_space: dict[int, list[list[int]]] = {}
     spaces: list[int] = []  # sorted keys of by_space
@@ -343,8 +349,12 @@ def pack_prompts(lengths: np.ndarray, shared: np.ndarray, seq_len: int) -> list[
 def _remove_fitting(
     remaining: list[tuple[int, int]], prompt: int, space: int
 ) -> tuple[list[int], int]:
-    """Remove the sequences that fit into a space from `remaining`, sorted (length, index), longest
-    first; return their indices and how many tokens they take."""
+    """Remove from `remaining`, sorted pairs (length with prompt, index), the sequences that fit
+    into a space if all but the first leave out the prompt, the longest first.
+
+    Returns their indices, sorted, and how many tokens they take; stops where attention would copy
+    the prompt's keys too often.
+    """
     fitting: list[int] = []
     used = 0
     while remaining:

@@ -71,7 +71,8 @@ class Block:
     fraction: tuple[float, bool] | None = None  # as Source has it
 
     def rows(self) -> NumberedRows:
-        """Yield the parsed rows with their lines."""
+        """Yield the parsed rows with their lines, or what is wrong with a row; with `fraction` only
+        the held-out rows, or only the others."""
         for line, record in self.records:
             row = parse_json(record) if isinstance(record, bytes) else record
             if self.fraction is not None:
@@ -98,7 +99,8 @@ class Source:
     fraction: tuple[float, bool] | None = field(default=None, kw_only=True)
 
     def read_all(self) -> Iterator[tuple[int, Record]]:
-        """Yield each record of the file with its line; ValueError if it cannot be read."""
+        """Yield each record of the file or data set with its line; ValueError if it cannot be
+        read."""
         raise NotImplementedError
 
     def read(self, start: int = 0) -> Iterator[tuple[int, Record]]:
@@ -106,21 +108,23 @@ class Source:
         return islice(self.read_all(), start, None)
 
     def options(self) -> tuple[Any, ...]:
-        """What changes the rows besides the files' bytes."""
+        """The settings of this kind of source that change its records, for `digest`; here none."""
         return ()
 
     def files(self) -> list[Path]:
-        """The files on this host."""
+        """List the files on this host, sorted: the file itself, or all below a directory."""
         path = Path(self.name)
         files = path.rglob("*") if path.is_dir() else [path]
         return sorted(file for file in files if file.is_file())
 
     def total(self) -> int | None:
-        """The number of rows of the file; None if only reading all of a stream would tell."""
+        """Count the rows of the whole file or data set; None if only reading all of a stream would
+        tell."""
         return sum(1 for _ in self.read())
 
     def records(self, first: int = 0, last: int | None = None) -> Iterator[tuple[int, Record]]:
-        """Yield the records of the range, from its number `first` up to `last`."""
+        """Yield the records `first` to `last` - 1 of the range, counted from its start, with their
+        lines."""
         begin = self.start + first
         ends = [self.stop, None if last is None else self.start + last]
         end = min((end for end in ends if end is not None), default=None)
@@ -128,7 +132,8 @@ class Source:
         return records if end is None else islice(records, max(0, end - begin))
 
     def blocks(self, first: int = 0, last: int | None = None) -> Iterator[Block]:
-        """Yield the records of the range in blocks of about BLOCK_BYTES each."""
+        """Yield the records `first` to `last` - 1 of the range in blocks of about BLOCK_BYTES each;
+        ValueError if the range starts behind the last row."""
         records: list[tuple[int, Record]] = []
         size, has_rows = 0, first > 0
         for line, record in self.records(first, last):
@@ -152,7 +157,8 @@ class Source:
             yield from block.rows()
 
     def count(self) -> int:
-        """The number of rows in the range before `fraction`; ValueError for a stream."""
+        """Count the rows of the range before `fraction` selects among them; ValueError for a
+        stream."""
         total = self.total()
         if total is None:
             raise ValueError(
@@ -172,8 +178,9 @@ class Source:
         return sum(file.stat().st_size for file in self.files())
 
     def sample(self, count: int) -> bytes:
-        """Hash about `count` pieces at equal distances, at least both ends of each file, to compare
-        large sources without reading all of them."""
+        """Return digests, one after the other for each file, of about `count` pieces in all at
+        equal distances, at least both ends of each, to compare large sources without reading all of
+        them."""
         files = self.files()
         pieces = max(2, count // max(1, len(files)))
         digests = []
@@ -191,6 +198,8 @@ class JsonFile(Source):
     """One JSON object a line; a .json file may also be one list of objects."""
 
     def read_all(self) -> Iterator[tuple[int, Record]]:
+        """Yield each line that is not blank as bytes, or the parsed items of a list, with their
+        lines; a ValueError in place of a line that is too long."""
         with open_file(self.name) as file:
             if file.peek(3)[:3] == b"\xef\xbb\xbf":
                 file.read(3)
@@ -222,6 +231,8 @@ class CsvFile(Source):
     """
 
     def read_all(self) -> Iterator[tuple[int, Record]]:
+        """Yield each row under the header with its line; a ValueError in place of one with another
+        number of cells."""
         csv.field_size_limit(2**31 - 1)  # too large cells are bad rows
         delimiter = "\t" if suffix(self.name) == ".tsv" else ","
         with open_text(self.name) as text:
@@ -242,6 +253,8 @@ class CsvFile(Source):
                 raise ValueError(f"{self.name}:{reader.line_num}: not valid CSV: {error}") from None
 
     def _check_header(self, header: list[str], delimiter: str) -> None:
+        """Raises ValueError for two columns of one name, or a header that another delimiter
+        divides."""
         is_name = len(header) != 1 or header[0] in self.format.columns.values()
         if not is_name and (other := re.search(r"[;\t,]", header[0])):
             raise ValueError(
@@ -251,7 +264,8 @@ class CsvFile(Source):
         check_columns(self.name, header)
 
     def _row(self, cells: dict[str, str]) -> Row:
-        """Cells that are read as numbers or truth values become these, if they are written so."""
+        """Make a row of cells; those in the columns of VALUE_KEYS become numbers, truth values or,
+        if blank, None where they are written so."""
         row: Row = dict(cells)
         for key in map(self.format.column, VALUE_KEYS):
             if key in row:
@@ -272,9 +286,12 @@ class TextFile(Source):
     separator: str = ""
 
     def options(self) -> tuple[Any, ...]:
+        """The separator, without escapes."""
         return (_unescape(self.separator),)
 
     def read_all(self) -> Iterator[tuple[int, Record]]:
+        """Yield each document that is not blank with the line on which it begins; ValueError for
+        one that is too long."""
         separator = _unescape(self.separator)
         line, rest = 1, ""
         for piece in self._pieces():
@@ -290,6 +307,8 @@ class TextFile(Source):
         yield from _document_row(line, rest, trim=bool(separator))
 
     def _pieces(self) -> Iterator[str]:
+        """Yield the text in pieces of about BLOCK_BYTES characters, with line ends of one
+        character."""
         with open_text(self.name) as text:
             while piece := text.read(BLOCK_BYTES):
                 if piece.endswith("\r"):
@@ -308,6 +327,8 @@ class Table(Source):
     streaming: bool = False
 
     def read(self, start: int = 0) -> Iterator[tuple[int, Record]]:
+        """Yield the rows from number `start` on, without the nulls of structs, with their numbers,
+        counted from 1, as lines."""
         line = start + 1
         with _reader_errors(self.name):
             data = self.load()
@@ -340,6 +361,7 @@ class Table(Source):
         )
 
     def total(self) -> int | None:
+        """Count the rows of the data set; None for one of the hub that is streamed."""
         with _reader_errors(self.name):
             if self.kind == "parquet":
                 from pyarrow.parquet import read_metadata
@@ -350,9 +372,12 @@ class Table(Source):
             return None if self.streaming else len(self.load())
 
     def options(self) -> tuple[Any, ...]:
+        """Split, config and revision of the data set."""
         return self.split, self.config, self.revision
 
     def files(self) -> list[Path]:
+        """List the files on this host: of a saved data set the .arrow and .json files of its split,
+        and of the hub those in the library's cache, none if it is streamed."""
         if self.kind == "saved":
             return [f for f in sorted(self.folder().rglob("*")) if f.suffix in (".arrow", ".json")]
         if self.kind != "hub":
@@ -363,10 +388,12 @@ class Table(Source):
             return [Path(file["filename"]) for file in self.load().cache_files]
 
     def digest(self) -> str:
+        """As Source's, and of the name for a data set of the hub."""
         location = self.name if self.kind == "hub" else ""
         return hashlib.sha256(f"{location} {super().digest()}".encode()).hexdigest()
 
     def size(self) -> int:
+        """The bytes on this host; 0 for a data set of the hub."""
         return 0 if self.kind == "hub" else super().size()
 
     def folder(self) -> Path:
@@ -405,6 +432,8 @@ def find_sources(
 
 
 def _resolve_entry(entry: Entry, format: Format, separator: str, streaming: bool) -> list[Source]:
+    """Make the sources of an entry, narrowed by its split, skip and take; ValueError if these leave
+    none."""
     if entry.skip < 0 or (entry.take is not None and entry.take < 1):
         raise ValueError(
             f"{entry.path}: skip={entry.skip} and take={entry.take} must be numbers of rows, skip "
@@ -431,6 +460,8 @@ def _resolve_entry(entry: Entry, format: Format, separator: str, streaming: bool
 
 
 def _match_paths(pattern: str) -> list[Path]:
+    """List the path, or the files that a glob matches, sorted; FileNotFoundError if there are
+    none."""
     path = expand_user(pattern)
     paths = [path] if path.exists() else [Path(p) for p in glob.glob(str(path), recursive=True)]
     if not paths:
@@ -446,6 +477,8 @@ def _match_paths(pattern: str) -> list[Path]:
 def _file_source(
     path: Path, entry: Entry, split: str | None, format: Format, separator: str
 ) -> Source:
+    """Make the source of a file or of a directory that save_to_disk wrote, by its suffix;
+    ValueError for another kind of file, or for options that it cannot have."""
     name = str(path)
     for option in ("config", "revision"):
         if (value := getattr(entry, option)) is not None:
@@ -473,6 +506,8 @@ def _file_source(
 
 
 def _hub_source(entry: Entry, split: str | None, format: Format, streaming: bool) -> Source:
+    """Make the source of a data set of the hub, whose name tells config and split too; ValueError
+    for a bad name."""
     repository = entry.path.removeprefix(HUB)
     if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", repository):
         raise ValueError(f"{entry.path!r} is not {HUB}owner/name")
@@ -493,7 +528,7 @@ def select_split(sources: Sequence[Source], split: Split) -> list[Source]:
 
 
 def select_rows(sources: Sequence[Source], start: int, stop: int | None) -> list[Source]:
-    """Narrow the sources, read one after the other, to the rows from `start` to `stop`."""
+    """Narrow the sources, read one after the other, to rows `start` to `stop` - 1 of all."""
     if start == 0 and stop is None:
         return list(sources)
     selected: list[Source] = []
@@ -528,6 +563,7 @@ def hash_files(paths: Sequence[Path], *options: object) -> str:
 
 
 def _hash_piece(path: Path, start: int) -> bytes:
+    """Compute the SHA-256 digest of HASH_BYTES of a file, from byte `start` on."""
     with path.open("rb") as file:
         file.seek(start)
         piece = hashlib.sha256()
@@ -569,13 +605,13 @@ def open_text(name: str) -> Iterator[io.TextIOWrapper]:
 
 
 def suffix(name: str) -> str:
-    """The suffix of a file before that of its compression."""
+    """The suffix of a file's name, or the one before it if that is of a compression."""
     path = Path(name)
     return path.with_suffix("").suffix if path.suffix in COMPRESSED else path.suffix
 
 
 def parse_json(raw: bytes) -> Row | ValueError:
-    """The JSON object of a line, or what is wrong with it."""
+    """Return the JSON object of a line, or a ValueError that says what is wrong with it."""
     # `[],` over and over is small as bytes only
     if len(raw) > LARGE_ROW_BYTES and raw.count(b"[") + raw.count(b"{") > MAX_CONTAINERS:
         return ValueError(f"has more than {MAX_CONTAINERS:,} lists and objects")
@@ -594,10 +630,12 @@ def parse_json(raw: bytes) -> Row | ValueError:
 
 
 def _duplicate_key(error: DuplicateKeyError) -> ValueError:
+    """Make the error of a row with one key twice."""
     return ValueError(f"has the key {quote(error.key)} twice in one object: remove one")
 
 
 def _check_object(row: Any) -> Row | ValueError:
+    """Return the row, or a ValueError if it is no object."""
     if isinstance(row, dict | ValueError):
         return row
     return ValueError(f"needs a JSON object, not {type(row).__name__}")
@@ -636,19 +674,23 @@ def _list_items(raw: bytes, name: str) -> Iterator[tuple[int, Row | ValueError]]
 
 
 def _document_row(line: int, text: str, *, trim: bool) -> Iterator[tuple[int, Row]]:
+    """Yield the row of a document, if it is not blank, and the line on which it begins; `trim`
+    removes blank ends."""
     body = text.strip() if trim else text
     if body.strip():
         yield line + text[: text.index(body)].count("\n"), {"text": body}
 
 
 def _unescape(separator: str) -> str:
+    """Replace written \\n, \\r and \\t by these characters, and \\r\\n by \\n."""
     for written, meaning in _ESCAPES.items():
         separator = separator.replace(written, meaning)
     return separator.replace("\r\n", "\n")
 
 
 def measure(value: Any, scalar: int = 0) -> int:
-    """The length of all texts in a row or a record; `scalar` is that of numbers and the like."""
+    """Count the characters of all texts among the values of a row or a record (bytes of bytes); any
+    other value, such as a number, counts `scalar`."""
     if isinstance(value, str | bytes):
         return len(value)
     values = value.values() if isinstance(value, dict) else value
@@ -680,7 +722,8 @@ def _table_rows(table: Any) -> list[Row | ValueError]:
 
 
 def without_nulls(value: Any) -> Any:
-    """Remove the nulls that Arrow puts in a struct for the keys that a row lacks."""
+    """Copy without the nulls that Arrow puts in a struct for the keys that a row lacks, at any
+    depth; nulls in lists stay."""
     if isinstance(value, dict):
         return {key: without_nulls(item) for key, item in value.items() if item is not None}
     if isinstance(value, list):

@@ -67,6 +67,8 @@ class Stream(WindowSource):
         self._next, self._queue = 0, self._begin(0)
 
     def window(self, number: int) -> Window:
+        """Return window `number`, counted through all epochs, when the process has made it; raises
+        the error of its rows, or RuntimeError once the stream is closed."""
         if number < self._next and number not in self._windows:  # training has gone back
             self._next, self._queue = number, self._begin(number)
         while self._next <= number:
@@ -78,40 +80,51 @@ class Stream(WindowSource):
         return self._windows[number]
 
     def _wait(self) -> "EncodedWindow | Exception":
+        """Take the next window, or the error that ends them, out of the queue; RuntimeError once
+        the stream is closed."""
         while not self._closed.is_set():  # by another thread
             with suppress(Empty):
                 return self._queue.get(timeout=POLL_SECONDS)
         raise RuntimeError("the stream is closed")
 
     def release_before(self, number: int) -> None:
+        """Drop the windows before this one; `window` makes them again if training goes back."""
         # `window` makes them again if training goes back
         for old in [n for n in self._windows if n < number]:
             del self._windows[old]
 
     def state(self, number: int) -> State:
+        """Return the cursor from which a stream begins with this window, which must have been made
+        or be the first."""
         return self._states[number]
 
     def check_vocabulary(self, size: int) -> None:
+        """Let `window` raise ValueError from now on if a token is `size` or more."""
         self.vocabulary = size
 
     def identity(self) -> str:
+        """Return a digest of the sources' settings and sizes, of a sample of their bytes, and of
+        weights and encoder, since a stream is never read as a whole."""
         # A stream is never read as a whole
         sources = [(source, source.size()) for source in self.sources]
         facts = sources, self.weights, self.encoder.digest(), BLOCK_BYTES, self.sample()
         return hashlib.blake2b(repr(facts).encode(), digest_size=16).hexdigest()
 
     def sample(self) -> str:
+        """Return a digest of about SAMPLED_PIECES pieces of all sources."""
         count = SAMPLED_PIECES // max(1, len(self.sources))
         samples = (source.sample(count) for source in self.sources)
         return hashlib.blake2b(b"".join(samples), digest_size=16).hexdigest()
 
     def close(self) -> None:
+        """Stop the tokenizing; a call of `window` that waits raises RuntimeError."""
         # A call of `window` that waits gets an error
         self._closed.set()
 
     def _begin(self, number: int) -> Queue[Any]:
-        """Start a thread that puts the windows from this one on into a queue. It is a daemon: a
-        source that never answers, such as a pipe, must not keep a run from ending."""
+        """Start a thread that puts the windows from this one on into a queue, and return the queue.
+        The thread is a daemon: a source that never answers, such as a pipe, must not keep a run
+        from ending."""
         windows = _WindowDataset(
             self.entries, self.encoder, self.size, self.pattern, self._states[number]
         )
@@ -140,6 +153,8 @@ class Stream(WindowSource):
         return queue
 
     def _window(self, number: int, encoded: EncodedWindow) -> Window:
+        """Make window `number` of the examples that were encoded for it, in the order of the
+        weights, and keep the state at its beginning."""
         state, last, entries = encoded
         parts = [part for examples in entries for part in examples]
         corpus = Corpus(parts, extra_columns=self.encoder.per_token)
@@ -158,7 +173,7 @@ class Stream(WindowSource):
 
 
 def _process_loader(windows: "_WindowDataset") -> DataLoader[Any]:
-    """Make the windows in a worker process."""
+    """Make an iterable of the windows that makes them in a worker process."""
     return DataLoader(
         windows,
         batch_size=None,
@@ -170,6 +185,7 @@ def _process_loader(windows: "_WindowDataset") -> DataLoader[Any]:
 
 
 def _identity(window: Any) -> Any:
+    """Return the window as it is: nothing is collated."""
     return window
 
 
@@ -190,6 +206,8 @@ class _WindowDataset(IterableDataset[Any]):
             yield error
 
     def _windows(self) -> Iterator[EncodedWindow]:
+        """Yield each window as its state, whether it is its epoch's last, and the examples of each
+        entry."""
         state = self.state
         begins = zip(self.entries, state["places"], strict=True)
         readers = [_GroupReader(sources, self.encoder, place) for sources, place in begins]
@@ -231,6 +249,7 @@ class _GroupReader:
 
     @property
     def place(self) -> list[int]:
+        """The place of the next group, from which another reader can go on."""
         return [self.times, self.source, self.record, self.group]
 
     def take(self, count: int, parts: list[Examples]) -> int:
@@ -244,7 +263,8 @@ class _GroupReader:
         return total
 
     def ended(self) -> bool:
-        """Read blocks until there is another group; True if the pass has no more."""
+        """Read blocks until there is another group; True if the pass has no more. ValueError if it
+        had none at all."""
         while self.examples is None or self.group >= self.examples.num_groups:
             at_place = self.examples is None
             block = next(self.blocks, None)
@@ -258,13 +278,14 @@ class _GroupReader:
         return False
 
     def restart(self) -> None:
-        """Begin another pass over the sources."""
+        """Begin another pass over the sources, from the first group."""
         self.times, self.source, self.record, self.group = self.times + 1, 0, 0, 0
         self.is_new, self.examples = True, None
         self.blocks = self._blocks(0, 0)
 
     def _blocks(self, first: int, record: int) -> Iterator[tuple[int, int, Examples]]:
-        """Yield the source, the first record and the examples of each block."""
+        """Yield, from a record of the first source on, the index of each block's source, the number
+        of its first record, and its examples."""
         for i in range(first, len(self.sources)):
             for block in self.sources[i].blocks(record):
                 yield i, record, self.encoder(block)

@@ -31,7 +31,7 @@ COLUMN_KINDS = ("per_token", "per_example")
 
 
 def count_cpus() -> int:
-    """The CPUs that this process may use."""
+    """Count the CPUs that this process may use."""
     count = getattr(os, "sched_getaffinity", None)
     return len(count(0)) if count else os.cpu_count() or 1
 
@@ -77,6 +77,8 @@ def tokenize(
 
 
 def _check_parts(sources: Sequence[Source], parts: Sequence[Examples], encoder: Encoder) -> None:
+    """Raises ValueError for a source with a bad row, unless the encoder skips these, or without any
+    example."""
     for source in sources:
         source_parts = [part for part in parts if part.files == (source.name,)]
         report = sum((part.report for part in source_parts), EncodingReport())
@@ -173,6 +175,8 @@ def _divide_blocks(blocks: Sequence[Shard], workers: int) -> list[list[Shard]]:
 def _encode_shards(
     runs: Sequence[Sequence[Shard]], encoder: Encoder, sources: Sequence[Source]
 ) -> Iterator[dict[str, Any]]:
+    """Yield a row of the data set for each block of the runs; in place of a bad block one with its
+    error, after which nothing follows unless bad rows are skipped."""
     _exit_with_parent()
     for run in runs:
         for i, first, last in run:
@@ -255,6 +259,7 @@ def _list_arrays(column: Any) -> list[np.ndarray]:
 def _from_row(
     arrays: Mapping[str, np.ndarray], facts: Mapping[str, Any], names: Sequence[str], key: str
 ) -> Examples:
+    """Make the examples that `_to_row` converted, as views of the arrays."""
     columns: dict[str, dict[str, np.ndarray]] = {kind: {} for kind in COLUMN_KINDS}
     for name, shape in facts["shapes"].items():
         kind, _, column = name.partition(".")
@@ -277,7 +282,8 @@ def _from_row(
 
 @contextmanager
 def one_tokenizer_thread() -> Iterator[None]:
-    """Give the tokenizers of processes that start inside one thread each."""
+    """Give the tokenizers of processes that start inside one thread each, by
+    TOKENIZERS_PARALLELISM."""
     before = os.environ.get("TOKENIZERS_PARALLELISM")
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     try:

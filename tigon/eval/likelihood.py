@@ -100,7 +100,8 @@ def log_likelihoods(
 def _check_request(
     model: CausalLM, number: int, pair: tuple[Sequence[int], Sequence[int]]
 ) -> Request:
-    """Returns a context and its continuation as tokens, checked."""
+    """Returns a context and its continuation as tuples of tokens; raises TypeError if they are
+    none, and ValueError if one is empty, outside the vocabulary or too long."""
     try:
         context, continuation = pair
         request = tuple(map(index, context)), tuple(map(index, continuation))
@@ -128,7 +129,8 @@ def _check_request(
 def _batches(
     sizes: Sequence[tuple[int, bool]], tokens: int, limit: int | None = None
 ) -> Iterator[slice]:
-    """Yields runs of one kind of (size, kind) whose number times the largest is within `tokens`."""
+    """Yields slices of `sizes`, pairs (size, kind): runs of one kind, at most `limit` long, whose
+    length times their largest size is within `tokens`, unless a run is one item."""
     start = largest = 0
     for end, (size, past_turn) in enumerate(sizes):
         largest = max(largest, size)
@@ -144,7 +146,7 @@ def _batches(
 def _score_packed(
     model: CausalLM, requests: Sequence[Request], members: Sequence[int]
 ) -> dict[int, Likelihood]:
-    """Scores context and continuation of each request, packed into one row."""
+    """Scores the requests of `members` in one packed row; returns the results by their indices."""
     rows, labels = [], []
     for context, continuation in (requests[i] for i in members):
         rows.append(torch.tensor(context + continuation[:-1]))
@@ -164,7 +166,8 @@ def _score_packed(
 def _score_shared(
     model: CausalLM, requests: Sequence[Request], groups: Sequence[SharedContext], tokens: int
 ) -> dict[int, Likelihood]:
-    """Reads contexts into a cache, one a row; then continuations, each after a copy of its row."""
+    """Scores the requests of the groups: reads their contexts into a cache, one a row, and then
+    continuations, each after a copy of its row; returns the results by the requests' indices."""
     longest = max(g.longest for g in groups)
     room = max(len(g.context) for g in groups) + longest
     contexts = [torch.tensor(g.context) for g in groups]
@@ -215,7 +218,8 @@ def _score_shared(
 def _score_labels(
     model: CausalLM, ids: Tensor, labels: Tensor, **options: object
 ) -> tuple[Tensor, Tensor]:
-    """Returns nats [B, T] in fp64, 0 without a label, and whether greedy decoding agrees."""
+    """Returns the negative log-likelihood of each label in nats, fp64 [B, T], 0 where there is
+    none, and whether greedy decoding gives it, bool [B, T], True where there is none."""
     out = model(
         ids.to(model.device),
         shift_labels=labels.to(model.device),
@@ -228,4 +232,6 @@ def _score_labels(
 
 
 def _bounds(rows: Sequence[Tensor]) -> Tensor:
+    """Returns int64 [rows + 1], where each row begins and the last one ends when they are
+    packed."""
     return torch.tensor([0, *(len(row) for row in rows)]).cumsum(0)

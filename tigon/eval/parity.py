@@ -64,7 +64,8 @@ def parity(
     new_tokens: int = 64,
     device: str = "cpu",
 ) -> Parity:
-    """Compares logits, loss and greedy text with transformers, in fp32 and logits in bf16 too."""
+    """Compares logits, loss and greedy text with transformers in fp32, and logits in bf16; both
+    load the checkpoint."""
     try:
         from transformers import AutoModelForCausalLM
         from transformers.utils import logging
@@ -109,7 +110,8 @@ def parity(
 
 
 def _count_equal_tokens(ours: CausalLM, reference: Any, ids: Tensor, new_tokens: int) -> int:
-    """Counts greedy tokens that agree; all of them if both texts end early and are equal."""
+    """Counts the greedy tokens before the first that differs; `new_tokens` if both texts end early
+    and are equal."""
     options: Any = {"max_new_tokens": new_tokens, "do_sample": False, "num_return_sequences": 1}
     a = ours.generate(ids, **options)
     b = reference.generate(ids, attention_mask=torch.ones_like(ids), **options)

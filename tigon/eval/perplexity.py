@@ -58,12 +58,13 @@ def perplexity(
     stride: int | None = None,
     batch_tokens: int = 4096,
 ) -> Perplexity:
-    """Returns exp of the mean negative log-likelihood over all scored tokens of the files.
+    """Returns exp of the mean negative log-likelihood over all scored tokens of the files, with
+    loss and accuracy.
 
-    Conversations score what the assistant says; {"text": ...} rows and .txt files score every
-    token but a document's first. What is longer than `context` tokens
-    (1024, or all that the model takes if that is less) is read in windows that advance by
-    `stride` (half the context), and each token is scored in the first window that predicts it.
+    Conversations score what the assistant says; {"text": ...} rows and .txt files score every token
+    but a document's first. What is longer than `context` tokens (1024, or all that the model takes
+    if that is less) is read in windows that advance by `stride` (half the context), and each token
+    is scored in the first window that predicts it.
     """
     windows = find_windows(model, tokenizer, patterns, context=context, stride=stride)
     return score(model, windows, batch_tokens=batch_tokens)
@@ -96,7 +97,8 @@ def find_windows(
 
 
 def score(model: CausalLM, windows: Windows, *, batch_tokens: int = 4096) -> Perplexity:
-    """Scores the windows; ranks that share a model all call this, and get the same.
+    """Scores the windows in batches of about `batch_tokens` tokens; ranks that share a model all
+    call this, and get the same.
 
     Raises ValueError for a loss that is not finite.
     """
@@ -141,6 +143,7 @@ def read_documents(patterns: str | Sequence[str], tokenizer: Tokenizer) -> list[
 
 
 def _is_chat(source: Source) -> bool:
+    """Whether the first row of a source has one of the formats of conversations."""
     first = next((row for _, row in source.rows()), None)
     with suppress(ValueError):  # reading the rows reports the line
         if isinstance(first, dict):
@@ -149,7 +152,8 @@ def _is_chat(source: Source) -> bool:
 
 
 def _windows(documents: Sequence[Document], context: int, stride: int) -> list[Window]:
-    """Returns the windows that have something to score, shortest first."""
+    """Returns the windows of `context` tokens, `stride` apart, that have something to score,
+    shortest first."""
     windows = []
     for d, (ids, supervised) in enumerate(documents):
         fresh = 1  # nothing predicts a document's first token

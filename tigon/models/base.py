@@ -29,7 +29,8 @@ from tigon.weights import ShardSpec
 
 
 class LanguageModel(CheckedCasts):
-    """A decoder with a language-model head, and the forward contract; see `CausalLM`."""
+    """A decoder and its head, of a language model or, if the config has `labels`, of a sequence
+    classifier: all of a model but generation, files and adapters, which `CausalLM` adds."""
 
     config_class: ClassVar[type[ModelConfig]]
     block_class: ClassVar[type[TransformerBlock]]
@@ -68,15 +69,15 @@ class LanguageModel(CheckedCasts):
 
     @property
     def ties_head(self) -> bool:
-        """Whether the head's weight is that of the embedding."""
+        """Whether the head's weight is that of the embedding; never in a sequence classifier."""
         return self.config.tie_word_embeddings and not self.config.labels
 
     def make_decoder(self, c: Any, **options: Any) -> Decoder:
-        """The decoder of a config; families add their options."""
+        """Make the decoder of a config; families add their options."""
         return Decoder(c, self.block_class, **options)
 
     def make_head(self, c: Any, **options: Any) -> LMHead:
-        """The language-model head of a config; families add their options."""
+        """Make the language-model head of a config; families add their options."""
         return LMHead(c.hidden_size, c.vocab_size, **options)
 
     @property
@@ -91,25 +92,28 @@ class LanguageModel(CheckedCasts):
 
     @property
     def communication_groups(self) -> tuple[Ranks, ...]:
-        """The groups whose ranks all make the same calls of the model."""
+        """The groups whose ranks all make the same calls of the model: tensor-parallel and FSDP
+        ranks, as far as there are any."""
         return tuple(ranks for ranks in (self.tensor_ranks, self.fsdp_ranks) if ranks is not None)
 
     @property
     def drops_elements(self) -> bool:
-        """Whether the active adapter has dropout, in training mode."""
+        """Whether the model is in training mode and its active adapter has dropout."""
         name = self.active_adapter
         return self.training and name is not None and bool(self.adapters[name].dropout)
 
     @property
     def cache_restart(self) -> int | None:
-        """Length at which `generate` prefills the text again because RoPE's table changes."""
+        """Length at which `generate` prefills the text again because RoPE's table changes; None:
+        never."""
         return None
 
     def use_attention(self, backend: Backend) -> Self:
-        """Choose the attention backend by a name of docs/attention.md, or "auto".
+        """Choose the attention backend by a name of docs/attention.md, or "auto"; returns the
+        model.
 
-        Raises for an unknown name and for a package that is not installed. A backend raises in
-        the forward pass for what it does not support.
+        Raises for an unknown name and for a package that is not installed. A backend raises in the
+        forward pass for what it does not support.
         """
         check_backend(backend)
         self.attention = backend
@@ -147,7 +151,8 @@ class LanguageModel(CheckedCasts):
         input_ids: Tensor | None = None,
         **kwargs: Unpack[ItemArguments],
     ) -> Tensor:
-        """This batch's part of the global loss denominator, an int64 scalar.
+        """Count this batch's part of the global loss denominator, an int64 scalar: its targets, or
+        with loss_reduction="sequence" its sequences that have targets.
 
         Takes the keywords of `forward`. The sum over all micro-batches and ranks is the
         `num_items_in_batch` of each. `Targets.items` is the same number.
@@ -220,7 +225,8 @@ class LanguageModel(CheckedCasts):
         return output
 
     def _run_blocks(self, batch: Batch, needs_routing: bool) -> tuple[Tensor, Sequence[Tensor]]:
-        """The last hidden states [B, T, C], and each router's statistics."""
+        """Embed the batch and run the decoder: returns the last hidden states [B, T, C], and each
+        router's statistics."""
         embeds = batch.inputs_embeds
         if embeds is None:
             embeds = self.model.embed_tokens(batch.input_ids)

@@ -17,7 +17,13 @@ from tigon.weights import Layout
 
 
 class CausalLM(LanguageModel):
-    """A decoder with a language-model head. Families give their config and block classes."""
+    """A language model with all that users call; families subclass it with their config and block
+    classes.
+
+    It adds to `LanguageModel` (decoder, head and forward pass) `generate`, loading and saving,
+    random weights from a config, `resize_token_embeddings`, and methods that add, load, save,
+    choose, merge and delete adapters.
+    """
 
     generate = generate
     save_pretrained = save.save_pretrained
@@ -37,7 +43,8 @@ class CausalLM(LanguageModel):
         return list(self.adapters)
 
     def layout(self, *, stacked_experts: bool = False) -> Layout:
-        """For each parameter, the checkpoint tensors that hold its rows."""
+        """Map each parameter to the checkpoint tensors that hold its rows; `stacked_experts`: those
+        of a checkpoint with one tensor for all experts of a layer."""
         return layout(self, self.checkpoint_names, stacked_experts)
 
     @classmethod
@@ -56,6 +63,7 @@ class CausalLM(LanguageModel):
         device: torch.device | str = "cpu",
         attention: Backend = "auto",
     ) -> Self:
-        """Random weights as transformers initialises them; on "meta", no weights at all."""
+        """Make a model of a config, or of config.json's content, with random weights as
+        transformers initialises them; on "meta", without memory."""
         model = load.from_config(cls, config, dtype=dtype, device=torch.device(device))
         return model.use_attention(attention)

@@ -57,7 +57,8 @@ for _value, _keys in (
 
 @dataclass(frozen=True)
 class ConfigOrigin:
-    """The checkpoint that a config was read from; an export keeps its unknown keys."""
+    """The checkpoint that a config was read from; `to_dict` of the config keeps its unknown
+    keys."""
 
     config: Mapping[str, Any] = field(default_factory=dict)  # config.json's content
     stacked_experts: bool = False  # whether one tensor holds all experts of a layer
@@ -106,7 +107,11 @@ class ModelConfig:
 
     @classmethod
     def from_dict(cls, source: Mapping[str, Any]) -> Self:
-        """Read the content of config.json; raises for an unknown key that may change numbers."""
+        """Read the content of config.json.
+
+        Raises ConfigError for a key that changes what the model computes and that the family does
+        not support; warns of other unknown keys, and of dropout, which is not applied.
+        """
         cls._check_keys(source)
         names = field_types(cls).keys() - {"source", "labels"}
         values = {k: v for k, v in source.items() if k in names}
@@ -134,7 +139,8 @@ class ModelConfig:
 
     @classmethod
     def _check_keys(cls, source: Mapping[str, Any]) -> None:
-        """Raises for another model type and for keys that this family does not support."""
+        """Raises ConfigError for another model type, quantization_config, and keys that change what
+        the model computes and are not supported; warns of other unknown keys."""
         if source.get("quantization_config") is not None:
             raise unsupported_error(source["quantization_config"])
         model_type = source.get("model_type", cls.model_type)
@@ -162,7 +168,8 @@ class ModelConfig:
 
     @classmethod
     def _read_rope(cls, source: Mapping[str, Any], longest: int) -> dict[str, Any]:
-        """The config's `rope_parameters`; `longest` is max_position_embeddings."""
+        """Read the config's `rope_parameters` from config.json's content; `longest` is
+        max_position_embeddings."""
         return read_rope(
             source, cls.default_theta, longest, partial=cls.partial_rotary, extras=cls.rope_extras
         )
@@ -201,11 +208,13 @@ class ModelConfig:
 
     @property
     def transformers_class(self) -> str:
-        """The class name in config.json's architectures."""
+        """The class name in config.json's architectures: the sequence classifier's if the config
+        has labels."""
         return (self.classifier() if self.labels else None) or self.architecture
 
     def to_dict(self) -> dict[str, Any]:
-        """config.json for transformers 4 and 5: RoPE and dtype under both names."""
+        """Make config.json's content for transformers 4 and 5: RoPE and dtype under both names, and
+        unknown keys of the source as they were."""
         # auto_map names code that is not exported
         original = self.source.config
         out = {k: v for k, v in original.items() if not k.startswith("_") and k != "auto_map"}
@@ -250,11 +259,13 @@ class WindowedConfig(ModelConfig):
             )
 
     def slides(self, layer: int) -> bool:
-        """Whether the layer has a sliding window, by the family's rule."""
+        """Whether the layer has a sliding window if `layer_types` is None: here every layer has
+        one, and families have other rules."""
         return True
 
     def layer_type(self, layer: int) -> str:
-        """The layer's entry of transformers' layer_types: sliding or full attention."""
+        """The layer's kind, "sliding_attention" or "full_attention", from `layer_types` or else
+        from `slides`."""
         if self.layer_types is not None:
             return self.layer_types[layer]
         return SLIDING if self.slides(layer) else FULL
@@ -269,14 +280,17 @@ class TwoRopesConfig(WindowedConfig):
 
     @classmethod
     def _local_theta(cls, source: Mapping[str, Any]) -> float:
-        """rope_theta of the sliding layers if `rope_parameters` lacks it."""
+        """rope_theta of the sliding layers if `rope_parameters` lacks it; here `default_theta`."""
         return cls.default_theta
 
     @classmethod
     def _read_rope(cls, source: Mapping[str, Any], longest: int) -> dict[str, Any]:
+        """Read the RoPEs of full and of sliding layers, by kind of layer, from config.json's
+        content."""
         return read_two_ropes(source, cls.default_theta, cls._local_theta(source), longest)
 
     def _rope_keys(self) -> dict[str, Any]:
+        """The keys of `to_dict` that describe both RoPEs."""
         return write_two_ropes(self.rope_parameters)
 
 
@@ -318,7 +332,8 @@ ACTIVATIONS: dict[str, Activation] = {
 
 
 def activation(hidden_act: str) -> Activation:
-    """Maps config.json's `hidden_act` to the name of a kernel."""
+    """Map config.json's `hidden_act` to the name of a kernel; raises ConfigError if there is
+    none."""
     if hidden_act not in ACTIVATIONS:
         raise ConfigError(f"hidden_act={quote(hidden_act)} is not one of {', '.join(ACTIVATIONS)}")
     return ACTIVATIONS[hidden_act]

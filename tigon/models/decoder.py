@@ -57,20 +57,21 @@ class TransformerBlock(nn.Module):
     mixer_name = "self_attn"  # in checkpoints
 
     def make_mixer(self, c: Any, layer: int) -> nn.Module:
-        """The layer's attention, or another module that mixes tokens."""
+        """Make the layer's attention, or another module that mixes tokens."""
         return self.make_attention(c)
 
     def add_mixer(self, c: ModelConfig, layer: int) -> None:
-        """Adds the mixer as the submodule `mixer_name`."""
+        """Make the layer's mixer and add it as the submodule `mixer_name`."""
         mixer = self.make_mixer(c, layer)  # may set mixer_name
         self.add_module(self.mixer_name, mixer)
 
     @property
     def mixer(self) -> Any:
+        """The submodule `mixer_name`: the block's attention, or what it has in place of it."""
         return getattr(self, self.mixer_name)
 
     def make_mlp(self, c: Any, layer: int) -> nn.Module:
-        """The layer's MLP or experts."""
+        """Make the layer's MLP or experts."""
         return gated_mlp(c)
 
     def layer_rope(self, c: Any, layer: int) -> tuple[int, Mapping[str, Any]]:
@@ -80,21 +81,25 @@ class TransformerBlock(nn.Module):
     def make_attention(
         self, c: ModelConfig, *, bias: bool = False, out_bias: bool | None = None, **options: Any
     ) -> Attention:
-        """Attention with the config's sizes and the family's norms; `out_bias` None: as `bias`."""
+        """Make attention with the config's sizes and the family's norms; `bias` is that of queries,
+        keys and values, and `out_bias` that of the output, by default the same."""
         sizes = c.hidden_size, c.num_attention_heads, c.num_key_value_heads, c.head_dim
         options |= {"bias": bias, "out_bias": bias if out_bias is None else out_bias}
         return Attention(*sizes, offset=self.norm_offset, cast=self.norm_cast, **options)
 
     def make_norm(self, c: ModelConfig) -> RMSNorm:
+        """Make an RMSNorm over hidden_size, with the config's eps and the family's offset and
+        cast."""
         return RMSNorm(c.hidden_size, c.rms_norm_eps, offset=self.norm_offset, cast=self.norm_cast)
 
     def make_add_norm(self, c: ModelConfig) -> AddRMSNorm:
-        """A norm that first adds a branch to the residual stream."""
+        """Make a norm as `make_norm` does that first adds a branch to the residual stream."""
         options: dict[str, Any] = {"offset": self.norm_offset, "cast": self.norm_cast}
         return AddRMSNorm(c.hidden_size, c.rms_norm_eps, **options)
 
     def mlp_forward(self, x: Tensor, ctx: BlockInputs) -> tuple[Tensor, Tensor | None]:
-        """The MLP's output [B, T, C], and its router's counts."""
+        """Run the MLP: returns its output [B, T, C], and the router's counts if `ctx.routing` is
+        set and it has experts, else None."""
         y = self.mlp(x, *ctx.dropout_args)
         if not isinstance(y, MoEOutput):
             return y, None
@@ -102,12 +107,12 @@ class TransformerBlock(nn.Module):
         return y.x, mlp.count_routing(y, ctx.real) if ctx.routing else None
 
     def make_state(self, rows: int, capacity: int | None, **options: Any) -> LayerState:
-        """An empty state of the mixer; see MakeStates."""
+        """Make an empty state of the mixer for a cache of `rows` rows; see MakeStates."""
         return self.mixer.make_state(rows, capacity, **options)
 
 
 def gated_mlp(c: ModelConfig, act: Activation | None = None, *, bias: bool = False) -> GatedMLP:
-    """A gated MLP with the config's sizes, and its activation unless `act` is given."""
+    """Make a gated MLP with the config's sizes, and its activation unless `act` is given."""
     act = activation(c.hidden_act) if act is None else act
     return GatedMLP(c.hidden_size, c.intermediate_size, act, bias=bias)
 
@@ -133,6 +138,8 @@ class PreNormBlock(TransformerBlock):
     def forward(
         self, x: Tensor, residual: Tensor | None, rotation: Rotation, state: Any, ctx: BlockInputs
     ) -> BlockOutput:
+        """Returns the MLP's branch [B, T, C], not yet added to the stream; the stream; and the
+        router's counts or None."""
         normed, residual = self.input_layernorm(x, residual)
         branch = self.mixer(normed, rotation, state, ctx)
         normed, residual = self.post_attention_layernorm(self._scaled(branch), residual)
@@ -145,7 +152,8 @@ class PreNormBlock(TransformerBlock):
 
 
 def _unview(x: Tensor) -> Tensor:
-    """x as a tensor that is no view to autograd, since FSDP2 warns of views in a block's output."""
+    """Return x as a tensor that is no view to autograd, since FSDP2 warns of views in a block's
+    output."""
     if torch.compiler.is_compiling() or not x._is_view():
         return x
     return torch.ops.aten._unsafe_view(x, x.shape)
@@ -173,6 +181,8 @@ class SandwichBlock(TransformerBlock):
     def forward(
         self, x: Tensor, residual: Tensor | None, rotation: Rotation, state: Any, ctx: BlockInputs
     ) -> BlockOutput:
+        """Returns the MLP's branch [B, T, C], not yet added to the stream; the stream; and the
+        router's counts or None."""
         pre_mixer, post_mixer, pre_mlp, post_mlp = (getattr(self, n) for n in self.NORMS)
         x, residual = pre_mixer(x, residual)
         x = self.mixer(x, rotation, state, ctx)
@@ -194,6 +204,8 @@ class PostNormBlock(TransformerBlock):
     def forward(
         self, x: Tensor, residual: Tensor | None, rotation: Rotation, state: Any, ctx: BlockInputs
     ) -> BlockOutput:
+        """Returns the MLP's branch [B, T, C], not yet added to the stream; the stream; and the
+        router's counts or None."""
         stream = x if residual is None else residual + x
         x = self.mixer(stream, rotation, state, ctx)
         stream = stream + self.post_attention_layernorm(x)
@@ -205,7 +217,8 @@ class PostNormBlock(TransformerBlock):
 
 
 def recomputed_blocks(setting: int | Collection[int], layers: int) -> Collection[int]:
-    """The indices of blocks that backward recomputes; n: every n-th, 0 or False: none."""
+    """The indices of blocks that backward recomputes: n or True (1) is every n-th from the first, 0
+    or False none, and a collection is returned as it is."""
     if not isinstance(setting, int):
         return setting
     return range(0, layers, setting) if setting else ()
@@ -271,7 +284,7 @@ class Decoder(nn.Module):
         return cast(RotaryEmbedding, self.rotary_embs[self._first_turn])
 
     def make_states(self, rows: int, capacity: int | None, **options: Any) -> list[LayerState]:
-        """An empty state for each layer; see MakeStates."""
+        """Make an empty state for each layer; see MakeStates."""
         blocks = cast(Iterable[TransformerBlock], self.layers)
         return [block.make_state(rows, capacity, **options) for block in blocks]
 
@@ -339,5 +352,6 @@ class Decoder(nn.Module):
         return self.norm(x, residual)[0], router_stats
 
     def recomputable(self, block: nn.Module) -> Callable[..., BlockOutput]:
-        """The block as a function that may be called again in backward."""
+        """The function that is checkpointed, and called again in backward, in place of the block;
+        here the block itself."""
         return block

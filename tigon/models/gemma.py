@@ -14,6 +14,8 @@ from tigon.models.decoder import Decoder, PreNormBlock, TransformerBlock, gated_
 
 @dataclass(frozen=True, kw_only=True)
 class GemmaConfig(ModelConfig):
+    """The config of Gemma: `ModelConfig` with `attention_bias`."""
+
     model_type = "gemma"
     architecture = "GemmaForCausalLM"
     overflows_float16 = True  # of Gemma 2 and 3 too
@@ -36,20 +38,28 @@ class GemmaConfig(ModelConfig):
 
 
 class GemmaBlock(PreNormBlock):
+    """A `PreNormBlock` whose norms multiply by 1 + weight, in fp32, and whose MLP takes "gelu" as
+    its tanh approximation."""
+
     norm_offset = 1.0
     norm_cast = "after_weight"
 
     def make_mixer(self, c: GemmaConfig, layer: int) -> Attention:
+        """Make attention with the config's biases."""
         return self.make_attention(c, bias=c.attention_bias)
 
     def make_mlp(self, c: GemmaConfig, layer: int) -> GatedMLP:
+        """Make a gated MLP, with the tanh approximation for "gelu" too."""
         # The first checkpoints say gelu and mean its approximation
         return gated_mlp(c, "gelu_tanh" if c.hidden_act == "gelu" else None)
 
 
 class Gemma(CausalLM):
+    """Gemma 1: `GemmaBlock`s, with embeddings multiplied by sqrt(hidden_size)."""
+
     config_class = GemmaConfig
     block_class: ClassVar[type[TransformerBlock]] = GemmaBlock
 
     def make_decoder(self, c: GemmaConfig, **options: Any) -> Decoder:
+        """Make a decoder that multiplies the embeddings of token ids by sqrt(hidden_size)."""
         return super().make_decoder(c, embedding_scale=c.hidden_size**0.5, **options)

@@ -14,6 +14,9 @@ from tigon.models.gemma import Gemma, GemmaConfig
 
 @dataclass(frozen=True, kw_only=True)
 class Gemma2Config(GemmaConfig, WindowedConfig):
+    """The config of Gemma 2: Gemma's with sliding windows, the scale of scores
+    (query_pre_attn_scalar**-0.5) and softcaps."""
+
     model_type = "gemma2"
     architecture = "Gemma2ForCausalLM"
 
@@ -28,25 +31,36 @@ class Gemma2Config(GemmaConfig, WindowedConfig):
     attn_logit_softcapping: float | None = 50.0
 
     def slides(self, layer: int) -> bool:
+        """Whether the layer has a sliding window if `layer_types` is None: layers 0, 2, 4 and so on
+        have."""
         return layer % 2 == 0
 
 
 class Gemma2Block(SandwichBlock):
+    """A `SandwichBlock` with 1 + weight in norms, and with the config's scale, softcap and sliding
+    window in attention."""
+
     norm_offset = 1.0
     norm_cast = "after_weight"
 
     def make_mixer(self, c: Gemma2Config, layer: int) -> Attention:
+        """Make attention with the config's biases, scale and softcap, and the layer's sliding
+        window."""
         scale, softcap = c.query_pre_attn_scalar**-0.5, c.attn_logit_softcapping
         bias, window = c.attention_bias, layer_window(c, layer)
         return self.make_attention(c, bias=bias, scale=scale, softcap=softcap, window=window)
 
     def make_mlp(self, c: Gemma2Config, layer: int) -> GatedMLP:
+        """Make a gated MLP with the config's `hidden_activation`."""
         return gated_mlp(c, activation(c.hidden_activation))
 
 
 class Gemma2(Gemma):
+    """Gemma 2: Gemma's scaled embeddings, `Gemma2Block`s, and a softcap of the logits."""
+
     config_class: ClassVar[type[GemmaConfig]] = Gemma2Config
     block_class = Gemma2Block
 
     def make_head(self, c: Gemma2Config, **options: Any) -> LMHead:
+        """Make a head with the config's softcap of the logits."""
         return super().make_head(c, softcap=c.final_logit_softcapping, **options)

@@ -18,11 +18,15 @@ from tigon.utils.config import check_type
 
 @dataclass(frozen=True, kw_only=True)
 class Gemma3Config(GemmaConfig, TwoRopesConfig):
+    """The config of Gemma 3's text models: Gemma's with two RoPEs, every sliding_window_pattern-th
+    layer without window, and attention to both sides if `use_bidirectional_attention`."""
+
     model_type = "gemma3_text"
     architecture = "Gemma3ForCausalLM"
 
     @classmethod
     def classifier(cls) -> str:
+        """The name of transformers' sequence classifier, which has Text in it."""
         return "Gemma3TextForSequenceClassification"
 
     default_theta = 1e6
@@ -44,19 +48,29 @@ class Gemma3Config(GemmaConfig, TwoRopesConfig):
 
     @classmethod
     def _local_theta(cls, source: Mapping[str, Any]) -> float:
+        """rope_local_base_freq, by default 1e4: rope_theta of the sliding layers if
+        `rope_parameters` lacks it."""
         key = "rope_local_base_freq"
         return check_type(key, source.get(key, 1e4), float)
 
     def _rope_keys(self) -> dict[str, Any]:
+        """The keys of `to_dict` that describe RoPE, with rope_local_base_freq, the sliding layers'
+        theta."""
         local = self.rope_parameters[SLIDING]["rope_theta"]
         return super()._rope_keys() | {"rope_local_base_freq": local}
 
     def slides(self, layer: int) -> bool:
+        """Whether the layer has a sliding window if `layer_types` is None: all have but every
+        sliding_window_pattern-th."""
         return (layer + 1) % self.sliding_window_pattern != 0
 
 
 class Gemma3Block(Gemma2Block):
+    """Gemma 2's block with QK-norm, no softcap, and another RoPE in sliding layers."""
+
     def make_mixer(self, c: Any, layer: int) -> Attention:
+        """Make attention with QK-norm, the config's biases and scale, and the layer's sliding
+        window, of which a bidirectional model has half on each side."""
         window = layer_window(c, layer)
         if window is not None and c.use_bidirectional_attention:
             window = window // 2 + 1  # the config gives the width of both sides
@@ -64,14 +78,18 @@ class Gemma3Block(Gemma2Block):
         return self.make_attention(c, bias=bias, qk_norm_eps=eps, scale=scale, window=window)
 
     def layer_rope(self, c: Gemma3Config, layer: int) -> tuple[int, dict[str, Any]]:
+        """The layer's head dim, and the RoPE parameters of its kind, sliding or full."""
         return c.head_dim, c.rope_parameters[c.layer_type(layer)]
 
 
 class Gemma3(Gemma2):
+    """Gemma 3's text model, or EmbeddingGemma, which attends to both sides."""
+
     config: Gemma3Config
     config_class = Gemma3Config
     block_class = Gemma3Block
 
     @property
     def causal(self) -> bool:
+        """False if the config has use_bidirectional_attention: then tokens see both sides."""
         return not self.config.use_bidirectional_attention

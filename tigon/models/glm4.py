@@ -16,6 +16,9 @@ from tigon.models.pretrained.names import QKV, CheckpointNames
 
 @dataclass(frozen=True, kw_only=True)
 class Glm4Config(ModelConfig):
+    """The config of GLM-4-0414: `ModelConfig` with `attention_bias` of queries, keys and values,
+    and RoPE on part of each head."""
+
     model_type = "glm4"
     architecture = "Glm4ForCausalLM"
     partial_rotary = True
@@ -35,6 +38,7 @@ class Glm4Config(ModelConfig):
 
     @classmethod
     def _read_rope(cls, source: Mapping[str, Any], longest: int) -> dict[str, Any]:
+        """As ModelConfig's, with a partial_rotary_factor of 0.5 unless the source has one."""
         return super()._read_rope({"partial_rotary_factor": 0.5, **source}, longest)
 
     def __post_init__(self) -> None:
@@ -44,6 +48,9 @@ class Glm4Config(ModelConfig):
 
 
 class Glm4Block(SandwichBlock):
+    """A `SandwichBlock` with GLM's names of norms, interleaved RoPE, and no bias on attention's
+    output."""
+
     NORMS = (
         "input_layernorm",
         "post_self_attn_layernorm",
@@ -52,11 +59,15 @@ class Glm4Block(SandwichBlock):
     )
 
     def make_mixer(self, c: Glm4Config, layer: int) -> Attention:
+        """Make attention with interleaved RoPE, and biases, if the config has them, on queries,
+        keys and values alone."""
         bias = c.attention_bias
         return self.make_attention(c, bias=bias, out_bias=False, interleaved=True)
 
 
 class Glm4(CausalLM):
+    """GLM-4-0414; its checkpoints store gate and up packed, and q, k and v separately."""
+
     config_class = Glm4Config
     block_class = Glm4Block
     checkpoint_names = CheckpointNames(packed=QKV)  # gate_up_proj is stored packed

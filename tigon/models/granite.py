@@ -15,12 +15,15 @@ from tigon.models.llama import LlamaBlock, LlamaConfig
 
 @dataclass(frozen=True, kw_only=True)
 class GraniteConfig(LlamaConfig):
+    """The config of Granite 3: Llama's with multipliers of embeddings, branches, scores and (as a
+    divisor) logits."""
+
     model_type = "granite"
     architecture = "GraniteForCausalLM"
 
     @classmethod
     def classifier(cls) -> None:
-        """transformers has none."""
+        """None: transformers has no sequence classifier of Granite."""
 
     embedding_multiplier: float = 1.0
     residual_multiplier: float = 1.0
@@ -29,20 +32,30 @@ class GraniteConfig(LlamaConfig):
 
 
 class GraniteBlock(LlamaBlock):
+    """Llama's block whose branches are multiplied by residual_multiplier, and scores by
+    attention_multiplier."""
+
     def __init__(self, c: GraniteConfig, layer: int):
         super().__init__(c, layer)
         self.branch_scale = c.residual_multiplier
 
     def make_mixer(self, c: Any, layer: int) -> Attention:
+        """Make attention with the config's biases, and attention_multiplier as the scale of
+        scores."""
         return self.make_attention(c, bias=c.attention_bias, scale=c.attention_multiplier)
 
 
 class Granite(CausalLM):
+    """Granite 3: `GraniteBlock`s, with inputs times embedding_multiplier and logits divided by
+    logits_scaling."""
+
     config_class = GraniteConfig
     block_class = GraniteBlock
 
     def make_decoder(self, c: GraniteConfig, **options: Any) -> Decoder:
+        """Make a decoder that multiplies its input by embedding_multiplier."""
         return super().make_decoder(c, input_scale=c.embedding_multiplier, **options)
 
     def make_head(self, c: GraniteConfig, **options: Any) -> LMHead:
+        """Make a head that divides the logits by logits_scaling."""
         return super().make_head(c, logit_scale=1 / c.logits_scaling, **options)

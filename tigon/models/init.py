@@ -13,7 +13,9 @@ from tigon.weights import ShardSpec, local_rows
 
 @torch.no_grad()
 def init_weights(model: LanguageModel) -> None:
-    """Draw matrices from normal(0, initializer_range); biases and the padding row are zero."""
+    """Initialize all weights in place: a module's own `init_weights` is called if it has one; else
+    its matrices are drawn from normal(0, initializer_range), and biases and the padding row are
+    zeros."""
     for module in model.modules():
         _init(module, model)
 
@@ -52,7 +54,8 @@ def _copy_local(name: str, parameter: Tensor, spec: ShardSpec | None, values: Te
 
 
 def _init(module: nn.Module, model: LanguageModel) -> None:
-    """Draw the parameters of one module, without its submodules."""
+    """Initialize the parameters of one module, without its submodules; a tied head is left as it
+    is."""
     init: Callable[[], None] | None = getattr(module, "init_weights", None)
     if init is not None:
         init()

@@ -51,7 +51,9 @@ def merge_bounds(arguments: Mapping[str, Any], device: torch.device) -> Tensor |
 def check_bounds(
     cu_seq_lens: Tensor, longest: int | None, total: int, device: torch.device
 ) -> tuple[Tensor, int | None]:
-    """`cu_seq_lens` as int32 on the device, and the longest sequence if the host knows it."""
+    """Return `cu_seq_lens` as int32 on the device, and the longest sequence's length if the host
+    knows it; raises unless they rise from 0 to `total`, and for a sequence longer than
+    `longest`."""
     if cu_seq_lens.dim() != 1 or cu_seq_lens.is_floating_point() or len(cu_seq_lens) < 2:
         raise ValueError(
             f"cu_seq_lens must be integers [sequences + 1], not {cu_seq_lens.dtype} "
@@ -83,7 +85,8 @@ def _format_size(number: int, letter: str) -> str:
 
 
 def check_prefixes(prefixes: Tensor | None, cu: Tensor | None, tokens: int) -> Tensor | None:
-    """`prefixes` as int64 [sequences, 2] on the host; None if no sequence has a prefix."""
+    """Return `prefixes` as int64 [sequences, 2] on the host, or None if no sequence has a prefix;
+    raises unless each lies in the row of its sequence and before it. `tokens`: of a row."""
     if prefixes is None:
         return None
     if prefixes.device.type == "cpu" and not on_host(prefixes):
@@ -117,7 +120,8 @@ def check_prefixes(prefixes: Tensor | None, cu: Tensor | None, tokens: int) -> T
 
 
 def mark_sequence_starts(cu: Tensor, batch: int, tokens: int) -> Tensor:
-    """Bool [B, T], True on the first token of each sequence that `cu` bounds."""
+    """Bool [B, T], True on the first token of each sequence that `cu` bounds; raises for a sequence
+    that spans two rows."""
     # Repeated ends (padding of cu_seq_lens itself) fall on the extra last slot
     starts = torch.zeros(batch * tokens + 1, dtype=torch.bool, device=cu.device)
     starts = starts.index_fill(0, cu.long(), True)[:-1].view(batch, tokens)
@@ -167,7 +171,8 @@ def _first_true(x: Tensor) -> list[int] | None:
 
 
 def find_restarts(position_ids: Tensor, key_mask: Tensor | None, batch: int) -> Tensor:
-    """Bool [B, T], True on each row's first token and on real tokens where positions restart."""
+    """Bool [B, T], True on each row's first token, and on real tokens whose position does not
+    exceed that of the real token before."""
     position_ids = position_ids.expand(batch, -1)
     starts = torch.ones_like(position_ids, dtype=torch.bool)
     before, after = position_ids[:, :-1], position_ids[:, 1:]
@@ -243,6 +248,7 @@ class Batch:
 
     @property
     def device(self) -> torch.device:
+        """The device of the positions, and of the tokens."""
         return self.position_ids.device
 
     @property
@@ -291,8 +297,8 @@ class Batch:
         return cls(*inputs, model.defaults, drop, keys)
 
     def draw_dropout_keys(self, ranks: Ranks | None) -> Tensor:
-        """Seeds of an adapter's dropout, int64 [B, T]: the given ones, or torch's generator's, of
-        the first of `ranks`."""
+        """Seeds of an adapter's dropout, int64 [B, T]: the given ones, or else drawn from torch's
+        generator, by the first of `ranks` for all of them."""
         if self.dropout_keys is not None:
             return self.dropout_keys
         bounds = torch.iinfo(torch.int64)
@@ -335,6 +341,7 @@ class Batch:
 
 
 def _check_tensors(arguments: Mapping[str, Any]) -> None:
+    """Raises TypeError for one of the arguments in TENSORS that is neither a tensor nor None."""
     for name in TENSORS:
         value = arguments.get(name)
         if value is not None and not isinstance(value, Tensor):
@@ -371,6 +378,8 @@ def _check_ids(input_ids: Tensor, vocab: int) -> None:
 
 
 def _check_dropout_keys(keys: Tensor | None, tokens: Tensor) -> Tensor | None:
+    """Return the keys on the device of the tokens; raises ValueError unless they are int64 [B, T],
+    or None."""
     shape = tokens.shape[:2]
     if keys is not None and (keys.dtype != torch.int64 or keys.shape != shape):
         raise ValueError(
@@ -396,6 +405,7 @@ def _check_cache(cache: Cache, model: BatchModel) -> None:
 
 
 def _describe_layers(state_kinds: Sequence[str]) -> str:
+    """Describe layers in a message by runs of equal kinds, as "2 layers of a, 1 layers of b"."""
     runs = ((len(list(run)), kind) for kind, run in itertools.groupby(state_kinds))
     return ", ".join(f"{n} layers of {kind}" for n, kind in runs)
 
@@ -403,7 +413,8 @@ def _describe_layers(state_kinds: Sequence[str]) -> str:
 def _resolve(
     model: BatchModel, new: Tensor, cache: Cache | None, arguments: Mapping[str, Any]
 ) -> tuple[Tensor, Tensor | None, AttentionMask]:
-    """Positions [B or 1, T], segment ids [B, T] of packed sequences, and the attention mask."""
+    """Resolve positions [B or 1, T], segment ids [B, T] of packed sequences or None, and the
+    attention mask; tells the cache that a pass begins."""
     batch, tokens, device = *new.shape[:2], new.device
     attention_mask = arguments.get("attention_mask")
     position_ids = arguments.get("position_ids")
@@ -473,7 +484,8 @@ def _check_prefix_support(
 
 
 def _key_mask(mask: Tensor | None, batch: int, total: int, device: torch.device) -> Tensor | None:
-    """`attention_mask` as bool [batch, total] on the device; None if it masks no token."""
+    """`attention_mask` as bool [batch, total] on the device; None if there is none, or if it is on
+    the host and masks no token."""
     if mask is None:
         return None
     if mask.shape != (batch, total):
@@ -494,6 +506,8 @@ def _key_mask(mask: Tensor | None, batch: int, total: int, device: torch.device)
 
 
 def _check_position_ids(position_ids: Tensor, batch: int, tokens: int) -> Tensor:
+    """Return positions as [B or 1, T], also if they were [T]; raises for another shape or values
+    that are not integers."""
     if position_ids.is_floating_point() or position_ids.dtype == torch.bool:
         raise TypeError(f"position_ids is {position_ids.dtype}: positions are integers")
     position_ids = position_ids[None] if position_ids.dim() == 1 else position_ids

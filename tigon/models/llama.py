@@ -14,6 +14,9 @@ from tigon.models.decoder import PreNormBlock, gated_mlp
 
 @dataclass(frozen=True, kw_only=True)
 class LlamaConfig(ModelConfig):
+    """The config of Llama: `ModelConfig` with biases of all attention projections
+    (`attention_bias`) and of the MLP."""
+
     model_type = "llama"
     architecture = "LlamaForCausalLM"
 
@@ -29,13 +32,19 @@ class LlamaConfig(ModelConfig):
 
 
 class LlamaBlock(PreNormBlock):
+    """A `PreNormBlock` with the biases of LlamaConfig."""
+
     def make_mixer(self, c: LlamaConfig, layer: int) -> Attention:
+        """Make attention with the config's biases."""
         return self.make_attention(c, bias=c.attention_bias)
 
     def make_mlp(self, c: LlamaConfig, layer: int) -> GatedMLP:
+        """Make a gated MLP with the config's biases."""
         return gated_mlp(c, bias=c.mlp_bias)
 
 
 class Llama(CausalLM):
+    """Llama 1 to 3.3, and models of the same architecture: `LlamaBlock`s and nothing else."""
+
     config_class = LlamaConfig
     block_class = LlamaBlock

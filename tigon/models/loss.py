@@ -121,7 +121,8 @@ class Targets:
         )
 
     def with_labels(self, labels: Tensor, weights: Tensor | None = None) -> Self:
-        """A copy with other labels [B, n] and weights, which are shifted and selected already."""
+        """Copy with other labels [B, n] and weights, which are shifted and selected already; its
+        items are counted anew, and weights of ignored labels are zero."""
         if self.batch.shard is not None:
             raise ValueError(
                 "labels of one rank's tokens: make targets of whole rows, which context "
@@ -139,7 +140,7 @@ class Targets:
         return self.replace(labels=labels, weights=weights, items=items)
 
     def with_num_items(self, num_items: float | Tensor) -> Self:
-        """These targets with another denominator: the `items` of all micro-batches and ranks."""
+        """Copy with another denominator: the `items` of all micro-batches and ranks."""
         return self.replace(num_items=num_items)
 
     def with_sum_reduction(self) -> Self:
@@ -154,7 +155,7 @@ class Targets:
         return type(self)(**values | changes)
 
     def take(self, x: Tensor) -> Tensor:
-        """The kept positions of x [B, T, ...]."""
+        """Select the kept positions of x [B, T, ...]: [B, n, ...]."""
         return take(x, self.kept)
 
     def scatter_to_positions(self, x: Tensor, fill: float) -> Tensor:
@@ -201,6 +202,7 @@ def check_weights(weights: Any, batch: Batch) -> Tensor:
 
 
 def _check_shape(name: str, value: Tensor, batch: Batch) -> None:
+    """Raises ValueError, with the argument's name, unless the value is [B, T]."""
     if value.shape != batch.shape:
         raise ValueError(
             f"{name} {tuple(value.shape)} is not [batch, tokens] = {list(batch.shape)}"
@@ -210,6 +212,8 @@ def _check_shape(name: str, value: Tensor, batch: Batch) -> None:
 def _shift(
     labels: Tensor, weights: Tensor | None, segment_ids: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
+    """Move labels and weights [B, T] to the token before: -100 where that is of another sequence,
+    and at the end of each row, where the weight is 0."""
     targets = _shift_left(labels, IGNORE_INDEX)
     if segment_ids is not None:
         crosses = segment_ids[:, 1:] != segment_ids[:, :-1]
@@ -218,6 +222,7 @@ def _shift(
 
 
 def _shift_left(x: Tensor, fill: int) -> Tensor:
+    """Copy x [B, T] with each column moved one to the left, and `fill` in the last."""
     return torch.cat((x[:, 1:], x.new_full((x.shape[0], 1), fill)), dim=1)
 
 
@@ -243,7 +248,8 @@ def count_items(
 
 
 def _denominator(num_items: Any, items: Tensor) -> Tensor | float:
-    """The divisor of the loss: `num_items_in_batch`, or `items` if it is None; 1 instead of 0."""
+    """The divisor of the loss: `num_items_in_batch`, or `items` if it is None; 1 instead of 0.
+    Raises unless it is one finite number, and 0 only without targets."""
     if num_items is None:
         return items.clamp(min=1)
     rule = "give a finite number above 0, or 0 where no micro-batch has a target"
@@ -265,7 +271,8 @@ def _denominator(num_items: Any, items: Tensor) -> Tensor | float:
 
 
 def resolve_keep(keep: Keep, batch: int, tokens: int, device: torch.device) -> slice | Tensor:
-    """`logits_to_keep` as a slice, a 1-D index for every row or a 2-D index per row."""
+    """Return `logits_to_keep` as a slice, an index [n] for all rows or one for each [B, n], without
+    negative numbers; raises for what is none of these."""
     if isinstance(keep, bool) or not isinstance(keep, int | Tensor):
         raise TypeError(f"logits_to_keep must be an int or a tensor, not {keep!r}")
     if isinstance(keep, int):
@@ -317,13 +324,15 @@ def resolve_logits_at(at: Any, batch: int, tokens: int, device: torch.device) ->
 
 
 def _check_index(name: str, index: Tensor, first: int, end: int) -> None:
+    """Raises ValueError, with the argument's name, for an index outside [first, end)."""
     bad = (index < first) | (index >= end)
     values = f": {index[bad].tolist()}" if on_host(bad) else ""
     check_values(~bad.any(), f"{name} has an index outside [{first}, {end}){values}")
 
 
 def take(x: Tensor, keep: slice | Tensor) -> Tensor:
-    """The kept positions of x [B, T, ...]."""
+    """Select positions of each row of x [B, T, ...]: by a slice, an index [n] for all rows, or [B,
+    n] for each."""
     if isinstance(keep, slice):
         return x[:, keep]
     if keep.dim() == 1:
@@ -426,7 +435,9 @@ class LossTerms:
         )
 
     def _add_metrics(self, metrics: tuple[str, ...]) -> None:
-        """Add the metrics to the first criterion that takes any, or else a criterion for them."""
+        """Add the metrics to the first cross-entropy or LogProbs, or if there is none, append for
+        them a cross-entropy that is no part of the loss; ValueError for metrics that need labels
+        without any."""
         for i, c in enumerate(self._criteria):
             if isinstance(c, CrossEntropy | LogProbs):
                 self._criteria[i] = replace(c, metrics=(*c.metrics, *metrics))
@@ -457,7 +468,8 @@ class LossTerms:
         return out
 
     def _add_aux_loss(self, out: CausalLMOutput, router_stats: Sequence[Tensor]) -> None:
-        """Add the routers' metrics to the output, and aux_loss to its loss."""
+        """Add the routers' metrics to the output, and aux_loss to it and to its loss if the config
+        asks for it and the loss is a mean."""
         shard, coef = self.targets.batch.shard, aux_loss_coef(self.config)
         if shard is not None and router_stats:  # of all tokens; each rank adds an equal part
             router_stats = shard.sum_for_parts(torch.stack(list(router_stats))).unbind()
@@ -479,7 +491,8 @@ class LossTerms:
 
 
 def _placeholder_labels(targets: Targets) -> Tensor:
-    """Label 0 at every real position that is kept, for criteria that need no labels."""
+    """Labels [B, n] of 0 at real positions and -100 on padding, of those that are kept, for
+    criteria that need no labels."""
     batch = targets.batch
     labels = torch.zeros(batch.shape, dtype=torch.int64, device=batch.device)
     if batch.real is not None:
@@ -498,7 +511,8 @@ def resolve_arguments(
     targets: Targets | None = None,
     **arguments: Any,
 ) -> tuple[Batch, Targets, dict[str, Any]]:
-    """The batch and the targets of a call of `forward`, and its other arguments."""
+    """Split the arguments of a call of `forward` into its batch and targets, made here if they are
+    not given, and a dictionary of the rest; raises for arguments that contradict each other."""
     check_keywords("forward", arguments, PASS)
     of_batch, of_targets, options = (
         select_keys(names, arguments) for names in (BATCH, TARGETS, PASS - BATCH - TARGETS)

@@ -30,6 +30,9 @@ YARN = {
 
 @dataclass(frozen=True, kw_only=True)
 class Ministral3Config(ModelConfig):
+    """The config of Ministral 3: `ModelConfig` with Llama 4's scaling of queries in
+    `rope_parameters` and an optional sliding window."""
+
     model_type = "ministral3"
     architecture = "Ministral3ForCausalLM"
     rope_extras = {"llama_4_scaling_beta": float, "max_position_embeddings": int}
@@ -50,6 +53,8 @@ class Ministral3Config(ModelConfig):
 
     @classmethod
     def _read_rope(cls, source: Mapping[str, Any], longest: int) -> dict[str, Any]:
+        """As ModelConfig's, but YARN if the source has no RoPE; raises ConfigError without
+        llama_4_scaling_beta and original_max_position_embeddings."""
         if not source.get("rope_scaling") and source.get("rope_parameters") is None:
             source = {**source, "rope_parameters": YARN}
         rope = super()._read_rope(source, longest)
@@ -62,10 +67,16 @@ class Ministral3Config(ModelConfig):
 
 
 class Ministral3Block(PreNormBlock):
+    """A `PreNormBlock` whose attention has the config's sliding window."""
+
     def make_mixer(self, c: Ministral3Config, layer: int) -> Attention:
+        """Make attention with the config's sliding window, the same in all layers."""
         return self.make_attention(c, window=c.sliding_window)
 
 
 class Ministral3(CausalLM):
+    """Ministral 3: `Ministral3Block`s and nothing else; queries are scaled where RoPE is
+    applied."""
+
     config_class = Ministral3Config
     block_class = Ministral3Block

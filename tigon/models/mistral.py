@@ -14,6 +14,9 @@ from tigon.models.decoder import PreNormBlock, layer_window
 
 @dataclass(frozen=True, kw_only=True)
 class MistralConfig(WindowedConfig):
+    """The config of Mistral: `WindowedConfig` with a sliding window in all layers unless
+    sliding_window is None."""
+
     model_type = "mistral"
     architecture = "MistralForCausalLM"
 
@@ -29,19 +32,29 @@ class MistralConfig(WindowedConfig):
 
 
 class MinistralConfig(MistralConfig):
+    """The config of Ministral: Mistral's fields for model_type "ministral", whose checkpoints
+    choose sliding layers with layer_types."""
+
     model_type = "ministral"
     architecture = "MinistralForCausalLM"
 
 
 class MistralBlock(PreNormBlock):
+    """A `PreNormBlock` without biases, whose attention has the layer's sliding window."""
+
     def make_mixer(self, c: MistralConfig, layer: int) -> Attention:
+        """Make attention with the layer's sliding window."""
         return self.make_attention(c, window=layer_window(c, layer))
 
 
 class Mistral(CausalLM):
+    """Mistral 7B and Nemo: `MistralBlock`s and nothing else."""
+
     config_class = MistralConfig
     block_class = MistralBlock
 
 
 class Ministral(Mistral):
+    """Mistral for configs of model_type "ministral", with the same blocks."""
+
     config_class = MinistralConfig

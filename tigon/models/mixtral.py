@@ -14,6 +14,8 @@ from tigon.models.pretrained.names import CheckpointNames
 
 @dataclass(frozen=True, kw_only=True)
 class MixtralConfig(MoEConfig):
+    """The config of Mixtral: `MoEConfig` with num_local_experts and an optional sliding window."""
+
     model_type = "mixtral"
     architecture = "MixtralForCausalLM"
     default_theta = 1e6
@@ -34,14 +36,21 @@ class MixtralConfig(MoEConfig):
 
 
 class MixtralBlock(PreNormBlock):
+    """A `PreNormBlock` with experts in place of the MLP, whose routing weights are normalized to
+    sum to 1."""
+
     def make_mixer(self, c: MixtralConfig, layer: int) -> Attention:
+        """Make attention with the config's sliding window, the same in all layers."""
         return self.make_attention(c, window=c.sliding_window)
 
     def make_mlp(self, c: MixtralConfig, layer: int) -> SparseMoE:
+        """Make experts of intermediate_size, with routing weights that sum to 1."""
         return sparse_moe(c, c.intermediate_size, normalize=True, exact_weights=True)
 
 
 class Mixtral(CausalLM):
+    """Mixtral: `MixtralBlock`s, with the names of experts in its checkpoints (w1, w3, w2)."""
+
     config_class = MixtralConfig
     block_class = MixtralBlock
     checkpoint_names = CheckpointNames(

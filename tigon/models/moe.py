@@ -32,7 +32,8 @@ class MoEConfig(ModelConfig):
 
     @classmethod
     def from_dict(cls, source: Mapping[str, Any]) -> Self:
-        """As ModelConfig's, with the number of experts under any of `experts_keys`."""
+        """As ModelConfig's, with the number of experts under any of `experts_keys`; ConfigError if
+        it has several that differ."""
         counts = {key: source[key] for key in cls.experts_keys if key in source}
         if not counts:
             return super().from_dict(source)
@@ -44,6 +45,7 @@ class MoEConfig(ModelConfig):
         return super().from_dict(rest | {cls.experts_keys[0]: number})
 
     def to_dict(self) -> dict[str, Any]:
+        """As ModelConfig's, with the number of experts under all names in `experts_keys`."""
         # Both names: some versions of transformers and other readers know only one of them
         return super().to_dict() | dict.fromkeys(self.experts_keys, self.experts)
 
@@ -54,13 +56,14 @@ class MoEConfig(ModelConfig):
 
 
 def sparse_moe(c: MoEConfig, intermediate: int, **options: Any) -> SparseMoE:
-    """A SparseMoE with the config's sizes and experts of size `intermediate`."""
+    """Make a SparseMoE with the config's sizes and experts of size `intermediate`."""
     sizes = c.hidden_size, intermediate, c.experts, c.num_experts_per_tok
     return SparseMoE(*sizes, activation(c.hidden_act), **options)
 
 
 def expert_balance(c: ModelConfig, router_stats: Sequence[Tensor]) -> Balance | None:
-    """The balance of experts from each layer's counts; None if the model has no experts."""
+    """Compute each expert's share of assignments, and aux_loss, from the counts of each layer; None
+    if the model has no experts."""
     if not isinstance(c, MoEConfig) or not router_stats:
         return None
     return balance(router_stats, c.num_experts_per_tok)

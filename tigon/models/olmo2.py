@@ -14,6 +14,8 @@ from tigon.models.decoder import Decoder, PostNormBlock
 
 @dataclass(frozen=True, kw_only=True)
 class Olmo2Config(ModelConfig):
+    """The config of OLMo 2: `ModelConfig` with `attention_bias`."""
+
     model_type = "olmo2"
     architecture = "Olmo2ForCausalLM"
 
@@ -29,16 +31,23 @@ class Olmo2Config(ModelConfig):
 
 
 class Olmo2Block(PostNormBlock):
+    """A `PostNormBlock` with norms of the whole queries and keys, across heads."""
+
     norm_cast = "after_weight"
 
     def make_mixer(self, c: Olmo2Config, layer: int, window: int | None = None) -> Attention:
+        """Make attention with the config's biases, norms of whole queries and keys, and this
+        sliding window, by default none."""
         bias, eps = c.attention_bias, c.rms_norm_eps
         return self.make_attention(c, bias=bias, qk_norm_eps=eps, flat_qk_norm=True, window=window)
 
 
 class Olmo2(CausalLM):
+    """OLMo 2: `Olmo2Block`s, with RoPE's angles in fp32."""
+
     config_class = Olmo2Config
     block_class = Olmo2Block
 
     def make_decoder(self, c: Olmo2Config, **options: Any) -> Decoder:
+        """Make a decoder with cos and sin of RoPE in fp32."""
         return super().make_decoder(c, rounded_angles=False, **options)

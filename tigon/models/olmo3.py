@@ -15,22 +15,32 @@ from tigon.models.olmo2 import Olmo2, Olmo2Block, Olmo2Config
 
 @dataclass(frozen=True, kw_only=True)
 class Olmo3Config(Olmo2Config, TwoRopesConfig):
+    """The config of OLMo 3: OLMo 2's with sliding windows and two RoPEs."""
+
     model_type = "olmo3"
     architecture = "Olmo3ForCausalLM"
     default_theta = 5e5
 
     def slides(self, layer: int) -> bool:
+        """Whether the layer has a sliding window if `layer_types` is None: all have but every
+        fourth."""
         return (layer + 1) % 4 != 0
 
 
 class Olmo3Block(Olmo2Block):
+    """OLMo 2's block with a sliding window, and the RoPE of its kind of layer."""
+
     def make_mixer(self, c: Any, layer: int, window: int | None = None) -> Attention:
+        """Make OLMo 2's attention with the layer's sliding window; `window` is ignored."""
         return super().make_mixer(c, layer, layer_window(c, layer))
 
     def layer_rope(self, c: Olmo3Config, layer: int) -> tuple[int, dict[str, Any]]:
+        """The layer's head dim, and the RoPE parameters of its kind, sliding or full."""
         return c.head_dim, c.rope_parameters[c.layer_type(layer)]
 
 
 class Olmo3(Olmo2):
+    """OLMo 3: OLMo 2 with `Olmo3Block`s."""
+
     config_class = Olmo3Config
     block_class = Olmo3Block

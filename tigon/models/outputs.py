@@ -33,18 +33,22 @@ class CausalLMOutput:
     logits_at: Tensor | None = None  # [n, V] at the positions of logits_at, without a gradient
 
     def keys(self) -> list[str]:
+        """The names of the fields that are neither None nor empty, in their order."""
         named = ((f.name, getattr(self, f.name)) for f in fields(self))
         return [
             n for n, x in named if x is not None and not (isinstance(x, dict | tuple) and not x)
         ]
 
     def values(self) -> list[Any]:
+        """The values of `keys()`, in the same order."""
         return [getattr(self, name) for name in self.keys()]
 
     def items(self) -> list[tuple[str, Any]]:
+        """The pairs of `keys()` and `values()`."""
         return [(name, getattr(self, name)) for name in self.keys()]
 
     def to_tuple(self) -> tuple[Any, ...]:
+        """`values()` as a tuple."""
         return tuple(self.values())
 
     def __getitem__(self, key: str | int | slice) -> Any:

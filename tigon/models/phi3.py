@@ -17,6 +17,9 @@ RENAMED = {"su": "longrope", "yarn": "longrope"}  # of configs older than the na
 
 @dataclass(frozen=True, kw_only=True)
 class Phi3Config(WindowedConfig):
+    """The config of Phi-3 to 4-mini: `WindowedConfig` with RoPE on part of each head and LongRoPE's
+    original length."""
+
     model_type = "phi3"
     architecture = "Phi3ForCausalLM"
     partial_rotary = True
@@ -37,6 +40,8 @@ class Phi3Config(WindowedConfig):
 
     @classmethod
     def _read_rope(cls, source: Mapping[str, Any], longest: int) -> dict[str, Any]:
+        """As ModelConfig's, with the types "su" and "yarn" read as "longrope", and an original
+        length of 4096 unless the source has one."""
         source = {"original_max_position_embeddings": 4096, **source}
         for key in ("rope_scaling", "rope_parameters"):
             rope = source.get(key)
@@ -47,11 +52,16 @@ class Phi3Config(WindowedConfig):
 
 
 class Phi3(CausalLM):
+    """Phi-3 to 4-mini: Mistral's blocks; checkpoints store q, k, v and gate, up packed, as the
+    parameters are."""
+
     config_class = Phi3Config
     block_class = MistralBlock
     checkpoint_names = CheckpointNames(packed={})  # stored packed, as here
 
     @property
     def cache_restart(self) -> int | None:
+        """With LongRoPE, the first length beyond original_max_position_embeddings, from which all
+        keys are rotated by the long factors; else None."""
         rope = self.model.turning_rope
         return None if rope is None or rope.rope_type != "longrope" else int(rope.turn) + 1

@@ -42,7 +42,8 @@ def read_quantization(config: Mapping[str, Any]) -> BlockScales | None:
 
 
 def quantization_method(settings: Any) -> Any:
-    """The format that a quantization_config names."""
+    """The format that a quantization_config names, None if it names none; raises ConfigError if it
+    is no object."""
     if not isinstance(settings, Mapping):
         raise ConfigError(f"{KEY}={quote(settings)} is not an object with a quant_method")
     method = settings.get("quant_method")

@@ -13,6 +13,9 @@ from tigon.models.decoder import PreNormBlock, layer_window
 
 @dataclass(frozen=True, kw_only=True)
 class Qwen2Config(WindowedConfig):
+    """The config of Qwen2 and Qwen2.5: `WindowedConfig` whose windows count only with
+    use_sliding_window."""
+
     model_type = "qwen2"
     architecture = "Qwen2ForCausalLM"
 
@@ -27,15 +30,23 @@ class Qwen2Config(WindowedConfig):
     max_window_layers: int = 28
 
     def slides(self, layer: int) -> bool:
+        """Whether the layer has a sliding window if `layer_types` is None: those from layer
+        max_window_layers on have."""
         return layer >= self.max_window_layers
 
 
 class Qwen2Block(PreNormBlock):
+    """A `PreNormBlock` with biases of queries, keys and values, and the layer's sliding window."""
+
     def make_mixer(self, c: Qwen2Config, layer: int) -> Attention:
+        """Make attention with biases on queries, keys and values alone, and the layer's sliding
+        window."""
         window = layer_window(c, layer)
         return self.make_attention(c, bias=True, out_bias=False, window=window)
 
 
 class Qwen2(CausalLM):
+    """Qwen2 and Qwen2.5: `Qwen2Block`s and nothing else."""
+
     config_class = Qwen2Config
     block_class = Qwen2Block

@@ -36,7 +36,8 @@ class QwenMoEConfig(MoEConfig):
 
 
 def experts_or_mlp(c: QwenMoEConfig, layer: int, shared: int = 0) -> GatedMLP | SparseMoE:
-    """The layer's experts, or its MLP if it has none; `shared` is the shared expert's size."""
+    """Make the layer's experts, or its MLP if it has none; `shared` is the shared expert's size, 0
+    for none."""
     if not c.sparse(layer):
         return gated_mlp(c)
     return sparse_moe(c, c.moe_intermediate_size, normalize=c.norm_topk_prob, shared=shared)
@@ -44,6 +45,9 @@ def experts_or_mlp(c: QwenMoEConfig, layer: int, shared: int = 0) -> GatedMLP | 
 
 @dataclass(frozen=True, kw_only=True)
 class Qwen2MoeConfig(QwenMoEConfig, WindowedConfig):
+    """The config of Qwen2-MoE: Qwen's mixtures with a shared expert, sliding windows and
+    `qkv_bias`."""
+
     model_type = "qwen2_moe"
     architecture = "Qwen2MoeForCausalLM"
 
@@ -68,18 +72,28 @@ class Qwen2MoeConfig(QwenMoEConfig, WindowedConfig):
             )
 
     def slides(self, layer: int) -> bool:
+        """Whether the layer has a sliding window if `layer_types` is None: layers 0, 2, 4 and so on
+        below max_window_layers have."""
         return layer % 2 == 0 and layer < self.max_window_layers
 
 
 class Qwen2MoeBlock(PreNormBlock):
+    """A `PreNormBlock` with the layer's sliding window, and with experts and a shared one, or an
+    MLP."""
+
     def make_mixer(self, c: Qwen2MoeConfig, layer: int) -> Attention:
+        """Make attention with biases, if `qkv_bias`, on queries, keys and values alone, and the
+        layer's sliding window."""
         window = layer_window(c, layer)
         return self.make_attention(c, bias=c.qkv_bias, out_bias=False, window=window)
 
     def make_mlp(self, c: Qwen2MoeConfig, layer: int) -> GatedMLP | SparseMoE:
+        """Make the layer's experts with a shared expert, or its MLP if it has none."""
         return experts_or_mlp(c, layer, shared=c.shared_expert_intermediate_size)
 
 
 class Qwen2Moe(CausalLM):
+    """Qwen1.5-MoE and Qwen2-MoE: `Qwen2MoeBlock`s and nothing else."""
+
     config_class = Qwen2MoeConfig
     block_class = Qwen2MoeBlock

@@ -13,6 +13,8 @@ from tigon.models.qwen2 import Qwen2Config
 
 @dataclass(frozen=True, kw_only=True)
 class Qwen3Config(Qwen2Config):
+    """The config of Qwen3: Qwen2's with `attention_bias` and a head_dim of 128 by default."""
+
     model_type = "qwen3"
     architecture = "Qwen3ForCausalLM"
 
@@ -21,11 +23,17 @@ class Qwen3Config(Qwen2Config):
 
 
 class Qwen3Block(PreNormBlock):
+    """A `PreNormBlock` with QK-norm per head, `attention_bias` and the layer's sliding window."""
+
     def make_mixer(self, c: Qwen3Config, layer: int) -> Attention:
+        """Make attention with QK-norm per head, the config's biases and the layer's sliding
+        window."""
         bias, window = c.attention_bias, layer_window(c, layer)
         return self.make_attention(c, bias=bias, qk_norm_eps=c.rms_norm_eps, window=window)
 
 
 class Qwen3(CausalLM):
+    """Qwen3: `Qwen3Block`s and nothing else."""
+
     config_class = Qwen3Config
     block_class = Qwen3Block

@@ -23,7 +23,7 @@ ANY: Range = (-LARGEST, LARGEST)  # of a number without a row below
 
 
 def _range_of_names(*groups: tuple[Range, str]) -> dict[str, Range]:
-    """The range of each name; a group's names are separated by spaces."""
+    """Map each name to its range; a group's names are separated by spaces."""
     return {name: limits for limits, names in groups for name in names.split()}
 
 
@@ -203,5 +203,6 @@ def read_two_ropes(
 
 
 def write_two_ropes(ropes: Mapping[str, Rope]) -> dict[str, Any]:
-    """config.json's keys for the RoPEs of full and of sliding layers."""
+    """config.json's keys for the RoPEs of full and of sliding layers: both in rope_parameters, and
+    the full layers' under transformers 4's names."""
     return write_rope(ropes[FULL]) | {"rope_parameters": dict(ropes)}

@@ -13,6 +13,9 @@ from tigon.models.llama import LlamaBlock, LlamaConfig
 
 @dataclass(frozen=True, kw_only=True)
 class SeedOssConfig(LlamaConfig):
+    """The config of Seed-OSS: Llama's with another switch, attention_out_bias, for the bias of
+    attention's output."""
+
     model_type = "seed_oss"
     architecture = "SeedOssForCausalLM"
 
@@ -30,10 +33,17 @@ class SeedOssConfig(LlamaConfig):
 
 
 class SeedOssBlock(LlamaBlock):
+    """Llama's block with separate switches for biases of queries, keys and values, and of
+    attention's output."""
+
     def make_mixer(self, c: Any, layer: int) -> Attention:
+        """Make attention with the config's biases: `attention_bias` on queries, keys and values,
+        and `attention_out_bias`."""
         return self.make_attention(c, bias=c.attention_bias, out_bias=c.attention_out_bias)
 
 
 class SeedOss(CausalLM):
+    """Seed-OSS: `SeedOssBlock`s and nothing else."""
+
     config_class = SeedOssConfig
     block_class = SeedOssBlock

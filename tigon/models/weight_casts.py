@@ -12,20 +12,25 @@ from tigon.models.decoder import Decoder
 
 
 class CheckedCasts(nn.Module):
-    """A decoder's owner, whose weights know their dtype and refuse what they cannot become."""
+    """A module with a decoder `model`, whose device and dtype it has; conversions raise for another
+    dtype of quantized weights, and warn where float16 overflows."""
 
     config: ModelConfig
     model: Decoder
 
     @property
     def device(self) -> torch.device:
+        """The device of the embedding's weight."""
         return self.model.embed_tokens.weight.device
 
     @property
     def dtype(self) -> torch.dtype:
+        """The dtype of the embedding's weight."""
         return self.model.embed_tokens.weight.dtype
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
+        """Apply a conversion to all tensors, as `to` and `half` do; raises ValueError, before any,
+        if it changes the dtype of quantized weights."""
         if (weight := self._quantized_weight) is not None:  # before anything is converted
             weight.check(fn)
         old_dtype = self.dtype
@@ -35,7 +40,7 @@ class CheckedCasts(nn.Module):
         return self
 
     def warn_of_overflow(self) -> None:
-        """Warns if this family's activations exceed float16; transformers loads it silently."""
+        """Warns if the model is in float16 and its family's activations exceed it."""
         if self.dtype == torch.float16 and self.config.overflows_float16:
             warnings.warn(
                 f"activations of {self.config.architecture} exceed the range of float16, so that "
@@ -44,6 +49,7 @@ class CheckedCasts(nn.Module):
             )
 
     def requires_grad_(self, requires_grad: bool = True) -> Self:
+        """As nn.Module's, but raises ValueError for True if any weight is quantized."""
         if requires_grad and (weight := self._quantized_weight) is not None:
             raise ValueError(
                 f"the model's weights are quantised ({weight.kind}) and cannot be trained: "
@@ -53,4 +59,5 @@ class CheckedCasts(nn.Module):
 
     @property
     def _quantized_weight(self) -> QuantizedWeight | None:
+        """The first quantized weight among the submodules, or None."""
         return next((m for m in self.modules() if isinstance(m, QuantizedWeight)), None)

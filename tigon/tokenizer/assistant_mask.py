@@ -31,9 +31,11 @@ class WeightedRows(NamedTuple):
 def message_weights(
     messages: Sequence[Message], train_on: TrainOn, weights: Sequence[float | None] | None = None
 ) -> dict[int, float]:
-    """Return the weights of the learned messages by index.
+    """Return the loss weights of the learned messages by index: 1 for the turns of `train_on`,
+    unless `weights` has a number for a message; messages of weight 0 are left out.
 
-    With train_on=all, only those in `weights`: the rest of the text has weight 1.
+    With train_on=all, only those in `weights`, also if they are 0: the rest of the text has weight
+    1. Otherwise raises ValueError if there is no turn of the assistant.
     """
     turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
     if not turns and train_on != "all":
@@ -264,6 +266,7 @@ def _message_spans(
 
 
 def _ambiguous(i: int) -> ValueError:
+    """Make the error for a message whose place in the text is unclear."""
     return ValueError(
         f"messages[{i}] has a weight of its own, but where it is in the text is unclear: the "
         "chat template writes what is before differently in the whole conversation"

@@ -100,12 +100,14 @@ class _Generation(Extension):
     tags = {"generation"}
 
     def parse(self, parser: Parser) -> Node:
+        """Parse a block into a call of `_report` on its text."""
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
         return CallBlock(self.call_method("_report"), [], [], body).set_lineno(line)
 
     @staticmethod
     def _report(caller: Callable[[], str]) -> str:
+        """Pass the text of a block to the callback, and return it."""
         text = caller()
         _generation_callback.get()(text)
         return text
@@ -127,6 +129,7 @@ class _TemplateNamespace(Namespace):
 
 
 def _raise_exception(message: str) -> None:
+    """Raise TemplateError: what templates call to refuse a conversation."""
     raise jinja2.TemplateError(str(message))
 
 
@@ -156,6 +159,7 @@ def _environment() -> ImmutableSandboxedEnvironment:
 
 @lru_cache
 def _compile(template: str) -> jinja2.Template:
+    """Compile a chat template, once; ValueError if it is too long or no template."""
     if len(template) > MAX_TEMPLATE:
         raise ValueError(
             f"the chat template has {len(template)} characters, and may have {MAX_TEMPLATE}"
@@ -167,6 +171,8 @@ def _compile(template: str) -> jinja2.Template:
 
 
 def _generate(template: jinja2.Template, variables: dict[str, Any]) -> Rendered:
+    """Render a compiled template, and note where its {% generation %} blocks begin; ValueError for
+    what the template raises, or if its text is too long."""
     pieces: list[str] = []
     generations: list[tuple[int, str]] = []
     length = 0
@@ -253,7 +259,8 @@ def _template_message(message: Message) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """Copy a value to plain JSON types, so that a template cannot call a subclass' methods."""
+    """Copy a value to plain JSON types, so that a template cannot call a subclass' methods;
+    ValueError for other types."""
     if value is None or type(value) in (str, bool, int, float):
         return value
     match value:
@@ -290,6 +297,8 @@ def _mark_end(message: dict[str, Any], i: int) -> str:
 
 
 def _cut_at_mark(text: str, final_text: str) -> str:
+    """Cut the text at the mark, and strip its end if the template strips messages; ValueError if
+    the final message is not in it."""
     end = text.rfind(_END_MARK.strip())
     if end < 0 or final_text.strip() not in text:
         raise ValueError(

@@ -90,12 +90,14 @@ def _is_token(value: Any) -> bool:
 
 
 def _are_tokens(value: Any) -> bool:
+    """Whether a JSON value is a list of tokens, or an object of them whose values may be null."""
     if isinstance(value, dict):
         return all(token is None or _is_token(token) for token in value.values())
     return isinstance(value, list) and all(map(_is_token, value))
 
 
 def _are_tokens_by_id(value: Any) -> bool:
+    """Whether a JSON value is an object that maps ids, as text, to objects of tokens."""
     return isinstance(value, dict) and all(
         _ID.fullmatch(number) and isinstance(token, dict) and _is_token(token)
         for number, token in value.items()
@@ -141,6 +143,7 @@ def read_config(path: Path | None) -> dict[str, Any]:
 
 
 def _wrong_value(path: Path, key: str, value: Any) -> ValueError:
+    """Make the error for a value of the wrong type in a file."""
     name = escape(key, 100)
     return ValueError(
         f"{escape(path)}: {name} is {quote(value)}, which no tokenizer can have there"
@@ -150,10 +153,10 @@ def _wrong_value(path: Path, key: str, value: Any) -> ValueError:
 def add_tokens(
     backend: tokenizers.Tokenizer, config: dict[str, Any], files: dict[str, Path]
 ) -> dict[str, str]:
-    """Add the tokens that other files list and tokenizer.json lacks.
+    """Add the tokens that other files list and tokenizer.json lacks to the backend.
 
-    Returns the special tokens by name ({"bos_token": "<s>"}). Where the files differ, the same
-    file counts as in transformers 5.
+    Returns the special tokens by name ({"bos_token": "<s>"}). Where the files differ, the same file
+    counts as in transformers 5.
     """
     # Not add_bos_token and add_eos_token: beside a tokenizer.json its post-processor decides
     settings, declared = config, config.get("added_tokens_decoder")
@@ -190,6 +193,8 @@ def add_tokens(
 
 
 def _added_token(value: str | dict[str, Any]) -> AddedToken:
+    """Make an AddedToken of its text, or of a text with flags; it is special unless they say
+    otherwise."""
     if isinstance(value, str):
         return AddedToken(value, special=True)
     flags = {key: value[key] for key in _FLAGS if key in value}
@@ -212,7 +217,7 @@ def read_templates(config: dict[str, Any], files: dict[str, Path]) -> str | dict
 
 
 def read_template(path: Path) -> str:
-    """Read a Jinja file, with newlines as in transformers."""
+    """Read a Jinja file, with \\n for all newlines, as in transformers."""
     try:
         text = _read_text(path, MAX_TEMPLATE_BYTES)
     except FileNotFoundError:
@@ -221,6 +226,7 @@ def read_template(path: Path) -> str:
 
 
 def _read_text(path: Path, max_bytes: int) -> str:
+    """Read a text file; ValueError if it has more than `max_bytes` or is not UTF-8."""
     try:
         return read_bytes(path, max_bytes).decode()
     except UnicodeDecodeError as error:
@@ -292,12 +298,14 @@ class TokenizerFiles:
         return edits
 
     def _read_json(self, name: str) -> dict[str, Any]:
+        """Read the object of one of the files; {} if there is no such file."""
         if name not in self.paths:
             return {}
         with self._open(self.paths[name]) as file:
             return parse_object(file.read(), self.paths[name])
 
     def _open(self, path: Path) -> IO[bytes]:
+        """Open a file for reading, from memory if `read_all` has read it."""
         return BytesIO(self._contents[path]) if path in self._contents else _open(path)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -305,6 +313,6 @@ class TokenizerFiles:
 
 
 def _open(path: Path) -> IO[bytes]:
-    """Open a file that was not replaced by a link or a pipe."""
+    """Open a file for reading; OSError if it was replaced by a link, and a pipe does not block."""
     flags = os.O_NOFOLLOW | os.O_NONBLOCK
     return open(path, "rb", opener=lambda name, mode: os.open(name, mode | flags))

@@ -40,6 +40,7 @@ class MessageFormat(NamedTuple):
         return [self._convert(m) if isinstance(m, dict) else m for m in messages]
 
     def _convert(self, message: Message) -> Message:
+        """Copy a message in this form."""
         message = dict(message)
         content = message.get("content")
         if (
@@ -61,6 +62,7 @@ class MessageFormat(NamedTuple):
 
 
 def _dump_arguments(call: Any) -> Any:
+    """Copy a tool call with its arguments as JSON text."""
     function = call["function"]
     text = json.dumps(function["arguments"], ensure_ascii=False)  # as the filter tojson writes it
     return {**call, "function": {**function, "arguments": text}}
@@ -68,7 +70,8 @@ def _dump_arguments(call: Any) -> Any:
 
 @lru_cache(maxsize=32)
 def detect_format(template: str, variables: tuple[tuple[str, str], ...]) -> MessageFormat:
-    """Return the first format in which the template writes all content; else the default."""
+    """Return the first format in which the template, rendered with these `variables`, writes all
+    content of a short conversation; else the default."""
     options: dict[str, Any] = dict(variables)
 
     def text(format: MessageFormat, messages: Sequence[Message], tools: Any = None) -> str:

@@ -92,6 +92,7 @@ class DecodeStream:
         return rest
 
     def _text(self) -> str:
+        """Decode the tokens that are kept, those of the last piece included."""
         with library_errors(self._error_message):
             return self._backend.decode(self._ids, skip_special_tokens=False)
 
@@ -141,7 +142,8 @@ class Tokenizer:
     def from_pretrained(
         cls, path_or_repo: str | os.PathLike[str], **options: Unpack[HubOptions]
     ) -> "Tokenizer":
-        """Load the tokenizer.json of a local directory or hub repository."""
+        """Load the tokenizer of a local directory or hub repository: its tokenizer.json, settings
+        and chat templates."""
         repository = Repository(path_or_repo, **options)
         # All files now: an export at the end of a long run must not depend on the hub
         files = find_files(repository)
@@ -215,6 +217,8 @@ class Tokenizer:
         self.pad_token, self.pad_token_id = self._set_special("pad_token", token_id), token_id
 
     def _set_special(self, name: str, token_id: int) -> str:
+        """Note a token under a special token's name, for exports too, and return its text;
+        ValueError for an unknown id."""
         token = self.backend.id_to_token(token_id)
         if token is None:
             raise ValueError(f"the tokenizer has no token {token_id}")
@@ -224,7 +228,7 @@ class Tokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """Tokens without the added ones, as in transformers; `len` counts all."""
+        """The number of tokens without the added ones, as in transformers; `len` counts all."""
         return self.backend.get_vocab_size(with_added_tokens=False)
 
     def __len__(self) -> int:
@@ -236,6 +240,8 @@ class Tokenizer:
         return list(self._files.paths.values())
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Return the token ids of a text, with the special tokens, such as bos, that the tokenizer
+        adds, unless `add_special_tokens` is False."""
         return self._encode(text, add_special_tokens).ids
 
     def encode_batch(
@@ -255,6 +261,7 @@ class Tokenizer:
     def decode(
         self, ids: "Sequence[int] | torch.Tensor", *, skip_special_tokens: bool = False
     ) -> str:
+        """Return the text of token ids, without special tokens if these are to be skipped."""
         ids = ids.tolist() if hasattr(ids, "tolist") else list(ids)
         with library_errors(self._error_message):
             return self.backend.decode(ids, skip_special_tokens=skip_special_tokens)
@@ -398,7 +405,7 @@ class Tokenizer:
     def encode_weighted(self, text: str, spans: Sequence[Span]) -> tuple[list[int], list[float]]:
         """Encode a text with special tokens, and return its token ids and their weights.
 
-        The weight of a token is that of the span which overlaps it, or 0.
+        The weight of a token is the largest of the spans that overlap it, or 0.
         """
         encoding = self._encode(text, add_special_tokens=True)
         text_tokens = [i for i, added in enumerate(encoding.special_tokens_mask) if not added]
@@ -473,6 +480,7 @@ class Tokenizer:
         self.backend.encode_special_tokens = split
 
     def _encode(self, text: str, add_special_tokens: bool = False) -> tokenizers.Encoding:
+        """Encode a text, with its offsets; ValueError if it is not Unicode or the library fails."""
         try:
             with library_errors(self._error_message):
                 return self.backend.encode(text, add_special_tokens=add_special_tokens)
@@ -481,20 +489,25 @@ class Tokenizer:
             raise
 
     def _token_id(self, token: str | None) -> int | None:
+        """The id of a token's text; None if there is none."""
         return None if token is None else self.backend.token_to_id(token)
 
     def _template_variables(self, variables: dict[str, Any]) -> dict[str, Any]:
+        """Join what a template may read: special tokens, defaults for all chats, `variables`, and
+        the time; TypeError for reserved names."""
         if reserved := (RESERVED - {"documents"}) & variables.keys():
             raise TypeError(f"not supported with a chat template: {', '.join(sorted(reserved))}")
         variables = self.special_tokens | self.chat_template_kwargs | variables
         return variables | {"strftime_now": self.strftime_now}
 
     def _templates(self) -> list[str]:
+        """List the texts of all chat templates."""
         templates = self.chat_template or {}
         return [*templates.values()] if isinstance(templates, dict) else [templates]
 
     def _choose_template(self, choice: str | None, tools: Sequence[Any] | None) -> str:
-        """The template of a name, or `choice` itself if it is a template."""
+        """Return the template of a name, `choice` itself if it is a template, or for None the only
+        one, the one for tools or the default; ValueError if there is none."""
         if choice is None and isinstance(self.chat_template, str):
             return self.chat_template
         named = self.chat_template if isinstance(self.chat_template, dict) else {}
@@ -513,6 +526,7 @@ class Tokenizer:
 
 
 def _new_token(token: str | tokenizers.AddedToken, special: bool) -> tokenizers.AddedToken:
+    """Make an AddedToken of a text, or check one; raises for an empty text or anything else."""
     if isinstance(token, str):
         check_unicode(token)
         token = tokenizers.AddedToken(token, special=special)
@@ -524,5 +538,6 @@ def _new_token(token: str | tokenizers.AddedToken, special: bool) -> tokenizers.
 
 
 def _special_ids(backend: tokenizers.Tokenizer) -> frozenset[int]:
+    """The ids of the added tokens that are special."""
     added = backend.get_added_tokens_decoder()
     return frozenset(number for number, token in added.items() if token.special)

@@ -105,6 +105,8 @@ def _arguments(lines: list[str]) -> dict[str, str]:
 
 
 def _type_schema(hint: Any, subject: str) -> dict[str, Any]:
+    """Return the JSON schema of a type hint; ValueError, which names the `subject`, for types that
+    JSON lacks."""
     kind, arguments = get_origin(hint) or hint, get_args(hint)
     if kind is Any:
         return {}
@@ -129,6 +131,7 @@ def _type_schema(hint: Any, subject: str) -> dict[str, Any]:
 
 
 def _union_schema(members: tuple[Any, ...], subject: str) -> dict[str, Any]:
+    """Return the JSON schema of a union of types, nullable if None is among them."""
     options = [_type_schema(member, subject) for member in members if member is not NoneType]
     if len(options) == 1:
         schema = options[0]
@@ -141,6 +144,7 @@ def _union_schema(members: tuple[Any, ...], subject: str) -> dict[str, Any]:
 
 
 def _enum_schema(values: list[Any], subject: str) -> dict[str, Any]:
+    """Return the JSON schema of a choice of values; ValueError unless they are JSON scalars."""
     types = dict.fromkeys(_TYPES.get(type(value)) for value in values)
     if not values or not types.keys() <= {"integer", "number", "string", "boolean", "null"}:
         raise ValueError(f"{subject} must be one of {values}, which are no JSON scalars")

@@ -75,7 +75,8 @@ class Conversation:
         return render(self.template, messages, **options, **self.variables)
 
     def turn(self, i: int) -> Turn:
-        """Locate the turn messages[i], as it follows its prompt."""
+        """Return the turn messages[i]: the conversation up to its end, and where it begins, in most
+        templates at the end of its prompt; ValueError where that is ambiguous."""
         if i not in self._turns:
             prompt = self._render_prefix(i, self.messages[:i], add_generation_prompt=True).text
             rendered = self._prefix(i)
@@ -98,6 +99,8 @@ class Conversation:
         return end if end is not None and self.turn(i).rendered is turn else None
 
     def _end_without_token(self, i: int, text: str) -> int | None:
+        """Return where the turn ends in `text` if special tokens at the end of it are missing
+        there; None if it differs otherwise."""
         turn = self._prefix(i).text
         end = turn.rstrip()
         while token := self._last_token(end):
@@ -137,7 +140,8 @@ class Conversation:
         return self._prefixes[i]
 
     def _align(self, i: int, prompt: str, turn: Rendered) -> Turn:
-        """Locate a turn whose text does not begin with its prompt."""
+        """Locate a turn whose text does not begin with its prompt, since reasoning or earlier
+        messages are written differently; ValueError if neither explains it."""
         common = common_prefix_length(turn.text, prompt)
         thinking = _ENDS_IN_THINKING.search(prompt)
         start = thinking.start() if thinking else len(prompt)
@@ -186,6 +190,8 @@ class Conversation:
         return Rendered(prompt + turn.text[start:], blocks)
 
     def _render_prefix(self, i: int, messages: Sequence[Message], **options: Any) -> Rendered:
+        """Render the messages before messages[i], or up to it; an error says that what the
+        assistant says there cannot be told."""
         try:
             return self.render(messages, **options)
         except ValueError as error:

@@ -50,7 +50,8 @@ def setting(
     finite: bool = False,
     **metadata: Any,
 ) -> Any:
-    """Makes a dataclass field with its range: >= ge, > gt, <= le, < lt, not infinite."""
+    """Makes a dataclass field with its range: >= ge, > gt, <= le, < lt; `finite`: not infinite, and
+    a whole number below 2**63."""
     range = {"ge": ge, "gt": gt, "le": le, "lt": lt, "finite": finite}
     return field(default=default, metadata={"help": help, **range, **metadata})
 
@@ -178,11 +179,12 @@ def find_misspelled(name: str, choices: Iterable[str]) -> str | None:
 
 
 def _letters(name: str) -> str:
+    """Returns the letters and digits of a name, in lower case."""
     return re.sub(r"[\W_]", "", name).lower()
 
 
 def describe_type(hint: Any, plural: bool = False) -> str:
-    """Returns a type in words."""
+    """Returns a type in words, such as "a whole number", or in the plural "whole numbers"."""
     origin, args = get_origin(hint), get_args(hint)
     if origin in (UnionType, Union):
         return " or ".join(describe_type(option, plural) for option in args)
@@ -196,7 +198,8 @@ def describe_type(hint: Any, plural: bool = False) -> str:
 
 
 def _build_group(cls: type, values: Mapping[str, Any], parse: Parse | None, name: str) -> Any:
-    """Builds a dataclass that is an item of a list."""
+    """Builds a dataclass that is an item of a list from its settings; raises ConfigError if one
+    without a default is missing."""
     checked = read_settings(cls, values, parse=parse, group=f"{name}.")
     settings = {key.removeprefix(f"{name}."): value for key, value in checked.items()}
     for f in fields(cls):
@@ -232,7 +235,7 @@ def check_range(
 
 
 def _check_field_range(name: str, value: Any, field: Field[Any]) -> None:
-    """Raises ValueError for a number outside of the field's range."""
+    """Raises ConfigError for a number outside of the field's range."""
     limits = {key: field.metadata.get(key) for key in ("ge", "gt", "le", "lt")}
     check_range(name, value, **limits, finite=field.metadata.get("finite", False))
 
@@ -244,7 +247,8 @@ def _find_dataclass(hint: Any) -> Any:
 
 
 def _convert(value: Any, hint: Any, parse: Parse | None, name: str) -> Any:
-    """Converts a value to a field's type, or raises with the field's name."""
+    """Converts a value to a field's type; raises TypeError or ValueError if it is of another, and
+    ConfigError inside groups."""
     origin, args = get_origin(hint), get_args(hint)
     if isinstance(value, Mapping) and (inner := _find_dataclass(hint)) is not None:
         return _build_group(inner, value, parse, name)

@@ -29,7 +29,8 @@ class DuplicateKeyError(ValueError):
 def read_json(path: Path, *, max_bytes: int = MAX_BYTES, nan: bool = False) -> dict[str, Any]:
     """Reads the object in a JSON file; raises ValueError with the file's name as `parse_json` does.
 
-    A file that is larger than `max_bytes` or no regular file is refused before it is read.
+    A file that is no regular file is refused before it is read, and one larger than `max_bytes`
+    before it is parsed.
     """
     return parse_object(read_bytes(path, max_bytes), path, nan=nan)
 
@@ -48,6 +49,7 @@ def read_bytes(path: Path, max_bytes: int) -> bytes:
 
 
 def _open(path: str, flags: int) -> int:
+    """Opens a file without waiting, as a pipe would for its writer."""
     return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))  # a pipe would wait for its writer
 
 
@@ -102,19 +104,21 @@ def object_from_pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _parse_int(text: str) -> int:
+    """Parses a whole number; raises ValueError if it has more than MAX_DIGITS characters."""
     if len(text) > MAX_DIGITS:
         raise ValueError(f"a number of {len(text)} digits")
     return int(text)
 
 
 def _parse_float(text: str) -> float:
+    """Parses a number; raises ValueError if it is NaN or infinite."""
     if not math.isfinite(value := float(text)):
         raise ValueError(f"{escape(text, 20)} is not a finite number")
     return value
 
 
 def _check_depth(content: Any) -> None:
-    """Raises ValueError for JSON that is nested too deeply."""
+    """Raises RecursionError for JSON that is nested deeper than MAX_DEPTH."""
     level = [content]
     for _ in range(MAX_DEPTH):
         containers = [value for value in level if isinstance(value, dict | list)]

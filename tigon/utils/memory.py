@@ -24,4 +24,5 @@ def total_memory(device: torch.device, cgroup: Path = CGROUP) -> int:
 
 
 def format_gib(size: int) -> str:
+    """Formats a number of bytes in GiB, with one decimal."""
     return f"{size / 2**30:,.1f} GiB"

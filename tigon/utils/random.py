@@ -18,7 +18,7 @@ def random_bits(streams: Tensor | int, at: Tensor) -> Tensor:
 
 
 def mix_(bits: Tensor) -> Tensor:
-    """Turns states of streams, int64, into outputs, in place."""
+    """Turns states of streams, int64, into outputs, in place, and returns them."""
     for shift, factor in zip(SHIFTS, FACTORS, strict=False):
         bits ^= _shifted(bits, shift)
         bits *= as_int64(factor)
@@ -35,7 +35,7 @@ def mix(value: int) -> int:
 
 
 def as_int64(value: int) -> int:
-    """Returns the int64 of the same bits."""
+    """Converts a number from 0 to 2**64 - 1 to the int64 of the same bits."""
     return value - (1 << 64) if value >> 63 else value
 
 

@@ -58,10 +58,12 @@ class StoredTensor:
 
     @property
     def count(self) -> int:
+        """Returns the number of values."""
         return math.prod(self.shape)
 
     @property
     def nbytes(self) -> int:
+        """Returns the bytes of all values."""
         return self.count * DTYPES[self.tag][1]
 
 
@@ -122,7 +124,8 @@ def read_tensors(path: Path) -> dict[str, StoredTensor]:
 
 
 def _parse_entry(tensor: str, entry: Any) -> tuple[str, tuple[int, ...], int, int]:
-    """Returns tag, shape, first and last byte of a tensor; errors begin with `tensor`."""
+    """Returns a tensor's tag and shape, and where its bytes begin and end in the data; raises
+    ValueError, which begins with `tensor`, unless these fit each other."""
     fields = entry if isinstance(entry, dict) else {}
     tag, shape, span = (fields.get(key) for key in ("dtype", "shape", "data_offsets"))
     if not (_are_sizes(shape) and _are_sizes(span) and len(span) == 2 and isinstance(tag, str)):
@@ -147,6 +150,7 @@ def _parse_entry(tensor: str, entry: Any) -> tuple[str, tuple[int, ...], int, in
 
 
 def _are_sizes(value: Any) -> TypeGuard[list[int]]:
+    """Whether a JSON value is a list of whole numbers from 0 to LARGEST."""
     return isinstance(value, list) and all(
         type(item) is int and 0 <= item <= LARGEST for item in value
     )
@@ -170,6 +174,7 @@ def _check_spans(path: Path, spans: list[tuple[int, int, str]], data_bytes: int)
 
 
 def _no_weights_message(repository: Files) -> str:
+    """Says that a repository has no safetensors weights, and what it has instead."""
     names = repository.listing()
     message = f"{repository.name} has neither {SINGLE} nor {INDEX}"
     if pickles := ", ".join([name for name in names if name.endswith(PICKLES)][:3]):

@@ -44,12 +44,15 @@ class _Escaping:
         return getattr(self.stream, name)
 
     def write(self, text: str) -> int:
+        """Writes a text with control characters escaped, but for a carriage return at its start,
+        with which a progress bar is written anew; returns its length."""
         # A progress bar returns to the begin of its line before it writes it anew
         returns = "\r" * text.startswith("\r")
         self.stream.write(returns + escape_controls(text[len(returns) :].replace("\r\n", "\n")))
         return len(text)
 
     def writelines(self, lines: Iterator[str]) -> None:
+        """Writes each of the lines as `write` does."""
         for line in lines:
             self.write(line)
 

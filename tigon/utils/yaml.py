@@ -45,12 +45,16 @@ class _Loader(yaml.SafeLoader):
     """Loads YAML within limits; merges and keys that stand twice are errors, dates stay text."""
 
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        """Constructs a value; raises _Refused for a number of more than LONGEST_NUMBER
+        characters."""
         if node.tag in NUMBERS and len(node.value) > LONGEST_NUMBER:
             line = node.start_mark.line + 1
             raise _Refused(f"line {line}: a number of {len(node.value)} characters")
         return super().construct_object(node, deep)
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        """Constructs a dictionary; raises _Refused for a merge (<<) and for a key that is given
+        twice."""
         lines: dict[Any, int] = {}
         for key, _ in node.value if isinstance(node, yaml.MappingNode) else []:
             line = key.start_mark.line + 1
@@ -73,6 +77,7 @@ _Loader.yaml_implicit_resolvers = {
 
 
 def _check_size(content: Any) -> None:
+    """Raises _Refused for more than MAX_ITEMS values, or values more than MAX_DEPTH deep."""
     left, count = [(content, 0)], 0
     while left:
         value, depth = left.pop()

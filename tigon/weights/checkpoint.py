@@ -48,11 +48,14 @@ class Fp8Tensor(DecodedTensor):
 
     @property
     def unit(self) -> int:
+        """The rows of a block, so that no scale is read twice; 1 for a stack, or where a block has
+        all rows."""
         single_row = len(self.shape) == 3 or self.block[0] >= self.shape[0]  # of scales
         return 1 if single_row else self.block[0]
 
     def rows(self, reader: Reader, first: int, count: int) -> Tensor:
-        """Reads rows and dequantizes them."""
+        """Reads rows [first, first + count) and dequantizes them to fp32; of a stack, a row is a
+        matrix."""
         codes = self._read(reader, self.stored, first, count).view(torch.uint8)
         numbers = NUMBERS[self.stored.dtype].index_select(0, codes.flatten().int())
         values = numbers.view(codes.shape)
@@ -72,7 +75,8 @@ class Fp8Tensor(DecodedTensor):
             return self._scales(reader, 0, self.scale.shape[0])
 
     def _multiply(self, values: Tensor, scales: Tensor, skipped: int) -> None:
-        """Multiply values [n, K] in place; they begin after `skipped` rows of the first block."""
+        """Multiply values [n, K] in place by the scales of their blocks; the values begin after
+        `skipped` rows of the first block."""
         rows, columns = self.block
         by_row = scales.repeat_interleave(rows, dim=0)[skipped : skipped + len(values)]
         full = values.shape[-1] // columns * columns  # columns of full blocks
@@ -95,6 +99,7 @@ class Fp8Tensor(DecodedTensor):
         return scales
 
     def _read(self, reader: Reader, info: TensorInfo, first: int, count: int) -> Tensor:
+        """Read `count` rows of a stored tensor from row `first` on, in the dtype of the file."""
         out = torch.empty(count, *info.shape[1:], dtype=info.dtype)
         row_bytes = out[0].nbytes if count else 0
         reader.read(info.path, info.offset + first * row_bytes, info.dtype, out)
@@ -137,7 +142,8 @@ def decode_fp8(
 def _make_fp8_tensor(
     name: str, info: TensorInfo, scale: TensorInfo, scales: BlockScales
 ) -> Fp8Tensor:
-    """Returns an fp8 tensor with its scales, whose shape is checked."""
+    """Returns an fp8 tensor with its scales; raises ValueError for another dtype or shape of
+    these."""
     where = f"{escape(scale.path)}: tensor {quote(name + SCALE)}"
     if scale.dtype not in SCALES:
         raise ValueError(f"{where} is {scale.dtype}; scales are read in fp32, bf16 or fp16")
@@ -188,7 +194,8 @@ class Checkpoint:
 
     @classmethod
     def open(cls, repository: Repository, scales: BlockScales | None = None) -> "Checkpoint":
-        """Find, or download, the repository's model.safetensors, or its index and all shards.
+        """Read the headers of the repository's model.safetensors, or of all shards of its index,
+        which are downloaded if they are not there.
 
         `scales`: the blocks of fp8 tensors in config.json, without which these cannot be read.
         """

@@ -46,7 +46,8 @@ def convert_entries(
     stored: Mapping[str, Sequence[StoredRows]],
     stored_layout: Layout,
 ) -> list[TensorEntry]:
-    """Entries for the tensors of `layout` in `dtype`, read from `stored` rows of `stored_layout`.
+    """Make entries that write the tensors of `layout` in `dtype`, read from `stored` rows of
+    `stored_layout`.
 
     Both layouts are of the same parameters. The writer raises for rows that are not stored.
     """
@@ -79,7 +80,7 @@ def convert_entries(
 
 
 def _spans(parts: Sequence[TensorSlice]) -> list[_Span]:
-    """The parts' spans in the order of the parameter's rows."""
+    """List the parts' spans in the order of the parameter's rows."""
     spans = []
     for part in parts:
         size = math.prod(part.shape[1:-1])
@@ -97,7 +98,7 @@ def _row_blocks(
     shape: Sequence[int],
     dtype: torch.dtype,
 ) -> list[RowBlock]:
-    """Blocks that write stored rows [source_row, source_row + count) to rows from `row` on."""
+    """Make blocks that write stored rows [source_row, source_row + count) to rows from `row` on."""
     blocks = []
     for block in stored:
         info = block.checkpoint.tensors[block.name]
@@ -114,7 +115,8 @@ def _row_blocks(
 def _read(
     checkpoint: Checkpoint, name: str, dtype: torch.dtype, start: int, first: int, count: int
 ) -> Tensor:
-    """Reads rows of a tensor into a buffer, converted to the dtype."""
+    """Reads `count` rows of a tensor from row `start` + `first` on, converted to the dtype; raises
+    ValueError if a conversion to float16 gives values that are NaN or infinite."""
     info, first = checkpoint.tensors[name], start + first
     shape, unit = info.shape, math.prod(info.shape[1:-1])
     if isinstance(info, TensorInfo) and len(shape) > 2:  # as a matrix, of which any row can be read

@@ -34,6 +34,7 @@ class DecodedTensor(ABC):
 
     @property
     def unit(self) -> int:
+        """The number of rows that are decoded at once; here 1."""
         return 1
 
     @property
@@ -57,7 +58,7 @@ class RandomTensor(DecodedTensor):
     seed: int = 0
 
     def rows(self, reader: Reader, first: int, count: int) -> Tensor:
-        """Draws rows; the same rows are the same numbers on every rank."""
+        """Draws rows [first, first + count); the same rows are the same numbers on every rank."""
         generator = torch.Generator().manual_seed(self.seed)
         values = torch.empty(self.shape).normal_(std=self.std, generator=generator)
         return values[first : first + count]
@@ -72,7 +73,8 @@ class ResizedTensor(DecodedTensor):
     mean_rows: frozenset[int]
 
     def rows(self, reader: Reader, first: int, count: int) -> Tensor:
-        """Reads rows; those beyond the file's are the mean of its rows."""
+        """Reads rows [first, first + count); those beyond the file's, and those in `mean_rows`, are
+        the mean of the file's rows."""
         values = torch.empty(count, *self.shape[1:])
         stored = self.stored.shape[0]
         if (rest := min(stored - first, count)) > 0:
@@ -96,7 +98,8 @@ class ResizedTensor(DecodedTensor):
 
 
 def read_rows(reader: Reader, info: TensorInfo | DecodedTensor, out: Tensor, row: int) -> None:
-    """Fills `out` with as many rows of the tensor from `row` on."""
+    """Fills `out` with rows of the tensor from `row` on, as many as it has, converted to its
+    dtype."""
     row_bytes = info.nbytes // max(1, info.shape[0]) if info.shape else info.nbytes
     with torch.no_grad():
         if isinstance(info, TensorInfo):

@@ -45,7 +45,7 @@ def explain_full_disk(path: Path, needed: int | None = None) -> Iterator[None]:
 def full_disk_error(
     path: Path, error: OSError, needed: int | None = None, remedy: str = ""
 ) -> DiskFullError:
-    """The error that says how much is free where `path` was to be written, and what to do."""
+    """Make the error that says how much is free where `path` was to be written, and how to help."""
     free = shutil.disk_usage(next(p for p in path.parents if p.exists())).free
     quota = " (a quota)" if error.errno == errno.EDQUOT else ""
     text = f"the disk{quota} became full while {path} was written: {_sizes(needed, free)}"
@@ -102,7 +102,8 @@ def lock_file(path: Path, target: Path, doing: str, instead: str) -> Iterator[bo
 
 
 def _lock(path: Path, target: Path, doing: str, instead: str) -> int | None:
-    """Locks a file; returns None where the file system has no locks."""
+    """Locks a file, which is created if need be, and returns its descriptor, or None, with a
+    warning, where the file system has no locks; raises LockedError if it is taken."""
     while True:
         try:
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
@@ -130,7 +131,7 @@ def _lock(path: Path, target: Path, doing: str, instead: str) -> int | None:
 
 
 def _locked_error(descriptor: int, busy: str, instead: str) -> LockedError:
-    """Returns the error that names who holds the lock."""
+    """Returns the error that names who holds the lock, and closes the descriptor."""
     holder = os.read(descriptor, 1000).decode(errors="replace") or "another process"
     error = LockedError(f"{busy} by {holder}: wait until it ends, or {instead}")
     error.by_this_process = _identity(descriptor) in _held
@@ -267,7 +268,8 @@ def carry_over_files(old: Path, new: Path, stale: Callable[[str], bool], folder:
 
 
 def _publish(temporary: Path, target: Path, replace: bool) -> None:
-    """Rename a complete directory to `target`; with `replace`, remove the old one."""
+    """Rename a complete directory to `target`; with `replace`, remove the old one, or raise OSError
+    if a process has its `read_lock`."""
     if not replace or not (target.is_dir() and any(target.iterdir())):
         os.rename(temporary, target)
         fsync(target.parent)
@@ -290,7 +292,8 @@ def _publish(temporary: Path, target: Path, replace: bool) -> None:
 
 @contextmanager
 def read_lock(directory: Path) -> Iterator[None]:
-    """Keep writers from removing or replacing a directory, if the file system has locks."""
+    """Keep writers from removing or replacing a directory in the body of a `with`, if the file
+    system has locks."""
     descriptor = os.open(directory, os.O_RDONLY)
     try:
         with suppress(OSError):  # a file system without locks
@@ -302,7 +305,8 @@ def read_lock(directory: Path) -> Iterator[None]:
 
 @contextmanager
 def _unread(directory: Path) -> Iterator[bool]:
-    """Keep readers from locking a directory; yields False if one has."""
+    """Keep readers from locking a directory in the body of a `with`; yields False if one has it
+    locked."""
     descriptor = os.open(directory, os.O_RDONLY)
     try:
         free = True
@@ -336,7 +340,7 @@ def remove_directory(directory: Path) -> bool:
 
 
 def _hidden(target: Path, kind: str) -> Path:
-    """A unique hidden name beside the target."""
+    """Make a unique hidden name beside the target."""
     return target.with_name(f".{target.name}.{kind}-{secrets.token_hex(8)}")
 
 

@@ -70,7 +70,8 @@ class GGUF:
 
 @cache
 def import_reader() -> Any:
-    """GGUFReader that reads an array at once: it takes half a minute for a vocabulary."""
+    """Make a subclass of GGUFReader that reads an array of numbers at once and skips arrays of
+    strings: the package's own takes half a minute for a vocabulary."""
     gguf = import_gguf()
     length_at = struct.Struct("<Q").unpack_from
 
@@ -123,10 +124,11 @@ class GGMLTensor(DecodedTensor):
 
     @property
     def unit(self) -> int:
+        """The rows of a head where these are permuted, else 1."""
         return self.head or 1
 
     def rows(self, reader: Reader, first: int, count: int) -> Tensor:
-        """Reads rows and dequantizes them."""
+        """Reads rows [first, first + count), in Hugging Face's order, and dequantizes them."""
         if not self.head:
             return self._read_rows(reader, first, count)
         begin = first // self.head * self.head
@@ -136,6 +138,7 @@ class GGMLTensor(DecodedTensor):
         return heads.reshape(neighbors.shape)[first - begin : first - begin + count]
 
     def _read_rows(self, reader: Reader, first: int, count: int) -> Tensor:
+        """Read and dequantize rows in the file's order, and subtract `plus`."""
         stored = torch.empty(count * self.row_bytes, dtype=torch.uint8)
         reader.read(self.path, self.offset + first * self.row_bytes, stored.dtype, stored)
         if self.kind in TORCH_DTYPES:
@@ -149,7 +152,7 @@ class GGMLTensor(DecodedTensor):
 
 
 def import_gguf() -> Any:
-    """The `gguf` package; an ImportError says how to install it."""
+    """Import the `gguf` package; an ImportError says how to install it."""
     try:
         import gguf
         import gguf.quants

@@ -28,23 +28,26 @@ class TensorInfo:
 
     @property
     def nbytes(self) -> int:
+        """The bytes of the tensor in the file."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
 def tensor_infos(tensors: Mapping[str, StoredTensor]) -> dict[str, TensorInfo]:
-    """The tensors of files with torch's dtypes."""
+    """Convert the tensors of files to TensorInfos, with torch's dtypes."""
     return {n: TensorInfo(DTYPES[t.tag], t.shape, t.path, t.offset) for n, t in tensors.items()}
 
 
 def read_header(path: Path) -> dict[str, TensorInfo]:
-    """The tensors of a file, every length, dtype, shape and offset of its header checked."""
+    """Read the tensors of a file by name; every length, dtype, shape and offset of its header is
+    checked."""
     return tensor_infos(read_tensors(path))
 
 
 def write_header(
     entries: Sequence[tuple[str, Sequence[int], torch.dtype]], metadata: Mapping[str, str]
 ) -> bytes:
-    """The bytes before the data of tensors that follow in this order."""
+    """Make the bytes of a safetensors file before its data, for tensors (name, shape, dtype) that
+    follow in this order."""
     header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     end = 0
     for name, shape, dtype in entries:

@@ -57,6 +57,7 @@ class TensorSlice:
 
     @property
     def inner_spans(self) -> tuple[RowSpan, ...]:
+        """The span of each dimension after the first: `inner`, or all of these dimensions."""
         return self.inner or tuple(RowSpan(0, 0, size) for size in self.shape[1:])
 
     @property
@@ -99,10 +100,11 @@ class ShardSpec:
 
     @property
     def length(self) -> int:
+        """The size of this rank's shard in dimension `dim`."""
         return sum(rows.length for rows, _ in self.pieces)
 
     def take(self, whole: Tensor) -> Tensor:
-        """A copy of this rank's shard of the full parameter."""
+        """Copy this rank's shard of the full parameter."""
         return torch.cat(
             [whole.narrow(self.dim, r.source, r.length) for r, _ in self.pieces], self.dim
         )
@@ -187,6 +189,7 @@ class DecodedSpan:
 
     @property
     def nbytes(self) -> int:
+        """The bytes of the memory that is filled."""
         return self.out.numel() * self.out.itemsize
 
     def split(self, max_bytes: int) -> Iterator["DecodedSpan"]:
@@ -202,7 +205,7 @@ class DecodedSpan:
             begin = stop
 
     def read(self, reader: Reader) -> Tensor:
-        """Decode the values for `out`."""
+        """Decode the values for `out`, in fp32, and return them."""
         lines, width = self._row
         first, end = self.first // lines, -(-(self.first + len(self.out)) // lines)
         values = self.source.rows(reader, first, end - first).reshape(-1, width)
@@ -225,7 +228,8 @@ class LocalShard(NamedTuple):
 
 
 def local_shard(name: str, parameter: Tensor) -> LocalShard:
-    """This rank's shard of a parameter: rows, columns or both."""
+    """This rank's shard of a parameter: rows, columns or both. Raises ValueError for placements
+    that are no contiguous shard."""
     parameter, shape = parameter.detach(), tuple(parameter.shape)
     if not isinstance(parameter, DTensor):
         return LocalShard(parameter, shape, (0,) * len(shape))
@@ -317,7 +321,7 @@ class ShardLines:
 
 
 def slice_columns(part: TensorSlice, lines: Tensor) -> Tensor:
-    """The columns of a parameter's lines that this part fills."""
+    """View the columns of a parameter's lines that this part fills."""
     if not part.inner or part.inner[-1].length == lines.shape[-1]:
         return lines
     return lines.narrow(-1, part.inner[-1].target, part.inner[-1].length)

@@ -72,15 +72,18 @@ class ReadSpan:
 
     @property
     def line_bytes(self) -> int:
+        """The bytes of a full line in the file."""
         return self.width * self.dtype.itemsize
 
     @property
     def nbytes(self) -> int:
+        """The bytes of all lines in the file."""
         return len(self.out) * self.line_bytes
 
     @property
     def direct(self) -> bool:
-        """Whether the bytes of the file are those of `out`."""
+        """Whether the file's bytes go into `out` as they are: full lines of its dtype,
+        contiguous."""
         if self.out.dim() == 1:
             return True
         whole = self.out.shape[1] == self.width and self.out.is_contiguous()
@@ -287,11 +290,13 @@ def pinned_bytes(staging: int) -> int:
 
 
 def pinned_buffer(size: int) -> Tensor:
+    """Allocate pinned host memory of `size` bytes."""
     return torch.empty(size, dtype=torch.uint8, pin_memory=True)
 
 
 def _copy(buffer: Tensor, spans: Sequence[ReadSpan]) -> None:
-    """Copy consecutive bytes to the memory of their spans, converted to its dtype."""
+    """Copy consecutive bytes to the memory of their spans, converted to its dtype; copies from
+    pinned memory may end later."""
     begin = 0
     for span in spans:
         end = begin + span.nbytes

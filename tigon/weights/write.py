@@ -92,7 +92,7 @@ class TensorEntry(NamedTuple):
 
     @classmethod
     def of(cls, name: str, tensor: Tensor) -> "TensorEntry":
-        """An entry that writes the full tensor in its dtype."""
+        """Make an entry that writes the full tensor in its dtype."""
         tensor = tensor.detach()
         shape = tuple(tensor.shape)
         rows = tensor.reshape(row_count(shape), *shape[1:][-1:])
@@ -101,10 +101,12 @@ class TensorEntry(NamedTuple):
 
     @property
     def nbytes(self) -> int:
+        """The bytes of the full tensor."""
         return math.prod(self.shape) * self.dtype.itemsize
 
     @property
     def row_bytes(self) -> int:
+        """The bytes of one full row, as RowBlock counts rows."""
         return math.prod(self.shape[1:][-1:]) * self.dtype.itemsize
 
 
@@ -140,6 +142,7 @@ class WriterGroup:
 
     @property
     def first(self) -> bool:
+        """Whether this is the first rank."""
         return self.rank == 0
 
     def gather(self, value: T) -> list[T]:
@@ -180,7 +183,8 @@ def make_entries(
     values: Mapping[str, Tensor] | None = None,
     ranks: WriterGroup | None = None,
 ) -> list[TensorEntry]:
-    """Every tensor of the layout in `dtype`, with the rows and columns that this rank writes.
+    """Make an entry for every tensor of the layout in `dtype`, with the rows and columns that this
+    rank writes.
 
     Rows that several ranks have are shared out among them. `values`: tensors to write instead of
     this rank's memory of parameters, by name. Raises ValueError if the layout does not cover a
@@ -285,6 +289,8 @@ class StagingBuffer:
         return _bytes_of(staged)
 
     def _room(self, nbytes: int, *, pinned: bool) -> Tensor:
+        """The first `nbytes` bytes of the buffer, allocated anew if it is smaller, or not pinned
+        and has to be."""
         if len(self._buffer) < nbytes or (pinned and not self._buffer.is_pinned()):
             self._buffer = torch.empty(nbytes, dtype=torch.uint8, pin_memory=pinned)
         return self._buffer[:nbytes]
@@ -297,6 +303,7 @@ def tensor_bytes(tensor: Tensor) -> memoryview:
 
 
 def _bytes_of(flat: Tensor) -> memoryview:
+    """View the memory of a flat tensor of bytes."""
     return flat.numpy().data
 
 
@@ -363,7 +370,8 @@ def _parse_size(size: int | str) -> int:
 def _shards(
     tensors: Iterable[TensorEntry], max_shard_size: int | str, stem: str
 ) -> dict[str, list[TensorEntry]]:
-    """File name -> its entries, in the order of the safetensors library."""
+    """Map each file name to its entries, in the order of the safetensors library; raises ValueError
+    for a name given twice or a dtype that files cannot hold."""
     entries: dict[str, TensorEntry] = {}
     for entry in tensors:
         if entry.name in entries:
@@ -455,6 +463,7 @@ class _Job:
 
     @property
     def offset(self) -> int:
+        """The offset of the job's first byte in the file."""
         row = self.block.row + self.first
         column = self.block.column * self.entry.dtype.itemsize
         return self.file.offsets[self.entry.name] + row * self.entry.row_bytes + column
@@ -492,7 +501,7 @@ class _File:
         self._lock, self._unfinished, self._descriptor = threading.Lock(), len(self.jobs), -1
 
     def create(self, root: Path, created: list[Path]) -> None:
-        """Create the file with its header and its size."""
+        """Create the file with its header and its size, and append its path to `created`."""
         path = root / self.name
         with open(path, "xb") as file:
             created.append(path)
@@ -502,7 +511,8 @@ class _File:
             fsync(path)
 
     def open(self, root: Path) -> int:
-        """A descriptor that all threads of this process share."""
+        """Open the file for writing, once; returns a descriptor that all threads of this process
+        share."""
         with self._lock:
             if self._descriptor < 0:
                 self._descriptor = os.open(root / self.name, os.O_WRONLY)
@@ -518,6 +528,7 @@ class _File:
             self.close()
 
     def close(self) -> None:
+        """Close the descriptor, if it is open."""
         descriptor, self._descriptor = self._descriptor, -1
         if descriptor >= 0:
             os.close(descriptor)
@@ -563,10 +574,13 @@ def copy_to_host(tensors: Iterable[TensorEntry]) -> list[TensorEntry]:
 
 
 def _stage() -> AbstractContextManager[StagingBuffer]:
+    """Make a thread's StagingBuffer, as a context."""
     return nullcontext(StagingBuffer())
 
 
 def _rows(job: _Job) -> Tensor:
+    """Read a job's rows; raises ValueError if they are not of the shape that the entry
+    announced."""
     entry, rows = job.entry, job.block.read(job.first, job.count)
     columns = entry.shape[1:][-1:] if job.block.columns is None else [job.block.columns]
     if rows.shape != (job.count, *columns):
@@ -585,7 +599,7 @@ def _pwrite(descriptor: int, content: memoryview, offset: int) -> None:
 
 
 def _write_index(path: Path, shards: dict[str, list[TensorEntry]], created: list[Path]) -> None:
-    """Writes the index that maps each tensor to its shard."""
+    """Writes the index that maps each tensor to its shard, and appends its path to `created`."""
     entries = [entry for shard in shards.values() for entry in shard]
     index = {
         "metadata": {

@@ -41,7 +41,8 @@ from tigon.weights import local_rows, local_shard, row_group
 
 
 def add_delta(weight: Tensor, low: LowRank) -> None:
-    """Add scale B A, and DoRA's scaling of rows, to this rank's rows of the weight."""
+    """Add scale B A to this rank's rows of the weight in place, then scale the rows if it has DoRA;
+    computed in float32."""
     local, start = local_rows("weight", weight)
     a, rank = _full_tensor(low.lora_A).float(), 0
     for part in low.parts:
@@ -61,7 +62,8 @@ def add_delta(weight: Tensor, low: LowRank) -> None:
 
 
 def add_embedding_delta(weight: Tensor, low: LowRankEmbedding) -> None:
-    """Add (scale B A)^T, and DoRA's scaling of columns, to this rank's rows of the weight."""
+    """Add (scale B A)^T to this rank's rows of the weight in place, then scale its columns if it
+    has DoRA; computed in float32."""
     local, start = local_rows("weight", weight)
     a, b = (_full_tensor(p).float() for p in (low.lora_embedding_A, low.lora_embedding_B))
     (part,) = low.parts
@@ -78,7 +80,7 @@ def column_norms(rows: Tensor, weight: Tensor, low: LowRankEmbedding) -> Tensor:
 
 
 def add_experts_deltas(layer: nn.Module, low: LowRankExperts) -> None:
-    """Add scale B_e A_e to the matrices of this rank's experts."""
+    """Add scale B_e A_e to the matrices of this rank's experts, in place; computed in float32."""
     for part in low.parts:
         local, start = local_rows(part.name, layer.get_parameter(part.name))
         a, b = (_full_tensor(low.get_parameter(kind + part.name)).float() for kind in (A, B))
@@ -89,7 +91,8 @@ def add_experts_deltas(layer: nn.Module, low: LowRankExperts) -> None:
 
 
 def _full_tensor(parameter: Tensor) -> Tensor:
-    """Gather an unsharded, detached copy of a parameter; every rank calls this."""
+    """Return a parameter without gradient, and gathered from all ranks if it is sharded; every rank
+    calls this."""
     tensor = parameter.detach()
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
@@ -110,7 +113,7 @@ def add_adapter(
     """Add a new adapter, which changes no output yet, activate it, and freeze the rest.
 
     Its parameters are in `dtype`: None is that of the model, and float32 in place of 16 bits. On a
-    model without memory (device "meta") `begin_adapter` gives it its first values later. Raises
+    model without memory (device "meta") `init_adapter` gives it its first values later. Raises
     ValueError, with the model as it was, where DoRA meets a row or a column of zeros.
     """
     config = LoraConfig() if config is None else config
@@ -133,7 +136,8 @@ def add_adapter(
 
 
 def check_new_adapter(model: LanguageModel, name: str) -> None:
-    """Raises ValueError if no adapter of that name can be added."""
+    """Raises ValueError if no adapter of that name can be added: the name is taken or no name, CUDA
+    graphs were captured, or the model is sharded."""
     if not isinstance(name, str) or not NAME.fullmatch(name) or hasattr(Adapters(), name):
         raise ValueError(f"an adapter's name has letters, digits, _ and - only, not {quote(name)}")
     if name in model.adapters:
@@ -146,9 +150,9 @@ def check_new_adapter(model: LanguageModel, name: str) -> None:
 
 
 def _check_ranks(model: LanguageModel, parts: LoRAParts) -> None:
-    """Raises ValueError for a LoRA rank above the rank of every matrix that it is used for.
+    """Raises ValueError for a LoRA rank above the smaller side of every matrix that it is used for.
 
-    It may be larger than that of some matrices, as in PEFT.
+    It may be above that of some of these matrices, as in PEFT.
     """
     max_ranks: dict[int, int] = {}
     for path, layer_parts in parts.items():
@@ -185,7 +189,8 @@ def add_parameters(
     dtype: torch.dtype,
     device: torch.device,
 ) -> None:
-    """Add the parameters of an adapter, without values."""
+    """Register an adapter: its config, and its uninitialized parameters in the layers; before the
+    first adapter, remember which parameters of the base are trained."""
     if not model.adapters:
         model.trainable_before_adapters = {
             n for n, p in model.named_parameters() if p.requires_grad
@@ -220,12 +225,14 @@ def _make_layer_adapter(
 
 
 def _embedding_or_head(model: LanguageModel, name: str) -> Embedding | LMHead:
-    """Find the module that an entry of modules_to_save names."""
+    """Find the module that an entry of modules_to_save names: the embedding for "embed_tokens",
+    else the head."""
     return model.model.embed_tokens if name == "embed_tokens" else model.lm_head
 
 
 def _saved_weights(model: LanguageModel, name: str) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield this rank's rows of embedding and head, and of the copies that the adapter trains."""
+    """Yield pairs of this rank's rows: of the base's embedding or head, and of the copy that the
+    adapter trains."""
     for end in model.adapters[name].modules_to_save:
         owner = _embedding_or_head(model, end)
         assert owner.copies is not None
@@ -267,7 +274,8 @@ def init_adapter(
 
 
 def _find_zeros(model: LanguageModel, prefix: str, magnitudes: dict[str, Tensor]) -> Iterator[str]:
-    """Yield a description of one zero row or column of each part, by its unsharded index."""
+    """Yield a description of the first zero row or column of each part that has one, by its
+    unsharded index."""
     for name, values in magnitudes.items():
         if values.is_meta or values.all():
             continue
@@ -281,8 +289,8 @@ def _find_zeros(model: LanguageModel, prefix: str, magnitudes: dict[str, Tensor]
 
 
 def _base_magnitudes(layer: nn.Module, low: LayerAdapter) -> dict[str, Tensor]:
-    """Compute DoRA's first magnitudes in fp32: norms of the base weight's rows, or of an
-    embedding's columns. Every rank calls this."""
+    """Compute DoRA's first magnitudes in fp32, by the name of their parameter: norms of the base
+    weight's rows, or of an embedding's columns. Every rank calls this."""
     weight = layer.values() if isinstance(layer, Linear) else layer.get_parameter("weight")
     rows, first = local_rows("weight", weight)
     if isinstance(low, LowRankEmbedding):
@@ -299,7 +307,7 @@ def _base_magnitudes(layer: nn.Module, low: LayerAdapter) -> dict[str, Tensor]:
 
 
 def adapter_layers(model: LanguageModel, name: str) -> dict[str, LayerAdapter]:
-    """Find one adapter's modules, by the path of the layer that each adapts."""
+    """Map the path of each layer that an adapter changes to the adapter's module there."""
     return {
         path.removesuffix(f".lora.{name}"): module
         for path, module in model.named_modules()
@@ -308,13 +316,14 @@ def adapter_layers(model: LanguageModel, name: str) -> dict[str, LayerAdapter]:
 
 
 def adapter_parameters(model: LanguageModel, name: str) -> dict[str, nn.Parameter]:
-    """Find one adapter's parameters, by name."""
+    """Find one adapter's parameters by name, its copies of embedding and head included."""
     marks = f".lora.{name}.", f".copies.{name}"
     return {n: p for n, p in model.named_parameters() if marks[0] in n or n.endswith(marks[1])}
 
 
 def activate_adapter(model: LanguageModel, name: str | None, *, trained: bool = False) -> None:
-    """Activate an adapter and freeze all parameters, except those of a `trained` adapter."""
+    """Activate an adapter, or None, the base alone, and freeze all parameters, except those of a
+    `trained` adapter."""
     set_adapter(model, name)
     ids = set() if name is None else {id(p) for p in adapter_parameters(model, name).values()}
     for p in model.parameters():
@@ -322,7 +331,8 @@ def activate_adapter(model: LanguageModel, name: str | None, *, trained: bool = 
 
 
 def set_adapter(model: LanguageModel, name: str | None) -> None:
-    """Activate an adapter by name; None: the base alone. No parameter is frozen or unfrozen."""
+    """Activate an adapter by name; None: the base alone. No parameter is frozen or unfrozen. Raises
+    ValueError for an unknown name."""
     if name is not None:
         resolve_adapter_name(model, name)
     _check_not_captured(model)
@@ -330,7 +340,8 @@ def set_adapter(model: LanguageModel, name: str | None) -> None:
 
 
 def set_active_name(model: LanguageModel, name: str | None) -> None:
-    """Set the active adapter without any check."""
+    """Make this adapter the active one in the model and its layers, or none of them, without any
+    check."""
     model.active_adapter = name
     for module in model.modules():
         if isinstance(module, Adapters | SavedModules):
@@ -352,7 +363,8 @@ def adapters_disabled(model: LanguageModel) -> Iterator[None]:
 
 
 def resolve_adapter_name(model: LanguageModel, name: str | None) -> str:
-    """Return the name of an existing adapter, by default the active one."""
+    """Return the name, or that of the active adapter for None; raises ValueError if there is no
+    such adapter."""
     names = ", ".join(model.adapters) or "none"
     if name is not None and not isinstance(name, str):
         raise ValueError(f"{quote(name)} is not a name: give one of {names}")
@@ -365,7 +377,8 @@ def resolve_adapter_name(model: LanguageModel, name: str | None) -> str:
 
 
 def delete_adapter(model: LanguageModel, name: str) -> None:
-    """Remove an adapter; after the last one, the base's parameters train as before the first."""
+    """Remove an adapter, after which the base alone is active if it was; after the last one, the
+    base's parameters train as before the first."""
     resolve_adapter_name(model, name)
     _check_not_captured(model)
     for module in model.modules():
@@ -419,7 +432,8 @@ def merge_adapter(model: LanguageModel, name: str | None = None) -> None:
 
 
 def _untie_head(model: LanguageModel) -> None:
-    """Give the head a copy of the weight that it shares with the embedding."""
+    """Give the head a copy of the weight that it shares with the embedding, and set the config's
+    tie_word_embeddings to False; under FSDP, forward then raises RuntimeError."""
     shared = model.lm_head.weight
     model.lm_head.weight = nn.Parameter(shared.detach().clone(), shared.requires_grad)
     if (spec := model.shard_specs.get(EMBEDDING)) is not None:
@@ -437,7 +451,8 @@ def _refuse_untied(*_: object) -> None:
 
 
 def _tie_equal_head(model: LanguageModel) -> None:
-    """Tie embedding and head again if they are equal, as PEFT's ensure_weight_tying keeps them."""
+    """Tie embedding and head again if they are equal and not sharded, as PEFT's ensure_weight_tying
+    keeps them."""
     embedding, head = model.model.embed_tokens.weight, model.lm_head.weight
     if isinstance(head, DTensor) or model.shard_specs or not torch.equal(embedding, head):
         return

@@ -83,12 +83,13 @@ class LoraConfig:
                 raise ValueError(f"modules_to_save={quote(name)} is not one of {savable}")
 
     def scale(self, rank: int, alpha: float) -> float:
-        """The factor of B A with this rank and alpha."""
+        """Compute the factor of B A: alpha / rank, or alpha / sqrt(rank) with `rslora`."""
         return alpha / (math.sqrt(rank) if self.rslora else rank)
 
 
 def _with_patterns(name: str, value: Any, patterns: Mapping[str, Any]) -> dict[str, Any]:
-    """Name a setting and the values of its patterns as messages do: "rank", "rank_pattern[...]"."""
+    """Map the names that messages use, "rank" and "rank_pattern[...]", to the setting's value and
+    to those of its patterns."""
     return {name: value} | {f"{name}_pattern[{quote(key)}]": v for key, v in patterns.items()}
 
 
@@ -111,7 +112,8 @@ class AdaptedModule(NamedTuple):
 
 
 def find_target_modules(model: LanguageModel) -> list[AdaptedModule]:
-    """List the modules that adapters support: embedding, head, projections, stacked experts."""
+    """List the modules that adapters support: embedding, language-model head, linear projections
+    but routers (parts of a packed one each), and stacked matrices of experts."""
     modules = dict(model.named_modules())
     routers = {id(moe.gate) for moe in modules.values() if isinstance(moe, SparseMoE)}
     packed, targets = model.checkpoint_names.packed, []
@@ -176,7 +178,8 @@ def resolve_targets(model: LanguageModel, config: LoraConfig) -> LoRAParts:
 def _check_embedding_and_head(
     model: LanguageModel, config: LoraConfig, targeted: Iterable[AdaptedModule]
 ) -> None:
-    """Raises ValueError for settings that embedding, head or experts do not support."""
+    """Raises ValueError for an entry of modules_to_save that the model lacks or that is a target
+    too, and for DoRA on experts."""
     ends = savable_modules(model)
     for name in config.modules_to_save:
         if name not in ends:
@@ -209,7 +212,8 @@ def changes_embedding_or_head(model: LanguageModel, config: LoraConfig) -> bool:
 
 
 def matches_pattern(pattern: str, name: str) -> bool:
-    """Whether a name equals the pattern, ends with it after a dot, or matches it as in a shell."""
+    """Whether a name equals the pattern, ends with it after a dot, or matches it as a shell
+    pattern."""
     return name == pattern or name.endswith(f".{pattern}") or fnmatchcase(name, pattern)
 
 
@@ -219,7 +223,7 @@ def _is_targeted(target: str, module: AdaptedModule) -> bool:
 
 
 def first_match(patterns: Mapping[str, float], name: str, default: float) -> int | float:
-    """The value of the first pattern that matches the name, else the default."""
+    """The value of the first key of `patterns` that matches the name, else the default."""
     return next((value for key, value in patterns.items() if matches_pattern(key, name)), default)
 
 

@@ -130,7 +130,7 @@ class Patterns:
             self._regexes.append((i, compile_pattern(key, pattern), number))
 
     def lookup(self, name: str, default: Any) -> Any:
-        """The number of the first pattern that matches this name."""
+        """Return the number of the first pattern that matches this name, else the default."""
         matches = [self._suffixes[end] for end in name_suffixes(name) if end in self._suffixes]
         first, value = min(matches, default=(math.inf, default))
         for i, pattern, number in self._regexes:
@@ -142,7 +142,8 @@ class Patterns:
 
 
 def check_number(name: str, value: Any, kind: Any) -> Any:
-    """Return the value; raises ValueError if it is not an instance of this type of number."""
+    """Return the value; raises ValueError if it is no instance of this type of number, or a
+    bool."""
     if isinstance(value, bool) or not isinstance(value, kind):
         expected = "integer" if kind is int else "number"
         raise ValueError(f"{name} must be a positive {expected}, got {quote(value)}")
@@ -150,7 +151,8 @@ def check_number(name: str, value: Any, kind: Any) -> Any:
 
 
 def compile_pattern(key: str, pattern: str) -> re.Pattern[str]:
-    """Compile a pattern, which may begin after any dot; raises ValueError if it may be slow."""
+    """Compile a pattern, which may begin after any dot; raises ValueError if it may be slow or is
+    no regular expression."""
     long = len(pattern) > MAX_LENGTH or len(REPEAT.findall(pattern)) > MAX_REPEATS
     if long or COSTLY.search(pattern):
         raise ValueError(f"{key}[{quote(pattern)}] is too complicated: write whole names")
@@ -191,7 +193,8 @@ def is_listed(module: AdaptedModule, names: Set[str]) -> bool:
 
 
 def shorten_names(model: LanguageModel, names: Collection[str]) -> list[str]:
-    """Shorten names to suffixes if these select the same modules in any version of transformers."""
+    """Return the names' last components if these select the same modules in any version of
+    transformers, else the names, sorted."""
     all_names = [module.name for module in find_target_modules(model)]
     suffixes = list(dict.fromkeys(n.rpartition(".")[2] for n in all_names if n in names))
     selected = {name for name in all_names if any(matches_pattern(s, name) for s in suffixes)}
@@ -241,7 +244,8 @@ def peft_config(
 
 
 def peft_name(name: str, adapter: str) -> str:
-    """Convert a tensor's name in a model's layout to that in PEFT's file, without its prefix."""
+    """Convert a tensor's name in a model's layout to that in PEFT's file, which lacks the adapter's
+    name; PREFIX is not added."""
     if name.endswith((f".lora_embedding_A.{adapter}", f".lora_embedding_B.{adapter}")):
         return name.removesuffix(f".{adapter}")
     inner, dot, kind = name.rpartition(".")
@@ -266,7 +270,8 @@ class PeftAdapter(NamedTuple):
 
 
 def read_adapter(repository: Repository, model: LanguageModel) -> PeftAdapter:
-    """Read and check an adapter's config and the headers of its tensors."""
+    """Read and check an adapter's config and the headers of its tensors; raises FileNotFoundError
+    for a missing file, and ValueError for what is not supported or not complete."""
     try:
         path = repository.file(CONFIG)
     except FileNotFoundError as error:
@@ -306,8 +311,8 @@ def read_adapter(repository: Repository, model: LanguageModel) -> PeftAdapter:
 
 
 def _drop_duplicates(tensors: dict[str, TensorInfo], names: dict[str, str]) -> None:
-    """Drop the tensors that PEFT writes besides the trained embedding and head of a resized base:
-    copies of both, and the base's weights."""
+    """Remove, from both dictionaries, the tensors that PEFT writes besides the trained embedding
+    and head of a resized base: copies of both, and the base's weights."""
     for name in (EMBEDDING, HEAD):
         module = name.removesuffix(".weight")
         for duplicate in ("modules_to_save", "original_module"):
@@ -337,7 +342,8 @@ def _check_features(values: Mapping[str, Any]) -> None:
 
 
 def _model_names(tensors: Collection[str], file: str) -> dict[str, str]:
-    """Map the names that Tigon's models have for the tensors to the file's names."""
+    """Map the names that Tigon's models have for the tensors to the file's names; raises ValueError
+    for two with one name."""
     names: dict[str, str] = {}
     for file_name in tensors:
         name = file_name.removeprefix(PREFIX)
@@ -356,7 +362,8 @@ def _model_names(tensors: Collection[str], file: str) -> dict[str, str]:
 def _lora_config(
     values: Mapping[str, Any], tensors: Mapping[str, TensorInfo], model: LanguageModel
 ) -> LoraConfig:
-    """Convert PEFT's config to a LoraConfig with whole names instead of patterns.
+    """Convert PEFT's config to a LoraConfig with names instead of regular expressions; raises
+    ValueError for one that contradicts the tensors.
 
     `tensors`, by the model's names, decide which modules are adapted.
     """
@@ -436,7 +443,12 @@ def read_vocabulary_size(repository: Repository, model: LanguageModel) -> int | 
 
 
 def _module_stems(values: Mapping[str, Any], model: LanguageModel) -> dict[str, AdaptedModule]:
-    """Map each module that adapters support by what precedes `.lora_A` in its tensors' names."""
+    """Map what precedes `.lora_A` in names of tensors to the module that they adapt, for all that
+    adapters support.
+
+    Experts are among them only where target_parameters of `values`, adapter_config.json's content,
+    lists them; raises ValueError if it lists anything else.
+    """
     parameters = values.get("target_parameters") or []
     if not isinstance(parameters, list) or not all(isinstance(t, str) for t in parameters):
         raise ValueError(f"target_parameters={quote(parameters)} is not a list of names")
@@ -462,7 +474,8 @@ def _module_stems(values: Mapping[str, Any], model: LanguageModel) -> dict[str, 
 def _check_complete(
     values: Mapping[str, Any], stems: Set[str], known: Mapping[str, AdaptedModule]
 ) -> None:
-    """Raises ValueError if a module that PEFT's config targets has no tensors in the file."""
+    """Raises ValueError if a module that PEFT's config targets has no tensors in the file; checks
+    nothing if the config restricts layers or excludes modules."""
     targets = values.get("target_modules")
     selections = values.get("layers_to_transform"), values.get("exclude_modules")
     if any(selection not in (None, [], "") for selection in selections):
@@ -549,7 +562,8 @@ def load_adapter(
 
 
 def _is_same_model(first: str, second: str) -> bool:
-    """Whether two paths are one directory, or else the same model's name."""
+    """Whether two paths are one directory, or, if one does not exist, end with the same model's
+    name."""
     try:
         return os.path.samefile(first, second)  # first, since every run has a directory hf/
     except (OSError, ValueError):  # one does not exist here
@@ -557,7 +571,8 @@ def _is_same_model(first: str, second: str) -> bool:
 
 
 def _model_name(path: str) -> str:
-    """Extract the model's name from a path, a hub repository, or a path in the hub's cache."""
+    """Extract the model's name, in lower case, from a path, a hub repository, or a path in the
+    hub's cache."""
     parts = os.path.abspath(path).replace("\\", "/").split("/")
     cached = [part for part in parts if part.startswith("models--")]
     return (cached[-1].rpartition("--")[2] if cached else parts[-1]).casefold()
@@ -583,7 +598,11 @@ def _check_base(model: LanguageModel, adapter: PeftAdapter) -> None:
 
 
 def _load_values(model: LanguageModel, name: str, adapter: PeftAdapter) -> None:
-    """Allocate the adapter's parameters and load the file's values, if they fit."""
+    """Allocate the adapter's parameters and load the file's values.
+
+    Raises ValueError for tensors that do not fit, before anything is allocated, and for values that
+    are NaN or infinite.
+    """
     parameters, slices = adapter_parameters(model, name), _adapter_layout(model, name)
     names = {part.name for parts in slices.values() for part in parts}
     source_of = {
@@ -676,7 +695,8 @@ def write_adapter(
     ranks: WriterGroup,
     replace: bool = False,
 ) -> None:
-    """Write all tensors into one file, since PEFT reads no shards."""
+    """Write an adapter's directory: all tensors in one file, since PEFT reads no shards, and the
+    files that `describe` writes."""
     size = max(1, sum(entry.nbytes for entry in tensors))
     options: dict[str, Any] = {"stem": Path(WEIGHTS).stem, "replace": replace}
     write_model(directory, tensors, describe, ranks=ranks, max_shard_size=size, **options)

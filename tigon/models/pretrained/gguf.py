@@ -83,7 +83,8 @@ def _read_divisors(file: GGUF, head_dim: int) -> Tensor:
 
 
 def _fit_scaling(divisors: Tensor, theta: float, config: dict[str, Any]) -> dict[str, Any]:
-    """Find the rope_scaling with these divisors: Llama 3's if its formula fits, else a list."""
+    """Find the rope_scaling with these divisors: Llama 3's if its formula fits, else LongRoPE's
+    with the divisors as both lists of factors."""
     factor = round(divisors.max().item(), 4)
     expected = _llama3_divisors(factor, theta, config["head_dim"])
     if torch.allclose(divisors, expected, rtol=ROUNDING, atol=0):
@@ -308,13 +309,14 @@ class GGUFModel:
         return config | self._token_ids()
 
     def _pop(self, keys: dict[str, Any], key: str, default: Any = None) -> Any:
-        """Pop a value; raises ConfigError if there is neither it nor a default."""
+        """Pop a metadata value; raises ConfigError if there is neither it nor a default."""
         if (value := keys.pop(key, default)) is None:
             raise ConfigError(f"the metadata lack {self.name}.{key}")
         return value
 
     def _pop_size(self, keys: dict[str, Any], key: str, default: int | None = None) -> int:
-        """Pop a size, which may be a list with one equal size for each layer."""
+        """Pop a size of at least 1, which may be a list with one equal size for each layer; raises
+        ConfigError for anything else."""
         value = self._pop(keys, key, default)
         if isinstance(value, list) and value and all(item == value[0] for item in value):
             value = value[0]
@@ -325,7 +327,8 @@ class GGUFModel:
         return value
 
     def _token_ids(self) -> dict[str, Any]:
-        """Read config.json's ids of special tokens."""
+        """Read config.json's ids of special tokens; eos_token_id is a list if the metadata have
+        another end of turn."""
         values = self.file.metadata
         ids = {
             f"{name}_token_id": values.get(f"tokenizer.ggml.{key}_token_id")

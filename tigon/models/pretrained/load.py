@@ -83,7 +83,7 @@ def open_model(
 
 
 def _find_class(source: Mapping[str, Any], models: Mapping[str, type[M]]) -> type[M]:
-    """Find the model class of a config's model_type."""
+    """Find the model class of a config's model_type; raises ConfigError if there is none."""
     kind = source.get("model_type")
     if not isinstance(kind, str) or kind not in models:
         raise ConfigError(f"model_type {quote(kind)} is not {' or '.join(map(repr, models))}")
@@ -106,7 +106,7 @@ def _text_config(source: dict[str, Any]) -> dict[str, Any]:
 
 @contextmanager
 def prefix_errors(file: str) -> Iterator[None]:
-    """Prefix a ConfigError with the file's name."""
+    """Prefix a ConfigError that is raised in the body of a `with` with the file's name."""
     try:
         yield
     except ConfigError as error:
@@ -233,8 +233,11 @@ def build(
 def add_score_head(
     config: C, checkpoint: Checkpoint, labels: int, seed: int
 ) -> tuple[C, Checkpoint]:
-    """Add scores of a sequence to the config, and their head to the checkpoint if it has none.
-    Raises ConfigError as `as_sequence_classifier` does."""
+    """Return the config of a sequence classifier with this number of scores, and the checkpoint
+    with a random head, by the seed, if it has none.
+
+    Raises ConfigError as `as_sequence_classifier` does.
+    """
     config = as_sequence_classifier(config, labels)
     if SCORE in checkpoint.tensors:
         return config, checkpoint
@@ -246,8 +249,8 @@ def add_score_head(
 def resize_vocabulary(
     config: C, checkpoint: Checkpoint, size: int, mean_rows: Collection[int] = ()
 ) -> tuple[C, Checkpoint]:
-    """Resize embedding and head in config and checkpoint to `size` rows. Rows that the checkpoint
-    lacks, and those in `mean_rows`, become the mean of its rows."""
+    """Return config and checkpoint with `size` rows of embedding and head. Rows that the checkpoint
+    lacks, and those in `mean_rows`, become the mean of its rows, when they are read."""
     tensors = dict(checkpoint.tensors)
     for name in embedding_and_head(tensors):
         if (info := tensors.get(name)) is None:
@@ -272,7 +275,8 @@ def as_sequence_classifier(config: C, labels: int) -> C:
 
 
 def build_on_meta(cls: type[M], config: ModelConfig, dtype: torch.dtype) -> M:
-    """Build a model without memory; raises ConfigError for sizes that a layer refuses."""
+    """Build a model without memory, in `dtype`; raises ConfigError for sizes that a layer refuses,
+    and warns if its activations exceed float16 in that dtype."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:

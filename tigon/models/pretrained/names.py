@@ -129,8 +129,8 @@ def _adapter_slices(
 
 
 def experts_stem(layer: str, part: str, parts: Collection[str]) -> str:
-    """Make what precedes `.lora_A` in PEFT's names of an experts' matrix: if both are adapted,
-    PEFT nests the wrapper of gate_up_proj in that of down_proj."""
+    """Make what precedes `.lora_A` in PEFT's names of an experts' matrix `part`: if both matrices
+    are among the adapted `parts`, PEFT nests the wrapper of gate_up_proj in that of down_proj."""
     return f"{layer}.base_layer" if part == "gate_up_proj" and len(parts) > 1 else layer
 
 
@@ -147,7 +147,8 @@ def base_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 def _tile(
     names: Sequence[str], rows: Sequence[int], rest: tuple[int, ...]
 ) -> tuple[TensorSlice, ...]:
-    """Cut a parameter into consecutive slices, one for each name, of these numbers of rows."""
+    """Cut a parameter into consecutive slices, one for each name, of these numbers of rows; `rest`
+    is the shape of a row."""
     starts = itertools.accumulate(rows, initial=0)
     return tuple(
         TensorSlice.whole(n, (r, *rest), s) for n, r, s in zip(names, rows, starts, strict=False)
@@ -162,7 +163,7 @@ def embedding_and_head(present: Collection[str]) -> tuple[str, str]:
 
 
 def _prefix(present: Collection[str]) -> str:
-    """Find the prefix of the decoder's tensors in a checkpoint with these tensors."""
+    """Find the first of PREFIXES that a tensor of the checkpoint begins with."""
     return next((p for p in PREFIXES if any(name.startswith(p) for name in present)), "")
 
 

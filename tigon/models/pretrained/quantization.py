@@ -62,10 +62,11 @@ def quantized_bytes(model: LanguageModel) -> int:
 def quantize_model(
     model: LanguageModel, quantize: Quantize, checkpoint: Checkpoint | None = None
 ) -> None:
-    """Quantize the projections' weights, and freeze the model.
+    """Make the projections' weights quantized ones, in place, and freeze the model.
 
-    On the meta device `load_weights` fills them; otherwise the model's values are rounded. Without
-    the `checkpoint`, "keep" assumes blocks of the usual size, for estimates.
+    On the meta device `load_weights` fills them; otherwise "nf4" rounds the model's values. "keep"
+    takes only layers that the checkpoint stores in fp8, and raises ValueError if it has none;
+    without a `checkpoint` it assumes blocks of the usual size in all, for estimates.
     """
     check_quantize(quantize)
     modules = {m.path: model.get_submodule(m.path) for m in find_target_modules(model)}
@@ -90,14 +91,16 @@ def quantize_model(
 
 
 def store_nf4(nf4_weight: NF4Weight, name: str, weight: Tensor) -> None:
-    """Quantize `weight` [K, C] into `nf4_weight`; raises ValueError with its name for NaN."""
+    """Quantize `weight` [K, C] into `nf4_weight`; raises ValueError with its name for values that
+    are NaN or infinite."""
     if not all_finite([weight], weight.device):
         raise ValueError(f"{name} has values that are NaN or infinite, which 4 bits cannot hold")
     nf4_weight.store(weight)
 
 
 def _keep_fp8(model: LanguageModel, layers: dict[str, Linear], checkpoint: Checkpoint) -> None:
-    """Make layers fp8 if the checkpoint has all their matrices in one fp8 format."""
+    """Make those layers fp8 of which the checkpoint has all matrices in one fp8 format; raises
+    ValueError if there is none."""
     load_options, has_fp8 = match_arguments(model, checkpoint), False
     for name, layer in layers.items():
         parts, infos = load_options["layout"][name], _find_fp8(load_options, name)
@@ -115,7 +118,8 @@ def _keep_fp8(model: LanguageModel, layers: dict[str, Linear], checkpoint: Check
 
 
 def _find_fp8(load_options: dict[str, Any], name: str) -> list[Fp8Tensor]:
-    """Find the checkpoint's fp8 matrices that a parameter is made of."""
+    """Find the checkpoint's fp8 matrices that a parameter is made of; parts that are stored
+    otherwise are left out."""
     parts, source_of = load_options["layout"][name], load_options["source_of"]
     tensors = load_options["checkpoint"].tensors
     infos = (tensors.get(source_of.get(part.name, part.name)) for part in parts)
@@ -123,7 +127,8 @@ def _find_fp8(load_options: dict[str, Any], name: str) -> list[Fp8Tensor]:
 
 
 def load_quantized(model: LanguageModel, checkpoint: Checkpoint, staging_bytes: int) -> None:
-    """Fill the quantized weights, with at most BATCH_BYTES of unquantized ones in memory."""
+    """Fill the quantized weights from the checkpoint, with at most BATCH_BYTES of unquantized ones
+    in memory."""
     weights = {name: weight for name, _, weight in quantized_layers(model)}
     if not weights:
         return
@@ -134,8 +139,8 @@ def load_quantized(model: LanguageModel, checkpoint: Checkpoint, staging_bytes: 
         fp8_tensors = {name: _find_fp8(load_options, name) for name in fp8_weights}
         stored = {info.name: info.stored for infos in fp8_tensors.values() for info in infos}
         codes = Checkpoint(checkpoint.name, {**checkpoint.tensors, **stored})
-        memory = {name: weight.memory for name, weight in fp8_weights.items()}
-        load_into(memory, **load_options | {"checkpoint": codes})
+        code_views = {name: weight.memory for name, weight in fp8_weights.items()}
+        load_into(code_views, **load_options | {"checkpoint": codes})
         for name, weight in fp8_weights.items():
             weight.store_scales([info.scales() for info in fp8_tensors[name]])
     batch: dict[str, NF4Weight] = {}
@@ -154,7 +159,8 @@ def load_quantized(model: LanguageModel, checkpoint: Checkpoint, staging_bytes: 
 def _load_batch(
     device: torch.device, batch: dict[str, NF4Weight], load_options: dict[str, Any]
 ) -> None:
-    """Read the weights of a batch, then quantize them one by one."""
+    """Read the weights of a batch in full, then quantize them one by one; raises ValueError for
+    values that are NaN or infinite."""
     dense = {
         name: torch.empty(weight.shape, dtype=weight.dtype, device=device)
         for name, weight in batch.items()

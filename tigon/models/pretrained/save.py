@@ -158,8 +158,8 @@ def _warn_unless_finite(
 
 
 def check_target(directory: Path, replace: bool, mark: str = "config.json") -> None:
-    """Raises FileExistsError, before any work, if the directory cannot be written. `mark`: a file
-    that identifies an earlier export."""
+    """Raises FileExistsError, before any work, unless the directory is new or empty, or, with
+    `replace`, has the file `mark`, which identifies an earlier export."""
     if replace:
         check_free(directory, replace=True)
         if directory.is_dir() and any(directory.iterdir()) and not (directory / mark).is_file():
@@ -219,7 +219,8 @@ def write_model(
 def write_description(
     root: Path, config: ModelConfig, generation: Any, tokenizer: SavePretrained | None
 ) -> None:
-    """Write all files of a checkpoint but its weights."""
+    """Write all files of a checkpoint but its weights: config.json, generation_config.json (only
+    special tokens' ids if `generation` is empty) and the tokenizer's."""
     write_json(root / "config.json", config.to_dict())
     if not generation:
         ids = {key: getattr(config, f"{key}_token_id") for key in ("bos", "eos", "pad")}
@@ -290,7 +291,7 @@ def push_to_hub(
 
 
 def _short_card(model: LanguageModel, repository: str) -> str:
-    """Write the text of a model card with the model's class, size and usage."""
+    """Make the text of a model card with the model's class, size and usage."""
     title = f"# {escape_markdown(repository.split('/')[-1])}"
     count = count_parameters(model)
     about = f"`{model.config.transformers_class}` with {count:,} parameters, saved by Tigon."
@@ -334,7 +335,8 @@ def write_converted(
     stored_layout: Layout,
     **options: Unpack[FileOptions],
 ) -> None:
-    """Write what save_pretrained would, for a model on the meta device with `stored` weights."""
+    """Write what save_pretrained would, for a model on the meta device: each tensor's rows are read
+    from `stored`, whose tensors hold the parameters' rows as `stored_layout` says."""
     target_layout = _file_layout(model, options.get("stacked_experts"))
     tensors = convert_entries(target_layout, model.dtype, stored, stored_layout)
     describe = _description_writer(model, model.dtype, options.get("tokenizer"))

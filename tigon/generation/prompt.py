@@ -91,9 +91,10 @@ class PromptBatch(NamedTuple):
 def check_prompt(
     model: GenerationModel, ids: Tensor, mask: Tensor | None, pad: int | None, eos: Collection[int]
 ) -> PromptBatch:
-    """Check the prompt and move it to the model's device, with a mask if there is padding.
+    """Returns the checked prompt on the model's device, with a mask if there is padding.
 
     Without a mask, pad tokens are padding unless they are eos tokens too, as in transformers.
+    Raises TypeError or ValueError for what is no prompt, and for a model that scores sequences.
     """
     if getattr(model.config, "labels", 0):
         raise ValueError(f"this {type(model).__name__} scores sequences and cannot write any")
@@ -109,7 +110,10 @@ def check_prompt(
 
 
 def _check_ids(ids: Any, vocab: int) -> None:
-    """Raises ValueError for ids that are no prompt of the vocabulary."""
+    """Raises TypeError or ValueError for ids that are no prompt [B, T] of the vocabulary.
+
+    Ids on a GPU are not compared to the vocabulary.
+    """
     if isinstance(ids, Mapping):
         raise TypeError(
             f"input_ids is a {type(ids).__name__}: give its parts, as in generate(**encoding)"
@@ -128,7 +132,8 @@ def _check_ids(ids: Any, vocab: int) -> None:
 
 
 def _check_mask(mask: Any, ids: Tensor, source: str) -> Tensor:
-    """Returns the attention mask as bool [B, T]; raises ValueError for a row that is no prompt."""
+    """Returns the mask as it is; raises TypeError or ValueError unless it is a tensor with the
+    shape of ids whose rows end in a real token. `source` names it in messages."""
     if not isinstance(mask, Tensor):
         raise TypeError(f"attention_mask must be a tensor [B, T], not {type(mask).__name__}")
     if mask.shape != ids.shape:

@@ -40,7 +40,8 @@ def keep_min_p(scores: Tensor, p: float) -> Tensor:
 
 
 class Draws:
-    """Random numbers for the rows of a batch, which do not change when other rows are removed."""
+    """Random numbers for the rows of a batch, which do not change when other rows are removed:
+    they are drawn for all rows that there were at first."""
 
     def __init__(self, rows: int, device: torch.device, generator: torch.Generator | None):
         self.generator = generator  # None: the device's default
@@ -129,7 +130,7 @@ class Sampling:
     def __call__(
         self, logits: Tensor, seen: Tensor | None, generated: Tensor, draws: Draws
     ) -> Tensor:
-        """The next token of every row: [b]."""
+        """The next token of every row: [b]; NOT_FINITE where a row's scores have no finite maximum."""
         if not self.do_sample and seen is None and self.ends is None:
             return argmax(logits)  # which a copy in fp32 would not change
         scores = self.scores(logits, seen, generated)

@@ -44,9 +44,10 @@ def _select_column(x: Tensor, column: Tensor) -> Tensor:
 
 
 class SpeculativeSteps:
-    """The first step reads the prompts; each later one proposes k tokens and scores them.
+    """Steps of which each proposes k tokens and scores them; the first samples one token alone.
 
-    Rows accept different numbers of tokens, so their lengths differ.
+    The prompts are read before it, by the constructor. Rows accept different numbers of tokens, so
+    their lengths differ.
     """
 
     can_remove_rows = True
@@ -129,7 +130,10 @@ class SpeculativeSteps:
         self._max_generated += new
 
     def _step(self) -> Tensor:
-        """Proposes tokens with the assistant and verifies them with the model."""
+        """Proposes tokens with the assistant and verifies them with the model.
+
+        Returns what `_append` does, the new tokens [B, k + 1].
+        """
         proposed, q, seen = self._propose()
         lengths = self._prompt_lengths + self._generated
         self._cache.crop(lengths - 1)  # all but the last token
@@ -197,4 +201,5 @@ class SpeculativeSteps:
         return new.masked_fill(~real, ABSENT)
 
     def _new_replay(self) -> GraphedStep:
+        """Returns a GraphedStep without a graph, for tensors of other shapes or addresses."""
         return GraphedStep(next(self._model.parameters()), self._draws.generator)

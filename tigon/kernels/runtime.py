@@ -64,7 +64,10 @@ def use(mode: Mode) -> Iterator[None]:
 
 
 def runs_triton(x: Tensor) -> bool:
-    """Whether an operator on `x` launches its Triton kernels."""
+    """Whether an operator on `x` launches its Triton kernels, by mode, dtype and device.
+
+    Raises ValueError for "triton" on a CPU without the interpreter.
+    """
     if _mode == "reference" or x.dtype not in DTYPES:
         return False
     if x.device.type == "cuda":
@@ -110,6 +113,7 @@ def _gpu_problem(device: int) -> str | None:
 
 @triton.jit
 def _increment(x):
+    """Adds 1 to a number: a kernel to find out whether any runs."""
     tl.store(x, tl.load(x) + 1)
 
 
@@ -142,6 +146,7 @@ def disable_pdl(model: object) -> None:
 
 @functools.cache
 def is_hopper(device: int) -> bool:
+    """Whether a GPU is Hopper or newer, sm_90 or above."""
     return torch.cuda.get_device_capability(device) >= (9, 0)
 
 
@@ -240,6 +245,7 @@ def retains_graph() -> bool:
 
 
 def next_power_of_2(n: int) -> int:
+    """Returns the least power of two that is at least n, for n from 1 on."""
     return 1 << (n - 1).bit_length()  # triton's own takes microseconds
 
 
@@ -314,7 +320,10 @@ def may_sync(x: Tensor) -> bool:
 
 
 def check_values(ok: Tensor, message: str) -> None:
-    """Raises unless `ok`; on a GPU the device asserts, unless checks wait for it."""
+    """Raises ValueError unless the bool `ok`; on a GPU the device asserts, unless checks wait.
+
+    On meta it does nothing.
+    """
     if may_sync(ok):
         if not ok:
             raise ValueError(message)

@@ -68,8 +68,10 @@ class Attention(nn.Module):
         device: torch.device | str,
         quantize: Quantize = None,
     ) -> KVState:
-        """Makes a cache of keys and values; a static one with a window is a ring of those in
-        view."""
+        """Returns an empty cache: without `capacity` one that grows, else a static one.
+
+        A static one has `capacity` slots, or with a window a ring of at most window + chunk - 1.
+        """
         if capacity is None:
             return GrowingKV(self.kv_heads, self.head_dim)
         slots = capacity if self.window is None else min(capacity, self.window + chunk - 1)
@@ -126,7 +128,7 @@ class Attention(nn.Module):
         return (*(y.unflatten(-1, (-1, self.head_dim)) for y in (q, k, v)),)
 
     def _rotates_last(self, rotation: Rotation) -> bool:
-        """Whether rotating halves is the only or the last step for q and k."""
+        """Whether q and k of `_heads` need nothing more than to be rotated by halves."""
         normed = self.q_norm is not None and not self.flat_qk_norm
         return not (normed or self.interleaved) and rotation.query_scale is None
 

@@ -38,7 +38,7 @@ class Linear(nn.Linear):
         return self.weight if self.quantized is None else self.quantized.weight_meta
 
     def values(self) -> Tensor:
-        """Returns the weight; if it is quantized, in new memory."""
+        """Returns the weight; if it is quantized, dequantized in new memory."""
         return self.weight if self.quantized is None else self.quantized.dequantize()
 
     def quantize(self, weight: QuantizedWeight) -> None:
@@ -65,14 +65,15 @@ class Linear(nn.Linear):
         return self.bias
 
     def gather_input(self, x: Tensor) -> Tensor:
-        """Returns all tokens of the input."""
+        """Returns x; in layers that ranks split, all tokens of it."""
         return x
 
     def reduce_output(self, y: Tensor) -> Tensor:
-        """Returns the whole output."""
+        """Returns y; in layers that ranks split, its sum over them."""
         return y
 
     def product(self, x: Tensor, dropout_keys: Tensor | None = None) -> Tensor:
+        """Returns x W^T with the bias and the active adapter, without exchange between ranks."""
         base = FP8_BASE if self.fp8 and self.training else PLAIN_BASE
         weight, own_bias = self.weight, self.local_bias
         if self.quantized is not None:

@@ -72,7 +72,7 @@ class QuantizedWeight(nn.Module, ABC):
             self._buffers[name] = torch.empty_like(buffer, device=device)
 
     def check(self, change: Callable[[Tensor], Tensor]) -> None:
-        """Raises ValueError if `change`, which `.to()` applies to tensors, changes the dtype."""
+        """Raises ValueError if `change`, which `.to()` applies to tensors, converts `dtype`."""
         new_dtype = change(torch.empty(0, dtype=self.dtype)).dtype
         if new_dtype != self.dtype:
             raise ValueError(
@@ -208,11 +208,11 @@ class FP8Weight(QuantizedWeight):
 
     @property
     def memory(self) -> Tensor:
-        """The codes [K, C], to be filled from a file."""
+        """The codes [K, C] as a view in their fp8 dtype, to be filled from a file."""
         return self._stored().codes.view(self.stored)
 
     def store_scales(self, grids: Sequence[Tensor]) -> None:
-        """Stores the scales of each matrix."""
+        """Copies the scales of the blocks of each matrix [rows, columns of blocks] here."""
         self._stored().scales.copy_(torch.cat(list(grids)))
 
     def dequantize(self) -> Tensor:

@@ -171,6 +171,7 @@ def _flex(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, plan: AttentionP
 
 
 def _softcap_mod(softcap: float) -> Callable[..., Tensor]:
+    """Returns a function that caps scores, as FlexAttention's score_mod."""
     return lambda score, *_: softcap * torch.tanh(score / softcap)
 
 
@@ -280,7 +281,7 @@ def _attention_meta(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> Ten
 def _check_inputs(
     q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, window: int | None, softcap: float | None
 ) -> None:
-    """Raises ValueError for shapes, devices or options that no backend takes."""
+    """Raises ValueError for shapes, a window or a softcap that no backend takes."""
     b, t, h, d = q.shape if q.dim() == 4 else (0, 0, 0, 0)
     s = mask.keys
     if t != mask.tokens:

@@ -47,7 +47,7 @@ def _quantize(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def write_tokens(k: Tensor, v: Tensor, buffers: KVBuffers, rows: Tensor, slots: Tensor) -> None:
-    """Writes k and v [..., K, D] to the slots [...] of the rows [...]."""
+    """Writes k and v [..., K, D] to the slots [...] of the rows [...], int8 if there are scales."""
     new = ((k, buffers.keys, buffers.key_scales), (v, buffers.values, buffers.value_scales))
     for x, stored, kept_scales in new:
         x = x.detach()
@@ -58,13 +58,14 @@ def write_tokens(k: Tensor, v: Tensor, buffers: KVBuffers, rows: Tensor, slots: 
 
 
 def dequantize_slots(x: Tensor, scales: Tensor | None, slots: int) -> Tensor:
-    """Returns the first slots in fp32."""
+    """Returns the first `slots` slots of x [B, K, R, D] in fp32, times their scales if given."""
     x = x[:, :, :slots].float()
     return x if scales is None else x * scales[:, :, :slots, None]
 
 
 def check_buffers(k: Tensor, buffers: KVBuffers) -> torch.Size:
-    """Checks the buffers and returns their shape [B, K, R, D]."""
+    """Returns the shape [B, K, R, D] of the buffers; raises ValueError unless they fit each other
+    and, without scales, have the dtype of k."""
     keys, values, *scales = buffers
     if keys.dim() != 4 or values.shape != keys.shape:
         raise ValueError(
@@ -538,13 +539,14 @@ def fuses_rope(tokens: int, buffers: KVBuffers) -> bool:
 
 
 def _triton_supports(q: Tensor, buffers: KVBuffers) -> bool:
-    """Whether the kernel can run; the interpreter has no bf16 products."""
+    """Whether the kernel can run: not for int8 of an odd D, nor for bf16 in the interpreter."""
     pairs = buffers.key_scales is None or q.shape[-1] % 2 == 0
     return runs_triton(q) and pairs and (q.dtype != torch.bfloat16 or q.device.type == "cuda")
 
 
 def _check_inputs(q: Tensor, k: Tensor, v: Tensor, buffers: KVBuffers, lengths: Tensor) -> None:
-    """Raises ValueError unless q, k, v, the buffers and the lengths fit each other."""
+    """Raises ValueError unless q, k, v, the buffers and the lengths fit each other, and
+    RuntimeError if a gradient is required."""
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
         raise RuntimeError(
             "append_attention has no gradient: call it inside torch.no_grad(), or use a KVCache"

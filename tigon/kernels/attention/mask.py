@@ -519,7 +519,10 @@ def pad_cu_seqlens(mask: AttentionMask, total: int, windows: Iterable[int]) -> A
 
 
 def padded_count(sequences: int) -> int:
-    """Returns the number of sequences after padding."""
+    """Returns the number of sequences after padding: a power of two, at least MIN_SEQUENCES.
+
+    With deterministic algorithms, the number stays as it is.
+    """
     # FlashAttention-2 divides the sum of dQ by their number where it is to be deterministic
     if torch.are_deterministic_algorithms_enabled():
         return sequences

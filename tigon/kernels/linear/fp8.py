@@ -71,7 +71,8 @@ class ScaledMatrix(NamedTuple):
     data: Tensor  # e4m3 [R, C], contiguous
     scale: Tensor  # fp32 [R]
 
-    def dequantize(self) -> Tensor:  # fp32 [R, C]
+    def dequantize(self) -> Tensor:
+        """Returns the matrix in fp32 [R, C]."""
         return self.data.float() * self.scale.unsqueeze(1)
 
 
@@ -549,7 +550,10 @@ def _forward(
     fused: bool,
     col_maxima: ColumnMaxima,
 ) -> Tensor:
-    """Casts and multiplies. `needs_x`, `needs_weight`: the gradients that backward will compute."""
+    """Returns the product of the casts in bf16, and keeps maxima for backward in `col_maxima`.
+
+    `needs_x`, `needs_weight`: the gradients that backward will compute.
+    """
     a, col_maxima.x = _cast(x, needs_weight, fused)
     b, col_maxima.weight = _cast(weight, needs_x, fused)
     return _product(a, b, fast=FAST_FORWARD, fused=fused)
@@ -657,7 +661,10 @@ class _Fp8Gated(torch.autograd.Function):
 
 
 def _check(x: Tensor, weight: Tensor, halves: int = 1) -> None:
-    """Raises ValueError unless x and weight can have fp8 products."""
+    """Raises TypeError or ValueError unless x and weight can have fp8 products.
+
+    x has `halves` times the weight's columns.
+    """
     check_devices(x=x, weight=weight)
     if x.dtype != torch.bfloat16 or weight.dtype != torch.bfloat16:
         raise TypeError(
@@ -680,7 +687,7 @@ def _finish_output(y: Tensor, lead: torch.Size, bias: Tensor | None) -> Tensor:
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, fused: bool) -> Tensor:
-    """Runs `fp8_linear` by the kernels or by the reference."""
+    """Returns `fp8_linear`, `fused` by the kernels, else by the reference."""
     recompute = find_recompute(x) if weight.requires_grad else None
     if recompute is not None:
         recompute.keep_gate_up()
@@ -705,7 +712,8 @@ def fp8_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def fp8_linear_ref(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """The definition: casts and products in plain torch, in both directions."""
+    """Returns what `fp8_linear` does: its definition, casts and products in plain torch, in both
+    directions."""
     return _linear(x, weight, bias, False)
 
 

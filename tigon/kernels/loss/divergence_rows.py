@@ -242,6 +242,7 @@ def _divergence_kernel(
 
 @triton.jit
 def _store(out, before, at, V, d, z, slope, head):
+    """Stores `before` plus the gradient of raw logits, from that of capped ones z: d."""
     d = tl.where(slope == 0.0, 0.0, uncap(d, z, head))  # not 0 * NaN
     if before is not None:
         d += tl.load(before + at, mask=at < V, other=0.0).to(tl.float32)

@@ -76,8 +76,8 @@ def _run(
 ) -> tuple[list[Tensor], list[dict[str, Tensor]], Tensor | None]:
     """Runs the pass inside the forward of the heads of all teachers that are modules.
 
-    The last result, if not None, still has to multiply the gradients: in fp16 those of the logits
-    could under- or overflow with the rows' own scales.
+    Returns what `run_pass` does, and a factor, if not None, that still has to multiply the
+    gradients: in fp16 those of the logits could under- or overflow with the rows' own scales.
     """
     slots: Slots = []
     for i in range(len(p.plans)):
@@ -418,7 +418,7 @@ def run_loss_term(
 
 
 def _pass(
-    shared: tuple[Tensor | None, ...],  # those of Inputs that may have gradients
+    shared: tuple[Tensor | None, ...],  # those of LossArgs that may have gradients
     prepared: Sequence[PreparedTerm],
     logits_bytes: int | None,
     overwrite: bool,
@@ -538,7 +538,7 @@ def prepare_term(
 
 
 def _scale(c: WeightedTerm, device: torch.device) -> Tensor:
-    """Returns the factor of the sum."""
+    """Returns coefficient / denominator, fp32 on the device; ValueError if one needs a gradient."""
     denominator, coefficient = c.denominator, c.coefficient
     for name, x in (("denominator", denominator), ("coefficient", coefficient)):
         if isinstance(x, Tensor) and x.requires_grad:
@@ -555,6 +555,7 @@ def _scale(c: WeightedTerm, device: torch.device) -> Tensor:
 
 
 def _is_one(x: Tensor | float) -> bool:
+    """Whether x is the number 1, and no tensor."""
     return not isinstance(x, Tensor) and x == 1
 
 
@@ -630,7 +631,8 @@ def _prepare_stored(
 def apply_autocast(
     hidden: Tensor, weight: Tensor, bias: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Casts to autocast's dtype; without autocast, raises if dtypes differ."""
+    """Returns all in autocast's dtype; without autocast as they are, ValueError if hidden and
+    weight differ in dtype."""
     dtype = autocast_dtype(hidden.device)
     if dtype is not None:
         bias = None if bias is None else bias.to(dtype)
@@ -669,14 +671,14 @@ def _any_row(keeps: Sequence[Tensor | None]) -> Tensor | None:
 
 
 def _deciding_weights(a: PreparedTerm) -> Tensor | None:
-    """Returns the weights if they alone decide which rows are left out."""
+    """Returns the term's own weights; None if it has none, or class weights multiply them."""
     if isinstance(a.term, CrossEntropy) and a.term.class_weights is not None:
         return None
     return a.term.weights if isinstance(a.term, WeightedTerm) else None
 
 
 def _check_valid_rows(active: ValidRows, a: PreparedTerm, rows: int) -> None:
-    """Raises unless `active` has every row that the term needs."""
+    """Raises ValueError unless `active` has every row that the term needs."""
     if len(active.keep) != rows:
         count = len(active.keep)
         raise ValueError(f"active has {count} rows, the loss term {rows}: make it of its targets")
@@ -704,7 +706,10 @@ def _eager_cross_entropy(logits: Tensor, a: PreparedTerm, lead: torch.Size) -> H
 
 
 def _metric_rows(metrics: Sequence[str]) -> tuple[str, ...]:
-    """Returns the per-row values that the requested metrics are computed from."""
+    """Returns the per-row values that the metrics are computed from; ValueError for unknown ones.
+
+    They are the metrics themselves, but for accuracy "predicted_tokens".
+    """
     unknown = [m for m in metrics if m not in METRICS]
     if unknown:
         raise ValueError(f"unknown metrics {unknown}; there are {', '.join(METRICS)}")

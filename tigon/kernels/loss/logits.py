@@ -133,6 +133,7 @@ def head_constants(options: Options) -> tuple[float | None, float | None]:
 
 @triton.jit
 def _rescale_kernel(x, out, factor, n, IN_PLACE: tl.constexpr, BLOCK: tl.constexpr):
+    """Writes x * factor to out; in place, a factor of 1 writes nothing."""
     f = tl.load(factor).to(tl.float32)
     if (not IN_PLACE) or f != 1.0:
         step = tl.num_programs(0).to(tl.int64) * BLOCK
@@ -143,6 +144,7 @@ def _rescale_kernel(x, out, factor, n, IN_PLACE: tl.constexpr, BLOCK: tl.constex
 
 
 def _launch_rescale(x: Tensor, out: Tensor, factor: Tensor) -> None:
+    """Launches `_rescale_kernel`, in place if out is x; both are contiguous."""
     # Few programs that walk: half a million that find nothing to do would take longer than a pass
     programs = min(triton.cdiv(x.numel(), 2048), 16 * num_sms(x))
     if programs:
@@ -229,6 +231,7 @@ def _may_overwrite(x: Tensor, factor: Tensor) -> bool:
 
 
 def _overwrite(x: Tensor, out: Tensor, factor: Tensor) -> None:
+    """Writes x * factor to out; on meta it does nothing."""
     if not x.is_meta:
         with torch.cuda.device_of(x):
             _launch_rescale(x, out, factor)

@@ -46,7 +46,8 @@ class VocabularyShard(NamedTuple):
         return cls(group, ranks, first, rows, size)
 
     def check(self, weight: Tensor | None, criteria: Sequence[LossTerm]) -> int:
-        """Checks the head's local weight and the loss terms; returns the size of the vocabulary."""
+        """Returns the size of the full vocabulary; raises ValueError without a weight, for one of
+        fewer rows than the shard, and for terms of log-probabilities."""
         if weight is None or any(isinstance(c, Divergence) for c in criteria):
             raise ValueError("a vocabulary is for a head's weight: of logits, gather the columns")
         if len(weight) < self.rows:

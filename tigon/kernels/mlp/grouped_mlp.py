@@ -255,6 +255,7 @@ def grouped_mlp_ref(
 
 
 def _at_least_fp32(x: Tensor) -> Tensor:
+    """Returns x in fp32, or in fp64 if it is."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
@@ -383,7 +384,7 @@ def _outputs(
 
 
 def count_slots(experts: Tensor, slots: int | None) -> int:
-    """Returns S."""
+    """Returns S: `slots`, or all N k if it is None or UNKNOWN_SLOTS."""
     return experts.numel() if slots in (None, UNKNOWN_SLOTS) else slots
 
 

@@ -94,7 +94,7 @@ def _to_device(host: Tensor, device: torch.device) -> Tensor:
 
 @triton.jit
 def load_row(rows, owners, WIDTH: tl.constexpr):
-    """Loads the program's row, and its chunk of the tensor."""
+    """Returns a pointer to the program's row, after its first column, and its chunk's index."""
     program = tl.program_id(0)
     row = rows + tl.load(owners + program).to(tl.int64) * WIDTH
     return row + 1, program - tl.load(row)
@@ -399,7 +399,8 @@ def _kind(slot: AdamWSlot, addresses: Sequence[int]) -> SlotKind:
 
 
 def _numbers(settings: AdamWSettings) -> tuple[float, ...]:
-    """Returns the kernel's numbers, rounded to float32 where torch's fused kernel does."""
+    """Returns lr * weight decay, both betas, eps, the step size with its bias correction, and the
+    root's correction, rounded to float32 where torch's fused kernel rounds."""
     lr, beta1, beta2 = (_float32(x) for x in (settings.lr, settings.beta1, settings.beta2))
     decay = _float32(lr * _float32(settings.weight_decay))
     step_size = _float32(lr / _float32(1 - _float32(beta1**settings.step)))
@@ -408,4 +409,5 @@ def _numbers(settings: AdamWSettings) -> tuple[float, ...]:
 
 
 def _float32(x: float) -> float:
+    """Returns x rounded to float32."""
     return c_float(x).value

@@ -105,6 +105,7 @@ def load_rest(x, rows, keep, START, D, BLOCK):
 
 @triton.jit
 def store_rest(y, rows, keep, values, START, D, BLOCK):
+    """Stores the dims from START on."""
     i = START + tl.arange(0, BLOCK)
     mask = keep[:, None] & (i < D)[None, :]
     tl.store(y + rows[:, None] + i[None, :], values, mask=mask)
@@ -294,6 +295,7 @@ def dims(head_dim: int, half: int, interleaved: bool) -> tuple[int, int, int, in
 
 
 def heads_per_tile(heads: int, head_dim: int, tile: int) -> int:
+    """Returns how many heads of one token a tile of `tile` elements has: a power of two."""
     return min(triton.next_power_of_2(heads), max(1, tile // int(triton.next_power_of_2(head_dim))))
 
 
@@ -544,6 +546,7 @@ def _qk_norm_rope_backward_kernel(
 
 @triton.jit
 def _sum_rows(x, y, N, D, ROWS, COLS):
+    """Sums x [N, D] over its rows to y [D], for the program's COLS columns."""
     cols = tl.program_id(1) * COLS + tl.arange(0, COLS)
     total = tl.zeros((ROWS, COLS), tl.float32)
     for start in range(0, N, ROWS):
